@@ -1,1 +1,23 @@
-//! placeholder
+//! The contract between a Berth router and a worker agent: the gRPC schema and the domain types that
+//! both sides share. It depends on nothing of Berth's and does no I/O.
+//!
+//! - [`v1`]: what travels, generated from `schema/agent/v1/agent.proto`.
+//! - [`id`]: validated identifiers.
+//! - [`load`]: the load report in domain types; conversion rejects nonsense.
+//! - [`claim`]: what a router tells an agent about a turn's session, as one header.
+//! - [`body`]: the top level of a JSON request body, by byte range.
+
+pub mod body;
+pub mod claim;
+pub mod id;
+pub mod load;
+
+/// The generated messages and services of `berth.agent.v1`.
+#[expect(
+    clippy::allow_attributes,
+    clippy::allow_attributes_without_reason,
+    reason = "generated code carries its own allow attributes"
+)]
+pub mod v1 {
+    tonic::include_proto!("berth.agent.v1");
+}

@@ -1,0 +1,277 @@
+//! The top level of a JSON request body, by byte range: which members it has, where each begins and
+//! ends, and the body with the members that Berth owns replaced. Nothing else is ever touched: no
+//! number is reformatted, no key reordered, no whitespace lost.
+//!
+//! JSON parsers take the *last* of duplicate keys and decode escapes in keys, so an owned key is
+//! removed wherever and however often it is written at the top level; nested ones are the client's.
+
+use std::{fmt, ops::Range};
+
+use serde::{
+    Deserializer as _,
+    de::{MapAccess, Visitor},
+};
+use serde_json::value::RawValue;
+
+/// Top-level members a body may have. Real requests have under 60; the bound keeps a body of tiny
+/// members from costing a multiple of its size.
+pub const MEMBERS_MAX: usize = 4096;
+
+/// The top-level keys whose values Berth decides. A client's are never forwarded.
+pub const OWNED_KEYS: [&str; 11] = [
+    "session_params",
+    "session_id",
+    "rid",
+    "routed_dp_rank",
+    // The engine's deprecated alias of routed_dp_rank.
+    "data_parallel_rank",
+    "disagg_prefill_dp_rank",
+    "decode_tp_size",
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
+    "bootstrap_pair_key",
+];
+
+/// Why a body was refused.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// Not JSON, or JSON that isn't an object.
+    #[error("the body is not a JSON object")]
+    NotAnObject(#[source] serde_json::Error),
+}
+
+/// One top-level member.
+#[derive(Debug)]
+pub struct Member<'a> {
+    /// The key with its escapes decoded.
+    pub key: String,
+    /// The value as written.
+    pub value: &'a RawValue,
+    /// Where the value ends, as an offset into the body.
+    end: usize,
+}
+
+/// A JSON object, parsed one level deep and checked to its end.
+#[derive(Debug)]
+pub struct Object<'a> {
+    bytes: &'a [u8],
+    /// Offset just after the opening brace.
+    start: usize,
+    members: Vec<Member<'a>>,
+}
+
+/// A stretch of a rewritten body.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Piece {
+    /// Bytes of the original.
+    Kept(Range<usize>),
+    /// Bytes that are Berth's.
+    New(String),
+}
+
+impl<'a> Object<'a> {
+    /// Reads the whole text, so that malformed JSON is refused here and not by the engine.
+    ///
+    /// # Errors
+    /// When it isn't one JSON object, or has over [`MEMBERS_MAX`] members.
+    pub fn parse(bytes: &'a [u8]) -> Result<Self, Error> {
+        let start = bytes.iter().position(|&byte| byte == b'{').map_or(0, |at| at + 1);
+        let mut parser = serde_json::Deserializer::from_slice(bytes);
+        let raw = parser.deserialize_map(Members).map_err(Error::NotAnObject)?;
+        parser.end().map_err(Error::NotAnObject)?;
+        let origin = bytes.as_ptr() as usize;
+        let members = raw
+            .into_iter()
+            .map(|(key, value)| {
+                let text = value.get();
+                // The value borrows from `bytes`, so its address says where it lies.
+                let end = text.as_ptr() as usize - origin + text.len();
+                Member { key, value, end }
+            })
+            .collect();
+        Ok(Self { bytes, start, members })
+    }
+
+    /// The value that parsers would take for `key`: the last one.
+    #[must_use]
+    pub fn get(&self, key: &str) -> Option<&'a RawValue> {
+        self.members.iter().rev().find(|member| member.key == key).map(|member| member.value)
+    }
+
+    /// All members in the order in which they were written, duplicates included.
+    #[must_use]
+    pub fn members(&self) -> &[Member<'a>] {
+        &self.members
+    }
+
+    /// The body without any member named in `owned`, and with `added` (members as JSON text,
+    /// comma separated, without braces; may be empty) at its end.
+    #[must_use]
+    pub fn rewrite(&self, owned: &[&str], added: &str) -> Vec<Piece> {
+        let mut pieces = vec![Piece::Kept(0..self.start)];
+        let mut from = self.start;
+        let mut kept = 0_usize;
+        for member in &self.members {
+            let stretch = from..member.end;
+            from = member.end;
+            if owned.contains(&member.key.as_str()) {
+                continue;
+            }
+            // What follows a removed first member begins with the comma that parted them.
+            let skip = if kept == 0 { self.leading_comma(&stretch) } else { 0 };
+            push_kept(&mut pieces, stretch.start + skip..stretch.end);
+            kept += 1;
+        }
+        if !added.is_empty() {
+            let comma = if kept == 0 { "" } else { "," };
+            pieces.push(Piece::New(format!("{comma}{added}")));
+        }
+        push_kept(&mut pieces, from..self.bytes.len());
+        pieces
+    }
+
+    fn leading_comma(&self, stretch: &Range<usize>) -> usize {
+        let bytes = &self.bytes[stretch.clone()];
+        let first = bytes.iter().position(|byte| !byte.is_ascii_whitespace()).unwrap_or(0);
+        if bytes.get(first) == Some(&b',') { first + 1 } else { 0 }
+    }
+}
+
+/// Adds a stretch, joined to the one before where they touch.
+fn push_kept(pieces: &mut Vec<Piece>, range: Range<usize>) {
+    match pieces.last_mut() {
+        Some(Piece::Kept(last)) if last.end == range.start => last.end = range.end,
+        _ => pieces.push(Piece::Kept(range)),
+    }
+}
+
+/// Collects the members of one object without looking into their values.
+struct Members;
+
+impl<'de> Visitor<'de> for Members {
+    type Value = Vec<(String, &'de RawValue)>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a JSON object")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
+        let mut members = Vec::new();
+        while let Some(member) = map.next_entry::<String, &'de RawValue>()? {
+            if members.len() == MEMBERS_MAX {
+                return Err(serde::de::Error::custom(format_args!(
+                    "more than {MEMBERS_MAX} members"
+                )));
+            }
+            members.push(member);
+        }
+        Ok(members)
+    }
+}
+
+/// The text of pieces over the body they were made from.
+#[must_use]
+pub fn assemble(bytes: &[u8], pieces: &[Piece]) -> Vec<u8> {
+    let mut out = Vec::with_capacity(bytes.len() + 128);
+    for piece in pieces {
+        match piece {
+            Piece::Kept(range) => out.extend_from_slice(&bytes[range.clone()]),
+            Piece::New(text) => out.extend_from_slice(text.as_bytes()),
+        }
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use serde_json::Value;
+
+    use super::*;
+
+    fn rewritten(body: &str, added: &str) -> String {
+        let object = Object::parse(body.as_bytes()).unwrap();
+        let bytes = assemble(body.as_bytes(), &object.rewrite(&OWNED_KEYS, added));
+        String::from_utf8(bytes).unwrap()
+    }
+
+    #[test]
+    fn every_way_to_write_an_owned_key_is_removed() {
+        let cases = [
+            (r#"{"rid":"x"}"#, r#"{"rid":"B"}"#),
+            (r#"{"rid":"x","a":1}"#, r#"{"a":1,"rid":"B"}"#),
+            (r#"{"a":1,"rid":"x"}"#, r#"{"a":1,"rid":"B"}"#),
+            (
+                r#"{"rid":1,"a":1,"rid":[2],"b":{"rid":3},"rid":{}}"#,
+                r#"{"a":1,"b":{"rid":3},"rid":"B"}"#,
+            ),
+            (r#"{"\u0072id":"x", "a":1}"#, r#"{ "a":1,"rid":"B"}"#),
+            ("{ \"rid\" : 1 ,\n \"a\" : 1.0e0 }\n", "{\n \"a\" : 1.0e0,\"rid\":\"B\" }\n"),
+            (r#"{"session_id":"s","session_params":{"id":"s"}}"#, r#"{"rid":"B"}"#),
+            ("{}", r#"{"rid":"B"}"#),
+            ("  { }", r#"  {"rid":"B" }"#),
+            (r#"{"Rid":1}"#, r#"{"Rid":1,"rid":"B"}"#),
+        ];
+        for (body, want) in cases {
+            assert_eq!(rewritten(body, r#""rid":"B""#), want, "from {body}");
+        }
+    }
+
+    #[test]
+    fn nothing_owned_leaves_every_byte() {
+        let body = "{\"z\": 1.50, \"a\":\"\\u00e9\\/\" ,\t\"z\":[ ]}";
+        assert_eq!(rewritten(body, ""), body);
+    }
+
+    #[test]
+    fn the_last_duplicate_counts() {
+        let object = Object::parse(br#"{"a":1,"\u0061":2}"#).unwrap();
+        assert_eq!(object.get("a").unwrap().get(), "2");
+        assert!(object.get("b").is_none());
+    }
+
+    #[test]
+    fn what_is_not_one_object_is_refused() {
+        for body in ["", "[]", "null", "{", "{\"a\":}", "{} x", "{\"a\":1,}", "{\"a\":\"\u{1}\"}"] {
+            assert!(Object::parse(body.as_bytes()).is_err(), "{body:?} was taken");
+        }
+        assert!(Object::parse(b"{\"a\":\"\xff\"}").is_err(), "not UTF-8");
+        let many = vec!["\"a\":0"; MEMBERS_MAX + 1].join(",");
+        assert!(Object::parse(format!("{{{many}}}").as_bytes()).is_err());
+    }
+
+    /// Arbitrary JSON objects, with owned keys among the keys.
+    fn objects() -> impl Strategy<Value = Vec<(String, Value)>> {
+        let key = prop_oneof![
+            3 => "[a-z\"\\\\é ]{0,6}",
+            2 => proptest::sample::select(OWNED_KEYS.to_vec()).prop_map(str::to_owned),
+        ];
+        let value = prop_oneof![
+            any::<i64>().prop_map(Value::from),
+            "\\PC{0,8}".prop_map(Value::from),
+            Just(serde_json::json!({"rid": [1, {"session_id": null}]})),
+        ];
+        prop::collection::vec((key, value), 0..8)
+    }
+
+    proptest! {
+        #[test]
+        fn a_parser_sees_the_same_body_but_for_owned_keys(members in objects(), pad in "[ \n\t]{0,3}") {
+            let text: Vec<String> = members
+                .iter()
+                .map(|(key, value)| format!("{pad}{}{pad}:{pad}{value}{pad}", Value::from(key.as_str())))
+                .collect();
+            let body = format!("{pad}{{{pad}{}{pad}}}{pad}", text.join(","));
+            let out = rewritten(&body, r#""rid":"B","session_id":"E""#);
+            let mut want: serde_json::Map<String, Value> = members.into_iter().collect();
+            want.retain(|key, _| !OWNED_KEYS.contains(&key.as_str()));
+            want.insert("rid".into(), "B".into());
+            want.insert("session_id".into(), "E".into());
+            prop_assert_eq!(serde_json::from_str::<Value>(&out).unwrap(), Value::Object(want));
+            let mut seen = out.matches("\"B\"").count();
+            seen += out.matches("\"E\"").count();
+            prop_assert!(seen >= 2);
+        }
+    }
+}

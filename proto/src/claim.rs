@@ -1,0 +1,157 @@
+//! What a router tells an agent about a turn: whose session it belongs to and what is meant by it.
+//!
+//! Identity is resolved once, in the router; the agent trusts these headers and claims the session
+//! before it reads the body. The router strips them from what its own clients send.
+
+use http::{HeaderMap, HeaderName, HeaderValue};
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    id::{self, SessionKey},
+    load::Retention,
+};
+
+/// Carries the [`Claim`], as JSON.
+pub const CLAIM: HeaderName = HeaderName::from_static("x-berth-session");
+/// Carries the router's turn id, for logs on both sides.
+pub const TURN: HeaderName = HeaderName::from_static("x-berth-turn");
+/// Carries the DP rank on which the turn was placed.
+pub const RANK: HeaderName = HeaderName::from_static("x-berth-rank");
+/// On an answer: the agent's own refusal, by its code. Absent when the engine answered.
+pub const REFUSAL: HeaderName = HeaderName::from_static("x-berth-refusal");
+
+/// The headers that only a router may send to an agent.
+pub const TRUSTED: [HeaderName; 3] = [CLAIM, TURN, RANK];
+
+/// A turn's session and what the client means by the turn.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Claim {
+    /// Digest of the credential.
+    pub principal: String,
+    /// The client's session id.
+    pub id: String,
+    /// How the engine should keep the session's KV, if this turn is its first. None: tagged where
+    /// the engine offers it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub retention: Option<Retention>,
+    /// The body holds only what is new; it is appended to the session's history.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub delta: bool,
+    /// The client asked to open the session with this turn: it runs one turn at a time.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub open: bool,
+    /// The session closes when this turn has ended, however it ends.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub close: bool,
+    /// Milliseconds without a turn until the session is closed. None: the agent's default.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub idle_ms_max: Option<u64>,
+}
+
+/// Why a claim header was refused.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// Not the JSON of a claim.
+    #[error("the {CLAIM} header is not a claim")]
+    Malformed(#[source] serde_json::Error),
+    /// Its identifiers are out of bounds.
+    #[error("the {CLAIM} header names no valid session")]
+    Id(#[source] id::Error),
+    /// The rank isn't a number.
+    #[error("the {RANK} header is not a DP rank")]
+    Rank,
+}
+
+impl Claim {
+    /// A plain turn of the session, with nothing asked beyond it.
+    #[must_use]
+    pub fn of(key: &SessionKey) -> Self {
+        Self {
+            principal: key.principal().to_owned(),
+            id: key.id().to_owned(),
+            retention: None,
+            delta: false,
+            open: false,
+            close: false,
+            idle_ms_max: None,
+        }
+    }
+
+    /// The session's key.
+    ///
+    /// # Errors
+    /// When principal or id are out of bounds.
+    pub fn key(&self) -> Result<SessionKey, id::Error> {
+        SessionKey::new(self.principal.clone(), self.id.clone())
+    }
+
+    /// The header's value. JSON escapes control characters, so every valid id fits in a header.
+    #[must_use]
+    pub fn to_header(&self) -> HeaderValue {
+        let text = serde_json::to_vec(self).expect("a struct of strings and numbers serialises");
+        // U+007F is the one control character that JSON leaves bare and headers forbid.
+        let escaped: Vec<u8> = text
+            .iter()
+            .flat_map(|&byte| if byte == 0x7f { b"\\u007f".to_vec() } else { vec![byte] })
+            .collect();
+        HeaderValue::from_bytes(&escaped).expect("JSON without bare control characters is legal")
+    }
+
+    /// Reads the claim of a request, if it carries one, with its key.
+    ///
+    /// # Errors
+    /// When the header is there but isn't a valid claim.
+    pub fn from_headers(headers: &HeaderMap) -> Result<Option<(Self, SessionKey)>, Error> {
+        let Some(value) = headers.get(CLAIM) else { return Ok(None) };
+        let claim: Self = serde_json::from_slice(value.as_bytes()).map_err(Error::Malformed)?;
+        let key = claim.key().map_err(Error::Id)?;
+        Ok(Some((claim, key)))
+    }
+}
+
+/// The DP rank on which the router placed the turn, if it said so.
+///
+/// # Errors
+/// When the header isn't a number.
+pub fn rank(headers: &HeaderMap) -> Result<Option<u32>, Error> {
+    let Some(value) = headers.get(RANK) else { return Ok(None) };
+    value.to_str().ok().and_then(|text| text.parse().ok()).map(Some).ok_or(Error::Rank)
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde's skip_serializing_if wants a ref")]
+fn is_false(value: &bool) -> bool {
+    !value
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn any_valid_id_survives_the_header(id in "\\PC{1,40}|[\\x00-\\x7f]{1,200}") {
+            let key = SessionKey::new("p", id).unwrap();
+            let claim = Claim { delta: true, ..Claim::of(&key) };
+            let mut headers = HeaderMap::new();
+            headers.insert(CLAIM, claim.to_header());
+            let (read, read_key) = Claim::from_headers(&headers).unwrap().unwrap();
+            prop_assert_eq!(read, claim);
+            prop_assert_eq!(read_key, key);
+        }
+    }
+
+    #[test]
+    fn a_claim_that_says_too_much_or_too_little_is_refused() {
+        for text in
+            ["", "{}", r#"{"principal":"p","id":""}"#, r#"{"principal":"p","id":"a","x":1}"#]
+        {
+            let mut headers = HeaderMap::new();
+            headers.insert(CLAIM, HeaderValue::from_str(text).unwrap());
+            assert!(Claim::from_headers(&headers).is_err(), "{text:?} was taken");
+        }
+        assert!(Claim::from_headers(&HeaderMap::new()).unwrap().is_none());
+    }
+}

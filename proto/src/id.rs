@@ -1,0 +1,163 @@
+//! Identifiers as validated newtypes: parsed once at the edge, trusted inside.
+
+use std::fmt;
+
+use sha2::{Digest as _, Sha256};
+use xxhash_rust::xxh3::xxh3_64;
+
+/// Longest session id a client may choose, in bytes.
+pub const SESSION_ID_BYTES_MAX: usize = 256;
+
+/// The principal of a request that carries no credential.
+pub const ANONYMOUS: &str = "anonymous";
+
+/// Why an identifier was refused.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Error {
+    /// Empty, or longer than [`SESSION_ID_BYTES_MAX`].
+    #[error("a session id has 1 to {SESSION_ID_BYTES_MAX} bytes, this one has {0}")]
+    SessionIdLength(usize),
+    /// An agent id or principal that is empty or longer than 128 bytes.
+    #[error("an agent id or principal has 1 to 128 bytes, this one has {0}")]
+    NameLength(usize),
+}
+
+/// Who a session is: the credential that opened it and the id its client chose.
+///
+/// Equal ids under different principals are different sessions.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct SessionKey {
+    principal: String,
+    id: String,
+}
+
+impl SessionKey {
+    /// Takes a principal (1–128 bytes) and a client's id (1–256 bytes).
+    ///
+    /// # Errors
+    /// When either length is out of bounds.
+    pub fn new(principal: impl Into<String>, id: impl Into<String>) -> Result<Self, Error> {
+        let (principal, id) = (principal.into(), id.into());
+        if principal.is_empty() || principal.len() > 128 {
+            return Err(Error::NameLength(principal.len()));
+        }
+        if id.is_empty() || id.len() > SESSION_ID_BYTES_MAX {
+            return Err(Error::SessionIdLength(id.len()));
+        }
+        Ok(Self { principal, id })
+    }
+
+    /// The digest of the credential, or [`ANONYMOUS`].
+    #[must_use]
+    pub fn principal(&self) -> &str {
+        &self.principal
+    }
+
+    /// The client's id, as the client wrote it.
+    #[must_use]
+    pub fn id(&self) -> &str {
+        &self.id
+    }
+
+    /// 64 bits of the key, equal in every process: for logs (client ids may be secrets) and for
+    /// choosing among equals.
+    #[must_use]
+    pub fn digest(&self) -> Digest {
+        let mut bytes = Vec::with_capacity(self.principal.len() + self.id.len() + 1);
+        bytes.extend_from_slice(self.principal.as_bytes());
+        bytes.push(0);
+        bytes.extend_from_slice(self.id.as_bytes());
+        Digest(xxh3_64(&bytes))
+    }
+}
+
+/// A short digest, shown as 16 hex digits.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Digest(pub u64);
+
+impl fmt::Display for Digest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:016x}", self.0)
+    }
+}
+
+impl fmt::Debug for Digest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+/// The principal of a credential: 128 bits of its SHA-256, in hex.
+///
+/// A digest, so that secrets travel no further than the router; a cryptographic one, because who
+/// can make two credentials collide can take over sessions.
+#[must_use]
+pub fn principal_of(credential: Option<&[u8]>) -> String {
+    let Some(secret) = credential else { return ANONYMOUS.to_owned() };
+    let digest = Sha256::digest(secret);
+    digest[..16].iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// A worker: one DP rank of one agent's engine. What a turn is placed on.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct WorkerId {
+    /// The agent's name, unique in the fleet.
+    pub agent: String,
+    /// The engine's data-parallel rank.
+    pub dp_rank: u32,
+}
+
+impl fmt::Display for WorkerId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.agent, self.dp_rank)
+    }
+}
+
+impl TryFrom<crate::v1::SessionKey> for SessionKey {
+    type Error = Error;
+
+    fn try_from(wire: crate::v1::SessionKey) -> Result<Self, Error> {
+        Self::new(wire.principal, wire.id)
+    }
+}
+
+impl From<&SessionKey> for crate::v1::SessionKey {
+    fn from(key: &SessionKey) -> Self {
+        Self { principal: key.principal.clone(), id: key.id.clone() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lengths_are_bounded_in_bytes_not_characters() {
+        assert!(SessionKey::new(ANONYMOUS, "").is_err());
+        assert!(SessionKey::new(ANONYMOUS, "é".repeat(128)).is_ok());
+        assert_eq!(
+            SessionKey::new(ANONYMOUS, "é".repeat(129)),
+            Err(Error::SessionIdLength(258)),
+            "258 bytes in 129 characters"
+        );
+        assert!(SessionKey::new("", "a").is_err());
+    }
+
+    #[test]
+    fn principals_keep_equal_ids_apart() {
+        let (a, b) = (SessionKey::new("p", "s").unwrap(), SessionKey::new("q", "s").unwrap());
+        assert_ne!(a, b);
+        assert_ne!(a.digest(), b.digest());
+        let joined = SessionKey::new("ps", "x").unwrap().digest();
+        assert_ne!(SessionKey::new("p", "sx").unwrap().digest(), joined);
+    }
+
+    #[test]
+    fn a_principal_never_shows_its_credential() {
+        let principal = principal_of(Some(b"Bearer sk-secret"));
+        assert!(!principal.contains("secret"));
+        assert_eq!(principal, principal_of(Some(b"Bearer sk-secret")));
+        assert_ne!(principal, principal_of(Some(b"Bearer sk-other")));
+        assert_eq!(principal_of(None), ANONYMOUS);
+    }
+}
