@@ -6,17 +6,20 @@
 //! - [`load`]: the load report in domain types; conversion rejects nonsense.
 //! - [`claim`]: what a router tells an agent about a turn's session, as one header.
 //! - [`body`]: the top level of a JSON request body, by byte range.
+//! - [`process`]: what both binaries are to their operator: tasks, admin port, settings, refusals.
 
 pub mod body;
 pub mod claim;
 pub mod id;
 pub mod load;
+pub mod process;
 
 /// The generated messages and services of `berth.agent.v1`.
 #[expect(
     clippy::allow_attributes,
     clippy::allow_attributes_without_reason,
-    reason = "generated code carries its own allow attributes"
+    clippy::too_many_lines,
+    reason = "generated code"
 )]
 pub mod v1 {
     tonic::include_proto!("berth.agent.v1");

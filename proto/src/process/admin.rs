@@ -1,0 +1,73 @@
+//! The admin port: `/metrics`, `/healthz`, `/readyz`, `/config`, on a thread and runtime of its own,
+//! so that it answers while the data path is busy.
+
+use std::{net::TcpListener, sync::Arc};
+
+use axum::{
+    Router,
+    extract::State,
+    response::{IntoResponse, Response},
+    routing::get,
+};
+use http::{StatusCode, header};
+use prometheus_client::registry::Registry;
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+
+/// What the admin port shows.
+#[derive(Debug, Clone)]
+pub struct Admin {
+    /// All metrics of the process.
+    pub registry: Arc<Registry>,
+    /// `Ok` when it can do its work, else why not.
+    pub ready: watch::Receiver<Result<(), String>>,
+    /// The effective settings, as TOML.
+    pub config: String,
+}
+
+/// Starts the thread. It ends with the token.
+///
+/// # Errors
+/// When the thread or its runtime can't be made.
+pub fn start(admin: Admin, listener: TcpListener, token: CancellationToken) -> std::io::Result<()> {
+    listener.set_nonblocking(true)?;
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let app = app(admin);
+    std::thread::Builder::new().name("admin".into()).spawn(move || {
+        runtime.block_on(async move {
+            let listener =
+                tokio::net::TcpListener::from_std(listener).expect("it was made nonblocking");
+            let served = axum::serve(listener, app)
+                .with_graceful_shutdown(async move { token.cancelled().await });
+            if let Err(error) = served.await {
+                tracing::error!(%error, "admin port failed");
+            }
+        });
+    })?;
+    Ok(())
+}
+
+/// The routes, callable without a socket.
+pub fn app(admin: Admin) -> Router {
+    Router::new()
+        .route("/healthz", get(|| async { "ok\n" }))
+        .route("/readyz", get(readyz))
+        .route("/metrics", get(metrics))
+        .route("/config", get(|State(admin): State<Admin>| async move { admin.config }))
+        .with_state(admin)
+}
+
+async fn readyz(State(admin): State<Admin>) -> Response {
+    match &*admin.ready.borrow() {
+        Ok(()) => "ready\n".into_response(),
+        Err(reason) => (StatusCode::SERVICE_UNAVAILABLE, format!("{reason}\n")).into_response(),
+    }
+}
+
+async fn metrics(State(admin): State<Admin>) -> Response {
+    let mut text = String::new();
+    prometheus_client::encoding::text::encode(&mut text, &admin.registry)
+        .expect("writing to a string can't fail");
+    let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+    ([(header::CONTENT_TYPE, kind)], text).into_response()
+}

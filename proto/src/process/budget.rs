@@ -1,0 +1,126 @@
+//! Bytes of request bodies held in memory at once: read up to a limit each, and up to a limit all
+//! together. A held body gives its share back when it is dropped.
+
+use std::sync::Arc;
+
+use bytes::{Bytes, BytesMut};
+use http::StatusCode;
+use http_body::Body;
+use http_body_util::BodyExt;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+use super::refusal::Refusal;
+
+/// Accounting unit: a semaphore counts to 2^29 at least, so bytes are counted in KiB.
+const UNIT_BYTES: usize = 1024;
+
+/// The budget of one process.
+#[derive(Debug, Clone)]
+pub struct BodyBudget {
+    units: Arc<Semaphore>,
+    body_bytes_max: usize,
+}
+
+/// A body and its share of the budget.
+#[derive(Debug)]
+pub struct HeldBody {
+    /// The bytes as they came.
+    pub bytes: Bytes,
+    _share: OwnedSemaphorePermit,
+}
+
+impl BodyBudget {
+    /// Bodies of up to `body_bytes_max`, up to `in_flight_bytes_max` together.
+    #[must_use]
+    pub fn new(body_bytes_max: usize, in_flight_bytes_max: usize) -> Self {
+        let units = (in_flight_bytes_max / UNIT_BYTES).clamp(1, Semaphore::MAX_PERMITS);
+        Self { units: Arc::new(Semaphore::new(units)), body_bytes_max }
+    }
+
+    /// Reads a body to its end.
+    ///
+    /// # Errors
+    /// 413 over the limit of one, 503 while the limit of all is reached, 400 when the client stops
+    /// sending.
+    pub async fn read<B>(&self, mut body: B) -> Result<HeldBody, Refusal>
+    where
+        B: Body<Data = Bytes> + Unpin,
+        B::Error: std::fmt::Display,
+    {
+        let announced = usize::try_from(body.size_hint().lower()).unwrap_or(usize::MAX);
+        if announced > self.body_bytes_max {
+            return Err(self.too_large());
+        }
+        let mut share = self.reserve(announced.max(1))?;
+        let mut bytes = BytesMut::with_capacity(announced);
+        while let Some(frame) = body.frame().await {
+            let frame = frame.map_err(|error| {
+                Refusal::bad_request("body_incomplete", format!("the body did not arrive: {error}"))
+            })?;
+            let Ok(data) = frame.into_data() else { continue };
+            let length = bytes.len() + data.len();
+            if length > self.body_bytes_max {
+                return Err(self.too_large());
+            }
+            let held = share.num_permits() * UNIT_BYTES;
+            if length > held {
+                share.merge(self.reserve(length - held)?);
+            }
+            bytes.extend_from_slice(&data);
+        }
+        Ok(HeldBody { bytes: bytes.freeze(), _share: share })
+    }
+
+    fn reserve(&self, bytes: usize) -> Result<OwnedSemaphorePermit, Refusal> {
+        let units = u32::try_from(bytes.div_ceil(UNIT_BYTES)).map_err(|_| self.too_large())?;
+        Arc::clone(&self.units).try_acquire_many_owned(units).map_err(|_| {
+            Refusal::new(
+                StatusCode::SERVICE_UNAVAILABLE,
+                "body_bytes_in_flight",
+                "too many request bytes are in flight; try again",
+            )
+            .retry_after(std::time::Duration::from_secs(1))
+        })
+    }
+
+    fn too_large(&self) -> Refusal {
+        Refusal::new(
+            StatusCode::PAYLOAD_TOO_LARGE,
+            "body_too_large",
+            format!("the body is over body_bytes_max = {} bytes", self.body_bytes_max),
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use http_body_util::Full;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn a_dropped_body_gives_its_share_back() {
+        let budget = BodyBudget::new(3 * UNIT_BYTES, 4 * UNIT_BYTES);
+        let body = || Full::new(Bytes::from(vec![7; 3 * UNIT_BYTES]));
+        let held = budget.read(body()).await.unwrap();
+        assert_eq!(held.bytes.len(), 3 * UNIT_BYTES);
+        let refused = budget.read(body()).await.unwrap_err();
+        assert_eq!(refused.code, "body_bytes_in_flight");
+        drop(held);
+        assert!(budget.read(body()).await.is_ok());
+    }
+
+    #[tokio::test]
+    async fn one_byte_over_the_limit_is_413_announced_or_not() {
+        let budget = BodyBudget::new(1000, 1 << 20);
+        let bytes = Bytes::from(vec![0; 1001]);
+        let announced = budget.read(Full::new(bytes.clone())).await.unwrap_err();
+        assert_eq!(announced.status, StatusCode::PAYLOAD_TOO_LARGE);
+        let halves = [bytes.slice(..500), bytes.slice(500..)]
+            .map(|half| Ok::<_, std::convert::Infallible>(http_body::Frame::data(half)));
+        let stream = http_body_util::StreamBody::new(tokio_stream::iter(halves));
+        let streamed = budget.read(stream).await.unwrap_err();
+        assert_eq!(streamed.status, StatusCode::PAYLOAD_TOO_LARGE);
+        assert!(budget.read(Full::new(bytes.slice(..1000))).await.is_ok());
+    }
+}

@@ -1,0 +1,64 @@
+//! The one shape in which Berth says no over HTTP: a status, a stable code for programs, a sentence
+//! for people that says what to do next, and when to try again.
+
+use std::time::Duration;
+
+use axum::response::{IntoResponse, Response};
+use http::{HeaderValue, StatusCode, header};
+
+use crate::claim;
+
+/// A refusal by Berth itself, never by the engine.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{code}: {message}")]
+pub struct Refusal {
+    /// HTTP status.
+    pub status: StatusCode,
+    /// Stable, `snake_case`.
+    pub code: &'static str,
+    /// What was wrong and what to do.
+    pub message: String,
+    /// When to try again, rounded up to seconds.
+    pub retry_after: Option<Duration>,
+}
+
+impl Refusal {
+    /// A refusal that stays one however often the request is sent.
+    pub fn new(status: StatusCode, code: &'static str, message: impl Into<String>) -> Self {
+        Self { status, code, message: message.into(), retry_after: None }
+    }
+
+    /// 400.
+    pub fn bad_request(code: &'static str, message: impl Into<String>) -> Self {
+        Self::new(StatusCode::BAD_REQUEST, code, message)
+    }
+
+    /// Overload or a passing fault: the same request may pass after `after`.
+    #[must_use]
+    pub fn retry_after(mut self, after: Duration) -> Self {
+        self.retry_after = Some(after);
+        self
+    }
+}
+
+impl IntoResponse for Refusal {
+    fn into_response(self) -> Response {
+        let kind = match self.status.as_u16() {
+            429 => "overloaded",
+            500.. => "unavailable",
+            _ => "invalid_request_error",
+        };
+        let body = serde_json::json!({
+            "error": { "message": self.message, "type": kind, "code": self.code }
+        });
+        let mut response = (self.status, axum::Json(body)).into_response();
+        let headers = response.headers_mut();
+        headers.insert(claim::REFUSAL, HeaderValue::from_static(self.code));
+        if let Some(after) = self.retry_after {
+            let seconds = after.as_millis().div_ceil(1000).max(1);
+            let value = HeaderValue::from_str(&seconds.to_string()).expect("digits are legal");
+            headers.insert(header::RETRY_AFTER, value);
+        }
+        response
+    }
+}

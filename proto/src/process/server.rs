@@ -1,0 +1,78 @@
+//! An HTTP/1 server with the limits that an open port needs: header bytes, time to send a header,
+//! connections at once. Connections end gracefully when the process stops.
+
+use std::{sync::Arc, time::Duration};
+
+use axum::Router;
+use hyper::server::conn::http1;
+use hyper_util::{
+    rt::{TokioIo, TokioTimer},
+    service::TowerToHyperService,
+};
+use tokio::{net::TcpListener, sync::Semaphore};
+use tracing::{debug, warn};
+
+use super::tasks::Tasks;
+
+/// Bytes of a request's line and headers; beyond it the answer is 431.
+pub const HEADER_BYTES_MAX: usize = 32 * 1024;
+/// Connections at once. Each costs about 40 KiB while it reads; beyond it the backlog waits.
+pub const CONNECTIONS_MAX: usize = 4096;
+/// A client that takes longer to send its header is cut off.
+const HEADER_TIME_MAX: Duration = Duration::from_secs(30);
+/// After a failed accept (out of file descriptors, say) the loop rests this long.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// Serves until the tasks are cancelled, then lets each connection finish its request.
+pub async fn serve(listener: TcpListener, app: Router, tasks: Tasks) {
+    let slots = Arc::new(Semaphore::new(CONNECTIONS_MAX));
+    let token = tasks.token();
+    loop {
+        let accepted = tokio::select! {
+            biased;
+            () = token.cancelled() => return,
+            accepted = accept(&listener, &slots) => accepted,
+        };
+        let (stream, slot) = match accepted {
+            Ok(accepted) => accepted,
+            Err(error) => {
+                warn!(%error, "accept failed");
+                tokio::time::sleep(ACCEPT_PAUSE).await;
+                continue;
+            }
+        };
+        let service = TowerToHyperService::new(app.clone());
+        let connection_token = token.clone();
+        tasks.spawn(async move {
+            let _slot = slot;
+            let connection = http1::Builder::new()
+                .timer(TokioTimer::new())
+                .header_read_timeout(HEADER_TIME_MAX)
+                .max_buf_size(HEADER_BYTES_MAX)
+                .serve_connection(TokioIo::new(stream), service);
+            let mut connection = std::pin::pin!(connection);
+            let ended = tokio::select! {
+                biased;
+                ended = connection.as_mut() => ended,
+                () = connection_token.cancelled() => {
+                    connection.as_mut().graceful_shutdown();
+                    connection.await
+                }
+            };
+            if let Err(error) = ended {
+                debug!(%error, "connection ended early");
+            }
+        });
+    }
+}
+
+async fn accept(
+    listener: &TcpListener,
+    slots: &Arc<Semaphore>,
+) -> std::io::Result<(tokio::net::TcpStream, tokio::sync::OwnedSemaphorePermit)> {
+    let slot = Arc::clone(slots).acquire_owned().await.expect("the semaphore is never closed");
+    let (stream, _peer) = listener.accept().await?;
+    // Tokens are small writes that must not wait for an acknowledgement.
+    stream.set_nodelay(true)?;
+    Ok((stream, slot))
+}

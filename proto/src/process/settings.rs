@@ -1,0 +1,97 @@
+//! Settings from a TOML file, with every problem reported at once.
+
+use std::{fmt, path::Path};
+
+use serde::{Serialize, de::DeserializeOwned};
+
+/// Exit status for wrong settings: EX_USAGE.
+pub const EXIT_USAGE: u8 = 64;
+
+/// All that is wrong with the settings, a sentence each; never empty.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Problems(pub Vec<String>);
+
+impl fmt::Display for Problems {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("the settings are wrong:")?;
+        for problem in &self.0 {
+            write!(f, "\n  - {problem}")?;
+        }
+        Ok(())
+    }
+}
+
+impl std::error::Error for Problems {}
+
+/// Reads a flat settings struct whose keys all have defaults. Wrong keys are left at their defaults
+/// and reported, so that one run shows all of them.
+///
+/// Returns the settings with what was wrong; the caller adds its own checks and then decides.
+pub fn load<T: DeserializeOwned + Default>(path: Option<&Path>) -> (T, Vec<String>) {
+    let Some(path) = path else { return (T::default(), vec![]) };
+    match std::fs::read_to_string(path) {
+        Ok(text) => parse(&text),
+        Err(error) => (T::default(), vec![format!("{} can't be read: {error}", path.display())]),
+    }
+}
+
+/// As [`load`], from text.
+pub fn parse<T: DeserializeOwned + Default>(text: &str) -> (T, Vec<String>) {
+    let table: toml::Table = match text.parse() {
+        Ok(table) => table,
+        Err(error) => return (T::default(), vec![format!("not TOML: {error}")]),
+    };
+    let mut good = toml::Table::new();
+    let mut problems = vec![];
+    for (key, value) in table {
+        let alone = toml::Table::from_iter([(key.clone(), value.clone())]);
+        match T::deserialize(alone) {
+            Ok(_) => drop(good.insert(key, value)),
+            Err(error) => problems.push(format!("{key}: {}", error.to_string().trim_end())),
+        }
+    }
+    let settings =
+        T::deserialize(good).expect("each key was read alone and none depends on another");
+    (settings, problems)
+}
+
+/// The effective settings, as shown by `/config`.
+pub fn show<T: Serialize>(settings: &T) -> String {
+    toml::to_string(settings).expect("settings are flat: strings, numbers and lists")
+}
+
+#[cfg(test)]
+mod tests {
+    use serde::Deserialize;
+
+    use super::*;
+
+    #[derive(Debug, Deserialize, Serialize)]
+    #[serde(default, deny_unknown_fields)]
+    struct Example {
+        name: String,
+        interval_ms: u32,
+    }
+
+    impl Default for Example {
+        fn default() -> Self {
+            Self { name: "x".into(), interval_ms: 7 }
+        }
+    }
+
+    #[test]
+    fn every_wrong_key_is_reported_and_good_ones_are_kept() {
+        let text = "name = \"y\"\ninterval_ms = -1\nintervall_ms = 5\nother = true\n";
+        let (settings, problems) = parse::<Example>(text);
+        assert_eq!(settings.name, "y");
+        assert_eq!(settings.interval_ms, 7);
+        assert_eq!(problems.len(), 3, "{problems:?}");
+        assert!(problems.iter().any(|problem| problem.contains("intervall_ms")));
+    }
+
+    #[test]
+    fn a_missing_file_is_a_problem_not_a_default() {
+        let (_, problems) = load::<Example>(Some(Path::new("/nonexistent/berth.toml")));
+        assert_eq!(problems.len(), 1);
+    }
+}
