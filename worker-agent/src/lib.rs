@@ -1,1 +1,219 @@
-//! placeholder
+//! Berth's worker agent: one process beside one SGLang engine. It owns the engine's KV sessions,
+//! passes turns through, accounts for the pool, and tells routers what it knows.
+//!
+//! A turn's way: [`turn`] claims its session with [`agent`] (whose [`session`] table decides), puts
+//! Berth's keys into the body ([`request`]), sends it ([`engine`]), follows the answer ([`answer`])
+//! and ends its lease. [`follow`] watches the engine, [`ledger`] accounts, [`grpc`] reports.
+//!
+//! What isn't here: placement, other workers, prompts or transcripts.
+
+pub mod agent;
+pub mod answer;
+pub mod config;
+pub mod engine;
+pub mod follow;
+pub mod gpu;
+pub mod grpc;
+pub mod ledger;
+pub mod metrics;
+pub mod request;
+pub mod route;
+pub mod session;
+pub mod turn;
+
+use std::{sync::Arc, time::Duration};
+
+use prometheus_client::registry::Registry;
+use proto::process::{
+    admin::{self, Admin},
+    budget::BodyBudget,
+    server, settings,
+    tasks::Tasks,
+};
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+
+use crate::{
+    agent::AgentHandle,
+    config::{Config, ms},
+    engine::Engine,
+    follow::Follower,
+    gpu::Gpu,
+    ledger::Limits,
+    metrics::Metrics,
+    turn::Turns,
+};
+
+/// Tasks that don't end by themselves at shutdown get this long.
+const STOP_MAX: Duration = Duration::from_secs(5);
+
+/// The bound ports of one agent.
+#[derive(Debug)]
+pub struct Listeners {
+    /// Turns (HTTP).
+    pub data: std::net::TcpListener,
+    /// Routers (gRPC).
+    pub control: std::net::TcpListener,
+    /// Metrics and health (HTTP).
+    pub admin: std::net::TcpListener,
+}
+
+impl Listeners {
+    /// Binds the settings' addresses.
+    ///
+    /// # Errors
+    /// Names the address that can't be bound.
+    pub fn bind(config: &Config) -> Result<Self, Error> {
+        let bind = |addr| {
+            std::net::TcpListener::bind(addr).map_err(|error| Error::Bind { addr, source: error })
+        };
+        Ok(Self {
+            data: bind(config.data_addr)?,
+            control: bind(config.control_addr)?,
+            admin: bind(config.admin_addr)?,
+        })
+    }
+}
+
+/// Why an agent could not run.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// An address is taken or not ours.
+    #[error("can't listen on {addr}")]
+    Bind {
+        /// Which.
+        addr: std::net::SocketAddr,
+        /// The system's reason.
+        source: std::io::Error,
+    },
+    /// A thread or runtime could not be made.
+    #[error("can't start")]
+    Start(#[from] std::io::Error),
+    /// A part the agent can't do without has ended.
+    #[error("an essential task ended; the log says which and why")]
+    TaskEnded,
+}
+
+/// Runs one agent until `stop`, then drains: takes nothing new, lets turns end, closes every session
+/// at the engine. Port 0 and several agents in one process are fine.
+///
+/// # Errors
+/// See [`Error`].
+pub async fn run(
+    config: Config,
+    gpu: impl Gpu,
+    listeners: Listeners,
+    epoch: u64,
+    stop: CancellationToken,
+) -> Result<(), Error> {
+    let tasks = Tasks::default();
+    let mut registry = Registry::with_prefix("berth_agent");
+    let metrics = Metrics::new(&mut registry);
+    let engine = Engine::new(
+        config.engine_uri(),
+        config::engine_api_key(),
+        ms(config.connect_ms_max),
+        ms(config.engine_call_ms_max),
+    );
+    let agent = start_agent(&config, gpu, &listeners, epoch, &engine, &tasks)?;
+    grpc::start(agent.clone(), epoch, listeners.control, tasks.token())?;
+    let ready = readiness(&agent, &metrics, &tasks).await;
+    let shown = settings::show(&config);
+    let admin = Admin { registry: Arc::new(registry), ready, config: shown };
+    admin::start(admin, listeners.admin, tasks.token())?;
+
+    let follower = Follower {
+        engine: engine.clone(),
+        agent: agent.clone(),
+        interval: ms(config.load_interval_ms),
+        vocabulary: (config.vocabulary > 0).then_some(config.vocabulary),
+    };
+    tasks.essential("follow", follow::run(follower, tasks.clone()));
+    listeners.data.set_nonblocking(true)?;
+    let data = tokio::net::TcpListener::from_std(listeners.data)?;
+    let turns = Turns {
+        agent: agent.clone(),
+        engine,
+        budget: BodyBudget::new(config.body_bytes_max, config.body_bytes_in_flight_max),
+        turn_max: ms(config.turn_ms_max),
+        abort_max: ms(config.abort_ms_max),
+        tasks: tasks.clone(),
+        metrics,
+    };
+    tasks.essential("data port", server::serve(data, turn::app(turns), tasks.clone()));
+
+    tokio::select! {
+        () = stop.cancelled() => {
+            // The drain's own limit plus the time that aborted turns and closes may take.
+            let limit = ms(config.drain_ms_max);
+            let whole = limit + ms(config.abort_ms_max);
+            if tokio::time::timeout(whole, agent.drain(limit)).await.is_err() {
+                tracing::warn!("some sessions may be left open at the engine");
+            }
+        }
+        () = tasks.cancelled() => {}
+    }
+    if tasks.stop(STOP_MAX).await { Ok(()) } else { Err(Error::TaskEnded) }
+}
+
+fn start_agent(
+    config: &Config,
+    gpu: impl Gpu,
+    listeners: &Listeners,
+    epoch: u64,
+    engine: &Engine,
+    tasks: &Tasks,
+) -> Result<AgentHandle, Error> {
+    let control = listeners.control.local_addr()?;
+    let agent_id = match config.worker_id.as_str() {
+        "" => control.to_string(),
+        id => id.to_owned(),
+    };
+    let setup = agent::Setup {
+        agent_id,
+        epoch,
+        data_port: listeners.data.local_addr()?.port(),
+        engine: engine.clone(),
+        devices: gpu::watch(gpu)?,
+        limits: Limits {
+            rows_reserve: config.rows_reserve,
+            pin_budget_ratio: config.pin_budget_ratio,
+            turns_max: config.turns_in_flight_max,
+        },
+        idle_max: ms(config.session_idle_ms_max),
+        report_interval: ms(config.report_interval_ms),
+    };
+    Ok(agent::start(setup, tasks))
+}
+
+/// Ready while the engine answers; metrics follow the same reports.
+async fn readiness(
+    agent: &AgentHandle,
+    metrics: &Metrics,
+    tasks: &Tasks,
+) -> watch::Receiver<Result<(), String>> {
+    let (sender, ready) = watch::channel(Err("starting".to_owned()));
+    let (agent, metrics, token) = (agent.clone(), metrics.clone(), tasks.token());
+    tasks.essential("readiness", async move {
+        let Ok(mut watch) = agent.watch().await else { return };
+        loop {
+            let report = watch.report.borrow_and_update().clone();
+            metrics.reported(&report);
+            let state = match (&report.unhealthy, report.draining) {
+                (Some(reason), _) => Err(reason.clone()),
+                (None, true) => Err("draining".to_owned()),
+                (None, false) => Ok(()),
+            };
+            sender.send_if_modified(|ready| {
+                let changed = *ready != state;
+                *ready = state;
+                changed
+            });
+            tokio::select! {
+                () = token.cancelled() => return,
+                changed = watch.report.changed() => if changed.is_err() { return },
+            }
+        }
+    });
+    ready
+}

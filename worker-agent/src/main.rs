@@ -1,1 +1,61 @@
-fn main() {}
+//! `berth-agent`: settings, logs, signals; everything else is the library's.
+
+use std::process::ExitCode;
+
+use clap::Parser;
+use proto::process::{log, settings};
+use tokio_util::sync::CancellationToken;
+use worker_agent::{
+    Listeners,
+    config::{Args, Config},
+    gpu,
+};
+
+fn main() -> ExitCode {
+    let args = Args::parse();
+    let check = args.check_config;
+    let config = match Config::load(args) {
+        Ok(config) => config,
+        Err(problems) => {
+            complain(&problems);
+            return ExitCode::from(settings::EXIT_USAGE);
+        }
+    };
+    if check {
+        let shown = settings::show(&config);
+        return match std::io::Write::write_all(&mut std::io::stdout(), shown.as_bytes()) {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(_) => ExitCode::FAILURE,
+        };
+    }
+    log::init();
+    match run(config) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            complain(&format_args!("{error:#}"));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+#[tokio::main]
+async fn run(config: Config) -> anyhow::Result<()> {
+    let listeners = Listeners::bind(&config)?;
+    let stop = CancellationToken::new();
+    let signalled = proto::process::signal::stop()?;
+    let gpu = gpu::detect(&config.devices);
+    let epoch = proto::process::epoch();
+    let running = worker_agent::run(config, gpu, listeners, epoch, stop.clone());
+    let mut running = std::pin::pin!(running);
+    tokio::select! {
+        ended = &mut running => return Ok(ended?),
+        () = signalled => stop.cancel(),
+    }
+    Ok(running.await?)
+}
+
+fn complain(what: &dyn std::fmt::Display) {
+    // Nothing is left to do when standard error is gone too.
+    let _ =
+        std::io::Write::write_fmt(&mut std::io::stderr(), format_args!("berth-agent: {what}\n"));
+}

@@ -1,0 +1,553 @@
+//! Reads an answer as it passes: token counts, how it ended, whether its last byte is here. Works on
+//! chunks cut anywhere, keeps no text, changes nothing. Pure.
+//!
+//! One scanner serves all routes, because the places of the fields differ enough to be told apart:
+//! `/generate` reports in `meta_info`, the OpenAI and Anthropic routes in `usage`.
+
+use crate::session::{Outcome, Usage};
+
+/// Objects and arrays deeper than this are skipped over, not followed. Fields of interest lie at
+/// most four deep.
+const DEPTH_MAX: usize = 6;
+/// Longest key or short string that is told apart.
+const TEXT_MAX: usize = 24;
+
+/// Reads one answer.
+#[derive(Debug)]
+pub struct Scanner {
+    framing: Framing,
+    json: Json,
+    found: Found,
+    terminal: bool,
+}
+
+#[derive(Debug)]
+enum Framing {
+    /// One JSON value.
+    Whole,
+    /// Server-sent events, at this place in a line.
+    Events { line: Line, payload: usize, done: usize },
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Line {
+    /// So many bytes of `data:` have matched.
+    Field(usize),
+    Data,
+    Other,
+}
+
+/// What the fields said; later ones replace earlier ones.
+#[derive(Debug, Default)]
+struct Found {
+    prompt: Option<u64>,
+    completion: Option<u64>,
+    cached: Option<u64>,
+    retractions: u64,
+    aborted: bool,
+    queued_abort: bool,
+    abort_status: Option<u64>,
+    error: bool,
+    ended: bool,
+}
+
+impl Scanner {
+    /// For an answer with this content type.
+    #[must_use]
+    pub fn new(content_type: Option<&[u8]>) -> Self {
+        let events = content_type.is_some_and(|kind| kind.starts_with(b"text/event-stream"));
+        let framing = if events {
+            Framing::Events { line: Line::Field(0), payload: 0, done: 0 }
+        } else {
+            Framing::Whole
+        };
+        Self { framing, json: Json::default(), found: Found::default(), terminal: false }
+    }
+
+    /// Takes the next bytes. Returns whether the engine has said its last word with them: the end
+    /// of the JSON, `[DONE]`, or the API's closing event.
+    pub fn push(&mut self, bytes: &[u8]) -> bool {
+        match self.framing {
+            Framing::Whole => {
+                self.json.push(bytes, &mut self.found);
+                self.terminal |= self.json.complete;
+            }
+            Framing::Events { .. } => self.push_events(bytes),
+        }
+        self.terminal
+    }
+
+    fn push_events(&mut self, bytes: &[u8]) {
+        const DATA: &[u8] = b"data:";
+        const DONE: &[u8] = b"[DONE]";
+        let Framing::Events { line, payload, done } = &mut self.framing else { return };
+        let mut rest = bytes;
+        while let Some(&byte) = rest.first() {
+            match *line {
+                Line::Field(matched) if matched == DATA.len() => {
+                    *line = Line::Data;
+                    (*payload, *done) = (0, 0);
+                }
+                Line::Field(matched) if byte == DATA[matched] => {
+                    *line = Line::Field(matched + 1);
+                    rest = &rest[1..];
+                }
+                Line::Field(_) | Line::Other => {
+                    let end = rest.iter().position(|&byte| byte == b'\n');
+                    *line = if end.is_some() { Line::Field(0) } else { Line::Other };
+                    rest = &rest[end.map_or(rest.len(), |end| end + 1)..];
+                }
+                Line::Data => {
+                    let end = rest.iter().position(|&byte| byte == b'\n');
+                    let stretch = &rest[..end.unwrap_or(rest.len())];
+                    for &byte in stretch.iter().take(DONE.len() + 2) {
+                        if *done < DONE.len() && byte == DONE[*done] {
+                            *done += 1;
+                        }
+                    }
+                    *payload += stretch.len();
+                    self.terminal |= *done == DONE.len() && *payload <= DONE.len() + 2;
+                    self.json.push(stretch, &mut self.found);
+                    self.terminal |= self.found.ended && self.json.complete;
+                    if end.is_some() {
+                        *line = Line::Field(0);
+                        self.json = Json::default();
+                    }
+                    rest = &rest[end.map_or(rest.len(), |end| end + 1)..];
+                }
+            }
+        }
+    }
+
+    /// How the turn ended, once its answer with this status has come to a clean end.
+    #[must_use]
+    pub fn outcome(&self, status: http::StatusCode) -> Outcome {
+        let found = &self.found;
+        if status.is_server_error() {
+            // The engine gave up half-way: what it kept is unknown.
+            return Outcome::Lost;
+        }
+        if !status.is_success() || found.abort_status.is_some() || found.queued_abort {
+            return Outcome::Refused;
+        }
+        if found.aborted {
+            return Outcome::Aborted;
+        }
+        if found.error {
+            return Outcome::Lost;
+        }
+        let usage = found.prompt.zip(found.completion).map(|(prompt, completion)| Usage {
+            prompt_tokens: prompt,
+            completion_tokens: completion,
+            cached_tokens: found.cached,
+            retractions: found.retractions,
+        });
+        Outcome::Finished(usage)
+    }
+
+    /// Token counts so far, if the answer reports them.
+    #[must_use]
+    pub fn usage(&self) -> Option<Usage> {
+        match self.outcome(http::StatusCode::OK) {
+            Outcome::Finished(usage) => usage,
+            _ => None,
+        }
+    }
+}
+
+/// Keys on the paths that matter.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Key {
+    Other,
+    MetaInfo,
+    Usage,
+    Prompt,
+    Completion,
+    Cached,
+    Details,
+    Retractions,
+    FinishReason,
+    Type,
+    Message,
+    StatusCode,
+    Choices,
+    Response,
+    Error,
+}
+
+impl Key {
+    fn of(text: &[u8]) -> Self {
+        match text {
+            b"meta_info" => Self::MetaInfo,
+            b"usage" => Self::Usage,
+            b"prompt_tokens" | b"input_tokens" => Self::Prompt,
+            b"completion_tokens" | b"output_tokens" => Self::Completion,
+            b"cached_tokens" | b"cache_read_input_tokens" => Self::Cached,
+            b"prompt_tokens_details" | b"input_tokens_details" => Self::Details,
+            b"num_retractions" => Self::Retractions,
+            b"finish_reason" => Self::FinishReason,
+            b"type" => Self::Type,
+            b"message" => Self::Message,
+            b"status_code" => Self::StatusCode,
+            b"choices" => Self::Choices,
+            b"response" => Self::Response,
+            b"error" => Self::Error,
+            _ => Self::Other,
+        }
+    }
+}
+
+/// A JSON value, followed by its keys. Arrays leave no trace in the path.
+#[derive(Debug, Default)]
+struct Json {
+    /// The containers entered, at most `DEPTH_MAX` of them.
+    stack: Vec<Level>,
+    /// Containers entered beyond that.
+    deeper: usize,
+    token: Token,
+    /// The root value has ended.
+    complete: bool,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Level {
+    object: bool,
+    /// An object's current key.
+    key: Key,
+    /// A string here is a key.
+    at_key: bool,
+}
+
+#[derive(Debug, Default)]
+enum Token {
+    #[default]
+    None,
+    String {
+        escaped: bool,
+        text: Text,
+    },
+    Number {
+        value: Option<u64>,
+    },
+}
+
+/// The start of a string: enough to tell it from others.
+#[derive(Debug, Default)]
+struct Text {
+    bytes: [u8; TEXT_MAX],
+    len: usize,
+}
+
+impl Text {
+    fn push(&mut self, bytes: &[u8]) {
+        let room = &mut self.bytes[self.len.min(TEXT_MAX)..];
+        let take = bytes.len().min(room.len());
+        room[..take].copy_from_slice(&bytes[..take]);
+        self.len = self.len.saturating_add(bytes.len());
+    }
+
+    /// Empty when it was too long to be anything of interest.
+    fn get(&self) -> &[u8] {
+        if self.len <= TEXT_MAX { &self.bytes[..self.len] } else { b"" }
+    }
+}
+
+impl Json {
+    fn push(&mut self, bytes: &[u8], found: &mut Found) {
+        let mut rest = bytes;
+        while !rest.is_empty() {
+            let used = match &mut self.token {
+                Token::String { escaped, text } => {
+                    let (used, ended) = skip_string(rest, escaped, text);
+                    if ended {
+                        self.end_string(found);
+                    }
+                    used
+                }
+                Token::Number { value } => {
+                    let digits = rest.iter().position(|byte| !byte.is_ascii_digit());
+                    for digit in &rest[..digits.unwrap_or(rest.len())] {
+                        *value = value.and_then(|so_far| {
+                            so_far.checked_mul(10)?.checked_add(u64::from(digit - b'0'))
+                        });
+                    }
+                    match digits.map(|at| rest[at]) {
+                        Some(b'.' | b'e' | b'E' | b'+' | b'-') => *value = None,
+                        Some(_) => self.end_number(found),
+                        None => {}
+                    }
+                    // A part of a number that isn't a digit belongs to it; what ends it doesn't.
+                    let inside = matches!(self.token, Token::Number { .. });
+                    digits.map_or(rest.len(), |at| at + usize::from(inside))
+                }
+                Token::None => {
+                    self.structure(rest[0], found);
+                    1
+                }
+            };
+            rest = &rest[used..];
+        }
+    }
+
+    fn structure(&mut self, byte: u8, found: &mut Found) {
+        match byte {
+            b'{' | b'[' => {
+                if byte == b'{' && self.path_is(&[Key::Error]) {
+                    found.error = true;
+                }
+                if self.stack.len() < DEPTH_MAX {
+                    let object = byte == b'{';
+                    self.stack.push(Level { object, key: Key::Other, at_key: object });
+                } else {
+                    self.deeper += 1;
+                }
+            }
+            b'}' | b']' => {
+                if self.deeper > 0 {
+                    self.deeper -= 1;
+                } else {
+                    self.stack.pop();
+                    self.complete |= self.stack.is_empty();
+                }
+            }
+            b'"' => self.token = Token::String { escaped: false, text: Text::default() },
+            b'0'..=b'9' => {
+                self.token = Token::Number { value: Some(u64::from(byte - b'0')) };
+            }
+            b'-' => self.token = Token::Number { value: None },
+            b',' if self.deeper == 0 => {
+                if let Some(level) = self.stack.last_mut() {
+                    level.at_key = level.object;
+                }
+            }
+            _ => {}
+        }
+    }
+
+    fn end_string(&mut self, found: &mut Found) {
+        let Token::String { text, .. } = std::mem::take(&mut self.token) else { return };
+        if self.deeper > 0 {
+            return;
+        }
+        let Some(level) = self.stack.last_mut() else { return };
+        if level.at_key {
+            level.key = Key::of(text.get());
+            level.at_key = false;
+            return;
+        }
+        let text = text.get();
+        if self.path_is(&[Key::MetaInfo, Key::FinishReason, Key::Type])
+            || self.path_is(&[Key::Choices, Key::FinishReason])
+        {
+            found.aborted |= text == b"abort";
+        } else if self.path_is(&[Key::MetaInfo, Key::FinishReason, Key::Message]) {
+            found.queued_abort |= text == b"Abort in waiting queue";
+        } else if self.path_is(&[Key::Type]) {
+            found.ended |= matches!(
+                text,
+                b"message_stop"
+                    | b"response.completed"
+                    | b"response.failed"
+                    | b"response.incomplete"
+            );
+        }
+    }
+
+    fn end_number(&mut self, found: &mut Found) {
+        let Token::Number { value } = std::mem::take(&mut self.token) else { return };
+        let Some(value) = value.filter(|_| self.deeper == 0) else { return };
+        if self.path_is(&[Key::MetaInfo, Key::FinishReason, Key::StatusCode]) {
+            found.abort_status = Some(value);
+            return;
+        }
+        let mut path = self.path();
+        // Streams of the Responses and Messages APIs wrap the object that carries the usage.
+        let wrapped = matches!(path.first(), Some(Key::Response | Key::Message));
+        if wrapped {
+            path.remove(0);
+        }
+        match path.as_slice() {
+            [Key::MetaInfo | Key::Usage, Key::Prompt] => found.prompt = Some(value),
+            [Key::MetaInfo | Key::Usage, Key::Completion] => found.completion = Some(value),
+            [Key::MetaInfo | Key::Usage, Key::Cached] | [Key::Usage, Key::Details, Key::Cached] => {
+                found.cached = Some(value)
+            }
+            [Key::MetaInfo, Key::Retractions] => found.retractions = value,
+            _ => {}
+        }
+    }
+
+    fn path(&self) -> Vec<Key> {
+        self.stack.iter().filter(|level| level.object).map(|level| level.key).collect()
+    }
+
+    fn path_is(&self, wanted: &[Key]) -> bool {
+        self.deeper == 0
+            && self
+                .stack
+                .iter()
+                .filter(|level| level.object)
+                .map(|level| level.key)
+                .eq(wanted.iter().copied())
+    }
+}
+
+/// Moves through a string; returns the bytes used and whether it ended.
+fn skip_string(bytes: &[u8], escaped: &mut bool, text: &mut Text) -> (usize, bool) {
+    if *escaped {
+        *escaped = false;
+        // The keys and words of interest have no escapes: one makes the text another.
+        text.push(b"\\");
+        return (1, false);
+    }
+    let plain = bytes.iter().position(|byte| matches!(byte, b'"' | b'\\'));
+    let stretch = &bytes[..plain.unwrap_or(bytes.len())];
+    text.push(stretch);
+    match plain {
+        None => (bytes.len(), false),
+        Some(at) => {
+            *escaped = bytes[at] == b'\\';
+            (at + 1, bytes[at] == b'"')
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use http::StatusCode;
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const SSE: Option<&[u8]> = Some(b"text/event-stream; charset=utf-8");
+
+    fn usage(prompt: u64, completion: u64, cached: Option<u64>) -> Outcome {
+        Outcome::Finished(Some(Usage {
+            prompt_tokens: prompt,
+            completion_tokens: completion,
+            cached_tokens: cached,
+            retractions: 0,
+        }))
+    }
+
+    /// Reads a text cut at the given places; returns the outcome and whether it was terminal.
+    fn read(kind: Option<&[u8]>, text: &str, cuts: &[usize]) -> (Outcome, bool) {
+        let mut scanner = Scanner::new(kind);
+        let mut terminal = false;
+        let mut from = 0;
+        for &cut in cuts.iter().chain([&text.len()]) {
+            let cut = cut.clamp(from, text.len());
+            terminal = scanner.push(&text.as_bytes()[from..cut]);
+            from = cut;
+        }
+        (scanner.outcome(StatusCode::OK), terminal)
+    }
+
+    /// Answers in the shapes of SGLang 0.5.23, with decoys in their texts and tool arguments.
+    fn answers() -> Vec<(Option<&'static [u8]>, &'static str, Outcome)> {
+        vec![
+            (
+                None,
+                r#"{"text":"\"usage\":{\"prompt_tokens\":9}","output_ids":[15,317],"meta_info":{"id":"r","finish_reason":{"type":"length","length":6},"prompt_tokens":25,"num_retractions":0,"e2e_latency":1.5e-3,"completion_tokens":6,"cached_tokens":4,"cached_tokens_details":{"device":99,"host":0}}}"#,
+                usage(25, 6, Some(4)),
+            ),
+            (
+                None,
+                r#"{"id":"c","choices":[{"index":0,"message":{"role":"assistant","content":"}]","tool_calls":[{"function":{"arguments":"{\"usage\":{\"prompt_tokens\":7}}"}}]},"finish_reason":"stop"}],"usage":{"prompt_tokens":48,"total_tokens":58,"completion_tokens":10,"prompt_tokens_details":{"cached_tokens":16}}}"#,
+                usage(48, 10, Some(16)),
+            ),
+            (
+                None,
+                r#"{"type":"message","content":[{"type":"tool_use","input":{"usage":{"input_tokens":1}}}],"usage":{"input_tokens":30,"output_tokens":5,"cache_read_input_tokens":12}}"#,
+                usage(30, 5, Some(12)),
+            ),
+            (
+                SSE,
+                "data: {\"text\":\"a\",\"meta_info\":{\"finish_reason\":null,\"prompt_tokens\":51,\"completion_tokens\":1,\"cached_tokens\":45}}\n\ndata: {\"text\":\"ab\",\"meta_info\":{\"finish_reason\":{\"type\":\"length\",\"length\":2},\"prompt_tokens\":51,\"completion_tokens\":2,\"cached_tokens\":45}}\n\ndata: [DONE]\n\n",
+                usage(51, 2, Some(45)),
+            ),
+            (
+                SSE,
+                "data: {\"choices\":[{\"delta\":{\"content\":\"[DONE]\"}}],\"usage\":null}\n\ndata: {\"choices\":[],\"usage\":{\"prompt_tokens\":5,\"completion_tokens\":3}}\n\ndata: [DONE]\n\n",
+                usage(5, 3, None),
+            ),
+            (
+                SSE,
+                "event: message_start\ndata: {\"type\":\"message_start\",\"message\":{\"usage\":{\"input_tokens\":20,\"output_tokens\":0}}}\n\nevent: message_delta\ndata: {\"type\":\"message_delta\",\"usage\":{\"output_tokens\":7}}\n\nevent: message_stop\ndata: {\"type\":\"message_stop\"}\n\n",
+                usage(20, 7, None),
+            ),
+            (
+                SSE,
+                "event: response.completed\ndata: {\"type\":\"response.completed\",\"response\":{\"error\":null,\"usage\":{\"input_tokens\":11,\"input_tokens_details\":{\"cached_tokens\":3},\"output_tokens\":2}}}\n\n",
+                usage(11, 2, Some(3)),
+            ),
+            (
+                SSE,
+                "data: {\"output_ids\":[296],\"text\":\"!\",\"meta_info\":{\"finish_reason\":{\"type\":\"abort\",\"message\":\"Invalid request: session id nope does not exist\",\"status_code\":400},\"prompt_tokens\":1,\"completion_tokens\":1}}\n\ndata: [DONE]\n\n",
+                Outcome::Refused,
+            ),
+            (
+                None,
+                r#"{"text":"","meta_info":{"finish_reason":{"type":"abort","message":"Aborted","status_code":null,"err_type":null},"prompt_tokens":5,"completion_tokens":3}}"#,
+                Outcome::Aborted,
+            ),
+            (
+                None,
+                r#"{"text":"","output_ids":[],"meta_info":{"finish_reason":{"type":"abort","message":"Abort in waiting queue"}}}"#,
+                Outcome::Refused,
+            ),
+            (SSE, "data: {\"error\":{\"message\":\"boom\"}}\n\ndata: [DONE]\n\n", Outcome::Lost),
+        ]
+    }
+
+    #[test]
+    fn every_route_s_answer_is_understood() {
+        for (kind, text, want) in answers() {
+            assert_eq!(read(kind, text, &[]), (want, true), "from {text}");
+        }
+    }
+
+    #[test]
+    fn the_last_byte_is_terminal_and_none_before_it() {
+        for (kind, text, _) in answers() {
+            let mut scanner = Scanner::new(kind);
+            let first = (0..text.len()).find(|&at| scanner.push(&text.as_bytes()[at..=at]));
+            let left = &text[first.expect("it ends") + 1..];
+            assert!(left.trim().is_empty(), "{left:?} came after the end of {text}");
+        }
+    }
+
+    #[test]
+    fn a_stream_cut_short_is_not_terminal() {
+        let text = "data: {\"meta_info\":{\"prompt_tokens\":5,\"completion_tokens\":2}}\n\n";
+        assert!(!read(SSE, text, &[]).1);
+        assert!(!read(None, r#"{"text":"abc","meta_info":{"prompt_tokens":5"#, &[]).1);
+    }
+
+    #[test]
+    fn a_server_error_leaves_the_end_unknown() {
+        let mut scanner = Scanner::new(None);
+        scanner.push(br#"{"object":"error","message":"Out of memory"}"#);
+        assert_eq!(scanner.outcome(StatusCode::INTERNAL_SERVER_ERROR), Outcome::Lost);
+        assert_eq!(scanner.outcome(StatusCode::BAD_REQUEST), Outcome::Refused);
+    }
+
+    proptest! {
+        #[test]
+        fn chunk_borders_do_not_matter(at in 0..11_usize, mut cuts in prop::collection::vec(0..700_usize, 0..12)) {
+            let (kind, text, want) = answers().swap_remove(at);
+            cuts.sort_unstable();
+            // The texts are ASCII, so that every cut is legal.
+            prop_assert_eq!(read(kind, text, &cuts), (want, true));
+        }
+
+        #[test]
+        fn no_bytes_make_it_panic(bytes in prop::collection::vec(any::<u8>(), 0..200), sse: bool) {
+            let mut scanner = Scanner::new(if sse { SSE } else { None });
+            for byte in bytes {
+                scanner.push(&[byte]);
+            }
+            let _ = scanner.outcome(StatusCode::OK);
+        }
+    }
+}

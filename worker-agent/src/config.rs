@@ -1,0 +1,220 @@
+//! Settings: a TOML file, then environment, then flags. Every default is here with its reason.
+
+use std::{net::SocketAddr, path::PathBuf, time::Duration};
+
+use clap::Parser;
+use http::{HeaderValue, Uri};
+use proto::process::settings::{self, Problems};
+use serde::{Deserialize, Serialize};
+
+/// Command line and environment.
+#[derive(Debug, Parser)]
+#[command(name = "berth-agent", version, about = "Owns the KV sessions of one SGLang engine")]
+pub struct Args {
+    /// Settings file (TOML).
+    #[arg(long)]
+    pub config: Option<PathBuf>,
+    /// The engine beside this agent, e.g. http://127.0.0.1:30000
+    #[arg(long)]
+    pub engine: Option<String>,
+    /// Name of this agent, unique in the fleet. Default: the control address.
+    #[arg(long, env = "WORKER_ID")]
+    pub worker_id: Option<String>,
+    /// Where turns come in.
+    #[arg(long)]
+    pub data_addr: Option<SocketAddr>,
+    /// Where routers connect (gRPC).
+    #[arg(long)]
+    pub control_addr: Option<SocketAddr>,
+    /// Metrics, health and readiness.
+    #[arg(long)]
+    pub admin_addr: Option<SocketAddr>,
+    /// Checks the settings, prints them and exits.
+    #[arg(long)]
+    pub check_config: bool,
+}
+
+/// Effective settings.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Config {
+    /// The engine's base URL.
+    pub engine: String,
+    /// Name of this agent, unique in the fleet; empty: the control address.
+    pub worker_id: String,
+    /// Turns (HTTP).
+    pub data_addr: SocketAddr,
+    /// Routers (gRPC).
+    pub control_addr: SocketAddr,
+    /// Metrics and health (HTTP).
+    pub admin_addr: SocketAddr,
+    /// A report goes out at least this often; it is the heartbeat routers judge the agent by.
+    pub report_interval_ms: u64,
+    /// The engine's `/v1/loads` is read this often.
+    pub load_interval_ms: u64,
+    /// Time to connect to the engine.
+    pub connect_ms_max: u64,
+    /// Time for an engine's answer to a control call.
+    pub engine_call_ms_max: u64,
+    /// A turn that takes longer is aborted.
+    pub turn_ms_max: u64,
+    /// How long the end of an aborted turn is waited for.
+    pub abort_ms_max: u64,
+    /// How long running turns may go on at shutdown.
+    pub drain_ms_max: u64,
+    /// A session without a turn for so long is closed.
+    pub session_idle_ms_max: u64,
+    /// Rows of each rank that pinned sessions never take.
+    pub rows_reserve: u32,
+    /// Share of each rank's pool that pinned sessions may hold.
+    pub pin_budget_ratio: f64,
+    /// Turns inside the engine at once, per rank; beyond it 429.
+    pub turns_in_flight_max: u32,
+    /// Longest request body.
+    pub body_bytes_max: usize,
+    /// Request bodies in memory at once, together.
+    pub body_bytes_in_flight_max: usize,
+    /// Size of the model's vocabulary; 0: read from the model's config.json.
+    pub vocabulary: u32,
+    /// UUIDs of the engine's GPUs; empty: all that NVML lists.
+    pub devices: Vec<String>,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            engine: "http://127.0.0.1:30000".into(),
+            worker_id: String::new(),
+            data_addr: SocketAddr::from(([127, 0, 0, 1], 31000)),
+            control_addr: SocketAddr::from(([127, 0, 0, 1], 31001)),
+            admin_addr: SocketAddr::from(([127, 0, 0, 1], 31002)),
+            // Routers call a worker stale after 3 s: six reports.
+            report_interval_ms: 500,
+            // The engine answers from a snapshot in under a millisecond.
+            load_interval_ms: 200,
+            // Loopback: a connect takes microseconds or fails.
+            connect_ms_max: 1000,
+            // `/server_info` asks the scheduler, which may be inside a long prefill step.
+            engine_call_ms_max: 10_000,
+            // Agents' longest generations take tens of minutes.
+            turn_ms_max: 3_600_000,
+            // An abort is acknowledged after the step that runs, seconds at the longest.
+            abort_ms_max: 15_000,
+            drain_ms_max: 30_000,
+            // 99.5 % of a coding agent's turns resume within the hour.
+            session_idle_ms_max: 3_600_000,
+            // With no free row the engine stops for good; one is the least that can't.
+            rows_reserve: 1,
+            // The rest is room for what runs.
+            pin_budget_ratio: 0.7,
+            // Above any engine's useful batch, below its row count.
+            turns_in_flight_max: 512,
+            body_bytes_max: 64 << 20,
+            body_bytes_in_flight_max: 512 << 20,
+            vocabulary: 0,
+            devices: vec![],
+        }
+    }
+}
+
+impl Config {
+    /// Puts file, environment and flags together and checks the whole.
+    ///
+    /// # Errors
+    /// All problems at once.
+    pub fn load(args: Args) -> Result<Self, Problems> {
+        let (mut config, mut problems) = settings::load::<Self>(args.config.as_deref());
+        config.engine = args.engine.unwrap_or(config.engine);
+        config.worker_id = args.worker_id.unwrap_or(config.worker_id);
+        config.data_addr = args.data_addr.unwrap_or(config.data_addr);
+        config.control_addr = args.control_addr.unwrap_or(config.control_addr);
+        config.admin_addr = args.admin_addr.unwrap_or(config.admin_addr);
+        config.check(&mut problems);
+        if problems.is_empty() { Ok(config) } else { Err(Problems(problems)) }
+    }
+
+    fn check(&self, problems: &mut Vec<String>) {
+        let mut need = |good: bool, problem: &str| {
+            if !good {
+                problems.push(problem.to_owned());
+            }
+        };
+        let base = self.engine.parse::<Uri>().ok();
+        let base = base.filter(|uri| {
+            uri.scheme_str() == Some("http") && uri.authority().is_some() && uri.path() == "/"
+        });
+        need(base.is_some(), "engine must be a URL like http://127.0.0.1:30000");
+        need(self.worker_id.len() <= 128, "worker_id must have at most 128 bytes");
+        for (key, value) in [
+            ("report_interval_ms", self.report_interval_ms),
+            ("load_interval_ms", self.load_interval_ms),
+            ("connect_ms_max", self.connect_ms_max),
+            ("engine_call_ms_max", self.engine_call_ms_max),
+            ("turn_ms_max", self.turn_ms_max),
+            ("abort_ms_max", self.abort_ms_max),
+            ("session_idle_ms_max", self.session_idle_ms_max),
+        ] {
+            need((1..=7 * 86_400_000).contains(&value), &format!("{key} must be 1 to 7 days"));
+        }
+        need(
+            self.rows_reserve >= 1,
+            "rows_reserve must be at least 1: a full engine never recovers",
+        );
+        let ratio = (0.0..=1.0).contains(&self.pin_budget_ratio);
+        need(ratio, "pin_budget_ratio must be between 0 and 1");
+        let turns = (1..=65_536).contains(&self.turns_in_flight_max);
+        need(turns, "turns_in_flight_max must be 1 to 65536");
+        need(self.body_bytes_max >= 1024, "body_bytes_max must be at least 1024");
+        let room = self.body_bytes_in_flight_max >= self.body_bytes_max;
+        need(room, "body_bytes_in_flight_max must be at least body_bytes_max");
+    }
+
+    /// The engine's base URL.
+    #[must_use]
+    pub fn engine_uri(&self) -> Uri {
+        self.engine.parse().expect("checked when the settings were loaded")
+    }
+}
+
+/// Milliseconds of a setting as a duration.
+#[must_use]
+pub fn ms(value: u64) -> Duration {
+    Duration::from_millis(value)
+}
+
+/// The engine's API key: a secret, so from the environment alone.
+#[must_use]
+pub fn engine_api_key() -> Option<HeaderValue> {
+    let key = std::env::var("BERTH_ENGINE_API_KEY").ok()?;
+    HeaderValue::from_str(&format!("Bearer {key}")).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    #[test]
+    fn the_defaults_are_valid() {
+        assert!(Config::load(Args::parse_from(["berth-agent"])).is_ok());
+    }
+
+    #[test]
+    fn flags_win_over_the_file_and_all_problems_come_together() {
+        let path = std::env::temp_dir().join(format!("berth-agent-{}.toml", std::process::id()));
+        let mut file = std::fs::File::create(&path).unwrap();
+        file.write_all(b"engine = \"ftp://x\"\nrows_reserve = 0\nbogus = 1\nworker_id = \"f\"\n")
+            .unwrap();
+        let args = |rest: &[&str]| {
+            let config = path.to_str().unwrap();
+            Args::parse_from(["berth-agent", "--config", config].iter().chain(rest))
+        };
+        let problems = Config::load(args(&[])).unwrap_err();
+        assert_eq!(problems.0.len(), 3, "{problems}");
+        std::fs::write(&path, "worker_id = \"f\"\nload_interval_ms = 50\n").unwrap();
+        let config = Config::load(args(&["--worker-id", "w"])).unwrap();
+        assert_eq!((config.worker_id.as_str(), config.load_interval_ms), ("w", 50));
+        std::fs::remove_file(&path).unwrap();
+    }
+}

@@ -1,0 +1,365 @@
+//! The engine as the agent calls it: facts, load samples, open, close, abort, and the pooled client
+//! that turns use. It knows SGLang's HTTP and nothing of sessions' states.
+
+use std::time::{Duration, Instant};
+
+use axum::body::Body;
+use bytes::Bytes;
+use http::{HeaderValue, Method, Request, Response, StatusCode, Uri, header, uri::PathAndQuery};
+use http_body_util::{BodyExt, Full, Limited};
+use hyper::body::Incoming;
+use hyper_util::{
+    client::legacy::{Client, ResponseFuture, connect::HttpConnector},
+    rt::{TokioExecutor, TokioTimer},
+};
+use proto::load::{EngineFacts, Retention};
+use serde::Deserialize;
+use serde_json::Value;
+
+/// Answers of the engine's control routes are small; `/server_info` has some 560 keys, 40 KiB.
+const ANSWER_BYTES_MAX: usize = 4 << 20;
+
+/// What went wrong between agent and engine.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// It takes no connections: nobody listens there.
+    #[error("the engine at {0} takes no connections")]
+    Connect(Uri, #[source] hyper_util::client::legacy::Error),
+    /// The connection broke.
+    #[error("the engine at {0} broke the connection off")]
+    Broken(Uri, #[source] Box<dyn std::error::Error + Send + Sync>),
+    /// No answer in time.
+    #[error("the engine did not answer {0} within {1:?}")]
+    Timeout(&'static str, Duration),
+    /// An answer with an unexpected status.
+    #[error("the engine answered {path} with {status}: {body}")]
+    Status {
+        /// The route asked.
+        path: &'static str,
+        /// Its status.
+        status: StatusCode,
+        /// The start of its body.
+        body: String,
+    },
+    /// An answer that can't be understood.
+    #[error("the engine's answer to {path} can't be read: {detail}")]
+    Answer {
+        /// The route asked.
+        path: &'static str,
+        /// What was wrong.
+        detail: String,
+    },
+}
+
+impl Error {
+    /// Nobody listens: the engine is dead or not started.
+    #[must_use]
+    pub fn is_connect(&self) -> bool {
+        matches!(self, Self::Connect(..))
+    }
+}
+
+/// A cloneable client of one engine.
+#[derive(Debug, Clone)]
+pub struct Engine {
+    base: Uri,
+    api_key: Option<HeaderValue>,
+    /// Turns: bodies stream, no time limit of its own.
+    turns: Client<HttpConnector, Body>,
+    /// Control calls, on connections of their own so that they never wait behind turns.
+    control: Client<HttpConnector, Full<Bytes>>,
+    call_time_max: Duration,
+}
+
+/// What `/server_info` says, as the agent needs it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Info {
+    /// For the description.
+    pub facts: EngineFacts,
+    /// Rows of each DP rank.
+    pub rows: Vec<u32>,
+    /// Tokens of each rank's pool.
+    pub pool_tokens: u64,
+}
+
+impl Info {
+    /// Retention modes that the engine's flags allow, best first.
+    #[must_use]
+    pub fn retentions(&self) -> Vec<Retention> {
+        let facts = &self.facts;
+        // Streaming sessions break under prefill/decode disaggregation: prefill's copy of the
+        // history lacks the answers.
+        let pinned = facts.streaming_sessions && facts.disaggregation == "null";
+        let mut modes = vec![];
+        if pinned {
+            modes.push(Retention::Pinned);
+        }
+        if facts.radix_sessions {
+            modes.push(Retention::Tagged);
+        }
+        modes.push(Retention::None);
+        modes
+    }
+}
+
+/// One rank's line of `/v1/loads`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+pub struct RankSample {
+    /// Data-parallel rank.
+    pub dp_rank: u32,
+    /// Requests in the batch.
+    pub num_running_reqs: u64,
+    /// Requests in the queue.
+    pub num_waiting_reqs: u64,
+    /// Tokens that eviction can't take.
+    pub num_used_tokens: u64,
+    /// Tokens of the pool.
+    pub max_total_num_tokens: u64,
+    /// Tokens prefilled since the engine started; falls only when it restarts.
+    #[serde(default)]
+    pub total_prefill_uncached_tokens: u64,
+}
+
+/// All ranks at one moment.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Sample {
+    /// When the answer arrived.
+    pub at: Instant,
+    /// In rank order.
+    pub ranks: Vec<RankSample>,
+}
+
+impl Engine {
+    /// A client of the engine at `base` (`http://host:port`).
+    #[must_use]
+    pub fn new(
+        base: Uri,
+        api_key: Option<HeaderValue>,
+        connect: Duration,
+        call_time_max: Duration,
+    ) -> Self {
+        let mut connector = HttpConnector::new();
+        connector.set_nodelay(true);
+        connector.set_connect_timeout(Some(connect));
+        let mut builder = Client::builder(TokioExecutor::new());
+        builder.pool_timer(TokioTimer::new()).pool_idle_timeout(Duration::from_secs(30));
+        let turns = builder.build(connector.clone());
+        let control = builder.build(connector);
+        Self { base, api_key, turns, control, call_time_max }
+    }
+
+    /// Sends a turn. The future does nothing until polled; dropping it drops the connection.
+    pub fn send(&self, mut request: Request<Body>) -> ResponseFuture {
+        *request.uri_mut() = self.uri(request.uri().path_and_query());
+        if let Some(key) = &self.api_key {
+            request.headers_mut().insert(header::AUTHORIZATION, key.clone());
+        }
+        self.turns.request(request)
+    }
+
+    /// Reads `/server_info`: the facts, and where the model's files are.
+    ///
+    /// # Errors
+    /// When the engine can't be reached or says something unintelligible.
+    pub async fn info(&self) -> Result<(Info, Option<String>), Error> {
+        let path = "/server_info";
+        let body = self.call(Method::GET, path, None).await?;
+        let value: Value = serde_json::from_slice(&body)
+            .map_err(|error| Error::Answer { path, detail: error.to_string() })?;
+        let info = info_from(&value).map_err(|detail| Error::Answer { path, detail })?;
+        let model_path = value.get("model_path").and_then(Value::as_str).map(str::to_owned);
+        Ok((info, model_path))
+    }
+
+    /// Reads `/v1/loads`.
+    ///
+    /// # Errors
+    /// When the engine can't be reached or says something unintelligible.
+    pub async fn sample(&self, now: impl Fn() -> Instant) -> Result<Sample, Error> {
+        let path = "/v1/loads";
+        let body = self.call(Method::GET, "/v1/loads?include=core", None).await?;
+        #[derive(Deserialize)]
+        struct Loads {
+            loads: Vec<RankSample>,
+        }
+        let mut loads: Loads = serde_json::from_slice(&body)
+            .map_err(|error| Error::Answer { path, detail: error.to_string() })?;
+        loads.loads.sort_by_key(|rank| rank.dp_rank);
+        Ok(Sample { at: now(), ranks: loads.loads })
+    }
+
+    /// Opens a streaming session. `backstop` is the engine's own idle limit, far beyond the
+    /// agent's, for the case that no agent ever comes back.
+    ///
+    /// # Errors
+    /// When the engine refuses or can't be reached.
+    pub async fn open_session(&self, incarnation: &str, backstop: Duration) -> Result<(), Error> {
+        let body = serde_json::json!({
+            "capacity_of_str_len": 1,
+            "session_id": incarnation,
+            "streaming": true,
+            "timeout": backstop.as_secs(),
+        });
+        self.call(Method::POST, "/open_session", Some(&body)).await.map(drop)
+    }
+
+    /// Asks for a session's close. The engine answers 200 whether or not it did anything.
+    ///
+    /// # Errors
+    /// When the engine can't be reached.
+    pub async fn close_session(&self, incarnation: &str) -> Result<(), Error> {
+        let body = serde_json::json!({ "session_id": incarnation });
+        self.call(Method::POST, "/close_session", Some(&body)).await.map(drop)
+    }
+
+    /// Asks for a turn's abort. The turn's own answer tells when it has ended.
+    ///
+    /// # Errors
+    /// When the engine can't be reached.
+    pub async fn abort(&self, rid: &str) -> Result<(), Error> {
+        let body = serde_json::json!({ "rid": rid, "abort_all": false });
+        self.call(Method::POST, "/abort_request", Some(&body)).await.map(drop)
+    }
+
+    async fn call(
+        &self,
+        method: Method,
+        path: &'static str,
+        body: Option<&Value>,
+    ) -> Result<Bytes, Error> {
+        let mut request = Request::builder()
+            .method(method)
+            .uri(self.uri(Some(&PathAndQuery::from_static(path))))
+            .header(header::CONTENT_TYPE, "application/json");
+        if let Some(key) = &self.api_key {
+            request = request.header(header::AUTHORIZATION, key);
+        }
+        let bytes = body.map(Value::to_string).unwrap_or_default();
+        let request = request.body(Full::from(bytes)).expect("all parts are valid");
+        let exchange = async {
+            let response = self.control.request(request).await.map_err(|error| self.lost(error))?;
+            self.read(path, response).await
+        };
+        let limit = self.call_time_max;
+        tokio::time::timeout(limit, exchange).await.map_err(|_| Error::Timeout(path, limit))?
+    }
+
+    async fn read(&self, path: &'static str, response: Response<Incoming>) -> Result<Bytes, Error> {
+        let status = response.status();
+        let body = Limited::new(response.into_body(), ANSWER_BYTES_MAX).collect().await;
+        let body = body.map_err(|error| Error::Broken(self.base.clone(), error))?.to_bytes();
+        if !status.is_success() {
+            let body = String::from_utf8_lossy(&body[..body.len().min(300)]).into_owned();
+            return Err(Error::Status { path, status, body });
+        }
+        Ok(body)
+    }
+
+    fn lost(&self, error: hyper_util::client::legacy::Error) -> Error {
+        if error.is_connect() {
+            Error::Connect(self.base.clone(), error)
+        } else {
+            Error::Broken(self.base.clone(), error.into())
+        }
+    }
+
+    fn uri(&self, path: Option<&PathAndQuery>) -> Uri {
+        let mut parts = self.base.clone().into_parts();
+        parts.path_and_query = Some(path.cloned().unwrap_or(PathAndQuery::from_static("/")));
+        Uri::from_parts(parts).expect("the base has scheme and authority, checked by the settings")
+    }
+}
+
+/// Reads what the agent needs out of `/server_info`'s hundreds of keys.
+fn info_from(value: &Value) -> Result<Info, String> {
+    let number = |key: &str| value.get(key).and_then(Value::as_u64);
+    let flag = |key: &str| value.get(key).and_then(Value::as_bool).unwrap_or(false);
+    let text = |key: &str| value.get(key).and_then(Value::as_str);
+    let need = |key: &str| number(key).ok_or(format!("{key} is missing"));
+    let small = |key: &str, number: u64| {
+        u32::try_from(number).map_err(|_| format!("{key} is {number}, which can't be"))
+    };
+    let states = value.get("internal_states").and_then(Value::as_array);
+    let rows = states
+        .and_then(|states| states.first())
+        .and_then(|state| state.get("effective_max_running_requests_per_dp"))
+        .and_then(Value::as_u64)
+        .or_else(|| number("max_running_requests"))
+        .ok_or("effective_max_running_requests_per_dp is missing")?;
+    let ranks = number("dp_size").unwrap_or(1).max(1);
+    let page_tokens = small("page_size", number("page_size").unwrap_or(1).max(1))?;
+    let context = number("context_length")
+        .or_else(|| states?.first()?.get("context_length")?.as_u64())
+        .or_else(|| number("max_req_input_len"))
+        .ok_or("context_length is missing")?;
+    let model = text("served_model_name").or_else(|| text("model_path"));
+    let seed = number("random_seed").unwrap_or(0);
+    let startup = value.get("startup_time").map(Value::to_string).unwrap_or_default();
+    Ok(Info {
+        facts: EngineFacts {
+            version: text("version").unwrap_or("unknown").to_owned(),
+            models: vec![model.ok_or("served_model_name is missing")?.to_owned()],
+            page_tokens,
+            context_tokens: small("context_length", context)?,
+            vocabulary: None,
+            streaming_sessions: flag("enable_streaming_session"),
+            radix_sessions: flag("enable_session_radix_cache"),
+            // The engine has no instance id; its seed is random per launch unless set, and its
+            // startup times are measured anew each time.
+            instance: proto::id::principal_of(Some(format!("{seed} {startup}").as_bytes())),
+            disaggregation: text("disaggregation_mode").unwrap_or("null").to_owned(),
+        },
+        rows: vec![small("rows", rows)?; usize::try_from(ranks).map_err(|e| e.to_string())?],
+        pool_tokens: need("max_total_num_tokens")?,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn server_info() -> Value {
+        serde_json::json!({
+            "version": "0.5.23", "page_size": 16, "max_total_num_tokens": 2048,
+            "context_length": 1024, "dp_size": 2, "served_model_name": "tiny",
+            "enable_streaming_session": true, "enable_session_radix_cache": true,
+            "random_seed": 42, "startup_time": {"total": 12.5}, "disaggregation_mode": "null",
+            "internal_states": [{"effective_max_running_requests_per_dp": 8}],
+        })
+    }
+
+    #[test]
+    fn flags_decide_which_retentions_are_offered() {
+        let table = [
+            (true, true, "null", vec![Retention::Pinned, Retention::Tagged, Retention::None]),
+            (true, false, "null", vec![Retention::Pinned, Retention::None]),
+            (false, true, "null", vec![Retention::Tagged, Retention::None]),
+            (false, false, "null", vec![Retention::None]),
+            (true, true, "decode", vec![Retention::Tagged, Retention::None]),
+        ];
+        for (streaming, radix, mode, want) in table {
+            let mut value = server_info();
+            value["enable_streaming_session"] = streaming.into();
+            value["enable_session_radix_cache"] = radix.into();
+            value["disaggregation_mode"] = mode.into();
+            assert_eq!(info_from(&value).unwrap().retentions(), want);
+        }
+    }
+
+    #[test]
+    fn a_restarted_engine_is_another_instance() {
+        let first = info_from(&server_info()).unwrap();
+        assert_eq!(first, info_from(&server_info()).unwrap());
+        let mut value = server_info();
+        value["startup_time"]["total"] = 12.6.into();
+        assert_ne!(first.facts.instance, info_from(&value).unwrap().facts.instance);
+    }
+
+    #[test]
+    fn each_rank_has_its_rows_and_what_is_missing_is_named() {
+        assert_eq!(info_from(&server_info()).unwrap().rows, [8, 8]);
+        let mut value = server_info();
+        value.as_object_mut().unwrap().remove("max_total_num_tokens");
+        assert!(info_from(&value).unwrap_err().contains("max_total_num_tokens"));
+    }
+}

@@ -1,0 +1,114 @@
+//! Follows the engine: reads its facts once it answers, its loads steadily, and notices when it has
+//! gone or come back as another process. Tells the owner; decides nothing.
+
+use std::{path::Path, time::Duration};
+
+use proto::process::tasks::Tasks;
+use serde_json::Value;
+use tracing::{debug, warn};
+
+use crate::{
+    agent::{AgentHandle, EngineNews},
+    engine::{Engine, Info, Sample},
+};
+
+/// Pause between attempts to reach an engine that is down.
+const RETRY: Duration = Duration::from_millis(500);
+/// Samples that may fail in a row before the engine counts as down. One slow answer isn't a crash.
+const FAILURES_MAX: u32 = 3;
+
+/// What to follow, and how often.
+#[derive(Debug, Clone)]
+pub struct Follower {
+    /// The engine.
+    pub engine: Engine,
+    /// Who hears of it.
+    pub agent: AgentHandle,
+    /// Time between samples.
+    pub interval: Duration,
+    /// Size of the vocabulary, where the settings say it.
+    pub vocabulary: Option<u32>,
+}
+
+/// Follows until the tasks are cancelled.
+pub async fn run(follower: Follower, tasks: Tasks) {
+    let token = tasks.token();
+    tokio::select! {
+        () = token.cancelled() => {}
+        () = follow(&follower) => {}
+    }
+}
+
+async fn follow(follower: &Follower) {
+    loop {
+        match follower.engine.info().await {
+            Ok((info, model_path)) => {
+                let info = with_vocabulary(info, follower.vocabulary, model_path.as_deref());
+                follower.agent.engine(EngineNews::Up(Box::new(info))).await;
+                let reason = sample(follower).await;
+                if let Some(reason) = reason {
+                    follower.agent.engine(EngineNews::Down(reason)).await;
+                }
+            }
+            Err(error) => {
+                debug!(%error, "engine not reached");
+                follower.agent.engine(EngineNews::Down(error.to_string())).await;
+                tokio::time::sleep(RETRY).await;
+            }
+        }
+    }
+}
+
+/// Samples until the engine doesn't answer (and says why), or answers as another process.
+async fn sample(follower: &Follower) -> Option<String> {
+    let mut ticks = tokio::time::interval(follower.interval);
+    ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    let mut failures = 0;
+    let mut last: Option<Sample> = None;
+    loop {
+        ticks.tick().await;
+        match follower.engine.sample(|| tokio::time::Instant::now().into_std()).await {
+            Ok(sample) => {
+                failures = 0;
+                if last.as_ref().is_some_and(|last| went_back(last, &sample)) {
+                    return None;
+                }
+                last = Some(sample.clone());
+                follower.agent.engine(EngineNews::Sample(sample)).await;
+            }
+            Err(error) => {
+                failures += 1;
+                warn!(%error, failures, "no load sample");
+                // A refused connection is a dead engine; anything slower gets another chance.
+                if failures >= FAILURES_MAX || error.is_connect() {
+                    return Some(error.to_string());
+                }
+            }
+        }
+    }
+}
+
+/// The engine's counters only grow; smaller ones are another process's.
+fn went_back(last: &Sample, next: &Sample) -> bool {
+    let total = |sample: &Sample| -> u64 {
+        sample.ranks.iter().map(|rank| rank.total_prefill_uncached_tokens).sum()
+    };
+    total(next) < total(last)
+}
+
+/// The engine doesn't say how large its vocabulary is; the model's own config does.
+fn with_vocabulary(mut info: Info, set: Option<u32>, model_path: Option<&str>) -> Info {
+    let read = || {
+        let text = std::fs::read_to_string(Path::new(model_path?).join("config.json")).ok()?;
+        let config: Value = serde_json::from_str(&text).ok()?;
+        // Multimodal models keep their text model's figures one level down.
+        let size =
+            config.get("vocab_size").or_else(|| config.get("text_config")?.get("vocab_size"));
+        size.and_then(Value::as_u64).and_then(|size| u32::try_from(size).ok())
+    };
+    info.facts.vocabulary = set.or_else(read);
+    if info.facts.vocabulary.is_none() {
+        warn!("the model's vocabulary is unknown: set `vocabulary`, or token ids are not checked");
+    }
+    info
+}

@@ -1,0 +1,263 @@
+//! The control port: translates between the wire and the handle, and runs on a thread and runtime of
+//! its own, so that neither a large body nor a busy stream delays a load report.
+
+use std::{net::SocketAddr, time::Duration};
+
+use proto::{
+    id::SessionKey,
+    load::Retention,
+    process::tasks::Tasks,
+    v1::{self, load_event::Event, worker_agent_server as server},
+};
+use tokio::sync::{broadcast::error::RecvError, mpsc, watch};
+use tokio_stream::wrappers::ReceiverStream;
+use tokio_util::sync::CancellationToken;
+use tonic::{Request, Response, Status};
+
+use crate::{
+    agent::{self, AgentHandle, Change, Watch},
+    session,
+};
+
+/// Sessions in one part of the table.
+const TABLE_PART: usize = 1000;
+/// Events on their way to one watcher. A watcher that reads slower fills it and then falls behind in
+/// the change queue, which ends its stream.
+const EVENTS: usize = 64;
+/// A watcher whose host has died is noticed within this time.
+const KEEPALIVE: Duration = Duration::from_secs(5);
+
+/// The service.
+#[derive(Debug, Clone)]
+struct Service {
+    agent: AgentHandle,
+    epoch: u64,
+    tasks: Tasks,
+}
+
+/// Starts the control port's thread. It ends with the tasks.
+///
+/// # Errors
+/// When the thread or its runtime can't be made.
+pub fn start(
+    agent: AgentHandle,
+    epoch: u64,
+    listener: std::net::TcpListener,
+    token: CancellationToken,
+) -> std::io::Result<SocketAddr> {
+    listener.set_nonblocking(true)?;
+    let addr = listener.local_addr()?;
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    std::thread::Builder::new().name("control".into()).spawn(move || {
+        runtime.block_on(async move {
+            let listener =
+                tokio::net::TcpListener::from_std(listener).expect("it was made nonblocking");
+            let tasks = Tasks::default();
+            let service = Service { agent, epoch, tasks: tasks.clone() };
+            let served = tonic::transport::Server::builder()
+                .http2_keepalive_interval(Some(KEEPALIVE))
+                .http2_keepalive_timeout(Some(KEEPALIVE))
+                .tcp_nodelay(true)
+                .add_service(server::WorkerAgentServer::new(service))
+                .serve_with_incoming_shutdown(
+                    tokio_stream::wrappers::TcpListenerStream::new(listener),
+                    async {
+                        token.cancelled().await;
+                        // Watchers' streams never end by themselves.
+                        tasks.cancel();
+                    },
+                );
+            if let Err(error) = served.await {
+                tracing::error!(%error, "control port failed");
+            }
+        });
+    })?;
+    Ok(addr)
+}
+
+/// The one mapping from the agent's reasons to gRPC.
+fn status(error: &agent::Error) -> Status {
+    use session::Error as E;
+    let text = error.to_string();
+    match error {
+        agent::Error::Session(reason) => match reason {
+            E::Unknown => Status::not_found(text),
+            E::Short { .. } => Status::resource_exhausted(text),
+            E::NoRank(_) => Status::invalid_argument(text),
+            E::Closing
+            | E::Busy
+            | E::NotOffered { .. }
+            | E::DeltaNeedsPinned(_)
+            | E::WholeHistory
+            | E::Lost
+            | E::HistoryUnknown => Status::failed_precondition(text),
+        },
+        agent::Error::EngineDown(_) | agent::Error::OpenFailed(_) | agent::Error::Stopping => {
+            Status::unavailable(text)
+        }
+    }
+}
+
+fn key(wire: Option<v1::SessionKey>) -> Result<SessionKey, Status> {
+    let wire = wire.ok_or_else(|| Status::invalid_argument("the session key is missing"))?;
+    wire.try_into().map_err(|error: proto::id::Error| Status::invalid_argument(error.to_string()))
+}
+
+#[tonic::async_trait]
+impl server::WorkerAgent for Service {
+    async fn describe(
+        &self,
+        _: Request<v1::DescribeRequest>,
+    ) -> Result<Response<v1::Description>, Status> {
+        let watch = self.agent.watch().await.map_err(|error| status(&error))?;
+        let description = watch.description.borrow().clone();
+        let missing = || Status::unavailable("the engine was not reached yet");
+        let description = description.ok_or_else(missing)?;
+        Ok(Response::new((*description).clone().into()))
+    }
+
+    async fn open_session(
+        &self,
+        request: Request<v1::OpenSessionRequest>,
+    ) -> Result<Response<v1::Session>, Status> {
+        let request = request.into_inner();
+        let retention = match request.retention {
+            0 => None,
+            wire => Some(
+                Retention::from_wire(wire)
+                    .map_err(|error| Status::invalid_argument(error.to_string()))?,
+            ),
+        };
+        let idle_max =
+            (request.idle_ms_max > 0).then(|| Duration::from_millis(request.idle_ms_max));
+        let opened = self.agent.open(key(request.key)?, retention, idle_max, request.dp_rank);
+        Ok(Response::new(opened.await.map_err(|error| status(&error))?.into()))
+    }
+
+    async fn close_session(
+        &self,
+        request: Request<v1::CloseSessionRequest>,
+    ) -> Result<Response<v1::CloseSessionResponse>, Status> {
+        let closed = self.agent.close(key(request.into_inner().key)?).await;
+        let deferred = closed.map_err(|error| status(&error))?;
+        Ok(Response::new(v1::CloseSessionResponse { deferred }))
+    }
+
+    async fn list_sessions(
+        &self,
+        _: Request<v1::ListSessionsRequest>,
+    ) -> Result<Response<v1::ListSessionsResponse>, Status> {
+        let watch = self.agent.watch().await.map_err(|error| status(&error))?;
+        let sessions = watch.sessions.into_iter().map(Into::into).collect();
+        Ok(Response::new(v1::ListSessionsResponse { sessions }))
+    }
+
+    type WatchLoadStream = ReceiverStream<Result<v1::LoadEvent, Status>>;
+
+    async fn watch_load(
+        &self,
+        _: Request<v1::WatchLoadRequest>,
+    ) -> Result<Response<Self::WatchLoadStream>, Status> {
+        let watch = self.agent.watch().await.map_err(|error| status(&error))?;
+        let (sender, receiver) = mpsc::channel(EVENTS);
+        let events = Events { sender, epoch: self.epoch, sequence: 0 };
+        let token = self.tasks.token();
+        self.tasks.spawn(async move {
+            tokio::select! {
+                biased;
+                () = token.cancelled() => {}
+                _ = stream(watch, events) => {}
+            }
+        });
+        Ok(Response::new(ReceiverStream::new(receiver)))
+    }
+
+    type WatchKvStream = ReceiverStream<Result<v1::KvEvent, Status>>;
+
+    async fn watch_kv(
+        &self,
+        _: Request<v1::WatchKvRequest>,
+    ) -> Result<Response<Self::WatchKvStream>, Status> {
+        Err(Status::unimplemented("this agent doesn't publish resident blocks yet"))
+    }
+}
+
+/// The sending half of one watcher's stream.
+struct Events {
+    sender: mpsc::Sender<Result<v1::LoadEvent, Status>>,
+    epoch: u64,
+    sequence: u64,
+}
+
+/// The watcher has gone.
+struct Gone;
+
+impl Events {
+    async fn send(&mut self, event: Event) -> Result<(), Gone> {
+        let event =
+            v1::LoadEvent { epoch: self.epoch, sequence: self.sequence, event: Some(event) };
+        self.sequence += 1;
+        self.sender.send(Ok(event)).await.map_err(|_| Gone)
+    }
+}
+
+/// Sends the description, the table, and then what happens, until the watcher goes or falls behind.
+async fn stream(mut watch: Watch, mut events: Events) -> Result<(), Gone> {
+    let described = watch.description.wait_for(Option::is_some).await.map_err(|_| Gone)?.clone();
+    let description = described.expect("waited for");
+    events.send(Event::Description((*description).clone().into())).await?;
+    send_table(std::mem::take(&mut watch.sessions), &mut events).await?;
+    watch.report.mark_changed();
+    loop {
+        let event = tokio::select! {
+            biased;
+            () = events.sender.closed() => return Err(Gone),
+            changed = watch.description.changed() => {
+                changed.map_err(|_| Gone)?;
+                let description = watch.description.borrow_and_update().clone();
+                let Some(description) = description else { continue };
+                Event::Description((*description).clone().into())
+            }
+            report = newest(&mut watch.report) => {
+                Event::Report((*report.ok_or(Gone)?).clone().into())
+            }
+            change = watch.changes.recv() => match change {
+                Ok(change) => Event::Change(wire(change)),
+                Err(RecvError::Closed) => return Err(Gone),
+                Err(RecvError::Lagged(missed)) => {
+                    let text = format!("{missed} session changes behind: watch again");
+                    let _ = events.sender.send(Err(Status::resource_exhausted(text))).await;
+                    return Err(Gone);
+                }
+            },
+        };
+        events.send(event).await?;
+    }
+}
+
+async fn newest<T: Clone>(receiver: &mut watch::Receiver<T>) -> Option<T> {
+    receiver.changed().await.ok()?;
+    Some(receiver.borrow_and_update().clone())
+}
+
+async fn send_table(sessions: Vec<proto::load::Session>, events: &mut Events) -> Result<(), Gone> {
+    let mut rest: Vec<v1::Session> = sessions.into_iter().map(Into::into).collect();
+    loop {
+        let after = rest.split_off(rest.len().min(TABLE_PART));
+        let last = after.is_empty();
+        events.send(Event::Sessions(v1::SessionTable { sessions: rest, last })).await?;
+        if last {
+            return Ok(());
+        }
+        rest = after;
+    }
+}
+
+fn wire(change: Change) -> v1::SessionChange {
+    use v1::session_change::Change as Wire;
+    let change = match change {
+        Change::Upsert(session) => Wire::Upsert((*session).into()),
+        Change::Removed(key) => Wire::Removed((&key).into()),
+    };
+    v1::SessionChange { change: Some(change) }
+}

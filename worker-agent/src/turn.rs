@@ -1,0 +1,486 @@
+//! The way of a turn through the agent: claim the session, read the body, put Berth's keys in, send
+//! it, pass the answer through, and hold the session's gate until the *engine* has ended the turn,
+//! whatever the client does.
+//!
+//! The answer's bytes are never changed. A client that goes away leaves its turn to a task that
+//! aborts it at the engine and waits for the engine's word.
+
+use std::{
+    future::Future as _,
+    pin::Pin,
+    task::{Context, Poll, ready},
+    time::Duration,
+};
+
+use axum::{
+    Router,
+    body::Body,
+    extract::{DefaultBodyLimit, Request, State},
+    response::{IntoResponse, Response},
+    routing::{MethodFilter, on},
+};
+use bytes::Bytes;
+use http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header};
+use http_body::{Frame, SizeHint};
+use http_body_util::BodyExt;
+use hyper::body::Incoming;
+use hyper_util::client::legacy::ResponseFuture;
+use proto::{
+    claim::{self, Claim},
+    process::{budget::BodyBudget, refusal::Refusal, tasks::Tasks},
+};
+use tokio::time::Sleep;
+use tracing::{debug, warn};
+
+use crate::{
+    agent::{self, AgentHandle, Lease},
+    answer::Scanner,
+    engine::Engine,
+    metrics::Metrics,
+    request,
+    route::{Kind, ROUTES, Route},
+    session::{self, Outcome},
+};
+
+/// While a turn's end is waited for, its abort is sent this often: an abort that comes before the
+/// engine has registered the turn is forgotten there.
+const ABORT_AGAIN: Duration = Duration::from_millis(500);
+
+/// Headers that belong to one connection, or that tell the engine what only the agent may tell it.
+const NOT_FORWARDED: [HeaderName; 10] = [
+    header::CONNECTION,
+    header::TRANSFER_ENCODING,
+    header::CONTENT_LENGTH,
+    header::HOST,
+    header::TE,
+    header::TRAILER,
+    header::UPGRADE,
+    header::EXPECT,
+    HeaderName::from_static("keep-alive"),
+    // Wins over the body's rank at the OpenAI routes.
+    HeaderName::from_static("x-data-parallel-rank"),
+];
+
+/// What every turn needs.
+#[derive(Debug, Clone)]
+pub struct Turns {
+    /// Who lets turns in.
+    pub agent: AgentHandle,
+    /// Where they go.
+    pub engine: Engine,
+    /// Bodies in memory.
+    pub budget: BodyBudget,
+    /// A turn that takes longer is aborted.
+    pub turn_max: Duration,
+    /// How long an aborted turn's end is waited for.
+    pub abort_max: Duration,
+    /// For turns whose client has gone.
+    pub tasks: Tasks,
+    /// Counts.
+    pub metrics: Metrics,
+}
+
+/// The data port's routes.
+pub fn app(turns: Turns) -> Router {
+    let mut app = Router::new();
+    for route in ROUTES {
+        let method = MethodFilter::try_from(route.kind.method()).expect("GET and POST are methods");
+        let serve = move |State(turns): State<Turns>, request: Request| async move {
+            answer(turns, route, request).await
+        };
+        app = app.route(route.path, on(method, serve));
+    }
+    app.fallback(unknown_route).layer(DefaultBodyLimit::disable()).with_state(turns)
+}
+
+async fn unknown_route() -> Refusal {
+    Refusal::new(StatusCode::NOT_FOUND, "unknown_route", "the agent doesn't serve this route")
+}
+
+async fn answer(turns: Turns, route: Route, request: Request) -> Response {
+    match pass(&turns, route, request).await {
+        Ok(response) => response,
+        Err(refusal) => {
+            debug!(route = route.path, %refusal, "turn refused");
+            turns.metrics.refused(refusal.code);
+            refusal.into_response()
+        }
+    }
+}
+
+async fn pass(turns: &Turns, route: Route, request: Request) -> Result<Response, Refusal> {
+    let (parts, body) = request.into_parts();
+    if !route.kind.is_turn() {
+        return pass_through(turns, &parts, body).await;
+    }
+    let bad = |error: claim::Error| Refusal::bad_request("claim", error.to_string());
+    let claim = Claim::from_headers(&parts.headers).map_err(bad)?;
+    let rank = claim::rank(&parts.headers).map_err(bad)?;
+    // The session is claimed before the body is read: a second turn hears so at once, and a slow
+    // upload can't slip in between.
+    let mut lease =
+        turns.agent.begin(claim, rank, route.kind.appends()).await.map_err(|e| refusal(&e))?;
+    let held = turns.budget.read(body).await?;
+    let prepared =
+        request::prepare(route.kind, &held.bytes, &lease.turn, &lease.rid, lease.vocabulary)?;
+    debug!(
+        rid = lease.rid,
+        client_rid = prepared.client_rid,
+        turn = parts.headers.get(claim::TURN).and_then(|turn| turn.to_str().ok()),
+        route = route.path,
+        "turn begins"
+    );
+    let outgoing = upstream_request(&parts, Body::new(Parts::new(prepared.parts, Some(held))));
+    lease.sent();
+    let confirms = prepared.single && route.kind.rid_key().is_some();
+    let mut exchange = Exchange {
+        rid: engine_rid(route.kind, &lease.rid),
+        lease: Some(lease),
+        upstream: Some(Upstream::Head(turns.engine.send(outgoing))),
+        scanner: Scanner::new(None),
+        status: StatusCode::OK,
+        deadline: Box::pin(tokio::time::sleep(turns.turn_max)),
+        started: tokio::time::Instant::now(),
+        confirms,
+        turns: turns.clone(),
+    };
+    let head = exchange.head().await?;
+    Ok(respond(head, exchange))
+}
+
+/// The Responses API's ids begin with its own prefix.
+fn engine_rid(kind: Kind, rid: &str) -> String {
+    if kind == Kind::Responses { format!("resp_{rid}") } else { rid.to_owned() }
+}
+
+/// A request that is no turn: nothing to claim, nothing to count.
+async fn pass_through(
+    turns: &Turns,
+    parts: &http::request::Parts,
+    body: Body,
+) -> Result<Response, Refusal> {
+    let held = turns.budget.read(body).await?;
+    let bytes = held.bytes.clone();
+    let outgoing = upstream_request(parts, Body::new(Parts::new(vec![bytes], Some(held))));
+    let sent = tokio::time::timeout(turns.turn_max, turns.engine.send(outgoing)).await;
+    let response = sent.map_err(|_| timed_out())?.map_err(|error| unreachable(&error))?;
+    let (head, body) = response.into_parts();
+    Ok(Response::from_parts(answer_head(head), Body::new(body)))
+}
+
+fn upstream_request(parts: &http::request::Parts, body: Body) -> Request {
+    let mut outgoing = Request::new(body);
+    *outgoing.method_mut() = parts.method.clone();
+    *outgoing.uri_mut() = parts.uri.clone();
+    *outgoing.headers_mut() = forwarded(&parts.headers);
+    outgoing
+}
+
+fn forwarded(headers: &HeaderMap) -> HeaderMap {
+    let mut out = HeaderMap::with_capacity(headers.len());
+    for (name, value) in headers {
+        let ours = claim::TRUSTED.contains(name) || name.as_str().starts_with("x-override-");
+        if !ours && !NOT_FORWARDED.contains(name) {
+            out.append(name.clone(), value.clone());
+        }
+    }
+    out
+}
+
+/// The engine's status and headers, less what belongs to its connection.
+fn answer_head(mut head: http::response::Parts) -> http::response::Parts {
+    for name in
+        [header::CONNECTION, header::TRANSFER_ENCODING, HeaderName::from_static("keep-alive")]
+    {
+        head.headers.remove(name);
+    }
+    head.version = http::Version::HTTP_11;
+    head.extensions = http::Extensions::new();
+    head
+}
+
+fn respond(head: http::response::Parts, exchange: Exchange) -> Response {
+    let mut head = answer_head(head);
+    if let Ok(rid) = HeaderValue::from_str(&exchange.rid) {
+        head.headers.insert("x-berth-rid", rid);
+    }
+    Response::from_parts(head, Body::new(exchange))
+}
+
+/// The one mapping from the agent's reasons to HTTP.
+#[must_use]
+pub fn refusal(error: &agent::Error) -> Refusal {
+    use session::Error as E;
+    let conflict = |code| Refusal::new(StatusCode::CONFLICT, code, error.to_string());
+    let busy = |code, after| {
+        Refusal::new(StatusCode::TOO_MANY_REQUESTS, code, error.to_string()).retry_after(after)
+    };
+    let down = |code| {
+        Refusal::new(StatusCode::SERVICE_UNAVAILABLE, code, error.to_string())
+            .retry_after(Duration::from_secs(2))
+    };
+    match error {
+        agent::Error::Session(reason) => match reason {
+            E::Unknown => Refusal::new(
+                StatusCode::NOT_FOUND,
+                "session_unknown",
+                "there is no such session; open it first",
+            ),
+            E::Closing => conflict("session_closing").retry_after(Duration::from_secs(1)),
+            E::Busy => conflict("session_busy"),
+            E::NotOffered { .. } => conflict("retention_unavailable"),
+            E::DeltaNeedsPinned(_) => conflict("delta_needs_pinned"),
+            E::WholeHistory => conflict("whole_history"),
+            E::Lost => conflict("session_lost"),
+            E::HistoryUnknown => conflict("history_unknown"),
+            E::Short { what, .. } => busy(what, Duration::from_secs(1)),
+            E::NoRank(_) => Refusal::bad_request("no_rank", error.to_string()),
+        },
+        agent::Error::EngineDown(_) => down("engine_down"),
+        agent::Error::OpenFailed(_) => down("open_failed"),
+        agent::Error::Stopping => down("stopping"),
+    }
+}
+
+fn unreachable(error: &hyper_util::client::legacy::Error) -> Refusal {
+    warn!(error = error as &dyn std::error::Error, "engine unreachable");
+    let (status, code, text) = if error.is_connect() {
+        (StatusCode::SERVICE_UNAVAILABLE, "engine_down", "the engine takes no connections")
+    } else {
+        (StatusCode::BAD_GATEWAY, "engine_lost", "the engine broke the connection off")
+    };
+    Refusal::new(status, code, text).retry_after(Duration::from_secs(2))
+}
+
+fn timed_out() -> Refusal {
+    Refusal::new(
+        StatusCode::GATEWAY_TIMEOUT,
+        "turn_timeout",
+        "the turn took longer than turn_ms_max and was aborted",
+    )
+}
+
+/// One turn inside the engine: its answer on the way back, and the lease that its end gives back.
+///
+/// Dropped before its end, because the client has gone or the time is up, it lives on in a task that
+/// sees the turn to its end.
+struct Exchange {
+    rid: String,
+    lease: Option<Lease>,
+    upstream: Option<Upstream>,
+    scanner: Scanner,
+    status: StatusCode,
+    deadline: Pin<Box<Sleep>>,
+    started: tokio::time::Instant,
+    /// An abort by `rid` ends this turn and its answer says so.
+    confirms: bool,
+    turns: Turns,
+}
+
+enum Upstream {
+    Head(ResponseFuture),
+    Body(Incoming),
+}
+
+impl Exchange {
+    /// Waits for the answer's head.
+    async fn head(&mut self) -> Result<http::response::Parts, Refusal> {
+        let Some(Upstream::Head(response)) = &mut self.upstream else {
+            unreachable!("a new exchange waits for its head")
+        };
+        let response = tokio::select! {
+            biased;
+            response = response => response,
+            () = &mut self.deadline => return Err(timed_out()),
+        };
+        match response {
+            Ok(response) => Ok(self.arrived(response)),
+            Err(error) => {
+                self.upstream = None;
+                self.finish(if error.is_connect() { Outcome::Refused } else { Outcome::Lost });
+                Err(unreachable(&error))
+            }
+        }
+    }
+
+    fn arrived(&mut self, response: http::Response<Incoming>) -> http::response::Parts {
+        let (head, body) = response.into_parts();
+        self.turns.metrics.first_byte(self.started.elapsed());
+        self.status = head.status;
+        let kind = head.headers.get(header::CONTENT_TYPE);
+        self.scanner = Scanner::new(kind.map(HeaderValue::as_bytes));
+        self.upstream = Some(Upstream::Body(body));
+        head
+    }
+
+    fn finish(&mut self, outcome: Outcome) {
+        if let Some(lease) = self.lease.take() {
+            self.turns.metrics.ended(outcome, self.started.elapsed());
+            lease.finish(outcome);
+        }
+    }
+
+    /// Follows the answer's next piece; the lease goes back *before* the last bytes go out, so that
+    /// a client that has them can send its next turn.
+    fn follow(&mut self, frame: Option<Result<&Frame<Bytes>, &hyper::Error>>) {
+        match frame {
+            Some(Ok(frame)) => {
+                let terminal = frame.data_ref().is_some_and(|data| self.scanner.push(data));
+                if terminal {
+                    self.finish(self.scanner.outcome(self.status));
+                }
+            }
+            Some(Err(error)) => {
+                debug!(rid = self.rid, %error, "answer broke off");
+                self.upstream = None;
+                self.finish(Outcome::Lost);
+            }
+            None => {
+                self.upstream = None;
+                self.finish(self.scanner.outcome(self.status));
+            }
+        }
+    }
+
+    /// Sees a turn without a client to its end: abort, and wait for the engine's word.
+    async fn wind_down(mut self) {
+        if self.confirms {
+            let limit = self.turns.abort_max;
+            if tokio::time::timeout(limit, self.abort_and_drain()).await.is_err() {
+                warn!(rid = self.rid, "the engine did not confirm an abort in time");
+            }
+        }
+        // Without a name to abort it by, dropping the connection is what ends it.
+        self.upstream = None;
+        self.finish(Outcome::Lost);
+    }
+
+    async fn abort_and_drain(&mut self) {
+        let (engine, rid) = (self.turns.engine.clone(), self.rid.clone());
+        let mut again = tokio::time::interval(ABORT_AGAIN);
+        while self.upstream.is_some() {
+            tokio::select! {
+                biased;
+                () = self.drain_step() => {}
+                _ = again.tick() => {
+                    if let Err(error) = engine.abort(&rid).await {
+                        debug!(rid, %error, "abort did not get through");
+                    }
+                }
+            }
+        }
+    }
+
+    async fn drain_step(&mut self) {
+        match &mut self.upstream {
+            None => {}
+            Some(Upstream::Head(response)) => match response.await {
+                Ok(response) => drop(self.arrived(response)),
+                Err(_) => {
+                    self.upstream = None;
+                    self.finish(Outcome::Lost);
+                }
+            },
+            Some(Upstream::Body(body)) => {
+                let frame = body.frame().await;
+                self.follow(frame.as_ref().map(Result::as_ref));
+            }
+        }
+    }
+}
+
+impl Drop for Exchange {
+    fn drop(&mut self) {
+        if self.lease.is_none() || self.upstream.is_none() {
+            return;
+        }
+        let abandoned = Exchange {
+            rid: std::mem::take(&mut self.rid),
+            lease: self.lease.take(),
+            upstream: self.upstream.take(),
+            scanner: std::mem::replace(&mut self.scanner, Scanner::new(None)),
+            status: self.status,
+            deadline: Box::pin(tokio::time::sleep(Duration::ZERO)),
+            started: self.started,
+            confirms: self.confirms,
+            turns: self.turns.clone(),
+        };
+        debug!(rid = abandoned.rid, "turn left by its client");
+        self.turns.tasks.spawn(abandoned.wind_down());
+    }
+}
+
+impl http_body::Body for Exchange {
+    type Data = Bytes;
+    type Error = BrokenOff;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BrokenOff>>> {
+        let this = &mut *self;
+        if this.lease.is_some() && this.deadline.as_mut().poll(context).is_ready() {
+            return Poll::Ready(Some(Err(BrokenOff("the turn took longer than turn_ms_max"))));
+        }
+        let Some(Upstream::Body(body)) = &mut this.upstream else { return Poll::Ready(None) };
+        let frame = ready!(Pin::new(body).poll_frame(context));
+        this.follow(frame.as_ref().map(Result::as_ref));
+        let broken = |_| BrokenOff("the engine broke the answer off");
+        Poll::Ready(frame.map(|frame| frame.map_err(broken)))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        match &self.upstream {
+            Some(Upstream::Body(body)) => body.is_end_stream(),
+            _ => true,
+        }
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        match &self.upstream {
+            Some(Upstream::Body(body)) => body.size_hint(),
+            _ => SizeHint::default(),
+        }
+    }
+}
+
+/// An answer that ends without its end: the client's connection is cut, so that it can tell.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+struct BrokenOff(&'static str);
+
+/// A body in parts of known length, with whatever must live until it is sent.
+struct Parts<H> {
+    parts: std::collections::VecDeque<Bytes>,
+    left: u64,
+    _held: Option<H>,
+}
+
+impl<H> Parts<H> {
+    fn new(parts: Vec<Bytes>, held: Option<H>) -> Self {
+        let left = parts.iter().map(|part| part.len() as u64).sum();
+        Self { parts: parts.into(), left, _held: held }
+    }
+}
+
+impl<H: Unpin> http_body::Body for Parts<H> {
+    type Data = Bytes;
+    type Error = std::convert::Infallible;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        _: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
+        let part = self.parts.pop_front();
+        self.left -= part.as_ref().map_or(0, |part| part.len() as u64);
+        Poll::Ready(part.map(|part| Ok(Frame::data(part))))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.parts.is_empty()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        SizeHint::with_exact(self.left)
+    }
+}
