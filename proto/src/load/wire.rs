@@ -1,0 +1,434 @@
+//! From the wire form and back. Reading rejects what can't be true; writing can't fail.
+
+use std::time::Duration;
+
+use super::{
+    Description, Device, EngineFacts, Error, Figure, LoadReport, Rank, RankLoad, Retention,
+    Session, SessionState, Source,
+};
+use crate::v1;
+
+fn impossible(field: &'static str, value: impl Into<u64>) -> Error {
+    Error::Impossible { field, value: value.into() }
+}
+
+/// Two-way names of a domain enum and its wire form.
+macro_rules! wire_enum {
+    ($domain:ident, $field:literal, $($variant:ident),+) => {
+        impl From<$domain> for v1::$domain {
+            fn from(value: $domain) -> Self {
+                match value { $($domain::$variant => Self::$variant),+ }
+            }
+        }
+
+        impl $domain {
+            /// Reads the wire's number.
+            ///
+            /// # Errors
+            /// When it is unspecified or unknown.
+            pub fn from_wire(value: i32) -> Result<Self, Error> {
+                match v1::$domain::try_from(value) {
+                    $(Ok(v1::$domain::$variant) => Ok(Self::$variant),)+
+                    _ => Err(Error::Unknown { field: $field, value }),
+                }
+            }
+
+            /// The wire's number.
+            #[must_use]
+            pub fn to_wire(self) -> i32 {
+                v1::$domain::from(self) as i32
+            }
+        }
+    };
+}
+
+wire_enum!(Retention, "retention", None, Tagged, Pinned);
+wire_enum!(SessionState, "state", Opening, Idle, Running, Closing, Lost);
+wire_enum!(Source, "source", Usage, Loads, ServerInfo, Ledger, Estimate);
+
+impl TryFrom<v1::Figure> for Figure {
+    type Error = Error;
+
+    fn try_from(wire: v1::Figure) -> Result<Self, Error> {
+        let source = Source::from_wire(wire.source)?;
+        Ok(Self { value: wire.value, source, age_ms: wire.age_ms })
+    }
+}
+
+impl From<Figure> for v1::Figure {
+    fn from(figure: Figure) -> Self {
+        Self { value: figure.value, source: figure.source.to_wire(), age_ms: figure.age_ms }
+    }
+}
+
+fn figure(wire: Option<v1::Figure>) -> Result<Option<Figure>, Error> {
+    wire.map(Figure::try_from).transpose()
+}
+
+impl TryFrom<v1::Device> for Device {
+    type Error = Error;
+
+    fn try_from(wire: v1::Device) -> Result<Self, Error> {
+        if wire.uuid.is_empty() {
+            return Err(Error::Missing("device uuid"));
+        }
+        if let (Some(used), Some(total)) = (wire.memory_used_bytes, wire.memory_total_bytes)
+            && used > total
+        {
+            return Err(impossible("memory_used_bytes", used));
+        }
+        if let Some(percent) = wire.utilization_percent.filter(|&percent| percent > 100) {
+            return Err(impossible("utilization_percent", percent));
+        }
+        Ok(Self {
+            uuid: wire.uuid,
+            name: wire.name,
+            index: wire.index,
+            memory_total_bytes: wire.memory_total_bytes,
+            memory_used_bytes: wire.memory_used_bytes,
+            utilization_percent: wire.utilization_percent,
+        })
+    }
+}
+
+impl From<Device> for v1::Device {
+    fn from(device: Device) -> Self {
+        Self {
+            uuid: device.uuid,
+            name: device.name,
+            index: device.index,
+            memory_total_bytes: device.memory_total_bytes,
+            memory_used_bytes: device.memory_used_bytes,
+            utilization_percent: device.utilization_percent,
+        }
+    }
+}
+
+fn devices(wire: Vec<v1::Device>) -> Result<Vec<Device>, Error> {
+    wire.into_iter().map(Device::try_from).collect()
+}
+
+impl TryFrom<v1::EngineFacts> for EngineFacts {
+    type Error = Error;
+
+    fn try_from(wire: v1::EngineFacts) -> Result<Self, Error> {
+        if wire.models.is_empty() {
+            return Err(Error::Missing("engine.models"));
+        }
+        if wire.page_tokens == 0 {
+            return Err(impossible("page_tokens", 0_u32));
+        }
+        Ok(Self {
+            version: wire.version,
+            models: wire.models,
+            page_tokens: wire.page_tokens,
+            context_tokens: wire.context_tokens,
+            vocabulary: (wire.vocabulary > 0).then_some(wire.vocabulary),
+            streaming_sessions: wire.streaming_sessions,
+            radix_sessions: wire.radix_sessions,
+            instance: wire.instance,
+            disaggregation: wire.disaggregation,
+        })
+    }
+}
+
+impl From<EngineFacts> for v1::EngineFacts {
+    fn from(facts: EngineFacts) -> Self {
+        Self {
+            version: facts.version,
+            models: facts.models,
+            page_tokens: facts.page_tokens,
+            context_tokens: facts.context_tokens,
+            vocabulary: facts.vocabulary.unwrap_or(0),
+            streaming_sessions: facts.streaming_sessions,
+            radix_sessions: facts.radix_sessions,
+            instance: facts.instance,
+            disaggregation: facts.disaggregation,
+        }
+    }
+}
+
+impl TryFrom<v1::Rank> for Rank {
+    type Error = Error;
+
+    fn try_from(wire: v1::Rank) -> Result<Self, Error> {
+        if wire.rows == 0 {
+            return Err(impossible("rows", 0_u32));
+        }
+        Ok(Self {
+            dp_rank: wire.dp_rank,
+            pool_tokens: wire.pool_tokens,
+            rows: wire.rows,
+            devices: devices(wire.devices)?,
+        })
+    }
+}
+
+impl From<Rank> for v1::Rank {
+    fn from(rank: Rank) -> Self {
+        Self {
+            dp_rank: rank.dp_rank,
+            pool_tokens: rank.pool_tokens,
+            rows: rank.rows,
+            devices: rank.devices.into_iter().map(Into::into).collect(),
+        }
+    }
+}
+
+/// Ranks are numbered from 0 without gaps: anything else would count a device twice or not at all.
+fn check_rank_order(ranks: impl Iterator<Item = u32>) -> Result<(), Error> {
+    let mut count = 0_u32;
+    for rank in ranks {
+        if rank != count {
+            return Err(impossible("dp_rank", rank));
+        }
+        count += 1;
+    }
+    if count == 0 { Err(Error::Missing("ranks")) } else { Ok(()) }
+}
+
+impl TryFrom<v1::Description> for Description {
+    type Error = Error;
+
+    fn try_from(wire: v1::Description) -> Result<Self, Error> {
+        if wire.agent_id.is_empty() {
+            return Err(Error::Missing("agent_id"));
+        }
+        let data_port = u16::try_from(wire.data_port)
+            .ok()
+            .filter(|&port| port > 0)
+            .ok_or_else(|| impossible("data_port", wire.data_port))?;
+        check_rank_order(wire.ranks.iter().map(|rank| rank.dp_rank))?;
+        Ok(Self {
+            agent_id: wire.agent_id,
+            epoch: wire.epoch,
+            data_port,
+            engine: wire.engine.ok_or(Error::Missing("engine"))?.try_into()?,
+            ranks: wire.ranks.into_iter().map(Rank::try_from).collect::<Result<_, _>>()?,
+            retentions: wire
+                .retentions
+                .into_iter()
+                .map(Retention::from_wire)
+                .collect::<Result<_, _>>()?,
+        })
+    }
+}
+
+impl From<Description> for v1::Description {
+    fn from(description: Description) -> Self {
+        Self {
+            agent_id: description.agent_id,
+            epoch: description.epoch,
+            data_port: u32::from(description.data_port),
+            engine: Some(description.engine.into()),
+            ranks: description.ranks.into_iter().map(Into::into).collect(),
+            retentions: description.retentions.into_iter().map(Retention::to_wire).collect(),
+        }
+    }
+}
+
+impl TryFrom<v1::Session> for Session {
+    type Error = Error;
+
+    fn try_from(wire: v1::Session) -> Result<Self, Error> {
+        let exclusive = wire.exclusive;
+        if exclusive && wire.turns_running > 1 {
+            return Err(impossible("turns_running", wire.turns_running));
+        }
+        Ok(Self {
+            key: wire.key.ok_or(Error::Missing("session key"))?.try_into()?,
+            retention: Retention::from_wire(wire.retention)?,
+            state: SessionState::from_wire(wire.state)?,
+            dp_rank: wire.dp_rank,
+            turns: wire.turns,
+            turns_running: wire.turns_running,
+            exclusive,
+            resident_tokens: figure(wire.resident_tokens)?,
+            idle: Duration::from_millis(wire.idle_ms),
+        })
+    }
+}
+
+impl From<Session> for v1::Session {
+    fn from(session: Session) -> Self {
+        Self {
+            key: Some((&session.key).into()),
+            retention: session.retention.to_wire(),
+            state: session.state.to_wire(),
+            dp_rank: session.dp_rank,
+            turns: session.turns,
+            turns_running: session.turns_running,
+            exclusive: session.exclusive,
+            resident_tokens: session.resident_tokens.map(Into::into),
+            idle_ms: u64::try_from(session.idle.as_millis()).unwrap_or(u64::MAX),
+        }
+    }
+}
+
+impl TryFrom<v1::RankLoad> for RankLoad {
+    type Error = Error;
+
+    fn try_from(wire: v1::RankLoad) -> Result<Self, Error> {
+        let load = Self {
+            dp_rank: wire.dp_rank,
+            turns_running: wire.turns_running,
+            turns_running_max: wire.turns_running_max,
+            requests_running: figure(wire.requests_running)?,
+            requests_waiting: figure(wire.requests_waiting)?,
+            pool_used_tokens: figure(wire.pool_used_tokens)?,
+            pool_total_tokens: figure(wire.pool_total_tokens)?,
+            pinned_tokens: figure(wire.pinned_tokens)?,
+            resident_tokens_estimate: figure(wire.resident_tokens_estimate)?,
+            rows_held: figure(wire.rows_held)?,
+            rows_total: figure(wire.rows_total)?,
+            sessions: wire.sessions,
+            devices: devices(wire.devices)?,
+        };
+        at_most("pool_used_tokens", load.pool_used_tokens, load.pool_total_tokens)?;
+        at_most("pinned_tokens", load.pinned_tokens, load.pool_total_tokens)?;
+        at_most("rows_held", load.rows_held, load.rows_total)?;
+        Ok(load)
+    }
+}
+
+fn at_most(field: &'static str, part: Option<Figure>, whole: Option<Figure>) -> Result<(), Error> {
+    match (part, whole) {
+        (Some(part), Some(whole)) if part.value > whole.value => Err(impossible(field, part.value)),
+        _ => Ok(()),
+    }
+}
+
+impl From<RankLoad> for v1::RankLoad {
+    fn from(load: RankLoad) -> Self {
+        Self {
+            dp_rank: load.dp_rank,
+            turns_running: load.turns_running,
+            turns_running_max: load.turns_running_max,
+            requests_running: load.requests_running.map(Into::into),
+            requests_waiting: load.requests_waiting.map(Into::into),
+            pool_used_tokens: load.pool_used_tokens.map(Into::into),
+            pool_total_tokens: load.pool_total_tokens.map(Into::into),
+            pinned_tokens: load.pinned_tokens.map(Into::into),
+            resident_tokens_estimate: load.resident_tokens_estimate.map(Into::into),
+            rows_held: load.rows_held.map(Into::into),
+            rows_total: load.rows_total.map(Into::into),
+            sessions: load.sessions,
+            devices: load.devices.into_iter().map(Into::into).collect(),
+        }
+    }
+}
+
+impl TryFrom<v1::LoadReport> for LoadReport {
+    type Error = Error;
+
+    fn try_from(wire: v1::LoadReport) -> Result<Self, Error> {
+        if wire.interval_ms == 0 {
+            return Err(impossible("interval_ms", 0_u32));
+        }
+        check_rank_order(wire.ranks.iter().map(|rank| rank.dp_rank))?;
+        Ok(Self {
+            interval: Duration::from_millis(u64::from(wire.interval_ms)),
+            ranks: wire.ranks.into_iter().map(RankLoad::try_from).collect::<Result<_, _>>()?,
+            unhealthy: (!wire.unhealthy.is_empty()).then_some(wire.unhealthy),
+            draining: wire.draining,
+        })
+    }
+}
+
+impl From<LoadReport> for v1::LoadReport {
+    fn from(report: LoadReport) -> Self {
+        Self {
+            interval_ms: u32::try_from(report.interval.as_millis()).unwrap_or(u32::MAX),
+            ranks: report.ranks.into_iter().map(Into::into).collect(),
+            unhealthy: report.unhealthy.unwrap_or_default(),
+            draining: report.draining,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tokens(value: u64) -> Figure {
+        Figure { value, source: Source::Loads, age_ms: 3 }
+    }
+
+    fn report() -> LoadReport {
+        let rank = |dp_rank| RankLoad {
+            dp_rank,
+            turns_running: 1,
+            turns_running_max: 64,
+            requests_running: Some(tokens(1)),
+            requests_waiting: None,
+            pool_used_tokens: Some(tokens(100)),
+            pool_total_tokens: Some(tokens(2048)),
+            pinned_tokens: Some(tokens(32)),
+            resident_tokens_estimate: None,
+            rows_held: Some(tokens(1)),
+            rows_total: Some(tokens(8)),
+            sessions: 2,
+            devices: vec![],
+        };
+        LoadReport {
+            interval: Duration::from_millis(500),
+            ranks: vec![rank(0), rank(1)],
+            unhealthy: None,
+            draining: false,
+        }
+    }
+
+    #[test]
+    fn a_report_survives_the_wire_and_absent_stays_absent() {
+        let wire = v1::LoadReport::from(report());
+        assert_eq!(LoadReport::try_from(wire).unwrap(), report());
+    }
+
+    /// One lie told about an honest report.
+    type Lie = fn(&mut v1::LoadReport);
+
+    #[test]
+    fn a_report_that_cannot_be_true_is_rejected() {
+        let mutations: [(&str, Lie); 8] = [
+            ("no interval", |r| r.interval_ms = 0),
+            ("no ranks", |r| r.ranks.clear()),
+            ("a rank twice", |r| r.ranks[1].dp_rank = 0),
+            ("more used than there is", |r| {
+                r.ranks[0].pool_used_tokens = Some(tokens(2049).into());
+            }),
+            ("more pinned than there is", |r| {
+                r.ranks[0].pinned_tokens = Some(tokens(2049).into());
+            }),
+            ("more rows than there are", |r| r.ranks[1].rows_held = Some(tokens(9).into())),
+            ("a figure without source", |r| {
+                r.ranks[0].pinned_tokens = Some(v1::Figure { value: 1, source: 0, age_ms: 0 });
+            }),
+            ("a device busier than always", |r| {
+                r.ranks[0].devices = vec![v1::Device {
+                    uuid: "GPU-1".into(),
+                    utilization_percent: Some(101),
+                    ..Default::default()
+                }];
+            }),
+        ];
+        for (what, mutate) in mutations {
+            let mut wire = v1::LoadReport::from(report());
+            mutate(&mut wire);
+            assert!(LoadReport::try_from(wire).is_err(), "{what} was taken");
+        }
+    }
+
+    #[test]
+    fn an_exclusive_session_runs_at_most_one_turn() {
+        let wire = v1::Session {
+            key: Some(v1::SessionKey { principal: "p".into(), id: "s".into() }),
+            retention: Retention::Pinned.to_wire(),
+            state: SessionState::Running.to_wire(),
+            turns_running: 2,
+            exclusive: true,
+            ..Default::default()
+        };
+        assert!(Session::try_from(wire.clone()).is_err());
+        assert!(Session::try_from(v1::Session { exclusive: false, ..wire }).is_ok());
+    }
+}
