@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use prometheus_client::{
-    encoding::{EncodeLabelSet, EncodeLabelValue},
+    encoding::EncodeLabelSet,
     metrics::{counter::Counter, family::Family, gauge::Gauge, histogram::Histogram},
     registry::{Registry, Unit},
 };
@@ -29,15 +29,7 @@ pub struct Metrics {
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct OutcomeLabel {
-    outcome: OutcomeName,
-}
-
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelValue)]
-enum OutcomeName {
-    Finished,
-    Aborted,
-    Refused,
-    Lost,
+    outcome: &'static str,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -88,10 +80,10 @@ impl Metrics {
     /// A turn ended.
     pub fn ended(&self, outcome: Outcome, after: Duration) {
         let outcome = match outcome {
-            Outcome::Finished(_) => OutcomeName::Finished,
-            Outcome::Aborted => OutcomeName::Aborted,
-            Outcome::Refused => OutcomeName::Refused,
-            Outcome::Lost => OutcomeName::Lost,
+            Outcome::Finished(_) => "finished",
+            Outcome::Aborted => "aborted",
+            Outcome::Refused => "refused",
+            Outcome::Lost => "lost",
         };
         self.turns.get_or_create(&OutcomeLabel { outcome }).inc();
         self.turn.observe(after.as_secs_f64());
