@@ -1,1 +1,3 @@
-//! placeholder
+//! What the tests need of the outside, as real implementations of it.
+
+pub mod engine_sim;

@@ -1,0 +1,252 @@
+//! The scalar reference of page accounting: what each kernel means, one function per kernel.
+//!
+//! All arithmetic is integer and independent of order, so an answer of other hardware must be
+//! bit-equal. Page 0 is the engine's padding page: no live row may name it, and it is never free.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Stands in a gathered page list for an entry that failed its bounds check.
+pub const PAGE_BAD: u32 = u32::MAX;
+/// Owner of a page that no live row names.
+pub const OWNER_NONE: u32 = u32::MAX;
+/// Owner of a page that rows of more than one session name.
+pub const OWNER_SHARED: u32 = u32::MAX - 1;
+
+/// One live row of `req_to_token`: its first `len` tokens belong to `session`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LiveRow {
+    pub row: u32,
+    pub len: u32,
+    pub session: u32,
+    /// The row's first entry in the gathered page list.
+    pub out_off: u32,
+}
+
+/// What [`session`] answers for one session, in pages unless named otherwise.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SessionPages {
+    /// Page references of its rows.
+    pub refs: u64,
+    /// Pages that no other session references.
+    pub uss: u64,
+    /// Its proportional share, in units of 2^-32 page.
+    pub pss_q32: u64,
+    /// Contiguous page runs: transfer descriptors if the session moved.
+    pub runs: u64,
+    /// Token slots allocated past the end of its rows.
+    pub tail_tokens: u64,
+}
+
+/// Reference count and owner of every page.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Marks {
+    pub refcnt: Vec<u32>,
+    pub owner: Vec<u32>,
+}
+
+impl Marks {
+    /// Distinct pages that live rows hold.
+    pub fn held_pages(&self) -> u64 {
+        self.refcnt.iter().filter(|&&n| n > 0).count() as u64
+    }
+
+    /// Pages that rows of more than one session hold.
+    pub fn shared_pages(&self) -> u64 {
+        self.owner.iter().filter(|&&o| o == OWNER_SHARED).count() as u64
+    }
+}
+
+/// A set of pages made from a list, and what was wrong with the list.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PageSet {
+    pub has: Vec<bool>,
+    /// Entries that named a page already named: in a free list, double frees.
+    pub duplicates: u64,
+    /// Entries outside the pool.
+    pub bad: u64,
+}
+
+/// Pages by (free, referenced by a row, in the tree).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Classes {
+    /// Owned by nobody; 1 in a sound pool, the padding page.
+    pub leaked: u64,
+    pub free: u64,
+    /// Referenced by rows only.
+    pub private: u64,
+    /// In the tree only.
+    pub cached: u64,
+    pub cached_in_use: u64,
+    /// Free and at once referenced or in the tree.
+    pub corrupt: u64,
+}
+
+/// `kv_gather_pages`: the page ids of live rows, one token slot read per page.
+///
+/// `r2t` is `req_to_token` with `ld` entries per row. A slot must be positive, page-aligned and
+/// inside the pool, else its page is [`PAGE_BAD`]; the second value counts those.
+pub fn gather_pages(
+    r2t: &[i32],
+    ld: usize,
+    rows: &[LiveRow],
+    page_shift: u32,
+    npages: u32,
+) -> (Vec<u32>, u64) {
+    let refs = |row: &LiveRow| (row.len as usize).div_ceil(1 << page_shift);
+    let size = rows.iter().map(|r| r.out_off as usize + refs(r)).max().unwrap_or(0);
+    let mut staged = vec![PAGE_BAD; size];
+    let mut bad = 0;
+    for row in rows {
+        for i in 0..refs(row) {
+            let column = i << page_shift;
+            let entry = (column < ld).then(|| r2t.get(row.row as usize * ld + column)).flatten();
+            let slot = entry.and_then(|&s| u32::try_from(s).ok()).unwrap_or(0);
+            let page = slot >> page_shift;
+            let sound = slot > 0 && page < npages && page << page_shift == slot;
+            staged[row.out_off as usize + i] = if sound { page } else { PAGE_BAD };
+            bad += u64::from(!sound);
+        }
+    }
+    (staged, bad)
+}
+
+/// `kv_mark`: how many rows name each page, and whose it is (none < session < shared).
+pub fn mark(rows: &[LiveRow], staged: &[u32], page_shift: u32, npages: u32) -> Marks {
+    let mut refcnt = vec![0; npages as usize];
+    let mut owner = vec![OWNER_NONE; npages as usize];
+    for row in rows {
+        for &page in row_pages(row, staged, page_shift) {
+            let Some(count) = refcnt.get_mut(page as usize) else { continue };
+            *count += 1;
+            let owner = &mut owner[page as usize];
+            *owner = match *owner {
+                OWNER_NONE => row.session,
+                same if same == row.session => same,
+                _ => OWNER_SHARED,
+            };
+        }
+    }
+    Marks { refcnt, owner }
+}
+
+/// `kv_session`: what each session holds, by session.
+pub fn session(
+    rows: &[LiveRow],
+    staged: &[u32],
+    marks: &Marks,
+    page_shift: u32,
+) -> BTreeMap<u32, SessionPages> {
+    let mut claimed = BTreeSet::new();
+    let mut out: BTreeMap<u32, SessionPages> = BTreeMap::new();
+    for row in rows {
+        let entry = out.entry(row.session).or_default();
+        let pages = row_pages(row, staged, page_shift);
+        let mut previous = None;
+        for &page in pages {
+            let Some(&refcnt) = marks.refcnt.get(page as usize) else { continue };
+            entry.refs += 1;
+            entry.pss_q32 += (1 << 32) / u64::from(refcnt.max(1));
+            entry.runs += u64::from(previous.is_none_or(|p: u32| p + 1 != page));
+            previous = Some(page);
+            if marks.owner[page as usize] == row.session && claimed.insert(page) {
+                entry.uss += 1;
+            }
+        }
+        entry.tail_tokens += ((pages.len() as u64) << page_shift) - u64::from(row.len);
+    }
+    out
+}
+
+/// `kv_list_to_bitmap`: a list of page ids as a set.
+pub fn list_to_set(ids: impl IntoIterator<Item = u32>, npages: u32) -> PageSet {
+    let mut set = PageSet { has: vec![false; npages as usize], duplicates: 0, bad: 0 };
+    for id in ids {
+        match set.has.get_mut(id as usize) {
+            None => set.bad += 1,
+            Some(has) => set.duplicates += u64::from(std::mem::replace(has, true)),
+        }
+    }
+    set
+}
+
+/// `kv_classify`: every page by who says it is theirs.
+pub fn classify(free: &PageSet, marks: &Marks, tree: &PageSet) -> Classes {
+    let mut classes = Classes::default();
+    for (page, &refcnt) in marks.refcnt.iter().enumerate() {
+        let class = match (free.has[page], refcnt > 0, tree.has[page]) {
+            (false, false, false) => &mut classes.leaked,
+            (true, false, false) => &mut classes.free,
+            (false, true, false) => &mut classes.private,
+            (false, false, true) => &mut classes.cached,
+            (false, true, true) => &mut classes.cached_in_use,
+            (true, ..) => &mut classes.corrupt,
+        };
+        *class += 1;
+    }
+    classes
+}
+
+fn row_pages<'a>(row: &LiveRow, staged: &'a [u32], page_shift: u32) -> &'a [u32] {
+    let start = row.out_off as usize;
+    &staged[start..start + (row.len as usize).div_ceil(1 << page_shift)]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Rows of 4-token pages, given as (session, tokens, pages).
+    fn pool(rows: &[(u32, u32, &[u32])]) -> (Vec<i32>, usize, Vec<LiveRow>) {
+        let ld = 64;
+        let mut r2t = vec![0; ld * rows.len()];
+        let mut live = Vec::new();
+        let mut out_off = 0;
+        for (row, &(session, len, pages)) in rows.iter().enumerate() {
+            for (i, &page) in pages.iter().enumerate() {
+                r2t[row * ld + i * 4] = i32::try_from(page * 4).unwrap();
+            }
+            let row = u32::try_from(row).unwrap();
+            live.push(LiveRow { row, len, session, out_off });
+            out_off += u32::try_from(pages.len()).unwrap();
+        }
+        (r2t, ld, live)
+    }
+
+    #[test]
+    fn shared_prefix_counts_once() {
+        let (r2t, ld, rows) = pool(&[(7, 10, &[1, 2, 3]), (8, 8, &[1, 5])]);
+        let (staged, bad) = gather_pages(&r2t, ld, &rows, 2, 8);
+        assert_eq!((staged.as_slice(), bad), ([1, 2, 3, 1, 5].as_slice(), 0));
+        let marks = mark(&rows, &staged, 2, 8);
+        assert_eq!((marks.held_pages(), marks.shared_pages()), (4, 1));
+        let by = session(&rows, &staged, &marks, 2);
+        let half = 1u64 << 31;
+        let (one, two) = (by[&7], by[&8]);
+        assert_eq!((one.refs, one.uss, one.runs, one.tail_tokens), (3, 2, 1, 2));
+        assert_eq!((two.refs, two.uss, two.runs, two.tail_tokens), (2, 1, 2, 0));
+        assert_eq!(one.pss_q32 + two.pss_q32, 4 << 32);
+        assert_eq!(two.pss_q32, (1 << 32) + half);
+    }
+
+    #[test]
+    fn leak_double_free_and_corruption_are_told_apart() {
+        let (r2t, ld, rows) = pool(&[(1, 8, &[1, 2])]);
+        let (staged, _) = gather_pages(&r2t, ld, &rows, 2, 8);
+        let marks = mark(&rows, &staged, 2, 8);
+        let free = list_to_set([3, 3, 2, 99], 8);
+        assert_eq!((free.duplicates, free.bad), (1, 1));
+        let classes = classify(&free, &marks, &list_to_set([1, 4], 8));
+        let want =
+            Classes { leaked: 4, free: 1, private: 0, cached: 1, cached_in_use: 1, corrupt: 1 };
+        assert_eq!(classes, want);
+    }
+
+    #[test]
+    fn bad_slots_are_counted_not_followed() {
+        let rows = [LiveRow { row: 0, len: 12, session: 1, out_off: 0 }];
+        let mut r2t = vec![0; 16];
+        (r2t[0], r2t[4], r2t[8]) = (-4, 5, 400);
+        let (staged, bad) = gather_pages(&r2t, 16, &rows, 2, 8);
+        assert_eq!((staged, bad), (vec![PAGE_BAD; 3], 3));
+    }
+}

@@ -1,0 +1,385 @@
+//! The scheduler of one DP rank, without clock, socket, task or lock.
+//!
+//! It reproduces the engine's mechanics rather than an ideal: one waiting queue served strictly
+//! in order, session KV that nothing evicts, an in-flight flag that a refused turn clears for the
+//! live one. Time is an argument. [`Core::step`] is one scheduler iteration. A fault that takes
+//! the real process down makes the core [`crashed`](Core::crashed) for good.
+
+use super::{
+    pool::Pool,
+    radix::{NodeId, ROOT, Radix},
+    request::{Finish, Kind, Output, Req, ReqKey, SessionRef, Step, Submit},
+    session::Session,
+};
+use std::{
+    collections::{BTreeMap, BTreeSet, VecDeque},
+    time::Duration,
+};
+
+mod audit;
+mod finish;
+mod schedule;
+
+pub use audit::{Gauges, PoolFacts, SessionFacts};
+
+/// Closed `session_id`s remembered; the oldest is forgotten first.
+const TOMBSTONES_MAX: usize = 8192;
+/// The reaper runs at most this often.
+const REAP_EVERY: Duration = Duration::from_secs(1);
+/// The engine keeps this much of the context free of input.
+const INPUT_RESERVE_TOKENS: usize = 6;
+/// The one token a refused request runs as, and the one it answers with.
+const REFUSED_PROMPT: u32 = 0;
+const REFUSED_OUTPUT: u32 = 296;
+
+/// What one rank is made of.
+#[derive(Clone, Debug, PartialEq)]
+pub struct CoreConfig {
+    pub page_size: usize,
+    pub max_total_tokens: usize,
+    pub context_len: usize,
+    pub max_running_requests: usize,
+    pub chunked_prefill_size: usize,
+    pub streaming_sessions: bool,
+    pub session_radix_cache: bool,
+    /// Decode steps between two pool reports to `/metrics`.
+    pub decode_log_interval: u32,
+    /// Share of a running request's remaining output that admission reserves when it may stop
+    /// early, in thousandths; with `ignore_eos` all of it is reserved.
+    pub new_token_per_mille: usize,
+    pub prefill_tokens_per_s: f64,
+    pub decode_ms_per_step: f64,
+    /// A token ends an answer with this chance in a thousand, unless EOS is ignored.
+    pub eos_per_mille: u32,
+    /// Only sampled answers (temperature above 0) depend on it.
+    pub seed: u64,
+}
+
+impl Default for CoreConfig {
+    fn default() -> CoreConfig {
+        CoreConfig {
+            page_size: 16,
+            max_total_tokens: 2048,
+            context_len: 1024,
+            max_running_requests: 8,
+            chunked_prefill_size: 512,
+            streaming_sessions: true,
+            session_radix_cache: false,
+            decode_log_interval: 40,
+            new_token_per_mille: 700,
+            prefill_tokens_per_s: 100_000.0,
+            decode_ms_per_step: 1.0,
+            eos_per_mille: 0,
+            seed: 0,
+        }
+    }
+}
+
+impl CoreConfig {
+    /// Tokens that the pool really holds: whole pages.
+    pub fn total_tokens(&self) -> usize {
+        self.max_total_tokens / self.page_size * self.page_size
+    }
+
+    fn max_req_len(&self) -> usize {
+        (self.context_len - 1).min(self.total_tokens() - 1)
+    }
+
+    /// Prompts of this length and above are refused.
+    pub fn max_req_input_len(&self) -> usize {
+        self.max_req_len().saturating_sub(INPUT_RESERVE_TOKENS - 1)
+    }
+}
+
+/// One row of `req_to_token` with the KV record that lives in it.
+#[derive(Clone, Debug, Default)]
+struct Row {
+    pages: Vec<u32>,
+    alloc: usize,
+    committed: usize,
+    /// Leading tokens that lie in the tree, locked by this row.
+    protected: usize,
+    lock: NodeId,
+}
+
+/// One rank's scheduler and caches.
+#[derive(Debug)]
+pub struct Core {
+    config: CoreConfig,
+    pool: Pool,
+    tree: Radix,
+    rows: Vec<Option<Row>>,
+    free_rows: Vec<usize>,
+    sessions: BTreeMap<String, Session>,
+    /// The row of each streaming session that has KV.
+    slots: BTreeMap<String, usize>,
+    tombstones: VecDeque<String>,
+    tombstone_set: BTreeSet<String>,
+    reqs: BTreeMap<ReqKey, Req>,
+    waiting: VecDeque<ReqKey>,
+    running: Vec<ReqKey>,
+    /// The one request whose prompt is being prefilled in pieces.
+    chunked: Option<ReqKey>,
+    next_key: ReqKey,
+    last_reap: Duration,
+    forward_sleep: Duration,
+    gauges: Gauges,
+    crashed: Option<&'static str>,
+}
+
+impl Core {
+    pub fn new(config: CoreConfig) -> Core {
+        assert!(config.chunked_prefill_size >= config.page_size, "a chunk holds at least a page");
+        let pages = config.max_total_tokens / config.page_size;
+        let pages = u32::try_from(pages).expect("a pool has fewer than 2^32 pages");
+        let rows = config.max_running_requests;
+        Core {
+            pool: Pool::new(pages, config.page_size),
+            tree: Radix::new(config.page_size),
+            rows: vec![None; rows],
+            free_rows: (0..rows).rev().collect(),
+            sessions: BTreeMap::new(),
+            slots: BTreeMap::new(),
+            tombstones: VecDeque::new(),
+            tombstone_set: BTreeSet::new(),
+            reqs: BTreeMap::new(),
+            waiting: VecDeque::new(),
+            running: Vec::new(),
+            chunked: None,
+            next_key: 1,
+            last_reap: Duration::ZERO,
+            forward_sleep: Duration::ZERO,
+            gauges: Gauges::default(),
+            crashed: None,
+            config,
+        }
+    }
+
+    pub fn config(&self) -> &CoreConfig {
+        &self.config
+    }
+
+    /// Why the process is gone, if it is.
+    pub fn crashed(&self) -> Option<&'static str> {
+        self.crashed
+    }
+
+    /// Makes every forward pass last this much longer (`/slow_down`).
+    pub fn slow_down(&mut self, forward_sleep: Duration) {
+        self.forward_sleep = forward_sleep;
+    }
+
+    /// Opens a session; false if one of that id is open or still closing.
+    pub fn open(
+        &mut self,
+        now: Duration,
+        id: &str,
+        streaming: bool,
+        timeout: Option<Duration>,
+    ) -> bool {
+        if self.sessions.contains_key(id) {
+            return false;
+        }
+        self.sessions.insert(id.to_owned(), Session::new(now, streaming, timeout));
+        true
+    }
+
+    /// Closes a session, now or once its turn has ended. Unknown ids are tags or nothing.
+    pub fn close(&mut self, id: &str) {
+        if self.sessions.contains_key(id) {
+            self.try_close(id);
+            return;
+        }
+        self.tree.untag(id);
+        if self.tombstone_set.insert(id.to_owned()) {
+            self.tombstones.push_back(id.to_owned());
+        }
+        if self.tombstones.len() > TOMBSTONES_MAX
+            && let Some(oldest) = self.tombstones.pop_front()
+        {
+            self.tombstone_set.remove(&oldest);
+        }
+    }
+
+    /// Queues a request. A refused one is queued too: its refusal is its answer.
+    pub fn submit(&mut self, now: Duration, submit: Submit) -> ReqKey {
+        let key = self.next_key;
+        self.next_key += 1;
+        let Submit { rid, input_ids, sampling, session } = submit;
+        let (kind, prompt) = self.restore(now, &rid, session, input_ids);
+        let limit = self.config.max_req_input_len();
+        let checked = prompt.and_then(|prompt| {
+            let len = prompt.len();
+            if len < limit {
+                return Ok(prompt);
+            }
+            Err(Finish::bad_request(format!(
+                "Input length ({len} tokens) exceeds the maximum allowed length ({limit} tokens). \
+                 Use a shorter input or enable --allow-auto-truncate."
+            )))
+        });
+        let (prompt, refused) = match checked {
+            Ok(prompt) => (prompt, None),
+            Err(refusal) => (vec![REFUSED_PROMPT], Some(refusal)),
+        };
+        let room = self.config.max_req_len().saturating_sub(prompt.len() + 1);
+        let max_new = match &refused {
+            Some(_) => 1,
+            None => sampling.max_new_tokens.unwrap_or(room).min(room),
+        };
+        assert!(!prompt.is_empty(), "a request without input never reaches the scheduler");
+        let req = Req {
+            rid,
+            prompt,
+            output: Vec::new(),
+            sampling,
+            max_new,
+            kind,
+            row: None,
+            seq: 0,
+            cached: 0,
+            publishes: true,
+            refused,
+            to_abort: false,
+            retractions: 0,
+        };
+        self.reqs.insert(key, req);
+        self.waiting.push_back(key);
+        key
+    }
+
+    /// The kind of a request and its whole prompt, history restored.
+    fn restore(
+        &mut self,
+        now: Duration,
+        rid: &str,
+        session: SessionRef,
+        input: Vec<u32>,
+    ) -> (Kind, Result<Vec<u32>, Finish>) {
+        let params = match session {
+            SessionRef::None => return (Kind::Plain, Ok(input)),
+            SessionRef::Tagged(session) => {
+                let tags = self.config.session_radix_cache;
+                let kind = if tags { Kind::Tagged { session } } else { Kind::Plain };
+                return (kind, Ok(input));
+            }
+            SessionRef::Controller(params) => params,
+        };
+        let id = &params.id;
+        let Some(session) = self.sessions.get_mut(id) else {
+            let message = format!("Invalid request: session id {id} does not exist");
+            return (Kind::Plain, Err(Finish::bad_request(message)));
+        };
+        if session.close_on_finish {
+            let message = format!("Invalid request: close was requested for session {id}");
+            return (Kind::Plain, Err(Finish::bad_request(message)));
+        }
+        let prompt = session.create(now, rid, &params, input);
+        // A refused turn of a streaming session stays attached to it: the engine's flaw by which
+        // it later clears the live turn's flag.
+        let kind = match (session.streaming, prompt.is_ok()) {
+            (true, _) => Kind::Streaming { session: params.id },
+            (false, true) => Kind::Normal { session: params.id },
+            (false, false) => Kind::Plain,
+        };
+        (kind, prompt)
+    }
+
+    /// Aborts what runs or waits under a request id that starts with `rid`. A queued request ends
+    /// here, a running one at its next forward pass.
+    pub fn abort(&mut self, rid: &str, all: bool) -> Vec<Output> {
+        if rid.is_empty() && !all {
+            return Vec::new();
+        }
+        let hit = |req: &Req| all || req.rid.starts_with(rid);
+        let queued: Vec<ReqKey> =
+            self.waiting.iter().copied().filter(|k| hit(&self.reqs[k])).collect();
+        let outputs = queued.into_iter().map(|key| self.abort_queued(key)).collect();
+        for key in self.running.iter().chain(&self.chunked) {
+            let req = self.reqs.get_mut(key).expect("a request in a batch exists");
+            req.to_abort |= all || req.rid.starts_with(rid);
+        }
+        outputs
+    }
+
+    /// Drops every cached page and every session's KV, if nothing runs or waits.
+    pub fn flush(&mut self) -> bool {
+        if !self.reqs.is_empty() {
+            return false;
+        }
+        for id in self.slots.keys().cloned().collect::<Vec<_>>() {
+            self.release_slot(&id);
+        }
+        let pages = self.tree.clear();
+        self.pool.give_back(pages);
+        true
+    }
+
+    /// One scheduler iteration, or None when there is nothing it can do. A wedged rank has waiting
+    /// requests and answers None.
+    pub fn step(&mut self, now: Duration) -> Option<Step> {
+        if self.crashed.is_some() {
+            return None;
+        }
+        self.reap(now);
+        let batch = self.schedule();
+        let step = if !batch.is_empty() {
+            Some(self.prefill(batch))
+        } else if !self.running.is_empty() {
+            Some(self.decode())
+        } else {
+            None
+        };
+        if cfg!(debug_assertions) && self.crashed.is_none() {
+            self.tree.check_invariants();
+        }
+        step
+    }
+
+    /// When [`Core::step`] must be called again for the reaper's sake, if nothing else happens.
+    pub fn next_deadline(&self) -> Option<Duration> {
+        let due =
+            |s: &Session| if s.close_on_finish { Some(Duration::ZERO) } else { s.expires_at() };
+        let earliest = self.sessions.values().filter_map(due).min()?;
+        // One tick more, as both the pause and the timeout must have been exceeded.
+        Some(earliest.max(self.last_reap + REAP_EVERY) + Duration::from_millis(1))
+    }
+
+    fn reap(&mut self, now: Duration) {
+        if now <= self.last_reap + REAP_EVERY {
+            return;
+        }
+        self.last_reap = now;
+        let expired = |s: &Session| s.close_on_finish || s.expires_at().is_some_and(|at| at < now);
+        let due: Vec<String> =
+            self.sessions.iter().filter(|(_, s)| expired(s)).map(|(id, _)| id.clone()).collect();
+        for id in due {
+            self.try_close(&id);
+        }
+    }
+
+    fn try_close(&mut self, id: &str) {
+        let Some(session) = self.sessions.get_mut(id) else { return };
+        if session.has_unfinished() {
+            session.close_on_finish = true;
+            return;
+        }
+        self.release_slot(id);
+        self.sessions.remove(id);
+    }
+
+    fn row(&mut self, row: usize) -> &mut Row {
+        self.rows[row].as_mut().expect("a row in use has a record")
+    }
+
+    fn available_tokens(&self) -> usize {
+        self.pool.free_pages().len() * self.config.page_size
+    }
+
+    fn evictable_tokens(&self) -> usize {
+        self.tree.evictable_pages() * self.config.page_size
+    }
+}
+
+#[cfg(test)]
+mod tests;

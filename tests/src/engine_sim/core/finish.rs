@@ -1,0 +1,182 @@
+//! How requests end and what becomes of their KV.
+
+use super::{
+    super::request::{Finish, Kind, Output, ReqKey},
+    Core, Row,
+};
+
+const OUT_OF_MEMORY: &str = "Out of memory even after retracting all other requests in the \
+                             decode batch. Aborting the last request.";
+
+impl Core {
+    /// Inserts the full pages computed so far in the tree and locks them for the row.
+    pub(super) fn publish(&mut self, key: ReqKey) {
+        let req = &self.reqs[&key];
+        if !req.publishes {
+            return;
+        }
+        let row = req.row.expect("a request that ran has a row");
+        let len = req.seq.min(req.prompt.len());
+        self.cache_row(key, row, len);
+    }
+
+    /// Moves the row's first `len` tokens, in full pages, into the tree, under the row's lock.
+    fn cache_row(&mut self, key: ReqKey, row: usize, len: usize) {
+        let req = &self.reqs[&key];
+        let page_size = self.config.page_size;
+        let full = len / page_size;
+        let tokens = req.fill(full * page_size);
+        let tag = match &req.kind {
+            Kind::Tagged { session } if !self.tombstone_set.contains(session) => {
+                Some(session.as_str())
+            }
+            _ => None,
+        };
+        let record = self.rows[row].as_mut().expect("a row in use has a record");
+        let own_from = record.protected / page_size;
+        if full < own_from {
+            return;
+        }
+        let cached = self.tree.insert(&tokens, &record.pages[..full], tag);
+        self.tree.lock(cached.node);
+        self.tree.unlock(record.lock);
+        record.lock = cached.node;
+        record.protected = full * page_size;
+        // Where somebody else's page came first, the row goes on with that one.
+        for (own, kept) in record.pages.iter_mut().zip(&cached.pages).skip(own_from) {
+            if own != kept {
+                let duplicate = std::mem::replace(own, *kept);
+                self.pool.give_back([duplicate]);
+            }
+        }
+    }
+
+    /// Gives the row back; what lies in the tree stays there, unlocked.
+    fn free_row(&mut self, row: usize) {
+        let record = self.rows[row].take().expect("a row is freed once");
+        let Row { mut pages, protected, lock, .. } = record;
+        self.pool.give_back(pages.drain(protected / self.config.page_size..));
+        self.tree.unlock(lock);
+        self.free_rows.push(row);
+    }
+
+    /// Frees a session's KV and row; the locked prefix becomes evictable.
+    pub(super) fn release_slot(&mut self, session: &str) {
+        if let Some(row) = self.slots.remove(session) {
+            self.free_row(row);
+        }
+    }
+
+    /// True when the session was closed, and its row freed, under a turn that still runs on it.
+    pub(super) fn is_orphan(&self, key: ReqKey) -> bool {
+        let req = &self.reqs[&key];
+        match &req.kind {
+            Kind::Streaming { session } => self.slots.get(session).copied() != req.row,
+            Kind::Plain | Kind::Normal { .. } | Kind::Tagged { .. } => false,
+        }
+    }
+
+    pub(super) fn output(&self, key: ReqKey, token: Option<u32>, finish: Option<Finish>) -> Output {
+        let req = &self.reqs[&key];
+        let shared = match &req.kind {
+            // All turns of a session count the one history buffer that they share.
+            Kind::Streaming { session } if req.refused.is_none() => self.sessions.get(session),
+            _ => None,
+        };
+        Output {
+            key,
+            token,
+            finish,
+            prompt_tokens: shared.map_or(req.prompt.len(), |session| session.prompt_len()),
+            cached_tokens: req.cached,
+            retractions: req.retractions,
+        }
+    }
+
+    /// Ends a request that ran.
+    pub(super) fn finish(&mut self, key: ReqKey, token: Option<u32>, finish: Finish) -> Output {
+        let aborted = matches!(finish, Finish::Abort { .. });
+        let output = self.output(key, token, Some(finish));
+        if self.is_orphan(key) {
+            self.crashed = Some("AssertionError: release_kv_cache");
+            return output;
+        }
+        let req = &self.reqs[&key];
+        let row = req.row.expect("a request that ran has a row");
+        let seq = req.seq;
+        match req.kind.clone() {
+            Kind::Streaming { session } if aborted => {
+                // The whole chain, the aborted output included, becomes ordinary cache.
+                self.cache_row(key, row, seq);
+                self.release_slot(&session);
+            }
+            Kind::Streaming { .. } => {}
+            Kind::Plain | Kind::Normal { .. } | Kind::Tagged { .. } => {
+                self.cache_row(key, row, seq);
+                self.free_row(row);
+            }
+        }
+        self.settle_session(key, aborted);
+        self.reqs.remove(&key);
+        output
+    }
+
+    fn settle_session(&mut self, key: ReqKey, aborted: bool) {
+        let req = &self.reqs[&key];
+        let Some(id) = req.controller_session() else { return };
+        let Some(session) = self.sessions.get_mut(id) else { return };
+        if aborted {
+            session.abort_turn(&req.rid);
+        } else {
+            session.finish_turn(&req.rid, &req.output, true);
+        }
+    }
+
+    /// Ends the request whose prompt was being prefilled in pieces.
+    pub(super) fn finish_aborted(&mut self, key: ReqKey) -> Output {
+        let message = "Aborted".to_owned();
+        self.finish(key, None, Finish::Abort { message, status: None, queued: false })
+    }
+
+    pub(super) fn finish_out_of_memory(&mut self, key: ReqKey) -> Output {
+        let message = OUT_OF_MEMORY.to_owned();
+        self.finish(key, None, Finish::Abort { message, status: Some(500), queued: false })
+    }
+
+    /// Takes a request out of the queue. Of its session only the flag is cleared: the slot stays.
+    pub(super) fn abort_queued(&mut self, key: ReqKey) -> Output {
+        self.waiting.retain(|&k| k != key);
+        let message = "Abort in waiting queue".to_owned();
+        let finish = Finish::Abort { message, status: None, queued: true };
+        let output = self.output(key, None, Some(finish));
+        let req = self.reqs.remove(&key).expect("a queued request exists");
+        if let Some(id) = req.controller_session()
+            && let Some(session) = self.sessions.get_mut(id)
+        {
+            session.abort_turn(&req.rid);
+        }
+        output
+    }
+
+    /// Sends a running request back to the queue. A session's turn frees nothing by it, and its
+    /// partial output counts as its history from now on.
+    pub(super) fn retract(&mut self, key: ReqKey) {
+        self.running.retain(|&k| k != key);
+        self.gauges.retracted += 1;
+        let req = self.reqs.get_mut(&key).expect("it runs");
+        req.retractions += 1;
+        let row = req.row.take().expect("a running request has a row");
+        let streaming = matches!(req.kind, Kind::Streaming { .. });
+        let req = &self.reqs[&key];
+        if streaming {
+            if let Some(id) = req.controller_session()
+                && let Some(session) = self.sessions.get_mut(id)
+            {
+                session.finish_turn(&req.rid, &req.output, false);
+            }
+        } else {
+            self.free_row(row);
+        }
+        self.waiting.push_back(key);
+    }
+}

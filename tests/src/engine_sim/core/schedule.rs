@@ -1,0 +1,395 @@
+//! Which requests run in the next forward pass, and the pass itself.
+
+use super::{
+    super::{
+        pool::scramble,
+        request::{Finish, Kind, Output, ReqKey, Step},
+        tokenizer::{self, EOS, VOCAB_SIZE},
+    },
+    Core, NodeId, REFUSED_OUTPUT, ROOT, Row,
+};
+use std::time::Duration;
+
+/// Output beyond this is not reserved at admission.
+const RESERVED_OUTPUT_MAX: usize = 4096;
+
+/// One request's share of a prefill batch.
+#[derive(Debug)]
+pub(super) struct Extend {
+    key: ReqKey,
+    /// Cached pages to start from; empty for a request that has its row already.
+    pages: Vec<u32>,
+    node: NodeId,
+    /// The session's own row, borrowed for this turn.
+    borrowed: Option<usize>,
+    start: usize,
+    take: usize,
+    last: bool,
+}
+
+/// What is left to give while a batch is being put together.
+struct Budget {
+    chunk: usize,
+    /// Tokens promised to running requests and to this batch.
+    promised: usize,
+}
+
+impl Core {
+    /// Puts the next prefill batch together; strictly first come, first served.
+    pub(super) fn schedule(&mut self) -> Vec<Extend> {
+        let mut budget = Budget {
+            chunk: self.config.chunked_prefill_size,
+            promised: self.running.iter().map(|&key| self.reserve_running(key)).sum(),
+        };
+        let mut batch: Vec<Extend> = Vec::new();
+        if let Some(key) = self.chunked.take() {
+            let req = &self.reqs[&key];
+            let left = req.fill_len() - req.seq;
+            let (take, last) = self.chunk(left, budget.chunk);
+            budget.chunk -= take;
+            budget.promised += take + self.reserve_output(key);
+            let start = req.seq;
+            batch.push(Extend {
+                key,
+                pages: Vec::new(),
+                node: ROOT,
+                borrowed: req.row,
+                start,
+                take,
+                last,
+            });
+        }
+        let mut admitted = 0;
+        // The gate counts free rows before it looks whether the candidate already holds one; what
+        // admitted requests hold is added back, the candidate's own row never is.
+        let mut allocatable = self.free_rows.len();
+        while batch.last().is_none_or(|extend| extend.last)
+            && admitted < allocatable
+            && let Some(&key) = self.waiting.front()
+            && let Some(extend) = self.try_admit(key, &mut budget)
+        {
+            self.waiting.pop_front();
+            admitted += 1;
+            allocatable += usize::from(extend.borrowed.is_some());
+            batch.push(extend);
+        }
+        batch
+    }
+
+    fn chunk(&self, left: usize, budget: usize) -> (usize, bool) {
+        if left <= budget {
+            return (left, true);
+        }
+        (budget / self.config.page_size * self.config.page_size, false)
+    }
+
+    fn reserve_output(&self, key: ReqKey) -> usize {
+        let req = &self.reqs[&key];
+        let output = req.max_new.saturating_sub(req.output.len()).min(RESERVED_OUTPUT_MAX);
+        // A partly filled page costs a whole one.
+        output + if self.config.page_size > 1 { self.config.page_size } else { 0 }
+    }
+
+    fn reserve_running(&self, key: ReqKey) -> usize {
+        let full = self.reserve_output(key);
+        if self.reqs[&key].sampling.ignore_eos {
+            return full;
+        }
+        full * self.config.new_token_per_mille.min(1000) / 1000
+    }
+
+    /// Where the request starts: its session's row, or the longest cached prefix.
+    fn locate(&mut self, key: ReqKey) -> (Vec<u32>, NodeId, Option<usize>, usize) {
+        let req = self.reqs.get_mut(&key).expect("a queued request exists");
+        let reach = req.fill_len() - 1;
+        if let Kind::Streaming { session } = &req.kind
+            && let Some(&row) = self.slots.get(session)
+        {
+            if req.refused.is_none() {
+                let record = self.rows[row].as_ref().expect("a slot's row has a record");
+                return (Vec::new(), ROOT, Some(row), record.committed.min(reach));
+            }
+            // The refused turn is detached through the session's abort, which clears the flag
+            // even though it may belong to a turn that runs.
+            let session = self.sessions.get_mut(session);
+            req.kind = Kind::Plain;
+            if let Some(session) = session {
+                session.inflight = false;
+            }
+        }
+        let fill = self.reqs[&key].fill(reach);
+        let found = self.tree.find(&fill);
+        let start = found.pages.len() * self.config.page_size;
+        (found.pages, found.node, None, start)
+    }
+
+    fn try_admit(&mut self, key: ReqKey, budget: &mut Budget) -> Option<Extend> {
+        let (pages, node, borrowed, start) = self.locate(key);
+        let left = self.reqs[&key].fill_len() - start;
+        let (take, last) = self.chunk(left, budget.chunk);
+        if take == 0 {
+            return None;
+        }
+        self.tree.lock(node);
+        let need = self.pool.pages_of(left) * self.config.page_size + self.reserve_output(key);
+        let free = self.available_tokens() + self.evictable_tokens();
+        if need + budget.promised > free {
+            self.tree.unlock(node);
+            return None;
+        }
+        budget.chunk -= take;
+        budget.promised += need;
+        Some(Extend { key, pages, node, borrowed, start, take, last })
+    }
+
+    /// Runs a prefill batch.
+    pub(super) fn prefill(&mut self, batch: Vec<Extend>) -> Step {
+        let tokens: usize = batch.iter().map(|extend| extend.take).sum();
+        let mut step = Step { outputs: Vec::new(), busy: self.prefill_time(tokens) };
+        // All rows are taken before anything runs: two first turns of a session in one batch both
+        // want to create its slot.
+        for extend in &batch {
+            if let Err(reason) = self.allocate(extend) {
+                self.crashed = Some(reason);
+                return step;
+            }
+        }
+        self.gauges.prefilled(tokens, step.busy);
+        for extend in batch {
+            let key = extend.key;
+            if !self.write_prompt(&extend) {
+                self.crashed = Some("IndexError: index out of range in self");
+                return step;
+            }
+            self.publish(key);
+            if extend.last {
+                let output = self.sample(key);
+                if output.finish.is_none() {
+                    self.running.push(key);
+                }
+                step.outputs.push(output);
+            } else if self.reqs[&key].to_abort {
+                step.outputs.push(self.finish_aborted(key));
+            } else {
+                self.chunked = Some(key);
+            }
+        }
+        self.report_pool();
+        step
+    }
+
+    fn prefill_time(&self, tokens: usize) -> Duration {
+        let tokens = u32::try_from(tokens).unwrap_or(u32::MAX);
+        let seconds = f64::from(tokens) / self.config.prefill_tokens_per_s;
+        Duration::try_from_secs_f64(seconds).unwrap_or_default() + self.forward_sleep
+    }
+
+    fn allocate(&mut self, extend: &Extend) -> Result<(), &'static str> {
+        let req = self.reqs.get_mut(&extend.key).expect("an admitted request exists");
+        let first = req.row.is_none();
+        if first && req.retractions == 0 {
+            req.cached = extend.start;
+        }
+        req.seq = extend.start;
+        let streaming = match &req.kind {
+            Kind::Streaming { session } => Some(session.clone()),
+            Kind::Plain | Kind::Normal { .. } | Kind::Tagged { .. } => None,
+        };
+        let row = match (extend.borrowed, &streaming) {
+            (Some(row), _) => row,
+            (None, Some(session)) if self.slots.contains_key(session) => {
+                return Err("AssertionError: streaming session already has a slot");
+            }
+            (None, streaming) => {
+                let row = self.free_rows.pop().expect("admission counted the free rows");
+                self.rows[row] = Some(Row {
+                    pages: extend.pages.clone(),
+                    alloc: extend.start,
+                    committed: extend.start,
+                    protected: extend.start,
+                    lock: extend.node,
+                });
+                if let Some(session) = streaming {
+                    self.slots.insert(session.clone(), row);
+                }
+                row
+            }
+        };
+        let req = self.reqs.get_mut(&extend.key).expect("an admitted request exists");
+        req.row = Some(row);
+        if first && extend.borrowed.is_some() {
+            req.publishes = false;
+            self.trim(row, extend.start);
+        }
+        self.grow(row, extend.start + extend.take);
+        Ok(())
+    }
+
+    /// Frees what the row holds above `tokens`.
+    fn trim(&mut self, row: usize, tokens: usize) {
+        let keep = self.pool.pages_of(tokens);
+        let record = self.row(row);
+        let tail = record.pages.split_off(keep.min(record.pages.len()));
+        record.alloc = tokens;
+        record.committed = tokens;
+        self.pool.give_back(tail);
+    }
+
+    /// Gives the row room for its first `tokens`; admission has made sure that there is room.
+    fn grow(&mut self, row: usize, tokens: usize) {
+        let have = self.row(row).pages.len();
+        let need = self.pool.pages_of(tokens).saturating_sub(have);
+        let short = need.saturating_sub(self.pool.free_pages().len());
+        if short > 0 {
+            let evicted = self.tree.evict(short);
+            self.pool.give_back(evicted);
+        }
+        for _ in 0..need {
+            let page = self.pool.take().expect("admission reserved the pages");
+            self.row(row).pages.push(page);
+        }
+        let record = self.row(row);
+        record.alloc = record.alloc.max(tokens);
+        record.committed = record.committed.max(tokens);
+    }
+
+    /// Computes the KV of a piece of prompt; false if it kills the process.
+    fn write_prompt(&mut self, extend: &Extend) -> bool {
+        let req = self.reqs.get_mut(&extend.key).expect("an admitted request exists");
+        let record = self.rows[req.row.expect("allocated")].as_ref().expect("allocated");
+        for at in extend.start..extend.start + extend.take {
+            let token = req.fill_token(at);
+            if token >= VOCAB_SIZE {
+                return false;
+            }
+            self.pool.write(&record.pages, at, token);
+        }
+        req.seq = extend.start + extend.take;
+        true
+    }
+
+    /// One output token for every running request.
+    pub(super) fn decode(&mut self) -> Step {
+        let ms = self.config.decode_ms_per_step / 1000.0;
+        let busy = Duration::try_from_secs_f64(ms).unwrap_or_default() + self.forward_sleep;
+        let mut outputs = Vec::new();
+        self.make_room(&mut outputs);
+        for key in self.running.clone() {
+            let req = &self.reqs[&key];
+            let at = req.seq;
+            let token = req.fill_token(at);
+            if !self.is_orphan(key) {
+                let row = req.row.expect("a running request has a row");
+                self.grow(row, at + 1);
+                let record = self.rows[row].as_ref().expect("a row in use has a record");
+                self.pool.write(&record.pages, at, token);
+            }
+            self.reqs.get_mut(&key).expect("it runs").seq = at + 1;
+        }
+        for key in self.running.clone() {
+            let output = self.sample(key);
+            if self.crashed.is_some() {
+                break;
+            }
+            if output.finish.is_some() {
+                self.running.retain(|&k| k != key);
+            }
+            outputs.push(output);
+        }
+        self.gauges.decode_steps += 1;
+        if self.gauges.decode_steps.is_multiple_of(u64::from(self.config.decode_log_interval)) {
+            self.report_pool();
+            self.report_sessions();
+        }
+        Step { outputs, busy }
+    }
+
+    /// Retracts requests until the next step's pages are there.
+    fn make_room(&mut self, outputs: &mut Vec<Output>) {
+        loop {
+            let needs = |&&key: &&ReqKey| !self.is_orphan(key) && self.needs_page(key);
+            let need = self.running.iter().filter(needs).count();
+            if need <= self.pool.free_pages().len() + self.tree.evictable_pages() {
+                return;
+            }
+            // The one with the least output goes first, the longest prompt among those.
+            let cost = |&key: &ReqKey| {
+                let req = &self.reqs[&key];
+                (req.output.len(), std::cmp::Reverse(req.prompt.len()))
+            };
+            let victim = self.running.iter().copied().min_by_key(cost).expect("someone needs");
+            if self.running.len() > 1 {
+                self.retract(victim);
+                continue;
+            }
+            self.running.clear();
+            outputs.push(self.finish_out_of_memory(victim));
+            return;
+        }
+    }
+
+    fn needs_page(&self, key: ReqKey) -> bool {
+        let req = &self.reqs[&key];
+        let row = req.row.and_then(|row| self.rows[row].as_ref());
+        row.is_some_and(|row| self.pool.pages_of(req.seq + 1) > row.pages.len())
+    }
+
+    /// The next token of a request whose KV is complete, and whether it ends there.
+    fn sample(&mut self, key: ReqKey) -> Output {
+        let token = self.next_token(key);
+        let req = self.reqs.get_mut(&key).expect("it ran");
+        if req.max_new > 0 || req.refused.is_some() {
+            req.output.push(token);
+        }
+        match self.verdict(key) {
+            None => self.output(key, Some(token), None),
+            Some(finish) => self.finish(key, Some(token), finish),
+        }
+    }
+
+    fn verdict(&self, key: ReqKey) -> Option<Finish> {
+        let req = &self.reqs[&key];
+        if let Some(refusal) = &req.refused {
+            return Some(refusal.clone());
+        }
+        if req.to_abort {
+            let message = "Aborted".to_owned();
+            return Some(Finish::Abort { message, status: None, queued: false });
+        }
+        if req.output.len() >= req.max_new {
+            return Some(Finish::Length(req.max_new));
+        }
+        if !req.sampling.ignore_eos && req.output.last() == Some(&EOS) {
+            return Some(Finish::StopToken(EOS));
+        }
+        let mut stops = req.sampling.stop.iter();
+        let stop = stops.find(|stop| !stop.is_empty() && req.output.ends_with(stop))?;
+        Some(Finish::StopText(stop.clone()))
+    }
+
+    /// The model: a function of what the row's pages really hold.
+    fn next_token(&self, key: ReqKey) -> u32 {
+        let req = &self.reqs[&key];
+        if req.refused.is_some() {
+            return REFUSED_OUTPUT;
+        }
+        let record = req.row.and_then(|row| self.rows[row].as_ref());
+        let pages = record.map_or(&[][..], |row| &row.pages);
+        let mut digest = self.pool.digest(pages, req.seq);
+        if !req.sampling.greedy {
+            digest = scramble(digest ^ scramble(self.config.seed ^ (key << 32)));
+        }
+        let last = req.fill_token(req.seq - 1);
+        let lead = tokenizer::byte_id(0xc3);
+        if last == lead {
+            // The second half of a letter from à to ÿ.
+            return tokenizer::byte_id(0xa0 + u8::try_from(digest % 32).expect("below 32"));
+        }
+        if digest % 1000 < u64::from(self.config.eos_per_mille) {
+            return EOS;
+        }
+        let letters = b"etaoin shrdlu cmfwyp vbgkqjxz.,";
+        let pick = usize::try_from((digest >> 20) % 32).expect("below 32");
+        letters.get(pick).map_or(lead, |&byte| tokenizer::byte_id(byte))
+    }
+}

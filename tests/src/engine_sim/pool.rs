@@ -1,0 +1,123 @@
+//! The paged KV pool: page ids, the free list, and what each slot holds.
+//!
+//! "KV" is the token id written into the slot, so the digest of a row's pages stands for the
+//! attention over them: read a wrong page and the answer changes. Page 0 is padding, never free.
+
+/// Base of the polynomial digest: odd, so that multiplying by it loses nothing.
+const BASE: u64 = 0x9e37_79b9_7f4a_7c15;
+
+/// The pages of one rank.
+#[derive(Debug)]
+pub(super) struct Pool {
+    page_size: usize,
+    slots: Vec<u32>,
+    /// Per page: the sum of (token + 1) x BASE^offset over its slots, kept current by `write`.
+    digests: Vec<u64>,
+    powers: Vec<u64>,
+    /// Taken from the end, so that freed pages are reused first and aliasing shows at once.
+    free: Vec<u32>,
+}
+
+impl Pool {
+    pub(super) fn new(pages: u32, page_size: usize) -> Pool {
+        assert!(page_size.is_power_of_two(), "page size {page_size} is not a power of two");
+        let powers = std::iter::successors(Some(1u64), |p| Some(p.wrapping_mul(BASE)));
+        let powers: Vec<u64> = powers.take(page_size).collect();
+        let slots = (pages as usize + 1) * page_size;
+        Pool {
+            page_size,
+            slots: vec![0; slots],
+            digests: vec![powers.iter().fold(0, |a, &p| a.wrapping_add(p)); pages as usize + 1],
+            powers,
+            free: (1..=pages).rev().collect(),
+        }
+    }
+
+    /// Pages, without the padding page.
+    pub(super) fn pages(&self) -> usize {
+        self.digests.len() - 1
+    }
+
+    pub(super) fn free_pages(&self) -> &[u32] {
+        &self.free
+    }
+
+    /// Pages that `tokens` occupy.
+    pub(super) fn pages_of(&self, tokens: usize) -> usize {
+        tokens.div_ceil(self.page_size)
+    }
+
+    pub(super) fn take(&mut self) -> Option<u32> {
+        self.free.pop()
+    }
+
+    pub(super) fn give_back(&mut self, pages: impl IntoIterator<Item = u32>) {
+        self.free.extend(pages);
+        debug_assert!(self.free.len() <= self.pages(), "more pages freed than exist");
+    }
+
+    /// Writes the KV of `token` at position `at` of the row made of `pages`.
+    pub(super) fn write(&mut self, pages: &[u32], at: usize, token: u32) {
+        let page = pages[at / self.page_size] as usize;
+        let offset = at % self.page_size;
+        let slot = &mut self.slots[page * self.page_size + offset];
+        let change = u64::from(token).wrapping_sub(u64::from(*slot));
+        *slot = token;
+        let term = change.wrapping_mul(self.powers[offset]);
+        self.digests[page] = self.digests[page].wrapping_add(term);
+    }
+
+    /// Digest of the first `len` tokens as the pages really hold them. It doesn't depend on the
+    /// page size, so every worker gives the same answer to the same context.
+    pub(super) fn digest(&self, pages: &[u32], len: usize) -> u64 {
+        let full = (len / self.page_size).min(pages.len());
+        let page_power = self.powers[self.page_size - 1].wrapping_mul(BASE);
+        let (mut digest, mut power) = (0u64, 1u64);
+        for &page in &pages[..full] {
+            digest = digest.wrapping_add(self.digests[page as usize].wrapping_mul(power));
+            power = power.wrapping_mul(page_power);
+        }
+        if let Some(&page) = pages.get(full) {
+            let start = page as usize * self.page_size;
+            let tail = &self.slots[start..start + len % self.page_size];
+            for (&token, &at) in tail.iter().zip(&self.powers) {
+                let term = (u64::from(token) + 1).wrapping_mul(at).wrapping_mul(power);
+                digest = digest.wrapping_add(term);
+            }
+        }
+        scramble(digest ^ len as u64)
+    }
+}
+
+/// One round of a multiply-xorshift mixer: every input bit reaches every output bit.
+pub(super) fn scramble(value: u64) -> u64 {
+    let value = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let value = (value ^ (value >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    value ^ (value >> 31)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn digest_follows_contents() {
+        let mut pool = Pool::new(4, 4);
+        for at in 0..6 {
+            pool.write(&[1, 2], at, 10 + u32::try_from(at).unwrap());
+            pool.write(&[3, 4], at, 10 + u32::try_from(at).unwrap());
+        }
+        assert_eq!(pool.digest(&[1, 2], 6), pool.digest(&[3, 4], 6));
+        assert_ne!(pool.digest(&[1, 2], 6), pool.digest(&[1, 2], 5));
+        let before = pool.digest(&[1, 2], 4);
+        pool.write(&[3], 2, 99);
+        assert_eq!(pool.digest(&[1], 4), before);
+        assert_ne!(pool.digest(&[1, 2], 6), pool.digest(&[3, 2], 6));
+        let mut small = Pool::new(6, 1);
+        for at in 0..6 {
+            small.write(&[6, 5, 4, 3, 2, 1], at, 10 + u32::try_from(at).unwrap());
+        }
+        assert_eq!(small.digest(&[6, 5, 4, 3, 2, 1], 6), pool.digest(&[1, 2], 6));
+    }
+}

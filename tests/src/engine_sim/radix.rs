@@ -1,0 +1,287 @@
+//! The radix cache: which pages hold the KV of which prefix.
+//!
+//! Page-granular, path-compressed, with lock references along a path and eviction of unlocked
+//! leaves, least recently used first. Nodes tagged by open sessions go after untagged ones. The
+//! tree owns the pages in it; it never touches the pool, it hands evicted pages to the caller.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+pub(super) type NodeId = usize;
+pub(super) const ROOT: NodeId = 0;
+
+#[derive(Clone, Debug, Default)]
+struct Node {
+    parent: NodeId,
+    tokens: Vec<u32>,
+    pages: Vec<u32>,
+    /// By the tokens of the child's first page.
+    children: BTreeMap<Vec<u32>, NodeId>,
+    locks: u32,
+    last_use: u64,
+    tags: BTreeSet<String>,
+}
+
+/// The tree of one rank.
+#[derive(Debug)]
+pub(super) struct Radix {
+    page_size: usize,
+    nodes: BTreeMap<NodeId, Node>,
+    next_id: NodeId,
+    uses: u64,
+    locked_pages: usize,
+    pages: usize,
+}
+
+/// The pages that hold a prefix, and the node it ends at.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Match {
+    pub(super) pages: Vec<u32>,
+    pub(super) node: NodeId,
+}
+
+impl Radix {
+    pub(super) fn new(page_size: usize) -> Radix {
+        let nodes = BTreeMap::from([(ROOT, Node::default())]);
+        Radix { page_size, nodes, next_id: 1, uses: 0, locked_pages: 0, pages: 0 }
+    }
+
+    /// Pages under a lock: no eviction frees them.
+    pub(super) fn protected_pages(&self) -> usize {
+        self.locked_pages
+    }
+
+    pub(super) fn evictable_pages(&self) -> usize {
+        self.pages - self.locked_pages
+    }
+
+    /// Every page in the tree.
+    pub(super) fn all_pages(&self) -> impl Iterator<Item = u32> + '_ {
+        self.nodes.values().flat_map(|n| n.pages.iter().copied())
+    }
+
+    /// The longest cached prefix of `tokens` in full pages; the path counts as used now.
+    pub(super) fn find(&mut self, tokens: &[u32]) -> Match {
+        let mut found = Match { pages: Vec::new(), node: ROOT };
+        self.uses += 1;
+        loop {
+            let rest = &tokens[found.pages.len() * self.page_size..];
+            self.node_mut(found.node).last_use = self.uses;
+            let Some(child) = self.child_of(found.node, rest) else { return found };
+            let same = self.common_pages(child, rest);
+            let whole = same == self.nodes[&child].pages.len();
+            let node = if whole { child } else { self.split(child, same) };
+            self.node_mut(node).last_use = self.uses;
+            found.pages.extend_from_slice(&self.nodes[&node].pages);
+            found.node = node;
+            if !whole {
+                return found;
+            }
+        }
+    }
+
+    /// Puts a prefix in the tree. `pages` holds its KV; where the tree already has a page for it,
+    /// the tree's own is kept and the caller's stays the caller's.
+    pub(super) fn insert(&mut self, tokens: &[u32], pages: &[u32], tag: Option<&str>) -> Match {
+        assert_eq!(tokens.len(), pages.len() * self.page_size, "only full pages are cached");
+        let mut found = self.find(tokens);
+        if found.pages.len() < pages.len() {
+            let rest = &pages[found.pages.len()..];
+            let tokens = tokens[found.pages.len() * self.page_size..].to_vec();
+            let key = tokens[..self.page_size].to_vec();
+            let id = self.next_id;
+            self.next_id += 1;
+            let node = Node {
+                parent: found.node,
+                tokens,
+                pages: rest.to_vec(),
+                last_use: self.uses,
+                ..Node::default()
+            };
+            self.nodes.insert(id, node);
+            self.node_mut(found.node).children.insert(key, id);
+            self.pages += rest.len();
+            found.pages.extend_from_slice(rest);
+            found.node = id;
+        }
+        if let Some(tag) = tag {
+            self.each_to_root(found.node, |node| {
+                node.tags.insert(tag.to_owned());
+            });
+        }
+        found
+    }
+
+    pub(super) fn lock(&mut self, node: NodeId) {
+        let mut gained = 0;
+        self.each_to_root(node, |n| {
+            gained += if n.locks == 0 { n.pages.len() } else { 0 };
+            n.locks += 1;
+        });
+        self.locked_pages += gained;
+    }
+
+    pub(super) fn unlock(&mut self, node: NodeId) {
+        let mut lost = 0;
+        self.each_to_root(node, |n| {
+            n.locks = n.locks.checked_sub(1).expect("every unlock has had its lock");
+            lost += if n.locks == 0 { n.pages.len() } else { 0 };
+        });
+        self.locked_pages -= lost;
+    }
+
+    /// Gives up whole unlocked leaves until at least `pages` are free or none is left.
+    pub(super) fn evict(&mut self, pages: usize) -> Vec<u32> {
+        let rank = |id: NodeId, n: &Node| (!n.tags.is_empty(), n.last_use, id);
+        let free = |id: NodeId, n: &Node| id != ROOT && n.locks == 0 && n.children.is_empty();
+        let mut leaves: BTreeSet<(bool, u64, NodeId)> =
+            self.nodes.iter().filter(|(id, n)| free(**id, n)).map(|(&id, n)| rank(id, n)).collect();
+        let mut freed = Vec::new();
+        while freed.len() < pages
+            && let Some((_, _, id)) = leaves.pop_first()
+        {
+            let node = self.nodes.remove(&id).expect("a candidate is in the tree");
+            self.pages -= node.pages.len();
+            let key = &node.tokens[..self.page_size];
+            self.node_mut(node.parent).children.remove(key);
+            freed.extend(node.pages);
+            let parent = &self.nodes[&node.parent];
+            if free(node.parent, parent) {
+                leaves.insert(rank(node.parent, parent));
+            }
+        }
+        freed
+    }
+
+    /// Forgets a session's tag: what only it held is the first to be evicted from now on.
+    pub(super) fn untag(&mut self, tag: &str) {
+        for node in self.nodes.values_mut() {
+            node.tags.remove(tag);
+        }
+    }
+
+    /// Pages under a session's tag.
+    pub(super) fn tagged_pages(&self, tag: &str) -> usize {
+        self.nodes.values().filter(|n| n.tags.contains(tag)).map(|n| n.pages.len()).sum()
+    }
+
+    /// Drops everything; nothing may be locked.
+    pub(super) fn clear(&mut self) -> Vec<u32> {
+        assert_eq!(self.locked_pages, 0, "a locked tree is not cleared");
+        let pages = self.all_pages().collect();
+        *self = Radix { uses: self.uses, next_id: self.next_id, ..Radix::new(self.page_size) };
+        pages
+    }
+
+    /// Panics unless links, counters and locks agree.
+    pub(super) fn check_invariants(&self) {
+        let (mut pages, mut locked) = (0, 0);
+        for (&id, node) in &self.nodes {
+            pages += node.pages.len();
+            locked += if node.locks > 0 { node.pages.len() } else { 0 };
+            assert_eq!(node.tokens.len(), node.pages.len() * self.page_size);
+            for (key, child) in &node.children {
+                let child = &self.nodes[child];
+                assert_eq!((child.parent, &child.tokens[..self.page_size]), (id, key.as_slice()));
+                assert!(id == ROOT || child.locks <= node.locks, "a lock covers its whole path");
+            }
+        }
+        assert_eq!((pages, locked), (self.pages, self.locked_pages), "radix page counters");
+    }
+
+    fn child_of(&self, node: NodeId, rest: &[u32]) -> Option<NodeId> {
+        self.nodes[&node].children.get(rest.get(..self.page_size)?).copied()
+    }
+
+    fn common_pages(&self, node: NodeId, rest: &[u32]) -> usize {
+        let own = self.nodes[&node].tokens.chunks_exact(self.page_size);
+        own.zip(rest.chunks_exact(self.page_size)).take_while(|(a, b)| a == b).count()
+    }
+
+    /// Splits a node after `keep` pages; returns the upper part, which is new.
+    fn split(&mut self, id: NodeId, keep: usize) -> NodeId {
+        let upper_id = self.next_id;
+        self.next_id += 1;
+        let page_size = self.page_size;
+        let at = keep * page_size;
+        let lower = self.node_mut(id);
+        let tokens = lower.tokens.split_off(at);
+        let pages = lower.pages.split_off(keep);
+        let (upper_tokens, upper_pages) = (
+            std::mem::replace(&mut lower.tokens, tokens),
+            std::mem::replace(&mut lower.pages, pages),
+        );
+        let parent = std::mem::replace(&mut lower.parent, upper_id);
+        let upper = Node {
+            parent,
+            locks: lower.locks,
+            last_use: lower.last_use,
+            tags: lower.tags.clone(),
+            tokens: upper_tokens,
+            pages: upper_pages,
+            children: BTreeMap::new(),
+        };
+        let lower_key = lower.tokens[..page_size].to_vec();
+        let upper_key = upper.tokens[..page_size].to_vec();
+        self.nodes.insert(upper_id, upper);
+        self.node_mut(upper_id).children.insert(lower_key, id);
+        self.node_mut(parent).children.insert(upper_key, upper_id);
+        upper_id
+    }
+
+    fn each_to_root(&mut self, from: NodeId, mut act: impl FnMut(&mut Node)) {
+        let mut id = from;
+        while id != ROOT {
+            let node = self.node_mut(id);
+            act(node);
+            id = node.parent;
+        }
+    }
+
+    fn node_mut(&mut self, id: NodeId) -> &mut Node {
+        self.nodes.get_mut(&id).expect("a node id in use is in the tree")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn matches_whole_pages_and_splits() {
+        let mut tree = Radix::new(2);
+        tree.insert(&[1, 2, 3, 4, 5, 6], &[1, 2, 3], None);
+        assert_eq!(tree.find(&[1, 2, 3, 4, 9, 9]).pages, [1, 2]);
+        assert_eq!(tree.find(&[1, 2, 3]).pages, [1]);
+        let again = tree.insert(&[1, 2, 3, 4, 9, 9], &[7, 8, 9], None);
+        assert_eq!(again.pages, [1, 2, 9]);
+        tree.check_invariants();
+        assert_eq!(tree.evictable_pages(), 4);
+    }
+
+    #[test]
+    fn evicts_untagged_then_oldest_and_never_locked() {
+        let mut tree = Radix::new(1);
+        tree.insert(&[1], &[1], Some("a"));
+        let locked = tree.insert(&[2], &[2], None);
+        tree.lock(locked.node);
+        tree.insert(&[3], &[3], None);
+        tree.insert(&[4], &[4], None);
+        tree.find(&[3]);
+        assert_eq!(tree.evict(1), [4]);
+        assert_eq!(tree.evict(9), [3, 1]);
+        assert_eq!((tree.protected_pages(), tree.evictable_pages()), (1, 0));
+        tree.unlock(locked.node);
+        assert_eq!(tree.clear(), [2]);
+        tree.check_invariants();
+    }
+
+    #[test]
+    fn closed_tags_protect_no_longer() {
+        let mut tree = Radix::new(1);
+        tree.insert(&[1], &[1], Some("a"));
+        tree.insert(&[2], &[2], Some("b"));
+        assert_eq!(tree.tagged_pages("b"), 1);
+        tree.untag("b");
+        assert_eq!(tree.evict(1), [2]);
+    }
+}

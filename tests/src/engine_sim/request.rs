@@ -1,0 +1,147 @@
+//! What goes into the core and what comes out of it.
+
+use std::time::Duration;
+
+/// Names a request inside one core.
+pub type ReqKey = u64;
+
+/// How a request's answer is made and where it ends.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Sampling {
+    /// None: until the context is full.
+    pub max_new_tokens: Option<usize>,
+    pub ignore_eos: bool,
+    /// Temperature 0: the answer depends on the context alone, not on the seed.
+    pub greedy: bool,
+    /// Token sequences that end the answer.
+    pub stop: Vec<Vec<u32>>,
+}
+
+impl Default for Sampling {
+    fn default() -> Sampling {
+        Sampling { max_new_tokens: Some(128), ignore_eos: false, greedy: true, stop: Vec::new() }
+    }
+}
+
+/// `session_params` of `/generate`.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct SessionParams {
+    pub id: String,
+    pub rid: Option<String>,
+    pub offset: i64,
+    pub replace: bool,
+    pub drop_previous_output: bool,
+}
+
+/// The session a request names, if any.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum SessionRef {
+    #[default]
+    None,
+    /// `session_params`: a session of `/open_session`.
+    Controller(SessionParams),
+    /// Top-level `session_id`: the radix cache tags the KV when its flag is on.
+    Tagged(String),
+}
+
+/// A request as the scheduler receives it.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Submit {
+    pub rid: String,
+    pub input_ids: Vec<u32>,
+    pub sampling: Sampling,
+    pub session: SessionRef,
+}
+
+/// Why a request ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Finish {
+    Length(usize),
+    StopToken(u32),
+    /// The answer's last tokens are this stop sequence.
+    StopText(Vec<u32>),
+    Abort {
+        message: String,
+        status: Option<u16>,
+        /// Aborted before it ran: the answer lacks the status keys altogether.
+        queued: bool,
+    },
+}
+
+impl Finish {
+    pub(super) fn bad_request(message: impl Into<String>) -> Finish {
+        Finish::Abort { message: message.into(), status: Some(400), queued: false }
+    }
+}
+
+/// One request's progress in one step.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Output {
+    pub key: ReqKey,
+    pub token: Option<u32>,
+    pub finish: Option<Finish>,
+    pub prompt_tokens: usize,
+    pub cached_tokens: usize,
+    pub retractions: u32,
+}
+
+/// One scheduler iteration: what it produced, visible once `busy` has passed.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Step {
+    pub outputs: Vec<Output>,
+    pub busy: Duration,
+}
+
+/// What a request is to the caches.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    Plain,
+    Normal { session: String },
+    Streaming { session: String },
+    Tagged { session: String },
+}
+
+/// A request in the queue or in a batch.
+#[derive(Clone, Debug)]
+pub(super) struct Req {
+    pub(super) rid: String,
+    pub(super) prompt: Vec<u32>,
+    pub(super) output: Vec<u32>,
+    pub(super) sampling: Sampling,
+    /// `max_new_tokens` clamped to the context.
+    pub(super) max_new: usize,
+    pub(super) kind: Kind,
+    pub(super) row: Option<usize>,
+    /// Tokens whose KV this request has computed or borrowed.
+    pub(super) seq: usize,
+    pub(super) cached: usize,
+    /// A first turn shares its prompt through the tree; later turns keep theirs private.
+    pub(super) publishes: bool,
+    /// Rejected before it ran: a one-token dummy runs in its place.
+    pub(super) refused: Option<Finish>,
+    pub(super) to_abort: bool,
+    pub(super) retractions: u32,
+}
+
+impl Req {
+    /// Tokens to have KV for before the next output token.
+    pub(super) fn fill_len(&self) -> usize {
+        self.prompt.len() + self.output.len()
+    }
+
+    pub(super) fn fill_token(&self, at: usize) -> u32 {
+        self.prompt.get(at).copied().unwrap_or_else(|| self.output[at - self.prompt.len()])
+    }
+
+    pub(super) fn fill(&self, len: usize) -> Vec<u32> {
+        (0..len).map(|at| self.fill_token(at)).collect()
+    }
+
+    /// The session that the scheduler must tell about this request's end.
+    pub(super) fn controller_session(&self) -> Option<&str> {
+        match &self.kind {
+            Kind::Normal { session } | Kind::Streaming { session } => Some(session),
+            Kind::Plain | Kind::Tagged { .. } => None,
+        }
+    }
+}
