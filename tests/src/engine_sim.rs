@@ -1,9 +1,143 @@
 //! An HTTP server that behaves as SGLang 0.5.23 does to an outside caller.
+//!
+//! A pure core per DP rank ([`core`]) keeps the engine's mechanics, faults included; one task
+//! drives the cores in real time; an HTTP shell speaks the engine's dialect. It has no weights:
+//! the answer is a function of the token ids that the pages of a request's row really hold, so a
+//! wrong page gives a wrong answer. It keeps nothing on disk and never ticks while idle.
 
 pub mod core;
-pub mod request;
-
+mod http;
+mod owner;
 mod pool;
 mod radix;
+pub mod request;
 mod session;
 pub mod tokenizer;
+
+use self::{
+    core::{CoreConfig, PoolFacts},
+    http::{App, SeenLog},
+    owner::Owner,
+};
+use std::{io, net::SocketAddr, sync::Arc, time::Duration};
+use tokio::net::TcpListener;
+use tokio_util::{sync::CancellationToken, task::TaskTracker};
+
+pub use self::http::Seen;
+
+/// The SGLang version whose behaviour this is.
+pub const VERSION: &str = "0.5.23";
+
+/// How the server is launched.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Config {
+    pub core: CoreConfig,
+    pub dp_size: usize,
+    pub served_model_name: String,
+    pub model_path: String,
+    pub enable_metrics: bool,
+    pub enable_cache_report: bool,
+    /// A vanished client that does not stream is noticed at multiples of this after its start.
+    pub disconnect_poll: Duration,
+    /// After a crash the port still takes connections for this long and answers nothing.
+    pub crash_linger: Duration,
+    /// `/health` takes this long; 0 answers at once.
+    pub health_wait: Duration,
+    /// Requests kept for [`EngineSim::requests_seen`]; the oldest goes first.
+    pub requests_seen_max: usize,
+}
+
+impl Default for Config {
+    fn default() -> Config {
+        Config {
+            core: CoreConfig::default(),
+            dp_size: 1,
+            served_model_name: "tiny".to_owned(),
+            model_path: "tiny".to_owned(),
+            enable_metrics: true,
+            enable_cache_report: true,
+            disconnect_poll: Duration::from_secs(4),
+            crash_linger: Duration::from_secs(5),
+            health_wait: Duration::from_secs(1),
+            requests_seen_max: 4096,
+        }
+    }
+}
+
+/// A running simulator. Dropping it is a crash.
+#[derive(Debug)]
+pub struct EngineSim {
+    addr: SocketAddr,
+    app: Arc<App>,
+    seen: Arc<SeenLog>,
+    tasks: TaskTracker,
+    killed: CancellationToken,
+}
+
+impl EngineSim {
+    /// Serves on the caller's listener until it is shut down, killed or crashes.
+    pub fn start(config: Config, listener: TcpListener) -> io::Result<EngineSim> {
+        let addr = listener.local_addr()?;
+        let killed = CancellationToken::new();
+        let tasks = TaskTracker::new();
+        let seen = Arc::new(SeenLog::new(config.requests_seen_max));
+        let (owner, handle) = Owner::new(&config, killed.clone());
+        let app = Arc::new(App::new(config, handle, addr.port(), tasks.clone()));
+        tasks.spawn(owner.run());
+        let router = http::router(Arc::clone(&app));
+        tasks.spawn(http::serve(listener, router, Arc::clone(&seen), killed.clone()));
+        Ok(EngineSim { addr, app, seen, tasks, killed })
+    }
+
+    /// Serves on a free loopback port.
+    pub async fn start_local(config: Config) -> io::Result<EngineSim> {
+        EngineSim::start(config, TcpListener::bind("127.0.0.1:0").await?)
+    }
+
+    pub fn addr(&self) -> SocketAddr {
+        self.addr
+    }
+
+    /// `http://` and the address.
+    pub fn url(&self) -> String {
+        format!("http://{}", self.addr)
+    }
+
+    /// Ends as a crash does: every connection is dropped where it is.
+    pub fn kill(&self) {
+        self.killed.cancel();
+    }
+
+    /// Waits until the server is gone, by a crash or by [`EngineSim::kill`].
+    pub async fn gone(&self) {
+        self.tasks.close();
+        self.tasks.wait().await;
+    }
+
+    /// Stops serving and waits for the end of all tasks.
+    pub async fn shutdown(self) {
+        self.killed.cancel();
+        self.gone().await;
+    }
+
+    /// Exact account of a rank after checking its invariants; None once the engine is gone.
+    pub async fn pool(&self, rank: usize) -> Option<PoolFacts> {
+        self.app.handle.facts(rank).await
+    }
+
+    /// What reached the server, oldest first: method, path with query, exact body.
+    pub fn requests_seen(&self) -> Vec<Seen> {
+        self.seen.all()
+    }
+
+    /// Those of [`EngineSim::requests_seen`] to one path.
+    pub fn bodies_seen(&self, path: &str) -> Vec<bytes::Bytes> {
+        self.seen.all().into_iter().filter(|s| s.path == path).map(|s| s.body).collect()
+    }
+}
+
+impl Drop for EngineSim {
+    fn drop(&mut self) {
+        self.killed.cancel();
+    }
+}

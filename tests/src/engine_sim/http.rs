@@ -1,0 +1,315 @@
+//! The HTTP shell: connections, the route table, and the engine's three shapes of error.
+//!
+//! Connections are ours rather than the framework's so that a crash can drop them where they are.
+//! Everything that reaches a route is recorded with its exact body first.
+
+use super::{
+    Config,
+    owner::{Handle, Progress, Turn},
+    request::Submit,
+};
+use axum::{
+    Router,
+    body::Body,
+    extract::DefaultBodyLimit,
+    handler::Handler as _,
+    http::{Request, StatusCode, header},
+    response::{IntoResponse, Response},
+    routing::{any, any_service, get, post},
+};
+use bytes::Bytes;
+use http_body_util::BodyExt as _;
+use hyper_util::rt::TokioIo;
+use parking_lot::Mutex;
+use serde_json::{Value, json};
+use std::{
+    collections::VecDeque,
+    convert::Infallible,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+};
+use tokio::{
+    net::{TcpListener, TcpStream},
+    sync::mpsc,
+    task::JoinSet,
+    time::Instant,
+};
+use tokio_stream::wrappers::ReceiverStream;
+use tokio_util::{sync::CancellationToken, task::TaskTracker};
+
+mod control;
+mod generate;
+mod info;
+mod messages;
+mod openai;
+
+/// A request as it reached the server.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Seen {
+    pub method: String,
+    pub path: String,
+    pub query: String,
+    pub headers: Vec<(String, String)>,
+    pub body: Bytes,
+}
+
+/// The last requests, bounded.
+#[derive(Debug)]
+pub(super) struct SeenLog {
+    max: usize,
+    seen: Mutex<VecDeque<Seen>>,
+}
+
+impl SeenLog {
+    pub(super) fn new(max: usize) -> SeenLog {
+        SeenLog { max, seen: Mutex::new(VecDeque::new()) }
+    }
+
+    pub(super) fn all(&self) -> Vec<Seen> {
+        self.seen.lock().iter().cloned().collect()
+    }
+
+    fn push(&self, seen: Seen) {
+        let mut log = self.seen.lock();
+        if log.len() == self.max {
+            log.pop_front();
+        }
+        if self.max > 0 {
+            log.push_back(seen);
+        }
+    }
+}
+
+/// What every route sees.
+#[derive(Debug)]
+pub(super) struct App {
+    pub(super) config: Config,
+    pub(super) handle: Handle,
+    tasks: TaskTracker,
+    rng: Mutex<fastrand::Rng>,
+    tickets: AtomicU64,
+    started_wall: f64,
+}
+
+type AppState = axum::extract::State<Arc<App>>;
+
+impl App {
+    pub(super) fn new(config: Config, handle: Handle, port: u16, tasks: TaskTracker) -> App {
+        // Engines of one seed on different ports still make different ids.
+        let rng = Mutex::new(fastrand::Rng::with_seed(config.core.seed ^ (u64::from(port) << 32)));
+        let started_wall = wall_seconds();
+        App { config, handle, tasks, rng, tickets: AtomicU64::new(1), started_wall }
+    }
+
+    /// 32 hex digits, as a uuid4's `hex`.
+    fn new_id(&self) -> String {
+        format!("{:032x}", self.rng.lock().u128(..))
+    }
+
+    async fn submit(&self, rank: Option<usize>, stream: bool, submit: Submit) -> Live {
+        let rid = submit.rid.clone();
+        let ticket = self.tickets.fetch_add(1, Ordering::Relaxed);
+        let (received, received_wall) = (Instant::now(), wall_seconds());
+        let turn = self.handle.turn(ticket, rank, stream, submit).await;
+        Live { rid, turn, received, received_wall }
+    }
+}
+
+/// A submitted request and when it came.
+#[derive(Debug)]
+struct Live {
+    rid: String,
+    turn: Turn,
+    received: Instant,
+    received_wall: f64,
+}
+
+impl Live {
+    /// The next state not seen yet; None if the engine dies first.
+    async fn next(&mut self) -> Option<Progress> {
+        self.turn.progress.changed().await.ok()?;
+        Some(self.turn.progress.borrow_and_update().clone())
+    }
+
+    /// The final state. Never comes if the engine dies first.
+    async fn end(&mut self) -> Progress {
+        let ended = self.turn.progress.wait_for(|progress| progress.finish.is_some()).await;
+        // The borrow must not live across the wait below.
+        let ended = ended.ok().map(|progress| progress.clone());
+        match ended {
+            Some(progress) => progress,
+            None => std::future::pending().await,
+        }
+    }
+}
+
+/// The route table.
+pub(super) fn router(app: Arc<App>) -> Router {
+    Router::new()
+        .route("/generate", any(generate::generate))
+        .route("/v1/chat/completions", post(openai::chat))
+        .route("/v1/completions", post(openai::completions))
+        .route("/v1/responses", post(messages::responses))
+        .route("/v1/messages", post(messages::messages))
+        .route("/v1/embeddings", post(openai::embeddings))
+        .route("/v1/models", get(info::models))
+        .route("/tokenize", post(control::tokenize))
+        .route("/v1/tokenize", post(control::tokenize))
+        .route("/detokenize", post(control::detokenize))
+        .route("/v1/detokenize", post(control::detokenize))
+        .route("/open_session", any(control::open_session))
+        .route("/close_session", any(control::close_session))
+        .route("/abort_request", post(control::abort_request))
+        .route("/flush_cache", any(control::flush_cache))
+        .route("/slow_down", any(control::slow_down))
+        .route("/health", get(control::health))
+        .route("/health_generate", get(control::health))
+        .route("/ready", get(control::ready))
+        .route("/ping", get(control::ready))
+        .route("/v1/loads", get(info::loads))
+        .route("/server_info", get(info::server_info))
+        .route("/get_server_info", get(info::server_info))
+        .route("/model_info", get(info::model_info))
+        .route("/get_model_info", get(info::model_info))
+        .route("/metrics", get(info::metrics))
+        .layer(DefaultBodyLimit::disable())
+        .with_state(app)
+}
+
+/// Accepts until the engine is gone; then every connection goes with it.
+pub(super) async fn serve(
+    listener: TcpListener,
+    router: Router,
+    seen: Arc<SeenLog>,
+    killed: CancellationToken,
+) {
+    let mut connections = JoinSet::new();
+    loop {
+        tokio::select! {
+            biased;
+            () = killed.cancelled() => return,
+            Some(_) = connections.join_next(), if !connections.is_empty() => {}
+            Ok((stream, _)) = listener.accept() => {
+                connections.spawn(connection(stream, router.clone(), Arc::clone(&seen)));
+            }
+        }
+    }
+}
+
+async fn connection(stream: TcpStream, router: Router, seen: Arc<SeenLog>) {
+    // Small chunks go out at once, as they do from the real server.
+    let _ = stream.set_nodelay(true);
+    let service = hyper::service::service_fn(move |request| {
+        let (router, seen) = (router.clone(), Arc::clone(&seen));
+        async move { Ok::<_, Infallible>(record_and_route(request, router, &seen).await) }
+    });
+    let served = hyper::server::conn::http1::Builder::new();
+    // An error here is a peer that went away.
+    let _ = served.serve_connection(TokioIo::new(stream), service).await;
+}
+
+async fn record_and_route(
+    request: Request<hyper::body::Incoming>,
+    router: Router,
+    seen: &SeenLog,
+) -> Response {
+    let (parts, body) = request.into_parts();
+    let Ok(body) = body.collect().await else {
+        return StatusCode::BAD_REQUEST.into_response();
+    };
+    let body = body.to_bytes();
+    let header = |(name, value): (&header::HeaderName, &header::HeaderValue)| {
+        (name.to_string(), String::from_utf8_lossy(value.as_bytes()).into_owned())
+    };
+    seen.push(Seen {
+        method: parts.method.to_string(),
+        path: parts.uri.path().to_owned(),
+        query: parts.uri.query().unwrap_or_default().to_owned(),
+        headers: parts.headers.iter().map(header).collect(),
+        body: body.clone(),
+    });
+    let request = Request::from_parts(parts, Body::from(body));
+    any_service(router).call(request, ()).await
+}
+
+/// Sends a live request's states as server-sent events until it ends; `render` turns a state into
+/// event text. A client that goes away ends the request through the dropped `Live`.
+fn sse(
+    app: &App,
+    mut live: Live,
+    mut render: impl FnMut(&Live, &Progress) -> String + Send + 'static,
+) -> Response {
+    let (sender, receiver) = mpsc::channel::<Result<Bytes, Infallible>>(1);
+    app.tasks.spawn(async move {
+        loop {
+            let progress = tokio::select! {
+                biased;
+                () = sender.closed() => return,
+                progress = live.next() => progress,
+            };
+            // A dead engine leaves the stream open; its connection is dropped with the process.
+            let Some(progress) = progress else { return sender.closed().await };
+            let text = render(&live, &progress);
+            if !text.is_empty() && sender.send(Ok(Bytes::from(text))).await.is_err() {
+                return;
+            }
+            if progress.finish.is_some() {
+                return;
+            }
+        }
+    });
+    event_stream(Body::from_stream(ReceiverStream::new(receiver)))
+}
+
+fn event_stream(body: Body) -> Response {
+    ([(header::CONTENT_TYPE, "text/event-stream; charset=utf-8")], body).into_response()
+}
+
+/// `{"error":{"message":..}}`: what `/generate` and the session routes answer.
+fn plain_error(message: &str) -> Response {
+    json_response(StatusCode::BAD_REQUEST, &json!({ "error": { "message": message } }))
+}
+
+/// `{"object":"error",..}`: validation errors and the OpenAI routes.
+fn object_error(status: StatusCode, kind: &str, message: &str) -> Response {
+    let code = status.as_u16();
+    let body = json!({
+        "object": "error", "message": message, "type": kind, "param": null, "code": code
+    });
+    json_response(status, &body)
+}
+
+fn validation_error(problems: &[String]) -> Response {
+    let count = problems.len();
+    let noun = if count == 1 { "error" } else { "errors" };
+    let message = format!("{count} validation {noun}:\n{}", problems.join("\n"));
+    object_error(StatusCode::BAD_REQUEST, "Bad Request", &message)
+}
+
+fn internal_error() -> Response {
+    (StatusCode::INTERNAL_SERVER_ERROR, "Internal Server Error").into_response()
+}
+
+fn json_response(status: StatusCode, body: &Value) -> Response {
+    (status, [(header::CONTENT_TYPE, "application/json")], body.to_string()).into_response()
+}
+
+/// A JSON object body, or the answer to one that is none.
+fn parse_object(body: &[u8]) -> Result<serde_json::Map<String, Value>, Box<Response>> {
+    match serde_json::from_slice(body) {
+        Ok(Value::Object(map)) => Ok(map),
+        Ok(_) => Err(Box::new(validation_error(&["  body: expected an object".to_owned()]))),
+        Err(error) => {
+            Err(Box::new(validation_error(&[format!("  body: JSON decode error {error}")])))
+        }
+    }
+}
+
+/// Seconds since the Unix epoch.
+#[expect(clippy::disallowed_methods, reason = "the protocol's bodies carry wall-clock times")]
+fn wall_seconds() -> f64 {
+    let now = std::time::SystemTime::now();
+    now.duration_since(std::time::UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64())
+}

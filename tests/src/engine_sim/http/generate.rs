@@ -1,0 +1,295 @@
+//! `/generate`: the only route that knows controller sessions.
+
+use super::{
+    super::{
+        owner::Progress,
+        request::{Finish, Sampling, SessionParams, SessionRef, Submit},
+        tokenizer,
+    },
+    App, AppState, Live, event_stream, internal_error, json_response, object_error, parse_object,
+    plain_error, sse, wall_seconds,
+};
+use axum::{body::Body, extract::State, http::StatusCode, response::Response};
+use bytes::Bytes;
+use serde_json::{Map, Value, json};
+use std::sync::Arc;
+
+/// Output tokens of a request that names no limit.
+const MAX_NEW_TOKENS_DEFAULT: usize = 128;
+
+/// Why a request never reached the scheduler.
+#[derive(Debug)]
+enum Refusal {
+    /// Raised as a ValueError: 400, or an event when streaming.
+    Value(String),
+    /// Any other exception: 500, or a broken stream.
+    Fault,
+}
+
+/// One `/generate` body, read.
+#[derive(Debug)]
+struct Call {
+    prompts: Vec<Vec<u32>>,
+    batch: bool,
+    stream: bool,
+    rids: Vec<String>,
+    rank: Option<usize>,
+    sampling: Sampling,
+    session: SessionRef,
+}
+
+pub(super) async fn generate(State(app): AppState, body: Bytes) -> Response {
+    let body = match parse_object(&body) {
+        Ok(body) => body,
+        Err(response) => return *response,
+    };
+    let stream = body.get("stream").and_then(Value::as_bool).unwrap_or(false);
+    match read(&app, &body, stream) {
+        Ok(call) if call.stream && !call.batch => stream_one(app, call).await,
+        Ok(call) => answer(app, call).await,
+        Err(Refusal::Value(message)) if stream => {
+            let error = json!({ "error": { "message": message } });
+            event_stream(Body::from(format!("data: {error}\n\ndata: [DONE]\n\n")))
+        }
+        Err(Refusal::Value(message)) => plain_error(&message),
+        Err(Refusal::Fault) => internal_error(),
+    }
+}
+
+fn read(app: &App, body: &Map<String, Value>, stream: bool) -> Result<Call, Refusal> {
+    let (prompts, batch) = prompts(body)?;
+    let session = session_ref(body)?;
+    let history = matches!(session, SessionRef::Controller(_));
+    for prompt in &prompts {
+        check_length(app, prompt.len())?;
+        if prompt.is_empty() && !history {
+            return Err(Refusal::Value("The input is empty.".to_owned()));
+        }
+    }
+    let rids = match body.get("rid") {
+        Some(Value::String(rid)) if prompts.len() == 1 => vec![rid.clone()],
+        Some(Value::Array(rids)) if rids.len() == prompts.len() => {
+            rids.iter().map(|rid| rid.as_str().unwrap_or_default().to_owned()).collect()
+        }
+        _ => prompts.iter().map(|_| app.new_id()).collect(),
+    };
+    let rank = routed_rank(app, body).map_err(Refusal::Value)?;
+    let params = body.get("sampling_params");
+    let sampling = sampling(params, Some(MAX_NEW_TOKENS_DEFAULT));
+    Ok(Call { prompts, batch, stream, rids, rank, sampling, session })
+}
+
+/// The check that is made before the scheduler: the body's own tokens against the context.
+fn check_length(app: &App, len: usize) -> Result<(), Refusal> {
+    too_long(app, len).map_or(Ok(()), |message| Err(Refusal::Value(message)))
+}
+
+pub(super) fn too_long(app: &App, len: usize) -> Option<String> {
+    let context = app.config.core.context_len;
+    (len >= context).then(|| {
+        format!(
+            "The input ({len} tokens) is longer than the model's context length ({context} tokens)."
+        )
+    })
+}
+
+/// `routed_dp_rank`, or the old name of it.
+pub(super) fn routed_rank(app: &App, body: &Map<String, Value>) -> Result<Option<usize>, String> {
+    let named = ["routed_dp_rank", "data_parallel_rank"];
+    let Some(rank) = named.iter().find_map(|key| body.get(*key).filter(|v| !v.is_null())) else {
+        return Ok(None);
+    };
+    let size = app.config.dp_size;
+    let rank = rank.as_u64().and_then(|rank| usize::try_from(rank).ok());
+    let rank = rank.filter(|&rank| rank < size);
+    rank.map(Some).ok_or_else(|| format!("routed_dp_rank must be in range [0, {size})"))
+}
+
+fn prompts(body: &Map<String, Value>) -> Result<(Vec<Vec<u32>>, bool), Refusal> {
+    let present = |key: &str| body.get(key).filter(|value| !value.is_null());
+    let bad =
+        || Refusal::Value("Either text, input_ids or input_embeds should be provided.".into());
+    match (present("text"), present("input_ids")) {
+        (Some(Value::String(text)), None) => Ok((vec![tokenizer::encode(text)], false)),
+        (Some(Value::Array(texts)), None) => {
+            let encode = |text: &Value| text.as_str().map(tokenizer::encode).ok_or_else(bad);
+            Ok((texts.iter().map(encode).collect::<Result<_, _>>()?, true))
+        }
+        (None, Some(Value::Array(ids))) if ids.first().is_some_and(Value::is_array) => {
+            let lists = ids.iter().map(|list| token_ids(list).ok_or_else(bad));
+            Ok((lists.collect::<Result<_, _>>()?, true))
+        }
+        (None, Some(ids)) => Ok((vec![token_ids(ids).ok_or_else(bad)?], false)),
+        _ => Err(bad()),
+    }
+}
+
+pub(super) fn token_ids(value: &Value) -> Option<Vec<u32>> {
+    let id = |id: &Value| id.as_u64().map(|id| u32::try_from(id).unwrap_or(u32::MAX));
+    value.as_array()?.iter().map(id).collect()
+}
+
+fn session_ref(body: &Map<String, Value>) -> Result<SessionRef, Refusal> {
+    let params = body.get("session_params").filter(|value| !value.is_null());
+    let tag = body.get("session_id").and_then(Value::as_str);
+    if params.is_some() && tag.is_some() {
+        let message = "session_id and session_params cannot both be set.";
+        return Err(Refusal::Value(message.to_owned()));
+    }
+    if let Some(tag) = tag {
+        return Ok(SessionRef::Tagged(tag.to_owned()));
+    }
+    let Some(params) = params else { return Ok(SessionRef::None) };
+    let params = params.as_object().ok_or(Refusal::Fault)?;
+    // The dict is expanded by keyword: a key the struct doesn't have is a TypeError.
+    const KEYS: [&str; 5] = ["id", "rid", "offset", "replace", "drop_previous_output"];
+    if params.keys().any(|key| !KEYS.contains(&key.as_str())) {
+        return Err(Refusal::Fault);
+    }
+    let text = |key: &str| params.get(key).and_then(Value::as_str).map(str::to_owned);
+    let flag = |key: &str| params.get(key).and_then(Value::as_bool).unwrap_or(false);
+    let Some(id) = text("id") else { return Ok(SessionRef::None) };
+    Ok(SessionRef::Controller(SessionParams {
+        id,
+        rid: text("rid"),
+        offset: params.get("offset").and_then(Value::as_i64).unwrap_or(0),
+        replace: flag("replace"),
+        drop_previous_output: flag("drop_previous_output"),
+    }))
+}
+
+/// Sampling parameters under their names in `/generate`.
+fn sampling(params: Option<&Value>, max_default: Option<usize>) -> Sampling {
+    let get = |key: &str| params.and_then(|params| params.get(key)).filter(|v| !v.is_null());
+    let max = get("max_new_tokens").and_then(Value::as_u64);
+    Sampling {
+        max_new_tokens: max.map_or(max_default, |max| usize::try_from(max).ok()),
+        ignore_eos: get("ignore_eos").and_then(Value::as_bool).unwrap_or(false),
+        greedy: get("temperature").and_then(Value::as_f64) == Some(0.0),
+        stop: stops(get("stop")),
+    }
+}
+
+/// `stop` as the tokens that end an answer.
+pub(super) fn stops(value: Option<&Value>) -> Vec<Vec<u32>> {
+    let texts: Vec<&str> = match value {
+        Some(Value::String(text)) => vec![text],
+        Some(Value::Array(texts)) => texts.iter().filter_map(Value::as_str).collect(),
+        _ => Vec::new(),
+    };
+    texts.into_iter().filter(|t| !t.is_empty()).map(tokenizer::encode).collect()
+}
+
+async fn submit(app: &App, call: &Call, index: usize) -> Live {
+    let submit = Submit {
+        rid: call.rids[index].clone(),
+        input_ids: call.prompts[index].clone(),
+        sampling: call.sampling.clone(),
+        session: call.session.clone(),
+    };
+    app.submit(call.rank, call.stream, submit).await
+}
+
+async fn answer(app: Arc<App>, call: Call) -> Response {
+    let mut lives = Vec::new();
+    for index in 0..call.prompts.len() {
+        lives.push(submit(&app, &call, index).await);
+    }
+    let mut bodies = Vec::new();
+    for mut live in lives {
+        let progress = live.end().await;
+        if let Some(response) = refusal(progress.finish.as_ref()) {
+            return response;
+        }
+        bodies.push(render(&app, &live, &progress));
+    }
+    let body = match bodies.pop() {
+        Some(body) if !call.batch => body,
+        last => Value::Array(bodies.into_iter().chain(last).collect()),
+    };
+    json_response(StatusCode::OK, &body)
+}
+
+/// The HTTP error of an answer that is one.
+fn refusal(finish: Option<&Finish>) -> Option<Response> {
+    let Some(Finish::Abort { message, status: Some(status), .. }) = finish else { return None };
+    Some(match StatusCode::from_u16(*status) {
+        Ok(StatusCode::BAD_REQUEST) | Err(_) => plain_error(message),
+        Ok(other) => object_error(other, &status.to_string(), message),
+    })
+}
+
+async fn stream_one(app: Arc<App>, call: Call) -> Response {
+    let live = submit(&app, &call, 0).await;
+    let renderer = Arc::clone(&app);
+    sse(&app, live, move |live, progress| {
+        if progress.tokens.is_empty() && progress.finish.is_none() {
+            return String::new();
+        }
+        let done = if progress.finish.is_some() { "data: [DONE]\n\n" } else { "" };
+        format!("data: {}\n\n{done}", render(&renderer, live, progress))
+    })
+}
+
+/// The text so far; a stop text is cut off, an unfinished character held back.
+pub(super) fn text(progress: &Progress) -> String {
+    let mut tokens = progress.tokens.as_slice();
+    if let Some(Finish::StopText(stop)) = &progress.finish {
+        tokens = &tokens[..tokens.len() - stop.len()];
+    }
+    tokenizer::decode(tokens, progress.finish.is_some())
+}
+
+fn render(app: &App, live: &Live, progress: &Progress) -> Value {
+    let completion = progress.tokens.len();
+    let mut meta = json!({
+        "id": live.rid,
+        "finish_reason": progress.finish.as_ref().map(finish_reason),
+        "prompt_tokens": progress.prompt_tokens,
+        "weight_version": "default",
+        "num_retractions": progress.retractions,
+        "storage_prefetch_wait": 0.0,
+        "storage_staging_wait": 0.0,
+        "reasoning_tokens": 0,
+        "completion_tokens": completion,
+        "cached_tokens": progress.cached_tokens,
+        "cached_tokens_details": { "device": progress.cached_tokens, "host": 0 },
+        "dp_rank": (app.config.dp_size > 1).then_some(progress.rank),
+        "request_received_ts": live.received_wall,
+        "response_sent_to_client_ts": wall_seconds(),
+    });
+    if progress.finish.is_some() {
+        let latency = live.received.elapsed().as_secs_f64();
+        let first = progress.first_token.map(|at| at.duration_since(live.received).as_secs_f64());
+        meta["weight_versions"] = json!([{ "version": "default", "start": 0, "end": completion }]);
+        meta["e2e_latency"] = json!(latency);
+        meta["first_token_latency"] = json!(first);
+        meta["queue_time"] = json!(0.0);
+        meta["request_finished_ts"] = json!(live.received_wall + latency);
+        meta["decode_throughput"] =
+            json!(first.map(|first| completion as f64 / (latency - first).max(1e-6)));
+    }
+    json!({ "text": text(progress), "output_ids": progress.tokens, "meta_info": meta })
+}
+
+fn finish_reason(finish: &Finish) -> Value {
+    match finish {
+        Finish::Length(length) => json!({ "type": "length", "length": length }),
+        Finish::StopToken(token) => json!({ "type": "stop", "matched": token }),
+        Finish::StopText(stop) => {
+            json!({ "type": "stop", "matched": tokenizer::decode(stop, true) })
+        }
+        Finish::Abort { message, queued: true, .. } => {
+            json!({ "type": "abort", "message": message })
+        }
+        Finish::Abort { message, status, .. } => {
+            let kind = status.map(|status| match status {
+                400 => "BadRequestError",
+                _ => "InternalServerError",
+            });
+            json!({
+                "type": "abort", "message": message, "status_code": status, "err_type": kind
+            })
+        }
+    }
+}

@@ -1,0 +1,297 @@
+//! What the engine says about itself: loads, server and model facts, metrics.
+
+use super::{
+    super::{
+        VERSION,
+        owner::RankReport,
+        tokenizer::{EOS, VOCAB_SIZE},
+    },
+    App, AppState, json_response, plain_error, wall_seconds,
+};
+use axum::{
+    extract::{Query, State},
+    http::{StatusCode, header},
+    response::{IntoResponse, Response},
+};
+use serde_json::{Value, json};
+use std::{collections::HashMap, fmt::Write as _};
+
+const LOAD_SECTIONS: [&str; 7] = ["core", "memory", "spec", "lora", "disagg", "queues", "all"];
+
+pub(super) async fn loads(
+    State(app): AppState,
+    Query(query): Query<HashMap<String, String>>,
+) -> Response {
+    let include: Vec<&str> = query.get("include").map_or(vec!["all"], |i| i.split(',').collect());
+    if let Some(bad) = include.iter().find(|section| !LOAD_SECTIONS.contains(section)) {
+        return plain_error(&format!("Invalid include section: {bad}"));
+    }
+    let reports = app.handle.report().await;
+    let only = query.get("dp_rank").and_then(|rank| rank.parse::<usize>().ok());
+    let wanted = |rank: &usize| only.is_none_or(|only| only == *rank);
+    let loads: Vec<Value> = (0..reports.len())
+        .filter(wanted)
+        .map(|rank| load(&app, rank, &reports[rank], &include))
+        .collect();
+    if query.get("format").is_some_and(|format| format == "prometheus") {
+        return prometheus_loads(&loads);
+    }
+    let body = json!({
+        "timestamp": rfc3339(wall_seconds()), "version": VERSION, "accelerator": null,
+        "num_accelerators": app.config.dp_size, "loads": loads,
+    });
+    json_response(StatusCode::OK, &body)
+}
+
+fn load(app: &App, rank: usize, report: &RankReport, include: &[&str]) -> Value {
+    let facts = &report.facts;
+    let used = facts.used();
+    let busy_us = u64::try_from(facts.prefill_busy.as_micros()).unwrap_or(u64::MAX);
+    let steps = report.gauges.decode_steps;
+    let mut load = json!({
+        "timestamp": wall_seconds(),
+        "dp_rank": rank,
+        "num_running_reqs": facts.running,
+        "num_waiting_reqs": facts.waiting,
+        "num_waiting_uncached_tokens": facts.waiting_tokens,
+        "num_used_tokens": used,
+        "num_total_tokens": used + facts.waiting_tokens,
+        "num_active_tokens": facts.uncached,
+        "num_prealloc_ready_tokens": 0,
+        "max_total_num_tokens": facts.total,
+        "max_running_requests": app.config.core.max_running_requests,
+        "token_usage": ratio(used, facts.total),
+        "gen_throughput": 0.0,
+        "cache_hit_rate": 0.0,
+        "utilization": 0.0,
+        "total_prefill_uncached_tokens": facts.prefilled_tokens,
+        "total_prefill_busy_us": busy_us,
+        "decode_moments": [steps as f64, steps as f64, 0.0, steps as f64, 0.0, steps as f64],
+    });
+    let has = |section: &str| include.contains(&section) || include.contains(&"all");
+    if has("memory") {
+        load["memory"] = json!({
+            "weight_gb": 0.0, "kv_cache_gb": 0.001, "graph_gb": 0.0, "token_capacity": facts.total
+        });
+    }
+    if has("disagg") {
+        load["disaggregation"] = json!({
+            "mode": "null", "prefill_bootstrap_queue_reqs": 0, "prefill_inflight_queue_reqs": 0,
+            "decode_prealloc_queue_reqs": 0, "decode_transfer_queue_reqs": 0,
+            "decode_retracted_queue_reqs": 0, "kv_transfer_speed_gb_s": 0.0,
+            "kv_transfer_latency_ms": 0.0,
+        });
+    }
+    if has("queues") {
+        load["queues"] = json!({
+            "waiting": facts.waiting, "grammar": 0, "paused": 0, "retracted": 0,
+            "prealloc_ready": 0,
+        });
+    }
+    load
+}
+
+fn prometheus_loads(loads: &[Value]) -> Response {
+    let mut text = String::new();
+    for load in loads {
+        let rank = &load["dp_rank"];
+        for (key, value) in load.as_object().into_iter().flatten() {
+            if value.is_number() && key != "timestamp" && key != "dp_rank" {
+                let _ = writeln!(text, "sglang_{key}{{dp_rank=\"{rank}\"}} {value}");
+            }
+        }
+    }
+    text_response(text)
+}
+
+/// Two decimals, as the engine rounds it.
+fn ratio(part: usize, whole: usize) -> f64 {
+    (part as f64 / whole as f64 * 100.0).round() / 100.0
+}
+
+pub(super) async fn server_info(State(app): AppState) -> Response {
+    let core = &app.config.core;
+    let args = json!({
+        "model_path": app.config.model_path,
+        "tokenizer_path": app.config.model_path,
+        "served_model_name": app.config.served_model_name,
+        "page_size": core.page_size,
+        "max_total_tokens": core.max_total_tokens,
+        "context_length": core.context_len,
+        "max_running_requests": core.max_running_requests,
+        "chunked_prefill_size": core.chunked_prefill_size,
+        "tp_size": 1,
+        "pp_size": 1,
+        "dp_size": app.config.dp_size,
+        "enable_streaming_session": core.streaming_sessions,
+        "enable_session_radix_cache": core.session_radix_cache,
+        "enable_metrics": app.config.enable_metrics,
+        "enable_cache_report": app.config.enable_cache_report,
+        "enable_priority_scheduling": false,
+        "disable_radix_cache": false,
+        "radix_eviction_policy": "lru",
+        "schedule_policy": "fcfs",
+        "decode_log_interval": core.decode_log_interval,
+        "disaggregation_mode": "null",
+        "disaggregation_bootstrap_port": 8998,
+        "kv_events_config": null,
+        "load_balance_method": "round_robin",
+        "random_seed": core.seed,
+    });
+    let state = json!({
+        "world_size": 1,
+        "effective_max_running_requests_per_dp": core.max_running_requests,
+        "last_gen_throughput": 0.0,
+        "memory_usage": {
+            "weight": 0.0, "kvcache": 0.0, "startup_available": 0.0,
+            "token_capacity": core.total_tokens(), "graph": {},
+        },
+    });
+    let mut body = args.clone();
+    let merge = |into: &mut Value, from: &Value| {
+        for (key, value) in from.as_object().into_iter().flatten() {
+            into[key.as_str()] = value.clone();
+        }
+    };
+    let mut internal = args;
+    merge(&mut internal, &state);
+    merge(
+        &mut body,
+        &json!({
+            "max_total_num_tokens": core.total_tokens(),
+            "max_req_input_len": core.max_req_input_len(),
+            "status": "ready",
+            "startup_time": { "started_at": app.started_wall },
+            "version": VERSION,
+            "frontend": "python",
+            "launch_command": "engine-sim",
+            "kv_events": null,
+            "internal_states": vec![internal; app.config.dp_size],
+        }),
+    );
+    json_response(StatusCode::OK, &body)
+}
+
+pub(super) async fn model_info(State(app): AppState) -> Response {
+    let body = json!({
+        "model_path": app.config.model_path,
+        "tokenizer_path": app.config.model_path,
+        "is_generation": true,
+        "preferred_sampling_params": null,
+        "weight_version": "default",
+        "has_image_understanding": false,
+        "has_audio_understanding": false,
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": VOCAB_SIZE,
+        "eos_token_id": EOS,
+    });
+    json_response(StatusCode::OK, &body)
+}
+
+pub(super) async fn models(State(app): AppState) -> Response {
+    let name = &app.config.served_model_name;
+    let card = json!({
+        "id": name, "object": "model", "created": app.started_wall.trunc(), "owned_by": "sglang",
+        "root": name, "parent": null, "max_model_len": app.config.core.context_len,
+    });
+    json_response(StatusCode::OK, &json!({ "object": "list", "data": [card] }))
+}
+
+/// The gauges are as old as the engine's last report, on purpose.
+pub(super) async fn metrics(State(app): AppState) -> Response {
+    if !app.config.enable_metrics {
+        return StatusCode::NOT_FOUND.into_response();
+    }
+    let core = &app.config.core;
+    let total = core.total_tokens();
+    let mut families: Vec<(&str, &str, Vec<f64>)> = Vec::new();
+    let reports = app.handle.report().await;
+    let mut add = |name, kind, value: &dyn Fn(&RankReport) -> f64| {
+        families.push((name, kind, reports.iter().map(value).collect()));
+    };
+    add("max_total_num_tokens", "gauge", &|_| total as f64);
+    add("page_size", "gauge", &|_| core.page_size as f64);
+    add("num_pages", "gauge", &|_| (total / core.page_size) as f64);
+    add("context_len", "gauge", &|_| core.context_len as f64);
+    add("num_running_reqs", "gauge", &|r| r.gauges.running as f64);
+    add("num_queue_reqs", "gauge", &|r| r.gauges.waiting as f64);
+    add("num_used_tokens", "gauge", &|r| r.gauges.used as f64);
+    add("token_usage", "gauge", &|r| ratio(r.gauges.used, total));
+    add("full_token_usage", "gauge", &|r| ratio(r.gauges.used, total));
+    add("kv_used_tokens", "gauge", &|r| r.gauges.used as f64);
+    add("kv_available_tokens", "gauge", &|r| r.gauges.available as f64);
+    add("kv_evictable_tokens", "gauge", &|r| r.gauges.evictable as f64);
+    add("num_retracted_reqs", "gauge", &|_| 0.0);
+    if core.streaming_sessions {
+        add("num_streaming_sessions", "gauge", &|r| r.gauges.sessions as f64);
+        add("streaming_session_held_tokens", "gauge", &|r| r.gauges.session_held as f64);
+    }
+    add("prompt_tokens_total", "counter", &|r| r.totals.prompt_tokens as f64);
+    add("generation_tokens_total", "counter", &|r| r.totals.generation_tokens as f64);
+    add("cached_tokens_total", "counter", &|r| r.totals.cached_tokens as f64);
+    add("num_requests_total", "counter", &|r| r.totals.requests as f64);
+    add("num_aborted_requests_total", "counter", &|r| r.totals.aborted as f64);
+    add("num_retracted_requests_total", "counter", &|r| r.gauges.retracted as f64);
+    text_response(render_metrics(&app, &families))
+}
+
+fn render_metrics(app: &App, families: &[(&str, &str, Vec<f64>)]) -> String {
+    let model = &app.config.served_model_name;
+    let mut text = String::new();
+    for (name, kind, values) in families {
+        let _ = writeln!(text, "# TYPE sglang:{name} {kind}");
+        for (rank, value) in values.iter().enumerate() {
+            let dp = match app.config.dp_size {
+                1 => String::new(),
+                _ => format!("dp_rank=\"{rank}\","),
+            };
+            let _ = writeln!(
+                text,
+                "sglang:{name}{{{dp}engine_type=\"unified\",model_name=\"{model}\",\
+                 moe_ep_rank=\"0\",pp_rank=\"0\",tp_rank=\"0\"}} {value:?}"
+            );
+        }
+    }
+    text
+}
+
+fn text_response(text: String) -> Response {
+    ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text).into_response()
+}
+
+/// Seconds since the epoch as `2026-11-21T01:10:02.556995+00:00`.
+fn rfc3339(seconds: f64) -> String {
+    let since = std::time::Duration::try_from_secs_f64(seconds).unwrap_or_default();
+    let (days, rest) = (since.as_secs() / 86_400, since.as_secs() % 86_400);
+    let (mut year, mut left) = (1970, days);
+    let leap = |year: u64| year % 4 == 0 && (year % 100 != 0 || year % 400 == 0);
+    while left >= 365 + u64::from(leap(year)) {
+        left -= 365 + u64::from(leap(year));
+        year += 1;
+    }
+    let february = 28 + u64::from(leap(year));
+    let mut month = 1;
+    for length in [31, february, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31] {
+        if left < length {
+            break;
+        }
+        left -= length;
+        month += 1;
+    }
+    let (hour, minute, second) = (rest / 3600, rest / 60 % 60, rest % 60);
+    let micros = since.subsec_micros();
+    let day = left + 1;
+    format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}.{micros:06}+00:00")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn timestamps_are_calendar_dates() {
+        assert_eq!(rfc3339(1_795_223_402.5), "2026-11-21T01:10:02.500000+00:00");
+        assert_eq!(rfc3339(951_782_400.0), "2000-02-29T00:00:00.000000+00:00");
+    }
+}
