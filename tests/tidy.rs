@@ -150,8 +150,17 @@ fn the_guide_is_short_enough_to_be_read() {
 #[test]
 fn the_top_level_stays_as_it_is() {
     let known = [
-        "Cargo.lock", "Cargo.toml", "CONTRIBUTING.md", "LICENSE", "README.md", "deploy", "kernels",
-        "proto", "router", "tests", "worker-agent",
+        "Cargo.lock",
+        "Cargo.toml",
+        "CONTRIBUTING.md",
+        "LICENSE",
+        "README.md",
+        "deploy",
+        "kernels",
+        "proto",
+        "router",
+        "tests",
+        "worker-agent",
     ];
     let mut findings = vec![];
     for file in files() {

@@ -71,8 +71,13 @@ pub enum EngineNews {
     Up(Box<Info>),
     /// A load sample.
     Sample(Sample),
-    /// It doesn't answer, and why.
-    Down(String),
+    /// It doesn't answer.
+    Down {
+        /// Why, for an operator.
+        reason: String,
+        /// Its process is gone, not just slow.
+        gone: bool,
+    },
 }
 
 #[derive(Debug)]

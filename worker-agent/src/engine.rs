@@ -52,11 +52,25 @@ pub enum Error {
 }
 
 impl Error {
-    /// Nobody listens: the engine is dead or not started.
+    /// See [`refused`].
     #[must_use]
-    pub fn is_connect(&self) -> bool {
-        matches!(self, Self::Connect(..))
+    pub fn is_gone(&self) -> bool {
+        matches!(self, Self::Connect(_, error) if refused(error))
     }
+}
+
+/// Did nobody listen on the engine's port? Then its process is gone, and all it held with it.
+#[must_use]
+pub fn refused(error: &hyper_util::client::legacy::Error) -> bool {
+    let mut source: Option<&(dyn std::error::Error + 'static)> = Some(error);
+    while let Some(error) = source {
+        let io = error.downcast_ref::<std::io::Error>();
+        if io.is_some_and(|io| io.kind() == std::io::ErrorKind::ConnectionRefused) {
+            return true;
+        }
+        source = error.source();
+    }
+    false
 }
 
 /// A cloneable client of one engine.

@@ -1,15 +1,16 @@
 //! Follows the engine: reads its facts once it answers, its loads steadily, and notices when it has
 //! gone or come back as another process. Tells the owner; decides nothing.
 
-use std::{path::Path, time::Duration};
+use std::{path::Path, sync::Arc, time::Duration};
 
 use proto::process::tasks::Tasks;
 use serde_json::Value;
+use tokio::sync::Notify;
 use tracing::{debug, warn};
 
 use crate::{
     agent::{AgentHandle, EngineNews},
-    engine::{Engine, Info, Sample},
+    engine::{self, Engine, Info, Sample},
 };
 
 /// Pause between attempts to reach an engine that is down.
@@ -26,6 +27,8 @@ pub struct Follower {
     pub agent: AgentHandle,
     /// Time between samples.
     pub interval: Duration,
+    /// Wakes the follower when a turn found the engine gone.
+    pub look: Arc<Notify>,
     /// Size of the vocabulary, where the settings say it.
     pub vocabulary: Option<u32>,
 }
@@ -45,28 +48,36 @@ async fn follow(follower: &Follower) {
             Ok((info, model_path)) => {
                 let info = with_vocabulary(info, follower.vocabulary, model_path.as_deref());
                 follower.agent.engine(EngineNews::Up(Box::new(info))).await;
-                let reason = sample(follower).await;
-                if let Some(reason) = reason {
-                    follower.agent.engine(EngineNews::Down(reason)).await;
+                if let Some(down) = sample(follower).await {
+                    follower.agent.engine(down).await;
                 }
             }
             Err(error) => {
                 debug!(%error, "engine not reached");
-                follower.agent.engine(EngineNews::Down(error.to_string())).await;
-                tokio::time::sleep(RETRY).await;
+                follower.agent.engine(down(&error)).await;
+                let _ = tokio::time::timeout(RETRY, follower.look.notified()).await;
             }
         }
     }
 }
 
+fn down(error: &engine::Error) -> EngineNews {
+    EngineNews::Down { reason: error.to_string(), gone: error.is_gone() }
+}
+
 /// Samples until the engine doesn't answer (and says why), or answers as another process.
-async fn sample(follower: &Follower) -> Option<String> {
+async fn sample(follower: &Follower) -> Option<EngineNews> {
     let mut ticks = tokio::time::interval(follower.interval);
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     let mut failures = 0;
     let mut last: Option<Sample> = None;
     loop {
-        ticks.tick().await;
+        tokio::select! {
+            biased;
+            // Whatever a turn saw, the engine's facts tell what is true now.
+            () = follower.look.notified() => return None,
+            _ = ticks.tick() => {}
+        }
         match follower.engine.sample(|| tokio::time::Instant::now().into_std()).await {
             Ok(sample) => {
                 failures = 0;
@@ -79,9 +90,8 @@ async fn sample(follower: &Follower) -> Option<String> {
             Err(error) => {
                 failures += 1;
                 warn!(%error, failures, "no load sample");
-                // A refused connection is a dead engine; anything slower gets another chance.
-                if failures >= FAILURES_MAX || error.is_connect() {
-                    return Some(error.to_string());
+                if failures >= FAILURES_MAX || error.is_gone() {
+                    return Some(down(&error));
                 }
             }
         }

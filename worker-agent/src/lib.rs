@@ -30,7 +30,7 @@ use proto::process::{
     server, settings,
     tasks::Tasks,
 };
-use tokio::sync::watch;
+use tokio::sync::{Notify, watch};
 use tokio_util::sync::CancellationToken;
 
 use crate::{
@@ -122,10 +122,12 @@ pub async fn run(
     let admin = Admin { registry: Arc::new(registry), ready, config: shown };
     admin::start(admin, listeners.admin, tasks.token())?;
 
+    let look = Arc::new(Notify::new());
     let follower = Follower {
         engine: engine.clone(),
         agent: agent.clone(),
         interval: ms(config.load_interval_ms),
+        look: Arc::clone(&look),
         vocabulary: (config.vocabulary > 0).then_some(config.vocabulary),
     };
     tasks.essential("follow", follow::run(follower, tasks.clone()));
@@ -137,6 +139,7 @@ pub async fn run(
         budget: BodyBudget::new(config.body_bytes_max, config.body_bytes_in_flight_max),
         turn_max: ms(config.turn_ms_max),
         abort_max: ms(config.abort_ms_max),
+        look,
         tasks: tasks.clone(),
         metrics,
     };

@@ -12,7 +12,14 @@ use worker_agent::{
 };
 
 fn main() -> ExitCode {
-    let args = Args::parse();
+    let args = match Args::try_parse() {
+        Ok(args) => args,
+        Err(error) => {
+            // Help and version are errors to the parser, but nobody's mistake.
+            let _ = error.print();
+            return ExitCode::from(if error.use_stderr() { settings::EXIT_USAGE } else { 0 });
+        }
+    };
     let check = args.check_config;
     let config = match Config::load(args) {
         Ok(config) => config,

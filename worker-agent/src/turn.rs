@@ -8,6 +8,7 @@
 use std::{
     future::Future as _,
     pin::Pin,
+    sync::Arc,
     task::{Context, Poll, ready},
     time::Duration,
 };
@@ -29,13 +30,13 @@ use proto::{
     claim::{self, Claim},
     process::{budget::BodyBudget, refusal::Refusal, tasks::Tasks},
 };
-use tokio::time::Sleep;
+use tokio::{sync::Notify, time::Sleep};
 use tracing::{debug, warn};
 
 use crate::{
-    agent::{self, AgentHandle, Lease},
+    agent::{self, AgentHandle, EngineNews, Lease},
     answer::Scanner,
-    engine::Engine,
+    engine::{self, Engine},
     metrics::Metrics,
     request,
     route::{Kind, ROUTES, Route},
@@ -74,10 +75,24 @@ pub struct Turns {
     pub turn_max: Duration,
     /// How long an aborted turn's end is waited for.
     pub abort_max: Duration,
+    /// Wakes the engine's follower.
+    pub look: Arc<Notify>,
     /// For turns whose client has gone.
     pub tasks: Tasks,
     /// Counts.
     pub metrics: Metrics,
+}
+
+impl Turns {
+    /// A turn did not get through. No other turn may meet a successor of the engine before the
+    /// owner knows of it.
+    async fn engine_failed(&self, error: &hyper_util::client::legacy::Error) {
+        if engine::refused(error) {
+            let reason = "the engine takes no connections".to_owned();
+            self.agent.engine(EngineNews::Down { reason, gone: true }).await;
+        }
+        self.look.notify_one();
+    }
 }
 
 /// The data port's routes.
@@ -142,6 +157,7 @@ async fn pass(turns: &Turns, route: Route, request: Request) -> Result<Response,
         deadline: Box::pin(tokio::time::sleep(turns.turn_max)),
         started: tokio::time::Instant::now(),
         confirms,
+        abandoned: false,
         turns: turns.clone(),
     };
     let head = exchange.head().await?;
@@ -274,6 +290,8 @@ struct Exchange {
     started: tokio::time::Instant,
     /// An abort by `rid` ends this turn and its answer says so.
     confirms: bool,
+    /// Its client has gone: from now on it is nobody's but its own task's.
+    abandoned: bool,
     turns: Turns,
 }
 
@@ -298,6 +316,7 @@ impl Exchange {
             Err(error) => {
                 self.upstream = None;
                 self.finish(if error.is_connect() { Outcome::Refused } else { Outcome::Lost });
+                self.turns.engine_failed(&error).await;
                 Err(unreachable(&error))
             }
         }
@@ -391,7 +410,8 @@ impl Exchange {
 
 impl Drop for Exchange {
     fn drop(&mut self) {
-        if self.lease.is_none() || self.upstream.is_none() {
+        // One that is dropped again is dropped by a runtime that ends: no task would run.
+        if self.lease.is_none() || self.upstream.is_none() || self.abandoned {
             return;
         }
         let abandoned = Exchange {
@@ -403,6 +423,7 @@ impl Drop for Exchange {
             deadline: Box::pin(tokio::time::sleep(Duration::ZERO)),
             started: self.started,
             confirms: self.confirms,
+            abandoned: true,
             turns: self.turns.clone(),
         };
         debug!(rid = abandoned.rid, "turn left by its client");

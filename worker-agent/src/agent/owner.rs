@@ -79,14 +79,15 @@ impl Owner {
         let table = Table::new(prefix, setup.idle_max, engine);
         let (ends, ended) = mpsc::channel(setup.limits.turns_everywhere_max());
         let ledger = Ledger::new(setup.limits);
-        let report = ledger.report(now(), &table, &[], setup.report_interval, &None, false);
+        let down = Some("the engine was not reached yet".to_owned());
+        let report = ledger.report(now(), &table, &[], setup.report_interval, &down, false);
         Self {
             tasks,
             handle,
             table,
             ledger,
             info: None,
-            down: Some("the engine was not reached yet".into()),
+            down,
             opening: HashMap::new(),
             running: HashMap::new(),
             ends,
@@ -348,27 +349,37 @@ impl Owner {
         match news {
             EngineNews::Up(info) => self.engine_up(info),
             EngineNews::Sample(sample) => self.ledger.sampled(sample),
-            EngineNews::Down(reason) => {
+            EngineNews::Down { reason, gone } => {
                 if self.down.is_none() {
-                    error!(reason, "engine down");
+                    error!(reason, gone, "engine down");
                 }
                 self.down = Some(reason);
+                if gone {
+                    self.engine_gone();
+                }
             }
         }
         self.dirty = true;
     }
 
+    /// The engine's process has ended, and every session's KV and history with it.
+    fn engine_gone(&mut self) {
+        let Some(info) = self.info.take() else { return };
+        let sessions = self.table.iter().count();
+        warn!(sessions, "the engine's process is gone, its sessions are lost");
+        self.table.engine_lost(self.ledger.engine(&info));
+        let keys: Vec<SessionKey> = self.table.iter().map(|(key, _)| key.clone()).collect();
+        keys.iter().for_each(|key| self.touched(key));
+    }
+
     fn engine_up(&mut self, info: Box<Info>) {
-        let instance = &info.facts.instance;
         let known = self.info.as_ref().map(|info| &info.facts.instance);
-        if known != Some(instance) {
-            if known.is_some() {
-                warn!(sessions = self.table.iter().count(), "engine restarted, sessions are lost");
-            }
+        if known != Some(&info.facts.instance) {
+            self.engine_gone();
             self.table.engine_lost(self.ledger.engine(&info));
-            let keys: Vec<SessionKey> = self.table.iter().map(|(key, _)| key.clone()).collect();
-            keys.iter().for_each(|key| self.touched(key));
             info!(version = info.facts.version, ranks = info.rows.len(), "engine up");
+            // Who hears of the new ranks must find them in the newest report.
+            self.publish(now());
             self.description.send_replace(Some(Arc::new(self.describe(&info))));
         }
         self.info = Some(info);

@@ -1,0 +1,476 @@
+//! What a router notices of an agent, against the engine simulator: exact pinned turns, the gate,
+//! ends of every kind, closes, refusals, and what reaches the engine.
+
+use std::time::Duration;
+
+use http::{Method, StatusCode};
+use http_body_util::BodyExt;
+use serde_json::{Value, json};
+use tests::{
+    cluster::{Agent, agent_config, eventually},
+    engine_sim::{Config, EngineSim},
+    web::{Answer, Web},
+};
+
+/// An engine, its agent and a client.
+struct House {
+    engine: EngineSim,
+    agent: Agent,
+    web: Web,
+}
+
+impl House {
+    async fn new() -> Self {
+        Self::with(Config::default(), |_| {}).await
+    }
+
+    async fn with(
+        mut engine: Config,
+        settings: impl FnOnce(&mut worker_agent::config::Config),
+    ) -> Self {
+        engine.core.session_radix_cache = true;
+        let engine = EngineSim::start_local(engine).await.unwrap();
+        let mut config = agent_config(&engine.url(), "w0");
+        settings(&mut config);
+        let house = Self { engine, agent: Agent::start(config).unwrap(), web: Web::default() };
+        house.ready().await;
+        house
+    }
+
+    async fn ready(&self) {
+        let url = self.agent.admin_url("/readyz");
+        eventually("readiness", || async {
+            let answer = self.web.get(&url).await.ok()?;
+            (answer.status == StatusCode::OK).then_some(())
+        })
+        .await;
+    }
+
+    async fn generate(&self, claim: Option<&Value>, body: &Value) -> Answer {
+        self.post("/generate", claim, body).await
+    }
+
+    async fn post(&self, path: &str, claim: Option<&Value>, body: &Value) -> Answer {
+        let claim = claim.map(Value::to_string);
+        let headers: Vec<(&str, &str)> =
+            claim.iter().map(|claim| ("x-berth-session", claim.as_str())).collect();
+        self.web.post(&self.agent.url(path), &headers, body).await.unwrap()
+    }
+
+    /// Starts a streamed turn and returns it when its first event is here.
+    async fn start_stream(
+        &self,
+        claim: &Value,
+        body: &Value,
+    ) -> http::Response<hyper::body::Incoming> {
+        let claim = claim.to_string();
+        let headers = [("content-type", "application/json"), ("x-berth-session", claim.as_str())];
+        let url = self.agent.url("/generate");
+        let mut stream =
+            self.web.send(Method::POST, &url, &headers, body.to_string()).await.unwrap();
+        assert!(stream.body_mut().frame().await.unwrap().is_ok());
+        stream
+    }
+
+    /// Waits until the engine holds nothing for sessions or running turns.
+    async fn nothing_held(&self) {
+        eventually("an empty pool", || async {
+            let facts = self.engine.pool(0).await.expect("the engine lives");
+            (facts.used() == 0 && facts.held_rows == 0 && facts.sessions.is_empty()).then_some(())
+        })
+        .await;
+    }
+}
+
+fn claim(id: &str) -> Value {
+    json!({"principal": "p", "id": id})
+}
+
+fn pinned(id: &str) -> Value {
+    json!({"principal": "p", "id": id, "retention": "pinned"})
+}
+
+fn delta(id: &str) -> Value {
+    json!({"principal": "p", "id": id, "delta": true})
+}
+
+/// A greedy turn of exact length.
+fn turn(text: &str, tokens: u32) -> Value {
+    json!({"text": text, "sampling_params": {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": true}})
+}
+
+fn streamed(text: &str, tokens: u32) -> Value {
+    let mut body = turn(text, tokens);
+    body["stream"] = true.into();
+    body
+}
+
+/// The default engine with slow steps, so that a turn can be met while it runs.
+fn slow() -> Config {
+    let mut config = Config::default();
+    config.core.decode_ms_per_step = 20.0;
+    config
+}
+
+#[tokio::test]
+async fn pinned_turns_cost_only_their_new_tokens() {
+    let house = House::new().await;
+    let first = house.generate(Some(&pinned("s")), &turn("The quick brown fox jumps", 6)).await;
+    assert_eq!(first.meta("prompt_tokens"), Some(25), "{}", first.text());
+    let second = house.generate(Some(&delta("s")), &turn(" over the", 6)).await;
+    assert_eq!((second.meta("prompt_tokens"), second.meta("cached_tokens")), (Some(40), Some(30)));
+    let third = house.generate(Some(&delta("s")), &streamed(" lazy", 4)).await;
+    assert!(third.text().ends_with("data: [DONE]\n\n"), "{}", third.text());
+    assert!(third.text().contains("\"cached_tokens\":45"), "{}", third.text());
+    house.agent.stop().await.unwrap();
+    let facts = house.engine.pool(0).await.unwrap();
+    assert_eq!((facts.used(), facts.sessions.len()), (0, 0), "the agent closed what it opened");
+}
+
+#[tokio::test]
+async fn the_next_turn_may_follow_the_last_byte_at_once() {
+    let house = House::new().await;
+    for number in 0..60 {
+        let claim = if number == 0 { pinned("s") } else { delta("s") };
+        let body = if number % 2 == 0 { streamed("ab", 2) } else { turn("ab", 2) };
+        let answer = house.generate(Some(&claim), &body).await;
+        assert_eq!(answer.status, StatusCode::OK, "turn {number}: {}", answer.text());
+    }
+}
+
+#[tokio::test]
+async fn a_second_turn_is_refused_at_once_and_harms_nothing() {
+    let house = House::with(slow(), |_| {}).await;
+    let alone = house.generate(None, &turn("hello there", 40)).await;
+    let first = house.start_stream(&pinned("s"), &streamed("hello there", 40)).await;
+    for _ in 0..3 {
+        let second = house.generate(Some(&delta("s")), &turn("x", 1)).await;
+        assert_eq!((second.status, second.code().as_str()), (StatusCode::CONFLICT, "session_busy"));
+    }
+    let rest = first.into_body().collect().await.unwrap().to_bytes();
+    let last = String::from_utf8_lossy(&rest);
+    let ids = alone.json()["output_ids"].to_string();
+    assert!(last.contains(&ids), "the first turn's tokens changed: {last}");
+    assert_eq!(
+        house.engine.bodies_seen("/generate").len(),
+        2,
+        "no refused turn reached the engine"
+    );
+}
+
+#[tokio::test]
+async fn the_gate_holds_until_the_engine_has_ended_a_vanished_client_s_turn() {
+    let house = House::with(slow(), |_| {}).await;
+    house.generate(Some(&pinned("s")), &turn("hello there", 2)).await;
+    drop(house.start_stream(&delta("s"), &streamed(" you", 500)).await);
+    let next = eventually("the end of the aborted turn", || async {
+        let answer = house.generate(Some(&delta("s")), &turn(" me", 2)).await;
+        let running = house.engine.pool(0).await.unwrap().running;
+        match answer.status {
+            StatusCode::OK => Some(answer),
+            StatusCode::CONFLICT => None,
+            other => panic!("{other}: {}, {running} running", answer.text()),
+        }
+    })
+    .await;
+    assert_eq!(next.meta("prompt_tokens"), Some(11 + 2 + 3), "the aborted turn left no trace");
+}
+
+#[tokio::test]
+async fn a_vanished_client_of_a_whole_answer_is_aborted_too() {
+    let house = House::with(slow(), |_| {}).await;
+    house.generate(Some(&pinned("s")), &turn("hello there", 2)).await;
+    let url = house.agent.url("/generate");
+    let claim = delta("s").to_string();
+    let headers = [("content-type", "application/json"), ("x-berth-session", claim.as_str())];
+    let body = turn(" you", 500).to_string();
+    let gone = house.web.send(Method::POST, &url, &headers, body);
+    let patience = tokio::time::timeout(Duration::from_millis(300), gone).await;
+    assert!(patience.is_err(), "500 tokens at 20 ms take ten seconds");
+    eventually("a free engine", || async {
+        (house.engine.pool(0).await.unwrap().running == 0).then_some(())
+    })
+    .await;
+    let next = eventually("the gate", || async {
+        let answer = house.generate(Some(&delta("s")), &turn(" me", 2)).await;
+        (answer.status == StatusCode::OK).then_some(answer)
+    })
+    .await;
+    assert_eq!(next.meta("prompt_tokens"), Some(11 + 2 + 3));
+}
+
+#[tokio::test]
+async fn a_close_with_a_turn_takes_effect_at_its_end() {
+    let house = House::with(slow(), |_| {}).await;
+    let mut closing = pinned("s");
+    closing["close"] = true.into();
+    let stream = house.start_stream(&closing, &streamed("hello there", 30)).await;
+    let other = house.generate(Some(&delta("s")), &turn("x", 1)).await;
+    assert_eq!(other.status, StatusCode::NOT_FOUND, "closing beats busy");
+    let rest = stream.into_body().collect().await.unwrap().to_bytes();
+    assert!(rest.ends_with(b"data: [DONE]\n\n"));
+    house.nothing_held().await;
+}
+
+#[tokio::test]
+async fn a_close_with_a_turn_takes_effect_when_its_client_vanishes() {
+    let house = House::with(slow(), |_| {}).await;
+    let mut closing = pinned("s");
+    closing["close"] = true.into();
+    drop(house.start_stream(&closing, &streamed("hello there", 500)).await);
+    house.nothing_held().await;
+}
+
+#[tokio::test]
+async fn a_close_with_a_refused_turn_still_closes() {
+    let house = House::new().await;
+    house.generate(Some(&pinned("s")), &turn("hello there", 2)).await;
+    let mut closing = delta("s");
+    closing["close"] = true.into();
+    let refused = house.generate(Some(&closing), &json!({"text": ["a", "b"]})).await;
+    assert_eq!(refused.code(), "batch_in_session");
+    house.nothing_held().await;
+}
+
+#[tokio::test]
+async fn tagged_turns_are_tagged_by_incarnation_and_pass_untouched() {
+    let house = House::new().await;
+    let body = json!({"model": "tiny", "max_tokens": 4, "session_id": "evil", "rid": "evil",
+        "messages": [{"role": "user", "content": "hello \u{e9}"}]});
+    let answer = house.post("/v1/chat/completions", Some(&claim("s")), &body).await;
+    assert_eq!(answer.status, StatusCode::OK, "{}", answer.text());
+    let seen = house.engine.bodies_seen("/v1/chat/completions").pop().unwrap();
+    let seen: Value = serde_json::from_slice(&seen).unwrap();
+    let tag = seen["session_id"].as_str().unwrap();
+    assert!(tag.starts_with("berth-w0-"), "{tag}");
+    assert_eq!(seen["messages"], body["messages"]);
+    assert_eq!(seen["rid"].as_str().unwrap().len(), 32);
+    assert_eq!(seen["routed_dp_rank"], 0);
+    let again = house.post("/v1/chat/completions", Some(&claim("s")), &body).await;
+    let usage = &again.json()["usage"];
+    let cached = usage["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap();
+    assert!(cached >= 16, "the same prompt again hits whole pages: {usage}");
+}
+
+#[tokio::test]
+async fn refusals_come_from_the_agent_and_never_reach_the_engine() {
+    let house = House::new().await;
+    let cases = [
+        (
+            None,
+            json!({"input_ids": [1, 320], "sampling_params": {}}),
+            400,
+            "token_out_of_vocabulary",
+        ),
+        (None, json!(["a"]), 400, "malformed_json"),
+        (Some(pinned("s")), json!({"text": ["a", "b"]}), 400, "batch_in_session"),
+        (
+            Some(pinned("s")),
+            json!({"text": "a", "sampling_params": {"n": 2}}),
+            400,
+            "batch_in_session",
+        ),
+        (
+            None,
+            json!({"text": "a", "session_params": {"id": "x", "offset": 1}}),
+            400,
+            "session_params",
+        ),
+        (Some(delta("unknown")), turn("a", 1), 404, "session_unknown"),
+    ];
+    for (claim, body, status, code) in cases {
+        let answer = house.generate(claim.as_ref(), &body).await;
+        assert_eq!((answer.status.as_u16(), answer.code().as_str()), (status, code), "{body}");
+        assert_eq!(answer.headers["x-berth-refusal"], code);
+    }
+    let chat = json!({"model": "tiny", "messages": [{"role": "user", "content": "a"}]});
+    house.generate(Some(&pinned("s")), &turn("hello", 1)).await;
+    let whole = house.post("/v1/chat/completions", Some(&pinned("s")), &chat).await;
+    assert_eq!((whole.status.as_u16(), whole.code().as_str()), (409, "whole_history"));
+    assert_eq!(house.engine.bodies_seen("/generate").len(), 1);
+    let weights = house.post("/update_weights_from_disk", None, &json!({})).await;
+    assert_eq!((weights.status.as_u16(), weights.code().as_str()), (404, "unknown_route"));
+}
+
+#[tokio::test]
+async fn bodies_have_a_limit() {
+    let house = House::with(Config::default(), |config| config.body_bytes_max = 2000).await;
+    let fits = house.generate(None, &turn(&"a".repeat(500), 1)).await;
+    assert_eq!(fits.status, StatusCode::OK, "{}", fits.text());
+    let large = house.generate(None, &turn(&"a".repeat(3000), 1)).await;
+    assert_eq!((large.status.as_u16(), large.code().as_str()), (413, "body_too_large"));
+}
+
+#[tokio::test]
+async fn a_full_worker_says_when_to_try_again() {
+    let house = House::with(slow(), |config| config.turns_in_flight_max = 1).await;
+    let _running = house.start_stream(&claim("a"), &streamed("hello", 100)).await;
+    let full = house.generate(None, &turn("x", 1)).await;
+    assert_eq!((full.status.as_u16(), full.code().as_str()), (429, "turns"));
+    assert_eq!(full.headers["retry-after"], "1");
+}
+
+#[tokio::test]
+async fn pinned_sessions_never_take_the_last_row() {
+    let house = House::new().await;
+    for number in 0..7 {
+        let answer = house.generate(Some(&pinned(&format!("s{number}"))), &turn("hello", 1)).await;
+        assert_eq!(answer.status, StatusCode::OK, "{}", answer.text());
+    }
+    let full = house.generate(Some(&pinned("s7")), &turn("hello", 1)).await;
+    assert_eq!((full.status.as_u16(), full.code().as_str()), (429, "rows"));
+    let plain = house.generate(None, &turn("hello", 1)).await;
+    assert_eq!(plain.status, StatusCode::OK, "the engine still runs");
+}
+
+#[tokio::test]
+async fn an_engine_that_is_down_is_503_and_its_return_is_noticed() {
+    let engine = EngineSim::start_local(Config::default()).await.unwrap();
+    let addr = engine.addr();
+    let agent = Agent::start(agent_config(&engine.url(), "w0")).unwrap();
+    let house = House { engine, agent, web: Web::default() };
+    house.ready().await;
+    house.generate(Some(&pinned("s")), &turn("hello", 1)).await;
+    house.engine.kill();
+    house.engine.gone().await;
+    let down = eventually("a refusal", || async {
+        let answer = house.generate(None, &turn("hello", 1)).await;
+        (answer.status == StatusCode::SERVICE_UNAVAILABLE).then_some(answer)
+    })
+    .await;
+    assert_eq!(down.code(), "engine_down");
+    let listener =
+        eventually("the port", || async { tokio::net::TcpListener::bind(addr).await.ok() }).await;
+    let _engine = EngineSim::start(Config::default(), listener).unwrap();
+    let lost = eventually("the new engine", || async {
+        let answer = house.generate(Some(&delta("s")), &turn("hello", 1)).await;
+        (answer.status != StatusCode::SERVICE_UNAVAILABLE).then_some(answer)
+    })
+    .await;
+    assert_eq!((lost.status.as_u16(), lost.code().as_str()), (409, "session_lost"));
+}
+
+#[tokio::test]
+async fn an_agent_starts_before_its_engine() {
+    let free = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("http://{}", free.local_addr().unwrap());
+    let agent = Agent::start(agent_config(&url, "w0")).unwrap();
+    let web = Web::default();
+    let early = eventually("an answer", || async {
+        web.post(&agent.url("/generate"), &[], &turn("a", 1)).await.ok()
+    })
+    .await;
+    assert_eq!((early.status.as_u16(), early.code().as_str()), (503, "engine_down"));
+    let engine = EngineSim::start(Config::default(), free).unwrap();
+    eventually("the engine", || async {
+        let answer = web.post(&agent.url("/generate"), &[], &turn("a", 1)).await.unwrap();
+        (answer.status == StatusCode::OK).then_some(())
+    })
+    .await;
+    drop(engine);
+}
+
+#[tokio::test]
+async fn idle_sessions_expire_and_leave_the_engine() {
+    let house = House::with(Config::default(), |config| config.session_idle_ms_max = 50).await;
+    house.generate(Some(&pinned("s")), &turn("hello", 1)).await;
+    house.nothing_held().await;
+    let late = house.generate(Some(&delta("s")), &turn("hello", 1)).await;
+    assert_eq!(late.code(), "session_unknown");
+}
+
+#[tokio::test]
+async fn a_turn_over_its_time_is_cut_off_and_its_session_goes_on() {
+    let house = House::with(slow(), |config| config.turn_ms_max = 500).await;
+    house.generate(Some(&pinned("s")), &turn("hello there", 2)).await;
+    let late = house.generate(Some(&delta("s")), &turn(" you", 400)).await;
+    assert_eq!((late.status.as_u16(), late.code().as_str()), (504, "turn_timeout"));
+    let next = eventually("the gate", || async {
+        let answer = house.generate(Some(&delta("s")), &turn(" me", 2)).await;
+        (answer.status != StatusCode::CONFLICT).then_some(answer)
+    })
+    .await;
+    assert_eq!(next.meta("prompt_tokens"), Some(11 + 2 + 3), "{}", next.text());
+}
+
+#[tokio::test]
+async fn a_dp_rank_is_chosen_once_and_kept() {
+    let house = House::with(Config { dp_size: 2, ..Config::default() }, |_| {}).await;
+    for id in ["a", "b"] {
+        house.generate(Some(&pinned(id)), &turn("hello there", 2)).await;
+        let next = house.generate(Some(&delta(id)), &turn(" you", 2)).await;
+        assert_eq!(next.meta("prompt_tokens"), Some(11 + 2 + 4), "another rank has no history");
+    }
+    let held = [house.engine.pool(0).await.unwrap(), house.engine.pool(1).await.unwrap()];
+    assert_eq!(held.map(|facts| facts.held_rows), [1, 1], "the second session took the free rank");
+}
+
+#[tokio::test]
+async fn the_stream_tells_table_reports_and_changes_in_order() {
+    use proto::v1::{self, load_event::Event, worker_agent_client::WorkerAgentClient};
+    let house = House::new().await;
+    house.generate(Some(&pinned("before")), &turn("hello", 1)).await;
+    let control = format!("http://{}", house.agent.control);
+    let mut client = WorkerAgentClient::connect(control).await.unwrap();
+    let mut events = client.watch_load(v1::WatchLoadRequest {}).await.unwrap().into_inner();
+    let mut sequence = 0;
+    let mut next = async || {
+        let event = events.message().await.unwrap().expect("the stream goes on");
+        assert_eq!(event.sequence, sequence, "a gap");
+        sequence += 1;
+        event.event.unwrap()
+    };
+    let Event::Description(description) = next().await else { panic!("description first") };
+    let description = proto::load::Description::try_from(description).unwrap();
+    assert_eq!((description.agent_id.as_str(), description.ranks[0].rows), ("w0", 8));
+    let Event::Sessions(table) = next().await else { panic!("the table second") };
+    assert!(table.last);
+    assert_eq!(table.sessions[0].key.as_ref().unwrap().id, "before");
+    house.generate(Some(&pinned("after")), &turn("hello", 1)).await;
+    let (mut opened, mut counted) = (false, false);
+    while !(opened && counted) {
+        match next().await {
+            Event::Change(v1::SessionChange {
+                change: Some(v1::session_change::Change::Upsert(session)),
+            }) => opened |= session.key.unwrap().id == "after" && session.turns == 1,
+            Event::Report(report) => {
+                let report = proto::load::LoadReport::try_from(report).unwrap();
+                let rank = &report.ranks[0];
+                counted |= rank.rows_held.unwrap().value == 2 && rank.turns_running == 0;
+            }
+            _ => {}
+        }
+    }
+}
+
+#[tokio::test]
+async fn opens_and_closes_over_grpc_say_what_is_short() {
+    use proto::v1::{self, worker_agent_client::WorkerAgentClient};
+    let house = House::new().await;
+    let control = format!("http://{}", house.agent.control);
+    let mut client = WorkerAgentClient::connect(control).await.unwrap();
+    let key = |id: &str| Some(v1::SessionKey { principal: "p".into(), id: id.into() });
+    let open = |id: &str| v1::OpenSessionRequest {
+        key: key(id),
+        retention: v1::Retention::Pinned as i32,
+        ..Default::default()
+    };
+    for number in 0..7 {
+        client.open_session(open(&format!("s{number}"))).await.unwrap();
+    }
+    let full = client.open_session(open("s7")).await.unwrap_err();
+    assert_eq!(full.code(), tonic::Code::ResourceExhausted);
+    assert!(full.message().contains("rows"), "{}", full.message());
+    let listed = client.list_sessions(v1::ListSessionsRequest {}).await.unwrap().into_inner();
+    assert_eq!(listed.sessions.len(), 7);
+    let close = v1::CloseSessionRequest { key: key("s0") };
+    let mut other = client.clone();
+    let (first, second) =
+        tokio::join!(client.close_session(close.clone()), other.close_session(close));
+    assert_ne!(first.is_ok(), second.is_ok(), "exactly one close is too late");
+    eventually("room", || async {
+        let mut client = client.clone();
+        client.open_session(open("s7")).await.ok()
+    })
+    .await;
+}

@@ -1,0 +1,101 @@
+//! Agents (and a router) in this process, on free ports of the loopback address, beside engines of
+//! any kind. What runs is what the binaries run.
+
+use std::{net::SocketAddr, time::Duration};
+
+use tokio::task::JoinHandle;
+use tokio_util::sync::CancellationToken;
+use worker_agent::{Listeners, config::Config, gpu::NoGpu};
+
+/// Whatever a test waits for comes within this time or never.
+pub const PATIENCE: Duration = Duration::from_secs(20);
+
+/// A running agent. Dropped without [`Agent::stop`], its tasks end with the runtime.
+#[derive(Debug)]
+pub struct Agent {
+    /// Turns.
+    pub data: SocketAddr,
+    /// Routers.
+    pub control: SocketAddr,
+    /// Metrics and health.
+    pub admin: SocketAddr,
+    stop: CancellationToken,
+    ended: JoinHandle<Result<(), worker_agent::Error>>,
+}
+
+/// Settings that suit tests: everything on port 0, quick reports, the toy model's vocabulary.
+#[must_use]
+pub fn agent_config(engine: &str, worker_id: &str) -> Config {
+    let free = SocketAddr::from(([127, 0, 0, 1], 0));
+    Config {
+        engine: engine.to_owned(),
+        worker_id: worker_id.to_owned(),
+        data_addr: free,
+        control_addr: free,
+        admin_addr: free,
+        report_interval_ms: 100,
+        load_interval_ms: 50,
+        vocabulary: 320,
+        ..Config::default()
+    }
+}
+
+impl Agent {
+    /// Starts an agent. It need not have reached its engine when this returns.
+    ///
+    /// # Errors
+    /// When a port can't be bound.
+    #[expect(clippy::disallowed_methods, reason = "a process of its own, here as a task")]
+    pub fn start(config: Config) -> anyhow::Result<Self> {
+        let listeners = Listeners::bind(&config)?;
+        let (data, control, admin) = (
+            listeners.data.local_addr()?,
+            listeners.control.local_addr()?,
+            listeners.admin.local_addr()?,
+        );
+        let stop = CancellationToken::new();
+        let epoch = proto::process::epoch();
+        let ended = tokio::spawn(worker_agent::run(config, NoGpu, listeners, epoch, stop.clone()));
+        Ok(Self { data, control, admin, stop, ended })
+    }
+
+    /// URL of a data route.
+    #[must_use]
+    pub fn url(&self, path: &str) -> String {
+        format!("http://{}{path}", self.data)
+    }
+
+    /// URL of an admin route.
+    #[must_use]
+    pub fn admin_url(&self, path: &str) -> String {
+        format!("http://{}{path}", self.admin)
+    }
+
+    /// Stops it as a signal would, and waits for its end.
+    ///
+    /// # Errors
+    /// What `run` returned.
+    pub async fn stop(self) -> anyhow::Result<()> {
+        self.stop.cancel();
+        Ok(tokio::time::timeout(PATIENCE * 3, self.ended).await???)
+    }
+}
+
+/// Asks again and again until the answer is `Some`, which is how a state of another process is
+/// waited for.
+///
+/// # Panics
+/// When it doesn't come in time; `what` says what was waited for.
+pub async fn eventually<T, F>(what: &str, mut ask: impl FnMut() -> F) -> T
+where
+    F: Future<Output = Option<T>>,
+{
+    let deadline = tokio::time::Instant::now() + PATIENCE;
+    loop {
+        if let Some(answer) = ask().await {
+            return answer;
+        }
+        assert!(tokio::time::Instant::now() < deadline, "waited in vain for {what}");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
