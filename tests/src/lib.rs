@@ -1,5 +1,7 @@
-//! What the tests need of the outside, as real implementations of it.
+//! What the tests need of the outside, as real implementations of it: an engine simulator, a trace
+//! replay, a fleet in one process.
 
 pub mod cluster;
 pub mod engine_sim;
+pub mod replay;
 pub mod web;

@@ -1,0 +1,290 @@
+//! Reads answers of the two APIs, streamed or whole, into one form. Pure.
+//!
+//! A stream has ended properly only with `[DONE]`; an abort inside a 200 is an error, whatever
+//! the status said.
+
+use crate::replay::dialog::Reply;
+use crate::replay::options::Api;
+use serde::Deserialize;
+
+/// Why an answer is no answer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Failure {
+    /// It ended before its proper end.
+    Truncated,
+    /// The engine aborted the turn inside a 200.
+    Aborted,
+    /// It carried an error object inside a 200.
+    ErrorEvent,
+    /// It is not of the API's form.
+    Unreadable,
+}
+
+/// What one event or body added.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Step {
+    /// Nothing of the answer itself: a role, usage, a finish reason.
+    Nothing,
+    /// Content or tokens.
+    Content,
+    /// The proper end.
+    Done,
+}
+
+/// An answer while it comes in.
+#[derive(Debug)]
+pub struct Answer {
+    api: Api,
+    text: String,
+    ids: Vec<u32>,
+    prompt_tokens: Option<u64>,
+    output_tokens: Option<u64>,
+    cached_tokens: Option<u64>,
+    contents: u64,
+    done: bool,
+}
+
+/// An answer that ended properly.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Finished {
+    /// What it adds to the conversation.
+    pub reply: Reply,
+    /// Prompt tokens found in a cache, where the server says so.
+    pub cached_tokens: Option<u64>,
+}
+
+#[derive(Deserialize)]
+struct GenerateEvent {
+    #[serde(default)]
+    text: Option<String>,
+    #[serde(default)]
+    output_ids: Option<Vec<u32>>,
+    meta_info: Option<MetaInfo>,
+    error: Option<serde::de::IgnoredAny>,
+}
+
+#[derive(Deserialize)]
+struct MetaInfo {
+    prompt_tokens: Option<u64>,
+    completion_tokens: Option<u64>,
+    cached_tokens: Option<u64>,
+    finish_reason: Option<FinishReason>,
+}
+
+#[derive(Deserialize)]
+struct FinishReason {
+    #[serde(rename = "type")]
+    kind: String,
+}
+
+#[derive(Deserialize)]
+struct ChatEvent {
+    #[serde(default)]
+    choices: Vec<Choice>,
+    usage: Option<Usage>,
+    error: Option<serde::de::IgnoredAny>,
+}
+
+#[derive(Deserialize)]
+struct Choice {
+    #[serde(alias = "message")]
+    delta: Option<Message>,
+    finish_reason: Option<String>,
+}
+
+#[derive(Deserialize)]
+struct Message {
+    content: Option<String>,
+    reasoning_content: Option<String>,
+}
+
+#[derive(Deserialize)]
+struct Usage {
+    prompt_tokens: Option<u64>,
+    completion_tokens: Option<u64>,
+    prompt_tokens_details: Option<Details>,
+}
+
+#[derive(Deserialize)]
+struct Details {
+    cached_tokens: Option<u64>,
+}
+
+impl Answer {
+    /// Waits for the first event of an answer.
+    pub fn new(api: Api) -> Self {
+        Self {
+            api,
+            text: String::new(),
+            ids: Vec::new(),
+            prompt_tokens: None,
+            output_tokens: None,
+            cached_tokens: None,
+            contents: 0,
+            done: false,
+        }
+    }
+
+    /// Takes the data of one event, or the `[DONE]` after the last.
+    pub fn event(&mut self, data: &[u8]) -> Result<Step, Failure> {
+        if data == b"[DONE]" {
+            self.done = true;
+            return Ok(Step::Done);
+        }
+        match self.api {
+            Api::Generate => self.generate(data),
+            Api::Chat => self.chat(data),
+        }
+    }
+
+    /// Takes the whole body of an answer that isn't streamed.
+    pub fn body(&mut self, data: &[u8]) -> Result<(), Failure> {
+        self.event(data)?;
+        self.done = true;
+        Ok(())
+    }
+
+    /// The answer, once it has ended properly.
+    pub fn finish(self) -> Result<Finished, Failure> {
+        if !self.done {
+            return Err(Failure::Truncated);
+        }
+        let known = (self.ids.len() as u64).max(self.contents);
+        let reply = Reply {
+            text: self.text,
+            ids: self.ids,
+            prompt_tokens: self.prompt_tokens.unwrap_or(0),
+            output_tokens: self.output_tokens.unwrap_or(known),
+        };
+        Ok(Finished { reply, cached_tokens: self.cached_tokens })
+    }
+
+    fn generate(&mut self, data: &[u8]) -> Result<Step, Failure> {
+        let event: GenerateEvent = serde_json::from_slice(data).map_err(|_| Failure::Unreadable)?;
+        if event.error.is_some() {
+            return Err(Failure::ErrorEvent);
+        }
+        let meta = event.meta_info.ok_or(Failure::Unreadable)?;
+        if meta.finish_reason.is_some_and(|reason| reason.kind == "abort") {
+            return Err(Failure::Aborted);
+        }
+        self.prompt_tokens = meta.prompt_tokens.or(self.prompt_tokens);
+        self.cached_tokens = meta.cached_tokens.or(self.cached_tokens);
+        let before = self.output_tokens.unwrap_or(0);
+        self.output_tokens = meta.completion_tokens.or(self.output_tokens);
+        let total = self.output_tokens.unwrap_or(0);
+        let ids = event.output_ids.unwrap_or_default();
+        // Events carry everything so far, or only what is new (a server option). The count of
+        // all tokens tells which: only the former has as many ids as it.
+        if ids.len() as u64 == total {
+            self.ids = ids;
+        } else {
+            self.ids.extend(ids);
+        }
+        if let Some(text) = event.text {
+            self.text = text;
+        }
+        let grew = total > before;
+        self.contents += u64::from(grew);
+        Ok(if grew { Step::Content } else { Step::Nothing })
+    }
+
+    fn chat(&mut self, data: &[u8]) -> Result<Step, Failure> {
+        let event: ChatEvent = serde_json::from_slice(data).map_err(|_| Failure::Unreadable)?;
+        if event.error.is_some() {
+            return Err(Failure::ErrorEvent);
+        }
+        if let Some(usage) = event.usage {
+            self.prompt_tokens = usage.prompt_tokens.or(self.prompt_tokens);
+            self.output_tokens = usage.completion_tokens.or(self.output_tokens);
+            let cached = usage.prompt_tokens_details.and_then(|details| details.cached_tokens);
+            self.cached_tokens = cached.or(self.cached_tokens);
+        }
+        let Some(choice) = event.choices.into_iter().next() else { return Ok(Step::Nothing) };
+        if choice.finish_reason.as_deref() == Some("abort") {
+            return Err(Failure::Aborted);
+        }
+        let Some(message) = choice.delta else { return Ok(Step::Nothing) };
+        let content = message.content.unwrap_or_default();
+        let reasoning = message.reasoning_content.unwrap_or_default();
+        self.text.push_str(&content);
+        let grew = !content.is_empty() || !reasoning.is_empty();
+        self.contents += u64::from(grew);
+        Ok(if grew { Step::Content } else { Step::Nothing })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(api: Api, events: &[&str]) -> (Vec<Step>, Result<Finished, Failure>) {
+        let mut answer = Answer::new(api);
+        let mut steps = Vec::new();
+        for event in events {
+            match answer.event(event.as_bytes()) {
+                Ok(step) => steps.push(step),
+                Err(failure) => return (steps, Err(failure)),
+            }
+        }
+        (steps, answer.finish())
+    }
+
+    #[test]
+    fn generate_events_may_repeat_or_continue() {
+        let last = r#"{"text":"abc","output_ids":[7,8,9],"meta_info":{"prompt_tokens":5,
+            "completion_tokens":3,"cached_tokens":4,"finish_reason":{"type":"length"}}}"#;
+        let first = r#"{"text":"a","output_ids":[7],"meta_info":{"completion_tokens":1,
+            "finish_reason":null}}"#;
+        let (steps, repeated) = read(Api::Generate, &[first, last, "[DONE]"]);
+        assert_eq!(steps, [Step::Content, Step::Content, Step::Done]);
+        let rest = last.replace("[7,8,9]", "[8,9]");
+        let (_, continued) = read(Api::Generate, &[first, &rest, "[DONE]"]);
+        let finished = repeated.unwrap();
+        assert_eq!(finished.reply.ids, [7, 8, 9]);
+        assert_eq!(finished.cached_tokens, Some(4));
+        assert_eq!((finished.reply.prompt_tokens, finished.reply.output_tokens), (5, 3));
+        assert_eq!(continued.unwrap().reply.ids, [7, 8, 9]);
+    }
+
+    #[test]
+    fn chat_events_carry_text_and_usage() {
+        let events = [
+            r#"{"choices":[{"delta":{"role":"assistant","content":""},"finish_reason":null}]}"#,
+            r#"{"choices":[{"delta":{"content":"he"},"finish_reason":null}],"usage":null}"#,
+            r#"{"choices":[{"delta":{"content":"y"},"finish_reason":"length"}]}"#,
+            r#"{"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":2,
+                "prompt_tokens_details":{"cached_tokens":8}}}"#,
+            "[DONE]",
+        ];
+        let (steps, finished) = read(Api::Chat, &events);
+        use Step::{Content, Done, Nothing};
+        assert_eq!(steps, [Nothing, Content, Content, Nothing, Done]);
+        let finished = finished.unwrap();
+        assert_eq!((finished.reply.text.as_str(), finished.cached_tokens), ("hey", Some(8)));
+        let (_, cut) = read(Api::Chat, &events[..4]);
+        assert_eq!(cut, Err(Failure::Truncated));
+    }
+
+    #[test]
+    fn failures_inside_a_200_are_seen() {
+        let abort = r#"{"text":"!","output_ids":[1],"meta_info":{"completion_tokens":1,
+            "finish_reason":{"type":"abort","message":"Aborted","status_code":null}}}"#;
+        assert_eq!(read(Api::Generate, &[abort]).1, Err(Failure::Aborted));
+        let error = r#"{"error":{"message":"no","code":400}}"#;
+        assert_eq!(read(Api::Generate, &[error]).1, Err(Failure::ErrorEvent));
+        assert_eq!(read(Api::Chat, &[error]).1, Err(Failure::ErrorEvent));
+        assert_eq!(read(Api::Chat, &["<html>"]).1, Err(Failure::Unreadable));
+        assert_eq!(read(Api::Chat, &[r#"{"choices":[]}"#]).1, Err(Failure::Truncated));
+    }
+
+    #[test]
+    fn a_whole_body_is_read_like_an_event() {
+        let mut answer = Answer::new(Api::Chat);
+        let body = br#"{"choices":[{"message":{"content":"hey"},"finish_reason":"stop"}],
+            "usage":{"prompt_tokens":4,"completion_tokens":3}}"#;
+        answer.body(body).unwrap();
+        let finished = answer.finish().unwrap();
+        assert_eq!((finished.reply.text.as_str(), finished.reply.output_tokens), ("hey", 3));
+    }
+}

@@ -1,0 +1,296 @@
+//! One conversation's way from turns to request bodies. Pure.
+//!
+//! Whole-history prompts are the trace's, with the real answers in the place of the trace's when
+//! they are echoed, as clients do. A pinned session gets only what follows the tokens the engine
+//! has committed; where the trace goes back to less than half of its previous prompt (its
+//! authors' mark of a compaction) the session is begun again, and smaller rewrites, which a
+//! session that only appends cannot express, are sent as the same amount of appended tokens.
+
+use crate::replay::options::Api;
+use crate::replay::shape::Shape;
+use crate::replay::synth::{self, Salt};
+use crate::replay::trace::{Conversation, Turn};
+use std::fmt::Write as _;
+use std::sync::Arc;
+
+/// How requests look, the same for all conversations.
+#[derive(Debug, Clone)]
+pub struct Style {
+    /// Which API they are for.
+    pub api: Api,
+    /// Sizes.
+    pub shape: Shape,
+    /// Token ids lie below it.
+    pub vocab: u32,
+    /// Bytes of text that stand for a token.
+    pub bytes_per_token: usize,
+    /// Whether real answers go into later prompts.
+    pub echo: bool,
+    /// Whether answers end before their length if the model wants to.
+    pub stop_at_eos: bool,
+    /// Whether the answer is streamed.
+    pub stream: bool,
+    /// The model's name, for the chat API.
+    pub model: String,
+    /// Whether turns carry only what the session does not have yet.
+    pub delta: bool,
+}
+
+/// A request to send.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Request {
+    /// Its JSON body.
+    pub body: String,
+    /// Whether the session must be closed and opened anew before it.
+    pub reopen: bool,
+}
+
+/// What an answer adds to the conversation.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Reply {
+    /// Its text, for the chat API.
+    pub text: String,
+    /// Its token ids, where the API shows them.
+    pub ids: Vec<u32>,
+    /// Tokens of the whole prompt as the engine counted them.
+    pub prompt_tokens: u64,
+    /// Tokens of the answer as the engine counted them.
+    pub output_tokens: u64,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Role {
+    System,
+    User,
+    Assistant,
+}
+
+/// A message: the tokens of the prompt it holds, or a real answer instead.
+#[derive(Debug, Clone)]
+struct Message {
+    role: Role,
+    start: u64,
+    end: u64,
+    answer: Option<String>,
+}
+
+/// A real answer in the place of the trace's tokens from `start` on.
+#[derive(Debug, Clone)]
+struct Patch {
+    start: u64,
+    ids: Vec<u32>,
+}
+
+/// Where a conversation stands.
+#[derive(Debug)]
+pub struct Dialog {
+    conversation: Arc<Conversation>,
+    style: Arc<Style>,
+    salt: Salt,
+    /// The turn sent last and what came of it.
+    last: Option<(usize, Option<Reply>)>,
+    messages: Vec<Message>,
+    patches: Vec<Patch>,
+    /// Tokens the engine holds for the pinned session; 0 for a new one.
+    committed: u64,
+}
+
+impl Dialog {
+    /// Stands before the first turn.
+    pub fn new(conversation: Arc<Conversation>, style: Arc<Style>, salt: Salt) -> Self {
+        let (messages, patches) = (Vec::new(), Vec::new());
+        Self { conversation, style, salt, last: None, messages, patches, committed: 0 }
+    }
+
+    /// The request for turn `index`; turns are asked for in order.
+    pub fn request(&mut self, index: usize) -> Request {
+        let conversation = Arc::clone(&self.conversation);
+        let turn = &conversation.turns[index];
+        let symbols = synth::symbols(&conversation, turn, &self.style.shape, self.salt);
+        let previous = self.last.take();
+        let append = previous.map(|(last, reply)| {
+            let before = &conversation.turns[last];
+            let shared = synth::shared_prefix(&conversation, before, turn, &self.style.shape);
+            (before, shared, reply)
+        });
+        self.last = Some((index, None));
+        match self.style.api {
+            Api::Generate => self.generate(turn, &symbols, append),
+            Api::Chat => self.chat(turn, &symbols, append),
+        }
+    }
+
+    /// Takes the answer to the turn asked for last.
+    pub fn answered(&mut self, reply: Reply) {
+        self.committed = reply.prompt_tokens + reply.output_tokens;
+        if let Some((_, slot)) = &mut self.last {
+            *slot = Some(reply);
+        }
+    }
+
+    fn generate(
+        &mut self,
+        turn: &Turn,
+        symbols: &[u32],
+        append: Option<(&Turn, u64, Option<Reply>)>,
+    ) -> Request {
+        let vocab = self.style.vocab;
+        let first = append.is_none();
+        // A turn without answer leaves the session's history unknown.
+        let mut reopen = self.style.delta && !first;
+        if let Some((before, shared, reply)) = append {
+            let before_tokens = self.style.shape.prompt_tokens(before);
+            reopen &= reply.is_none() || shared * 2 < before_tokens || self.overflows(turn);
+            self.patch(before_tokens, shared, reply);
+        }
+        let mut ids: Vec<u32> = symbols.iter().map(|s| synth::token(*s, vocab)).collect();
+        for patch in &self.patches {
+            let start = usize::try_from(patch.start).unwrap_or(usize::MAX).min(ids.len());
+            let fitting = patch.ids.len().min(ids.len() - start);
+            ids[start..start + fitting].copy_from_slice(&patch.ids[..fitting]);
+        }
+        let mut sent = ids.as_slice();
+        if self.style.delta && !first && !reopen {
+            let committed = usize::try_from(self.committed).unwrap_or(usize::MAX);
+            // At least one token: an engine refuses a turn that adds nothing.
+            sent = &ids[committed.min(ids.len() - 1)..];
+        }
+        Request { body: self.generate_body(turn, sent), reopen }
+    }
+
+    /// Whether what the session holds, one new token and the answer exceed the context.
+    fn overflows(&self, turn: &Turn) -> bool {
+        let shape = &self.style.shape;
+        let prompt = shape.prompt_tokens(turn).max(self.committed + 1);
+        shape.context_tokens_max.is_some_and(|max| prompt + shape.output_tokens(turn) > max)
+    }
+
+    fn patch(&mut self, before_tokens: u64, shared: u64, reply: Option<Reply>) {
+        self.patches.retain_mut(|patch| {
+            let kept = shared.saturating_sub(patch.start);
+            patch.ids.truncate(usize::try_from(kept).unwrap_or(usize::MAX));
+            kept > 0
+        });
+        if let (true, Some(reply)) = (self.style.echo && shared >= before_tokens, reply) {
+            self.patches.push(Patch { start: before_tokens, ids: reply.ids });
+        }
+    }
+
+    fn chat(
+        &mut self,
+        turn: &Turn,
+        symbols: &[u32],
+        append: Option<(&Turn, u64, Option<Reply>)>,
+    ) -> Request {
+        let length = symbols.len() as u64;
+        match append {
+            Some((before, shared, reply)) => {
+                let before_tokens = self.style.shape.prompt_tokens(before);
+                if shared >= before_tokens {
+                    let output = self.style.shape.output_tokens(before);
+                    self.extend(before_tokens, output, length, reply);
+                } else {
+                    self.rewrite(shared, length);
+                }
+            }
+            None => self.rewrite(0, length),
+        }
+        Request { body: self.chat_body(turn, symbols), reopen: false }
+    }
+
+    /// Adds the answer and what the client said next.
+    fn extend(&mut self, start: u64, output: u64, length: u64, reply: Option<Reply>) {
+        if length <= start {
+            // The trace repeats its prompt: so does the replay.
+            return;
+        }
+        let echoed = reply.filter(|_| self.style.echo).map(|reply| reply.text);
+        let answer = echoed.filter(|text| !text.is_empty());
+        let end = (start + output).min(length.saturating_sub(1)).max(start);
+        if end > start || answer.is_some() {
+            self.messages.push(Message { role: Role::Assistant, start, end, answer });
+        }
+        self.messages.push(Message { role: Role::User, start: end, end: length, answer: None });
+    }
+
+    /// Keeps what is shared and says the rest as the user.
+    fn rewrite(&mut self, shared: u64, length: u64) {
+        self.messages.retain(|message| message.start < shared);
+        if self.messages.is_empty() {
+            let front = self.style.shape.tokens(self.conversation.shared.tokens);
+            let end = front.min(length - 1);
+            if end > 0 {
+                self.messages.push(Message { role: Role::System, start: 0, end, answer: None });
+            }
+        }
+        let mut start = self.messages.last().map_or(0, |message| message.end);
+        if let Some(last) = self.messages.last_mut() {
+            if last.end > shared {
+                last.answer = None;
+            }
+            last.end = last.end.min(length);
+            // The last message is the user's, always: that is what an answer is asked for.
+            if last.role == Role::User || last.end == length {
+                start = last.start;
+                self.messages.pop();
+            }
+        }
+        self.messages.push(Message { role: Role::User, start, end: length, answer: None });
+    }
+
+    fn generate_body(&self, turn: &Turn, ids: &[u32]) -> String {
+        let mut body = String::with_capacity(ids.len() * 4 + 200);
+        body.push_str("{\"input_ids\":[");
+        for (index, id) in ids.iter().enumerate() {
+            let comma = if index == 0 { "" } else { "," };
+            let _ = write!(body, "{comma}{id}");
+        }
+        let _ = write!(
+            body,
+            "],\"sampling_params\":{{\"max_new_tokens\":{},\"temperature\":0,\
+             \"ignore_eos\":{}}},\"stream\":{}}}",
+            self.style.shape.output_tokens(turn),
+            !self.style.stop_at_eos,
+            self.style.stream,
+        );
+        body
+    }
+
+    fn chat_body(&self, turn: &Turn, symbols: &[u32]) -> String {
+        let mut body = format!("{{\"model\":{},\"messages\":[", quoted(&self.style.model));
+        for (index, message) in self.messages.iter().enumerate() {
+            let role = match message.role {
+                Role::System => "system",
+                Role::User => "user",
+                Role::Assistant => "assistant",
+            };
+            let content = message.answer.as_deref().map_or_else(
+                || quoted(&synth::text(part(symbols, message), self.style.bytes_per_token)),
+                quoted,
+            );
+            let comma = if index == 0 { "" } else { "," };
+            let _ = write!(body, "{comma}{{\"role\":\"{role}\",\"content\":{content}}}");
+        }
+        let output = self.style.shape.output_tokens(turn);
+        let _ = write!(body, "],\"max_tokens\":{output},\"temperature\":0");
+        if !self.style.stop_at_eos {
+            // An extension of SGLang and vLLM; others may refuse an unknown key.
+            body.push_str(",\"ignore_eos\":true");
+        }
+        if self.style.stream {
+            body.push_str(",\"stream\":true,\"stream_options\":{\"include_usage\":true}");
+        }
+        body.push('}');
+        body
+    }
+}
+
+fn part<'a>(symbols: &'a [u32], message: &Message) -> &'a [u32] {
+    let end = usize::try_from(message.end).unwrap_or(usize::MAX).min(symbols.len());
+    let start = usize::try_from(message.start).unwrap_or(usize::MAX).min(end);
+    &symbols[start..end]
+}
+
+fn quoted(text: &str) -> String {
+    serde_json::Value::from(text).to_string()
+}

@@ -1,0 +1,202 @@
+//! Drives a workload against a server: users or a schedule, stops, progress, the report.
+
+use crate::replay::client::Client;
+use crate::replay::options::{Options, Pace};
+use crate::replay::pace;
+use crate::replay::report::{Live, Report};
+use crate::replay::user::{self, Context, Schedule, Task};
+use crate::replay::workload::{Next, Source, Workload};
+use parking_lot::Mutex;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+use std::time::Duration;
+use tokio::sync::Semaphore;
+use tokio::task::JoinSet;
+use tokio::time::{Instant, MissedTickBehavior};
+use tokio_util::sync::CancellationToken;
+
+/// How often progress is told.
+const PROGRESS_EVERY: Duration = Duration::from_secs(1);
+/// A user's pause between two conversations, scaled like think times.
+const BETWEEN_CONVERSATIONS: Duration = Duration::from_secs(1);
+
+/// A replay's handles: what it counts, and its brake.
+#[derive(Debug, Clone, Default)]
+pub struct Control {
+    /// The counters, readable at any time.
+    pub live: Arc<Live>,
+    /// Ends the replay within its grace.
+    pub stop: CancellationToken,
+}
+
+/// Why a replay did not run.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The options contradict each other or make no sense.
+    #[error("{}", .0.join("; "))]
+    Options(Vec<String>),
+}
+
+/// Replays `workload` as `options` say; `on_progress` is told once a second how it stands.
+///
+/// It ends with the workload, at the options' limits or by `control.stop`, whichever is first,
+/// and only when every session it opened has been closed or refused to be.
+pub async fn drive(
+    options: Options,
+    workload: Workload,
+    control: Control,
+    on_progress: impl FnMut(&Report),
+) -> Result<Report, Error> {
+    let problems = options.problems();
+    if !problems.is_empty() {
+        return Err(Error::Options(problems));
+    }
+    let timed = matches!(options.pace, Pace::Open { .. });
+    let (seed, recycle) = (options.seed, options.recycle);
+    let source = Source::new(workload, options.shape, seed, recycle, timed);
+    control.live.losses(source.losses());
+    let source = Arc::new(Mutex::new(source));
+    let hurry = control.stop.child_token();
+    let context = Arc::new(Context {
+        style: Arc::new(options.style()),
+        client: Client::new(&options),
+        live: Arc::clone(&control.live),
+        started: Instant::now(),
+        stop: hurry.child_token(),
+        hurry,
+        kill: CancellationToken::new(),
+        turns_left: AtomicU64::new(options.turns_max.unwrap_or(u64::MAX)),
+        options,
+    });
+    let mut tasks = JoinSet::new();
+    match context.options.pace {
+        Pace::Closed { users, time_scale, think_max, ramp } => {
+            for index in 0..users {
+                let start = context.started + pace::user_start(index, users, ramp);
+                let schedule = Schedule::Closed { time_scale, think_max };
+                tasks.spawn(closed_user(
+                    Arc::clone(&context),
+                    Arc::clone(&source),
+                    start,
+                    schedule,
+                    pace::think(BETWEEN_CONVERSATIONS, time_scale, think_max),
+                ));
+            }
+        }
+        Pace::Open { rate, arrival_gap, outstanding_max } => {
+            let outstanding = Arc::new(Semaphore::new(outstanding_max));
+            let (context, source) = (Arc::clone(&context), Arc::clone(&source));
+            tasks.spawn(open_arrivals(context, source, rate, arrival_gap, outstanding));
+        }
+    }
+    supervise(&context, &control, tasks, on_progress).await;
+    control.live.losses(source.lock().losses());
+    Ok(control.live.end(context.started.elapsed()))
+}
+
+/// Waits for all tasks, stops them in time, tells progress.
+async fn supervise(
+    context: &Context,
+    control: &Control,
+    mut tasks: JoinSet<()>,
+    mut on_progress: impl FnMut(&Report),
+) {
+    let far = context.started + Duration::from_secs(86_400 * 365);
+    let end = context.options.duration_max.map_or(far, |max| context.started + max);
+    let mut grace_end = None;
+    let mut progress = tokio::time::interval_at(context.started + PROGRESS_EVERY, PROGRESS_EVERY);
+    progress.set_missed_tick_behavior(MissedTickBehavior::Skip);
+    loop {
+        let hurried = grace_end.is_some();
+        tokio::select! {
+            biased;
+            joined = tasks.join_next() => match joined {
+                Some(Ok(())) => {}
+                Some(Err(error)) => std::panic::resume_unwind(error.into_panic()),
+                None => break,
+            },
+            () = control.stop.cancelled(), if !hurried => {
+                grace_end = Some(Instant::now() + context.options.grace);
+            }
+            () = tokio::time::sleep_until(end), if !hurried => {
+                context.hurry.cancel();
+                grace_end = Some(Instant::now() + context.options.grace);
+            }
+            () = tokio::time::sleep_until(grace_end.unwrap_or(far)),
+                if !context.kill.is_cancelled() => context.kill.cancel(),
+            _ = progress.tick() => on_progress(&context.live.report(context.started.elapsed())),
+        }
+    }
+}
+
+/// One user: a conversation after another.
+async fn closed_user(
+    context: Arc<Context>,
+    source: Arc<Mutex<Source>>,
+    start: Instant,
+    schedule: Schedule,
+    between: Duration,
+) {
+    let mut begin = start;
+    while context.sleep_until(begin).await {
+        let Some(next) = take(&source) else { return };
+        let task = task(&context, next);
+        user::run(Arc::clone(&context), task, schedule.clone()).await;
+        begin = Instant::now() + between;
+    }
+}
+
+/// Starts conversations at their times.
+async fn open_arrivals(
+    context: Arc<Context>,
+    source: Arc<Mutex<Source>>,
+    rate: f64,
+    arrival_gap: Duration,
+    outstanding: Arc<Semaphore>,
+) {
+    let mut running = JoinSet::new();
+    let (timed, span) = {
+        let source = source.lock();
+        (source.timed(), source.span())
+    };
+    while let Some(next) = take(&source) {
+        let times = |number: u64| u32::try_from(number).unwrap_or(u32::MAX);
+        let start = if timed {
+            context.started + pace::scheduled(span * times(next.salt.pass), rate)
+        } else {
+            context.started + pace::scheduled(arrival_gap * times(next.number), rate)
+        };
+        let first = start + pace::scheduled(next.conversation.turns[0].at, rate);
+        if !context.sleep_until(first).await {
+            break;
+        }
+        let schedule = Schedule::Open { start, rate, outstanding: Arc::clone(&outstanding) };
+        running.spawn(user::run(Arc::clone(&context), task(&context, next), schedule));
+        // What has ended is forgotten as we go, so that only what runs takes memory.
+        while let Some(joined) = running.try_join_next() {
+            finish(joined);
+        }
+    }
+    while let Some(joined) = running.join_next().await {
+        finish(joined);
+    }
+}
+
+fn finish(joined: Result<(), tokio::task::JoinError>) {
+    if let Err(error) = joined {
+        std::panic::resume_unwind(error.into_panic());
+    }
+}
+
+fn take(source: &Mutex<Source>) -> Option<Next> {
+    source.lock().take()
+}
+
+fn task(context: &Context, next: Next) -> Task {
+    Task {
+        conversation: next.conversation,
+        salt: next.salt,
+        session: format!("{}-{}", context.options.run_id, next.number),
+        parent: None,
+    }
+}

@@ -1,0 +1,194 @@
+//! Reads traces from disk: a folder of conversations, or lines, packed or not.
+//!
+//! The form is told by content, packing by the first bytes; names don't matter, but for `.json`,
+//! which is one record over many lines.
+
+use crate::replay::trace::{Conversation, Form, Trace};
+use crate::replay::wire;
+use flate2::read::MultiGzDecoder;
+use std::collections::HashSet;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::io::{BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
+
+/// The longest published conversations are below 64 MiB of JSON.
+const RECORD_BYTES_MAX: u64 = 256 << 20;
+const GZIP_MAGIC: [u8; 2] = [0x1f, 0x8b];
+
+/// Why a trace can't be read.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The file can't be read.
+    #[error("{}: cannot be read", path.display())]
+    Read {
+        /// Which file or folder.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// A record is wrong.
+    #[error("{}:{line}: {source}", path.display())]
+    Record {
+        /// Which file.
+        path: PathBuf,
+        /// Which line, from 1.
+        line: usize,
+        /// What is wrong there; shown with the place, so not the error's source.
+        source: Box<wire::Error>,
+    },
+    /// A record is longer than any trace's.
+    #[error("{}:{line}: a record of more than {RECORD_BYTES_MAX} bytes", path.display())]
+    TooLong {
+        /// Which file.
+        path: PathBuf,
+        /// Which line, from 1.
+        line: usize,
+    },
+    /// There is nothing to replay.
+    #[error("{}: no conversation and no request in it", path.display())]
+    Empty {
+        /// Which file or folder.
+        path: PathBuf,
+    },
+    /// Two forms in one trace.
+    #[error("{}:{line}: another form than the records before", path.display())]
+    Mixed {
+        /// Which file.
+        path: PathBuf,
+        /// Which line, from 1.
+        line: usize,
+    },
+}
+
+/// Reads the trace at `path`. Blocking: for start-up, not for a running replay.
+pub fn trace(path: &Path) -> Result<Trace, Error> {
+    let mut reader = Records::default();
+    let read_error = |source| Error::Read { path: path.to_owned(), source };
+    if path.is_dir() {
+        let mut files = Vec::new();
+        for entry in std::fs::read_dir(path).map_err(read_error)? {
+            let file = entry.map_err(read_error)?.path();
+            if is_json(&file) {
+                files.push(file);
+            }
+        }
+        // The order of a folder's listing is the file system's; a replay's is by name.
+        files.sort();
+        for file in files {
+            reader.whole(&file)?;
+        }
+    } else if is_json(path) {
+        reader.whole(path)?;
+    } else {
+        reader.lines(path)?;
+    }
+    let Records { form, conversations, duplicates, .. } = reader;
+    match form {
+        Some(form) => Ok(Trace { form, conversations, duplicates }),
+        None => Err(Error::Empty { path: path.to_owned() }),
+    }
+}
+
+#[derive(Default)]
+struct Records {
+    form: Option<Form>,
+    conversations: Vec<Conversation>,
+    seen: HashSet<u64>,
+    duplicates: u64,
+    index: u64,
+}
+
+impl Records {
+    fn whole(&mut self, path: &Path) -> Result<(), Error> {
+        let mut text = String::new();
+        open(path)?
+            .take(RECORD_BYTES_MAX)
+            .read_to_string(&mut text)
+            .map_err(|source| Error::Read { path: path.to_owned(), source })?;
+        if text.len() as u64 == RECORD_BYTES_MAX {
+            return Err(Error::TooLong { path: path.to_owned(), line: 1 });
+        }
+        self.record(path, 1, &text)
+    }
+
+    fn lines(&mut self, path: &Path) -> Result<(), Error> {
+        let mut input = open(path)?;
+        let mut text = String::new();
+        for line in 1.. {
+            text.clear();
+            let read = input
+                .by_ref()
+                .take(RECORD_BYTES_MAX)
+                .read_line(&mut text)
+                .map_err(|source| Error::Read { path: path.to_owned(), source })?;
+            if read == 0 {
+                break;
+            }
+            if read as u64 == RECORD_BYTES_MAX {
+                return Err(Error::TooLong { path: path.to_owned(), line });
+            }
+            if !text.trim().is_empty() {
+                self.record(path, line, &text)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn record(&mut self, path: &Path, line: usize, text: &str) -> Result<(), Error> {
+        let wrong = |source: wire::Error| {
+            // A record over many lines says itself in which of them it is wrong.
+            let within = match &source {
+                wire::Error::Json(json) => json.line().saturating_sub(1),
+                _ => 0,
+            };
+            let (path, source) = (path.to_owned(), Box::new(source));
+            Error::Record { path, line: line + within, source }
+        };
+        let form = match self.form {
+            Some(form) => form,
+            None => wire::form(text).map_err(wrong)?,
+        };
+        let conversation = match wire::conversation(form, text, self.index) {
+            Ok(conversation) => conversation,
+            Err(_) if wire::form(text).is_ok_and(|other| other != form) => {
+                return Err(Error::Mixed { path: path.to_owned(), line });
+            }
+            Err(source) => return Err(wrong(source)),
+        };
+        self.form = Some(form);
+        self.index += 1;
+        // Some conversations were published twice; a copy would find its twin's sizes and times.
+        if form == Form::Conversations && !self.seen.insert(fingerprint(&conversation)) {
+            self.duplicates += 1;
+        } else {
+            self.conversations.push(conversation);
+        }
+        Ok(())
+    }
+}
+
+fn is_json(path: &Path) -> bool {
+    path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("json"))
+}
+
+fn open(path: &Path) -> Result<Box<dyn BufRead>, Error> {
+    let opened = || -> std::io::Result<Box<dyn BufRead>> {
+        let mut file = BufReader::new(std::fs::File::open(path)?);
+        let packed = file.fill_buf()?.starts_with(&GZIP_MAGIC);
+        Ok(if packed {
+            Box::new(BufReader::new(MultiGzDecoder::new(file)))
+        } else {
+            Box::new(file)
+        })
+    };
+    opened().map_err(|source| Error::Read { path: path.to_owned(), source })
+}
+
+/// Equal for conversations that differ in their names only.
+fn fingerprint(conversation: &Conversation) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    for turn in &conversation.turns {
+        (turn.at, turn.prompt_tokens, turn.output_tokens, turn.blocks.runs()).hash(&mut hasher);
+    }
+    hasher.finish()
+}

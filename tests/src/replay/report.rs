@@ -1,0 +1,319 @@
+//! What a replay counts, readable while it runs, and its final report.
+
+use crate::replay::client::{Failure, Measured};
+use crate::replay::workload::Losses;
+use hdrhistogram::Histogram;
+use parking_lot::Mutex;
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+/// Three digits over microseconds up to hours: about 200 KiB a histogram.
+const DIGITS: u8 = 3;
+
+/// What a replay has seen, so far or in all. Times to the first token count from a turn's first
+/// try, waits told by 429 included; a gap is the time between two events that carry tokens.
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+pub struct Report {
+    /// Seconds until the last turn's end; until now while running.
+    pub seconds: f64,
+    /// Turns answered properly.
+    pub turns: u64,
+    /// Turns and session calls that failed.
+    pub errors: u64,
+    /// The same by kind.
+    pub errors_by_kind: BTreeMap<String, u64>,
+    /// Tries again after 429 with `Retry-After`.
+    pub retries: u64,
+    /// Turns not sent because too many were in flight (open loop).
+    pub dropped: u64,
+    /// Turns sent after their time because the answer before was late (open loop).
+    pub late: u64,
+    /// Turns given up at the stop.
+    pub unfinished: u64,
+    /// Turns in flight now.
+    pub in_flight: u64,
+    /// Conversations begun, subagents' included.
+    pub conversations: u64,
+    /// Conversations whose turns have all been tried.
+    pub conversations_finished: u64,
+    /// Sessions opened explicitly.
+    pub sessions_opened: u64,
+    /// Sessions closed explicitly.
+    pub sessions_closed: u64,
+    /// Milliseconds to the first token: median.
+    pub ttft_ms_p50: f64,
+    /// 90th percentile.
+    pub ttft_ms_p90: f64,
+    /// 99th percentile.
+    pub ttft_ms_p99: f64,
+    /// Mean.
+    pub ttft_ms_mean: f64,
+    /// Milliseconds between events with tokens: median.
+    pub itl_ms_p50: f64,
+    /// 99th percentile.
+    pub itl_ms_p99: f64,
+    /// Milliseconds of a whole turn: median.
+    pub turn_ms_p50: f64,
+    /// 99th percentile.
+    pub turn_ms_p99: f64,
+    /// Turns a second.
+    pub turns_per_s: f64,
+    /// Prompt tokens, as the server counts them.
+    pub input_tokens: u64,
+    /// Answer tokens, as the server counts them.
+    pub output_tokens: u64,
+    /// Prompt tokens a second.
+    pub input_tokens_per_s: f64,
+    /// Answer tokens a second.
+    pub output_tokens_per_s: f64,
+    /// Prompt tokens found cached.
+    pub cached_tokens: u64,
+    /// Their share, over answers that tell; `None` if none did.
+    pub cached_ratio: Option<f64>,
+    /// Conversations cut where they exceed the context.
+    pub conversations_cut: u64,
+    /// Turns lost by that.
+    pub turns_cut: u64,
+    /// Conversations of which nothing fits the context.
+    pub conversations_dropped: u64,
+}
+
+/// The counters of a running replay; shared, cheap to write.
+#[derive(Debug)]
+pub struct Live {
+    in_flight: AtomicU64,
+    stats: Mutex<Stats>,
+}
+
+/// A turn in flight; ends with its drop.
+#[derive(Debug)]
+pub struct InFlight<'a>(&'a Live);
+
+#[derive(Debug)]
+struct Stats {
+    counts: Report,
+    caching_input: u64,
+    ttft_us: Histogram<u64>,
+    gap_us: Histogram<u64>,
+    turn_us: Histogram<u64>,
+    last_end: Option<Duration>,
+}
+
+/// Things counted one by one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Event {
+    /// A try again.
+    Retry,
+    /// A turn not sent.
+    Dropped,
+    /// A turn sent late.
+    Late,
+    /// A turn given up at the stop.
+    Unfinished,
+    /// A conversation begun.
+    Begun,
+    /// A conversation through.
+    Finished,
+    /// A session opened.
+    Opened,
+    /// A session closed.
+    Closed,
+}
+
+impl Default for Live {
+    fn default() -> Self {
+        let histogram = || Histogram::new(DIGITS).expect("three digits are within its bounds");
+        let stats = Stats {
+            counts: Report::default(),
+            caching_input: 0,
+            ttft_us: histogram(),
+            gap_us: histogram(),
+            turn_us: histogram(),
+            last_end: None,
+        };
+        Self { in_flight: AtomicU64::new(0), stats: Mutex::new(stats) }
+    }
+}
+
+impl Live {
+    /// The report so far, `elapsed` after the start.
+    pub fn report(&self, elapsed: Duration) -> Report {
+        let mut report = self.stats.lock().report(elapsed);
+        report.in_flight = self.in_flight.load(Ordering::Relaxed);
+        report
+    }
+
+    /// The report at the end, whose time is that of the last turn's end.
+    pub(crate) fn end(&self, elapsed: Duration) -> Report {
+        let stats = self.stats.lock();
+        stats.report(stats.last_end.unwrap_or(elapsed))
+    }
+
+    pub(crate) fn begin_turn(&self) -> InFlight<'_> {
+        self.in_flight.fetch_add(1, Ordering::Relaxed);
+        InFlight(self)
+    }
+
+    /// Counts a turn answered; `sent_tokens` is its prompt where the server doesn't say.
+    pub(crate) fn turn(&self, measured: &Measured, sent_tokens: u64, now: Duration) {
+        let mut stats = self.stats.lock();
+        let reply = &measured.finished.reply;
+        let input = if reply.prompt_tokens > 0 { reply.prompt_tokens } else { sent_tokens };
+        stats.last_end = Some(now);
+        stats.counts.turns += 1;
+        stats.counts.input_tokens += input;
+        stats.counts.output_tokens += reply.output_tokens;
+        if let Some(cached) = measured.finished.cached_tokens {
+            stats.counts.cached_tokens += cached;
+            stats.caching_input += input;
+        }
+        stats.turn_us.saturating_record(micros(measured.total));
+        if let Some(ttft) = measured.first_token {
+            stats.ttft_us.saturating_record(micros(ttft));
+        }
+        for gap in &measured.gaps {
+            stats.gap_us.saturating_record(micros(*gap));
+        }
+    }
+
+    pub(crate) fn failure(&self, call: &str, failure: &Failure, now: Duration) {
+        let mut stats = self.stats.lock();
+        stats.last_end = Some(now);
+        stats.counts.errors += 1;
+        *stats.counts.errors_by_kind.entry(format!("{call}{failure}")).or_default() += 1;
+    }
+
+    pub(crate) fn event(&self, event: Event) {
+        let counts = &mut self.stats.lock().counts;
+        let count = match event {
+            Event::Retry => &mut counts.retries,
+            Event::Dropped => &mut counts.dropped,
+            Event::Late => &mut counts.late,
+            Event::Unfinished => &mut counts.unfinished,
+            Event::Begun => &mut counts.conversations,
+            Event::Finished => &mut counts.conversations_finished,
+            Event::Opened => &mut counts.sessions_opened,
+            Event::Closed => &mut counts.sessions_closed,
+        };
+        *count += 1;
+    }
+
+    pub(crate) fn losses(&self, losses: Losses) {
+        let counts = &mut self.stats.lock().counts;
+        counts.conversations_cut = losses.cut;
+        counts.turns_cut = losses.turns;
+        counts.conversations_dropped = losses.dropped;
+    }
+}
+
+impl Drop for InFlight<'_> {
+    fn drop(&mut self) {
+        self.0.in_flight.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+#[expect(clippy::cast_precision_loss, reason = "counts are far below 2^52")]
+impl Stats {
+    fn report(&self, elapsed: Duration) -> Report {
+        let ms = |histogram: &Histogram<u64>, quantile: f64| {
+            round(histogram.value_at_quantile(quantile) as f64 / 1e3)
+        };
+        let seconds = elapsed.as_secs_f64();
+        let per_second = |count: u64| round(count as f64 / seconds.max(1e-6));
+        let counts = &self.counts;
+        let cached = counts.cached_tokens as f64 / self.caching_input.max(1) as f64;
+        Report {
+            seconds: round(seconds),
+            ttft_ms_p50: ms(&self.ttft_us, 0.50),
+            ttft_ms_p90: ms(&self.ttft_us, 0.90),
+            ttft_ms_p99: ms(&self.ttft_us, 0.99),
+            ttft_ms_mean: round(self.ttft_us.mean() / 1e3),
+            itl_ms_p50: ms(&self.gap_us, 0.50),
+            itl_ms_p99: ms(&self.gap_us, 0.99),
+            turn_ms_p50: ms(&self.turn_us, 0.50),
+            turn_ms_p99: ms(&self.turn_us, 0.99),
+            turns_per_s: per_second(counts.turns),
+            input_tokens_per_s: per_second(counts.input_tokens),
+            output_tokens_per_s: per_second(counts.output_tokens),
+            cached_ratio: (self.caching_input > 0).then(|| (cached * 1e4).round() / 1e4),
+            ..counts.clone()
+        }
+    }
+}
+
+impl Report {
+    /// The report as lines for a person.
+    pub fn table(&self) -> String {
+        let mut rows: Vec<(&str, String)> = vec![
+            ("time", format!("{:.1} s", self.seconds)),
+            ("turns", format!("{} ({:.2}/s)", self.turns, self.turns_per_s)),
+            (
+                "conversations",
+                format!("{} begun, {} through", self.conversations, self.conversations_finished),
+            ),
+            ("ttft p50/p90/p99", {
+                let (p50, p90, p99) = (self.ttft_ms_p50, self.ttft_ms_p90, self.ttft_ms_p99);
+                format!("{p50:.1} / {p90:.1} / {p99:.1} ms")
+            }),
+            ("itl p50/p99", format!("{:.2} / {:.2} ms", self.itl_ms_p50, self.itl_ms_p99)),
+            ("turn p50/p99", format!("{:.1} / {:.1} ms", self.turn_ms_p50, self.turn_ms_p99)),
+            ("input tokens", format!("{} ({:.0}/s)", self.input_tokens, self.input_tokens_per_s)),
+            (
+                "output tokens",
+                format!("{} ({:.0}/s)", self.output_tokens, self.output_tokens_per_s),
+            ),
+            (
+                "cached input",
+                self.cached_ratio
+                    .map_or("not told".to_owned(), |ratio| format!("{:.2} %", ratio * 100.0)),
+            ),
+            ("errors", self.errors.to_string()),
+        ];
+        let kinds = self.errors_by_kind.iter().map(|(kind, count)| format!("{kind} {count}"));
+        rows.extend(kinds.map(|kind| ("", kind)));
+        let rare = [
+            ("retries after 429", self.retries),
+            ("dropped, too many out", self.dropped),
+            ("late", self.late),
+            ("given up at stop", self.unfinished),
+            ("sessions opened", self.sessions_opened),
+            ("sessions closed", self.sessions_closed),
+            ("conversations cut", self.conversations_cut),
+            ("turns cut off", self.turns_cut),
+            ("conversations too long", self.conversations_dropped),
+        ];
+        let seen = rare.into_iter().filter(|(_, count)| *count > 0);
+        rows.extend(seen.map(|(name, count)| (name, count.to_string())));
+        let mut table = String::new();
+        for (name, value) in rows {
+            let _ = writeln!(table, "{name:<24}{value}");
+        }
+        table
+    }
+
+    /// The report so far in one line.
+    pub fn line(&self) -> String {
+        let cached = self.cached_ratio.map_or(0.0, |ratio| ratio * 100.0);
+        format!(
+            "{} turns, {:.1}/s, {} in flight, ttft p50 {:.0} p99 {:.0} ms, cached {cached:.1} %, \
+             {} errors",
+            self.turns,
+            self.turns_per_s,
+            self.in_flight,
+            self.ttft_ms_p50,
+            self.ttft_ms_p99,
+            self.errors,
+        )
+    }
+}
+
+fn micros(duration: Duration) -> u64 {
+    u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
+}
+
+fn round(value: f64) -> f64 {
+    (value * 1e3).round() / 1e3
+}

@@ -1,0 +1,132 @@
+//! Makes a trace fit: scales prompts and answers, bounds contexts and outputs. Pure.
+//!
+//! Positions are scaled, not block sizes: position `p` of a prompt becomes `tokens(p)`, in every
+//! prompt alike, so whatever two prompts share in the trace they share when scaled.
+
+use crate::replay::trace::{Conversation, Turn};
+
+/// How a trace's sizes become the replay's.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Shape {
+    /// Factor on prompt and output tokens; above 0.
+    pub scale: f64,
+    /// Most tokens of prompt and answer together.
+    pub context_tokens_max: Option<u64>,
+    /// Most tokens of an answer.
+    pub output_tokens_max: Option<u64>,
+}
+
+impl Default for Shape {
+    fn default() -> Self {
+        Self { scale: 1.0, context_tokens_max: None, output_tokens_max: None }
+    }
+}
+
+/// What became of a conversation.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Fit {
+    /// All its turns fit.
+    Whole(Conversation),
+    /// Only its leading turns do.
+    Cut {
+        /// What is left of it.
+        conversation: Conversation,
+        /// Turns cut off, those of subagents included.
+        turns: u64,
+    },
+    /// Not even its first turn fits.
+    Dropped,
+}
+
+impl Shape {
+    /// The scaled position of the trace's position `tokens`; never falls as it grows.
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        clippy::cast_precision_loss,
+        reason = "prompts are below 2^26 tokens and the scale is positive"
+    )]
+    pub fn tokens(&self, tokens: u64) -> u64 {
+        (tokens as f64 * self.scale).ceil() as u64
+    }
+
+    /// The scaled length of a turn's prompt; at least 1.
+    pub fn prompt_tokens(&self, turn: &Turn) -> u64 {
+        self.tokens(turn.prompt_tokens).max(1)
+    }
+
+    /// The scaled and bounded length of a turn's answer; at least 1.
+    pub fn output_tokens(&self, turn: &Turn) -> u64 {
+        let scaled = self.tokens(turn.output_tokens).max(1);
+        self.output_tokens_max.map_or(scaled, |max| scaled.min(max.max(1)))
+    }
+
+    /// Keeps the leading turns that fit the context.
+    pub fn fit(&self, mut conversation: Conversation) -> Fit {
+        let Some(max) = self.context_tokens_max else { return Fit::Whole(conversation) };
+        let before = conversation.turns_total();
+        let fits = |turn: &Turn| self.prompt_tokens(turn) + self.output_tokens(turn) <= max;
+        let kept = |turns: &[Turn]| turns.iter().take_while(|turn| fits(turn)).count();
+        let own = kept(&conversation.turns);
+        if own == 0 {
+            return Fit::Dropped;
+        }
+        conversation.turns.truncate(own);
+        conversation.children.retain_mut(|child| {
+            child.conversation.turns.truncate(kept(&child.conversation.turns));
+            child.beside_turn < own && !child.conversation.turns.is_empty()
+        });
+        match before - conversation.turns_total() {
+            0 => Fit::Whole(conversation),
+            turns => Fit::Cut { conversation, turns },
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::replay::trace::{Blocks, Shared};
+    use std::time::Duration;
+
+    fn conversation(prompts: &[u64]) -> Conversation {
+        let turn = |&tokens: &u64| Turn {
+            at: Duration::ZERO,
+            think: Duration::ZERO,
+            prompt_tokens: tokens,
+            output_tokens: 10,
+            blocks: Blocks::from_ids(&[1]),
+        };
+        Conversation {
+            id: "c".to_owned(),
+            block_tokens: 64,
+            scope: Some(0),
+            shared: Shared::default(),
+            turns: prompts.iter().map(turn).collect(),
+            children: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn too_long_conversations_are_cut_where_they_stop_fitting() {
+        let shape = Shape { context_tokens_max: Some(100), ..Shape::default() };
+        assert!(matches!(shape.fit(conversation(&[10, 90])), Fit::Whole(_)));
+        let Fit::Cut { conversation: left, turns } = shape.fit(conversation(&[10, 91, 20])) else {
+            panic!("the second turn is one token too long")
+        };
+        assert_eq!((left.turns.len(), turns), (1, 2));
+        assert_eq!(shape.fit(conversation(&[91])), Fit::Dropped);
+    }
+
+    #[test]
+    fn scaling_keeps_order_and_at_least_one_token() {
+        let shape = Shape { scale: 0.01, output_tokens_max: Some(3), ..Shape::default() };
+        let scaled: Vec<u64> = (0..500).map(|tokens| shape.tokens(tokens)).collect();
+        assert!(scaled.is_sorted());
+        let turn = &conversation(&[1]).turns[0];
+        assert_eq!(shape.prompt_tokens(turn), 1);
+        assert_eq!(shape.output_tokens(turn), 1);
+        let wide = Shape { scale: 1.0, ..shape };
+        assert_eq!(wide.output_tokens(turn), 3);
+    }
+}

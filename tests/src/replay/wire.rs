@@ -1,0 +1,334 @@
+//! The JSON forms of a trace and their way into the model. Pure: text in, conversations out.
+//!
+//! What is wrong is said with its place inside the record; `load` adds file and line.
+
+use crate::replay::trace::{Blocks, Child, Conversation, Form, Run, Shared, Turn};
+use serde::Deserialize;
+use std::time::Duration;
+
+/// Block ids of the conversation form stand for 64 tokens unless it says otherwise.
+const BLOCK_TOKENS_DEFAULT: u64 = 64;
+/// A Mooncake id names 512 tokens (workloads.md 2.3).
+const MOONCAKE_BLOCK_TOKENS: u64 = 512;
+/// Share of tools and system prompt that all conversations of a client have in common: the
+/// modelling choice of the corpus' author.
+const SHARED_NUMERATOR: u64 = 3;
+const SHARED_DENOMINATOR: u64 = 4;
+/// No engine takes more; a larger figure is a broken file, and would be allocated.
+const PROMPT_TOKENS_MAX: u64 = 1 << 26;
+/// About 30 years; a larger time is milliseconds taken for seconds.
+const SECONDS_MAX: f64 = 1e9;
+/// Ids that stand for tokens the trace leaves unnamed start here, above any id of a trace.
+const UNNAMED_ID_FIRST: u64 = 1 << 62;
+
+/// What is wrong with a record.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// Not JSON, or not of the form's types.
+    #[error("not a record of this form")]
+    Json(#[source] serde_json::Error),
+    /// Neither form's marks are there.
+    #[error("neither `requests` (conversation form) nor `input_length` (Mooncake form) is there")]
+    UnknownForm,
+    /// A field is absent.
+    #[error("{place} has no `{field}`")]
+    Missing {
+        /// Which request.
+        place: String,
+        /// Which field.
+        field: &'static str,
+    },
+    /// A field has a value that cannot be replayed.
+    #[error("{place}: {problem}")]
+    Value {
+        /// Which request.
+        place: String,
+        /// What is wrong with it.
+        problem: String,
+    },
+}
+
+#[derive(Deserialize)]
+struct Marks {
+    requests: Option<serde::de::IgnoredAny>,
+    input_length: Option<serde::de::IgnoredAny>,
+}
+
+#[derive(Deserialize)]
+struct RawConversation {
+    id: Option<String>,
+    block_size: Option<u64>,
+    #[serde(default)]
+    tool_tokens: u64,
+    #[serde(default)]
+    system_tokens: u64,
+    requests: Vec<RawEntry>,
+}
+
+#[derive(Deserialize)]
+struct RawEntry {
+    t: Option<f64>,
+    #[serde(rename = "type")]
+    kind: Option<String>,
+    #[serde(rename = "in")]
+    input: Option<u64>,
+    #[serde(rename = "out")]
+    output: Option<u64>,
+    hash_ids: Option<Vec<u64>>,
+    hash_rle: Option<Vec<(u64, u64)>>,
+    think_time: Option<f64>,
+    api_time: Option<f64>,
+    subagent_type: Option<String>,
+    agent_id: Option<String>,
+    status: Option<String>,
+    #[serde(default)]
+    tool_tokens: u64,
+    #[serde(default)]
+    system_tokens: u64,
+    #[serde(default)]
+    requests: Vec<RawEntry>,
+}
+
+#[derive(Deserialize)]
+struct RawRequest {
+    timestamp: f64,
+    input_length: u64,
+    output_length: u64,
+    hash_ids: Vec<u64>,
+}
+
+/// Tells the form of a record by its content.
+pub fn form(text: &str) -> Result<Form, Error> {
+    let marks: Marks = serde_json::from_str(text).map_err(Error::Json)?;
+    match (marks.requests, marks.input_length) {
+        (Some(_), _) => Ok(Form::Conversations),
+        (None, Some(_)) => Ok(Form::Requests),
+        (None, None) => Err(Error::UnknownForm),
+    }
+}
+
+/// Reads one record; `index` is its position in the trace and gives its ids their namespace.
+pub fn conversation(form: Form, text: &str, index: u64) -> Result<Conversation, Error> {
+    match form {
+        Form::Conversations => {
+            let raw: RawConversation = serde_json::from_str(text).map_err(Error::Json)?;
+            agent_conversation(raw, index)
+        }
+        Form::Requests => {
+            let raw: RawRequest = serde_json::from_str(text).map_err(Error::Json)?;
+            single_request(&raw, index)
+        }
+    }
+}
+
+fn single_request(raw: &RawRequest, index: u64) -> Result<Conversation, Error> {
+    let place = "request";
+    check_prompt(place, raw.input_length)?;
+    let blocks = Blocks::from_ids(&raw.hash_ids);
+    check_ids(place, &blocks)?;
+    let turn = Turn {
+        at: seconds(place, "timestamp", raw.timestamp / 1e3)?,
+        think: Duration::ZERO,
+        prompt_tokens: raw.input_length,
+        output_tokens: raw.output_length.max(1),
+        blocks,
+    };
+    let mut turns = vec![turn];
+    // The unnamed ids of global scope are kept apart by the request's index.
+    complete_tails(&mut turns, MOONCAKE_BLOCK_TOKENS, UNNAMED_ID_FIRST + (index << 24));
+    Ok(Conversation {
+        id: format!("request-{index}"),
+        block_tokens: MOONCAKE_BLOCK_TOKENS,
+        scope: None,
+        shared: Shared::default(),
+        turns,
+        children: Vec::new(),
+    })
+}
+
+fn agent_conversation(raw: RawConversation, index: u64) -> Result<Conversation, Error> {
+    let block_tokens = raw.block_size.unwrap_or(BLOCK_TOKENS_DEFAULT);
+    if block_tokens == 0 || block_tokens > PROMPT_TOKENS_MAX {
+        return Err(value("conversation", format!("`block_size` is {block_tokens}")));
+    }
+    let mut conversation = Conversation {
+        id: raw.id.unwrap_or_else(|| format!("conversation-{index}")),
+        block_tokens,
+        scope: Some(index),
+        shared: Shared { stream: 0, tokens: shared_tokens(raw.tool_tokens, raw.system_tokens) },
+        turns: Vec::new(),
+        children: Vec::new(),
+    };
+    let mut api_end = None;
+    let mut subagents = Vec::new();
+    for (position, entry) in raw.requests.into_iter().enumerate() {
+        let place = format!("requests[{position}]");
+        if entry.kind.as_deref() == Some("subagent") {
+            // It is the call before it in the list that started it.
+            subagents.push((conversation.turns.len().saturating_sub(1), place, entry));
+        } else {
+            conversation.turns.push(turn(&place, &entry, &mut api_end)?);
+        }
+    }
+    if conversation.turns.is_empty() {
+        return Err(value("conversation", "`requests` has no request".to_owned()));
+    }
+    complete_tails(&mut conversation.turns, block_tokens, UNNAMED_ID_FIRST);
+    for (number, (beside_turn, place, entry)) in subagents.into_iter().enumerate() {
+        // Subagents share the parent's ids, so their unnamed ones lie apart from its.
+        let unnamed = UNNAMED_ID_FIRST + ((number as u64 + 1) << 40);
+        if let Some(child) = subagent(&conversation, &place, entry, beside_turn, unnamed)? {
+            conversation.children.push(child);
+        }
+    }
+    Ok(conversation)
+}
+
+fn subagent(
+    parent: &Conversation,
+    place: &str,
+    entry: RawEntry,
+    beside_turn: usize,
+    unnamed_first: u64,
+) -> Result<Option<Child>, Error> {
+    let mut turns = Vec::new();
+    let mut api_end = None;
+    for (position, inner) in entry.requests.iter().enumerate() {
+        let place = format!("{place}.requests[{position}]");
+        if inner.kind.as_deref() == Some("subagent") {
+            return Err(value(&place, "a subagent inside a subagent".to_owned()));
+        }
+        turns.push(turn(&place, inner, &mut api_end)?);
+    }
+    let Some(first) = turns.first() else { return Ok(None) };
+    // One that starts with its parent's first block has its parent's system prompt too.
+    let forked = first.blocks.get(0) == parent.turns.first().and_then(|t| t.blocks.get(0));
+    let kind = entry.subagent_type.as_deref().unwrap_or("subagent");
+    let shared = if forked {
+        parent.shared
+    } else {
+        let tokens = shared_tokens(entry.tool_tokens, entry.system_tokens);
+        Shared { stream: kind_stream(kind), tokens }
+    };
+    complete_tails(&mut turns, parent.block_tokens, unnamed_first);
+    let name = entry.agent_id.unwrap_or_else(|| format!("subagent-{beside_turn}"));
+    let conversation = Conversation {
+        id: format!("{}/{name}", parent.id),
+        block_tokens: parent.block_tokens,
+        scope: parent.scope,
+        shared,
+        turns,
+        children: Vec::new(),
+    };
+    let awaited = entry.status.as_deref().is_none_or(|status| status == "completed");
+    Ok(Some(Child { beside_turn, awaited, conversation }))
+}
+
+/// A stream number for a kind of subagent, never 0, equal wherever the name is (FNV-1a).
+fn kind_stream(kind: &str) -> u64 {
+    let hash = kind.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+    });
+    hash | 1
+}
+
+fn shared_tokens(tool_tokens: u64, system_tokens: u64) -> u64 {
+    let front = tool_tokens.saturating_add(system_tokens).min(PROMPT_TOKENS_MAX);
+    front * SHARED_NUMERATOR / SHARED_DENOMINATOR
+}
+
+/// Reads a request; `api_end` carries the previous answer's end, for traces without think times.
+fn turn(place: &str, raw: &RawEntry, api_end: &mut Option<f64>) -> Result<Turn, Error> {
+    let missing = |field| Error::Missing { place: place.to_owned(), field };
+    let prompt_tokens = raw.input.ok_or_else(|| missing("in"))?;
+    let output_tokens = raw.output.ok_or_else(|| missing("out"))?;
+    check_prompt(place, prompt_tokens)?;
+    if output_tokens > PROMPT_TOKENS_MAX {
+        return Err(value(place, format!("`out` is {output_tokens} tokens")));
+    }
+    let blocks = match (&raw.hash_ids, &raw.hash_rle) {
+        (Some(ids), _) => Blocks::from_ids(ids),
+        (None, Some(runs)) => from_runs(place, runs)?,
+        (None, None) => return Err(missing("hash_ids` or `hash_rle")),
+    };
+    check_ids(place, &blocks)?;
+    let at = raw.t.ok_or_else(|| missing("t"))?;
+    let think = raw.think_time.unwrap_or_else(|| api_end.map_or(0.0, |end| (at - end).max(0.0)));
+    *api_end = Some(at + raw.api_time.unwrap_or(0.0));
+    Ok(Turn {
+        at: seconds(place, "t", at)?,
+        think: seconds(place, "think_time", think)?,
+        prompt_tokens,
+        output_tokens: output_tokens.max(1),
+        blocks,
+    })
+}
+
+fn from_runs(place: &str, runs: &[(u64, u64)]) -> Result<Blocks, Error> {
+    let mut blocks = Blocks::default();
+    for &(first, count) in runs {
+        if count > PROMPT_TOKENS_MAX || first >= UNNAMED_ID_FIRST {
+            let problem = format!("`hash_rle` has the run [{first}, {count}]");
+            return Err(value(place, problem));
+        }
+        blocks.push_run(Run { first, count });
+    }
+    Ok(blocks)
+}
+
+fn check_prompt(place: &str, tokens: u64) -> Result<(), Error> {
+    if tokens == 0 || tokens > PROMPT_TOKENS_MAX {
+        return Err(value(place, format!("a prompt of {tokens} tokens")));
+    }
+    Ok(())
+}
+
+fn check_ids(place: &str, blocks: &Blocks) -> Result<(), Error> {
+    if blocks.len() > PROMPT_TOKENS_MAX {
+        return Err(value(place, format!("{} block ids", blocks.len())));
+    }
+    match blocks.runs().iter().find(|run| run.first >= UNNAMED_ID_FIRST) {
+        Some(run) => Err(value(place, format!("block id {} is out of range", run.first))),
+        None => Ok(()),
+    }
+}
+
+fn seconds(place: &str, field: &str, seconds: f64) -> Result<Duration, Error> {
+    if !(0.0..SECONDS_MAX).contains(&seconds) {
+        return Err(value(place, format!("`{field}` is {seconds} s")));
+    }
+    Ok(Duration::from_secs_f64(seconds))
+}
+
+fn value(place: &str, problem: String) -> Error {
+    Error::Value { place: place.to_owned(), problem }
+}
+
+/// Makes the ids cover each prompt.
+///
+/// The conversation form names full blocks only. The tokens after them are the beginning of the
+/// block that the next turn has there, if that turn extends this one; else of no named block.
+fn complete_tails(turns: &mut [Turn], block_tokens: u64, unnamed_first: u64) {
+    for index in (0..turns.len()).rev() {
+        let needed = turns[index].prompt_tokens.div_ceil(block_tokens);
+        let named = turns[index].blocks.len();
+        if named > needed {
+            turns[index].blocks = turns[index].blocks.truncated(needed);
+            continue;
+        }
+        if named == needed {
+            continue;
+        }
+        let continued = turns.get(index + 1).and_then(|next| {
+            let extends = turns[index].blocks.common(&next.blocks) == named;
+            next.blocks.get(named).filter(|_| extends)
+        });
+        let unnamed = unnamed_first + ((index as u64) << 16);
+        let first = continued.unwrap_or(unnamed);
+        turns[index].blocks.push_run(Run { first, count: 1 });
+        if needed > named + 1 {
+            let run = Run { first: unnamed + 1, count: needed - named - 1 };
+            turns[index].blocks.push_run(run);
+        }
+    }
+}

@@ -1,0 +1,203 @@
+//! Where conversations come from: a trace in shuffled order, or made ones. Pure.
+
+use crate::replay::generate;
+use crate::replay::shape::{Fit, Shape};
+use crate::replay::synth::Salt;
+use crate::replay::trace::{Conversation, Form, Trace};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// What a replay sends.
+#[derive(Debug, Clone)]
+pub enum Workload {
+    /// A trace's conversations.
+    Trace(Trace),
+    /// Made ones, this many.
+    Made {
+        /// How many conversations there are.
+        conversations: u64,
+    },
+}
+
+/// What sizes did to the workload.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Losses {
+    /// Conversations cut short because a prompt exceeded the context.
+    pub cut: u64,
+    /// Turns lost by that.
+    pub turns: u64,
+    /// Conversations of which nothing fits.
+    pub dropped: u64,
+}
+
+/// A conversation to run, and how its contents are told from its copies'.
+#[derive(Debug, Clone)]
+pub struct Next {
+    /// The conversation.
+    pub conversation: Arc<Conversation>,
+    /// Seed and pass.
+    pub salt: Salt,
+    /// Position among all given out, from 0.
+    pub number: u64,
+}
+
+/// Gives out conversations one by one.
+#[derive(Debug)]
+pub struct Source {
+    supply: Supply,
+    shape: Shape,
+    seed: u64,
+    recycle: bool,
+    given: u64,
+    position: u64,
+    pass: u64,
+    losses: Losses,
+}
+
+#[derive(Debug)]
+enum Supply {
+    Ready { form: Form, conversations: Vec<Arc<Conversation>> },
+    Made { conversations: u64 },
+}
+
+impl Source {
+    /// Shapes a workload and puts it in the order of `seed`, or of its times where `timed`.
+    pub fn new(workload: Workload, shape: Shape, seed: u64, recycle: bool, timed: bool) -> Self {
+        let mut losses = Losses::default();
+        let supply = match workload {
+            Workload::Made { conversations } => Supply::Made { conversations },
+            Workload::Trace(trace) => {
+                let fitted = trace.conversations.into_iter();
+                let mut ready: Vec<_> =
+                    fitted.filter_map(|one| fit(&shape, one, &mut losses)).collect();
+                if timed && trace.form == Form::Requests {
+                    ready.sort_by_key(|one| one.turns[0].at);
+                } else {
+                    fastrand::Rng::with_seed(seed).shuffle(&mut ready);
+                }
+                Supply::Ready { form: trace.form, conversations: ready }
+            }
+        };
+        Self { supply, shape, seed, recycle, given: 0, position: 0, pass: 0, losses }
+    }
+
+    /// What sizes did to the conversations seen so far.
+    pub fn losses(&self) -> Losses {
+        self.losses
+    }
+
+    /// Whether the workload says itself when each conversation begins.
+    pub fn timed(&self) -> bool {
+        matches!(self.supply, Supply::Ready { form: Form::Requests, .. })
+    }
+
+    /// How long one pass through a timed workload takes.
+    pub fn span(&self) -> Duration {
+        match &self.supply {
+            Supply::Ready { conversations, .. } => {
+                conversations.last().map_or(Duration::ZERO, |last| last.turns[0].at)
+            }
+            Supply::Made { .. } => Duration::ZERO,
+        }
+    }
+
+    /// The next conversation, or `None` at the workload's end.
+    pub fn take(&mut self) -> Option<Next> {
+        let mut barren = 0;
+        loop {
+            if self.position >= self.size() {
+                // A pass that gave nothing would be followed by another, for ever.
+                if !self.recycle || barren >= self.size() {
+                    return None;
+                }
+                self.position = 0;
+                self.pass += 1;
+            }
+            let found = self.at(self.position);
+            self.position += 1;
+            let Some(conversation) = found else {
+                barren += 1;
+                continue;
+            };
+            let number = self.given;
+            self.given += 1;
+            let salt = Salt { seed: self.seed, pass: self.pass };
+            return Some(Next { conversation, salt, number });
+        }
+    }
+
+    fn size(&self) -> u64 {
+        match &self.supply {
+            Supply::Ready { conversations, .. } => conversations.len() as u64,
+            Supply::Made { conversations } => *conversations,
+        }
+    }
+
+    fn at(&mut self, position: u64) -> Option<Arc<Conversation>> {
+        match &self.supply {
+            Supply::Ready { conversations, .. } => {
+                conversations.get(usize::try_from(position).ok()?).map(Arc::clone)
+            }
+            Supply::Made { .. } => {
+                let made = generate::conversation(self.seed, position);
+                fit(&self.shape, made, &mut self.losses)
+            }
+        }
+    }
+}
+
+fn fit(shape: &Shape, one: Conversation, losses: &mut Losses) -> Option<Arc<Conversation>> {
+    match shape.fit(one) {
+        Fit::Whole(conversation) => Some(Arc::new(conversation)),
+        Fit::Cut { conversation, turns } => {
+            losses.cut += 1;
+            losses.turns += turns;
+            Some(Arc::new(conversation))
+        }
+        Fit::Dropped => {
+            losses.dropped += 1;
+            None
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ids(seed: u64, recycle: bool, count: usize) -> Vec<(String, u64)> {
+        let conversations = (0..5).map(|index| generate::conversation(0, index)).collect();
+        let trace = Trace { form: Form::Conversations, conversations, duplicates: 0 };
+        let shape = Shape::default();
+        let mut source = Source::new(Workload::Trace(trace), shape, seed, recycle, false);
+        let taken = std::iter::from_fn(|| source.take()).take(count);
+        taken.map(|next| (next.conversation.id.clone(), next.salt.pass)).collect()
+    }
+
+    #[test]
+    fn order_follows_from_the_seed() {
+        assert_eq!(ids(1, false, 9), ids(1, false, 9));
+        assert_ne!(ids(1, false, 9), ids(2, false, 9));
+        let mut sorted = ids(1, false, 9);
+        sorted.sort();
+        assert_eq!(sorted.len(), 5);
+        sorted.dedup();
+        assert_eq!(sorted.len(), 5);
+    }
+
+    #[test]
+    fn recycling_begins_another_pass() {
+        let twice = ids(1, true, 10);
+        assert_eq!(twice.iter().filter(|(_, pass)| *pass == 1).count(), 5);
+        assert_eq!(twice[0].0, twice[5].0);
+    }
+
+    #[test]
+    fn a_workload_that_fits_nowhere_ends() {
+        let shape = Shape { context_tokens_max: Some(2), ..Shape::default() };
+        let made = Workload::Made { conversations: 3 };
+        let mut source = Source::new(made, shape, 0, true, false);
+        assert!(source.take().is_none());
+        assert!(source.losses().dropped >= 3);
+    }
+}
