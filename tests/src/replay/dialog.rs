@@ -294,3 +294,155 @@ fn part<'a>(symbols: &'a [u32], message: &Message) -> &'a [u32] {
 fn quoted(text: &str) -> String {
     serde_json::Value::from(text).to_string()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::replay::trace::{Blocks, Shared};
+    use serde_json::Value;
+    use std::time::Duration;
+
+    /// Blocks of 10 tokens, 5 tokens of shared front, answers of 4 tokens.
+    fn conversation(prompts: &[(&[u64], u64)]) -> Arc<Conversation> {
+        let turn = |(ids, tokens): &(&[u64], u64)| Turn {
+            at: Duration::ZERO,
+            think: Duration::ZERO,
+            prompt_tokens: *tokens,
+            output_tokens: 4,
+            blocks: Blocks::from_ids(ids),
+        };
+        Arc::new(Conversation {
+            id: "c".to_owned(),
+            block_tokens: 10,
+            scope: Some(0),
+            shared: Shared { stream: 0, tokens: 5 },
+            turns: prompts.iter().map(turn).collect(),
+            children: Vec::new(),
+        })
+    }
+
+    fn dialog(api: Api, delta: bool, prompts: &[(&[u64], u64)]) -> Dialog {
+        let style = Style {
+            api,
+            shape: Shape { context_tokens_max: Some(100), ..Shape::default() },
+            vocab: 256,
+            bytes_per_token: 1,
+            echo: true,
+            stop_at_eos: false,
+            stream: true,
+            model: "m".to_owned(),
+            delta,
+        };
+        Dialog::new(conversation(prompts), Arc::new(style), Salt::default())
+    }
+
+    fn ids(request: &Request) -> Vec<u64> {
+        let body: Value = serde_json::from_str(&request.body).unwrap();
+        assert_eq!(body["stream"], true);
+        assert_eq!(body["sampling_params"]["max_new_tokens"], 4);
+        body["input_ids"].as_array().unwrap().iter().map(|id| id.as_u64().unwrap()).collect()
+    }
+
+    fn messages(request: &Request) -> Vec<(String, String)> {
+        let body: Value = serde_json::from_str(&request.body).unwrap();
+        assert_eq!(
+            (&body["max_tokens"], &body["stream_options"]["include_usage"]),
+            (&Value::from(4), &Value::from(true))
+        );
+        let text = |message: &Value, key: &str| message[key].as_str().unwrap().to_owned();
+        let messages = body["messages"].as_array().unwrap().iter();
+        messages.map(|one| (text(one, "role"), text(one, "content"))).collect()
+    }
+
+    fn reply(text: &str, ids: &[u32], prompt_tokens: u64) -> Reply {
+        let output_tokens = ids.len() as u64;
+        Reply { text: text.to_owned(), ids: ids.to_vec(), prompt_tokens, output_tokens }
+    }
+
+    #[test]
+    fn whole_prompts_hold_the_real_answers() {
+        let turns: &[(&[u64], u64)] = &[(&[1, 2], 20), (&[1, 2, 3], 30), (&[1, 9, 3], 30)];
+        let mut dialog = dialog(Api::Generate, false, turns);
+        let first = ids(&dialog.request(0));
+        dialog.answered(reply("", &[900, 901, 902], 20));
+        let second = ids(&dialog.request(1));
+        assert_eq!(&second[..20], &first[..]);
+        assert_eq!(&second[20..23], &[900, 901, 902]);
+        assert_eq!(second.len(), 30);
+        let third = ids(&dialog.request(2));
+        assert_eq!(&third[..10], &first[..10]);
+        assert_ne!(&third[10..20], &first[10..20], "rewritten from its second block on");
+        assert!(!third.contains(&900), "what is rewritten takes its answer along");
+    }
+
+    #[test]
+    fn pinned_turns_carry_what_follows_the_committed_tokens() {
+        let turns: &[(&[u64], u64)] =
+            &[(&[1, 2], 20), (&[1, 2, 3], 30), (&[1, 2, 3], 30), (&[8], 10), (&[8, 9], 20)];
+        let mut dialog = dialog(Api::Generate, true, turns);
+        let whole = dialog.request(0);
+        assert_eq!((ids(&whole).len(), whole.reopen), (20, false));
+        dialog.answered(reply("", &[1, 2, 3, 4], 20));
+        let appended = dialog.request(1);
+        assert_eq!((ids(&appended).len(), appended.reopen), (30 - 24, false));
+        dialog.answered(reply("", &[1, 2, 3, 4], 30));
+        let least = dialog.request(2);
+        assert_eq!((ids(&least).len(), least.reopen), (1, false), "there is nothing new");
+        dialog.answered(reply("", &[1], 35));
+        let compacted = dialog.request(3);
+        assert_eq!((ids(&compacted).len(), compacted.reopen), (10, true));
+        let unanswered = dialog.request(4);
+        assert_eq!((ids(&unanswered).len(), unanswered.reopen), (20, true));
+    }
+
+    #[test]
+    fn a_pinned_session_that_outgrows_the_context_begins_again() {
+        let mut dialog = dialog(Api::Generate, true, &[(&[1], 10), (&[1, 2], 20)]);
+        dialog.request(0);
+        dialog.answered(reply("", &[1], 97));
+        let request = dialog.request(1);
+        assert_eq!((ids(&request).len(), request.reopen), (20, true));
+    }
+
+    #[test]
+    fn message_lists_extend_each_other() {
+        let turns: &[(&[u64], u64)] = &[(&[1, 2], 20), (&[1, 2, 3], 30), (&[1, 2, 3, 4], 40)];
+        let mut dialog = dialog(Api::Chat, false, turns);
+        let first = messages(&dialog.request(0));
+        let roles: Vec<&str> = first.iter().map(|(role, _)| role.as_str()).collect();
+        assert_eq!(roles, ["system", "user"]);
+        assert_eq!((first[0].1.len(), first[1].1.len()), (5, 15));
+        dialog.answered(reply("said \"so\"", &[], 20));
+        let second = messages(&dialog.request(1));
+        assert_eq!(&second[..2], &first[..]);
+        assert_eq!(second[2], ("assistant".to_owned(), "said \"so\"".to_owned()));
+        assert_eq!(second[3].1.len(), 30 - 24);
+        let third = messages(&dialog.request(2));
+        assert_eq!(&third[..4], &second[..]);
+        assert_eq!(third[4].1.len(), 4, "the trace's answer where there was none");
+    }
+
+    #[test]
+    fn rewritten_histories_keep_the_shared_text_and_end_with_the_user() {
+        let turns: &[(&[u64], u64)] = &[(&[1, 2], 20), (&[1, 2, 3], 30), (&[1, 7], 15), (&[1], 3)];
+        let mut dialog = dialog(Api::Chat, false, turns);
+        let first = messages(&dialog.request(0));
+        dialog.answered(reply("yes", &[], 20));
+        dialog.request(1);
+        let rewritten = messages(&dialog.request(2));
+        assert_eq!(rewritten[0], first[0]);
+        assert_eq!(rewritten[1].1[..5], first[1].1[..5], "the first block is still the same");
+        assert_eq!((rewritten.len(), rewritten[1].1.len()), (2, 10));
+        let last = messages(&dialog.request(3));
+        assert_eq!(last.last().unwrap().0, "user");
+    }
+
+    #[test]
+    fn the_same_seed_gives_the_same_bytes() {
+        let turns: &[(&[u64], u64)] = &[(&[1, 2], 20)];
+        for api in [Api::Generate, Api::Chat] {
+            let make = || dialog(api, false, turns).request(0);
+            assert_eq!(make(), make());
+        }
+    }
+}

@@ -27,13 +27,13 @@ pub enum Error {
         source: std::io::Error,
     },
     /// A record is wrong.
-    #[error("{}:{line}: {source}", path.display())]
+    #[error("{}:{line}: bad record", path.display())]
     Record {
         /// Which file.
         path: PathBuf,
         /// Which line, from 1.
         line: usize,
-        /// What is wrong there; shown with the place, so not the error's source.
+        /// What is wrong there.
         source: Box<wire::Error>,
     },
     /// A record is longer than any trace's.
@@ -191,4 +191,63 @@ fn fingerprint(conversation: &Conversation) -> u64 {
         (turn.at, turn.prompt_tokens, turn.output_tokens, turn.blocks.runs()).hash(&mut hasher);
     }
     hasher.finish()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use flate2::{Compression, write::GzEncoder};
+    use std::io::Write as _;
+
+    const CONVERSATION: &str = r#"{"id":"a","requests":[{"t":0,"in":64,"out":1,"hash_ids":[1]}]}"#;
+    const REQUEST: &str =
+        r#"{"timestamp":0,"input_length":600,"output_length":5,"hash_ids":[0,4]}"#;
+
+    fn file(name: &str, content: &[u8]) -> (tempfile::TempDir, PathBuf) {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join(name);
+        std::fs::write(&path, content).unwrap();
+        (folder, path)
+    }
+
+    #[test]
+    fn folders_lines_and_packed_lines_read_alike() {
+        let other = CONVERSATION.replace("64", "65");
+        let lines = format!("{CONVERSATION}\n\n{other}\n{CONVERSATION}\n");
+        let (_keep, plain) = file("a.jsonl", lines.as_bytes());
+        let mut encoder = GzEncoder::new(Vec::new(), Compression::fast());
+        encoder.write_all(lines.as_bytes()).unwrap();
+        let (_keep2, packed) = file("a.jsonl.gz", &encoder.finish().unwrap());
+        let (folder, _) = file("1.json", CONVERSATION.as_bytes());
+        std::fs::write(folder.path().join("2.json"), &other).unwrap();
+        std::fs::write(folder.path().join("3.json"), CONVERSATION).unwrap();
+        std::fs::write(folder.path().join("README"), "not a record").unwrap();
+        let read = trace(&plain).unwrap();
+        assert_eq!((read.conversations.len(), read.duplicates), (2, 1));
+        assert_eq!(read, trace(&packed).unwrap());
+        assert_eq!(read, trace(folder.path()).unwrap());
+    }
+
+    #[test]
+    fn errors_name_file_and_line() {
+        let text = |lines: &str| {
+            let (_keep, path) = file("t.jsonl", lines.as_bytes());
+            let error = format!("{:#}", anyhow::Error::from(trace(&path).unwrap_err()));
+            error.replace(&path.display().to_string(), "t.jsonl")
+        };
+        let bad = REQUEST.replace("600", "0");
+        assert_eq!(
+            text(&format!("{REQUEST}\n{bad}\n")),
+            "t.jsonl:2: bad record: request: a prompt of 0 tokens"
+        );
+        let mixed = text(&format!("{REQUEST}\n{CONVERSATION}\n"));
+        assert_eq!(mixed, "t.jsonl:2: another form than the records before");
+        assert!(
+            text("{\"requests\": oops}")
+                .starts_with("t.jsonl:1: bad record: not a record of this form: expected")
+        );
+        assert_eq!(text("\n"), "t.jsonl: no conversation and no request in it");
+        let missing = trace(Path::new("/nowhere/at/all")).unwrap_err();
+        assert_eq!(missing.to_string(), "/nowhere/at/all: cannot be read");
+    }
 }

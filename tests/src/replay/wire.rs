@@ -332,3 +332,103 @@ fn complete_tails(turns: &mut [Turn], block_tokens: u64, unnamed_first: u64) {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(text: &str) -> Result<Conversation, String> {
+        let found = form(text).map_err(|error| error.to_string())?;
+        conversation(found, text, 0).map_err(|error| error.to_string())
+    }
+
+    fn agent(requests: &str) -> String {
+        format!(r#"{{"id":"a","tool_tokens":60,"system_tokens":40,"requests":[{requests}]}}"#)
+    }
+
+    #[test]
+    fn run_length_form_reads_as_the_plain_one() {
+        let plain = r#"{"t":0,"in":200,"out":0,"hash_ids":[1,2,9]}"#;
+        let coded = plain.replace(r#""hash_ids":[1,2,9]"#, r#""hash_rle":[[1,2],[9,1]]"#);
+        let plain = read(&agent(plain)).unwrap();
+        assert_eq!(plain, read(&agent(&coded)).unwrap());
+        assert_eq!((plain.shared.tokens, plain.block_tokens), (75, 64));
+        assert_eq!(plain.turns[0].output_tokens, 1);
+    }
+
+    #[test]
+    fn tails_begin_the_block_that_the_next_turn_names() {
+        let conversation = read(&agent(
+            r#"{"t":0,"in":100,"out":1,"hash_ids":[1]},
+               {"t":1,"in":130,"out":1,"hash_ids":[1,2]},
+               {"t":2,"in":190,"out":1,"hash_ids":[1,5]}"#,
+        ))
+        .unwrap();
+        let blocks: Vec<Vec<u64>> =
+            conversation.turns.iter().map(|turn| turn.blocks.ids().collect()).collect();
+        assert_eq!(blocks[0], [1, 2], "continued by the next turn");
+        assert_eq!((blocks[1].len(), &blocks[1][..2]), (3, &[1, 2][..]));
+        assert!(blocks[1][2] >= UNNAMED_ID_FIRST, "rewritten by the next turn");
+        assert_ne!(blocks[1][2], blocks[2][2]);
+    }
+
+    #[test]
+    fn think_times_follow_from_the_clock_where_not_told() {
+        let conversation = read(&agent(
+            r#"{"t":0,"in":64,"out":1,"hash_ids":[1],"api_time":2},
+               {"t":5,"in":64,"out":1,"hash_ids":[1]},
+               {"t":6,"in":64,"out":1,"hash_ids":[1],"think_time":9}"#,
+        ))
+        .unwrap();
+        let thinks: Vec<u64> = conversation.turns.iter().map(|t| t.think.as_secs()).collect();
+        assert_eq!(thinks, [0, 3, 9]);
+    }
+
+    #[test]
+    fn subagents_hang_on_the_turn_before_them() {
+        let subagent = |first: u64, status: &str| {
+            format!(
+                r#"{{"t":1,"type":"subagent","subagent_type":"Explore","status":"{status}",
+                    "tool_tokens":40,"requests":[{{"t":0,"in":64,"out":1,"hash_ids":[{first}]}}]}}"#
+            )
+        };
+        let turn = r#"{"t":0,"in":64,"out":1,"hash_ids":[1]}"#;
+        let requests =
+            [turn, &subagent(1, "completed"), turn, &subagent(7, "async"), turn].join(",");
+        let conversation = read(&agent(&requests)).unwrap();
+        assert_eq!((conversation.turns.len(), conversation.turns_total()), (3, 5));
+        let [forked, fresh] = &conversation.children[..] else { panic!("two subagents") };
+        assert_eq!((forked.beside_turn, forked.awaited), (0, true));
+        assert_eq!((fresh.beside_turn, fresh.awaited), (1, false));
+        assert_eq!(forked.conversation.shared, conversation.shared);
+        assert_ne!(fresh.conversation.shared.stream, 0);
+        assert_eq!(fresh.conversation.shared.tokens, 30);
+    }
+
+    #[test]
+    fn mooncake_requests_are_conversations_of_one_turn() {
+        let text = r#"{"timestamp":3000,"input_length":600,"output_length":5,"hash_ids":[0,4]}"#;
+        let request = read(text).unwrap();
+        assert_eq!((request.scope, request.block_tokens), (None, 512));
+        assert_eq!(request.turns[0].at, Duration::from_secs(3));
+        assert_eq!(request.turns[0].blocks.ids().collect::<Vec<_>>(), [0, 4]);
+    }
+
+    #[test]
+    fn what_is_wrong_is_said_with_its_place() {
+        let wrong = |requests: &str| read(&agent(requests)).unwrap_err();
+        assert_eq!(wrong(""), "conversation: `requests` has no request");
+        let turn = r#"{"t":0,"in":64,"out":1,"hash_ids":[1]}"#;
+        let second = |field: &str, bad: &str| format!("{turn},{}", turn.replace(field, bad));
+        assert_eq!(wrong(&second(r#""in":64,"#, "")), "requests[1] has no `in`");
+        assert_eq!(wrong(&second("64", "0")), "requests[1]: a prompt of 0 tokens");
+        assert_eq!(wrong(&second(r#""t":0"#, r#""t":-1"#)), "requests[1]: `t` is -1 s");
+        let none = second(r#","hash_ids":[1]"#, "");
+        assert_eq!(wrong(&none), "requests[1] has no `hash_ids` or `hash_rle`");
+        let huge = second(r#""hash_ids":[1]"#, r#""hash_rle":[[1,18446744073709551615]]"#);
+        assert!(wrong(&huge).contains("has the run [1, 18446744073709551615]"));
+        let far = second("[1]", "[18446744073709551615]");
+        assert!(wrong(&far).contains("out of range"));
+        assert!(read("{}").unwrap_err().contains("neither `requests`"));
+    }
+}

@@ -1,0 +1,469 @@
+//! The replay against a small server of both APIs, which records what it was asked and fails
+//! when told to; and the real traces, where they are at hand.
+
+#![expect(clippy::unwrap_used, reason = "helpers of tests fail as tests do, by panicking")]
+
+use axum::Router;
+use axum::body::Body;
+use axum::extract::{Path, State};
+use axum::http::{HeaderMap, StatusCode};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{delete, post};
+use bytes::Bytes;
+use parking_lot::Mutex;
+use serde_json::{Value, json};
+use std::collections::{BTreeMap, HashSet};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+use tests::replay::options::Pace;
+use tests::replay::shape::Shape;
+use tests::replay::synth::{self, Salt};
+use tests::replay::trace::{Blocks, Child, Conversation, Form, Shared, Trace, Turn};
+use tests::replay::{
+    Api, Control, Options, Report, SessionHeaders, SessionOpen, Workload, drive, load,
+};
+use tokio::sync::Notify;
+
+/// How the server treats the n-th turn it gets.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Fault {
+    Truncate,
+    Abort,
+    ErrorEvent,
+    Busy,
+    Hopeless,
+    Hang,
+}
+
+#[derive(Debug, Clone)]
+struct Asked {
+    session: Option<String>,
+    parent: Option<String>,
+    last: bool,
+    delta: bool,
+    body: Value,
+}
+
+#[derive(Debug, Default)]
+struct Seen {
+    turns: Vec<Asked>,
+    opened: Vec<(String, String)>,
+    closed: Vec<String>,
+    /// Tokens committed per session that sends deltas.
+    committed: BTreeMap<String, u64>,
+}
+
+#[derive(Debug, Default)]
+struct Server {
+    faults: BTreeMap<usize, Fault>,
+    seen: Mutex<Seen>,
+    /// Told when a turn hangs.
+    hung: Notify,
+}
+
+async fn serve(faults: &[(usize, Fault)]) -> (Arc<Server>, String) {
+    let faults = faults.iter().copied().collect();
+    let server = Arc::new(Server { faults, ..Server::default() });
+    let app = Router::new()
+        .route("/generate", post(generate))
+        .route("/v1/chat/completions", post(chat))
+        .route("/v1/sessions", post(open))
+        .route("/v1/sessions/{id}", delete(close))
+        .with_state(Arc::clone(&server));
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    let mut tasks = tokio::task::JoinSet::new();
+    tasks.spawn(async move { axum::serve(listener, app).await });
+    // The server lives as long as the test's runtime.
+    tasks.detach_all();
+    (server, url)
+}
+
+async fn open(State(server): State<Arc<Server>>, body: Bytes) -> StatusCode {
+    let body: Value = serde_json::from_slice(&body).unwrap();
+    let text = |key: &str| body[key].as_str().unwrap().to_owned();
+    server.seen.lock().opened.push((text("session_id"), text("retention")));
+    StatusCode::OK
+}
+
+async fn close(State(server): State<Arc<Server>>, Path(id): Path<String>) -> StatusCode {
+    server.seen.lock().closed.push(id);
+    StatusCode::NO_CONTENT
+}
+
+async fn generate(State(server): State<Arc<Server>>, headers: HeaderMap, body: Bytes) -> Response {
+    let (asked, fault) = note(&server, &headers, &body);
+    let count = asked.body["sampling_params"]["max_new_tokens"].as_u64().unwrap();
+    let sent = asked.body["input_ids"].as_array().unwrap().len() as u64;
+    let mut prompt = sent;
+    let mut cached = 0;
+    if asked.delta {
+        let mut seen = server.seen.lock();
+        let committed = seen.committed.entry(asked.session.unwrap()).or_default();
+        cached = *committed;
+        prompt += cached;
+        *committed = prompt + count;
+    }
+    let event = |so_far: u64| {
+        let ids: Vec<u64> = (0..so_far).collect();
+        let kind = if so_far == count { json!({"type": "length"}) } else { Value::Null };
+        let meta = json!({"prompt_tokens": prompt, "completion_tokens": so_far,
+            "cached_tokens": cached, "finish_reason": kind});
+        json!({"text": "", "output_ids": ids, "meta_info": meta})
+    };
+    if asked.body["stream"] != true {
+        return axum::Json(event(count)).into_response();
+    }
+    stream(&server, (1..=count).map(event).collect(), fault).await
+}
+
+async fn chat(State(server): State<Arc<Server>>, headers: HeaderMap, body: Bytes) -> Response {
+    let (asked, fault) = note(&server, &headers, &body);
+    let count = asked.body["max_tokens"].as_u64().unwrap();
+    let messages = asked.body["messages"].as_array().unwrap();
+    let prompt: usize = messages.iter().map(|one| one["content"].as_str().unwrap().len()).sum();
+    let delta = json!({"choices": [{"delta": {"content": "x"}, "finish_reason": null}]});
+    let mut events = vec![delta; usize::try_from(count).unwrap()];
+    events.push(json!({"choices": [], "usage":
+        {"prompt_tokens": prompt, "completion_tokens": count}}));
+    stream(&server, events, fault).await
+}
+
+fn note(server: &Server, headers: &HeaderMap, body: &[u8]) -> (Asked, Option<Fault>) {
+    let text = |name: &str| headers.get(name).map(|value| value.to_str().unwrap().to_owned());
+    let asked = Asked {
+        session: text("x-berth-session-id"),
+        parent: text("x-parent-session-id"),
+        last: text("x-berth-session-final").is_some_and(|value| value == "true"),
+        delta: text("x-berth-delta").is_some_and(|value| value == "1"),
+        body: serde_json::from_slice(body).unwrap(),
+    };
+    let mut seen = server.seen.lock();
+    let fault = server.faults.get(&seen.turns.len()).copied();
+    seen.turns.push(asked.clone());
+    (asked, fault)
+}
+
+async fn stream(server: &Server, events: Vec<Value>, fault: Option<Fault>) -> Response {
+    let mut text: String = events.iter().map(|event| format!("data: {event}\n\n")).collect();
+    let abort = json!({"output_ids": [], "meta_info": {"finish_reason": {"type": "abort"}}});
+    match fault {
+        None => text.push_str("data: [DONE]\n\n"),
+        Some(Fault::Truncate) => {}
+        Some(Fault::Abort) => text = format!("data: {abort}\n\ndata: [DONE]\n\n"),
+        Some(Fault::ErrorEvent) => text = "data: {\"error\":{\"message\":\"no\"}}\n\n".to_owned(),
+        Some(Fault::Busy) => {
+            return (StatusCode::TOO_MANY_REQUESTS, [("retry-after", "0")]).into_response();
+        }
+        Some(Fault::Hopeless) => return StatusCode::SERVICE_UNAVAILABLE.into_response(),
+        Some(Fault::Hang) => {
+            server.hung.notify_one();
+            std::future::pending().await
+        }
+    }
+    ([("content-type", "text/event-stream")], Body::from(text)).into_response()
+}
+
+/// A conversation of `turns` turns that each add a block of 64 tokens.
+fn conversation(scope: u64, turns: u64) -> Conversation {
+    let turn = |index: u64| Turn {
+        at: Duration::from_millis(10 * index),
+        think: Duration::from_millis(1),
+        prompt_tokens: 64 * (index + 2),
+        output_tokens: 4,
+        blocks: Blocks::from_ids(&(0..index + 2).collect::<Vec<_>>()),
+    };
+    Conversation {
+        id: format!("c{scope}"),
+        block_tokens: 64,
+        scope: Some(scope),
+        shared: Shared { stream: 0, tokens: 32 },
+        turns: (0..turns).map(turn).collect(),
+        children: Vec::new(),
+    }
+}
+
+fn workload(conversations: Vec<Conversation>) -> Workload {
+    Workload::Trace(Trace { form: Form::Conversations, conversations, duplicates: 0 })
+}
+
+fn options(url: &str, api: Api) -> Options {
+    let pace = Pace::Closed {
+        users: 2,
+        time_scale: 0.0,
+        think_max: Duration::from_secs(1),
+        ramp: Duration::ZERO,
+    };
+    Options { url: url.to_owned(), api, pace, run_id: "t".to_owned(), ..Options::default() }
+}
+
+async fn run(options: Options, conversations: Vec<Conversation>) -> Report {
+    drive(options, workload(conversations), Control::default(), |_| {}).await.unwrap()
+}
+
+fn kinds(report: &Report) -> Vec<(&str, u64)> {
+    report.errors_by_kind.iter().map(|(kind, count)| (kind.as_str(), *count)).collect()
+}
+
+#[tokio::test]
+async fn every_turn_is_sent_once_and_counted() {
+    for (api, stream) in [(Api::Chat, true), (Api::Generate, true), (Api::Generate, false)] {
+        let (server, url) = serve(&[]).await;
+        let options = Options { stream, ..options(&url, api) };
+        let report = run(options, (0..5).map(|scope| conversation(scope, 3)).collect()).await;
+        assert_eq!((report.turns, report.errors), (15, 0), "{:?}", report.errors_by_kind);
+        assert_eq!((report.conversations, report.conversations_finished), (5, 5));
+        assert_eq!(report.output_tokens, 60);
+        if api == Api::Generate {
+            assert_eq!(report.input_tokens, 5 * (128 + 192 + 256));
+            assert_eq!(report.cached_ratio, Some(0.0));
+        } else {
+            assert_eq!(report.cached_ratio, None);
+        }
+        assert_eq!(report.ttft_ms_p50 > 0.0, stream);
+        assert_eq!(server.seen.lock().turns.len(), 15);
+        assert!(server.seen.lock().turns.iter().all(|turn| turn.session.is_none()));
+    }
+}
+
+#[tokio::test]
+async fn the_last_turn_of_a_session_says_so() {
+    let (server, url) = serve(&[]).await;
+    let options = Options {
+        sessions: SessionHeaders::Final,
+        session_open: Some(SessionOpen::Tagged),
+        ..options(&url, Api::Chat)
+    };
+    let report = run(options, vec![conversation(0, 3), conversation(1, 2)]).await;
+    assert_eq!((report.turns, report.sessions_opened, report.sessions_closed), (5, 2, 2));
+    let seen = server.seen.lock();
+    let lasts: HashSet<_> =
+        seen.turns.iter().filter(|turn| turn.last).map(|turn| turn.session.clone()).collect();
+    assert_eq!((lasts.len(), seen.turns.iter().filter(|turn| turn.last).count()), (2, 2));
+    assert!(seen.opened.iter().all(|(id, kind)| id.starts_with("t-") && kind == "tagged"));
+    assert!(seen.closed.is_empty(), "the last turn closed them");
+}
+
+#[tokio::test]
+async fn pinned_sessions_get_only_new_tokens() {
+    let (server, url) = serve(&[]).await;
+    let options = Options {
+        sessions: SessionHeaders::Header,
+        session_open: Some(SessionOpen::Pinned),
+        ..options(&url, Api::Generate)
+    };
+    let report = run(options, vec![conversation(0, 4)]).await;
+    assert_eq!((report.turns, report.errors), (4, 0));
+    let seen = server.seen.lock();
+    let sent: Vec<usize> =
+        seen.turns.iter().map(|turn| turn.body["input_ids"].as_array().unwrap().len()).collect();
+    // Each turn adds a block of 64, of which the answer before has already filled 4.
+    assert_eq!(sent, [128, 60, 60, 60]);
+    assert!(seen.turns.iter().all(|turn| turn.delta));
+    assert_eq!(seen.committed["t-0"], 128 + 3 * 64 + 4);
+    assert_eq!(seen.closed, ["t-0"]);
+    assert_eq!(report.input_tokens, 128 + 192 + 256 + 320);
+}
+
+#[tokio::test]
+async fn a_lost_pinned_turn_begins_the_session_again() {
+    let (server, url) = serve(&[(1, Fault::Truncate)]).await;
+    let options = Options {
+        sessions: SessionHeaders::Header,
+        session_open: Some(SessionOpen::Pinned),
+        ..options(&url, Api::Generate)
+    };
+    let report = run(options, vec![conversation(0, 3)]).await;
+    assert_eq!((report.turns, kinds(&report)), (2, vec![("truncated", 1)]));
+    let seen = server.seen.lock();
+    assert_eq!(seen.turns[2].body["input_ids"].as_array().unwrap().len(), 256);
+    assert_eq!(seen.turns[2].session.as_deref(), Some("t-0-r1"));
+    assert_eq!(seen.closed, ["t-0", "t-0-r1"]);
+}
+
+#[tokio::test]
+async fn failures_are_told_apart() {
+    let faults =
+        [(0, Fault::Truncate), (1, Fault::Abort), (2, Fault::ErrorEvent), (3, Fault::Hopeless)];
+    let (_server, url) = serve(&faults).await;
+    let report = run(options(&url, Api::Generate), vec![conversation(0, 5)]).await;
+    assert_eq!((report.turns, report.errors), (1, 4));
+    let expected = [("aborted", 1), ("error_event", 1), ("status_503", 1), ("truncated", 1)];
+    assert_eq!(kinds(&report), expected);
+}
+
+#[tokio::test]
+async fn nobody_listening_is_an_error_for_each_turn() {
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    drop(listener);
+    let report = run(options(&url, Api::Chat), vec![conversation(0, 2)]).await;
+    assert_eq!((report.turns, kinds(&report)), (0, vec![("connect", 2)]));
+}
+
+#[tokio::test]
+async fn busy_servers_are_asked_again_so_often() {
+    let (server, url) = serve(&[(0, Fault::Busy), (1, Fault::Busy)]).await;
+    let report = run(options(&url, Api::Chat), vec![conversation(0, 2)]).await;
+    assert_eq!((report.turns, report.errors, report.retries), (2, 0, 2));
+    let bodies: Vec<Value> = server.seen.lock().turns.iter().map(|t| t.body.clone()).collect();
+    assert_eq!((&bodies[0], &bodies[1]), (&bodies[2], &bodies[2]));
+    let (_server, url) = serve(&[(0, Fault::Busy), (1, Fault::Busy)]).await;
+    let impatient = Options { retries_max: 1, ..options(&url, Api::Chat) };
+    let report = run(impatient, vec![conversation(0, 1)]).await;
+    assert_eq!((report.retries, kinds(&report)), (1, vec![("status_429", 1)]));
+}
+
+#[tokio::test]
+async fn a_turn_budget_is_kept_and_sessions_are_closed() {
+    let (server, url) = serve(&[]).await;
+    let options = Options {
+        turns_max: Some(7),
+        recycle: true,
+        sessions: SessionHeaders::Final,
+        session_open: Some(SessionOpen::Auto),
+        ..options(&url, Api::Chat)
+    };
+    let report = run(options, vec![conversation(0, 5), conversation(1, 5)]).await;
+    assert_eq!((report.turns, report.errors, report.unfinished), (7, 0, 0));
+    assert_eq!(report.sessions_opened, report.sessions_closed);
+    assert_eq!(server.seen.lock().turns.len(), 7);
+}
+
+#[tokio::test]
+async fn a_stop_gives_up_what_hangs_and_closes_its_session() {
+    let (server, url) = serve(&[(1, Fault::Hang)]).await;
+    let options = Options {
+        grace: Duration::from_millis(50),
+        sessions: SessionHeaders::Header,
+        session_open: Some(SessionOpen::Auto),
+        ..options(&url, Api::Chat)
+    };
+    let control = Control::default();
+    let stop = async {
+        server.hung.notified().await;
+        assert_eq!(control.live.report(Duration::ZERO).in_flight, 1);
+        control.stop.cancel();
+    };
+    let driven = drive(options, workload(vec![conversation(0, 3)]), control.clone(), |_| {});
+    let report = tokio::join!(driven, stop).0.unwrap();
+    assert_eq!((report.turns, report.errors, report.unfinished), (1, 0, 1));
+    assert_eq!(server.seen.lock().closed, ["t-0"]);
+}
+
+#[tokio::test]
+async fn a_replay_ends_at_its_time() {
+    let (_server, url) = serve(&[]).await;
+    let duration_max = Some(Duration::from_millis(100));
+    let options = Options { duration_max, recycle: true, ..options(&url, Api::Chat) };
+    let report = run(options, vec![conversation(0, 2)]).await;
+    assert_eq!((report.errors, report.unfinished), (0, 0));
+}
+
+#[tokio::test]
+async fn a_request_that_takes_too_long_is_a_timeout() {
+    let (_server, url) = serve(&[(0, Fault::Hang)]).await;
+    let timeout = Duration::from_secs(1);
+    let report =
+        run(Options { timeout, ..options(&url, Api::Chat) }, vec![conversation(0, 2)]).await;
+    assert_eq!((report.turns, kinds(&report)), (1, vec![("timeout", 1)]));
+}
+
+#[tokio::test]
+async fn subagents_have_sessions_of_their_own_and_their_parents_wait() {
+    let (server, url) = serve(&[]).await;
+    let mut parent = conversation(0, 2);
+    let conversation = conversation(0, 3);
+    parent.children.push(Child { beside_turn: 0, awaited: true, conversation });
+    let options = Options { sessions: SessionHeaders::Header, ..options(&url, Api::Chat) };
+    let report = run(options, vec![parent]).await;
+    assert_eq!((report.turns, report.conversations_finished), (5, 2));
+    let seen = server.seen.lock();
+    let sessions: Vec<_> = seen.turns.iter().map(|turn| turn.session.clone().unwrap()).collect();
+    assert_eq!(sessions, ["t-0", "t-0-s0", "t-0-s0", "t-0-s0", "t-0"]);
+    assert_eq!(seen.turns[1].parent.as_deref(), Some("t-0"));
+    assert_eq!(seen.turns[0].parent, None);
+}
+
+#[tokio::test]
+async fn an_open_loop_drops_what_exceeds_its_bound() {
+    let (server, url) = serve(&[(0, Fault::Hang)]).await;
+    let pace = Pace::Open { rate: 1.0, arrival_gap: Duration::ZERO, outstanding_max: 1 };
+    let grace = Duration::from_millis(50);
+    let options = Options { pace, grace, ..options(&url, Api::Chat) };
+    let conversations = (0..4).map(|scope| conversation(scope, 1)).collect();
+    let control = Control::default();
+    let stop = control.stop.clone();
+    let stop_when_dropped = |report: &Report| {
+        if report.dropped == 3 {
+            stop.cancel();
+        }
+    };
+    let driven = drive(options, workload(conversations), control, stop_when_dropped);
+    let report = driven.await.unwrap();
+    assert_eq!((report.turns, report.dropped, report.unfinished), (0, 3, 1));
+    assert_eq!(server.seen.lock().turns.len(), 1);
+}
+
+#[tokio::test]
+async fn an_open_loop_keeps_the_order_of_a_conversation() {
+    let (server, url) = serve(&[]).await;
+    let pace =
+        Pace::Open { rate: 10.0, arrival_gap: Duration::from_millis(10), outstanding_max: 64 };
+    let options = Options { pace, sessions: SessionHeaders::Final, ..options(&url, Api::Generate) };
+    let report = run(options, (0..4).map(|scope| conversation(scope, 4)).collect()).await;
+    assert_eq!((report.turns, report.dropped, report.errors), (16, 0, 0));
+    let mut lengths: BTreeMap<String, Vec<usize>> = BTreeMap::new();
+    for turn in &server.seen.lock().turns {
+        let length = turn.body["input_ids"].as_array().unwrap().len();
+        lengths.entry(turn.session.clone().unwrap()).or_default().push(length);
+    }
+    assert_eq!(lengths.len(), 4);
+    assert!(lengths.values().all(|session| *session == [128, 192, 256, 320]));
+}
+
+#[tokio::test]
+async fn contradicting_options_are_refused() {
+    let options = Options { vocab: 0, ..options("ftp://x", Api::Chat) };
+    let refused = drive(options, workload(Vec::new()), Control::default(), |_| {}).await;
+    assert_eq!(refused.unwrap_err().to_string().split("; ").count(), 2);
+}
+
+fn traces() -> Option<PathBuf> {
+    let beside = || PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../shared/traces");
+    let folder = std::env::var_os("BERTH_TRACES").map_or_else(beside, PathBuf::from);
+    folder.join("claude_code.jsonl.gz").exists().then_some(folder)
+}
+
+#[test]
+fn real_traces_read_and_share_what_their_ids_share() {
+    let Some(folder) = traces() else {
+        skip("no traces: neither BERTH_TRACES nor ../../shared/traces holds them");
+        return;
+    };
+    let agents = load::trace(&folder.join("claude_code.jsonl.gz")).unwrap();
+    assert_eq!(agents.form, Form::Conversations);
+    assert_eq!(agents.conversations.len() as u64 + agents.duplicates, 337);
+    assert!(agents.conversations.iter().map(|one| one.children.len()).sum::<usize>() > 0);
+    let shape = Shape { scale: 0.25, ..Shape::default() };
+    for one in agents.conversations.iter().take(12) {
+        for pair in one.turns.windows(2) {
+            let of = |turn| synth::symbols(one, turn, &shape, Salt::default());
+            let (before, after) = (of(&pair[0]), of(&pair[1]));
+            let common = before.iter().zip(&after).take_while(|(a, b)| a == b).count() as u64;
+            assert_eq!(common, synth::shared_prefix(one, &pair[0], &pair[1], &shape));
+        }
+    }
+    let chats = load::trace(&folder.join("mooncake_conversation.jsonl.gz")).unwrap();
+    assert_eq!((chats.form, chats.conversations.len()), (Form::Requests, 12_031));
+    // Published: block 0 is common to all requests.
+    let first = |one: &Conversation| one.turns[0].blocks.get(0) == Some(0);
+    assert!(chats.conversations.iter().all(first));
+}
+
+/// Says why a test has nothing to do here.
+fn skip(reason: &str) {
+    use std::io::Write as _;
+    let _ = writeln!(std::io::stderr(), "skipped: {reason}");
+}
