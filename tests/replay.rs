@@ -430,6 +430,40 @@ async fn contradicting_options_are_refused() {
     assert_eq!(refused.unwrap_err().to_string().split("; ").count(), 2);
 }
 
+fn binary(args: &[&str]) -> std::process::Output {
+    std::process::Command::new(env!("CARGO_BIN_EXE_berth-replay")).args(args).output().unwrap()
+}
+
+#[test]
+fn the_binary_says_all_that_is_wrong_with_its_flags() {
+    let args = ["--url=ftp://x", "--rate=1", "--users=3", "--vocab=0", "--grace-s=-1"];
+    let output = binary(&args);
+    assert_eq!(output.status.code(), Some(64));
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(said.lines().count(), 4, "{said}");
+    assert_eq!(binary(&["--bogus"]).status.code(), Some(64));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_binary_reports_json_on_its_last_line() {
+    let (_server, url) = serve(&[(2, Fault::Hopeless)]).await;
+    let run = move |more: &[&str]| {
+        let url = format!("--url={url}");
+        let sizes = ["--scale-tokens=0.01", "--max-output=2", "--time-scale=0"];
+        let args = [&[url.as_str(), "--turns=4", "--users=1", "--json"], &sizes[..], more];
+        let output = binary(&args.concat());
+        let text = String::from_utf8(output.stdout).unwrap();
+        let report: Value = serde_json::from_str(text.lines().last().unwrap()).unwrap();
+        (output.status.code(), report)
+    };
+    let runs = tokio::task::spawn_blocking(move || (run(&[]), run(&["--api=generate"])));
+    let ((failed, first), (good, second)) = runs.await.unwrap();
+    assert_eq!((failed, good), (Some(1), Some(0)));
+    assert_eq!((&first["turns"], &first["errors"]), (&json!(3), &json!(1)));
+    assert_eq!(first["errors_by_kind"], json!({"status_503": 1}));
+    assert_eq!((&second["turns"], &second["cached_ratio"]), (&json!(4), &json!(0.0)));
+}
+
 fn traces() -> Option<PathBuf> {
     let beside = || PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../shared/traces");
     let folder = std::env::var_os("BERTH_TRACES").map_or_else(beside, PathBuf::from);

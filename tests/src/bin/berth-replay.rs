@@ -24,7 +24,7 @@ const STATUS_EVERY_S: f64 = 10.0;
 
 /// Drives a model server with a trace of conversations and measures it.
 #[derive(Debug, Parser)]
-#[command(name = "berth-replay", version)]
+#[command(name = "berth-replay", version, allow_negative_numbers = true)]
 struct Flags {
     /// Where to: http://host:port[/path]
     #[arg(long)]

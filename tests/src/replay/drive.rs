@@ -17,6 +17,8 @@ use tokio_util::sync::CancellationToken;
 
 /// How often progress is told.
 const PROGRESS_EVERY: Duration = Duration::from_secs(1);
+/// Conversations alive at once in the open loop, each a task of some KiB; later ones wait.
+const CONVERSATIONS_MAX: usize = 50_000;
 /// A user's pause between two conversations, scaled like think times.
 const BETWEEN_CONVERSATIONS: Duration = Duration::from_secs(1);
 
@@ -172,6 +174,9 @@ async fn open_arrivals(
         }
         let schedule = Schedule::Open { start, rate, outstanding: Arc::clone(&outstanding) };
         running.spawn(user::run(Arc::clone(&context), task(&context, next), schedule));
+        while running.len() >= CONVERSATIONS_MAX {
+            running.join_next().await.map_or((), finish);
+        }
         // What has ended is forgotten as we go, so that only what runs takes memory.
         while let Some(joined) = running.try_join_next() {
             finish(joined);

@@ -10,8 +10,10 @@ use std::fmt::Write as _;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-/// Three digits over microseconds up to hours: about 200 KiB a histogram.
+/// Three digits over microseconds up to four hours: about 200 KiB a histogram. What is longer
+/// counts as that.
 const DIGITS: u8 = 3;
+const MICROS_MAX: u64 = 4 * 3_600 * 1_000_000;
 
 /// What a replay has seen, so far or in all. Times to the first token count from a turn's first
 /// try, waits told by 429 included; a gap is the time between two events that carry tokens.
@@ -125,7 +127,10 @@ pub enum Event {
 
 impl Default for Live {
     fn default() -> Self {
-        let histogram = || Histogram::new(DIGITS).expect("three digits are within its bounds");
+        let histogram = || {
+            let made = Histogram::new_with_bounds(1, MICROS_MAX, DIGITS);
+            made.expect("bounds and digits are within what it takes")
+        };
         let stats = Stats {
             counts: Report::default(),
             caching_input: 0,
@@ -316,4 +321,49 @@ fn micros(duration: Duration) -> u64 {
 
 fn round(value: f64) -> f64 {
     (value * 1e3).round() / 1e3
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::replay::answer::Finished;
+    use crate::replay::dialog::Reply;
+
+    fn measured(millis: u64, cached_tokens: Option<u64>) -> Measured {
+        let reply = Reply { prompt_tokens: 100, output_tokens: 10, ..Reply::default() };
+        Measured {
+            finished: Finished { reply, cached_tokens },
+            first_token: Some(Duration::from_millis(millis)),
+            gaps: vec![Duration::from_millis(5); 9],
+            total: Duration::from_millis(millis + 45),
+        }
+    }
+
+    #[test]
+    fn figures_are_those_of_the_turns() {
+        let live = Live::default();
+        for millis in 1..=100 {
+            live.turn(&measured(millis, (millis <= 50).then_some(90)), 7, Duration::from_secs(10));
+        }
+        live.failure("open_", &Failure::Timeout, Duration::from_secs(20));
+        let report = live.end(Duration::from_secs(30));
+        assert_eq!((report.turns, report.input_tokens, report.output_tokens), (100, 10_000, 1000));
+        assert_eq!((report.seconds, report.turns_per_s, report.errors), (20.0, 5.0, 1));
+        assert_eq!(report.errors_by_kind["open_timeout"], 1);
+        // The ratio is over the half of the answers that told.
+        assert_eq!(report.cached_ratio, Some(0.9));
+        let near = |found: f64, expected: f64| (found / expected - 1.0).abs() < 0.01;
+        assert!(near(report.ttft_ms_p50, 50.0) && near(report.ttft_ms_p99, 99.0), "{report:?}");
+        assert!(near(report.itl_ms_p50, 5.0) && near(report.turn_ms_p50, 95.0), "{report:?}");
+        assert!(report.table().contains("open_timeout 1"));
+    }
+
+    #[test]
+    fn turns_in_flight_are_counted_until_their_drop() {
+        let live = Live::default();
+        let turn = live.begin_turn();
+        assert_eq!(live.report(Duration::ZERO).in_flight, 1);
+        drop(turn);
+        assert_eq!(live.report(Duration::ZERO).in_flight, 0);
+    }
 }
