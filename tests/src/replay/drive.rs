@@ -175,7 +175,9 @@ async fn open_arrivals(
         let schedule = Schedule::Open { start, rate, outstanding: Arc::clone(&outstanding) };
         running.spawn(user::run(Arc::clone(&context), task(&context, next), schedule));
         while running.len() >= CONVERSATIONS_MAX {
-            running.join_next().await.map_or((), finish);
+            if let Some(joined) = running.join_next().await {
+                finish(joined);
+            }
         }
         // What has ended is forgotten as we go, so that only what runs takes memory.
         while let Some(joined) = running.try_join_next() {
