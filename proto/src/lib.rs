@@ -1,5 +1,5 @@
-//! The contract between a Berth router and a worker agent: the gRPC schema and the domain types that
-//! both sides share. It depends on nothing of Berth's and does no I/O.
+//! The contract between a Berth router and a worker agent: the gRPC schema and the domain types
+//! that both sides share. It depends on nothing of Berth's and does no I/O.
 //!
 //! - [`v1`]: what travels, generated from `schema/agent/v1/agent.proto`.
 //! - [`id`]: validated identifiers.

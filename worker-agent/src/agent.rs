@@ -1,6 +1,6 @@
 //! The task that owns the sessions and the ledger, and the handle through which everyone else asks.
-//! It decides, with the pure [`session::Table`]; what must be done at the engine it gives to tasks of
-//! their own, whose answers come back as messages. It never waits for the engine itself.
+//! It decides, with the pure [`session::Table`]; what must be done at the engine it gives to tasks
+//! of their own, whose answers come back as messages. It never waits for the engine itself.
 
 mod owner;
 

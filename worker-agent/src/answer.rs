@@ -1,5 +1,5 @@
-//! Reads an answer as it passes: token counts, how it ended, whether its last byte is here. Works on
-//! chunks cut anywhere, keeps no text, changes nothing. Pure.
+//! Reads an answer as it passes: token counts, how it ended, whether its last byte is here. Works
+//! on chunks cut anywhere, keeps no text, changes nothing. Pure.
 //!
 //! One scanner serves all routes, because the places of the fields differ enough to be told apart:
 //! `/generate` reports in `meta_info`, the OpenAI and Anthropic routes in `usage`.

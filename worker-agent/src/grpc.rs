@@ -1,5 +1,5 @@
-//! The control port: translates between the wire and the handle, and runs on a thread and runtime of
-//! its own, so that neither a large body nor a busy stream delays a load report.
+//! The control port: translates between the wire and the handle, and runs on a thread and runtime
+//! of its own, so that neither a large body nor a busy stream delays a load report.
 
 use std::{net::SocketAddr, time::Duration};
 
@@ -21,8 +21,8 @@ use crate::{
 
 /// Sessions in one part of the table.
 const TABLE_PART: usize = 1000;
-/// Events on their way to one watcher. A watcher that reads slower fills it and then falls behind in
-/// the change queue, which ends its stream.
+/// Events on their way to one watcher. A watcher that reads slower fills it and then falls behind
+/// in the change queue, which ends its stream.
 const EVENTS: usize = 64;
 /// A watcher whose host has died is noticed within this time.
 const KEEPALIVE: Duration = Duration::from_secs(5);

@@ -1,5 +1,5 @@
-//! The account of the KV pool, per rank: what the engine says, what its turns' usage fields say, and
-//! what follows from both; each figure with its source. Pure.
+//! The account of the KV pool, per rank: what the engine says, what its turns' usage fields say,
+//! and what follows from both; each figure with its source. Pure.
 
 use std::time::{Duration, Instant};
 

@@ -94,8 +94,8 @@ pub enum Error {
     TaskEnded,
 }
 
-/// Runs one agent until `stop`, then drains: takes nothing new, lets turns end, closes every session
-/// at the engine. Port 0 and several agents in one process are fine.
+/// Runs one agent until `stop`, then drains: takes nothing new, lets turns end, closes every
+/// session at the engine. Port 0 and several agents in one process are fine.
 ///
 /// # Errors
 /// See [`Error`].

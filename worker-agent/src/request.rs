@@ -88,7 +88,8 @@ fn malformed(error: &body::Error) -> Refusal {
     Refusal::bad_request("malformed_json", format!("{error}: {source}"))
 }
 
-/// Keys the engine doesn't know it answers with 500; the others reach into an earlier turn's history.
+/// Keys the engine doesn't know it answers with 500; the others reach into an earlier turn's
+/// history.
 fn check_session_params(object: &Object<'_>) -> Result<(), Refusal> {
     let Some(params) = object.get("session_params").filter(|params| params.get() != "null") else {
         return Ok(());

@@ -1,5 +1,5 @@
-//! The admin port: `/metrics`, `/healthz`, `/readyz`, `/config`, on a thread and runtime of its own,
-//! so that it answers while the data path is busy.
+//! The admin port: `/metrics`, `/healthz`, `/readyz`, `/config`, on a thread and runtime of its
+//! own, so that it answers while the data path is busy.
 
 use std::{net::TcpListener, sync::Arc};
 

@@ -1,5 +1,5 @@
-//! Logs on standard error: JSON for machines, lines for a terminal. `BERTH_LOG` filters them, in the
-//! form `info,router=debug`.
+//! Logs on standard error: JSON for machines, lines for a terminal. `BERTH_LOG` filters them, in
+//! the form `info,router=debug`.
 
 use std::io::IsTerminal;
 

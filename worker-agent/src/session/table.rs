@@ -1,5 +1,5 @@
-//! The session table: who is open, on which rank, and what may happen next. Engine calls come out as
-//! values; whoever holds the table makes them.
+//! The session table: who is open, on which rank, and what may happen next. Engine calls come out
+//! as values; whoever holds the table makes them.
 //!
 //! It keeps these promises (see `check_invariants`):
 //! - at most one turn of an exclusive session is inside the engine;

@@ -1,0 +1,31 @@
+//! Every example under `deploy/` is one that the binaries take.
+
+use std::{fs, path::PathBuf};
+
+use clap::Parser;
+
+fn deploy(path: &str) -> PathBuf {
+    let root = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
+    root.parent().expect("tests/ lies in the root").join("deploy").join(path)
+}
+
+#[test]
+fn the_agent_takes_its_example() {
+    let path = deploy("config/agent.toml");
+    let args =
+        worker_agent::config::Args::parse_from(["berth-agent", "--config", path.to_str().unwrap()]);
+    let config = worker_agent::config::Config::load(args).unwrap();
+    assert_eq!(config.rows_reserve, 2, "the example's own value is in force");
+}
+
+#[test]
+fn units_stop_no_sooner_than_the_drain() {
+    for unit in ["systemd/berth-agent.service", "systemd/berth-router.service"] {
+        let text = fs::read_to_string(deploy(unit)).unwrap();
+        let stop = text.lines().find_map(|line| line.strip_prefix("TimeoutStopSec="));
+        let stop_ms = stop.unwrap().parse::<u64>().unwrap() * 1000;
+        let config = worker_agent::config::Config::default();
+        assert!(stop_ms > config.drain_ms_max + config.abort_ms_max, "{unit}: {stop_ms} ms");
+        assert!(text.contains("RestartPreventExitStatus=64"), "{unit} restarts on wrong settings");
+    }
+}

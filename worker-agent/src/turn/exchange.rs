@@ -1,0 +1,247 @@
+//! One turn while it is inside the engine: follows the answer, gives the lease back with the
+//! engine's last word, and outlives a client that goes away.
+
+use std::{
+    future::Future as _,
+    pin::Pin,
+    task::{Context, Poll, ready},
+    time::Duration,
+};
+
+use bytes::Bytes;
+use http::{HeaderValue, StatusCode, header};
+use http_body::{Frame, SizeHint};
+use http_body_util::BodyExt;
+use hyper::body::Incoming;
+use hyper_util::client::legacy::ResponseFuture;
+use proto::process::refusal::Refusal;
+use tokio::time::Sleep;
+use tracing::{debug, warn};
+
+use super::{Turns, timed_out, unreachable};
+use crate::{agent::Lease, answer::Scanner, session::Outcome};
+
+/// While a turn's end is waited for, its abort is sent this often: an abort that comes before the
+/// engine has registered the turn is forgotten there.
+const ABORT_AGAIN: Duration = Duration::from_millis(500);
+
+/// One turn inside the engine: its answer on the way back, and the lease that its end gives back.
+///
+/// Dropped before its end, because the client has gone or the time is up, it lives on in a task
+/// that sees the turn to its end.
+pub(super) struct Exchange {
+    rid: String,
+    lease: Option<Lease>,
+    upstream: Option<Upstream>,
+    scanner: Scanner,
+    status: StatusCode,
+    deadline: Pin<Box<Sleep>>,
+    started: tokio::time::Instant,
+    /// An abort by `rid` ends this turn and its answer says so.
+    confirms: bool,
+    /// Its client has gone: from now on it is nobody's but its own task's.
+    abandoned: bool,
+    turns: Turns,
+}
+
+enum Upstream {
+    Head(ResponseFuture),
+    Body(Incoming),
+}
+
+impl Exchange {
+    /// A turn on its way. `confirms`: an abort by `rid` ends it, and its answer says so.
+    pub(super) fn new(
+        turns: Turns,
+        rid: String,
+        lease: Lease,
+        answer: ResponseFuture,
+        confirms: bool,
+    ) -> Self {
+        Self {
+            rid,
+            lease: Some(lease),
+            upstream: Some(Upstream::Head(answer)),
+            scanner: Scanner::new(None),
+            status: StatusCode::OK,
+            deadline: Box::pin(tokio::time::sleep(turns.turn_max)),
+            started: tokio::time::Instant::now(),
+            confirms,
+            abandoned: false,
+            turns,
+        }
+    }
+
+    /// The engine's name for the turn.
+    pub(super) fn rid(&self) -> &str {
+        &self.rid
+    }
+
+    /// Waits for the answer's head.
+    pub(super) async fn head(&mut self) -> Result<http::response::Parts, Refusal> {
+        let Some(Upstream::Head(response)) = &mut self.upstream else {
+            unreachable!("a new exchange waits for its head")
+        };
+        let response = tokio::select! {
+            biased;
+            response = response => response,
+            () = &mut self.deadline => return Err(timed_out()),
+        };
+        match response {
+            Ok(response) => Ok(self.arrived(response)),
+            Err(error) => {
+                self.upstream = None;
+                self.finish(if error.is_connect() { Outcome::Refused } else { Outcome::Lost });
+                self.turns.engine_failed(&error).await;
+                Err(unreachable(&error))
+            }
+        }
+    }
+
+    fn arrived(&mut self, response: http::Response<Incoming>) -> http::response::Parts {
+        let (head, body) = response.into_parts();
+        self.turns.metrics.first_byte(self.started.elapsed());
+        self.status = head.status;
+        let kind = head.headers.get(header::CONTENT_TYPE);
+        self.scanner = Scanner::new(kind.map(HeaderValue::as_bytes));
+        self.upstream = Some(Upstream::Body(body));
+        head
+    }
+
+    fn finish(&mut self, outcome: Outcome) {
+        if let Some(lease) = self.lease.take() {
+            self.turns.metrics.ended(outcome, self.started.elapsed());
+            lease.finish(outcome);
+        }
+    }
+
+    /// Follows the answer's next piece; the lease goes back *before* the last bytes go out, so that
+    /// a client that has them can send its next turn.
+    fn follow(&mut self, frame: Option<Result<&Frame<Bytes>, &hyper::Error>>) {
+        match frame {
+            Some(Ok(frame)) => {
+                let terminal = frame.data_ref().is_some_and(|data| self.scanner.push(data));
+                if terminal {
+                    self.finish(self.scanner.outcome(self.status));
+                }
+            }
+            Some(Err(error)) => {
+                debug!(rid = self.rid, %error, "answer broke off");
+                self.upstream = None;
+                self.finish(Outcome::Lost);
+            }
+            None => {
+                self.upstream = None;
+                self.finish(self.scanner.outcome(self.status));
+            }
+        }
+    }
+
+    /// Sees a turn without a client to its end: abort, and wait for the engine's word.
+    async fn wind_down(mut self) {
+        if self.confirms {
+            let limit = self.turns.abort_max;
+            if tokio::time::timeout(limit, self.abort_and_drain()).await.is_err() {
+                warn!(rid = self.rid, "the engine did not confirm an abort in time");
+            }
+        }
+        // Without a name to abort it by, dropping the connection is what ends it.
+        self.upstream = None;
+        self.finish(Outcome::Lost);
+    }
+
+    async fn abort_and_drain(&mut self) {
+        let (engine, rid) = (self.turns.engine.clone(), self.rid.clone());
+        let mut again = tokio::time::interval(ABORT_AGAIN);
+        while self.upstream.is_some() {
+            tokio::select! {
+                biased;
+                () = self.drain_step() => {}
+                _ = again.tick() => {
+                    if let Err(error) = engine.abort(&rid).await {
+                        debug!(rid, %error, "abort did not get through");
+                    }
+                }
+            }
+        }
+    }
+
+    async fn drain_step(&mut self) {
+        match &mut self.upstream {
+            None => {}
+            Some(Upstream::Head(response)) => match response.await {
+                Ok(response) => drop(self.arrived(response)),
+                Err(_) => {
+                    self.upstream = None;
+                    self.finish(Outcome::Lost);
+                }
+            },
+            Some(Upstream::Body(body)) => {
+                let frame = body.frame().await;
+                self.follow(frame.as_ref().map(Result::as_ref));
+            }
+        }
+    }
+}
+
+impl Drop for Exchange {
+    fn drop(&mut self) {
+        // One that is dropped again is dropped by a runtime that ends: no task would run.
+        if self.lease.is_none() || self.upstream.is_none() || self.abandoned {
+            return;
+        }
+        let abandoned = Exchange {
+            rid: std::mem::take(&mut self.rid),
+            lease: self.lease.take(),
+            upstream: self.upstream.take(),
+            scanner: std::mem::replace(&mut self.scanner, Scanner::new(None)),
+            status: self.status,
+            deadline: Box::pin(tokio::time::sleep(Duration::ZERO)),
+            started: self.started,
+            confirms: self.confirms,
+            abandoned: true,
+            turns: self.turns.clone(),
+        };
+        debug!(rid = abandoned.rid, "turn left by its client");
+        self.turns.tasks.spawn(abandoned.wind_down());
+    }
+}
+
+impl http_body::Body for Exchange {
+    type Data = Bytes;
+    type Error = BrokenOff;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BrokenOff>>> {
+        let this = &mut *self;
+        if this.lease.is_some() && this.deadline.as_mut().poll(context).is_ready() {
+            return Poll::Ready(Some(Err(BrokenOff("the turn took longer than turn_ms_max"))));
+        }
+        let Some(Upstream::Body(body)) = &mut this.upstream else { return Poll::Ready(None) };
+        let frame = ready!(Pin::new(body).poll_frame(context));
+        this.follow(frame.as_ref().map(Result::as_ref));
+        let broken = |_| BrokenOff("the engine broke the answer off");
+        Poll::Ready(frame.map(|frame| frame.map_err(broken)))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        match &self.upstream {
+            Some(Upstream::Body(body)) => body.is_end_stream(),
+            _ => true,
+        }
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        match &self.upstream {
+            Some(Upstream::Body(body)) => body.size_hint(),
+            _ => SizeHint::default(),
+        }
+    }
+}
+
+/// An answer that ends without its end: the client's connection is cut, so that it can tell.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub(super) struct BrokenOff(&'static str);
