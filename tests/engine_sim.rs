@@ -30,7 +30,7 @@ impl Answer {
     }
 
     fn text(&self) -> &str {
-        std::str::from_utf8(&self.body).unwrap()
+        std::str::from_utf8(&self.body).expect("a text answer")
     }
 
     fn meta(&self, key: &str) -> Value {
@@ -43,7 +43,7 @@ impl Answer {
             self.text().lines().filter_map(|line| line.strip_prefix("data: ")).collect();
         let done = data.last() == Some(&"[DONE]");
         let json = data.iter().filter(|data| **data != "[DONE]");
-        (json.map(|data| serde_json::from_str(data).unwrap()).collect(), done)
+        (json.map(|data| serde_json::from_str(data).expect("a JSON event")).collect(), done)
     }
 }
 
@@ -54,7 +54,7 @@ fn quick(core: CoreConfig) -> Config {
 
 impl Caller {
     async fn new(config: Config) -> Caller {
-        let sim = EngineSim::start_local(config).await.unwrap();
+        let sim = EngineSim::start_local(config).await.expect("a free port");
         Caller { sim, http: Client::builder(TokioExecutor::new()).build_http() }
     }
 
@@ -64,10 +64,10 @@ impl Caller {
             .uri(format!("{}{path}", self.sim.url()))
             .header("content-type", "application/json")
             .body(Full::new(Bytes::from(body)))
-            .unwrap();
-        let response = timeout(WAIT, self.http.request(request)).await.expect(path).unwrap();
+            .expect("a valid request");
+        let response = timeout(WAIT, self.http.request(request)).await.expect(path).expect(path);
         let status = response.status().as_u16();
-        let body = timeout(WAIT, response.into_body().collect()).await.expect(path).unwrap();
+        let body = timeout(WAIT, response.into_body().collect()).await.expect(path).expect(path);
         Answer { status, body: body.to_bytes() }
     }
 
@@ -95,7 +95,7 @@ impl Caller {
     }
 
     async fn pool(&self) -> PoolFacts {
-        self.sim.pool(0).await.unwrap()
+        self.sim.pool(0).await.expect("the engine lives")
     }
 
     async fn until(&self, what: &str, reached: impl Fn(&PoolFacts) -> bool) -> PoolFacts {
@@ -344,14 +344,14 @@ async fn aborts_of_running_and_queued_turns() {
 
 /// Sends a request on a connection of its own and hands that over.
 async fn raw(engine: &Caller, body: &Value) -> TcpStream {
-    let stream = TcpStream::connect(engine.sim.addr()).await.unwrap();
+    let stream = TcpStream::connect(engine.sim.addr()).await.expect("it listens");
     let body = body.to_string();
     let head = format!(
         "POST /generate HTTP/1.1\r\nhost: e\r\ncontent-length: {}\r\n\r\n{body}",
         body.len()
     );
-    stream.writable().await.unwrap();
-    assert_eq!(stream.try_write(head.as_bytes()).unwrap(), head.len());
+    stream.writable().await.expect("connected");
+    assert_eq!(stream.try_write(head.as_bytes()).expect("a small write"), head.len());
     stream
 }
 
@@ -360,7 +360,7 @@ async fn read_all(stream: &TcpStream) -> String {
     let mut all = Vec::new();
     let mut buffer = [0; 4096];
     loop {
-        stream.readable().await.unwrap();
+        stream.readable().await.expect("connected");
         match stream.try_read(&mut buffer) {
             Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
             Ok(0) | Err(_) => return String::from_utf8_lossy(&all).into_owned(),

@@ -4,29 +4,24 @@
 //! waits in the rank's inbox, as the real scheduler reads its socket between two steps. Idle, it
 //! sleeps until somebody sends something or the reaper is due.
 
+use self::rank::{Rank, RankCommand};
 use super::{
     Config,
     core::{Core, Gauges, PoolFacts},
-    request::{Finish, Output, ReqKey, Submit},
+    request::{Finish, Submit},
 };
-use std::{
-    collections::{BTreeMap, HashMap, VecDeque},
-    time::Duration,
-};
+use std::{collections::BTreeMap, time::Duration};
 use tokio::{
     sync::{mpsc, oneshot, watch},
     time::Instant,
 };
 use tokio_util::sync::CancellationToken;
 
+mod rank;
+
 const MAILBOX_MAX: usize = 1024;
 /// Requests alive at once: each holds a place for the news that its client has gone.
 const LIVE_MAX: usize = 65_536;
-/// A late wake-up is made up for by at most this, so that short steps keep their rate in spite of
-/// the timer's granularity.
-const CATCH_UP_MAX: Duration = Duration::from_millis(5);
-/// The engine's idle report.
-const IDLE_REPORT_EVERY: Duration = Duration::from_secs(30);
 
 /// What a request has produced so far.
 #[derive(Clone, Debug, Default)]
@@ -85,16 +80,6 @@ pub(super) struct OpenSession {
     pub(super) id: String,
     pub(super) streaming: bool,
     pub(super) timeout: Option<Duration>,
-}
-
-#[derive(Debug)]
-enum RankCommand {
-    Turn(Box<NewTurn>),
-    Open(OpenSession, Option<oneshot::Sender<bool>>),
-    Close(String),
-    Abort { rid: String, all: bool },
-    Flush(mpsc::Sender<bool>),
-    SlowDown(Duration),
 }
 
 /// Speaks to the owner. Calls never answer once the engine has crashed; the caller's connection
@@ -199,28 +184,6 @@ async fn or_never<T>(answer: oneshot::Receiver<T>) -> T {
     }
 }
 
-/// A request that a rank has accepted and not finished.
-#[derive(Debug)]
-struct Live {
-    ticket: u64,
-    rid: String,
-    stream: bool,
-    started: Instant,
-    progress: watch::Sender<Progress>,
-}
-
-#[derive(Debug)]
-struct Rank {
-    index: usize,
-    core: Core,
-    inbox: VecDeque<RankCommand>,
-    /// Outputs of the step that is running, and when it ends.
-    pending: Option<(Instant, Vec<Output>)>,
-    live: HashMap<ReqKey, Live>,
-    totals: Totals,
-    last_report: Instant,
-}
-
 /// The task's state.
 #[derive(Debug)]
 pub(super) struct Owner {
@@ -241,15 +204,7 @@ impl Owner {
         let (sender, commands) = mpsc::channel(MAILBOX_MAX);
         let (gone_sender, gone) = mpsc::channel(LIVE_MAX);
         let start = Instant::now();
-        let rank = |index| Rank {
-            index,
-            core: Core::new(config.core.clone()),
-            inbox: VecDeque::new(),
-            pending: None,
-            live: HashMap::new(),
-            totals: Totals::default(),
-            last_report: start,
-        };
+        let rank = |index| Rank::new(index, Core::new(config.core.clone()), start);
         let owner = Owner {
             ranks: (0..config.dp_size).map(rank).collect(),
             commands,
@@ -279,7 +234,7 @@ impl Owner {
                 let next = rank.advance(self.start, now);
                 wake = [wake, next].into_iter().flatten().min();
             }
-            if let Some(reason) = self.ranks.iter().find_map(|rank| rank.core.crashed()) {
+            if let Some(reason) = self.ranks.iter().find_map(Rank::crashed) {
                 tracing::warn!(reason, "engine crashed");
                 return self.linger().await;
             }
@@ -309,28 +264,27 @@ impl Owner {
                     self.next_rank = (self.next_rank + 1) % self.ranks.len();
                     self.next_rank
                 });
-                self.ranks[rank].inbox.push_back(RankCommand::Turn(turn));
+                self.ranks[rank].push(RankCommand::Turn(turn));
             }
             Command::Open(open, reply) => {
                 let mut reply = Some(reply);
-                self.to_all(|| RankCommand::Open(open.clone(), reply.take()));
+                self.each_rank(|| RankCommand::Open(open.clone(), reply.take()));
             }
-            Command::Close(id) => self.to_all(|| RankCommand::Close(id.clone())),
+            Command::Close(id) => self.each_rank(|| RankCommand::Close(id.clone())),
             Command::Abort { rid, all } => {
                 // The front process knows the live ids and drops what it doesn't know.
                 let known = self.ranks.iter().any(|rank| rank.knows(&rid));
                 if all || known {
-                    self.to_all(|| RankCommand::Abort { rid: rid.clone(), all });
+                    self.each_rank(|| RankCommand::Abort { rid: rid.clone(), all });
                 }
             }
-            Command::Flush(reply) => self.to_all(|| RankCommand::Flush(reply.clone())),
-            Command::SlowDown(sleep) => self.to_all(|| RankCommand::SlowDown(sleep)),
+            Command::Flush(reply) => self.each_rank(|| RankCommand::Flush(reply.clone())),
+            Command::SlowDown(sleep) => self.each_rank(|| RankCommand::SlowDown(sleep)),
             Command::Facts(rank, reply) => {
                 let now = Instant::now();
                 if let Some(rank) = self.ranks.get_mut(rank) {
                     rank.settle(rank_time(self.start, now), now);
-                    rank.core.check_invariants();
-                    let _ = reply.send(rank.core.facts());
+                    let _ = reply.send(rank.checked_facts());
                 }
             }
             Command::Report(reply) => {
@@ -345,24 +299,16 @@ impl Owner {
         }
     }
 
-    fn to_all(&mut self, mut command: impl FnMut() -> RankCommand) {
+    fn each_rank(&mut self, mut command: impl FnMut() -> RankCommand) {
         for rank in &mut self.ranks {
-            rank.inbox.push_back(command());
+            rank.push(command());
         }
     }
 
     fn client_gone(&mut self, ticket: u64) {
-        let live = self.ranks.iter().flat_map(|rank| rank.live.values());
-        let queued = self.ranks.iter().flat_map(|rank| rank.queued_turn(ticket));
-        let Some(when) = live
-            .filter(|live| live.ticket == ticket)
-            .map(|live| (live.stream, live.started))
-            .chain(queued.map(|turn| (turn.stream, Instant::now())))
-            .next()
-        else {
+        let Some((stream, started)) = self.ranks.iter().find_map(|rank| rank.client(ticket)) else {
             return;
         };
-        let (stream, started) = when;
         let now = Instant::now();
         let polls = if stream || self.disconnect_poll.is_zero() {
             0
@@ -381,7 +327,7 @@ impl Owner {
             for rank in &mut self.ranks {
                 let rid = rank.rid_of(ticket);
                 if let Some(rid) = rid {
-                    rank.inbox.push_back(RankCommand::Abort { rid, all: false });
+                    rank.push(RankCommand::Abort { rid, all: false });
                 }
             }
         }
@@ -397,126 +343,5 @@ async fn sleep_until(at: Option<Instant>) {
     match at {
         Some(at) => tokio::time::sleep_until(at).await,
         None => std::future::pending().await,
-    }
-}
-
-impl Rank {
-    fn queued_turn(&self, ticket: u64) -> Option<&NewTurn> {
-        self.inbox.iter().find_map(|command| match command {
-            RankCommand::Turn(turn) if turn.ticket == ticket => Some(turn.as_ref()),
-            _ => None,
-        })
-    }
-
-    fn rid_of(&self, ticket: u64) -> Option<String> {
-        let live = self.live.values().find(|live| live.ticket == ticket);
-        let queued = || self.queued_turn(ticket).map(|turn| turn.submit.rid.clone());
-        live.map(|live| live.rid.clone()).or_else(queued)
-    }
-
-    fn knows(&self, rid: &str) -> bool {
-        let queued = |command: &RankCommand| match command {
-            RankCommand::Turn(turn) => turn.submit.rid == rid,
-            _ => false,
-        };
-        self.live.values().any(|live| live.rid == rid) || self.inbox.iter().any(queued)
-    }
-
-    fn report(&mut self, now: Instant) -> RankReport {
-        let idle = self.live.is_empty() && self.pending.is_none();
-        if idle && now.duration_since(self.last_report) >= IDLE_REPORT_EVERY {
-            self.core.report_idle();
-            self.last_report = now;
-        }
-        let gauges = self.core.gauges().clone();
-        RankReport { facts: self.core.facts(), gauges, totals: self.totals }
-    }
-
-    /// Does what is due; returns when there is more to do.
-    fn advance(&mut self, start: Instant, now: Instant) -> Option<Instant> {
-        let mut at = now;
-        if let Some((due, outputs)) = self.pending.take() {
-            if due > now {
-                self.pending = Some((due, outputs));
-                return Some(due);
-            }
-            at = due.max(now.checked_sub(CATCH_UP_MAX).unwrap_or(now));
-            self.deliver(outputs, now);
-        }
-        self.settle(rank_time(start, now), now);
-        let since_start = at.duration_since(start);
-        match self.core.step(since_start) {
-            Some(step) => {
-                let due = at + step.busy;
-                self.pending = Some((due, step.outputs));
-                self.last_report = now;
-                Some(due)
-            }
-            None => self.core.next_deadline().map(|deadline| start + deadline),
-        }
-    }
-
-    /// Applies what has arrived, unless a step runs: then it waits for the step's end.
-    fn settle(&mut self, now: Duration, at: Instant) {
-        if self.pending.is_some() || self.core.crashed().is_some() {
-            return;
-        }
-        while let Some(command) = self.inbox.pop_front() {
-            self.apply(command, now, at);
-        }
-    }
-
-    fn apply(&mut self, command: RankCommand, now: Duration, at: Instant) {
-        match command {
-            RankCommand::Turn(turn) => {
-                let NewTurn { ticket, stream, submit, progress, .. } = *turn;
-                let rid = submit.rid.clone();
-                progress.send_modify(|p| p.rank = self.index);
-                let key = self.core.submit(now, submit);
-                self.totals.requests += 1;
-                self.live.insert(key, Live { ticket, rid, stream, started: at, progress });
-            }
-            RankCommand::Open(open, reply) => {
-                let done = self.core.open(now, &open.id, open.streaming, open.timeout);
-                if let Some(reply) = reply {
-                    let _ = reply.send(done);
-                }
-            }
-            RankCommand::Close(id) => self.core.close(&id),
-            RankCommand::Abort { rid, all } => {
-                let outputs = self.core.abort(&rid, all);
-                self.deliver(outputs, at);
-            }
-            RankCommand::Flush(reply) => {
-                let _ = reply.try_send(self.core.flush());
-            }
-            RankCommand::SlowDown(sleep) => self.core.slow_down(sleep),
-        }
-    }
-
-    fn deliver(&mut self, outputs: Vec<Output>, now: Instant) {
-        for output in outputs {
-            let Some(live) = self.live.get(&output.key) else { continue };
-            let finished = output.finish.is_some();
-            live.progress.send_modify(|progress| {
-                progress.tokens.extend(output.token);
-                progress.prompt_tokens = output.prompt_tokens;
-                progress.cached_tokens = output.cached_tokens;
-                progress.retractions = output.retractions;
-                progress.first_token = progress.first_token.or(output.token.map(|_| now));
-                progress.finish = output.finish;
-            });
-            if finished && let Some(live) = self.live.remove(&output.key) {
-                self.count(&live.progress.borrow());
-            }
-        }
-    }
-
-    fn count(&mut self, progress: &Progress) {
-        let aborted = matches!(progress.finish, Some(Finish::Abort { .. }));
-        self.totals.aborted += u64::from(aborted);
-        self.totals.prompt_tokens += progress.prompt_tokens as u64;
-        self.totals.cached_tokens += progress.cached_tokens as u64;
-        self.totals.generation_tokens += progress.tokens.len() as u64;
     }
 }

@@ -46,7 +46,7 @@ pub(super) async fn responses(State(app): AppState, headers: HeaderMap, body: By
     if !streams(&body) {
         return whole(&app, live, response_body).await;
     }
-    stream_response(app, live)
+    stream_response(&app, live)
 }
 
 pub(super) async fn messages(State(app): AppState, headers: HeaderMap, body: Bytes) -> Response {
@@ -72,7 +72,7 @@ pub(super) async fn messages(State(app): AppState, headers: HeaderMap, body: Byt
     if !streams(&body) {
         return whole(&app, live, message_body).await;
     }
-    stream_message(app, live)
+    stream_message(&app, live)
 }
 
 fn streams(body: &Object) -> bool {
@@ -147,10 +147,10 @@ fn response_body(app: &App, live: &Live, progress: &Progress) -> Value {
     })
 }
 
-fn stream_response(app: Arc<App>, live: Live) -> Response {
-    let renderer = Arc::clone(&app);
+fn stream_response(app: &Arc<App>, live: Live) -> Response {
+    let renderer = Arc::clone(app);
     let (mut sent, mut first, mut sequence) = (0, true, 0u64);
-    sse(&app, live, move |live, progress| {
+    sse(app, live, move |live, progress| {
         let mut out = String::new();
         if progress.tokens.is_empty() && progress.finish.is_none() {
             return out;
@@ -231,10 +231,10 @@ fn message_body(app: &App, live: &Live, progress: &Progress) -> Value {
     })
 }
 
-fn stream_message(app: Arc<App>, live: Live) -> Response {
-    let renderer = Arc::clone(&app);
+fn stream_message(app: &Arc<App>, live: Live) -> Response {
+    let renderer = Arc::clone(app);
     let (mut sent, mut first) = (0, true);
-    sse(&app, live, move |live, progress| {
+    sse(app, live, move |live, progress| {
         let mut out = String::new();
         if progress.tokens.is_empty() && progress.finish.is_none() {
             return out;

@@ -152,7 +152,7 @@ async fn run(
     if stream {
         let options = body.get("stream_options");
         let usage = options.and_then(|o| o.get("include_usage")).and_then(Value::as_bool);
-        return stream_chunks(app, live, route, usage.unwrap_or(false));
+        return stream_chunks(&app, live, route, usage.unwrap_or(false));
     }
     let mut live = live;
     let progress = live.end().await;
@@ -231,10 +231,10 @@ fn matched_stop(finish: &Finish) -> Value {
     }
 }
 
-fn stream_chunks(app: Arc<App>, live: Live, route: Route, include_usage: bool) -> Response {
+fn stream_chunks(app: &Arc<App>, live: Live, route: Route, include_usage: bool) -> Response {
     let mut sent = 0;
     let mut first = true;
-    let renderer = Arc::clone(&app);
+    let renderer = Arc::clone(app);
     let render = move |live: &Live, progress: &Progress| {
         let chunk = |choices: Value, usage: Value| {
             let object =
@@ -284,7 +284,7 @@ fn stream_chunks(app: Arc<App>, live: Live, route: Route, include_usage: bool) -
         }
         out
     };
-    sse(&app, live, render)
+    sse(app, live, render)
 }
 
 /// An error after the stream's start is an event, not a status.
