@@ -249,4 +249,48 @@ mod tests {
         let (staged, bad) = gather_pages(&r2t, 16, &rows, 2, 8);
         assert_eq!((staged, bad), (vec![PAGE_BAD; 3], 3));
     }
+
+    /// Every law at once on pools made by a small generator; a failure names its seed.
+    #[test]
+    fn laws_hold_on_random_pools() {
+        for seed in 0..500u32 {
+            let mut state = seed.wrapping_mul(2_654_435_761) | 1;
+            let mut below = |n: u32| {
+                state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                (state >> 16) % n
+            };
+            let npages = 4 + below(40);
+            let lists: Vec<Vec<u32>> = (0..below(6))
+                .map(|_| (0..below(9)).map(|_| 1 + below(npages - 1)).collect())
+                .collect();
+            let rows: Vec<(u32, u32, &[u32])> = lists
+                .iter()
+                .map(|pages| {
+                    let len = u32::try_from(pages.len() * 4).unwrap();
+                    (below(3), len.saturating_sub(below(4)), pages.as_slice())
+                })
+                .collect();
+            let (r2t, ld, rows) = pool(&rows);
+            let (staged, bad) = gather_pages(&r2t, ld, &rows, 2, npages);
+            assert_eq!(bad, 0, "seed {seed}");
+            let marks = mark(&rows, &staged, 2, npages);
+            let mut reversed = rows.clone();
+            reversed.reverse();
+            assert_eq!(marks, mark(&reversed, &staged, 2, npages), "seed {seed}: order matters");
+            let by = session(&rows, &staged, &marks, 2);
+            let refs: u64 = by.values().map(|s| s.refs).sum();
+            let uss: u64 = by.values().map(|s| s.uss).sum();
+            let pss: u64 = by.values().map(|s| s.pss_q32).sum();
+            let named: u64 = marks.refcnt.iter().map(|&n| u64::from(n)).sum();
+            assert_eq!(refs, named, "seed {seed}");
+            assert_eq!(uss, marks.held_pages() - marks.shared_pages(), "seed {seed}");
+            let lost = (marks.held_pages() << 32) - pss;
+            assert!(lost <= refs, "seed {seed}: the shares add up to the pages held");
+            let free = list_to_set((0..below(20)).map(|_| below(npages)), npages);
+            let tree = list_to_set((0..below(20)).map(|_| below(npages)), npages);
+            let c = classify(&free, &marks, &tree);
+            let all = c.leaked + c.free + c.private + c.cached + c.cached_in_use + c.corrupt;
+            assert_eq!(all, u64::from(npages), "seed {seed}: every page has one class");
+        }
+    }
 }

@@ -323,17 +323,10 @@ impl Core {
         }
         self.reap(now);
         let batch = self.schedule();
-        let step = if !batch.is_empty() {
-            Some(self.prefill(batch))
-        } else if !self.running.is_empty() {
-            Some(self.decode())
-        } else {
-            None
-        };
-        if cfg!(debug_assertions) && self.crashed.is_none() {
-            self.tree.check_invariants();
+        if !batch.is_empty() {
+            return Some(self.prefill(batch));
         }
-        step
+        (!self.running.is_empty()).then(|| self.decode())
     }
 
     /// When [`Core::step`] must be called again for the reaper's sake, if nothing else happens.

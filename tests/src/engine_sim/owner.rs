@@ -220,6 +220,8 @@ impl Owner {
     }
 
     pub(super) async fn run(mut self) {
+        // A broken invariant panics here, and takes the whole server with it.
+        let _ends_all = self.killed.clone().drop_guard();
         while !self.killed.is_cancelled() {
             while let Ok(command) = self.commands.try_recv() {
                 self.dispatch(command);

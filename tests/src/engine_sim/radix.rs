@@ -159,9 +159,15 @@ impl Radix {
         }
     }
 
-    /// Pages under a session's tag.
-    pub(super) fn tagged_pages(&self, tag: &str) -> usize {
-        self.nodes.values().filter(|n| n.tags.contains(tag)).map(|n| n.pages.len()).sum()
+    /// Tokens under each session's tag.
+    pub(super) fn tagged_tokens(&self) -> BTreeMap<String, usize> {
+        let mut by_tag = BTreeMap::new();
+        for node in self.nodes.values() {
+            for tag in &node.tags {
+                *by_tag.entry(tag.clone()).or_default() += node.tokens.len();
+            }
+        }
+        by_tag
     }
 
     /// Drops everything; nothing may be locked.
@@ -280,7 +286,7 @@ mod tests {
         let mut tree = Radix::new(1);
         tree.insert(&[1], &[1], Some("a"));
         tree.insert(&[2], &[2], Some("b"));
-        assert_eq!(tree.tagged_pages("b"), 1);
+        assert_eq!(tree.tagged_tokens()["b"], 1);
         tree.untag("b");
         assert_eq!(tree.evict(1), [2]);
     }

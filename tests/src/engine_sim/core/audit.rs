@@ -1,8 +1,11 @@
 //! What a rank shows of itself: exact facts, the late gauges of `/metrics`, and its invariants.
 
-use super::Core;
+use super::{
+    super::request::{Kind, ReqKey},
+    Core,
+};
 use kernels::reference::{self, LiveRow, OWNER_SHARED};
-use std::time::Duration;
+use std::{collections::BTreeMap, time::Duration};
 
 /// A controller session as the scheduler has it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -38,7 +41,11 @@ pub struct PoolFacts {
     pub waiting: usize,
     /// Prompt tokens of queued requests, histories included.
     pub waiting_tokens: usize,
+    /// Of those, not held by their sessions already.
+    pub waiting_uncached_tokens: usize,
     pub sessions: Vec<SessionFacts>,
+    /// Tokens in the tree under each open `session_id`'s tag; shared ones count for each.
+    pub tagged_tokens: BTreeMap<String, usize>,
     pub prefilled_tokens: u64,
     pub prefill_busy: Duration,
 }
@@ -136,15 +143,22 @@ impl Core {
             running: self.running.len() + usize::from(self.chunked.is_some()),
             waiting: self.waiting.len(),
             waiting_tokens: self.waiting.iter().map(|key| self.reqs[key].fill_len()).sum(),
+            waiting_uncached_tokens: self.waiting.iter().map(|key| self.uncached_of(*key)).sum(),
+            tagged_tokens: self.tree.tagged_tokens(),
             sessions: self.sessions.keys().map(|id| self.session_facts(id)).collect(),
             prefilled_tokens: self.gauges.prefilled_tokens,
             prefill_busy: self.gauges.prefill_busy,
         }
     }
 
-    /// Pages that carry a `session_id`'s tag.
-    pub fn tagged_pages(&self, session: &str) -> usize {
-        self.tree.tagged_pages(session)
+    fn uncached_of(&self, key: ReqKey) -> usize {
+        let req = &self.reqs[&key];
+        let row = match &req.kind {
+            Kind::Streaming { session } => self.slots.get(session),
+            Kind::Plain | Kind::Normal { .. } | Kind::Tagged { .. } => None,
+        };
+        let record = row.and_then(|&row| self.rows[row].as_ref());
+        req.fill_len().saturating_sub(record.map_or(0, |record| record.committed))
     }
 
     fn session_facts(&self, id: &str) -> SessionFacts {

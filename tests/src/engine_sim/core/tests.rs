@@ -108,12 +108,12 @@ fn tagged_turns_hit_whole_pages() {
         cached.push(one(&mut core, T0).cached_tokens);
     }
     assert_eq!(cached, [0, 96, 112]);
-    assert!(core.tagged_pages("t") > 0);
+    assert_eq!(core.facts().tagged_tokens["t"], 160);
     core.close("t");
-    assert_eq!(core.tagged_pages("t"), 0);
+    assert!(core.facts().tagged_tokens.is_empty());
     submit(&mut core, T0, tag(), prompt, 8);
     assert_eq!(one(&mut core, T0).cached_tokens, 144);
-    assert_eq!(core.tagged_pages("t"), 0, "a closed id tags no longer");
+    assert!(core.facts().tagged_tokens.is_empty(), "a closed id tags no longer");
 }
 
 #[test]
@@ -181,6 +181,123 @@ fn refused_overlap_unlocks_the_session_and_the_third_turn_corrupts() {
     assert_eq!((none, refused, clean.len(), dirty.len()), (0, 1, 60, 60));
     assert_eq!((prompt, dirty_prompt), (30, 43));
     assert_ne!(clean, dirty);
+}
+
+#[test]
+fn close_after_a_refused_overlap_kills_the_process() {
+    let mut core = core(CoreConfig::default());
+    core.open(T0, "s", true, None);
+    turn(&mut core, T0, "s", ids(10, 1), 30);
+    core.step(T0);
+    turn(&mut core, T0, "s", ids(10, 2), 30);
+    core.step(T0);
+    assert!(!core.facts().sessions[0].inflight, "the live turn's flag is gone");
+    core.close("s");
+    assert_eq!(core.facts().held_rows, 0, "its KV was released under it");
+    run(&mut core, T0);
+    assert_eq!(core.crashed(), Some("AssertionError: release_kv_cache"));
+}
+
+#[test]
+fn aborted_first_turn_leaves_an_empty_session() {
+    let mut core = core(CoreConfig { page_size: 1, ..CoreConfig::default() });
+    core.open(T0, "s", true, None);
+    turn(&mut core, T0, "s", ids(10, 1), 100);
+    core.step(T0);
+    core.abort("rid-000001", false);
+    one(&mut core, T0);
+    let mut next = vec![crate::engine_sim::tokenizer::BOS];
+    next.extend(ids(9, 3));
+    turn(&mut core, T0, "s", next, 5);
+    let after = one(&mut core, T0);
+    assert_eq!((after.prompt_tokens, after.cached_tokens), (10, 0), "BOS is kept");
+}
+
+#[test]
+fn refused_and_queued_aborted_turns_keep_the_slot() {
+    let mut core = core(CoreConfig::default());
+    core.open(T0, "s", true, None);
+    turn(&mut core, T0, "s", ids(20, 1), 10);
+    one(&mut core, T0);
+    let params = SessionParams { id: "s".into(), offset: 1, ..SessionParams::default() };
+    submit(&mut core, T0, SessionRef::Controller(params), ids(5, 2), 5);
+    assert_eq!(message(&one(&mut core, T0)), "Streaming sessions do not support offset.");
+    turn(&mut core, T0, "s", ids(5, 2), 5);
+    core.abort("rid-000003", false);
+    turn(&mut core, T0, "s", ids(1, 2), 5);
+    let after = one(&mut core, T0);
+    assert_eq!((after.prompt_tokens, after.cached_tokens), (31, 29));
+}
+
+#[test]
+fn long_prompts_are_prefilled_in_chunks_and_a_flush_keeps_the_history() {
+    let config = CoreConfig { chunked_prefill_size: 64, ..CoreConfig::default() };
+    let mut core = core(config);
+    core.open(T0, "s", true, None);
+    turn(&mut core, T0, "s", ids(150, 1), 1);
+    let mut busy = Duration::ZERO;
+    for tokens in [64, 128, 150] {
+        assert_eq!(core.facts().prefilled_tokens, tokens - if tokens == 150 { 22 } else { 64 });
+        busy += core.step(T0).unwrap().busy;
+    }
+    assert_eq!((core.step(T0), busy), (None, Duration::from_micros(1500)));
+    assert!(core.flush());
+    turn(&mut core, T0, "s", Vec::new(), 1);
+    let after = one(&mut core, T0);
+    assert_eq!((after.prompt_tokens, after.cached_tokens), (151, 0));
+}
+
+#[test]
+fn stop_sequences_and_eos_end_an_answer_and_count() {
+    let mut core = core(CoreConfig { page_size: 1, ..CoreConfig::default() });
+    core.open(T0, "s", true, None);
+    turn(&mut core, T0, "s", ids(20, 1), 6);
+    let mut tokens = Vec::new();
+    while let Some(step) = core.step(T0) {
+        tokens.extend(step.outputs.into_iter().filter_map(|o| o.token));
+    }
+    core.close("s");
+    core.open(T0, "s", true, None);
+    let mut stopping = sampling(50);
+    stopping.stop = vec![tokens[2..4].to_vec()];
+    let session = SessionRef::Controller(SessionParams { id: "s".into(), ..Default::default() });
+    let rid = "stops".to_owned();
+    core.submit(T0, Submit { rid, input_ids: ids(20, 1), sampling: stopping, session });
+    let end = one(&mut core, T0);
+    assert_eq!(end.finish, Some(Finish::StopText(tokens[2..4].to_vec())));
+    turn(&mut core, T0, "s", ids(1, 1), 1);
+    let after = one(&mut core, T0);
+    assert_eq!((after.prompt_tokens, after.cached_tokens), (25, 23));
+}
+
+#[test]
+fn a_retracted_turn_aborted_in_the_queue_leaves_its_session_half_closed() {
+    let config =
+        CoreConfig { max_total_tokens: 256, new_token_per_mille: 20, ..CoreConfig::default() };
+    let mut core = core(config);
+    for (id, salt) in [("a", 1), ("b", 2)] {
+        core.open(T0, id, true, None);
+        let params = SessionParams { id: id.to_owned(), ..SessionParams::default() };
+        let mut sampling = sampling(110);
+        sampling.ignore_eos = false;
+        let session = SessionRef::Controller(params);
+        core.submit(T0, Submit { rid: id.into(), input_ids: ids(20, salt), sampling, session });
+        core.step(T0);
+    }
+    let ended = |step: Step| step.outputs.into_iter().find(|o| o.finish.is_some());
+    let end = std::iter::from_fn(|| core.step(T0)).find_map(ended).unwrap();
+    assert!(message(&end).starts_with("Out of memory even after retracting"));
+    core.abort("", true);
+    assert!(run(&mut core, T0).is_empty());
+    for id in ["a", "b"] {
+        core.close(id);
+    }
+    core.step(Duration::from_secs(5));
+    let facts = core.facts();
+    assert_eq!(facts.sessions.len(), 1, "one can't be closed any more");
+    assert!(facts.sessions[0].closing && facts.session_held > 0);
+    assert!(core.flush());
+    assert_eq!((core.facts().used(), core.facts().sessions.len()), (0, 1));
 }
 
 #[test]

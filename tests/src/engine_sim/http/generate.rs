@@ -52,8 +52,16 @@ pub(super) async fn generate(State(app): AppState, body: Bytes) -> Response {
             event_stream(Body::from(format!("data: {error}\n\ndata: [DONE]\n\n")))
         }
         Err(Refusal::Value(message)) => plain_error(&message),
+        // The status is out before the exception is raised.
+        Err(Refusal::Fault) if stream => broken_stream(),
         Err(Refusal::Fault) => internal_error(),
     }
+}
+
+/// A stream that breaks off before its first event.
+fn broken_stream() -> Response {
+    let broken = std::io::Error::from(std::io::ErrorKind::BrokenPipe);
+    event_stream(Body::from_stream(tokio_stream::once(Err::<Bytes, _>(broken))))
 }
 
 fn read(app: &App, body: &Map<String, Value>, stream: bool) -> Result<Call, Refusal> {

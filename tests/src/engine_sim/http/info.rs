@@ -53,7 +53,7 @@ fn load(app: &App, rank: usize, report: &RankReport, include: &[&str]) -> Value 
         "dp_rank": rank,
         "num_running_reqs": facts.running,
         "num_waiting_reqs": facts.waiting,
-        "num_waiting_uncached_tokens": facts.waiting_tokens,
+        "num_waiting_uncached_tokens": facts.waiting_uncached_tokens,
         "num_used_tokens": used,
         "num_total_tokens": used + facts.waiting_tokens,
         "num_active_tokens": facts.uncached,
