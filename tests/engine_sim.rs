@@ -477,6 +477,64 @@ async fn gauges_are_late_and_loads_are_not() {
 }
 
 #[tokio::test]
+async fn stop_text_is_cut_off_and_bodies_keep_the_engines_order() {
+    let engine = Caller::new(quick(CoreConfig::default())).await;
+    let mut body = json!({ "text": "tell me", "sampling_params": sampling(40) });
+    let whole = engine.post("/generate", body.clone()).await;
+    assert!(whole.text().starts_with("{\"text\":\""));
+    assert!(
+        whole.text().contains("\"finish_reason\":{\"type\":\"length\",\"length\":40},\"prompt")
+    );
+    let text = whole.json()["text"].as_str().unwrap().to_owned();
+    let stop: String = text.chars().skip(10).take(3).collect();
+    let before = &text[..text.find(&stop).unwrap()];
+    body["sampling_params"]["stop"] = json!([stop]);
+    let cut = engine.post("/generate", body).await;
+    assert_eq!(cut.json()["text"], json!(before));
+    assert_eq!(cut.meta("finish_reason"), json!({ "type": "stop", "matched": stop }));
+    let batch = json!({ "text": ["a", "b"], "sampling_params": sampling(3) });
+    assert_eq!(engine.post("/generate", batch).await.json().as_array().unwrap().len(), 2);
+}
+
+/// Eight sessions and plain requests at once, prompts longer than a chunk, some clients leaving.
+#[tokio::test]
+async fn a_busy_engine_loses_nothing() {
+    let core = CoreConfig {
+        max_total_tokens: 8192,
+        max_running_requests: 12,
+        chunked_prefill_size: 128,
+        decode_ms_per_step: 0.2,
+        ..CoreConfig::default()
+    };
+    let mut config = quick(core);
+    config.disconnect_poll = Duration::from_millis(20);
+    let engine = std::sync::Arc::new(Caller::new(config).await);
+    let mut clients = tokio::task::JoinSet::new();
+    for client in 0..8 {
+        let engine = std::sync::Arc::clone(&engine);
+        clients.spawn(async move {
+            let id = format!("session-{client}");
+            engine.open(&id).await;
+            for round in 0..6usize {
+                let text = format!("{client}{round}").repeat(40 + round);
+                let answer = engine.turn(&id, &text, 12).await;
+                assert_eq!(answer.status, 200, "{}", answer.text());
+                let leaver = json!({ "text": text, "sampling_params": sampling(400) });
+                drop(raw(&engine, &leaver).await);
+            }
+            engine.close(&id).await;
+        });
+    }
+    while let Some(client) = timeout(WAIT, clients.join_next()).await.expect("all end") {
+        client.unwrap();
+    }
+    engine.until("quiet", |facts| facts.running + facts.waiting + facts.sessions.len() == 0).await;
+    assert_eq!(engine.get("/flush_cache").await.status, 200);
+    let facts = engine.pool().await;
+    assert_eq!((facts.available, facts.free_rows), (facts.total, facts.rows));
+}
+
+#[tokio::test]
 async fn other_dialects_have_their_shape() {
     let engine = Caller::new(quick(CoreConfig::default())).await;
     let body = json!({ "model": "tiny", "input": "hello", "max_output_tokens": 6 });

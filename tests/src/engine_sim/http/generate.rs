@@ -6,13 +6,13 @@ use super::{
         request::{Finish, Sampling, SessionParams, SessionRef, Submit},
         tokenizer,
     },
-    App, AppState, Live, event_stream, internal_error, json_response, object_error, parse_object,
-    plain_error, sse, wall_seconds,
+    App, AppState, Live, event_stream, internal_error, json_response, object, object_error,
+    parse_object, plain_error, sse, wall_seconds,
 };
 use axum::{body::Body, extract::State, http::StatusCode, response::Response};
 use bytes::Bytes;
 use serde_json::{Map, Value, json};
-use std::sync::Arc;
+use std::{fmt::Display, sync::Arc};
 
 /// Output tokens of a request that names no limit.
 const MAX_NEW_TOKENS_DEFAULT: usize = 128;
@@ -211,10 +211,7 @@ async fn answer(app: Arc<App>, call: Call) -> Response {
         }
         bodies.push(render(&app, &live, &progress));
     }
-    let body = match bodies.pop() {
-        Some(body) if !call.batch => body,
-        last => Value::Array(bodies.into_iter().chain(last).collect()),
-    };
+    let body = if call.batch { format!("[{}]", bodies.join(",")) } else { bodies.concat() };
     json_response(StatusCode::OK, &body)
 }
 
@@ -248,56 +245,75 @@ pub(super) fn text(progress: &Progress) -> String {
     tokenizer::decode(tokens, progress.finish.is_some())
 }
 
-fn render(app: &App, live: &Live, progress: &Progress) -> Value {
-    let completion = progress.tokens.len();
-    let mut meta = json!({
-        "id": live.rid,
-        "finish_reason": progress.finish.as_ref().map(finish_reason),
-        "prompt_tokens": progress.prompt_tokens,
-        "weight_version": "default",
-        "num_retractions": progress.retractions,
-        "storage_prefetch_wait": 0.0,
-        "storage_staging_wait": 0.0,
-        "reasoning_tokens": 0,
-        "completion_tokens": completion,
-        "cached_tokens": progress.cached_tokens,
-        "cached_tokens_details": { "device": progress.cached_tokens, "host": 0 },
-        "dp_rank": (app.config.dp_size > 1).then_some(progress.rank),
-        "request_received_ts": live.received_wall,
-        "response_sent_to_client_ts": wall_seconds(),
-    });
-    if progress.finish.is_some() {
-        let latency = live.received.elapsed().as_secs_f64();
-        let first = progress.first_token.map(|at| at.duration_since(live.received).as_secs_f64());
-        meta["weight_versions"] = json!([{ "version": "default", "start": 0, "end": completion }]);
-        meta["e2e_latency"] = json!(latency);
-        meta["first_token_latency"] = json!(first);
-        meta["queue_time"] = json!(0.0);
-        meta["request_finished_ts"] = json!(live.received_wall + latency);
-        meta["decode_throughput"] =
-            json!(first.map(|first| completion as f64 / (latency - first).max(1e-6)));
-    }
-    json!({ "text": text(progress), "output_ids": progress.tokens, "meta_info": meta })
+fn render(app: &App, live: &Live, progress: &Progress) -> String {
+    let reason = progress.finish.as_ref().map_or_else(|| "null".to_owned(), finish_reason);
+    let cached = progress.cached_tokens;
+    let rank = json!((app.config.dp_size > 1).then_some(progress.rank));
+    let meta = [
+        ("id", json!(live.rid).to_string()),
+        ("finish_reason", reason),
+        ("prompt_tokens", progress.prompt_tokens.to_string()),
+        ("weight_version", "\"default\"".to_owned()),
+        ("num_retractions", progress.retractions.to_string()),
+        ("storage_prefetch_wait", "0.0".to_owned()),
+        ("storage_staging_wait", "0.0".to_owned()),
+        ("reasoning_tokens", "0".to_owned()),
+        ("completion_tokens", progress.tokens.len().to_string()),
+        ("cached_tokens", cached.to_string()),
+        ("cached_tokens_details", object(&[("device", &cached), ("host", &0)])),
+        ("dp_rank", rank.to_string()),
+        ("request_received_ts", json!(live.received_wall).to_string()),
+    ];
+    let ending = if progress.finish.is_some() { ending(live, progress) } else { Vec::new() };
+    let sent = [("response_sent_to_client_ts", json!(wall_seconds()).to_string())];
+    let meta: Vec<(&str, String)> = meta.into_iter().chain(ending).chain(sent).collect();
+    let meta: Vec<(&str, &dyn Display)> = meta.iter().map(|(k, v)| (*k, v as _)).collect();
+    object(&[
+        ("text", &json!(text(progress))),
+        ("output_ids", &json!(progress.tokens)),
+        ("meta_info", &object(&meta)),
+    ])
 }
 
-fn finish_reason(finish: &Finish) -> Value {
+/// What only the last state of a request knows.
+fn ending(live: &Live, progress: &Progress) -> Vec<(&'static str, String)> {
+    let completion = progress.tokens.len();
+    let latency = live.received.elapsed().as_secs_f64();
+    let first = progress.first_token.map(|at| at.duration_since(live.received).as_secs_f64());
+    let throughput = first.map(|first| completion as f64 / (latency - first).max(1e-6));
+    let version = json!([{ "version": "default", "start": 0, "end": completion }]);
+    vec![
+        ("weight_versions", version.to_string()),
+        ("queue_time", "0.0".to_owned()),
+        ("e2e_latency", json!(latency).to_string()),
+        ("first_token_latency", json!(first).to_string()),
+        ("request_finished_ts", json!(live.received_wall + latency).to_string()),
+        ("decode_throughput", json!(throughput).to_string()),
+    ]
+}
+
+fn finish_reason(finish: &Finish) -> String {
     match finish {
-        Finish::Length(length) => json!({ "type": "length", "length": length }),
-        Finish::StopToken(token) => json!({ "type": "stop", "matched": token }),
+        Finish::Length(length) => object(&[("type", &"\"length\""), ("length", length)]),
+        Finish::StopToken(token) => object(&[("type", &"\"stop\""), ("matched", token)]),
         Finish::StopText(stop) => {
-            json!({ "type": "stop", "matched": tokenizer::decode(stop, true) })
+            let text = json!(tokenizer::decode(stop, true));
+            object(&[("type", &"\"stop\""), ("matched", &text)])
         }
         Finish::Abort { message, queued: true, .. } => {
-            json!({ "type": "abort", "message": message })
+            object(&[("type", &"\"abort\""), ("message", &json!(message))])
         }
         Finish::Abort { message, status, .. } => {
             let kind = status.map(|status| match status {
                 400 => "BadRequestError",
                 _ => "InternalServerError",
             });
-            json!({
-                "type": "abort", "message": message, "status_code": status, "err_type": kind
-            })
+            object(&[
+                ("type", &"\"abort\""),
+                ("message", &json!(message)),
+                ("status_code", &json!(status)),
+                ("err_type", &json!(kind)),
+            ])
         }
     }
 }

@@ -6,7 +6,7 @@ use super::{
         owner::RankReport,
         tokenizer::{EOS, VOCAB_SIZE},
     },
-    App, AppState, json_response, plain_error, wall_seconds,
+    App, AppState, json_response, plain_error, wall_seconds, whole_seconds,
 };
 use axum::{
     extract::{Query, State},
@@ -192,7 +192,7 @@ pub(super) async fn model_info(State(app): AppState) -> Response {
 pub(super) async fn models(State(app): AppState) -> Response {
     let name = &app.config.served_model_name;
     let card = json!({
-        "id": name, "object": "model", "created": app.started_wall.trunc(), "owned_by": "sglang",
+        "id": name, "object": "model", "created": whole_seconds(app.started_wall), "owned_by": "sglang",
         "root": name, "parent": null, "max_model_len": app.config.core.context_len,
     });
     json_response(StatusCode::OK, &json!({ "object": "list", "data": [card] }))

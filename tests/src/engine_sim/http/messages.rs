@@ -11,7 +11,7 @@ use super::{
     generate::{text, too_long},
     json_response,
     openai::{bad_request, chat_prompt, content_text, rank, refusal},
-    parse_object, sse, validation_error,
+    parse_object, sse, validation_error, whole_seconds,
 };
 use axum::{
     extract::State,
@@ -133,7 +133,7 @@ fn response_body(app: &App, live: &Live, progress: &Progress) -> Value {
     };
     let output = progress.finish.as_ref().map(|_| output_item(live, progress));
     json!({
-        "id": live.rid, "object": "response", "created_at": live.received_wall.trunc(),
+        "id": live.rid, "object": "response", "created_at": whole_seconds(live.received_wall),
         "model": app.config.served_model_name, "status": status,
         "output": output.into_iter().collect::<Vec<_>>(),
         "parallel_tool_calls": true, "tool_choice": "auto", "tools": [],

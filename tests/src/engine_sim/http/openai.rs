@@ -8,7 +8,8 @@ use super::{
     },
     App, AppState, Live,
     generate::{routed_rank, stops, text, token_ids, too_long},
-    json_response, object_error, parse_object, sse, validation_error, wall_seconds,
+    json_response, object as fields, object_error, parse_object, sse, validation_error,
+    whole_seconds,
 };
 use axum::{
     extract::State,
@@ -172,7 +173,7 @@ pub(super) fn refusal(progress: &Progress) -> Option<Response> {
     Some(object_error(status, kind, message))
 }
 
-fn whole(app: &App, live: &Live, route: Route, progress: &Progress) -> Value {
+fn whole(app: &App, live: &Live, route: Route, progress: &Progress) -> String {
     let content = text(progress);
     let reason = progress.finish.as_ref().map(finish_reason);
     let matched = progress.finish.as_ref().map(matched_stop);
@@ -194,12 +195,15 @@ fn whole(app: &App, live: &Live, route: Route, progress: &Progress) -> Value {
                 "finish_reason": reason, "matched_stop": matched }),
         ),
     };
-    json!({
-        "id": live.rid, "object": object, "created": live.received_wall.trunc(),
-        "model": app.config.served_model_name, "choices": [choice],
-        "usage": usage(app, progress),
-        "metadata": { "weight_version": "default" },
-    })
+    fields(&[
+        ("id", &json!(live.rid)),
+        ("object", &json!(object)),
+        ("created", &whole_seconds(live.received_wall)),
+        ("model", &json!(app.config.served_model_name)),
+        ("choices", &json!([choice])),
+        ("usage", &usage(app, progress)),
+        ("metadata", &json!({ "weight_version": "default" })),
+    ])
 }
 
 fn usage(app: &App, progress: &Progress) -> Value {
@@ -239,10 +243,14 @@ fn stream_chunks(app: &Arc<App>, live: Live, route: Route, include_usage: bool) 
         let chunk = |choices: Value, usage: Value| {
             let object =
                 if route == Route::Chat { "chat.completion.chunk" } else { "text_completion" };
-            let body = json!({
-                "id": live.rid, "object": object, "created": wall_seconds().trunc(),
-                "model": renderer.config.served_model_name, "choices": choices, "usage": usage,
-            });
+            let body = fields(&[
+                ("id", &json!(live.rid)),
+                ("object", &json!(object)),
+                ("created", &whole_seconds(live.received_wall)),
+                ("model", &json!(renderer.config.served_model_name)),
+                ("choices", &choices),
+                ("usage", &usage),
+            ]);
             format!("data: {body}\n\n")
         };
         let choice = |delta: Value, reason: Value, matched: Value| {
