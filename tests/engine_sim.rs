@@ -302,6 +302,7 @@ async fn aborts_of_running_and_queued_turns() {
     let engine = Caller::new(quick(core)).await;
     engine.open("s").await;
     engine.turn("s", "some words to start with", 8).await;
+    engine.post("/slow_down", json!({ "forward_sleep_time": 0.01 })).await;
     let mut long = turn("s", "go on", 900);
     long["rid"] = json!("rid-running");
     let run = async { engine.post("/generate", long).await };
@@ -372,7 +373,7 @@ async fn read_all(stream: &TcpStream) -> String {
 #[tokio::test]
 async fn a_vanished_client_aborts_its_turn() {
     let mut config = quick(CoreConfig::default());
-    config.disconnect_poll = Duration::from_millis(300);
+    config.disconnect_poll = Duration::from_secs(1);
     let engine = Caller::new(config).await;
     engine.post("/slow_down", json!({ "forward_sleep_time": 0.01 })).await;
     for stream in [true, false] {

@@ -105,6 +105,10 @@ impl Core {
         let row = req.row.expect("a request that ran has a row");
         let seq = req.seq;
         match req.kind.clone() {
+            Kind::Streaming { .. } if aborted && !self.owns_prefix(key, row) => {
+                self.crashed = Some("pool memory leak detected");
+                return output;
+            }
             Kind::Streaming { session } if aborted => {
                 // The whole chain, the aborted output included, becomes ordinary cache.
                 self.cache_row(key, row, seq);
@@ -119,6 +123,19 @@ impl Core {
         self.settle_session(key, aborted);
         self.reqs.remove(&key);
         output
+    }
+
+    /// False when the row's locked prefix is that of another turn: inserting this turn's chain
+    /// would put its pages in the tree a second time, which the engine's memory check kills.
+    fn owns_prefix(&mut self, key: ReqKey, row: usize) -> bool {
+        let protected = self.row(row).protected;
+        let req = &self.reqs[&key];
+        if req.fill_len() < protected {
+            return false;
+        }
+        let found = self.tree.find(&req.fill(protected));
+        self.row(row).pages.starts_with(&found.pages)
+            && found.pages.len() * self.config.page_size == protected
     }
 
     fn settle_session(&mut self, key: ReqKey, aborted: bool) {

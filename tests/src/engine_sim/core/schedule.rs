@@ -157,8 +157,8 @@ impl Core {
         self.gauges.prefilled(tokens, step.busy);
         for extend in batch {
             let key = extend.key;
-            if !self.write_prompt(&extend) {
-                self.crashed = Some("IndexError: index out of range in self");
+            if let Err(reason) = self.write_prompt(&extend) {
+                self.crashed = Some(reason);
                 return step;
             }
             self.publish(key);
@@ -196,6 +196,9 @@ impl Core {
             Kind::Plain | Kind::Normal { .. } | Kind::Tagged { .. } => None,
         };
         let row = match (extend.borrowed, &streaming) {
+            (Some(row), _) if self.rows[row].is_none() => {
+                return Err("AssertionError: the session's row is gone");
+            }
             (Some(row), _) => row,
             (None, Some(session)) if self.slots.contains_key(session) => {
                 return Err("AssertionError: streaming session already has a slot");
@@ -227,7 +230,9 @@ impl Core {
 
     /// Frees what the row holds above `tokens`.
     fn trim(&mut self, row: usize, tokens: usize) {
-        let keep = self.pool.pages_of(tokens);
+        // Pages in the tree are not the row's to free.
+        let shared = self.row(row).protected / self.config.page_size;
+        let keep = self.pool.pages_of(tokens).max(shared);
         let record = self.row(row);
         let tail = record.pages.split_off(keep.min(record.pages.len()));
         record.alloc = tokens;
@@ -253,19 +258,26 @@ impl Core {
         record.committed = record.committed.max(tokens);
     }
 
-    /// Computes the KV of a piece of prompt; false if it kills the process.
-    fn write_prompt(&mut self, extend: &Extend) -> bool {
+    /// Computes the KV of a piece of prompt, unless that kills the process.
+    fn write_prompt(&mut self, extend: &Extend) -> Result<(), &'static str> {
+        let end = extend.start + extend.take;
+        let row = self.reqs[&extend.key].row.expect("allocated");
+        if self.rows[row].is_none() {
+            return Err("AssertionError: the session's row is gone");
+        }
+        // Another turn on the same row may have trimmed it since.
+        self.grow(row, end);
         let req = self.reqs.get_mut(&extend.key).expect("an admitted request exists");
-        let record = self.rows[req.row.expect("allocated")].as_ref().expect("allocated");
-        for at in extend.start..extend.start + extend.take {
+        let record = self.rows[row].as_ref().expect("checked above");
+        for at in extend.start..end {
             let token = req.fill_token(at);
             if token >= VOCAB_SIZE {
-                return false;
+                return Err("IndexError: index out of range in self");
             }
             self.pool.write(&record.pages, at, token);
         }
-        req.seq = extend.start + extend.take;
-        true
+        req.seq = end;
+        Ok(())
     }
 
     /// One output token for every running request.

@@ -393,8 +393,10 @@ fn same_context_gives_same_answer_whatever_the_caches_hold() {
     assert_eq!(answers[0][..30], answers[0][30..]);
 }
 
-/// Weighted random actions on a small pool. Returns a digest of everything that came out.
-fn random_run(seed: u64) -> String {
+/// Weighted random actions on a small pool. Returns everything that came out. A well-behaved
+/// caller never overlaps turns of a session; any other may crash the engine, but only in the
+/// engine's own ways, and pages are conserved until then.
+fn random_run(seed: u64, well_behaved: bool) -> String {
     let mut rng = fastrand::Rng::with_seed(seed);
     let mut core = core(CoreConfig {
         page_size: [1, 4, 16][rng.usize(..3)],
@@ -420,7 +422,7 @@ fn random_run(seed: u64) -> String {
             8..12 => core.close(&id),
             12..30 => {
                 let busy = core.sessions.get(&id).is_some_and(|s| s.has_unfinished());
-                if !busy {
+                if !busy || !well_behaved {
                     turn(&mut core, now, &id, ids(rng.usize(1..40), rng.u32(..9)), rng.usize(..50));
                 }
             }
@@ -444,8 +446,14 @@ fn random_run(seed: u64) -> String {
                 }
             }
         }
-        assert_eq!(core.crashed(), None, "seed {seed} step {step}");
+        if core.crashed().is_some() {
+            assert!(!well_behaved, "seed {seed} step {step}: {:?}", core.crashed());
+            return trace;
+        }
         core.check_invariants();
+    }
+    if !well_behaved {
+        return trace;
     }
     settle(&mut core, now, seed);
     trace
@@ -474,11 +482,18 @@ fn settle(core: &mut Core, mut now: Duration, seed: u64) {
 #[test]
 fn random_actions_conserve_pages() {
     for seed in 0..64 {
-        random_run(seed);
+        random_run(seed, true);
+    }
+}
+
+#[test]
+fn reckless_callers_crash_it_only_as_the_engine_crashes() {
+    for seed in 0..64 {
+        random_run(seed, false);
     }
 }
 
 #[test]
 fn same_seed_gives_the_same_trace() {
-    assert_eq!(random_run(7), random_run(7));
+    assert_eq!(random_run(7, true), random_run(7, true));
 }
