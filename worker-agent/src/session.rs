@@ -126,8 +126,6 @@ pub enum Outcome {
 pub struct Close {
     /// The engine-side id.
     pub incarnation: String,
-    /// Pinned sessions hold rows and KV until it is confirmed.
-    pub retention: Retention,
 }
 
 /// Why the table said no.

@@ -136,10 +136,12 @@ impl Owner {
     }
 
     fn on_time(&mut self, now: Instant) {
-        for (key, close) in self.table.expire(now) {
+        for key in self.table.expire(now) {
             info!(session = %key.digest(), "session expired");
-            self.carry_out(close);
             self.touched(&key);
+        }
+        for close in self.table.take_closes() {
+            self.carry_out(close);
         }
         self.drain_step(now);
         let gap = if self.dirty { REPORT_GAP } else { self.setup.report_interval };
@@ -183,9 +185,7 @@ impl Owner {
                 info!(turns = self.running.len(), "draining");
                 let drain = Drain { deadline: now() + limit, aborted: false, done: Some(done) };
                 self.draining = Some(drain);
-                for close in self.table.close_all() {
-                    self.carry_out(Some(close));
-                }
+                self.table.close_all();
                 self.dirty = true;
             }
         }
@@ -240,8 +240,7 @@ impl Owner {
     fn end(&mut self, end: &End) {
         self.running.remove(&end.rid);
         debug!(rid = end.rid, outcome = ?end.outcome, "turn ended");
-        let close = self.table.end(now(), &end.turn, end.outcome);
-        self.carry_out(close);
+        self.table.end(now(), &end.turn, end.outcome);
         if let Some(session) = &end.turn.session {
             self.touched(&session.key);
         }
@@ -293,13 +292,7 @@ impl Owner {
 
     fn opened(&mut self, key: &SessionKey, incarnation: &str, result: &Result<(), String>) {
         let waiters = self.opening.remove(key).unwrap_or_default();
-        if result.is_err() {
-            // Whether or not the engine opened it after all, nobody will use this incarnation.
-            let retention = Retention::Pinned;
-            self.carry_out(Some(Close { incarnation: incarnation.to_owned(), retention }));
-        }
-        let close = self.table.opened(key, incarnation, result.is_ok());
-        self.carry_out(close);
+        self.table.opened(key, incarnation, result.is_ok());
         for waiter in waiters {
             match (waiter, result) {
                 (Waiter::Turn { turn, reply }, Ok(())) => self.let_in(turn, reply),
@@ -320,17 +313,14 @@ impl Owner {
     }
 
     fn close(&mut self, key: &SessionKey) -> Result<bool, Error> {
-        let close = self.table.close(key)?;
-        let deferred = close.is_none() && self.table.get(key).is_some();
-        self.carry_out(close);
+        let deferred = self.table.close(key)?;
         self.touched(key);
         self.dirty = true;
         Ok(deferred)
     }
 
     /// Tells the engine to close, until it has heard it.
-    fn carry_out(&mut self, close: Option<Close>) {
-        let Some(close) = close else { return };
+    fn carry_out(&mut self, close: Close) {
         let (engine, mailbox) = (self.setup.engine.clone(), self.handle.mailbox.clone());
         let token = self.tasks.token();
         self.tasks.spawn(async move {

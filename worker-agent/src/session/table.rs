@@ -30,6 +30,8 @@ pub struct Table {
     sessions: HashMap<SessionKey, Session>,
     /// Incarnations whose close the engine has not confirmed yet, with rank and tokens held.
     closing: HashMap<String, (u32, u64)>,
+    /// Closes that the engine is still to be asked for.
+    closes: Vec<Close>,
     /// Turns inside the engine, per rank, with and without a session.
     turns: Vec<u32>,
     /// Prefix of incarnation ids, unique per agent process.
@@ -47,6 +49,7 @@ impl Table {
             engine,
             sessions: HashMap::new(),
             closing: HashMap::new(),
+            closes: vec![],
             turns,
             prefix,
             incarnations: 0,
@@ -127,8 +130,9 @@ impl Table {
         Ok(Turn { session: Some(turn), dp_rank })
     }
 
-    /// Opens a session without a turn. Answers with whether the engine must be asked first, in
-    /// which case [`Self::opened`] follows. An open session is answered with as it is.
+    /// Opens a session without a turn. Answers with the incarnation that the engine must open first,
+    /// if any; [`Self::opened`] follows. An open session is left as it is; one that can't go on is
+    /// replaced by a new incarnation.
     ///
     /// # Errors
     /// See [`Error`].
@@ -141,16 +145,13 @@ impl Table {
         rank: Option<u32>,
     ) -> Result<Option<String>, Error> {
         if let Some(session) = self.sessions.get(key) {
-            return match session.phase {
-                Phase::Closing => Err(Error::Closing),
-                Phase::Lost | Phase::Suspect if session.running == 0 => {
-                    self.sessions.remove(key);
-                    self.open(now, key, retention, idle_max, rank)
-                }
-                Phase::Suspect | Phase::Lost => Err(Error::Busy),
-                Phase::Opening => Ok(Some(session.incarnation.clone())),
-                Phase::Open => Ok(None),
-            };
+            match session.phase {
+                Phase::Closing => return Err(Error::Closing),
+                Phase::Opening => return Ok(Some(session.incarnation.clone())),
+                Phase::Open => return Ok(None),
+                Phase::Suspect | Phase::Lost if session.running > 0 => return Err(Error::Busy),
+                Phase::Suspect | Phase::Lost => drop(self.close(key)?),
+            }
         }
         let retention = self.retention(retention)?;
         let dp_rank = self.choose_rank(rank, Some(retention))?;
@@ -160,92 +161,96 @@ impl Table {
             ..Claim::of(key)
         };
         self.insert(now, key, retention, dp_rank, &claim)?;
-        let session = &self.sessions[key];
-        let incarnation = session.incarnation.clone();
         self.debug_check();
-        Ok((session.phase == Phase::Opening).then_some(incarnation))
+        let session = &self.sessions[key];
+        Ok((session.phase == Phase::Opening).then(|| session.incarnation.clone()))
     }
 
     /// The engine's answer to an open. A refused open forgets the session; a session closed in the
     /// meantime is closed now.
-    pub fn opened(&mut self, key: &SessionKey, incarnation: &str, ok: bool) -> Option<Close> {
-        let session = self.sessions.get_mut(key)?;
-        if session.incarnation != incarnation {
-            return None;
-        }
+    pub fn opened(&mut self, key: &SessionKey, incarnation: &str, ok: bool) {
+        let waiting = self.sessions.get_mut(key).filter(|one| one.incarnation == incarnation);
+        let Some(session) = waiting else {
+            // Nobody waits for it any more: what was opened must not stay.
+            return self.ask_to_close(incarnation.to_owned());
+        };
         if !ok {
             let dp_rank = session.dp_rank;
             self.turns[dp_rank as usize] -= session.running;
             self.sessions.remove(key);
-            self.debug_check();
-            return None;
+            // An answer that was lost may have been a yes.
+            self.ask_to_close(incarnation.to_owned());
+            return self.debug_check();
         }
         if session.phase == Phase::Opening {
             session.phase = Phase::Open;
         }
-        self.close_if_due(key)
+        self.close_if_due(key);
     }
 
     /// Ends a turn that [`Self::begin`] let in, and closes its session if that was asked for.
-    pub fn end(&mut self, now: Instant, turn: &Turn, outcome: Outcome) -> Option<Close> {
+    pub fn end(&mut self, now: Instant, turn: &Turn, outcome: Outcome) {
         let Some(of) = &turn.session else {
             self.turns[turn.dp_rank as usize] -= 1;
-            return None;
+            return;
         };
         // An open that failed has removed the session and its turns already.
-        let session = self.sessions.get_mut(&of.key)?;
-        if session.incarnation != of.incarnation {
-            return None;
-        }
+        let mine = |session: &&mut Session| session.incarnation == of.incarnation;
+        let Some(session) = self.sessions.get_mut(&of.key).filter(mine) else { return };
         self.turns[turn.dp_rank as usize] -= 1;
         session.running -= 1;
         session.last_end = now;
         settle(session, outcome);
-        let close = self.close_if_due(&of.key);
+        self.close_if_due(&of.key);
         self.debug_check();
-        close
     }
 
-    /// Closes a session: at once, or when its running turns have ended (`Ok(None)`).
+    /// Closes a session, at once or when its running turns have ended; answers whether it waits.
     ///
     /// # Errors
     /// [`Error::Unknown`] when there is none or it is closing already.
-    pub fn close(&mut self, key: &SessionKey) -> Result<Option<Close>, Error> {
+    pub fn close(&mut self, key: &SessionKey) -> Result<bool, Error> {
         let session = self.sessions.get_mut(key).ok_or(Error::Unknown)?;
-        if session.phase == Phase::Closing {
-            return Err(Error::Unknown);
+        match session.phase {
+            Phase::Closing => return Err(Error::Unknown),
+            Phase::Lost if session.running == 0 => {
+                // The engine has forgotten it already.
+                self.sessions.remove(key);
+                return Ok(false);
+            }
+            // An open still under way is closed by its answer.
+            Phase::Opening => session.phase = Phase::Closing,
+            Phase::Open | Phase::Suspect | Phase::Lost => {
+                session.phase = Phase::Closing;
+                self.close_if_due(key);
+            }
         }
-        if session.phase == Phase::Lost && session.running == 0 {
-            // The engine has forgotten it already.
-            self.sessions.remove(key);
-            return Ok(None);
-        }
-        let opening = session.phase == Phase::Opening;
-        session.phase = Phase::Closing;
-        // An open still under way is closed by its answer.
-        Ok(if opening { None } else { self.close_if_due(key) })
+        Ok(self.sessions.contains_key(key))
     }
 
     /// Closes every session; what runs ends first.
-    pub fn close_all(&mut self) -> Vec<Close> {
+    pub fn close_all(&mut self) {
         let keys: Vec<SessionKey> = self.sessions.keys().cloned().collect();
-        keys.iter().filter_map(|key| self.close(key).ok().flatten()).collect()
+        // One that is closing already needs no second word.
+        keys.iter().for_each(|key| drop(self.close(key)));
     }
 
-    /// Closes the sessions whose idle time has run out.
-    pub fn expire(&mut self, now: Instant) -> Vec<(SessionKey, Option<Close>)> {
+    /// Closes the sessions whose idle time has run out, and names them.
+    pub fn expire(&mut self, now: Instant) -> Vec<SessionKey> {
         let due = self.sessions.iter().filter(|(_, session)| {
             session.running == 0
                 && session.phase != Phase::Opening
                 && session.last_end + session.idle_max <= now
         });
         let due: Vec<SessionKey> = due.map(|(key, _)| key.clone()).collect();
-        due.into_iter()
-            .map(|key| {
-                let close = self.close(&key).ok().flatten();
-                (key, close)
-            })
-            .collect()
+        due.iter().for_each(|key| drop(self.close(key)));
+        due
+    }
+
+    /// What the engine must now be asked to close. [`Self::closed`] follows each.
+    #[must_use]
+    pub fn take_closes(&mut self) -> Vec<Close> {
+        std::mem::take(&mut self.closes)
     }
 
     /// When [`Self::expire`] has something to do next.
@@ -266,6 +271,7 @@ impl Table {
     /// The engine process is gone: with it every row, every token and every history.
     pub fn engine_lost(&mut self, engine: Engine) {
         self.closing.clear();
+        self.closes.clear();
         for session in self.sessions.values_mut() {
             if session.phase != Phase::Closing && session.phase != Phase::Opening {
                 session.phase = Phase::Lost;
@@ -394,19 +400,23 @@ impl Table {
     }
 
     /// Takes a closing session out when nothing of it is inside the engine any more.
-    fn close_if_due(&mut self, key: &SessionKey) -> Option<Close> {
-        let session = self.sessions.get(key)?;
-        if session.phase != Phase::Closing || session.running > 0 {
-            return None;
+    fn close_if_due(&mut self, key: &SessionKey) {
+        let due = |session: &Session| session.phase == Phase::Closing && session.running == 0;
+        if !self.sessions.get(key).is_some_and(due) {
+            return;
         }
         let session = self.sessions.remove(key).expect("it was just read");
-        let pinned = session.retention == Retention::Pinned;
-        if pinned {
+        if session.retention == Retention::Pinned {
             let held = (session.dp_rank, session.resident_tokens);
             self.closing.insert(session.incarnation.clone(), held);
         }
-        let close = Close { incarnation: session.incarnation, retention: session.retention };
-        (session.retention != Retention::None).then_some(close)
+        if session.retention != Retention::None {
+            self.ask_to_close(session.incarnation);
+        }
+    }
+
+    fn ask_to_close(&mut self, incarnation: String) {
+        self.closes.push(Close { incarnation });
     }
 
     /// Panics when a promise is broken.
@@ -486,6 +496,8 @@ fn check_pins(
 
 #[cfg(test)]
 mod tests {
+    use std::collections::HashSet;
+
     use super::*;
     use crate::session::{Capacity, Usage};
 
@@ -526,7 +538,7 @@ mod tests {
     fn opened_pin(table: &mut Table, now: Instant, id: &str) -> String {
         let opened = table.open(now, &key(id), Some(Retention::Pinned), None, None);
         let incarnation = opened.unwrap().expect("a pinned session is opened at the engine");
-        assert_eq!(table.opened(&key(id), &incarnation, true), None);
+        table.opened(&key(id), &incarnation, true);
         incarnation
     }
 
@@ -536,7 +548,7 @@ mod tests {
         opened_pin(&mut table, now, "s");
         let turn = begin(&mut table, now, &delta("s")).unwrap();
         assert_eq!(begin(&mut table, now, &delta("s")), Err(Error::Busy));
-        assert_eq!(table.end(now, &turn, finished(25, 6)), None);
+        table.end(now, &turn, finished(25, 6));
         assert_eq!(table.totals(0).pinned_tokens, 30, "the last token's KV isn't computed yet");
         assert_eq!(table.totals(0).rows_held, 1);
         assert!(begin(&mut table, now, &delta("s")).is_ok());
@@ -547,13 +559,14 @@ mod tests {
         let (mut table, now) = table();
         let incarnation = opened_pin(&mut table, now, "s");
         let turn = begin(&mut table, now, &delta("s")).unwrap();
-        assert_eq!(table.close(&key("s")), Ok(None));
+        assert_eq!(table.close(&key("s")), Ok(true), "it waits");
         assert_eq!(table.close(&key("s")), Err(Error::Unknown), "two closes: one is too late");
         assert_eq!(begin(&mut table, now, &delta("s")), Err(Error::Unknown), "closing beats busy");
         let reopened = table.open(now, &key("s"), None, None, None);
         assert_eq!(reopened, Err(Error::Closing));
-        let close = table.end(now, &turn, finished(10, 1)).expect("the turn has ended");
-        assert_eq!(close.incarnation, incarnation);
+        assert_eq!(table.take_closes(), [], "the turn still runs");
+        table.end(now, &turn, finished(10, 1));
+        assert_eq!(table.take_closes(), [Close { incarnation: incarnation.clone() }]);
         assert_eq!(table.totals(0).rows_held, 1, "held until the engine has confirmed");
         table.closed(&incarnation);
         assert_eq!(table.totals(0), Totals::default());
@@ -569,7 +582,8 @@ mod tests {
         let refused = table.open(now, &key("d"), Some(Retention::Pinned), None, None);
         assert!(matches!(refused, Err(Error::Short { what: "rows", .. })), "{refused:?}");
         assert!(begin(&mut table, now, &Claim::of(&key("d"))).is_ok(), "tagged ones hold no row");
-        let close = table.close(&key("a")).unwrap().unwrap();
+        assert_eq!(table.close(&key("a")), Ok(false));
+        let close = table.take_closes().pop().unwrap();
         let refused = table.open(now, &key("e"), Some(Retention::Pinned), None, None);
         assert!(refused.is_err(), "the row is free only when the engine says so");
         table.closed(&close.incarnation);
@@ -610,8 +624,9 @@ mod tests {
             let turn = begin(&mut table, now, &delta("s")).unwrap();
             table.end(now, &turn, end);
             assert_eq!(begin(&mut table, now, &delta("s")), Err(Error::HistoryUnknown), "{why}");
-            let reopened = table.open(now, &key("s"), Some(Retention::Pinned), None, None);
-            assert!(reopened.is_ok(), "a new incarnation is the way out: {why}");
+            let reopened = table.open(now, &key("s"), Some(Retention::Pinned), None, None).unwrap();
+            assert!(reopened.is_some(), "a new incarnation is the way out: {why}");
+            assert_eq!(table.take_closes().len(), 1, "the old one leaves the engine: {why}");
         }
     }
 
@@ -665,7 +680,7 @@ mod tests {
         let (mut table, now) = table();
         let inferred = Claim::of(&key("s"));
         let turns = [(); 2].map(|()| begin(&mut table, now, &inferred).unwrap());
-        turns.iter().for_each(|turn| drop(table.end(now, turn, finished(20, 5))));
+        turns.iter().for_each(|turn| table.end(now, turn, finished(20, 5)));
         table.open(now, &key("o"), None, None, None).unwrap();
         let _running = begin(&mut table, now, &Claim::of(&key("o"))).unwrap();
         assert_eq!(begin(&mut table, now, &Claim::of(&key("o"))), Err(Error::Busy));
@@ -712,7 +727,8 @@ mod tests {
         assert_eq!(begin(&mut table, now, &delta("p")), Err(Error::Lost));
         let turn = begin(&mut table, now, &Claim::of(&key("t"))).unwrap();
         assert_ne!(turn.session.unwrap().incarnation, before);
-        assert_eq!(table.close(&key("p")), Ok(None), "the engine has nothing to close");
+        assert_eq!(table.close(&key("p")), Ok(false));
+        assert_eq!(table.take_closes(), [], "the engine has nothing to close");
         assert!(table.get(&key("p")).is_none());
     }
 
@@ -723,7 +739,8 @@ mod tests {
         table: Table,
         running: Vec<Turn>,
         opening: Vec<(SessionKey, String)>,
-        closes: Vec<Close>,
+        /// Sessions open inside the engine.
+        inside: HashSet<String>,
     }
 
     impl World {
@@ -734,7 +751,7 @@ mod tests {
                 table: Table::new("b".into(), IDLE, engine(2)),
                 running: vec![],
                 opening: vec![],
-                closes: vec![],
+                inside: HashSet::new(),
             }
         }
 
@@ -746,13 +763,18 @@ mod tests {
                 45..=74 if !self.running.is_empty() => self.end(),
                 75..=82 => {
                     let opened = self.table.open(self.at, &id, Some(Retention::Pinned), None, None);
-                    self.opening.extend(opened.ok().flatten().map(|incarnation| (id, incarnation)));
+                    if let Ok(Some(incarnation)) = opened {
+                        self.ask_engine(id, incarnation);
+                    }
                 }
-                83..=88 => self.closes.extend(self.table.close(&id).ok().flatten()),
+                83..=88 => drop(self.table.close(&id)),
                 89..=94 if !self.opening.is_empty() => self.engine_opens(),
                 95..=97 => self.engine_closes(),
-                98 => self.closes.extend(self.table.expire(self.at).into_iter().flat_map(|c| c.1)),
-                99 => self.table.engine_lost(engine(2)),
+                98 => drop(self.table.expire(self.at)),
+                99 => {
+                    self.table.engine_lost(engine(2));
+                    self.inside.clear();
+                }
                 _ => {}
             }
             self.table.check_invariants();
@@ -768,9 +790,16 @@ mod tests {
             let Ok(turn) = begin(&mut self.table, self.at, &claim) else { return };
             let session = turn.session.as_ref().unwrap();
             if session.must_open {
-                self.opening.push((id, session.incarnation.clone()));
+                self.ask_engine(id, session.incarnation.clone());
             }
             self.running.push(turn);
+        }
+
+        /// Once per incarnation; whoever comes later waits for the same answer.
+        fn ask_engine(&mut self, id: SessionKey, incarnation: String) {
+            if !self.opening.iter().any(|(_, asked)| *asked == incarnation) {
+                self.opening.push((id, incarnation));
+            }
         }
 
         fn end(&mut self) {
@@ -783,14 +812,17 @@ mod tests {
                 Outcome::Lost,
             ];
             let end = ends[self.random.usize(..ends.len())];
-            self.closes.extend(self.table.end(self.at, &turn, end));
+            self.table.end(self.at, &turn, end);
         }
 
         fn engine_opens(&mut self) {
             let (id, incarnation) =
                 self.opening.swap_remove(self.random.usize(..self.opening.len()));
             let ok = self.random.u8(0..4) > 0;
-            self.closes.extend(self.table.opened(&id, &incarnation, ok));
+            if ok {
+                self.inside.insert(incarnation.clone());
+            }
+            self.table.opened(&id, &incarnation, ok);
             if !ok {
                 // Its turns were told that it did not open.
                 let of = |turn: &Turn| turn.session.as_ref().unwrap().incarnation.clone();
@@ -799,19 +831,23 @@ mod tests {
         }
 
         fn engine_closes(&mut self) {
-            self.closes.drain(..).for_each(|close| self.table.closed(&close.incarnation));
+            for close in self.table.take_closes() {
+                self.inside.remove(&close.incarnation);
+                self.table.closed(&close.incarnation);
+            }
         }
 
         /// All clients go home.
         fn finish(&mut self) {
             for (id, incarnation) in std::mem::take(&mut self.opening) {
-                self.closes.extend(self.table.opened(&id, &incarnation, true));
+                self.inside.insert(incarnation.clone());
+                self.table.opened(&id, &incarnation, true);
             }
-            self.closes.extend(self.table.close_all());
+            self.table.close_all();
             while !self.running.is_empty() {
                 self.end();
             }
-            self.closes.extend(self.table.close_all());
+            self.table.close_all();
             self.engine_closes();
         }
     }
@@ -823,6 +859,7 @@ mod tests {
             (0..400).for_each(|_| world.step());
             world.finish();
             assert_eq!(world.table.iter().count(), 0, "a session is left with seed {seed}");
+            assert!(world.inside.is_empty(), "{:?} leaked with seed {seed}", world.inside);
             for rank in 0..2 {
                 assert_eq!(world.table.totals(rank), Totals::default(), "left with seed {seed}");
             }
