@@ -1,1 +1,199 @@
-//! placeholder
+//! Berth's router: places turns on workers, sticky to their KV, and streams the answers.
+//!
+//! It keeps nothing on disk, and nothing in memory that it can't relearn from the agents.
+//!
+//! Pure, with `now` as an argument: [`request`] (who a turn belongs to), [`follow`] (one agent's
+//! event stream, checked), [`view`] (what is known of the fleet), [`affinity`] (what this router
+//! decided), [`known`] (both reconciled), [`placement`] (where a turn goes).
+//!
+//! The shell around it: `worker` follows one agent, `view::task` publishes snapshots, `decide`
+//! joins standing, placement and lease in one step, `proxy` and `turn` move the bytes, `control`
+//! and `sessions` open and close, `api` is the routes, [`lease`] counts what is in flight.
+
+pub mod affinity;
+mod api;
+pub mod config;
+mod control;
+mod decide;
+pub mod follow;
+pub mod known;
+pub mod lease;
+mod metrics;
+pub mod placement;
+mod proxy;
+pub mod request;
+mod sessions;
+mod shared;
+#[cfg(test)]
+mod testing;
+mod turn;
+pub mod view;
+mod worker;
+
+use std::{
+    sync::{Arc, atomic::AtomicU64},
+    time::{Duration, Instant},
+};
+
+use hyper_util::{
+    client::legacy::{Client, connect::HttpConnector},
+    rt::{TokioExecutor, TokioTimer},
+};
+use parking_lot::Mutex;
+use prometheus_client::registry::Registry;
+use proto::process::{
+    admin::{self, Admin},
+    budget::BodyBudget,
+    server,
+    settings::{self, Problems},
+    tasks::Tasks,
+};
+use tokio::sync::{Semaphore, mpsc, watch};
+use tonic::transport::Endpoint;
+use tracing::info;
+
+use crate::{
+    affinity::Affinity,
+    config::Config,
+    control::Control,
+    metrics::{FleetCollector, Metrics},
+    shared::Shared,
+    view::{State, Update, View},
+    worker::Watcher,
+};
+
+/// An agent closes a connection that is idle for 30 s: the pool lets go well before, so that a turn
+/// is not sent into a closing connection.
+const POOL_IDLE_MAX: Duration = Duration::from_secs(10);
+/// Idle connections kept to one agent: as many as a busy engine has turns.
+const POOL_IDLE_COUNT_MAX: usize = 256;
+
+/// The open ports of a router.
+#[derive(Debug)]
+pub struct Listeners {
+    /// For clients.
+    pub data: tokio::net::TcpListener,
+    /// For the operator.
+    pub admin: std::net::TcpListener,
+}
+
+/// Why a router could not run, or did not end well.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The settings are wrong.
+    #[error("the router can't start with these settings")]
+    Settings(#[source] Problems),
+    /// An agent's address is none.
+    #[error("{control} is no control port")]
+    Control {
+        /// As configured.
+        control: String,
+        #[source]
+        /// What is wrong with it.
+        source: tonic::transport::Error,
+    },
+    /// The admin port could not be served.
+    #[error("the admin port can't be served")]
+    Admin(#[source] std::io::Error),
+    /// A task that must run ended before it was told to.
+    #[error("an essential task ended; see the log before this")]
+    TaskEnded,
+}
+
+/// Runs a router until `tasks` is cancelled; returns when it has drained.
+///
+/// # Errors
+/// When it can't start, or a task that must run ends before it was told to.
+pub async fn run(config: Config, listeners: Listeners, tasks: Tasks) -> Result<(), Error> {
+    let problems = config.problems();
+    if !problems.is_empty() {
+        return Err(Error::Settings(Problems(problems)));
+    }
+    let endpoints = endpoints(&config)?;
+    let state = State::new(&config);
+    let view = Arc::new(View::new(state.snapshot()));
+    let mut registry = Registry::with_prefix("berth_router");
+    let metrics = Metrics::new(&mut registry);
+    registry.register_collector(Box::new(FleetCollector(Arc::clone(&view))));
+    let (ready, is_ready) = watch::channel(Err("starting".to_owned()));
+    let admin =
+        Admin { registry: Arc::new(registry), ready: is_ready, config: settings::show(&config) };
+    // The admin port outlives the drain: who drains wants to be watched.
+    let admin_token = tokio_util::sync::CancellationToken::new();
+    let _admin_ends = admin_token.clone().drop_guard();
+    admin::start(admin, listeners.admin, admin_token).map_err(Error::Admin)?;
+
+    let (updates, mailbox) = mpsc::channel(view::MAILBOX);
+    tasks.essential("view", view::run(state, mailbox, Arc::clone(&view), ready, tasks.token()));
+    watch_agents(&config, &endpoints, &updates, &tasks);
+    drop(updates);
+    let drain_max = config.drain_max();
+    let shared = shared(config, view, metrics, &endpoints, &tasks);
+    let address = listeners.data.local_addr().map(|address| address.to_string());
+    info!(address = address.unwrap_or_default(), agents = endpoints.len(), "router listens");
+    tasks.essential("data", server::serve(listeners.data, api::app(shared), tasks.clone()));
+    tasks.cancelled().await;
+    info!(drain_ms_max = drain_max.as_millis(), "draining");
+    let clean = tasks.stop(drain_max).await;
+    info!("stopped");
+    if clean { Ok(()) } else { Err(Error::TaskEnded) }
+}
+
+fn endpoints(config: &Config) -> Result<Vec<Endpoint>, Error> {
+    let endpoint = |control: &String| {
+        worker::endpoint(control, config.connect_max())
+            .map_err(|source| Error::Control { control: control.clone(), source })
+    };
+    config.workers.iter().map(endpoint).collect()
+}
+
+fn watch_agents(
+    config: &Config,
+    endpoints: &[Endpoint],
+    updates: &mpsc::Sender<(usize, Update, Instant)>,
+    tasks: &Tasks,
+) {
+    for (agent, endpoint) in endpoints.iter().enumerate() {
+        let watcher = Watcher {
+            agent,
+            endpoint: endpoint.clone(),
+            connect_max: config.connect_max(),
+            sessions_max: config.sessions_max,
+            updates: updates.clone(),
+        };
+        tasks.spawn(watcher.run(tasks.token()));
+    }
+}
+
+fn shared(
+    config: Config,
+    view: Arc<View>,
+    metrics: Metrics,
+    endpoints: &[Endpoint],
+    tasks: &Tasks,
+) -> Arc<Shared> {
+    let mut connector = HttpConnector::new();
+    connector.set_connect_timeout(Some(config.connect_max()));
+    connector.set_nodelay(true);
+    let client = Client::builder(TokioExecutor::new())
+        .pool_idle_timeout(POOL_IDLE_MAX)
+        .pool_max_idle_per_host(POOL_IDLE_COUNT_MAX)
+        .pool_timer(TokioTimer::new())
+        .build(connector);
+    let affinity = || Mutex::new(Affinity::new(config.sessions_max, config.affinity_idle_max()));
+    Arc::new(Shared {
+        view,
+        affinity: affinity(),
+        cache_keys: affinity(),
+        client,
+        controls: endpoints.iter().map(Control::new).collect(),
+        metrics,
+        tasks: tasks.clone(),
+        budget: BodyBudget::new(config.body_bytes_max, config.body_bytes_in_flight_max),
+        turns: Arc::new(Semaphore::new(config.turns_in_flight_max)),
+        settle_by: shared::now() + config.connect_max(),
+        turn_base: fastrand::u64(..),
+        turn_next: AtomicU64::new(0),
+        config,
+    })
+}

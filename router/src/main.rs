@@ -1,1 +1,75 @@
-fn main() {}
+//! The process: parse, load, log, build, run, drain.
+
+use std::{io::Write as _, process::ExitCode};
+
+use anyhow::Context as _;
+use clap::Parser as _;
+use proto::process::{log, settings, tasks::Tasks};
+use router::{
+    Listeners,
+    config::{Args, Config},
+};
+use tokio::signal::unix::{SignalKind, signal};
+
+fn main() -> ExitCode {
+    let args = match Args::try_parse() {
+        Ok(args) => args,
+        Err(error) => {
+            // Help and version are answers, everything else is a wrong setting.
+            let usage = error.use_stderr();
+            drop(error.print());
+            return if usage { ExitCode::from(settings::EXIT_USAGE) } else { ExitCode::SUCCESS };
+        }
+    };
+    let config = match Config::load(&args) {
+        Ok(config) => config,
+        Err(problems) => {
+            drop(writeln!(std::io::stderr(), "{problems}"));
+            return ExitCode::from(settings::EXIT_USAGE);
+        }
+    };
+    if args.check_config {
+        drop(write!(std::io::stdout(), "{}", settings::show(&config)));
+        return ExitCode::SUCCESS;
+    }
+    log::init();
+    match serve(config) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            tracing::error!(error = format!("{error:#}"), "router ended");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn serve(config: Config) -> anyhow::Result<()> {
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    let done = runtime.block_on(async {
+        let data = tokio::net::TcpListener::bind(config.data_addr)
+            .await
+            .with_context(|| format!("data_addr {} can't be bound", config.data_addr))?;
+        let admin = std::net::TcpListener::bind(config.admin_addr)
+            .with_context(|| format!("admin_addr {} can't be bound", config.admin_addr))?;
+        let tasks = Tasks::default();
+        stop_on_signal(&tasks)?;
+        Ok(router::run(config, Listeners { data, admin }, tasks).await?)
+    });
+    // What did not end within the drain time is cut here.
+    runtime.shutdown_background();
+    done
+}
+
+fn stop_on_signal(tasks: &Tasks) -> std::io::Result<()> {
+    let mut terminate = signal(SignalKind::terminate())?;
+    let mut interrupt = signal(SignalKind::interrupt())?;
+    let told = tasks.clone();
+    tasks.spawn(async move {
+        tokio::select! {
+            biased;
+            () = told.cancelled() => {}
+            _ = terminate.recv() => told.cancel(),
+            _ = interrupt.recv() => told.cancel(),
+        }
+    });
+    Ok(())
+}

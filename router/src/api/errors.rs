@@ -1,0 +1,104 @@
+//! The one mapping of errors to HTTP. Outside text is fixed and short and says what to do next;
+//! inside detail goes to the log.
+
+use std::time::Duration;
+
+use http::StatusCode;
+use proto::process::refusal::Refusal;
+
+use crate::{affinity::Full, placement::NoWorker, proxy, request};
+
+/// A worker's restart, a turn's end: worth one more try after that.
+const RETRY_AFTER: Duration = Duration::from_secs(1);
+
+pub(crate) fn request(error: &request::Error) -> Refusal {
+    let code = match error {
+        request::Error::Body(_) => "invalid_json",
+        request::Error::SessionId(_) => "invalid_session_id",
+        request::Error::Field { .. } => "invalid_field",
+        request::Error::DeltaWithoutSession => "delta_without_session",
+    };
+    Refusal::bad_request(code, error.to_string())
+}
+
+pub(crate) fn no_worker(error: &NoWorker) -> Refusal {
+    let message = error.to_string();
+    match error {
+        NoWorker::Unusable => Refusal::new(StatusCode::SERVICE_UNAVAILABLE, "no_worker", message)
+            .retry_after(RETRY_AFTER),
+        NoWorker::Model { .. } => Refusal::new(StatusCode::NOT_FOUND, "model_not_found", message),
+        NoWorker::Retention { .. } => {
+            Refusal::new(StatusCode::CONFLICT, "retention_unavailable", message)
+        }
+    }
+}
+
+pub(crate) fn full(error: Full) -> Refusal {
+    Refusal::new(StatusCode::TOO_MANY_REQUESTS, "sessions_full", format!("{error}; try again"))
+        .retry_after(RETRY_AFTER)
+}
+
+pub(crate) fn turns_full() -> Refusal {
+    let message = "the router has turns_in_flight_max turns in flight; try again";
+    Refusal::new(StatusCode::TOO_MANY_REQUESTS, "turns_in_flight", message).retry_after(RETRY_AFTER)
+}
+
+pub(crate) fn body_late() -> Refusal {
+    let message = "the body did not arrive within turn_ms_max; send it faster";
+    Refusal::new(StatusCode::REQUEST_TIMEOUT, "body_late", message)
+}
+
+pub(crate) fn proxy(error: &proxy::Error) -> Refusal {
+    match error {
+        proxy::Error::Connect { .. } => {
+            let message = "the worker can't be reached; try again";
+            Refusal::new(StatusCode::SERVICE_UNAVAILABLE, "worker_unreachable", message)
+                .retry_after(RETRY_AFTER)
+        }
+        proxy::Error::BrokenOff { .. } => Refusal::new(
+            StatusCode::BAD_GATEWAY,
+            "worker_broke_off",
+            "the worker broke off before its answer began; the turn may have run, so check before \
+             you send it again",
+        ),
+        proxy::Error::TimedOut => Refusal::new(
+            StatusCode::GATEWAY_TIMEOUT,
+            "turn_timeout",
+            "the turn took longer than turn_ms_max before its answer began; ask for less",
+        ),
+    }
+}
+
+/// What an agent said over gRPC.
+pub(crate) fn status(status: &tonic::Status) -> Refusal {
+    let message = status.message().to_owned();
+    match status.code() {
+        tonic::Code::ResourceExhausted => {
+            Refusal::new(StatusCode::TOO_MANY_REQUESTS, "worker_full", message)
+                .retry_after(RETRY_AFTER)
+        }
+        tonic::Code::FailedPrecondition => {
+            Refusal::new(StatusCode::CONFLICT, "retention_unavailable", message)
+        }
+        tonic::Code::NotFound => session_unknown(),
+        tonic::Code::InvalidArgument => Refusal::bad_request("invalid_field", message),
+        tonic::Code::DeadlineExceeded => {
+            Refusal::new(StatusCode::GATEWAY_TIMEOUT, "worker_timeout", message)
+        }
+        tonic::Code::Unavailable => {
+            let message = "the worker can't be reached; try again";
+            Refusal::new(StatusCode::SERVICE_UNAVAILABLE, "worker_unreachable", message)
+                .retry_after(RETRY_AFTER)
+        }
+        _ => {
+            tracing::warn!(code = ?status.code(), message, "agent failed");
+            let message = "the worker failed; see the router's log";
+            Refusal::new(StatusCode::BAD_GATEWAY, "worker_failed", message)
+        }
+    }
+}
+
+pub(crate) fn session_unknown() -> Refusal {
+    let message = "no session is open under this id; open it with POST /v1/sessions";
+    Refusal::new(StatusCode::NOT_FOUND, "session_unknown", message)
+}

@@ -1,0 +1,93 @@
+//! `GET /v1/workers`: what each worker and device holds, each figure with its source and its age by
+//! this process's clock.
+
+use std::time::{Duration, Instant};
+
+use axum::{
+    Json,
+    extract::State,
+    response::{IntoResponse as _, Response},
+};
+use proto::load::{Figure, RankLoad};
+use serde_json::{Value, json};
+
+use super::Desk;
+use crate::{
+    shared::now,
+    view::{Agent, ClusterView, Facts, WorkerRef},
+};
+
+pub(super) async fn list(State(shared): Desk) -> Response {
+    let view = shared.view.load();
+    let now = now();
+    let workers: Vec<Value> = view
+        .workers()
+        .map(|(worker, agent, facts)| shown(&view, worker, agent, facts, now))
+        .collect();
+    let unheard: Vec<Value> = view
+        .agents
+        .iter()
+        .filter(|agent| agent.facts.is_none())
+        .map(|agent| {
+            let (state, reason) = agent.state(now, view.report_age_max());
+            json!({ "control": agent.control, "state": state, "reason": reason })
+        })
+        .collect();
+    Json(json!({ "workers": workers, "unheard": unheard })).into_response()
+}
+
+fn shown(
+    view: &ClusterView,
+    worker: WorkerRef,
+    agent: &Agent,
+    facts: &Facts,
+    now: Instant,
+) -> Value {
+    let (state, reason) = agent.state(now, view.report_age_max());
+    let reported = agent.report.as_ref().map(|(_, at)| now.saturating_duration_since(*at));
+    let in_flight = agent.in_flight.get(worker.dp_rank as usize).map_or(0, |count| count.turns());
+    json!({
+        "worker": view.name(worker),
+        "agent": facts.description.agent_id,
+        "dp_rank": worker.dp_rank,
+        "control": agent.control,
+        "data": &*facts.data_authority,
+        "state": state,
+        "reason": reason,
+        "heartbeat_age_ms": agent.heard.map(|at| millis(now.saturating_duration_since(at))),
+        "report_age_ms": reported.map(millis),
+        "turns_in_flight_here": in_flight,
+        "turns_estimate": agent.turns_estimate(worker.dp_rank),
+        "load": agent.rank_load(worker.dp_rank).map(|load| load_shown(load, reported)),
+        "engine": facts.description.engine,
+        "retentions": facts.description.retentions,
+        "rank": facts.description.ranks.get(worker.dp_rank as usize),
+    })
+}
+
+fn load_shown(load: &RankLoad, reported: Option<Duration>) -> Value {
+    let figure = |figure: Option<Figure>| {
+        figure.map(|Figure { value, source, age_ms }| {
+            let age_ms = u64::from(age_ms) + reported.map_or(0, millis);
+            json!({ "value": value, "source": source, "age_ms": age_ms })
+        })
+    };
+    json!({
+        "turns_running": load.turns_running,
+        "turns_running_max": load.turns_running_max,
+        "requests_running": figure(load.requests_running),
+        "requests_waiting": figure(load.requests_waiting),
+        "pool_used_tokens": figure(load.pool_used_tokens),
+        "pool_total_tokens": figure(load.pool_total_tokens),
+        "pinned_tokens": figure(load.pinned_tokens),
+        "resident_tokens_estimate": figure(load.resident_tokens_estimate),
+        "rows_held": figure(load.rows_held),
+        "rows_total": figure(load.rows_total),
+        "sessions": load.sessions,
+        "devices": load.devices,
+    })
+}
+
+fn millis(duration: Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+}

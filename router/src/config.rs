@@ -1,0 +1,259 @@
+//! The router's settings: one flat TOML file, a few flags and environment variables for what differs
+//! from host to host. Every default is a documented constant.
+//!
+//! It decides nothing but what is a legal setting; it opens no socket.
+
+use std::{
+    collections::BTreeSet,
+    net::{Ipv4Addr, SocketAddr},
+    path::PathBuf,
+    time::Duration,
+};
+
+use clap::Parser;
+use http::Uri;
+use proto::process::settings::{self, Problems};
+use serde::{Deserialize, Serialize};
+
+/// Agents one router follows. Each costs a connection and a task; a fleet beyond it wants several
+/// routers.
+pub const WORKERS_MAX: usize = 1024;
+
+/// Where clients send turns: loopback, so that nothing is exposed by accident.
+pub const DATA_ADDR: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), 8080);
+/// Where the operator looks.
+pub const ADMIN_ADDR: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), 8081);
+/// A transcript of 1M tokens is about 5 MiB of JSON, images in it ten times that.
+pub const BODY_BYTES_MAX: usize = 64 << 20;
+/// Eight of the largest bodies, or a thousand usual ones.
+pub const BODY_BYTES_IN_FLIGHT_MAX: usize = 512 << 20;
+/// Six reports of 500 ms: fewer would call a busy agent stale, more would trust a dead one.
+pub const LOAD_REPORT_AGE_MS_MAX: u64 = 3_000;
+/// Reasoning turns of half an hour exist; longer ones are stuck.
+pub const TURN_MS_MAX: u64 = 30 * 60 * 1000;
+/// Inside one data centre a connection takes under 1 ms; a lost SYN is resent after 1 s.
+pub const CONNECT_MS_MAX: u64 = 1_000;
+/// Most turns end within it; what does not is cut when the process ends.
+pub const DRAIN_MS_MAX: u64 = 30_000;
+/// As long as an agent remembers an idle session by default.
+pub const AFFINITY_IDLE_MS_MAX: u64 = 60 * 60 * 1000;
+/// About 600 bytes each in view and affinity together: 60 MiB at the bound.
+pub const SESSIONS_MAX: usize = 100_000;
+/// As many as the server has connections for.
+pub const TURNS_IN_FLIGHT_MAX: usize = 4_096;
+
+/// All settings, effective and checked by [`Config::problems`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Config {
+    /// Control ports of the worker agents, as `http://host:port`.
+    pub workers: Vec<String>,
+    /// Address for clients.
+    pub data_addr: SocketAddr,
+    /// Address for `/metrics`, `/healthz`, `/readyz`, `/config`.
+    pub admin_addr: SocketAddr,
+    /// Largest request body; beyond it the answer is 413.
+    pub body_bytes_max: usize,
+    /// Request bodies in memory together; beyond it the answer is 503.
+    pub body_bytes_in_flight_max: usize,
+    /// A worker not heard for longer gets no new session.
+    pub load_report_age_ms_max: u64,
+    /// One turn's time from its arrival to the end of its answer, retry included.
+    pub turn_ms_max: u64,
+    /// Time to connect to an agent, and to wait at the start for the agents' first tables.
+    pub connect_ms_max: u64,
+    /// Time for running turns to end once the process was told to stop.
+    pub drain_ms_max: u64,
+    /// A session without a turn for longer is placed anew unless its agent remembers it.
+    pub affinity_idle_ms_max: u64,
+    /// Sessions remembered, in affinity and of each agent's table.
+    pub sessions_max: usize,
+    /// Turns at once; beyond it the answer is 429.
+    pub turns_in_flight_max: usize,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            workers: vec![],
+            data_addr: DATA_ADDR,
+            admin_addr: ADMIN_ADDR,
+            body_bytes_max: BODY_BYTES_MAX,
+            body_bytes_in_flight_max: BODY_BYTES_IN_FLIGHT_MAX,
+            load_report_age_ms_max: LOAD_REPORT_AGE_MS_MAX,
+            turn_ms_max: TURN_MS_MAX,
+            connect_ms_max: CONNECT_MS_MAX,
+            drain_ms_max: DRAIN_MS_MAX,
+            affinity_idle_ms_max: AFFINITY_IDLE_MS_MAX,
+            sessions_max: SESSIONS_MAX,
+            turns_in_flight_max: TURNS_IN_FLIGHT_MAX,
+        }
+    }
+}
+
+/// The command line. What it leaves out comes from the file, then from the defaults.
+#[derive(Debug, Default, Parser)]
+#[command(name = "berth-router", version, about = "Places turns on workers, sticky to their KV.")]
+pub struct Args {
+    /// Settings, TOML.
+    #[arg(long, env = "BERTH_ROUTER_CONFIG")]
+    pub config: Option<PathBuf>,
+    /// Control port of a worker agent, `http://host:port`; once per agent.
+    #[arg(long = "worker", env = "BERTH_ROUTER_WORKERS", value_delimiter = ',')]
+    pub workers: Vec<String>,
+    /// Address for clients.
+    #[arg(long, env = "BERTH_ROUTER_DATA_ADDR")]
+    pub data_addr: Option<String>,
+    /// Address for metrics and health.
+    #[arg(long, env = "BERTH_ROUTER_ADMIN_ADDR")]
+    pub admin_addr: Option<String>,
+    /// Check the settings, show the effective ones and end.
+    #[arg(long)]
+    pub check_config: bool,
+}
+
+impl Config {
+    /// Reads file and command line.
+    ///
+    /// # Errors
+    /// All that is wrong, at once.
+    pub fn load(args: &Args) -> Result<Self, Problems> {
+        let (mut config, mut problems) = settings::load::<Self>(args.config.as_deref());
+        if !args.workers.is_empty() {
+            config.workers.clone_from(&args.workers);
+        }
+        take_addr("data-addr", args.data_addr.as_ref(), &mut config.data_addr, &mut problems);
+        take_addr("admin-addr", args.admin_addr.as_ref(), &mut config.admin_addr, &mut problems);
+        problems.extend(config.problems());
+        if problems.is_empty() { Ok(config) } else { Err(Problems(problems)) }
+    }
+
+    /// What is wrong with these settings, a sentence each.
+    #[must_use]
+    pub fn problems(&self) -> Vec<String> {
+        let mut problems = vec![];
+        if self.workers.is_empty() {
+            problems.push("workers: none is named; give --worker http://host:port".to_owned());
+        }
+        if self.workers.len() > WORKERS_MAX {
+            problems.push(format!("workers: more than {WORKERS_MAX} are named"));
+        }
+        let mut seen = BTreeSet::new();
+        for worker in &self.workers {
+            if let Err(why) = control_authority(worker) {
+                problems.push(format!("workers: {worker:?} {why}; write http://host:port"));
+            } else if !seen.insert(worker.trim_end_matches('/')) {
+                problems.push(format!("workers: {worker:?} is named twice"));
+            }
+        }
+        let times = [
+            ("load_report_age_ms_max", self.load_report_age_ms_max),
+            ("turn_ms_max", self.turn_ms_max),
+            ("connect_ms_max", self.connect_ms_max),
+            ("affinity_idle_ms_max", self.affinity_idle_ms_max),
+        ];
+        // A year: longer is a mistake of unit, and every deadline must fit the clock.
+        let year_ms = 366 * 24 * 3600 * 1000;
+        for (key, value) in times.into_iter().chain([("drain_ms_max", self.drain_ms_max + 1)]) {
+            if value == 0 || value > year_ms {
+                problems.push(format!("{key}: must be 1 to {year_ms} ms"));
+            }
+        }
+        let sizes = [
+            ("body_bytes_max", self.body_bytes_max),
+            ("sessions_max", self.sessions_max),
+            ("turns_in_flight_max", self.turns_in_flight_max),
+        ];
+        for (key, value) in sizes {
+            // A semaphore counts to 2^61; nothing here needs more than 2^40.
+            if value == 0 || value > 1 << 40 {
+                problems.push(format!("{key}: must be 1 to 2^40"));
+            }
+        }
+        if self.body_bytes_in_flight_max < self.body_bytes_max {
+            problems.push("body_bytes_in_flight_max: is below body_bytes_max".to_owned());
+        }
+        problems
+    }
+
+    pub(crate) fn load_report_age_max(&self) -> Duration {
+        Duration::from_millis(self.load_report_age_ms_max)
+    }
+
+    pub(crate) fn turn_max(&self) -> Duration {
+        Duration::from_millis(self.turn_ms_max)
+    }
+
+    pub(crate) fn connect_max(&self) -> Duration {
+        Duration::from_millis(self.connect_ms_max)
+    }
+
+    pub(crate) fn drain_max(&self) -> Duration {
+        Duration::from_millis(self.drain_ms_max)
+    }
+
+    pub(crate) fn affinity_idle_max(&self) -> Duration {
+        Duration::from_millis(self.affinity_idle_ms_max)
+    }
+}
+
+/// Host and port of a control address.
+///
+/// # Errors
+/// Says what is wrong, as the end of a sentence.
+pub(crate) fn control_authority(worker: &str) -> Result<http::uri::Authority, &'static str> {
+    let uri: Uri = worker.parse().map_err(|_| "is no address")?;
+    if uri.scheme_str() != Some("http") {
+        return Err("is not http");
+    }
+    if !matches!(uri.path(), "" | "/") || uri.query().is_some() {
+        return Err("has a path");
+    }
+    let authority = uri.authority().ok_or("has no host")?;
+    if authority.port_u16().is_none_or(|port| port == 0) {
+        return Err("has no port");
+    }
+    Ok(authority.clone())
+}
+
+fn take_addr(flag: &str, text: Option<&String>, addr: &mut SocketAddr, problems: &mut Vec<String>) {
+    let Some(text) = text else { return };
+    match text.parse() {
+        Ok(parsed) => *addr = parsed,
+        Err(_) => problems.push(format!("--{flag}: {text:?} is not address:port")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_problem_is_told_at_once() {
+        let args = Args {
+            workers: vec!["http://a:1".into(), "http://a:1/".into(), "https://b:2".into()],
+            data_addr: Some("nowhere".into()),
+            ..Args::default()
+        };
+        let problems = Config::load(&args).unwrap_err().0;
+        assert_eq!(problems.len(), 3, "{problems:?}");
+    }
+
+    #[test]
+    fn a_flag_beats_the_file_and_defaults_are_legal_but_for_workers() {
+        assert_eq!(Config::default().problems().len(), 1);
+        let args = Args { workers: vec!["http://a:1".into()], ..Args::default() };
+        let config = Config::load(&args).unwrap();
+        assert_eq!(config.workers, ["http://a:1"]);
+        let (shown, problems) = settings::parse::<Config>(&settings::show(&config));
+        assert_eq!((shown, problems), (config, vec![]));
+    }
+
+    #[test]
+    fn a_control_address_is_http_host_and_port() {
+        for bad in ["", "a", "http://a", "http://a:0", "http://a:1/x", "ftp://a:1"] {
+            assert!(control_authority(bad).is_err(), "{bad:?} was taken");
+        }
+        assert_eq!(control_authority("http://[::1]:7/").unwrap().as_str(), "[::1]:7");
+    }
+}

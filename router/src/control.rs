@@ -1,0 +1,64 @@
+//! Opens and closes at one agent's control port. Translates, and bounds the wait; when to call is
+//! the session module's business.
+
+use std::time::Duration;
+
+use proto::{
+    id::SessionKey,
+    load::{Retention, Session},
+    v1::{self, worker_agent_client::WorkerAgentClient},
+};
+use tonic::{
+    Status,
+    transport::{Channel, Endpoint},
+};
+
+/// An engine opens a session in under 1 ms once it looks at its queue; a long prefill keeps it from
+/// looking for seconds.
+const CALL_MAX: Duration = Duration::from_secs(10);
+
+/// The client of one agent. Dials when first used, and again after a failure.
+#[derive(Debug, Clone)]
+pub(crate) struct Control(WorkerAgentClient<Channel>);
+
+/// What to open.
+#[derive(Debug, Clone)]
+pub(crate) struct Opening {
+    pub(crate) key: SessionKey,
+    pub(crate) retention: Option<Retention>,
+    pub(crate) idle_ms_max: Option<u64>,
+}
+
+impl Control {
+    pub(crate) fn new(endpoint: &Endpoint) -> Self {
+        Self(WorkerAgentClient::new(endpoint.connect_lazy()))
+    }
+
+    /// Opens the session on the rank, or learns of the one that is open.
+    pub(crate) async fn open(&self, opening: &Opening, dp_rank: u32) -> Result<Session, Status> {
+        let request = v1::OpenSessionRequest {
+            key: Some((&opening.key).into()),
+            retention: opening.retention.map_or(0, Retention::to_wire),
+            idle_ms_max: opening.idle_ms_max.unwrap_or(0),
+            dp_rank: Some(dp_rank),
+        };
+        let mut client = self.0.clone();
+        let answer = bounded(client.open_session(request)).await?.into_inner();
+        Session::try_from(answer)
+            .map_err(|error| Status::internal(format!("the agent answered nonsense: {error}")))
+    }
+
+    /// Closes the session. Returns whether a running turn ends first.
+    pub(crate) async fn close(&self, key: &SessionKey) -> Result<bool, Status> {
+        let request = v1::CloseSessionRequest { key: Some(key.into()) };
+        let mut client = self.0.clone();
+        Ok(bounded(client.close_session(request)).await?.into_inner().deferred)
+    }
+}
+
+async fn bounded<T>(call: impl Future<Output = Result<T, Status>>) -> Result<T, Status> {
+    match tokio::time::timeout(CALL_MAX, call).await {
+        Ok(answer) => answer,
+        Err(_) => Err(Status::deadline_exceeded("the agent did not answer in time")),
+    }
+}

@@ -1,0 +1,311 @@
+//! One turn's decision: standing, placement, binding and lease in one step under the affinity lock,
+//! so that concurrent first turns of a session get one worker. It sends nothing.
+
+use std::sync::Arc;
+
+use http::StatusCode;
+use parking_lot::MutexGuard;
+use proto::{
+    claim::Claim,
+    id::{Digest, SessionKey},
+    load::Retention,
+    process::refusal::Refusal,
+};
+use tracing::debug;
+
+use crate::{
+    affinity::Affinity,
+    api::errors,
+    known::{self, Standing},
+    lease::Lease,
+    placement::{self, Placement, Question, Reason, Sticky},
+    request::{Ask, Turn},
+    shared::{Shared, now},
+    view::{ClusterView, WorkerRef},
+};
+
+/// A placed turn with all that it holds.
+#[derive(Debug)]
+pub(crate) struct Decided {
+    pub(crate) worker: WorkerRef,
+    pub(crate) name: String,
+    pub(crate) authority: Arc<str>,
+    pub(crate) reason: Reason,
+    /// The header for the agent.
+    pub(crate) claim: Option<Claim>,
+    /// The session may go elsewhere if this worker refuses.
+    pub(crate) movable: bool,
+    pub(crate) lease: Lease,
+    pub(crate) hold: Option<Hold>,
+}
+
+/// A session's binding, held while a turn runs.
+#[derive(Debug)]
+pub(crate) struct Hold {
+    shared: Arc<Shared>,
+    key: SessionKey,
+    /// The agent closes the session when this turn has ended.
+    closes: bool,
+}
+
+impl Hold {
+    /// The agent took a last turn: from its end on the session is unknown, whatever the table says
+    /// until it has caught up.
+    pub(crate) fn close_at_end(&mut self) {
+        self.closes = true;
+    }
+}
+
+impl Drop for Hold {
+    fn drop(&mut self) {
+        let mut affinity = self.shared.affinity.lock();
+        affinity.end(&self.key, now());
+        if self.closes {
+            affinity.closed(&self.key, true, now());
+        }
+    }
+}
+
+/// What the session's standing means for placing its turn.
+struct Place {
+    sticky: Option<Sticky>,
+    /// Pinned, or one turn at a time: another worker can't take it.
+    fixed: bool,
+    /// The client opened it: on another worker it has to be opened again, as it was.
+    open_as: Option<Retention>,
+}
+
+impl Shared {
+    /// Places a turn.
+    pub(crate) fn decide(self: &Arc<Self>, turn: &Turn, turn_id: u64) -> Result<Decided, Refusal> {
+        let view = self.view.load();
+        let prefer = self.preferred(turn, &view);
+        let base = Question {
+            digest: Digest(turn_id),
+            sticky: None,
+            prefer,
+            retention: None,
+            model: turn.model.as_deref(),
+            exclude: None,
+        };
+        let decided = match &turn.session {
+            None => {
+                let placement = self.place(&base, &view)?;
+                self.decided(turn, &view, placement, None, true)
+            }
+            Some(ask) => self.decide_session(turn, ask, base, &view)?,
+        };
+        self.remember_cache_key(turn, decided.worker);
+        Ok(decided)
+    }
+
+    /// Places a turn that its worker could not take on one other. None: there is none, or the
+    /// session can't move.
+    pub(crate) fn decide_again(
+        self: &Arc<Self>,
+        turn: &Turn,
+        turn_id: u64,
+        first: &mut Decided,
+    ) -> Option<Decided> {
+        if !first.movable {
+            return None;
+        }
+        let view = self.view.load();
+        let ask = turn.session.as_ref();
+        let mut affinity = self.affinity.lock();
+        // Another turn of the session may have moved it already: then this one follows.
+        let bound = ask
+            .and_then(|ask| affinity.get(&ask.key, now()))
+            .map(|binding| binding.worker)
+            .filter(|worker| *worker != first.worker);
+        let question = Question {
+            digest: ask.map_or(Digest(turn_id), |ask| ask.key.digest()),
+            sticky: Some(bound.unwrap_or(first.worker))
+                .filter(|_| ask.is_some())
+                .map(|worker| Sticky { worker, fixed: false }),
+            prefer: None,
+            retention: ask.and_then(|ask| ask.retention),
+            model: turn.model.as_deref(),
+            exclude: Some(first.worker),
+        };
+        let placement = placement::place(&question, &view, now()).ok()?;
+        if placement.worker == first.worker {
+            return None;
+        }
+        if let Some(ask) = ask {
+            affinity.rebind(&ask.key, placement.worker);
+        }
+        drop(affinity);
+        // The hold moves along; the lease is per worker.
+        Some(self.decided(turn, &view, placement, first.hold.take(), true))
+    }
+
+    fn decide_session(
+        self: &Arc<Self>,
+        turn: &Turn,
+        ask: &Ask,
+        base: Question<'_>,
+        view: &ClusterView,
+    ) -> Result<Decided, Refusal> {
+        let mut affinity = self.affinity.lock();
+        let standing = known::standing(&ask.key, view, affinity.get(&ask.key, now()), now());
+        let Place { sticky, fixed, open_as } = admit(ask, &standing, view)?;
+        let question = Question {
+            digest: ask.key.digest(),
+            sticky,
+            retention: if sticky.is_none() { ask.retention } else { None },
+            ..base
+        };
+        let placement = self.place(&question, view)?;
+        let exclusive = ask.open || ask.retention == Some(Retention::Pinned);
+        let hold = self.hold(&mut affinity, ask, placement.worker, exclusive)?;
+        drop(affinity);
+        let moved = sticky.is_some_and(|sticky| sticky.worker != placement.worker);
+        let mut decided = self.decided(turn, view, placement, Some(hold), !fixed);
+        if let (true, Some(retention), Some(claim)) = (moved, open_as, &mut decided.claim) {
+            claim.open = true;
+            claim.retention = claim.retention.or(Some(retention));
+        }
+        Ok(decided)
+    }
+
+    fn hold(
+        self: &Arc<Self>,
+        affinity: &mut MutexGuard<'_, Affinity>,
+        ask: &Ask,
+        worker: WorkerRef,
+        exclusive: bool,
+    ) -> Result<Hold, Refusal> {
+        affinity.begin(&ask.key, worker, exclusive, now()).map_err(errors::full)?;
+        Ok(Hold { shared: Arc::clone(self), key: ask.key.clone(), closes: false })
+    }
+
+    fn place(&self, question: &Question<'_>, view: &ClusterView) -> Result<Placement, Refusal> {
+        placement::place(question, view, now()).map_err(|none| errors::no_worker(&none))
+    }
+
+    fn decided(
+        &self,
+        turn: &Turn,
+        view: &ClusterView,
+        placement: Placement,
+        hold: Option<Hold>,
+        movable: bool,
+    ) -> Decided {
+        let Placement { worker, reason, figures } = placement;
+        let agent = view.agent(worker);
+        let facts = agent.facts.as_ref().expect("a placed worker was described");
+        let ask = turn.session.as_ref();
+        let claim = ask.filter(|ask| !ask.bind).map(|ask| Claim {
+            retention: ask.retention,
+            delta: ask.delta,
+            open: ask.open,
+            close: ask.close,
+            idle_ms_max: ask.idle_ms_max,
+            ..Claim::of(&ask.key)
+        });
+        self.metrics.placed(reason);
+        let name = view.name(worker);
+        debug!(
+            worker = name,
+            reason = reason.as_str(),
+            session = ask.map(|ask| tracing::field::display(ask.key.digest())),
+            ?figures,
+            "turn placed"
+        );
+        Decided {
+            worker,
+            name,
+            authority: Arc::clone(&facts.data_authority),
+            reason,
+            claim,
+            movable: movable && !ask.is_some_and(|ask| ask.delta),
+            lease: Lease::acquire(&agent.in_flight[worker.dp_rank as usize]),
+            hold,
+        }
+    }
+
+    /// The worker of the parent session, else the one this cache key went to.
+    fn preferred(&self, turn: &Turn, view: &ClusterView) -> Option<(WorkerRef, Reason)> {
+        if let Some(parent) = &turn.parent
+            && let Standing::Open { worker, .. } | Standing::Bound { worker, .. } =
+                self.standing(parent, view)
+        {
+            return Some((worker, Reason::Parent));
+        }
+        let cache_key = turn.cache_key.as_ref()?;
+        let cache_keys = self.cache_keys.lock();
+        Some((cache_keys.get(cache_key, now())?.worker, Reason::CacheKey))
+    }
+
+    fn remember_cache_key(&self, turn: &Turn, worker: WorkerRef) {
+        let Some(key) = &turn.cache_key else { return };
+        let mut cache_keys = self.cache_keys.lock();
+        // A turn of no length: it only renews the binding. A full table forgets, it never refuses.
+        if cache_keys.begin(key, worker, false, now()).is_ok() {
+            cache_keys.end(key, now());
+        }
+    }
+}
+
+/// Whether the session's standing allows the turn, and what it means for its place.
+fn admit(ask: &Ask, standing: &Standing, view: &ClusterView) -> Result<Place, Refusal> {
+    let delta_on_nothing = ask.delta && !ask.open;
+    match standing {
+        Standing::Closing => Err(closing()),
+        Standing::Lost { worker, agent_up } => Err(lost(&view.name(*worker), *agent_up)),
+        Standing::Open { busy: true, .. } | Standing::Bound { busy: true, .. } => Err(busy()),
+        Standing::Unknown | Standing::Bound { recent: false, .. } if delta_on_nothing => {
+            Err(Refusal::new(
+                StatusCode::NOT_FOUND,
+                "session_unknown",
+                "this turn holds only what is new, but no session is open under its id; open it \
+                 first with POST /v1/sessions, or send the whole history without delta meaning",
+            ))
+        }
+        Standing::Unknown => Ok(Place {
+            sticky: None,
+            // Nothing of it is anywhere yet.
+            fixed: false,
+            open_as: None,
+        }),
+        Standing::Bound { worker, .. } => {
+            let sticky = Some(Sticky { worker: *worker, fixed: false });
+            Ok(Place { sticky, fixed: false, open_as: None })
+        }
+        Standing::Open { worker, session, .. } => {
+            let fixed = session.exclusive || session.retention == Retention::Pinned;
+            let sticky = Some(Sticky { worker: *worker, fixed });
+            Ok(Place { sticky, fixed, open_as: session.exclusive.then_some(session.retention) })
+        }
+    }
+}
+
+pub(crate) fn busy() -> Refusal {
+    Refusal::new(
+        StatusCode::CONFLICT,
+        "session_busy",
+        "a turn of this session is running and it takes one at a time; send this one when that \
+         one has ended",
+    )
+}
+
+pub(crate) fn closing() -> Refusal {
+    Refusal::new(
+        StatusCode::NOT_FOUND,
+        "session_closing",
+        "this session is closing; wait until its last turn has ended, then open it again",
+    )
+}
+
+fn lost(worker: &str, agent_up: bool) -> Refusal {
+    let whats_gone = if agent_up { "whose engine restarted" } else { "which is gone" };
+    Refusal::new(
+        StatusCode::CONFLICT,
+        "session_lost",
+        format!(
+            "its KV and history were on worker {worker}, {whats_gone}; open the session again and \
+             send the whole history"
+        ),
+    )
+}

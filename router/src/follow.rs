@@ -1,0 +1,165 @@
+//! One agent's event stream, checked: description first, then the whole session table, then reports
+//! and changes, all of one epoch and without a gap in the sequence. Pure. What breaks the order ends
+//! the stream, and a new one starts from the whole truth.
+
+use proto::{
+    id::SessionKey,
+    load::{self, Description, LoadReport, Session},
+    v1,
+};
+
+use crate::view::Update;
+
+/// Why a stream can't be followed further.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// An event is missing or came twice.
+    #[error("event {got} came where {want} was due")]
+    Gap {
+        /// The next number.
+        want: u64,
+        /// The number that came.
+        got: u64,
+    },
+    /// The agent behind the stream changed.
+    #[error("the epoch changed from {from} to {to}")]
+    Epoch {
+        /// At the stream's start.
+        from: u64,
+        /// In this event.
+        to: u64,
+    },
+    /// An event out of order.
+    #[error("{0}")]
+    Order(&'static str),
+    /// A message that can't be true.
+    #[error("an event that can't be")]
+    Nonsense(#[from] load::Error),
+}
+
+/// Where the stream is.
+#[derive(Debug)]
+enum Phase {
+    Start,
+    Table { description: Box<Description>, sessions: Vec<Session> },
+    Live { ranks: usize },
+}
+
+/// The checker of one stream.
+#[derive(Debug)]
+pub struct Follow {
+    phase: Phase,
+    epoch: u64,
+    next: u64,
+    sessions_max: usize,
+}
+
+impl Follow {
+    /// For a new stream, keeping at most that many sessions of its table.
+    #[must_use]
+    pub fn new(sessions_max: usize) -> Self {
+        Self { phase: Phase::Start, epoch: 0, next: 0, sessions_max }
+    }
+
+    /// Whether the table was complete.
+    #[must_use]
+    pub fn is_live(&self) -> bool {
+        matches!(self.phase, Phase::Live { .. })
+    }
+
+    /// Takes the next event. Returns what the view has to learn from it, if anything yet.
+    ///
+    /// # Errors
+    /// When the stream must be started anew.
+    pub fn accept(&mut self, event: v1::LoadEvent) -> Result<Option<Update>, Error> {
+        if event.sequence != self.next {
+            return Err(Error::Gap { want: self.next, got: event.sequence });
+        }
+        if self.next > 0 && event.epoch != self.epoch {
+            return Err(Error::Epoch { from: self.epoch, to: event.epoch });
+        }
+        self.epoch = event.epoch;
+        self.next += 1;
+        let event = event.event.ok_or(load::Error::Missing("event"))?;
+        match (&mut self.phase, event) {
+            (Phase::Start, v1::load_event::Event::Description(wire)) => {
+                let description = self.description(wire)?;
+                self.phase = Phase::Table { description: Box::new(description), sessions: vec![] };
+                Ok(None)
+            }
+            (Phase::Table { .. }, v1::load_event::Event::Sessions(part)) => self.table(part),
+            (Phase::Live { .. }, event) => self.live(event).map(Some),
+            (Phase::Start, _) => Err(Error::Order("the stream did not begin with a description")),
+            (Phase::Table { .. }, _) => Err(Error::Order("the session table was interrupted")),
+        }
+    }
+
+    fn table(&mut self, part: v1::SessionTable) -> Result<Option<Update>, Error> {
+        let Phase::Table { description, sessions } = &mut self.phase else {
+            return Err(Error::Order("a session table out of order"));
+        };
+        let ranks = description.ranks.len();
+        for wire in part.sessions {
+            let session = session(wire, ranks)?;
+            // One beyond the bound is kept, so that the view notices and says so.
+            if sessions.len() <= self.sessions_max {
+                sessions.push(session);
+            }
+        }
+        if !part.last {
+            return Ok(None);
+        }
+        let began = std::mem::replace(&mut self.phase, Phase::Live { ranks });
+        let Phase::Table { description, sessions } = began else {
+            unreachable!("the phase was a table a few lines above");
+        };
+        Ok(Some(Update::Began { description: *description, sessions }))
+    }
+
+    fn live(&mut self, event: v1::load_event::Event) -> Result<Update, Error> {
+        let Phase::Live { ranks } = self.phase else {
+            return Err(Error::Order("an event before the session table"));
+        };
+        match event {
+            v1::load_event::Event::Description(wire) => {
+                let description = self.description(wire)?;
+                self.phase = Phase::Live { ranks: description.ranks.len() };
+                Ok(Update::Described(description))
+            }
+            v1::load_event::Event::Sessions(_) => Err(Error::Order("a second session table")),
+            v1::load_event::Event::Report(wire) => {
+                let report = LoadReport::try_from(wire)?;
+                if report.ranks.len() != ranks {
+                    return Err(Error::Order("a report of other ranks than described"));
+                }
+                Ok(Update::Report(report))
+            }
+            v1::load_event::Event::Change(change) => {
+                match change.change.ok_or(load::Error::Missing("change"))? {
+                    v1::session_change::Change::Upsert(wire) => {
+                        Ok(Update::Upsert(session(wire, ranks)?))
+                    }
+                    v1::session_change::Change::Removed(key) => {
+                        Ok(Update::Removed(SessionKey::try_from(key).map_err(load::Error::from)?))
+                    }
+                }
+            }
+        }
+    }
+
+    fn description(&self, wire: v1::Description) -> Result<Description, Error> {
+        let description = Description::try_from(wire)?;
+        if description.epoch != self.epoch {
+            return Err(Error::Epoch { from: self.epoch, to: description.epoch });
+        }
+        Ok(description)
+    }
+}
+
+fn session(wire: v1::Session, ranks: usize) -> Result<Session, Error> {
+    let session = Session::try_from(wire)?;
+    if session.dp_rank as usize >= ranks {
+        return Err(Error::Order("a session on a rank that was not described"));
+    }
+    Ok(session)
+}

@@ -1,0 +1,177 @@
+//! The router's metrics: plain handles, base units, labels that are small enums. States of workers
+//! and report ages are read from the view when they are scraped, because they change with time
+//! alone.
+
+use std::{sync::Arc, time::Duration};
+
+use prometheus_client::{
+    collector::Collector,
+    encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric},
+    metrics::{
+        counter::Counter,
+        family::Family,
+        gauge::{ConstGauge, Gauge},
+        histogram::Histogram,
+    },
+    registry::{Registry, Unit},
+};
+
+use crate::{
+    placement::Reason,
+    view::{View, WorkerState},
+};
+
+/// One label with a value from a small fixed set.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub(crate) struct Reasoned {
+    reason: &'static str,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub(crate) struct Coded {
+    code: &'static str,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub(crate) struct Ended {
+    outcome: &'static str,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct InState {
+    state: &'static str,
+}
+
+/// How a turn that was placed ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Outcome {
+    /// The answer was 2xx and ran to its end.
+    Ok,
+    /// The engine or the agent answered with an error, passed on.
+    ErrorAnswer,
+    /// No answer came from the worker, or it broke off.
+    WorkerFailed,
+    /// The turn's time ran out.
+    TimedOut,
+    /// The client left before the end.
+    ClientGone,
+}
+
+impl Outcome {
+    fn as_str(self) -> &'static str {
+        match self {
+            Self::Ok => "ok",
+            Self::ErrorAnswer => "error_answer",
+            Self::WorkerFailed => "worker_failed",
+            Self::TimedOut => "timed_out",
+            Self::ClientGone => "client_gone",
+        }
+    }
+}
+
+/// All handles.
+#[derive(Debug, Clone)]
+pub(crate) struct Metrics {
+    placements: Family<Reasoned, Counter>,
+    turns: Family<Ended, Counter>,
+    refusals: Family<Coded, Counter>,
+    retries: Family<Reasoned, Counter>,
+    first_byte: Histogram,
+    pub(crate) streams: Gauge,
+    pub(crate) request_bytes: Counter,
+    pub(crate) response_bytes: Counter,
+}
+
+impl Metrics {
+    pub(crate) fn new(registry: &mut Registry) -> Self {
+        let metrics = Self {
+            placements: Family::default(),
+            turns: Family::default(),
+            refusals: Family::default(),
+            retries: Family::default(),
+            // A cached turn answers in 20 ms, a long prefill in a minute.
+            first_byte: Histogram::new([
+                0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,
+            ]),
+            streams: Gauge::default(),
+            request_bytes: Counter::default(),
+            response_bytes: Counter::default(),
+        };
+        registry.register("placements", "Turns placed, by reason", metrics.placements.clone());
+        registry.register("turns", "Placed turns ended, by outcome", metrics.turns.clone());
+        registry.register("refusals", "Refusals by the router, by code", metrics.refusals.clone());
+        registry.register("retries", "Turns tried on a second worker", metrics.retries.clone());
+        registry.register_with_unit(
+            "first_byte",
+            "From a turn's arrival to the first byte of its answer's body",
+            Unit::Seconds,
+            metrics.first_byte.clone(),
+        );
+        registry.register(
+            "streams_in_flight",
+            "Turns placed and not ended",
+            metrics.streams.clone(),
+        );
+        let bytes = "Bytes of bodies that arrived from clients";
+        registry.register_with_unit("request", bytes, Unit::Bytes, metrics.request_bytes.clone());
+        let bytes = "Bytes of bodies that came from workers";
+        registry.register_with_unit("response", bytes, Unit::Bytes, metrics.response_bytes.clone());
+        metrics
+    }
+
+    pub(crate) fn placed(&self, reason: Reason) {
+        self.placements.get_or_create(&Reasoned { reason: reason.as_str() }).inc();
+    }
+
+    pub(crate) fn ended(&self, outcome: Outcome) {
+        self.turns.get_or_create(&Ended { outcome: outcome.as_str() }).inc();
+    }
+
+    pub(crate) fn refused(&self, code: &'static str) {
+        self.refusals.get_or_create(&Coded { code }).inc();
+    }
+
+    pub(crate) fn retried(&self, reason: &'static str) {
+        self.retries.get_or_create(&Reasoned { reason }).inc();
+    }
+
+    pub(crate) fn first_byte(&self, after: Duration) {
+        self.first_byte.observe(after.as_secs_f64());
+    }
+}
+
+/// Reads the view at each scrape.
+#[derive(Debug)]
+pub(crate) struct FleetCollector(pub(crate) Arc<View>);
+
+impl Collector for FleetCollector {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
+        let now = tokio::time::Instant::now().into_std();
+        let view = self.0.load();
+        let workers = Family::<InState, Gauge>::default();
+        for state in WorkerState::ALL {
+            workers.get_or_create(&InState { state: state.as_str() }).set(0);
+        }
+        for (worker, ..) in view.workers() {
+            let state = view.state(worker, now).as_str();
+            workers.get_or_create(&InState { state }).inc();
+        }
+        let gauge = prometheus_client::metrics::MetricType::Gauge;
+        workers.encode(encoder.encode_descriptor("workers", "Workers by state", None, gauge)?)?;
+        let ages = view.agents.iter().filter_map(|agent| agent.report.as_ref());
+        let oldest = ages
+            .map(|(_, at)| now.saturating_duration_since(*at).as_secs_f64())
+            .fold(0.0_f64, f64::max);
+        let help = "Age of the oldest load report of a connected agent";
+        let unit = Unit::Seconds;
+        ConstGauge::new(oldest).encode(encoder.encode_descriptor(
+            "report_age_max",
+            help,
+            Some(&unit),
+            gauge,
+        )?)?;
+        let sessions = i64::try_from(view.sessions.len()).unwrap_or(i64::MAX);
+        let help = "Sessions in the agents' tables";
+        ConstGauge::new(sessions).encode(encoder.encode_descriptor("sessions", help, None, gauge)?)
+    }
+}

@@ -1,0 +1,350 @@
+//! The bytes of a turn: the request to an agent, its answer back to the client, and the body that
+//! carries both while holding the turn's lease. Nothing is buffered, nothing is rewritten.
+//!
+//! Cancellation is drop: hyper drops the answer's body when the client is gone, that drops the
+//! connection to the agent, and the agent sees it.
+
+use std::{
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll, ready},
+    time::Instant,
+};
+
+use bytes::Bytes;
+use http::{HeaderMap, HeaderName, HeaderValue, Method, Response, StatusCode, Uri, header};
+use http_body::{Body, Frame, SizeHint};
+use http_body_util::Full;
+use hyper::body::Incoming;
+use proto::{
+    claim::{self, Claim},
+    process::budget::HeldBody,
+};
+use tokio::{sync::OwnedSemaphorePermit, time::Sleep};
+
+use crate::{
+    decide::{Decided, Hold},
+    lease::Lease,
+    metrics::Outcome,
+    shared::{Shared, now},
+};
+
+/// On an answer: `agent/rank` that made it.
+pub(crate) const WORKER: HeaderName = HeaderName::from_static("x-berth-worker");
+/// On an answer: why that worker was chosen.
+pub(crate) const PLACEMENT: HeaderName = HeaderName::from_static("x-berth-placement");
+
+/// Meant for one connection only, or decided by this hop.
+const HOP_BY_HOP: [HeaderName; 10] = [
+    header::CONNECTION,
+    HeaderName::from_static("keep-alive"),
+    HeaderName::from_static("proxy-connection"),
+    header::PROXY_AUTHENTICATE,
+    header::PROXY_AUTHORIZATION,
+    header::TE,
+    header::TRAILER,
+    header::TRANSFER_ENCODING,
+    header::UPGRADE,
+    header::CONTENT_LENGTH,
+];
+/// The engine's own routing headers: placement is not the client's.
+const ENGINE_RANK: HeaderName = HeaderName::from_static("x-data-parallel-rank");
+const ENGINE_OVERRIDE: &str = "x-override-";
+
+/// Why a worker gave no answer.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Error {
+    /// The connection could not be made: nothing was sent.
+    #[error("worker {worker} can't be reached")]
+    Connect {
+        worker: String,
+        #[source]
+        source: hyper_util::client::legacy::Error,
+    },
+    /// The request may have been taken, no answer came.
+    #[error("worker {worker} broke off before its answer began")]
+    BrokenOff {
+        worker: String,
+        #[source]
+        source: hyper_util::client::legacy::Error,
+    },
+    /// The turn's time ran out.
+    #[error("the turn took longer than turn_ms_max before its answer began")]
+    TimedOut,
+}
+
+impl Error {
+    /// Whether the turn can safely be sent again: only where nothing of it was sent.
+    pub(crate) fn retry(&self) -> bool {
+        matches!(self, Self::Connect { .. })
+    }
+}
+
+/// A request as it came, ready to be sent more than once.
+#[derive(Debug)]
+pub(crate) struct Outbound {
+    pub(crate) method: Method,
+    pub(crate) path: http::uri::PathAndQuery,
+    pub(crate) headers: HeaderMap,
+    pub(crate) body: Bytes,
+    pub(crate) turn_id: u64,
+    pub(crate) arrived: Instant,
+    pub(crate) deadline: Instant,
+}
+
+/// Body bytes that give their share of the budget back when the last slice of them is gone: that
+/// is when the agent has taken them.
+pub(crate) fn held_bytes(body: HeldBody) -> Bytes {
+    struct Owner(HeldBody);
+    impl AsRef<[u8]> for Owner {
+        fn as_ref(&self) -> &[u8] {
+            &self.0.bytes
+        }
+    }
+    Bytes::from_owner(Owner(body))
+}
+
+/// Removes what the client may not say to an agent.
+pub(crate) fn strip_request(headers: &mut HeaderMap) {
+    strip_hop_by_hop(headers);
+    for name in claim::TRUSTED {
+        headers.remove(name);
+    }
+    headers.remove(header::HOST);
+    headers.remove(header::EXPECT);
+    headers.remove(ENGINE_RANK);
+    let overrides: Vec<HeaderName> =
+        headers.keys().filter(|name| name.as_str().starts_with(ENGINE_OVERRIDE)).cloned().collect();
+    for name in overrides {
+        headers.remove(name);
+    }
+}
+
+fn strip_hop_by_hop(headers: &mut HeaderMap) {
+    let named: Vec<HeaderName> = headers
+        .get_all(header::CONNECTION)
+        .iter()
+        .filter_map(|value| value.to_str().ok())
+        .flat_map(|value| value.split(','))
+        .filter_map(|name| name.trim().parse().ok())
+        .collect();
+    for name in named.iter().chain(&HOP_BY_HOP) {
+        headers.remove(name);
+    }
+}
+
+impl Outbound {
+    fn request(&self, decided: &Decided) -> http::Request<Full<Bytes>> {
+        let uri = Uri::builder()
+            .scheme("http")
+            .authority(&*decided.authority)
+            .path_and_query(self.path.clone())
+            .build()
+            .expect("authority and path were parsed before");
+        let mut request = http::Request::new(Full::new(self.body.clone()));
+        *request.method_mut() = self.method.clone();
+        *request.uri_mut() = uri;
+        let headers = request.headers_mut();
+        headers.clone_from(&self.headers);
+        headers.insert(claim::TURN, turn_header(self.turn_id));
+        headers.insert(claim::RANK, HeaderValue::from(decided.worker.dp_rank));
+        if let Some(claim) = &decided.claim {
+            headers.insert(claim::CLAIM, claim.to_header());
+        }
+        request
+    }
+
+    /// Sends the turn and waits for the head of its answer.
+    pub(crate) async fn send(
+        &self,
+        shared: &Shared,
+        decided: &Decided,
+    ) -> Result<Response<Incoming>, Error> {
+        let answer = shared.client.request(self.request(decided));
+        let worker = || decided.name.clone();
+        match tokio::time::timeout_at(self.deadline.into(), answer).await {
+            Ok(Ok(response)) => Ok(response),
+            Ok(Err(source)) if source.is_connect() => {
+                Err(Error::Connect { worker: worker(), source })
+            }
+            Ok(Err(source)) => Err(Error::BrokenOff { worker: worker(), source }),
+            Err(_) => Err(Error::TimedOut),
+        }
+    }
+}
+
+fn turn_header(turn_id: u64) -> HeaderValue {
+    HeaderValue::from_str(&format!("{turn_id:016x}")).expect("hex digits are legal")
+}
+
+/// Whether the answer is the agent's own "not now", given before anything ran.
+pub(crate) fn is_refused_for_now(response: &Response<Incoming>) -> bool {
+    response.headers().contains_key(claim::REFUSAL)
+        && matches!(
+            response.status(),
+            StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE
+        )
+}
+
+/// The answer for the client: the agent's, with where it came from.
+pub(crate) fn answer(
+    shared: &Arc<Shared>,
+    outbound: &Outbound,
+    mut decided: Decided,
+    permit: OwnedSemaphorePermit,
+    response: Response<Incoming>,
+) -> axum::response::Response {
+    if let (Some(hold), Some(Claim { close: true, .. })) = (&mut decided.hold, &decided.claim)
+        && !response.headers().contains_key(claim::REFUSAL)
+    {
+        hold.close_at_end();
+    }
+    let (mut parts, inner) = response.into_parts();
+    strip_hop_by_hop(&mut parts.headers);
+    parts.headers.insert(claim::TURN, turn_header(outbound.turn_id));
+    parts.headers.insert(PLACEMENT, HeaderValue::from_static(decided.reason.as_str()));
+    if let Ok(name) = HeaderValue::from_str(&decided.name) {
+        parts.headers.insert(WORKER, name);
+    }
+    // Version and extensions are this hop's.
+    parts.version = http::Version::HTTP_11;
+    parts.extensions.clear();
+    let ok = parts.status.is_success();
+    let body = TurnBody {
+        inner,
+        deadline: Box::pin(tokio::time::sleep_until(outbound.deadline.into())),
+        arrived: Some(outbound.arrived),
+        held: Some(Held {
+            running: Running::new(shared),
+            outcome: Outcome::ClientGone,
+            _lease: decided.lease,
+            _hold: decided.hold,
+            _permit: permit,
+        }),
+        ok,
+    };
+    Response::from_parts(parts, axum::body::Body::new(body))
+}
+
+/// Counts one stream in flight.
+#[derive(Debug)]
+struct Running(Arc<Shared>);
+
+impl Running {
+    fn new(shared: &Arc<Shared>) -> Self {
+        shared.metrics.streams.inc();
+        Self(Arc::clone(shared))
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.0.metrics.streams.dec();
+    }
+}
+
+/// What a turn holds until its answer has ended.
+#[derive(Debug)]
+struct Held {
+    running: Running,
+    outcome: Outcome,
+    _lease: Lease,
+    _hold: Option<Hold>,
+    _permit: OwnedSemaphorePermit,
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        self.running.0.metrics.ended(self.outcome);
+    }
+}
+
+/// The answer's body.
+#[derive(Debug)]
+struct TurnBody {
+    inner: Incoming,
+    deadline: Pin<Box<Sleep>>,
+    /// Until the first byte has come.
+    arrived: Option<Instant>,
+    /// Given back with the last frame at the latest: a client that has the whole answer may send
+    /// its next turn at once, and must find the session free.
+    held: Option<Held>,
+    ok: bool,
+}
+
+impl TurnBody {
+    fn end(&mut self, outcome: Outcome) {
+        if let Some(mut held) = self.held.take() {
+            held.outcome = outcome;
+        }
+    }
+}
+
+/// Why an answer was cut.
+#[derive(Debug, thiserror::Error)]
+enum Cut {
+    #[error("the turn took longer than turn_ms_max")]
+    TimedOut,
+    #[error("the worker broke off its answer")]
+    BrokenOff(#[source] hyper::Error),
+}
+
+impl Body for TurnBody {
+    type Data = Bytes;
+    type Error = Box<dyn std::error::Error + Send + Sync>;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
+        let polled = Pin::new(&mut self.inner).poll_frame(context);
+        if polled.is_pending() {
+            ready!(self.deadline.as_mut().poll(context));
+            self.end(Outcome::TimedOut);
+            return Poll::Ready(Some(Err(Cut::TimedOut.into())));
+        }
+        let done = if self.ok { Outcome::Ok } else { Outcome::ErrorAnswer };
+        match ready!(polled) {
+            None => {
+                self.end(done);
+                Poll::Ready(None)
+            }
+            Some(Err(error)) => {
+                self.end(Outcome::WorkerFailed);
+                Poll::Ready(Some(Err(Cut::BrokenOff(error).into())))
+            }
+            Some(Ok(frame)) => {
+                if let (Some(held), Some(data)) = (&self.held, frame.data_ref()) {
+                    let metrics = &held.running.0.metrics;
+                    metrics.response_bytes.inc_by(data.len() as u64);
+                    if let Some(arrived) = self.arrived {
+                        metrics.first_byte(now().saturating_duration_since(arrived));
+                    }
+                    self.arrived = None;
+                }
+                if self.inner.is_end_stream() {
+                    self.end(done);
+                }
+                Poll::Ready(Some(Ok(frame)))
+            }
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        // An answer without a body is never polled: hyper drops it, which ends the turn too.
+        self.inner.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.inner.size_hint()
+    }
+}
+
+impl Drop for TurnBody {
+    fn drop(&mut self) {
+        if self.inner.is_end_stream() {
+            let done = if self.ok { Outcome::Ok } else { Outcome::ErrorAnswer };
+            self.end(done);
+        }
+    }
+}

@@ -1,0 +1,316 @@
+//! What a client's request says about its session: identity, lifecycle, meaning. Pure; it reads a
+//! few members of the body and changes nothing.
+//!
+//! Identity is the first that applies: `nvext.session_control` in the body, `x-berth-session-id`,
+//! the native headers of coding agents, `session_id` or `session_params.id` in the body.
+
+use http::{HeaderMap, HeaderName, header};
+use proto::{
+    body::{self, Object},
+    id::{self, SessionKey},
+    load::Retention,
+};
+use serde_json::{Value, value::RawValue};
+use xxhash_rust::xxh3::xxh3_128;
+
+/// Names the session.
+pub const SESSION_ID: HeaderName = HeaderName::from_static("x-berth-session-id");
+/// `1`: the body holds only what is new.
+pub const DELTA: HeaderName = HeaderName::from_static("x-berth-delta");
+/// `true`: the session closes when this turn has ended.
+pub const FINAL: HeaderName = HeaderName::from_static("x-berth-session-final");
+/// `pinned`, `tagged`, `none` or `auto`, for a session's first turn.
+pub const RETENTION: HeaderName = HeaderName::from_static("x-berth-retention");
+
+const CLAUDE_SESSION: HeaderName = HeaderName::from_static("x-claude-code-session-id");
+const CLAUDE_AGENT: HeaderName = HeaderName::from_static("x-claude-code-agent-id");
+/// Codex, OpenCode, Dynamo.
+const NATIVE: [HeaderName; 3] = [
+    HeaderName::from_static("thread-id"),
+    HeaderName::from_static("x-session-id"),
+    HeaderName::from_static("x-dynamo-session-id"),
+];
+const PARENTS: [HeaderName; 3] = [
+    HeaderName::from_static("x-parent-session-id"),
+    HeaderName::from_static("x-claude-code-parent-session-id"),
+    HeaderName::from_static("x-dynamo-parent-session-id"),
+];
+const API_KEY: HeaderName = HeaderName::from_static("x-api-key");
+
+/// Ten years: longer is a mistake, and it must fit the agent's clock.
+const TIMEOUT_SECONDS_MAX: f64 = 315_360_000.0;
+
+/// What was wrong with a request.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// Not one JSON object.
+    #[error("{0}; send one JSON object")]
+    Body(#[from] body::Error),
+    /// A session id out of bounds.
+    #[error("{0}; send an id of that length")]
+    SessionId(#[from] id::Error),
+    /// A field or header of a wrong kind.
+    #[error("{field} must be {want}")]
+    Field {
+        /// Which.
+        field: &'static str,
+        /// What it has to be.
+        want: &'static str,
+    },
+    /// Delta meaning without a session.
+    #[error("{DELTA} is set but no session is named; add {SESSION_ID}")]
+    DeltaWithoutSession,
+}
+
+/// What the client wants done with a session by this turn.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Ask {
+    /// Whose turn.
+    pub key: SessionKey,
+    /// For the first turn; None leaves it to the agent.
+    pub retention: Option<Retention>,
+    /// The body holds only what is new.
+    pub delta: bool,
+    /// The client opens the session with this turn.
+    pub open: bool,
+    /// The session closes when the turn has ended.
+    pub close: bool,
+    /// Placement only: the agent is told nothing.
+    pub bind: bool,
+    /// Milliseconds without a turn until it is closed.
+    pub idle_ms_max: Option<u64>,
+}
+
+/// What routing needs of a turn.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Turn {
+    /// None: a turn on its own.
+    pub session: Option<Ask>,
+    /// The session that spawned this one.
+    pub parent: Option<SessionKey>,
+    /// The client's `prompt_cache_key`, digested: a placement key, never a session.
+    pub cache_key: Option<SessionKey>,
+    /// The model named in the body.
+    pub model: Option<String>,
+}
+
+/// The caller's principal.
+#[must_use]
+pub fn principal(headers: &HeaderMap) -> String {
+    let credential = headers.get(header::AUTHORIZATION).or_else(|| headers.get(API_KEY));
+    id::principal_of(credential.map(http::HeaderValue::as_bytes))
+}
+
+/// The session named in the headers: what a claim before the body can go by.
+///
+/// # Errors
+/// When the id is out of bounds or not UTF-8.
+pub fn header_session(headers: &HeaderMap, principal: &str) -> Result<Option<SessionKey>, Error> {
+    if let Some(id) = text(headers, &SESSION_ID)? {
+        return Ok(Some(SessionKey::new(principal, id)?));
+    }
+    if let Some(session) = text(headers, &CLAUDE_SESSION)? {
+        let id = match text(headers, &CLAUDE_AGENT)? {
+            Some(agent) => format!("{session}:{agent}"),
+            None => session.to_owned(),
+        };
+        return Ok(Some(SessionKey::new(principal, id)?));
+    }
+    for name in &NATIVE {
+        if let Some(id) = text(headers, name)? {
+            return Ok(Some(SessionKey::new(principal, id)?));
+        }
+    }
+    Ok(None)
+}
+
+/// Reads a whole turn.
+///
+/// # Errors
+/// When the body is no object, or names a session in a way that can't be meant.
+pub fn read(headers: &HeaderMap, body: &[u8], principal: &str) -> Result<Turn, Error> {
+    let object = Object::parse(body)?;
+    let control = Control::read(&object)?;
+    let params_id = params_id(&object)?;
+    let top_id = string(&object, "session_id", "session_id")?;
+    let from_headers = header_session(headers, principal)?;
+    let key = match (&control, from_headers, top_id.or_else(|| params_id.clone())) {
+        (Some(control), ..) => Some(SessionKey::new(principal, control.session_id.as_str())?),
+        (None, Some(key), _) => Some(key),
+        (None, None, Some(id)) => Some(SessionKey::new(principal, id)?),
+        (None, None, None) => None,
+    };
+    let delta = flag(headers, &DELTA, "the header x-berth-delta")? || params_id.is_some();
+    let close = flag(headers, &FINAL, "the header x-berth-session-final")?;
+    let retention = retention(headers)?;
+    let action = control.as_ref().map_or(Action::Turn, |control| control.action);
+    let session = match key {
+        None if delta => return Err(Error::DeltaWithoutSession),
+        None => None,
+        Some(key) => {
+            let open = action == Action::Open;
+            // Deltas append to private KV: a session opened by one has to be pinned.
+            let retention = retention.or((open && delta).then_some(Retention::Pinned));
+            Some(Ask {
+                key,
+                retention,
+                delta,
+                open,
+                close: close || action == Action::Close,
+                bind: action == Action::Bind,
+                idle_ms_max: control.and_then(|control| control.idle_ms_max),
+            })
+        }
+    };
+    let cache_key = text_member(&object, "prompt_cache_key").and_then(|key| {
+        // Digested, because it has no bound of its own.
+        SessionKey::new(principal, format!("{:032x}", xxh3_128(key.as_bytes()))).ok()
+    });
+    Ok(Turn {
+        session,
+        parent: parent(headers, principal),
+        cache_key,
+        model: text_member(&object, "model"),
+    })
+}
+
+/// Reads the idle time a client gave in seconds.
+///
+/// # Errors
+/// When it isn't a positive number; `field` is named.
+pub fn idle_ms(value: &Value, field: &'static str) -> Result<Option<u64>, Error> {
+    if value.is_null() {
+        return Ok(None);
+    }
+    let wrong = Error::Field { field, want: "a positive number of seconds" };
+    let Some(seconds) = value.as_f64() else { return Err(wrong) };
+    if !(seconds > 0.0 && seconds <= TIMEOUT_SECONDS_MAX) {
+        return Err(wrong);
+    }
+    let milliseconds = std::time::Duration::from_secs_f64(seconds).as_millis();
+    Ok(Some(u64::try_from(milliseconds).expect("ten years fit").max(1)))
+}
+
+/// Reads the name of a retention; `auto` is None.
+///
+/// # Errors
+/// When it is none of them; `field` is named.
+pub fn retention_named(name: &str, field: &'static str) -> Result<Option<Retention>, Error> {
+    match name {
+        "auto" => Ok(None),
+        "pinned" => Ok(Some(Retention::Pinned)),
+        "tagged" => Ok(Some(Retention::Tagged)),
+        "none" => Ok(Some(Retention::None)),
+        _ => Err(Error::Field { field, want: "pinned, tagged, none or auto" }),
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Action {
+    Turn,
+    Open,
+    Close,
+    Bind,
+}
+
+/// `nvext.session_control`.
+struct Control {
+    session_id: String,
+    action: Action,
+    idle_ms_max: Option<u64>,
+}
+
+impl Control {
+    fn read(body: &Object<'_>) -> Result<Option<Self>, Error> {
+        let Some(nvext) = body.get("nvext").and_then(object) else { return Ok(None) };
+        let control = match nvext.get("session_control") {
+            None => return Ok(None),
+            Some(raw) if raw.get() == "null" => return Ok(None),
+            Some(raw) => object(raw)
+                .ok_or(Error::Field { field: "nvext.session_control", want: "an object" })?,
+        };
+        let field = "nvext.session_control.session_id";
+        let session_id = string(&control, "session_id", field)?
+            .ok_or(Error::Field { field, want: "a string of 1 to 256 bytes" })?;
+        let field = "nvext.session_control.action";
+        let action = match string(&control, "action", field)?.as_deref() {
+            None => Action::Turn,
+            Some("open") => Action::Open,
+            Some("close") => Action::Close,
+            Some("bind") => Action::Bind,
+            Some(_) => return Err(Error::Field { field, want: "open, close or bind" }),
+        };
+        let timeout = control.get("timeout").map_or(Value::Null, value);
+        let idle_ms_max = idle_ms(&timeout, "nvext.session_control.timeout")?;
+        Ok(Some(Self { session_id, action, idle_ms_max }))
+    }
+}
+
+fn params_id(body: &Object<'_>) -> Result<Option<String>, Error> {
+    match body.get("session_params") {
+        None => Ok(None),
+        Some(raw) if raw.get() == "null" => Ok(None),
+        Some(raw) => {
+            let params =
+                object(raw).ok_or(Error::Field { field: "session_params", want: "one object" })?;
+            string(&params, "id", "session_params.id")
+        }
+    }
+}
+
+fn object(raw: &RawValue) -> Option<Object<'_>> {
+    Object::parse(raw.get().as_bytes()).ok()
+}
+
+fn value(raw: &RawValue) -> Value {
+    serde_json::from_str(raw.get()).unwrap_or(Value::Null)
+}
+
+/// A string member; null counts as absent.
+fn string(body: &Object<'_>, key: &str, field: &'static str) -> Result<Option<String>, Error> {
+    match body.get(key).map(value) {
+        None | Some(Value::Null) => Ok(None),
+        Some(Value::String(text)) => Ok(Some(text)),
+        Some(_) => Err(Error::Field { field, want: "a string" }),
+    }
+}
+
+/// A string member of no consequence if it is anything else: the engine will say so.
+fn text_member(body: &Object<'_>, key: &str) -> Option<String> {
+    serde_json::from_str(body.get(key)?.get()).ok()
+}
+
+fn text<'a>(headers: &'a HeaderMap, name: &HeaderName) -> Result<Option<&'a str>, Error> {
+    let Some(value) = headers.get(name) else { return Ok(None) };
+    std::str::from_utf8(value.as_bytes())
+        .map(Some)
+        .map_err(|_| Error::Field { field: "a session id in a header", want: "UTF-8" })
+}
+
+fn flag(headers: &HeaderMap, name: &HeaderName, field: &'static str) -> Result<bool, Error> {
+    match headers.get(name).map(http::HeaderValue::as_bytes) {
+        None | Some(b"0" | b"false") => Ok(false),
+        Some(b"1" | b"true") => Ok(true),
+        Some(_) => Err(Error::Field { field, want: "1, true, 0 or false" }),
+    }
+}
+
+fn retention(headers: &HeaderMap) -> Result<Option<Retention>, Error> {
+    let field = "the header x-berth-retention";
+    match headers.get(&RETENTION) {
+        None => Ok(None),
+        Some(value) => retention_named(value.to_str().unwrap_or(""), field),
+    }
+}
+
+/// A hint: what is wrong with it is not worth an answer.
+fn parent(headers: &HeaderMap, principal: &str) -> Option<SessionKey> {
+    let named = PARENTS.iter().find_map(|name| text(headers, name).ok().flatten());
+    // A sub-agent's parent is the session without the agent's id.
+    let id = match named {
+        Some(id) => id,
+        None if headers.contains_key(&CLAUDE_AGENT) => text(headers, &CLAUDE_SESSION).ok()??,
+        None => return None,
+    };
+    SessionKey::new(principal, id).ok()
+}

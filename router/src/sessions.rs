@@ -1,0 +1,271 @@
+//! Opening, closing and looking up sessions on a client's behalf. The agents hold them; the router
+//! chooses where, and remembers what their tables can't tell yet.
+//!
+//! Opens and closes run in tasks of their own, because a client that leaves in the middle must
+//! neither leave a session behind nor keep one from closing.
+
+use std::{collections::BTreeMap, sync::Arc};
+
+use http::StatusCode;
+use proto::{
+    id::SessionKey,
+    load::{Retention, Session},
+    process::refusal::Refusal,
+};
+use tokio::sync::oneshot;
+use tonic::Code;
+
+use crate::{
+    api::errors,
+    control::Opening,
+    decide,
+    known::Standing,
+    placement::{self, Question, Sticky},
+    shared::{Shared, now},
+    view::WorkerRef,
+};
+
+/// Sessions in one list; a caller with more of them is told that the list is cut.
+pub(crate) const LIST_MAX: usize = 1000;
+
+/// A session as shown to its owner.
+#[derive(Debug, Clone)]
+pub(crate) struct Seen {
+    pub(crate) key: SessionKey,
+    pub(crate) worker: WorkerRef,
+    /// None: placed, but no agent has reported it.
+    pub(crate) session: Option<Arc<Session>>,
+    pub(crate) lost: bool,
+}
+
+/// An answered open.
+#[derive(Debug)]
+pub(crate) struct Opened {
+    pub(crate) worker: WorkerRef,
+    pub(crate) session: Arc<Session>,
+    /// It was not open before.
+    pub(crate) new: bool,
+}
+
+impl Shared {
+    /// Opens a session, or finds the one that is open.
+    pub(crate) async fn open(self: &Arc<Self>, opening: Opening) -> Result<Opened, Refusal> {
+        let shared = Arc::clone(self);
+        self.detached(async move { Box::pin(shared.open_now(opening)).await }).await
+    }
+
+    /// Closes a session. Answers once the agent has agreed, while a running turn may still run.
+    pub(crate) async fn close(self: &Arc<Self>, key: SessionKey) -> Result<(), Refusal> {
+        self.settled_view().await;
+        // Noted before anything is awaited: the second of two closes finds it closing.
+        let (worker, bound_only) = {
+            let view = self.view.load();
+            let mut affinity = self.affinity.lock();
+            let at = now();
+            let standing = crate::known::standing(&key, &view, affinity.get(&key, at), at);
+            let (worker, bound_only) = match standing {
+                Standing::Unknown | Standing::Closing => return Err(errors::session_unknown()),
+                Standing::Bound { worker, .. } => (worker, true),
+                Standing::Open { worker, .. } | Standing::Lost { worker, .. } => (worker, false),
+            };
+            affinity.close_asked(&key, worker, at).map_err(errors::full)?;
+            (worker, bound_only)
+        };
+        let shared = Arc::clone(self);
+        self.detached(async move { shared.close_now(&key, worker, bound_only).await }).await
+    }
+
+    /// One session of its owner.
+    pub(crate) async fn see(&self, key: &SessionKey) -> Option<Seen> {
+        let view = self.settled_view().await;
+        self.seen(key, self.standing(key, &view))
+    }
+
+    /// The owner's sessions by id, and whether there are more than are listed.
+    pub(crate) async fn list(&self, principal: &str) -> (Vec<Seen>, bool) {
+        let view = self.settled_view().await;
+        let mut keys: BTreeMap<String, SessionKey> = view
+            .sessions
+            .iter()
+            .map(|one| &one.session.key)
+            .filter(|key| key.principal() == principal)
+            .map(|key| (key.id().to_owned(), key.clone()))
+            .collect();
+        {
+            let affinity = self.affinity.lock();
+            let bound = affinity.of_principal(principal, now());
+            keys.extend(bound.map(|key| (key.id().to_owned(), key.clone())));
+        }
+        let mut seen = keys.into_values().filter_map(|key| {
+            let standing = self.standing(&key, &view);
+            self.seen(&key, standing)
+        });
+        let listed = seen.by_ref().take(LIST_MAX).collect();
+        (listed, seen.next().is_some())
+    }
+
+    /// Closes the remains of a lost session, so that it can be opened again.
+    pub(crate) async fn bury(&self, key: &SessionKey, worker: WorkerRef) -> Result<(), Refusal> {
+        let closed = self.controls[worker.agent].close(key).await;
+        match closed {
+            Err(status) if !matches!(status.code(), Code::NotFound | Code::Unavailable) => {
+                return Err(errors::status(&status));
+            }
+            Ok(_) | Err(_) => {}
+        }
+        let mut affinity = self.affinity.lock();
+        // Until the agent's table has caught up, or for as long as the agent is gone.
+        if affinity.close_asked(key, worker, now()).is_ok() {
+            affinity.closed(key, false, now());
+        }
+        Ok(())
+    }
+
+    fn seen(&self, key: &SessionKey, standing: Standing) -> Option<Seen> {
+        let key = key.clone();
+        match standing {
+            Standing::Unknown | Standing::Closing => None,
+            Standing::Bound { worker, .. } => {
+                Some(Seen { key, worker, session: None, lost: false })
+            }
+            Standing::Open { worker, session, .. } => {
+                Some(Seen { key, worker, session: Some(session), lost: false })
+            }
+            Standing::Lost { worker, .. } => {
+                let view = self.view.load();
+                let located = view.sessions.locate(&key);
+                let session = located.iter().find(|one| one.worker == worker);
+                let session = session.map(|one| Arc::clone(&one.session));
+                Some(Seen { key, worker, session, lost: true })
+            }
+        }
+    }
+
+    async fn open_now(self: Arc<Self>, opening: Opening) -> Result<Opened, Refusal> {
+        let key = &opening.key;
+        if let Standing::Lost { worker, .. } = self.patient_standing(key).await {
+            self.bury(key, worker).await?;
+        }
+        let (first, was_open, moves) = self.place_open(&opening, None)?;
+        let answered = self.controls[first.agent].open(&opening, first.dp_rank).await;
+        let (worker, answered) = match answered {
+            // Full or away: one other worker is asked, where nothing ties the session to this one.
+            Err(status)
+                if moves
+                    && matches!(status.code(), Code::ResourceExhausted | Code::Unavailable) =>
+            {
+                match self.place_open(&opening, Some(first)) {
+                    Ok((second, ..)) => {
+                        self.metrics.retried("open");
+                        let control = &self.controls[second.agent];
+                        (second, control.open(&opening, second.dp_rank).await)
+                    }
+                    Err(_) => (first, Err(status)),
+                }
+            }
+            answered => (first, answered),
+        };
+        let mut affinity = self.affinity.lock();
+        affinity.end(key, now());
+        match answered {
+            Ok(session) => {
+                let worker = WorkerRef { dp_rank: session.dp_rank, ..worker };
+                let new = !was_open && session.turns == 0;
+                let session = Arc::new(session);
+                affinity.opened(worker, Arc::clone(&session), now()).map_err(errors::full)?;
+                Ok(Opened { worker, session, new })
+            }
+            Err(status) => {
+                if !was_open {
+                    affinity.forget(key);
+                }
+                Err(errors::status(&status))
+            }
+        }
+    }
+
+    /// Chooses where to open and holds the binding, so that turns that come meanwhile go there too.
+    /// With `exclude`, moves a binding that is held already. Says whether the session was open, and
+    /// whether it could go elsewhere.
+    fn place_open(
+        &self,
+        opening: &Opening,
+        exclude: Option<WorkerRef>,
+    ) -> Result<(WorkerRef, bool, bool), Refusal> {
+        let key = &opening.key;
+        let view = self.view.load();
+        let at = now();
+        let mut affinity = self.affinity.lock();
+        let standing = crate::known::standing(key, &view, affinity.get(key, at), at);
+        let (bound, was_open) = match standing {
+            Standing::Closing => {
+                let closing = decide::closing();
+                return Err(Refusal { status: StatusCode::CONFLICT, ..closing });
+            }
+            Standing::Unknown | Standing::Lost { .. } => (None, false),
+            Standing::Bound { worker, .. } => (Some(worker), false),
+            Standing::Open { worker, .. } => (Some(worker), true),
+        };
+        let pinned = opening.retention == Some(Retention::Pinned);
+        let sticky = bound
+            .filter(|_| exclude.is_none())
+            .map(|worker| Sticky { worker, fixed: was_open && pinned });
+        let question = Question {
+            digest: key.digest(),
+            sticky,
+            prefer: None,
+            retention: if was_open { None } else { opening.retention },
+            model: None,
+            exclude,
+        };
+        let placement =
+            placement::place(&question, &view, at).map_err(|none| errors::no_worker(&none))?;
+        self.metrics.placed(placement.reason);
+        match exclude {
+            None => affinity.begin(key, placement.worker, false, at).map_err(errors::full)?,
+            Some(_) => affinity.rebind(key, placement.worker),
+        }
+        Ok((placement.worker, was_open, bound.is_none()))
+    }
+
+    async fn close_now(
+        self: Arc<Self>,
+        key: &SessionKey,
+        worker: WorkerRef,
+        bound_only: bool,
+    ) -> Result<(), Refusal> {
+        let answered = self.controls[worker.agent].close(key).await;
+        let mut affinity = self.affinity.lock();
+        match answered {
+            Ok(deferred) => {
+                affinity.closed(key, deferred, now());
+                Ok(())
+            }
+            Err(status) if status.code() == Code::NotFound => {
+                affinity.closed(key, false, now());
+                // A placement without engine state was the router's alone to end.
+                if bound_only { Ok(()) } else { Err(errors::session_unknown()) }
+            }
+            Err(status) => {
+                affinity.close_failed(key);
+                Err(errors::status(&status))
+            }
+        }
+    }
+
+    /// Runs to its end even if the caller goes.
+    async fn detached<T: Send + 'static>(
+        &self,
+        work: impl Future<Output = Result<T, Refusal>> + Send + 'static,
+    ) -> Result<T, Refusal> {
+        let (answer, answered) = oneshot::channel();
+        self.tasks.spawn(async move {
+            // Nobody waits any more when the client is gone.
+            drop(answer.send(work.await));
+        });
+        answered.await.unwrap_or_else(|_| {
+            let message = "the router failed; see its log";
+            Err(Refusal::new(StatusCode::INTERNAL_SERVER_ERROR, "internal", message))
+        })
+    }
+}

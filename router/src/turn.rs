@@ -1,0 +1,210 @@
+//! One turn from its head to its answer: admit, claim, read, decide, send, perhaps send once more.
+
+use std::sync::Arc;
+
+use axum::response::Response;
+use http::{Method, request::Parts};
+use hyper::body::Incoming;
+use proto::{id::SessionKey, process::refusal::Refusal};
+use tokio::sync::OwnedSemaphorePermit;
+use tracing::{debug, warn};
+
+use crate::{
+    api::errors,
+    decide::{self, Decided},
+    known::Standing,
+    metrics::Outcome,
+    proxy::{self, Outbound},
+    request::{self, Ask, Turn},
+    shared::{Shared, now},
+    view::WorkerRef,
+    worker,
+};
+
+/// What a route's requests are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// They belong to sessions.
+    Turn,
+    /// Any worker can answer them; they leave no KV behind.
+    Plain,
+}
+
+/// Runs one turn.
+pub(crate) async fn run(
+    shared: Arc<Shared>,
+    kind: Kind,
+    mut parts: Parts,
+    body: axum::body::Body,
+) -> Result<Response, Refusal> {
+    let arrived = now();
+    let deadline = arrived + shared.config.turn_max();
+    let permit = Arc::clone(&shared.turns).try_acquire_owned().map_err(|_| errors::turns_full())?;
+    let principal = request::principal(&parts.headers);
+    if kind == Kind::Turn
+        && let Some(key) =
+            request::header_session(&parts.headers, &principal).map_err(|e| errors::request(&e))?
+    {
+        claim_early(&shared, &key).await?;
+    }
+    let body = match tokio::time::timeout_at(deadline.into(), shared.budget.read(body)).await {
+        Ok(body) => proxy::held_bytes(body?),
+        Err(_) => return Err(errors::body_late()),
+    };
+    shared.metrics.request_bytes.inc_by(body.len() as u64);
+    let turn = read(kind, &parts, &body, &principal)?;
+    if let Some(ask) = &turn.session {
+        make_way(&shared, ask).await?;
+    } else {
+        shared.settled_view().await;
+    }
+    let turn_id = shared.turn_id();
+    let decided = shared.decide(&turn, turn_id)?;
+    let path = parts.uri.path_and_query().cloned();
+    proxy::strip_request(&mut parts.headers);
+    let outbound = Outbound {
+        method: parts.method,
+        path: path.unwrap_or_else(|| http::uri::PathAndQuery::from_static("/")),
+        headers: parts.headers,
+        body,
+        turn_id,
+        arrived,
+        deadline,
+    };
+    Box::pin(send(&shared, &turn, &outbound, decided, permit)).await
+}
+
+fn read(kind: Kind, parts: &Parts, body: &[u8], principal: &str) -> Result<Turn, Refusal> {
+    if parts.method == Method::GET {
+        return Ok(Turn::default());
+    }
+    let turn =
+        request::read(&parts.headers, body, principal).map_err(|error| errors::request(&error))?;
+    Ok(match kind {
+        Kind::Turn => turn,
+        Kind::Plain => Turn { model: turn.model, ..Turn::default() },
+    })
+}
+
+/// Refuses before the body is read what can't run now. Never touches the slot of the turn that
+/// runs; the agent's gate stays the authority.
+async fn claim_early(shared: &Shared, key: &SessionKey) -> Result<(), Refusal> {
+    let view = shared.settled_view().await;
+    match shared.standing(key, &view) {
+        Standing::Closing => Err(decide::closing()),
+        Standing::Open { busy: true, .. } | Standing::Bound { busy: true, .. } => {
+            Err(decide::busy())
+        }
+        Standing::Open { .. }
+        | Standing::Bound { .. }
+        | Standing::Unknown
+        | Standing::Lost { .. } => Ok(()),
+    }
+}
+
+/// A client that opens a lost session again with its whole history gets a new one: the remains of
+/// the old are closed first.
+async fn make_way(shared: &Arc<Shared>, ask: &Ask) -> Result<(), Refusal> {
+    let Standing::Lost { worker, .. } = shared.patient_standing(&ask.key).await else {
+        return Ok(());
+    };
+    if ask.open && !ask.delta { shared.bury(&ask.key, worker).await } else { Ok(()) }
+}
+
+async fn send(
+    shared: &Arc<Shared>,
+    turn: &Turn,
+    outbound: &Outbound,
+    mut decided: Decided,
+    permit: OwnedSemaphorePermit,
+) -> Result<Response, Refusal> {
+    let mut unclosed = Unclosed::new(shared, turn, decided.worker);
+    let first = outbound.send(shared, &decided).await;
+    let why = match &first {
+        Ok(response) if proxy::is_refused_for_now(response) => Some("refused"),
+        Err(error) if error.retry() => Some("connect"),
+        Ok(_) | Err(_) => None,
+    };
+    let second = why.and_then(|why| {
+        let second = shared.decide_again(turn, outbound.turn_id, &mut decided)?;
+        shared.metrics.retried(why);
+        debug!(turn = format!("{:016x}", outbound.turn_id), why, worker = second.name, "retried");
+        Some(second)
+    });
+    let (decided, answered) = match second {
+        Some(second) => {
+            unclosed.at(second.worker);
+            // The first answer, if any, is dropped with its connection here.
+            drop(first);
+            let answered = outbound.send(shared, &second).await;
+            (second, answered)
+        }
+        None => (decided, first),
+    };
+    finish(shared, outbound, decided, permit, unclosed, answered)
+}
+
+fn finish(
+    shared: &Arc<Shared>,
+    outbound: &Outbound,
+    decided: Decided,
+    permit: OwnedSemaphorePermit,
+    mut unclosed: Unclosed,
+    answered: Result<http::Response<Incoming>, proxy::Error>,
+) -> Result<Response, Refusal> {
+    match answered {
+        Ok(response) => {
+            unclosed.disarm();
+            Ok(proxy::answer(shared, outbound, decided, permit, response))
+        }
+        Err(error) => {
+            let outcome = match error {
+                proxy::Error::TimedOut => Outcome::TimedOut,
+                proxy::Error::Connect { .. } | proxy::Error::BrokenOff { .. } => {
+                    Outcome::WorkerFailed
+                }
+            };
+            shared.metrics.ended(outcome);
+            warn!(
+                turn = format!("{:016x}", outbound.turn_id),
+                worker = decided.name,
+                error = worker::chain(&error),
+                "turn failed"
+            );
+            Err(errors::proxy(&error))
+        }
+    }
+}
+
+/// Closes the session of a last turn that no agent answered: refused connections, timeouts, a
+/// client that left. Once an agent answered, the close is its own business. A turn that the router
+/// itself refused was never accepted and closes nothing.
+struct Unclosed {
+    shared: Arc<Shared>,
+    close: Option<(SessionKey, WorkerRef)>,
+}
+
+impl Unclosed {
+    fn new(shared: &Arc<Shared>, turn: &Turn, worker: WorkerRef) -> Self {
+        let ask = turn.session.as_ref().filter(|ask| ask.close && !ask.bind);
+        Self { shared: Arc::clone(shared), close: ask.map(|ask| (ask.key.clone(), worker)) }
+    }
+
+    fn at(&mut self, worker: WorkerRef) {
+        if let Some((_, at)) = &mut self.close {
+            *at = worker;
+        }
+    }
+
+    fn disarm(&mut self) {
+        self.close = None;
+    }
+}
+
+impl Drop for Unclosed {
+    fn drop(&mut self) {
+        if let Some((key, worker)) = self.close.take() {
+            self.shared.close_detached(key, worker);
+        }
+    }
+}

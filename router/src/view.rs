@@ -1,0 +1,243 @@
+//! What the router knows of its fleet, as one immutable snapshot per moment: agents, workers, their
+//! last reports, and which session is where.
+//!
+//! [`State`] is the pure writer's side, owned by the one view task; everyone else loads a
+//! [`ClusterView`] and keeps it for a whole decision. In-flight counts are the only thing that
+//! request tasks write, and they are the same atomics in every snapshot. Nothing is kept on disk:
+//! it is all relearned from the agents.
+
+pub mod sessions;
+mod state;
+mod task;
+
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use proto::load::{Description, LoadReport, RankLoad};
+use serde::Serialize;
+
+pub use self::state::{State, Update};
+pub(crate) use self::task::{MAILBOX, View, run};
+use crate::lease::InFlight;
+
+/// A worker by its place in the configuration: the same in every snapshot, whatever the agent's
+/// name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct WorkerRef {
+    /// Index of the agent in the configured list.
+    pub agent: usize,
+    /// The engine's data-parallel rank.
+    pub dp_rank: u32,
+}
+
+/// One snapshot.
+#[derive(Debug, Clone)]
+pub struct ClusterView {
+    /// In configured order.
+    pub agents: Vec<Arc<Agent>>,
+    /// By key.
+    pub sessions: sessions::Sessions,
+    report_age_max: Duration,
+}
+
+/// What is known of one agent.
+#[derive(Debug, Clone)]
+pub struct Agent {
+    /// Its control port as configured.
+    pub control: String,
+    /// The state of the connection to it.
+    pub link: Link,
+    /// None until it was heard for the first time; kept when it is lost.
+    pub facts: Option<Facts>,
+    /// Its last report and when that came, by this process's clock.
+    pub report: Option<(Arc<LoadReport>, Instant)>,
+    /// When anything came from it last.
+    pub heard: Option<Instant>,
+    /// One per rank, kept across reconnects.
+    pub in_flight: Vec<Arc<InFlight>>,
+    /// `in_flight` at the moment the last report came.
+    pub in_flight_at_report: Vec<u32>,
+}
+
+/// What an agent says of itself, with where its turns go.
+#[derive(Debug, Clone)]
+pub struct Facts {
+    /// As described.
+    pub description: Arc<Description>,
+    /// Host and port that take turns.
+    pub data_authority: Arc<str>,
+}
+
+/// The connection to an agent's control port.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Link {
+    /// Never heard and no attempt has failed yet.
+    Dialing,
+    /// Description and session table have come and the stream lives.
+    Up,
+    /// The last attempt failed or the stream broke.
+    Lost {
+        /// When it was first noticed.
+        since: Instant,
+        /// For an operator.
+        why: String,
+    },
+}
+
+/// What a worker may be used for now.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum WorkerState {
+    /// Heard within the bound: takes everything.
+    Fresh,
+    /// Connected but silent for too long, or without a first report: takes no new session.
+    Stale,
+    /// No connection, or never heard.
+    Lost,
+    /// Its engine can't take turns.
+    Unhealthy,
+    /// Takes no new session and finishes what runs.
+    Draining,
+}
+
+impl WorkerState {
+    /// All of them, for metrics.
+    pub const ALL: [Self; 5] =
+        [Self::Fresh, Self::Stale, Self::Lost, Self::Unhealthy, Self::Draining];
+
+    /// The name used in JSON and metrics.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Fresh => "fresh",
+            Self::Stale => "stale",
+            Self::Lost => "lost",
+            Self::Unhealthy => "unhealthy",
+            Self::Draining => "draining",
+        }
+    }
+}
+
+impl Agent {
+    /// Its own name, or its address while it has not told one.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        self.facts.as_ref().map_or(&self.control, |facts| &facts.description.agent_id)
+    }
+
+    /// Whether its stream lives.
+    #[must_use]
+    pub fn is_up(&self) -> bool {
+        self.link == Link::Up
+    }
+
+    /// The state with its reason in words.
+    #[must_use]
+    pub fn state(&self, now: Instant, report_age_max: Duration) -> (WorkerState, String) {
+        match &self.link {
+            Link::Dialing => return (WorkerState::Lost, "not heard yet".to_owned()),
+            Link::Lost { why, .. } => return (WorkerState::Lost, why.clone()),
+            Link::Up => {}
+        }
+        let Some((report, _)) = &self.report else {
+            return (WorkerState::Stale, "no load report yet".to_owned());
+        };
+        let age = self.heard.map_or(Duration::MAX, |heard| now.saturating_duration_since(heard));
+        if age > report_age_max {
+            return (WorkerState::Stale, format!("silent for {} ms", age.as_millis()));
+        }
+        if let Some(why) = &report.unhealthy {
+            return (WorkerState::Unhealthy, why.clone());
+        }
+        if report.draining {
+            return (WorkerState::Draining, "draining".to_owned());
+        }
+        (WorkerState::Fresh, String::new())
+    }
+
+    /// What a rank reported last.
+    #[must_use]
+    pub fn rank_load(&self, dp_rank: u32) -> Option<&RankLoad> {
+        let (report, _) = self.report.as_ref()?;
+        report.ranks.get(usize::try_from(dp_rank).ok()?)
+    }
+
+    /// Turns on a rank: those it reported, corrected by what this router has begun and ended since,
+    /// and never fewer than this router has in flight there.
+    #[must_use]
+    pub fn turns_estimate(&self, dp_rank: u32) -> u32 {
+        let at = dp_rank as usize;
+        let now = self.in_flight.get(at).map_or(0, |count| count.turns());
+        let then = self.in_flight_at_report.get(at).copied().unwrap_or(0);
+        let reported = self.rank_load(dp_rank).map_or(0, |load| load.turns_running);
+        reported.saturating_add(now).saturating_sub(then).max(now)
+    }
+}
+
+impl ClusterView {
+    /// All workers that were ever heard, in order.
+    pub fn workers(&self) -> impl Iterator<Item = (WorkerRef, &Agent, &Facts)> {
+        self.agents.iter().enumerate().flat_map(|(index, agent)| {
+            agent.facts.iter().flat_map(move |facts| {
+                facts.description.ranks.iter().map(move |rank| {
+                    (WorkerRef { agent: index, dp_rank: rank.dp_rank }, &**agent, facts)
+                })
+            })
+        })
+    }
+
+    /// The agent of a worker; an index from the configuration is always there.
+    #[must_use]
+    pub fn agent(&self, worker: WorkerRef) -> &Agent {
+        &self.agents[worker.agent]
+    }
+
+    /// What the worker may be used for.
+    #[must_use]
+    pub fn state(&self, worker: WorkerRef, now: Instant) -> WorkerState {
+        let agent = self.agent(worker);
+        let ranks = agent.facts.as_ref().map_or(0, |facts| facts.description.ranks.len());
+        if worker.dp_rank as usize >= ranks {
+            return WorkerState::Lost;
+        }
+        agent.state(now, self.report_age_max).0
+    }
+
+    /// The bound beyond which silence makes a worker stale.
+    #[must_use]
+    pub fn report_age_max(&self) -> Duration {
+        self.report_age_max
+    }
+
+    /// `agent/rank`, for people.
+    #[must_use]
+    pub fn name(&self, worker: WorkerRef) -> String {
+        format!("{}/{}", self.agent(worker).name(), worker.dp_rank)
+    }
+
+    /// Every configured agent was heard with its table and load, or its first dial failed.
+    #[must_use]
+    pub fn settled(&self) -> bool {
+        self.agents.iter().all(|agent| match agent.link {
+            Link::Dialing => false,
+            Link::Up => agent.report.is_some(),
+            Link::Lost { .. } => true,
+        })
+    }
+
+    /// Why no turn can be taken, or Ok.
+    ///
+    /// # Errors
+    /// A sentence for the operator.
+    pub fn ready(&self, now: Instant) -> Result<(), String> {
+        if !self.settled() {
+            return Err("waiting for the first word of every agent".to_owned());
+        }
+        let usable = self.workers().any(|(worker, ..)| {
+            matches!(self.state(worker, now), WorkerState::Fresh | WorkerState::Stale)
+        });
+        if usable { Ok(()) } else { Err("no worker can take turns; see /v1/workers".to_owned()) }
+    }
+}

@@ -1,0 +1,206 @@
+//! The writer's side of the view: updates in, snapshot out. Pure; only the view task owns one.
+
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use proto::{
+    id::SessionKey,
+    load::{Description, LoadReport, Session},
+};
+
+use super::{Agent, ClusterView, Facts, Link, sessions::Sessions};
+use crate::config::{Config, control_authority};
+
+/// What a worker task heard, with when.
+#[derive(Debug)]
+pub enum Update {
+    /// A stream began: description and whole session table, which replace all that was known.
+    Began {
+        /// As described.
+        description: Description,
+        /// All sessions of the agent.
+        sessions: Vec<Session>,
+    },
+    /// The engine restarted under the agent.
+    Described(Description),
+    /// A load report.
+    Report(LoadReport),
+    /// A session opened or changed.
+    Upsert(Session),
+    /// A session was forgotten.
+    Removed(SessionKey),
+    /// The connection is gone or could not be made.
+    Lost(String),
+}
+
+/// The view under change.
+#[derive(Debug)]
+pub struct State {
+    view: ClusterView,
+}
+
+impl State {
+    /// Nothing heard yet.
+    #[must_use]
+    pub fn new(config: &Config) -> Self {
+        let agent = |control: &String| {
+            Arc::new(Agent {
+                control: control.clone(),
+                link: Link::Dialing,
+                facts: None,
+                report: None,
+                heard: None,
+                in_flight: vec![],
+                in_flight_at_report: vec![],
+            })
+        };
+        let agents: Vec<_> = config.workers.iter().map(agent).collect();
+        let sessions = Sessions::new(agents.len(), config.sessions_max);
+        let report_age_max = config.load_report_age_max();
+        Self { view: ClusterView { agents, sessions, report_age_max } }
+    }
+
+    /// What readers see.
+    #[must_use]
+    pub fn snapshot(&self) -> ClusterView {
+        self.view.clone()
+    }
+
+    /// One agent as it is now.
+    #[must_use]
+    pub fn agent_at(&self, index: usize) -> &Agent {
+        &self.view.agents[index]
+    }
+
+    /// When the next worker turns stale, if it stays silent.
+    #[must_use]
+    pub fn next_deadline(&self, now: Instant) -> Option<Instant> {
+        let age_max = self.view.report_age_max;
+        self.view
+            .agents
+            .iter()
+            .filter(|agent| agent.is_up())
+            // Just after the bound: at the bound itself it is still fresh.
+            .filter_map(|agent| Some(agent.heard? + age_max + Duration::from_millis(1)))
+            .filter(|&deadline| deadline > now)
+            .min()
+    }
+
+    /// Applies one update. Returns a warning for the log where something had to be left out.
+    pub fn apply(&mut self, index: usize, update: Update, now: Instant) -> Option<String> {
+        let warning = match update {
+            Update::Began { description, sessions } => {
+                self.begin(index, description, sessions, now)
+            }
+            Update::Described(description) => self.describe(index, description, now),
+            // Of a twin that was turned away; see `describe`.
+            Update::Report(_) | Update::Upsert(_) | Update::Removed(_)
+                if !self.view.agents[index].is_up() =>
+            {
+                None
+            }
+            Update::Report(report) => {
+                let agent = self.agent(index);
+                agent.in_flight_at_report =
+                    agent.in_flight.iter().map(|count| count.turns()).collect();
+                agent.report = Some((Arc::new(report), now));
+                None
+            }
+            Update::Upsert(session) => {
+                let fit = self.view.sessions.upsert(index, session);
+                (!fit).then(|| "sessions_max is reached, a session is left out".to_owned())
+            }
+            Update::Removed(key) => {
+                self.view.sessions.remove(index, &key);
+                None
+            }
+            Update::Lost(why) => {
+                let agent = self.agent(index);
+                let since = match agent.link {
+                    Link::Lost { since, .. } => since,
+                    Link::Dialing | Link::Up => now,
+                };
+                agent.link = Link::Lost { since, why };
+                // Its figures are of a stream that ended; a new stream brings new ones.
+                agent.report = None;
+                #[cfg(debug_assertions)]
+                self.check_invariants();
+                return None;
+            }
+        };
+        self.agent(index).heard = Some(now);
+        #[cfg(debug_assertions)]
+        self.check_invariants();
+        warning
+    }
+
+    fn begin(
+        &mut self,
+        index: usize,
+        description: Description,
+        sessions: Vec<Session>,
+        now: Instant,
+    ) -> Option<String> {
+        if let Some(warning) = self.describe(index, description, now) {
+            return Some(warning);
+        }
+        let agent = self.agent(index);
+        agent.link = Link::Up;
+        agent.report = None;
+        let left = self.view.sessions.replace(index, sessions);
+        (left > 0).then(|| format!("sessions_max is reached, {left} sessions are left out"))
+    }
+
+    fn describe(&mut self, index: usize, description: Description, now: Instant) -> Option<String> {
+        let twin = self.view.agents.iter().enumerate().find(|(other, agent)| {
+            *other != index
+                && agent.is_up()
+                && agent
+                    .facts
+                    .as_ref()
+                    .is_some_and(|facts| facts.description.agent_id == description.agent_id)
+        });
+        if let Some((_, twin)) = twin {
+            // Two names for one agent would count its capacity twice.
+            let why = format!("{} says it is agent {} too", twin.control, description.agent_id);
+            let agent = self.agent(index);
+            agent.link = Link::Lost { since: now, why: why.clone() };
+            agent.report = None;
+            return Some(why);
+        }
+        let agent = self.agent(index);
+        while agent.in_flight.len() < description.ranks.len() {
+            agent.in_flight.push(Arc::default());
+        }
+        agent.facts = Some(Facts {
+            data_authority: data_authority(&agent.control, description.data_port),
+            description: Arc::new(description),
+        });
+        None
+    }
+
+    fn agent(&mut self, index: usize) -> &mut Agent {
+        Arc::make_mut(&mut self.view.agents[index])
+    }
+
+    /// Panics where the view contradicts itself.
+    pub fn check_invariants(&self) {
+        for agent in &self.view.agents {
+            if agent.is_up() {
+                let facts = agent.facts.as_ref().expect("an agent that is up was described");
+                assert!(agent.in_flight.len() >= facts.description.ranks.len());
+                assert!(agent.heard.is_some(), "an agent that is up was heard");
+            } else {
+                assert!(agent.report.is_none(), "figures of an agent that is not heard");
+            }
+        }
+    }
+}
+
+/// Turns go to the host under which the control port was dialled.
+fn data_authority(control: &str, port: u16) -> Arc<str> {
+    let authority = control_authority(control).expect("the settings were checked");
+    format!("{}:{port}", authority.host()).into()
+}

@@ -1,0 +1,129 @@
+//! The view task: the only writer. Worker tasks send it what they hear; it applies a batch and
+//! publishes one snapshot.
+
+use std::{sync::Arc, time::Instant};
+
+use arc_swap::ArcSwap;
+use tokio::sync::{mpsc, watch};
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+
+use super::{ClusterView, State, Update};
+
+/// Updates waiting to be applied. A full mailbox slows the worker tasks, whose agents then end the
+/// stream of a watcher that fell behind; nothing is lost silently.
+pub(crate) const MAILBOX: usize = 1024;
+
+/// The published snapshot.
+#[derive(Debug)]
+pub(crate) struct View {
+    current: ArcSwap<ClusterView>,
+    changed: watch::Sender<()>,
+}
+
+impl View {
+    pub(crate) fn new(first: ClusterView) -> Self {
+        Self { current: ArcSwap::from_pointee(first), changed: watch::Sender::new(()) }
+    }
+
+    pub(crate) fn load(&self) -> Arc<ClusterView> {
+        self.current.load_full()
+    }
+
+    /// Waits until a snapshot satisfies the predicate, or until the limit. Returns the newest.
+    pub(crate) async fn wait_for(
+        &self,
+        limit: Instant,
+        mut predicate: impl FnMut(&ClusterView) -> bool,
+    ) -> Arc<ClusterView> {
+        let mut changed = self.changed.subscribe();
+        loop {
+            // Marked as seen before the look, so that a change between look and wait is not missed.
+            changed.mark_unchanged();
+            let view = self.load();
+            if predicate(&view) {
+                return view;
+            }
+            let next = tokio::time::timeout_at(limit.into(), changed.changed());
+            if !matches!(next.await, Ok(Ok(()))) {
+                return self.load();
+            }
+        }
+    }
+
+    fn publish(&self, view: ClusterView) {
+        self.current.store(Arc::new(view));
+        self.changed.send_replace(());
+    }
+}
+
+/// Runs until told to stop.
+pub(crate) async fn run(
+    mut state: State,
+    mut mailbox: mpsc::Receiver<(usize, Update, Instant)>,
+    view: Arc<View>,
+    ready: watch::Sender<Result<(), String>>,
+    token: CancellationToken,
+) {
+    let mut batch = Vec::with_capacity(MAILBOX);
+    loop {
+        let deadline = state.next_deadline(now());
+        tokio::select! {
+            biased;
+            () = token.cancelled() => break,
+            count = mailbox.recv_many(&mut batch, MAILBOX) => {
+                if count == 0 {
+                    break;
+                }
+            }
+            () = sleep_until(deadline) => {}
+        }
+        for (index, update, at) in batch.drain(..) {
+            note(&state, index, &update);
+            if let Some(warning) = state.apply(index, update, at) {
+                warn!(agent = state.agent_at(index).name(), warning, "view incomplete");
+            }
+        }
+        let snapshot = state.snapshot();
+        let readiness = snapshot.ready(now());
+        view.publish(snapshot);
+        ready.send_if_modified(|held| {
+            let differs = *held != readiness;
+            held.clone_from(&readiness);
+            differs
+        });
+    }
+    drop(ready.send_replace(Err("stopping".to_owned())));
+}
+
+/// Lifecycle of agents, for the operator's log.
+fn note(state: &State, index: usize, update: &Update) {
+    match update {
+        Update::Began { description, sessions } => info!(
+            agent = description.agent_id,
+            epoch = description.epoch,
+            ranks = description.ranks.len(),
+            sessions = sessions.len(),
+            "agent heard"
+        ),
+        Update::Described(description) => info!(agent = description.agent_id, "engine restarted"),
+        Update::Lost(why) => {
+            let view = state.agent_at(index);
+            if view.is_up() || view.link == super::Link::Dialing {
+                warn!(agent = view.name(), control = view.control, why, "agent lost");
+            }
+        }
+        Update::Report(_) | Update::Upsert(_) | Update::Removed(_) => {}
+    }
+}
+
+async fn sleep_until(deadline: Option<Instant>) {
+    match deadline {
+        Some(deadline) => tokio::time::sleep_until(deadline.into()).await,
+        None => std::future::pending().await,
+    }
+}
+
+fn now() -> Instant {
+    tokio::time::Instant::now().into_std()
+}

@@ -1,0 +1,125 @@
+//! One task per configured agent: dials its control port, follows its stream, and tells the view
+//! what it hears. It keeps nothing between streams but how long to rest before the next dial.
+
+use std::time::{Duration, Instant};
+
+use proto::v1::{WatchLoadRequest, worker_agent_client::WorkerAgentClient};
+use tokio::sync::mpsc;
+use tokio_util::sync::CancellationToken;
+use tonic::transport::Endpoint;
+use tracing::debug;
+
+use crate::{follow::Follow, view::Update};
+
+/// A host that died without a word is noticed after the sum of these two: as fast as its silence
+/// makes it stale.
+const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(2);
+const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(2);
+/// First rest after a failure: an agent's restart takes about a second.
+const BACKOFF_MIN: Duration = Duration::from_millis(100);
+/// Longest rest: a thousand routers' dials stay cheap, and a returned agent waits not long.
+const BACKOFF_MAX: Duration = Duration::from_secs(3);
+
+/// What one worker task needs.
+#[derive(Debug)]
+pub(crate) struct Watcher {
+    pub(crate) agent: usize,
+    pub(crate) endpoint: Endpoint,
+    pub(crate) connect_max: Duration,
+    pub(crate) sessions_max: usize,
+    pub(crate) updates: mpsc::Sender<(usize, Update, Instant)>,
+}
+
+/// The control port's endpoint, with the time limits that make a dead host noticed.
+///
+/// # Errors
+/// When the address is none; the settings are checked for that.
+pub(crate) fn endpoint(
+    control: &str,
+    connect_max: Duration,
+) -> Result<Endpoint, tonic::transport::Error> {
+    Ok(Endpoint::from_shared(control.to_owned())?
+        .connect_timeout(connect_max)
+        .http2_keep_alive_interval(KEEPALIVE_INTERVAL)
+        .keep_alive_timeout(KEEPALIVE_TIMEOUT)
+        .keep_alive_while_idle(true)
+        .tcp_nodelay(true))
+}
+
+impl Watcher {
+    /// Follows the agent until told to stop.
+    pub(crate) async fn run(self, token: CancellationToken) {
+        tokio::select! {
+            biased;
+            () = token.cancelled() => {}
+            () = self.follow_forever() => {}
+        }
+    }
+
+    async fn follow_forever(self) {
+        let mut backoff = BACKOFF_MIN;
+        loop {
+            let mut follow = Follow::new(self.sessions_max);
+            let why = self.follow_once(&mut follow).await;
+            debug!(agent = self.agent, why, "stream ended");
+            if self.tell(Update::Lost(why)).await.is_err() {
+                return;
+            }
+            if follow.is_live() {
+                backoff = BACKOFF_MIN;
+            }
+            // Between half and all of it, so that routers do not dial in step.
+            tokio::time::sleep(backoff.mul_f64(0.5 + fastrand::f64() / 2.0)).await;
+            backoff = (backoff * 2).min(BACKOFF_MAX);
+        }
+    }
+
+    /// Returns why the stream ended.
+    async fn follow_once(&self, follow: &mut Follow) -> String {
+        // The limit covers name resolution and HTTP/2 too, which the connector's own does not.
+        let first_word = async {
+            let channel = self.endpoint.connect().await.map_err(|error| chain(&error))?;
+            let mut client = WorkerAgentClient::new(channel);
+            let stream = client.watch_load(WatchLoadRequest {}).await;
+            stream.map_err(|status| format!("{:?}: {}", status.code(), status.message()))
+        };
+        let mut stream = match tokio::time::timeout(self.connect_max, first_word).await {
+            Ok(Ok(response)) => response.into_inner(),
+            Ok(Err(why)) => return why,
+            Err(_) => return format!("no answer within {} ms", self.connect_max.as_millis()),
+        };
+        loop {
+            let event = match stream.message().await {
+                Ok(Some(event)) => event,
+                Ok(None) => return "the agent ended the stream".to_owned(),
+                Err(status) => return format!("{:?}: {}", status.code(), status.message()),
+            };
+            match follow.accept(event) {
+                Ok(None) => {}
+                Ok(Some(update)) => {
+                    if self.tell(update).await.is_err() {
+                        return "the view ended".to_owned();
+                    }
+                }
+                Err(error) => return chain(&error),
+            }
+        }
+    }
+
+    async fn tell(&self, update: Update) -> Result<(), ()> {
+        let now = tokio::time::Instant::now().into_std();
+        self.updates.send((self.agent, update, now)).await.map_err(drop)
+    }
+}
+
+/// An error with its sources, on one line.
+pub(crate) fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        text.push_str(": ");
+        text.push_str(&cause.to_string());
+        source = cause.source();
+    }
+    text
+}

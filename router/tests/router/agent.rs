@@ -1,0 +1,458 @@
+//! A worker agent as the contract describes it, small: a control port with sessions and a stream, a
+//! data port with a gate per exclusive session. It runs on a runtime of its own, so that killing it
+//! is as abrupt as a host that dies.
+
+use std::{
+    collections::HashMap,
+    net::SocketAddr,
+    pin::Pin,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
+
+use axum::{
+    body::Body,
+    extract::{Request, State},
+    response::{IntoResponse, Response},
+};
+use bytes::Bytes;
+use http::{HeaderMap, StatusCode};
+use http_body_util::BodyExt as _;
+use parking_lot::Mutex;
+use proto::{
+    claim::Claim,
+    id::SessionKey,
+    load::{Retention, Session, SessionState},
+    process::{refusal::Refusal, tasks::Tasks},
+    v1::{
+        self,
+        load_event::Event,
+        session_change::Change,
+        worker_agent_server::{WorkerAgent, WorkerAgentServer},
+    },
+};
+use tokio::sync::{Semaphore, mpsc};
+use tokio_stream::{Stream, wrappers::ReceiverStream, wrappers::TcpListenerStream};
+use tonic::Status;
+
+/// One request as the data port saw it.
+#[derive(Debug, Clone)]
+pub(crate) struct Taken {
+    pub(crate) path: String,
+    pub(crate) headers: HeaderMap,
+    pub(crate) body: Bytes,
+    pub(crate) claim: Option<Claim>,
+}
+
+type Watcher = mpsc::Sender<Result<v1::LoadEvent, Status>>;
+
+/// What the test can see and steer.
+#[derive(Debug)]
+pub(crate) struct Inner {
+    pub(crate) name: String,
+    data_port: u16,
+    sessions: Mutex<HashMap<SessionKey, Session>>,
+    /// With the number of the next event.
+    watchers: Mutex<Vec<(u64, Watcher)>>,
+    pub(crate) taken: Mutex<Vec<Taken>>,
+    /// Turns with header `x-test-wait` end when this has a permit.
+    pub(crate) release: Semaphore,
+    /// Answer bodies dropped before their end.
+    pub(crate) cut: AtomicUsize,
+    /// Answers every turn and open with "full".
+    pub(crate) full: AtomicBool,
+    pub(crate) used_tokens: AtomicUsize,
+    retentions: Vec<Retention>,
+    reports: AtomicBool,
+    tasks: Tasks,
+}
+
+/// A running agent.
+#[derive(Debug)]
+pub(crate) struct Agent {
+    pub(crate) control: SocketAddr,
+    pub(crate) inner: Arc<Inner>,
+    runtime: Option<tokio::runtime::Runtime>,
+}
+
+impl Agent {
+    pub(crate) fn start(name: &str) -> Self {
+        Self::start_with(name, vec![Retention::Pinned, Retention::Tagged, Retention::None])
+    }
+
+    pub(crate) fn start_with(name: &str, retentions: Vec<Retention>) -> Self {
+        let bind = || std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let (control, data) = (bind(), bind());
+        let inner = Arc::new(Inner {
+            name: name.to_owned(),
+            data_port: data.local_addr().unwrap().port(),
+            sessions: Mutex::default(),
+            watchers: Mutex::default(),
+            taken: Mutex::default(),
+            release: Semaphore::new(0),
+            cut: AtomicUsize::new(0),
+            full: AtomicBool::new(false),
+            used_tokens: AtomicUsize::new(100),
+            retentions,
+            reports: AtomicBool::new(true),
+            tasks: Tasks::default(),
+        });
+        let control_addr = control.local_addr().unwrap();
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .enable_all()
+            .build()
+            .unwrap();
+        let guard = runtime.enter();
+        for listener in [&control, &data] {
+            listener.set_nonblocking(true).unwrap();
+        }
+        let control = tokio::net::TcpListener::from_std(control).unwrap();
+        let data = tokio::net::TcpListener::from_std(data).unwrap();
+        let service = WorkerAgentServer::from_arc(Arc::new(Service(Arc::clone(&inner))));
+        inner.tasks.spawn(async move {
+            let server = tonic::transport::Server::builder().add_service(service);
+            drop(server.serve_with_incoming(TcpListenerStream::new(control)).await);
+        });
+        let app = axum::Router::new().fallback(turn).with_state(Arc::clone(&inner));
+        inner.tasks.spawn(async move { drop(axum::serve(data, app).await) });
+        let reporter = Arc::clone(&inner);
+        inner.tasks.spawn(async move {
+            loop {
+                tokio::time::sleep(Duration::from_millis(50)).await;
+                if reporter.reports.load(Ordering::Relaxed) {
+                    reporter.broadcast(&Event::Report(reporter.report()));
+                }
+            }
+        });
+        drop(guard);
+        Self { control: control_addr, inner, runtime: Some(runtime) }
+    }
+
+    /// Ends everything at once, connections included.
+    pub(crate) fn kill(&mut self) {
+        if let Some(runtime) = self.runtime.take() {
+            runtime.shutdown_background();
+        }
+    }
+
+    /// Turns taken so far.
+    pub(crate) fn turns(&self) -> Vec<Taken> {
+        self.inner.taken.lock().clone()
+    }
+
+    /// Stays connected but says nothing any more.
+    pub(crate) fn fall_silent(&self) {
+        self.inner.reports.store(false, Ordering::Relaxed);
+    }
+
+    /// The engine restarted: every session is lost.
+    pub(crate) fn lose_sessions(&self) {
+        let lost: Vec<Session> = {
+            let mut sessions = self.inner.sessions.lock();
+            for session in sessions.values_mut() {
+                session.state = SessionState::Lost;
+            }
+            sessions.values().cloned().collect()
+        };
+        for session in lost {
+            self.inner.changed(session);
+        }
+    }
+
+    /// Skips a number in every stream.
+    pub(crate) fn skip_sequence(&self) {
+        for (next, _) in self.inner.watchers.lock().iter_mut() {
+            *next += 1;
+        }
+    }
+
+    pub(crate) fn session_count(&self) -> usize {
+        self.inner.sessions.lock().len()
+    }
+}
+
+impl Drop for Agent {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+impl Inner {
+    fn description(&self) -> v1::Description {
+        v1::Description {
+            agent_id: self.name.clone(),
+            epoch: 7,
+            data_port: u32::from(self.data_port),
+            engine: Some(v1::EngineFacts {
+                version: "0".into(),
+                models: vec!["m".into()],
+                page_tokens: 1,
+                context_tokens: 1000,
+                streaming_sessions: true,
+                radix_sessions: true,
+                instance: "i".into(),
+                disaggregation: "null".into(),
+                ..Default::default()
+            }),
+            ranks: vec![v1::Rank { dp_rank: 0, pool_tokens: 10_000, rows: 64, devices: vec![] }],
+            retentions: self.retentions.iter().map(|retention| retention.to_wire()).collect(),
+        }
+    }
+
+    fn report(&self) -> v1::LoadReport {
+        let figure =
+            |value: u64| Some(v1::Figure { value, source: v1::Source::Loads.into(), age_ms: 1 });
+        let sessions = self.sessions.lock();
+        let running: u32 = sessions.values().map(|session| session.turns_running).sum();
+        v1::LoadReport {
+            interval_ms: 50,
+            ranks: vec![v1::RankLoad {
+                dp_rank: 0,
+                turns_running: running,
+                turns_running_max: 64,
+                requests_waiting: figure(0),
+                pool_used_tokens: figure(self.used_tokens.load(Ordering::Relaxed) as u64),
+                pool_total_tokens: figure(10_000),
+                sessions: u32::try_from(sessions.len()).unwrap(),
+                ..Default::default()
+            }],
+            unhealthy: String::new(),
+            draining: false,
+        }
+    }
+
+    fn event(sequence: u64, event: Event) -> Result<v1::LoadEvent, Status> {
+        Ok(v1::LoadEvent { epoch: 7, sequence, event: Some(event) })
+    }
+
+    fn broadcast(&self, event: &Event) {
+        self.watchers.lock().retain_mut(|(next, watcher)| {
+            let sent = watcher.try_send(Self::event(*next, event.clone())).is_ok();
+            *next += 1;
+            sent
+        });
+    }
+
+    fn changed(&self, session: Session) {
+        let change = Some(Change::Upsert(session.into()));
+        self.broadcast(&Event::Change(v1::SessionChange { change }));
+    }
+
+    fn removed(&self, key: &SessionKey) {
+        let change = Some(Change::Removed(key.into()));
+        self.broadcast(&Event::Change(v1::SessionChange { change }));
+    }
+
+    fn fresh(&self, key: &SessionKey, retention: Option<Retention>, exclusive: bool) -> Session {
+        let retention = retention.unwrap_or(Retention::Tagged);
+        Session {
+            key: key.clone(),
+            retention,
+            state: SessionState::Idle,
+            dp_rank: 0,
+            turns: 0,
+            turns_running: 0,
+            exclusive: exclusive || retention == Retention::Pinned,
+            resident_tokens: None,
+            idle: Duration::ZERO,
+        }
+    }
+
+    fn begin(&self, claim: &Claim, key: &SessionKey) -> Result<(), Refusal> {
+        let mut sessions = self.sessions.lock();
+        let session = sessions
+            .entry(key.clone())
+            .or_insert_with(|| self.fresh(key, claim.retention, claim.open));
+        if session.exclusive && session.turns_running > 0 {
+            return Err(Refusal::new(StatusCode::CONFLICT, "session_busy", "busy"));
+        }
+        session.turns_running += 1;
+        session.state = SessionState::Running;
+        let session = session.clone();
+        drop(sessions);
+        self.changed(session);
+        Ok(())
+    }
+
+    fn end(&self, claim: &Claim, key: &SessionKey) {
+        let mut sessions = self.sessions.lock();
+        let Some(session) = sessions.get_mut(key) else { return };
+        session.turns_running -= 1;
+        session.turns += 1;
+        if session.turns_running == 0 && (claim.close || session.state == SessionState::Closing) {
+            sessions.remove(key);
+            drop(sessions);
+            self.removed(key);
+            return;
+        }
+        if session.turns_running == 0 {
+            session.state = SessionState::Idle;
+        }
+        let session = session.clone();
+        drop(sessions);
+        self.changed(session);
+    }
+}
+
+/// Ends the turn when the answer's body is dropped.
+struct Gate(Arc<Inner>, Option<(Claim, SessionKey)>, bool);
+
+impl Drop for Gate {
+    fn drop(&mut self) {
+        if !self.2 {
+            self.0.cut.fetch_add(1, Ordering::Relaxed);
+        }
+        if let Some((claim, key)) = &self.1 {
+            self.0.end(claim, key);
+        }
+    }
+}
+
+/// Answers with the request's own body, in two pieces; `x-test-wait` holds back the second one, or
+/// with value `head` the whole answer, until the test releases it.
+async fn turn(State(inner): State<Arc<Inner>>, request: Request) -> Response {
+    let (parts, body) = request.into_parts();
+    let claimed = Claim::from_headers(&parts.headers).unwrap();
+    if inner.full.load(Ordering::Relaxed) {
+        let refusal = Refusal::new(StatusCode::TOO_MANY_REQUESTS, "queue_full", "full");
+        return refusal.retry_after(Duration::from_secs(1)).into_response();
+    }
+    if let Some((claim, key)) = &claimed
+        && let Err(refusal) = inner.begin(claim, key)
+    {
+        return refusal.into_response();
+    }
+    let mut gate = Gate(Arc::clone(&inner), claimed.clone(), false);
+    let body = body.collect().await.unwrap().to_bytes();
+    inner.taken.lock().push(Taken {
+        path: parts.uri.to_string(),
+        headers: parts.headers.clone(),
+        body: body.clone(),
+        claim: claimed.map(|(claim, _)| claim),
+    });
+    let wait = parts.headers.get("x-test-wait").map(|value| value.as_bytes().to_vec());
+    if wait.as_deref() == Some(b"head") {
+        inner.release.acquire().await.unwrap().forget();
+    }
+    let (send, pieces) = mpsc::channel::<Result<Bytes, std::io::Error>>(1);
+    let half = body.len() / 2;
+    let (first, second) = (body.slice(..half), body.slice(half..));
+    inner.clone().tasks.spawn(async move {
+        if !first.is_empty() && send.send(Ok(first)).await.is_err() {
+            return;
+        }
+        if wait.as_deref() == Some(b"tail") {
+            tokio::select! {
+                () = send.closed() => return,
+                permit = inner.release.acquire() => permit.unwrap().forget(),
+            }
+        }
+        // The gate opens before the last byte is out, as the agent's does once the engine is done.
+        gate.2 = true;
+        drop(gate);
+        drop(send.send(Ok(second)).await);
+    });
+    Response::builder()
+        .status(if parts.uri.path() == "/generate" { 418 } else { 200 })
+        .header("content-type", "text/event-stream")
+        .header("x-engine", "yes")
+        .header("connection", "x-secret")
+        .header("x-secret", "hop")
+        .body(Body::from_stream(ReceiverStream::new(pieces)))
+        .unwrap()
+}
+
+struct Service(Arc<Inner>);
+
+#[tonic::async_trait]
+impl WorkerAgent for Service {
+    type WatchLoadStream = Pin<Box<dyn Stream<Item = Result<v1::LoadEvent, Status>> + Send>>;
+    type WatchKvStream = Pin<Box<dyn Stream<Item = Result<v1::KvEvent, Status>> + Send>>;
+
+    async fn describe(
+        &self,
+        _: tonic::Request<v1::DescribeRequest>,
+    ) -> Result<tonic::Response<v1::Description>, Status> {
+        Ok(tonic::Response::new(self.0.description()))
+    }
+
+    async fn open_session(
+        &self,
+        request: tonic::Request<v1::OpenSessionRequest>,
+    ) -> Result<tonic::Response<v1::Session>, Status> {
+        let request = request.into_inner();
+        if self.0.full.load(Ordering::Relaxed) {
+            return Err(Status::resource_exhausted("rows are short"));
+        }
+        let key = SessionKey::try_from(request.key.unwrap()).unwrap();
+        let retention = Retention::from_wire(request.retention).ok();
+        let session = self
+            .0
+            .sessions
+            .lock()
+            .entry(key.clone())
+            .or_insert_with(|| self.0.fresh(&key, retention, true))
+            .clone();
+        self.0.changed(session.clone());
+        Ok(tonic::Response::new(session.into()))
+    }
+
+    async fn close_session(
+        &self,
+        request: tonic::Request<v1::CloseSessionRequest>,
+    ) -> Result<tonic::Response<v1::CloseSessionResponse>, Status> {
+        let key = SessionKey::try_from(request.into_inner().key.unwrap()).unwrap();
+        let mut sessions = self.0.sessions.lock();
+        let Some(session) = sessions.get_mut(&key) else { return Err(Status::not_found("none")) };
+        let deferred = session.turns_running > 0;
+        if deferred {
+            session.state = SessionState::Closing;
+            let session = session.clone();
+            drop(sessions);
+            self.0.changed(session);
+        } else {
+            sessions.remove(&key);
+            drop(sessions);
+            self.0.removed(&key);
+        }
+        Ok(tonic::Response::new(v1::CloseSessionResponse { deferred }))
+    }
+
+    async fn list_sessions(
+        &self,
+        _: tonic::Request<v1::ListSessionsRequest>,
+    ) -> Result<tonic::Response<v1::ListSessionsResponse>, Status> {
+        Err(Status::unimplemented("not used by the router"))
+    }
+
+    async fn watch_load(
+        &self,
+        _: tonic::Request<v1::WatchLoadRequest>,
+    ) -> Result<tonic::Response<Self::WatchLoadStream>, Status> {
+        let (send, events) = mpsc::channel(1024);
+        let mut watchers = self.0.watchers.lock();
+        let sessions: Vec<v1::Session> =
+            self.0.sessions.lock().values().cloned().map(Into::into).collect();
+        let first = [
+            Event::Description(self.0.description()),
+            Event::Sessions(v1::SessionTable { sessions, last: true }),
+            Event::Report(self.0.report()),
+        ];
+        for (sequence, event) in (0..).zip(first) {
+            send.try_send(Inner::event(sequence, event)).unwrap();
+        }
+        watchers.push((3, send));
+        Ok(tonic::Response::new(Box::pin(ReceiverStream::new(events))))
+    }
+
+    async fn watch_kv(
+        &self,
+        _: tonic::Request<v1::WatchKvRequest>,
+    ) -> Result<tonic::Response<Self::WatchKvStream>, Status> {
+        Err(Status::unimplemented("not yet"))
+    }
+}

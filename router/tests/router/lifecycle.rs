@@ -1,0 +1,241 @@
+//! Sessions: open, list, close, loss of a worker, restart of a router.
+
+use http::{Method, StatusCode};
+use proto::load::Retention;
+
+use crate::{
+    agent::Agent,
+    harness::{Router, until, whole},
+};
+
+const OPEN: &str = "/v1/sessions";
+
+#[tokio::test]
+async fn a_session_is_opened_used_listed_and_closed_by_its_owner_alone() {
+    let (a, b) = (Agent::start("a"), Agent::start("b"));
+    let router = Router::start(&[&a, &b]).await;
+    let me = ("authorization", "Bearer me");
+    for round in 0..20 {
+        let id = format!("s{round}");
+        let body = format!(r#"{{"session_id":"{id}","retention":"pinned","timeout":60}}"#);
+        let opened = router.call(Method::POST, OPEN, &[me], body.clone()).await;
+        assert_eq!(opened.status, StatusCode::CREATED, "{opened:?}");
+        assert_eq!(opened.json()["retention"], "pinned");
+        let worker = opened.json()["worker"].clone();
+        let again = router.call(Method::POST, OPEN, &[me], body).await;
+        assert_eq!((again.status, &again.json()["worker"]), (StatusCode::OK, &worker));
+        let turn = router.chat(&[me], &format!(r#"{{"session_params":{{"id":"{id}"}}}}"#)).await;
+        assert_eq!(turn.status, StatusCode::OK, "{turn:?}");
+        assert_eq!(turn.header("x-berth-worker"), worker);
+        let path = format!("/v1/sessions/{id}");
+        let shown = router.call(Method::GET, &path, &[me], "").await;
+        assert_eq!(shown.status, StatusCode::OK);
+        let theirs = router.call(Method::GET, &path, &[("authorization", "Bearer you")], "").await;
+        assert_eq!(theirs.status, StatusCode::NOT_FOUND);
+        let theirs = router.call(Method::DELETE, &path, &[], "").await;
+        assert_eq!(theirs.status, StatusCode::NOT_FOUND);
+        let listed = router.call(Method::GET, OPEN, &[me], "").await.json();
+        assert_eq!(listed["sessions"].as_array().unwrap().len(), 1, "{listed}");
+        let closed = router.call(Method::DELETE, &path, &[me], "").await;
+        assert_eq!(closed.status, StatusCode::NO_CONTENT);
+        let shown = router.call(Method::GET, &path, &[me], "").await;
+        assert_eq!(shown.status, StatusCode::NOT_FOUND);
+    }
+    assert_eq!(a.session_count() + b.session_count(), 0);
+}
+
+#[tokio::test]
+async fn of_two_deletes_one_closes_and_one_finds_nothing() {
+    let a = Agent::start("a");
+    let router = Router::start(&[&a]).await;
+    for round in 0..20 {
+        let body = format!(r#"{{"session_id":"s{round}"}}"#);
+        router.call(Method::POST, OPEN, &[], body).await;
+        let path = format!("/v1/sessions/s{round}");
+        let (first, second) = tokio::join!(
+            router.call(Method::DELETE, &path, &[], ""),
+            router.call(Method::DELETE, &path, &[], ""),
+        );
+        let mut both = [first.status.as_u16(), second.status.as_u16()];
+        both.sort_unstable();
+        assert_eq!(both, [204, 404]);
+    }
+}
+
+#[tokio::test]
+async fn a_delete_does_not_wait_for_the_running_turn() {
+    let a = Agent::start("a");
+    let router = Router::start(&[&a]).await;
+    router.call(Method::POST, OPEN, &[], r#"{"session_id":"s"}"#).await;
+    let headers = [("x-berth-session-id", "s"), ("x-test-wait", "tail")];
+    let turn = router.begin(Method::POST, "/v1/completions", &headers, "{\"a\":1}").await;
+    let closed = router.call(Method::DELETE, "/v1/sessions/s", &[], "").await;
+    assert_eq!(closed.status, StatusCode::NO_CONTENT);
+    let next = router.chat(&[("x-berth-session-id", "s")], "{}").await;
+    assert_eq!((next.status, next.code().as_str()), (StatusCode::NOT_FOUND, "session_closing"));
+    a.inner.release.add_permits(1);
+    assert_eq!(whole(turn).await.status, StatusCode::OK);
+    until("the agent has closed it", async || a.session_count() == 0).await;
+    let shown = router.call(Method::GET, "/v1/sessions/s", &[], "").await;
+    assert_eq!(shown.status, StatusCode::NOT_FOUND);
+}
+
+#[tokio::test]
+async fn a_last_turn_closes_its_session() {
+    let a = Agent::start("a");
+    let router = Router::start(&[&a]).await;
+    let session = ("x-berth-session-id", "s");
+    assert_eq!(router.chat(&[session], "{}").await.status, StatusCode::OK);
+    let last = router.chat(&[session, ("x-berth-session-final", "true")], "{}").await;
+    assert_eq!(last.status, StatusCode::OK);
+    assert!(a.turns()[1].claim.as_ref().unwrap().close);
+    let shown = router.call(Method::GET, "/v1/sessions/s", &[], "").await;
+    assert_eq!(shown.status, StatusCode::NOT_FOUND);
+    assert_eq!(a.session_count(), 0);
+}
+
+#[tokio::test]
+async fn bind_is_placement_without_a_claim() {
+    let (a, b) = (Agent::start("a"), Agent::start("b"));
+    let router = Router::start(&[&a, &b]).await;
+    let body = r#"{"nvext":{"session_control":{"session_id":"s","action":"bind"}}}"#;
+    let first = router.chat(&[], body).await;
+    let second = router.chat(&[], body).await;
+    assert_eq!(second.header("x-berth-placement"), "sticky");
+    assert_eq!(second.header("x-berth-worker"), first.header("x-berth-worker"));
+    for turn in a.turns().iter().chain(&b.turns()) {
+        assert!(turn.claim.is_none());
+    }
+    assert_eq!(a.session_count() + b.session_count(), 0);
+}
+
+#[tokio::test]
+async fn sessions_of_a_lost_worker_move_and_pinned_ones_say_what_is_gone() {
+    let (mut a, b) = (Agent::start("a"), Agent::start("b"));
+    let router = Router::start(&[&a, &b]).await;
+    // Load steers both sessions to a.
+    b.inner.used_tokens.store(9_000, std::sync::atomic::Ordering::Relaxed);
+    until("b is known to be full", async || {
+        let answer = router.call(Method::GET, "/v1/workers", &[], "").await.json();
+        answer["workers"][1]["load"]["pool_used_tokens"]["value"] == 9_000
+    })
+    .await;
+    let pinned = r#"{"session_id":"p","retention":"pinned"}"#;
+    let opened = router.call(Method::POST, OPEN, &[], pinned).await;
+    assert_eq!(opened.json()["worker"], "a/0");
+    let tagged = router.chat(&[("x-berth-session-id", "t")], "{}").await;
+    assert_eq!(tagged.header("x-berth-worker"), "a/0");
+    a.kill();
+    let moved = router.chat(&[("x-berth-session-id", "t")], "{}").await;
+    assert_eq!(moved.status, StatusCode::OK);
+    assert_eq!(moved.header("x-berth-worker"), "b/0");
+    assert_eq!(moved.header("x-berth-placement"), "rebound");
+    until("a is lost", async || {
+        let answer = router.call(Method::GET, "/v1/workers", &[], "").await.json();
+        answer["workers"][0]["state"] == "lost"
+    })
+    .await;
+    let delta = r#"{"session_params":{"id":"p"}}"#;
+    let lost = router.chat(&[], delta).await;
+    assert_eq!((lost.status, lost.code().as_str()), (StatusCode::CONFLICT, "session_lost"));
+    let reopened = router.call(Method::POST, OPEN, &[], pinned).await;
+    assert_eq!((reopened.status, &reopened.json()["worker"]), (StatusCode::CREATED, &"b/0".into()));
+    assert_eq!(router.chat(&[], delta).await.status, StatusCode::OK);
+}
+
+#[tokio::test]
+async fn a_session_whose_engine_restarted_is_lost_until_it_is_opened_again() {
+    let a = Agent::start("a");
+    let router = Router::start(&[&a]).await;
+    router.call(Method::POST, OPEN, &[], r#"{"session_id":"s","retention":"pinned"}"#).await;
+    a.lose_sessions();
+    let session = ("x-berth-session-id", "s");
+    let path = "/v1/sessions/s";
+    until("the loss is known", async || {
+        router.call(Method::GET, path, &[], "").await.json()["state"] == "lost"
+    })
+    .await;
+    let lost = router.chat(&[session], "{}").await;
+    assert_eq!((lost.status, lost.code().as_str()), (StatusCode::CONFLICT, "session_lost"));
+    let open = r#"{"nvext":{"session_control":{"session_id":"s","action":"open"}}}"#;
+    let opened = router.chat(&[], open).await;
+    assert_eq!(opened.status, StatusCode::OK, "{opened:?}");
+    let shown = router.call(Method::GET, path, &[], "").await;
+    assert_eq!(shown.json()["turns"], 1);
+}
+
+#[tokio::test]
+async fn a_restarted_router_knows_every_session_and_a_gap_is_healed() {
+    let (a, b) = (Agent::start("a"), Agent::start("b"));
+    let router = Router::start(&[&a, &b]).await;
+    let mut placed = vec![];
+    for turn in 0..10 {
+        let id = format!("s{turn}");
+        let answer = router.chat(&[("x-berth-session-id", &id)], "{}").await;
+        placed.push((id, answer.header("x-berth-worker").to_owned()));
+    }
+    router.stop().await.unwrap();
+    let router = Router::start(&[&a, &b]).await;
+    for (id, worker) in &placed {
+        let answer = router.chat(&[("x-berth-session-id", id)], "{}").await;
+        assert_eq!(answer.header("x-berth-placement"), "sticky");
+        assert_eq!(answer.header("x-berth-worker"), worker);
+    }
+    a.skip_sequence();
+    b.skip_sequence();
+    router.call(Method::POST, OPEN, &[], r#"{"session_id":"after"}"#).await;
+    until("the stream is whole again", async || {
+        let workers = router.call(Method::GET, "/v1/workers", &[], "").await.json();
+        let listed = router.call(Method::GET, OPEN, &[], "").await.json();
+        let fresh = |at: usize| workers["workers"][at]["state"] == "fresh";
+        fresh(0) && fresh(1) && listed["sessions"].as_array().unwrap().len() == 11
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn sglangs_own_routes_keep_its_shape() {
+    let a = Agent::start("a");
+    let router = Router::start(&[&a]).await;
+    let body = r#"{"capacity_of_str_len":1000,"session_id":"s","streaming":true}"#;
+    let opened = router.call(Method::POST, "/open_session", &[], body).await;
+    assert_eq!((opened.status, &opened.body[..]), (StatusCode::OK, &b"\"s\""[..]));
+    let again = router.call(Method::POST, "/open_session", &[], body).await;
+    assert_eq!(again.status, StatusCode::BAD_REQUEST);
+    assert!(again.json()["error"]["message"].is_string());
+    let shown = router.call(Method::GET, "/v1/sessions/s", &[], "").await;
+    assert_eq!(shown.json()["retention"], "pinned");
+    for _ in 0..2 {
+        let closed =
+            router.call(Method::POST, "/close_session", &[], r#"{"session_id":"s"}"#).await;
+        assert_eq!((closed.status, closed.body.len()), (StatusCode::OK, 0));
+    }
+    let made = router.call(Method::POST, "/open_session", &[], "{}").await;
+    assert_eq!(made.json().as_str().unwrap().len(), 32);
+}
+
+#[tokio::test]
+async fn a_retention_nobody_offers_is_refused_with_what_is_offered() {
+    let a = Agent::start_with("a", vec![Retention::None]);
+    let router = Router::start(&[&a]).await;
+    let refused = router.call(Method::POST, OPEN, &[], r#"{"retention":"pinned"}"#).await;
+    let code = refused.code();
+    assert_eq!((refused.status, code.as_str()), (StatusCode::CONFLICT, "retention_unavailable"));
+    let message = refused.json()["error"]["message"].as_str().unwrap().to_owned();
+    assert!(message.ends_with("offered are: none"), "{message}");
+}
+
+#[tokio::test]
+async fn a_full_worker_opens_nothing_and_one_other_is_asked() {
+    let (a, b) = (Agent::start("a"), Agent::start("b"));
+    let router = Router::start(&[&a, &b]).await;
+    a.inner.full.store(true, std::sync::atomic::Ordering::Relaxed);
+    for _ in 0..6 {
+        let opened = router.call(Method::POST, OPEN, &[], r#"{"retention":"pinned"}"#).await;
+        assert_eq!(opened.json()["worker"], "b/0");
+    }
+    b.inner.full.store(true, std::sync::atomic::Ordering::Relaxed);
+    let refused = router.call(Method::POST, OPEN, &[], "").await;
+    assert_eq!(refused.status, StatusCode::TOO_MANY_REQUESTS);
+    assert_eq!(refused.header("retry-after"), "1");
+}

@@ -1,0 +1,10 @@
+//! The router over real sockets, in front of agents that are as small as the contract allows.
+
+#[cfg(test)]
+mod agent;
+#[cfg(test)]
+mod harness;
+#[cfg(test)]
+mod lifecycle;
+#[cfg(test)]
+mod turns;

@@ -1,0 +1,284 @@
+//! Turns: placement, bytes, headers, retry, cancellation, limits.
+
+use std::{collections::BTreeSet, sync::atomic::Ordering, time::Duration};
+
+use http::{Method, StatusCode};
+use http_body_util::BodyExt as _;
+use router::config::Config;
+
+use crate::{
+    agent::Agent,
+    harness::{Router, config, until, whole},
+};
+
+const BODY: &str = "{ \"messages\" : [ ] ,\"n\":1.50e0, \"u\":\"\\u00e9\" }\n";
+type Headers<'a> = &'a [(&'a str, &'a str)];
+
+#[tokio::test]
+async fn turns_of_a_session_stay_and_bytes_pass_untouched() {
+    let (a, b) = (Agent::start("a"), Agent::start("b"));
+    let router = Router::start(&[&a, &b]).await;
+    let first = router.chat(&[("x-berth-session-id", "s")], BODY).await;
+    assert_eq!(first.status, StatusCode::OK);
+    assert_eq!(first.body, BODY.as_bytes());
+    assert_eq!(first.header("x-berth-placement"), "least_loaded");
+    assert_eq!(first.header("content-type"), "text/event-stream");
+    assert_eq!(first.header("x-engine"), "yes");
+    assert_eq!(first.header("x-secret"), "", "named in connection: this hop's only");
+    assert_eq!(first.header("x-berth-turn").len(), 16);
+    let worker = first.header("x-berth-worker").to_owned();
+    for _ in 0..5 {
+        let next = router.chat(&[("x-berth-session-id", "s")], BODY).await;
+        assert_eq!(next.header("x-berth-placement"), "sticky");
+        assert_eq!(next.header("x-berth-worker"), worker);
+    }
+    let taken = if worker == "a/0" { a.turns() } else { b.turns() };
+    assert_eq!(taken.len(), 6);
+    for turn in taken {
+        assert_eq!(turn.body, BODY.as_bytes());
+        assert_eq!(turn.claim.unwrap().id, "s");
+        assert_eq!(turn.headers["x-berth-rank"], "0");
+    }
+    let error = router.call(Method::POST, "/generate?x=1", &[], "{}").await;
+    assert_eq!(error.status.as_u16(), 418, "the engine's status is the client's");
+    router.stop().await.unwrap();
+}
+
+#[tokio::test]
+async fn what_a_client_may_not_say_never_reaches_an_agent() {
+    let a = Agent::start("a");
+    let router = Router::start(&[&a]).await;
+    let headers: Headers<'_> = &[
+        ("x-berth-session", r#"{"principal":"root","id":"theirs"}"#),
+        ("x-berth-turn", "forged"),
+        ("x-berth-rank", "7"),
+        ("x-data-parallel-rank", "3"),
+        ("x-override-priority", "9"),
+        ("connection", "x-mine, keep-alive"),
+        ("x-mine", "hop"),
+        ("te", "trailers"),
+        ("authorization", "Bearer k"),
+        ("x-other", "passes"),
+    ];
+    assert_eq!(router.chat(headers, "{}").await.status, StatusCode::OK);
+    let turn = a.turns().pop().unwrap();
+    assert!(turn.claim.is_none());
+    assert_ne!(turn.headers["x-berth-turn"], "forged");
+    assert_eq!(turn.headers["x-berth-rank"], "0");
+    for gone in ["x-data-parallel-rank", "x-override-priority", "x-mine", "te", "connection"] {
+        assert!(!turn.headers.contains_key(gone), "{gone} passed");
+    }
+    assert_eq!(turn.headers["x-other"], "passes");
+    assert_eq!(turn.headers["authorization"], "Bearer k");
+    assert_eq!(turn.headers["host"], a_data_host(&turn.headers));
+}
+
+fn a_data_host(headers: &http::HeaderMap) -> String {
+    let host = headers["host"].to_str().unwrap().to_owned();
+    assert!(host.starts_with("127.0.0.1:"), "{host}");
+    host
+}
+
+#[tokio::test]
+async fn concurrent_first_turns_of_a_session_get_one_worker() {
+    let (a, b) = (Agent::start("a"), Agent::start("b"));
+    let router = Router::start(&[&a, &b]).await;
+    for round in 0..3 {
+        let id = format!("s{round}");
+        let headers = [("x-berth-session-id", id.as_str())];
+        let mut turns = vec![];
+        for _ in 0..20 {
+            turns.push(router.chat(&headers, "{}"));
+        }
+        let mut workers = BTreeSet::new();
+        for answer in join_all(turns).await {
+            assert_eq!(answer.status, StatusCode::OK);
+            workers.insert(answer.header("x-berth-worker").to_owned());
+        }
+        assert_eq!(workers.len(), 1, "{workers:?}");
+    }
+}
+
+async fn join_all<F: Future>(futures: Vec<F>) -> Vec<F::Output> {
+    let mut pinned: Vec<_> = futures.into_iter().map(Box::pin).collect();
+    let mut done: Vec<Option<F::Output>> = pinned.iter().map(|_| None).collect();
+    std::future::poll_fn(|context| {
+        let mut open = false;
+        for (future, slot) in pinned.iter_mut().zip(&mut done) {
+            if slot.is_none() {
+                match future.as_mut().poll(context) {
+                    std::task::Poll::Ready(output) => *slot = Some(output),
+                    std::task::Poll::Pending => open = true,
+                }
+            }
+        }
+        if open { std::task::Poll::Pending } else { std::task::Poll::Ready(()) }
+    })
+    .await;
+    done.into_iter().map(Option::unwrap).collect()
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_mid_answer_is_seen_by_the_agent_and_frees_the_session() {
+    let a = Agent::start("a");
+    let router = Router::start(&[&a]).await;
+    let headers: Headers<'_> = &[("x-berth-session-id", "s"), ("x-test-wait", "tail")];
+    let mut answer = router.begin(Method::POST, "/v1/completions", headers, "{\"a\":1}").await;
+    let piece = answer.body_mut().frame().await.unwrap().unwrap();
+    assert!(piece.data_ref().is_some(), "the first piece arrives while the second waits");
+    drop(answer);
+    until("the agent sees it", async || a.inner.cut.load(Ordering::Relaxed) == 1).await;
+    until("nothing is in flight", async || {
+        router.metrics().await.contains("berth_router_streams_in_flight 0")
+    })
+    .await;
+    let text = router.metrics().await;
+    assert!(text.contains("berth_router_turns_total{outcome=\"client_gone\"} 1"), "{text}");
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_before_the_answer_is_seen_by_the_agent() {
+    let a = Agent::start("a");
+    let router = Router::start(&[&a]).await;
+    let headers: Headers<'_> = &[("x-berth-session-id", "s"), ("x-test-wait", "head")];
+    {
+        let turn = router.chat(headers, "{}");
+        tokio::pin!(turn);
+        let taken = until("the agent has it", async || a.turns().len() == 1);
+        tokio::select! {
+            _ = &mut turn => panic!("no answer was released"),
+            () = taken => {}
+        }
+    }
+    until("the agent sees it", async || a.inner.cut.load(Ordering::Relaxed) == 1).await;
+}
+
+#[tokio::test]
+async fn an_exclusive_session_takes_one_turn_and_a_refused_one_frees_nothing() {
+    let a = Agent::start("a");
+    let router = Router::start(&[&a]).await;
+    let opened = router.call(Method::POST, "/v1/sessions", &[], r#"{"session_id":"s"}"#).await;
+    assert_eq!(opened.status, StatusCode::CREATED);
+    let waiting: Headers<'_> = &[("x-berth-session-id", "s"), ("x-test-wait", "tail")];
+    let owner = router.begin(Method::POST, "/v1/completions", waiting, "{\"a\":1}").await;
+    for _ in 0..3 {
+        let second = router.chat(&[("x-berth-session-id", "s")], "{}").await;
+        assert_eq!((second.status, second.code().as_str()), (StatusCode::CONFLICT, "session_busy"));
+        let in_body = router.chat(&[], r#"{"session_id":"s"}"#).await;
+        assert_eq!(in_body.status, StatusCode::CONFLICT);
+    }
+    assert_eq!(a.turns().len(), 1, "refused turns never reach the agent");
+    let other = router.chat(&[("x-berth-session-id", "t")], "{}").await;
+    assert_eq!(other.status, StatusCode::OK);
+    a.inner.release.add_permits(1);
+    assert_eq!(whole(owner).await.body, "{\"a\":1}");
+    for _ in 0..20 {
+        let next = router.chat(&[("x-berth-session-id", "s")], "{}").await;
+        assert_eq!(next.status, StatusCode::OK, "{next:?}");
+    }
+}
+
+#[tokio::test]
+async fn a_full_worker_is_tried_once_elsewhere_and_then_the_answer_is_its_own() {
+    let (a, b) = (Agent::start("a"), Agent::start("b"));
+    let router = Router::start(&[&a, &b]).await;
+    a.inner.full.store(true, Ordering::Relaxed);
+    for turn in 0..8 {
+        let id = format!("s{turn}");
+        let answer = router.chat(&[("x-berth-session-id", &id)], "{}").await;
+        assert_eq!((answer.status, answer.header("x-berth-worker")), (StatusCode::OK, "b/0"));
+    }
+    b.inner.full.store(true, Ordering::Relaxed);
+    let answer = router.chat(&[], "{}").await;
+    assert_eq!(
+        (answer.status, answer.code().as_str()),
+        (StatusCode::TOO_MANY_REQUESTS, "queue_full")
+    );
+    assert_eq!(answer.header("retry-after"), "1");
+    assert_eq!(answer.header("x-berth-refusal"), "queue_full");
+}
+
+#[tokio::test]
+async fn load_decides_where_new_sessions_go_and_a_silent_worker_gets_none() {
+    let (a, b) = (Agent::start("a"), Agent::start("b"));
+    a.inner.used_tokens.store(9_000, Ordering::Relaxed);
+    let mut settings = config(&[&a, &b]);
+    settings.load_report_age_ms_max = 400;
+    let router = Router::start_with(settings).await;
+    for turn in 0..5 {
+        let answer = router.chat(&[("x-berth-session-id", &format!("s{turn}"))], "{}").await;
+        assert_eq!(answer.header("x-berth-worker"), "b/0");
+    }
+    b.fall_silent();
+    until("b is stale", async || state_of(&router, "b/0").await == "stale").await;
+    let answer = router.chat(&[("x-berth-session-id", "new")], "{}").await;
+    assert_eq!(answer.header("x-berth-worker"), "a/0");
+    let answer = router.chat(&[("x-berth-session-id", "s1")], "{}").await;
+    assert_eq!(answer.header("x-berth-placement"), "sticky", "a stale worker keeps its sessions");
+    a.fall_silent();
+    // A turn is news of its session too, so wait for the silence after it.
+    until("both are stale", async || {
+        state_of(&router, "b/0").await == "stale" && state_of(&router, "a/0").await == "stale"
+    })
+    .await;
+    let answer = router.chat(&[("x-berth-session-id", "newer")], "{}").await;
+    assert_eq!(answer.header("x-berth-placement"), "stale_view");
+}
+
+async fn state_of(router: &Router, worker: &str) -> String {
+    let workers = router.call(Method::GET, "/v1/workers", &[], "").await.json();
+    let all = workers["workers"].as_array().unwrap();
+    let one = all.iter().find(|one| one["worker"] == worker);
+    one.map_or(String::new(), |one| one["state"].as_str().unwrap().to_owned())
+}
+
+#[tokio::test]
+async fn without_a_worker_the_answer_is_503_within_the_time_to_connect() {
+    let mut gone = Agent::start("gone");
+    let settings = Config { connect_ms_max: 300, ..config(&[&gone]) };
+    gone.kill();
+    let router = Router::start_with(settings).await;
+    let answer =
+        tokio::time::timeout(Duration::from_secs(3), router.chat(&[], "{}")).await.unwrap();
+    assert_eq!(
+        (answer.status, answer.code().as_str()),
+        (StatusCode::SERVICE_UNAVAILABLE, "no_worker")
+    );
+    assert_eq!(answer.header("retry-after"), "1");
+    let health = router.call(Method::GET, "/health", &[], "").await;
+    assert_eq!(health.status, StatusCode::OK);
+}
+
+#[tokio::test]
+async fn what_is_wrong_with_a_request_is_said() {
+    let a = Agent::start("a");
+    let mut settings = config(&[&a]);
+    settings.body_bytes_max = 1000;
+    let router = Router::start_with(settings).await;
+    let cases: [(Headers<'_>, &str, u16, &str); 9] = [
+        (&[], "{\"a\":", 400, "invalid_json"),
+        (&[], "[]", 400, "invalid_json"),
+        (&[("x-berth-session-id", "")], "{}", 400, "invalid_session_id"),
+        (&[], r#"{"nvext":{"session_control":{"session_id":7}}}"#, 400, "invalid_field"),
+        (
+            &[],
+            r#"{"nvext":{"session_control":{"session_id":"s","action":"x"}}}"#,
+            400,
+            "invalid_field",
+        ),
+        (&[("x-berth-retention", "forever")], r#"{"session_id":"s"}"#, 400, "invalid_field"),
+        (&[("x-berth-delta", "1")], "{}", 400, "delta_without_session"),
+        (&[], r#"{"session_params":{"id":"nobody"}}"#, 404, "session_unknown"),
+        (&[], &format!("{{\"a\":\"{}\"}}", "x".repeat(1000)), 413, "body_too_large"),
+    ];
+    for (headers, body, status, code) in cases {
+        let answer = router.chat(headers, body).await;
+        assert_eq!((answer.status.as_u16(), answer.code().as_str()), (status, code), "{body}");
+    }
+    assert_eq!(a.turns().len(), 0);
+    let unknown = router.call(Method::GET, "/nowhere", &[], "").await;
+    assert_eq!((unknown.status.as_u16(), unknown.code().as_str()), (404, "route_unknown"));
+    let models = router.call(Method::GET, "/v1/models", &[], "").await;
+    assert_eq!(models.status, StatusCode::OK);
+    assert_eq!(a.turns()[0].path, "/v1/models");
+}
