@@ -1,13 +1,15 @@
 //! What a router notices of an agent, against the engine simulator: exact pinned turns, the gate,
 //! ends of every kind, closes, refusals, and what reaches the engine.
 
+#![expect(clippy::unwrap_used, reason = "a test fails where it unwraps")]
+
 use std::time::Duration;
 
 use http::{Method, StatusCode};
 use http_body_util::BodyExt;
 use serde_json::{Value, json};
 use tests::{
-    cluster::{Agent, agent_config, eventually},
+    cluster::{Agent, agent_config, eventually, ready},
     engine_sim::{Config, EngineSim},
     web::{Answer, Web},
 };
@@ -33,17 +35,8 @@ impl House {
         let mut config = agent_config(&engine.url(), "w0");
         settings(&mut config);
         let house = Self { engine, agent: Agent::start(config).unwrap(), web: Web::default() };
-        house.ready().await;
+        ready(&house.web, house.agent.admin).await;
         house
-    }
-
-    async fn ready(&self) {
-        let url = self.agent.admin_url("/readyz");
-        eventually("readiness", || async {
-            let answer = self.web.get(&url).await.ok()?;
-            (answer.status == StatusCode::OK).then_some(())
-        })
-        .await;
     }
 
     async fn generate(&self, claim: Option<&Value>, body: &Value) -> Answer {
@@ -329,7 +322,7 @@ async fn an_engine_that_is_down_is_503_and_its_return_is_noticed() {
     let addr = engine.addr();
     let agent = Agent::start(agent_config(&engine.url(), "w0")).unwrap();
     let house = House { engine, agent, web: Web::default() };
-    house.ready().await;
+    ready(&house.web, house.agent.admin).await;
     house.generate(Some(&pinned("s")), &turn("hello", 1)).await;
     house.engine.kill();
     house.engine.gone().await;

@@ -1,8 +1,9 @@
-//! Agents (and a router) in this process, on free ports of the loopback address, beside engines of
-//! any kind. What runs is what the binaries run.
+//! Agents and routers in this process, on free ports of the loopback address, beside engines of any
+//! kind. What runs is what the binaries run.
 
 use std::{net::SocketAddr, time::Duration};
 
+use proto::process::tasks::Tasks;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use worker_agent::{Listeners, config::Config, gpu::NoGpu};
@@ -79,6 +80,80 @@ impl Agent {
         self.stop.cancel();
         Ok(tokio::time::timeout(PATIENCE * 3, self.ended).await???)
     }
+}
+
+/// A running router. Dropped without [`Router::stop`], its tasks end with the runtime.
+#[derive(Debug)]
+pub struct Router {
+    /// Clients.
+    pub data: SocketAddr,
+    /// Metrics and health.
+    pub admin: SocketAddr,
+    tasks: Tasks,
+    ended: JoinHandle<Result<(), router::Error>>,
+}
+
+/// Settings that suit tests: everything on port 0, these agents' control ports.
+#[must_use]
+pub fn router_config(agents: &[&Agent]) -> router::config::Config {
+    let free = SocketAddr::from(([127, 0, 0, 1], 0));
+    router::config::Config {
+        workers: agents.iter().map(|agent| format!("http://{}", agent.control)).collect(),
+        data_addr: free,
+        admin_addr: free,
+        ..router::config::Config::default()
+    }
+}
+
+impl Router {
+    /// Starts a router. It need not have heard of its agents when this returns.
+    ///
+    /// # Errors
+    /// When a port can't be bound.
+    #[expect(clippy::disallowed_methods, reason = "a process of its own, here as a task")]
+    pub async fn start(config: router::config::Config) -> anyhow::Result<Self> {
+        let data = tokio::net::TcpListener::bind(config.data_addr).await?;
+        let admin = std::net::TcpListener::bind(config.admin_addr)?;
+        let addrs = (data.local_addr()?, admin.local_addr()?);
+        let tasks = Tasks::default();
+        let listeners = router::Listeners { data, admin };
+        let ended = tokio::spawn(router::run(config, listeners, tasks.clone()));
+        Ok(Self { data: addrs.0, admin: addrs.1, tasks, ended })
+    }
+
+    /// URL of a data route.
+    #[must_use]
+    pub fn url(&self, path: &str) -> String {
+        format!("http://{}{path}", self.data)
+    }
+
+    /// URL of an admin route.
+    #[must_use]
+    pub fn admin_url(&self, path: &str) -> String {
+        format!("http://{}{path}", self.admin)
+    }
+
+    /// Stops it as a signal would, and waits for its end.
+    ///
+    /// # Errors
+    /// What `run` returned.
+    pub async fn stop(self) -> anyhow::Result<()> {
+        self.tasks.cancel();
+        Ok(tokio::time::timeout(PATIENCE * 3, self.ended).await???)
+    }
+}
+
+/// Waits until an agent or router says that it is ready.
+///
+/// # Panics
+/// When it doesn't in time.
+pub async fn ready(web: &crate::web::Web, admin: SocketAddr) {
+    let url = format!("http://{admin}/readyz");
+    eventually("readiness", || async {
+        let answer = web.get(&url).await.ok()?;
+        (answer.status == http::StatusCode::OK).then_some(())
+    })
+    .await;
 }
 
 /// Asks again and again until the answer is `Some`, which is how a state of another process is

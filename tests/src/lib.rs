@@ -2,6 +2,7 @@
 //! replay, a fleet in one process.
 
 pub mod cluster;
+pub mod demo;
 pub mod engine_sim;
 pub mod replay;
 pub mod web;

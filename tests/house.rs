@@ -1,0 +1,467 @@
+//! The whole house over loopback: client → router → agents → simulated engines. What a user notices.
+
+#![expect(clippy::unwrap_used, reason = "a test fails where it unwraps")]
+
+use std::{path::PathBuf, time::Duration};
+
+use axum::body::Body;
+use http::{Method, StatusCode};
+use http_body_util::BodyExt;
+use serde_json::{Value, json};
+use tests::{
+    cluster::{Agent, Router, agent_config, eventually, ready, router_config},
+    engine_sim::{Config, EngineSim},
+    replay::{
+        Api, Control, Options, SessionHeaders, Workload, drive, load, options::Pace, shape::Shape,
+    },
+    web::{Answer, Web},
+};
+
+struct House {
+    engines: Vec<EngineSim>,
+    agents: Vec<Agent>,
+    router: Router,
+    web: Web,
+}
+
+impl House {
+    async fn new(count: usize) -> Self {
+        Self::with(count, Config::default()).await
+    }
+
+    async fn with(count: usize, mut config: Config) -> Self {
+        config.core.session_radix_cache = true;
+        let web = Web::default();
+        let (mut engines, mut agents) = (vec![], vec![]);
+        for number in 0..count {
+            let engine = EngineSim::start_local(config.clone()).await.unwrap();
+            let id = format!("w{number}");
+            let agent = Agent::start(agent_config(&engine.url(), &id)).unwrap();
+            ready(&web, agent.admin).await;
+            engines.push(engine);
+            agents.push(agent);
+        }
+        let router = Self::router(&agents, &web).await;
+        Self { engines, agents, router, web }
+    }
+
+    async fn router(agents: &[Agent], web: &Web) -> Router {
+        let config = router_config(&agents.iter().collect::<Vec<_>>());
+        let router = Router::start(config).await.unwrap();
+        ready(web, router.admin).await;
+        router
+    }
+
+    async fn post(&self, path: &str, headers: &[(&str, &str)], body: &Value) -> Answer {
+        self.web.post(&self.router.url(path), headers, body).await.unwrap()
+    }
+
+    async fn get(&self, path: &str) -> Answer {
+        self.web.get(&self.router.url(path)).await.unwrap()
+    }
+
+    async fn delete(&self, path: &str) -> Answer {
+        let url = self.router.url(path);
+        self.web.ask(Method::DELETE, &url, &[], Body::empty()).await.unwrap()
+    }
+
+    /// Where a session's turns land, by the engine that gets them.
+    async fn open_pinned(&self, id: &str) {
+        let body = json!({"session_id": id, "retention": "pinned"});
+        let opened = self.post("/v1/sessions", &[], &body).await;
+        assert_eq!(opened.status, StatusCode::CREATED, "{}", opened.text());
+        assert_eq!(opened.json()["retention"], "pinned");
+    }
+
+    async fn nothing_held(&self) {
+        eventually("empty pools", || async {
+            for engine in &self.engines {
+                let facts = engine.pool(0).await?;
+                if facts.used() > 0 || !facts.sessions.is_empty() {
+                    return None;
+                }
+            }
+            Some(())
+        })
+        .await;
+    }
+}
+
+fn turn(text: &str, tokens: u32) -> Value {
+    json!({"text": text, "sampling_params":
+        {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": true}})
+}
+
+fn chat(messages: &[(&str, &str)]) -> Value {
+    let messages: Vec<Value> =
+        messages.iter().map(|(role, content)| json!({"role": role, "content": content})).collect();
+    json!({"model": "tiny", "max_tokens": 4, "temperature": 0, "messages": messages})
+}
+
+const DELTA: (&str, &str) = ("x-berth-delta", "1");
+
+#[tokio::test]
+async fn a_pinned_session_lives_from_open_to_delete() {
+    let house = House::new(3).await;
+    house.open_pinned("s").await;
+    let of = ("x-berth-session-id", "s");
+    let first = house.post("/generate", &[of, DELTA], &turn("The quick brown fox jumps", 6)).await;
+    assert_eq!(first.meta("prompt_tokens"), Some(25), "{}", first.text());
+    let by_body = json!({"session_params": {"id": "s"}, "text": " over the",
+        "sampling_params": {"max_new_tokens": 6, "temperature": 0, "ignore_eos": true}});
+    let second = house.post("/generate", &[], &by_body).await;
+    assert_eq!((second.meta("prompt_tokens"), second.meta("cached_tokens")), (Some(40), Some(30)));
+    let shown = eventually("two turns in the table", || async {
+        let shown = house.get("/v1/sessions/s").await.json();
+        (shown["turns"] == 2).then_some(shown)
+    })
+    .await;
+    assert_eq!(shown["state"], "idle", "{shown}");
+    assert_eq!(house.delete("/v1/sessions/s").await.status, StatusCode::NO_CONTENT);
+    assert_eq!(house.delete("/v1/sessions/s").await.status, StatusCode::NOT_FOUND);
+    house.nothing_held().await;
+}
+
+#[tokio::test]
+async fn a_conversation_stays_where_its_kv_is() {
+    let house = House::new(3).await;
+    let mut messages = vec![("user".to_owned(), "hello there, how are you today?".to_owned())];
+    let mut cached = vec![];
+    for _ in 0..4 {
+        let pairs: Vec<(&str, &str)> =
+            messages.iter().map(|(role, text)| (role.as_str(), text.as_str())).collect();
+        let headers = [("x-claude-code-session-id", "c1")];
+        let answer = house.post("/v1/chat/completions", &headers, &chat(&pairs)).await;
+        assert_eq!(answer.status, StatusCode::OK, "{}", answer.text());
+        let usage = answer.json()["usage"].clone();
+        cached.push(usage["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap_or(0));
+        let said = answer.json()["choices"][0]["message"]["content"].as_str().unwrap().to_owned();
+        messages.push(("assistant".to_owned(), said));
+        messages.push(("user".to_owned(), "and what do you think of that?".to_owned()));
+    }
+    assert!(cached.windows(2).all(|pair| pair[0] < pair[1]), "the prefix is resident: {cached:?}");
+    let seen = |engine: &EngineSim| engine.bodies_seen("/v1/chat/completions").len();
+    let turns: Vec<usize> = house.engines.iter().map(seen).collect();
+    assert_eq!(turns.iter().max(), Some(&4), "all on one worker: {turns:?}");
+}
+
+#[tokio::test]
+async fn new_sessions_spread_over_the_workers() {
+    let house = House::new(4).await;
+    for number in 0..8 {
+        house.open_pinned(&format!("s{number}")).await;
+    }
+    for engine in &house.engines {
+        let held = engine.pool(0).await.unwrap().sessions.len();
+        assert_eq!(held, 2, "eight sessions on four equal workers");
+    }
+}
+
+#[tokio::test]
+async fn the_answer_s_bytes_are_the_engine_s() {
+    let house = House::new(1).await;
+    for stream in [false, true] {
+        let mut body = chat(&[("user", "hello")]);
+        body["stream"] = stream.into();
+        let through = house.post("/v1/chat/completions", &[], &body).await;
+        let url = format!("{}/v1/chat/completions", house.engines[0].url());
+        let direct = house.web.post(&url, &[], &body).await.unwrap();
+        assert_eq!(through.headers["content-type"], direct.headers["content-type"]);
+        assert_eq!(shape(&through), shape(&direct), "stream: {stream}");
+    }
+}
+
+/// An answer with what differs from turn to turn blotted out, byte for byte otherwise.
+fn shape(answer: &Answer) -> String {
+    let mut text = answer.text();
+    for key in ["\"id\":", "\"created\":", "\"cached_tokens\":"] {
+        let mut parts = text.split(key);
+        let first = parts.next().unwrap_or_default().to_owned();
+        text = parts.fold(first, |so_far, part| {
+            let end = part.find([',', '}']).unwrap_or(part.len());
+            so_far + key + "…" + &part[end..]
+        });
+    }
+    text
+}
+
+#[tokio::test]
+async fn owned_keys_are_the_agent_s_however_they_are_written() {
+    let house = House::new(1).await;
+    house.open_pinned("s").await;
+    let body = concat!(
+        r#"{ "rid":"evil", "text" : "a", "\u0072id":["evil"],"session_params":{"id":"evil"},"#,
+        r#""routed_dp_rank":7,"nested":{"rid":"kept","session_id":"kept"},"session_id":"evil","#,
+        r#""\u0073ession_id":"evil2","data_parallel_rank":9,"bootstrap_room":3,"#,
+        r#""sampling_params":{"max_new_tokens":1}  }"#
+    );
+    let url = house.router.url("/generate");
+    let headers = [
+        ("content-type", "application/json"),
+        ("x-berth-session-id", "s"),
+        ("x-berth-session", r#"{"principal":"evil","id":"evil"}"#),
+        ("x-berth-rank", "7"),
+        ("x-data-parallel-rank", "7"),
+    ];
+    let answer = house.web.ask(Method::POST, &url, &headers, body).await.unwrap();
+    assert_eq!(answer.status, StatusCode::OK, "{}", answer.text());
+    let seen = house.engines[0].bodies_seen("/generate").pop().unwrap();
+    let seen = String::from_utf8(seen.to_vec()).unwrap();
+    let kept = r#"{ "text" : "a","nested":{"rid":"kept","session_id":"kept"},"sampling_params":{"max_new_tokens":1},"rid":""#;
+    assert!(seen.starts_with(kept), "{seen}");
+    assert!(seen.contains(r#""session_params":{"id":"berth-w0-"#), "{seen}");
+    assert!(seen.ends_with("\"routed_dp_rank\":0  }"), "{seen}");
+    assert!(!seen.contains("evil"), "{seen}");
+}
+
+#[tokio::test]
+async fn bad_input_is_answered_with_what_to_do() {
+    let house = House::new(1).await;
+    let url = house.router.url("/v1/chat/completions");
+    let json = [("content-type", "application/json")];
+    let malformed = house.web.ask(Method::POST, &url, &json, "{\"a\":").await.unwrap();
+    assert_eq!(malformed.status, StatusCode::BAD_REQUEST, "{}", malformed.text());
+    assert_eq!(house.get("/v1/sessions/nobody").await.status, StatusCode::NOT_FOUND);
+    let long = "x".repeat(257);
+    let headers = [("x-berth-session-id", long.as_str())];
+    let refused = house.post("/v1/chat/completions", &headers, &chat(&[("user", "a")])).await;
+    assert_eq!((refused.status.as_u16(), refused.code().as_str()), (400, "invalid_session_id"));
+    let unknown = json!({"session_params": {"id": "nobody"}, "text": "a"});
+    let refused = house.post("/generate", &[], &unknown).await;
+    assert_eq!((refused.status.as_u16(), refused.code().as_str()), (404, "session_unknown"));
+    house.open_pinned("s").await;
+    let headers = [("x-berth-session-id", "s")];
+    let refused = house.post("/v1/chat/completions", &headers, &chat(&[("user", "a")])).await;
+    assert_eq!((refused.status.as_u16(), refused.code().as_str()), (409, "whole_history"));
+}
+
+#[tokio::test]
+async fn a_retention_the_engine_cannot_give_is_409_with_the_reason() {
+    let mut config = Config::default();
+    config.core.streaming_sessions = false;
+    let house = House::with(1, config).await;
+    let body = json!({"session_id": "s", "retention": "pinned"});
+    let refused = house.post("/v1/sessions", &[], &body).await;
+    assert_eq!((refused.status.as_u16(), refused.code().as_str()), (409, "retention_unavailable"));
+    assert!(refused.text().contains("tagged"), "it says what is offered: {}", refused.text());
+}
+
+#[tokio::test]
+async fn nobody_else_s_session() {
+    let house = House::new(1).await;
+    let (alice, bob) = (("authorization", "Bearer alice"), ("authorization", "Bearer bob"));
+    let body = json!({"session_id": "s", "retention": "pinned"});
+    let opened = house.post("/v1/sessions", &[alice], &body).await;
+    assert_eq!(opened.status, StatusCode::CREATED, "{}", opened.text());
+    let of = ("x-berth-session-id", "s");
+    let stolen = house.post("/generate", &[bob, of, DELTA], &turn("a", 1)).await;
+    assert_eq!(stolen.status, StatusCode::NOT_FOUND, "{}", stolen.text());
+    let url = house.router.url("/v1/sessions/s");
+    let shown = house.web.ask(Method::GET, &url, &[bob], Body::empty()).await.unwrap();
+    assert_eq!(shown.status, StatusCode::NOT_FOUND);
+    let closed = house.web.ask(Method::DELETE, &url, &[bob], Body::empty()).await.unwrap();
+    assert_eq!(closed.status, StatusCode::NOT_FOUND);
+    let own = house.post("/generate", &[alice, of, DELTA], &turn("a", 1)).await;
+    assert_eq!(own.status, StatusCode::OK, "{}", own.text());
+}
+
+#[tokio::test]
+async fn a_restarted_router_and_a_second_one_know_every_session() {
+    let mut config = Config::default();
+    config.core.decode_ms_per_step = 20.0;
+    let mut house = House::with(2, config).await;
+    house.open_pinned("s").await;
+    let of = ("x-berth-session-id", "s");
+    house.post("/generate", &[of, DELTA], &turn("hello there", 2)).await;
+    let second = House::router(&house.agents, &house.web).await;
+    let shown = house.web.get(&second.url("/v1/sessions/s")).await.unwrap();
+    assert_eq!(shown.status, StatusCode::OK, "the agents' tables told it");
+    let mut body = turn(" you", 60);
+    body["stream"] = true.into();
+    let headers = [("content-type", "application/json"), of, DELTA];
+    let url = house.router.url("/generate");
+    let mut running = house.web.send(Method::POST, &url, &headers, body.to_string()).await.unwrap();
+    assert!(running.body_mut().frame().await.unwrap().is_ok());
+    let url = second.url("/generate");
+    let overlap = house.web.post(&url, &[of, DELTA], &turn("x", 1)).await.unwrap();
+    assert_eq!(overlap.status, StatusCode::CONFLICT, "one gate for all routers");
+    running.into_body().collect().await.unwrap();
+    house.router.stop().await.unwrap();
+    house.router = second;
+    let next = house.post("/generate", &[of, DELTA], &turn(" me", 2)).await;
+    assert_eq!(next.meta("prompt_tokens"), Some(11 + 2 + 4 + 60 + 3), "{}", next.text());
+}
+
+#[tokio::test]
+async fn a_lost_worker_s_sessions_move_or_say_that_they_cannot() {
+    let mut house = House::new(2).await;
+    let headers = [("x-session-id", "t")];
+    house.post("/v1/chat/completions", &headers, &chat(&[("user", "hello")])).await;
+    house.open_pinned("p0").await;
+    house.open_pinned("p1").await;
+    let seen = |engine: &EngineSim| engine.bodies_seen("/v1/chat/completions").len();
+    let home = house.engines.iter().position(|engine| seen(engine) == 1).unwrap();
+    let homed = house.engines[home].pool(0).await.unwrap().sessions.len();
+    house.agents.remove(home).stop().await.unwrap();
+    house.engines.remove(home).shutdown().await;
+    let moved = eventually("the conversation's move", || async {
+        let answer =
+            house.post("/v1/chat/completions", &headers, &chat(&[("user", "hello")])).await;
+        (answer.status == StatusCode::OK).then_some(answer)
+    })
+    .await;
+    assert_eq!(moved.headers["x-berth-worker"], format!("w{}/0", 1 - home));
+    let mut lost = 0;
+    for id in ["p0", "p1"] {
+        let of = ("x-berth-session-id", id);
+        let answer = house.post("/generate", &[of, DELTA], &turn("a", 1)).await;
+        match (answer.status.as_u16(), answer.code().as_str()) {
+            (200, _) => {}
+            // Stopped in order, the agent has closed it; gone at once, it is lost.
+            (409, "session_lost") | (404, "session_unknown") => lost += 1,
+            other => panic!("{other:?}: {}", answer.text()),
+        }
+    }
+    assert_eq!(lost, homed, "those that lived there");
+}
+
+#[tokio::test]
+async fn concurrent_first_turns_of_a_session_are_one_decision() {
+    let house = House::new(4).await;
+    let headers = [("x-berth-session-id", "s")];
+    let body = chat(&[("user", "hello")]);
+    let turns = (0..20).map(|_| house.post("/v1/chat/completions", &headers, &body));
+    for answer in join_all(turns).await {
+        assert_eq!(answer.status, StatusCode::OK, "{}", answer.text());
+    }
+    let seen = |engine: &EngineSim| engine.bodies_seen("/v1/chat/completions").len();
+    let turns: Vec<usize> = house.engines.iter().map(seen).collect();
+    assert_eq!(turns.iter().max(), Some(&20), "all on one worker: {turns:?}");
+}
+
+/// Polls all futures to their ends, side by side.
+async fn join_all<F: Future>(futures: impl IntoIterator<Item = F>) -> Vec<F::Output> {
+    let mut running: Vec<_> = futures.into_iter().map(|future| (Box::pin(future), None)).collect();
+    std::future::poll_fn(|context| {
+        for (future, output) in &mut running {
+            if output.is_none()
+                && let std::task::Poll::Ready(ready) = future.as_mut().poll(context)
+            {
+                *output = Some(ready);
+            }
+        }
+        let all = running.iter().all(|(_, output)| output.is_some());
+        if all { std::task::Poll::Ready(()) } else { std::task::Poll::Pending }
+    })
+    .await;
+    running.into_iter().map(|(_, output)| output.expect("all are ready")).collect()
+}
+
+#[tokio::test]
+async fn sglang_s_own_session_calls_work_unchanged() {
+    let house = House::new(2).await;
+    let open = json!({"capacity_of_str_len": 1000, "session_id": "s1", "streaming": true});
+    let opened = house.post("/open_session", &[], &open).await;
+    assert_eq!((opened.status.as_u16(), opened.text().as_str()), (200, "\"s1\""));
+    assert_eq!(house.post("/open_session", &[], &open).await.status, StatusCode::BAD_REQUEST);
+    let body = json!({"text": "hello", "session_params": {"id": "s1"},
+        "sampling_params": {"max_new_tokens": 3, "ignore_eos": true}});
+    let first = house.post("/generate", &[], &body).await;
+    assert_eq!(first.meta("prompt_tokens"), Some(5), "{}", first.text());
+    let second = house.post("/generate", &[], &body).await;
+    assert_eq!(second.meta("prompt_tokens"), Some(13));
+    let close = json!({"session_id": "s1"});
+    for _ in 0..2 {
+        let closed = house.post("/close_session", &[], &close).await;
+        assert_eq!((closed.status.as_u16(), closed.body.len()), (200, 0));
+    }
+    house.nothing_held().await;
+}
+
+#[tokio::test]
+async fn a_final_turn_closes_however_it_ends() {
+    let mut config = Config::default();
+    config.core.decode_ms_per_step = 20.0;
+    let house = House::with(1, config).await;
+    let last = [("x-berth-session-final", "true"), DELTA];
+    house.open_pinned("ends").await;
+    let headers = [("x-berth-session-id", "ends"), last[0], last[1]];
+    let answer = house.post("/generate", &headers, &turn("hello", 2)).await;
+    assert_eq!(answer.status, StatusCode::OK, "{}", answer.text());
+    house.nothing_held().await;
+    house.open_pinned("refused").await;
+    let headers = [("x-berth-session-id", "refused"), last[0], last[1]];
+    let batch = json!({"text": ["a", "b"]});
+    house.post("/generate", &headers, &batch).await;
+    house.nothing_held().await;
+    let url = house.router.url("/generate");
+    house.open_pinned("vanishes").await;
+    let headers = [("x-berth-session-id", "vanishes"), last[0], last[1]];
+    let mut body = turn("hello", 500);
+    body["stream"] = true.into();
+    let mut stream = house.web.send(Method::POST, &url, &headers, body.to_string()).await.unwrap();
+    assert!(stream.body_mut().frame().await.unwrap().is_ok());
+    drop(stream);
+    house.nothing_held().await;
+}
+
+#[tokio::test]
+async fn without_a_worker_the_answer_is_503_and_comes_soon() {
+    let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let control = free.local_addr().unwrap();
+    drop(free);
+    let mut config = router_config(&[]);
+    config.workers = vec![format!("http://{control}")];
+    let router = Router::start(config).await.unwrap();
+    let web = Web::default();
+    let url = router.url("/v1/chat/completions");
+    let body = chat(&[("user", "a")]);
+    let asked = web.post(&url, &[], &body);
+    let answer = tokio::time::timeout(Duration::from_secs(10), asked).await.unwrap().unwrap();
+    assert_eq!((answer.status.as_u16(), answer.code().as_str()), (503, "no_worker"));
+    assert!(answer.headers.contains_key("retry-after"));
+}
+
+#[tokio::test]
+async fn the_demo_keeps_its_promises() {
+    let stop = tokio_util::sync::CancellationToken::new();
+    let summary = tests::demo::run(Duration::from_secs(3), stop, |_, _| {}).await.unwrap();
+    assert!(summary.good(), "{summary:?}");
+    assert!(summary.cached_ratio > 0.5, "{summary:?}");
+}
+
+/// Real conversations, where they are at hand.
+#[tokio::test]
+async fn real_conversations_replay_without_an_error() {
+    let beside = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../shared/traces");
+    let folder = std::env::var_os("BERTH_TRACES").map_or(beside, PathBuf::from);
+    let path = folder.join("claude_code.jsonl.gz");
+    if !path.is_file() {
+        eprintln!("skipped: no trace at {}; set BERTH_TRACES to have it run", path.display());
+        return;
+    }
+    let mut config = Config::default();
+    config.core.max_total_tokens = 32_768;
+    config.core.context_len = 8192;
+    config.core.decode_ms_per_step = 0.2;
+    let house = House::with(2, config).await;
+    let trace = tokio::task::spawn_blocking(move || load::trace(&path)).await.unwrap().unwrap();
+    let options = Options {
+        url: house.router.url(""),
+        api: Api::Chat,
+        model: "tiny".into(),
+        shape: Shape { scale: 0.02, context_tokens_max: Some(8000), output_tokens_max: Some(8) },
+        sessions: SessionHeaders::Final,
+        pace: Pace::Closed {
+            users: 8,
+            time_scale: 0.0,
+            think_max: Duration::ZERO,
+            ramp: Duration::ZERO,
+        },
+        turns_max: Some(200),
+        ..Options::default()
+    };
+    let report = drive(options, Workload::Trace(trace), Control::default(), |_| {}).await.unwrap();
+    assert_eq!((report.turns, report.errors), (200, 0), "{:?}", report.errors_by_kind);
+    assert!(report.cached_ratio > Some(0.5), "agents' prompts grow: {:?}", report.cached_ratio);
+}

@@ -1,0 +1,163 @@
+//! `berth-demo`: four simulated engines, four agents and a router in one process, with agents'
+//! conversations through them and a live table of KV usage. Exits non-zero when a turn failed or a
+//! session leaked.
+
+use std::{
+    io::{IsTerminal as _, Write as _},
+    process::ExitCode,
+    time::Duration,
+};
+
+use clap::Parser;
+use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
+use tests::{
+    demo::{self, Summary, WorkerLine},
+    replay::Report,
+};
+use tokio_util::sync::CancellationToken;
+
+/// Columns of a pool's bar.
+const BAR: usize = 30;
+/// Seconds between two tables where no terminal can be redrawn.
+const PLAIN_EVERY_S: f64 = 5.0;
+
+#[derive(Debug, Parser)]
+#[command(name = "berth-demo", version, about = "Berth on simulated engines, in one process")]
+struct Args {
+    /// How long traffic flows
+    #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u64).range(1..=86_400))]
+    seconds: u64,
+    /// One JSON object on the last line of standard output
+    #[arg(long)]
+    json: bool,
+}
+
+fn main() -> ExitCode {
+    let args = match Args::try_parse() {
+        Ok(args) => args,
+        Err(error) => {
+            let _ = error.print();
+            return ExitCode::from(if error.use_stderr() { 64 } else { 0 });
+        }
+    };
+    match run(&args) {
+        Ok(summary) => {
+            let said = say(&args, &summary);
+            if said.is_ok() && summary.good() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+        }
+        Err(error) => {
+            let _ = writeln!(std::io::stderr(), "berth-demo: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+#[tokio::main]
+async fn run(args: &Args) -> anyhow::Result<Summary> {
+    let stop = CancellationToken::new();
+    let signalled = proto::process::signal::stop()?;
+    let mut screen = Screen::new();
+    let show = |workers: &[WorkerLine], report: &Report| screen.show(workers, report);
+    let running = demo::run(Duration::from_secs(args.seconds), stop.clone(), show);
+    let mut running = std::pin::pin!(running);
+    tokio::select! {
+        ended = &mut running => return ended,
+        () = signalled => stop.cancel(),
+    }
+    running.await
+}
+
+fn say(args: &Args, summary: &Summary) -> std::io::Result<()> {
+    for (kind, count) in &summary.errors_by_kind {
+        writeln!(std::io::stderr(), "failed {count} times: {kind}")?;
+    }
+    let mut out = std::io::stdout();
+    if args.json {
+        return writeln!(out, "{}", serde_json::to_string(summary)?);
+    }
+    let Summary { turns, errors, ttft_ms_p50, ttft_ms_p99, cached_ratio, .. } = summary;
+    writeln!(out)?;
+    writeln!(out, "turns            {turns}, {errors} failed")?;
+    writeln!(out, "first token      {ttft_ms_p50:.1} ms median, {ttft_ms_p99:.1} ms p99")?;
+    writeln!(out, "prompt tokens    {:.1} % resident already", cached_ratio * 100.0)?;
+    writeln!(
+        out,
+        "sessions         {} opened, {} closed, {} leaked",
+        summary.sessions_opened, summary.sessions_closed, summary.sessions_leaked
+    )?;
+    writeln!(out, "held at the end  {} tokens", summary.held_tokens_end)?;
+    let verdict = if summary.good() { "all as promised" } else { "NOT as promised" };
+    writeln!(out, "{verdict}")
+}
+
+/// The live table: redrawn on a terminal, else printed now and then.
+struct Screen {
+    lines: Option<(ProgressBar, Vec<ProgressBar>)>,
+    group: MultiProgress,
+    printed_s: f64,
+}
+
+impl Screen {
+    fn new() -> Self {
+        let group = MultiProgress::new();
+        Self { lines: None, group, printed_s: f64::NEG_INFINITY }
+    }
+
+    fn show(&mut self, workers: &[WorkerLine], report: &Report) {
+        let head = head(report);
+        let rows: Vec<String> = workers.iter().map(row).collect();
+        if !std::io::stderr().is_terminal() {
+            if report.seconds - self.printed_s >= PLAIN_EVERY_S {
+                self.printed_s = report.seconds;
+                let _ = writeln!(std::io::stderr(), "{head}\n{}", rows.join("\n"));
+            }
+            return;
+        }
+        let group = &self.group;
+        let (top, bars) = self.lines.get_or_insert_with(|| {
+            let plain = ProgressStyle::with_template("{msg}").expect("the template is a constant");
+            let line = || group.add(ProgressBar::no_length().with_style(plain.clone()));
+            (line(), rows.iter().map(|_| line()).collect())
+        });
+        top.set_message(head);
+        for (bar, row) in bars.iter().zip(rows) {
+            bar.set_message(row);
+        }
+    }
+}
+
+fn head(report: &Report) -> String {
+    format!(
+        "{:>4.0} s  {} turns ({:.0}/s)  first token {:.0} ms  resident {:.0} %  \
+         █ held or running ▒ evictable",
+        report.seconds,
+        report.turns,
+        report.turns_per_s,
+        report.ttft_ms_p50,
+        report.cached_ratio.unwrap_or(0.0) * 100.0,
+    )
+}
+
+/// One worker: its pool as the engine knows it, and what Berth's ledger makes of it.
+fn row(worker: &WorkerLine) -> String {
+    let pool = &worker.pool;
+    let columns = |tokens: usize| (tokens * BAR).div_ceil(pool.total.max(1));
+    let held = columns(pool.used()).min(BAR);
+    let evictable = columns(pool.evictable).min(BAR - held);
+    let bar = "█".repeat(held) + &"▒".repeat(evictable) + &"·".repeat(BAR - held - evictable);
+    let figure = |key: &str| worker.ledger["load"][key]["value"].as_u64();
+    let shown = |key: &str| figure(key).map_or("–".to_owned(), |value| value.to_string());
+    format!(
+        "{}  {bar}  {:>3.0} % full  {:>2} running  ledger: {:>6} pinned {:>6} tagged",
+        worker.name,
+        100.0 - percent(pool.available, pool.total),
+        pool.running,
+        shown("pinned_tokens"),
+        shown("resident_tokens_estimate"),
+    )
+}
+
+#[expect(clippy::cast_precision_loss, reason = "tokens of a pool are far below 2^52")]
+fn percent(part: usize, whole: usize) -> f64 {
+    part as f64 * 100.0 / whole.max(1) as f64
+}
