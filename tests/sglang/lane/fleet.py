@@ -1,0 +1,213 @@
+"""The fleet under test: one engine, one agent, one router, all on loopback."""
+
+import os
+import signal
+import subprocess
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lane import wire
+from lane.processes import Failed, Process, answers_200, free_ports, wait_until
+
+ENGINE_START_SECONDS_MAX = 240  # 27 s alone on two cores; a loaded machine takes several times that.
+BERTH_START_SECONDS_MAX = 20
+AGENT_STOP_SECONDS_MAX = 30
+ROUTER_STOP_SECONDS_MAX = 30
+ENGINE_STOP_SECONDS_MAX = 25  # It takes 9 s.
+
+# Small enough to see the pool move, large enough that no test is refused for want of room.
+POOL_TOKENS = 8192
+CONTEXT_TOKENS = 2048
+ROWS = 16
+
+MODEL = "tiny"
+WORKER = "lane"
+
+
+def engine_home() -> Path:
+    return Path(os.environ["BERTH_SGLANG_HOME"])
+
+
+def start_engine(folder: Path, page_size: int) -> tuple[Process, str]:
+    """Starts the engine; it isn't ready yet. Returns it and its URL."""
+    # The load feed takes the port after those of the events and of their replay.
+    port, events, replay, _load = free_ports(4)
+    home = engine_home()
+    kv_events = (
+        f'{{"publisher":"zmq","topic":"kv-events","endpoint":"tcp://*:{events}",'
+        f'"replay_endpoint":"tcp://*:{replay}"}}'
+    )
+    command = [
+        str(home / "venv/bin/python"), "-W", "ignore", "-m", "sglang.launch_server",
+        "--model-path", str((home / "model").resolve()),
+        "--load-format", "safetensors",
+        "--served-model-name", MODEL,
+        "--device", "cpu",
+        "--attention-backend", "torch_native",
+        "--dtype", "float32",
+        "--host", "127.0.0.1",
+        "--port", str(port),
+        "--page-size", str(page_size),
+        "--max-total-tokens", str(POOL_TOKENS),
+        "--context-length", str(CONTEXT_TOKENS),
+        "--max-running-requests", str(ROWS),
+        "--chunked-prefill-size", "512",
+        "--enable-streaming-session",
+        "--enable-session-radix-cache",
+        "--enable-metrics",
+        "--enable-cache-report",
+        "--kv-events-config", kv_events,
+        "--load-publish-endpoint", "auto",
+        # Without it an idle engine burns a whole core.
+        "--sleep-on-idle",
+    ]
+    libraries = [str(home / "stub"), os.environ.get("LD_LIBRARY_PATH", "")]
+    env = {
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "LD_LIBRARY_PATH": ":".join(filter(None, libraries)),
+        "PATH": f"{home / 'venv/bin'}:{os.environ['PATH']}",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+    }
+    return Process.start("engine", command, folder, env), f"http://127.0.0.1:{port}"
+
+
+def wait_engine(engine: Process, url: str) -> float:
+    # `/health` runs a token through the model: a 200 means that it can serve.
+    return wait_until(
+        engine, "ready", lambda: answers_200(f"{url}/health"), ENGINE_START_SECONDS_MAX
+    )
+
+
+def binaries() -> Path:
+    """The folder with `berth-agent` and `berth-router`, built if none is named."""
+    if named := os.environ.get("BERTH_BIN_DIR"):
+        for name in ("berth-agent", "berth-router"):
+            if not os.access(Path(named) / name, os.X_OK):
+                raise Failed(f"BERTH_BIN_DIR has no program {name}: {Path(named) / name}")
+        return Path(named)
+    root = Path(__file__).resolve().parents[3]
+    print("lane: building berth-agent and berth-router", flush=True)
+    command = ["cargo", "build", "--locked", "--bin", "berth-agent", "--bin", "berth-router"]
+    try:
+        subprocess.run(command, cwd=root, check=True)
+    except FileNotFoundError:
+        raise Failed("cargo is not on the PATH; build the binaries and set BERTH_BIN_DIR") from None
+    except subprocess.CalledProcessError as error:
+        raise Failed(f"the build failed (cargo's exit status is {error.returncode})") from None
+    return Path(os.environ.get("CARGO_TARGET_DIR", root / "target")) / "debug"
+
+
+@dataclass
+class Fleet:
+    """What runs, where it listens, and how to start or end a part of it."""
+
+    folder: Path
+    bin_dir: Path
+    page_size: int
+    engine: Process | None = None
+    engine_url: str = ""
+    agent: Process | None = None
+    router: Process | None = None
+    agent_data: str = ""
+    agent_control: str = ""
+    agent_admin: str = ""
+    router_url: str = ""
+    router_admin: str = ""
+    # The sessions that the running test has opened.
+    opened: list[str] = field(default_factory=list)
+
+    def start_engine(self) -> None:
+        print(f"lane: starting the engine, page size {self.page_size}", flush=True)
+        self.engine, self.engine_url = start_engine(self.folder, self.page_size)
+        seconds = wait_engine(self.engine, self.engine_url)
+        print(f"lane: engine ready after {seconds:.1f} s", flush=True)
+
+    def revive(self) -> None:
+        """Starts everything anew if something has ended."""
+        if any(not process.alive() for process in self.processes()):
+            print("lane: something has ended; starting the fleet anew", flush=True)
+            self.stop()
+            self.start_engine()
+            self.start_agent()
+            self.start_router()
+
+    def stop(self) -> None:
+        """Ends all that runs, whatever state it is in."""
+        limits = {"engine": ENGINE_STOP_SECONDS_MAX, "agent": AGENT_STOP_SECONDS_MAX}
+        for process in self.processes():
+            seconds = limits.get(process.name, ROUTER_STOP_SECONDS_MAX)
+            if process.alive() and process.stop(seconds) is None:
+                print(f"lane: {process.name} didn't end within {seconds} s of TERM", flush=True)
+            process.stop(0)
+
+    def start_agent(self, engine_url: str | None = None) -> None:
+        """Starts it where it was before, at the engine or at what stands in front of that."""
+        if not self.agent_data:
+            self.agent_data, self.agent_control, self.agent_admin = _addresses(3)
+        self.agent = Process.start("agent", [
+            str(self.bin_dir / "berth-agent"),
+            "--engine", engine_url or self.engine_url,
+            "--data-addr", self.agent_data,
+            "--control-addr", self.agent_control,
+            "--admin-addr", self.agent_admin,
+            "--worker-id", WORKER,
+        ], self.folder)
+        self._wait_ready(self.agent, self.agent_admin)
+
+    def start_router(self) -> None:
+        data, admin = _addresses(2)
+        self.router = Process.start("router", [
+            str(self.bin_dir / "berth-router"),
+            "--worker", f"http://{self.agent_control}",
+            "--data-addr", data,
+            "--admin-addr", admin,
+        ], self.folder)
+        self.router_url, self.router_admin = f"http://{data}", admin
+        self._wait_ready(self.router, admin)
+
+    def restart_agent(self, engine_url: str | None = None) -> None:
+        """Ends it properly if it runs, starts it, waits until turns get through again."""
+        if self.agent.alive():
+            status = self.stop_agent()
+            assert status == 0, f"the agent's exit status: {status}\n{self.agent.log_tail()}"
+        self.start_agent(engine_url)
+        turn = {"text": "Back?", "sampling_params": {"max_new_tokens": 1}}
+        url = f"{self.router_url}/generate"
+        wait_until(
+            self.router, "placing turns again", lambda: wire.post(url, turn).status == 200,
+            BERTH_START_SECONDS_MAX,
+        )
+
+    def _wait_ready(self, process: Process, admin: str) -> None:
+        url = f"http://{admin}/readyz"
+        wait_until(process, "ready", lambda: answers_200(url), BERTH_START_SECONDS_MAX)
+
+    def stop_agent(self) -> int | None:
+        return self.agent.stop(AGENT_STOP_SECONDS_MAX)
+
+    def kill_engine(self) -> None:
+        """As a crash does: at once, with all its processes."""
+        self.engine.send_group(signal.SIGKILL)
+        self.engine.popen.wait()
+
+    def processes(self) -> list[Process]:
+        return [process for process in (self.router, self.agent, self.engine) if process]
+
+    def pool_used_tokens(self) -> int:
+        """What running turns and sessions hold, by the engine's own account."""
+        loads = wire.get(f"{self.engine_url}/v1/loads").json()["loads"]
+        return sum(load["num_used_tokens"] for load in loads)
+
+    def wait_pool(self, tokens: int, seconds: float = 10) -> int:
+        """Waits until the pool's use is what it is told, or the time is over."""
+        deadline = time.monotonic() + seconds
+        while (used := self.pool_used_tokens()) != tokens and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return used
+
+
+def _addresses(count: int) -> list[str]:
+    return [f"127.0.0.1:{port}" for port in free_ports(count)]

@@ -1,0 +1,111 @@
+"""The keys that Berth owns are Berth's, however a client writes them.
+
+Each one is sent twice, in front and at the end, plain and escaped: a parser takes the last. If a
+client's value got through, the engine would answer 400 (a rank that isn't there, a session it
+doesn't know, both kinds of session at once) or under the client's request id.
+"""
+
+from lane import wire
+from lane.fleet import Fleet
+from lane.runner import equal, test
+from lane.turns import Pinned, Turn, at_engine, delete_session, finished, get_session, new_id
+
+FRONT = (
+    '"rid":"hostile-1","routed_dp_rank":7,"bootstrap_room":1,"bootstrap_host":"nowhere",'
+    '"session_params":{"id":"%s"},"session_id":"%s",'
+)
+BACK = (
+    ',"\\u0072id":"hostile-2","routed_dp_r\\u0061nk":7,"\\u0062ootstrap_room":2,'
+    '"bootstrap\\u005fhost":"nowhere","\\u0073ession_params":{"\\u0069d":"%s"},'
+    '"session\\u005fid":"%s"'
+)
+INSIDE = '"unknown":{"rid":"deep","session_params":{"id":"deep"},"routed_dp_rank":7},'
+
+
+def hostile(text: str, tokens: int, session: str) -> bytes:
+    """A `/generate` body in which every owned key names `session`, or nonsense."""
+    both = (session, session)
+    limits = f'"sampling_params":{{"max_new_tokens":{tokens},"temperature":0,"ignore_eos":true}}'
+    return f'{{{FRONT % both}{INSIDE}"text":"{text}",{limits}{BACK % both}}}'.encode()
+
+
+@test
+def in_a_pinned_session(fleet: Fleet) -> None:
+    mine, other = Pinned(fleet), Pinned(fleet)
+    other.turn("This is another conversation.", 10)
+    headers = {"x-berth-session-id": mine.id, "x-berth-delta": "1"}
+    for text in ("Whose am I?", " Still yours?"):
+        raw = hostile(text, 10, other.id)
+        turn = finished(wire.post(f"{fleet.router_url}/generate", raw, headers))
+        mine.check(text, 10, turn)
+        _rid(turn)
+    other.turn(" Untouched.", 10)
+    mine.close()
+    other.close()
+
+
+@test
+def in_a_tagged_session(fleet: Fleet) -> None:
+    mine, other = new_id("mine"), new_id("other")
+    raw = hostile("Whose am I?", 10, other)
+    turn = finished(wire.post(f"{fleet.router_url}/generate", raw, {"x-berth-session-id": mine}))
+    equal(turn.text, at_engine(fleet, "Whose am I?", 10).text, "the answer")
+    _rid(turn)
+    found = [get_session(fleet, id).status for id in (mine, other)]
+    equal(found, [200, 404], "the sessions there are")
+    delete_session(fleet, mine)
+
+
+@test
+def without_a_session(fleet: Fleet) -> None:
+    raw = (
+        b'{"rid":"hostile-1","routed_dp_rank":7,"text":"Nobody\'s.",'
+        b'"sampling_params":{"max_new_tokens":8,"temperature":0,"ignore_eos":true},'
+        b'"\\u0072id":"hostile-2","routed_dp_r\\u0061nk":7}'
+    )
+    turn = finished(wire.post(f"{fleet.router_url}/generate", raw))
+    equal(turn.text, at_engine(fleet, "Nobody's.", 8).text, "the answer")
+    _rid(turn)
+
+
+@test
+def on_the_chat_route(fleet: Fleet) -> None:
+    mine, other = new_id("mine"), new_id("other")
+    both = (other, other)
+    messages = '"model":"tiny","max_tokens":4,"messages":[{"role":"user","content":"Hi"}]'
+    raw = f"{{{FRONT % both}{messages}{BACK % both}}}".encode()
+    answer = wire.post(
+        f"{fleet.router_url}/v1/chat/completions", raw, {"x-berth-session-id": mine}
+    )
+    equal(answer.status, 200, f"the status of {answer}")
+    assert not answer.json()["id"].startswith("hostile"), f"the client's request id: {answer}"
+    found = [get_session(fleet, id).status for id in (mine, other)]
+    equal(found, [200, 404], "the sessions there are")
+    delete_session(fleet, mine)
+
+
+@test
+def of_two_session_ids_the_last_counts(fleet: Fleet) -> None:
+    first, last = new_id("first"), new_id("last")
+    raw = (
+        f'{{"session_id":"{first}","text":"Hi","sampling_params":{{"max_new_tokens":2}},'
+        f'"\\u0073ession_id":"{last}"}}'
+    ).encode()
+    answer = wire.post(f"{fleet.router_url}/generate", raw)
+    equal(answer.status, 200, f"the status of {answer}")
+    found = [get_session(fleet, id).status for id in (first, last)]
+    equal(found, [404, 200], "the sessions there are")
+    delete_session(fleet, last)
+
+
+@test
+def a_text_that_looks_like_keys_is_a_text(fleet: Fleet) -> None:
+    text = '{"rid":"x","session_params":{"id":"y"},"routed_dp_rank":7}'
+    session = Pinned(fleet)
+    session.turn(text, 10)
+    session.turn(text, 10)
+    session.close()
+
+
+def _rid(turn: Turn) -> None:
+    assert not turn.rid.startswith("hostile"), f"the engine used the client's rid {turn.rid!r}"

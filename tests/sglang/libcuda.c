@@ -1,0 +1,16 @@
+/*
+ * Stands in for the CUDA driver library on a machine that has none.
+ *
+ * The engine's kernel wheel is linked against libcuda.so.1 and takes one symbol from it; without
+ * the library the wheel cannot be loaded, although nothing on a CPU ever calls it. Whoever does
+ * call it is told that there is no driver.
+ */
+
+enum { NOT_INITIALIZED = 3 /* CUDA_ERROR_NOT_INITIALIZED */ };
+
+int cuPointerGetAttribute(void *value, int attribute, unsigned long long pointer) {
+    (void)value;
+    (void)attribute;
+    (void)pointer;
+    return NOT_INITIALIZED;
+}
