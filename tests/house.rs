@@ -2,7 +2,7 @@
 
 #![expect(clippy::unwrap_used, reason = "a test fails where it unwraps")]
 
-use std::{path::PathBuf, time::Duration};
+use std::{io::Write as _, path::PathBuf, time::Duration};
 
 use axum::body::Body;
 use http::{Method, StatusCode};
@@ -437,7 +437,8 @@ async fn real_conversations_replay_without_an_error() {
     let folder = std::env::var_os("BERTH_TRACES").map_or(beside, PathBuf::from);
     let path = folder.join("claude_code.jsonl.gz");
     if !path.is_file() {
-        eprintln!("skipped: no trace at {}; set BERTH_TRACES to have it run", path.display());
+        let why = format!("no trace at {}; set BERTH_TRACES to have it run", path.display());
+        let _ = writeln!(std::io::stderr(), "skipped: {why}");
         return;
     }
     let mut config = Config::default();

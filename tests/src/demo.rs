@@ -129,7 +129,7 @@ impl Demo {
             replay::drive(pinned, made(), control.clone(), |_| {}),
             replay::drive(tagged, made(), control.clone(), |_| {}),
         );
-        (both.0?, both.1?);
+        both.0.and(both.1)?;
         // Both count into one live report; only now is it whole.
         Ok(control.live.end(started.elapsed()))
     }
