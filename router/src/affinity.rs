@@ -34,6 +34,10 @@ pub struct Binding {
     pub opened: Option<(Arc<Session>, Instant)>,
     /// A close through this router.
     pub closing: Closing,
+    /// When it began a new life after a close.
+    pub reborn: Option<Instant>,
+    /// The client asked for placement only: no agent will ever report it.
+    pub placement_only: bool,
     /// The place in the order of forgetting; only while no turn runs.
     idle: Option<(Instant, u64)>,
 }
@@ -77,6 +81,12 @@ impl Binding {
         self.turns > 0 || self.ended.is_some_and(within)
     }
 
+    /// The table may still speak of the life before.
+    #[must_use]
+    pub fn is_reborn(&self, now: Instant) -> bool {
+        self.reborn.is_some_and(|at| now.saturating_duration_since(at) <= TABLE_LAG)
+    }
+
     /// What an open answered, while the table may lag behind it.
     #[must_use]
     pub fn just_opened(&self, now: Instant) -> Option<&Arc<Session>> {
@@ -118,6 +128,7 @@ impl Affinity {
         if binding.closing != Closing::No {
             binding.closing = Closing::No;
             binding.exclusive = false;
+            binding.reborn = Some(now);
         }
         binding.worker = worker;
         binding.exclusive |= exclusive;
@@ -133,6 +144,13 @@ impl Affinity {
         binding.turns -= 1;
         binding.ended = Some(now);
         self.settle(key, now);
+    }
+
+    /// Says whether the client wants more of it than placement.
+    pub fn set_placement_only(&mut self, key: &SessionKey, placement_only: bool) {
+        if let Some(binding) = self.bindings.get_mut(key) {
+            binding.placement_only = placement_only;
+        }
     }
 
     /// Moves a session with a running turn to another worker.
@@ -157,7 +175,11 @@ impl Affinity {
         let binding = self.entry(&key, worker, now)?;
         binding.worker = worker;
         binding.exclusive = session.exclusive;
-        binding.closing = Closing::No;
+        if binding.closing != Closing::No {
+            binding.closing = Closing::No;
+            binding.reborn = Some(now);
+        }
+        binding.placement_only = false;
         binding.opened = Some((session, now));
         self.settle(&key, now);
         Ok(())
@@ -249,6 +271,8 @@ impl Affinity {
                 ended: None,
                 opened: None,
                 closing: Closing::No,
+                reborn: None,
+                placement_only: false,
                 idle: None,
             };
             self.bindings.insert(key.clone(), binding);

@@ -177,6 +177,7 @@ impl Shared {
         exclusive: bool,
     ) -> Result<Hold, Refusal> {
         affinity.begin(&ask.key, worker, exclusive, now()).map_err(errors::full)?;
+        affinity.set_placement_only(&ask.key, ask.bind);
         Ok(Hold { shared: Arc::clone(self), key: ask.key.clone(), closes: false })
     }
 

@@ -163,3 +163,94 @@ fn session(wire: v1::Session, ranks: usize) -> Result<Session, Error> {
     }
     Ok(session)
 }
+
+#[cfg(test)]
+mod tests {
+    use proto::load::Description;
+    use v1::load_event::Event;
+
+    use super::*;
+    use crate::testing::{description, report};
+
+    fn event(epoch: u64, sequence: u64, event: Event) -> v1::LoadEvent {
+        v1::LoadEvent { epoch, sequence, event: Some(event) }
+    }
+
+    fn described(epoch: u64) -> Event {
+        Event::Description(Description::into(description("a", epoch, 2)))
+    }
+
+    fn table(ids: &[&str], dp_rank: u32, last: bool) -> Event {
+        let session = |id: &&str| v1::Session {
+            key: Some(v1::SessionKey { principal: "p".into(), id: (*id).into() }),
+            retention: 1,
+            state: 2,
+            dp_rank,
+            ..Default::default()
+        };
+        Event::Sessions(v1::SessionTable { sessions: ids.iter().map(session).collect(), last })
+    }
+
+    fn reported(ranks: usize) -> Event {
+        Event::Report(report(&vec![(0, 0); ranks]).into())
+    }
+
+    fn live() -> Follow {
+        let mut follow = Follow::new(10);
+        assert!(follow.accept(event(5, 0, described(5))).unwrap().is_none());
+        assert!(follow.accept(event(5, 1, table(&["a"], 0, false))).unwrap().is_none());
+        assert!(!follow.is_live());
+        let began = follow.accept(event(5, 2, table(&["b"], 1, true))).unwrap();
+        let Some(Update::Began { sessions, .. }) = began else { panic!("{began:?}") };
+        assert_eq!(sessions.len(), 2);
+        assert!(follow.is_live());
+        follow
+    }
+
+    #[test]
+    fn a_stream_in_order_is_followed() {
+        let mut follow = live();
+        assert!(matches!(
+            follow.accept(event(5, 3, reported(2))).unwrap(),
+            Some(Update::Report(_))
+        ));
+        assert!(matches!(
+            follow.accept(event(5, 4, described(5))).unwrap(),
+            Some(Update::Described(_))
+        ));
+    }
+
+    #[test]
+    fn whatever_breaks_the_order_ends_the_stream() {
+        let bad = [
+            event(5, 4, reported(2)),
+            event(5, 2, reported(2)),
+            event(6, 3, reported(2)),
+            event(5, 3, reported(1)),
+            event(5, 3, table(&[], 0, true)),
+            event(5, 3, described(6)),
+            v1::LoadEvent { epoch: 5, sequence: 3, event: None },
+        ];
+        for event in bad {
+            let text = format!("{event:?}");
+            assert!(live().accept(event).is_err(), "taken: {text}");
+        }
+        assert!(Follow::new(10).accept(event(5, 0, table(&[], 0, true))).is_err());
+        assert!(Follow::new(10).accept(event(5, 1, described(5))).is_err());
+        let mut early = Follow::new(10);
+        early.accept(event(5, 0, described(5))).unwrap();
+        assert!(early.accept(event(5, 1, reported(2))).is_err());
+        let mut foreign = Follow::new(10);
+        foreign.accept(event(5, 0, described(5))).unwrap();
+        assert!(foreign.accept(event(5, 1, table(&["a"], 2, true))).is_err());
+    }
+
+    #[test]
+    fn a_table_beyond_the_bound_is_cut() {
+        let mut follow = Follow::new(1);
+        follow.accept(event(5, 0, described(5))).unwrap();
+        let began = follow.accept(event(5, 1, table(&["a", "b", "c"], 0, true))).unwrap();
+        let Some(Update::Began { sessions, .. }) = began else { panic!("{began:?}") };
+        assert_eq!(sessions.len(), 2, "one over the bound, so that the view notices");
+    }
+}

@@ -26,6 +26,8 @@ pub enum Standing {
         worker: WorkerRef,
         /// A turn runs or has just ended, so that the agent's report may be on its way.
         recent: bool,
+        /// It has no more than its place, by the client's wish.
+        placement_only: bool,
         /// One turn at a time and one runs.
         busy: bool,
     },
@@ -69,28 +71,43 @@ pub fn standing(
             return if deferred && runs { Standing::Closing } else { Standing::Unknown };
         }
         // The tables have had their time: they know better now.
-        Closing::Closed { .. } => return of_table(best(located, view, None), view, None, now),
+        Closing::Closed { .. } => {
+            return of_table(best(located.iter(), view, None), view, None, now);
+        }
         Closing::No => {}
     }
     let Some(binding) = binding else {
-        return of_table(best(located, view, None), view, None, now);
+        return of_table(best(located.iter(), view, None), view, None, now);
     };
-    let at_binding = located.iter().find(|one| one.worker.agent == binding.worker.agent);
+    let reborn = binding.is_reborn(now);
+    // What was lost or closing before this router opened it anew is history.
+    let history = |one: &Located| {
+        reborn
+            && one.worker.agent == binding.worker.agent
+            && matches!(one.session.state, SessionState::Lost | SessionState::Closing)
+    };
+    let current = || located.iter().filter(|one| !history(one));
+    let at_binding = current().any(|one| one.worker.agent == binding.worker.agent);
     let fresh_deed = binding.is_recent(now) || binding.just_opened(now).is_some();
-    if at_binding.is_none() && fresh_deed && view.agent(binding.worker).is_up() {
+    if !at_binding && fresh_deed && view.agent(binding.worker).is_up() {
         return of_binding(binding, now);
     }
-    if located.is_empty() {
-        return of_binding(binding, now);
+    match best(current(), view, Some(binding.worker)) {
+        None => of_binding(binding, now),
+        one => of_table(one, view, Some(binding), now),
     }
-    of_table(best(located, view, Some(binding.worker)), view, Some(binding), now)
 }
 
 fn of_binding(binding: &Binding, now: Instant) -> Standing {
     let (worker, busy) = (binding.worker, binding.exclusive && binding.turns > 0);
     match binding.just_opened(now) {
         Some(session) => Standing::Open { worker, session: Arc::clone(session), busy },
-        None => Standing::Bound { worker, recent: binding.is_recent(now), busy },
+        None => Standing::Bound {
+            worker,
+            recent: binding.is_recent(now),
+            placement_only: binding.placement_only,
+            busy,
+        },
     }
 }
 
@@ -121,11 +138,11 @@ fn of_table(
 /// The entry to believe where several agents have one: who is there, then where this router sent
 /// it, then who has not lost it, then who had it last.
 fn best<'a>(
-    located: &'a [Located],
+    located: impl Iterator<Item = &'a Located>,
     view: &ClusterView,
     bound: Option<WorkerRef>,
 ) -> Option<&'a Located> {
-    located.iter().max_by_key(|one| {
+    located.max_by_key(|one| {
         (
             view.agent(one.worker).is_up(),
             bound.is_some_and(|bound| bound.agent == one.worker.agent),
@@ -134,4 +151,152 @@ fn best<'a>(
             Reverse(one.worker),
         )
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::{
+        affinity::Affinity,
+        testing::{description, fleet, start},
+        view::{State, Update},
+    };
+
+    fn key() -> SessionKey {
+        SessionKey::new("p", "s").unwrap()
+    }
+
+    fn at(agent: usize) -> WorkerRef {
+        WorkerRef { agent, dp_rank: 0 }
+    }
+
+    fn session(retention: Retention, state: SessionState, turns_running: u32) -> Session {
+        Session {
+            key: key(),
+            retention,
+            state,
+            dp_rank: 0,
+            turns: 1,
+            turns_running,
+            exclusive: retention == Retention::Pinned,
+            resident_tokens: None,
+            idle: Duration::ZERO,
+        }
+    }
+
+    fn idle(retention: Retention) -> Update {
+        Update::Upsert(session(retention, SessionState::Idle, 0))
+    }
+
+    fn of(state: &State, affinity: &Affinity, now: Instant) -> Standing {
+        standing(&key(), &state.snapshot(), affinity.get(&key(), now), now)
+    }
+
+    fn worker(standing: &Standing) -> usize {
+        match standing {
+            Standing::Open { worker, .. } | Standing::Bound { worker, .. } => worker.agent,
+            other => panic!("nowhere: {other:?}"),
+        }
+    }
+
+    fn setup() -> (State, Affinity, Instant) {
+        let now = start();
+        (fleet(&[(0, 0), (0, 0)], now), Affinity::new(8, Duration::from_secs(60)), now)
+    }
+
+    #[test]
+    fn a_first_turn_under_way_binds_before_any_table_knows() {
+        let (mut state, mut affinity, now) = setup();
+        assert!(matches!(of(&state, &affinity, now), Standing::Unknown));
+        affinity.begin(&key(), at(1), false, now).unwrap();
+        assert_eq!(worker(&of(&state, &affinity, now)), 1);
+        // An old incarnation that another agent still lists doesn't take it over.
+        state.apply(0, idle(Retention::Tagged), now);
+        assert_eq!(worker(&of(&state, &affinity, now)), 1);
+        affinity.end(&key(), now);
+        let later = now + TABLE_LAG + Duration::from_secs(1);
+        assert_eq!(worker(&of(&state, &affinity, later)), 0, "the tables win in the end");
+    }
+
+    #[test]
+    fn an_open_counts_until_the_table_has_had_its_time() {
+        let (state, mut affinity, now) = setup();
+        let opened = Arc::new(session(Retention::Pinned, SessionState::Idle, 0));
+        affinity.opened(at(0), opened, now).unwrap();
+        assert!(matches!(of(&state, &affinity, now), Standing::Open { .. }));
+        let later = now + TABLE_LAG + Duration::from_secs(1);
+        assert!(matches!(
+            of(&state, &affinity, later),
+            Standing::Bound { recent: false, placement_only: false, .. }
+        ));
+    }
+
+    #[test]
+    fn a_close_hides_the_session_from_the_moment_it_is_asked() {
+        let (mut state, mut affinity, now) = setup();
+        state.apply(0, idle(Retention::Tagged), now);
+        affinity.close_asked(&key(), at(0), now).unwrap();
+        assert!(matches!(of(&state, &affinity, now), Standing::Closing));
+        affinity.closed(&key(), false, now);
+        assert!(matches!(of(&state, &affinity, now), Standing::Unknown));
+        let running = session(Retention::Tagged, SessionState::Running, 1);
+        state.apply(0, Update::Upsert(running), now);
+        affinity.closed(&key(), true, now);
+        assert!(matches!(of(&state, &affinity, now), Standing::Closing));
+        state.apply(0, Update::Removed(key()), now);
+        assert!(matches!(of(&state, &affinity, now), Standing::Unknown));
+    }
+
+    #[test]
+    fn a_session_opened_anew_is_not_judged_by_its_life_before() {
+        let (mut state, mut affinity, now) = setup();
+        let lost = session(Retention::Pinned, SessionState::Lost, 0);
+        state.apply(0, Update::Upsert(lost.clone()), now);
+        assert!(matches!(of(&state, &affinity, now), Standing::Lost { agent_up: true, .. }));
+        affinity.close_asked(&key(), at(0), now).unwrap();
+        affinity.closed(&key(), false, now);
+        affinity.begin(&key(), at(0), false, now).unwrap();
+        assert!(matches!(of(&state, &affinity, now), Standing::Bound { .. }));
+        affinity.end(&key(), now);
+        assert!(matches!(of(&state, &affinity, now), Standing::Bound { .. }));
+        state.apply(0, idle(Retention::Pinned), now);
+        assert!(matches!(of(&state, &affinity, now), Standing::Open { .. }));
+        // Lost again, once the table has had its time.
+        state.apply(0, Update::Upsert(lost), now);
+        let later = now + TABLE_LAG + Duration::from_secs(1);
+        assert!(matches!(of(&state, &affinity, later), Standing::Lost { .. }));
+    }
+
+    #[test]
+    fn a_turn_just_ended_here_is_not_held_against_the_next() {
+        let (mut state, mut affinity, now) = setup();
+        let running = session(Retention::Pinned, SessionState::Running, 1);
+        state.apply(0, Update::Upsert(running), now);
+        assert!(matches!(of(&state, &affinity, now), Standing::Open { busy: true, .. }));
+        affinity.begin(&key(), at(0), false, now).unwrap();
+        assert!(matches!(of(&state, &affinity, now), Standing::Open { busy: true, .. }));
+        affinity.end(&key(), now);
+        assert!(matches!(of(&state, &affinity, now), Standing::Open { busy: false, .. }));
+    }
+
+    #[test]
+    fn pinned_sessions_of_a_lost_agent_are_lost_and_tagged_ones_are_not() {
+        let (mut state, affinity, now) = setup();
+        state.apply(0, idle(Retention::Pinned), now);
+        state.apply(0, Update::Lost("gone".to_owned()), now);
+        assert!(matches!(of(&state, &affinity, now), Standing::Lost { agent_up: false, .. }));
+        state.apply(1, idle(Retention::Tagged), now);
+        assert_eq!(worker(&of(&state, &affinity, now)), 1, "an agent that is there wins");
+        state.apply(1, Update::Lost("gone".to_owned()), now);
+        // The agent is back as the process it was: its table is relearned.
+        let sessions = vec![session(Retention::Pinned, SessionState::Idle, 0)];
+        state.apply(0, Update::Began { description: description("a0", 1, 1), sessions }, now);
+        assert_eq!(worker(&of(&state, &affinity, now)), 0);
+        // Back as a new process, it knows nothing.
+        let began = Update::Began { description: description("a0", 2, 1), sessions: vec![] };
+        state.apply(0, began, now);
+        assert_eq!(worker(&of(&state, &affinity, now)), 1);
+    }
 }

@@ -321,3 +321,187 @@ fn share_milli(part: Option<u64>, whole: Option<u64>) -> u64 {
 fn rendezvous(digest: Digest, worker: &str) -> u64 {
     xxh3_64_with_seed(worker.as_bytes(), digest.0)
 }
+
+#[cfg(test)]
+mod tests {
+    use std::{collections::BTreeMap, time::Duration};
+
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::{
+        testing::{description, fleet, report, start},
+        view::{State, Update},
+    };
+
+    fn question(digest: u64) -> Question<'static> {
+        Question {
+            digest: Digest(digest),
+            sticky: None,
+            prefer: None,
+            retention: None,
+            model: None,
+            exclude: None,
+        }
+    }
+
+    fn at(agent: usize) -> WorkerRef {
+        WorkerRef { agent, dp_rank: 0 }
+    }
+
+    fn placed(state: &State, question: &Question<'_>, now: Instant) -> (usize, Reason) {
+        let placement = place(question, &state.snapshot(), now).unwrap();
+        (placement.worker.agent, placement.reason)
+    }
+
+    #[test]
+    fn the_least_loaded_takes_a_new_session_and_its_figures_are_kept() {
+        let now = start();
+        let state = fleet(&[(8, 0), (0, 1_000), (0, 9_000)], now);
+        let placement = place(&question(1), &state.snapshot(), now).unwrap();
+        assert_eq!((placement.worker, placement.reason), (at(1), Reason::LeastLoaded));
+        let costs: Vec<u64> = placement.figures.iter().map(|one| one.cost_milli).collect();
+        assert_eq!(costs, [250, 100, 900]);
+    }
+
+    #[test]
+    fn what_is_unknown_counts_as_taken() {
+        let now = start();
+        let mut state = fleet(&[(0, 9_000), (0, 0)], now);
+        let mut unknown = report(&[(0, 0)]);
+        unknown.ranks[0].pool_used_tokens = None;
+        unknown.ranks[0].pinned_tokens = None;
+        state.apply(1, Update::Report(unknown), now);
+        assert_eq!(placed(&state, &question(1), now), (0, Reason::LeastLoaded));
+    }
+
+    #[test]
+    fn turns_begun_since_the_report_count() {
+        let now = start();
+        let state = fleet(&[(0, 0), (0, 10)], now);
+        let view = state.snapshot();
+        let lease = crate::lease::Lease::acquire(&view.agents[0].in_flight[0]);
+        assert_eq!(placed(&state, &question(1), now).0, 1);
+        drop(lease);
+        assert_eq!(placed(&state, &question(1), now).0, 0);
+    }
+
+    #[test]
+    fn equals_are_chosen_by_digest_alike_everywhere_and_evenly() {
+        let now = start();
+        let state = fleet(&[(0, 0); 4], now);
+        let mut counts = BTreeMap::new();
+        for digest in 0..400 {
+            let chosen = placed(&state, &question(digest), now);
+            assert_eq!(chosen, placed(&fleet(&[(0, 0); 4], now), &question(digest), now));
+            *counts.entry(chosen.0).or_insert(0) += 1;
+        }
+        assert!(counts.len() == 4 && counts.values().all(|&count| count > 60), "{counts:?}");
+    }
+
+    #[test]
+    fn a_session_stays_while_its_worker_can_take_it() {
+        let now = start();
+        let mut state = fleet(&[(60, 9_000), (0, 0)], now);
+        let mut ask = question(1);
+        ask.sticky = Some(Sticky { worker: at(0), fixed: false });
+        assert_eq!(placed(&state, &ask, now), (0, Reason::Sticky));
+        let stale = now + Duration::from_secs(4);
+        state.apply(1, Update::Report(report(&[(0, 0)])), stale);
+        assert_eq!(placed(&state, &ask, stale), (0, Reason::Sticky));
+        let mut sick = report(&[(0, 0)]);
+        sick.unhealthy = Some("engine gone".to_owned());
+        state.apply(0, Update::Report(sick.clone()), stale);
+        assert_eq!(placed(&state, &ask, stale), (1, Reason::Rebound));
+        ask.sticky = Some(Sticky { worker: at(0), fixed: true });
+        assert_eq!(placed(&state, &ask, stale), (0, Reason::Sticky));
+        state.apply(1, Update::Report(sick), stale);
+        ask.sticky = Some(Sticky { worker: at(0), fixed: false });
+        assert_eq!(placed(&state, &ask, stale), (0, Reason::Sticky));
+        state.apply(0, Update::Lost("gone".to_owned()), stale);
+        assert_eq!(place(&ask, &state.snapshot(), stale), Err(NoWorker::Unusable));
+    }
+
+    #[test]
+    fn stale_workers_take_new_sessions_only_when_all_are_stale() {
+        let now = start();
+        let mut state = fleet(&[(0, 0), (9, 9_000)], now);
+        let later = now + Duration::from_secs(4);
+        assert_eq!(placed(&state, &question(1), later), (0, Reason::StaleView));
+        state.apply(1, Update::Report(report(&[(9, 9_000)])), later);
+        assert_eq!(placed(&state, &question(1), later), (1, Reason::LeastLoaded));
+        let mut draining = report(&[(0, 0)]);
+        draining.draining = true;
+        state.apply(0, Update::Report(draining), later);
+        assert_eq!(placed(&state, &question(1), later).0, 1);
+        let mut excluded = question(1);
+        excluded.exclude = Some(at(1));
+        assert_eq!(place(&excluded, &state.snapshot(), later), Err(NoWorker::Unusable));
+    }
+
+    #[test]
+    fn a_parents_worker_is_preferred_within_its_slack() {
+        let now = start();
+        let mut ask = question(1);
+        ask.prefer = Some((at(0), Reason::Parent));
+        assert_eq!(placed(&fleet(&[(0, 2_900), (0, 0)], now), &ask, now), (0, Reason::Parent));
+        let busy = fleet(&[(0, 3_100), (0, 0)], now);
+        assert_eq!(placed(&busy, &ask, now), (1, Reason::LeastLoaded));
+        ask.prefer = Some((at(0), Reason::CacheKey));
+        assert_eq!(placed(&fleet(&[(0, 1_900), (0, 0)], now), &ask, now), (0, Reason::CacheKey));
+    }
+
+    #[test]
+    fn the_model_matters_only_where_models_differ() {
+        let now = start();
+        let mut state = fleet(&[(0, 0), (0, 9_000)], now);
+        let mut ask = question(1);
+        ask.model = Some("other");
+        assert_eq!(placed(&state, &ask, now).0, 0, "one model: any name goes");
+        let mut other = description("a1", 2, 1);
+        other.engine.models = vec!["other".to_owned()];
+        other.retentions = vec![Retention::None];
+        state.apply(1, Update::Began { description: other, sessions: vec![] }, now);
+        state.apply(1, Update::Report(report(&[(0, 9_000)])), now);
+        assert_eq!(placed(&state, &ask, now).0, 1);
+        ask.model = Some("other:adapter");
+        assert_eq!(placed(&state, &ask, now).0, 1);
+        ask.retention = Some(Retention::Pinned);
+        let refused = place(&ask, &state.snapshot(), now).unwrap_err();
+        assert_eq!(refused.to_string(), "no worker offers retention pinned; offered are: none");
+        ask.model = Some("third");
+        let refused = place(&ask, &state.snapshot(), now).unwrap_err();
+        assert_eq!(refused.to_string(), "no worker serves model \"third\"; served are: m, other");
+    }
+
+    #[test]
+    fn the_only_worker_and_none() {
+        let now = start();
+        assert_eq!(placed(&fleet(&[(0, 0)], now), &question(1), now), (0, Reason::OnlyWorker));
+        assert_eq!(place(&question(1), &fleet(&[], now).snapshot(), now), Err(NoWorker::Unusable));
+    }
+
+    proptest! {
+        #[test]
+        fn a_choice_is_fresh_and_never_costs_more_than_another(
+            loads in prop::collection::vec((0..80_u32, 0..10_000_u64), 1..6),
+            silent in prop::collection::vec(any::<bool>(), 6),
+            digest in any::<u64>(),
+        ) {
+            let now = start();
+            let later = now + Duration::from_secs(4);
+            let mut state = fleet(&loads, now);
+            for (agent, load) in loads.iter().enumerate().filter(|(agent, _)| !silent[*agent]) {
+                state.apply(agent, Update::Report(report(&[*load])), later);
+            }
+            let view = state.snapshot();
+            let placement = place(&question(digest), &view, later).unwrap();
+            let all_silent = silent[..loads.len()].iter().all(|&silent| silent);
+            prop_assert_eq!(placement.reason == Reason::StaleView, all_silent);
+            let chosen = view.name(placement.worker);
+            let cost = |one: &Figures| one.cost_milli;
+            let own = placement.figures.iter().find(|one| one.worker == chosen).map(cost);
+            prop_assert_eq!(own, placement.figures.iter().map(cost).min());
+        }
+    }
+}

@@ -314,3 +314,132 @@ fn parent(headers: &HeaderMap, principal: &str) -> Option<SessionKey> {
     };
     SessionKey::new(principal, id).ok()
 }
+
+#[cfg(test)]
+mod tests {
+    use http::HeaderValue;
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn headers(pairs: &[(&'static str, &str)]) -> HeaderMap {
+        pairs
+            .iter()
+            .map(|(name, value)| {
+                (HeaderName::from_static(name), HeaderValue::from_str(value).unwrap())
+            })
+            .collect()
+    }
+
+    fn ask(pairs: &[(&'static str, &str)], body: &str) -> Option<Ask> {
+        read(&headers(pairs), body.as_bytes(), "p").unwrap().session
+    }
+
+    #[test]
+    fn identity_is_the_first_source_that_applies() {
+        // Each source beats all below it.
+        let sources: [(&'static str, &str, &str); 9] = [
+            ("", r#""nvext":{"session_control":{"session_id":"control"}}"#, "control"),
+            ("x-berth-session-id", "berth", "berth"),
+            ("x-claude-code-session-id", "claude", "claude"),
+            ("thread-id", "codex", "codex"),
+            ("x-session-id", "opencode", "opencode"),
+            ("x-dynamo-session-id", "dynamo", "dynamo"),
+            ("", r#""session_id":"top""#, "top"),
+            ("", r#""session_params":{"id":"params"}"#, "params"),
+            ("", r#""prompt_cache_key":"never""#, ""),
+        ];
+        for from in 0..sources.len() {
+            let members: Vec<&str> = sources[from..]
+                .iter()
+                .filter(|(header, ..)| header.is_empty())
+                .map(|(_, member, _)| *member)
+                .collect();
+            let pairs: Vec<(&'static str, &str)> = sources[from..]
+                .iter()
+                .filter(|(header, ..)| !header.is_empty())
+                .map(|(header, value, _)| (*header, *value))
+                .collect();
+            let found = ask(&pairs, &format!("{{{}}}", members.join(",")));
+            let id = found.map_or(String::new(), |ask| ask.key.id().to_owned());
+            assert_eq!(id, sources[from].2);
+        }
+    }
+
+    #[test]
+    fn sub_agents_are_sessions_of_their_own_with_a_parent() {
+        let pairs = [("x-claude-code-session-id", "c"), ("x-claude-code-agent-id", "1")];
+        let turn = read(&headers(&pairs), b"{}", "p").unwrap();
+        assert_eq!(turn.session.unwrap().key.id(), "c:1");
+        assert_eq!(turn.parent.unwrap().id(), "c");
+        let pairs = [("x-session-id", "child"), ("x-parent-session-id", "parent")];
+        let turn = read(&headers(&pairs), b"{}", "p").unwrap();
+        assert_eq!(turn.parent.unwrap().id(), "parent");
+    }
+
+    #[test]
+    fn lifecycle_is_read_from_body_and_headers() {
+        let control = |inner: &str| {
+            let inner = format!(r#"{{"session_id":"s"{inner}}}"#);
+            ask(&[], &format!(r#"{{"nvext":{{"session_control":{inner}}}}}"#)).unwrap()
+        };
+        let plain = control("");
+        assert!(!plain.open && !plain.close && !plain.bind && !plain.delta);
+        assert_eq!(plain.idle_ms_max, None);
+        let open = control(r#","action":"open","timeout":1.5"#);
+        assert_eq!((open.open, open.idle_ms_max), (true, Some(1500)));
+        assert!(control(r#","action":"close""#).close);
+        assert!(control(r#","action":"bind""#).bind);
+        assert!(!control(r#","action":null,"timeout":null"#).open);
+        let id = ("x-berth-session-id", "s");
+        assert!(ask(&[id, ("x-berth-session-final", "true")], "{}").unwrap().close);
+        assert!(ask(&[id, ("x-berth-delta", "1")], "{}").unwrap().delta);
+        assert!(ask(&[id], r#"{"session_params":{"id":"x"}}"#).unwrap().delta);
+        let pinned = ask(&[id, ("x-berth-retention", "pinned")], "{}").unwrap();
+        assert_eq!(pinned.retention, Some(Retention::Pinned));
+        assert_eq!(ask(&[id, ("x-berth-retention", "auto")], "{}").unwrap().retention, None);
+    }
+
+    #[test]
+    fn the_last_of_duplicate_members_counts_as_it_does_for_the_engine() {
+        let body = r#"{"session_id":"first","\u0073ession_id":"last"}"#;
+        assert_eq!(ask(&[], body).unwrap().key.id(), "last");
+    }
+
+    #[test]
+    fn wrong_kinds_are_refused_by_name() {
+        let cases = [
+            (r#"{"nvext":{"session_control":[]}}"#, "nvext.session_control "),
+            (r#"{"nvext":{"session_control":{}}}"#, "nvext.session_control.session_id"),
+            (r#"{"nvext":{"session_control":{"session_id":"s","action":1}}}"#, "action"),
+            (r#"{"nvext":{"session_control":{"session_id":"s","timeout":"1"}}}"#, "timeout"),
+            (r#"{"nvext":{"session_control":{"session_id":"s","timeout":0}}}"#, "timeout"),
+            (r#"{"session_id":["a"]}"#, "session_id"),
+            (r#"{"session_params":[{"id":"a"}]}"#, "session_params"),
+            (r#"{"session_params":{"id":1}}"#, "session_params.id"),
+            (r#"{"session_id":""}"#, "a session id has 1 to 256 bytes"),
+        ];
+        for (body, named) in cases {
+            let error = read(&HeaderMap::new(), body.as_bytes(), "p").unwrap_err().to_string();
+            assert!(error.contains(named), "{body}: {error}");
+        }
+    }
+
+    #[test]
+    fn principals_are_digests_of_either_credential() {
+        assert_eq!(principal(&HeaderMap::new()), "anonymous");
+        let bearer = principal(&headers(&[("authorization", "Bearer a")]));
+        assert_ne!(bearer, principal(&headers(&[("x-api-key", "a")])));
+        assert_eq!(bearer.len(), 32);
+    }
+
+    proptest! {
+        #[test]
+        fn no_body_panics(body in prop::collection::vec(any::<u8>(), 0..60), text in "\\PC{0,60}") {
+            drop(read(&HeaderMap::new(), &body, "p"));
+            drop(read(&HeaderMap::new(), text.as_bytes(), "p"));
+            let nested = format!(r#"{{"nvext":{{"session_control":{text}}}}}"#);
+            drop(read(&HeaderMap::new(), nested.as_bytes(), "p"));
+        }
+    }
+}

@@ -64,8 +64,13 @@ impl Shared {
             let at = now();
             let standing = crate::known::standing(&key, &view, affinity.get(&key, at), at);
             let (worker, bound_only) = match standing {
-                Standing::Unknown | Standing::Closing => return Err(errors::session_unknown()),
-                Standing::Bound { worker, .. } => (worker, true),
+                // A place kept for a session that its agent has forgotten is no session.
+                Standing::Unknown
+                | Standing::Closing
+                | Standing::Bound { recent: false, placement_only: false, .. } => {
+                    return Err(errors::session_unknown());
+                }
+                Standing::Bound { worker, placement_only, .. } => (worker, placement_only),
                 Standing::Open { worker, .. } | Standing::Lost { worker, .. } => (worker, false),
             };
             affinity.close_asked(&key, worker, at).map_err(errors::full)?;
@@ -124,7 +129,9 @@ impl Shared {
     fn seen(&self, key: &SessionKey, standing: Standing) -> Option<Seen> {
         let key = key.clone();
         match standing {
-            Standing::Unknown | Standing::Closing => None,
+            Standing::Unknown
+            | Standing::Closing
+            | Standing::Bound { recent: false, placement_only: false, .. } => None,
             Standing::Bound { worker, .. } => {
                 Some(Seen { key, worker, session: None, lost: false })
             }

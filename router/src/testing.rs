@@ -1,9 +1,79 @@
-//! What unit tests share: a starting time, a fleet of agents in a view.
+//! What unit tests share: a starting time, and a fleet that was heard.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
+
+use proto::load::{
+    Description, EngineFacts, Figure, LoadReport, Rank, RankLoad, Retention, Source,
+};
+
+use crate::{
+    config::Config,
+    view::{State, Update},
+};
 
 /// A point in time for pure code.
 #[expect(clippy::disallowed_methods, reason = "tests of pure code need one instant to start from")]
 pub(crate) fn start() -> Instant {
     Instant::now()
+}
+
+/// An agent with that many ranks.
+pub(crate) fn description(name: &str, epoch: u64, ranks: u32) -> Description {
+    let rank = |dp_rank| Rank { dp_rank, pool_tokens: 10_000, rows: 8, devices: vec![] };
+    Description {
+        agent_id: name.to_owned(),
+        epoch,
+        data_port: 9,
+        engine: EngineFacts {
+            version: String::new(),
+            models: vec!["m".to_owned()],
+            page_tokens: 1,
+            context_tokens: 1000,
+            vocabulary: None,
+            streaming_sessions: true,
+            radix_sessions: true,
+            instance: String::new(),
+            disaggregation: "null".to_owned(),
+        },
+        ranks: (0..ranks).map(rank).collect(),
+        retentions: vec![Retention::Pinned, Retention::Tagged, Retention::None],
+    }
+}
+
+/// A report of ranks that run so many turns and use so many of their 10,000 tokens.
+pub(crate) fn report(ranks: &[(u32, u64)]) -> LoadReport {
+    let figure = |value| Some(Figure { value, source: Source::Loads, age_ms: 0 });
+    let rank = |(dp_rank, (turns, used)): (u32, &(u32, u64))| RankLoad {
+        dp_rank,
+        turns_running: *turns,
+        turns_running_max: 64,
+        requests_running: None,
+        requests_waiting: None,
+        pool_used_tokens: figure(*used),
+        pool_total_tokens: figure(10_000),
+        pinned_tokens: figure(0),
+        resident_tokens_estimate: figure(0),
+        rows_held: None,
+        rows_total: None,
+        sessions: 0,
+        devices: vec![],
+    };
+    LoadReport {
+        interval: Duration::from_millis(500),
+        ranks: (0..).zip(ranks).map(rank).collect(),
+        unhealthy: None,
+        draining: false,
+    }
+}
+
+/// One agent of one rank per load, all heard now.
+pub(crate) fn fleet(loads: &[(u32, u64)], now: Instant) -> State {
+    let workers = (0..loads.len()).map(|agent| format!("http://host{agent}:1")).collect();
+    let mut state = State::new(&Config { workers, ..Config::default() });
+    for (agent, load) in loads.iter().enumerate() {
+        let description = description(&format!("a{agent}"), 1, 1);
+        state.apply(agent, Update::Began { description, sessions: vec![] }, now);
+        state.apply(agent, Update::Report(report(&[*load])), now);
+    }
+    state
 }

@@ -118,7 +118,7 @@ async fn send(
     mut decided: Decided,
     permit: OwnedSemaphorePermit,
 ) -> Result<Response, Refusal> {
-    let mut unclosed = Unclosed::new(shared, turn, decided.worker);
+    let mut pending = Pending::new(shared, turn, decided.worker);
     let first = outbound.send(shared, &decided).await;
     let why = match &first {
         Ok(response) if proxy::is_refused_for_now(response) => Some("refused"),
@@ -133,7 +133,7 @@ async fn send(
     });
     let (decided, answered) = match second {
         Some(second) => {
-            unclosed.at(second.worker);
+            pending.at(second.worker);
             // The first answer, if any, is dropped with its connection here.
             drop(first);
             let answered = outbound.send(shared, &second).await;
@@ -141,7 +141,7 @@ async fn send(
         }
         None => (decided, first),
     };
-    finish(shared, outbound, decided, permit, unclosed, answered)
+    finish(shared, outbound, decided, permit, pending, answered)
 }
 
 fn finish(
@@ -149,22 +149,21 @@ fn finish(
     outbound: &Outbound,
     decided: Decided,
     permit: OwnedSemaphorePermit,
-    mut unclosed: Unclosed,
+    mut pending: Pending,
     answered: Result<http::Response<Incoming>, proxy::Error>,
 ) -> Result<Response, Refusal> {
     match answered {
         Ok(response) => {
-            unclosed.disarm();
+            pending.answered();
             Ok(proxy::answer(shared, outbound, decided, permit, response))
         }
         Err(error) => {
-            let outcome = match error {
+            pending.outcome = Some(match error {
                 proxy::Error::TimedOut => Outcome::TimedOut,
                 proxy::Error::Connect { .. } | proxy::Error::BrokenOff { .. } => {
                     Outcome::WorkerFailed
                 }
-            };
-            shared.metrics.ended(outcome);
+            });
             warn!(
                 turn = format!("{:016x}", outbound.turn_id),
                 worker = decided.name,
@@ -176,18 +175,24 @@ fn finish(
     }
 }
 
-/// Closes the session of a last turn that no agent answered: refused connections, timeouts, a
-/// client that left. Once an agent answered, the close is its own business. A turn that the router
-/// itself refused was never accepted and closes nothing.
-struct Unclosed {
+/// A turn that was sent and not answered yet. Dropped like that, it counts as left by its client,
+/// and the session of a last turn is closed by the router: no agent may have heard of the close.
+/// Once an agent answered, the close is its own business. A turn that the router itself refused was
+/// never accepted and closes nothing.
+struct Pending {
     shared: Arc<Shared>,
     close: Option<(SessionKey, WorkerRef)>,
+    outcome: Option<Outcome>,
 }
 
-impl Unclosed {
+impl Pending {
     fn new(shared: &Arc<Shared>, turn: &Turn, worker: WorkerRef) -> Self {
         let ask = turn.session.as_ref().filter(|ask| ask.close && !ask.bind);
-        Self { shared: Arc::clone(shared), close: ask.map(|ask| (ask.key.clone(), worker)) }
+        Self {
+            shared: Arc::clone(shared),
+            close: ask.map(|ask| (ask.key.clone(), worker)),
+            outcome: Some(Outcome::ClientGone),
+        }
     }
 
     fn at(&mut self, worker: WorkerRef) {
@@ -196,13 +201,17 @@ impl Unclosed {
         }
     }
 
-    fn disarm(&mut self) {
+    fn answered(&mut self) {
         self.close = None;
+        self.outcome = None;
     }
 }
 
-impl Drop for Unclosed {
+impl Drop for Pending {
     fn drop(&mut self) {
+        if let Some(outcome) = self.outcome {
+            self.shared.metrics.ended(outcome);
+        }
         if let Some((key, worker)) = self.close.take() {
             self.shared.close_detached(key, worker);
         }

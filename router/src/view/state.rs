@@ -204,3 +204,109 @@ fn data_authority(control: &str, port: u16) -> Arc<str> {
     let authority = control_authority(control).expect("the settings were checked");
     format!("{}:{port}", authority.host()).into()
 }
+
+#[cfg(test)]
+mod tests {
+    use proto::load::{Retention, SessionState};
+
+    use super::*;
+    use crate::{
+        testing::{description, fleet, report, start},
+        view::{WorkerRef, WorkerState},
+    };
+
+    fn session(id: &str) -> Session {
+        Session {
+            key: SessionKey::new("p", id).unwrap(),
+            retention: Retention::Tagged,
+            state: SessionState::Idle,
+            dp_rank: 0,
+            turns: 0,
+            turns_running: 0,
+            exclusive: false,
+            resident_tokens: None,
+            idle: Duration::ZERO,
+        }
+    }
+
+    fn state_of(state: &State, agent: usize, now: Instant) -> WorkerState {
+        state.snapshot().state(WorkerRef { agent, dp_rank: 0 }, now)
+    }
+
+    #[test]
+    fn a_lost_agent_keeps_its_sessions_until_a_new_table_replaces_them() {
+        let now = start();
+        let mut state = fleet(&[(0, 0)], now);
+        state.apply(0, Update::Upsert(session("s")), now);
+        state.apply(0, Update::Lost("gone".to_owned()), now);
+        assert_eq!(state_of(&state, 0, now), WorkerState::Lost);
+        assert_eq!(state.snapshot().sessions.len(), 1);
+        let sessions = vec![session("t")];
+        let began = Update::Began { description: description("a0", 2, 1), sessions };
+        state.apply(0, began, now);
+        let view = state.snapshot();
+        assert_eq!(view.sessions.len(), 1);
+        assert!(view.sessions.locate(&SessionKey::new("p", "s").unwrap()).is_empty());
+        assert_eq!(state_of(&state, 0, now), WorkerState::Stale, "no report yet");
+    }
+
+    #[test]
+    fn in_flight_counts_survive_a_reconnect() {
+        let now = start();
+        let mut state = fleet(&[(0, 0)], now);
+        let lease = crate::lease::Lease::acquire(&state.snapshot().agents[0].in_flight[0]);
+        state.apply(0, Update::Lost("gone".to_owned()), now);
+        let began = Update::Began { description: description("a0", 2, 2), sessions: vec![] };
+        state.apply(0, began, now);
+        assert_eq!(state.snapshot().agents[0].turns_estimate(0), 1);
+        // Reported by the agent and in flight here: one turn, not two.
+        state.apply(0, Update::Report(report(&[(1, 0), (0, 0)])), now);
+        assert_eq!(state.snapshot().agents[0].turns_estimate(0), 1);
+        drop(lease);
+        assert_eq!(state.snapshot().agents[0].turns_estimate(0), 0);
+    }
+
+    #[test]
+    fn two_addresses_of_one_agent_count_once() {
+        let now = start();
+        let mut state = fleet(&[(0, 0), (0, 0)], now);
+        let twin = Update::Began { description: description("a0", 1, 1), sessions: vec![] };
+        assert!(state.apply(1, twin, now).is_some());
+        assert_eq!(state_of(&state, 1, now), WorkerState::Lost);
+        state.apply(1, Update::Report(report(&[(0, 0)])), now);
+        state.apply(1, Update::Upsert(session("s")), now);
+        assert!(state.snapshot().sessions.is_empty());
+        assert_eq!(state_of(&state, 0, now), WorkerState::Fresh);
+    }
+
+    #[test]
+    fn it_is_ready_when_every_agent_was_heard_or_failed_and_one_is_usable() {
+        let now = start();
+        let workers = vec!["http://a:1".to_owned(), "http://b:1".to_owned()];
+        let mut state = State::new(&Config { workers, ..Config::default() });
+        assert!(state.snapshot().ready(now).is_err());
+        let began = Update::Began { description: description("a", 1, 1), sessions: vec![] };
+        state.apply(0, began, now);
+        state.apply(1, Update::Lost("refused".to_owned()), now);
+        assert!(!state.snapshot().settled(), "its first report is due");
+        state.apply(0, Update::Report(report(&[(0, 0)])), now);
+        assert_eq!(state.snapshot().ready(now), Ok(()));
+        let deadline = state.next_deadline(now).unwrap();
+        assert_eq!(state_of(&state, 0, deadline), WorkerState::Stale);
+        state.apply(0, Update::Lost("gone".to_owned()), now);
+        assert!(state.snapshot().ready(now).is_err());
+    }
+
+    #[test]
+    fn the_bound_on_sessions_is_told() {
+        let now = start();
+        let workers = vec!["http://a:1".to_owned()];
+        let config = Config { workers, sessions_max: 1, ..Config::default() };
+        let mut state = State::new(&config);
+        let sessions = vec![session("s"), session("t")];
+        let began = Update::Began { description: description("a", 1, 1), sessions };
+        assert!(state.apply(0, began, now).is_some());
+        assert!(state.apply(0, Update::Upsert(session("u")), now).is_some());
+        assert!(state.apply(0, Update::Upsert(session("s")), now).is_none());
+    }
+}

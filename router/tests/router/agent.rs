@@ -68,6 +68,7 @@ pub(crate) struct Inner {
     retentions: Vec<Retention>,
     reports: AtomicBool,
     tasks: Tasks,
+    deaf: tokio_util::sync::CancellationToken,
 }
 
 /// A running agent.
@@ -99,6 +100,7 @@ impl Agent {
             retentions,
             reports: AtomicBool::new(true),
             tasks: Tasks::default(),
+            deaf: tokio_util::sync::CancellationToken::new(),
         });
         let control_addr = control.local_addr().unwrap();
         let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -118,7 +120,10 @@ impl Agent {
             drop(server.serve_with_incoming(TcpListenerStream::new(control)).await);
         });
         let app = axum::Router::new().fallback(turn).with_state(Arc::clone(&inner));
-        inner.tasks.spawn(async move { drop(axum::serve(data, app).await) });
+        let deaf = inner.deaf.clone().cancelled_owned();
+        inner.tasks.spawn(async move {
+            drop(axum::serve(data, app).with_graceful_shutdown(deaf).await);
+        });
         let reporter = Arc::clone(&inner);
         inner.tasks.spawn(async move {
             loop {
@@ -130,6 +135,11 @@ impl Agent {
         });
         drop(guard);
         Self { control: control_addr, inner, runtime: Some(runtime) }
+    }
+
+    /// Takes no connection on its data port any more; running ones stay.
+    pub(crate) fn deafen(&self) {
+        self.inner.deaf.cancel();
     }
 
     /// Ends everything at once, connections included.

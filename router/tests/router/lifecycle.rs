@@ -126,15 +126,15 @@ async fn sessions_of_a_lost_worker_move_and_pinned_ones_say_what_is_gone() {
     let tagged = router.chat(&[("x-berth-session-id", "t")], "{}").await;
     assert_eq!(tagged.header("x-berth-worker"), "a/0");
     a.kill();
-    let moved = router.chat(&[("x-berth-session-id", "t")], "{}").await;
-    assert_eq!(moved.status, StatusCode::OK);
-    assert_eq!(moved.header("x-berth-worker"), "b/0");
-    assert_eq!(moved.header("x-berth-placement"), "rebound");
     until("a is lost", async || {
         let answer = router.call(Method::GET, "/v1/workers", &[], "").await.json();
         answer["workers"][0]["state"] == "lost"
     })
     .await;
+    let moved = router.chat(&[("x-berth-session-id", "t")], "{}").await;
+    assert_eq!(moved.status, StatusCode::OK);
+    assert_eq!(moved.header("x-berth-worker"), "b/0");
+    assert_eq!(moved.header("x-berth-placement"), "rebound");
     let delta = r#"{"session_params":{"id":"p"}}"#;
     let lost = router.chat(&[], delta).await;
     assert_eq!((lost.status, lost.code().as_str()), (StatusCode::CONFLICT, "session_lost"));
@@ -160,8 +160,11 @@ async fn a_session_whose_engine_restarted_is_lost_until_it_is_opened_again() {
     let open = r#"{"nvext":{"session_control":{"session_id":"s","action":"open"}}}"#;
     let opened = router.chat(&[], open).await;
     assert_eq!(opened.status, StatusCode::OK, "{opened:?}");
-    let shown = router.call(Method::GET, path, &[], "").await;
-    assert_eq!(shown.json()["turns"], 1);
+    assert_eq!(router.chat(&[session], "{}").await.status, StatusCode::OK, "at once, too");
+    until("its turns are counted", async || {
+        router.call(Method::GET, path, &[], "").await.json()["turns"] == 2
+    })
+    .await;
 }
 
 #[tokio::test]
@@ -238,4 +241,20 @@ async fn a_full_worker_opens_nothing_and_one_other_is_asked() {
     let refused = router.call(Method::POST, OPEN, &[], "").await;
     assert_eq!(refused.status, StatusCode::TOO_MANY_REQUESTS);
     assert_eq!(refused.header("retry-after"), "1");
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_mid_delete_has_still_closed() {
+    let a = Agent::start("a");
+    let router = Router::start(&[&a]).await;
+    for round in 0..10 {
+        let body = format!(r#"{{"session_id":"s{round}"}}"#);
+        router.call(Method::POST, OPEN, &[], body).await;
+        let path = format!("/v1/sessions/s{round}");
+        let mut tcp = tokio::net::TcpStream::connect(router.data).await.unwrap();
+        let request = format!("DELETE {path} HTTP/1.1\r\nhost: x\r\n\r\n");
+        tokio::io::AsyncWriteExt::write_all(&mut tcp, request.as_bytes()).await.unwrap();
+        drop(tcp);
+        until("it is closed", async || a.session_count() == 0).await;
+    }
 }

@@ -282,3 +282,74 @@ async fn what_is_wrong_with_a_request_is_said() {
     assert_eq!(models.status, StatusCode::OK);
     assert_eq!(a.turns()[0].path, "/v1/models");
 }
+
+#[tokio::test]
+async fn a_refused_connection_is_tried_elsewhere_unless_the_session_is_bound() {
+    let (a, b) = (Agent::start("a"), Agent::start("b"));
+    b.inner.used_tokens.store(9_000, Ordering::Relaxed);
+    let router = Router::start(&[&a, &b]).await;
+    let pinned = r#"{"session_id":"p","retention":"pinned"}"#;
+    let opened = router.call(Method::POST, "/v1/sessions", &[], pinned).await;
+    assert_eq!(opened.json()["worker"], "a/0");
+    a.deafen();
+    let delta = r#"{"session_params":{"id":"p"}}"#;
+    until("its data port is closed", async || {
+        router.chat(&[], delta).await.status == StatusCode::SERVICE_UNAVAILABLE
+    })
+    .await;
+    let bound = router.chat(&[], delta).await;
+    assert_eq!(bound.code(), "worker_unreachable");
+    assert_eq!(bound.header("retry-after"), "1");
+    for turn in 0..3 {
+        let answer = router.chat(&[("x-berth-session-id", &format!("s{turn}"))], "{}").await;
+        assert_eq!((answer.status, answer.header("x-berth-worker")), (StatusCode::OK, "b/0"));
+    }
+    assert!(router.metrics().await.contains("berth_router_retries_total{reason=\"connect\"} 3"));
+    // A last turn that reached nobody still closes its session.
+    let last = [("x-berth-session-id", "p"), ("x-berth-session-final", "1")];
+    assert_eq!(router.chat(&last, "{}").await.status, StatusCode::SERVICE_UNAVAILABLE);
+    until("the session is closed", async || a.session_count() == 0).await;
+}
+
+#[tokio::test]
+async fn a_turn_has_one_deadline() {
+    let a = Agent::start("a");
+    let router = Router::start_with(Config { turn_ms_max: 300, ..config(&[&a]) }).await;
+    let late = router.chat(&[("x-test-wait", "head")], "{}").await;
+    assert_eq!((late.status, late.code().as_str()), (StatusCode::GATEWAY_TIMEOUT, "turn_timeout"));
+    until("the agent sees it", async || a.inner.cut.load(Ordering::Relaxed) == 1).await;
+    let cut =
+        router.begin(Method::POST, "/generate", &[("x-test-wait", "tail")], "{\"a\":1}").await;
+    assert!(cut.into_body().collect().await.is_err(), "an answer cut short is not a whole one");
+    until("the agent sees it", async || a.inner.cut.load(Ordering::Relaxed) == 2).await;
+}
+
+#[tokio::test]
+async fn a_draining_router_lets_its_turns_end() {
+    let a = Agent::start("a");
+    let router = Router::start(&[&a]).await;
+    let turn = router.begin(Method::POST, "/v1/responses", &[("x-test-wait", "tail")], "{\"a\":1}");
+    let turn = turn.await;
+    let stopped = router.stop();
+    let ends = async {
+        a.inner.release.add_permits(1);
+        whole(turn).await
+    };
+    let (stopped, turn) = tokio::join!(stopped, ends);
+    stopped.unwrap();
+    assert_eq!(turn.body, "{\"a\":1}");
+}
+
+#[tokio::test]
+async fn turns_beyond_the_bound_are_refused_at_once() {
+    let a = Agent::start("a");
+    let router = Router::start_with(Config { turns_in_flight_max: 1, ..config(&[&a]) }).await;
+    let waiting: Headers<'_> = &[("x-test-wait", "tail")];
+    let turn = router.begin(Method::POST, "/v1/messages", waiting, "{\"a\":1}").await;
+    let refused = router.chat(&[], "{}").await;
+    let code = refused.code();
+    assert_eq!((refused.status.as_u16(), code.as_str()), (429, "turns_in_flight"));
+    a.inner.release.add_permits(1);
+    assert_eq!(whole(turn).await.status, StatusCode::OK);
+    assert_eq!(router.chat(&[], "{}").await.status, StatusCode::OK);
+}
