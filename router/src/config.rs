@@ -1,5 +1,5 @@
-//! The router's settings: one flat TOML file, a few flags and environment variables for what differs
-//! from host to host. Every default is a documented constant.
+//! The router's settings: one flat TOML file, a few flags and environment variables for what
+//! differs from host to host. Every default is a documented constant.
 //!
 //! It decides nothing but what is a legal setting; it opens no socket.
 

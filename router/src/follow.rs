@@ -1,6 +1,6 @@
-//! One agent's event stream, checked: description first, then the whole session table, then reports
-//! and changes, all of one epoch and without a gap in the sequence. Pure. What breaks the order ends
-//! the stream, and a new one starts from the whole truth.
+//! One agent's event stream, checked: description first, then the whole session table, then
+//! reports and changes, all of one epoch and without a gap in the sequence. Pure. What breaks the
+//! order ends the stream, and a new one starts from the whole truth.
 
 use proto::{
     id::SessionKey,

@@ -1,4 +1,4 @@
-//! `/v1/sessions`, and SGLang's `/open_session` and `/close_session`: JSON in and out, nothing else.
+//! `/v1/sessions`, and SGLang's `/open_session` and `/close_session`: JSON in and out only.
 
 use std::sync::Arc;
 
