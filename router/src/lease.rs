@@ -6,14 +6,27 @@ use std::sync::{
     atomic::{AtomicU32, Ordering},
 };
 
-/// Turns this router has in flight on one worker; the same count in every snapshot of the view.
+/// What this router has begun on one worker; the same counts in every snapshot of the view.
 #[derive(Debug, Default)]
-pub struct InFlight(AtomicU32);
+pub struct InFlight {
+    turns: AtomicU32,
+    opens: AtomicU32,
+}
 
 impl InFlight {
-    /// How many.
+    /// Turns in flight.
     pub fn turns(&self) -> u32 {
-        self.0.load(Ordering::Relaxed)
+        self.turns.load(Ordering::Relaxed)
+    }
+
+    /// Sessions it has asked the worker to open, ever; wraps.
+    pub fn opens(&self) -> u32 {
+        self.opens.load(Ordering::Relaxed)
+    }
+
+    /// Counts one more.
+    pub fn note_open(&self) {
+        self.opens.fetch_add(1, Ordering::Relaxed);
     }
 }
 
@@ -25,14 +38,14 @@ impl Lease {
     /// Counts one turn until it is dropped.
     #[must_use]
     pub fn acquire(count: &Arc<InFlight>) -> Self {
-        count.0.fetch_add(1, Ordering::Relaxed);
+        count.turns.fetch_add(1, Ordering::Relaxed);
         Self(Arc::clone(count))
     }
 }
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        let before = self.0.0.fetch_sub(1, Ordering::Relaxed);
+        let before = self.0.turns.fetch_sub(1, Ordering::Relaxed);
         debug_assert!(before > 0, "a lease was given back twice");
     }
 }

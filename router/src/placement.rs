@@ -2,9 +2,10 @@
 //! the same inputs give the same worker in every process.
 //!
 //! The cost of a worker is what its ledger says is taken: turns against what it admits, turns
-//! waiting, and the share of the KV pool that a newcomer would have to displace or can't have. The
-//! last keeps sessions that share a system prompt from herding onto one worker. What is unknown
-//! counts as taken.
+//! waiting, and the share of the KV pool or of the rows, whichever is shorter, that a newcomer would
+//! have to displace or can't have. The last keeps sessions that share a system prompt from herding
+//! onto one worker. What is unknown counts as taken. Among equals the one with fewer sessions takes
+//! a newcomer.
 
 use std::time::Instant;
 
@@ -111,6 +112,8 @@ pub struct Figures {
     pub resident_tokens_estimate: Option<u64>,
     /// The pool, tokens.
     pub total_tokens: Option<u64>,
+    /// Sessions open there, with those this router opened since the report.
+    pub sessions: u32,
 }
 
 /// The decision.
@@ -199,7 +202,7 @@ fn cheapest(
         pool.iter().map(|(worker, agent, _)| figures(*worker, agent)).collect();
     let score = |at: usize| {
         let tie = rendezvous(question.digest, &figures[at].worker);
-        (figures[at].cost_milli, std::cmp::Reverse(tie), pool[at].0)
+        (figures[at].cost_milli, figures[at].sessions, std::cmp::Reverse(tie), pool[at].0)
     };
     let best = (0..pool.len()).min_by_key(|&at| score(at)).expect("the pool is not empty");
     let least = figures[best].cost_milli;
@@ -288,6 +291,10 @@ fn figures(worker: WorkerRef, agent: &Agent) -> Figures {
         (None, None) => None,
         (used, pinned) => used.max(pinned).map(|taken| taken.saturating_add(resident.unwrap_or(0))),
     };
+    let opens = agent.opens_since_report(worker.dp_rank);
+    let rows_milli = load
+        .and_then(|load| Some((load.rows_held?.value, load.rows_total?.value)))
+        .map_or(0, |(held, rows)| share_milli(Some(held + u64::from(opens)), Some(rows)));
     let cost_milli = share_milli(Some(u64::from(turns)), Some(u64::from(turns_max)))
         .saturating_mul(TURNS_WEIGHT)
         .saturating_add(
@@ -295,7 +302,7 @@ fn figures(worker: WorkerRef, agent: &Agent) -> Figures {
                 .map_or(0, |waiting| share_milli(Some(waiting), Some(u64::from(turns_max))))
                 .saturating_mul(WAITING_WEIGHT),
         )
-        .saturating_add(share_milli(taken, total).min(WHOLE_MILLI));
+        .saturating_add(share_milli(taken, total).max(rows_milli).min(WHOLE_MILLI));
     Figures {
         worker: format!("{}/{}", agent.name(), worker.dp_rank),
         cost_milli,
@@ -305,6 +312,7 @@ fn figures(worker: WorkerRef, agent: &Agent) -> Figures {
         used_tokens: used,
         resident_tokens_estimate: resident,
         total_tokens: total,
+        sessions: load.map_or(0, |load| load.sessions).saturating_add(opens),
     }
 }
 
@@ -373,6 +381,19 @@ mod tests {
         unknown.ranks[0].pinned_tokens = None;
         state.apply(1, Update::Report(unknown), now);
         assert_eq!(placed(&state, &question(1), now), (0, Reason::LeastLoaded));
+    }
+
+    #[test]
+    fn sessions_opened_since_the_report_count() {
+        let now = start();
+        let state = fleet(&[(0, 0), (0, 0), (0, 0)], now);
+        let mut opened = [0; 3];
+        for digest in 0..9 {
+            let (agent, _) = placed(&state, &question(digest), now);
+            state.snapshot().agents[agent].in_flight[0].note_open();
+            opened[agent] += 1;
+        }
+        assert_eq!(opened, [3, 3, 3], "equal workers get equal shares");
     }
 
     #[test]

@@ -228,6 +228,9 @@ impl Shared {
         let placement =
             placement::place(&question, &view, at).map_err(|none| errors::no_worker(&none))?;
         self.metrics.placed(placement.reason);
+        if bound.is_none() {
+            view.agent(placement.worker).in_flight[placement.worker.dp_rank as usize].note_open();
+        }
         match exclude {
             None => affinity.begin(key, placement.worker, false, at).map_err(errors::full)?,
             Some(_) => affinity.rebind(key, placement.worker),

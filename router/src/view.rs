@@ -57,8 +57,8 @@ pub struct Agent {
     pub heard: Option<Instant>,
     /// One per rank, kept across reconnects.
     pub in_flight: Vec<Arc<InFlight>>,
-    /// `in_flight` at the moment the last report came.
-    pub in_flight_at_report: Vec<u32>,
+    /// Turns and opens of `in_flight` at the moment the last report came.
+    pub in_flight_at_report: Vec<(u32, u32)>,
 }
 
 /// What an agent says of itself, with where its turns go.
@@ -170,9 +170,18 @@ impl Agent {
     pub fn turns_estimate(&self, dp_rank: u32) -> u32 {
         let at = dp_rank as usize;
         let now = self.in_flight.get(at).map_or(0, |count| count.turns());
-        let then = self.in_flight_at_report.get(at).copied().unwrap_or(0);
+        let then = self.in_flight_at_report.get(at).map_or(0, |(turns, _)| *turns);
         let reported = self.rank_load(dp_rank).map_or(0, |load| load.turns_running);
         reported.saturating_add(now).saturating_sub(then).max(now)
+    }
+
+    /// Sessions this router has opened on a rank since its last report.
+    #[must_use]
+    pub fn opens_since_report(&self, dp_rank: u32) -> u32 {
+        let at = dp_rank as usize;
+        let now = self.in_flight.get(at).map_or(0, |count| count.opens());
+        let then = self.in_flight_at_report.get(at).map_or(0, |(_, opens)| *opens);
+        now.wrapping_sub(then)
     }
 }
 

@@ -104,7 +104,7 @@ impl State {
             Update::Report(report) => {
                 let agent = self.agent(index);
                 agent.in_flight_at_report =
-                    agent.in_flight.iter().map(|count| count.turns()).collect();
+                    agent.in_flight.iter().map(|count| (count.turns(), count.opens())).collect();
                 agent.report = Some((Arc::new(report), now));
                 None
             }
