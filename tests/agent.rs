@@ -416,6 +416,8 @@ async fn the_stream_tells_table_reports_and_changes_in_order() {
     let Event::Description(description) = next().await else { panic!("description first") };
     let description = proto::load::Description::try_from(description).unwrap();
     assert_eq!((description.agent_id.as_str(), description.ranks[0].rows), ("w0", 8));
+    let device = &description.ranks[0].devices[0];
+    assert_eq!((device.uuid.as_str(), device.memory_used_bytes), ("cpu", None), "absent, not zero");
     let Event::Sessions(table) = next().await else { panic!("the table second") };
     assert!(table.last);
     assert_eq!(table.sessions[0].key.as_ref().unwrap().id, "before");

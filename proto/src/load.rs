@@ -68,7 +68,7 @@ pub struct Figure {
 /// One device of a worker.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Device {
-    /// GPU UUID, or `cpu`.
+    /// GPU UUID, or the engine's word for its device where there is no NVML.
     pub uuid: String,
     /// Marketing name, may be empty.
     pub name: String,

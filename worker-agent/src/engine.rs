@@ -94,6 +94,8 @@ pub struct Info {
     pub rows: Vec<u32>,
     /// Tokens of each rank's pool.
     pub pool_tokens: u64,
+    /// Its own word for what it runs on: `cuda`, `cpu`.
+    pub device: String,
 }
 
 impl Info {
@@ -325,6 +327,7 @@ fn info_from(value: &Value) -> Result<Info, String> {
         },
         rows: vec![small("rows", rows)?; usize::try_from(ranks).map_err(|e| e.to_string())?],
         pool_tokens: need("max_total_num_tokens")?,
+        device: text("device").unwrap_or("unknown").to_owned(),
     })
 }
 

@@ -39,6 +39,8 @@ pub struct Ledger {
     page_tokens: u64,
     /// Rows and tokens of each rank, from the engine's facts.
     sizes: Vec<(u32, u64)>,
+    /// The engine's own word for its device.
+    device: String,
     sample: Option<Sample>,
 }
 
@@ -46,7 +48,7 @@ impl Ledger {
     /// Nothing known yet.
     #[must_use]
     pub fn new(limits: Limits) -> Self {
-        Self { limits, page_tokens: 1, sizes: vec![], sample: None }
+        Self { limits, page_tokens: 1, sizes: vec![], device: String::new(), sample: None }
     }
 
     /// Takes the facts of an engine instance, forgets what the last one said, and answers with what
@@ -55,6 +57,7 @@ impl Ledger {
         self.page_tokens = u64::from(info.facts.page_tokens);
         self.sizes = info.rows.iter().map(|&rows| (rows, info.pool_tokens)).collect();
         self.sizes.truncate(RANKS_MAX as usize);
+        self.device.clone_from(&info.device);
         self.sample = None;
         let ranks = self.sizes.iter().map(|&(rows, tokens)| Capacity {
             rows,
@@ -79,7 +82,7 @@ impl Ledger {
                 dp_rank,
                 pool_tokens,
                 rows,
-                devices: devices.to_vec(),
+                devices: self.devices(devices),
             })
             .collect()
     }
@@ -137,8 +140,23 @@ impl Ledger {
             rows_held: ours(u64::from(totals.rows_held.min(rows)), Source::Ledger),
             rows_total: ours(u64::from(rows), Source::ServerInfo),
             sessions: totals.sessions,
-            devices: devices.to_vec(),
+            devices: self.devices(devices),
         }
+    }
+
+    /// A worker always has a device: without readings, the one that the engine names.
+    fn devices(&self, read: &[Device]) -> Vec<Device> {
+        if !read.is_empty() {
+            return read.to_vec();
+        }
+        vec![Device {
+            uuid: self.device.clone(),
+            name: String::new(),
+            index: None,
+            memory_total_bytes: None,
+            memory_used_bytes: None,
+            utilization_percent: None,
+        }]
     }
 }
 

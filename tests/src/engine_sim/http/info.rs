@@ -137,6 +137,7 @@ pub(super) async fn server_info(State(app): AppState) -> Response {
         "kv_events_config": null,
         "load_balance_method": "round_robin",
         "random_seed": core.seed,
+        "device": "cpu",
     });
     let state = json!({
         "world_size": 1,
