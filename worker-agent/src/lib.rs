@@ -115,6 +115,14 @@ pub async fn run(
         ms(config.connect_ms_max),
         ms(config.engine_call_ms_max),
     );
+    tracing::info!(
+        version = env!("CARGO_PKG_VERSION"),
+        engine = config.engine,
+        data = %listeners.data.local_addr()?,
+        control = %listeners.control.local_addr()?,
+        admin = %listeners.admin.local_addr()?,
+        "agent starting"
+    );
     let agent = start_agent(&config, gpu, &listeners, epoch, &engine, &tasks)?;
     grpc::start(agent.clone(), epoch, listeners.control, tasks.token())?;
     let ready = readiness(&agent, &metrics, &tasks).await;

@@ -1,0 +1,64 @@
+//! The binary as an operator meets it: wrong settings, a taken port, a signal.
+
+#![expect(clippy::unwrap_used, reason = "a test fails where it unwraps")]
+
+use std::{
+    io::{BufRead as _, BufReader},
+    process::{Command, Output, Stdio},
+};
+
+fn agent(args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_berth-agent")).args(args).output().unwrap()
+}
+
+#[test]
+fn wrong_settings_are_all_listed_and_the_status_is_64() {
+    let path = std::env::temp_dir().join(format!("berth-cli-{}.toml", std::process::id()));
+    std::fs::write(&path, "rows_reserve = 0\nturn_ms = 5\npin_budget_ratio = 2.0\n").unwrap();
+    let output = agent(&["--config", path.to_str().unwrap(), "--engine", "nonsense"]);
+    std::fs::remove_file(&path).unwrap();
+    assert_eq!(output.status.code(), Some(64));
+    let said = String::from_utf8(output.stderr).unwrap();
+    for key in ["rows_reserve", "turn_ms", "pin_budget_ratio", "engine"] {
+        assert!(said.contains(key), "{key} is missing in: {said}");
+    }
+    assert_eq!(agent(&["--bogus"]).status.code(), Some(64));
+    assert_eq!(agent(&["--version"]).status.code(), Some(0));
+}
+
+#[test]
+fn shown_settings_are_settings_again() {
+    let shown = agent(&["--check-config", "--worker-id", "gpu-7"]);
+    assert!(shown.status.success());
+    let path = std::env::temp_dir().join(format!("berth-shown-{}.toml", std::process::id()));
+    std::fs::write(&path, &shown.stdout).unwrap();
+    let again = agent(&["--check-config", "--config", path.to_str().unwrap()]);
+    std::fs::remove_file(&path).unwrap();
+    assert_eq!(again.stdout, shown.stdout);
+}
+
+#[test]
+fn a_taken_port_is_named() {
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let addr = taken.local_addr().unwrap().to_string();
+    let output = agent(&["--data-addr", &addr]);
+    assert_eq!(output.status.code(), Some(1));
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert!(said.contains(&addr), "{said}");
+}
+
+#[test]
+fn a_signal_ends_it_well_also_without_an_engine() {
+    let mut child = Command::new(env!("CARGO_BIN_EXE_berth-agent"))
+        .args(["--engine", "http://127.0.0.1:9", "--data-addr", "127.0.0.1:0"])
+        .args(["--control-addr", "127.0.0.1:0", "--admin-addr", "127.0.0.1:0"])
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    // It has set its handlers when it says its first word.
+    let mut first = String::new();
+    BufReader::new(child.stderr.take().unwrap()).read_line(&mut first).unwrap();
+    let killed = Command::new("kill").args(["-TERM", &child.id().to_string()]).status().unwrap();
+    assert!(killed.success());
+    assert_eq!(child.wait().unwrap().code(), Some(0), "after {first}");
+}
