@@ -21,6 +21,7 @@ from lane import (  # noqa: F401
     tagged,
     together,
     lifecycle,
+    ledger,
     refusals,
     owned_keys,
     vanishing,

@@ -4,8 +4,8 @@ import time
 
 from lane import wire
 from lane.fleet import AGENT_STOP_SECONDS_MAX, Fleet
-from lane.runner import equal, last_test, test
-from lane.turns import Pinned, body, chat_body, generate
+from lane.runner import equal, last_test, one_of, test
+from lane.turns import Pinned, body, chat_body, generate, refused
 
 # A connection to a dead engine on this machine is refused at once.
 ANSWER_SECONDS_MAX = 5
@@ -52,7 +52,6 @@ def a_dead_engine_is_answered_for_at_once(fleet: Fleet) -> None:
 
     turns = {
         "a plain turn": ("/generate", body("Hello?", 4)),
-        "a pinned turn": ("/generate", body("Hello?", 4, session_params={"id": session.id})),
         "a chat turn": ("/v1/chat/completions", chat_body("Hello?", 4)),
         "a streamed turn": ("/generate", body("Hello?", 4, stream=True)),
     }
@@ -61,6 +60,13 @@ def a_dead_engine_is_answered_for_at_once(fleet: Fleet) -> None:
         answer = wire.post(fleet.router_url + path, request, seconds=30)
         _in_time(begin, what)
         equal(answer.status, 503, f"the status of {what} ({answer})")
+    # Nothing will bring this session back, so trying again later is no answer.
+    begin = time.monotonic()
+    request = body("Hello?", 4, session_params={"id": session.id})
+    answer = wire.post(f"{fleet.router_url}/generate", request, seconds=30)
+    _in_time(begin, "a turn of the session")
+    one_of(answer.status, (409, 503), f"the status of a turn of the session ({answer})")
+    refused(answer, answer.status, "a turn of the session")
 
 
 def _long_turn(fleet: Fleet) -> wire.Stream:

@@ -19,6 +19,7 @@ from lane.turns import (
     last_of,
     new_id,
     open_session,
+    refused,
     slow_engine,
 )
 
@@ -125,8 +126,11 @@ def an_idle_session_is_closed_in_time(fleet: Fleet) -> None:
     before = fleet.pool_used_tokens()
     session = Pinned(fleet, timeout=1)
     session.turn("Wait for me.", 10)
-    gone(fleet, session.id, seconds=15)
     equal(fleet.wait_pool(before), before, "the pool's use")
+    # Where it was may be remembered; what it held is not, and nothing is appended to nothing.
+    request = body(" Too late.", 4, session_params={"id": session.id})
+    answer = wire.post(f"{fleet.router_url}/generate", request)
+    equal(refused(answer, 404, "a turn after its end"), "session_unknown", "the code")
 
 
 @test

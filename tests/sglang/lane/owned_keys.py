@@ -12,21 +12,29 @@ from lane.turns import Pinned, Turn, at_engine, delete_session, finished, get_se
 
 FRONT = (
     '"rid":"hostile-1","routed_dp_rank":7,"bootstrap_room":1,"bootstrap_host":"nowhere",'
-    '"session_params":{"id":"%s"},"session_id":"%s",'
+    '"session_id":"%s",'
 )
 BACK = (
     ',"\\u0072id":"hostile-2","routed_dp_r\\u0061nk":7,"\\u0062ootstrap_room":2,'
-    '"bootstrap\\u005fhost":"nowhere","\\u0073ession_params":{"\\u0069d":"%s"},'
-    '"session\\u005fid":"%s"'
+    '"bootstrap\\u005fhost":"nowhere","session\\u005fid":"%s"'
 )
+# Only in a pinned session: elsewhere they would say that the turn is to be appended.
+FRONT_PARAMS = '"session_params":{"id":"%s"},'
+BACK_PARAMS = ',"\\u0073ession_params":{"\\u0069d":"%s"}'
 INSIDE = '"unknown":{"rid":"deep","session_params":{"id":"deep"},"routed_dp_rank":7},'
 
 
-def hostile(text: str, tokens: int, session: str) -> bytes:
-    """A `/generate` body in which every owned key names `session`, or nonsense."""
-    both = (session, session)
-    limits = f'"sampling_params":{{"max_new_tokens":{tokens},"temperature":0,"ignore_eos":true}}'
-    return f'{{{FRONT % both}{INSIDE}"text":"{text}",{limits}{BACK % both}}}'.encode()
+def hostile(inner: str, session: str, params: bool = False) -> bytes:
+    """A request in which every owned key names `session`, or nonsense."""
+    front, back = FRONT % session, BACK % session
+    if params:
+        front, back = FRONT_PARAMS % session + front, back + BACK_PARAMS % session
+    return f"{{{front}{INSIDE}{inner}{back}}}".encode()
+
+
+def generate_inner(text: str, tokens: int) -> str:
+    limits = f'{{"max_new_tokens":{tokens},"temperature":0,"ignore_eos":true}}'
+    return f'"text":"{text}","sampling_params":{limits}'
 
 
 @test
@@ -35,7 +43,7 @@ def in_a_pinned_session(fleet: Fleet) -> None:
     other.turn("This is another conversation.", 10)
     headers = {"x-berth-session-id": mine.id, "x-berth-delta": "1"}
     for text in ("Whose am I?", " Still yours?"):
-        raw = hostile(text, 10, other.id)
+        raw = hostile(generate_inner(text, 10), other.id, params=True)
         turn = finished(wire.post(f"{fleet.router_url}/generate", raw, headers))
         mine.check(text, 10, turn)
         _rid(turn)
@@ -47,7 +55,7 @@ def in_a_pinned_session(fleet: Fleet) -> None:
 @test
 def in_a_tagged_session(fleet: Fleet) -> None:
     mine, other = new_id("mine"), new_id("other")
-    raw = hostile("Whose am I?", 10, other)
+    raw = hostile(generate_inner("Whose am I?", 10), other)
     turn = finished(wire.post(f"{fleet.router_url}/generate", raw, {"x-berth-session-id": mine}))
     equal(turn.text, at_engine(fleet, "Whose am I?", 10).text, "the answer")
     _rid(turn)
@@ -71,9 +79,8 @@ def without_a_session(fleet: Fleet) -> None:
 @test
 def on_the_chat_route(fleet: Fleet) -> None:
     mine, other = new_id("mine"), new_id("other")
-    both = (other, other)
     messages = '"model":"tiny","max_tokens":4,"messages":[{"role":"user","content":"Hi"}]'
-    raw = f"{{{FRONT % both}{messages}{BACK % both}}}".encode()
+    raw = hostile(messages, other)
     answer = wire.post(
         f"{fleet.router_url}/v1/chat/completions", raw, {"x-berth-session-id": mine}
     )

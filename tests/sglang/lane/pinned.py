@@ -6,7 +6,16 @@
 from lane import wire
 from lane.fleet import Fleet
 from lane.runner import equal, test
-from lane.turns import Pinned, Turn, finished, get_session, new_id, open_session, body
+from lane.turns import (
+    Pinned,
+    Turn,
+    body,
+    delete_session,
+    finished,
+    get_session,
+    new_id,
+    open_session,
+)
 
 TEXTS = ("The quick brown fox jumps", " over the", " lazy dog, and then some more")
 
@@ -54,6 +63,7 @@ def a_session_named_by_berth(fleet: Fleet) -> None:
     first = finished(_turn(fleet, id, "one", 8))
     second = finished(_turn(fleet, id, "two", 8))
     equal((first.prompt_tokens, second.prompt_tokens), (3, 3 + 8 + 3), "prompt tokens")
+    equal(delete_session(fleet, id).status, 204, "the status of the close")
 
 
 @test

@@ -74,7 +74,7 @@ def what_else_session_params_may_say(fleet: Fleet) -> None:
 
 
 # 319 is the last one. An id outside ends the engine.
-OUTSIDE = ([320], [5000], [-1], [5, 6, 320], [2**31], [2**63], [1.5], ["7"])
+OUTSIDE = ([320], [5000], [-1], [5, 6, 320], [2**31], [2**63], [1.5])
 
 
 @test
@@ -89,6 +89,21 @@ def token_ids_outside_the_vocabulary(fleet: Fleet) -> None:
 def token_ids_outside_the_vocabulary_in_a_session(fleet: Fleet) -> None:
     limits = {"sampling_params": sampling(4)}
     refuse_in_session(fleet, {f"input_ids {ids}": {"input_ids": ids, **limits} for ids in OUTSIDE})
+
+
+@test
+def token_ids_that_are_no_numbers(fleet: Fleet) -> None:
+    # Whether Berth says so or the engine.
+    session = Pinned(fleet)
+    session.turn("Who goes there?", 10)
+    for ids in (["7"], [None], "7", {"7": 7}):
+        params = {"session_params": {"id": session.id}}
+        request = {"input_ids": ids, "sampling_params": sampling(4)}
+        for what in (request, request | params):
+            answer = wire.post(f"{fleet.router_url}/generate", what)
+            equal(answer.status, 400, f"input_ids {ids!r}: the status of {answer}")
+    session.turn(" A friend.", 10)
+    session.close()
 
 
 @test
