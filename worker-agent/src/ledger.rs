@@ -36,7 +36,6 @@ impl Limits {
 #[derive(Debug)]
 pub struct Ledger {
     limits: Limits,
-    page_tokens: u64,
     /// Rows and tokens of each rank, from the engine's facts.
     sizes: Vec<(u32, u64)>,
     /// The engine's own word for its device.
@@ -48,13 +47,12 @@ impl Ledger {
     /// Nothing known yet.
     #[must_use]
     pub fn new(limits: Limits) -> Self {
-        Self { limits, page_tokens: 1, sizes: vec![], device: String::new(), sample: None }
+        Self { limits, sizes: vec![], device: String::new(), sample: None }
     }
 
     /// Takes the facts of an engine instance, forgets what the last one said, and answers with what
     /// the session table needs.
     pub fn engine(&mut self, info: &Info) -> session::Engine {
-        self.page_tokens = u64::from(info.facts.page_tokens);
         self.sizes = info.rows.iter().map(|&rows| (rows, info.pool_tokens)).collect();
         self.sizes.truncate(RANKS_MAX as usize);
         self.device.clone_from(&info.device);
@@ -65,7 +63,11 @@ impl Ledger {
             pin_tokens_max: share(tokens, self.limits.pin_budget_ratio),
             turns_max: self.limits.turns_max,
         });
-        session::Engine { ranks: ranks.collect(), retentions: info.retentions() }
+        session::Engine {
+            ranks: ranks.collect(),
+            page_tokens: u64::from(info.facts.page_tokens),
+            retentions: info.retentions(),
+        }
     }
 
     /// Takes a load sample.
@@ -124,8 +126,7 @@ impl Ledger {
             })
         };
         let ours = |value, source| Some(Figure { value, source, age_ms: 0 });
-        // A page is held whole, also when its last token is missing.
-        let pinned = totals.pinned_tokens.next_multiple_of(self.page_tokens).min(pool);
+        let pinned = totals.pinned_tokens.min(pool);
         let estimate = totals.estimate_tokens.min(pool - pinned);
         RankLoad {
             dp_rank,

@@ -32,6 +32,8 @@ pub struct Capacity {
 pub struct Engine {
     /// One entry per DP rank.
     pub ranks: Vec<Capacity>,
+    /// Page size of the pool; at least 1.
+    pub page_tokens: u64,
     /// The modes its flags allow, best first.
     pub retentions: Vec<Retention>,
 }
@@ -190,7 +192,7 @@ pub struct Totals {
     pub sessions: u32,
     /// Rows held by pinned sessions.
     pub rows_held: u32,
-    /// Tokens held by pinned sessions.
+    /// Tokens held by pinned sessions, in whole pages.
     pub pinned_tokens: u64,
     /// Tokens that other sessions may have in the tree.
     pub estimate_tokens: u64,

@@ -74,7 +74,7 @@ fn now() -> Instant {
 impl Owner {
     pub(super) fn new(setup: Setup, tasks: Tasks, handle: AgentHandle) -> Self {
         let prefix = format!("berth-{}-{:x}", setup.agent_id, setup.epoch);
-        let engine = session::Engine { ranks: vec![], retentions: vec![] };
+        let engine = session::Engine { ranks: vec![], page_tokens: 1, retentions: vec![] };
         // Before the engine was reached there are no ranks, so nothing can be let in.
         let table = Table::new(prefix, setup.idle_max, engine);
         let (ends, ended) = mpsc::channel(setup.limits.turns_everywhere_max());

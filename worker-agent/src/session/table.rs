@@ -15,8 +15,8 @@ use std::{
 use proto::{claim::Claim, id::SessionKey, load::Retention};
 
 use super::{
-    Appends, Close, Engine, Error, Outcome, Phase, Session, Totals, Turn, TurnSession, check_turn,
-    settle,
+    Appends, Capacity, Close, Engine, Error, Outcome, Phase, Session, Totals, Turn, TurnSession,
+    check_turn, settle,
 };
 
 /// Sessions one agent keeps. A session costs under 1 KiB here; the bound keeps a flood of ids from
@@ -101,13 +101,14 @@ impl Table {
             self.check_turns(dp_rank)?;
             self.insert(now, key, retention, dp_rank, claim)?;
         }
-        let session = self.sessions.get_mut(key).expect("it was there or has just been inserted");
+        let session = &self.sessions[key];
         check_turn(session, claim, appends)?;
         let dp_rank = session.dp_rank;
         let must_open = session.phase == Phase::Opening;
-        check_turns(&self.engine, &self.turns, dp_rank)?;
-        if session.retention == Retention::Pinned && !must_open {
-            check_pins(&self.engine, &self.sessions, &self.closing, dp_rank, 0)?;
+        let pinned = session.retention == Retention::Pinned;
+        self.check_turns(dp_rank)?;
+        if pinned && !must_open {
+            self.check_pins(dp_rank, 0)?;
         }
         let session = self.sessions.get_mut(key).expect("checked above");
         if session.phase == Phase::Lost {
@@ -322,14 +323,14 @@ impl Table {
             totals.sessions += 1;
             if session.retention == Retention::Pinned {
                 totals.rows_held += u32::from(session.phase != Phase::Lost);
-                totals.pinned_tokens += session.resident_tokens;
+                totals.pinned_tokens += self.pages_of(session.resident_tokens);
             } else {
                 totals.estimate_tokens += session.resident_tokens;
             }
         }
         for (_, tokens) in self.closing.values().filter(|(rank, _)| *rank == dp_rank) {
             totals.rows_held += 1;
-            totals.pinned_tokens += tokens;
+            totals.pinned_tokens += self.pages_of(*tokens);
         }
         totals
     }
@@ -348,7 +349,7 @@ impl Table {
         }
         let pinned = retention == Retention::Pinned;
         if pinned {
-            check_pins(&self.engine, &self.sessions, &self.closing, dp_rank, 1)?;
+            self.check_pins(dp_rank, 1)?;
         }
         self.incarnations += 1;
         let session = Session {
@@ -396,7 +397,38 @@ impl Table {
     }
 
     fn check_turns(&self, dp_rank: u32) -> Result<(), Error> {
-        check_turns(&self.engine, &self.turns, dp_rank)
+        let max = self.capacity(dp_rank)?.turns_max;
+        if self.turns[dp_rank as usize] >= max {
+            let detail = format!("{max} are inside the engine");
+            return Err(Error::Short { what: "turns", detail });
+        }
+        Ok(())
+    }
+
+    /// Is there room for `rows` more pinned sessions, and for any growth at all?
+    fn check_pins(&self, dp_rank: u32, rows: u32) -> Result<(), Error> {
+        let capacity = self.capacity(dp_rank)?;
+        let Totals { rows_held, pinned_tokens, .. } = self.totals(dp_rank);
+        let rows_max = capacity.rows.saturating_sub(capacity.rows_reserve);
+        if rows_held + rows > rows_max {
+            let detail = format!("pinned sessions hold {rows_held} of {rows_max}; close some");
+            return Err(Error::Short { what: "rows", detail });
+        }
+        let max = capacity.pin_tokens_max;
+        if pinned_tokens >= max {
+            let detail = format!("pinned sessions hold {pinned_tokens} of {max}; close some");
+            return Err(Error::Short { what: "pin_tokens", detail });
+        }
+        Ok(())
+    }
+
+    fn capacity(&self, dp_rank: u32) -> Result<&Capacity, Error> {
+        self.engine.ranks.get(dp_rank as usize).ok_or(Error::NoRank(dp_rank))
+    }
+
+    /// A pinned session holds whole pages.
+    fn pages_of(&self, tokens: u64) -> u64 {
+        tokens.next_multiple_of(self.engine.page_tokens)
     }
 
     /// Takes a closing session out when nothing of it is inside the engine any more.
@@ -454,59 +486,19 @@ impl Table {
     }
 }
 
-fn check_turns(engine: &Engine, turns: &[u32], dp_rank: u32) -> Result<(), Error> {
-    let max = engine.ranks.get(dp_rank as usize).ok_or(Error::NoRank(dp_rank))?.turns_max;
-    if turns[dp_rank as usize] >= max {
-        let detail = format!("{max} are inside the engine");
-        return Err(Error::Short { what: "turns", detail });
-    }
-    Ok(())
-}
-
-/// Is there room for `rows` more pinned sessions, and for any growth at all?
-fn check_pins(
-    engine: &Engine,
-    sessions: &HashMap<SessionKey, Session>,
-    closing: &HashMap<String, (u32, u64)>,
-    dp_rank: u32,
-    rows: u32,
-) -> Result<(), Error> {
-    let capacity = engine.ranks.get(dp_rank as usize).ok_or(Error::NoRank(dp_rank))?;
-    let pinned = sessions.values().filter(|session| {
-        session.dp_rank == dp_rank
-            && session.retention == Retention::Pinned
-            && session.phase != Phase::Lost
-    });
-    let ending = closing.values().filter(|(rank, _)| *rank == dp_rank).map(|(_, tokens)| *tokens);
-    let held: Vec<u64> = pinned.map(|session| session.resident_tokens).chain(ending).collect();
-    let rows_held = u32::try_from(held.len()).unwrap_or(u32::MAX);
-    let rows_max = capacity.rows.saturating_sub(capacity.rows_reserve);
-    if rows_held + rows > rows_max {
-        let detail = format!("pinned sessions hold {rows_held} of {rows_max}; close some");
-        return Err(Error::Short { what: "rows", detail });
-    }
-    let tokens: u64 = held.iter().sum();
-    let max = capacity.pin_tokens_max;
-    if tokens >= max {
-        let detail = format!("pinned sessions hold {tokens} of {max} tokens; close some");
-        return Err(Error::Short { what: "pin_tokens", detail });
-    }
-    Ok(())
-}
-
 #[cfg(test)]
 mod tests {
     use std::collections::HashSet;
 
     use super::*;
-    use crate::session::{Capacity, Usage};
+    use crate::session::Usage;
 
     const IDLE: Duration = Duration::from_secs(60);
 
     fn engine(ranks: usize) -> Engine {
         let capacity = Capacity { rows: 4, rows_reserve: 1, pin_tokens_max: 1000, turns_max: 6 };
         let retentions = vec![Retention::Pinned, Retention::Tagged, Retention::None];
-        Engine { ranks: vec![capacity; ranks], retentions }
+        Engine { ranks: vec![capacity; ranks], page_tokens: 16, retentions }
     }
 
     fn table() -> (Table, Instant) {
@@ -549,7 +541,9 @@ mod tests {
         let turn = begin(&mut table, now, &delta("s")).unwrap();
         assert_eq!(begin(&mut table, now, &delta("s")), Err(Error::Busy));
         table.end(now, &turn, finished(25, 6));
-        assert_eq!(table.totals(0).pinned_tokens, 30, "the last token's KV isn't computed yet");
+        let session = table.get(&key("s")).unwrap();
+        assert_eq!(session.resident_tokens, 30, "the last token's KV isn't computed yet");
+        assert_eq!(table.totals(0).pinned_tokens, 32, "a page is held whole");
         assert_eq!(table.totals(0).rows_held, 1);
         assert!(begin(&mut table, now, &delta("s")).is_ok());
     }
@@ -588,6 +582,17 @@ mod tests {
         assert!(refused.is_err(), "the row is free only when the engine says so");
         table.closed(&close.incarnation);
         opened_pin(&mut table, now, "e");
+    }
+
+    #[test]
+    fn each_session_holds_pages_of_its_own() {
+        let (mut table, now) = table();
+        for (id, prompt) in [("a", 42), ("b", 49), ("c", 56)] {
+            opened_pin(&mut table, now, id);
+            let turn = begin(&mut table, now, &delta(id)).unwrap();
+            table.end(now, &turn, finished(prompt, 2));
+        }
+        assert_eq!(table.totals(0).pinned_tokens, 48 + 64 + 64, "43, 50 and 57 tokens");
     }
 
     #[test]
@@ -638,7 +643,7 @@ mod tests {
         table.end(now, &turn, finished(20, 5));
         let turn = begin(&mut table, now, &delta("s")).unwrap();
         table.end(now, &turn, Outcome::Refused);
-        assert_eq!(table.totals(0).pinned_tokens, 24);
+        assert_eq!(table.get(&key("s")).unwrap().resident_tokens, 24);
         let turn = begin(&mut table, now, &delta("s")).unwrap();
         table.end(now, &turn, Outcome::Aborted);
         assert_eq!(table.totals(0).pinned_tokens, 0, "the KV went to the tree");
