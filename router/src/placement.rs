@@ -2,10 +2,10 @@
 //! the same inputs give the same worker in every process.
 //!
 //! The cost of a worker is what its ledger says is taken: turns against what it admits, turns
-//! waiting, and the share of the KV pool or of the rows, whichever is shorter, that a newcomer would
-//! have to displace or can't have. The last keeps sessions that share a system prompt from herding
-//! onto one worker. What is unknown counts as taken. Among equals the one with fewer sessions takes
-//! a newcomer.
+//! waiting, and the share of the KV pool or of the rows, whichever is shorter, that a newcomer
+//! would have to displace or can't have. The last keeps sessions that share a system prompt from
+//! herding onto one worker. What is unknown counts as taken. Among equals the one with fewer
+//! sessions takes a newcomer.
 
 use std::time::Instant;
 

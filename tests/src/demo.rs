@@ -207,7 +207,7 @@ fn options(url: String, time: Duration, api: Api, open: SessionOpen, users: usiz
         url,
         api,
         model: "tiny".to_owned(),
-        // Coding agents' conversations, at a fortieth of their size and a hundredth of their pauses.
+        // Coding agents' conversations at a fortieth of their size, a hundredth of their pauses.
         shape: Shape {
             scale: 0.025,
             context_tokens_max: Some(CONTEXT_TOKENS),

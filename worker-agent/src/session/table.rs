@@ -131,9 +131,9 @@ impl Table {
         Ok(Turn { session: Some(turn), dp_rank })
     }
 
-    /// Opens a session without a turn. Answers with the incarnation that the engine must open first,
-    /// if any; [`Self::opened`] follows. An open session is left as it is; one that can't go on is
-    /// replaced by a new incarnation.
+    /// Opens a session without a turn. Answers with the incarnation that the engine must open
+    /// first, if any; [`Self::opened`] follows. An open session is left as it is; one that can't go
+    /// on is replaced by a new incarnation.
     ///
     /// # Errors
     /// See [`Error`].

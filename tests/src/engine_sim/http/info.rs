@@ -194,7 +194,8 @@ pub(super) async fn models(State(app): AppState) -> Response {
     let name = &app.config.served_model_name;
     let card = json!({
         "id": name, "object": "model", "created": whole_seconds(app.started_wall),
-        "owned_by": "sglang", "root": name, "parent": null, "max_model_len": app.config.core.context_len,
+        "owned_by": "sglang", "root": name, "parent": null,
+        "max_model_len": app.config.core.context_len,
     });
     json_response(StatusCode::OK, &json!({ "object": "list", "data": [card] }))
 }
