@@ -122,6 +122,30 @@ async fn a_pinned_session_lives_from_open_to_delete() {
     house.nothing_held().await;
 }
 
+/// Clients hang up or go on at the last event, not at the connection's end.
+#[tokio::test]
+async fn the_next_turn_may_follow_the_last_event_at_once() {
+    let house = House::new(1).await;
+    house.open_pinned("s").await;
+    let headers = [("content-type", "application/json"), ("x-berth-session-id", "s"), DELTA];
+    let url = house.router.url("/generate");
+    let mut body = turn("ab", 2);
+    body["stream"] = true.into();
+    let mut kept = vec![];
+    for number in 0..60 {
+        let sent = house.web.send(Method::POST, &url, &headers, body.to_string()).await;
+        let mut answer = sent.unwrap();
+        assert_eq!(answer.status(), StatusCode::OK, "turn {number}");
+        let mut seen = vec![];
+        while !seen.ends_with(b"data: [DONE]\n\n") {
+            let frame = answer.body_mut().frame().await.expect("it ends with [DONE]").unwrap();
+            seen.extend_from_slice(frame.data_ref().expect("no trailers"));
+        }
+        // Half of the clients keep the connection, half hang up.
+        kept.extend((number % 2 == 0).then_some(answer));
+    }
+}
+
 #[tokio::test]
 async fn a_conversation_stays_where_its_kv_is() {
     let house = House::new(3).await;

@@ -26,6 +26,8 @@ pub struct Binding {
     pub worker: WorkerRef,
     /// Turns this router has in flight on it.
     pub turns: u32,
+    /// Those of them whose answer has not begun: no client can have the whole of it yet.
+    pub unanswered: u32,
     /// One turn at a time, by the client's wish.
     pub exclusive: bool,
     /// When the last turn through this router ended.
@@ -74,6 +76,14 @@ pub struct Affinity {
 }
 
 impl Binding {
+    /// It takes one turn at a time, and one runs for certain. One whose answer has begun may have
+    /// ended already, and its client may have all of it: there the agent's gate decides. So it does
+    /// for turns of other routers, whose ends the tables tell late.
+    #[must_use]
+    pub fn is_busy(&self) -> bool {
+        self.exclusive && self.unanswered > 0
+    }
+
     /// A turn through this router runs or ended within the tables' lag.
     #[must_use]
     pub fn is_recent(&self, now: Instant) -> bool {
@@ -133,8 +143,16 @@ impl Affinity {
         binding.worker = worker;
         binding.exclusive |= exclusive;
         binding.turns += 1;
+        binding.unanswered += 1;
         self.settle(key, now);
         Ok(())
+    }
+
+    /// A turn's answer has begun, or never will. At most once for each turn, before its end.
+    pub fn answered(&mut self, key: &SessionKey) {
+        let binding = self.bindings.get_mut(key).expect("a begun turn holds its binding");
+        assert!(binding.unanswered > 0, "a turn was answered twice");
+        binding.unanswered -= 1;
     }
 
     /// Ends a turn that was begun.
@@ -142,6 +160,7 @@ impl Affinity {
         let binding = self.bindings.get_mut(key).expect("a begun turn holds its binding");
         assert!(binding.turns > 0, "a turn ended twice");
         binding.turns -= 1;
+        binding.unanswered = binding.unanswered.min(binding.turns);
         binding.ended = Some(now);
         self.settle(key, now);
     }
@@ -267,6 +286,7 @@ impl Affinity {
             let binding = Binding {
                 worker,
                 turns: 0,
+                unanswered: 0,
                 exclusive: false,
                 ended: None,
                 opened: None,

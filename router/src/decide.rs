@@ -46,6 +46,8 @@ pub(crate) struct Hold {
     key: SessionKey,
     /// The agent closes the session when this turn has ended.
     closes: bool,
+    /// The affinity table knows that the answer has begun.
+    answered: bool,
 }
 
 impl Hold {
@@ -54,10 +56,18 @@ impl Hold {
     pub(crate) fn close_at_end(&mut self) {
         self.closes = true;
     }
+
+    /// The head of the answer is here.
+    pub(crate) fn answered(&mut self) {
+        if !std::mem::replace(&mut self.answered, true) {
+            self.shared.affinity.lock().answered(&self.key);
+        }
+    }
 }
 
 impl Drop for Hold {
     fn drop(&mut self) {
+        self.answered();
         let mut affinity = self.shared.affinity.lock();
         affinity.end(&self.key, now());
         if self.closes {
@@ -178,7 +188,7 @@ impl Shared {
     ) -> Result<Hold, Refusal> {
         affinity.begin(&ask.key, worker, exclusive, now()).map_err(errors::full)?;
         affinity.set_placement_only(&ask.key, ask.bind);
-        Ok(Hold { shared: Arc::clone(self), key: ask.key.clone(), closes: false })
+        Ok(Hold { shared: Arc::clone(self), key: ask.key.clone(), closes: false, answered: false })
     }
 
     fn place(&self, question: &Question<'_>, view: &ClusterView) -> Result<Placement, Refusal> {

@@ -72,12 +72,12 @@ pub fn standing(
         }
         // The tables have had their time: they know better now.
         Closing::Closed { .. } => {
-            return of_table(best(located.iter(), view, None), view, None, now);
+            return of_table(best(located.iter(), view, None), view, None);
         }
         Closing::No => {}
     }
     let Some(binding) = binding else {
-        return of_table(best(located.iter(), view, None), view, None, now);
+        return of_table(best(located.iter(), view, None), view, None);
     };
     let reborn = binding.is_reborn(now);
     // What was lost or closing before this router opened it anew is history.
@@ -94,12 +94,12 @@ pub fn standing(
     }
     match best(current(), view, Some(binding.worker)) {
         None => of_binding(binding, now),
-        one => of_table(one, view, Some(binding), now),
+        one => of_table(one, view, Some(binding)),
     }
 }
 
 fn of_binding(binding: &Binding, now: Instant) -> Standing {
-    let (worker, busy) = (binding.worker, binding.exclusive && binding.turns > 0);
+    let (worker, busy) = (binding.worker, binding.is_busy());
     match binding.just_opened(now) {
         Some(session) => Standing::Open { worker, session: Arc::clone(session), busy },
         None => Standing::Bound {
@@ -111,12 +111,7 @@ fn of_binding(binding: &Binding, now: Instant) -> Standing {
     }
 }
 
-fn of_table(
-    one: Option<&Located>,
-    view: &ClusterView,
-    binding: Option<&Binding>,
-    now: Instant,
-) -> Standing {
+fn of_table(one: Option<&Located>, view: &ClusterView, binding: Option<&Binding>) -> Standing {
     let Some(Located { worker, session }) = one else { return Standing::Unknown };
     let agent_up = view.agent(*worker).is_up();
     let gone = !agent_up && (session.retention == Retention::Pinned);
@@ -126,12 +121,8 @@ fn of_table(
         _ if gone => return Standing::Lost { worker: *worker, agent_up },
         SessionState::Opening | SessionState::Idle | SessionState::Running => {}
     }
-    let ours = binding.is_some_and(|binding| binding.turns > 0);
-    // A turn that just ended through this router may still run in the table: the agent's gate
-    // decides then, and no client that waited for its answer is told it is busy.
-    let theirs = session.turns_running > 0 && !binding.is_some_and(|held| held.is_recent(now));
-    let exclusive = session.exclusive || binding.is_some_and(|binding| binding.exclusive);
-    let busy = exclusive && (ours || theirs);
+    let busy = binding
+        .is_some_and(|binding| binding.is_busy() || (session.exclusive && binding.unanswered > 0));
     Standing::Open { worker: *worker, session: Arc::clone(session), busy }
 }
 
@@ -270,15 +261,21 @@ mod tests {
     }
 
     #[test]
-    fn a_turn_just_ended_here_is_not_held_against_the_next() {
+    fn only_a_turn_whose_answer_has_not_begun_is_surely_running() {
         let (mut state, mut affinity, now) = setup();
         let running = session(Retention::Pinned, SessionState::Running, 1);
         state.apply(0, Update::Upsert(running), now);
-        assert!(matches!(of(&state, &affinity, now), Standing::Open { busy: true, .. }));
+        let busy = |affinity: &Affinity| match of(&state, affinity, now) {
+            Standing::Open { busy, .. } => busy,
+            other => panic!("{other:?}"),
+        };
+        assert!(!busy(&affinity), "another router's turn may have ended since");
         affinity.begin(&key(), at(0), false, now).unwrap();
-        assert!(matches!(of(&state, &affinity, now), Standing::Open { busy: true, .. }));
+        assert!(busy(&affinity), "no client has an answer yet");
+        affinity.answered(&key());
+        assert!(!busy(&affinity), "a client may have the whole of it before its end is seen here");
         affinity.end(&key(), now);
-        assert!(matches!(of(&state, &affinity, now), Standing::Open { busy: false, .. }));
+        assert!(!busy(&affinity));
     }
 
     #[test]

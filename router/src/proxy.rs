@@ -194,10 +194,12 @@ pub(crate) fn answer(
     permit: OwnedSemaphorePermit,
     response: Response<Incoming>,
 ) -> axum::response::Response {
-    if let (Some(hold), Some(Claim { close: true, .. })) = (&mut decided.hold, &decided.claim)
-        && !response.headers().contains_key(claim::REFUSAL)
-    {
-        hold.close_at_end();
+    if let Some(hold) = &mut decided.hold {
+        hold.answered();
+        let closes = matches!(decided.claim, Some(Claim { close: true, .. }));
+        if closes && !response.headers().contains_key(claim::REFUSAL) {
+            hold.close_at_end();
+        }
     }
     let (mut parts, inner) = response.into_parts();
     strip_hop_by_hop(&mut parts.headers);

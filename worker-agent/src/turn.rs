@@ -33,16 +33,19 @@ use tracing::{debug, warn};
 
 use self::exchange::Exchange;
 use crate::{
-    agent::{self, AgentHandle, EngineNews},
+    agent::{self, AgentHandle, EngineNews, Lease},
     engine::{self, Engine},
     metrics::Metrics,
-    request,
+    request::{self, Prepared},
     route::{Kind, ROUTES, Route},
     session,
 };
 
+/// Time for a body to arrive: 64 MiB at 9 Mbit/s. Routers have the whole of it before they send.
+const BODY_TIME_MAX: Duration = Duration::from_secs(60);
+
 /// Headers that belong to one connection, or that tell the engine what only the agent may tell it.
-const NOT_FORWARDED: [HeaderName; 10] = [
+const NOT_FORWARDED: [HeaderName; 12] = [
     header::CONNECTION,
     header::TRANSFER_ENCODING,
     header::CONTENT_LENGTH,
@@ -51,6 +54,9 @@ const NOT_FORWARDED: [HeaderName; 10] = [
     header::TRAILER,
     header::UPGRADE,
     header::EXPECT,
+    header::PROXY_AUTHORIZATION,
+    // A compressed answer could not be followed.
+    header::ACCEPT_ENCODING,
     HeaderName::from_static("keep-alive"),
     // Wins over the body's rank at the OpenAI routes.
     HeaderName::from_static("x-data-parallel-rank"),
@@ -122,6 +128,7 @@ async fn pass(turns: &Turns, route: Route, request: Request) -> Result<Response,
     if !route.kind.is_turn() {
         return pass_through(turns, &parts, body).await;
     }
+    check_encoding(&parts.headers)?;
     let bad = |error: claim::Error| Refusal::bad_request("claim", error.to_string());
     let claim = Claim::from_headers(&parts.headers).map_err(bad)?;
     let rank = claim::rank(&parts.headers).map_err(bad)?;
@@ -129,9 +136,10 @@ async fn pass(turns: &Turns, route: Route, request: Request) -> Result<Response,
     // upload can't slip in between.
     let mut lease =
         turns.agent.begin(claim, rank, route.kind.appends()).await.map_err(|e| refusal(&e))?;
-    let held = turns.budget.read(body).await?;
-    let prepared =
-        request::prepare(route.kind, &held.bytes, &lease.turn, &lease.rid, lease.vocabulary)?;
+    // It holds the session's gate, so it may not take as long as it likes.
+    let held = tokio::time::timeout(BODY_TIME_MAX, turns.budget.read(body)).await;
+    let held = held.map_err(|_| body_late())??;
+    let prepared = prepare(route.kind, &held.bytes, &lease).await?;
     debug!(
         rid = lease.rid,
         client_rid = prepared.client_rid,
@@ -147,6 +155,42 @@ async fn pass(turns: &Turns, route: Route, request: Request) -> Result<Response,
     let mut exchange = Exchange::new(turns.clone(), rid, lease, answer, confirms);
     let head = exchange.head().await?;
     Ok(respond(head, exchange))
+}
+
+/// Bodies of coding agents' prompts are read in under half a millisecond; larger ones would hold up
+/// every other turn of the thread.
+const PREPARED_HERE_BYTES_MAX: usize = 128 * 1024;
+
+async fn prepare(kind: Kind, bytes: &Bytes, lease: &Lease) -> Result<Prepared, Refusal> {
+    let (bytes, turn) = (bytes.clone(), lease.turn.clone());
+    let (rid, vocabulary) = (lease.rid.clone(), lease.vocabulary);
+    let large = bytes.len() > PREPARED_HERE_BYTES_MAX;
+    let prepare = move || request::prepare(kind, &bytes, &turn, &rid, vocabulary);
+    if !large {
+        return prepare();
+    }
+    let prepared = tokio::task::spawn_blocking(prepare).await;
+    prepared.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))
+}
+
+/// Keys in a compressed body can't be replaced by byte range.
+fn check_encoding(headers: &HeaderMap) -> Result<(), Refusal> {
+    match headers.get(header::CONTENT_ENCODING) {
+        Some(encoding) if encoding != "identity" => Err(Refusal::new(
+            StatusCode::UNSUPPORTED_MEDIA_TYPE,
+            "content_encoding",
+            "compressed bodies are not taken; send the body as it is",
+        )),
+        _ => Ok(()),
+    }
+}
+
+fn body_late() -> Refusal {
+    Refusal::new(
+        StatusCode::REQUEST_TIMEOUT,
+        "body_late",
+        format!("the body did not arrive within {BODY_TIME_MAX:?}"),
+    )
 }
 
 /// The Responses API's ids begin with its own prefix.
@@ -190,9 +234,16 @@ fn forwarded(headers: &HeaderMap) -> HeaderMap {
 
 /// The engine's status and headers, less what belongs to its connection.
 fn answer_head(mut head: http::response::Parts) -> http::response::Parts {
-    for name in
-        [header::CONNECTION, header::TRANSFER_ENCODING, HeaderName::from_static("keep-alive")]
-    {
+    let hop_by_hop = [
+        header::CONNECTION,
+        header::TRANSFER_ENCODING,
+        header::TE,
+        header::TRAILER,
+        header::UPGRADE,
+        header::PROXY_AUTHENTICATE,
+        HeaderName::from_static("keep-alive"),
+    ];
+    for name in hop_by_hop {
         head.headers.remove(name);
     }
     head.version = http::Version::HTTP_11;

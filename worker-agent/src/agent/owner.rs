@@ -357,8 +357,8 @@ impl Owner {
         let Some(info) = self.info.take() else { return };
         let sessions = self.table.iter().count();
         warn!(sessions, "the engine's process is gone, its sessions are lost");
-        self.table.engine_lost(self.ledger.engine(&info));
         let keys: Vec<SessionKey> = self.table.iter().map(|(key, _)| key.clone()).collect();
+        self.table.engine_lost(self.ledger.engine(&info));
         keys.iter().for_each(|key| self.touched(key));
     }
 

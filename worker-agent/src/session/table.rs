@@ -23,6 +23,9 @@ use super::{
 /// eating the agent's 40 MiB.
 const SESSIONS_MAX: usize = 16_384;
 
+/// Longest idle time anyone can ask for: more is a mistake, and must not overflow a point in time.
+const IDLE_MS_MAX: u64 = 365 * 86_400_000;
+
 /// All sessions of one engine.
 #[derive(Debug)]
 pub struct Table {
@@ -89,6 +92,13 @@ impl Table {
         rank: Option<u32>,
         appends: Appends,
     ) -> Result<Turn, Error> {
+        let ranks = self.engine.ranks.len();
+        let homeless =
+            |session: &Session| session.running == 0 && session.dp_rank as usize >= ranks;
+        if self.sessions.get(key).is_some_and(homeless) {
+            // The engine came back with fewer ranks while a turn ran there or was about to.
+            self.close(key)?;
+        }
         if !self.sessions.contains_key(key) {
             if claim.delta {
                 return Err(Error::Unknown);
@@ -120,7 +130,7 @@ impl Table {
         // Turns that already run side by side stay so; the next one is alone.
         session.exclusive |= claim.open && session.running == 1;
         if let Some(idle_ms) = claim.idle_ms_max {
-            session.idle_max = Duration::from_millis(idle_ms);
+            session.idle_max = idle_max_of(idle_ms);
         }
         let turn = TurnSession {
             key: key.clone(),
@@ -285,15 +295,15 @@ impl Table {
                 session.incarnation = format!("{}-{}", self.prefix, self.incarnations);
             }
         }
-        self.sessions.retain(|_, session| session.phase != Phase::Closing || session.running > 0);
-        if engine.ranks.len() < self.turns.len() {
-            // Fewer ranks than before: whatever ran on a vanished rank ends without a place to be
-            // counted, so the slots stay and only shrink the table's ranks for new turns.
-            self.engine = Engine { retentions: engine.retentions, ..self.engine.clone() };
-        } else {
-            self.turns.resize(engine.ranks.len(), 0);
-            self.engine = engine;
-        }
+        // What is to close is closed, and what was on a rank that is no more has no place.
+        let ranks = engine.ranks.len();
+        self.sessions.retain(|_, session| {
+            let stays = session.phase != Phase::Closing && (session.dp_rank as usize) < ranks;
+            stays || session.running > 0
+        });
+        // Turns of a vanished rank are still to end, so its count stays.
+        self.turns.resize(ranks.max(self.turns.len()), 0);
+        self.engine = engine;
         self.debug_check();
     }
 
@@ -363,7 +373,7 @@ impl Table {
             resident_tokens: 0,
             phase: if pinned { Phase::Opening } else { Phase::Open },
             last_end: now,
-            idle_max: claim.idle_ms_max.map_or(self.idle_max, Duration::from_millis),
+            idle_max: claim.idle_ms_max.map_or(self.idle_max, idle_max_of),
         };
         self.sessions.insert(key.clone(), session);
         Ok(())
@@ -484,6 +494,10 @@ impl Table {
             self.check_invariants();
         }
     }
+}
+
+fn idle_max_of(idle_ms: u64) -> Duration {
+    Duration::from_millis(idle_ms.min(IDLE_MS_MAX))
 }
 
 #[cfg(test)]
@@ -717,6 +731,31 @@ mod tests {
     }
 
     #[test]
+    fn no_idle_time_is_too_long() {
+        let (mut table, now) = table();
+        let claim = Claim { idle_ms_max: Some(u64::MAX), ..Claim::of(&key("s")) };
+        let turn = begin(&mut table, now, &claim).unwrap();
+        table.end(now, &turn, finished(20, 5));
+        assert!(table.next_expiry().unwrap() > now + 1000 * IDLE);
+        let opened = table.open(now, &key("o"), None, Some(Duration::MAX), None);
+        assert_eq!(opened, Ok(None));
+        assert!(table.expire(now).is_empty());
+    }
+
+    #[test]
+    fn an_engine_that_comes_back_smaller_keeps_no_session_on_a_rank_it_lost() {
+        let now = tokio::time::Instant::now().into_std();
+        let mut table = Table::new("b".into(), IDLE, engine(2));
+        let claim = Claim::of(&key("s"));
+        let on_second = Some((&claim, &key("s")));
+        let turn = table.begin(now, on_second, Some(1), Appends::Possible).unwrap();
+        table.engine_lost(engine(1));
+        table.end(now, &turn, Outcome::Lost);
+        let next = table.begin(now, on_second, None, Appends::Possible);
+        assert_eq!(next.map(|turn| turn.dp_rank), Ok(0), "it starts anew where there is a rank");
+    }
+
+    #[test]
     fn an_engine_restart_loses_pinned_sessions_and_forgives_others() {
         let (mut table, now) = table();
         opened_pin(&mut table, now, "p");
@@ -777,7 +816,7 @@ mod tests {
                 95..=97 => self.engine_closes(),
                 98 => drop(self.table.expire(self.at)),
                 99 => {
-                    self.table.engine_lost(engine(2));
+                    self.table.engine_lost(engine(self.random.usize(1..3)));
                     self.inside.clear();
                 }
                 _ => {}
