@@ -13,7 +13,7 @@ ANSWER_SECONDS_MAX = 5
 
 @test
 def an_agent_that_shuts_down_closes_its_sessions(fleet: Fleet) -> None:
-    before = fleet.pool_used_tokens()
+    before = fleet.baseline()
     sessions = [Pinned(fleet) for _ in range(3)]
     for session in sessions:
         session.turn("Stay a while. " * 8, 20)

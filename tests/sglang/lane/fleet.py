@@ -201,6 +201,11 @@ class Fleet:
         loads = wire.get(f"{self.engine_url}/v1/loads").json()["loads"]
         return sum(load["num_used_tokens"] for load in loads)
 
+    def baseline(self) -> int:
+        """The pool's use before a test: what the test before closed is given time to leave, and
+        what stays after that isn't ours to judge."""
+        return self.wait_pool(0, seconds=5)
+
     def wait_pool(self, tokens: int, seconds: float = 10) -> int:
         """Waits until the pool's use is what it is told, or the time is over."""
         deadline = time.monotonic() + seconds

@@ -55,7 +55,7 @@ def a_second_close_finds_nothing(fleet: Fleet) -> None:
 
 @test
 def a_close_gives_the_pool_back(fleet: Fleet) -> None:
-    before = fleet.pool_used_tokens()
+    before = fleet.baseline()
     session = Pinned(fleet)
     session.turn("The harbour is full. " * 10, 30)
     session.turn("One ship leaves.", 30)
@@ -77,7 +77,7 @@ def a_closed_id_starts_anew(fleet: Fleet) -> None:
 
 @test
 def the_final_turn_closes(fleet: Fleet) -> None:
-    before = fleet.pool_used_tokens()
+    before = fleet.baseline()
     for stream in (False, True):
         session = Pinned(fleet)
         session.turn("Hello, harbour.", 10)
@@ -105,7 +105,7 @@ def session_control_opens_and_closes(fleet: Fleet) -> None:
 
 @test
 def a_close_during_a_turn_waits_for_its_end(fleet: Fleet) -> None:
-    before = fleet.pool_used_tokens()
+    before = fleet.baseline()
     session = Pinned(fleet)
     session.turn("Load the cargo.", 10)
     with slow_engine(fleet):
@@ -123,7 +123,7 @@ def a_close_during_a_turn_waits_for_its_end(fleet: Fleet) -> None:
 
 @test
 def an_idle_session_is_closed_in_time(fleet: Fleet) -> None:
-    before = fleet.pool_used_tokens()
+    before = fleet.baseline()
     session = Pinned(fleet, timeout=1)
     session.turn("Wait for me.", 10)
     equal(fleet.wait_pool(before), before, "the pool's use")

@@ -41,7 +41,7 @@ def next_turn(fleet: Fleet, session: Pinned, text: str = " What was I saying?") 
 
 @test
 def in_a_stream(fleet: Fleet) -> None:
-    before = fleet.pool_used_tokens()
+    before = fleet.baseline()
     session = Pinned(fleet)
     session.turn("Listen to me.", 10)
     with slow_engine(fleet):
