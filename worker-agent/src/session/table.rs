@@ -100,12 +100,18 @@ impl Table {
             self.close(key)?;
         }
         if !self.sessions.contains_key(key) {
-            if claim.delta {
+            if claim.delta && !claim.open {
                 return Err(Error::Unknown);
             }
-            let retention = self.retention(claim.retention)?;
-            if retention == Retention::Pinned && appends == Appends::Never {
-                return Err(Error::WholeHistory);
+            // Who opens a session with its first new tokens means to send only new ones.
+            let wanted = claim.retention.or(claim.delta.then_some(Retention::Pinned));
+            let retention = self.retention(wanted)?;
+            match retention {
+                Retention::Pinned if appends == Appends::Never => return Err(Error::WholeHistory),
+                Retention::Tagged | Retention::None if claim.delta => {
+                    return Err(Error::DeltaNeedsPinned(retention));
+                }
+                _ => {}
             }
             let dp_rank = self.choose_rank(rank, Some(retention))?;
             self.check_turns(dp_rank)?;
@@ -682,6 +688,18 @@ mod tests {
         let on_chat = table.begin(now, Some((&claim, &key("new"))), None, Appends::Never);
         assert_eq!(on_chat, Err(Error::WholeHistory));
         assert!(table.get(&key("new")).is_none(), "a refused turn opens nothing");
+    }
+
+    #[test]
+    fn a_delta_may_open_its_session() {
+        let (mut table, now) = table();
+        let turn = begin(&mut table, now, &Claim { open: true, ..delta("s") }).unwrap();
+        let session = turn.session.unwrap();
+        assert_eq!((session.retention, session.must_open), (Retention::Pinned, true));
+        let tagged = Claim { retention: Some(Retention::Tagged), ..delta("t") };
+        let refused = begin(&mut table, now, &Claim { open: true, ..tagged });
+        assert_eq!(refused, Err(Error::DeltaNeedsPinned(Retention::Tagged)));
+        assert!(table.get(&key("t")).is_none(), "a refused turn opens nothing");
     }
 
     #[test]
