@@ -7,6 +7,8 @@
 //! - an incarnation's engine-side id is never used twice, so a late close can't hit a successor;
 //! - nothing is appended to a history the agent isn't sure of.
 
+mod audit;
+
 use std::{
     collections::HashMap,
     time::{Duration, Instant},
@@ -330,27 +332,6 @@ impl Table {
         self.closing.len()
     }
 
-    /// Totals of one rank.
-    #[must_use]
-    pub fn totals(&self, dp_rank: u32) -> Totals {
-        let mut totals =
-            Totals { turns_running: self.turns[dp_rank as usize], ..Totals::default() };
-        for session in self.sessions.values().filter(|session| session.dp_rank == dp_rank) {
-            totals.sessions += 1;
-            if session.retention == Retention::Pinned {
-                totals.rows_held += u32::from(session.phase != Phase::Lost);
-                totals.pinned_tokens += self.pages_of(session.resident_tokens);
-            } else {
-                totals.estimate_tokens += session.resident_tokens;
-            }
-        }
-        for (_, tokens) in self.closing.values().filter(|(rank, _)| *rank == dp_rank) {
-            totals.rows_held += 1;
-            totals.pinned_tokens += self.pages_of(*tokens);
-        }
-        totals
-    }
-
     fn insert(
         &mut self,
         now: Instant,
@@ -465,34 +446,6 @@ impl Table {
 
     fn ask_to_close(&mut self, incarnation: String) {
         self.closes.push(Close { incarnation });
-    }
-
-    /// Panics when a promise is broken.
-    pub fn check_invariants(&self) {
-        assert!(self.sessions.len() <= SESSIONS_MAX, "too many sessions");
-        let mut ids: Vec<&String> = self.sessions.values().map(|s| &s.incarnation).collect();
-        ids.extend(self.closing.keys());
-        let count = ids.len();
-        ids.sort_unstable();
-        ids.dedup();
-        assert_eq!(ids.len(), count, "an incarnation is used twice");
-        for (dp_rank, capacity) in (0_u32..).zip(&self.engine.ranks) {
-            let running: u32 = self
-                .sessions
-                .values()
-                .filter(|session| session.dp_rank == dp_rank)
-                .map(|session| session.running)
-                .sum();
-            let totals = self.totals(dp_rank);
-            assert!(running <= totals.turns_running, "a running turn isn't counted");
-            assert!(totals.turns_running <= capacity.turns_max, "too many turns inside");
-            let rows_max = capacity.rows.saturating_sub(capacity.rows_reserve);
-            assert!(totals.rows_held <= rows_max, "pinned sessions took the reserved rows");
-        }
-        for session in self.sessions.values() {
-            assert!(!session.exclusive || session.running <= 1, "two turns of one are inside");
-            assert!(session.retention != Retention::Pinned || session.exclusive, "pinned, shared");
-        }
     }
 
     fn debug_check(&self) {
