@@ -19,6 +19,14 @@ fn the_agent_takes_its_example() {
 }
 
 #[test]
+fn the_router_takes_its_example() {
+    let path = deploy("config/router.toml");
+    let args = ["berth-router", "--config", path.to_str().unwrap()];
+    let config = router::config::Config::load(&router::config::Args::parse_from(args)).unwrap();
+    assert_eq!(config.workers.len(), 2, "the example's own value is in force");
+}
+
+#[test]
 fn units_stop_no_sooner_than_the_drain() {
     for unit in ["systemd/berth-agent.service", "systemd/berth-router.service"] {
         let text = fs::read_to_string(deploy(unit)).unwrap();
