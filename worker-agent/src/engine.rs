@@ -19,6 +19,10 @@ use serde_json::Value;
 /// Answers of the engine's control routes are small; `/server_info` has some 560 keys, 40 KiB.
 const ANSWER_BYTES_MAX: usize = 4 << 20;
 
+/// The engine's HTTP server drops connections that were idle for 5 s. A turn sent into such an end
+/// would be one whose fate nobody knows, so ours are dropped before.
+const POOL_IDLE_MAX: Duration = Duration::from_secs(4);
+
 /// What went wrong between agent and engine.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -158,7 +162,7 @@ impl Engine {
         connector.set_nodelay(true);
         connector.set_connect_timeout(Some(connect));
         let mut builder = Client::builder(TokioExecutor::new());
-        builder.pool_timer(TokioTimer::new()).pool_idle_timeout(Duration::from_secs(30));
+        builder.pool_timer(TokioTimer::new()).pool_idle_timeout(POOL_IDLE_MAX);
         let turns = builder.build(connector.clone());
         let control = builder.build(connector);
         Self { base, api_key, turns, control, call_time_max }
