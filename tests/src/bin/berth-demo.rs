@@ -9,7 +9,7 @@ use std::{
 };
 
 use clap::Parser;
-use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
+use indicatif::{MultiProgress, ProgressBar, ProgressFinish, ProgressStyle};
 use tests::{
     demo::{self, Summary, WorkerLine},
     replay::Report,
@@ -116,7 +116,9 @@ impl Screen {
         let group = &self.group;
         let (top, bars) = self.lines.get_or_insert_with(|| {
             let plain = ProgressStyle::with_template("{msg}").expect("the template is a constant");
-            let line = || group.add(ProgressBar::no_length().with_style(plain.clone()));
+            // The last table stays on the screen.
+            let bar = || ProgressBar::no_length().with_finish(ProgressFinish::Abandon);
+            let line = || group.add(bar().with_style(plain.clone()));
             (line(), rows.iter().map(|_| line()).collect())
         });
         top.set_message(head);
