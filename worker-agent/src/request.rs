@@ -1,11 +1,17 @@
 //! A turn's body on its way to the engine: refused where the engine would crash, answer 500 or harm
 //! another session; else the client's bytes with only Berth's keys replaced. Pure.
 
+use std::fmt;
+
 use bytes::Bytes;
 use proto::{
     body::{self, OWNED_KEYS, Object, Piece},
     load::Retention,
     process::refusal::Refusal,
+};
+use serde::{
+    Deserializer,
+    de::{self, DeserializeSeed, SeqAccess, Visitor},
 };
 use serde_json::value::RawValue;
 
@@ -117,30 +123,94 @@ fn check_session_params(object: &Object<'_>) -> Result<(), Refusal> {
     Ok(())
 }
 
-/// Ids outside the vocabulary end the engine's process.
+/// Ids outside the vocabulary end the engine's process. A prompt is text, ids, or lists of either;
+/// the engine's own parser also turns `true` and `"1"` into ids, so anything mixed is refused.
 fn check_ids(kind: Kind, object: &Object<'_>, vocabulary: Option<u32>) -> Result<(), Refusal> {
     let Some(value) = kind.ids_key().and_then(|key| object.get(key)) else { return Ok(()) };
-    let Some(first) = first_inside(value) else { return Ok(()) };
-    let limit = vocabulary.map_or(i64::from(u32::MAX), i64::from);
-    let ids: Vec<i64> = match first {
-        b'[' => match serde_json::from_str::<Vec<Vec<i64>>>(value.get()) {
-            Ok(lists) => lists.into_iter().flatten().collect(),
-            Err(error) => return Err(not_ids(&error)),
-        },
-        b'-' | b'0'..=b'9' => serde_json::from_str(value.get()).map_err(|error| not_ids(&error))?,
-        _ => return Ok(()),
-    };
-    match ids.into_iter().find(|id| *id < 0 || *id >= limit) {
-        None => Ok(()),
-        Some(id) => Err(Refusal::bad_request(
-            "token_out_of_vocabulary",
-            format!("token id {id} is outside the vocabulary, whose ids are 0 to {}", limit - 1),
-        )),
+    if !value.get().starts_with('[') {
+        return Ok(());
+    }
+    let limit = vocabulary.map_or(u64::from(u32::MAX), u64::from);
+    let texts = kind != Kind::Generate;
+    match serde_json::Deserializer::from_str(value.get()).deserialize_any(Ids { limit, texts }) {
+        Ok(_) => Ok(()),
+        Err(error) => {
+            let text = error.to_string();
+            let outside = text.contains(OUTSIDE);
+            let code = if outside { "token_out_of_vocabulary" } else { "token_ids" };
+            Err(Refusal::bad_request(code, text))
+        }
     }
 }
 
-fn not_ids(error: &serde_json::Error) -> Refusal {
-    Refusal::bad_request("token_ids", format!("token ids must be integers: {error}"))
+const OUTSIDE: &str = "is outside the vocabulary";
+
+/// Checks a list of ids, or of lists of ids, without keeping any.
+#[derive(Clone, Copy)]
+struct Ids {
+    limit: u64,
+    texts: bool,
+}
+
+/// What an element of a prompt is.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Element {
+    Id,
+    Text,
+    List,
+}
+
+impl<'de> Visitor<'de> for Ids {
+    type Value = Element;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if self.texts {
+            "texts, or token ids as integers"
+        } else {
+            "integer token ids"
+        })
+    }
+
+    fn visit_u64<E: de::Error>(self, id: u64) -> Result<Element, E> {
+        if id < self.limit {
+            return Ok(Element::Id);
+        }
+        let last = self.limit - 1;
+        Err(E::custom(format_args!("token id {id} {OUTSIDE}, whose ids are 0 to {last}")))
+    }
+
+    fn visit_i64<E: de::Error>(self, id: i64) -> Result<Element, E> {
+        // Only negative numbers come here.
+        self.visit_u64(u64::MAX).map_err(|_: E| {
+            let last = self.limit - 1;
+            E::custom(format_args!("token id {id} {OUTSIDE}, whose ids are 0 to {last}"))
+        })
+    }
+
+    fn visit_str<E: de::Error>(self, text: &str) -> Result<Element, E> {
+        if self.texts {
+            return Ok(Element::Text);
+        }
+        Err(E::invalid_type(de::Unexpected::Str(&clip(text)), &self))
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Element, A::Error> {
+        let mut first = None;
+        while let Some(element) = list.next_element_seed(self)? {
+            if *first.get_or_insert(element) != element {
+                return Err(de::Error::custom("texts, ids and lists don't mix in a prompt"));
+            }
+        }
+        Ok(Element::List)
+    }
+}
+
+impl<'de> DeserializeSeed<'de> for Ids {
+    type Value = Element;
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Element, D::Error> {
+        deserializer.deserialize_any(self)
+    }
 }
 
 /// The first byte inside an array.
@@ -162,7 +232,9 @@ fn is_single(kind: Kind, object: &Object<'_>) -> bool {
                 .and_then(|params| Object::parse(params.get().as_bytes()).ok())
                 .is_some_and(|params| many(params.get("n")));
             let texts = object.get("text").is_some_and(|text| text.get().starts_with('['));
-            !list && !n && !texts && !lists("input_ids", |byte| byte == b'[')
+            // Embeddings take the place of the prompt that a session would append.
+            let embeds = object.get("input_embeds").is_some_and(|embeds| embeds.get() != "null");
+            !list && !n && !texts && !embeds && !lists("input_ids", |byte| byte == b'[')
         }
         Kind::Completions => {
             let batch = lists("prompt", |byte| matches!(byte, b'[' | b'"'));
@@ -230,7 +302,14 @@ mod tests {
             (Kind::Generate, r#"{"input_ids":[[1],[-1]]}"#, "token_out_of_vocabulary"),
             (Kind::Generate, r#"{"input_ids":[1,2.5]}"#, "token_ids"),
             (Kind::Generate, r#"{"input_ids":[1,"2"]}"#, "token_ids"),
+            (Kind::Generate, r#"{"input_ids":["1",5000]}"#, "token_ids"),
+            (Kind::Generate, r#"{"input_ids":[true,5000]}"#, "token_ids"),
+            (Kind::Generate, r#"{"input_ids":[[1],2]}"#, "token_ids"),
+            (Kind::Completions, r#"{"prompt":["1",5000]}"#, "token_out_of_vocabulary"),
+            (Kind::Completions, r#"{"prompt":["1",7]}"#, "token_ids"),
+            (Kind::Completions, r#"{"prompt":[true]}"#, "token_ids"),
             (Kind::Generate, r#"{"input_ids":[99999999999999999999]}"#, "token_ids"),
+            (Kind::Embeddings, r#"{"input":[[5000]]}"#, "token_out_of_vocabulary"),
             (Kind::Completions, r#"{"prompt":[5000]}"#, "token_out_of_vocabulary"),
             (Kind::Completions, r#"{"prompt":[[5000]]}"#, "token_out_of_vocabulary"),
             (Kind::Generate, r#"{"text":"a""#, "malformed_json"),
@@ -255,6 +334,7 @@ mod tests {
             (Kind::Generate, r#"{"input_ids":[[1],[2]]}"#),
             (Kind::Generate, r#"{"text":"a","sampling_params":{"n":2}}"#),
             (Kind::Generate, r#"{"text":"a","sampling_params":[{}]}"#),
+            (Kind::Generate, r#"{"input_embeds":[[[0.5]]]}"#),
             (Kind::Completions, r#"{"prompt":["a"]}"#),
             (Kind::Completions, r#"{"prompt":[[1]]}"#),
             (Kind::Completions, r#"{"prompt":"a","n":2}"#),
