@@ -352,6 +352,30 @@ async fn a_lost_worker_s_sessions_move_or_say_that_they_cannot() {
 }
 
 #[tokio::test]
+async fn after_an_engine_s_restart_tagged_sessions_go_on_and_pinned_ones_say_why_not() {
+    let mut house = House::new(1).await;
+    let headers = [("x-session-id", "t")];
+    house.post("/v1/chat/completions", &headers, &chat(&[("user", "hello")])).await;
+    house.open_pinned("p").await;
+    let engine = house.engines.remove(0);
+    let addr = engine.addr();
+    engine.shutdown().await;
+    let listener =
+        eventually("the port", || async { tokio::net::TcpListener::bind(addr).await.ok() }).await;
+    house.engines.push(EngineSim::start(Config::default(), listener).unwrap());
+    eventually("the conversation", || async {
+        let answer =
+            house.post("/v1/chat/completions", &headers, &chat(&[("user", "hello")])).await;
+        assert_ne!(answer.status, StatusCode::CONFLICT, "{}", answer.text());
+        (answer.status == StatusCode::OK).then_some(())
+    })
+    .await;
+    let of = ("x-berth-session-id", "p");
+    let lost = house.post("/generate", &[of, DELTA], &turn("a", 1)).await;
+    assert_eq!((lost.status.as_u16(), lost.code().as_str()), (409, "session_lost"));
+}
+
+#[tokio::test]
 async fn concurrent_first_turns_of_a_session_are_one_decision() {
     let house = House::new(4).await;
     let headers = [("x-berth-session-id", "s")];

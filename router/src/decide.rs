@@ -71,7 +71,7 @@ impl Drop for Hold {
         let mut affinity = self.shared.affinity.lock();
         affinity.end(&self.key, now());
         if self.closes {
-            affinity.closed(&self.key, true, now());
+            affinity.closed(&self.key, false, now());
         }
     }
 }

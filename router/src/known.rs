@@ -117,12 +117,15 @@ fn of_table(one: Option<&Located>, view: &ClusterView, binding: Option<&Binding>
     let gone = !agent_up && (session.retention == Retention::Pinned);
     match session.state {
         SessionState::Closing => return Standing::Closing,
-        SessionState::Lost => return Standing::Lost { worker: *worker, agent_up },
+        // What was evictable is only colder: its agent takes the next turn, or another does.
+        SessionState::Lost if session.retention == Retention::Pinned => {
+            return Standing::Lost { worker: *worker, agent_up };
+        }
         _ if gone => return Standing::Lost { worker: *worker, agent_up },
-        SessionState::Opening | SessionState::Idle | SessionState::Running => {}
+        SessionState::Opening | SessionState::Idle | SessionState::Running | SessionState::Lost => {
+        }
     }
-    let busy = binding
-        .is_some_and(|binding| binding.is_busy() || (session.exclusive && binding.unanswered > 0));
+    let busy = session.exclusive && binding.is_some_and(|binding| binding.unanswered > 0);
     Standing::Open { worker: *worker, session: Arc::clone(session), busy }
 }
 

@@ -7,7 +7,7 @@
 //! herding onto one worker. What is unknown counts as taken. Among equals the one with fewer
 //! sessions takes a newcomer.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use proto::{
     id::Digest,
@@ -30,6 +30,10 @@ const WAITING_WEIGHT: u64 = 4;
 pub const PARENT_SLACK_MILLI: u64 = 300;
 /// As for a parent, but the key is a client's guess about its own prefixes.
 pub const CACHE_KEY_SLACK_MILLI: u64 = 200;
+
+/// A control stream that ends is dialled again within this time, while turns go on as before. A
+/// worker that is really gone refuses the turn, which then goes elsewhere.
+const BLINK_MAX: Duration = Duration::from_secs(1);
 
 /// Why a worker was chosen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
@@ -166,7 +170,8 @@ pub fn place(
     if let Some(Sticky { worker, fixed }) = sticky {
         let state = view.state(worker, now);
         let usable = matches!(state, WorkerState::Fresh | WorkerState::Stale);
-        if usable || (fixed && state != WorkerState::Lost) {
+        let blinks = view.agent(worker).lost_for(now).is_some_and(|time| time < BLINK_MAX);
+        if usable || blinks || (fixed && state != WorkerState::Lost) {
             return Ok(Placement { worker, reason: Reason::Sticky, figures: vec![] });
         }
     }
@@ -440,7 +445,9 @@ mod tests {
         ask.sticky = Some(Sticky { worker: at(0), fixed: false });
         assert_eq!(placed(&state, &ask, stale), (0, Reason::Sticky));
         state.apply(0, Update::Lost("gone".to_owned()), stale);
-        assert_eq!(place(&ask, &state.snapshot(), stale), Err(NoWorker::Unusable));
+        assert_eq!(placed(&state, &ask, stale), (0, Reason::Sticky), "a blink moves nobody");
+        let later = stale + BLINK_MAX;
+        assert_eq!(place(&ask, &state.snapshot(), later), Err(NoWorker::Unusable));
     }
 
     #[test]

@@ -232,7 +232,11 @@ impl Shared {
             view.agent(placement.worker).in_flight[placement.worker.dp_rank as usize].note_open();
         }
         match exclude {
-            None => affinity.begin(key, placement.worker, false, at).map_err(errors::full)?,
+            None => {
+                affinity.begin(key, placement.worker, false, at).map_err(errors::full)?;
+                // An open is no turn: nobody has to wait for its end.
+                affinity.answered(key);
+            }
             Some(_) => affinity.rebind(key, placement.worker),
         }
         Ok((placement.worker, was_open, bound.is_none()))
@@ -244,6 +248,12 @@ impl Shared {
         worker: WorkerRef,
         bound_only: bool,
     ) -> Result<(), Refusal> {
+        // Copies that it left behind where it was before go too, else one would rise again.
+        let view = self.view.load();
+        let others = view.sessions.locate(key).iter().map(|one| one.worker);
+        others
+            .filter(|other| other.agent != worker.agent && view.agent(*other).is_up())
+            .for_each(|other| self.close_detached(key.clone(), other));
         let answered = self.controls[worker.agent].close(key).await;
         let mut affinity = self.affinity.lock();
         match answered {

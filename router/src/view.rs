@@ -157,6 +157,17 @@ impl Agent {
         (WorkerState::Fresh, String::new())
     }
 
+    /// How long the connection to an agent that was heard before has been lost.
+    #[must_use]
+    pub fn lost_for(&self, now: Instant) -> Option<Duration> {
+        match &self.link {
+            Link::Lost { since, .. } if self.facts.is_some() => {
+                Some(now.saturating_duration_since(*since))
+            }
+            Link::Lost { .. } | Link::Dialing | Link::Up => None,
+        }
+    }
+
     /// What a rank reported last.
     #[must_use]
     pub fn rank_load(&self, dp_rank: u32) -> Option<&RankLoad> {

@@ -88,8 +88,26 @@ impl Watcher {
             Ok(Err(why)) => return why,
             Err(_) => return format!("no answer within {} ms", self.connect_max.as_millis()),
         };
+        let mut heard = false;
         loop {
-            let event = match stream.message().await {
+            let next = stream.message();
+            let mut next = std::pin::pin!(next);
+            let first = tokio::time::timeout(self.connect_max, &mut next);
+            let message = match if heard { Err(()) } else { first.await.map_err(drop) } {
+                Ok(message) => message,
+                Err(()) => {
+                    if !heard {
+                        // It waits for its engine; nobody has to wait for it.
+                        let why = "the agent has not reached its engine yet".to_owned();
+                        if self.tell(Update::Lost(why)).await.is_err() {
+                            return "the view ended".to_owned();
+                        }
+                    }
+                    next.await
+                }
+            };
+            heard = true;
+            let event = match message {
                 Ok(Some(event)) => event,
                 Ok(None) => return "the agent ended the stream".to_owned(),
                 Err(status) => return format!("{:?}: {}", status.code(), status.message()),

@@ -119,6 +119,12 @@ impl Scanner {
         }
     }
 
+    /// Has the engine said its last word?
+    #[must_use]
+    pub fn is_whole(&self) -> bool {
+        self.terminal
+    }
+
     /// How the turn ended, once its answer with this status has come to a clean end.
     #[must_use]
     pub fn outcome(&self, status: http::StatusCode) -> Outcome {

@@ -144,7 +144,11 @@ impl Config {
             uri.scheme_str() == Some("http") && uri.authority().is_some() && uri.path() == "/"
         });
         need(base.is_some(), "engine must be a URL like http://127.0.0.1:30000");
-        need(self.worker_id.len() <= 128, "worker_id must have at most 128 bytes");
+        let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"._:-".contains(&byte);
+        let id = self.worker_id.len() <= 128 && self.worker_id.bytes().all(plain);
+        need(id, "worker_id must have at most 128 letters, digits and . _ : -");
+        let named = !self.worker_id.is_empty() || !self.control_addr.ip().is_unspecified();
+        need(named, "worker_id is needed where control_addr names no host: it must be unique");
         for (key, value) in [
             ("report_interval_ms", self.report_interval_ms),
             ("load_interval_ms", self.load_interval_ms),

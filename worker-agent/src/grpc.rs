@@ -87,6 +87,7 @@ fn status(error: &agent::Error) -> Status {
             E::Closing
             | E::Busy
             | E::NotOffered { .. }
+            | E::OpenOtherwise(_)
             | E::DeltaNeedsPinned(_)
             | E::WholeHistory
             | E::Lost
@@ -203,7 +204,13 @@ impl Events {
 
 /// Sends the description, the table, and then what happens, until the watcher goes or falls behind.
 async fn stream(mut watch: Watch, mut events: Events) -> Result<(), Gone> {
-    let described = watch.description.wait_for(Option::is_some).await.map_err(|_| Gone)?.clone();
+    let described = tokio::select! {
+        biased;
+        () = events.sender.closed() => return Err(Gone),
+        described = watch.description.wait_for(Option::is_some) => {
+            described.map_err(|_| Gone)?.clone()
+        }
+    };
     let description = described.expect("waited for");
     events.send(Event::Description((*description).clone().into())).await?;
     send_table(std::mem::take(&mut watch.sessions), &mut events).await?;

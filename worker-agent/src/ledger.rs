@@ -11,7 +11,7 @@ use crate::{
 };
 
 /// DP ranks one engine may have, for sizing queues before it was reached.
-const RANKS_MAX: u32 = 16;
+const RANKS_MAX: u32 = 256;
 
 /// What the agent lets in.
 #[derive(Debug, Clone, Copy)]

@@ -81,6 +81,7 @@ impl Metrics {
     pub fn ended(&self, outcome: Outcome, after: Duration) {
         let outcome = match outcome {
             Outcome::Finished(_) => "finished",
+            Outcome::Unheard(_) => "unheard",
             Outcome::Aborted => "aborted",
             Outcome::Refused => "refused",
             Outcome::Lost => "lost",

@@ -115,6 +115,8 @@ pub struct Usage {
 pub enum Outcome {
     /// The engine finished it. Usage is absent where the route doesn't report it.
     Finished(Option<Usage>),
+    /// The engine finished it, and nobody was there to hear: the client can't know the history.
+    Unheard(Option<Usage>),
     /// The engine aborted it and said so.
     Aborted,
     /// The engine refused it before running it, or it never reached the engine.
@@ -150,6 +152,9 @@ pub enum Error {
         /// What there is.
         offered: String,
     },
+    /// It is open already, in another way than asked for.
+    #[error("this session is open and {}; close it first, or open it as it is", .0.as_str())]
+    OpenOtherwise(Retention),
     /// A delta turn on a session that keeps no history in the engine.
     #[error(
         "only a pinned session takes turns that hold just the new tokens; this one is {}: send \
@@ -222,6 +227,17 @@ impl Session {
         }
     }
 
+    /// Does its idle time run?
+    fn can_expire(&self) -> bool {
+        self.running == 0 && !matches!(self.phase, Phase::Opening | Phase::Closing)
+    }
+
+    /// Its idle limit.
+    #[must_use]
+    pub fn idle_max(&self) -> Duration {
+        self.idle_max
+    }
+
     /// Time since the last turn's end; zero while one runs.
     #[must_use]
     pub fn idle(&self, now: Instant) -> Duration {
@@ -265,8 +281,12 @@ fn settle(session: &mut Session, outcome: Outcome) {
     }
     match outcome {
         Outcome::Refused => {}
-        Outcome::Finished(usage) => {
+        Outcome::Finished(usage) | Outcome::Unheard(usage) => {
             session.turns += 1;
+            let unheard = matches!(outcome, Outcome::Unheard(_));
+            if pinned && unheard && session.phase == Phase::Open {
+                session.phase = Phase::Suspect;
+            }
             let Some(usage) = usage else { return };
             let total = usage.prompt_tokens.saturating_add(usage.completion_tokens);
             // A history that shrank, or a turn taken out of the batch half-way (the engine then

@@ -41,9 +41,6 @@ use crate::{
     session,
 };
 
-/// Time for a body to arrive: 64 MiB at 9 Mbit/s. Routers have the whole of it before they send.
-const BODY_TIME_MAX: Duration = Duration::from_secs(60);
-
 /// Headers that belong to one connection, or that tell the engine what only the agent may tell it.
 const NOT_FORWARDED: [HeaderName; 12] = [
     header::CONNECTION,
@@ -136,9 +133,7 @@ async fn pass(turns: &Turns, route: Route, request: Request) -> Result<Response,
     // upload can't slip in between.
     let mut lease =
         turns.agent.begin(claim, rank, route.kind.appends()).await.map_err(|e| refusal(&e))?;
-    // It holds the session's gate, so it may not take as long as it likes.
-    let held = tokio::time::timeout(BODY_TIME_MAX, turns.budget.read(body)).await;
-    let held = held.map_err(|_| body_late())??;
+    let held = turns.budget.read(body).await?;
     let prepared = prepare(route.kind, &held.bytes, &lease).await?;
     debug!(
         rid = lease.rid,
@@ -183,14 +178,6 @@ fn check_encoding(headers: &HeaderMap) -> Result<(), Refusal> {
         )),
         _ => Ok(()),
     }
-}
-
-fn body_late() -> Refusal {
-    Refusal::new(
-        StatusCode::REQUEST_TIMEOUT,
-        "body_late",
-        format!("the body did not arrive within {BODY_TIME_MAX:?}"),
-    )
 }
 
 /// The Responses API's ids begin with its own prefix.
@@ -281,6 +268,7 @@ pub fn refusal(error: &agent::Error) -> Refusal {
             E::Closing => conflict("session_closing").retry_after(Duration::from_secs(1)),
             E::Busy => conflict("session_busy"),
             E::NotOffered { .. } => conflict("retention_unavailable"),
+            E::OpenOtherwise(_) => conflict("session_open_otherwise"),
             E::DeltaNeedsPinned(_) => conflict("delta_needs_pinned"),
             E::WholeHistory => conflict("whole_history"),
             E::Lost => conflict("session_lost"),

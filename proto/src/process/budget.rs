@@ -1,7 +1,7 @@
 //! Bytes of request bodies held in memory at once: read up to a limit each, and up to a limit all
 //! together. A held body gives its share back when it is dropped.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 use bytes::{Bytes, BytesMut};
 use http::StatusCode;
@@ -13,6 +13,12 @@ use super::refusal::Refusal;
 
 /// Accounting unit: a semaphore counts to 2^29 at least, so bytes are counted in KiB.
 const UNIT_BYTES: usize = 1024;
+
+/// Time for a body to arrive: 64 MiB at 9 Mbit/s. It holds budget, and at an agent a session's
+/// gate.
+pub const BODY_TIME_MAX: Duration = Duration::from_secs(60);
+/// Room made before the first byte; most turns of agents fit.
+const FIRST_BYTES: usize = 64 * 1024;
 
 /// The budget of one process.
 #[derive(Debug, Clone)]
@@ -40,9 +46,21 @@ impl BodyBudget {
     /// Reads a body to its end.
     ///
     /// # Errors
-    /// 413 over the limit of one, 503 while the limit of all is reached, 400 when the client stops
-    /// sending.
-    pub async fn read<B>(&self, mut body: B) -> Result<HeldBody, Refusal>
+    /// 413 over the limit of one, 503 while the limit of all is reached, 400 when the client breaks
+    /// off, 408 when it takes longer than [`BODY_TIME_MAX`].
+    pub async fn read<B>(&self, body: B) -> Result<HeldBody, Refusal>
+    where
+        B: Body<Data = Bytes> + Unpin,
+        B::Error: std::fmt::Display,
+    {
+        let read = tokio::time::timeout(BODY_TIME_MAX, self.read_all(body)).await;
+        read.unwrap_or_else(|_| {
+            let text = format!("the body did not arrive within {BODY_TIME_MAX:?}");
+            Err(Refusal::new(StatusCode::REQUEST_TIMEOUT, "body_late", text))
+        })
+    }
+
+    async fn read_all<B>(&self, mut body: B) -> Result<HeldBody, Refusal>
     where
         B: Body<Data = Bytes> + Unpin,
         B::Error: std::fmt::Display,
@@ -51,8 +69,9 @@ impl BodyBudget {
         if announced > self.body_bytes_max {
             return Err(self.too_large());
         }
-        let mut share = self.reserve(announced.max(1))?;
-        let mut bytes = BytesMut::with_capacity(announced);
+        // What is only announced takes no room: else a few silent clients would take all of it.
+        let mut share = self.reserve(1)?;
+        let mut bytes = BytesMut::with_capacity(announced.min(FIRST_BYTES));
         while let Some(frame) = body.frame().await {
             let frame = frame.map_err(|error| {
                 Refusal::bad_request("body_incomplete", format!("the body did not arrive: {error}"))
@@ -79,7 +98,7 @@ impl BodyBudget {
                 "body_bytes_in_flight",
                 "too many request bytes are in flight; try again",
             )
-            .retry_after(std::time::Duration::from_secs(1))
+            .retry_after(Duration::from_secs(1))
         })
     }
 
@@ -108,6 +127,37 @@ mod tests {
         assert_eq!(refused.code, "body_bytes_in_flight");
         drop(held);
         assert!(budget.read(body()).await.is_ok());
+    }
+
+    /// A body that announces much and never comes.
+    struct Silent;
+
+    impl Body for Silent {
+        type Data = Bytes;
+        type Error = std::convert::Infallible;
+
+        fn poll_frame(
+            self: std::pin::Pin<&mut Self>,
+            _: &mut std::task::Context<'_>,
+        ) -> std::task::Poll<Option<Result<http_body::Frame<Bytes>, Self::Error>>> {
+            std::task::Poll::Pending
+        }
+
+        fn size_hint(&self) -> http_body::SizeHint {
+            http_body::SizeHint::with_exact(4000)
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_silent_client_takes_no_room_and_is_sent_away() {
+        let budget = BodyBudget::new(4 * UNIT_BYTES, 6 * UNIT_BYTES);
+        let silent = budget.read(Silent);
+        let busy = async {
+            let held = budget.read(Full::new(Bytes::from(vec![7; 4 * UNIT_BYTES]))).await;
+            assert!(held.is_ok(), "{held:?}");
+        };
+        let (refused, ()) = tokio::join!(silent, busy);
+        assert_eq!(refused.unwrap_err().code, "body_late");
     }
 
     #[tokio::test]

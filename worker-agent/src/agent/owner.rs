@@ -27,8 +27,11 @@ use crate::{
 const CHANGES_BEHIND_MAX: usize = 8192;
 /// Reports are at least this far apart, so that a burst of turns is one report.
 const REPORT_GAP: Duration = Duration::from_millis(20);
-/// The engine's own limit on idle sessions, for the case that no agent ever comes back.
+/// The engine's own limit on idle sessions is so much longer than the agent's, for the case that no
+/// agent ever comes back. The engine counts from a turn's start, so a turn has to fit.
 const ENGINE_BACKSTOP: Duration = Duration::from_secs(24 * 3600);
+/// While a drain's time is up, what runs is aborted this often.
+const ABORT_AGAIN: Duration = Duration::from_millis(500);
 /// A close that did not get through is tried again after this long.
 const CLOSE_RETRY: Duration = Duration::from_millis(500);
 
@@ -42,8 +45,8 @@ pub(super) struct Owner {
     info: Option<Box<Info>>,
     /// Why the engine can't take turns; none while it can.
     down: Option<String>,
-    /// Who waits for a session to open.
-    opening: HashMap<SessionKey, Vec<Waiter>>,
+    /// Who waits for an incarnation to open.
+    opening: HashMap<String, Vec<Waiter>>,
     /// Turns inside the engine, by rid.
     running: HashMap<String, Option<SessionKey>>,
     ends: mpsc::Sender<End>,
@@ -62,8 +65,8 @@ enum Waiter {
 }
 
 struct Drain {
+    /// From then on what runs is aborted, again and again: an abort may come before its turn.
     deadline: Instant,
-    aborted: bool,
     done: Option<oneshot::Sender<()>>,
 }
 
@@ -127,7 +130,7 @@ impl Owner {
     /// When something is due without anyone asking.
     fn next_deadline(&self) -> Instant {
         let gap = if self.dirty { REPORT_GAP } else { self.setup.report_interval };
-        let drain = self.draining.as_ref().filter(|drain| !drain.aborted);
+        let drain = self.draining.as_ref().filter(|drain| drain.done.is_some());
         [Some(self.reported + gap), self.table.next_expiry(), drain.map(|drain| drain.deadline)]
             .into_iter()
             .flatten()
@@ -138,6 +141,9 @@ impl Owner {
     fn on_time(&mut self, now: Instant) {
         for key in self.table.expire(now) {
             info!(session = %key.digest(), "session expired");
+            self.touched(&key);
+        }
+        for key in self.table.take_displaced() {
             self.touched(&key);
         }
         for close in self.table.take_closes() {
@@ -183,7 +189,7 @@ impl Owner {
             }
             Message::Drain { limit, done } => {
                 info!(turns = self.running.len(), "draining");
-                let drain = Drain { deadline: now() + limit, aborted: false, done: Some(done) };
+                let drain = Drain { deadline: now() + limit, done: Some(done) };
                 self.draining = Some(drain);
                 self.table.close_all();
                 self.dirty = true;
@@ -276,22 +282,23 @@ impl Owner {
 
     /// Asks the engine once per incarnation; later waiters join the first.
     fn open_at_engine(&mut self, key: &SessionKey, incarnation: String, waiter: Waiter) {
-        let waiters = self.opening.entry(key.clone()).or_default();
+        let waiters = self.opening.entry(incarnation.clone()).or_default();
         waiters.push(waiter);
         if waiters.len() > 1 {
             return;
         }
         let (engine, mailbox) = (self.setup.engine.clone(), self.handle.mailbox.clone());
         let key = key.clone();
+        let idle_max = self.table.get(&key).map_or(Duration::ZERO, session::Session::idle_max);
         self.tasks.spawn(async move {
-            let opened = engine.open_session(&incarnation, ENGINE_BACKSTOP).await;
+            let opened = engine.open_session(&incarnation, idle_max + ENGINE_BACKSTOP).await;
             let result = opened.map_err(|error| error.to_string());
             let _ = mailbox.send(Message::Opened { key, incarnation, result }).await;
         });
     }
 
     fn opened(&mut self, key: &SessionKey, incarnation: &str, result: &Result<(), String>) {
-        let waiters = self.opening.remove(key).unwrap_or_default();
+        let waiters = self.opening.remove(incarnation).unwrap_or_default();
         self.table.opened(key, incarnation, result.is_ok());
         for waiter in waiters {
             match (waiter, result) {
@@ -420,19 +427,22 @@ impl Owner {
     fn drain_step(&mut self, now: Instant) {
         let Some(drain) = &mut self.draining else { return };
         let left = self.running.len() + self.table.closes_pending() + self.opening.len();
-        if left == 0 || (self.down.is_some() && self.running.is_empty()) {
+        let gone = self.info.is_none() && self.running.is_empty();
+        if left == 0 || gone {
             if let Some(done) = drain.done.take() {
                 let _ = done.send(());
             }
             return;
         }
-        if now >= drain.deadline && !drain.aborted {
-            drain.aborted = true;
+        if now >= drain.deadline {
+            drain.deadline = now + ABORT_AGAIN;
             warn!(turns = self.running.len(), "drain time is up, aborting turns");
             let engine = self.setup.engine.clone();
             let rids: Vec<String> = self.running.keys().cloned().collect();
             self.tasks.spawn(async move {
-                for rid in rids {
+                // The Responses API's turns have their own prefix there.
+                let named = rids.iter().flat_map(|rid| [rid.clone(), format!("resp_{rid}")]);
+                for rid in named {
                     if let Err(error) = engine.abort(&rid).await {
                         warn!(rid, %error, "abort did not get through");
                     }

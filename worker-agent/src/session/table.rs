@@ -26,7 +26,7 @@ use super::{
 const SESSIONS_MAX: usize = 16_384;
 
 /// Longest idle time anyone can ask for: more is a mistake, and must not overflow a point in time.
-const IDLE_MS_MAX: u64 = 365 * 86_400_000;
+const IDLE_MAX: Duration = Duration::from_secs(365 * 86_400);
 
 /// All sessions of one engine.
 #[derive(Debug)]
@@ -37,12 +37,15 @@ pub struct Table {
     closing: HashMap<String, (u32, u64)>,
     /// Closes that the engine is still to be asked for.
     closes: Vec<Close>,
+    /// Sessions forgotten to make room for others.
+    displaced: Vec<SessionKey>,
     /// Turns inside the engine, per rank, with and without a session.
     turns: Vec<u32>,
     /// Prefix of incarnation ids, unique per agent process.
     prefix: String,
     incarnations: u64,
     idle_max: Duration,
+    sessions_max: usize,
 }
 
 impl Table {
@@ -55,10 +58,12 @@ impl Table {
             sessions: HashMap::new(),
             closing: HashMap::new(),
             closes: vec![],
+            displaced: vec![],
             turns,
             prefix,
             incarnations: 0,
             idle_max,
+            sessions_max: SESSIONS_MAX,
         }
     }
 
@@ -163,11 +168,20 @@ impl Table {
         idle_max: Option<Duration>,
         rank: Option<u32>,
     ) -> Result<Option<String>, Error> {
-        if let Some(session) = self.sessions.get(key) {
+        if let Some(session) = self.sessions.get_mut(key) {
             match session.phase {
                 Phase::Closing => return Err(Error::Closing),
+                Phase::Opening | Phase::Open
+                    if retention.is_some_and(|wanted| wanted != session.retention) =>
+                {
+                    return Err(Error::OpenOtherwise(session.retention));
+                }
                 Phase::Opening => return Ok(Some(session.incarnation.clone())),
-                Phase::Open => return Ok(None),
+                Phase::Open => {
+                    session.exclusive |= session.running <= 1;
+                    session.idle_max = idle_max.map_or(session.idle_max, |max| max.min(IDLE_MAX));
+                    return Ok(None);
+                }
                 Phase::Suspect | Phase::Lost if session.running > 0 => return Err(Error::Busy),
                 Phase::Suspect | Phase::Lost => drop(self.close(key)?),
             }
@@ -257,9 +271,7 @@ impl Table {
     /// Closes the sessions whose idle time has run out, and names them.
     pub fn expire(&mut self, now: Instant) -> Vec<SessionKey> {
         let due = self.sessions.iter().filter(|(_, session)| {
-            session.running == 0
-                && session.phase != Phase::Opening
-                && session.last_end + session.idle_max <= now
+            session.can_expire() && session.last_end + session.idle_max <= now
         });
         let due: Vec<SessionKey> = due.map(|(key, _)| key.clone()).collect();
         due.iter().for_each(|key| drop(self.close(key)));
@@ -277,7 +289,7 @@ impl Table {
     pub fn next_expiry(&self) -> Option<Instant> {
         self.sessions
             .values()
-            .filter(|session| session.running == 0 && session.phase != Phase::Opening)
+            .filter(|session| session.can_expire())
             .map(|session| session.last_end + session.idle_max)
             .min()
     }
@@ -340,8 +352,8 @@ impl Table {
         dp_rank: u32,
         claim: &Claim,
     ) -> Result<(), Error> {
-        if self.sessions.len() >= SESSIONS_MAX {
-            let detail = format!("{SESSIONS_MAX} are open; close some");
+        if self.sessions.len() >= self.sessions_max && !self.make_room() {
+            let detail = format!("{} are open; close some", self.sessions_max);
             return Err(Error::Short { what: "sessions", detail });
         }
         let pinned = retention == Retention::Pinned;
@@ -364,6 +376,23 @@ impl Table {
         };
         self.sessions.insert(key.clone(), session);
         Ok(())
+    }
+
+    /// Closes the inferred session that was idle longest: its client has no claim to it, and finds
+    /// its KV in the tree if it comes back soon.
+    fn make_room(&mut self) -> bool {
+        let inferred = self.sessions.iter().filter(|(_, one)| !one.exclusive && one.can_expire());
+        let longest = inferred.min_by_key(|(_, one)| one.last_end).map(|(key, _)| key.clone());
+        let Some(key) = longest else { return false };
+        let closed = self.close(&key).is_ok();
+        self.displaced.push(key);
+        closed
+    }
+
+    /// Sessions that were forgotten to make room, for those who watch.
+    #[must_use]
+    pub fn take_displaced(&mut self) -> Vec<SessionKey> {
+        std::mem::take(&mut self.displaced)
     }
 
     fn retention(&self, wanted: Option<Retention>) -> Result<Retention, Error> {
@@ -456,7 +485,7 @@ impl Table {
 }
 
 fn idle_max_of(idle_ms: u64) -> Duration {
-    Duration::from_millis(idle_ms.min(IDLE_MS_MAX))
+    Duration::from_millis(idle_ms).min(IDLE_MAX)
 }
 
 #[cfg(test)]
@@ -583,6 +612,7 @@ mod tests {
     fn nothing_is_appended_to_a_history_in_doubt() {
         let ends = [
             ("nobody saw the end", Outcome::Lost),
+            ("the client did not hear it", Outcome::Unheard(None)),
             ("the history shrank", finished(5, 1)),
             (
                 "retracted",
@@ -674,6 +704,48 @@ mod tests {
         table.open(now, &key("o"), None, None, None).unwrap();
         let _running = begin(&mut table, now, &Claim::of(&key("o"))).unwrap();
         assert_eq!(begin(&mut table, now, &Claim::of(&key("o"))), Err(Error::Busy));
+    }
+
+    #[test]
+    fn a_full_table_forgets_the_longest_idle_inferred_session() {
+        let (mut table, now) = table();
+        table.sessions_max = 8;
+        table.open(now, &key("opened"), None, None, None).unwrap();
+        for number in 1..table.sessions_max {
+            let at = now + Duration::from_millis(number as u64);
+            let turn = begin(&mut table, at, &Claim::of(&key(&number.to_string()))).unwrap();
+            table.end(at, &turn, Outcome::Finished(None));
+        }
+        let late = now + IDLE / 2;
+        assert!(begin(&mut table, late, &Claim::of(&key("new"))).is_ok());
+        assert_eq!(table.take_displaced(), [key("1")]);
+        assert!(table.get(&key("opened")).is_some(), "its client asked for it");
+        assert_eq!(table.take_closes().len(), 1);
+    }
+
+    #[test]
+    fn an_explicit_open_takes_an_inferred_session_over() {
+        let (mut table, now) = table();
+        let turn = begin(&mut table, now, &Claim::of(&key("s"))).unwrap();
+        table.end(now, &turn, finished(20, 5));
+        let short = Some(IDLE / 2);
+        assert_eq!(table.open(now, &key("s"), None, short, None), Ok(None));
+        assert_eq!(table.next_expiry(), Some(now + IDLE / 2));
+        let _running = begin(&mut table, now, &Claim::of(&key("s"))).unwrap();
+        assert_eq!(begin(&mut table, now, &Claim::of(&key("s"))), Err(Error::Busy));
+        let other = table.open(now, &key("s"), Some(Retention::Pinned), None, None);
+        assert_eq!(other, Err(Error::OpenOtherwise(Retention::Tagged)));
+    }
+
+    #[test]
+    fn a_session_closed_while_it_opens_waits_for_the_engine_alone() {
+        let (mut table, now) = table();
+        let pin = Some(Retention::Pinned);
+        let incarnation = table.open(now, &key("s"), pin, None, None).unwrap().unwrap();
+        assert_eq!(table.close(&key("s")), Ok(true));
+        assert_eq!(table.next_expiry(), None, "its time doesn't run out again and again");
+        table.opened(&key("s"), &incarnation, true);
+        assert_eq!(table.take_closes(), [Close { incarnation }]);
     }
 
     #[test]

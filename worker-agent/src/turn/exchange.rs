@@ -109,6 +109,10 @@ impl Exchange {
     }
 
     fn finish(&mut self, outcome: Outcome) {
+        let outcome = match outcome {
+            Outcome::Finished(usage) if self.abandoned => Outcome::Unheard(usage),
+            outcome => outcome,
+        };
         if let Some(lease) = self.lease.take() {
             self.turns.metrics.ended(outcome, self.started.elapsed());
             lease.finish(outcome);
@@ -132,7 +136,10 @@ impl Exchange {
             }
             None => {
                 self.upstream = None;
-                self.finish(self.scanner.outcome(self.status));
+                // A stream that ends without its last event has been cut off, however cleanly.
+                let whole = self.scanner.is_whole() || !self.status.is_success();
+                let outcome = self.scanner.outcome(self.status);
+                self.finish(if whole { outcome } else { Outcome::Lost });
             }
         }
     }

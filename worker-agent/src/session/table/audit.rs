@@ -2,7 +2,7 @@
 
 use proto::load::Retention;
 
-use super::{SESSIONS_MAX, Table};
+use super::Table;
 use crate::session::{Phase, Totals};
 
 impl Table {
@@ -29,7 +29,7 @@ impl Table {
 
     /// Panics when a promise is broken.
     pub fn check_invariants(&self) {
-        assert!(self.sessions.len() <= SESSIONS_MAX, "too many sessions");
+        assert!(self.sessions.len() <= self.sessions_max, "too many sessions");
         let mut ids: Vec<&String> = self.sessions.values().map(|s| &s.incarnation).collect();
         ids.extend(self.closing.keys());
         let count = ids.len();
