@@ -371,8 +371,13 @@ async fn after_an_engine_s_restart_tagged_sessions_go_on_and_pinned_ones_say_why
     })
     .await;
     let of = ("x-berth-session-id", "p");
-    let lost = house.post("/generate", &[of, DELTA], &turn("a", 1)).await;
-    assert_eq!((lost.status.as_u16(), lost.code().as_str()), (409, "session_lost"));
+    eventually("the loss to be known", || async {
+        let lost = house.post("/generate", &[of, DELTA], &turn("a", 1)).await;
+        // Until the agent has noticed, the new engine says itself that it has no such session.
+        assert_ne!(lost.status, StatusCode::OK, "{}", lost.text());
+        ((lost.status.as_u16(), lost.code().as_str()) == (409, "session_lost")).then_some(())
+    })
+    .await;
 }
 
 #[tokio::test]

@@ -1,7 +1,10 @@
 //! The engine as the agent calls it: facts, load samples, open, close, abort, and the pooled client
 //! that turns use. It knows SGLang's HTTP and nothing of sessions' states.
 
-use std::time::{Duration, Instant};
+use std::{
+    net::SocketAddr,
+    time::{Duration, Instant},
+};
 
 use axum::body::Body;
 use bytes::Bytes;
@@ -9,7 +12,10 @@ use http::{HeaderValue, Method, Request, Response, StatusCode, Uri, header, uri:
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Incoming;
 use hyper_util::{
-    client::legacy::{Client, ResponseFuture, connect::HttpConnector},
+    client::legacy::{
+        Client, ResponseFuture,
+        connect::{HttpConnector, HttpInfo},
+    },
     rt::{TokioExecutor, TokioTimer},
 };
 use proto::load::{EngineFacts, Retention};
@@ -56,6 +62,12 @@ pub enum Error {
 }
 
 impl Error {
+    /// A connection that had been made broke.
+    #[must_use]
+    pub fn is_broken(&self) -> bool {
+        matches!(self, Self::Broken(..))
+    }
+
     /// See [`refused`].
     #[must_use]
     pub fn is_gone(&self) -> bool {
@@ -86,6 +98,8 @@ pub struct Engine {
     turns: Client<HttpConnector, Body>,
     /// Control calls, on connections of their own so that they never wait behind turns.
     control: Client<HttpConnector, Full<Bytes>>,
+    /// Samples alone: a new connection here means that the engine may be another process.
+    samples: Client<HttpConnector, Full<Bytes>>,
     call_time_max: Duration,
 }
 
@@ -147,6 +161,8 @@ pub struct Sample {
     pub at: Instant,
     /// In rank order.
     pub ranks: Vec<RankSample>,
+    /// Our end of the connection it came by.
+    pub connection: Option<SocketAddr>,
 }
 
 impl Engine {
@@ -164,8 +180,9 @@ impl Engine {
         let mut builder = Client::builder(TokioExecutor::new());
         builder.pool_timer(TokioTimer::new()).pool_idle_timeout(POOL_IDLE_MAX);
         let turns = builder.build(connector.clone());
-        let control = builder.build(connector);
-        Self { base, api_key, turns, control, call_time_max }
+        let control = builder.build(connector.clone());
+        let samples = builder.build(connector);
+        Self { base, api_key, turns, control, samples, call_time_max }
     }
 
     /// Sends a turn. The future does nothing until polled; dropping it drops the connection.
@@ -197,7 +214,8 @@ impl Engine {
     /// When the engine can't be reached or says something unintelligible.
     pub async fn sample(&self, now: impl Fn() -> Instant) -> Result<Sample, Error> {
         let path = "/v1/loads";
-        let body = self.call(Method::GET, "/v1/loads?include=core", None).await?;
+        let request = self.request(Method::GET, "/v1/loads?include=core", None);
+        let (body, connection) = self.exchange(&self.samples, path, request).await?;
         #[derive(Deserialize)]
         struct Loads {
             loads: Vec<RankSample>,
@@ -205,7 +223,7 @@ impl Engine {
         let mut loads: Loads = serde_json::from_slice(&body)
             .map_err(|error| Error::Answer { path, detail: error.to_string() })?;
         loads.loads.sort_by_key(|rank| rank.dp_rank);
-        Ok(Sample { at: now(), ranks: loads.loads })
+        Ok(Sample { at: now(), ranks: loads.loads, connection })
     }
 
     /// Opens a streaming session. `backstop` is the engine's own idle limit, far beyond the
@@ -247,6 +265,16 @@ impl Engine {
         path: &'static str,
         body: Option<&Value>,
     ) -> Result<Bytes, Error> {
+        let request = self.request(method, path, body);
+        self.exchange(&self.control, path, request).await.map(|(bytes, _)| bytes)
+    }
+
+    fn request(
+        &self,
+        method: Method,
+        path: &'static str,
+        body: Option<&Value>,
+    ) -> Request<Full<Bytes>> {
         let mut request = Request::builder()
             .method(method)
             .uri(self.uri(Some(&PathAndQuery::from_static(path))))
@@ -255,10 +283,20 @@ impl Engine {
             request = request.header(header::AUTHORIZATION, key);
         }
         let bytes = body.map(Value::to_string).unwrap_or_default();
-        let request = request.body(Full::from(bytes)).expect("all parts are valid");
+        request.body(Full::from(bytes)).expect("all parts are valid")
+    }
+
+    async fn exchange(
+        &self,
+        client: &Client<HttpConnector, Full<Bytes>>,
+        path: &'static str,
+        request: Request<Full<Bytes>>,
+    ) -> Result<(Bytes, Option<SocketAddr>), Error> {
         let exchange = async {
-            let response = self.control.request(request).await.map_err(|error| self.lost(error))?;
-            self.read(path, response).await
+            let response = client.request(request).await.map_err(|error| self.lost(error))?;
+            let info = response.extensions().get::<HttpInfo>();
+            let connection = info.map(HttpInfo::local_addr);
+            Ok((self.read(path, response).await?, connection))
         };
         let limit = self.call_time_max;
         tokio::time::timeout(limit, exchange).await.map_err(|_| Error::Timeout(path, limit))?

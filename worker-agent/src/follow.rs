@@ -81,7 +81,7 @@ async fn sample(follower: &Follower) -> Option<EngineNews> {
         match follower.engine.sample(|| tokio::time::Instant::now().into_std()).await {
             Ok(sample) => {
                 failures = 0;
-                if last.as_ref().is_some_and(|last| went_back(last, &sample)) {
+                if last.as_ref().is_some_and(|last| may_be_another(last, &sample)) {
                     return None;
                 }
                 last = Some(sample.clone());
@@ -93,17 +93,22 @@ async fn sample(follower: &Follower) -> Option<EngineNews> {
                 if failures >= FAILURES_MAX || error.is_gone() {
                     return Some(down(&error));
                 }
+                if error.is_broken() {
+                    // Its other end may have been a process that is no more: look who is there.
+                    return None;
+                }
             }
         }
     }
 }
 
-/// The engine's counters only grow; smaller ones are another process's.
-fn went_back(last: &Sample, next: &Sample) -> bool {
+/// The engine's counters only grow, so smaller ones are another process's; and one that restarted
+/// quickly has ended the connection.
+fn may_be_another(last: &Sample, next: &Sample) -> bool {
     let total = |sample: &Sample| -> u64 {
         sample.ranks.iter().map(|rank| rank.total_prefill_uncached_tokens).sum()
     };
-    total(next) < total(last)
+    total(next) < total(last) || next.connection != last.connection
 }
 
 /// The engine doesn't say how large its vocabulary is; the model's own config does.
