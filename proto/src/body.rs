@@ -269,9 +269,6 @@ mod tests {
             want.insert("rid".into(), "B".into());
             want.insert("session_id".into(), "E".into());
             prop_assert_eq!(serde_json::from_str::<Value>(&out).unwrap(), Value::Object(want));
-            let mut seen = out.matches("\"B\"").count();
-            seen += out.matches("\"E\"").count();
-            prop_assert!(seen >= 2);
         }
     }
 }

@@ -133,11 +133,4 @@ mod tests {
         let waited = tokio::time::timeout(Duration::from_secs(10), readings.wait_for(newer));
         assert_eq!(waited.await.unwrap().unwrap()[0].utilization_percent, None);
     }
-
-    #[test]
-    fn a_machine_without_nvml_is_an_ordinary_machine() {
-        // With NVML the devices are real; without, there are none. Both must simply return.
-        let devices = detect(&[]).read();
-        assert!(devices.iter().all(|device| !device.uuid.is_empty()));
-    }
 }
