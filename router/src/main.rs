@@ -4,12 +4,11 @@ use std::{io::Write as _, process::ExitCode};
 
 use anyhow::Context as _;
 use clap::Parser as _;
-use proto::process::{log, settings, tasks::Tasks};
+use proto::process::{log, settings, signal, tasks::Tasks};
 use router::{
     Listeners,
     config::{Args, Config},
 };
-use tokio::signal::unix::{SignalKind, signal};
 
 fn main() -> ExitCode {
     let args = match Args::try_parse() {
@@ -60,15 +59,13 @@ fn serve(config: Config) -> anyhow::Result<()> {
 }
 
 fn stop_on_signal(tasks: &Tasks) -> std::io::Result<()> {
-    let mut terminate = signal(SignalKind::terminate())?;
-    let mut interrupt = signal(SignalKind::interrupt())?;
+    let signalled = signal::stop()?;
     let told = tasks.clone();
     tasks.spawn(async move {
         tokio::select! {
             biased;
             () = told.cancelled() => {}
-            _ = terminate.recv() => told.cancel(),
-            _ = interrupt.recv() => told.cancel(),
+            () = signalled => told.cancel(),
         }
     });
     Ok(())
