@@ -295,12 +295,29 @@ async fn bodies_have_a_limit() {
 }
 
 #[tokio::test]
-async fn a_full_worker_says_when_to_try_again() {
-    let house = House::with(slow(), |config| config.turns_in_flight_max = 1).await;
-    let _running = house.start_stream(&claim("a"), &streamed("hello", 100)).await;
-    let full = house.generate(None, &turn("x", 1)).await;
-    assert_eq!((full.status.as_u16(), full.code().as_str()), (429, "turns"));
-    assert_eq!(full.headers["retry-after"], "1");
+async fn a_full_worker_lets_turns_wait_and_then_says_when_to_try_again() {
+    let house = House::with(slow(), |config| {
+        config.turns_in_flight_max = 1;
+        config.turns_queued_max = 1;
+        config.queue_wait_ms_max = 300;
+    })
+    .await;
+    let running = house.start_stream(&claim("a"), &streamed("hello", 1000)).await;
+    let (body, other) = (turn("x", 1), turn("y", 1));
+    let one = house.generate(None, &body);
+    let two = house.generate(None, &other);
+    let (one, two) = tokio::join!(one, two);
+    let mut codes = [one.code(), two.code()];
+    codes.sort();
+    assert_eq!(codes, ["queue_places", "queue_time"], "one found a place, for a while");
+    for answer in [one, two] {
+        assert_eq!(answer.status.as_u16(), 429);
+        assert_eq!(answer.headers["retry-after"], "1");
+    }
+    let body = turn("z", 1);
+    let waiting = house.generate(None, &body);
+    drop(running);
+    assert_eq!(waiting.await.status, StatusCode::OK, "room came while it waited");
 }
 
 #[tokio::test]
@@ -468,4 +485,99 @@ async fn opens_and_closes_over_grpc_say_what_is_short() {
         client.open_session(open("s7")).await.ok()
     })
     .await;
+}
+
+#[tokio::test]
+async fn a_wedge_that_others_cause_makes_the_worker_unhealthy_and_says_why() {
+    let house = House::with(Config::default(), |config| config.stall_ms_max = 300).await;
+    let engine = |path: &str| format!("{}{path}", house.engine.url());
+    // Someone opens sessions straight at the engine, until they hold all of its rows.
+    for number in 0..8 {
+        let id = format!("someone-{number}");
+        let open = json!({"capacity_of_str_len": 1, "session_id": id, "streaming": true});
+        house.web.post(&engine("/open_session"), &[], &open).await.unwrap();
+        let mut first = turn("hello", 1);
+        first["session_params"] = json!({"id": id});
+        let answer = house.web.post(&engine("/generate"), &[], &first).await.unwrap();
+        assert_eq!(answer.status, StatusCode::OK, "{}", answer.text());
+    }
+    let ready_now = || async { house.web.get(&house.agent.admin_url("/readyz")).await.unwrap() };
+    assert_eq!(ready_now().await.status, StatusCode::OK, "nothing waits yet");
+    let body = turn("hello", 1);
+    let stuck = house.generate(None, &body);
+    let unwedged = async {
+        let reason = eventually("the worker's complaint", || async {
+            let answer = ready_now().await;
+            (answer.status == StatusCode::SERVICE_UNAVAILABLE).then(|| answer.text())
+        })
+        .await;
+        assert!(reason.contains("1 requests wait") && reason.contains("close them"), "{reason}");
+        let close = json!({"session_id": "someone-0"});
+        house.web.post(&engine("/close_session"), &[], &close).await.unwrap();
+    };
+    let (answer, ()) = tokio::join!(stuck, unwedged);
+    assert_eq!(answer.status, StatusCode::OK, "one close lets it run");
+    eventually("health", || async { (ready_now().await.status == 200).then_some(()) }).await;
+}
+
+#[tokio::test]
+async fn tokens_that_others_hold_count_as_pinned() {
+    let house = House::new().await;
+    let engine = |path: &str| format!("{}{path}", house.engine.url());
+    let open = json!({"capacity_of_str_len": 1, "session_id": "someone", "streaming": true});
+    house.web.post(&engine("/open_session"), &[], &open).await.unwrap();
+    let mut first = turn(&"x".repeat(900), 1);
+    first["session_params"] = json!({"id": "someone"});
+    house.web.post(&engine("/generate"), &[], &first).await.unwrap();
+    let metrics =
+        || async { house.web.get(&house.agent.admin_url("/metrics")).await.unwrap().text() };
+    eventually("the foreign tokens", || async {
+        let line = "berth_agent_rank_load{dp_rank=\"0\",figure=\"foreign_tokens\"} 912";
+        metrics().await.contains(line).then_some(())
+    })
+    .await;
+    let refused = house.generate(Some(&pinned("s")), &turn(&"y".repeat(500), 100)).await;
+    assert_eq!((refused.status.as_u16(), refused.code().as_str()), (429, "pin_tokens"));
+}
+
+#[tokio::test]
+async fn the_next_agent_closes_what_a_killed_one_left() {
+    let state = tempfile::tempdir().unwrap();
+    let engine = EngineSim::start_local(Config::default()).await.unwrap();
+    let settings = || {
+        let mut config = agent_config(&engine.url(), "w0");
+        config.state_dir = state.path().to_owned();
+        config
+    };
+    let web = Web::default();
+    let first = tokio::task::spawn_blocking({
+        let config = settings();
+        let web = web.clone();
+        // On a runtime of its own, which can be ended as a kill ends a process: between two polls.
+        move || {
+            let runtime = tokio::runtime::Runtime::new().unwrap();
+            runtime.block_on(async {
+                let agent = Agent::start(config.clone()).unwrap();
+                ready(&web, agent.admin).await;
+                let claim = pinned("s").to_string();
+                let headers = [("x-berth-session", claim.as_str())];
+                let answer = web.post(&agent.url("/generate"), &headers, &turn("hello", 2)).await;
+                assert_eq!(answer.unwrap().status, StatusCode::OK);
+                let second = Agent::start(config).unwrap().stop().await.unwrap_err();
+                assert!(second.to_string().contains("another agent"), "{second}");
+            });
+            runtime.shutdown_timeout(Duration::ZERO);
+        }
+    });
+    first.await.unwrap();
+    let left = engine.pool(0).await.unwrap();
+    assert_eq!((left.sessions.len(), left.held_rows), (1, 1), "what the kill left");
+    let next = Agent::start(settings()).unwrap();
+    ready(&web, next.admin).await;
+    eventually("an empty engine", || async {
+        let facts = engine.pool(0).await.unwrap();
+        (facts.sessions.is_empty() && facts.held_rows == 0).then_some(())
+    })
+    .await;
+    next.stop().await.unwrap();
 }

@@ -29,14 +29,24 @@ impl House {
         Self::with(count, Config::default()).await
     }
 
-    async fn with(count: usize, mut config: Config) -> Self {
+    async fn with(count: usize, config: Config) -> Self {
+        Self::with_agents(count, config, |_| {}).await
+    }
+
+    async fn with_agents(
+        count: usize,
+        mut config: Config,
+        settings: fn(&mut worker_agent::config::Config),
+    ) -> Self {
         config.core.session_radix_cache = true;
         let web = Web::default();
         let (mut engines, mut agents) = (vec![], vec![]);
         for number in 0..count {
             let engine = EngineSim::start_local(config.clone()).await.unwrap();
             let id = format!("w{number}");
-            let agent = Agent::start(agent_config(&engine.url(), &id)).unwrap();
+            let mut own = agent_config(&engine.url(), &id);
+            settings(&mut own);
+            let agent = Agent::start(own).unwrap();
             ready(&web, agent.admin).await;
             engines.push(engine);
             agents.push(agent);
@@ -292,6 +302,26 @@ async fn nobody_else_s_session() {
 }
 
 #[tokio::test]
+async fn a_second_turn_waits_where_the_agent_lets_it() {
+    let mut config = Config::default();
+    config.core.decode_ms_per_step = 20.0;
+    let house = House::with_agents(1, config, |agent| agent.turns_queued_per_session_max = 1).await;
+    house.open_pinned("s").await;
+    let headers = [("x-berth-session-id", "s"), DELTA];
+    let body = |text: &str| turn(text, 20);
+    let (one, two, three) = (body("a"), body("bc"), body("def"));
+    let turns = [&one, &two, &three].map(|body| house.post("/generate", &headers, body));
+    let [one, two, three] = <[Answer; 3]>::try_from(join_all(turns).await).unwrap();
+    let mut statuses = [one.status, two.status, three.status].map(|status| status.as_u16());
+    statuses.sort_unstable();
+    assert_eq!(statuses, [200, 200, 409], "one runs, one waits, one is too many");
+    let prompts = [&one, &two, &three].map(|turn| turn.meta("prompt_tokens"));
+    let longest = prompts.iter().flatten().max().unwrap();
+    let shortest = prompts.iter().flatten().min().unwrap();
+    assert!(*longest > shortest + 20, "the second was appended to the first: {prompts:?}");
+}
+
+#[tokio::test]
 async fn a_restarted_router_and_a_second_one_know_every_session() {
     let mut config = Config::default();
     config.core.decode_ms_per_step = 20.0;
@@ -323,8 +353,12 @@ async fn a_lost_worker_s_sessions_move_or_say_that_they_cannot() {
     let mut house = House::new(2).await;
     let headers = [("x-session-id", "t")];
     house.post("/v1/chat/completions", &headers, &chat(&[("user", "hello")])).await;
-    house.open_pinned("p0").await;
-    house.open_pinned("p1").await;
+    for id in ["p0", "p1"] {
+        house.open_pinned(id).await;
+        let of = ("x-berth-session-id", id);
+        let first = house.post("/generate", &[of, DELTA], &turn("a", 1)).await;
+        assert_eq!(first.status, StatusCode::OK, "{}", first.text());
+    }
     let seen = |engine: &EngineSim| engine.bodies_seen("/v1/chat/completions").len();
     let home = house.engines.iter().position(|engine| seen(engine) == 1).unwrap();
     let homed = house.engines[home].pool(0).await.unwrap().sessions.len();
@@ -340,7 +374,11 @@ async fn a_lost_worker_s_sessions_move_or_say_that_they_cannot() {
     let mut lost = 0;
     for id in ["p0", "p1"] {
         let of = ("x-berth-session-id", id);
-        let answer = house.post("/generate", &[of, DELTA], &turn("a", 1)).await;
+        let answer = eventually("word of the session", || async {
+            let answer = house.post("/generate", &[of, DELTA], &turn("a", 1)).await;
+            (answer.code() != "worker_unreachable").then_some(answer)
+        })
+        .await;
         match (answer.status.as_u16(), answer.code().as_str()) {
             (200, _) => {}
             // Stopped in order, the agent has closed it; gone at once, it is lost.

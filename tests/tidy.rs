@@ -150,6 +150,30 @@ fn every_version_stands_once() {
 }
 
 #[test]
+fn no_binary_can_switch_a_guard_off() {
+    let mut findings = vec![];
+    for file in files().into_iter().filter(|file| file.ends_with("Cargo.toml")) {
+        let text = fs::read_to_string(root().join(&file)).expect("a listed file can be read");
+        let mut section = "";
+        for line in text.lines() {
+            if line.starts_with('[') {
+                section = line;
+            }
+            let defines = section == "[features]" && line.starts_with("guard-switch = []");
+            let comment = line.trim_start().starts_with('#');
+            if line.contains("guard-switch")
+                && !comment
+                && !defines
+                && section != "[dev-dependencies]"
+            {
+                findings.push(format!("{file}: `{line}` is for tests alone"));
+            }
+        }
+    }
+    report(&findings);
+}
+
+#[test]
 fn the_guide_is_short_enough_to_be_read() {
     let guide = fs::read_to_string(root().join("CONTRIBUTING.md")).expect("the guide is there");
     let lines = guide.lines().count();

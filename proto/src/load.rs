@@ -36,6 +36,8 @@ pub enum SessionState {
     Closing,
     /// The engine restarted under it.
     Lost,
+    /// Pinned, its KV in the radix tree for now.
+    Demoted,
 }
 
 /// Where a figure comes from.
@@ -52,6 +54,8 @@ pub enum Source {
     Ledger,
     /// An upper bound of what may still be there.
     Estimate,
+    /// The shim inside the engine.
+    Shim,
 }
 
 /// A number with its source and its age when it was sent. The unit is its field's.
@@ -133,6 +137,8 @@ pub struct Description {
     pub ranks: Vec<Rank>,
     /// What the engine's flags allow, best first.
     pub retentions: Vec<Retention>,
+    /// Turns of one exclusive session that may wait behind the one that runs.
+    pub turns_queued_per_session_max: u32,
 }
 
 /// A session as its agent sees it.
@@ -187,6 +193,14 @@ pub struct RankLoad {
     pub sessions: u32,
     /// With their readings.
     pub devices: Vec<Device>,
+    /// Turns that wait in the agent.
+    pub turns_queued: u32,
+    /// Free KV, tokens.
+    pub pool_available_tokens: Option<Figure>,
+    /// Cached KV that eviction takes, tokens.
+    pub pool_evictable_tokens: Option<Figure>,
+    /// Of `pinned_tokens`: others' sessions in the engine.
+    pub foreign_tokens: Option<Figure>,
 }
 
 /// One agent's report.
@@ -201,6 +215,8 @@ pub struct LoadReport {
     pub unhealthy: Option<String>,
     /// Takes no new sessions.
     pub draining: bool,
+    /// Why only a restart of the engine gives back what it holds.
+    pub restart_required: Option<String>,
 }
 
 /// What was wrong with a message.

@@ -32,8 +32,8 @@ pub struct Binding {
     pub exclusive: bool,
     /// When the last turn through this router ended.
     pub ended: Option<Instant>,
-    /// What the agent answered to an open, and when. Counts for [`TABLE_LAG`].
-    pub opened: Option<(Arc<Session>, Instant)>,
+    /// What the agent answered to an open. Counts for [`TABLE_LAG`].
+    pub opened: Option<Opened>,
     /// A close through this router.
     pub closing: Closing,
     /// When it began a new life after a close.
@@ -42,6 +42,17 @@ pub struct Binding {
     pub placement_only: bool,
     /// The place in the order of forgetting; only while no turn runs.
     idle: Option<(Instant, u64)>,
+}
+
+/// An open that an agent agreed to.
+#[derive(Debug)]
+pub struct Opened {
+    /// As answered.
+    pub session: Arc<Session>,
+    /// The agent's epoch: what another one opened went with it.
+    pub epoch: Option<u64>,
+    /// When.
+    pub at: Instant,
 }
 
 /// How far a close has come.
@@ -97,11 +108,11 @@ impl Binding {
         self.reborn.is_some_and(|at| now.saturating_duration_since(at) <= TABLE_LAG)
     }
 
-    /// What an open answered, while the table may lag behind it.
+    /// What an open answered, while the table of the agent of this epoch may lag behind it.
     #[must_use]
-    pub fn just_opened(&self, now: Instant) -> Option<&Arc<Session>> {
-        let (session, at) = self.opened.as_ref()?;
-        (now.saturating_duration_since(*at) <= TABLE_LAG).then_some(session)
+    pub fn just_opened(&self, epoch: Option<u64>, now: Instant) -> Option<&Arc<Session>> {
+        let opened = self.opened.as_ref().filter(|opened| opened.epoch == epoch)?;
+        (now.saturating_duration_since(opened.at) <= TABLE_LAG).then_some(&opened.session)
     }
 }
 
@@ -184,13 +195,8 @@ impl Affinity {
     ///
     /// # Errors
     /// When the table is full of sessions with running turns.
-    pub fn opened(
-        &mut self,
-        worker: WorkerRef,
-        session: Arc<Session>,
-        now: Instant,
-    ) -> Result<(), Full> {
-        let key = session.key.clone();
+    pub fn opened(&mut self, worker: WorkerRef, opened: Opened, now: Instant) -> Result<(), Full> {
+        let (session, key) = (&opened.session, opened.session.key.clone());
         let binding = self.entry(&key, worker, now)?;
         binding.worker = worker;
         binding.exclusive = session.exclusive;
@@ -199,7 +205,7 @@ impl Affinity {
             binding.reborn = Some(now);
         }
         binding.placement_only = false;
-        binding.opened = Some((session, now));
+        binding.opened = Some(opened);
         self.settle(&key, now);
         Ok(())
     }

@@ -167,6 +167,13 @@ impl Shared {
             ..base
         };
         let placement = self.place(&question, view)?;
+        if let Some(Sticky { worker, fixed: true }) = sticky
+            && worker != placement.worker
+            && ask.delta
+        {
+            // Elsewhere there is no history that this could be appended to.
+            return Err(lost(&view.name(worker), false));
+        }
         let exclusive = ask.open || ask.retention == Some(Retention::Pinned);
         let hold = self.hold(&mut affinity, ask, placement.worker, exclusive)?;
         drop(affinity);
@@ -265,7 +272,7 @@ fn admit(ask: &Ask, standing: &Standing, view: &ClusterView) -> Result<Place, Re
     match standing {
         Standing::Closing => Err(closing()),
         Standing::Lost { worker, agent_up } => Err(lost(&view.name(*worker), *agent_up)),
-        Standing::Open { busy: true, .. } | Standing::Bound { busy: true, .. } => Err(busy()),
+        busy if is_busy(busy, view) => Err(self::busy()),
         Standing::Unknown | Standing::Bound { recent: false, .. } if delta_on_nothing => {
             Err(Refusal::new(
                 StatusCode::NOT_FOUND,
@@ -280,9 +287,10 @@ fn admit(ask: &Ask, standing: &Standing, view: &ClusterView) -> Result<Place, Re
             fixed: false,
             open_as: None,
         }),
-        Standing::Bound { worker, .. } => {
-            let sticky = Some(Sticky { worker: *worker, fixed: false });
-            Ok(Place { sticky, fixed: false, open_as: None })
+        Standing::Bound { worker, busy, .. } => {
+            // Behind a turn that runs there, and nowhere else.
+            let sticky = Some(Sticky { worker: *worker, fixed: *busy });
+            Ok(Place { sticky, fixed: *busy, open_as: None })
         }
         Standing::Open { worker, session, .. } => {
             let fixed = session.exclusive || session.retention == Retention::Pinned;
@@ -290,6 +298,17 @@ fn admit(ask: &Ask, standing: &Standing, view: &ClusterView) -> Result<Place, Re
             Ok(Place { sticky, fixed, open_as: session.exclusive.then_some(session.retention) })
         }
     }
+}
+
+/// Does a turn run that another one can't wait behind? Where turns may wait, their agent decides.
+pub(crate) fn is_busy(standing: &Standing, view: &ClusterView) -> bool {
+    let (Standing::Open { busy: true, worker, .. } | Standing::Bound { busy: true, worker, .. }) =
+        standing
+    else {
+        return false;
+    };
+    let facts = view.agent(*worker).facts.as_ref();
+    facts.is_none_or(|facts| facts.description.turns_queued_per_session_max == 0)
 }
 
 pub(crate) fn busy() -> Refusal {

@@ -88,19 +88,20 @@ pub fn standing(
     };
     let current = || located.iter().filter(|one| !history(one));
     let at_binding = current().any(|one| one.worker.agent == binding.worker.agent);
-    let fresh_deed = binding.is_recent(now) || binding.just_opened(now).is_some();
+    let opened = binding.just_opened(view.agent(binding.worker).epoch(), now);
+    let fresh_deed = binding.is_recent(now) || opened.is_some();
     if !at_binding && fresh_deed && view.agent(binding.worker).is_up() {
-        return of_binding(binding, now);
+        return of_binding(binding, opened, now);
     }
     match best(current(), view, Some(binding.worker)) {
-        None => of_binding(binding, now),
+        None => of_binding(binding, opened, now),
         one => of_table(one, view, Some(binding)),
     }
 }
 
-fn of_binding(binding: &Binding, now: Instant) -> Standing {
+fn of_binding(binding: &Binding, opened: Option<&Arc<Session>>, now: Instant) -> Standing {
     let (worker, busy) = (binding.worker, binding.is_busy());
-    match binding.just_opened(now) {
+    match opened {
         Some(session) => Standing::Open { worker, session: Arc::clone(session), busy },
         None => Standing::Bound {
             worker,
@@ -122,8 +123,7 @@ fn of_table(one: Option<&Located>, view: &ClusterView, binding: Option<&Binding>
             return Standing::Lost { worker: *worker, agent_up };
         }
         _ if gone => return Standing::Lost { worker: *worker, agent_up },
-        SessionState::Opening | SessionState::Idle | SessionState::Running | SessionState::Lost => {
-        }
+        _ => {}
     }
     let busy = session.exclusive && binding.is_some_and(|binding| binding.unanswered > 0);
     Standing::Open { worker: *worker, session: Arc::clone(session), busy }
@@ -153,7 +153,7 @@ mod tests {
 
     use super::*;
     use crate::{
-        affinity::Affinity,
+        affinity::{Affinity, Opened},
         testing::{description, fleet, start},
         view::{State, Update},
     };
@@ -182,6 +182,11 @@ mod tests {
 
     fn idle(retention: Retention) -> Update {
         Update::Upsert(session(retention, SessionState::Idle, 0))
+    }
+
+    fn opened(state: &State, now: Instant) -> Opened {
+        let session = Arc::new(session(Retention::Pinned, SessionState::Idle, 0));
+        Opened { session, epoch: state.snapshot().agent(at(0)).epoch(), at: now }
     }
 
     fn of(state: &State, affinity: &Affinity, now: Instant) -> Standing {
@@ -217,14 +222,24 @@ mod tests {
     #[test]
     fn an_open_counts_until_the_table_has_had_its_time() {
         let (state, mut affinity, now) = setup();
-        let opened = Arc::new(session(Retention::Pinned, SessionState::Idle, 0));
-        affinity.opened(at(0), opened, now).unwrap();
+        affinity.opened(at(0), opened(&state, now), now).unwrap();
         assert!(matches!(of(&state, &affinity, now), Standing::Open { .. }));
         let later = now + TABLE_LAG + Duration::from_secs(1);
         assert!(matches!(
             of(&state, &affinity, later),
             Standing::Bound { recent: false, placement_only: false, .. }
         ));
+    }
+
+    #[test]
+    fn what_the_agent_before_has_opened_is_not_open() {
+        let (mut state, mut affinity, now) = setup();
+        affinity.opened(at(0), opened(&state, now), now).unwrap();
+        let began = Update::Began { description: description("a0", 2, 1), sessions: vec![] };
+        state.apply(0, began, now);
+        assert!(matches!(of(&state, &affinity, now), Standing::Bound { recent: false, .. }));
+        affinity.opened(at(0), opened(&state, now), now).unwrap();
+        assert!(matches!(of(&state, &affinity, now), Standing::Open { .. }));
     }
 
     #[test]

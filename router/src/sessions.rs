@@ -16,6 +16,7 @@ use tokio::sync::oneshot;
 use tonic::Code;
 
 use crate::{
+    affinity,
     api::errors,
     control::Opening,
     decide,
@@ -172,6 +173,7 @@ impl Shared {
             }
             answered => (first, answered),
         };
+        let epoch = self.view.load().agent(worker).epoch();
         let mut affinity = self.affinity.lock();
         affinity.end(key, now());
         match answered {
@@ -179,7 +181,8 @@ impl Shared {
                 let worker = WorkerRef { dp_rank: session.dp_rank, ..worker };
                 let new = !was_open && session.turns == 0;
                 let session = Arc::new(session);
-                affinity.opened(worker, Arc::clone(&session), now()).map_err(errors::full)?;
+                let opened = affinity::Opened { session: Arc::clone(&session), epoch, at: now() };
+                affinity.opened(worker, opened, now()).map_err(errors::full)?;
                 Ok(Opened { worker, session, new })
             }
             Err(status) => {

@@ -37,6 +37,7 @@ pub(crate) fn description(name: &str, epoch: u64, ranks: u32) -> Description {
         },
         ranks: (0..ranks).map(rank).collect(),
         retentions: vec![Retention::Pinned, Retention::Tagged, Retention::None],
+        turns_queued_per_session_max: 0,
     }
 }
 
@@ -57,12 +58,17 @@ pub(crate) fn report(ranks: &[(u32, u64)]) -> LoadReport {
         rows_total: None,
         sessions: 0,
         devices: vec![],
+        turns_queued: 0,
+        pool_available_tokens: None,
+        pool_evictable_tokens: None,
+        foreign_tokens: None,
     };
     LoadReport {
         interval: Duration::from_millis(500),
         ranks: (0..).zip(ranks).map(rank).collect(),
         unhealthy: None,
         draining: false,
+        restart_required: None,
     }
 }
 

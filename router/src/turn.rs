@@ -92,13 +92,8 @@ async fn claim_early(shared: &Shared, key: &SessionKey) -> Result<(), Refusal> {
     let view = shared.settled_view().await;
     match shared.standing(key, &view) {
         Standing::Closing => Err(decide::closing()),
-        Standing::Open { busy: true, .. } | Standing::Bound { busy: true, .. } => {
-            Err(decide::busy())
-        }
-        Standing::Open { .. }
-        | Standing::Bound { .. }
-        | Standing::Unknown
-        | Standing::Lost { .. } => Ok(()),
+        busy if decide::is_busy(&busy, &view) => Err(decide::busy()),
+        _ => Ok(()),
     }
 }
 

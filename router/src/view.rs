@@ -127,6 +127,12 @@ impl Agent {
         self.facts.as_ref().map_or(&self.control, |facts| &facts.description.agent_id)
     }
 
+    /// The process that was heard last; none before the first.
+    #[must_use]
+    pub fn epoch(&self) -> Option<u64> {
+        self.facts.as_ref().map(|facts| facts.description.epoch)
+    }
+
     /// Whether its stream lives.
     #[must_use]
     pub fn is_up(&self) -> bool {

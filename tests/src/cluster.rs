@@ -22,6 +22,8 @@ pub struct Agent {
     pub admin: SocketAddr,
     stop: CancellationToken,
     ended: JoinHandle<Result<(), worker_agent::Error>>,
+    /// Goes with the agent, unless the settings named one.
+    _state: Option<tempfile::TempDir>,
 }
 
 /// Settings that suit tests: everything on port 0, quick reports, the toy model's vocabulary.
@@ -47,7 +49,12 @@ impl Agent {
     /// # Errors
     /// When a port can't be bound.
     #[expect(clippy::disallowed_methods, reason = "a process of its own, here as a task")]
-    pub fn start(config: Config) -> anyhow::Result<Self> {
+    pub fn start(mut config: Config) -> anyhow::Result<Self> {
+        let named = !config.state_dir.as_os_str().is_empty();
+        let state = if named { None } else { Some(tempfile::tempdir()?) };
+        if let Some(state) = &state {
+            config.state_dir = state.path().to_owned();
+        }
         let listeners = Listeners::bind(&config)?;
         let (data, control, admin) = (
             listeners.data.local_addr()?,
@@ -57,7 +64,7 @@ impl Agent {
         let stop = CancellationToken::new();
         let epoch = proto::process::epoch();
         let ended = tokio::spawn(worker_agent::run(config, NoGpu, listeners, epoch, stop.clone()));
-        Ok(Self { data, control, admin, stop, ended })
+        Ok(Self { data, control, admin, stop, ended, _state: state })
     }
 
     /// URL of a data route.

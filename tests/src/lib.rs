@@ -5,4 +5,6 @@ pub mod cluster;
 pub mod demo;
 pub mod engine_sim;
 pub mod replay;
+pub mod saturation;
+pub mod simulation;
 pub mod web;

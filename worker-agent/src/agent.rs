@@ -17,8 +17,11 @@ use tokio::sync::{broadcast, mpsc, oneshot, watch};
 use self::owner::Owner;
 use crate::{
     engine::{Engine, Info, Sample},
+    journal::Journal,
     ledger::Limits,
-    session::{self, Appends, Outcome, Turn},
+    metrics::Metrics,
+    session::{self, Appends, Closed, Need, Opened, Outcome, Rules, Turn},
+    shim::{News, ShimHandle},
 };
 
 /// Requests to the owner that wait their turn. It answers in microseconds; a full mailbox makes
@@ -33,9 +36,6 @@ pub enum Error {
     /// The engine can't take turns now.
     #[error("the engine can't be used: {0}")]
     EngineDown(String),
-    /// The engine refused to open the session.
-    #[error("the engine did not open the session: {0}")]
-    OpenFailed(String),
     /// The agent is shutting down.
     #[error("this agent is shutting down; use another worker")]
     Stopping,
@@ -82,11 +82,20 @@ pub enum EngineNews {
 
 #[derive(Debug)]
 enum Message {
-    Begin {
+    Claim {
         claim: Option<(Claim, SessionKey)>,
         rank: Option<u32>,
         appends: Appends,
         reply: oneshot::Sender<Result<Lease, Error>>,
+    },
+    Admit {
+        rid: String,
+        need: Need,
+        reply: oneshot::Sender<Result<Turn, Error>>,
+    },
+    Abandoned(String),
+    Look {
+        dp_rank: u32,
     },
     Open {
         key: SessionKey,
@@ -102,11 +111,13 @@ enum Message {
     Watch(oneshot::Sender<Watch>),
     Engine(EngineNews),
     Opened {
-        key: SessionKey,
         incarnation: String,
-        result: Result<(), String>,
+        opened: Opened,
     },
-    Closed(String),
+    Closed {
+        incarnation: String,
+        closed: Closed,
+    },
     Drain {
         limit: Duration,
         done: oneshot::Sender<()>,
@@ -117,25 +128,40 @@ enum Message {
 #[derive(Debug)]
 struct End {
     rid: String,
-    turn: Turn,
     outcome: Outcome,
 }
 
-/// A turn let in. It is ended exactly once: by [`Lease::finish`], or by being dropped.
+/// A turn's claim: on its session before its body is read, and on room in the engine once it is
+/// admitted. It is ended exactly once: by [`Lease::finish`], or by being dropped.
 #[derive(Debug)]
 pub struct Lease {
     /// The engine's name for the turn.
     pub rid: String,
-    /// Its session and rank.
-    pub turn: Turn,
     /// The model's vocabulary, if known.
     pub vocabulary: Option<u32>,
+    agent: AgentHandle,
     sent: bool,
     /// Room for the end in the owner's queue, taken when the turn began: ending never waits.
     end: Option<mpsc::OwnedPermit<End>>,
 }
 
 impl Lease {
+    /// Waits until the engine has room for the turn; answers with what the turn needs on its way.
+    /// For a session's first turn this includes opening it at the engine.
+    ///
+    /// # Errors
+    /// See [`Error`].
+    pub async fn admitted(&self, need: Need) -> Result<Turn, Error> {
+        let rid = self.rid.clone();
+        self.agent.ask(|reply| Message::Admit { rid, need, reply }).await?
+    }
+
+    /// The turn's client has gone: it is being aborted, and its end awaited.
+    pub async fn abandoned(&self) {
+        // An owner that is gone has ended the process's work already.
+        let _ = self.agent.mailbox.send(Message::Abandoned(self.rid.clone())).await;
+    }
+
     /// From now on the engine may have seen the turn: an end nobody saw is a lost one.
     pub fn sent(&mut self) {
         self.sent = true;
@@ -149,7 +175,7 @@ impl Lease {
     fn end_with(&mut self, outcome: Outcome) {
         if let Some(end) = self.end.take() {
             let rid = std::mem::take(&mut self.rid);
-            end.send(End { rid, turn: self.turn.clone(), outcome });
+            end.send(End { rid, outcome });
         }
     }
 }
@@ -167,17 +193,17 @@ pub struct AgentHandle {
 }
 
 impl AgentHandle {
-    /// Lets a turn in. For a session's first turn this includes opening it at the engine.
+    /// Claims a turn's session, before the turn's body is read.
     ///
     /// # Errors
     /// See [`Error`].
-    pub async fn begin(
+    pub async fn claim(
         &self,
         claim: Option<(Claim, SessionKey)>,
         rank: Option<u32>,
         appends: Appends,
     ) -> Result<Lease, Error> {
-        self.ask(|reply| Message::Begin { claim, rank, appends, reply }).await?
+        self.ask(|reply| Message::Claim { claim, rank, appends, reply }).await?
     }
 
     /// Opens a session, or answers with the one that is open.
@@ -246,18 +272,26 @@ pub struct Setup {
     pub devices: watch::Receiver<Vec<Device>>,
     /// What to let in.
     pub limits: Limits,
-    /// Default idle time of sessions.
-    pub idle_max: Duration,
+    /// How sessions and turns are kept.
+    pub rules: Rules,
+    /// What outlives the process.
+    pub journal: Journal,
+    /// Commands for the shim inside the engine.
+    pub shim: ShimHandle,
+    /// Counts.
+    pub metrics: Metrics,
+    /// An engine that runs nothing for so long while turns wait is stuck.
+    pub stall_max: Duration,
     /// Longest time between reports.
     pub report_interval: Duration,
 }
 
 /// Starts the owner task.
 #[must_use]
-pub fn start(setup: Setup, tasks: &Tasks) -> AgentHandle {
+pub fn start(setup: Setup, shim_news: mpsc::Receiver<News>, tasks: &Tasks) -> AgentHandle {
     let (mailbox, messages) = mpsc::channel(MAILBOX);
     let handle = AgentHandle { mailbox };
     let owner = Owner::new(setup, tasks.clone(), handle.clone());
-    tasks.essential("agent", owner.run(messages));
+    tasks.essential("agent", owner.run(messages, shim_news));
     handle
 }

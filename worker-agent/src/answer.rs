@@ -133,8 +133,16 @@ impl Scanner {
             // The engine gave up half-way: what it kept is unknown.
             return Outcome::Lost;
         }
-        if !status.is_success() || found.abort_status.is_some() || found.queued_abort {
+        if found.abort_status.is_some_and(|status| status >= 500) {
+            return Outcome::Partial;
+        }
+        if !status.is_success() || found.abort_status.is_some() {
             return Outcome::Refused;
+        }
+        // What is taken out of the batch waits in the queue again, with a part of its answer
+        // committed; a turn that is aborted there doesn't say whether it ever ran.
+        if found.queued_abort || (found.aborted && found.retractions > 0) {
+            return Outcome::Partial;
         }
         if found.aborted {
             return Outcome::Aborted;
@@ -500,7 +508,7 @@ mod tests {
             (
                 None,
                 r#"{"text":"","output_ids":[],"meta_info":{"finish_reason":{"type":"abort","message":"Abort in waiting queue"}}}"#,
-                Outcome::Refused,
+                Outcome::Partial,
             ),
             (SSE, "data: {\"error\":{\"message\":\"boom\"}}\n\ndata: [DONE]\n\n", Outcome::Lost),
         ]

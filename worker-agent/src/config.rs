@@ -1,6 +1,6 @@
 //! Settings: a TOML file, then environment, then flags. Every default is here with its reason.
 
-use std::{net::SocketAddr, path::PathBuf, time::Duration};
+use std::{net::SocketAddr, os::unix::fs::MetadataExt as _, path::PathBuf, time::Duration};
 
 use clap::Parser;
 use http::{HeaderValue, Uri};
@@ -68,8 +68,24 @@ pub struct Config {
     pub rows_reserve: u32,
     /// Share of each rank's pool that pinned sessions may hold.
     pub pin_budget_ratio: f64,
-    /// Turns inside the engine at once, per rank; beyond it 429.
+    /// A pinned session idle for so long gives up its KV when someone needs the room.
+    pub demote_idle_ms: u64,
+    /// Turns inside the engine at once, per rank; beyond it they wait.
     pub turns_in_flight_max: u32,
+    /// Turns that wait for room in the engine; beyond it 429.
+    pub turns_queued_max: usize,
+    /// Turns of one session that may wait behind the one that runs; 0: they get 409.
+    pub turns_queued_per_session_max: u32,
+    /// A turn that waited so long gets 429.
+    pub queue_wait_ms_max: u64,
+    /// An engine that runs nothing for so long while turns wait in it is stuck.
+    pub stall_ms_max: u64,
+    /// Where the journal of open sessions and the shim's socket are; the same for every agent of an
+    /// engine. Empty: `/tmp/berth-<uid>`.
+    pub state_dir: PathBuf,
+    /// Where the engine's shim finds this agent. Empty: `engine-<port>.sock` in `state_dir`, which
+    /// is where the shim looks by itself as long as `state_dir` is empty too.
+    pub shim_socket: PathBuf,
     /// Longest request body.
     pub body_bytes_max: usize,
     /// Request bodies in memory at once, together.
@@ -107,8 +123,19 @@ impl Default for Config {
             rows_reserve: 1,
             // The rest is room for what runs.
             pin_budget_ratio: 0.7,
+            // 87 % of a coding agent's turns resume within it.
+            demote_idle_ms: 120_000,
             // Above any engine's useful batch, below its row count.
             turns_in_flight_max: 512,
+            // Ten seconds' worth for an engine that ends 100 turns a second.
+            turns_queued_max: 1024,
+            turns_queued_per_session_max: 0,
+            // Clients of agents give up after a minute or two.
+            queue_wait_ms_max: 60_000,
+            // Longer than any prefill step.
+            stall_ms_max: 10_000,
+            state_dir: PathBuf::new(),
+            shim_socket: PathBuf::new(),
             body_bytes_max: 64 << 20,
             body_bytes_in_flight_max: 512 << 20,
             vocabulary: 0,
@@ -131,6 +158,31 @@ impl Config {
         config.admin_addr = args.admin_addr.unwrap_or(config.admin_addr);
         config.check(&mut problems);
         if problems.is_empty() { Ok(config) } else { Err(Problems(problems)) }
+    }
+
+    /// `state_dir`, or what stands for it.
+    #[must_use]
+    pub fn state_dir(&self) -> PathBuf {
+        if !self.state_dir.as_os_str().is_empty() {
+            return self.state_dir.clone();
+        }
+        let uid = std::fs::metadata("/proc/self").map_or(0, |own| own.uid());
+        PathBuf::from(format!("/tmp/berth-{uid}"))
+    }
+
+    /// `shim_socket`, or what stands for it.
+    #[must_use]
+    pub fn shim_socket(&self) -> PathBuf {
+        if !self.shim_socket.as_os_str().is_empty() {
+            return self.shim_socket.clone();
+        }
+        self.state_dir().join(format!("engine-{}.sock", self.engine_port()))
+    }
+
+    /// The engine's port: what the shim inside it knows of its address, and what names its files.
+    #[must_use]
+    pub fn engine_port(&self) -> u16 {
+        self.engine_uri().port_u16().unwrap_or(80)
     }
 
     fn check(&self, problems: &mut Vec<String>) {
@@ -157,6 +209,8 @@ impl Config {
             ("turn_ms_max", self.turn_ms_max),
             ("abort_ms_max", self.abort_ms_max),
             ("session_idle_ms_max", self.session_idle_ms_max),
+            ("queue_wait_ms_max", self.queue_wait_ms_max),
+            ("stall_ms_max", self.stall_ms_max),
         ] {
             need((1..=7 * 86_400_000).contains(&value), &format!("{key} must be 1 to 7 days"));
         }
@@ -166,6 +220,7 @@ impl Config {
         );
         let ratio = (0.0..=1.0).contains(&self.pin_budget_ratio);
         need(ratio, "pin_budget_ratio must be between 0 and 1");
+        need((1..=65_536).contains(&self.turns_queued_max), "turns_queued_max must be 1 to 65536");
         let turns = (1..=65_536).contains(&self.turns_in_flight_max);
         need(turns, "turns_in_flight_max must be 1 to 65536");
         need(self.body_bytes_max >= 1024, "body_bytes_max must be at least 1024");

@@ -29,6 +29,9 @@ const ANSWER_BYTES_MAX: usize = 4 << 20;
 /// would be one whose fate nobody knows, so ours are dropped before.
 const POOL_IDLE_MAX: Duration = Duration::from_secs(4);
 
+/// A session opened only to see that its id is free goes by itself if the agent dies meanwhile.
+const PROBE_BACKSTOP: Duration = Duration::from_secs(60);
+
 /// What went wrong between agent and engine.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -66,6 +69,16 @@ impl Error {
     #[must_use]
     pub fn is_broken(&self) -> bool {
         matches!(self, Self::Broken(..))
+    }
+
+    /// It may have done what it was asked: only its answer is missing.
+    #[must_use]
+    pub fn is_ambiguous(&self) -> bool {
+        match self {
+            Self::Connect(..) => false,
+            Self::Status { status, .. } => !status.is_client_error(),
+            Self::Broken(..) | Self::Timeout(..) | Self::Answer { .. } => true,
+        }
     }
 
     /// See [`refused`].
@@ -239,6 +252,33 @@ impl Engine {
             "timeout": backstop.as_secs(),
         });
         self.call(Method::POST, "/open_session", Some(&body)).await.map(drop)
+    }
+
+    /// Closes a session for sure; answers whether it is gone. The engine answers any close with
+    /// 200, also when it defers it, so its word is had by opening the same id again: it refuses
+    /// that while the session is there. A turn that may still run is aborted first, because a close
+    /// waits for it.
+    ///
+    /// # Errors
+    /// When the engine can't be reached.
+    pub async fn close_surely(&self, incarnation: &str, rid: Option<&str>) -> Result<bool, Error> {
+        self.close(incarnation, rid).await?;
+        match self.open_session(incarnation, PROBE_BACKSTOP).await {
+            Ok(()) => self.close_session(incarnation).await.map(|()| true),
+            Err(Error::Status { status, .. }) if status.is_client_error() => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Asks for a session's close; a turn that may still run is aborted first.
+    ///
+    /// # Errors
+    /// When the engine can't be reached.
+    pub async fn close(&self, incarnation: &str, rid: Option<&str>) -> Result<(), Error> {
+        if let Some(rid) = rid {
+            self.abort(rid).await?;
+        }
+        self.close_session(incarnation).await
     }
 
     /// Asks for a session's close. The engine answers 200 whether or not it did anything.

@@ -87,15 +87,18 @@ fn status(error: &agent::Error) -> Status {
             E::Closing
             | E::Busy
             | E::NotOffered { .. }
+            | E::HasHistory
+            | E::NotAfterThat
             | E::OpenOtherwise(_)
             | E::DeltaNeedsPinned(_)
             | E::WholeHistory
             | E::Lost
+            | E::Reclaimed
+            | E::TooLarge { .. }
             | E::HistoryUnknown => Status::failed_precondition(text),
+            E::OpenFailed(_) | E::EngineLost | E::Stopping => Status::unavailable(text),
         },
-        agent::Error::EngineDown(_) | agent::Error::OpenFailed(_) | agent::Error::Stopping => {
-            Status::unavailable(text)
-        }
+        agent::Error::EngineDown(_) | agent::Error::Stopping => Status::unavailable(text),
     }
 }
 

@@ -1,7 +1,10 @@
 //! The account of the KV pool, per rank: what the engine says, what its turns' usage fields say,
 //! and what follows from both; each figure with its source. Pure.
 
-use std::time::{Duration, Instant};
+use std::{
+    collections::HashMap,
+    time::{Duration, Instant},
+};
 
 use proto::load::{Device, Figure, LoadReport, Rank, RankLoad, Retention, Source};
 
@@ -41,13 +44,47 @@ pub struct Ledger {
     /// The engine's own word for its device.
     device: String,
     sample: Option<Sample>,
+    /// What the shim says of each rank, where it says anything.
+    facts: HashMap<u32, Facts>,
+}
+
+/// A rank's pool as the shim sees it, exact at one scheduler step. Tokens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Facts {
+    /// Free pages.
+    pub available: u64,
+    /// Cached, and eviction takes it.
+    pub evictable: u64,
+    /// Cached and locked by running requests or sessions.
+    pub protected: u64,
+    /// Private to sessions.
+    pub held: u64,
+    /// Of running requests, in no tree yet.
+    pub uncached: u64,
+    /// Requests in the batch.
+    pub running: u64,
+    /// Requests in the queue.
+    pub waiting: u64,
+    /// When they were taken.
+    pub at: Instant,
+}
+
+/// How the agent and its engine are, besides what they hold.
+#[derive(Debug, Clone, Default)]
+pub struct Health {
+    /// Why the engine can't take turns.
+    pub unhealthy: Option<String>,
+    /// Takes no new sessions.
+    pub draining: bool,
+    /// Why only a restart of the engine helps.
+    pub restart_required: Option<String>,
 }
 
 impl Ledger {
     /// Nothing known yet.
     #[must_use]
     pub fn new(limits: Limits) -> Self {
-        Self { limits, sizes: vec![], device: String::new(), sample: None }
+        Self { limits, sizes: vec![], device: String::new(), sample: None, facts: HashMap::new() }
     }
 
     /// Takes the facts of an engine instance, forgets what the last one said, and answers with what
@@ -57,15 +94,18 @@ impl Ledger {
         self.sizes.truncate(RANKS_MAX as usize);
         self.device.clone_from(&info.device);
         self.sample = None;
+        self.facts.clear();
         let ranks = self.sizes.iter().map(|&(rows, tokens)| Capacity {
             rows,
             rows_reserve: self.limits.rows_reserve,
+            pool_tokens: tokens,
             pin_tokens_max: share(tokens, self.limits.pin_budget_ratio),
             turns_max: self.limits.turns_max,
         });
         session::Engine {
             ranks: ranks.collect(),
             page_tokens: u64::from(info.facts.page_tokens),
+            context_tokens: u64::from(info.facts.context_tokens),
             retentions: info.retentions(),
         }
     }
@@ -73,6 +113,14 @@ impl Ledger {
     /// Takes a load sample.
     pub fn sampled(&mut self, sample: Sample) {
         self.sample = Some(sample);
+    }
+
+    /// Takes what the shim sees, or that it sees nothing any more.
+    pub fn seen(&mut self, dp_rank: u32, facts: Option<Facts>) {
+        match facts {
+            Some(facts) => drop(self.facts.insert(dp_rank, facts)),
+            None => drop(self.facts.remove(&dp_rank)),
+        }
     }
 
     /// The ranks as described to routers.
@@ -97,17 +145,24 @@ impl Ledger {
         table: &Table,
         devices: &[Device],
         interval: Duration,
-        down: &Option<String>,
-        draining: bool,
+        health: Health,
     ) -> LoadReport {
         let ranks = (0..).zip(&self.sizes).map(|(dp_rank, &size)| {
             let sample = self.sample.as_ref().and_then(|sample| {
                 let rank = sample.ranks.iter().find(|rank| rank.dp_rank == dp_rank)?;
                 Some((rank, age_ms(now, sample.at)))
             });
-            self.rank(dp_rank, size, sample, &table.totals(dp_rank), devices)
+            let facts = self.facts.get(&dp_rank).map(|facts| (facts, age_ms(now, facts.at)));
+            self.rank(dp_rank, size, sample, facts, &table.totals(dp_rank), devices)
         });
-        LoadReport { interval, ranks: ranks.collect(), unhealthy: down.clone(), draining }
+        LoadReport {
+            interval,
+            ranks: ranks.collect(),
+            unhealthy: health.unhealthy,
+            // What the engine keeps for good is taken from what new sessions could have.
+            draining: health.draining || health.restart_required.is_some(),
+            restart_required: health.restart_required,
+        }
     }
 
     fn rank(
@@ -115,9 +170,17 @@ impl Ledger {
         dp_rank: u32,
         (rows, pool): (u32, u64),
         sample: Option<(&RankSample, u32)>,
+        facts: Option<(&Facts, u32)>,
         totals: &Totals,
         devices: &[Device],
     ) -> RankLoad {
+        let shim = |value: fn(&Facts) -> u64| {
+            facts.map(|(facts, age_ms)| Figure {
+                value: value(facts).min(pool),
+                source: Source::Shim,
+                age_ms,
+            })
+        };
         let loads = |value: fn(&RankSample) -> u64| {
             sample.map(|(rank, age_ms)| Figure {
                 value: value(rank),
@@ -126,22 +189,46 @@ impl Ledger {
             })
         };
         let ours = |value, source| Some(Figure { value, source, age_ms: 0 });
-        let pinned = totals.pinned_tokens.min(pool);
-        let estimate = totals.estimate_tokens.min(pool - pinned);
+        let pinned = match facts {
+            // With nothing running, what can't be had is pinned; shared prefixes count once.
+            Some((facts, age_ms)) if totals.turns_running == 0 && facts.running == 0 => {
+                let value = facts.protected.saturating_add(facts.held).min(pool);
+                Figure { value, source: Source::Shim, age_ms }
+            }
+            _ => Figure { value: totals.pinned_tokens.min(pool), source: Source::Usage, age_ms: 0 },
+        };
+        let foreign = totals.foreign_tokens.min(pinned.value);
+        let foreign_from = if facts.is_some() { Source::Shim } else { Source::Estimate };
+        let pinned_tokens = pinned.value;
+        let estimate = totals.estimate_tokens.min(pool - pinned_tokens);
         RankLoad {
             dp_rank,
             turns_running: totals.turns_running,
             turns_running_max: self.limits.turns_max,
-            requests_running: loads(|rank| rank.num_running_reqs),
-            requests_waiting: loads(|rank| rank.num_waiting_reqs),
-            pool_used_tokens: loads(|rank| rank.num_used_tokens.min(rank.max_total_num_tokens)),
+            requests_running: shim(|facts| facts.running)
+                .or_else(|| loads(|rank| rank.num_running_reqs)),
+            requests_waiting: shim(|facts| facts.waiting)
+                .or_else(|| loads(|rank| rank.num_waiting_reqs)),
+            pool_used_tokens: shim(|facts| {
+                let locked = facts.protected.saturating_add(facts.held);
+                locked.saturating_add(facts.uncached)
+            })
+            .or_else(|| loads(|rank| rank.num_used_tokens.min(rank.max_total_num_tokens))),
             pool_total_tokens: ours(pool, Source::ServerInfo),
-            pinned_tokens: ours(pinned, Source::Usage),
+            pinned_tokens: Some(pinned),
             resident_tokens_estimate: ours(estimate, Source::Estimate),
             rows_held: ours(u64::from(totals.rows_held.min(rows)), Source::Ledger),
             rows_total: ours(u64::from(rows), Source::ServerInfo),
             sessions: totals.sessions,
             devices: self.devices(devices),
+            turns_queued: totals.turns_queued,
+            pool_available_tokens: shim(|facts| facts.available),
+            pool_evictable_tokens: shim(|facts| facts.evictable),
+            foreign_tokens: (foreign > 0 || facts.is_some()).then_some(Figure {
+                value: foreign,
+                source: foreign_from,
+                age_ms: 0,
+            }),
         }
     }
 

@@ -14,11 +14,15 @@ pub mod engine;
 pub mod follow;
 pub mod gpu;
 pub mod grpc;
+pub mod guard;
+pub mod journal;
 pub mod ledger;
 pub mod metrics;
+pub mod progress;
 pub mod request;
 pub mod route;
 pub mod session;
+pub mod shim;
 pub mod turn;
 
 use std::{sync::Arc, time::Duration};
@@ -30,7 +34,7 @@ use proto::process::{
     server, settings,
     tasks::Tasks,
 };
-use tokio::sync::{Notify, watch};
+use tokio::sync::{Notify, mpsc, watch};
 use tokio_util::sync::CancellationToken;
 
 use crate::{
@@ -39,11 +43,16 @@ use crate::{
     engine::Engine,
     follow::Follower,
     gpu::Gpu,
+    guard::Guards,
+    journal::Journal,
     ledger::Limits,
     metrics::Metrics,
+    session::Rules,
     turn::Turns,
 };
 
+/// News of the shim that wait for the owner; newer facts take the place of older ones before.
+const SHIM_NEWS: usize = 64;
 /// Tasks that don't end by themselves at shutdown get this long.
 const STOP_MAX: Duration = Duration::from_secs(5);
 
@@ -86,6 +95,12 @@ pub enum Error {
         /// The system's reason.
         source: std::io::Error,
     },
+    /// The journal can't be used, or another agent has it.
+    #[error(transparent)]
+    Journal(#[from] journal::Error),
+    /// There is no socket for the engine's shim.
+    #[error(transparent)]
+    Shim(#[from] shim::Error),
     /// A thread or runtime could not be made.
     #[error("can't start")]
     Start(#[from] std::io::Error),
@@ -123,7 +138,7 @@ pub async fn run(
         admin = %listeners.admin.local_addr()?,
         "agent starting"
     );
-    let agent = start_agent(&config, gpu, &listeners, epoch, &engine, &tasks)?;
+    let agent = start_agent(&config, gpu, &listeners, epoch, &engine, &metrics, &tasks)?;
     grpc::start(agent.clone(), epoch, listeners.control, tasks.token())?;
     let ready = readiness(&agent, &metrics, &tasks).await;
     let shown = settings::show(&config);
@@ -146,7 +161,6 @@ pub async fn run(
         engine,
         budget: BodyBudget::new(config.body_bytes_max, config.body_bytes_in_flight_max),
         turn_max: ms(config.turn_ms_max),
-        abort_max: ms(config.abort_ms_max),
         look,
         tasks: tasks.clone(),
         metrics,
@@ -173,6 +187,7 @@ fn start_agent(
     listeners: &Listeners,
     epoch: u64,
     engine: &Engine,
+    metrics: &Metrics,
     tasks: &Tasks,
 ) -> Result<AgentHandle, Error> {
     let control = listeners.control.local_addr()?;
@@ -180,7 +195,21 @@ fn start_agent(
         "" => control.to_string(),
         id => id.to_owned(),
     };
+    let rules = Rules {
+        prefix: format!("berth-{agent_id}-{epoch:x}"),
+        idle_max: ms(config.session_idle_ms_max),
+        demote_idle: ms(config.demote_idle_ms),
+        turns_queued_per_session_max: config.turns_queued_per_session_max,
+        turns_queued_max: config.turns_queued_max,
+        queue_wait_max: ms(config.queue_wait_ms_max),
+        stuck_after: ms(config.abort_ms_max) * 2,
+        guards: Guards::default(),
+    };
+    // First of all: whoever has it is in charge of the engine.
+    let journal = Journal::open(&config.state_dir(), &format!("engine-{}", config.engine_port()))?;
+    let (news, shim_news) = mpsc::channel(SHIM_NEWS);
     let setup = agent::Setup {
+        shim: shim::listen(&config.shim_socket(), news, tasks)?,
         agent_id,
         epoch,
         data_port: listeners.data.local_addr()?.port(),
@@ -191,10 +220,13 @@ fn start_agent(
             pin_budget_ratio: config.pin_budget_ratio,
             turns_max: config.turns_in_flight_max,
         },
-        idle_max: ms(config.session_idle_ms_max),
+        rules,
+        journal,
+        metrics: metrics.clone(),
+        stall_max: ms(config.stall_ms_max),
         report_interval: ms(config.report_interval_ms),
     };
-    Ok(agent::start(setup, tasks))
+    Ok(agent::start(setup, shim_news, tasks))
 }
 
 /// Ready while the engine answers; metrics follow the same reports.

@@ -9,7 +9,7 @@ use prometheus_client::{
 };
 use proto::load::{Figure, LoadReport};
 
-use crate::session::Outcome;
+use crate::session::{Event, Outcome};
 
 /// Seconds from 1 ms to 65 s, doubling: prefills span that range.
 fn seconds() -> Histogram {
@@ -22,9 +22,17 @@ pub struct Metrics {
     turns: Family<OutcomeLabel, Counter>,
     refusals: Family<CodeLabel, Counter>,
     first_byte: Histogram,
+    close: Histogram,
     turn: Histogram,
     ranks: Family<FigureLabel, Gauge>,
     engine_up: Gauge,
+    restart_required: Gauge,
+    events: Family<EventLabel, Counter>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct EventLabel {
+    event: &'static str,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -50,26 +58,46 @@ impl Metrics {
             turns: Family::default(),
             refusals: Family::default(),
             first_byte: seconds(),
+            // From 0.5 ms to 5.4 s, in steps of a half: closes take milliseconds.
+            close: Histogram::new((0..24).map(|step| 0.000_5 * 1.5_f64.powi(step))),
             turn: seconds(),
             ranks: Family::default(),
             engine_up: Gauge::default(),
+            restart_required: Gauge::default(),
+            events: Family::default(),
         };
         registry.register("turns", "Turns ended, by how", metrics.turns.clone());
         registry.register("refusals", "Turns refused by the agent", metrics.refusals.clone());
         let help = "From sending a turn to the head of its answer";
         let first_byte = metrics.first_byte.clone();
         registry.register_with_unit("time_to_first_byte", help, Unit::Seconds, first_byte);
+        let help = "From asking for a session's close to the engine's having freed it";
+        registry.register_with_unit("close", help, Unit::Seconds, metrics.close.clone());
         let help = "From sending a turn to the engine's last word";
         registry.register_with_unit("turn", help, Unit::Seconds, metrics.turn.clone());
         let help = "Figures of the load report: tokens, rows, turns, sessions";
         registry.register("rank_load", help, metrics.ranks.clone());
         registry.register("engine_up", "1 while the engine answers", metrics.engine_up.clone());
+        let help = "1 while only a restart of the engine gives back what it holds";
+        registry.register("engine_restart_required", help, metrics.restart_required.clone());
+        let help = "What happened to sessions without their clients' doing";
+        registry.register("session_events", help, metrics.events.clone());
         metrics
     }
 
     /// A turn was refused here.
     pub fn refused(&self, code: &'static str) {
         self.refusals.get_or_create(&CodeLabel { code }).inc();
+    }
+
+    /// Something happened to a session.
+    pub fn happened(&self, event: Event) {
+        self.events.get_or_create(&EventLabel { event: event.as_str() }).inc();
+    }
+
+    /// The engine freed what a session held.
+    pub fn freed(&self, after: Duration) {
+        self.close.observe(after.as_secs_f64());
     }
 
     /// The head of an answer came.
@@ -84,6 +112,7 @@ impl Metrics {
             Outcome::Unheard(_) => "unheard",
             Outcome::Aborted => "aborted",
             Outcome::Refused => "refused",
+            Outcome::Partial => "partial",
             Outcome::Lost => "lost",
         };
         self.turns.get_or_create(&OutcomeLabel { outcome }).inc();
@@ -93,6 +122,7 @@ impl Metrics {
     /// A report was published.
     pub fn reported(&self, report: &LoadReport) {
         self.engine_up.set(i64::from(report.unhealthy.is_none()));
+        self.restart_required.set(i64::from(report.restart_required.is_some()));
         for rank in &report.ranks {
             let figures = [
                 ("pool_used_tokens", rank.pool_used_tokens),
@@ -103,6 +133,9 @@ impl Metrics {
                 ("rows_total", rank.rows_total),
                 ("requests_running", rank.requests_running),
                 ("requests_waiting", rank.requests_waiting),
+                ("pool_available_tokens", rank.pool_available_tokens),
+                ("pool_evictable_tokens", rank.pool_evictable_tokens),
+                ("foreign_tokens", rank.foreign_tokens),
             ];
             for (figure, value) in figures {
                 self.set(rank.dp_rank, figure, value);
@@ -110,6 +143,7 @@ impl Metrics {
             let count = |value: u32| Some(u64::from(value));
             self.set_value(rank.dp_rank, "sessions", count(rank.sessions));
             self.set_value(rank.dp_rank, "turns_running", count(rank.turns_running));
+            self.set_value(rank.dp_rank, "turns_queued", count(rank.turns_queued));
         }
     }
 

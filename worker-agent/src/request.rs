@@ -15,38 +15,50 @@ use serde::{
 };
 use serde_json::value::RawValue;
 
-use crate::{route::Kind, session::Turn};
+use crate::{
+    route::Kind,
+    session::{Need, Turn},
+};
 
 /// Bytes of a turn's id: fixed, because the engine aborts by prefix.
 pub const RID_BYTES: usize = 32;
 
-/// A body ready to be sent, with what the client wrote under `rid` for the log.
-#[derive(Debug, PartialEq, Eq)]
-pub struct Prepared {
-    /// The parts of the body, in order.
-    pub parts: Vec<Bytes>,
+/// A body that was read and found good: what the engine gets of it, and what it may need there.
+#[derive(Debug)]
+pub struct Asked {
+    kind: Kind,
+    /// The stretches of the client's body, and where the agent's members go.
+    pieces: Vec<Piece>,
+    /// What it may need.
+    pub need: Need,
     /// The client's own request id.
     pub client_rid: Option<String>,
     /// One prompt and one answer, so that the turn's id names exactly one request.
     pub single: bool,
 }
 
-/// Checks a body and puts the agent's values in.
+/// What the engine generates at most where `/generate` is asked for nothing else.
+const ANSWER_TOKENS: u64 = 128;
+/// Tokens that a template may put around messages, beyond what their JSON takes in bytes.
+const TEMPLATE_TOKENS: u64 = 256;
+/// Stands for the agent's members until they are known.
+const MEMBERS: &str = "@";
+
+/// Reads and checks a turn's body, before the turn waits for anything.
 ///
 /// # Errors
 /// 400 that says what to change.
-pub fn prepare(
+pub fn read(
     kind: Kind,
     bytes: &Bytes,
-    turn: &Turn,
-    rid: &str,
+    in_session: bool,
     vocabulary: Option<u32>,
-) -> Result<Prepared, Refusal> {
+) -> Result<Asked, Refusal> {
     let object = Object::parse(bytes).map_err(|error| malformed(&error))?;
     check_session_params(&object)?;
     check_ids(kind, &object, vocabulary)?;
     let single = is_single(kind, &object);
-    if turn.session.is_some() && !single {
+    if in_session && !single {
         return Err(Refusal::bad_request(
             "batch_in_session",
             "a turn of a session has one prompt and one answer: send a single prompt with n = 1, \
@@ -55,18 +67,67 @@ pub fn prepare(
     }
     let rid_key = kind.rid_key();
     let client_rid = rid_key.and_then(|key| object.get(key)).map(|rid| clip(rid.get()));
-    let added = added_members(kind, turn, rid);
     let mut owned = OWNED_KEYS.to_vec();
     owned.extend(rid_key);
-    let parts = object
-        .rewrite(&owned, &added)
-        .into_iter()
-        .map(|piece| match piece {
-            Piece::Kept(range) => bytes.slice(range),
-            Piece::New(text) => Bytes::from(text),
-        })
-        .collect();
-    Ok(Prepared { parts, client_rid, single })
+    let pieces = object.rewrite(&owned, MEMBERS);
+    Ok(Asked { kind, pieces, need: need(kind, &object, bytes.len()), client_rid, single })
+}
+
+impl Asked {
+    /// The body for the engine: the client's bytes with only Berth's keys replaced.
+    #[must_use]
+    pub fn body(&self, bytes: &Bytes, turn: &Turn, rid: &str) -> Vec<Bytes> {
+        let members = added_members(self.kind, turn, rid);
+        let parts = self.pieces.iter().map(|piece| match piece {
+            Piece::Kept(range) => bytes.slice(range.clone()),
+            Piece::New(text) => Bytes::from(text.replacen(MEMBERS, &members, 1)),
+        });
+        parts.collect()
+    }
+}
+
+/// Upper bounds of what a turn may need. A text has at most a token per byte, and one more where
+/// the tokenizer begins it; whole bodies bound what their messages take.
+fn need(kind: Kind, object: &Object<'_>, body_bytes: usize) -> Need {
+    if kind != Kind::Generate {
+        let limits = ["max_completion_tokens", "max_tokens", "max_output_tokens"];
+        let number = |key: &&str| object.get(key).and_then(|value| value.get().parse().ok());
+        return Need {
+            prompt_tokens: body_bytes as u64 + TEMPLATE_TOKENS,
+            answer_tokens: limits.iter().find_map(number),
+            exact: false,
+            endless: object.get("ignore_eos").is_some_and(|value| value.get() == "true"),
+        };
+    }
+    let sampling = object.get("sampling_params").filter(|params| params.get().starts_with('{'));
+    let sampling = sampling.and_then(|params| Object::parse(params.get().as_bytes()).ok());
+    let answer_tokens = match sampling.as_ref().and_then(|params| params.get("max_new_tokens")) {
+        None => Some(ANSWER_TOKENS),
+        // `null` is as many as fit.
+        Some(limit) => limit.get().parse().ok(),
+    };
+    let ids = object.get("input_ids").filter(|ids| ids.get().starts_with('['));
+    let single = |ids: &&RawValue| first_inside(ids) != Some(b'[');
+    let set = |key: &str| object.get(key).filter(|value| value.get() != "null");
+    let endless = sampling.as_ref().and_then(|params| params.get("ignore_eos"));
+    let endless = endless.is_some_and(|value| value.get() == "true");
+    if ["image_data", "video_data", "audio_data"].iter().any(|key| set(key).is_some()) {
+        // What they become is known to the engine alone; the context bounds it.
+        let prompt_tokens = u64::from(u32::MAX);
+        return Need { prompt_tokens, answer_tokens, exact: false, endless };
+    }
+    match (ids.filter(single), set("text")) {
+        (Some(ids), None) => {
+            let commas = ids.get().bytes().filter(|byte| *byte == b',').count() as u64;
+            let some = first_inside(ids).is_some_and(|byte| byte != b']');
+            let prompt_tokens = commas + u64::from(some);
+            Need { prompt_tokens, answer_tokens, exact: true, endless }
+        }
+        (_, text) => {
+            let text = text.or(ids).map_or(0, |text| text.get().len() as u64);
+            Need { prompt_tokens: text + 1, answer_tokens, exact: false, endless }
+        }
+    }
 }
 
 /// The JSON members by which the engine learns whose turn it is and where to run it.
@@ -262,16 +323,15 @@ mod tests {
             key: proto::id::SessionKey::new("p", "s").unwrap(),
             incarnation: "berth-a-1-1".into(),
             retention,
-            must_open: false,
         });
-        Turn { session, dp_rank: 1 }
+        Turn { session, dp_rank: 1, growth_tokens: None }
     }
 
     fn sent(kind: Kind, retention: Option<Retention>, body: &str) -> Result<Value, &'static str> {
         let bytes = Bytes::copy_from_slice(body.as_bytes());
-        let prepared = prepare(kind, &bytes, &turn(retention), "R", Some(320));
-        let parts = prepared.map_err(|refusal| refusal.code)?.parts.concat();
-        Ok(serde_json::from_slice(&parts).unwrap())
+        let asked = read(kind, &bytes, retention.is_some(), Some(320));
+        let body = asked.map_err(|refusal| refusal.code)?.body(&bytes, &turn(retention), "R");
+        Ok(serde_json::from_slice(&body.concat()).unwrap())
     }
 
     #[test]
@@ -351,10 +411,34 @@ mod tests {
     }
 
     #[test]
+    fn what_a_turn_may_need_is_never_underestimated() {
+        let of = |kind, body: &'static str| {
+            let need = read(kind, &Bytes::from_static(body.as_bytes()), false, None).unwrap().need;
+            (need.prompt_tokens, need.answer_tokens, need.exact)
+        };
+        let generate = |body| of(Kind::Generate, body);
+        assert_eq!(generate(r#"{"input_ids":[1, 2,3]}"#), (3, Some(128), true));
+        assert_eq!(generate(r#"{"input_ids":[ ]}"#), (0, Some(128), true));
+        let nulls = r#"{"text":null,"input_ids":[1,2,3],"image_data":null}"#;
+        assert_eq!(generate(nulls), (3, Some(128), true), "what clients write for what they lack");
+        let (prompt, _, exact) = generate(r#"{"text":"a","image_data":"http://x"}"#);
+        assert!(prompt > 1_000_000 && !exact, "a picture may take any number: {prompt}");
+        let limited = r#"{"input_ids":[7],"sampling_params":{"max_new_tokens":9}}"#;
+        assert_eq!(generate(limited), (1, Some(9), true));
+        let endless = r#"{"input_ids":[7],"sampling_params":{"max_new_tokens":null}}"#;
+        assert_eq!(generate(endless), (1, None, true), "up to the context");
+        let (prompt, _, exact) = generate(r#"{"text":"abcd"}"#);
+        assert!(prompt >= 5 && !exact, "a token per byte, and a beginning: {prompt}");
+        let (prompt, answer, _) = of(Kind::Chat, r#"{"messages":[],"max_tokens":5}"#);
+        assert!(prompt > 25 && answer == Some(5), "{prompt} {answer:?}");
+        assert_eq!(of(Kind::Chat, "{}").1, None, "without a limit, the context is one");
+    }
+
+    #[test]
     fn an_unknown_vocabulary_still_refuses_what_no_model_has() {
         let bytes = Bytes::from_static(br#"{"input_ids":[5000]}"#);
-        assert!(prepare(Kind::Generate, &bytes, &turn(None), "R", None).is_ok());
+        assert!(read(Kind::Generate, &bytes, false, None).is_ok());
         let bytes = Bytes::from_static(br#"{"input_ids":[-1]}"#);
-        assert!(prepare(Kind::Generate, &bytes, &turn(None), "R", None).is_err());
+        assert!(read(Kind::Generate, &bytes, false, None).is_err());
     }
 }

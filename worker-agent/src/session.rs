@@ -2,6 +2,7 @@
 //! does. Pure: time comes in as an argument, nothing here waits. The table of all of them is
 //! [`Table`].
 
+mod error;
 mod table;
 
 use std::time::{Duration, Instant};
@@ -12,7 +13,14 @@ use proto::{
     load::{Retention, SessionState},
 };
 
-pub use self::table::Table;
+pub use self::{
+    error::Error,
+    table::{Load, Seen, Table},
+};
+use crate::{
+    guard::{Guard, Guards},
+    journal::Record,
+};
 
 /// What one rank can hold.
 #[derive(Debug, Clone, Copy)]
@@ -21,6 +29,8 @@ pub struct Capacity {
     pub rows: u32,
     /// Rows kept free of pinned sessions: the engine stops for good when all are held.
     pub rows_reserve: u32,
+    /// The whole pool.
+    pub pool_tokens: u64,
     /// Tokens that pinned sessions may hold together.
     pub pin_tokens_max: u64,
     /// Turns inside the engine at once.
@@ -34,8 +44,31 @@ pub struct Engine {
     pub ranks: Vec<Capacity>,
     /// Page size of the pool; at least 1.
     pub page_tokens: u64,
+    /// Longest prompt plus answer.
+    pub context_tokens: u64,
     /// The modes its flags allow, best first.
     pub retentions: Vec<Retention>,
+}
+
+/// How the table behaves; see the settings of the same names.
+#[derive(Debug, Clone)]
+pub struct Rules {
+    /// Beginning of incarnation ids, different for every agent process that meets the engine.
+    pub prefix: String,
+    /// Idle time of a session that asked for none.
+    pub idle_max: Duration,
+    /// Idle time after which a pinned session's KV is taken when someone needs the room.
+    pub demote_idle: Duration,
+    /// Turns of one exclusive session that may wait behind the one that runs.
+    pub turns_queued_per_session_max: u32,
+    /// Turns that wait for room, on all ranks together.
+    pub turns_queued_max: usize,
+    /// How long one waits at most.
+    pub queue_wait_max: Duration,
+    /// A turn's or a session's end that the engine has not confirmed for so long is stuck.
+    pub stuck_after: Duration,
+    /// Which guards hold.
+    pub guards: Guards,
 }
 
 /// One session.
@@ -53,10 +86,22 @@ pub struct Session {
     pub turns: u64,
     /// Turns inside the engine.
     pub running: u32,
+    /// Turns claimed that are not inside yet.
+    pub waiting: u32,
     /// Tokens of the history the engine has committed: prompts and answers of finished turns.
     pub history_tokens: u64,
     /// Tokens of KV it holds (pinned) or may still have in the tree (else).
     pub resident_tokens: u64,
+    /// Tokens of KV that its running turn may come to hold, the history's included.
+    reserved_tokens: u64,
+    /// Its client opened it: as soon as no turn runs, turns are let in one at a time.
+    opened: bool,
+    /// It holds a row of the engine, or will with its next turn, and KV that nothing else frees.
+    row: bool,
+    /// A turn whose end nobody saw: it may still be inside.
+    lost_rid: Option<String>,
+    /// Tells this session from one that had its key before.
+    born: u64,
     phase: Phase,
     last_end: Instant,
     idle_max: Duration,
@@ -65,23 +110,46 @@ pub struct Session {
 /// What the state of a session is besides its running turns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Phase {
+    /// Nothing of it is at the engine yet.
+    Planned,
+    /// The engine was asked to open it.
     Opening,
     Open,
+    /// The shim was asked to give its KV to the radix tree, and answers until then or never.
+    Demoting {
+        until: Instant,
+    },
+    /// The engine has its history; its KV is in the radix tree, evictable; it holds no row.
+    Demoted,
+    /// A turn's end left doubt; the engine's own account, asked for since, decides until then.
+    Suspect {
+        history_tokens: u64,
+        until: Instant,
+        asked: bool,
+    },
     /// It closes when the last running turn has ended.
     Closing,
-    /// The engine restarted under it.
-    Lost,
-    /// A turn's end was not seen: the engine may have committed it or not.
-    Suspect,
+    /// Nothing of it is at the engine any more; it is remembered so that its client hears why.
+    Gone(Why),
 }
 
-/// A turn let in: what it needs on its way and to be ended.
+/// Why a session can't go on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Why {
+    EngineRestarted,
+    HistoryUnknown,
+    Reclaimed,
+}
+
+/// A turn let in: what it needs on its way.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Turn {
     /// None for a turn without a session.
     pub session: Option<TurnSession>,
     /// The rank to run on.
     pub dp_rank: u32,
+    /// KV it may add to a pinned session, tokens.
+    pub growth_tokens: Option<u64>,
 }
 
 /// The session part of a turn.
@@ -93,8 +161,19 @@ pub struct TurnSession {
     pub incarnation: String,
     /// How the turn names its session to the engine.
     pub retention: Retention,
-    /// The engine must open the incarnation before the turn goes out.
-    pub must_open: bool,
+}
+
+/// Upper bounds of what a turn may need, from its body.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Need {
+    /// Tokens of what it sends.
+    pub prompt_tokens: u64,
+    /// Tokens of its answer; none: as many as the context allows.
+    pub answer_tokens: Option<u64>,
+    /// `prompt_tokens` is what it sends, not a bound: token ids were counted.
+    pub exact: bool,
+    /// It ignores the end of its answer, so that the engine keeps room for all of it.
+    pub endless: bool,
 }
 
 /// Token counts the engine reported for a turn.
@@ -121,73 +200,128 @@ pub enum Outcome {
     Aborted,
     /// The engine refused it before running it, or it never reached the engine.
     Refused,
+    /// The engine gave it up without an answer, and may have run and committed a part of it before.
+    Partial,
     /// Nobody saw its end.
     Lost,
 }
 
-/// A call that the engine must now get.
+/// What whoever holds the table must do or tell.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Effect {
+    /// A claimed turn may go to the engine.
+    Admitted {
+        /// The turn.
+        rid: String,
+        /// What it needs on its way.
+        turn: Turn,
+    },
+    /// A claimed turn may not; it is forgotten.
+    Refused {
+        /// The turn.
+        rid: String,
+        /// Why.
+        error: Error,
+    },
+    /// Journal the incarnation, then open it at the engine; [`Table::opened`] follows.
+    Open {
+        /// The engine-side id.
+        incarnation: String,
+        /// The session's idle limit.
+        idle_max: Duration,
+    },
+    /// Close at the engine; [`Table::closed`] follows.
+    Close(Close),
+    /// Write this down, before what follows is done.
+    Journal(Record),
+    /// Ask the shim for its whole table, after this turn was aborted; [`Table::looking`] and then
+    /// [`Table::seen`] follow.
+    Look {
+        /// The rank that holds the doubtful session.
+        dp_rank: u32,
+        /// A turn that may still be inside.
+        rid: Option<String>,
+    },
+    /// Ask the shim to give a session's KV to the radix tree; [`Table::demoted`] follows.
+    Demote {
+        /// The rank that holds it.
+        dp_rank: u32,
+        /// The engine-side id.
+        incarnation: String,
+    },
+    /// Something about the session differs, or it is forgotten.
+    Touched(SessionKey),
+    /// The engine has freed what a session held, so long after it was first asked to.
+    Freed(Duration),
+    /// Something that an operator may want to know or count.
+    Happened(SessionKey, Event),
+}
+
+/// What can happen to a session without its client's doing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Event {
+    /// Its idle time ran out.
+    Expired,
+    /// Its KV was given to the radix tree because others needed the room.
+    Demoted,
+    /// It was closed because others needed the room.
+    Reclaimed,
+    /// What the engine has of it isn't known for sure, so it was closed there.
+    Doubted,
+    /// The engine's own account settled a doubt.
+    Verified,
+    /// It went with its engine.
+    EngineLost,
+}
+
+impl Event {
+    /// The name used in metrics and logs.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Expired => "expired",
+            Self::Demoted => "demoted",
+            Self::Reclaimed => "reclaimed",
+            Self::Doubted => "doubted",
+            Self::Verified => "verified",
+            Self::EngineLost => "engine_lost",
+        }
+    }
+}
+
+/// A close that the engine must now get.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Close {
     /// The engine-side id.
     pub incarnation: String,
+    /// A turn of it that may still be inside, to be aborted first.
+    pub rid: Option<String>,
+    /// Whether it holds anything: a tag's close is done when it was said.
+    pub pinned: bool,
+    /// It was asked for before and not confirmed.
+    pub again: bool,
 }
 
-/// Why the table said no.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum Error {
-    /// No such session, or it is closing.
-    #[error("no such session")]
-    Unknown,
-    /// The session is closing and its last turn still runs.
-    #[error("the session is closing; its last turn still runs")]
-    Closing,
-    /// Another turn of an exclusive session is inside the engine.
-    #[error("a turn of this session is running; send the next one when its answer has ended")]
-    Busy,
-    /// The engine's flags don't allow what was asked for.
-    #[error("this engine doesn't offer {} sessions; it offers {offered}", .wanted.as_str())]
-    NotOffered {
-        /// What was asked for.
-        wanted: Retention,
-        /// What there is.
-        offered: String,
-    },
-    /// It is open already, in another way than asked for.
-    #[error("this session is open and {}; close it first, or open it as it is", .0.as_str())]
-    OpenOtherwise(Retention),
-    /// A delta turn on a session that keeps no history in the engine.
-    #[error(
-        "only a pinned session takes turns that hold just the new tokens; this one is {}: send \
-         the whole history",
-        .0.as_str()
-    )]
-    DeltaNeedsPinned(Retention),
-    /// A whole history for a session that would append it.
-    #[error(
-        "this session is pinned: the engine appends what a turn sends. Send only the new tokens \
-         to /generate, with `session_params` or `x-berth-delta: 1`, or open the session tagged"
-    )]
-    WholeHistory,
-    /// The engine restarted and the history went with it.
-    #[error("the engine restarted and lost this session; open it again and send the whole history")]
-    Lost,
-    /// The end of an earlier turn was not seen.
-    #[error(
-        "the end of an earlier turn was not seen, so the engine's history is unknown; close the \
-         session, open it again and send the whole history"
-    )]
-    HistoryUnknown,
-    /// A resource is short now.
-    #[error("{what} are short: {detail}")]
-    Short {
-        /// Which resource, stable.
-        what: &'static str,
-        /// The numbers.
-        detail: String,
-    },
-    /// The rank doesn't exist.
-    #[error("there is no DP rank {0}")]
-    NoRank(u32),
+/// What became of an open.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Opened {
+    /// The engine said yes.
+    Yes,
+    /// It said no, or was not asked.
+    No(String),
+    /// Its answer was lost: it may have said yes.
+    Unknown(String),
+}
+
+/// What became of a close.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Closed {
+    /// What it held is free.
+    Confirmed,
+    /// The engine says that it is still there.
+    Kept,
+    /// Its word is awaited, or could not be had.
+    NotYet,
 }
 
 /// Totals of one rank.
@@ -203,6 +337,12 @@ pub struct Totals {
     pub estimate_tokens: u64,
     /// Turns inside the engine.
     pub turns_running: u32,
+    /// Turns that wait for room.
+    pub turns_queued: u32,
+    /// Of `rows_held`: held by sessions that aren't the agent's.
+    pub foreign_rows: u32,
+    /// Of `pinned_tokens`: held by sessions that aren't the agent's.
+    pub foreign_tokens: u64,
 }
 
 /// Whether what a turn sends can be appended to a pinned session's history by its route.
@@ -219,23 +359,30 @@ impl Session {
     #[must_use]
     pub fn state(&self) -> SessionState {
         match self.phase {
-            Phase::Opening => SessionState::Opening,
+            Phase::Planned | Phase::Opening => SessionState::Opening,
             Phase::Closing => SessionState::Closing,
-            Phase::Lost => SessionState::Lost,
-            Phase::Open | Phase::Suspect if self.running > 0 => SessionState::Running,
-            Phase::Open | Phase::Suspect => SessionState::Idle,
+            Phase::Gone(Why::EngineRestarted) => SessionState::Lost,
+            _ if self.running > 0 => SessionState::Running,
+            Phase::Demoted => SessionState::Demoted,
+            // The agent itself tells the client why it can't go on.
+            Phase::Open | Phase::Demoting { .. } | Phase::Suspect { .. } | Phase::Gone(_) => {
+                SessionState::Idle
+            }
         }
     }
 
     /// Does its idle time run?
     fn can_expire(&self) -> bool {
-        self.running == 0 && !matches!(self.phase, Phase::Opening | Phase::Closing)
+        let at_rest = matches!(self.phase, Phase::Open | Phase::Demoted | Phase::Gone(_));
+        self.running == 0 && self.waiting == 0 && at_rest
     }
 
-    /// Its idle limit.
-    #[must_use]
-    pub fn idle_max(&self) -> Duration {
-        self.idle_max
+    /// What a finished turn has brought it to.
+    fn grown(&mut self, usage: Usage) {
+        let total = usage.prompt_tokens.saturating_add(usage.completion_tokens);
+        self.history_tokens = total;
+        // The KV of an answer's last token is computed only with the next turn.
+        self.resident_tokens = total.saturating_sub(1);
     }
 
     /// Time since the last turn's end; zero while one runs.
@@ -246,67 +393,35 @@ impl Session {
 }
 
 /// May this session take this turn now?
-fn check_turn(session: &Session, claim: &Claim, appends: Appends) -> Result<(), Error> {
+fn check_turn(
+    session: &Session,
+    claim: &Claim,
+    appends: Appends,
+    guards: Guards,
+) -> Result<(), Error> {
     let pinned = session.retention == Retention::Pinned;
     match session.phase {
         // Closing beats busy: the session is gone for everyone but its running turn.
         Phase::Closing => return Err(Error::Unknown),
-        Phase::Lost if pinned => return Err(Error::Lost),
+        Phase::Gone(Why::EngineRestarted) if pinned && guards.hold(Guard::LostRefused) => {
+            return Err(Error::Lost);
+        }
+        Phase::Gone(Why::HistoryUnknown) => return Err(Error::HistoryUnknown),
+        Phase::Gone(Why::Reclaimed) => return Err(Error::Reclaimed),
         _ => {}
-    }
-    if session.exclusive && session.running > 0 {
-        return Err(Error::Busy);
-    }
-    if session.phase == Phase::Suspect {
-        return Err(Error::HistoryUnknown);
     }
     if claim.delta && !pinned {
         return Err(Error::DeltaNeedsPinned(session.retention));
     }
     if pinned {
         // With an empty history the whole of it and what is new are the same.
-        let whole = !claim.delta && session.turns > 0;
-        if whole || appends == Appends::Never {
+        let history = session.turns > 0 && guards.hold(Guard::DeltaOnly);
+        if (history && !claim.delta) || appends == Appends::Never {
             return Err(Error::WholeHistory);
+        }
+        if history && claim.open {
+            return Err(Error::HasHistory);
         }
     }
     Ok(())
-}
-
-/// What a turn's end does to its session.
-fn settle(session: &mut Session, outcome: Outcome) {
-    let pinned = session.retention == Retention::Pinned;
-    if session.phase == Phase::Lost {
-        return;
-    }
-    match outcome {
-        Outcome::Refused => {}
-        Outcome::Finished(usage) | Outcome::Unheard(usage) => {
-            session.turns += 1;
-            let unheard = matches!(outcome, Outcome::Unheard(_));
-            if pinned && unheard && session.phase == Phase::Open {
-                session.phase = Phase::Suspect;
-            }
-            let Some(usage) = usage else { return };
-            let total = usage.prompt_tokens.saturating_add(usage.completion_tokens);
-            // A history that shrank, or a turn taken out of the batch half-way (the engine then
-            // commits its partial answer too): what the engine would append to isn't known.
-            let doubtful = usage.retractions > 0 || usage.prompt_tokens < session.history_tokens;
-            if pinned && doubtful && session.phase == Phase::Open {
-                session.phase = Phase::Suspect;
-            }
-            session.history_tokens = total;
-            // The KV of an answer's last token is computed only with the next turn.
-            session.resident_tokens = total.saturating_sub(1);
-        }
-        // The engine rolls the history back and gives the KV to its tree.
-        Outcome::Aborted if pinned => session.resident_tokens = 0,
-        Outcome::Aborted => {}
-        Outcome::Lost if pinned => {
-            if session.phase == Phase::Open {
-                session.phase = Phase::Suspect;
-            }
-        }
-        Outcome::Lost => {}
-    }
 }

@@ -33,10 +33,10 @@ use tracing::{debug, warn};
 
 use self::exchange::Exchange;
 use crate::{
-    agent::{self, AgentHandle, EngineNews, Lease},
+    agent::{self, AgentHandle, EngineNews},
     engine::{self, Engine},
     metrics::Metrics,
-    request::{self, Prepared},
+    request::{self, Asked},
     route::{Kind, ROUTES, Route},
     session,
 };
@@ -59,6 +59,10 @@ const NOT_FORWARDED: [HeaderName; 12] = [
     HeaderName::from_static("x-data-parallel-rank"),
 ];
 
+/// On a pinned turn's answer: KV reserved for it beyond its history, tokens. A turn that named no
+/// limit has the engine's own.
+const GROWTH: HeaderName = HeaderName::from_static("x-berth-growth-tokens");
+
 /// What every turn needs.
 #[derive(Debug, Clone)]
 pub struct Turns {
@@ -70,8 +74,6 @@ pub struct Turns {
     pub budget: BodyBudget,
     /// A turn that takes longer is aborted.
     pub turn_max: Duration,
-    /// How long an aborted turn's end is waited for.
-    pub abort_max: Duration,
     /// Wakes the engine's follower.
     pub look: Arc<Notify>,
     /// For turns whose client has gone.
@@ -131,41 +133,52 @@ async fn pass(turns: &Turns, route: Route, request: Request) -> Result<Response,
     let rank = claim::rank(&parts.headers).map_err(bad)?;
     // The session is claimed before the body is read: a second turn hears so at once, and a slow
     // upload can't slip in between.
-    let mut lease =
-        turns.agent.begin(claim, rank, route.kind.appends()).await.map_err(|e| refusal(&e))?;
+    let in_session = claim.is_some();
+    let claimed = turns.agent.claim(claim, rank, route.kind.appends()).await;
+    let mut lease = claimed.map_err(|error| refusal(&error))?;
     let held = turns.budget.read(body).await?;
-    let prepared = prepare(route.kind, &held.bytes, &lease).await?;
+    // Refused or not is settled before the turn waits for room, or takes anyone's.
+    let asked = read(route.kind, &held.bytes, in_session, lease.vocabulary).await?;
+    let turn = lease.admitted(asked.need).await.map_err(|error| refusal(&error))?;
+    let body = asked.body(&held.bytes, &turn, &lease.rid);
     debug!(
         rid = lease.rid,
-        client_rid = prepared.client_rid,
+        client_rid = asked.client_rid,
         turn = parts.headers.get(claim::TURN).and_then(|turn| turn.to_str().ok()),
         route = route.path,
         "turn begins"
     );
-    let outgoing = upstream_request(&parts, Body::new(Parts::new(prepared.parts, Some(held))));
+    let outgoing = upstream_request(&parts, Body::new(Parts::new(body, Some(held))));
     lease.sent();
-    let confirms = prepared.single && route.kind.rid_key().is_some();
+    let confirms = asked.single && route.kind.rid_key().is_some();
     let rid = engine_rid(route.kind, &lease.rid);
     let answer = turns.engine.send(outgoing);
     let mut exchange = Exchange::new(turns.clone(), rid, lease, answer, confirms);
     let head = exchange.head().await?;
-    Ok(respond(head, exchange))
+    let mut response = respond(head, exchange);
+    if let Some(growth) = turn.growth_tokens {
+        response.headers_mut().insert(GROWTH, growth.into());
+    }
+    Ok(response)
 }
 
 /// Bodies of coding agents' prompts are read in under half a millisecond; larger ones would hold up
 /// every other turn of the thread.
-const PREPARED_HERE_BYTES_MAX: usize = 128 * 1024;
+const READ_HERE_BYTES_MAX: usize = 128 * 1024;
 
-async fn prepare(kind: Kind, bytes: &Bytes, lease: &Lease) -> Result<Prepared, Refusal> {
-    let (bytes, turn) = (bytes.clone(), lease.turn.clone());
-    let (rid, vocabulary) = (lease.rid.clone(), lease.vocabulary);
-    let large = bytes.len() > PREPARED_HERE_BYTES_MAX;
-    let prepare = move || request::prepare(kind, &bytes, &turn, &rid, vocabulary);
-    if !large {
-        return prepare();
+async fn read(
+    kind: Kind,
+    bytes: &Bytes,
+    in_session: bool,
+    vocabulary: Option<u32>,
+) -> Result<Asked, Refusal> {
+    if bytes.len() <= READ_HERE_BYTES_MAX {
+        return request::read(kind, bytes, in_session, vocabulary);
     }
-    let prepared = tokio::task::spawn_blocking(prepare).await;
-    prepared.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))
+    let bytes = bytes.clone();
+    let read = move || request::read(kind, &bytes, in_session, vocabulary);
+    let read = tokio::task::spawn_blocking(read).await;
+    read.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))
 }
 
 /// Keys in a compressed body can't be replaced by byte range.
@@ -268,16 +281,24 @@ pub fn refusal(error: &agent::Error) -> Refusal {
             E::Closing => conflict("session_closing").retry_after(Duration::from_secs(1)),
             E::Busy => conflict("session_busy"),
             E::NotOffered { .. } => conflict("retention_unavailable"),
+            E::HasHistory => conflict("session_open"),
+            E::NotAfterThat => conflict("turn_before_failed"),
             E::OpenOtherwise(_) => conflict("session_open_otherwise"),
             E::DeltaNeedsPinned(_) => conflict("delta_needs_pinned"),
             E::WholeHistory => conflict("whole_history"),
             E::Lost => conflict("session_lost"),
             E::HistoryUnknown => conflict("history_unknown"),
+            E::Reclaimed => conflict("session_reclaimed"),
+            E::TooLarge { .. } => {
+                Refusal::new(StatusCode::PAYLOAD_TOO_LARGE, "turn_too_large", error.to_string())
+            }
+            E::OpenFailed(_) => down("open_failed"),
+            E::EngineLost => down("engine_lost"),
+            E::Stopping => down("stopping"),
             E::Short { what, .. } => busy(what, Duration::from_secs(1)),
             E::NoRank(_) => Refusal::bad_request("no_rank", error.to_string()),
         },
         agent::Error::EngineDown(_) => down("engine_down"),
-        agent::Error::OpenFailed(_) => down("open_failed"),
         agent::Error::Stopping => down("stopping"),
     }
 }

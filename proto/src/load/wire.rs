@@ -43,8 +43,8 @@ macro_rules! wire_enum {
 }
 
 wire_enum!(Retention, "retention", None, Tagged, Pinned);
-wire_enum!(SessionState, "state", Opening, Idle, Running, Closing, Lost);
-wire_enum!(Source, "source", Usage, Loads, ServerInfo, Ledger, Estimate);
+wire_enum!(SessionState, "state", Opening, Idle, Running, Closing, Lost, Demoted);
+wire_enum!(Source, "source", Usage, Loads, ServerInfo, Ledger, Estimate, Shim);
 
 impl TryFrom<v1::Figure> for Figure {
     type Error = Error;
@@ -210,6 +210,7 @@ impl TryFrom<v1::Description> for Description {
                 .into_iter()
                 .map(Retention::from_wire)
                 .collect::<Result<_, _>>()?,
+            turns_queued_per_session_max: wire.turns_queued_per_session_max,
         })
     }
 }
@@ -223,6 +224,7 @@ impl From<Description> for v1::Description {
             engine: Some(description.engine.into()),
             ranks: description.ranks.into_iter().map(Into::into).collect(),
             retentions: description.retentions.into_iter().map(Retention::to_wire).collect(),
+            turns_queued_per_session_max: description.turns_queued_per_session_max,
         }
     }
 }
@@ -283,9 +285,14 @@ impl TryFrom<v1::RankLoad> for RankLoad {
             rows_total: figure(wire.rows_total)?,
             sessions: wire.sessions,
             devices: devices(wire.devices)?,
+            turns_queued: wire.turns_queued,
+            pool_available_tokens: figure(wire.pool_available_tokens)?,
+            pool_evictable_tokens: figure(wire.pool_evictable_tokens)?,
+            foreign_tokens: figure(wire.foreign_tokens)?,
         };
         at_most("pool_used_tokens", load.pool_used_tokens, load.pool_total_tokens)?;
         at_most("pinned_tokens", load.pinned_tokens, load.pool_total_tokens)?;
+        at_most("foreign_tokens", load.foreign_tokens, load.pinned_tokens)?;
         at_most("rows_held", load.rows_held, load.rows_total)?;
         Ok(load)
     }
@@ -314,6 +321,10 @@ impl From<RankLoad> for v1::RankLoad {
             rows_total: load.rows_total.map(Into::into),
             sessions: load.sessions,
             devices: load.devices.into_iter().map(Into::into).collect(),
+            turns_queued: load.turns_queued,
+            pool_available_tokens: load.pool_available_tokens.map(Into::into),
+            pool_evictable_tokens: load.pool_evictable_tokens.map(Into::into),
+            foreign_tokens: load.foreign_tokens.map(Into::into),
         }
     }
 }
@@ -331,6 +342,7 @@ impl TryFrom<v1::LoadReport> for LoadReport {
             ranks: wire.ranks.into_iter().map(RankLoad::try_from).collect::<Result<_, _>>()?,
             unhealthy: (!wire.unhealthy.is_empty()).then_some(wire.unhealthy),
             draining: wire.draining,
+            restart_required: Some(wire.restart_required).filter(|reason| !reason.is_empty()),
         })
     }
 }
@@ -342,6 +354,7 @@ impl From<LoadReport> for v1::LoadReport {
             ranks: report.ranks.into_iter().map(Into::into).collect(),
             unhealthy: report.unhealthy.unwrap_or_default(),
             draining: report.draining,
+            restart_required: report.restart_required.unwrap_or_default(),
         }
     }
 }
@@ -369,12 +382,17 @@ mod tests {
             rows_total: Some(tokens(8)),
             sessions: 2,
             devices: vec![],
+            turns_queued: 3,
+            pool_available_tokens: Some(tokens(1900)),
+            pool_evictable_tokens: None,
+            foreign_tokens: Some(tokens(16)),
         };
         LoadReport {
             interval: Duration::from_millis(500),
             ranks: vec![rank(0), rank(1)],
             unhealthy: None,
-            draining: false,
+            draining: true,
+            restart_required: Some("a session stays half closed".into()),
         }
     }
 
@@ -389,7 +407,7 @@ mod tests {
 
     #[test]
     fn a_report_that_cannot_be_true_is_rejected() {
-        let mutations: [(&str, Lie); 8] = [
+        let mutations: [(&str, Lie); 9] = [
             ("no interval", |r| r.interval_ms = 0),
             ("no ranks", |r| r.ranks.clear()),
             ("a rank twice", |r| r.ranks[1].dp_rank = 0),
@@ -398,6 +416,9 @@ mod tests {
             }),
             ("more pinned than there is", |r| {
                 r.ranks[0].pinned_tokens = Some(tokens(2049).into());
+            }),
+            ("more of others than is pinned", |r| {
+                r.ranks[0].foreign_tokens = Some(tokens(33).into());
             }),
             ("more rows than there are", |r| r.ranks[1].rows_held = Some(tokens(9).into())),
             ("a figure without source", |r| {

@@ -10,6 +10,7 @@ use hyper_util::{
     service::TowerToHyperService,
 };
 use tokio::{net::TcpListener, sync::Semaphore};
+use tokio_io_timeout::TimeoutStream;
 use tracing::{debug, warn};
 
 use super::tasks::Tasks;
@@ -20,6 +21,9 @@ pub const HEADER_BYTES_MAX: usize = 32 * 1024;
 pub const CONNECTIONS_MAX: usize = 4096;
 /// A client that takes longer to send its header is cut off.
 const HEADER_TIME_MAX: Duration = Duration::from_secs(30);
+/// A client that takes nothing of its answer for so long is cut off: what it holds on to, a turn
+/// and its session's gate, is not its own.
+const WRITE_STALL_MAX: Duration = Duration::from_secs(60);
 /// After a failed accept (out of file descriptors, say) the loop rests this long.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
@@ -45,6 +49,9 @@ pub async fn serve(listener: TcpListener, app: Router, tasks: Tasks) {
         let connection_token = token.clone();
         tasks.spawn(async move {
             let _slot = slot;
+            let mut stream = TimeoutStream::new(stream);
+            stream.set_write_timeout(Some(WRITE_STALL_MAX));
+            let stream = Box::pin(stream);
             let connection = http1::Builder::new()
                 .timer(TokioTimer::new())
                 .header_read_timeout(HEADER_TIME_MAX)
@@ -75,4 +82,43 @@ async fn accept(
     // Tokens are small writes that must not wait for an acknowledgement.
     stream.set_nodelay(true)?;
     Ok((stream, slot))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::convert::Infallible;
+
+    use axum::{body::Body, routing::get};
+    use bytes::Bytes;
+    use http_body_util::StreamBody;
+    use tokio::io::AsyncWriteExt as _;
+    use tokio_util::sync::CancellationToken;
+
+    use super::*;
+
+    // Time stands still while anything moves, and jumps to the next timer when nothing does.
+    #[tokio::test(start_paused = true)]
+    async fn a_client_that_stops_reading_loses_its_answer() {
+        let dropped = CancellationToken::new();
+        let guard = dropped.clone();
+        let endless = move || {
+            let held = guard.clone().drop_guard();
+            let frame = move || {
+                let _held = &held;
+                Ok::<_, Infallible>(http_body::Frame::data(Bytes::from(vec![b'x'; 65_536])))
+            };
+            let frames = tokio_stream::iter(std::iter::repeat_with(frame));
+            std::future::ready(Body::new(StreamBody::new(frames)))
+        };
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let addr = listener.local_addr().unwrap();
+        let tasks = Tasks::default();
+        tasks.spawn(serve(listener, Router::new().route("/", get(endless)), tasks.clone()));
+        let mut client = tokio::net::TcpStream::connect(addr).await.unwrap();
+        client.write_all(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n").await.unwrap();
+        let asked = tokio::time::Instant::now();
+        dropped.cancelled().await;
+        assert!(asked.elapsed() >= WRITE_STALL_MAX);
+        drop(client);
+    }
 }

@@ -210,6 +210,7 @@ impl Inner {
             }),
             ranks: vec![v1::Rank { dp_rank: 0, pool_tokens: 10_000, rows: 64, devices: vec![] }],
             retentions: self.retentions.iter().map(|retention| retention.to_wire()).collect(),
+            turns_queued_per_session_max: 0,
         }
     }
 
@@ -230,8 +231,7 @@ impl Inner {
                 sessions: u32::try_from(sessions.len()).unwrap(),
                 ..Default::default()
             }],
-            unhealthy: String::new(),
-            draining: false,
+            ..Default::default()
         }
     }
 

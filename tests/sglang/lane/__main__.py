@@ -26,6 +26,9 @@ from lane import (  # noqa: F401
     owned_keys,
     vanishing,
     tapped,
+    shim,
+    with_shim,
+    takeover,
     ends,
 )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lane import wire
-from lane.processes import Failed, Process, answers_200, free_ports, wait_until
+from lane.processes import Failed, Process, answers_200, free_ports, shim_env, wait_until
 
 ENGINE_START_SECONDS_MAX = 240  # 27 s alone on two cores; a loaded machine takes several times that.
 BERTH_START_SECONDS_MAX = 20
@@ -29,15 +29,37 @@ def engine_home() -> Path:
     return Path(os.environ["BERTH_SGLANG_HOME"])
 
 
-def start_engine(folder: Path, page_size: int) -> tuple[Process, str]:
-    """Starts the engine; it isn't ready yet. Returns it and its URL."""
+def start_engine(
+    folder: Path,
+    page_size: int,
+    rows: int = ROWS,
+    pool_tokens: int = POOL_TOKENS,
+    env: dict | None = None,
+) -> tuple[Process, str]:
+    """Starts the engine, with more environment; it isn't ready yet. Returns it and its URL."""
     # The load feed takes the port after those of the events and of their replay.
     port, events, replay, _load = free_ports(4)
-    home = engine_home()
     kv_events = (
         f'{{"publisher":"zmq","topic":"kv-events","endpoint":"tcp://*:{events}",'
         f'"replay_endpoint":"tcp://*:{replay}"}}'
     )
+    flags = [
+        "--page-size", str(page_size),
+        "--max-total-tokens", str(pool_tokens),
+        "--context-length", str(CONTEXT_TOKENS),
+        "--max-running-requests", str(rows),
+        "--chunked-prefill-size", "512",
+        "--enable-streaming-session",
+        "--enable-session-radix-cache",
+        "--kv-events-config", kv_events,
+        "--load-publish-endpoint", "auto",
+    ]
+    return launch_engine(folder, port, flags, env), f"http://127.0.0.1:{port}"
+
+
+def launch_engine(folder: Path, port: int, flags: list[str], env: dict | None = None) -> Process:
+    """The real engine on the CPU with the lane's model, and these flags."""
+    home = engine_home()
     command = [
         str(home / "venv/bin/python"), "-W", "ignore", "-m", "sglang.launch_server",
         "--model-path", str((home / "model").resolve()),
@@ -48,22 +70,14 @@ def start_engine(folder: Path, page_size: int) -> tuple[Process, str]:
         "--dtype", "float32",
         "--host", "127.0.0.1",
         "--port", str(port),
-        "--page-size", str(page_size),
-        "--max-total-tokens", str(POOL_TOKENS),
-        "--context-length", str(CONTEXT_TOKENS),
-        "--max-running-requests", str(ROWS),
-        "--chunked-prefill-size", "512",
-        "--enable-streaming-session",
-        "--enable-session-radix-cache",
         "--enable-metrics",
         "--enable-cache-report",
-        "--kv-events-config", kv_events,
-        "--load-publish-endpoint", "auto",
         # Without it an idle engine burns a whole core.
         "--sleep-on-idle",
+        *flags,
     ]
     libraries = [str(home / "stub"), os.environ.get("LD_LIBRARY_PATH", "")]
-    env = {
+    fixed = {
         "SGLANG_USE_CPU_ENGINE": "1",
         "LD_LIBRARY_PATH": ":".join(filter(None, libraries)),
         "PATH": f"{home / 'venv/bin'}:{os.environ['PATH']}",
@@ -71,7 +85,7 @@ def start_engine(folder: Path, page_size: int) -> tuple[Process, str]:
         "TRANSFORMERS_OFFLINE": "1",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     }
-    return Process.start("engine", command, folder, env), f"http://127.0.0.1:{port}"
+    return Process.start("engine", command, folder, {**fixed, **(env or {})})
 
 
 def wait_engine(engine: Process, url: str) -> float:
@@ -81,16 +95,16 @@ def wait_engine(engine: Process, url: str) -> float:
     )
 
 
-def binaries() -> Path:
-    """The folder with `berth-agent` and `berth-router`, built if none is named."""
+def binaries(names: tuple[str, ...] = ("berth-agent", "berth-router")) -> Path:
+    """The folder with these programs, built if none is named."""
     if named := os.environ.get("BERTH_BIN_DIR"):
-        for name in ("berth-agent", "berth-router"):
+        for name in names:
             if not os.access(Path(named) / name, os.X_OK):
                 raise Failed(f"BERTH_BIN_DIR has no program {name}: {Path(named) / name}")
         return Path(named)
     root = Path(__file__).resolve().parents[3]
-    print("lane: building berth-agent and berth-router", flush=True)
-    command = ["cargo", "build", "--locked", "--bin", "berth-agent", "--bin", "berth-router"]
+    print(f"lane: building {' and '.join(names)}", flush=True)
+    command = ["cargo", "build", "--locked", *(word for name in names for word in ("--bin", name))]
     try:
         subprocess.run(command, cwd=root, check=True)
     except FileNotFoundError:
@@ -119,9 +133,15 @@ class Fleet:
     # The sessions that the running test has opened.
     opened: list[str] = field(default_factory=list)
 
+    @property
+    def shim_socket(self) -> Path:
+        """Where the engine's shim looks for its agent."""
+        return self.folder / "shim.sock"
+
     def start_engine(self) -> None:
         print(f"lane: starting the engine, page size {self.page_size}", flush=True)
-        self.engine, self.engine_url = start_engine(self.folder, self.page_size)
+        env = shim_env(self.shim_socket)
+        self.engine, self.engine_url = start_engine(self.folder, self.page_size, env=env)
         seconds = wait_engine(self.engine, self.engine_url)
         print(f"lane: engine ready after {seconds:.1f} s", flush=True)
 
@@ -143,22 +163,32 @@ class Fleet:
                 print(f"lane: {process.name} didn't end within {seconds} s of TERM", flush=True)
             process.stop(0)
 
-    def start_agent(self, engine_url: str | None = None) -> None:
-        """Starts it where it was before, at the engine or at what stands in front of that."""
+    def start_agent(self, engine_url: str | None = None, settings: str = "") -> None:
+        """Starts it where it was before, at the engine or at what stands in front of that, with
+        these lines in its settings file."""
+        config = self.folder / "agent.toml"
+        config.write_text(f'state_dir = "{self.folder}"\n{settings}')
         if not self.agent_data:
-            self.agent_data, self.agent_control, self.agent_admin = _addresses(3)
-        self.agent = Process.start("agent", [
-            str(self.bin_dir / "berth-agent"),
-            "--engine", engine_url or self.engine_url,
-            "--data-addr", self.agent_data,
-            "--control-addr", self.agent_control,
-            "--admin-addr", self.agent_admin,
-            "--worker-id", WORKER,
-        ], self.folder)
+            self.agent_data, self.agent_control, self.agent_admin = free_addresses(3)
+        addresses = [self.agent_data, self.agent_control, self.agent_admin]
+        self.agent = self.launch_agent("agent", addresses, engine_url or self.engine_url)
         self._wait_ready(self.agent, self.agent_admin)
 
+    def launch_agent(self, name: str, addresses: list[str], engine_url: str) -> Process:
+        """An agent with the newest settings at these addresses; it isn't ready yet."""
+        data, control, admin = addresses
+        return Process.start(name, [
+            str(self.bin_dir / "berth-agent"),
+            "--config", str(self.folder / "agent.toml"),
+            "--engine", engine_url,
+            "--data-addr", data,
+            "--control-addr", control,
+            "--admin-addr", admin,
+            "--worker-id", WORKER,
+        ], self.folder)
+
     def start_router(self) -> None:
-        data, admin = _addresses(2)
+        data, admin = free_addresses(2)
         self.router = Process.start("router", [
             str(self.bin_dir / "berth-router"),
             "--worker", f"http://{self.agent_control}",
@@ -168,12 +198,16 @@ class Fleet:
         self.router_url, self.router_admin = f"http://{data}", admin
         self._wait_ready(self.router, admin)
 
-    def restart_agent(self, engine_url: str | None = None) -> None:
+    def restart_agent(self, engine_url: str | None = None, settings: str = "") -> None:
         """Ends it properly if it runs, starts it, waits until turns get through again."""
         if self.agent.alive():
             status = self.stop_agent()
             assert status == 0, f"the agent's exit status: {status}\n{self.agent.log_tail()}"
-        self.start_agent(engine_url)
+        self.start_agent(engine_url, settings)
+        self.wait_placing()
+
+    def wait_placing(self) -> None:
+        """Waits until turns get through router and agent."""
         turn = {"text": "Back?", "sampling_params": {"max_new_tokens": 1}}
         url = f"{self.router_url}/generate"
         wait_until(
@@ -187,6 +221,11 @@ class Fleet:
 
     def stop_agent(self) -> int | None:
         return self.agent.stop(AGENT_STOP_SECONDS_MAX)
+
+    def kill_agent(self) -> None:
+        """As a crash does: at once."""
+        self.agent.send_group(signal.SIGKILL)
+        self.agent.popen.wait()
 
     def kill_engine(self) -> None:
         """As a crash does: at once, with all its processes."""
@@ -214,5 +253,5 @@ class Fleet:
         return used
 
 
-def _addresses(count: int) -> list[str]:
+def free_addresses(count: int) -> list[str]:
     return [f"127.0.0.1:{port}" for port in free_ports(count)]

@@ -111,15 +111,31 @@ def wait_until(process: Process, what: str, ready: Callable[[], bool], seconds: 
         time.sleep(0.1)
 
 
-def free_ports(count: int) -> list[int]:
-    """Consecutive ports that nobody listens on, below those the kernel hands out by itself."""
-    for first in range(20_000 + os.getpid() % 10_000, 32_000):
+def shim_env(socket_path: Path) -> dict[str, str]:
+    """What an engine needs to run with Berth's shim from this checkout, and to report there."""
+    shim = Path(__file__).resolve().parents[3] / "worker-agent/shim"
+    paths = [str(shim), os.environ.get("PYTHONPATH", "")]
+    return {
+        "PYTHONPATH": ":".join(filter(None, paths)),
+        "BERTH_SHIM_SOCKET": str(socket_path),
+    }
+
+
+_next_port = int(os.environ.get("BERTH_PORT_FIRST", 20_000 + os.getpid() % 10_000))
+
+
+def free_ports(count: int, lowest: int | None = None) -> list[int]:
+    """Consecutive ports that nobody listens on, below those the kernel hands out by itself. None is
+    handed out twice: who died may come back to its own."""
+    global _next_port
+    for first in range(lowest or _next_port, 32_000):
         sockets = []
         try:
             for port in range(first, first + count):
                 sockets.append(bound := socket.socket())
                 bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 bound.bind(("0.0.0.0", port))
+            _next_port = first + count
             return list(range(first, first + count))
         except OSError:
             continue

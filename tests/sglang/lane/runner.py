@@ -69,11 +69,20 @@ def run(tests: list[Test], fleet: Fleet, clean_up: Callable[[Fleet], None]) -> t
 
 def _problem(test: Test, fleet: Fleet) -> str | None:
     """None when the test passed and left the fleet alive."""
-    try:
+
+    def run() -> None:
         fleet.revive()
         test.run(fleet)
         if not test.last:
             _need_alive(fleet)
+
+    return problem_of(run)
+
+
+def problem_of(run: Callable[[], None]) -> str | None:
+    """What went wrong in there, and where, for people; None when nothing did."""
+    try:
+        run()
     except AssertionError as error:
         return f"{error or 'an assertion without words'}\n{_where(error)}"
     except Exception as error:  # Whatever a test trips over is that test's failure.
@@ -91,10 +100,10 @@ def _need_alive(fleet: Fleet) -> None:
 
 def _where(error: Exception) -> str:
     """The calls within the tests that led there, innermost last."""
-    here = Path(__file__).parent
+    here = Path(__file__).parent.parent
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__)
-        if Path(frame.filename).parent == here and Path(frame.filename) != Path(__file__)
+        if Path(frame.filename).is_relative_to(here) and Path(frame.filename) != Path(__file__)
     ]
     return "\n".join(f"at {Path(f.filename).name}:{f.lineno}: {f.line}" for f in frames)
 

@@ -1,8 +1,10 @@
 """A relay between the agent and the engine that keeps what goes by, so that a test can compare the
-bytes on both sides of Berth exactly.
+bytes on both sides of Berth exactly. It can hold a request or an answer, so that a test can do
+something at exactly that moment.
 
 It passes on what it gets as it gets it, and a side's end to the other side. It knows of HTTP only
-what it takes to cut a connection's bytes into exchanges afterwards.
+what it takes to tell where a message begins, and to cut a connection's bytes into exchanges
+afterwards.
 """
 
 import socket
@@ -25,26 +27,112 @@ class _Connection:
     engine: socket.socket
     asked: bytearray = field(default_factory=bytearray)
     answered: bytearray = field(default_factory=bytearray)
+    # Of the newest request.
+    path: str = ""
+
+
+class Hold:
+    """Keeps the next request to a path, or the next answer from it, until the test decides."""
+
+    def __init__(self, path: str, answer: bool):
+        self.path = path
+        self.answer = answer
+        self._came = threading.Event()
+        self._decided = threading.Event()
+        self._passes = False
+
+    def wait(self, seconds: float = 10) -> None:
+        """Waits until it has come."""
+        what = "answer from" if self.answer else "request to"
+        assert self._came.wait(seconds), f"no {what} {self.path} within {seconds} s"
+
+    def came(self) -> bool:
+        return self._came.is_set()
+
+    def let_go(self) -> None:
+        self._decide(passes=True)
+
+    def drop(self) -> None:
+        """It never arrives, and its connection ends."""
+        self._decide(passes=False)
+
+    def _decide(self, passes: bool) -> None:
+        if not self._decided.is_set():
+            self._passes = passes
+            self._decided.set()
+
+    def taken(self) -> None:
+        """The relay's side: it has come."""
+        self._came.set()
+
+    def keep(self) -> bool:
+        """The relay's side: returns whether to pass it on, once that is decided."""
+        self._decided.wait()
+        return self._passes
 
 
 class Tap:
-    """Listens on a port of its own from the start to `close`."""
+    """Listens on a port of its own from the start to `close`. While it hides ends, the engine isn't
+    told that the agent has gone: its turns run on."""
 
     def __init__(self, engine_url: str):
+        self.lead_to(engine_url)
+        self.hides_ends = False
+        self._connections: list[_Connection] = []
+        self._holds: list[Hold] = []
+        self._lock = threading.Lock()
+        self._listener = self._listen(0)
+        self._port = self._listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self._port}"
+
+    def lead_to(self, engine_url: str) -> None:
+        """From the next connection on, this is the engine behind it."""
         parts = urlsplit(engine_url)
         self._engine = (parts.hostname, parts.port)
-        self._connections: list[_Connection] = []
-        self._lock = threading.Lock()
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-        threading.Thread(target=self._accept, daemon=True).start()
+
+    def hold_request(self, path: str) -> Hold:
+        return self._hold(Hold(path, answer=False))
+
+    def hold_answer(self, path: str) -> Hold:
+        return self._hold(Hold(path, answer=True))
+
+    def _hold(self, hold: Hold) -> Hold:
+        with self._lock:
+            self._holds.append(hold)
+        return hold
+
+    def let_all_go(self) -> None:
+        """Holds nothing any more."""
+        with self._lock:
+            for hold in self._holds:
+                hold.let_go()
+            self._holds.clear()
 
     def close(self) -> None:
+        self.let_all_go()
+        self.refuse()
+
+    def refuse(self) -> None:
+        """Ends every connection and takes no more, as if the engine had gone."""
+        # A thread that waits in `accept` would keep the socket open.
+        self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         with self._lock:
             for connection in self._connections:
                 for side in (connection.client, connection.engine):
-                    side.close()
+                    try:
+                        side.shutdown(socket.SHUT_RDWR)
+                    except OSError:
+                        pass  # It has ended already.
+
+    def take_again(self) -> None:
+        """Takes connections again, where it did before."""
+        self._listener = self._listen(self._port)
+
+    def _listen(self, port: int) -> socket.socket:
+        listener = socket.create_server(("127.0.0.1", port))
+        threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
+        return listener
 
     def exchanges(self, path: str) -> list[Exchange]:
         """All that is complete on that path, in the order of their connections."""
@@ -59,41 +147,69 @@ class Tap:
                     found.append(Exchange(line, ask_body, status, answer_body))
         return found
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         while True:
             try:
-                client, _ = self._listener.accept()
+                client, _ = listener.accept()
+            except OSError:
+                return  # Closed.
+            try:
                 engine = socket.create_connection(self._engine)
             except OSError:
-                if self._listener.fileno() < 0:
-                    return
                 client.close()
                 continue
             connection = _Connection(client, engine)
             with self._lock:
                 self._connections.append(connection)
-            for source, target, kept in (
-                (client, engine, connection.asked),
-                (engine, client, connection.answered),
-            ):
+            for answers in (False, True):
                 work = threading.Thread(
-                    target=self._relay, args=(source, target, kept), daemon=True
+                    target=self._relay, args=(connection, answers), daemon=True
                 )
                 work.start()
 
-    def _relay(self, source: socket.socket, target: socket.socket, kept: bytearray) -> None:
+    def _relay(self, connection: _Connection, answers: bool) -> None:
+        source, target, kept = connection.client, connection.engine, connection.asked
+        if answers:
+            source, target, kept = connection.engine, connection.client, connection.answered
         try:
             while data := source.recv(65536):
+                hold = self._hold_of(connection, data, answers)
+                if hold and not hold.keep():
+                    raise ConnectionAbortedError
                 with self._lock:
                     kept += data
-                target.sendall(data)
-            target.shutdown(socket.SHUT_WR)
+                try:
+                    target.sendall(data)
+                except OSError:
+                    if not (answers and self.hides_ends):
+                        raise
+            if answers or not self.hides_ends:
+                target.shutdown(socket.SHUT_WR)
         except OSError:
+            if not answers and self.hides_ends:
+                return
             for side in (source, target):
                 try:
                     side.shutdown(socket.SHUT_RDWR)
                 except OSError:
                     pass
+
+    def _hold_of(self, connection: _Connection, data: bytes, answers: bool) -> Hold | None:
+        """The hold that is meant for what begins here, which is then used up. The agent sends no
+        request before the last one's answer, so a message begins with what was received."""
+        if answers and not data.startswith(b"HTTP/"):
+            return None
+        if not answers:
+            if not data.startswith((b"POST /", b"GET /")):
+                return None
+            connection.path = data.split(b" ", 2)[1].split(b"?")[0].decode()
+        with self._lock:
+            for hold in self._holds:
+                meant = hold.path == connection.path and hold.answer == answers
+                if meant and not hold.came():
+                    hold.taken()
+                    return hold
+        return None
 
 
 def _cut(raw: bytes) -> list[tuple[bytes, bytes]]:

@@ -37,6 +37,9 @@ struct Args {
     chunked_prefill_size: usize,
     #[arg(long, default_value_t = 1)]
     dp_size: usize,
+    /// 1 reserves 70 % of an unfinished answer at admission; less is bolder.
+    #[arg(long, default_value = "1", value_parser = new_token_per_mille)]
+    schedule_conservativeness: usize,
     #[arg(long)]
     enable_streaming_session: bool,
     #[arg(long)]
@@ -68,6 +71,13 @@ struct Args {
     crash_linger_ms: u64,
 }
 
+/// SGLang's factor, as the share that admission reserves: 70 % of it.
+#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "clamped before")]
+fn new_token_per_mille(factor: &str) -> Result<usize, std::num::ParseFloatError> {
+    let factor: f64 = factor.parse()?;
+    Ok((700.0 * factor).round().clamp(0.0, 1000.0) as usize)
+}
+
 impl Args {
     fn problems(&self) -> Vec<&'static str> {
         let checks = [
@@ -95,12 +105,13 @@ impl Args {
                 chunked_prefill_size: self.chunked_prefill_size,
                 streaming_sessions: self.enable_streaming_session,
                 session_radix_cache: self.enable_session_radix_cache,
+                new_token_per_mille: self.schedule_conservativeness,
+                test_retract: std::env::var("SGLANG_TEST_RETRACT").is_ok_and(|set| set == "true"),
                 decode_log_interval: self.decode_log_interval.max(1),
                 prefill_tokens_per_s: self.prefill_tokens_per_s,
                 decode_ms_per_step: self.decode_ms_per_step,
                 eos_per_mille: self.eos_per_mille,
                 seed: self.seed,
-                ..CoreConfig::default()
             },
             dp_size: self.dp_size,
             served_model_name: name,

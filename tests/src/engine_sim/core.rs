@@ -12,18 +12,20 @@ use super::{
     session::Session,
 };
 use std::{
-    collections::{BTreeMap, BTreeSet, VecDeque},
+    collections::{BTreeMap, VecDeque},
     time::Duration,
 };
 
 mod audit;
 mod finish;
+mod model;
+mod ratio;
 mod schedule;
 
 pub use audit::{Gauges, PoolFacts, SessionFacts};
+pub use model::answers;
+use ratio::NewTokenRatio;
 
-/// Closed `session_id`s remembered; the oldest is forgotten first.
-const TOMBSTONES_MAX: usize = 8192;
 /// The reaper runs at most this often.
 const REAP_EVERY: Duration = Duration::from_secs(1);
 /// The engine keeps this much of the context free of input.
@@ -45,8 +47,10 @@ pub struct CoreConfig {
     /// Decode steps between two pool reports to `/metrics`.
     pub decode_log_interval: u32,
     /// Share of a running request's remaining output that admission reserves when it may stop
-    /// early, in thousandths; with `ignore_eos` all of it is reserved.
+    /// early, in thousandths, before any decode step; with `ignore_eos` all of it is reserved.
     pub new_token_per_mille: usize,
+    /// Every third forward pass retracts a request, if more than one runs.
+    pub test_retract: bool,
     pub prefill_tokens_per_s: f64,
     pub decode_ms_per_step: f64,
     /// A token ends an answer with this chance in a thousand, unless EOS is ignored.
@@ -67,6 +71,7 @@ impl Default for CoreConfig {
             session_radix_cache: false,
             decode_log_interval: 40,
             new_token_per_mille: 700,
+            test_retract: false,
             prefill_tokens_per_s: 100_000.0,
             decode_ms_per_step: 1.0,
             eos_per_mille: 0,
@@ -113,8 +118,9 @@ pub struct Core {
     sessions: BTreeMap<String, Session>,
     /// The row of each streaming session that has KV.
     slots: BTreeMap<String, usize>,
-    tombstones: VecDeque<String>,
-    tombstone_set: BTreeSet<String>,
+    /// The life that each open `session_id` is in.
+    tags: BTreeMap<String, u64>,
+    next_tag: u64,
     reqs: BTreeMap<ReqKey, Req>,
     waiting: VecDeque<ReqKey>,
     running: Vec<ReqKey>,
@@ -123,6 +129,11 @@ pub struct Core {
     next_key: ReqKey,
     last_reap: Duration,
     forward_sleep: Duration,
+    ratio: NewTokenRatio,
+    /// A request did not fit: no other is looked at until one that runs has left.
+    batch_is_full: bool,
+    /// Forward passes so far.
+    forwards: u64,
     gauges: Gauges,
     crashed: Option<&'static str>,
 }
@@ -140,8 +151,8 @@ impl Core {
             free_rows: (0..rows).rev().collect(),
             sessions: BTreeMap::new(),
             slots: BTreeMap::new(),
-            tombstones: VecDeque::new(),
-            tombstone_set: BTreeSet::new(),
+            tags: BTreeMap::new(),
+            next_tag: 1,
             reqs: BTreeMap::new(),
             waiting: VecDeque::new(),
             running: Vec::new(),
@@ -149,6 +160,9 @@ impl Core {
             next_key: 1,
             last_reap: Duration::ZERO,
             forward_sleep: Duration::ZERO,
+            ratio: NewTokenRatio::new(config.new_token_per_mille),
+            batch_is_full: false,
+            forwards: 0,
             gauges: Gauges::default(),
             crashed: None,
             config,
@@ -186,19 +200,26 @@ impl Core {
 
     /// Closes a session, now or once its turn has ended. Unknown ids are tags or nothing.
     pub fn close(&mut self, id: &str) {
-        if self.sessions.contains_key(id) {
-            self.try_close(id);
-            return;
+        self.untag(id);
+        self.try_close(id);
+    }
+
+    /// Ends a tag's life: requests that began in it will not tag any more.
+    fn untag(&mut self, id: &str) {
+        if self.tags.remove(id).is_some() {
+            self.tree.untag(id);
         }
-        self.tree.untag(id);
-        if self.tombstone_set.insert(id.to_owned()) {
-            self.tombstones.push_back(id.to_owned());
+    }
+
+    /// The life that a tag is in; a new one begins with the first request after a close.
+    fn tag_life(&mut self, id: &str) -> u64 {
+        if let Some(&life) = self.tags.get(id) {
+            return life;
         }
-        if self.tombstones.len() > TOMBSTONES_MAX
-            && let Some(oldest) = self.tombstones.pop_front()
-        {
-            self.tombstone_set.remove(&oldest);
-        }
+        let life = self.next_tag;
+        self.next_tag += 1;
+        self.tags.insert(id.to_owned(), life);
+        life
     }
 
     /// Queues a request. A refused one is queued too: its refusal is its answer.
@@ -259,9 +280,11 @@ impl Core {
         let params = match session {
             SessionRef::None => return (Kind::Plain, Ok(input)),
             SessionRef::Tagged(session) => {
-                let tags = self.config.session_radix_cache;
-                let kind = if tags { Kind::Tagged { session } } else { Kind::Plain };
-                return (kind, Ok(input));
+                if !self.config.session_radix_cache {
+                    return (Kind::Plain, Ok(input));
+                }
+                let life = self.tag_life(&session);
+                return (Kind::Tagged { session, life }, Ok(input));
             }
             SessionRef::Controller(params) => params,
         };
@@ -323,10 +346,16 @@ impl Core {
         }
         self.reap(now);
         let batch = self.schedule();
-        if !batch.is_empty() {
-            return Some(self.prefill(batch));
+        if batch.is_empty() && self.running.is_empty() {
+            self.ratio.reset();
+            return None;
         }
-        (!self.running.is_empty()).then(|| self.decode())
+        self.forwards += 1;
+        let retracted = self.gauges.retracted;
+        let step = if batch.is_empty() { self.decode() } else { self.prefill(batch) };
+        let left = step.outputs.iter().any(|output| output.finish.is_some());
+        self.batch_is_full &= !left && self.gauges.retracted == retracted;
+        Some(step)
     }
 
     /// When [`Core::step`] must be called again for the reaper's sake, if nothing else happens.
@@ -357,6 +386,7 @@ impl Core {
             session.close_on_finish = true;
             return;
         }
+        self.untag(id);
         self.release_slot(id);
         self.sessions.remove(id);
     }

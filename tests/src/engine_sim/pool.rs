@@ -89,6 +89,33 @@ impl Pool {
     }
 }
 
+/// The digest of tokens that no page holds: what a row with exactly these would have.
+#[derive(Debug)]
+pub(super) struct Digest {
+    sum: u64,
+    power: u64,
+    len: u64,
+}
+
+impl Default for Digest {
+    fn default() -> Digest {
+        Digest { sum: 0, power: 1, len: 0 }
+    }
+}
+
+impl Digest {
+    pub(super) fn push(&mut self, token: u32) {
+        let term = (u64::from(token) + 1).wrapping_mul(self.power);
+        self.sum = self.sum.wrapping_add(term);
+        self.power = self.power.wrapping_mul(BASE);
+        self.len += 1;
+    }
+
+    pub(super) fn value(&self) -> u64 {
+        scramble(self.sum ^ self.len)
+    }
+}
+
 /// One round of a multiply-xorshift mixer: every input bit reaches every output bit.
 pub(super) fn scramble(value: u64) -> u64 {
     let value = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
@@ -119,5 +146,8 @@ mod tests {
             small.write(&[6, 5, 4, 3, 2, 1], at, 10 + u32::try_from(at).unwrap());
         }
         assert_eq!(small.digest(&[6, 5, 4, 3, 2, 1], 6), pool.digest(&[1, 2], 6));
+        let mut bare = Digest::default();
+        (0..6).for_each(|at| bare.push(10 + at));
+        assert_eq!(bare.value(), pool.digest(&[1, 2], 6));
     }
 }

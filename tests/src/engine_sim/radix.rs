@@ -1,8 +1,9 @@
 //! The radix cache: which pages hold the KV of which prefix.
 //!
 //! Page-granular, path-compressed, with lock references along a path and eviction of unlocked
-//! leaves, least recently used first. Nodes tagged by open sessions go after untagged ones. The
-//! tree owns the pages in it; it never touches the pool, it hands evicted pages to the caller.
+//! leaves, least recently used first. Nodes tagged by open sessions go after untagged ones, the
+//! more tags the later. The tree owns the pages in it; it never touches the pool, it hands evicted
+//! pages to the caller.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -131,9 +132,9 @@ impl Radix {
 
     /// Gives up whole unlocked leaves until at least `pages` are free or none is left.
     pub(super) fn evict(&mut self, pages: usize) -> Vec<u32> {
-        let rank = |id: NodeId, n: &Node| (!n.tags.is_empty(), n.last_use, id);
+        let rank = |id: NodeId, n: &Node| (n.tags.len(), n.last_use, id);
         let free = |id: NodeId, n: &Node| id != ROOT && n.locks == 0 && n.children.is_empty();
-        let mut leaves: BTreeSet<(bool, u64, NodeId)> =
+        let mut leaves: BTreeSet<(usize, u64, NodeId)> =
             self.nodes.iter().filter(|(id, n)| free(**id, n)).map(|(&id, n)| rank(id, n)).collect();
         let mut freed = Vec::new();
         while freed.len() < pages

@@ -96,9 +96,17 @@ pub struct Step {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     Plain,
-    Normal { session: String },
-    Streaming { session: String },
-    Tagged { session: String },
+    Normal {
+        session: String,
+    },
+    Streaming {
+        session: String,
+    },
+    /// With the life of the tag that it was sent in.
+    Tagged {
+        session: String,
+        life: u64,
+    },
 }
 
 /// A request in the queue or in a batch.

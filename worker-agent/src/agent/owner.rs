@@ -1,5 +1,9 @@
-//! The owner task: takes one message after the other, changes the table and the ledger, publishes
-//! what changed, and gives what must be done at the engine to tasks of their own.
+//! The owner task: takes one message after the other, tells the table, carries out what comes out
+//! of it, and publishes what changed. What must be done at the engine it gives to tasks of their
+//! own, whose answers come back as messages.
+
+mod engine;
+mod shim;
 
 use std::{
     collections::HashMap,
@@ -16,24 +20,21 @@ use proto::{
 use tokio::sync::{broadcast, mpsc, oneshot, watch};
 use tracing::{debug, error, info, warn};
 
-use super::{AgentHandle, Change, End, EngineNews, Error, Lease, Message, Setup, Watch};
+use super::{AgentHandle, Change, End, Error, Lease, Message, Setup, Watch};
 use crate::{
     engine::Info,
-    ledger::Ledger,
-    session::{self, Appends, Close, Table, Turn},
+    ledger::{Health, Ledger},
+    progress::Progress,
+    session::{self, Appends, Effect, Opened, Table, Turn},
+    shim::News,
 };
 
 /// Session changes a watcher may be behind before it must watch again.
 const CHANGES_BEHIND_MAX: usize = 8192;
 /// Reports are at least this far apart, so that a burst of turns is one report.
 const REPORT_GAP: Duration = Duration::from_millis(20);
-/// The engine's own limit on idle sessions is so much longer than the agent's, for the case that no
-/// agent ever comes back. The engine counts from a turn's start, so a turn has to fit.
-const ENGINE_BACKSTOP: Duration = Duration::from_secs(24 * 3600);
 /// While a drain's time is up, what runs is aborted this often.
 const ABORT_AGAIN: Duration = Duration::from_millis(500);
-/// A close that did not get through is tried again after this long.
-const CLOSE_RETRY: Duration = Duration::from_millis(500);
 
 /// Everything the task owns.
 pub(super) struct Owner {
@@ -42,26 +43,38 @@ pub(super) struct Owner {
     handle: AgentHandle,
     table: Table,
     ledger: Ledger,
+    progress: Progress,
     info: Option<Box<Info>>,
     /// Why the engine can't take turns; none while it can.
     down: Option<String>,
-    /// Who waits for an incarnation to open.
-    opening: HashMap<String, Vec<Waiter>>,
-    /// Turns inside the engine, by rid.
-    running: HashMap<String, Option<SessionKey>>,
+    /// Why it gets on with nothing; none while it does.
+    stuck: Option<String>,
+    /// Who waits for a turn to be admitted, or a session to be open, by the id they wait under.
+    waiters: HashMap<String, Waiter>,
     ends: mpsc::Sender<End>,
     ended: Option<mpsc::Receiver<End>>,
     changes: broadcast::Sender<Change>,
     report: watch::Sender<Arc<LoadReport>>,
     description: watch::Sender<Option<Arc<Description>>>,
     draining: Option<Drain>,
+    /// Ranks whose shim answers, and whether it demotes.
+    shims: HashMap<u32, bool>,
     dirty: bool,
     reported: Instant,
 }
 
 enum Waiter {
-    Turn { turn: Turn, reply: oneshot::Sender<Result<Lease, Error>> },
-    Open(oneshot::Sender<Result<Session, Error>>),
+    Turn(oneshot::Sender<Result<Turn, Error>>),
+    Open(SessionKey, oneshot::Sender<Result<Session, Error>>),
+}
+
+impl Waiter {
+    fn refuse(self, error: Error) {
+        match self {
+            Self::Turn(reply) => drop(reply.send(Err(error))),
+            Self::Open(_, reply) => drop(reply.send(Err(error))),
+        }
+    }
 }
 
 struct Drain {
@@ -76,36 +89,48 @@ fn now() -> Instant {
 
 impl Owner {
     pub(super) fn new(setup: Setup, tasks: Tasks, handle: AgentHandle) -> Self {
-        let prefix = format!("berth-{}-{:x}", setup.agent_id, setup.epoch);
-        let engine = session::Engine { ranks: vec![], page_tokens: 1, retentions: vec![] };
         // Before the engine was reached there are no ranks, so nothing can be let in.
-        let table = Table::new(prefix, setup.idle_max, engine);
-        let (ends, ended) = mpsc::channel(setup.limits.turns_everywhere_max());
+        let engine = session::Engine {
+            ranks: vec![],
+            page_tokens: 1,
+            context_tokens: 0,
+            retentions: vec![],
+        };
+        let table = Table::new(setup.rules.clone(), engine);
+        let turns_max = setup.limits.turns_everywhere_max() + setup.rules.turns_queued_max;
+        let (ends, ended) = mpsc::channel(turns_max);
         let ledger = Ledger::new(setup.limits);
         let down = Some("the engine was not reached yet".to_owned());
-        let report = ledger.report(now(), &table, &[], setup.report_interval, &down, false);
+        let health = Health { unhealthy: down.clone(), ..Health::default() };
+        let report = ledger.report(now(), &table, &[], setup.report_interval, health);
         Self {
             tasks,
             handle,
             table,
             ledger,
+            progress: Progress::default(),
             info: None,
             down,
-            opening: HashMap::new(),
-            running: HashMap::new(),
+            stuck: None,
+            waiters: HashMap::new(),
             ends,
             ended: Some(ended),
             changes: broadcast::Sender::new(CHANGES_BEHIND_MAX),
             report: watch::Sender::new(Arc::new(report)),
             description: watch::Sender::new(None),
             draining: None,
+            shims: HashMap::new(),
             dirty: true,
             reported: now(),
             setup,
         }
     }
 
-    pub(super) async fn run(mut self, mut messages: mpsc::Receiver<Message>) {
+    pub(super) async fn run(
+        mut self,
+        mut messages: mpsc::Receiver<Message>,
+        mut shim_news: mpsc::Receiver<News>,
+    ) {
         let mut ended = self.ended.take().expect("taken once, here");
         let mut devices = self.setup.devices.clone();
         let token = self.tasks.token();
@@ -114,11 +139,17 @@ impl Owner {
             tokio::select! {
                 biased;
                 // Ends first: a client that has its answer may send the next turn at once.
-                Some(end) = ended.recv() => self.end(&end),
+                Some(end) = ended.recv() => {
+                    debug!(rid = end.rid, outcome = ?end.outcome, "turn ended");
+                    self.waiters.remove(&end.rid);
+                    self.table.end(now(), &end.rid, end.outcome);
+                    self.dirty = true;
+                }
                 message = messages.recv() => match message {
                     Some(message) => self.handle(message),
                     None => return,
                 },
+                Some(news) = shim_news.recv() => self.shim_news(news),
                 Ok(()) = devices.changed() => self.dirty = true,
                 () = tokio::time::sleep_until(wake.into()) => {}
                 () = token.cancelled() => return,
@@ -131,7 +162,7 @@ impl Owner {
     fn next_deadline(&self) -> Instant {
         let gap = if self.dirty { REPORT_GAP } else { self.setup.report_interval };
         let drain = self.draining.as_ref().filter(|drain| drain.done.is_some());
-        [Some(self.reported + gap), self.table.next_expiry(), drain.map(|drain| drain.deadline)]
+        [Some(self.reported + gap), self.table.next_due(), drain.map(|drain| drain.deadline)]
             .into_iter()
             .flatten()
             .min()
@@ -139,16 +170,8 @@ impl Owner {
     }
 
     fn on_time(&mut self, now: Instant) {
-        for key in self.table.expire(now) {
-            info!(session = %key.digest(), "session expired");
-            self.touched(&key);
-        }
-        for key in self.table.take_displaced() {
-            self.touched(&key);
-        }
-        for close in self.table.take_closes() {
-            self.carry_out(close);
-        }
+        self.table.on_time(now);
+        self.carry_out();
         self.drain_step(now);
         let gap = if self.dirty { REPORT_GAP } else { self.setup.report_interval };
         if now >= self.reported + gap {
@@ -157,16 +180,28 @@ impl Owner {
     }
 
     fn handle(&mut self, message: Message) {
+        self.dirty = true;
         match message {
-            Message::Begin { claim, rank, appends, reply } => {
+            Message::Claim { claim, rank, appends, reply } => {
                 let claim = claim.as_ref().map(|(claim, key)| (claim, key));
-                self.begin(claim, rank, appends, reply);
+                drop(reply.send(self.claim(claim, rank, appends)));
             }
+            Message::Admit { rid, need, reply } => {
+                if self.table.admit(now(), &rid, need) {
+                    self.waiters.insert(rid, Waiter::Turn(reply));
+                }
+            }
+            Message::Look { dp_rank } => {
+                self.table.looking(dp_rank);
+                // Without an answer the doubt ends by itself.
+                let _ = self.setup.shim.sample_now(dp_rank);
+            }
+            Message::Abandoned(rid) => self.table.abandon(now(), &rid),
             Message::Open { key, retention, idle_max, rank, reply } => {
-                self.open(&key, retention, idle_max, rank, reply);
+                self.open(key, retention, idle_max, rank, reply);
             }
             Message::Close { key, reply } => {
-                let closed = self.close(&key);
+                let closed = self.table.close(now(), &key).map_err(Error::from);
                 let _ = reply.send(closed);
             }
             Message::Watch(reply) => {
@@ -180,207 +215,105 @@ impl Owner {
                 let _ = reply.send(watch);
             }
             Message::Engine(news) => self.news(news),
-            Message::Opened { key, incarnation, result } => {
-                self.opened(&key, &incarnation, &result);
+            Message::Opened { incarnation, opened } => {
+                self.table.opened(now(), &incarnation, &opened);
             }
-            Message::Closed(incarnation) => {
-                self.table.closed(&incarnation);
-                self.dirty = true;
+            Message::Closed { incarnation, closed } => {
+                self.table.closed(now(), &incarnation, closed);
             }
             Message::Drain { limit, done } => {
-                info!(turns = self.running.len(), "draining");
+                info!(turns = self.table.inside().count(), "draining");
                 let drain = Drain { deadline: now() + limit, done: Some(done) };
                 self.draining = Some(drain);
-                self.table.close_all();
-                self.dirty = true;
+                self.table.drain(now());
             }
         }
     }
 
-    fn begin(
+    fn claim(
         &mut self,
         claim: Option<(&Claim, &SessionKey)>,
         rank: Option<u32>,
         appends: Appends,
-        reply: oneshot::Sender<Result<Lease, Error>>,
-    ) {
-        if let Err(error) = self.usable() {
-            let _ = reply.send(Err(error));
-            return;
-        }
-        let turn = match self.table.begin(now(), claim, rank, appends) {
-            Ok(turn) => turn,
-            Err(error) => {
-                let _ = reply.send(Err(error.into()));
-                return;
-            }
+    ) -> Result<Lease, Error> {
+        self.usable()?;
+        // Room for the turn's end, taken before its beginning: ending never waits.
+        let Ok(end) = self.ends.clone().try_reserve_owned() else {
+            let detail = "too many wait or run already".to_owned();
+            return Err(session::Error::Short { what: "turns", detail }.into());
         };
-        self.dirty = true;
-        if let Some((claim, key)) = claim {
-            self.touched(key);
-            if claim.close {
-                // It takes effect when this turn has ended, and shuts the door for others now.
-                let _ = self.table.close(key);
-            }
-        }
-        match turn.session.clone() {
-            Some(session) if session.must_open => {
-                let waiter = Waiter::Turn { turn, reply };
-                self.open_at_engine(&session.key, session.incarnation, waiter);
-            }
-            _ => self.let_in(turn, reply),
-        }
-    }
-
-    /// Hands out the lease. A caller that has gone drops it, which ends the turn.
-    fn let_in(&mut self, turn: Turn, reply: oneshot::Sender<Result<Lease, Error>>) {
         let rid = rid();
-        let end = self.ends.clone().try_reserve_owned();
-        let end = end.expect("the queue has room for every turn the table lets in");
-        let key = turn.session.as_ref().map(|session| session.key.clone());
-        self.running.insert(rid.clone(), key);
+        self.table.claim(now(), &rid, claim, rank, appends)?;
         let vocabulary = self.info.as_ref().and_then(|info| info.facts.vocabulary);
-        drop(reply.send(Ok(Lease { rid, turn, vocabulary, sent: false, end: Some(end) })));
-    }
-
-    fn end(&mut self, end: &End) {
-        self.running.remove(&end.rid);
-        debug!(rid = end.rid, outcome = ?end.outcome, "turn ended");
-        self.table.end(now(), &end.turn, end.outcome);
-        if let Some(session) = &end.turn.session {
-            self.touched(&session.key);
-        }
-        self.dirty = true;
+        Ok(Lease { rid, vocabulary, agent: self.handle.clone(), sent: false, end: Some(end) })
     }
 
     fn open(
         &mut self,
-        key: &SessionKey,
+        key: SessionKey,
         retention: Option<Retention>,
         idle_max: Option<Duration>,
         rank: Option<u32>,
         reply: oneshot::Sender<Result<Session, Error>>,
     ) {
-        let opened = match self.usable() {
-            Ok(()) => self.table.open(now(), key, retention, idle_max, rank).map_err(Error::from),
-            Err(error) => Err(error),
-        };
+        let rid = rid();
+        let opened = self.usable().and_then(|()| {
+            let opened = self.table.open(now(), &rid, &key, retention, idle_max, rank);
+            opened.map_err(Error::from)
+        });
         match opened {
+            Ok(()) => drop(self.waiters.insert(rid, Waiter::Open(key, reply))),
             Err(error) => drop(reply.send(Err(error))),
-            Ok(None) => {
-                let session = self.table.get(key).expect("it was just opened");
-                let _ = reply.send(Ok(shown(key, session, now())));
-                self.touched(key);
-            }
-            Ok(Some(incarnation)) => {
-                self.open_at_engine(key, incarnation, Waiter::Open(reply));
-                self.touched(key);
-            }
         }
-        self.dirty = true;
     }
 
-    /// Asks the engine once per incarnation; later waiters join the first.
-    fn open_at_engine(&mut self, key: &SessionKey, incarnation: String, waiter: Waiter) {
-        let waiters = self.opening.entry(incarnation.clone()).or_default();
-        waiters.push(waiter);
-        if waiters.len() > 1 {
-            return;
-        }
-        let (engine, mailbox) = (self.setup.engine.clone(), self.handle.mailbox.clone());
-        let key = key.clone();
-        let idle_max = self.table.get(&key).map_or(Duration::ZERO, session::Session::idle_max);
-        self.tasks.spawn(async move {
-            let opened = engine.open_session(&incarnation, idle_max + ENGINE_BACKSTOP).await;
-            let result = opened.map_err(|error| error.to_string());
-            let _ = mailbox.send(Message::Opened { key, incarnation, result }).await;
-        });
-    }
-
-    fn opened(&mut self, key: &SessionKey, incarnation: &str, result: &Result<(), String>) {
-        let waiters = self.opening.remove(incarnation).unwrap_or_default();
-        self.table.opened(key, incarnation, result.is_ok());
-        for waiter in waiters {
-            match (waiter, result) {
-                (Waiter::Turn { turn, reply }, Ok(())) => self.let_in(turn, reply),
-                (Waiter::Turn { reply, .. }, Err(reason)) => {
-                    let _ = reply.send(Err(Error::OpenFailed(reason.clone())));
+    /// Does what the table wants done, in its order.
+    fn carry_out(&mut self) {
+        let effects = self.table.take_effects();
+        self.dirty |= !effects.is_empty();
+        let mut unwritten = None;
+        for effect in effects {
+            match effect {
+                Effect::Admitted { rid, turn } => self.admitted(&rid, turn),
+                Effect::Refused { rid, error } => {
+                    if let Some(waiter) = self.waiters.remove(&rid) {
+                        waiter.refuse(error.into());
+                    }
                 }
-                (Waiter::Open(reply), Ok(())) => {
-                    let session = self.table.get(key).map(|session| shown(key, session, now()));
-                    let _ = reply.send(session.ok_or(session::Error::Unknown.into()));
+                Effect::Journal(record) => {
+                    if let Err(error) = self.setup.journal.write(&record) {
+                        error!(%error, "the journal can't be written");
+                        unwritten = Some(error.to_string());
+                    }
                 }
-                (Waiter::Open(reply), Err(reason)) => {
-                    let _ = reply.send(Err(Error::OpenFailed(reason.clone())));
+                Effect::Open { incarnation, idle_max } => match &unwritten {
+                    // What the next agent couldn't find is not opened.
+                    Some(why) => self.told(incarnation, Opened::No(why.clone())),
+                    None => self.open_at_engine(incarnation, idle_max),
+                },
+                Effect::Close(close) => self.close_at_engine(close),
+                Effect::Look { dp_rank, rid } => self.look(dp_rank, rid),
+                Effect::Demote { dp_rank, incarnation } => self.demote(dp_rank, &incarnation),
+                Effect::Touched(key) => self.touched(&key),
+                Effect::Freed(after) => self.setup.metrics.freed(after),
+                Effect::Happened(key, event) => {
+                    info!(session = %key.digest(), event = event.as_str(), "session event");
+                    self.setup.metrics.happened(event);
                 }
             }
         }
-        self.touched(key);
-        self.dirty = true;
     }
 
-    fn close(&mut self, key: &SessionKey) -> Result<bool, Error> {
-        let deferred = self.table.close(key)?;
-        self.touched(key);
-        self.dirty = true;
-        Ok(deferred)
-    }
-
-    /// Tells the engine to close, until it has heard it.
-    fn carry_out(&mut self, close: Close) {
-        let (engine, mailbox) = (self.setup.engine.clone(), self.handle.mailbox.clone());
-        let token = self.tasks.token();
-        self.tasks.spawn(async move {
-            while let Err(error) = engine.close_session(&close.incarnation).await {
-                warn!(incarnation = close.incarnation, %error, "close did not get through");
-                tokio::select! {
-                    () = token.cancelled() => return,
-                    () = tokio::time::sleep(CLOSE_RETRY) => {}
-                }
+    /// A caller that has gone drops its lease, which ends the turn.
+    fn admitted(&mut self, rid: &str, turn: Turn) {
+        match self.waiters.remove(rid) {
+            Some(Waiter::Turn(reply)) => drop(reply.send(Ok(turn))),
+            Some(Waiter::Open(key, reply)) => {
+                let session = self.table.get(&key).map(|session| shown(&key, session, now()));
+                let _ = reply.send(session.ok_or(session::Error::Unknown.into()));
             }
-            let _ = mailbox.send(Message::Closed(close.incarnation)).await;
-        });
-    }
-
-    fn news(&mut self, news: EngineNews) {
-        match news {
-            EngineNews::Up(info) => self.engine_up(info),
-            EngineNews::Sample(sample) => self.ledger.sampled(sample),
-            EngineNews::Down { reason, gone } => {
-                if self.down.is_none() {
-                    error!(reason, gone, "engine down");
-                }
-                self.down = Some(reason);
-                if gone {
-                    self.engine_gone();
-                }
-            }
+            None => {}
         }
-        self.dirty = true;
-    }
-
-    /// The engine's process has ended, and every session's KV and history with it.
-    fn engine_gone(&mut self) {
-        let Some(info) = self.info.take() else { return };
-        let sessions = self.table.iter().count();
-        warn!(sessions, "the engine's process is gone, its sessions are lost");
-        let keys: Vec<SessionKey> = self.table.iter().map(|(key, _)| key.clone()).collect();
-        self.table.engine_lost(self.ledger.engine(&info));
-        keys.iter().for_each(|key| self.touched(key));
-    }
-
-    fn engine_up(&mut self, info: Box<Info>) {
-        let known = self.info.as_ref().map(|info| &info.facts.instance);
-        if known != Some(&info.facts.instance) {
-            self.engine_gone();
-            self.table.engine_lost(self.ledger.engine(&info));
-            info!(version = info.facts.version, ranks = info.rows.len(), "engine up");
-            // Who hears of the new ranks must find them in the newest report.
-            self.publish(now());
-            self.description.send_replace(Some(Arc::new(self.describe(&info))));
-        }
-        self.info = Some(info);
-        self.down = None;
     }
 
     fn describe(&self, info: &Info) -> Description {
@@ -391,6 +324,7 @@ impl Owner {
             engine: info.facts.clone(),
             ranks: self.ledger.ranks(&self.setup.devices.borrow()),
             retentions: info.retentions(),
+            turns_queued_per_session_max: self.setup.rules.turns_queued_per_session_max,
         }
     }
 
@@ -416,8 +350,16 @@ impl Owner {
     fn publish(&mut self, now: Instant) {
         let devices = self.setup.devices.borrow().clone();
         let interval = self.setup.report_interval;
-        let draining = self.draining.is_some();
-        let report = self.ledger.report(now, &self.table, &devices, interval, &self.down, draining);
+        let health = Health {
+            unhealthy: self.down.clone().or_else(|| self.stuck.clone()),
+            draining: self.draining.is_some(),
+            restart_required: self.table.restart_required(now),
+        };
+        let report = self.ledger.report(now, &self.table, &devices, interval, health);
+        let before = self.report.borrow().restart_required.is_some();
+        if let (false, Some(reason)) = (before, &report.restart_required) {
+            error!(reason, "engine restart required");
+        }
         self.report.send_replace(Arc::new(report));
         self.reported = now;
         self.dirty = false;
@@ -426,9 +368,9 @@ impl Owner {
     /// Ends the drain when nothing is left, aborts what runs when its time is up.
     fn drain_step(&mut self, now: Instant) {
         let Some(drain) = &mut self.draining else { return };
-        let left = self.running.len() + self.table.closes_pending() + self.opening.len();
-        let gone = self.info.is_none() && self.running.is_empty();
-        if left == 0 || gone {
+        let running = self.table.inside().count();
+        let gone = self.info.is_none() && running == 0;
+        if running + self.table.pending() == 0 || gone {
             if let Some(done) = drain.done.take() {
                 let _ = done.send(());
             }
@@ -436,9 +378,9 @@ impl Owner {
         }
         if now >= drain.deadline {
             drain.deadline = now + ABORT_AGAIN;
-            warn!(turns = self.running.len(), "drain time is up, aborting turns");
+            warn!(turns = running, "drain time is up, aborting turns");
             let engine = self.setup.engine.clone();
-            let rids: Vec<String> = self.running.keys().cloned().collect();
+            let rids: Vec<String> = self.table.inside().map(str::to_owned).collect();
             self.tasks.spawn(async move {
                 // The Responses API's turns have their own prefix there.
                 let named = rids.iter().flat_map(|rid| [rid.clone(), format!("resp_{rid}")]);

@@ -16,7 +16,7 @@ use hyper::body::Incoming;
 use hyper_util::client::legacy::ResponseFuture;
 use proto::process::refusal::Refusal;
 use tokio::time::Sleep;
-use tracing::{debug, warn};
+use tracing::debug;
 
 use super::{Turns, timed_out, unreachable};
 use crate::{agent::Lease, answer::Scanner, session::Outcome};
@@ -24,6 +24,8 @@ use crate::{agent::Lease, answer::Scanner, session::Outcome};
 /// While a turn's end is waited for, its abort is sent this often: an abort that comes before the
 /// engine has registered the turn is forgotten there.
 const ABORT_AGAIN: Duration = Duration::from_millis(500);
+/// The engine looks every 4 s whether the client of an answer that doesn't stream is still there.
+const HANGUP_SEEN_WITHIN: Duration = Duration::from_secs(5);
 
 /// One turn inside the engine: its answer on the way back, and the lease that its end gives back.
 ///
@@ -116,7 +118,20 @@ impl Exchange {
         if let Some(lease) = self.lease.take() {
             self.turns.metrics.ended(outcome, self.started.elapsed());
             lease.finish(outcome);
+            if outcome == Outcome::Lost && self.confirms && !self.abandoned {
+                self.abort_unseen();
+            }
         }
+    }
+
+    /// A turn whose answer broke off may still run, for nobody.
+    fn abort_unseen(&self) {
+        let (engine, rid) = (self.turns.engine.clone(), self.rid.clone());
+        self.turns.tasks.spawn(async move {
+            if let Err(error) = engine.abort(&rid).await {
+                debug!(rid, %error, "abort did not get through");
+            }
+        });
     }
 
     /// Follows the answer's next piece; the lease goes back *before* the last bytes go out, so that
@@ -144,16 +159,20 @@ impl Exchange {
         }
     }
 
-    /// Sees a turn without a client to its end: abort, and wait for the engine's word.
+    /// Sees a turn without a client to its end: abort, and wait for the engine's word, however long
+    /// it takes. A turn that the engine doesn't end is reported, not forgotten.
     async fn wind_down(mut self) {
-        if self.confirms {
-            let limit = self.turns.abort_max;
-            if tokio::time::timeout(limit, self.abort_and_drain()).await.is_err() {
-                warn!(rid = self.rid, "the engine did not confirm an abort in time");
-            }
+        if let Some(lease) = &self.lease {
+            lease.abandoned().await;
         }
-        // Without a name to abort it by, dropping the connection is what ends it.
-        self.upstream = None;
+        if self.confirms {
+            self.abort_and_drain().await;
+        } else {
+            // Without a name to abort it by, hanging up is what ends it; the engine looks for that
+            // at a pace of its own.
+            self.upstream = None;
+            tokio::time::sleep(HANGUP_SEEN_WITHIN).await;
+        }
         self.finish(Outcome::Lost);
     }
 

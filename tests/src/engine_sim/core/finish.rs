@@ -17,21 +17,25 @@ impl Core {
         }
         let row = req.row.expect("a request that ran has a row");
         let len = req.seq.min(req.prompt.len());
-        self.cache_row(key, row, len);
+        self.cache_row(key, row, len, None);
+    }
+
+    /// The tag that a request which ended well puts on its KV, unless its session was closed.
+    fn tag_of(&self, key: ReqKey) -> Option<String> {
+        match &self.reqs[&key].kind {
+            Kind::Tagged { session, life } if self.tags.get(session) == Some(life) => {
+                Some(session.clone())
+            }
+            _ => None,
+        }
     }
 
     /// Moves the row's first `len` tokens, in full pages, into the tree, under the row's lock.
-    fn cache_row(&mut self, key: ReqKey, row: usize, len: usize) {
+    fn cache_row(&mut self, key: ReqKey, row: usize, len: usize, tag: Option<&str>) {
         let req = &self.reqs[&key];
         let page_size = self.config.page_size;
         let full = len / page_size;
         let tokens = req.fill(full * page_size);
-        let tag = match &req.kind {
-            Kind::Tagged { session } if !self.tombstone_set.contains(session) => {
-                Some(session.as_str())
-            }
-            _ => None,
-        };
         let record = self.rows[row].as_mut().expect("a row in use has a record");
         let own_from = record.protected / page_size;
         if full < own_from {
@@ -111,12 +115,13 @@ impl Core {
             }
             Kind::Streaming { session } if aborted => {
                 // The whole chain, the aborted output included, becomes ordinary cache.
-                self.cache_row(key, row, seq);
+                self.cache_row(key, row, seq, None);
                 self.release_slot(&session);
             }
             Kind::Streaming { .. } => {}
             Kind::Plain | Kind::Normal { .. } | Kind::Tagged { .. } => {
-                self.cache_row(key, row, seq);
+                let tag = if aborted { None } else { self.tag_of(key) };
+                self.cache_row(key, row, seq, tag.as_deref());
                 self.free_row(row);
             }
         }
@@ -155,9 +160,15 @@ impl Core {
         self.finish(key, None, Finish::Abort { message, status: None, queued: false })
     }
 
+    /// Ends the last request there is no room for. It is released as a retracted one is: of a
+    /// session's turn nothing is freed, and what it made so far counts as history.
     pub(super) fn finish_out_of_memory(&mut self, key: ReqKey) -> Output {
         let message = OUT_OF_MEMORY.to_owned();
-        self.finish(key, None, Finish::Abort { message, status: Some(500), queued: false })
+        let finish = Finish::Abort { message, status: Some(500), queued: false };
+        let output = self.output(key, None, Some(finish));
+        self.release_unfinished(key);
+        self.reqs.remove(&key);
+        output
     }
 
     /// Takes a request out of the queue. Of its session only the flag is cleared: the slot stays.
@@ -180,20 +191,23 @@ impl Core {
     pub(super) fn retract(&mut self, key: ReqKey) {
         self.running.retain(|&k| k != key);
         self.gauges.retracted += 1;
-        let req = self.reqs.get_mut(&key).expect("it runs");
-        req.retractions += 1;
-        let row = req.row.take().expect("a running request has a row");
-        let streaming = matches!(req.kind, Kind::Streaming { .. });
-        let req = &self.reqs[&key];
-        if streaming {
-            if let Some(id) = req.controller_session()
-                && let Some(session) = self.sessions.get_mut(id)
-            {
-                session.finish_turn(&req.rid, &req.output, false);
-            }
-        } else {
-            self.free_row(row);
-        }
+        self.release_unfinished(key);
+        self.reqs.get_mut(&key).expect("it ran").retractions += 1;
         self.waiting.push_back(key);
+    }
+
+    /// Takes a running request's row, or leaves it to its session, which takes the turn for done.
+    fn release_unfinished(&mut self, key: ReqKey) {
+        let req = self.reqs.get_mut(&key).expect("it runs");
+        let row = req.row.take().expect("a running request has a row");
+        let req = &self.reqs[&key];
+        if !matches!(req.kind, Kind::Streaming { .. }) {
+            return self.free_row(row);
+        }
+        if let Some(id) = req.controller_session()
+            && let Some(session) = self.sessions.get_mut(id)
+        {
+            session.finish_turn(&req.rid, &req.output, false);
+        }
     }
 }

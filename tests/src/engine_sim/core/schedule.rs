@@ -4,14 +4,16 @@ use super::{
     super::{
         pool::scramble,
         request::{Finish, Kind, Output, ReqKey, Step},
-        tokenizer::{self, EOS, VOCAB_SIZE},
+        tokenizer::{EOS, VOCAB_SIZE},
     },
-    Core, NodeId, REFUSED_OUTPUT, ROOT, Row,
+    Core, NodeId, REFUSED_OUTPUT, ROOT, Row, model,
 };
 use std::time::Duration;
 
 /// Output beyond this is not reserved at admission.
 const RESERVED_OUTPUT_MAX: usize = 4096;
+/// Forward passes between two retractions for the sake of a test.
+const TEST_RETRACT_EVERY: u64 = 3;
 
 /// One request's share of a prefill batch.
 #[derive(Debug)]
@@ -27,6 +29,15 @@ pub(super) struct Extend {
     last: bool,
 }
 
+/// What became of a request that was offered to a batch.
+enum Admission {
+    Admitted(Extend),
+    /// The pool can't hold it.
+    NoRoom,
+    /// The batch's compute is spent.
+    NextBatch,
+}
+
 /// What is left to give while a batch is being put together.
 struct Budget {
     chunk: usize,
@@ -37,6 +48,10 @@ struct Budget {
 impl Core {
     /// Puts the next prefill batch together; strictly first come, first served.
     pub(super) fn schedule(&mut self) -> Vec<Extend> {
+        self.batch_is_full &= !self.running.is_empty();
+        if self.batch_is_full && self.chunked.is_none() {
+            return Vec::new();
+        }
         let mut budget = Budget {
             chunk: self.config.chunked_prefill_size,
             promised: self.running.iter().map(|&key| self.reserve_running(key)).sum(),
@@ -47,7 +62,8 @@ impl Core {
             let left = req.fill_len() - req.seq;
             let (take, last) = self.chunk(left, budget.chunk);
             budget.chunk -= take;
-            budget.promised += take + self.reserve_output(key);
+            let output = if last { self.reserve_output(key) } else { 0 };
+            budget.promised += self.whole_pages(take) + output + self.config.page_size;
             let start = req.seq;
             batch.push(Extend {
                 key,
@@ -59,21 +75,41 @@ impl Core {
                 last,
             });
         }
+        self.admit(&mut batch, &mut budget);
+        batch
+    }
+
+    /// Takes requests from the queue as long as rows and tokens last.
+    fn admit(&mut self, batch: &mut Vec<Extend>, budget: &mut Budget) {
         let mut admitted = 0;
         // The gate counts free rows before it looks whether the candidate already holds one; what
         // admitted requests hold is added back, the candidate's own row never is.
         let mut allocatable = self.free_rows.len();
         while batch.last().is_none_or(|extend| extend.last)
-            && admitted < allocatable
             && let Some(&key) = self.waiting.front()
-            && let Some(extend) = self.try_admit(key, &mut budget)
         {
-            self.waiting.pop_front();
-            admitted += 1;
-            allocatable += usize::from(extend.borrowed.is_some());
-            batch.push(extend);
+            if admitted >= allocatable {
+                self.batch_is_full = true;
+                return;
+            }
+            match self.try_admit(key, budget) {
+                Admission::Admitted(extend) => {
+                    self.waiting.pop_front();
+                    admitted += 1;
+                    allocatable += usize::from(extend.borrowed.is_some());
+                    batch.push(extend);
+                }
+                Admission::NoRoom => {
+                    self.batch_is_full = !batch.is_empty() || !self.running.is_empty();
+                    return;
+                }
+                Admission::NextBatch => return,
+            }
+            if budget.promised >= self.available_tokens() + self.evictable_tokens() {
+                self.batch_is_full = true;
+                return;
+            }
         }
-        batch
     }
 
     fn chunk(&self, left: usize, budget: usize) -> (usize, bool) {
@@ -83,19 +119,18 @@ impl Core {
         (budget / self.config.page_size * self.config.page_size, false)
     }
 
+    fn whole_pages(&self, tokens: usize) -> usize {
+        self.pool.pages_of(tokens) * self.config.page_size
+    }
+
     fn reserve_output(&self, key: ReqKey) -> usize {
         let req = &self.reqs[&key];
-        let output = req.max_new.saturating_sub(req.output.len()).min(RESERVED_OUTPUT_MAX);
-        // A partly filled page costs a whole one.
-        output + if self.config.page_size > 1 { self.config.page_size } else { 0 }
+        req.max_new.saturating_sub(req.output.len()).min(RESERVED_OUTPUT_MAX)
     }
 
     fn reserve_running(&self, key: ReqKey) -> usize {
         let full = self.reserve_output(key);
-        if self.reqs[&key].sampling.ignore_eos {
-            return full;
-        }
-        full * self.config.new_token_per_mille.min(1000) / 1000
+        if self.reqs[&key].sampling.ignore_eos { full } else { self.ratio.of(full) }
     }
 
     /// Where the request starts: its session's row, or the longest cached prefix.
@@ -123,23 +158,26 @@ impl Core {
         (found.pages, found.node, None, start)
     }
 
-    fn try_admit(&mut self, key: ReqKey, budget: &mut Budget) -> Option<Extend> {
+    fn try_admit(&mut self, key: ReqKey, budget: &mut Budget) -> Admission {
         let (pages, node, borrowed, start) = self.locate(key);
         let left = self.reqs[&key].fill_len() - start;
         let (take, last) = self.chunk(left, budget.chunk);
         if take == 0 {
-            return None;
+            return Admission::NextBatch;
         }
         self.tree.lock(node);
-        let need = self.pool.pages_of(left) * self.config.page_size + self.reserve_output(key);
+        // A page more than asked for: an append may begin on a page of its own.
+        let need = left + self.reserve_output(key) + self.config.page_size;
         let free = self.available_tokens() + self.evictable_tokens();
-        if need + budget.promised > free {
+        // Something must be left over.
+        if need + budget.promised >= free {
             self.tree.unlock(node);
-            return None;
+            return Admission::NoRoom;
         }
+        let output = if last { self.reserve_output(key) } else { 0 };
         budget.chunk -= take;
-        budget.promised += need;
-        Some(Extend { key, pages, node, borrowed, start, take, last })
+        budget.promised += self.whole_pages(take) + output + self.config.page_size;
+        Admission::Admitted(Extend { key, pages, node, borrowed, start, take, last })
     }
 
     /// Runs a prefill batch.
@@ -161,16 +199,18 @@ impl Core {
                 self.crashed = Some(reason);
                 return step;
             }
-            self.publish(key);
             if extend.last {
                 let output = self.sample(key);
+                // What ends with its first token publishes nothing on the way.
                 if output.finish.is_none() {
+                    self.publish(key);
                     self.running.push(key);
                 }
                 step.outputs.push(output);
             } else if self.reqs[&key].to_abort {
                 step.outputs.push(self.finish_aborted(key));
             } else {
+                self.publish(key);
                 self.chunked = Some(key);
             }
         }
@@ -318,26 +358,43 @@ impl Core {
 
     /// Retracts requests until the next step's pages are there.
     fn make_room(&mut self, outputs: &mut Vec<Output>) {
-        loop {
-            let needs = |&&key: &&ReqKey| !self.is_orphan(key) && self.needs_page(key);
-            let need = self.running.iter().filter(needs).count();
-            if need <= self.pool.free_pages().len() + self.tree.evictable_pages() {
-                return;
-            }
-            // The one with the least output goes first, the longest prompt among those.
-            let cost = |&key: &ReqKey| {
-                let req = &self.reqs[&key];
-                (req.output.len(), std::cmp::Reverse(req.prompt.len()))
-            };
-            let victim = self.running.iter().copied().min_by_key(cost).expect("someone needs");
-            if self.running.len() > 1 {
-                self.retract(victim);
-                continue;
-            }
-            self.running.clear();
-            outputs.push(self.finish_out_of_memory(victim));
-            return;
+        let tested = self.config.test_retract && self.forwards.is_multiple_of(TEST_RETRACT_EVERY);
+        if !tested && self.has_room() {
+            return self.ratio.decay();
         }
+        if tested && let Some(victim) = self.next_victim() {
+            self.retract(victim);
+        }
+        while !self.has_room() {
+            match self.next_victim() {
+                Some(victim) => self.retract(victim),
+                None => {
+                    let last = self.running.pop().expect("someone needs room");
+                    outputs.push(self.finish_out_of_memory(last));
+                }
+            }
+        }
+        let running = || self.running.iter().map(|key| &self.reqs[key]);
+        let made = running().map(|req| req.output.len()).sum();
+        let asked = running().map(|req| req.max_new).sum();
+        self.ratio.retracted(self.running.len(), made, asked);
+    }
+
+    fn has_room(&self) -> bool {
+        let needs = |&&key: &&ReqKey| !self.is_orphan(key) && self.needs_page(key);
+        let need = self.running.iter().filter(needs).count();
+        need <= self.pool.free_pages().len() + self.tree.evictable_pages()
+    }
+
+    /// The one with the least output goes first, the longest prompt among those, then the one that
+    /// came last. One is always kept.
+    fn next_victim(&self) -> Option<ReqKey> {
+        let cost = |&key: &ReqKey| {
+            let req = &self.reqs[&key];
+            (req.output.len(), std::cmp::Reverse(req.prompt.len()))
+        };
+        let victim = self.running.iter().copied().rev().min_by_key(cost);
+        victim.filter(|_| self.running.len() > 1)
     }
 
     fn needs_page(&self, key: ReqKey) -> bool {
@@ -392,16 +449,6 @@ impl Core {
             digest = scramble(digest ^ scramble(self.config.seed ^ (key << 32)));
         }
         let last = req.fill_token(req.seq - 1);
-        let lead = tokenizer::byte_id(0xc3);
-        if last == lead {
-            // The second half of a letter from à to ÿ.
-            return tokenizer::byte_id(0xa0 + u8::try_from(digest % 32).expect("below 32"));
-        }
-        if digest % 1000 < u64::from(self.config.eos_per_mille) {
-            return EOS;
-        }
-        let letters = b"etaoin shrdlu cmfwyp vbgkqjxz.,";
-        let pick = usize::try_from((digest >> 20) % 32).expect("below 32");
-        letters.get(pick).map_or(lead, |&byte| tokenizer::byte_id(byte))
+        model::next(digest, last, self.config.eos_per_mille)
     }
 }

@@ -111,9 +111,14 @@ fn tagged_turns_hit_whole_pages() {
     assert_eq!(core.facts().tagged_tokens["t"], 160);
     core.close("t");
     assert!(core.facts().tagged_tokens.is_empty());
-    submit(&mut core, T0, tag(), prompt, 8);
+    submit(&mut core, T0, tag(), prompt.clone(), 8);
+    core.step(T0);
+    core.close("t");
     assert_eq!(one(&mut core, T0).cached_tokens, 144);
-    assert!(core.facts().tagged_tokens.is_empty(), "a closed id tags no longer");
+    assert!(core.facts().tagged_tokens.is_empty(), "what outlives the close doesn't tag");
+    submit(&mut core, T0, tag(), prompt, 8);
+    one(&mut core, T0);
+    assert_eq!(core.facts().tagged_tokens["t"], 144, "the next request begins a new life");
 }
 
 #[test]
@@ -271,7 +276,7 @@ fn stop_sequences_and_eos_end_an_answer_and_count() {
 }
 
 #[test]
-fn a_retracted_turn_aborted_in_the_queue_leaves_its_session_half_closed() {
+fn sessions_that_run_out_of_room_stay_half_closed_with_what_they_made() {
     let config =
         CoreConfig { max_total_tokens: 256, new_token_per_mille: 20, ..CoreConfig::default() };
     let mut core = core(config);
@@ -289,15 +294,33 @@ fn a_retracted_turn_aborted_in_the_queue_leaves_its_session_half_closed() {
     assert!(message(&end).starts_with("Out of memory even after retracting"));
     core.abort("", true);
     assert!(run(&mut core, T0).is_empty());
+    let made = |core: &Core, id: &str| core.facts().session(id).unwrap().history_tokens - 20;
+    assert!(made(&core, "a") > 80 && made(&core, "b") > 80, "partial answers are history");
     for id in ["a", "b"] {
         core.close(id);
     }
     core.step(Duration::from_secs(5));
     let facts = core.facts();
-    assert_eq!(facts.sessions.len(), 1, "one can't be closed any more");
-    assert!(facts.sessions[0].closing && facts.session_held > 0);
+    assert_eq!(facts.sessions.len(), 2, "neither can be closed any more");
+    assert!(facts.sessions.iter().all(|s| s.closing) && facts.session_held > 0);
     assert!(core.flush());
-    assert_eq!((core.facts().used(), core.facts().sessions.len()), (0, 1));
+    assert_eq!((core.facts().used(), core.facts().sessions.len()), (0, 2));
+}
+
+#[test]
+fn a_request_that_does_not_fit_shuts_the_queue_until_one_has_left() {
+    let config = CoreConfig { max_total_tokens: 256, ..CoreConfig::default() };
+    let mut core = core(config);
+    submit(&mut core, T0, SessionRef::None, ids(20, 1), 100);
+    core.step(T0);
+    let big = submit(&mut core, T0, SessionRef::None, ids(100, 2), 100);
+    core.step(T0);
+    core.abort_queued(big);
+    // It would fit, and nothing is before it.
+    submit(&mut core, T0, SessionRef::None, ids(4, 3), 4);
+    core.step(T0);
+    assert_eq!((core.facts().running, core.facts().waiting), (1, 1));
+    assert_eq!(run(&mut core, T0).len(), 2);
 }
 
 #[test]
@@ -366,6 +389,7 @@ fn decode_without_room_retracts_plain_requests_and_completes() {
             T0,
             Submit { rid, input_ids: ids(20, salt), sampling, session: SessionRef::None },
         );
+        core.step(T0);
     }
     let ends = run(&mut core, T0);
     assert_eq!(ends.len(), 3);

@@ -13,6 +13,7 @@ use axum::{body::Body, extract::State, http::StatusCode, response::Response};
 use bytes::Bytes;
 use serde_json::{Map, Value, json};
 use std::{fmt::Display, sync::Arc};
+use tokio::task::JoinSet;
 
 /// Output tokens of a request that names no limit.
 const MAX_NEW_TOKENS_DEFAULT: usize = 128;
@@ -48,8 +49,13 @@ pub(super) async fn generate(State(app): AppState, body: Bytes) -> Response {
         Ok(call) if call.stream && !call.batch => stream_one(app, call).await,
         Ok(call) => answer(app, call).await,
         Err(Refusal::Value(message)) if stream => {
-            let error = json!({ "error": { "message": message } });
-            event_stream(Body::from(format!("data: {error}\n\ndata: [DONE]\n\n")))
+            let error = object(&[
+                ("message", &json!(message)),
+                ("type", &json!("invalid_request_error")),
+                ("code", &400),
+                ("retryable", &false),
+            ]);
+            event_stream(Body::from(format!("data: {{\"error\":{error}}}\n\ndata: [DONE]\n\n")))
         }
         Err(Refusal::Value(message)) => plain_error(&message),
         // The status is out before the exception is raised.
@@ -68,11 +74,14 @@ fn read(app: &App, body: &Map<String, Value>, stream: bool) -> Result<Call, Refu
     let (prompts, batch) = prompts(body)?;
     let session = session_ref(body)?;
     let history = matches!(session, SessionRef::Controller(_));
-    for prompt in &prompts {
-        check_length(app, prompt.len())?;
-        if prompt.is_empty() && !history {
-            return Err(Refusal::Value("The input is empty.".to_owned()));
-        }
+    if !history && prompts.iter().any(Vec::is_empty) {
+        return Err(Refusal::Value("input_ids cannot be empty.".to_owned()));
+    }
+    let params = body.get("sampling_params");
+    // Only a limit that was named counts.
+    let asked = sampling(params, None).max_new_tokens;
+    if let Some(message) = prompts.iter().find_map(|prompt| too_long(app, prompt.len(), asked)) {
+        return Err(Refusal::Value(message));
     }
     let rids = match body.get("rid") {
         Some(Value::String(rid)) if prompts.len() == 1 => vec![rid.clone()],
@@ -82,21 +91,27 @@ fn read(app: &App, body: &Map<String, Value>, stream: bool) -> Result<Call, Refu
         _ => prompts.iter().map(|_| app.new_id()).collect(),
     };
     let rank = routed_rank(app, body).map_err(Refusal::Value)?;
-    let params = body.get("sampling_params");
     let sampling = sampling(params, Some(MAX_NEW_TOKENS_DEFAULT));
     Ok(Call { prompts, batch, stream, rids, rank, sampling, session })
 }
 
-/// The check that is made before the scheduler: the body's own tokens against the context.
-fn check_length(app: &App, len: usize) -> Result<(), Refusal> {
-    too_long(app, len).map_or(Ok(()), |message| Err(Refusal::Value(message)))
-}
-
-pub(super) fn too_long(app: &App, len: usize) -> Option<String> {
+/// The check that is made before the scheduler: the body's own tokens, and the output it asks for,
+/// against the context.
+pub(super) fn too_long(app: &App, len: usize, asked: Option<usize>) -> Option<String> {
     let context = app.config.core.context_len;
-    (len >= context).then(|| {
-        format!(
+    if len >= context {
+        return Some(format!(
             "The input ({len} tokens) is longer than the model's context length ({context} tokens)."
+        ));
+    }
+    let asked = asked?;
+    let total = asked.saturating_add(len);
+    (total > context).then(|| {
+        format!(
+            "Requested token count exceeds the model's maximum context length of {context} tokens. \
+             You requested a total of {total} tokens: {len} tokens from the input messages and \
+             {asked} tokens for the completion. Please reduce the number of tokens in the input \
+             messages or the completion to fit within the limit."
         )
     })
 }
@@ -199,17 +214,25 @@ async fn submit(app: &App, call: &Call, index: usize) -> Live {
 }
 
 async fn answer(app: Arc<App>, call: Call) -> Response {
-    let mut lives = Vec::new();
+    let mut ends = JoinSet::new();
     for index in 0..call.prompts.len() {
-        lives.push(submit(&app, &call, index).await);
+        let mut live = submit(&app, &call, index).await;
+        ends.spawn(async move {
+            let progress = live.end().await;
+            (index, live, progress)
+        });
     }
-    let mut bodies = Vec::new();
-    for mut live in lives {
-        let progress = live.end().await;
+    let mut bodies = vec![String::new(); call.prompts.len()];
+    while let Some(end) = ends.join_next().await {
+        let (index, live, progress) = end.expect("waiting for an end doesn't panic");
         if let Some(response) = refusal(progress.finish.as_ref()) {
+            // One that is refused takes the whole batch with it.
+            for rid in call.rids {
+                app.handle.abort(rid, false).await;
+            }
             return response;
         }
-        bodies.push(render(&app, &live, &progress));
+        bodies[index] = render(&app, &live, &progress);
     }
     let body = if call.batch { format!("[{}]", bodies.join(",")) } else { bodies.concat() };
     json_response(StatusCode::OK, &body)
@@ -304,10 +327,7 @@ fn finish_reason(finish: &Finish) -> String {
             object(&[("type", &"\"abort\""), ("message", &json!(message))])
         }
         Finish::Abort { message, status, .. } => {
-            let kind = status.map(|status| match status {
-                400 => "BadRequestError",
-                _ => "InternalServerError",
-            });
+            let kind = (*status == Some(400)).then_some("BadRequestError");
             object(&[
                 ("type", &"\"abort\""),
                 ("message", &json!(message)),

@@ -6,7 +6,7 @@ use super::{
         owner::RankReport,
         tokenizer::{EOS, VOCAB_SIZE},
     },
-    App, AppState, json_response, plain_error, wall_seconds, whole_seconds,
+    App, AppState, internal_error, json_response, wall_seconds, whole_seconds,
 };
 use axum::{
     extract::{Query, State},
@@ -23,8 +23,8 @@ pub(super) async fn loads(
     Query(query): Query<HashMap<String, String>>,
 ) -> Response {
     let include: Vec<&str> = query.get("include").map_or(vec!["all"], |i| i.split(',').collect());
-    if let Some(bad) = include.iter().find(|section| !LOAD_SECTIONS.contains(section)) {
-        return plain_error(&format!("Invalid include section: {bad}"));
+    if include.iter().any(|section| !LOAD_SECTIONS.contains(section)) {
+        return internal_error();
     }
     let reports = app.handle.report().await;
     let only = query.get("dp_rank").and_then(|rank| rank.parse::<usize>().ok());
@@ -60,7 +60,7 @@ fn load(app: &App, rank: usize, report: &RankReport, include: &[&str]) -> Value 
         "num_prealloc_ready_tokens": 0,
         "max_total_num_tokens": facts.total,
         "max_running_requests": app.config.core.max_running_requests,
-        "token_usage": ratio(used, facts.total),
+        "token_usage": ratio(used, facts.total, 4),
         "gen_throughput": 0.0,
         "cache_hit_rate": 0.0,
         "utilization": 0.0,
@@ -104,9 +104,10 @@ fn prometheus_loads(loads: &[Value]) -> Response {
     text_response(text)
 }
 
-/// Two decimals, as the engine rounds it.
-fn ratio(part: usize, whole: usize) -> f64 {
-    (part as f64 / whole as f64 * 100.0).round() / 100.0
+/// Rounded as the engine does, to four decimals in loads and to two in metrics.
+fn ratio(part: usize, whole: usize, decimals: i32) -> f64 {
+    let scale = 10f64.powi(decimals);
+    (part as f64 / whole as f64 * scale).round() / scale
 }
 
 pub(super) async fn server_info(State(app): AppState) -> Response {
@@ -219,8 +220,8 @@ pub(super) async fn metrics(State(app): AppState) -> Response {
     add("num_running_reqs", "gauge", &|r| r.gauges.running as f64);
     add("num_queue_reqs", "gauge", &|r| r.gauges.waiting as f64);
     add("num_used_tokens", "gauge", &|r| r.gauges.used as f64);
-    add("token_usage", "gauge", &|r| ratio(r.gauges.used, total));
-    add("full_token_usage", "gauge", &|r| ratio(r.gauges.used, total));
+    add("token_usage", "gauge", &|r| ratio(r.gauges.used, total, 2));
+    add("full_token_usage", "gauge", &|r| ratio(r.gauges.used, total, 2));
     add("kv_used_tokens", "gauge", &|r| r.gauges.used as f64);
     add("kv_available_tokens", "gauge", &|r| r.gauges.available as f64);
     add("kv_evictable_tokens", "gauge", &|r| r.gauges.evictable as f64);

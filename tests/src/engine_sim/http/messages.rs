@@ -89,14 +89,14 @@ async fn submit(
 ) -> Result<Live, Box<Response>> {
     let rank = rank(app, headers, body)?;
     let input_ids = chat_prompt(messages);
-    if let Some(message) = too_long(app, input_ids.len()) {
-        return Err(Box::new(bad_request(&message)));
-    }
     let sampling = Sampling {
         max_new_tokens: max.and_then(|max| usize::try_from(max).ok()),
         greedy: body.get("temperature").and_then(Value::as_f64) == Some(0.0),
         ..Sampling::default()
     };
+    if let Some(message) = too_long(app, input_ids.len(), sampling.max_new_tokens) {
+        return Err(Box::new(bad_request(&message)));
+    }
     let named = body.get("rid").and_then(Value::as_str).map(str::to_owned);
     let rid = named.unwrap_or_else(|| format!("{prefix}{}", app.new_id()));
     let submit = Submit { rid, input_ids, sampling, ..Submit::default() };

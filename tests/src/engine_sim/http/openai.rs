@@ -138,7 +138,7 @@ async fn run(
         Ok(rank) => rank,
         Err(response) => return *response,
     };
-    if let Some(message) = too_long(&app, prompt.len()) {
+    if let Some(message) = too_long(&app, prompt.len(), sampling.max_new_tokens) {
         return bad_request(&message);
     }
     if prompt.is_empty() {

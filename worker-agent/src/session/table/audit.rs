@@ -2,56 +2,88 @@
 
 use proto::load::Retention;
 
-use super::Table;
-use crate::session::{Phase, Totals};
+use super::{Guard, Phase, Stage, Table, engine::Book};
+use crate::session::Totals;
 
 impl Table {
     /// Totals of one rank.
     #[must_use]
     pub fn totals(&self, dp_rank: u32) -> Totals {
-        let mut totals =
-            Totals { turns_running: self.turns[dp_rank as usize], ..Totals::default() };
-        for session in self.sessions.values().filter(|session| session.dp_rank == dp_rank) {
-            totals.sessions += 1;
-            if session.retention == Retention::Pinned {
-                totals.rows_held += u32::from(session.phase != Phase::Lost);
-                totals.pinned_tokens += self.pages_of(session.resident_tokens);
-            } else {
-                totals.estimate_tokens += session.resident_tokens;
-            }
-        }
-        for (_, tokens) in self.closing.values().filter(|(rank, _)| *rank == dp_rank) {
-            totals.rows_held += 1;
-            totals.pinned_tokens += self.pages_of(*tokens);
-        }
-        totals
+        self.books[dp_rank as usize].totals
     }
 
     /// Panics when a promise is broken.
     pub fn check_invariants(&self) {
         assert!(self.sessions.len() <= self.sessions_max, "too many sessions");
+        self.check_ids();
+        for dp_rank in (0_u32..).take(self.books.len()) {
+            self.check_rank(dp_rank);
+        }
+        let guards = self.rules.guards;
+        for (key, session) in &self.sessions {
+            let alone = !session.exclusive || session.running <= 1;
+            assert!(alone || !guards.hold(Guard::OneTurn), "two turns of one are inside");
+            assert!(session.retention != Retention::Pinned || session.exclusive, "pinned, shared");
+            let mine = |stage| {
+                let of = self.tickets.values().filter(move |ticket| ticket.stage == stage);
+                let of = of.filter(|ticket| ticket.born == session.born);
+                of.filter(|ticket| ticket.key.as_ref() == Some(key)).count()
+            };
+            if guards.hold(Guard::EndAcknowledged) {
+                let waiting = mine(Stage::Claimed) + mine(Stage::Queued);
+                assert_eq!(session.waiting as usize, waiting, "a claim isn't counted");
+                assert_eq!(session.running as usize, mine(Stage::Inside), "a turn isn't counted");
+            }
+        }
+    }
+
+    fn check_ids(&self) {
         let mut ids: Vec<&String> = self.sessions.values().map(|s| &s.incarnation).collect();
         ids.extend(self.closing.keys());
         let count = ids.len();
         ids.sort_unstable();
         ids.dedup();
-        assert_eq!(ids.len(), count, "an incarnation is used twice");
-        for (dp_rank, capacity) in (0_u32..).zip(&self.engine.ranks) {
-            let running: u32 = self
-                .sessions
-                .values()
-                .filter(|session| session.dp_rank == dp_rank)
-                .map(|session| session.running)
-                .sum();
-            let totals = self.totals(dp_rank);
-            assert!(running <= totals.turns_running, "a running turn isn't counted");
-            assert!(totals.turns_running <= capacity.turns_max, "too many turns inside");
-            let rows_max = capacity.rows.saturating_sub(capacity.rows_reserve);
-            assert!(totals.rows_held <= rows_max, "pinned sessions took the reserved rows");
+        let fresh = self.rules.guards.hold(Guard::FreshIncarnation);
+        assert!(ids.len() == count || !fresh, "an incarnation is used twice");
+        for (incarnation, key) in &self.by_incarnation {
+            assert_eq!(&self.sessions[key].incarnation, incarnation, "the index points elsewhere");
         }
-        for session in self.sessions.values() {
-            assert!(!session.exclusive || session.running <= 1, "two turns of one are inside");
-            assert!(session.retention != Retention::Pinned || session.exclusive, "pinned, shared");
+        assert_eq!(self.by_incarnation.len(), self.sessions.len(), "a session isn't indexed");
+    }
+
+    /// The running totals are what a count from nothing gives, and within their bounds.
+    fn check_rank(&self, dp_rank: u32) {
+        let mut counted = Book::default();
+        let of_rank = self.sessions.values().filter(|session| session.dp_rank == dp_rank);
+        of_rank.for_each(|session| counted.add(session, self.engine.page_tokens));
+        let kept = self.totals(dp_rank);
+        let mut inherited = 0;
+        for one in self.closing.values().filter(|one| one.dp_rank == dp_rank) {
+            if self.rules.guards.hold(Guard::CountedUntilClosed) {
+                counted.totals.rows_held += u32::from(one.row);
+                counted.totals.pinned_tokens += one.tokens;
+            }
+            inherited += u32::from(one.inherited);
         }
+        counted.totals.foreign_rows = kept.foreign_rows;
+        counted.totals.foreign_tokens = kept.foreign_tokens;
+        counted.totals.rows_held += kept.foreign_rows;
+        counted.totals.pinned_tokens += kept.foreign_tokens;
+        let staged = |stage| {
+            let of_rank = self.tickets.values().filter(|ticket| ticket.dp_rank == dp_rank);
+            let count = of_rank.filter(|ticket| ticket.stage == stage).count();
+            u32::try_from(count).expect("bounded")
+        };
+        counted.totals.turns_running = staged(Stage::Inside);
+        counted.totals.turns_queued = staged(Stage::Queued);
+        assert_eq!(counted.totals, kept, "the running totals have drifted");
+        let Some(capacity) = self.engine.ranks.get(dp_rank as usize) else { return };
+        assert!(kept.turns_running <= capacity.turns_max, "too many turns inside");
+        let rows_max = capacity.rows.saturating_sub(capacity.rows_reserve);
+        let own = kept.rows_held - kept.foreign_rows - inherited;
+        let reserved = self.rules.guards.hold(Guard::RowsReserve);
+        assert!(own <= rows_max || !reserved, "pinned sessions took the reserved rows");
+        let planned = |one: &&super::Session| one.phase == Phase::Planned && one.running > 0;
+        assert!(!self.sessions.values().any(|one| planned(&one)), "a turn runs in no session");
     }
 }

@@ -1,0 +1,32 @@
+//! The engine simulator does what the real engine does: the conformance suite of `tests/sglang`, run
+//! here against the simulator. The real engine runs the same cases, by `tests/sglang/run`.
+
+use std::{io::Write as _, path::Path, process::Command};
+
+/// Where the suite needs `tomllib`.
+const PYTHON_MIN: &str = "import sys; sys.exit(sys.version_info < (3, 11))";
+
+fn has_python() -> bool {
+    let check = Command::new("python3").args(["-c", PYTHON_MIN]).status();
+    check.is_ok_and(|status| status.success())
+}
+
+#[test]
+fn the_simulator_does_what_the_engine_does() {
+    if !has_python() {
+        let reason = "skipped: the suite needs python3 3.11 or later on the PATH";
+        writeln!(std::io::stdout(), "{reason}").expect("a test has an output");
+        return;
+    }
+    let suite = Path::new(env!("CARGO_MANIFEST_DIR")).join("sglang");
+    let output = Command::new("python3")
+        .args(["-B", "-m", "conformance", "--engine-sim", env!("CARGO_BIN_EXE_engine-sim")])
+        .current_dir(suite)
+        .output()
+        .expect("python3 has just run");
+    let said = String::from_utf8_lossy(&output.stdout);
+    let complained = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "\n{said}\n{complained}");
+    let last = said.lines().last().unwrap_or_default();
+    assert!(last.ends_with("passed, 0 failed") && !last.starts_with("0 "), "\n{said}");
+}

@@ -1,0 +1,1 @@
+"""One suite for two engines: the simulator is held to what the real SGLang does."""

@@ -1,0 +1,171 @@
+"""The suite's command line: starts the engines, two at a time, runs the cases, ends the engines."""
+
+import argparse
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from conformance import cases, cost
+from conformance.cases import Case
+from conformance.differences import Difference, listed
+from conformance.engine import Engine
+from conformance.groups import GROUPS
+from lane.processes import Failed, free_ports
+
+# Importing a module registers its cases; they run in this order.
+from conformance import (  # noqa: F401
+    upstream_kit,
+    refusals,
+    lives,
+    held_kv,
+    interruptions,
+    overlap,
+    wedges,
+    figures,
+    pressure,
+    tags,
+    crashes,
+)
+
+# Engines side by side: a real one takes a core while it starts, and 2 GB. A simulator is there at
+# once and mostly waits, so the cases of a group are dealt out to several.
+SIDE_BY_SIDE = 2
+SIMULATORS_SIDE_BY_SIDE = 8
+SIMULATORS_PER_GROUP = 4
+
+_print = threading.Lock()
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="conformance", description=__doc__)
+    parser.add_argument("-k", metavar="PATTERN", help="only the cases whose name contains it")
+    parser.add_argument("--list", action="store_true", help="name the cases and stop")
+    parser.add_argument(
+        "--engine-sim", type=Path, metavar="PATH", help="the simulator; without it, the real engine"
+    )
+    parser.add_argument(
+        "--cost", action="store_true", help="no cases: measure what the flag for tags costs"
+    )
+    parser.add_argument("--first-port", type=int, help="where to look for free ports")
+    return parser.parse_args()
+
+
+def say(text: str) -> None:
+    with _print:
+        print(text, flush=True)
+
+
+def dealt(chosen: list[Case], parts: int) -> list[list[Case]]:
+    """The cases of each launch: a group's, in so many parts."""
+    groups = [[case for case in chosen if case.group == name] for name in GROUPS]
+    return [some for group in groups for part in range(parts) if (some := group[part::parts])]
+
+
+def run_launch(group_cases: list[Case], engine: Engine, width: int) -> list[cases.Result]:
+    """All cases of a launch; a failed start fails them all."""
+    name = engine.group.name
+    begin = time.monotonic()
+    results = []
+    try:
+        seconds = engine.launch()
+        say(f"{name}: ready after {seconds:.1f} s")
+        for case in group_cases:
+            result = cases.run_one(case, engine)
+            problem = "\n".join(f"    {line}" for line in (result.problem or "").splitlines())
+            say(result.line(width) + (f"\n{problem}" if problem else ""))
+            results.append(result)
+    except Failed as error:
+        missing = group_cases[len(results):]
+        say(f"{name}: {error}")
+        results += [cases.Result(case, 0.0, str(error)) for case in missing]
+    finally:
+        engine.stop()
+    passed = sum(1 for result in results if not result.problem)
+    seconds = time.monotonic() - begin
+    say(f"{name}: {passed} of {len(results)} passed, {seconds:.1f} s with the start")
+    return results
+
+
+def unasked(differences: list[Difference], engines: list[Engine], ran: set[str]) -> list[str]:
+    """Listed differences that no case asked for: the list is out of date."""
+    seen = set().union(*(engine.seen for engine in engines))
+    known = {case.name for case in cases.selected(None)}
+    return [
+        f"{entry.case}: {entry.what!r} is listed as a difference, but the case doesn't ask for it"
+        for entry in differences
+        if entry.case not in known
+        or (entry.case in ran and (entry.case, entry.what) not in seen)
+    ]
+
+
+def measure_cost(options: argparse.Namespace) -> int:
+    """Both engines live side by side, and one at a time works."""
+    with tempfile.TemporaryDirectory(prefix="berth-conformance-") as folder:
+        groups = (cost.OFF, cost.ON)
+        engines = [
+            Engine(group, Path(folder), port, options.engine_sim, [])
+            for group, port in zip(groups, free_ports(len(groups), options.first_port))
+        ]
+        try:
+            for engine in engines:
+                say(f"{engine.group.name} the flag: ready after {engine.launch():.1f} s")
+            cost.measure(*engines)
+        finally:
+            for engine in engines:
+                engine.stop()
+    return 0
+
+
+def main() -> int:
+    options = arguments()
+    if options.cost:
+        return measure_cost(options)
+    chosen = cases.selected(options.k)
+    if options.list:
+        print("\n".join(f"{case.group:8}  {case.name}" for case in chosen))
+        return 0
+    if not chosen:
+        say(f"no case is named like {options.k!r}; --list names them")
+        return 2
+
+    folder = Path(tempfile.mkdtemp(prefix="berth-conformance-"))
+    differences = listed()
+    launches = dealt(chosen, SIMULATORS_PER_GROUP if options.engine_sim else 1)
+    ports = free_ports(len(launches), options.first_port)
+    engines = [
+        Engine(GROUPS[some[0].group], folder, port, options.engine_sim, differences)
+        for some, port in zip(launches, ports)
+    ]
+    width = max(len(case.name) for case in chosen)
+    begin = time.monotonic()
+    try:
+        side_by_side = SIMULATORS_SIDE_BY_SIDE if options.engine_sim else SIDE_BY_SIDE
+        with ThreadPoolExecutor(side_by_side) as pool:
+            runs = [
+                pool.submit(run_launch, some, engine, width)
+                for some, engine in zip(launches, engines)
+            ]
+            results = [result for run in runs for result in run.result()]
+    finally:
+        for engine in engines:
+            engine.stop()
+    sound = {result.case.name for result in results if not result.problem}
+    stale = unasked(differences, engines, sound)
+    for line in stale:
+        say(line)
+    failed = sum(1 for result in results if result.problem) + len(stale)
+    if failed:
+        say(f"the logs are in {folder}")
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+    say(f"{time.monotonic() - begin:.0f} s in all")
+    print(f"{len(results) + len(stale) - failed} passed, {failed} failed", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""What `--enable-session-radix-cache` costs: it turns the engine's native tree core off.
+
+The same requests go to one engine with the flag and to one without, in rounds that swap the order
+(ABBA). Nothing here passes or fails; it prints figures.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+
+from conformance.engine import Engine, ids
+from conformance.groups import TAGS, Group
+from lane.turns import at_once, new_id
+
+ROUNDS = 6
+SESSIONS = 8
+TURNS = 6
+LONG_PROMPTS = 5
+
+_SIZES = {"pool_tokens": 32768, "context_tokens": 4096, "rows": 16, "chunk_tokens": 4096}
+OFF = Group("without", 16, (), **_SIZES)
+ON = Group("with", 16, (TAGS,), **_SIZES)
+
+
+def timed(call: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def turns(engine: Engine) -> list[float]:
+    """Growing sessions, one turn after the other, then all of them at once."""
+    engine.flush()
+    names = [new_id("cost") for _ in range(SESSIONS)]
+    prompts = [ids(200, 10 + place) for place in range(SESSIONS)]
+    seconds = []
+
+    def turn(place: int) -> None:
+        prompt = prompts[place]
+        call = lambda: engine.turn(None, prompt, 8, session_id=names[place]).good()
+        seconds.append(timed(call))
+        prompts[place] = prompt + ids(100, 30 + place)
+
+    for _ in range(TURNS):
+        for place in range(SESSIONS):
+            turn(place)
+    at_once(*[lambda p=place: turn(p) for place in range(SESSIONS)])
+    for name in names:
+        engine.close(name)
+    return seconds
+
+
+def prefills(engine: Engine) -> list[float]:
+    """Long prompts that nothing is cached of."""
+    engine.flush()
+    return [
+        timed(lambda salt=salt: engine.turn(None, ids(3900, salt), 1, session_id="long").good())
+        for salt in range(LONG_PROMPTS)
+    ]
+
+
+def measure(off: Engine, on: Engine) -> None:
+    for name, what in (("median turn", turns), ("prefill of 3900 tokens", prefills)):
+        for engine in (off, on):
+            what(engine)  # Warm.
+        found: dict[str, list[float]] = {"without": [], "with": []}
+        ratios = []
+        for round in range(ROUNDS):
+            order = (off, on) if round % 2 == 0 else (on, off)
+            medians = {engine.group.name: statistics.median(what(engine)) for engine in order}
+            for key, value in medians.items():
+                found[key].append(value)
+            ratios.append(medians["with"] / medians["without"])
+        without, with_flag = (statistics.median(found[key]) * 1000 for key in ("without", "with"))
+        print(
+            f"{name}: {without:.2f} ms without the flag, {with_flag:.2f} ms with it; ratio "
+            f"{statistics.median(ratios):.3f} (rounds {min(ratios):.3f} to {max(ratios):.3f})",
+            flush=True,
+        )

@@ -1,0 +1,97 @@
+"""Ordinary requests that kill the engine, and how its port behaves while it dies."""
+
+import socket
+import time
+
+from conformance.cases import case
+from conformance.engine import Engine, Flow, body, ids
+from conformance.groups import ROWS
+from conformance.refusals import in_session
+from lane.runner import equal
+
+# The engine collects diagnostics for 5 s before it goes.
+DYING_SECONDS = 5
+DEAD_SECONDS_MAX = 25
+
+
+def dies(engine: Engine, flow: Flow | None) -> None:
+    """It takes connections and answers nothing, then it is gone; a stream just ends."""
+    engine.until("no answer any more", lambda: not _answers(engine))
+    begin = time.monotonic()
+    with socket.create_connection(("127.0.0.1", engine.port), timeout=2) as sock:
+        sock.settimeout(2)
+        sock.sendall(b"GET /v1/loads HTTP/1.1\r\nhost: engine\r\n\r\n")
+        try:
+            answered = sock.recv(1)
+        except TimeoutError:
+            answered = None
+    engine.expect("what a dying engine answers", answered, None)
+    assert engine.process is not None
+    assert engine.process.wait(DEAD_SECONDS_MAX) is not None, "it lives on"
+    lasted = time.monotonic() - begin
+    engine.expect("the port lingers for a while", lasted > DYING_SECONDS - 3, True)
+    try:
+        socket.create_connection(("127.0.0.1", engine.port), timeout=2).close()
+        refused = False
+    except OSError:
+        refused = True
+    equal(refused, True, "connections are refused afterwards")
+    if flow:
+        events = flow.rest()
+        equal("[DONE]" in events, False, "the running stream ended properly")
+        finished = [event for event in events if '"finish_reason":null' not in event]
+        equal(finished, [], "events with a finish_reason")
+
+
+@case("page16", kills=True)
+def two_first_turns_in_one_batch(engine: Engine) -> None:
+    session = engine.open()
+    engine.sleep_in_forward(0.03)
+    # Equal lengths: all rows come free in the same pass.
+    busy = [engine.pending(None, ids(10, 10 + n), 40) for n in range(ROWS)]
+    engine.until("all rows are taken", lambda: engine.load()["num_running_reqs"] == ROWS)
+    both = [engine.pending(session, ids(20, 30 + n), 4) for n in range(2)]
+    engine.until_queued(2)
+    for turn in busy:
+        turn.end()
+    dies(engine, None)
+    for turn in both:
+        try:
+            reply = turn.end(1)
+        except OSError:
+            continue
+        raise AssertionError(f"a turn was answered: {reply}")
+
+
+@case("page1", kills=True)
+def a_refused_overlap_and_then_a_close(engine: Engine) -> None:
+    session = engine.open()
+    engine.turn(session, ids(40, 1), 20).good()
+    engine.sleep_in_forward(0.02)
+    flow = engine.flow(session, ids(40, 2), 100)
+    flow.first()
+    equal(engine.generate(in_session(session)).status, 400, "the status of the overlap")
+    engine.close(session)
+    # The turn goes on without its KV; the engine dies when it ends.
+    dies(engine, flow)
+
+
+@case("page256", kills=True)
+def a_token_outside_the_vocabulary(engine: Engine) -> None:
+    engine.sleep_in_forward(0.03)
+    flow = engine.flow(None, ids(10, 1), 300)
+    flow.first()
+    doomed = engine.generate_later(body([5000], 4))
+    dies(engine, flow)
+    try:
+        reply = doomed.end(1)
+    except OSError:
+        return
+    raise AssertionError(f"the request was answered: {reply}")
+
+
+def _answers(engine: Engine) -> bool:
+    try:
+        return engine.get("/v1/loads", seconds=1).status == 200
+    except OSError:
+        return False

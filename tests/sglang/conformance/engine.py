@@ -1,0 +1,330 @@
+"""The engine under test, real or simulated, as the cases speak to it.
+
+Everything goes over HTTP; nothing here knows which of the two it is, but for `launch` and for the
+listed differences.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from conformance.differences import Difference
+from conformance.groups import Group
+from lane import wire
+from lane.fleet import ENGINE_START_SECONDS_MAX, ENGINE_STOP_SECONDS_MAX, launch_engine
+from lane.processes import Process, answers_200, wait_until
+from lane.runner import equal
+from lane.turns import new_id
+
+WAIT_SECONDS_MAX = 20
+
+
+
+def ids(count: int, salt: int) -> list[int]:
+    """A prompt of that length; prompts of two salts (below 250) share no prefix at all."""
+    return [(salt * 37 + place * 7) % 250 for place in range(count)]
+
+
+def sampling(tokens: int, **more: Any) -> dict:
+    return {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True, **more}
+
+
+def body(prompt: list[int], tokens: int, session: str | None = None, **more: Any) -> dict:
+    """A `/generate` request, in a controller session if one is named."""
+    request = {"input_ids": prompt, "sampling_params": sampling(tokens), **more}
+    if session is not None:
+        request["session_params"] = {"id": session}
+    return request
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer of `/generate`: the whole one, or a stream's last event."""
+
+    status: int
+    body: Any
+
+    @classmethod
+    def of(cls, answer: wire.Answer) -> "Reply":
+        try:
+            return cls(answer.status, answer.json())
+        except ValueError:
+            return cls(answer.status, answer.body.decode())
+
+    @property
+    def meta(self) -> dict:
+        assert isinstance(self.body, dict) and "meta_info" in self.body, f"not a turn: {self}"
+        return self.body["meta_info"]
+
+    @property
+    def prompt(self) -> int:
+        return self.meta["prompt_tokens"]
+
+    @property
+    def cached(self) -> int:
+        return self.meta["cached_tokens"]
+
+    @property
+    def completion(self) -> int:
+        return self.meta["completion_tokens"]
+
+    @property
+    def output(self) -> list[int]:
+        return self.body["output_ids"]
+
+    @property
+    def finish(self) -> dict:
+        return self.meta["finish_reason"]
+
+    @property
+    def error(self) -> str:
+        """The message of a refusal in the engine's plain shape."""
+        assert isinstance(self.body, dict) and set(self.body) == {"error"}, f"no refusal: {self}"
+        return self.body["error"]["message"]
+
+    def good(self) -> "Reply":
+        equal(self.status, 200, f"the status of {self}")
+        assert self.finish["type"] != "abort", f"aborted: {self}"
+        return self
+
+    def __str__(self) -> str:
+        return f"{self.status} {json.dumps(self.body)[:300]}"
+
+
+class Flow:
+    """A streamed turn that is still coming."""
+
+    def __init__(self, stream: wire.Stream):
+        equal(stream.status, 200, "the stream's status")
+        self._stream = stream
+        self._events = stream.events()
+
+    def first(self) -> Reply:
+        """Waits for its first token: from then on it runs."""
+        return self._reply(next(self._events))
+
+    def end(self) -> Reply:
+        """Reads to the proper end."""
+        events = list(self._events)
+        assert len(events) > 1 and events[-1] == "[DONE]", f"no [DONE]: {events[-1:]}"
+        return self._reply(events[-2])
+
+    def rest(self) -> list[str]:
+        """The events to the end of the connection, proper or not."""
+        events = []
+        try:
+            events.extend(self._events)
+        except OSError:
+            pass
+        return events
+
+    def vanish(self) -> None:
+        self._stream.vanish()
+
+    def _reply(self, event: str) -> Reply:
+        return Reply(self._stream.status, json.loads(event))
+
+
+class Pending:
+    """A turn that isn't streamed, waited for in a thread of its own."""
+
+    def __init__(self, call: Callable[[], Reply]):
+        self._reply: Reply | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(call,), daemon=True)
+        self._thread.start()
+
+    def _run(self, call: Callable[[], Reply]) -> None:
+        try:
+            self._reply = call()
+        except BaseException as error:
+            self._error = error
+
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def end(self, seconds: float = 30) -> Reply:
+        self._thread.join(seconds)
+        assert self.done(), f"no answer within {seconds} s"
+        if self._error:
+            raise self._error
+        assert self._reply is not None
+        return self._reply
+
+
+@dataclass
+class Engine:
+    """One launch of the engine."""
+
+    group: Group
+    folder: Path
+    port: int
+    # The simulator's program; None is the real engine.
+    program: Path | None
+    differences: list[Difference]
+    process: Process | None = None
+    case: str = ""
+    seen: set[tuple[str, str]] = field(default_factory=set)
+    _opened: list[str] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def launch(self) -> float:
+        """Starts it and waits until it serves. Returns how long that took."""
+        folder = self.folder / f"{self.group.name}-{self.port}"
+        folder.mkdir(exist_ok=True)
+        flags = self.group.flags()
+        if self.program:
+            command = [str(self.program), "--port", str(self.port), *flags]
+            command += ["--enable-metrics", "--enable-cache-report"]
+            self.process = Process.start("simulator", command, folder, self.group.env)
+        else:
+            self.process = launch_engine(folder, self.port, flags, self.group.env)
+        ready = f"{self.url}/health"
+        return wait_until(
+            self.process, "ready", lambda: answers_200(ready), ENGINE_START_SECONDS_MAX
+        )
+
+    def stop(self) -> None:
+        if self.process:
+            self.process.stop(ENGINE_STOP_SECONDS_MAX)
+
+    def alive(self) -> bool:
+        return self.process is not None and self.process.alive()
+
+    def expect(self, what: str, found: Any, expected: Any) -> None:
+        """`expected` is what the real engine does. The simulator must do the same, unless a
+        difference is listed under this case and this name: then it must do what stands there."""
+        for difference in self.differences:
+            if (difference.case, difference.what) == (self.case, what):
+                self.seen.add((self.case, what))
+                if self.program:
+                    assert found != expected, f"{what}: listed as a difference, but it is none"
+                    expected = difference.simulator
+        equal(found, expected, what)
+
+    # Requests.
+
+    def post(self, path: str, request: Any = None, seconds: float = 60) -> wire.Answer:
+        return wire.post(f"{self.url}{path}", request, seconds=seconds)
+
+    def get(self, path: str, seconds: float = 60) -> wire.Answer:
+        return wire.get(f"{self.url}{path}", seconds=seconds)
+
+    def generate(self, request: dict, seconds: float = 60) -> Reply:
+        return Reply.of(self.post("/generate", request, seconds))
+
+    def turn(self, session: str | None, prompt: list[int], tokens: int, **more: Any) -> Reply:
+        return self.generate(body(prompt, tokens, session, **more))
+
+    def flow(self, session: str | None, prompt: list[int], tokens: int, **more: Any) -> Flow:
+        """Sends a turn whose answer is streamed."""
+        request = body(prompt, tokens, session, stream=True, **more)
+        return Flow(wire.stream(f"{self.url}/generate", request))
+
+    def pending(self, session: str | None, prompt: list[int], tokens: int, **more: Any) -> Pending:
+        """Sends a turn that isn't streamed, and goes on."""
+        return self.generate_later(body(prompt, tokens, session, **more))
+
+    def generate_later(self, request: dict) -> Pending:
+        return Pending(lambda: self.generate(request))
+
+    def open(self, session: str | None = None, **more: Any) -> str:
+        """Opens a streaming session under an id of its own."""
+        session = session or new_id("s")
+        request = {"capacity_of_str_len": 1000, "session_id": session, "streaming": True, **more}
+        answer = self.post("/open_session", request)
+        equal(answer.status, 200, f"the status of an open ({answer})")
+        self._opened.append(session)
+        return session
+
+    def close(self, session: str) -> None:
+        answer = self.post("/close_session", {"session_id": session})
+        equal((answer.status, answer.body), (200, b""), f"the close of {session}")
+
+    def abort(self, rid: str = "", all: bool = False) -> None:
+        answer = self.post("/abort_request", {"rid": rid, "abort_all": all})
+        equal((answer.status, answer.body), (200, b""), f"the abort of {rid!r}")
+
+    def flush(self) -> wire.Answer:
+        return self.post("/flush_cache")
+
+    def sleep_in_forward(self, seconds: float) -> None:
+        answer = self.post("/slow_down", {"forward_sleep_time": seconds})
+        equal((answer.status, answer.json()), (200, None), "slow_down")
+
+    @contextmanager
+    def slow(self, seconds: float = 0.03) -> Iterator[None]:
+        """Every forward pass takes that much longer, so that a turn lasts."""
+        self.sleep_in_forward(seconds)
+        try:
+            yield
+        finally:
+            self.sleep_in_forward(0)
+
+    # States.
+
+    def load(self) -> dict:
+        return self.get("/v1/loads").json()["loads"][0]
+
+    def used(self) -> int:
+        return self.load()["num_used_tokens"]
+
+    def until(
+        self, what: str, reached: Callable[[], Any], seconds: float = WAIT_SECONDS_MAX
+    ) -> Any:
+        """Polls until `reached` is true; returns what it said."""
+        deadline = time.monotonic() + seconds
+        while not (found := reached()):
+            assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+            time.sleep(0.02)
+        return found
+
+    def until_used(self, tokens: int, what: str = "the pool's use", seconds: float = 3) -> None:
+        """The load snapshot follows within a fraction of a second; what stands there after a while
+        is what is used."""
+        deadline = time.monotonic() + seconds
+        while (found := self.used()) != tokens and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self.expect(what, found, tokens)
+
+    def until_queued(self, count: int) -> None:
+        """Waits until so many requests wait."""
+        self.until(f"{count} waiting", lambda: self.load()["num_waiting_reqs"] == count)
+
+    def until_idle(self) -> None:
+        def idle() -> bool:
+            load = self.load()
+            return load["num_running_reqs"] == 0 and load["num_waiting_reqs"] == 0
+
+        self.until("idle", idle)
+
+    def until_gone(self, session: str) -> None:
+        """Waits until the id is free again: its close has been carried out."""
+        request = {"capacity_of_str_len": 1, "session_id": session, "streaming": True}
+        self.until(
+            f"{session} is closed",
+            lambda: self.post("/open_session", request).status == 200,
+        )
+        self.close(session)
+
+    def until_reaped(self) -> None:
+        """Waits for a pass of the reaper: it closes what has timed out."""
+        self.until_gone(self.open(timeout=0))
+
+    def clean(self) -> None:
+        """Nothing runs, waits, is open or cached: what every case begins with."""
+        self.sleep_in_forward(0)
+        self.abort(all=True)
+        for session in self._opened:
+            self.close(session)
+        self._opened.clear()
+        self.until("flushed", lambda: self.flush().status == 200)
+        self.until("empty", lambda: self.used() == 0)

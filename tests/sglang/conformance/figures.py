@@ -1,0 +1,83 @@
+"""What the engine says about itself: /v1/loads is prompt, /metrics is late."""
+
+from conformance.cases import case
+from conformance.engine import Engine, ids
+from lane.runner import equal
+
+
+def gauge(engine: Engine, name: str) -> float:
+    text = engine.get("/metrics").body.decode()
+    for line in text.splitlines():
+        if line.startswith(f"sglang:{name}{{"):
+            return float(line.rsplit(" ", 1)[1])
+    raise AssertionError(f"/metrics has no {name}")
+
+
+@case("page16", "page1")
+def metrics_lag_and_loads_do_not(engine: Engine) -> None:
+    session = engine.open()
+    # One token is made by the prefill: no decode step, so no other report falls due.
+    engine.turn(session, ids(64, 1), 1).good()
+    engine.until_used(64)
+    engine.expect("used by /metrics after a turn", gauge(engine, "kv_used_tokens"), 64)
+    engine.close(session)
+    engine.until_used(0)
+    engine.expect("used by /metrics after the close", gauge(engine, "kv_used_tokens"), 64)
+    # The next prefill reports; this one has ended by then.
+    engine.turn(None, ids(16, 2), 1).good()
+    engine.expect("used by /metrics after a prefill", gauge(engine, "kv_used_tokens"), 0)
+    engine.expect("evictable by /metrics", gauge(engine, "kv_evictable_tokens"), 16)
+
+
+@case("page16", "page1")
+def session_gauges_move_every_forty_decode_steps(engine: Engine) -> None:
+    session = engine.open()
+    engine.turn(session, ids(64, 1), 100).good()
+    engine.expect("open sessions by /metrics", gauge(engine, "num_streaming_sessions"), 1)
+    held = gauge(engine, "streaming_session_held_tokens")
+    # Without the first prompt, which lies in the tree, locked.
+    engine.expect("held, of 163 tokens", 0 < held <= 100 + engine.group.page_size, True)
+    engine.close(session)
+    for salt in (2, 3):
+        # One token is made by the prefill: no decode step, so no report falls due.
+        engine.turn(engine.open(), ids(64, salt), 1).good()
+    late = gauge(engine, "num_streaming_sessions")
+    engine.expect("with two open, and no report since one was", late, 1)
+
+
+@case("page16", "page1")
+def loads_add_up(engine: Engine) -> None:
+    session = engine.open()
+    engine.turn(session, ids(64, 1), 20).good()
+    page = engine.group.page_size
+    engine.until_used(-(-83 // page) * page)
+    load = engine.load()
+    total = load["max_total_num_tokens"]
+    equal(total, engine.group.pool_tokens, "the pool's size")
+    equal(load["max_running_requests"], engine.group.rows, "the rows")
+    equal(load["num_total_tokens"], load["num_used_tokens"], "tokens with nothing queued")
+    equal(load["token_usage"], round(load["num_used_tokens"] / total, 4), "the usage")
+    bad = engine.get("/v1/loads?include=nonsense")
+    engine.expect("the status of an unknown section", bad.status, 500)
+
+
+@case("page16", "page1")
+def server_info_names_the_sizes(engine: Engine) -> None:
+    info = engine.get("/server_info").json()
+    group = engine.group
+    found = {
+        key: info[key]
+        for key in (
+            "page_size", "max_total_num_tokens", "max_req_input_len", "enable_streaming_session",
+            "enable_session_radix_cache", "version", "status",
+        )
+    }
+    expected = {
+        "page_size": group.page_size, "max_total_num_tokens": group.pool_tokens,
+        "max_req_input_len": group.context_tokens - 6, "enable_streaming_session": True,
+        "enable_session_radix_cache": False, "version": "0.5.23", "status": "ready",
+    }
+    equal(found, expected, "/server_info")
+    rows = info["internal_states"][0]["effective_max_running_requests_per_dp"]
+    equal(rows, group.rows, "the rows")
+    equal(engine.get("/get_load").status, 404, "the status of /get_load")

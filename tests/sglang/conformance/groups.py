@@ -1,0 +1,60 @@
+"""How the engines are launched: one launch serves all cases that can share it.
+
+The flags are SGLang's own and mean the same to the simulator.
+"""
+
+from dataclasses import dataclass, field
+
+ROWS = 8
+POOL_TOKENS = 2048
+CONTEXT_TOKENS = 1024
+# The engine keeps six tokens of the context for itself.
+INPUT_TOKENS_MAX = CONTEXT_TOKENS - 6
+
+STREAMING = "--enable-streaming-session"
+TAGS = "--enable-session-radix-cache"
+
+
+@dataclass(frozen=True)
+class Group:
+    """One launch."""
+
+    name: str
+    page_size: int
+    more: tuple[str, ...]
+    pool_tokens: int = POOL_TOKENS
+    context_tokens: int = CONTEXT_TOKENS
+    rows: int = ROWS
+    chunk_tokens: int = 512
+    env: dict[str, str] = field(default_factory=dict)
+
+    def flags(self) -> list[str]:
+        return [
+            "--page-size", str(self.page_size),
+            "--max-total-tokens", str(self.pool_tokens),
+            "--context-length", str(self.context_tokens),
+            "--max-running-requests", str(self.rows),
+            "--chunked-prefill-size", str(self.chunk_tokens),
+            *self.more,
+        ]
+
+
+GROUPS = {
+    group.name: group
+    for group in (
+        Group("page16", 16, (STREAMING,)),
+        # Admission that hopes for early ends: the only way to run out of KV in a decode.
+        Group("page1", 1, (STREAMING, "--schedule-conservativeness", "0.02")),
+        Group("tagged", 16, (TAGS,)),
+        Group("both", 16, (STREAMING, TAGS)),
+        # Upstream's own kit for aborts under chunked prefill runs with these sizes.
+        Group(
+            "page256", 256, (STREAMING,), pool_tokens=16384, context_tokens=512, rows=16,
+            chunk_tokens=4096,
+        ),
+        Group(
+            "retract", 16, (STREAMING,), pool_tokens=16384, context_tokens=2048, rows=16,
+            env={"SGLANG_TEST_RETRACT": "true"},
+        ),
+    )
+}

@@ -1,0 +1,100 @@
+"""What KV sessions hold, to the token, at both page sizes, and what a flush takes."""
+
+from conformance.cases import case
+from conformance.engine import Engine, ids
+from lane.runner import equal
+
+
+def ceil(tokens: int, page: int) -> int:
+    return -(-tokens // page) * page
+
+
+@case("page16", "page1")
+def the_numbers_of_one_session(engine: Engine) -> None:
+    page = engine.group.page_size
+    session = engine.open()
+    engine.turn(session, ids(40, 1), 20).good()
+    # The last token made is never computed.
+    engine.until_used(ceil(59, page), "used after the first turn")
+    engine.turn(session, ids(40, 2), 20).good()
+    engine.until_used(ceil(119, page), "used after the second turn")
+    with engine.slow():
+        flow = engine.flow(session, ids(40, 3), 200)
+        flow.first()
+        engine.abort(all=True)
+        made = len(flow.end().output)
+    engine.until_used(0, "used after the abort")
+    reply = engine.turn(session, ids(2, 4), 4).good()
+    equal(reply.prompt, 122, "prompt tokens after the abort")
+    # Of the history, all that was computed lies in the tree, in whole pages; the last two tokens
+    # of the second turn's output were followed by other ones in the aborted turn.
+    engine.expect("cached after the abort", reply.cached, 120 // page * page)
+    assert made >= 1
+    # The whole prompt is a first prompt now: its pages are locked, the rest is private.
+    engine.until_used(ceil(122 + 4 - 1, page), "used after the turn that followed")
+    engine.close(session)
+    engine.until_used(0, "used after the close")
+
+
+@case("page16", "page1")
+def later_turns_and_outputs_stay_private(engine: Engine) -> None:
+    session = engine.open()
+    first = engine.turn(session, ids(64, 1), 20).good()
+    engine.turn(session, ids(64, 2), 20).good()
+    whole = ids(64, 1) + first.output + ids(64, 2)
+    page = engine.group.page_size
+    beside = engine.turn(None, whole, 1).good()
+    engine.expect("cached of a plain request beside the session", beside.cached, 64)
+    equal(64 % page, 0, "the first prompt is whole pages")
+
+
+@case("page16", "page1")
+def a_first_turn_of_one_token_publishes_nothing(engine: Engine) -> None:
+    session = engine.open()
+    engine.turn(session, ids(64, 1), 1).good()
+    engine.expect("cached of its prompt", engine.turn(None, ids(80, 1), 1).good().cached, 0)
+    # Nor do the turns that follow.
+    engine.turn(session, ids(5, 2), 8).good()
+    engine.close(session)
+    engine.until_used(0)
+
+
+@case("page16", "page1")
+def a_session_starts_from_what_the_tree_has(engine: Engine) -> None:
+    page = engine.group.page_size
+    plain = engine.turn(None, ids(60, 1), 20).good()
+    session = engine.open()
+    reply = engine.turn(session, ids(60, 1) + plain.output + ids(5, 2), 4).good()
+    engine.expect("cached of its first turn", reply.cached, 79 // page * page)
+    other = engine.open()
+    engine.turn(other, ids(60, 1), 4).good()
+    # The prefix they share is counted once.
+    shared = 60 // page * page if page > 1 else 60
+    used = ceil(85 + 3, page) + ceil(60 + 3, page) - shared
+    engine.until_used(used, "used by two sessions on one prefix")
+
+
+@case("page16", "page1")
+def a_flush_takes_the_kv_and_leaves_the_history(engine: Engine) -> None:
+    session = engine.open()
+    engine.turn(session, ids(40, 1), 20).good()
+    answer = engine.flush()
+    equal(answer.status, 200, "the status of the flush")
+    assert answer.body.startswith(b"Cache flushed."), answer.body
+    engine.until_used(0, "used after the flush")
+    reply = engine.turn(session, ids(3, 2), 4).good()
+    equal((reply.prompt, reply.cached), (63, 0), "prompt and cached tokens after the flush")
+
+
+@case("page16")
+def a_flush_while_something_runs_is_refused(engine: Engine) -> None:
+    with engine.slow():
+        flow = engine.flow(None, ids(40, 1), 100)
+        flow.first()
+        answer = engine.flush()
+        equal(answer.status, 400, "the status of the flush")
+        assert answer.body.startswith(b"Flush cache failed."), answer.body
+        waited = engine.post("/flush_cache?timeout=20")
+        equal(waited.status, 200, "the status of a flush that waits")
+        equal(flow.end().good().completion, 100, "tokens of what ran")
+

@@ -1,0 +1,149 @@
+"""Turns that don't end by themselves: aborts, running and queued, and clients that go away."""
+
+import json
+import socket
+import time
+
+from conformance.cases import case
+from conformance.engine import Engine, Reply, body, ids
+from conformance.groups import ROWS
+from conformance.refusals import in_session
+from lane.runner import equal
+
+# How often the engine looks whether a client that doesn't stream is still there.
+POLL_SECONDS = 4
+
+
+@case("page16", "page1")
+def an_abort_puts_the_whole_session_into_the_tree(engine: Engine) -> None:
+    page = engine.group.page_size
+    session = engine.open()
+    first = engine.turn(session, ids(40, 1), 20).good()
+    with engine.slow():
+        flow = engine.flow(session, ids(40, 2), 200, rid="runs-now")
+        flow.first()
+        engine.abort("runs-now")
+        ended = flow.end()
+    finish = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+    equal(ended.finish, finish, "how the turn ended")
+    engine.until_used(0, "used after the abort")
+    # Anyone can use it now, the output of the first turn and the aborted prompt included.
+    chain = ids(40, 1) + first.output + ids(40, 2) + [7]
+    plain = engine.turn(None, chain, 1).good()
+    engine.expect("cached of a plain request on the chain", plain.cached, 100 // page * page)
+    again = engine.turn(session, ids(40, 3), 4).good()
+    equal(again.prompt, 100, "prompt tokens: the aborted turn left no trace")
+    engine.expect("cached of the next turn", again.cached, 60 // page * page)
+
+
+@case("page16")
+def an_abort_of_the_first_turn(engine: Engine) -> None:
+    session = engine.open()
+    with engine.slow():
+        flow = engine.flow(session, ids(40, 1), 200, rid="first-turn")
+        flow.first()
+        engine.abort("first-turn")
+        equal(flow.end().finish["type"], "abort", "how the turn ended")
+    engine.until_used(0, "used after the abort")
+    reply = engine.turn(session, ids(10, 2), 4).good()
+    equal((reply.prompt, reply.cached), (10, 0), "prompt and cached tokens: it starts from nothing")
+
+
+@case("page16", "page1")
+def an_abort_in_the_queue_keeps_the_slot(engine: Engine) -> None:
+    session = engine.open()
+    engine.turn(session, ids(40, 1), 20).good()
+    with engine.slow():
+        flows = [engine.flow(None, ids(10, 10 + n), 100) for n in range(ROWS - 1)]
+        for flow in flows:
+            flow.first()
+        queued = engine.pending(session, ids(40, 2), 20, rid="waits")
+        engine.until_queued(1)
+        engine.abort("waits")
+        reply = queued.end()
+        engine.abort(all=True)
+        for flow in flows:
+            flow.end()
+    equal(reply.finish["message"], "Abort in waiting queue", "how the queued turn ended")
+    after = engine.turn(session, ids(5, 3), 4).good()
+    equal((after.prompt, after.cached), (65, 59), "prompt and cached tokens: the slot is kept")
+
+
+@case("page16")
+def an_abort_finds_ids_by_their_beginning(engine: Engine) -> None:
+    with engine.slow():
+        flows = [engine.flow(None, ids(10, n), 100, rid=rid) for n, rid in enumerate(("a1", "a12"))]
+        for flow in flows:
+            flow.first()
+        # Nobody has exactly this id, so it never gets to the scheduler.
+        engine.abort("a")
+        engine.abort("")
+        running = engine.flow(None, ids(10, 3), 2).end()
+        equal(running.completion, 2, "tokens of a request made meanwhile")
+        engine.abort("a1")
+        ends = [flow.end().finish["type"] for flow in flows]
+    engine.expect("how a1 and a12 ended", ends, ["abort", "abort"])
+
+
+@case("page16")
+def a_streaming_client_that_goes_away(engine: Engine) -> None:
+    session = engine.open()
+    engine.turn(session, ids(40, 1), 20).good()
+    with engine.slow():
+        flow = engine.flow(session, ids(40, 2), 200)
+        flow.first()
+        begin = time.monotonic()
+        flow.vanish()
+        engine.until("the turn is gone", lambda: engine.load()["num_running_reqs"] == 0)
+        gone = time.monotonic() - begin
+    assert gone < POLL_SECONDS / 2, f"noticed after {gone:.1f} s only"
+    engine.until_used(0, "used after the disconnect")
+    equal(next_turn(engine, session).prompt, 65, "prompt tokens: the turn left no trace")
+
+
+def next_turn(engine: Engine, session: str) -> Reply:
+    """The first turn that isn't refused because the last one hasn't ended."""
+
+    def turn() -> Reply | None:
+        reply = engine.generate(in_session(session))
+        return reply if reply.status == 200 else None
+
+    return engine.until("the session takes turns again", turn).good()
+
+
+def leave_unread(engine: Engine, session: str, tokens: int) -> socket.socket:
+    """Sends a turn that isn't streamed; the caller closes the socket."""
+    raw = json.dumps(body(ids(40, 2), tokens, session)).encode()
+    head = (
+        f"POST /generate HTTP/1.1\r\nhost: engine\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(raw)}\r\n\r\n"
+    )
+    sock = socket.create_connection(("127.0.0.1", engine.port))
+    sock.sendall(head.encode() + raw)
+    engine.until("the turn runs", lambda: engine.load()["num_running_reqs"] == 1)
+    return sock
+
+
+@case("page16")
+def an_unstreamed_turn_that_ends_before_the_poll_counts(engine: Engine) -> None:
+    session = engine.open()
+    engine.turn(session, ids(40, 1), 20).good()
+    with engine.slow(0.02):
+        leave_unread(engine, session, 60).close()
+        engine.until_idle()
+    # 40 + 20 + 40 + 60: nobody has read those 60.
+    equal(next_turn(engine, session).prompt, 165, "prompt tokens: the turn is in the history")
+
+
+@case("page16")
+def an_unstreamed_turn_is_aborted_at_the_poll(engine: Engine) -> None:
+    session = engine.open()
+    engine.turn(session, ids(40, 1), 20).good()
+    with engine.slow(0.05):
+        begin = time.monotonic()
+        leave_unread(engine, session, 400).close()
+        engine.until("the turn is gone", lambda: engine.load()["num_running_reqs"] == 0)
+        gone = time.monotonic() - begin
+    assert POLL_SECONDS - 1 < gone < POLL_SECONDS + 3, f"noticed after {gone:.1f} s"
+    engine.until_used(0, "used after the disconnect")
+    equal(next_turn(engine, session).prompt, 65, "prompt tokens: the turn left no trace")

@@ -1,0 +1,53 @@
+"""What happens when a session's turns overlap: a refusal, and then quiet corruption."""
+
+from conformance.cases import case
+from conformance.engine import Engine, ids
+from conformance.refusals import in_session
+from lane.runner import equal
+
+FIRST = ids(40, 1)
+SECOND = ids(40, 2)
+TOKENS = 200
+
+
+@case("page16", "page1")
+def a_refused_overlap_unlocks_the_session_and_the_third_turn_corrupts(engine: Engine) -> None:
+    calm = engine.open()
+    engine.turn(calm, FIRST, 20).good()
+    undisturbed = engine.turn(calm, SECOND, TOKENS).good()
+    engine.close(calm)
+    engine.until("flushed", lambda: engine.flush().status == 200)
+
+    session = engine.open()
+    engine.turn(session, FIRST, 20).good()
+    with engine.slow(0.015):
+        flow = engine.flow(session, SECOND, TOKENS)
+        flow.first()
+        refused = engine.generate(in_session(session))
+        message = "Streaming session already has an active request."
+        equal((refused.status, refused.error), (400, message), "the second turn")
+        # The refusal has cleared the flag of the turn that runs.
+        third = engine.pending(session, ids(13, 3), 2)
+        disturbed = flow.end()
+        after = third.end()
+    engine.expect("the third turn's status", after.status, 200)
+    # Both count the one buffer that the session's turns share: the history and the third's delta.
+    engine.expect("prompt tokens of the third turn", after.prompt, 60 + 13)
+    engine.expect("prompt tokens of the disturbed turn", disturbed.prompt, 60 + 13)
+    equal(len(disturbed.output), TOKENS, "tokens of the disturbed turn")
+    engine.expect(
+        "the disturbed turn answers what the undisturbed one did",
+        disturbed.output == undisturbed.output, False,
+    )
+
+
+@case("page16")
+def turns_of_different_sessions_do_not_disturb_each_other(engine: Engine) -> None:
+    """The same turns alone and side by side: what the corruption above is compared with."""
+    alone = []
+    for place in range(3):
+        session = engine.open()
+        alone.append(engine.turn(session, ids(40, 10 + place), 60).good().output)
+        engine.close(session)
+    flows = [engine.flow(engine.open(), ids(40, 10 + place), 60) for place in range(3)]
+    equal([flow.end().output for flow in flows], alone, "the answers")

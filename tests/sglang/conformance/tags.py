@@ -1,0 +1,217 @@
+"""Tagged sessions: requests name a `session_id`, and their KV is evicted after untagged KV."""
+
+from conformance.cases import case
+from conformance.engine import Engine, Reply, ids
+from lane.runner import equal
+from lane.turns import at_once, new_id
+
+# Four of these fill the pool up; a fifth pushes one out.
+CHAIN = 480
+PROBE = 33
+
+
+def tagged(engine: Engine, id: str, prompt: list[int], tokens: int = 1) -> Reply:
+    return engine.turn(None, prompt, tokens, session_id=id).good()
+
+
+def fill(engine: Engine, salt: int, id: str | None = None) -> None:
+    """Leaves a chain of its own in the tree, tagged if an id is given."""
+    if id is None:
+        engine.turn(None, ids(CHAIN, salt), 1).good()
+    else:
+        tagged(engine, id, ids(CHAIN, salt))
+
+
+def is_cached(engine: Engine, salt: int) -> bool:
+    """Asks with the beginning of a chain, so that the question takes little room."""
+    reply = engine.turn(None, ids(PROBE, salt), 1).good()
+    assert reply.cached in (0, PROBE // 16 * 16), f"cached: {reply.cached}"
+    return reply.cached > 0
+
+
+@case("tagged", "both")
+def a_growing_prompt_hits_whole_pages(engine: Engine) -> None:
+    id, prompt, cached = new_id("t"), ids(100, 1), 0
+    for place in range(3):
+        reply = tagged(engine, id, prompt, 20)
+        engine.expect(f"turn {place}: cached", reply.cached, cached)
+        equal(reply.prompt, len(prompt), f"turn {place}: prompt tokens")
+        cached = (len(prompt) + 19) // 16 * 16
+        prompt = prompt + reply.output + ids(4, 2 + place)
+    engine.until_used(0, "used by an idle tagged session")
+
+
+@case("tagged", "both")
+def turns_of_one_id_run_side_by_side(engine: Engine) -> None:
+    id = new_id("t")
+    with engine.slow():
+        flows = [
+            engine.flow(None, ids(40, 1 + n), 20, session_id=id) for n in range(3)
+        ]
+        engine.until("all three run", lambda: engine.load()["num_running_reqs"] == 3)
+        ends = [flow.end().good() for flow in flows]
+    equal([reply.completion for reply in ends], [20, 20, 20], "tokens")
+    alone = at_once(*[lambda n=n: engine.turn(None, ids(40, 1 + n), 20) for n in range(3)])
+    equal([r.output for r in ends], [r.output for r in alone], "the answers")
+
+
+@case("tagged", "both")
+def untagged_kv_goes_before_tagged(engine: Engine) -> None:
+    id = new_id("t")
+    fill(engine, 1, id)
+    for salt in (2, 3, 4):
+        fill(engine, salt)
+    # The tagged chain is the oldest, and still the one that stays.
+    fill(engine, 5)
+    fill(engine, 6)
+    engine.expect("the tagged chain stays", is_cached(engine, 1), True)
+    engine.expect("the oldest untagged one is gone", is_cached(engine, 2), False)
+    engine.close(id)
+
+
+@case("tagged")
+def without_a_tag_the_oldest_goes(engine: Engine) -> None:
+    for salt in range(1, 6):
+        fill(engine, salt)
+    equal([is_cached(engine, salt) for salt in (5, 4, 1)], [True, True, False], "what is cached")
+
+
+@case("tagged", "both")
+def a_closed_tag_protects_no_longer(engine: Engine) -> None:
+    kept, closed = new_id("t"), new_id("t")
+    fill(engine, 1, kept)
+    fill(engine, 2, closed)
+    fill(engine, 3)
+    fill(engine, 4)
+    engine.close(closed)
+    # By age alone: the closed one is older than the untagged ones.
+    fill(engine, 5)
+    engine.expect("the open tag's chain stays", is_cached(engine, 1), True)
+    engine.expect("the youngest untagged one stays", is_cached(engine, 4), True)
+    engine.expect("the closed tag's chain is gone", is_cached(engine, 2), False)
+    engine.close(kept)
+
+
+@case("tagged", "both")
+def a_close_frees_nothing(engine: Engine) -> None:
+    id = new_id("t")
+    first = tagged(engine, id, ids(160, 1), 20)
+    engine.close(id)
+    whole = ids(160, 1) + first.output
+    reply = engine.turn(None, whole, 1).good()
+    engine.expect("cached of a plain request", reply.cached, 176)
+
+
+@case("tagged", "both")
+def a_new_request_under_a_closed_id_tags_again(engine: Engine) -> None:
+    id = new_id("t")
+    tagged(engine, id, ids(40, 9))
+    engine.close(id)
+    fill(engine, 1, id)
+    for salt in (2, 3, 4):
+        fill(engine, salt)
+    fill(engine, 5)
+    engine.expect("the chain stays", is_cached(engine, 1), True)
+    engine.close(id)
+
+
+@case("tagged", "both")
+def a_turn_that_outlives_the_close_does_not_tag(engine: Engine) -> None:
+    id = new_id("t")
+    with engine.slow():
+        flow = engine.flow(None, ids(CHAIN, 1), 10, session_id=id)
+        flow.first()
+        engine.close(id)
+        equal(flow.end().good().completion, 10, "tokens: the close stops nothing")
+    for salt in (2, 3, 4):
+        fill(engine, salt)
+    fill(engine, 5)
+    engine.expect("the youngest untagged one stays", is_cached(engine, 4), True)
+    engine.expect("the chain is gone", is_cached(engine, 1), False)
+
+
+@case("tagged", "both")
+def an_aborted_turn_does_not_tag(engine: Engine) -> None:
+    id = new_id("t")
+    with engine.slow():
+        flow = engine.flow(None, ids(CHAIN, 1), 60, session_id=id, rid="tagged-one")
+        flow.first()
+        engine.abort("tagged-one")
+        equal(flow.end().finish["type"], "abort", "how it ended")
+    for salt in (2, 3, 4):
+        fill(engine, salt)
+    fill(engine, 5)
+    engine.expect("the chain is gone", is_cached(engine, 1), False)
+    engine.close(id)
+
+
+@case("tagged", "both")
+def what_more_tags_hold_goes_later(engine: Engine) -> None:
+    one, other = new_id("t"), new_id("t")
+    fill(engine, 1, one)
+    fill(engine, 1, other)
+    for salt in (2, 3, 4):
+        fill(engine, salt, one)
+    fill(engine, 5)
+    engine.expect("the chain of two tags stays", is_cached(engine, 1), True)
+    engine.expect("the oldest chain of one tag is gone", is_cached(engine, 2), False)
+    engine.close(one)
+    engine.close(other)
+
+
+@case("tagged")
+def tags_hold_nothing_back(engine: Engine) -> None:
+    """Where all that is cached is tagged, tagged KV makes room too."""
+    id = new_id("t")
+    for salt in range(1, 9):
+        fill(engine, salt, id)
+    reply = engine.turn(None, ids(900, 20), 100).good()
+    equal(reply.completion, 100, "tokens of a large plain request")
+    engine.close(id)
+
+
+@case("tagged")
+def a_chat_is_tagged_by_its_session_id(engine: Engine) -> None:
+    id = new_id("t")
+    request = {
+        "model": "tiny", "max_tokens": 20, "temperature": 0, "ignore_eos": True, "session_id": id,
+        "messages": [{"role": "user", "content": "x" * 100}],
+    }
+    usage = []
+    for _ in range(2):
+        answer = engine.post("/v1/chat/completions", request)
+        equal(answer.status, 200, "the status of a chat")
+        usage.append(answer.json()["usage"])
+    prompt = usage[1]["prompt_tokens"]
+    cached = usage[1]["prompt_tokens_details"]["cached_tokens"]
+    engine.expect("cached of the same chat", cached, (prompt - 1) // 16 * 16)
+    engine.close(id)
+
+
+@case("page16")
+def without_the_flag_a_session_id_is_nothing(engine: Engine) -> None:
+    id = new_id("t")
+    fill(engine, 1, id)
+    for salt in (2, 3, 4):
+        fill(engine, salt)
+    fill(engine, 5)
+    engine.expect("the chain is gone", is_cached(engine, 1), False)
+    engine.close(id)
+
+
+@case("both")
+def pinned_and_tagged_sessions_beside_each_other(engine: Engine) -> None:
+    id = new_id("t")
+    first = tagged(engine, id, ids(100, 1), 20)
+    pinned = engine.open()
+    one = engine.turn(pinned, ids(60, 1), 10).good()
+    engine.expect("cached of the pinned session's first turn", one.cached, 48)
+    second = tagged(engine, id, ids(100, 1) + first.output + ids(4, 2), 20)
+    engine.expect("cached of the tagged session's second turn", second.cached, 112)
+    two = engine.turn(pinned, ids(5, 3), 10).good()
+    engine.expect("cached of the pinned session's second turn", two.cached, 69)
+    # Of the pinned session everything is held, of the tagged one nothing.
+    engine.until_used(96)
+    engine.close(id)
+    engine.close(pinned)
+    engine.until_used(0)

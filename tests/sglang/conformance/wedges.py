@@ -1,0 +1,152 @@
+"""When nothing goes on any more: rows run out, KV runs out, one request blocks all behind it."""
+
+from conformance.cases import case
+from conformance.engine import Engine, ids
+from conformance.groups import ROWS
+from conformance.refusals import in_session
+from lane.runner import equal
+
+
+def fill_rows(engine: Engine, count: int) -> list[str]:
+    sessions = [engine.open() for _ in range(count)]
+    for salt, session in enumerate(sessions):
+        engine.turn(session, ids(20, 1 + salt), 4).good()
+    return sessions
+
+
+def stuck(engine: Engine, waiting: int) -> None:
+    """The signs of a wedge: so many wait, none runs, and still everything looks healthy."""
+    engine.until_queued(waiting)
+    equal(engine.load()["num_running_reqs"], 0, "running requests")
+    equal(engine.get("/health").status, 200, "the status of /health")
+    equal(engine.get("/ready").status, 200, "the status of /ready")
+    # The probe of /health has had its second; a turn of four tokens would long be done.
+    engine.until_queued(waiting)
+    equal(engine.load()["num_running_reqs"], 0, "running requests a second later")
+
+
+@case("page16")
+def one_free_row_is_enough(engine: Engine) -> None:
+    sessions = fill_rows(engine, ROWS - 1)
+    for session in sessions:
+        engine.turn(session, ids(5, 30), 4).good()
+    engine.turn(None, ids(5, 31), 4).good()
+
+
+@case("page16", "page1")
+def sessions_on_every_row_wedge_even_themselves(engine: Engine) -> None:
+    sessions = fill_rows(engine, ROWS)
+    own = engine.pending(sessions[0], ids(5, 30), 4)
+    plain = engine.pending(None, ids(5, 31), 4)
+    fresh = engine.open()
+    first = engine.pending(fresh, ids(5, 32), 4)
+    # Not even a refusal comes back.
+    refused = engine.pending("nobody", ids(5, 33), 4)
+    stuck(engine, 4)
+    assert not any(turn.done() for turn in (own, plain, first, refused)), "something was answered"
+    # The way out: one close, and all goes on, until the rows are full again.
+    engine.close(sessions[1])
+    equal(own.end().good().prompt, 29, "prompt tokens of the session's own turn")
+    plain.end().good()
+    first.end().good()
+    engine.close(sessions[2])
+    equal(refused.end().status, 400, "the status of the refused turn")
+
+
+@case("page16", "page1")
+def a_full_pool_wedges_and_a_close_while_queued_frees_nothing(engine: Engine) -> None:
+    sessions = [engine.open() for _ in range(4)]
+    for salt, session in enumerate(sessions):
+        engine.turn(session, ids(450, 1 + salt), 20).good()
+    held = engine.used()
+    turns = [
+        engine.pending(session, ids(100, 10 + n), 80, rid=f"queued-{n}")
+        for n, session in enumerate(sessions)
+    ]
+    stuck(engine, 4)
+    load = engine.load()
+    # Every queued append counts with its whole history.
+    engine.expect("tokens held and waiting", load["num_total_tokens"], held + 4 * (470 + 100))
+    engine.close(sessions[0])
+    refused = engine.pending(sessions[0], ids(5, 20), 4)
+    stuck(engine, 5)
+    equal(engine.used(), held, "used after the close of a session whose turn waits")
+    # Abort first, then close: that works.
+    engine.abort("queued-0")
+    message = turns[0].end().finish["message"]
+    equal(message, "Abort in waiting queue", "how the queued turn ended")
+    for turn in turns[1:]:
+        turn.end().good()
+    equal(refused.end().status, 400, "the status of the turn in the closing session")
+    engine.until_gone(sessions[0])
+
+
+@case("page16", "page1")
+def one_request_that_does_not_fit_blocks_all_behind_it(engine: Engine) -> None:
+    sessions = [engine.open() for _ in range(3)]
+    for salt, session in enumerate(sessions):
+        engine.turn(session, ids(450, 1 + salt), 20).good()
+    big = engine.pending(None, ids(600, 10), 300, rid="too-big")
+    engine.until_queued(1)
+    small = engine.pending(sessions[0], ids(5, 11), 4)
+    stuck(engine, 2)
+    assert not small.done(), "the small turn went past the big one"
+    engine.abort("too-big")
+    equal(big.end().finish["message"], "Abort in waiting queue", "how the big one ended")
+    equal(small.end().good().prompt, 475, "prompt tokens of the small turn")
+
+
+@case("page16", "page1")
+def admission_needs_more_than_the_exact_room(engine: Engine) -> None:
+    """A request is admitted if its input, its output and a page fit with something left over."""
+    page, pool = engine.group.page_size, engine.group.pool_tokens
+    for salt, (prompt, tokens) in enumerate(((1000, 9), (500, 13))):
+        engine.turn(engine.open(), ids(prompt, salt), tokens).good()
+    held = engine.used()
+    equal(held, 1008 + 512, "used by the sessions, in whole pages")
+    exact = pool - held - page - 100
+    over = engine.pending(None, ids(100, 2), exact, rid="just-too-much")
+    stuck(engine, 1)
+    engine.abort("just-too-much")
+    over.end()
+    equal(engine.turn(None, ids(100, 3), exact - 1).good().completion, exact - 1, "tokens")
+
+
+@case("page16")
+def a_refused_turn_waits_like_any_other(engine: Engine) -> None:
+    session = engine.open()
+    engine.turn(session, ids(40, 1), 4).good()
+    with engine.slow():
+        flows = [engine.flow(None, ids(10, 10 + n), 100) for n in range(ROWS - 1)]
+        for flow in flows:
+            flow.first()
+        waiting = engine.pending(None, ids(10, 30), 4)
+        refused = engine.generate_later(in_session(session, replace=True))
+        engine.until_queued(2)
+        assert not refused.done(), "the refusal overtook the queue"
+        engine.abort(all=True)
+        for flow in flows:
+            flow.end()
+        waiting.end()
+        reply = refused.end()
+    engine.expect("the refused turn is aborted with the queue", reply.status, 200)
+
+
+@case("page16")
+def a_request_that_does_not_fit_shuts_the_queue_until_one_has_left(engine: Engine) -> None:
+    session = engine.open()
+    engine.turn(session, ids(900, 1), 100).good()
+    with engine.slow():
+        flow = engine.flow(None, ids(100, 2), 60)
+        flow.first()
+        big = engine.pending(None, ids(900, 3), 100, rid="too-big")
+        engine.until_queued(1)
+        engine.abort("too-big")
+        big.end()
+        # It would fit, nothing is before it, and still it waits.
+        small = engine.pending(None, ids(10, 4), 1)
+        engine.until_queued(1)
+        flow.end()
+        ended = small.end().good()
+    waited = ended.meta["e2e_latency"]
+    engine.expect("the small one waited for what ran", waited > 20 * 0.03, True)

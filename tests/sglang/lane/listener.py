@@ -1,0 +1,247 @@
+"""Stands where the agent would: takes the shim's connection and decodes what it says.
+
+Written from the protocol's table in `worker-agent/shim/berth_shim/wire.py`, without its code.
+"""
+
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+VERSION = 1
+HEAD_NAMES = (
+    "seq events_lost samples samples_ns recounts total available evictable protected held uncached"
+).split()
+ROW_NAMES = "rows_total rows_free running waiting".split()
+
+
+class _Reader:
+    def __init__(self, frame: bytes):
+        self.frame = frame
+        self.at = 0
+
+    def take(self, size: int) -> bytes:
+        assert self.at + size <= len(self.frame), "a frame of the shim is too short"
+        self.at += size
+        return self.frame[self.at - size : self.at]
+
+    def number(self, size: int) -> int:
+        return int.from_bytes(self.take(size), "little")
+
+    def text(self) -> str:
+        return self.take(self.number(2)).decode()
+
+    def flag(self) -> bool:
+        value = self.number(1)
+        assert value in (0, 1), f"a bool of the shim is {value}"
+        return bool(value)
+
+    def end(self) -> None:
+        assert self.at == len(self.frame), "a frame of the shim is too long"
+
+
+@dataclass(frozen=True)
+class Session:
+    """What the shim says of a session."""
+
+    holds_row: bool
+    in_flight: bool
+    closing: bool
+    allocated: int
+    committed: int
+    protected: int
+    history: int
+
+
+@dataclass
+class Told:
+    """All that one connection has said so far."""
+
+    hello: SimpleNamespace | None = None
+    head: SimpleNamespace | None = None
+    heads: list[SimpleNamespace] = field(default_factory=list)
+    sessions: dict[str, Session] = field(default_factory=dict)
+    # (what, session, its values), oldest first.
+    events: list[tuple] = field(default_factory=list)
+    full_tables: int = 0
+    ended: bool = False
+    broken: BaseException | None = None
+
+
+class Listener:
+    """Listens at the path, for one shim at a time. The newest connection is the one it tells of. A
+    deaf one takes the connection, and reads nothing until it hears."""
+
+    def __init__(self, path: Path, deaf: bool = False):
+        self._path = path
+        self._hears = threading.Event()
+        if not deaf:
+            self._hears.set()
+        path.unlink(missing_ok=True)
+        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listening.bind(str(path))
+        self._listening.listen(4)
+        self._changed = threading.Condition()
+        self._connection: socket.socket | None = None
+        self.told = Told()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def __enter__(self) -> "Listener":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hears.set()
+        self._path.unlink(missing_ok=True)
+        for each in (self._listening, self._connection):
+            if each:
+                try:
+                    each.shutdown(socket.SHUT_RDWR)
+                except OSError:
+                    pass
+                each.close()
+
+    def hear(self) -> None:
+        self._hears.set()
+
+    def connected(self, seconds: float = 10) -> None:
+        """Waits for the shim, heard or not."""
+        with self._changed:
+            came = self._changed.wait_for(lambda: self._connection, seconds)
+        assert came, f"no shim has connected within {seconds} s"
+
+    def wait(self, what: str, holds: Callable[[Told], Any], seconds: float = 10) -> Any:
+        """Waits until it holds of what was told; returns what it returned."""
+        deadline = time.monotonic() + seconds
+        with self._changed:
+            while True:
+                told = self.told
+                if told.broken:
+                    raise told.broken
+                if found := holds(told):
+                    return found
+                left = deadline - time.monotonic()
+                assert left > 0, f"not told within {seconds} s: {what}; last: {told.head}, " \
+                    f"{told.sessions}, {told.events[-5:]}"
+                self._changed.wait(left)
+
+    def session(self, id: str, what: str, holds: Callable[[Session], Any]) -> Session:
+        """Waits until it holds of the session."""
+        self.wait(
+            f"{what} of {id}", lambda told: id in told.sessions and holds(told.sessions[id])
+        )
+        return self.told.sessions[id]
+
+    def event(self, kind: str, id: str) -> tuple:
+        """Waits for the session's event, takes it out, and returns its values."""
+        def find(told: Told) -> tuple | None:
+            return next((event for event in told.events if event[:2] == (kind, id)), None)
+
+        found = self.wait(f"{kind} of {id}", find)
+        with self._changed:
+            self.told.events.remove(found)
+        return found[2:]
+
+    def demote(self, id: str) -> str:
+        """The refusal, empty when it was done."""
+        raw = id.encode()
+        self._command(16, struct.pack("<H", len(raw)) + raw)
+        return self.event("demoted", id)[0]
+
+    def resync(self) -> Told:
+        """Asks for everything anew, and waits for it."""
+        before = self.told.full_tables
+        self._command(17, b"")
+        self.wait("a full table", lambda told: told.full_tables > before)
+        return self.told
+
+    def _command(self, kind: int, body: bytes) -> None:
+        self._connection.sendall(struct.pack("<IBB", 2 + len(body), VERSION, kind) + body)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listening.accept()
+            except OSError:
+                return
+            told = Told()
+            with self._changed:
+                self._connection, self.told = connection, told
+                self._changed.notify_all()
+            threading.Thread(target=self._read, args=(connection, told), daemon=True).start()
+
+    def _read(self, connection: socket.socket, told: Told) -> None:
+        self._hears.wait()
+        try:
+            with connection.makefile("rb") as stream:
+                while len(prefix := stream.read(4)) == 4:
+                    frame = stream.read(int.from_bytes(prefix, "little"))
+                    with self._changed:
+                        _apply(told, _Reader(frame))
+                        self._changed.notify_all()
+        except AssertionError as error:
+            told.broken = error
+        except OSError:
+            pass
+        with self._changed:
+            told.ended = True
+            self._changed.notify_all()
+
+
+def _apply(told: Told, frame: _Reader) -> None:
+    version, kind = frame.number(1), frame.number(1)
+    assert version == VERSION, f"the shim speaks version {version}"
+    assert (kind == 1) == (told.hello is None), f"frame {kind} and hello: {told.hello}"
+    if kind == 1:
+        told.hello = SimpleNamespace(
+            pid=frame.number(4), dp_rank=frame.number(4), page_size=frame.number(4),
+            total=frame.number(8), rows_total=frame.number(4), instance=frame.take(16),
+            sglang=frame.text(), shim=frame.text(), inert=frame.text(), undemotable=frame.text(),
+        )
+    else:
+        assert kind == 2, f"the shim sends a frame of kind {kind}"
+        _update(told, frame)
+    frame.end()
+
+
+def _update(told: Told, frame: _Reader) -> None:
+    values = {name: frame.number(8) for name in HEAD_NAMES}
+    values |= {name: frame.number(4) for name in ROW_NAMES}
+    head = SimpleNamespace(**values, full=frame.flag())
+    expected = told.head.seq + 1 if told.head else 0
+    assert head.seq == expected, f"update {head.seq} of the shim came where {expected} was due"
+    pool = head.available + head.evictable + head.protected + head.held + head.uncached
+    assert pool == head.total, f"the pool's parts don't sum to it: {head}"
+    told.events += [_event(frame) for _ in range(frame.number(2))]
+    if head.full:
+        told.full_tables += 1
+        told.sessions.clear()
+    for _ in range(frame.number(2)):
+        told.sessions.pop(frame.text(), None)
+    for _ in range(frame.number(2)):
+        id, flags = frame.text(), frame.number(1)
+        assert flags < 8, f"unknown flags {flags}"
+        told.sessions[id] = Session(
+            bool(flags & 1), bool(flags & 2), bool(flags & 4),
+            *(frame.number(4) for _ in range(4)),
+        )
+    told.head = head
+    told.heads.append(head)
+
+
+def _event(frame: _Reader) -> tuple:
+    number, id = frame.number(1), frame.text()
+    if number == 1:
+        return ("opened", id, frame.flag())
+    if number == 2:
+        return ("closed", id)
+    if number == 3:
+        return ("committed", id, frame.text(), frame.number(4), frame.flag())
+    if number == 4:
+        return ("aborted", id, frame.flag())
+    assert number == 5, f"the shim sends an event of number {number}"
+    return ("demoted", id, frame.text())

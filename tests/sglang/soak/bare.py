@@ -1,0 +1,76 @@
+"""The same workload straight at the engine: it does harm, and this says what came first.
+
+Harm is one of three: an answer that isn't the one to its client's context, an engine that answers
+nobody any more, an engine that is gone. A wedge usually comes before the others have a chance; so
+each seed is tried on a fresh engine, and one that does harm within its bound is enough.
+"""
+
+import argparse
+import http.client
+from pathlib import Path
+
+from soak import house, quiet
+from soak.doors import Bare
+from soak.engine import Dead, Engine
+from soak.oracle import Oracle
+from soak.report import Report, Verdicts
+from soak.workload import Workload
+
+SEEDS = 3
+ROUND = 20
+COUNT_MAX = 100
+
+
+def run(options: argparse.Namespace, folder: Path, verdicts: Verdicts) -> None:
+    count = min(options.count, COUNT_MAX)
+    told = []
+    for seed in range(options.seed, options.seed + SEEDS):
+        harm = _one(options, folder, seed, count)
+        told.append(f"seed {seed}: {harm or f'no harm in {count} operations'}")
+        print(f"bare: {told[-1]}", flush=True)
+        if harm:
+            return verdicts.add("the same workload harms a bare engine", [], told[-1])
+    verdicts.add("the same workload harms a bare engine", told)
+
+
+def _one(options: argparse.Namespace, folder: Path, seed: int, count: int) -> str | None:
+    """The first harm, if there was any."""
+    fleet = house.House(
+        folder,
+        house.programs(options.simulated, guarded=False),
+        options.page_size,
+        simulated=options.simulated,
+        pool_tokens=options.pool_tokens,
+    )
+    try:
+        fleet.start_engine()
+        report = Report("bare")
+        engine = Engine(fleet.engine_url)
+        workload = Workload(Bare(fleet), engine, seed, count, report)
+        # Whatever differs here differs by far more than the noise that the guarded phase measures.
+        oracle = Oracle(engine, noise=0.01)
+        harm = None
+        while workload.left() and not harm:
+            harm = _round(fleet, engine, workload, oracle)
+        print(report.table(), flush=True)
+        return harm
+    finally:
+        fleet.stop()
+
+
+def _round(
+    fleet: house.House, engine: Engine, workload: Workload, oracle: Oracle
+) -> str | None:
+    try:
+        workload.round(ROUND)
+        engine.slow_down(0)
+    except (Dead, OSError, http.client.HTTPException):
+        pass  # What is wrong is asked for next.
+    at = f"after {workload.done} operations"
+    if not fleet.engine.alive():
+        return f"crashed {at}, exit status {fleet.engine.popen.returncode}"
+    if problem := quiet.answers(fleet.engine_url):
+        return f"{problem}, {at}"
+    wrong, _ = quiet.judge(oracle, workload.take_turns())
+    wrong += workload.report.problems
+    return f"corrupted {at}: {wrong[0]}" if wrong else None

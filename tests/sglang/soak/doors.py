@@ -1,0 +1,127 @@
+"""Where the soak's clients go: to Berth, or straight to the engine.
+
+Through Berth a client comes by the router, naming its session in the body or in headers, or as
+another router would, straight to the agent with a claim. At the engine its session's id is the
+engine's.
+"""
+
+import json
+import random
+from typing import Any, Protocol
+
+from lane import wire
+from lane.fleet import Fleet
+from soak.talk import Talk
+from soak.wire import Call, Reply, read
+
+CONTROL_SECONDS_MAX = 20
+# The longest turn takes 3 s on an idle machine; a loaded one takes several times that.
+TURN_SECONDS_MAX = 40
+# Here a turn that takes so long is one that never ends, and many are waited for.
+BARE_TURN_SECONDS_MAX = 15
+
+
+class Door(Protocol):
+    """How clients speak to whoever keeps their sessions."""
+
+    name: str
+    # Promises are kept here: whatever breaks one is a failure.
+    guarded: bool
+    # A turn that takes longer hangs.
+    turn_seconds: float
+
+    def open(self, talk: Talk) -> Reply: ...
+
+    def close(self, id: str) -> Reply: ...
+
+    def is_there(self, id: str) -> bool: ...
+
+    def pinned(self, chance: random.Random, talk: Talk, body: dict[str, Any]) -> Call: ...
+
+    def tagged(self, chance: random.Random, id: str, body: dict[str, Any]) -> Call: ...
+
+    def plain(self, chance: random.Random, body: dict[str, Any]) -> Call: ...
+
+
+def _ask(method: str, url: str, body: Any = None) -> Reply:
+    answer = wire.request(method, url, body, seconds=CONTROL_SECONDS_MAX)
+    return read(answer.status, answer.body)
+
+
+class Berth:
+    """By the router, or by the agent's data port."""
+
+    name = "berth"
+    guarded = True
+    turn_seconds = TURN_SECONDS_MAX
+
+    def __init__(self, fleet: Fleet):
+        self._router = fleet.router_url
+        self._agent = f"http://{fleet.agent_data}"
+
+    def open(self, talk: Talk) -> Reply:
+        asked = {"session_id": talk.id, "retention": "pinned", "timeout": talk.idle_seconds}
+        asked = {key: value for key, value in asked.items() if value is not None}
+        return _ask("POST", f"{self._router}/v1/sessions", asked)
+
+    def close(self, id: str) -> Reply:
+        return _ask("DELETE", f"{self._router}/v1/sessions/{id}")
+
+    def is_there(self, id: str) -> bool:
+        return _ask("GET", f"{self._router}/v1/sessions/{id}").status != 404
+
+    def pinned(self, chance: random.Random, talk: Talk, body: dict[str, Any]) -> Call:
+        if talk.by_turn and not talk.sent:
+            idle = {"idle_ms_max": int(talk.idle_seconds * 1000)} if talk.idle_seconds else {}
+            opening = {"open": True, "retention": "pinned", **idle}
+            return self._claimed(talk.id, body, delta=True, **opening)
+        way = chance.randrange(3)
+        if way == 0:
+            return Call(f"{self._router}/generate", {**body, "session_params": {"id": talk.id}})
+        if way == 1:
+            headers = {"x-berth-session-id": talk.id, "x-berth-delta": "1"}
+            return Call(f"{self._router}/generate", body, headers)
+        return self._claimed(talk.id, body, delta=True)
+
+    def tagged(self, chance: random.Random, id: str, body: dict[str, Any]) -> Call:
+        if chance.random() < 0.5:
+            return Call(f"{self._router}/generate", body, {"x-berth-session-id": id})
+        return self._claimed(id, body)
+
+    def plain(self, chance: random.Random, body: dict[str, Any]) -> Call:
+        return Call(f"{chance.choice((self._router, self._agent))}/generate", body)
+
+    def _claimed(self, id: str, body: dict[str, Any], **more: Any) -> Call:
+        # The router's name for clients without a credential.
+        claim = {"principal": "anonymous", "id": id, **more}
+        return Call(f"{self._agent}/generate", body, {"x-berth-session": json.dumps(claim)})
+
+
+class Bare:
+    """Straight to the engine: nobody refuses, nobody counts."""
+
+    name = "bare"
+    guarded = False
+    turn_seconds = BARE_TURN_SECONDS_MAX
+
+    def __init__(self, fleet: Fleet):
+        self._engine = fleet.engine_url
+
+    def open(self, talk: Talk) -> Reply:
+        asked = {"session_id": talk.id, "capacity_of_str_len": 1000, "streaming": True}
+        return _ask("POST", f"{self._engine}/open_session", asked | {"timeout": talk.idle_seconds})
+
+    def close(self, id: str) -> Reply:
+        return _ask("POST", f"{self._engine}/close_session", {"session_id": id})
+
+    def is_there(self, id: str) -> bool:
+        return False  # The engine doesn't say.
+
+    def pinned(self, chance: random.Random, talk: Talk, body: dict[str, Any]) -> Call:
+        return Call(f"{self._engine}/generate", {**body, "session_params": {"id": talk.id}})
+
+    def tagged(self, chance: random.Random, id: str, body: dict[str, Any]) -> Call:
+        return Call(f"{self._engine}/generate", {**body, "session_id": id})
+
+    def plain(self, chance: random.Random, body: dict[str, Any]) -> Call:
+        return Call(f"{self._engine}/generate", body)

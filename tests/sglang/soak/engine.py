@@ -1,0 +1,80 @@
+"""The engine asked directly, as the oracle and the measurements need it: no Berth, no session."""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from lane import wire
+
+# Asked only where nothing else runs: a second is long.
+ANSWER_SECONDS_MAX = 60
+
+
+class Dead(Exception):
+    """The engine gives no answer, or not one to the request."""
+
+
+@dataclass(frozen=True)
+class Greedy:
+    """A greedy answer, with log probabilities where the engine has them."""
+
+    output: list[int]
+    # Of the ids that were chosen.
+    logprobs: list[float]
+    # Of each position: the two most likely ids, the best first.
+    top: list[dict[int, float]]
+
+
+class Engine:
+    def __init__(self, url: str):
+        self.url = url
+
+    def greedy(self, prompt: list[int], tokens: int) -> Greedy:
+        return self._ask(prompt, tokens)[0]
+
+    def batch(self, prompts: list[list[int]], tokens: int) -> list[Greedy]:
+        """In one request, so that they run together."""
+        return self._ask(prompts, tokens)
+
+    def flush(self) -> None:
+        """Empties the prefix cache."""
+        answer = wire.post(f"{self.url}/flush_cache?timeout=10", seconds=ANSWER_SECONDS_MAX)
+        if answer.status != 200:
+            raise Dead(f"/flush_cache: {answer}")
+
+    def slow_down(self, seconds: float) -> None:
+        answer = wire.post(f"{self.url}/slow_down", {"forward_sleep_time": seconds}, seconds=10)
+        if answer.status != 200:
+            raise Dead(f"/slow_down: {answer}")
+
+    def _ask(self, prompts: Any, tokens: int) -> list[Greedy]:
+        sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        logprobs = {"return_logprob": True, "top_logprobs_num": 2}
+        body = {"input_ids": prompts, "sampling_params": sampling, **logprobs}
+        answer = wire.post(f"{self.url}/generate", body, seconds=ANSWER_SECONDS_MAX)
+        if answer.status != 200:
+            raise Dead(f"a plain request: {answer}")
+        said = answer.json()
+        return [_greedy(one) for one in (said if isinstance(said, list) else [said])]
+
+
+def _greedy(answer: dict[str, Any]) -> Greedy:
+    meta = answer["meta_info"]
+    if meta["finish_reason"]["type"] != "length":
+        raise Dead(f"a plain request ended with {meta['finish_reason']}")
+    top = meta.get("output_top_logprobs") or []
+    return Greedy(
+        list(answer["output_ids"]),
+        chosen_logprobs(meta),
+        [{id: logprob for logprob, id, *_ in place} for place in top],
+    )
+
+
+def chosen_logprobs(meta: dict[str, Any]) -> list[float]:
+    return [logprob for logprob, *_ in meta.get("output_token_logprobs") or []]
+
+
+def side_by_side(call: Any, items: list[Any], width: int = 8) -> list[Any]:
+    """The results in order; what one raises is raised."""
+    with ThreadPoolExecutor(width) as pool:
+        return list(pool.map(call, items))

@@ -1,0 +1,140 @@
+"""The soak through Berth: the workload, what must hold whenever nothing runs, and the oracle."""
+
+import argparse
+from contextlib import ExitStack
+from pathlib import Path
+
+from soak import house, noise, operations, planted, quiet
+from soak.doors import Berth
+from soak.engine import Engine
+from soak.oracle import Oracle, Turn
+from soak.report import Report, Verdicts
+from soak.workload import USERS, Workload
+
+# Operations between two points at which nothing runs.
+ROUND = 50
+# Every so many of them all sessions are closed and all answers judged.
+ROUNDS_TO_CLOSE = 3
+# With fewer, chance decides whether each kind of refusal is met.
+COUNT_FOR_ALL = 300
+# Tampered contexts that the oracle may miss: one changed token need not change an answer.
+MISSED_RATIO_MAX = 0.02
+
+
+def run(options: argparse.Namespace, folder: Path, verdicts: Verdicts, stack: ExitStack) -> None:
+    fleet = house.running_at(*options.at) if options.at else _started(options, folder, stack)
+    engine = Engine(fleet.engine_url)
+    measured = noise.measure(engine, options.seed)
+    print(f"noise: {measured}", flush=True)
+    oracle = Oracle(engine, measured.bound)
+    mix = ", ".join(f"{op.__name__} {weight}" for op, weight in operations.MIX.items())
+    print(f"mix: {mix}; {USERS} users, seed {options.seed}", flush=True)
+
+    report = Report("berth")
+    workload = Workload(Berth(fleet), engine, options.seed, options.count, report)
+    found = _Found()
+    try:
+        rounds = 0
+        while workload.left() and not found.alive:
+            workload.round(ROUND)
+            rounds += 1
+            found.at_a_quiet_point(fleet, engine, workload.done)
+            if not found.alive and (rounds % ROUNDS_TO_CLOSE == 0 or not workload.left()):
+                workload.close_all()
+                found.with_all_closed(fleet, oracle, workload)
+    finally:
+        print(report.table(), flush=True)
+    verdicts.add("nothing happens that Berth promises doesn't", report.problems)
+    verdicts.add("the engine lives and answers at every quiet point", found.alive)
+    verdicts.add("the ledger is the engine's own account", found.ledger, f"{found.points} points")
+    verdicts.add("with all sessions closed nothing is held", found.held, f"{found.closes} times")
+    detail = f"{len(found.turns)} judged, {found.ties} within the noise"
+    verdicts.add("every answer is the one to its client's own context", found.wrong, detail)
+    verdicts.add("the workload met what it is for", _unmet(report, options.count))
+    _show_the_oracle(engine, oracle, found.turns, options.seed, verdicts)
+
+
+def _started(options: argparse.Namespace, folder: Path, stack: ExitStack) -> house.House:
+    fleet = house.House(
+        folder,
+        house.programs(options.simulated, guarded=True),
+        options.page_size,
+        simulated=options.simulated,
+        pool_tokens=options.pool_tokens,
+    )
+    stack.callback(fleet.stop)
+    fleet.start_engine()
+    # So that sessions give way to others within the run.
+    settings = f'demote_idle_ms = 300\nshim_socket = "{fleet.shim_socket}"\n'
+    fleet.start_agent(settings=settings)
+    fleet.start_router()
+    return fleet
+
+
+class _Found:
+    """What was found at the quiet points."""
+
+    def __init__(self) -> None:
+        self.points = self.closes = self.ties = 0
+        self.alive: list[str] = []
+        self.ledger: list[str] = []
+        self.held: list[str] = []
+        self.wrong: list[str] = []
+        self.turns: list[Turn] = []
+
+    def at_a_quiet_point(self, fleet: house.House, engine: Engine, done: int) -> None:
+        self.points += 1
+        at = f"after {done} operations: "
+        self.alive += [at + problem for problem in quiet.alive(fleet)]
+        if self.alive:
+            return
+        engine.slow_down(0)
+        problems, used = quiet.ledger(fleet)
+        self.ledger += [at + problem for problem in problems]
+        print(f"  quiet {at}{used} tokens pinned, {len(problems)} figures differ", flush=True)
+
+    def with_all_closed(self, fleet: house.House, oracle: Oracle, workload: Workload) -> None:
+        self.closes += 1
+        at = f"after {workload.done} operations: "
+        self.held += [at + problem for problem in quiet.baseline(fleet)]
+        turns = workload.take_turns()
+        wrong, ties = quiet.judge(oracle, turns)
+        self.wrong += wrong
+        self.ties += ties
+        self.turns += turns
+        print(f"  closed {at}{len(turns)} answers judged, {len(wrong)} wrong", flush=True)
+
+
+def _unmet(report: Report, count: int) -> list[str]:
+    """What a run of this length must have seen, or it has shown nothing."""
+    needed = {
+        "an overlapping turn refused": report.seen("overlapping turn", "409 session_busy"),
+        "a client that stopped": report.seen("stop", "left"),
+        "a client that vanished in a stream": report.seen("vanish in a stream", "left"),
+        "a client that vanished from a whole answer":
+            report.seen("vanish from a whole answer", "left"),
+        "a close during a turn": report.seen("close while a turn runs", "finished"),
+        "an expiry": report.seen("turn after the expiry", "404 session_unknown"),
+        "a client that stopped reading": report.seen("stall", "finished"),
+        "a tagged turn": report.seen("tagged", "finished"),
+        "a plain turn": report.seen("plain", "finished"),
+        "a turn that was too long": report.seen("too long", "413 turn_too_large"),
+        "a foreign id": report.seen("foreign id", "400 token_out_of_vocabulary"),
+        "a pin refused": report.seen_of_all(429),
+    }
+    if count < COUNT_FOR_ALL:
+        return []
+    return [f"not once: {what}" for what, times in needed.items() if not times]
+
+
+def _show_the_oracle(
+    engine: Engine, oracle: Oracle, turns: list[Turn], seed: int, verdicts: Verdicts
+) -> None:
+    caught = planted.plant(engine, oracle, turns, seed)
+    seen, all_of_them = caught.total
+    problems = []
+    if not all_of_them:
+        problems.append("no turn was long enough to be tampered with")
+    elif seen < all_of_them * (1 - MISSED_RATIO_MAX):
+        problems.append(f"too many were missed: {caught}")
+    verdicts.add("the oracle sees a wrong context", problems, str(caught))

@@ -1,0 +1,79 @@
+"""What the soak runs at: a fleet with the real engine, with the simulator, or one that runs.
+
+Eight rows and a small pool, so that sessions come in each other's way.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from lane.fleet import CONTEXT_TOKENS, Fleet, binaries, start_engine, wait_engine
+from lane.processes import Process, free_ports, shim_env
+from soak.tokens import VOCABULARY
+
+ROWS = 8
+POOL_TOKENS = 2048
+
+
+@dataclass
+class House(Fleet):
+    """The lane's fleet at an engine of the soak's own size."""
+
+    simulated: bool = False
+    pool_tokens: int = POOL_TOKENS
+
+    def start_engine(self) -> None:
+        print(
+            f"soak: starting the {'simulator' if self.simulated else 'engine'}: {ROWS} rows, "
+            f"{self.pool_tokens} tokens, page size {self.page_size}",
+            flush=True,
+        )
+        start = self._start_simulator if self.simulated else self._start_real
+        self.engine, self.engine_url = start()
+        seconds = wait_engine(self.engine, self.engine_url)
+        print(f"soak: ready after {seconds:.1f} s", flush=True)
+
+    def _start_real(self) -> tuple[Process, str]:
+        env = shim_env(self.shim_socket)
+        return start_engine(self.folder, self.page_size, ROWS, self.pool_tokens, env)
+
+    def _start_simulator(self) -> tuple[Process, str]:
+        # All that the agent needs to know of the model.
+        model = self.folder / "model"
+        model.mkdir(exist_ok=True)
+        (model / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY}))
+        (port,) = free_ports(1)
+        command = [
+            str(self.bin_dir / "engine-sim"),
+            "--port", str(port),
+            "--model-path", str(model),
+            "--served-model-name", "tiny",
+            "--page-size", str(self.page_size),
+            "--max-total-tokens", str(self.pool_tokens),
+            "--context-length", str(CONTEXT_TOKENS),
+            "--max-running-requests", str(ROWS),
+            "--enable-streaming-session",
+            "--enable-session-radix-cache",
+            "--health-ms", "50",
+        ]
+        return Process.start("engine", command, self.folder), f"http://127.0.0.1:{port}"
+
+
+def programs(simulated: bool, guarded: bool) -> Path:
+    """Where the programs are that a phase needs."""
+    berth = ("berth-agent", "berth-router") if guarded else ()
+    names = berth + (("engine-sim",) if simulated else ())
+    return binaries(names) if names else Path()
+
+
+def running_at(engine_url: str, router_url: str, agent_data: str, agent_admin: str) -> House:
+    """A fleet that somebody else has started, and ends."""
+    return House(
+        Path(),
+        Path(),
+        page_size=0,
+        engine_url=engine_url,
+        router_url=router_url,
+        agent_data=agent_data,
+        agent_admin=agent_admin,
+    )

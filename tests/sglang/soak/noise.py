@@ -1,0 +1,82 @@
+"""How far a greedy answer of this engine depends on what it shouldn't depend on.
+
+The same prompt is answered alone from an empty cache, then again with its prefix cached at several
+lengths, and in batches of two to eight, which also moves the borders of its prefill chunks.
+Float32 on a CPU sums in another order for another shape, so log probabilities differ a little;
+where the two best ids are closer than that, so may the answer.
+"""
+
+import random
+from dataclasses import dataclass, field
+
+from soak import tokens
+from soak.engine import Engine, Greedy
+
+PROMPT_TOKENS = (20, 33, 64, 100, 127, 200, 260, 333, 400, 480, 520, 600, 700, 777, 850, 900)
+ANSWER_TOKENS = 24
+BATCHES = range(2, 9)
+# Two answers whose log probabilities differ by so much more than was seen are not the same.
+MARGIN = 10.0
+
+
+@dataclass
+class Noise:
+    """What was measured."""
+
+    comparisons: int = 0
+    # Of those whose tokens differed: where, and how close the two best ids were there.
+    differences: list[tuple[str, int, float]] = field(default_factory=list)
+    # The largest difference of a log probability while the tokens were the same.
+    spread: float = 0.0
+    # The smallest distance of the two best ids over all positions: the tightest choice met.
+    closest: float = float("inf")
+
+    @property
+    def bound(self) -> float:
+        """Two ids closer than this may change places for no fault."""
+        return self.spread * MARGIN
+
+    def compare(self, what: str, alone: Greedy, other: Greedy) -> None:
+        self.comparisons += 1
+        pairs = list(zip(alone.output, other.output))
+        same = next((at for at, (a, b) in enumerate(pairs) if a != b), len(pairs))
+        apart = [abs(a - b) for a, b in zip(alone.logprobs[:same], other.logprobs[:same])]
+        self.spread = max([self.spread, *apart])
+        if same < len(pairs):
+            best, second = list(alone.top[same].values())[:2] if alone.top else (0.0, 0.0)
+            self.differences.append((what, same, best - second))
+
+    def __str__(self) -> str:
+        places = [f"{what} at token {at}, gap {gap:.1e}" for what, at, gap in self.differences[:5]]
+        return (
+            f"{len(self.differences)} of {self.comparisons} answers differ"
+            + (f" ({'; '.join(places)})" if places else "")
+            + f"; log probabilities within {self.spread:.1e}, closest choice {self.closest:.1e}"
+        )
+
+
+def measure(engine: Engine, seed: int) -> Noise:
+    chance = random.Random(f"{seed} noise")
+    prompts = [tokens.ids(chance, count) for count in PROMPT_TOKENS]
+    noise = Noise()
+    alone = []
+    for prompt in prompts:
+        engine.flush()
+        alone.append(engine.greedy(prompt, ANSWER_TOKENS))
+    for one in alone:
+        gaps = [a - b for a, b, *_ in (list(place.values()) for place in one.top)]
+        noise.closest = min([noise.closest, *gaps])
+    for prompt, own in zip(prompts, alone):
+        for share in (0.1, 0.3, 0.5, 0.7, 0.9, 1.0):
+            engine.flush()
+            engine.greedy(prompt[: max(1, int(len(prompt) * share))], 1)
+            again = engine.greedy(prompt, ANSWER_TOKENS)
+            noise.compare(f"{share:.0%} cached", own, again)
+    for size in BATCHES:
+        for first in range(0, len(prompts) - size + 1, max(1, size // 2)):
+            engine.flush()
+            some = slice(first, first + size)
+            together = engine.batch(prompts[some], ANSWER_TOKENS)
+            for own, other in zip(alone[some], together):
+                noise.compare(f"batch of {size}", own, other)
+    return noise

@@ -1,0 +1,73 @@
+"""Shows that the oracle sees a wrong context: it is given answers to contexts that were tampered
+with as if they were answers to the true ones.
+"""
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+from soak.engine import Engine, side_by_side
+from soak.oracle import Oracle, Turn
+from soak import tokens
+
+PLANTS = 200
+CONTEXT_TOKENS_MIN = 48
+# One changed token among 450 shows within about ten.
+OUTPUT_TOKENS = 32
+
+
+@dataclass
+class Caught:
+    """How many of each kind there were, and how many were caught."""
+
+    planted: Counter[str] = field(default_factory=Counter)
+    caught: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def total(self) -> tuple[int, int]:
+        return self.caught.total(), self.planted.total()
+
+    def __str__(self) -> str:
+        kinds = [f"{kind} {self.caught[kind]}/{self.planted[kind]}" for kind in self.planted]
+        return f"{self.caught.total()} of {self.planted.total()} caught ({', '.join(kinds)})"
+
+
+def plant(engine: Engine, oracle: Oracle, turns: list[Turn], seed: int) -> Caught:
+    chance = random.Random(f"{seed} planted")
+    usable = [t for t in turns if len(t.context) >= CONTEXT_TOKENS_MIN and len(t.starts) >= 2]
+    cases = [_tamper(chance, usable, number) for number in range(PLANTS)] if usable else []
+
+    def caught(case: tuple[str, list[int], list[int]]) -> bool:
+        _, context, wrong = case
+        said = engine.greedy(wrong, OUTPUT_TOKENS)
+        return not oracle.judge(context, said.output, said.logprobs).right
+
+    result = Caught()
+    for (kind, *_), seen in zip(cases, side_by_side(caught, cases)):
+        result.planted[kind] += 1
+        result.caught[kind] += seen
+    return result
+
+
+def _tamper(
+    chance: random.Random, turns: list[Turn], number: int
+) -> tuple[str, list[int], list[int]]:
+    """The kind, a true context and a wrong one."""
+    turn = chance.choice(turns)
+    context = turn.context
+    if number % 3 == 0:
+        at = chance.randrange(len(context))
+        others = [id for id in range(tokens.VOCABULARY) if id != context[at]]
+        changed = [*context[:at], chance.choice(others), *context[at + 1 :]]
+        return "one token changed", context, changed
+    last = turn.starts[-1]
+    if number % 3 == 1:
+        # This turn's prompt on the history of somebody else.
+        others = [other for other in turns if other.session != turn.session]
+        if others:
+            other = chance.choice(others)
+            swapped = other.context[: other.starts[-1]] + context[last:]
+            return "another's history", context, swapped
+    place = chance.randrange(len(turn.starts) - 1)
+    gone = context[: turn.starts[place]] + context[turn.starts[place + 1] :]
+    return "one turn missing", context, gone

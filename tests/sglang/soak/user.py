@@ -1,0 +1,255 @@
+"""A client of the soak: one pinned and one tagged session at a time, and what it does about a
+refusal. What it does with them is in `operations`.
+"""
+
+import itertools
+import random
+import time
+from collections.abc import Iterator
+
+from lane.wire import Stream
+from soak import tokens, wire
+from soak.doors import Door
+from soak.engine import Engine
+from soak.oracle import Turn
+from soak.report import Report
+from soak.talk import Talk
+from soak.wire import Reply
+
+# A session with more starts anew, so that eight rows of them stay near the pin budget.
+HISTORY_TOKENS_MAX = 400
+DELTA_TOKENS_MAX = 60
+ANSWER_TOKENS = (4, 60)
+# The end of a turn that was left is waited for so long.
+BUSY_SECONDS_MAX = 20
+BUSY_AGAIN_SECONDS = 0.1
+# What is full is asked for once more; then its client does something else.
+FULL_AGAIN = 1
+FULL_AGAIN_SECONDS_MAX = 1.0
+ATTEMPTS_MAX = 6
+KNOWN_SECONDS_MAX = 10
+# Of the sessions, so many are opened by their first turn and not beforehand.
+OPENED_BY_TURN_RATIO = 0.3
+
+# The session is gone or its history is: open it again and send everything.
+REOPEN = {"session_unknown", "session_lost", "session_reclaimed", "history_unknown"}
+
+
+class User:
+    def __init__(self, number: int, seed: int, door: Door, engine: Engine, report: Report):
+        self.name = f"soak-{door.name}-{seed}-{number}"
+        self.door = door
+        self.report = report
+        self.turns: list[Turn] = []
+        self.chance = random.Random(f"{seed} user {number}")
+        self.pinned: Talk | None = None
+        self.tagged: Talk | None = None
+        self._engine = engine
+        self._number = number
+        self._talks = 0
+
+    def new_talk(self, idle_seconds: float | None = None) -> Talk:
+        self._talks += 1
+        return Talk(f"{self.name}-{self._talks}", idle_seconds)
+
+    def words(self, talk: Talk, most: int = DELTA_TOKENS_MAX) -> tuple[list[int], bool]:
+        """New tokens, and whether they can be said as a text."""
+        count = self.chance.randint(1, most)
+        as_text = self.chance.random() < 0.5
+        said = (tokens.readable if as_text else tokens.ids)(self.chance, count)
+        if not talk.history:
+            # Sessions that share a prefix share its pages, and the ledger can't be exact then.
+            said[0] = self._number
+        return said, as_text
+
+    def body(self, ids: list[int], count: int, as_text: bool) -> dict:
+        said = {"text": tokens.text(ids)} if as_text else {"input_ids": ids}
+        sampling = {"max_new_tokens": count, "temperature": 0, "ignore_eos": True}
+        return {**said, "sampling_params": sampling, "return_logprob": True}
+
+    def wrong(self, operation: str, text: str) -> None:
+        """Something that Berth promises doesn't happen. Without Berth, one more outcome."""
+        if self.door.guarded:
+            self.report.problem(f"{self.name}: {operation}: {text}")
+        else:
+            self.report.count(operation, "not as promised")
+
+    # ---- one pinned turn
+
+    def call(self, talk: Talk, delta: list[int], count: int, as_text: bool = False) -> wire.Call:
+        unsent = talk.unsent(delta)
+        body = self.body(unsent, count, as_text and len(unsent) == len(delta))
+        return self.door.pinned(self.chance, talk, body)
+
+    def ask(self, talk: Talk, delta: list[int], count: int, as_text: bool = False) -> Reply:
+        """One turn, streamed or not, to its end."""
+        call = self.call(talk, delta, count, as_text)
+        if self.chance.random() < 0.5:
+            return wire.post(call, self.door.turn_seconds)
+        stream = wire.stream(call, self.door.turn_seconds)
+        if stream.status != 200:
+            return wire.read(stream.status, stream.rest())
+        return wire.end_of(stream, stream.events())
+
+    def begin(
+        self, operation: str, talk: Talk, delta: list[int], count: int, small_buffer: bool = False
+    ) -> tuple[Stream, Iterator[str]] | None:
+        """A streamed turn up to its first event; None if it was refused."""
+        call = self.call(talk, delta, count)
+        stream = wire.stream(call, self.door.turn_seconds, small_buffer)
+        if stream.status != 200:
+            reply = wire.read(stream.status, stream.rest())
+            self.report.count(operation, reply.outcome)
+            self.refused(operation, talk, reply)
+            return None
+        events = stream.events()
+        first = next(events, "{}")
+        reply = wire.read(stream.status, first.encode())
+        if reply.aborted:
+            stream.close()
+            self.report.count(operation, reply.outcome)
+            self.refused(operation, talk, reply)
+            return None
+        return stream, itertools.chain([first], events)
+
+    def finished(self, operation: str, talk: Talk, delta: list[int], reply: Reply) -> bool:
+        """Adds a finished turn to the transcript, if it was added to the right history."""
+        if not reply.finished:
+            self.report.count(operation, reply.outcome)
+            self.refused(operation, talk, reply)
+            return False
+        kept = talk.kept(delta, reply.prompt_tokens)
+        if kept is None:
+            self.report.count(operation, "on a wrong context")
+            self.report.problem(
+                f"{talk.id}, {operation}: answered a prompt of {reply.prompt_tokens} tokens, its "
+                f"client's is {len(talk.history)} and {len(delta)} new ones (left: {talk.left})"
+            )
+            self.give_up(talk)
+            return False
+        if kept:
+            # Nobody heard that answer. What it must have been is what the engine says to it alone.
+            left = talk.left
+            self.report.count("a turn that was left", "kept")
+            lost = self._engine.greedy(talk.history + left.delta, left.tokens)
+            talk.add(operation, left.delta, lost.output, lost.logprobs)
+        turn = talk.add(operation, delta, list(reply.output), list(reply.logprobs))
+        self.turns.append(turn)
+        self.report.count(operation, reply.outcome)
+        return True
+
+    def refused(self, operation: str, talk: Talk, reply: Reply) -> float | None:
+        """What a client does about a refusal: seconds to wait before it tries again, or None."""
+        if reply.code in REOPEN:
+            self.door.close(talk.id)
+            talk.reopen()
+            return 0.0
+        if reply.code == "session_closing":
+            return BUSY_AGAIN_SECONDS
+        if reply.code == "session_busy" or (not self.door.guarded and reply.status == 400):
+            if talk.left:
+                return BUSY_AGAIN_SECONDS
+            self.wrong(operation, f"busy for no reason: {reply.outcome} {reply.message}")
+            return None
+        if reply.code and reply.status in (429, 503):
+            # A turn that was to open its session hasn't.
+            talk.open = talk.open and not (talk.by_turn and not talk.sent)
+            return None
+        self.wrong(operation, f"an answer that nothing allows: {reply.outcome} {reply.message}")
+        self.give_up(talk)
+        return None
+
+    def give_up(self, talk: Talk) -> None:
+        """Closes a session that its client has no more use for."""
+        self.door.close(talk.id)
+        talk.open = False
+        if talk is self.pinned:
+            self.pinned = None
+
+    def opened(self, operation: str, talk: Talk) -> bool:
+        """Opens a session if it isn't open, twice if it is full."""
+        for attempt in range(FULL_AGAIN + 1):
+            if not talk.open and self.door.guarded and self.chance.random() < OPENED_BY_TURN_RATIO:
+                talk.open = talk.by_turn = True
+            if talk.open:
+                return True
+            talk.by_turn = False
+            reply = self.door.open(talk)
+            self.report.count("open", str(reply.outcome if reply.status >= 300 else "opened"))
+            if reply.status < 300:
+                talk.open = True
+                if reply.status == 201:
+                    # It is a new one, so it has none of the history.
+                    talk.sent = 0
+            elif reply.code and reply.status in (409, 429, 503):
+                time.sleep(FULL_AGAIN_SECONDS_MAX if attempt < FULL_AGAIN else 0)
+            else:
+                self.wrong(operation, f"an open: {reply.outcome} {reply.message}")
+                return False
+        return talk.open
+
+    def turn(self, operation: str, talk: Talk) -> bool:
+        """A turn of a pinned session, with everything a client does to get it through."""
+        delta, as_text = self.words(talk)
+        count = self.chance.randint(*ANSWER_TOKENS)
+        deadline = time.monotonic() + BUSY_SECONDS_MAX
+        full = 0
+        for _ in range(ATTEMPTS_MAX + int(BUSY_SECONDS_MAX / BUSY_AGAIN_SECONDS)):
+            if not self.opened(operation, talk):
+                self.report.count(operation, "no session")
+                return False
+            opens = talk.by_turn and not talk.sent
+            reply = self.ask(talk, delta, count, as_text)
+            if reply.finished:
+                done = self.finished(operation, talk, delta, reply)
+                return done and (not opens or self._known(operation, talk))
+            self.report.count(operation, reply.outcome)
+            if reply.status == 429 and full < FULL_AGAIN:
+                full += 1
+                time.sleep(FULL_AGAIN_SECONDS_MAX)
+                continue
+            wait = self.refused(operation, talk, reply)
+            if wait is None:
+                # What is full stays full while everyone waits with a session in hand.
+                self.give_up(talk)
+                return False
+            if time.monotonic() > deadline:
+                self.wrong(operation, f"still {reply.outcome} after {BUSY_SECONDS_MAX} s")
+                break
+            time.sleep(wait)
+        self.give_up(talk)
+        return False
+
+    def _known(self, operation: str, talk: Talk) -> bool:
+        """Waits until the router has heard of a session that was opened straight at the agent: it
+        doesn't ask the agent about what it doesn't know, so a close would find nothing."""
+        # One with an idle limit may be gone before it was asked for.
+        patience = KNOWN_SECONDS_MAX if talk.idle_seconds is None else talk.idle_seconds + 1
+        deadline = time.monotonic() + patience
+        while not self.door.is_there(talk.id):
+            if time.monotonic() > deadline:
+                if talk.idle_seconds is not None:
+                    return True
+                self.wrong(operation, "the router doesn't hear of a session that was opened")
+                return False
+            time.sleep(0.02)
+        return True
+
+    def ready(self, operation: str) -> Talk | None:
+        """The user's pinned session, open and in a state that its client is sure of."""
+        if self.pinned and len(self.pinned.history) > HISTORY_TOKENS_MAX:
+            self.give_up(self.pinned)
+        talk = self.pinned = self.pinned or self.new_talk()
+        if not self.opened(operation, talk):
+            self.report.count(operation, "no session")
+            return None
+        if talk.by_turn and not talk.sent:
+            return talk if self.turn("turn that opens", talk) else None
+        settled = not talk.left and talk.sent == len(talk.history)
+        return talk if settled or self.turn("turn to find out", talk) else None
+
+    def close_all(self) -> None:
+        for talk in (self.pinned, self.tagged):
+            if talk:
+                self.door.close(talk.id)
+        self.pinned = self.tagged = None

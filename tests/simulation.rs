@@ -1,0 +1,175 @@
+//! Plays the simulation over many seeds, then takes each guard away in turn: a promise must break.
+//!
+//! `cargo test -p tests --test simulation -- --seeds 4096`, `--seed 17 --trace`, `--guard Expiry`.
+
+#![expect(clippy::print_stdout, reason = "a test without the harness reports by itself")]
+
+use std::{
+    collections::BTreeMap,
+    process::ExitCode,
+    sync::atomic::{AtomicU64, Ordering},
+    thread,
+    time::Instant,
+};
+
+use clap::Parser;
+use tests::simulation::{Broken, Clean, play};
+use worker_agent::guard::{Guard, Guards};
+
+#[derive(Debug, Parser)]
+struct Options {
+    /// How many seeds.
+    #[arg(long, default_value_t = 256)]
+    seeds: u64,
+    /// One seed alone.
+    #[arg(long)]
+    seed: Option<u64>,
+    /// Without this guard.
+    #[arg(long, value_parser = guard)]
+    guard: Option<Guard>,
+    /// Print every event.
+    #[arg(long)]
+    trace: bool,
+    /// What `cargo test` may pass: a filter, flags of the harness this test doesn't have.
+    #[arg(hide = true, trailing_var_arg = true, allow_hyphen_values = true)]
+    rest: Vec<String>,
+}
+
+fn guard(name: &str) -> Result<Guard, String> {
+    let named = |guard: &Guard| format!("{guard:?}").eq_ignore_ascii_case(name);
+    Guard::ALL.into_iter().find(named).ok_or(format!("no guard is called {name}"))
+}
+
+fn main() -> ExitCode {
+    let options = Options::parse();
+    // A broken promise is a panic, and is told of by the seed it broke in.
+    std::panic::set_hook(Box::new(|_| ()));
+    let guards = options.guard.map_or_else(Guards::default, Guards::without);
+    if let Some(seed) = options.seed {
+        return one(seed, guards, options.trace);
+    }
+    if let Some(guard) = options.guard {
+        return match breaks(guard, options.seeds) {
+            Some(broken) => told(&broken),
+            None => {
+                println!("{guard:?} is not missed in {} seeds", options.seeds);
+                ExitCode::FAILURE
+            }
+        };
+    }
+    all(options.seeds)
+}
+
+#[expect(clippy::disallowed_methods, reason = "the world begins at some instant, whichever")]
+fn base() -> Instant {
+    Instant::now()
+}
+
+fn one(seed: u64, guards: Guards, trace: bool) -> ExitCode {
+    let echo: fn(&str) = |line| println!("{line}");
+    match play(seed, guards, base(), trace.then_some(echo)) {
+        Ok(clean) => {
+            println!("seed {seed}: {clean:?}");
+            ExitCode::SUCCESS
+        }
+        Err(broken) => told(&broken),
+    }
+}
+
+fn told(broken: &Broken) -> ExitCode {
+    broken.trace.iter().for_each(|line| println!("{line}"));
+    println!("seed {} step {}: {}", broken.seed, broken.step, broken.what);
+    ExitCode::FAILURE
+}
+
+fn all(seeds: u64) -> ExitCode {
+    let began = base();
+    let cleans = match many(seeds, Guards::default()) {
+        Ok(cleans) => cleans,
+        Err(broken) => return told(&broken),
+    };
+    let steps: u64 = cleans.values().map(|clean| clean.steps).sum();
+    println!("{seeds} seeds, {steps} events, no promise broken, {:?}", began.elapsed());
+    summary(&cleans);
+    for (seed, clean) in cleans.iter().take(8) {
+        let again = play(*seed, Guards::default(), base(), None);
+        if again.as_ref().ok() != Some(clean) {
+            println!("seed {seed} plays differently the second time");
+            return ExitCode::FAILURE;
+        }
+    }
+    let began = base();
+    let mut missed = true;
+    for guard in Guard::ALL {
+        match breaks(guard, 512) {
+            Some(Broken { seed, step, what, .. }) => {
+                let what: String =
+                    what.lines().next().unwrap_or_default().chars().take(90).collect();
+                println!(
+                    "without {:<20} seed {seed:>3} step {step:>5}: {what}",
+                    format!("{guard:?}")
+                );
+            }
+            None => {
+                println!("without {:<20} nothing breaks", format!("{guard:?}"));
+                missed = false;
+            }
+        }
+    }
+    println!("{} guards in {:?}", Guard::ALL.len(), began.elapsed());
+    if missed { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+fn summary(cleans: &BTreeMap<u64, Clean>) {
+    let sum = |part: fn(&Clean) -> u64| cleans.values().map(part).sum::<u64>();
+    println!(
+        "turns answered {}, left {}, lost {}, retracted {}; sessions opened {}; killed: agents {}, \
+         engines {}; restarts needed {}",
+        sum(|clean| clean.turns.answered),
+        sum(|clean| clean.turns.left),
+        sum(|clean| clean.turns.lost),
+        sum(|clean| clean.turns.retracted),
+        sum(|clean| clean.turns.opened),
+        sum(|clean| clean.turns.agents_killed),
+        sum(|clean| clean.turns.engines_killed),
+        sum(|clean| clean.turns.restarted),
+    );
+    let mut refused: BTreeMap<&str, u64> = BTreeMap::new();
+    for (code, count) in cleans.values().flat_map(|clean| &clean.turns.refused) {
+        *refused.entry(code).or_default() += count;
+    }
+    println!("refused: {refused:?}");
+}
+
+/// Plays seeds from 0 on, on all processors; the lowest one that breaks decides.
+fn many(seeds: u64, guards: Guards) -> Result<BTreeMap<u64, Clean>, Box<Broken>> {
+    let next = AtomicU64::new(0);
+    let end = AtomicU64::new(seeds);
+    let base = base();
+    let play_some = || {
+        let mut played = Vec::new();
+        loop {
+            let seed = next.fetch_add(1, Ordering::Relaxed);
+            if seed >= end.load(Ordering::Relaxed) {
+                return played;
+            }
+            let result = play(seed, guards, base, None);
+            if result.is_err() {
+                end.fetch_min(seed, Ordering::Relaxed);
+            }
+            played.push((seed, result));
+        }
+    };
+    let threads = thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    let played: BTreeMap<u64, Result<Clean, Box<Broken>>> = thread::scope(|scope| {
+        let workers: Vec<_> = (0..threads).map(|_| scope.spawn(play_some)).collect();
+        let joined =
+            workers.into_iter().flat_map(|worker| worker.join().expect("plays are caught"));
+        joined.collect()
+    });
+    played.into_iter().map(|(seed, result)| Ok((seed, result?))).collect()
+}
+
+fn breaks(guard: Guard, seeds: u64) -> Option<Broken> {
+    many(seeds, Guards::without(guard)).err().map(|broken| *broken)
+}

@@ -1,0 +1,73 @@
+//! The soak of `tests/sglang/soak` against the engine simulator: random session operations through
+//! router and agent break nothing, and the same ones straight at the engine do. What runs is a
+//! Python program, so that it is the one that runs against the real engine too.
+
+#![expect(clippy::unwrap_used, reason = "a test fails where it unwraps")]
+#![expect(clippy::print_stderr, reason = "a test that is skipped says so")]
+
+use std::{path::Path, process::Output};
+
+use tests::{
+    cluster::{Agent, Router, agent_config, ready, router_config},
+    engine_sim::{Config, EngineSim},
+    web::Web,
+};
+use tokio::process::Command;
+
+/// From here on every kind of refusal is met; `guarded.py` insists on it.
+const OPERATIONS: &str = "300";
+
+/// Runs the soak with these arguments; nothing where there is no Python for it.
+async fn soak(arguments: &[&str]) -> Option<Output> {
+    let recent = "import sys; sys.exit(sys.version_info < (3, 11))";
+    let python = Command::new("python3").args(["-c", recent]).status().await;
+    if !python.is_ok_and(|status| status.success()) {
+        eprintln!("skipped: the soak needs a python3 of version 3.11 or later on the PATH");
+        return None;
+    }
+    let binaries = Path::new(env!("CARGO_BIN_EXE_engine-sim")).parent().unwrap();
+    let output = Command::new("python3")
+        .args(["-B", "-m", "soak", "--soak-sim", OPERATIONS])
+        .args(arguments)
+        .current_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("sglang"))
+        .env("BERTH_BIN_DIR", binaries)
+        .kill_on_drop(true)
+        .output();
+    Some(output.await.unwrap())
+}
+
+fn passed(output: &Output) {
+    let text = String::from_utf8_lossy(&output.stdout);
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{text}\n{errors}");
+    assert!(text.trim_end().ends_with(" passed, 0 failed"), "{text}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_soak_through_berth_breaks_nothing() {
+    let mut config = Config::default();
+    config.core.context_len = 2048;
+    config.core.session_radix_cache = true;
+    let engine = EngineSim::start_local(config).await.unwrap();
+    let mut settings = agent_config(&engine.url(), "w0");
+    // So that sessions give way to others within the run.
+    settings.demote_idle_ms = 300;
+    let agent = Agent::start(settings).unwrap();
+    let router = Router::start(router_config(&[&agent])).await.unwrap();
+    let web = Web::default();
+    ready(&web, agent.admin).await;
+    ready(&web, router.admin).await;
+    let (data, admin) = (agent.data.to_string(), agent.admin.to_string());
+    let (engine_url, router_url) = (engine.url(), router.url(""));
+    let fleet = ["--guarded", "--at", &engine_url, &router_url, &data, &admin];
+    let Some(output) = soak(&fleet).await else { return };
+    passed(&output);
+    router.stop().await.unwrap();
+    agent.stop().await.unwrap();
+}
+
+#[tokio::test]
+async fn the_same_operations_harm_a_bare_engine() {
+    let Some(output) = soak(&["--bare"]).await else { return };
+    passed(&output);
+}

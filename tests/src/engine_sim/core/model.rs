@@ -1,0 +1,35 @@
+//! The model: what comes next is a function of the context alone, so an answer tells which context
+//! it was computed against.
+
+use super::super::{
+    pool,
+    tokenizer::{self, EOS},
+};
+
+/// The token that follows a context with this digest and this last token.
+pub(super) fn next(digest: u64, last: u32, eos_per_mille: u32) -> u32 {
+    let lead = tokenizer::byte_id(0xc3);
+    if last == lead {
+        // The second half of a letter from à to ÿ.
+        return tokenizer::byte_id(0xa0 + u8::try_from(digest % 32).expect("below 32"));
+    }
+    if digest % 1000 < u64::from(eos_per_mille) {
+        return EOS;
+    }
+    let letters = b"etaoin shrdlu cmfwyp vbgkqjxz.,";
+    let pick = usize::try_from((digest >> 20) % 32).expect("below 32");
+    letters.get(pick).map_or(lead, |&byte| tokenizer::byte_id(byte))
+}
+
+/// Is this the beginning of a greedy answer to this context?
+pub fn answers(context: &[u32], answer: &[u32], eos_per_mille: u32) -> bool {
+    let mut digest = pool::Digest::default();
+    context.iter().for_each(|&token| digest.push(token));
+    let mut last = context.last().copied();
+    answer.iter().all(|&token| {
+        let right = last.is_some_and(|last| next(digest.value(), last, eos_per_mille) == token);
+        digest.push(token);
+        last = Some(token);
+        right
+    })
+}

@@ -1,0 +1,186 @@
+//! What the agent asks of the engine besides turns: opens, closes and aborts, each a call of its
+//! own whose request or answer may be lost.
+
+use std::time::Duration;
+
+use worker_agent::session::{Close, Closed, Opened};
+
+use super::{
+    engine::{CallId, Command},
+    world::{Event, World},
+};
+
+/// The agent's own limit on a call.
+const CALL_MAX: Duration = Duration::from_secs(2);
+const OPEN_BACKSTOP: Duration = Duration::from_secs(86_400);
+const PROBE_BACKSTOP: Duration = Duration::from_secs(60);
+
+#[derive(Debug, Clone)]
+pub(super) enum Task {
+    Open {
+        incarnation: String,
+    },
+    Close {
+        close: Close,
+        step: Step,
+    },
+    Abort {
+        rid: String,
+    },
+    /// The abort that goes before the shim is asked for its table.
+    Look {
+        dp_rank: u32,
+        rid: Option<String>,
+    },
+}
+
+/// Where a close is: the engine's word on it is had by opening the same id again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Step {
+    Abort,
+    Close,
+    Probe,
+    CloseProbe,
+}
+
+/// How a call came back.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Answer {
+    Yes,
+    /// A client error.
+    No,
+    /// It may have been done.
+    Lost,
+    /// Nobody listens.
+    Unreachable,
+}
+
+impl World {
+    pub(super) fn call(&mut self, task: Task) {
+        let Some(agent) = &self.agent else { return };
+        let epoch = agent.epoch;
+        let call = self.number();
+        self.calls.insert(call, (epoch, task));
+        self.at(CALL_MAX, Event::CallAnswered(call, Answer::Lost));
+        let lost = self.plan.faults.call_lost;
+        if !self.odds(lost / 2) {
+            // Less than a new agent takes to start: it never overtakes what the last one asked.
+            let latency = self.between(0, 8);
+            self.at(latency, Event::CallReachesEngine(call));
+        }
+    }
+
+    pub(super) fn close_at_engine(&mut self, close: Close) {
+        let step = if close.rid.is_some() { Step::Abort } else { Step::Close };
+        self.call(Task::Close { close, step });
+    }
+
+    pub(super) fn call_reaches_engine(&mut self, call: CallId) {
+        // Of a dead agent's calls those on the wire still arrive; they are kept for that.
+        let Some((_, task)) = self.calls.get(&call).cloned() else { return };
+        if self.engine.is_none() {
+            return self.engine_answers(call, Answer::Unreachable);
+        }
+        self.note(|| format!("engine gets {task:?}"));
+        match task {
+            Task::Open { incarnation } => self.open_inside(call, &incarnation, OPEN_BACKSTOP),
+            Task::Abort { rid } => {
+                self.abort_inside(&rid);
+                self.engine_answers(call, Answer::Yes);
+            }
+            Task::Look { rid, .. } => {
+                if let Some(rid) = rid {
+                    self.abort_inside(&rid);
+                }
+                self.engine_answers(call, Answer::Yes);
+            }
+            Task::Close { close, step } => match step {
+                Step::Abort => {
+                    self.abort_inside(close.rid.as_deref().expect("one to abort"));
+                    self.engine_answers(call, Answer::Yes);
+                }
+                Step::Close | Step::CloseProbe => {
+                    self.push_all(|_| Command::Close(close.incarnation.clone()));
+                    self.engine_answers(call, Answer::Yes);
+                }
+                Step::Probe => self.open_inside(call, &close.incarnation, PROBE_BACKSTOP),
+            },
+        }
+    }
+
+    /// Every rank opens, the first one's answer is the engine's.
+    fn open_inside(&mut self, call: CallId, id: &str, backstop: Duration) {
+        let answers = self.rng.usize(..self.plan.ranks as usize);
+        self.push_all(|rank| Command::Open {
+            id: id.to_owned(),
+            backstop,
+            reply: (rank == answers).then_some(call),
+        });
+    }
+
+    pub(super) fn engine_answers(&mut self, call: CallId, answer: Answer) {
+        let lost = self.plan.faults.call_lost;
+        let latency = self.latency();
+        if self.odds(lost / 2) {
+            self.note(|| format!("answer to call {call} is lost"));
+            self.at(latency, Event::CallAnswered(call, Answer::Lost));
+        } else {
+            self.at(latency, Event::CallAnswered(call, answer));
+        }
+    }
+
+    pub(super) fn call_answered(&mut self, call: CallId, answer: Answer) {
+        let Some((epoch, task)) = self.calls.remove(&call) else { return };
+        if !self.is_epoch(epoch) {
+            return;
+        }
+        self.note(|| format!("agent hears {answer:?} to {task:?}"));
+        match task {
+            Task::Abort { .. } => {}
+            Task::Look { dp_rank, .. } => {
+                if answer == Answer::Yes {
+                    self.tell(|table, _| table.looking(dp_rank));
+                    self.tell_seen(true);
+                }
+            }
+            Task::Open { incarnation } => {
+                let opened = match answer {
+                    Answer::Yes => Opened::Yes,
+                    Answer::No => Opened::No("refused".to_owned()),
+                    Answer::Unreachable => Opened::No("unreachable".to_owned()),
+                    Answer::Lost => Opened::Unknown("lost".to_owned()),
+                };
+                self.tally.opened += u64::from(opened == Opened::Yes);
+                self.tell(|table, now| table.opened(now, &incarnation, &opened));
+            }
+            Task::Close { close, step } => self.close_goes_on(close, step, answer),
+        }
+    }
+
+    fn close_goes_on(&mut self, close: Close, step: Step, answer: Answer) {
+        let next = match (step, answer) {
+            (Step::Abort, Answer::Yes) => Some(Step::Close),
+            (Step::Close, Answer::Yes) if close.pinned => Some(Step::Probe),
+            (Step::Probe, Answer::Yes) => Some(Step::CloseProbe),
+            _ => None,
+        };
+        if let Some(step) = next {
+            return self.call(Task::Close { close, step });
+        }
+        let last = step == Step::CloseProbe || (step == Step::Close && !close.pinned);
+        let done = last && answer == Answer::Yes;
+        let closed = match (step, answer) {
+            _ if done => Closed::Confirmed,
+            (Step::Probe, Answer::No) => Closed::Kept,
+            _ => Closed::NotYet,
+        };
+        if done {
+            self.closing.remove(&close.incarnation);
+            self.confirmed.insert(close.incarnation.clone());
+        }
+        if (step, answer) == (Step::Probe, Answer::No) {
+            self.check_kept(&close.incarnation);
+        }
+        self.tell(|table, now| table.closed(now, &close.incarnation, closed));
+    }
+}

@@ -1,0 +1,243 @@
+//! The promises, checked from what the engine really holds and what clients really got; never from
+//! the table's own view alone.
+
+use std::time::Duration;
+
+use worker_agent::session::{Close, Totals};
+
+use super::{
+    engine::TurnId,
+    shell::prefix,
+    turns::{Reply, Stage, Turn},
+    world::{Event, World},
+};
+use crate::engine_sim::core::PoolFacts;
+
+/// A rank with something to do that does nothing for so long is wedged.
+const STUCK: Duration = Duration::from_secs(8);
+/// A turn's client hears something within this, whatever happens.
+const ANSWERED_WITHIN: Duration = Duration::from_secs(200);
+/// A close is through within this, lost answers included.
+const CLOSED_WITHIN: Duration = Duration::from_secs(25);
+/// Times the engine says, every 250 ms, that a turn is inside a session that is to close.
+const KEPT_MAX: u32 = 6;
+/// After the last client: longest idle time, repeats of what is lost, backstops.
+const OVER_WITHIN: Duration = Duration::from_secs(400);
+/// Deadlines are kept to this.
+const LATE: Duration = Duration::from_millis(50);
+
+impl World {
+    /// After every event.
+    pub(super) fn check(&mut self) {
+        let Some(agent) = &self.agent else { return };
+        agent.table.check_invariants();
+        let Some(engine) = &self.engine else { return };
+        if agent.instance != Some(engine.instance) {
+            return;
+        }
+        for (rank, at) in (0..).zip(&engine.ranks) {
+            self.check_account(rank, &at.core.facts());
+        }
+    }
+
+    /// After everything that a rank did.
+    pub(super) fn check_rank(&self, rank: usize) {
+        let Some(engine) = &self.engine else { return };
+        let core = &engine.ranks[rank].core;
+        if let Some(reason) = core.crashed() {
+            panic!("the engine died of what it was sent: {reason}");
+        }
+        core.check_invariants();
+        let facts = core.facts();
+        let ours = facts
+            .sessions
+            .iter()
+            .filter(|session| session.id.starts_with("berth-") && !self.is_confirmed(&session.id));
+        let rows = ours.filter(|session| session.row.is_some()).count();
+        let free = facts.rows - rows;
+        let reserve = self.plan.rows_reserve as usize;
+        assert!(free >= reserve, "{rows} of {} rows are held, {reserve} stay free", facts.rows);
+    }
+
+    /// The engine has said that this one is closed. With several ranks it says so with the first
+    /// one's word: another may close it a step later, or keep it half closed for good.
+    fn is_confirmed(&self, id: &str) -> bool {
+        self.plan.ranks > 1 && self.confirmed.contains(id)
+    }
+
+    /// What the engine really pins is in the table's account, and that is within the budget.
+    fn check_account(&self, rank: u32, facts: &PoolFacts) {
+        let Some(agent) = &self.agent else { return };
+        let totals = agent.table.totals(rank);
+        let own = prefix(agent.epoch);
+        let page = self.plan.core.page_size;
+        // What an earlier agent left holds an amount nobody knows, and so does a meddler's doing.
+        let counted = facts.sessions.iter().filter(|session| {
+            let ours = !self.is_confirmed(&session.id)
+                && session.id.starts_with(&own)
+                && !self.meddled.contains_key(&session.id);
+            ours || self.strangers.contains(&session.id)
+        });
+        let held: usize = counted.map(|one| one.alloc_tokens.next_multiple_of(page)).sum();
+        let account = totals.pinned_tokens;
+        assert!(
+            held as u64 <= account,
+            "{held} tokens are pinned, the account says {account}: {:?}",
+            facts.sessions
+        );
+        let max = self.plan.pin_tokens_max;
+        let excess = self.plan.shim || totals.foreign_tokens == 0;
+        assert!(account <= max || !excess, "{account} tokens pinned, the budget is {max}");
+        if self.plan.shim {
+            let early =
+                facts.sessions.iter().filter(|one| one.row.is_some() && self.is_confirmed(&one.id));
+            let (held, rows) =
+                (facts.held_rows - early.count(), facts.rows - self.plan.rows_reserve as usize);
+            assert!(held <= rows, "{held} rows are held, strangers' included, of {rows}");
+        }
+    }
+
+    /// A turn has come into the engine.
+    pub(super) fn check_entered(&self, rank: usize, id: TurnId) {
+        let turn = &self.turns[&id];
+        let Some(incarnation) = turn.incarnation() else { return };
+        let Some(engine) = &self.engine else { return };
+        let alone = turn.is_pinned() || turn.claim.as_ref().is_some_and(|(claim, _)| claim.open);
+        // A tag's lost turn can't be waited for, and does no harm.
+        let counts = |other: &&Turn| other.is_pinned() || other.connected;
+        let same = |other: &TurnId| {
+            let other = Some(&self.turns[other]).filter(counts);
+            other.and_then(Turn::incarnation) == Some(incarnation)
+        };
+        let inside = engine.ranks.iter().flat_map(super::engine::Rank::inside).filter(same).count();
+        assert!(!alone || inside <= 1, "{inside} turns of one session are inside the engine");
+        if turn.is_pinned() {
+            let facts = engine.ranks[rank].core.facts();
+            let known = facts.session(incarnation);
+            assert!(known.is_some(), "a turn names a session that the engine doesn't have");
+            assert!(known.is_some_and(|one| !one.closing), "a turn came after its session's close");
+        }
+    }
+
+    /// The agent asks for a close.
+    pub(super) fn check_close(&mut self, close: &Close) {
+        let mut turns = self.turns.values();
+        let runs = turns.any(|turn| {
+            turn.stage == Stage::Sent
+                && turn.incarnation() == Some(&close.incarnation)
+                && turn.is_pinned()
+        });
+        assert!(!runs, "a session is closed under its running turn");
+        if close.pinned {
+            let since = (self.now, 0);
+            self.closing.entry(close.incarnation.clone()).or_insert(since);
+        }
+    }
+
+    /// The engine keeps a session that was to close. While a turn of it is inside that is soon
+    /// over, because the turn was aborted first.
+    pub(super) fn check_kept(&mut self, incarnation: &str) {
+        let ranks = self.engine.iter().flat_map(|engine| &engine.ranks);
+        let mut facts = ranks.map(|rank| rank.core.facts());
+        let inflight =
+            |facts: &PoolFacts| facts.session(incarnation).is_some_and(|one| one.inflight);
+        let busy = facts.any(|facts| inflight(&facts));
+        let Some((_, kept)) = self.closing.get_mut(incarnation).filter(|_| busy) else { return };
+        *kept += 1;
+        assert!(*kept <= KEPT_MAX, "the close of {incarnation} waits for a turn nobody aborts");
+    }
+
+    /// Only the engine's own flaw, a session that stays half closed after a retraction, needs it to
+    /// be restarted; the supervisor does that.
+    fn supervise(&mut self) {
+        let now = self.instant();
+        let required = self.agent.as_ref().and_then(|agent| agent.table.restart_required(now));
+        let ranks = self.engine.iter().flat_map(|engine| &engine.ranks);
+        let retracted: u64 = ranks.clone().map(|rank| rank.core.gauges().retracted).sum();
+        // With several ranks another one's word hides it from the agent; an operator finds it.
+        let mut sessions = ranks.flat_map(|rank| rank.core.facts().sessions);
+        let half = sessions.any(|one| one.closing && !one.inflight && self.is_confirmed(&one.id));
+        let hidden = half && retracted > 0;
+        let hidden = hidden.then(|| "a session is half closed".to_owned());
+        let Some(why) = required.or(hidden) else { return };
+        assert!(retracted > 0, "{why}");
+        self.tally.restarted += 1;
+        self.note(|| format!("the supervisor restarts the engine: {why}"));
+        self.kill_engine();
+    }
+
+    /// What a client hears is the agent's own word on its session, or an answer.
+    pub(super) fn check_reply(&mut self, id: TurnId, reply: &Reply) {
+        match reply {
+            Reply::Refused(error) => {
+                let code = worker_agent::turn::refusal(&error.clone().into()).code;
+                *self.tally.refused.entry(code.to_owned()).or_default() += 1;
+            }
+            Reply::Engine(message) => {
+                let turn = &self.turns[&id];
+                let pinned = turn.is_pinned();
+                let own = message.contains("session") || message.contains("Session");
+                assert!(!own || !pinned, "the engine had to refuse a turn: {message}");
+            }
+            Reply::Answer | Reply::Broken | Reply::Unusable => {}
+        }
+    }
+
+    /// What only time shows.
+    pub(super) fn tick(&mut self) {
+        self.at(Duration::from_secs(1), Event::Tick);
+        let now = self.now;
+        for rank in self.engine.iter().flat_map(|engine| &engine.ranks) {
+            let facts = rank.core.facts();
+            let waits = facts.waiting > 0 && facts.running == 0;
+            let moved = rank.moved + STUCK > now;
+            assert!(!waits || moved, "the engine is wedged: {facts:?}");
+        }
+        for turn in self.turns.values().filter(|turn| turn.client) {
+            let waited = self.waited_for(turn);
+            assert!(waited < ANSWERED_WITHIN, "{} hears nothing", turn.rid);
+            let queue_max = self.plan.rules.queue_wait_max + LATE;
+            let late = turn.stage == Stage::Queued && turn.queued + queue_max < now;
+            assert!(!late, "{} waits in the queue for longer than it may", turn.rid);
+        }
+        self.supervise();
+        for (incarnation, (since, _)) in &self.closing {
+            let late = self.agent.is_some() && *since + CLOSED_WITHIN < now;
+            assert!(!late, "the close of {incarnation} is not through");
+        }
+        let over_at = self.plan.acts_for + OVER_WITHIN;
+        if now > over_at {
+            let kept = self.agent.iter().flat_map(|agent| agent.table.iter());
+            let kept: Vec<&str> = kept.map(|(key, _)| key.id()).collect();
+            let ranks = self.engine.iter().flat_map(|engine| &engine.ranks);
+            let open: Vec<_> = ranks.flat_map(|rank| rank.core.facts().sessions).collect();
+            let open: Vec<&str> = open.iter().map(|session| session.id.as_str()).collect();
+            panic!("all clients have gone, left are {kept:?}, in the engine {open:?}");
+        }
+        if let Some(agent) = &self.agent {
+            let queued = (0..self.plan.ranks).filter(|_| agent.instance.is_some());
+            let queued: u32 = queued.map(|rank| agent.table.totals(rank).turns_queued).sum();
+            let max = self.plan.rules.turns_queued_max;
+            assert!(queued as usize <= max, "{queued} turns wait, {max} may");
+        }
+    }
+
+    /// Everybody has gone: nothing is held, nothing is counted, everyone has heard.
+    pub(super) fn check_end(&mut self) {
+        let agent = self.agent.as_ref().expect("it ends with an agent");
+        assert_eq!(agent.table.inside().count(), 0, "a turn is inside for ever");
+        for rank in 0..self.plan.ranks {
+            let totals = agent.table.totals(rank);
+            assert_eq!(totals, Totals::default(), "the totals don't return to zero");
+        }
+        for rank in self.engine.iter().flat_map(|engine| &engine.ranks) {
+            let facts = rank.core.facts();
+            let mut open = facts.open_sessions();
+            open.retain(|id| !self.is_confirmed(id));
+            assert_eq!(open, Vec::<&str>::new(), "the engine keeps sessions");
+            let kept = facts.sessions.iter().map(|session| session.alloc_tokens).sum::<usize>();
+            let none = kept == 0 && (facts.held_rows, facts.used()) != (0, 0);
+            assert!(!none, "the engine keeps KV of no session: {facts:?}");
+        }
+    }
+}

@@ -1,0 +1,39 @@
+//! The journal's meaning, without its file: what outlives an agent that is killed.
+
+use std::collections::BTreeMap;
+
+use worker_agent::journal::{Left, Record};
+
+#[derive(Debug, Default)]
+pub(super) struct Journal {
+    instance: Option<String>,
+    open: BTreeMap<String, Left>,
+}
+
+impl Journal {
+    pub(super) fn write(&mut self, record: Record) {
+        match record {
+            Record::Engine { instance } => {
+                if self.instance.as_ref() != Some(&instance) {
+                    self.open.clear();
+                    self.instance = Some(instance);
+                }
+            }
+            Record::Opening { incarnation, dp_rank } => {
+                self.open.insert(incarnation, Left { dp_rank, rid: None });
+            }
+            Record::Turn { incarnation, rid } => {
+                if let Some(left) = self.open.get_mut(&incarnation) {
+                    left.rid = Some(rid);
+                }
+            }
+            Record::Closed { incarnation } => drop(self.open.remove(&incarnation)),
+        }
+    }
+
+    /// What is open in this engine process.
+    pub(super) fn left(&self, instance: &str) -> BTreeMap<String, Left> {
+        let same = self.instance.as_deref() == Some(instance);
+        if same { self.open.clone() } else { BTreeMap::new() }
+    }
+}

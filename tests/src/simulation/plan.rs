@@ -1,0 +1,142 @@
+//! What a seed decides before anything happens: the engine, the agent's settings, the faults.
+
+use std::time::Duration;
+
+use fastrand::Rng;
+use proto::load::Retention;
+use worker_agent::{
+    guard::Guards,
+    session::{Capacity, Engine, Rules},
+};
+
+use crate::engine_sim::core::CoreConfig;
+
+#[derive(Debug)]
+pub(super) struct Plan {
+    pub(super) ranks: u32,
+    pub(super) core: CoreConfig,
+    pub(super) rows_reserve: u32,
+    pub(super) pin_tokens_max: u64,
+    pub(super) turns_max: u32,
+    pub(super) rules: Rules,
+    /// The shim tells what is inside the engine.
+    pub(super) shim: bool,
+    pub(super) users: usize,
+    /// How long clients act.
+    pub(super) acts_for: Duration,
+    /// The agent is drained at the end; else its sessions expire.
+    pub(super) drains: bool,
+    /// Answers may outgrow what the engine has reserved for them.
+    pub(super) tight: bool,
+    pub(super) faults: Faults,
+}
+
+/// Chances are in thousandths.
+#[derive(Debug, Clone)]
+pub(super) struct Faults {
+    pub(super) client_leaves: u32,
+    pub(super) reply_lost: u32,
+    pub(super) call_lost: u32,
+    pub(super) connection_breaks: u32,
+    /// The engine never notices a broken connection; else it does, late.
+    pub(super) break_unnoticed: u32,
+    pub(super) agent_killed: bool,
+    /// At one of its effects.
+    pub(super) killed_at_effect: u32,
+    pub(super) engine_killed: bool,
+    pub(super) engine_slow: bool,
+    /// Others use the engine too.
+    pub(super) strangers: bool,
+    /// Somebody runs turns in the agent's own sessions.
+    pub(super) meddler: bool,
+}
+
+fn ms(ms: u64) -> Duration {
+    Duration::from_millis(ms)
+}
+
+impl Plan {
+    pub(super) fn new(rng: &mut Rng, guards: Guards) -> Plan {
+        let page_size = if rng.bool() { 1 } else { 16 };
+        // Where the engine lets in what may not fit, it takes turns out of the batch again.
+        let tight = rng.u32(..4) == 0;
+        let pools = [512, 768, 1024, 2048, 2048, 4096, 8192];
+        let pool = *rng.choice(if tight { &pools[..2] } else { &pools }).expect("some");
+        // What the whole pool doesn't hold with the engine's rounding waits there for ever.
+        let context_len = (*rng.choice(&[256, 512, 1024]).expect("some")).min(pool - 64);
+        let core = CoreConfig {
+            page_size,
+            max_total_tokens: pool,
+            context_len,
+            max_running_requests: rng.usize(4..=10),
+            chunked_prefill_size: *rng.choice(&[64, 256, 512]).expect("some"),
+            streaming_sessions: true,
+            session_radix_cache: rng.u32(..4) > 0,
+            decode_log_interval: 40,
+            new_token_per_mille: if tight { 0 } else { 700 },
+            test_retract: tight && rng.bool(),
+            prefill_tokens_per_s: *rng.choice(&[1_000.0, 5_000.0, 50_000.0]).expect("some"),
+            decode_ms_per_step: *rng.choice(&[8.0, 20.0, 50.0, 100.0]).expect("some"),
+            eos_per_mille: *rng.choice(&[0, 5, 30]).expect("some"),
+            seed: 0,
+        };
+        let rules = Rules {
+            prefix: String::new(),
+            idle_max: ms(rng.u64(4_000..20_000)),
+            demote_idle: ms(rng.u64(0..3_000)),
+            turns_queued_per_session_max: rng.u32(0..3),
+            turns_queued_max: rng.usize(2..12),
+            queue_wait_max: ms(rng.u64(500..5_000)),
+            stuck_after: ms(15_000),
+            guards,
+        };
+        let odds = |rng: &mut Rng, max: u32| if rng.bool() { rng.u32(1..max) } else { 0 };
+        let faults = Faults {
+            client_leaves: if tight { 400 } else { odds(rng, 300) },
+            reply_lost: odds(rng, 60),
+            call_lost: odds(rng, 150),
+            connection_breaks: odds(rng, 250),
+            break_unnoticed: odds(rng, 800),
+            agent_killed: rng.u32(..3) == 0,
+            killed_at_effect: if rng.u32(..3) == 0 { rng.u32(1..10) } else { 0 },
+            engine_killed: rng.u32(..4) == 0,
+            engine_slow: rng.u32(..3) == 0,
+            strangers: rng.u32(..3) == 0,
+            meddler: rng.u32(..4) == 0,
+        };
+        let share = rng.u64(35..=85);
+        Plan {
+            ranks: rng.u32(1..=2),
+            rows_reserve: rng.u32(1..=2),
+            pin_tokens_max: core.total_tokens() as u64 * share / 100,
+            turns_max: if tight { 16 } else { rng.u32(2..=14) },
+            tight,
+            core,
+            rules,
+            shim: rng.bool(),
+            users: rng.usize(3..=10),
+            acts_for: ms(rng.u64(8_000..25_000)),
+            drains: rng.bool(),
+            faults,
+        }
+    }
+
+    /// What the agent makes of the engine's facts.
+    pub(super) fn engine(&self) -> Engine {
+        let capacity = Capacity {
+            rows: u32::try_from(self.core.max_running_requests).expect("few rows"),
+            rows_reserve: self.rows_reserve,
+            pool_tokens: self.core.total_tokens() as u64,
+            pin_tokens_max: self.pin_tokens_max,
+            turns_max: self.turns_max,
+        };
+        let tagged = self.core.session_radix_cache.then_some(Retention::Tagged);
+        let retentions = [Some(Retention::Pinned), tagged, Some(Retention::None)];
+        Engine {
+            ranks: vec![capacity; self.ranks as usize],
+            page_tokens: self.core.page_size as u64,
+            context_tokens: self.core.context_len as u64,
+            retentions: retentions.into_iter().flatten().collect(),
+        }
+    }
+}

@@ -1,0 +1,297 @@
+//! The agent's process: the table, and what its owner task does around it, in the same order. Where
+//! there is a shim it tells what is inside the engine; it demotes nothing, as the core can't.
+
+use std::{
+    collections::BTreeSet,
+    time::{Duration, Instant},
+};
+
+use worker_agent::{
+    journal::Record,
+    session::{self, Effect, Load, Rules, Seen, Table},
+};
+
+use super::{
+    calls::Task,
+    turns::{Reply, Stage},
+    world::{Event, World},
+};
+
+/// How often the follower looks, and how soon again while the engine is down.
+const LOOK: Duration = Duration::from_secs(1);
+const RETRY: Duration = Duration::from_millis(500);
+const SHIM_TELLS: Duration = Duration::from_millis(200);
+
+#[derive(Debug)]
+pub(super) struct Agent {
+    pub(super) epoch: u64,
+    pub(super) table: Table,
+    /// The engine process it deals with; none before it was reached or once it has gone.
+    pub(super) instance: Option<u64>,
+    /// The engine takes no turns, as far as it knows.
+    pub(super) down: bool,
+    pub(super) draining: bool,
+    /// Who waits to hear of an admission, by id: a turn, or a user's open.
+    pub(super) waiters: BTreeSet<String>,
+    /// What the shim told of last, by rank.
+    seen: BTreeSet<(u32, String)>,
+    wake: Option<Instant>,
+}
+
+impl Agent {
+    pub(super) fn follows(&self) -> bool {
+        !self.down && self.instance.is_some()
+    }
+}
+
+/// Every agent process has a prefix of its own.
+pub(super) fn prefix(epoch: u64) -> String {
+    format!("berth-a-{epoch:04x}")
+}
+
+impl World {
+    pub(super) fn agent_starts(&mut self) {
+        self.epochs += 1;
+        let epoch = self.epochs;
+        let rules = Rules { prefix: prefix(epoch), ..self.plan.rules.clone() };
+        let nothing = session::Engine {
+            ranks: vec![],
+            page_tokens: 1,
+            context_tokens: 0,
+            retentions: vec![],
+        };
+        self.note(|| format!("agent {epoch} starts"));
+        self.agent = Some(Agent {
+            epoch,
+            table: Table::new(rules, nothing),
+            instance: None,
+            down: true,
+            draining: false,
+            waiters: BTreeSet::new(),
+            seen: BTreeSet::new(),
+            wake: None,
+        });
+        self.look(epoch);
+        if self.plan.shim {
+            self.at(SHIM_TELLS, Event::ShimTells(epoch));
+        }
+    }
+
+    pub(super) fn is_epoch(&self, epoch: u64) -> bool {
+        self.agent.as_ref().is_some_and(|agent| agent.epoch == epoch)
+    }
+
+    /// Tells the table something and does what comes out of it.
+    pub(super) fn tell<T>(&mut self, tell: impl FnOnce(&mut Table, Instant) -> T) -> Option<T> {
+        let now = self.instant();
+        let agent = self.agent.as_mut()?;
+        let told = tell(&mut agent.table, now);
+        agent.table.on_time(now);
+        self.carry_out();
+        Some(told)
+    }
+
+    fn carry_out(&mut self) {
+        let Some(agent) = &mut self.agent else { return };
+        for effect in agent.table.take_effects() {
+            let killed = self.plan.faults.killed_at_effect;
+            if self.odds(killed) {
+                return self.kill_agent("between two effects");
+            }
+            match effect {
+                Effect::Admitted { rid, turn } => self.admitted(&rid, turn),
+                Effect::Refused { rid, error } => self.turn_refused(&rid, &error),
+                Effect::Journal(record) => {
+                    self.note(|| format!("journal {record:?}"));
+                    self.journal.write(record);
+                }
+                Effect::Open { incarnation, .. } => {
+                    self.note(|| format!("open {incarnation}"));
+                    self.call(Task::Open { incarnation });
+                }
+                Effect::Close(close) => {
+                    self.note(|| format!("close {close:?}"));
+                    self.check_close(&close);
+                    self.close_at_engine(close);
+                }
+                Effect::Look { dp_rank, rid } => self.call(Task::Look { dp_rank, rid }),
+                Effect::Demote { .. } => unreachable!("the shim demotes nothing"),
+                Effect::Freed(_) | Effect::Happened(..) | Effect::Touched(_) => {}
+            }
+        }
+        self.schedule_wake();
+    }
+
+    fn schedule_wake(&mut self) {
+        let now = self.instant();
+        let Some(agent) = &mut self.agent else { return };
+        let due = agent.table.next_due();
+        if due != agent.wake {
+            agent.wake = due;
+            let epoch = agent.epoch;
+            if let Some(due) = due {
+                let after = due.saturating_duration_since(now).max(Duration::from_millis(1));
+                self.at(after, Event::AgentWakes(epoch));
+            }
+        }
+    }
+
+    pub(super) fn agent_wakes(&mut self, epoch: u64) {
+        if self.is_epoch(epoch) {
+            if let Some(agent) = &mut self.agent {
+                agent.wake = None;
+            }
+            self.tell(|_, _| ());
+        }
+    }
+
+    /// The follower: is the engine there, is it the same one, what does it hold?
+    pub(super) fn look(&mut self, epoch: u64) {
+        if !self.is_epoch(epoch) {
+            return;
+        }
+        let Some(engine) = &self.engine else {
+            self.engine_down();
+            return self.at(RETRY, Event::Look(epoch));
+        };
+        let instance = engine.instance;
+        let loads = engine.ranks.iter().map(|rank| {
+            let facts = rank.core.facts();
+            (facts.waiting as u64, facts.used() as u64)
+        });
+        let loads = loads.collect();
+        if self.agent.as_ref().is_some_and(|agent| agent.instance != Some(instance)) {
+            self.engine_up(instance);
+        } else if let Some(agent) = &mut self.agent {
+            agent.down = false;
+        }
+        let latency = self.latency();
+        self.at(latency, Event::Sampled { epoch, instance, loads });
+        self.at(LOOK, Event::Look(epoch));
+    }
+
+    pub(super) fn sampled(&mut self, epoch: u64, instance: u64, loads: &[(u64, u64)]) {
+        let knows = |agent: &Agent| agent.instance == Some(instance);
+        if !self.is_epoch(epoch) || !self.agent.as_ref().is_some_and(knows) {
+            return;
+        }
+        for (rank, &(waiting, used_tokens)) in (0..).zip(loads) {
+            self.tell(|table, now| table.sampled(now, rank, Load { waiting, used_tokens }));
+        }
+    }
+
+    /// The agent finds that nobody listens.
+    pub(super) fn engine_down(&mut self) {
+        let Some(agent) = &mut self.agent else { return };
+        agent.down = true;
+        if agent.instance.take().is_some() {
+            self.note(|| "agent finds the engine gone".to_owned());
+            let engine = self.plan.engine();
+            self.closing.clear();
+            self.tell(|table, now| table.engine_lost(now, engine));
+        }
+    }
+
+    fn engine_up(&mut self, instance: u64) {
+        self.engine_down();
+        self.closing.clear();
+        self.note(|| format!("agent finds engine {instance}"));
+        let (engine, name) = (self.plan.engine(), instance.to_string());
+        let (left, shim) = (self.journal.left(&name), self.plan.shim);
+        self.journal.write(Record::Engine { instance: name });
+        if let Some(agent) = &mut self.agent {
+            agent.instance = Some(instance);
+            agent.down = false;
+        }
+        self.tell(|table, now| {
+            let ranks = engine.ranks.len();
+            table.engine_lost(now, engine);
+            for (incarnation, left) in left {
+                table.inherit(now, incarnation, left.dp_rank, left.rid);
+            }
+            for rank in (0..).take(if shim { ranks } else { 0 }) {
+                table.shim_up(rank, false);
+            }
+        });
+        if shim {
+            self.tell_seen(true);
+        }
+    }
+
+    /// The shim tells of every streaming session inside, and of those that are there no more.
+    pub(super) fn shim_tells(&mut self, epoch: u64) {
+        if !self.is_epoch(epoch) {
+            return;
+        }
+        self.at(SHIM_TELLS, Event::ShimTells(epoch));
+        self.tell_seen(false);
+    }
+
+    /// What the shim sees at this moment: all of it because it was asked, or what changed.
+    pub(super) fn tell_seen(&mut self, full: bool) {
+        let (Some(agent), Some(engine)) = (&self.agent, &self.engine) else { return };
+        if agent.instance != Some(engine.instance) {
+            return;
+        }
+        let mut seen = Vec::new();
+        for (rank, at) in (0..).zip(&engine.ranks) {
+            seen.extend(at.core.facts().sessions.into_iter().map(|session| {
+                let told = Seen {
+                    id: session.id,
+                    row: session.row.is_some(),
+                    allocated_tokens: session.alloc_tokens as u64,
+                    history_tokens: session.history_tokens as u64,
+                    in_flight: session.inflight,
+                    full,
+                };
+                (rank, told)
+            }));
+        }
+        let there: BTreeSet<_> = seen.iter().map(|(rank, one)| (*rank, one.id.clone())).collect();
+        let before = self.agent.as_mut().map(|agent| std::mem::replace(&mut agent.seen, there));
+        for (rank, id) in before.into_iter().flatten() {
+            if !seen.iter().any(|(at, one)| *at == rank && one.id == id) {
+                self.closing.remove(&id);
+                self.tell(|table, now| table.vanished(now, rank, &id));
+            }
+        }
+        for (rank, one) in seen {
+            self.tell(|table, now| table.seen(now, rank, &one));
+        }
+    }
+
+    /// The agent's process ends, as by kill -9.
+    pub(super) fn kill_agent(&mut self, why: &str) {
+        let Some(agent) = self.agent.take() else { return };
+        self.tally.agents_killed += 1;
+        self.note(|| format!("agent {} is killed {why}", agent.epoch));
+        self.closing.clear();
+        let turns: Vec<u64> = self.turns.keys().copied().collect();
+        for turn in turns {
+            self.turn_orphaned(turn);
+        }
+        self.users.iter_mut().for_each(|user| user.opening = None);
+        let pause = self.between(50, 3_000);
+        self.at(pause, Event::AgentStarts);
+    }
+
+    /// A claim's or an open's waiter hears its verdict; false if nobody waits.
+    pub(super) fn waited(&mut self, rid: &str) -> bool {
+        self.agent.as_mut().is_some_and(|agent| agent.waiters.remove(rid))
+    }
+
+    fn turn_refused(&mut self, rid: &str, error: &session::Error) {
+        self.note(|| format!("{rid} refused: {error}"));
+        if !self.waited(rid) {
+            return;
+        }
+        let found = self.turns.iter().find(|(_, turn)| turn.rid == rid).map(|(id, _)| *id);
+        match found {
+            Some(turn) => {
+                self.turn(turn).stage = Stage::Over;
+                self.reply(turn, Reply::Refused(error.clone()));
+            }
+            None => self.open_refused(rid),
+        }
+    }
+}

@@ -1,0 +1,47 @@
+//! What happened: the last events for a reader, a digest of all for comparison.
+
+use std::{collections::VecDeque, time::Duration};
+
+/// Events shown with a broken promise.
+const SHOWN: usize = 30;
+
+#[derive(Debug)]
+pub(super) struct Trace {
+    steps: u64,
+    digest: u64,
+    last: VecDeque<String>,
+    echo: Option<fn(&str)>,
+}
+
+impl Trace {
+    pub(super) fn new(echo: Option<fn(&str)>) -> Trace {
+        Trace { steps: 0, digest: 0xcbf2_9ce4_8422_2325, last: VecDeque::new(), echo }
+    }
+
+    pub(super) fn add(&mut self, now: Duration, text: &str) {
+        self.steps += 1;
+        let line = format!("{:>6} {:>9.4} {text}", self.steps, now.as_secs_f64());
+        for byte in line.bytes() {
+            self.digest = (self.digest ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
+        }
+        if let Some(echo) = self.echo {
+            echo(&line);
+        }
+        if self.last.len() == SHOWN {
+            self.last.pop_front();
+        }
+        self.last.push_back(line);
+    }
+
+    pub(super) fn steps(&self) -> u64 {
+        self.steps
+    }
+
+    pub(super) fn digest(&self) -> u64 {
+        self.digest
+    }
+
+    pub(super) fn last(&self) -> Vec<String> {
+        self.last.iter().cloned().collect()
+    }
+}

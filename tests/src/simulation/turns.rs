@@ -1,0 +1,476 @@
+//! A turn's way: from its client to the agent, into the engine and back, as the agent's data port
+//! takes it: claimed before its body is read, admitted, sent, followed to the engine's last word.
+
+use std::time::Duration;
+
+use http::StatusCode;
+use proto::{claim::Claim, id::SessionKey, load::Retention};
+use worker_agent::{
+    answer::Scanner,
+    session::{self, Appends, Need, Outcome},
+};
+
+use super::{
+    calls::Task,
+    engine::{Command, TurnId},
+    world::{Event, World},
+};
+use crate::engine_sim::{
+    core::answers,
+    request::{Finish, Output, Sampling, SessionParams, SessionRef, Submit},
+    tokenizer::BOS,
+};
+
+/// A turn without a client is aborted this often until it ends.
+const ABORT_AGAIN: Duration = Duration::from_millis(500);
+/// The engine looks this often whether the client of an answer that doesn't stream is there.
+const HANGUP_SEEN: Duration = Duration::from_secs(4);
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Stage {
+    /// On its way to the agent.
+    Coming,
+    /// Claimed; its body is being read.
+    Claimed,
+    Queued,
+    /// Let in, not sent yet.
+    Admitted,
+    /// Sent to the engine.
+    Sent,
+    Over,
+}
+
+/// How a turn's connection to the engine ended.
+#[derive(Debug)]
+pub(super) enum Ended {
+    Answered { output: Output, tokens: Vec<u32> },
+    Broken,
+    Unreachable,
+}
+
+/// What a client hears in the end.
+#[derive(Debug, Clone)]
+pub(super) enum Reply {
+    Answer,
+    Refused(session::Error),
+    /// The engine refused or gave up.
+    Engine(String),
+    /// Its connection to the agent broke.
+    Broken,
+    Unusable,
+}
+
+#[derive(Debug)]
+pub(super) struct Turn {
+    pub(super) rid: String,
+    pub(super) user: usize,
+    pub(super) claim: Option<(Claim, SessionKey)>,
+    pub(super) ids: Vec<u32>,
+    pub(super) max_new: usize,
+    pub(super) ignore_eos: bool,
+    pub(super) streams: bool,
+    pub(super) exact: bool,
+    pub(super) rank: Option<u32>,
+    pub(super) begun: Duration,
+    pub(super) queued: Duration,
+    pub(super) stage: Stage,
+    /// Its client still waits for the answer.
+    pub(super) client: bool,
+    pub(super) reply: Option<Reply>,
+    pub(super) admitted: Option<session::Turn>,
+    /// What its client takes the answer to be computed against; known from its admission on.
+    pub(super) context: Vec<u32>,
+    /// Its connection to the engine holds.
+    pub(super) connected: bool,
+    /// The engine's process has it.
+    pub(super) arrived: bool,
+    /// When it came in at the scheduler, and whether it is there.
+    pub(super) entered: Option<Duration>,
+    pub(super) inside: bool,
+}
+
+impl Turn {
+    pub(super) fn is_over(&self) -> bool {
+        self.stage == Stage::Over && !self.client && !self.inside
+    }
+
+    pub(super) fn incarnation(&self) -> Option<&str> {
+        let session = self.admitted.as_ref()?.session.as_ref()?;
+        Some(&session.incarnation)
+    }
+
+    pub(super) fn is_pinned(&self) -> bool {
+        let session = self.admitted.as_ref().and_then(|turn| turn.session.as_ref());
+        session.is_some_and(|session| session.retention == Retention::Pinned)
+    }
+
+    fn delta(&self) -> bool {
+        self.claim.as_ref().is_some_and(|(claim, _)| claim.delta)
+    }
+}
+
+impl World {
+    pub(super) fn turn(&mut self, turn: TurnId) -> &mut Turn {
+        self.turns.get_mut(&turn).expect("turns are kept")
+    }
+
+    pub(super) fn turn_arrives(&mut self, id: TurnId) {
+        let turn = self.turn(id);
+        if !turn.client {
+            turn.stage = Stage::Over;
+            return;
+        }
+        let (claim, rid, rank) = (turn.claim.clone(), turn.rid.clone(), turn.rank);
+        let Some(agent) = &self.agent else {
+            self.turn(id).stage = Stage::Over;
+            return self.reply(id, Reply::Broken);
+        };
+        if agent.down || agent.draining {
+            self.turn(id).stage = Stage::Over;
+            return self.reply(id, Reply::Unusable);
+        }
+        let asked = claim.as_ref().map(|(claim, key)| (claim, key));
+        self.turn(id).stage = Stage::Claimed;
+        let claimed =
+            self.tell(|table, now| table.claim(now, &rid, asked, rank, Appends::Possible));
+        let says = claim.as_ref().map(|(claim, _)| {
+            let flag = |on, text| if on { text } else { "" };
+            let delta = flag(claim.delta, " delta");
+            format!(
+                "{}{delta}{}{}",
+                claim.id,
+                flag(claim.open, " open"),
+                flag(claim.close, " close")
+            )
+        });
+        self.note(|| format!("claim {rid} {says:?}: {claimed:?}"));
+        match claimed {
+            Some(Ok(())) if self.agent.is_some() => {
+                let upload = self.between(0, 30);
+                self.at(upload, Event::BodyRead(id));
+            }
+            Some(Err(error)) => {
+                self.turn(id).stage = Stage::Over;
+                self.reply(id, Reply::Refused(error));
+            }
+            Some(Ok(())) | None => {}
+        }
+    }
+
+    pub(super) fn body_read(&mut self, id: TurnId) {
+        let turn = self.turn(id);
+        if turn.stage != Stage::Claimed {
+            return;
+        }
+        let prompt_tokens = turn.ids.len() as u64;
+        let need = Need {
+            // A text has at most as many tokens as bytes, and one more.
+            prompt_tokens: if turn.exact { prompt_tokens } else { prompt_tokens * 2 + 1 },
+            answer_tokens: Some(turn.max_new as u64),
+            exact: turn.exact,
+            endless: false,
+        };
+        turn.stage = Stage::Queued;
+        let rid = turn.rid.clone();
+        self.turn(id).queued = self.now;
+        if let Some(agent) = &mut self.agent {
+            agent.waiters.insert(rid.clone());
+        }
+        self.note(|| format!("admit {rid} {need:?}"));
+        self.tell(|table, now| table.admit(now, &rid, need));
+    }
+
+    pub(super) fn admitted(&mut self, rid: &str, admitted: session::Turn) {
+        self.note(|| format!("{rid} admitted: {admitted:?}"));
+        if !self.waited(rid) {
+            return;
+        }
+        let found = self.turns.iter().find(|(_, turn)| turn.rid == rid).map(|(id, _)| *id);
+        let Some(id) = found else { return self.user_opened(rid) };
+        let turn = &self.turns[&id];
+        let pinned = admitted.session.as_ref().map(|s| s.retention) == Some(Retention::Pinned);
+        let mut context = Vec::new();
+        if pinned && turn.delta() {
+            context.clone_from(&self.users[turn.user].session);
+        }
+        // Where there is history, the engine drops what a tokenizer puts in front.
+        let doubled = !context.is_empty() && turn.ids.first() == Some(&BOS);
+        context.extend_from_slice(&turn.ids[usize::from(doubled)..]);
+        let turn = self.turn(id);
+        turn.context = context;
+        turn.stage = Stage::Admitted;
+        turn.admitted = Some(admitted);
+        let pause = self.between(0, 2);
+        self.at(pause, Event::TurnSent(id));
+    }
+
+    pub(super) fn turn_sent(&mut self, id: TurnId) {
+        let turn = self.turn(id);
+        if turn.stage != Stage::Admitted {
+            return;
+        }
+        turn.stage = Stage::Sent;
+        turn.connected = true;
+        let breaks = self.plan.faults.connection_breaks;
+        let latency = self.latency();
+        if self.odds(breaks / 3) {
+            // The engine closed the idle connection just then; the turn never arrives.
+            self.turn(id).connected = false;
+            return self.at(latency, Event::TurnEnds(id, Box::new(Ended::Broken)));
+        }
+        self.at(latency, Event::TurnReachesEngine(id));
+        if self.odds(breaks) {
+            let after = latency + self.between(5, 1_500);
+            self.at(after, Event::ConnectionBreaks(id));
+        }
+    }
+
+    pub(super) fn turn_reaches_engine(&mut self, id: TurnId) {
+        let turn = &self.turns[&id];
+        if !turn.connected {
+            return;
+        }
+        if self.engine.is_none() {
+            return self.turn_ends_soon(id, Ended::Unreachable);
+        }
+        let admitted = turn.admitted.as_ref().expect("only admitted turns are sent");
+        let session = match &admitted.session {
+            None => SessionRef::None,
+            Some(session) => match session.retention {
+                Retention::Pinned => SessionRef::Controller(SessionParams {
+                    id: session.incarnation.clone(),
+                    ..SessionParams::default()
+                }),
+                Retention::Tagged => SessionRef::Tagged(session.incarnation.clone()),
+                Retention::None => SessionRef::None,
+            },
+        };
+        let sampling = Sampling {
+            max_new_tokens: Some(turn.max_new),
+            ignore_eos: turn.ignore_eos,
+            ..Sampling::default()
+        };
+        let (rid, input_ids) = (turn.rid.clone(), turn.ids.clone());
+        let submit = Box::new(Submit { rid, input_ids, sampling, session });
+        let rank = admitted.dp_rank as usize;
+        self.turn(id).arrived = true;
+        self.push(rank, Command::Turn { turn: id, submit });
+    }
+
+    /// The scheduler has taken a turn in.
+    pub(super) fn entered(&mut self, rank: usize, id: TurnId) {
+        let now = self.now;
+        let turn = self.turn(id);
+        (turn.entered, turn.inside) = (Some(now), true);
+        let rid = turn.rid.clone();
+        self.note(|| format!("engine rank {rank} takes {rid} in"));
+        self.check_entered(rank, id);
+    }
+
+    /// The engine has ended a turn.
+    pub(super) fn engine_ended(&mut self, id: TurnId, output: Output, tokens: Vec<u32>) {
+        let turn = self.turn(id);
+        turn.inside = false;
+        let (rid, finish) = (turn.rid.clone(), output.finish.clone());
+        let retracted = output.retractions;
+        self.tally.retracted += u64::from(retracted);
+        let pinned = self.turn(id).is_pinned();
+        self.tally.retracted_pinned += u64::from(pinned && retracted > 0);
+        self.note(|| format!("engine ends {rid}: {finish:?}, {retracted} retractions"));
+        if self.turn(id).connected {
+            let leaves = self.plan.faults.client_leaves;
+            if self.odds(leaves / 4) {
+                // Just before the answer is there.
+                self.at(Duration::ZERO, Event::ClientLeaves(id));
+            }
+            self.turn_ends_soon(id, Ended::Answered { output, tokens });
+        }
+    }
+
+    fn turn_ends_soon(&mut self, id: TurnId, ended: Ended) {
+        let latency = self.latency();
+        self.at(latency, Event::TurnEnds(id, Box::new(ended)));
+    }
+
+    /// The connection between agent and engine breaks; the engine notices late, if at all.
+    pub(super) fn connection_breaks(&mut self, id: TurnId) {
+        let turn = &self.turns[&id];
+        let Some(entered) = turn.entered.filter(|_| turn.connected && turn.inside) else { return };
+        let (rid, streams, pinned) = (turn.rid.clone(), turn.streams, turn.is_pinned());
+        self.note(|| format!("connection of {rid} breaks"));
+        self.turn(id).connected = false;
+        self.turn_ends_soon(id, Ended::Broken);
+        let unnoticed = self.plan.faults.break_unnoticed;
+        // Of a lost turn the agent aborts only a pinned session's; the others rely on the engine.
+        if !pinned || !self.odds(unnoticed) {
+            self.engine_notices(rid, streams, entered);
+        }
+    }
+
+    fn engine_notices(&mut self, rid: String, streams: bool, entered: Duration) {
+        let Some(engine) = &self.engine else { return };
+        let instance = engine.instance;
+        let after = if streams {
+            Duration::from_millis(2)
+        } else {
+            let waited = (self.now - entered).as_nanos();
+            let polls = waited.div_ceil(HANGUP_SEEN.as_nanos()).max(1);
+            entered + HANGUP_SEEN * u32::try_from(polls).unwrap_or(1) - self.now
+        };
+        self.at(after, Event::EngineNotices { instance, rid });
+    }
+
+    /// The engine's process has ended: a turn inside ends with its connection.
+    pub(super) fn turn_cut_off(&mut self, id: TurnId) {
+        let turn = self.turn(id);
+        turn.inside = false;
+        if turn.stage == Stage::Sent && turn.connected && turn.arrived {
+            turn.connected = false;
+            self.turn_ends_soon(id, Ended::Broken);
+        }
+    }
+
+    /// The agent's process has ended: so have the connections on both sides.
+    pub(super) fn turn_orphaned(&mut self, id: TurnId) {
+        let turn = &self.turns[&id];
+        if matches!(turn.stage, Stage::Coming | Stage::Over) {
+            return;
+        }
+        let (rid, streams, client) = (turn.rid.clone(), turn.streams, turn.client);
+        let entered = turn.entered.filter(|_| turn.connected && turn.inside);
+        let turn = self.turn(id);
+        turn.stage = Stage::Over;
+        turn.connected = false;
+        if let Some(entered) = entered {
+            self.engine_notices(rid, streams, entered);
+        }
+        if client {
+            self.reply(id, Reply::Broken);
+        }
+    }
+
+    /// What the agent makes of a turn's end.
+    pub(super) fn turn_ends(&mut self, id: TurnId, ended: Ended) {
+        let turn = &self.turns[&id];
+        if turn.stage != Stage::Sent {
+            return;
+        }
+        let (rid, client) = (turn.rid.clone(), turn.client);
+        let outcome = match &ended {
+            Ended::Answered { output, tokens } => read(turn.streams, output, tokens.len()),
+            Ended::Broken => Outcome::Lost,
+            Ended::Unreachable => Outcome::Refused,
+        };
+        let outcome = match outcome {
+            Outcome::Finished(usage) if !client => Outcome::Unheard(usage),
+            outcome => outcome,
+        };
+        self.turn(id).stage = Stage::Over;
+        self.note(|| format!("{rid} ends: {outcome:?}"));
+        self.tally.lost += u64::from(outcome == Outcome::Lost);
+        if let (Outcome::Finished(_), Ended::Answered { tokens, .. }) = (&outcome, &ended) {
+            self.check_answer(id, tokens);
+            self.users[self.turns[&id].user].answered(&self.turns[&id], tokens);
+        }
+        self.tell(|table, now| table.end(now, &rid, outcome));
+        if !client {
+            return;
+        }
+        let reply = match ended {
+            Ended::Answered { output, .. } => match output.finish {
+                Some(Finish::Abort { message, .. }) => Reply::Engine(message),
+                _ => Reply::Answer,
+            },
+            Ended::Broken => Reply::Engine("the engine broke the answer off".to_owned()),
+            Ended::Unreachable => Reply::Unusable,
+        };
+        if matches!(reply, Reply::Unusable) {
+            self.engine_down();
+        }
+        self.reply(id, reply);
+    }
+
+    pub(super) fn client_leaves(&mut self, id: TurnId) {
+        let turn = self.turn(id);
+        if !turn.client {
+            return;
+        }
+        turn.client = false;
+        let (rid, stage) = (turn.rid.clone(), turn.stage);
+        self.tally.left += 1;
+        self.note(|| format!("client of {rid} leaves, {stage:?}"));
+        self.user_left(id);
+        match stage {
+            Stage::Coming | Stage::Over => {}
+            Stage::Claimed | Stage::Queued | Stage::Admitted => {
+                // Its lease is dropped before anything was sent.
+                self.turn(id).stage = Stage::Over;
+                self.tell(|table, now| table.end(now, &rid, Outcome::Refused));
+            }
+            Stage::Sent => {
+                self.tell(|table, now| table.abandon(now, &rid));
+                self.at(Duration::ZERO, Event::AbortAgain(id));
+            }
+        }
+    }
+
+    pub(super) fn abort_again(&mut self, id: TurnId) {
+        let turn = &self.turns[&id];
+        if turn.stage == Stage::Sent && turn.connected && self.agent.is_some() {
+            let rid = turn.rid.clone();
+            self.call(Task::Abort { rid });
+            self.at(ABORT_AGAIN, Event::AbortAgain(id));
+        }
+    }
+
+    /// A client's answer goes out.
+    pub(super) fn reply(&mut self, id: TurnId, reply: Reply) {
+        self.turn(id).reply = Some(reply);
+        let latency = self.latency();
+        self.at(latency, Event::ReplyArrives(id));
+    }
+
+    /// An answer that was finished is right for its client.
+    fn check_answer(&mut self, id: TurnId, tokens: &[u32]) {
+        let turn = &self.turns[&id];
+        let right = answers(&turn.context, tokens, self.plan.core.eos_per_mille);
+        let meddled = turn.incarnation().and_then(|id| self.meddled.get_mut(id));
+        if let Some(since) = meddled {
+            *since += 1;
+            // The first answer can't be saved: nobody knew before it.
+            assert!(*since == 1 || right, "a history that isn't the client's was gone on with");
+            return;
+        }
+        assert!(right, "an answer against a wrong context: {}", turn.rid);
+        self.tally.answered += 1;
+    }
+}
+
+/// Reads the engine's last word as the data port does.
+fn read(streams: bool, output: &Output, completion: usize) -> Outcome {
+    let (reason, status) = match &output.finish {
+        Some(Finish::Abort { message, queued: true, .. }) => {
+            (serde_json::json!({ "type": "abort", "message": message }), None)
+        }
+        Some(Finish::Abort { message, status, .. }) => {
+            let reason = serde_json::json!({
+                "type": "abort", "message": message, "status_code": status,
+            });
+            (reason, *status)
+        }
+        _ => (serde_json::json!({ "type": "length" }), None),
+    };
+    let answer = serde_json::json!({ "meta_info": {
+        "finish_reason": reason,
+        "prompt_tokens": output.prompt_tokens,
+        "completion_tokens": completion,
+        "cached_tokens": output.cached_tokens,
+        "num_retractions": output.retractions,
+    }});
+    let mut scanner = Scanner::new(None);
+    let whole = scanner.push(answer.to_string().as_bytes());
+    assert!(whole, "the answer is whole JSON");
+    // Without a stream an error is an HTTP status; in a stream the status has gone out before.
+    let status = status.filter(|_| !streams).and_then(|code| StatusCode::from_u16(code).ok());
+    scanner.outcome(status.unwrap_or(StatusCode::OK))
+}

@@ -1,0 +1,361 @@
+//! Clients: each has a conversation, its own transcript of it, and two routers to send it through,
+//! so that its turns may overlap. They make mistakes and leave at any moment.
+
+use std::time::Duration;
+
+use fastrand::Rng;
+use proto::{claim::Claim, id::SessionKey, load::Retention};
+use worker_agent::session::Error;
+
+use super::{
+    engine::TurnId,
+    turns::{Reply, Stage, Turn},
+    world::{Event, World},
+};
+use crate::engine_sim::tokenizer::BOS;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Habit {
+    /// Sends deltas to a pinned session.
+    Pinned,
+    /// Sends whole histories, in a session that is only inferred.
+    Tagged,
+    /// Sends whole histories, one turn at a time.
+    Alone,
+    /// No session.
+    Plain,
+}
+
+#[derive(Debug)]
+pub(super) struct User {
+    number: usize,
+    habit: Habit,
+    /// Conversations so far; each has an id of its own.
+    conversation: u32,
+    /// What was said: prompts and answers the client got.
+    transcript: Vec<u32>,
+    /// Of that, what the session at the agent is known to hold.
+    pub(super) session: Vec<u32>,
+    /// The session isn't open, as far as the client knows.
+    must_open: bool,
+    /// Turns whose end it waits for.
+    waits: usize,
+    /// An open it waits for, by id.
+    pub(super) opening: Option<String>,
+    /// It lost an answer that the agent had given: only a new session is safe.
+    lost_answer: bool,
+}
+
+impl User {
+    pub(super) fn new(number: usize, rng: &mut Rng) -> User {
+        // Every world has plain turns beside pinned sessions.
+        let habits = [
+            Habit::Pinned,
+            Habit::Pinned,
+            Habit::Pinned,
+            Habit::Tagged,
+            Habit::Alone,
+            Habit::Plain,
+        ];
+        User {
+            number,
+            habit: match number {
+                0 => Habit::Pinned,
+                1 => Habit::Plain,
+                _ => *rng.choice(&habits).expect("some"),
+            },
+            conversation: 0,
+            transcript: Vec::new(),
+            session: Vec::new(),
+            must_open: true,
+            waits: 0,
+            opening: None,
+            lost_answer: false,
+        }
+    }
+
+    fn key(&self) -> SessionKey {
+        let id = format!("u{}-{}", self.number, self.conversation);
+        SessionKey::new("principal", id).expect("short")
+    }
+
+    /// Starts over under another id; what was there is left to expire.
+    fn start_over(&mut self, keep_transcript: bool) {
+        self.conversation += 1;
+        self.session.clear();
+        self.must_open = true;
+        self.lost_answer = false;
+        if !keep_transcript {
+            self.transcript.clear();
+        }
+    }
+
+    /// The session is gone; the transcript isn't.
+    fn session_gone(&mut self) {
+        self.session.clear();
+        self.must_open = true;
+    }
+
+    /// The agent has passed a finished answer on.
+    pub(super) fn answered(&mut self, turn: &Turn, tokens: &[u32]) {
+        let Some((claim, key)) = &turn.claim else { return };
+        if *key != self.key() {
+            return;
+        }
+        let mut whole = turn.context.clone();
+        whole.extend_from_slice(tokens);
+        if turn.is_pinned() {
+            self.session.clone_from(&whole);
+            self.must_open = claim.close;
+        }
+        self.transcript = whole;
+        if claim.close {
+            self.session_gone();
+        }
+    }
+}
+
+impl World {
+    pub(super) fn user_acts(&mut self, number: usize) {
+        if self.calm {
+            return;
+        }
+        let think = if self.rng.u32(..8) == 0 {
+            self.between(2_000, 12_000)
+        } else {
+            self.between(20, 1_500)
+        };
+        self.at(think, Event::UserActs(number));
+        let user = &self.users[number];
+        let (habit, waits, opening) = (user.habit, user.waits, user.opening.is_some());
+        if habit == Habit::Plain {
+            let often = if self.plan.tight { 2 } else { 5 };
+            let burst = if self.rng.u32(..often) == 0 { self.rng.usize(4..16) } else { 1 };
+            (0..burst).for_each(|_| self.plain_turn(number));
+            return;
+        }
+        if waits == 0 && !opening {
+            self.may_start_over(number);
+        }
+        match self.rng.u32(..100) {
+            0..4 if waits == 0 && !opening => self.user_closes(number),
+            4..12 if habit == Habit::Pinned && waits == 0 && !opening => self.user_opens(number),
+            _ => self.session_turn(number),
+        }
+    }
+
+    fn may_start_over(&mut self, number: usize) {
+        let room = self.plan.core.context_len * 3 / 4;
+        let bored = self.rng.u32(..40) == 0;
+        let user = &mut self.users[number];
+        let full = user.transcript.len() > room;
+        if user.lost_answer || full || bored {
+            user.start_over(!full && user.lost_answer);
+        }
+    }
+
+    fn user_closes(&mut self, number: usize) {
+        let key = self.users[number].key();
+        self.users[number].session_gone();
+        self.note(|| format!("user {number} closes {}", key.id()));
+        if self.agent.as_ref().is_some_and(|agent| !agent.down) {
+            self.tell(|table, now| table.close(now, &key));
+        }
+    }
+
+    fn user_opens(&mut self, number: usize) {
+        let user = &self.users[number];
+        if !user.must_open || self.agent.as_ref().is_none_or(|agent| agent.down) {
+            return;
+        }
+        let (key, rid) = (user.key(), self.rid());
+        self.note(|| format!("user {number} opens {} as {rid}", key.id()));
+        let rank = self.asked_rank();
+        if let Some(agent) = &mut self.agent {
+            agent.waiters.insert(rid.clone());
+        }
+        self.users[number].opening = Some(rid.clone());
+        let retention = Some(Retention::Pinned);
+        let opened = self.tell(|table, now| table.open(now, &rid, &key, retention, None, rank));
+        if let Some(Err(error)) = opened {
+            self.note(|| format!("{rid} refused: {error}"));
+            self.waited(&rid);
+            self.open_refused(&rid);
+        }
+    }
+
+    pub(super) fn user_opened(&mut self, rid: &str) {
+        let found = self.users.iter_mut().find(|user| user.opening.as_deref() == Some(rid));
+        if let Some(user) = found {
+            user.opening = None;
+            user.session.clear();
+            user.must_open = false;
+        }
+    }
+
+    pub(super) fn open_refused(&mut self, rid: &str) {
+        let found = self.users.iter_mut().find(|user| user.opening.as_deref() == Some(rid));
+        if let Some(user) = found {
+            user.opening = None;
+        }
+    }
+
+    fn asked_rank(&mut self) -> Option<u32> {
+        let ranks = self.plan.ranks;
+        (self.rng.u32(..3) == 0).then(|| self.rng.u32(..ranks))
+    }
+
+    fn rid(&mut self) -> String {
+        // All of one length: none is the beginning of another.
+        format!("r{:08}", self.number())
+    }
+
+    fn words(&mut self, max: usize) -> Vec<u32> {
+        let count = self.rng.usize(1..=max);
+        (0..count).map(|_| self.rng.u32(..200)).collect()
+    }
+
+    fn answer_len(&mut self) -> usize {
+        match self.rng.u32(..12) {
+            0 | 11 => self.rng.usize(100..400),
+            1..9 if self.plan.tight => self.rng.usize(80..160),
+            1..4 => self.rng.usize(1..4),
+            _ => self.rng.usize(4..60),
+        }
+    }
+
+    fn plain_turn(&mut self, number: usize) {
+        let large = self.rng.u32(..6) == 0;
+        let context = self.plan.core.context_len;
+        let ids = self.words(if large { context * 3 / 4 } else { 60 });
+        self.send(number, None, ids);
+    }
+
+    fn session_turn(&mut self, number: usize) {
+        let user = &self.users[number];
+        let (habit, waits, key) = (user.habit, user.waits, user.key());
+        let opens = user.must_open;
+        let first = opens && user.transcript.is_empty();
+        // A second turn while one is under way, as another router would send it.
+        let overlaps = waits > 0 || user.opening.is_some();
+        let over = opens && !first && habit == Habit::Pinned;
+        if overlaps && (over || user.lost_answer || self.rng.u32(..5) > 0) {
+            return;
+        }
+        let mut claim = Claim::of(&key);
+        claim.close = self.rng.u32(..25) == 0;
+        let new = self.words(40);
+        let wrong = self.rng.u32(..30) == 0;
+        let user = &self.users[number];
+        let mut ids = match habit {
+            Habit::Pinned if !wrong => user.transcript[user.session.len()..].to_vec(),
+            _ => user.transcript.clone(),
+        };
+        ids.extend(new);
+        match habit {
+            Habit::Pinned => {
+                // A wrong one sends its whole history, or appends to what was never opened.
+                claim.delta = !wrong || opens;
+                claim.open = opens && !wrong;
+                claim.retention = claim.open.then_some(Retention::Pinned);
+                if claim.delta && !wrong && self.rng.u32(..20) == 0 && !user.session.is_empty() {
+                    // A tokenizer put one in front: the engine drops it where there is history.
+                    ids.insert(0, BOS);
+                }
+            }
+            Habit::Alone => claim.open = true,
+            Habit::Tagged => claim.delta = wrong,
+            Habit::Plain => {}
+        }
+        self.send(number, Some((claim, key)), ids);
+    }
+
+    fn send(&mut self, number: usize, claim: Option<(Claim, SessionKey)>, ids: Vec<u32>) {
+        let (id, rid, rank) = (self.number(), self.rid(), self.asked_rank());
+        let turn = Turn {
+            rid,
+            user: number,
+            claim,
+            ids,
+            max_new: self.answer_len(),
+            ignore_eos: !self.plan.tight && self.rng.bool(),
+            streams: self.rng.bool(),
+            exact: self.plan.faults.meddler || self.rng.u32(..10) > 0,
+            rank,
+            begun: self.now,
+            queued: self.now,
+            stage: Stage::Coming,
+            client: true,
+            reply: None,
+            admitted: None,
+            context: Vec::new(),
+            connected: false,
+            arrived: false,
+            entered: None,
+            inside: false,
+        };
+        self.users[number].waits += 1;
+        self.turns.insert(id, turn);
+        let latency = self.latency();
+        self.at(latency, Event::TurnArrives(id));
+        let leaves = self.plan.faults.client_leaves;
+        if self.odds(leaves) {
+            let far = self.plan.tight || self.rng.bool();
+            let after = if far { self.between(0, 5_000) } else { self.between(0, 300) };
+            self.at(after, Event::ClientLeaves(id));
+        }
+    }
+
+    /// A client has gone while the agent still had its turn: to it, the turn never was. If the
+    /// agent's answer was already out, only a new session is safe.
+    pub(super) fn user_left(&mut self, id: TurnId) {
+        let turn = &self.turns[&id];
+        let (number, answered) = (turn.user, matches!(turn.reply, Some(Reply::Answer)));
+        let user = &mut self.users[number];
+        user.waits -= 1;
+        user.lost_answer |= answered;
+    }
+
+    pub(super) fn reply_arrives(&mut self, id: TurnId) {
+        let lost = self.plan.faults.reply_lost;
+        if !self.turns[&id].client {
+            return;
+        }
+        if self.odds(lost) {
+            self.note(|| format!("reply {id} is lost"));
+            self.turn(id).client = false;
+            return self.user_left(id);
+        }
+        let turn = &self.turns[&id];
+        let (number, rid) = (turn.user, turn.rid.clone());
+        let reply = turn.reply.clone().expect("a reply arrives");
+        let current = turn.claim.as_ref().is_some_and(|(_, key)| *key == self.users[number].key());
+        self.note(|| format!("client of {rid} hears {reply:?}"));
+        self.turn(id).client = false;
+        self.check_reply(id, &reply);
+        let user = &mut self.users[number];
+        user.waits -= 1;
+        if !current {
+            return;
+        }
+        match reply {
+            Reply::Refused(error) => match error {
+                Error::Unknown | Error::Lost | Error::HistoryUnknown | Error::Reclaimed => {
+                    user.session_gone();
+                }
+                Error::DeltaNeedsPinned(_) | Error::OpenOtherwise(_) | Error::HasHistory => {
+                    user.start_over(true);
+                }
+                _ => {}
+            },
+            // The agent may have died with what it knew.
+            Reply::Broken if user.habit == Habit::Pinned => user.lost_answer = true,
+            Reply::Answer | Reply::Engine(_) | Reply::Broken | Reply::Unusable => {}
+        }
+    }
+
+    /// Ways to tell how long a client has waited.
+    pub(super) fn waited_for(&self, turn: &Turn) -> Duration {
+        self.now - turn.begun
+    }
+}

@@ -1,0 +1,308 @@
+//! The world: virtual time, what is due in it, and who is in it.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::{Duration, Instant},
+};
+
+use fastrand::Rng;
+use worker_agent::guard::Guards;
+
+use super::{
+    Tally,
+    calls::{Answer, Task},
+    engine::{CallId, Command, Rank, Said, TurnId},
+    journal::Journal,
+    plan::Plan,
+    shell::Agent,
+    trace::Trace,
+    turns::{Ended, Turn},
+    users::User,
+};
+
+/// So long after the last client everything is over that the engine itself would end: a probe's
+/// backstop, a session's longest idle time and turn. Its backstop for sessions is far beyond.
+const OVER_AFTER: Duration = Duration::from_secs(300);
+
+/// What happens at a point in time.
+#[derive(Debug)]
+pub(super) enum Event {
+    UserActs(usize),
+    TurnArrives(TurnId),
+    BodyRead(TurnId),
+    TurnSent(TurnId),
+    TurnReachesEngine(TurnId),
+    TurnEnds(TurnId, Box<Ended>),
+    ClientLeaves(TurnId),
+    ReplyArrives(TurnId),
+    AbortAgain(TurnId),
+    ConnectionBreaks(TurnId),
+    CallReachesEngine(CallId),
+    CallAnswered(CallId, Answer),
+    EngineNotices {
+        instance: u64,
+        rid: String,
+    },
+    RankWakes {
+        instance: u64,
+        rank: usize,
+    },
+    EngineStarts,
+    AgentStarts,
+    AgentWakes(u64),
+    /// The agent's follower looks at the engine.
+    Look(u64),
+    Sampled {
+        epoch: u64,
+        instance: u64,
+        loads: Vec<(u64, u64)>,
+    },
+    ShimTells(u64),
+    Fault,
+    StrangerLeaves {
+        instance: u64,
+        id: String,
+    },
+    Tick,
+    /// Clients stop, faults too.
+    Calm,
+}
+
+/// The engine's process; none while it is down.
+#[derive(Debug)]
+pub(super) struct Process {
+    pub(super) instance: u64,
+    pub(super) ranks: Vec<Rank>,
+}
+
+#[derive(Debug)]
+pub(super) struct World {
+    pub(super) rng: Rng,
+    pub(super) plan: Plan,
+    base: Instant,
+    pub(super) now: Duration,
+    due: BTreeMap<(Duration, u64), Event>,
+    numbers: u64,
+    pub(super) engine: Option<Process>,
+    pub(super) instances: u64,
+    pub(super) agent: Option<Agent>,
+    pub(super) epochs: u64,
+    pub(super) journal: Journal,
+    /// Calls not answered yet, with the agent process that waits.
+    pub(super) calls: BTreeMap<CallId, (u64, Task)>,
+    pub(super) turns: BTreeMap<TurnId, Turn>,
+    pub(super) users: Vec<User>,
+    /// Closes asked of the engine: since when, and how often it said that a turn is inside.
+    pub(super) closing: BTreeMap<String, (Duration, u32)>,
+    /// Closes the engine has confirmed.
+    pub(super) confirmed: BTreeSet<String>,
+    /// Incarnations somebody else ran a turn in, and own answers since.
+    pub(super) meddled: BTreeMap<String, u32>,
+    pub(super) strangers: BTreeSet<String>,
+    pub(super) calm: bool,
+    pub(super) trace: Trace,
+    pub(super) tally: Tally,
+}
+
+impl World {
+    pub(super) fn new(seed: u64, guards: Guards, base: Instant, echo: Option<fn(&str)>) -> World {
+        let mut rng = Rng::with_seed(seed);
+        let plan = Plan::new(&mut rng, guards);
+        World {
+            users: (0..plan.users).map(|number| User::new(number, &mut rng)).collect(),
+            rng,
+            plan,
+            base,
+            now: Duration::ZERO,
+            due: BTreeMap::new(),
+            numbers: 0,
+            engine: None,
+            instances: 0,
+            agent: None,
+            epochs: 0,
+            journal: Journal::default(),
+            calls: BTreeMap::new(),
+            turns: BTreeMap::new(),
+            closing: BTreeMap::new(),
+            confirmed: BTreeSet::new(),
+            meddled: BTreeMap::new(),
+            strangers: BTreeSet::new(),
+            calm: false,
+            trace: Trace::new(echo),
+            tally: Tally::default(),
+        }
+    }
+
+    /// Plays until everything is over; panics at the first broken promise.
+    pub(super) fn run(&mut self) {
+        let plan = format!("{:?}", self.plan);
+        self.note(|| plan);
+        self.engine_starts();
+        self.agent_starts();
+        for user in 0..self.users.len() {
+            let start = self.between(50, 2_000);
+            self.at(start, Event::UserActs(user));
+        }
+        let calm = self.plan.acts_for;
+        self.at(calm, Event::Calm);
+        self.at(Duration::from_secs(1), Event::Tick);
+        self.at(Duration::from_millis(700), Event::Fault);
+        while let Some(((at, _), event)) = self.due.pop_first() {
+            self.now = at;
+            self.happen(event);
+            self.check();
+            if self.is_over() {
+                return self.check_end();
+            }
+        }
+    }
+
+    /// In virtual time, for the table.
+    pub(super) fn instant(&self) -> Instant {
+        self.base + self.now
+    }
+
+    pub(super) fn at(&mut self, after: Duration, event: Event) {
+        let number = self.number();
+        self.due.insert((self.now + after, number), event);
+    }
+
+    /// A number used once.
+    pub(super) fn number(&mut self) -> u64 {
+        self.numbers += 1;
+        self.numbers
+    }
+
+    /// Milliseconds between two bounds, with microseconds, so that little coincides.
+    pub(super) fn between(&mut self, from_ms: u64, to_ms: u64) -> Duration {
+        Duration::from_micros(self.rng.u64(from_ms * 1000..=to_ms * 1000))
+    }
+
+    /// Time on the wire.
+    pub(super) fn latency(&mut self) -> Duration {
+        if self.rng.u32(..20) == 0 { self.between(10, 200) } else { self.between(0, 8) }
+    }
+
+    /// Does something of this chance, in thousandths, happen? Nothing does once it is calm.
+    pub(super) fn odds(&mut self, per_mille: u32) -> bool {
+        !self.calm && per_mille > 0 && self.rng.u32(..1000) < per_mille
+    }
+
+    pub(super) fn note(&mut self, text: impl FnOnce() -> String) {
+        self.trace.add(self.now, &text());
+    }
+
+    fn happen(&mut self, event: Event) {
+        match event {
+            Event::UserActs(user) => self.user_acts(user),
+            Event::TurnArrives(turn) => self.turn_arrives(turn),
+            Event::BodyRead(turn) => self.body_read(turn),
+            Event::TurnSent(turn) => self.turn_sent(turn),
+            Event::TurnReachesEngine(turn) => self.turn_reaches_engine(turn),
+            Event::TurnEnds(turn, ended) => self.turn_ends(turn, *ended),
+            Event::ClientLeaves(turn) => self.client_leaves(turn),
+            Event::ReplyArrives(turn) => self.reply_arrives(turn),
+            Event::AbortAgain(turn) => self.abort_again(turn),
+            Event::ConnectionBreaks(turn) => self.connection_breaks(turn),
+            Event::CallReachesEngine(call) => self.call_reaches_engine(call),
+            Event::CallAnswered(call, answer) => self.call_answered(call, answer),
+            Event::EngineNotices { instance, rid } => {
+                if self.is_instance(instance) {
+                    self.note(|| format!("engine notices that {rid} has no client"));
+                    self.abort_inside(&rid);
+                }
+            }
+            Event::RankWakes { instance, rank } => {
+                if self.is_instance(instance) {
+                    self.advance(rank);
+                }
+            }
+            Event::EngineStarts => self.engine_starts(),
+            Event::AgentStarts => self.agent_starts(),
+            Event::AgentWakes(epoch) => self.agent_wakes(epoch),
+            Event::Look(epoch) => self.look(epoch),
+            Event::Sampled { epoch, instance, loads } => self.sampled(epoch, instance, &loads),
+            Event::ShimTells(epoch) => self.shim_tells(epoch),
+            Event::Fault => self.fault(),
+            Event::StrangerLeaves { instance, id } => self.stranger_leaves(instance, &id),
+            Event::Tick => self.tick(),
+            Event::Calm => self.becomes_calm(),
+        }
+    }
+
+    pub(super) fn is_instance(&self, instance: u64) -> bool {
+        self.engine.as_ref().is_some_and(|engine| engine.instance == instance)
+    }
+
+    /// Gives a command to one rank.
+    pub(super) fn push(&mut self, rank: usize, command: Command) {
+        if let Some(engine) = &mut self.engine {
+            engine.ranks[rank].push(command);
+            self.advance(rank);
+        }
+    }
+
+    /// Gives a command to every rank.
+    pub(super) fn push_all(&mut self, mut command: impl FnMut(usize) -> Command) {
+        for rank in 0..self.plan.ranks as usize {
+            self.push(rank, command(rank));
+        }
+    }
+
+    /// What the engine's front process does with an abort: it drops what it doesn't know.
+    pub(super) fn abort_inside(&mut self, rid: &str) {
+        let knows = |engine: &Process| engine.ranks.iter().any(|rank| rank.knows(rid));
+        if self.engine.as_ref().is_some_and(knows) {
+            self.push_all(|_| Command::Abort(rid.to_owned()));
+        }
+    }
+
+    /// Lets a rank do what is due.
+    pub(super) fn advance(&mut self, rank: usize) {
+        let Some(engine) = &mut self.engine else { return };
+        let instance = engine.instance;
+        let before = engine.ranks[rank].wake;
+        let said = engine.ranks[rank].advance(self.now);
+        let wake = engine.ranks[rank].wake;
+        if wake != before
+            && let Some(wake) = wake
+        {
+            let after = wake.saturating_sub(self.now);
+            self.at(after, Event::RankWakes { instance, rank });
+        }
+        self.check_rank(rank);
+        for said in said {
+            match said {
+                Said::Entered(turn) => self.entered(rank, turn),
+                Said::Ended { turn, output, tokens } => self.engine_ended(turn, *output, tokens),
+                Said::Opened { call, done } => {
+                    let answer = if done { Answer::Yes } else { Answer::No };
+                    self.engine_answers(call, answer);
+                }
+            }
+        }
+    }
+
+    fn is_over(&self) -> bool {
+        let Some(agent) = &self.agent else { return false };
+        let table = &agent.table;
+        self.calm
+            && self.turns.values().all(Turn::is_over)
+            && table.iter().count() == 0
+            && table.pending() == 0
+            && self.calls.is_empty()
+            && self.engine.is_some()
+            && agent.follows()
+            && self.strangers.is_empty()
+            && self.is_clean(agent)
+    }
+
+    /// Strangers are forgotten, and a close's own probe has left the engine.
+    fn is_clean(&self, agent: &Agent) -> bool {
+        let forgot = |rank| agent.table.totals(rank).foreign_tokens == 0;
+        let core = |rank: &Rank| rank.core.facts().sessions.is_empty();
+        let probes = self.engine.iter().flat_map(|engine| &engine.ranks).all(core);
+        let later = self.plan.acts_for + OVER_AFTER < self.now;
+        (0..self.plan.ranks).all(forgot) && (probes || later)
+    }
+}

@@ -1,0 +1,194 @@
+"""Berth's shim inside SGLang: tells the agent beside the engine what only the engine knows.
+
+SGLang calls `register` in each of its processes. In the scheduler's it hooks what it reads, and
+reports over a unix socket (`wire` has the protocol). It never raises into the engine: on the first
+error it stops for good, and says why. On a version of SGLang that it doesn't know it hooks nothing
+but the scheduler's start, to say so.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from . import wire
+from .link import Link, socket_path
+
+__version__ = "0.1.0"
+
+# Every hook below was read and run against these.
+SGLANG_VERSIONS = ("0.5.23",)
+
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
+_SESSION = "sglang.srt.session.session_controller.Session."
+_CONTROLLER = "sglang.srt.session.session_controller.SessionController."
+_SLOTS = "sglang.srt.session.streaming_session.StreamingSession."
+_TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache."
+
+# A new life of the engine is another token, whatever its pid.
+_INSTANCE = os.urandom(16)
+
+
+def register() -> None:
+    """SGLang's entry point. Only a process that has loaded the scheduler may become one; loading it
+    in the others would cost them seconds."""
+    if "sglang.srt.managers.scheduler" in sys.modules:
+        _Shim().hook()
+
+
+class _Shim:
+    """The hooks of one process. `_sampler` exists in the one scheduler of a DP rank that reports,
+    and as long as nothing went wrong."""
+
+    def __init__(self) -> None:
+        self._sampler: Any = None
+        self._link: Link | None = None
+        self._hello: wire.Hello | None = None
+        self._in_step = self._in_finish = False
+        self._stepped = self._quiet(lambda _, batch, *a, **k: self._say("stepped", batch))
+
+    def hook(self) -> None:
+        import sglang
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+        def after(target: str, hook: Callable[..., None]) -> None:
+            HookRegistry.register(target, self._quiet(hook), HookType.AFTER)
+
+        known = sglang.__version__ in SGLANG_VERSIONS
+        after(_SCHEDULER + "__init__", lambda _, scheduler, *a, **k: self._start(scheduler, known))
+        if not known:
+            return
+        HookRegistry.register(_SCHEDULER + "process_batch_result", self._step, HookType.AROUND)
+        HookRegistry.register(
+            _SCHEDULER + "process_input_requests",
+            self._quiet(lambda *a, **k: self._commands()),
+            HookType.BEFORE,
+        )
+        after(_SCHEDULER + "publish_load_snapshot", lambda *a, **k: self._idle())
+        after(_CONTROLLER + "open", lambda result, _, request, *a, **k: self._say(
+            "opened", request.session_id, result.success) if request.streaming else None)
+        after(_CONTROLLER + "_close", lambda _, controller, id, *a, **k: self._say(
+            "touched" if id in controller.sessions else "closed", id))
+        after(_SESSION + "create_req", lambda _, session, *a, **k: self._of(session, "touched"))
+        after(_SESSION + "finish_req", lambda _, session, request, *a, **k: self._of(
+            session, "committed", request))
+        after(_SESSION + "abort_req", lambda _, session, *a, **k: self._of(
+            session, "aborted", self._in_finish))
+        HookRegistry.register(_SLOTS + "try_cache_finished_req", self._finish, HookType.AROUND)
+        after(_TREE + "reset", lambda *a, **k: self._say("flushed"))
+
+    def _quiet(self, hook: Callable[..., Any]) -> Callable[..., None]:
+        """Raises nothing and answers nothing: an answer would replace the engine's own."""
+
+        def quiet(*values: Any, **named: Any) -> None:
+            try:
+                hook(*values, **named)
+            except Exception as error:
+                self._fail("hook", error)
+
+        return quiet
+
+    def _start(self, scheduler: Any, known: bool) -> None:
+        import sglang
+
+        inert = ""
+        if not known:
+            inert = f"SGLang {sglang.__version__} is not known, only {', '.join(SGLANG_VERSIONS)}"
+        hello = wire.Hello(
+            os.getpid(), 0, 0, 0, 0, _INSTANCE, str(sglang.__version__), __version__, inert, ""
+        )
+        try:
+            hello, reports = _describe(scheduler, hello)
+        except Exception as error:
+            # Without a rank it can't be told who reports; better twice than silent.
+            hello, reports = hello._replace(inert=hello.inert or _reason("start", error)), True
+        if not reports:
+            return
+        try:
+            self._hello = hello
+            self._link = Link(*socket_path(scheduler.server_args.port), hello)
+            if not hello.inert:
+                self._watch(scheduler)
+        except Exception as error:
+            self._fail("start", error)
+        if self._link is not None:
+            self._link.start()
+
+    def _watch(self, scheduler: Any) -> None:
+        from .sampler import Sampler
+
+        self._sampler = Sampler(scheduler, self._link, self._hello.undemotable)
+        # An idle scheduler that sleeps does so on its sockets for up to a second.
+        if poller := getattr(scheduler.idle_sleeper, "poller", None):
+            poller.register(self._link.wake_read, 1)  # POLLIN, without importing zmq for it.
+
+    def _step(self, original: Callable[..., Any], *values: Any, **named: Any) -> Any:
+        self._in_step = True
+        try:
+            result = original(*values, **named)
+        finally:
+            self._in_step = False
+        self._stepped(*values, **named)
+        return result
+
+    def _finish(self, original: Callable[..., Any], *a: Any, **k: Any) -> Any:
+        # An abort within it is of a turn that ran: the slot is gone.
+        self._in_finish = True
+        try:
+            return original(*a, **k)
+        finally:
+            self._in_finish = False
+
+    def _idle(self) -> None:
+        # Within a step it is called before the results are in.
+        if not self._in_step:
+            self._say("idle")
+
+    def _commands(self) -> None:
+        if self._link is not None and self._link.asked:
+            self._say("commands")
+
+    def _of(self, session: Any, what: str, *values: Any) -> None:
+        if self._sampler is not None and session.streaming:
+            self._say(what, session.session_id, *values)
+
+    def _say(self, what: str, *values: Any) -> None:
+        if self._sampler is None:
+            return
+        try:
+            getattr(self._sampler, what)(*values)
+        except Exception as error:
+            self._fail(what, error)
+
+    def _fail(self, where: str, error: Exception) -> None:
+        """Reads nothing more, and says so."""
+        self._sampler = None
+        if self._link is not None:
+            self._hello = self._hello._replace(inert=_reason(where, error))
+            self._link.say(self._hello)
+
+
+def _describe(scheduler: Any, hello: wire.Hello) -> tuple[wire.Hello, bool]:
+    """Completes the hello, and says whether this is the process of its DP rank that reports."""
+    from sglang.srt.runtime_context import get_parallel
+
+    from .demotion import undemotable
+
+    parallel = get_parallel()
+    reports = (parallel.pp_rank, parallel.attn_tp_rank, parallel.attn_cp_rank) == (0, 0, 0)
+    hello = hello._replace(dp_rank=parallel.dp_rank or 0)
+    tree = type(scheduler.tree_cache).__name__
+    if not hello.inert and tree != "UnifiedRadixCache":
+        hello = hello._replace(inert=f"the tree cache is {tree}, not UnifiedRadixCache")
+    if hello.inert:
+        return hello, reports
+    return hello._replace(
+        page_size=scheduler.page_size,
+        total=scheduler.max_total_num_tokens,
+        rows_total=scheduler.req_to_token_pool.size,
+        undemotable=undemotable(scheduler),
+    ), reports
+
+
+def _reason(where: str, error: Exception) -> str:
+    return f"{where}: {type(error).__name__}: {error}"

@@ -1,0 +1,188 @@
+"""One scheduler's reporter: takes what the hooks say, reads the pool, and tells the agent.
+
+Everything here runs on the scheduler's thread, and nothing waits. While no agent is connected the
+hooks cost a comparison each.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from . import demotion, wire
+from .link import Link
+from .table import Table, answer_tokens
+
+# An idle scheduler without `--sleep-on-idle` spins: it is looked at this often when no hook spoke.
+IDLE_SECONDS = 0.05
+# A running turn's KV grows a token per step. Its facts are this old at most, and exact at its end.
+RUNNING_SECONDS = 0.05
+
+
+class Sampler:
+    """What is known of one scheduler, and what of it the agent was told."""
+
+    def __init__(self, scheduler: Any, link: Link, undemotable: str):
+        self._scheduler = scheduler
+        self._link = link
+        self._undemotable = undemotable
+        self._table = Table(scheduler)
+        self._connection = 0
+        self._events: list[bytes] = []
+        self._events_lost = 0
+        self._full = True
+        self._seq = 0
+        self._samples = self._samples_ns = self._recounts = 0
+        self._told: wire.Head | None = None
+        # What an idle engine was found to lack after a recount: another one wouldn't help.
+        self._unexplained = 0
+        self._sampled_at = self._running_at = 0.0
+
+    # What the hooks say.
+
+    def touched(self, id: str) -> None:
+        if self._link.connected:
+            self._table.touched.add(id)
+
+    def opened(self, id: str, ok: bool) -> None:
+        self._event(id, wire.opened, ok)
+
+    def closed(self, id: str) -> None:
+        self._event(id, wire.closed)
+
+    def committed(self, id: str, request: Any) -> None:
+        """The turn has become part of the session's history, ended or put back into the queue."""
+        history = len(request.origin_input_ids) + answer_tokens(request)
+        self._event(id, wire.committed, str(request.rid), history, not request.finished())
+
+    def aborted(self, id: str, released: bool) -> None:
+        self._event(id, wire.aborted, released)
+
+    def flushed(self) -> None:
+        self._full = True
+
+    def _event(self, id: str, make: Callable[..., bytes], *values: Any) -> None:
+        if not self._link.connected or not wire.nameable(id):
+            return
+        self._renew()
+        self._table.touched.add(id)
+        if len(self._events) < wire.EVENTS_MAX:
+            self._events.append(make(id, *values))
+        else:
+            self._events_lost += 1
+            self._full = True
+
+    # What the scheduler's loop calls.
+
+    def commands(self) -> None:
+        """Does what the agent has asked for, before a step's requests are looked at."""
+        for kind, id in self._link.take_commands():
+            if kind == wire.SAMPLE_NOW:
+                self._full = True
+            else:
+                refusal = self._undemotable or demotion.demote(self._scheduler, id)
+                self._event(id, wire.demoted, refusal)
+
+    def idle(self) -> None:
+        """Between steps, or with nothing to do."""
+        if not self._link.connected:
+            return
+        begin = time.perf_counter_ns()
+        now = begin / 1e9
+        news = self._full or self._table.touched or self._events
+        if news or now - self._sampled_at >= IDLE_SECONDS:
+            self._sample(begin)
+
+    def stepped(self, batch: Any) -> None:
+        """A step's results are in."""
+        if not self._link.connected:
+            return
+        begin = time.perf_counter_ns()
+        now = begin / 1e9
+        # A prefill takes rows and moves prefixes into the tree; decoding only adds tokens.
+        if batch.forward_mode.is_extend() or now - self._running_at >= RUNNING_SECONDS:
+            self._running_at = now
+            for request in batch.reqs:
+                session = request.session
+                if session is not None and session.streaming:
+                    self._table.touched.add(session.session_id)
+        self._sample(begin)
+
+    def _sample(self, begin: int) -> None:
+        """`begin` is when the hook was called, by the performance counter."""
+        if not self._link.ready():
+            return
+        self._sampled_at = begin / 1e9
+        self._renew()
+        head = self._look()
+        if head.uncached not in (0, self._unexplained) and self._scheduler.is_fully_idle():
+            # Nothing runs, so nothing is uncached: a hook has missed a change.
+            self._recounts += 1
+            self._full = True
+            head = self._look()
+            self._unexplained = head.uncached
+        if self._full or self._events or head != self._told:
+            self._tell(head)
+        while self._table.pending() and self._link.ready():
+            self._tell(head)
+        self._samples += 1
+        self._samples_ns += time.perf_counter_ns() - begin
+
+    def _renew(self) -> None:
+        """To an agent that has just come, everything is new."""
+        if self._connection != self._link.connections:
+            self._connection = self._link.connections
+            self._full, self._seq, self._told = True, 0, None
+            self._events.clear()
+
+    def _look(self) -> wire.Head:
+        if self._full:
+            self._table.rebuild()
+        self._table.look()
+        return self._head()
+
+    def _tell(self, head: wire.Head) -> None:
+        gone, changed = self._table.take()
+        full = head._replace(
+            seq=self._seq,
+            events_lost=self._events_lost,
+            samples=self._samples,
+            samples_ns=self._samples_ns,
+            recounts=self._recounts,
+            uncached=max(0, head.uncached),
+            full=self._full,
+        )
+        self._link.send(wire.update(full, self._events, gone, changed), self._connection)
+        self._seq += 1
+        self._told = head
+        self._full = False
+        self._events.clear()
+
+    def _head(self) -> wire.Head:
+        """The pool now; what only counts messages is left zero, so that heads can be compared."""
+        scheduler, tree = self._scheduler, self._scheduler.tree_cache
+        pool = scheduler.pool_stats_observer.get_pool_stats()
+        protected = (
+            tree.full_protected_size()
+            if pool.is_hybrid_swa or pool.is_hybrid_ssm
+            else tree.protected_size()
+        )
+        cached = pool.full_available_size + pool.full_evictable_size + protected
+        rows = scheduler.req_to_token_pool
+        return wire.Head(
+            seq=0,
+            events_lost=0,
+            samples=0,
+            samples_ns=0,
+            recounts=0,
+            total=pool.full_capacity,
+            available=pool.full_available_size,
+            evictable=pool.full_evictable_size,
+            protected=protected,
+            held=self._table.held,
+            uncached=pool.full_capacity - cached - self._table.held,
+            rows_total=rows.size,
+            rows_free=rows.available_size(),
+            running=len(scheduler.running_batch.reqs),
+            waiting=len(scheduler.waiting_queue),
+            full=False,
+        )

@@ -1,0 +1,210 @@
+"""The bytes between the shim and the agent: frames on a unix stream socket. Pure, no I/O.
+
+A frame is `u32` length of what follows (2 to FRAME_BYTES_MAX), `u8` protocol version, `u8` kind,
+body. Integers are unsigned and little-endian; `str` is a `u16` length and that much UTF-8; `bool`
+is one byte, 0 or 1; a list is a `u16` count and its items.
+
+| kind | frame | direction | body |
+|---|---|---|---|
+| 1 | hello | to agent | the hello's fields in the order below |
+| 2 | update | to agent | the head's fields, then the lists of events, gone ids, sessions |
+| 16 | demote | to shim | session str |
+| 17 | sample now | to shim | nothing |
+
+| field of hello | type | means |
+|---|---|---|
+| pid, dp_rank, page_size | u32 each | the scheduler's process, its rank, tokens of a page |
+| total, rows_total | u64, u32 | the pool in tokens; the rows of the request table |
+| instance | 16 bytes | random token of the engine process |
+| sglang, shim | str each | versions |
+| inert | str | why the shim reads nothing; empty while it works |
+| undemotable | str | why no session can be demoted here; empty where they can |
+
+| field of the head | type | means |
+|---|---|---|
+| seq | u64 | number of this update in its connection, from 0 |
+| events_lost | u64 | events of this process that were lost; a full table follows each loss |
+| samples, samples_ns | u64 each | samples since the start, and the time all of them took |
+| recounts | u64 | times that the table was rebuilt because its sum was found wrong |
+| total | u64 | the pool, in tokens: the sum of the next five |
+| available, evictable, protected | u64 each | free; in the tree; in the tree and locked |
+| held, uncached | u64 each | outside the tree: of sessions; of other running requests |
+| rows_total, rows_free | u32 each | rows of the engine's request table |
+| running, waiting | u32 each | requests in the running batch, and in the queue |
+| full | bool | the sessions begin the whole table: forget what was known before |
+
+| session | type | means |
+|---|---|---|
+| id | str | |
+| flags | u8 | 1 holds a row, 2 a turn is in flight, 4 a close waits for its turn's end |
+| allocated, committed | u32 each | tokens of its KV: allocated, and valid |
+| protected | u32 | the part of it in the radix tree, under its lock |
+| history | u32 | tokens of the transcript after the last committed turn |
+
+| event | number | after `u8` number and `str` session |
+|---|---|---|
+| opened | 1 | ok bool |
+| closed | 2 | nothing: the session and its KV are really gone |
+| committed | 3 | rid str, history u32, retracted bool (a turn put back into the queue) |
+| aborted | 4 | released bool: whether the turn ran, and the session's KV left it with it |
+| demoted | 5 | refusal str, empty when the session's KV was handed to the radix tree |
+"""
+
+import struct
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+VERSION = 1
+# A full update: 256 events, 512 ids and 512 sessions of 512 byte names are 0.8 MiB.
+FRAME_BYTES_MAX = 1 << 20
+EVENTS_MAX = 256
+SESSIONS_MAX = 512
+# Longer names are counted in the sums, but not named. Berth's own have at most 128 bytes.
+NAME_BYTES_MAX = 512
+
+HELLO, UPDATE, DEMOTE, SAMPLE_NOW = 1, 2, 16, 17
+OPENED, CLOSED, COMMITTED, ABORTED, DEMOTED = 1, 2, 3, 4, 5
+HOLDS_ROW, IN_FLIGHT, CLOSING = 1, 2, 4
+
+_PREFIX = struct.Struct("<IBB")
+_HELLO = struct.Struct("<IIIQI16s")
+_HEAD = struct.Struct("<QQQQQQQQQQQIIII?")
+_SESSION = struct.Struct("<BIIII")
+_COUNT = struct.Struct("<H")
+
+
+class Malformed(Exception):
+    """A frame that is not of this protocol."""
+
+
+class Hello(NamedTuple):
+    """Who speaks."""
+
+    pid: int
+    dp_rank: int
+    page_size: int
+    total: int
+    rows_total: int
+    instance: bytes
+    sglang: str
+    shim: str
+    inert: str
+    undemotable: str
+
+
+class Head(NamedTuple):
+    """The numbers of an update, in the order of the wire."""
+
+    seq: int
+    events_lost: int
+    samples: int
+    samples_ns: int
+    recounts: int
+    total: int
+    available: int
+    evictable: int
+    protected: int
+    held: int
+    uncached: int
+    rows_total: int
+    rows_free: int
+    running: int
+    waiting: int
+    full: bool
+
+
+class Facts(NamedTuple):
+    """A session, in the order of the wire."""
+
+    flags: int
+    allocated: int
+    committed: int
+    protected: int
+    history: int
+
+
+def nameable(id: Any) -> bool:
+    """Can the session be told of by its name?"""
+    try:
+        return isinstance(id, str) and len(id.encode()) <= NAME_BYTES_MAX
+    except UnicodeEncodeError:
+        return False
+
+
+def _str(text: str) -> bytes:
+    raw = text.encode(errors="replace")
+    if len(raw) > NAME_BYTES_MAX:
+        # Cut between characters, so that what is left is UTF-8.
+        raw = raw[:NAME_BYTES_MAX].decode(errors="ignore").encode()
+    return _COUNT.pack(len(raw)) + raw
+
+
+def _frame(kind: int, body: bytes) -> bytes:
+    return _PREFIX.pack(len(body) + 2, VERSION, kind) + body
+
+
+def hello(hello: Hello) -> bytes:
+    return _frame(HELLO, _HELLO.pack(*hello[:6]) + b"".join(map(_str, hello[6:])))
+
+
+def update(
+    head: Head,
+    events: Sequence[bytes],
+    gone: Sequence[str],
+    sessions: Sequence[tuple[str, Facts]],
+) -> bytes:
+    """The lists have at most EVENTS_MAX, SESSIONS_MAX and SESSIONS_MAX items."""
+    parts = [_HEAD.pack(*head), _COUNT.pack(len(events)), *events, _COUNT.pack(len(gone))]
+    parts += map(_str, gone)
+    parts.append(_COUNT.pack(len(sessions)))
+    for id, facts in sessions:
+        parts += (_str(id), _SESSION.pack(*facts))
+    return _frame(UPDATE, b"".join(parts))
+
+
+def _event(number: int, id: str, rest: bytes = b"") -> bytes:
+    return bytes((number,)) + _str(id) + rest
+
+
+def opened(id: str, ok: bool) -> bytes:
+    return _event(OPENED, id, bytes((ok,)))
+
+
+def closed(id: str) -> bytes:
+    return _event(CLOSED, id)
+
+
+def committed(id: str, rid: str, history: int, retracted: bool) -> bytes:
+    return _event(COMMITTED, id, _str(rid) + struct.pack("<I?", history, retracted))
+
+
+def aborted(id: str, released: bool) -> bytes:
+    return _event(ABORTED, id, bytes((released,)))
+
+
+def demoted(id: str, refusal: str) -> bytes:
+    return _event(DEMOTED, id, _str(refusal))
+
+
+def commands(buffer: bytearray) -> Iterable[tuple[int, str]]:
+    """Takes the whole frames from the front of the buffer: the kind, and a demotion's session."""
+    while len(buffer) >= 4:
+        length = int.from_bytes(buffer[:4], "little")
+        if not 2 <= length <= FRAME_BYTES_MAX:
+            raise Malformed(f"a frame of {length} bytes")
+        if len(buffer) < 4 + length:
+            return
+        frame = bytes(buffer[4 : 4 + length])
+        del buffer[: 4 + length]
+        yield _command(frame)
+
+
+def _command(frame: bytes) -> tuple[int, str]:
+    version, kind, body = frame[0], frame[1], frame[2:]
+    if version != VERSION:
+        raise Malformed(f"protocol version {version}")
+    if kind == SAMPLE_NOW and not body:
+        return kind, ""
+    if kind == DEMOTE and len(body) >= 2 and len(body) == 2 + int.from_bytes(body[:2], "little"):
+        return kind, body[2:].decode(errors="replace")
+    raise Malformed(f"kind {kind} with {len(body)} bytes")

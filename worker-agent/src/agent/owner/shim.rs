@@ -1,0 +1,149 @@
+//! What the owner does with the shim's news: exact figures for the ledger, sessions and closes for
+//! the table. Without a shim all of it comes from slower sources.
+
+use std::time::Duration;
+
+use tracing::{info, warn};
+
+use super::{Owner, now};
+use crate::{
+    agent::Message,
+    ledger::Facts,
+    session::{Load, Seen},
+    shim::{Hello, News, RankFacts, SessionFacts, Sessions, codec::SESSIONS_MAX},
+};
+
+/// A session that the engine has only just left is asked for again after this long.
+const DEMOTE_AGAIN: Duration = Duration::from_millis(20);
+
+/// What is to be seen needs a step or two of the engine's.
+const LOOK_AFTER: Duration = Duration::from_millis(20);
+
+impl Owner {
+    pub(super) fn shim_news(&mut self, news: News) {
+        self.dirty = true;
+        match news {
+            News::Up(hello) => self.shim_up(&hello),
+            News::Facts(facts) => self.facts(&facts),
+            News::Sessions(sessions) => self.sessions(sessions),
+            News::Closed { dp_rank, id } => self.table.vanished(now(), dp_rank, &id),
+            News::Demoted { dp_rank, id, refusal } => {
+                self.demoted(dp_rank, id, refusal.as_deref());
+            }
+            News::Down { dp_rank, reason } => {
+                warn!(dp_rank, reason, "the engine's shim has gone");
+                self.shims.remove(&dp_rank);
+                self.ledger.seen(dp_rank, None);
+                self.table.shim_down(now(), dp_rank);
+            }
+            // The table of sessions that follows them says what they lead to.
+            News::Opened { .. } | News::Committed { .. } | News::Aborted { .. } => {}
+        }
+    }
+
+    fn shim_up(&mut self, hello: &Hello) {
+        let Hello { pid, dp_rank, sglang, shim, inert, undemotable, .. } = hello;
+        if let Some(reason) = inert {
+            warn!(dp_rank, pid, sglang, reason, "the engine's shim is inert");
+            return;
+        }
+        info!(dp_rank, pid, sglang, shim, undemotable, "the engine's shim is there");
+        self.shims.insert(*dp_rank, undemotable.is_none());
+        self.table.shim_up(*dp_rank, undemotable.is_none());
+    }
+
+    /// An engine that was only just reached may have a shim that spoke before it.
+    pub(super) fn ask_shims(&mut self) {
+        for (&dp_rank, &demotes) in &self.shims {
+            self.table.shim_up(dp_rank, demotes);
+            // One that has gone says so itself.
+            let _ = self.setup.shim.sample_now(dp_rank);
+        }
+    }
+
+    fn facts(&mut self, facts: &RankFacts) {
+        let of = Facts {
+            available: facts.available_tokens,
+            evictable: facts.evictable_tokens,
+            protected: facts.protected_tokens,
+            held: facts.held_tokens,
+            uncached: facts.uncached_tokens,
+            running: u64::from(facts.running),
+            waiting: u64::from(facts.waiting),
+            at: facts.at,
+        };
+        self.ledger.seen(facts.dp_rank, Some(of));
+        let used_tokens = of.protected.saturating_add(of.held).saturating_add(of.uncached);
+        let load = Load { waiting: of.waiting, used_tokens };
+        self.table.sampled(now(), facts.dp_rank, load);
+    }
+
+    fn sessions(&mut self, sessions: Sessions) {
+        let Sessions { dp_rank, full, changed, gone } = sessions;
+        if full && changed.len() < SESSIONS_MAX {
+            let there: Vec<&str> = changed.iter().map(|session| session.id.as_str()).collect();
+            self.table.seen_all(now(), dp_rank, &there);
+        }
+        for session in changed {
+            self.table.seen(now(), dp_rank, &seen(session, full));
+        }
+        for id in gone {
+            self.table.vanished(now(), dp_rank, &id);
+        }
+    }
+
+    fn demoted(&mut self, dp_rank: u32, id: String, refusal: Option<&str>) {
+        match refusal {
+            None => self.table.demoted(now(), &id, true),
+            // The turn before has ended for its client, and not yet in every queue of the engine.
+            Some("busy" | "in_flight") => {
+                let shim = self.setup.shim.clone();
+                self.tasks.spawn(async move {
+                    tokio::time::sleep(DEMOTE_AGAIN).await;
+                    // A shim that can't be asked leaves it to the session's deadline.
+                    let _ = shim.demote(dp_rank, &id);
+                });
+            }
+            // A first turn that was aborted left nothing to demote.
+            Some("no_kv") => self.table.demoted(now(), &id, true),
+            Some(reason) => {
+                warn!(incarnation = id, reason, "the engine's shim did not demote a session");
+                self.table.demoted(now(), &id, false);
+            }
+        }
+    }
+
+    /// Asks for the engine's account of a rank, once a turn that may be inside was aborted.
+    pub(super) fn look(&self, dp_rank: u32, rid: Option<String>) {
+        let (engine, mailbox) = (self.setup.engine.clone(), self.handle.mailbox.clone());
+        self.tasks.spawn(async move {
+            match rid {
+                None => tokio::time::sleep(LOOK_AFTER).await,
+                Some(rid) => {
+                    if let Err(error) = engine.abort(&rid).await {
+                        warn!(rid, %error, "abort did not get through");
+                        return;
+                    }
+                }
+            }
+            let _ = mailbox.send(Message::Look { dp_rank }).await;
+        });
+    }
+
+    pub(super) fn demote(&mut self, dp_rank: u32, incarnation: &str) {
+        if self.setup.shim.demote(dp_rank, incarnation).is_err() {
+            self.table.demoted(now(), incarnation, false);
+        }
+    }
+}
+
+fn seen(session: SessionFacts, full: bool) -> Seen {
+    Seen {
+        id: session.id,
+        row: session.holds_row,
+        allocated_tokens: u64::from(session.allocated_tokens),
+        history_tokens: u64::from(session.history_tokens),
+        in_flight: session.in_flight,
+        full,
+    }
+}

@@ -1,0 +1,347 @@
+//! What outlives the agent: the incarnations it has open at the engine, written down before the
+//! engine hears of them, so that the next agent can close what this one leaves. And the lock that
+//! keeps a second agent off the same engine.
+//!
+//! A line per record in an append-only file. A process that is killed loses nothing it has written;
+//! a machine that goes down takes the engine's sessions with it, so nothing is synced to disk. A
+//! line cut short by a crash was never acted on, and is skipped. The file is rewritten when most of
+//! it is history.
+
+use std::{
+    collections::BTreeMap,
+    fs::{File, OpenOptions},
+    io::{self, Read as _, Write as _},
+    path::{Path, PathBuf},
+};
+
+/// Rewritten when it has so many lines per session that is open, and this many at least.
+const LINES_PER_OPEN: usize = 8;
+const LINES_MIN: usize = 4096;
+
+/// One thing to remember.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Record {
+    /// The engine process that everything after this is about.
+    Engine {
+        /// Its identity.
+        instance: String,
+    },
+    /// An incarnation is about to be opened.
+    Opening {
+        /// The engine-side id.
+        incarnation: String,
+        /// The rank that will hold its KV.
+        dp_rank: u32,
+    },
+    /// A turn of it is about to be sent; the turn before has ended.
+    Turn {
+        /// The engine-side id.
+        incarnation: String,
+        /// The turn.
+        rid: String,
+    },
+    /// The engine holds nothing of it any more.
+    Closed {
+        /// The engine-side id.
+        incarnation: String,
+    },
+}
+
+/// An incarnation that was not closed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Left {
+    /// The rank that holds its KV.
+    pub dp_rank: u32,
+    /// Its newest turn, which may still run.
+    pub rid: Option<String>,
+}
+
+/// Why there is no journal.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// Another agent has it.
+    #[error(
+        "another agent is in charge of this engine: it holds {0}. Stop that one, or give this one \
+         another engine"
+    )]
+    Locked(PathBuf),
+    /// It can't be read or written.
+    #[error("can't use {0}: set `state_dir` to a folder that this agent may write")]
+    Io(PathBuf, #[source] io::Error),
+}
+
+/// The journal of one engine, locked for this process.
+#[derive(Debug)]
+pub struct Journal {
+    path: PathBuf,
+    file: File,
+    /// Held until the process ends, however it ends.
+    _lock: File,
+    state: State,
+    lines: usize,
+    /// A record was written in part: the file has to be written anew before the next.
+    torn: bool,
+}
+
+/// What the records add up to.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct State {
+    instance: Option<String>,
+    open: BTreeMap<String, Left>,
+}
+
+impl State {
+    fn apply(&mut self, record: &Record) {
+        match record {
+            Record::Engine { instance } => {
+                if self.instance.as_ref() != Some(instance) {
+                    // What was open went with the engine.
+                    self.open.clear();
+                    self.instance = Some(instance.clone());
+                }
+            }
+            Record::Opening { incarnation, dp_rank } => {
+                let left = Left { dp_rank: *dp_rank, rid: None };
+                self.open.insert(incarnation.clone(), left);
+            }
+            Record::Turn { incarnation, rid } => {
+                if let Some(left) = self.open.get_mut(incarnation) {
+                    left.rid = Some(rid.clone());
+                }
+            }
+            Record::Closed { incarnation } => drop(self.open.remove(incarnation)),
+        }
+    }
+
+    /// The fewest records that add up to the same.
+    fn records(&self) -> impl Iterator<Item = Record> {
+        let engine =
+            self.instance.iter().map(|instance| Record::Engine { instance: instance.clone() });
+        let open = self.open.iter().flat_map(|(incarnation, left)| {
+            let turn = left
+                .rid
+                .iter()
+                .map(|rid| Record::Turn { incarnation: incarnation.clone(), rid: rid.clone() });
+            let opening =
+                Record::Opening { incarnation: incarnation.clone(), dp_rank: left.dp_rank };
+            std::iter::once(opening).chain(turn)
+        });
+        engine.chain(open)
+    }
+}
+
+impl Record {
+    fn line(&self) -> String {
+        match self {
+            Self::Engine { instance } => format!("engine {instance}\n"),
+            Self::Opening { incarnation, dp_rank } => format!("opening {incarnation} {dp_rank}\n"),
+            Self::Turn { incarnation, rid } => format!("turn {incarnation} {rid}\n"),
+            Self::Closed { incarnation } => format!("closed {incarnation}\n"),
+        }
+    }
+
+    fn parse(line: &str) -> Option<Self> {
+        let mut words = line.split(' ');
+        let (kind, id) = (words.next()?, words.next()?.to_owned());
+        let record = match kind {
+            "engine" => Self::Engine { instance: id },
+            "opening" => Self::Opening { incarnation: id, dp_rank: words.next()?.parse().ok()? },
+            "turn" => Self::Turn { incarnation: id, rid: words.next()?.to_owned() },
+            "closed" => Self::Closed { incarnation: id },
+            _ => return None,
+        };
+        words.next().is_none().then_some(record)
+    }
+}
+
+/// Reads what was written whole; the rest of a last line was never acted on.
+fn replay(text: &[u8]) -> (State, usize) {
+    let mut state = State::default();
+    let mut lines = 0;
+    for line in text.split_inclusive(|byte| *byte == b'\n') {
+        let Some(line) = line.strip_suffix(b"\n") else { continue };
+        lines += 1;
+        if let Some(record) = std::str::from_utf8(line).ok().and_then(Record::parse) {
+            state.apply(&record);
+        }
+    }
+    (state, lines)
+}
+
+impl Journal {
+    /// Opens the journal of the engine called `name` in `dir`, and answers with what the last agent
+    /// left. Fails while another process has it.
+    ///
+    /// # Errors
+    /// See [`Error`].
+    pub fn open(dir: &Path, name: &str) -> Result<Self, Error> {
+        let at = |path: &Path| {
+            let path = path.to_owned();
+            move |error| Error::Io(path, error)
+        };
+        std::fs::create_dir_all(dir).map_err(at(dir))?;
+        let (path, locked) =
+            (dir.join(format!("{name}.journal")), dir.join(format!("{name}.lock")));
+        let lock = File::create(&locked).map_err(at(&locked))?;
+        match lock.try_lock() {
+            Ok(()) => {}
+            Err(std::fs::TryLockError::WouldBlock) => return Err(Error::Locked(locked)),
+            Err(std::fs::TryLockError::Error(error)) => return Err(at(&locked)(error)),
+        }
+        let mut text = vec![];
+        match File::open(&path) {
+            Ok(mut file) => drop(file.read_to_end(&mut text).map_err(at(&path))?),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => return Err(at(&path)(error)),
+        }
+        let (state, _) = replay(&text);
+        let (file, lines) = rewrite(&path, &state).map_err(at(&path))?;
+        Ok(Self { path, file, _lock: lock, state, lines, torn: false })
+    }
+
+    /// What is open in this engine process, by incarnation; nothing if it is another one than the
+    /// journal is about.
+    #[must_use]
+    pub fn left(&self, instance: &str) -> BTreeMap<String, Left> {
+        let same = self.state.instance.as_deref() == Some(instance);
+        if same { self.state.open.clone() } else { BTreeMap::new() }
+    }
+
+    /// Writes a record down. It is there for the next agent when this returns.
+    ///
+    /// # Errors
+    /// When it could not be written; nothing may be done then that relies on it.
+    pub fn write(&mut self, record: &Record) -> io::Result<()> {
+        if self.torn {
+            (self.file, self.lines) = rewrite(&self.path, &self.state)?;
+        }
+        self.torn = true;
+        self.file.write_all(record.line().as_bytes())?;
+        self.torn = false;
+        self.state.apply(record);
+        self.lines += 1;
+        if self.lines > LINES_MIN.max(self.state.open.len() * LINES_PER_OPEN) {
+            (self.file, self.lines) = rewrite(&self.path, &self.state)?;
+        }
+        Ok(())
+    }
+}
+
+/// Puts the fewest records in the file's place, in one step.
+fn rewrite(path: &Path, state: &State) -> io::Result<(File, usize)> {
+    let text: Vec<String> = state.records().map(|record| record.line()).collect();
+    let fresh = path.with_extension("new");
+    std::fs::write(&fresh, text.concat())?;
+    std::fs::rename(&fresh, path)?;
+    Ok((OpenOptions::new().append(true).open(path)?, text.len()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn opening(incarnation: &str) -> Record {
+        Record::Opening { incarnation: incarnation.into(), dp_rank: 1 }
+    }
+
+    fn engine(instance: &str) -> Record {
+        Record::Engine { instance: instance.into() }
+    }
+
+    fn turn(incarnation: &str, rid: &str) -> Record {
+        Record::Turn { incarnation: incarnation.into(), rid: rid.into() }
+    }
+
+    fn closed(incarnation: &str) -> Record {
+        Record::Closed { incarnation: incarnation.into() }
+    }
+
+    fn open(dir: &Path) -> Journal {
+        Journal::open(dir, "engine").unwrap()
+    }
+
+    #[test]
+    fn the_next_agent_finds_what_was_left_open() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut journal = open(dir.path());
+        let records = [engine("E"), opening("a"), opening("b"), turn("b", "r1"), turn("b", "r2")];
+        for record in records.iter().chain([&closed("a")]) {
+            journal.write(record).unwrap();
+        }
+        drop(journal);
+        let left = open(dir.path()).left("E");
+        let want = Left { dp_rank: 1, rid: Some("r2".into()) };
+        assert_eq!(left, BTreeMap::from([("b".to_owned(), want)]));
+        assert!(open(dir.path()).left("F").is_empty(), "another process has none of them");
+    }
+
+    #[test]
+    fn another_engine_has_nothing_of_the_last_one() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut journal = open(dir.path());
+        for record in [engine("E"), opening("a"), engine("F"), opening("b")] {
+            journal.write(&record).unwrap();
+        }
+        assert_eq!(journal.left("F").keys().collect::<Vec<_>>(), ["b"]);
+    }
+
+    #[test]
+    fn a_second_agent_is_kept_off() {
+        let dir = tempfile::tempdir().unwrap();
+        let first = open(dir.path());
+        let second = Journal::open(dir.path(), "engine");
+        assert!(matches!(second, Err(Error::Locked(_))), "{second:?}");
+        drop(first);
+        open(dir.path());
+    }
+
+    #[test]
+    fn a_file_cut_anywhere_forgets_only_what_was_never_done() {
+        let records = [engine("E"), opening("a"), turn("a", "r"), opening("b"), closed("a")];
+        let text: String = records.iter().map(Record::line).collect();
+        for cut in 0..=text.len() {
+            let whole = text[..cut].matches('\n').count();
+            let mut want = State::default();
+            records[..whole].iter().for_each(|record| want.apply(record));
+            assert_eq!(replay(&text.as_bytes()[..cut]).0, want, "cut at {cut}");
+        }
+    }
+
+    #[test]
+    fn after_a_cut_line_the_next_agent_writes_lines_of_its_own() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("engine.journal");
+        std::fs::write(&path, "engine E\nopening a 0\nopeni").unwrap();
+        open(dir.path()).write(&opening("b")).unwrap();
+        assert_eq!(open(dir.path()).left("E").keys().collect::<Vec<_>>(), ["a", "b"]);
+    }
+
+    #[test]
+    fn history_is_thrown_away_and_what_is_open_stays() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut journal = open(dir.path());
+        journal.write(&engine("E")).unwrap();
+        journal.write(&opening("stays")).unwrap();
+        for n in 0..3 * LINES_MIN {
+            journal.write(&opening(&n.to_string())).unwrap();
+            journal.write(&closed(&n.to_string())).unwrap();
+        }
+        let lines = std::fs::read_to_string(dir.path().join("engine.journal")).unwrap();
+        assert!(lines.lines().count() <= LINES_MIN + 2, "{} lines", lines.lines().count());
+        drop(journal);
+        assert_eq!(open(dir.path()).left("E").keys().collect::<Vec<_>>(), ["stays"]);
+    }
+
+    #[test]
+    fn a_record_after_a_torn_one_is_a_line_of_its_own() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut journal = open(dir.path());
+        journal.write(&engine("E")).unwrap();
+        // What a full disk leaves of a record whose write then fails.
+        journal.file.write_all(b"opening a").unwrap();
+        journal.torn = true;
+        journal.write(&opening("b")).unwrap();
+        drop(journal);
+        assert_eq!(open(dir.path()).left("E").keys().collect::<Vec<_>>(), ["b"]);
+    }
+}

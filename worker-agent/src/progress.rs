@@ -1,0 +1,91 @@
+//! Notices a wedge, whoever caused it: requests wait in the engine and none of them gets on. Pure.
+
+use std::time::{Duration, Instant};
+
+use crate::engine::{RankSample, Sample};
+
+/// Watches one engine's samples.
+#[derive(Debug, Default)]
+pub struct Progress {
+    /// Per rank: since when nothing has moved, and the prefill count it stands at.
+    stalled: Vec<Option<(Instant, u64)>>,
+}
+
+impl Progress {
+    /// Takes a sample; answers with the reason if a rank has been stuck for `stall_max`.
+    pub fn sampled(&mut self, sample: &Sample, stall_max: Duration) -> Option<String> {
+        self.stalled.resize(sample.ranks.len(), None);
+        let mut stuck = None;
+        for (rank, stalled) in sample.ranks.iter().zip(&mut self.stalled) {
+            let waits = rank.num_waiting_reqs > 0 && rank.num_running_reqs == 0;
+            let prefilled = rank.total_prefill_uncached_tokens;
+            *stalled = match *stalled {
+                _ if !waits => None,
+                // A long prompt is prefilled in pieces before its request counts as running.
+                Some((_, before)) if before != prefilled => Some((sample.at, prefilled)),
+                Some(since) => Some(since),
+                None => Some((sample.at, prefilled)),
+            };
+            let since = stalled.map(|(since, _)| sample.at.saturating_duration_since(since));
+            if since.is_some_and(|time| time >= stall_max) {
+                stuck = Some(reason(rank, stall_max));
+            }
+        }
+        stuck
+    }
+}
+
+fn reason(rank: &RankSample, time: Duration) -> String {
+    format!(
+        "rank {} of the engine has run nothing for {} s while {} requests wait, with {} of {} \
+         tokens in use: sessions that aren't this agent's may hold its rows or its KV; close them, \
+         or restart the engine",
+        rank.dp_rank,
+        time.as_secs(),
+        rank.num_waiting_reqs,
+        rank.num_used_tokens,
+        rank.max_total_num_tokens,
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const STALL: Duration = Duration::from_secs(10);
+
+    fn sample(at: Instant, waiting: u64, running: u64, prefilled: u64) -> Sample {
+        let rank = RankSample {
+            dp_rank: 0,
+            num_running_reqs: running,
+            num_waiting_reqs: waiting,
+            num_used_tokens: 0,
+            max_total_num_tokens: 100,
+            total_prefill_uncached_tokens: prefilled,
+        };
+        Sample { at, ranks: vec![rank], connection: None }
+    }
+
+    #[test]
+    fn an_engine_that_runs_nothing_while_turns_wait_is_stuck() {
+        let start = tokio::time::Instant::now().into_std();
+        let at = |seconds| start + Duration::from_secs(seconds);
+        let mut progress = Progress::default();
+        assert_eq!(progress.sampled(&sample(at(0), 1, 0, 5), STALL), None);
+        assert_eq!(progress.sampled(&sample(at(9), 1, 0, 5), STALL), None);
+        let reason = progress.sampled(&sample(at(10), 3, 0, 5), STALL).unwrap();
+        assert!(reason.contains("3 requests wait"), "{reason}");
+        assert_eq!(progress.sampled(&sample(at(11), 3, 1, 5), STALL), None, "it runs again");
+        assert_eq!(progress.sampled(&sample(at(12), 3, 0, 5), STALL), None, "and counts anew");
+    }
+
+    #[test]
+    fn a_long_prefill_is_no_stall() {
+        let start = tokio::time::Instant::now().into_std();
+        let mut progress = Progress::default();
+        for second in 0..100 {
+            let at = start + Duration::from_secs(second);
+            assert_eq!(progress.sampled(&sample(at, 2, 0, second / 5), STALL), None);
+        }
+    }
+}

@@ -1,0 +1,406 @@
+//! What may go to the engine now: rows, pin budget, growth, and the queue for everything else.
+//!
+//! A pinned turn reserves what it may grow to, and is refused when that doesn't fit and nothing can
+//! be reclaimed. A plain or tagged turn is never refused for what it might need: it waits while the
+//! engine couldn't run it anyway, in order, and leaves the queue by time or bound only.
+
+use std::time::Instant;
+
+use proto::{id::SessionKey, load::Retention};
+
+use super::{
+    Effect, Error, Guard, Need, Phase, Record, Stage, Table, Ticket, Turn, TurnSession, check_turn,
+    engine::Book, reclaim::Shortage,
+};
+
+/// Turns beyond what the engine can run now that it gets all the same, so that it never waits for
+/// the agent: about a prefill batch.
+const AHEAD: u64 = 8;
+
+/// The engine keeps room for so much of an answer that may end early; its own constant.
+const ANSWER_AHEAD: u64 = 4096;
+
+/// What becomes of a ticket at the moment.
+enum Verdict {
+    Admit,
+    /// It waits for something of its own; others may pass.
+    Wait,
+    /// It waits for room that comes back by itself, and plain turns behind it wait too.
+    InLine,
+    Refuse(Error),
+}
+
+impl Table {
+    /// Queues a claimed turn whose needs are known now. [`Effect::Admitted`] or
+    /// [`Effect::Refused`] follows, at once or when there is room.
+    /// False: the turn was given up meanwhile.
+    pub fn admit(&mut self, now: Instant, rid: &str, need: Need) -> bool {
+        let Some(ticket) = self.tickets.get_mut(rid) else { return false };
+        ticket.stage = Stage::Queued;
+        ticket.since = now;
+        ticket.need = need;
+        let dp_rank = ticket.dp_rank;
+        self.book(dp_rank).claimed -= 1;
+        self.book(dp_rank).totals.turns_queued += 1;
+        self.queue.push_back(rid.to_owned());
+        self.pump(now);
+        let max = self.rules.turns_queued_max;
+        let full = self.queue.len() > max && self.rules.guards.hold(Guard::QueueBound);
+        if full && self.queue.back().is_some_and(|last| last == rid) {
+            let detail = format!("{max} wait already");
+            self.refuse(now, rid, Error::Short { what: "queue_places", detail });
+        }
+        self.debug_check();
+        true
+    }
+
+    /// Looks at everything that waits, oldest first.
+    pub(super) fn pump(&mut self, now: Instant) {
+        let mut in_line = vec![false; self.books.len()];
+        self.books.iter_mut().for_each(Book::look_again);
+        let mut at = 0;
+        while let Some(rid) = self.queue.get(at).cloned() {
+            let dp_rank = self.tickets[&rid].dp_rank as usize;
+            let verdict = match self.verdict(now, &rid, in_line[dp_rank]) {
+                Ok(verdict) => verdict,
+                Err(error) => Verdict::Refuse(error),
+            };
+            match verdict {
+                Verdict::Admit => {
+                    self.queue.remove(at);
+                    self.let_in(now, &rid);
+                }
+                Verdict::Refuse(error) => self.refuse(now, &rid, error),
+                Verdict::Wait => at += 1,
+                Verdict::InLine => {
+                    in_line[dp_rank] = true;
+                    at += 1;
+                }
+            }
+        }
+    }
+
+    fn verdict(&mut self, now: Instant, rid: &str, in_line: bool) -> Result<Verdict, Error> {
+        let ticket = &self.tickets[rid];
+        let (dp_rank, need, stage) = (ticket.dp_rank, ticket.need, ticket.stage);
+        let capacity = *self.capacity(dp_rank)?;
+        let full = self.totals(dp_rank).turns_running >= capacity.turns_max;
+        let Some(key) = ticket.key.clone() else {
+            return Ok(self.plain_verdict(now, rid, need, in_line || full));
+        };
+        let guards = self.rules.guards;
+        let session = self.sessions.get(&key).filter(|session| session.born == ticket.born);
+        let session = session.ok_or(Error::Unknown)?;
+        if let (Some(claim), true) = (&ticket.claim, stage != Stage::Open) {
+            check_turn(session, claim, ticket.appends, guards)?;
+        }
+        if ticket.orphaned && guards.hold(Guard::LostEndSuspect) {
+            return Err(Error::NotAfterThat);
+        }
+        if session.waiting > 1 && session.exclusive && self.comes_after_another(ticket) {
+            return Ok(Verdict::Wait);
+        }
+        match session.phase {
+            Phase::Planned => return self.plan(now, &key),
+            Phase::Opening | Phase::Demoting { .. } | Phase::Suspect { .. } => {
+                return Ok(Verdict::Wait);
+            }
+            Phase::Closing | Phase::Gone(_) if stage == Stage::Open => return Err(Error::Unknown),
+            _ if stage == Stage::Open => return Ok(Verdict::Admit),
+            _ => {}
+        }
+        if session.exclusive && session.running > 0 && guards.hold(Guard::OneTurn) {
+            return Ok(Verdict::Wait);
+        }
+        if session.retention != Retention::Pinned {
+            return Ok(self.plain_verdict(now, rid, need, in_line || full));
+        }
+        if full { Ok(Verdict::Wait) } else { self.pinned_verdict(now, &key, need) }
+    }
+
+    /// Was another turn of its session claimed before it, and isn't inside yet?
+    fn comes_after_another(&self, ticket: &Ticket) -> bool {
+        let before = |one: &Ticket| {
+            one.born == ticket.born
+                && one.order < ticket.order
+                && matches!(one.stage, Stage::Claimed | Stage::Queued)
+        };
+        ticket.stage != Stage::Open && self.tickets.values().any(before)
+    }
+
+    /// A pinned session that the engine doesn't know yet: a row for it, then the open.
+    fn plan(&mut self, now: Instant, key: &SessionKey) -> Result<Verdict, Error> {
+        let dp_rank = self.sessions[key].dp_rank;
+        if self.takes_over() {
+            // What the engine holds isn't known before the last agent's sessions are closed.
+            return Ok(Verdict::Wait);
+        }
+        if let Some(shortage) = self.rows_short(dp_rank)? {
+            return self.reclaim_or_refuse(now, dp_rank, shortage);
+        }
+        let (held, max) = self.pins(dp_rank)?;
+        if held >= max && self.rules.guards.hold(Guard::PinBudget) {
+            let shortage = Shortage::Tokens { short: held - max + 1, held, max };
+            return self.reclaim_or_refuse(now, dp_rank, shortage);
+        }
+        let (incarnation, idle_max) = self.change(key, |session| {
+            session.phase = Phase::Opening;
+            session.row = true;
+            (session.incarnation.clone(), session.idle_max)
+        });
+        let record = Record::Opening { incarnation: incarnation.clone(), dp_rank };
+        let open = Effect::Open { incarnation, idle_max };
+        if self.rules.guards.hold(Guard::JournalFirst) {
+            self.journal(record);
+            self.effects.push(open);
+        } else {
+            self.effects.push(open);
+            self.journal(record);
+        }
+        Ok(Verdict::Wait)
+    }
+
+    fn pinned_verdict(
+        &mut self,
+        now: Instant,
+        key: &SessionKey,
+        need: Need,
+    ) -> Result<Verdict, Error> {
+        let guards = self.rules.guards;
+        let session = &self.sessions[key];
+        let dp_rank = session.dp_rank;
+        let held_now = if session.row { self.pages_of(session.resident_tokens) } else { 0 };
+        let target = self.pages_of(self.target_of(key, need));
+        if !session.row
+            && let Some(shortage) = self.rows_short(dp_rank)?
+        {
+            return self.reclaim_or_refuse(now, dp_rank, shortage);
+        }
+        let (held, max) = self.pins(dp_rank)?;
+        if target > max && guards.hold(Guard::PinBudget) {
+            return Err(Error::TooLarge { need: target, max });
+        }
+        let after = held - held_now + target;
+        let pool = self.capacity(dp_rank)?.pool_tokens;
+        let large = self.books[dp_rank as usize].largest();
+        let room =
+            if guards.hold(Guard::LargeTurnWaits) { pool.saturating_sub(large) } else { pool };
+        // The engine wants more than a page beside what a turn may need.
+        let room = room.min(pool.saturating_sub(self.engine.page_tokens + 1));
+        let max = if guards.hold(Guard::PinBudget) { max.min(room) } else { u64::MAX };
+        if after > max {
+            let shortage = Shortage::Tokens { short: after - max, held, max };
+            return self.reclaim_or_refuse(now, dp_rank, shortage);
+        }
+        Ok(Verdict::Admit)
+    }
+
+    /// KV that a turn may bring its pinned session to, tokens.
+    fn target_of(&self, key: &SessionKey, need: Need) -> u64 {
+        let (session, guards) = (&self.sessions[key], self.rules.guards);
+        if !guards.hold(Guard::GrowthReserved) {
+            return session.resident_tokens;
+        }
+        // A history whose KV is not there is computed again.
+        let before = if guards.hold(Guard::HistoryReserved) {
+            session.history_tokens
+        } else {
+            session.resident_tokens
+        };
+        let context = self.engine.context_tokens;
+        let answer = need.answer_tokens.unwrap_or(context);
+        before.saturating_add(need.prompt_tokens).saturating_add(answer).min(context)
+    }
+
+    fn plain_verdict(&mut self, now: Instant, rid: &str, need: Need, in_line: bool) -> Verdict {
+        if in_line {
+            return Verdict::InLine;
+        }
+        let dp_rank = self.tickets[rid].dp_rank;
+        let capacity = self.engine.ranks[dp_rank as usize];
+        let tokens = self.wanted_by_engine(need).min(capacity.pool_tokens);
+        let large = tokens > capacity.pool_tokens - capacity.pin_tokens_max;
+        let large = large && self.rules.guards.hold(Guard::LargeTurnWaits);
+        if large {
+            let held = self.totals(dp_rank).pinned_tokens;
+            let over = (held + tokens).saturating_sub(capacity.pool_tokens);
+            if over > 0 {
+                // Once a round: without anything to reclaim it waits for sessions to close. What
+                // fits passes it; what would pin more doesn't.
+                if self.book(dp_rank).first_to_wait_for_pins(tokens) {
+                    let shortage = Shortage::Tokens { short: over, held, max: held - over };
+                    self.reclaim(now, dp_rank, &shortage);
+                }
+                return Verdict::Wait;
+            }
+        }
+        if !self.books[dp_rank as usize].engine_has_room(&capacity, AHEAD) {
+            return Verdict::InLine;
+        }
+        let ticket = self.tickets.get_mut(rid).expect("the caller has it");
+        ticket.large_tokens = large.then_some(tokens);
+        Verdict::Admit
+    }
+
+    /// Tokens that the engine wants to have free before it begins a plain turn: its prompt in whole
+    /// pages, its answer as far as it looks ahead, and more than a page beside them.
+    fn wanted_by_engine(&self, need: Need) -> u64 {
+        let (context, page) = (self.engine.context_tokens, self.engine.page_tokens);
+        let prompt = need.prompt_tokens.min(context);
+        let ahead = if need.endless { context } else { ANSWER_AHEAD };
+        let answer = need.answer_tokens.unwrap_or(context).min(context - prompt).min(ahead);
+        self.pages_of(prompt) + answer + page + 1
+    }
+
+    /// Rows that one more pinned session would take from the reserve.
+    fn rows_short(&self, dp_rank: u32) -> Result<Option<Shortage>, Error> {
+        let capacity = self.capacity(dp_rank)?;
+        let reserve =
+            if self.rules.guards.hold(Guard::RowsReserve) { capacity.rows_reserve } else { 0 };
+        let max = capacity.rows.saturating_sub(reserve);
+        let held = self.totals(dp_rank).rows_held;
+        Ok((held >= max).then_some(Shortage::Rows { held, max }))
+    }
+
+    /// Tokens that pinned sessions hold or may come to hold, and their budget.
+    fn pins(&self, dp_rank: u32) -> Result<(u64, u64), Error> {
+        Ok((self.totals(dp_rank).pinned_tokens, self.capacity(dp_rank)?.pin_tokens_max))
+    }
+
+    fn reclaim_or_refuse(
+        &mut self,
+        now: Instant,
+        dp_rank: u32,
+        shortage: Shortage,
+    ) -> Result<Verdict, Error> {
+        if self.reclaim(now, dp_rank, &shortage) {
+            return Ok(Verdict::Wait);
+        }
+        Err(shortage.into())
+    }
+
+    fn let_in(&mut self, now: Instant, rid: &str) {
+        let ticket = &self.tickets[rid];
+        let (dp_rank, need, key) = (ticket.dp_rank, ticket.need, ticket.key.clone());
+        let (opens, closes) = (ticket.stage == Stage::Open, ticket.closes());
+        let mut turn = Turn { session: None, dp_rank, growth_tokens: None };
+        if let Some(key) = &key {
+            let session = &self.sessions[key];
+            let pinned = session.retention == Retention::Pinned;
+            turn.session = Some(TurnSession {
+                key: key.clone(),
+                incarnation: session.incarnation.clone(),
+                retention: session.retention,
+            });
+            if pinned && !opens {
+                let target = self.target_of(key, need);
+                turn.growth_tokens = Some(target.saturating_sub(session.history_tokens));
+                let incarnation = session.incarnation.clone();
+                let held = self.change(key, |session| {
+                    session.reserved_tokens = target;
+                    std::mem::replace(&mut session.row, true)
+                });
+                self.tickets.get_mut(rid).expect("the caller has it").from_nothing = !held;
+                self.journal(Record::Turn { incarnation, rid: rid.to_owned() });
+            }
+            if !opens {
+                self.change(key, |session| {
+                    session.waiting -= 1;
+                    session.running += 1;
+                    session.phase = if closes { Phase::Closing } else { Phase::Open };
+                });
+            }
+        }
+        if !self.rules.guards.hold(Guard::RankOfSession) {
+            turn.dp_rank = 0;
+        }
+        if opens {
+            self.tickets.remove(rid);
+        } else {
+            self.enter(now, rid, &turn);
+        }
+        self.effects.push(Effect::Admitted { rid: rid.to_owned(), turn });
+    }
+
+    /// Counts a turn as inside the engine.
+    fn enter(&mut self, now: Instant, rid: &str, turn: &Turn) {
+        let ticket = self.tickets.get_mut(rid).expect("the caller has it");
+        ticket.stage = Stage::Inside;
+        ticket.since = now;
+        if let Some(session) = &turn.session {
+            ticket.incarnation.clone_from(&session.incarnation);
+        }
+        let (dp_rank, large) = (ticket.dp_rank, ticket.large_tokens);
+        let rows = self.engine.ranks[dp_rank as usize].rows;
+        let book = self.book(dp_rank);
+        book.totals.turns_queued -= 1;
+        book.totals.turns_running += 1;
+        book.entered(turn.growth_tokens.is_some(), large, rows);
+    }
+
+    /// Refuses a turn that is not inside, and forgets it.
+    pub(super) fn refuse(&mut self, now: Instant, rid: &str, error: Error) {
+        self.forget(now, rid);
+        self.effects.push(Effect::Refused { rid: rid.to_owned(), error });
+    }
+
+    /// Takes a turn that is not inside out of everything. A refused turn leaves nothing behind, and
+    /// a close that came with it takes effect all the same.
+    pub(super) fn forget(&mut self, now: Instant, rid: &str) {
+        let ticket = self.tickets.remove(rid).expect("the caller has it");
+        self.queue.retain(|one| one != rid);
+        match ticket.stage {
+            Stage::Queued => self.book(ticket.dp_rank).totals.turns_queued -= 1,
+            Stage::Claimed => self.book(ticket.dp_rank).claimed -= 1,
+            Stage::Open | Stage::Inside => {}
+        }
+        self.orphan_followers(&ticket);
+        let Some(key) = ticket.key.clone() else { return };
+        if self.sessions.get(&key).is_none_or(|session| session.born != ticket.born) {
+            return;
+        }
+        if ticket.stage != Stage::Open {
+            self.change(&key, |session| session.waiting -= 1);
+        }
+        // What waited kept it from expiring; its time may have run out meanwhile.
+        self.watch(&key);
+        let waits = |other: &Ticket| other.born == ticket.born && other.key.is_some();
+        let planned = self.sessions[&key].phase == Phase::Planned;
+        if planned && !self.tickets.values().any(waits) {
+            self.remove(&key);
+        } else if ticket.closes() {
+            // One that is closing already needs no second word.
+            let _ = self.begin_close(now, &key);
+        }
+    }
+
+    /// Refuses everything that is not inside.
+    pub(super) fn refuse_waiting(&mut self, now: Instant, error: &Error) {
+        while let Some(rid) = self.queue.front().cloned() {
+            self.refuse(now, &rid, error.clone());
+        }
+    }
+
+    /// Refuses what has waited too long.
+    pub(super) fn time_out(&mut self, now: Instant) {
+        let max = self.rules.queue_wait_max;
+        let mut refused = false;
+        while let Some(rid) = self.queue.front().cloned() {
+            let late = self.tickets[&rid].since + max <= now;
+            if !late || !self.rules.guards.hold(Guard::QueueTime) {
+                break;
+            }
+            refused = true;
+            let detail = format!("it waited {} ms for room", max.as_millis());
+            self.refuse(now, &rid, Error::Short { what: "queue_time", detail });
+        }
+        if refused {
+            self.pump(now);
+        }
+    }
+
+    /// Sessions hold whole pages.
+    pub(super) fn pages_of(&self, tokens: u64) -> u64 {
+        tokens.next_multiple_of(self.engine.page_tokens)
+    }
+}

@@ -1,0 +1,273 @@
+//! How sessions begin: claimed by a turn, or opened for turns to come.
+
+use std::time::{Duration, Instant};
+
+use proto::{claim::Claim, id::SessionKey, load::Retention};
+
+use super::{
+    Appends, Error, Guard, Opened, Phase, Record, Session, Stage, Table, Ticket, check_turn,
+    closing::Closing,
+};
+
+/// Longest idle time anyone can ask for: more is a mistake, and must not overflow a point in time.
+const IDLE_MAX: Duration = Duration::from_secs(365 * 86_400);
+
+impl Table {
+    /// Claims a turn's session, before the turn's body is read: a second turn hears at once that
+    /// one runs. [`Self::admit`] or [`Self::end`] follows.
+    ///
+    /// # Errors
+    /// See [`Error`]; a refused claim changes nothing.
+    pub fn claim(
+        &mut self,
+        now: Instant,
+        rid: &str,
+        asked: Option<(&Claim, &SessionKey)>,
+        rank: Option<u32>,
+        appends: Appends,
+    ) -> Result<(), Error> {
+        let (claim, key, dp_rank, born) = match asked {
+            None => (None, None, self.choose_rank(rank, None)?, 0),
+            Some((claim, key)) => {
+                self.claim_session(now, claim, key, rank, appends)?;
+                let session = self.sessions.get_mut(key).expect("just claimed");
+                session.waiting += 1;
+                session.idle_max = claim.idle_ms_max.map_or(session.idle_max, idle_max_of);
+                (Some(claim.clone()), Some(key.clone()), session.dp_rank, session.born)
+            }
+        };
+        self.claims += 1;
+        self.book(dp_rank).claimed += 1;
+        let mut ticket = Ticket::new(now, Stage::Claimed, appends, dp_rank, self.claims);
+        (ticket.claim, ticket.key, ticket.born) = (claim, key, born);
+        let before = self.tickets.insert(rid.to_owned(), ticket);
+        assert!(before.is_none(), "a turn's id is used twice");
+        self.debug_check();
+        Ok(())
+    }
+
+    fn claim_session(
+        &mut self,
+        now: Instant,
+        claim: &Claim,
+        key: &SessionKey,
+        rank: Option<u32>,
+        appends: Appends,
+    ) -> Result<(), Error> {
+        // What holds only new tokens means a history that is gone: it must not start an empty one.
+        self.make_way(key, claim.open && !claim.delta);
+        if !self.sessions.contains_key(key) {
+            if claim.delta && !claim.open {
+                return Err(Error::Unknown);
+            }
+            // Who opens a session with its first new tokens means to send only new ones.
+            let wanted = claim.retention.or(claim.delta.then_some(Retention::Pinned));
+            let retention = self.retention(wanted)?;
+            match retention {
+                Retention::Pinned if appends == Appends::Never => return Err(Error::WholeHistory),
+                Retention::Tagged | Retention::None if claim.delta => {
+                    return Err(Error::DeltaNeedsPinned(retention));
+                }
+                _ => {}
+            }
+            let dp_rank = self.choose_rank(rank, Some(retention))?;
+            self.insert(now, key, retention, dp_rank, claim)?;
+        }
+        let (guards, behind) = (self.rules.guards, self.rules.turns_queued_per_session_max);
+        let session = self.sessions.get_mut(key).expect("there is one now");
+        check_turn(session, claim, appends, guards)?;
+        let before = session.running + session.waiting;
+        let alone = session.exclusive || session.opened;
+        if alone && before > behind && guards.hold(Guard::OneTurn) {
+            return Err(Error::Busy);
+        }
+        if matches!(session.phase, Phase::Gone(_)) {
+            // Only a session whose KV is evictable comes here: that costs recomputation only.
+            session.phase = Phase::Open;
+        }
+        // Turns that run side by side stay so; the first after them is alone.
+        session.opened |= claim.open;
+        session.exclusive |= session.opened && before == 0;
+        Ok(())
+    }
+
+    /// Forgets what is left of a session that is to be opened anew, or whose rank is no more.
+    fn make_way(&mut self, key: &SessionKey, open: bool) {
+        let ranks = self.engine.ranks.len();
+        let Some(session) = self.sessions.get(key) else { return };
+        let at_rest = session.running == 0 && session.waiting == 0;
+        let homeless = session.dp_rank as usize >= ranks;
+        let gone = matches!(session.phase, Phase::Gone(_));
+        if at_rest && (homeless || (open && gone)) {
+            self.remove(key);
+        }
+    }
+
+    /// Opens a session without a turn; [`super::Effect::Admitted`] or [`super::Effect::Refused`]
+    /// with this id follows. An open session is left as it is; one that can't go on is replaced.
+    ///
+    /// # Errors
+    /// See [`Error`].
+    pub fn open(
+        &mut self,
+        now: Instant,
+        rid: &str,
+        key: &SessionKey,
+        retention: Option<Retention>,
+        idle_max: Option<Duration>,
+        rank: Option<u32>,
+    ) -> Result<(), Error> {
+        let max = self.rules.turns_queued_max;
+        if self.queue.len() >= max && self.rules.guards.hold(Guard::QueueBound) {
+            let detail = format!("{max} wait already");
+            return Err(Error::Short { what: "queue_places", detail });
+        }
+        self.make_way(key, true);
+        let idle_ms_max = idle_max.map(|idle| u64::try_from(idle.as_millis()).unwrap_or(u64::MAX));
+        let claim = Claim { open: true, idle_ms_max, ..Claim::of(key) };
+        match self.sessions.get_mut(key) {
+            Some(session) if session.phase == Phase::Closing => return Err(Error::Closing),
+            Some(session) if matches!(session.phase, Phase::Gone(_)) => return Err(Error::Busy),
+            Some(session) => {
+                if retention.is_some_and(|wanted| wanted != session.retention) {
+                    return Err(Error::OpenOtherwise(session.retention));
+                }
+                session.opened = true;
+                session.exclusive |= session.running + session.waiting <= 1;
+                session.idle_max = idle_max.map_or(session.idle_max, |max| max.min(IDLE_MAX));
+                self.watch(key);
+            }
+            None => {
+                let retention = self.retention(retention)?;
+                let dp_rank = self.choose_rank(rank, Some(retention))?;
+                self.insert(now, key, retention, dp_rank, &claim)?;
+            }
+        }
+        let (dp_rank, born) = (self.sessions[key].dp_rank, self.sessions[key].born);
+        let mut ticket = Ticket::new(now, Stage::Open, Appends::Possible, dp_rank, self.claims);
+        (ticket.claim, ticket.key, ticket.born) = (Some(claim), Some(key.clone()), born);
+        self.tickets.insert(rid.to_owned(), ticket);
+        self.queue.push_back(rid.to_owned());
+        self.pump(now);
+        self.debug_check();
+        Ok(())
+    }
+
+    /// The engine's answer to an [`super::Effect::Open`].
+    pub fn opened(&mut self, now: Instant, incarnation: &str, opened: &Opened) {
+        let key = self
+            .by_incarnation
+            .get(incarnation)
+            .cloned()
+            .filter(|key| matches!(self.sessions[key].phase, Phase::Opening | Phase::Closing));
+        if *opened == Opened::Yes
+            && let Some(key) = &key
+        {
+            self.change(key, |session| {
+                if session.phase == Phase::Opening {
+                    session.phase = Phase::Open;
+                }
+            });
+            self.watch(key);
+            self.close_if_due(now, key);
+        } else {
+            // Nobody waits for it, or it failed. What was opened, or may have been, must not stay.
+            let sure = matches!(opened, Opened::No(_));
+            if !sure && self.rules.guards.hold(Guard::UnknownOpenClosed) {
+                self.start_close(incarnation.to_owned(), Closing::empty(now));
+            } else {
+                self.journal(Record::Closed { incarnation: incarnation.to_owned() });
+            }
+            if let Some(key) = &key {
+                let (Opened::No(why) | Opened::Unknown(why)) = opened else { unreachable!() };
+                let error = Error::OpenFailed(why.clone());
+                self.drop_session(now, key, &error);
+            }
+        }
+        self.pump(now);
+        self.debug_check();
+    }
+
+    fn insert(
+        &mut self,
+        now: Instant,
+        key: &SessionKey,
+        retention: Retention,
+        dp_rank: u32,
+        claim: &Claim,
+    ) -> Result<(), Error> {
+        if self.sessions.len() >= self.sessions_max && !self.make_room(now) {
+            let detail = format!("{} are open; close some", self.sessions_max);
+            return Err(Error::Short { what: "sessions", detail });
+        }
+        let pinned = retention == Retention::Pinned;
+        self.born += 1;
+        let session = Session {
+            retention,
+            dp_rank,
+            incarnation: self.next_incarnation(key),
+            exclusive: pinned || claim.open,
+            turns: 0,
+            running: 0,
+            waiting: 0,
+            history_tokens: 0,
+            resident_tokens: 0,
+            reserved_tokens: 0,
+            opened: claim.open,
+            row: false,
+            lost_rid: None,
+            born: self.born,
+            phase: if pinned { Phase::Planned } else { Phase::Open },
+            last_end: now,
+            idle_max: claim.idle_ms_max.map_or(self.rules.idle_max, idle_max_of),
+        };
+        self.watch_until(now + session.idle_max);
+        let page = self.engine.page_tokens;
+        self.book(dp_rank).add(&session, page);
+        self.by_incarnation.insert(session.incarnation.clone(), key.clone());
+        self.sessions.insert(key.clone(), session);
+        self.touch(key);
+        Ok(())
+    }
+
+    /// Closes the inferred session that was idle longest: its client has no claim to it, and finds
+    /// its KV in the tree if it comes back soon.
+    fn make_room(&mut self, now: Instant) -> bool {
+        let inferred = self.sessions.iter().filter(|(_, one)| !one.exclusive && one.can_expire());
+        let longest = inferred.min_by_key(|(_, one)| one.last_end).map(|(key, _)| key.clone());
+        longest.is_some_and(|key| self.close(now, &key).is_ok())
+    }
+
+    fn retention(&self, wanted: Option<Retention>) -> Result<Retention, Error> {
+        let offered = &self.engine.retentions;
+        let Some(wanted) = wanted else {
+            let tagged = offered.contains(&Retention::Tagged);
+            return Ok(if tagged { Retention::Tagged } else { Retention::None });
+        };
+        if wanted == Retention::None || offered.contains(&wanted) {
+            return Ok(wanted);
+        }
+        let names: Vec<&str> = offered.iter().map(|mode| mode.as_str()).collect();
+        Err(Error::NotOffered { wanted, offered: names.join(", ") })
+    }
+
+    /// The rank asked for, else the one with the most room for what is to come.
+    fn choose_rank(&self, rank: Option<u32>, retention: Option<Retention>) -> Result<u32, Error> {
+        let count = u32::try_from(self.engine.ranks.len()).expect("few ranks");
+        if let Some(rank) = rank {
+            return if rank < count { Ok(rank) } else { Err(Error::NoRank(rank)) };
+        }
+        let burden = |dp_rank: &u32| {
+            let totals = self.totals(*dp_rank);
+            let held = if retention == Some(Retention::Pinned) { totals.rows_held } else { 0 };
+            let claimed = self.books[*dp_rank as usize].claimed;
+            let turns = totals.turns_running + totals.turns_queued + claimed;
+            (held, turns, totals.pinned_tokens + totals.estimate_tokens)
+        };
+        (0..count).min_by_key(burden).ok_or(Error::NoRank(0))
+    }
+}
+
+fn idle_max_of(idle_ms: u64) -> Duration {
+    Duration::from_millis(idle_ms).min(IDLE_MAX)
+}

@@ -1,0 +1,185 @@
+//! What a turn's end does to its session.
+
+use std::time::Instant;
+
+use proto::{id::SessionKey, load::Retention};
+
+use super::{Guard, Outcome, Phase, Stage, Table, Ticket, Usage};
+
+impl Table {
+    /// The turn's client has gone; the turn is aborted, and its end at the engine awaited.
+    pub fn abandon(&mut self, now: Instant, rid: &str) {
+        let Some(ticket) = self.tickets.get_mut(rid) else { return };
+        if ticket.stage != Stage::Inside {
+            return;
+        }
+        ticket.abandoned.get_or_insert(now);
+        if !self.rules.guards.hold(Guard::EndAcknowledged) {
+            self.end(now, rid, Outcome::Aborted);
+        }
+    }
+
+    /// Ends a claimed turn, wherever it is, and closes its session if that was asked for. A turn
+    /// that has ended already is nobody's.
+    pub fn end(&mut self, now: Instant, rid: &str, outcome: Outcome) {
+        let Some(ticket) = self.tickets.get(rid) else { return };
+        if ticket.stage != Stage::Inside {
+            self.forget(now, rid);
+            self.pump(now);
+            return self.debug_check();
+        }
+        let ticket = self.tickets.remove(rid).expect("just seen");
+        let pinned = ticket.key.as_ref().and_then(|key| self.sessions.get(key));
+        let pinned = pinned.is_some_and(|session| session.retention == Retention::Pinned);
+        self.book(ticket.dp_rank).left(pinned, ticket.large_tokens);
+        if !matches!(outcome, Outcome::Finished(_)) {
+            self.orphan_followers(&ticket);
+        }
+        if let Some(key) = &ticket.key
+            && self.sessions.get(key).is_some_and(|session| session.born == ticket.born)
+        {
+            self.change(key, |session| {
+                session.running -= 1;
+                session.last_end = now;
+            });
+            let idle_max = self.sessions[key].idle_max;
+            self.watch_until(now + idle_max);
+            // One whose engine restarted under the turn has nothing left that could change.
+            let mine = self.sessions[key].incarnation == ticket.incarnation;
+            if mine && !matches!(self.sessions[key].phase, Phase::Gone(_)) {
+                self.settle(now, key, rid, &ticket, outcome);
+            }
+            self.close_if_due(now, key);
+        }
+        self.pump(now);
+        self.debug_check();
+    }
+
+    /// Turns that hold only what comes after this one have nothing to be appended to.
+    pub(super) fn orphan_followers(&mut self, ticket: &Ticket) {
+        if ticket.key.is_none() {
+            return;
+        }
+        for one in self.tickets.values_mut() {
+            let delta = one.claim.as_ref().is_some_and(|claim| claim.delta && !claim.open);
+            one.orphaned |= delta
+                && one.born == ticket.born
+                && one.order > ticket.order
+                && one.stage != Stage::Inside;
+        }
+    }
+
+    fn settle(
+        &mut self,
+        now: Instant,
+        key: &SessionKey,
+        rid: &str,
+        ticket: &Ticket,
+        outcome: Outcome,
+    ) {
+        if self.sessions[key].retention != Retention::Pinned {
+            if let Outcome::Finished(usage) | Outcome::Unheard(usage) = outcome {
+                self.change(key, |session| {
+                    session.turns += 1;
+                    if let Some(usage) = usage {
+                        session.grown(usage);
+                    }
+                });
+            }
+            return;
+        }
+        self.settle_pinned(now, key, rid, ticket, outcome);
+    }
+
+    fn settle_pinned(
+        &mut self,
+        now: Instant,
+        key: &SessionKey,
+        rid: &str,
+        ticket: &Ticket,
+        outcome: Outcome,
+    ) {
+        let guards = self.rules.guards;
+        let before = self.sessions[key].history_tokens;
+        let open = self.sessions[key].phase == Phase::Open;
+        match outcome {
+            Outcome::Refused => self.change(key, |session| {
+                session.reserved_tokens = 0;
+                if ticket.from_nothing && session.history_tokens > 0 {
+                    // What was in the tree before it still is.
+                    session.row = false;
+                    session.phase = if open { Phase::Demoted } else { session.phase };
+                }
+            }),
+            // The engine rolls the history back and gives the KV to its tree.
+            Outcome::Aborted => self.change(key, |session| {
+                session.row = false;
+                session.reserved_tokens = 0;
+                session.resident_tokens = 0;
+                session.phase = if open { Phase::Demoted } else { session.phase };
+            }),
+            Outcome::Finished(usage) => {
+                self.grow(key, usage);
+                let retracted = usage.is_some_and(|usage| usage.retractions > 0);
+                if !open {
+                } else if usage.is_none_or(|usage| !ticket.follows(before, usage))
+                    && guards.hold(Guard::HistoryChecked)
+                {
+                    self.doubt(now, key, None);
+                } else if retracted && guards.hold(Guard::RetractionSuspect) {
+                    // The engine commits a partial answer when it takes a turn out of the batch:
+                    // only it knows what it has in the end.
+                    let history_tokens = self.sessions[key].history_tokens;
+                    self.doubt(now, key, Some(history_tokens));
+                }
+            }
+            Outcome::Unheard(usage) => {
+                self.grow(key, usage);
+                if open && guards.hold(Guard::UnheardSuspect) {
+                    self.doubt(now, key, None);
+                }
+            }
+            Outcome::Partial if guards.hold(Guard::RetractionSuspect) => {
+                // What it reserved stays counted until the engine's account or a close settles it.
+                if open {
+                    self.doubt(now, key, Some(before));
+                }
+            }
+            Outcome::Partial => self.change(key, |session| session.reserved_tokens = 0),
+            Outcome::Lost => {
+                if guards.hold(Guard::AbortBeforeClose) {
+                    self.change(key, |session| session.lost_rid = Some(rid.to_owned()));
+                }
+                if open && guards.hold(Guard::LostEndSuspect) {
+                    // If the turn left no trace, the history is what the client knows.
+                    self.doubt(now, key, Some(before));
+                }
+            }
+        }
+    }
+
+    fn grow(&mut self, key: &SessionKey, usage: Option<Usage>) {
+        self.change(key, |session| {
+            session.turns += 1;
+            session.reserved_tokens = 0;
+            if let Some(usage) = usage {
+                session.grown(usage);
+            }
+        });
+    }
+}
+
+impl Ticket {
+    /// Does its session close with it?
+    pub(super) fn closes(&self) -> bool {
+        self.claim.as_ref().is_some_and(|claim| claim.close)
+    }
+
+    /// Is the prompt the engine ran the history before, and then what the turn sent?
+    fn follows(&self, before: u64, usage: Usage) -> bool {
+        let Some(sent) = usage.prompt_tokens.checked_sub(before) else { return false };
+        // The engine drops a leading BOS where there is history.
+        let bos_dropped = before > 0 && sent + 1 == self.need.prompt_tokens;
+        !self.need.exact || sent == self.need.prompt_tokens || bos_dropped
+    }
+}

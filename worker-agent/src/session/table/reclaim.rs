@@ -1,0 +1,170 @@
+//! Room for a pinned session that doesn't fit: idle pinned sessions lose their KV, the least worth
+//! keeping first. Where the shim can, it goes to the radix tree and the history stays; else the
+//! session is closed. A running turn is never touched.
+
+use std::time::{Duration, Instant};
+
+use proto::{id::SessionKey, load::Retention};
+
+use super::{Effect, Error, Event, Guard, Phase, Session, Table, Why};
+
+/// What a pinned session lacks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Shortage {
+    /// One row; pinned sessions hold so many of so many.
+    Rows { held: u32, max: u32 },
+    /// So many tokens; pinned sessions hold so many of so many.
+    Tokens { short: u64, held: u64, max: u64 },
+}
+
+impl From<Shortage> for Error {
+    fn from(shortage: Shortage) -> Self {
+        let (what, detail) = match shortage {
+            Shortage::Rows { held, max } => {
+                ("rows", format!("pinned sessions hold {held} of {max}; close some"))
+            }
+            Shortage::Tokens { short, held, max } => {
+                let detail = format!("pinned sessions hold {held} of {max}, {short} are missing");
+                ("pin_tokens", format!("{detail}; close some"))
+            }
+        };
+        Self::Short { what, detail }
+    }
+}
+
+/// Share of the gaps between a coding agent's turns that are longer than so many seconds, in
+/// thousandths. From 1,300 recorded conversations; see the design notes on idle time.
+const GAPS: [(u64, u64); 8] =
+    [(0, 1000), (10, 500), (30, 270), (60, 200), (120, 130), (300, 70), (600, 40), (3600, 5)];
+/// A session that resumes later than this would have been worth demoting.
+const SOON: Duration = Duration::from_secs(120);
+
+/// The shim demotes within a scheduler step or two, a long prefill step included.
+const DEMOTED_WITHIN: Duration = Duration::from_secs(5);
+
+/// Chance, in thousandths, that a session idle for so long resumes soon.
+pub(super) fn resumes_soon(idle: Duration) -> u64 {
+    let longer = gaps_longer_than(idle);
+    if longer == 0 {
+        return 0;
+    }
+    1000 - gaps_longer_than(idle + SOON).saturating_mul(1000) / longer
+}
+
+/// Share of gaps longer than this, in millionths, straight between the recorded points.
+fn gaps_longer_than(idle: Duration) -> u64 {
+    let at = u64::try_from(idle.as_millis()).unwrap_or(u64::MAX);
+    for pair in GAPS.windows(2) {
+        let ((from, high), (to, low)) = (pair[0], pair[1]);
+        if at < to * 1000 {
+            return high * 1000 - (high - low) * 1000 * (at - from * 1000) / ((to - from) * 1000);
+        }
+    }
+    let (last, share) = GAPS[GAPS.len() - 1];
+    // Beyond the record the share halves with every doubling of the time.
+    share * 1000 * last * 1000 / at.max(1)
+}
+
+impl Table {
+    /// Makes room, if idle sessions hold enough of it. False: nothing helps.
+    pub(super) fn reclaim(&mut self, now: Instant, dp_rank: u32, shortage: &Shortage) -> bool {
+        let (mut rows, mut tokens) = match *shortage {
+            Shortage::Rows { held, max } => (u64::from(held - max.min(held)) + 1, 0),
+            Shortage::Tokens { short, .. } => (0, short),
+        };
+        // What is on its way back is waited for first.
+        let (rows_due, tokens_due) = self.coming_back(now, dp_rank);
+        rows = rows.saturating_sub(rows_due);
+        tokens = tokens.saturating_sub(tokens_due);
+        let mut idle: Vec<(u64, SessionKey, u64)> = self
+            .sessions
+            .iter()
+            .filter(|(_, session)| session.dp_rank == dp_rank && self.may_take(now, session))
+            .map(|(key, session)| {
+                let held = self.pages_of(session.resident_tokens);
+                (worth(session, now, shortage), key.clone(), held)
+            })
+            .collect();
+        let enough = idle.len() as u64 >= rows
+            && idle.iter().map(|(_, _, held)| held).sum::<u64>() >= tokens;
+        if !enough {
+            return false;
+        }
+        idle.sort_unstable();
+        for (_, key, held) in idle {
+            if rows == 0 && tokens == 0 {
+                break;
+            }
+            rows = rows.saturating_sub(1);
+            tokens = tokens.saturating_sub(held);
+            self.take_kv(now, &key);
+        }
+        true
+    }
+
+    fn may_take(&self, now: Instant, session: &Session) -> bool {
+        let pinned = session.retention == Retention::Pinned && session.phase == Phase::Open;
+        if !self.rules.guards.hold(Guard::ReclaimIdleOnly) {
+            return pinned;
+        }
+        pinned && session.can_expire() && session.idle(now) >= self.rules.demote_idle
+    }
+
+    /// Gives a session's KV to the radix tree, or closes it where that isn't possible.
+    fn take_kv(&mut self, now: Instant, key: &SessionKey) {
+        let session = &self.sessions[key];
+        let dp_rank = session.dp_rank;
+        if !self.books[dp_rank as usize].demotes() {
+            return self.retire(now, key, Why::Reclaimed);
+        }
+        let incarnation = session.incarnation.clone();
+        let until = now + DEMOTED_WITHIN;
+        self.change(key, |session| session.phase = Phase::Demoting { until });
+        self.effects.push(Effect::Demote { dp_rank, incarnation });
+        self.watch_until(until);
+    }
+
+    /// The shim's answer to an [`Effect::Demote`].
+    pub fn demoted(&mut self, now: Instant, incarnation: &str, done: bool) {
+        let Some(key) = self.by_incarnation.get(incarnation).cloned() else { return };
+        if !matches!(self.sessions[&key].phase, Phase::Demoting { .. }) {
+            return;
+        }
+        if done {
+            self.effects.push(Effect::Happened(key.clone(), Event::Demoted));
+            self.change(&key, |session| {
+                session.phase = Phase::Demoted;
+                session.row = false;
+                session.resident_tokens = 0;
+            });
+        } else {
+            self.retire(now, &key, Why::Reclaimed);
+        }
+        self.pump(now);
+        self.debug_check();
+    }
+
+    /// Rows and tokens that demotions and closes under way give back.
+    fn coming_back(&self, now: Instant, dp_rank: u32) -> (u64, u64) {
+        let demoting = self.sessions.values().filter(|session| {
+            session.dp_rank == dp_rank && matches!(session.phase, Phase::Demoting { .. })
+        });
+        let demoting = demoting.map(|session| (1, self.pages_of(session.resident_tokens)));
+        // One that doesn't end is not counted on.
+        let closing = self
+            .closing
+            .values()
+            .filter(|one| one.dp_rank == dp_rank && now < one.since + self.rules.stuck_after);
+        let closing = closing.map(|one| (u64::from(one.row), one.tokens));
+        demoting.chain(closing).fold((0, 0), |sum, one| (sum.0 + one.0, sum.1 + one.1))
+    }
+}
+
+/// What keeping an idle session's KV is worth, per token held where tokens are short.
+fn worth(session: &Session, now: Instant, shortage: &Shortage) -> u64 {
+    let saved = resumes_soon(session.idle(now)) * session.history_tokens;
+    match shortage {
+        Shortage::Rows { .. } => saved,
+        Shortage::Tokens { .. } => saved * 1000 / session.resident_tokens.max(1),
+    }
+}

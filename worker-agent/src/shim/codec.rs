@@ -1,0 +1,307 @@
+//! The bytes between the shim and the agent. Pure; `worker-agent/shim/berth_shim/wire.py` is the
+//! other end, with the same table. The two are tested against each other.
+//!
+//! A frame is `u32` length of what follows (2 to [`FRAME_BYTES_MAX`]), `u8` protocol version,
+//! `u8` kind, body. Integers are unsigned and little-endian; `str` is a `u16` length and that much
+//! UTF-8; `bool` is one byte, 0 or 1; a list is a `u16` count and its items.
+//!
+//! | kind | frame | direction | body |
+//! |---|---|---|---|
+//! | 1 | hello | to agent | the fields of [`Hello`] in order; what is `None` is an empty str |
+//! | 2 | update | to agent | the fields of `Update` in order |
+//! | 16 | demote | to shim | session str |
+//! | 17 | sample now | to shim | nothing |
+//!
+//! | item of a list | fields |
+//! |---|---|
+//! | gone | id str |
+//! | session | id str; flags u8 (1 holds a row, 2 in flight, 4 closing); then u32 each: |
+//! | | allocated, committed, protected, history |
+//! | event | number u8, session str, and: |
+//! | opened, 1 | ok bool |
+//! | closed, 2 | |
+//! | committed, 3 | rid str, history u32, retracted bool |
+//! | aborted, 4 | released bool |
+//! | demoted, 5 | refusal str |
+
+use std::str;
+
+use super::{Hello, SessionFacts};
+
+/// Of the protocol. A shim of another one is refused.
+pub const VERSION: u8 = 1;
+/// A full update of the shim (256 events, 512 ids, 512 sessions, names of 512 bytes) is 0.8 MiB.
+pub const FRAME_BYTES_MAX: usize = 1 << 20;
+/// Sessions of a frame: a full table with so many goes on in the next one.
+pub const SESSIONS_MAX: usize = 512;
+/// One rank's engine has far fewer; a number above it is nonsense.
+const DP_RANK_MAX: u32 = 4095;
+
+const HELLO: u8 = 1;
+const UPDATE: u8 = 2;
+const DEMOTE: u8 = 16;
+const SAMPLE_NOW: u8 = 17;
+
+/// Why a shim's bytes can't be read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum Error {
+    /// Length of a frame out of its bounds.
+    #[error("a frame of {0} bytes")]
+    Length(u32),
+    /// Another protocol.
+    #[error("the shim speaks protocol {0}, this agent {VERSION}: install the same version of both")]
+    Version(u8),
+    /// A kind of frame or event that isn't in the table.
+    #[error("unknown kind {0}")]
+    Kind(u8),
+    /// A value that a field can't have.
+    #[error("a field holds a value that it can't have")]
+    Value,
+    /// The body ends before its last field, or goes on after it.
+    #[error("a body of the wrong length")]
+    Body,
+}
+
+/// What a shim says.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Message {
+    /// Once, first.
+    Hello(Box<Hello>),
+    /// After each step in which something changed.
+    Update(Box<Update>),
+}
+
+/// See the fields of [`super::RankFacts`] for the numbers.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(super) struct Update {
+    pub seq: u64,
+    pub events_lost: u64,
+    pub samples: u64,
+    pub samples_ns: u64,
+    pub recounts: u64,
+    pub total: u64,
+    pub available: u64,
+    pub evictable: u64,
+    pub protected: u64,
+    pub held: u64,
+    pub uncached: u64,
+    pub rows_total: u32,
+    pub rows_free: u32,
+    pub running: u32,
+    pub waiting: u32,
+    pub full: bool,
+    pub events: Vec<Event>,
+    pub gone: Vec<String>,
+    pub sessions: Vec<SessionFacts>,
+}
+
+/// What happened to a session.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Event {
+    pub id: String,
+    pub what: What,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum What {
+    Opened { ok: bool },
+    Closed,
+    Committed { rid: String, history: u32, retracted: bool },
+    Aborted { released: bool },
+    Demoted { refusal: String },
+}
+
+/// What the agent asks for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Command {
+    Demote(String),
+    SampleNow,
+}
+
+impl Command {
+    /// `None` for a session whose id is too long to have been told of.
+    pub(super) fn encode(&self) -> Option<Vec<u8>> {
+        let (kind, body) = match self {
+            Self::Demote(id) => {
+                let length = u16::try_from(id.len()).ok()?;
+                (DEMOTE, [&length.to_le_bytes(), id.as_bytes()].concat())
+            }
+            Self::SampleNow => (SAMPLE_NOW, vec![]),
+        };
+        let length = u32::try_from(body.len() + 2).ok()?;
+        Some([&length.to_le_bytes(), &[VERSION, kind][..], &body].concat())
+    }
+}
+
+/// Bytes as they come, messages as they are whole. Holds less than two frames.
+#[derive(Debug, Default)]
+pub(super) struct Frames {
+    buffer: Vec<u8>,
+}
+
+impl Frames {
+    /// Adds what was read.
+    pub(super) fn push(&mut self, bytes: &[u8]) {
+        self.buffer.extend_from_slice(bytes);
+    }
+
+    /// The next whole message.
+    pub(super) fn next(&mut self) -> Result<Option<Message>, Error> {
+        let Some(prefix) = self.buffer.first_chunk::<4>() else { return Ok(None) };
+        let length = u32::from_le_bytes(*prefix);
+        let size = usize::try_from(length).map_err(|_| Error::Length(length))?;
+        if !(2..=FRAME_BYTES_MAX).contains(&size) {
+            return Err(Error::Length(length));
+        }
+        let Some(frame) = self.buffer.get(4..4 + size) else { return Ok(None) };
+        let message = decode(frame)?;
+        self.buffer.drain(..4 + size);
+        Ok(Some(message))
+    }
+}
+
+fn decode(frame: &[u8]) -> Result<Message, Error> {
+    let mut body = Body { rest: frame };
+    let version = body.u8()?;
+    if version != VERSION {
+        return Err(Error::Version(version));
+    }
+    let message = match body.u8()? {
+        HELLO => Message::Hello(Box::new(hello(&mut body)?)),
+        UPDATE => Message::Update(Box::new(update(&mut body)?)),
+        kind => return Err(Error::Kind(kind)),
+    };
+    if body.rest.is_empty() { Ok(message) } else { Err(Error::Body) }
+}
+
+fn hello(body: &mut Body<'_>) -> Result<Hello, Error> {
+    let hello = Hello {
+        pid: body.u32()?,
+        dp_rank: body.u32()?,
+        page_size_tokens: body.u32()?,
+        total_tokens: body.u64()?,
+        rows_total: body.u32()?,
+        instance: u128::from_le_bytes(body.array()?),
+        sglang: body.string()?,
+        shim: body.string()?,
+        inert: Some(body.string()?).filter(|reason| !reason.is_empty()),
+        undemotable: Some(body.string()?).filter(|reason| !reason.is_empty()),
+    };
+    if hello.dp_rank > DP_RANK_MAX { Err(Error::Value) } else { Ok(hello) }
+}
+
+fn update(body: &mut Body<'_>) -> Result<Update, Error> {
+    Ok(Update {
+        seq: body.u64()?,
+        events_lost: body.u64()?,
+        samples: body.u64()?,
+        samples_ns: body.u64()?,
+        recounts: body.u64()?,
+        total: body.u64()?,
+        available: body.u64()?,
+        evictable: body.u64()?,
+        protected: body.u64()?,
+        held: body.u64()?,
+        uncached: body.u64()?,
+        rows_total: body.u32()?,
+        rows_free: body.u32()?,
+        running: body.u32()?,
+        waiting: body.u32()?,
+        full: body.bool()?,
+        events: body.list(event)?,
+        gone: body.list(Body::string)?,
+        sessions: body.list(session)?,
+    })
+}
+
+fn event(body: &mut Body<'_>) -> Result<Event, Error> {
+    let number = body.u8()?;
+    let id = body.string()?;
+    let what = match number {
+        1 => What::Opened { ok: body.bool()? },
+        2 => What::Closed,
+        3 => What::Committed { rid: body.string()?, history: body.u32()?, retracted: body.bool()? },
+        4 => What::Aborted { released: body.bool()? },
+        5 => What::Demoted { refusal: body.string()? },
+        number => return Err(Error::Kind(number)),
+    };
+    Ok(Event { id, what })
+}
+
+fn session(body: &mut Body<'_>) -> Result<SessionFacts, Error> {
+    let id = body.string()?;
+    let flags = body.u8()?;
+    if flags > 7 {
+        return Err(Error::Value);
+    }
+    Ok(SessionFacts {
+        id,
+        holds_row: flags & 1 != 0,
+        in_flight: flags & 2 != 0,
+        closing: flags & 4 != 0,
+        allocated_tokens: body.u32()?,
+        committed_tokens: body.u32()?,
+        protected_tokens: body.u32()?,
+        history_tokens: body.u32()?,
+    })
+}
+
+/// What is left of a frame.
+struct Body<'a> {
+    rest: &'a [u8],
+}
+
+impl<'a> Body<'a> {
+    fn take(&mut self, size: usize) -> Result<&'a [u8], Error> {
+        let (taken, rest) = self.rest.split_at_checked(size).ok_or(Error::Body)?;
+        self.rest = rest;
+        Ok(taken)
+    }
+
+    fn array<const N: usize>(&mut self) -> Result<[u8; N], Error> {
+        self.take(N)?.try_into().map_err(|_| Error::Body)
+    }
+
+    fn u8(&mut self) -> Result<u8, Error> {
+        self.array().map(u8::from_le_bytes)
+    }
+
+    fn u16(&mut self) -> Result<u16, Error> {
+        self.array().map(u16::from_le_bytes)
+    }
+
+    fn u32(&mut self) -> Result<u32, Error> {
+        self.array().map(u32::from_le_bytes)
+    }
+
+    fn u64(&mut self) -> Result<u64, Error> {
+        self.array().map(u64::from_le_bytes)
+    }
+
+    fn bool(&mut self) -> Result<bool, Error> {
+        match self.u8()? {
+            0 => Ok(false),
+            1 => Ok(true),
+            _ => Err(Error::Value),
+        }
+    }
+
+    fn string(&mut self) -> Result<String, Error> {
+        let length = self.u16()?;
+        let bytes = self.take(length.into())?;
+        str::from_utf8(bytes).map(str::to_owned).map_err(|_| Error::Value)
+    }
+
+    /// Grows with the items that are there, not with the count that is claimed.
+    fn list<T>(&mut self, item: fn(&mut Self) -> Result<T, Error>) -> Result<Vec<T>, Error> {
+        let count = self.u16()?;
+        let mut items = vec![];
+        for _ in 0..count {
+            items.push(item(self)?);
+        }
+        Ok(items)
+    }
+}
+
+#[cfg(test)]
+pub(super) mod tests;

@@ -1,0 +1,206 @@
+//! The protocol: what the shim's own encoder writes is read, and nothing that isn't a frame is.
+
+use std::{path::Path, process::Command as Process};
+
+use proptest::prelude::*;
+
+use super::*;
+
+/// Prints, by the shim's own code, the frames that [`frames_of_the_shim`] expects, in hex.
+const ENCODE: &str = r#"
+from berth_shim import wire
+facts = wire.Facts(wire.HOLDS_ROW | wire.CLOSING, 59, 58, 32, 60)
+head = wire.Head(*range(1, 16), True)
+events = [
+    wire.opened("a", False), wire.closed("b"), wire.committed("c", "rid-1", 60, True),
+    wire.aborted("d", True), wire.demoted("e", "busy"), wire.demoted("f", ""),
+]
+print(wire.hello(wire.Hello(
+    7, 3, 16, 1 << 40, 4096, bytes(range(16)), "0.5.23", "0.1.0", "", "no",
+)).hex())
+print(wire.update(head, events, ["gone-é"], [("é" * 300, facts)]).hex())
+"#;
+
+/// Reads what the agent's encoder wrote, by the shim's own code.
+const DECODE: &str = r#"
+import sys
+from berth_shim import wire
+print(*wire.commands(bytearray.fromhex(sys.argv[1])))
+"#;
+
+/// What Python prints, or `None` where there is none to run.
+fn python(code: &str, args: &[&str]) -> Option<String> {
+    let shim = Path::new(env!("CARGO_MANIFEST_DIR")).join("shim");
+    let mut process = Process::new("python3");
+    process.args(["-B", "-c", code]).args(args).env("PYTHONPATH", shim);
+    let Ok(output) = process.output() else {
+        report_skip();
+        return None;
+    };
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    Some(String::from_utf8(output.stdout).expect("what Python prints is ASCII"))
+}
+
+#[expect(clippy::print_stderr, reason = "who reads the tests' output must see what wasn't run")]
+fn report_skip() {
+    eprintln!("skipped: no python3 to run the shim's encoder");
+}
+
+fn all(bytes: &[u8]) -> Result<Vec<Message>, Error> {
+    let mut frames = Frames::default();
+    frames.push(bytes);
+    let mut messages = vec![];
+    while let Some(message) = frames.next()? {
+        messages.push(message);
+    }
+    Ok(messages)
+}
+
+fn unhex(text: &str) -> Vec<u8> {
+    let digits: Vec<u32> = text.trim().chars().filter_map(|digit| digit.to_digit(16)).collect();
+    digits.chunks(2).map(|pair| u8::try_from(pair[0] * 16 + pair[1]).unwrap()).collect()
+}
+
+fn frames_of_the_shim() -> Vec<Message> {
+    let hello = Hello {
+        pid: 7,
+        dp_rank: 3,
+        page_size_tokens: 16,
+        total_tokens: 1 << 40,
+        rows_total: 4096,
+        instance: u128::from_le_bytes(std::array::from_fn(|place| u8::try_from(place).unwrap())),
+        sglang: "0.5.23".into(),
+        shim: "0.1.0".into(),
+        inert: None,
+        undemotable: Some("no".into()),
+    };
+    let event = |id: &str, what| Event { id: id.into(), what };
+    let update = Update {
+        seq: 1,
+        events_lost: 2,
+        samples: 3,
+        samples_ns: 4,
+        recounts: 5,
+        total: 6,
+        available: 7,
+        evictable: 8,
+        protected: 9,
+        held: 10,
+        uncached: 11,
+        rows_total: 12,
+        rows_free: 13,
+        running: 14,
+        waiting: 15,
+        full: true,
+        events: vec![
+            event("a", What::Opened { ok: false }),
+            event("b", What::Closed),
+            event("c", What::Committed { rid: "rid-1".into(), history: 60, retracted: true }),
+            event("d", What::Aborted { released: true }),
+            event("e", What::Demoted { refusal: "busy".into() }),
+            event("f", What::Demoted { refusal: String::new() }),
+        ],
+        gone: vec!["gone-é".into()],
+        sessions: vec![SessionFacts {
+            // 600 bytes: the shim cuts names, between characters.
+            id: "é".repeat(256),
+            holds_row: true,
+            in_flight: false,
+            closing: true,
+            allocated_tokens: 59,
+            committed_tokens: 58,
+            protected_tokens: 32,
+            history_tokens: 60,
+        }],
+    };
+    vec![Message::Hello(Box::new(hello)), Message::Update(Box::new(update))]
+}
+
+#[test]
+fn what_the_shim_writes_is_what_it_means() {
+    let Some(printed) = python(ENCODE, &[]) else { return };
+    assert_eq!(all(&unhex(&printed)).unwrap(), frames_of_the_shim());
+}
+
+#[test]
+fn what_the_agent_writes_the_shim_reads() {
+    let commands = [Command::Demote("sé-1".into()), Command::SampleNow];
+    let bytes: Vec<u8> = commands.iter().flat_map(|c| c.encode().unwrap()).collect();
+    // Fixed here too, so that both ends can't change together unnoticed.
+    let fixed = b"\x09\0\0\0\x01\x10\x05\0s\xc3\xa9-1\x02\0\0\0\x01\x11";
+    assert_eq!(bytes, fixed);
+    let hex: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
+    let Some(printed) = python(DECODE, &[&hex]) else { return };
+    assert_eq!(printed.trim(), "(16, 'sé-1') (17, '')");
+}
+
+#[test]
+fn a_frame_out_of_bounds_is_refused_before_it_is_there() {
+    for length in [0, 1, 1 + (1 << 20), u32::MAX] {
+        assert_eq!(all(&length.to_le_bytes()), Err(Error::Length(length)));
+    }
+}
+
+#[test]
+fn another_protocol_and_unknown_kinds_are_named() {
+    assert_eq!(all(b"\x02\0\0\0\x02\x01"), Err(Error::Version(2)));
+    assert_eq!(all(b"\x02\0\0\0\x01\x63"), Err(Error::Kind(99)));
+}
+
+/// A hello as bytes, made without Python.
+fn hello_bytes() -> Vec<u8> {
+    let mut body = vec![VERSION, HELLO];
+    for number in [7_u32, 3, 16] {
+        body.extend(number.to_le_bytes());
+    }
+    body.extend(2048_u64.to_le_bytes());
+    body.extend(8_u32.to_le_bytes());
+    body.extend([9; 16]);
+    for text in ["0.5.23", "0.1.0", "why", ""] {
+        body.extend(u16::try_from(text.len()).unwrap().to_le_bytes());
+        body.extend(text.as_bytes());
+    }
+    framed(&body)
+}
+
+fn framed(body: &[u8]) -> Vec<u8> {
+    [&u32::try_from(body.len()).unwrap().to_le_bytes(), body].concat()
+}
+
+#[test]
+fn a_hello_is_read_however_it_is_cut() {
+    let bytes = hello_bytes();
+    let [Message::Hello(hello)] = &all(&bytes).unwrap()[..] else { panic!("no hello") };
+    assert_eq!((hello.dp_rank, hello.inert.as_deref()), (3, Some("why")));
+    for cut in 0..bytes.len() {
+        let mut frames = Frames::default();
+        frames.push(&bytes[..cut]);
+        assert_eq!(frames.next(), Ok(None), "cut at {cut}");
+        frames.push(&bytes[cut..]);
+        assert!(matches!(frames.next(), Ok(Some(Message::Hello(_)))), "cut at {cut}");
+        // Its body alone, shorter or longer, is another matter.
+        if (6..bytes.len()).contains(&cut) {
+            assert_eq!(all(&framed(&bytes[4..cut])), Err(Error::Body), "ended at {cut}");
+        }
+    }
+    assert_eq!(all(&framed(&[&bytes[4..], &[0]].concat())), Err(Error::Body));
+}
+
+proptest! {
+    #[test]
+    fn random_bytes_never_panic(bytes in prop::collection::vec(any::<u8>(), 0..600)) {
+        let _ = all(&bytes);
+        // Framed, they get further.
+        for kind in [HELLO, UPDATE] {
+            let _ = all(&framed(&[&[VERSION, kind], &bytes[..]].concat()));
+        }
+    }
+
+    #[test]
+    fn a_flipped_byte_never_panics(place in any::<prop::sample::Index>(), byte in any::<u8>()) {
+        let mut bytes = hello_bytes();
+        let place = place.index(bytes.len());
+        bytes[place] = byte;
+        let _ = all(&bytes);
+    }
+}

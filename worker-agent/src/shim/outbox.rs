@@ -1,0 +1,251 @@
+//! What one rank's shim has said and the receiver hasn't taken yet. Pure.
+//!
+//! Facts and sessions are states: newer ones replace older ones. Events are kept all, in order, and
+//! before the state that they led to. When there are [`EVENTS_MAX`] no more may be read, so that
+//! the shim finds its socket full, counts what it loses, and sends its whole table afterwards.
+
+use std::{
+    collections::{BTreeMap, VecDeque},
+    time::Instant,
+};
+
+use super::{
+    News, RankFacts, SessionFacts, Sessions,
+    codec::{Event, Update, What},
+};
+
+/// Several updates' worth: one has 256 at most.
+pub(super) const EVENTS_MAX: usize = 1024;
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct Outbox {
+    dp_rank: u32,
+    events: VecDeque<News>,
+    /// `None` for a session that has gone.
+    sessions: BTreeMap<String, Option<SessionFacts>>,
+    full: bool,
+    facts: Option<RankFacts>,
+}
+
+impl Outbox {
+    pub(super) fn new(dp_rank: u32) -> Self {
+        let (events, sessions) = (VecDeque::new(), BTreeMap::new());
+        Self { dp_rank, events, sessions, full: false, facts: None }
+    }
+
+    /// May another update be pushed?
+    pub(super) fn accepts(&self) -> bool {
+        self.events.len() < EVENTS_MAX
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.events.is_empty() && !self.has_sessions() && self.facts.is_none()
+    }
+
+    fn has_sessions(&self) -> bool {
+        self.full || !self.sessions.is_empty()
+    }
+
+    /// Takes an update in, read at `at`.
+    pub(super) fn push(&mut self, update: Update, at: Instant) {
+        self.facts = Some(facts(self.dp_rank, &update, at));
+        let dp_rank = self.dp_rank;
+        self.events.extend(update.events.into_iter().map(|event| news(dp_rank, event)));
+        if update.full {
+            self.full = true;
+            self.sessions.clear();
+        }
+        for id in update.gone {
+            if self.full {
+                self.sessions.remove(&id);
+            } else {
+                self.sessions.insert(id, None);
+            }
+        }
+        for session in update.sessions {
+            self.sessions.insert(session.id.clone(), Some(session));
+        }
+        if cfg!(debug_assertions) {
+            self.check_invariants();
+        }
+    }
+
+    /// The next piece of news: events, then the sessions they led to, then the facts.
+    pub(super) fn pop(&mut self) -> Option<News> {
+        if let Some(event) = self.events.pop_front() {
+            return Some(event);
+        }
+        if self.has_sessions() {
+            let mut sessions =
+                Sessions { dp_rank: self.dp_rank, full: self.full, changed: vec![], gone: vec![] };
+            for (id, facts) in std::mem::take(&mut self.sessions) {
+                match facts {
+                    Some(facts) => sessions.changed.push(facts),
+                    None => sessions.gone.push(id),
+                }
+            }
+            self.full = false;
+            return Some(News::Sessions(sessions));
+        }
+        self.facts.take().map(News::Facts)
+    }
+
+    fn check_invariants(&self) {
+        assert!(
+            !self.full || self.sessions.values().all(Option::is_some),
+            "a full table names no session that has gone"
+        );
+    }
+}
+
+fn news(dp_rank: u32, event: Event) -> News {
+    let id = event.id;
+    match event.what {
+        What::Opened { ok } => News::Opened { dp_rank, id, ok },
+        What::Closed => News::Closed { dp_rank, id },
+        What::Committed { rid, history, retracted } => {
+            News::Committed { dp_rank, id, rid, history_tokens: history, retracted }
+        }
+        What::Aborted { released } => News::Aborted { dp_rank, id, released },
+        What::Demoted { refusal } => {
+            let refusal = Some(refusal).filter(|reason| !reason.is_empty());
+            News::Demoted { dp_rank, id, refusal }
+        }
+    }
+}
+
+fn facts(dp_rank: u32, update: &Update, at: Instant) -> RankFacts {
+    RankFacts {
+        dp_rank,
+        at,
+        total_tokens: update.total,
+        available_tokens: update.available,
+        evictable_tokens: update.evictable,
+        protected_tokens: update.protected,
+        held_tokens: update.held,
+        uncached_tokens: update.uncached,
+        rows_total: update.rows_total,
+        rows_free: update.rows_free,
+        running: update.running,
+        waiting: update.waiting,
+        events_lost: update.events_lost,
+        recounts: update.recounts,
+        samples: update.samples,
+        samples_ns: update.samples_ns,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[expect(clippy::disallowed_methods, reason = "any instant does")]
+    fn now() -> Instant {
+        Instant::now()
+    }
+
+    fn session(id: &str, history: u32) -> SessionFacts {
+        SessionFacts { id: id.into(), history_tokens: history, ..SessionFacts::default() }
+    }
+
+    fn closed(id: &str) -> Event {
+        Event { id: id.into(), what: What::Closed }
+    }
+
+    fn drain(outbox: &mut Outbox) -> Vec<News> {
+        std::iter::from_fn(|| outbox.pop()).collect()
+    }
+
+    #[test]
+    fn events_stay_and_states_are_the_newest() {
+        let mut outbox = Outbox::new(3);
+        for (available, history) in [(5, 10), (4, 20)] {
+            let sessions = vec![session("a", history)];
+            let events = vec![closed("b")];
+            outbox.push(Update { available, sessions, events, ..Update::default() }, now());
+        }
+        let news = drain(&mut outbox);
+        let [News::Closed { dp_rank: 3, id }, News::Closed { .. }, sessions, facts] = &news[..]
+        else {
+            panic!("{news:?}")
+        };
+        assert_eq!(id, "b");
+        let News::Sessions(sessions) = sessions else { panic!("{sessions:?}") };
+        assert_eq!((&sessions.changed, sessions.full), (&vec![session("a", 20)], false));
+        assert!(matches!(facts, News::Facts(RankFacts { available_tokens: 4, .. })), "{facts:?}");
+        assert!(outbox.is_empty());
+    }
+
+    #[test]
+    fn an_empty_full_table_is_told() {
+        let mut outbox = Outbox::new(0);
+        outbox.push(Update { full: true, ..Update::default() }, now());
+        let Some(News::Sessions(sessions)) = outbox.pop() else { panic!("no table") };
+        assert!(sessions.full && sessions.changed.is_empty());
+    }
+
+    #[test]
+    fn it_stops_taking_before_it_loses() {
+        let mut outbox = Outbox::new(0);
+        while outbox.accepts() {
+            let events = (0..256).map(|_| closed("a")).collect();
+            outbox.push(Update { events, ..Update::default() }, now());
+        }
+        let events = drain(&mut outbox).len();
+        assert!((EVENTS_MAX..EVENTS_MAX + 257).contains(&events), "{events}");
+        assert!(outbox.accepts());
+    }
+
+    fn a_step() -> impl Strategy<Value = (bool, Vec<(u8, Option<u32>)>, bool)> {
+        (any::<bool>(), prop::collection::vec((0..6_u8, any::<Option<u32>>()), 0..5), any::<bool>())
+    }
+
+    proptest! {
+        /// However the receiver's pace joins updates, it ends with the table that the shim has.
+        #[test]
+        fn joined_updates_lead_to_the_same_table(steps in prop::collection::vec(a_step(), 0..20)) {
+            let mut outbox = Outbox::new(0);
+            let (mut said, mut heard) = (BTreeMap::new(), BTreeMap::new());
+            let mut hear = |outbox: &mut Outbox| {
+                for news in drain(outbox) {
+                    let News::Sessions(sessions) = news else { continue };
+                    if sessions.full {
+                        heard.clear();
+                    }
+                    for id in sessions.gone {
+                        heard.remove(&id);
+                    }
+                    for facts in sessions.changed {
+                        heard.insert(facts.id.clone(), facts.history_tokens);
+                    }
+                }
+                heard.clone()
+            };
+            for (full, changes, take) in steps {
+                let mut update = Update { full, ..Update::default() };
+                if full {
+                    said.clear();
+                }
+                // As the shim does: an id is either gone or changed.
+                for (id, history) in changes.into_iter().collect::<BTreeMap<_, _>>() {
+                    let id = id.to_string();
+                    if let Some(history) = history {
+                        update.sessions.push(session(&id, history));
+                        said.insert(id, history);
+                    } else {
+                        said.remove(&id);
+                        update.gone.push(id);
+                    }
+                }
+                outbox.push(update, now());
+                if take {
+                    prop_assert_eq!(hear(&mut outbox), said.clone());
+                }
+            }
+            prop_assert_eq!(hear(&mut outbox), said);
+        }
+    }
+}

@@ -1,0 +1,286 @@
+//! The socket, against shims that write the protocol's bytes by hand.
+
+use std::{
+    io::{ErrorKind, Read as _, Write as _},
+    os::unix::{
+        fs::PermissionsExt as _,
+        net::{UnixListener, UnixStream},
+    },
+    path::PathBuf,
+    time::Duration,
+};
+
+use super::*;
+
+/// Long for what takes milliseconds, short enough to fail.
+const SOON: Duration = Duration::from_secs(10);
+
+/// A folder of this test's own, which goes with it.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new(name: &str) -> Self {
+        let path = std::env::temp_dir().join(format!("berth-shim-{name}-{}", std::process::id()));
+        let _ = std::fs::remove_dir_all(&path);
+        Self(path)
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.0.join("shim.sock")
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+struct House {
+    folder: Folder,
+    tasks: Tasks,
+    handle: ShimHandle,
+    news: mpsc::Receiver<News>,
+}
+
+impl House {
+    fn new(name: &str, room: usize) -> Self {
+        let (folder, tasks) = (Folder::new(name), Tasks::default());
+        let (sender, news) = mpsc::channel(room);
+        let handle = listen(&folder.socket(), sender, &tasks).unwrap();
+        Self { folder, tasks, handle, news }
+    }
+
+    fn shim(&self, dp_rank: u32, instance: u8) -> Shim {
+        self.shim_saying(&hello(dp_rank, instance, ""))
+    }
+
+    fn shim_saying(&self, hello: &[u8]) -> Shim {
+        let stream = UnixStream::connect(self.folder.socket()).unwrap();
+        let mut shim = Shim { stream, seq: 0 };
+        shim.send(1, hello);
+        shim
+    }
+
+    async fn next(&mut self) -> News {
+        tokio::time::timeout(SOON, self.news.recv()).await.expect("news in time").expect("news")
+    }
+}
+
+fn text(text: &str) -> Vec<u8> {
+    [&u16::try_from(text.len()).unwrap().to_le_bytes(), text.as_bytes()].concat()
+}
+
+fn hello(dp_rank: u32, instance: u8, inert: &str) -> Vec<u8> {
+    let mut body = vec![];
+    for number in [1_u32, dp_rank, 16] {
+        body.extend(number.to_le_bytes());
+    }
+    body.extend(2048_u64.to_le_bytes());
+    body.extend(8_u32.to_le_bytes());
+    body.extend([instance; 16]);
+    for each in ["0.5.23", "0.1.0", inert, ""] {
+        body.extend(text(each));
+    }
+    body
+}
+
+struct Shim {
+    stream: UnixStream,
+    seq: u64,
+}
+
+impl Shim {
+    fn send(&mut self, kind: u8, body: &[u8]) {
+        let length = u32::try_from(body.len() + 2).unwrap().to_le_bytes();
+        self.stream.write_all(&[&length, &[1, kind][..], body].concat()).unwrap();
+    }
+
+    /// An update with a number of free tokens, and closed sessions.
+    fn update(&mut self, available: u64, closed: &[&str]) {
+        let mut body = vec![];
+        for number in [self.seq, 0, 0, 0, 0, 2048, available, 0, 0, 0, 2048 - available] {
+            body.extend(number.to_le_bytes());
+        }
+        body.extend([0; 17]);
+        body.extend(u16::try_from(closed.len()).unwrap().to_le_bytes());
+        for id in closed {
+            body.push(2);
+            body.extend(text(id));
+        }
+        body.extend([0; 4]);
+        self.seq += 1;
+        self.send(2, &body);
+    }
+}
+
+fn is_up(news: &News, rank: u32, instance: u8) -> bool {
+    matches!(news, News::Up(hello) if hello.dp_rank == rank
+        && hello.instance == u128::from_le_bytes([instance; 16])
+        && hello.pid == std::process::id())
+}
+
+#[tokio::test]
+async fn what_a_shim_says_arrives_and_commands_reach_it() {
+    let mut house = House::new("says", 16);
+    let mut shim = house.shim(2, 1);
+    let up = house.next().await;
+    assert!(is_up(&up, 2, 1), "{up:?}");
+    shim.update(2000, &["s#1"]);
+    assert_eq!(house.next().await, News::Closed { dp_rank: 2, id: "s#1".into() });
+    let News::Facts(facts) = house.next().await else { panic!("no facts") };
+    assert_eq!((facts.available_tokens, facts.uncached_tokens, facts.dp_rank), (2000, 48, 2));
+
+    house.handle.demote(2, "s#2").unwrap();
+    house.handle.sample_now(2).unwrap();
+    assert!(matches!(house.handle.demote(0, "s#2"), Err(Error::NoShim(0))));
+    let read = tokio::task::spawn_blocking(move || {
+        shim.stream.set_read_timeout(Some(SOON)).unwrap();
+        let mut bytes = [0; 17];
+        shim.stream.read_exact(&mut bytes).unwrap();
+        bytes
+    });
+    assert_eq!(&read.await.unwrap(), b"\x07\0\0\0\x01\x10\x03\0s#2\x02\0\0\0\x01\x11");
+    // The shim was dropped there.
+    let down = house.next().await;
+    assert!(matches!(&down, News::Down { dp_rank: 2, .. }), "{down:?}");
+    tokio::time::timeout(SOON, house.handle.peers.wait_for(Peers::is_empty))
+        .await
+        .unwrap()
+        .unwrap();
+    assert!(matches!(house.handle.demote(2, "s#2"), Err(Error::NoShim(2))));
+}
+
+#[tokio::test]
+async fn a_restarted_engine_replaces_the_one_before() {
+    let mut house = House::new("again", 16);
+    let _first = house.shim(0, 1);
+    let up = house.next().await;
+    assert!(is_up(&up, 0, 1), "{up:?}");
+    let mut second = house.shim(0, 2);
+    let down = house.next().await;
+    assert!(matches!(&down, News::Down { reason, .. } if reason.contains("another")), "{down:?}");
+    let up = house.next().await;
+    assert!(is_up(&up, 0, 2), "{up:?}");
+    // The handle means the new one.
+    house.handle.sample_now(0).unwrap();
+    second.stream.set_read_timeout(Some(SOON)).unwrap();
+    let read = tokio::task::spawn_blocking(move || {
+        let mut bytes = [0; 6];
+        second.stream.read_exact(&mut bytes).map(|()| bytes[5])
+    });
+    assert_eq!(read.await.unwrap().unwrap(), 17);
+}
+
+#[tokio::test]
+async fn an_inert_shim_says_why_and_takes_no_commands() {
+    let mut house = House::new("inert", 16);
+    let _shim = house.shim_saying(&hello(1, 1, "unknown version"));
+    let News::Up(hello) = house.next().await else { panic!("not up") };
+    assert_eq!(hello.inert.as_deref(), Some("unknown version"));
+    assert!(matches!(house.handle.demote(1, "s"), Err(Error::NoShim(1))));
+}
+
+#[tokio::test]
+async fn nonsense_ends_the_connection_and_says_why() {
+    let mut house = House::new("nonsense", 16);
+    for (number, (spoil, said)) in [(0, "kind 77"), (1, "where 1 was due")].into_iter().enumerate()
+    {
+        let mut shim = house.shim(0, u8::try_from(number).unwrap());
+        house.next().await;
+        shim.update(1, &[]);
+        assert!(matches!(house.next().await, News::Facts(_)));
+        if spoil == 0 {
+            shim.send(77, &[]);
+        } else {
+            shim.seq = 9;
+            shim.update(1, &[]);
+        }
+        let News::Down { reason, .. } = house.next().await else { panic!("not down") };
+        assert!(reason.contains(said), "{reason}");
+    }
+}
+
+#[tokio::test]
+async fn a_slow_receiver_stops_the_shim_and_misses_no_event() {
+    let mut house = House::new("slow", 1);
+    let mut shim = house.shim(0, 1);
+    shim.stream.set_write_timeout(Some(Duration::from_millis(300))).unwrap();
+    // Ends when the socket is full: nobody takes the news, so nobody reads any more.
+    let sent = tokio::task::spawn_blocking(move || {
+        let ids: Vec<String> = (0..100_000).map(|number| format!("session-{number}")).collect();
+        let mut sent = 0;
+        for id in &ids {
+            let mut body = vec![];
+            for number in [shim.seq, 0, 0, 0, 0, 2048, 0, 0, 0, 0, 2048] {
+                body.extend(number.to_le_bytes());
+            }
+            body.extend([0; 17]);
+            body.extend([1, 0, 2]);
+            body.extend(text(id));
+            body.extend([0; 4]);
+            let length = u32::try_from(body.len() + 2).unwrap().to_le_bytes();
+            match shim.stream.write_all(&[&length, &[1, 2][..], &body].concat()) {
+                Ok(()) => sent += 1,
+                Err(error) => {
+                    assert_eq!(error.kind(), ErrorKind::WouldBlock);
+                    break;
+                }
+            }
+            shim.seq += 1;
+        }
+        (sent, shim)
+    });
+    let (sent, shim) = sent.await.unwrap();
+    assert!((1024..100_000).contains(&sent), "{sent} updates were taken");
+    drop(shim);
+    let mut closed = 0;
+    loop {
+        match house.next().await {
+            News::Closed { id, .. } => {
+                assert_eq!(id, format!("session-{closed}"));
+                closed += 1;
+            }
+            News::Down { .. } => break,
+            News::Up(_) | News::Facts(_) => {}
+            other => panic!("{other:?}"),
+        }
+    }
+    assert_eq!(closed, sent);
+}
+
+#[tokio::test]
+async fn the_socket_is_this_users_own_and_goes_with_the_agent() {
+    let house = House::new("own", 1);
+    let path = house.folder.socket();
+    let mode =
+        |path: &std::path::Path| std::fs::metadata(path).unwrap().permissions().mode() & 0o777;
+    assert_eq!((mode(&path), mode(&house.folder.0)), (0o600, 0o700));
+    let (sender, _news) = mpsc::channel(1);
+    let taken = listen(&path, sender, &house.tasks);
+    assert!(matches!(taken, Err(Error::Taken(_))), "{taken:?}");
+    assert!(house.tasks.stop(SOON).await, "an essential task ended early");
+    assert!(!path.exists());
+}
+
+#[tokio::test]
+async fn a_crashed_agents_socket_is_replaced_and_nothing_else_is() {
+    let folder = Folder::new("stale");
+    std::fs::create_dir(&folder.0).unwrap();
+    let tasks = Tasks::default();
+    drop(UnixListener::bind(folder.socket()).unwrap());
+    assert!(folder.socket().exists(), "a dropped listener leaves its file");
+    let (sender, _news) = mpsc::channel(1);
+    listen(&folder.socket(), sender.clone(), &tasks).unwrap();
+    UnixStream::connect(folder.socket()).unwrap();
+
+    let file = folder.0.join("file");
+    std::fs::write(&file, "kept").unwrap();
+    assert!(matches!(listen(&file, sender.clone(), &tasks), Err(Error::Taken(_))));
+    assert_eq!(std::fs::read_to_string(&file).unwrap(), "kept");
+
+    let open = folder.0.join("open");
+    std::fs::create_dir(&open).unwrap();
+    std::fs::set_permissions(&open, std::fs::Permissions::from_mode(0o777)).unwrap();
+    assert!(matches!(listen(&open.join("s"), sender, &tasks), Err(Error::Folder(_))));
+}
