@@ -13,7 +13,8 @@ pub const OWNER_NONE: u32 = u32::MAX;
 pub const OWNER_SHARED: u32 = u32::MAX - 1;
 
 /// One live row of `req_to_token`: its first `len` tokens belong to `session`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
 pub struct LiveRow {
     pub row: u32,
     pub len: u32,
@@ -22,8 +23,27 @@ pub struct LiveRow {
     pub out_off: u32,
 }
 
+impl LiveRow {
+    /// Pages that its tokens reach into.
+    pub fn pages(&self, page_shift: u32) -> u32 {
+        let pages = u64::from(self.len).div_ceil(1 << page_shift);
+        u32::try_from(pages).expect("a row has no more pages than tokens")
+    }
+}
+
+/// Gives every row its place in the gathered page list, one after another; answers the list's length.
+pub fn lay_out(rows: &mut [LiveRow], page_shift: u32) -> u64 {
+    let mut refs = 0;
+    for row in rows {
+        row.out_off = u32::try_from(refs).unwrap_or(u32::MAX);
+        refs += u64::from(row.pages(page_shift));
+    }
+    refs
+}
+
 /// What [`session`] answers for one session, in pages unless named otherwise.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
 pub struct SessionPages {
     /// Page references of its rows.
     pub refs: u64,
@@ -35,6 +55,8 @@ pub struct SessionPages {
     pub runs: u64,
     /// Token slots allocated past the end of its rows.
     pub tail_tokens: u64,
+    /// Pages that closing it would free: its own alone, and not in the tree.
+    pub freed: u64,
 }
 
 /// Reference count and owner of every page.
@@ -54,6 +76,12 @@ impl Marks {
     pub fn shared_pages(&self) -> u64 {
         self.owner.iter().filter(|&&o| o == OWNER_SHARED).count() as u64
     }
+
+    /// Shared pages that the tree doesn't have. Sharing goes through the tree, so each is an alarm.
+    pub fn aliased_pages(&self, tree: &PageSet) -> u64 {
+        let owners = self.owner.iter().zip(&tree.has);
+        owners.filter(|&(&owner, &treed)| owner == OWNER_SHARED && !treed).count() as u64
+    }
 }
 
 /// A set of pages made from a list, and what was wrong with the list.
@@ -64,6 +92,14 @@ pub struct PageSet {
     pub duplicates: u64,
     /// Entries outside the pool.
     pub bad: u64,
+}
+
+impl PageSet {
+    /// Contiguous runs of its pages.
+    pub fn runs(&self) -> u64 {
+        let before = std::iter::once(&false).chain(&self.has);
+        self.has.iter().zip(before).filter(|&(&has, &before)| has && !before).count() as u64
+    }
 }
 
 /// Pages by (free, referenced by a row, in the tree).
@@ -81,6 +117,13 @@ pub struct Classes {
     pub corrupt: u64,
 }
 
+impl From<[u64; 8]> for Classes {
+    fn from(counts: [u64; 8]) -> Classes {
+        let [leaked, cached, private, cached_in_use, free, corrupt @ ..] = counts;
+        Classes { leaked, free, private, cached, cached_in_use, corrupt: corrupt.iter().sum() }
+    }
+}
+
 /// `kv_gather_pages`: the page ids of live rows, one token slot read per page.
 ///
 /// `r2t` is `req_to_token` with `ld` entries per row. A slot must be positive, page-aligned and
@@ -92,12 +135,11 @@ pub fn gather_pages(
     page_shift: u32,
     npages: u32,
 ) -> (Vec<u32>, u64) {
-    let refs = |row: &LiveRow| (row.len as usize).div_ceil(1 << page_shift);
-    let size = rows.iter().map(|r| r.out_off as usize + refs(r)).max().unwrap_or(0);
-    let mut staged = vec![PAGE_BAD; size];
+    let end = |row: &LiveRow| row.out_off as usize + row.pages(page_shift) as usize;
+    let mut staged = vec![PAGE_BAD; rows.iter().map(end).max().unwrap_or(0)];
     let mut bad = 0;
     for row in rows {
-        for i in 0..refs(row) {
+        for i in 0..row.pages(page_shift) as usize {
             let column = i << page_shift;
             let entry = (column < ld).then(|| r2t.get(row.row as usize * ld + column)).flatten();
             let slot = entry.and_then(|&s| u32::try_from(s).ok()).unwrap_or(0);
@@ -110,7 +152,7 @@ pub fn gather_pages(
     (staged, bad)
 }
 
-/// `kv_mark`: how many rows name each page, and whose it is (none < session < shared).
+/// `kv_mark`: how many references each page has, and whose it is (none < session < shared).
 pub fn mark(rows: &[LiveRow], staged: &[u32], page_shift: u32, npages: u32) -> Marks {
     let mut refcnt = vec![0; npages as usize];
     let mut owner = vec![OWNER_NONE; npages as usize];
@@ -129,11 +171,13 @@ pub fn mark(rows: &[LiveRow], staged: &[u32], page_shift: u32, npages: u32) -> M
     Marks { refcnt, owner }
 }
 
-/// `kv_session`: what each session holds, by session.
+/// `kv_session`: what each session holds, by session. Without the tree, all of its own pages count
+/// as freed by a close: an upper bound.
 pub fn session(
     rows: &[LiveRow],
     staged: &[u32],
     marks: &Marks,
+    tree: Option<&PageSet>,
     page_shift: u32,
 ) -> BTreeMap<u32, SessionPages> {
     let mut claimed = BTreeSet::new();
@@ -143,13 +187,14 @@ pub fn session(
         let pages = row_pages(row, staged, page_shift);
         let mut previous = None;
         for &page in pages {
+            let before = previous.replace(page);
             let Some(&refcnt) = marks.refcnt.get(page as usize) else { continue };
             entry.refs += 1;
             entry.pss_q32 += (1 << 32) / u64::from(refcnt.max(1));
-            entry.runs += u64::from(previous.is_none_or(|p: u32| p + 1 != page));
-            previous = Some(page);
+            entry.runs += u64::from(before.is_none_or(|before| before.wrapping_add(1) != page));
             if marks.owner[page as usize] == row.session && claimed.insert(page) {
                 entry.uss += 1;
+                entry.freed += u64::from(tree.is_none_or(|tree| !tree.has[page as usize]));
             }
         }
         entry.tail_tokens += ((pages.len() as u64) << page_shift) - u64::from(row.len);
@@ -157,38 +202,82 @@ pub fn session(
     out
 }
 
-/// `kv_list_to_bitmap`: a list of page ids as a set.
+/// `kv_list_to_bitmap` for page ids: a list as a set.
 pub fn list_to_set(ids: impl IntoIterator<Item = u32>, npages: u32) -> PageSet {
+    slots_to_set(ids.into_iter().map(i64::from), 0, npages)
+}
+
+/// `kv_list_to_bitmap`: a list of token slots as a set of pages. A page is named by its first slot;
+/// its other slots only have to lie in the pool. With a shift of 0 slots and pages are the same.
+pub fn slots_to_set(slots: impl IntoIterator<Item = i64>, page_shift: u32, npages: u32) -> PageSet {
     let mut set = PageSet { has: vec![false; npages as usize], duplicates: 0, bad: 0 };
-    for id in ids {
-        match set.has.get_mut(id as usize) {
+    for slot in slots {
+        let page = usize::try_from(slot >> page_shift).ok();
+        match page.and_then(|page| set.has.get_mut(page)) {
             None => set.bad += 1,
-            Some(has) => set.duplicates += u64::from(std::mem::replace(has, true)),
+            Some(has) if slot & ((1 << page_shift) - 1) == 0 => {
+                set.duplicates += u64::from(std::mem::replace(has, true));
+            }
+            Some(_) => {}
         }
     }
     set
 }
 
-/// `kv_classify`: every page by who says it is theirs.
-pub fn classify(free: &PageSet, marks: &Marks, tree: &PageSet) -> Classes {
-    let mut classes = Classes::default();
+/// `kv_classify`: pages by class, whose number is three bits: free, referenced, in the tree.
+pub fn class_counts(free: &PageSet, marks: &Marks, tree: &PageSet) -> [u64; 8] {
+    let mut counts = [0; 8];
     for (page, &refcnt) in marks.refcnt.iter().enumerate() {
-        let class = match (free.has[page], refcnt > 0, tree.has[page]) {
-            (false, false, false) => &mut classes.leaked,
-            (true, false, false) => &mut classes.free,
-            (false, true, false) => &mut classes.private,
-            (false, false, true) => &mut classes.cached,
-            (false, true, true) => &mut classes.cached_in_use,
-            (true, ..) => &mut classes.corrupt,
-        };
-        *class += 1;
+        let bits = [free.has[page], refcnt > 0, tree.has[page]];
+        counts[bits.iter().fold(0, |class, &bit| class << 1 | usize::from(bit))] += 1;
     }
-    classes
+    counts
+}
+
+/// As [`class_counts`], by name.
+pub fn classify(free: &PageSet, marks: &Marks, tree: &PageSet) -> Classes {
+    class_counts(free, marks, tree).into()
+}
+
+/// One of a pool's KV buffers: its bytes, and those of one page of it (a multiple of 16).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KvBytes<'a> {
+    pub bytes: &'a [u8],
+    pub page_bytes: usize,
+}
+
+/// `kv_page_digest`: a digest of each page over all buffers; 0 for a page that lies outside.
+///
+/// Each 64-bit word is keyed by its buffer and its place in the page, mixed, and added: the order
+/// of adding doesn't matter, the order of words and buffers does. It finds accidents, not forgeries.
+pub fn page_digest(buffers: &[KvBytes<'_>], pages: &[u32]) -> Vec<u64> {
+    pages.iter().map(|&page| one_digest(buffers, page as usize).unwrap_or(0)).collect()
+}
+
+fn one_digest(buffers: &[KvBytes<'_>], page: usize) -> Option<u64> {
+    let mut sum = 0u64;
+    for (number, buffer) in (1u64..).zip(buffers) {
+        let start = page.checked_mul(buffer.page_bytes)?;
+        let bytes = buffer.bytes.get(start..start.checked_add(buffer.page_bytes)?)?;
+        for (place, word) in (0u64..).zip(bytes.chunks_exact(8)) {
+            let word = u64::from_le_bytes(word.try_into().expect("a chunk of 8"));
+            let key = (number << 32 | place).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+            sum = sum.wrapping_add(mix(word ^ key));
+        }
+    }
+    Some(sum)
+}
+
+/// Spreads every bit of a word over all of them (the finalizer of splitmix64).
+fn mix(mut word: u64) -> u64 {
+    word = (word ^ word >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    word = (word ^ word >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+    word ^ word >> 31
 }
 
 fn row_pages<'a>(row: &LiveRow, staged: &'a [u32], page_shift: u32) -> &'a [u32] {
     let start = row.out_off as usize;
-    &staged[start..start + (row.len as usize).div_ceil(1 << page_shift)]
+    &staged[start..start + row.pages(page_shift) as usize]
 }
 
 #[cfg(test)]
@@ -219,7 +308,7 @@ mod tests {
         assert_eq!((staged.as_slice(), bad), ([1, 2, 3, 1, 5].as_slice(), 0));
         let marks = mark(&rows, &staged, 2, 8);
         assert_eq!((marks.held_pages(), marks.shared_pages()), (4, 1));
-        let by = session(&rows, &staged, &marks, 2);
+        let by = session(&rows, &staged, &marks, None, 2);
         let half = 1u64 << 31;
         let (one, two) = (by[&7], by[&8]);
         assert_eq!((one.refs, one.uss, one.runs, one.tail_tokens), (3, 2, 1, 2));
@@ -277,7 +366,7 @@ mod tests {
             let mut reversed = rows.clone();
             reversed.reverse();
             assert_eq!(marks, mark(&reversed, &staged, 2, npages), "seed {seed}: order matters");
-            let by = session(&rows, &staged, &marks, 2);
+            let by = session(&rows, &staged, &marks, None, 2);
             let refs: u64 = by.values().map(|s| s.refs).sum();
             let uss: u64 = by.values().map(|s| s.uss).sum();
             let pss: u64 = by.values().map(|s| s.pss_q32).sum();

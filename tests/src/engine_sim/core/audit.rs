@@ -215,7 +215,7 @@ impl Core {
         for (page, &owner) in marks.owner.iter().enumerate() {
             assert!(owner != OWNER_SHARED || tree.has[page], "two rows own page {page}");
         }
-        let usage = reference::session(&rows, &staged, &marks, shift);
+        let usage = reference::session(&rows, &staged, &marks, None, shift);
         for row in &rows {
             let uss = usage[&row.session].uss;
             let private = self.private_tokens(row.row as usize) / page_size;

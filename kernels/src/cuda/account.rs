@@ -1,0 +1,335 @@
+//! The kernels, one method each: what goes in is checked here, once, so that a kernel can trust it.
+//!
+//! Every method only enqueues. Unless it says that it adds, it clears what it counts in first, so it
+//! means what the function of the same name in [`mod@crate::reference`] means.
+
+use super::launch::Kernel;
+use super::{Buffer, Device, Error, LiveRows, PAGE_SHIFT_MAX, Plain, Pool, Slice, at_most};
+use crate::reference::SessionPages;
+
+/// `req_to_token` on the device.
+#[derive(Clone, Copy, Debug)]
+pub struct Table<'a> {
+    pub entries: Slice<'a, i32>,
+    /// Entries of one row.
+    pub ld: u64,
+}
+
+/// Reference count and owner of every page, on the device.
+#[derive(Debug)]
+pub struct Marks {
+    pub refcnt: Buffer<u32>,
+    pub owner: Buffer<u32>,
+}
+
+/// A set of pages on the device, as a bitmap, and what was wrong with the lists it is made of.
+#[derive(Debug)]
+pub struct PageSet {
+    pub words: Buffer<u32>,
+    /// Entries that named a page already named, and entries outside the pool.
+    pub duplicates_bad: Buffer<u64>,
+}
+
+/// What `kv_classify` answers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+pub struct Classified {
+    /// Pages by class; see [`crate::reference::class_counts`].
+    pub classes: [u64; 8],
+    /// Contiguous runs of free pages.
+    pub free_runs: u64,
+    /// Pages that sessions share outside the tree.
+    pub aliased: u64,
+}
+
+// SAFETY: `repr(C)`, integers only, no padding.
+unsafe impl Plain for Classified {}
+
+/// One of a pool's KV buffers on the device, say a layer's K: `page_bytes` times the pool's pages.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+pub struct KvBuffer {
+    pub address: u64,
+    /// A multiple of 16.
+    pub page_bytes: u64,
+}
+
+// SAFETY: `repr(C)`, integers only, no padding.
+unsafe impl Plain for KvBuffer {}
+
+/// Where the pool's KV lies.
+#[derive(Debug)]
+pub struct KvBuffers {
+    buffers: Buffer<KvBuffer>,
+    npages: u32,
+}
+
+impl Device {
+    /// Marks of `npages` pages.
+    pub fn marks(&self, npages: u32) -> Result<Marks, Error> {
+        Ok(Marks { refcnt: self.alloc(npages as usize)?, owner: self.alloc(npages as usize)? })
+    }
+
+    /// An empty set of `pool`'s pages.
+    pub fn page_set(&self, pool: Pool) -> Result<PageSet, Error> {
+        Ok(PageSet { words: self.alloc(pool.words())?, duplicates_bad: self.alloc(2)? })
+    }
+
+    /// Names the pool's KV buffers. Waits.
+    ///
+    /// # Safety
+    /// Each is device memory of `npages * page_bytes` bytes, which stays until the answer is
+    /// dropped and what was enqueued with it is done.
+    pub unsafe fn kv_buffers(&self, buffers: &[KvBuffer], npages: u32) -> Result<KvBuffers, Error> {
+        if buffers.iter().any(|buffer| (buffer.address | buffer.page_bytes) % 16 != 0) {
+            return Err(Error::Misaligned("a KV buffer"));
+        }
+        let mut on_device = self.alloc(buffers.len())?;
+        self.upload(&mut on_device, buffers)?;
+        Ok(KvBuffers { buffers: on_device, npages })
+    }
+
+    /// `kv_gather_pages`: copies the page ids of live rows; `bad` has one counter.
+    pub fn gather_pages(
+        &self,
+        table: Table<'_>,
+        live: &LiveRows,
+        staged: &mut Buffer<u32>,
+        bad: &mut Buffer<u64>,
+    ) -> Result<(), Error> {
+        at_most("gathered pages", live.list_len.into(), staged.len() as u64)?;
+        at_most("counters", 1, bad.len() as u64)?;
+        self.fill(bad, 0)?;
+        let table_rows = (table.entries.len() as u64).checked_div(table.ld).unwrap_or(0);
+        let chunks = self.shape.chunks(live.refs_row_max);
+        // SAFETY: the list has room for all references; the table's size goes along.
+        unsafe {
+            self.launch(
+                Kernel::GatherPages,
+                u64::from(live.count) * u64::from(chunks),
+                &[
+                    table.entries.address(),
+                    table.ld,
+                    table_rows,
+                    live.rows.address(),
+                    live.count.into(),
+                    chunks.into(),
+                    live.pool.page_shift.into(),
+                    live.pool.npages.into(),
+                    staged.address(),
+                    bad.address(),
+                ],
+            )
+        }
+    }
+
+    /// `kv_mark`: how many references each page has, and whose it is.
+    pub fn mark(
+        &self,
+        live: &LiveRows,
+        staged: &Buffer<u32>,
+        marks: &mut Marks,
+    ) -> Result<(), Error> {
+        check_marks(marks, live.pool.npages)?;
+        at_most("gathered pages", live.list_len.into(), staged.len() as u64)?;
+        self.fill(&mut marks.refcnt, 0)?;
+        self.fill(&mut marks.owner, 0xFF)?;
+        let chunks = self.shape.chunks(live.refs_row_max);
+        // SAFETY: both arrays have a place for each page; pages outside are skipped.
+        unsafe {
+            self.launch(
+                Kernel::Mark,
+                u64::from(live.count) * u64::from(chunks),
+                &[
+                    live.rows.address(),
+                    live.count.into(),
+                    chunks.into(),
+                    live.pool.page_shift.into(),
+                    live.pool.npages.into(),
+                    staged.address(),
+                    marks.refcnt.address(),
+                    marks.owner.address(),
+                ],
+            )
+        }
+    }
+
+    /// `kv_session`: what each session holds, by its number. `claimed` is scratch: a bitmap.
+    ///
+    /// Without the tree, all of a session's own pages count as freed: an upper bound.
+    pub fn session(
+        &self,
+        live: &LiveRows,
+        staged: &Buffer<u32>,
+        marks: &Marks,
+        tree: Option<&PageSet>,
+        claimed: &mut Buffer<u32>,
+        out: &mut Buffer<SessionPages>,
+    ) -> Result<(), Error> {
+        check_marks(marks, live.pool.npages)?;
+        at_most("gathered pages", live.list_len.into(), staged.len() as u64)?;
+        at_most("sessions", live.sessions.into(), out.len() as u64)?;
+        check_bitmaps(live.pool, [Some(&*claimed), tree.map(|set| &set.words)])?;
+        self.fill(claimed, 0)?;
+        self.fill(out, 0)?;
+        let chunks = self.shape.chunks(live.refs_row_max);
+        // SAFETY: a place for each page and each session; pages outside are skipped.
+        unsafe {
+            self.launch(
+                Kernel::Session,
+                u64::from(live.count) * u64::from(chunks),
+                &[
+                    live.rows.address(),
+                    live.count.into(),
+                    chunks.into(),
+                    live.pool.page_shift.into(),
+                    live.pool.npages.into(),
+                    staged.address(),
+                    marks.refcnt.address(),
+                    marks.owner.address(),
+                    tree.map_or(0, |set| set.words.address()),
+                    claimed.address(),
+                    out.address(),
+                ],
+            )
+        }
+    }
+
+    /// Makes a set empty again, and its counters zero.
+    pub fn clear_set(&self, set: &mut PageSet) -> Result<(), Error> {
+        self.fill(&mut set.words, 0)?;
+        self.fill(&mut set.duplicates_bad, 0)
+    }
+
+    /// `kv_list_to_bitmap`: adds a list to a set. `shift` is 0 for page ids, the pool's page shift
+    /// for token slots, where a page's first slot names it.
+    pub fn list_to_set(
+        &self,
+        ids: Slice<'_, i64>,
+        shift: u32,
+        pool: Pool,
+        set: &mut PageSet,
+    ) -> Result<(), Error> {
+        at_most("shift", shift.into(), PAGE_SHIFT_MAX.into())?;
+        check_bitmaps(pool, [Some(&set.words)])?;
+        at_most("counters", 2, set.duplicates_bad.len() as u64)?;
+        let count = ids.len() as u64;
+        // SAFETY: the bitmap has a bit for each page; ids outside are counted, not followed.
+        unsafe {
+            self.launch(
+                Kernel::ListToBitmap,
+                self.shape.blocks(count).into(),
+                &[
+                    ids.address(),
+                    count,
+                    shift.into(),
+                    pool.npages.into(),
+                    set.words.address(),
+                    set.duplicates_bad.address(),
+                ],
+            )
+        }
+    }
+
+    /// `kv_ref_bitmap`: which pages rows reference, and which of them several sessions share.
+    pub fn ref_bitmap(
+        &self,
+        marks: &Marks,
+        pool: Pool,
+        referenced: &mut Buffer<u32>,
+        shared: &mut Buffer<u32>,
+    ) -> Result<(), Error> {
+        check_marks(marks, pool.npages)?;
+        check_bitmaps(pool, [Some(&*referenced), Some(&*shared)])?;
+        // SAFETY: a place for each page, a bit for each page.
+        unsafe {
+            self.launch(
+                Kernel::RefBitmap,
+                self.shape.blocks(pool.npages.into()).into(),
+                &[
+                    marks.refcnt.address(),
+                    marks.owner.address(),
+                    pool.npages.into(),
+                    referenced.address(),
+                    shared.address(),
+                ],
+            )
+        }
+    }
+
+    /// `kv_classify`: every page by who says it is theirs. `out` has one value.
+    pub fn classify(
+        &self,
+        free: &PageSet,
+        tree: &PageSet,
+        referenced: &Buffer<u32>,
+        shared: &Buffer<u32>,
+        pool: Pool,
+        out: &mut Buffer<Classified>,
+    ) -> Result<(), Error> {
+        let bitmaps = [&free.words, &tree.words, referenced, shared];
+        check_bitmaps(pool, bitmaps.map(Some))?;
+        at_most("classifications", 1, out.len() as u64)?;
+        self.fill(out, 0)?;
+        // SAFETY: four bitmaps with a bit for each page, and room for the counts.
+        unsafe {
+            self.launch(
+                Kernel::Classify,
+                self.shape.blocks(pool.words() as u64).into(),
+                &[
+                    free.words.address(),
+                    referenced.address(),
+                    tree.words.address(),
+                    shared.address(),
+                    pool.npages.into(),
+                    out.address(),
+                    out.address() + std::mem::offset_of!(Classified, free_runs) as u64,
+                    out.address() + std::mem::offset_of!(Classified, aliased) as u64,
+                ],
+            )
+        }
+    }
+
+    /// `kv_page_digest`: a digest of each of `pages` over all buffers; 0 for a page outside.
+    pub fn page_digest(
+        &self,
+        kv: &KvBuffers,
+        pages: Slice<'_, u32>,
+        out: &mut Buffer<u64>,
+    ) -> Result<(), Error> {
+        let count = u32::try_from(pages.len()).unwrap_or(u32::MAX);
+        at_most("pages to digest", pages.len() as u64, (u32::MAX - 1).into())?;
+        at_most("pages to digest", count.into(), out.len() as u64)?;
+        self.fill(out, 0)?;
+        // SAFETY: whoever made the buffers promised their size; pages outside aren't read.
+        unsafe {
+            self.launch(
+                Kernel::PageDigest,
+                count.min(self.shape.blocks_max).into(),
+                &[
+                    kv.buffers.address(),
+                    kv.buffers.len() as u64,
+                    kv.npages.into(),
+                    pages.address(),
+                    count.into(),
+                    out.address(),
+                ],
+            )
+        }
+    }
+}
+
+fn check_marks(marks: &Marks, npages: u32) -> Result<(), Error> {
+    let places = marks.refcnt.len().min(marks.owner.len());
+    at_most("pages to mark", npages.into(), places as u64)
+}
+
+fn check_bitmaps<const N: usize>(
+    pool: Pool,
+    bitmaps: [Option<&Buffer<u32>>; N],
+) -> Result<(), Error> {
+    for bitmap in bitmaps.into_iter().flatten() {
+        at_most("words of a bitmap", pool.words() as u64, bitmap.len() as u64)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,172 @@
+//! The CUDA driver as this crate sees it: the calls it makes, whether they can be made, and whose
+//! context is current. Nothing else in the crate names a driver symbol.
+//!
+//! `cudarc` panics where the library or a symbol is absent. So the table below is both the list of
+//! calls and the list that [`missing`] looks up before the first of them.
+
+use super::Error;
+use cudarc::driver::sys::{
+    self, CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUipcMemHandle, CUlaunchConfig,
+    CUmemGenericAllocationHandle, CUmodule, CUresult, CUstream, CUuuid,
+};
+use std::{
+    ffi::{CStr, c_char, c_int, c_uchar, c_uint, c_void},
+    ptr,
+    sync::OnceLock,
+};
+
+/// Why there is no CUDA in this process.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Missing {
+    #[error("no CUDA driver: there is no libcuda on the library path")]
+    Library,
+    #[error("the CUDA driver lacks {0}: a newer driver is needed")]
+    Symbol(&'static str),
+    #[error("libcuda is the toolkit's stub: put the driver's own first on the library path")]
+    Stub,
+    #[error("the CUDA driver shows no device: look at CUDA_VISIBLE_DEVICES")]
+    Device,
+    #[error("the CUDA driver does not start: {0}")]
+    Refused(String),
+}
+
+/// Says why CUDA can't be used here, or `None` where it can. The first answer is kept.
+pub fn missing() -> Option<Missing> {
+    static ANSWER: OnceLock<Option<Missing>> = OnceLock::new();
+    ANSWER.get_or_init(|| probe().err()).clone()
+}
+
+fn probe() -> Result<(), Missing> {
+    // SAFETY: opening the driver's library runs its constructors, as any CUDA program does.
+    if !unsafe { sys::is_culib_present() } {
+        return Err(Missing::Library);
+    }
+    // SAFETY: it was opened a moment ago, by the same names in the same order.
+    let library = unsafe { sys::culib() };
+    for &symbol in SYMBOLS {
+        // SAFETY: the symbol is looked up, not called.
+        if unsafe { library.get::<unsafe extern "C" fn()>(symbol.as_bytes()) }.is_err() {
+            return Err(Missing::Symbol(symbol));
+        }
+    }
+    // SAFETY: all symbols are there, and cuInit may be called any number of times.
+    unsafe { cuInit(0) }.map_err(refused)?;
+    let mut devices = 0;
+    // SAFETY: the driver is initialised, and the pointer is to a local.
+    unsafe { cuDeviceGetCount(&raw mut devices) }.map_err(refused)?;
+    if devices > 0 { Ok(()) } else { Err(Missing::Device) }
+}
+
+fn refused(error: Error) -> Missing {
+    match error {
+        error if error.is(CUresult::CUDA_ERROR_STUB_LIBRARY) => Missing::Stub,
+        error if error.is(CUresult::CUDA_ERROR_NO_DEVICE) => Missing::Device,
+        error => Missing::Refused(error.to_string()),
+    }
+}
+
+/// The answer of one call as a `Result` that names the call.
+fn check(call: &'static str, result: CUresult) -> Result<(), Error> {
+    if result == CUresult::CUDA_SUCCESS {
+        return Ok(());
+    }
+    let mut name: *const c_char = ptr::null();
+    // SAFETY: a code's name is a static string of the driver, or null where it knows none.
+    let name = unsafe {
+        let known = sys::cuGetErrorName(result, &raw mut name) == CUresult::CUDA_SUCCESS;
+        if known && !name.is_null() { CStr::from_ptr(name).to_str().ok() } else { None }
+    };
+    Err(Error::Driver { call, code: result as u32, name: name.unwrap_or("an unknown error") })
+}
+
+macro_rules! driver_calls {
+    ($($name:ident($($arg:ident: $type:ty),*);)*) => {
+        /// Every symbol that this crate calls.
+        const SYMBOLS: &[&str] = &["cuGetErrorName", $(stringify!($name)),*];
+
+        $(
+            #[expect(non_snake_case, reason = "the driver's own names")]
+            pub(super) unsafe fn $name($($arg: $type),*) -> Result<(), Error> {
+                // SAFETY: the caller keeps to the driver's contract; `missing` has seen the symbol.
+                check(stringify!($name), unsafe { sys::$name($($arg),*) })
+            }
+        )*
+    };
+}
+
+driver_calls! {
+    cuInit(flags: c_uint);
+    cuDeviceGetCount(count: *mut c_int);
+    cuDeviceGet(device: *mut CUdevice, ordinal: c_int);
+    cuDeviceGetUuid_v2(uuid: *mut CUuuid, device: CUdevice);
+    cuDevicePrimaryCtxRetain(context: *mut CUcontext, device: CUdevice);
+    cuDevicePrimaryCtxRelease_v2(device: CUdevice);
+    cuCtxGetCurrent(context: *mut CUcontext);
+    cuCtxSetCurrent(context: CUcontext);
+    cuCtxGetStreamPriorityRange(least: *mut c_int, greatest: *mut c_int);
+    cuStreamCreateWithPriority(stream: *mut CUstream, flags: c_uint, priority: c_int);
+    cuStreamDestroy_v2(stream: CUstream);
+    cuStreamSynchronize(stream: CUstream);
+    cuStreamWaitEvent(stream: CUstream, event: CUevent, flags: c_uint);
+    cuStreamWriteValue64_v2(stream: CUstream, address: CUdeviceptr, value: u64, flags: c_uint);
+    cuEventCreate(event: *mut CUevent, flags: c_uint);
+    cuEventRecord(event: CUevent, stream: CUstream);
+    cuEventQuery(event: CUevent);
+    cuEventElapsedTime_v2(ms: *mut f32, from: CUevent, to: CUevent);
+    cuEventDestroy_v2(event: CUevent);
+    cuMemAlloc_v2(address: *mut CUdeviceptr, bytes: usize);
+    cuMemFree_v2(address: CUdeviceptr);
+    cuMemsetD8Async(address: CUdeviceptr, value: c_uchar, bytes: usize, stream: CUstream);
+    cuMemcpyHtoDAsync_v2(to: CUdeviceptr, from: *const c_void, bytes: usize, stream: CUstream);
+    cuMemcpyDtoHAsync_v2(to: *mut c_void, from: CUdeviceptr, bytes: usize, stream: CUstream);
+    cuMemcpyDtoDAsync_v2(to: CUdeviceptr, from: CUdeviceptr, bytes: usize, stream: CUstream);
+    cuMemHostRegister_v2(address: *mut c_void, bytes: usize, flags: c_uint);
+    cuMemHostUnregister(address: *mut c_void);
+    cuMemHostGetDevicePointer_v2(device: *mut CUdeviceptr, host: *mut c_void, flags: c_uint);
+    cuMemGetAddressRange_v2(base: *mut CUdeviceptr, bytes: *mut usize, address: CUdeviceptr);
+    cuMemRetainAllocationHandle(handle: *mut CUmemGenericAllocationHandle, address: *mut c_void);
+    cuMemRelease(handle: CUmemGenericAllocationHandle);
+    cuIpcGetMemHandle(handle: *mut CUipcMemHandle, address: CUdeviceptr);
+    cuIpcOpenMemHandle_v2(address: *mut CUdeviceptr, handle: CUipcMemHandle, flags: c_uint);
+    cuIpcCloseMemHandle(address: CUdeviceptr);
+    cuModuleLoadData(module: *mut CUmodule, image: *const c_void);
+    cuModuleUnload(module: CUmodule);
+    cuModuleGetFunction(function: *mut CUfunction, module: CUmodule, name: *const c_char);
+    cuLaunchKernelEx(
+        config: *const CUlaunchConfig, function: CUfunction, params: *mut *mut c_void,
+        extra: *mut *mut c_void
+    );
+}
+
+/// While it lives, a context is the thread's current one; afterwards the one from before is.
+///
+/// In an engine's process the thread is the engine's, and so is what it had current.
+#[derive(Debug)]
+pub(super) struct Current {
+    before: Option<CUcontext>,
+}
+
+impl Current {
+    /// # Safety
+    /// The context exists as long as the answer lives.
+    pub(super) unsafe fn enter(context: CUcontext) -> Result<Current, Error> {
+        let mut before = ptr::null_mut();
+        // SAFETY: the pointer is to a local.
+        unsafe { cuCtxGetCurrent(&raw mut before)? };
+        if before == context {
+            return Ok(Current { before: None });
+        }
+        // SAFETY: the caller says that the context exists.
+        unsafe { cuCtxSetCurrent(context)? };
+        Ok(Current { before: Some(before) })
+    }
+}
+
+impl Drop for Current {
+    fn drop(&mut self) {
+        let Some(before) = self.before else { return };
+        // SAFETY: it was the thread's own context before, and nobody asked us to end it.
+        // An error has no one to go to: the next call on the thread meets the same one.
+        let _ = unsafe { cuCtxSetCurrent(before) };
+    }
+}

@@ -1,0 +1,386 @@
+//! Memory that kernels work on: ours on the device, page-locked on the host, and somebody else's.
+//!
+//! Device work runs behind the caller's back. So what it may still touch is either never handed out
+//! (a [`Pinned`] is readable again only when its copy is done) or waited for on drop.
+
+use super::{Device, Error, Mark, Shared, at_most, driver};
+use crate::reference::{LiveRow, SessionPages};
+use cudarc::driver::sys::CUdeviceptr;
+use std::{
+    alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error},
+    ffi::c_void,
+    marker::PhantomData,
+    ptr::NonNull,
+    slice,
+    sync::Arc,
+};
+
+/// Page-locking works on whole pages; no two of ours may share one.
+const HOST_PAGE_BYTES: usize = 4096;
+/// Usable from every context, and mapped into the device's address space.
+const REGISTER_FLAGS: u32 = 0x1 | 0x2;
+
+/// A value that a device may hold.
+///
+/// # Safety
+/// Every bit pattern is a value, zeros included, and its layout is that of the kernels' C++.
+pub unsafe trait Plain: Copy + Default + std::fmt::Debug + Send + Sync + 'static {}
+
+// SAFETY: integers.
+unsafe impl Plain for u8 {}
+// SAFETY: integers.
+unsafe impl Plain for u32 {}
+// SAFETY: integers.
+unsafe impl Plain for i32 {}
+// SAFETY: integers.
+unsafe impl Plain for u64 {}
+// SAFETY: integers.
+unsafe impl Plain for i64 {}
+// SAFETY: `repr(C)`, integers only, no padding.
+unsafe impl Plain for LiveRow {}
+// SAFETY: `repr(C)`, integers only, no padding.
+unsafe impl Plain for SessionPages {}
+
+/// Device memory of ours for `len` values; freed on drop, after the work that uses it.
+#[derive(Debug)]
+pub struct Buffer<T: Plain> {
+    shared: Arc<Shared>,
+    /// 0 where `len` is.
+    address: CUdeviceptr,
+    len: usize,
+    holds: PhantomData<T>,
+}
+
+impl<T: Plain> Buffer<T> {
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Its device address, 256-byte aligned.
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+
+    /// All of it, to read.
+    pub fn slice(&self) -> Slice<'_, T> {
+        Slice { address: self.address, len: self.len, life: PhantomData }
+    }
+
+    fn bytes(&self) -> usize {
+        self.len * size_of::<T>()
+    }
+}
+
+impl<T: Plain> Drop for Buffer<T> {
+    fn drop(&mut self) {
+        if self.len == 0 {
+            return;
+        }
+        let _ = self.shared.synchronize();
+        if let Ok(_current) = self.shared.enter() {
+            // SAFETY: allocated once, freed once, and nothing enqueued uses it any more. An error
+            // has no one to go to.
+            let _ = unsafe { driver::cuMemFree_v2(self.address) };
+        }
+    }
+}
+
+/// Device memory to read: a part of a [`Buffer`], or somebody else's.
+#[derive(Clone, Copy, Debug)]
+pub struct Slice<'a, T: Plain> {
+    address: CUdeviceptr,
+    len: usize,
+    life: PhantomData<&'a [T]>,
+}
+
+impl<'a, T: Plain> Slice<'a, T> {
+    /// Device memory that isn't ours: an engine's tensor, say. A null address holds nothing.
+    ///
+    /// # Safety
+    /// On the device that reads it, `len` values lie at `address` and stay there for `'a` and until
+    /// all work enqueued in `'a` is done. Values that change meanwhile are the caller's affair.
+    pub unsafe fn foreign(address: u64, len: usize) -> Result<Slice<'a, T>, Error> {
+        if !address.is_multiple_of(align_of::<T>() as u64) {
+            return Err(Error::Misaligned("foreign memory"));
+        }
+        let limit = if address == 0 { 0 } else { isize::MAX as u64 / size_of::<T>() as u64 };
+        at_most("foreign values", len as u64, limit)?;
+        Ok(Slice { address, len, life: PhantomData })
+    }
+
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+
+    /// The part of `len` values from `start`, or an error where it has no such part.
+    pub fn part(&self, start: usize, len: usize) -> Result<Slice<'a, T>, Error> {
+        at_most("a slice's end", start.saturating_add(len) as u64, self.len as u64)?;
+        let address = self.address + (start * size_of::<T>()) as u64;
+        Ok(Slice { address, len, life: PhantomData })
+    }
+}
+
+/// Page-locked host memory: copies between it and the device never hold up the caller.
+#[derive(Debug)]
+pub struct Pinned<T: Plain> {
+    shared: Arc<Shared>,
+    memory: NonNull<T>,
+    len: usize,
+    /// The last copy from or to it.
+    copy: Option<Mark>,
+}
+
+// SAFETY: it owns its memory.
+unsafe impl<T: Plain> Send for Pinned<T> {}
+// SAFETY: `&Pinned` only reads.
+unsafe impl<T: Plain> Sync for Pinned<T> {}
+
+impl<T: Plain> Pinned<T> {
+    fn layout(len: usize) -> Layout {
+        let bytes = (len * size_of::<T>()).next_multiple_of(HOST_PAGE_BYTES).max(HOST_PAGE_BYTES);
+        Layout::from_size_align(bytes, HOST_PAGE_BYTES).expect("`Device::pinned` checked the size")
+    }
+
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    fn settled(&self) -> Result<bool, Error> {
+        self.copy.as_ref().map_or(Ok(true), Mark::done)
+    }
+
+    /// The values, or `None` while a copy from or to them is under way.
+    pub fn get(&self) -> Result<Option<&[T]>, Error> {
+        // SAFETY: `len` values lie there, and no copy writes them any more.
+        let values = || unsafe { slice::from_raw_parts(self.memory.as_ptr(), self.len) };
+        Ok(self.settled()?.then(values))
+    }
+
+    /// As [`Pinned::get`], to change them.
+    pub fn get_mut(&mut self) -> Result<Option<&mut [T]>, Error> {
+        let settled = self.settled()?;
+        // SAFETY: as in `get`; no copy reads them either, and `self` is borrowed alone.
+        let values = || unsafe { slice::from_raw_parts_mut(self.memory.as_ptr(), self.len) };
+        Ok(settled.then(values))
+    }
+}
+
+impl<T: Plain> Drop for Pinned<T> {
+    fn drop(&mut self) {
+        if !self.settled().unwrap_or(false) {
+            let _ = self.shared.synchronize();
+        }
+        if let Ok(_current) = self.shared.enter() {
+            // SAFETY: registered once, and no copy is under way.
+            let _ = unsafe { driver::cuMemHostUnregister(self.memory.as_ptr().cast()) };
+        }
+        // SAFETY: allocated with the layout of the same length.
+        unsafe { dealloc(self.memory.as_ptr().cast(), Self::layout(self.len)) };
+    }
+}
+
+/// Host memory of the caller, page-locked while this lives.
+#[derive(Debug)]
+pub struct Registered {
+    shared: Arc<Shared>,
+    host: *mut c_void,
+    device_address: u64,
+}
+
+// SAFETY: the pointer is only a key for the driver.
+unsafe impl Send for Registered {}
+// SAFETY: as above.
+unsafe impl Sync for Registered {}
+
+impl Registered {
+    /// Where the device finds its first byte.
+    pub fn device_address(&self) -> u64 {
+        self.device_address
+    }
+}
+
+impl Drop for Registered {
+    fn drop(&mut self) {
+        let _ = self.shared.synchronize();
+        if let Ok(_current) = self.shared.enter() {
+            // SAFETY: registered once, unregistered once.
+            let _ = unsafe { driver::cuMemHostUnregister(self.host) };
+        }
+    }
+}
+
+impl Device {
+    /// Device memory for `len` values, all zero by the time later work sees it.
+    pub fn alloc<T: Plain>(&self, len: usize) -> Result<Buffer<T>, Error> {
+        at_most("values to allocate", len as u64, isize::MAX as u64 / size_of::<T>() as u64)?;
+        let shared = Arc::clone(&self.shared);
+        let mut buffer = Buffer { shared, address: 0, len: 0, holds: PhantomData };
+        if len > 0 {
+            let _current = self.shared.enter()?;
+            // SAFETY: a pointer to a local. The buffer has a length, and so a `Drop`, only then.
+            unsafe { driver::cuMemAlloc_v2(&raw mut buffer.address, len * size_of::<T>())? };
+            buffer.len = len;
+            self.fill(&mut buffer, 0)?;
+        }
+        Ok(buffer)
+    }
+
+    /// Page-locked host memory for `len` values, all zero.
+    pub fn pinned<T: Plain>(&self, len: usize) -> Result<Pinned<T>, Error> {
+        let bytes_max = isize::MAX as u64 / 2;
+        at_most("page-locked values", len as u64, bytes_max / size_of::<T>() as u64)?;
+        let layout = Pinned::<T>::layout(len);
+        // SAFETY: the layout's size isn't zero.
+        let memory = unsafe { alloc_zeroed(layout) };
+        let Some(memory) = NonNull::new(memory.cast::<T>()) else { handle_alloc_error(layout) };
+        let register = || {
+            let _current = self.shared.enter()?;
+            // SAFETY: whole pages of ours, which stay until they are unregistered.
+            unsafe {
+                driver::cuMemHostRegister_v2(memory.as_ptr().cast(), layout.size(), REGISTER_FLAGS)
+            }
+        };
+        if let Err(error) = register() {
+            // SAFETY: allocated above with the same layout.
+            unsafe { dealloc(memory.as_ptr().cast(), layout) };
+            return Err(error);
+        }
+        Ok(Pinned { shared: Arc::clone(&self.shared), memory, len, copy: None })
+    }
+
+    /// Page-locks host memory of the caller, so that streams can write to it.
+    ///
+    /// # Safety
+    /// `bytes` bytes lie at `host` and stay there until the answer is dropped. No page of them is
+    /// registered already.
+    pub unsafe fn register(&self, host: *mut u8, bytes: usize) -> Result<Registered, Error> {
+        let _current = self.shared.enter()?;
+        let host = host.cast::<c_void>();
+        // SAFETY: the caller's promise.
+        unsafe { driver::cuMemHostRegister_v2(host, bytes, REGISTER_FLAGS)? };
+        let shared = Arc::clone(&self.shared);
+        let mut registered = Registered { shared, host, device_address: 0 };
+        // SAFETY: a pointer to a local, and memory registered a moment ago.
+        unsafe {
+            driver::cuMemHostGetDevicePointer_v2(&raw mut registered.device_address, host, 0)?;
+        }
+        Ok(registered)
+    }
+
+    /// Sets every byte of `buffer`. Only enqueues.
+    pub fn fill<T: Plain>(&self, buffer: &mut Buffer<T>, byte: u8) -> Result<(), Error> {
+        if buffer.is_empty() {
+            return Ok(());
+        }
+        let _current = self.shared.enter()?;
+        // SAFETY: the buffer has that many bytes, and waits for this before it goes.
+        unsafe { driver::cuMemsetD8Async(buffer.address, byte, buffer.bytes(), self.shared.stream) }
+    }
+
+    /// Copies the first `count` values of `from` into the beginning of `to`. Only enqueues.
+    pub fn send<T: Plain>(
+        &self,
+        from: &mut Pinned<T>,
+        count: usize,
+        to: &mut Buffer<T>,
+    ) -> Result<(), Error> {
+        at_most("values to send", count as u64, from.len.min(to.len) as u64)?;
+        self.copied(from, count, |host, bytes, stream| {
+            // SAFETY: both ends have that many bytes, and both wait for the copy before they go.
+            unsafe { driver::cuMemcpyHtoDAsync_v2(to.address, host, bytes, stream) }
+        })
+    }
+
+    /// Copies the beginning of `from` into the first `count` values of `to`. Only enqueues.
+    pub fn fetch<T: Plain>(
+        &self,
+        from: Slice<'_, T>,
+        count: usize,
+        to: &mut Pinned<T>,
+    ) -> Result<(), Error> {
+        at_most("values to fetch", count as u64, from.len.min(to.len) as u64)?;
+        self.copied(to, count, |host, bytes, stream| {
+            // SAFETY: both ends have that many bytes. The host's waits for the copy; the device's
+            // does too, or its owner promised so.
+            unsafe { driver::cuMemcpyDtoHAsync_v2(host, from.address, bytes, stream) }
+        })
+    }
+
+    /// Copies all of `from` to the beginning of `to`, on the device. Only enqueues.
+    pub fn copy<T: Plain>(&self, from: Slice<'_, T>, to: &mut Buffer<T>) -> Result<(), Error> {
+        at_most("values to copy", from.len as u64, to.len as u64)?;
+        if from.is_empty() {
+            return Ok(());
+        }
+        let bytes = from.len * size_of::<T>();
+        let _current = self.shared.enter()?;
+        // SAFETY: both ends have that many bytes; ours waits before it goes, the other's owner
+        // promised to.
+        unsafe { driver::cuMemcpyDtoDAsync_v2(to.address, from.address, bytes, self.shared.stream) }
+    }
+
+    fn copied<T: Plain>(
+        &self,
+        host: &mut Pinned<T>,
+        count: usize,
+        copy: impl FnOnce(*mut c_void, usize, cudarc::driver::sys::CUstream) -> Result<(), Error>,
+    ) -> Result<(), Error> {
+        if !host.settled()? {
+            return Err(Error::InFlight);
+        }
+        if count > 0 {
+            let _current = self.shared.enter()?;
+            copy(host.memory.as_ptr().cast(), count * size_of::<T>(), self.shared.stream)?;
+            host.copy = Some(self.record()?);
+        }
+        Ok(())
+    }
+
+    /// Puts `values` at the beginning of `buffer`. Waits.
+    pub fn upload<T: Plain>(&self, buffer: &mut Buffer<T>, values: &[T]) -> Result<(), Error> {
+        at_most("values to upload", values.len() as u64, buffer.len as u64)?;
+        if values.is_empty() {
+            return Ok(());
+        }
+        let _current = self.shared.enter()?;
+        // SAFETY: both ends have that many bytes, and stay until the wait below is over.
+        unsafe {
+            let from = values.as_ptr().cast();
+            let (to, stream) = (buffer.address, self.shared.stream);
+            driver::cuMemcpyHtoDAsync_v2(to, from, size_of_val(values), stream)?;
+        }
+        self.synchronize()
+    }
+
+    /// All values of `slice`, after the work enqueued so far. Waits.
+    pub fn download<T: Plain>(&self, slice: Slice<'_, T>) -> Result<Vec<T>, Error> {
+        let mut values = vec![T::default(); slice.len];
+        if slice.is_empty() {
+            return Ok(values);
+        }
+        let _current = self.shared.enter()?;
+        // SAFETY: both ends have that many bytes, and stay until the wait below is over.
+        unsafe {
+            let (to, bytes) = (values.as_mut_ptr().cast(), size_of_val(values.as_slice()));
+            driver::cuMemcpyDtoHAsync_v2(to, slice.address, bytes, self.shared.stream)?;
+        }
+        self.synchronize()?;
+        Ok(values)
+    }
+}
