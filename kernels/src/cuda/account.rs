@@ -283,8 +283,6 @@ impl Device {
                     shared.address(),
                     pool.npages.into(),
                     out.address(),
-                    out.address() + std::mem::offset_of!(Classified, free_runs) as u64,
-                    out.address() + std::mem::offset_of!(Classified, aliased) as u64,
                 ],
             )
         }

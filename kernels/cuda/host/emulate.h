@@ -1,0 +1,205 @@
+// Lets a C++ compiler build the kernels for the host, so that they run where there is no GPU.
+//
+// A block's threads are fibers on one thread of the host. A fiber runs until its next barrier, of
+// its warp or of its block, and a barrier that not all of them reach ends the process: on a device
+// it would hang. Blocks run one after another, and every other launch runs blocks and threads
+// backwards, so that an answer that depends on their order shows.
+//
+// It can't show a data race: fibers change only at barriers. It takes one launch at a time; the
+// caller has a lock. Grids and blocks are one-dimensional, blocks whole warps, masks whole warps.
+#pragma once
+
+#include <setjmp.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <ucontext.h>
+
+#define __global__
+#define __device__
+#define __shared__ static
+
+struct uint4 {
+  unsigned x, y, z, w;
+};
+
+namespace emulate {
+
+constexpr unsigned WARP = 32, THREADS_MAX = 1024, STACK_BYTES = 64 * 1024;
+
+// Where a fiber stopped. `run` means that it may go on.
+enum class At { run, warp, block, end };
+
+struct Fiber {
+  jmp_buf place;
+  bool begun;
+  At at;
+  unsigned thread;
+  // What it shows to its warp. Two, by turns: a lane may show its next value while others still
+  // read this one.
+  unsigned long long shown[2];
+  unsigned turn;
+};
+
+struct Index {
+  unsigned x;
+};
+
+inline Fiber fibers[THREADS_MAX];
+inline Fiber* now;
+inline jmp_buf scheduler;
+inline Index block_index, block_dim, grid_dim;
+inline void (*body)(void*);
+inline void* argument;
+inline bool backwards;
+
+[[noreturn]] inline void stop(const char* why) {
+  fprintf(stderr, "kernel emulation: block %u: %s\n", block_index.x, why);
+  abort();
+}
+
+// Saves and restores no signal mask, which would be two system calls; a fiber is begun by
+// `makecontext` once and jumps ever after.
+[[gnu::noinline]] inline void yield(At at) {
+  now->at = at;
+  if (_setjmp(now->place) == 0) _longjmp(scheduler, 1);
+}
+
+// A fiber outlives the launch: the next one finds it at the end of this loop.
+inline void live() {
+  for (;;) {
+    body(argument);
+    yield(At::end);
+  }
+}
+
+inline void begin(Fiber& fiber) {
+  static ucontext_t nowhere;
+  ucontext_t start;
+  getcontext(&start);
+  start.uc_stack.ss_sp = malloc(STACK_BYTES);
+  start.uc_stack.ss_size = STACK_BYTES;
+  start.uc_link = nullptr;
+  if (!start.uc_stack.ss_sp) stop("no memory for a stack");
+  makecontext(&start, live, 0);
+  fiber.begun = true;
+  swapcontext(&nowhere, &start);
+}
+
+[[gnu::noinline]] inline void resume(Fiber& fiber) {
+  now = &fiber;
+  fiber.at = At::run;
+  if (_setjmp(scheduler) != 0) return;
+  if (fiber.begun) _longjmp(fiber.place, 1);
+  begin(fiber);
+}
+
+inline unsigned count(const Fiber* some, unsigned n, At at) {
+  unsigned found = 0;
+  for (unsigned i = 0; i < n; i++) found += some[i].at == at;
+  return found;
+}
+
+// Runs a warp until all of it waits for the block, or has ended.
+inline void run_warp(Fiber* warp) {
+  do {
+    for (unsigned i = 0; i < WARP; i++) resume(warp[backwards ? WARP - 1 - i : i]);
+  } while (count(warp, WARP, At::warp) == WARP);
+  if (count(warp, WARP, At::warp) != 0) stop("a part of a warp waits for the rest, which doesn't come");
+}
+
+inline void run_block(unsigned threads) {
+  for (unsigned i = 0; i < threads; i++) fibers[i].thread = i, fibers[i].turn = 0;
+  do {
+    for (unsigned i = 0; i < threads; i += WARP) {
+      run_warp(fibers + (backwards ? threads - WARP - i : i));
+    }
+  } while (count(fibers, threads, At::block) == threads);
+  if (count(fibers, threads, At::end) != threads) {
+    stop("a part of a block waits for the rest, which doesn't come");
+  }
+}
+
+// Runs `call(argument)` as every thread of `grid` blocks of `threads`.
+inline void launch(unsigned grid, unsigned threads, void (*call)(void*), void* with) {
+  if (threads == 0 || threads % WARP != 0 || threads > THREADS_MAX) stop("not a block of whole warps");
+  body = call, argument = with;
+  block_dim.x = threads, grid_dim.x = grid;
+  for (unsigned i = 0; i < grid; i++) {
+    block_index.x = backwards ? grid - 1 - i : i;
+    run_block(threads);
+  }
+  backwards = !backwards;
+}
+
+inline Index thread_index() { return Index{now->thread}; }
+
+inline const Fiber* warp_of(const Fiber* fiber) { return fiber - fiber->thread % WARP; }
+
+// Shows a value to the warp; the answer reads what a lane has shown.
+struct Shown {
+  const Fiber* warp;
+  unsigned turn;
+  unsigned long long operator[](unsigned lane) const { return warp[lane].shown[turn]; }
+};
+
+inline Shown show(unsigned mask, unsigned long long value) {
+  if (mask != 0xFFFFFFFFu) stop("only whole warps are emulated");
+  const unsigned turn = now->turn;
+  now->turn = 1 - turn;
+  now->shown[turn] = value;
+  yield(At::warp);
+  return Shown{warp_of(now), turn};
+}
+
+}  // namespace emulate
+
+#define threadIdx (emulate::thread_index())
+#define blockIdx (emulate::block_index)
+#define blockDim (emulate::block_dim)
+#define gridDim (emulate::grid_dim)
+
+inline void __syncthreads() { emulate::yield(emulate::At::block); }
+
+template <typename T>
+T __shfl_xor_sync(unsigned mask, T value, unsigned lanes) {
+  const unsigned lane = emulate::now->thread % emulate::WARP;
+  return T(emulate::show(mask, value)[(lane ^ lanes) % emulate::WARP]);
+}
+
+inline unsigned __ballot_sync(unsigned mask, bool value) {
+  const emulate::Shown shown = emulate::show(mask, value);
+  unsigned all = 0;
+  for (unsigned lane = 0; lane < emulate::WARP; lane++) all |= unsigned(shown[lane] != 0) << lane;
+  return all;
+}
+
+inline unsigned __popc(unsigned value) { return unsigned(__builtin_popcount(value)); }
+
+template <typename T>
+T atomicAdd(T* at, T value) {
+  const T before = *at;
+  *at = before + value;
+  return before;
+}
+
+template <typename T>
+T atomicOr(T* at, T value) {
+  const T before = *at;
+  *at = before | value;
+  return before;
+}
+
+template <typename T>
+T atomicExch(T* at, T value) {
+  const T before = *at;
+  *at = value;
+  return before;
+}
+
+template <typename T>
+T atomicCAS(T* at, T expected, T value) {
+  const T before = *at;
+  if (before == expected) *at = value;
+  return before;
+}

@@ -1,0 +1,234 @@
+// Page accounting on a CUDA device. kernels/src/reference.rs says what each kernel means, and
+// kernels/src/cuda/account.rs what it may rely on.
+//
+// All arithmetic is integer and every sum commutes, so an answer depends neither on the order of
+// threads nor on the shape of a launch. Page ids and list entries are never trusted: what lies
+// outside the pool is counted or skipped. Rows are trusted; the host has checked them.
+//
+// Blocks are one-dimensional and whole warps. No warp is left by a part of its lanes before a sum.
+
+typedef unsigned int u32;
+typedef long long i64;
+typedef unsigned long long u64;
+
+constexpr u32 WARP = 32;
+constexpr u32 FULL_WARP = 0xFFFFFFFFu;
+constexpr u32 PAGE_BAD = 0xFFFFFFFFu;
+constexpr u32 OWNER_NONE = 0xFFFFFFFFu;
+constexpr u32 OWNER_SHARED = 0xFFFFFFFEu;
+
+struct LiveRow {
+  u32 row, len, session, out_off;
+};
+
+struct SessionPages {
+  u64 refs, uss, pss_q32, runs, tail_tokens, freed;
+};
+
+struct Classified {
+  u64 classes[8], free_runs, aliased;
+};
+
+struct KvBuffer {
+  const unsigned char* address;
+  u64 page_bytes;
+};
+
+// ---- Sums ----------------------------------------------------------------------------------
+
+__device__ inline u64 warp_sum(u64 value) {
+  for (u32 lanes = WARP / 2; lanes > 0; lanes /= 2) {
+    value += __shfl_xor_sync(FULL_WARP, value, lanes);
+  }
+  return value;
+}
+
+// Adds what all threads of the block bring to `out`, with one atomic per counter and block: the
+// blocks of one session all add to the same few words.
+template <u32 N>
+__device__ void block_add(const u64 (&mine)[N], u64* out) {
+  static_assert(N <= WARP, "one thread per counter");
+  __shared__ u64 total[N];
+  if (threadIdx.x < N) total[threadIdx.x] = 0;
+  __syncthreads();
+  for (u32 i = 0; i < N; i++) {
+    const u64 sum = warp_sum(mine[i]);
+    if (threadIdx.x % WARP == 0) atomicAdd(&total[i], sum);
+  }
+  __syncthreads();
+  if (threadIdx.x < N && total[threadIdx.x] != 0) {
+    atomicAdd(&out[threadIdx.x], total[threadIdx.x]);
+  }
+}
+
+// ---- Live rows: `chunks` blocks to a row, neighbouring threads on neighbouring pages ---------
+
+struct Span {
+  u64 begin, end, step;
+};
+
+__device__ inline Span pages_of(const LiveRow& row, u32 chunks, u32 shift) {
+  const u64 page = 1ull << shift;
+  return Span{
+      u64(blockIdx.x % chunks) * blockDim.x + threadIdx.x,
+      (row.len + page - 1) >> shift,
+      u64(chunks) * blockDim.x,
+  };
+}
+
+// `r2t` may change while it is read, by a scheduler that runs on: an entry is read once, whole.
+extern "C" __global__ void kv_gather_pages(const volatile int* r2t, u64 ld, u64 table_rows,
+                                           const LiveRow* rows, u32 nrows, u32 chunks, u32 shift,
+                                           u32 npages, u32* staged, u64* bad) {
+  if (blockIdx.x / chunks >= nrows) return;
+  const LiveRow row = rows[blockIdx.x / chunks];
+  const Span span = pages_of(row, chunks, shift);
+  u64 sums[1] = {0};
+  for (u64 i = span.begin; i < span.end; i += span.step) {
+    const u64 column = i << shift;
+    const bool inside = row.row < table_rows && column < ld;
+    const int slot = inside ? r2t[row.row * ld + column] : 0;
+    const u32 page = u32(slot) >> shift;
+    const bool sound = slot > 0 && page < npages && page << shift == u32(slot);
+    staged[row.out_off + i] = sound ? page : PAGE_BAD;
+    sums[0] += !sound;
+  }
+  block_add(sums, bad);
+}
+
+// An owner only ever rises, from none to a session to shared: who comes first doesn't matter.
+extern "C" __global__ void kv_mark(const LiveRow* rows, u32 nrows, u32 chunks, u32 shift,
+                                   u32 npages, const u32* staged, u32* refcnt, u32* owner) {
+  if (blockIdx.x / chunks >= nrows) return;
+  const LiveRow row = rows[blockIdx.x / chunks];
+  const Span span = pages_of(row, chunks, shift);
+  for (u64 i = span.begin; i < span.end; i += span.step) {
+    const u32 page = staged[row.out_off + i];
+    if (page >= npages) continue;
+    atomicAdd(&refcnt[page], 1u);
+    const u32 before = atomicCAS(&owner[page], OWNER_NONE, row.session);
+    const bool others = before != OWNER_NONE && before != row.session;
+    if (others && before != OWNER_SHARED) atomicExch(&owner[page], OWNER_SHARED);
+  }
+}
+
+// `claimed` lets one of a session's references count for the page. `tree` may be null.
+extern "C" __global__ void kv_session(const LiveRow* rows, u32 nrows, u32 chunks, u32 shift,
+                                      u32 npages, const u32* staged, const u32* refcnt,
+                                      const u32* owner, const u32* tree, u32* claimed,
+                                      SessionPages* out) {
+  if (blockIdx.x / chunks >= nrows) return;
+  const LiveRow row = rows[blockIdx.x / chunks];
+  const Span span = pages_of(row, chunks, shift);
+  u64 refs = 0, uss = 0, pss = 0, runs = 0, tail = 0, freed = 0;
+  for (u64 i = span.begin; i < span.end; i += span.step) {
+    const u32* at = staged + row.out_off + i;
+    const u32 page = *at;
+    if (page >= npages) continue;
+    refs += 1;
+    const u32 sharers = refcnt[page];
+    pss += (1ull << 32) / (sharers > 1 ? sharers : 1);
+    runs += i == 0 || at[-1] + 1 != page;
+    if (owner[page] != row.session) continue;
+    const u32 word = page / WARP, bit = 1u << page % WARP;
+    if (atomicOr(&claimed[word], bit) & bit) continue;
+    uss += 1;
+    freed += tree == nullptr || !(tree[word] & bit);
+  }
+  if (span.begin == 0) tail = (span.end << shift) - row.len;
+  const u64 sums[6] = {refs, uss, pss, runs, tail, freed};
+  static_assert(sizeof(sums) == sizeof(SessionPages), "one sum per field, in their order");
+  block_add(sums, &out[row.session].refs);
+}
+
+// ---- Sets of pages ----------------------------------------------------------------------------
+
+// A page is named by its first slot; its other slots only have to lie in the pool.
+extern "C" __global__ void kv_list_to_bitmap(const i64* ids, u64 n, u32 shift, u32 npages,
+                                             u32* bitmap, u64* duplicates_bad) {
+  u64 sums[2] = {0, 0};
+  for (u64 i = u64(blockIdx.x) * blockDim.x + threadIdx.x; i < n;
+       i += u64(gridDim.x) * blockDim.x) {
+    const i64 id = ids[i];
+    const i64 page = id >> shift;
+    if (id < 0 || page >= npages) {
+      sums[1] += 1;
+    } else if (page << shift == id) {
+      const u32 bit = 1u << page % WARP;
+      sums[0] += (atomicOr(&bitmap[page / WARP], bit) & bit) != 0;
+    }
+  }
+  block_add(sums, duplicates_bad);
+}
+
+// A warp makes a word: 32 neighbouring pages, read together.
+extern "C" __global__ void kv_ref_bitmap(const u32* refcnt, const u32* owner, u32 npages,
+                                         u32* referenced, u32* shared) {
+  const u32 lane = threadIdx.x % WARP;
+  const u64 warps = u64(gridDim.x) * (blockDim.x / WARP);
+  for (u64 word = (u64(blockIdx.x) * blockDim.x + threadIdx.x) / WARP; word * WARP < npages;
+       word += warps) {
+    const u64 page = word * WARP + lane;
+    const bool inside = page < npages;
+    const u32 is_referenced = __ballot_sync(FULL_WARP, inside && refcnt[page] > 0);
+    const u32 is_shared = __ballot_sync(FULL_WARP, inside && owner[page] == OWNER_SHARED);
+    if (lane == 0) {
+      referenced[word] = is_referenced;
+      shared[word] = is_shared;
+    }
+  }
+}
+
+// A class's number is three bits: free, referenced, in the tree.
+extern "C" __global__ void kv_classify(const u32* free, const u32* referenced, const u32* tree,
+                                       const u32* shared, u32 npages, Classified* out) {
+  u64 sums[10] = {};
+  for (u64 word = u64(blockIdx.x) * blockDim.x + threadIdx.x; word * WARP < npages;
+       word += u64(gridDim.x) * blockDim.x) {
+    const u64 left = npages - word * WARP;
+    const u32 pages = left < WARP ? (1u << left) - 1 : FULL_WARP;
+    const u32 f = free[word], r = referenced[word], t = tree[word];
+    for (u32 c = 0; c < 8; c++) {
+      const u32 same = (c & 4 ? f : ~f) & (c & 2 ? r : ~r) & (c & 1 ? t : ~t);
+      sums[c] += __popc(same & pages);
+    }
+    const u32 before = f << 1 | (word > 0 ? free[word - 1] >> 31 : 0);
+    sums[8] += __popc(f & ~before);
+    sums[9] += __popc(shared[word] & ~t);
+  }
+  static_assert(sizeof(sums) == sizeof(Classified), "one sum per field, in their order");
+  block_add(sums, out->classes);
+}
+
+// ---- Digests ------------------------------------------------------------------------------------
+
+// The finalizer of splitmix64.
+__device__ inline u64 mix(u64 word) {
+  word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9ull;
+  word = (word ^ word >> 27) * 0x94D049BB133111EBull;
+  return word ^ word >> 31;
+}
+
+__device__ inline u64 keyed(u64 word, u64 buffer, u64 place) {
+  return mix(word ^ ((buffer + 1) << 32 | place) * 0x9E3779B97F4A7C15ull);
+}
+
+// A block to a page, 16 bytes a load. The pages may change while they are read; whoever asks for a
+// digest knows which are sealed.
+extern "C" __global__ void kv_page_digest(const KvBuffer* buffers, u32 nbuf, u32 npages,
+                                          const u32* pages, u32 n, u64* out) {
+  for (u64 i = blockIdx.x; i < n; i += gridDim.x) {
+    const u32 page = pages[i];
+    u64 sums[1] = {0};
+    for (u32 b = 0; b < nbuf && page < npages; b++) {
+      const KvBuffer buffer = buffers[b];
+      const uint4* vectors = (const uint4*)(buffer.address + page * buffer.page_bytes);
+      for (u64 v = threadIdx.x; v < buffer.page_bytes / 16; v += blockDim.x) {
+        const uint4 four = vectors[v];
+        sums[0] += keyed(u64(four.y) << 32 | four.x, b, 2 * v);
+        sums[0] += keyed(u64(four.w) << 32 | four.z, b, 2 * v + 1);
+      }
+    }
+    block_add(sums, &out[i]);
+  }
+}

@@ -1,0 +1,327 @@
+//! Random pools, sound and corrupt, and what accounting says of one: the reference's answers and a
+//! device's, to be compared bit for bit.
+
+use fastrand::Rng;
+use kernels::{
+    cuda::{Buffer, Classified, Device, Error, KvBuffer, PageSet, Plain, Pool, Table},
+    reference::{self, KvBytes, LiveRow, OWNER_SHARED, SessionPages},
+};
+
+/// Pages that a row of the table has room for.
+const ROW_PAGES: u32 = 64;
+
+/// One engine's tables at one moment.
+#[derive(Debug)]
+pub(crate) struct Case {
+    pub(crate) pool: Pool,
+    pub(crate) ld: usize,
+    pub(crate) r2t: Vec<i32>,
+    pub(crate) rows: Vec<LiveRow>,
+    /// Those of the rows that stayed as they were, which is what gets accounted.
+    pub(crate) kept: Vec<LiveRow>,
+    pub(crate) sessions: usize,
+    /// Page ids.
+    pub(crate) free: Vec<i64>,
+    /// Token slots.
+    pub(crate) tree: Vec<i64>,
+    /// Does a session's account know the tree?
+    pub(crate) sees_tree: bool,
+    pub(crate) kv: Vec<Kv>,
+    pub(crate) sealed: Vec<u32>,
+}
+
+/// A KV buffer's content.
+#[derive(Debug)]
+pub(crate) struct Kv {
+    pub(crate) page_bytes: usize,
+    pub(crate) bytes: Vec<u8>,
+}
+
+/// Everything that accounting answers.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Answers {
+    pub(crate) staged: Vec<u32>,
+    pub(crate) bad: u64,
+    pub(crate) refcnt: Vec<u32>,
+    pub(crate) owner: Vec<u32>,
+    pub(crate) sessions: Vec<SessionPages>,
+    pub(crate) free: Set,
+    pub(crate) tree: Set,
+    pub(crate) referenced: Vec<u32>,
+    pub(crate) shared: Vec<u32>,
+    pub(crate) classified: Classified,
+    pub(crate) digests: Vec<u64>,
+}
+
+/// A bitmap of pages, and what was wrong with its list.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Set {
+    pub(crate) words: Vec<u32>,
+    pub(crate) duplicates_bad: [u64; 2],
+}
+
+impl Case {
+    pub(crate) fn random(seed: u64) -> Case {
+        let mut rng = Rng::with_seed(seed);
+        let page_shift = rng.u32(0..=6);
+        let npages = if rng.u32(0..4) == 0 { rng.u32(1..70) } else { rng.u32(70..4000) };
+        let pool = Pool { page_shift, npages };
+        let sessions = rng.u32(1..=8);
+        let ld = (rng.u32(1..=ROW_PAGES) as usize) << page_shift;
+        let mut lists: Vec<Vec<u32>> = Vec::new();
+        for _ in 0..rng.u32(0..=24) {
+            let list = page_list(&mut rng, npages, &lists, narrow(ld >> page_shift));
+            lists.push(list);
+        }
+        let mut r2t = vec![0; ld * (lists.len() + 2)];
+        let mut rows: Vec<LiveRow> = lists
+            .iter()
+            .zip(0..)
+            .map(|(list, row)| {
+                for (i, &page) in list.iter().enumerate() {
+                    let slot = (page << page_shift).cast_signed();
+                    r2t[row as usize * ld + (i << page_shift)] = slot;
+                }
+                let slack = rng.u32(0..1 << page_shift);
+                let len = (narrow(list.len()) << page_shift).saturating_sub(slack);
+                LiveRow { row, len, session: rng.u32(0..sessions), out_off: 0 }
+            })
+            .collect();
+        corrupt(&mut rng, &mut r2t, &mut rows, ld, pool);
+        reference::lay_out(&mut rows, page_shift);
+        let kept = rows.iter().copied().filter(|_| rng.u32(0..8) > 0).collect();
+        let (free, tree) = (free_list(&mut rng, pool), tree_list(&mut rng, pool, &lists));
+        let kv = (0..rng.u32(0..4)).map(|_| Kv::random(&mut rng, npages.min(40))).collect();
+        let sealed = (0..rng.u32(0..6)).map(|_| rng.u32(0..48)).collect();
+        let (sessions, sees_tree) = (sessions as usize, rng.bool());
+        Case { pool, ld, r2t, rows, kept, sessions, free, tree, sees_tree, kv, sealed }
+    }
+
+    /// What the scalar reference says.
+    pub(crate) fn expected(&self) -> Answers {
+        let Pool { page_shift, npages } = self.pool;
+        let (staged, bad) =
+            reference::gather_pages(&self.r2t, self.ld, &self.rows, page_shift, npages);
+        let marks = reference::mark(&self.kept, &staged, page_shift, npages);
+        let free = reference::slots_to_set(self.free.iter().copied(), 0, npages);
+        let tree = reference::slots_to_set(self.tree.iter().copied(), page_shift, npages);
+        let seen = self.sees_tree.then_some(&tree);
+        let by = reference::session(&self.kept, &staged, &marks, seen, page_shift);
+        let sessions = (0..narrow(self.sessions)).map(|s| by.get(&s).copied().unwrap_or_default());
+        let kv: Vec<KvBytes<'_>> = self
+            .kv
+            .iter()
+            .map(|kv| KvBytes { bytes: &kv.bytes, page_bytes: kv.page_bytes })
+            .collect();
+        Answers {
+            bad,
+            sessions: sessions.collect(),
+            referenced: words(marks.refcnt.iter().map(|&n| n > 0)),
+            shared: words(marks.owner.iter().map(|&owner| owner == OWNER_SHARED)),
+            classified: Classified {
+                classes: reference::class_counts(&free, &marks, &tree),
+                free_runs: free.runs(),
+                aliased: marks.aliased_pages(&tree),
+            },
+            free: Set::of(&free),
+            tree: Set::of(&tree),
+            refcnt: marks.refcnt,
+            owner: marks.owner,
+            digests: reference::page_digest(&kv, &self.sealed),
+            staged,
+        }
+    }
+
+    /// What the kernels say.
+    pub(crate) fn answers(&self, device: &Device) -> Result<Answers, Error> {
+        let pool = self.pool;
+        let r2t = filled(device, &self.r2t)?;
+        let table = Table { entries: r2t.slice(), ld: self.ld as u64 };
+        let mut live = device.live_rows(self.rows.len())?;
+        device.set_live_rows(&mut live, &self.rows, pool)?;
+        let mut staged = device.alloc(live.list_len())?;
+        let mut bad = device.alloc(1)?;
+        device.gather_pages(table, &live, &mut staged, &mut bad)?;
+        let mut kept = device.live_rows(self.kept.len())?;
+        device.set_live_rows(&mut kept, &self.kept, pool)?;
+        let mut marks = device.marks(pool.npages)?;
+        device.mark(&kept, &staged, &mut marks)?;
+        let free = self.set(device, &self.free, 0)?;
+        let tree = self.set(device, &self.tree, pool.page_shift)?;
+        let (mut claimed, mut sessions) =
+            (device.alloc(pool.words())?, device.alloc(self.sessions)?);
+        let seen = self.sees_tree.then_some(&tree);
+        device.session(&kept, &staged, &marks, seen, &mut claimed, &mut sessions)?;
+        let (mut referenced, mut shared) =
+            (device.alloc(pool.words())?, device.alloc(pool.words())?);
+        device.ref_bitmap(&marks, pool, &mut referenced, &mut shared)?;
+        let mut classified = device.alloc(1)?;
+        device.classify(&free, &tree, &referenced, &shared, pool, &mut classified)?;
+        Ok(Answers {
+            staged: device.download(staged.slice())?,
+            bad: device.download(bad.slice())?[0],
+            refcnt: device.download(marks.refcnt.slice())?,
+            owner: device.download(marks.owner.slice())?,
+            sessions: device.download(sessions.slice())?,
+            free: Set::from_device(device, &free)?,
+            tree: Set::from_device(device, &tree)?,
+            referenced: device.download(referenced.slice())?,
+            shared: device.download(shared.slice())?,
+            classified: device.download(classified.slice())?[0],
+            digests: self.digests(device)?,
+        })
+    }
+
+    fn set(&self, device: &Device, ids: &[i64], shift: u32) -> Result<PageSet, Error> {
+        let mut set = device.page_set(self.pool)?;
+        // In two lists: a set gathers.
+        let ids = filled(device, ids)?;
+        let half = ids.len() / 2;
+        for part in [ids.slice().part(0, half)?, ids.slice().part(half, ids.len() - half)?] {
+            device.list_to_set(part, shift, self.pool, &mut set)?;
+        }
+        Ok(set)
+    }
+
+    fn digests(&self, device: &Device) -> Result<Vec<u64>, Error> {
+        let contents: Vec<(Buffer<u8>, usize)> = self
+            .kv
+            .iter()
+            .map(|kv| Ok((filled(device, &kv.bytes)?, kv.page_bytes)))
+            .collect::<Result<_, Error>>()?;
+        digests(device, &contents, self.kv_pages(), &self.sealed)
+    }
+
+    /// Pages that every KV buffer has.
+    fn kv_pages(&self) -> u32 {
+        self.kv.iter().map(|kv| narrow(kv.bytes.len() / kv.page_bytes)).min().unwrap_or(u32::MAX)
+    }
+}
+
+impl Kv {
+    fn random(rng: &mut Rng, pages: u32) -> Kv {
+        let page_bytes = 16 * rng.usize(1..40);
+        let bytes = (0..page_bytes * pages as usize).map(|_| rng.u8(..)).collect();
+        Kv { page_bytes, bytes }
+    }
+}
+
+impl Set {
+    fn of(set: &reference::PageSet) -> Set {
+        let words = words(set.has.iter().copied());
+        Set { words, duplicates_bad: [set.duplicates, set.bad] }
+    }
+
+    fn from_device(device: &Device, set: &PageSet) -> Result<Set, Error> {
+        let counters = device.download(set.duplicates_bad.slice())?;
+        let duplicates_bad = counters.try_into().expect("a set has two counters");
+        Ok(Set { words: device.download(set.words.slice())?, duplicates_bad })
+    }
+}
+
+/// Values on the device.
+pub(crate) fn filled<T: Plain>(device: &Device, values: &[T]) -> Result<Buffer<T>, Error> {
+    let mut buffer = device.alloc(values.len())?;
+    device.upload(&mut buffer, values)?;
+    Ok(buffer)
+}
+
+/// Digests of `sealed` over buffers, each with the bytes of a page.
+pub(crate) fn digests(
+    device: &Device,
+    contents: &[(Buffer<u8>, usize)],
+    npages: u32,
+    sealed: &[u32],
+) -> Result<Vec<u64>, Error> {
+    let buffers: Vec<KvBuffer> = contents
+        .iter()
+        .map(|(bytes, page)| KvBuffer { address: bytes.address(), page_bytes: *page as u64 })
+        .collect();
+    // SAFETY: the buffers are as long as their pages, and outlive the download below.
+    let kv = unsafe { device.kv_buffers(&buffers, npages)? };
+    let pages = filled(device, sealed)?;
+    let mut out = device.alloc(sealed.len())?;
+    device.page_digest(&kv, pages.slice(), &mut out)?;
+    device.download(out.slice())
+}
+
+fn narrow(small: usize) -> u32 {
+    u32::try_from(small).expect("pools are small here")
+}
+
+/// Bits as the words of a bitmap.
+fn words(bits: impl Iterator<Item = bool>) -> Vec<u32> {
+    let bits: Vec<bool> = bits.collect();
+    let word = |bits: &[bool]| bits.iter().rev().fold(0, |word, &bit| word << 1 | u32::from(bit));
+    bits.chunks(32).map(word).collect()
+}
+
+/// A row's pages: runs and strays, some named twice, some shared with a row before.
+fn page_list(rng: &mut Rng, npages: u32, others: &[Vec<u32>], pages_max: u32) -> Vec<u32> {
+    let length = rng.u32(0..=pages_max) as usize;
+    let mut list: Vec<u32> = Vec::new();
+    if !others.is_empty() && rng.u32(0..3) == 0 {
+        let other = &others[rng.usize(0..others.len())];
+        list.extend(&other[..rng.usize(0..=other.len().min(length))]);
+    }
+    while list.len() < length {
+        let next = match (list.last(), rng.u32(0..12)) {
+            (Some(_), 0) => list[rng.usize(0..list.len())],
+            (Some(&last), 1..=7) => last + 1,
+            _ => rng.u32(0..npages),
+        };
+        list.push(next.clamp(1, npages.max(2) - 1));
+    }
+    list
+}
+
+/// Now and then an entry, a length or a row number that no sound engine has.
+fn corrupt(rng: &mut Rng, r2t: &mut [i32], rows: &mut [LiveRow], ld: usize, pool: Pool) {
+    if r2t.is_empty() || rng.bool() {
+        return;
+    }
+    for _ in 0..rng.u32(1..4) {
+        let entry = rng.usize(0..r2t.len()) >> pool.page_shift << pool.page_shift;
+        let outside = (pool.npages << pool.page_shift).cast_signed();
+        let odd = r2t[entry] + 1;
+        let values = [0, -5, i32::MIN, i32::MAX, outside, outside - 1, odd, 1];
+        r2t[entry] = values[rng.usize(0..values.len())];
+    }
+    if let Some(row) = rows.last_mut() {
+        match rng.u32(0..4) {
+            0 => row.row += 1000,
+            1 => row.len = narrow(ld) + rng.u32(0..200),
+            _ => {}
+        }
+    }
+}
+
+fn free_list(rng: &mut Rng, pool: Pool) -> Vec<i64> {
+    let mut list: Vec<i64> = Vec::new();
+    let npages = i64::from(pool.npages);
+    for _ in 0..rng.u32(0..60) {
+        let start = rng.i64(0..npages);
+        list.extend((start..npages).take(rng.usize(0..40)));
+        match rng.u32(0..20) {
+            0 => list.push(-rng.i64(1..100)),
+            1 => list.push(npages + rng.i64(0..100)),
+            2 => list.push(rng.i64(..)),
+            _ => {}
+        }
+    }
+    rng.shuffle(&mut list);
+    list
+}
+
+/// Whole pages of some rows and of nobody, by their token slots; rarely a stray slot.
+fn tree_list(rng: &mut Rng, pool: Pool, lists: &[Vec<u32>]) -> Vec<i64> {
+    let mut pages: Vec<u32> =
+        lists.iter().flatten().copied().filter(|_| rng.u32(0..3) == 0).collect();
+    pages.extend((0..rng.u32(0..20)).map(|_| rng.u32(0..pool.npages + 2)));
+    let size = 1i64 << pool.page_shift;
+    let slots =
+        pages.iter().flat_map(|&page| i64::from(page) * size..i64::from(page) * size + size);
+    let mut list: Vec<i64> = slots.filter(|_| rng.u32(0..100) > 0).collect();
+    list.extend((0..rng.u32(0..3)).map(|_| rng.i64(-3..5000)));
+    list
+}

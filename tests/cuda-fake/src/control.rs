@@ -1,0 +1,141 @@
+//! What a test may do to the driver: `cuda_fake_*`, for [`crate::Fake`], and for whoever loads the
+//! library by other means (a Python process, say).
+
+use crate::{
+    fake::{ALL_STREAMS, Live},
+    host::Kernels,
+    state::{State, state},
+};
+use std::ffi::{CStr, c_char};
+
+/// # Safety
+/// `text` is null or ends with a zero.
+unsafe fn text(text: *const c_char) -> Option<String> {
+    if text.is_null() {
+        return None;
+    }
+    // SAFETY: the caller's promise.
+    Some(unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
+}
+
+/// Launches of one kernel, or of all where `kernel` is null.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuda_fake_launches(kernel: *const c_char) -> u64 {
+    // SAFETY: the same contract.
+    let kernel = unsafe { text(kernel) };
+    let state = state();
+    let counted = |name: &String| kernel.as_ref().is_none_or(|kernel| kernel == name);
+    state.launches.iter().filter(|(name, _)| counted(name)).map(|(_, count)| count).sum()
+}
+
+/// From now on `symbol` answers `code` and does nothing; 0 undoes that.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuda_fake_fail(symbol: *const c_char, code: u32) {
+    // SAFETY: the same contract.
+    let Some(symbol) = (unsafe { text(symbol) }) else { return };
+    if code == 0 {
+        state().faults.remove(&symbol);
+    } else {
+        state().faults.insert(symbol, code);
+    }
+}
+
+/// Device memory there is, in bytes.
+#[unsafe(no_mangle)]
+extern "C" fn cuda_fake_memory_max(bytes: u64) {
+    state().memory_max = bytes;
+}
+
+/// Makes the allocation around an address look mapped from handles. 0 where there is none.
+#[unsafe(no_mangle)]
+extern "C" fn cuda_fake_mark_vmm(address: u64) -> u32 {
+    let mut state = state();
+    let Some(base) = state.block_of(address).map(|block| block.base()) else { return 0 };
+    state.vmm.push(base);
+    1
+}
+
+/// From now on what a stream is given stays undone; [`ALL_STREAMS`] means those to come too.
+#[unsafe(no_mangle)]
+extern "C" fn cuda_fake_hold(stream: u64) {
+    set_held(&mut state(), stream, true);
+}
+
+/// A stream goes on, and is no longer held.
+#[unsafe(no_mangle)]
+extern "C" fn cuda_fake_release(stream: u64) {
+    let mut state = state();
+    set_held(&mut state, stream, false);
+    state.advance();
+}
+
+/// A held stream does up to `pieces` of its work, and what only waited for that follows elsewhere.
+#[unsafe(no_mangle)]
+extern "C" fn cuda_fake_step(stream: u64, pieces: u64) {
+    let mut state = state();
+    if let Some(stream) = state.streams.get_mut(&stream) {
+        stream.allowance = pieces;
+    }
+    state.advance();
+    if let Some(stream) = state.streams.get_mut(&stream) {
+        stream.allowance = 0;
+    }
+}
+
+/// Pieces of work that a stream still has.
+#[unsafe(no_mangle)]
+extern "C" fn cuda_fake_pending(stream: u64) -> u64 {
+    state().streams.get(&stream).map_or(0, |stream| stream.work.len() as u64)
+}
+
+/// What is alive now.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuda_fake_live(live: *mut Live) {
+    let state = state();
+    let found = Live {
+        allocations: state.allocations.len() as u64,
+        bytes: state.memory_used(),
+        imports: state.imports.len() as u64,
+        registrations: state.registered.len() as u64,
+        streams: state.streams.len() as u64 - 1,
+        events: state.events.len() as u64,
+        modules: state.modules.len() as u64,
+        contexts: state.contexts.values().sum(),
+    };
+    // SAFETY: `live` may be written.
+    unsafe { live.write(found) };
+}
+
+/// Modules loaded from now on have the kernels of this library; null means those built in. 0 where
+/// it can't be loaded.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuda_fake_kernels(path: *const c_char) -> u32 {
+    // SAFETY: the same contract.
+    let path = unsafe { text(path) };
+    let kernels = path.map_or_else(|| Ok(Kernels::built_in()), |path| Kernels::load(&path));
+    let Ok(kernels) = kernels else { return 0 };
+    state().kernels = kernels;
+    1
+}
+
+/// Undoes every decision of a test; held streams go on.
+#[unsafe(no_mangle)]
+extern "C" fn cuda_fake_reset() {
+    let mut state = state();
+    state.faults.clear();
+    state.launches.clear();
+    state.vmm.clear();
+    state.kernels = Kernels::built_in();
+    state.memory_max = crate::state::MEMORY_DEFAULT_BYTES;
+    set_held(&mut state, ALL_STREAMS, false);
+    state.advance();
+}
+
+fn set_held(state: &mut State, stream: u64, held: bool) {
+    if stream == ALL_STREAMS {
+        state.all_held = held;
+        state.streams.values_mut().for_each(|stream| stream.held = held);
+    } else if let Some(stream) = state.streams.get_mut(&stream) {
+        stream.held = held;
+    }
+}
