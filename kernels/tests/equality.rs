@@ -14,8 +14,12 @@ fn device() -> Device {
 #[test]
 fn random_pools_are_answered_as_by_the_reference() {
     let _fake = Fake::load().unwrap();
-    let device = device();
-    for seed in 0..1000 {
+    let mut device = device();
+    // What is launched on a GPU, and shapes small enough to cut these pools in pieces.
+    let small = |threads| Shape::new(threads, 1, 3).unwrap();
+    let shapes = [Shape::default(), small(32), small(64), small(96)];
+    for (seed, &shape) in (0..1000).zip(shapes.iter().cycle()) {
+        device.set_shape(shape);
         let case = Case::random(seed);
         let answers = case.answers(&device).unwrap();
         assert_eq!(answers, case.expected(), "seed {seed}");
@@ -26,10 +30,9 @@ fn random_pools_are_answered_as_by_the_reference() {
 fn no_answer_depends_on_the_shape_of_a_launch() {
     let _fake = Fake::load().unwrap();
     let mut device = device();
-    for seed in 0..40 {
+    for seed in 1000..1020 {
         let case = Case::random(seed);
-        for (threads, entries, blocks_max) in [(32, 1, 1), (64, 1, 7), (256, 2, 3), (1024, 8, 1024)]
-        {
+        for (threads, entries, blocks_max) in [(32, 1, 1), (256, 2, 3), (1024, 8, 1024)] {
             device.set_shape(Shape::new(threads, entries, blocks_max).unwrap());
             let answers = case.answers(&device).unwrap();
             assert_eq!(answers, case.expected(), "seed {seed}, {threads} threads");

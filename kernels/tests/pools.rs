@@ -287,7 +287,8 @@ fn corrupt(rng: &mut Rng, r2t: &mut [i32], rows: &mut [LiveRow], ld: usize, pool
         let values = [0, -5, i32::MIN, i32::MAX, outside, outside - 1, odd, 1];
         r2t[entry] = values[rng.usize(0..values.len())];
     }
-    if let Some(row) = rows.last_mut() {
+    if !rows.is_empty() {
+        let row = &mut rows[rng.usize(0..rows.len())];
         match rng.u32(0..4) {
             0 => row.row += 1000,
             1 => row.len = narrow(ld) + rng.u32(0..200),

@@ -1,1 +1,333 @@
-fn main() {}
+//! What needs processes of its own: a driver that is missing or broken, CUDA IPC, and kernels with
+//! planted mistakes, each of which the comparison with the reference must catch.
+//!
+//! `cargo test -p kernels --test processes`. Each check runs this program again, in a role.
+
+#![expect(clippy::print_stdout, reason = "a test without the harness reports by itself")]
+
+mod pools;
+
+use cuda_fake::Fake;
+use kernels::{
+    cuda::{Device, Exported, Pool, Shape, Table, missing},
+    reference::{self, LiveRow},
+};
+use pools::Case;
+use std::{
+    env, fs,
+    io::{BufRead, BufReader, Read},
+    os::unix::{fs::symlink, process::ExitStatusExt},
+    panic,
+    path::{Path, PathBuf},
+    process::{Child, Command, ExitCode, Output, Stdio},
+    sync::atomic::{AtomicUsize, Ordering},
+    thread,
+};
+use tempfile::TempDir;
+
+const ROLE: &str = "BERTH_TEST_ROLE";
+const KERNELS: &str = "BERTH_TEST_KERNELS";
+/// Enough for every planted mistake; the real kernels stand a thousand, in `equality.rs`.
+const POOLS: u64 = 60;
+
+/// A mistake: its name, what stands in the source once, and what is put there.
+type Mistake = (&'static str, &'static str, &'static str);
+
+const MISTAKES: &[Mistake] = &[
+    (
+        "the page behind the pool",
+        "page < npages && page << shift",
+        "page <= npages && page << shift",
+    ),
+    ("slot 0 is a page", "slot > 0 &&", "slot >= 0 &&"),
+    ("slots needn't be aligned", " && page << shift == u32(slot)", ""),
+    ("the entry behind a row", "column < ld;", "column <= ld;"),
+    ("rows needn't be in the table", "row.row < table_rows && ", ""),
+    (
+        "owners never become shared",
+        "before != OWNER_SHARED) atomic",
+        "before == OWNER_SHARED) atomic",
+    ),
+    ("a page counts for every reference", "& bit) continue;", "& bit & 0) continue;"),
+    ("a close frees what the tree has", "!(tree[word] & bit)", "true"),
+    ("a block begins a run", "runs += i == 0 ||", "runs += i == span.begin ||"),
+    ("a share is cut short", "(1ull << 32) / (sharers", "0xFFFFFFFFull / (sharers"),
+    ("every block has the tail", "if (span.begin == 0)", "if (threadIdx.x == 0)"),
+    ("negative ids are pages", "if (id < 0 || page", "if (page"),
+    ("every slot names its page", "} else if (page << shift == id) {", "} else {"),
+    ("a second row shares", "owner[page] == OWNER_SHARED);", "refcnt[page] > 1);"),
+    ("pages behind the last", "left < WARP ? (1u << left) - 1 : FULL_WARP", "FULL_WARP"),
+    ("a word begins a run", "(word > 0 ? free[word - 1] >> 31 : 0)", "0"),
+    ("aliases in the tree", "__popc(shared[word] & ~t)", "__popc(shared[word])"),
+    ("a lane is left out of a sum", "lanes > 0;", "lanes > 1;"),
+    ("nobody waits for the zero", "= 0;\n  __syncthreads();", "= 0;"),
+    ("buffers can be swapped", "(buffer + 1) << 32 | place", "place"),
+    ("halves can be swapped", "b, 2 * v + 1)", "b, 2 * v)"),
+];
+
+fn main() -> ExitCode {
+    match env::var(ROLE).as_deref() {
+        Err(_) => checks(),
+        Ok("missing") => say_missing(),
+        Ok("refused") => say_refused(),
+        Ok("exporter") => export(),
+        Ok("pools") => compare_pools(),
+        Ok(other) => panic!("no role is called {other}"),
+    }
+}
+
+fn checks() -> ExitCode {
+    let all: &[(&str, fn())] = &[
+        ("without a driver it is said, and nothing panics", no_driver),
+        ("a driver that lacks a call is told by its name", lacking_driver),
+        ("a driver that doesn't start is told by its reason", refusing_driver),
+        ("memory of one process is accounted in another", ipc),
+        ("the kernels have no undefined behaviour on the host", undefined_behaviour),
+        ("a barrier that not all reach ends the process", divergent_barrier),
+        ("every planted mistake is caught", mistakes),
+    ];
+    let failed = all.iter().filter(|(name, check)| {
+        let passed = panic::catch_unwind(check).is_ok();
+        println!("{name} ... {}", if passed { "ok" } else { "FAILED" });
+        !passed
+    });
+    if failed.count() == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+/// This program, in a role.
+fn in_role(role: &str) -> Command {
+    let mut command = Command::new(env::current_exe().expect("this program has a path"));
+    command.env(ROLE, role).env_remove("LD_LIBRARY_PATH");
+    command
+}
+
+/// Both outputs of a program that ended well.
+fn output_of(command: &mut Command) -> (String, String) {
+    let output = command.output().expect("the program starts");
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    let (out, err) = (text(&output.stdout), text(&output.stderr));
+    assert!(output.status.success(), "{command:?}: {}\n{out}{err}", output.status);
+    (out, err)
+}
+
+// ---- A driver that is missing or broken ---------------------------------------------------------
+
+fn say_missing() -> ExitCode {
+    let reason = missing().map_or("nothing".to_owned(), |missing| missing.to_string());
+    println!("{reason}");
+    if let Err(error) = Device::open(0, &cuda_fake::image()) {
+        assert_eq!(error.to_string(), reason, "opening tells the same");
+    }
+    ExitCode::SUCCESS
+}
+
+fn no_driver() {
+    let (out, err) = output_of(&mut in_role("missing"));
+    assert_eq!(err, "", "nothing panicked");
+    if Path::new("/proc/driver/nvidia/version").exists() {
+        assert_eq!(out.lines().count(), 1, "{out}");
+    } else {
+        assert_eq!(out, "no CUDA driver: there is no libcuda on the library path\n");
+    }
+}
+
+fn lacking_driver() {
+    let folder = TempDir::new().expect("a folder can be made");
+    let source = folder.path().join("old.c");
+    fs::write(&source, "int cuInit(unsigned f) { return 0; }\n").expect("it can be written");
+    let library = folder.path().join("libcuda.so");
+    let cc = env::var("CC").unwrap_or_else(|_| "cc".to_owned());
+    output_of(Command::new(cc).args(["-shared", "-fPIC", "-o"]).args([&library, &source]));
+    let (out, err) = output_of(in_role("missing").env("LD_LIBRARY_PATH", folder.path()));
+    assert_eq!(err, "", "nothing panicked");
+    assert_eq!(out, "the CUDA driver lacks cuGetErrorName: a newer driver is needed\n");
+}
+
+fn say_refused() -> ExitCode {
+    let fake = Fake::load().expect("the driver without a GPU is built");
+    let code = env::args().nth(1).expect("a code").parse().expect("a number");
+    fake.fail("cuInit", code);
+    say_missing()
+}
+
+fn refusing_driver() {
+    let said = |code: &str| output_of(in_role("refused").arg(code)).0;
+    assert!(said("34").starts_with("libcuda is the toolkit's stub"));
+    assert!(said("100").starts_with("the CUDA driver shows no device"));
+    let other = "the CUDA driver does not start: cuInit answered an unknown error (999)\n";
+    assert_eq!(said("999"), other);
+
+    let folder = TempDir::new().expect("a folder can be made");
+    let fake = cuda_fake::library().expect("the driver without a GPU is built");
+    symlink(fake, folder.path().join("libcuda.so")).expect("it can be linked");
+    let found = |devices: &str| {
+        let mut role = in_role("missing");
+        role.env("LD_LIBRARY_PATH", folder.path()).env("CUDA_FAKE_DEVICES", devices);
+        output_of(&mut role).0
+    };
+    assert_eq!(found("1"), "nothing\n", "the driver is found by its name, too");
+    assert!(found("0").starts_with("the CUDA driver shows no device"));
+}
+
+// ---- CUDA IPC -----------------------------------------------------------------------------------
+
+/// Two rows of four-token pages, which share their first page.
+const SHARED_POOL: Pool = Pool { page_shift: 2, npages: 40 };
+const SHARED_LD: usize = 16;
+
+fn shared_table() -> (Vec<i32>, Vec<LiveRow>) {
+    let mut r2t = vec![0; 3 * SHARED_LD];
+    for (row, pages) in [(1, [7, 8, 20]), (2, [7, 30, 31])] {
+        for (i, page) in pages.into_iter().enumerate() {
+            r2t[row * SHARED_LD + i * 4] = page * 4;
+        }
+    }
+    let row = |row, session| LiveRow { row, len: 10, session, out_off: 0 };
+    let mut rows = vec![row(1, 0), row(2, 1)];
+    reference::lay_out(&mut rows, SHARED_POOL.page_shift);
+    (r2t, rows)
+}
+
+/// Exports a table that lies in the middle of an allocation, and stays until its input ends.
+fn export() -> ExitCode {
+    let _fake = Fake::load().expect("the driver without a GPU is built");
+    let device = Device::open(0, &cuda_fake::image()).expect("there is a device");
+    let (r2t, _) = shared_table();
+    let padded = [vec![-1; 64], r2t.clone(), vec![-1; 64]].concat();
+    let memory = pools::filled(&device, &padded).expect("there is room");
+    let (address, bytes) = (memory.address() + 64 * 4, (r2t.len() * 4) as u64);
+    let exported = device.export(address, bytes).expect("device memory can be exported");
+    let handle: String = exported.handle.iter().map(|byte| format!("{byte:02x}")).collect();
+    println!("{handle} {} {}", exported.offset, exported.bytes);
+    std::io::stdin().read_to_end(&mut Vec::new()).expect("the input ends");
+    ExitCode::SUCCESS
+}
+
+fn exporter() -> (Child, Exported) {
+    let mut role = in_role("exporter");
+    let role = role.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();
+    let mut role = role.expect("this program starts");
+    let mut line = String::new();
+    let out = role.stdout.take().expect("its output is piped");
+    BufReader::new(out).read_line(&mut line).expect("it exports");
+    let mut words = line.split_whitespace();
+    let hex = words.next().expect("a handle");
+    let byte = |i: usize| u8::from_str_radix(&hex[i * 2..i * 2 + 2], 16).expect("hex digits");
+    let mut number = || words.next().and_then(|word| word.parse().ok()).expect("a number");
+    let exported =
+        Exported { handle: std::array::from_fn(byte), offset: number(), bytes: number() };
+    (role, exported)
+}
+
+fn ipc() {
+    let fake = Fake::load().expect("the driver without a GPU is built");
+    let device = Device::open(0, &cuda_fake::image()).expect("there is a device");
+    let before = fake.live();
+    let (mut role, exported) = exporter();
+    let (r2t, rows) = shared_table();
+    {
+        let imported = device.import(&exported).expect("the other process lives");
+        // SAFETY: the other process frees it only when its input ends, below.
+        let entries = unsafe { imported.slice() }.expect("the table is aligned");
+        let mut live = device.live_rows(rows.len()).expect("there is room");
+        device.set_live_rows(&mut live, &rows, SHARED_POOL).expect("the rows are sound");
+        let mut staged = device.alloc(live.list_len()).expect("there is room");
+        let mut bad = device.alloc(1).expect("there is room");
+        let table = Table { entries, ld: SHARED_LD as u64 };
+        device.gather_pages(table, &live, &mut staged, &mut bad).expect("it is launched");
+        let Pool { page_shift, npages } = SHARED_POOL;
+        let expected = reference::gather_pages(&r2t, SHARED_LD, &rows, page_shift, npages);
+        let staged = device.download(staged.slice()).expect("it ran");
+        assert_eq!((staged, device.download(bad.slice()).expect("it ran")[0]), expected);
+        assert_eq!(expected.0, [7, 8, 20, 7, 30, 31]);
+    }
+    let beyond = Exported { bytes: exported.bytes + 100_000, ..exported.clone() };
+    let error = device.import(&beyond).expect_err("it says more than there is");
+    assert!(error.to_string().starts_with("exported bytes"), "{error}");
+    drop(role.stdin.take());
+    assert!(role.wait().expect("it ends").success());
+    let error = device.import(&exported).expect_err("its process is gone");
+    assert!(error.to_string().starts_with("cuIpcOpenMemHandle_v2 answered"), "{error}");
+    assert_eq!(fake.live(), before, "what was opened is closed");
+}
+
+// ---- Kernels with planted mistakes --------------------------------------------------------------
+
+/// Compares pools in several launch shapes, with the kernels of a library that is named.
+fn compare_pools() -> ExitCode {
+    let fake = Fake::load().expect("the driver without a GPU is built");
+    let kernels = env::var(KERNELS).expect("a library of kernels");
+    assert!(fake.use_kernels(Path::new(&kernels)), "{kernels} has no kernels");
+    let mut device = Device::open(0, &cuda_fake::image()).expect("there is a device");
+    for seed in 0..POOLS {
+        let (threads, entries) =
+            [(32, 1), (64, 1), (128, 8)][usize::try_from(seed % 3).expect("small")];
+        device.set_shape(Shape::new(threads, entries, 3).expect("it is a shape"));
+        let case = Case::random(seed);
+        let answers = case.answers(&device).expect("it runs");
+        if answers != case.expected() {
+            println!("seed {seed} differs");
+            return ExitCode::FAILURE;
+        }
+    }
+    ExitCode::SUCCESS
+}
+
+fn cuda_folder() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("cuda")
+}
+
+fn source() -> String {
+    fs::read_to_string(cuda_folder().join("kv_account.cu")).expect("the kernels are there")
+}
+
+/// Compiles kernels for the host, with more flags, and compares pools with them.
+fn compare_with(source: &str, flags: &[&str]) -> Output {
+    let folder = TempDir::new().expect("a folder can be made");
+    let (cu, so) = (folder.path().join("kernels.cu"), folder.path().join("kernels.so"));
+    fs::write(&cu, source).expect("it can be written");
+    let cxx = env::var("CXX").unwrap_or_else(|_| "c++".to_owned());
+    let mut compile = Command::new(cxx);
+    compile.args(["-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-U_FORTIFY_SOURCE"]).args(flags);
+    compile.arg(format!("-DKV_SOURCE=\"{}\"", cu.display())).arg("-o").arg(&so);
+    output_of(compile.arg(cuda_folder().join("host/launch.cpp")));
+    in_role("pools").env(KERNELS, &so).output().expect("this program starts")
+}
+
+/// Also the proof that pools equal where no mistake is planted.
+fn undefined_behaviour() {
+    let output =
+        compare_with(&source(), &["-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"]);
+    assert!(output.status.success(), "{output:?}");
+}
+
+fn divergent_barrier() {
+    let half = source().replacen("__syncthreads();", "if (threadIdx.x < 16) __syncthreads();", 1);
+    let output = compare_with(&half, &[]);
+    assert!(output.status.signal().is_some(), "{output:?}");
+    let told = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(told.contains("waits for the rest, which doesn't come"), "{told}");
+}
+
+fn mistakes() {
+    let next = AtomicUsize::new(0);
+    let work = || {
+        let mut missed = Vec::new();
+        while let Some(&(name, right, wrong)) = MISTAKES.get(next.fetch_add(1, Ordering::Relaxed)) {
+            let source = source();
+            assert_eq!(source.matches(right).count(), 1, "{name}: `{right}` stands there once");
+            let output = compare_with(&source.replacen(right, wrong, 1), &[]);
+            if output.status.success() {
+                missed.push(name);
+            }
+        }
+        missed
+    };
+    let threads = thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    let missed: Vec<&str> = thread::scope(|scope| {
+        let workers: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
+        workers.into_iter().flat_map(|worker| worker.join().expect("it compiles")).collect()
+    });
+    assert!(missed.is_empty(), "not caught: {missed:?}");
+    println!("{} mistakes", MISTAKES.len());
+}

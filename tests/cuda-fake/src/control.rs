@@ -4,7 +4,7 @@
 use crate::{
     fake::{ALL_STREAMS, Live},
     host::Kernels,
-    state::{State, state},
+    state::{State, memory_default, state},
 };
 use std::ffi::{CStr, c_char};
 
@@ -126,7 +126,7 @@ extern "C" fn cuda_fake_reset() {
     state.launches.clear();
     state.vmm.clear();
     state.kernels = Kernels::built_in();
-    state.memory_max = crate::state::MEMORY_DEFAULT_BYTES;
+    state.memory_max = memory_default();
     set_held(&mut state, ALL_STREAMS, false);
     state.advance();
 }

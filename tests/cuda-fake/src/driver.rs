@@ -194,6 +194,27 @@ unsafe extern "C" fn cuLaunchKernelEx(
 }
 
 #[unsafe(no_mangle)]
+#[expect(clippy::too_many_arguments, reason = "the driver's signature")]
+unsafe extern "C" fn cuLaunchKernel(
+    function: u64,
+    grid_x: c_uint,
+    grid_y: c_uint,
+    grid_z: c_uint,
+    block_x: c_uint,
+    block_y: c_uint,
+    block_z: c_uint,
+    shared_bytes: c_uint,
+    stream: u64,
+    params: *mut *mut c_void,
+    extra: *mut *mut c_void,
+) -> u32 {
+    let (grid, block) = ([grid_x, grid_y, grid_z], [block_x, block_y, block_z]);
+    let config = LaunchConfig { grid, block, shared_bytes, stream };
+    // SAFETY: the same contract.
+    unsafe { cuLaunchKernelEx(&raw const config, function, params, extra) }
+}
+
+#[unsafe(no_mangle)]
 unsafe extern "C" fn cuGetErrorName(result: u32, name: *mut *const c_char) -> u32 {
     let known = match result {
         0 => c"CUDA_SUCCESS",

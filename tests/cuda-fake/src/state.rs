@@ -34,7 +34,7 @@ pub(crate) type Answer = Result<(), u32>;
 
 /// Contexts are numbered so that none looks like a stream or a pointer.
 const CONTEXT_FIRST: u64 = 0x1000;
-pub(crate) const MEMORY_DEFAULT_BYTES: u64 = 8 << 30;
+const MEMORY_DEFAULT_BYTES: u64 = 8 << 30;
 
 pub(crate) struct State {
     pub(crate) initialized: bool,
@@ -81,7 +81,7 @@ static STATE: LazyLock<Mutex<State>> = LazyLock::new(|| {
         allocations: BTreeMap::new(),
         imports: BTreeMap::new(),
         registered: BTreeMap::new(),
-        memory_max: variable("CUDA_FAKE_MEMORY").unwrap_or(MEMORY_DEFAULT_BYTES),
+        memory_max: memory_default(),
         last_handle: 0x10_0000,
         kernels: Kernels::built_in(),
         faults: BTreeMap::new(),
@@ -96,6 +96,11 @@ static PROGRESS: Condvar = Condvar::new();
 
 thread_local! {
     static CURRENT: Cell<u64> = const { Cell::new(0) };
+}
+
+/// Device memory unless a test decides otherwise.
+pub(crate) fn memory_default() -> u64 {
+    variable("CUDA_FAKE_MEMORY").unwrap_or(MEMORY_DEFAULT_BYTES)
 }
 
 fn variable<T: std::str::FromStr>(name: &str) -> Option<T> {
