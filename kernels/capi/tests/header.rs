@@ -1,0 +1,130 @@
+//! `berth_kv.h` against the library: a C program made with it, whose reports are read back.
+
+use kernels::report::{Finding, Kind, Report, Scope};
+use std::{
+    path::{Path, PathBuf},
+    process::{Command, Output},
+    sync::OnceLock,
+};
+
+/// Where cargo has put the library that this test is built beside.
+fn library_folder() -> PathBuf {
+    let test = std::env::current_exe().expect("a running test has a path");
+    let deps = test.parent().expect("a file lies in a folder");
+    assert!(deps.join("libberth_kv.so").is_file(), "no libberth_kv.so in {}", deps.display());
+    deps.to_owned()
+}
+
+/// The program, compiled once, every warning an error.
+fn engine() -> &'static Path {
+    static ENGINE: OnceLock<PathBuf> = OnceLock::new();
+    ENGINE.get_or_init(|| {
+        let here = Path::new(env!("CARGO_MANIFEST_DIR"));
+        let out = Path::new(env!("CARGO_TARGET_TMPDIR")).join("capi-engine");
+        let library = library_folder();
+        let made = Command::new("cc")
+            .args(["-std=c11", "-Wall", "-Wextra", "-Werror", "-O1", "-g"])
+            .arg("-I")
+            .arg(here)
+            .arg(here.join("tests/engine.c"))
+            .arg("-o")
+            .arg(&out)
+            .arg("-L")
+            .arg(&library)
+            .arg("-lberth_kv")
+            .arg(format!("-Wl,-rpath,{}", library.display()))
+            .status()
+            .expect("a C compiler is there");
+        assert!(made.success(), "berth_kv.h and engine.c don't compile");
+        out
+    })
+}
+
+fn run(case: &str) -> Output {
+    let output = Command::new(engine()).arg(case).output().expect("the program was compiled");
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "case {case:?}: {}: {said}", output.status);
+    output
+}
+
+/// The two reports of a case.
+fn reports(case: &str) -> [Report; 2] {
+    let out = run(case).stdout;
+    let mut rest = out.as_slice();
+    let mut next = || {
+        let (length, after) = rest.split_first_chunk().expect("a report has a length");
+        let length = usize::try_from(u64::from_le_bytes(*length)).expect("a report is small");
+        let (bytes, after) = after.split_at(length);
+        rest = after;
+        Report::decode(bytes).expect("the library's bytes are a report")
+    };
+    let both = [next(), next()];
+    assert!(rest.is_empty(), "case {case:?} wrote more than two reports");
+    both
+}
+
+fn named(report: &Report, kind: Kind) -> (u64, &[Finding]) {
+    let found = report.found(kind).unwrap_or_else(|| panic!("{kind:?} can be answered"));
+    (found.count, &found.named)
+}
+
+fn finding(at: i64, sessions: &[u32]) -> Finding {
+    let sessions_count = u32::try_from(sessions.len()).expect("a few sessions");
+    Finding { at, sessions: sessions.to_vec(), sessions_count }
+}
+
+#[test]
+fn a_sound_pool_is_told_exactly() {
+    let [first, second] = reports("");
+    assert_eq!((first.scope, first.alarms(), second.alarms()), (Scope::Whole, 0, 0));
+    let c = first.classes.expect("the cut was whole");
+    assert_eq!((c.free, c.private, c.cached, c.cached_in_use, c.leaked), (7, 5, 1, 2, 0));
+    assert_eq!((first.held_pages, first.rows, first.rows_moved), (7, 2, 0));
+    let lines: Vec<_> = first.sessions.iter().map(|s| (s.refs, s.exclusive, s.freed)).collect();
+    assert_eq!(lines, [(5, 3, Some(3)), (4, 2, Some(2))]);
+    assert_eq!((first.sessions[0].tail_tokens, first.sessions[1].runs), (2, 2));
+    let shares: u64 = first.sessions.iter().map(|s| s.share_q32).sum();
+    assert_eq!(shares, 7 << 32);
+    assert_eq!((first.digests.fresh, first.digests.compared), (7, 0));
+    assert_eq!((second.digests.fresh, second.digests.compared), (0, 7));
+    assert_eq!((first.number, second.number), (0, 1));
+}
+
+#[test]
+fn what_is_planted_is_named() {
+    let cases: [(&str, Kind, Finding); 5] = [
+        ("aliased", Kind::Aliased, finding(5, &[0, 1])),
+        ("leaked", Kind::Leaked, finding(15, &[])),
+        ("double_free", Kind::DoubleFree, finding(9, &[])),
+        ("free_held", Kind::FreeHeld, finding(4, &[0])),
+        ("free_entry", Kind::FreeEntry, finding(-3, &[])),
+    ];
+    for (case, kind, want) in cases {
+        for report in reports(case) {
+            assert_eq!(named(&report, kind), (1, [want.clone()].as_slice()), "{case}");
+            assert_eq!(report.alarms(), 1, "{case}: {:?}", report.findings);
+        }
+    }
+}
+
+#[test]
+fn a_page_that_changed_though_nothing_rewrote_it_is_named() {
+    let [first, second] = reports("changed");
+    assert_eq!(first.alarms(), 0);
+    assert_eq!(named(&second, Kind::Changed), (1, [finding(6, &[1])].as_slice()));
+}
+
+#[test]
+fn a_row_that_moved_is_left_out_and_counted() {
+    let [first, second] = reports("moved");
+    assert_eq!((first.scope, first.rows, first.rows_moved), (Scope::Moved, 1, 1));
+    assert_eq!((first.classes, first.found(Kind::Leaked)), (None, None));
+    let numbers: Vec<u32> = first.sessions.iter().map(|s| s.number).collect();
+    assert_eq!((numbers, first.sessions[0].freed), (vec![0], None));
+    assert_eq!((second.scope, second.rows, second.rows_moved), (Scope::Whole, 2, 0));
+}
+
+#[test]
+fn misuse_is_answered_by_errors() {
+    assert!(run("misuse").stdout.is_empty());
+}

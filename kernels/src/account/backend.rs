@@ -1,0 +1,156 @@
+//! What accounting asks of the place where the pool lies: copy, then count in the copy.
+
+use super::{Error, Pool, cut::Cut};
+use crate::{
+    audit::{Books, Kept, Listed},
+    reference::{self, LiveRow, Marks, PageSet, SessionPages},
+    report::{Classes, Scope, Session},
+};
+use std::ops::Range;
+
+/// How the copy is laid out.
+#[derive(Clone, Debug)]
+pub(super) struct Layout {
+    /// One behind the other in the copy.
+    pub rows: Vec<LiveRow>,
+    /// The references whose pages are digested.
+    pub window: Range<u32>,
+}
+
+/// Memory of one kind, and the code that counts there.
+pub(super) trait Backend: Send {
+    /// Makes the private copy and the window's digests, or enqueues that behind `stream`.
+    fn copy(
+        &mut self,
+        pool: &Pool,
+        cut: &Cut<'_>,
+        layout: &Layout,
+        stream: u64,
+    ) -> Result<(), Error>;
+
+    /// Is the copy made?
+    fn copied(&mut self) -> Result<bool, Error>;
+
+    /// Waits for whatever was enqueued.
+    fn settle(&mut self) -> Result<(), Error>;
+
+    /// Counts in the copy, over the rows kept.
+    fn count(&mut self, pool: &Pool, kept: &Kept) -> Result<Counts, Error>;
+
+    /// The copy itself: asked for only when something is wrong.
+    fn books(&mut self, pool: &Pool) -> Result<Books, Error>;
+
+    /// Page and digest of each reference in the window.
+    fn window(&mut self) -> Result<Vec<(u32, u64)>, Error>;
+}
+
+/// What was counted in one copy. A list that was not given counts as empty.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Counts {
+    /// By number, as far as there are rows.
+    pub sessions: Vec<SessionPages>,
+    /// By number; see [`reference::class_counts`].
+    pub classes: [u64; 8],
+    /// As `classes`, but only what rows hold behind their protected part is referenced.
+    pub own_classes: [u64; 8],
+    /// Pages of several sessions, outside the tree.
+    pub aliased: u64,
+    pub free_runs: u64,
+    pub free: Option<ListCount>,
+    pub tree: Option<ListCount>,
+}
+
+/// What is wrong with the free lists, or with the tree's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct ListCount {
+    pub duplicates: u64,
+    pub bad: u64,
+    /// Does it name the padding page?
+    pub padding: bool,
+}
+
+impl ListCount {
+    fn of(listed: &Listed) -> Self {
+        let PageSet { has, duplicates, bad } = &listed.set;
+        Self { duplicates: *duplicates, bad: *bad, padding: has[0] }
+    }
+
+    fn wrong(&self) -> bool {
+        self.duplicates > 0 || self.bad > 0 || self.padding
+    }
+}
+
+impl Counts {
+    /// Counts by the scalar reference.
+    pub(super) fn scalar(books: &Books, kept: &Kept, pool: &Pool) -> Self {
+        let (npages, shift) = (pool.pages(), pool.shift());
+        let marked = |rows: &[LiveRow]| reference::mark(rows, &books.staged, shift, npages);
+        let (marks, own): (Marks, Marks) = (marked(&kept.rows), marked(&kept.own));
+        let empty = PageSet { has: vec![false; npages as usize], duplicates: 0, bad: 0 };
+        let free = books.free.as_ref().map_or(&empty, |listed| &listed.set);
+        let tree = books.tree.as_ref().map_or(&empty, |listed| &listed.set);
+        let by = reference::session(&kept.rows, &books.staged, &marks, Some(tree), shift);
+        let numbers = by.keys().next_back().map_or(0, |last| last + 1);
+        Self {
+            sessions: (0..numbers).map(|n| by.get(&n).copied().unwrap_or_default()).collect(),
+            classes: reference::class_counts(free, &marks, tree),
+            own_classes: reference::class_counts(free, &own, tree),
+            aliased: marks.aliased_pages(tree),
+            free_runs: free.runs(),
+            free: books.free.as_ref().map(ListCount::of),
+            tree: books.tree.as_ref().map(ListCount::of),
+        }
+    }
+
+    /// Distinct pages of the rows kept.
+    pub(super) fn held(&self) -> u64 {
+        self.sum(|free_referenced_treed| free_referenced_treed & 2 != 0)
+    }
+
+    /// Distinct pages of the free lists, but the padding page.
+    pub(super) fn free_pages(&self) -> u64 {
+        self.sum(|class| class & 4 != 0) - u64::from(self.free.is_some_and(|list| list.padding))
+    }
+
+    fn sum(&self, of: impl Fn(usize) -> bool) -> u64 {
+        (0..8).filter(|&class| of(class)).map(|class| self.classes[class]).sum()
+    }
+
+    /// Is there anything among what this scope answers that needs a name? The rows kept have `refs`
+    /// entries, sound or not.
+    pub(super) fn alarming(&self, refs: u64, scope: Scope) -> bool {
+        let sound: u64 = self.sessions.iter().map(|session| session.refs).sum();
+        let own_cached = self.own_classes[3];
+        let across = self.aliased + own_cached + self.classes[5..].iter().sum::<u64>();
+        refs != sound
+            || (across > 0 && scope.moment().is_some())
+            || self.classes(scope).is_some_and(|classes| classes.leaked > 0)
+            || self.free.iter().chain(&self.tree).any(ListCount::wrong)
+    }
+
+    /// Pages by class but the padding page, where the copy is all of the books.
+    pub(super) fn classes(&self, scope: Scope) -> Option<Classes> {
+        scope.whole()?;
+        let (free, tree) = (self.free?, self.tree?);
+        let mut classes = self.classes;
+        classes[usize::from(free.padding) << 2 | usize::from(tree.padding)] -= 1;
+        let reference::Classes { leaked, free, private, cached, cached_in_use, corrupt } =
+            classes.into();
+        Some(Classes { free, private, cached, cached_in_use, leaked, corrupt })
+    }
+
+    /// A session's line; what a close frees is exact only where the classes are.
+    pub(super) fn session(&self, number: u32, exact: bool) -> Session {
+        let pages = self.sessions.get(number as usize).copied().unwrap_or_default();
+        let SessionPages { refs, uss, pss_q32, runs, tail_tokens, freed } = pages;
+        Session {
+            number,
+            refs,
+            exclusive: uss,
+            share_q32: pss_q32,
+            freed: exact.then_some(freed),
+            runs,
+            tail_tokens,
+        }
+    }
+}

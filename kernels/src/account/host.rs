@@ -1,0 +1,97 @@
+//! Accounting in host memory, by the scalar reference: an engine on a CPU, and the tests' oracle.
+
+use super::{
+    Error, Pool,
+    backend::{Backend, Counts, Layout},
+    cut::{Buffer, Cut, List},
+};
+use crate::{
+    audit::{Books, Kept, Listed},
+    reference::{self, KvBytes},
+};
+use std::{ptr, slice};
+
+/// The copy, made at once.
+#[derive(Debug, Default)]
+pub(super) struct Host {
+    books: Books,
+    window: Vec<(u32, u64)>,
+}
+
+impl Backend for Host {
+    fn copy(
+        &mut self,
+        pool: &Pool,
+        cut: &Cut<'_>,
+        layout: &Layout,
+        _stream: u64,
+    ) -> Result<(), Error> {
+        let (npages, shift) = (pool.pages(), pool.shift());
+        let table = pool.table();
+        let (ld, size) = (table.stride as usize, table.rows as usize * table.stride as usize);
+        // SAFETY: `Pool::new` was promised that these entries are readable as long as an accountant
+        // of the pool lives. Who takes a cut is the one who writes them, and waits for us.
+        let entries: &[i32] = unsafe { at(table.addr, size) };
+        let (staged, _) = reference::gather_pages(entries, ld, &layout.rows, shift, npages);
+        let free = cut.free.iter().flat_map(|list| ids(list).iter().copied());
+        let free = (!cut.free.is_empty()).then(|| Listed::of(free, 0, npages));
+        let tree =
+            cut.tree.as_ref().map(|list| Listed::of(ids(list).iter().copied(), shift, npages));
+        let pages = &staged[layout.window.start as usize..layout.window.end as usize];
+        let digests = reference::page_digest(&buffers(pool), pages);
+        self.window = pages.iter().copied().zip(digests).collect();
+        self.books = Books { staged, free, tree };
+        Ok(())
+    }
+
+    fn copied(&mut self) -> Result<bool, Error> {
+        Ok(true)
+    }
+
+    fn settle(&mut self) -> Result<(), Error> {
+        Ok(())
+    }
+
+    fn count(&mut self, pool: &Pool, kept: &Kept) -> Result<Counts, Error> {
+        Ok(Counts::scalar(&self.books, kept, pool))
+    }
+
+    fn books(&mut self, _pool: &Pool) -> Result<Books, Error> {
+        Ok(std::mem::take(&mut self.books))
+    }
+
+    fn window(&mut self) -> Result<Vec<(u32, u64)>, Error> {
+        Ok(std::mem::take(&mut self.window))
+    }
+}
+
+fn ids(list: &List) -> &[i64] {
+    // SAFETY: `List::new` was promised that these entries are readable until the audit is over.
+    unsafe { at(list.addr(), size(list.entries())) }
+}
+
+fn buffers(pool: &Pool) -> Vec<KvBytes<'_>> {
+    let bytes = |buffer: &Buffer| {
+        let page_bytes = size(buffer.page_bytes);
+        // SAFETY: `Pool::new` was promised all pages of each buffer, and that they don't go.
+        let bytes = unsafe { at(buffer.addr, pool.pages() as usize * page_bytes) };
+        KvBytes { bytes, page_bytes }
+    };
+    pool.buffers().iter().map(bytes).collect()
+}
+
+/// `n` values at an address that was checked to be aligned, and not null unless `n` is 0.
+///
+/// # Safety
+/// They are readable for `'a`.
+unsafe fn at<'a, T>(addr: u64, n: usize) -> &'a [T] {
+    if n == 0 {
+        return &[];
+    }
+    // SAFETY: the caller's promise.
+    unsafe { slice::from_raw_parts(ptr::with_exposed_provenance(size(addr)), n) }
+}
+
+fn size(value: u64) -> usize {
+    usize::try_from(value).expect("addresses and sizes are of a 64-bit machine")
+}

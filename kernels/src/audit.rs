@@ -1,0 +1,272 @@
+//! Findings: what is wrong in one copy of the engine's books, named. Pure, on the host, scalar.
+//!
+//! Counts come from the backend; only where they show that something is wrong, the copy itself
+//! comes here, is counted again by the scalar reference, and what is wrong gets names. What a cut
+//! can't answer can't be asked: a finding across rows and lists needs a [`Moment`], one about what
+//! nobody owns needs a [`Whole`].
+
+use crate::{
+    reference::{self, LiveRow, Marks, OWNER_SHARED, PAGE_BAD, PageSet},
+    report::{Finding, Found, Kind, NAMED_MAX, NAMED_SESSIONS_MAX, Scope},
+};
+use std::collections::BTreeSet;
+
+/// Proof that rows and lists are of one moment.
+#[derive(Clone, Copy, Debug)]
+pub struct Moment(());
+
+/// Proof that besides no row moved: the copy is all of the engine's books.
+#[derive(Clone, Copy, Debug)]
+pub struct Whole(());
+
+impl Scope {
+    /// What the caller promised about the cut, and whether rows moved since.
+    pub fn of(whole: bool, rows_moved: usize) -> Self {
+        match (whole, rows_moved) {
+            (false, _) => Self::Partial,
+            (true, 0) => Self::Whole,
+            (true, _) => Self::Moved,
+        }
+    }
+
+    pub fn moment(self) -> Option<Moment> {
+        (self != Self::Partial).then_some(Moment(()))
+    }
+
+    pub fn whole(self) -> Option<Whole> {
+        (self == Self::Whole).then_some(Whole(()))
+    }
+}
+
+/// How many there are, and the first of them.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Tally {
+    pub count: u64,
+    pub first: Vec<i64>,
+}
+
+impl Tally {
+    fn add(&mut self, at: i64) {
+        self.count += 1;
+        if self.first.len() < NAMED_MAX {
+            self.first.push(at);
+        }
+    }
+}
+
+/// A list of ids, as what it says: [`reference::slots_to_set`], and what was wrong by name.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Listed {
+    pub set: PageSet,
+    /// Pages named again.
+    pub repeated: Tally,
+    /// Ids that no list may hold: outside the pool, or of the padding page.
+    pub odd: Tally,
+}
+
+impl Listed {
+    /// A list of ids, `1 << shift` to a page: page ids where `shift` is 0, else token slots.
+    pub fn of(ids: impl IntoIterator<Item = i64>, shift: u32, pages: u32) -> Self {
+        let mut has = vec![false; pages as usize];
+        let (mut repeated, mut odd, mut bad) = (Tally::default(), Tally::default(), 0);
+        for id in ids {
+            let place = usize::try_from(id >> shift).ok().and_then(|page| has.get_mut(page));
+            if place.is_none() || id >> shift == 0 {
+                odd.add(id);
+            }
+            match place {
+                None => bad += 1,
+                // A page is named by its first slot.
+                Some(has) if id & ((1 << shift) - 1) == 0 => {
+                    if std::mem::replace(has, true) {
+                        repeated.add(id >> shift);
+                    }
+                }
+                Some(_) => {}
+            }
+        }
+        Self { set: PageSet { has, duplicates: repeated.count, bad }, repeated, odd }
+    }
+}
+
+/// A copy of the engine's books, as far as the cut gave them.
+#[derive(Clone, Debug, Default)]
+pub struct Books {
+    /// Page references of all rows.
+    pub staged: Vec<u32>,
+    pub free: Option<Listed>,
+    pub tree: Option<Listed>,
+}
+
+/// The rows whose part of the copy is good.
+#[derive(Clone, Debug, Default)]
+pub struct Kept {
+    pub rows: Vec<LiveRow>,
+    /// Of rows whose protected part is known, the rest of them. Empty when of none.
+    pub own: Vec<LiveRow>,
+}
+
+/// The kinds that this cut answers, digests aside: what a quiet audit says there is none of.
+pub fn kinds(scope: Scope, has_free: bool, has_tree: bool, has_own: bool) -> Vec<Kind> {
+    let moment = scope.moment().is_some();
+    let whole = scope.whole().is_some();
+    let answered = |kind: &Kind| match kind {
+        Kind::Aliased => moment && has_tree,
+        Kind::Leaked => whole && has_free && has_tree,
+        Kind::DoubleFree | Kind::FreeEntry => has_free,
+        Kind::FreeHeld => moment && has_free,
+        Kind::FreeCached => moment && has_free && has_tree,
+        Kind::CachedPrivate => moment && has_tree && has_own,
+        Kind::TreeTwice | Kind::TreeEntry => has_tree,
+        Kind::RowEntry => true,
+        Kind::Changed => false,
+    };
+    Kind::ALL.into_iter().filter(answered).collect()
+}
+
+/// What is wrong in the copy, of every kind that it answers.
+pub fn findings(
+    books: &Books,
+    kept: &Kept,
+    (npages, shift): (u32, u32),
+    scope: Scope,
+) -> Vec<Found> {
+    let marks = reference::mark(&kept.rows, &books.staged, shift, npages);
+    let look = Look { books, kept, shift, marks };
+    let asked = kinds(scope, books.free.is_some(), books.tree.is_some(), !kept.own.is_empty());
+    asked.into_iter().map(|kind| look.found(kind, scope)).collect()
+}
+
+/// A kind of which there is nothing.
+pub fn none_of(kind: Kind) -> Found {
+    Found { kind, count: 0, named: vec![] }
+}
+
+/// The pages that changed, with their sessions, as a finding.
+pub fn changed(pages: &[(u32, u32)]) -> Found {
+    let mut pages = pages.to_vec();
+    pages.sort_unstable();
+    let named = pages.iter().take(NAMED_MAX).map(|&(page, session)| Finding {
+        at: page.into(),
+        sessions: vec![session],
+        sessions_count: 1,
+    });
+    Found { kind: Kind::Changed, count: pages.len() as u64, named: named.collect() }
+}
+
+struct Look<'a> {
+    books: &'a Books,
+    kept: &'a Kept,
+    shift: u32,
+    marks: Marks,
+}
+
+impl Look<'_> {
+    fn found(&self, kind: Kind, scope: Scope) -> Found {
+        let none = Tally::default;
+        let listed = |tally: Option<&Tally>| tally.cloned().unwrap_or_default();
+        let (free, tree) = (self.books.free.as_ref(), self.books.tree.as_ref());
+        let tally = match kind {
+            Kind::Aliased => scope.moment().map_or_else(none, |m| self.aliased(m)),
+            Kind::Leaked => scope.whole().map_or_else(none, |w| self.leaked(w)),
+            Kind::FreeHeld => scope.moment().map_or_else(none, |m| self.free_held(m)),
+            Kind::FreeCached => scope.moment().map_or_else(none, |m| self.free_cached(m)),
+            Kind::CachedPrivate => scope.moment().map_or_else(none, |m| self.cached_private(m)),
+            Kind::DoubleFree => listed(free.map(|free| &free.repeated)),
+            Kind::FreeEntry => listed(free.map(|free| &free.odd)),
+            Kind::TreeTwice => listed(tree.map(|tree| &tree.repeated)),
+            Kind::TreeEntry => listed(tree.map(|tree| &tree.odd)),
+            Kind::RowEntry => return self.row_entries(),
+            Kind::Changed => none(),
+        };
+        let holders = self.holders(kind, &tally.first);
+        let mut named: Vec<Finding> = (tally.first.iter().zip(holders))
+            .map(|(&at, sessions)| Finding {
+                at,
+                sessions_count: u32::try_from(sessions.len()).expect("a cut has few sessions"),
+                sessions: sessions.into_iter().take(NAMED_SESSIONS_MAX).collect(),
+            })
+            .collect();
+        named.sort();
+        Found { kind, count: tally.count, named }
+    }
+
+    /// The sessions that hold the page of each.
+    fn holders(&self, kind: Kind, named: &[i64]) -> Vec<BTreeSet<u32>> {
+        let mut holders = vec![BTreeSet::new(); named.len()];
+        if named.is_empty() || matches!(kind, Kind::FreeEntry | Kind::TreeEntry) {
+            return holders;
+        }
+        let rows = if kind == Kind::CachedPrivate { &self.kept.own } else { &self.kept.rows };
+        for row in rows {
+            for &page in row_pages(row, &self.books.staged, self.shift) {
+                for (_, holders) in
+                    (named.iter().zip(&mut holders)).filter(|(named, _)| **named == i64::from(page))
+                {
+                    holders.insert(row.session);
+                }
+            }
+        }
+        holders
+    }
+
+    fn aliased(&self, _: Moment) -> Tally {
+        self.pages(|page| self.marks.owner[page] == OWNER_SHARED && !has(&self.books.tree, page))
+    }
+
+    /// Page 0 is the padding page: it is nobody's, and no leak.
+    fn leaked(&self, _: Whole) -> Tally {
+        let (free, tree) = (&self.books.free, &self.books.tree);
+        let owned = |page| has(free, page) || has(tree, page) || self.marks.refcnt[page] > 0;
+        self.pages(|page| page > 0 && !owned(page))
+    }
+
+    fn free_held(&self, _: Moment) -> Tally {
+        self.pages(|page| has(&self.books.free, page) && self.marks.refcnt[page] > 0)
+    }
+
+    fn free_cached(&self, _: Moment) -> Tally {
+        self.pages(|page| has(&self.books.free, page) && has(&self.books.tree, page))
+    }
+
+    fn cached_private(&self, _: Moment) -> Tally {
+        let npages = u32::try_from(self.marks.refcnt.len()).expect("a pool has u32 pages");
+        let own = reference::mark(&self.kept.own, &self.books.staged, self.shift, npages);
+        self.pages(|page| has(&self.books.tree, page) && own.refcnt[page] > 0)
+    }
+
+    fn pages(&self, is: impl Fn(usize) -> bool) -> Tally {
+        let mut tally = Tally::default();
+        for page in (0..self.marks.refcnt.len()).filter(|&page| is(page)) {
+            tally.add(i64::try_from(page).expect("a pool has u32 pages"));
+        }
+        tally
+    }
+
+    fn row_entries(&self) -> Found {
+        let mut found = none_of(Kind::RowEntry);
+        for row in &self.kept.rows {
+            for (at, &page) in (0i64..).zip(row_pages(row, &self.books.staged, self.shift)) {
+                if page != PAGE_BAD {
+                    continue;
+                }
+                found.count += 1;
+                if found.named.len() < NAMED_MAX {
+                    let sessions = vec![row.session];
+                    found.named.push(Finding { at, sessions, sessions_count: 1 });
+                }
+            }
+        }
+        found.named.sort();
+        found
+    }
+}
+
+fn has(listed: &Option<Listed>, page: usize) -> bool {
+    listed.as_ref().is_some_and(|listed| listed.set.has[page])
+}
+
+fn row_pages<'a>(row: &LiveRow, staged: &'a [u32], shift: u32) -> &'a [u32] {
+    let start = row.out_off as usize;
+    &staged[start..start + row.pages(shift) as usize]
+}

@@ -1,0 +1,288 @@
+//! The report's bytes: little-endian, versioned, one way to write each report.
+//!
+//! | part | bytes |
+//! |---|---|
+//! | magic, version | 4 (`BKVR`), u16 |
+//! | scope; flags | u8 (0 whole, 1 moved, 2 partial); u8 (1 free, 2 classes) |
+//! | number | u64 |
+//! | `page_tokens`, pages, rows, `rows_moved` | u32 each |
+//! | `held_pages` | u64 |
+//! | free: pages, runs | u64 each, if flagged |
+//! | classes: free, private, cached, `cached_in_use`, leaked, corrupt | u64 each, if flagged |
+//! | digests: compared, fresh, remembered | u64 each |
+//! | sessions | u32 count, then each: u32 number, u8 flags (1 freed), u64 refs, exclusive, |
+//! | | `share_q32`, freed (0 unless flagged), runs, `tail_tokens` |
+//! | findings | u8 count, then each: u8 kind, u64 count, u8 named, then each of those: i64 at, |
+//! | | u32 `sessions_count`, u8 named sessions, u32 each |
+//!
+//! Sessions and kinds ascend; nothing follows. What is not written this way does not decode.
+
+use super::{
+    Classes, Digests, Finding, Found, FreePages, Kind, NAMED_MAX, NAMED_SESSIONS_MAX, Report,
+    SESSIONS_MAX, Scope, Session,
+};
+
+pub const VERSION: u16 = 1;
+const MAGIC: [u8; 4] = *b"BKVR";
+
+const FLAG_FREE: u8 = 1;
+const FLAG_CLASSES: u8 = 2;
+const FLAG_FREED: u8 = 1;
+
+/// One session's line.
+pub const SESSION_BYTES: usize = 4 + 1 + 6 * 8;
+const FINDING_BYTES_MAX: usize = 8 + 4 + 1 + 4 * NAMED_SESSIONS_MAX;
+const FOUND_BYTES_MAX: usize = 1 + 8 + 1 + NAMED_MAX * FINDING_BYTES_MAX;
+/// Everything but the sessions' lines, at most: 8 KiB.
+pub const REPORT_BYTES_HEAD_MAX: usize =
+    8 + 8 + 16 + 8 + 16 + 48 + 24 + 4 + 1 + Kind::ALL.len() * FOUND_BYTES_MAX;
+
+/// Why bytes are no report.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Error {
+    #[error("not a report of page accounting")]
+    Magic,
+    #[error("a report of version {0}, only {VERSION} is known here: update the older side")]
+    Version(u16),
+    #[error("a report that ends early")]
+    Short,
+    #[error("a report with {0} bytes behind its end")]
+    Long(usize),
+    #[error("a report with an impossible {0}")]
+    Field(&'static str),
+}
+
+impl Report {
+    /// The bytes: at most [`REPORT_BYTES_HEAD_MAX`] and [`SESSION_BYTES`] for each session.
+    pub fn encode(&self) -> Vec<u8> {
+        let mut out = Writer(Vec::with_capacity(256 + self.sessions.len() * SESSION_BYTES));
+        out.0.extend(MAGIC);
+        out.0.extend(VERSION.to_le_bytes());
+        out.u8(match self.scope {
+            Scope::Whole => 0,
+            Scope::Moved => 1,
+            Scope::Partial => 2,
+        });
+        let free = if self.free.is_some() { FLAG_FREE } else { 0 };
+        let classes = if self.classes.is_some() { FLAG_CLASSES } else { 0 };
+        out.u8(free | classes);
+        out.u64(self.number);
+        for word in [self.page_tokens, self.pages, self.rows, self.rows_moved] {
+            out.u32(word);
+        }
+        out.u64(self.held_pages);
+        if let Some(free) = self.free {
+            out.u64s([free.pages, free.runs]);
+        }
+        if let Some(c) = self.classes {
+            out.u64s([c.free, c.private, c.cached, c.cached_in_use, c.leaked, c.corrupt]);
+        }
+        out.u64s([self.digests.compared, self.digests.fresh, self.digests.remembered]);
+        out.u32(count(self.sessions.len()));
+        for s in &self.sessions {
+            out.u32(s.number);
+            out.u8(if s.freed.is_some() { FLAG_FREED } else { 0 });
+            let freed = s.freed.unwrap_or(0);
+            out.u64s([s.refs, s.exclusive, s.share_q32, freed, s.runs, s.tail_tokens]);
+        }
+        out.u8(small(self.findings.len()));
+        for found in &self.findings {
+            out.found(found);
+        }
+        out.0
+    }
+
+    /// The report that these bytes are.
+    ///
+    /// # Errors
+    /// Bytes that [`Report::encode`] never makes, of this version or another.
+    pub fn decode(bytes: &[u8]) -> Result<Self, Error> {
+        let mut from = Reader(bytes);
+        if from.take::<4>()? != MAGIC {
+            return Err(Error::Magic);
+        }
+        let version = u16::from_le_bytes(from.take()?);
+        if version != VERSION {
+            return Err(Error::Version(version));
+        }
+        let scope = match from.u8()? {
+            0 => Scope::Whole,
+            1 => Scope::Moved,
+            2 => Scope::Partial,
+            _ => return Err(Error::Field("scope")),
+        };
+        let flags = from.u8()?;
+        if flags & !(FLAG_FREE | FLAG_CLASSES) != 0 {
+            return Err(Error::Field("flag"));
+        }
+        let number = from.u64()?;
+        let [page_tokens, pages, rows, rows_moved] =
+            [from.u32()?, from.u32()?, from.u32()?, from.u32()?];
+        let held_pages = from.u64()?;
+        let free = if flags & FLAG_FREE != 0 {
+            let [pages, runs] = from.u64s()?;
+            Some(FreePages { pages, runs })
+        } else {
+            None
+        };
+        let classes = if flags & FLAG_CLASSES != 0 {
+            let [free, private, cached, cached_in_use, leaked, corrupt] = from.u64s()?;
+            Some(Classes { free, private, cached, cached_in_use, leaked, corrupt })
+        } else {
+            None
+        };
+        let [compared, fresh, remembered] = from.u64s()?;
+        let digests = Digests { compared, fresh, remembered };
+        let sessions = from.sessions()?;
+        let findings = from.findings()?;
+        if !from.0.is_empty() {
+            return Err(Error::Long(from.0.len()));
+        }
+        Ok(Self {
+            number,
+            scope,
+            page_tokens,
+            pages,
+            rows,
+            rows_moved,
+            held_pages,
+            free,
+            classes,
+            sessions,
+            digests,
+            findings,
+        })
+    }
+}
+
+fn count(n: usize) -> u32 {
+    u32::try_from(n).expect("a report has at most SESSIONS_MAX sessions")
+}
+
+fn small(n: usize) -> u8 {
+    u8::try_from(n).expect("kinds, findings and their sessions are few")
+}
+
+struct Writer(Vec<u8>);
+
+impl Writer {
+    fn u8(&mut self, value: u8) {
+        self.0.push(value);
+    }
+
+    fn u32(&mut self, value: u32) {
+        self.0.extend(value.to_le_bytes());
+    }
+
+    fn u64(&mut self, value: u64) {
+        self.0.extend(value.to_le_bytes());
+    }
+
+    fn u64s<const N: usize>(&mut self, values: [u64; N]) {
+        for value in values {
+            self.u64(value);
+        }
+    }
+
+    fn found(&mut self, found: &Found) {
+        self.u8(found.kind as u8);
+        self.u64(found.count);
+        self.u8(small(found.named.len()));
+        for finding in &found.named {
+            self.0.extend(finding.at.to_le_bytes());
+            self.u32(finding.sessions_count);
+            self.u8(small(finding.sessions.len()));
+            for &session in &finding.sessions {
+                self.u32(session);
+            }
+        }
+    }
+}
+
+/// What is left to read.
+struct Reader<'a>(&'a [u8]);
+
+impl Reader<'_> {
+    fn take<const N: usize>(&mut self) -> Result<[u8; N], Error> {
+        let (taken, rest) = self.0.split_first_chunk().ok_or(Error::Short)?;
+        self.0 = rest;
+        Ok(*taken)
+    }
+
+    fn u8(&mut self) -> Result<u8, Error> {
+        Ok(u8::from_le_bytes(self.take()?))
+    }
+
+    fn u32(&mut self) -> Result<u32, Error> {
+        Ok(u32::from_le_bytes(self.take()?))
+    }
+
+    fn u64(&mut self) -> Result<u64, Error> {
+        Ok(u64::from_le_bytes(self.take()?))
+    }
+
+    fn u64s<const N: usize>(&mut self) -> Result<[u64; N], Error> {
+        let mut values = [0; N];
+        for value in &mut values {
+            *value = self.u64()?;
+        }
+        Ok(values)
+    }
+
+    fn sessions(&mut self) -> Result<Vec<Session>, Error> {
+        let n = self.u32()? as usize;
+        if n > SESSIONS_MAX {
+            return Err(Error::Field("number of sessions"));
+        }
+        if self.0.len() < n * SESSION_BYTES {
+            return Err(Error::Short);
+        }
+        let mut sessions: Vec<Session> = Vec::with_capacity(n);
+        for _ in 0..n {
+            let number = self.u32()?;
+            let flags = self.u8()?;
+            let [refs, exclusive, share_q32, freed, runs, tail_tokens] = self.u64s()?;
+            let freed = match (flags, freed) {
+                (FLAG_FREED, freed) => Some(freed),
+                (0, 0) => None,
+                _ => return Err(Error::Field("session's flag")),
+            };
+            if sessions.last().is_some_and(|last| last.number >= number) {
+                return Err(Error::Field("order of sessions"));
+            }
+            sessions.push(Session { number, refs, exclusive, share_q32, freed, runs, tail_tokens });
+        }
+        Ok(sessions)
+    }
+
+    fn findings(&mut self) -> Result<Vec<Found>, Error> {
+        let mut findings: Vec<Found> = Vec::new();
+        for _ in 0..self.u8()? {
+            let number = self.u8()?;
+            let kind = Kind::ALL.into_iter().find(|kind| *kind as u8 == number);
+            let kind = kind.ok_or(Error::Field("kind"))?;
+            if findings.last().is_some_and(|last| last.kind >= kind) {
+                return Err(Error::Field("order of kinds"));
+            }
+            let count = self.u64()?;
+            let n = usize::from(self.u8()?);
+            if n > NAMED_MAX || n as u64 > count {
+                return Err(Error::Field("number of findings"));
+            }
+            let named = (0..n).map(|_| self.finding()).collect::<Result<_, _>>()?;
+            findings.push(Found { kind, count, named });
+        }
+        Ok(findings)
+    }
+
+    fn finding(&mut self) -> Result<Finding, Error> {
+        let at = i64::from_le_bytes(self.take()?);
+        let sessions_count = self.u32()?;
+        let n = self.u8()?;
+        if usize::from(n) > NAMED_SESSIONS_MAX || u32::from(n) > sessions_count {
+            return Err(Error::Field("number of sessions in a finding"));
+        }
+        let sessions = (0..n).map(|_| self.u32()).collect::<Result<_, _>>()?;
+        Ok(Finding { at, sessions, sessions_count })
+    }
+}
