@@ -132,7 +132,11 @@ impl Accountant {
             rows: open.rows.iter().map(|row| row.live).collect(),
             window: open.window.clone(),
         };
-        self.backend.copy(&self.pool, cut, &layout, stream)?;
+        if let Err(error) = self.backend.copy(&self.pool, cut, &layout, stream) {
+            // The caller may do with its lists what it likes, so nothing may read them any more.
+            let _ = self.backend.settle();
+            return Err(error);
+        }
         self.open = Some(open);
         Ok(())
     }

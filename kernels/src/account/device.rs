@@ -18,6 +18,9 @@ use crate::{
 };
 use std::ops::Range;
 
+/// Room for digests to begin with: 64 MiB of 16 KiB pages.
+const DIGESTS: usize = 1 << 12;
+
 /// The device, and all memory that an audit needs there.
 #[derive(Debug)]
 pub(super) struct OnDevice {
@@ -75,7 +78,7 @@ impl OnDevice {
             shared: device.alloc(on.words())?,
             sessions: Growing::new(&device, rows)?,
             classified: [device.alloc(1)?, device.alloc(1)?],
-            digests: Growing::new(&device, 1)?,
+            digests: Growing::new(&device, DIGESTS)?,
             taken: Taken::default(),
             pool: on,
             device,

@@ -286,3 +286,127 @@ impl Reader<'_> {
         Ok(Finding { at, sessions, sessions_count })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::{collection::vec, option, prelude::*, sample::subsequence};
+
+    fn finding() -> impl Strategy<Value = Finding> {
+        let sessions = vec(any::<u32>(), 0..=NAMED_SESSIONS_MAX);
+        (any::<i64>(), sessions, 0..u32::MAX - 8).prop_map(|(at, sessions, more)| Finding {
+            at,
+            sessions_count: u32::try_from(sessions.len()).unwrap() + more,
+            sessions,
+        })
+    }
+
+    fn findings() -> impl Strategy<Value = Vec<Found>> {
+        let kinds = subsequence(Kind::ALL.to_vec(), 0..=Kind::ALL.len());
+        kinds.prop_flat_map(|kinds| {
+            let one = |kind| {
+                let parts = (vec(finding(), 0..=NAMED_MAX), 0..u64::MAX / 2);
+                parts.prop_map(move |(named, more)| Found {
+                    kind,
+                    count: named.len() as u64 + more,
+                    named,
+                })
+            };
+            kinds.into_iter().map(one).collect::<Vec<_>>()
+        })
+    }
+
+    fn sessions() -> impl Strategy<Value = Vec<Session>> {
+        let line = (any::<u32>(), any::<[u64; 5]>(), option::of(any::<u64>()));
+        vec(line, 0..40).prop_map(|mut lines| {
+            lines.sort_by_key(|line| line.0);
+            lines.dedup_by_key(|line| line.0);
+            let line = |(number, words, freed)| {
+                let [refs, exclusive, share_q32, runs, tail_tokens] = words;
+                Session { number, refs, exclusive, share_q32, freed, runs, tail_tokens }
+            };
+            lines.into_iter().map(line).collect()
+        })
+    }
+
+    fn report() -> impl Strategy<Value = Report> {
+        let scope = prop_oneof![Just(Scope::Whole), Just(Scope::Moved), Just(Scope::Partial)];
+        let lists = (option::of(any::<[u64; 2]>()), option::of(any::<[u64; 6]>()));
+        let head = (scope, any::<[u32; 4]>(), any::<[u64; 5]>(), lists);
+        (head, sessions(), findings()).prop_map(
+            |((scope, small, large, lists), sessions, findings)| {
+                let [page_tokens, pages, rows, rows_moved] = small;
+                let [number, held_pages, compared, fresh, remembered] = large;
+                let classes = |[free, private, cached, cached_in_use, leaked, corrupt]: [u64;
+                                   6]| {
+                    Classes { free, private, cached, cached_in_use, leaked, corrupt }
+                };
+                Report {
+                    number,
+                    scope,
+                    page_tokens,
+                    pages,
+                    rows,
+                    rows_moved,
+                    held_pages,
+                    free: lists.0.map(|[pages, runs]| FreePages { pages, runs }),
+                    classes: lists.1.map(classes),
+                    sessions,
+                    digests: Digests { compared, fresh, remembered },
+                    findings,
+                }
+            },
+        )
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_written_is_read(report in report()) {
+            let bytes = report.encode();
+            let bytes_max = REPORT_BYTES_HEAD_MAX + report.sessions.len() * SESSION_BYTES;
+            prop_assert!(bytes.len() <= bytes_max);
+            prop_assert_eq!(Report::decode(&bytes), Ok(report));
+        }
+
+        #[test]
+        fn every_part_of_a_report_is_too_short(report in report(), cut in any::<prop::sample::Index>()) {
+            let bytes = report.encode();
+            let part = &bytes[..cut.index(bytes.len())];
+            prop_assert_eq!(Report::decode(part), Err(Error::Short));
+            let mut longer = bytes;
+            longer.push(0);
+            prop_assert_eq!(Report::decode(&longer), Err(Error::Long(1)));
+        }
+
+        #[test]
+        fn whatever_decodes_is_written_the_same_way(
+            report in report(),
+            flips in vec((any::<prop::sample::Index>(), any::<u8>()), 0..4),
+        ) {
+            let mut bytes = report.encode();
+            for (at, with) in flips {
+                let at = at.index(bytes.len());
+                bytes[at] ^= with;
+            }
+            if let Ok(report) = Report::decode(&bytes) {
+                prop_assert_eq!(report.encode(), bytes);
+            }
+        }
+
+        #[test]
+        fn garbage_does_no_harm(garbage in vec(any::<u8>(), 0..300), marked in any::<bool>()) {
+            let mut bytes = if marked { vec![b'B', b'K', b'V', b'R', 1, 0] } else { vec![] };
+            bytes.extend(garbage);
+            if let Ok(report) = Report::decode(&bytes) {
+                prop_assert_eq!(report.encode(), bytes);
+            }
+        }
+    }
+
+    #[test]
+    fn another_version_says_so() {
+        assert_eq!(Report::decode(b"BKVR\x02\x00"), Err(Error::Version(2)));
+        assert_eq!(Report::decode(b"RIFF\x02\x00"), Err(Error::Magic));
+        assert_eq!(Report::decode(b""), Err(Error::Short));
+    }
+}

@@ -1,0 +1,205 @@
+//! An engine's books, small and random: what its accountant should say is known by how it is made.
+
+use fastrand::Rng;
+use kernels::{
+    account::{Accountant, Buffer, Cut, List, Pool, Row, Table},
+    report::Report,
+};
+
+/// Token slots of one row.
+const STRIDE: u32 = 1 << 10;
+
+/// A pool with sessions over prefixes in a tree.
+pub(crate) struct Engine {
+    pub(crate) shift: u32,
+    pub(crate) pages: u32,
+    pub(crate) r2t: Vec<i32>,
+    /// Keys and values: 16-byte words, `words[b]` of them to a page.
+    pub(crate) kv: Vec<Vec<u128>>,
+    words: Vec<usize>,
+    pub(crate) rows: Vec<Row>,
+    /// Of each row: the pages that it names.
+    pub(crate) row_pages: Vec<Vec<u32>>,
+    pub(crate) keys: Vec<u64>,
+    /// Page ids, in two lists.
+    pub(crate) free: [Vec<i64>; 2],
+    /// Token slots.
+    pub(crate) tree: Vec<i64>,
+    pub(crate) tree_pages: Vec<u32>,
+    pub(crate) whole: bool,
+    pub(crate) digest_pages_max: u32,
+}
+
+impl Engine {
+    /// A sound one: each page free, in the tree, or private to one session.
+    pub(crate) fn random(seed: u64) -> Self {
+        let mut random = Rng::with_seed(seed);
+        let (shift, pages) = (random.u32(0..=6), random.u32(70..400));
+        let mut unused: Vec<u32> = (1..pages).collect();
+        random.shuffle(&mut unused);
+        let take = |unused: &mut Vec<u32>, n: usize| unused.split_off(unused.len() - n);
+        let tree_pages = take(&mut unused, random.usize(4..20));
+        let sessions = random.u32(2..7);
+        let row_tokens_max = STRIDE.min(16 << shift);
+        let words = (0..random.usize(1..4)).map(|_| random.usize(1..4)).collect::<Vec<_>>();
+        let kv = words.iter().map(|&n| random_words(&mut random, n * pages as usize)).collect();
+        let (mut rows, mut row_pages) = (vec![], vec![]);
+        for session in 0..sessions {
+            let held = random.u32(2..=row_tokens_max >> shift);
+            let protected = random.u32(0..held).min(3);
+            let mut named = tree_pages[..protected as usize].to_vec();
+            named.extend(take(&mut unused, (held - protected) as usize));
+            let len = (held << shift) - random.u32(0..1 << shift);
+            rows.push(Row {
+                row: session + 1,
+                len,
+                session,
+                sealed_tokens: random.u32(0..=len),
+                protected_tokens: Some(protected << shift),
+                version: random.u64(..),
+            });
+            row_pages.push(named);
+        }
+        let mut engine = Self {
+            shift,
+            pages,
+            r2t: vec![-1; ((sessions + 1) * STRIDE) as usize],
+            kv,
+            words,
+            rows,
+            row_pages,
+            keys: (0..sessions).map(|_| random.u64(..)).collect(),
+            free: [vec![], vec![]],
+            tree: vec![],
+            tree_pages,
+            whole: true,
+            digest_pages_max: 64,
+        };
+        for page in unused {
+            engine.free[random.usize(0..2)].push(page.into());
+        }
+        engine.tree = engine.tree_pages.iter().flat_map(|&page| engine.slots(page)).collect();
+        random.shuffle(&mut engine.tree);
+        engine.write_rows();
+        engine
+    }
+
+    /// One whose books are nonsense, and whose cut may be incomplete.
+    pub(crate) fn chaotic(seed: u64) -> Self {
+        let mut random = Rng::with_seed(!seed);
+        let mut engine = Self::random(seed);
+        engine.whole = random.bool();
+        for entry in &mut engine.r2t {
+            if random.u8(..) < 8 {
+                *entry =
+                    random.i32(-9..i32::try_from(engine.pages << engine.shift).expect("small") + 9);
+            }
+        }
+        for list in engine.free.iter_mut().chain([&mut engine.tree]) {
+            for _ in 0..random.usize(0..9) {
+                list.push(random.i64(-3..i64::from(engine.pages) + 3));
+            }
+        }
+        for row in &mut engine.rows {
+            row.session = random.u32(0..u32::try_from(engine.keys.len()).expect("small"));
+            let unknown = random.u8(..) < 50;
+            row.protected_tokens = (!unknown).then(|| random.u32(0..=row.len));
+        }
+        engine
+    }
+
+    /// All token slots of a page.
+    pub(crate) fn slots(&self, page: u32) -> impl Iterator<Item = i64> + use<> {
+        slots(page, self.shift)
+    }
+
+    /// Writes the rows as `row_pages` has them.
+    pub(crate) fn write_rows(&mut self) {
+        for (row, pages) in self.rows.iter().zip(&self.row_pages) {
+            let start = (row.row * STRIDE) as usize;
+            let slots = pages.iter().flat_map(|&page| slots(page, self.shift));
+            for (entry, slot) in self.r2t[start..].iter_mut().zip(slots) {
+                *entry = i32::try_from(slot).expect("small");
+            }
+        }
+    }
+
+    /// The entry of `r2t` that names a row's page.
+    pub(crate) fn entry(&mut self, row: usize, page: usize) -> &mut i32 {
+        &mut self.r2t[(self.rows[row].row * STRIDE) as usize + (page << self.shift)]
+    }
+
+    /// Flips one bit of a page's KV.
+    pub(crate) fn flip(&mut self, random: &mut Rng, page: u32) {
+        let buffer = random.usize(0..self.kv.len());
+        let word = page as usize * self.words[buffer] + random.usize(0..self.words[buffer]);
+        self.kv[buffer][word] ^= 1 << random.u32(0..128);
+    }
+
+    /// Pages of a row behind its protected part.
+    pub(crate) fn private(&self, row: usize) -> &[u32] {
+        let protected = self.rows[row].protected_tokens.expect("a sound engine knows it");
+        &self.row_pages[row][(protected >> self.shift) as usize..]
+    }
+
+    /// Full pages of a row's sealed part.
+    pub(crate) fn sealed(&self, row: usize) -> &[u32] {
+        &self.row_pages[row][..(self.rows[row].sealed_tokens >> self.shift) as usize]
+    }
+
+    pub(crate) fn pool(&self) -> Pool {
+        let buffers = self.kv.iter().zip(&self.words);
+        let buffers = buffers
+            .map(|(kv, n)| Buffer { addr: address(kv), page_bytes: 16 * *n as u64 })
+            .collect();
+        let rows = u32::try_from(self.r2t.len()).expect("small") / STRIDE;
+        let table = Table { addr: address(&self.r2t), rows, stride: STRIDE };
+        // SAFETY: each test keeps its engine longer than its accountants, and changes entries and
+        // KV only between audits, or where a fake device says when it reads.
+        unsafe { Pool::new(1 << self.shift, self.pages, table, buffers).expect("a sound pool") }
+    }
+
+    /// Begins an audit.
+    pub(crate) fn begin(&self, accountant: &mut Accountant) {
+        let list = |ids: &Vec<i64>| {
+            // SAFETY: no test changes a list while an audit is under way.
+            unsafe { List::new(address(ids), ids.len() as u64) }
+        };
+        let free = self.free.each_ref().map(list);
+        let cut = Cut {
+            rows: &self.rows,
+            keys: &self.keys,
+            free: &free,
+            tree: Some(list(&self.tree)),
+            whole: self.whole,
+            digest_pages_max: self.digest_pages_max,
+        };
+        accountant.begin(&cut, 0).expect("nothing is wrong with the cut");
+    }
+
+    /// The versions that its rows have.
+    pub(crate) fn now(&self) -> Vec<(u32, u64)> {
+        self.rows.iter().map(|row| (row.row, row.version)).collect()
+    }
+
+    /// A whole audit, in which nothing moves.
+    pub(crate) fn audit(&self, accountant: &mut Accountant) -> Report {
+        self.begin(accountant);
+        while !accountant.ready().expect("the device works") {
+            std::thread::yield_now();
+        }
+        accountant.finish(&self.now()).expect("the device works")
+    }
+}
+
+fn slots(page: u32, shift: u32) -> impl Iterator<Item = i64> {
+    (i64::from(page) << shift)..(i64::from(page) + 1) << shift
+}
+
+fn address<T>(values: &[T]) -> u64 {
+    values.as_ptr().expose_provenance() as u64
+}
+
+fn random_words(random: &mut Rng, n: usize) -> Vec<u128> {
+    (0..n).map(|_| random.u128(..)).collect()
+}
