@@ -1,8 +1,10 @@
 /* An engine of one page size with two streaming sessions over a shared prefix in the tree, audited
- * through berth_kv.h. `engine <case>` plants one fault, and writes reports to standard output:
- * each as its length, uint64_t, and its bytes. Exits 1 and says where when the ABI surprises it. */
+ * through berth_kv.h. `engine <case> [<driver> <fatbin>]` plants one fault, and writes reports to
+ * standard output: each as its length, uint64_t, and its bytes. With a driver, the pool is on device
+ * 0 of it. Exits 1 and says where when the ABI surprises it. */
 #include "berth_kv.h"
 
+#include <dlfcn.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -41,6 +43,8 @@ static void report(berth_kv handle, const struct berth_kv_cut *cut, uint64_t ver
     expect(berth_kv_begin(handle, cut) == BERTH_KV_BUSY, "a second audit began");
     expect(berth_kv_finish(handle, rows, versions, 2, buffer, capacity) == BERTH_KV_STATE,
            "finished unseen");
+    while (berth_kv_ready(handle) == 0) {
+    }
     expect(berth_kv_ready(handle) == 1, "ready");
     expect(berth_kv_finish(handle, rows, versions, 2, buffer, 16) == BERTH_KV_SMALL,
            "wrote into a small buffer");
@@ -97,7 +101,8 @@ static void misuse(berth_kv handle, const struct berth_kv_cut *cut,
     expect(berth_kv_finish(handle, NULL, NULL, 0, &byte, 1) == BERTH_KV_STATE, "finished nothing");
     expect(berth_kv_abandon(handle) == 0, "nothing to abandon is no error");
     expect(berth_kv_begin(handle, cut) == 0, "begin");
-    expect(berth_kv_ready(handle) == 1, "ready");
+    while (berth_kv_ready(handle) == 0) {
+    }
     expect(berth_kv_finish(handle, NULL, NULL, 0, NULL, 1 << 20) == BERTH_KV_INVALID,
            "wrote to null");
     expect(berth_kv_abandon(handle) == 0, "abandon");
@@ -107,10 +112,11 @@ static void misuse(berth_kv handle, const struct berth_kv_cut *cut,
 
 int main(int argc, char **argv) {
     const char *plant = argc > 1 ? argv[1] : "";
+    const char *fatbin = argc > 3 ? argv[3] : NULL;
     struct berth_kv_buffer buffers[] = {{(uint64_t)(uintptr_t)k, PAGE_BYTES},
                                         {(uint64_t)(uintptr_t)v, 2 * PAGE_BYTES}};
     struct berth_kv_pool pool = {PAGE, PAGES, (uint64_t)(uintptr_t)r2t, ROWS, STRIDE,
-                                 buffers, 2,  BERTH_KV_HOST};
+                                 buffers, 2,  fatbin ? 0 : BERTH_KV_HOST};
     struct berth_kv_row rows[] = {{1, 18, 0, 16, 8, 0, 11}, {2, 14, 1, 12, 8, 0, 12}};
     uint64_t keys[] = {100, 200};
     int32_t one[] = {1, 2, 3, 4, 5}, two[] = {1, 2, 6, 7};
@@ -150,7 +156,10 @@ int main(int argc, char **argv) {
 
     expect(berth_kv_abi() == BERTH_KV_ABI, "header and library are of different versions");
     expect(strlen(berth_kv_error()) == 0, "an error before any call");
-    expect(berth_kv_open(&pool, NULL, &handle) == 0, "open");
+    if (fatbin) {
+        expect(dlopen(argv[2], RTLD_NOW | RTLD_GLOBAL) != NULL, "the driver");
+    }
+    expect(berth_kv_open(&pool, fatbin, &handle) == 0, "open");
     if (!strcmp(plant, "misuse")) {
         misuse(handle, &cut, &pool);
     } else {

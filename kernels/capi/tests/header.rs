@@ -1,7 +1,9 @@
-//! `berth_kv.h` against the library: a C program made with it, whose reports are read back.
+//! `berth_kv.h` against the library: a C program made with it, whose reports are read back. Its
+//! pool lies in host memory, then on a device.
 
 use kernels::report::{Finding, Kind, Report, Scope};
 use std::{
+    io::Write,
     path::{Path, PathBuf},
     process::{Command, Output},
     sync::OnceLock,
@@ -32,6 +34,7 @@ fn engine() -> &'static Path {
             .arg("-L")
             .arg(&library)
             .arg("-lberth_kv")
+            .arg("-ldl")
             .arg(format!("-Wl,-rpath,{}", library.display()))
             .status()
             .expect("a C compiler is there");
@@ -40,16 +43,31 @@ fn engine() -> &'static Path {
     })
 }
 
-fn run(case: &str) -> Output {
-    let output = Command::new(engine()).arg(case).output().expect("the program was compiled");
+#[derive(Clone, Copy, Debug)]
+enum Place {
+    Host,
+    Device,
+}
+
+const PLACES: [Place; 2] = [Place::Host, Place::Device];
+
+fn run(case: &str, place: Place) -> Output {
+    let mut engine = Command::new(engine());
+    engine.arg(case);
+    let mut fatbin = tempfile::NamedTempFile::new().expect("there is room for temporary files");
+    if let Place::Device = place {
+        fatbin.write_all(&cuda_fake::image()).expect("there is room for temporary files");
+        engine.arg(cuda_fake::library().expect("cargo has built the driver")).arg(fatbin.path());
+    }
+    let output = engine.output().expect("the program was compiled");
     let said = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "case {case:?}: {}: {said}", output.status);
+    assert!(output.status.success(), "case {case:?}, {place:?}: {}: {said}", output.status);
     output
 }
 
 /// The two reports of a case.
-fn reports(case: &str) -> [Report; 2] {
-    let out = run(case).stdout;
+fn reports(case: &str, place: Place) -> [Report; 2] {
+    let out = run(case, place).stdout;
     let mut rest = out.as_slice();
     let mut next = || {
         let (length, after) = rest.split_first_chunk().expect("a report has a length");
@@ -75,7 +93,8 @@ fn finding(at: i64, sessions: &[u32]) -> Finding {
 
 #[test]
 fn a_sound_pool_is_told_exactly() {
-    let [first, second] = reports("");
+    let [first, second] = reports("", Place::Host);
+    assert_eq!([&first, &second], reports("", Place::Device).each_ref());
     assert_eq!((first.scope, first.alarms(), second.alarms()), (Scope::Whole, 0, 0));
     let c = first.classes.expect("the cut was whole");
     assert_eq!((c.free, c.private, c.cached, c.cached_in_use, c.leaked), (7, 5, 1, 2, 0));
@@ -100,7 +119,7 @@ fn what_is_planted_is_named() {
         ("free_entry", Kind::FreeEntry, finding(-3, &[])),
     ];
     for (case, kind, want) in cases {
-        for report in reports(case) {
+        for report in PLACES.iter().flat_map(|&place| reports(case, place)) {
             assert_eq!(named(&report, kind), (1, [want.clone()].as_slice()), "{case}");
             assert_eq!(report.alarms(), 1, "{case}: {:?}", report.findings);
         }
@@ -109,14 +128,17 @@ fn what_is_planted_is_named() {
 
 #[test]
 fn a_page_that_changed_though_nothing_rewrote_it_is_named() {
-    let [first, second] = reports("changed");
-    assert_eq!(first.alarms(), 0);
-    assert_eq!(named(&second, Kind::Changed), (1, [finding(6, &[1])].as_slice()));
+    for place in PLACES {
+        let [first, second] = reports("changed", place);
+        assert_eq!(first.alarms(), 0);
+        assert_eq!(named(&second, Kind::Changed), (1, [finding(6, &[1])].as_slice()));
+    }
 }
 
 #[test]
 fn a_row_that_moved_is_left_out_and_counted() {
-    let [first, second] = reports("moved");
+    let [first, second] = reports("moved", Place::Device);
+    assert_eq!([&first, &second], reports("moved", Place::Host).each_ref());
     assert_eq!((first.scope, first.rows, first.rows_moved), (Scope::Moved, 1, 1));
     assert_eq!((first.classes, first.found(Kind::Leaked)), (None, None));
     let numbers: Vec<u32> = first.sessions.iter().map(|s| s.number).collect();
@@ -126,5 +148,7 @@ fn a_row_that_moved_is_left_out_and_counted() {
 
 #[test]
 fn misuse_is_answered_by_errors() {
-    assert!(run("misuse").stdout.is_empty());
+    for place in PLACES {
+        assert!(run("misuse", place).stdout.is_empty());
+    }
 }
