@@ -2,12 +2,14 @@
 //! form is permissive by nature; conversion from it rejects what can't be true, so that the rest of
 //! the router never checks again.
 
+mod pages;
 mod wire;
 
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+pub use self::pages::{NamedFinding, PageAudit, PageClasses, PageFinding};
 use crate::id::{self, SessionKey};
 
 /// How an engine keeps a session's KV.
@@ -201,6 +203,8 @@ pub struct RankLoad {
     pub pool_evictable_tokens: Option<Figure>,
     /// Of `pinned_tokens`: others' sessions in the engine.
     pub foreign_tokens: Option<Figure>,
+    /// Who holds the pages, by identity.
+    pub pages: Option<PageAudit>,
 }
 
 /// One agent's report.

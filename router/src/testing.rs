@@ -62,6 +62,7 @@ pub(crate) fn report(ranks: &[(u32, u64)]) -> LoadReport {
         pool_available_tokens: None,
         pool_evictable_tokens: None,
         foreign_tokens: None,
+        pages: None,
     };
     LoadReport {
         interval: Duration::from_millis(500),

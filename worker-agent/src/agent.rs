@@ -9,13 +9,14 @@ use std::{sync::Arc, time::Duration};
 use proto::{
     claim::Claim,
     id::SessionKey,
-    load::{Description, Device, LoadReport, Retention, Session},
+    load::{Description, Device, LoadReport, PageAudit, Retention, Session},
     process::tasks::Tasks,
 };
 use tokio::sync::{broadcast, mpsc, oneshot, watch};
 
 use self::owner::Owner;
 use crate::{
+    audit::{self, SessionPages},
     engine::{Engine, Info, Sample},
     journal::Journal,
     ledger::Limits,
@@ -108,6 +109,10 @@ enum Message {
         key: SessionKey,
         reply: oneshot::Sender<Result<bool, Error>>,
     },
+    Audit {
+        dp_rank: u32,
+        reply: oneshot::Sender<Result<RankPages, audit::Error>>,
+    },
     Watch(oneshot::Sender<Watch>),
     Engine(EngineNews),
     Opened {
@@ -122,6 +127,15 @@ enum Message {
         limit: Duration,
         done: oneshot::Sender<()>,
     },
+}
+
+/// An audit of one rank's pages, as asked for.
+#[derive(Debug)]
+pub struct RankPages {
+    /// The totals, and what is wrong.
+    pub pages: PageAudit,
+    /// Who holds pages, the largest first; with the session's key where it is the agent's.
+    pub sessions: Vec<(Option<SessionKey>, SessionPages)>,
 }
 
 /// The end of a turn, on its way to the owner.
@@ -228,6 +242,14 @@ impl AgentHandle {
         self.ask(|reply| Message::Close { key, reply }).await?
     }
 
+    /// Looks at the pages of a rank now.
+    ///
+    /// # Errors
+    /// When the agent is stopping; then why there is no audit.
+    pub async fn audit(&self, dp_rank: u32) -> Result<Result<RankPages, audit::Error>, Error> {
+        self.ask(|reply| Message::Audit { dp_rank, reply }).await
+    }
+
     /// Starts to watch.
     ///
     /// # Errors
@@ -280,6 +302,8 @@ pub struct Setup {
     pub shim: ShimHandle,
     /// Counts.
     pub metrics: Metrics,
+    /// The pages of every rank are audited this often; none: only on demand.
+    pub audit_interval: Option<Duration>,
     /// An engine that runs nothing for so long while turns wait is stuck.
     pub stall_max: Duration,
     /// Longest time between reports.

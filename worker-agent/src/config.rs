@@ -2,15 +2,25 @@
 
 use std::{net::SocketAddr, os::unix::fs::MetadataExt as _, path::PathBuf, time::Duration};
 
-use clap::Parser;
+use clap::{Parser, Subcommand};
 use http::{HeaderValue, Uri};
 use proto::process::settings::{self, Problems};
 use serde::{Deserialize, Serialize};
 
+use crate::show::AuditArgs;
+
 /// Command line and environment.
 #[derive(Debug, Parser)]
-#[command(name = "berth-agent", version, about = "Owns the KV sessions of one SGLang engine")]
+#[command(
+    name = "berth-agent",
+    version,
+    about = "Owns the KV sessions of one SGLang engine",
+    args_conflicts_with_subcommands = true
+)]
 pub struct Args {
+    /// Something else than to run an agent.
+    #[command(subcommand)]
+    pub command: Option<Command>,
     /// Settings file (TOML).
     #[arg(long)]
     pub config: Option<PathBuf>,
@@ -32,6 +42,13 @@ pub struct Args {
     /// Checks the settings, prints them and exits.
     #[arg(long)]
     pub check_config: bool,
+}
+
+/// What can be asked of a running agent.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Says who holds each page of the engine's KV pool; exit status 1 if anything is wrong
+    Audit(AuditArgs),
 }
 
 /// Effective settings.
@@ -80,6 +97,8 @@ pub struct Config {
     pub queue_wait_ms_max: u64,
     /// An engine that runs nothing for so long while turns wait in it is stuck.
     pub stall_ms_max: u64,
+    /// The engine's shim looks at every page of the pool this often; 0: only on demand.
+    pub audit_interval_s: u64,
     /// Where the journal of open sessions and the shim's socket are; the same for every agent of an
     /// engine. Empty: `/tmp/berth-<uid>`.
     pub state_dir: PathBuf,
@@ -134,6 +153,8 @@ impl Default for Config {
             queue_wait_ms_max: 60_000,
             // Longer than any prefill step.
             stall_ms_max: 10_000,
+            // A look costs the scheduler's thread well under a millisecond.
+            audit_interval_s: 10,
             state_dir: PathBuf::new(),
             shim_socket: PathBuf::new(),
             body_bytes_max: 64 << 20,
@@ -214,6 +235,7 @@ impl Config {
         ] {
             need((1..=7 * 86_400_000).contains(&value), &format!("{key} must be 1 to 7 days"));
         }
+        need(self.audit_interval_s <= 86_400, "audit_interval_s must be 0 to 86400");
         need(
             self.rows_reserve >= 1,
             "rows_reserve must be at least 1: a full engine never recovers",

@@ -15,7 +15,8 @@ use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status};
 
 use crate::{
-    agent::{self, AgentHandle, Change, Watch},
+    agent::{self, AgentHandle, Change, RankPages, Watch},
+    audit,
     session,
 };
 
@@ -94,6 +95,7 @@ fn status(error: &agent::Error) -> Status {
             | E::WholeHistory
             | E::Lost
             | E::Reclaimed
+            | E::KvCorrupt
             | E::TooLarge { .. }
             | E::HistoryUnknown => Status::failed_precondition(text),
             E::OpenFailed(_) | E::EngineLost | E::Stopping => Status::unavailable(text),
@@ -176,6 +178,24 @@ impl server::WorkerAgent for Service {
         Ok(Response::new(ReceiverStream::new(receiver)))
     }
 
+    async fn audit(
+        &self,
+        request: Request<v1::AuditRequest>,
+    ) -> Result<Response<v1::AuditResponse>, Status> {
+        let watch = self.agent.watch().await.map_err(|error| status(&error))?;
+        let known = watch.report.borrow().ranks.len();
+        let dp_ranks: Vec<u32> = match request.into_inner().dp_rank {
+            Some(dp_rank) => vec![dp_rank],
+            None => (0..).take(known).collect(),
+        };
+        let mut ranks = vec![];
+        for dp_rank in dp_ranks {
+            let audit = self.agent.audit(dp_rank).await.map_err(|error| status(&error))?;
+            ranks.push(rank_audit(dp_rank, audit));
+        }
+        Ok(Response::new(v1::AuditResponse { ranks }))
+    }
+
     type WatchKvStream = ReceiverStream<Result<v1::KvEvent, Status>>;
 
     async fn watch_kv(
@@ -184,6 +204,27 @@ impl server::WorkerAgent for Service {
     ) -> Result<Response<Self::WatchKvStream>, Status> {
         Err(Status::unimplemented("this agent doesn't publish resident blocks yet"))
     }
+}
+
+fn rank_audit(dp_rank: u32, audit: Result<RankPages, audit::Error>) -> v1::RankAudit {
+    let audit = match audit {
+        Ok(audit) => audit,
+        Err(error) => {
+            return v1::RankAudit { dp_rank, refusal: error.to_string(), ..Default::default() };
+        }
+    };
+    let sessions = audit.sessions.into_iter().map(|(key, session)| v1::SessionPages {
+        key: key.as_ref().map(Into::into),
+        incarnation: session.incarnation,
+        pages: session.pages,
+        exclusive_pages: session.exclusive_pages,
+        freed_by_close_pages: session.freed_by_close_pages,
+        share_milli: session.share_milli,
+        runs: session.runs,
+        tail_tokens: session.tail_tokens,
+    });
+    let sessions = sessions.collect();
+    v1::RankAudit { dp_rank, pages: Some(audit.pages.into()), sessions, ..Default::default() }
 }
 
 /// The sending half of one watcher's stream.

@@ -229,6 +229,8 @@ impl Ledger {
                 source: foreign_from,
                 age_ms: 0,
             }),
+            // By identity, not by count: the audits' own.
+            pages: None,
         }
     }
 

@@ -9,6 +9,7 @@
 
 pub mod agent;
 pub mod answer;
+pub mod audit;
 pub mod config;
 pub mod engine;
 pub mod follow;
@@ -23,6 +24,7 @@ pub mod request;
 pub mod route;
 pub mod session;
 pub mod shim;
+pub mod show;
 pub mod turn;
 
 use std::{sync::Arc, time::Duration};
@@ -223,6 +225,8 @@ fn start_agent(
         rules,
         journal,
         metrics: metrics.clone(),
+        audit_interval: (config.audit_interval_s > 0)
+            .then(|| Duration::from_secs(config.audit_interval_s)),
         stall_max: ms(config.stall_ms_max),
         report_interval: ms(config.report_interval_ms),
     };

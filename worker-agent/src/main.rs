@@ -7,8 +7,9 @@ use proto::process::{log, settings};
 use tokio_util::sync::CancellationToken;
 use worker_agent::{
     Listeners,
-    config::{Args, Config},
+    config::{Args, Command, Config},
     gpu,
+    show::{self, AuditArgs},
 };
 
 fn main() -> ExitCode {
@@ -20,6 +21,9 @@ fn main() -> ExitCode {
             return ExitCode::from(if error.use_stderr() { settings::EXIT_USAGE } else { 0 });
         }
     };
+    if let Some(Command::Audit(args)) = &args.command {
+        return audit(args);
+    }
     let check = args.check_config;
     let config = match Config::load(args) {
         Ok(config) => config,
@@ -30,10 +34,7 @@ fn main() -> ExitCode {
     };
     if check {
         let shown = settings::show(&config);
-        return match std::io::Write::write_all(&mut std::io::stdout(), shown.as_bytes()) {
-            Ok(()) => ExitCode::SUCCESS,
-            Err(_) => ExitCode::FAILURE,
-        };
+        return if print(&shown) { ExitCode::SUCCESS } else { ExitCode::FAILURE };
     }
     log::init();
     match run(config) {
@@ -59,6 +60,22 @@ async fn run(config: Config) -> anyhow::Result<()> {
         () = signalled => stop.cancel(),
     }
     Ok(running.await?)
+}
+
+#[tokio::main(flavor = "current_thread")]
+async fn audit(args: &AuditArgs) -> ExitCode {
+    match show::audit(args).await {
+        Ok(shown) if print(&shown.text) && shown.sound => ExitCode::SUCCESS,
+        Ok(_) => ExitCode::FAILURE,
+        Err(error) => {
+            complain(&format_args!("{:#}", anyhow::Error::from(error)));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn print(text: &str) -> bool {
+    std::io::Write::write_all(&mut std::io::stdout(), text.as_bytes()).is_ok()
 }
 
 fn complain(what: &dyn std::fmt::Display) {

@@ -7,7 +7,8 @@ use prometheus_client::{
     metrics::{counter::Counter, family::Family, gauge::Gauge, histogram::Histogram},
     registry::{Registry, Unit},
 };
-use proto::load::{Figure, LoadReport};
+use kernels::report::Kind;
+use proto::load::{Figure, LoadReport, PageAudit, PageClasses};
 
 use crate::session::{Event, Outcome};
 
@@ -28,6 +29,21 @@ pub struct Metrics {
     engine_up: Gauge,
     restart_required: Gauge,
     events: Family<EventLabel, Counter>,
+    pages: Family<StateLabel, Gauge>,
+    faults: Family<FaultLabel, Gauge>,
+    audits: Family<OutcomeLabel, Counter>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct StateLabel {
+    dp_rank: u32,
+    state: &'static str,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct FaultLabel {
+    dp_rank: u32,
+    kind: &'static str,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -65,6 +81,9 @@ impl Metrics {
             engine_up: Gauge::default(),
             restart_required: Gauge::default(),
             events: Family::default(),
+            pages: Family::default(),
+            faults: Family::default(),
+            audits: Family::default(),
         };
         registry.register("turns", "Turns ended, by how", metrics.turns.clone());
         registry.register("refusals", "Turns refused by the agent", metrics.refusals.clone());
@@ -82,6 +101,12 @@ impl Metrics {
         registry.register("engine_restart_required", help, metrics.restart_required.clone());
         let help = "What happened to sessions without their clients' doing";
         registry.register("session_events", help, metrics.events.clone());
+        let help = "Pages of the KV pool by who holds them, by the newest audit";
+        registry.register("pool_pages", help, metrics.pages.clone());
+        let help = "Faults that the newest audit found in the pool's pages; 0 in a sound engine";
+        registry.register("pool_page_faults", help, metrics.faults.clone());
+        let help = "Page audits, by what became of them";
+        registry.register("audits", help, metrics.audits.clone());
         metrics
     }
 
@@ -119,6 +144,35 @@ impl Metrics {
         self.turn.observe(after.as_secs_f64());
     }
 
+    /// Something became of an audit.
+    pub fn audited(&self, outcome: &'static str) {
+        self.audits.get_or_create(&OutcomeLabel { outcome }).inc();
+    }
+
+    /// A rank's newest audit, or that there is none any more. A kind of fault that an audit could not
+    /// look for has no line.
+    pub fn pages(&self, dp_rank: u32, audit: Option<&PageAudit>) {
+        let classes = audit.and_then(|audit| audit.classes);
+        let class = |value: fn(&PageClasses) -> u64| classes.as_ref().map(value);
+        for (state, pages) in [
+            ("held", audit.map(|audit| audit.held_pages)),
+            ("free", class(|classes| classes.free)),
+            ("private", class(|classes| classes.private)),
+            ("cached", class(|classes| classes.cached)),
+            ("cached_in_use", class(|classes| classes.cached_in_use)),
+            ("leaked", class(|classes| classes.leaked)),
+            ("corrupt", class(|classes| classes.corrupt)),
+        ] {
+            set(&self.pages, &StateLabel { dp_rank, state }, pages);
+        }
+        for kind in Kind::ALL.map(Kind::name) {
+            let mut found = audit.iter().flat_map(|audit| &audit.findings);
+            let count = found.find(|finding| finding.kind == kind).map(|finding| finding.count);
+            let looked = classes.is_some().then_some(0);
+            set(&self.faults, &FaultLabel { dp_rank, kind }, count.or(looked));
+        }
+    }
+
     /// A report was published.
     pub fn reported(&self, report: &LoadReport) {
         self.engine_up.set(i64::from(report.unhealthy.is_none()));
@@ -151,15 +205,20 @@ impl Metrics {
         self.set_value(dp_rank, figure, value.map(|figure| figure.value));
     }
 
-    /// An absent figure has no line, so that nobody reads it as zero.
     fn set_value(&self, dp_rank: u32, figure: &'static str, value: Option<u64>) {
-        let label = FigureLabel { dp_rank, figure };
-        match value {
-            Some(value) => {
-                let value = i64::try_from(value).unwrap_or(i64::MAX);
-                self.ranks.get_or_create(&label).set(value);
-            }
-            None => drop(self.ranks.remove(&label)),
+        set(&self.ranks, &FigureLabel { dp_rank, figure }, value);
+    }
+}
+
+/// An absent figure has no line, so that nobody reads it as zero.
+fn set<L>(family: &Family<L, Gauge>, label: &L, value: Option<u64>)
+where
+    L: Clone + std::hash::Hash + Eq,
+{
+    match value {
+        Some(value) => {
+            family.get_or_create(label).set(i64::try_from(value).unwrap_or(i64::MAX));
         }
+        None => drop(family.remove(label)),
     }
 }

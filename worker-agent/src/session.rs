@@ -100,6 +100,8 @@ pub struct Session {
     row: bool,
     /// A turn whose end nobody saw: it may still be inside.
     lost_rid: Option<String>,
+    /// Its KV was found corrupt while a turn ran.
+    corrupt: bool,
     /// Tells this session from one that had its key before.
     born: u64,
     phase: Phase,
@@ -138,6 +140,8 @@ enum Phase {
 enum Why {
     EngineRestarted,
     HistoryUnknown,
+    /// Its pages are others' too, or were written by others.
+    KvCorrupt,
     Reclaimed,
 }
 
@@ -270,6 +274,8 @@ pub enum Event {
     Doubted,
     /// The engine's own account settled a doubt.
     Verified,
+    /// Its pages were found to be others' too, or written by others.
+    Corrupt,
     /// It went with its engine.
     EngineLost,
 }
@@ -284,6 +290,7 @@ impl Event {
             Self::Reclaimed => "reclaimed",
             Self::Doubted => "doubted",
             Self::Verified => "verified",
+            Self::Corrupt => "corrupt",
             Self::EngineLost => "engine_lost",
         }
     }
@@ -408,6 +415,8 @@ fn check_turn(
         }
         Phase::Gone(Why::HistoryUnknown) => return Err(Error::HistoryUnknown),
         Phase::Gone(Why::Reclaimed) => return Err(Error::Reclaimed),
+        Phase::Gone(Why::KvCorrupt) => return Err(Error::KvCorrupt),
+        _ if session.corrupt => return Err(Error::KvCorrupt),
         _ => {}
     }
     if claim.delta && !pinned {

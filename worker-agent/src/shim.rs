@@ -48,6 +48,26 @@ pub struct Hello {
     pub inert: Option<String>,
     /// Why no session of this engine can be demoted, where they can't.
     pub undemotable: Option<String>,
+    /// Why the pool's pages can't be audited, where they can't.
+    pub unauditable: Option<String>,
+    /// Where the pool lies: a GPU's UUID as CUDA has it (without NVML's `GPU-`), else torch's name
+    /// of the device.
+    pub device: String,
+    /// Bytes of a page's KV on this rank, by its buffers.
+    pub page_bytes: Option<u64>,
+}
+
+/// An audit of one rank's pages, or why there is none.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Audited {
+    /// The asker's number.
+    pub number: u64,
+    /// Why it was not made. There are no names and no report then.
+    pub refusal: Option<String>,
+    /// The engine-side ids of sessions, by their number in the report.
+    pub names: Vec<String>,
+    /// As `kernels` encodes it.
+    pub report: Vec<u8>,
 }
 
 /// One rank's pool and queues, as its scheduler had them after its last step. Source: the engine's
@@ -182,6 +202,13 @@ pub enum News {
         /// Why not. `busy` and `in_flight` pass; the rest are in the shim's `demotion.py`.
         refusal: Option<String>,
     },
+    /// The answer to [`ShimHandle::audit`].
+    Audited {
+        /// Which rank.
+        dp_rank: u32,
+        /// What was found.
+        audited: Audited,
+    },
     /// The shim has gone, or was replaced, or said nonsense. Commands without an answer get none.
     Down {
         /// Which rank.
@@ -241,6 +268,15 @@ impl ShimHandle {
     /// As above.
     pub fn sample_now(&self, dp_rank: u32) -> Result<(), Error> {
         self.command(dp_rank, Command::SampleNow)
+    }
+
+    /// Asks for an audit of the rank's pages. The answer is [`News::Audited`] with this number, or
+    /// [`News::Down`].
+    ///
+    /// # Errors
+    /// As above.
+    pub fn audit(&self, dp_rank: u32, number: u64) -> Result<(), Error> {
+        self.command(dp_rank, Command::Audit(number))
     }
 
     fn command(&self, dp_rank: u32, command: Command) -> Result<(), Error> {

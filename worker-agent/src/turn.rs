@@ -289,6 +289,7 @@ pub fn refusal(error: &agent::Error) -> Refusal {
             E::Lost => conflict("session_lost"),
             E::HistoryUnknown => conflict("history_unknown"),
             E::Reclaimed => conflict("session_reclaimed"),
+            E::KvCorrupt => conflict("kv_corrupt"),
             E::TooLarge { .. } => {
                 Refusal::new(StatusCode::PAYLOAD_TOO_LARGE, "turn_too_large", error.to_string())
             }

@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use super::{
-    Description, Device, EngineFacts, Error, Figure, LoadReport, Rank, RankLoad, Retention,
-    Session, SessionState, Source,
+    Description, Device, EngineFacts, Error, Figure, LoadReport, PageAudit, Rank, RankLoad,
+    Retention, Session, SessionState, Source,
 };
 use crate::v1;
 
@@ -289,6 +289,7 @@ impl TryFrom<v1::RankLoad> for RankLoad {
             pool_available_tokens: figure(wire.pool_available_tokens)?,
             pool_evictable_tokens: figure(wire.pool_evictable_tokens)?,
             foreign_tokens: figure(wire.foreign_tokens)?,
+            pages: wire.pages.map(PageAudit::try_from).transpose()?,
         };
         at_most("pool_used_tokens", load.pool_used_tokens, load.pool_total_tokens)?;
         at_most("pinned_tokens", load.pinned_tokens, load.pool_total_tokens)?;
@@ -325,6 +326,7 @@ impl From<RankLoad> for v1::RankLoad {
             pool_available_tokens: load.pool_available_tokens.map(Into::into),
             pool_evictable_tokens: load.pool_evictable_tokens.map(Into::into),
             foreign_tokens: load.foreign_tokens.map(Into::into),
+            pages: load.pages.map(Into::into),
         }
     }
 }
@@ -386,6 +388,7 @@ mod tests {
             pool_available_tokens: Some(tokens(1900)),
             pool_evictable_tokens: None,
             foreign_tokens: Some(tokens(16)),
+            pages: None,
         };
         LoadReport {
             interval: Duration::from_millis(500),

@@ -8,7 +8,7 @@ use axum::{
     extract::State,
     response::{IntoResponse as _, Response},
 };
-use proto::load::{Figure, RankLoad};
+use proto::load::{Figure, PageAudit, RankLoad};
 use serde_json::{Value, json};
 
 use super::Desk;
@@ -90,6 +90,10 @@ fn load_shown(load: &RankLoad, reported: Option<Duration>) -> Value {
         "rows_total": figure(load.rows_total),
         "sessions": load.sessions,
         "devices": load.devices,
+        "pages": load.pages.clone().map(|pages| {
+            let age_ms = u64::from(pages.age_ms) + reported.map_or(0, millis);
+            PageAudit { age_ms: u32::try_from(age_ms).unwrap_or(u32::MAX), ..pages }
+        }),
     })
 }
 

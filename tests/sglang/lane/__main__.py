@@ -28,6 +28,8 @@ from lane import (  # noqa: F401
     tapped,
     shim,
     with_shim,
+    audit,
+    planted,
     takeover,
     ends,
 )

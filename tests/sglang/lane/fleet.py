@@ -104,9 +104,10 @@ def binaries(names: tuple[str, ...] = ("berth-agent", "berth-router")) -> Path:
         return Path(named)
     root = Path(__file__).resolve().parents[3]
     print(f"lane: building {' and '.join(names)}", flush=True)
-    command = ["cargo", "build", "--locked", *(word for name in names for word in ("--bin", name))]
+    programs = [word for name in names for word in ("--bin", name)]
     try:
-        subprocess.run(command, cwd=root, check=True)
+        for what in (programs, ["-p", "capi"]):
+            subprocess.run(["cargo", "build", "--locked", *what], cwd=root, check=True)
     except FileNotFoundError:
         raise Failed("cargo is not on the PATH; build the binaries and set BERTH_BIN_DIR") from None
     except subprocess.CalledProcessError as error:
@@ -140,8 +141,11 @@ class Fleet:
 
     def start_engine(self) -> None:
         print(f"lane: starting the engine, page size {self.page_size}", flush=True)
-        env = shim_env(self.shim_socket)
+        env = shim_env(self.shim_socket, self.bin_dir)
         self.engine, self.engine_url = start_engine(self.folder, self.page_size, env=env)
+        self.wait_engine()
+
+    def wait_engine(self) -> None:
         seconds = wait_engine(self.engine, self.engine_url)
         print(f"lane: engine ready after {seconds:.1f} s", flush=True)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-VERSION = 1
+VERSION = 2
 HEAD_NAMES = (
     "seq events_lost samples samples_ns recounts total available evictable protected held uncached"
 ).split()
@@ -40,6 +40,9 @@ class _Reader:
         value = self.number(1)
         assert value in (0, 1), f"a bool of the shim is {value}"
         return bool(value)
+
+    def rest(self) -> bytes:
+        return self.take(len(self.frame) - self.at)
 
     def end(self) -> None:
         assert self.at == len(self.frame), "a frame of the shim is too long"
@@ -69,6 +72,8 @@ class Told:
     # (what, session, its values), oldest first.
     events: list[tuple] = field(default_factory=list)
     full_tables: int = 0
+    # What was answered, by the number that asked.
+    audits: dict[int, SimpleNamespace] = field(default_factory=dict)
     ended: bool = False
     broken: BaseException | None = None
 
@@ -152,6 +157,12 @@ class Listener:
         self._command(16, struct.pack("<H", len(raw)) + raw)
         return self.event("demoted", id)[0]
 
+    def audit(self) -> SimpleNamespace:
+        """Asks for an audit of the pages: its refusal, names, report."""
+        number = len(self.told.audits) + 1
+        self._command(18, struct.pack("<Q", number))
+        return self.wait("an audit", lambda told: told.audits.get(number))
+
     def resync(self) -> Told:
         """Asks for everything anew, and waits for it."""
         before = self.told.full_tables
@@ -201,7 +212,12 @@ def _apply(told: Told, frame: _Reader) -> None:
             pid=frame.number(4), dp_rank=frame.number(4), page_size=frame.number(4),
             total=frame.number(8), rows_total=frame.number(4), instance=frame.take(16),
             sglang=frame.text(), shim=frame.text(), inert=frame.text(), undemotable=frame.text(),
+            unauditable=frame.text(), device=frame.text(), page_bytes=frame.number(8),
         )
+    elif kind == 3:
+        number, refusal = frame.number(8), frame.text()
+        names = [frame.text() for _ in range(frame.number(2))]
+        told.audits[number] = SimpleNamespace(refusal=refusal, names=names, report=frame.rest())
     else:
         assert kind == 2, f"the shim sends a frame of kind {kind}"
         _update(told, frame)

@@ -111,13 +111,14 @@ def wait_until(process: Process, what: str, ready: Callable[[], bool], seconds: 
         time.sleep(0.1)
 
 
-def shim_env(socket_path: Path) -> dict[str, str]:
+def shim_env(socket_path: Path, bin_dir: Path) -> dict[str, str]:
     """What an engine needs to run with Berth's shim from this checkout, and to report there."""
     shim = Path(__file__).resolve().parents[3] / "worker-agent/shim"
     paths = [str(shim), os.environ.get("PYTHONPATH", "")]
     return {
         "PYTHONPATH": ":".join(filter(None, paths)),
         "BERTH_SHIM_SOCKET": str(socket_path),
+        "BERTH_KV_LIBRARY": str(bin_dir / "libberth_kv.so"),
     }
 
 

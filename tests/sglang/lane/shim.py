@@ -106,7 +106,9 @@ def quiet(told: Told) -> bool:
 def it_says_who_it_is(fleet: Fleet) -> None:
     with listening(fleet) as listener:
         hello = listener.told.hello
-        equal((hello.inert, hello.undemotable), ("", ""), "why it doesn't work, or not wholly")
+        reasons = (hello.inert, hello.undemotable, hello.unauditable)
+        equal(reasons, ("", "", ""), "why it doesn't work, or not wholly")
+        assert hello.device == "cpu" and hello.page_bytes > 0, f"where the pool lies: {hello}"
         equal((hello.sglang, hello.dp_rank), (KNOWN_VERSION, 0), "version and rank")
         equal(
             (hello.page_size, hello.total, hello.rows_total), (fleet.page_size, POOL_TOKENS, ROWS),
@@ -114,7 +116,8 @@ def it_says_who_it_is(fleet: Fleet) -> None:
         )
         group = os.getpgid(hello.pid)
         equal(group, fleet.engine.pid, "the process group of the pid it names")
-        [folder] = Path(shim_env(fleet.shim_socket)["PYTHONPATH"].split(":")[0]).glob("*.dist-info")
+        [shim, *_] = shim_env(fleet.shim_socket, fleet.bin_dir)["PYTHONPATH"].split(":")
+        [folder] = Path(shim).glob("*.dist-info")
         equal(hello.shim, Distribution.at(folder).version, "its version, as its metadata has it")
 
 
@@ -361,13 +364,13 @@ def a_sample_costs_the_same_with_200_sessions(fleet: Fleet) -> None:
 def a_hook_that_fails_silences_the_shim_and_not_the_engine(fleet: Fleet) -> None:
     """In a process of its own: no request is known that makes a hook fail."""
     path = fleet.folder / "failing.sock"
-    env = shim_env(path)
+    env = shim_env(path, fleet.bin_dir)
     code = (
         "import sys, types, berth_shim\n"
         "from berth_shim import wire\n"
         "from berth_shim.link import Link\n"
         "shim, batch = berth_shim._Shim(), object()\n"
-        "shim._hello = wire.Hello(1, 0, 1, 1, 1, bytes(16), '0.5.23', '0', '', '')\n"
+        "shim._hello = wire.Hello(1, 0, 1, 1, 1, bytes(16), '0.5.23', '0', '', '', '', '', 0)\n"
         "shim._link = Link(sys.argv[1], True, shim._hello)\n"
         "shim._link.start()\n"
         "sys.stdin.readline()\n"
@@ -402,7 +405,7 @@ def an_unknown_version_is_left_alone(fleet: Fleet) -> None:
         "sys.modules['sglang._version'] = version\n"
     )
     path = folder / "shim.sock"
-    env = shim_env(path)
+    env = shim_env(path, fleet.bin_dir)
     env["PYTHONPATH"] = f"{folder}:{env['PYTHONPATH']}"
     with Listener(path) as listener:
         engine, url = start_engine(folder, fleet.page_size, env=env)

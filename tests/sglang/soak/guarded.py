@@ -32,7 +32,7 @@ def run(options: argparse.Namespace, folder: Path, verdicts: Verdicts, stack: Ex
 
     report = Report("berth")
     workload = Workload(Berth(fleet), engine, options.seed, options.count, report)
-    found = _Found()
+    found = _Found(audits=not (options.at or options.simulated))
     try:
         rounds = 0
         while workload.left() and not found.alive:
@@ -47,6 +47,8 @@ def run(options: argparse.Namespace, folder: Path, verdicts: Verdicts, stack: Ex
     verdicts.add("nothing happens that Berth promises doesn't", report.problems)
     verdicts.add("the engine lives and answers at every quiet point", found.alive)
     verdicts.add("the ledger is the engine's own account", found.ledger, f"{found.points} points")
+    if found.audits:
+        verdicts.add("page by page too", found.pages, f"{found.points} points")
     verdicts.add("with all sessions closed nothing is held", found.held, f"{found.closes} times")
     detail = f"{len(found.turns)} judged, {found.ties} within the noise"
     verdicts.add("every answer is the one to its client's own context", found.wrong, detail)
@@ -74,7 +76,10 @@ def _started(options: argparse.Namespace, folder: Path, stack: ExitStack) -> hou
 class _Found:
     """What was found at the quiet points."""
 
-    def __init__(self) -> None:
+    def __init__(self, audits: bool) -> None:
+        # Whether there is a shim that audits pages.
+        self.audits = audits
+        self.pages: list[str] = []
         self.points = self.closes = self.ties = 0
         self.alive: list[str] = []
         self.ledger: list[str] = []
@@ -91,6 +96,8 @@ class _Found:
         engine.slow_down(0)
         problems, used = quiet.ledger(fleet)
         self.ledger += [at + problem for problem in problems]
+        if self.audits:
+            self.pages += [at + problem for problem in quiet.pages(fleet)]
         print(f"  quiet {at}{used} tokens pinned, {len(problems)} figures differ", flush=True)
 
     def with_all_closed(self, fleet: house.House, oracle: Oracle, workload: Workload) -> None:

@@ -34,7 +34,7 @@ class House(Fleet):
         print(f"soak: ready after {seconds:.1f} s", flush=True)
 
     def _start_real(self) -> tuple[Process, str]:
-        env = shim_env(self.shim_socket)
+        env = shim_env(self.shim_socket, self.bin_dir)
         return start_engine(self.folder, self.page_size, ROWS, self.pool_tokens, env)
 
     def _start_simulator(self) -> tuple[Process, str]:

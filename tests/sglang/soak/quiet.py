@@ -10,6 +10,7 @@ from typing import Any
 
 from lane import wire
 from lane.fleet import Fleet
+from lane.pages import differences
 from soak.engine import side_by_side
 from soak.oracle import Oracle, Turn, Verdict
 from soak.wire import read
@@ -82,6 +83,16 @@ def ledger(fleet: Fleet) -> tuple[list[str], int]:
     told = [f"{name} is {ours}, the engine says {value}" for name, (ours, value) in wrong.items()]
     problems = [] if good else told or [f"the engine isn't idle: {theirs}"]
     return problems, theirs["pool_used_tokens"]
+
+
+def pages(fleet: Fleet) -> list[str]:
+    """Where the page audit isn't the engine's account."""
+
+    def differ() -> Any:
+        wrong = differences(fleet)
+        return not wrong, wrong
+
+    return _eventually(differ)[1]
 
 
 def baseline(fleet: Fleet) -> list[str]:

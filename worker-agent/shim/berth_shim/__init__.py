@@ -95,7 +95,8 @@ class _Shim:
         if not known:
             inert = f"SGLang {sglang.__version__} is not known, only {', '.join(SGLANG_VERSIONS)}"
         hello = wire.Hello(
-            os.getpid(), 0, 0, 0, 0, _INSTANCE, str(sglang.__version__), __version__, inert, ""
+            os.getpid(), 0, 0, 0, 0, _INSTANCE, str(sglang.__version__), __version__, inert,
+            "", "", "", 0,
         )
         try:
             hello, reports = _describe(scheduler, hello)
@@ -115,9 +116,15 @@ class _Shim:
             self._link.start()
 
     def _watch(self, scheduler: Any) -> None:
+        from .audit import Auditor
         from .sampler import Sampler
 
-        self._sampler = Sampler(scheduler, self._link, self._hello.undemotable)
+        auditor = Auditor(scheduler, self._link.wake)
+        self._hello = self._hello._replace(
+            unauditable=auditor.refusal, device=auditor.device, page_bytes=auditor.page_bytes
+        )
+        self._link.greet(self._hello)
+        self._sampler = Sampler(scheduler, self._link, self._hello.undemotable, auditor)
         # An idle scheduler that sleeps does so on its sockets for up to a second.
         if poller := getattr(scheduler.idle_sleeper, "poller", None):
             poller.register(self._link.wake_read, 1)  # POLLIN, without importing zmq for it.
@@ -145,7 +152,7 @@ class _Shim:
             self._say("idle")
 
     def _commands(self) -> None:
-        if self._link is not None and self._link.asked:
+        if self._sampler is not None and self._sampler.asked:
             self._say("commands")
 
     def _of(self, session: Any, what: str, *values: Any) -> None:

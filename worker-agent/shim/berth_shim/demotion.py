@@ -12,6 +12,8 @@ engine, `undemotable` says no.
 
 from typing import Any
 
+from .requests import live_requests
+
 
 def undemotable(scheduler: Any) -> str:
     """Why no session of this engine can be demoted; empty when they can."""
@@ -53,7 +55,7 @@ def demote(scheduler: Any, id: str) -> str:
         "closing": session.close_on_finish,
         "no_kv": slot is None or not slot.kv.holds_kv,
         # The flag alone can't be trusted: a refused overlapping turn clears the live turn's.
-        "busy": any(other.session is session for other in _live_requests(scheduler)),
+        "busy": any(other.session is session for other in live_requests(scheduler)),
     }
     for refusal, applies in refusals.items():
         if applies:
@@ -74,16 +76,6 @@ def _last_request(session: Any) -> Any:
         return None
     [node] = session.req_nodes.values()
     return node.req
-
-
-def _live_requests(scheduler: Any) -> list[Any]:
-    requests = [*scheduler.waiting_queue, *scheduler.collect_inflight_reqs()]
-    requests += scheduler.grammar_manager.grammar_queue
-    if scheduler.chunked_req is not None:
-        requests.append(scheduler.chunked_req)
-    for batch, _result in getattr(scheduler, "result_queue", ()):
-        requests += batch.reqs
-    return requests
 
 
 def _release(scheduler: Any, session: Any, slot: Any, request: Any) -> None:

@@ -10,6 +10,7 @@ import socket
 import struct
 import threading
 import time
+from typing import Any
 
 from . import wire
 
@@ -36,7 +37,7 @@ class Link:
         self._rest = b""
         # Grows with each connection; what was known to be sent was sent on an older one.
         self.connections = 0
-        self._commands: list[tuple[int, str]] = []
+        self._commands: list[tuple[int, Any]] = []
         # A byte in it ends the sleep of an idle scheduler.
         self.wake_read, self._wake_write = socket.socketpair()
         self.wake_read.setblocking(False)
@@ -82,19 +83,40 @@ class Link:
                 # The thread reads its end, and connects anew.
                 self._shut()
 
+    def greet(self, hello: wire.Hello) -> None:
+        """Says this from now on, to who comes."""
+        self._hello = wire.hello(hello)
+
     def say(self, hello: wire.Hello) -> None:
         """Says something else from now on, by a new connection."""
-        self._hello = wire.hello(hello)
+        self.greet(hello)
         with self._lock:
             self._shut()
 
-    def take_commands(self) -> list[tuple[int, str]]:
+    def wake(self) -> None:
+        """Ends the sleep of an idle scheduler. Any thread may."""
+        try:
+            self._wake_write.send(b"\0")
+        except BlockingIOError:
+            # Enough alarms ring.
+            pass
+
+    def hush(self) -> None:
+        """Clears the alarm, unless it rings for commands."""
+        with self._lock:
+            if not self._commands:
+                self._clear_alarm()
+
+    def _clear_alarm(self) -> None:
+        try:
+            self.wake_read.recv(4096)
+        except BlockingIOError:
+            pass
+
+    def take_commands(self) -> list[tuple[int, Any]]:
         """What the agent has asked for since; clears the alarm."""
         with self._lock:
-            try:
-                self.wake_read.recv(4096)
-            except BlockingIOError:
-                pass
+            self._clear_alarm()
             taken = list(self._commands)
             self._commands.clear()
         return taken
@@ -154,16 +176,13 @@ class Link:
             with self._lock:
                 self._socket = None
 
-    def _command(self, command: tuple[int, str]) -> None:
+    def _command(self, command: tuple[int, Any]) -> None:
         if len(self._commands) >= COMMANDS_MAX:
             raise wire.Malformed("more commands than the scheduler takes")
         # Both or none, or a command taken in between would leave the alarm ringing.
         with self._lock:
             self._commands.append(command)
-            try:
-                self._wake_write.send(b"\0")
-            except BlockingIOError:
-                pass
+            self.wake()
 
 
 def socket_path(port: int) -> tuple[str, bool]:

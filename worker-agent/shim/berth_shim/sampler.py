@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import demotion, wire
+from .audit import Auditor
 from .link import Link
 from .table import Table, answer_tokens
 
@@ -21,9 +22,10 @@ RUNNING_SECONDS = 0.05
 class Sampler:
     """What is known of one scheduler, and what of it the agent was told."""
 
-    def __init__(self, scheduler: Any, link: Link, undemotable: str):
+    def __init__(self, scheduler: Any, link: Link, undemotable: str, auditor: Auditor):
         self._scheduler = scheduler
         self._link = link
+        self._auditor = auditor
         self._undemotable = undemotable
         self._table = Table(scheduler)
         self._connection = 0
@@ -73,19 +75,28 @@ class Sampler:
 
     # What the scheduler's loop calls.
 
+    @property
+    def asked(self) -> bool:
+        """Has the agent asked for anything that isn't begun?"""
+        return self._link.asked or self._auditor.asked
+
     def commands(self) -> None:
         """Does what the agent has asked for, before a step's requests are looked at."""
-        for kind, id in self._link.take_commands():
+        for kind, what in self._link.take_commands():
             if kind == wire.SAMPLE_NOW:
                 self._full = True
+            elif kind == wire.AUDIT:
+                self._auditor.ask(what)
             else:
-                refusal = self._undemotable or demotion.demote(self._scheduler, id)
-                self._event(id, wire.demoted, refusal)
+                refusal = self._undemotable or demotion.demote(self._scheduler, what)
+                self._event(what, wire.demoted, refusal)
+        self._auditor.begin()
 
     def idle(self) -> None:
         """Between steps, or with nothing to do."""
         if not self._link.connected:
             return
+        self._audit()
         begin = time.perf_counter_ns()
         now = begin / 1e9
         news = self._full or self._table.touched or self._events
@@ -106,6 +117,14 @@ class Sampler:
                 if session is not None and session.streaming:
                     self._table.touched.add(session.session_id)
         self._sample(begin)
+        self._audit()
+
+    def _audit(self) -> None:
+        self._auditor.go_on()
+        if self._auditor.answered and self._link.ready():
+            self._link.hush()
+            self._renew()
+            self._link.send(self._auditor.take(), self._connection)
 
     def _sample(self, begin: int) -> None:
         """`begin` is when the hook was called, by the performance counter."""

@@ -8,8 +8,10 @@ is one byte, 0 or 1; a list is a `u16` count and its items.
 |---|---|---|---|
 | 1 | hello | to agent | the hello's fields in the order below |
 | 2 | update | to agent | the head's fields, then the lists of events, gone ids, sessions |
+| 3 | audit | to agent | number u64, refusal str, list of names str, the report |
 | 16 | demote | to shim | session str |
 | 17 | sample now | to shim | nothing |
+| 18 | audit | to shim | number u64 |
 
 | field of hello | type | means |
 |---|---|---|
@@ -19,6 +21,13 @@ is one byte, 0 or 1; a list is a `u16` count and its items.
 | sglang, shim | str each | versions |
 | inert | str | why the shim reads nothing; empty while it works |
 | undemotable | str | why no session can be demoted here; empty where they can |
+| unauditable | str | why the pool's pages can't be audited here; empty where they can |
+| device | str | where the pool lies: a GPU's UUID as CUDA has it, else torch's name of the device |
+| page_bytes | u64 | bytes of a page's KV on this rank, by its buffers; 0 where they aren't known |
+
+The audit's number is the asker's. Its report is what `libberth_kv` made, passed on as it is: a
+session's number in it is its place in the names, and what has no name is a turn without a session.
+An audit with a refusal has no names and no report.
 
 | field of the head | type | means |
 |---|---|---|
@@ -54,15 +63,18 @@ import struct
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-VERSION = 1
+VERSION = 2
 # A full update: 256 events, 512 ids and 512 sessions of 512 byte names are 0.8 MiB.
 FRAME_BYTES_MAX = 1 << 20
 EVENTS_MAX = 256
 SESSIONS_MAX = 512
 # Longer names are counted in the sums, but not named. Berth's own have at most 128 bytes.
 NAME_BYTES_MAX = 512
+# As many names of that length leave half a frame for the report.
+AUDIT_NAMES_MAX = 1000
+AUDIT_BYTES_MAX = FRAME_BYTES_MAX // 2
 
-HELLO, UPDATE, DEMOTE, SAMPLE_NOW = 1, 2, 16, 17
+HELLO, UPDATE, AUDITED, DEMOTE, SAMPLE_NOW, AUDIT = 1, 2, 3, 16, 17, 18
 OPENED, CLOSED, COMMITTED, ABORTED, DEMOTED = 1, 2, 3, 4, 5
 HOLDS_ROW, IN_FLIGHT, CLOSING = 1, 2, 4
 
@@ -71,6 +83,7 @@ _HELLO = struct.Struct("<IIIQI16s")
 _HEAD = struct.Struct("<QQQQQQQQQQQIIII?")
 _SESSION = struct.Struct("<BIIII")
 _COUNT = struct.Struct("<H")
+_NUMBER = struct.Struct("<Q")
 
 
 class Malformed(Exception):
@@ -90,6 +103,9 @@ class Hello(NamedTuple):
     shim: str
     inert: str
     undemotable: str
+    unauditable: str
+    device: str
+    page_bytes: int
 
 
 class Head(NamedTuple):
@@ -144,7 +160,8 @@ def _frame(kind: int, body: bytes) -> bytes:
 
 
 def hello(hello: Hello) -> bytes:
-    return _frame(HELLO, _HELLO.pack(*hello[:6]) + b"".join(map(_str, hello[6:])))
+    texts = b"".join(map(_str, hello[6:12]))
+    return _frame(HELLO, _HELLO.pack(*hello[:6]) + texts + _NUMBER.pack(hello.page_bytes))
 
 
 def update(
@@ -160,6 +177,12 @@ def update(
     for id, facts in sessions:
         parts += (_str(id), _SESSION.pack(*facts))
     return _frame(UPDATE, b"".join(parts))
+
+
+def audited(number: int, refusal: str, names: Sequence[str], report: bytes) -> bytes:
+    """The names are as many as AUDIT_NAMES_MAX, and the report has AUDIT_BYTES_MAX at most."""
+    parts = [_NUMBER.pack(number), _str(refusal), _COUNT.pack(len(names)), *map(_str, names)]
+    return _frame(AUDITED, b"".join(parts) + report)
 
 
 def _event(number: int, id: str, rest: bytes = b"") -> bytes:
@@ -186,8 +209,9 @@ def demoted(id: str, refusal: str) -> bytes:
     return _event(DEMOTED, id, _str(refusal))
 
 
-def commands(buffer: bytearray) -> Iterable[tuple[int, str]]:
-    """Takes the whole frames from the front of the buffer: the kind, and a demotion's session."""
+def commands(buffer: bytearray) -> Iterable[tuple[int, Any]]:
+    """Takes the whole frames from the front of the buffer: the kind, and a demotion's session or an
+    audit's number."""
     while len(buffer) >= 4:
         length = int.from_bytes(buffer[:4], "little")
         if not 2 <= length <= FRAME_BYTES_MAX:
@@ -199,7 +223,7 @@ def commands(buffer: bytearray) -> Iterable[tuple[int, str]]:
         yield _command(frame)
 
 
-def _command(frame: bytes) -> tuple[int, str]:
+def _command(frame: bytes) -> tuple[int, Any]:
     version, kind, body = frame[0], frame[1], frame[2:]
     if version != VERSION:
         raise Malformed(f"protocol version {version}")
@@ -207,4 +231,6 @@ def _command(frame: bytes) -> tuple[int, str]:
         return kind, ""
     if kind == DEMOTE and len(body) >= 2 and len(body) == 2 + int.from_bytes(body[:2], "little"):
         return kind, body[2:].decode(errors="replace")
+    if kind == AUDIT and len(body) == _NUMBER.size:
+        return kind, _NUMBER.unpack(body)[0]
     raise Malformed(f"kind {kind} with {len(body)} bytes")

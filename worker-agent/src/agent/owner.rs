@@ -2,6 +2,7 @@
 //! of it, and publishes what changed. What must be done at the engine it gives to tasks of their
 //! own, whose answers come back as messages.
 
+mod audit;
 mod engine;
 mod shim;
 
@@ -22,6 +23,7 @@ use tracing::{debug, error, info, warn};
 
 use super::{AgentHandle, Change, End, Error, Lease, Message, Setup, Watch};
 use crate::{
+    audit::Audits,
     engine::Info,
     ledger::{Health, Ledger},
     progress::Progress,
@@ -59,6 +61,8 @@ pub(super) struct Owner {
     draining: Option<Drain>,
     /// Ranks whose shim answers, and whether it demotes.
     shims: HashMap<u32, bool>,
+    audits: Audits,
+    audit_waiters: Vec<audit::Waiter>,
     dirty: bool,
     reported: Instant,
 }
@@ -120,6 +124,8 @@ impl Owner {
             description: watch::Sender::new(None),
             draining: None,
             shims: HashMap::new(),
+            audits: Audits::new(setup.audit_interval),
+            audit_waiters: vec![],
             dirty: true,
             reported: now(),
             setup,
@@ -162,15 +168,14 @@ impl Owner {
     fn next_deadline(&self) -> Instant {
         let gap = if self.dirty { REPORT_GAP } else { self.setup.report_interval };
         let drain = self.draining.as_ref().filter(|drain| drain.done.is_some());
-        [Some(self.reported + gap), self.table.next_due(), drain.map(|drain| drain.deadline)]
-            .into_iter()
-            .flatten()
-            .min()
-            .expect("a report is always due some time")
+        let others = [self.table.next_due(), self.audits.next_due()];
+        let others = others.into_iter().chain([drain.map(|drain| drain.deadline)]).flatten();
+        others.fold(self.reported + gap, Instant::min)
     }
 
     fn on_time(&mut self, now: Instant) {
         self.table.on_time(now);
+        self.audit_on_time(now);
         self.carry_out();
         self.drain_step(now);
         let gap = if self.dirty { REPORT_GAP } else { self.setup.report_interval };
@@ -204,6 +209,7 @@ impl Owner {
                 let closed = self.table.close(now(), &key).map_err(Error::from);
                 let _ = reply.send(closed);
             }
+            Message::Audit { dp_rank, reply } => self.audit(dp_rank, reply),
             Message::Watch(reply) => {
                 let at = now();
                 let watch = Watch {
@@ -353,9 +359,15 @@ impl Owner {
         let health = Health {
             unhealthy: self.down.clone().or_else(|| self.stuck.clone()),
             draining: self.draining.is_some(),
-            restart_required: self.table.restart_required(now),
+            restart_required: self
+                .table
+                .restart_required(now)
+                .or_else(|| self.audits.restart_required()),
         };
-        let report = self.ledger.report(now, &self.table, &devices, interval, health);
+        let mut report = self.ledger.report(now, &self.table, &devices, interval, health);
+        for rank in &mut report.ranks {
+            rank.pages = self.audits.last(rank.dp_rank).map(|audit| audit.reported(now));
+        }
         let before = self.report.borrow().restart_required.is_some();
         if let (false, Some(reason)) = (before, &report.restart_required) {
             error!(reason, "engine restart required");

@@ -53,6 +53,12 @@ pub enum Error {
          session, open it again and send the whole history"
     )]
     HistoryUnknown,
+    /// Its pages are others' too, or were written by others.
+    #[error(
+        "an audit found this session's KV corrupt in the engine, so it was closed; open it again \
+         and send the whole history"
+    )]
+    KvCorrupt,
     /// Its KV was taken for others.
     #[error(
         "this session was idle and its room was needed; open it again and send the whole history"

@@ -9,8 +9,10 @@
 //! |---|---|---|---|
 //! | 1 | hello | to agent | the fields of [`Hello`] in order; what is `None` is an empty str |
 //! | 2 | update | to agent | the fields of `Update` in order |
+//! | 3 | audit | to agent | the fields of [`Audited`] in order; the report is what is left |
 //! | 16 | demote | to shim | session str |
 //! | 17 | sample now | to shim | nothing |
+//! | 18 | audit | to shim | number u64 |
 //!
 //! | item of a list | fields |
 //! |---|---|
@@ -26,10 +28,10 @@
 
 use std::str;
 
-use super::{Hello, SessionFacts};
+use super::{Audited, Hello, SessionFacts};
 
 /// Of the protocol. A shim of another one is refused.
-pub const VERSION: u8 = 1;
+pub const VERSION: u8 = 2;
 /// A full update of the shim (256 events, 512 ids, 512 sessions, names of 512 bytes) is 0.8 MiB.
 pub const FRAME_BYTES_MAX: usize = 1 << 20;
 /// Sessions of a frame: a full table with so many goes on in the next one.
@@ -39,8 +41,10 @@ const DP_RANK_MAX: u32 = 4095;
 
 const HELLO: u8 = 1;
 const UPDATE: u8 = 2;
+const AUDITED: u8 = 3;
 const DEMOTE: u8 = 16;
 const SAMPLE_NOW: u8 = 17;
+const AUDIT: u8 = 18;
 
 /// Why a shim's bytes can't be read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -69,6 +73,8 @@ pub(super) enum Message {
     Hello(Box<Hello>),
     /// After each step in which something changed.
     Update(Box<Update>),
+    /// After it was asked for.
+    Audited(Audited),
 }
 
 /// See the fields of [`super::RankFacts`] for the numbers.
@@ -116,6 +122,7 @@ pub(super) enum What {
 pub(super) enum Command {
     Demote(String),
     SampleNow,
+    Audit(u64),
 }
 
 impl Command {
@@ -127,6 +134,7 @@ impl Command {
                 (DEMOTE, [&length.to_le_bytes(), id.as_bytes()].concat())
             }
             Self::SampleNow => (SAMPLE_NOW, vec![]),
+            Self::Audit(number) => (AUDIT, number.to_le_bytes().to_vec()),
         };
         let length = u32::try_from(body.len() + 2).ok()?;
         Some([&length.to_le_bytes(), &[VERSION, kind][..], &body].concat())
@@ -169,6 +177,7 @@ fn decode(frame: &[u8]) -> Result<Message, Error> {
     let message = match body.u8()? {
         HELLO => Message::Hello(Box::new(hello(&mut body)?)),
         UPDATE => Message::Update(Box::new(update(&mut body)?)),
+        AUDITED => Message::Audited(audited(&mut body)?),
         kind => return Err(Error::Kind(kind)),
     };
     if body.rest.is_empty() { Ok(message) } else { Err(Error::Body) }
@@ -184,8 +193,11 @@ fn hello(body: &mut Body<'_>) -> Result<Hello, Error> {
         instance: u128::from_le_bytes(body.array()?),
         sglang: body.string()?,
         shim: body.string()?,
-        inert: Some(body.string()?).filter(|reason| !reason.is_empty()),
-        undemotable: Some(body.string()?).filter(|reason| !reason.is_empty()),
+        inert: body.reason()?,
+        undemotable: body.reason()?,
+        unauditable: body.reason()?,
+        device: body.string()?,
+        page_bytes: Some(body.u64()?).filter(|bytes| *bytes > 0),
     };
     if hello.dp_rank > DP_RANK_MAX { Err(Error::Value) } else { Ok(hello) }
 }
@@ -212,6 +224,12 @@ fn update(body: &mut Body<'_>) -> Result<Update, Error> {
         gone: body.list(Body::string)?,
         sessions: body.list(session)?,
     })
+}
+
+fn audited(body: &mut Body<'_>) -> Result<Audited, Error> {
+    let (number, refusal, names) = (body.u64()?, body.reason()?, body.list(Body::string)?);
+    let report = std::mem::take(&mut body.rest).to_vec();
+    Ok(Audited { number, refusal, names, report })
 }
 
 fn event(body: &mut Body<'_>) -> Result<Event, Error> {
@@ -290,6 +308,11 @@ impl<'a> Body<'a> {
         let length = self.u16()?;
         let bytes = self.take(length.into())?;
         str::from_utf8(bytes).map(str::to_owned).map_err(|_| Error::Value)
+    }
+
+    /// Why not; empty on the wire where there is no reason.
+    fn reason(&mut self) -> Result<Option<String>, Error> {
+        self.string().map(|reason| Some(reason).filter(|reason| !reason.is_empty()))
     }
 
     /// Grows with the items that are there, not with the count that is claimed.

@@ -10,7 +10,7 @@ use std::{
 };
 
 use super::{
-    News, RankFacts, SessionFacts, Sessions,
+    Audited, News, RankFacts, SessionFacts, Sessions,
     codec::{Event, Update, What},
 };
 
@@ -26,12 +26,13 @@ pub(super) struct Outbox {
     sessions: BTreeMap<String, Option<SessionFacts>>,
     full: bool,
     facts: Option<RankFacts>,
+    audited: Option<Audited>,
 }
 
 impl Outbox {
     pub(super) fn new(dp_rank: u32) -> Self {
         let (events, sessions) = (VecDeque::new(), BTreeMap::new());
-        Self { dp_rank, events, sessions, full: false, facts: None }
+        Self { dp_rank, events, sessions, full: false, facts: None, audited: None }
     }
 
     /// May another update be pushed?
@@ -40,7 +41,8 @@ impl Outbox {
     }
 
     pub(super) fn is_empty(&self) -> bool {
-        self.events.is_empty() && !self.has_sessions() && self.facts.is_none()
+        let states = self.has_sessions() || self.facts.is_some() || self.audited.is_some();
+        self.events.is_empty() && !states
     }
 
     fn has_sessions(&self) -> bool {
@@ -71,7 +73,12 @@ impl Outbox {
         }
     }
 
-    /// The next piece of news: events, then the sessions they led to, then the facts.
+    /// Takes an audit in; who asked for two gets the newer.
+    pub(super) fn push_audited(&mut self, audited: Audited) {
+        self.audited = Some(audited);
+    }
+
+    /// The next piece of news: events, then the sessions they led to, then the facts, then an audit.
     pub(super) fn pop(&mut self) -> Option<News> {
         if let Some(event) = self.events.pop_front() {
             return Some(event);
@@ -88,7 +95,11 @@ impl Outbox {
             self.full = false;
             return Some(News::Sessions(sessions));
         }
-        self.facts.take().map(News::Facts)
+        if let Some(facts) = self.facts.take() {
+            return Some(News::Facts(facts));
+        }
+        let dp_rank = self.dp_rank;
+        self.audited.take().map(|audited| News::Audited { dp_rank, audited })
     }
 
     fn check_invariants(&self) {

@@ -115,7 +115,7 @@ impl Connection {
         loop {
             match self.frames.next()? {
                 Some(Message::Hello(hello)) => return Ok(*hello),
-                Some(Message::Update(_)) => return Err(Ended::Order),
+                Some(_) => return Err(Ended::Order),
                 None => self.read().await?,
             }
         }
@@ -186,6 +186,7 @@ impl Connection {
                     self.next_seq += 1;
                     outbox.push(*update, tokio::time::Instant::now().into_std());
                 }
+                Some(Message::Audited(audited)) => outbox.push_audited(audited),
             }
         }
         Ok(())

@@ -79,9 +79,10 @@ fn hello(dp_rank: u32, instance: u8, inert: &str) -> Vec<u8> {
     body.extend(2048_u64.to_le_bytes());
     body.extend(8_u32.to_le_bytes());
     body.extend([instance; 16]);
-    for each in ["0.5.23", "0.1.0", inert, ""] {
+    for each in ["0.5.23", "0.1.0", inert, "", "", "cpu"] {
         body.extend(text(each));
     }
+    body.extend(4096_u64.to_le_bytes());
     body
 }
 
@@ -93,7 +94,7 @@ struct Shim {
 impl Shim {
     fn send(&mut self, kind: u8, body: &[u8]) {
         let length = u32::try_from(body.len() + 2).unwrap().to_le_bytes();
-        self.stream.write_all(&[&length, &[1, kind][..], body].concat()).unwrap();
+        self.stream.write_all(&[&length, &[codec::VERSION, kind][..], body].concat()).unwrap();
     }
 
     /// An update with a number of free tokens, and closed sessions.
@@ -133,15 +134,26 @@ async fn what_a_shim_says_arrives_and_commands_reach_it() {
 
     house.handle.demote(2, "s#2").unwrap();
     house.handle.sample_now(2).unwrap();
+    house.handle.audit(2, 9).unwrap();
     assert!(matches!(house.handle.demote(0, "s#2"), Err(Error::NoShim(0))));
     let read = tokio::task::spawn_blocking(move || {
         shim.stream.set_read_timeout(Some(SOON)).unwrap();
-        let mut bytes = [0; 17];
+        let mut bytes = [0; 31];
         shim.stream.read_exact(&mut bytes).unwrap();
-        bytes
+        (bytes, shim)
     });
-    assert_eq!(&read.await.unwrap(), b"\x07\0\0\0\x01\x10\x03\0s#2\x02\0\0\0\x01\x11");
-    // The shim was dropped there.
+    let wanted = [
+        &b"\x07\0\0\0\x02\x10\x03\0s#2\x02\0\0\0\x02\x11"[..],
+        b"\x0a\0\0\0\x02\x12\x09\0\0\0\0\0\0\0",
+    ];
+    let (bytes, mut shim) = read.await.unwrap();
+    assert_eq!(bytes[..], wanted.concat());
+    let names = [1_u16.to_le_bytes().to_vec(), text("s#2")].concat();
+    shim.send(3, &[&9_u64.to_le_bytes()[..], &text(""), &names, b"what was found"].concat());
+    let News::Audited { dp_rank: 2, audited } = house.next().await else { panic!("no audit") };
+    assert_eq!((audited.number, &audited.names[..]), (9, &["s#2".to_owned()][..]));
+    assert_eq!((audited.refusal, &audited.report[..]), (None, &b"what was found"[..]));
+    drop(shim);
     let down = house.next().await;
     assert!(matches!(&down, News::Down { dp_rank: 2, .. }), "{down:?}");
     tokio::time::timeout(SOON, house.handle.peers.wait_for(Peers::is_empty))
@@ -220,7 +232,7 @@ async fn a_slow_receiver_stops_the_shim_and_misses_no_event() {
             body.extend(text(id));
             body.extend([0; 4]);
             let length = u32::try_from(body.len() + 2).unwrap().to_le_bytes();
-            match shim.stream.write_all(&[&length, &[1, 2][..], &body].concat()) {
+            match shim.stream.write_all(&[&length, &[codec::VERSION, 2][..], &body].concat()) {
                 Ok(()) => sent += 1,
                 Err(error) => {
                     assert_eq!(error.kind(), ErrorKind::WouldBlock);

@@ -30,8 +30,10 @@ impl Owner {
             News::Demoted { dp_rank, id, refusal } => {
                 self.demoted(dp_rank, id, refusal.as_deref());
             }
+            News::Audited { dp_rank, audited } => self.audited(dp_rank, &audited),
             News::Down { dp_rank, reason } => {
                 warn!(dp_rank, reason, "the engine's shim has gone");
+                self.audit_down(dp_rank);
                 self.shims.remove(&dp_rank);
                 self.ledger.seen(dp_rank, None);
                 self.table.shim_down(now(), dp_rank);
@@ -42,7 +44,7 @@ impl Owner {
     }
 
     fn shim_up(&mut self, hello: &Hello) {
-        let Hello { pid, dp_rank, sglang, shim, inert, undemotable, .. } = hello;
+        let Hello { pid, dp_rank, sglang, shim, inert, undemotable, unauditable, .. } = hello;
         if let Some(reason) = inert {
             warn!(dp_rank, pid, sglang, reason, "the engine's shim is inert");
             return;
@@ -50,6 +52,10 @@ impl Owner {
         info!(dp_rank, pid, sglang, shim, undemotable, "the engine's shim is there");
         self.shims.insert(*dp_rank, undemotable.is_none());
         self.table.shim_up(*dp_rank, undemotable.is_none());
+        if let Some(reason) = unauditable {
+            info!(dp_rank, reason, "the engine's pages can't be audited");
+        }
+        self.audits.up(now(), *dp_rank, unauditable.clone());
     }
 
     /// An engine that was only just reached may have a shim that spoke before it.

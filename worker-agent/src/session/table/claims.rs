@@ -215,6 +215,7 @@ impl Table {
             reserved_tokens: 0,
             opened: claim.open,
             row: false,
+            corrupt: false,
             lost_rid: None,
             born: self.born,
             phase: if pinned { Phase::Planned } else { Phase::Open },

@@ -106,6 +106,7 @@ impl Table {
         let event = match why {
             Why::Reclaimed => Event::Reclaimed,
             Why::HistoryUnknown => Event::Doubted,
+            Why::KvCorrupt => Event::Corrupt,
             Why::EngineRestarted => Event::EngineLost,
         };
         self.effects.push(Effect::Happened(key.clone(), event));
@@ -117,6 +118,7 @@ impl Table {
             session.resident_tokens = 0;
             session.reserved_tokens = 0;
             session.row = false;
+            session.corrupt = false;
             session.lost_rid = None;
         });
         let session = &self.sessions[key];
@@ -137,6 +139,31 @@ impl Table {
         });
         self.effects.push(Effect::Look { dp_rank, rid });
         self.watch_until(until);
+    }
+
+    /// An audit found that pages of this session are others' too, or were written by others: no turn
+    /// is run on them any more. A turn that runs now ends first.
+    pub fn corrupt(&mut self, now: Instant, incarnation: &str) {
+        let Some(key) = self.by_incarnation.get(incarnation).cloned() else { return };
+        self.change(&key, |session| session.corrupt = true);
+        self.retire_corrupt(now, &key);
+        self.pump(now);
+        self.debug_check();
+    }
+
+    /// Retires a session that was found corrupt, once no turn of it runs.
+    pub(super) fn retire_corrupt(&mut self, now: Instant, key: &SessionKey) {
+        let Some(session) = self.sessions.get(key) else { return };
+        let over = matches!(session.phase, Phase::Closing | Phase::Gone(_));
+        if session.corrupt && session.running == 0 && !over {
+            self.retire(now, key, Why::KvCorrupt);
+        }
+    }
+
+    /// Whose an engine-side id is.
+    #[must_use]
+    pub fn key_of(&self, incarnation: &str) -> Option<&SessionKey> {
+        self.by_incarnation.get(incarnation)
     }
 
     fn close_at_engine(&mut self, now: Instant, key: &SessionKey) {

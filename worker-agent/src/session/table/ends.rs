@@ -49,6 +49,7 @@ impl Table {
             if mine && !matches!(self.sessions[key].phase, Phase::Gone(_)) {
                 self.settle(now, key, rid, &ticket, outcome);
             }
+            self.retire_corrupt(now, key);
             self.close_if_due(now, key);
         }
         self.pump(now);

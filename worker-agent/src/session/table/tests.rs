@@ -1183,3 +1183,24 @@ fn what_fits_passes_a_large_turn_that_waits() {
     rig.plain(1000).waits();
     rig.plain(8).inside();
 }
+
+#[test]
+fn nothing_runs_on_kv_that_an_audit_found_corrupt() {
+    let mut rig = Rig::with(Rules { turns_queued_per_session_max: 1, ..rules() }, engine(1));
+    let (idle, busy) = (rig.pin_holding("idle", 20), rig.pin_holding("busy", 20));
+    let turn = rig.turn(&delta("busy")).inside();
+    let next = rig.turn(&delta("busy")).waits();
+    rig.table.corrupt(rig.now, "nobody-1");
+    rig.table.corrupt(rig.now, &idle);
+    rig.table.corrupt(rig.now, &busy);
+    rig.carry_out();
+    let closed: Vec<&str> = rig.closes.iter().map(|close| close.incarnation.as_str()).collect();
+    assert_eq!(closed, [idle.as_str()], "a turn that runs ends first");
+    assert_eq!(rig.turn(&delta("idle")).error(), Error::KvCorrupt);
+    rig.end(&turn, finished(29, 8));
+    assert_eq!(rig.closes.last().unwrap().incarnation, busy);
+    assert_eq!(rig.answer(next).error(), Error::KvCorrupt, "what waited is not appended");
+    assert_eq!(rig.turn(&delta("busy")).error(), Error::KvCorrupt);
+    assert_ne!(rig.pin("busy"), busy, "a new incarnation is the way out");
+    rig.turn(&delta("busy")).inside();
+}

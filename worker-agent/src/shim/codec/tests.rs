@@ -16,9 +16,11 @@ events = [
     wire.aborted("d", True), wire.demoted("e", "busy"), wire.demoted("f", ""),
 ]
 print(wire.hello(wire.Hello(
-    7, 3, 16, 1 << 40, 4096, bytes(range(16)), "0.5.23", "0.1.0", "", "no",
+    7, 3, 16, 1 << 40, 4096, bytes(range(16)), "0.5.23", "0.1.0", "", "no", "", "cpu", 1 << 33,
 )).hex())
 print(wire.update(head, events, ["gone-é"], [("é" * 300, facts)]).hex())
+print(wire.audited(1 << 40, "", ["a", "é"], bytes(range(5))).hex())
+print(wire.audited(2, "no", [], b"").hex())
 "#;
 
 /// Reads what the agent's encoder wrote, by the shim's own code.
@@ -73,6 +75,9 @@ fn frames_of_the_shim() -> Vec<Message> {
         shim: "0.1.0".into(),
         inert: None,
         undemotable: Some("no".into()),
+        unauditable: None,
+        device: "cpu".into(),
+        page_bytes: Some(1 << 33),
     };
     let event = |id: &str, what| Event { id: id.into(), what };
     let update = Update {
@@ -113,7 +118,15 @@ fn frames_of_the_shim() -> Vec<Message> {
             history_tokens: 60,
         }],
     };
-    vec![Message::Hello(Box::new(hello)), Message::Update(Box::new(update))]
+    let names = vec!["a".into(), "é".into()];
+    let audited = Audited { number: 1 << 40, refusal: None, names, report: vec![0, 1, 2, 3, 4] };
+    let refused = Audited { number: 2, refusal: Some("no".into()), names: vec![], report: vec![] };
+    vec![
+        Message::Hello(Box::new(hello)),
+        Message::Update(Box::new(update)),
+        Message::Audited(audited),
+        Message::Audited(refused),
+    ]
 }
 
 #[test]
@@ -124,14 +137,17 @@ fn what_the_shim_writes_is_what_it_means() {
 
 #[test]
 fn what_the_agent_writes_the_shim_reads() {
-    let commands = [Command::Demote("sé-1".into()), Command::SampleNow];
+    let commands = [Command::Demote("sé-1".into()), Command::SampleNow, Command::Audit(1 << 40)];
     let bytes: Vec<u8> = commands.iter().flat_map(|c| c.encode().unwrap()).collect();
     // Fixed here too, so that both ends can't change together unnoticed.
-    let fixed = b"\x09\0\0\0\x01\x10\x05\0s\xc3\xa9-1\x02\0\0\0\x01\x11";
-    assert_eq!(bytes, fixed);
+    let fixed = [
+        &b"\x09\0\0\0\x02\x10\x05\0s\xc3\xa9-1\x02\0\0\0\x02\x11"[..],
+        b"\x0a\0\0\0\x02\x12\0\0\0\0\0\x01\0\0",
+    ];
+    assert_eq!(bytes, fixed.concat());
     let hex: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
     let Some(printed) = python(DECODE, &[&hex]) else { return };
-    assert_eq!(printed.trim(), "(16, 'sé-1') (17, '')");
+    assert_eq!(printed.trim(), "(16, 'sé-1') (17, '') (18, 1099511627776)");
 }
 
 #[test]
@@ -143,8 +159,8 @@ fn a_frame_out_of_bounds_is_refused_before_it_is_there() {
 
 #[test]
 fn another_protocol_and_unknown_kinds_are_named() {
-    assert_eq!(all(b"\x02\0\0\0\x02\x01"), Err(Error::Version(2)));
-    assert_eq!(all(b"\x02\0\0\0\x01\x63"), Err(Error::Kind(99)));
+    assert_eq!(all(b"\x02\0\0\0\x01\x01"), Err(Error::Version(1)));
+    assert_eq!(all(b"\x02\0\0\0\x02\x63"), Err(Error::Kind(99)));
 }
 
 /// A hello as bytes, made without Python.
@@ -156,10 +172,11 @@ fn hello_bytes() -> Vec<u8> {
     body.extend(2048_u64.to_le_bytes());
     body.extend(8_u32.to_le_bytes());
     body.extend([9; 16]);
-    for text in ["0.5.23", "0.1.0", "why", ""] {
+    for text in ["0.5.23", "0.1.0", "why", "", "", "cpu"] {
         body.extend(u16::try_from(text.len()).unwrap().to_le_bytes());
         body.extend(text.as_bytes());
     }
+    body.extend(4096_u64.to_le_bytes());
     framed(&body)
 }
 
@@ -191,7 +208,7 @@ proptest! {
     fn random_bytes_never_panic(bytes in prop::collection::vec(any::<u8>(), 0..600)) {
         let _ = all(&bytes);
         // Framed, they get further.
-        for kind in [HELLO, UPDATE] {
+        for kind in [HELLO, UPDATE, AUDITED] {
             let _ = all(&framed(&[&[VERSION, kind], &bytes[..]].concat()));
         }
     }

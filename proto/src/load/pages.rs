@@ -1,0 +1,187 @@
+//! A page audit in domain types: who holds the pages of one rank's pool, by identity. Reading from
+//! the wire rejects figures that can't all be true.
+
+use serde::Serialize;
+
+use super::Error;
+use crate::v1;
+
+/// One audit's totals, in pages unless named otherwise. Source: the shim.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct PageAudit {
+    /// Milliseconds from the audit's moment to this message's sending.
+    pub age_ms: u32,
+    /// The pool, without the padding page.
+    pub pages: u64,
+    /// Distinct ones that turns and sessions hold.
+    pub held_pages: u64,
+    /// Rows that moved while they were read; what they hold is in no figure.
+    pub rows_moved: u32,
+    /// Runs of consecutive free pages.
+    pub free_runs: Option<u64>,
+    /// Every page by its owner; unknown when rows moved.
+    pub classes: Option<PageClasses>,
+    /// Sealed pages compared with an audit before.
+    pub compared_pages: u64,
+    /// What is wrong; empty in a sound engine.
+    pub findings: Vec<PageFinding>,
+}
+
+/// Every page by who says that it is his.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+pub struct PageClasses {
+    /// In the free list only.
+    pub free: u64,
+    /// Held by turns or sessions, and not in the radix tree.
+    pub private: u64,
+    /// In the radix tree only.
+    pub cached: u64,
+    /// In the tree, and held.
+    pub cached_in_use: u64,
+    /// Nobody's. Always 0 in a sound engine.
+    pub leaked: u64,
+    /// Free, and at once somebody's. Always 0 in a sound engine.
+    pub corrupt: u64,
+}
+
+/// Faults of one kind.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct PageFinding {
+    /// `aliased`, `leaked`, `double_free`, `changed` and others.
+    pub kind: String,
+    /// All of them.
+    pub count: u64,
+    /// The first few; none in a load report.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub named: Vec<NamedFinding>,
+}
+
+/// One fault.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct NamedFinding {
+    /// The page, or for kinds about entries of a list: the entry.
+    pub at: i64,
+    /// Engine-side ids of the sessions concerned; empty for a turn without a session.
+    pub sessions: Vec<String>,
+}
+
+fn at_most(field: &'static str, part: u64, whole: u64) -> Result<(), Error> {
+    if part > whole { Err(Error::Impossible { field, value: part }) } else { Ok(()) }
+}
+
+impl TryFrom<v1::PageAudit> for PageAudit {
+    type Error = Error;
+
+    fn try_from(wire: v1::PageAudit) -> Result<Self, Error> {
+        at_most("held_pages", wire.held_pages, wire.pages)?;
+        if let Some(classes) = &wire.classes {
+            let parts = [
+                classes.free,
+                classes.private,
+                classes.cached,
+                classes.cached_in_use,
+                classes.leaked,
+                classes.corrupt,
+            ];
+            let sum = parts.into_iter().fold(0, u64::saturating_add);
+            if sum != wire.pages {
+                return Err(Error::Impossible { field: "sum of page classes", value: sum });
+            }
+        }
+        Ok(Self {
+            age_ms: wire.age_ms,
+            pages: wire.pages,
+            held_pages: wire.held_pages,
+            rows_moved: wire.rows_moved,
+            free_runs: wire.free_runs,
+            classes: wire.classes.map(|classes| PageClasses {
+                free: classes.free,
+                private: classes.private,
+                cached: classes.cached,
+                cached_in_use: classes.cached_in_use,
+                leaked: classes.leaked,
+                corrupt: classes.corrupt,
+            }),
+            compared_pages: wire.compared_pages,
+            findings: wire.findings.into_iter().map(finding).collect(),
+        })
+    }
+}
+
+fn finding(wire: v1::PageFinding) -> PageFinding {
+    let named = wire.named.into_iter();
+    let named = named.map(|one| NamedFinding { at: one.at, sessions: one.sessions });
+    PageFinding { kind: wire.kind, count: wire.count, named: named.collect() }
+}
+
+impl From<PageAudit> for v1::PageAudit {
+    fn from(audit: PageAudit) -> Self {
+        Self {
+            age_ms: audit.age_ms,
+            pages: audit.pages,
+            held_pages: audit.held_pages,
+            rows_moved: audit.rows_moved,
+            free_runs: audit.free_runs,
+            classes: audit.classes.map(|classes| v1::PageClasses {
+                free: classes.free,
+                private: classes.private,
+                cached: classes.cached,
+                cached_in_use: classes.cached_in_use,
+                leaked: classes.leaked,
+                corrupt: classes.corrupt,
+            }),
+            compared_pages: audit.compared_pages,
+            findings: audit.findings.into_iter().map(Into::into).collect(),
+        }
+    }
+}
+
+impl From<PageFinding> for v1::PageFinding {
+    fn from(finding: PageFinding) -> Self {
+        let named = finding.named.into_iter();
+        let named = named.map(|one| v1::NamedFinding { at: one.at, sessions: one.sessions });
+        Self { kind: finding.kind, count: finding.count, named: named.collect() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn audit() -> PageAudit {
+        let classes = PageClasses { free: 60, private: 20, cached: 14, ..PageClasses::default() };
+        let named = vec![NamedFinding { at: 17, sessions: vec!["a".into(), String::new()] }];
+        PageAudit {
+            age_ms: 7,
+            pages: 100,
+            held_pages: 25,
+            rows_moved: 0,
+            free_runs: Some(3),
+            classes: Some(PageClasses { cached_in_use: 5, leaked: 1, ..classes }),
+            compared_pages: 10,
+            findings: vec![PageFinding { kind: "leaked".into(), count: 1, named }],
+        }
+    }
+
+    #[test]
+    fn an_audit_survives_the_wire_and_unknown_classes_stay_unknown() {
+        let moved = PageAudit { classes: None, free_runs: None, rows_moved: 1, ..audit() };
+        for audit in [audit(), moved] {
+            assert_eq!(PageAudit::try_from(v1::PageAudit::from(audit.clone())), Ok(audit));
+        }
+    }
+
+    #[test]
+    fn an_audit_that_cannot_be_true_is_rejected() {
+        let lies: [fn(&mut v1::PageAudit); 3] = [
+            |audit| audit.held_pages = 101,
+            |audit| audit.pages = 99,
+            |audit| audit.classes.as_mut().unwrap().cached = 15,
+        ];
+        for (number, lie) in lies.iter().enumerate() {
+            let mut wire = v1::PageAudit::from(audit());
+            lie(&mut wire);
+            assert!(PageAudit::try_from(wire).is_err(), "lie {number} was taken");
+        }
+    }
+}

@@ -1,0 +1,123 @@
+"""The page audit inside the real engine: what it says of the pool and of each session is what the
+engine's own counters say, and what is wrong is found and named.
+
+Each test starts the agent anew on the socket where the engine's shim looks for it.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+
+from lane import wire
+from lane.fleet import Fleet
+from lane.ledger import wait_figures
+from lane.pages import ask, audit, differences, whole_pages
+from lane.processes import wait_until
+from lane.runner import equal, test
+from lane.shim import Direct, text_of
+from lane.turns import Pinned, finished
+from lane.with_shim import with_shim
+
+
+def check(fleet: Fleet) -> None:
+    """At rest: classes and sessions, to the page."""
+    wait_figures(fleet, {"pool_used_tokens": fleet.pool_used_tokens()})
+    equal(differences(fleet), [], "where the audit isn't the engine's account")
+
+
+@test
+def it_equals_the_engines_account(fleet: Fleet) -> None:
+    with with_shim(fleet):
+        check(fleet)
+        sessions = []
+        for number in range(4):
+            session = Pinned(fleet)
+            # Two of them begin alike, and share whole pages through the tree.
+            same = "The same beginning of both of them, long enough for some pages. "
+            session.turn((same if number < 2 else text_of(30 + number)) + str(number), 9 + number)
+            sessions.append(session)
+            check(fleet)
+        for session in sessions:
+            session.turn(" And more of it, beyond a page.", 12)
+        # Beside them, what the tree keeps.
+        finished(wire.post(f"{fleet.router_url}/generate", {
+            "text": text_of(200), "sampling_params": {"max_new_tokens": 4, "temperature": 0},
+        }))
+        check(fleet)
+        before = {one["incarnation"]: one for one in audit(fleet)["sessions"]}
+        free = audit(fleet)["pages"]["classes"]["free"]
+        while sessions:
+            sessions.pop().close()
+            wait_figures(fleet, {"rows_held": len(sessions)})
+            check(fleet)
+            after = audit(fleet)
+            left = {one["incarnation"] for one in after["sessions"]}
+            [gone] = before.keys() - left
+            now = after["pages"]["classes"]["free"]
+            equal(now - free, before.pop(gone)["freed_by_close_pages"], "pages that the close freed")
+            # What it shared may be another's alone now.
+            before = {one["incarnation"]: one for one in after["sessions"]}
+            free = now
+        check(fleet)
+
+
+@test
+def it_is_sound_while_turns_run(fleet: Fleet) -> None:
+    with with_shim(fleet, "audit_interval_s = 1\n"), ThreadPoolExecutor() as clients:
+        sessions = [Pinned(fleet) for _ in range(3)]
+
+        def talk(session: Pinned) -> None:
+            for number in range(6):
+                session.turn(f" Turn {number} of it, and some more words.", 40)
+
+        talks = [clients.submit(talk, session) for session in sessions]
+        audits = 0
+        while not all(each.done() for each in talks):
+            found = audit(fleet)["pages"]
+            equal(found["findings"], [], "what is wrong while turns run")
+            audits += found["held_pages"] > 0
+        for each in talks:
+            each.result()
+        assert audits >= 3, f"only {audits} audits while turns ran"
+        check(fleet)
+        for session in sessions:
+            session.close()
+
+
+@test
+def sealed_pages_are_compared(fleet: Fleet) -> None:
+    with with_shim(fleet):
+        session = Pinned(fleet)
+        session.turn(text_of(60), 10)
+        sealed = 69 // fleet.page_size
+        audit(fleet)
+        equal(audit(fleet)["pages"]["compared_pages"], sealed, "pages compared with the first audit")
+        session.turn(" More of it.", 10)
+        equal(audit(fleet)["pages"]["compared_pages"], sealed, "pages that were sealed before")
+        session.close()
+
+
+def _told(fleet: Fleet) -> int:
+    [worker] = wire.get(f"{fleet.router_url}/v1/workers").json()["workers"]
+    return worker["load"]["pages"]["held_pages"]
+
+
+@test
+def it_is_shown_to_people_and_in_the_metrics(fleet: Fleet) -> None:
+    with with_shim(fleet):
+        session = Pinned(fleet)
+        session.turn(text_of(40), 10)
+        with Direct(fleet) as foreign:
+            foreign.turn(text_of(30), 5)
+            done = ask(fleet)
+            equal(done.returncode, 0, "the exit status")
+            assert f"not ours: {foreign.id}" in done.stdout, done.stdout
+        pages = whole_pages(fleet, 49)
+        done = ask(fleet)
+        assert "no faults" in done.stdout and f" {pages} held" in done.stdout, done.stdout
+        text = wire.get(f"http://{fleet.agent_admin}/metrics").body.decode()
+        for line in (
+            f'berth_agent_pool_pages{{dp_rank="0",state="held"}} {pages}',
+            'berth_agent_pool_page_faults{dp_rank="0",kind="leaked"} 0',
+        ):
+            assert line in text, f"no line {line!r} in {text}"
+        wait_until(fleet.router, "the audit's pages", lambda: _told(fleet) == pages, 5)
+        session.close()

@@ -1,0 +1,94 @@
+"""Faults planted in a real engine's pool: the page audit finds each, names its sessions, and no turn
+runs on them any more. In an engine of its own, which is of no use afterwards."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lane import wire
+from lane.fleet import Fleet, start_engine
+from lane.pages import audit
+from lane.processes import shim_env, wait_until
+from lane.runner import equal, test
+from lane.shim import text_of
+from lane.turns import Pinned, body, refused
+
+PLUGIN = Path(__file__).resolve().parents[1] / "plant"
+
+
+class Planted(Fleet):
+    """A fleet whose engine does as the file says."""
+
+    @property
+    def file(self) -> Path:
+        return self.folder / "plant.json"
+
+    def start_engine(self) -> None:
+        env = shim_env(self.shim_socket, self.bin_dir)
+        env |= {"PYTHONPATH": f"{PLUGIN}:{env['PYTHONPATH']}", "BERTH_PLANT": str(self.file)}
+        self.engine, self.engine_url = start_engine(self.folder, self.page_size, env=env)
+        self.wait_engine()
+
+    def plant(self, fault: str, *sessions: str) -> None:
+        written = self.file.with_suffix(".new")
+        written.write_text(json.dumps({"fault": fault, "sessions": sessions}))
+        written.rename(self.file)
+        wait_until(self.engine, "planting", lambda: not self.file.exists(), 10)
+
+
+def _incarnation(fleet: Fleet, known: set[str]) -> str:
+    """The engine's name of the session that was opened last."""
+    [new] = {one["incarnation"] for one in audit(fleet)["sessions"]} - known
+    known.add(new)
+    return new
+
+
+def _findings(fleet: Fleet) -> dict[str, Any]:
+    return {each["kind"]: each for each in audit(fleet)["pages"]["findings"]}
+
+
+def _turn(fleet: Fleet, session: Pinned) -> wire.Answer:
+    asked = body(" And now?", 5) | {"session_params": {"id": session.id}}
+    return wire.post(f"{fleet.router_url}/generate", asked)
+
+
+@test
+def what_is_planted_is_found_and_not_built_upon(fleet: Fleet) -> None:
+    folder = fleet.folder / "planted"
+    folder.mkdir(exist_ok=True)
+    with_faults = Planted(folder, fleet.bin_dir, fleet.page_size)
+    try:
+        with_faults.start_engine()
+        with_faults.start_agent(settings=f'shim_socket = "{with_faults.shim_socket}"\n')
+        with_faults.start_router()
+        _check(with_faults)
+    finally:
+        with_faults.stop()
+
+
+def _check(fleet: Planted) -> None:
+    known: set[str] = set()
+    sessions = []
+    for letter in "abcd":
+        session = Pinned(fleet)
+        session.turn(letter * 40 + text_of(10), 10)
+        sessions.append((session, _incarnation(fleet, known)))
+    (written, first), (sound, _), (one, third), (other, fourth) = sessions
+    equal(_findings(fleet), {}, "what is wrong before")
+
+    fleet.plant("written", first)
+    found = _findings(fleet)
+    equal(list(found), ["changed"], "what is found after a write")
+    [named] = found["changed"]["named"]
+    equal(named["sessions"], [first], "whose page it was")
+    equal(refused(_turn(fleet, written), 409, "a turn on it"), "kv_corrupt", "the code")
+    sound.turn(" And you?", 10)
+
+    fleet.plant("aliased", third, fourth)
+    found = _findings(fleet)
+    equal(found["aliased"]["count"], 1, "pages that two sessions have")
+    [named] = found["aliased"]["named"]
+    equal(sorted(named["sessions"]), sorted([third, fourth]), "whose they are")
+    for session in (one, other):
+        equal(refused(_turn(fleet, session), 409, "a turn on it"), "kv_corrupt", "the code")
+    sound.turn(" And still?", 10)

@@ -1,0 +1,155 @@
+"""The page audit: what `libberth_kv` finds in a cut of the pool.
+
+An audit has three steps on the scheduler's thread, each some microseconds of it: a cut is handed to
+the device, which copies what it needs in the background; the rows that moved meanwhile are told to
+the library, and a thread of its own works on the copy; the rows that moved until then are told
+again, for what was read of the KV itself. One audit runs at a time; who asks while one runs gets the
+next.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from . import cut, wire
+from .buffers import buffers, device
+from .library import Failed, Library, Pages
+
+# Of KV that is read per audit: a tenth of a millisecond of a GPU's memory bandwidth. Which sessions
+# it covers goes round.
+DIGEST_BYTES_MAX = 256 << 20
+
+
+class Auditor:
+    """Of one scheduler. Raises nothing: an audit that fails is a refusal, and one that fails in a
+    way that nobody has foreseen is the last."""
+
+    def __init__(self, scheduler: Any, wake: Callable[[], None]):
+        self._scheduler = scheduler
+        self._wake = wake
+        self._number: int | None = None
+        self._running: _Audit | None = None
+        self._frame: bytes | None = None
+        self._pages: Pages | None = None
+        self._ordinal = -1
+        # What the agent is told of the pool, and why no audit can be made; empty when it can.
+        self.device, self.page_bytes, self.refusal = "", 0, ""
+        try:
+            self._open()
+        except Failed as error:
+            self.refusal = str(error)
+        except Exception as error:
+            self.refusal = f"{type(error).__name__}: {error}"
+
+    def _open(self) -> None:
+        scheduler = self._scheduler
+        self.device, self._ordinal = device(scheduler)
+        parts = buffers(scheduler)
+        self.page_bytes = sum(buffer.page_bytes for buffer in parts)
+        if refusal := cut.unauditable(scheduler):
+            raise Failed(refusal)
+        self._pages = Library().pages(
+            page_tokens=scheduler.page_size,
+            pages=scheduler.max_total_num_tokens // scheduler.page_size,
+            rows=scheduler.req_to_token_pool.req_to_token,
+            buffers=parts,
+            ordinal=self._ordinal,
+        )
+
+    def ask(self, number: int) -> None:
+        """The newest who asks is answered; who asked before is content with it."""
+        self._number = number
+
+    @property
+    def asked(self) -> bool:
+        """Is there an audit to begin?"""
+        return self._number is not None and self._running is None
+
+    def begin(self) -> None:
+        """Begins it. Only where no step is half done: before a step's requests are looked at."""
+        if self.asked:
+            self._try(self._begin)
+
+    def go_on(self) -> None:
+        """Goes on with it. After any step."""
+        if self._running is not None:
+            self._try(self._go_on)
+
+    @property
+    def answered(self) -> bool:
+        """Is there an answer?"""
+        return self._frame is not None
+
+    def take(self) -> bytes:
+        """The answer's frame."""
+        frame, self._frame = self._frame, None
+        return frame
+
+    def _try(self, step: Callable[[], None]) -> None:
+        try:
+            step()
+        except Failed as error:
+            self._refuse(str(error))
+        except Exception as error:
+            self.refusal = f"{type(error).__name__}: {error}"
+            self._refuse(self.refusal)
+
+    def _refuse(self, reason: str) -> None:
+        number = self._running.number if self._running else self._number
+        self._frame = wire.audited(number, reason, [], b"")
+        self._running = self._number = None
+
+    def _begin(self) -> None:
+        if self.refusal:
+            raise Failed(self.refusal)
+        self._running = _Audit(self._number, cut.take(self._scheduler), self._pages)
+        self._number = None
+        self._running.begin(self._stream())
+
+    def _go_on(self) -> None:
+        audit = self._running
+        if audit.thread is None:
+            if self._pages.gathered():
+                audit.account(cut.rows_of(self._scheduler)[1], self._wake)
+        elif not audit.thread.is_alive():
+            self._frame = wire.audited(audit.number, "", audit.cut.names, audit.report())
+            self._running = None
+
+    def _stream(self) -> int:
+        if self._ordinal < 0:
+            return 0
+        import torch
+
+        return torch.cuda.current_stream().cuda_stream
+
+
+class _Audit:
+    """One audit under way."""
+
+    def __init__(self, number: int, taken: cut.Cut, pages: Pages):
+        self.number = number
+        self.cut = taken
+        self.thread: threading.Thread | None = None
+        self._pages = pages
+        self._report: bytes | Failed = Failed("the audit's thread has died")
+
+    def begin(self, stream: int) -> None:
+        self._pages.begin(self.cut, stream, DIGEST_BYTES_MAX)
+
+    def account(self, rows_now: list[cut.Row], done: Callable[[], None]) -> None:
+        self.thread = threading.Thread(
+            target=self._work, args=(rows_now, done), name="berth-audit", daemon=True
+        )
+        self.thread.start()
+
+    def _work(self, rows_now: list[cut.Row], done: Callable[[], None]) -> None:
+        try:
+            self._report = self._pages.finish(rows_now)
+        except Failed as error:
+            self._report = error
+        done()
+
+    def report(self) -> bytes:
+        if isinstance(self._report, Failed):
+            raise self._report
+        return self._report

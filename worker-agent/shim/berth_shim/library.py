@@ -1,0 +1,144 @@
+"""`libberth_kv` through ctypes: it works on the pool where it lies. `kernels/capi/berth_kv.h` has the
+calls and their rules."""
+
+import ctypes
+import os
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, c_char_p, c_int32, c_int64, c_uint32, c_uint64, c_void_p
+from pathlib import Path
+from typing import Any
+
+from .buffers import Buffer
+from .cut import Cut, Row
+from .wire import AUDIT_BYTES_MAX
+
+ABI = 1
+NAME, KERNELS = "libberth_kv.so", "kv_account.fatbin"
+
+
+class Failed(Exception):
+    """No audit; the text is for people."""
+
+
+class _Buffer(Structure):
+    _fields_ = [("addr", c_uint64), ("page_bytes", c_uint64)]
+
+
+class _Pool(Structure):
+    _fields_ = [
+        ("page_tokens", c_uint32), ("pages", c_uint32), ("r2t", c_uint64), ("r2t_rows", c_uint32),
+        ("r2t_stride", c_uint32), ("buffers", POINTER(_Buffer)), ("nbuffers", c_uint32),
+        ("device", c_int32),
+    ]
+
+
+class _Row(Structure):
+    _fields_ = [
+        ("row", c_uint32), ("len", c_uint32), ("session", c_uint32), ("sealed_tokens", c_uint32),
+        ("protected_tokens", c_uint32), ("zero", c_uint32), ("version", c_uint64),
+    ]
+
+
+class _List(Structure):
+    _fields_ = [("addr", c_uint64), ("n", c_uint64)]
+
+
+class _Cut(Structure):
+    _fields_ = [
+        ("rows", POINTER(_Row)), ("keys", POINTER(c_uint64)), ("free", POINTER(_List)),
+        ("tree", POINTER(_List)), ("nrows", c_uint32), ("nsessions", c_uint32),
+        ("nfree", c_uint32), ("whole", c_uint32), ("digest_pages_max", c_uint32),
+        ("zero", c_uint32), ("stream", c_uint64),
+    ]
+
+
+class Library:
+    """The library where `BERTH_KV_LIBRARY` names it, else beside the shim; its kernels where
+    `BERTH_KV_FATBIN` names them, else beside the library."""
+
+    def __init__(self) -> None:
+        path = os.environ.get("BERTH_KV_LIBRARY") or str(Path(__file__).parent / NAME)
+        self._kernels = os.environ.get("BERTH_KV_FATBIN") or str(Path(path).parent / KERNELS)
+        try:
+            self._calls = ctypes.CDLL(path)
+        except OSError as error:
+            raise Failed(f"{error}; build kernels/capi, and set BERTH_KV_LIBRARY") from None
+        self._declare()
+        if (abi := self._calls.berth_kv_abi()) != ABI:
+            raise Failed(f"{path} has ABI {abi}, the shim {ABI}: install the same version of both")
+
+    def _declare(self) -> None:
+        calls, uint32s, uint64s = self._calls, POINTER(c_uint32), POINTER(c_uint64)
+        of = {
+            "abi": (c_uint32, []),
+            "error": (c_char_p, []),
+            "open": (c_int32, [POINTER(_Pool), c_char_p, uint64s]),
+            "begin": (c_int32, [c_uint64, POINTER(_Cut)]),
+            "ready": (c_int32, [c_uint64]),
+            "finish": (c_int64, [c_uint64, uint32s, uint64s, c_uint32, c_void_p, c_uint64]),
+        }
+        for name, (result, arguments) in of.items():
+            call = getattr(calls, f"berth_kv_{name}")
+            call.restype, call.argtypes = result, arguments
+
+    def pages(
+        self, page_tokens: int, pages: int, rows: Any, buffers: Sequence[Buffer], ordinal: int
+    ) -> "Pages":
+        """The pages of a pool; `rows` is the engine's request table, a tensor."""
+        pool = _Pool(
+            page_tokens, pages + 1, rows.data_ptr(), rows.shape[0], rows.stride(0),
+            (_Buffer * len(buffers))(*buffers), len(buffers), ordinal,
+        )
+        handle = c_uint64()
+        kernels = self._kernels.encode() if ordinal >= 0 else None
+        self.check(self._calls.berth_kv_open(pool, kernels, handle))
+        page_bytes = sum(buffer.page_bytes for buffer in buffers)
+        return Pages(self, self._calls, handle, page_bytes)
+
+    def check(self, answer: int) -> int:
+        """What a call answered."""
+        if answer < 0:
+            raise Failed(self._calls.berth_kv_error().decode(errors="replace"))
+        return answer
+
+
+class Pages:
+    """One audit at a time: begin, until it is gathered, then finish."""
+
+    def __init__(self, library: Library, calls: Any, handle: c_uint64, page_bytes: int):
+        self._library = library
+        self._calls = calls
+        self._handle = handle
+        self._page_bytes = page_bytes
+        self._buffer = ctypes.create_string_buffer(AUDIT_BYTES_MAX)
+
+    def begin(self, cut: Cut, stream: int, digest_bytes_max: int) -> None:
+        """Enqueues on a stream of its own, behind what is on this one."""
+        rows = (_Row * len(cut.rows))(*(
+            (row.row, row.tokens, row.session, row.sealed_tokens, row.protected_tokens, 0,
+             row.version)
+            for row in cut.rows
+        ))
+        keys = (c_uint64 * len(cut.rows))(*(row.key for row in cut.rows))
+        digest_pages_max = digest_bytes_max // self._page_bytes if self._page_bytes else 0
+        self._library.check(self._calls.berth_kv_begin(self._handle, _Cut(
+            rows, keys, ctypes.pointer(_list(cut.free)), ctypes.pointer(_list(cut.tree)),
+            len(rows), len(keys), 1, 1, digest_pages_max, 0, stream,
+        )))
+
+    def gathered(self) -> bool:
+        """Is the copy made?"""
+        return bool(self._library.check(self._calls.berth_kv_ready(self._handle)))
+
+    def finish(self, rows_now: Sequence[Row]) -> bytes:
+        """The report. Takes as long as the device does, and lets other threads run meanwhile."""
+        rows = (c_uint32 * len(rows_now))(*(row.row for row in rows_now))
+        versions = (c_uint64 * len(rows_now))(*(row.version for row in rows_now))
+        size = self._library.check(self._calls.berth_kv_finish(
+            self._handle, rows, versions, len(rows_now), self._buffer, len(self._buffer)
+        ))
+        return self._buffer.raw[:size]
+
+
+def _list(ids: Any) -> _List:
+    return _List(ids.data_ptr(), ids.numel())

@@ -1,0 +1,14 @@
+"""Which requests a scheduler has, wherever they wait or run."""
+
+from typing import Any
+
+
+def live_requests(scheduler: Any) -> list[Any]:
+    """Each at least once."""
+    requests = [*scheduler.waiting_queue, *scheduler.collect_inflight_reqs()]
+    requests += scheduler.grammar_manager.grammar_queue
+    if scheduler.chunked_req is not None:
+        requests.append(scheduler.chunked_req)
+    for batch, _result in getattr(scheduler, "result_queue", ()):
+        requests += batch.reqs
+    return requests

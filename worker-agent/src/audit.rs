@@ -1,0 +1,403 @@
+//! Page audits: when to ask a rank's shim for one, who waits for it, and what the newest says. Pure:
+//! what is to be asked comes out as numbers, answers go in.
+//!
+//! An audit is taken inside the engine's process, at one moment between two steps, by `kernels`'
+//! library. Ranks are asked every interval, and when someone wants to know now; an answer serves
+//! everyone who asked before it.
+
+use std::{
+    collections::BTreeMap,
+    time::{Duration, Instant},
+};
+
+use proto::load::PageAudit;
+
+use crate::shim::Audited;
+
+mod read;
+
+pub use self::read::SessionPages;
+
+/// Faults that make the KV of the sessions they name worthless.
+const CORRUPTING: [&str; 5] =
+    ["aliased", "free_held", "cached_private", "row_entry", "changed"];
+
+/// Faults of the engine's bookkeeping, which only a new start mends. A page that changed is none:
+/// its sessions are closed.
+const LASTING: [&str; 9] = [
+    "aliased",
+    "leaked",
+    "double_free",
+    "free_held",
+    "free_cached",
+    "cached_private",
+    "tree_twice",
+    "free_entry",
+    "tree_entry",
+];
+
+/// As many audits in a row must find a fault before the worker drains for it: one that passes by
+/// itself needs no restart.
+const LASTING_AUDITS: u32 = 3;
+
+/// A step of the engine takes seconds at the longest, and the audit after it milliseconds.
+const ANSWER_MAX: Duration = Duration::from_secs(30);
+
+/// What was found in one rank's pool at one moment.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Audit {
+    /// When the agent heard it, some milliseconds after it was true.
+    pub at: Instant,
+    /// The totals and what is wrong, with names; the age is 0.
+    pub pages: PageAudit,
+    /// Sessions that hold pages, the largest first.
+    pub sessions: Vec<SessionPages>,
+}
+
+impl Audit {
+    /// The totals with the age they have now.
+    #[must_use]
+    pub fn pages(&self, now: Instant) -> PageAudit {
+        let age = now.saturating_duration_since(self.at).as_millis();
+        PageAudit { age_ms: u32::try_from(age).unwrap_or(u32::MAX), ..self.pages.clone() }
+    }
+
+    /// Sessions whose KV can't be trusted: they share a page that they should not, or somebody wrote
+    /// into one of theirs.
+    pub fn corrupt_sessions(&self) -> impl Iterator<Item = &str> {
+        let findings = self.pages.findings.iter();
+        let harming = findings.filter(|finding| CORRUPTING.contains(&finding.kind.as_str()));
+        let named = harming.flat_map(|finding| &finding.named);
+        named.flat_map(|one| &one.sessions).map(String::as_str).filter(|id| !id.is_empty())
+    }
+
+    /// The same as a load report has it: without names.
+    #[must_use]
+    pub fn reported(&self, now: Instant) -> PageAudit {
+        let mut pages = self.pages(now);
+        pages.findings.iter_mut().for_each(|finding| finding.named.clear());
+        pages
+    }
+}
+
+/// Why there is no audit.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Error {
+    /// The engine has no such rank, or nothing that could be asked.
+    #[error("no shim of rank {0} is connected; put worker-agent/shim on the engine's PYTHONPATH")]
+    NoShim(u32),
+    /// The shim's reason.
+    #[error("the engine's pages can't be audited: {0}")]
+    Refused(String),
+    /// The shim's answer makes no sense.
+    #[error("the shim's audit can't be read ({0}); install the same version of agent and shim")]
+    Unreadable(String),
+    /// Too many want to know.
+    #[error("too many audits are waited for; ask again")]
+    Busy,
+    /// No answer in time.
+    #[error("the engine didn't answer within {} s; is it in a step that long?", ANSWER_MAX.as_secs())]
+    Late,
+}
+
+/// All ranks' audits.
+#[derive(Debug)]
+pub struct Audits {
+    /// None: only on demand.
+    interval: Option<Duration>,
+    ranks: BTreeMap<u32, Rank>,
+    /// Of the last question, over all ranks.
+    number: u64,
+}
+
+#[derive(Debug)]
+struct Rank {
+    /// Why it can't be asked.
+    refusal: Option<String>,
+    next: Option<Instant>,
+    /// Questions without an answer, oldest first: number, and until when it is waited for.
+    asked: Vec<(u64, Instant)>,
+    last: Option<Audit>,
+    /// How many audits in a row have found a kind of fault.
+    streaks: BTreeMap<String, u32>,
+}
+
+impl Audits {
+    /// Asks every rank at this interval.
+    #[must_use]
+    pub fn new(interval: Option<Duration>) -> Self {
+        Self { interval, ranks: BTreeMap::new(), number: 0 }
+    }
+
+    /// A rank's shim has come, and says whether it audits. It is asked at once.
+    pub fn up(&mut self, now: Instant, dp_rank: u32, refusal: Option<String>) {
+        let next = self.interval.filter(|_| refusal.is_none()).map(|_| now);
+        let (asked, streaks) = (vec![], BTreeMap::new());
+        let rank = Rank { refusal, next, asked, last: None, streaks };
+        self.ranks.insert(dp_rank, rank);
+    }
+
+    /// It has gone; its questions have no answer.
+    pub fn down(&mut self, dp_rank: u32) {
+        self.ranks.remove(&dp_rank);
+    }
+
+    /// The ranks that can be asked, in order.
+    pub fn ranks(&self) -> impl Iterator<Item = u32> {
+        self.ranks.keys().copied()
+    }
+
+    /// The newest audit of a rank.
+    #[must_use]
+    pub fn last(&self, dp_rank: u32) -> Option<&Audit> {
+        self.ranks.get(&dp_rank)?.last.as_ref()
+    }
+
+    /// Someone wants to know now: the number of the question to ask. An answer to it, or to a later
+    /// one, is his.
+    ///
+    /// # Errors
+    /// When the rank can't be asked.
+    pub fn ask(&mut self, now: Instant, dp_rank: u32) -> Result<u64, Error> {
+        let rank = self.ranks.get_mut(&dp_rank).ok_or(Error::NoShim(dp_rank))?;
+        if let Some(reason) = &rank.refusal {
+            return Err(Error::Refused(reason.clone()));
+        }
+        self.number += 1;
+        rank.asked.push((self.number, now + ANSWER_MAX));
+        rank.next = self.interval.map(|interval| now + interval);
+        Ok(self.number)
+    }
+
+    /// The ranks to ask because their time has come, with their questions' numbers. One that owes an
+    /// answer isn't asked again.
+    pub fn due(&mut self, now: Instant) -> Vec<(u32, u64)> {
+        let due = |rank: &Rank| rank.asked.is_empty() && rank.next.is_some_and(|at| at <= now);
+        let ranks: Vec<u32> =
+            self.ranks.iter().filter(|(_, rank)| due(rank)).map(|(&dp_rank, _)| dp_rank).collect();
+        ranks
+            .into_iter()
+            .filter_map(|dp_rank| self.ask(now, dp_rank).ok().map(|number| (dp_rank, number)))
+            .collect()
+    }
+
+    /// When something is due.
+    #[must_use]
+    pub fn next_due(&self) -> Option<Instant> {
+        let of = |rank: &Rank| rank.asked.first().map(|&(_, until)| until).or(rank.next);
+        self.ranks.values().filter_map(of).min()
+    }
+
+    /// An answer. It is everyone's who asked no later.
+    ///
+    /// # Errors
+    /// The shim's refusal, or what is wrong with its report. What was known before stays.
+    pub fn answered(
+        &mut self,
+        now: Instant,
+        dp_rank: u32,
+        audited: &Audited,
+    ) -> Result<&Audit, Error> {
+        let rank = self.ranks.get_mut(&dp_rank).ok_or(Error::NoShim(dp_rank))?;
+        rank.asked.retain(|&(number, _)| number > audited.number);
+        if let Some(reason) = &audited.refusal {
+            return Err(Error::Refused(reason.clone()));
+        }
+        let audit = read::audit(audited, now).map_err(Error::Unreadable)?;
+        let kinds = audit.pages.findings.iter().map(|finding| &finding.kind);
+        let streak = |kind: &String| rank.streaks.get(kind).map_or(1, |audits| audits + 1);
+        rank.streaks = kinds.map(|kind| (kind.clone(), streak(kind))).collect();
+        Ok(rank.last.insert(audit))
+    }
+
+    /// Why only a restart of the engine helps: what its last audits all found wrong.
+    #[must_use]
+    pub fn restart_required(&self) -> Option<String> {
+        self.ranks.iter().find_map(|(dp_rank, rank)| {
+            let lasting = |kind: &&String| LASTING.contains(&kind.as_str());
+            let long = rank.streaks.iter().filter(|(_, audits)| **audits >= LASTING_AUDITS);
+            let kind = long.map(|(kind, _)| kind).find(lasting)?;
+            let findings = &rank.last.as_ref()?.pages.findings;
+            let count = findings.iter().find(|finding| finding.kind == *kind)?.count;
+            Some(format!(
+                "the page audit of rank {dp_rank} keeps finding {count} of kind {kind} in the \
+                 engine's pool"
+            ))
+        })
+    }
+
+    /// Gives up questions that were not answered in time: their ranks and numbers.
+    pub fn late(&mut self, now: Instant) -> Vec<(u32, u64)> {
+        let mut late = vec![];
+        for (&dp_rank, rank) in &mut self.ranks {
+            rank.asked.retain(|&(number, until)| {
+                if until <= now {
+                    late.push((dp_rank, number));
+                }
+                until > now
+            });
+        }
+        late
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kernels::report::{
+        Classes, Digests, Finding, Found, FreePages, Kind, Report, Scope, Session,
+    };
+
+    use super::*;
+
+    const INTERVAL: Duration = Duration::from_secs(10);
+
+    fn start() -> Instant {
+        tokio::time::Instant::now().into_std()
+    }
+
+    /// A pool of 100 pages of which two sessions hold ten, and what is wrong with it.
+    fn report(findings: &[(Kind, i64, &[u32])]) -> Report {
+        let session = |number, refs| Session {
+            number,
+            refs,
+            exclusive: refs,
+            share_q32: refs << 32,
+            freed: Some(refs - 1),
+            runs: 1,
+            tail_tokens: 3,
+        };
+        let found = |&(kind, at, sessions): &(Kind, i64, &[u32])| {
+            let sessions_count = u32::try_from(sessions.len()).unwrap();
+            let named = vec![Finding { at, sessions: sessions.to_vec(), sessions_count }];
+            Found { kind, count: 1, named }
+        };
+        Report {
+            number: 0,
+            scope: Scope::Whole,
+            page_tokens: 16,
+            pages: 101,
+            rows: 2,
+            rows_moved: 0,
+            held_pages: 10,
+            free: Some(FreePages { pages: 90, runs: 2 }),
+            classes: Some(Classes { free: 90, private: 10, ..Classes::default() }),
+            sessions: vec![session(0, 4), session(1, 6)],
+            digests: Digests { compared: 5, ..Digests::default() },
+            findings: findings.iter().map(found).collect(),
+        }
+    }
+
+    fn answer(number: u64, report: &Report) -> Audited {
+        let names = vec!["berth-a-1".to_owned()];
+        Audited { number, refusal: None, names, report: report.encode() }
+    }
+
+    fn audits(now: Instant) -> Audits {
+        let mut audits = Audits::new(Some(INTERVAL));
+        audits.up(now, 0, None);
+        audits
+    }
+
+    #[test]
+    fn a_rank_is_asked_at_once_and_then_every_interval() {
+        let mut now = start();
+        let mut audits = audits(now);
+        assert_eq!(audits.due(now), [(0, 1)]);
+        assert_eq!(audits.due(now + INTERVAL), [], "one that owes an answer isn't asked again");
+        audits.answered(now, 0, &answer(1, &report(&[]))).unwrap();
+        now += INTERVAL;
+        assert_eq!(audits.next_due(), Some(now));
+        assert_eq!(audits.due(now), [(0, 2)]);
+        audits.down(0);
+        assert_eq!((audits.next_due(), audits.last(0)), (None, None));
+    }
+
+    #[test]
+    fn a_late_answer_is_given_up_and_asked_for_again() {
+        let now = start();
+        let mut audits = audits(now);
+        audits.due(now);
+        assert_eq!(audits.late(now + ANSWER_MAX - INTERVAL), []);
+        assert_eq!(audits.late(now + ANSWER_MAX), [(0, 1)]);
+        assert_eq!(audits.due(now + ANSWER_MAX), [(0, 2)]);
+    }
+
+    #[test]
+    fn a_rank_that_cant_be_asked_says_why() {
+        let now = start();
+        let mut audits = Audits::new(Some(INTERVAL));
+        audits.up(now, 0, Some("no library".into()));
+        assert_eq!(audits.due(now), []);
+        assert_eq!(audits.ask(now, 0), Err(Error::Refused("no library".into())));
+        assert_eq!(audits.ask(now, 1), Err(Error::NoShim(1)));
+    }
+
+    #[test]
+    fn sessions_have_names_and_the_largest_comes_first() {
+        let now = start();
+        let mut audits = audits(now);
+        let audit = audits.answered(now, 0, &answer(1, &report(&[]))).unwrap();
+        let shown: Vec<(&str, u64, Option<u64>)> = audit
+            .sessions
+            .iter()
+            .map(|one| (one.incarnation.as_str(), one.pages, one.freed_by_close_pages))
+            .collect();
+        assert_eq!(shown, [("", 6, Some(5)), ("berth-a-1", 4, Some(3))], "a turn has no name");
+        assert_eq!(audit.sessions[1].share_milli, 4000);
+        let later = now + Duration::from_millis(250);
+        assert_eq!((audit.pages(later).pages, audit.pages(later).age_ms), (100, 250));
+    }
+
+    #[test]
+    fn a_fault_names_its_sessions_and_only_some_of_them_are_worthless() {
+        let now = start();
+        let mut audits = audits(now);
+        let found = report(&[(Kind::Leaked, 9, &[]), (Kind::Changed, 17, &[0, 1])]);
+        let audit = audits.answered(now, 0, &answer(1, &found)).unwrap();
+        assert_eq!(audit.corrupt_sessions().collect::<Vec<_>>(), ["berth-a-1"]);
+        let reported = audit.reported(now).findings;
+        let kinds: Vec<&str> = reported.iter().map(|finding| finding.kind.as_str()).collect();
+        assert_eq!(kinds, ["leaked", "changed"]);
+        assert!(reported.iter().all(|finding| finding.named.is_empty()), "{reported:?}");
+        let leaked = report(&[(Kind::Leaked, 9, &[0])]);
+        let audit = audits.answered(now, 0, &answer(2, &leaked)).unwrap();
+        assert_eq!(audit.corrupt_sessions().count(), 0);
+    }
+
+    #[test]
+    fn a_restart_is_asked_for_when_a_fault_stays() {
+        let now = start();
+        let mut audits = audits(now);
+        let leaked = [(Kind::Leaked, 9, &[][..])];
+        for (number, found, wanted) in [
+            (1, &leaked[..], false),
+            (2, &leaked[..], false),
+            (3, &[][..], false),
+            (4, &leaked[..], false),
+            (5, &leaked[..], false),
+            (6, &leaked[..], true),
+            (7, &[][..], false),
+        ] {
+            audits.answered(now, 0, &answer(number, &report(found))).unwrap();
+            assert_eq!(audits.restart_required().is_some(), wanted, "audit {number}");
+        }
+        for number in 8..12 {
+            let changed = report(&[(Kind::Changed, 9, &[0])]);
+            audits.answered(now, 0, &answer(number, &changed)).unwrap();
+        }
+        assert_eq!(audits.restart_required(), None, "its sessions are closed, which mends it");
+    }
+
+    #[test]
+    fn nonsense_and_refusals_leave_what_was_known() {
+        let now = start();
+        let mut audits = audits(now);
+        let good = audits.answered(now, 0, &answer(1, &report(&[]))).unwrap().clone();
+        let mut cut = answer(2, &report(&[]));
+        cut.report.pop();
+        assert!(matches!(audits.answered(now, 0, &cut), Err(Error::Unreadable(_))));
+        let refused = Audited { refusal: Some("busy".into()), ..answer(3, &report(&[])) };
+        assert_eq!(audits.answered(now, 0, &refused), Err(Error::Refused("busy".into())));
+        assert_eq!(audits.last(0), Some(&good));
+    }
+}

@@ -1,0 +1,93 @@
+//! From the library's report, whose sessions are numbers, to an audit whose sessions have names.
+
+use std::time::Instant;
+
+use kernels::report::{self, Report};
+use proto::load::{NamedFinding, PageAudit, PageClasses, PageFinding};
+
+use super::Audit;
+use crate::shim::Audited;
+
+/// Sessions kept of one audit: the largest.
+const SESSIONS_MAX: usize = 1000;
+
+/// What one session, or one turn without a session, holds.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SessionPages {
+    /// The engine-side id; empty for a turn without a session.
+    pub incarnation: String,
+    /// Pages that it references.
+    pub pages: u64,
+    /// Those of them that nobody else does.
+    pub exclusive_pages: u64,
+    /// Pages that a close frees at once; unknown when rows moved.
+    pub freed_by_close_pages: Option<u64>,
+    /// Its share of the pages it references, thousandths of a page.
+    pub share_milli: u64,
+    /// Runs of consecutive pages.
+    pub runs: u64,
+    /// Slots of its last page beyond its tokens.
+    pub tail_tokens: u64,
+}
+
+/// Reads what the shim passed on.
+pub(super) fn audit(audited: &Audited, at: Instant) -> Result<Audit, String> {
+    let report = Report::decode(&audited.report).map_err(|error| error.to_string())?;
+    let name = |number: u32| audited.names.get(number as usize).cloned().unwrap_or_default();
+    let mut sessions: Vec<SessionPages> = report
+        .sessions
+        .iter()
+        .map(|session| SessionPages {
+            incarnation: name(session.number),
+            pages: session.refs,
+            exclusive_pages: session.exclusive,
+            freed_by_close_pages: session.freed,
+            share_milli: milli(session.share_q32),
+            runs: session.runs,
+            tail_tokens: session.tail_tokens,
+        })
+        .collect();
+    sessions.sort_by(|a, b| (b.pages, &a.incarnation).cmp(&(a.pages, &b.incarnation)));
+    sessions.truncate(SESSIONS_MAX);
+    Ok(Audit { at, pages: pages(&report, name), sessions })
+}
+
+fn pages(report: &Report, name: impl Fn(u32) -> String) -> PageAudit {
+    PageAudit {
+        age_ms: 0,
+        // One is padding.
+        pages: u64::from(report.pages).saturating_sub(1),
+        held_pages: report.held_pages,
+        rows_moved: report.rows_moved,
+        free_runs: report.free.map(|free| free.runs),
+        classes: report.classes.map(|classes| PageClasses {
+            free: classes.free,
+            private: classes.private,
+            cached: classes.cached,
+            cached_in_use: classes.cached_in_use,
+            leaked: classes.leaked,
+            corrupt: classes.corrupt,
+        }),
+        compared_pages: report.digests.compared,
+        findings: report
+            .findings
+            .iter()
+            .filter(|found| found.count > 0)
+            .map(|found| finding(found, &name))
+            .collect(),
+    }
+}
+
+fn finding(found: &report::Found, name: &impl Fn(u32) -> String) -> PageFinding {
+    let named = found.named.iter().map(|one| NamedFinding {
+        at: one.at,
+        sessions: one.sessions.iter().map(|&number| name(number)).collect(),
+    });
+    PageFinding { kind: found.kind.name().to_owned(), count: found.count, named: named.collect() }
+}
+
+/// From 2^-32 to 10^-3, rounded.
+fn milli(q32: u64) -> u64 {
+    let milli = (u128::from(q32) * 1000 + (1 << 31)) >> 32;
+    u64::try_from(milli).unwrap_or(u64::MAX)
+}

@@ -1,0 +1,197 @@
+//! `berth-agent audit`: asks a running agent to audit its engine's pages, and shows what it found:
+//! a table for people, JSON for programs.
+
+use std::{fmt::Write as _, net::SocketAddr, time::Duration};
+
+use clap::Args;
+use proto::{
+    id::SessionKey,
+    load::PageAudit,
+    v1::{self, worker_agent_client::WorkerAgentClient},
+};
+use serde_json::{Value, json};
+use tonic::transport::Endpoint;
+
+/// An engine's step takes seconds at the longest.
+const ANSWER_MAX: Duration = Duration::from_secs(60);
+
+/// What to audit, and how to show it.
+#[derive(Debug, Args)]
+pub struct AuditArgs {
+    /// Control address of the agent.
+    #[arg(long, default_value = "127.0.0.1:31001")]
+    control_addr: SocketAddr,
+    /// DP rank; all if not given.
+    #[arg(long)]
+    rank: Option<u32>,
+    /// Prints JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Why there is nothing to show.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// Nobody listens, or it is no agent.
+    #[error("no agent answers at {0}; give its control address with --control-addr")]
+    Unreachable(SocketAddr, #[source] tonic::transport::Error),
+    /// The agent's reason.
+    #[error("the agent made no audit: {0}")]
+    Refused(String),
+    /// The agent's answer can't be true.
+    #[error("the agent's answer makes no sense; is it of this version?")]
+    Senseless(#[from] proto::load::Error),
+}
+
+/// What to print, and whether everything is as it should be: no rank refused, and no fault found.
+#[derive(Debug)]
+pub struct Shown {
+    /// Whole lines.
+    pub text: String,
+    /// Whether nothing is wrong.
+    pub sound: bool,
+}
+
+/// One rank's audit, or why there is none.
+struct Rank {
+    dp_rank: u32,
+    audit: Result<(PageAudit, Vec<v1::SessionPages>), String>,
+}
+
+/// Asks and shows.
+///
+/// # Errors
+/// See [`Error`].
+pub async fn audit(args: &AuditArgs) -> Result<Shown, Error> {
+    let addr = args.control_addr;
+    let endpoint = Endpoint::from_shared(format!("http://{addr}")).expect("an address makes a URL");
+    let channel = endpoint.timeout(ANSWER_MAX).connect().await;
+    let channel = channel.map_err(|error| Error::Unreachable(addr, error))?;
+    let request = v1::AuditRequest { dp_rank: args.rank };
+    let answer = WorkerAgentClient::new(channel).audit(request).await;
+    let answer = answer.map_err(|status| Error::Refused(status.message().to_owned()))?;
+    let ranks: Result<Vec<Rank>, Error> = answer.into_inner().ranks.into_iter().map(rank).collect();
+    let ranks = ranks?;
+    if ranks.is_empty() {
+        return Err(Error::Refused("the engine was not reached yet".into()));
+    }
+    let sound = |rank: &Rank| rank.audit.as_ref().is_ok_and(|(pages, _)| pages.findings.is_empty());
+    let text = if args.json { as_json(&ranks) } else { ranks.iter().map(table).collect() };
+    Ok(Shown { text, sound: ranks.iter().all(sound) })
+}
+
+fn rank(wire: v1::RankAudit) -> Result<Rank, Error> {
+    let audit = match wire.pages {
+        Some(pages) if wire.refusal.is_empty() => Ok((pages.try_into()?, wire.sessions)),
+        _ => Err(wire.refusal),
+    };
+    Ok(Rank { dp_rank: wire.dp_rank, audit })
+}
+
+fn as_json(ranks: &[Rank]) -> String {
+    let shown: Vec<Value> = ranks
+        .iter()
+        .map(|rank| match &rank.audit {
+            Ok((pages, sessions)) => {
+                let sessions: Vec<Value> = sessions.iter().map(session_json).collect();
+                json!({ "dp_rank": rank.dp_rank, "pages": pages, "sessions": sessions })
+            }
+            Err(refusal) => json!({ "dp_rank": rank.dp_rank, "refusal": refusal }),
+        })
+        .collect();
+    format!("{}\n", json!({ "ranks": shown }))
+}
+
+fn session_json(session: &v1::SessionPages) -> Value {
+    json!({
+        "session": digest(session),
+        "incarnation": session.incarnation,
+        "pages": session.pages,
+        "exclusive_pages": session.exclusive_pages,
+        "freed_by_close_pages": session.freed_by_close_pages,
+        "share_milli": session.share_milli,
+        "runs": session.runs,
+        "tail_tokens": session.tail_tokens,
+    })
+}
+
+/// As the logs have it; none for a session that isn't the agent's.
+fn digest(session: &v1::SessionPages) -> Option<String> {
+    let key = SessionKey::try_from(session.key.clone()?).ok()?;
+    Some(key.digest().to_string())
+}
+
+fn table(rank: &Rank) -> String {
+    let mut text = String::new();
+    match &rank.audit {
+        Err(refusal) => {
+            let _ = writeln!(text, "rank {}: no audit: {refusal}", rank.dp_rank);
+        }
+        Ok((pages, sessions)) => {
+            totals(&mut text, rank.dp_rank, pages);
+            if !sessions.is_empty() {
+                table_of(&mut text, sessions);
+            }
+            faults(&mut text, pages);
+        }
+    }
+    text
+}
+
+fn totals(text: &mut String, dp_rank: u32, audit: &PageAudit) {
+    let _ = writeln!(text, "rank {dp_rank}: {} pages, {} held", audit.pages, audit.held_pages);
+    match &audit.classes {
+        Some(classes) => {
+            let _ = writeln!(
+                text,
+                "  free {} in {} runs, private {}, cached {}, cached in use {}, leaked {}, \
+                 corrupt {}",
+                classes.free,
+                audit.free_runs.unwrap_or(0),
+                classes.private,
+                classes.cached,
+                classes.cached_in_use,
+                classes.leaked,
+                classes.corrupt,
+            );
+        }
+        None => {
+            let moved = audit.rows_moved;
+            let _ = writeln!(text, "  {moved} rows moved: whose the other pages are isn't known");
+        }
+    }
+}
+
+fn table_of(text: &mut String, sessions: &[v1::SessionPages]) {
+    let _ = writeln!(
+        text,
+        "  {:<16}  {:>8}  {:>9}  {:>13}  {:>10}  {:>6}  {:>11}",
+        "session", "pages", "exclusive", "freed by close", "share", "runs", "tail tokens"
+    );
+    for session in sessions {
+        let name = digest(session).unwrap_or_else(|| match session.incarnation.as_str() {
+            "" => "a turn".into(),
+            foreign => format!("not ours: {foreign}"),
+        });
+        let freed = session.freed_by_close_pages.map_or("?".into(), |pages| pages.to_string());
+        let share = format!("{}.{:03}", session.share_milli / 1000, session.share_milli % 1000);
+        let _ = writeln!(
+            text,
+            "  {name:<16}  {:>8}  {:>9}  {freed:>13}  {share:>10}  {:>6}  {:>11}",
+            session.pages, session.exclusive_pages, session.runs, session.tail_tokens
+        );
+    }
+}
+
+fn faults(text: &mut String, audit: &PageAudit) {
+    if audit.findings.is_empty() {
+        let _ = writeln!(text, "  no faults; contents of {} pages compared", audit.compared_pages);
+    }
+    for finding in &audit.findings {
+        let _ = writeln!(text, "  FAULT {}: {}", finding.kind, finding.count);
+        for one in &finding.named {
+            let sessions = one.sessions.join(", ");
+            let _ = writeln!(text, "    {}  {sessions}", one.at);
+        }
+    }
+}
