@@ -71,7 +71,8 @@ def _check(fleet: Planted) -> None:
     sessions = []
     for letter in "abcd":
         session = Pinned(fleet)
-        session.turn(letter * 40 + text_of(10), 10)
+        # A long answer: what isn't the prompt's lies outside the tree.
+        session.turn(letter * 40 + text_of(10), 50)
         sessions.append((session, _incarnation(fleet, known)))
     (written, first), (sound, _), (one, third), (other, fourth) = sessions
     equal(_findings(fleet), {}, "what is wrong before")
