@@ -12,6 +12,7 @@ from lane.processes import shim_env, wait_until
 from lane.runner import equal, test
 from lane.shim import text_of
 from lane.turns import Pinned, body, refused
+from lane.with_shim import by_shim
 
 PLUGIN = Path(__file__).resolve().parents[1] / "plant"
 
@@ -61,6 +62,7 @@ def what_is_planted_is_found_and_not_built_upon(fleet: Fleet) -> None:
         with_faults.start_engine()
         with_faults.start_agent(settings=f'shim_socket = "{with_faults.shim_socket}"\n')
         with_faults.start_router()
+        wait_until(with_faults.agent, "hearing from the shim", lambda: by_shim(with_faults), 10)
         _check(with_faults)
     finally:
         with_faults.stop()

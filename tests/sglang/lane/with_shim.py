@@ -27,13 +27,13 @@ def with_shim(fleet: Fleet, settings: str = "") -> Iterator[None]:
     equal(fleet.wait_pool(0), 0, "what the tests before have left in the pool")
     fleet.restart_agent(settings=f'shim_socket = "{fleet.shim_socket}"\n{settings}')
     try:
-        wait_until(fleet.agent, "hearing from the shim", lambda: _by_shim(fleet), 10)
+        wait_until(fleet.agent, "hearing from the shim", lambda: by_shim(fleet), 10)
         yield
     finally:
         fleet.restart_agent()
 
 
-def _by_shim(fleet: Fleet) -> bool:
+def by_shim(fleet: Fleet) -> bool:
     load = wire.get(f"{fleet.router_url}/v1/workers").json()["workers"][0]["load"]
     return load["pool_used_tokens"]["source"] == "shim"
 
