@@ -289,7 +289,8 @@ mod tests {
 
     fn answer(number: u64, report: &Report) -> Audited {
         let names = vec!["berth-a-1".to_owned()];
-        Audited { number, refusal: None, names, report: report.encode() }
+        let (spent, report) = (Duration::ZERO, report.encode());
+        Audited { number, spent, refusal: None, names, report }
     }
 
     fn audits(now: Instant) -> Audits {

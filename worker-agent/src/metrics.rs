@@ -32,6 +32,7 @@ pub struct Metrics {
     pages: Family<StateLabel, Gauge>,
     faults: Family<FaultLabel, Gauge>,
     audits: Family<OutcomeLabel, Counter>,
+    audit_step: Histogram,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -84,6 +85,8 @@ impl Metrics {
             pages: Family::default(),
             faults: Family::default(),
             audits: Family::default(),
+            // From 50 us to 0.2 s, doubling: above a millisecond it is felt.
+            audit_step: Histogram::new((0..13).map(|step| 0.000_05 * f64::from(1 << step))),
         };
         registry.register("turns", "Turns ended, by how", metrics.turns.clone());
         registry.register("refusals", "Turns refused by the agent", metrics.refusals.clone());
@@ -107,6 +110,9 @@ impl Metrics {
         registry.register("pool_page_faults", help, metrics.faults.clone());
         let help = "Page audits, by what became of them";
         registry.register("audits", help, metrics.audits.clone());
+        let help = "What a page audit took of the engine's scheduler thread";
+        let step = metrics.audit_step.clone();
+        registry.register_with_unit("audit_scheduler", help, Unit::Seconds, step);
         metrics
     }
 
@@ -147,6 +153,11 @@ impl Metrics {
     /// Something became of an audit.
     pub fn audited(&self, outcome: &'static str) {
         self.audits.get_or_create(&OutcomeLabel { outcome }).inc();
+    }
+
+    /// An audit took so much of the scheduler's thread.
+    pub fn audit_step(&self, spent: Duration) {
+        self.audit_step.observe(spent.as_secs_f64());
     }
 
     /// A rank's newest audit, or that there is none any more. A kind of fault that an audit could not

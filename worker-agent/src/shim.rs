@@ -11,7 +11,12 @@ mod outbox;
 mod peer;
 mod socket;
 
-use std::{collections::HashMap, path::Path, sync::Arc, time::Instant};
+use std::{
+    collections::HashMap,
+    path::Path,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use proto::process::tasks::Tasks;
 use tokio::sync::{Semaphore, mpsc, watch};
@@ -62,6 +67,8 @@ pub struct Hello {
 pub struct Audited {
     /// The asker's number.
     pub number: u64,
+    /// What it took of the scheduler's thread.
+    pub spent: Duration,
     /// Why it was not made. There are no names and no report then.
     pub refusal: Option<String>,
     /// The engine-side ids of sessions, by their number in the report.

@@ -215,9 +215,11 @@ def _apply(told: Told, frame: _Reader) -> None:
             unauditable=frame.text(), device=frame.text(), page_bytes=frame.number(8),
         )
     elif kind == 3:
-        number, refusal = frame.number(8), frame.text()
+        number, spent_ns, refusal = frame.number(8), frame.number(8), frame.text()
         names = [frame.text() for _ in range(frame.number(2))]
-        told.audits[number] = SimpleNamespace(refusal=refusal, names=names, report=frame.rest())
+        told.audits[number] = SimpleNamespace(
+            refusal=refusal, names=names, report=frame.rest(), spent_ns=spent_ns
+        )
     else:
         assert kind == 2, f"the shim sends a frame of kind {kind}"
         _update(told, frame)

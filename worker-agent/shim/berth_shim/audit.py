@@ -8,6 +8,7 @@ next.
 """
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +16,10 @@ from . import cut, wire
 from .buffers import buffers, device
 from .library import Failed, Library, Pages
 
-# Of KV that is read per audit: a tenth of a millisecond of a GPU's memory bandwidth. Which sessions
-# it covers goes round.
-DIGEST_BYTES_MAX = 256 << 20
+# Of KV that is read per audit: a tenth of a millisecond of a GPU's memory bandwidth, and some
+# milliseconds of the scheduler's own processor where the pool lies in the host's memory. Which
+# sessions it covers goes round.
+DIGEST_BYTES_MAX, HOST_DIGEST_BYTES_MAX = 256 << 20, 4 << 20
 
 
 class Auditor:
@@ -86,6 +88,7 @@ class Auditor:
         return frame
 
     def _try(self, step: Callable[[], None]) -> None:
+        begin = time.perf_counter_ns()
         try:
             step()
         except Failed as error:
@@ -93,10 +96,12 @@ class Auditor:
         except Exception as error:
             self.refusal = f"{type(error).__name__}: {error}"
             self._refuse(self.refusal)
+        if self._running is not None:
+            self._running.spent_ns += time.perf_counter_ns() - begin
 
     def _refuse(self, reason: str) -> None:
         number = self._running.number if self._running else self._number
-        self._frame = wire.audited(number, reason, [], b"")
+        self._frame = wire.audited(number, 0, reason, [], b"")
         self._running = self._number = None
 
     def _begin(self) -> None:
@@ -104,7 +109,8 @@ class Auditor:
             raise Failed(self.refusal)
         self._running = _Audit(self._number, cut.take(self._scheduler), self._pages)
         self._number = None
-        self._running.begin(self._stream())
+        digest = DIGEST_BYTES_MAX if self._ordinal >= 0 else HOST_DIGEST_BYTES_MAX
+        self._pages.begin(self._running.cut, self._stream(), digest)
 
     def _go_on(self) -> None:
         audit = self._running
@@ -112,7 +118,8 @@ class Auditor:
             if self._pages.gathered():
                 audit.account(cut.rows_of(self._scheduler)[1], self._wake)
         elif not audit.thread.is_alive():
-            self._frame = wire.audited(audit.number, "", audit.cut.names, audit.report())
+            names, spent_ns = audit.cut.names, audit.spent_ns
+            self._frame = wire.audited(audit.number, spent_ns, "", names, audit.report())
             self._running = None
 
     def _stream(self) -> int:
@@ -129,12 +136,10 @@ class _Audit:
     def __init__(self, number: int, taken: cut.Cut, pages: Pages):
         self.number = number
         self.cut = taken
+        self.spent_ns = 0
         self.thread: threading.Thread | None = None
         self._pages = pages
         self._report: bytes | Failed = Failed("the audit's thread has died")
-
-    def begin(self, stream: int) -> None:
-        self._pages.begin(self.cut, stream, DIGEST_BYTES_MAX)
 
     def account(self, rows_now: list[cut.Row], done: Callable[[], None]) -> None:
         self.thread = threading.Thread(

@@ -8,7 +8,7 @@ is one byte, 0 or 1; a list is a `u16` count and its items.
 |---|---|---|---|
 | 1 | hello | to agent | the hello's fields in the order below |
 | 2 | update | to agent | the head's fields, then the lists of events, gone ids, sessions |
-| 3 | audit | to agent | number u64, refusal str, list of names str, the report |
+| 3 | audit | to agent | number u64, nanoseconds u64, refusal str, list of names str, report |
 | 16 | demote | to shim | session str |
 | 17 | sample now | to shim | nothing |
 | 18 | audit | to shim | number u64 |
@@ -25,38 +25,10 @@ is one byte, 0 or 1; a list is a `u16` count and its items.
 | device | str | where the pool lies: a GPU's UUID as CUDA has it, else torch's name of the device |
 | page_bytes | u64 | bytes of a page's KV on this rank, by its buffers; 0 where they aren't known |
 
-The audit's number is the asker's. Its report is what `libberth_kv` made, passed on as it is: a
-session's number in it is its place in the names, and what has no name is a turn without a session.
-An audit with a refusal has no names and no report.
-
-| field of the head | type | means |
-|---|---|---|
-| seq | u64 | number of this update in its connection, from 0 |
-| events_lost | u64 | events of this process that were lost; a full table follows each loss |
-| samples, samples_ns | u64 each | samples since the start, and the time all of them took |
-| recounts | u64 | times that the table was rebuilt because its sum was found wrong |
-| total | u64 | the pool, in tokens: the sum of the next five |
-| available, evictable, protected | u64 each | free; in the tree; in the tree and locked |
-| held, uncached | u64 each | outside the tree: of sessions; of other running requests |
-| rows_total, rows_free | u32 each | rows of the engine's request table |
-| running, waiting | u32 each | requests in the running batch, and in the queue |
-| full | bool | the sessions begin the whole table: forget what was known before |
-
-| session | type | means |
-|---|---|---|
-| id | str | |
-| flags | u8 | 1 holds a row, 2 a turn is in flight, 4 a close waits for its turn's end |
-| allocated, committed | u32 each | tokens of its KV: allocated, and valid |
-| protected | u32 | the part of it in the radix tree, under its lock |
-| history | u32 | tokens of the transcript after the last committed turn |
-
-| event | number | after `u8` number and `str` session |
-|---|---|---|
-| opened | 1 | ok bool |
-| closed | 2 | nothing: the session and its KV are really gone |
-| committed | 3 | rid str, history u32, retracted bool (a turn put back into the queue) |
-| aborted | 4 | released bool: whether the turn ran, and the session's KV left it with it |
-| demoted | 5 | refusal str, empty when the session's KV was handed to the radix tree |
+The audit's number is the asker's; the nanoseconds are what it took of the scheduler's thread. Its
+report is what `libberth_kv` made, passed on as it is: a session's number in it is its place in the
+names, and what has no name is a turn without a session. An audit with a refusal has no names and no
+report.
 """
 
 import struct
@@ -179,9 +151,11 @@ def update(
     return _frame(UPDATE, b"".join(parts))
 
 
-def audited(number: int, refusal: str, names: Sequence[str], report: bytes) -> bytes:
+def audited(
+    number: int, spent_ns: int, refusal: str, names: Sequence[str], report: bytes
+) -> bytes:
     """The names are as many as AUDIT_NAMES_MAX, and the report has AUDIT_BYTES_MAX at most."""
-    parts = [_NUMBER.pack(number), _str(refusal), _COUNT.pack(len(names)), *map(_str, names)]
+    parts = [_NUMBER.pack(number), _NUMBER.pack(spent_ns), _str(refusal), _COUNT.pack(len(names)), *map(_str, names)]
     return _frame(AUDITED, b"".join(parts) + report)
 
 

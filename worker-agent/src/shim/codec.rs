@@ -26,7 +26,7 @@
 //! | aborted, 4 | released bool |
 //! | demoted, 5 | refusal str |
 
-use std::str;
+use std::{str, time::Duration};
 
 use super::{Audited, Hello, SessionFacts};
 
@@ -227,9 +227,10 @@ fn update(body: &mut Body<'_>) -> Result<Update, Error> {
 }
 
 fn audited(body: &mut Body<'_>) -> Result<Audited, Error> {
-    let (number, refusal, names) = (body.u64()?, body.reason()?, body.list(Body::string)?);
+    let (number, spent) = (body.u64()?, Duration::from_nanos(body.u64()?));
+    let (refusal, names) = (body.reason()?, body.list(Body::string)?);
     let report = std::mem::take(&mut body.rest).to_vec();
-    Ok(Audited { number, refusal, names, report })
+    Ok(Audited { number, spent, refusal, names, report })
 }
 
 fn event(body: &mut Body<'_>) -> Result<Event, Error> {

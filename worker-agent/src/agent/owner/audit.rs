@@ -69,6 +69,7 @@ impl Owner {
         match &answer {
             Ok(audit) => {
                 self.setup.metrics.audited("done");
+                self.setup.metrics.audit_step(audited.spent);
                 self.setup.metrics.pages(dp_rank, Some(&audit.pages));
                 if before.as_ref() != Some(&audit.pages.findings) {
                     complain(dp_rank, audit);

@@ -19,8 +19,8 @@ print(wire.hello(wire.Hello(
     7, 3, 16, 1 << 40, 4096, bytes(range(16)), "0.5.23", "0.1.0", "", "no", "", "cpu", 1 << 33,
 )).hex())
 print(wire.update(head, events, ["gone-é"], [("é" * 300, facts)]).hex())
-print(wire.audited(1 << 40, "", ["a", "é"], bytes(range(5))).hex())
-print(wire.audited(2, "no", [], b"").hex())
+print(wire.audited(1 << 40, 1000, "", ["a", "é"], bytes(range(5))).hex())
+print(wire.audited(2, 0, "no", [], b"").hex())
 "#;
 
 /// Reads what the agent's encoder wrote, by the shim's own code.
@@ -119,8 +119,12 @@ fn frames_of_the_shim() -> Vec<Message> {
         }],
     };
     let names = vec!["a".into(), "é".into()];
-    let audited = Audited { number: 1 << 40, refusal: None, names, report: vec![0, 1, 2, 3, 4] };
-    let refused = Audited { number: 2, refusal: Some("no".into()), names: vec![], report: vec![] };
+    let spent = Duration::from_micros(1);
+    let report = vec![0, 1, 2, 3, 4];
+    let audited = Audited { number: 1 << 40, spent, refusal: None, names, report };
+    let spent = Duration::ZERO;
+    let refusal = Some("no".into());
+    let refused = Audited { number: 2, spent, refusal, names: vec![], report: vec![] };
     vec![
         Message::Hello(Box::new(hello)),
         Message::Update(Box::new(update)),
