@@ -58,6 +58,8 @@ pub enum Source {
     Estimate,
     /// The shim inside the engine.
     Shim,
+    /// The GPU's driver.
+    Nvml,
 }
 
 /// A number with its source and its age when it was sent. The unit is its field's.
@@ -71,21 +73,49 @@ pub struct Figure {
     pub age_ms: u32,
 }
 
-/// One device of a worker.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+/// One device of a worker: a GPU or a MIG slice of one. What it doesn't tell is absent.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct Device {
-    /// GPU UUID, or the engine's word for its device where there is no NVML.
+    /// UUID, or the engine's word for its device where there is no NVML.
     pub uuid: String,
     /// Marketing name, may be empty.
     pub name: String,
-    /// Index in the agent's NVML.
+    /// Index in the agent's NVML; a slice has its GPU's.
     pub index: Option<u32>,
+    /// `00000000:1B:00.0`; a slice has its GPU's.
+    pub pci_address: Option<String>,
+    /// UUID of the GPU that this is a slice of.
+    pub parent_uuid: Option<String>,
+    /// Nearest node of the host's memory.
+    pub numa_node: Option<u32>,
     /// Bytes.
     pub memory_total_bytes: Option<u64>,
-    /// Bytes.
+    /// Bytes, by all processes.
     pub memory_used_bytes: Option<u64>,
-    /// 0..=100.
+    /// Bytes, by the driver, not among those used.
+    pub memory_reserved_bytes: Option<u64>,
+    /// 0..=100: a kernel ran.
     pub utilization_percent: Option<u32>,
+    /// 0..=100: memory was read or written.
+    pub memory_utilization_percent: Option<u32>,
+    /// Of the chip.
+    pub temperature_celsius: Option<u32>,
+    /// Of the board.
+    pub power_milliwatts: Option<u32>,
+    /// Memory of the engine's processes, bytes.
+    pub engine_bytes: Option<Figure>,
+    /// The rank's KV pool on this device, bytes.
+    pub kv_pool_bytes: Option<Figure>,
+    /// Of the pool: not free, cached KV included. Bytes.
+    pub kv_used_bytes: Option<Figure>,
+    /// Of the pool: only closing frees it. Bytes.
+    pub kv_pinned_bytes: Option<Figure>,
+    /// Of the pool: cached, and eviction takes it. Bytes.
+    pub kv_reclaimable_bytes: Option<Figure>,
+    /// Why work on it fails or can't be trusted.
+    pub unhealthy: Option<String>,
+    /// Milliseconds from NVML's readings to sending.
+    pub age_ms: Option<u32>,
 }
 
 /// Facts about the engine that hold until it restarts.
@@ -215,7 +245,7 @@ pub struct LoadReport {
     pub interval: Duration,
     /// In rank order, never empty.
     pub ranks: Vec<RankLoad>,
-    /// Why the engine can't take turns.
+    /// Why the engine can't take turns, or a device of it doesn't work.
     pub unhealthy: Option<String>,
     /// Takes no new sessions.
     pub draining: bool,

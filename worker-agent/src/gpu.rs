@@ -57,6 +57,7 @@ impl NvmlGpu {
             memory_total_bytes: memory.as_ref().map(|memory| memory.total),
             memory_used_bytes: memory.as_ref().map(|memory| memory.used),
             utilization_percent: device.utilization_rates().ok().map(|rates| rates.gpu.min(100)),
+            ..Device::default()
         })
     }
 }
@@ -121,7 +122,7 @@ mod tests {
                 index: Some(0),
                 memory_total_bytes: Some(100),
                 memory_used_bytes: Some(self.0),
-                utilization_percent: None,
+                ..Device::default()
             }]
         }
     }

@@ -239,14 +239,7 @@ impl Ledger {
         if !read.is_empty() {
             return read.to_vec();
         }
-        vec![Device {
-            uuid: self.device.clone(),
-            name: String::new(),
-            index: None,
-            memory_total_bytes: None,
-            memory_used_bytes: None,
-            utilization_percent: None,
-        }]
+        vec![Device { uuid: self.device.clone(), ..Device::default() }]
     }
 }
 

@@ -1,5 +1,7 @@
 //! From the wire form and back. Reading rejects what can't be true; writing can't fail.
 
+mod device;
+
 use std::time::Duration;
 
 use super::{
@@ -44,7 +46,7 @@ macro_rules! wire_enum {
 
 wire_enum!(Retention, "retention", None, Tagged, Pinned);
 wire_enum!(SessionState, "state", Opening, Idle, Running, Closing, Lost, Demoted);
-wire_enum!(Source, "source", Usage, Loads, ServerInfo, Ledger, Estimate, Shim);
+wire_enum!(Source, "source", Usage, Loads, ServerInfo, Ledger, Estimate, Shim, Nvml);
 
 impl TryFrom<v1::Figure> for Figure {
     type Error = Error;
@@ -63,45 +65,6 @@ impl From<Figure> for v1::Figure {
 
 fn figure(wire: Option<v1::Figure>) -> Result<Option<Figure>, Error> {
     wire.map(Figure::try_from).transpose()
-}
-
-impl TryFrom<v1::Device> for Device {
-    type Error = Error;
-
-    fn try_from(wire: v1::Device) -> Result<Self, Error> {
-        if wire.uuid.is_empty() {
-            return Err(Error::Missing("device uuid"));
-        }
-        if let (Some(used), Some(total)) = (wire.memory_used_bytes, wire.memory_total_bytes)
-            && used > total
-        {
-            return Err(impossible("memory_used_bytes", used));
-        }
-        if let Some(percent) = wire.utilization_percent.filter(|&percent| percent > 100) {
-            return Err(impossible("utilization_percent", percent));
-        }
-        Ok(Self {
-            uuid: wire.uuid,
-            name: wire.name,
-            index: wire.index,
-            memory_total_bytes: wire.memory_total_bytes,
-            memory_used_bytes: wire.memory_used_bytes,
-            utilization_percent: wire.utilization_percent,
-        })
-    }
-}
-
-impl From<Device> for v1::Device {
-    fn from(device: Device) -> Self {
-        Self {
-            uuid: device.uuid,
-            name: device.name,
-            index: device.index,
-            memory_total_bytes: device.memory_total_bytes,
-            memory_used_bytes: device.memory_used_bytes,
-            utilization_percent: device.utilization_percent,
-        }
-    }
 }
 
 fn devices(wire: Vec<v1::Device>) -> Result<Vec<Device>, Error> {

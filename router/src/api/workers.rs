@@ -8,7 +8,7 @@ use axum::{
     extract::State,
     response::{IntoResponse as _, Response},
 };
-use proto::load::{Figure, PageAudit, RankLoad};
+use proto::load::{Device, Figure, PageAudit, RankLoad};
 use serde_json::{Value, json};
 
 use super::Desk;
@@ -67,12 +67,8 @@ fn shown(
 }
 
 fn load_shown(load: &RankLoad, reported: Option<Duration>) -> Value {
-    let figure = |figure: Option<Figure>| {
-        figure.map(|Figure { value, source, age_ms }| {
-            let age_ms = u64::from(age_ms) + reported.map_or(0, millis);
-            json!({ "value": value, "source": source, "age_ms": age_ms })
-        })
-    };
+    let since = reported.map_or(0, millis);
+    let figure = |figure: Option<Figure>| figure.map(|figure| aged(figure, since));
     json!({
         "turns_running": load.turns_running,
         "turns_running_max": load.turns_running_max,
@@ -89,12 +85,40 @@ fn load_shown(load: &RankLoad, reported: Option<Duration>) -> Value {
         "rows_held": figure(load.rows_held),
         "rows_total": figure(load.rows_total),
         "sessions": load.sessions,
-        "devices": load.devices,
+        "devices": load.devices.iter().map(|device| device_shown(device, since)).collect::<Vec<_>>(),
         "pages": load.pages.clone().map(|pages| {
             let age_ms = u64::from(pages.age_ms) + reported.map_or(0, millis);
             PageAudit { age_ms: u32::try_from(age_ms).unwrap_or(u32::MAX), ..pages }
         }),
     })
+}
+
+/// All of a device that is known.
+fn device_shown(device: &Device, since: u64) -> Value {
+    let mut shown = serde_json::to_value(device).expect("plain fields always serialise");
+    let fields = shown.as_object_mut().expect("a struct is an object");
+    for (name, figure) in [
+        ("engine_bytes", device.engine_bytes),
+        ("kv_pool_bytes", device.kv_pool_bytes),
+        ("kv_used_bytes", device.kv_used_bytes),
+        ("kv_pinned_bytes", device.kv_pinned_bytes),
+        ("kv_reclaimable_bytes", device.kv_reclaimable_bytes),
+    ] {
+        if let Some(figure) = figure {
+            fields.insert(name.to_owned(), aged(figure, since));
+        }
+    }
+    if let Some(age_ms) = device.age_ms {
+        fields.insert("age_ms".to_owned(), (u64::from(age_ms) + since).into());
+    }
+    fields.retain(|_, value| !value.is_null());
+    shown
+}
+
+/// A figure whose age counts from now.
+fn aged(figure: Figure, since: u64) -> Value {
+    let Figure { value, source, age_ms } = figure;
+    json!({ "value": value, "source": source, "age_ms": u64::from(age_ms) + since })
 }
 
 fn millis(duration: Duration) -> u64 {
