@@ -4,6 +4,7 @@
 pub mod cluster;
 pub mod demo;
 pub mod engine_sim;
+pub mod nvml;
 pub mod replay;
 pub mod saturation;
 pub mod simulation;

@@ -69,6 +69,8 @@ fn shown(
 fn load_shown(load: &RankLoad, reported: Option<Duration>) -> Value {
     let since = reported.map_or(0, millis);
     let figure = |figure: Option<Figure>| figure.map(|figure| aged(figure, since));
+    let devices: Vec<Value> =
+        load.devices.iter().map(|device| device_shown(device, since)).collect();
     json!({
         "turns_running": load.turns_running,
         "turns_running_max": load.turns_running_max,
@@ -85,9 +87,9 @@ fn load_shown(load: &RankLoad, reported: Option<Duration>) -> Value {
         "rows_held": figure(load.rows_held),
         "rows_total": figure(load.rows_total),
         "sessions": load.sessions,
-        "devices": load.devices.iter().map(|device| device_shown(device, since)).collect::<Vec<_>>(),
+        "devices": devices,
         "pages": load.pages.clone().map(|pages| {
-            let age_ms = u64::from(pages.age_ms) + reported.map_or(0, millis);
+            let age_ms = u64::from(pages.age_ms) + since;
             PageAudit { age_ms: u32::try_from(age_ms).unwrap_or(u32::MAX), ..pages }
         }),
     })

@@ -1,0 +1,110 @@
+//! The C side: pointers that callers pass, and the shape of an exported function. All `unsafe` of
+//! this package is here.
+
+use std::ffi::c_char;
+
+use nvml_wrapper_sys::bindings as sys;
+
+/// What a call comes to; the error is NVML's return code.
+pub(crate) type Answer = Result<(), u32>;
+
+pub(crate) const UNINITIALIZED: u32 = sys::nvmlReturn_enum_NVML_ERROR_UNINITIALIZED;
+pub(crate) const INVALID_ARGUMENT: u32 = sys::nvmlReturn_enum_NVML_ERROR_INVALID_ARGUMENT;
+pub(crate) const NOT_SUPPORTED: u32 = sys::nvmlReturn_enum_NVML_ERROR_NOT_SUPPORTED;
+pub(crate) const NOT_FOUND: u32 = sys::nvmlReturn_enum_NVML_ERROR_NOT_FOUND;
+pub(crate) const INSUFFICIENT_SIZE: u32 = sys::nvmlReturn_enum_NVML_ERROR_INSUFFICIENT_SIZE;
+pub(crate) const TIMEOUT: u32 = sys::nvmlReturn_enum_NVML_ERROR_TIMEOUT;
+pub(crate) const GPU_IS_LOST: u32 = sys::nvmlReturn_enum_NVML_ERROR_GPU_IS_LOST;
+pub(crate) const VERSION_MISMATCH: u32 = sys::nvmlReturn_enum_NVML_ERROR_ARGUMENT_VERSION_MISMATCH;
+
+/// A pointer to room for one or more `T`, from a caller bound by NVML's header: null, or valid for
+/// reads and writes of as much as the call says. It has the layout of the plain pointer.
+#[derive(Debug)]
+#[repr(transparent)]
+pub(crate) struct Out<T>(*mut T);
+
+impl<T: Copy> Out<T> {
+    /// Writes one value.
+    pub(crate) fn put(&self, value: T) -> Answer {
+        if self.0.is_null() {
+            return Err(INVALID_ARGUMENT);
+        }
+        // SAFETY: not null, and so valid for a write of one value.
+        unsafe { self.0.write(value) };
+        Ok(())
+    }
+
+    /// Writes what the board can tell.
+    pub(crate) fn put_some(&self, value: Option<T>) -> Answer {
+        self.put(value.ok_or(NOT_SUPPORTED)?)
+    }
+
+    /// Reads what the caller has put there.
+    pub(crate) fn get(&self) -> Result<T, u32> {
+        if self.0.is_null() {
+            return Err(INVALID_ARGUMENT);
+        }
+        // SAFETY: not null, and so initialised by the caller, who passes a value in.
+        Ok(unsafe { self.0.read() })
+    }
+
+    /// The place of one of several values; the caller has said that there are more than `index`.
+    pub(crate) fn at(&self, index: usize) -> Self {
+        Self(self.0.wrapping_add(index))
+    }
+}
+
+impl Out<c_char> {
+    /// Writes a text with its final NUL.
+    pub(crate) fn text(&self, length: u32, text: &str) -> Answer {
+        if (length as usize) < text.len() + 1 {
+            return Err(INSUFFICIENT_SIZE);
+        }
+        let mut bytes = text.bytes().chain([0]).enumerate();
+        bytes.try_for_each(|(index, byte)| self.at(index).put(byte.cast_signed()))
+    }
+
+    /// Reads the text that the caller passes in, of at most so many bytes.
+    pub(crate) fn read_text(&self, bytes_max: usize) -> Result<String, u32> {
+        let mut text = String::new();
+        for index in 0..bytes_max {
+            match self.at(index).get()?.cast_unsigned() {
+                0 => return Ok(text),
+                byte => text.push(char::from(byte)),
+            }
+        }
+        Err(INVALID_ARGUMENT)
+    }
+}
+
+/// Copies a text into a fixed field, cut where it has to be.
+pub(crate) fn fill(field: &mut [c_char], text: &str) {
+    let room = field.len().saturating_sub(1);
+    for (place, byte) in field.iter_mut().zip(text.bytes().take(room).chain([0])) {
+        *place = byte.cast_signed();
+    }
+}
+
+/// Exports functions. After the arguments comes what each does: `|machine|` for a call about the
+/// whole system, `|gpu|` for one whose first argument is a device's handle.
+macro_rules! export {
+    ($($name:ident($($arg:ident: $type:ty),*) |$machine:ident| $body:expr;)*) => {$(
+        // SAFETY: the name is NVML's, and nothing else in a process that loads this has it.
+        #[unsafe(no_mangle)]
+        pub(crate) extern "C" fn $name($($arg: $type),*) -> u32 {
+            $crate::machine::call(stringify!($name), |$machine| $body)
+        }
+    )*};
+}
+
+macro_rules! export_device {
+    ($($name:ident($($arg:ident: $type:ty),*) |$gpu:ident| $body:expr;)*) => {$(
+        // SAFETY: the name is NVML's, and nothing else in a process that loads this has it.
+        #[unsafe(no_mangle)]
+        pub(crate) extern "C" fn $name(device: usize, $($arg: $type),*) -> u32 {
+            $crate::machine::device_call(stringify!($name), device, |$gpu| $body)
+        }
+    )*};
+}
+
+pub(crate) use {export, export_device};

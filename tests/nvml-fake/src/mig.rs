@@ -1,0 +1,53 @@
+//! MIG: the mode of a GPU, its slices, and whose slice a device is.
+
+use std::ffi::c_uint;
+
+use crate::{
+    abi::{INVALID_ARGUMENT, NOT_FOUND, NOT_SUPPORTED, Out, export, export_device},
+    machine::{Place, works},
+};
+
+/// Slices of the GPUs that can be divided.
+const SLICES_MAX: u32 = 7;
+
+export_device! {
+    nvmlDeviceGetMigMode(current: Out<c_uint>, pending: Out<c_uint>) |gpu| {
+        let mode = u32::from(gpu.mig.ok_or(NOT_SUPPORTED)?);
+        current.put(mode)?;
+        pending.put(mode)
+    };
+    nvmlDeviceGetMaxMigDeviceCount(count: Out<c_uint>) |gpu| {
+        count.put(if gpu.mig.is_some() { SLICES_MAX } else { 0 })
+    };
+}
+
+export! {
+    nvmlDeviceGetMigDeviceHandleByIndex(
+        device: usize, index: c_uint, slice: Out<usize>
+    ) |machine| {
+        let gpu = machine.device(device)?;
+        works("nvmlDeviceGetMigDeviceHandleByIndex", &gpu)?;
+        match gpu.mig {
+            None => Err(NOT_SUPPORTED),
+            _ if index >= SLICES_MAX => Err(INVALID_ARGUMENT),
+            Some(true) if gpu.slices.contains_key(&index) => {
+                let place = Place { slice: Some(index), ..Place::of(device)? };
+                slice.put(place.handle())
+            }
+            Some(_) => Err(NOT_FOUND),
+        }
+    };
+    nvmlDeviceGetDeviceHandleFromMigDeviceHandle(
+        device: usize, parent: Out<usize>
+    ) |machine| {
+        works("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", &machine.device(device)?)?;
+        match Place::of(device)? {
+            Place { slice: None, .. } => Err(INVALID_ARGUMENT),
+            place => parent.put(Place { slice: None, ..place }.handle()),
+        }
+    };
+    nvmlDeviceIsMigDeviceHandle(device: usize, is_slice: Out<c_uint>) |machine| {
+        works("nvmlDeviceIsMigDeviceHandle", &machine.device(device)?)?;
+        is_slice.put(u32::from(Place::of(device)?.slice.is_some()))
+    };
+}

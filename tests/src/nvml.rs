@@ -1,0 +1,131 @@
+//! A machine with GPUs for a test: a copy of the fake NVML in a folder of its own, and the line by
+//! which the test says what its GPUs do while an agent reads them.
+
+use std::{
+    io::{BufRead as _, BufReader, Write as _},
+    os::unix::net::{UnixListener, UnixStream},
+    path::{Path, PathBuf},
+};
+
+use serde_json::{Value, json};
+
+use crate::cluster::PATIENCE;
+
+/// The event type of an XID.
+const XID: u64 = 8;
+
+/// A machine with GPUs. Who loads [`Machine::library`] finds them.
+#[derive(Debug)]
+pub struct Machine {
+    folder: tempfile::TempDir,
+    listener: UnixListener,
+}
+
+/// The line to a loaded library.
+#[derive(Debug)]
+pub struct Control {
+    stream: BufReader<UnixStream>,
+}
+
+impl Machine {
+    /// GPUs by index, as `tests/nvml-fake/src/state.rs` describes them.
+    ///
+    /// # Errors
+    /// When the files can't be made.
+    pub fn new(gpus: &Value) -> anyhow::Result<Self> {
+        Self::without(&[], &json!({ "gpus": gpus }))
+    }
+
+    /// A whole state, and a library that lacks some symbols, as an older driver's does.
+    ///
+    /// # Errors
+    /// When the files can't be made.
+    pub fn without(symbols: &[&str], state: &Value) -> anyhow::Result<Self> {
+        let folder = tempfile::tempdir()?;
+        let mut library = std::fs::read(nvml_fake::library())?;
+        for symbol in symbols {
+            rename(&mut library, symbol)?;
+        }
+        std::fs::write(folder.path().join("libnvidia-ml.so.1"), library)?;
+        std::fs::write(folder.path().join("state.json"), state.to_string())?;
+        let listener = UnixListener::bind(folder.path().join("control.sock"))?;
+        listener.set_nonblocking(true)?;
+        Ok(Self { folder, listener })
+    }
+
+    /// What to load.
+    #[must_use]
+    pub fn library(&self) -> PathBuf {
+        self.folder.path().join("libnvidia-ml.so.1")
+    }
+
+    /// Where it is, for a loader's search path.
+    #[must_use]
+    pub fn folder(&self) -> &Path {
+        self.folder.path()
+    }
+
+    /// Waits until the library is loaded.
+    ///
+    /// # Errors
+    /// When nobody loads it in time.
+    pub async fn loaded(&self) -> anyhow::Result<Control> {
+        let listener = tokio::net::UnixListener::from_std(self.listener.try_clone()?)?;
+        let (stream, _) = tokio::time::timeout(PATIENCE, listener.accept()).await??;
+        let stream = stream.into_std()?;
+        stream.set_nonblocking(false)?;
+        stream.set_read_timeout(Some(PATIENCE))?;
+        Ok(Control { stream: BufReader::new(stream) })
+    }
+}
+
+impl Control {
+    /// Changes one GPU; in force when this returns.
+    ///
+    /// # Errors
+    /// When the library has gone, or doesn't know what is asked.
+    pub fn gpu(&mut self, index: u32, patch: &Value) -> anyhow::Result<()> {
+        self.ask(&json!({ "set": { "gpus": { index.to_string(): patch } } })).map(drop)
+    }
+
+    /// An XID happens on a GPU.
+    ///
+    /// # Errors
+    /// As above.
+    pub fn xid(&mut self, gpu: u32, number: u64) -> anyhow::Result<()> {
+        let event = json!({ "gpu": gpu, "kind": XID, "data": number });
+        self.ask(&json!({ "event": event })).map(drop)
+    }
+
+    /// How often a symbol was called.
+    ///
+    /// # Errors
+    /// As above.
+    pub fn calls(&mut self, symbol: &str) -> anyhow::Result<u64> {
+        let answer = self.ask(&json!({ "calls": symbol }))?;
+        answer["calls"].as_u64().ok_or_else(|| anyhow::anyhow!("no count in {answer}"))
+    }
+
+    fn ask(&mut self, request: &Value) -> anyhow::Result<Value> {
+        writeln!(self.stream.get_mut(), "{request}")?;
+        let mut line = String::new();
+        self.stream.read_line(&mut line)?;
+        let answer: Value = serde_json::from_str(&line)?;
+        anyhow::ensure!(answer.get("refused").is_none(), "{request}: {answer}");
+        Ok(answer)
+    }
+}
+
+/// Gives a symbol another name in the library's tables of names, so that nobody finds it.
+fn rename(library: &mut [u8], symbol: &str) -> anyhow::Result<()> {
+    let name = [b"\0", symbol.as_bytes(), b"\0"].concat();
+    let mut found = 0;
+    let mut at = 0;
+    while let Some(place) = library[at..].windows(name.len()).position(|bytes| bytes == name) {
+        library[at + place + 1] = b'X';
+        at += place + 1;
+        found += 1;
+    }
+    anyhow::ensure!(found > 0, "the fake has no symbol {symbol}");
+    Ok(())
+}
