@@ -6,7 +6,7 @@ use std::{net::SocketAddr, time::Duration};
 use proto::process::tasks::Tasks;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
-use worker_agent::{Listeners, config::Config, gpu::NoGpu};
+use worker_agent::{Listeners, config::Config};
 
 /// Whatever a test waits for comes within this time or never.
 pub const PATIENCE: Duration = Duration::from_secs(20);
@@ -26,7 +26,8 @@ pub struct Agent {
     _state: Option<tempfile::TempDir>,
 }
 
-/// Settings that suit tests: everything on port 0, quick reports, the toy model's vocabulary.
+/// Settings that suit tests: everything on port 0, quick reports, the toy model's vocabulary, and no
+/// GPU, whatever this machine has.
 #[must_use]
 pub fn agent_config(engine: &str, worker_id: &str) -> Config {
     let free = SocketAddr::from(([127, 0, 0, 1], 0));
@@ -39,6 +40,7 @@ pub fn agent_config(engine: &str, worker_id: &str) -> Config {
         report_interval_ms: 100,
         load_interval_ms: 50,
         vocabulary: 320,
+        nvml_library: "no-nvml".into(),
         ..Config::default()
     }
 }
@@ -63,7 +65,7 @@ impl Agent {
         );
         let stop = CancellationToken::new();
         let epoch = proto::process::epoch();
-        let ended = tokio::spawn(worker_agent::run(config, NoGpu, listeners, epoch, stop.clone()));
+        let ended = tokio::spawn(worker_agent::run(config, listeners, epoch, stop.clone()));
         Ok(Self { data, control, admin, stop, ended, _state: state })
     }
 

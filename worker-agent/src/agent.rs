@@ -9,7 +9,7 @@ use std::{sync::Arc, time::Duration};
 use proto::{
     claim::Claim,
     id::SessionKey,
-    load::{Description, Device, LoadReport, PageAudit, Retention, Session},
+    load::{Description, LoadReport, PageAudit, Retention, Session},
     process::tasks::Tasks,
 };
 use tokio::sync::{broadcast, mpsc, oneshot, watch};
@@ -18,6 +18,7 @@ use self::owner::Owner;
 use crate::{
     audit::{self, SessionPages},
     engine::{Engine, Info, Sample},
+    gpu::Gpus,
     journal::Journal,
     ledger::Limits,
     metrics::Metrics,
@@ -290,8 +291,8 @@ pub struct Setup {
     pub data_port: u16,
     /// The engine to call.
     pub engine: Engine,
-    /// Device readings.
-    pub devices: watch::Receiver<Vec<Device>>,
+    /// The GPUs beside the engine.
+    pub gpus: Gpus,
     /// What to let in.
     pub limits: Limits,
     /// How sessions and turns are kept.

@@ -7,7 +7,7 @@ use http::{HeaderValue, Uri};
 use proto::process::settings::{self, Problems};
 use serde::{Deserialize, Serialize};
 
-use crate::show::AuditArgs;
+use crate::{gpu::select::Selector, show::AuditArgs};
 
 /// Command line and environment.
 #[derive(Debug, Parser)]
@@ -111,8 +111,13 @@ pub struct Config {
     pub body_bytes_in_flight_max: usize,
     /// Size of the model's vocabulary; 0: read from the model's config.json.
     pub vocabulary: u32,
-    /// UUIDs of the engine's GPUs; empty: all that NVML lists.
+    /// The engine's GPUs or MIG slices, by UUID, NVML's index or PCI address; empty: those that its
+    /// processes run on, where the shim tells them.
     pub devices: Vec<String>,
+    /// NVML's library, where the loader doesn't find the driver's by itself.
+    pub nvml_library: PathBuf,
+    /// Reads the GPUs' performance counters too.
+    pub gpm: bool,
 }
 
 impl Default for Config {
@@ -161,6 +166,9 @@ impl Default for Config {
             body_bytes_in_flight_max: 512 << 20,
             vocabulary: 0,
             devices: vec![],
+            nvml_library: PathBuf::new(),
+            // A second reader can disturb DCGM's, which most fleets run.
+            gpm: false,
         }
     }
 }
@@ -248,6 +256,11 @@ impl Config {
         need(self.body_bytes_max >= 1024, "body_bytes_max must be at least 1024");
         let room = self.body_bytes_in_flight_max >= self.body_bytes_max;
         need(room, "body_bytes_in_flight_max must be at least body_bytes_max");
+        for device in &self.devices {
+            if let Err(error) = device.parse::<Selector>() {
+                need(false, &format!("devices: {error}"));
+            }
+        }
     }
 
     /// The engine's base URL.

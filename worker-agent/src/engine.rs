@@ -127,6 +127,8 @@ pub struct Info {
     pub pool_tokens: u64,
     /// Its own word for what it runs on: `cuda`, `cpu`.
     pub device: String,
+    /// Bytes of each rank's pool on one of its devices, rounded to MiB, where the engine says it.
+    pub pool_bytes: Vec<Option<u64>>,
 }
 
 impl Info {
@@ -410,7 +412,23 @@ fn info_from(value: &Value) -> Result<Info, String> {
         rows: vec![small("rows", rows)?; usize::try_from(ranks).map_err(|e| e.to_string())?],
         pool_tokens: need("max_total_num_tokens")?,
         device: text("device").unwrap_or("unknown").to_owned(),
+        pool_bytes: states.into_iter().flatten().map(pool_bytes).collect(),
     })
+}
+
+/// The engine measures its pool's buffers and says it in GiB, to three decimals.
+fn pool_bytes(state: &Value) -> Option<u64> {
+    let gib = state.get("memory_usage")?.get("kvcache")?.as_f64()?;
+    let thousandths = (gib * 1000.0).round();
+    // Less than it can say, or more than any device has, is no figure.
+    let thousandths = (1.0..1e9).contains(&thousandths).then_some(thousandths)?;
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "a whole number between the bounds above"
+    )]
+    let thousandths = thousandths as u64;
+    Some((thousandths << 30) / 1000)
 }
 
 #[cfg(test)]
@@ -452,6 +470,17 @@ mod tests {
         let mut value = server_info();
         value["startup_time"]["total"] = 12.6.into();
         assert_ne!(first.facts.instance, info_from(&value).unwrap().facts.instance);
+    }
+
+    #[test]
+    fn a_pool_s_bytes_are_the_engine_s_word_and_absent_without_one() {
+        let state = |gib: f64| {
+            serde_json::json!({"effective_max_running_requests_per_dp": 8,
+                "memory_usage": {"kvcache": gib}})
+        };
+        let mut value = server_info();
+        value["internal_states"] = serde_json::json!([state(81.25), state(0.0), {}]);
+        assert_eq!(info_from(&value).unwrap().pool_bytes, [Some(325 << 28), None, None]);
     }
 
     #[test]

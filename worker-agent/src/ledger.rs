@@ -10,6 +10,7 @@ use proto::load::{Device, Figure, LoadReport, Rank, RankLoad, Retention, Source}
 
 use crate::{
     engine::{Info, RankSample, Sample},
+    gpu::{fleet::Snapshot, kv::Pool},
     session::{self, Capacity, Session, Table, Totals},
 };
 
@@ -43,6 +44,8 @@ pub struct Ledger {
     sizes: Vec<(u32, u64)>,
     /// The engine's own word for its device.
     device: String,
+    /// Bytes of each rank's pool on each of its devices, as the engine says.
+    pool_bytes: Vec<Option<u64>>,
     sample: Option<Sample>,
     /// What the shim says of each rank, where it says anything.
     facts: HashMap<u32, Facts>,
@@ -84,7 +87,14 @@ impl Ledger {
     /// Nothing known yet.
     #[must_use]
     pub fn new(limits: Limits) -> Self {
-        Self { limits, sizes: vec![], device: String::new(), sample: None, facts: HashMap::new() }
+        Self {
+            limits,
+            sizes: vec![],
+            device: String::new(),
+            pool_bytes: vec![],
+            sample: None,
+            facts: HashMap::new(),
+        }
     }
 
     /// Takes the facts of an engine instance, forgets what the last one said, and answers with what
@@ -93,6 +103,7 @@ impl Ledger {
         self.sizes = info.rows.iter().map(|&rows| (rows, info.pool_tokens)).collect();
         self.sizes.truncate(RANKS_MAX as usize);
         self.device.clone_from(&info.device);
+        self.pool_bytes.clone_from(&info.pool_bytes);
         self.sample = None;
         self.facts.clear();
         let ranks = self.sizes.iter().map(|&(rows, tokens)| Capacity {
@@ -123,16 +134,26 @@ impl Ledger {
         }
     }
 
-    /// The ranks as described to routers.
+    /// The ranks as described to routers, their devices by name.
     #[must_use]
-    pub fn ranks(&self, devices: &[Device]) -> Vec<Rank> {
+    pub fn ranks(&self, now: Instant, gpus: &Snapshot) -> Vec<Rank> {
+        let named = |device: Device| Device {
+            uuid: device.uuid,
+            name: device.name,
+            index: device.index,
+            pci_address: device.pci_address,
+            parent_uuid: device.parent_uuid,
+            numa_node: device.numa_node,
+            memory_total_bytes: device.memory_total_bytes,
+            ..Device::default()
+        };
         (0..)
             .zip(&self.sizes)
             .map(|(dp_rank, &(rows, pool_tokens))| Rank {
                 dp_rank,
                 pool_tokens,
                 rows,
-                devices: self.devices(devices),
+                devices: self.devices(now, dp_rank, gpus).into_iter().map(named).collect(),
             })
             .collect()
     }
@@ -143,7 +164,7 @@ impl Ledger {
         &self,
         now: Instant,
         table: &Table,
-        devices: &[Device],
+        gpus: &Snapshot,
         interval: Duration,
         health: Health,
     ) -> LoadReport {
@@ -153,7 +174,11 @@ impl Ledger {
                 Some((rank, age_ms(now, sample.at)))
             });
             let facts = self.facts.get(&dp_rank).map(|facts| (facts, age_ms(now, facts.at)));
-            self.rank(dp_rank, size, sample, facts, &table.totals(dp_rank), devices)
+            let totals = table.totals(dp_rank);
+            let mut load = self.rank(dp_rank, size, sample, facts, &totals);
+            load.devices = self.devices(now, dp_rank, gpus);
+            self.show_pool(&mut load, size.1, gpus);
+            load
         });
         LoadReport {
             interval,
@@ -172,7 +197,6 @@ impl Ledger {
         sample: Option<(&RankSample, u32)>,
         facts: Option<(&Facts, u32)>,
         totals: &Totals,
-        devices: &[Device],
     ) -> RankLoad {
         let shim = |value: fn(&Facts) -> u64| {
             facts.map(|(facts, age_ms)| Figure {
@@ -220,7 +244,7 @@ impl Ledger {
             rows_held: ours(u64::from(totals.rows_held.min(rows)), Source::Ledger),
             rows_total: ours(u64::from(rows), Source::ServerInfo),
             sessions: totals.sessions,
-            devices: self.devices(devices),
+            devices: vec![],
             turns_queued: totals.turns_queued,
             pool_available_tokens: shim(|facts| facts.available),
             pool_evictable_tokens: shim(|facts| facts.evictable),
@@ -235,11 +259,24 @@ impl Ledger {
     }
 
     /// A worker always has a device: without readings, the one that the engine names.
-    fn devices(&self, read: &[Device]) -> Vec<Device> {
+    fn devices(&self, now: Instant, dp_rank: u32, gpus: &Snapshot) -> Vec<Device> {
+        let read = gpus.devices(now, dp_rank);
         if !read.is_empty() {
-            return read.to_vec();
+            return read;
         }
         vec![Device { uuid: self.device.clone(), ..Device::default() }]
+    }
+
+    /// Says in bytes of each device what the rank's pool is, where it is known to be there.
+    fn show_pool(&self, load: &mut RankLoad, tokens: u64, gpus: &Snapshot) {
+        let known = self.pool_bytes.get(load.dp_rank as usize).copied().flatten();
+        let Some(bytes) = known.filter(|_| gpus.holds_pool(load.dp_rank, self.sizes.len())) else {
+            return;
+        };
+        let pool = Pool { bytes, tokens, source: Source::ServerInfo };
+        let mut devices = std::mem::take(&mut load.devices);
+        devices.iter_mut().for_each(|device| pool.show(load, device));
+        load.devices = devices;
     }
 }
 

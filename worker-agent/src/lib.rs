@@ -44,7 +44,7 @@ use crate::{
     config::{Config, ms},
     engine::Engine,
     follow::Follower,
-    gpu::Gpu,
+    gpu::Gpus,
     guard::Guards,
     journal::Journal,
     ledger::Limits,
@@ -118,7 +118,6 @@ pub enum Error {
 /// See [`Error`].
 pub async fn run(
     config: Config,
-    gpu: impl Gpu,
     listeners: Listeners,
     epoch: u64,
     stop: CancellationToken,
@@ -140,9 +139,13 @@ pub async fn run(
         admin = %listeners.admin.local_addr()?,
         "agent starting"
     );
-    let agent = start_agent(&config, gpu, &listeners, epoch, &engine, &metrics, &tasks)?;
+    let gpus = gpu::watch((&config).into())?;
+    let agent = start_agent(&config, &gpus, &listeners, epoch, &engine, &metrics, &tasks)?;
     grpc::start(agent.clone(), epoch, listeners.control, tasks.token())?;
     let ready = readiness(&agent, &metrics, &tasks).await;
+    if let Ok(watch) = agent.watch().await {
+        gpu::metrics::register(&mut registry, gpus.watch(), watch.report);
+    }
     let shown = settings::show(&config);
     let admin = Admin { registry: Arc::new(registry), ready, config: shown };
     admin::start(admin, listeners.admin, tasks.token())?;
@@ -185,7 +188,7 @@ pub async fn run(
 
 fn start_agent(
     config: &Config,
-    gpu: impl Gpu,
+    gpus: &Gpus,
     listeners: &Listeners,
     epoch: u64,
     engine: &Engine,
@@ -216,7 +219,7 @@ fn start_agent(
         epoch,
         data_port: listeners.data.local_addr()?.port(),
         engine: engine.clone(),
-        devices: gpu::watch(gpu)?,
+        gpus: gpus.clone(),
         limits: Limits {
             rows_reserve: config.rows_reserve,
             pin_budget_ratio: config.pin_budget_ratio,

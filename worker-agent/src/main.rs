@@ -8,7 +8,6 @@ use tokio_util::sync::CancellationToken;
 use worker_agent::{
     Listeners,
     config::{Args, Command, Config},
-    gpu,
     show::{self, AuditArgs},
 };
 
@@ -51,9 +50,8 @@ async fn run(config: Config) -> anyhow::Result<()> {
     let listeners = Listeners::bind(&config)?;
     let stop = CancellationToken::new();
     let signalled = proto::process::signal::stop()?;
-    let gpu = gpu::detect(&config.devices);
     let epoch = proto::process::epoch();
-    let running = worker_agent::run(config, gpu, listeners, epoch, stop.clone());
+    let running = worker_agent::run(config, listeners, epoch, stop.clone());
     let mut running = std::pin::pin!(running);
     tokio::select! {
         ended = &mut running => return Ok(ended?),

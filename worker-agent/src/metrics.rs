@@ -99,7 +99,8 @@ impl Metrics {
         registry.register_with_unit("turn", help, Unit::Seconds, metrics.turn.clone());
         let help = "Figures of the load report: tokens, rows, turns, sessions";
         registry.register("rank_load", help, metrics.ranks.clone());
-        registry.register("engine_up", "1 while the engine answers", metrics.engine_up.clone());
+        let help = "1 while the engine answers and gets on, and its devices work";
+        registry.register("engine_up", help, metrics.engine_up.clone());
         let help = "1 while only a restart of the engine gives back what it holds";
         registry.register("engine_restart_required", help, metrics.restart_required.clone());
         let help = "What happened to sessions without their clients' doing";

@@ -31,9 +31,10 @@ const PEERS_MAX: usize = 64;
 /// What a shim says first: who it is, and whether it works.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Hello {
-    /// The engine's scheduler process. As the kernel says it; as the shim does where the kernel
-    /// can't (another pid namespace).
+    /// The engine's scheduler process, as it knows itself: by its number in its own pid namespace.
     pub pid: u32,
+    /// The same in the agent's, by the kernel's word. None: it isn't seen from there.
+    pub seen_pid: Option<u32>,
     /// Rank of data parallelism, 0 without.
     pub dp_rank: u32,
     /// Tokens of a page of the pool.

@@ -106,7 +106,8 @@ impl Owner {
         let ledger = Ledger::new(setup.limits);
         let down = Some("the engine was not reached yet".to_owned());
         let health = Health { unhealthy: down.clone(), ..Health::default() };
-        let report = ledger.report(now(), &table, &[], setup.report_interval, health);
+        let gpus = setup.gpus.now();
+        let report = ledger.report(now(), &table, &gpus, setup.report_interval, health);
         Self {
             tasks,
             handle,
@@ -138,7 +139,7 @@ impl Owner {
         mut shim_news: mpsc::Receiver<News>,
     ) {
         let mut ended = self.ended.take().expect("taken once, here");
-        let mut devices = self.setup.devices.clone();
+        let mut gpus = self.setup.gpus.watch();
         let token = self.tasks.token();
         loop {
             let wake = self.next_deadline();
@@ -156,7 +157,7 @@ impl Owner {
                     None => return,
                 },
                 Some(news) = shim_news.recv() => self.shim_news(news),
-                Ok(()) = devices.changed() => self.dirty = true,
+                Ok(()) = gpus.changed() => self.dirty = true,
                 () = tokio::time::sleep_until(wake.into()) => {}
                 () = token.cancelled() => return,
             }
@@ -328,7 +329,7 @@ impl Owner {
             epoch: self.setup.epoch,
             data_port: self.setup.data_port,
             engine: info.facts.clone(),
-            ranks: self.ledger.ranks(&self.setup.devices.borrow()),
+            ranks: self.ledger.ranks(now(), &self.setup.gpus.now()),
             retentions: info.retentions(),
             turns_queued_per_session_max: self.setup.rules.turns_queued_per_session_max,
         }
@@ -354,17 +355,20 @@ impl Owner {
     }
 
     fn publish(&mut self, now: Instant) {
-        let devices = self.setup.devices.borrow().clone();
+        let gpus = self.setup.gpus.now();
         let interval = self.setup.report_interval;
         let health = Health {
-            unhealthy: self.down.clone().or_else(|| self.stuck.clone()),
+            // A board that fails takes the engine with it: the first of these is the cause.
+            unhealthy: [&gpus.unhealthy, &self.down, &self.stuck]
+                .into_iter()
+                .find_map(Clone::clone),
             draining: self.draining.is_some(),
             restart_required: self
                 .table
                 .restart_required(now)
                 .or_else(|| self.audits.restart_required()),
         };
-        let mut report = self.ledger.report(now, &self.table, &devices, interval, health);
+        let mut report = self.ledger.report(now, &self.table, &gpus, interval, health);
         for rank in &mut report.ranks {
             rank.pages = self.audits.last(rank.dp_rank).map(|audit| audit.reported(now));
         }

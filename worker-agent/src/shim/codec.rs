@@ -186,6 +186,8 @@ fn decode(frame: &[u8]) -> Result<Message, Error> {
 fn hello(body: &mut Body<'_>) -> Result<Hello, Error> {
     let hello = Hello {
         pid: body.u32()?,
+        // The socket knows it.
+        seen_pid: None,
         dp_rank: body.u32()?,
         page_size_tokens: body.u32()?,
         total_tokens: body.u64()?,

@@ -68,7 +68,7 @@ pub(super) async fn serve(
         Ok(Err(error)) => return warn!(%error, "a shim was not understood"),
         Err(_) => return warn!(error = %Ended::Silent, "a shim was not understood"),
     };
-    hello.pid = pid.unwrap_or(hello.pid);
+    hello.seen_pid = pid;
     let dp_rank = hello.dp_rank;
     if let Some(reason) = &hello.inert {
         warn!(dp_rank, reason, "the engine's shim is inert");

@@ -118,7 +118,7 @@ impl Shim {
 fn is_up(news: &News, rank: u32, instance: u8) -> bool {
     matches!(news, News::Up(hello) if hello.dp_rank == rank
         && hello.instance == u128::from_le_bytes([instance; 16])
-        && hello.pid == std::process::id())
+        && (hello.pid, hello.seen_pid) == (1, Some(std::process::id())))
 }
 
 #[tokio::test]

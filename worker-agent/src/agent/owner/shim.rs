@@ -8,6 +8,7 @@ use tracing::{info, warn};
 use super::{Owner, now};
 use crate::{
     agent::Message,
+    gpu::process::Scheduler,
     ledger::Facts,
     session::{Load, Seen},
     shim::{Hello, News, RankFacts, SessionFacts, Sessions, codec::SESSIONS_MAX},
@@ -45,6 +46,7 @@ impl Owner {
 
     fn shim_up(&mut self, hello: &Hello) {
         let Hello { pid, dp_rank, sglang, shim, inert, undemotable, unauditable, .. } = hello;
+        self.setup.gpus.runs(Scheduler { dp_rank: *dp_rank, pid: hello.seen_pid, own_pid: *pid });
         if let Some(reason) = inert {
             warn!(dp_rank, pid, sglang, reason, "the engine's shim is inert");
             return;

@@ -66,6 +66,7 @@ fn unhex(text: &str) -> Vec<u8> {
 fn frames_of_the_shim() -> Vec<Message> {
     let hello = Hello {
         pid: 7,
+        seen_pid: None,
         dp_rank: 3,
         page_size_tokens: 16,
         total_tokens: 1 << 40,

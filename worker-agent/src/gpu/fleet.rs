@@ -1,0 +1,303 @@
+//! The agent's picture of its machine's GPUs: newest readings, health, counts, and which devices
+//! are the worker's. Pure: readings, events and processes come in, a snapshot goes out.
+
+use std::{
+    collections::BTreeMap,
+    time::{Duration, Instant},
+};
+
+use proto::load::{Device, Figure, Source};
+
+use super::{
+    health::Health,
+    process::Member,
+    reading::{Identity, Reading},
+    select::{self, Basis, Selection, Selector},
+};
+
+/// While a board is lost, NVML is loaded anew this often: it doesn't find it again otherwise.
+const RELOAD_INTERVAL: Duration = Duration::from_secs(30);
+/// Different XIDs counted per board; there are some 170 in all.
+const XIDS_MAX: usize = 256;
+
+/// All that is known at one moment.
+#[derive(Debug, Clone)]
+pub struct Snapshot {
+    /// When it was read.
+    pub at: Instant,
+    /// Every device that NVML lists: GPUs, each with its slices after it.
+    pub devices: Vec<Seen>,
+    /// How the worker's are known.
+    pub basis: Basis,
+    /// Why the worker can't do its work: a device of it can't.
+    pub unhealthy: Option<String>,
+}
+
+/// One device.
+#[derive(Debug, Clone)]
+pub struct Seen {
+    /// Who it is.
+    pub identity: Identity,
+    /// What was read of it.
+    pub reading: Reading,
+    /// One of the worker's, or it may be.
+    pub ours: bool,
+    /// The data-parallel ranks that run on it; empty: unknown, so all may.
+    pub dp_ranks: Vec<u32>,
+    /// Memory of the engine's processes.
+    pub engine_bytes: Option<u64>,
+    /// Why its board can't be worked on.
+    pub unhealthy: Option<String>,
+    /// XIDs of its board since the agent started, by number.
+    pub xids: BTreeMap<u64, u64>,
+    /// Calls that failed since the agent started, by name.
+    pub failures: BTreeMap<&'static str, u64>,
+}
+
+/// What a board keeps from reading to reading, and while NVML is loaded anew.
+#[derive(Debug, Default)]
+struct Board {
+    health: Health,
+    xids: BTreeMap<u64, u64>,
+}
+
+/// The engine's processes at the time of a reading.
+#[derive(Debug, Clone, Copy)]
+pub struct Engine<'a> {
+    /// None where they aren't known.
+    pub members: &'a [Member],
+    /// They are of another engine than the last time.
+    pub is_new: bool,
+    /// The driver's pids are those of the members' namespace.
+    pub pids_agree: bool,
+}
+
+/// The machine's GPUs.
+#[derive(Debug)]
+pub struct Fleet {
+    configured: Vec<Selector>,
+    boards: BTreeMap<String, Board>,
+    failures: BTreeMap<String, BTreeMap<&'static str, u64>>,
+    selection: Selection,
+    /// The ranks last seen on a device, by its UUID.
+    dp_ranks: BTreeMap<String, Vec<u32>>,
+    lost_since: Option<Instant>,
+}
+
+impl Fleet {
+    /// Nothing seen yet. `configured`: the setting `devices`.
+    #[must_use]
+    pub fn new(configured: Vec<Selector>) -> Self {
+        Self {
+            configured,
+            boards: BTreeMap::new(),
+            failures: BTreeMap::new(),
+            selection: Selection::default(),
+            dp_ranks: BTreeMap::new(),
+            lost_since: None,
+        }
+    }
+
+    /// An XID of a board, by its UUID.
+    pub fn xid(&mut self, board: &str, number: u64) {
+        let Some(board) = self.boards.get_mut(board) else { return };
+        board.health.xid(number);
+        if board.xids.len() < XIDS_MAX || board.xids.contains_key(&number) {
+            *board.xids.entry(number).or_default() += 1;
+        }
+    }
+
+    /// Takes one look at all devices.
+    pub fn read(
+        &mut self,
+        now: Instant,
+        readings: Vec<(Identity, Reading)>,
+        engine: Engine<'_>,
+    ) -> Snapshot {
+        for (identity, reading) in &readings {
+            // A slice's health is its board's.
+            if identity.parent_uuid.is_none() {
+                self.boards.entry(identity.uuid.clone()).or_default().health.read(reading);
+            }
+            let failures = self.failures.entry(identity.uuid.clone()).or_default();
+            for call in &reading.failed {
+                *failures.entry(call).or_default() += 1;
+            }
+        }
+        if engine.is_new {
+            self.selection.forget();
+            self.dp_ranks.clear();
+        }
+        let identities: Vec<Identity> =
+            readings.iter().map(|(identity, _)| identity.clone()).collect();
+        let on: Vec<On> = readings.iter().map(|(_, reading)| on(reading, engine)).collect();
+        let (basis, picked) =
+            self.selection.pick(&self.configured, &identities, |at| !on[at].is_empty());
+        for ((identity, _), on) in readings.iter().zip(&on).filter(|(_, on)| !on.is_empty()) {
+            self.dp_ranks.insert(identity.uuid.clone(), on.dp_ranks.clone());
+        }
+        let devices = readings.into_iter().zip(on).enumerate();
+        let devices: Vec<Seen> = devices
+            .map(|(at, ((identity, reading), on))| {
+                self.seen(identity, reading, on.bytes, picked.contains(&at))
+            })
+            .collect();
+        let lost = self.boards.values().any(|board| board.health.is_lost());
+        self.lost_since = lost.then(|| self.lost_since.unwrap_or(now));
+        Snapshot { at: now, unhealthy: unhealthy(basis, &devices), devices, basis }
+    }
+
+    fn seen(
+        &self,
+        identity: Identity,
+        reading: Reading,
+        engine_bytes: Option<u64>,
+        ours: bool,
+    ) -> Seen {
+        let board = self.boards.get(identity.board());
+        let total = reading.memory.map(|memory| memory.total);
+        // More than the device has is a figure that isn't what it seems.
+        let engine_bytes = engine_bytes.filter(|&bytes| total.is_none_or(|total| bytes <= total));
+        Seen {
+            ours,
+            dp_ranks: self.dp_ranks.get(&identity.uuid).cloned().unwrap_or_default(),
+            engine_bytes,
+            unhealthy: board.and_then(|board| board.health.reason()),
+            xids: board.map(|board| board.xids.clone()).unwrap_or_default(),
+            failures: self.failures.get(&identity.uuid).cloned().unwrap_or_default(),
+            identity,
+            reading,
+        }
+    }
+
+    /// Should NVML be loaded anew? Asked once after a yes, the time begins again.
+    pub fn wants_reload(&mut self, now: Instant) -> bool {
+        let due = self.lost_since.is_some_and(|since| now >= since + RELOAD_INTERVAL);
+        if due {
+            self.lost_since = Some(now);
+        }
+        due
+    }
+
+    /// The entries of the settings that name no device.
+    #[must_use]
+    pub fn unmatched(&self, devices: &[Seen]) -> Vec<Selector> {
+        let identities: Vec<Identity> =
+            devices.iter().map(|device| device.identity.clone()).collect();
+        select::unmatched(&self.configured, &identities).into_iter().cloned().collect()
+    }
+}
+
+/// What of the engine is on a device.
+#[derive(Debug, Default)]
+struct On {
+    pids: usize,
+    bytes: Option<u64>,
+    dp_ranks: Vec<u32>,
+}
+
+impl On {
+    fn is_empty(&self) -> bool {
+        self.pids == 0
+    }
+}
+
+fn on(reading: &Reading, engine: Engine<'_>) -> On {
+    // A client of MPS may be in both of NVML's lists.
+    let mut bytes = BTreeMap::<u32, Option<u64>>::new();
+    for process in reading.processes.iter().flatten().filter(|_| engine.pids_agree) {
+        let known = bytes.entry(process.pid).or_default();
+        *known = (*known).max(process.bytes);
+    }
+    let here: Vec<(&Member, Option<u64>)> = engine
+        .members
+        .iter()
+        .filter_map(|member| Some((member, *bytes.get(&member.pid)?)))
+        .collect();
+    let mut dp_ranks: Option<Vec<u32>> = here.iter().map(|(member, _)| member.dp_rank).collect();
+    if let Some(ranks) = &mut dp_ranks {
+        ranks.sort_unstable();
+        ranks.dedup();
+    }
+    let sum = here.iter().try_fold(0_u64, |sum, (_, bytes)| Some(sum.saturating_add((*bytes)?)));
+    On {
+        pids: here.len(),
+        bytes: sum.filter(|_| !here.is_empty()),
+        dp_ranks: dp_ranks.unwrap_or_default(),
+    }
+}
+
+/// A device that only may be the engine's says nothing of the worker.
+fn unhealthy(basis: Basis, devices: &[Seen]) -> Option<String> {
+    let ours = devices.iter().filter(|device| device.ours && basis != Basis::Unknown);
+    let mut sick = ours.filter_map(|device| {
+        let reason = device.unhealthy.as_deref()?;
+        let Identity { index, uuid, .. } = &device.identity;
+        Some(format!("GPU {index} ({uuid}): {reason}"))
+    });
+    let first = sick.next()?;
+    match sick.count() {
+        0 => Some(first),
+        others => Some(format!("{first}; and {others} more of its devices")),
+    }
+}
+
+impl Snapshot {
+    /// No NVML, or nothing read of it yet.
+    #[must_use]
+    pub fn none(now: Instant) -> Self {
+        Self { at: now, devices: vec![], basis: Basis::Unknown, unhealthy: None }
+    }
+
+    /// The devices of a rank, as reported.
+    #[must_use]
+    pub fn devices(&self, now: Instant, dp_rank: u32) -> Vec<Device> {
+        let age = now.saturating_duration_since(self.at).as_millis();
+        let age_ms = u32::try_from(age).unwrap_or(u32::MAX);
+        self.of(dp_rank).map(|seen| seen.report(age_ms)).collect()
+    }
+
+    /// Do all of a rank's devices hold its KV pool and no other's? Then figures of the pool are
+    /// figures of each.
+    #[must_use]
+    pub fn holds_pool(&self, dp_rank: u32, ranks: usize) -> bool {
+        let certain = |seen: &Seen| match seen.dp_ranks[..] {
+            [] => ranks == 1,
+            ref on => on == [dp_rank],
+        };
+        self.basis != Basis::Unknown && self.of(dp_rank).all(certain)
+    }
+
+    fn of(&self, dp_rank: u32) -> impl Iterator<Item = &Seen> {
+        let runs = move |seen: &&Seen| seen.dp_ranks.is_empty() || seen.dp_ranks.contains(&dp_rank);
+        self.devices.iter().filter(|seen| seen.ours).filter(runs)
+    }
+}
+
+impl Seen {
+    fn report(&self, age_ms: u32) -> Device {
+        let Self { identity, reading, .. } = self;
+        let memory = reading.memory;
+        let engine_bytes =
+            self.engine_bytes.map(|value| Figure { value, source: Source::Nvml, age_ms });
+        Device {
+            uuid: identity.uuid.clone(),
+            name: identity.name.clone(),
+            index: Some(identity.index),
+            pci_address: identity.pci_address.clone(),
+            parent_uuid: identity.parent_uuid.clone(),
+            numa_node: identity.numa_node,
+            memory_total_bytes: memory.map(|memory| memory.total),
+            memory_used_bytes: memory.map(|memory| memory.used.min(memory.total)),
+            memory_reserved_bytes: memory.map(|memory| memory.reserved.min(memory.total)),
+            utilization_percent: reading.utilization_percent,
+            memory_utilization_percent: reading.memory_utilization_percent,
+            temperature_celsius: reading.temperature_celsius,
+            power_milliwatts: reading.power_milliwatts,
+            engine_bytes,
+            unhealthy: self.unhealthy.clone(),
+            age_ms: Some(age_ms),
+            ..Device::default()
+        }
+    }
+}

@@ -1,0 +1,203 @@
+//! Whether a board can be worked on, from its readings and its XIDs. Pure.
+//!
+//! | cause | ends |
+//! |---|---|
+//! | calls find the board lost, or in need of a reset | when calls succeed again |
+//! | the driver's recovery action, or its older word for a reset | when the driver says so |
+//! | memory rows that could not be replaced | when the driver says so |
+//! | an XID after which the board needs a reset | when the board has been reset: it was lost and is back, or the driver asked for a recovery and does so no more; else with the agent |
+
+use std::collections::BTreeSet;
+
+use super::{
+    reading::{Reading, Recovery, Trouble},
+    xid,
+};
+
+/// One board's health.
+#[derive(Debug, Default)]
+pub struct Health {
+    trouble: Option<Trouble>,
+    recovery: Option<Recovery>,
+    reset_needed: bool,
+    rows_failed: bool,
+    /// Of those that are fatal. As many as the table has.
+    xids: BTreeSet<u64>,
+}
+
+impl Health {
+    /// Takes a reading of the whole board. What a reading lacks is as it was.
+    pub fn read(&mut self, reading: &Reading) {
+        let back = self.trouble.is_some() && reading.trouble.is_none();
+        self.trouble = reading.trouble;
+        self.rows_failed = reading.rows.failed.unwrap_or(self.rows_failed);
+        self.reset_needed = reading.reset_needed.unwrap_or(self.reset_needed);
+        let asked = self.recovery.is_some_and(|before| before != Recovery::None);
+        self.recovery = reading.recovery.or(self.recovery);
+        if back || asked && self.recovery == Some(Recovery::None) {
+            self.xids.clear();
+        }
+        self.debug_check();
+    }
+
+    /// Takes an XID.
+    pub fn xid(&mut self, number: u64) {
+        if xid::fatal(number).is_some() {
+            self.xids.insert(number);
+        }
+        self.debug_check();
+    }
+
+    /// Calls about it don't succeed: what can be done is to load NVML anew.
+    #[must_use]
+    pub fn is_lost(&self) -> bool {
+        self.trouble.is_some()
+    }
+
+    /// Why it can't be worked on, and what to do, the gravest cause first; none while it can.
+    #[must_use]
+    pub fn reason(&self) -> Option<String> {
+        let said = |text: &str| Some(text.to_owned());
+        match self.trouble {
+            Some(Trouble::Lost) => return said("it fell off the bus: restart the machine"),
+            Some(Trouble::ResetRequired) => return said("it must be reset before it can be used"),
+            None => {}
+        }
+        let driver_tells = self.recovery.is_some();
+        let fatal = self.xids.iter().filter_map(|&number| Some((number, xid::fatal(number)?)));
+        let fatal = fatal.filter(|(_, fatal)| !(fatal.driver_knows && driver_tells));
+        if let Some((number, fatal)) = fatal.max_by_key(|(number, _)| *number == 79) {
+            return Some(format!("XID {number}, {}: {}", fatal.what, fatal.cure));
+        }
+        match self.recovery {
+            Some(Recovery::Reset) => return said("the driver asks for a reset of the GPU"),
+            Some(Recovery::Reboot) => return said("the driver asks for a restart of the machine"),
+            Some(Recovery::DrainPeers) => {
+                return said("the driver asks that other GPUs stop using its memory");
+            }
+            Some(Recovery::DrainAndReset) => {
+                return said("the driver asks that its work ends, then for a reset");
+            }
+            Some(Recovery::Other(number)) => {
+                return Some(format!("the driver asks for recovery action {number}"));
+            }
+            Some(Recovery::None) | None => {}
+        }
+        if self.rows_failed {
+            return said("memory rows could not be replaced: have the GPU exchanged");
+        }
+        // The recovery action took its place, and says more.
+        let older = self.reset_needed && !driver_tells;
+        older.then(|| "the driver asks for a reset of the GPU".to_owned())
+    }
+
+    /// # Panics
+    /// When an XID is kept that isn't fatal: it could never be given as a reason.
+    pub fn check_invariants(&self) {
+        assert!(self.xids.iter().all(|&number| xid::fatal(number).is_some()), "{:?}", self.xids);
+    }
+
+    fn debug_check(&self) {
+        if cfg!(debug_assertions) {
+            self.check_invariants();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{super::reading::Rows, *};
+
+    fn after(events: impl FnOnce(&mut Health)) -> Option<String> {
+        let mut health = Health::default();
+        health.read(&Reading::default());
+        events(&mut health);
+        health.reason()
+    }
+
+    fn asking(recovery: Recovery) -> Reading {
+        Reading { recovery: Some(recovery), ..Reading::default() }
+    }
+
+    #[test]
+    fn a_board_of_which_nothing_bad_is_known_is_well() {
+        assert_eq!(after(|_| {}), None);
+        let harmless = [13, 31, 43, 45, 63, 92, 94, 154, 999];
+        assert_eq!(after(|health| harmless.into_iter().for_each(|xid| health.xid(xid))), None);
+    }
+
+    #[test]
+    fn a_lost_board_is_back_when_it_answers_and_has_been_reset_then() {
+        let lost = Reading { trouble: Some(Trouble::Lost), ..Reading::default() };
+        let reason = after(|health| {
+            health.xid(79);
+            health.read(&lost);
+        });
+        assert!(reason.unwrap().contains("fell off the bus"));
+        let back = after(|health| {
+            health.xid(79);
+            health.read(&lost);
+            health.read(&Reading::default());
+        });
+        assert_eq!(back, None);
+    }
+
+    #[test]
+    fn an_xid_that_needs_a_reset_stays_until_there_was_one() {
+        let stays = |health: &mut Health| {
+            health.xid(62);
+            (0..100).for_each(|_| health.read(&Reading::default()));
+            (0..100).for_each(|_| health.read(&asking(Recovery::None)));
+        };
+        let reason = after(stays).unwrap();
+        assert!(reason.contains("XID 62") && reason.contains("reset"), "{reason}");
+        let reset = after(|health| {
+            stays(health);
+            health.read(&asking(Recovery::Reset));
+            health.read(&asking(Recovery::None));
+        });
+        assert_eq!(reset, None);
+    }
+
+    #[test]
+    fn where_the_driver_tells_what_it_needs_a_doubtful_xid_is_left_to_it() {
+        let alone = after(|health| health.xid(48));
+        assert!(alone.unwrap().contains("XID 48"));
+        let told = |recovery| {
+            after(|health| {
+                health.read(&asking(recovery));
+                health.xid(48);
+            })
+        };
+        assert_eq!(told(Recovery::None), None);
+        assert!(told(Recovery::Reset).unwrap().contains("asks for a reset"));
+    }
+
+    #[test]
+    fn a_recovery_that_the_driver_asks_for_ends_when_it_says_so() {
+        for number in 1..=7 {
+            let recovery = Recovery::from_nvml(number);
+            assert!(after(|health| health.read(&asking(recovery))).is_some(), "{recovery:?}");
+            let over = after(|health| {
+                health.read(&asking(recovery));
+                health.read(&asking(Recovery::from_nvml(0)));
+            });
+            assert_eq!(over, None, "{recovery:?}");
+        }
+    }
+
+    #[test]
+    fn a_reading_that_is_missing_changes_nothing() {
+        let rows = Rows { failed: Some(true), ..Rows::default() };
+        let failed = Reading { rows, ..Reading::default() };
+        let reason = after(|health| {
+            health.read(&failed);
+            health.read(&Reading::default());
+        });
+        assert!(reason.unwrap().contains("rows"));
+        let older = Reading { reset_needed: Some(true), ..Reading::default() };
+        assert!(after(|health| health.read(&older)).is_some());
+        let newer = Reading { recovery: Some(Recovery::None), ..older };
+        assert_eq!(after(|health| health.read(&newer)), None, "the recovery action says more");
+    }
+}

@@ -1,0 +1,72 @@
+//! What a rank's KV pool is in bytes of each of its devices. The engine says how large the pool is;
+//! what tokens are in which state the ledger knows. Pure.
+
+use proto::load::{Device, Figure, RankLoad, Source};
+
+/// A rank's pool on one of its devices: tensor parallel devices hold equal shares of each token.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Pool {
+    /// The share of one device.
+    pub bytes: u64,
+    /// The whole pool.
+    pub tokens: u64,
+    /// Who says so.
+    pub source: Source,
+}
+
+impl Pool {
+    /// A figure in tokens as bytes of the device, with the figure's source and age.
+    fn bytes_of(&self, tokens: Figure) -> Option<Figure> {
+        let bytes = u128::from(self.bytes) * u128::from(tokens.value.min(self.tokens));
+        let bytes = bytes.checked_div(u128::from(self.tokens))?;
+        Some(Figure { value: u64::try_from(bytes).ok()?, ..tokens })
+    }
+
+    /// Fills in what the pool is on `device`, from the rank's figures in tokens.
+    pub fn show(&self, load: &RankLoad, device: &mut Device) {
+        let in_bytes = |tokens: Option<Figure>| tokens.and_then(|tokens| self.bytes_of(tokens));
+        let used = load.pool_available_tokens.map(|available| Figure {
+            value: self.tokens.saturating_sub(available.value),
+            ..available
+        });
+        let pool = Figure { value: self.bytes, source: self.source, age_ms: 0 };
+        device.kv_pool_bytes = Some(pool);
+        device.kv_used_bytes = in_bytes(used);
+        device.kv_pinned_bytes = in_bytes(load.pinned_tokens);
+        device.kv_reclaimable_bytes = in_bytes(load.pool_evictable_tokens);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn figure(value: u64) -> Figure {
+        Figure { value, source: Source::Shim, age_ms: 3 }
+    }
+
+    proptest! {
+        #[test]
+        fn a_part_in_bytes_is_the_same_part_of_the_pool(
+            bytes in 1_u64..1 << 40,
+            tokens in 1_u64..1 << 32,
+            part in 0_u64..=100,
+        ) {
+            let pool = Pool { bytes, tokens, source: Source::ServerInfo };
+            let of = figure(u64::try_from(u128::from(tokens) * u128::from(part) / 100).unwrap());
+            let shown = pool.bytes_of(of).unwrap();
+            prop_assert!(shown.value <= bytes, "never more than the pool");
+            prop_assert_eq!((shown.source, shown.age_ms), (Source::Shim, 3));
+            let exact = u128::from(bytes) * u128::from(of.value) / u128::from(tokens);
+            prop_assert_eq!(u128::from(shown.value), exact);
+        }
+    }
+
+    #[test]
+    fn a_pool_without_tokens_has_no_bytes_in_any_state() {
+        let pool = Pool { bytes: 100, tokens: 0, source: Source::Shim };
+        assert_eq!(pool.bytes_of(figure(1)), None);
+    }
+}

@@ -1,0 +1,275 @@
+//! One look at one device: each call on its own, so that one that fails takes nothing else away.
+
+use nvml_wrapper::{
+    Device,
+    bitmasks::device::ThrottleReasons,
+    enum_wrappers::device::{Clock, EccCounter, MemoryError, TemperatureSensor},
+    enums::{
+        device::{SampleValue, UsedGpuMemory},
+        gpm::GpmMetricId,
+    },
+    error::NvmlError,
+    gpm::{GpmSample, gpm_metrics_get},
+    struct_wrappers::device::ProcessInfo,
+    structs::device::FieldId,
+    sys_exports::field_id,
+};
+
+use super::{Gpm, Identity, Off, Reading, Trouble, trouble};
+use crate::gpu::reading::{Memory, NvlinkErrors, Process, Recovery, Rows};
+
+/// One device, as long as NVML stays loaded.
+#[derive(Debug)]
+pub(crate) struct Board<'n> {
+    pub(crate) identity: Identity,
+    /// None: there was none to be had, for this reason if it was one of the board's.
+    device: Result<Device<'n>, Option<Trouble>>,
+    off: Off,
+    gpm: bool,
+    sample: Option<GpmSample<'n>>,
+}
+
+/// The fields that are read together, with the name under which a failure is counted.
+const FIELDS: [(u32, &str); 12] = [
+    (field_id::NVML_FI_DEV_MEMORY_TEMP, "memory_temperature"),
+    (field_id::NVML_FI_DEV_REMAPPED_COR, "rows_corrected"),
+    (field_id::NVML_FI_DEV_REMAPPED_UNC, "rows_uncorrected"),
+    (field_id::NVML_FI_DEV_REMAPPED_PENDING, "rows_pending"),
+    (field_id::NVML_FI_DEV_REMAPPED_FAILURE, "rows_failed"),
+    (field_id::NVML_FI_DEV_PCIE_COUNT_TX_BYTES, "pcie_sent"),
+    (field_id::NVML_FI_DEV_PCIE_COUNT_RX_BYTES, "pcie_received"),
+    (field_id::NVML_FI_DEV_RESET_STATUS, "reset_status"),
+    (field_id::NVML_FI_DEV_GET_GPU_RECOVERY_ACTION, "recovery_action"),
+    (field_id::NVML_FI_DEV_NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL, "nvlink_crc"),
+    (field_id::NVML_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL, "nvlink_replay"),
+    (field_id::NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL, "nvlink_recovery"),
+];
+
+/// What a failed call means for the next one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Failure {
+    /// The board, the driver or this user's rights don't have it.
+    Unsupported,
+    /// There is nothing to tell just now.
+    Nothing,
+    /// It should have worked.
+    Failed,
+}
+
+fn failure(error: &NvmlError) -> Failure {
+    match error {
+        NvmlError::NotSupported
+        | NvmlError::FailedToLoadSymbol(_)
+        | NvmlError::FunctionNotFound
+        | NvmlError::NoPermission
+        | NvmlError::InvalidArg => Failure::Unsupported,
+        NvmlError::NoData | NvmlError::NotFound => Failure::Nothing,
+        _ => Failure::Failed,
+    }
+}
+
+impl<'n> Board<'n> {
+    pub(super) fn new(
+        identity: Identity,
+        device: Result<Device<'n>, Option<Trouble>>,
+        gpm: bool,
+    ) -> Self {
+        Self { identity, device, off: Off::new(), gpm, sample: None }
+    }
+
+    /// Reads all that the device tells.
+    pub(crate) fn read(&mut self) -> Reading {
+        let device = match &self.device {
+            Ok(device) => device,
+            Err(trouble) => return Reading { trouble: *trouble, ..Reading::default() },
+        };
+        let mut asker = Asker { off: &mut self.off, reading: Reading::default() };
+        asker.memory(device);
+        asker.activity(device);
+        asker.errors(device);
+        asker.fields(device);
+        if self.gpm {
+            asker.reading.gpm = asker.gpm(device, &mut self.sample);
+        }
+        asker.reading
+    }
+}
+
+/// Asks one call after the other. After one that finds the board lost, no more.
+struct Asker<'a> {
+    off: &'a mut Off,
+    reading: Reading,
+}
+
+impl Asker<'_> {
+    fn ask<T>(
+        &mut self,
+        call: &'static str,
+        answer: impl FnOnce() -> Result<T, NvmlError>,
+    ) -> Option<T> {
+        if self.reading.trouble.is_some() || self.off.contains(call) {
+            return None;
+        }
+        answer().map_err(|error| self.failed(call, &error)).ok()
+    }
+
+    fn failed(&mut self, call: &'static str, error: &NvmlError) {
+        if let Some(trouble) = trouble(error) {
+            self.reading.trouble = Some(trouble);
+            return;
+        }
+        match failure(error) {
+            Failure::Unsupported => drop(self.off.insert(call)),
+            Failure::Nothing => {}
+            Failure::Failed => self.reading.failed.push(call),
+        }
+    }
+
+    fn memory(&mut self, device: &Device<'_>) {
+        self.reading.memory = self.ask("memory", || device.memory_info()).map(|memory| Memory {
+            total: memory.total,
+            used: memory.used,
+            reserved: memory.reserved,
+            free: memory.free,
+        });
+        let direct = self.ask("processes", || device.running_compute_processes());
+        let by_mps = self.ask("mps_processes", || device.mps_running_compute_processes());
+        let lists = [direct, by_mps].into_iter().flatten();
+        self.reading.processes = lists
+            .map(|list| list.iter().map(process).collect::<Vec<_>>())
+            .reduce(|direct, by_mps| [direct, by_mps].concat());
+    }
+
+    fn activity(&mut self, device: &Device<'_>) {
+        let rates = self.ask("utilization", || device.utilization_rates());
+        self.reading.utilization_percent = rates.as_ref().map(|rates| rates.gpu.min(100));
+        self.reading.memory_utilization_percent = rates.map(|rates| rates.memory.min(100));
+        self.reading.power_milliwatts = self.ask("power", || device.power_usage());
+        self.reading.energy_millijoules = self.ask("energy", || device.total_energy_consumption());
+        self.reading.temperature_celsius =
+            self.ask("temperature", || device.temperature(TemperatureSensor::Gpu));
+        self.reading.sm_clock_mhz = self.ask("sm_clock", || device.clock_info(Clock::SM));
+        self.reading.memory_clock_mhz =
+            self.ask("memory_clock", || device.clock_info(Clock::Memory));
+        self.reading.throttled =
+            self.ask("throttle_reasons", || device.current_throttle_reasons()).map(throttled);
+    }
+
+    fn errors(&mut self, device: &Device<'_>) {
+        self.reading.pcie_replays = self.ask("pcie_replays", || device.pcie_replay_counter());
+        let ecc = |kind| device.total_ecc_errors(kind, EccCounter::Volatile);
+        self.reading.ecc_corrected = self.ask("ecc_corrected", || ecc(MemoryError::Corrected));
+        self.reading.ecc_uncorrected =
+            self.ask("ecc_uncorrected", || ecc(MemoryError::Uncorrected));
+    }
+
+    /// The fields come in one call, of which each may fail by itself.
+    fn fields(&mut self, device: &Device<'_>) {
+        let wanted: Vec<(u32, &'static str)> =
+            FIELDS.into_iter().filter(|(_, call)| !self.off.contains(call)).collect();
+        let ids: Vec<FieldId> = wanted.iter().map(|&(id, _)| FieldId(id)).collect();
+        if ids.is_empty() {
+            return;
+        }
+        let Some(values) = self.ask("fields", || device.field_values_for(&ids)) else { return };
+        let mut told = std::collections::BTreeMap::new();
+        for ((id, call), value) in wanted.into_iter().zip(values) {
+            match value.and_then(|sample| sample.value) {
+                Ok(value) => drop(told.insert(id, number(&value))),
+                Err(error) => self.failed(call, &error),
+            }
+        }
+        let field = |id: u32| told.get(&id).copied().flatten();
+        let yes = |id: u32| field(id).map(|value| value != 0);
+        let reading = &mut self.reading;
+        reading.memory_temperature_celsius = field(field_id::NVML_FI_DEV_MEMORY_TEMP);
+        reading.rows = Rows {
+            corrected: field(field_id::NVML_FI_DEV_REMAPPED_COR),
+            uncorrected: field(field_id::NVML_FI_DEV_REMAPPED_UNC),
+            pending: yes(field_id::NVML_FI_DEV_REMAPPED_PENDING),
+            failed: yes(field_id::NVML_FI_DEV_REMAPPED_FAILURE),
+        };
+        reading.pcie_sent_bytes = field(field_id::NVML_FI_DEV_PCIE_COUNT_TX_BYTES);
+        reading.pcie_received_bytes = field(field_id::NVML_FI_DEV_PCIE_COUNT_RX_BYTES);
+        reading.reset_needed = yes(field_id::NVML_FI_DEV_RESET_STATUS);
+        let recovery = field(field_id::NVML_FI_DEV_GET_GPU_RECOVERY_ACTION);
+        reading.recovery = recovery.map(Recovery::from_nvml);
+        reading.nvlink_errors = NvlinkErrors {
+            crc: field(field_id::NVML_FI_DEV_NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL),
+            replay: field(field_id::NVML_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL),
+            recovery: field(field_id::NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL),
+        };
+    }
+
+    /// The time from the sample before to a new one.
+    fn gpm<'n>(&mut self, device: &Device<'n>, before: &mut Option<GpmSample<'n>>) -> Option<Gpm> {
+        let supported = self.ask("gpm", || match device.gpm_support()? {
+            true => Ok(()),
+            false => Err(NvmlError::NotSupported),
+        });
+        supported?;
+        let sample = self.ask("gpm", || device.gpm_sample())?;
+        let ids = [
+            GpmMetricId::SmUtil,
+            GpmMetricId::SmOccupancy,
+            GpmMetricId::AnyTensorUtil,
+            GpmMetricId::DramBwUtil,
+            GpmMetricId::NvlinkTotalTxPerSec,
+            GpmMetricId::NvlinkTotalRxPerSec,
+        ];
+        let metrics = before.as_ref().and_then(|before| {
+            self.ask("gpm", || gpm_metrics_get(device.nvml(), before, &sample, &ids))
+        });
+        *before = Some(sample);
+        let values = metrics?.into_iter().map(|metric| metric.ok().map(|metric| metric.value));
+        let [sm, occupancy, tensor, bandwidth, sent, received] =
+            values.collect::<Vec<_>>().try_into().ok()?;
+        let ratio = |percent: Option<f64>| percent.map(|percent| (percent / 100.0).clamp(0.0, 1.0));
+        let bytes = |mib: Option<f64>| mib.map(|mib| mib * f64::from(1 << 20));
+        Some(Gpm {
+            sm_ratio: ratio(sm),
+            sm_occupancy_ratio: ratio(occupancy),
+            tensor_ratio: ratio(tensor),
+            memory_bandwidth_ratio: ratio(bandwidth),
+            nvlink_sent_bytes_per_second: bytes(sent),
+            nvlink_received_bytes_per_second: bytes(received),
+        })
+    }
+}
+
+/// A context takes memory, so none is no answer: drivers that translate pids leave it out.
+fn process(process: &ProcessInfo) -> Process {
+    let bytes = match process.used_gpu_memory {
+        UsedGpuMemory::Used(bytes) if bytes > 0 => Some(bytes),
+        UsedGpuMemory::Used(_) | UsedGpuMemory::Unavailable => None,
+    };
+    Process { pid: process.pid, bytes }
+}
+
+/// Counts and flags; a temperature below zero is none that a board at work has.
+fn number(value: &SampleValue) -> Option<u64> {
+    match *value {
+        SampleValue::U32(value) => Some(value.into()),
+        SampleValue::U64(value) => Some(value),
+        SampleValue::I64(value) => u64::try_from(value).ok(),
+        SampleValue::F64(_) => None,
+    }
+}
+
+fn throttled(reasons: ThrottleReasons) -> Vec<&'static str> {
+    let names = [
+        (ThrottleReasons::APPLICATIONS_CLOCKS_SETTING, "applications_clocks"),
+        (ThrottleReasons::SW_POWER_CAP, "power_cap"),
+        (ThrottleReasons::HW_SLOWDOWN, "hardware"),
+        (ThrottleReasons::SYNC_BOOST, "sync_boost"),
+        (ThrottleReasons::SW_THERMAL_SLOWDOWN, "software_thermal"),
+        (ThrottleReasons::HW_THERMAL_SLOWDOWN, "hardware_thermal"),
+        (ThrottleReasons::HW_POWER_BRAKE_SLOWDOWN, "power_brake"),
+        (ThrottleReasons::DISPLAY_CLOCK_SETTING, "display_clocks"),
+    ];
+    names
+        .into_iter()
+        .filter(|(reason, _)| reasons.contains(*reason))
+        .map(|(_, name)| name)
+        .collect()
+}

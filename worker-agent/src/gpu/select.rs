@@ -1,0 +1,215 @@
+//! Which devices are the engine's: those that the settings name, else those that its processes run
+//! on, else the only one there is. Pure.
+
+use std::{fmt, str::FromStr};
+
+use super::reading::Identity;
+
+/// One entry of the setting `devices`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Selector {
+    /// A GPU's or a MIG slice's.
+    Uuid(String),
+    /// NVML's.
+    Index(u32),
+    /// Of the GPU.
+    Pci(PciAddress),
+}
+
+/// Domain, bus, device, function.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PciAddress(u32, u8, u8, u8);
+
+/// Not one of the three forms.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0:?} is no GPU: give a UUID (GPU-… or MIG-…), an index, or a PCI address")]
+pub struct Error(String);
+
+impl FromStr for PciAddress {
+    type Err = Error;
+
+    /// `0000:1b:00.0`, with a domain of four or eight digits, or `1b:00.0`.
+    fn from_str(text: &str) -> Result<Self, Error> {
+        let error = || Error(text.to_owned());
+        let byte = |text: &str| u8::from_str_radix(text, 16).map_err(|_| error());
+        let (place, function) = text.rsplit_once('.').ok_or_else(error)?;
+        let (place, device) = place.rsplit_once(':').ok_or_else(error)?;
+        let (domain, bus) = place.rsplit_once(':').unwrap_or(("0", place));
+        let domain = u32::from_str_radix(domain, 16).map_err(|_| error())?;
+        Ok(Self(domain, byte(bus)?, byte(device)?, byte(function)?))
+    }
+}
+
+impl fmt::Display for PciAddress {
+    /// As the kernel's file system writes it.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self(domain, bus, device, function) = self;
+        write!(f, "{domain:04x}:{bus:02x}:{device:02x}.{function:x}")
+    }
+}
+
+impl FromStr for Selector {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Error> {
+        if text.starts_with("GPU-") || text.starts_with("MIG-") {
+            return Ok(Self::Uuid(text.to_owned()));
+        }
+        if let Ok(index) = text.parse() {
+            return Ok(Self::Index(index));
+        }
+        text.parse().map(Self::Pci)
+    }
+}
+
+impl Selector {
+    /// A slice is named by its own UUID, or with all others of its GPU.
+    fn names(&self, identity: &Identity) -> bool {
+        match self {
+            Self::Uuid(uuid) => *uuid == identity.uuid || *uuid == identity.board(),
+            Self::Index(index) => *index == identity.index,
+            Self::Pci(address) => {
+                let own = identity.pci_address.as_deref().and_then(|own| own.parse().ok());
+                own == Some(*address)
+            }
+        }
+    }
+}
+
+/// How it is known that a device is the engine's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Basis {
+    /// The settings name it.
+    Configured,
+    /// A process of the engine has a context on it.
+    Processes,
+    /// There is no other.
+    Only,
+    /// It isn't: it is one of several that the engine could run on.
+    Unknown,
+}
+
+/// Remembers where the engine was seen, for the time in which its processes can't be.
+#[derive(Debug, Default)]
+pub struct Selection {
+    /// UUIDs.
+    seen: Vec<String>,
+}
+
+impl Selection {
+    /// Picks the worker's devices, by their places in the list. `runs_on` says whether a process
+    /// of the engine has a context on a device.
+    pub fn pick(
+        &mut self,
+        configured: &[Selector],
+        devices: &[Identity],
+        runs_on: impl Fn(usize) -> bool,
+    ) -> (Basis, Vec<usize>) {
+        let usable = |&at: &usize| !devices[at].divided;
+        let those = |wanted: &dyn Fn(usize) -> bool| -> Vec<usize> {
+            (0..devices.len()).filter(usable).filter(|&at| wanted(at)).collect()
+        };
+        let running = those(&runs_on);
+        if !configured.is_empty() {
+            let named = |at: usize| configured.iter().any(|one| one.names(&devices[at]));
+            return (Basis::Configured, those(&named));
+        }
+        if !running.is_empty() {
+            self.seen = running.iter().map(|&at| devices[at].uuid.clone()).collect();
+            return (Basis::Processes, running);
+        }
+        let before = those(&|at| self.seen.contains(&devices[at].uuid));
+        if !before.is_empty() {
+            return (Basis::Processes, before);
+        }
+        let all = those(&|_| true);
+        (if all.len() == 1 { Basis::Only } else { Basis::Unknown }, all)
+    }
+
+    /// The engine's processes are others now.
+    pub fn forget(&mut self) {
+        self.seen.clear();
+    }
+}
+
+/// The entries of the settings that name nothing.
+#[must_use]
+pub fn unmatched<'a>(configured: &'a [Selector], devices: &[Identity]) -> Vec<&'a Selector> {
+    configured.iter().filter(|one| !devices.iter().any(|device| one.names(device))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Two whole GPUs and a divided one with two slices.
+    fn machine() -> Vec<Identity> {
+        let gpu = |index: u32| Identity {
+            uuid: format!("GPU-{index}"),
+            index,
+            pci_address: Some(format!("00000000:{:02X}:00.0", 0x1b + index)),
+            divided: index == 2,
+            ..Identity::default()
+        };
+        let slice = |number: u32| Identity {
+            uuid: format!("MIG-{number}"),
+            parent_uuid: Some("GPU-2".into()),
+            ..Identity { divided: false, ..gpu(2) }
+        };
+        vec![gpu(0), gpu(1), gpu(2), slice(0), slice(1)]
+    }
+
+    fn picked(configured: &[&str], running: &[usize]) -> (Basis, Vec<usize>) {
+        let configured: Vec<Selector> =
+            configured.iter().map(|text| text.parse().unwrap()).collect();
+        Selection::default().pick(&configured, &machine(), |at| running.contains(&at))
+    }
+
+    #[test]
+    fn a_setting_names_a_gpu_by_uuid_index_or_address_and_a_slice_by_uuid() {
+        for (name, devices) in [
+            ("GPU-1", vec![1]),
+            ("1", vec![1]),
+            ("00000000:1C:00.0", vec![1]),
+            ("0000:1c:00.0", vec![1]),
+            ("1c:00.0", vec![1]),
+            ("MIG-1", vec![4]),
+            ("GPU-2", vec![3, 4]),
+            ("2", vec![3, 4]),
+            ("GPU-9", vec![]),
+        ] {
+            assert_eq!(picked(&[name], &[0]), (Basis::Configured, devices), "{name}");
+        }
+        for text in ["", "H200", "-1", "GPU", "1c:00", "zz:00.0"] {
+            assert!(text.parse::<Selector>().is_err(), "{text:?} was taken");
+        }
+        let configured = ["GPU-9".parse().unwrap(), "0".parse().unwrap()];
+        assert_eq!(unmatched(&configured, &machine()), [&configured[0]]);
+    }
+
+    #[test]
+    fn an_engine_is_where_its_processes_are() {
+        assert_eq!(picked(&[], &[1]), (Basis::Processes, vec![1]));
+        assert_eq!(picked(&[], &[0, 1]), (Basis::Processes, vec![0, 1]), "tensor parallel");
+        // The driver lists a slice's processes under the whole GPU too.
+        assert_eq!(picked(&[], &[2, 4]), (Basis::Processes, vec![4]));
+    }
+
+    #[test]
+    fn one_gpu_is_the_engine_s_and_of_several_none_is_sure() {
+        let one = Selection::default().pick(&[], &machine()[..1], |_| false);
+        assert_eq!(one, (Basis::Only, vec![0]));
+        assert_eq!(picked(&[], &[]), (Basis::Unknown, vec![0, 1, 3, 4]));
+        assert_eq!(Selection::default().pick(&[], &[], |_| false), (Basis::Unknown, vec![]));
+    }
+
+    #[test]
+    fn an_engine_whose_processes_can_t_be_seen_any_more_is_where_it_was() {
+        let mut selection = Selection::default();
+        selection.pick(&[], &machine(), |at| at == 1);
+        let lost = selection.pick(&[], &machine(), |_| false);
+        assert_eq!(lost, (Basis::Processes, vec![1]));
+        selection.forget();
+        assert_eq!(selection.pick(&[], &machine(), |_| false).0, Basis::Unknown);
+    }
+}
