@@ -46,6 +46,9 @@ pub struct Ledger {
     device: String,
     /// Bytes of each rank's pool on each of its devices, as the engine says.
     pool_bytes: Vec<Option<u64>>,
+    page_tokens: u32,
+    /// Bytes of a page on each of a rank's devices, by the buffers that the shim sees.
+    page_bytes: HashMap<u32, u64>,
     sample: Option<Sample>,
     /// What the shim says of each rank, where it says anything.
     facts: HashMap<u32, Facts>,
@@ -92,6 +95,8 @@ impl Ledger {
             sizes: vec![],
             device: String::new(),
             pool_bytes: vec![],
+            page_tokens: 1,
+            page_bytes: HashMap::new(),
             sample: None,
             facts: HashMap::new(),
         }
@@ -104,6 +109,7 @@ impl Ledger {
         self.sizes.truncate(RANKS_MAX as usize);
         self.device.clone_from(&info.device);
         self.pool_bytes.clone_from(&info.pool_bytes);
+        self.page_tokens = info.facts.page_tokens.max(1);
         self.sample = None;
         self.facts.clear();
         let ranks = self.sizes.iter().map(|&(rows, tokens)| Capacity {
@@ -131,6 +137,14 @@ impl Ledger {
         match facts {
             Some(facts) => drop(self.facts.insert(dp_rank, facts)),
             None => drop(self.facts.remove(&dp_rank)),
+        }
+    }
+
+    /// Takes what a page is in bytes, as a rank's shim says, or that nobody says it any more.
+    pub fn page_is(&mut self, dp_rank: u32, bytes: Option<u64>) {
+        match bytes {
+            Some(bytes) => drop(self.page_bytes.insert(dp_rank, bytes)),
+            None => drop(self.page_bytes.remove(&dp_rank)),
         }
     }
 
@@ -269,11 +283,15 @@ impl Ledger {
 
     /// Says in bytes of each device what the rank's pool is, where it is known to be there.
     fn show_pool(&self, load: &mut RankLoad, tokens: u64, gpus: &Snapshot) {
-        let known = self.pool_bytes.get(load.dp_rank as usize).copied().flatten();
-        let Some(bytes) = known.filter(|_| gpus.holds_pool(load.dp_rank, self.sizes.len())) else {
-            return;
-        };
-        let pool = Pool { bytes, tokens, source: Source::ServerInfo };
+        let by_buffers = self.page_bytes.get(&load.dp_rank).map(|bytes| {
+            let pages = tokens / u64::from(self.page_tokens);
+            (bytes.saturating_mul(pages), Source::Shim)
+        });
+        let by_word = self.pool_bytes.get(load.dp_rank as usize).copied().flatten();
+        let known = by_buffers.or(by_word.map(|bytes| (bytes, Source::ServerInfo)));
+        let here = gpus.holds_pool(load.dp_rank, self.sizes.len());
+        let Some((bytes, source)) = known.filter(|_| here) else { return };
+        let pool = Pool { bytes, tokens, source };
         let mut devices = std::mem::take(&mut load.devices);
         devices.iter_mut().for_each(|device| pool.show(load, device));
         load.devices = devices;

@@ -35,6 +35,7 @@ impl Owner {
             News::Down { dp_rank, reason } => {
                 warn!(dp_rank, reason, "the engine's shim has gone");
                 self.audit_down(dp_rank);
+                self.ledger.page_is(dp_rank, None);
                 self.shims.remove(&dp_rank);
                 self.ledger.seen(dp_rank, None);
                 self.table.shim_down(now(), dp_rank);
@@ -58,6 +59,7 @@ impl Owner {
             info!(dp_rank, reason, "the engine's pages can't be audited");
         }
         self.audits.up(now(), *dp_rank, unauditable.clone());
+        self.ledger.page_is(*dp_rank, hello.page_bytes);
     }
 
     /// An engine that was only just reached may have a shim that spoke before it.
