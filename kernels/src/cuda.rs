@@ -54,7 +54,7 @@ pub enum Error {
     #[error("the copy before is still under way: ask again when it is done")]
     InFlight,
     #[error(
-        "the memory at {0:#x} is mapped by handles, which CUDA IPC can't share: run inside the engine"
+        "the memory at {0:#x} is mapped from handles, which CUDA IPC can't share: audit in the engine"
     )]
     VmmBacked(u64),
 }

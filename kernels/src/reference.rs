@@ -31,7 +31,7 @@ impl LiveRow {
     }
 }
 
-/// Gives every row its place in the gathered page list, one after another; answers the list's length.
+/// Gives every row its place in the gathered page list, one after another: answers its length.
 pub fn lay_out(rows: &mut [LiveRow], page_shift: u32) -> u64 {
     let mut refs = 0;
     for row in rows {
@@ -249,7 +249,7 @@ pub struct KvBytes<'a> {
 /// `kv_page_digest`: a digest of each page over all buffers; 0 for a page that lies outside.
 ///
 /// Each 64-bit word is keyed by its buffer and its place in the page, mixed, and added: the order
-/// of adding doesn't matter, the order of words and buffers does. It finds accidents, not forgeries.
+/// of adding doesn't matter, that of words and buffers does. It finds accidents, not forgeries.
 pub fn page_digest(buffers: &[KvBytes<'_>], pages: &[u32]) -> Vec<u64> {
     pages.iter().map(|&page| one_digest(buffers, page as usize).unwrap_or(0)).collect()
 }

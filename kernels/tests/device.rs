@@ -47,7 +47,7 @@ fn a_snapshot_waits_for_the_scheduler_and_the_caller_for_nobody() {
 
     fake.hold(engine.stream());
     engine.send(&mut next, LD, &mut r2t).unwrap();
-    // SAFETY: the engine's stream lives as long as the engine, which is longer than this test's use.
+    // SAFETY: the engine's stream lives as long as the engine.
     unsafe { device.wait_for(engine.stream()).unwrap() };
     let entries = Table { entries: r2t.slice(), ld: LD as u64 };
     device.gather_pages(entries, &live, &mut staged, &mut bad).unwrap();

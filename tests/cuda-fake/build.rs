@@ -9,7 +9,7 @@ fn main() {
         .std("c++17")
         .file(host.join("launch.cpp"))
         .define("KV_SOURCE", "\"../kv_account.cu\"")
-        // The emulation jumps between stacks, which the checks of a fortified libc take for a fault.
+        // The emulation jumps between stacks, which a fortified libc takes for a fault.
         .flag("-U_FORTIFY_SOURCE")
         .opt_level(2)
         .compile("kv_host");

@@ -105,7 +105,9 @@ inline void run_warp(Fiber* warp) {
   do {
     for (unsigned i = 0; i < WARP; i++) resume(warp[backwards ? WARP - 1 - i : i]);
   } while (count(warp, WARP, At::warp) == WARP);
-  if (count(warp, WARP, At::warp) != 0) stop("a part of a warp waits for the rest, which doesn't come");
+  if (count(warp, WARP, At::warp) != 0) {
+    stop("a part of a warp waits for the rest, which doesn't come");
+  }
 }
 
 inline void run_block(unsigned threads) {
@@ -122,7 +124,8 @@ inline void run_block(unsigned threads) {
 
 // Runs `call(argument)` as every thread of `grid` blocks of `threads`.
 inline void launch(unsigned grid, unsigned threads, void (*call)(void*), void* with) {
-  if (threads == 0 || threads % WARP != 0 || threads > THREADS_MAX) stop("not a block of whole warps");
+  const bool whole_warps = threads > 0 && threads % WARP == 0 && threads <= THREADS_MAX;
+  if (!whole_warps) stop("not a block of whole warps");
   body = call, argument = with;
   block_dim.x = threads, grid_dim.x = grid;
   for (unsigned i = 0; i < grid; i++) {

@@ -1,7 +1,7 @@
 //! The kernels, one method each: what goes in is checked here, once, so that a kernel can trust it.
 //!
-//! Every method only enqueues. Unless it says that it adds, it clears what it counts in first, so it
-//! means what the function of the same name in [`mod@crate::reference`] means.
+//! Every method only enqueues. Unless it says that it adds, it clears what it counts in first: so
+//! it means what the function of the same name in [`mod@crate::reference`] means.
 
 use super::launch::Kernel;
 use super::{Buffer, Device, Error, LiveRows, PAGE_SHIFT_MAX, Plain, Pool, Slice, at_most};

@@ -38,9 +38,9 @@ pub struct Shape {
 }
 
 impl Default for Shape {
-    /// Four warps a block: enough to hide memory, and few enough to leave room for the engine's own
-    /// kernels. Eight entries a thread: a row of 128k single-token pages is 128 blocks. 1,024 blocks
-    /// are all that an H200's 132 processors hold of this size at half occupancy.
+    /// Four warps a block hide the wait for memory, and leave room for the engine's own kernels.
+    /// Eight entries a thread make 128 blocks of a row of 128k single-token pages. 1,024 blocks are
+    /// what an H200's 132 processors hold of this size at half occupancy.
     fn default() -> Shape {
         Shape { threads: 128, entries: 8, blocks_max: 1024 }
     }
@@ -84,7 +84,7 @@ impl Device {
         blocks: u64,
         params: &[u64],
     ) -> Result<(), Error> {
-        const { assert!(cfg!(target_endian = "little"), "parameters are read from their low half") };
+        const { assert!(cfg!(target_endian = "little"), "the low half of a `u64` comes first") };
         at_most("blocks of a launch", blocks, i32::MAX.cast_unsigned().into())?;
         let Some(blocks) = u32::try_from(blocks).ok().filter(|&blocks| blocks > 0) else {
             return Ok(());

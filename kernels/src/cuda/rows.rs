@@ -1,4 +1,4 @@
-//! A snapshot's live rows on their way to the device: checked here, so that kernels may follow them.
+//! A snapshot's live rows on their way to the device: checked here, so kernels may follow them.
 
 use super::{Buffer, Device, Error, Pinned, WARP, at_most};
 use crate::reference::{LiveRow, OWNER_SHARED};
@@ -65,7 +65,8 @@ impl Device {
         })
     }
 
-    /// Takes a snapshot's rows, laid out by [`crate::reference::lay_out`]; session numbers are small.
+    /// Takes a snapshot's rows, laid out by [`crate::reference::lay_out`]. Sessions are counted by
+    /// number, so numbers are small.
     ///
     /// Rows may be missing from a layout: those that stayed as they were can be taken again, over
     /// the same page list. [`Error::InFlight`] where the rows before are still on their way.

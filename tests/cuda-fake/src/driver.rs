@@ -194,7 +194,6 @@ unsafe extern "C" fn cuLaunchKernelEx(
 }
 
 #[unsafe(no_mangle)]
-#[expect(clippy::too_many_arguments, reason = "the driver's signature")]
 unsafe extern "C" fn cuLaunchKernel(
     function: u64,
     grid_x: c_uint,
