@@ -53,9 +53,7 @@ pub enum Error {
     Layout,
     #[error("the copy before is still under way: ask again when it is done")]
     InFlight,
-    #[error(
-        "the memory at {0:#x} is mapped from handles, which CUDA IPC can't share: audit in the engine"
-    )]
+    #[error("{0:#x} is mapped from handles, which CUDA IPC can't share: audit in the engine")]
     VmmBacked(u64),
 }
 
