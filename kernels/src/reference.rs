@@ -339,6 +339,67 @@ mod tests {
         assert_eq!((staged, bad), (vec![PAGE_BAD; 3], 3));
     }
 
+    #[test]
+    fn a_close_frees_what_nobody_else_and_no_tree_has() {
+        let (r2t, ld, rows) = pool(&[(7, 12, &[1, 2, 3]), (7, 8, &[3, 4]), (8, 4, &[2])]);
+        let (staged, _) = gather_pages(&r2t, ld, &rows, 2, 8);
+        let marks = mark(&rows, &staged, 2, 8);
+        let freed = |tree| session(&rows, &staged, &marks, tree, 2)[&7].freed;
+        assert_eq!(freed(None), 3, "1, 3 and 4; page 3 once, though two rows name it");
+        assert_eq!(freed(Some(&list_to_set([1, 2, 6], 8))), 2, "the tree keeps page 1");
+        assert_eq!(session(&rows, &staged, &marks, None, 2)[&8].freed, 0, "page 2 is shared");
+    }
+
+    #[test]
+    fn sharing_is_an_alarm_outside_the_tree_alone() {
+        let (r2t, ld, rows) = pool(&[(1, 8, &[1, 2]), (2, 8, &[1, 2]), (2, 4, &[3]), (2, 4, &[3])]);
+        let (staged, _) = gather_pages(&r2t, ld, &rows, 2, 8);
+        let marks = mark(&rows, &staged, 2, 8);
+        assert_eq!(marks.shared_pages(), 2, "two rows of one session share nothing");
+        assert_eq!(marks.aliased_pages(&list_to_set([1], 8)), 1);
+    }
+
+    #[test]
+    fn a_bad_entry_ends_a_run() {
+        let (mut r2t, ld, rows) = pool(&[(1, 20, &[1, 2, 3, 4, 4])]);
+        let runs = |r2t: &[i32]| {
+            let (staged, _) = gather_pages(r2t, ld, &rows, 2, 8);
+            session(&rows, &staged, &mark(&rows, &staged, 2, 8), None, 2)[&1].runs
+        };
+        assert_eq!(runs(&r2t), 2, "a page named twice in a row is no run");
+        r2t[4] = -1;
+        assert_eq!(runs(&r2t), 3);
+    }
+
+    #[test]
+    fn a_page_is_named_by_its_first_slot() {
+        let set = slots_to_set([16, 17, 18, 19, 20, 16, 31, 32, -1, -4], 2, 8);
+        assert_eq!((set.duplicates, set.bad), (1, 3), "16 again; 32, -1 and -4 are nowhere");
+        let pages: Vec<usize> = (0..8).filter(|&page| set.has[page]).collect();
+        assert_eq!(pages, [4, 5], "31 lies in page 7, and doesn't name it");
+        assert_eq!(list_to_set([0, 1, 3, 5, 6, 7], 8).runs(), 3);
+    }
+
+    #[test]
+    fn tokens_are_pages_where_a_page_is_one_token() {
+        let rows = [LiveRow { row: 0, len: 3, session: 0, out_off: 0 }];
+        let (staged, bad) = gather_pages(&[5, 0, 6], 3, &rows, 0, 7);
+        assert_eq!((staged.as_slice(), bad), ([5, PAGE_BAD, 6].as_slice(), 1), "0 is padding");
+        assert_eq!(gather_pages(&[], 0, &[], 0, 0), (vec![], 0));
+    }
+
+    /// The figures were computed apart from this code.
+    #[test]
+    fn digests_are_these_figures() {
+        let (one, two): (Vec<u8>, Vec<u8>) = ((0..96).collect(), (0..64).rev().collect());
+        let one = KvBytes { bytes: &one, page_bytes: 48 };
+        let two = KvBytes { bytes: &two, page_bytes: 32 };
+        let want = [0xc7dd_2d82_2169_435b, 0xdde8_3ecc_6236_788b, 0];
+        assert_eq!(page_digest(&[one, two], &[0, 1, 2]), want);
+        assert_ne!(page_digest(&[two, one], &[0])[0], want[0], "buffers have their order");
+        assert_eq!(page_digest(&[], &[3]), [0]);
+    }
+
     /// Every law at once on pools made by a small generator; a failure names its seed.
     #[test]
     fn laws_hold_on_random_pools() {

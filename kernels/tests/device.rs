@@ -264,6 +264,22 @@ fn a_digest_tells_a_flipped_bit_and_swapped_layers() {
     assert_eq!(sound, digest([elsewhere, bytes(2)]), "another page is its own affair");
 }
 
+/// So that an engine on a CPU can be accounted by the same calls. A driver without a GPU alone
+/// allows it.
+#[test]
+fn host_memory_is_device_memory_where_there_is_no_gpu() {
+    let _fake = Fake::load().unwrap();
+    let device = device();
+    let (live, _) = one_row(&device);
+    let r2t = table(7);
+    let (mut staged, mut bad) = (device.alloc(3).unwrap(), device.alloc(1).unwrap());
+    // SAFETY: the table is on the host, as is this device's work, and outlives the wait below.
+    let entries = unsafe { Slice::foreign(r2t.as_ptr() as u64, r2t.len()).unwrap() };
+    let table = Table { entries, ld: LD as u64 };
+    device.gather_pages(table, &live, &mut staged, &mut bad).unwrap();
+    assert_eq!(device.download(staged.slice()).unwrap(), [7, 3, 4]);
+}
+
 #[test]
 fn a_timed_mark_measures() {
     let _fake = Fake::load().unwrap();

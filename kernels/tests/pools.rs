@@ -283,7 +283,7 @@ fn corrupt(rng: &mut Rng, r2t: &mut [i32], rows: &mut [LiveRow], ld: usize, pool
     for _ in 0..rng.u32(1..4) {
         let entry = rng.usize(0..r2t.len()) >> pool.page_shift << pool.page_shift;
         let outside = (pool.npages << pool.page_shift).cast_signed();
-        let odd = r2t[entry] + 1;
+        let odd = r2t[entry].wrapping_add(1);
         let values = [0, -5, i32::MIN, i32::MAX, outside, outside - 1, odd, 1];
         r2t[entry] = values[rng.usize(0..values.len())];
     }
@@ -300,7 +300,8 @@ fn corrupt(rng: &mut Rng, r2t: &mut [i32], rows: &mut [LiveRow], ld: usize, pool
 fn free_list(rng: &mut Rng, pool: Pool) -> Vec<i64> {
     let mut list: Vec<i64> = Vec::new();
     let npages = i64::from(pool.npages);
-    for _ in 0..rng.u32(0..60) {
+    let pieces = if rng.u32(0..16) == 0 { 0 } else { rng.u32(1..60) };
+    for _ in 0..pieces {
         let start = rng.i64(0..npages);
         list.extend((start..npages).take(rng.usize(0..40)));
         match rng.u32(0..20) {
@@ -316,6 +317,9 @@ fn free_list(rng: &mut Rng, pool: Pool) -> Vec<i64> {
 
 /// Whole pages of some rows and of nobody, by their token slots; rarely a stray slot.
 fn tree_list(rng: &mut Rng, pool: Pool, lists: &[Vec<u32>]) -> Vec<i64> {
+    if rng.u32(0..16) == 0 {
+        return vec![];
+    }
     let mut pages: Vec<u32> =
         lists.iter().flatten().copied().filter(|_| rng.u32(0..3) == 0).collect();
     pages.extend((0..rng.u32(0..20)).map(|_| rng.u32(0..pool.npages + 2)));
