@@ -10,6 +10,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use kernels::report::Kind;
 use proto::load::PageAudit;
 
 use crate::shim::Audited;
@@ -19,22 +20,26 @@ mod read;
 pub use self::read::SessionPages;
 
 /// Faults that make the KV of the sessions they name worthless.
-const CORRUPTING: [&str; 5] =
-    ["aliased", "free_held", "cached_private", "row_entry", "changed"];
+const CORRUPTING: [Kind; 5] =
+    [Kind::Aliased, Kind::FreeHeld, Kind::CachedPrivate, Kind::RowEntry, Kind::Changed];
 
 /// Faults of the engine's bookkeeping, which only a new start mends. A page that changed is none:
 /// its sessions are closed.
-const LASTING: [&str; 9] = [
-    "aliased",
-    "leaked",
-    "double_free",
-    "free_held",
-    "free_cached",
-    "cached_private",
-    "tree_twice",
-    "free_entry",
-    "tree_entry",
+const LASTING: [Kind; 9] = [
+    Kind::Aliased,
+    Kind::Leaked,
+    Kind::DoubleFree,
+    Kind::FreeHeld,
+    Kind::FreeCached,
+    Kind::CachedPrivate,
+    Kind::TreeTwice,
+    Kind::FreeEntry,
+    Kind::TreeEntry,
 ];
+
+fn is_of(kinds: &[Kind], name: &str) -> bool {
+    kinds.iter().any(|kind| kind.name() == name)
+}
 
 /// As many audits in a row must find a fault before the worker drains for it: one that passes by
 /// itself needs no restart.
@@ -66,7 +71,7 @@ impl Audit {
     /// into one of theirs.
     pub fn corrupt_sessions(&self) -> impl Iterator<Item = &str> {
         let findings = self.pages.findings.iter();
-        let harming = findings.filter(|finding| CORRUPTING.contains(&finding.kind.as_str()));
+        let harming = findings.filter(|finding| is_of(&CORRUPTING, &finding.kind));
         let named = harming.flat_map(|finding| &finding.named);
         named.flat_map(|one| &one.sessions).map(String::as_str).filter(|id| !id.is_empty())
     }
@@ -214,9 +219,8 @@ impl Audits {
     #[must_use]
     pub fn restart_required(&self) -> Option<String> {
         self.ranks.iter().find_map(|(dp_rank, rank)| {
-            let lasting = |kind: &&String| LASTING.contains(&kind.as_str());
             let long = rank.streaks.iter().filter(|(_, audits)| **audits >= LASTING_AUDITS);
-            let kind = long.map(|(kind, _)| kind).find(lasting)?;
+            let kind = long.map(|(kind, _)| kind).find(|kind| is_of(&LASTING, kind))?;
             let findings = &rank.last.as_ref()?.pages.findings;
             let count = findings.iter().find(|finding| finding.kind == *kind)?.count;
             Some(format!(
@@ -243,9 +247,7 @@ impl Audits {
 
 #[cfg(test)]
 mod tests {
-    use kernels::report::{
-        Classes, Digests, Finding, Found, FreePages, Kind, Report, Scope, Session,
-    };
+    use kernels::report::{Classes, Digests, Finding, Found, FreePages, Report, Scope, Session};
 
     use super::*;
 

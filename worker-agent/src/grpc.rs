@@ -16,8 +16,7 @@ use tonic::{Request, Response, Status};
 
 use crate::{
     agent::{self, AgentHandle, Change, RankPages, Watch},
-    audit,
-    session,
+    audit, session,
 };
 
 /// Sessions in one part of the table.

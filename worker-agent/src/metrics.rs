@@ -2,12 +2,12 @@
 
 use std::time::Duration;
 
+use kernels::report::Kind;
 use prometheus_client::{
     encoding::EncodeLabelSet,
     metrics::{counter::Counter, family::Family, gauge::Gauge, histogram::Histogram},
     registry::{Registry, Unit},
 };
-use kernels::report::Kind;
 use proto::load::{Figure, LoadReport, PageAudit, PageClasses};
 
 use crate::session::{Event, Outcome};

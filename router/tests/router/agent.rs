@@ -432,6 +432,13 @@ impl WorkerAgent for Service {
         Ok(tonic::Response::new(v1::CloseSessionResponse { deferred }))
     }
 
+    async fn audit(
+        &self,
+        _: tonic::Request<v1::AuditRequest>,
+    ) -> Result<tonic::Response<v1::AuditResponse>, Status> {
+        Err(Status::unimplemented("not used by the router"))
+    }
+
     async fn list_sessions(
         &self,
         _: tonic::Request<v1::ListSessionsRequest>,

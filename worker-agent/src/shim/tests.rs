@@ -149,7 +149,10 @@ async fn what_a_shim_says_arrives_and_commands_reach_it() {
     let (bytes, mut shim) = read.await.unwrap();
     assert_eq!(bytes[..], wanted.concat());
     let names = [1_u16.to_le_bytes().to_vec(), text("s#2")].concat();
-    shim.send(3, &[&9_u64.to_le_bytes()[..], &[0; 8], &text(""), &names, b"what was found"].concat());
+    shim.send(
+        3,
+        &[&9_u64.to_le_bytes()[..], &[0; 8], &text(""), &names, b"what was found"].concat(),
+    );
     let News::Audited { dp_rank: 2, audited } = house.next().await else { panic!("no audit") };
     assert_eq!((audited.number, &audited.names[..]), (9, &["s#2".to_owned()][..]));
     assert_eq!((audited.refusal, &audited.report[..]), (None, &b"what was found"[..]));

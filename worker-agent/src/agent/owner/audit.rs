@@ -24,11 +24,7 @@ pub(super) struct Waiter {
 }
 
 impl Owner {
-    pub(super) fn audit(
-        &mut self,
-        dp_rank: u32,
-        reply: oneshot::Sender<Result<RankPages, Error>>,
-    ) {
+    pub(super) fn audit(&mut self, dp_rank: u32, reply: oneshot::Sender<Result<RankPages, Error>>) {
         if self.audit_waiters.len() >= WAITERS_MAX {
             return drop(reply.send(Err(Error::Busy)));
         }
