@@ -26,8 +26,8 @@ pub struct Agent {
     _state: Option<tempfile::TempDir>,
 }
 
-/// Settings that suit tests: everything on port 0, quick reports, the toy model's vocabulary, and no
-/// GPU, whatever this machine has.
+/// Settings that suit tests: everything on port 0, quick reports, the toy model's vocabulary, and
+/// no GPU, whatever this machine has.
 #[must_use]
 pub fn agent_config(engine: &str, worker_id: &str) -> Config {
     let free = SocketAddr::from(([127, 0, 0, 1], 0));

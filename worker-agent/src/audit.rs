@@ -1,5 +1,5 @@
-//! Page audits: when to ask a rank's shim for one, who waits for it, and what the newest says. Pure:
-//! what is to be asked comes out as numbers, answers go in.
+//! Page audits: when to ask a rank's shim for one, and what the newest says. Pure: what is to be
+//! asked comes out as numbers, answers go in.
 //!
 //! An audit is taken inside the engine's process, at one moment between two steps, by `kernels`'
 //! library. Ranks are asked every interval, and when someone wants to know now; an answer serves
@@ -67,8 +67,8 @@ impl Audit {
         PageAudit { age_ms: u32::try_from(age).unwrap_or(u32::MAX), ..self.pages.clone() }
     }
 
-    /// Sessions whose KV can't be trusted: they share a page that they should not, or somebody wrote
-    /// into one of theirs.
+    /// Sessions whose KV can't be trusted: they share a page that they should not, or somebody
+    /// wrote into one of theirs.
     pub fn corrupt_sessions(&self) -> impl Iterator<Item = &str> {
         let findings = self.pages.findings.iter();
         let harming = findings.filter(|finding| is_of(&CORRUPTING, &finding.kind));
@@ -101,7 +101,7 @@ pub enum Error {
     #[error("too many audits are waited for; ask again")]
     Busy,
     /// No answer in time.
-    #[error("the engine didn't answer within {} s; is it in a step that long?", ANSWER_MAX.as_secs())]
+    #[error("the engine didn't answer within {} s; is its step that long?", ANSWER_MAX.as_secs())]
     Late,
 }
 
@@ -174,8 +174,8 @@ impl Audits {
         Ok(self.number)
     }
 
-    /// The ranks to ask because their time has come, with their questions' numbers. One that owes an
-    /// answer isn't asked again.
+    /// The ranks to ask because their time has come, with their questions' numbers. One that owes
+    /// an answer isn't asked again.
     pub fn due(&mut self, now: Instant) -> Vec<(u32, u64)> {
         let due = |rank: &Rank| rank.asked.is_empty() && rank.next.is_some_and(|at| at <= now);
         let ranks: Vec<u32> =

@@ -161,8 +161,8 @@ impl Metrics {
         self.audit_step.observe(spent.as_secs_f64());
     }
 
-    /// A rank's newest audit, or that there is none any more. A kind of fault that an audit could not
-    /// look for has no line.
+    /// A rank's newest audit, or that there is none any more. A kind of fault that an audit could
+    /// not look for has no line.
     pub fn pages(&self, dp_rank: u32, audit: Option<&PageAudit>) {
         let classes = audit.and_then(|audit| audit.classes);
         let class = |value: fn(&PageClasses) -> u64| classes.as_ref().map(value);

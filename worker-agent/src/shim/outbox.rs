@@ -78,7 +78,7 @@ impl Outbox {
         self.audited = Some(audited);
     }
 
-    /// The next piece of news: events, then the sessions they led to, then the facts, then an audit.
+    /// The next piece of news: events, the sessions they led to, the facts, an audit.
     pub(super) fn pop(&mut self) -> Option<News> {
         if let Some(event) = self.events.pop_front() {
             return Some(event);
