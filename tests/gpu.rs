@@ -1,15 +1,24 @@
-//! The agent's GPU readings against a machine whose GPUs are what the test says, and that machine
-//! against NVIDIA's own binding.
+//! The agent's GPU readings against machines whose GPUs are what the test says: each reading, what is
+//! missing, what fails, whose they are; and such a machine against NVIDIA's own binding.
 
+#![expect(clippy::unwrap_used, reason = "a test fails where it unwraps")]
 #![expect(clippy::print_stderr, reason = "a test that is skipped says so")]
 
 use std::{
     path::{Path, PathBuf},
-    process::Command,
+    process::{Command, Stdio},
+    sync::Arc,
 };
 
 use serde_json::{Value, json};
-use tests::nvml::Machine;
+use tests::{
+    cluster::{Agent, PATIENCE, Router, agent_config, eventually, ready, router_config},
+    engine_sim::{Config, EngineSim},
+    nvml::Machine,
+    scheduler::{Pool, Scheduler},
+    web::Web,
+};
+use worker_agent::gpu::{self, Gpus, Settings, fleet::Snapshot, reading, select::Basis};
 
 const GIB: u64 = 1 << 30;
 
@@ -63,4 +72,459 @@ fn nvidia_s_own_binding_reads_the_same_machine() {
         .unwrap();
     let said = [output.stdout, output.stderr].concat();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&said));
+}
+
+/// A GPU with something in every reading, which is the engine's because it is the only one.
+fn busy() -> Value {
+    let mut gpu = busy_and_lost()["gpus"]["0"].clone();
+    gpu["mig"] = false.into();
+    gpu["slices"] = json!({});
+    gpu["numa_node"] = 1.into();
+    gpu["mps_processes"] = json!([{"pid": 9, "bytes": GIB}]);
+    gpu["throttle_reasons"] = (1 | 4 | 0x40).into();
+    gpu["fields"] = json!({"82": 66, "142": 3, "143": 1, "144": 1, "145": 0, "197": 1000,
+        "198": 2000, "230": 0, "38": 4, "52": 5, "59": 6});
+    gpu["gpm"] = json!({"2": 12.5, "3": 25.0, "5": 50.0, "10": 75.0, "60": 2.0, "61": 1.0});
+    gpu
+}
+
+fn settings(machine: &Machine) -> Settings {
+    Settings { library: machine.library(), ..Settings::default() }
+}
+
+/// The first snapshot that fits.
+async fn snapshot(gpus: &Gpus, what: &str, fits: impl Fn(&Snapshot) -> bool) -> Arc<Snapshot> {
+    let mut watch = gpus.watch();
+    let found = watch.wait_for(|snapshot| fits(snapshot));
+    let Ok(found) = tokio::time::timeout(PATIENCE, found).await else {
+        panic!("waited in vain for {what}; there is {:?}", gpus.now());
+    };
+    Arc::clone(&found.unwrap())
+}
+
+#[tokio::test]
+async fn every_reading_arrives() {
+    let machine = Machine::new(&json!({ "0": busy() })).unwrap();
+    let gpus = gpu::watch(Settings { gpm: true, ..settings(&machine) }).unwrap();
+    let second = |snapshot: &Snapshot| snapshot.devices[0].reading.gpm.is_some();
+    let seen = snapshot(&gpus, "two samples of the counters", second).await;
+    let device = &seen.devices[0];
+    let expected = reading::Identity {
+        uuid: "GPU-a".into(),
+        name: "NVIDIA H200".into(),
+        index: 0,
+        pci_address: Some("00000000:1B:00.0".into()),
+        parent_uuid: None,
+        numa_node: Some(1),
+        divided: false,
+    };
+    assert_eq!(device.identity, expected);
+    assert_eq!((seen.basis, device.ours, &device.unhealthy), (Basis::Only, true, &None));
+    let process = |pid, bytes| reading::Process { pid, bytes };
+    let expected = reading::Reading {
+        memory: Some(reading::Memory {
+            total: 140 * GIB,
+            used: 9 * GIB,
+            reserved: GIB,
+            free: 130 * GIB,
+        }),
+        processes: Some(vec![process(7, Some(8 * GIB)), process(8, None), process(9, Some(GIB))]),
+        utilization_percent: Some(30),
+        memory_utilization_percent: Some(40),
+        power_milliwatts: Some(512_000),
+        energy_millijoules: Some(6_000_000_000),
+        temperature_celsius: Some(71),
+        memory_temperature_celsius: Some(66),
+        sm_clock_mhz: Some(1980),
+        memory_clock_mhz: Some(3201),
+        throttled: Some(vec!["power_cap", "hardware_thermal"]),
+        pcie_sent_bytes: Some(1000),
+        pcie_received_bytes: Some(2000),
+        pcie_replays: Some(0),
+        nvlink_errors: reading::NvlinkErrors { crc: Some(4), replay: Some(5), recovery: Some(6) },
+        ecc_corrected: Some(5),
+        ecc_uncorrected: Some(1),
+        rows: reading::Rows {
+            corrected: Some(3),
+            uncorrected: Some(1),
+            pending: Some(true),
+            failed: Some(false),
+        },
+        recovery: Some(reading::Recovery::None),
+        reset_needed: None,
+        gpm: Some(reading::Gpm {
+            sm_ratio: Some(0.125),
+            sm_occupancy_ratio: Some(0.25),
+            tensor_ratio: Some(0.5),
+            memory_bandwidth_ratio: Some(0.75),
+            nvlink_sent_bytes_per_second: Some(1_048_576.0),
+            nvlink_received_bytes_per_second: Some(2_097_152.0),
+        }),
+        trouble: None,
+        failed: vec![],
+    };
+    assert_eq!(device.reading, expected);
+}
+
+#[tokio::test]
+async fn a_driver_that_lacks_calls_takes_only_their_readings_away() {
+    let lacks = [
+        "nvmlDeviceGetPowerUsage",
+        "nvmlDeviceGetFieldValues",
+        "nvmlDeviceGetMPSComputeRunningProcesses_v3",
+        "nvmlDeviceGetMigMode",
+        "nvmlDeviceGetNumaNodeId",
+        "nvmlEventSetCreate",
+        "nvmlGpmQueryDeviceSupport",
+    ];
+    let machine = Machine::without(&lacks, &json!({ "gpus": { "0": busy() } })).unwrap();
+    let gpus = gpu::watch(Settings { gpm: true, ..settings(&machine) }).unwrap();
+    let device = &gpus.now().devices[0];
+    let reading = &device.reading;
+    assert_eq!(reading.power_milliwatts, None);
+    assert_eq!((reading.rows, reading.recovery, reading.gpm), Default::default());
+    assert_eq!(reading.memory.map(|memory| memory.used), Some(9 * GIB));
+    assert_eq!(reading.processes.as_ref().map(Vec::len), Some(2), "those without MPS");
+    assert_eq!((reading.temperature_celsius, reading.ecc_corrected), (Some(71), Some(5)));
+    assert_eq!((&reading.failed, &device.unhealthy), (&vec![], &None), "lacking is not failing");
+}
+
+#[tokio::test]
+async fn what_a_board_does_not_know_is_asked_once_and_what_fails_is_counted() {
+    let mut gpu = busy();
+    gpu["power_milliwatts"] = Value::Null;
+    gpu["fail"] = json!({"nvmlDeviceGetTemperature": 999});
+    let machine = Machine::new(&json!({ "0": gpu })).unwrap();
+    let gpus = gpu::watch(settings(&machine)).unwrap();
+    let mut control = machine.loaded().await.unwrap();
+    let failed = |snapshot: &Snapshot| snapshot.devices[0].failures["temperature"];
+    let seen = snapshot(&gpus, "three looks", |snapshot| failed(snapshot) >= 3).await;
+    assert_eq!(seen.devices[0].reading.temperature_celsius, None);
+    assert_eq!(seen.devices[0].failures.len(), 1, "{:?}", seen.devices[0].failures);
+    assert_eq!(control.calls("nvmlDeviceGetPowerUsage").unwrap(), 1);
+    assert!(control.calls("nvmlDeviceGetTemperature").unwrap() >= 3);
+    control.gpu(0, &json!({"fail": {"nvmlDeviceGetTemperature": 0}})).unwrap();
+    let works = |snapshot: &Snapshot| snapshot.devices[0].reading.temperature_celsius == Some(71);
+    snapshot(&gpus, "a temperature", works).await;
+}
+
+fn reason(snapshot: &Snapshot) -> &str {
+    snapshot.unhealthy.as_deref().unwrap_or_default()
+}
+
+#[tokio::test]
+async fn an_xid_that_needs_a_reset_is_told_at_once_and_others_are_counted() {
+    let machine = Machine::new(&json!({ "0": {}, "1": {} })).unwrap();
+    let devices = vec!["1".parse().unwrap()];
+    let gpus = gpu::watch(Settings { devices, ..settings(&machine) }).unwrap();
+    let mut control = machine.loaded().await.unwrap();
+    // What happens before the GPU is watched is nobody's.
+    eventually("the GPUs to be watched", || {
+        let watched = control.calls("nvmlEventSetWait_v2").unwrap() >= 2;
+        async move { watched.then_some(()) }
+    })
+    .await;
+    control.xid(1, 31).unwrap();
+    control.xid(1, 31).unwrap();
+    let twice = |snapshot: &Snapshot| snapshot.devices[1].xids.get(&31) == Some(&2);
+    assert_eq!(snapshot(&gpus, "two XIDs", twice).await.unhealthy, None, "an application's fault");
+    control.xid(0, 62).unwrap();
+    let told = |snapshot: &Snapshot| snapshot.devices[0].xids.contains_key(&62);
+    assert_eq!(snapshot(&gpus, "another's XID", told).await.unhealthy, None, "not the engine's");
+    control.xid(1, 62).unwrap();
+    let sick = snapshot(&gpus, "the engine's GPU", |snapshot| snapshot.unhealthy.is_some()).await;
+    assert!(
+        reason(&sick).starts_with("GPU 1 (GPU-") && reason(&sick).contains("reset"),
+        "{sick:?}"
+    );
+    // The driver asks for a reset, and there was one.
+    control.gpu(1, &json!({"fields": {"230": 1}})).unwrap();
+    let asked = |snapshot: &Snapshot| {
+        snapshot.devices[1].reading.recovery == Some(reading::Recovery::Reset)
+    };
+    snapshot(&gpus, "the driver's word", asked).await;
+    control.gpu(1, &json!({"fields": {"230": 0}})).unwrap();
+    snapshot(&gpus, "its being well again", |snapshot| snapshot.unhealthy.is_none()).await;
+}
+
+#[tokio::test]
+async fn slices_are_devices_of_their_own_and_as_well_as_their_gpu() {
+    let slice = |number: u64, pid: u32| {
+        json!({"uuid": format!("MIG-{number}"), "name": "NVIDIA H200 MIG 1g.18gb",
+            "memory_total": 16 * GIB, "memory_used": 2 * GIB, "processes": [{"pid": pid, "bytes": GIB}]})
+    };
+    let own = std::process::id();
+    let gpu =
+        json!({"uuid": "GPU-a", "mig": true, "slices": {"0": slice(0, 1), "2": slice(2, own)}});
+    let machine = Machine::new(&json!({ "0": gpu })).unwrap();
+    let gpus = gpu::watch(settings(&machine)).unwrap();
+    let mut control = machine.loaded().await.unwrap();
+    let unknown = gpus.now();
+    let ours = |snapshot: &Snapshot| -> Vec<String> {
+        let ours = snapshot.devices.iter().filter(|device| device.ours);
+        ours.map(|device| device.identity.uuid.clone()).collect()
+    };
+    assert_eq!(
+        (unknown.basis, ours(&unknown)),
+        (Basis::Unknown, vec!["MIG-0".into(), "MIG-2".into()])
+    );
+    gpus.runs(gpu::process::Scheduler { dp_rank: 0, pid: Some(own), own_pid: own });
+    let found = |snapshot: &Snapshot| snapshot.basis == Basis::Processes;
+    let found = snapshot(&gpus, "the engine's slice", found).await;
+    assert_eq!(ours(&found), ["MIG-2"]);
+    let device = &found.devices(tokio::time::Instant::now().into_std(), 0)[0];
+    assert_eq!((device.parent_uuid.as_deref(), device.index), (Some("GPU-a"), Some(0)));
+    assert_eq!(device.engine_bytes.map(|figure| figure.value), Some(GIB));
+    assert_eq!((device.memory_total_bytes, device.power_milliwatts), (Some(16 * GIB), None));
+    control.gpu(0, &json!({"lost": true})).unwrap();
+    let lost = snapshot(&gpus, "the loss", |snapshot| snapshot.unhealthy.is_some()).await;
+    assert!(reason(&lost).contains("MIG-2") && reason(&lost).contains("fell off"), "{lost:?}");
+}
+
+/// Router, agent and engine beside a machine with GPUs.
+struct House {
+    _engine: EngineSim,
+    agent: Agent,
+    router: Router,
+    web: Web,
+    /// Where the shim's socket is.
+    folder: tempfile::TempDir,
+}
+
+impl House {
+    async fn new(settings: impl FnOnce(&mut worker_agent::config::Config)) -> Self {
+        let mut config = Config::default();
+        // A gibibyte, at the 512 bytes that the tiny model has for a token.
+        config.core.max_total_tokens = 1 << 21;
+        let engine = EngineSim::start_local(config).await.unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let mut config = agent_config(&engine.url(), "w0");
+        config.state_dir = folder.path().join("state");
+        config.shim_socket = folder.path().join("state/shim.sock");
+        settings(&mut config);
+        let agent = Agent::start(config).unwrap();
+        let web = Web::default();
+        ready(&web, agent.admin).await;
+        let router = Router::start(router_config(&[&agent])).await.unwrap();
+        ready(&web, router.admin).await;
+        Self { _engine: engine, agent, router, web, folder }
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.folder.path().join("state/shim.sock")
+    }
+
+    /// The one worker as the router shows it, when it fits.
+    async fn worker(&self, what: &str, fits: impl Fn(&Value) -> bool) -> Value {
+        worker(&self.web, &self.router, what, fits).await
+    }
+
+    async fn metrics(&self) -> String {
+        self.web.get(&self.agent.admin_url("/metrics")).await.unwrap().text()
+    }
+}
+
+async fn worker(web: &Web, router: &Router, what: &str, fits: impl Fn(&Value) -> bool) -> Value {
+    eventually(what, || async {
+        let shown = web.get(&router.url("/v1/workers")).await.ok()?.json();
+        let worker = shown["workers"].get(0)?.clone();
+        fits(&worker).then_some(worker)
+    })
+    .await
+}
+
+#[tokio::test]
+async fn without_nvml_the_worker_has_the_device_that_its_engine_names() {
+    let house = House::new(|_| {}).await;
+    let worker = house.worker("a report", |worker| !worker["load"].is_null()).await;
+    assert_eq!(worker["load"]["devices"], json!([{"uuid": "cpu", "name": ""}]), "{worker}");
+    assert_eq!(worker["state"], "fresh", "{worker}");
+    assert!(!house.metrics().await.contains("berth_agent_gpu"));
+}
+
+#[tokio::test]
+async fn a_setting_that_names_no_gpu_here_leaves_the_worker_as_without_nvml() {
+    let machine = Machine::new(&json!({ "0": {} })).unwrap();
+    let house = House::new(|config| {
+        config.nvml_library = machine.library();
+        config.devices = vec!["GPU-elsewhere".into()];
+    })
+    .await;
+    let worker = house.worker("a report", |worker| !worker["load"].is_null()).await;
+    assert_eq!(worker["load"]["devices"][0]["uuid"], "cpu", "{worker}");
+}
+
+/// Tokens of a pool of a gibibyte: half is free, an eighth is held by sessions.
+const POOL: Pool = Pool { total: 1 << 21, available: 1 << 20, evictable: 3 << 18, protected: 0 };
+
+fn speak(wrapper: &[&str], house: &House, dp_rank: u32) -> Option<Scheduler> {
+    Scheduler::speak(wrapper, &house.socket(), dp_rank, POOL)
+        .inspect_err(|error| eprintln!("skipped: {error}"))
+        .ok()
+}
+
+#[tokio::test]
+async fn an_engine_on_two_gpus_is_known_by_its_processes_and_its_pool_by_both() {
+    let machine = Machine::new(&json!({ "0": {}, "1": {}, "2": {} })).unwrap();
+    let house = House::new(|config| config.nvml_library = machine.library()).await;
+    let mut control = machine.loaded().await.unwrap();
+    let Some(first) = speak(&[], &house, 0) else { return };
+    let second = Scheduler::silent("sglang::scheduler_TP1").unwrap();
+    let on = |pid: u32, bytes: u64| json!([{"pid": pid, "bytes": bytes}, {"pid": 1, "bytes": GIB}]);
+    let uses = |pid, bytes: u64| json!({"processes": on(pid, bytes), "memory_used": bytes + GIB});
+    control.gpu(1, &uses(first.pid, 8 * GIB)).unwrap();
+    control.gpu(2, &uses(second.pid, GIB / 2)).unwrap();
+    let both = |worker: &Value| worker["load"]["devices"][1]["engine_bytes"].is_object();
+    let worker = house.worker("both GPUs", both).await;
+    let devices = &worker["load"]["devices"];
+    assert_eq!(devices.as_array().map(Vec::len), Some(2), "{devices}");
+    let index = |at: usize| devices[at]["index"].as_u64();
+    assert_eq!((index(0), index(1)), (Some(1), Some(2)), "{devices}");
+    for (at, engine_bytes) in [(0, 8 * GIB), (1, GIB / 2)] {
+        let bytes = |name: &str| {
+            let figure = &devices[at][name];
+            (figure["value"].as_u64().unwrap(), figure["source"].as_str().unwrap().to_owned())
+        };
+        assert_eq!(bytes("engine_bytes"), (engine_bytes, "nvml".into()));
+        assert_eq!(bytes("kv_pool_bytes"), (GIB, "server_info".into()), "its share of each token");
+        assert_eq!(bytes("kv_used_bytes"), (GIB / 2, "shim".into()));
+        assert_eq!(bytes("kv_pinned_bytes"), (GIB / 8, "shim".into()));
+        assert_eq!(bytes("kv_reclaimable_bytes"), (3 * GIB / 8, "shim".into()));
+    }
+    let metrics = house.metrics().await;
+    for line in [
+        r#"berth_agent_gpu_kv_bytes{gpu_uuid="GPU-00000000-0000-0000-0000-000000000001",dp_rank="0",state="pinned"} 134217728.0"#,
+        r#"berth_agent_gpu_kv_excess_bytes{gpu_uuid="GPU-00000000-0000-0000-0000-000000000001",dp_rank="0"} 0.0"#,
+        r#"berth_agent_gpu_kv_excess_bytes{gpu_uuid="GPU-00000000-0000-0000-0000-000000000002",dp_rank="0"} 536870912.0"#,
+        r#"berth_agent_gpu_memory_bytes{gpu_uuid="GPU-00000000-0000-0000-0000-000000000002",kind="engine"} 536870912.0"#,
+    ] {
+        assert!(metrics.contains(line), "no line {line} in\n{metrics}");
+    }
+    assert!(!metrics.contains("0000-000000000000\""), "a GPU that isn't the engine's\n{metrics}");
+    drop(first);
+    let kept =
+        house.worker("its end", |worker| worker["load"]["devices"][0]["kv_used_bytes"].is_null());
+    assert_eq!(kept.await["load"]["devices"].as_array().map(Vec::len), Some(2), "where it was");
+}
+
+#[tokio::test]
+async fn an_engine_in_a_pid_namespace_of_its_own_is_found() {
+    let machine = Machine::new(&json!({ "0": {}, "1": {} })).unwrap();
+    let house = House::new(|config| config.nvml_library = machine.library()).await;
+    let mut control = machine.loaded().await.unwrap();
+    let Some(engine) = speak(&["unshare", "--pid", "--fork"], &house, 0) else { return };
+    assert_eq!(engine.own_pid, 1, "the first of its namespace");
+    assert_ne!(engine.pid, 1);
+    control.gpu(1, &json!({"processes": [{"pid": engine.pid, "bytes": GIB}]})).unwrap();
+    let found = |worker: &Value| worker["load"]["devices"][0]["engine_bytes"]["value"] == GIB;
+    let worker = house.worker("the engine's GPU", found).await;
+    assert_eq!(worker["load"]["devices"][0]["index"], 1, "{worker}");
+}
+
+#[tokio::test]
+async fn pids_of_another_namespace_are_nobody_s() {
+    let machine = Machine::new(&json!({ "0": {} })).unwrap();
+    let house = House::new(|config| config.nvml_library = machine.library()).await;
+    let mut control = machine.loaded().await.unwrap();
+    let Some(engine) = speak(&[], &house, 0) else { return };
+    // The driver tells a pid that no process has here: so all it tells may be of elsewhere.
+    let elsewhere =
+        json!([{"pid": engine.pid, "bytes": GIB}, {"pid": 4_000_000_000_u32, "bytes": GIB}]);
+    if std::fs::read_link("/proc/self/ns/pid").unwrap().as_os_str() == "pid:[4026531836]" {
+        eprintln!("skipped: in the first pid namespace every pid is of here");
+        return;
+    }
+    control.gpu(0, &json!({"processes": elsewhere, "memory_used": 3 * GIB})).unwrap();
+    let read = |worker: &Value| worker["load"]["devices"][0]["memory_used_bytes"] == 3 * GIB;
+    let worker = house.worker("the reading", read).await;
+    assert_eq!(worker["load"]["devices"][0]["engine_bytes"], Value::Null, "{worker}");
+}
+
+/// `berth-agent` as it is now.
+fn agent_binary() -> PathBuf {
+    let folder = Path::new(env!("CARGO_BIN_EXE_engine-sim")).parent().unwrap();
+    let mut build = Command::new(env!("CARGO"));
+    build.args([
+        "build",
+        "--quiet",
+        "--locked",
+        "--package",
+        "worker-agent",
+        "--bin",
+        "berth-agent",
+    ]);
+    build.arg("--target-dir").arg(folder.parent().unwrap());
+    if !cfg!(debug_assertions) {
+        build.arg("--release");
+    }
+    assert!(build.status().unwrap().success(), "berth-agent doesn't build");
+    folder.join("berth-agent")
+}
+
+/// Ends it when dropped.
+struct Spawned(std::process::Child);
+
+impl Drop for Spawned {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[tokio::test]
+async fn a_gpu_that_falls_off_the_bus_makes_the_worker_unhealthy_at_once_and_says_why() {
+    let machine = Machine::new(&json!({ "0": {}, "1": {} })).unwrap();
+    let engine = EngineSim::start_local(Config::default()).await.unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    // A minute between reports, but for news.
+    let settings = format!(
+        "report_interval_ms = 60000\ndevices = [\"0\"]\nworker_id = \"w0\"\nstate_dir = {:?}\n",
+        folder.path().join("state"),
+    );
+    std::fs::write(folder.path().join("agent.toml"), settings).unwrap();
+    let binary = tokio::task::spawn_blocking(agent_binary).await.unwrap();
+    let mut command = Command::new(binary);
+    command.arg("--config").arg(folder.path().join("agent.toml"));
+    command.args(["--engine", &engine.url()]);
+    for port in ["--data-addr", "--control-addr", "--admin-addr"] {
+        command.args([port, "127.0.0.1:0"]);
+    }
+    // As on a machine whose driver is where drivers are.
+    command.env("LD_LIBRARY_PATH", machine.folder()).stderr(Stdio::piped());
+    let mut agent = Spawned(command.spawn().unwrap());
+    let log = agent.0.stderr.take().unwrap();
+    let starting = tokio::task::spawn_blocking(|| log_line(log, "agent starting")).await.unwrap();
+    let mut control = machine.loaded().await.unwrap();
+
+    let mut config = router_config(&[]);
+    config.workers = vec![format!("http://{}", starting["control"].as_str().unwrap())];
+    let router = Router::start(config).await.unwrap();
+    let web = Web::default();
+    let fresh = |shown: &Value| shown["state"] == "fresh";
+    let shown = worker(&web, &router, "the worker", fresh).await;
+    assert_eq!(shown["load"]["devices"][0]["index"], 0, "{shown}");
+    assert!(shown["load"]["devices"][0].get("unhealthy").is_none(), "{shown}");
+
+    control.gpu(0, &json!({"lost": true})).unwrap();
+    let shown = worker(&web, &router, "the loss", |shown| shown["state"] == "unhealthy").await;
+    let words = ["GPU 0", "fell off the bus", "restart the machine"];
+    let reason = shown["reason"].as_str().unwrap();
+    assert!(words.iter().all(|word| reason.contains(word)), "{reason}");
+    let told = shown["load"]["devices"][0]["unhealthy"].as_str().unwrap();
+    assert!(told.contains("fell off the bus"), "{shown}");
+
+    control.gpu(0, &json!({"lost": false})).unwrap();
+    worker(&web, &router, "its return", fresh).await;
+}
+
+/// The line of a JSON log with this message; what follows it is read and dropped.
+fn log_line(log: std::process::ChildStderr, message: &str) -> Value {
+    use std::io::{BufRead as _, BufReader};
+    let mut lines = BufReader::new(log).lines();
+    let line = lines.by_ref().map_while(Result::ok).find_map(|line| {
+        let line: Value = serde_json::from_str(&line).ok()?;
+        (line["message"] == message).then_some(line)
+    });
+    std::thread::spawn(move || lines.for_each(drop));
+    line.expect("the agent says it")
 }

@@ -7,5 +7,6 @@ pub mod engine_sim;
 pub mod nvml;
 pub mod replay;
 pub mod saturation;
+pub mod scheduler;
 pub mod simulation;
 pub mod web;

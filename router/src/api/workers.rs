@@ -8,7 +8,7 @@ use axum::{
     extract::State,
     response::{IntoResponse as _, Response},
 };
-use proto::load::{Device, Figure, PageAudit, RankLoad};
+use proto::load::{Device, Figure, PageAudit, Rank, RankLoad};
 use serde_json::{Value, json};
 
 use super::Desk;
@@ -62,7 +62,7 @@ fn shown(
         "load": agent.rank_load(worker.dp_rank).map(|load| load_shown(load, reported)),
         "engine": facts.description.engine,
         "retentions": facts.description.retentions,
-        "rank": facts.description.ranks.get(worker.dp_rank as usize),
+        "rank": facts.description.ranks.get(worker.dp_rank as usize).map(rank_shown),
     })
 }
 
@@ -92,6 +92,16 @@ fn load_shown(load: &RankLoad, reported: Option<Duration>) -> Value {
             let age_ms = u64::from(pages.age_ms) + since;
             PageAudit { age_ms: u32::try_from(age_ms).unwrap_or(u32::MAX), ..pages }
         }),
+    })
+}
+
+fn rank_shown(rank: &Rank) -> Value {
+    let devices: Vec<Value> = rank.devices.iter().map(|device| device_shown(device, 0)).collect();
+    json!({
+        "dp_rank": rank.dp_rank,
+        "pool_tokens": rank.pool_tokens,
+        "rows": rank.rows,
+        "devices": devices,
     })
 }
 

@@ -56,7 +56,7 @@ pub(crate) struct Gpu {
     pub(crate) slices: BTreeMap<u32, Slice>,
     /// Off the bus: every call answers so.
     pub(crate) lost: bool,
-    /// Return codes to answer with, by the name of the symbol.
+    /// Return codes to answer with, by the name of the symbol; 0: as usual.
     pub(crate) fail: BTreeMap<String, u32>,
 }
 

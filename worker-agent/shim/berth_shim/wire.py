@@ -155,8 +155,9 @@ def audited(
     number: int, spent_ns: int, refusal: str, names: Sequence[str], report: bytes
 ) -> bytes:
     """The names are as many as AUDIT_NAMES_MAX, and the report has AUDIT_BYTES_MAX at most."""
-    parts = [_NUMBER.pack(number), _NUMBER.pack(spent_ns), _str(refusal), _COUNT.pack(len(names)), *map(_str, names)]
-    return _frame(AUDITED, b"".join(parts) + report)
+    parts = [_NUMBER.pack(number), _NUMBER.pack(spent_ns), _str(refusal)]
+    parts += [_COUNT.pack(len(names)), *map(_str, names), report]
+    return _frame(AUDITED, b"".join(parts))
 
 
 def _event(number: int, id: str, rest: bytes = b"") -> bytes:

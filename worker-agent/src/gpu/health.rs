@@ -5,7 +5,8 @@
 //! | calls find the board lost, or in need of a reset | when calls succeed again |
 //! | the driver's recovery action, or its older word for a reset | when the driver says so |
 //! | memory rows that could not be replaced | when the driver says so |
-//! | an XID after which the board needs a reset | when the board has been reset: it was lost and is back, or the driver asked for a recovery and does so no more; else with the agent |
+//! | an XID after which the board needs a reset | when there was one: the board was lost and is |
+//! | | back, or the driver asked for a recovery and does so no more; else with the agent |
 
 use std::collections::BTreeSet;
 

@@ -323,7 +323,7 @@ fn of_pools(report: &LoadReport) -> [Metric; 2] {
         },
         Metric {
             name: "gpu_kv_excess",
-            help: "The pool's bytes beyond all that NVML says the engine uses: one of them is wrong",
+            help: "Bytes of the pool beyond all that NVML says the engine uses: one is wrong",
             unit: bytes,
             kind: MetricType::Gauge,
             lines: excess.collect(),

@@ -71,7 +71,8 @@ fn load(app: &App, rank: usize, report: &RankReport, include: &[&str]) -> Value 
     let has = |section: &str| include.contains(&section) || include.contains(&"all");
     if has("memory") {
         load["memory"] = json!({
-            "weight_gb": 0.0, "kv_cache_gb": 0.001, "graph_gb": 0.0, "token_capacity": facts.total
+            "weight_gb": 0.0, "kv_cache_gb": pool_gib(facts.total), "graph_gb": 0.0,
+            "token_capacity": facts.total
         });
     }
     if has("disagg") {
@@ -102,6 +103,11 @@ fn prometheus_loads(loads: &[Value]) -> Response {
         }
     }
     text_response(text)
+}
+
+/// Of a model with two layers of two heads of 16 floats, keys and values; to three decimals.
+fn pool_gib(tokens: usize) -> f64 {
+    ratio(tokens * 512, 1 << 30, 3)
 }
 
 /// Rounded as the engine does, to four decimals in loads and to two in metrics.
@@ -145,7 +151,7 @@ pub(super) async fn server_info(State(app): AppState) -> Response {
         "effective_max_running_requests_per_dp": core.max_running_requests,
         "last_gen_throughput": 0.0,
         "memory_usage": {
-            "weight": 0.0, "kvcache": 0.0, "startup_available": 0.0,
+            "weight": 0.0, "kvcache": pool_gib(core.total_tokens()), "startup_available": 0.0,
             "token_capacity": core.total_tokens(), "graph": {},
         },
     });

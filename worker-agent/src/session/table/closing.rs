@@ -141,8 +141,8 @@ impl Table {
         self.watch_until(until);
     }
 
-    /// An audit found that pages of this session are others' too, or were written by others: no turn
-    /// is run on them any more. A turn that runs now ends first.
+    /// An audit found that pages of this session are others' too, or were written by others: no
+    /// turn is run on them any more. A turn that runs now ends first.
     pub fn corrupt(&mut self, now: Instant, incarnation: &str) {
         let Some(key) = self.by_incarnation.get(incarnation).cloned() else { return };
         self.change(&key, |session| session.corrupt = true);
