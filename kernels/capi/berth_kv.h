@@ -13,6 +13,7 @@
  *
  * Calls about one handle never wait for each other: while one runs, others answer BERTH_KV_BUSY.
  * No call lets a panic out. Handles are numbers: one that was closed, or never was, is an error.
+ * Open and close only while the engine captures no CUDA graphs: both allocate or free there.
  *
  * Pointers to structures and arrays below are in host memory, and read only during the call. The
  * addresses inside of them (uint64_t) are of the pool's place, host or device. */
@@ -36,6 +37,7 @@ extern "C" {
 #define BERTH_KV_SMALL (-5)   /* the buffer: berth_kv_report_bytes_max(sessions) is enough */
 #define BERTH_KV_PANIC (-6)   /* a fault of this library; the handle is gone */
 #define BERTH_KV_FULL (-7)    /* too many handles */
+#define BERTH_KV_UNSHARED (-8) /* memory that no other process can map: only account in here */
 
 /* `device` for a pool in host memory. */
 #define BERTH_KV_HOST (-1)
@@ -119,8 +121,40 @@ uint64_t berth_kv_report_bytes_max(uint32_t nsessions);
 /* Gives the audit under way up, if there is one; waits until nothing reads its lists. */
 int32_t berth_kv_abandon(berth_kv handle);
 
-/* Closes the handle. A call that runs about it still ends well. */
+/* Closes the handle; gives an audit under way up. A call that runs about it still ends well. */
 int32_t berth_kv_close(berth_kv handle);
+
+/* The row table: what a process beside the engine needs to audit it by CUDA IPC.
+ *
+ * One step of the scheduler is: berth_kv_table_begin before the first change of r2t is enqueued,
+ * then the changes, then berth_kv_table_done with the rows as they are after them. */
+
+typedef uint64_t berth_kv_table;
+
+struct berth_kv_table_row {
+    uint32_t row;
+    uint32_t len;
+    uint32_t session; /* its number: small, the same for all rows of the session */
+    uint32_t zero;
+    uint64_t version; /* another whenever a step has rewritten any of [0, len) */
+    uint64_t key;     /* names the session to the reader */
+};
+
+/* Makes the file at `path`, which has to be on a file system in memory: a ring of 2 to 64 tables (8
+ * are plenty) of up to rows_max rows. Exports r2t; BERTH_KV_UNSHARED where it is mapped by handles.
+ * In host memory nothing is exported, and the table tells rows only. */
+int32_t berth_kv_table_open(const struct berth_kv_pool *pool, const char *fatbin, const char *path,
+                            uint32_t tables, uint32_t rows_max, berth_kv_table *out);
+
+/* The changes of a step begin on `stream`, which stays until the table is closed. */
+int32_t berth_kv_table_begin(berth_kv_table table, uint64_t stream);
+
+/* They have all been enqueued. */
+int32_t berth_kv_table_done(berth_kv_table table, const struct berth_kv_table_row *rows, uint32_t n,
+                            uint64_t stream);
+
+/* Takes the table back. r2t may be freed when no reader has it mapped any more. */
+int32_t berth_kv_table_close(berth_kv_table table);
 
 #ifdef __cplusplus
 }

@@ -1,44 +1,54 @@
-//! The open accountants, by number: what was closed, or never opened, is an error and no crash.
+//! What is open, by number: what was closed, or never opened, is an error and no crash.
 
 use crate::Error;
-use kernels::account::Accountant;
 use parking_lot::Mutex;
 use std::{collections::BTreeMap, sync::Arc};
 
 /// One engine process has a pool per model and rank that it runs: a handful.
 const HANDLES_MAX: usize = 64;
 
-struct Handles {
-    next: u64,
-    open: BTreeMap<u64, Arc<Mutex<Accountant>>>,
+/// All open ones of one kind.
+#[derive(Debug)]
+pub(crate) struct Handles<T>(Mutex<Open<T>>);
+
+#[derive(Debug)]
+struct Open<T> {
+    /// The highest number so far: none is given twice.
+    last: u64,
+    by_number: BTreeMap<u64, Arc<Mutex<T>>>,
 }
 
-static HANDLES: Mutex<Handles> = Mutex::new(Handles { next: 1, open: BTreeMap::new() });
-
-pub(crate) fn open(accountant: Accountant) -> Result<u64, Error> {
-    let mut handles = HANDLES.lock();
-    if handles.open.len() >= HANDLES_MAX {
-        return Err(Error::Full);
+impl<T> Handles<T> {
+    pub(crate) const fn new() -> Self {
+        Self(Mutex::new(Open { last: 0, by_number: BTreeMap::new() }))
     }
-    let number = handles.next;
-    handles.next += 1;
-    handles.open.insert(number, Arc::new(Mutex::new(accountant)));
-    Ok(number)
-}
 
-/// Runs `call` with the accountant of this number, unless another call does so now.
-pub(crate) fn with<T>(
-    number: u64,
-    call: impl FnOnce(&mut Accountant) -> Result<T, Error>,
-) -> Result<T, Error> {
-    let accountant = HANDLES.lock().open.get(&number).cloned().ok_or(Error::Handle(number))?;
-    let mut accountant = accountant.try_lock().ok_or(Error::Running)?;
-    call(&mut accountant)
-}
+    pub(crate) fn open(&self, value: T) -> Result<u64, Error> {
+        let mut open = self.0.lock();
+        if open.by_number.len() >= HANDLES_MAX {
+            return Err(Error::Full);
+        }
+        open.last += 1;
+        let number = open.last;
+        open.by_number.insert(number, Arc::new(Mutex::new(value)));
+        Ok(number)
+    }
 
-/// Forgets the accountant; it is dropped when no call is left that runs with it.
-pub(crate) fn close(number: u64) -> Result<(), Error> {
-    let closed = HANDLES.lock().open.remove(&number);
-    // Dropped here, after the lock.
-    closed.map(drop).ok_or(Error::Handle(number))
+    /// Runs `call` with the one of this number, unless another call does so now.
+    pub(crate) fn with<R>(
+        &self,
+        number: u64,
+        call: impl FnOnce(&mut T) -> Result<R, Error>,
+    ) -> Result<R, Error> {
+        let value = self.0.lock().by_number.get(&number).cloned().ok_or(Error::Handle(number))?;
+        let mut value = value.try_lock().ok_or(Error::Running)?;
+        call(&mut value)
+    }
+
+    /// Forgets it; it is dropped when no call is left that runs with it.
+    pub(crate) fn close(&self, number: u64) -> Result<(), Error> {
+        let closed = self.0.lock().by_number.remove(&number);
+        // Dropped here, after the lock.
+        closed.map(drop).ok_or(Error::Handle(number))
+    }
 }

@@ -3,91 +3,38 @@
 //! `berth_kv.h` is the contract. Here, its functions: pointers are checked, panics caught, errors
 //! become numbers and a text. It accounts nothing itself.
 
+mod error;
 mod handles;
+mod table;
 mod types;
 
-pub use types::{RawBuffer, RawCut, RawList, RawPool, RawRow};
+pub use table::{
+    berth_kv_table_begin, berth_kv_table_close, berth_kv_table_done, berth_kv_table_open,
+};
+pub use types::{RawBuffer, RawCut, RawList, RawPool, RawRow, RawTableRow};
+
+use error::{Error, guarded};
+use handles::Handles;
 
 use kernels::{
-    account::{self, Accountant, Pool},
+    account::{self, Accountant},
     cuda::{self, Device},
     report::{REPORT_BYTES_HEAD_MAX, SESSION_BYTES},
 };
 use std::{
-    cell::RefCell,
-    ffi::{CStr, CString, OsStr, c_char},
+    ffi::{CStr, OsStr, c_char},
     os::unix::ffi::OsStrExt,
-    panic::{AssertUnwindSafe, catch_unwind},
 };
-use types::{array, read};
+use types::{array, place, read, text};
 
 const ABI: u32 = 1;
 const HOST: i32 = -1;
 
-/// Why a call failed.
-#[derive(Debug, thiserror::Error)]
-enum Error {
-    #[error("the {0} is null or misaligned")]
-    Pointer(&'static str),
-    #[error("{0} is no open handle")]
-    Handle(u64),
-    #[error("another call about this handle is running: come back when it has returned")]
-    Running,
-    #[error("too many handles are open: close some")]
-    Full,
-    #[error("a report of {needed} bytes may not fit in {capacity}: give a larger buffer")]
-    Small { needed: u64, capacity: u64 },
-    #[error("device {0}: give a CUDA ordinal, or -1 for host memory")]
-    Ordinal(i32),
-    #[error("the kernels: {0}: build them with kernels/cuda/build")]
-    Fatbin(#[from] std::io::Error),
-    #[error("a panic: this is a fault of the library, the handle is closed")]
-    Panic,
-    #[error(transparent)]
-    Device(#[from] cuda::Error),
-    #[error(transparent)]
-    Account(#[from] account::Error),
-    #[error(transparent)]
-    Cut(#[from] account::CutError),
-}
+static ACCOUNTANTS: Handles<Accountant> = Handles::new();
 
-impl Error {
-    /// Its number in the header.
-    fn code(&self) -> i32 {
-        use account::Error as Account;
-        match self {
-            Self::Pointer(_) | Self::Handle(_) | Self::Ordinal(_) | Self::Fatbin(_) => -1,
-            Self::Cut(_) | Self::Account(Account::Cut(_)) => -1,
-            Self::Running | Self::Account(Account::Busy) => -2,
-            Self::Account(Account::Idle | Account::NotReady) => -3,
-            Self::Device(_) | Self::Account(Account::Device(_) | Account::Disagree) => -4,
-            Self::Small { .. } => -5,
-            Self::Panic => -6,
-            Self::Full => -7,
-        }
-    }
-}
-
-thread_local! {
-    static LAST: RefCell<Option<CString>> = const { RefCell::new(None) };
-}
-
-/// Runs a call, whatever happens in it.
-fn guarded<T>(handle: u64, call: impl FnOnce() -> Result<T, Error>) -> Result<T, i32> {
-    let result = catch_unwind(AssertUnwindSafe(call)).unwrap_or_else(|_| {
-        // Whatever it was doing, its accountant is in no state to go on.
-        let _ = handles::close(handle);
-        Err(Error::Panic)
-    });
-    result.map_err(|error| {
-        LAST.set(CString::new(error.to_string()).ok());
-        error.code()
-    })
-}
-
-/// [`guarded`] for calls that answer 0.
+/// [`guarded`] for calls about an accountant that answer 0.
 fn status(handle: u64, call: impl FnOnce() -> Result<(), Error>) -> i32 {
-    guarded(handle, call).map_or_else(|code| code, |()| 0)
+    guarded(&ACCOUNTANTS, handle, call).map_or_else(|code| code, |()| 0)
 }
 
 /// The version of this contract.
@@ -99,8 +46,7 @@ pub extern "C" fn berth_kv_abi() -> u32 {
 /// This thread's last error.
 #[unsafe(no_mangle)]
 pub extern "C" fn berth_kv_error() -> *const c_char {
-    let last = LAST.with_borrow(|last| last.as_ref().map(|text| text.as_ptr()));
-    last.unwrap_or(c"".as_ptr())
+    error::last()
 }
 
 /// Opens a pool.
@@ -115,35 +61,28 @@ pub unsafe extern "C" fn berth_kv_open(
     out: *mut u64,
 ) -> i32 {
     status(0, || {
-        if out.is_null() || !out.is_aligned() {
-            return Err(Error::Pointer("place for the handle"));
-        }
         // SAFETY: the caller's promise.
-        let (raw, fatbin) = unsafe {
-            let raw = read("pool", pool)?;
-            (raw, (!fatbin.is_null()).then(|| CStr::from_ptr(fatbin)))
-        };
+        let (raw, fatbin, out) =
+            unsafe { (read("pool", pool)?, text(fatbin), place("handle", out)?) };
         // SAFETY: the caller's promise.
         let pool = unsafe { raw.pool()? };
         let accountant = match raw.device {
             HOST => Accountant::host(pool),
-            device => on_device(pool, device, fatbin)?,
+            ordinal => Accountant::device(pool, device(ordinal, fatbin)?)?,
         };
-        let handle = handles::open(accountant)?;
-        // SAFETY: not null, aligned, and the caller promises that it is writable.
-        unsafe { out.write(handle) };
+        out.write(ACCOUNTANTS.open(accountant)?);
         Ok(())
     })
 }
 
-fn on_device(pool: Pool, ordinal: i32, fatbin: Option<&CStr>) -> Result<Accountant, Error> {
+fn device(ordinal: i32, fatbin: Option<&CStr>) -> Result<Device, Error> {
     let number = u32::try_from(ordinal).map_err(|_| Error::Ordinal(ordinal))?;
     let path = fatbin.ok_or(Error::Pointer("path of the kernels"))?;
     if let Some(missing) = cuda::missing() {
         return Err(cuda::Error::from(missing).into());
     }
     let image = std::fs::read(OsStr::from_bytes(path.to_bytes()))?;
-    Ok(Accountant::device(pool, Device::open(number, &image)?)?)
+    Ok(Device::open(number, &image)?)
 }
 
 /// Begins an audit.
@@ -158,14 +97,16 @@ pub unsafe extern "C" fn berth_kv_begin(handle: u64, cut: *const RawCut) -> i32 
         let raw = unsafe { read("cut", cut)? };
         // SAFETY: the caller's promise.
         let books = unsafe { raw.books()? };
-        handles::with(handle, |accountant| Ok(accountant.begin(&books.cut(), raw.stream)?))
+        ACCOUNTANTS.with(handle, |accountant| Ok(accountant.begin(&books.cut(), raw.stream)?))
     })
 }
 
 /// Is the audit's copy made?
 #[unsafe(no_mangle)]
 pub extern "C" fn berth_kv_ready(handle: u64) -> i32 {
-    let ready = guarded(handle, || handles::with(handle, |accountant| Ok(accountant.ready()?)));
+    let ready = guarded(&ACCOUNTANTS, handle, || {
+        ACCOUNTANTS.with(handle, |accountant| Ok(accountant.ready()?))
+    });
     ready.map_or_else(|code| code, i32::from)
 }
 
@@ -182,7 +123,7 @@ pub unsafe extern "C" fn berth_kv_finish(
     buffer: *mut u8,
     capacity: u64,
 ) -> i64 {
-    let written = guarded(handle, || {
+    let written = guarded(&ACCOUNTANTS, handle, || {
         // SAFETY: the caller's promise.
         let now: Vec<(u32, u64)> = unsafe {
             let rows = array("rows", rows, n)?.iter().copied();
@@ -191,7 +132,7 @@ pub unsafe extern "C" fn berth_kv_finish(
         if buffer.is_null() {
             return Err(Error::Pointer("buffer"));
         }
-        handles::with(handle, |accountant| {
+        ACCOUNTANTS.with(handle, |accountant| {
             let sessions = accountant.sessions().ok_or(account::Error::Idle)?;
             let needed = report_bytes_max(sessions);
             if needed > capacity {
@@ -219,11 +160,11 @@ fn report_bytes_max(sessions: usize) -> u64 {
 /// Gives the audit under way up.
 #[unsafe(no_mangle)]
 pub extern "C" fn berth_kv_abandon(handle: u64) -> i32 {
-    status(handle, || handles::with(handle, |accountant| Ok(accountant.abandon()?)))
+    status(handle, || ACCOUNTANTS.with(handle, |accountant| Ok(accountant.abandon()?)))
 }
 
 /// Closes the handle.
 #[unsafe(no_mangle)]
 pub extern "C" fn berth_kv_close(handle: u64) -> i32 {
-    status(handle, || handles::close(handle))
+    status(handle, || ACCOUNTANTS.close(handle))
 }

@@ -1,8 +1,15 @@
 //! The structures of `berth_kv.h`, and how they become the accountant's values.
 
-use crate::Error;
-use kernels::account::{Buffer, Cut, List, Pool, Row, Table};
-use std::slice;
+use crate::error::Error;
+use kernels::{
+    account::{Buffer, Cut, List, Pool, Row, Table},
+    table::TableRow,
+};
+use std::{
+    ffi::{CStr, c_char},
+    mem::MaybeUninit,
+    slice,
+};
 
 /// `berth_kv_buffer`.
 #[derive(Clone, Copy, Debug)]
@@ -64,6 +71,18 @@ pub struct RawCut {
     pub(crate) stream: u64,
 }
 
+/// `berth_kv_table_row`.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct RawTableRow {
+    row: u32,
+    len: u32,
+    session: u32,
+    zero: u32,
+    version: u64,
+    key: u64,
+}
+
 /// The structure behind a pointer.
 ///
 /// # Safety
@@ -74,6 +93,30 @@ pub(crate) unsafe fn read<T: Copy>(what: &'static str, from: *const T) -> Result
     }
     // SAFETY: neither null nor misaligned, and the caller promises the rest.
     Ok(unsafe { from.read() })
+}
+
+/// The place behind a pointer, to be written.
+///
+/// # Safety
+/// It is null, or what it points to is the caller's to give away for `'a`.
+pub(crate) unsafe fn place<'a>(
+    what: &'static str,
+    to: *mut u64,
+) -> Result<&'a mut MaybeUninit<u64>, Error> {
+    if to.is_null() || !to.is_aligned() {
+        return Err(Error::Pointer(what));
+    }
+    // SAFETY: neither null nor misaligned, and the caller promises the rest.
+    Ok(unsafe { &mut *to.cast() })
+}
+
+/// The text behind a pointer; `None` where that is null.
+///
+/// # Safety
+/// It is null, or a string that stays for `'a`.
+pub(crate) unsafe fn text<'a>(from: *const c_char) -> Option<&'a CStr> {
+    // SAFETY: not null, and the caller promises the rest.
+    (!from.is_null()).then(|| unsafe { CStr::from_ptr(from) })
 }
 
 /// The array behind a pointer; an empty one may be null.
@@ -161,6 +204,13 @@ impl RawRow {
             protected_tokens: Some(self.protected_tokens).filter(|&tokens| tokens != u32::MAX),
             version: self.version,
         }
+    }
+}
+
+impl RawTableRow {
+    pub(crate) fn row(&self) -> TableRow {
+        let &Self { row, len, session, version, key, .. } = self;
+        TableRow { row, len, session, version, key }
     }
 }
 

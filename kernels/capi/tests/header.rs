@@ -1,13 +1,17 @@
 //! `berth_kv.h` against the library: a C program made with it, whose reports are read back. Its
 //! pool lies in host memory, then on a device.
 
-use kernels::report::{Finding, Kind, Report, Scope};
+use kernels::{
+    report::{Finding, Kind, Report, Scope},
+    table::Reader,
+};
 use std::{
-    io::Write,
+    fs,
     path::{Path, PathBuf},
     process::{Command, Output},
     sync::OnceLock,
 };
+use tempfile::TempDir;
 
 /// Where cargo has put the library that this test is built beside.
 fn library_folder() -> PathBuf {
@@ -52,12 +56,13 @@ enum Place {
 const PLACES: [Place; 2] = [Place::Host, Place::Device];
 
 fn run(case: &str, place: Place) -> Output {
+    let folder = TempDir::new().expect("there is room for temporary files");
     let mut engine = Command::new(engine());
-    engine.arg(case);
-    let mut fatbin = tempfile::NamedTempFile::new().expect("there is room for temporary files");
+    engine.arg(case).arg(folder.path().join("rows"));
     if let Place::Device = place {
-        fatbin.write_all(&cuda_fake::image()).expect("there is room for temporary files");
-        engine.arg(cuda_fake::library().expect("cargo has built the driver")).arg(fatbin.path());
+        let fatbin = folder.path().join("fatbin");
+        fs::write(&fatbin, cuda_fake::image()).expect("there is room for temporary files");
+        engine.arg(cuda_fake::library().expect("cargo has built the driver")).arg(fatbin);
     }
     let output = engine.output().expect("the program was compiled");
     let said = String::from_utf8_lossy(&output.stderr);
@@ -151,4 +156,20 @@ fn misuse_is_answered_by_errors() {
     for place in PLACES {
         assert!(run("misuse", place).stdout.is_empty());
     }
+}
+
+#[test]
+fn the_row_table_is_what_a_reader_reads() {
+    let folder = TempDir::new().expect("there is room for temporary files");
+    let path = folder.path().join("rows");
+    fs::write(&path, run("table", Place::Host).stdout).expect("there is room for temporary files");
+    let reader = Reader::open(&path).expect("the library's bytes are a table");
+    assert_eq!((reader.begun(), reader.done(), reader.newest()), (7, 6, 6));
+    assert_eq!((reader.facts().r2t_stride, &reader.facts().export), (32, &None));
+    let rows = reader.table(6).expect("the newest is there");
+    let facts = |row: &kernels::table::TableRow| (row.row, row.len, row.session, row.key);
+    let want = [(1, 18, 0, 100), (2, 14, 1, 200)];
+    assert_eq!(rows.iter().map(facts).collect::<Vec<_>>(), want);
+    assert_eq!((rows[0].version, rows[1].version), (17, 12));
+    assert!(run("table", Place::Device).stdout.is_empty(), "host memory is not shared");
 }

@@ -1,0 +1,121 @@
+//! Errors on their way out: a number for programs, a text for people, and no panic.
+
+use crate::handles::Handles;
+use kernels::{account, cuda, ipc};
+use std::{
+    cell::RefCell,
+    ffi::{CString, c_char},
+    panic::{AssertUnwindSafe, catch_unwind},
+};
+
+// As in the header.
+const INVALID: i32 = -1;
+const BUSY: i32 = -2;
+const STATE: i32 = -3;
+const DEVICE: i32 = -4;
+const SMALL: i32 = -5;
+const PANIC: i32 = -6;
+const FULL: i32 = -7;
+const UNSHARED: i32 = -8;
+
+/// Why a call failed.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Error {
+    #[error("the {0} is null or misaligned")]
+    Pointer(&'static str),
+    #[error("{0} is no open handle")]
+    Handle(u64),
+    #[error("another call about this handle is running: come back when it has returned")]
+    Running,
+    #[error("too many handles are open: close some")]
+    Full,
+    #[error("a report of {needed} bytes may not fit in {capacity}: give a larger buffer")]
+    Small { needed: u64, capacity: u64 },
+    #[error("device {0}: give a CUDA ordinal, or -1 for host memory")]
+    Ordinal(i32),
+    #[error("the kernels: {0}: build them with kernels/cuda/build")]
+    Fatbin(#[from] std::io::Error),
+    #[error("a panic: this is a fault of the library, the handle is closed")]
+    Panic,
+    #[error(transparent)]
+    Device(#[from] cuda::Error),
+    #[error(transparent)]
+    Ipc(#[from] ipc::Error),
+    #[error(transparent)]
+    Account(#[from] account::Error),
+    #[error(transparent)]
+    Cut(#[from] account::CutError),
+}
+
+impl Error {
+    /// Its number in the header.
+    fn code(&self) -> i32 {
+        match self {
+            Self::Pointer(_) | Self::Handle(_) | Self::Ordinal(_) | Self::Fatbin(_) => INVALID,
+            Self::Running => BUSY,
+            Self::Small { .. } => SMALL,
+            Self::Panic => PANIC,
+            Self::Full => FULL,
+            Self::Cut(_) => INVALID,
+            Self::Device(_) => DEVICE,
+            Self::Account(error) => of_account(error),
+            Self::Ipc(error) => of_ipc(error),
+        }
+    }
+}
+
+fn of_account(error: &account::Error) -> i32 {
+    use account::Error;
+    match error {
+        Error::Cut(_) => INVALID,
+        Error::Busy => BUSY,
+        Error::Idle | Error::NotReady => STATE,
+        Error::Device(_) | Error::Disagree => DEVICE,
+    }
+}
+
+fn of_ipc(error: &ipc::Error) -> i32 {
+    use ipc::Error;
+    match error {
+        Error::Table(_) => INVALID,
+        Error::NoBeginning | Error::NoStep | Error::Overrun => STATE,
+        Error::Unshared(_) | Error::OtherGpu | Error::Export { .. } => UNSHARED,
+        Error::Account(error) => of_account(error),
+        Error::Device(_) => DEVICE,
+    }
+}
+
+thread_local! {
+    static LAST: RefCell<Option<CString>> = const { RefCell::new(None) };
+}
+
+/// Runs a call, whatever happens in it.
+pub(crate) fn guarded<H, T>(
+    handles: &Handles<H>,
+    handle: u64,
+    call: impl FnOnce() -> Result<T, Error>,
+) -> Result<T, i32> {
+    let result = catch_unwind(AssertUnwindSafe(call)).unwrap_or_else(|_| {
+        // Whatever it was doing, it is in no state to go on.
+        let _ = handles.close(handle);
+        Err(Error::Panic)
+    });
+    result.map_err(|error| {
+        LAST.set(CString::new(described(&error)).ok());
+        error.code()
+    })
+}
+
+/// This thread's last error, until its next one; never null.
+pub(crate) fn last() -> *const c_char {
+    let last = LAST.with_borrow(|last| last.as_ref().map(|text| text.as_ptr()));
+    last.unwrap_or(c"".as_ptr())
+}
+
+/// The error and what it comes from, in one line.
+fn described(error: &dyn std::error::Error) -> String {
+    match error.source() {
+        None => error.to_string(),
+        Some(source) => format!("{error}: {}", described(source)),
+    }
+}
