@@ -5,6 +5,7 @@
 #![expect(clippy::print_stderr, reason = "a test that is skipped says so")]
 
 use std::{
+    collections::BTreeSet,
     path::{Path, PathBuf},
     process::{Command, Stdio},
     sync::Arc,
@@ -281,6 +282,26 @@ async fn slices_are_devices_of_their_own_and_as_well_as_their_gpu() {
     assert!(reason(&lost).contains("MIG-2") && reason(&lost).contains("fell off"), "{lost:?}");
 }
 
+#[tokio::test]
+async fn a_gpu_that_was_lost_before_the_agent_came_is_told() {
+    let machine = Machine::new(&json!({ "0": {"lost": true} })).unwrap();
+    let gpus = gpu::watch(settings(&machine)).unwrap();
+    let snapshot = gpus.now();
+    assert_eq!(snapshot.devices[0].identity.uuid, "index-0", "it can't say its name");
+    assert!(reason(&snapshot).contains("fell off the bus"), "{snapshot:?}");
+}
+
+#[tokio::test]
+async fn a_driver_that_comes_after_the_agent_is_found() {
+    let not_loaded = json!({ "gpus": { "0": {} }, "fail": { "nvmlInit_v2": 9 } });
+    let machine = Machine::without(&[], &not_loaded).unwrap();
+    let gpus = gpu::watch(settings(&machine)).unwrap();
+    assert!(gpus.now().devices.is_empty());
+    let mut control = machine.loaded().await.unwrap();
+    control.set(&json!({ "fail": { "nvmlInit_v2": 0 } })).unwrap();
+    snapshot(&gpus, "the GPU", |snapshot| !snapshot.devices.is_empty()).await;
+}
+
 /// Router, agent and engine beside a machine with GPUs.
 struct House {
     _engine: EngineSim,
@@ -440,25 +461,54 @@ async fn pids_of_another_namespace_are_nobody_s() {
     assert_eq!(worker["load"]["devices"][0]["engine_bytes"], Value::Null, "{worker}");
 }
 
-/// `berth-agent` as it is now.
-fn agent_binary() -> PathBuf {
-    let folder = Path::new(env!("CARGO_BIN_EXE_engine-sim")).parent().unwrap();
-    let mut build = Command::new(env!("CARGO"));
-    build.args([
-        "build",
-        "--quiet",
-        "--locked",
-        "--package",
-        "worker-agent",
-        "--bin",
-        "berth-agent",
-    ]);
-    build.arg("--target-dir").arg(folder.parent().unwrap());
-    if !cfg!(debug_assertions) {
-        build.arg("--release");
+/// The device metrics that a text names; a page of metrics by its lines with figures.
+fn metrics_in(text: &str) -> BTreeSet<String> {
+    let is_name = |letter: char| letter.is_ascii_lowercase() || letter == '_';
+    let lines = text.lines().filter(|line| !line.starts_with("# "));
+    let words = lines.flat_map(|line| line.split(|letter: char| !is_name(letter)));
+    words.filter(|word| word.starts_with("berth_agent_gpu_")).map(str::to_owned).collect()
+}
+
+#[tokio::test]
+async fn every_metric_is_documented_and_alerts_and_dashboard_ask_for_no_other() {
+    let machine = Machine::new(&json!({ "0": busy() })).unwrap();
+    let house = House::new(|config| {
+        config.nvml_library = machine.library();
+        config.gpm = true;
+    })
+    .await;
+    let mut control = machine.loaded().await.unwrap();
+    let Some(engine) = speak(&[], &house, 0) else { return };
+    let fail = json!({"nvmlDeviceGetPcieReplayCounter": 999});
+    let processes = json!([{"pid": engine.pid, "bytes": GIB}]);
+    eventually("the XID", || {
+        // The first may come before anyone listens.
+        control.xid(0, 31).unwrap();
+        let metrics = house.metrics();
+        async move { metrics.await.contains("gpu_xids_total").then_some(()) }
+    })
+    .await;
+    let mut all = metrics_in(&house.metrics().await);
+    control.gpu(0, &json!({"processes": processes, "mps_processes": [], "fail": fail})).unwrap();
+    let told = |metrics: &str| {
+        ["kind=\"engine\"", "kv_excess", "reading_failures", "counters_ratio"]
+            .iter()
+            .all(|part| metrics.contains(part))
+    };
+    let metrics = eventually("all figures", || async {
+        Some(house.metrics().await).filter(|metrics| told(metrics))
+    });
+    all.extend(metrics_in(&metrics.await));
+
+    let deploy = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy");
+    let read = |file: &str| std::fs::read_to_string(deploy.join(file)).unwrap();
+    assert_eq!(metrics_in(&read("README.md")), all, "documented, and given by the agent");
+    for file in ["prometheus/devices.yaml", "grafana/devices.json"] {
+        let asked = metrics_in(&read(file));
+        assert!(!asked.is_empty() && asked.is_subset(&all), "{file}: {asked:?}");
     }
-    assert!(build.status().unwrap().success(), "berth-agent doesn't build");
-    folder.join("berth-agent")
+    let dashboard: Value = serde_json::from_str(&read("grafana/devices.json")).unwrap();
+    assert!(dashboard["panels"].as_array().unwrap().len() > 10);
 }
 
 /// Ends it when dropped.
@@ -482,8 +532,7 @@ async fn a_gpu_that_falls_off_the_bus_makes_the_worker_unhealthy_at_once_and_say
         folder.path().join("state"),
     );
     std::fs::write(folder.path().join("agent.toml"), settings).unwrap();
-    let binary = tokio::task::spawn_blocking(agent_binary).await.unwrap();
-    let mut command = Command::new(binary);
+    let mut command = Command::new(env!("CARGO_BIN_EXE_agent-process"));
     command.arg("--config").arg(folder.path().join("agent.toml"));
     command.args(["--engine", &engine.url()]);
     for port in ["--data-addr", "--control-addr", "--admin-addr"] {

@@ -85,7 +85,15 @@ impl Control {
     /// # Errors
     /// When the library has gone, or doesn't know what is asked.
     pub fn gpu(&mut self, index: u32, patch: &Value) -> anyhow::Result<()> {
-        self.ask(&json!({ "set": { "gpus": { index.to_string(): patch } } })).map(drop)
+        self.set(&json!({ "gpus": { index.to_string(): patch } }))
+    }
+
+    /// Changes a part of the machine's state.
+    ///
+    /// # Errors
+    /// As above.
+    pub fn set(&mut self, patch: &Value) -> anyhow::Result<()> {
+        self.ask(&json!({ "set": patch })).map(drop)
     }
 
     /// An XID happens on a GPU.

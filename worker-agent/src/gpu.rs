@@ -41,7 +41,7 @@ const INTERVAL: Duration = Duration::from_secs(1);
 /// However much happens, between two looks there is this much time.
 const GAP: Duration = Duration::from_millis(20);
 /// A driver that doesn't run yet is asked again.
-const LOAD_AGAIN: Duration = Duration::from_secs(10);
+const LOAD_AGAIN: Duration = Duration::from_secs(5);
 /// A machine whose driver sleeps takes some seconds to the first reading.
 const FIRST_MAX: Duration = Duration::from_secs(10);
 /// Events that wait to be taken. Their threads wait while it is full.

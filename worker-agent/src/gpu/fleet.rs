@@ -131,8 +131,11 @@ impl Fleet {
         let identities: Vec<Identity> =
             readings.iter().map(|(identity, _)| identity.clone()).collect();
         let on: Vec<On> = readings.iter().map(|(_, reading)| on(reading, engine)).collect();
-        let (basis, picked) =
-            self.selection.pick(&self.configured, &identities, |at| !on[at].is_empty());
+        let runs_on = |at: usize| {
+            let (_, reading) = &readings[at];
+            reading.processes.as_ref().map(|_| !on[at].is_empty())
+        };
+        let (basis, picked) = self.selection.pick(&self.configured, &identities, runs_on);
         for ((identity, _), on) in readings.iter().zip(&on).filter(|(_, on)| !on.is_empty()) {
             self.dp_ranks.insert(identity.uuid.clone(), on.dp_ranks.clone());
         }
@@ -144,6 +147,9 @@ impl Fleet {
             .collect();
         let lost = self.boards.values().any(|board| board.health.is_lost());
         self.lost_since = lost.then(|| self.lost_since.unwrap_or(now));
+        if cfg!(debug_assertions) {
+            self.check_invariants();
+        }
         Snapshot { at: now, unhealthy: unhealthy(basis, &devices), devices, basis }
     }
 
@@ -177,6 +183,17 @@ impl Fleet {
             self.lost_since = Some(now);
         }
         due
+    }
+
+    /// # Panics
+    /// When a board counts more than it may, or a lost one isn't known to be.
+    pub fn check_invariants(&self) {
+        let lost = self.boards.values().any(|board| board.health.is_lost());
+        assert_eq!(lost, self.lost_since.is_some(), "a reload is due while a board is lost");
+        for board in self.boards.values() {
+            board.health.check_invariants();
+            assert!(board.xids.len() <= XIDS_MAX, "{} XIDs", board.xids.len());
+        }
     }
 
     /// The entries of the settings that name no device.
@@ -299,5 +316,118 @@ impl Seen {
             age_ms: Some(age_ms),
             ..Device::default()
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{
+        super::reading::{Memory, Process, Trouble},
+        *,
+    };
+
+    const GIB: u64 = 1 << 30;
+
+    fn now() -> Instant {
+        tokio::time::Instant::now().into_std()
+    }
+
+    fn gpu(index: u32) -> Identity {
+        Identity { uuid: format!("GPU-{index}"), index, ..Identity::default() }
+    }
+
+    fn runs(processes: &[(u32, Option<u64>)]) -> Reading {
+        let processes = processes.iter().map(|&(pid, bytes)| Process { pid, bytes });
+        let memory = Memory { total: 100 * GIB, used: 50 * GIB, reserved: 0, free: 50 * GIB };
+        Reading { memory: Some(memory), processes: Some(processes.collect()), ..Reading::default() }
+    }
+
+    fn lost() -> Reading {
+        Reading { trouble: Some(Trouble::Lost), ..Reading::default() }
+    }
+
+    fn member(pid: u32, dp_rank: Option<u32>) -> Member {
+        Member { pid, dp_rank, start: 1 }
+    }
+
+    fn look(fleet: &mut Fleet, members: &[Member], readings: Vec<Reading>) -> Snapshot {
+        let readings = (0..).map(gpu).zip(readings).collect();
+        fleet.read(now(), readings, Engine { members, is_new: false, pids_agree: true })
+    }
+
+    fn engine_bytes(processes: &[(u32, Option<u64>)]) -> Option<u64> {
+        let members = [member(7, Some(0)), member(8, Some(0))];
+        look(&mut Fleet::new(vec![]), &members, vec![runs(processes)]).devices[0].engine_bytes
+    }
+
+    #[test]
+    fn an_engine_s_bytes_are_those_of_all_its_processes_or_unknown() {
+        let own = [(7, Some(3 * GIB)), (8, Some(2 * GIB)), (99, Some(GIB))];
+        assert_eq!(engine_bytes(&own), Some(5 * GIB));
+        assert_eq!(engine_bytes(&[(7, Some(GIB)), (7, Some(GIB))]), Some(GIB), "in both lists");
+        assert_eq!(engine_bytes(&[(7, Some(GIB)), (8, None)]), None, "one isn't told");
+        assert_eq!(engine_bytes(&[(99, Some(GIB))]), None, "somebody else's");
+        assert_eq!(engine_bytes(&[(7, Some(101 * GIB))]), None, "more than there is");
+    }
+
+    #[test]
+    fn each_rank_has_the_devices_that_it_runs_on_and_its_pool_is_there_if_no_other_s_is() {
+        let members = [member(7, Some(0)), member(8, Some(1)), member(9, Some(1))];
+        let readings = || vec![runs(&[(7, None)]), runs(&[(8, None)]), runs(&[(9, None)])];
+        let mut fleet = Fleet::new(vec![]);
+        let snapshot = look(&mut fleet, &members, readings());
+        let indices = |snapshot: &Snapshot, rank| -> Vec<u32> {
+            let devices = snapshot.devices(now(), rank);
+            devices.iter().filter_map(|device| device.index).collect()
+        };
+        assert_eq!((indices(&snapshot, 0), indices(&snapshot, 1)), (vec![0], vec![1, 2]));
+        assert!(snapshot.holds_pool(0, 2) && snapshot.holds_pool(1, 2));
+        // A board that is lost tells no processes; they were there.
+        let mut broken = readings();
+        broken[2] = lost();
+        let snapshot = look(&mut fleet, &members, broken);
+        assert_eq!(indices(&snapshot, 1), [1, 2]);
+        assert!(snapshot.unhealthy.unwrap().starts_with("GPU 2 (GPU-2): it fell off the bus"));
+        let shared = [member(7, Some(0)), member(8, Some(1))];
+        let both = vec![runs(&[(7, None), (8, None)])];
+        let snapshot = look(&mut Fleet::new(vec![]), &shared, both);
+        assert!(!snapshot.holds_pool(0, 2), "two ranks' pools on one device");
+    }
+
+    #[test]
+    fn a_device_that_may_be_another_engine_s_says_nothing_of_this_worker() {
+        let two = || vec![lost(), lost()];
+        let snapshot = look(&mut Fleet::new(vec![]), &[], two());
+        assert_eq!((snapshot.basis, &snapshot.unhealthy), (Basis::Unknown, &None));
+        assert!(snapshot.devices.iter().all(|device| device.unhealthy.is_some()));
+        assert!(!snapshot.holds_pool(0, 1));
+        let named = vec![Selector::Index(0), Selector::Index(1)];
+        let reason = look(&mut Fleet::new(named), &[], two()).unhealthy.unwrap();
+        assert!(reason.starts_with("GPU 0 (GPU-0)") && reason.ends_with("1 more of its devices"));
+    }
+
+    #[test]
+    fn nvml_is_loaded_anew_while_a_board_is_lost_and_not_more_often_than_it_helps() {
+        let mut fleet = Fleet::new(vec![]);
+        look(&mut fleet, &[], vec![lost(), Reading::default()]);
+        let start = now();
+        assert!(!fleet.wants_reload(start));
+        assert!(fleet.wants_reload(start + RELOAD_INTERVAL));
+        assert!(!fleet.wants_reload(start + RELOAD_INTERVAL + Duration::from_secs(1)));
+        assert!(fleet.wants_reload(start + RELOAD_INTERVAL * 2));
+        look(&mut fleet, &[], vec![Reading::default(), Reading::default()]);
+        assert!(!fleet.wants_reload(start + RELOAD_INTERVAL * 9));
+    }
+
+    #[test]
+    fn xids_and_failed_calls_are_counted_and_bounded() {
+        let mut fleet = Fleet::new(vec![]);
+        let failing = || Reading { failed: vec!["power", "fields"], ..Reading::default() };
+        look(&mut fleet, &[], vec![failing()]);
+        (0..1000).for_each(|number| fleet.xid("GPU-0", 1000 + number % 500));
+        fleet.xid("GPU-9", 79);
+        let device = &look(&mut fleet, &[], vec![failing()]).devices[0];
+        assert_eq!((device.xids.len(), device.xids[&1000]), (XIDS_MAX, 2));
+        assert_eq!(device.failures, [("fields", 2), ("power", 2)].into());
     }
 }

@@ -36,7 +36,7 @@ pub struct Member {
     /// The data-parallel rank that it works for, where that is known.
     pub dp_rank: Option<u32>,
     /// Clock ticks from the machine's start to its own.
-    start: u64,
+    pub start: u64,
 }
 
 /// The engine's processes as they are known.

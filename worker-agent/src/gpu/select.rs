@@ -98,29 +98,30 @@ pub struct Selection {
 
 impl Selection {
     /// Picks the worker's devices, by their places in the list. `runs_on` says whether a process
-    /// of the engine has a context on a device.
+    /// of the engine has a context on a device; a device that doesn't tell, as one that is lost,
+    /// has those that it had.
     pub fn pick(
         &mut self,
         configured: &[Selector],
         devices: &[Identity],
-        runs_on: impl Fn(usize) -> bool,
+        runs_on: impl Fn(usize) -> Option<bool>,
     ) -> (Basis, Vec<usize>) {
         let usable = |&at: &usize| !devices[at].divided;
         let those = |wanted: &dyn Fn(usize) -> bool| -> Vec<usize> {
             (0..devices.len()).filter(usable).filter(|&at| wanted(at)).collect()
         };
-        let running = those(&runs_on);
         if !configured.is_empty() {
             let named = |at: usize| configured.iter().any(|one| one.names(&devices[at]));
             return (Basis::Configured, those(&named));
         }
+        let before = |at: usize| self.seen.contains(&devices[at].uuid);
+        let mut running = those(&|at| runs_on(at).unwrap_or_else(|| before(at)));
+        if !running.iter().any(|&at| runs_on(at) == Some(true)) {
+            running = those(&before);
+        }
         if !running.is_empty() {
             self.seen = running.iter().map(|&at| devices[at].uuid.clone()).collect();
             return (Basis::Processes, running);
-        }
-        let before = those(&|at| self.seen.contains(&devices[at].uuid));
-        if !before.is_empty() {
-            return (Basis::Processes, before);
         }
         let all = those(&|_| true);
         (if all.len() == 1 { Basis::Only } else { Basis::Unknown }, all)
@@ -162,7 +163,7 @@ mod tests {
     fn picked(configured: &[&str], running: &[usize]) -> (Basis, Vec<usize>) {
         let configured: Vec<Selector> =
             configured.iter().map(|text| text.parse().unwrap()).collect();
-        Selection::default().pick(&configured, &machine(), |at| running.contains(&at))
+        Selection::default().pick(&configured, &machine(), |at| Some(running.contains(&at)))
     }
 
     #[test]
@@ -197,19 +198,23 @@ mod tests {
 
     #[test]
     fn one_gpu_is_the_engine_s_and_of_several_none_is_sure() {
-        let one = Selection::default().pick(&[], &machine()[..1], |_| false);
+        let one = Selection::default().pick(&[], &machine()[..1], |_| Some(false));
         assert_eq!(one, (Basis::Only, vec![0]));
         assert_eq!(picked(&[], &[]), (Basis::Unknown, vec![0, 1, 3, 4]));
-        assert_eq!(Selection::default().pick(&[], &[], |_| false), (Basis::Unknown, vec![]));
+        assert_eq!(Selection::default().pick(&[], &[], |_| None), (Basis::Unknown, vec![]));
     }
 
     #[test]
     fn an_engine_whose_processes_can_t_be_seen_any_more_is_where_it_was() {
         let mut selection = Selection::default();
-        selection.pick(&[], &machine(), |at| at == 1);
-        let lost = selection.pick(&[], &machine(), |_| false);
-        assert_eq!(lost, (Basis::Processes, vec![1]));
+        selection.pick(&[], &machine(), |at| Some(at < 2));
+        let one_lost = selection.pick(&[], &machine(), |at| (at != 1).then_some(at == 0));
+        assert_eq!(one_lost, (Basis::Processes, vec![0, 1]));
+        let ended = selection.pick(&[], &machine(), |_| Some(false));
+        assert_eq!(ended, (Basis::Processes, vec![0, 1]));
+        let moved = selection.pick(&[], &machine(), |at| Some(at == 1));
+        assert_eq!(moved, (Basis::Processes, vec![1]));
         selection.forget();
-        assert_eq!(selection.pick(&[], &machine(), |_| false).0, Basis::Unknown);
+        assert_eq!(selection.pick(&[], &machine(), |_| Some(false)).0, Basis::Unknown);
     }
 }
