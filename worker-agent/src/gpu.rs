@@ -220,7 +220,7 @@ impl Shell {
         for event in [first].into_iter().chain(more) {
             if let Event::Xid { board, number } = event {
                 let what = xid::fatal(number).map(|fatal| fatal.what);
-                warn!(board, number, what, "XID");
+                warn!(board, number, what, "the driver reports an XID");
                 self.fleet.xid(&board, number);
             }
         }

@@ -2,6 +2,8 @@
 //! is absent has no line, and a device that has gone leaves none. `deploy/README.md` maps them to
 //! those of NVIDIA's own exporter.
 
+mod table;
+
 use std::{fmt, sync::Arc, time::Instant};
 
 use prometheus_client::{
@@ -13,6 +15,7 @@ use prometheus_client::{
 use proto::load::{Device, LoadReport};
 use tokio::sync::watch;
 
+use self::table::{Spec, TABLE, float};
 use super::fleet::{Seen, Snapshot};
 
 /// Where the figures come from.
@@ -31,8 +34,11 @@ pub fn register(
     registry.register_collector(Box::new(Devices { snapshot, report }));
 }
 
-/// One line's labels besides the device, and its value.
-type Line = (Vec<(&'static str, String)>, f64);
+/// Names and values.
+type Labels = Vec<(&'static str, String)>;
+
+/// One line of a metric.
+type Line = (Labels, f64);
 
 /// One metric.
 struct Metric {
@@ -89,8 +95,8 @@ fn age(
     metric.encode(encoder)
 }
 
-/// A device's figures of one metric: what tells them apart, and each.
-type Figures = Vec<(Option<(&'static str, String)>, Option<f64>)>;
+/// A device's figures of one metric: labels besides the device's, and each.
+type Figures = Vec<(Labels, Option<f64>)>;
 
 /// Of the worker's devices, and the boards that its slices are of.
 fn of_devices(snapshot: &Snapshot) -> Vec<Metric> {
@@ -101,190 +107,20 @@ fn of_devices(snapshot: &Snapshot) -> Vec<Metric> {
     };
     let shown: Vec<&Seen> =
         snapshot.devices.iter().filter(|seen| seen.ours || carries(seen)).collect();
-    let metric = |(name, help, unit, kind, figures): Row| Metric {
-        lines: shown.iter().flat_map(|seen| lines(&seen.identity.uuid, figures(seen))).collect(),
-        unit: unit.map(|unit| Unit::Other(unit.to_owned())),
-        name,
-        help,
-        kind,
+    let metric = |Spec { name, help, unit, kind, figures }: Spec| {
+        let lines = shown.iter().flat_map(|seen| lines(&seen.identity.uuid, figures(seen)));
+        let unit = unit.map(|unit| Unit::Other(unit.to_owned()));
+        Metric { name, help, unit, kind, lines: lines.collect() }
     };
-    let mut metrics: Vec<Metric> =
-        GAUGES.into_iter().map(|(n, h, u, f)| metric((n, h, u, MetricType::Gauge, f))).collect();
-    let counters = COUNTERS.into_iter();
-    metrics.extend(counters.map(|(n, h, u, f)| metric((n, h, u, MetricType::Counter, f))));
-    metrics
+    TABLE.into_iter().map(metric).collect()
 }
 
 fn lines(uuid: &str, figures: Figures) -> Vec<Line> {
-    let line = |(label, value): (Option<(&'static str, String)>, Option<f64>)| {
-        let labels = [("gpu_uuid", uuid.to_owned())].into_iter().chain(label);
+    let line = |(labels, value): (Labels, Option<f64>)| {
+        let labels = [("gpu_uuid", uuid.to_owned())].into_iter().chain(labels);
         Some((labels.collect(), value?))
     };
     figures.into_iter().filter_map(line).collect()
-}
-
-type Row = (&'static str, &'static str, Option<&'static str>, MetricType, fn(&Seen) -> Figures);
-type Spec = (&'static str, &'static str, Option<&'static str>, fn(&Seen) -> Figures);
-
-fn one(value: Option<f64>) -> Figures {
-    vec![(None, value)]
-}
-
-/// Figures told apart by one label.
-fn each<const N: usize>(label: &'static str, of: [(&str, Option<f64>); N]) -> Figures {
-    of.into_iter().map(|(name, value)| (Some((label, name.to_owned())), value)).collect()
-}
-
-#[expect(clippy::cast_precision_loss, reason = "counts beyond 2^53 are no device's")]
-fn float(value: u64) -> f64 {
-    value as f64
-}
-
-fn share(percent: Option<u32>) -> Option<f64> {
-    percent.map(|percent| f64::from(percent) / 100.0)
-}
-
-const GAUGES: [Spec; 11] = [
-    ("gpu_info", "1 for each device; its names", None, info),
-    ("gpu_healthy", "1 while work on the device can be trusted", None, |seen| {
-        one(Some(if seen.unhealthy.is_none() { 1.0 } else { 0.0 }))
-    }),
-    ("gpu_memory", "Device memory; of the engine: that of its processes", Some("bytes"), |seen| {
-        let memory = seen.reading.memory;
-        each(
-            "kind",
-            [
-                ("total", memory.map(|memory| float(memory.total))),
-                ("used", memory.map(|memory| float(memory.used))),
-                ("reserved", memory.map(|memory| float(memory.reserved))),
-                ("free", memory.map(|memory| float(memory.free))),
-                ("engine", seen.engine_bytes.map(float)),
-            ],
-        )
-    }),
-    ("gpu_utilization", "Share of the time in which it worked", Some("ratio"), |seen| {
-        each(
-            "part",
-            [
-                ("sm", share(seen.reading.utilization_percent)),
-                ("memory", share(seen.reading.memory_utilization_percent)),
-            ],
-        )
-    }),
-    ("gpu_power", "Of the board", Some("watts"), |seen| {
-        one(seen.reading.power_milliwatts.map(|milliwatts| f64::from(milliwatts) / 1e3))
-    }),
-    ("gpu_temperature", "Of the chip, of its memory", Some("celsius"), |seen| {
-        each(
-            "part",
-            [
-                ("chip", seen.reading.temperature_celsius.map(f64::from)),
-                ("memory", seen.reading.memory_temperature_celsius.map(float)),
-            ],
-        )
-    }),
-    ("gpu_clock", "Clocks now", Some("hertz"), |seen| {
-        let hertz = |mhz: Option<u32>| mhz.map(|mhz| f64::from(mhz) * 1e6);
-        each(
-            "part",
-            [
-                ("sm", hertz(seen.reading.sm_clock_mhz)),
-                ("memory", hertz(seen.reading.memory_clock_mhz)),
-            ],
-        )
-    }),
-    ("gpu_throttled", "1 while clocks are held down for the reason", None, |seen| {
-        let reasons = seen.reading.throttled.iter().flatten();
-        reasons.map(|&reason| (Some(("reason", reason.to_owned())), Some(1.0))).collect()
-    }),
-    ("gpu_remapped_rows", "Rows of memory replaced by spare ones", None, |seen| {
-        let rows = seen.reading.rows;
-        let flag = |flag: Option<bool>| flag.map(|flag| f64::from(u8::from(flag)));
-        each(
-            "state",
-            [
-                ("corrected", rows.corrected.map(float)),
-                ("uncorrected", rows.uncorrected.map(float)),
-                ("pending", flag(rows.pending)),
-                ("failed", flag(rows.failed)),
-            ],
-        )
-    }),
-    ("gpu_counters", "Shares by hardware counters, where asked for", Some("ratio"), |seen| {
-        let gpm = seen.reading.gpm.unwrap_or_default();
-        each(
-            "part",
-            [
-                ("sm", gpm.sm_ratio),
-                ("sm_occupancy", gpm.sm_occupancy_ratio),
-                ("tensor", gpm.tensor_ratio),
-                ("memory_bandwidth", gpm.memory_bandwidth_ratio),
-            ],
-        )
-    }),
-    ("gpu_nvlink_rate", "Over all NVLinks, where asked for", Some("bytes_per_second"), |seen| {
-        let gpm = seen.reading.gpm.unwrap_or_default();
-        each(
-            "direction",
-            [
-                ("sent", gpm.nvlink_sent_bytes_per_second),
-                ("received", gpm.nvlink_received_bytes_per_second),
-            ],
-        )
-    }),
-];
-
-const COUNTERS: [Spec; 7] = [
-    ("gpu_energy", "Taken by the board", Some("joules"), |seen| {
-        one(seen.reading.energy_millijoules.map(|millijoules| float(millijoules) / 1e3))
-    }),
-    ("gpu_pcie", "To and from the host", Some("bytes"), |seen| {
-        each(
-            "direction",
-            [
-                ("sent", seen.reading.pcie_sent_bytes.map(float)),
-                ("received", seen.reading.pcie_received_bytes.map(float)),
-            ],
-        )
-    }),
-    ("gpu_pcie_replays", "PCIe packets sent again", None, |seen| {
-        one(seen.reading.pcie_replays.map(f64::from))
-    }),
-    ("gpu_nvlink_errors", "Over all NVLinks", None, |seen| {
-        let errors = seen.reading.nvlink_errors;
-        each(
-            "kind",
-            [
-                ("crc", errors.crc.map(float)),
-                ("replay", errors.replay.map(float)),
-                ("recovery", errors.recovery.map(float)),
-            ],
-        )
-    }),
-    ("gpu_ecc_errors", "Memory errors since the driver was loaded", None, |seen| {
-        each(
-            "kind",
-            [
-                ("corrected", seen.reading.ecc_corrected.map(float)),
-                ("uncorrected", seen.reading.ecc_uncorrected.map(float)),
-            ],
-        )
-    }),
-    ("gpu_xids", "The driver's XID errors of the board, by number", None, |seen| {
-        let xids = seen.xids.iter();
-        xids.map(|(xid, count)| (Some(("xid", xid.to_string())), Some(float(*count)))).collect()
-    }),
-    ("gpu_reading_failures", "NVML calls that failed, by call", None, |seen| {
-        let failures = seen.failures.iter();
-        failures
-            .map(|(call, count)| (Some(("call", (*call).to_owned())), Some(float(*count))))
-            .collect()
-    }),
-];
-
-/// The one metric with several labels more, in one figure.
-fn info(seen: &Seen) -> Figures {
-    vec![(Some(("name", seen.identity.name.clone())), Some(1.0))]
 }
 
 /// What the ranks' pools are on their devices.
@@ -293,7 +129,7 @@ fn of_pools(report: &LoadReport) -> [Metric; 2] {
         let ranks = report.ranks.iter();
         ranks.flat_map(|rank| rank.devices.iter().map(move |device| (rank.dp_rank, device)))
     };
-    let labels = |dp_rank: u32, device: &Device| {
+    let labels = |dp_rank: u32, device: &Device| -> Labels {
         vec![("gpu_uuid", device.uuid.clone()), ("dp_rank", dp_rank.to_string())]
     };
     let states = devices().flat_map(|(dp_rank, device)| {

@@ -1,0 +1,211 @@
+//! The table of device metrics: names, units, and what of a device each shows.
+
+use prometheus_client::metrics::MetricType;
+
+use super::{
+    super::{fleet::Seen, reading::Identity},
+    Figures,
+};
+
+/// One metric of each device.
+pub(super) struct Spec {
+    pub(super) name: &'static str,
+    pub(super) help: &'static str,
+    pub(super) unit: Option<&'static str>,
+    pub(super) kind: MetricType,
+    pub(super) figures: fn(&Seen) -> Figures,
+}
+
+const fn gauge(
+    name: &'static str,
+    help: &'static str,
+    unit: Option<&'static str>,
+    figures: fn(&Seen) -> Figures,
+) -> Spec {
+    Spec { name, help, unit, kind: MetricType::Gauge, figures }
+}
+
+const fn counter(
+    name: &'static str,
+    help: &'static str,
+    unit: Option<&'static str>,
+    figures: fn(&Seen) -> Figures,
+) -> Spec {
+    Spec { name, help, unit, kind: MetricType::Counter, figures }
+}
+
+/// Every metric that a device has lines of.
+pub(super) const TABLE: [Spec; 18] = [
+    gauge("gpu_info", "1 for each device; its names", None, info),
+    gauge("gpu_healthy", "1 while work on the device can be trusted", None, |seen| {
+        one(Some(if seen.unhealthy.is_none() { 1.0 } else { 0.0 }))
+    }),
+    gauge(
+        "gpu_memory",
+        "Device memory; of the engine: that of its processes",
+        Some("bytes"),
+        |seen| {
+            let memory = seen.reading.memory;
+            each(
+                "kind",
+                [
+                    ("total", memory.map(|memory| float(memory.total))),
+                    ("used", memory.map(|memory| float(memory.used))),
+                    ("reserved", memory.map(|memory| float(memory.reserved))),
+                    ("free", memory.map(|memory| float(memory.free))),
+                    ("engine", seen.engine_bytes.map(float)),
+                ],
+            )
+        },
+    ),
+    gauge("gpu_utilization", "Share of the time in which it worked", Some("ratio"), |seen| {
+        each(
+            "part",
+            [
+                ("sm", share(seen.reading.utilization_percent)),
+                ("memory", share(seen.reading.memory_utilization_percent)),
+            ],
+        )
+    }),
+    gauge("gpu_power", "Of the board", Some("watts"), |seen| {
+        one(seen.reading.power_milliwatts.map(|milliwatts| f64::from(milliwatts) / 1e3))
+    }),
+    gauge("gpu_temperature", "Of the chip, of its memory", Some("celsius"), |seen| {
+        each(
+            "part",
+            [
+                ("chip", seen.reading.temperature_celsius.map(f64::from)),
+                ("memory", seen.reading.memory_temperature_celsius.map(float)),
+            ],
+        )
+    }),
+    gauge("gpu_clock", "Clocks now", Some("hertz"), |seen| {
+        let hertz = |mhz: Option<u32>| mhz.map(|mhz| f64::from(mhz) * 1e6);
+        each(
+            "part",
+            [
+                ("sm", hertz(seen.reading.sm_clock_mhz)),
+                ("memory", hertz(seen.reading.memory_clock_mhz)),
+            ],
+        )
+    }),
+    gauge("gpu_throttled", "1 while clocks are held down for the reason", None, |seen| {
+        let reasons = seen.reading.throttled.iter().flatten();
+        reasons.map(|&reason| (vec![("reason", reason.to_owned())], Some(1.0))).collect()
+    }),
+    gauge("gpu_remapped_rows", "Rows of memory replaced by spare ones", None, |seen| {
+        let rows = seen.reading.rows;
+        let flag = |flag: Option<bool>| flag.map(|flag| f64::from(u8::from(flag)));
+        each(
+            "state",
+            [
+                ("corrected", rows.corrected.map(float)),
+                ("uncorrected", rows.uncorrected.map(float)),
+                ("pending", flag(rows.pending)),
+                ("failed", flag(rows.failed)),
+            ],
+        )
+    }),
+    gauge("gpu_counters", "Shares by hardware counters, where asked for", Some("ratio"), |seen| {
+        let gpm = seen.reading.gpm.unwrap_or_default();
+        each(
+            "part",
+            [
+                ("sm", gpm.sm_ratio),
+                ("sm_occupancy", gpm.sm_occupancy_ratio),
+                ("tensor", gpm.tensor_ratio),
+                ("memory_bandwidth", gpm.memory_bandwidth_ratio),
+            ],
+        )
+    }),
+    gauge(
+        "gpu_nvlink_rate",
+        "Over all NVLinks, where asked for",
+        Some("bytes_per_second"),
+        |seen| {
+            let gpm = seen.reading.gpm.unwrap_or_default();
+            each(
+                "direction",
+                [
+                    ("sent", gpm.nvlink_sent_bytes_per_second),
+                    ("received", gpm.nvlink_received_bytes_per_second),
+                ],
+            )
+        },
+    ),
+    counter("gpu_energy", "Taken by the board", Some("joules"), |seen| {
+        one(seen.reading.energy_millijoules.map(|millijoules| float(millijoules) / 1e3))
+    }),
+    counter("gpu_pcie", "To and from the host", Some("bytes"), |seen| {
+        each(
+            "direction",
+            [
+                ("sent", seen.reading.pcie_sent_bytes.map(float)),
+                ("received", seen.reading.pcie_received_bytes.map(float)),
+            ],
+        )
+    }),
+    counter("gpu_pcie_replays", "PCIe packets sent again", None, |seen| {
+        one(seen.reading.pcie_replays.map(f64::from))
+    }),
+    counter("gpu_nvlink_errors", "Over all NVLinks", None, |seen| {
+        let errors = seen.reading.nvlink_errors;
+        each(
+            "kind",
+            [
+                ("crc", errors.crc.map(float)),
+                ("replay", errors.replay.map(float)),
+                ("recovery", errors.recovery.map(float)),
+            ],
+        )
+    }),
+    counter("gpu_ecc_errors", "Memory errors since the driver was loaded", None, |seen| {
+        each(
+            "kind",
+            [
+                ("corrected", seen.reading.ecc_corrected.map(float)),
+                ("uncorrected", seen.reading.ecc_uncorrected.map(float)),
+            ],
+        )
+    }),
+    counter("gpu_xids", "The driver's XID errors of the board, by number", None, |seen| {
+        let xids = seen.xids.iter();
+        xids.map(|(xid, count)| (vec![("xid", xid.to_string())], Some(float(*count)))).collect()
+    }),
+    counter("gpu_reading_failures", "NVML calls that failed, by call", None, |seen| {
+        let failures = seen.failures.iter();
+        failures
+            .map(|(call, count)| (vec![("call", (*call).to_owned())], Some(float(*count))))
+            .collect()
+    }),
+];
+
+fn one(value: Option<f64>) -> Figures {
+    vec![(vec![], value)]
+}
+
+/// Figures told apart by one label.
+fn each<const N: usize>(label: &'static str, of: [(&str, Option<f64>); N]) -> Figures {
+    of.into_iter().map(|(name, value)| (vec![(label, name.to_owned())], value)).collect()
+}
+
+#[expect(clippy::cast_precision_loss, reason = "counts beyond 2^53 are no device's")]
+pub(super) fn float(value: u64) -> f64 {
+    value as f64
+}
+
+fn share(percent: Option<u32>) -> Option<f64> {
+    percent.map(|percent| f64::from(percent) / 100.0)
+}
+
+/// Names to join by. A slice has its GPU's, and which that is.
+fn info(seen: &Seen) -> Figures {
+    let Identity { name, index, pci_address, parent_uuid, .. } = &seen.identity;
+    let labels = [
+        Some(("name", name.clone())),
+        Some(("index", index.to_string())),
+        pci_address.clone().map(|address| ("pci_address", address)),
+        parent_uuid.clone().map(|uuid| ("parent_uuid", uuid)),
+    ];
+    vec![(labels.into_iter().flatten().collect(), Some(1.0))]
+}
