@@ -59,7 +59,8 @@ pub(super) fn may_come(error: &NvmlError) -> bool {
 /// All devices: each GPU, and after it its MIG slices. One that can't be reached is who it was.
 pub(super) fn boards<'n>(nvml: &'n Nvml, known: &[Identity], gpm: bool) -> Vec<Board<'n>> {
     let mut boards = vec![];
-    for index in 0..nvml.device_count().unwrap_or(0) {
+    let counted = nvml.device_count().inspect_err(|error| warn!(%error, "no GPU can be counted"));
+    for index in 0..counted.unwrap_or(0) {
         match nvml.device_by_index(index) {
             Ok(device) => {
                 let slices = slices(&device);
