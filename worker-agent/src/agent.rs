@@ -4,7 +4,7 @@
 
 mod owner;
 
-use std::{sync::Arc, time::Duration};
+use std::{path::PathBuf, sync::Arc, time::Duration};
 
 use proto::{
     claim::Claim,
@@ -123,6 +123,10 @@ enum Message {
     Closed {
         incarnation: String,
         closed: Closed,
+    },
+    RemoteAudit {
+        dp_rank: u32,
+        answer: audit::remote::Answer,
     },
     Drain {
         limit: Duration,
@@ -305,6 +309,8 @@ pub struct Setup {
     pub metrics: Metrics,
     /// The pages of every rank are audited this often; none: only on demand.
     pub audit_interval: Option<Duration>,
+    /// Where engines publish their row tables, the rank to follow; empty: nowhere.
+    pub audit_table: PathBuf,
     /// An engine that runs nothing for so long while turns wait is stuck.
     pub stall_max: Duration,
     /// Longest time between reports.

@@ -16,6 +16,7 @@ use proto::load::PageAudit;
 use crate::shim::Audited;
 
 mod read;
+pub mod remote;
 
 pub use self::read::SessionPages;
 

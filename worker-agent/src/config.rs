@@ -99,6 +99,9 @@ pub struct Config {
     pub stall_ms_max: u64,
     /// The engine's shim looks at every page of the pool this often; 0: only on demand.
     pub audit_interval_s: u64,
+    /// Where the engine publishes its row table (BERTH_KV_TABLE in its environment), for audits from
+    /// this process by CUDA IPC; empty: they are made inside the engine.
+    pub audit_table: PathBuf,
     /// Where the journal of open sessions and the shim's socket are; the same for every agent of an
     /// engine. Empty: `/tmp/berth-<uid>`.
     pub state_dir: PathBuf,
@@ -160,6 +163,8 @@ impl Default for Config {
             stall_ms_max: 10_000,
             // A look costs the scheduler's thread well under a millisecond.
             audit_interval_s: 10,
+            // A CUDA context costs some 0.5 GiB of the GPU.
+            audit_table: PathBuf::new(),
             state_dir: PathBuf::new(),
             shim_socket: PathBuf::new(),
             body_bytes_max: 64 << 20,
@@ -243,6 +248,8 @@ impl Config {
         ] {
             need((1..=7 * 86_400_000).contains(&value), &format!("{key} must be 1 to 7 days"));
         }
+        let can = self.audit_table.as_os_str().is_empty() || cfg!(feature = "cuda");
+        need(can, "audit_table needs an agent with CUDA: cargo build --features cuda");
         need(self.audit_interval_s <= 86_400, "audit_interval_s must be 0 to 86400");
         need(
             self.rows_reserve >= 1,

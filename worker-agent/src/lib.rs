@@ -228,6 +228,7 @@ fn start_agent(
         rules,
         journal,
         metrics: metrics.clone(),
+        audit_table: config.audit_table.clone(),
         audit_interval: (config.audit_interval_s > 0)
             .then(|| Duration::from_secs(config.audit_interval_s)),
         stall_max: ms(config.stall_ms_max),

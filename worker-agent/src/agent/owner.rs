@@ -23,7 +23,7 @@ use tracing::{debug, error, info, warn};
 
 use super::{AgentHandle, Change, End, Error, Lease, Message, Setup, Watch};
 use crate::{
-    audit::Audits,
+    audit::{Audits, remote::Remote},
     engine::Info,
     ledger::{Health, Ledger},
     progress::Progress,
@@ -63,6 +63,8 @@ pub(super) struct Owner {
     shims: HashMap<u32, bool>,
     audits: Audits,
     audit_waiters: Vec<audit::Waiter>,
+    /// Of ranks that are audited from this process.
+    remotes: HashMap<u32, Remote>,
     dirty: bool,
     reported: Instant,
 }
@@ -127,6 +129,7 @@ impl Owner {
             shims: HashMap::new(),
             audits: Audits::new(setup.audit_interval),
             audit_waiters: vec![],
+            remotes: HashMap::new(),
             dirty: true,
             reported: now(),
             setup,
@@ -228,6 +231,7 @@ impl Owner {
             Message::Closed { incarnation, closed } => {
                 self.table.closed(now(), &incarnation, closed);
             }
+            Message::RemoteAudit { dp_rank, answer } => self.remote_audited(dp_rank, answer),
             Message::Drain { limit, done } => {
                 info!(turns = self.table.inside().count(), "draining");
                 let drain = Drain { deadline: now() + limit, done: Some(done) };

@@ -1,15 +1,21 @@
 //! The owner's dealings with page audits: asks the shims when it is time or when someone wants to
 //! know, and acts on what they find.
 
-use std::time::Instant;
+use std::{
+    collections::HashMap,
+    time::{Duration, Instant},
+};
 
 use tokio::sync::oneshot;
 use tracing::{error, warn};
 
 use super::{Owner, now};
 use crate::{
-    agent::RankPages,
-    audit::{Audit, Error},
+    agent::{Message, RankPages},
+    audit::{
+        Audit, Error,
+        remote::{Answer, Found, Remote, key_of},
+    },
     shim::Audited,
 };
 
@@ -44,7 +50,48 @@ impl Owner {
             self.answer_waiters(dp_rank, number, &Err(Error::Late));
         }
         for (dp_rank, number) in self.audits.due(now) {
-            self.ask_for_audit(dp_rank, number);
+            // Who wants to know now wants all of it, which only the engine's process knows.
+            let here = self.remotes.get(&dp_rank).is_some_and(|remote| remote.ask(number));
+            if !here {
+                self.ask_for_audit(dp_rank, number);
+            }
+        }
+    }
+
+    /// Has the rank audited from this process, where the settings want it.
+    pub(super) fn audit_from_here(&mut self, dp_rank: u32) {
+        if self.setup.audit_table.as_os_str().is_empty() {
+            return;
+        }
+        let mailbox = self.handle.mailbox.clone();
+        let answer = move |answer| {
+            // An owner that is gone has ended the process's work already.
+            let _ = mailbox.blocking_send(Message::RemoteAudit { dp_rank, answer });
+        };
+        match Remote::start(&self.setup.audit_table, dp_rank, answer) {
+            Ok(remote) => drop(self.remotes.insert(dp_rank, remote)),
+            Err(error) => warn!(dp_rank, %error, "no thread to audit from"),
+        }
+    }
+
+    pub(super) fn remote_audited(&mut self, dp_rank: u32, answer: Answer) {
+        let Answer { number, found } = answer;
+        match found {
+            Ok(Found { report, keys }) => {
+                let mut names: HashMap<u64, &str> = HashMap::new();
+                for (_, session) in self.table.iter() {
+                    names.insert(key_of(&session.incarnation), &session.incarnation);
+                }
+                let name = |key: &u64| names.get(key).copied().unwrap_or_default().to_owned();
+                let names = keys.iter().map(name).collect();
+                let spent = Duration::ZERO;
+                self.audited(dp_rank, &Audited { number, spent, refusal: None, names, report });
+            }
+            Err(reason) => {
+                warn!(dp_rank, reason, "no audit from this process; the engine's own makes them");
+                self.remotes.remove(&dp_rank);
+                self.ask_for_audit(dp_rank, number);
+            }
         }
     }
 
@@ -55,6 +102,7 @@ impl Owner {
 
     pub(super) fn audit_down(&mut self, dp_rank: u32) {
         self.audits.down(dp_rank);
+        self.remotes.remove(&dp_rank);
         self.setup.metrics.pages(dp_rank, None);
         self.answer_waiters(dp_rank, u64::MAX, &Err(Error::NoShim(dp_rank)));
     }

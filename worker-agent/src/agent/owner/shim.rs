@@ -59,6 +59,7 @@ impl Owner {
             info!(dp_rank, reason, "the engine's pages can't be audited");
         }
         self.audits.up(now(), *dp_rank, unauditable.clone());
+        self.audit_from_here(*dp_rank);
         self.ledger.page_is(*dp_rank, hello.page_bytes);
     }
 

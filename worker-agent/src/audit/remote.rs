@@ -1,0 +1,187 @@
+//! Audits from outside the engine's process (tier 2): the agent maps the engine's request table by
+//! CUDA IPC and runs the kernels itself, by the row table that the shim publishes. It sees rows
+//! only, and holds a CUDA context: it is for engines whose interpreter is too busy to be asked, and
+//! only where the settings want it. What can't be done here is done inside the engine instead.
+//!
+//! Each rank has a thread, because CUDA's calls block. It ends with the handle.
+
+use std::{
+    path::{Path, PathBuf},
+    sync::mpsc,
+};
+
+/// What the thread was asked, and the report's bytes with the keys of its sessions, or why not.
+#[derive(Debug)]
+pub struct Answer {
+    /// The asker's number.
+    pub number: u64,
+    /// What was found. After an error the thread has ended.
+    pub found: Result<Found, String>,
+}
+
+/// A report of rows, as `kernels` encodes it.
+#[derive(Debug)]
+pub struct Found {
+    /// The report.
+    pub report: Vec<u8>,
+    /// By session number: [`key_of`] of the engine-side id.
+    pub keys: Vec<u64>,
+}
+
+/// A rank's thread.
+#[derive(Debug)]
+pub struct Remote {
+    asks: mpsc::SyncSender<u64>,
+}
+
+impl Remote {
+    /// Starts the thread of the rank whose engine publishes at `table`. It maps what it needs when it
+    /// is first asked, and gives each answer to `answer`.
+    ///
+    /// # Errors
+    /// When the thread can't be made.
+    pub fn start(
+        table: &Path,
+        dp_rank: u32,
+        answer: impl Fn(Answer) + Send + 'static,
+    ) -> std::io::Result<Self> {
+        // One under way and one that waits; more are the shim's.
+        let (asks, asked) = mpsc::sync_channel(1);
+        let path = table_of(table, dp_rank);
+        let thread = std::thread::Builder::new().name("audit".into());
+        thread.spawn(move || work(&path, &asked, answer))?;
+        Ok(Self { asks })
+    }
+
+    /// Asks for an audit; false when the thread has ended or has enough to do.
+    #[must_use]
+    pub fn ask(&self, number: u64) -> bool {
+        self.asks.try_send(number).is_ok()
+    }
+}
+
+/// Where a rank's engine publishes its rows: the shim puts the rank behind the name too.
+fn table_of(table: &Path, dp_rank: u32) -> PathBuf {
+    let mut name = table.as_os_str().to_owned();
+    name.push(format!("-{dp_rank}"));
+    name.into()
+}
+
+/// What a row table calls a session: the first eight bytes of its id's SHA-256, little-endian.
+#[must_use]
+pub fn key_of(incarnation: &str) -> u64 {
+    use sha2::{Digest as _, Sha256};
+    let digest = Sha256::digest(incarnation.as_bytes());
+    u64::from_le_bytes(*digest.first_chunk().expect("a digest has 32 bytes"))
+}
+
+#[cfg(not(feature = "cuda"))]
+fn work(_: &Path, asked: &mpsc::Receiver<u64>, answer: impl Fn(Answer)) {
+    if let Ok(number) = asked.recv() {
+        let reason = "this agent was built without CUDA (cargo build --features cuda)";
+        answer(Answer { number, found: Err(reason.into()) });
+    }
+}
+
+#[cfg(feature = "cuda")]
+fn work(path: &Path, asked: &mpsc::Receiver<u64>, answer: impl Fn(Answer)) {
+    let Ok(mut number) = asked.recv() else { return };
+    let mut remote = match mapped::open(path) {
+        Ok(remote) => remote,
+        Err(reason) => return answer(Answer { number, found: Err(reason) }),
+    };
+    loop {
+        let found = mapped::audit(&mut remote);
+        let over = found.is_err();
+        answer(Answer { number, found });
+        if over {
+            return;
+        }
+        let Ok(next) = asked.recv() else { return };
+        number = next;
+    }
+}
+
+#[cfg(feature = "cuda")]
+mod mapped {
+    //! The part that needs CUDA.
+
+    use std::{path::Path, time::Duration};
+
+    use kernels::{
+        cuda::{self, Device},
+        ipc::{Error, Remote},
+    };
+
+    use super::Found;
+
+    /// No machine has more GPUs.
+    const GPUS_MAX: u32 = 64;
+    /// Between two looks at a copy that takes some microseconds, or a step that takes milliseconds.
+    const PAUSE: Duration = Duration::from_millis(2);
+    /// Looks: two seconds, longer than any decoding step.
+    const LOOKS_MAX: u32 = 1000;
+
+    /// Finds the GPU that the table tells of.
+    pub(super) fn open(path: &Path) -> Result<Remote, String> {
+        if let Some(missing) = cuda::missing() {
+            return Err(missing.to_string());
+        }
+        let kernels = std::env::var("BERTH_KV_FATBIN")
+            .map_err(|_| "BERTH_KV_FATBIN doesn't name the kernels".to_owned())?;
+        let image = std::fs::read(&kernels).map_err(|error| format!("{kernels}: {error}"))?;
+        for ordinal in 0..GPUS_MAX {
+            let device = Device::open(ordinal, &image).map_err(|error| error.to_string())?;
+            match Remote::open(path, device) {
+                Err(Error::OtherGpu) => {}
+                found => return found.map_err(|error| error.to_string()),
+            }
+        }
+        Err(Error::OtherGpu.to_string())
+    }
+
+    pub(super) fn audit(remote: &mut Remote) -> Result<Found, String> {
+        remote.begin().map_err(|error| error.to_string())?;
+        for _ in 0..LOOKS_MAX {
+            match remote.poll() {
+                Ok(Some(audited)) => {
+                    return Ok(Found { report: audited.report.encode(), keys: audited.keys });
+                }
+                Ok(None) => std::thread::sleep(PAUSE),
+                Err(error) => return Err(error.to_string()),
+            }
+        }
+        Err("the engine publishes no step that ends".into())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_session_s_key_is_the_shim_s() {
+        // int.from_bytes(hashlib.sha256(b"berth-a-1").digest()[:8], "little")
+        assert_eq!(key_of("berth-a-1"), 8_365_165_709_124_144_987);
+    }
+
+    #[test]
+    fn each_rank_has_a_table_of_its_own() {
+        assert_eq!(table_of(Path::new("/dev/shm/berth"), 3), Path::new("/dev/shm/berth-3"));
+    }
+
+    #[test]
+    fn a_rank_that_can_t_be_mapped_says_why_once() {
+        let (answers, answered) = mpsc::channel();
+        let remote = Remote::start(Path::new("/nowhere/berth"), 0, move |answer| {
+            answers.send(answer).unwrap();
+        });
+        let remote = remote.unwrap();
+        assert!(remote.ask(7));
+        let answer = answered.recv().unwrap();
+        assert_eq!(answer.number, 7);
+        assert!(answer.found.is_err(), "{answer:?}");
+        assert!(answered.recv().is_err(), "its thread has ended");
+        assert!(!remote.ask(8));
+    }
+}
