@@ -135,7 +135,9 @@ impl Memory {
                 if known.digest != digest {
                     changed.push((page, session));
                 }
-                let again = std::mem::replace(known, Known { digest, compared: true }).compared;
+                // What was first seen stays: a change is told until its session is gone, since not
+                // all can be named at once.
+                let again = std::mem::replace(&mut known.compared, true);
                 if !again {
                     self.compared.push_back(id);
                 }
@@ -215,7 +217,8 @@ mod tests {
             changed.extend(found);
         }
         assert!(compared >= 23, "{compared}");
-        assert_eq!(changed, [(4006, 4)], "a change is told once");
+        changed.dedup();
+        assert_eq!(changed, [(4006, 4)], "a change is told whenever it is looked at");
     }
 
     #[test]

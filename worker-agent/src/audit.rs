@@ -42,9 +42,14 @@ fn is_of(kinds: &[Kind], name: &str) -> bool {
     kinds.iter().any(|kind| kind.name() == name)
 }
 
-/// As many audits in a row must find a fault before the worker drains for it: one that passes by
-/// itself needs no restart.
+/// As many audits in a row, over such a time, must find a fault before the worker drains for it: one
+/// that passes by itself needs no restart.
 const LASTING_AUDITS: u32 = 3;
+const LASTING_FOR: Duration = Duration::from_secs(20);
+
+/// An audit that takes a time of the scheduler's thread isn't repeated within so many times that: a
+/// radix tree of many nodes takes long to walk.
+const REST_FACTOR: u32 = 1000;
 
 /// A step of the engine takes seconds at the longest, and the audit after it milliseconds.
 const ANSWER_MAX: Duration = Duration::from_secs(30);
@@ -71,8 +76,7 @@ impl Audit {
     /// Sessions whose KV can't be trusted: they share a page that they should not, or somebody
     /// wrote into one of theirs.
     pub fn corrupt_sessions(&self) -> impl Iterator<Item = &str> {
-        let findings = self.pages.findings.iter();
-        let harming = findings.filter(|finding| is_of(&CORRUPTING, &finding.kind));
+        let harming = self.pages.faults().filter(|finding| is_of(&CORRUPTING, &finding.kind));
         let named = harming.flat_map(|finding| &finding.named);
         named.flat_map(|one| &one.sessions).map(String::as_str).filter(|id| !id.is_empty())
     }
@@ -124,8 +128,9 @@ struct Rank {
     /// Questions without an answer, oldest first: number, and until when it is waited for.
     asked: Vec<(u64, Instant)>,
     last: Option<Audit>,
-    /// How many audits in a row have found a kind of fault.
-    streaks: BTreeMap<String, u32>,
+    /// How many audits in a row have found a kind of fault, and when the first did. An audit that
+    /// could not look for it counts neither way.
+    streaks: BTreeMap<String, (u32, Instant)>,
 }
 
 impl Audits {
@@ -205,29 +210,36 @@ impl Audits {
         audited: &Audited,
     ) -> Result<&Audit, Error> {
         let rank = self.ranks.get_mut(&dp_rank).ok_or(Error::NoShim(dp_rank))?;
+        if audited.number > self.number {
+            return Err(Error::Unreadable("it answers what nobody has asked".into()));
+        }
         rank.asked.retain(|&(number, _)| number > audited.number);
+        let rested = now + audited.spent.saturating_mul(REST_FACTOR);
+        rank.next = rank.next.map(|next| next.max(rested));
         if let Some(reason) = &audited.refusal {
             return Err(Error::Refused(reason.clone()));
         }
         let audit = read::audit(audited, now).map_err(Error::Unreadable)?;
-        let kinds = audit.pages.findings.iter().map(|finding| &finding.kind);
-        let streak = |kind: &String| rank.streaks.get(kind).map_or(1, |audits| audits + 1);
-        rank.streaks = kinds.map(|kind| (kind.clone(), streak(kind))).collect();
+        for finding in &audit.pages.findings {
+            if finding.count > 0 {
+                rank.streaks.entry(finding.kind.clone()).or_insert((0, now)).0 += 1;
+            } else {
+                rank.streaks.remove(&finding.kind);
+            }
+        }
         Ok(rank.last.insert(audit))
     }
 
     /// Why only a restart of the engine helps: what its last audits all found wrong.
     #[must_use]
-    pub fn restart_required(&self) -> Option<String> {
+    pub fn restart_required(&self, now: Instant) -> Option<String> {
         self.ranks.iter().find_map(|(dp_rank, rank)| {
-            let long = rank.streaks.iter().filter(|(_, audits)| **audits >= LASTING_AUDITS);
+            let lasts = |(audits, since): (u32, Instant)| {
+                audits >= LASTING_AUDITS && now.saturating_duration_since(since) >= LASTING_FOR
+            };
+            let long = rank.streaks.iter().filter(|(_, streak)| lasts(**streak));
             let kind = long.map(|(kind, _)| kind).find(|kind| is_of(&LASTING, kind))?;
-            let findings = &rank.last.as_ref()?.pages.findings;
-            let count = findings.iter().find(|finding| finding.kind == *kind)?.count;
-            Some(format!(
-                "the page audit of rank {dp_rank} keeps finding {count} of kind {kind} in the \
-                 engine's pool"
-            ))
+            Some(format!("the page audit of rank {dp_rank} keeps finding pages {kind} in the pool"))
         })
     }
 
@@ -296,6 +308,12 @@ mod tests {
         Audited { number, spent, refusal: None, names, report }
     }
 
+    /// Asks, and answers with this.
+    fn told<'a>(audits: &'a mut Audits, now: Instant, report: &Report) -> &'a Audit {
+        let number = audits.ask(now, 0).unwrap();
+        audits.answered(now, 0, &answer(number, report)).unwrap()
+    }
+
     fn audits(now: Instant) -> Audits {
         let mut audits = Audits::new(Some(INTERVAL));
         audits.up(now, 0, None);
@@ -314,6 +332,18 @@ mod tests {
         assert_eq!(audits.due(now), [(0, 2)]);
         audits.down(0);
         assert_eq!((audits.next_due(), audits.last(0)), (None, None));
+    }
+
+    #[test]
+    fn an_audit_that_takes_long_of_the_scheduler_is_made_seldom() {
+        let now = start();
+        let mut audits = audits(now);
+        audits.due(now);
+        let spent = Duration::from_millis(100);
+        let slow = Audited { spent, ..answer(1, &report(&[])) };
+        audits.answered(now, 0, &slow).unwrap();
+        assert_eq!(audits.next_due(), Some(now + Duration::from_secs(100)));
+        assert!(audits.ask(now, 0).is_ok(), "who wants to know now is told now");
     }
 
     #[test]
@@ -340,7 +370,7 @@ mod tests {
     fn sessions_have_names_and_the_largest_comes_first() {
         let now = start();
         let mut audits = audits(now);
-        let audit = audits.answered(now, 0, &answer(1, &report(&[]))).unwrap();
+        let audit = told(&mut audits, now, &report(&[]));
         let shown: Vec<(&str, u64, Option<u64>)> = audit
             .sessions
             .iter()
@@ -357,51 +387,66 @@ mod tests {
         let now = start();
         let mut audits = audits(now);
         let found = report(&[(Kind::Leaked, 9, &[]), (Kind::Changed, 17, &[0, 1])]);
-        let audit = audits.answered(now, 0, &answer(1, &found)).unwrap();
+        let audit = told(&mut audits, now, &found);
         assert_eq!(audit.corrupt_sessions().collect::<Vec<_>>(), ["berth-a-1"]);
         let reported = audit.reported(now).findings;
         let kinds: Vec<&str> = reported.iter().map(|finding| finding.kind.as_str()).collect();
         assert_eq!(kinds, ["leaked", "changed"]);
         assert!(reported.iter().all(|finding| finding.named.is_empty()), "{reported:?}");
         let leaked = report(&[(Kind::Leaked, 9, &[0])]);
-        let audit = audits.answered(now, 0, &answer(2, &leaked)).unwrap();
+        let audit = told(&mut audits, now, &leaked);
         assert_eq!(audit.corrupt_sessions().count(), 0);
     }
 
     #[test]
     fn a_restart_is_asked_for_when_a_fault_stays() {
-        let now = start();
+        let mut now = start();
         let mut audits = audits(now);
-        let leaked = [(Kind::Leaked, 9, &[][..])];
-        for (number, found, wanted) in [
-            (1, &leaked[..], false),
-            (2, &leaked[..], false),
-            (3, &[][..], false),
-            (4, &leaked[..], false),
-            (5, &leaked[..], false),
-            (6, &leaked[..], true),
-            (7, &[][..], false),
+        let leaked = report(&[(Kind::Leaked, 9, &[])]);
+        let mut sound = report(&[(Kind::Leaked, 9, &[])]);
+        sound.findings[0] = Found { kind: Kind::Leaked, count: 0, named: vec![] };
+        // As when rows moved.
+        let unknown = report(&[]);
+        for (found, wanted) in [
+            (&leaked, false),
+            (&leaked, false),
+            (&sound, false),
+            (&leaked, false),
+            (&unknown, false),
+            (&leaked, false),
+            (&leaked, true),
+            (&unknown, true),
+            (&sound, false),
         ] {
-            audits.answered(now, 0, &answer(number, &report(found))).unwrap();
-            assert_eq!(audits.restart_required().is_some(), wanted, "audit {number}");
+            now += INTERVAL;
+            told(&mut audits, now, found);
+            assert_eq!(audits.restart_required(now).is_some(), wanted, "audit {number}");
         }
-        for number in 8..12 {
-            let changed = report(&[(Kind::Changed, 9, &[0])]);
-            audits.answered(now, 0, &answer(number, &changed)).unwrap();
+        let changed = report(&[(Kind::Changed, 9, &[0])]);
+        for found in [&leaked, &leaked, &leaked, &changed, &changed, &changed] {
+            told(&mut audits, now, found);
+            assert_eq!(audits.restart_required(now), None, "three in a moment prove nothing");
         }
-        assert_eq!(audits.restart_required(), None, "its sessions are closed, which mends it");
+        let later = now + LASTING_FOR;
+        told(&mut audits, later, &leaked);
+        let reason = audits.restart_required(later).expect("it leaks still");
+        assert!(reason.contains("leaked"), "a changed page's sessions are closed: {reason}");
     }
 
     #[test]
     fn nonsense_and_refusals_leave_what_was_known() {
         let now = start();
         let mut audits = audits(now);
-        let good = audits.answered(now, 0, &answer(1, &report(&[]))).unwrap().clone();
+        let good = told(&mut audits, now, &report(&[])).clone();
+        audits.ask(now, 0).unwrap();
+        audits.ask(now, 0).unwrap();
         let mut cut = answer(2, &report(&[]));
         cut.report.pop();
         assert!(matches!(audits.answered(now, 0, &cut), Err(Error::Unreadable(_))));
         let refused = Audited { refusal: Some("busy".into()), ..answer(3, &report(&[])) };
         assert_eq!(audits.answered(now, 0, &refused), Err(Error::Refused("busy".into())));
+        let foreign = answer(4, &report(&[(Kind::Leaked, 9, &[])]));
+        assert!(matches!(audits.answered(now, 0, &foreign), Err(Error::Unreadable(_))));
         assert_eq!(audits.last(0), Some(&good));
     }
 }

@@ -180,8 +180,7 @@ impl Metrics {
         for kind in Kind::ALL.map(Kind::name) {
             let mut found = audit.iter().flat_map(|audit| &audit.findings);
             let count = found.find(|finding| finding.kind == kind).map(|finding| finding.count);
-            let looked = classes.is_some().then_some(0);
-            set(&self.faults, &FaultLabel { dp_rank, kind }, count.or(looked));
+            set(&self.faults, &FaultLabel { dp_rank, kind }, count);
         }
     }
 

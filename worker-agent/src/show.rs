@@ -75,7 +75,8 @@ pub async fn audit(args: &AuditArgs) -> Result<Shown, Error> {
     if ranks.is_empty() {
         return Err(Error::Refused("the engine was not reached yet".into()));
     }
-    let sound = |rank: &Rank| rank.audit.as_ref().is_ok_and(|(pages, _)| pages.findings.is_empty());
+    let sound =
+        |rank: &Rank| rank.audit.as_ref().is_ok_and(|(pages, _)| pages.faults().count() == 0);
     let text = if args.json { as_json(&ranks) } else { ranks.iter().map(table).collect() };
     Ok(Shown { text, sound: ranks.iter().all(sound) })
 }
@@ -184,10 +185,10 @@ fn table_of(text: &mut String, sessions: &[v1::SessionPages]) {
 }
 
 fn faults(text: &mut String, audit: &PageAudit) {
-    if audit.findings.is_empty() {
+    if audit.faults().count() == 0 {
         let _ = writeln!(text, "  no faults; contents of {} pages compared", audit.compared_pages);
     }
-    for finding in &audit.findings {
+    for finding in audit.faults() {
         let _ = writeln!(text, "  FAULT {}: {}", finding.kind, finding.count);
         for one in &finding.named {
             let sessions = one.sessions.join(", ");

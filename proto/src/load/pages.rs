@@ -23,8 +23,15 @@ pub struct PageAudit {
     pub classes: Option<PageClasses>,
     /// Sealed pages compared with an audit before.
     pub compared_pages: u64,
-    /// What is wrong; empty in a sound engine.
+    /// What was looked for. A kind that this audit could not look for has no entry.
     pub findings: Vec<PageFinding>,
+}
+
+impl PageAudit {
+    /// What is wrong; nothing in a sound engine.
+    pub fn faults(&self) -> impl Iterator<Item = &PageFinding> {
+        self.findings.iter().filter(|finding| finding.count > 0)
+    }
 }
 
 /// Every page by who says that it is his.
@@ -49,7 +56,7 @@ pub struct PageClasses {
 pub struct PageFinding {
     /// `aliased`, `leaked`, `double_free`, `changed` and others.
     pub kind: String,
-    /// All of them.
+    /// All of them; 0 where none was found.
     pub count: u64,
     /// The first few; none in a load report.
     #[serde(skip_serializing_if = "Vec::is_empty")]

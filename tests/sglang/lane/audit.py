@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from lane import wire
 from lane.fleet import Fleet
 from lane.ledger import wait_figures
-from lane.pages import ask, audit, differences, whole_pages
+from lane.pages import ask, audit, differences, faults, whole_pages
 from lane.processes import wait_until
 from lane.runner import equal, test
 from lane.shim import Direct, text_of
@@ -73,7 +73,7 @@ def it_is_sound_while_turns_run(fleet: Fleet) -> None:
         audits = 0
         while not all(each.done() for each in talks):
             found = audit(fleet)["pages"]
-            equal(found["findings"], [], "what is wrong while turns run")
+            equal(faults(found), [], "what is wrong while turns run")
             audits += found["held_pages"] > 0
         for each in talks:
             each.result()

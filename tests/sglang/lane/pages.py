@@ -23,9 +23,14 @@ def audit(fleet: Fleet) -> Any:
     assert done.stdout, f"no audit: {done.stderr}"
     [rank] = json.loads(done.stdout)["ranks"]
     assert "pages" in rank, f"no audit: {rank}"
-    sound = not rank["pages"]["findings"]
+    sound = not faults(rank["pages"])
     assert done.returncode == (0 if sound else 1), f"exit status {done.returncode} of {rank}"
     return rank
+
+
+def faults(pages: Any) -> list[Any]:
+    """What is wrong, of what was looked for."""
+    return [finding for finding in pages["findings"] if finding["count"]]
 
 
 def whole_pages(fleet: Fleet, tokens: int) -> int:
@@ -57,7 +62,7 @@ def differences(fleet: Fleet) -> list[str]:
              if found != said]
     if abs(shares - 1000 * held) > len(sessions):
         wrong.append(f"shares of {shares / 1000} pages, {held} are held")
-    return wrong + [f"found {finding}" for finding in pages["findings"]]
+    return wrong + [f"found {finding}" for finding in faults(pages)]
 
 
 def _counted(fleet: Fleet) -> dict[str, int]:

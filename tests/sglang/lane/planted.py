@@ -7,7 +7,7 @@ from typing import Any
 
 from lane import wire
 from lane.fleet import Fleet, start_engine
-from lane.pages import audit
+from lane.pages import audit, faults
 from lane.processes import shim_env, wait_until
 from lane.runner import equal, test
 from lane.shim import text_of
@@ -45,7 +45,7 @@ def _incarnation(fleet: Fleet, known: set[str]) -> str:
 
 
 def _findings(fleet: Fleet) -> dict[str, Any]:
-    return {each["kind"]: each for each in audit(fleet)["pages"]["findings"]}
+    return {each["kind"]: each for each in faults(audit(fleet)["pages"])}
 
 
 def _turn(fleet: Fleet, session: Pinned) -> wire.Answer:

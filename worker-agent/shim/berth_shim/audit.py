@@ -1,10 +1,9 @@
 """The page audit: what `libberth_kv` finds in a cut of the pool.
 
-An audit has three steps on the scheduler's thread, each some microseconds of it: a cut is handed to
-the device, which copies what it needs in the background; the rows that moved meanwhile are told to
-the library, and a thread of its own works on the copy; the rows that moved until then are told
-again, for what was read of the KV itself. One audit runs at a time; who asks while one runs gets the
-next.
+An audit has two steps on the scheduler's thread: a cut is handed to the device, which copies and
+digests what it needs in the background; when it has, the rows that moved meanwhile are told to the
+library, and a thread of its own works on the copy. One audit runs at a time; who asks while one runs
+gets the next.
 """
 
 import threading
@@ -62,6 +61,12 @@ class Auditor:
         """The newest who asks is answered; who asked before is content with it."""
         self._number = number
 
+    def forget(self) -> None:
+        """Nobody waits for an answer any more."""
+        self._number = self._frame = None
+        if self._running is not None:
+            self._running.number = None
+
     @property
     def asked(self) -> bool:
         """Is there an audit to begin?"""
@@ -94,15 +99,23 @@ class Auditor:
         except Failed as error:
             self._refuse(str(error))
         except Exception as error:
-            self.refusal = f"{type(error).__name__}: {error}"
-            self._refuse(self.refusal)
+            reason = f"{type(error).__name__}: {error}"
+            # The device has no room for the lists now; it may have later.
+            if type(error).__name__ != "OutOfMemoryError":
+                self.refusal = reason
+            self._refuse(reason)
         if self._running is not None:
             self._running.spent_ns += time.perf_counter_ns() - begin
 
     def _refuse(self, reason: str) -> None:
         number = self._running.number if self._running else self._number
-        self._frame = wire.audited(number, 0, reason, [], b"")
-        self._running = self._number = None
+        if self._running is not None:
+            self._pages.abandon()
+        else:
+            self._number = None
+        self._running = None
+        if number is not None:
+            self._frame = wire.audited(number, 0, reason, [], b"")
 
     def _begin(self) -> None:
         if self.refusal:
@@ -118,9 +131,10 @@ class Auditor:
             if self._pages.gathered():
                 audit.account(cut.rows_of(self._scheduler)[1], self._wake)
         elif not audit.thread.is_alive():
-            names, spent_ns = audit.cut.names, audit.spent_ns
-            self._frame = wire.audited(audit.number, spent_ns, "", names, audit.report())
+            names, spent_ns, report = audit.cut.names, audit.spent_ns, audit.report()
             self._running = None
+            if audit.number is not None:
+                self._frame = wire.audited(audit.number, spent_ns, "", names, report)
 
     def _stream(self) -> int:
         if self._ordinal < 0:
@@ -134,7 +148,8 @@ class _Audit:
     """One audit under way."""
 
     def __init__(self, number: int, taken: cut.Cut, pages: Pages):
-        self.number = number
+        # None when nobody waits for it any more.
+        self.number: int | None = number
         self.cut = taken
         self.spent_ns = 0
         self.thread: threading.Thread | None = None

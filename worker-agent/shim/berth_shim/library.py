@@ -6,11 +6,13 @@ import os
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_char_p, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .buffers import Buffer
-from .cut import Cut, Row
 from .wire import AUDIT_BYTES_MAX
+
+if TYPE_CHECKING:
+    from .cut import Cut, Row
 
 ABI = 1
 NAME, KERNELS = "libberth_kv.so", "kv_account.fatbin"
@@ -76,6 +78,7 @@ class Library:
             "begin": (c_int32, [c_uint64, POINTER(_Cut)]),
             "ready": (c_int32, [c_uint64]),
             "finish": (c_int64, [c_uint64, uint32s, uint64s, c_uint32, c_void_p, c_uint64]),
+            "abandon": (c_int32, [c_uint64]),
         }
         for name, (result, arguments) in of.items():
             call = getattr(calls, f"berth_kv_{name}")
@@ -112,7 +115,7 @@ class Pages:
         self._page_bytes = page_bytes
         self._buffer = ctypes.create_string_buffer(AUDIT_BYTES_MAX)
 
-    def begin(self, cut: Cut, stream: int, digest_bytes_max: int) -> None:
+    def begin(self, cut: "Cut", stream: int, digest_bytes_max: int) -> None:
         """Enqueues on a stream of its own, behind what is on this one."""
         rows = (_Row * len(cut.rows))(*(
             (row.row, row.tokens, row.session, row.sealed_tokens, row.protected_tokens, 0,
@@ -130,7 +133,7 @@ class Pages:
         """Is the copy made?"""
         return bool(self._library.check(self._calls.berth_kv_ready(self._handle)))
 
-    def finish(self, rows_now: Sequence[Row]) -> bytes:
+    def finish(self, rows_now: "Sequence[Row]") -> bytes:
         """The report. Takes as long as the device does, and lets other threads run meanwhile."""
         rows = (c_uint32 * len(rows_now))(*(row.row for row in rows_now))
         versions = (c_uint64 * len(rows_now))(*(row.version for row in rows_now))
@@ -138,6 +141,11 @@ class Pages:
             self._handle, rows, versions, len(rows_now), self._buffer, len(self._buffer)
         ))
         return self._buffer.raw[:size]
+
+
+    def abandon(self) -> None:
+        """Gives an audit up that can't be finished."""
+        self._calls.berth_kv_abandon(self._handle)
 
 
 def _list(ids: Any) -> _List:

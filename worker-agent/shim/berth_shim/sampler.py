@@ -82,6 +82,7 @@ class Sampler:
 
     def commands(self) -> None:
         """Does what the agent has asked for, before a step's requests are looked at."""
+        self._renew()
         for kind, what in self._link.take_commands():
             if kind == wire.SAMPLE_NOW:
                 self._full = True
@@ -94,9 +95,9 @@ class Sampler:
 
     def idle(self) -> None:
         """Between steps, or with nothing to do."""
+        self._audit()
         if not self._link.connected:
             return
-        self._audit()
         begin = time.perf_counter_ns()
         now = begin / 1e9
         news = self._full or self._table.touched or self._events
@@ -121,9 +122,13 @@ class Sampler:
 
     def _audit(self) -> None:
         self._auditor.go_on()
-        if self._auditor.answered and self._link.ready():
-            self._link.hush()
-            self._renew()
+        if not self._auditor.answered:
+            return
+        # The alarm that the audit's thread has rung is heard.
+        self._link.hush()
+        if not self._link.connected:
+            self._auditor.forget()
+        elif self._link.ready():
             self._link.send(self._auditor.take(), self._connection)
 
     def _sample(self, begin: int) -> None:
@@ -150,6 +155,7 @@ class Sampler:
         """To an agent that has just come, everything is new."""
         if self._connection != self._link.connections:
             self._connection = self._link.connections
+            self._auditor.forget()
             self._full, self._seq, self._told = True, 0, None
             self._events.clear()
 

@@ -370,7 +370,7 @@ impl Owner {
             restart_required: self
                 .table
                 .restart_required(now)
-                .or_else(|| self.audits.restart_required()),
+                .or_else(|| self.audits.restart_required(now)),
         };
         let mut report = self.ledger.report(now, &self.table, &gpus, interval, health);
         for rank in &mut report.ranks {

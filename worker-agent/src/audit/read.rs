@@ -69,12 +69,7 @@ fn pages(report: &Report, name: impl Fn(u32) -> String) -> PageAudit {
             corrupt: classes.corrupt,
         }),
         compared_pages: report.digests.compared,
-        findings: report
-            .findings
-            .iter()
-            .filter(|found| found.count > 0)
-            .map(|found| finding(found, &name))
-            .collect(),
+        findings: report.findings.iter().map(|found| finding(found, &name)).collect(),
     }
 }
 

@@ -154,7 +154,7 @@ impl Owner {
 
 /// One line per kind of fault, whenever they change.
 fn complain(dp_rank: u32, audit: &Audit) {
-    for finding in &audit.pages.findings {
+    for finding in audit.pages.faults() {
         let at: Vec<i64> = finding.named.iter().map(|one| one.at).collect();
         let (kind, count) = (&finding.kind, finding.count);
         error!(dp_rank, kind, count, ?at, "the engine's pages are not as they should be");
