@@ -420,7 +420,7 @@ mod tests {
         ] {
             now += INTERVAL;
             told(&mut audits, now, found);
-            assert_eq!(audits.restart_required(now).is_some(), wanted, "audit {number}");
+            assert_eq!(audits.restart_required(now).is_some(), wanted);
         }
         let changed = report(&[(Kind::Changed, 9, &[0])]);
         for found in [&leaked, &leaked, &leaked, &changed, &changed, &changed] {

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from lane import wire
 from lane.fleet import Fleet
-from lane.ledger import wait_figures
+from lane.ledger import figures, wait_figures
 from lane.pages import ask, audit, differences, faults, whole_pages
 from lane.processes import wait_until
 from lane.runner import equal, test
@@ -18,9 +18,13 @@ from lane.turns import Pinned, finished
 from lane.with_shim import with_shim
 
 
+def _same(fleet: Fleet) -> bool:
+    return figures(fleet)["pool_used_tokens"] == fleet.pool_used_tokens()
+
+
 def check(fleet: Fleet) -> None:
     """At rest: classes and sessions, to the page."""
-    wait_figures(fleet, {"pool_used_tokens": fleet.pool_used_tokens()})
+    wait_until(fleet.agent, "saying what the engine says", lambda: _same(fleet), 10)
     equal(differences(fleet), [], "where the audit isn't the engine's account")
 
 

@@ -2,6 +2,7 @@
 runs on them any more. In an engine of its own, which is of no use afterwards."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,18 @@ class Planted(Fleet):
     def file(self) -> Path:
         return self.folder / "plant.json"
 
+    @property
+    def table(self) -> Path:
+        """Where the engine publishes its rows, the rank to follow."""
+        return Path(f"/dev/shm/berth-lane-{os.getpid()}")
+
     def start_engine(self) -> None:
         env = shim_env(self.shim_socket, self.bin_dir)
-        env |= {"PYTHONPATH": f"{PLUGIN}:{env['PYTHONPATH']}", "BERTH_PLANT": str(self.file)}
+        env |= {
+            "PYTHONPATH": f"{PLUGIN}:{env['PYTHONPATH']}",
+            "BERTH_PLANT": str(self.file),
+            "BERTH_KV_TABLE": str(self.table),
+        }
         self.engine, self.engine_url = start_engine(self.folder, self.page_size, env=env)
         self.wait_engine()
 
@@ -42,6 +52,10 @@ def _incarnation(fleet: Fleet, known: set[str]) -> str:
     [new] = {one["incarnation"] for one in audit(fleet)["sessions"]} - known
     known.add(new)
     return new
+
+
+def _published(fleet: Planted) -> Path:
+    return fleet.table.with_name(f"{fleet.table.name}-0")
 
 
 def _findings(fleet: Fleet) -> dict[str, Any]:
@@ -66,6 +80,7 @@ def what_is_planted_is_found_and_not_built_upon(fleet: Fleet) -> None:
         _check(with_faults)
     finally:
         with_faults.stop()
+        _published(with_faults).unlink(missing_ok=True)
 
 
 def _check(fleet: Planted) -> None:
@@ -78,6 +93,9 @@ def _check(fleet: Planted) -> None:
         sessions.append((session, _incarnation(fleet, known)))
     (written, first), (sound, _), (one, third), (other, fourth) = sessions
     equal(_findings(fleet), {}, "what is wrong before")
+    before = _published(fleet).read_bytes()
+    sound.turn(" So?", 5)
+    assert _published(fleet).read_bytes() != before, "no step of the turn was published"
 
     fleet.plant("written", first)
     found = _findings(fleet)

@@ -125,6 +125,7 @@ class _Shim:
         )
         self._link.greet(self._hello)
         self._sampler = Sampler(scheduler, self._link, self._hello.undemotable, auditor)
+        self._sampler.publish(self._hello.dp_rank)
         # An idle scheduler that sleeps does so on its sockets for up to a second.
         if poller := getattr(scheduler.idle_sleeper, "poller", None):
             poller.register(self._link.wake_read, 1)  # POLLIN, without importing zmq for it.
@@ -152,6 +153,8 @@ class _Shim:
             self._say("idle")
 
     def _commands(self) -> None:
+        if self._sampler is not None and self._sampler.publishes:
+            self._say("step_begins")
         if self._sampler is not None and self._sampler.asked:
             self._say("commands")
 

@@ -32,7 +32,7 @@ class Auditor:
         self._running: _Audit | None = None
         self._frame: bytes | None = None
         self._pages: Pages | None = None
-        self._ordinal = -1
+        self.ordinal = -1
         # What the agent is told of the pool, and why no audit can be made; empty when it can.
         self.device, self.page_bytes, self.refusal = "", 0, ""
         try:
@@ -44,7 +44,7 @@ class Auditor:
 
     def _open(self) -> None:
         scheduler = self._scheduler
-        self.device, self._ordinal = device(scheduler)
+        self.device, self.ordinal = device(scheduler)
         parts = buffers(scheduler)
         self.page_bytes = sum(buffer.page_bytes for buffer in parts)
         if refusal := cut.unauditable(scheduler):
@@ -54,7 +54,7 @@ class Auditor:
             pages=scheduler.max_total_num_tokens // scheduler.page_size,
             rows=scheduler.req_to_token_pool.req_to_token,
             buffers=parts,
-            ordinal=self._ordinal,
+            ordinal=self.ordinal,
         )
 
     def ask(self, number: int) -> None:
@@ -122,8 +122,8 @@ class Auditor:
             raise Failed(self.refusal)
         self._running = _Audit(self._number, cut.take(self._scheduler), self._pages)
         self._number = None
-        digest = DIGEST_BYTES_MAX if self._ordinal >= 0 else HOST_DIGEST_BYTES_MAX
-        self._pages.begin(self._running.cut, self._stream(), digest)
+        digest = DIGEST_BYTES_MAX if self.ordinal >= 0 else HOST_DIGEST_BYTES_MAX
+        self._pages.begin(self._running.cut, self.stream(), digest)
 
     def _go_on(self) -> None:
         audit = self._running
@@ -136,8 +136,9 @@ class Auditor:
             if audit.number is not None:
                 self._frame = wire.audited(audit.number, spent_ns, "", names, report)
 
-    def _stream(self) -> int:
-        if self._ordinal < 0:
+    def stream(self) -> int:
+        """The scheduler's, behind whose work the books are true; 0 on a CPU."""
+        if self.ordinal < 0:
             return 0
         import torch
 

@@ -54,6 +54,13 @@ class _Cut(Structure):
     ]
 
 
+class _TableRow(Structure):
+    _fields_ = [
+        ("row", c_uint32), ("len", c_uint32), ("session", c_uint32), ("zero", c_uint32),
+        ("version", c_uint64), ("key", c_uint64),
+    ]
+
+
 class Library:
     """The library where `BERTH_KV_LIBRARY` names it, else beside the shim; its kernels where
     `BERTH_KV_FATBIN` names them, else beside the library."""
@@ -79,6 +86,11 @@ class Library:
             "ready": (c_int32, [c_uint64]),
             "finish": (c_int64, [c_uint64, uint32s, uint64s, c_uint32, c_void_p, c_uint64]),
             "abandon": (c_int32, [c_uint64]),
+            "table_open": (
+                c_int32, [POINTER(_Pool), c_char_p, c_char_p, c_uint32, c_uint32, uint64s]
+            ),
+            "table_begin": (c_int32, [c_uint64, c_uint64]),
+            "table_done": (c_int32, [c_uint64, POINTER(_TableRow), c_uint32, c_uint64]),
         }
         for name, (result, arguments) in of.items():
             call = getattr(calls, f"berth_kv_{name}")
@@ -97,6 +109,20 @@ class Library:
         self.check(self._calls.berth_kv_open(pool, kernels, handle))
         page_bytes = sum(buffer.page_bytes for buffer in buffers)
         return Pages(self, self._calls, handle, page_bytes)
+
+    def row_table(
+        self, page_tokens: int, pages: int, rows: Any, ordinal: int, path: str, tables: int
+    ) -> "RowTable":
+        """A table of the live rows in the file at `path`, which lies in memory."""
+        pool = _Pool(
+            page_tokens, pages + 1, rows.data_ptr(), rows.shape[0], rows.stride(0), None, 0, ordinal
+        )
+        handle = c_uint64()
+        kernels = self._kernels.encode() if ordinal >= 0 else None
+        self.check(self._calls.berth_kv_table_open(
+            pool, kernels, path.encode(), tables, rows.shape[0], handle
+        ))
+        return RowTable(self, self._calls, handle)
 
     def check(self, answer: int) -> int:
         """What a call answered."""
@@ -146,6 +172,28 @@ class Pages:
     def abandon(self) -> None:
         """Gives an audit up that can't be finished."""
         self._calls.berth_kv_abandon(self._handle)
+
+
+class RowTable:
+    """Told of each step: begun, then done with the rows as they are after it."""
+
+    def __init__(self, library: Library, calls: Any, handle: c_uint64):
+        self._library = library
+        self._calls = calls
+        self._handle = handle
+
+    def begin(self, stream: int) -> None:
+        """Behind what is on the stream, before the step's first change is."""
+        self._library.check(self._calls.berth_kv_table_begin(self._handle, stream))
+
+    def done(self, live: "Sequence[Row]", keys: Sequence[int], stream: int) -> None:
+        """Behind the step's last change. The keys are by session number."""
+        rows = (_TableRow * len(live))(*(
+            (row.row, row.tokens, row.session, 0, row.version, keys[row.session]) for row in live
+        ))
+        self._library.check(
+            self._calls.berth_kv_table_done(self._handle, rows, len(rows), stream)
+        )
 
 
 def _list(ids: Any) -> _List:

@@ -4,13 +4,16 @@ Everything here runs on the scheduler's thread, and nothing waits. While no agen
 hooks cost a comparison each.
 """
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
 
 from . import demotion, wire
 from .audit import Auditor
+from .library import Failed
 from .link import Link
+from .publish import Publisher, path_of
 from .table import Table, answer_tokens
 
 # An idle scheduler without `--sleep-on-idle` spins: it is looked at this often when no hook spoke.
@@ -26,6 +29,7 @@ class Sampler:
         self._scheduler = scheduler
         self._link = link
         self._auditor = auditor
+        self._publisher: Publisher | None = None
         self._undemotable = undemotable
         self._table = Table(scheduler)
         self._connection = 0
@@ -73,7 +77,28 @@ class Sampler:
             self._events_lost += 1
             self._full = True
 
+    def publish(self, dp_rank: int) -> None:
+        """Begins to publish rows, where that is wanted."""
+        if path := path_of(dp_rank):
+            try:
+                auditor = self._auditor
+                self._publisher = Publisher(
+                    self._scheduler, path, auditor.ordinal, auditor.stream
+                )
+            except Failed as error:
+                # The engine's log: an agent that finds no table audits inside the engine.
+                logging.getLogger(__name__).warning("no row table at %s: %s", path, error)
+
     # What the scheduler's loop calls.
+
+    @property
+    def publishes(self) -> bool:
+        """Does somebody want to know of each step?"""
+        return self._publisher is not None
+
+    def step_begins(self) -> None:
+        """A step may change rows from here on."""
+        self._publisher.begin()
 
     @property
     def asked(self) -> bool:
@@ -95,6 +120,8 @@ class Sampler:
 
     def idle(self) -> None:
         """Between steps, or with nothing to do."""
+        if self._publisher is not None:
+            self._publisher.done()
         self._audit()
         if not self._link.connected:
             return
@@ -106,6 +133,8 @@ class Sampler:
 
     def stepped(self, batch: Any) -> None:
         """A step's results are in."""
+        if self._publisher is not None:
+            self._publisher.done()
         if not self._link.connected:
             return
         begin = time.perf_counter_ns()
