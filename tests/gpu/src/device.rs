@@ -1,0 +1,34 @@
+//! Opening devices, and timing what they are given.
+
+use crate::Options;
+use anyhow::Context;
+use kernels::cuda::{self, Device};
+use std::time::Duration;
+
+/// The device that is measured. Which that is, `CUDA_VISIBLE_DEVICES` says.
+pub(crate) fn open(options: &Options) -> anyhow::Result<Device> {
+    let image = std::fs::read(&options.fatbin).with_context(|| {
+        format!("{}: build it with kernels/cuda/build", options.fatbin.display())
+    })?;
+    Ok(Device::open(0, &image)?)
+}
+
+/// The median time that the device takes for `call`, of `times`.
+pub(crate) fn median(
+    device: &Device,
+    times: usize,
+    mut call: impl FnMut() -> Result<(), cuda::Error>,
+) -> anyhow::Result<Duration> {
+    // What is paid once is not measured.
+    call()?;
+    let mut all = Vec::with_capacity(times);
+    for _ in 0..times {
+        let before = device.record_timed()?;
+        call()?;
+        let after = device.record_timed()?;
+        device.synchronize()?;
+        all.push(after.since(&before)?);
+    }
+    all.sort_unstable();
+    Ok(all[times / 2])
+}

@@ -1,0 +1,244 @@
+//! What an audit does to an engine that decodes: a loop that reads device memory, step after step,
+//! as decoding reads weights and KV, alone and beside audits.
+//!
+//! The loop's stream has the lowest priority, as the audits' has; an engine's has more, so what is
+//! measured here is more than an engine would feel.
+
+use crate::{
+    Options,
+    answers::Answers,
+    child::{Child, Role},
+    device,
+    synthetic::{Held, Size, Synthetic},
+};
+use kernels::{
+    account::{Accountant, Cut},
+    cuda::{Buffer, Device, KvBuffers, Mark},
+    ipc::Publisher,
+};
+use serde_json::json;
+use std::{
+    collections::VecDeque,
+    sync::atomic::{AtomicBool, Ordering},
+    thread,
+    time::Duration,
+};
+use tokio::time::Instant;
+
+const ABOUT: &str = "audits beside a decoding loop";
+/// Reads of the KV in a step: 1 GiB each, some 5 ms on an H200 in all.
+const READS: usize = 20;
+/// Steps enqueued ahead, as an engine overlaps.
+const AHEAD: usize = 2;
+/// What one audit a second may cost.
+const EFFECT_MAX: f64 = 0.01;
+const DIGEST_PAGES: u32 = 4096;
+const TABLES: u32 = 8;
+
+/// The loop.
+struct Load<'a> {
+    device: &'a Device,
+    on: &'a Synthetic,
+    kv: KvBuffers,
+    pages: Buffer<u32>,
+    digests: Buffer<u64>,
+    reads: usize,
+}
+
+/// Beside what the loop runs.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Beside {
+    Nothing,
+    /// Audits a second, inside the engine's process.
+    Inside(f64),
+    /// Audits a second, by another process.
+    Outside(f64),
+}
+
+/// Steps, by how long they took.
+struct Steps(Vec<Duration>);
+
+impl Steps {
+    fn mean_us(&self) -> f64 {
+        let sum: Duration = self.0.iter().sum();
+        sum.as_secs_f64() * 1e6 / self.0.len().max(1) as f64
+    }
+
+    fn p99_us(&self) -> f64 {
+        let mut sorted = self.0.clone();
+        sorted.sort_unstable();
+        let at = (sorted.len() * 99 / 100).min(sorted.len().saturating_sub(1));
+        sorted.get(at).map_or(0.0, |took| took.as_secs_f64() * 1e6)
+    }
+}
+
+/// Runs the loop alone and beside each kind of audit, in turns.
+pub(crate) fn measure(options: &Options, answers: &mut Answers) -> anyhow::Result<()> {
+    let device = device::open(options)?;
+    let [_, size] = Size::all(options.fake);
+    let on = Synthetic::new(&device, size, Held::ByOne, true)?;
+    let pages: Vec<u32> = (1..size.pages).collect();
+    let mut load = Load {
+        kv: on.kv_buffers(&device)?,
+        pages: device.alloc(pages.len())?,
+        digests: device.alloc(pages.len())?,
+        reads: if options.fake { 1 } else { READS },
+        device: &device,
+        on: &on,
+    };
+    device.upload(&mut load.pages, &pages)?;
+    for beside in [
+        Beside::Inside(1.0),
+        Beside::Inside(10.0),
+        Beside::Outside(0.0),
+        Beside::Outside(1.0),
+        Beside::Outside(10.0),
+    ] {
+        let (alone, _) = load.run(options, Beside::Nothing)?;
+        let (steps, audits) = load.run(options, beside)?;
+        let (again, _) = load.run(options, Beside::Nothing)?;
+        let bare = alone.mean_us().midpoint(again.mean_us());
+        let effect = steps.mean_us() / bare - 1.0;
+        let said = format!(
+            "step {:.0} us (p99 {:.0}), alone {:.0} (p99 {:.0}): {:+.2} %, {audits} audits",
+            steps.mean_us(),
+            steps.p99_us(),
+            bare,
+            alone.p99_us(),
+            effect * 100.0,
+        );
+        let what = match beside {
+            Beside::Nothing => "alone".to_owned(),
+            Beside::Inside(rate) => format!("inside the engine, {rate} a second"),
+            Beside::Outside(rate) => format!("by another process, {rate} a second"),
+        };
+        let target = beside == Beside::Inside(1.0) && !options.fake;
+        if target {
+            answers.held(ABOUT, format!("{what}: at most 1 %"), said, effect <= EFFECT_MAX);
+        } else {
+            let value = json!({
+                "step_us": steps.mean_us(), "p99_us": steps.p99_us(), "alone_us": bare,
+                "effect": effect, "audits": audits,
+            });
+            answers.figure(ABOUT, what, said, value);
+        }
+    }
+    Ok(())
+}
+
+impl Load<'_> {
+    /// Steps for as long as the options say, and how many audits there were.
+    fn run(&mut self, options: &Options, beside: Beside) -> anyhow::Result<(Steps, u64)> {
+        let time = options.load_time();
+        let stop = AtomicBool::new(false);
+        match beside {
+            Beside::Nothing => Ok((self.steps(time, || Ok(()), || Ok(()))?, 0)),
+            Beside::Inside(rate) => {
+                let accountant =
+                    Accountant::device(self.on.account_pool()?, device::open(options)?)?;
+                let (on, stream) = (self.on, self.device.stream());
+                thread::scope(|scope| {
+                    let audits = scope.spawn(|| audit_inside(accountant, on, stream, rate, &stop));
+                    let steps = self.steps(time, || Ok(()), || Ok(()));
+                    stop.store(true, Ordering::Relaxed);
+                    let audits = audits.join().expect("the auditor ends by its result");
+                    Ok((steps?, audits?))
+                })
+            }
+            Beside::Outside(rate) => {
+                let folder = tempfile::TempDir::new_in("/dev/shm")?;
+                let path = folder.path().join("rows");
+                let (pool, rows) = (self.on.account_pool()?, self.on.table_rows());
+                let device = device::open(options)?;
+                let publisher = Publisher::device(&pool, device, &path, TABLES, 64)?;
+                let publisher = std::cell::RefCell::new(publisher);
+                let stream = self.device.stream();
+                // SAFETY: the stream is the loop's, which outlives the publisher.
+                let begin = || unsafe { publisher.borrow_mut().begin(stream) }.map_err(Into::into);
+                // SAFETY: as above.
+                let done =
+                    || unsafe { publisher.borrow_mut().done(&rows, stream) }.map_err(Into::into);
+                begin()?;
+                done()?;
+                self.device.synchronize()?;
+                let other = (rate > 0.0)
+                    .then(|| Child::start(options, Role::Auditor, Some(&path), rate))
+                    .transpose()?;
+                let steps = self.steps(time, begin, done)?;
+                let audits = other.map_or(Ok(String::from("0")), Child::end)?;
+                Ok((steps, audits.trim().parse()?))
+            }
+        }
+    }
+
+    fn steps(
+        &mut self,
+        time: Duration,
+        begin: impl Fn() -> anyhow::Result<()>,
+        done: impl Fn() -> anyhow::Result<()>,
+    ) -> anyhow::Result<Steps> {
+        let end = Instant::now() + time;
+        let mut marks = VecDeque::from([self.device.record_timed()?]);
+        let mut steps = vec![];
+        while Instant::now() < end || steps.is_empty() {
+            begin()?;
+            for _ in 0..self.reads {
+                self.device.page_digest(&self.kv, self.pages.slice(), &mut self.digests)?;
+            }
+            done()?;
+            marks.push_back(self.device.record_timed()?);
+            while marks.len() > AHEAD + 1 {
+                steps.push(step(&mut marks)?);
+            }
+        }
+        Ok(Steps(steps))
+    }
+}
+
+/// The time between the two oldest marks, when the younger is done.
+fn step(marks: &mut VecDeque<Mark>) -> anyhow::Result<Duration> {
+    let before = marks.pop_front().expect("the caller saw some");
+    let after = marks.front().expect("the caller saw some");
+    while !after.done()? {
+        thread::yield_now();
+    }
+    Ok(after.since(&before)?)
+}
+
+/// Audits as the shim makes them, until it is told to stop.
+fn audit_inside(
+    mut accountant: Accountant,
+    on: &Synthetic,
+    stream: u64,
+    rate: f64,
+    stop: &AtomicBool,
+) -> anyhow::Result<u64> {
+    let rows = on.cut_rows();
+    let keys: Vec<u64> = rows.iter().map(|row| row.session.into()).collect();
+    let now: Vec<(u32, u64)> = rows.iter().map(|row| (row.row, row.version)).collect();
+    let [free, tree] = on.lists();
+    let cut = Cut {
+        rows: &rows,
+        keys: &keys,
+        free: &[free],
+        tree: Some(tree),
+        whole: true,
+        digest_pages_max: DIGEST_PAGES,
+    };
+    let mut audits = 0;
+    let mut next = Instant::now();
+    while !stop.load(Ordering::Relaxed) {
+        accountant.begin(&cut, stream)?;
+        while !accountant.ready()? {
+            thread::sleep(Duration::from_millis(1));
+        }
+        let report = accountant.finish(&now)?;
+        anyhow::ensure!(report.alarms() == 0, "the pool is sound: {:?}", report.findings);
+        audits += 1;
+        next += Duration::from_secs_f64(1.0 / rate);
+        while !stop.load(Ordering::Relaxed) && Instant::now() < next {
+            thread::sleep(Duration::from_millis(1));
+        }
+    }
+    Ok(audits)
+}

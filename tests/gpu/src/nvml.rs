@@ -1,0 +1,68 @@
+//! What NVML says: the agent's readings against `nvidia-smi`, this process, the cost of counters.
+
+use crate::answers::Answers;
+use nvml_wrapper::{Nvml, enums::device::UsedGpuMemory, enums::gpm::GpmMetricId, gpm};
+use std::{process::Command, time::Duration};
+use tokio::time::Instant;
+use worker_agent::gpu::{self, Settings};
+
+const ABOUT: &str = "readings of the agent";
+const MIB: u64 = 1 << 20;
+/// Readings are not of the same moment.
+const USED_MIB_APART_MAX: u64 = 512;
+const DEGREES_APART_MAX: u64 = 5;
+
+/// Compares memory and temperature of every GPU with what `nvidia-smi` prints.
+pub(crate) fn compare(answers: &mut Answers) {
+    let query = "--query-gpu=uuid,memory.total,memory.used,temperature.gpu";
+    let smi = Command::new("nvidia-smi").args([query, "--format=csv,noheader,nounits"]).output();
+    let Ok(smi) = smi else {
+        answers.unasked(ABOUT, "against nvidia-smi", "there is no nvidia-smi");
+        return;
+    };
+    let snapshot = match gpu::watch(Settings::default()) {
+        Ok(gpus) => gpus.now(),
+        Err(error) => return answers.unasked(ABOUT, "against nvidia-smi", error),
+    };
+    for line in String::from_utf8_lossy(&smi.stdout).lines() {
+        let mut words = line.split(", ");
+        let uuid = words.next().unwrap_or_default();
+        let theirs: Vec<u64> = words.filter_map(|word| word.trim().parse().ok()).collect();
+        let seen = snapshot.devices.iter().find(|device| device.identity.uuid == uuid);
+        let ours = seen.and_then(|seen| {
+            let memory = seen.reading.memory?;
+            let degrees = seen.reading.temperature_celsius?;
+            Some([memory.total / MIB, memory.used / MIB, degrees.into()])
+        });
+        let near = |ours: &[u64; 3]| {
+            theirs.len() == 3
+                && ours[0] == theirs[0]
+                && ours[1].abs_diff(theirs[1]) <= USED_MIB_APART_MAX
+                && ours[2].abs_diff(theirs[2]) <= DEGREES_APART_MAX
+        };
+        let said = format!("{ours:?}, nvidia-smi {theirs:?} (MiB total, MiB used, degrees)");
+        answers.held(ABOUT, uuid, said, ours.as_ref().is_some_and(near));
+    }
+}
+
+/// Device memory in use, and what of it NVML ascribes to a process, in bytes.
+pub(crate) fn memory(nvml: &Nvml, pid: u32) -> anyhow::Result<(u64, Option<UsedGpuMemory>)> {
+    let device = nvml.device_by_index(0)?;
+    let processes = device.running_compute_processes()?;
+    let of = processes.into_iter().find(|process| process.pid == pid);
+    Ok((device.memory_info()?.used, of.map(|process| process.used_gpu_memory)))
+}
+
+/// How long one reading of performance counters takes.
+pub(crate) fn counters(nvml: &Nvml) -> anyhow::Result<Option<Duration>> {
+    let device = nvml.device_by_index(0)?;
+    if !device.gpm_support()? {
+        return Ok(None);
+    }
+    let before = device.gpm_sample()?;
+    let begin = Instant::now();
+    let after = device.gpm_sample()?;
+    let metrics = [GpmMetricId::SmUtil, GpmMetricId::DramBwUtil];
+    gpm::gpm_metrics_get(device.nvml(), &before, &after, &metrics)?;
+    Ok(Some(begin.elapsed()))
+}

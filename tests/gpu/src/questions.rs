@@ -1,0 +1,122 @@
+//! What could not be known without a GPU, as far as a program can ask it.
+
+mod graph;
+
+use crate::{
+    Options,
+    answers::Answers,
+    child::{self, Child, Role},
+    device, nvml,
+};
+use kernels::cuda::{Buffer, Device};
+use nvml_wrapper::Nvml;
+use serde_json::json;
+use std::{process::Command, time::Duration};
+use tokio::time::Instant;
+
+const ABOUT: &str = "questions";
+const MIB: u64 = 1 << 20;
+
+/// Asks them.
+pub(crate) fn ask(options: &Options, answers: &mut Answers) -> anyhow::Result<()> {
+    let device = device::open(options)?;
+    load_time(options, answers)?;
+    exporter_dies(options, &device, answers)?;
+    torch_tensor(options, &device, answers)?;
+    let what = "words written around and inside graph replay";
+    if options.fake {
+        answers.unasked(ABOUT, what, "the driver without a GPU has no graphs");
+    } else {
+        let (said, well) = graph::words_around(&device)?;
+        answers.held(ABOUT, what, said, well);
+    }
+    match Nvml::init() {
+        Ok(nvml) => by_nvml(options, &nvml, answers)?,
+        Err(error) => {
+            let what = "an agent's context, this process, performance counters";
+            answers.unasked(ABOUT, what, error);
+        }
+    }
+    Ok(())
+}
+
+/// A second open finds the context there: what is left is loading the kernels.
+fn load_time(options: &Options, answers: &mut Answers) -> anyhow::Result<()> {
+    let begin = Instant::now();
+    let _second = device::open(options)?;
+    let ms = begin.elapsed().as_secs_f64() * 1e3;
+    answers.figure(ABOUT, "loading the fatbin", format!("{ms:.1} ms"), json!({ "ms": ms }));
+    Ok(())
+}
+
+/// What is mapped stays readable when the exporter is killed, or fails by an error; either way the
+/// device goes on.
+fn exporter_dies(options: &Options, device: &Device, answers: &mut Answers) -> anyhow::Result<()> {
+    let mut exporter = Child::start(options, Role::Exporter, None, 1.0)?;
+    let imported = device.import(&child::read(&exporter.line()?)?)?;
+    // SAFETY: read only here; the exporter writes no more.
+    let mapped = unsafe { imported.slice::<u8>()? };
+    let whole = |bytes: &[u8]| bytes.iter().all(|&byte| byte == child::CONTENT);
+    let before = whole(&device.download(mapped)?);
+    answers.held(ABOUT, "memory of another process", "reads as written", before);
+    exporter.kill()?;
+    let after = match device.download(mapped) {
+        Ok(bytes) if whole(&bytes) => "still reads as written".to_owned(),
+        Ok(_) => "reads as something else".to_owned(),
+        Err(error) => format!("is an error: {error}"),
+    };
+    drop(imported);
+    let mut other: Buffer<u8> = device.alloc(1 << 20)?;
+    let goes_on = device.fill(&mut other, 1).and_then(|()| device.synchronize()).is_ok();
+    let said = format!("{after}; the device goes on: {goes_on}");
+    answers.held(ABOUT, "the same when its exporter was killed", said, goes_on);
+    Ok(())
+}
+
+/// How torch shares a tensor, against what the driver gives for the same memory.
+fn torch_tensor(options: &Options, device: &Device, answers: &mut Answers) -> anyhow::Result<()> {
+    let what = "a tensor of torch, mapped";
+    let Some(python) = &options.python else {
+        answers.unasked(ABOUT, what, "no --python with torch was named");
+        return Ok(());
+    };
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/torch_tensor.py");
+    let mut tensor = Child::of(Command::new(python).arg(script))?;
+    let torch = tensor.line()?;
+    let imported = device.import(&child::read(&tensor.line()?)?)?;
+    // SAFETY: the script writes no more.
+    let entries = device.download(unsafe { imported.slice::<i32>()? })?;
+    let whole = entries.iter().zip(0..).all(|(&entry, i)| entry == i);
+    answers.held(ABOUT, what, torch, whole);
+    drop(imported);
+    tensor.end()?;
+    Ok(())
+}
+
+fn by_nvml(options: &Options, nvml: &Nvml, answers: &mut Answers) -> anyhow::Result<()> {
+    let (before, this) = nvml::memory(nvml, std::process::id())?;
+    let said = this.map_or("is not among its processes".to_owned(), |used| format!("{used:?}"));
+    answers.figure(ABOUT, "this process, as NVML has it", said.clone(), said);
+    let mut agent = Child::start(options, Role::Context, None, 1.0)?;
+    agent.line()?;
+    let (with, of) = nvml::memory(nvml, agent.pid())?;
+    let mib = with.saturating_sub(before) / MIB;
+    let said = format!("{mib} MiB more are in use; NVML ascribes {of:?} to it");
+    answers.figure(ABOUT, "a context in the agent", said, json!({ "mib": mib }));
+    agent.end()?;
+    match nvml::counters(nvml) {
+        Ok(Some(took)) => {
+            let us = took.as_secs_f64() * 1e6;
+            let said = format!("{us:.0} us a reading");
+            answers.figure(ABOUT, "performance counters", said, json!({ "us": us }));
+        }
+        Ok(None) => answers.unasked(ABOUT, "performance counters", "this GPU has none"),
+        Err(error) => answers.unasked(ABOUT, "performance counters", error),
+    }
+    Ok(())
+}
+
+/// For figures of the host's clock.
+fn us(took: Duration) -> f64 {
+    took.as_secs_f64() * 1e6
+}

@@ -1,0 +1,169 @@
+//! An engine's tables on a device, as large as a real one's, made up.
+
+use anyhow::Context;
+use fastrand::Rng;
+use kernels::{
+    account::{self, Buffer as KvPart, List, Row},
+    cuda::{Buffer, Device, KvBuffer, KvBuffers, Pool, Slice},
+    reference::{LiveRow, lay_out},
+    table::TableRow,
+};
+
+/// Rows that hold the pool's pages.
+pub(crate) const ROWS: u32 = 32;
+
+/// How large a pool is.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Size {
+    pub(crate) pages: u32,
+    pub(crate) shift: u32,
+    /// KV of one page, all in one buffer.
+    pub(crate) page_bytes: u64,
+}
+
+impl Size {
+    /// 4 Mi pages of one token, and 64 Ki pages of 64, with 1 GiB of KV each; a thousandth of it
+    /// without a GPU.
+    pub(crate) fn all(fake: bool) -> [Self; 2] {
+        let less = if fake { 10 } else { 0 };
+        [(22, 0), (16, 6)].map(|(bits, shift)| Self {
+            pages: 1 << (bits - less),
+            shift,
+            page_bytes: 1 << (30 - bits),
+        })
+    }
+}
+
+impl std::fmt::Display for Size {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} pages of {}", self.pages, 1 << self.shift)
+    }
+}
+
+/// Who holds the pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Held {
+    /// Rows, free list and tree all name all of them: the most that kernels can have to do.
+    ByAll,
+    /// Half of them rows, a quarter each free list and tree: an engine where nothing is wrong.
+    ByOne,
+}
+
+/// The tables.
+#[derive(Debug)]
+pub(crate) struct Synthetic {
+    pub(crate) pool: Pool,
+    pub(crate) size: Size,
+    pub(crate) entries: Buffer<i32>,
+    pub(crate) stride: u32,
+    pub(crate) rows: Vec<LiveRow>,
+    pub(crate) free: Buffer<i64>,
+    pub(crate) tree: Buffer<i64>,
+    pub(crate) kv: Buffer<u8>,
+}
+
+impl Synthetic {
+    pub(crate) fn new(
+        device: &Device,
+        size: Size,
+        held: Held,
+        scattered: bool,
+    ) -> anyhow::Result<Self> {
+        let Size { pages: npages, shift, page_bytes, .. } = size;
+        let mut pages: Vec<u32> = (1..npages).collect();
+        if scattered {
+            Rng::with_seed(1).shuffle(&mut pages);
+        }
+        let quarter = pages.len() / 4;
+        let (in_rows, free, tree) = match held {
+            Held::ByAll => (&pages[..], &pages[..], &pages[..]),
+            Held::ByOne => {
+                let (lists, rows) = pages.split_at(2 * quarter);
+                (rows, &lists[..quarter], &lists[quarter..])
+            }
+        };
+        let each = in_rows.len().div_ceil(ROWS as usize);
+        let stride = u32::try_from(each << shift)?;
+        let mut entries = vec![0; (ROWS * stride) as usize];
+        let mut rows = vec![];
+        for (row, held) in (0..).zip(in_rows.chunks(each)) {
+            for (place, &page) in held.iter().enumerate() {
+                entries[(row * stride) as usize + (place << shift)] = i32::try_from(page << shift)?;
+            }
+            let len = u32::try_from(held.len() << shift)?;
+            rows.push(LiveRow { row, len, session: row, out_off: 0 });
+        }
+        lay_out(&mut rows, shift);
+        let free: Vec<i64> = free.iter().map(|&page| page.into()).collect();
+        let slots = |&page: &u32| (i64::from(page) << shift)..(i64::from(page) + 1) << shift;
+        let tree: Vec<i64> = tree.iter().flat_map(slots).collect();
+        let kv = usize::try_from(u64::from(npages) * page_bytes).context("the KV's size")?;
+        let uploaded = |ids: &[i64]| {
+            let mut buffer = device.alloc(ids.len())?;
+            device.upload(&mut buffer, ids).map(|()| buffer)
+        };
+        let mut table = device.alloc(entries.len())?;
+        device.upload(&mut table, &entries)?;
+        Ok(Self {
+            pool: Pool { page_shift: shift, npages },
+            size,
+            entries: table,
+            stride,
+            rows,
+            free: uploaded(&free)?,
+            tree: uploaded(&tree)?,
+            kv: device.alloc(kv)?,
+        })
+    }
+
+    /// References of all rows.
+    pub(crate) fn refs(&self) -> usize {
+        self.rows.iter().map(|row| row.pages(self.size.shift) as usize).sum()
+    }
+
+    /// The KV as the kernels know it.
+    pub(crate) fn kv_buffers(&self, device: &Device) -> anyhow::Result<KvBuffers> {
+        let part = KvBuffer { address: self.kv.address(), page_bytes: self.size.page_bytes };
+        // SAFETY: `kv` has that many bytes for each page, and callers keep `self` longer.
+        Ok(unsafe { device.kv_buffers(&[part], self.pool.npages)? })
+    }
+
+    /// As the accountant knows an engine's pool.
+    pub(crate) fn account_pool(&self) -> anyhow::Result<account::Pool> {
+        let part = KvPart { addr: self.kv.address(), page_bytes: self.size.page_bytes };
+        let table =
+            account::Table { addr: self.entries.address(), rows: ROWS, stride: self.stride };
+        // SAFETY: the buffers have these sizes, and callers keep `self` longer.
+        Ok(unsafe { account::Pool::new(1 << self.size.shift, self.size.pages, table, vec![part])? })
+    }
+
+    /// The free list and the tree, as the accountant knows an engine's.
+    pub(crate) fn lists(&self) -> [List; 2] {
+        [self.free.slice(), self.tree.slice()].map(|ids: Slice<'_, i64>| {
+            // SAFETY: they never change, and callers keep `self` longer than the audit.
+            unsafe { List::new(ids.address(), ids.len() as u64) }
+        })
+    }
+
+    /// The live rows, as of a cut.
+    pub(crate) fn cut_rows(&self) -> Vec<Row> {
+        let row = |live: &LiveRow| Row {
+            row: live.row,
+            len: live.len,
+            session: live.session,
+            sealed_tokens: live.len,
+            protected_tokens: Some(0),
+            version: 1,
+        };
+        self.rows.iter().map(row).collect()
+    }
+
+    /// The live rows, as of a row table.
+    pub(crate) fn table_rows(&self) -> Vec<TableRow> {
+        let row = |live: &LiveRow| {
+            let &LiveRow { row, len, session, .. } = live;
+            TableRow { row, len, session, version: 1, key: session.into() }
+        };
+        self.rows.iter().map(row).collect()
+    }
+}

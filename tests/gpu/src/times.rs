@@ -1,0 +1,112 @@
+//! How long each kernel takes, against a copy on the device of as many bytes as it moves.
+
+use crate::{
+    Options,
+    answers::Answers,
+    device::{self, median},
+    synthetic::{Held, Size, Synthetic},
+};
+use kernels::cuda::{Buffer, Device, Slice, Table};
+use serde_json::json;
+use std::time::Duration;
+
+const ABOUT: &str = "kernels";
+
+/// One kernel's time, and the bytes that it has to move: see kernels/README.md.
+struct Timed {
+    kernel: &'static str,
+    bytes: u64,
+    took: Duration,
+}
+
+/// Measures every kernel over both sizes of pool, with pages in order and scattered.
+pub(crate) fn measure(options: &Options, answers: &mut Answers) -> anyhow::Result<()> {
+    let device = device::open(options)?;
+    let times = if options.fake { 2 } else { 20 };
+    for size in Size::all(options.fake) {
+        let mut by_order = vec![];
+        for scattered in [false, true] {
+            let synthetic = Synthetic::new(&device, size, Held::ByAll, scattered)?;
+            by_order.push(kernels(&device, &synthetic, times)?);
+        }
+        let [ordered, scattered] = <[Vec<Timed>; 2]>::try_from(by_order).unwrap_or_default();
+        for (one, two) in ordered.into_iter().zip(scattered) {
+            let copy = copy(&device, one.bytes, times)?;
+            let ratio = |took: Duration| took.as_secs_f64() / copy.as_secs_f64().max(1e-9);
+            let us = |took: Duration| took.as_secs_f64() * 1e6;
+            let said = format!(
+                "{:.1} us in order, {:.1} us scattered: {:.1} and {:.1} copies of {:.1} MiB",
+                us(one.took),
+                us(two.took),
+                ratio(one.took),
+                ratio(two.took),
+                one.bytes as f64 / 1048576.0,
+            );
+            let value = json!({
+                "bytes": one.bytes, "copy_us": us(copy),
+                "ordered_us": us(one.took), "scattered_us": us(two.took),
+                "ordered_copies": ratio(one.took), "scattered_copies": ratio(two.took),
+            });
+            answers.figure(ABOUT, format!("{}, {}", one.kernel, size), said, value);
+        }
+    }
+    Ok(())
+}
+
+/// A copy that moves so many bytes, half of them read, half written.
+fn copy(device: &Device, bytes: u64, times: usize) -> anyhow::Result<Duration> {
+    let half = usize::try_from(bytes / 2)?.max(16);
+    let (from, mut to): (Buffer<u8>, Buffer<u8>) = (device.alloc(half)?, device.alloc(half)?);
+    median(device, times, || device.copy(from.slice(), &mut to))
+}
+
+fn kernels(device: &Device, on: &Synthetic, times: usize) -> anyhow::Result<Vec<Timed>> {
+    let pool = on.pool;
+    let (refs, pages) = (on.refs() as u64, u64::from(pool.npages));
+    let table = Table { entries: on.entries.slice(), ld: on.stride.into() };
+    let mut live = device.live_rows(on.rows.len())?;
+    device.set_live_rows(&mut live, &on.rows, pool)?;
+    let mut staged = device.alloc(on.refs())?;
+    let mut bad = device.alloc(1)?;
+    let mut marks = device.marks(pool.npages)?;
+    let (mut free, mut tree) = (device.page_set(pool)?, device.page_set(pool)?);
+    let [mut claimed, mut referenced, mut shared] =
+        [device.alloc(pool.words())?, device.alloc(pool.words())?, device.alloc(pool.words())?];
+    let mut sessions = device.alloc(live.sessions())?;
+    let mut classified = device.alloc(1)?;
+    let kv = on.kv_buffers(device)?;
+    let mut digests = device.alloc(on.refs())?;
+    let mut timed = vec![];
+    let mut add = |kernel, bytes, took| timed.push(Timed { kernel, bytes, took });
+
+    // A sector of memory for an entry, unless the next entry is in it too.
+    let sector = if pool.page_shift < 3 { 4 << pool.page_shift } else { 32 };
+    let took = median(device, times, || device.gather_pages(table, &live, &mut staged, &mut bad))?;
+    add("kv_gather_pages", (sector + 4) * refs, took);
+    let took = median(device, times, || device.mark(&live, &staged, &mut marks))?;
+    add("kv_mark", 8 * pages + 4 * refs, took);
+    let mut list = |ids: Slice<'_, i64>, shift| {
+        median(device, times, || {
+            device.clear_set(&mut free)?;
+            device.list_to_set(ids, shift, pool, &mut free)
+        })
+    };
+    add("kv_list_to_bitmap, free list", 8 * pages, list(on.free.slice(), 0)?);
+    let slots = on.tree.len() as u64;
+    add("kv_list_to_bitmap, tree", 8 * slots, list(on.tree.slice(), pool.page_shift)?);
+    device.list_to_set(on.tree.slice(), pool.page_shift, pool, &mut tree)?;
+    let took = median(device, times, || {
+        device.session(&live, &staged, &marks, Some(&tree), &mut claimed, &mut sessions)
+    })?;
+    add("kv_session", 12 * refs, took);
+    let took =
+        median(device, times, || device.ref_bitmap(&marks, pool, &mut referenced, &mut shared))?;
+    add("kv_ref_bitmap", 8 * pages + pages / 4, took);
+    let took = median(device, times, || {
+        device.classify(&free, &tree, &referenced, &shared, pool, &mut classified)
+    })?;
+    add("kv_classify", pages / 2, took);
+    let took = median(device, times, || device.page_digest(&kv, staged.slice(), &mut digests))?;
+    add("kv_page_digest", refs * on.size.page_bytes, took);
+    Ok(timed)
+}
