@@ -4,7 +4,7 @@
  *
  *   begin   on the scheduler's thread, between two steps, with a cut of the engine's books. On a
  *           device it only enqueues, on a stream of its own, behind what `stream` has so far; in
- *           host memory it copies at once.
+ *           host memory it copies, and digests, at once.
  *   ready   1 when the copy is made. Then, on the scheduler's thread, read the versions that the
  *           live rows have now.
  *   finish  with those versions, on any thread: rows whose version is another now are left out and

@@ -15,7 +15,7 @@ mod host;
 
 pub use cut::{
     BUFFERS_MAX, Buffer, Cut, Error as CutError, FREE_LISTS_MAX, List, Pool, REFS_MAX, ROWS_MAX,
-    Row, Table,
+    Row, Stream, Table,
 };
 
 use crate::{
@@ -122,7 +122,7 @@ impl Accountant {
     ///
     /// # Errors
     /// A cut that is none of this pool, an audit under way, a failing device.
-    pub fn begin(&mut self, cut: &Cut<'_>, stream: u64) -> Result<(), Error> {
+    pub fn begin(&mut self, cut: &Cut<'_>, stream: Stream) -> Result<(), Error> {
         if self.open.is_some() {
             return Err(Error::Busy);
         }

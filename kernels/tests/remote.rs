@@ -9,7 +9,7 @@
 use cuda_fake::{ALL_STREAMS, Fake};
 use fastrand::Rng;
 use kernels::{
-    account::{Accountant, Cut, Pool, Row, Table},
+    account::{Accountant, Cut, Pool, Row, Stream, Table},
     cuda::{self, Buffer, Device, Exported, Imported},
     ipc::{Audited, Error, Publisher, Remote},
     table::{self, Reader, TableRow},
@@ -303,7 +303,7 @@ impl Lax {
             whole: false,
             digest_pages_max: 0,
         };
-        self.accountant.begin(&cut, 0).expect("the driver works");
+        self.accountant.begin(&cut, Stream::DEFAULT).expect("the driver works");
     }
 
     fn finish(&mut self) -> Audited {

@@ -17,7 +17,7 @@ use error::{Error, guarded};
 use handles::Handles;
 
 use kernels::{
-    account::{self, Accountant},
+    account::{self, Accountant, Stream},
     cuda::{self, Device},
     report::{REPORT_BYTES_HEAD_MAX, SESSION_BYTES},
 };
@@ -89,15 +89,15 @@ fn device(ordinal: i32, fatbin: Option<&CStr>) -> Result<Device, Error> {
 ///
 /// # Safety
 /// `cut` and its arrays are readable; the lists' addresses are the pool's kind of memory, and stay
-/// as they are until the audit has ended.
+/// as they are until the audit has ended; its stream is one of the device, or 0.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn berth_kv_begin(handle: u64, cut: *const RawCut) -> i32 {
     status(handle, || {
         // SAFETY: the caller's promise.
         let raw = unsafe { read("cut", cut)? };
         // SAFETY: the caller's promise.
-        let books = unsafe { raw.books()? };
-        ACCOUNTANTS.with(handle, |accountant| Ok(accountant.begin(&books.cut(), raw.stream)?))
+        let (books, stream) = unsafe { (raw.books()?, Stream::new(raw.stream)) };
+        ACCOUNTANTS.with(handle, |accountant| Ok(accountant.begin(&books.cut(), stream)?))
     })
 }
 

@@ -1,6 +1,6 @@
 //! What accounting asks of the place where the pool lies: copy, then count in the copy.
 
-use super::{Error, Pool, cut::Cut};
+use super::{Error, Pool, Stream, cut::Cut};
 use crate::{
     audit::{Books, Kept, Listed},
     reference::{self, LiveRow, Marks, PageSet, SessionPages},
@@ -25,7 +25,7 @@ pub(super) trait Backend: Send {
         pool: &Pool,
         cut: &Cut<'_>,
         layout: &Layout,
-        stream: u64,
+        stream: Stream,
     ) -> Result<(), Error>;
 
     /// Is the copy made?

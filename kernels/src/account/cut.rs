@@ -169,6 +169,28 @@ impl List {
     }
 }
 
+/// The stream behind whose work the books of a cut are true. Host memory has none.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Stream(u64);
+
+impl Stream {
+    /// The device's default stream, which is always there.
+    pub const DEFAULT: Self = Self(0);
+
+    /// A stream by the driver's handle.
+    ///
+    /// # Safety
+    /// It is a stream of the accountant's device, in its primary context, when an audit begins.
+    pub unsafe fn new(handle: u64) -> Self {
+        Self(handle)
+    }
+
+    #[cfg(feature = "cuda")]
+    pub(super) fn handle(self) -> u64 {
+        self.0
+    }
+}
+
 /// The engine's books at one moment, between two steps of its scheduler.
 #[derive(Clone, Copy, Debug)]
 pub struct Cut<'a> {

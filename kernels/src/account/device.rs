@@ -4,7 +4,7 @@
 //! device memory waits for the whole device, the engine's work included.
 
 use super::{
-    Error, Pool,
+    Error, Pool, Stream,
     backend::{Backend, Counts, Layout, ListCount},
     cut::{Buffer as KvPart, Cut, List},
 };
@@ -186,7 +186,7 @@ impl Backend for OnDevice {
         pool: &Pool,
         cut: &Cut<'_>,
         layout: &Layout,
-        stream: u64,
+        stream: Stream,
     ) -> Result<(), Error> {
         self.taken = Taken {
             refs: layout
@@ -202,8 +202,8 @@ impl Backend for OnDevice {
         self.device.set_live_rows(&mut self.rows, &layout.rows, self.pool)?;
         self.device.clear_set(&mut self.free)?;
         self.device.clear_set(&mut self.tree)?;
-        // SAFETY: `Accountant::begin` was promised a stream of this device.
-        unsafe { self.device.wait_for(stream)? };
+        // SAFETY: `Stream::new` was promised a stream of this device.
+        unsafe { self.device.wait_for(stream.handle())? };
         Ok(self.enqueue(pool, layout)?)
     }
 

@@ -1,7 +1,7 @@
 //! Accounting in host memory, by the scalar reference: an engine on a CPU, and the tests' oracle.
 
 use super::{
-    Error, Pool,
+    Error, Pool, Stream,
     backend::{Backend, Counts, Layout},
     cut::{Buffer, Cut, List},
 };
@@ -24,7 +24,7 @@ impl Backend for Host {
         pool: &Pool,
         cut: &Cut<'_>,
         layout: &Layout,
-        _stream: u64,
+        _stream: Stream,
     ) -> Result<(), Error> {
         let (npages, shift) = (pool.pages(), pool.shift());
         let table = pool.table();

@@ -2,7 +2,7 @@
 
 use super::Error;
 use crate::{
-    account::{Accountant, Cut, Pool, Row, Table},
+    account::{Accountant, Cut, Pool, Row, Stream, Table},
     cuda::{Device, Exported, Imported},
     report::{Report, SESSIONS_MAX},
     table::{Facts, Reader, TableRow},
@@ -95,7 +95,7 @@ impl Remote {
             whole: false,
             digest_pages_max: 0,
         };
-        self.accountant.begin(&cut, 0)?;
+        self.accountant.begin(&cut, Stream::DEFAULT)?;
         self.open = Some(Open { epoch, rows, keys, begun: None });
         Ok(())
     }

@@ -2,7 +2,7 @@
 
 use fastrand::Rng;
 use kernels::{
-    account::{Accountant, Buffer, Cut, List, Pool, Row, Table},
+    account::{Accountant, Buffer, Cut, List, Pool, Row, Stream, Table},
     report::Report,
 };
 
@@ -174,7 +174,7 @@ impl Engine {
             whole: self.whole,
             digest_pages_max: self.digest_pages_max,
         };
-        accountant.begin(&cut, 0).expect("nothing is wrong with the cut");
+        accountant.begin(&cut, Stream::DEFAULT).expect("nothing is wrong with the cut");
     }
 
     /// The versions that its rows have.

@@ -12,7 +12,7 @@ use crate::{
     synthetic::{Held, Size, Synthetic},
 };
 use kernels::{
-    account::{Accountant, Cut},
+    account::{Accountant, Cut, Stream},
     cuda::{Buffer, Device, KvBuffers, Mark},
     ipc::Publisher,
 };
@@ -136,7 +136,8 @@ impl Load<'_> {
             Beside::Inside(rate) => {
                 let accountant =
                     Accountant::device(self.on.account_pool()?, device::open(options)?)?;
-                let (on, stream) = (self.on, self.device.stream());
+                // SAFETY: the stream is the loop's, which outlives the audits.
+                let (on, stream) = (self.on, unsafe { Stream::new(self.device.stream()) });
                 thread::scope(|scope| {
                     let audits = scope.spawn(|| audit_inside(accountant, on, stream, rate, &stop));
                     let steps = self.steps(time, || Ok(()), || Ok(()));
@@ -209,7 +210,7 @@ fn step(marks: &mut VecDeque<Mark>) -> anyhow::Result<Duration> {
 fn audit_inside(
     mut accountant: Accountant,
     on: &Synthetic,
-    stream: u64,
+    stream: Stream,
     rate: f64,
     stop: &AtomicBool,
 ) -> anyhow::Result<u64> {
