@@ -291,6 +291,39 @@ async fn a_gpu_that_was_lost_before_the_agent_came_is_told() {
     assert!(reason(&snapshot).contains("fell off the bus"), "{snapshot:?}");
 }
 
+/// Every call about the GPU fails, and none says why.
+fn mute() -> Value {
+    json!({"lost": false, "fail": {"*": 999}})
+}
+
+#[tokio::test]
+async fn a_lost_gpu_whose_calls_then_fail_otherwise_is_not_well_again() {
+    let machine = Machine::new(&json!({ "0": {} })).unwrap();
+    let gpus = gpu::watch(settings(&machine)).unwrap();
+    let mut control = machine.loaded().await.unwrap();
+    control.gpu(0, &json!({"lost": true})).unwrap();
+    snapshot(&gpus, "the loss", |snapshot| snapshot.unhealthy.is_some()).await;
+    control.gpu(0, &mute()).unwrap();
+    let failing = |snapshot: &Snapshot| snapshot.devices[0].failures.get("memory") >= Some(&2);
+    let failing = snapshot(&gpus, "two looks at it", failing).await;
+    assert!(reason(&failing).contains("fell off the bus"), "{failing:?}");
+    control.gpu(0, &json!({"fail": {"*": 0}})).unwrap();
+    snapshot(&gpus, "its return", |snapshot| snapshot.unhealthy.is_none()).await;
+}
+
+#[tokio::test]
+async fn a_gpu_that_answers_no_call_makes_its_worker_unhealthy_until_it_does() {
+    let machine = Machine::new(&json!({ "0": {} })).unwrap();
+    let gpus = gpu::watch(settings(&machine)).unwrap();
+    assert_eq!(gpus.now().unhealthy, None);
+    let mut control = machine.loaded().await.unwrap();
+    control.gpu(0, &mute()).unwrap();
+    let sick = snapshot(&gpus, "the failures", |snapshot| snapshot.unhealthy.is_some()).await;
+    assert!(reason(&sick).contains("can't reach it"), "{sick:?}");
+    control.gpu(0, &json!({"fail": {"*": 0}})).unwrap();
+    snapshot(&gpus, "its return", |snapshot| snapshot.unhealthy.is_none()).await;
+}
+
 #[tokio::test]
 async fn a_driver_that_comes_after_the_agent_is_found() {
     let not_loaded = json!({ "gpus": { "0": {} }, "fail": { "nvmlInit_v2": 9 } });

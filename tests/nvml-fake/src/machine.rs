@@ -163,7 +163,10 @@ pub(crate) fn works(call: &str, gpu: &Gpu) -> Answer {
 
 /// The return code that the test wants, if it isn't success.
 fn injected(fail: &BTreeMap<String, u32>, call: &str) -> Answer {
-    fail.get(call).filter(|&&code| code != SUCCESS).map_or(Ok(()), |&code| Err(code))
+    fail.get(call)
+        .or_else(|| fail.get("*"))
+        .filter(|&&code| code != SUCCESS)
+        .map_or(Ok(()), |&code| Err(code))
 }
 
 /// Waits until the body has an answer, or the time is over.

@@ -16,7 +16,8 @@ pub(crate) struct State {
     pub(crate) cuda_version: i32,
     /// By index.
     pub(crate) gpus: BTreeMap<u32, Gpu>,
-    /// Return codes to answer with, by the name of the symbol, on every GPU and on none.
+    /// Return codes to answer with, by the name of the symbol, on every GPU and on none;
+    /// `*` for the rest.
     pub(crate) fail: BTreeMap<String, u32>,
 }
 
@@ -56,7 +57,7 @@ pub(crate) struct Gpu {
     pub(crate) slices: BTreeMap<u32, Slice>,
     /// Off the bus: every call answers so.
     pub(crate) lost: bool,
-    /// Return codes to answer with, by the name of the symbol; 0: as usual.
+    /// Return codes to answer with, by the name of the symbol, `*` for the rest; 0: as usual.
     pub(crate) fail: BTreeMap<String, u32>,
 }
 

@@ -415,7 +415,7 @@ mod tests {
         assert!(fleet.wants_reload(start + RELOAD_INTERVAL));
         assert!(!fleet.wants_reload(start + RELOAD_INTERVAL + Duration::from_secs(1)));
         assert!(fleet.wants_reload(start + RELOAD_INTERVAL * 2));
-        look(&mut fleet, &[], vec![Reading::default(), Reading::default()]);
+        look(&mut fleet, &[], vec![runs(&[]), Reading::default()]);
         assert!(!fleet.wants_reload(start + RELOAD_INTERVAL * 9));
     }
 

@@ -2,7 +2,8 @@
 //!
 //! | cause | ends |
 //! |---|---|
-//! | calls find the board lost, or in need of a reset | when calls succeed again |
+//! | calls find the board lost, or in need of a reset | when it answers again |
+//! | calls fail and the board answers none | when it answers again |
 //! | the driver's recovery action, or its older word for a reset | when the driver says so |
 //! | memory rows that could not be replaced | when the driver says so |
 //! | an XID after which the board needs a reset | when there was one: the board was lost and is |
@@ -29,8 +30,7 @@ pub struct Health {
 impl Health {
     /// Takes a reading of the whole board. What a reading lacks is as it was.
     pub fn read(&mut self, reading: &Reading) {
-        let back = self.trouble.is_some() && reading.trouble.is_none();
-        self.trouble = reading.trouble;
+        let back = self.take_trouble(reading);
         self.rows_failed = reading.rows.failed.unwrap_or(self.rows_failed);
         self.reset_needed = reading.reset_needed.unwrap_or(self.reset_needed);
         let asked = self.recovery.is_some_and(|before| before != Recovery::None);
@@ -39,6 +39,22 @@ impl Health {
             self.xids.clear();
         }
         self.debug_check();
+    }
+
+    /// Is the board back from where only a reset brings one?
+    fn take_trouble(&mut self, reading: &Reading) -> bool {
+        let before = self.trouble;
+        let silent = !reading.is_answered();
+        self.trouble = match reading.trouble {
+            // What was known of it says more.
+            Some(Trouble::Unreachable) => before.or(reading.trouble),
+            Some(trouble) => Some(trouble),
+            None if silent && !reading.failed.is_empty() => before.or(Some(Trouble::Unreachable)),
+            None if silent => before,
+            None => None,
+        };
+        let needs_reset = matches!(before, Some(Trouble::Lost | Trouble::ResetRequired));
+        needs_reset && self.trouble.is_none()
     }
 
     /// Takes an XID.
@@ -62,7 +78,8 @@ impl Health {
         match self.trouble {
             Some(Trouble::Lost) => return said("it fell off the bus: restart the machine"),
             Some(Trouble::ResetRequired) => return said("it must be reset before it can be used"),
-            None => {}
+            // Last, for any other cause is one for this as well.
+            Some(Trouble::Unreachable) | None => {}
         }
         let driver_tells = self.recovery.is_some();
         let fatal = self.xids.iter().filter_map(|&number| Some((number, xid::fatal(number)?)));
@@ -88,8 +105,11 @@ impl Health {
             return said("memory rows could not be replaced: have the GPU exchanged");
         }
         // The recovery action took its place, and says more.
-        let older = self.reset_needed && !driver_tells;
-        older.then(|| "the driver asks for a reset of the GPU".to_owned())
+        if self.reset_needed && !driver_tells {
+            return said("the driver asks for a reset of the GPU");
+        }
+        self.trouble?;
+        said("NVML can't reach it: look for the cause in the kernel's log, and reset the GPU")
     }
 
     /// # Panics
@@ -108,6 +128,18 @@ impl Health {
 #[cfg(test)]
 mod tests {
     use super::{super::reading::Rows, *};
+
+    fn answered() -> Reading {
+        Reading { temperature_celsius: Some(40), ..Reading::default() }
+    }
+
+    fn unreachable() -> Reading {
+        Reading { trouble: Some(Trouble::Unreachable), ..Reading::default() }
+    }
+
+    fn all_failed() -> Reading {
+        Reading { failed: vec!["memory", "power", "fields"], ..Reading::default() }
+    }
 
     fn after(events: impl FnOnce(&mut Health)) -> Option<String> {
         let mut health = Health::default();
@@ -138,9 +170,39 @@ mod tests {
         let back = after(|health| {
             health.xid(79);
             health.read(&lost);
-            health.read(&Reading::default());
+            health.read(&answered());
         });
         assert_eq!(back, None);
+    }
+
+    #[test]
+    fn a_lost_board_of_which_calls_fail_otherwise_or_tell_nothing_is_not_back() {
+        let lost = Reading { trouble: Some(Trouble::Lost), ..Reading::default() };
+        for since in [unreachable(), all_failed(), Reading::default()] {
+            let mut health = Health::default();
+            health.xid(79);
+            health.read(&lost);
+            health.read(&since);
+            assert!(health.is_lost(), "NVML is loaded anew: {since:?}");
+            assert!(health.reason().unwrap().contains("fell off the bus"), "{since:?}");
+            health.read(&answered());
+            assert_eq!((health.is_lost(), health.reason()), (false, None), "{since:?}");
+        }
+    }
+
+    #[test]
+    fn a_board_that_answers_no_call_is_unreachable_until_it_does_and_keeps_its_xids() {
+        for silent in [unreachable(), all_failed()] {
+            let mut health = Health::default();
+            health.read(&silent);
+            assert!(health.reason().unwrap().contains("can't reach it"), "{silent:?}");
+            health.xid(62);
+            assert!(health.reason().unwrap().contains("XID 62"), "it says more: {silent:?}");
+            health.read(&answered());
+            assert!(!health.is_lost() && health.reason().is_some(), "no reset: {silent:?}");
+        }
+        let some_fail = Reading { failed: vec!["power", "fields"], ..answered() };
+        assert_eq!(after(|health| health.read(&some_fail)), None);
     }
 
     #[test]

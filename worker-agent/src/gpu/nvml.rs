@@ -76,11 +76,20 @@ pub(super) fn boards<'n>(nvml: &'n Nvml, known: &[Identity], gpm: bool) -> Vec<B
                 warn!(index, %error, "a GPU can't be reached");
                 let same = known.iter().find(|one| one.index == index && one.parent_uuid.is_none());
                 let identity = same.cloned().unwrap_or_else(|| nameless(index));
-                boards.push(Board::new(identity, Err(trouble(&error)), gpm));
+                boards.push(Board::new(identity, Err(out_of_reach(&error)), gpm));
             }
         }
     }
     boards
+}
+
+/// What it says of a board that there is no handle of it. A user without the right to it, as in a
+/// container that was given other GPUs, learns nothing of it.
+fn out_of_reach(error: &NvmlError) -> Option<Trouble> {
+    match error {
+        NvmlError::NoPermission => None,
+        error => trouble(error).or(Some(Trouble::Unreachable)),
+    }
 }
 
 /// What an error says about the board, beyond the call.

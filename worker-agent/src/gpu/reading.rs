@@ -79,6 +79,17 @@ pub struct Reading {
     pub failed: Vec<&'static str>,
 }
 
+impl Reading {
+    /// Did the chip answer? What the driver tells without asking it doesn't count.
+    #[must_use]
+    pub fn is_answered(&self) -> bool {
+        self.memory.is_some()
+            || self.utilization_percent.is_some()
+            || self.power_milliwatts.is_some()
+            || self.temperature_celsius.is_some()
+    }
+}
+
 /// Bytes of device memory; `total` is the sum of the other three.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Memory {
@@ -164,6 +175,8 @@ pub enum Trouble {
     Lost,
     /// It has to be reset first.
     ResetRequired,
+    /// Calls fail, and none says why.
+    Unreachable,
 }
 
 /// Hardware counters over the time since the reading before.
