@@ -9,13 +9,14 @@ use std::{
     path::{Path, PathBuf},
     process::{Command, Stdio},
     sync::Arc,
+    time::Duration,
 };
 
 use serde_json::{Value, json};
 use tests::{
     cluster::{Agent, PATIENCE, Router, agent_config, eventually, ready, router_config},
     engine_sim::{Config, EngineSim},
-    nvml::Machine,
+    nvml::{Control, Machine},
     scheduler::{Pool, Scheduler},
     web::Web,
 };
@@ -91,6 +92,33 @@ fn busy() -> Value {
 
 fn settings(machine: &Machine) -> Settings {
     Settings { library: machine.library(), ..Settings::default() }
+}
+
+/// Settings with which NVML is loaded anew at each look while a device is lacking.
+fn reloading(machine: &Machine, devices: &[&str]) -> Settings {
+    Settings {
+        devices: devices.iter().map(|device| device.parse().unwrap()).collect(),
+        reload_interval: Duration::from_millis(1),
+        ..settings(machine)
+    }
+}
+
+/// A snapshot by an NVML that was loaded after now.
+async fn reloaded(gpus: &Gpus, control: &mut Control) -> Arc<Snapshot> {
+    let before = control.calls("nvmlInit_v2").unwrap();
+    eventually("NVML to be loaded anew", || {
+        let loaded = control.calls("nvmlInit_v2").unwrap() > before;
+        async move { loaded.then_some(()) }
+    })
+    .await;
+    let mut watch = gpus.watch();
+    watch.mark_unchanged();
+    tokio::time::timeout(PATIENCE, watch.changed()).await.unwrap().unwrap();
+    gpus.now()
+}
+
+fn uuids(snapshot: &Snapshot) -> Vec<&str> {
+    snapshot.devices.iter().map(|device| device.identity.uuid.as_str()).collect()
 }
 
 /// The first snapshot that fits.
@@ -312,6 +340,74 @@ async fn a_lost_gpu_whose_calls_then_fail_otherwise_is_not_well_again() {
 }
 
 #[tokio::test]
+async fn a_lost_gpu_and_its_slices_stay_unhealthy_however_nvml_fails_to_find_them_again() {
+    let slice = |number: u64| json!({"uuid": format!("MIG-{number}"), "memory_total": GIB});
+    let gpu = json!({"uuid": "GPU-a", "mig": true, "slices": {"0": slice(0), "2": slice(2)}});
+    let machine = Machine::new(&json!({ "0": gpu })).unwrap();
+    let gpus = gpu::watch(reloading(&machine, &["MIG-2"])).unwrap();
+    let mut control = machine.loaded().await.unwrap();
+    control.gpu(0, &json!({"lost": true})).unwrap();
+    snapshot(&gpus, "the loss", |snapshot| snapshot.unhealthy.is_some()).await;
+    let uncounted = |code: u32| json!({"fail": {"nvmlDeviceGetCount_v2": code}});
+    let of_it = |patch: Value| json!({"gpus": {"0": patch}});
+    for failure in [
+        json!({}),
+        of_it(mute()),
+        of_it(json!({"fail": {"nvmlDeviceGetHandleByIndex_v2": 0}})),
+        of_it(json!({"fail": {"nvmlDeviceGetUUID": 0}})),
+        uncounted(999),
+        uncounted(0),
+        of_it(json!({"hidden": true})),
+    ] {
+        control.set(&failure).unwrap();
+        let seen = reloaded(&gpus, &mut control).await;
+        assert_eq!(uuids(&seen), ["GPU-a", "MIG-0", "MIG-2"], "{failure}");
+        let told = reason(&seen).contains("MIG-2") && reason(&seen).contains("fell off the bus");
+        assert!(told, "{failure}: {seen:?}");
+    }
+    control.gpu(0, &json!({"hidden": false, "fail": {"*": 0}})).unwrap();
+    let back = snapshot(&gpus, "its return", |snapshot| snapshot.unhealthy.is_none()).await;
+    assert_eq!(uuids(&back), ["GPU-a", "MIG-0", "MIG-2"]);
+}
+
+#[tokio::test]
+async fn when_one_of_two_gpus_is_not_listed_any_more_the_other_stays_which_it_was() {
+    let machine = Machine::new(&json!({ "0": {"uuid": "GPU-a"}, "1": {"uuid": "GPU-b"} })).unwrap();
+    let gpus = gpu::watch(reloading(&machine, &[])).unwrap();
+    let mut control = machine.loaded().await.unwrap();
+    control.gpu(0, &json!({"lost": true})).unwrap();
+    let lost = |snapshot: &Snapshot| snapshot.devices[0].unhealthy.is_some();
+    snapshot(&gpus, "the loss", lost).await;
+    control.gpu(0, &json!({"hidden": true})).unwrap();
+    let seen = reloaded(&gpus, &mut control).await;
+    assert_eq!((uuids(&seen), seen.basis), (vec!["GPU-a", "GPU-b"], Basis::Unknown));
+    assert!(lost(&seen) && seen.devices[1].unhealthy.is_none(), "{seen:?}");
+    assert_eq!(seen.devices[1].identity.index, 1, "and not the first, as NVML has it now");
+    eventually("its XID", || {
+        // While NVML is loaded anew nobody listens.
+        control.xid(1, 31).unwrap();
+        let counted = |at: usize| gpus.now().devices[at].xids.contains_key(&31);
+        assert!(!counted(0), "it was the other's");
+        let counted = counted(1);
+        async move { counted.then_some(()) }
+    })
+    .await;
+    control.gpu(0, &json!({"hidden": false, "lost": false})).unwrap();
+    snapshot(&gpus, "its return", |snapshot| !lost(snapshot)).await;
+}
+
+#[tokio::test]
+async fn a_gpu_that_was_lost_before_the_agent_came_is_found_by_its_name_when_it_is_back() {
+    let machine = Machine::new(&json!({ "0": {"uuid": "GPU-a", "lost": true} })).unwrap();
+    let gpus = gpu::watch(reloading(&machine, &["GPU-a"])).unwrap();
+    let mut control = machine.loaded().await.unwrap();
+    assert!(reason(&gpus.now()).contains("no GPU here is GPU-a"), "{:?}", gpus.now());
+    control.gpu(0, &json!({"lost": false})).unwrap();
+    let back = snapshot(&gpus, "its return", |snapshot| snapshot.unhealthy.is_none()).await;
+    assert_eq!((uuids(&back), back.devices[0].ours), (vec!["GPU-a"], true));
+}
+
+#[tokio::test]
 async fn a_gpu_that_answers_no_call_makes_its_worker_unhealthy_until_it_does() {
     let machine = Machine::new(&json!({ "0": {} })).unwrap();
     let gpus = gpu::watch(settings(&machine)).unwrap();
@@ -397,14 +493,15 @@ async fn without_nvml_the_worker_has_the_device_that_its_engine_names() {
 }
 
 #[tokio::test]
-async fn a_setting_that_names_no_gpu_here_leaves_the_worker_as_without_nvml() {
+async fn a_setting_that_names_no_gpu_here_makes_the_worker_unhealthy_and_says_which() {
     let machine = Machine::new(&json!({ "0": {} })).unwrap();
     let house = House::new(|config| {
         config.nvml_library = machine.library();
         config.devices = vec!["GPU-elsewhere".into()];
     })
     .await;
-    let worker = house.worker("a report", |worker| !worker["load"].is_null()).await;
+    let worker = house.worker("the reason", |worker| worker["state"] == "unhealthy").await;
+    assert!(worker["reason"].as_str().unwrap().contains("GPU-elsewhere"), "{worker}");
     assert_eq!(worker["load"]["devices"][0]["uuid"], "cpu", "{worker}");
 }
 

@@ -38,6 +38,9 @@ use self::{
 
 /// Devices are read this often. Utilisation is itself averaged over up to a second.
 const INTERVAL: Duration = Duration::from_secs(1);
+/// While a device is lacking, NVML is loaded anew this often, which takes it some tenths of a
+/// second.
+const RELOAD_INTERVAL: Duration = Duration::from_secs(30);
 /// However much happens, between two looks there is this much time.
 const GAP: Duration = Duration::from_millis(20);
 /// A driver that doesn't run yet is asked again.
@@ -48,7 +51,7 @@ const FIRST_MAX: Duration = Duration::from_secs(10);
 const EVENTS: usize = 64;
 
 /// What to look at, and with which library.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone)]
 pub struct Settings {
     /// The engine's devices; empty: those that its processes run on.
     pub devices: Vec<Selector>,
@@ -56,6 +59,19 @@ pub struct Settings {
     pub library: PathBuf,
     /// Read performance counters too.
     pub gpm: bool,
+    /// While a device is lacking, NVML is loaded anew this often: it doesn't find it otherwise.
+    pub reload_interval: Duration,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self {
+            devices: vec![],
+            library: PathBuf::new(),
+            gpm: false,
+            reload_interval: RELOAD_INTERVAL,
+        }
+    }
 }
 
 /// How everyone else reaches the GPUs.
@@ -104,7 +120,7 @@ pub fn watch(settings: Settings) -> std::io::Result<Gpus> {
     let (wake, events) = mpsc::sync_channel(EVENTS);
     let (began, first) = mpsc::sync_channel(1);
     let shell = Shell {
-        fleet: Fleet::new(settings.devices.clone()),
+        fleet: Fleet::new(settings.devices.clone(), settings.reload_interval),
         settings,
         processes: Processes::new("/proc".into()),
         told,
@@ -170,14 +186,18 @@ impl Shell {
     fn follow(&mut self, nvml: &Nvml, known: &[Identity]) -> Vec<Identity> {
         let mut boards = nvml::boards(nvml, known, self.settings.gpm);
         let who: Vec<Identity> = boards.iter().map(|board| board.identity.clone()).collect();
+        let followed = who.iter().zip(&boards);
+        let followed: Vec<(&str, u32)> = followed
+            .filter_map(|(identity, board)| Some((identity.uuid.as_str(), board.place()?)))
+            .collect();
         let (stop, wake) = (AtomicBool::new(false), self.wake.clone());
         std::thread::scope(|scope| {
-            for identity in who.iter().filter(|identity| identity.parent_uuid.is_none()) {
+            for (board, place) in followed {
                 let (stop, wake) = (&stop, &wake);
-                let events = move || nvml::follow_events(nvml, identity, stop, wake);
+                let events = move || nvml::follow_events(nvml, board, place, stop, wake);
                 let thread = std::thread::Builder::new().name("gpu-events".into());
                 if let Err(error) = thread.spawn_scoped(scope, events) {
-                    warn!(board = identity.uuid, %error, "the XIDs of this GPU aren't followed");
+                    warn!(board, %error, "the XIDs of this GPU aren't followed");
                 }
             }
             while !self.publish.is_closed() {
@@ -232,7 +252,7 @@ impl Shell {
         match (&before, &snapshot.unhealthy) {
             (Some(_), None) => info!("the engine's devices work again"),
             (before, Some(reason)) if before.as_ref() != Some(reason) => {
-                error!(reason, "a device of the engine doesn't work");
+                error!(reason, "a device of the engine doesn't work, or isn't there");
             }
             _ => {}
         }
@@ -244,9 +264,6 @@ impl Shell {
         }
         self.said = now;
         let Some((basis, devices)) = &self.said else { return };
-        for missing in self.fleet.unmatched(&snapshot.devices) {
-            warn!(?missing, "a setting names a GPU that isn't on this machine");
-        }
         match basis {
             Basis::Unknown if devices.len() > 1 => {
                 info!(
@@ -266,6 +283,7 @@ impl From<&crate::config::Config> for Settings {
             devices: devices.filter_map(|device| device.parse().ok()).collect(),
             library: config.nvml_library.clone(),
             gpm: config.gpm,
+            ..Self::default()
         }
     }
 }

@@ -90,7 +90,9 @@ export_device! {
 export! {
     nvmlDeviceGetIndex(device: usize, index: Out<c_uint>) |machine| {
         works("nvmlDeviceGetIndex", &machine.device(device)?)?;
-        index.put(Place::of(device)?.gpu)
+        let gpu = Place::of(device)?.gpu;
+        let place = machine.state.listed().position(|(listed, _)| listed == gpu);
+        index.put(u32::try_from(place.ok_or(INVALID_ARGUMENT)?).map_err(|_| INVALID_ARGUMENT)?)
     };
 }
 

@@ -55,6 +55,8 @@ pub(crate) struct Gpu {
     pub(crate) mig: Option<bool>,
     /// MIG slices, by their index.
     pub(crate) slices: BTreeMap<u32, Slice>,
+    /// As one that was gone when NVML was loaded: others move up to its index.
+    pub(crate) hidden: bool,
     /// Off the bus: every call answers so.
     pub(crate) lost: bool,
     /// Return codes to answer with, by the name of the symbol, `*` for the rest; 0: as usual.
@@ -133,6 +135,7 @@ impl Default for Gpu {
             gpm: Some([(2, 0.0), (3, 0.0), (5, 0.0), (10, 0.0)].into()),
             mig: Some(false),
             slices: BTreeMap::new(),
+            hidden: false,
             lost: false,
             fail: BTreeMap::new(),
         }
@@ -144,6 +147,11 @@ impl State {
     pub(crate) fn with_gpus(count: u32) -> Self {
         let gpus = (0..count).map(|index| (index, Gpu::default())).collect();
         Self { gpus, ..Self::default() }.named()
+    }
+
+    /// The GPUs in the order of NVML's indices, each with its own.
+    pub(crate) fn listed(&self) -> impl Iterator<Item = (u32, &Gpu)> {
+        self.gpus.iter().filter(|(_, gpu)| !gpu.hidden).map(|(&index, gpu)| (index, gpu))
     }
 
     /// Gives names to what has none.
@@ -197,6 +205,7 @@ impl Slice {
             gpm: None,
             mig: None,
             slices: BTreeMap::new(),
+            hidden: parent.hidden,
             lost: parent.lost,
             fail: parent.fail.clone(),
         }

@@ -31,12 +31,12 @@ export! {
         version.put(machine.state.cuda_version)
     };
     nvmlDeviceGetCount_v2(count: Out<c_uint>) |machine| {
-        count.put(u32::try_from(machine.state.gpus.len()).expect("as many as a test writes"))
+        count.put(u32::try_from(machine.state.listed().count()).expect("as many as a test writes"))
     };
     nvmlDeviceGetHandleByIndex_v2(index: c_uint, device: Out<usize>) |machine| {
-        let gpu = machine.state.gpus.get(&index).ok_or(INVALID_ARGUMENT)?.clone();
-        works("nvmlDeviceGetHandleByIndex_v2", &gpu)?;
-        device.put(Place { gpu: index, slice: None }.handle())
+        let (gpu, state) = machine.state.listed().nth(index as usize).ok_or(INVALID_ARGUMENT)?;
+        works("nvmlDeviceGetHandleByIndex_v2", state)?;
+        device.put(Place { gpu, slice: None }.handle())
     };
     nvmlDeviceGetHandleByUUID(uuid: Out<c_char>, device: Out<usize>) |machine| {
         let wanted = uuid.read_text(TEXT_BYTES_MAX)?;
@@ -58,7 +58,7 @@ fn find(
     device: &Out<usize>,
     is_it: impl Fn(&Gpu) -> bool,
 ) -> Answer {
-    for (&index, gpu) in &machine.state.gpus {
+    for (index, gpu) in machine.state.listed() {
         let slices = gpu.slices.iter().filter(|_| gpu.mig == Some(true));
         let slices = slices.map(|(&at, slice)| (Some(at), slice.device(gpu)));
         for (slice, found) in [(None, gpu.clone())].into_iter().chain(slices) {

@@ -15,8 +15,6 @@ use super::{
     select::{self, Basis, Selection, Selector},
 };
 
-/// While a board is lost, NVML is loaded anew this often: it doesn't find it again otherwise.
-const RELOAD_INTERVAL: Duration = Duration::from_secs(30);
 /// Different XIDs counted per board; there are some 170 in all.
 const XIDS_MAX: usize = 256;
 
@@ -29,7 +27,7 @@ pub struct Snapshot {
     pub devices: Vec<Seen>,
     /// How the worker's are known.
     pub basis: Basis,
-    /// Why the worker can't do its work: a device of it can't.
+    /// Why the worker can't do its work: a device of it can't, or isn't there.
     pub unhealthy: Option<String>,
 }
 
@@ -76,25 +74,32 @@ pub struct Engine<'a> {
 #[derive(Debug)]
 pub struct Fleet {
     configured: Vec<Selector>,
+    reload_interval: Duration,
     boards: BTreeMap<String, Board>,
     failures: BTreeMap<String, BTreeMap<&'static str, u64>>,
     selection: Selection,
     /// The ranks last seen on a device, by its UUID.
     dp_ranks: BTreeMap<String, Vec<u32>>,
-    lost_since: Option<Instant>,
+    /// Entries of the settings that name no device.
+    unmatched: Vec<Selector>,
+    /// Since a board is lost or an entry names none, or NVML was loaded anew for that.
+    lacks_since: Option<Instant>,
 }
 
 impl Fleet {
-    /// Nothing seen yet. `configured`: the setting `devices`.
+    /// Nothing seen yet. `configured`: the setting `devices`. NVML is loaded anew once in
+    /// `reload_interval` while a device is lacking.
     #[must_use]
-    pub fn new(configured: Vec<Selector>) -> Self {
+    pub fn new(configured: Vec<Selector>, reload_interval: Duration) -> Self {
         Self {
             configured,
+            reload_interval,
             boards: BTreeMap::new(),
             failures: BTreeMap::new(),
             selection: Selection::default(),
             dp_ranks: BTreeMap::new(),
-            lost_since: None,
+            unmatched: vec![],
+            lacks_since: None,
         }
     }
 
@@ -114,6 +119,8 @@ impl Fleet {
         readings: Vec<(Identity, Reading)>,
         engine: Engine<'_>,
     ) -> Snapshot {
+        // One that had no name has one now.
+        self.boards.retain(|uuid, _| readings.iter().any(|(identity, _)| identity.uuid == *uuid));
         for (identity, reading) in &readings {
             // A slice's health is its board's.
             if identity.parent_uuid.is_none() {
@@ -130,6 +137,8 @@ impl Fleet {
         }
         let identities: Vec<Identity> =
             readings.iter().map(|(identity, _)| identity.clone()).collect();
+        let unmatched = select::unmatched(&self.configured, &identities);
+        self.unmatched = unmatched.into_iter().cloned().collect();
         let on: Vec<On> = readings.iter().map(|(_, reading)| on(reading, engine)).collect();
         let runs_on = |at: usize| {
             let (_, reading) = &readings[at];
@@ -145,12 +154,11 @@ impl Fleet {
                 self.seen(identity, reading, on.bytes, picked.contains(&at))
             })
             .collect();
-        let lost = self.boards.values().any(|board| board.health.is_lost());
-        self.lost_since = lost.then(|| self.lost_since.unwrap_or(now));
+        self.lacks_since = self.lacks().then(|| self.lacks_since.unwrap_or(now));
         if cfg!(debug_assertions) {
             self.check_invariants();
         }
-        Snapshot { at: now, unhealthy: unhealthy(basis, &devices), devices, basis }
+        Snapshot { at: now, unhealthy: unhealthy(basis, &devices, &self.unmatched), devices, basis }
     }
 
     fn seen(
@@ -178,30 +186,26 @@ impl Fleet {
 
     /// Should NVML be loaded anew? Asked once after a yes, the time begins again.
     pub fn wants_reload(&mut self, now: Instant) -> bool {
-        let due = self.lost_since.is_some_and(|since| now >= since + RELOAD_INTERVAL);
+        let due = self.lacks_since.is_some_and(|since| now >= since + self.reload_interval);
         if due {
-            self.lost_since = Some(now);
+            self.lacks_since = Some(now);
         }
         due
     }
 
+    /// NVML doesn't find again what it has lost, nor what came after it was loaded.
+    fn lacks(&self) -> bool {
+        !self.unmatched.is_empty() || self.boards.values().any(|board| board.health.is_lost())
+    }
+
     /// # Panics
-    /// When a board counts more than it may, or a lost one isn't known to be.
+    /// When a board counts more than it may, or a device is lacking and no reload is to come.
     pub fn check_invariants(&self) {
-        let lost = self.boards.values().any(|board| board.health.is_lost());
-        assert_eq!(lost, self.lost_since.is_some(), "a reload is due while a board is lost");
+        assert_eq!(self.lacks(), self.lacks_since.is_some(), "a reload comes while one is lacking");
         for board in self.boards.values() {
             board.health.check_invariants();
             assert!(board.xids.len() <= XIDS_MAX, "{} XIDs", board.xids.len());
         }
-    }
-
-    /// The entries of the settings that name no device.
-    #[must_use]
-    pub fn unmatched(&self, devices: &[Seen]) -> Vec<Selector> {
-        let identities: Vec<Identity> =
-            devices.iter().map(|device| device.identity.clone()).collect();
-        select::unmatched(&self.configured, &identities).into_iter().cloned().collect()
     }
 }
 
@@ -245,13 +249,18 @@ fn on(reading: &Reading, engine: Engine<'_>) -> On {
 }
 
 /// A device that only may be the engine's says nothing of the worker.
-fn unhealthy(basis: Basis, devices: &[Seen]) -> Option<String> {
+/// One that the settings name and isn't there may have gone while nobody looked.
+fn unhealthy(basis: Basis, devices: &[Seen], unmatched: &[Selector]) -> Option<String> {
     let ours = devices.iter().filter(|device| device.ours && basis != Basis::Unknown);
-    let mut sick = ours.filter_map(|device| {
+    let sick = ours.filter_map(|device| {
         let reason = device.unhealthy.as_deref()?;
         let Identity { index, uuid, .. } = &device.identity;
         Some(format!("GPU {index} ({uuid}): {reason}"))
     });
+    let missing = unmatched.iter().map(|one| {
+        format!("no GPU here is {one}, which `devices` names: correct it, or see why it is missing")
+    });
+    let mut sick = sick.chain(missing);
     let first = sick.next()?;
     match sick.count() {
         0 => Some(first),
@@ -342,6 +351,12 @@ mod tests {
         Reading { memory: Some(memory), processes: Some(processes.collect()), ..Reading::default() }
     }
 
+    const RELOAD_INTERVAL: Duration = Duration::from_secs(30);
+
+    fn naming(configured: Vec<Selector>) -> Fleet {
+        Fleet::new(configured, RELOAD_INTERVAL)
+    }
+
     fn lost() -> Reading {
         Reading { trouble: Some(Trouble::Lost), ..Reading::default() }
     }
@@ -357,7 +372,7 @@ mod tests {
 
     fn engine_bytes(processes: &[(u32, Option<u64>)]) -> Option<u64> {
         let members = [member(7, Some(0)), member(8, Some(0))];
-        look(&mut Fleet::new(vec![]), &members, vec![runs(processes)]).devices[0].engine_bytes
+        look(&mut naming(vec![]), &members, vec![runs(processes)]).devices[0].engine_bytes
     }
 
     #[test]
@@ -374,7 +389,7 @@ mod tests {
     fn each_rank_has_the_devices_that_it_runs_on_and_its_pool_is_there_if_no_other_s_is() {
         let members = [member(7, Some(0)), member(8, Some(1)), member(9, Some(1))];
         let readings = || vec![runs(&[(7, None)]), runs(&[(8, None)]), runs(&[(9, None)])];
-        let mut fleet = Fleet::new(vec![]);
+        let mut fleet = naming(vec![]);
         let snapshot = look(&mut fleet, &members, readings());
         let indices = |snapshot: &Snapshot, rank| -> Vec<u32> {
             let devices = snapshot.devices(now(), rank);
@@ -390,25 +405,25 @@ mod tests {
         assert!(snapshot.unhealthy.unwrap().starts_with("GPU 2 (GPU-2): it fell off the bus"));
         let shared = [member(7, Some(0)), member(8, Some(1))];
         let both = vec![runs(&[(7, None), (8, None)])];
-        let snapshot = look(&mut Fleet::new(vec![]), &shared, both);
+        let snapshot = look(&mut naming(vec![]), &shared, both);
         assert!(!snapshot.holds_pool(0, 2), "two ranks' pools on one device");
     }
 
     #[test]
     fn a_device_that_may_be_another_engine_s_says_nothing_of_this_worker() {
         let two = || vec![lost(), lost()];
-        let snapshot = look(&mut Fleet::new(vec![]), &[], two());
+        let snapshot = look(&mut naming(vec![]), &[], two());
         assert_eq!((snapshot.basis, &snapshot.unhealthy), (Basis::Unknown, &None));
         assert!(snapshot.devices.iter().all(|device| device.unhealthy.is_some()));
         assert!(!snapshot.holds_pool(0, 1));
         let named = vec![Selector::Index(0), Selector::Index(1)];
-        let reason = look(&mut Fleet::new(named), &[], two()).unhealthy.unwrap();
+        let reason = look(&mut naming(named), &[], two()).unhealthy.unwrap();
         assert!(reason.starts_with("GPU 0 (GPU-0)") && reason.ends_with("1 more of its devices"));
     }
 
     #[test]
     fn nvml_is_loaded_anew_while_a_board_is_lost_and_not_more_often_than_it_helps() {
-        let mut fleet = Fleet::new(vec![]);
+        let mut fleet = naming(vec![]);
         look(&mut fleet, &[], vec![lost(), Reading::default()]);
         let start = now();
         assert!(!fleet.wants_reload(start));
@@ -420,8 +435,28 @@ mod tests {
     }
 
     #[test]
+    fn a_device_that_the_settings_name_and_nobody_finds_is_looked_for_until_it_is_there() {
+        let mut fleet = naming(vec![Selector::Index(0), Selector::Uuid("GPU-1".into())]);
+        let missing = look(&mut fleet, &[], vec![runs(&[])]).unhealthy.unwrap();
+        assert!(missing.contains("no GPU here is GPU-1"), "{missing}");
+        assert!(fleet.wants_reload(now() + RELOAD_INTERVAL));
+        assert_eq!(look(&mut fleet, &[], vec![runs(&[]), runs(&[])]).unhealthy, None);
+        assert!(!fleet.wants_reload(now() + RELOAD_INTERVAL * 9));
+    }
+
+    #[test]
+    fn a_board_that_has_a_name_now_is_not_looked_for_under_its_index() {
+        let mut fleet = naming(vec![]);
+        let engine = Engine { members: &[], is_new: false, pids_agree: true };
+        let nameless = Identity { uuid: "index-0".into(), ..Identity::default() };
+        fleet.read(now(), vec![(nameless, lost())], engine);
+        look(&mut fleet, &[], vec![runs(&[])]);
+        assert!(!fleet.wants_reload(now() + RELOAD_INTERVAL * 9));
+    }
+
+    #[test]
     fn xids_and_failed_calls_are_counted_and_bounded() {
-        let mut fleet = Fleet::new(vec![]);
+        let mut fleet = naming(vec![]);
         let failing = || Reading { failed: vec!["power", "fields"], ..Reading::default() };
         look(&mut fleet, &[], vec![failing()]);
         (0..1000).for_each(|number| fleet.xid("GPU-0", 1000 + number % 500));

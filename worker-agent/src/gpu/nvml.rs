@@ -8,10 +8,11 @@
 //! memory under confidential computing.
 
 mod board;
+mod listing;
 
 use std::{
     collections::BTreeSet,
-    path::{Path, PathBuf},
+    path::Path,
     sync::{
         atomic::{AtomicBool, Ordering},
         mpsc::{SyncSender, TrySendError},
@@ -20,19 +21,16 @@ use std::{
 };
 
 use nvml_wrapper::{
-    Device, Nvml,
+    Nvml,
     bitmasks::event::EventTypes,
     enums::event::XidError,
     error::{NvmlError, NvmlErrorWithSource},
 };
-use tracing::{debug, warn};
+use tracing::debug;
 
-use super::{
-    reading::{Gpm, Identity, Reading, Trouble},
-    select::PciAddress,
-};
+use super::reading::{Gpm, Identity, Reading, Trouble};
 
-pub(super) use self::board::Board;
+pub(super) use self::{board::Board, listing::boards};
 
 /// A wait for events notices this soon that it is no longer wanted.
 const EVENT_WAIT: Duration = Duration::from_millis(500);
@@ -56,33 +54,6 @@ pub(super) fn may_come(error: &NvmlError) -> bool {
     !matches!(error, NvmlError::LibloadingError(_) | NvmlError::FailedToLoadSymbol(_))
 }
 
-/// All devices: each GPU, and after it its MIG slices. One that can't be reached is who it was.
-pub(super) fn boards<'n>(nvml: &'n Nvml, known: &[Identity], gpm: bool) -> Vec<Board<'n>> {
-    let mut boards = vec![];
-    let counted = nvml.device_count().inspect_err(|error| warn!(%error, "no GPU can be counted"));
-    for index in 0..counted.unwrap_or(0) {
-        match nvml.device_by_index(index) {
-            Ok(device) => {
-                let slices = slices(&device);
-                let identity = identity(&device, index, !slices.is_empty());
-                let parent = identity.clone();
-                boards.push(Board::new(identity, Ok(device), gpm));
-                boards.extend(slices.into_iter().map(|slice| {
-                    let identity = slice_identity(&slice, &parent);
-                    Board::new(identity, Ok(slice), false)
-                }));
-            }
-            Err(error) => {
-                warn!(index, %error, "a GPU can't be reached");
-                let same = known.iter().find(|one| one.index == index && one.parent_uuid.is_none());
-                let identity = same.cloned().unwrap_or_else(|| nameless(index));
-                boards.push(Board::new(identity, Err(out_of_reach(&error)), gpm));
-            }
-        }
-    }
-    boards
-}
-
 /// What it says of a board that there is no handle of it. A user without the right to it, as in a
 /// container that was given other GPUs, learns nothing of it.
 fn out_of_reach(error: &NvmlError) -> Option<Trouble> {
@@ -101,49 +72,6 @@ fn trouble(error: &NvmlError) -> Option<Trouble> {
     }
 }
 
-fn nameless(index: u32) -> Identity {
-    Identity { uuid: format!("index-{index}"), index, ..Identity::default() }
-}
-
-fn identity(device: &Device<'_>, index: u32, divided: bool) -> Identity {
-    let pci_address = device.pci_info().ok().map(|pci| pci.bus_id);
-    Identity {
-        uuid: device.uuid().unwrap_or_else(|_| nameless(index).uuid),
-        name: device.name().unwrap_or_default(),
-        index,
-        numa_node: device.numa_node_id().ok().or_else(|| numa_node(pci_address.as_deref()?)),
-        pci_address,
-        parent_uuid: None,
-        divided,
-    }
-}
-
-fn slice_identity(slice: &Device<'_>, parent: &Identity) -> Identity {
-    Identity {
-        uuid: slice.uuid().unwrap_or_else(|_| format!("MIG-of-{}", parent.uuid)),
-        name: slice.name().unwrap_or_default(),
-        parent_uuid: Some(parent.uuid.clone()),
-        divided: false,
-        ..parent.clone()
-    }
-}
-
-/// Places of slices may be empty between others.
-fn slices<'n>(device: &Device<'n>) -> Vec<Device<'n>> {
-    if device.mig_mode().map_or(0, |mode| mode.current) == 0 {
-        return vec![];
-    }
-    let places = 0..device.mig_device_count().unwrap_or(0);
-    places.filter_map(|place| device.mig_device_by_index(place).ok()).collect()
-}
-
-/// What the kernel says where NVML doesn't; -1 there is no answer.
-fn numa_node(pci_address: &str) -> Option<u32> {
-    let address: PciAddress = pci_address.parse().ok()?;
-    let path = PathBuf::from(format!("/sys/bus/pci/devices/{address}/numa_node"));
-    std::fs::read_to_string(path).ok()?.trim().parse().ok()
-}
-
 /// Something happened.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Event {
@@ -158,16 +86,17 @@ pub(super) enum Event {
     Look,
 }
 
-/// Tells of a board's XIDs until told to stop. It runs on a thread of its own: a wait blocks, and
-/// a lost board can't say afterwards which one the event was of.
+/// Tells of a board's XIDs until told to stop; `place` is its index while NVML stays loaded. It
+/// runs on a thread of its own: a wait blocks, and a lost board can't say afterwards which one the
+/// event was of.
 pub(super) fn follow_events(
     nvml: &Nvml,
-    identity: &Identity,
+    board: &str,
+    place: u32,
     stop: &AtomicBool,
     tell: &SyncSender<Event>,
 ) {
-    let board = &identity.uuid;
-    let set = match register(nvml, identity.index) {
+    let set = match register(nvml, place) {
         Ok(set) => set,
         Err(error) => return debug!(board, error = %error.error, "this GPU tells no XIDs"),
     };
@@ -184,13 +113,13 @@ pub(super) fn follow_events(
                 continue;
             }
         };
-        send(tell, Event::Xid { board: board.clone(), number }, stop);
+        send(tell, Event::Xid { board: board.to_owned(), number }, stop);
     }
 }
 
-fn register(nvml: &Nvml, index: u32) -> Result<nvml_wrapper::EventSet<'_>, NvmlErrorWithSource> {
+fn register(nvml: &Nvml, place: u32) -> Result<nvml_wrapper::EventSet<'_>, NvmlErrorWithSource> {
     let set = nvml.create_event_set()?;
-    nvml.device_by_index(index)?.register_events(EventTypes::CRITICAL_XID_ERROR, set)
+    nvml.device_by_index(place)?.register_events(EventTypes::CRITICAL_XID_ERROR, set)
 }
 
 /// The reader empties its queue at least once a second; an XID isn't dropped for being one of many.

@@ -4,11 +4,11 @@
 /// What stays the same while the agent runs.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Identity {
-    /// UUID, or `index-N` of a GPU that can't say it.
+    /// UUID, or `index-N` of a GPU that could never say it.
     pub uuid: String,
     /// Marketing name, may be empty.
     pub name: String,
-    /// NVML's index; a slice has its GPU's.
+    /// NVML's index while it listed all GPUs; a slice has its GPU's.
     pub index: u32,
     /// As NVML writes it; a slice has its GPU's.
     pub pci_address: Option<String>,

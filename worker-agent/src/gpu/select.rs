@@ -62,6 +62,16 @@ impl FromStr for Selector {
     }
 }
 
+impl fmt::Display for Selector {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Uuid(uuid) => f.write_str(uuid),
+            Self::Index(index) => index.fmt(f),
+            Self::Pci(address) => address.fmt(f),
+        }
+    }
+}
+
 impl Selector {
     /// A slice is named by its own UUID, or with all others of its GPU.
     fn names(&self, identity: &Identity) -> bool {

@@ -47,7 +47,7 @@ const FIELDS: [(u32, &str); 12] = [
 
 /// What a failed call means for the next one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Failure {
+pub(super) enum Failure {
     /// The board, the driver or this user's rights don't have it.
     Unsupported,
     /// There is nothing to tell just now.
@@ -56,7 +56,7 @@ enum Failure {
     Failed,
 }
 
-fn failure(error: &NvmlError) -> Failure {
+pub(super) fn failure(error: &NvmlError) -> Failure {
     match error {
         NvmlError::NotSupported
         | NvmlError::FailedToLoadSymbol(_)
@@ -75,6 +75,12 @@ impl<'n> Board<'n> {
         gpm: bool,
     ) -> Self {
         Self { identity, device, off: Off::new(), gpm, sample: None }
+    }
+
+    /// A GPU's index while NVML stays loaded; none of a slice, or while it can't be reached.
+    pub(crate) fn place(&self) -> Option<u32> {
+        let device = self.device.as_ref().ok().filter(|_| self.identity.parent_uuid.is_none());
+        device?.index().ok()
     }
 
     /// Reads all that the device tells.
