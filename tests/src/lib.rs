@@ -8,5 +8,6 @@ pub mod nvml;
 pub mod replay;
 pub mod saturation;
 pub mod scheduler;
+pub mod sim;
 pub mod simulation;
 pub mod web;

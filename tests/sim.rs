@@ -1,0 +1,98 @@
+//! The placement simulator as a whole: what it counts adds up, and the same seed gives the same.
+
+use std::{env, io::Write as _, path::PathBuf, sync::Arc, time::Duration};
+
+use clap::ValueEnum as _;
+use tests::{
+    replay::load,
+    sim::{
+        corpus::{Choice, Corpus},
+        made::Made,
+        options::{Churn, Close, Hearing, Mode, Options},
+        policy::Kind,
+        run::run,
+    },
+};
+
+const ALL: Choice = Choice { context_tokens_max: None, half: None };
+
+fn made(made: Made, options: Options) -> (Arc<Corpus>, Options) {
+    (Arc::new(Corpus::new(&made.trace(options.workers), 512, ALL)), made.load(options))
+}
+
+/// A trace of the shared folder, or a word why not.
+fn trace(name: &str) -> Option<PathBuf> {
+    let beside = || PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../shared/traces");
+    let folder = env::var_os("BERTH_TRACES").map_or_else(beside, PathBuf::from);
+    let path = folder.join(name);
+    if path.is_file() {
+        return Some(path);
+    }
+    skip(&format!("no {}; set BERTH_TRACES", path.display()));
+    None
+}
+
+/// Says why a test has nothing to do here.
+fn skip(reason: &str) {
+    let _ = writeln!(std::io::stderr(), "skipped: {reason}");
+}
+
+#[test]
+fn every_prompt_token_is_either_found_or_computed() {
+    let small = Options { pool_tokens: Some(400_000), ..Options::default() };
+    for (workload, close) in [(Made::Herd, Close::None), (Made::Skew, Close::Free)] {
+        let (corpus, options) = made(workload, Options { close, ..small });
+        for &kind in Kind::value_variants() {
+            let tally = run(&corpus, &options, kind, 1);
+            let computed: u64 = tally.prefilled_tokens.iter().sum();
+            assert_eq!(tally.matched_tokens + computed, tally.input_tokens, "{kind:?}");
+            assert!(tally.ttft.len() > 200, "{kind:?} answered {} turns", tally.ttft.len());
+        }
+    }
+}
+
+#[test]
+fn the_same_seed_gives_the_same_counts() {
+    let faults = Hearing {
+        lag: Duration::from_millis(100),
+        loss_ratio: 0.01,
+        close_loss_ratio: 0.1,
+        close_twice_ratio: 0.1,
+    };
+    let base = Options {
+        hearing: faults,
+        churn: Churn::Once,
+        close: Close::Free,
+        pool_tokens: Some(500_000),
+        ..Options::default()
+    };
+    for mode in [Mode::None, Mode::Tagged, Mode::Pinned] {
+        let (corpus, options) = made(Made::Skew, Options { mode, ..base });
+        for &kind in Kind::value_variants() {
+            let tally = run(&corpus, &options, kind, 7);
+            assert_eq!(tally, run(&corpus, &options, kind, 7), "{kind:?} {mode:?}");
+        }
+    }
+}
+
+#[test]
+fn one_endless_pool_finds_what_the_trace_repeats() {
+    let Some(path) = trace("mooncake_conversation.jsonl.gz") else { return };
+    let corpus = Arc::new(Corpus::new(&load::trace(&path).unwrap(), 512, ALL));
+    // Slow enough that no request comes before the one it repeats is computed.
+    let options = Options { workers: 1, pool_tokens: None, rate: 0.05, ..Options::default() };
+    let tally = run(&corpus, &options, Kind::RoundRobin, 0);
+    // Counted directly: 0.3736 of all prompt tokens were sent before.
+    assert!((tally.token_hit_ratio() - 0.3736).abs() < 0.0005, "{}", tally.token_hit_ratio());
+}
+
+#[test]
+fn pins_without_a_bound_wedge_and_bounded_ones_do_not() {
+    let base = Options { mode: Mode::Pinned, pool_tokens: Some(300_000), ..Options::default() };
+    let wedges = |pin_budget_ratio| {
+        let (corpus, options) = made(Made::Skew, Options { pin_budget_ratio, ..base });
+        run(&corpus, &options, Kind::Sticky, 0).wedges
+    };
+    assert!(wedges(1.0) > 0);
+    assert_eq!(wedges(0.4), 0);
+}

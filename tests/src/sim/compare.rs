@@ -1,0 +1,52 @@
+//! All policies over all seeds, on as many threads as there are cores. The result doesn't depend
+//! on which thread ran what.
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    thread,
+};
+
+use parking_lot::Mutex;
+
+use super::{corpus::Corpus, options::Options, policy::Kind, report::Summary, run, tally::Tally};
+
+/// Runs each policy once a seed; summaries in the order of `kinds`.
+#[must_use]
+pub fn compare(
+    corpus: &Arc<Corpus>,
+    options: &Options,
+    kinds: &[Kind],
+    seeds: u64,
+) -> Vec<Summary> {
+    let plan: Vec<(Kind, u64)> =
+        kinds.iter().flat_map(|&kind| (0..seeds).map(move |seed| (kind, seed))).collect();
+    let next = AtomicUsize::new(0);
+    let tallies: Vec<Mutex<Option<Tally>>> = plan.iter().map(|_| Mutex::default()).collect();
+    let work = || {
+        loop {
+            let at = next.fetch_add(1, Ordering::Relaxed);
+            let Some(&(kind, seed)) = plan.get(at) else { break };
+            let tally = run::run(corpus, options, kind, seed);
+            *tallies[at].lock() = Some(tally);
+        }
+    };
+    let threads = thread::available_parallelism().map_or(1, usize::from);
+    thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(work);
+        }
+    });
+    let mut done =
+        tallies.into_iter().map(|one| one.into_inner().expect("every run of the plan was run"));
+    let per_kind = usize::try_from(seeds).expect("seeds are few");
+    kinds
+        .iter()
+        .map(|kind| {
+            let of_kind: Vec<Tally> = done.by_ref().take(per_kind).collect();
+            Summary::new(kind.as_str(), &of_kind)
+        })
+        .collect()
+}

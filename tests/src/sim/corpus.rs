@@ -1,0 +1,399 @@
+//! A trace as the simulator plays it: sessions of turns, with block identities as dense numbers,
+//! so that a pool is an array and two prompts share a prefix exactly where their numbers agree.
+//!
+//! Read only once built; all runs of all policies share one. It has no clock and draws no lots:
+//! who plays which session when is for `drive`.
+
+mod infer;
+
+use std::{collections::HashMap, ops::Range, time::Duration};
+
+use crate::replay::{
+    synth::mix,
+    trace::{self, Conversation, Form, Trace},
+};
+
+/// The blocks of no parent hang here.
+const ROOT: u32 = u32::MAX;
+/// Salt of the blocks that conversations of a client share.
+const SHARED: u64 = 0x5348_4152_4544;
+
+/// Consecutive block numbers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Span {
+    /// The first number.
+    pub first: u32,
+    /// How many.
+    pub count: u32,
+}
+
+/// A prompt's blocks in order, as few spans: a session's blocks are numbered in a row.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Chain {
+    spans: Vec<Span>,
+    len: u32,
+}
+
+impl Chain {
+    /// Appends one block.
+    pub fn push(&mut self, block: u32) {
+        self.len += 1;
+        match self.spans.last_mut() {
+            Some(last) if last.first + last.count == block => last.count += 1,
+            _ => self.spans.push(Span { first: block, count: 1 }),
+        }
+    }
+
+    /// Blocks in it.
+    #[must_use]
+    pub fn len(&self) -> u32 {
+        self.len
+    }
+
+    /// Whether it has none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The blocks, first to last.
+    pub fn iter(&self) -> impl DoubleEndedIterator<Item = u32> + '_ {
+        self.spans.iter().flat_map(|span| span.first..span.first + span.count)
+    }
+}
+
+/// One turn.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Turn {
+    /// When it is sent, since the trace's start; only where turns come by the clock.
+    pub at: Duration,
+    /// From the answer before to sending it.
+    pub think: Duration,
+    /// Tokens of the prompt.
+    pub input_tokens: u64,
+    /// Tokens of the answer.
+    pub output_tokens: u64,
+    /// Blocks of the prompt that can be found again.
+    pub chain: Chain,
+}
+
+/// A session that a turn of another one starts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Child {
+    /// The turn of the parent it starts after.
+    pub after_turn: usize,
+    /// The parent's next turn waits for its end.
+    pub awaited: bool,
+    /// Which session.
+    pub script: usize,
+}
+
+/// One session.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Script {
+    /// At least one.
+    pub turns: Vec<Turn>,
+    /// Sessions it starts.
+    pub children: Vec<Child>,
+    /// The blocks that it was the first to have, and no other session but its children has.
+    pub own: Range<u32>,
+    /// The conversation this single request was found to continue; only where the trace names
+    /// no sessions.
+    pub continues: Option<usize>,
+}
+
+/// What a run plays.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Corpus {
+    /// Tokens of a block.
+    pub block_tokens: u64,
+    /// All sessions, subagents' included.
+    pub scripts: Vec<Script>,
+    /// Sessions that nobody starts but a user.
+    pub roots: Vec<usize>,
+    /// Turns come by the clock instead of after the answer before.
+    pub timed: bool,
+    /// Blocks below this number are common to many sessions; the others belong to one.
+    pub common_blocks: u32,
+    /// Numbers given out.
+    pub blocks: u32,
+}
+
+/// Which conversations of a trace are played.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Choice {
+    /// Longest prompt; sessions with a longer one are left out.
+    pub context_tokens_max: Option<u64>,
+    /// One half of the conversations, by position.
+    pub half: Option<Half>,
+}
+
+/// Half of a trace, so that constants are chosen on one and judged on the other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum Half {
+    /// Even positions.
+    Tune,
+    /// Odd positions.
+    Holdout,
+}
+
+impl Corpus {
+    /// Numbers the blocks of a trace. `block_tokens` is a multiple or a divisor of the trace's.
+    #[must_use]
+    pub fn new(trace: &Trace, block_tokens: u64, choice: Choice) -> Self {
+        let all = halved(trace, choice.half);
+        let chosen: Vec<&Conversation> =
+            all.filter(|conversation| fits(conversation, choice.context_tokens_max)).collect();
+        match trace.form {
+            Form::Requests => Self::of_requests(&chosen, block_tokens),
+            Form::Conversations => {
+                Self::of_conversations(&chosen, block_tokens, choice.context_tokens_max)
+            }
+        }
+    }
+
+    /// Conversations that would be played without a bound on prompts.
+    #[must_use]
+    pub fn roots_of(trace: &Trace, half: Option<Half>) -> usize {
+        halved(trace, half).count()
+    }
+
+    /// Single requests: their ids are global, so no block is anyone's own.
+    fn of_requests(chosen: &[&Conversation], block_tokens: u64) -> Self {
+        let mut numbers = Numbers::default();
+        let mut scripts: Vec<Script> =
+            chosen.iter().map(|one| script(one, block_tokens, true, &mut numbers)).collect();
+        for (script, first) in scripts.iter_mut().zip(infer::sessions(chosen)) {
+            script.continues = Some(first);
+            script.own = 0..0;
+        }
+        let blocks = numbers.next;
+        let roots = (0..scripts.len()).collect();
+        Self { block_tokens, scripts, roots, timed: true, common_blocks: blocks, blocks }
+    }
+
+    fn of_conversations(
+        chosen: &[&Conversation],
+        block_tokens: u64,
+        context_tokens_max: Option<u64>,
+    ) -> Self {
+        let mut numbers = Numbers::default();
+        for conversation in chosen {
+            for one in family(conversation, context_tokens_max) {
+                shared_blocks(one, block_tokens, &mut numbers);
+            }
+        }
+        let common_blocks = numbers.next;
+        let (mut scripts, mut roots) = (Vec::new(), Vec::new());
+        for conversation in chosen {
+            let root = scripts.len();
+            roots.push(root);
+            scripts.push(script(conversation, block_tokens, false, &mut numbers));
+            for child in &conversation.children {
+                if !fits(&child.conversation, context_tokens_max) {
+                    continue;
+                }
+                let number = scripts.len();
+                scripts.push(script(&child.conversation, block_tokens, false, &mut numbers));
+                scripts[root].children.push(Child {
+                    after_turn: child.beside_turn,
+                    awaited: child.awaited,
+                    script: number,
+                });
+            }
+        }
+        let blocks = numbers.next;
+        Self { block_tokens, scripts, roots, timed: false, common_blocks, blocks }
+    }
+
+    /// Turns of all sessions.
+    #[must_use]
+    pub fn turns(&self) -> usize {
+        self.scripts.iter().map(|script| script.turns.len()).sum()
+    }
+
+    /// The block as the `pass`-th playing of its session has it: what is common stays, what is a
+    /// session's own is new each time.
+    #[must_use]
+    pub fn numbered(&self, block: u32, pass: u32) -> u32 {
+        if block < self.common_blocks {
+            block
+        } else {
+            block + pass * (self.blocks - self.common_blocks)
+        }
+    }
+}
+
+fn halved(trace: &Trace, half: Option<Half>) -> impl Iterator<Item = &Conversation> {
+    let wanted =
+        move |at: usize| half.is_none_or(|half| at.is_multiple_of(2) == (half == Half::Tune));
+    let all = trace.conversations.iter().enumerate();
+    all.filter(move |(at, _)| wanted(*at)).map(|(_, conversation)| conversation)
+}
+
+fn family(
+    conversation: &Conversation,
+    context_tokens_max: Option<u64>,
+) -> impl Iterator<Item = &Conversation> {
+    let children = conversation.children.iter().map(|child| &child.conversation);
+    std::iter::once(conversation).chain(children.filter(move |one| fits(one, context_tokens_max)))
+}
+
+fn fits(conversation: &Conversation, context_tokens_max: Option<u64>) -> bool {
+    let longest = conversation.turns.iter().map(|turn| turn.prompt_tokens).max().unwrap_or(0);
+    context_tokens_max.is_none_or(|max| longest <= max)
+}
+
+/// Gives each (block before, content) a number of its own, in order of appearance.
+#[derive(Debug, Default)]
+struct Numbers {
+    known: HashMap<(u32, u64), u32>,
+    next: u32,
+}
+
+impl Numbers {
+    fn of(&mut self, before: u32, content: u64) -> u32 {
+        *self.known.entry((before, content)).or_insert_with(|| {
+            self.next += 1;
+            self.next - 1
+        })
+    }
+}
+
+fn shared_content(conversation: &Conversation) -> u64 {
+    mix(SHARED, conversation.shared.stream)
+}
+
+fn shared_blocks(conversation: &Conversation, block_tokens: u64, numbers: &mut Numbers) {
+    let longest = conversation.turns.iter().map(|turn| turn.prompt_tokens).max().unwrap_or(0);
+    let mut before = ROOT;
+    for _ in 0..conversation.shared.tokens.min(longest) / block_tokens {
+        before = numbers.of(before, shared_content(conversation));
+    }
+}
+
+fn script(
+    conversation: &Conversation,
+    block_tokens: u64,
+    keep_tail: bool,
+    numbers: &mut Numbers,
+) -> Script {
+    let first = numbers.next;
+    let turn = |turn: &trace::Turn| Turn {
+        at: turn.at,
+        think: turn.think,
+        input_tokens: turn.prompt_tokens,
+        output_tokens: turn.output_tokens,
+        chain: chain(conversation, turn, block_tokens, keep_tail, numbers),
+    };
+    let turns = conversation.turns.iter().map(turn).collect();
+    Script { turns, children: Vec::new(), own: first..numbers.next, continues: None }
+}
+
+/// The turn's blocks. A last one that is not full is what nobody finds again, unless the trace
+/// itself names it.
+fn chain(
+    conversation: &Conversation,
+    turn: &trace::Turn,
+    block_tokens: u64,
+    keep_tail: bool,
+    numbers: &mut Numbers,
+) -> Chain {
+    let ids: Vec<u64> = turn.blocks.ids().collect();
+    let scope = conversation.scope.map_or(0, |scope| mix(scope, 1));
+    let full = turn.prompt_tokens / block_tokens;
+    let shared = conversation.shared.tokens / block_tokens;
+    let count = if keep_tail { turn.prompt_tokens.div_ceil(block_tokens) } else { full };
+    let mut chain = Chain::default();
+    let mut before = ROOT;
+    for at in 0..count {
+        let (start, end) = (at * block_tokens, ((at + 1) * block_tokens).min(turn.prompt_tokens));
+        let content = if at < shared {
+            shared_content(conversation)
+        } else {
+            let (first, last) =
+                (start / conversation.block_tokens, end.div_ceil(conversation.block_tokens));
+            let within = mix(scope, start % conversation.block_tokens);
+            ids[index(first)..index(last)].iter().fold(within, |all, &id| mix(all, id))
+        };
+        before = numbers.of(before, content);
+        chain.push(before);
+    }
+    chain
+}
+
+fn index(position: u64) -> usize {
+    usize::try_from(position).expect("prompts are below 2^26 tokens")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::replay::trace::{Blocks, Shared};
+
+    fn conversation(scope: u64, shared_tokens: u64, turns: &[(u64, &[u64])]) -> Conversation {
+        let turn = |&(tokens, ids): &(u64, &[u64])| trace::Turn {
+            at: Duration::ZERO,
+            think: Duration::ZERO,
+            prompt_tokens: tokens,
+            output_tokens: 1,
+            blocks: Blocks::from_ids(ids),
+        };
+        Conversation {
+            id: String::new(),
+            block_tokens: 64,
+            scope: Some(scope),
+            shared: Shared { stream: 0, tokens: shared_tokens },
+            turns: turns.iter().map(turn).collect(),
+            children: Vec::new(),
+        }
+    }
+
+    fn corpus(conversations: Vec<Conversation>, block_tokens: u64) -> Corpus {
+        let trace = Trace { form: Form::Conversations, conversations, duplicates: 0 };
+        Corpus::new(&trace, block_tokens, Choice { context_tokens_max: None, half: None })
+    }
+
+    fn blocks(corpus: &Corpus, script: usize, turn: usize) -> Vec<u32> {
+        corpus.scripts[script].turns[turn].chain.iter().collect()
+    }
+
+    #[test]
+    fn prompts_share_numbers_as_long_as_they_share_tokens() {
+        let ids: &[u64] = &[1, 2, 3, 4];
+        let one = conversation(1, 100, &[(192, &ids[..3]), (256, ids), (250, &[1, 9, 3, 4])]);
+        let two = conversation(2, 100, &[(256, ids)]);
+        let corpus = corpus(vec![one, two], 64);
+        assert_eq!(corpus.common_blocks, 1, "100 shared tokens are one whole block");
+        assert_eq!(blocks(&corpus, 0, 0), [0, 1, 2]);
+        assert_eq!(blocks(&corpus, 0, 1), [0, 1, 2, 3]);
+        assert_eq!(blocks(&corpus, 0, 2), [0, 4, 5], "another second block, and no tail");
+        assert_eq!(blocks(&corpus, 1, 0), [0, 6, 7, 8]);
+        assert_eq!((corpus.numbered(0, 2), corpus.numbered(1, 2)), (0, 1 + 2 * 8));
+    }
+
+    #[test]
+    fn wide_blocks_are_as_many_narrow_ones() {
+        let ids: Vec<u64> = (1..=8).collect();
+        let corpus = corpus(vec![conversation(1, 0, &[(512, &ids), (511, &ids)])], 256);
+        assert_eq!(blocks(&corpus, 0, 0), [0, 1]);
+        assert_eq!(blocks(&corpus, 0, 1), [0], "the second is not full");
+    }
+
+    #[test]
+    fn sessions_with_too_long_a_prompt_are_left_out() {
+        let trace = Trace {
+            form: Form::Conversations,
+            conversations: (0..4)
+                .map(|scope| conversation(scope, 0, &[(64 * (scope + 1), &[1, 2, 3, 4])]))
+                .collect(),
+            duplicates: 0,
+        };
+        let count = |context_tokens_max, half| {
+            Corpus::new(&trace, 64, Choice { context_tokens_max, half }).scripts.len()
+        };
+        assert_eq!(count(Some(192), None), 3);
+        assert_eq!(count(None, Some(Half::Tune)), 2);
+        assert_eq!(count(Some(192), Some(Half::Holdout)), 1);
+    }
+}

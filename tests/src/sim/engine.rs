@@ -1,0 +1,368 @@
+//! The model of one engine: a queue in order of arrival, one prefill at a time, a batch that
+//! decodes, a pool. Pure: `now` comes in, what happens when goes out.
+//!
+//! It is a model, not SGLang: no overlap of prefill and decode, no batch effects but a slope.
+
+use std::{collections::VecDeque, time::Duration};
+
+use super::pool::{Change, Class, Pool};
+
+/// Of each prefill, whatever its size.
+const PREFILL_FIXED: Duration = Duration::from_millis(2);
+/// Tokens per second, as a 70B model on one node does.
+pub const PREFILL_TOKENS_PER_S: u64 = 20_000;
+/// Of each answered token.
+const DECODE: Duration = Duration::from_millis(10);
+/// Of each answered token, for each turn in the batch.
+const DECODE_EACH: Duration = Duration::from_micros(200);
+/// Turns in the batch at most.
+pub const DECODING_MAX: u32 = 64;
+
+/// Time from the run's start.
+pub type Time = Duration;
+
+/// What an engine knows of a turn.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Job {
+    /// Names it.
+    pub turn: usize,
+    /// Of its session.
+    pub play: usize,
+    /// Its blocks as numbered for this playing.
+    pub chain: Vec<u32>,
+    /// Tokens of the prompt.
+    pub input_tokens: u64,
+    /// Tokens of the answer.
+    pub output_tokens: u64,
+    /// Of the prompt, not resident by what the router knew when it placed the turn.
+    pub expected_tokens: u64,
+}
+
+/// A prompt under computation.
+#[derive(Debug)]
+struct Prefill {
+    job: Job,
+    matched_tokens: u64,
+    tokens_left: u64,
+    /// Blocks it brought; they can be matched when it is computed.
+    stored: Vec<u32>,
+    /// The end of the piece under way.
+    until: Option<Time>,
+    piece_tokens: u64,
+}
+
+/// A turn whose prompt has been computed.
+#[derive(Debug)]
+pub struct Begun {
+    /// The turn.
+    pub job: Job,
+    /// Of its prompt, found in the pool.
+    pub matched_tokens: u64,
+    /// Blocks that can be matched from now on.
+    pub stored: Vec<u32>,
+    /// When its answer is whole.
+    pub done_at: Time,
+}
+
+/// The engine.
+#[derive(Debug)]
+pub struct Engine {
+    /// Its pool.
+    pub pool: Pool,
+    block_tokens: u64,
+    chunk_tokens: Option<u64>,
+    queue: VecDeque<Job>,
+    queued_tokens: u64,
+    removed: Vec<u32>,
+    /// Prompts begun: one, or with chunks those that take turns. The first is worked on.
+    prefills: VecDeque<Prefill>,
+    decoding: u32,
+}
+
+impl Engine {
+    /// Idle and empty.
+    #[must_use]
+    pub fn new(pool_blocks: u64, block_tokens: u64, chunk_tokens: Option<u64>) -> Self {
+        Self {
+            pool: Pool::new(pool_blocks),
+            block_tokens,
+            chunk_tokens,
+            queue: VecDeque::new(),
+            queued_tokens: 0,
+            removed: Vec::new(),
+            prefills: VecDeque::new(),
+            decoding: 0,
+        }
+    }
+
+    /// Blocks that a turn needs beside its chain: what of its prompt nobody finds again, and its
+    /// answer.
+    #[must_use]
+    pub fn transient_blocks(&self, job: &Job) -> u64 {
+        let prompt = job.input_tokens.div_ceil(self.block_tokens);
+        prompt - job.chain.len() as u64 + job.output_tokens.div_ceil(self.block_tokens)
+    }
+
+    /// Whether the turn would fit into an empty pool.
+    #[must_use]
+    pub fn could_hold(&self, job: &Job) -> bool {
+        job.chain.len() as u64 + self.transient_blocks(job) <= self.pool.capacity()
+    }
+
+    /// Takes a turn into the queue.
+    pub fn arrive(&mut self, job: Job) {
+        self.queued_tokens += job.expected_tokens;
+        self.queue.push_back(job);
+    }
+
+    /// Turns that wait for their first piece of work.
+    #[must_use]
+    pub fn waiting(&self) -> usize {
+        self.queue.len()
+    }
+
+    /// Turns inside: queued, in prefill, decoding.
+    #[must_use]
+    pub fn turns(&self) -> u32 {
+        let queued = self.queue.len() + self.prefills.len();
+        u32::try_from(queued).unwrap_or(u32::MAX).saturating_add(self.decoding)
+    }
+
+    /// Turns in the batch.
+    #[must_use]
+    pub fn decoding(&self) -> u32 {
+        self.decoding
+    }
+
+    /// Whether anything moves on by itself.
+    #[must_use]
+    pub fn is_running(&self) -> bool {
+        !self.prefills.is_empty() || self.decoding > 0
+    }
+
+    /// Prompt tokens still to be computed: of those queued as they were expected, of those begun as
+    /// it is.
+    #[must_use]
+    pub fn backlog_tokens(&self, now: Time) -> u64 {
+        let left = |prefill: &Prefill| {
+            let done = prefill.until.map_or(0, |until| {
+                let left_tokens = tokens_in(until.saturating_sub(now));
+                prefill.piece_tokens.saturating_sub(left_tokens)
+            });
+            prefill.tokens_left - done
+        };
+        self.queued_tokens + self.prefills.iter().map(left).sum::<u64>()
+    }
+
+    /// The same with prompts begun counted as if nothing of them were done.
+    #[must_use]
+    pub fn pending_tokens(&self) -> u64 {
+        let begun = |prefill: &Prefill| prefill.job.input_tokens - prefill.matched_tokens;
+        self.queued_tokens + self.prefills.iter().map(begun).sum::<u64>()
+    }
+
+    /// Blocks that went since the last call.
+    pub fn take_removed(&mut self) -> Vec<u32> {
+        self.note_changes();
+        std::mem::take(&mut self.removed)
+    }
+
+    /// Goes on if it idles: returns when the piece of work that begins now ends.
+    pub fn step(&mut self, now: Time) -> Option<Time> {
+        if self.prefills.iter().any(|prefill| prefill.until.is_some()) {
+            return None;
+        }
+        let another = self.prefills.is_empty() || self.chunk_tokens.is_some();
+        if another {
+            self.admit();
+        }
+        let prefill = self.prefills.front_mut()?;
+        let piece = prefill.tokens_left.min(self.chunk_tokens.unwrap_or(u64::MAX));
+        let until = now + PREFILL_FIXED + prefill_time(piece);
+        (prefill.piece_tokens, prefill.until) = (piece, Some(until));
+        Some(until)
+    }
+
+    /// Ends the piece of work that was under way; the turn, if its prompt is complete.
+    pub fn piece_done(&mut self, now: Time) -> Option<Begun> {
+        let mut prefill = self.prefills.pop_front().expect("a piece of work was under way");
+        assert_eq!(prefill.until, Some(now), "pieces end when they said");
+        prefill.until = None;
+        prefill.tokens_left -= prefill.piece_tokens;
+        if prefill.tokens_left > 0 {
+            self.prefills.push_back(prefill);
+            return None;
+        }
+        self.decoding += 1;
+        let each = DECODE + DECODE_EACH * self.decoding;
+        let tokens = u32::try_from(prefill.job.output_tokens).expect("answers are below 2^26");
+        let Prefill { job, matched_tokens, stored, .. } = prefill;
+        Some(Begun { job, matched_tokens, stored, done_at: now + each * tokens })
+    }
+
+    /// Ends a turn; what it held stays as `class`.
+    pub fn leave(&mut self, job: &Job, class: Class) {
+        self.decoding -= 1;
+        let transient = self.transient_blocks(job);
+        self.pool.leave(&job.chain, transient, class);
+    }
+
+    /// Loses all it had; returns the turns that were inside and not decoding yet.
+    pub fn crash(&mut self) -> Vec<Job> {
+        self.pool.clear();
+        self.removed.clear();
+        (self.decoding, self.queued_tokens) = (0, 0);
+        let begun = self.prefills.drain(..).map(|prefill| prefill.job);
+        begun.chain(self.queue.drain(..)).collect()
+    }
+
+    /// Begins the first of the queue if batch and pool allow.
+    fn admit(&mut self) {
+        let batch = self.decoding as usize + self.prefills.len();
+        let Some(job) = self.queue.front() else { return };
+        if batch >= DECODING_MAX as usize {
+            return;
+        }
+        let matched_tokens = self.matched(job);
+        let transient = self.transient_blocks(job);
+        if !self.pool.admit(&job.chain, transient) {
+            return;
+        }
+        let stored = self.note_changes();
+        let job = self.queue.pop_front().expect("it was there a few lines above");
+        self.queued_tokens -= job.expected_tokens;
+        let tokens_left = job.input_tokens - matched_tokens;
+        self.prefills.push_back(Prefill {
+            job,
+            matched_tokens,
+            tokens_left,
+            stored,
+            until: None,
+            piece_tokens: 0,
+        });
+    }
+
+    /// Sorts what changed in the pool: what was stored is told when it is computed.
+    fn note_changes(&mut self) -> Vec<u32> {
+        let mut stored = Vec::new();
+        for change in self.pool.take_changes() {
+            match change {
+                Change::Stored(block) => stored.push(block),
+                Change::Removed(block) => self.removed.push(block),
+            }
+        }
+        stored
+    }
+
+    fn matched(&self, job: &Job) -> u64 {
+        let blocks = self.pool.matched(job.chain.iter().copied());
+        (u64::from(blocks) * self.block_tokens).min(job.input_tokens)
+    }
+}
+
+fn tokens_in(time: Duration) -> u64 {
+    let micros = u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
+    micros.saturating_mul(PREFILL_TOKENS_PER_S) / 1_000_000
+}
+
+/// What a prefill of so many tokens takes.
+#[must_use]
+pub fn prefill_time(tokens: u64) -> Duration {
+    Duration::from_micros(tokens * (1_000_000 / PREFILL_TOKENS_PER_S))
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const MS: Duration = Duration::from_millis(1);
+
+    fn job(turn: usize, chain: &[u32], input_tokens: u64) -> Job {
+        Job {
+            turn,
+            play: turn,
+            chain: chain.to_vec(),
+            input_tokens,
+            output_tokens: 100,
+            expected_tokens: input_tokens,
+        }
+    }
+
+    /// Works until nothing is left to begin; the turns begun, in order, with what they matched.
+    fn work(engine: &mut Engine, mut now: Time) -> Vec<(usize, u64, Time)> {
+        let mut begun = vec![];
+        while let Some(until) = engine.step(now) {
+            now = until;
+            if let Some(one) = engine.piece_done(now) {
+                begun.push((one.job.turn, one.matched_tokens, now));
+            }
+        }
+        begun
+    }
+
+    #[test]
+    fn a_prefill_takes_two_ms_and_its_tokens_and_the_next_waits_for_it() {
+        let mut engine = Engine::new(1_000, 500, None);
+        engine.arrive(job(0, &[0, 1, 2, 3], 2_000));
+        engine.arrive(job(1, &[0, 1, 2, 9], 2_000));
+        assert_eq!(engine.backlog_tokens(Time::ZERO), 4_000);
+        assert_eq!(engine.step(Time::ZERO), Some(102 * MS));
+        assert_eq!(engine.step(50 * MS), None, "one at a time");
+        assert_eq!(engine.backlog_tokens(52 * MS), 2_000 + 1_000);
+        let first = engine.piece_done(102 * MS).unwrap();
+        assert_eq!((first.matched_tokens, first.done_at), (0, (102 + 1_020) * MS));
+        assert_eq!(first.stored, [0, 1, 2, 3]);
+        assert_eq!(work(&mut engine, 102 * MS), [(1, 1_500, (102 + 27) * MS)]);
+        assert_eq!((engine.decoding(), engine.turns()), (2, 2));
+    }
+
+    #[test]
+    fn pieces_let_a_short_prompt_pass_a_long_one() {
+        let mut engine = Engine::new(1_000, 500, Some(1_000));
+        engine.arrive(job(0, &[0, 1, 2, 3, 4, 5, 6, 7], 4_000));
+        assert!(engine.step(Time::ZERO).is_some());
+        engine.arrive(job(1, &[9], 500));
+        assert!(engine.piece_done(52 * MS).is_none());
+        let order: Vec<usize> = work(&mut engine, 52 * MS).iter().map(|one| one.0).collect();
+        assert_eq!(order, [1, 0]);
+    }
+
+    #[test]
+    fn a_full_batch_and_a_held_pool_make_turns_wait() {
+        let mut engine = Engine::new(4, 500, None);
+        engine.arrive(job(0, &[0, 1], 1_000));
+        engine.arrive(job(1, &[2, 3], 1_000));
+        let begun = work(&mut engine, Time::ZERO);
+        assert_eq!((begun.len(), engine.waiting()), (1, 1), "three of four blocks are held");
+        engine.leave(&job(0, &[0, 1], 1_000), Class::Plain);
+        assert_eq!(work(&mut engine, 5_000 * MS).len(), 1);
+        assert!(!engine.pool.has(1), "the idle leaf made room");
+    }
+
+    proptest! {
+        #[test]
+        fn turns_begin_in_order_and_every_token_is_matched_or_computed(
+            jobs in prop::collection::vec((0..6_u32, 1..12_u32), 1..30),
+        ) {
+            let mut engine = Engine::new(64, 500, None);
+            for (turn, (first, count)) in jobs.iter().enumerate() {
+                let chain: Vec<u32> = (0..*count).map(|at| first * 100 + at).collect();
+                engine.arrive(job(turn, &chain, u64::from(*count) * 500 + 17));
+            }
+            let (mut now, mut next) = (Time::ZERO, 0);
+            while let Some(until) = engine.step(now) {
+                let computed = (until - now - PREFILL_FIXED).as_micros() / 50;
+                now = until;
+                let begun = engine.piece_done(now).unwrap();
+                prop_assert_eq!(begun.job.turn, next);
+                prop_assert_eq!(u128::from(begun.job.input_tokens - begun.matched_tokens), computed);
+                engine.leave(&begun.job, Class::Plain);
+                engine.pool.check_invariants();
+                next += 1;
+            }
+            prop_assert_eq!(next, jobs.len(), "an engine with room begins every turn");
+        }
+    }
+}

@@ -1,0 +1,174 @@
+//! Sessions being played: whose turn is due when. Pure; knows no worker and no engine.
+//!
+//! A turn comes its think time after the answer before, and after the ends of the children its
+//! predecessor waits for. A user whose session has ended begins the next of the shuffled list.
+
+use std::{sync::Arc, time::Duration};
+
+use super::{corpus::Corpus, engine::Time, options::Options};
+
+/// A child begins this long after the turn that starts it.
+const CHILD_DELAY: Duration = Duration::from_millis(500);
+/// A user begins the next session this long after the last.
+const NEXT_DELAY: Duration = Duration::from_secs(1);
+
+/// What is to happen, and when.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Due {
+    /// A user begins a session.
+    User {
+        /// When.
+        at: Time,
+    },
+    /// The play's next turn.
+    Turn {
+        /// Whose.
+        play: usize,
+        /// When.
+        at: Time,
+    },
+}
+
+/// One session being played.
+#[derive(Debug)]
+pub struct Play {
+    /// Which.
+    pub script: usize,
+    /// How often the list was begun before.
+    pub pass: u32,
+    /// The one that started it.
+    pub parent: Option<usize>,
+    /// The next turn.
+    pub turn: usize,
+    awaited_by_parent: bool,
+    awaits: u32,
+    /// When the next turn would come if nothing were awaited; none while one runs.
+    due: Option<Time>,
+    /// All its turns have ended.
+    over: bool,
+}
+
+/// All of them.
+#[derive(Debug)]
+pub struct Plays {
+    corpus: Arc<Corpus>,
+    think_max: Duration,
+    order: Vec<usize>,
+    next: usize,
+    plays: Vec<Play>,
+}
+
+impl Plays {
+    /// In the order of `seed`, or of the trace's clock.
+    #[must_use]
+    pub fn new(corpus: &Arc<Corpus>, options: &Options, seed: u64) -> Self {
+        let mut order = corpus.roots.clone();
+        if !corpus.timed {
+            fastrand::Rng::with_seed(seed).shuffle(&mut order);
+        }
+        Self {
+            corpus: Arc::clone(corpus),
+            think_max: options.think_max,
+            order,
+            next: 0,
+            plays: Vec::new(),
+        }
+    }
+
+    /// What begins by itself: users, spread over the ramp, or the requests of a timed trace.
+    pub fn start(&mut self, options: &Options) -> Vec<Due> {
+        if self.corpus.timed {
+            let due = |play: usize| {
+                let at = self.corpus.scripts[play].turns[0].at.div_f64(options.rate);
+                Due::Turn { play, at }
+            };
+            let all = (0..self.order.len()).map(due).collect();
+            self.plays = self.order.iter().map(|&script| Play::new(script, 0, None)).collect();
+            return all;
+        }
+        let users = u32::try_from(options.users).unwrap_or(u32::MAX);
+        (0..users).map(|user| Due::User { at: options.ramp * user / users }).collect()
+    }
+
+    /// The play under that number.
+    #[must_use]
+    pub fn get(&self, play: usize) -> &Play {
+        &self.plays[play]
+    }
+
+    /// A user begins a session: its first turn.
+    pub fn begin(&mut self, now: Time) -> Due {
+        let pass = u32::try_from(self.next / self.order.len()).unwrap_or(u32::MAX);
+        let script = self.order[self.next % self.order.len()];
+        self.next += 1;
+        self.plays.push(Play::new(script, pass, None));
+        Due::Turn { play: self.plays.len() - 1, at: now }
+    }
+
+    /// Whether the turn that is due, or runs, is the session's last.
+    #[must_use]
+    pub fn is_last(&self, play: usize) -> bool {
+        let Play { script, turn, .. } = self.plays[play];
+        turn + 1 == self.corpus.scripts[script].turns.len()
+    }
+
+    /// The play's turn has ended: what follows from it.
+    pub fn ended(&mut self, play: usize, now: Time) -> Vec<Due> {
+        let mut dues = Vec::new();
+        let Play { script, turn, pass, .. } = self.plays[play];
+        let corpus = Arc::clone(&self.corpus);
+        for child in &corpus.scripts[script].children {
+            if child.after_turn == turn {
+                let mut one = Play::new(child.script, pass, Some(play));
+                one.awaited_by_parent = child.awaited;
+                self.plays[play].awaits += u32::from(child.awaited);
+                self.plays.push(one);
+                dues.push(Due::Turn { play: self.plays.len() - 1, at: now + CHILD_DELAY });
+            }
+        }
+        let one = &mut self.plays[play];
+        one.turn += 1;
+        match corpus.scripts[script].turns.get(one.turn) {
+            Some(next) => one.due = Some(now + next.think.min(self.think_max)),
+            None => one.over = true,
+        }
+        self.go_on(play, now, &mut dues);
+        dues
+    }
+
+    /// What comes next for a play that waits for nobody.
+    fn go_on(&mut self, play: usize, now: Time, dues: &mut Vec<Due>) {
+        let one = &mut self.plays[play];
+        if one.awaits > 0 {
+            return;
+        }
+        if let Some(due) = one.due.take() {
+            dues.push(Due::Turn { play, at: due.max(now) });
+        } else if one.over {
+            match one.parent {
+                Some(parent) if one.awaited_by_parent => {
+                    self.plays[parent].awaits -= 1;
+                    self.go_on(parent, now, dues);
+                }
+                Some(_) => {}
+                None if self.corpus.timed => {}
+                None => dues.push(Due::User { at: now + NEXT_DELAY }),
+            }
+        }
+    }
+}
+
+impl Play {
+    fn new(script: usize, pass: u32, parent: Option<usize>) -> Self {
+        Self {
+            script,
+            pass,
+            parent,
+            turn: 0,
+            awaited_by_parent: false,
+            awaits: 0,
+            due: None,
+            over: false,
+        }
+    }
+}

@@ -1,0 +1,171 @@
+//! Who decides: the interface of a placement policy and the list of those compared.
+//!
+//! All but `berth` are re-implementations by published descriptions, fed the same facts at the
+//! same moments.
+
+mod affinity;
+mod hash;
+mod plain;
+mod published;
+
+use std::time::Duration;
+
+use super::{
+    engine::PREFILL_TOKENS_PER_S,
+    fleet::{Ask, Fleet},
+};
+
+/// Decides where turns go.
+pub trait Policy {
+    /// The worker for a turn; one of `fleet.usable()`.
+    fn place(&mut self, ask: &Ask<'_>, fleet: &Fleet) -> usize;
+
+    /// Hears what happens; most need not.
+    fn hear(&mut self, _what: &Heard<'_>, _fleet: &Fleet) {}
+}
+
+/// What a policy may hear.
+#[derive(Debug)]
+pub enum Heard<'a> {
+    /// A turn was sent where the policy said.
+    Sent {
+        /// The turn.
+        ask: &'a Ask<'a>,
+        /// Where.
+        worker: usize,
+        /// When.
+        now: Duration,
+    },
+    /// Its answer begins.
+    Began {
+        /// Of its session.
+        session: usize,
+        /// Where.
+        worker: usize,
+        /// When.
+        now: Duration,
+    },
+    /// It has ended.
+    Ended {
+        /// The turn.
+        turn: usize,
+        /// Of its session.
+        session: usize,
+        /// Where.
+        worker: usize,
+        /// When.
+        now: Duration,
+    },
+    /// A session was closed.
+    Closed {
+        /// Which.
+        session: usize,
+        /// When.
+        now: Duration,
+    },
+    /// A worker's blocks changed.
+    Blocks {
+        /// Whose.
+        worker: usize,
+        /// Resident now.
+        stored: &'a [u32],
+        /// Gone.
+        removed: &'a [u32],
+    },
+    /// A worker's condition changed; one that went down is empty when it comes back.
+    Condition {
+        /// Whose.
+        worker: usize,
+        /// When.
+        now: Duration,
+    },
+}
+
+/// The policies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum Kind {
+    /// One after the other.
+    RoundRobin,
+    /// By lot.
+    Random,
+    /// The less loaded of two drawn by lot.
+    PowerOfTwo,
+    /// Fewest turns outstanding.
+    LeastLoaded,
+    /// Least predicted time to first token.
+    LeastTtft,
+    /// The session's place on a hash ring.
+    ConsistentHash,
+    /// The same, past workers with more than their share.
+    BoundedHash,
+    /// SGLang's rule: longest match unless loads differ much.
+    CacheAware,
+    /// Dynamo's published cost.
+    Dynamo,
+    /// The session's first worker; that is the least loaded.
+    Sticky,
+    /// The same by predicted time to first token, left when another is better by half a second.
+    StickyTtft,
+}
+
+impl Kind {
+    /// The name in tables and JSON.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::RoundRobin => "round_robin",
+            Self::Random => "random",
+            Self::PowerOfTwo => "power_of_two",
+            Self::LeastLoaded => "least_loaded",
+            Self::LeastTtft => "least_ttft",
+            Self::ConsistentHash => "consistent_hash",
+            Self::BoundedHash => "bounded_hash",
+            Self::CacheAware => "cache_aware",
+            Self::Dynamo => "dynamo",
+            Self::Sticky => "sticky",
+            Self::StickyTtft => "sticky_ttft",
+        }
+    }
+
+    /// A policy of this kind that draws its lots from `seed`.
+    #[must_use]
+    pub fn build(self, seed: u64, fleet: &Fleet) -> Box<dyn Policy> {
+        let workers = fleet.workers.len();
+        match self {
+            Self::RoundRobin => Box::new(plain::RoundRobin::default()),
+            Self::Random => Box::new(plain::Random::new(seed)),
+            Self::PowerOfTwo => Box::new(plain::PowerOfTwo::new(seed)),
+            Self::LeastLoaded => Box::new(plain::LeastLoaded::new(seed)),
+            Self::LeastTtft => Box::new(plain::LeastTtft),
+            Self::ConsistentHash => Box::new(hash::Ring::new(workers, None)),
+            Self::BoundedHash => Box::new(hash::Ring::new(workers, Some(hash::SHARE_MAX))),
+            Self::CacheAware => Box::new(published::CacheAware::new(workers)),
+            Self::Dynamo => Box::new(published::Dynamo::new(seed, workers)),
+            Self::Sticky => Box::new(affinity::Sticky::new(seed)),
+            Self::StickyTtft => Box::new(affinity::StickyTtft),
+        }
+    }
+}
+
+/// Milliseconds that each active block adds once the pool is nearly full: what a turn waits for
+/// room, roughly.
+const FULL_MS_EACH: f64 = 5.0;
+/// Nearly full.
+const FULL_RATIO: f64 = 0.9;
+
+/// Predicted time to first token, milliseconds: prompts before this one, this one, and room.
+#[expect(clippy::cast_precision_loss, reason = "tokens and blocks are far below 2^52")]
+fn ttft_ms(worker: usize, ask: &Ask<'_>, fleet: &Fleet) -> f64 {
+    let facts = &fleet.workers[worker];
+    let tokens = facts.backlog_tokens + fleet.uncached_tokens(worker, ask);
+    let active = facts.active_blocks as f64 + ask.chain.len() as f64;
+    let over = active - FULL_RATIO * facts.pool_blocks as f64;
+    tokens as f64 * 1e3 / PREFILL_TOKENS_PER_S as f64 + FULL_MS_EACH * over.max(0.0)
+}
+
+/// The worker with the least of a figure; the first of equals.
+fn least(fleet: &Fleet, figure: impl Fn(usize) -> f64) -> usize {
+    let usable = fleet.usable();
+    let best = usable.into_iter().min_by(|&a, &b| figure(a).total_cmp(&figure(b)));
+    best.expect("a run keeps at least one worker")
+}

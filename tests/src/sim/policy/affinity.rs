@@ -1,0 +1,43 @@
+//! Policies that keep a session where it is.
+
+use super::{Policy, least, plain::LeastLoaded, ttft_ms};
+use crate::sim::fleet::{Ask, Fleet};
+
+/// Stays for ever; begins on the least loaded.
+#[derive(Debug)]
+pub(super) struct Sticky(LeastLoaded);
+
+impl Sticky {
+    pub(super) fn new(seed: u64) -> Self {
+        Self(LeastLoaded::new(seed))
+    }
+}
+
+impl Policy for Sticky {
+    fn place(&mut self, ask: &Ask<'_>, fleet: &Fleet) -> usize {
+        match ask.last {
+            Some(last) if fleet.usable().contains(&last) => last,
+            _ => self.0.place(ask, fleet),
+        }
+    }
+}
+
+/// A better time to first token elsewhere must be better by this much to be worth moving.
+const ESCAPE_MS: f64 = 500.0;
+
+/// Stays unless it gets its first token much sooner elsewhere.
+#[derive(Debug)]
+pub(super) struct StickyTtft;
+
+impl Policy for StickyTtft {
+    fn place(&mut self, ask: &Ask<'_>, fleet: &Fleet) -> usize {
+        let ttft = |worker: usize| ttft_ms(worker, ask, fleet);
+        let best = least(fleet, ttft);
+        match ask.last {
+            Some(last) if fleet.usable().contains(&last) => {
+                if ttft(last) <= ttft(best) + ESCAPE_MS { last } else { best }
+            }
+            _ => best,
+        }
+    }
+}

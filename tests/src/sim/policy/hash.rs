@@ -1,0 +1,53 @@
+//! Hash rings: the session's place, whatever is where.
+
+use super::Policy;
+use crate::{
+    replay::synth::mix,
+    sim::fleet::{Ask, Fleet},
+};
+
+/// Points of each worker: shares differ by about an eighth.
+const POINTS: u64 = 64;
+/// A worker with more than this much of the mean load is passed over.
+pub(super) const SHARE_MAX: f64 = 1.25;
+
+/// A ring, with or without a bound on each worker's load.
+#[derive(Debug)]
+pub(super) struct Ring {
+    points: Vec<(u64, usize)>,
+    share_max: Option<f64>,
+}
+
+impl Ring {
+    pub(super) fn new(workers: usize, share_max: Option<f64>) -> Self {
+        let mut points: Vec<(u64, usize)> = (0..workers)
+            .flat_map(|worker| {
+                (0..POINTS).map(move |point| (mix(mix(worker as u64, 7), point), worker))
+            })
+            .collect();
+        points.sort_unstable();
+        Self { points, share_max }
+    }
+}
+
+impl Policy for Ring {
+    fn place(&mut self, ask: &Ask<'_>, fleet: &Fleet) -> usize {
+        let usable = fleet.usable();
+        let turns: u32 = usable.iter().map(|&worker| fleet.workers[worker].outstanding).sum();
+        // The newcomer counts.
+        let mean = f64::from(turns + 1) / usable.len() as f64;
+        let most = self.share_max.map_or(f64::INFINITY, |share| (share * mean).ceil());
+        let place = mix(ask.session as u64, 11);
+        let start = self.points.partition_point(|(point, _)| *point < place);
+        let (before, after) = self.points.split_at(start);
+        after
+            .iter()
+            .chain(before)
+            .map(|(_, worker)| *worker)
+            .find(|worker| {
+                let load = f64::from(fleet.workers[*worker].outstanding);
+                usable.contains(worker) && load < most
+            })
+            .unwrap_or(usable[0])
+    }
+}

@@ -1,0 +1,87 @@
+//! Policies that know no sessions.
+
+use super::{Policy, least, ttft_ms};
+use crate::sim::fleet::{Ask, Fleet};
+
+/// One after the other.
+#[derive(Debug, Default)]
+pub(super) struct RoundRobin(usize);
+
+impl Policy for RoundRobin {
+    fn place(&mut self, _ask: &Ask<'_>, fleet: &Fleet) -> usize {
+        let usable = fleet.usable();
+        self.0 += 1;
+        usable[self.0 % usable.len()]
+    }
+}
+
+/// By lot.
+#[derive(Debug)]
+pub(super) struct Random(fastrand::Rng);
+
+impl Random {
+    pub(super) fn new(seed: u64) -> Self {
+        Self(fastrand::Rng::with_seed(seed))
+    }
+}
+
+impl Policy for Random {
+    fn place(&mut self, _ask: &Ask<'_>, fleet: &Fleet) -> usize {
+        let usable = fleet.usable();
+        usable[self.0.usize(..usable.len())]
+    }
+}
+
+/// The less loaded of two drawn by lot.
+#[derive(Debug)]
+pub(super) struct PowerOfTwo(fastrand::Rng);
+
+impl PowerOfTwo {
+    pub(super) fn new(seed: u64) -> Self {
+        Self(fastrand::Rng::with_seed(seed))
+    }
+}
+
+impl Policy for PowerOfTwo {
+    fn place(&mut self, _ask: &Ask<'_>, fleet: &Fleet) -> usize {
+        let mut usable = fleet.usable();
+        let one = usable.swap_remove(self.0.usize(..usable.len()));
+        if usable.is_empty() {
+            return one;
+        }
+        let other = usable[self.0.usize(..usable.len())];
+        let load = |worker: usize| fleet.workers[worker].outstanding;
+        if load(other) < load(one) { other } else { one }
+    }
+}
+
+/// Fewest turns outstanding; lots among equals.
+#[derive(Debug)]
+pub(super) struct LeastLoaded(fastrand::Rng);
+
+impl LeastLoaded {
+    pub(super) fn new(seed: u64) -> Self {
+        Self(fastrand::Rng::with_seed(seed))
+    }
+}
+
+impl Policy for LeastLoaded {
+    fn place(&mut self, _ask: &Ask<'_>, fleet: &Fleet) -> usize {
+        let load = |worker: usize| fleet.workers[worker].outstanding;
+        let usable = fleet.usable();
+        let fewest = usable.iter().map(|&worker| load(worker)).min();
+        let equals: Vec<usize> =
+            usable.into_iter().filter(|&worker| Some(load(worker)) == fewest).collect();
+        equals[self.0.usize(..equals.len())]
+    }
+}
+
+/// Least predicted time to first token.
+#[derive(Debug)]
+pub(super) struct LeastTtft;
+
+impl Policy for LeastTtft {
+    fn place(&mut self, ask: &Ask<'_>, fleet: &Fleet) -> usize {
+        least(fleet, |worker| ttft_ms(worker, ask, fleet))
+    }
+}

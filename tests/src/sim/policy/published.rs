@@ -1,0 +1,132 @@
+//! Two published rules, per request and without sessions: SGLang's and Dynamo's.
+
+use std::collections::{HashMap, HashSet};
+
+use super::{Heard, Policy};
+use crate::sim::fleet::{Ask, Fleet};
+
+/// Loads differ much: by more than so many turns,
+const BALANCE_TURNS: u32 = 32;
+/// and by more than this factor.
+const BALANCE_FACTOR: f64 = 1.5;
+/// A match counts from this share of the prompt on.
+const MATCH_RATIO: f64 = 0.3;
+
+/// SGLang's cache-aware rule over what was routed where, without eviction from that memory.
+#[derive(Debug)]
+pub(super) struct CacheAware {
+    routed: Vec<HashSet<u32>>,
+}
+
+impl CacheAware {
+    pub(super) fn new(workers: usize) -> Self {
+        Self { routed: vec![HashSet::new(); workers] }
+    }
+
+    fn choose(&self, ask: &Ask<'_>, fleet: &Fleet) -> usize {
+        let usable = fleet.usable();
+        let load = |worker: &usize| fleet.workers[*worker].outstanding;
+        let most = usable.iter().map(load).max().unwrap_or(0);
+        let fewest = usable.iter().map(load).min().unwrap_or(0);
+        let uneven =
+            most - fewest > BALANCE_TURNS && f64::from(most) > BALANCE_FACTOR * f64::from(fewest);
+        let by = |figure: &dyn Fn(&usize) -> (usize, usize)| {
+            usable.iter().copied().min_by_key(|worker| figure(worker)).expect("one is usable")
+        };
+        if uneven {
+            return by(&|worker| (load(worker) as usize, 0));
+        }
+        let matched = |worker: &usize| {
+            let routed = &self.routed[*worker];
+            ask.chain.iter().take_while(|block| routed.contains(block)).count()
+        };
+        let longest = by(&|worker| (ask.chain.len() - matched(worker), self.routed[*worker].len()));
+        if matched(&longest) as f64 > MATCH_RATIO * ask.chain.len() as f64 {
+            return longest;
+        }
+        by(&|worker| (self.routed[*worker].len(), 0))
+    }
+}
+
+impl Policy for CacheAware {
+    fn place(&mut self, ask: &Ask<'_>, fleet: &Fleet) -> usize {
+        let worker = self.choose(ask, fleet);
+        self.routed[worker].extend(ask.chain);
+        worker
+    }
+}
+
+/// Dynamo's published cost at its defaults: prompt blocks to compute there, this turn's among
+/// them, plus the distinct blocks of turns there and this one; lots among equals.
+#[derive(Debug)]
+pub(super) struct Dynamo {
+    lots: fastrand::Rng,
+    active: Vec<Active>,
+}
+
+/// The blocks of a worker's turns, with how many turns have each.
+#[derive(Debug, Default, Clone)]
+struct Active {
+    turns: Vec<u16>,
+    distinct: usize,
+    chains: HashMap<usize, Vec<u32>>,
+}
+
+impl Active {
+    fn add(&mut self, turn: usize, chain: &[u32]) {
+        for &block in chain {
+            let at = block as usize;
+            if at >= self.turns.len() {
+                self.turns.resize(at + 1, 0);
+            }
+            self.distinct += usize::from(self.turns[at] == 0);
+            self.turns[at] += 1;
+        }
+        self.chains.insert(turn, chain.to_vec());
+    }
+
+    fn remove(&mut self, turn: usize) {
+        for block in self.chains.remove(&turn).unwrap_or_default() {
+            let at = block as usize;
+            self.turns[at] -= 1;
+            self.distinct -= usize::from(self.turns[at] == 0);
+        }
+    }
+
+    fn with(&self, chain: &[u32]) -> usize {
+        let active = |block: &&u32| self.turns.get(**block as usize).is_some_and(|&n| n > 0);
+        self.distinct + chain.len() - chain.iter().filter(active).count()
+    }
+}
+
+impl Dynamo {
+    pub(super) fn new(seed: u64, workers: usize) -> Self {
+        Self { lots: fastrand::Rng::with_seed(seed), active: vec![Active::default(); workers] }
+    }
+}
+
+impl Policy for Dynamo {
+    fn place(&mut self, ask: &Ask<'_>, fleet: &Fleet) -> usize {
+        let block = fleet.block_tokens as f64;
+        let cost = |worker: usize| {
+            let facts = &fleet.workers[worker];
+            let overlap = fleet.overlap(worker, ask.chain) as f64;
+            let prefill = (facts.pending_tokens + ask.input_tokens) as f64 / block - overlap;
+            prefill.max(0.0) + self.active[worker].with(ask.chain) as f64
+        };
+        let usable = fleet.usable();
+        let costs: Vec<f64> = usable.iter().map(|&worker| cost(worker)).collect();
+        let least = costs.iter().copied().fold(f64::INFINITY, f64::min);
+        let equals: Vec<usize> =
+            (0..usable.len()).filter(|&at| costs[at] <= least).map(|at| usable[at]).collect();
+        equals[self.lots.usize(..equals.len())]
+    }
+
+    fn hear(&mut self, what: &Heard<'_>, _fleet: &Fleet) {
+        match what {
+            Heard::Sent { ask, worker, .. } => self.active[*worker].add(ask.turn, ask.chain),
+            Heard::Ended { turn, worker, .. } => self.active[*worker].remove(*turn),
+            _ => {}
+        }
+    }
+}

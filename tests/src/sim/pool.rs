@@ -1,0 +1,357 @@
+//! One worker's KV pool as blocks: which are resident, which a turn or a pin holds, and in which
+//! order the others go. Pure; every operation is a few array accesses a block.
+//!
+//! The order of eviction is least recently used, deepest block first, as a radix tree evicts its
+//! leaves; what is tagged goes after what is not.
+
+/// Nobody: the end of a list.
+const NONE: u32 = u32::MAX;
+
+/// How much an idle block is worth keeping.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Class {
+    /// Goes first.
+    Plain,
+    /// Goes when nothing plain is left.
+    Tagged,
+}
+
+/// What became of a block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Change {
+    /// It can be matched from now on.
+    Stored(u32),
+    /// It is gone.
+    Removed(u32),
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Block {
+    before: u32,
+    after: u32,
+    holds: u32,
+    resident: bool,
+    class: Class,
+}
+
+const ABSENT: Block =
+    Block { before: NONE, after: NONE, holds: 0, resident: false, class: Class::Plain };
+
+#[derive(Debug, Clone, Copy)]
+struct List {
+    first: u32,
+    last: u32,
+}
+
+/// The pool.
+#[derive(Debug)]
+pub struct Pool {
+    capacity: u64,
+    blocks: Vec<Block>,
+    idle: [List; 2],
+    resident: u64,
+    held: u64,
+    transient: u64,
+    changes: Vec<Change>,
+}
+
+impl Pool {
+    /// Empty, of so many blocks.
+    #[must_use]
+    pub fn new(capacity: u64) -> Self {
+        Self {
+            capacity,
+            blocks: Vec::new(),
+            idle: [List { first: NONE, last: NONE }; 2],
+            resident: 0,
+            held: 0,
+            transient: 0,
+            changes: Vec::new(),
+        }
+    }
+
+    /// Blocks it can hold.
+    #[must_use]
+    pub fn capacity(&self) -> u64 {
+        self.capacity
+    }
+
+    /// Blocks that can be matched.
+    #[must_use]
+    pub fn resident(&self) -> u64 {
+        self.resident
+    }
+
+    /// Blocks that eviction can't take.
+    #[must_use]
+    pub fn used(&self) -> u64 {
+        self.held + self.transient
+    }
+
+    /// Blocks free without evicting.
+    #[must_use]
+    pub fn free(&self) -> u64 {
+        self.capacity - self.resident - self.transient
+    }
+
+    /// Whether the block can be matched.
+    #[must_use]
+    pub fn has(&self, block: u32) -> bool {
+        self.blocks.get(block as usize).is_some_and(|block| block.resident)
+    }
+
+    /// Leading blocks of the chain that are resident.
+    pub fn matched(&self, chain: impl Iterator<Item = u32>) -> u32 {
+        let mut count = 0;
+        for block in chain {
+            if !self.has(block) {
+                break;
+            }
+            count += 1;
+        }
+        count
+    }
+
+    /// Holds all of the chain's blocks and so many nameless ones, evicting what idles, or changes
+    /// nothing and says no. What was not resident is from now on.
+    pub fn admit(&mut self, chain: &[u32], transient: u64) -> bool {
+        let (mut missing, mut idle) = (0, 0);
+        for &block in chain {
+            match self.blocks.get(block as usize) {
+                Some(entry) if entry.resident => idle += u64::from(entry.holds == 0),
+                _ => missing += 1,
+            }
+        }
+        // Its own idle blocks are not evicted for the rest of it.
+        let evictable = self.resident - self.held - idle;
+        let needed = missing + transient;
+        if needed > self.free() + evictable {
+            return false;
+        }
+        for &block in chain {
+            if self.has(block) {
+                self.hold(block);
+            }
+        }
+        for _ in self.free()..needed {
+            self.evict();
+        }
+        for &block in chain {
+            if !self.has(block) {
+                self.store(block);
+            }
+        }
+        self.transient += transient;
+        true
+    }
+
+    /// Gives up what `admit` held. What stays is kept as `class`.
+    pub fn leave(&mut self, chain: &[u32], transient: u64, class: Class) {
+        for &block in chain.iter().rev() {
+            self.release(block, class);
+        }
+        self.transient -= transient;
+    }
+
+    /// Holds what is resident of the chain once more: a pin.
+    pub fn pin(&mut self, chain: &[u32]) {
+        for &block in chain {
+            assert!(self.has(block), "only what a turn has just held is pinned");
+            self.hold(block);
+        }
+    }
+
+    /// Frees the block unless somebody holds it.
+    pub fn discard(&mut self, block: u32) {
+        if self.has(block) && self.blocks[block as usize].holds == 0 {
+            self.unlink(block);
+            self.remove(block);
+        }
+    }
+
+    /// Forgets everything, as an engine that restarts.
+    pub fn clear(&mut self) {
+        *self = Self::new(self.capacity);
+    }
+
+    /// What became matchable and what went since the last call, in order.
+    pub fn take_changes(&mut self) -> std::vec::Drain<'_, Change> {
+        self.changes.drain(..)
+    }
+
+    fn store(&mut self, block: u32) {
+        let at = block as usize;
+        if at >= self.blocks.len() {
+            self.blocks.resize(at + 1, ABSENT);
+        }
+        self.blocks[at] = Block { holds: 1, resident: true, ..ABSENT };
+        self.resident += 1;
+        self.held += 1;
+        self.changes.push(Change::Stored(block));
+    }
+
+    fn hold(&mut self, block: u32) {
+        if self.blocks[block as usize].holds == 0 {
+            self.unlink(block);
+            self.held += 1;
+        }
+        self.blocks[block as usize].holds += 1;
+    }
+
+    fn release(&mut self, block: u32, class: Class) {
+        let entry = &mut self.blocks[block as usize];
+        assert!(entry.holds > 0, "a block was released twice");
+        entry.holds -= 1;
+        entry.class = class;
+        if entry.holds == 0 {
+            self.held -= 1;
+            self.link(block);
+        }
+    }
+
+    fn evict(&mut self) {
+        let list = self.idle.iter().find(|list| list.first != NONE);
+        let block = list.expect("the caller counted what can go").first;
+        self.unlink(block);
+        self.remove(block);
+    }
+
+    fn remove(&mut self, block: u32) {
+        self.blocks[block as usize].resident = false;
+        self.resident -= 1;
+        self.changes.push(Change::Removed(block));
+    }
+
+    /// Puts the block where the last used go.
+    fn link(&mut self, block: u32) {
+        let list = &mut self.idle[self.blocks[block as usize].class as usize];
+        let before = std::mem::replace(&mut list.last, block);
+        match before {
+            NONE => list.first = block,
+            before => self.blocks[before as usize].after = block,
+        }
+        let entry = &mut self.blocks[block as usize];
+        (entry.before, entry.after) = (before, NONE);
+    }
+
+    fn unlink(&mut self, block: u32) {
+        let Block { before, after, class, .. } = self.blocks[block as usize];
+        let list = &mut self.idle[class as usize];
+        match before {
+            NONE => list.first = after,
+            before => self.blocks[before as usize].after = after,
+        }
+        let list = &mut self.idle[class as usize];
+        match after {
+            NONE => list.last = before,
+            after => self.blocks[after as usize].before = before,
+        }
+    }
+
+    /// Panics where the pool contradicts itself.
+    pub fn check_invariants(&self) {
+        assert!(self.resident + self.transient <= self.capacity, "above its capacity");
+        let count = |wanted: fn(&Block) -> bool| {
+            self.blocks.iter().filter(|block| block.resident && wanted(block)).count() as u64
+        };
+        assert_eq!(count(|_| true), self.resident);
+        assert_eq!(count(|block| block.holds > 0), self.held);
+        let mut idle = 0;
+        for (class, list) in self.idle.iter().enumerate() {
+            let (mut at, mut before) = (list.first, NONE);
+            while at != NONE {
+                let block = &self.blocks[at as usize];
+                assert!(block.resident && block.holds == 0 && block.class as usize == class);
+                assert_eq!(block.before, before, "a broken list");
+                idle += 1;
+                (before, at) = (at, block.after);
+            }
+            assert_eq!(list.last, before, "a list ends elsewhere");
+        }
+        assert_eq!(idle, self.resident - self.held, "idle blocks outside the lists");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn the_longest_unused_goes_first_and_its_leaves_before_its_root() {
+        let mut pool = Pool::new(4);
+        assert!(pool.admit(&[0, 1], 1));
+        pool.leave(&[0, 1], 1, Class::Plain);
+        assert!(pool.admit(&[2, 3], 0));
+        pool.leave(&[2, 3], 0, Class::Plain);
+        assert!(pool.admit(&[4], 0));
+        assert!(pool.has(0) && !pool.has(1), "the leaf of the older chain went");
+        assert_eq!(pool.matched([0, 1].into_iter()), 1);
+    }
+
+    #[test]
+    fn tagged_blocks_go_after_plain_ones() {
+        let mut pool = Pool::new(3);
+        for (block, class) in [(0, Class::Tagged), (1, Class::Plain), (2, Class::Tagged)] {
+            assert!(pool.admit(&[block], 0));
+            pool.leave(&[block], 0, class);
+        }
+        assert!(pool.admit(&[3], 0));
+        assert!(pool.has(0) && !pool.has(1) && pool.has(2));
+    }
+
+    #[test]
+    fn what_is_held_is_never_evicted_and_a_refused_turn_changes_nothing() {
+        let mut pool = Pool::new(3);
+        assert!(pool.admit(&[0, 1], 0));
+        assert!(!pool.admit(&[0, 2, 3], 0));
+        assert!(!pool.has(2) && pool.used() == 2);
+        pool.leave(&[0, 1], 0, Class::Plain);
+        assert!(pool.admit(&[0, 2, 3], 0));
+        pool.discard(2);
+        assert!(pool.has(2), "a turn holds it");
+        pool.leave(&[0, 2, 3], 0, Class::Plain);
+        pool.discard(2);
+        assert!(!pool.has(2) && pool.free() == 1);
+    }
+
+    proptest! {
+        #[test]
+        fn invariants_hold_whatever_happens(
+            ops in prop::collection::vec((0..4_u8, 0..30_u32, 1..8_u32, 0..3_u64), 0..80),
+        ) {
+            let mut pool = Pool::new(16);
+            let mut running: Vec<(Vec<u32>, u64)> = vec![];
+            let mut known = std::collections::BTreeSet::new();
+            for (op, first, count, transient) in ops {
+                let chain: Vec<u32> = (first..first + count).collect();
+                match op {
+                    0 | 1 => {
+                        let fits = u64::from(count) + transient;
+                        if pool.admit(&chain, transient) {
+                            prop_assert!(chain.iter().all(|&block| pool.has(block)));
+                            running.push((chain, transient));
+                        } else {
+                            prop_assert!(!running.is_empty() || fits > 16, "an idle pool has room");
+                        }
+                    }
+                    2 if !running.is_empty() => {
+                        let (chain, transient) = running.remove(first as usize % running.len());
+                        let class = if count % 2 == 0 { Class::Tagged } else { Class::Plain };
+                        pool.leave(&chain, transient, class);
+                    }
+                    _ => pool.discard(first),
+                }
+                pool.check_invariants();
+                for change in pool.take_changes() {
+                    match change {
+                        Change::Stored(block) => prop_assert!(known.insert(block)),
+                        Change::Removed(block) => prop_assert!(known.remove(&block)),
+                    }
+                }
+                prop_assert_eq!(known.len() as u64, pool.resident());
+            }
+        }
+    }
+}

@@ -1,0 +1,307 @@
+//! One run: users, engines, a policy, and a virtual clock. The same arguments give the same counts.
+//!
+//! Events at one moment happen in the order in which they were scheduled.
+
+mod faults;
+mod sessions;
+
+use std::{
+    cmp::Reverse,
+    collections::{BinaryHeap, HashMap},
+    sync::Arc,
+};
+
+use super::{
+    corpus::Corpus,
+    engine::{Begun, Engine, Job, Time},
+    fleet::{Ask, Condition, Fleet, numbered},
+    options::{Churn, Options},
+    plays::{Due, Plays},
+    policy::{Heard, Kind, Policy},
+    tally::Tally,
+};
+
+/// What happens.
+#[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Event {
+    User,
+    Turn { play: usize },
+    Again { turn: usize, play: usize },
+    PieceDone { worker: usize, life: u32 },
+    TurnDone { turn: usize, worker: usize, life: u32 },
+    Blocks { worker: usize, life: u32, stored: Vec<u32>, removed: Vec<u32> },
+    Close { play: usize },
+    Condition { worker: usize, to: Change },
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Change {
+    Crash,
+    Drain,
+    Return,
+}
+
+/// A turn from its arrival to its end.
+#[derive(Debug)]
+struct Turn {
+    arrived: Time,
+    worker: usize,
+    /// Its first token came; what is sent again later counts no second one.
+    answered: bool,
+    /// Decoding.
+    running: Option<Job>,
+}
+
+/// The world of one run.
+#[derive(Debug)]
+struct World {
+    corpus: Arc<Corpus>,
+    options: Options,
+    now: Time,
+    heap: BinaryHeap<Reverse<(Time, u64, Event)>>,
+    scheduled: u64,
+    plays: Plays,
+    engines: Vec<Engine>,
+    lives: Vec<u32>,
+    fleet: Fleet,
+    turns: Vec<Turn>,
+    /// Where each session's turn before went.
+    last: HashMap<usize, usize>,
+    sessions: sessions::Sessions,
+    faults: faults::Faults,
+    tally: Tally,
+}
+
+/// Plays the corpus under a policy.
+#[must_use]
+pub fn run(corpus: &Arc<Corpus>, options: &Options, kind: Kind, seed: u64) -> Tally {
+    let blocks = options.pool_tokens.map_or(u64::MAX, |tokens| tokens / corpus.block_tokens);
+    let engine = || Engine::new(blocks, corpus.block_tokens, options.chunk_tokens);
+    let fleet = Fleet::new(options.workers, blocks, corpus.block_tokens);
+    let mut policy = kind.build(seed, &fleet);
+    let mut world = World {
+        corpus: Arc::clone(corpus),
+        options: *options,
+        now: Time::ZERO,
+        heap: BinaryHeap::new(),
+        scheduled: 0,
+        plays: Plays::new(corpus, options, seed),
+        engines: (0..options.workers).map(|_| engine()).collect(),
+        lives: vec![0; options.workers],
+        fleet,
+        turns: Vec::new(),
+        last: HashMap::new(),
+        sessions: sessions::Sessions::new(options, blocks),
+        faults: faults::Faults::new(options.hearing, seed),
+        tally: Tally::new(options.workers),
+    };
+    world.start();
+    while let Some(Reverse((at, _, event))) = world.heap.pop() {
+        if at > options.horizon && !corpus.timed {
+            break;
+        }
+        world.now = at;
+        world.happen(event, policy.as_mut());
+    }
+    world.tally
+}
+
+impl World {
+    fn start(&mut self) {
+        for due in self.plays.start(&self.options) {
+            self.due(due);
+        }
+        if self.options.churn == Churn::Once {
+            for (at, worker, to) in faults::churn(&self.options) {
+                self.schedule(at, Event::Condition { worker, to });
+            }
+        }
+    }
+
+    fn schedule(&mut self, at: Time, event: Event) {
+        self.scheduled += 1;
+        self.heap.push(Reverse((at, self.scheduled, event)));
+    }
+
+    fn due(&mut self, due: Due) {
+        match due {
+            Due::User { at } => self.schedule(at, Event::User),
+            Due::Turn { play, at } => self.schedule(at, Event::Turn { play }),
+        }
+    }
+
+    fn happen(&mut self, event: Event, policy: &mut dyn Policy) {
+        match event {
+            Event::User => {
+                let due = self.plays.begin(self.now);
+                self.due(due);
+            }
+            Event::Turn { play } => {
+                self.turns.push(Turn {
+                    arrived: self.now,
+                    worker: 0,
+                    answered: false,
+                    running: None,
+                });
+                self.send(self.turns.len() - 1, play, policy);
+            }
+            Event::Again { turn, play } => self.send(turn, play, policy),
+            Event::PieceDone { worker, life } if life == self.lives[worker] => {
+                if let Some(begun) = self.engines[worker].piece_done(self.now) {
+                    self.begin(worker, begun, policy);
+                }
+                self.go_on(worker, policy);
+            }
+            Event::TurnDone { turn, worker, life } if life == self.lives[worker] => {
+                self.end(turn, worker, policy);
+            }
+            Event::Blocks { worker, life, stored, removed } if life == self.lives[worker] => {
+                self.hear_blocks(worker, &stored, &removed, policy);
+            }
+            Event::Close { play } => self.close(play, policy),
+            Event::Condition { worker, to } => self.change(worker, to, policy),
+            // Of an engine that crashed since.
+            Event::PieceDone { .. } | Event::TurnDone { .. } | Event::Blocks { .. } => {}
+        }
+    }
+
+    /// Places the turn and sends it there.
+    fn send(&mut self, turn: usize, play: usize, policy: &mut dyn Policy) {
+        let one = self.plays.get(play);
+        let script = &self.corpus.scripts[one.script];
+        let facts = &script.turns[one.turn];
+        let chain = numbered(&facts.chain, &self.corpus, one.pass);
+        // A session that was guessed from blocks is named by its first request.
+        let session = script.continues.unwrap_or(play);
+        let ask = Ask {
+            turn,
+            session,
+            guessed: script.continues.is_some(),
+            parent: one.parent,
+            last: self.last.get(&session).copied(),
+            chain: &chain,
+            input_tokens: facts.input_tokens,
+        };
+        for (seen, engine) in self.fleet.workers.iter_mut().zip(&self.engines) {
+            seen.backlog_tokens = engine.backlog_tokens(self.now);
+        }
+        let worker = policy.place(&ask, &self.fleet);
+        assert!(self.fleet.usable().contains(&worker), "placed on a worker that takes nothing");
+        let expected_tokens = self.fleet.uncached_tokens(worker, &ask);
+        self.tally.rebinds += u64::from(ask.last.is_some_and(|last| last != worker));
+        policy.hear(&Heard::Sent { ask: &ask, worker, now: self.now }, &self.fleet);
+        self.last.insert(session, worker);
+        self.turns[turn].worker = worker;
+        let job = Job {
+            turn,
+            play,
+            input_tokens: facts.input_tokens,
+            output_tokens: facts.output_tokens,
+            expected_tokens,
+            chain,
+        };
+        if !self.engines[worker].could_hold(&job) {
+            self.tally.dropped += 1;
+            policy.hear(&Heard::Ended { turn, session, worker, now: self.now }, &self.fleet);
+            self.follow(play);
+            return;
+        }
+        for before in self.sessions.workers_of(play) {
+            if before != worker {
+                self.sessions.unpin(play, before, &mut self.engines[before]);
+            }
+        }
+        self.sessions.sent(play, worker);
+        self.engines[worker].arrive(job);
+        self.go_on(worker, policy);
+    }
+
+    /// Lets the engine begin what it can.
+    fn go_on(&mut self, worker: usize, policy: &mut dyn Policy) {
+        loop {
+            if let Some(until) = self.engines[worker].step(self.now) {
+                self.schedule(until, Event::PieceDone { worker, life: self.lives[worker] });
+            }
+            let engine = &self.engines[worker];
+            // Held by pins alone: the oldest is given up by force.
+            if engine.waiting() == 0 || engine.is_running() {
+                break;
+            }
+            self.tally.wedges += 1;
+            assert!(
+                self.sessions.release_oldest(worker, &mut self.engines[worker]),
+                "an engine without turns and pins has room"
+            );
+        }
+        let removed = self.engines[worker].take_removed();
+        self.tell_blocks(worker, vec![], removed, policy);
+        self.look(worker);
+    }
+
+    fn begin(&mut self, worker: usize, begun: Begun, policy: &mut dyn Policy) {
+        let Begun { job, matched_tokens, stored, done_at } = begun;
+        let turn = &mut self.turns[job.turn];
+        if !turn.answered {
+            turn.answered = true;
+            self.tally.ttft.push(self.now - turn.arrived);
+            self.tally.input_tokens += job.input_tokens;
+            self.tally.matched_tokens += matched_tokens;
+        }
+        self.tally.prefilled_tokens[worker] += job.input_tokens - matched_tokens;
+        let (number, session) = (job.turn, self.session(job.play));
+        self.turns[number].running = Some(job);
+        self.schedule(done_at, Event::TurnDone { turn: number, worker, life: self.lives[worker] });
+        self.tell_blocks(worker, stored, vec![], policy);
+        policy.hear(&Heard::Began { session, worker, now: self.now }, &self.fleet);
+    }
+
+    fn end(&mut self, turn: usize, worker: usize, policy: &mut dyn Policy) {
+        let job = self.turns[turn].running.take().expect("a turn that ends has run");
+        let session = self.session(job.play);
+        self.tally.ended += 1;
+        let last = !self.corpus.timed && self.plays.is_last(job.play);
+        self.sessions.ended(&job, worker, &mut self.engines[worker]);
+        self.look(worker);
+        policy.hear(&Heard::Ended { turn, session, worker, now: self.now }, &self.fleet);
+        if last {
+            for at in self.faults.close(self.now) {
+                self.schedule(at, Event::Close { play: job.play });
+            }
+        }
+        self.go_on(worker, policy);
+        self.follow(job.play);
+    }
+
+    /// What follows from the end of the play's turn.
+    fn follow(&mut self, play: usize) {
+        for due in self.plays.ended(play, self.now) {
+            self.due(due);
+        }
+    }
+
+    fn close(&mut self, play: usize, policy: &mut dyn Policy) {
+        if self.options.close == super::options::Close::None {
+            return;
+        }
+        let session = self.session(play);
+        self.tally.closed += 1;
+        for worker in self.sessions.workers_of(play) {
+            self.sessions.close(play, &self.corpus, worker, &self.plays, &mut self.engines[worker]);
+            self.go_on(worker, policy);
+        }
+        policy.hear(&Heard::Closed { session, now: self.now }, &self.fleet);
+    }
+
+    fn session(&self, play: usize) -> usize {
+        self.corpus.scripts[self.plays.get(play).script].continues.unwrap_or(play)
+    }
+
+    /// What the policy may see of a worker, as it is now.
+    fn look(&mut self, worker: usize) {
+        let engine = &self.engines[worker];
+        let seen = &mut self.fleet.workers[worker];
+        seen.outstanding = engine.turns();
+        seen.pending_tokens = engine.pending_tokens();
+        seen.active_blocks = engine.pool.used();
+    }
+}
