@@ -5,9 +5,11 @@
 //! - [`id`]: validated identifiers.
 //! - [`load`]: the load report in domain types; conversion rejects nonsense.
 //! - [`claim`]: what a router tells an agent about a turn's session, as one header.
+//! - [`block`]: routing blocks, the unit in which both sides say what KV is where.
 //! - [`body`]: the top level of a JSON request body, by byte range.
 //! - [`process`]: what both binaries are to their operator: tasks, admin port, settings, refusals.
 
+pub mod block;
 pub mod body;
 pub mod claim;
 pub mod id;

@@ -4,7 +4,8 @@
 //!
 //! Pure, with `now` as an argument: [`request`] (who a turn belongs to), [`follow`] (one agent's
 //! event stream, checked), [`view`] (what is known of the fleet), [`affinity`] (what this router
-//! decided), [`known`] (both reconciled), [`placement`] (where a turn goes).
+//! decided), [`known`] (both reconciled), [`overlap`] (which blocks are resident where),
+//! [`placement`] (where a turn goes).
 //!
 //! The shell around it: `worker` follows one agent, `view::task` publishes snapshots, `decide`
 //! joins standing, placement and lease in one step, `proxy` and `turn` move the bytes, `control`
@@ -19,6 +20,7 @@ pub mod follow;
 pub mod known;
 pub mod lease;
 mod metrics;
+pub mod overlap;
 pub mod placement;
 mod proxy;
 pub mod request;

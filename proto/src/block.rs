@@ -1,0 +1,276 @@
+//! Routing blocks: what agents and routers call the same piece of a prompt. It owns their size,
+//! their identity and how a growing prompt is hashed; it knows no engine's own page hashes.
+//!
+//! A block is 64 tokens, or the engine's page where that is larger. Its identity is chained over
+//! everything before it, so one hash stands for a whole prefix:
+//!
+//! ```text
+//! root     = xxh3(version ‖ tokens of a block: u32 ‖ lora ‖ namespace ‖ cache salt)
+//! local(b) = xxh3(the block's tokens, u32 little-endian)
+//! hash(b)  = xxh3(hash of the block before, or root ‖ local(b))
+//! ```
+//!
+//! Each part of the root is `00` where absent, else `01 ‖ length: u64 ‖ bytes`; all integers are
+//! little-endian. Nothing of the engine's page size or hash goes in, so that engines with pages of
+//! 1 to 64 tokens share identities. The hash is fast, not secret: whoever collides two prompts
+//! gains a wrong guess about where KV is, never the KV.
+
+use xxhash_rust::xxh3::xxh3_64;
+
+/// Part of every identity; raised when the rule above changes.
+const VERSION: u8 = 1;
+
+/// Tokens of a block of an engine whose pages are not larger: long enough that a prompt of 128k
+/// tokens has 2,048 blocks, short enough that half of one, 32 tokens, is a millisecond of prefill.
+pub const BLOCK_TOKENS_MIN: u32 = 64;
+/// The largest page for which there are blocks; engines have pages of 1 to 256 tokens.
+pub const BLOCK_TOKENS_MAX: u32 = 256;
+const BLOCK_BYTES_MAX: usize = 4 * BLOCK_TOKENS_MAX as usize;
+
+/// A page for which there are no blocks.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("a page has 1 to {BLOCK_TOKENS_MAX} tokens, this one has {0}; set the engine's page size")]
+pub struct Error(pub u32);
+
+/// The identity of a block and of everything before it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct BlockHash(pub u64);
+
+/// How many tokens a block has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct BlockTokens(u32);
+
+impl BlockTokens {
+    /// For an engine's page size in tokens.
+    ///
+    /// # Errors
+    /// When the page is empty or larger than [`BLOCK_TOKENS_MAX`].
+    pub fn for_page(page_tokens: u32) -> Result<Self, Error> {
+        match page_tokens {
+            1..=BLOCK_TOKENS_MAX => Ok(Self(page_tokens.max(BLOCK_TOKENS_MIN))),
+            _ => Err(Error(page_tokens)),
+        }
+    }
+
+    /// The number.
+    #[must_use]
+    pub fn get(self) -> u32 {
+        self.0
+    }
+}
+
+/// What tells the KV of equal tokens apart.
+#[derive(Debug, Clone, Copy)]
+pub struct Scheme<'a> {
+    /// Tokens of a block.
+    pub block_tokens: BlockTokens,
+    /// The adapter's name.
+    pub lora: Option<&'a str>,
+    /// The caller's extra key.
+    pub namespace: Option<&'a str>,
+    /// The caller's cache salt.
+    pub cache_salt: Option<&'a str>,
+}
+
+impl Scheme<'_> {
+    /// Plain tokens.
+    #[must_use]
+    pub fn plain(block_tokens: BlockTokens) -> Self {
+        Self { block_tokens, lora: None, namespace: None, cache_salt: None }
+    }
+
+    /// What the first block's hash is chained to.
+    #[must_use]
+    pub fn root(&self) -> BlockHash {
+        let mut bytes = vec![VERSION];
+        bytes.extend_from_slice(&self.block_tokens.0.to_le_bytes());
+        for part in [self.lora, self.namespace, self.cache_salt] {
+            let Some(text) = part else {
+                bytes.push(0);
+                continue;
+            };
+            bytes.push(1);
+            bytes.extend_from_slice(&(text.len() as u64).to_le_bytes());
+            bytes.extend_from_slice(text.as_bytes());
+        }
+        BlockHash(xxh3_64(&bytes))
+    }
+}
+
+/// The hash of a block of tokens after `parent`.
+#[must_use]
+pub fn after(parent: BlockHash, local: u64) -> BlockHash {
+    let mut bytes = [0; 16];
+    bytes[..8].copy_from_slice(&parent.0.to_le_bytes());
+    bytes[8..].copy_from_slice(&local.to_le_bytes());
+    BlockHash(xxh3_64(&bytes))
+}
+
+/// The blocks of a prompt that grows: what was hashed is not hashed again. It keeps the tokens of
+/// the block that is not full yet and nothing else of the prompt.
+#[derive(Debug, Clone)]
+pub struct Chain {
+    block_tokens: usize,
+    last: BlockHash,
+    blocks: u64,
+    pending: Vec<u32>,
+}
+
+impl Chain {
+    /// An empty prompt.
+    #[must_use]
+    pub fn new(scheme: &Scheme<'_>) -> Self {
+        let block_tokens = scheme.block_tokens.0 as usize;
+        Self { block_tokens, last: scheme.root(), blocks: 0, pending: vec![] }
+    }
+
+    /// Tokens taken so far.
+    #[must_use]
+    pub fn tokens(&self) -> u64 {
+        self.blocks * self.block_tokens as u64 + self.pending.len() as u64
+    }
+
+    /// Takes the tokens that follow, and appends the hashes of the blocks that became full.
+    pub fn push(&mut self, tokens: &[u32], hashes: &mut Vec<BlockHash>) {
+        let mut rest = tokens;
+        if !self.pending.is_empty() {
+            let missing = self.block_tokens - self.pending.len();
+            let (first, after) = rest.split_at(missing.min(rest.len()));
+            self.pending.extend_from_slice(first);
+            rest = after;
+            if self.pending.len() < self.block_tokens {
+                return;
+            }
+            let full = std::mem::take(&mut self.pending);
+            self.full(&full, hashes);
+        }
+        let whole = rest.len() - rest.len() % self.block_tokens;
+        self.full(&rest[..whole], hashes);
+        self.pending.extend_from_slice(&rest[whole..]);
+    }
+
+    fn full(&mut self, tokens: &[u32], hashes: &mut Vec<BlockHash>) {
+        let mut bytes = [0; BLOCK_BYTES_MAX];
+        let bytes = &mut bytes[..4 * self.block_tokens];
+        hashes.reserve(tokens.len() / self.block_tokens);
+        for block in tokens.chunks_exact(self.block_tokens) {
+            for (slot, token) in bytes.chunks_exact_mut(4).zip(block) {
+                slot.copy_from_slice(&token.to_le_bytes());
+            }
+            self.last = after(self.last, xxh3_64(bytes));
+            self.blocks += 1;
+            hashes.push(self.last);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn plain(page_tokens: u32) -> Scheme<'static> {
+        Scheme::plain(BlockTokens::for_page(page_tokens).unwrap())
+    }
+
+    fn hashed(scheme: &Scheme<'_>, pieces: &[&[u32]]) -> Vec<BlockHash> {
+        let (mut chain, mut hashes) = (Chain::new(scheme), vec![]);
+        for piece in pieces {
+            chain.push(piece, &mut hashes);
+        }
+        let tokens: usize = pieces.iter().map(|piece| piece.len()).sum();
+        assert_eq!(chain.tokens(), tokens as u64);
+        hashes
+    }
+
+    /// The rule as the module states it, step by step.
+    fn by_the_rule(scheme: &Scheme<'_>, tokens: &[u32]) -> Vec<BlockHash> {
+        let mut last = scheme.root();
+        let blocks = tokens.chunks_exact(scheme.block_tokens.get() as usize);
+        let hash = |block: &[u32]| {
+            let bytes: Vec<u8> = block.iter().flat_map(|token| token.to_le_bytes()).collect();
+            let local = xxh3_64(&bytes);
+            last = BlockHash(xxh3_64(&[last.0.to_le_bytes(), local.to_le_bytes()].concat()));
+            last
+        };
+        blocks.map(hash).collect()
+    }
+
+    /// An agent and a router of different releases compare these: they change with the version.
+    #[test]
+    fn identities_are_what_they_were() {
+        let tokens: Vec<u32> = (0..200).collect();
+        let lora = Scheme { lora: Some("sql"), ..plain(16) };
+        let spaced = Scheme { namespace: Some("a"), cache_salt: Some("b"), ..plain(16) };
+        let hex = |scheme: &Scheme<'_>| -> Vec<String> {
+            let hashes = hashed(scheme, &[&tokens]);
+            hashes.iter().map(|hash| format!("{:016x}", hash.0)).collect()
+        };
+        let plain_hex = ["b01ff8a80390ef4b", "d830633517f41004", "4198a3c7a62925e7"];
+        assert_eq!(hex(&plain(16)), plain_hex);
+        assert_eq!(hex(&plain(128)), ["82b4dbd1987d0bfd"]);
+        let lora_hex = ["88cdd4c631544c7e", "9e14ee66014d65ff", "72697b7008402c09"];
+        assert_eq!(hex(&lora), lora_hex);
+        let spaced_hex = ["42cd0c14e254856f", "dc8082140e777537", "a8a90fbf59ac832b"];
+        assert_eq!(hex(&spaced), spaced_hex);
+    }
+
+    #[test]
+    fn a_block_is_64_tokens_or_the_page() {
+        let tokens = |page| BlockTokens::for_page(page).map(BlockTokens::get);
+        assert_eq!([tokens(1), tokens(64), tokens(65)], [Ok(64), Ok(64), Ok(65)]);
+        assert_eq!(
+            [tokens(256), tokens(0), tokens(257)],
+            [Ok(256), Err(Error(0)), Err(Error(257))]
+        );
+    }
+
+    #[test]
+    fn schemes_share_nothing() {
+        let (a, b) = (Some("a"), Some("b"));
+        let schemes = [
+            plain(1),
+            plain(128),
+            Scheme { lora: a, ..plain(1) },
+            Scheme { namespace: a, ..plain(1) },
+            Scheme { cache_salt: a, ..plain(1) },
+            Scheme { lora: Some(""), ..plain(1) },
+            Scheme { lora: a, namespace: b, ..plain(1) },
+            Scheme { lora: Some("ab"), namespace: Some(""), ..plain(1) },
+        ];
+        let mut roots: Vec<BlockHash> = schemes.iter().map(Scheme::root).collect();
+        roots.sort_unstable();
+        roots.dedup();
+        assert_eq!(roots.len(), schemes.len());
+    }
+
+    proptest! {
+        #[test]
+        fn it_matters_not_how_a_prompt_arrives(
+            tokens in prop::collection::vec(any::<u32>(), 0..900),
+            cuts in prop::collection::vec(0..900_usize, 0..8),
+            page_tokens in 1..=256_u32,
+        ) {
+            let scheme = plain(page_tokens);
+            let mut cuts: Vec<usize> = cuts.into_iter().map(|cut| cut.min(tokens.len())).collect();
+            cuts.extend([0, tokens.len()]);
+            cuts.sort_unstable();
+            let pieces: Vec<&[u32]> = cuts.windows(2).map(|ends| &tokens[ends[0]..ends[1]]).collect();
+            prop_assert_eq!(hashed(&scheme, &pieces), by_the_rule(&scheme, &tokens));
+        }
+
+        #[test]
+        fn a_block_stands_for_all_before_it(
+            tokens in prop::collection::vec(any::<u32>(), 192),
+            at in 0..192_usize,
+        ) {
+            let mut other = tokens.clone();
+            other[at] ^= 1;
+            let (one, two) = (hashed(&plain(1), &[&tokens]), hashed(&plain(1), &[&other]));
+            let same = one.iter().zip(&two).take_while(|(one, two)| one == two).count();
+            let equal = one.iter().zip(&two).filter(|(one, two)| one == two).count();
+            prop_assert_eq!((same, equal), (at / 64, at / 64));
+        }
+    }
+}

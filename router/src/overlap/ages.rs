@@ -1,0 +1,97 @@
+//! Which leaf run was named longest ago: a doubly linked list through a table by run.
+
+use super::RunId;
+
+/// No run: the list's end.
+const NONE: RunId = 0;
+
+/// The list. Who is in it knows that by itself.
+#[derive(Debug)]
+pub(super) struct Ages {
+    links: Vec<Link>,
+    oldest: RunId,
+    newest: RunId,
+}
+
+#[derive(Debug, Clone, Copy, Default)]
+struct Link {
+    older: RunId,
+    newer: RunId,
+}
+
+impl Ages {
+    pub(super) fn new() -> Self {
+        Self { links: vec![Link::default()], oldest: NONE, newest: NONE }
+    }
+
+    /// Memory held.
+    pub(super) fn bytes(&self) -> usize {
+        self.links.capacity() * size_of::<Link>()
+    }
+
+    /// The run to drop first.
+    pub(super) fn oldest(&self) -> Option<RunId> {
+        (self.oldest != NONE).then_some(self.oldest)
+    }
+
+    /// From the oldest on.
+    pub(super) fn iter(&self) -> impl Iterator<Item = RunId> {
+        std::iter::successors(self.oldest(), |&run| {
+            let newer = self.links[run as usize].newer;
+            (newer != NONE).then_some(newer)
+        })
+    }
+
+    /// Adds a run that is not in it.
+    pub(super) fn push_newest(&mut self, run: RunId) {
+        self.put(run, Link { older: self.newest, newer: NONE });
+    }
+
+    /// Adds a run that is not in it.
+    pub(super) fn push_oldest(&mut self, run: RunId) {
+        self.put(run, Link { older: NONE, newer: self.oldest });
+    }
+
+    fn put(&mut self, run: RunId, link: Link) {
+        if self.links.len() <= run as usize {
+            self.links.resize(run as usize + 1, Link::default());
+        }
+        self.links[run as usize] = link;
+        match link.older {
+            NONE => self.oldest = run,
+            older => self.links[older as usize].newer = run,
+        }
+        match link.newer {
+            NONE => self.newest = run,
+            newer => self.links[newer as usize].older = run,
+        }
+    }
+
+    /// Makes a run of it the newest.
+    pub(super) fn touch(&mut self, run: RunId) {
+        if self.newest != run {
+            self.remove(run);
+            self.push_newest(run);
+        }
+    }
+
+    /// Puts a run that is not in it in the place of one that is.
+    pub(super) fn replace(&mut self, old: RunId, new: RunId) {
+        let link = self.links[old as usize];
+        self.remove(old);
+        self.put(new, link);
+    }
+
+    /// Takes a run of it out.
+    pub(super) fn remove(&mut self, run: RunId) {
+        let Link { older, newer } = std::mem::take(&mut self.links[run as usize]);
+        match older {
+            NONE => self.oldest = newer,
+            older => self.links[older as usize].newer = newer,
+        }
+        match newer {
+            NONE => self.newest = older,
+            newer => self.links[newer as usize].older = older,
+        }
+    }
+}

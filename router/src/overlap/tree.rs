@@ -1,0 +1,430 @@
+//! The blocks of all chains as a tree of runs, and who holds how much of each run. It knows slots,
+//! not workers, and no bound on memory.
+//!
+//! A run is a piece of a chain without a branch. A hash stands for its whole prefix, so two chains
+//! agree up to any place where they agree there: a run is compared with a prompt at its end, and
+//! by bisection when that differs. A holder has the first blocks of a run, as many as its cut
+//! says; what would leave a hole splits the run there.
+
+mod check;
+mod shape;
+
+use std::ops::{Index, IndexMut};
+
+use proto::block::BlockHash;
+
+use super::{
+    RunId, Tier,
+    ages::Ages,
+    holders::Holders,
+    table::{Entry, PLACES, Table},
+};
+
+/// The empty run that all chains begin at.
+pub(super) const ROOT: RunId = 0;
+/// Blocks of a run at most: a place is unique in it, and moving half of one takes some 20 µs.
+const RUN_BLOCKS_MAX: usize = PLACES as usize;
+/// What the allocator keeps of its own beside an allocation.
+const ALLOCATION_BYTES: usize = 16;
+
+/// One tier of one slot.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Holder {
+    pub(super) slot: u16,
+    pub(super) tier: Tier,
+}
+
+/// Why a store stopped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Stopped {
+    /// Nobody is known to hold the parent.
+    Orphan,
+    /// A block is known at another place of the tree.
+    Elsewhere,
+}
+
+/// A piece of a chain without a branch. One cache line: a look-up reads one for each run it passes.
+#[derive(Debug, Default)]
+#[repr(align(64))]
+pub(super) struct Run {
+    blocks: Vec<BlockHash>,
+    device: Holders,
+    host: Option<Box<Holders>>,
+    /// Blocks before it in its chain.
+    start: u32,
+    parent: RunId,
+}
+
+/// The runs that follow a run. The ids in one word: with one child left it is that child's.
+#[derive(Debug, Clone, Copy, Default)]
+struct Children {
+    count: u32,
+    xor: RunId,
+}
+
+/// A place between two blocks: after the first `blocks` blocks of a run.
+#[derive(Debug, Clone, Copy)]
+struct Place {
+    run: RunId,
+    blocks: usize,
+}
+
+/// All runs.
+#[derive(Debug)]
+pub(super) struct Tree {
+    runs: Vec<Run>,
+    children: Vec<Children>,
+    /// Of all leaf runs.
+    ages: Ages,
+    table: Table,
+    free: Vec<RunId>,
+    /// What runs hold outside of `runs`, bytes.
+    heap_bytes: usize,
+    /// Resident blocks by slot, both tiers.
+    held: Vec<u64>,
+    /// Resident blocks on hosts, of all slots.
+    host_blocks: u64,
+}
+
+impl Index<RunId> for Tree {
+    type Output = Run;
+
+    fn index(&self, run: RunId) -> &Run {
+        &self.runs[run as usize]
+    }
+}
+
+impl IndexMut<RunId> for Tree {
+    fn index_mut(&mut self, run: RunId) -> &mut Run {
+        &mut self.runs[run as usize]
+    }
+}
+
+impl Run {
+    fn heap_bytes(&self) -> usize {
+        let host = self.host.as_ref().map_or(0, |host| host.bytes() + size_of::<Holders>());
+        let blocks = match self.blocks.capacity() {
+            0 => 0,
+            capacity => capacity * size_of::<BlockHash>() + ALLOCATION_BYTES,
+        };
+        blocks + self.device.bytes() + host
+    }
+
+    fn holders(&self, tier: Tier) -> Option<&Holders> {
+        match tier {
+            Tier::Device => Some(&self.device),
+            Tier::Host => self.host.as_deref(),
+        }
+    }
+
+    fn cut(&self, holder: Holder) -> usize {
+        self.holders(holder.tier).map_or(0, |holders| usize::from(holders.get(holder.slot)))
+    }
+
+    /// Where a block is, if the table's proposal is right.
+    fn place(&self, block: BlockHash, entry: Entry) -> Option<usize> {
+        let place = (entry.place.wrapping_sub(self.start) % PLACES) as usize;
+        (self.blocks.get(place) == Some(&block)).then_some(place)
+    }
+
+    /// Blocks that somebody holds.
+    fn covered(&self) -> usize {
+        let host = self.host.as_ref().map_or(0, |host| host.max());
+        usize::from(self.device.max().max(host))
+    }
+
+    /// Of all holders together.
+    fn residents(&self) -> u64 {
+        let of = |holders: &Holders| holders.iter().map(|hold| u64::from(hold.cut)).sum::<u64>();
+        of(&self.device) + self.host.as_deref().map_or(0, of)
+    }
+
+    fn set_cut(&mut self, holder: Holder, cut: usize, slots: usize) {
+        let cut = cut_of(cut);
+        match holder.tier {
+            Tier::Device => self.device.set(holder.slot, cut, slots),
+            Tier::Host => {
+                let host = self.host.get_or_insert_default();
+                host.set(holder.slot, cut, slots);
+                if host.is_empty() {
+                    self.host = None;
+                }
+            }
+        }
+    }
+}
+
+fn cut_of(blocks: usize) -> u16 {
+    u16::try_from(blocks).expect("a run has at most 4,096 blocks")
+}
+
+/// How many leading blocks two pieces have in common, given that they begin at the same depth.
+fn matching(ours: &[BlockHash], theirs: &[BlockHash]) -> usize {
+    let both = ours.len().min(theirs.len());
+    if both == 0 || ours[both - 1] == theirs[both - 1] {
+        return both;
+    }
+    let (mut same, mut differs) = (0, both - 1);
+    while same < differs {
+        let middle = usize::midpoint(same, differs);
+        if ours[middle] == theirs[middle] {
+            same = middle + 1;
+        } else {
+            differs = middle;
+        }
+    }
+    same
+}
+
+impl Tree {
+    pub(super) fn new() -> Self {
+        Self {
+            runs: vec![Run::default()],
+            children: vec![Children::default()],
+            ages: Ages::new(),
+            table: Table::new(),
+            free: vec![],
+            heap_bytes: 0,
+            held: vec![],
+            host_blocks: 0,
+        }
+    }
+
+    /// Distinct blocks.
+    pub(super) fn blocks(&self) -> usize {
+        self.table.len()
+    }
+
+    /// Runs in use.
+    pub(super) fn runs(&self) -> usize {
+        self.runs.len() - 1 - self.free.len()
+    }
+
+    /// Places of runs, in use or not: what a sweep goes through.
+    pub(super) fn places(&self) -> usize {
+        self.runs.len()
+    }
+
+    /// Memory held.
+    pub(super) fn bytes(&self) -> usize {
+        let beside = size_of::<Children>() * self.children.capacity()
+            + size_of::<RunId>() * self.free.capacity()
+            + size_of::<u64>() * self.held.capacity();
+        let runs = size_of::<Run>() * self.runs.capacity();
+        runs + beside + self.ages.bytes() + self.table.bytes() + self.heap_bytes
+    }
+
+    /// Makes room for one more slot.
+    pub(super) fn add_slot(&mut self) {
+        self.held.push(0);
+    }
+
+    /// Resident blocks of a slot, both tiers.
+    pub(super) fn held(&self, slot: u16) -> u64 {
+        self.held[usize::from(slot)]
+    }
+
+    /// Resident blocks on hosts, of all slots.
+    pub(super) fn host_blocks(&self) -> u64 {
+        self.host_blocks
+    }
+
+    /// Leading blocks of a chain by slot, on the device and on either tier. `either` may be empty
+    /// while no block is on a host.
+    pub(super) fn look_up(&self, chain: &[BlockHash], device: &mut [u32], either: &mut [u32]) {
+        let mut depth = 0;
+        while let Some(rest) = chain.get(depth..).filter(|rest| !rest.is_empty()) {
+            let begins = |entry: Entry| {
+                let run = &self[entry.run];
+                let matched =
+                    if run.start as usize == depth { matching(&run.blocks, rest) } else { 0 };
+                (matched > 0).then_some((run, matched))
+            };
+            let Some((run, matched)) = self.table.find(rest[0], begins) else { return };
+            run.device.credit(run.start, cut_of(matched), device);
+            if !either.is_empty() {
+                run.device.credit(run.start, cut_of(matched), either);
+                if let Some(host) = &run.host {
+                    host.credit(run.start, cut_of(matched), either);
+                }
+            }
+            if matched < run.blocks.len() {
+                return;
+            }
+            depth += matched;
+        }
+    }
+
+    /// Notes that a holder has blocks, the first of them after `parent`. What came before a reason
+    /// to stop is kept.
+    pub(super) fn store(
+        &mut self,
+        holder: Holder,
+        parent: Option<BlockHash>,
+        blocks: &[BlockHash],
+    ) -> Result<(), Stopped> {
+        let mut place = match parent {
+            None => Place { run: ROOT, blocks: 0 },
+            Some(parent) => {
+                let (run, at) = self.find(parent).ok_or(Stopped::Orphan)?;
+                Place { run, blocks: at + 1 }
+            }
+        };
+        let mut rest = blocks;
+        while let Some(&first) = rest.first() {
+            let inside = &self[place.run].blocks[place.blocks..];
+            if !inside.is_empty() {
+                let same = matching(inside, rest);
+                if same == 0 {
+                    place.run = self.split(place.run, place.blocks).0;
+                } else {
+                    place = self.hold(holder, place, same);
+                    rest = &rest[same..];
+                }
+                continue;
+            }
+            match self.find(first) {
+                Some((run, 0)) if self[run].parent == place.run => place = Place { run, blocks: 0 },
+                Some(_) => return Err(Stopped::Elsewhere),
+                None => {
+                    let before = self.blocks();
+                    place = self.append(holder, place, rest)?;
+                    rest = &rest[self.blocks() - before..];
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Notes that a holder has blocks no more; returns how many of them it had.
+    pub(super) fn remove(&mut self, holder: Holder, blocks: &[BlockHash]) -> usize {
+        let (mut at, mut removed) = (0, 0);
+        while let Some(&first) = blocks.get(at) {
+            at += 1;
+            let Some((run, place)) = self.find(first) else { continue };
+            // Engines name the blocks of a node in either order: take them as one piece.
+            let (mut from, mut to) = (place, place + 1);
+            let own = &self[run].blocks;
+            while at < blocks.len() && own.get(to) == Some(&blocks[at]) {
+                (at, to) = (at + 1, to + 1);
+            }
+            while at < blocks.len() && from > 0 && own[from - 1] == blocks[at] {
+                (at, from) = (at + 1, from - 1);
+            }
+            removed += self.release(holder, run, from, to);
+        }
+        removed
+    }
+
+    /// Ends all holds of the slots for which `ends` is true in so many runs from a place on.
+    pub(super) fn sweep(&mut self, from: usize, runs: usize, ends: impl Fn(u16) -> bool) {
+        for at in from..(from + runs).min(self.runs.len()) {
+            let mut ending = vec![];
+            for tier in [Tier::Device, Tier::Host] {
+                let holds = self.runs[at].holders(tier).into_iter().flat_map(Holders::iter);
+                let ended = holds.filter(|hold| ends(hold.slot));
+                ending.extend(ended.map(|hold| Holder { slot: hold.slot, tier }));
+            }
+            let run = RunId::try_from(at).expect("runs are counted by RunId");
+            for &holder in &ending {
+                self.set_cut(run, holder, 0);
+            }
+            if !ending.is_empty() {
+                self.settle(run);
+            }
+        }
+    }
+
+    /// Forgets the leaf run named longest ago; returns how many resident blocks that were.
+    pub(super) fn drop_oldest(&mut self) -> Option<u64> {
+        let run = self.ages.oldest()?;
+        let parent = self[run].parent;
+        let dropped = self[run].residents();
+        for tier in [Tier::Device, Tier::Host] {
+            let holds: Vec<_> =
+                self[run].holders(tier).into_iter().flat_map(Holders::iter).collect();
+            for hold in holds {
+                self.set_cut(run, Holder { slot: hold.slot, tier }, 0);
+            }
+        }
+        self.settle(run);
+        // What it followed is older still.
+        if parent != ROOT && self.children[parent as usize].count == 0 && self.is_used(parent) {
+            self.ages.remove(parent);
+            self.ages.push_oldest(parent);
+        }
+        Some(dropped)
+    }
+
+    fn is_used(&self, run: RunId) -> bool {
+        !self[run].blocks.is_empty()
+    }
+
+    /// The run that has a block, and where.
+    fn find(&self, block: BlockHash) -> Option<(RunId, usize)> {
+        self.table.find(block, |entry| Some((entry.run, self[entry.run].place(block, entry)?)))
+    }
+
+    /// Changes a run and keeps the account of its memory.
+    fn change<T>(&mut self, run: RunId, change: impl FnOnce(&mut Run) -> T) -> T {
+        let run = &mut self.runs[run as usize];
+        let before = run.heap_bytes();
+        let result = change(run);
+        self.heap_bytes = self.heap_bytes + run.heap_bytes() - before;
+        result
+    }
+
+    fn set_cut(&mut self, run: RunId, holder: Holder, cut: usize) {
+        let slots = self.held.len();
+        let before = self[run].cut(holder) as u64;
+        let held = &mut self.held[usize::from(holder.slot)];
+        *held = *held + cut as u64 - before;
+        if holder.tier == Tier::Host {
+            self.host_blocks = self.host_blocks + cut as u64 - before;
+        }
+        self.change(run, |run| run.set_cut(holder, cut, slots));
+    }
+
+    /// A holder has the next `blocks` blocks after a place inside a run; returns the place after.
+    fn hold(&mut self, holder: Holder, place: Place, blocks: usize) -> Place {
+        let Place { run, blocks: from } = place;
+        let (to, cut) = (from + blocks, self[run].cut(holder));
+        if cut < from {
+            let (_, tail) = self.split(run, from);
+            self.set_cut(tail, holder, blocks);
+            self.touch(tail);
+            return Place { run: tail, blocks };
+        }
+        if cut < to {
+            self.set_cut(run, holder, to);
+        }
+        self.touch(run);
+        // A hole may have been filled.
+        let whole = cut < to && to == self[run].blocks.len();
+        Place { run: if whole { self.join(run) } else { run }, blocks: to }
+    }
+
+    /// A leaf run was named: it is the last to be dropped.
+    fn touch(&mut self, run: RunId) {
+        if self.children[run as usize].count == 0 {
+            self.ages.touch(run);
+        }
+    }
+
+    /// A holder has blocks no more; returns how many of them it had.
+    fn release(&mut self, holder: Holder, run: RunId, from: usize, to: usize) -> usize {
+        let cut = self[run].cut(holder);
+        let to = to.min(cut);
+        if from >= to {
+            return 0;
+        }
+        let mut run = run;
+        if to < cut {
+            // The holder keeps what follows: that becomes a run of its own.
+            run = self.split(run, to).0;
+        }
+        self.set_cut(run, holder, from);
+        self.settle(run);
+        to - from
+    }
+}

@@ -1,0 +1,257 @@
+//! How runs come, grow, split, join and go. Who calls it says what is held; it keeps blocks, table,
+//! children and ages in step.
+
+use std::ops::Range;
+
+use proto::block::BlockHash;
+
+use super::{
+    super::{
+        RunId, Tier,
+        holders::{Hold, Holders},
+        table::{Entry, RUNS_MAX},
+    },
+    Children, Holder, Place, ROOT, RUN_BLOCKS_MAX, Run, Stopped, Tree, cut_of,
+};
+
+impl Tree {
+    /// Adds unknown blocks at the end of a run, or in a new one after it, as many as fit in one;
+    /// returns the place behind them.
+    pub(super) fn append(
+        &mut self,
+        holder: Holder,
+        place: Place,
+        blocks: &[BlockHash],
+    ) -> Result<Place, Stopped> {
+        let Place { run: last, blocks: end } = place;
+        let is_leaf = last != ROOT && self.children[last as usize].count == 0;
+        let grows = is_leaf && end < RUN_BLOCKS_MAX && self[last].cut(holder) == end;
+        let (run, at) = if grows { (last, end) } else { (self.add_after(last), 0) };
+        let fit = &blocks[..blocks.len().min(RUN_BLOCKS_MAX - at)];
+        self.change(run, |run| {
+            if run.blocks.capacity() < at + fit.len() {
+                // Some room for the next turn, without keeping half of all memory free for it.
+                run.blocks.reserve_exact(fit.len() + at / 4);
+            }
+            run.blocks.extend_from_slice(fit);
+        });
+        let end = self.enter(run, at);
+        self.change(run, |run| run.blocks.truncate(end));
+        self.set_cut(run, holder, end);
+        self.touch(run);
+        if end < at + fit.len() { Err(Stopped::Elsewhere) } else { Ok(Place { run, blocks: end }) }
+    }
+
+    /// Enters a run's blocks from a place on into the table, up to one that is known already;
+    /// returns the place of that, or the end.
+    fn enter(&mut self, run: RunId, from: usize) -> usize {
+        let Self { table, runs, .. } = self;
+        let of = &runs[run as usize];
+        for (at, &block) in of.blocks.iter().enumerate().skip(from) {
+            let known = table.find(block, |entry| runs[entry.run as usize].place(block, entry));
+            if known.is_some() {
+                return at;
+            }
+            table.insert(block, Entry::new(run, of.start as usize + at));
+        }
+        of.blocks.len()
+    }
+
+    /// An empty run after another.
+    fn add_after(&mut self, parent: RunId) -> RunId {
+        let start = self[parent].start as usize + self[parent].blocks.len();
+        let start = u32::try_from(start).expect("no prompt has four billion blocks");
+        if parent != ROOT && self.children[parent as usize].count == 0 {
+            self.ages.remove(parent);
+        }
+        let run = self.add(Run { start, parent, ..Run::default() });
+        self.children[parent as usize].add(run);
+        self.ages.push_newest(run);
+        run
+    }
+
+    fn add(&mut self, run: Run) -> RunId {
+        self.heap_bytes += run.heap_bytes();
+        if let Some(id) = self.free.pop() {
+            self.runs[id as usize] = run;
+            return id;
+        }
+        assert!(self.runs.len() < RUNS_MAX, "the bound on bytes is reached long before");
+        let id = RunId::try_from(self.runs.len()).expect("there are fewer");
+        if self.runs.len() == self.runs.capacity() {
+            // Doubling would keep up to half of it free.
+            self.runs.reserve_exact(self.runs.len() / 4 + 64);
+            self.children.reserve_exact(self.runs.len() / 4 + 64);
+        }
+        self.runs.push(run);
+        self.children.push(Children::default());
+        id
+    }
+
+    fn discard(&mut self, run: RunId) {
+        self.change(run, |run| *run = Run::default());
+        self.children[run as usize] = Children::default();
+        self.free.push(run);
+    }
+
+    /// Moves blocks from one run to another in the table.
+    fn rename(&mut self, from: RunId, blocks: Range<usize>, to: RunId) {
+        let Self { table, runs, .. } = self;
+        let run = &runs[from as usize];
+        for at in blocks {
+            table.rename(run.blocks[at], Entry::new(from, run.start as usize + at), to);
+        }
+    }
+
+    /// Parts a run after its first `at` blocks; returns both parts. One keeps the id: the part that
+    /// has children, else the longer one.
+    pub(super) fn split(&mut self, run: RunId, at: usize) -> (RunId, RunId) {
+        let len = self[run].blocks.len();
+        debug_assert!(0 < at && at < len, "both parts have blocks");
+        let children = self.children[run as usize];
+        let tail_stays = children.count > 0 || len - at >= at;
+        let id = self.add(Run::default());
+        let (head, tail) = if tail_stays { (id, run) } else { (run, id) };
+        self.rename(run, if tail_stays { 0..at } else { at..len }, id);
+
+        let mut first = self.change(run, std::mem::take);
+        let second = first.split_off(at, head);
+        let parent = first.parent;
+        self.change(head, |run| *run = first);
+        self.change(tail, |run| *run = second);
+
+        self.children[head as usize] = Children { count: 1, xor: tail };
+        self.children[tail as usize] = children;
+        if tail_stays {
+            self.children[parent as usize].xor ^= run ^ head;
+        } else {
+            // It was a leaf, and now its tail is.
+            self.ages.replace(run, tail);
+        }
+        (head, tail)
+    }
+
+    /// Joins a run with its only child, if whoever holds blocks of the child holds all of the run;
+    /// returns what it has become.
+    pub(super) fn join(&mut self, run: RunId) -> RunId {
+        let Children { count, xor: child } = self.children[run as usize];
+        if run == ROOT || count != 1 {
+            return run;
+        }
+        let (len, more) = (self[run].blocks.len(), self[child].blocks.len());
+        let no_holes = |tier: Tier| {
+            let mut holds = self[child].holders(tier).into_iter().flat_map(Holders::iter);
+            holds.all(|hold| self[run].cut(Holder { slot: hold.slot, tier }) == len)
+        };
+        if len + more > RUN_BLOCKS_MAX || !no_holes(Tier::Device) || !no_holes(Tier::Host) {
+            return run;
+        }
+        let children = self.children[child as usize];
+        let child_stays = children.count > 0 || more > len;
+        let (stays, goes) = if child_stays { (child, run) } else { (run, child) };
+        if child_stays {
+            self.rename(run, 0..len, child);
+            let parent = self[run].parent;
+            self.children[parent as usize].xor ^= run ^ child;
+        } else {
+            self.rename(child, 0..more, run);
+            self.ages.replace(child, run);
+        }
+        let slots = self.held.len();
+        let mut whole = self.change(run, std::mem::take);
+        let second = self.change(child, std::mem::take);
+        whole.absorb(&second, slots);
+        self.change(stays, |run| *run = whole);
+        self.discard(goes);
+        self.children[stays as usize] = children;
+        stays
+    }
+
+    /// After holds have ended: cuts off what nobody holds and nothing follows, joins what can be.
+    pub(super) fn settle(&mut self, run: RunId) {
+        let mut run = run;
+        while run != ROOT {
+            if self.children[run as usize].count > 0 {
+                run = self.join(run);
+                self.join(self[run].parent);
+                return;
+            }
+            let covered = self[run].covered();
+            self.cut_off(run, covered);
+            let parent = self[run].parent;
+            if covered > 0 {
+                self.join(parent);
+                return;
+            }
+            self.ages.remove(run);
+            self.discard(run);
+            self.children[parent as usize].remove(run);
+            if parent != ROOT && self.children[parent as usize].count == 0 {
+                self.ages.push_newest(parent);
+            }
+            run = parent;
+        }
+    }
+
+    fn cut_off(&mut self, run: RunId, len: usize) {
+        let Self { table, runs, .. } = self;
+        let of = &runs[run as usize];
+        if len == of.blocks.len() {
+            return;
+        }
+        for (at, &block) in of.blocks.iter().enumerate().skip(len) {
+            table.remove(block, Entry::new(run, of.start as usize + at));
+        }
+        self.change(run, |run| {
+            run.blocks.truncate(len);
+            if run.blocks.capacity() > 2 * len {
+                run.blocks.shrink_to_fit();
+            }
+        });
+    }
+}
+
+impl Children {
+    pub(super) fn add(&mut self, run: RunId) {
+        (self.count, self.xor) = (self.count + 1, self.xor ^ run);
+    }
+
+    fn remove(&mut self, run: RunId) {
+        (self.count, self.xor) = (self.count - 1, self.xor ^ run);
+    }
+}
+
+impl Run {
+    /// Keeps the first `at` blocks and returns the run of the others, whose parent is `head`.
+    fn split_off(&mut self, at: usize, head: RunId) -> Self {
+        let blocks = self.blocks.split_off(at);
+        self.blocks.shrink_to_fit();
+        let host = self.host.as_deref_mut().map(|host| part(host, at));
+        let device = part(&mut self.device, at);
+        let boxed = |host: Holders| (!host.is_empty()).then(|| Box::new(host));
+        let start = self.start + u32::from(cut_of(at));
+        Self { blocks, device, host: host.and_then(boxed), start, parent: head }
+    }
+
+    /// Appends a run whose holders hold all of this one.
+    fn absorb(&mut self, other: &Self, slots: usize) {
+        let len = self.blocks.len();
+        self.blocks.reserve_exact(other.blocks.len());
+        self.blocks.extend_from_slice(&other.blocks);
+        for tier in [Tier::Device, Tier::Host] {
+            for hold in other.holders(tier).into_iter().flat_map(Holders::iter) {
+                let holder = Holder { slot: hold.slot, tier };
+                self.set_cut(holder, len + usize::from(hold.cut), slots);
+            }
+        }
+    }
+}
+
+/// Leaves the holders of the first `at` blocks and returns those of the others.
+fn part(holders: &mut Holders, at: usize) -> Holders {
+    let at = cut_of(at);
+    let others = |hold: Hold| Hold { cut: hold.cut.saturating_sub(at), ..hold };
+    let after = holders.iter().map(others).filter(|hold| hold.cut > 0).collect();
+    holders.shorten(at);
+    after
+}
