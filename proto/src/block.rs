@@ -7,13 +7,18 @@
 //! ```text
 //! root     = xxh3(version ‖ tokens of a block: u32 ‖ lora ‖ namespace ‖ cache salt)
 //! local(b) = xxh3(the block's tokens, u32 little-endian)
-//! hash(b)  = xxh3(hash of the block before, or root ‖ local(b))
+//! hash(b)  = xxh3(hash of the block before, or root ‖ local(b)), with its ends replaced:
+//!
+//! 63           40 39                        3 2       0
+//! | group        | own                       | place  |
 //! ```
 //!
-//! Each part of the root is `00` where absent, else `01 ‖ length: u64 ‖ bytes`; all integers are
-//! little-endian. Nothing of the engine's page size or hash goes in, so that engines with pages of
-//! 1 to 64 tokens share identities. The hash is fast, not secret: whoever collides two prompts
-//! gains a wrong guess about where KV is, never the KV.
+//! The place counts 0 to 7 along the chain, and blocks 1 to 7 have the group of block 0 before
+//! them: an index finds eight blocks by one entry. A root has the place 7. Each part of the root
+//! is `00` where absent, else `01 ‖ length: u64 ‖ bytes`; all integers are little-endian. Nothing
+//! of the engine's page size or hash goes in, so that engines with pages of 1 to 64 tokens share
+//! identities. The hash is fast, not secret: whoever collides two prompts gains a wrong guess
+//! about where KV is, never the KV.
 
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -35,6 +40,44 @@ pub struct Error(pub u32);
 /// The identity of a block and of everything before it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct BlockHash(pub u64);
+
+/// Blocks of a group.
+pub const GROUP_BLOCKS: usize = 8;
+/// Bits that name a group: enough for a hundred million blocks to have it mostly to themselves.
+pub const GROUP_BITS: u32 = 24;
+const PLACE_BITS: u32 = 3;
+const OWN_BITS: u32 = 64 - GROUP_BITS - PLACE_BITS;
+const PLACES: u64 = (1 << PLACE_BITS) - 1;
+const GROUPS: u64 = u64::MAX << (64 - GROUP_BITS);
+
+impl BlockHash {
+    /// Which block of its group it is, from 0.
+    #[must_use]
+    pub fn place(self) -> usize {
+        usize::from(self.0.to_le_bytes()[0]) % GROUP_BLOCKS
+    }
+
+    /// The group, [`GROUP_BITS`] bits of its first block's hash.
+    #[must_use]
+    pub fn group(self) -> u64 {
+        self.0 >> (64 - GROUP_BITS)
+    }
+
+    /// The hash's own bits, [`GROUP_BITS`] of them.
+    #[must_use]
+    pub fn own(self) -> u64 {
+        (self.0 & !GROUPS) >> (PLACE_BITS + OWN_BITS - GROUP_BITS)
+    }
+
+    /// Whether it can be the block after another, or the first; it is for who made them to make
+    /// sure that it is.
+    #[must_use]
+    pub fn can_follow(self, parent: Option<Self>) -> bool {
+        let place = parent.map_or(0, |parent| (parent.place() + 1) % GROUP_BLOCKS);
+        let group = parent.filter(|_| place > 0).map_or(self.group(), Self::group);
+        self.place() == place && self.group() == group
+    }
+}
 
 /// How many tokens a block has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -93,17 +136,21 @@ impl Scheme<'_> {
             bytes.extend_from_slice(&(text.len() as u64).to_le_bytes());
             bytes.extend_from_slice(text.as_bytes());
         }
-        BlockHash(xxh3_64(&bytes))
+        BlockHash(xxh3_64(&bytes) | PLACES)
     }
 }
 
-/// The hash of a block of tokens after `parent`.
+/// The hash of the block after `parent`, which is a block or a root.
 #[must_use]
 pub fn after(parent: BlockHash, local: u64) -> BlockHash {
     let mut bytes = [0; 16];
     bytes[..8].copy_from_slice(&parent.0.to_le_bytes());
     bytes[8..].copy_from_slice(&local.to_le_bytes());
-    BlockHash(xxh3_64(&bytes))
+    let hash = xxh3_64(&bytes) & !PLACES;
+    match parent.0.wrapping_add(1) & PLACES {
+        0 => BlockHash(hash),
+        place => BlockHash(parent.0 & GROUPS | hash & !GROUPS | place),
+    }
 }
 
 /// The blocks of a prompt that grows: what was hashed is not hashed again. It keeps the tokens of
@@ -186,13 +233,18 @@ mod tests {
 
     /// The rule as the module states it, step by step.
     fn by_the_rule(scheme: &Scheme<'_>, tokens: &[u32]) -> Vec<BlockHash> {
-        let mut last = scheme.root();
+        let (mut last, mut group, mut place) = (scheme.root().0, 0, 0);
         let blocks = tokens.chunks_exact(scheme.block_tokens.get() as usize);
         let hash = |block: &[u32]| {
             let bytes: Vec<u8> = block.iter().flat_map(|token| token.to_le_bytes()).collect();
             let local = xxh3_64(&bytes);
-            last = BlockHash(xxh3_64(&[last.0.to_le_bytes(), local.to_le_bytes()].concat()));
-            last
+            last = xxh3_64(&[last.to_le_bytes(), local.to_le_bytes()].concat()) / 8 * 8 + place % 8;
+            if place % 8 > 0 {
+                last = group + last % (1 << 40);
+            }
+            group = last >> 40 << 40;
+            place += 1;
+            BlockHash(last)
         };
         blocks.map(hash).collect()
     }
@@ -200,20 +252,19 @@ mod tests {
     /// An agent and a router of different releases compare these: they change with the version.
     #[test]
     fn identities_are_what_they_were() {
-        let tokens: Vec<u32> = (0..200).collect();
+        let tokens: Vec<u32> = (0..640).collect();
         let lora = Scheme { lora: Some("sql"), ..plain(16) };
         let spaced = Scheme { namespace: Some("a"), cache_salt: Some("b"), ..plain(16) };
-        let hex = |scheme: &Scheme<'_>| -> Vec<String> {
-            let hashes = hashed(scheme, &[&tokens]);
-            hashes.iter().map(|hash| format!("{:016x}", hash.0)).collect()
-        };
-        let plain_hex = ["b01ff8a80390ef4b", "d830633517f41004", "4198a3c7a62925e7"];
-        assert_eq!(hex(&plain(16)), plain_hex);
-        assert_eq!(hex(&plain(128)), ["82b4dbd1987d0bfd"]);
-        let lora_hex = ["88cdd4c631544c7e", "9e14ee66014d65ff", "72697b7008402c09"];
-        assert_eq!(hex(&lora), lora_hex);
-        let spaced_hex = ["42cd0c14e254856f", "dc8082140e777537", "a8a90fbf59ac832b"];
-        assert_eq!(hex(&spaced), spaced_hex);
+        let hex =
+            |scheme: &Scheme<'_>, at: usize| format!("{:016x}", hashed(scheme, &[&tokens])[at].0);
+        assert_eq!(hex(&plain(16), 0), "b01ff8a80390ef48");
+        assert_eq!(hex(&plain(16), 1), "b01ff81517b004e9");
+        assert_eq!(hex(&plain(16), 7), "b01ff84f653ee45f");
+        assert_eq!(hex(&plain(16), 8), "f29fc4f4a73fe108");
+        assert_eq!(hex(&plain(16), 9), "f29fc40cbe6cc699");
+        assert_eq!(hex(&plain(128), 1), "876fb4530a17fa71");
+        assert_eq!(hex(&lora, 1), "938ff4c7f6eee909");
+        assert_eq!(hex(&spaced, 1), "4f8fbcb8e25fbec9");
     }
 
     #[test]
@@ -257,7 +308,13 @@ mod tests {
             cuts.extend([0, tokens.len()]);
             cuts.sort_unstable();
             let pieces: Vec<&[u32]> = cuts.windows(2).map(|ends| &tokens[ends[0]..ends[1]]).collect();
-            prop_assert_eq!(hashed(&scheme, &pieces), by_the_rule(&scheme, &tokens));
+            let hashes = hashed(&scheme, &pieces);
+            prop_assert_eq!(&hashes, &by_the_rule(&scheme, &tokens));
+            let mut parent = None;
+            for hash in hashes {
+                prop_assert!(hash.can_follow(parent));
+                parent = Some(hash);
+            }
         }
 
         #[test]

@@ -1,32 +1,37 @@
-//! Where a block is: from its hash to a run and a place in it, eight bytes an entry. The table
-//! keeps no hashes: it proposes, and its caller, who has the runs, says which proposal is right.
+//! Where a block is: from a key, 24 bits of a hash, to a run and a place in it, eight bytes an
+//! entry. It keeps no hashes: it proposes, and its caller, who has the runs, says which proposal is
+//! right.
 //!
-//! Open addressing with linear probing, in shards that grow one by one, so that a large index never
-//! stops to move all of itself. An entry has enough of its hash to be moved without asking anyone.
+//! An entry is in the bucket, one cache line, that its key says, or in one after it where buckets
+//! are full. Shards grow one by one, so that a large index never stops to move all of itself, and
+//! an entry has its whole key, to be moved without asking anyone.
 //!
 //! ```text
 //! 63        40 39              12 11       0
-//! | tag      | run              | place    |      0 = free: there is no run 0
+//! | key        | run              | place    |      0 = free: there is no run 0
 //! ```
 
-use proto::block::BlockHash;
+use proto::block::GROUP_BITS as KEY_BITS;
 
 use super::RunId;
 
-/// Bits of a hash kept in an entry: its home in a shard of any size, and a tag besides.
-const TAG_BITS: u32 = 24;
 const PLACE_BITS: u32 = 12;
 const RUN_BITS: u32 = 28;
 /// Runs there can be, the root included: more than fit in any memory.
 pub(super) const RUNS_MAX: usize = 1 << RUN_BITS;
 /// Places of a run.
 pub(super) const PLACES: u32 = 1 << PLACE_BITS;
-/// A table of a million blocks grows in steps of 16 thousand entries: some 50 µs.
-const SHARDS: usize = 64;
-/// Entries of a shard that begins to fill.
-const SHARD_ENTRIES_MIN: usize = 16;
+const SHARD_BITS: u32 = 6;
+/// A table of ten million blocks grows in steps of some 30 thousand entries: about 100 µs.
+const SHARDS: usize = 1 << SHARD_BITS;
+/// Entries of a bucket; the eighth word of its cache line tells which may have a key.
+const BUCKET: usize = 7;
+/// One in each byte of a bucket's first word that belongs to an entry.
+const ONES: u64 = 0x0001_0101_0101_0101;
+/// Entries up to which a shard doubles. A larger one grows by half, to keep less of it free.
+const SHARD_SMALL: usize = 4096;
 
-/// Entries in shards by the low bits of the hash.
+/// Entries in shards by the low bits of the key.
 #[derive(Debug)]
 pub(super) struct Table {
     shards: Vec<Shard>,
@@ -36,8 +41,17 @@ pub(super) struct Table {
 
 #[derive(Debug, Default, Clone)]
 struct Shard {
-    slots: Vec<u64>,
+    buckets: Vec<Bucket>,
     used: usize,
+}
+
+/// Entries, free ones last.
+#[derive(Debug, Default, Clone, Copy)]
+#[repr(align(64))]
+struct Bucket {
+    /// The tag of each entry, from the lowest byte on, and the number of entries on top.
+    control: u64,
+    slots: [u64; BUCKET],
 }
 
 /// What an entry says.
@@ -53,8 +67,8 @@ impl Entry {
         Self { run, place: low(depth as u64) % PLACES }
     }
 
-    fn pack(self, hash: BlockHash) -> u64 {
-        tag(hash) << (64 - TAG_BITS) | u64::from(self.run) << PLACE_BITS | u64::from(self.place)
+    fn pack(self, key: u64) -> u64 {
+        key << (64 - KEY_BITS) | u64::from(self.run) << PLACE_BITS | u64::from(self.place)
     }
 
     fn unpack(slot: u64) -> Self {
@@ -63,12 +77,17 @@ impl Entry {
     }
 }
 
-fn tag(hash: BlockHash) -> u64 {
-    hash.0 >> (64 - TAG_BITS)
+fn key_of(slot: u64) -> u64 {
+    slot >> (64 - KEY_BITS)
 }
 
-fn shard(hash: BlockHash) -> usize {
-    low(hash.0) as usize % SHARDS
+fn shard(key: u64) -> usize {
+    low(key) as usize % SHARDS
+}
+
+/// A byte that tells keys of one bucket apart.
+fn tag(key: u64) -> u64 {
+    key >> SHARD_BITS & 0xff
 }
 
 #[expect(clippy::cast_possible_truncation, reason = "the caller wants low bits only")]
@@ -76,70 +95,128 @@ fn low(word: u64) -> u32 {
     word as u32
 }
 
-/// Where in so many slots a tag belongs; keeps the order of tags, so that growing is one sweep.
-fn home(tag: u64, slots: usize) -> usize {
-    low((tag * slots as u64) >> TAG_BITS) as usize
-}
-
-impl Shard {
-    fn put(&mut self, slot: u64) {
-        let mut at = home(slot >> (64 - TAG_BITS), self.slots.len());
-        while self.slots[at] != 0 {
-            at = self.after(at);
-        }
-        self.slots[at] = slot;
-        self.used += 1;
+impl Bucket {
+    /// Entries in use.
+    fn len(&self) -> usize {
+        low(self.control >> 56) as usize
     }
 
-    fn after(&self, at: usize) -> usize {
-        if at + 1 == self.slots.len() { 0 } else { at + 1 }
+    fn is_full(&self) -> bool {
+        self.len() == BUCKET
     }
 
-    /// Probing is short while a fifth of the slots is free. Returns the bytes that it grew by.
-    fn make_room(&mut self) -> usize {
-        let slots = self.slots.len();
-        if (self.used + 1) * 5 > slots * 4 {
-            let grown = (slots + slots / 2).max(SHARD_ENTRIES_MIN);
-            let old = std::mem::replace(&mut self.slots, vec![0; grown]);
-            self.used = 0;
-            old.into_iter().filter(|&slot| slot != 0).for_each(|slot| self.put(slot));
-        }
-        (self.slots.len() - slots) * size_of::<u64>()
+    /// Places of entries that have the key's tag, and hardly any that don't.
+    fn candidates(&self, key: u64) -> impl Iterator<Item = usize> {
+        let differs = self.control ^ (tag(key) * ONES);
+        // The top bit of each byte that is zero.
+        let mut same = differs.wrapping_sub(ONES) & !differs & (ONES << 7);
+        std::iter::from_fn(move || {
+            let at = same.trailing_zeros() as usize / 8;
+            same &= same.wrapping_sub(1);
+            (at < BUCKET).then_some(at)
+        })
+    }
+
+    /// What entries with a key say.
+    fn proposals(&self, key: u64) -> impl Iterator<Item = Entry> {
+        let slots = self.candidates(key).map(|at| self.slots[at]);
+        slots.filter(move |&slot| slot != 0 && key_of(slot) == key).map(Entry::unpack)
     }
 
     fn position(&self, slot: u64) -> Option<usize> {
-        if self.slots.is_empty() {
-            return None;
-        }
-        let mut at = home(slot >> (64 - TAG_BITS), self.slots.len());
-        while self.slots[at] != 0 {
-            if self.slots[at] == slot {
-                return Some(at);
-            }
-            at = self.after(at);
-        }
-        None
+        self.candidates(key_of(slot)).find(|&at| self.slots[at] == slot)
     }
 
-    /// Frees a slot and closes the gap, so that no probe ends early.
-    fn take(&mut self, mut gap: usize) {
-        let mut at = gap;
-        loop {
+    /// Adds an entry to a bucket that isn't full.
+    fn push(&mut self, slot: u64) {
+        let at = self.len();
+        self.slots[at] = slot;
+        self.control += (1 << 56) | tag(key_of(slot)) << (8 * at);
+    }
+
+    /// Takes an entry out and returns it.
+    fn take(&mut self, at: usize) -> u64 {
+        let last = self.len() - 1;
+        let moved = self.control >> (8 * last) & 0xff;
+        let cleared = self.control & !(0xff << (8 * at)) | moved << (8 * at);
+        self.control = (cleared & !(0xff << (8 * last))) - (1 << 56);
+        self.slots.swap(at, last);
+        std::mem::take(&mut self.slots[last])
+    }
+}
+
+impl Shard {
+    /// Where a key belongs. Keeps the order of keys, so that growing is one sweep.
+    fn home(&self, key: u64) -> usize {
+        low(((key >> SHARD_BITS) * self.buckets.len() as u64) >> (KEY_BITS - SHARD_BITS)) as usize
+    }
+
+    fn after(&self, at: usize) -> usize {
+        if at + 1 == self.buckets.len() { 0 } else { at + 1 }
+    }
+
+    /// Most buckets are not full while a fifth of all entries is free. Returns the bytes that it
+    /// grew by.
+    fn make_room(&mut self) -> usize {
+        let buckets = self.buckets.len();
+        if (self.used + 1) * 5 <= buckets * BUCKET * 4 {
+            return 0;
+        }
+        let more = if self.used < SHARD_SMALL { buckets.max(2) } else { buckets / 2 };
+        let old = std::mem::replace(&mut self.buckets, vec![Bucket::default(); buckets + more]);
+        for slot in old.iter().flat_map(|bucket| &bucket.slots[..bucket.len()]) {
+            self.put(*slot);
+        }
+        more * size_of::<Bucket>()
+    }
+
+    fn put(&mut self, slot: u64) {
+        let mut at = self.home(key_of(slot));
+        while self.buckets[at].is_full() {
             at = self.after(at);
-            let slot = self.slots[at];
-            if slot == 0 {
-                break;
+        }
+        self.buckets[at].push(slot);
+    }
+
+    /// The bucket and place of an entry.
+    fn position(&self, slot: u64) -> Option<(usize, usize)> {
+        if self.buckets.is_empty() {
+            return None;
+        }
+        let mut at = self.home(key_of(slot));
+        loop {
+            let bucket = &self.buckets[at];
+            if let Some(place) = bucket.position(slot) {
+                return Some((at, place));
             }
-            let home = home(slot >> (64 - TAG_BITS), self.slots.len());
-            // May it move to the gap: does its home not lie behind the gap?
-            let stays = if gap < at { gap < home && home <= at } else { gap < home || home <= at };
-            if !stays {
-                self.slots[gap] = slot;
+            if !bucket.is_full() {
+                return None;
+            }
+            at = self.after(at);
+        }
+    }
+
+    /// Frees an entry. Where its bucket was full, one that had to go further comes back.
+    fn take(&mut self, mut gap: usize, place: usize) {
+        self.used -= 1;
+        let mut was_full = self.buckets[gap].is_full();
+        self.buckets[gap].take(place);
+        let mut at = gap;
+        while was_full {
+            at = self.after(at);
+            was_full = self.buckets[at].is_full();
+            let bucket = &self.buckets[at];
+            let comes_back = bucket.slots[..bucket.len()].iter().position(|slot| {
+                let home = self.home(key_of(*slot));
+                // Unless its home lies behind the gap, up to where it is.
+                if gap < at { home <= gap || at < home } else { home <= gap && at < home }
+            });
+            if let Some(place) = comes_back {
+                let slot = self.buckets[at].take(place);
+                self.buckets[gap].push(slot);
                 gap = at;
             }
         }
-        self.slots[gap] = 0;
-        self.used -= 1;
     }
 }
 
@@ -161,50 +238,65 @@ impl Table {
     /// The first proposal that `accept` makes something of.
     pub(super) fn find<T>(
         &self,
-        hash: BlockHash,
+        key: u64,
         mut accept: impl FnMut(Entry) -> Option<T>,
     ) -> Option<T> {
-        let shard = &self.shards[shard(hash)];
-        if shard.slots.is_empty() {
+        let shard = &self.shards[shard(key)];
+        if shard.buckets.is_empty() {
             return None;
         }
-        let tag = tag(hash);
-        let mut at = home(tag, shard.slots.len());
+        let mut at = shard.home(key);
         loop {
-            let slot = shard.slots[at];
-            if slot == 0 {
-                return None;
-            }
-            if slot >> (64 - TAG_BITS) == tag
-                && let Some(found) = accept(Entry::unpack(slot))
-            {
+            let bucket = &shard.buckets[at];
+            if let Some(found) = bucket.proposals(key).find_map(&mut accept) {
                 return Some(found);
+            }
+            if !bucket.is_full() {
+                return None;
             }
             at = shard.after(at);
         }
     }
 
-    /// Adds a block that is not in it.
-    pub(super) fn insert(&mut self, hash: BlockHash, entry: Entry) {
-        let shard = &mut self.shards[shard(hash)];
+    /// Adds an entry, unless `is_known` says of a proposal that it is as good; returns whether it
+    /// was added.
+    pub(super) fn insert(
+        &mut self,
+        key: u64,
+        entry: Entry,
+        is_known: impl Fn(Entry) -> bool,
+    ) -> bool {
+        let shard = &mut self.shards[shard(key)];
         self.bytes += shard.make_room();
-        shard.put(entry.pack(hash));
-        self.entries += 1;
+        let mut at = shard.home(key);
+        loop {
+            let bucket = &mut shard.buckets[at];
+            if bucket.proposals(key).any(&is_known) {
+                return false;
+            }
+            if !bucket.is_full() {
+                bucket.push(entry.pack(key));
+                shard.used += 1;
+                self.entries += 1;
+                return true;
+            }
+            at = shard.after(at);
+        }
     }
 
-    /// Takes a block out.
-    pub(super) fn remove(&mut self, hash: BlockHash, entry: Entry) {
-        let shard = &mut self.shards[shard(hash)];
-        let at = shard.position(entry.pack(hash)).expect("every block of a run has its entry");
-        shard.take(at);
+    /// Takes an entry out.
+    pub(super) fn remove(&mut self, key: u64, entry: Entry) {
+        let shard = &mut self.shards[shard(key)];
+        let (at, place) = shard.position(entry.pack(key)).expect("who entered it takes it out");
+        shard.take(at, place);
         self.entries -= 1;
     }
 
-    /// Moves a block to another run, at the same depth.
-    pub(super) fn rename(&mut self, hash: BlockHash, entry: Entry, run: RunId) {
-        let shard = &mut self.shards[shard(hash)];
-        let at = shard.position(entry.pack(hash)).expect("every block of a run has its entry");
-        shard.slots[at] = Entry { run, ..entry }.pack(hash);
+    /// Changes the run of an entry.
+    pub(super) fn rename(&mut self, key: u64, entry: Entry, run: RunId) {
+        let shard = &mut self.shards[shard(key)];
+        let (at, place) = shard.position(entry.pack(key)).expect("who entered it renames it");
+        shard.buckets[at].slots[place] = Entry { run, ..entry }.pack(key);
     }
 }
 
@@ -220,36 +312,39 @@ mod tests {
     fn an_entry_keeps_what_it_was_given() {
         let entry = Entry::new((1 << RUN_BITS) - 1, 5 * PLACES as usize + 17);
         assert_eq!(entry.place, 17);
-        assert_eq!(Entry::unpack(entry.pack(BlockHash(u64::MAX))), entry);
+        let slot = entry.pack((1 << KEY_BITS) - 1);
+        assert_eq!((Entry::unpack(slot), key_of(slot)), (entry, (1 << KEY_BITS) - 1));
     }
 
     proptest! {
-        /// Few tags and few shards, so that probes run into each other and around the end.
+        /// One shard, and keys at its end and beginning: full buckets, chains of them, around the
+        /// end.
         #[test]
         fn it_holds_what_a_map_holds(
-            steps in prop::collection::vec((0..4_u8, 0..40_u64), 1..400),
+            steps in prop::collection::vec((0..5_u8, 0..60_u64), 1..600),
         ) {
-            let hash = |key: u64| BlockHash((u64::MAX << 43) + ((key % 5) << 40) + ((key / 5) << 8));
+            let homes = [0, 1, 1 << 17, (1 << 18) - 2, (1 << 18) - 1];
+            let key = |name: u64| homes[low(name) as usize % 5] << SHARD_BITS;
             let mut table = Table::new();
             let mut map = HashMap::new();
-            for (kind, key) in steps {
-                let found = table.find(hash(key), |entry| {
-                    (u64::from(entry.place) == key).then_some(entry.run)
+            for (kind, name) in steps {
+                let found = table.find(key(name), |entry| {
+                    (u64::from(entry.place) == name).then_some(entry.run)
                 });
-                prop_assert_eq!(found, map.get(&key).copied());
-                let entry = |run| Entry { run, place: low(key) };
+                prop_assert_eq!(found, map.get(&name).copied());
+                let entry = |run| Entry { run, place: low(name) };
                 match (kind, found) {
                     (0 | 1, None) => {
-                        table.insert(hash(key), entry(7));
-                        map.insert(key, 7);
+                        prop_assert!(table.insert(key(name), entry(7), |_| false));
+                        map.insert(name, 7);
                     }
-                    (2, Some(run)) => {
-                        table.remove(hash(key), entry(run));
-                        map.remove(&key);
+                    (2 | 3, Some(run)) => {
+                        table.remove(key(name), entry(run));
+                        map.remove(&name);
                     }
-                    (3, Some(run)) => {
-                        table.rename(hash(key), entry(run), run + 1);
-                        map.insert(key, run + 1);
+                    (4, Some(run)) => {
+                        table.rename(key(name), entry(run), run + 1);
+                        map.insert(name, run + 1);
                     }
                     _ => {}
                 }

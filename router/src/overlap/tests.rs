@@ -9,6 +9,8 @@ use super::*;
 
 const WORKERS: usize = 40;
 const UNBOUNDED: usize = usize::MAX;
+/// As of some scheme.
+const ROOT: BlockHash = BlockHash(7);
 
 /// A chain by its letters.
 fn chain(letters: &[u8]) -> Vec<BlockHash> {
@@ -16,18 +18,20 @@ fn chain(letters: &[u8]) -> Vec<BlockHash> {
         *last = after(*last, u64::from(*letter));
         Some(*last)
     };
-    letters.iter().scan(BlockHash(0), next).collect()
+    letters.iter().scan(ROOT, next).collect()
 }
 
-/// So many blocks after the letters, all different.
-fn long(letters: &[u8], blocks: usize) -> Vec<BlockHash> {
+/// The chain of the letters, made so many blocks long by another letter.
+fn long(letters: &[u8], blocks: usize, letter: u64) -> Vec<BlockHash> {
     let mut chain = chain(letters);
-    let mut last = chain.last().copied().unwrap_or(BlockHash(0));
-    while chain.len() < blocks {
-        last = after(last, 1000);
-        chain.push(last);
-    }
+    extend(&mut chain, blocks, letter);
     chain
+}
+
+fn extend(chain: &mut Vec<BlockHash>, blocks: usize, letter: u64) {
+    while chain.len() < blocks {
+        chain.push(after(chain.last().copied().unwrap_or(ROOT), letter));
+    }
 }
 
 fn depths(index: &Index, chain: &[BlockHash]) -> Vec<(u32, u32)> {
@@ -201,21 +205,28 @@ proptest! {
         }
     }
 
-    /// Events of a peer that lies: prefixes that contradict each other.
+    /// Events of a peer that lies: blocks in any order, after any parent.
     #[test]
     fn nonsense_breaks_nothing(
+        made in prop::collection::vec((any::<prop::sample::Index>(), 0..3_u64), 40),
         steps in prop::collection::vec(
-            (0..4_usize, any::<bool>(), prop::option::of(0..30_u64), prop::collection::vec(0..30_u64, 1..9)),
+            (0..4_usize, any::<bool>(), prop::option::of(0..40_usize), 0..40_usize, 1..12_usize),
             1..80,
         ),
     ) {
+        let mut pool = vec![ROOT];
+        for (parent, letter) in made {
+            // Two groups alone, so that chains seem to fit one another.
+            let hash = after(pool[parent.index(pool.len())], letter);
+            pool.push(BlockHash(hash.0 & !(0xff_fffe << 40)));
+        }
         let mut index = Index::new(UNBOUNDED);
-        for (worker, stores, parent, blocks) in steps {
-            let blocks: Vec<BlockHash> = blocks.into_iter().map(BlockHash).collect();
+        for (worker, stores, parent, from, count) in steps {
+            let blocks = &pool[from..pool.len().min(from + count)];
             if stores {
-                index.store(worker, Tier::Device, parent.map(BlockHash), &blocks);
+                index.store(worker, Tier::Device, parent.map(|at| pool[at]), blocks);
             } else {
-                index.remove(worker, Tier::Device, &blocks);
+                index.remove(worker, Tier::Device, blocks);
             }
             index.check_invariants();
         }
@@ -225,7 +236,7 @@ proptest! {
 #[test]
 fn leading_blocks_end_at_a_hole_and_go_on_when_it_is_filled() {
     let mut index = Index::new(UNBOUNDED);
-    let all = long(&[1], 10);
+    let all = long(&[1], 10, 1000);
     index.store(0, Tier::Device, None, &all);
     index.remove(0, Tier::Device, &all[4..5]);
     assert_eq!(device(&index, &all), [4]);
@@ -238,7 +249,7 @@ fn leading_blocks_end_at_a_hole_and_go_on_when_it_is_filled() {
 #[test]
 fn a_lost_worker_disappears_at_once_and_is_swept_later() {
     let mut index = Index::new(UNBOUNDED);
-    let all = long(&[1], 10);
+    let all = long(&[1], 10, 1000);
     for worker in 0..3 {
         index.store(worker, Tier::Device, None, &all);
     }
@@ -259,7 +270,7 @@ fn a_lost_worker_disappears_at_once_and_is_swept_later() {
 #[test]
 fn a_snapshot_shows_when_it_is_complete() {
     let mut index = Index::new(UNBOUNDED);
-    let (old, new) = (long(&[1], 10), long(&[2], 10));
+    let (old, new) = (long(&[1], 10, 1000), long(&[2], 10, 1000));
     index.store(0, Tier::Device, None, &old);
     index.begin_snapshot(0);
     index.store(0, Tier::Device, None, &new);
@@ -272,7 +283,7 @@ fn a_snapshot_shows_when_it_is_complete() {
 #[test]
 fn a_host_carries_on_where_the_device_ends() {
     let mut index = Index::new(UNBOUNDED);
-    let all = long(&[1], 10);
+    let all = long(&[1], 10, 1000);
     index.store(0, Tier::Device, None, &all[..8]);
     index.store(0, Tier::Host, Some(all[3]), &all[4..]);
     index.remove(0, Tier::Device, &all[5..8]);
@@ -285,9 +296,9 @@ fn a_host_carries_on_where_the_device_ends() {
 #[test]
 fn chains_longer_than_a_run_branch_and_end_anywhere() {
     let mut index = Index::new(UNBOUNDED);
-    let all = long(&[], 10_000);
+    let all = long(&[], 10_000, 1000);
     let mut other = all[..5_000].to_vec();
-    other.extend((0..3_000).map(|at| BlockHash(1 << 63 | at << 20)));
+    extend(&mut other, 8_000, 1001);
     index.store(0, Tier::Device, None, &all);
     index.store(1, Tier::Device, None, &other);
     index.store(2, Tier::Device, None, &all[..4_097]);
@@ -303,8 +314,8 @@ fn chains_longer_than_a_run_branch_and_end_anywhere() {
 
 #[test]
 fn the_oldest_is_dropped_first_and_counted() {
-    let chains: Vec<Vec<BlockHash>> = (0..60).map(|letter| long(&[9, letter], 100)).collect();
-    let mut index = Index::new(100_000);
+    let chains: Vec<Vec<BlockHash>> = (0..60).map(|letter| long(&[9, letter], 100, 1000)).collect();
+    let mut index = Index::new(48_000);
     for chain in &chains {
         index.store(0, Tier::Device, None, chain);
         index.check_invariants();

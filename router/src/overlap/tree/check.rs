@@ -3,7 +3,7 @@
 use std::collections::{HashMap, HashSet};
 
 use super::{
-    super::{RunId, Tier, holders::Holders},
+    super::{RunId, Tier, holders::Holders, table::Entry},
     Children, ROOT, RUN_BLOCKS_MAX, Tree,
 };
 
@@ -42,7 +42,10 @@ impl Tree {
             used.iter().copied().filter(|&run| self.children[run as usize].count == 0).collect();
         assert_eq!(self.ages.iter().collect::<HashSet<_>>(), leaves, "every leaf has an age");
         assert_eq!(self.ages.iter().count(), leaves.len(), "and only one");
-        assert_eq!(self.table.len(), blocks, "every block is in the table once");
+        let entries =
+            used.iter().map(|&run| self[run].entries(run, 0..self[run].blocks.len()).count());
+        assert_eq!(self.table.len(), entries.sum::<usize>(), "the table has what runs enter");
+        assert_eq!(self.blocks, blocks, "distinct blocks");
         assert_eq!(self.heap_bytes, heap_bytes, "memory of runs");
         assert_eq!((&self.held, self.host_blocks), (&held, host), "resident blocks");
     }
@@ -59,8 +62,13 @@ impl Tree {
             assert_eq!(of.covered(), len, "somebody holds the last block of leaf run {run}");
         }
         assert!(of.host.as_ref().is_none_or(|host| !host.is_empty()), "run {run}: no host");
+        for (at, key, entry) in of.entries(run, 0..len) {
+            let own = |found: Entry| (found == entry).then_some(());
+            assert!(self.table.find(key, own).is_some(), "block {at} of run {run} is entered");
+        }
         for (at, &block) in of.blocks.iter().enumerate() {
-            assert_eq!(self.find(block), Some((run, at)), "block {at} of run {run}");
+            let (found, place) = self.find(block).expect("every block is found");
+            assert_eq!(self[found].blocks[place], block, "block {at} of run {run}");
         }
     }
 }

@@ -36,25 +36,34 @@ impl Tree {
             run.blocks.extend_from_slice(fit);
         });
         let end = self.enter(run, at);
+        self.blocks += end - at;
         self.change(run, |run| run.blocks.truncate(end));
-        self.set_cut(run, holder, end);
-        self.touch(run);
+        if end == 0 {
+            self.drop_leaf(run);
+        } else {
+            self.set_cut(run, holder, end);
+            self.touch(run);
+        }
         if end < at + fit.len() { Err(Stopped::Elsewhere) } else { Ok(Place { run, blocks: end }) }
     }
 
-    /// Enters a run's blocks from a place on into the table, up to one that is known already;
-    /// returns the place of that, or the end.
+    /// Enters a run's blocks from a place on into the table, up to one that can't follow or is
+    /// known already; returns the place of that, or the end.
     fn enter(&mut self, run: RunId, from: usize) -> usize {
         let Self { table, runs, .. } = self;
         let of = &runs[run as usize];
-        for (at, &block) in of.blocks.iter().enumerate().skip(from) {
-            let known = table.find(block, |entry| runs[entry.run as usize].place(block, entry));
-            if known.is_some() {
+        let before = if from > 0 { &of.blocks[..from] } else { &runs[of.parent as usize].blocks };
+        let mut parent = before.last().copied();
+        let follows = |&&block: &&BlockHash| block.can_follow(parent.replace(block));
+        let end = from + of.blocks[from..].iter().take_while(follows).count();
+        for (at, key, entry) in of.entries(run, from..end) {
+            let is_known =
+                |known: Entry| runs[known.run as usize].place(of.blocks[at], known, 0).is_some();
+            if !table.insert(key, entry, is_known) {
                 return at;
             }
-            table.insert(block, Entry::new(run, of.start as usize + at));
         }
-        of.blocks.len()
+        end
     }
 
     /// An empty run after another.
@@ -94,12 +103,11 @@ impl Tree {
         self.free.push(run);
     }
 
-    /// Moves blocks from one run to another in the table.
-    fn rename(&mut self, from: RunId, blocks: Range<usize>, to: RunId) {
+    /// Leads from blocks of one run to another in the table.
+    fn rename(&mut self, from: RunId, range: Range<usize>, to: RunId) {
         let Self { table, runs, .. } = self;
-        let run = &runs[from as usize];
-        for at in blocks {
-            table.rename(run.blocks[at], Entry::new(from, run.start as usize + at), to);
+        for (_, key, entry) in runs[from as usize].entries(from, range) {
+            table.rename(key, entry, to);
         }
     }
 
@@ -115,10 +123,19 @@ impl Tree {
         self.rename(run, if tail_stays { 0..at } else { at..len }, id);
 
         let mut first = self.change(run, std::mem::take);
+        // The group that is parted has its entry with the head.
+        let parted = at >= first.alone();
         let second = first.split_off(at, head);
         let parent = first.parent;
         self.change(head, |run| *run = first);
         self.change(tail, |run| *run = second);
+        if parted {
+            let Self { table, runs, .. } = self;
+            let second = &runs[tail as usize];
+            for (_, key, entry) in second.entries(tail, 0..second.alone()) {
+                table.insert(key, entry, |_| false);
+            }
+        }
 
         self.children[head as usize] = Children { count: 1, xor: tail };
         self.children[tail as usize] = children;
@@ -149,12 +166,21 @@ impl Tree {
         let children = self.children[child as usize];
         let child_stays = children.count > 0 || more > len;
         let (stays, goes) = if child_stays { (child, run) } else { (run, child) };
+        if self[run].alone() < len {
+            // The group that is parted is whole again.
+            let Self { table, runs, .. } = self;
+            let second = &runs[child as usize];
+            for (_, key, entry) in second.entries(child, 0..second.alone()) {
+                table.remove(key, entry);
+            }
+        }
         if child_stays {
             self.rename(run, 0..len, child);
             let parent = self[run].parent;
             self.children[parent as usize].xor ^= run ^ child;
         } else {
-            self.rename(child, 0..more, run);
+            let kept = if self[run].alone() < len { self[child].alone() } else { 0 };
+            self.rename(child, kept..more, run);
             self.ages.replace(child, run);
         }
         let slots = self.held.len();
@@ -183,13 +209,19 @@ impl Tree {
                 self.join(parent);
                 return;
             }
-            self.ages.remove(run);
-            self.discard(run);
-            self.children[parent as usize].remove(run);
-            if parent != ROOT && self.children[parent as usize].count == 0 {
-                self.ages.push_newest(parent);
-            }
+            self.drop_leaf(run);
             run = parent;
+        }
+    }
+
+    /// Takes an empty leaf run out of the tree.
+    fn drop_leaf(&mut self, run: RunId) {
+        let parent = self[run].parent;
+        self.ages.remove(run);
+        self.discard(run);
+        self.children[parent as usize].remove(run);
+        if parent != ROOT && self.children[parent as usize].count == 0 {
+            self.ages.push_newest(parent);
         }
     }
 
@@ -199,9 +231,10 @@ impl Tree {
         if len == of.blocks.len() {
             return;
         }
-        for (at, &block) in of.blocks.iter().enumerate().skip(len) {
-            table.remove(block, Entry::new(run, of.start as usize + at));
+        for (_, key, entry) in of.entries(run, len..of.blocks.len()) {
+            table.remove(key, entry);
         }
+        self.blocks -= of.blocks.len() - len;
         self.change(run, |run| {
             run.blocks.truncate(len);
             if run.blocks.capacity() > 2 * len {

@@ -1,0 +1,192 @@
+//! The indexes that are compared, behind one face: ours as the router uses it, the peer's
+//! concurrent compressed tree behind its thread pool, and the peer's plain radix tree.
+
+use std::{
+    hint::black_box,
+    time::{Duration, Instant},
+};
+
+use dynamo_kv_router::{
+    ConcurrentRadixTreeCompressed, RadixTree, ThreadPoolIndexer,
+    indexer::SyncIndexer,
+    protocols::{
+        ExternalSequenceBlockHash, KvCacheEvent, KvCacheEventData, KvCacheRemoveData,
+        KvCacheStoreData, KvCacheStoredBlockData, LocalBlockHash, OverlapScores, RouterEvent,
+        WorkerWithDpRank,
+    },
+};
+use proto::block::BlockHash;
+use router::overlap::{Index, Overlap, Shared, Tier};
+use tokio::runtime::Runtime;
+
+use crate::workload::{Event, Kind, Query};
+
+/// Threads that apply the peer's events: as many as in the peer's published measurements here.
+const PEER_THREADS: usize = 2;
+const BLOCK_TOKENS: u32 = 64;
+
+/// An index.
+pub trait Contender {
+    /// An event in its own terms.
+    type Event;
+
+    fn new() -> Self;
+    fn event(id: u64, event: Event) -> Self::Event;
+    /// Takes events; returns when all of them are applied.
+    fn apply(&mut self, events: Vec<Self::Event>);
+    /// Times one look-up of a prompt that has just been hashed, up to its answer.
+    fn look_up(&mut self, query: &Query) -> Duration;
+    /// Leading blocks by worker.
+    fn answer(&mut self, query: &Query, workers: u64) -> Vec<u32>;
+}
+
+/// Ours.
+pub struct Ours {
+    index: Shared,
+    overlap: Overlap,
+}
+
+pub struct OurEvent {
+    worker: usize,
+    kind: Kind,
+    blocks: Vec<BlockHash>,
+}
+
+impl Contender for Ours {
+    type Event = OurEvent;
+
+    fn new() -> Self {
+        Self { index: Shared::new(Index::new(usize::MAX)), overlap: Overlap::default() }
+    }
+
+    fn event(_: u64, event: Event) -> OurEvent {
+        let blocks = event.blocks.iter().map(|block| block.ours).collect();
+        OurEvent { worker: event.worker as usize, kind: event.kind, blocks }
+    }
+
+    fn apply(&mut self, events: Vec<OurEvent>) {
+        for OurEvent { worker, kind, blocks } in events {
+            self.index.change(|index| match kind {
+                Kind::Store { parent } => {
+                    let parent = parent.map(|block| block.ours);
+                    index.store(worker, Tier::Device, parent, &blocks);
+                }
+                Kind::Remove => index.remove(worker, Tier::Device, &blocks),
+            });
+        }
+    }
+
+    fn look_up(&mut self, query: &Query) -> Duration {
+        let prompt = query.chained.clone();
+        let begin = Instant::now();
+        self.index.look_up(black_box(&prompt), &mut self.overlap);
+        black_box(&self.overlap);
+        begin.elapsed()
+    }
+
+    fn answer(&mut self, query: &Query, workers: u64) -> Vec<u32> {
+        self.index.look_up(&query.chained, &mut self.overlap);
+        (0..workers as usize).map(|worker| self.overlap.device(worker)).collect()
+    }
+}
+
+fn peer_event(id: u64, event: Event) -> RouterEvent {
+    let blocks = event.blocks.into_iter();
+    let data = match event.kind {
+        Kind::Store { parent } => KvCacheEventData::Stored(KvCacheStoreData {
+            parent_hash: parent.map(|block| ExternalSequenceBlockHash(block.peer)),
+            start_position: None,
+            blocks: blocks
+                .map(|block| KvCacheStoredBlockData {
+                    block_hash: ExternalSequenceBlockHash(block.peer),
+                    tokens_hash: LocalBlockHash(block.local),
+                    mm_extra_info: None,
+                })
+                .collect(),
+        }),
+        Kind::Remove => KvCacheEventData::Removed(KvCacheRemoveData {
+            block_hashes: blocks.map(|block| ExternalSequenceBlockHash(block.peer)).collect(),
+        }),
+    };
+    RouterEvent::new(event.worker, KvCacheEvent { event_id: id, data, dp_rank: 0 })
+}
+
+fn by_worker(scores: &OverlapScores, workers: u64) -> Vec<u32> {
+    let of = |worker| scores.scores.get(&WorkerWithDpRank::new(worker, 0)).copied().unwrap_or(0);
+    (0..workers).map(of).collect()
+}
+
+/// The peer's concurrent compressed tree.
+pub struct Compressed {
+    pool: ThreadPoolIndexer<ConcurrentRadixTreeCompressed>,
+    runtime: Runtime,
+}
+
+impl Contender for Compressed {
+    type Event = RouterEvent;
+
+    fn new() -> Self {
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).build();
+        let tree = ConcurrentRadixTreeCompressed::new();
+        let pool = ThreadPoolIndexer::new(tree, PEER_THREADS, BLOCK_TOKENS);
+        Self { pool, runtime: runtime.expect("a runtime can be built") }
+    }
+
+    fn event(id: u64, event: Event) -> RouterEvent {
+        peer_event(id, event)
+    }
+
+    fn apply(&mut self, events: Vec<RouterEvent>) {
+        for event in events {
+            self.pool.enqueue_event(event).expect("the pool lives");
+        }
+        self.runtime.block_on(self.pool.flush_and_wait()).expect("the pool lives");
+    }
+
+    fn look_up(&mut self, query: &Query) -> Duration {
+        let prompt = query.local.clone();
+        let begin = Instant::now();
+        let scores = black_box(self.pool.backend().find_matches(black_box(&prompt), false));
+        let time = begin.elapsed();
+        drop(scores);
+        time
+    }
+
+    fn answer(&mut self, query: &Query, workers: u64) -> Vec<u32> {
+        by_worker(&self.pool.backend().find_matches(&query.local, false), workers)
+    }
+}
+
+/// The peer's plain radix tree.
+pub struct Radix(RadixTree);
+
+impl Contender for Radix {
+    type Event = RouterEvent;
+
+    fn new() -> Self {
+        Self(RadixTree::new())
+    }
+
+    fn event(id: u64, event: Event) -> RouterEvent {
+        peer_event(id, event)
+    }
+
+    fn apply(&mut self, events: Vec<RouterEvent>) {
+        for event in events {
+            self.0.apply_event(event).expect("events follow one another");
+        }
+    }
+
+    fn look_up(&mut self, query: &Query) -> Duration {
+        let prompt = query.local.clone();
+        let begin = Instant::now();
+        let scores = black_box(self.0.find_matches(black_box(prompt), false));
+        let time = begin.elapsed();
+        drop(scores);
+        time
+    }
+
+    fn answer(&mut self, query: &Query, workers: u64) -> Vec<u32> {
+        by_worker(&self.0.find_matches(query.local.clone(), false), workers)
+    }
+}

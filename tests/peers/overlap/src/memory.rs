@@ -1,0 +1,60 @@
+//! Memory of an index as the operating system sees it: each in a process of its own, the
+//! difference of resident memory before and after the stores.
+
+use std::process::Command;
+
+use anyhow::{Context, Result, bail};
+
+use crate::{
+    contender::{Compressed, Contender, Ours, Radix},
+    workload::{MEMORY, Workload},
+};
+
+/// Names of the contenders on the command line, in the order of all figures.
+pub const CONTENDERS: [&str; 3] = ["berth", "compressed", "plain"];
+/// Events handed over at once: what waits in a queue is not the index.
+const EVENTS: usize = 256;
+
+/// Bytes per resident block of each contender, each measured by this program started anew.
+pub fn bytes_per_residency() -> Result<[f64; 3]> {
+    let measured = |name: &str| -> Result<f64> {
+        let output = Command::new(std::env::current_exe()?).args(["--memory", name]).output()?;
+        let text = String::from_utf8(output.stdout)?;
+        text.trim().parse().with_context(|| format!("{name}: {text:?}"))
+    };
+    Ok([measured(CONTENDERS[0])?, measured(CONTENDERS[1])?, measured(CONTENDERS[2])?])
+}
+
+/// The same for one of them, in this process.
+pub fn of(name: &str) -> Result<f64> {
+    match name {
+        "berth" => grown::<Ours>(),
+        "compressed" => grown::<Compressed>(),
+        "plain" => grown::<Radix>(),
+        _ => bail!("nobody is called {name}"),
+    }
+}
+
+fn grown<C: Contender>() -> Result<f64> {
+    let workload = Workload::new(MEMORY);
+    let mut index = C::new();
+    let before = resident_bytes()?;
+    let mut residencies = 0;
+    let mut events = (0..).zip(workload.stores()).peekable();
+    while events.peek().is_some() {
+        let some = events.by_ref().take(EVENTS).inspect(|(_, event)| {
+            residencies += event.blocks.len();
+        });
+        index.apply(some.map(|(id, event)| C::event(id, event)).collect());
+    }
+    let grown = resident_bytes()?.saturating_sub(before);
+    drop(index);
+    Ok(grown as f64 / residencies as f64)
+}
+
+fn resident_bytes() -> Result<u64> {
+    let status = std::fs::read_to_string("/proc/self/status")?;
+    let line = status.lines().find(|line| line.starts_with("VmRSS:")).context("no VmRSS")?;
+    let kib: u64 = line.split_whitespace().nth(1).context("no figure")?.parse()?;
+    Ok(kib * 1024)
+}
