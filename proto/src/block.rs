@@ -6,7 +6,7 @@
 //!
 //! ```text
 //! root     = xxh3(version ‖ tokens of a block: u32 ‖ lora ‖ namespace ‖ cache salt)
-//! local(b) = xxh3(the block's tokens, u32 little-endian)
+//! local(b) = Σ token i × K[i], modulo 2^64, where K[i] is what SplitMix64 draws, made odd
 //! hash(b)  = xxh3(hash of the block before, or root ‖ local(b)), with its ends replaced:
 //!
 //! 63           40 39                        3 2       0
@@ -17,8 +17,9 @@
 //! them: an index finds eight blocks by one entry. A root has the place 7. Each part of the root
 //! is `00` where absent, else `01 ‖ length: u64 ‖ bytes`; all integers are little-endian. Nothing
 //! of the engine's page size or hash goes in, so that engines with pages of 1 to 64 tokens share
-//! identities. The hash is fast, not secret: whoever collides two prompts gains a wrong guess
-//! about where KV is, never the KV.
+//! identities; and since a sum can be carried on from any token, whoever follows an engine's pages
+//! keeps eight bytes of a block that is not full, not its tokens. The hash is fast, not secret:
+//! whoever collides two prompts gains a wrong guess about where KV is, never the KV.
 
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -30,7 +31,22 @@ const VERSION: u8 = 1;
 pub const BLOCK_TOKENS_MIN: u32 = 64;
 /// The largest page for which there are blocks; engines have pages of 1 to 256 tokens.
 pub const BLOCK_TOKENS_MAX: u32 = 256;
-const BLOCK_BYTES_MAX: usize = 4 * BLOCK_TOKENS_MAX as usize;
+
+/// The factor of each token of a block.
+const FACTORS: [u64; BLOCK_TOKENS_MAX as usize] = {
+    let mut factors = [0; BLOCK_TOKENS_MAX as usize];
+    // "berth_kv".
+    let mut state = 0x6265_7274_685f_6b76_u64;
+    let mut at = 0;
+    while at < factors.len() {
+        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mixed = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        factors[at] = (mixed ^ (mixed >> 31)) | 1;
+        at += 1;
+    }
+    factors
+};
 
 /// A page for which there are no blocks.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -153,14 +169,16 @@ pub fn after(parent: BlockHash, local: u64) -> BlockHash {
     }
 }
 
-/// The blocks of a prompt that grows: what was hashed is not hashed again. It keeps the tokens of
-/// the block that is not full yet and nothing else of the prompt.
-#[derive(Debug, Clone)]
+/// The blocks of a prompt that grows: what was hashed is not hashed again. It keeps no tokens, and
+/// a copy of it goes on from where it was made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Chain {
     block_tokens: usize,
     last: BlockHash,
     blocks: u64,
-    pending: Vec<u32>,
+    /// Tokens of the block that is not full, and what they come to.
+    filled: usize,
+    sum: u64,
 }
 
 impl Chain {
@@ -168,45 +186,32 @@ impl Chain {
     #[must_use]
     pub fn new(scheme: &Scheme<'_>) -> Self {
         let block_tokens = scheme.block_tokens.0 as usize;
-        Self { block_tokens, last: scheme.root(), blocks: 0, pending: vec![] }
+        Self { block_tokens, last: scheme.root(), blocks: 0, filled: 0, sum: 0 }
     }
 
     /// Tokens taken so far.
     #[must_use]
     pub fn tokens(&self) -> u64 {
-        self.blocks * self.block_tokens as u64 + self.pending.len() as u64
+        self.blocks * self.block_tokens as u64 + self.filled as u64
     }
 
     /// Takes the tokens that follow, and appends the hashes of the blocks that became full.
     pub fn push(&mut self, tokens: &[u32], hashes: &mut Vec<BlockHash>) {
+        hashes.reserve(tokens.len() / self.block_tokens + 1);
         let mut rest = tokens;
-        if !self.pending.is_empty() {
-            let missing = self.block_tokens - self.pending.len();
-            let (first, after) = rest.split_at(missing.min(rest.len()));
-            self.pending.extend_from_slice(first);
-            rest = after;
-            if self.pending.len() < self.block_tokens {
-                return;
+        while !rest.is_empty() {
+            let (now, later) = rest.split_at((self.block_tokens - self.filled).min(rest.len()));
+            let products = now.iter().zip(&FACTORS[self.filled..]);
+            self.sum = products.fold(self.sum, |sum, (&token, factor)| {
+                sum.wrapping_add(u64::from(token).wrapping_mul(*factor))
+            });
+            self.filled += now.len();
+            if self.filled == self.block_tokens {
+                self.last = after(self.last, self.sum);
+                (self.blocks, self.filled, self.sum) = (self.blocks + 1, 0, 0);
+                hashes.push(self.last);
             }
-            let full = std::mem::take(&mut self.pending);
-            self.full(&full, hashes);
-        }
-        let whole = rest.len() - rest.len() % self.block_tokens;
-        self.full(&rest[..whole], hashes);
-        self.pending.extend_from_slice(&rest[whole..]);
-    }
-
-    fn full(&mut self, tokens: &[u32], hashes: &mut Vec<BlockHash>) {
-        let mut bytes = [0; BLOCK_BYTES_MAX];
-        let bytes = &mut bytes[..4 * self.block_tokens];
-        hashes.reserve(tokens.len() / self.block_tokens);
-        for block in tokens.chunks_exact(self.block_tokens) {
-            for (slot, token) in bytes.chunks_exact_mut(4).zip(block) {
-                slot.copy_from_slice(&token.to_le_bytes());
-            }
-            self.last = after(self.last, xxh3_64(bytes));
-            self.blocks += 1;
-            hashes.push(self.last);
+            rest = later;
         }
     }
 }
@@ -236,8 +241,9 @@ mod tests {
         let (mut last, mut group, mut place) = (scheme.root().0, 0, 0);
         let blocks = tokens.chunks_exact(scheme.block_tokens.get() as usize);
         let hash = |block: &[u32]| {
-            let bytes: Vec<u8> = block.iter().flat_map(|token| token.to_le_bytes()).collect();
-            let local = xxh3_64(&bytes);
+            let terms = block.iter().zip(FACTORS);
+            let local = terms.map(|(&token, factor)| u128::from(token) * u128::from(factor));
+            let local = u64::try_from(local.sum::<u128>() % (1 << 64)).unwrap();
             last = xxh3_64(&[last.to_le_bytes(), local.to_le_bytes()].concat()) / 8 * 8 + place % 8;
             if place % 8 > 0 {
                 last = group + last % (1 << 40);
@@ -257,14 +263,14 @@ mod tests {
         let spaced = Scheme { namespace: Some("a"), cache_salt: Some("b"), ..plain(16) };
         let hex =
             |scheme: &Scheme<'_>, at: usize| format!("{:016x}", hashed(scheme, &[&tokens])[at].0);
-        assert_eq!(hex(&plain(16), 0), "b01ff8a80390ef48");
-        assert_eq!(hex(&plain(16), 1), "b01ff81517b004e9");
-        assert_eq!(hex(&plain(16), 7), "b01ff84f653ee45f");
-        assert_eq!(hex(&plain(16), 8), "f29fc4f4a73fe108");
-        assert_eq!(hex(&plain(16), 9), "f29fc40cbe6cc699");
-        assert_eq!(hex(&plain(128), 1), "876fb4530a17fa71");
-        assert_eq!(hex(&lora, 1), "938ff4c7f6eee909");
-        assert_eq!(hex(&spaced, 1), "4f8fbcb8e25fbec9");
+        assert_eq!(hex(&plain(16), 0), "5dbe2c189668cb30");
+        assert_eq!(hex(&plain(16), 1), "5dbe2c41abb45f79");
+        assert_eq!(hex(&plain(16), 7), "5dbe2c724c81541f");
+        assert_eq!(hex(&plain(16), 8), "7794c39cc5b543b8");
+        assert_eq!(hex(&plain(16), 9), "7794c34642822d79");
+        assert_eq!(hex(&plain(128), 1), "19f05f5409d77239");
+        assert_eq!(hex(&lora, 1), "7be7fd7ef1f29a21");
+        assert_eq!(hex(&spaced, 1), "6a8a5533d5d09b89");
     }
 
     #[test]
