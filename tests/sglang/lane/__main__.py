@@ -29,6 +29,7 @@ from lane import (  # noqa: F401
     shim,
     with_shim,
     audit,
+    cuts,
     planted,
     takeover,
     ends,
