@@ -494,15 +494,13 @@ async fn without_nvml_the_worker_has_the_device_that_its_engine_names() {
 
 #[tokio::test]
 async fn a_setting_that_names_no_gpu_here_makes_the_worker_unhealthy_and_says_which() {
-    let machine = Machine::new(&json!({ "0": {} })).unwrap();
-    let house = House::new(|config| {
-        config.nvml_library = machine.library();
-        config.devices = vec!["GPU-elsewhere".into()];
-    })
-    .await;
-    let worker = house.worker("the reason", |worker| worker["state"] == "unhealthy").await;
-    assert!(worker["reason"].as_str().unwrap().contains("GPU-elsewhere"), "{worker}");
-    assert_eq!(worker["load"]["devices"][0]["uuid"], "cpu", "{worker}");
+    let machine = Machine::new(&json!({ "0": {}, "1": {} })).unwrap();
+    let devices = ["0", "GPU-elsewhere"].map(|device| device.parse().unwrap()).into();
+    let gpus = gpu::watch(Settings { devices, ..settings(&machine) }).unwrap();
+    let seen = gpus.now();
+    assert!(reason(&seen).contains("no GPU here is GPU-elsewhere"), "{seen:?}");
+    let ours: Vec<bool> = seen.devices.iter().map(|device| device.ours).collect();
+    assert_eq!(ours, [true, false], "those that are there");
 }
 
 /// Tokens of a pool of a gibibyte: half is free, an eighth is held by sessions.

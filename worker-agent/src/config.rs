@@ -99,8 +99,8 @@ pub struct Config {
     pub stall_ms_max: u64,
     /// The engine's shim looks at every page of the pool this often; 0: only on demand.
     pub audit_interval_s: u64,
-    /// Where the engine publishes its row table (BERTH_KV_TABLE in its environment), for audits from
-    /// this process by CUDA IPC; empty: they are made inside the engine.
+    /// Where the engine publishes its row table (BERTH_KV_TABLE in its environment), for audits
+    /// from this process by CUDA IPC; empty: they are made inside the engine.
     pub audit_table: PathBuf,
     /// Where the journal of open sessions and the shim's socket are; the same for every agent of an
     /// engine. Empty: `/tmp/berth-<uid>`.

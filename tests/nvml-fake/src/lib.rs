@@ -5,9 +5,9 @@
 //!
 //! What the GPUs are comes from two files beside the loaded library, both optional:
 //!
-//! - `state.json`: the [`state::State`] to start from; what it leaves out is an idle H200.
+//! - `state.json`: the `State` to start from; what it leaves out is an idle H200.
 //! - `control.sock`: a unix socket, connected to when NVML is first initialised. It takes one
-//!   [`control::Request`] a line and answers each with a line, once it is in force.
+//!   `Request` a line and answers each with a line, once it is in force.
 //!
 //! A copy of the library in another folder is another machine, also inside one process. Without
 //! `state.json` there are as many GPUs as `NVML_FAKE_GPUS` says, two if it says nothing.

@@ -35,8 +35,8 @@ pub struct Remote {
 }
 
 impl Remote {
-    /// Starts the thread of the rank whose engine publishes at `table`. It maps what it needs when it
-    /// is first asked, and gives each answer to `answer`.
+    /// Starts the thread of the rank whose engine publishes at `table`. It maps what it needs when
+    /// it is first asked, and gives each answer to `answer`.
     ///
     /// # Errors
     /// When the thread can't be made.
