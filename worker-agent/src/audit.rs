@@ -42,8 +42,8 @@ fn is_of(kinds: &[Kind], name: &str) -> bool {
     kinds.iter().any(|kind| kind.name() == name)
 }
 
-/// As many audits in a row, over such a time, must find a fault before the worker drains for it: one
-/// that passes by itself needs no restart.
+/// As many audits in a row, over such a time, must find a fault before the worker drains for it:
+/// one that passes by itself needs no restart.
 const LASTING_AUDITS: u32 = 3;
 const LASTING_FOR: Duration = Duration::from_secs(20);
 
