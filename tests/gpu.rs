@@ -523,10 +523,14 @@ async fn an_engine_on_two_gpus_is_known_by_its_processes_and_its_pool_by_both() 
     let uses = |pid, bytes: u64| json!({"processes": on(pid, bytes), "memory_used": bytes + GIB});
     control.gpu(1, &uses(first.pid, 8 * GIB)).unwrap();
     control.gpu(2, &uses(second.pid, GIB / 2)).unwrap();
-    let both = |worker: &Value| worker["load"]["devices"][1]["engine_bytes"].is_object();
+    let count = |devices: &Value| devices.as_array().map(Vec::len);
+    let both = |worker: &Value| {
+        let described = count(&worker["rank"]["devices"]) == Some(2);
+        described && worker["load"]["devices"][1]["engine_bytes"].is_object()
+    };
     let worker = house.worker("both GPUs", both).await;
     let devices = &worker["load"]["devices"];
-    assert_eq!(devices.as_array().map(Vec::len), Some(2), "{devices}");
+    assert_eq!(count(devices), Some(2), "{devices}");
     let index = |at: usize| devices[at]["index"].as_u64();
     assert_eq!((index(0), index(1)), (Some(1), Some(2)), "{devices}");
     for (at, engine_bytes) in [(0, 8 * GIB), (1, GIB / 2)] {
@@ -553,7 +557,7 @@ async fn an_engine_on_two_gpus_is_known_by_its_processes_and_its_pool_by_both() 
     drop(first);
     let kept =
         house.worker("its end", |worker| worker["load"]["devices"][0]["kv_used_bytes"].is_null());
-    assert_eq!(kept.await["load"]["devices"].as_array().map(Vec::len), Some(2), "where it was");
+    assert_eq!(count(&kept.await["load"]["devices"]), Some(2), "where it was");
 }
 
 #[tokio::test]

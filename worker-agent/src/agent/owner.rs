@@ -383,6 +383,12 @@ impl Owner {
         self.report.send_replace(Arc::new(report));
         self.reported = now;
         self.dirty = false;
+        // Which devices the engine runs on may be found later than the engine.
+        let ranks = self.ledger.ranks(now, &gpus);
+        let described = self.description.borrow().as_ref().is_none_or(|all| all.ranks == ranks);
+        if let (false, Some(info)) = (described, &self.info) {
+            self.description.send_replace(Some(Arc::new(self.describe(info))));
+        }
     }
 
     /// Ends the drain when nothing is left, aborts what runs when its time is up.
