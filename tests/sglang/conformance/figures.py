@@ -1,8 +1,13 @@
 """What the engine says about itself: /v1/loads is prompt, /metrics is late."""
 
+import time
+
 from conformance.cases import case
 from conformance.engine import Engine, ids
 from lane.runner import equal
+
+
+REPORT_SECONDS_MAX = 5
 
 
 def gauge(engine: Engine, name: str) -> float:
@@ -13,19 +18,29 @@ def gauge(engine: Engine, name: str) -> float:
     raise AssertionError(f"/metrics has no {name}")
 
 
+def gauge_soon(engine: Engine, name: str, wanted: float) -> float:
+    """A report reaches /metrics some time after its turn's answer: the figure, once it is this."""
+    deadline = time.monotonic() + REPORT_SECONDS_MAX
+    while (found := gauge(engine, name)) != wanted and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found
+
+
 @case("page16", "page1")
 def metrics_lag_and_loads_do_not(engine: Engine) -> None:
     session = engine.open()
     # One token is made by the prefill: no decode step, so no other report falls due.
     engine.turn(session, ids(64, 1), 1).good()
     engine.until_used(64)
-    engine.expect("used by /metrics after a turn", gauge(engine, "kv_used_tokens"), 64)
+    used = gauge_soon(engine, "kv_used_tokens", 64)
+    engine.expect("used by /metrics after a turn", used, 64)
     engine.close(session)
     engine.until_used(0)
     engine.expect("used by /metrics after the close", gauge(engine, "kv_used_tokens"), 64)
     # The next prefill reports; this one has ended by then.
     engine.turn(None, ids(16, 2), 1).good()
-    engine.expect("used by /metrics after a prefill", gauge(engine, "kv_used_tokens"), 0)
+    used = gauge_soon(engine, "kv_used_tokens", 0)
+    engine.expect("used by /metrics after a prefill", used, 0)
     engine.expect("evictable by /metrics", gauge(engine, "kv_evictable_tokens"), 16)
 
 
@@ -33,7 +48,8 @@ def metrics_lag_and_loads_do_not(engine: Engine) -> None:
 def session_gauges_move_every_forty_decode_steps(engine: Engine) -> None:
     session = engine.open()
     engine.turn(session, ids(64, 1), 100).good()
-    engine.expect("open sessions by /metrics", gauge(engine, "num_streaming_sessions"), 1)
+    sessions = gauge_soon(engine, "num_streaming_sessions", 1)
+    engine.expect("open sessions by /metrics", sessions, 1)
     held = gauge(engine, "streaming_session_held_tokens")
     # Without the first prompt, which lies in the tree, locked.
     engine.expect("held, of 163 tokens", 0 < held <= 100 + engine.group.page_size, True)
