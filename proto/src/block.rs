@@ -23,6 +23,8 @@
 
 use xxhash_rust::xxh3::xxh3_64;
 
+use crate::table::KEY_BITS;
+
 /// Part of every identity; raised when the rule above changes.
 const VERSION: u8 = 1;
 
@@ -57,10 +59,20 @@ pub struct Error(pub u32);
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct BlockHash(pub u64);
 
+/// Where in a worker a block is resident.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Tier {
+    /// The GPU's memory.
+    Device,
+    /// The host's memory: usable after a copy.
+    Host,
+}
+
 /// Blocks of a group.
 pub const GROUP_BLOCKS: usize = 8;
-/// Bits that name a group: enough for a hundred million blocks to have it mostly to themselves.
-pub const GROUP_BITS: u32 = 24;
+/// Bits that name a group, a key of its own in a [`crate::table::Table`]: enough for the groups of
+/// a hundred million blocks to have theirs mostly to themselves.
+const GROUP_BITS: u32 = KEY_BITS;
 const PLACE_BITS: u32 = 3;
 const OWN_BITS: u32 = 64 - GROUP_BITS - PLACE_BITS;
 const PLACES: u64 = (1 << PLACE_BITS) - 1;
@@ -73,13 +85,13 @@ impl BlockHash {
         usize::from(self.0.to_le_bytes()[0]) % GROUP_BLOCKS
     }
 
-    /// The group, [`GROUP_BITS`] bits of its first block's hash.
+    /// The group's key: bits of the hash of its first block.
     #[must_use]
     pub fn group(self) -> u64 {
         self.0 >> (64 - GROUP_BITS)
     }
 
-    /// The hash's own bits, [`GROUP_BITS`] of them.
+    /// The block's own key.
     #[must_use]
     pub fn own(self) -> u64 {
         (self.0 & !GROUPS) >> (PLACE_BITS + OWN_BITS - GROUP_BITS)
@@ -187,6 +199,28 @@ impl Chain {
     pub fn new(scheme: &Scheme<'_>) -> Self {
         let block_tokens = scheme.block_tokens.0 as usize;
         Self { block_tokens, last: scheme.root(), blocks: 0, filled: 0, sum: 0 }
+    }
+
+    /// Where a prompt of so many tokens was left: `last` is the hash of its last full block, or its
+    /// root, and `sum` what [`Self::sum`] was.
+    #[must_use]
+    pub fn resume(block_tokens: BlockTokens, last: BlockHash, tokens: u64, sum: u64) -> Self {
+        let block = u64::from(block_tokens.0);
+        let filled = usize::try_from(tokens % block).expect("a block has at most 256 tokens");
+        let block_tokens = block_tokens.0 as usize;
+        Self { block_tokens, last, blocks: tokens / block, filled, sum }
+    }
+
+    /// The hash of the last full block, or the root.
+    #[must_use]
+    pub fn last(&self) -> BlockHash {
+        self.last
+    }
+
+    /// What the tokens of the block that is not full come to.
+    #[must_use]
+    pub fn sum(&self) -> u64 {
+        self.sum
     }
 
     /// Tokens taken so far.
@@ -316,6 +350,12 @@ mod tests {
             let pieces: Vec<&[u32]> = cuts.windows(2).map(|ends| &tokens[ends[0]..ends[1]]).collect();
             let hashes = hashed(&scheme, &pieces);
             prop_assert_eq!(&hashes, &by_the_rule(&scheme, &tokens));
+            let (mut resumed, mut chain) = (vec![], Chain::new(&scheme));
+            for piece in pieces {
+                chain = Chain::resume(scheme.block_tokens, chain.last(), chain.tokens(), chain.sum());
+                chain.push(piece, &mut resumed);
+            }
+            prop_assert_eq!(&resumed, &hashes);
             let mut parent = None;
             for hash in hashes {
                 prop_assert!(hash.can_follow(parent));

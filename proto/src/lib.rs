@@ -3,18 +3,22 @@
 //!
 //! - [`v1`]: what travels, generated from `schema/agent/v1/agent.proto`.
 //! - [`id`]: validated identifiers.
+//! - [`kv`]: what an agent says of resident blocks.
 //! - [`load`]: the load report in domain types; conversion rejects nonsense.
 //! - [`claim`]: what a router tells an agent about a turn's session, as one header.
 //! - [`block`]: routing blocks, the unit in which both sides say what KV is where.
 //! - [`body`]: the top level of a JSON request body, by byte range.
+//! - [`table`]: what both sides' indexes of blocks are made of.
 //! - [`process`]: what both binaries are to their operator: tasks, admin port, settings, refusals.
 
 pub mod block;
 pub mod body;
 pub mod claim;
 pub mod id;
+pub mod kv;
 pub mod load;
 pub mod process;
+pub mod table;
 
 /// The generated messages and services of `berth.agent.v1`.
 #[expect(

@@ -171,6 +171,17 @@ pub struct Description {
     pub retentions: Vec<Retention>,
     /// Turns of one exclusive session that may wait behind the one that runs.
     pub turns_queued_per_session_max: u32,
+    /// What makes tokens of text there, where the agent can read the model's folder.
+    pub model_files: Option<ModelFiles>,
+}
+
+/// The files by which an engine makes tokens of text and of messages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
+pub struct ModelFiles {
+    /// SHA-256 over them; the same files have the same one on every agent.
+    pub hash: [u8; 32],
+    /// All of them, bytes.
+    pub bytes: u64,
 }
 
 /// A session as its agent sees it.
@@ -235,6 +246,10 @@ pub struct RankLoad {
     pub foreign_tokens: Option<Figure>,
     /// Who holds the pages, by identity.
     pub pages: Option<PageAudit>,
+    /// Prompt tokens the engine computes in a second while it does nothing else, as measured.
+    pub prefill_tokens_per_s: Option<Figure>,
+    /// Prompt tokens let in and not computed yet, cached ones left out as far as they are known.
+    pub prefill_backlog_tokens: Option<Figure>,
 }
 
 /// One agent's report.

@@ -2,9 +2,9 @@
 //! by one writer; look-ups read. It knows blocks by their hash alone and workers by a dense number;
 //! [`Shared`] is what many threads read while one writes.
 //!
-//! - `tree`: the blocks, as runs without a branch, and who holds how much of each.
+//! - `tree`: the blocks, as runs without a branch, and who holds how much of each; a
+//!   [`proto::table`] leads to them.
 //! - `holders`: who holds how much of one run.
-//! - `table`: from a hash to its run.
 //! - `slots`: workers as the tree knows them, so that one disappears at once.
 //! - `ages`: what is dropped first when memory is short.
 
@@ -12,12 +12,12 @@ mod ages;
 mod holders;
 mod shared;
 mod slots;
-mod table;
 #[cfg(test)]
 mod tests;
 mod tree;
 
 use proto::block::BlockHash;
+pub use proto::block::Tier;
 
 pub use self::shared::Shared;
 use self::{
@@ -25,22 +25,11 @@ use self::{
     tree::{Holder, Stopped, Tree},
 };
 
-type RunId = u32;
-
 /// Runs swept at every change while a slot has ended: a sweep of 100,000 runs is through after
 /// 6,000 changes, and adds less than a microsecond to each.
 const SWEEP_RUNS: usize = 16;
 /// Workers at most: each may have a second slot for a snapshot and a third that is being swept.
 pub const WORKERS_MAX: usize = 16_384;
-
-/// Where in a worker a block is resident.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Tier {
-    /// The GPU's memory.
-    Device,
-    /// The host's memory: usable after a copy.
-    Host,
-}
 
 /// What was counted; the last three since the beginning.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

@@ -38,6 +38,7 @@ pub(crate) fn description(name: &str, epoch: u64, ranks: u32) -> Description {
         ranks: (0..ranks).map(rank).collect(),
         retentions: vec![Retention::Pinned, Retention::Tagged, Retention::None],
         turns_queued_per_session_max: 0,
+        model_files: None,
     }
 }
 
@@ -63,6 +64,8 @@ pub(crate) fn report(ranks: &[(u32, u64)]) -> LoadReport {
         pool_evictable_tokens: None,
         foreign_tokens: None,
         pages: None,
+        prefill_tokens_per_s: None,
+        prefill_backlog_tokens: None,
     };
     LoadReport {
         interval: Duration::from_millis(500),

@@ -203,6 +203,15 @@ impl server::WorkerAgent for Service {
     ) -> Result<Response<Self::WatchKvStream>, Status> {
         Err(Status::unimplemented("this agent doesn't publish resident blocks yet"))
     }
+
+    type FetchModelFilesStream = ReceiverStream<Result<v1::ModelFilePart, Status>>;
+
+    async fn fetch_model_files(
+        &self,
+        _: Request<v1::FetchModelFilesRequest>,
+    ) -> Result<Response<Self::FetchModelFilesStream>, Status> {
+        Err(Status::unimplemented("this agent doesn't hand out the model's files yet"))
+    }
 }
 
 fn rank_audit(dp_rank: u32, audit: Result<RankPages, audit::Error>) -> v1::RankAudit {

@@ -269,6 +269,9 @@ impl Ledger {
             }),
             // By identity, not by count: the audits' own.
             pages: None,
+            // Nobody measures them yet; absent is unknown.
+            prefill_tokens_per_s: None,
+            prefill_backlog_tokens: None,
         }
     }
 

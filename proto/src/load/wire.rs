@@ -5,8 +5,8 @@ mod device;
 use std::time::Duration;
 
 use super::{
-    Description, Device, EngineFacts, Error, Figure, LoadReport, PageAudit, Rank, RankLoad,
-    Retention, Session, SessionState, Source,
+    Description, Device, EngineFacts, Error, Figure, LoadReport, ModelFiles, PageAudit, Rank,
+    RankLoad, Retention, Session, SessionState, Source,
 };
 use crate::v1;
 
@@ -150,6 +150,21 @@ fn check_rank_order(ranks: impl Iterator<Item = u32>) -> Result<(), Error> {
     if count == 0 { Err(Error::Missing("ranks")) } else { Ok(()) }
 }
 
+impl TryFrom<v1::ModelFiles> for ModelFiles {
+    type Error = Error;
+
+    fn try_from(wire: v1::ModelFiles) -> Result<Self, Error> {
+        let hash = wire.hash.try_into().map_err(|_| Error::Missing("model_files.hash"))?;
+        Ok(Self { hash, bytes: wire.bytes })
+    }
+}
+
+impl From<ModelFiles> for v1::ModelFiles {
+    fn from(files: ModelFiles) -> Self {
+        Self { hash: files.hash.to_vec(), bytes: files.bytes }
+    }
+}
+
 impl TryFrom<v1::Description> for Description {
     type Error = Error;
 
@@ -174,6 +189,7 @@ impl TryFrom<v1::Description> for Description {
                 .map(Retention::from_wire)
                 .collect::<Result<_, _>>()?,
             turns_queued_per_session_max: wire.turns_queued_per_session_max,
+            model_files: wire.model_files.map(ModelFiles::try_from).transpose()?,
         })
     }
 }
@@ -188,6 +204,7 @@ impl From<Description> for v1::Description {
             ranks: description.ranks.into_iter().map(Into::into).collect(),
             retentions: description.retentions.into_iter().map(Retention::to_wire).collect(),
             turns_queued_per_session_max: description.turns_queued_per_session_max,
+            model_files: description.model_files.map(Into::into),
         }
     }
 }
@@ -253,7 +270,12 @@ impl TryFrom<v1::RankLoad> for RankLoad {
             pool_evictable_tokens: figure(wire.pool_evictable_tokens)?,
             foreign_tokens: figure(wire.foreign_tokens)?,
             pages: wire.pages.map(PageAudit::try_from).transpose()?,
+            prefill_tokens_per_s: figure(wire.prefill_tokens_per_s)?,
+            prefill_backlog_tokens: figure(wire.prefill_backlog_tokens)?,
         };
+        if load.prefill_tokens_per_s.is_some_and(|rate| rate.value == 0) {
+            return Err(impossible("prefill_tokens_per_s", 0_u32));
+        }
         at_most("pool_used_tokens", load.pool_used_tokens, load.pool_total_tokens)?;
         at_most("pinned_tokens", load.pinned_tokens, load.pool_total_tokens)?;
         at_most("foreign_tokens", load.foreign_tokens, load.pinned_tokens)?;
@@ -290,6 +312,8 @@ impl From<RankLoad> for v1::RankLoad {
             pool_evictable_tokens: load.pool_evictable_tokens.map(Into::into),
             foreign_tokens: load.foreign_tokens.map(Into::into),
             pages: load.pages.map(Into::into),
+            prefill_tokens_per_s: load.prefill_tokens_per_s.map(Into::into),
+            prefill_backlog_tokens: load.prefill_backlog_tokens.map(Into::into),
         }
     }
 }
@@ -352,6 +376,8 @@ mod tests {
             pool_evictable_tokens: None,
             foreign_tokens: Some(tokens(16)),
             pages: None,
+            prefill_tokens_per_s: Some(tokens(20_000)),
+            prefill_backlog_tokens: Some(tokens(0)),
         };
         LoadReport {
             interval: Duration::from_millis(500),

@@ -1,6 +1,6 @@
 //! Which leaf run was named longest ago: a doubly linked list through a table by run.
 
-use super::RunId;
+use proto::table::RunId;
 
 /// No run: the list's end.
 const NONE: RunId = 0;

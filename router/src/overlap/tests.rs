@@ -175,7 +175,7 @@ impl Oracle {
 proptest! {
     #[test]
     fn it_answers_what_sets_of_blocks_answer(
-        steps in prop::collection::vec(step(), 1..120),
+        steps in prop::collection::vec(step(), 1..60),
         questions in prop::collection::vec(letters(), 6),
     ) {
         let (mut index, mut oracle) = (Index::new(UNBOUNDED), Oracle::default());
@@ -190,7 +190,7 @@ proptest! {
 
     #[test]
     fn short_of_memory_it_forgets_and_never_invents(
-        steps in prop::collection::vec(step(), 1..200),
+        steps in prop::collection::vec(step(), 1..100),
         questions in prop::collection::vec(letters(), 3),
         bytes_max in 12_000..30_000_usize,
     ) {

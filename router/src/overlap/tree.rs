@@ -14,14 +14,12 @@ mod shape;
 
 use std::ops::{Index, IndexMut, Range};
 
-use proto::block::{BlockHash, GROUP_BLOCKS};
-
-use super::{
-    RunId, Tier,
-    ages::Ages,
-    holders::Holders,
-    table::{Entry, PLACES, Table},
+use proto::{
+    block::{BlockHash, GROUP_BLOCKS, Tier},
+    table::{Entry, PLACES, RunId, Table},
 };
+
+use super::{ages::Ages, holders::Holders};
 
 /// The empty run that all chains begin at.
 pub(super) const ROOT: RunId = 0;

@@ -211,6 +211,7 @@ impl Inner {
             ranks: vec![v1::Rank { dp_rank: 0, pool_tokens: 10_000, rows: 64, devices: vec![] }],
             retentions: self.retentions.iter().map(|retention| retention.to_wire()).collect(),
             turns_queued_per_session_max: 0,
+            model_files: None,
         }
     }
 
@@ -382,6 +383,8 @@ struct Service(Arc<Inner>);
 impl WorkerAgent for Service {
     type WatchLoadStream = Pin<Box<dyn Stream<Item = Result<v1::LoadEvent, Status>> + Send>>;
     type WatchKvStream = Pin<Box<dyn Stream<Item = Result<v1::KvEvent, Status>> + Send>>;
+    type FetchModelFilesStream =
+        Pin<Box<dyn Stream<Item = Result<v1::ModelFilePart, Status>> + Send>>;
 
     async fn describe(
         &self,
@@ -470,6 +473,13 @@ impl WorkerAgent for Service {
         &self,
         _: tonic::Request<v1::WatchKvRequest>,
     ) -> Result<tonic::Response<Self::WatchKvStream>, Status> {
+        Err(Status::unimplemented("not yet"))
+    }
+
+    async fn fetch_model_files(
+        &self,
+        _: tonic::Request<v1::FetchModelFilesRequest>,
+    ) -> Result<tonic::Response<Self::FetchModelFilesStream>, Status> {
         Err(Status::unimplemented("not yet"))
     }
 }

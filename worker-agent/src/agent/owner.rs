@@ -336,6 +336,8 @@ impl Owner {
             ranks: self.ledger.ranks(now(), &self.setup.gpus.now()),
             retentions: info.retentions(),
             turns_queued_per_session_max: self.setup.rules.turns_queued_per_session_max,
+            // Not handed out yet.
+            model_files: None,
         }
     }
 

@@ -2,10 +2,12 @@
 
 use std::collections::{HashMap, HashSet};
 
-use super::{
-    super::{RunId, Tier, holders::Holders, table::Entry},
-    Children, ROOT, RUN_BLOCKS_MAX, Tree,
+use proto::{
+    block::Tier,
+    table::{Entry, RunId},
 };
+
+use super::{super::holders::Holders, Children, ROOT, RUN_BLOCKS_MAX, Tree};
 
 impl Tree {
     /// Walks everything.
@@ -44,7 +46,7 @@ impl Tree {
         assert_eq!(self.ages.iter().count(), leaves.len(), "and only one");
         let entries =
             used.iter().map(|&run| self[run].entries(run, 0..self[run].blocks.len()).count());
-        assert_eq!(self.table.len(), entries.sum::<usize>(), "the table has what runs enter");
+        assert_eq!(self.table.entries(), entries.sum::<usize>(), "the table has what runs enter");
         assert_eq!(self.blocks, blocks, "distinct blocks");
         assert_eq!(self.heap_bytes, heap_bytes, "memory of runs");
         assert_eq!((&self.held, self.host_blocks), (&held, host), "resident blocks");

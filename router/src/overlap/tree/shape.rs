@@ -3,14 +3,13 @@
 
 use std::ops::Range;
 
-use proto::block::BlockHash;
+use proto::{
+    block::{BlockHash, Tier},
+    table::{Entry, RUNS_MAX, RunId},
+};
 
 use super::{
-    super::{
-        RunId, Tier,
-        holders::{Hold, Holders},
-        table::{Entry, RUNS_MAX},
-    },
+    super::holders::{Hold, Holders},
     Children, Holder, Place, ROOT, RUN_BLOCKS_MAX, Run, Stopped, Tree, cut_of,
 };
 

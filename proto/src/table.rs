@@ -1,6 +1,6 @@
-//! Where a block is: from a key, 24 bits of a hash, to a run and a place in it, eight bytes an
-//! entry. It keeps no hashes: it proposes, and its caller, who has the runs, says which proposal is
-//! right.
+//! The table of an index of blocks or pages: from a key, 24 bits of a hash, to a run and a place in
+//! it, eight bytes an entry. It keeps no hashes: it proposes, and its caller, who has the runs, says
+//! which proposal is right.
 //!
 //! An entry is in the bucket, one cache line, that its key says, or in one after it where buckets
 //! are full. Shards grow one by one, so that a large index never stops to move all of itself, and
@@ -11,16 +11,14 @@
 //! | key        | run              | place    |      0 = free: there is no run 0
 //! ```
 
-use proto::block::GROUP_BITS as KEY_BITS;
-
-use super::RunId;
-
+/// Bits of a key.
+pub const KEY_BITS: u32 = 24;
 const PLACE_BITS: u32 = 12;
 const RUN_BITS: u32 = 28;
-/// Runs there can be, the root included: more than fit in any memory.
-pub(super) const RUNS_MAX: usize = 1 << RUN_BITS;
-/// Places of a run.
-pub(super) const PLACES: u32 = 1 << PLACE_BITS;
+/// Runs there can be: more than fit in any memory.
+pub const RUNS_MAX: usize = 1 << RUN_BITS;
+/// Places of a run at most.
+pub const PLACES: u32 = 1 << PLACE_BITS;
 const SHARD_BITS: u32 = 6;
 /// A table of ten million blocks grows in steps of some 30 thousand entries: about 100 µs.
 const SHARDS: usize = 1 << SHARD_BITS;
@@ -28,12 +26,16 @@ const SHARDS: usize = 1 << SHARD_BITS;
 const BUCKET: usize = 7;
 /// One in each byte of a bucket's first word that belongs to an entry.
 const ONES: u64 = 0x0001_0101_0101_0101;
-/// Entries up to which a shard doubles. A larger one grows by half, to keep less of it free.
-const SHARD_SMALL: usize = 4096;
+/// Entries up to which a shard doubles. A larger one grows by a quarter, to keep less of it free:
+/// from 11 to 14 bytes an entry.
+const SHARD_SMALL: usize = 512;
+
+/// A piece of a chain without a branch, by its number; 0 is none.
+pub type RunId = u32;
 
 /// Entries in shards by the low bits of the key.
 #[derive(Debug)]
-pub(super) struct Table {
+pub struct Table {
     shards: Vec<Shard>,
     entries: usize,
     bytes: usize,
@@ -56,14 +58,17 @@ struct Bucket {
 
 /// What an entry says.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Entry {
-    pub(super) run: RunId,
-    /// The block's depth in its chain, modulo [`PLACES`].
-    pub(super) place: u32,
+pub struct Entry {
+    /// Which run.
+    pub run: RunId,
+    /// The depth in the chain, modulo [`PLACES`].
+    pub place: u32,
 }
 
 impl Entry {
-    pub(super) fn new(run: RunId, depth: usize) -> Self {
+    /// For a place at some depth of a chain.
+    #[must_use]
+    pub fn new(run: RunId, depth: usize) -> Self {
         Self { run, place: low(depth as u64) % PLACES }
     }
 
@@ -162,7 +167,7 @@ impl Shard {
         if (self.used + 1) * 5 <= buckets * BUCKET * 4 {
             return 0;
         }
-        let more = if self.used < SHARD_SMALL { buckets.max(2) } else { buckets / 2 };
+        let more = if self.used < SHARD_SMALL { buckets.max(2) } else { buckets / 4 };
         let old = std::mem::replace(&mut self.buckets, vec![Bucket::default(); buckets + more]);
         for slot in old.iter().flat_map(|bucket| &bucket.slots[..bucket.len()]) {
             self.put(*slot);
@@ -220,27 +225,33 @@ impl Shard {
     }
 }
 
+impl Default for Table {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
 impl Table {
-    pub(super) fn new() -> Self {
+    /// An empty one.
+    #[must_use]
+    pub fn new() -> Self {
         Self { shards: vec![Shard::default(); SHARDS], entries: 0, bytes: 0 }
     }
 
     /// Entries in use.
-    pub(super) fn len(&self) -> usize {
+    #[must_use]
+    pub fn entries(&self) -> usize {
         self.entries
     }
 
     /// Memory held.
-    pub(super) fn bytes(&self) -> usize {
+    #[must_use]
+    pub fn bytes(&self) -> usize {
         self.bytes
     }
 
     /// The first proposal that `accept` makes something of.
-    pub(super) fn find<T>(
-        &self,
-        key: u64,
-        mut accept: impl FnMut(Entry) -> Option<T>,
-    ) -> Option<T> {
+    pub fn find<T>(&self, key: u64, mut accept: impl FnMut(Entry) -> Option<T>) -> Option<T> {
         let shard = &self.shards[shard(key)];
         if shard.buckets.is_empty() {
             return None;
@@ -260,12 +271,7 @@ impl Table {
 
     /// Adds an entry, unless `is_known` says of a proposal that it is as good; returns whether it
     /// was added.
-    pub(super) fn insert(
-        &mut self,
-        key: u64,
-        entry: Entry,
-        is_known: impl Fn(Entry) -> bool,
-    ) -> bool {
+    pub fn insert(&mut self, key: u64, entry: Entry, is_known: impl Fn(Entry) -> bool) -> bool {
         let shard = &mut self.shards[shard(key)];
         self.bytes += shard.make_room();
         let mut at = shard.home(key);
@@ -285,7 +291,10 @@ impl Table {
     }
 
     /// Takes an entry out.
-    pub(super) fn remove(&mut self, key: u64, entry: Entry) {
+    ///
+    /// # Panics
+    /// When it isn't in.
+    pub fn remove(&mut self, key: u64, entry: Entry) {
         let shard = &mut self.shards[shard(key)];
         let (at, place) = shard.position(entry.pack(key)).expect("who entered it takes it out");
         shard.take(at, place);
@@ -293,7 +302,10 @@ impl Table {
     }
 
     /// Changes the run of an entry.
-    pub(super) fn rename(&mut self, key: u64, entry: Entry, run: RunId) {
+    ///
+    /// # Panics
+    /// When it isn't in.
+    pub fn rename(&mut self, key: u64, entry: Entry, run: RunId) {
         let shard = &mut self.shards[shard(key)];
         let (at, place) = shard.position(entry.pack(key)).expect("who entered it renames it");
         shard.buckets[at].slots[place] = Entry { run, ..entry }.pack(key);
@@ -348,7 +360,7 @@ mod tests {
                     }
                     _ => {}
                 }
-                prop_assert_eq!(table.len(), map.len());
+                prop_assert_eq!(table.entries(), map.len());
             }
         }
     }

@@ -1,0 +1,200 @@
+//! What an agent says of resident blocks, in domain types; conversion rejects nonsense. It applies
+//! nothing: the agent makes changes from its engine's events, the router's index takes them.
+
+use crate::{
+    block::{BlockHash, BlockTokens, Tier},
+    v1,
+};
+
+/// Why a message makes no sense.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Error {
+    /// A field that every such message has is missing.
+    #[error("a change of resident blocks lacks its {0}; agent and router differ in version")]
+    Missing(&'static str),
+    /// No blocks have so many tokens.
+    #[error("a block of {0} tokens; agent and router differ in version")]
+    BlockTokens(u32),
+}
+
+/// One change of one rank.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RankChange {
+    /// Of which rank.
+    pub dp_rank: u32,
+    /// What changed.
+    pub change: Change,
+}
+
+/// What changed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Change {
+    /// What was said before is void; a snapshot follows, until [`Change::Complete`].
+    Reset {
+        /// Tokens of a block.
+        block_tokens: BlockTokens,
+    },
+    /// What was said before is void, and nothing follows until the next reset.
+    Unknown {
+        /// Why, for an operator.
+        why: String,
+    },
+    /// Blocks became resident, each after the one before it.
+    Stored {
+        /// Where.
+        tier: Tier,
+        /// The block before the first; none at the beginning of a prompt.
+        parent: Option<BlockHash>,
+        /// At least one.
+        blocks: Vec<BlockHash>,
+    },
+    /// Blocks are resident no more.
+    Removed {
+        /// Where they were.
+        tier: Tier,
+        /// At least one.
+        blocks: Vec<BlockHash>,
+    },
+    /// The snapshot is whole.
+    Complete,
+}
+
+impl Change {
+    /// Its size on the wire, bytes, rounded up: hashes and what surrounds them.
+    #[must_use]
+    pub fn wire_bytes(&self) -> usize {
+        const AROUND: usize = 48;
+        AROUND
+            + match self {
+                Self::Stored { blocks, .. } | Self::Removed { blocks, .. } => {
+                    size_of::<BlockHash>() * blocks.len()
+                }
+                Self::Unknown { why } => why.len(),
+                Self::Reset { .. } | Self::Complete => 0,
+            }
+    }
+}
+
+impl From<Tier> for v1::KvTier {
+    fn from(tier: Tier) -> Self {
+        match tier {
+            Tier::Device => Self::Device,
+            Tier::Host => Self::Host,
+        }
+    }
+}
+
+fn tier(wire: i32) -> Result<Tier, Error> {
+    match v1::KvTier::try_from(wire) {
+        Ok(v1::KvTier::Device) => Ok(Tier::Device),
+        Ok(v1::KvTier::Host) => Ok(Tier::Host),
+        Ok(v1::KvTier::Unspecified) | Err(_) => Err(Error::Missing("tier")),
+    }
+}
+
+fn to_wire(blocks: Vec<BlockHash>) -> Vec<u64> {
+    blocks.into_iter().map(|block| block.0).collect()
+}
+
+fn blocks(wire: Vec<u64>) -> Result<Vec<BlockHash>, Error> {
+    if wire.is_empty() {
+        return Err(Error::Missing("blocks"));
+    }
+    Ok(wire.into_iter().map(BlockHash).collect())
+}
+
+impl TryFrom<v1::KvChange> for RankChange {
+    type Error = Error;
+
+    fn try_from(wire: v1::KvChange) -> Result<Self, Error> {
+        use v1::kv_change::Change as Wire;
+        let change = match wire.change.ok_or(Error::Missing("kind"))? {
+            Wire::Reset(reset) if !reset.unknown.is_empty() => {
+                Change::Unknown { why: reset.unknown }
+            }
+            Wire::Reset(reset) => Change::Reset {
+                block_tokens: BlockTokens::for_page(reset.block_tokens)
+                    .ok()
+                    .filter(|tokens| tokens.get() == reset.block_tokens)
+                    .ok_or(Error::BlockTokens(reset.block_tokens))?,
+            },
+            Wire::Stored(stored) => Change::Stored {
+                tier: tier(stored.tier)?,
+                parent: stored.parent.map(BlockHash),
+                blocks: blocks(stored.blocks)?,
+            },
+            Wire::Removed(removed) => {
+                Change::Removed { tier: tier(removed.tier)?, blocks: blocks(removed.blocks)? }
+            }
+            Wire::Complete(v1::KvComplete {}) => Change::Complete,
+        };
+        Ok(Self { dp_rank: wire.dp_rank, change })
+    }
+}
+
+impl From<RankChange> for v1::KvChange {
+    fn from(RankChange { dp_rank, change }: RankChange) -> Self {
+        use v1::kv_change::Change as Wire;
+        let change = match change {
+            Change::Reset { block_tokens } => Wire::Reset(v1::KvReset {
+                block_tokens: block_tokens.get(),
+                unknown: String::new(),
+            }),
+            Change::Unknown { why } => Wire::Reset(v1::KvReset { block_tokens: 0, unknown: why }),
+            Change::Stored { tier, parent, blocks } => Wire::Stored(v1::KvStored {
+                tier: v1::KvTier::from(tier).into(),
+                parent: parent.map(|block| block.0),
+                blocks: to_wire(blocks),
+            }),
+            Change::Removed { tier, blocks } => Wire::Removed(v1::KvRemoved {
+                tier: v1::KvTier::from(tier).into(),
+                blocks: to_wire(blocks),
+            }),
+            Change::Complete => Wire::Complete(v1::KvComplete {}),
+        };
+        Self { dp_rank, change: Some(change) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use prost::Message;
+
+    use super::*;
+
+    fn all() -> Vec<Change> {
+        let block_tokens = BlockTokens::for_page(16).unwrap();
+        let blocks: Vec<BlockHash> = (1..=300).map(|hash| BlockHash(hash << 50)).collect();
+        vec![
+            Change::Reset { block_tokens },
+            Change::Unknown { why: "no events came".to_owned() },
+            Change::Stored { tier: Tier::Device, parent: None, blocks: blocks.clone() },
+            Change::Stored { tier: Tier::Host, parent: Some(BlockHash(7)), blocks: blocks.clone() },
+            Change::Removed { tier: Tier::Host, blocks },
+            Change::Complete,
+        ]
+    }
+
+    #[test]
+    fn changes_survive_the_wire_within_their_size() {
+        for change in all() {
+            let there = RankChange { dp_rank: 3, change: change.clone() };
+            let wire = v1::KvChange::from(there.clone());
+            assert!(wire.encoded_len() <= change.wire_bytes(), "{change:?}");
+            assert_eq!(RankChange::try_from(wire), Ok(there));
+        }
+    }
+
+    #[test]
+    fn nonsense_is_refused() {
+        use v1::kv_change::Change as Wire;
+        let refused = |change| RankChange::try_from(v1::KvChange { dp_rank: 0, change });
+        assert_eq!(refused(None), Err(Error::Missing("kind")));
+        let reset = v1::KvReset { block_tokens: 63, unknown: String::new() };
+        assert_eq!(refused(Some(Wire::Reset(reset))), Err(Error::BlockTokens(63)));
+        let empty = v1::KvRemoved { tier: 1, blocks: vec![] };
+        assert_eq!(refused(Some(Wire::Removed(empty))), Err(Error::Missing("blocks")));
+        let nowhere = v1::KvRemoved { tier: 0, blocks: vec![1] };
+        assert_eq!(refused(Some(Wire::Removed(nowhere))), Err(Error::Missing("tier")));
+    }
+}
