@@ -1,6 +1,6 @@
 //! The table of an index of blocks or pages: from a key, 24 bits of a hash, to a run and a place in
-//! it, eight bytes an entry. It keeps no hashes: it proposes, and its caller, who has the runs, says
-//! which proposal is right.
+//! it, eight bytes an entry. It keeps no hashes: it proposes, and its caller, who has the runs,
+//! says which proposal is right.
 //!
 //! An entry is in the bucket, one cache line, that its key says, or in one after it where buckets
 //! are full. Shards grow one by one, so that a large index never stops to move all of itself, and
