@@ -39,6 +39,8 @@ pub const DRAIN_MS_MAX: u64 = 30_000;
 pub const AFFINITY_IDLE_MS_MAX: u64 = 60 * 60 * 1000;
 /// About 600 bytes each in view and affinity together: 60 MiB at the bound.
 pub const SESSIONS_MAX: usize = 100_000;
+/// Some 8 bytes for a block on a worker: 60 million of them, 480 pools of 8 million tokens.
+pub const OVERLAP_BYTES_MAX: usize = 512 << 20;
 /// As many as the server has connections for.
 pub const TURNS_IN_FLIGHT_MAX: usize = 4_096;
 
@@ -68,6 +70,8 @@ pub struct Config {
     pub affinity_idle_ms_max: u64,
     /// Sessions remembered, in affinity and of each agent's table.
     pub sessions_max: usize,
+    /// Memory of the index of resident blocks; beyond it the oldest are forgotten.
+    pub overlap_bytes_max: usize,
     /// Turns at once; beyond it the answer is 429.
     pub turns_in_flight_max: usize,
 }
@@ -86,6 +90,7 @@ impl Default for Config {
             drain_ms_max: DRAIN_MS_MAX,
             affinity_idle_ms_max: AFFINITY_IDLE_MS_MAX,
             sessions_max: SESSIONS_MAX,
+            overlap_bytes_max: OVERLAP_BYTES_MAX,
             turns_in_flight_max: TURNS_IN_FLIGHT_MAX,
         }
     }

@@ -7,9 +7,10 @@
 //! decided), [`known`] (both reconciled), [`overlap`] (which blocks are resident where),
 //! [`placement`] (where a turn goes).
 //!
-//! The shell around it: `worker` follows one agent, `view::task` publishes snapshots, `decide`
-//! joins standing, placement and lease in one step, `proxy` and `turn` move the bytes, `control`
-//! and `sessions` open and close, `api` is the routes, [`lease`] counts what is in flight.
+//! The shell around it: `worker` follows one agent, `kv` what is resident there, `view::task`
+//! publishes snapshots, `decide` joins standing, placement and lease in one step, `proxy` and `turn`
+//! move the bytes, `control` and `sessions` open and close, `api` is the routes, [`lease`] counts
+//! what is in flight.
 
 pub mod affinity;
 mod api;
@@ -18,6 +19,7 @@ mod control;
 mod decide;
 pub mod follow;
 pub mod known;
+mod kv;
 pub mod lease;
 mod metrics;
 pub mod overlap;
@@ -58,7 +60,8 @@ use crate::{
     affinity::Affinity,
     config::Config,
     control::Control,
-    metrics::{FleetCollector, Metrics},
+    kv::Residency,
+    metrics::{FleetCollector, Metrics, ResidencyCollector},
     shared::Shared,
     view::{State, Update, View},
     worker::Watcher,
@@ -117,6 +120,11 @@ pub async fn run(config: Config, listeners: Listeners, tasks: Tasks) -> Result<(
     let mut registry = Registry::with_prefix("berth_router");
     let metrics = Metrics::new(&mut registry);
     registry.register_collector(Box::new(FleetCollector(Arc::clone(&view))));
+    let residency = Arc::new(Residency::new(endpoints.len(), config.overlap_bytes_max));
+    registry.register_collector(Box::new(ResidencyCollector {
+        view: Arc::clone(&view),
+        residency: Arc::clone(&residency),
+    }));
     let (ready, is_ready) = watch::channel(Err("starting".to_owned()));
     let admin =
         Admin { registry: Arc::new(registry), ready: is_ready, config: settings::show(&config) };
@@ -127,10 +135,10 @@ pub async fn run(config: Config, listeners: Listeners, tasks: Tasks) -> Result<(
 
     let (updates, mailbox) = mpsc::channel(view::MAILBOX);
     tasks.essential("view", view::run(state, mailbox, Arc::clone(&view), ready, tasks.token()));
-    watch_agents(&config, &endpoints, &updates, &tasks);
+    watch_agents(&config, &endpoints, &updates, &residency, &tasks);
     drop(updates);
     let drain_max = config.drain_max();
-    let shared = shared(config, view, metrics, &endpoints, &tasks);
+    let shared = shared(config, view, residency, metrics, &endpoints, &tasks);
     let address = listeners.data.local_addr().map(|address| address.to_string());
     info!(address = address.unwrap_or_default(), agents = endpoints.len(), "router listens");
     tasks.essential("data", server::serve(listeners.data, api::app(shared), tasks.clone()));
@@ -153,6 +161,7 @@ fn watch_agents(
     config: &Config,
     endpoints: &[Endpoint],
     updates: &mpsc::Sender<(usize, Update, Instant)>,
+    residency: &Arc<Residency>,
     tasks: &Tasks,
 ) {
     for (agent, endpoint) in endpoints.iter().enumerate() {
@@ -164,12 +173,20 @@ fn watch_agents(
             updates: updates.clone(),
         };
         tasks.spawn(watcher.run(tasks.token()));
+        let watcher = kv::Watcher {
+            agent,
+            endpoint: endpoint.clone(),
+            connect_max: config.connect_max(),
+            residency: Arc::clone(residency),
+        };
+        tasks.spawn(watcher.run(tasks.token()));
     }
 }
 
 fn shared(
     config: Config,
     view: Arc<View>,
+    residency: Arc<Residency>,
     metrics: Metrics,
     endpoints: &[Endpoint],
     tasks: &Tasks,
@@ -185,6 +202,7 @@ fn shared(
     let affinity = || Mutex::new(Affinity::new(config.sessions_max, config.affinity_idle_max()));
     Arc::new(Shared {
         view,
+        residency,
         affinity: affinity(),
         cache_keys: affinity(),
         client,

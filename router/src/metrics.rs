@@ -8,7 +8,8 @@ use prometheus_client::{
     collector::Collector,
     encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric},
     metrics::{
-        counter::Counter,
+        MetricType,
+        counter::{ConstCounter, Counter},
         family::Family,
         gauge::{ConstGauge, Gauge},
         histogram::Histogram,
@@ -17,6 +18,7 @@ use prometheus_client::{
 };
 
 use crate::{
+    kv::{Phase, Residency},
     placement::Reason,
     view::{View, WorkerState},
 };
@@ -156,7 +158,7 @@ impl Collector for FleetCollector {
             let state = view.state(worker, now).as_str();
             workers.get_or_create(&InState { state }).inc();
         }
-        let gauge = prometheus_client::metrics::MetricType::Gauge;
+        let gauge = MetricType::Gauge;
         workers.encode(encoder.encode_descriptor("workers", "Workers by state", None, gauge)?)?;
         let ages = view.agents.iter().filter_map(|agent| agent.report.as_ref());
         let oldest = ages
@@ -173,5 +175,62 @@ impl Collector for FleetCollector {
         let sessions = i64::try_from(view.sessions.len()).unwrap_or(i64::MAX);
         let help = "Sessions in the agents' tables";
         ConstGauge::new(sessions).encode(encoder.encode_descriptor("sessions", help, None, gauge)?)
+    }
+}
+
+/// Reads the index of resident blocks at each scrape.
+#[derive(Debug)]
+pub(crate) struct ResidencyCollector {
+    pub(crate) view: Arc<View>,
+    pub(crate) residency: Arc<Residency>,
+}
+
+impl Collector for ResidencyCollector {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
+        let stats = self.residency.stats();
+        let gauge = |value: u64| ConstGauge::new(i64::try_from(value).unwrap_or(i64::MAX));
+        let gauges = MetricType::Gauge;
+        let help = "Distinct blocks known to be resident somewhere";
+        gauge(stats.blocks).encode(encoder.encode_descriptor(
+            "overlap_blocks",
+            help,
+            None,
+            gauges,
+        )?)?;
+        let help = "Memory of the index of resident blocks";
+        let unit = Unit::Bytes;
+        gauge(stats.bytes).encode(encoder.encode_descriptor(
+            "overlap_index",
+            help,
+            Some(&unit),
+            gauges,
+        )?)?;
+        for (name, help, value) in [
+            ("overlap_blocks_dropped", "Blocks forgotten because memory was short", stats.dropped),
+            ("overlap_blocks_orphaned", "Blocks without a known parent, left out", stats.orphans),
+            (
+                "overlap_contradictions",
+                "Blocks reported with two different prefixes",
+                stats.contradictions,
+            ),
+        ] {
+            let counter = MetricType::Counter;
+            ConstCounter::new(value)
+                .encode(encoder.encode_descriptor(name, help, None, counter)?)?;
+        }
+        let workers = Family::<InState, Gauge>::default();
+        for state in ["live", "snapshot", "unknown"] {
+            workers.get_or_create(&InState { state }).set(0);
+        }
+        for (worker, ..) in self.view.load().workers() {
+            let state = match self.residency.of(worker).phase {
+                Phase::Live { .. } => "live",
+                Phase::Snapshot { .. } => "snapshot",
+                Phase::Unknown { .. } => "unknown",
+            };
+            workers.get_or_create(&InState { state }).inc();
+        }
+        let help = "Workers by what is known of their resident blocks";
+        workers.encode(encoder.encode_descriptor("overlap_workers", help, None, gauges)?)
     }
 }

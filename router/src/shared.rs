@@ -23,6 +23,7 @@ use crate::{
     config::Config,
     control::Control,
     known::{self, Standing},
+    kv::Residency,
     metrics::Metrics,
     view::{ClusterView, View, WorkerRef},
 };
@@ -34,6 +35,7 @@ pub(crate) type Upstream = Client<HttpConnector, Full<Bytes>>;
 pub(crate) struct Shared {
     pub(crate) config: Config,
     pub(crate) view: Arc<View>,
+    pub(crate) residency: Arc<Residency>,
     /// A leaf lock, as the next one: held for one decision, never across an await, never both.
     pub(crate) affinity: Mutex<Affinity>,
     /// `prompt_cache_key` -> worker.

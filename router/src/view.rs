@@ -22,6 +22,9 @@ pub use self::state::{State, Update};
 pub(crate) use self::task::{MAILBOX, View, run};
 use crate::lease::InFlight;
 
+/// Ranks of each agent that the overlap index has numbers for: a node has eight GPUs.
+const RANKS_INDEXED: usize = crate::overlap::WORKERS_MAX / crate::config::WORKERS_MAX;
+
 /// A worker by its place in the configuration: the same in every snapshot, whatever the agent's
 /// name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -30,6 +33,15 @@ pub struct WorkerRef {
     pub agent: usize,
     /// The engine's data-parallel rank.
     pub dp_rank: u32,
+}
+
+impl WorkerRef {
+    /// The worker's number in the overlap index; none for a rank beyond those that it has room for.
+    #[must_use]
+    pub fn number(self) -> Option<usize> {
+        let rank = self.dp_rank as usize;
+        (rank < RANKS_INDEXED).then_some(self.agent * RANKS_INDEXED + rank)
+    }
 }
 
 /// One snapshot.

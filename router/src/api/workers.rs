@@ -13,6 +13,7 @@ use serde_json::{Value, json};
 
 use super::Desk;
 use crate::{
+    kv::Known,
     shared::now,
     view::{Agent, ClusterView, Facts, WorkerRef},
 };
@@ -22,7 +23,10 @@ pub(super) async fn list(State(shared): Desk) -> Response {
     let now = now();
     let workers: Vec<Value> = view
         .workers()
-        .map(|(worker, agent, facts)| shown(&view, worker, agent, facts, now))
+        .map(|(worker, agent, facts)| {
+            let kv = shared.residency.of(worker);
+            shown(&view, worker, agent, facts, &kv, now)
+        })
         .collect();
     let unheard: Vec<Value> = view
         .agents
@@ -41,6 +45,7 @@ fn shown(
     worker: WorkerRef,
     agent: &Agent,
     facts: &Facts,
+    kv: &Known,
     now: Instant,
 ) -> Value {
     let (state, reason) = agent.state(now, view.report_age_max());
@@ -60,6 +65,7 @@ fn shown(
         "turns_in_flight_here": in_flight,
         "turns_estimate": agent.turns_estimate(worker.dp_rank),
         "load": agent.rank_load(worker.dp_rank).map(|load| load_shown(load, reported)),
+        "kv": kv,
         "engine": facts.description.engine,
         "retentions": facts.description.retentions,
         "rank": facts.description.ranks.get(worker.dp_rank as usize).map(rank_shown),

@@ -25,6 +25,7 @@ use parking_lot::Mutex;
 use proto::{
     claim::Claim,
     id::SessionKey,
+    kv::{self, RankChange},
     load::{Retention, Session, SessionState},
     process::{refusal::Refusal, tasks::Tasks},
     v1::{
@@ -49,6 +50,20 @@ pub(crate) struct Taken {
 
 type Watcher = mpsc::Sender<Result<v1::LoadEvent, Status>>;
 
+/// All that was said of resident blocks, and to whom; a new watcher is told all of it.
+#[derive(Debug, Default)]
+struct Kv {
+    said: Vec<Vec<RankChange>>,
+    watchers: Vec<mpsc::Sender<Result<v1::KvEvent, Status>>>,
+}
+
+impl Kv {
+    fn event(&self, at: usize) -> v1::KvEvent {
+        let changes = self.said[at].iter().cloned().map(Into::into).collect();
+        v1::KvEvent { epoch: 7, sequence: at as u64, changes }
+    }
+}
+
 /// What the test can see and steer.
 #[derive(Debug)]
 pub(crate) struct Inner {
@@ -57,6 +72,7 @@ pub(crate) struct Inner {
     sessions: Mutex<HashMap<SessionKey, Session>>,
     /// With the number of the next event.
     watchers: Mutex<Vec<(u64, Watcher)>>,
+    kv: Mutex<Kv>,
     pub(crate) taken: Mutex<Vec<Taken>>,
     /// Turns with header `x-test-wait` end when this has a permit.
     pub(crate) release: Semaphore,
@@ -92,6 +108,7 @@ impl Agent {
             data_port: data.local_addr().unwrap().port(),
             sessions: Mutex::default(),
             watchers: Mutex::default(),
+            kv: Mutex::default(),
             taken: Mutex::default(),
             release: Semaphore::new(0),
             cut: AtomicUsize::new(0),
@@ -178,6 +195,20 @@ impl Agent {
         for (next, _) in self.inner.watchers.lock().iter_mut() {
             *next += 1;
         }
+    }
+
+    /// Says what changed of its resident blocks.
+    pub(crate) fn say_kv(&self, changes: impl IntoIterator<Item = kv::Change>) {
+        let change = |change| RankChange { dp_rank: 0, change };
+        let mut kv = self.inner.kv.lock();
+        kv.said.push(changes.into_iter().map(change).collect());
+        let event = kv.event(kv.said.len() - 1);
+        kv.watchers.retain(|watcher| watcher.try_send(Ok(event.clone())).is_ok());
+    }
+
+    /// Ends every stream of resident blocks, and takes no new one until something is said again.
+    pub(crate) fn end_kv(&self) {
+        *self.inner.kv.lock() = Kv::default();
     }
 
     pub(crate) fn session_count(&self) -> usize {
@@ -473,7 +504,16 @@ impl WorkerAgent for Service {
         &self,
         _: tonic::Request<v1::WatchKvRequest>,
     ) -> Result<tonic::Response<Self::WatchKvStream>, Status> {
-        Err(Status::unimplemented("not yet"))
+        let mut kv = self.0.kv.lock();
+        if kv.said.is_empty() {
+            return Err(Status::failed_precondition("the engine publishes no KV events"));
+        }
+        let (send, events) = mpsc::channel(1000);
+        for at in 0..kv.said.len() {
+            send.try_send(Ok(kv.event(at))).unwrap();
+        }
+        kv.watchers.push(send);
+        Ok(tonic::Response::new(Box::pin(ReceiverStream::new(events))))
     }
 
     async fn fetch_model_files(

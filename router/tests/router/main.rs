@@ -2,6 +2,7 @@
 
 #[cfg(test)]
 mod agent;
+mod blocks;
 #[cfg(test)]
 mod harness;
 #[cfg(test)]

@@ -1,0 +1,277 @@
+//! Which blocks are resident where, by the agents' word: one task per agent follows its stream on a
+//! connection of its own and keeps the index. It decides nothing, and load reports don't wait for
+//! it.
+
+mod follow;
+
+use std::{collections::HashMap, time::Duration};
+
+use parking_lot::Mutex;
+use proto::{
+    block::{BlockHash, Tier},
+    kv::{Change, RankChange},
+    v1::{WatchKvRequest, worker_agent_client::WorkerAgentClient},
+};
+use serde::Serialize;
+use tokio_util::sync::CancellationToken;
+use tonic::transport::Endpoint;
+use tracing::{debug, info};
+
+use self::follow::Follow;
+pub(crate) use self::follow::Phase;
+use crate::{
+    overlap::{Index, Shared, Stats},
+    view::WorkerRef,
+    worker::chain,
+};
+
+/// First rest after a failure, as for an agent's other stream.
+const BACKOFF_MIN: Duration = Duration::from_millis(100);
+/// Longest rest: what is missing costs prefills, not answers.
+const BACKOFF_MAX: Duration = Duration::from_secs(3);
+/// Blocks of one change to the index: some 20 µs in which nobody looks up.
+const BLOCKS_AT_ONCE: usize = 512;
+/// Largest message taken: agents send 256 KiB.
+const MESSAGE_BYTES_MAX: usize = 1 << 20;
+
+/// The index, and how far each agent is to be believed.
+#[derive(Debug)]
+pub(crate) struct Residency {
+    index: Shared,
+    /// By agent. Leaf locks.
+    feeds: Vec<Mutex<Feed>>,
+}
+
+/// One agent's stream.
+#[derive(Debug, Default)]
+struct Feed {
+    /// By rank; empty while there is no stream.
+    phases: HashMap<u32, Phase>,
+    /// Why there is no stream.
+    down: Option<String>,
+}
+
+/// What is known of one worker's blocks.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub(crate) struct Known {
+    #[serde(flatten)]
+    pub(crate) phase: Phase,
+    /// Blocks, on the device or the host.
+    pub(crate) resident_blocks: u64,
+}
+
+impl Residency {
+    /// Nothing is known yet; the index will hold about so many bytes at most.
+    pub(crate) fn new(agents: usize, bytes_max: usize) -> Self {
+        let feed = || Mutex::new(Feed::default());
+        Self {
+            index: Shared::new(Index::new(bytes_max)),
+            feeds: std::iter::repeat_with(feed).take(agents).collect(),
+        }
+    }
+
+    /// Leading blocks of a chain on every worker.
+    #[cfg(test)]
+    pub(crate) fn look_up(&self, chain: &[BlockHash], overlap: &mut crate::overlap::Overlap) {
+        self.index.look_up(chain, overlap);
+    }
+
+    /// What is known of a worker.
+    pub(crate) fn of(&self, worker: WorkerRef) -> Known {
+        let unknown = |reason: &str| Phase::Unknown { reason: reason.to_owned() };
+        let phase = {
+            let feed = self.feeds[worker.agent].lock();
+            let down = feed.down.as_deref().unwrap_or("the agent has said nothing yet");
+            let phase = feed.phases.get(&worker.dp_rank).cloned();
+            phase.unwrap_or_else(|| unknown(down))
+        };
+        let blocks = |number| self.index.read(|index| index.resident(number));
+        Known { phase, resident_blocks: worker.number().map_or(0, blocks) }
+    }
+
+    /// The index's own figures.
+    pub(crate) fn stats(&self) -> Stats {
+        self.index.read(Index::stats)
+    }
+
+    fn apply(&self, agent: usize, RankChange { dp_rank, change }: RankChange) {
+        // The index has no number for a rank far out: its turns are placed without it.
+        let Some(number) = (WorkerRef { agent, dp_rank }).number() else { return };
+        match change {
+            Change::Reset { .. } => self.index.change(|index| index.begin_snapshot(number)),
+            Change::Unknown { .. } => self.index.change(|index| index.clear(number)),
+            Change::Complete => self.index.change(|index| index.finish_snapshot(number)),
+            Change::Stored { tier, parent, blocks } => self.store(number, tier, parent, &blocks),
+            Change::Removed { tier, blocks } => {
+                for part in blocks.chunks(BLOCKS_AT_ONCE) {
+                    self.index.change(|index| index.remove(number, tier, part));
+                }
+            }
+        }
+    }
+
+    fn store(
+        &self,
+        number: usize,
+        tier: Tier,
+        mut parent: Option<BlockHash>,
+        blocks: &[BlockHash],
+    ) {
+        for part in blocks.chunks(BLOCKS_AT_ONCE) {
+            self.index.change(|index| index.store(number, tier, parent, part));
+            parent = part.last().copied();
+        }
+    }
+
+    /// The agent can't be asked: what it said is not to be trusted any longer.
+    fn forget(&self, agent: usize, why: String) {
+        let ranks: Vec<u32> = {
+            let mut feed = self.feeds[agent].lock();
+            feed.down = Some(why);
+            feed.phases.drain().map(|(rank, _)| rank).collect()
+        };
+        for dp_rank in ranks {
+            if let Some(number) = (WorkerRef { agent, dp_rank }).number() {
+                self.index.change(|index| index.clear(number));
+            }
+        }
+    }
+}
+
+/// What the task of one agent needs.
+#[derive(Debug)]
+pub(crate) struct Watcher {
+    pub(crate) agent: usize,
+    pub(crate) endpoint: Endpoint,
+    pub(crate) connect_max: Duration,
+    pub(crate) residency: std::sync::Arc<Residency>,
+}
+
+impl Watcher {
+    /// Follows the agent until told to stop.
+    pub(crate) async fn run(self, token: CancellationToken) {
+        tokio::select! {
+            biased;
+            () = token.cancelled() => {}
+            () = self.follow_forever() => {}
+        }
+    }
+
+    async fn follow_forever(&self) {
+        let mut backoff = BACKOFF_MIN;
+        let mut told = String::new();
+        loop {
+            let mut follow = Follow::default();
+            let why = self.follow_once(&mut follow).await;
+            debug!(agent = self.agent, why, "stream of resident blocks ended");
+            if follow.phases().is_empty() {
+                // A stream that broke is dialled again at once, and what it said holds until then.
+                if why != told {
+                    info!(agent = self.agent, why, "resident blocks are unknown");
+                    told.clone_from(&why);
+                }
+                self.residency.forget(self.agent, why);
+            } else {
+                (backoff, told) = (BACKOFF_MIN, String::new());
+            }
+            // Between half and all of it, so that routers do not dial in step.
+            tokio::time::sleep(backoff.mul_f64(0.5 + fastrand::f64() / 2.0)).await;
+            backoff = (backoff * 2).min(BACKOFF_MAX);
+        }
+    }
+
+    /// Returns why the stream ended.
+    async fn follow_once(&self, follow: &mut Follow) -> String {
+        let first_word = async {
+            let channel = self.endpoint.connect().await.map_err(|error| chain(&error))?;
+            let client = WorkerAgentClient::new(channel);
+            let mut client = client.max_decoding_message_size(MESSAGE_BYTES_MAX);
+            let stream = client.watch_kv(WatchKvRequest {}).await;
+            stream.map_err(|status| format!("{:?}: {}", status.code(), status.message()))
+        };
+        let mut stream = match tokio::time::timeout(self.connect_max, first_word).await {
+            Ok(Ok(response)) => response.into_inner(),
+            Ok(Err(why)) => return why,
+            Err(_) => return format!("no answer within {} ms", self.connect_max.as_millis()),
+        };
+        loop {
+            let event = match stream.message().await {
+                Ok(Some(event)) => event,
+                Ok(None) => return "the agent ended the stream".to_owned(),
+                Err(status) => return format!("{:?}: {}", status.code(), status.message()),
+            };
+            let changes = match follow.accept(event) {
+                Ok(changes) => changes,
+                Err(error) => return chain(&error),
+            };
+            for change in changes {
+                self.residency.apply(self.agent, change);
+            }
+            let mut feed = self.residency.feeds[self.agent].lock();
+            feed.down = None;
+            feed.phases.clone_from(follow.phases());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proto::block::BlockTokens;
+
+    use super::*;
+    use crate::overlap::Overlap;
+
+    fn blocks(from: u64, to: u64) -> Vec<BlockHash> {
+        // In chains, as places in their groups: the lowest three bits count.
+        (from..to).map(|place| BlockHash((1 << 40) | (place % 8) | (place / 8 * 8) << 3)).collect()
+    }
+
+    fn on(agent: usize, change: Change) -> (usize, RankChange) {
+        (agent, RankChange { dp_rank: 0, change })
+    }
+
+    fn overlap(residency: &Residency, chain: &[BlockHash], agent: usize) -> u32 {
+        let mut overlap = Overlap::default();
+        residency.look_up(chain, &mut overlap);
+        overlap.device(WorkerRef { agent, dp_rank: 0 }.number().unwrap())
+    }
+
+    #[test]
+    fn a_snapshot_counts_when_it_is_complete_and_what_failed_is_forgotten() {
+        let residency = Residency::new(2, 1 << 20);
+        let chain = blocks(0, 8);
+        let reset = || Change::Reset { block_tokens: BlockTokens::for_page(1).unwrap() };
+        let stored =
+            Change::Stored { tier: Tier::Device, parent: None, blocks: chain[..5].to_vec() };
+        for (agent, change) in [on(1, reset()), on(1, stored.clone())] {
+            residency.apply(agent, change);
+        }
+        assert_eq!(overlap(&residency, &chain, 1), 0);
+        residency.apply(1, RankChange { dp_rank: 0, change: Change::Complete });
+        assert_eq!((overlap(&residency, &chain, 1), overlap(&residency, &chain, 0)), (5, 0));
+        residency.feeds[1].lock().phases.insert(0, Phase::Live { block_tokens: 64 });
+        let worker = WorkerRef { agent: 1, dp_rank: 0 };
+        let known = Known { phase: Phase::Live { block_tokens: 64 }, resident_blocks: 5 };
+        assert_eq!(residency.of(worker), known);
+        residency.forget(1, "it is gone".to_owned());
+        assert_eq!(overlap(&residency, &chain, 1), 0);
+        let phase = Phase::Unknown { reason: "it is gone".to_owned() };
+        assert_eq!(residency.of(worker), Known { phase, resident_blocks: 0 });
+    }
+
+    #[test]
+    fn a_long_store_is_one_chain_however_it_is_cut() {
+        let residency = Residency::new(1, 64 << 20);
+        let scheme = proto::block::Scheme::plain(BlockTokens::for_page(1).unwrap());
+        let (mut chain, mut hashes) = (proto::block::Chain::new(&scheme), vec![]);
+        let tokens: Vec<u32> = (0..64 * 3 * 512 + 64).collect();
+        chain.push(&tokens, &mut hashes);
+        let stored = Change::Stored { tier: Tier::Device, parent: None, blocks: hashes.clone() };
+        residency.apply(0, RankChange { dp_rank: 0, change: stored });
+        assert_eq!(overlap(&residency, &hashes, 0), 3 * 512 + 1);
+        let last = hashes[1..].to_vec();
+        let removed = Change::Removed { tier: Tier::Device, blocks: last };
+        residency.apply(0, RankChange { dp_rank: 0, change: removed });
+        assert_eq!(overlap(&residency, &hashes, 0), 1);
+    }
+}

@@ -1,0 +1,180 @@
+//! One agent's stream of resident blocks, checked: events of one epoch without a gap, and of each
+//! rank a reset first. Pure; what breaks the order ends the stream, and a new one starts from the
+//! whole truth.
+
+use std::collections::HashMap;
+
+use proto::{
+    block::BlockTokens,
+    kv::{self, Change, RankChange},
+    v1,
+};
+use serde::Serialize;
+
+/// Ranks of one agent at most: far more than an engine has.
+const RANKS_MAX: usize = 1024;
+
+/// Why a stream can't be followed further.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+pub(super) enum Error {
+    /// An event is missing or came twice.
+    #[error("event {got} came where {want} was due")]
+    Gap {
+        /// The next number.
+        want: u64,
+        /// The number that came.
+        got: u64,
+    },
+    /// The agent behind the stream changed.
+    #[error("the epoch changed from {from} to {to}")]
+    Epoch {
+        /// At the stream's start.
+        from: u64,
+        /// In this event.
+        to: u64,
+    },
+    /// A change of a rank of which nothing else was said.
+    #[error("a change of rank {0} came before its reset")]
+    Order(u32),
+    /// More ranks than any engine has.
+    #[error("resident blocks of more than {RANKS_MAX} ranks")]
+    Ranks,
+    /// A message that can't be true.
+    #[error("an event that can't be")]
+    Nonsense(#[from] kv::Error),
+}
+
+/// What is known of a rank.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(tag = "state", rename_all = "snake_case")]
+pub(crate) enum Phase {
+    /// Its snapshot is under way.
+    Snapshot {
+        /// Tokens of its blocks.
+        block_tokens: u32,
+    },
+    /// All of it.
+    Live {
+        /// Tokens of its blocks.
+        block_tokens: u32,
+    },
+    /// Nothing.
+    Unknown {
+        /// Why, for an operator.
+        reason: String,
+    },
+}
+
+/// The checker of one stream.
+#[derive(Debug, Default)]
+pub(super) struct Follow {
+    epoch: u64,
+    next: u64,
+    phases: HashMap<u32, Phase>,
+}
+
+impl Follow {
+    /// Takes the next event; returns its changes, in order.
+    ///
+    /// # Errors
+    /// When the stream must be started anew.
+    pub(super) fn accept(&mut self, event: v1::KvEvent) -> Result<Vec<RankChange>, Error> {
+        if event.sequence != self.next {
+            return Err(Error::Gap { want: self.next, got: event.sequence });
+        }
+        if self.next > 0 && event.epoch != self.epoch {
+            return Err(Error::Epoch { from: self.epoch, to: event.epoch });
+        }
+        self.epoch = event.epoch;
+        self.next += 1;
+        let mut changes = Vec::with_capacity(event.changes.len());
+        for wire in event.changes {
+            let change = RankChange::try_from(wire)?;
+            self.note(&change)?;
+            changes.push(change);
+        }
+        Ok(changes)
+    }
+
+    /// By rank, what is known; a rank that was never spoken of is absent.
+    #[must_use]
+    pub(super) fn phases(&self) -> &HashMap<u32, Phase> {
+        &self.phases
+    }
+
+    fn note(&mut self, RankChange { dp_rank, change }: &RankChange) -> Result<(), Error> {
+        let before = self.phases.get(dp_rank);
+        let live = |block_tokens: BlockTokens| block_tokens.get();
+        let after = match (change, before) {
+            (Change::Reset { block_tokens }, _) => {
+                Phase::Snapshot { block_tokens: live(*block_tokens) }
+            }
+            (Change::Unknown { why }, _) => Phase::Unknown { reason: why.clone() },
+            (Change::Complete, Some(Phase::Snapshot { block_tokens })) => {
+                Phase::Live { block_tokens: *block_tokens }
+            }
+            (
+                Change::Stored { .. } | Change::Removed { .. },
+                Some(Phase::Snapshot { .. } | Phase::Live { .. }),
+            ) => return Ok(()),
+            _ => return Err(Error::Order(*dp_rank)),
+        };
+        if before.is_none() && self.phases.len() == RANKS_MAX {
+            return Err(Error::Ranks);
+        }
+        self.phases.insert(*dp_rank, after);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proto::block::{BlockHash, Tier};
+
+    use super::*;
+
+    fn event(epoch: u64, sequence: u64, changes: Vec<(u32, Change)>) -> v1::KvEvent {
+        let wire = |(dp_rank, change)| RankChange { dp_rank, change }.into();
+        v1::KvEvent { epoch, sequence, changes: changes.into_iter().map(wire).collect() }
+    }
+
+    fn reset() -> Change {
+        Change::Reset { block_tokens: BlockTokens::for_page(1).unwrap() }
+    }
+
+    fn stored() -> Change {
+        Change::Stored { tier: Tier::Device, parent: None, blocks: vec![BlockHash(9)] }
+    }
+
+    #[test]
+    fn a_rank_is_live_after_its_snapshot() {
+        let mut follow = Follow::default();
+        let first = vec![(1, reset()), (1, stored())];
+        assert_eq!(follow.accept(event(5, 0, first)).unwrap().len(), 2);
+        assert_eq!(follow.phases()[&1], Phase::Snapshot { block_tokens: 64 });
+        follow.accept(event(5, 1, vec![(1, Change::Complete), (1, stored())])).unwrap();
+        assert_eq!(follow.phases()[&1], Phase::Live { block_tokens: 64 });
+        let lost = Change::Unknown { why: "no events came".to_owned() };
+        follow.accept(event(5, 2, vec![(1, lost)])).unwrap();
+        assert_eq!(follow.accept(event(5, 3, vec![(1, stored())])), Err(Error::Order(1)));
+    }
+
+    #[test]
+    fn what_is_out_of_order_ends_the_stream() {
+        let mut follow = Follow::default();
+        assert_eq!(follow.accept(event(5, 1, vec![])), Err(Error::Gap { want: 0, got: 1 }));
+        assert_eq!(follow.accept(event(5, 0, vec![(0, stored())])), Err(Error::Order(0)));
+        let mut follow = Follow::default();
+        follow.accept(event(5, 0, vec![(0, reset()), (0, Change::Complete)])).unwrap();
+        assert_eq!(follow.accept(event(6, 1, vec![])), Err(Error::Epoch { from: 5, to: 6 }));
+        assert_eq!(follow.accept(event(5, 1, vec![(0, Change::Complete)])), Err(Error::Order(0)));
+    }
+
+    #[test]
+    fn ranks_have_a_bound() {
+        let mut follow = Follow::default();
+        let ranks = u32::try_from(RANKS_MAX).unwrap();
+        follow.accept(event(5, 0, (0..ranks).map(|rank| (rank, reset())).collect())).unwrap();
+        assert_eq!(follow.accept(event(5, 1, vec![(ranks, reset())])), Err(Error::Ranks));
+    }
+}

@@ -1,0 +1,82 @@
+//! What the router knows of resident blocks, and what it makes of it.
+
+use proto::{
+    block::{BlockHash, BlockTokens, Chain, Scheme, Tier},
+    kv::Change,
+};
+use serde_json::Value;
+
+use crate::{
+    agent::Agent,
+    harness::{Router, until},
+};
+
+fn block_tokens() -> BlockTokens {
+    BlockTokens::for_page(1).expect("pages of one token have blocks")
+}
+
+fn hashes(tokens: &[u32]) -> Vec<BlockHash> {
+    let (mut chain, mut hashes) = (Chain::new(&Scheme::plain(block_tokens())), vec![]);
+    chain.push(tokens, &mut hashes);
+    hashes
+}
+
+fn has(tokens: &[u32]) -> Change {
+    Change::Stored { tier: Tier::Device, parent: None, blocks: hashes(tokens) }
+}
+
+fn reset() -> Change {
+    Change::Reset { block_tokens: block_tokens() }
+}
+
+/// What is known of one agent's blocks.
+async fn kv(router: &Router, name: &str) -> Value {
+    let all = router.call(http::Method::GET, "/v1/workers", &[], "").await.json();
+    let workers = all["workers"].as_array().expect("a list of workers");
+    let its = workers.iter().find(|worker| worker["agent"] == name);
+    its.map_or(Value::Null, |worker| worker["kv"].clone())
+}
+
+async fn until_kv(router: &Router, name: &str, state: &str, blocks: u64) {
+    until(&format!("{name} is {state} with {blocks} blocks"), async || {
+        let kv = kv(router, name).await;
+        kv["state"] == state && kv["resident_blocks"] == blocks
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn blocks_are_known_as_their_agent_says() {
+    let (a, b) = (Agent::start("a"), Agent::start("b"));
+    let tokens: Vec<u32> = (0..64 * 20).collect();
+    a.say_kv([reset(), has(&tokens), Change::Complete]);
+    let router = Router::start(&[&a, &b]).await;
+    until_kv(&router, "a", "live", 20).await;
+    until_kv(&router, "b", "unknown", 0).await;
+    let why = kv(&router, "b").await["reason"].to_string();
+    assert!(why.contains("publishes no KV events"), "{why}");
+    a.say_kv([Change::Removed { tier: Tier::Device, blocks: hashes(&tokens)[15..].to_vec() }]);
+    until_kv(&router, "a", "live", 15).await;
+    // A second snapshot takes the place of the first when it is whole.
+    a.say_kv([reset(), has(&tokens[..64 * 3])]);
+    until_kv(&router, "a", "snapshot", 15).await;
+    a.say_kv([Change::Complete]);
+    until_kv(&router, "a", "live", 3).await;
+    let metrics = router.metrics().await;
+    assert!(metrics.contains("berth_router_overlap_workers{state=\"live\"} 1"), "{metrics}");
+    a.say_kv([Change::Unknown { why: "events were lost".to_owned() }]);
+    until_kv(&router, "a", "unknown", 0).await;
+}
+
+#[tokio::test]
+async fn what_an_agent_said_is_forgotten_when_it_can_not_be_asked() {
+    let a = Agent::start("a");
+    let tokens: Vec<u32> = (0..64 * 4).collect();
+    a.say_kv([reset(), has(&tokens), Change::Complete]);
+    let router = Router::start(&[&a]).await;
+    until_kv(&router, "a", "live", 4).await;
+    a.end_kv();
+    until_kv(&router, "a", "unknown", 0).await;
+    a.say_kv([reset(), has(&tokens[..128]), Change::Complete]);
+    until_kv(&router, "a", "live", 2).await;
+}
