@@ -8,9 +8,9 @@
 //! [`placement`] (where a turn goes).
 //!
 //! The shell around it: `worker` follows one agent, `kv` what is resident there, `view::task`
-//! publishes snapshots, `decide` joins standing, placement and lease in one step, `proxy` and `turn`
-//! move the bytes, `control` and `sessions` open and close, `api` is the routes, [`lease`] counts
-//! what is in flight.
+//! publishes snapshots, `decide` joins standing, placement and lease in one step, `proxy` and
+//! `turn` move the bytes, `control` and `sessions` open and close, `api` is the routes, [`lease`]
+//! counts what is in flight.
 
 pub mod affinity;
 mod api;
