@@ -231,7 +231,7 @@ impl Chain {
 
     /// Takes the tokens that follow, and appends the hashes of the blocks that became full.
     pub fn push(&mut self, tokens: &[u32], hashes: &mut Vec<BlockHash>) {
-        hashes.reserve(tokens.len() / self.block_tokens + 1);
+        hashes.reserve((self.filled + tokens.len()) / self.block_tokens);
         let mut rest = tokens;
         while !rest.is_empty() {
             let (now, later) = rest.split_at((self.block_tokens - self.filled).min(rest.len()));

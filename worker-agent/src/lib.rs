@@ -17,6 +17,7 @@ pub mod gpu;
 pub mod grpc;
 pub mod guard;
 pub mod journal;
+pub mod kv;
 pub mod ledger;
 pub mod metrics;
 pub mod progress;

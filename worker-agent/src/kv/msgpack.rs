@@ -1,0 +1,178 @@
+//! As much of MessagePack as KV events are made of, read in order from a slice. It builds nothing
+//! and trusts no length: what is announced is allocated by who reads it.
+
+/// Why a message could not be read.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Error {
+    /// It ends too early.
+    #[error("the message ends in the middle of a value")]
+    Short,
+    /// Another kind of value was expected.
+    #[error("0x{found:02x} begins no {wanted}")]
+    Kind {
+        /// What was expected.
+        wanted: &'static str,
+        /// The byte that was found.
+        found: u8,
+    },
+    /// A string that is none.
+    #[error("a string is not UTF-8")]
+    Text,
+    /// Values within values.
+    #[error("values are nested deeper than {DEPTH_MAX}")]
+    Depth,
+}
+
+/// Events have values in four levels.
+const DEPTH_MAX: usize = 8;
+
+/// What is left of a message.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Reader<'a>(&'a [u8]);
+
+impl<'a> Reader<'a> {
+    pub(super) fn new(message: &'a [u8]) -> Self {
+        Self(message)
+    }
+
+    /// Bytes left: an array has at most as many elements.
+    pub(super) fn left(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Takes a nil, if there is one.
+    pub(super) fn nil(&mut self) -> Result<bool, Error> {
+        let is_nil = self.peek()? == 0xc0;
+        if is_nil {
+            self.take(1)?;
+        }
+        Ok(is_nil)
+    }
+
+    /// Whether an array or a map comes next.
+    pub(super) fn is_array(&self) -> Result<bool, Error> {
+        Ok(matches!(self.peek()?, 0x90..=0x9f | 0xdc | 0xdd))
+    }
+
+    /// An array's length.
+    pub(super) fn array(&mut self) -> Result<usize, Error> {
+        match self.byte()? {
+            short @ 0x90..=0x9f => Ok(usize::from(short & 0x0f)),
+            0xdc => self.length(2),
+            0xdd => self.length(4),
+            found => Err(Error::Kind { wanted: "array", found }),
+        }
+    }
+
+    /// A map's number of pairs.
+    pub(super) fn map(&mut self) -> Result<usize, Error> {
+        match self.byte()? {
+            short @ 0x80..=0x8f => Ok(usize::from(short & 0x0f)),
+            0xde => self.length(2),
+            0xdf => self.length(4),
+            found => Err(Error::Kind { wanted: "map", found }),
+        }
+    }
+
+    pub(super) fn text(&mut self) -> Result<&'a str, Error> {
+        let length = match self.byte()? {
+            short @ 0xa0..=0xbf => usize::from(short & 0x1f),
+            0xd9 => self.length(1)?,
+            0xda => self.length(2)?,
+            0xdb => self.length(4)?,
+            found => return Err(Error::Kind { wanted: "string", found }),
+        };
+        std::str::from_utf8(self.take(length)?).map_err(|_| Error::Text)
+    }
+
+    /// An integer of any width.
+    pub(super) fn int(&mut self) -> Result<i128, Error> {
+        let (width, signed) = match self.byte()? {
+            small @ 0x00..=0x7f => return Ok(i128::from(small)),
+            small @ 0xe0..=0xff => return Ok(i128::from(small.cast_signed())),
+            width @ 0xcc..=0xcf => (1 << (width - 0xcc), false),
+            width @ 0xd0..=0xd3 => (1 << (width - 0xd0), true),
+            found => return Err(Error::Kind { wanted: "integer", found }),
+        };
+        let bytes = self.take(width)?;
+        let fill = if signed && bytes[0] >= 0x80 { 0xff } else { 0 };
+        let mut wide = [fill; 16];
+        wide[16 - width..].copy_from_slice(bytes);
+        Ok(i128::from_be_bytes(wide))
+    }
+
+    /// Passes over a value of any kind.
+    pub(super) fn skip(&mut self) -> Result<(), Error> {
+        self.skip_below(DEPTH_MAX)
+    }
+
+    fn skip_below(&mut self, depth: usize) -> Result<(), Error> {
+        let depth = depth.checked_sub(1).ok_or(Error::Depth)?;
+        let values = match self.peek()? {
+            0x90..=0x9f | 0xdc | 0xdd => self.array()?,
+            0x80..=0x8f | 0xde | 0xdf => 2 * self.map()?,
+            0xa0..=0xbf | 0xd9..=0xdb => return self.text().map(drop),
+            0x00..=0x7f | 0xe0..=0xff | 0xcc..=0xd3 => return self.int().map(drop),
+            0xc0 | 0xc2 | 0xc3 => return self.take(1).map(drop),
+            0xca => return self.take(1 + 4).map(drop),
+            0xcb => return self.take(1 + 8).map(drop),
+            width @ 0xc4..=0xc6 => {
+                self.take(1)?;
+                let length = self.length(1 << (width - 0xc4))?;
+                return self.take(length).map(drop);
+            }
+            found => return Err(Error::Kind { wanted: "value of an event", found }),
+        };
+        (0..values).try_for_each(|_| self.skip_below(depth))
+    }
+
+    fn length(&mut self, width: usize) -> Result<usize, Error> {
+        let bytes = self.take(width)?;
+        Ok(bytes.iter().fold(0, |length, &byte| length << 8 | usize::from(byte)))
+    }
+
+    fn peek(&self) -> Result<u8, Error> {
+        self.0.first().copied().ok_or(Error::Short)
+    }
+
+    fn byte(&mut self) -> Result<u8, Error> {
+        Ok(self.take(1)?[0])
+    }
+
+    fn take(&mut self, length: usize) -> Result<&'a [u8], Error> {
+        let (taken, left) = self.0.split_at_checked(length).ok_or(Error::Short)?;
+        self.0 = left;
+        Ok(taken)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn integers_of_every_width() {
+        let int = |bytes: &[u8]| Reader::new(bytes).int();
+        assert_eq!([int(&[0x7f]), int(&[0xff])], [Ok(127), Ok(-1)]);
+        assert_eq!(int(&[0xcc, 0xff]), Ok(255));
+        assert_eq!(int(&[0xd1, 0xff, 0x7f]), Ok(-129));
+        assert_eq!(int(&[0xd2, 0x80, 0, 0, 0]), Ok(i128::from(i32::MIN)));
+        let most = [0xff; 8];
+        assert_eq!(int(&[&[0xcf], &most[..]].concat()), Ok(i128::from(u64::MAX)));
+        assert_eq!(int(&[&[0xd3], &most[..]].concat()), Ok(-1));
+        assert_eq!(int(&[0xcd, 1]), Err(Error::Short));
+        assert_eq!(int(&[0xc0]), Err(Error::Kind { wanted: "integer", found: 0xc0 }));
+    }
+
+    #[test]
+    fn a_value_of_any_kind_is_passed_over() {
+        let map =
+            [0x82, 0xa1, b'a', 0x92, 0xcb, 0, 0, 0, 0, 0, 0, 0, 0, 0xc3, 0xa1, b'b', 0xc4, 1, 9];
+        let mut reader = Reader::new(&map);
+        reader.skip().unwrap();
+        assert_eq!(reader.left(), 0);
+        assert_eq!(Reader::new(&map[..5]).skip(), Err(Error::Short));
+        assert_eq!(Reader::new(&[0x91; 64]).skip(), Err(Error::Depth));
+        assert_eq!(Reader::new(&[0xdd, 0xff, 0xff, 0xff, 0xff]).skip(), Err(Error::Short));
+    }
+}

@@ -1,0 +1,53 @@
+//! What is always true of the pages.
+
+use std::collections::HashSet;
+
+use proto::table::{Entry, RunId};
+
+use super::{Pages, ROOT, RUN_PAGES_MAX, TIERS, key};
+
+impl Pages {
+    /// Walks everything: for tests.
+    ///
+    /// # Panics
+    /// With what is wrong.
+    pub fn check_invariants(&self) {
+        let runs: Vec<RunId> =
+            std::iter::successors(self.after(ROOT), |&run| self.after(run)).collect();
+        let used: HashSet<RunId> = runs.iter().copied().collect();
+        let free: HashSet<RunId> = self.free.iter().copied().collect();
+        assert_eq!(used.len(), runs.len(), "a run is in the tree once");
+        assert_eq!(free.len(), self.free.len(), "a run is free once");
+        assert!(used.is_disjoint(&free), "a free run is not in the tree");
+        assert_eq!(used.len() + free.len() + 1, self.runs.len(), "every run is used or free");
+        runs.iter().for_each(|&run| self.check_run(run));
+        let count: usize = runs.iter().map(|&run| self.run(run).pages.len()).sum();
+        assert_eq!((self.count, self.table.entries()), (count, count), "distinct pages");
+        assert!(self.count <= self.pages_max, "the bound holds");
+    }
+
+    fn check_run(&self, run: RunId) {
+        let (of, grid) = (self.run(run), self.grid);
+        let len = of.pages.len();
+        assert!((1..=RUN_PAGES_MAX).contains(&len), "run {run} has {len} pages");
+        let parent = self.run(of.parent);
+        assert!(self.children(of.parent).any(|child| child == run), "run {run} has a parent");
+        let start = parent.start as usize + parent.pages.len();
+        assert_eq!(of.start as usize, start, "run {run} begins where its parent ends");
+        if of.first_child == ROOT {
+            assert!(of.pages[len - 1] & TIERS != 0, "leaf run {run} ends with a resident page");
+        }
+        let sums = if grid.is_whole() { 0 } else { len };
+        assert_eq!(of.sums.len(), sums, "a sum for each page that is no block");
+        assert_eq!(of.blocks.len(), grid.blocks(start + len) - grid.blocks(start), "run {run}");
+        if of.parent != ROOT {
+            assert_eq!(of.last, parent.blocks.last().copied().unwrap_or(parent.last));
+            assert_eq!(of.sum, parent.sums.last().copied().unwrap_or(0));
+        }
+        for (at, &page) in of.pages.iter().enumerate() {
+            let entry = Entry::new(run, start + at);
+            let own = |found: Entry| (found == entry).then_some(());
+            assert!(self.table.find(key(page), own).is_some(), "page {at} of run {run}");
+        }
+    }
+}

@@ -1,0 +1,134 @@
+//! Which blocks become resident with pages, and cease to be with them.
+
+use std::ops::Range;
+
+use proto::{block::Tier, table::RunId};
+
+use super::{Delta, Pages, ROOT, bit};
+
+impl Pages {
+    /// Pages of a run are resident; says which blocks that completes.
+    pub(super) fn hold(
+        &mut self,
+        run: RunId,
+        pages: Range<usize>,
+        tier: Tier,
+        deltas: &mut Vec<Delta>,
+    ) {
+        for part in self.parts(run, pages, |page| page & bit(tier) == 0) {
+            for page in &mut self.run_mut(run).pages[part.clone()] {
+                *page |= bit(tier);
+            }
+            let found = self.resident(run, part, tier);
+            deltas.extend(found.into_iter().map(|(run, blocks)| self.delta(run, blocks, tier)));
+        }
+    }
+
+    /// Pages of a run are resident no more; says which blocks were.
+    pub(super) fn release(
+        &mut self,
+        run: RunId,
+        pages: Range<usize>,
+        tier: Tier,
+        deltas: &mut Vec<Delta>,
+    ) {
+        for part in self.parts(run, pages, |page| page & bit(tier) != 0) {
+            for (run, blocks) in self.resident(run, part.clone(), tier) {
+                let blocks = self.run(run).blocks[blocks].to_vec();
+                deltas.push(Delta::Removed { tier, blocks });
+            }
+            for page in &mut self.run_mut(run).pages[part] {
+                *page &= !bit(tier);
+            }
+        }
+        self.settle(run);
+    }
+
+    /// Everything that is resident, each block after the one before it.
+    pub fn snapshot(&self) -> impl Iterator<Item = Delta> {
+        let runs = std::iter::successors(self.after(ROOT), |&run| self.after(run));
+        let all = runs.flat_map(|run| [(run, Tier::Device), (run, Tier::Host)]);
+        all.flat_map(move |(run, tier)| {
+            let first = self.grid.blocks(self.run(run).start as usize);
+            let mut found = vec![];
+            self.collect(run, first..first + self.run(run).blocks.len(), tier, &mut found);
+            found.into_iter().map(move |(run, blocks)| self.delta(run, blocks, tier))
+        })
+    }
+
+    /// That blocks of a run are resident.
+    fn delta(&self, run: RunId, blocks: Range<usize>, tier: Tier) -> Delta {
+        let of = self.run(run);
+        let parent = match blocks.start.checked_sub(1) {
+            Some(at) => Some(of.blocks[at]),
+            None => (self.grid.blocks(of.start as usize) > 0).then_some(of.last),
+        };
+        Delta::Stored { tier, parent, blocks: of.blocks[blocks].to_vec() }
+    }
+
+    /// The parts of a range whose pages all are as asked.
+    fn parts(
+        &self,
+        run: RunId,
+        pages: Range<usize>,
+        is: impl Fn(u64) -> bool,
+    ) -> Vec<Range<usize>> {
+        let mut parts: Vec<Range<usize>> = vec![];
+        for at in pages.filter(|&at| is(self.run(run).pages[at])) {
+            match parts.last_mut() {
+                Some(part) if part.end == at => part.end += 1,
+                _ => parts.push(at..at + 1),
+            }
+        }
+        parts
+    }
+
+    /// Resident blocks that have tokens of some pages: by run, the places of those that end there.
+    fn resident(&self, run: RunId, pages: Range<usize>, tier: Tier) -> Vec<(RunId, Range<usize>)> {
+        let start = self.run(run).start as usize;
+        let over = self.grid.blocks_over(start + pages.start, start + pages.end);
+        let mut found = vec![];
+        self.collect(run, over, tier, &mut found);
+        found
+    }
+
+    /// Adds the resident ones among some blocks, which end in a run or after it.
+    fn collect(
+        &self,
+        run: RunId,
+        blocks: Range<usize>,
+        tier: Tier,
+        found: &mut Vec<(RunId, Range<usize>)>,
+    ) {
+        let of = self.run(run);
+        let first = self.grid.blocks(of.start as usize);
+        let end = first + of.blocks.len();
+        for block in blocks.start..blocks.end.min(end) {
+            if !self.is_resident(run, block, tier) {
+                continue;
+            }
+            let at = block - first;
+            match found.last_mut() {
+                Some((last, places)) if *last == run && places.end == at => places.end += 1,
+                _ => found.push((run, at..at + 1)),
+            }
+        }
+        if blocks.end > end {
+            for child in self.children(run) {
+                self.collect(child, end..blocks.end, tier, found);
+            }
+        }
+    }
+
+    /// Whether all pages of a block are resident that ends in a run.
+    fn is_resident(&self, run: RunId, block: usize, tier: Tier) -> bool {
+        let mut run = run;
+        self.grid.pages_of(block).rev().all(|page| {
+            while page < self.run(run).start as usize {
+                run = self.run(run).parent;
+            }
+            let of = self.run(run);
+            of.pages[page - of.start as usize] & bit(tier) != 0
+        })
+    }
+}

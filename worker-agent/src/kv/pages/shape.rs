@@ -1,0 +1,286 @@
+//! How runs come, grow, split, join and go. Who calls it says what is resident; it keeps pages,
+//! blocks, table and family in step.
+
+use std::ops::Range;
+
+use proto::{
+    block::BlockHash,
+    table::{Entry, RunId},
+};
+
+use super::{Error, Grid, Pages, Place, ROOT, RUN_PAGES_MAX, Run, Stored, TIERS, key, name};
+
+/// Pages that were appended, up to where, and why no more.
+pub(super) struct Appended {
+    pub(super) at: Place,
+    pub(super) stopped: Option<Error>,
+}
+
+impl Pages {
+    /// Adds unknown pages of an event from one on, resident nowhere yet, after a place at the end
+    /// of a run: as many as fit in one run.
+    pub(super) fn append(&mut self, place: Place, stored: &Stored, from: usize) -> Appended {
+        let mut chain = self.chain(place, stored);
+        let grows = place.run != ROOT
+            && self.run(place.run).first_child == ROOT
+            && place.pages < RUN_PAGES_MAX;
+        let run =
+            if grows { place.run } else { self.add_after(place.run, chain.last(), chain.sum()) };
+        let depth = self.run(run).start as usize;
+        let page_tokens = stored.page_tokens as usize;
+        let (mut tokens, mut stopped) = (Vec::with_capacity(page_tokens), None);
+        let room = RUN_PAGES_MAX - self.run(run).pages.len();
+        let pages = stored.pages.iter().zip(stored.tokens.chunks(page_tokens));
+        self.reserve(run, room.min(stored.pages.len() - from));
+        for (&page, wide) in pages.skip(from).take(room) {
+            tokens.clear();
+            tokens.extend(wide.iter().map_while(|&token| u32::try_from(token).ok()));
+            let at = self.run(run).pages.len();
+            if tokens.len() < page_tokens {
+                stopped = Some(Error::Token);
+            } else if self.count == self.pages_max {
+                stopped = Some(Error::Full(self.pages_max));
+            } else if self.find(page).is_some() {
+                stopped = Some(Error::Elsewhere);
+            }
+            if stopped.is_some() {
+                break;
+            }
+            let is_whole = self.grid.is_whole();
+            let of = &mut self.runs[run as usize];
+            chain.push(&tokens, &mut of.blocks);
+            of.pages.push(name(page));
+            if !is_whole {
+                of.sums.push(chain.sum());
+            }
+            self.table.insert(key(page.0), Entry::new(run, depth + at), |_| false);
+            self.count += 1;
+        }
+        let at = Place { run, pages: self.run(run).pages.len() };
+        if at.pages == 0 {
+            self.remove_leaf(run);
+        }
+        Appended { at, stopped }
+    }
+
+    /// Some room for the next turn, without keeping half of all memory free for it.
+    fn reserve(&mut self, run: RunId, pages: usize) {
+        fn reserve<T>(list: &mut Vec<T>, more: usize) {
+            if list.capacity() < list.len() + more {
+                list.reserve_exact(more + list.len() / 16);
+            }
+        }
+        let (grid, of) = (self.grid, &mut self.runs[run as usize]);
+        let depth = of.start as usize + of.pages.len();
+        reserve(&mut of.pages, pages);
+        reserve(&mut of.blocks, grid.blocks(depth + pages) - grid.blocks(depth));
+        if !grid.is_whole() {
+            reserve(&mut of.sums, pages);
+        }
+    }
+
+    fn add_after(&mut self, parent: RunId, last: BlockHash, sum: u64) -> RunId {
+        let of = self.run(parent);
+        let start = of.start as usize + of.pages.len();
+        let start = u32::try_from(start).expect("no prompt has four billion pages");
+        let run = self.add(Run { last, sum, start, ..Run::default() });
+        self.adopt(parent, run);
+        run
+    }
+
+    fn add(&mut self, run: Run) -> RunId {
+        if let Some(id) = self.free.pop() {
+            *self.run_mut(id) = run;
+            return id;
+        }
+        let id = RunId::try_from(self.runs.len()).expect("there are fewer runs than pages");
+        if self.runs.len() == self.runs.capacity() {
+            self.runs.reserve_exact(self.runs.len() / 8 + 64);
+        }
+        self.runs.push(run);
+        id
+    }
+
+    /// Makes a run a child of another.
+    fn adopt(&mut self, parent: RunId, run: RunId) {
+        let younger = self.run(parent).first_child;
+        let of = self.run_mut(run);
+        (of.parent, of.older, of.younger) = (parent, ROOT, younger);
+        if younger != ROOT {
+            self.run_mut(younger).older = run;
+        }
+        self.run_mut(parent).first_child = run;
+    }
+
+    /// Takes a run from its parent.
+    fn orphan(&mut self, run: RunId) {
+        let Run { parent, older, younger, .. } = *self.run(run);
+        if older == ROOT {
+            self.run_mut(parent).first_child = younger;
+        } else {
+            self.run_mut(older).younger = younger;
+        }
+        if younger != ROOT {
+            self.run_mut(younger).older = older;
+        }
+    }
+
+    pub(super) fn children(&self, run: RunId) -> impl Iterator<Item = RunId> {
+        let some = |run: RunId| (run != ROOT).then_some(run);
+        std::iter::successors(some(self.run(run).first_child), move |&run| {
+            some(self.run(run).younger)
+        })
+    }
+
+    /// The run after another, parents before children.
+    pub(super) fn after(&self, run: RunId) -> Option<RunId> {
+        if self.run(run).first_child != ROOT {
+            return Some(self.run(run).first_child);
+        }
+        let mut run = run;
+        while run != ROOT && self.run(run).younger == ROOT {
+            run = self.run(run).parent;
+        }
+        (run != ROOT).then(|| self.run(run).younger)
+    }
+
+    /// Leads from pages of one run to another in the table.
+    fn rename(&mut self, from: RunId, pages: Range<usize>, to: RunId) {
+        let Self { runs, table, .. } = self;
+        let of = &runs[from as usize];
+        for at in pages {
+            table.rename(key(of.pages[at]), Entry::new(from, of.start as usize + at), to);
+        }
+    }
+
+    /// Parts a run after its first `at` pages; returns both parts. The longer one keeps the id.
+    pub(super) fn split(&mut self, run: RunId, at: usize) -> (RunId, RunId) {
+        let len = self.run(run).pages.len();
+        debug_assert!(0 < at && at < len, "both parts have pages");
+        let id = self.add(Run::default());
+        let tail_stays = len - at >= at;
+        let (head, tail) = if tail_stays { (id, run) } else { (run, id) };
+        self.rename(run, if tail_stays { 0..at } else { at..len }, id);
+        let (parent, first_child) = (self.run(run).parent, self.run(run).first_child);
+        self.orphan(run);
+        let mut first = std::mem::take(self.run_mut(run));
+        let second = first.split_off(at, self.grid);
+        *self.run_mut(head) = first;
+        *self.run_mut(tail) = second;
+        self.run_mut(head).first_child = ROOT;
+        self.adopt(parent, head);
+        self.adopt(head, tail);
+        self.run_mut(tail).first_child = first_child;
+        self.tell_children(tail);
+        (head, tail)
+    }
+
+    /// Joins a run with its only child, if it has one.
+    fn join(&mut self, run: RunId) {
+        let child = self.run(run).first_child;
+        let is_only = run != ROOT && child != ROOT && self.run(child).younger == ROOT;
+        let (len, more) = (self.run(run).pages.len(), self.run(child).pages.len());
+        if !is_only || len + more > RUN_PAGES_MAX {
+            return;
+        }
+        let child_stays = more > len;
+        let (stays, goes) = if child_stays { (child, run) } else { (run, child) };
+        self.rename(goes, 0..self.run(goes).pages.len(), stays);
+        let (parent, first_child) = (self.run(run).parent, self.run(child).first_child);
+        self.orphan(run);
+        let second = std::mem::take(self.run_mut(child));
+        let mut whole = std::mem::take(self.run_mut(run));
+        whole.absorb(second);
+        *self.run_mut(stays) = whole;
+        self.free.push(goes);
+        self.adopt(parent, stays);
+        self.run_mut(stays).first_child = first_child;
+        self.tell_children(stays);
+    }
+
+    /// A run's children have it for their parent.
+    fn tell_children(&mut self, run: RunId) {
+        let mut child = self.run(run).first_child;
+        while child != ROOT {
+            self.run_mut(child).parent = run;
+            child = self.run(child).younger;
+        }
+    }
+
+    /// After pages were given up: forgets those that are nowhere and that nothing follows.
+    pub(super) fn settle(&mut self, run: RunId) {
+        let mut run = run;
+        while run != ROOT && self.run(run).first_child == ROOT {
+            let pages = &self.run(run).pages;
+            let kept = pages.iter().rposition(|page| page & TIERS != 0).map_or(0, |at| at + 1);
+            self.cut_off(run, kept);
+            let parent = self.run(run).parent;
+            if kept > 0 {
+                run = parent;
+                break;
+            }
+            self.remove_leaf(run);
+            run = parent;
+        }
+        self.join(run);
+    }
+
+    fn cut_off(&mut self, run: RunId, len: usize) {
+        let Self { runs, table, grid, .. } = self;
+        let of = &mut runs[run as usize];
+        let depth = of.start as usize;
+        for (at, &page) in of.pages.iter().enumerate().skip(len) {
+            table.remove(key(page), Entry::new(run, depth + at));
+        }
+        self.count -= of.pages.len() - len;
+        of.pages.truncate(len);
+        of.sums.truncate(len);
+        of.blocks.truncate(grid.blocks(depth + len) - grid.blocks(depth));
+        if of.pages.capacity() > 2 * len {
+            of.pages.shrink_to_fit();
+            of.sums.shrink_to_fit();
+            of.blocks.shrink_to_fit();
+        }
+    }
+
+    /// Takes an empty leaf run out of the tree.
+    fn remove_leaf(&mut self, run: RunId) {
+        self.orphan(run);
+        *self.run_mut(run) = Run::default();
+        self.free.push(run);
+    }
+}
+
+impl Run {
+    /// Keeps the first `at` pages, and returns the run of the others.
+    fn split_off(&mut self, at: usize, grid: Grid) -> Self {
+        let depth = self.start as usize;
+        let blocks = grid.blocks(depth + at) - grid.blocks(depth);
+        let sum = self.sums.get(at - 1).copied().unwrap_or(0);
+        let last = blocks.checked_sub(1).map_or(self.last, |last| self.blocks[last]);
+        let sums = if self.sums.is_empty() { vec![] } else { self.sums.split_off(at) };
+        let second = Self {
+            pages: self.pages.split_off(at),
+            sums,
+            blocks: self.blocks.split_off(blocks),
+            last,
+            sum,
+            start: u32::try_from(depth + at).expect("it was one"),
+            ..Self::default()
+        };
+        self.pages.shrink_to_fit();
+        self.sums.shrink_to_fit();
+        self.blocks.shrink_to_fit();
+        second
+    }
+
+    /// Appends the run that follows.
+    fn absorb(&mut self, other: Self) {
+        self.pages.reserve_exact(other.pages.len());
+        self.pages.extend(other.pages);
+        self.sums.reserve_exact(other.sums.len());
+        self.sums.extend(other.sums);
+        self.blocks.reserve_exact(other.blocks.len());
+        self.blocks.extend(other.blocks);
+    }
+}

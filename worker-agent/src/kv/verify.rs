@@ -1,0 +1,191 @@
+//! Is the engine's hash of a page the hash that it should be? SGLang chains SHA-256 over the
+//! tokens; a page's name is the first 64 bits. It keeps digests of pages of late, to go on from
+//! them, and holds nobody to anything: what a wrong hash means is for its caller to say.
+
+use std::collections::{HashMap, VecDeque};
+
+use sha2::{Digest as _, Sha256};
+
+use super::frame::{PageHash, Stored};
+
+/// Digests kept: some three megabytes. A page that follows an older one can't be checked.
+const DIGESTS_MAX: usize = 32_768;
+/// What the engine hashes before a caller's salt.
+const SALT_TAG: &[u8] = b"sglang-cache-salt-v1\0";
+
+/// What was found of some pages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Verdict {
+    /// All hashes are right.
+    Right,
+    /// One is wrong: the tokens are others, or the rule is.
+    Wrong,
+    /// The parent's digest is not known any more, or the hashes are in a namespace that the engine
+    /// keeps to itself, as with adapters.
+    Unknown,
+}
+
+type Sha = [u8; 32];
+
+/// Digests by page.
+#[derive(Debug, Default)]
+pub struct Verifier {
+    digests: HashMap<PageHash, Sha>,
+    /// In the order in which they were added.
+    order: VecDeque<PageHash>,
+}
+
+impl Verifier {
+    /// Checks pages against their tokens.
+    pub fn check(&mut self, stored: &Stored) -> Verdict {
+        if stored.lora.is_some() {
+            return Verdict::Unknown;
+        }
+        let mut before = match (stored.parent, &stored.cache_salt) {
+            (None, None) => None,
+            (None, Some(salt)) => {
+                Some(Sha256::new().chain_update(SALT_TAG).chain_update(salt).finalize().into())
+            }
+            (Some(parent), _) => match self.digests.get(&parent) {
+                Some(digest) => Some(*digest),
+                None => return Verdict::Unknown,
+            },
+        };
+        let tokens = stored.tokens.chunks(stored.page_tokens as usize);
+        let firsts = stored.tokens.chunks(stored.page_tokens as usize).skip(1).map(|page| page[0]);
+        let nexts = firsts.map(Some).chain([stored.next_token]);
+        for ((page, tokens), next) in stored.pages.iter().zip(tokens).zip(nexts) {
+            let next = stored.next_token.and(next);
+            let digest = digest(before, tokens, next);
+            if name(digest) != *page {
+                return Verdict::Wrong;
+            }
+            self.keep(*page, digest);
+            before = Some(digest);
+        }
+        Verdict::Right
+    }
+
+    fn keep(&mut self, page: PageHash, digest: Sha) {
+        if self.digests.insert(page, digest).is_some() {
+            return;
+        }
+        self.order.push_back(page);
+        if self.order.len() > DIGESTS_MAX {
+            let oldest = self.order.pop_front().expect("there are more than none");
+            self.digests.remove(&oldest);
+        }
+    }
+}
+
+fn name(digest: Sha) -> PageHash {
+    let (first, _) = digest.split_first_chunk().expect("a digest has 32 bytes");
+    PageHash(u64::from_be_bytes(*first))
+}
+
+/// A page after another. With pairs of tokens, each stands with the one after it.
+fn digest(before: Option<Sha>, tokens: &[u64], next: Option<u64>) -> Sha {
+    let mut sha = Sha256::new();
+    if let Some(before) = before {
+        sha.update(before);
+    }
+    let all = tokens.iter().chain(&next);
+    let is_wide = all.clone().any(|&token| u32::try_from(token).is_err());
+    if is_wide {
+        sha.update([0xff]);
+    }
+    let mut add = |token: u64| {
+        let bytes = token.to_le_bytes();
+        sha.update(if is_wide { &bytes[..] } else { &bytes[..4] });
+    };
+    match next {
+        None => tokens.iter().for_each(|&token| add(token)),
+        Some(next) => {
+            let nexts = tokens[1..].iter().copied().chain([next]);
+            tokens.iter().zip(nexts).for_each(|(&token, next)| {
+                add(token);
+                add(next);
+            });
+        }
+    }
+    sha.finalize().into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{super::frame::Medium, *};
+
+    fn stored(tokens: &[u64], page_tokens: u32, pages: &[i64]) -> Stored {
+        Stored {
+            pages: pages.iter().map(|page| PageHash(page.cast_unsigned())).collect(),
+            parent: None,
+            tokens: tokens.to_vec(),
+            next_token: None,
+            page_tokens,
+            medium: Medium::Gpu,
+            lora: None,
+            cache_salt: None,
+        }
+    }
+
+    fn salted(tokens: &[u64], page_tokens: u32, pages: &[i64]) -> Stored {
+        Stored { cache_salt: Some("tenant-a".to_owned()), ..stored(tokens, page_tokens, pages) }
+    }
+
+    fn upto(from: u64, to: u64) -> Vec<u64> {
+        (from..=to).collect()
+    }
+
+    #[test]
+    fn hashes_are_what_the_engine_says() {
+        let live = [58, 94, 246, 96, 32, 49, 180, 11, 21, 35, 63, 207, 129, 53, 102, 164];
+        let eight = [-3_488_128_144_981_237_669, 5_674_439_469_042_975_057];
+        let three =
+            [7_470_307_888_890_966_271, -1_634_645_291_211_865_391, 7_325_169_757_385_981_536];
+        let two = [4_380_312_118_098_159_035, -7_597_334_153_683_123_947];
+        let salted_eight = [3_718_046_898_735_569_995, 3_308_615_664_605_479_373];
+        let pairs = [-1_303_529_142_941_650_691, 7_461_429_976_246_528_554];
+        let pairs = Stored { next_token: Some(5), ..stored(&upto(1, 4), 2, &pairs) };
+        for right in [
+            stored(&upto(1, 8), 4, &eight),
+            stored(&upto(1, 3), 1, &three),
+            stored(&upto(100, 115), 16, &[3_783_480_490_812_179_100]),
+            stored(&upto(70, 101), 16, &two),
+            stored(&live, 16, &[-2_412_557_082_921_441_767]),
+            salted(&live, 16, &[52_338_890_174_869_915]),
+            salted(&upto(1, 8), 4, &salted_eight),
+            pairs,
+        ] {
+            assert_eq!(Verifier::default().check(&right), Verdict::Right, "{right:?}");
+            let mut wrong = right.clone();
+            wrong.tokens[1] += 1;
+            assert_eq!(Verifier::default().check(&wrong), Verdict::Wrong, "{wrong:?}");
+        }
+    }
+
+    #[test]
+    fn a_page_is_checked_where_its_parent_is_known() {
+        let mut verifier = Verifier::default();
+        let whole =
+            stored(&upto(70, 101), 16, &[4_380_312_118_098_159_035, -7_597_334_153_683_123_947]);
+        let (mut first, mut second) = (whole.clone(), whole.clone());
+        (first.pages, first.tokens) = (whole.pages[..1].to_vec(), upto(70, 85));
+        (second.pages, second.tokens) = (whole.pages[1..].to_vec(), upto(86, 101));
+        second.parent = Some(whole.pages[0]);
+        assert_eq!(verifier.check(&second), Verdict::Unknown);
+        assert_eq!(verifier.check(&first), Verdict::Right);
+        assert_eq!(verifier.check(&second), Verdict::Right);
+        second.lora = Some("sql".to_owned());
+        assert_eq!(verifier.check(&second), Verdict::Unknown);
+    }
+
+    #[test]
+    fn what_is_kept_has_a_bound() {
+        let mut verifier = Verifier::default();
+        for page in 0..2 * DIGESTS_MAX as u64 {
+            verifier.keep(PageHash(page), [0; 32]);
+        }
+        assert_eq!((verifier.digests.len(), verifier.order.len()), (DIGESTS_MAX, DIGESTS_MAX));
+        assert!(verifier.digests.contains_key(&PageHash(2 * DIGESTS_MAX as u64 - 1)));
+    }
+}
