@@ -36,6 +36,8 @@ pub struct Binding {
     pub opened: Option<Opened>,
     /// A close through this router.
     pub closing: Closing,
+    /// When a turn took it to another worker last.
+    pub moved: Option<Instant>,
     /// When it began a new life after a close.
     pub reborn: Option<Instant>,
     /// The client asked for placement only: no agent will ever report it.
@@ -151,7 +153,9 @@ impl Affinity {
             binding.exclusive = false;
             binding.reborn = Some(now);
         }
-        binding.worker = worker;
+        if std::mem::replace(&mut binding.worker, worker) != worker {
+            binding.moved = Some(now);
+        }
         binding.exclusive |= exclusive;
         binding.turns += 1;
         binding.unanswered += 1;
@@ -297,6 +301,7 @@ impl Affinity {
                 ended: None,
                 opened: None,
                 closing: Closing::No,
+                moved: None,
                 reborn: None,
                 placement_only: false,
                 idle: None,

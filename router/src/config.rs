@@ -37,6 +37,8 @@ pub const CONNECT_MS_MAX: u64 = 1_000;
 pub const DRAIN_MS_MAX: u64 = 30_000;
 /// As long as an agent remembers an idle session by default.
 pub const AFFINITY_IDLE_MS_MAX: u64 = 60 * 60 * 1000;
+/// A user doesn't notice less, and a move leaves KV behind that is in the way for minutes.
+pub const REBIND_GAIN_MS_MIN: u64 = 500;
 /// About 600 bytes each in view and affinity together: 60 MiB at the bound.
 pub const SESSIONS_MAX: usize = 100_000;
 /// Some 8 bytes for a block on a worker: 60 million of them, 480 pools of 8 million tokens.
@@ -68,6 +70,8 @@ pub struct Config {
     pub drain_ms_max: u64,
     /// A session without a turn for longer is placed anew unless its agent remembers it.
     pub affinity_idle_ms_max: u64,
+    /// A session moves to another worker when a turn costs less there by this much.
+    pub rebind_gain_ms_min: u64,
     /// Sessions remembered, in affinity and of each agent's table.
     pub sessions_max: usize,
     /// Memory of the index of resident blocks; beyond it the oldest are forgotten.
@@ -89,6 +93,7 @@ impl Default for Config {
             connect_ms_max: CONNECT_MS_MAX,
             drain_ms_max: DRAIN_MS_MAX,
             affinity_idle_ms_max: AFFINITY_IDLE_MS_MAX,
+            rebind_gain_ms_min: REBIND_GAIN_MS_MIN,
             sessions_max: SESSIONS_MAX,
             overlap_bytes_max: OVERLAP_BYTES_MAX,
             turns_in_flight_max: TURNS_IN_FLIGHT_MAX,
@@ -156,6 +161,7 @@ impl Config {
             ("turn_ms_max", self.turn_ms_max),
             ("connect_ms_max", self.connect_ms_max),
             ("affinity_idle_ms_max", self.affinity_idle_ms_max),
+            ("rebind_gain_ms_min", self.rebind_gain_ms_min),
         ];
         // A year: longer is a mistake of unit, and every deadline must fit the clock.
         let year_ms = 366 * 24 * 3600 * 1000;
@@ -195,6 +201,10 @@ impl Config {
 
     pub(crate) fn drain_max(&self) -> Duration {
         Duration::from_millis(self.drain_ms_max)
+    }
+
+    pub(crate) fn rebind_gain_min(&self) -> Duration {
+        Duration::from_millis(self.rebind_gain_ms_min)
     }
 
     pub(crate) fn affinity_idle_max(&self) -> Duration {

@@ -18,7 +18,7 @@ use crate::{
     api::errors,
     known::{self, Standing},
     lease::Lease,
-    placement::{self, Placement, Question, Reason, Sticky},
+    placement::{self, Figures, Placement, Question, Reason, Sticky},
     request::{Ask, Turn},
     shared::{Shared, now},
     view::{ClusterView, WorkerRef},
@@ -48,6 +48,8 @@ pub(crate) struct Hold {
     closes: bool,
     /// The affinity table knows that the answer has begun.
     answered: bool,
+    /// The worker that the session has left of its own will.
+    left: Option<WorkerRef>,
 }
 
 impl Hold {
@@ -59,6 +61,14 @@ impl Hold {
 
     /// The head of the answer is here.
     pub(crate) fn answered(&mut self) {
+        self.count_answer();
+        if let Some(left) = self.left.take() {
+            // The KV that it has there is nobody's now: closed, it is the first to go.
+            self.shared.close_detached(self.key.clone(), left);
+        }
+    }
+
+    fn count_answer(&mut self) {
         if !std::mem::replace(&mut self.answered, true) {
             self.shared.affinity.lock().answered(&self.key);
         }
@@ -67,7 +77,7 @@ impl Hold {
 
 impl Drop for Hold {
     fn drop(&mut self) {
-        self.answered();
+        self.count_answer();
         let mut affinity = self.shared.affinity.lock();
         affinity.end(&self.key, now());
         if self.closes {
@@ -92,8 +102,11 @@ impl Shared {
         let prefer = self.preferred(turn, &view);
         let base = Question {
             digest: Digest(turn_id),
+            returns: turn.session.as_ref().is_some_and(|ask| !ask.close),
             sticky: None,
             prefer,
+            // Nobody knows the tokens of a request yet: load alone decides.
+            prompt: None,
             retention: None,
             model: turn.model.as_deref(),
             exclude: None,
@@ -130,10 +143,12 @@ impl Shared {
             .filter(|worker| *worker != first.worker);
         let question = Question {
             digest: ask.map_or(Digest(turn_id), |ask| ask.key.digest()),
+            returns: ask.is_some_and(|ask| !ask.close),
             sticky: Some(bound.unwrap_or(first.worker))
                 .filter(|_| ask.is_some())
-                .map(|worker| Sticky { worker, fixed: false }),
+                .map(|worker| Sticky { worker, fixed: false, moved: None }),
             prefer: None,
+            prompt: None,
             retention: ask.and_then(|ask| ask.retention),
             model: turn.model.as_deref(),
             exclude: Some(first.worker),
@@ -144,6 +159,10 @@ impl Shared {
         }
         if let Some(ask) = ask {
             affinity.rebind(&ask.key, placement.worker);
+        }
+        if let Some(hold) = &mut first.hold {
+            // Where it wanted to go it can't; what it has elsewhere may still be of use.
+            hold.left = None;
         }
         drop(affinity);
         // The hold moves along; the lease is per worker.
@@ -159,7 +178,10 @@ impl Shared {
     ) -> Result<Decided, Refusal> {
         let mut affinity = self.affinity.lock();
         let standing = known::standing(&ask.key, view, affinity.get(&ask.key, now()), now());
-        let Place { sticky, fixed, open_as } = admit(ask, &standing, view)?;
+        let Place { mut sticky, fixed, open_as } = admit(ask, &standing, view)?;
+        if let (Some(sticky), Some(binding)) = (&mut sticky, affinity.get(&ask.key, now())) {
+            sticky.moved = binding.moved;
+        }
         let question = Question {
             digest: ask.key.digest(),
             sticky,
@@ -167,7 +189,7 @@ impl Shared {
             ..base
         };
         let placement = self.place(&question, view)?;
-        if let Some(Sticky { worker, fixed: true }) = sticky
+        if let Some(Sticky { worker, fixed: true, .. }) = sticky
             && worker != placement.worker
             && ask.delta
         {
@@ -175,7 +197,10 @@ impl Shared {
             return Err(lost(&view.name(worker), false));
         }
         let exclusive = ask.open || ask.retention == Some(Retention::Pinned);
-        let hold = self.hold(&mut affinity, ask, placement.worker, exclusive)?;
+        let mut hold = self.hold(&mut affinity, ask, placement.worker, exclusive)?;
+        if placement.reason == Reason::Moved {
+            hold.left = sticky.map(|sticky| sticky.worker);
+        }
         drop(affinity);
         let moved = sticky.is_some_and(|sticky| sticky.worker != placement.worker);
         let mut decided = self.decided(turn, view, placement, Some(hold), !fixed);
@@ -195,7 +220,13 @@ impl Shared {
     ) -> Result<Hold, Refusal> {
         affinity.begin(&ask.key, worker, exclusive, now()).map_err(errors::full)?;
         affinity.set_placement_only(&ask.key, ask.bind);
-        Ok(Hold { shared: Arc::clone(self), key: ask.key.clone(), closes: false, answered: false })
+        Ok(Hold {
+            shared: Arc::clone(self),
+            key: ask.key.clone(),
+            closes: false,
+            answered: false,
+            left: None,
+        })
     }
 
     fn place(&self, question: &Question<'_>, view: &ClusterView) -> Result<Placement, Refusal> {
@@ -210,7 +241,7 @@ impl Shared {
         hold: Option<Hold>,
         movable: bool,
     ) -> Decided {
-        let Placement { worker, reason, figures } = placement;
+        let Placement { worker, reason, uncached_tokens, figures } = placement;
         let agent = view.agent(worker);
         let facts = agent.facts.as_ref().expect("a placed worker was described");
         let ask = turn.session.as_ref();
@@ -228,7 +259,7 @@ impl Shared {
             worker = name,
             reason = reason.as_str(),
             session = ask.map(|ask| tracing::field::display(ask.key.digest())),
-            ?figures,
+            figures = ?named(&figures, view),
             "turn placed"
         );
         Decided {
@@ -238,7 +269,10 @@ impl Shared {
             reason,
             claim,
             movable: movable && !ask.is_some_and(|ask| ask.delta),
-            lease: Lease::acquire(&agent.in_flight[worker.dp_rank as usize]),
+            lease: Lease::acquire(
+                &agent.in_flight[worker.dp_rank as usize],
+                uncached_tokens.unwrap_or(0),
+            ),
             hold,
         }
     }
@@ -266,6 +300,11 @@ impl Shared {
     }
 }
 
+/// For people: what was compared, by the workers' names.
+fn named(figures: &[Figures], view: &ClusterView) -> Vec<(String, Figures)> {
+    figures.iter().map(|one| (view.name(one.worker), *one)).collect()
+}
+
 /// Whether the session's standing allows the turn, and what it means for its place.
 fn admit(ask: &Ask, standing: &Standing, view: &ClusterView) -> Result<Place, Refusal> {
     let delta_on_nothing = ask.delta && !ask.open;
@@ -289,12 +328,12 @@ fn admit(ask: &Ask, standing: &Standing, view: &ClusterView) -> Result<Place, Re
         }),
         Standing::Bound { worker, busy, .. } => {
             // Behind a turn that runs there, and nowhere else.
-            let sticky = Some(Sticky { worker: *worker, fixed: *busy });
+            let sticky = Some(Sticky { worker: *worker, fixed: *busy, moved: None });
             Ok(Place { sticky, fixed: *busy, open_as: None })
         }
         Standing::Open { worker, session, .. } => {
             let fixed = session.exclusive || session.retention == Retention::Pinned;
-            let sticky = Some(Sticky { worker: *worker, fixed });
+            let sticky = Some(Sticky { worker: *worker, fixed, moved: None });
             Ok(Place { sticky, fixed, open_as: session.exclusive.then_some(session.retention) })
         }
     }

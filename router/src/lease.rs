@@ -1,9 +1,9 @@
-//! A turn's claim on a worker's capacity: a count that goes up when the lease is made and down when
-//! it is dropped, whatever ends the turn. It is not Clone and rides in the response body.
+//! A turn's claim on a worker's capacity: counts that go up when the lease is made and down when it
+//! is dropped, whatever ends the turn. It is not Clone and rides in the response body.
 
 use std::sync::{
     Arc,
-    atomic::{AtomicU32, Ordering},
+    atomic::{AtomicU32, AtomicU64, Ordering},
 };
 
 /// What this router has begun on one worker; the same counts in every snapshot of the view.
@@ -11,6 +11,21 @@ use std::sync::{
 pub struct InFlight {
     turns: AtomicU32,
     opens: AtomicU32,
+    unanswered_tokens: AtomicU64,
+    coming_tokens: AtomicU64,
+}
+
+/// The counts at one moment.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Turns in flight.
+    pub turns: u32,
+    /// Sessions it has asked the worker to open, ever; wraps.
+    pub opens: u32,
+    /// Prompt tokens to be computed for turns whose answer has not begun.
+    pub unanswered_tokens: u64,
+    /// KV that the turns in flight bring: no session table knows of it before they end.
+    pub coming_tokens: u64,
 }
 
 impl InFlight {
@@ -24,6 +39,16 @@ impl InFlight {
         self.opens.load(Ordering::Relaxed)
     }
 
+    /// All counts.
+    pub fn counts(&self) -> Counts {
+        Counts {
+            turns: self.turns(),
+            opens: self.opens(),
+            unanswered_tokens: self.unanswered_tokens.load(Ordering::Relaxed),
+            coming_tokens: self.coming_tokens.load(Ordering::Relaxed),
+        }
+    }
+
     /// Counts one more.
     pub fn note_open(&self) {
         self.opens.fetch_add(1, Ordering::Relaxed);
@@ -32,20 +57,36 @@ impl InFlight {
 
 /// One turn in flight.
 #[derive(Debug)]
-pub struct Lease(Arc<InFlight>);
+pub struct Lease {
+    count: Arc<InFlight>,
+    tokens: u64,
+    answered: bool,
+}
 
 impl Lease {
-    /// Counts one turn until it is dropped.
+    /// Counts one turn until it is dropped, with the prompt tokens that the worker has to compute
+    /// for it, as far as they are known.
     #[must_use]
-    pub fn acquire(count: &Arc<InFlight>) -> Self {
+    pub fn acquire(count: &Arc<InFlight>, tokens: u64) -> Self {
         count.turns.fetch_add(1, Ordering::Relaxed);
-        Self(Arc::clone(count))
+        count.unanswered_tokens.fetch_add(tokens, Ordering::Relaxed);
+        count.coming_tokens.fetch_add(tokens, Ordering::Relaxed);
+        Self { count: Arc::clone(count), tokens, answered: false }
+    }
+
+    /// The answer has begun: its prompt is computed.
+    pub fn answered(&mut self) {
+        if !std::mem::replace(&mut self.answered, true) {
+            self.count.unanswered_tokens.fetch_sub(self.tokens, Ordering::Relaxed);
+        }
     }
 }
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        let before = self.0.turns.fetch_sub(1, Ordering::Relaxed);
+        self.answered();
+        self.count.coming_tokens.fetch_sub(self.tokens, Ordering::Relaxed);
+        let before = self.count.turns.fetch_sub(1, Ordering::Relaxed);
         debug_assert!(before > 0, "a lease was given back twice");
     }
 }
@@ -57,12 +98,24 @@ mod tests {
     #[test]
     fn a_lease_counts_until_it_is_dropped() {
         let count = Arc::new(InFlight::default());
-        let first = Lease::acquire(&count);
-        let second = Lease::acquire(&count);
+        let first = Lease::acquire(&count, 0);
+        let second = Lease::acquire(&count, 0);
         assert_eq!(count.turns(), 2);
         drop(first);
         assert_eq!(count.turns(), 1);
         drop(second);
-        assert_eq!(count.turns(), 0);
+        assert_eq!(count.counts(), Counts::default());
+    }
+
+    #[test]
+    fn a_prompt_is_computed_when_its_answer_begins_and_its_kv_comes_until_the_end() {
+        let count = Arc::new(InFlight::default());
+        let mut lease = Lease::acquire(&count, 700);
+        let _never_answered = Lease::acquire(&count, 50);
+        lease.answered();
+        lease.answered();
+        assert_eq!((count.counts().unanswered_tokens, count.counts().coming_tokens), (50, 750));
+        drop(lease);
+        assert_eq!((count.counts().unanswered_tokens, count.counts().coming_tokens), (50, 50));
     }
 }

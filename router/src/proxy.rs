@@ -219,7 +219,7 @@ pub(crate) fn answer(
         held: Some(Held {
             running: Running::new(shared),
             outcome: Outcome::ClientGone,
-            _lease: decided.lease,
+            lease: decided.lease,
             _hold: decided.hold,
             _permit: permit,
         }),
@@ -250,7 +250,7 @@ impl Drop for Running {
 struct Held {
     running: Running,
     outcome: Outcome,
-    _lease: Lease,
+    lease: Lease,
     _hold: Option<Hold>,
     _permit: OwnedSemaphorePermit,
 }
@@ -316,11 +316,13 @@ impl Body for TurnBody {
                 Poll::Ready(Some(Err(Cut::BrokenOff(error).into())))
             }
             Some(Ok(frame)) => {
-                if let (Some(held), Some(data)) = (&self.held, frame.data_ref()) {
+                let arrived = self.arrived;
+                if let (Some(held), Some(data)) = (&mut self.held, frame.data_ref()) {
                     let metrics = &held.running.0.metrics;
                     metrics.response_bytes.inc_by(data.len() as u64);
-                    if let Some(arrived) = self.arrived {
+                    if let Some(arrived) = arrived {
                         metrics.first_byte(now().saturating_duration_since(arrived));
+                        held.lease.answered();
                     }
                     self.arrived = None;
                 }

@@ -217,13 +217,18 @@ impl Shared {
             Standing::Open { worker, .. } => (Some(worker), true),
         };
         let pinned = opening.retention == Some(Retention::Pinned);
-        let sticky = bound
-            .filter(|_| exclude.is_none())
-            .map(|worker| Sticky { worker, fixed: was_open && pinned });
+        let sticky = bound.filter(|_| exclude.is_none()).map(|worker| Sticky {
+            worker,
+            fixed: was_open && pinned,
+            moved: None,
+        });
         let question = Question {
             digest: key.digest(),
+            returns: true,
             sticky,
             prefer: None,
+            // An open brings no prompt.
+            prompt: None,
             retention: if was_open { None } else { opening.retention },
             model: None,
             exclude,

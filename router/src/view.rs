@@ -6,6 +6,7 @@
 //! request tasks write, and they are the same atomics in every snapshot. Nothing is kept on disk:
 //! it is all relearned from the agents.
 
+pub mod demand;
 pub mod sessions;
 mod state;
 mod task;
@@ -20,14 +21,17 @@ use serde::Serialize;
 
 pub use self::state::{State, Update};
 pub(crate) use self::task::{MAILBOX, View, run};
-use crate::lease::InFlight;
+use crate::lease::{Counts, InFlight};
+
+/// Ranks of each agent that the overlap index has numbers for: a node has eight GPUs.
+const RANKS_INDEXED: usize = crate::overlap::WORKERS_MAX / crate::config::WORKERS_MAX;
 
 /// Ranks of each agent that the overlap index has numbers for: a node has eight GPUs.
 const RANKS_INDEXED: usize = crate::overlap::WORKERS_MAX / crate::config::WORKERS_MAX;
 
 /// A worker by its place in the configuration: the same in every snapshot, whatever the agent's
 /// name.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
 pub struct WorkerRef {
     /// Index of the agent in the configured list.
     pub agent: usize,
@@ -51,7 +55,12 @@ pub struct ClusterView {
     pub agents: Vec<Arc<Agent>>,
     /// By key.
     pub sessions: sessions::Sessions,
+    /// What KV will be wanted again, by agent and rank.
+    wanted: Arc<Vec<Vec<demand::Wanted>>>,
+    /// All agents serve the same models: any name goes.
+    one_fleet: bool,
     report_age_max: Duration,
+    rebind_gain_min: Duration,
 }
 
 /// What is known of one agent.
@@ -69,8 +78,8 @@ pub struct Agent {
     pub heard: Option<Instant>,
     /// One per rank, kept across reconnects.
     pub in_flight: Vec<Arc<InFlight>>,
-    /// Turns and opens of `in_flight` at the moment the last report came.
-    pub in_flight_at_report: Vec<(u32, u32)>,
+    /// The counts of `in_flight` at the moment the last report came.
+    pub in_flight_at_report: Vec<Counts>,
 }
 
 /// What an agent says of itself, with where its turns go.
@@ -199,9 +208,35 @@ impl Agent {
     pub fn turns_estimate(&self, dp_rank: u32) -> u32 {
         let at = dp_rank as usize;
         let now = self.in_flight.get(at).map_or(0, |count| count.turns());
-        let then = self.in_flight_at_report.get(at).map_or(0, |(turns, _)| *turns);
+        let then = self.in_flight_at_report.get(at).map_or(0, |then| then.turns);
         let reported = self.rank_load(dp_rank).map_or(0, |load| load.turns_running);
         reported.saturating_add(now).saturating_sub(then).max(now)
+    }
+
+    /// Prompt tokens to be computed on a rank before a turn that is sent now: those reported, less
+    /// what the rank has computed since at that rate, and those sent since. Without a report of
+    /// them, this router's own that have no answer yet.
+    #[must_use]
+    pub fn backlog_tokens(&self, dp_rank: u32, tokens_per_s: u64, now: Instant) -> u64 {
+        let at = dp_rank as usize;
+        let own = self.in_flight.get(at).map_or(0, |count| count.counts().unanswered_tokens);
+        let load = self.report.as_ref().zip(self.rank_load(dp_rank));
+        let Some(((_, heard), figure)) =
+            load.and_then(|(report, load)| Some((report, load.prefill_backlog_tokens?)))
+        else {
+            return own;
+        };
+        let then = self.in_flight_at_report.get(at).map_or(0, |then| then.unanswered_tokens);
+        let age = now.saturating_duration_since(*heard).as_millis() + u128::from(figure.age_ms);
+        let age_ms = u64::try_from(age).unwrap_or(u64::MAX);
+        let computed = tokens_per_s.saturating_mul(age_ms) / 1000;
+        figure.value.saturating_sub(computed).saturating_add(own.saturating_sub(then))
+    }
+
+    /// KV of turns that this router has on a rank and that no session table can know of yet.
+    #[must_use]
+    pub fn coming_tokens(&self, dp_rank: u32) -> u64 {
+        self.in_flight.get(dp_rank as usize).map_or(0, |count| count.counts().coming_tokens)
     }
 
     /// Sessions this router has opened on a rank since its last report.
@@ -209,7 +244,7 @@ impl Agent {
     pub fn opens_since_report(&self, dp_rank: u32) -> u32 {
         let at = dp_rank as usize;
         let now = self.in_flight.get(at).map_or(0, |count| count.opens());
-        let then = self.in_flight_at_report.get(at).map_or(0, |(_, opens)| *opens);
+        let then = self.in_flight_at_report.get(at).map_or(0, |then| then.opens);
         now.wrapping_sub(then)
     }
 }
@@ -241,6 +276,25 @@ impl ClusterView {
             return WorkerState::Lost;
         }
         agent.state(now, self.report_age_max).0
+    }
+
+    /// What KV will be wanted again on a worker.
+    #[must_use]
+    pub fn wanted(&self, worker: WorkerRef) -> demand::Wanted {
+        let ranks = self.wanted.get(worker.agent);
+        ranks.and_then(|ranks| ranks.get(worker.dp_rank as usize)).copied().unwrap_or_default()
+    }
+
+    /// Whether all agents serve the same models.
+    #[must_use]
+    pub fn is_one_fleet(&self) -> bool {
+        self.one_fleet
+    }
+
+    /// How much better another worker must be for a session to move.
+    #[must_use]
+    pub fn rebind_gain_min(&self) -> Duration {
+        self.rebind_gain_min
     }
 
     /// The bound beyond which silence makes a worker stale.

@@ -92,6 +92,8 @@ fn load_shown(load: &RankLoad, reported: Option<Duration>) -> Value {
         "resident_tokens_estimate": figure(load.resident_tokens_estimate),
         "rows_held": figure(load.rows_held),
         "rows_total": figure(load.rows_total),
+        "prefill_tokens_per_s": figure(load.prefill_tokens_per_s),
+        "prefill_backlog_tokens": figure(load.prefill_backlog_tokens),
         "sessions": load.sessions,
         "devices": devices,
         "pages": load.pages.clone().map(|pages| {

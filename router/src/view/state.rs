@@ -10,7 +10,7 @@ use proto::{
     load::{Description, LoadReport, Session},
 };
 
-use super::{Agent, ClusterView, Facts, Link, sessions::Sessions};
+use super::{Agent, ClusterView, Facts, Link, WorkerRef, demand::Demand, sessions::Sessions};
 use crate::config::{Config, control_authority};
 
 /// What a worker task heard, with when.
@@ -39,6 +39,7 @@ pub enum Update {
 #[derive(Debug)]
 pub struct State {
     view: ClusterView,
+    demand: Demand,
 }
 
 impl State {
@@ -58,8 +59,15 @@ impl State {
         };
         let agents: Vec<_> = config.workers.iter().map(agent).collect();
         let sessions = Sessions::new(agents.len(), config.sessions_max);
-        let report_age_max = config.load_report_age_max();
-        Self { view: ClusterView { agents, sessions, report_age_max } }
+        let view = ClusterView {
+            agents,
+            sessions,
+            wanted: Arc::default(),
+            one_fleet: true,
+            report_age_max: config.load_report_age_max(),
+            rebind_gain_min: config.rebind_gain_min(),
+        };
+        Self { view, demand: Demand::default() }
     }
 
     /// What readers see.
@@ -104,15 +112,18 @@ impl State {
             Update::Report(report) => {
                 let agent = self.agent(index);
                 agent.in_flight_at_report =
-                    agent.in_flight.iter().map(|count| (count.turns(), count.opens())).collect();
+                    agent.in_flight.iter().map(|count| count.counts()).collect();
                 agent.report = Some((Arc::new(report), now));
                 None
             }
             Update::Upsert(session) => {
+                let worker = WorkerRef { agent: index, dp_rank: session.dp_rank };
+                self.demand.upsert(worker, &session, now);
                 let fit = self.view.sessions.upsert(index, session);
                 (!fit).then(|| "sessions_max is reached, a session is left out".to_owned())
             }
             Update::Removed(key) => {
+                self.demand.remove(index, &key, now);
                 self.view.sessions.remove(index, &key);
                 None
             }
@@ -131,6 +142,9 @@ impl State {
             }
         };
         self.agent(index).heard = Some(now);
+        if let Some(wanted) = self.demand.sum(self.view.agents.len(), now) {
+            self.view.wanted = Arc::new(wanted);
+        }
         #[cfg(debug_assertions)]
         self.check_invariants();
         warning
@@ -149,6 +163,11 @@ impl State {
         let agent = self.agent(index);
         agent.link = Link::Up;
         agent.report = None;
+        self.demand.clear(index);
+        for session in &sessions {
+            let worker = WorkerRef { agent: index, dp_rank: session.dp_rank };
+            self.demand.upsert(worker, session, now);
+        }
         let left = self.view.sessions.replace(index, sessions);
         (left > 0).then(|| format!("sessions_max is reached, {left} sessions are left out"))
     }
@@ -178,6 +197,9 @@ impl State {
             data_authority: data_authority(&agent.control, description.data_port),
             description: Arc::new(description),
         });
+        let mut served = self.view.agents.iter().filter_map(|agent| agent.facts.as_ref());
+        let first = served.next().map(|facts| &facts.description.engine.models);
+        self.view.one_fleet = served.all(|facts| Some(&facts.description.engine.models) == first);
         None
     }
 
@@ -254,7 +276,7 @@ mod tests {
     fn in_flight_counts_survive_a_reconnect() {
         let now = start();
         let mut state = fleet(&[(0, 0)], now);
-        let lease = crate::lease::Lease::acquire(&state.snapshot().agents[0].in_flight[0]);
+        let lease = crate::lease::Lease::acquire(&state.snapshot().agents[0].in_flight[0], 0);
         state.apply(0, Update::Lost("gone".to_owned()), now);
         let began = Update::Began { description: description("a0", 2, 2), sessions: vec![] };
         state.apply(0, began, now);

@@ -1,6 +1,8 @@
 //! What a policy may look at: per worker, what a router would know. Filled by `run`, read by
 //! policies.
 
+use std::time::Duration;
+
 use super::corpus::Chain;
 
 /// What a worker may be used for.
@@ -27,6 +29,8 @@ pub struct Worker {
     pub backlog_tokens: u64,
     /// Blocks that its turns hold.
     pub active_blocks: u64,
+    /// Blocks of its pool that hold nothing.
+    pub free_blocks: u64,
     /// Blocks of its pool.
     pub pool_blocks: u64,
     /// Blocks heard to be resident, by number.
@@ -50,6 +54,8 @@ pub struct Ask<'a> {
     pub chain: &'a [u32],
     /// Tokens of its prompt.
     pub input_tokens: u64,
+    /// When.
+    pub now: Duration,
 }
 
 /// All workers.
@@ -71,6 +77,7 @@ impl Fleet {
             pending_tokens: 0,
             backlog_tokens: 0,
             active_blocks: 0,
+            free_blocks: pool_blocks,
             pool_blocks,
             resident: Vec::new(),
         };
@@ -86,6 +93,16 @@ impl Fleet {
         };
         let up = of(&[Condition::Up]);
         if up.is_empty() { of(&[Condition::Draining]) } else { up }
+    }
+
+    /// Whether the worker takes the turn: a draining one goes on with its sessions.
+    #[must_use]
+    pub fn takes(&self, worker: usize, ask: &Ask<'_>) -> bool {
+        match self.workers[worker].condition {
+            Condition::Up => true,
+            Condition::Draining => ask.last == Some(worker) || self.usable().contains(&worker),
+            Condition::Down => false,
+        }
     }
 
     /// Leading blocks of the prompt that the worker is known to hold.

@@ -4,6 +4,7 @@
 //! same moments.
 
 mod affinity;
+mod berth;
 mod hash;
 mod plain;
 mod published;
@@ -13,15 +14,31 @@ use std::time::Duration;
 use super::{
     engine::PREFILL_TOKENS_PER_S,
     fleet::{Ask, Fleet},
+    options::Mode,
 };
 
 /// Decides where turns go.
 pub trait Policy {
-    /// The worker for a turn; one of `fleet.usable()`.
-    fn place(&mut self, ask: &Ask<'_>, fleet: &Fleet) -> usize;
+    /// The worker for a turn; one that takes it.
+    fn place(&mut self, ask: &Ask<'_>, fleet: &Fleet) -> Choice;
 
     /// Hears what happens; most need not.
     fn hear(&mut self, _what: &Heard<'_>, _fleet: &Fleet) {}
+}
+
+/// A decision.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Choice {
+    /// Where the turn goes.
+    pub worker: usize,
+    /// A worker that is told that the session has left it: as if it were closed there.
+    pub leaves: Option<usize>,
+}
+
+impl From<usize> for Choice {
+    fn from(worker: usize) -> Self {
+        Self { worker, leaves: None }
+    }
 }
 
 /// What a policy may hear.
@@ -33,11 +50,15 @@ pub enum Heard<'a> {
         ask: &'a Ask<'a>,
         /// Where.
         worker: usize,
+        /// Which worker its session leaves.
+        leaves: Option<usize>,
         /// When.
         now: Duration,
     },
     /// Its answer begins.
     Began {
+        /// The turn.
+        turn: usize,
         /// Of its session.
         session: usize,
         /// Where.
@@ -72,6 +93,13 @@ pub enum Heard<'a> {
         /// Gone.
         removed: &'a [u32],
     },
+    /// A worker's figures changed.
+    Load {
+        /// Whose.
+        worker: usize,
+        /// When.
+        now: Duration,
+    },
     /// A worker's condition changed; one that went down is empty when it comes back.
     Condition {
         /// Whose.
@@ -84,6 +112,10 @@ pub enum Heard<'a> {
 /// The policies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Kind {
+    /// Berth's own.
+    Berth,
+    /// The same over engines that never evict: a bound.
+    Ideal,
     /// One after the other.
     RoundRobin,
     /// By lot.
@@ -113,6 +145,8 @@ impl Kind {
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
+            Self::Berth => "berth",
+            Self::Ideal => "ideal",
             Self::RoundRobin => "round_robin",
             Self::Random => "random",
             Self::PowerOfTwo => "power_of_two",
@@ -129,9 +163,10 @@ impl Kind {
 
     /// A policy of this kind that draws its lots from `seed`.
     #[must_use]
-    pub fn build(self, seed: u64, fleet: &Fleet) -> Box<dyn Policy> {
+    pub fn build(self, seed: u64, mode: Mode, fleet: &Fleet) -> Box<dyn Policy> {
         let workers = fleet.workers.len();
         match self {
+            Self::Berth | Self::Ideal => Box::new(berth::Berth::new(mode, fleet)),
             Self::RoundRobin => Box::new(plain::RoundRobin::default()),
             Self::Random => Box::new(plain::Random::new(seed)),
             Self::PowerOfTwo => Box::new(plain::PowerOfTwo::new(seed)),

@@ -15,9 +15,9 @@ use super::{
     corpus::Corpus,
     engine::{Begun, Engine, Job, Time},
     fleet::{Ask, Condition, Fleet, numbered},
-    options::{Churn, Options},
+    options::{Churn, Close, Options},
     plays::{Due, Plays},
-    policy::{Heard, Kind, Policy},
+    policy::{Choice, Heard, Kind, Policy},
     tally::Tally,
 };
 
@@ -46,6 +46,8 @@ enum Change {
 struct Turn {
     arrived: Time,
     worker: usize,
+    /// Its session leaves this worker when its answer begins.
+    leaves: Option<usize>,
     /// Its first token came; what is sent again later counts no second one.
     answered: bool,
     /// Decoding.
@@ -75,10 +77,11 @@ struct World {
 /// Plays the corpus under a policy.
 #[must_use]
 pub fn run(corpus: &Arc<Corpus>, options: &Options, kind: Kind, seed: u64) -> Tally {
-    let blocks = options.pool_tokens.map_or(u64::MAX, |tokens| tokens / corpus.block_tokens);
+    let told = options.pool_tokens.map_or(u64::MAX, |tokens| tokens / corpus.block_tokens);
+    let blocks = if kind == Kind::Ideal { u64::MAX } else { told };
     let engine = || Engine::new(blocks, corpus.block_tokens, options.chunk_tokens);
-    let fleet = Fleet::new(options.workers, blocks, corpus.block_tokens);
-    let mut policy = kind.build(seed, &fleet);
+    let fleet = Fleet::new(options.workers, told, corpus.block_tokens);
+    let mut policy = kind.build(seed, options.mode, &fleet);
     let mut world = World {
         corpus: Arc::clone(corpus),
         options: *options,
@@ -140,6 +143,7 @@ impl World {
                 self.turns.push(Turn {
                     arrived: self.now,
                     worker: 0,
+                    leaves: None,
                     answered: false,
                     running: None,
                 });
@@ -181,17 +185,19 @@ impl World {
             last: self.last.get(&session).copied(),
             chain: &chain,
             input_tokens: facts.input_tokens,
+            now: self.now,
         };
         for (seen, engine) in self.fleet.workers.iter_mut().zip(&self.engines) {
             seen.backlog_tokens = engine.backlog_tokens(self.now);
         }
-        let worker = policy.place(&ask, &self.fleet);
-        assert!(self.fleet.usable().contains(&worker), "placed on a worker that takes nothing");
+        let Choice { worker, leaves } = policy.place(&ask, &self.fleet);
+        assert!(self.fleet.takes(worker, &ask), "placed on a worker that doesn't take it");
         let expected_tokens = self.fleet.uncached_tokens(worker, &ask);
         self.tally.rebinds += u64::from(ask.last.is_some_and(|last| last != worker));
-        policy.hear(&Heard::Sent { ask: &ask, worker, now: self.now }, &self.fleet);
+        policy.hear(&Heard::Sent { ask: &ask, worker, leaves, now: self.now }, &self.fleet);
         self.last.insert(session, worker);
         self.turns[turn].worker = worker;
+        self.turns[turn].leaves = leaves;
         let job = Job {
             turn,
             play,
@@ -235,7 +241,7 @@ impl World {
         }
         let removed = self.engines[worker].take_removed();
         self.tell_blocks(worker, vec![], removed, policy);
-        self.look(worker);
+        self.look(worker, policy);
     }
 
     fn begin(&mut self, worker: usize, begun: Begun, policy: &mut dyn Policy) {
@@ -248,11 +254,16 @@ impl World {
             self.tally.matched_tokens += matched_tokens;
         }
         self.tally.prefilled_tokens[worker] += job.input_tokens - matched_tokens;
-        let (number, session) = (job.turn, self.session(job.play));
+        let leaves = turn.leaves.take();
+        let (number, play, session) = (job.turn, job.play, self.session(job.play));
         self.turns[number].running = Some(job);
         self.schedule(done_at, Event::TurnDone { turn: number, worker, life: self.lives[worker] });
         self.tell_blocks(worker, stored, vec![], policy);
-        policy.hear(&Heard::Began { session, worker, now: self.now }, &self.fleet);
+        let turn = number;
+        policy.hear(&Heard::Began { turn, session, worker, now: self.now }, &self.fleet);
+        if let Some(left) = leaves.filter(|_| self.options.close == Close::Free) {
+            self.close_at(play, left, policy);
+        }
     }
 
     fn end(&mut self, turn: usize, worker: usize, policy: &mut dyn Policy) {
@@ -261,7 +272,6 @@ impl World {
         self.tally.ended += 1;
         let last = !self.corpus.timed && self.plays.is_last(job.play);
         self.sessions.ended(&job, worker, &mut self.engines[worker]);
-        self.look(worker);
         policy.hear(&Heard::Ended { turn, session, worker, now: self.now }, &self.fleet);
         if last {
             for at in self.faults.close(self.now) {
@@ -280,16 +290,20 @@ impl World {
     }
 
     fn close(&mut self, play: usize, policy: &mut dyn Policy) {
-        if self.options.close == super::options::Close::None {
+        if self.options.close == Close::None {
             return;
         }
         let session = self.session(play);
         self.tally.closed += 1;
         for worker in self.sessions.workers_of(play) {
-            self.sessions.close(play, &self.corpus, worker, &self.plays, &mut self.engines[worker]);
-            self.go_on(worker, policy);
+            self.close_at(play, worker, policy);
         }
         policy.hear(&Heard::Closed { session, now: self.now }, &self.fleet);
+    }
+
+    fn close_at(&mut self, play: usize, worker: usize, policy: &mut dyn Policy) {
+        self.sessions.close(play, &self.corpus, worker, &self.plays, &mut self.engines[worker]);
+        self.go_on(worker, policy);
     }
 
     fn session(&self, play: usize) -> usize {
@@ -297,11 +311,16 @@ impl World {
     }
 
     /// What the policy may see of a worker, as it is now.
-    fn look(&mut self, worker: usize) {
+    fn look(&mut self, worker: usize, policy: &mut dyn Policy) {
         let engine = &self.engines[worker];
         let seen = &mut self.fleet.workers[worker];
         seen.outstanding = engine.turns();
         seen.pending_tokens = engine.pending_tokens();
+        seen.backlog_tokens = engine.backlog_tokens(self.now);
         seen.active_blocks = engine.pool.used();
+        // An endless pool is told as one that has room.
+        let left = seen.pool_blocks.saturating_sub(engine.pool.used());
+        seen.free_blocks = engine.pool.free().min(left);
+        policy.hear(&Heard::Load { worker, now: self.now }, &self.fleet);
     }
 }

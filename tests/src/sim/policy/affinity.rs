@@ -1,6 +1,6 @@
 //! Policies that keep a session where it is.
 
-use super::{Policy, least, plain::LeastLoaded, ttft_ms};
+use super::{Choice, Policy, least, plain::LeastLoaded, ttft_ms};
 use crate::sim::fleet::{Ask, Fleet};
 
 /// Stays for ever; begins on the least loaded.
@@ -14,9 +14,9 @@ impl Sticky {
 }
 
 impl Policy for Sticky {
-    fn place(&mut self, ask: &Ask<'_>, fleet: &Fleet) -> usize {
+    fn place(&mut self, ask: &Ask<'_>, fleet: &Fleet) -> Choice {
         match ask.last {
-            Some(last) if fleet.usable().contains(&last) => last,
+            Some(last) if fleet.usable().contains(&last) => last.into(),
             _ => self.0.place(ask, fleet),
         }
     }
@@ -30,14 +30,14 @@ const ESCAPE_MS: f64 = 500.0;
 pub(super) struct StickyTtft;
 
 impl Policy for StickyTtft {
-    fn place(&mut self, ask: &Ask<'_>, fleet: &Fleet) -> usize {
+    fn place(&mut self, ask: &Ask<'_>, fleet: &Fleet) -> Choice {
         let ttft = |worker: usize| ttft_ms(worker, ask, fleet);
         let best = least(fleet, ttft);
         match ask.last {
             Some(last) if fleet.usable().contains(&last) => {
-                if ttft(last) <= ttft(best) + ESCAPE_MS { last } else { best }
+                if ttft(last) <= ttft(best) + ESCAPE_MS { last.into() } else { best.into() }
             }
-            _ => best,
+            _ => best.into(),
         }
     }
 }

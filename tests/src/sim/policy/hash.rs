@@ -1,6 +1,6 @@
 //! Hash rings: the session's place, whatever is where.
 
-use super::Policy;
+use super::{Choice, Policy};
 use crate::{
     replay::synth::mix,
     sim::fleet::{Ask, Fleet},
@@ -31,7 +31,7 @@ impl Ring {
 }
 
 impl Policy for Ring {
-    fn place(&mut self, ask: &Ask<'_>, fleet: &Fleet) -> usize {
+    fn place(&mut self, ask: &Ask<'_>, fleet: &Fleet) -> Choice {
         let usable = fleet.usable();
         let turns: u32 = usable.iter().map(|&worker| fleet.workers[worker].outstanding).sum();
         // The newcomer counts.
@@ -49,5 +49,6 @@ impl Policy for Ring {
                 usable.contains(worker) && load < most
             })
             .unwrap_or(usable[0])
+            .into()
     }
 }

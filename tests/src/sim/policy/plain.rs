@@ -1,6 +1,6 @@
 //! Policies that know no sessions.
 
-use super::{Policy, least, ttft_ms};
+use super::{Choice, Policy, least, ttft_ms};
 use crate::sim::fleet::{Ask, Fleet};
 
 /// One after the other.
@@ -8,10 +8,10 @@ use crate::sim::fleet::{Ask, Fleet};
 pub(super) struct RoundRobin(usize);
 
 impl Policy for RoundRobin {
-    fn place(&mut self, _ask: &Ask<'_>, fleet: &Fleet) -> usize {
+    fn place(&mut self, _ask: &Ask<'_>, fleet: &Fleet) -> Choice {
         let usable = fleet.usable();
         self.0 += 1;
-        usable[self.0 % usable.len()]
+        usable[self.0 % usable.len()].into()
     }
 }
 
@@ -26,9 +26,9 @@ impl Random {
 }
 
 impl Policy for Random {
-    fn place(&mut self, _ask: &Ask<'_>, fleet: &Fleet) -> usize {
+    fn place(&mut self, _ask: &Ask<'_>, fleet: &Fleet) -> Choice {
         let usable = fleet.usable();
-        usable[self.0.usize(..usable.len())]
+        usable[self.0.usize(..usable.len())].into()
     }
 }
 
@@ -43,15 +43,15 @@ impl PowerOfTwo {
 }
 
 impl Policy for PowerOfTwo {
-    fn place(&mut self, _ask: &Ask<'_>, fleet: &Fleet) -> usize {
+    fn place(&mut self, _ask: &Ask<'_>, fleet: &Fleet) -> Choice {
         let mut usable = fleet.usable();
         let one = usable.swap_remove(self.0.usize(..usable.len()));
         if usable.is_empty() {
-            return one;
+            return one.into();
         }
         let other = usable[self.0.usize(..usable.len())];
         let load = |worker: usize| fleet.workers[worker].outstanding;
-        if load(other) < load(one) { other } else { one }
+        if load(other) < load(one) { other.into() } else { one.into() }
     }
 }
 
@@ -66,13 +66,13 @@ impl LeastLoaded {
 }
 
 impl Policy for LeastLoaded {
-    fn place(&mut self, _ask: &Ask<'_>, fleet: &Fleet) -> usize {
+    fn place(&mut self, _ask: &Ask<'_>, fleet: &Fleet) -> Choice {
         let load = |worker: usize| fleet.workers[worker].outstanding;
         let usable = fleet.usable();
         let fewest = usable.iter().map(|&worker| load(worker)).min();
         let equals: Vec<usize> =
             usable.into_iter().filter(|&worker| Some(load(worker)) == fewest).collect();
-        equals[self.0.usize(..equals.len())]
+        equals[self.0.usize(..equals.len())].into()
     }
 }
 
@@ -81,7 +81,7 @@ impl Policy for LeastLoaded {
 pub(super) struct LeastTtft;
 
 impl Policy for LeastTtft {
-    fn place(&mut self, ask: &Ask<'_>, fleet: &Fleet) -> usize {
-        least(fleet, |worker| ttft_ms(worker, ask, fleet))
+    fn place(&mut self, ask: &Ask<'_>, fleet: &Fleet) -> Choice {
+        least(fleet, |worker| ttft_ms(worker, ask, fleet)).into()
     }
 }

@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, HashSet};
 
-use super::{Heard, Policy};
+use super::{Choice, Heard, Policy};
 use crate::sim::fleet::{Ask, Fleet};
 
 /// Loads differ much: by more than so many turns,
@@ -49,10 +49,10 @@ impl CacheAware {
 }
 
 impl Policy for CacheAware {
-    fn place(&mut self, ask: &Ask<'_>, fleet: &Fleet) -> usize {
+    fn place(&mut self, ask: &Ask<'_>, fleet: &Fleet) -> Choice {
         let worker = self.choose(ask, fleet);
         self.routed[worker].extend(ask.chain);
-        worker
+        worker.into()
     }
 }
 
@@ -106,7 +106,7 @@ impl Dynamo {
 }
 
 impl Policy for Dynamo {
-    fn place(&mut self, ask: &Ask<'_>, fleet: &Fleet) -> usize {
+    fn place(&mut self, ask: &Ask<'_>, fleet: &Fleet) -> Choice {
         let block = fleet.block_tokens as f64;
         let cost = |worker: usize| {
             let facts = &fleet.workers[worker];
@@ -119,7 +119,7 @@ impl Policy for Dynamo {
         let least = costs.iter().copied().fold(f64::INFINITY, f64::min);
         let equals: Vec<usize> =
             (0..usable.len()).filter(|&at| costs[at] <= least).map(|at| usable[at]).collect();
-        equals[self.lots.usize(..equals.len())]
+        equals[self.lots.usize(..equals.len())].into()
     }
 
     fn hear(&mut self, what: &Heard<'_>, _fleet: &Fleet) {

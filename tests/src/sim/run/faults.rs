@@ -101,20 +101,20 @@ impl World {
             Change::Return => Condition::Up,
         };
         if to == Change::Crash {
-            self.crash(worker);
+            self.crash(worker, policy);
         }
         policy.hear(&Heard::Condition { worker, now: self.now }, &self.fleet);
     }
 
     /// All that was inside is gone; its turns are sent again.
-    fn crash(&mut self, worker: usize) {
+    fn crash(&mut self, worker: usize, policy: &mut dyn Policy) {
         self.lives[worker] += 1;
         let mut lost = self.engines[worker].crash();
         let running = self.turns.iter_mut().filter(|turn| turn.worker == worker);
         lost.extend(running.filter_map(|turn| turn.running.take()));
         self.sessions.crash(worker);
         self.fleet.forget(worker);
-        self.look(worker);
+        self.look(worker, policy);
         for Job { turn, play, .. } in lost {
             self.tally.retried += 1;
             self.schedule(self.now + RETRY_DELAY, Event::Again { turn, play });

@@ -1,0 +1,507 @@
+//! What a choice of worker must be like, through `place` alone.
+
+use std::{
+    collections::BTreeMap,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use proptest::prelude::*;
+use proto::{
+    block::{BlockHash, after},
+    id::{Digest, SessionKey},
+    load::{Figure, LoadReport, RankLoad, Retention, Session, SessionState, Source},
+};
+
+use super::*;
+use crate::{
+    lease::Lease,
+    overlap::{Index, Tier},
+    testing::{description, fleet, report, start},
+    view::{State, Update},
+};
+
+const POOL_TOKENS: u64 = 1_000_000;
+const TOKENS_PER_S: u64 = 20_000;
+const BLOCK_TOKENS: u64 = 64;
+const SECOND: Duration = Duration::from_secs(1);
+
+fn question(digest: u64) -> Question<'static> {
+    Question {
+        digest: Digest(digest),
+        returns: true,
+        sticky: None,
+        prefer: None,
+        prompt: None,
+        retention: None,
+        model: None,
+        exclude: None,
+    }
+}
+
+fn at(agent: usize) -> WorkerRef {
+    WorkerRef { agent, dp_rank: 0 }
+}
+
+fn stays(agent: usize) -> Option<Sticky> {
+    Some(Sticky { worker: at(agent), fixed: false, moved: None })
+}
+
+fn figure(value: u64) -> Option<Figure> {
+    Some(Figure { value, source: Source::Shim, age_ms: 0 })
+}
+
+/// Of an idle engine that tells everything: a pool of a million tokens, 20,000 computed a second.
+fn idle() -> LoadReport {
+    let mut report = report(&[(0, 0)]);
+    let rank = &mut report.ranks[0];
+    rank.pool_total_tokens = figure(POOL_TOKENS);
+    rank.pool_evictable_tokens = figure(0);
+    rank.prefill_tokens_per_s = figure(TOKENS_PER_S);
+    rank.prefill_backlog_tokens = figure(0);
+    report
+}
+
+fn tell(state: &mut State, agent: usize, change: impl FnOnce(&mut RankLoad), now: Instant) {
+    let mut report = idle();
+    change(&mut report.ranks[0]);
+    state.apply(agent, Update::Report(report), now);
+}
+
+/// Such engines, all heard now.
+fn engines(count: usize, now: Instant) -> State {
+    let mut state = fleet(&vec![(0, 0); count], now);
+    for agent in 0..count {
+        tell(&mut state, agent, |_| {}, now);
+    }
+    state
+}
+
+/// What is resident of a prompt: tokens by worker.
+fn resident(tokens: &[u64]) -> Overlap {
+    let (mut index, mut overlap) = (Index::new(1 << 26), Overlap::default());
+    let most = tokens.iter().max().copied().unwrap_or(0) / BLOCK_TOKENS;
+    let next = |last: &mut BlockHash, number| {
+        *last = after(*last, number);
+        Some(*last)
+    };
+    let chain: Vec<BlockHash> = (0..most).scan(BlockHash(7), next).collect();
+    for (agent, &tokens) in tokens.iter().enumerate() {
+        let blocks = usize::try_from(tokens / BLOCK_TOKENS).unwrap();
+        let number = at(agent).number().unwrap();
+        index.store(number, Tier::Device, None, &chain[..blocks]);
+    }
+    index.look_up(&chain, &mut overlap);
+    overlap
+}
+
+fn prompt(tokens: u64, overlap: &Overlap) -> Option<Prompt<'_>> {
+    Some(Prompt { tokens, block_tokens: BLOCK_TOKENS, overlap })
+}
+
+fn session(id: u64, tokens: u64, idle: Duration) -> Session {
+    Session {
+        key: SessionKey::new("p", id.to_string()).unwrap(),
+        retention: Retention::Tagged,
+        state: SessionState::Idle,
+        dp_rank: 0,
+        turns: 1,
+        turns_running: 0,
+        exclusive: false,
+        resident_tokens: figure(tokens),
+        idle,
+    }
+}
+
+fn placed(state: &State, question: &Question<'_>, now: Instant) -> (usize, Reason) {
+    let placement = place(question, &state.snapshot(), now).unwrap();
+    (placement.worker.agent, placement.reason)
+}
+
+fn figures(state: &State, question: &Question<'_>, now: Instant, agent: usize) -> Figures {
+    let placement = place(question, &state.snapshot(), now).unwrap();
+    *placement.figures.iter().find(|one| one.worker == at(agent)).expect("it was compared")
+}
+
+fn sent(state: &State, agent: usize, tokens: u64) -> Lease {
+    Lease::acquire(&state.snapshot().agents[agent].in_flight[0], tokens)
+}
+
+#[test]
+fn tokens_become_milliseconds_at_the_measured_rate() {
+    let now = start();
+    let mut state = engines(2, now);
+    tell(&mut state, 1, |rank| rank.prefill_backlog_tokens = figure(50_000), now);
+    let overlap = resident(&[0, 6_400]);
+    let ask = Question { prompt: prompt(40_000, &overlap), ..question(1) };
+    let one = figures(&state, &ask, now, 0);
+    assert_eq!((one.wait_ms, one.prefill_ms), (0, Some(2_000)), "40,000 at 20,000 a second");
+    let other = figures(&state, &ask, now, 1);
+    assert_eq!((other.wait_ms, other.prefill_ms), (2_500, Some(1_680)));
+    assert_eq!(other.resident_tokens, Some(6_400));
+    let parts = other.wait_ms
+        + other.prefill_ms.unwrap()
+        + other.displacement_ms.unwrap()
+        + other.crowding_ms
+        + other.interference_ms;
+    assert_eq!(other.cost_ms, parts);
+}
+
+#[test]
+fn what_the_worker_has_computed_since_its_report_is_no_wait() {
+    let now = start();
+    let mut state = engines(1, now);
+    tell(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(50_000), now);
+    assert_eq!(figures(&state, &question(1), now + SECOND, 0).wait_ms, 1_500);
+    assert_eq!(figures(&state, &question(1), now + 3 * SECOND, 0).wait_ms, 0);
+}
+
+#[test]
+fn turns_sent_since_the_report_count() {
+    let now = start();
+    let state = engines(2, now);
+    let overlap = resident(&[12_800, 12_800]);
+    let ask = Question { prompt: prompt(20_000, &overlap), ..question(1) };
+    let (first, _) = placed(&state, &ask, now);
+    let lease = sent(&state, first, 7_200);
+    let after = figures(&state, &ask, now, first);
+    assert_eq!((after.wait_ms, after.turns), (360, 1));
+    assert_eq!(placed(&state, &ask, now), (1 - first, Reason::LeastCost));
+    drop(lease);
+    assert_eq!(placed(&state, &ask, now).0, first);
+}
+
+#[test]
+fn a_turn_in_the_report_is_not_counted_twice() {
+    let now = start();
+    let mut state = engines(1, now);
+    let _lease = sent(&state, 0, 10_000);
+    let told = |rank: &mut RankLoad| {
+        rank.turns_running = 1;
+        rank.prefill_backlog_tokens = figure(10_000);
+    };
+    tell(&mut state, 0, told, now);
+    let one = figures(&state, &question(1), now, 0);
+    assert_eq!((one.backlog_tokens, one.turns), (10_000, 1));
+}
+
+#[test]
+fn sixty_four_sessions_with_one_system_prompt_spread() {
+    let now = start();
+    let state = engines(8, now);
+    // Only the first worker has the prompt: 15,000 of each one's 18,000 tokens.
+    let overlap = resident(&[14_976, 0, 0, 0, 0, 0, 0, 0]);
+    let (mut leases, mut computed) = (vec![], [0; 8]);
+    for digest in 0..64 {
+        let ask = Question { prompt: prompt(18_000, &overlap), ..question(digest) };
+        let placement = place(&ask, &state.snapshot(), now).unwrap();
+        let (agent, tokens) = (placement.worker.agent, placement.uncached_tokens.unwrap());
+        leases.push(sent(&state, agent, tokens));
+        computed[agent] += tokens;
+    }
+    let (most, sum) = (computed.iter().max().unwrap(), computed.iter().sum::<u64>());
+    assert!(most * 8 * 10 <= sum * 15, "over 1.5 of the mean: {computed:?}");
+}
+
+#[test]
+fn a_herd_spreads_after_its_prompts_are_computed_too() {
+    let now = start();
+    let mut state = engines(4, now);
+    let overlap = resident(&[14_976, 0, 0, 0]);
+    let mut counts = [0; 4];
+    for digest in 0..32 {
+        let ask = Question { prompt: prompt(18_000, &overlap), ..question(digest) };
+        // Each has ended before the next comes: no queue tells them apart, only what is kept.
+        let at = now + SECOND * u32::try_from(digest).unwrap();
+        for agent in 0..4 {
+            tell(&mut state, agent, |rank| rank.pool_evictable_tokens = figure(0), at);
+        }
+        let (agent, _) = placed(&state, &ask, at);
+        state.apply(agent, Update::Upsert(session(digest, 60_000, Duration::ZERO)), at);
+        counts[agent] += 1;
+    }
+    assert!(counts.iter().all(|&count| count >= 4), "{counts:?}");
+}
+
+#[test]
+fn a_session_moves_for_the_gain_and_not_for_less() {
+    let now = start();
+    let mut state = engines(2, now);
+    let overlap = resident(&[19_200, 19_200]);
+    let ask = Question { prompt: prompt(19_200, &overlap), sticky: stays(0), ..question(1) };
+    tell(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(9_900), now);
+    assert_eq!(placed(&state, &ask, now), (0, Reason::Sticky), "495 ms");
+    tell(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(10_100), now);
+    assert_eq!(placed(&state, &ask, now), (1, Reason::Moved), "505 ms");
+    // Moved a moment ago it wants twice the gain.
+    let lately = Sticky { worker: at(0), fixed: false, moved: Some(now) };
+    let again = Question { sticky: Some(lately), ..ask };
+    assert_eq!(placed(&state, &again, now), (0, Reason::Sticky));
+    tell(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(20_100), now);
+    assert_eq!(placed(&state, &again, now), (1, Reason::Moved));
+    let later = now + MOVED_LATELY;
+    tell(&mut state, 1, |_| {}, later);
+    tell(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(10_100), later);
+    assert_eq!(placed(&state, &again, later), (1, Reason::Moved));
+}
+
+#[test]
+fn a_session_stays_where_its_kv_is_unless_the_queue_is_longer_than_computing_it_again() {
+    let now = start();
+    let mut state = engines(2, now);
+    let overlap = resident(&[96_000, 0]);
+    let ask = Question { prompt: prompt(100_000, &overlap), sticky: stays(0), ..question(1) };
+    tell(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(60_000), now);
+    assert_eq!(placed(&state, &ask, now), (0, Reason::Sticky), "3 s of queue, 4.8 s of KV");
+    tell(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(200_000), now);
+    assert_eq!(placed(&state, &ask, now), (1, Reason::Moved));
+    let fixed = Question { sticky: stays(0).map(|one| Sticky { fixed: true, ..one }), ..ask };
+    assert_eq!(placed(&state, &fixed, now), (0, Reason::Sticky));
+}
+
+#[test]
+fn a_session_whose_prompt_is_unknown_stays_while_its_worker_can_take_it() {
+    let now = start();
+    let mut state = fleet(&[(60, 9_000), (0, 0)], now);
+    let mut ask = Question { sticky: stays(0), ..question(1) };
+    assert_eq!(placed(&state, &ask, now), (0, Reason::Sticky));
+    let stale = now + 4 * SECOND;
+    state.apply(1, Update::Report(report(&[(0, 0)])), stale);
+    assert_eq!(placed(&state, &ask, stale), (0, Reason::Sticky));
+    let mut sick = report(&[(0, 0)]);
+    sick.unhealthy = Some("engine gone".to_owned());
+    state.apply(0, Update::Report(sick.clone()), stale);
+    assert_eq!(placed(&state, &ask, stale), (1, Reason::Rebound));
+    ask.sticky = stays(0).map(|one| Sticky { fixed: true, ..one });
+    assert_eq!(placed(&state, &ask, stale), (0, Reason::Sticky));
+    state.apply(1, Update::Report(sick), stale);
+    ask.sticky = stays(0);
+    assert_eq!(placed(&state, &ask, stale), (0, Reason::Sticky), "there is no other");
+    state.apply(0, Update::Lost("gone".to_owned()), stale);
+    assert_eq!(placed(&state, &ask, stale), (0, Reason::Sticky), "a blink moves nobody");
+    let later = stale + BLINK_MAX;
+    assert_eq!(place(&ask, &state.snapshot(), later), Err(NoWorker::Unusable));
+}
+
+#[test]
+fn stale_workers_take_new_sessions_only_when_all_are_stale() {
+    let now = start();
+    let mut state = fleet(&[(0, 0), (9, 9_000)], now);
+    let later = now + 4 * SECOND;
+    assert_eq!(placed(&state, &question(1), later), (0, Reason::StaleView));
+    state.apply(1, Update::Report(report(&[(9, 9_000)])), later);
+    assert_eq!(placed(&state, &question(1), later), (1, Reason::LeastLoaded));
+    let mut draining = report(&[(0, 0)]);
+    draining.draining = true;
+    state.apply(0, Update::Report(draining), later);
+    assert_eq!(placed(&state, &question(1), later).0, 1);
+    let excluded = Question { exclude: Some(at(1)), ..question(1) };
+    assert_eq!(place(&excluded, &state.snapshot(), later), Err(NoWorker::Unusable));
+}
+
+#[test]
+fn a_session_on_a_stale_worker_is_compared_and_none_moves_to_one() {
+    let now = start();
+    let mut state = engines(2, now);
+    let overlap = resident(&[19_200, 19_200]);
+    let later = now + 4 * SECOND;
+    tell(&mut state, 1, |rank| rank.prefill_backlog_tokens = figure(40_000), later);
+    let mut ask = Question { prompt: prompt(19_200, &overlap), sticky: stays(0), ..question(1) };
+    assert_eq!(placed(&state, &ask, later), (0, Reason::Sticky), "the other has a queue");
+    ask.sticky = stays(1);
+    assert_eq!(placed(&state, &ask, later), (1, Reason::Sticky), "the other is not heard");
+}
+
+#[test]
+fn a_newcomer_goes_where_less_is_kept() {
+    let now = start();
+    let mut state = engines(2, now);
+    let overlap = resident(&[]);
+    let ask = Question { prompt: prompt(20_000, &overlap), ..question(3) };
+    let (first, _) = placed(&state, &ask, now);
+    for id in 0..4 {
+        state.apply(first, Update::Upsert(session(id, 100_000, Duration::ZERO)), now);
+    }
+    tell(&mut state, first, |rank| rank.pool_evictable_tokens = figure(400_000), now + SECOND);
+    assert_eq!(placed(&state, &ask, now + SECOND).0, 1 - first);
+    // A request that nothing follows keeps nothing there.
+    let once = Question { returns: false, ..ask };
+    assert_eq!(figures(&state, &once, now + SECOND, first).crowding_ms, 0);
+}
+
+#[test]
+fn kv_of_sessions_that_will_return_is_not_evicted_for_nothing() {
+    let now = start();
+    let mut state = engines(2, now);
+    let overlap = resident(&[]);
+    // A full pool is nobody's on the one, on the other five sessions' that were here a minute ago.
+    for agent in 0..2 {
+        tell(&mut state, agent, |rank| rank.pool_evictable_tokens = figure(POOL_TOKENS), now);
+    }
+    for id in 0..5 {
+        state.apply(1, Update::Upsert(session(id, 190_000, 60 * SECOND)), now);
+    }
+    let later = now + SECOND;
+    tell(&mut state, 1, |rank| rank.pool_evictable_tokens = figure(POOL_TOKENS), later);
+    let once = Question { prompt: prompt(60_000, &overlap), returns: false, ..question(1) };
+    let (free, taken) = (figures(&state, &once, later, 0), figures(&state, &once, later, 1));
+    assert_eq!(free.displacement_ms, Some(0));
+    assert!(taken.displacement_ms > Some(300), "{taken:?}");
+    assert_eq!(placed(&state, &once, later).0, 0);
+}
+
+#[test]
+fn what_is_unknown_counts_as_taken_and_is_seen_to_be_unknown() {
+    let now = start();
+    let mut state = fleet(&[(0, 9_000), (0, 0)], now);
+    let mut unknown = report(&[(0, 0)]);
+    unknown.ranks[0].pool_used_tokens = None;
+    unknown.ranks[0].pinned_tokens = None;
+    state.apply(1, Update::Report(unknown), now);
+    assert_eq!(placed(&state, &question(1), now), (0, Reason::LeastLoaded));
+    let overlap = resident(&[]);
+    let ask = Question { prompt: prompt(1_000, &overlap), ..question(1) };
+    let one = figures(&state, &ask, now, 1);
+    assert_eq!((one.prefill_tokens_per_s, one.displacement_ms), (None, None));
+    let blind = figures(&state, &question(1), now, 0);
+    assert_eq!((blind.prefill_ms, blind.resident_tokens), (None, None));
+}
+
+#[test]
+fn requests_that_wait_in_the_engine_are_a_wait_where_nobody_tells_their_tokens() {
+    let now = start();
+    let mut state = fleet(&[(0, 0), (0, 0)], now);
+    let mut waiting = report(&[(0, 0)]);
+    waiting.ranks[0].requests_waiting = figure(3);
+    state.apply(0, Update::Report(waiting), now);
+    assert_eq!(placed(&state, &question(1), now).0, 1);
+    assert_eq!(figures(&state, &question(1), now, 0).wait_ms, 1_200);
+}
+
+#[test]
+fn a_full_batch_and_pinned_rows_cost() {
+    let now = start();
+    let mut state = engines(2, now);
+    tell(&mut state, 0, |rank| rank.turns_running = 64, now);
+    assert!(figures(&state, &question(1), now, 0).wait_ms > 100);
+    let full = |rank: &mut RankLoad| {
+        (rank.rows_held, rank.rows_total) = (figure(60), figure(64));
+    };
+    tell(&mut state, 0, full, now);
+    assert_eq!(placed(&state, &question(1), now).0, 1);
+}
+
+#[test]
+fn turns_beside_it_cost_a_little() {
+    let now = start();
+    let mut state = engines(2, now);
+    tell(&mut state, 0, |rank| rank.turns_running = 10, now);
+    assert_eq!(placed(&state, &question(1), now).0, 1);
+    assert_eq!(figures(&state, &question(1), now, 0).interference_ms, 50);
+}
+
+#[test]
+fn sessions_opened_since_the_report_count() {
+    let now = start();
+    let state = fleet(&[(0, 0), (0, 0), (0, 0)], now);
+    let mut opened = [0; 3];
+    for digest in 0..9 {
+        let (agent, _) = placed(&state, &question(digest), now);
+        state.snapshot().agents[agent].in_flight[0].note_open();
+        opened[agent] += 1;
+    }
+    assert_eq!(opened, [3, 3, 3], "equal workers get equal shares");
+}
+
+#[test]
+fn equals_are_chosen_by_digest_alike_everywhere_and_evenly() {
+    let now = start();
+    let state = fleet(&[(0, 0); 4], now);
+    let mut counts = BTreeMap::new();
+    for digest in 0..400 {
+        let chosen = placed(&state, &question(digest), now);
+        assert_eq!(chosen, placed(&fleet(&[(0, 0); 4], now), &question(digest), now));
+        *counts.entry(chosen.0).or_insert(0) += 1;
+    }
+    assert!(counts.len() == 4 && counts.values().all(|&count| count > 60), "{counts:?}");
+}
+
+#[test]
+fn a_parents_worker_is_preferred_within_its_slack() {
+    let now = start();
+    let mut state = engines(2, now);
+    let mut ask = Question { prefer: Some((at(0), Reason::Parent)), ..question(1) };
+    let mut queue = |tokens: u64, ask: &Question<'_>| {
+        tell(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(tokens), now);
+        placed(&state, ask, now)
+    };
+    assert_eq!(queue(4_900, &ask), (0, Reason::Parent));
+    assert_eq!(queue(5_100, &ask), (1, Reason::LeastLoaded));
+    ask.prefer = Some((at(0), Reason::CacheKey));
+    assert_eq!(queue(2_900, &ask), (0, Reason::CacheKey));
+    assert_eq!(queue(3_100, &ask), (1, Reason::LeastLoaded));
+}
+
+#[test]
+fn the_model_matters_only_where_models_differ() {
+    let now = start();
+    let mut state = fleet(&[(0, 0), (0, 9_000)], now);
+    let mut ask = Question { model: Some("other"), ..question(1) };
+    assert_eq!(placed(&state, &ask, now).0, 0, "one model: any name goes");
+    let mut other = description("a1", 2, 1);
+    other.engine.models = vec!["other".to_owned()];
+    other.retentions = vec![Retention::None];
+    state.apply(1, Update::Began { description: other, sessions: vec![] }, now);
+    state.apply(1, Update::Report(report(&[(0, 9_000)])), now);
+    assert_eq!(placed(&state, &ask, now).0, 1);
+    ask.model = Some("other:adapter");
+    assert_eq!(placed(&state, &ask, now).0, 1);
+    ask.retention = Some(Retention::Pinned);
+    let refused = place(&ask, &state.snapshot(), now).unwrap_err();
+    assert_eq!(refused.to_string(), "no worker offers retention pinned; offered are: none");
+    ask.model = Some("third");
+    let refused = place(&ask, &state.snapshot(), now).unwrap_err();
+    assert_eq!(refused.to_string(), "no worker serves model \"third\"; served are: m, other");
+}
+
+#[test]
+fn the_only_worker_and_none() {
+    let now = start();
+    assert_eq!(placed(&fleet(&[(0, 0)], now), &question(1), now), (0, Reason::OnlyWorker));
+    assert_eq!(place(&question(1), &fleet(&[], now).snapshot(), now), Err(NoWorker::Unusable));
+}
+
+proptest! {
+    #[test]
+    fn a_choice_is_fresh_costs_least_and_is_the_same_again(
+        loads in prop::collection::vec((0..80_u32, 0..1_000_000_u64, 0..300_000_u64), 1..6),
+        resident_tokens in prop::collection::vec(0..60_000_u64, 6),
+        silent in prop::collection::vec(any::<bool>(), 6),
+        digest in any::<u64>(),
+    ) {
+        let now = start();
+        let later = now + 4 * SECOND;
+        let mut state = engines(loads.len(), now);
+        for (agent, (turns, used, backlog)) in loads.iter().enumerate() {
+            if !silent[agent] {
+                let told = |rank: &mut RankLoad| {
+                    rank.turns_running = *turns;
+                    rank.pool_used_tokens = figure(*used);
+                    rank.prefill_backlog_tokens = figure(*backlog);
+                };
+                tell(&mut state, agent, told, later);
+            }
+        }
+        let overlap = resident(&resident_tokens[..loads.len()]);
+        let ask = Question { prompt: prompt(60_000, &overlap), ..question(digest) };
+        let view = Arc::new(state.snapshot());
+        let placement = place(&ask, &view, later).unwrap();
+        prop_assert_eq!(&place(&ask, &view, later).unwrap(), &placement);
+        let all_silent = silent[..loads.len()].iter().all(|&silent| silent);
+        prop_assert_eq!(placement.reason == Reason::StaleView, all_silent);
+        prop_assert!(all_silent || !silent[placement.worker.agent], "a silent worker was chosen");
+        let cost = |one: &Figures| one.cost_ms;
+        let own = placement.figures.iter().find(|one| one.worker == placement.worker).map(cost);
+        prop_assert_eq!(own, placement.figures.iter().map(cost).min());
+    }
+}

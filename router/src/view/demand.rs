@@ -1,0 +1,294 @@
+//! What KV will be wanted again, by worker: the sessions' tokens, each weighed by the chance that
+//! the session returns. Pure; fed by the agents' session tables, summed a few times a second.
+//!
+//! A session counts on the worker that ran it last. What it held there and has no use for any more,
+//! because it moved or its history was rewritten, is in the way until eviction has taken it.
+
+mod returns;
+
+use std::{
+    collections::HashMap,
+    time::{Duration, Instant},
+};
+
+use proto::{
+    id::{Digest, SessionKey},
+    load::{Session, SessionState},
+};
+
+use self::returns::Returns;
+use super::WorkerRef;
+
+/// Sums are this old at most: a decision shifts them by a session in a hundred, and 100,000
+/// sessions are summed in a millisecond.
+const SUM_AGE_MAX: Duration = Duration::from_millis(250);
+/// After so many of these, what was left behind is evicted: with pools that turn over in minutes.
+const LEFT_FADES: Duration = Duration::from_secs(150);
+/// Bounds of the classes of idle time, seconds; the last has none.
+const IDLE_S: [u64; CLASSES - 1] = [10, 30, 60, 120, 300, 600, 1800];
+/// Classes of idle time.
+pub const CLASSES: usize = 8;
+
+/// KV of sessions that are idle for about as long.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Idle {
+    /// Resident at most.
+    pub tokens: u64,
+    /// Of them, wanted again: each session's weighed by its chance to return.
+    pub wanted_tokens: u64,
+}
+
+/// One worker's part.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Wanted {
+    /// All that will be wanted, with what is in the way until it fades.
+    pub tokens: u64,
+    /// Of sessions without a running turn, the shortest idle first.
+    pub idle: [Idle; CLASSES],
+}
+
+/// The ledger of it.
+#[derive(Debug, Clone, Default)]
+pub struct Demand {
+    sessions: HashMap<Digest, Entry>,
+    left: HashMap<WorkerRef, Left>,
+    returns: Returns,
+    summed: Option<Instant>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Entry {
+    worker: WorkerRef,
+    tokens: u64,
+    /// None while a turn runs.
+    idle_since: Option<Instant>,
+    /// What it left where it was before.
+    left: Option<(WorkerRef, u64)>,
+}
+
+/// KV that nobody wants, as it was at a moment.
+#[derive(Debug, Clone, Copy)]
+struct Left {
+    tokens: u64,
+    at: Instant,
+}
+
+impl Left {
+    fn faded(&self, now: Instant) -> u64 {
+        let age_ms = now.saturating_duration_since(self.at).as_millis();
+        let halves = age_ms / LEFT_FADES.as_millis();
+        // Halved each time it fades, straight in between: no float, the same everywhere.
+        let start = self.tokens >> u32::try_from(halves).unwrap_or(u32::MAX).min(63);
+        let part_ms = u64::try_from(age_ms % LEFT_FADES.as_millis()).unwrap_or(0);
+        let fades_ms = u64::try_from(LEFT_FADES.as_millis()).unwrap_or(u64::MAX);
+        start - start / 2 * part_ms / fades_ms
+    }
+}
+
+impl Demand {
+    /// A session as its agent reports it.
+    pub fn upsert(&mut self, worker: WorkerRef, session: &Session, now: Instant) {
+        let runs = session.turns_running > 0 || session.state == SessionState::Running;
+        let idle_since = (!runs).then(|| now.checked_sub(session.idle).unwrap_or(now));
+        let digest = session.key.digest();
+        if matches!(session.state, SessionState::Lost | SessionState::Closing) {
+            return self.forget(worker.agent, digest, now);
+        }
+        let before = self.sessions.get(&digest).copied();
+        let mut entry = Entry { worker, tokens: 0, idle_since, left: None };
+        if let Some(before) = before {
+            if before.worker.agent != worker.agent && !runs && before.idle_since <= idle_since {
+                // Told again by the worker it has left.
+                return;
+            }
+            if let (Some(since), true) = (before.idle_since, runs) {
+                self.returns.returned(now.saturating_duration_since(since));
+            }
+            if before.worker == worker {
+                (entry.tokens, entry.left) = (before.tokens, before.left);
+            } else {
+                self.leave(before.worker, before.tokens, now);
+                entry.left = Some((before.worker, before.tokens));
+            }
+        }
+        if let Some(tokens) = session.resident_tokens.map(|figure| figure.value) {
+            self.leave(worker, entry.tokens.saturating_sub(tokens), now);
+            entry.tokens = tokens;
+        }
+        self.sessions.insert(digest, entry);
+    }
+
+    /// An agent has forgotten a session: it was closed there, and its KV is the first to go, or it
+    /// had not returned for so long.
+    pub fn remove(&mut self, agent: usize, key: &SessionKey, now: Instant) {
+        let digest = key.digest();
+        self.forget(agent, digest, now);
+        let left = self
+            .sessions
+            .get_mut(&digest)
+            .and_then(|entry| entry.left.take_if(|(worker, _)| worker.agent == agent));
+        if let Some((worker, tokens)) = left
+            && let Some(rest) = self.left.get_mut(&worker)
+        {
+            *rest = Left { tokens: rest.faded(now).saturating_sub(tokens), at: now };
+        }
+    }
+
+    /// An agent's table begins anew.
+    pub fn clear(&mut self, agent: usize) {
+        self.sessions.retain(|_, entry| entry.worker.agent != agent);
+        self.left.retain(|worker, _| worker.agent != agent);
+    }
+
+    /// What is wanted by agent and rank, if the sums are old; else None. Ranks at the end of which
+    /// nothing is wanted are left out.
+    pub fn sum(&mut self, agents: usize, now: Instant) -> Option<Vec<Vec<Wanted>>> {
+        let age = self.summed.map(|at| now.saturating_duration_since(at));
+        if age.is_some_and(|age| age < SUM_AGE_MAX) {
+            return None;
+        }
+        self.summed = Some(now);
+        let idle = |entry: &Entry| Some(now.saturating_duration_since(entry.idle_since?));
+        self.returns.fit(self.sessions.values().filter_map(idle), now);
+        let mut sums: Vec<Vec<Wanted>> = vec![vec![]; agents];
+        for entry in self.sessions.values() {
+            let wanted = of(&mut sums, entry.worker);
+            let Some(idle) = idle(entry) else {
+                wanted.tokens += entry.tokens;
+                continue;
+            };
+            let wanted_tokens = entry.tokens * self.returns.chance_milli(idle) / 1000;
+            let class = &mut wanted.idle[class_of(idle)];
+            class.tokens += entry.tokens;
+            class.wanted_tokens += wanted_tokens;
+            wanted.tokens += wanted_tokens;
+        }
+        self.left.retain(|_, left| left.faded(now) > 0);
+        for (worker, left) in &self.left {
+            of(&mut sums, *worker).tokens += left.faded(now);
+        }
+        Some(sums)
+    }
+
+    fn forget(&mut self, agent: usize, digest: Digest, now: Instant) {
+        if let Some(entry) = self.sessions.get(&digest).copied()
+            && entry.worker.agent == agent
+        {
+            self.sessions.remove(&digest);
+            if let Some(since) = entry.idle_since {
+                self.returns.gave_up(now.saturating_duration_since(since));
+            }
+        }
+    }
+
+    fn leave(&mut self, worker: WorkerRef, tokens: u64, now: Instant) {
+        if tokens > 0 {
+            let before = self.left.get(&worker).map_or(0, |left| left.faded(now));
+            self.left.insert(worker, Left { tokens: before.saturating_add(tokens), at: now });
+        }
+    }
+}
+
+fn of(sums: &mut [Vec<Wanted>], worker: WorkerRef) -> &mut Wanted {
+    let ranks = &mut sums[worker.agent];
+    let rank = worker.dp_rank as usize;
+    if ranks.len() <= rank {
+        ranks.resize(rank + 1, Wanted::default());
+    }
+    &mut ranks[rank]
+}
+
+fn class_of(idle: Duration) -> usize {
+    IDLE_S.partition_point(|&bound| bound <= idle.as_secs())
+}
+
+#[cfg(test)]
+mod tests {
+    use proto::load::{Figure, Retention, Source};
+
+    use super::*;
+    use crate::testing::start;
+
+    const MINUTE: Duration = Duration::from_secs(60);
+
+    fn at(agent: usize) -> WorkerRef {
+        WorkerRef { agent, dp_rank: 0 }
+    }
+
+    fn session(id: &str, tokens: u64, idle: Option<Duration>) -> Session {
+        Session {
+            key: SessionKey::new("p", id).unwrap(),
+            retention: Retention::Tagged,
+            state: if idle.is_some() { SessionState::Idle } else { SessionState::Running },
+            dp_rank: 0,
+            turns: 1,
+            turns_running: u32::from(idle.is_none()),
+            exclusive: false,
+            resident_tokens: Some(Figure { value: tokens, source: Source::Usage, age_ms: 0 }),
+            idle: idle.unwrap_or_default(),
+        }
+    }
+
+    fn sums(demand: &mut Demand, now: Instant) -> [Wanted; 2] {
+        let sums = demand.sum(2, now).expect("the last sums are old");
+        [0, 1].map(|agent| sums[agent].first().copied().unwrap_or_default())
+    }
+
+    #[test]
+    fn what_runs_is_wanted_in_full_and_what_idles_by_its_chance() {
+        let now = start();
+        let mut demand = Demand::default();
+        demand.upsert(at(0), &session("runs", 50_000, None), now);
+        demand.upsert(at(1), &session("idles", 50_000, Some(20 * MINUTE)), now);
+        let [runs, idles] = sums(&mut demand, now);
+        assert_eq!((runs.tokens, runs.idle), (50_000, [Idle::default(); CLASSES]));
+        assert!(idles.tokens > 10_000 && idles.tokens < 45_000, "{idles:?}");
+        let twenty_minutes = idles.idle[CLASSES - 2];
+        assert_eq!((twenty_minutes.tokens, twenty_minutes.wanted_tokens), (50_000, idles.tokens));
+    }
+
+    #[test]
+    fn a_session_counts_where_it_ran_last_and_what_it_left_fades() {
+        let now = start();
+        let mut demand = Demand::default();
+        demand.upsert(at(0), &session("s", 80_000, Some(Duration::ZERO)), now);
+        demand.upsert(at(1), &session("s", 0, None), now);
+        // The worker it has left tells of it again: it is no longer there.
+        demand.upsert(at(0), &session("s", 80_000, Some(MINUTE)), now);
+        assert_eq!(sums(&mut demand, now)[0].tokens, 80_000, "in the way at first");
+        let later = now + 2 * LEFT_FADES;
+        assert_eq!(sums(&mut demand, later)[0].tokens, 20_000);
+        demand.remove(0, &session("s", 0, None).key, later);
+        assert_eq!(sums(&mut demand, later + MINUTE)[0].tokens, 0, "closed there, it goes first");
+    }
+
+    #[test]
+    fn a_rewritten_history_leaves_its_tokens_and_a_closed_session_none() {
+        let now = start();
+        let mut demand = Demand::default();
+        demand.upsert(at(0), &session("s", 90_000, None), now);
+        demand.upsert(at(0), &session("s", 30_000, None), now);
+        assert_eq!(sums(&mut demand, now)[0].tokens, 90_000, "60,000 of them nobody wants");
+        demand.remove(0, &session("s", 0, None).key, now);
+        let later = now + 30 * LEFT_FADES;
+        assert_eq!(sums(&mut demand, later)[0].tokens, 0);
+    }
+
+    #[test]
+    fn an_agent_that_begins_anew_is_forgotten() {
+        let now = start();
+        let mut demand = Demand::default();
+        demand.upsert(at(0), &session("s", 90_000, None), now);
+        demand.clear(0);
+        assert_eq!(sums(&mut demand, now)[0], Wanted::default());
+    }
+
+    #[test]
+    fn sums_are_not_made_for_every_word() {
+        let now = start();
+        let mut demand = Demand::default();
+        assert!(demand.sum(1, now).is_some());
+        assert!(demand.sum(1, now + SUM_AGE_MAX / 2).is_none());
+        assert!(demand.sum(1, now + SUM_AGE_MAX).is_some());
+    }
+}

@@ -1,0 +1,178 @@
+//! The chance that a session returns after it has been idle for a while: learned from how long
+//! sessions were idle before they did, and from those that never did. Pure.
+//!
+//! Kaplan and Meier's estimator over classes of idle time: of the sessions that reached a class,
+//! how many returned in it. Those still idle count in the classes that they have passed. Published
+//! gaps of coding agents stand in until there are own ones.
+
+use std::time::{Duration, Instant};
+
+/// Lower bounds of the classes, seconds: finer than a factor of two, because clients have timers.
+const BOUNDS_S: [u64; CLASSES] = [
+    0, 1, 2, 3, 4, 6, 8, 10, 15, 20, 30, 40, 60, 80, 120, 180, 240, 300, 420, 540, 600, 660, 780,
+    900, 1200, 1800, 2700, 3600, 7200, 14_400,
+];
+const CLASSES: usize = 30;
+
+/// Sessions that the published gaps count for.
+const PRIOR_SESSIONS: f64 = 10.0;
+/// The published gaps, as `(1 + t / 10 s)^-0.75`: half of the turns come within 10 s, 80 % within
+/// 60 s, 93 % within 300 s, 99.5 % within an hour.
+const GAP_SCALE_S: f64 = 10.0;
+const GAP_POWER: f64 = -0.75;
+/// Turns that no other follows: sessions have a median of 44 turns and a mean of about 65.
+const LAST_TURN_RATIO: f64 = 1.0 / 65.0;
+/// Beyond so many observations old ones fade: a fleet's habits change within days.
+const OBSERVATIONS_MAX: f64 = 20_000.0;
+/// How often the estimate is renewed: it changes with hundreds of gaps.
+const FIT_AGE_MAX: Duration = Duration::from_secs(5);
+
+/// What was seen, and what follows from it.
+#[derive(Debug, Clone)]
+pub(super) struct Returns {
+    /// By class: idle times that ended there by a return.
+    returned: [f64; CLASSES],
+    /// By class: idle times that ended there without one.
+    gave_up: [f64; CLASSES],
+    /// By class: the chance of a session that has reached it, in thousandths.
+    chance_milli: [u64; CLASSES],
+    fitted: Option<Instant>,
+}
+
+impl Default for Returns {
+    fn default() -> Self {
+        let mut returns = Self {
+            returned: [0.0; CLASSES],
+            gave_up: [0.0; CLASSES],
+            chance_milli: [0; CLASSES],
+            fitted: None,
+        };
+        returns.estimate(&[0.0; CLASSES]);
+        returns
+    }
+}
+
+impl Returns {
+    /// A session returned after so long.
+    pub(super) fn returned(&mut self, idle: Duration) {
+        self.returned[class_of(idle)] += 1.0;
+        if self.returned.iter().sum::<f64>() > OBSERVATIONS_MAX {
+            for count in self.returned.iter_mut().chain(&mut self.gave_up) {
+                *count /= 2.0;
+            }
+        }
+    }
+
+    /// A session was given up, by itself or its agent, after it was idle for so long.
+    pub(super) fn gave_up(&mut self, idle: Duration) {
+        self.gave_up[class_of(idle)] += 1.0;
+    }
+
+    /// Renews the estimate, if it is old, with those that are idle now.
+    pub(super) fn fit(&mut self, idle: impl Iterator<Item = Duration>, now: Instant) {
+        let age = self.fitted.map(|at| now.saturating_duration_since(at));
+        if age.is_some_and(|age| age < FIT_AGE_MAX) {
+            return;
+        }
+        self.fitted = Some(now);
+        let mut waiting = [0.0; CLASSES];
+        for idle in idle {
+            waiting[class_of(idle)] += 1.0;
+        }
+        self.estimate(&waiting);
+    }
+
+    /// The chance, in thousandths, that a session idle for so long returns.
+    pub(super) fn chance_milli(&self, idle: Duration) -> u64 {
+        self.chance_milli[class_of(idle)]
+    }
+
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "a chance lies between 0 and 1"
+    )]
+    fn estimate(&mut self, waiting: &[f64; CLASSES]) {
+        // From the last class back: those that reached a class and left it at its end or later.
+        let mut beyond = 0.0;
+        let mut never = 1.0;
+        for class in (0..CLASSES).rev() {
+            let reached = beyond + self.returned[class];
+            let prior = prior_hazard(class);
+            let hazard =
+                (self.returned[class] + PRIOR_SESSIONS * prior) / (reached + PRIOR_SESSIONS);
+            never *= 1.0 - hazard;
+            self.chance_milli[class] = ((1.0 - never) * 1e3).round() as u64;
+            // Who waits in this class, or gave up in it, has passed those before it.
+            beyond = reached + self.gave_up[class] + waiting[class];
+        }
+    }
+}
+
+/// Of the sessions that reach a class, the share that returns in it, by the published gaps.
+fn prior_hazard(class: usize) -> f64 {
+    let later = |bound: u64| (1.0 + bound as f64 / GAP_SCALE_S).powf(GAP_POWER);
+    let from = later(BOUNDS_S[class]);
+    let to = BOUNDS_S.get(class + 1).map_or(0.0, |&bound| later(bound));
+    let alive = (1.0 - LAST_TURN_RATIO) * from;
+    (1.0 - LAST_TURN_RATIO) * (from - to) / (alive + LAST_TURN_RATIO)
+}
+
+fn class_of(idle: Duration) -> usize {
+    BOUNDS_S.partition_point(|&bound| bound <= idle.as_secs()) - 1
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::start;
+
+    fn chance(returns: &Returns, seconds: u64) -> u64 {
+        returns.chance_milli(Duration::from_secs(seconds))
+    }
+
+    #[test]
+    fn without_own_gaps_the_published_ones_count() {
+        let returns = Returns::default();
+        let chances: Vec<u64> = [0, 60, 600, 3600].map(|idle| chance(&returns, idle)).into();
+        assert!(chances.is_sorted_by(|a, b| a > b), "{chances:?}");
+        assert!(chances[0] > 970 && (600..850).contains(&chances[2]), "{chances:?}");
+    }
+
+    #[test]
+    fn a_fleet_that_always_returns_within_a_minute_is_believed() {
+        let mut returns = Returns::default();
+        for _ in 0..500 {
+            returns.returned(Duration::from_secs(50));
+        }
+        // Sessions that ended, and are still known.
+        let ended = std::iter::repeat_n(Duration::from_secs(1000), 100);
+        returns.fit(ended, start());
+        assert!(chance(&returns, 40) > 750, "{}", chance(&returns, 40));
+        let published = chance(&Returns::default(), 600);
+        assert!(chance(&returns, 600) < published, "{} of {published}", chance(&returns, 600));
+    }
+
+    #[test]
+    fn what_is_closed_says_nothing_about_those_that_stay() {
+        let mut returns = Returns::default();
+        for _ in 0..500 {
+            returns.returned(Duration::from_secs(300));
+            returns.gave_up(Duration::ZERO);
+        }
+        returns.fit(std::iter::empty(), start());
+        assert!(chance(&returns, 240) > 950, "{}", chance(&returns, 240));
+    }
+
+    #[test]
+    fn chances_fall_the_longer_a_session_is_idle() {
+        let mut returns = Returns::default();
+        for gap in 0..2_000_u64 {
+            returns.returned(Duration::from_secs(gap * gap % 4_001));
+            returns.gave_up(Duration::from_secs(gap * 7 % 9_001));
+        }
+        returns.fit([Duration::from_secs(5000)].into_iter(), start());
+        let all: Vec<u64> = BOUNDS_S.iter().map(|&bound| chance(&returns, bound)).collect();
+        assert!(all.is_sorted_by(|a, b| a >= b), "{all:?}");
+    }
+}

@@ -1,0 +1,146 @@
+//! What the agents of the model's engines would say.
+
+use std::{collections::BTreeSet, time::Duration};
+
+use proto::{
+    id::SessionKey,
+    load::{
+        Description, EngineFacts, Figure, LoadReport, Rank, RankLoad, Retention, Session,
+        SessionState, Source,
+    },
+};
+use router::{
+    config::Config,
+    view::{State, WorkerRef},
+};
+
+use crate::sim::{
+    engine::{DECODING_MAX, PREFILL_TOKENS_PER_S},
+    fleet::{Condition, Fleet, Worker},
+};
+
+/// What agents know of a session.
+#[derive(Debug)]
+pub(super) struct Known {
+    pub(super) key: SessionKey,
+    /// Agents that list it.
+    pub(super) agents: BTreeSet<usize>,
+    pub(super) running: u32,
+    pub(super) turns: u64,
+    /// Of its last prompt, when that turn ended.
+    pub(super) resident_tokens: Option<u64>,
+    pub(super) input_tokens: u64,
+    pub(super) idle_since: Duration,
+    /// The worker it leaves when its turn's answer begins.
+    pub(super) leaves: Option<usize>,
+}
+
+impl Known {
+    pub(super) fn new(session: usize) -> Self {
+        Self {
+            key: key(session),
+            agents: BTreeSet::new(),
+            running: 0,
+            turns: 0,
+            resident_tokens: None,
+            input_tokens: 0,
+            idle_since: Duration::ZERO,
+            leaves: None,
+        }
+    }
+
+    /// As the agent that runs it, or ran it last, reports it.
+    pub(super) fn session(&self, retention: Retention, state: SessionState) -> Session {
+        Session {
+            key: self.key.clone(),
+            retention,
+            state,
+            dp_rank: 0,
+            turns: self.turns,
+            turns_running: self.running,
+            exclusive: false,
+            resident_tokens: self.resident_tokens.map(figure),
+            idle: Duration::ZERO,
+        }
+    }
+}
+
+/// The worker of an agent: each has one rank.
+pub(super) fn at(agent: usize) -> WorkerRef {
+    WorkerRef { agent, dp_rank: 0 }
+}
+
+/// A session's key.
+pub(super) fn key(session: usize) -> SessionKey {
+    SessionKey::new("sim", session.to_string()).expect("a number is a legal id")
+}
+
+/// A router's view before it has heard anybody.
+pub(super) fn state(agents: usize) -> State {
+    let workers = (0..agents).map(|agent| format!("http://worker-{agent}:1")).collect();
+    State::new(&Config { workers, ..Config::default() })
+}
+
+/// What an agent says first.
+pub(super) fn description(agent: usize, epoch: u64, worker: &Worker, fleet: &Fleet) -> Description {
+    let pool_tokens = worker.pool_blocks.saturating_mul(fleet.block_tokens);
+    Description {
+        agent_id: format!("worker-{agent}"),
+        epoch,
+        data_port: 1,
+        engine: EngineFacts {
+            version: String::new(),
+            models: vec!["model".to_owned()],
+            page_tokens: 1,
+            context_tokens: u32::MAX,
+            vocabulary: None,
+            streaming_sessions: true,
+            radix_sessions: true,
+            instance: epoch.to_string(),
+            disaggregation: "null".to_owned(),
+        },
+        ranks: vec![Rank { dp_rank: 0, pool_tokens, rows: u32::MAX, devices: vec![] }],
+        retentions: vec![Retention::Pinned, Retention::Tagged, Retention::None],
+        turns_queued_per_session_max: 0,
+        model_files: None,
+    }
+}
+
+/// What an agent reports.
+pub(super) fn report(worker: &Worker, fleet: &Fleet) -> LoadReport {
+    let tokens = |blocks: u64| Some(figure(blocks.saturating_mul(fleet.block_tokens)));
+    let rest = worker.pool_blocks.saturating_sub(worker.active_blocks);
+    let evictable = rest.saturating_sub(worker.free_blocks);
+    LoadReport {
+        interval: Duration::from_millis(500),
+        ranks: vec![RankLoad {
+            dp_rank: 0,
+            turns_running: worker.outstanding,
+            turns_running_max: DECODING_MAX,
+            requests_running: None,
+            requests_waiting: None,
+            pool_used_tokens: tokens(worker.active_blocks.min(worker.pool_blocks)),
+            pool_total_tokens: tokens(worker.pool_blocks),
+            pinned_tokens: None,
+            resident_tokens_estimate: None,
+            rows_held: None,
+            rows_total: None,
+            sessions: 0,
+            devices: vec![],
+            turns_queued: 0,
+            pool_available_tokens: tokens(worker.free_blocks),
+            pool_evictable_tokens: tokens(evictable),
+            foreign_tokens: None,
+            pages: None,
+            prefill_tokens_per_s: Some(figure(PREFILL_TOKENS_PER_S)),
+            prefill_backlog_tokens: Some(figure(worker.backlog_tokens)),
+        }],
+        unhealthy: None,
+        draining: worker.condition == Condition::Draining,
+        restart_required: None,
+    }
+}
+
+fn figure(value: u64) -> Figure {
+    Figure { value, source: Source::Shim, age_ms: 0 }
+}

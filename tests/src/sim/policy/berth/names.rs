@@ -1,0 +1,68 @@
+//! Names for the model's blocks: chained hashes, as an agent and a router make them of tokens.
+
+use proto::block::{self, BlockHash, BlockTokens, Scheme};
+
+/// No block before it.
+const NONE: u32 = u32::MAX;
+
+/// The names given so far, by the block's number.
+#[derive(Debug, Default)]
+pub(super) struct Names {
+    hashes: Vec<Option<BlockHash>>,
+    before: Vec<u32>,
+    block_tokens: u64,
+}
+
+impl Names {
+    /// Tokens of a block, once a chain was named.
+    pub(super) fn block_tokens(&self) -> u64 {
+        self.block_tokens
+    }
+
+    /// The names of a chain; a block has the same one in every chain.
+    pub(super) fn hash(&mut self, chain: &[u32], block_tokens: u64) -> Vec<BlockHash> {
+        self.block_tokens = block_tokens;
+        let page = BlockTokens::for_page(1).expect("pages of one token have blocks");
+        let (mut last, mut before) = (Scheme::plain(page).root(), NONE);
+        let mut named = Vec::with_capacity(chain.len());
+        for &number in chain {
+            let at = number as usize;
+            if at >= self.hashes.len() {
+                self.hashes.resize(at + 1, None);
+                self.before.resize(at + 1, NONE);
+            }
+            last = *self.hashes[at].get_or_insert_with(|| block::after(last, u64::from(number)));
+            self.before[at] = before;
+            before = number;
+            named.push(last);
+        }
+        named
+    }
+
+    /// The names of blocks that were named before.
+    pub(super) fn of_all(&self, blocks: &[u32]) -> Vec<BlockHash> {
+        blocks.iter().map(|&number| self.of(number)).collect()
+    }
+
+    /// Blocks in runs, each block the one after the one before it, with what the first is after.
+    pub(super) fn runs(&self, blocks: &[u32]) -> Vec<(Option<BlockHash>, Vec<BlockHash>)> {
+        let mut runs: Vec<(Option<BlockHash>, Vec<BlockHash>)> = vec![];
+        let mut last = None;
+        for &number in blocks {
+            let before = self.before[number as usize];
+            match runs.last_mut() {
+                Some((_, run)) if last == Some(before) => run.push(self.of(number)),
+                _ => {
+                    let parent = (before != NONE).then(|| self.of(before));
+                    runs.push((parent, vec![self.of(number)]));
+                }
+            }
+            last = Some(number);
+        }
+        runs
+    }
+
+    fn of(&self, number: u32) -> BlockHash {
+        self.hashes[number as usize].expect("a block was named when its turn was placed")
+    }
+}
