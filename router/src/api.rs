@@ -1,6 +1,7 @@
 //! The routes of the data port.
 
 pub(crate) mod errors;
+mod placements;
 mod sessions;
 mod workers;
 
@@ -42,6 +43,7 @@ pub(crate) fn app(shared: Arc<Shared>) -> Router {
         .route("/open_session", get(sessions::sglang_open).post(sessions::sglang_open))
         .route("/close_session", get(sessions::sglang_close).post(sessions::sglang_close))
         .route("/v1/workers", get(workers::list))
+        .route("/v1/placements/{turn}", get(placements::show))
         .route("/health", get(|| async { StatusCode::OK }))
         .fallback(unknown_route)
         .method_not_allowed_fallback(wrong_method)

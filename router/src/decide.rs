@@ -19,6 +19,7 @@ use crate::{
     known::{self, Standing},
     lease::Lease,
     placement::{self, Figures, Placement, Question, Reason, Sticky},
+    recent::Record,
     request::{Ask, Turn},
     shared::{Shared, now},
     view::{ClusterView, WorkerRef},
@@ -114,9 +115,9 @@ impl Shared {
         let decided = match &turn.session {
             None => {
                 let placement = self.place(&base, &view)?;
-                self.decided(turn, &view, placement, None, true)
+                self.decided(turn, turn_id, &view, placement, None, true)
             }
-            Some(ask) => self.decide_session(turn, ask, base, &view)?,
+            Some(ask) => self.decide_session(turn, turn_id, ask, base, &view)?,
         };
         self.remember_cache_key(turn, decided.worker);
         Ok(decided)
@@ -166,12 +167,13 @@ impl Shared {
         }
         drop(affinity);
         // The hold moves along; the lease is per worker.
-        Some(self.decided(turn, &view, placement, first.hold.take(), true))
+        Some(self.decided(turn, turn_id, &view, placement, first.hold.take(), true))
     }
 
     fn decide_session(
         self: &Arc<Self>,
         turn: &Turn,
+        turn_id: u64,
         ask: &Ask,
         base: Question<'_>,
         view: &ClusterView,
@@ -203,7 +205,7 @@ impl Shared {
         }
         drop(affinity);
         let moved = sticky.is_some_and(|sticky| sticky.worker != placement.worker);
-        let mut decided = self.decided(turn, view, placement, Some(hold), !fixed);
+        let mut decided = self.decided(turn, turn_id, view, placement, Some(hold), !fixed);
         if let (true, Some(retention), Some(claim)) = (moved, open_as, &mut decided.claim) {
             claim.open = true;
             claim.retention = claim.retention.or(Some(retention));
@@ -236,12 +238,13 @@ impl Shared {
     fn decided(
         &self,
         turn: &Turn,
+        turn_id: u64,
         view: &ClusterView,
         placement: Placement,
         hold: Option<Hold>,
         movable: bool,
     ) -> Decided {
-        let Placement { worker, reason, uncached_tokens, figures } = placement;
+        let Placement { worker, reason, uncached_tokens, ref figures } = placement;
         let agent = view.agent(worker);
         let facts = agent.facts.as_ref().expect("a placed worker was described");
         let ask = turn.session.as_ref();
@@ -259,9 +262,11 @@ impl Shared {
             worker = name,
             reason = reason.as_str(),
             session = ask.map(|ask| tracing::field::display(ask.key.digest())),
-            figures = ?named(&figures, view),
+            figures = ?named(figures, view),
             "turn placed"
         );
+        let session = ask.map(|ask| ask.key.digest());
+        self.recent.lock().note(turn_id, Record { at: now(), session, placement });
         Decided {
             worker,
             name,

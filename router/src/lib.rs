@@ -25,6 +25,7 @@ mod metrics;
 pub mod overlap;
 pub mod placement;
 mod proxy;
+mod recent;
 pub mod request;
 mod sessions;
 mod shared;
@@ -62,6 +63,7 @@ use crate::{
     control::Control,
     kv::Residency,
     metrics::{FleetCollector, Metrics, ResidencyCollector},
+    recent::Recent,
     shared::Shared,
     view::{State, Update, View},
     worker::Watcher,
@@ -205,6 +207,7 @@ fn shared(
         residency,
         affinity: affinity(),
         cache_keys: affinity(),
+        recent: Mutex::new(Recent::new(recent::FIGURES_MAX)),
         client,
         controls: endpoints.iter().map(Control::new).collect(),
         metrics,

@@ -25,6 +25,7 @@ use crate::{
     known::{self, Standing},
     kv::Residency,
     metrics::Metrics,
+    recent::Recent,
     view::{ClusterView, View, WorkerRef},
 };
 
@@ -40,6 +41,8 @@ pub(crate) struct Shared {
     pub(crate) affinity: Mutex<Affinity>,
     /// `prompt_cache_key` -> worker.
     pub(crate) cache_keys: Mutex<Affinity>,
+    /// Why the last turns went where they went; a leaf lock too.
+    pub(crate) recent: Mutex<Recent>,
     pub(crate) client: Upstream,
     /// One per configured agent.
     pub(crate) controls: Vec<Control>,

@@ -6,9 +6,12 @@ use proto::load::{
     Description, EngineFacts, Figure, LoadReport, Rank, RankLoad, Retention, Source,
 };
 
+use proto::id::Digest;
+
 use crate::{
     config::Config,
-    view::{State, Update},
+    placement::{Placement, Question, place},
+    view::{State, Update, WorkerRef},
 };
 
 /// A point in time for pure code.
@@ -86,4 +89,23 @@ pub(crate) fn fleet(loads: &[(u32, u64)], now: Instant) -> State {
         state.apply(agent, Update::Report(report(&[*load])), now);
     }
     state
+}
+
+/// A placement for which so many workers were compared.
+pub(crate) fn placement(compared: usize) -> Placement {
+    let worker = WorkerRef { agent: 0, dp_rank: 0 };
+    let view = fleet(&[(0, 0)], start()).snapshot();
+    let question = Question {
+        digest: Digest(1),
+        returns: false,
+        sticky: None,
+        prefer: None,
+        prompt: None,
+        retention: None,
+        model: None,
+        exclude: None,
+    };
+    let placed = place(&question, &view, start()).expect("a worker is there");
+    let figures = vec![placed.figures[0]; compared];
+    Placement { worker, figures, ..placed }
 }

@@ -26,9 +26,6 @@ use crate::lease::{Counts, InFlight};
 /// Ranks of each agent that the overlap index has numbers for: a node has eight GPUs.
 const RANKS_INDEXED: usize = crate::overlap::WORKERS_MAX / crate::config::WORKERS_MAX;
 
-/// Ranks of each agent that the overlap index has numbers for: a node has eight GPUs.
-const RANKS_INDEXED: usize = crate::overlap::WORKERS_MAX / crate::config::WORKERS_MAX;
-
 /// A worker by its place in the configuration: the same in every snapshot, whatever the agent's
 /// name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]

@@ -353,3 +353,25 @@ async fn turns_beyond_the_bound_are_refused_at_once() {
     assert_eq!(whole(turn).await.status, StatusCode::OK);
     assert_eq!(router.chat(&[], "{}").await.status, StatusCode::OK);
 }
+
+#[tokio::test]
+async fn why_a_turn_went_where_it_went_can_be_asked_afterwards() {
+    let (a, b) = (Agent::start("a"), Agent::start("b"));
+    let router = Router::start(&[&a, &b]).await;
+    let turn = router.chat(&[("x-berth-session-id", "s")], "{}").await;
+    let id = turn.header("x-berth-turn");
+    let why = router.call(Method::GET, &format!("/v1/placements/{id}"), &[], "").await;
+    assert_eq!(why.status, StatusCode::OK, "{why:?}");
+    let why = why.json();
+    let placed = &why["placements"][0];
+    assert_eq!(placed["worker"], turn.header("x-berth-worker"));
+    assert_eq!(placed["reason"], turn.header("x-berth-placement"));
+    let compared: Vec<_> =
+        placed["compared"].as_array().unwrap().iter().map(|one| one["worker"].clone()).collect();
+    assert_eq!(compared, ["a/0", "b/0"]);
+    assert!(placed["compared"][0]["cost_ms"].is_u64(), "{why}");
+    for unknown in ["0000000000000000", "not-a-turn"] {
+        let none = router.call(Method::GET, &format!("/v1/placements/{unknown}"), &[], "").await;
+        assert_eq!((none.status, &*none.code()), (StatusCode::NOT_FOUND, "placement_unknown"));
+    }
+}
