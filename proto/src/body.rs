@@ -52,6 +52,14 @@ pub struct Member<'a> {
     end: usize,
 }
 
+impl Member<'_> {
+    /// Where the value lies, as offsets into the body.
+    #[must_use]
+    pub fn range(&self) -> Range<usize> {
+        self.end - self.value.get().len()..self.end
+    }
+}
+
 /// A JSON object, parsed one level deep and checked to its end.
 #[derive(Debug)]
 pub struct Object<'a> {
@@ -229,6 +237,15 @@ mod tests {
         let object = Object::parse(br#"{"a":1,"\u0061":2}"#).unwrap();
         assert_eq!(object.get("a").unwrap().get(), "2");
         assert!(object.get("b").is_none());
+    }
+
+    #[test]
+    fn a_member_says_where_its_value_lies() {
+        let body = "{ \"a\" : [1, 2] ,\"b\":\"é\" }";
+        let object = Object::parse(body.as_bytes()).unwrap();
+        let values: Vec<&str> =
+            object.members().iter().map(|member| &body[member.range()]).collect();
+        assert_eq!(values, ["[1, 2]", "\"é\""]);
     }
 
     #[test]

@@ -4,8 +4,8 @@
 //!
 //! Pure, with `now` as an argument: [`request`] (who a turn belongs to), [`follow`] (one agent's
 //! event stream, checked), [`view`] (what is known of the fleet), [`affinity`] (what this router
-//! decided), [`known`] (both reconciled), [`overlap`] (which blocks are resident where),
-//! [`placement`] (where a turn goes).
+//! decided), [`known`] (both reconciled), [`prompt`] (a turn's routing blocks), [`overlap`] (which
+//! blocks are resident where), [`placement`] (where a turn goes).
 //!
 //! The shell around it: `worker` follows one agent, `kv` what is resident there, `view::task`
 //! publishes snapshots, `decide` joins standing, placement and lease in one step, `proxy` and
@@ -24,6 +24,7 @@ pub mod lease;
 mod metrics;
 pub mod overlap;
 pub mod placement;
+pub mod prompt;
 mod proxy;
 mod recent;
 pub mod request;

@@ -13,6 +13,8 @@ use proto::{
 use serde_json::{Value, value::RawValue};
 use xxhash_rust::xxh3::xxh3_128;
 
+use crate::prompt::Prompt;
+
 /// Names the session.
 pub const SESSION_ID: HeaderName = HeaderName::from_static("x-berth-session-id");
 /// `1`: the body holds only what is new.
@@ -92,6 +94,8 @@ pub struct Turn {
     pub cache_key: Option<SessionKey>,
     /// The model named in the body.
     pub model: Option<String>,
+    /// Where the body has its prompt.
+    pub prompt: Prompt,
 }
 
 /// The caller's principal.
@@ -171,6 +175,7 @@ pub fn read(headers: &HeaderMap, body: &[u8], principal: &str) -> Result<Turn, E
         parent: parent(headers, principal),
         cache_key,
         model: text_member(&object, "model"),
+        prompt: Prompt::find(&object),
     })
 }
 

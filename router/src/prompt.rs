@@ -1,0 +1,410 @@
+//! From a request's body to the routing blocks of its prompt. Pure, and lazy: reading a turn only
+//! notes where in the body the prompt lies; blocks are made when placement asks for them, which a
+//! turn that stays with its session's worker never does.
+//!
+//! - `ids`: token ids in the body are the engine's own, and so are the blocks made of them.
+//! - `text`: what can't be told as tokens stands for itself, four bytes a token. Such blocks are
+//!   only equal to each other, so what they find is what turns before were given to a worker.
+//! - [`learned`]: which worker was given what.
+//!
+//! What the engine keeps apart (adapter, extra key, cache salt) has blocks apart. A turn that holds
+//! several prompts, or only what is new, has none.
+
+mod ids;
+pub mod learned;
+mod text;
+
+use std::ops::Range;
+
+use proto::{
+    block::{BlockHash, BlockTokens, Chain, Scheme},
+    body::Object,
+    load::EngineFacts,
+};
+
+/// Members of a body that make its prompt or tell its KV apart.
+const KEYS: [&str; 17] = [
+    "input_ids",
+    "input_embeds",
+    "text",
+    "prompt",
+    "system",
+    "instructions",
+    "tools",
+    "messages",
+    "input",
+    "image_data",
+    "video_data",
+    "audio_data",
+    "session_params",
+    "model",
+    "lora_path",
+    "extra_key",
+    "cache_salt",
+];
+/// Members by which the engine's tokens are more than the text's or the ids given.
+const MEDIA: [&str; 4] = ["input_embeds", "image_data", "video_data", "audio_data"];
+
+/// What a route's body is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Route {
+    /// SGLang's own: ids or a text.
+    Generate,
+    /// OpenAI's completions: ids or a text.
+    Completions,
+    /// Messages, in OpenAI's form.
+    Chat,
+    /// Messages in a form that the engine makes another of.
+    Other,
+}
+
+impl Route {
+    /// By the request's path; None for those that leave no KV.
+    #[must_use]
+    pub fn of(path: &str) -> Option<Self> {
+        match path {
+            "/generate" => Some(Self::Generate),
+            "/v1/completions" => Some(Self::Completions),
+            "/v1/chat/completions" => Some(Self::Chat),
+            "/v1/messages" | "/v1/responses" => Some(Self::Other),
+            _ => None,
+        }
+    }
+
+    /// Members whose text makes the prompt, in the order in which templates show them.
+    fn texts(self) -> &'static [&'static str] {
+        match self {
+            Self::Generate => &["text"],
+            Self::Completions => &["prompt"],
+            Self::Chat => &["tools", "messages"],
+            Self::Other => &["tools", "system", "instructions", "messages", "input"],
+        }
+    }
+}
+
+/// Where a body has its prompt. It is of use with that body only.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Prompt {
+    /// What parsers would take of [`KEYS`], nulls left out.
+    members: Vec<(&'static str, Range<usize>)>,
+}
+
+/// What is known of the engine for which blocks are made.
+#[derive(Debug, Clone, Copy)]
+pub struct Engine<'a> {
+    block_tokens: BlockTokens,
+    context_tokens: u64,
+    models: &'a [String],
+}
+
+impl<'a> Engine<'a> {
+    /// By its own facts. None: its pages are of a size for which there are no blocks.
+    #[must_use]
+    pub fn of(facts: &'a EngineFacts) -> Option<Self> {
+        Some(Self {
+            block_tokens: BlockTokens::for_page(facts.page_tokens).ok()?,
+            context_tokens: facts.context_tokens.into(),
+            models: &facts.models,
+        })
+    }
+}
+
+/// A prompt as routing blocks.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Blocks {
+    /// Tokens of the prompt, those of a block that isn't full included; estimated from its text
+    /// where the blocks aren't exact, and at most the engine's context then.
+    pub tokens: u64,
+    /// Tokens of a block.
+    pub block_tokens: BlockTokens,
+    /// In order from the prompt's beginning.
+    pub hashes: Vec<BlockHash>,
+    /// Whether agents name the same blocks so: else only [`learned`] can know them.
+    pub exact: bool,
+}
+
+/// What the engine keeps a prompt's KV apart by.
+#[derive(Debug, Default)]
+struct Apart {
+    lora: Option<String>,
+    extra_key: Option<String>,
+    cache_salt: Option<String>,
+}
+
+impl Prompt {
+    /// Notes where a body's prompt lies.
+    #[must_use]
+    pub fn find(body: &Object<'_>) -> Self {
+        let mut members: Vec<(&'static str, Range<usize>)> = vec![];
+        for member in body.members() {
+            let Some(key) = KEYS.iter().find(|key| **key == member.key) else { continue };
+            // Parsers take the last of duplicates.
+            members.retain(|(before, _)| before != key);
+            if member.value.get() != "null" {
+                members.push((key, member.range()));
+            }
+        }
+        Self { members }
+    }
+
+    /// The prompt's blocks, for one engine. None: the turn has no prompt of its own, several, or
+    /// one that the engine won't take.
+    ///
+    /// # Panics
+    /// When `body` isn't the one it was found in.
+    #[must_use]
+    pub fn blocks(&self, route: Route, body: &[u8], engine: &Engine<'_>) -> Option<Blocks> {
+        let body = std::str::from_utf8(body).expect("the body was read as JSON");
+        if self.get(body, "session_params").is_some() {
+            return None;
+        }
+        let apart = self.apart(route, body, engine)?;
+        let key = if route == Route::Completions { "prompt" } else { "input_ids" };
+        let array = self.get(body, key).filter(|json| json.starts_with('['));
+        match array.filter(|_| route != Route::Other) {
+            Some(_) if MEDIA.iter().any(|key| self.get(body, key).is_some()) => None,
+            Some(array) => ids_blocks(array, &apart, engine),
+            None => self.text_blocks(route, body, &apart, engine),
+        }
+    }
+
+    fn text_blocks(
+        &self,
+        route: Route,
+        body: &str,
+        apart: &Apart,
+        engine: &Engine<'_>,
+    ) -> Option<Blocks> {
+        let texts: Vec<&str> = route.texts().iter().filter_map(|key| self.get(body, key)).collect();
+        let single = matches!(route, Route::Generate | Route::Completions);
+        if texts.is_empty() || single && !texts[0].starts_with('"') {
+            return None;
+        }
+        // A mark that no adapter's user can set by accident parts them from blocks of ids.
+        let namespace = format!("\u{1}{}", apart.extra_key.as_deref().unwrap_or_default());
+        let scheme = Scheme { namespace: Some(&namespace), ..apart.scheme(engine.block_tokens) };
+        let (mut chain, mut hashes) = (Chain::new(&scheme), vec![]);
+        text::push(&texts, engine.context_tokens, &mut chain, &mut hashes);
+        let block_tokens = engine.block_tokens;
+        Some(Blocks { tokens: chain.tokens(), block_tokens, hashes, exact: false })
+    }
+
+    /// None: it can't be told, or there are several prompts.
+    fn apart(&self, route: Route, body: &str, engine: &Engine<'_>) -> Option<Apart> {
+        let text = |key| match self.get(body, key) {
+            None => Some(None),
+            Some(json) => serde_json::from_str(json).ok().map(non_empty),
+        };
+        let model = if route == Route::Generate { None } else { text("model")? };
+        let adapter = model.and_then(|model| adapter(&model, engine.models));
+        Some(Apart {
+            lora: adapter.or(text("lora_path")?),
+            extra_key: text("extra_key")?,
+            cache_salt: text("cache_salt")?,
+        })
+    }
+
+    fn get<'a>(&self, body: &'a str, key: &str) -> Option<&'a str> {
+        let (_, range) = self.members.iter().find(|(known, _)| *known == key)?;
+        Some(&body[range.clone()])
+    }
+}
+
+impl Apart {
+    fn scheme(&self, block_tokens: BlockTokens) -> Scheme<'_> {
+        Scheme {
+            block_tokens,
+            lora: self.lora.as_deref(),
+            namespace: self.extra_key.as_deref(),
+            cache_salt: self.cache_salt.as_deref(),
+        }
+    }
+}
+
+fn ids_blocks(array: &str, apart: &Apart, engine: &Engine<'_>) -> Option<Blocks> {
+    let scheme = apart.scheme(engine.block_tokens);
+    let (mut chain, mut hashes) = (Chain::new(&scheme), vec![]);
+    ids::push(array, engine.context_tokens, &mut chain, &mut hashes).ok()?;
+    Some(Blocks {
+        tokens: chain.tokens(),
+        block_tokens: engine.block_tokens,
+        hashes,
+        // An extra key is in no event, so no agent knows these blocks from those without one.
+        exact: apart.extra_key.is_none(),
+    })
+}
+
+fn non_empty(text: String) -> Option<String> {
+    Some(text).filter(|text| !text.is_empty())
+}
+
+/// The adapter in a model's name, `base:adapter`, as the engine finds it: a served name with a
+/// colon in it is a base.
+fn adapter(model: &str, served: &[String]) -> Option<String> {
+    if served.iter().any(|name| name == model) {
+        return None;
+    }
+    let of_served = |name: &String| model.strip_prefix(name.as_str())?.strip_prefix(':');
+    let adapter = served.iter().find_map(of_served).or(model.split_once(':').map(|(_, rest)| rest));
+    adapter.and_then(|adapter| non_empty(adapter.trim().to_owned()))
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn engine(models: &[String]) -> Engine<'_> {
+        Engine { block_tokens: BlockTokens::for_page(1).unwrap(), context_tokens: 100_000, models }
+    }
+
+    fn blocks(route: Route, body: &str) -> Option<Blocks> {
+        let prompt = Prompt::find(&Object::parse(body.as_bytes()).unwrap());
+        prompt.blocks(route, body.as_bytes(), &engine(&["m:1".to_owned()]))
+    }
+
+    fn ids(tokens: u32) -> String {
+        format!("{:?}", (0..tokens).collect::<Vec<u32>>())
+    }
+
+    fn of_ids(rest: &str) -> Option<Blocks> {
+        blocks(Route::Generate, &format!(r#"{{"input_ids":{}{rest}}}"#, ids(130)))
+    }
+
+    /// Leading blocks that two prompts have in common.
+    fn common(one: &Blocks, two: &Blocks) -> usize {
+        one.hashes.iter().zip(&two.hashes).take_while(|(one, two)| one == two).count()
+    }
+
+    #[test]
+    fn token_ids_name_the_blocks_that_an_agent_names() {
+        let tokens: Vec<u32> = (0..130).collect();
+        let scheme = Scheme::plain(BlockTokens::for_page(1).unwrap());
+        let (mut chain, mut hashes) = (Chain::new(&scheme), vec![]);
+        chain.push(&tokens, &mut hashes);
+        let want = Blocks {
+            tokens: 130,
+            block_tokens: BlockTokens::for_page(1).unwrap(),
+            hashes,
+            exact: true,
+        };
+        assert_eq!(of_ids(""), Some(want.clone()));
+        assert_eq!(of_ids(r#","text":"x","extra_key":"","lora_path":null"#), Some(want.clone()));
+        let body = format!(r#"{{"model":"m:1","prompt":{}}}"#, ids(130));
+        assert_eq!(blocks(Route::Completions, &body), Some(want.clone()));
+        let body = format!(r#"{{"input_ids":[1],"model":"m:1","input_ids":{}}}"#, ids(130));
+        assert_eq!(blocks(Route::Chat, &body), Some(want));
+    }
+
+    #[test]
+    fn what_the_engine_keeps_apart_has_blocks_apart() {
+        let plain = of_ids("").unwrap();
+        let mut seen = vec![plain.hashes[0]];
+        for rest in [
+            r#","lora_path":"a""#,
+            r#","extra_key":"a""#,
+            r#","cache_salt":"a""#,
+            r#","lora_path":"a","cache_salt":"a""#,
+        ] {
+            let apart = of_ids(rest).unwrap();
+            assert!(!seen.contains(&apart.hashes[0]), "{rest}");
+            assert_eq!(apart.exact, !rest.contains("extra_key"), "{rest}");
+            seen.push(apart.hashes[0]);
+        }
+        let model = |model: &str| {
+            let body = format!(r#"{{"model":"{model}","prompt":{}}}"#, ids(64));
+            blocks(Route::Completions, &body).unwrap().hashes[0]
+        };
+        assert_eq!(model("m:1"), plain.hashes[0], "a served name is no adapter's");
+        assert_eq!(model("m:1:a"), seen[1]);
+        assert_eq!(model("other:a"), seen[1]);
+    }
+
+    #[test]
+    fn a_turn_without_one_prompt_has_no_blocks() {
+        for rest in [
+            r#","lora_path":["a"]"#,
+            r#","cache_salt":7"#,
+            r#","session_params":{"id":"s"}"#,
+            r#","image_data":"x""#,
+            r#","input_embeds":[[0.1]]"#,
+        ] {
+            assert_eq!(of_ids(rest), None, "{rest}");
+        }
+        let many = ids(100_001);
+        let generate = [
+            "{}",
+            r#"{"input_ids":[[1],[2]]}"#,
+            r#"{"text":["a","b"]}"#,
+            r#"{"input_ids":null}"#,
+            &format!(r#"{{"input_ids":{many}}}"#),
+        ];
+        for body in generate {
+            assert_eq!(blocks(Route::Generate, body), None, "{:.60}", body);
+        }
+        assert_eq!(blocks(Route::Completions, r#"{"prompt":["a"]}"#), None);
+        assert_eq!(blocks(Route::Chat, r#"{"prompt":"a"}"#), None);
+    }
+
+    fn chat(turns: usize, tail: &str) -> String {
+        let turn = |at| {
+            let (role, text) = (["user", "assistant"][at % 2], format!("{at} é ").repeat(60));
+            serde_json::json!({"role": role, "content": text}).to_string()
+        };
+        let turns: Vec<String> = (0..turns).map(turn).collect();
+        format!(r#"{{"tools":[{{"name":"f"}}],"messages":[{}{tail}],"n":1}}"#, turns.join(","))
+    }
+
+    #[test]
+    fn a_conversation_that_grows_keeps_its_blocks() {
+        let (one, two) = (chat(5, ""), chat(7, ""));
+        let one = blocks(Route::Chat, &one).unwrap();
+        let two = blocks(Route::Chat, &two).unwrap();
+        assert!(!one.exact && one.hashes.len() > 5 && two.hashes.len() > one.hashes.len());
+        assert_eq!(common(&one, &two), one.hashes.len());
+        let other = blocks(Route::Chat, &chat(5, "").replace("\"f\"", "\"g\"")).unwrap();
+        assert_eq!(common(&one, &other), 0, "other tools");
+        let salted = chat(5, "").replace("\"n\":1", "\"cache_salt\":\"a\"");
+        assert_eq!(common(&one, &blocks(Route::Chat, &salted).unwrap()), 0);
+    }
+
+    #[test]
+    fn an_image_weighs_little_and_parts_what_follows_it() {
+        let with = |image: &str| {
+            let url = format!("data:image/png;base64,{}", image.repeat(100_000));
+            let part = serde_json::json!({"type": "image_url", "image_url": {"url": url}});
+            blocks(Route::Chat, &chat(6, &format!(r#",{{"content":[{part}]}}"#))).unwrap()
+        };
+        let (one, two, none) = (with("A"), with("B"), blocks(Route::Chat, &chat(6, "")).unwrap());
+        assert!(one.tokens < none.tokens + 64, "{} {}", one.tokens, none.tokens);
+        assert_eq!(common(&one, &none), none.hashes.len());
+        let follows = |image: &str| {
+            let url = format!("data:,{image}");
+            blocks(Route::Chat, &chat(6, "").replacen("0 é", &format!(r#"","i":"{url}","t":""#), 1))
+        };
+        assert_eq!(common(&follows("A").unwrap(), &follows("B").unwrap()), 0);
+        assert_eq!(one.tokens, two.tokens);
+    }
+
+    proptest! {
+        #[test]
+        fn no_body_panics(values in prop::collection::vec((0..KEYS.len(), "\\PC{0,20}", 0..4), 0..6)) {
+            let members = values.into_iter().map(|(key, text, kind)| {
+                let value = match kind {
+                    0 => serde_json::json!(text),
+                    1 => serde_json::json!([1, 2, 3]),
+                    2 => serde_json::json!([{"content": text}]),
+                    _ => serde_json::json!(null),
+                };
+                format!("{:?}:{value}", KEYS[key])
+            });
+            let body = format!("{{{}}}", members.collect::<Vec<_>>().join(","));
+            for route in [Route::Generate, Route::Completions, Route::Chat, Route::Other] {
+                if let Some(blocks) = blocks(route, &body) {
+                    prop_assert_eq!(blocks.hashes.len() as u64, blocks.tokens / 64);
+                }
+            }
+        }
+    }
+}
