@@ -16,6 +16,7 @@ use tracing::debug;
 use crate::{
     affinity::Affinity,
     api::errors,
+    blocks::TurnBlocks,
     known::{self, Standing},
     lease::Lease,
     placement::{self, Figures, Placement, Question, Reason, Sticky},
@@ -96,31 +97,82 @@ struct Place {
     open_as: Option<Retention>,
 }
 
+/// What is known of a turn's prompt when it is placed.
+#[derive(Debug, Clone, Copy)]
+enum Prompt<'a> {
+    /// It costs time to know it, and perhaps nobody has to.
+    NotAsked,
+    /// As far as it can be known.
+    Asked(Option<&'a TurnBlocks>),
+}
+
+/// How far a decision got.
+enum Step {
+    Decided(Box<Decided>),
+    /// What the prompt costs on each worker decides.
+    WantsPrompt,
+}
+
 impl Shared {
-    /// Places a turn.
-    pub(crate) fn decide(self: &Arc<Self>, turn: &Turn, turn_id: u64) -> Result<Decided, Refusal> {
+    /// Places a turn. Its prompt is looked at only if the session's place doesn't settle it.
+    pub(crate) fn decide(
+        self: &Arc<Self>,
+        turn: &Turn,
+        turn_id: u64,
+        path: &str,
+        body: &[u8],
+    ) -> Result<Decided, Refusal> {
+        if let Step::Decided(decided) = self.try_decide(turn, turn_id, Prompt::NotAsked)? {
+            return Ok(*decided);
+        }
+        // Without the lock: a long prompt takes a millisecond, and other sessions go on.
+        let blocks = self.whereabouts.of(turn, path, body, &self.view.load());
+        match self.try_decide(turn, turn_id, Prompt::Asked(blocks.as_ref()))? {
+            Step::Decided(decided) => Ok(*decided),
+            Step::WantsPrompt => unreachable!("it was asked for"),
+        }
+    }
+
+    fn try_decide(
+        self: &Arc<Self>,
+        turn: &Turn,
+        turn_id: u64,
+        prompt: Prompt<'_>,
+    ) -> Result<Step, Refusal> {
         let view = self.view.load();
         let prefer = self.preferred(turn, &view);
+        let blocks = match prompt {
+            Prompt::NotAsked => None,
+            Prompt::Asked(blocks) => blocks,
+        };
         let base = Question {
             digest: Digest(turn_id),
             returns: turn.session.as_ref().is_some_and(|ask| !ask.close),
             sticky: None,
             prefer,
-            // Nobody knows the tokens of a request yet: load alone decides.
-            prompt: None,
+            prompt: blocks.map(TurnBlocks::prompt),
             retention: None,
             model: turn.model.as_deref(),
             exclude: None,
         };
-        let decided = match &turn.session {
-            None => {
-                let placement = self.place(&base, &view)?;
-                self.decided(turn, turn_id, &view, placement, None, true)
-            }
-            Some(ask) => self.decide_session(turn, turn_id, ask, base, &view)?,
+        let step = match &turn.session {
+            None => match prompt {
+                Prompt::NotAsked => Step::WantsPrompt,
+                Prompt::Asked(_) => {
+                    let placement = self.place(&base, &view)?;
+                    let decided = self.decided(turn, turn_id, &view, placement, None, true);
+                    Step::Decided(Box::new(decided))
+                }
+            },
+            Some(ask) => self.decide_session(turn, turn_id, ask, base, prompt, &view)?,
         };
-        self.remember_cache_key(turn, decided.worker);
-        Ok(decided)
+        if let Step::Decided(decided) = &step {
+            self.remember_cache_key(turn, decided.worker);
+            if let Some(blocks) = blocks {
+                self.whereabouts.sent(blocks, decided.worker, &view);
+            }
+        }
+        Ok(step)
     }
 
     /// Places a turn that its worker could not take on one other. None: there is none, or the
@@ -176,8 +228,9 @@ impl Shared {
         turn_id: u64,
         ask: &Ask,
         base: Question<'_>,
+        prompt: Prompt<'_>,
         view: &ClusterView,
-    ) -> Result<Decided, Refusal> {
+    ) -> Result<Step, Refusal> {
         let mut affinity = self.affinity.lock();
         let standing = known::standing(&ask.key, view, affinity.get(&ask.key, now()), now());
         let Place { mut sticky, fixed, open_as } = admit(ask, &standing, view)?;
@@ -190,6 +243,9 @@ impl Shared {
             retention: if sticky.is_none() { ask.retention } else { None },
             ..base
         };
+        if matches!(prompt, Prompt::NotAsked) && placement::wants_prompt(&question, view, now()) {
+            return Ok(Step::WantsPrompt);
+        }
         let placement = self.place(&question, view)?;
         if let Some(Sticky { worker, fixed: true, .. }) = sticky
             && worker != placement.worker
@@ -210,7 +266,7 @@ impl Shared {
             claim.open = true;
             claim.retention = claim.retention.or(Some(retention));
         }
-        Ok(decided)
+        Ok(Step::Decided(Box::new(decided)))
     }
 
     fn hold(

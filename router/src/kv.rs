@@ -4,7 +4,11 @@
 
 mod follow;
 
-use std::{collections::HashMap, time::Duration};
+use std::{
+    collections::HashMap,
+    sync::atomic::{AtomicBool, Ordering},
+    time::Duration,
+};
 
 use parking_lot::Mutex;
 use proto::{
@@ -20,7 +24,7 @@ use tracing::{debug, info};
 use self::follow::Follow;
 pub(crate) use self::follow::Phase;
 use crate::{
-    overlap::{Index, Shared, Stats},
+    overlap::{Index, Overlap, Shared, Stats},
     view::WorkerRef,
     worker::chain,
 };
@@ -40,6 +44,8 @@ pub(crate) struct Residency {
     index: Shared,
     /// By agent. Leaf locks.
     feeds: Vec<Mutex<Feed>>,
+    /// By the worker's number: whether its blocks are known. Read for every worker at a placement.
+    live: Vec<AtomicBool>,
 }
 
 /// One agent's stream.
@@ -67,12 +73,19 @@ impl Residency {
         Self {
             index: Shared::new(Index::new(bytes_max)),
             feeds: std::iter::repeat_with(feed).take(agents).collect(),
+            live: std::iter::repeat_with(AtomicBool::default)
+                .take(WorkerRef { agent: agents, dp_rank: 0 }.number().unwrap_or(0))
+                .collect(),
         }
     }
 
+    /// Whether all blocks of a worker are known, by its number.
+    pub(crate) fn is_live(&self, number: usize) -> bool {
+        self.live.get(number).is_some_and(|live| live.load(Ordering::Relaxed))
+    }
+
     /// Leading blocks of a chain on every worker.
-    #[cfg(test)]
-    pub(crate) fn look_up(&self, chain: &[BlockHash], overlap: &mut crate::overlap::Overlap) {
+    pub(crate) fn look_up(&self, chain: &[BlockHash], overlap: &mut Overlap) {
         self.index.look_up(chain, overlap);
     }
 
@@ -99,8 +112,11 @@ impl Residency {
         let Some(number) = (WorkerRef { agent, dp_rank }).number() else { return };
         match change {
             Change::Reset { .. } => self.index.change(|index| index.begin_snapshot(number)),
-            Change::Unknown { .. } => self.index.change(|index| index.clear(number)),
-            Change::Complete => self.index.change(|index| index.finish_snapshot(number)),
+            Change::Unknown { .. } => self.clear(number),
+            Change::Complete => {
+                self.index.change(|index| index.finish_snapshot(number));
+                self.live[number].store(true, Ordering::Relaxed);
+            }
             Change::Stored { tier, parent, blocks } => self.store(number, tier, parent, &blocks),
             Change::Removed { tier, blocks } => {
                 for part in blocks.chunks(BLOCKS_AT_ONCE) {
@@ -132,9 +148,14 @@ impl Residency {
         };
         for dp_rank in ranks {
             if let Some(number) = (WorkerRef { agent, dp_rank }).number() {
-                self.index.change(|index| index.clear(number));
+                self.clear(number);
             }
         }
+    }
+
+    fn clear(&self, number: usize) {
+        self.live[number].store(false, Ordering::Relaxed);
+        self.index.change(|index| index.clear(number));
     }
 }
 
@@ -219,7 +240,6 @@ mod tests {
     use proto::block::BlockTokens;
 
     use super::*;
-    use crate::overlap::Overlap;
 
     fn blocks(from: u64, to: u64) -> Vec<BlockHash> {
         // In chains, as places in their groups: the lowest three bits count.

@@ -8,12 +8,13 @@
 //! blocks are resident where), [`placement`] (where a turn goes).
 //!
 //! The shell around it: `worker` follows one agent, `kv` what is resident there, `view::task`
-//! publishes snapshots, `decide` joins standing, placement and lease in one step, `proxy` and
-//! `turn` move the bytes, `control` and `sessions` open and close, `api` is the routes, [`lease`]
-//! counts what is in flight.
+//! publishes snapshots, `blocks` asks who has a turn's blocks, `decide` joins standing, placement
+//! and lease in one step, `proxy` and `turn` move the bytes, `control` and `sessions` open and
+//! close, `api` is the routes, [`lease`] counts what is in flight.
 
 pub mod affinity;
 mod api;
+mod blocks;
 pub mod config;
 mod control;
 mod decide;
@@ -60,6 +61,7 @@ use tracing::info;
 
 use crate::{
     affinity::Affinity,
+    blocks::Whereabouts,
     config::Config,
     control::Control,
     kv::Residency,
@@ -205,6 +207,7 @@ fn shared(
     let affinity = || Mutex::new(Affinity::new(config.sessions_max, config.affinity_idle_max()));
     Arc::new(Shared {
         view,
+        whereabouts: Whereabouts::new(Arc::clone(&residency), config.overlap_bytes_max),
         residency,
         affinity: affinity(),
         cache_keys: affinity(),

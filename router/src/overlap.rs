@@ -81,6 +81,18 @@ impl Overlap {
         self.of(worker, if self.either.is_empty() { &self.device } else { &self.either })
     }
 
+    /// Takes the other's counts for those workers that are asked for.
+    pub fn replace(&mut self, other: &Self, is_taken: impl Fn(usize) -> bool) {
+        let workers = self.slots.len().max(other.slots.len());
+        let counts = |of: fn(&Self, usize) -> u32| {
+            let one = |worker| of(if is_taken(worker) { other } else { self }, worker);
+            (0..workers).map(one).collect::<Vec<u32>>()
+        };
+        let (device, either) = (counts(Self::device), counts(Self::either));
+        let slots = (0..u16::MAX).take(workers).collect();
+        *self = Self { slots, device, either };
+    }
+
     fn of(&self, worker: usize, depths: &[u32]) -> u32 {
         let slot = self.slots.get(worker).copied();
         slot.and_then(|slot| depths.get(usize::from(slot))).copied().unwrap_or(0)

@@ -142,6 +142,14 @@ impl Placement {
     }
 }
 
+/// Whether what is resident of the prompt could change the answer: a session that has to stay, or
+/// whose worker was lost a moment ago, stays whatever that is.
+#[must_use]
+pub fn wants_prompt(question: &Question<'_>, view: &ClusterView, now: Instant) -> bool {
+    let sticky = question.sticky.filter(|sticky| question.exclude != Some(sticky.worker));
+    !sticky.is_some_and(|sticky| stays(sticky, view, now))
+}
+
 /// Decides.
 ///
 /// # Errors
@@ -153,18 +161,17 @@ pub fn place(
 ) -> Result<Placement, NoWorker> {
     let sticky = question.sticky.filter(|sticky| question.exclude != Some(sticky.worker));
     // It could stay: whether it should is a matter of cost, where that is known.
-    let mut stays = None;
-    if let Some(Sticky { worker, fixed, .. }) = sticky {
-        let state = view.state(worker, now);
-        let blinks = view.agent(worker).lost_for(now).is_some_and(|time| time < BLINK_MAX);
-        if blinks || (fixed && state != WorkerState::Lost) {
+    let mut at_home = None;
+    if let Some(sticky) = sticky {
+        let worker = sticky.worker;
+        if stays(sticky, view, now) {
             return Ok(Placement::unmoved(worker));
         }
-        if matches!(state, WorkerState::Fresh | WorkerState::Stale) {
+        if matches!(view.state(worker, now), WorkerState::Fresh | WorkerState::Stale) {
             if question.prompt.is_none() {
                 return Ok(Placement::unmoved(worker));
             }
-            stays = Some(worker);
+            at_home = Some(worker);
         }
     }
     let candidates = fit::candidates(question, view, now)?;
@@ -180,12 +187,12 @@ pub fn place(
     let mut figures: Vec<Figures> =
         candidates.workers.iter().map(|&worker| cost::of(question, view, worker, now)).collect();
     let fresh = figures.len();
-    if let Some(worker) = stays.filter(|worker| !candidates.workers.contains(worker)) {
+    if let Some(worker) = at_home.filter(|worker| !candidates.workers.contains(worker)) {
         // Stale: no newcomer goes there, but what is there is compared.
         figures.push(cost::of(question, view, worker, now));
     }
     let best = cheapest(question, view, &figures[..fresh]);
-    let (at, reason) = match stays {
+    let (at, reason) = match at_home {
         Some(worker) => {
             let own = position(&figures, worker).expect("it is compared above");
             match gains(question, view, figures[own].cost_ms, figures[best].cost_ms, now) {
@@ -198,6 +205,12 @@ pub fn place(
     let worker = figures[at].worker;
     let uncached_tokens = question.prompt.map(|prompt| cost::uncached(&prompt, worker));
     Ok(Placement { worker, reason, uncached_tokens, figures })
+}
+
+/// Whether the session's worker keeps it whatever the cost.
+fn stays(Sticky { worker, fixed, .. }: Sticky, view: &ClusterView, now: Instant) -> bool {
+    let blinks = view.agent(worker).lost_for(now).is_some_and(|time| time < BLINK_MAX);
+    blinks || (fixed && view.state(worker, now) != WorkerState::Lost)
 }
 
 /// Whether a move is worth it.

@@ -20,6 +20,7 @@ use tokio::sync::Semaphore;
 
 use crate::{
     affinity::Affinity,
+    blocks::Whereabouts,
     config::Config,
     control::Control,
     known::{self, Standing},
@@ -37,6 +38,7 @@ pub(crate) struct Shared {
     pub(crate) config: Config,
     pub(crate) view: Arc<View>,
     pub(crate) residency: Arc<Residency>,
+    pub(crate) whereabouts: Whereabouts,
     /// A leaf lock, as the next one: held for one decision, never across an await, never both.
     pub(crate) affinity: Mutex<Affinity>,
     /// `prompt_cache_key` -> worker.

@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use crate::{
     agent::Agent,
-    harness::{Router, until},
+    harness::{Answer, Router, until},
 };
 
 fn block_tokens() -> BlockTokens {
@@ -79,4 +79,77 @@ async fn what_an_agent_said_is_forgotten_when_it_can_not_be_asked() {
     until_kv(&router, "a", "unknown", 0).await;
     a.say_kv([reset(), has(&tokens[..128]), Change::Complete]);
     until_kv(&router, "a", "live", 2).await;
+}
+
+/// A turn whose prompt is these ids; the worker that it went to.
+async fn generate(router: &Router, tokens: &[u32], headers: &[(&str, &str)]) -> Answer {
+    let body = serde_json::json!({ "input_ids": tokens }).to_string();
+    router.call(http::Method::POST, "/generate", headers, body).await
+}
+
+fn worker(answer: &Answer) -> &str {
+    answer.header("x-berth-worker")
+}
+
+async fn placed(router: &Router, answer: &Answer) -> Value {
+    let path = format!("/v1/placements/{}", answer.header("x-berth-turn"));
+    router.call(http::Method::GET, &path, &[], "").await.json()["placements"][0].clone()
+}
+
+fn prompt(of: u32) -> Vec<u32> {
+    (0..900).map(|token| token * 7 + of).collect()
+}
+
+#[tokio::test]
+async fn a_turn_goes_where_its_blocks_are_told_to_be() {
+    let (a, b, c) = (Agent::start("a"), Agent::start("b"), Agent::start("c"));
+    for (of, agent) in (0..).zip([&a, &b, &c]) {
+        agent.say_kv([reset(), has(&prompt(of)), Change::Complete]);
+    }
+    let router = Router::start(&[&a, &b, &c]).await;
+    for name in ["a", "b", "c"] {
+        until_kv(&router, name, "live", 14).await;
+    }
+    for (of, name) in (0..).zip(["a/0", "b/0", "c/0"]) {
+        let id = format!("s{of}");
+        let turn = generate(&router, &prompt(of), &[("x-berth-session-id", &id)]).await;
+        assert_eq!((worker(&turn), turn.header("x-berth-placement")), (name, "least_cost"));
+        let why = placed(&router, &turn).await;
+        assert_eq!(why["uncached_tokens"], 900 - 14 * 64, "{why}");
+        let resident: Vec<_> = why["compared"]
+            .as_array()
+            .expect("all were compared")
+            .iter()
+            .map(|one| one["resident_tokens"].as_u64().unwrap_or(0))
+            .collect();
+        let expected: Vec<u64> = ["a/0", "b/0", "c/0"]
+            .iter()
+            .map(|other| if *other == name { 896 } else { 0 })
+            .collect();
+        assert_eq!(resident, expected, "{why}");
+    }
+}
+
+#[tokio::test]
+async fn where_agents_say_nothing_a_turn_goes_where_its_prompt_went_before() {
+    let (a, b) = (Agent::start("a"), Agent::start("b"));
+    let router = Router::start(&[&a, &b]).await;
+    let mut homes = vec![];
+    for of in 0..4 {
+        homes.push(worker(&generate(&router, &prompt(of), &[]).await).to_owned());
+    }
+    // Ids are learned as ids, and messages as their text.
+    let chat = |system: &str| {
+        let text = system.repeat(200);
+        format!(r#"{{"messages":[{{"role":"system","content":"{text}"}}]}}"#)
+    };
+    let (one, two) =
+        (router.chat(&[], &chat("Pilot. ")).await, router.chat(&[], &chat("Tug. ")).await);
+    for _ in 0..3 {
+        for (of, home) in (0..).zip(&homes) {
+            assert_eq!(worker(&generate(&router, &prompt(of), &[]).await), home);
+        }
+        assert_eq!(worker(&router.chat(&[], &chat("Pilot. ")).await), worker(&one));
+        assert_eq!(worker(&router.chat(&[], &chat("Tug. ")).await), worker(&two));
+    }
 }

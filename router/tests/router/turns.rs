@@ -21,7 +21,7 @@ async fn turns_of_a_session_stay_and_bytes_pass_untouched() {
     let first = router.chat(&[("x-berth-session-id", "s")], BODY).await;
     assert_eq!(first.status, StatusCode::OK);
     assert_eq!(first.body, BODY.as_bytes());
-    assert_eq!(first.header("x-berth-placement"), "least_loaded");
+    assert_eq!(first.header("x-berth-placement"), "least_cost");
     assert_eq!(first.header("content-type"), "text/event-stream");
     assert_eq!(first.header("x-engine"), "yes");
     assert_eq!(first.header("x-secret"), "", "named in connection: this hop's only");

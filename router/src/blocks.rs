@@ -1,0 +1,122 @@
+//! A turn's blocks, and how many of them each worker has: by the agents' word where they say it,
+//! else by what the worker was given before. It joins `prompt`, `kv` and what was learned;
+//! placement makes a cost of it.
+
+use std::{collections::HashMap, sync::Arc};
+
+use parking_lot::Mutex;
+
+use crate::{
+    kv::Residency,
+    overlap::Overlap,
+    placement,
+    prompt::{Blocks, Engine, Route, learned::Learned},
+    request::Turn,
+    view::{ClusterView, WorkerRef},
+};
+
+/// What is learned may take this part of the memory that the index of told blocks has: it holds
+/// what this router has sent, not all that is resident.
+const LEARNED_PARTS: usize = 4;
+
+/// A turn's blocks, and who has how many of them.
+#[derive(Debug)]
+pub(crate) struct TurnBlocks {
+    blocks: Blocks,
+    overlap: Overlap,
+}
+
+impl TurnBlocks {
+    /// As placement takes it.
+    pub(crate) fn prompt(&self) -> placement::Prompt<'_> {
+        placement::Prompt {
+            tokens: self.blocks.tokens,
+            block_tokens: u64::from(self.blocks.block_tokens.get()),
+            overlap: &self.overlap,
+        }
+    }
+}
+
+/// All that is known of who has which blocks.
+#[derive(Debug)]
+pub(crate) struct Whereabouts {
+    told: Arc<Residency>,
+    /// A leaf lock, held for microseconds.
+    given: Mutex<Given>,
+}
+
+/// What workers were given by this router.
+#[derive(Debug)]
+struct Given {
+    learned: Learned,
+    /// The engine process that was given it; another one has nothing.
+    engines: HashMap<usize, String>,
+}
+
+impl Whereabouts {
+    /// What agents tell, and nothing learned yet.
+    pub(crate) fn new(told: Arc<Residency>, bytes_max: usize) -> Self {
+        let given =
+            Given { learned: Learned::new(bytes_max / LEARNED_PARTS), engines: HashMap::new() };
+        Self { told, given: Mutex::new(given) }
+    }
+
+    /// The turn's blocks, and who has them. None: it has no prompt that blocks can be made of, or
+    /// no engine is known yet.
+    pub(crate) fn of(
+        &self,
+        turn: &Turn,
+        path: &str,
+        body: &[u8],
+        view: &ClusterView,
+    ) -> Option<TurnBlocks> {
+        let route = Route::of(path)?;
+        let serves = |models: &[String]| {
+            turn.model.as_ref().is_none_or(|model| models.iter().any(|served| served == model))
+        };
+        let engines = || view.workers().map(|(_, _, facts)| &facts.description.engine);
+        // Engines of one model have pages of one size, or their blocks are not compared.
+        let engine =
+            engines().find(|engine| serves(&engine.models)).or_else(|| engines().next())?;
+        let blocks = turn.prompt.blocks(route, body, &Engine::of(engine)?)?;
+        let overlap = self.overlap(&blocks, view);
+        Some(TurnBlocks { blocks, overlap })
+    }
+
+    fn overlap(&self, blocks: &Blocks, view: &ClusterView) -> Overlap {
+        let mut overlap = Overlap::default();
+        // Blocks that aren't exact have names of this router's own.
+        let is_told = |number| blocks.exact && self.told.is_live(number);
+        if blocks.exact {
+            self.told.look_up(&blocks.hashes, &mut overlap);
+        }
+        let numbers = || view.workers().filter_map(|(worker, ..)| worker.number());
+        if !numbers().all(is_told) {
+            let mut given = Overlap::default();
+            self.given.lock().learned.look_up(&blocks.hashes, &mut given);
+            overlap.replace(&given, |number| !is_told(number));
+        }
+        overlap
+    }
+
+    /// The turn goes to a worker, which will have its blocks.
+    pub(crate) fn sent(&self, turn: &TurnBlocks, worker: WorkerRef, view: &ClusterView) {
+        let Some(number) = worker.number() else { return };
+        if turn.blocks.exact && self.told.is_live(number) {
+            // Its agent will say so.
+            return;
+        }
+        let Some(facts) = view.agent(worker).facts.as_ref() else { return };
+        let description = &facts.description;
+        let rank = description.ranks.get(worker.dp_rank as usize);
+        let pool_tokens = rank.map_or(0, |rank| rank.pool_tokens);
+        let instance = &description.engine.instance;
+        let mut given = self.given.lock();
+        let Given { learned, engines } = &mut *given;
+        if engines.get(&number) != Some(instance) {
+            learned.clear(number);
+            engines.insert(number, instance.clone());
+        }
+        learned.given(number, pool_tokens, &turn.blocks);
+    }
+}
