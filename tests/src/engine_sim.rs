@@ -7,6 +7,7 @@
 
 pub mod core;
 mod http;
+pub mod kv;
 mod owner;
 mod pool;
 mod radix;
@@ -17,6 +18,10 @@ pub mod tokenizer;
 use self::{
     core::{CoreConfig, PoolFacts},
     http::{App, SeenLog},
+    kv::{
+        KvEventsConfig,
+        publisher::{self, Listeners, Publisher},
+    },
     owner::Owner,
 };
 use std::{io, net::SocketAddr, sync::Arc, time::Duration};
@@ -45,6 +50,7 @@ pub struct Config {
     pub health_wait: Duration,
     /// Requests kept for [`EngineSim::requests_seen`]; the oldest goes first.
     pub requests_seen_max: usize,
+    pub kv_events: Option<KvEventsConfig>,
 }
 
 impl Default for Config {
@@ -60,6 +66,7 @@ impl Default for Config {
             crash_linger: Duration::from_secs(5),
             health_wait: Duration::from_secs(1),
             requests_seen_max: 4096,
+            kv_events: None,
         }
     }
 }
@@ -70,28 +77,47 @@ pub struct EngineSim {
     addr: SocketAddr,
     app: Arc<App>,
     seen: Arc<SeenLog>,
+    publishers: Vec<publisher::Handle>,
     tasks: TaskTracker,
     killed: CancellationToken,
 }
 
 impl EngineSim {
     /// Serves on the caller's listener until it is shut down, killed or crashes.
-    pub fn start(config: Config, listener: TcpListener) -> io::Result<EngineSim> {
+    ///
+    /// # Errors
+    /// When a port for KV events is taken, or their setting can't be simulated.
+    pub fn start(mut config: Config, listener: TcpListener) -> io::Result<EngineSim> {
         let addr = listener.local_addr()?;
         let killed = CancellationToken::new();
         let tasks = TaskTracker::new();
         let seen = Arc::new(SeenLog::new(config.requests_seen_max));
-        let (owner, handle) = Owner::new(&config, killed.clone());
+        let publishers = publishers(&mut config, &tasks, &killed)?;
+        let (owner, handle) = Owner::new(&config, &publishers, killed.clone());
         let app = Arc::new(App::new(config, handle, addr.port(), tasks.clone()));
         tasks.spawn(owner.run());
         let router = http::router(Arc::clone(&app));
         tasks.spawn(http::serve(listener, router, Arc::clone(&seen), killed.clone()));
-        Ok(EngineSim { addr, app, seen, tasks, killed })
+        Ok(EngineSim { addr, app, seen, publishers, tasks, killed })
     }
 
     /// Serves on a free loopback port.
     pub async fn start_local(config: Config) -> io::Result<EngineSim> {
         EngineSim::start(config, TcpListener::bind("127.0.0.1:0").await?)
+    }
+
+    /// Ends as a crash does, and comes back at the same addresses with nothing in its caches.
+    pub async fn restart(self) -> io::Result<EngineSim> {
+        let (addr, config) = (self.addr, self.app.config.clone());
+        self.shutdown().await;
+        EngineSim::start(config, TcpListener::bind(addr).await?)
+    }
+
+    /// Lets a rank's KV events go astray; without a publisher there are none that could.
+    pub async fn kv_fault(&self, rank: usize, fault: kv::Fault) {
+        if let Some(publisher) = self.publishers.get(rank) {
+            publisher.fault(fault).await;
+        }
     }
 
     pub fn addr(&self) -> SocketAddr {
@@ -134,6 +160,29 @@ impl EngineSim {
     pub fn bodies_seen(&self, path: &str) -> Vec<bytes::Bytes> {
         self.seen.all().into_iter().filter(|s| s.path == path).map(|s| s.body).collect()
     }
+}
+
+/// Binds and starts what publishes KV events, one for each rank, if that is configured.
+fn publishers(
+    config: &mut Config,
+    tasks: &TaskTracker,
+    killed: &CancellationToken,
+) -> io::Result<Vec<publisher::Handle>> {
+    let ranks = config.dp_size;
+    let Some(events) = config.kv_events.as_mut().filter(|events| events.publisher != "null") else {
+        return Ok(Vec::new());
+    };
+    if let Some(problem) = events.problem() {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, problem));
+    }
+    config.core.kv_events = true;
+    let listeners = Listeners::bind(events, ranks)?;
+    let start = |(rank, sockets)| {
+        let (publisher, handle) = Publisher::new(events, rank);
+        tasks.spawn(publisher.run(sockets, killed.clone()));
+        handle
+    };
+    Ok((0..).zip(listeners.each()).map(start).collect())
 }
 
 impl Drop for EngineSim {

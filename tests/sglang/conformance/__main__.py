@@ -12,7 +12,7 @@ from pathlib import Path
 from conformance import cases, cost
 from conformance.cases import Case
 from conformance.differences import Difference, listed
-from conformance.engine import Engine
+from conformance.engine import PORTS, Engine
 from conformance.groups import GROUPS
 from lane.processes import Failed, free_ports
 
@@ -28,6 +28,7 @@ from conformance import (  # noqa: F401
     figures,
     pressure,
     tags,
+    kv_events,
     crashes,
 )
 
@@ -63,6 +64,11 @@ def dealt(chosen: list[Case], parts: int) -> list[list[Case]]:
     """The cases of each launch: a group's, in so many parts."""
     groups = [[case for case in chosen if case.group == name] for name in GROUPS]
     return [some for group in groups for part in range(parts) if (some := group[part::parts])]
+
+
+def ports_for(engines: int, first: int | None) -> list[int]:
+    """The first port of each engine."""
+    return free_ports(PORTS * engines, first)[::PORTS]
 
 
 def run_launch(group_cases: list[Case], engine: Engine, width: int) -> list[cases.Result]:
@@ -108,7 +114,7 @@ def measure_cost(options: argparse.Namespace) -> int:
         groups = (cost.OFF, cost.ON)
         engines = [
             Engine(group, Path(folder), port, options.engine_sim, [])
-            for group, port in zip(groups, free_ports(len(groups), options.first_port))
+            for group, port in zip(groups, ports_for(len(groups), options.first_port))
         ]
         try:
             for engine in engines:
@@ -135,7 +141,7 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="berth-conformance-"))
     differences = listed()
     launches = dealt(chosen, SIMULATORS_PER_GROUP if options.engine_sim else 1)
-    ports = free_ports(len(launches), options.first_port)
+    ports = ports_for(len(launches), options.first_port)
     engines = [
         Engine(GROUPS[some[0].group], folder, port, options.engine_sim, differences)
         for some, port in zip(launches, ports)

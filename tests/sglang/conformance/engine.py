@@ -22,7 +22,8 @@ from lane.runner import equal
 from lane.turns import new_id
 
 WAIT_SECONDS_MAX = 20
-
+# An engine's own, that of its KV events, that of their replay.
+PORTS = 3
 
 
 def ids(count: int, salt: int) -> list[int]:
@@ -176,11 +177,27 @@ class Engine:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    @property
+    def events_port(self) -> int:
+        return self.port + 1
+
+    @property
+    def replay_port(self) -> int:
+        return self.port + 2
+
     def launch(self) -> float:
         """Starts it and waits until it serves. Returns how long that took."""
         folder = self.folder / f"{self.group.name}-{self.port}"
         folder.mkdir(exist_ok=True)
         flags = self.group.flags()
+        if self.group.kv_events:
+            config = {
+                "publisher": "zmq",
+                "endpoint": f"tcp://*:{self.events_port}",
+                "replay_endpoint": f"tcp://*:{self.replay_port}",
+                **self.group.kv_events,
+            }
+            flags += ["--kv-events-config", json.dumps(config)]
         if self.program:
             command = [str(self.program), "--port", str(self.port), *flags]
             command += ["--enable-metrics", "--enable-cache-report"]

@@ -4,6 +4,7 @@ The flags are SGLang's own and mean the same to the simulator.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 ROWS = 8
 POOL_TOKENS = 2048
@@ -13,6 +14,10 @@ INPUT_TOKENS_MAX = CONTEXT_TOKENS - 6
 
 STREAMING = "--enable-streaming-session"
 TAGS = "--enable-session-radix-cache"
+
+EVENTS_KEPT = 100
+TOPIC = "kv-events"
+EVENTS = {"topic": TOPIC, "buffer_steps": EVENTS_KEPT}
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,8 @@ class Group:
     rows: int = ROWS
     chunk_tokens: int = 512
     env: dict[str, str] = field(default_factory=dict)
+    # How KV events are published, besides where; empty is not at all.
+    kv_events: dict[str, Any] = field(default_factory=dict)
 
     def flags(self) -> list[str]:
         return [
@@ -42,11 +49,13 @@ class Group:
 GROUPS = {
     group.name: group
     for group in (
-        Group("page16", 16, (STREAMING,)),
+        Group("page16", 16, (STREAMING,), kv_events=EVENTS),
         # Admission that hopes for early ends: the only way to run out of KV in a decode.
-        Group("page1", 1, (STREAMING, "--schedule-conservativeness", "0.02")),
+        Group(
+            "page1", 1, (STREAMING, "--schedule-conservativeness", "0.02"), kv_events=EVENTS,
+        ),
         Group("tagged", 16, (TAGS,)),
-        Group("both", 16, (STREAMING, TAGS)),
+        Group("both", 16, (STREAMING, TAGS), kv_events=EVENTS),
         # Upstream's own kit for aborts under chunked prefill runs with these sizes.
         Group(
             "page256", 256, (STREAMING,), pool_tokens=16384, context_tokens=512, rows=16,

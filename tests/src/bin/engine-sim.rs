@@ -7,7 +7,7 @@ use std::{
     process::ExitCode,
     time::Duration,
 };
-use tests::engine_sim::{Config, EngineSim, core::CoreConfig};
+use tests::engine_sim::{Config, EngineSim, core::CoreConfig, kv::KvEventsConfig};
 use tokio::net::TcpListener;
 
 /// Behaves as SGLang 0.5.23 does to an outside caller, without weights.
@@ -57,6 +57,10 @@ struct Args {
     prefill_tokens_per_s: f64,
     #[arg(long, default_value_t = 1.0)]
     decode_ms_per_step: f64,
+    /// Where KV events are published, as JSON: publisher, endpoint, replay_endpoint, buffer_steps,
+    /// topic, bind; and `arrays` for the form of older releases.
+    #[arg(long, value_parser = kv_events)]
+    kv_events_config: Option<KvEventsConfig>,
     /// Chance in a thousand that a token ends the answer.
     #[arg(long, default_value_t = 0)]
     eos_per_mille: u32,
@@ -76,6 +80,11 @@ struct Args {
 fn new_token_per_mille(factor: &str) -> Result<usize, std::num::ParseFloatError> {
     let factor: f64 = factor.parse()?;
     Ok((700.0 * factor).round().clamp(0.0, 1000.0) as usize)
+}
+
+fn kv_events(json: &str) -> Result<KvEventsConfig, String> {
+    let config: KvEventsConfig = serde_json::from_str(json).map_err(|error| error.to_string())?;
+    config.problem().map_or(Ok(config), Err)
 }
 
 impl Args {
@@ -112,6 +121,7 @@ impl Args {
                 decode_ms_per_step: self.decode_ms_per_step,
                 eos_per_mille: self.eos_per_mille,
                 seed: self.seed,
+                kv_events: false,
             },
             dp_size: self.dp_size,
             served_model_name: name,
@@ -122,6 +132,7 @@ impl Args {
             crash_linger: Duration::from_millis(self.crash_linger_ms),
             health_wait: Duration::from_millis(self.health_ms),
             requests_seen_max: 0,
+            kv_events: self.kv_events_config.clone(),
         }
     }
 }

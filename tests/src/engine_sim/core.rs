@@ -6,6 +6,7 @@
 //! the real process down makes the core [`crashed`](Core::crashed) for good.
 
 use super::{
+    kv::event::Event,
     pool::Pool,
     radix::{NodeId, ROOT, Radix},
     request::{Finish, Kind, Output, Req, ReqKey, SessionRef, Step, Submit},
@@ -57,6 +58,8 @@ pub struct CoreConfig {
     pub eos_per_mille: u32,
     /// Only sampled answers (temperature above 0) depend on it.
     pub seed: u64,
+    /// Records what happens to the tree.
+    pub kv_events: bool,
 }
 
 impl Default for CoreConfig {
@@ -76,6 +79,7 @@ impl Default for CoreConfig {
             decode_ms_per_step: 1.0,
             eos_per_mille: 0,
             seed: 0,
+            kv_events: false,
         }
     }
 }
@@ -135,6 +139,8 @@ pub struct Core {
     /// Forward passes so far.
     forwards: u64,
     gauges: Gauges,
+    /// Events to publish, as far as the engine lets them go.
+    batches: Vec<Vec<Event>>,
     crashed: Option<&'static str>,
 }
 
@@ -146,7 +152,7 @@ impl Core {
         let rows = config.max_running_requests;
         Core {
             pool: Pool::new(pages, config.page_size),
-            tree: Radix::new(config.page_size),
+            tree: Radix::new(config.page_size, config.kv_events),
             rows: vec![None; rows],
             free_rows: (0..rows).rev().collect(),
             sessions: BTreeMap::new(),
@@ -164,6 +170,7 @@ impl Core {
             batch_is_full: false,
             forwards: 0,
             gauges: Gauges::default(),
+            batches: Vec::new(),
             crashed: None,
             config,
         }
@@ -226,7 +233,11 @@ impl Core {
     pub fn submit(&mut self, now: Duration, submit: Submit) -> ReqKey {
         let key = self.next_key;
         self.next_key += 1;
-        let Submit { rid, input_ids, sampling, session } = submit;
+        let Submit { rid, input_ids, sampling, session, space } = submit;
+        let session_id = match &session {
+            SessionRef::Tagged(id) => Some(id.clone()),
+            SessionRef::None | SessionRef::Controller(_) => None,
+        };
         let (kind, prompt) = self.restore(now, &rid, session, input_ids);
         let limit = self.config.max_req_input_len();
         let checked = prompt.and_then(|prompt| {
@@ -256,6 +267,8 @@ impl Core {
             sampling,
             max_new,
             kind,
+            space,
+            session_id,
             row: None,
             seq: 0,
             cached: 0,
@@ -347,6 +360,9 @@ impl Core {
         self.reap(now);
         let batch = self.schedule();
         if batch.is_empty() && self.running.is_empty() {
+            if self.reqs.is_empty() {
+                self.publish_events();
+            }
             self.ratio.reset();
             return None;
         }
@@ -356,6 +372,19 @@ impl Core {
         let left = step.outputs.iter().any(|output| output.finish.is_some());
         self.batch_is_full &= !left && self.gauges.retracted == retracted;
         Some(step)
+    }
+
+    /// The batches of events that have been let go since this was last asked: with every prefill,
+    /// every [`CoreConfig::decode_log_interval`] decode steps, and when nothing is left to do.
+    pub fn take_batches(&mut self) -> Vec<Vec<Event>> {
+        std::mem::take(&mut self.batches)
+    }
+
+    fn publish_events(&mut self) {
+        let events = self.tree.take_events();
+        if !events.is_empty() {
+            self.batches.push(events);
+        }
     }
 
     /// When [`Core::step`] must be called again for the reaper's sake, if nothing else happens.

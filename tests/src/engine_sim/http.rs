@@ -325,7 +325,7 @@ fn whole_seconds(seconds: f64) -> u64 {
 
 /// Seconds since the Unix epoch.
 #[expect(clippy::disallowed_methods, reason = "the protocol's bodies carry wall-clock times")]
-fn wall_seconds() -> f64 {
+pub(super) fn wall_seconds() -> f64 {
     let now = std::time::SystemTime::now();
     now.duration_since(std::time::UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64())
 }

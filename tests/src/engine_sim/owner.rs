@@ -8,6 +8,7 @@ use self::rank::{Rank, RankCommand};
 use super::{
     Config,
     core::{Core, Gauges, PoolFacts},
+    kv::publisher,
     request::{Finish, Submit},
 };
 use std::{collections::BTreeMap, time::Duration};
@@ -200,11 +201,18 @@ pub(super) struct Owner {
 }
 
 impl Owner {
-    pub(super) fn new(config: &Config, killed: CancellationToken) -> (Owner, Handle) {
+    pub(super) fn new(
+        config: &Config,
+        publishers: &[publisher::Handle],
+        killed: CancellationToken,
+    ) -> (Owner, Handle) {
         let (sender, commands) = mpsc::channel(MAILBOX_MAX);
         let (gone_sender, gone) = mpsc::channel(LIVE_MAX);
         let start = Instant::now();
-        let rank = |index| Rank::new(index, Core::new(config.core.clone()), start);
+        let rank = |index| {
+            let core = Core::new(config.core.clone());
+            Rank::new(index, core, publishers.get(index).cloned(), start)
+        };
         let owner = Owner {
             ranks: (0..config.dp_size).map(rank).collect(),
             commands,

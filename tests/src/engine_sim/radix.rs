@@ -3,20 +3,32 @@
 //! Page-granular, path-compressed, with lock references along a path and eviction of unlocked
 //! leaves, least recently used first. Nodes tagged by open sessions go after untagged ones, the
 //! more tags the later. The tree owns the pages in it; it never touches the pool, it hands evicted
-//! pages to the caller.
+//! pages to the caller. What is stored and evicted it records as KV events, if any are wanted.
 
+use super::{
+    kv::{
+        event::{Event, Recorder},
+        hash::{self, Digest},
+    },
+    request::Space,
+};
 use std::collections::{BTreeMap, BTreeSet};
 
 pub(super) type NodeId = usize;
 pub(super) const ROOT: NodeId = 0;
+
+type Key = (Space, Vec<u32>);
 
 #[derive(Clone, Debug, Default)]
 struct Node {
     parent: NodeId,
     tokens: Vec<u32>,
     pages: Vec<u32>,
+    space: Space,
+    /// Of each page, if events are wanted.
+    digests: Vec<Digest>,
     /// By the tokens of the child's first page.
-    children: BTreeMap<Vec<u32>, NodeId>,
+    children: BTreeMap<Key, NodeId>,
     locks: u32,
     last_use: u64,
     tags: BTreeSet<String>,
@@ -31,6 +43,19 @@ pub(super) struct Radix {
     uses: u64,
     locked_pages: usize,
     pages: usize,
+    events: Option<Recorder>,
+}
+
+/// A prefix, in whole pages, with the pages that hold its KV.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Prefix<'a> {
+    pub(super) tokens: &'a [u32],
+    pub(super) pages: &'a [u32],
+    pub(super) space: &'a Space,
+    /// The session that protects it.
+    pub(super) tag: Option<&'a str>,
+    /// The session that events name.
+    pub(super) session_id: Option<&'a str>,
 }
 
 /// The pages that hold a prefix, and the node it ends at.
@@ -41,9 +66,15 @@ pub(super) struct Match {
 }
 
 impl Radix {
-    pub(super) fn new(page_size: usize) -> Radix {
+    pub(super) fn new(page_size: usize, events: bool) -> Radix {
         let nodes = BTreeMap::from([(ROOT, Node::default())]);
-        Radix { page_size, nodes, next_id: 1, uses: 0, locked_pages: 0, pages: 0 }
+        let events = events.then(Recorder::new);
+        Radix { page_size, nodes, next_id: 1, uses: 0, locked_pages: 0, pages: 0, events }
+    }
+
+    /// What has happened since it was last asked.
+    pub(super) fn take_events(&mut self) -> Vec<Event> {
+        self.events.as_mut().map(Recorder::take).unwrap_or_default()
     }
 
     /// Pages under a lock: no eviction frees them.
@@ -61,13 +92,13 @@ impl Radix {
     }
 
     /// The longest cached prefix of `tokens` in full pages; the path counts as used now.
-    pub(super) fn find(&mut self, tokens: &[u32]) -> Match {
+    pub(super) fn find(&mut self, space: &Space, tokens: &[u32]) -> Match {
         let mut found = Match { pages: Vec::new(), node: ROOT };
         self.uses += 1;
         loop {
             let rest = &tokens[found.pages.len() * self.page_size..];
             self.node_mut(found.node).last_use = self.uses;
-            let Some(child) = self.child_of(found.node, rest) else { return found };
+            let Some(child) = self.child_of(found.node, space, rest) else { return found };
             let same = self.common_pages(child, rest);
             let whole = same == self.nodes[&child].pages.len();
             let node = if whole { child } else { self.split(child, same) };
@@ -82,19 +113,23 @@ impl Radix {
 
     /// Puts a prefix in the tree. `pages` holds its KV; where the tree already has a page for it,
     /// the tree's own is kept and the caller's stays the caller's.
-    pub(super) fn insert(&mut self, tokens: &[u32], pages: &[u32], tag: Option<&str>) -> Match {
+    pub(super) fn insert(&mut self, prefix: Prefix<'_>) -> Match {
+        let Prefix { tokens, pages, space, tag, session_id } = prefix;
         assert_eq!(tokens.len(), pages.len() * self.page_size, "only full pages are cached");
-        let mut found = self.find(tokens);
+        let mut found = self.find(space, tokens);
         if found.pages.len() < pages.len() {
             let rest = &pages[found.pages.len()..];
-            let tokens = tokens[found.pages.len() * self.page_size..].to_vec();
-            let key = tokens[..self.page_size].to_vec();
+            let tokens = &tokens[found.pages.len() * self.page_size..];
+            let digests = self.record_stored(found.node, tokens, space, session_id);
+            let key = (space.clone(), tokens[..self.page_size].to_vec());
             let id = self.next_id;
             self.next_id += 1;
             let node = Node {
                 parent: found.node,
-                tokens,
+                tokens: tokens.to_vec(),
                 pages: rest.to_vec(),
+                space: space.clone(),
+                digests,
                 last_use: self.uses,
                 ..Node::default()
             };
@@ -142,8 +177,11 @@ impl Radix {
         {
             let node = self.nodes.remove(&id).expect("a candidate is in the tree");
             self.pages -= node.pages.len();
-            let key = &node.tokens[..self.page_size];
-            self.node_mut(node.parent).children.remove(key);
+            if let Some(events) = &mut self.events {
+                events.removed(&node.digests, &node.space);
+            }
+            let key = (node.space, node.tokens[..self.page_size].to_vec());
+            self.node_mut(node.parent).children.remove(&key);
             freed.extend(node.pages);
             let parent = &self.nodes[&node.parent];
             if free(node.parent, parent) {
@@ -175,7 +213,12 @@ impl Radix {
     pub(super) fn clear(&mut self) -> Vec<u32> {
         assert_eq!(self.locked_pages, 0, "a locked tree is not cleared");
         let pages = self.all_pages().collect();
-        *self = Radix { uses: self.uses, next_id: self.next_id, ..Radix::new(self.page_size) };
+        let mut events = self.events.take();
+        if let Some(events) = &mut events {
+            events.cleared();
+        }
+        let empty = Radix::new(self.page_size, false);
+        *self = Radix { uses: self.uses, next_id: self.next_id, events, ..empty };
         pages
     }
 
@@ -186,17 +229,37 @@ impl Radix {
             pages += node.pages.len();
             locked += if node.locks > 0 { node.pages.len() } else { 0 };
             assert_eq!(node.tokens.len(), node.pages.len() * self.page_size);
-            for (key, child) in &node.children {
+            let digests = if self.events.is_some() { node.pages.len() } else { 0 };
+            assert_eq!(node.digests.len(), digests, "digests of pages");
+            for ((space, tokens), child) in &node.children {
                 let child = &self.nodes[child];
-                assert_eq!((child.parent, &child.tokens[..self.page_size]), (id, key.as_slice()));
+                assert_eq!((child.parent, &child.tokens[..self.page_size]), (id, &tokens[..]));
+                assert!(child.space == *space && (id == ROOT || node.space == *space));
                 assert!(id == ROOT || child.locks <= node.locks, "a lock covers its whole path");
             }
         }
         assert_eq!((pages, locked), (self.pages, self.locked_pages), "radix page counters");
     }
 
-    fn child_of(&self, node: NodeId, rest: &[u32]) -> Option<NodeId> {
-        self.nodes[&node].children.get(rest.get(..self.page_size)?).copied()
+    /// The digests of new pages below a node, told as an event; none if no events are wanted.
+    fn record_stored(
+        &mut self,
+        parent: NodeId,
+        tokens: &[u32],
+        space: &Space,
+        session_id: Option<&str>,
+    ) -> Vec<Digest> {
+        let Some(events) = &mut self.events else { return Vec::new() };
+        let parent = self.nodes[&parent].digests.last();
+        let seed = parent.copied().or_else(|| hash::seed(space));
+        let digests = hash::chain(seed, tokens, self.page_size);
+        events.stored(parent, &digests, tokens, space, session_id);
+        digests
+    }
+
+    fn child_of(&self, node: NodeId, space: &Space, rest: &[u32]) -> Option<NodeId> {
+        let key = (space.clone(), rest.get(..self.page_size)?.to_vec());
+        self.nodes[&node].children.get(&key).copied()
     }
 
     fn common_pages(&self, node: NodeId, rest: &[u32]) -> usize {
@@ -213,6 +276,8 @@ impl Radix {
         let lower = self.node_mut(id);
         let tokens = lower.tokens.split_off(at);
         let pages = lower.pages.split_off(keep);
+        let at = if lower.digests.is_empty() { 0 } else { keep };
+        let digests = lower.digests.split_off(at);
         let (upper_tokens, upper_pages) = (
             std::mem::replace(&mut lower.tokens, tokens),
             std::mem::replace(&mut lower.pages, pages),
@@ -223,12 +288,14 @@ impl Radix {
             locks: lower.locks,
             last_use: lower.last_use,
             tags: lower.tags.clone(),
+            space: lower.space.clone(),
+            digests: std::mem::replace(&mut lower.digests, digests),
             tokens: upper_tokens,
             pages: upper_pages,
             children: BTreeMap::new(),
         };
-        let lower_key = lower.tokens[..page_size].to_vec();
-        let upper_key = upper.tokens[..page_size].to_vec();
+        let lower_key = (lower.space.clone(), lower.tokens[..page_size].to_vec());
+        let upper_key = (upper.space.clone(), upper.tokens[..page_size].to_vec());
         self.nodes.insert(upper_id, upper);
         self.node_mut(upper_id).children.insert(lower_key, id);
         self.node_mut(parent).children.insert(upper_key, upper_id);
@@ -253,13 +320,21 @@ impl Radix {
 mod tests {
     use super::*;
 
+    fn find(tree: &mut Radix, tokens: &[u32]) -> Match {
+        tree.find(&Space::default(), tokens)
+    }
+
+    fn insert(tree: &mut Radix, tokens: &[u32], pages: &[u32], tag: Option<&str>) -> Match {
+        tree.insert(Prefix { tokens, pages, space: &Space::default(), tag, session_id: None })
+    }
+
     #[test]
     fn matches_whole_pages_and_splits() {
-        let mut tree = Radix::new(2);
-        tree.insert(&[1, 2, 3, 4, 5, 6], &[1, 2, 3], None);
-        assert_eq!(tree.find(&[1, 2, 3, 4, 9, 9]).pages, [1, 2]);
-        assert_eq!(tree.find(&[1, 2, 3]).pages, [1]);
-        let again = tree.insert(&[1, 2, 3, 4, 9, 9], &[7, 8, 9], None);
+        let mut tree = Radix::new(2, true);
+        insert(&mut tree, &[1, 2, 3, 4, 5, 6], &[1, 2, 3], None);
+        assert_eq!(find(&mut tree, &[1, 2, 3, 4, 9, 9]).pages, [1, 2]);
+        assert_eq!(find(&mut tree, &[1, 2, 3]).pages, [1]);
+        let again = insert(&mut tree, &[1, 2, 3, 4, 9, 9], &[7, 8, 9], None);
         assert_eq!(again.pages, [1, 2, 9]);
         tree.check_invariants();
         assert_eq!(tree.evictable_pages(), 4);
@@ -267,13 +342,13 @@ mod tests {
 
     #[test]
     fn evicts_untagged_then_oldest_and_never_locked() {
-        let mut tree = Radix::new(1);
-        tree.insert(&[1], &[1], Some("a"));
-        let locked = tree.insert(&[2], &[2], None);
+        let mut tree = Radix::new(1, false);
+        insert(&mut tree, &[1], &[1], Some("a"));
+        let locked = insert(&mut tree, &[2], &[2], None);
         tree.lock(locked.node);
-        tree.insert(&[3], &[3], None);
-        tree.insert(&[4], &[4], None);
-        tree.find(&[3]);
+        insert(&mut tree, &[3], &[3], None);
+        insert(&mut tree, &[4], &[4], None);
+        find(&mut tree, &[3]);
         assert_eq!(tree.evict(1), [4]);
         assert_eq!(tree.evict(9), [3, 1]);
         assert_eq!((tree.protected_pages(), tree.evictable_pages()), (1, 0));
@@ -284,11 +359,56 @@ mod tests {
 
     #[test]
     fn closed_tags_protect_no_longer() {
-        let mut tree = Radix::new(1);
-        tree.insert(&[1], &[1], Some("a"));
-        tree.insert(&[2], &[2], Some("b"));
+        let mut tree = Radix::new(1, false);
+        insert(&mut tree, &[1], &[1], Some("a"));
+        insert(&mut tree, &[2], &[2], Some("b"));
         assert_eq!(tree.tagged_tokens()["b"], 1);
         tree.untag("b");
         assert_eq!(tree.evict(1), [2]);
+    }
+
+    #[test]
+    fn equal_prefixes_of_two_spaces_share_nothing() {
+        let mut tree = Radix::new(1, true);
+        let salted = Space { cache_salt: Some("s".to_owned()), extra_key: None };
+        insert(&mut tree, &[1, 2], &[1, 2], None);
+        assert!(tree.find(&salted, &[1, 2]).pages.is_empty());
+        let prefix =
+            Prefix { tokens: &[1, 2], pages: &[3, 4], space: &salted, tag: None, session_id: None };
+        assert_eq!(tree.insert(prefix).pages, [3, 4]);
+        assert_eq!(find(&mut tree, &[1, 2, 9]).pages, [1, 2]);
+        tree.check_invariants();
+    }
+
+    /// A split names no page anew, and what is evicted is named as it was stored.
+    #[test]
+    fn events_follow_the_pages() {
+        let mut tree = Radix::new(2, true);
+        insert(&mut tree, &[1, 2, 3, 4, 5, 6], &[1, 2, 3], None);
+        insert(&mut tree, &[1, 2, 3, 4, 9, 9], &[7, 8, 9], None);
+        tree.evict(9);
+        tree.clear();
+        let digests =
+            |tokens: &[u32]| hash::chain(None, tokens, 2).iter().map(hash::name).collect();
+        let (one, other): (Vec<_>, Vec<_>) =
+            (digests(&[1, 2, 3, 4, 5, 6]), digests(&[1, 2, 3, 4, 9, 9]));
+        let seen: Vec<(Option<i64>, Vec<i64>)> = tree
+            .take_events()
+            .into_iter()
+            .map(|event| match event {
+                Event::Stored(stored) => (stored.parent, stored.hashes),
+                Event::Removed { hashes, .. } => (None, hashes),
+                Event::Cleared => (None, vec![]),
+            })
+            .collect();
+        let removed = vec![one[2], other[2], one[0], one[1]];
+        let expected = [
+            (None, vec![]),
+            (None, one.clone()),
+            (Some(one[1]), other[2..].to_vec()),
+            (None, removed),
+            (None, vec![]),
+        ];
+        assert_eq!(seen, expected);
     }
 }

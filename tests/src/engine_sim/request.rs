@@ -44,6 +44,13 @@ pub enum SessionRef {
     Tagged(String),
 }
 
+/// What keeps equal prefixes apart in the caches.
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Space {
+    pub extra_key: Option<String>,
+    pub cache_salt: Option<String>,
+}
+
 /// A request as the scheduler receives it.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Submit {
@@ -51,6 +58,7 @@ pub struct Submit {
     pub input_ids: Vec<u32>,
     pub sampling: Sampling,
     pub session: SessionRef,
+    pub space: Space,
 }
 
 /// Why a request ended.
@@ -119,6 +127,9 @@ pub(super) struct Req {
     /// `max_new_tokens` clamped to the context.
     pub(super) max_new: usize,
     pub(super) kind: Kind,
+    pub(super) space: Space,
+    /// The top-level `session_id`, whether or not it tags.
+    pub(super) session_id: Option<String>,
     pub(super) row: Option<usize>,
     /// Tokens whose KV this request has computed or borrowed.
     pub(super) seq: usize,

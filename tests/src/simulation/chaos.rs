@@ -170,6 +170,7 @@ impl World {
             input_ids,
             sampling: Sampling { max_new_tokens: Some(1), ..Sampling::default() },
             session: SessionRef::Controller(params),
+            ..Submit::default()
         };
         let now = self.now;
         let Some(engine) = &mut self.engine else { return };

@@ -251,10 +251,10 @@ impl World {
             ..Sampling::default()
         };
         let (rid, input_ids) = (turn.rid.clone(), turn.ids.clone());
-        let submit = Box::new(Submit { rid, input_ids, sampling, session });
+        let submit = Submit { rid, input_ids, sampling, session, ..Submit::default() };
         let rank = admitted.dp_rank as usize;
         self.turn(id).arrived = true;
-        self.push(rank, Command::Turn { turn: id, submit });
+        self.push(rank, Command::Turn { turn: id, submit: Box::new(submit) });
     }
 
     /// The scheduler has taken a turn in.

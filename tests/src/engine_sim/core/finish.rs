@@ -1,7 +1,10 @@
 //! How requests end and what becomes of their KV.
 
 use super::{
-    super::request::{Finish, Kind, Output, ReqKey},
+    super::{
+        radix::Prefix,
+        request::{Finish, Kind, Output, ReqKey},
+    },
     Core, Row,
 };
 
@@ -41,7 +44,13 @@ impl Core {
         if full < own_from {
             return;
         }
-        let cached = self.tree.insert(&tokens, &record.pages[..full], tag);
+        let cached = self.tree.insert(Prefix {
+            tokens: &tokens,
+            pages: &record.pages[..full],
+            space: &req.space,
+            tag,
+            session_id: req.session_id.as_deref(),
+        });
         self.tree.lock(cached.node);
         self.tree.unlock(record.lock);
         record.lock = cached.node;
@@ -138,7 +147,7 @@ impl Core {
         if req.fill_len() < protected {
             return false;
         }
-        let found = self.tree.find(&req.fill(protected));
+        let found = self.tree.find(&req.space, &req.fill(protected));
         self.row(row).pages.starts_with(&found.pages)
             && found.pages.len() * self.config.page_size == protected
     }

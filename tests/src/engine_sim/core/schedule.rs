@@ -152,8 +152,8 @@ impl Core {
                 session.inflight = false;
             }
         }
-        let fill = self.reqs[&key].fill(reach);
-        let found = self.tree.find(&fill);
+        let req = &self.reqs[&key];
+        let found = self.tree.find(&req.space, &req.fill(reach));
         let start = found.pages.len() * self.config.page_size;
         (found.pages, found.node, None, start)
     }
@@ -186,6 +186,7 @@ impl Core {
         let mut step = Step { outputs: Vec::new(), busy: self.prefill_time(tokens) };
         // All rows are taken before anything runs: two first turns of a session in one batch both
         // want to create its slot.
+        self.reserve(tokens, batch.len());
         for extend in &batch {
             if let Err(reason) = self.allocate(extend) {
                 self.crashed = Some(reason);
@@ -215,7 +216,25 @@ impl Core {
             }
         }
         self.report_pool();
+        self.publish_events();
         step
+    }
+
+    /// Evicts until a batch finds room: the engine counts a page more for each request than it may
+    /// turn out to need, where pages have more than one token.
+    fn reserve(&mut self, tokens: usize, requests: usize) {
+        let page_size = self.config.page_size;
+        let more = if page_size > 1 { requests * page_size } else { 0 };
+        self.make_free(self.pool.pages_of(tokens + more));
+    }
+
+    /// Evicts until so many pages are free, or nothing is left that could be.
+    fn make_free(&mut self, pages: usize) {
+        let short = pages.saturating_sub(self.pool.free_pages().len());
+        if short > 0 {
+            let evicted = self.tree.evict(short);
+            self.pool.give_back(evicted);
+        }
     }
 
     fn prefill_time(&self, tokens: usize) -> Duration {
@@ -284,11 +303,7 @@ impl Core {
     fn grow(&mut self, row: usize, tokens: usize) {
         let have = self.row(row).pages.len();
         let need = self.pool.pages_of(tokens).saturating_sub(have);
-        let short = need.saturating_sub(self.pool.free_pages().len());
-        if short > 0 {
-            let evicted = self.tree.evict(short);
-            self.pool.give_back(evicted);
-        }
+        self.make_free(need);
         for _ in 0..need {
             let page = self.pool.take().expect("admission reserved the pages");
             self.row(row).pages.push(page);
@@ -326,6 +341,8 @@ impl Core {
         let busy = Duration::try_from_secs_f64(ms).unwrap_or_default() + self.forward_sleep;
         let mut outputs = Vec::new();
         self.make_room(&mut outputs);
+        // Each may need a page, the engine thinks.
+        self.make_free(self.running.len());
         for key in self.running.clone() {
             let req = &self.reqs[&key];
             let at = req.seq;
@@ -352,6 +369,7 @@ impl Core {
         if self.gauges.decode_steps.is_multiple_of(u64::from(self.config.decode_log_interval)) {
             self.report_pool();
             self.report_sessions();
+            self.publish_events();
         }
         Step { outputs, busy }
     }

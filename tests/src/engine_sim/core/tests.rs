@@ -27,7 +27,10 @@ fn submit(
     max_new: usize,
 ) -> ReqKey {
     let rid = format!("rid-{:06}", core.next_key);
-    core.submit(now, Submit { rid, input_ids, sampling: sampling(max_new), session })
+    core.submit(
+        now,
+        Submit { rid, input_ids, sampling: sampling(max_new), session, ..Submit::default() },
+    )
 }
 
 /// Steps until nothing moves; what each request ended with, in order.
@@ -267,7 +270,8 @@ fn stop_sequences_and_eos_end_an_answer_and_count() {
     stopping.stop = vec![tokens[2..4].to_vec()];
     let session = SessionRef::Controller(SessionParams { id: "s".into(), ..Default::default() });
     let rid = "stops".to_owned();
-    core.submit(T0, Submit { rid, input_ids: ids(20, 1), sampling: stopping, session });
+    let input_ids = ids(20, 1);
+    core.submit(T0, Submit { rid, input_ids, sampling: stopping, session, ..Submit::default() });
     let end = one(&mut core, T0);
     assert_eq!(end.finish, Some(Finish::StopText(tokens[2..4].to_vec())));
     turn(&mut core, T0, "s", ids(1, 1), 1);
@@ -286,7 +290,11 @@ fn sessions_that_run_out_of_room_stay_half_closed_with_what_they_made() {
         let mut sampling = sampling(110);
         sampling.ignore_eos = false;
         let session = SessionRef::Controller(params);
-        core.submit(T0, Submit { rid: id.into(), input_ids: ids(20, salt), sampling, session });
+        let input_ids = ids(20, salt);
+        core.submit(
+            T0,
+            Submit { rid: id.into(), input_ids, sampling, session, ..Submit::default() },
+        );
         core.step(T0);
     }
     let ended = |step: Step| step.outputs.into_iter().find(|o| o.finish.is_some());
@@ -385,10 +393,7 @@ fn decode_without_room_retracts_plain_requests_and_completes() {
         let rid = format!("plain-{salt}");
         let mut sampling = sampling(90);
         sampling.ignore_eos = false;
-        core.submit(
-            T0,
-            Submit { rid, input_ids: ids(20, salt), sampling, session: SessionRef::None },
-        );
+        core.submit(T0, Submit { rid, input_ids: ids(20, salt), sampling, ..Submit::default() });
         core.step(T0);
     }
     let ends = run(&mut core, T0);

@@ -3,7 +3,7 @@
 use super::{
     super::{
         owner::Progress,
-        request::{Finish, Sampling, SessionParams, SessionRef, Submit},
+        request::{Finish, Sampling, SessionParams, SessionRef, Space, Submit},
         tokenizer,
     },
     App, AppState, Live, event_stream, internal_error, json_response, object, object_error,
@@ -37,6 +37,7 @@ struct Call {
     rank: Option<usize>,
     sampling: Sampling,
     session: SessionRef,
+    space: Space,
 }
 
 pub(super) async fn generate(State(app): AppState, body: Bytes) -> Response {
@@ -92,7 +93,8 @@ fn read(app: &App, body: &Map<String, Value>, stream: bool) -> Result<Call, Refu
     };
     let rank = routed_rank(app, body).map_err(Refusal::Value)?;
     let sampling = sampling(params, Some(MAX_NEW_TOKENS_DEFAULT));
-    Ok(Call { prompts, batch, stream, rids, rank, sampling, session })
+    let space = space(body);
+    Ok(Call { prompts, batch, stream, rids, rank, sampling, session, space })
 }
 
 /// The check that is made before the scheduler: the body's own tokens, and the output it asks for,
@@ -181,6 +183,15 @@ fn session_ref(body: &Map<String, Value>) -> Result<SessionRef, Refusal> {
     }))
 }
 
+/// What keeps the caller's KV from others; empty is none.
+pub(super) fn space(body: &Map<String, Value>) -> Space {
+    let text = |key: &str| body.get(key).and_then(Value::as_str).filter(|text| !text.is_empty());
+    Space {
+        extra_key: text("extra_key").map(str::to_owned),
+        cache_salt: text("cache_salt").map(str::to_owned),
+    }
+}
+
 /// Sampling parameters under their names in `/generate`.
 fn sampling(params: Option<&Value>, max_default: Option<usize>) -> Sampling {
     let get = |key: &str| params.and_then(|params| params.get(key)).filter(|v| !v.is_null());
@@ -209,6 +220,7 @@ async fn submit(app: &App, call: &Call, index: usize) -> Live {
         input_ids: call.prompts[index].clone(),
         sampling: call.sampling.clone(),
         session: call.session.clone(),
+        space: call.space.clone(),
     };
     app.submit(call.rank, call.stream, submit).await
 }

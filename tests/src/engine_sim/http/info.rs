@@ -2,7 +2,8 @@
 
 use super::{
     super::{
-        VERSION,
+        Config, VERSION,
+        kv::KvEventsConfig,
         owner::RankReport,
         tokenizer::{EOS, VOCAB_SIZE},
     },
@@ -141,7 +142,7 @@ pub(super) async fn server_info(State(app): AppState) -> Response {
         "decode_log_interval": core.decode_log_interval,
         "disaggregation_mode": "null",
         "disaggregation_bootstrap_port": 8998,
-        "kv_events_config": null,
+        "kv_events_config": app.config.kv_events.as_ref().map(kv_events_config),
         "load_balance_method": "round_robin",
         "random_seed": core.seed,
         "device": "cpu",
@@ -173,11 +174,38 @@ pub(super) async fn server_info(State(app): AppState) -> Response {
             "version": VERSION,
             "frontend": "python",
             "launch_command": "engine-sim",
-            "kv_events": null,
+            "kv_events": app.config.kv_events.as_ref().and_then(|kv| kv_events(kv, &app.config)),
             "internal_states": vec![internal; app.config.dp_size],
         }),
     );
     json_response(StatusCode::OK, &body)
+}
+
+/// The setting, as it was given.
+fn kv_events_config(config: &KvEventsConfig) -> String {
+    json!({
+        "publisher": config.publisher, "endpoint": config.endpoint, "bind": config.bind,
+        "replay_endpoint": config.replay_endpoint, "buffer_steps": config.buffer_steps,
+        "topic": config.topic, "format": config.format,
+    })
+    .to_string()
+}
+
+/// Where subscribers find the publishers.
+fn kv_events(config: &KvEventsConfig, all: &Config) -> Option<Value> {
+    let endpoint = config.events_at()?;
+    let mut described = json!({
+        "publisher": config.publisher,
+        "endpoint_host": endpoint.host,
+        "endpoint_port_base": endpoint.port,
+        "topic": config.topic,
+        "block_size": all.core.page_size,
+        "dp_size": all.dp_size,
+    });
+    if let Some(replay) = config.replays_at() {
+        described["replay_endpoint_port_base"] = json!(replay.port);
+    }
+    Some(described)
 }
 
 pub(super) async fn model_info(State(app): AppState) -> Response {

@@ -7,7 +7,7 @@ use super::{
         tokenizer,
     },
     App, AppState, Live,
-    generate::{routed_rank, stops, text, token_ids, too_long},
+    generate::{routed_rank, space, stops, text, token_ids, too_long},
     json_response, object as fields, object_error, parse_object, sse, validation_error,
     whole_seconds,
 };
@@ -148,7 +148,7 @@ async fn run(
     let tag = body.get("session_id").and_then(Value::as_str);
     let session = tag.map_or(SessionRef::None, |tag| SessionRef::Tagged(tag.to_owned()));
     let stream = body.get("stream").and_then(Value::as_bool).unwrap_or(false);
-    let submit = Submit { rid, input_ids: prompt, sampling, session };
+    let submit = Submit { rid, input_ids: prompt, sampling, session, space: space(body) };
     let live = app.submit(rank, stream, submit).await;
     if stream {
         let options = body.get("stream_options");

@@ -3,6 +3,7 @@
 use super::{
     super::{
         core::{Core, PoolFacts},
+        kv::publisher,
         request::{Finish, Output, ReqKey},
     },
     NewTurn, OpenSession, Progress, RankReport, Totals, rank_time,
@@ -49,18 +50,25 @@ pub(super) struct Rank {
     inbox: VecDeque<RankCommand>,
     /// Outputs of the step that is running, and when it ends.
     pending: Option<(Instant, Vec<Output>)>,
+    publisher: Option<publisher::Handle>,
     live: HashMap<ReqKey, Live>,
     totals: Totals,
     last_report: Instant,
 }
 
 impl Rank {
-    pub(super) fn new(index: usize, core: Core, start: Instant) -> Rank {
+    pub(super) fn new(
+        index: usize,
+        core: Core,
+        publisher: Option<publisher::Handle>,
+        start: Instant,
+    ) -> Rank {
         Rank {
             index,
             core,
             inbox: VecDeque::new(),
             pending: None,
+            publisher,
             live: HashMap::new(),
             totals: Totals::default(),
             last_report: start,
@@ -129,6 +137,7 @@ impl Rank {
             }
             at = due.max(now.checked_sub(CATCH_UP_MAX).unwrap_or(now));
             self.deliver(outputs, now);
+            self.publish();
         }
         self.settle(rank_time(start, now), now);
         let since_start = at.duration_since(start);
@@ -139,7 +148,10 @@ impl Rank {
                 self.last_report = now;
                 Some(due)
             }
-            None => self.core.next_deadline().map(|deadline| start + deadline),
+            None => {
+                self.publish();
+                self.core.next_deadline().map(|deadline| start + deadline)
+            }
         }
     }
 
@@ -178,6 +190,13 @@ impl Rank {
                 let _ = reply.try_send(self.core.flush());
             }
             RankCommand::SlowDown(sleep) => self.core.slow_down(sleep),
+        }
+    }
+
+    fn publish(&mut self) {
+        let batches = self.core.take_batches();
+        if let Some(publisher) = &self.publisher {
+            batches.into_iter().for_each(|batch| publisher.publish(batch));
         }
     }
 

@@ -1,0 +1,359 @@
+"""KV events: what the radix cache tells of itself over ZMQ, and when."""
+
+import hashlib
+from typing import Any
+
+from conformance.cases import case
+from conformance.engine import Engine, ids
+from conformance.groups import EVENTS_KEPT, TOPIC
+from conformance.kv_wire import Batch, Socket, replay
+from lane.runner import equal
+from lane.turns import new_id
+
+# Four of these fill the pool up; a fifth pushes one out.
+CHAIN = 480
+
+
+def hashes(tokens: list[int], page: int, salt: str | None = None) -> list[int]:
+    """The names of the full pages of a prompt, by the engine's rule."""
+    previous, names = b"", []
+    if salt is not None:
+        previous = hashlib.sha256(b"sglang-cache-salt-v1\0" + salt.encode()).digest()
+    for begin in range(0, len(tokens) // page * page, page):
+        page_bytes = b"".join(token.to_bytes(4, "little") for token in tokens[begin : begin + page])
+        previous = hashlib.sha256(previous + page_bytes).digest()
+        names.append(int.from_bytes(previous[:8], "big", signed=True))
+    return names
+
+
+def stored(tokens: list[int], page: int, begin: int = 0, end: int | None = None, **more: Any) -> dict:
+    """The event of the full pages between two places of a prompt."""
+    names = hashes(tokens, page, more.get("cache_salt"))
+    first, last = begin // page, (len(tokens) if end is None else end) // page
+    return {
+        "type": "BlockStored",
+        "block_hashes": names[first:last],
+        "parent_block_hash": names[first - 1] if first else None,
+        "token_ids": tokens[first * page : last * page],
+        "block_size": page,
+        "lora_id": None,
+        "medium": "GPU",
+        **more,
+    }
+
+
+def removed(names: list[int]) -> dict:
+    return {"type": "BlockRemoved", "block_hashes": names, "medium": "GPU"}
+
+
+CLEARED = {"type": "AllBlocksCleared"}
+
+
+class Tape:
+    """The events between its making, which empties the cache, and its end."""
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        begin = self._mark()
+        engine.until("flushed", lambda: engine.flush().status == 200)
+        self._first = engine.until("the flush is published", lambda: self._cleared_since(begin))
+
+    def batches(self) -> list[Batch]:
+        return replay(self._engine.replay_port, self._first)
+
+    def end(self) -> list[dict]:
+        """All events so far, in order. Where one batch ends and the next begins is up to the
+        engine, which is one step ahead of what it tells."""
+        mark = self._mark()
+        events = [event for batch in self.batches() for event in batch.events]
+        last = next(place for place, event in enumerate(events) if _is_mark(event, mark))
+        return events[:last]
+
+    def _mark(self) -> str:
+        """Stores a page that nobody else stores, and waits until that is published."""
+        engine, mark = self._engine, new_id("mark")
+        engine.until_idle()
+        engine.turn(None, [7] * engine.group.page_size, 1, cache_salt=mark).good()
+        engine.until("the mark is published", lambda: self._number_of(mark) is not None)
+        return mark
+
+    def _number_of(self, mark: str) -> int | None:
+        for batch in reversed(replay(self._engine.replay_port, 0)):
+            if any(_is_mark(event, mark) for event in batch.events):
+                return batch.sequence
+        return None
+
+    def _cleared_since(self, mark: str) -> int | None:
+        """The number after that of the first flush after the mark."""
+        number = self._number_of(mark)
+        assert number is not None, "more batches than are kept"
+        for batch in replay(self._engine.replay_port, number + 1):
+            if CLEARED in batch.events:
+                equal(batch.events, [CLEARED], "the batch of a flush")
+                return batch.sequence + 1
+        return None
+
+
+def _is_mark(event: dict, mark: str) -> bool:
+    return event.get("cache_salt") == mark
+
+
+@case("page16", "page1")
+def a_prompt_is_stored_first_and_then_its_output(engine: Engine) -> None:
+    page, tape = engine.group.page_size, Tape(engine)
+    reply = engine.turn(None, ids(40, 1), 20).good()
+    # The last token has no KV: nothing came after it.
+    whole = ids(40, 1) + reply.output[:-1]
+    engine.expect("the events", tape.end(), [stored(whole, page, 0, 40), stored(whole, page, 40)])
+
+
+@case("page16", "page1")
+def a_growing_conversation_stores_what_is_new(engine: Engine) -> None:
+    page, tape = engine.group.page_size, Tape(engine)
+    prompt, known, expected = ids(40, 1), 0, []
+    for salt in (2, 3, 4):
+        reply = engine.turn(None, prompt, 20).good()
+        whole = prompt + reply.output[:-1]
+        expected += [stored(whole, page, known, len(prompt)), stored(whole, page, len(prompt))]
+        known, prompt = len(whole), whole + reply.output[-1:] + ids(30, salt)
+    engine.expect("the events", tape.end(), expected)
+
+
+@case("page16", "page1")
+def a_prompt_that_is_known_stores_nothing(engine: Engine) -> None:
+    page, tape = engine.group.page_size, Tape(engine)
+    engine.turn(None, ids(64, 1), 1).good()
+    engine.turn(None, ids(64, 1), 1).good()
+    engine.turn(None, ids(32, 1), 1).good()
+    engine.expect("the events", tape.end(), [stored(ids(64, 1), page)])
+
+
+@case("page16", "page1")
+def a_long_prompt_is_stored_in_its_chunks(engine: Engine) -> None:
+    page, tape = engine.group.page_size, Tape(engine)
+    engine.turn(None, ids(800, 1), 1).good()
+    chunk = engine.group.chunk_tokens
+    expected = [stored(ids(800, 1), page, 0, chunk), stored(ids(800, 1), page, chunk)]
+    engine.expect("the events", tape.end(), expected)
+
+
+@case("page16", "page1")
+def a_branch_is_stored_after_what_it_shares(engine: Engine) -> None:
+    page, tape = engine.group.page_size, Tape(engine)
+    other = ids(32, 1) + ids(32, 2)
+    engine.turn(None, ids(64, 1), 1).good()
+    engine.turn(None, other, 1).good()
+    expected = [stored(ids(64, 1), page), stored(other, page, 32)]
+    engine.expect("the events", tape.end(), expected)
+
+
+@case("page16", "page1")
+def the_oldest_chain_is_removed_for_a_new_one(engine: Engine) -> None:
+    page, tape = engine.group.page_size, Tape(engine)
+    for salt in range(1, 6):
+        engine.turn(None, ids(CHAIN, salt), 1).good()
+    expected = [stored(ids(CHAIN, salt), page) for salt in range(1, 5)]
+    expected += [removed(hashes(ids(CHAIN, 1), page)), stored(ids(CHAIN, 5), page)]
+    engine.expect("the events", tape.end(), expected)
+
+
+@case("page16", "page1")
+def an_output_is_removed_before_its_prompt(engine: Engine) -> None:
+    page, tape = engine.group.page_size, Tape(engine)
+    reply = engine.turn(None, ids(320, 1), 161).good()
+    whole = ids(320, 1) + reply.output[:-1]
+    for salt in (2, 3, 4):
+        engine.turn(None, ids(CHAIN, salt), 1).good()
+    engine.turn(None, ids(200, 5), 1).good()
+    expected = [stored(whole, page, 0, 320), stored(whole, page, 320)]
+    expected += [stored(ids(CHAIN, salt), page) for salt in (2, 3, 4)]
+    expected += [removed(hashes(whole, page)[320 // page :]), stored(ids(200, 5), page)]
+    engine.expect("the events", tape.end(), expected)
+
+
+@case("page16", "page1")
+def decode_makes_room_too(engine: Engine) -> None:
+    page, tape = engine.group.page_size, Tape(engine)
+    for salt in (1, 2, 3, 4):
+        engine.turn(None, ids(CHAIN, salt), 1).good()
+    # The prompt fits beside them, its output doesn't.
+    reply = engine.turn(None, ids(32, 5), 200).good()
+    whole = ids(32, 5) + reply.output[:-1]
+    expected = [stored(ids(CHAIN, salt), page) for salt in (1, 2, 3, 4)]
+    expected += [stored(whole, page, 0, 32), removed(hashes(ids(CHAIN, 1), page))]
+    expected.append(stored(whole, page, 32))
+    engine.expect("the events", tape.end(), expected)
+
+
+@case("page16", "page1")
+def a_flush_clears_all_at_once(engine: Engine) -> None:
+    page, tape = engine.group.page_size, Tape(engine)
+    engine.turn(None, ids(64, 1), 1).good()
+    # The second finds nothing to clear, and says it all the same.
+    for _ in range(2):
+        engine.until("flushed", lambda: engine.flush().status == 200)
+    engine.turn(None, ids(64, 1), 1).good()
+    chain = stored(ids(64, 1), page)
+    engine.expect("the events", tape.end(), [chain, CLEARED, CLEARED, chain])
+
+
+@case("page16", "page1")
+def a_streaming_session_shows_its_first_prompt_alone(engine: Engine) -> None:
+    page, tape = engine.group.page_size, Tape(engine)
+    session = engine.open()
+    for salt in (1, 2, 3):
+        engine.turn(session, ids(40, salt), 20).good()
+    engine.close(session)
+    engine.until_gone(session)
+    engine.expect("the events", tape.end(), [stored(ids(40, 1), page)])
+
+
+@case("page16", "page1")
+def an_aborted_session_turn_shows_the_whole_chain(engine: Engine) -> None:
+    page, tape = engine.group.page_size, Tape(engine)
+    session = engine.open()
+    one = engine.turn(session, ids(40, 1), 20).good()
+    with engine.slow():
+        flow = engine.flow(session, ids(40, 2), 100, rid="aborted-kv")
+        flow.first()
+        engine.abort("aborted-kv")
+        two = flow.end()
+    equal(two.finish["type"], "abort", "how it ended")
+    first, second = tape.end()
+    engine.expect("the first event", first, stored(ids(40, 1), page))
+    # How much of the aborted output it has depends on when the abort came.
+    history = ids(40, 1) + one.output + ids(40, 2)
+    whole = history + second["token_ids"][len(history) - 40 // page * page :]
+    engine.expect("the second event", second, stored(whole, page, 40))
+    engine.close(session)
+
+
+@case("page16", "page1")
+def a_session_that_lost_its_kv_shows_its_history(engine: Engine) -> None:
+    page, tape = engine.group.page_size, Tape(engine)
+    session = engine.open()
+    reply = engine.turn(session, ids(40, 1), 20).good()
+    engine.until("flushed", lambda: engine.flush().status == 200)
+    engine.turn(session, ids(40, 2), 5).good()
+    history = ids(40, 1) + reply.output + ids(40, 2)
+    expected = [stored(ids(40, 1), page), CLEARED, stored(history, page)]
+    engine.expect("the events", tape.end(), expected)
+    engine.close(session)
+
+
+@case("page16", "page1")
+def a_refused_request_stores_nothing_of_its_prompt(engine: Engine) -> None:
+    tape = Tape(engine)
+    equal(engine.turn("nobody", ids(64, 1), 4).status, 400, "the status")
+    tokens = [token for event in tape.end() for token in event["token_ids"]]
+    # What runs in its place is one token of padding, a whole page where pages are that small;
+    # the real engine may have gone a step further by then.
+    padding = [0] if engine.group.page_size == 1 else []
+    engine.expect("the tokens stored", tokens[:1], padding)
+
+
+@case("page16", "both")
+def events_name_the_session_of_a_request(engine: Engine) -> None:
+    page, tape, id = engine.group.page_size, Tape(engine), new_id("t")
+    reply = engine.turn(None, ids(40, 1), 20, session_id=id).good()
+    whole = ids(40, 1) + reply.output[:-1]
+    grown = whole + reply.output[-1:] + ids(4, 2)
+    engine.turn(None, grown, 1).good()
+    expected = [
+        stored(whole, page, 0, 40, session_id=id),
+        stored(whole, page, 40, session_id=id),
+        stored(grown, page, len(whole)),
+    ]
+    engine.close(id)
+    engine.expect("the events", tape.end(), expected)
+
+
+@case("page16", "page1")
+def a_salt_changes_the_hashes_and_an_extra_key_does_not(engine: Engine) -> None:
+    page, tape, prompt = engine.group.page_size, Tape(engine), ids(48, 1)
+    more = [{}, {"cache_salt": "one"}, {"cache_salt": "other"}, {"extra_key": "one"}]
+    replies = [engine.turn(None, prompt, 1, **some).good() for some in more]
+    engine.expect("cached", [reply.cached for reply in replies], [0, 0, 0, 0])
+    again = [engine.turn(None, prompt, 1, **some).good() for some in more]
+    engine.expect("cached again", {reply.cached for reply in again}, {47 // page * page})
+    expected = [
+        stored(prompt, page),
+        stored(prompt, page, cache_salt="one"),
+        stored(prompt, page, cache_salt="other"),
+        stored(prompt, page),
+    ]
+    engine.expect("the events", tape.end(), expected)
+
+
+@case("page16", "page1")
+def a_session_s_salt_is_its_turn_s(engine: Engine) -> None:
+    page, tape, session = engine.group.page_size, Tape(engine), engine.open()
+    engine.turn(session, ids(40, 1), 4, cache_salt="one").good()
+    engine.expect("the events", tape.end(), [stored(ids(40, 1), page, cache_salt="one")])
+    engine.close(session)
+
+
+@case("page16", "page1")
+def live_and_replayed_batches_are_the_same(engine: Engine) -> None:
+    tape = Tape(engine)
+    live, deaf = (Socket(engine.events_port, b"SUB", 5) for _ in range(2))
+    try:
+        live.send([b"\x01" + TOPIC[:2].encode()])
+        deaf.send([b"\x01another"])
+        # A subscription counts once it has arrived: the first batch that comes shows it.
+        heard: list[Batch] = []
+        prompts = iter(range(10_000))
+
+        def hears() -> bool:
+            engine.turn(None, ids(64, next(prompts)), 1).good()
+            try:
+                heard.append(Batch.of(live.receive(0.5)))
+            except TimeoutError:
+                return False
+            return True
+
+        engine.until("a batch comes", hears)
+        for salt in (1, 2, 3):
+            engine.turn(None, [salt] * 100, 20).good()
+        tape.end()
+        kept = replay(engine.replay_port, heard[0].sequence)
+        while heard[-1].sequence < kept[-1].sequence:
+            heard.append(Batch.of(live.receive(5)))
+        equal(heard, kept[: len(heard)], "what came, beside what is kept")
+        equal({(batch.topic, batch.rank) for batch in heard}, {(TOPIC.encode(), 0)}, "whose it is")
+        try:
+            raise AssertionError(f"another topic's subscriber hears {deaf.receive(0.1)}")
+        except TimeoutError:
+            pass
+    finally:
+        live.close()
+        deaf.close()
+
+
+@case("page16", "page1")
+def replays_begin_where_asked_and_reach_back_as_far_as_configured(engine: Engine) -> None:
+    while replay(engine.replay_port, 0)[-1].sequence <= EVENTS_KEPT:
+        engine.until("flushed", lambda: engine.flush().status == 200)
+    Tape(engine).end()
+    everything = [batch.sequence for batch in replay(engine.replay_port, 0)]
+    equal(len(everything), EVENTS_KEPT, "batches kept")
+    equal(everything, list(range(everything[0], everything[0] + EVENTS_KEPT)), "their numbers")
+    some = [batch.sequence for batch in replay(engine.replay_port, everything[-3])]
+    equal(some, everything[-3:], "a replay of the last three")
+    equal(replay(engine.replay_port, everything[-1] + 1), [], "a replay of what is to come")
+
+
+@case("page16", "page1")
+def server_info_says_where_events_are(engine: Engine) -> None:
+    found = engine.get("/server_info").json()["kv_events"]
+    expected = {
+        "publisher": "zmq", "endpoint_host": "*", "endpoint_port_base": engine.events_port,
+        "topic": TOPIC, "block_size": engine.group.page_size, "dp_size": 1,
+        "replay_endpoint_port_base": engine.replay_port,
+    }
+    engine.expect("where events are", found, expected)
+
+
+@case("tagged")
+def without_the_flag_there_are_no_events(engine: Engine) -> None:
+    engine.expect("where events are", engine.get("/server_info").json()["kv_events"], None)

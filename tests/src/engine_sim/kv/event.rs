@@ -1,0 +1,143 @@
+//! What happens to cached pages, joined to events as the engine joins them. Pure.
+
+use super::{
+    super::request::Space,
+    hash::{self, Digest},
+};
+
+/// Pages that became resident, each after the one before it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Stored {
+    pub hashes: Vec<i64>,
+    pub parent: Option<i64>,
+    pub tokens: Vec<u32>,
+    pub block_size: usize,
+    pub space: Space,
+    /// Whose request it was: attribution only.
+    pub session_id: Option<String>,
+}
+
+/// One event. All pages are on the GPU.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Event {
+    Stored(Stored),
+    /// With the extra key of the pages, which isn't published, but keeps events apart.
+    Removed {
+        hashes: Vec<i64>,
+        extra_key: Option<String>,
+    },
+    Cleared,
+}
+
+/// Events that wait to be published. Taken with every prefill, forty decode steps or idleness, so
+/// that they are never more than those steps can cause.
+#[derive(Clone, Debug)]
+pub(in super::super) struct Recorder {
+    queue: Vec<Event>,
+}
+
+impl Recorder {
+    /// An engine that starts clears its tree first, and says so.
+    pub(in super::super) fn new() -> Recorder {
+        Recorder { queue: vec![Event::Cleared] }
+    }
+
+    /// New pages of one node; `parent` is the page before them.
+    pub(in super::super) fn stored(
+        &mut self,
+        parent: Option<&Digest>,
+        pages: &[Digest],
+        tokens: &[u32],
+        space: &Space,
+        session_id: Option<&str>,
+    ) {
+        let parent = parent.map(hash::name);
+        let hashes = pages.iter().map(hash::name);
+        if let Some(Event::Stored(last)) = self.queue.last_mut()
+            && parent.is_some()
+            && last.hashes.last().copied() == parent
+            && last.space == *space
+            && last.session_id.as_deref() == session_id
+        {
+            last.hashes.extend(hashes);
+            last.tokens.extend_from_slice(tokens);
+            return;
+        }
+        self.queue.push(Event::Stored(Stored {
+            hashes: hashes.collect(),
+            parent,
+            tokens: tokens.to_vec(),
+            block_size: tokens.len() / pages.len(),
+            space: space.clone(),
+            session_id: session_id.map(str::to_owned),
+        }));
+    }
+
+    /// The pages of a node that was evicted.
+    pub(in super::super) fn removed(&mut self, pages: &[Digest], space: &Space) {
+        let removed = pages.iter().map(hash::name);
+        if let Some(Event::Removed { hashes, extra_key }) = self.queue.last_mut()
+            && *extra_key == space.extra_key
+        {
+            return hashes.extend(removed);
+        }
+        let extra_key = space.extra_key.clone();
+        self.queue.push(Event::Removed { hashes: removed.collect(), extra_key });
+    }
+
+    pub(in super::super) fn cleared(&mut self) {
+        self.queue.push(Event::Cleared);
+    }
+
+    /// What has happened since it was last asked.
+    pub(in super::super) fn take(&mut self) -> Vec<Event> {
+        std::mem::take(&mut self.queue)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn stored(recorder: &mut Recorder, chain: &[Digest], from: usize, session: Option<&str>) {
+        let parent = from.checked_sub(1).map(|at| &chain[at]);
+        let tokens = [7, 8];
+        recorder.stored(parent, &chain[from..=from], &tokens, &Space::default(), session);
+    }
+
+    #[test]
+    fn pages_that_follow_are_one_event() {
+        let chain = hash::chain(None, &[1, 2, 3, 4, 5, 6], 2);
+        let mut recorder = Recorder::new();
+        assert_eq!(recorder.take(), [Event::Cleared]);
+        stored(&mut recorder, &chain, 0, None);
+        stored(&mut recorder, &chain, 1, None);
+        // Somebody else's, though it follows.
+        stored(&mut recorder, &chain, 2, Some("s"));
+        // The first page of a prompt follows nothing.
+        stored(&mut recorder, &chain, 0, Some("s"));
+        let events = recorder.take();
+        let pages = |event: &Event| match event {
+            Event::Stored(stored) => stored.hashes.len(),
+            Event::Removed { .. } | Event::Cleared => 0,
+        };
+        assert_eq!(events.iter().map(pages).collect::<Vec<_>>(), [2, 1, 1]);
+        assert!(recorder.take().is_empty());
+    }
+
+    #[test]
+    fn removes_are_joined_but_for_their_extra_key() {
+        let chain = hash::chain(None, &[1, 2, 3], 1);
+        let mut recorder = Recorder::new();
+        recorder.take();
+        let other = Space { extra_key: Some("k".to_owned()), cache_salt: None };
+        recorder.removed(&chain[..2], &Space::default());
+        recorder.removed(&chain[2..], &Space::default());
+        recorder.removed(&chain[..1], &other);
+        let counts = recorder.take().into_iter().map(|event| match event {
+            Event::Removed { hashes, .. } => hashes.len(),
+            Event::Stored(_) | Event::Cleared => 0,
+        });
+        assert_eq!(counts.collect::<Vec<_>>(), [3, 1]);
+    }
+}
