@@ -5,6 +5,7 @@
 //! - [`id`]: validated identifiers.
 //! - [`kv`]: what an agent says of resident blocks.
 //! - [`load`]: the load report in domain types; conversion rejects nonsense.
+//! - [`model`]: how the files that make tokens are named.
 //! - [`claim`]: what a router tells an agent about a turn's session, as one header.
 //! - [`block`]: routing blocks, the unit in which both sides say what KV is where.
 //! - [`body`]: the top level of a JSON request body, by byte range.
@@ -17,6 +18,7 @@ pub mod claim;
 pub mod id;
 pub mod kv;
 pub mod load;
+pub mod model;
 pub mod process;
 pub mod table;
 

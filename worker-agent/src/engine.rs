@@ -18,9 +18,11 @@ use hyper_util::{
     },
     rt::{TokioExecutor, TokioTimer},
 };
-use proto::load::{EngineFacts, Retention};
+use proto::load::{EngineFacts, ModelFiles, Retention};
 use serde::Deserialize;
 use serde_json::Value;
+
+use crate::model;
 
 /// Answers of the engine's control routes are small; `/server_info` has some 560 keys, 40 KiB.
 const ANSWER_BYTES_MAX: usize = 4 << 20;
@@ -129,6 +131,8 @@ pub struct Info {
     pub device: String,
     /// Bytes of each rank's pool on one of its devices, rounded to MiB, where the engine says it.
     pub pool_bytes: Vec<Option<u64>>,
+    /// What makes tokens of text there; set by whoever has found it on this host.
+    pub model_files: Option<ModelFiles>,
 }
 
 impl Info {
@@ -209,18 +213,17 @@ impl Engine {
         self.turns.request(request)
     }
 
-    /// Reads `/server_info`: the facts, and where the model's files are.
+    /// Reads `/server_info`: the facts, and where tokens come from, if it says so.
     ///
     /// # Errors
     /// When the engine can't be reached or says something unintelligible.
-    pub async fn info(&self) -> Result<(Info, Option<String>), Error> {
+    pub async fn info(&self) -> Result<(Info, Option<model::Source>), Error> {
         let path = "/server_info";
         let body = self.call(Method::GET, path, None).await?;
         let value: Value = serde_json::from_slice(&body)
             .map_err(|error| Error::Answer { path, detail: error.to_string() })?;
         let info = info_from(&value).map_err(|detail| Error::Answer { path, detail })?;
-        let model_path = value.get("model_path").and_then(Value::as_str).map(str::to_owned);
-        Ok((info, model_path))
+        Ok((info, model::Source::from_info(&value)))
     }
 
     /// Reads `/v1/loads`.
@@ -413,6 +416,7 @@ fn info_from(value: &Value) -> Result<Info, String> {
         pool_tokens: need("max_total_num_tokens")?,
         device: text("device").unwrap_or("unknown").to_owned(),
         pool_bytes: states.into_iter().flatten().map(pool_bytes).collect(),
+        model_files: None,
     })
 }
 

@@ -1,16 +1,17 @@
 //! Follows the engine: reads its facts once it answers, its loads steadily, and notices when it has
 //! gone or come back as another process. Tells the owner; decides nothing.
 
-use std::{path::Path, sync::Arc, time::Duration};
+use std::{sync::Arc, time::Duration};
 
 use proto::process::tasks::Tasks;
 use serde_json::Value;
-use tokio::sync::Notify;
-use tracing::{debug, warn};
+use tokio::sync::{Notify, watch};
+use tracing::{debug, info, warn};
 
 use crate::{
     agent::{AgentHandle, EngineNews},
     engine::{self, Engine, Info, Sample},
+    model,
 };
 
 /// Pause between attempts to reach an engine that is down.
@@ -31,6 +32,8 @@ pub struct Follower {
     pub look: Arc<Notify>,
     /// Size of the vocabulary, where the settings say it.
     pub vocabulary: Option<u32>,
+    /// Told what makes tokens of text.
+    pub files: watch::Sender<Option<Arc<model::Files>>>,
 }
 
 /// Follows until the tasks are cancelled.
@@ -45,8 +48,8 @@ pub async fn run(follower: Follower, tasks: Tasks) {
 async fn follow(follower: &Follower) {
     loop {
         match follower.engine.info().await {
-            Ok((info, model_path)) => {
-                let info = with_vocabulary(info, follower.vocabulary, model_path.as_deref());
+            Ok((info, source)) => {
+                let info = with_model(info, source, follower).await;
                 follower.agent.engine(EngineNews::Up(Box::new(info))).await;
                 if let Some(down) = sample(follower).await {
                     follower.agent.engine(down).await;
@@ -111,19 +114,38 @@ fn may_be_another(last: &Sample, next: &Sample) -> bool {
     total(next) < total(last) || next.connection != last.connection
 }
 
-/// The engine doesn't say how large its vocabulary is; the model's own config does.
-fn with_vocabulary(mut info: Info, set: Option<u32>, model_path: Option<&str>) -> Info {
-    let read = || {
-        let text = std::fs::read_to_string(Path::new(model_path?).join("config.json")).ok()?;
-        let config: Value = serde_json::from_str(&text).ok()?;
-        // Multimodal models keep their text model's figures one level down.
-        let size =
-            config.get("vocab_size").or_else(|| config.get("text_config")?.get("vocab_size"));
-        size.and_then(Value::as_u64).and_then(|size| u32::try_from(size).ok())
-    };
-    info.facts.vocabulary = set.or_else(read);
+/// What the engine doesn't say itself, its model's files do.
+async fn with_model(mut info: Info, source: Option<model::Source>, follower: &Follower) -> Info {
+    // They may be large, or on a slow disk: nobody's thread waits.
+    let read = tokio::task::spawn_blocking(move || {
+        let (source, hub) = (source?, model::hub());
+        Some((vocabulary(&source), model::Files::find(&source, hub.as_deref())))
+    });
+    let (vocabulary, files) = read.await.ok().flatten().unzip();
+    info.facts.vocabulary = follower.vocabulary.or(vocabulary.flatten());
     if info.facts.vocabulary.is_none() {
         warn!("the model's vocabulary is unknown: set `vocabulary`, or token ids are not checked");
     }
+    let files = match files {
+        Some(Ok(files)) => Some(Arc::new(files)),
+        Some(Err(error)) => {
+            let source = std::error::Error::source(&error).map(ToString::to_string);
+            info!(%error, source, "routers get no tokenizer from here");
+            None
+        }
+        None => None,
+    };
+    info.model_files = files.as_ref().map(|files| files.named());
+    follower.files.send_replace(files);
     info
+}
+
+/// The engine doesn't say how large its vocabulary is; the model's own config does.
+fn vocabulary(source: &model::Source) -> Option<u32> {
+    let folder = source.folder(model::hub().as_deref())?;
+    let text = std::fs::read_to_string(folder.join("config.json")).ok()?;
+    let config: Value = serde_json::from_str(&text).ok()?;
+    // Multimodal models keep their text model's figures one level down.
+    let size = config.get("vocab_size").or_else(|| config.get("text_config")?.get("vocab_size"));
+    size.and_then(Value::as_u64).and_then(|size| u32::try_from(size).ok())
 }

@@ -1,7 +1,7 @@
 //! The control port: translates between the wire and the handle, and runs on a thread and runtime
 //! of its own, so that neither a large body nor a busy stream delays a load report.
 
-use std::{net::SocketAddr, time::Duration};
+use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use proto::{
     id::SessionKey,
@@ -9,14 +9,14 @@ use proto::{
     process::tasks::Tasks,
     v1::{self, load_event::Event, worker_agent_server as server},
 };
-use tokio::sync::{broadcast::error::RecvError, mpsc, watch};
+use tokio::sync::{Semaphore, broadcast::error::RecvError, mpsc, watch};
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status};
 
 use crate::{
     agent::{self, AgentHandle, Change, RankPages, Watch},
-    audit, session,
+    audit, model, session,
 };
 
 /// Sessions in one part of the table.
@@ -24,6 +24,10 @@ const TABLE_PART: usize = 1000;
 /// Events on their way to one watcher. A watcher that reads slower fills it and then falls behind
 /// in the change queue, which ends its stream.
 const EVENTS: usize = 64;
+/// Parts of the model's files on their way to one router: a MiB.
+const PARTS: usize = 4;
+/// Routers that fetch them at once: each has a thread of ours while it does.
+const FETCHES_MAX: usize = 4;
 /// A watcher whose host has died is noticed within this time.
 const KEEPALIVE: Duration = Duration::from_secs(5);
 
@@ -32,6 +36,8 @@ const KEEPALIVE: Duration = Duration::from_secs(5);
 struct Service {
     agent: AgentHandle,
     epoch: u64,
+    files: watch::Receiver<Option<Arc<model::Files>>>,
+    fetches: Arc<Semaphore>,
     tasks: Tasks,
 }
 
@@ -42,6 +48,7 @@ struct Service {
 pub fn start(
     agent: AgentHandle,
     epoch: u64,
+    files: watch::Receiver<Option<Arc<model::Files>>>,
     listener: std::net::TcpListener,
     token: CancellationToken,
 ) -> std::io::Result<SocketAddr> {
@@ -53,7 +60,13 @@ pub fn start(
             let listener =
                 tokio::net::TcpListener::from_std(listener).expect("it was made nonblocking");
             let tasks = Tasks::default();
-            let service = Service { agent, epoch, tasks: tasks.clone() };
+            let service = Service {
+                agent,
+                epoch,
+                files,
+                fetches: Arc::new(Semaphore::new(FETCHES_MAX)),
+                tasks: tasks.clone(),
+            };
             let served = tonic::transport::Server::builder()
                 .http2_keepalive_interval(Some(KEEPALIVE))
                 .http2_keepalive_timeout(Some(KEEPALIVE))
@@ -208,9 +221,27 @@ impl server::WorkerAgent for Service {
 
     async fn fetch_model_files(
         &self,
-        _: Request<v1::FetchModelFilesRequest>,
+        request: Request<v1::FetchModelFilesRequest>,
     ) -> Result<Response<Self::FetchModelFilesStream>, Status> {
-        Err(Status::unimplemented("this agent doesn't hand out the model's files yet"))
+        let files = self.files.borrow().clone();
+        let files =
+            files.ok_or_else(|| Status::not_found("this agent has no tokenizer's files"))?;
+        if files.named().hash[..] != request.into_inner().hash {
+            return Err(Status::failed_precondition("other files are in use: describe again"));
+        }
+        let permit = Arc::clone(&self.fetches).try_acquire_owned();
+        let permit = permit.map_err(|_| Status::resource_exhausted("others fetch: try again"))?;
+        let (sender, receiver) = mpsc::channel(PARTS);
+        // Reads wait for the disk and for the router, so they have a thread of their own.
+        tokio::task::spawn_blocking(move || {
+            let _permit = permit;
+            let sent = files.read(|part| sender.blocking_send(Ok(part)).is_ok());
+            if let Err(error) = sent {
+                tracing::warn!(%error, "a router didn't get the model's files");
+                let _ = sender.blocking_send(Err(Status::failed_precondition(error.to_string())));
+            }
+        });
+        Ok(Response::new(ReceiverStream::new(receiver)))
     }
 }
 

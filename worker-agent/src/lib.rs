@@ -3,7 +3,8 @@
 //!
 //! A turn's way: [`turn`] claims its session with [`agent`] (whose [`session`] table decides), puts
 //! Berth's keys into the body ([`request`]), sends it ([`engine`]), follows the answer ([`answer`])
-//! and ends its lease. [`follow`] watches the engine, [`ledger`] accounts, [`grpc`] reports.
+//! and ends its lease. [`follow`] watches the engine, [`ledger`] accounts, [`grpc`] reports,
+//! [`model`] finds what makes tokens of text.
 //!
 //! What isn't here: placement, other workers, prompts or transcripts.
 
@@ -20,6 +21,7 @@ pub mod journal;
 pub mod kv;
 pub mod ledger;
 pub mod metrics;
+pub mod model;
 pub mod progress;
 pub mod request;
 pub mod route;
@@ -142,13 +144,13 @@ pub async fn run(
     );
     let gpus = gpu::watch((&config).into())?;
     let agent = start_agent(&config, &gpus, &listeners, epoch, &engine, &metrics, &tasks)?;
-    grpc::start(agent.clone(), epoch, listeners.control, tasks.token())?;
+    let (files, found) = watch::channel(None);
+    grpc::start(agent.clone(), epoch, found, listeners.control, tasks.token())?;
     let ready = readiness(&agent, &metrics, &tasks).await;
     if let Ok(watch) = agent.watch().await {
         gpu::metrics::register(&mut registry, gpus.watch(), watch.report);
     }
-    let shown = settings::show(&config);
-    let admin = Admin { registry: Arc::new(registry), ready, config: shown };
+    let admin = Admin { registry: Arc::new(registry), ready, config: settings::show(&config) };
     admin::start(admin, listeners.admin, tasks.token())?;
 
     let look = Arc::new(Notify::new());
@@ -158,6 +160,7 @@ pub async fn run(
         interval: ms(config.load_interval_ms),
         look: Arc::clone(&look),
         vocabulary: (config.vocabulary > 0).then_some(config.vocabulary),
+        files,
     };
     tasks.essential("follow", follow::run(follower, tasks.clone()));
     listeners.data.set_nonblocking(true)?;

@@ -336,8 +336,7 @@ impl Owner {
             ranks: self.ledger.ranks(now(), &self.setup.gpus.now()),
             retentions: info.retentions(),
             turns_queued_per_session_max: self.setup.rules.turns_queued_per_session_max,
-            // Not handed out yet.
-            model_files: None,
+            model_files: info.model_files,
         }
     }
 

@@ -1,0 +1,431 @@
+//! The files by which the engine makes tokens of text and of messages: where they are on this host,
+//! their name by contents, and their bytes for a router. It keeps paths and no file in memory, and
+//! judges from the engine's settings whether the files are all that counts.
+
+use std::{
+    fs::File,
+    io::Read as _,
+    path::{Path, PathBuf},
+};
+
+use proto::{
+    load::ModelFiles,
+    model::{BYTES_MAX, CONFIG, Naming, PART_BYTES_MAX, TEMPLATE, TOKENIZER},
+    v1::ModelFilePart,
+};
+use serde_json::Value;
+
+/// Of a template, and of a file that a template is looked for in.
+const TEMPLATE_BYTES_MAX: u64 = 4 << 20;
+
+/// Models whose messages SGLang puts together by rules of its own: by what their path contains, one
+/// after the other, and by the type that their config names.
+const OWN_RULES: [(&str, &str); 13] = [
+    ("moss", "vl"),
+    ("internvl", ""),
+    ("janus", ""),
+    ("vicuna", ""),
+    ("llava", ""),
+    ("deepseek", "vl2"),
+    ("minicpm-v", ""),
+    ("minicpm-o", ""),
+    ("phi-4-multimodal", ""),
+    ("deepseek-ocr", ""),
+    ("unlimited", ""),
+    ("paddleocr", ""),
+    ("whisper", ""),
+];
+/// One more, by a whole word: `checkpoints` is in many paths.
+const OWN_RULES_WORD: &str = "points";
+const OWN_RULES_TYPES: [&str; 14] = [
+    "internvl_chat",
+    "deepseek_vl_v2",
+    "multi_modality",
+    "phi4mm",
+    "minicpmv",
+    "minicpmo",
+    "moss_vl",
+    "deepseek-ocr",
+    "unlimited-ocr",
+    "paddleocr_vl",
+    "whisper",
+    "deepseek_v4",
+    "kimi_k3",
+    "inkling",
+];
+
+/// Why the files aren't handed out.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The engine takes token ids only.
+    #[error("the engine runs without a tokenizer")]
+    NoTokenizer,
+    /// Neither a folder here nor a model in the hub's cache.
+    #[error("there is no folder of the model {0:?} on this host")]
+    NoFolder(String),
+    /// A file can't be read.
+    #[error("{path} can't be read")]
+    Read {
+        /// Which.
+        path: PathBuf,
+        /// The system's reason.
+        #[source]
+        source: std::io::Error,
+    },
+    /// Over the bound.
+    #[error("the model's files have over {BYTES_MAX} bytes")]
+    TooLarge,
+    /// They aren't what they were when they were named.
+    #[error("the model's files have changed; the next restart of the engine names them anew")]
+    Changed,
+}
+
+/// What the engine says of where its tokens come from.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Source {
+    /// The model's folder or its name in the hub.
+    pub model: String,
+    tokenizer: String,
+    revision: Option<String>,
+    /// `--chat-template`: a file or a name.
+    template: Option<String>,
+    skips_tokenizer: bool,
+    /// Every request's template gets values that only the engine knows.
+    template_defaults: bool,
+}
+
+impl Source {
+    /// Out of `/server_info`. None: it doesn't say.
+    #[must_use]
+    pub fn from_info(info: &Value) -> Option<Self> {
+        let text = |key: &str| info.get(key).and_then(Value::as_str).map(str::to_owned);
+        let model = text("model_path")?;
+        let defaults = info.get("default_chat_template_kwargs").and_then(Value::as_object);
+        Some(Self {
+            tokenizer: text("tokenizer_path").unwrap_or_else(|| model.clone()),
+            model,
+            revision: text("revision"),
+            template: text("chat_template").filter(|template| !template.is_empty()),
+            skips_tokenizer: info.get("skip_tokenizer_init").and_then(Value::as_bool) == Some(true),
+            template_defaults: defaults.is_some_and(|defaults| !defaults.is_empty()),
+        })
+    }
+
+    /// The model's folder on this host.
+    #[must_use]
+    pub fn folder(&self, hub: Option<&Path>) -> Option<PathBuf> {
+        folder(&self.model, self.revision.as_deref(), hub)
+    }
+}
+
+/// Where the hub's client keeps what it has fetched, by the environment.
+#[must_use]
+pub fn hub() -> Option<PathBuf> {
+    let path = |key: &str| std::env::var_os(key).filter(|set| !set.is_empty()).map(PathBuf::from);
+    path("HF_HUB_CACHE")
+        .or_else(|| Some(path("HF_HOME")?.join("hub")))
+        .or_else(|| Some(path("XDG_CACHE_HOME")?.join("huggingface/hub")))
+        .or_else(|| Some(path("HOME")?.join(".cache/huggingface/hub")))
+}
+
+/// A folder as it is named, or a model's snapshot in the hub's cache.
+fn folder(name: &str, revision: Option<&str>, hub: Option<&Path>) -> Option<PathBuf> {
+    let path = Path::new(name);
+    if path.is_dir() {
+        return Some(path.to_owned());
+    }
+    let plain = |part: &str| !part.is_empty() && !part.starts_with('.') && !part.contains('/');
+    let parts: Vec<&str> = name.split('/').collect();
+    if parts.len() > 2 || !parts.iter().all(|part| plain(part)) {
+        return None;
+    }
+    let model = hub?.join(format!("models--{}", parts.join("--")));
+    let revision = revision.unwrap_or("main");
+    let commit = std::fs::read_to_string(model.join("refs").join(revision));
+    let commit = commit.unwrap_or_else(|_| revision.to_owned());
+    Some(model.join("snapshots").join(commit.trim())).filter(|snapshot| snapshot.is_dir())
+}
+
+/// The files, found and named.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Files {
+    /// In the order of their names.
+    files: Vec<(&'static str, Held)>,
+    named: ModelFiles,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Held {
+    File(PathBuf),
+    /// A template that is no file as it is.
+    Text(String),
+}
+
+/// How messages become a prompt.
+#[derive(Debug, PartialEq, Eq)]
+enum Template {
+    Is(String),
+    /// Not by a template alone; why, for an operator.
+    Isnt(&'static str),
+}
+
+impl Files {
+    /// Looks for the files and reads them all. It takes as long as that: not on a thread that
+    /// others wait for.
+    ///
+    /// # Errors
+    /// When there is no tokenizer that can be read.
+    pub fn find(source: &Source, hub: Option<&Path>) -> Result<Self, Error> {
+        if source.skips_tokenizer {
+            return Err(Error::NoTokenizer);
+        }
+        let folder = folder(&source.tokenizer, source.revision.as_deref(), hub)
+            .ok_or_else(|| Error::NoFolder(source.tokenizer.clone()))?;
+        let mut files = vec![];
+        match template(source, &folder, hub) {
+            Template::Is(text) => files.push((TEMPLATE, Held::Text(text))),
+            Template::Isnt(why) => {
+                tracing::info!(why, "routers can't make tokens of messages for this engine");
+            }
+        }
+        files.push((TOKENIZER, Held::File(folder.join(TOKENIZER))));
+        let config = folder.join(CONFIG);
+        if config.is_file() {
+            files.push((CONFIG, Held::File(config)));
+        }
+        let named = read(&files, |_| true)?;
+        Ok(Self { files, named })
+    }
+
+    /// Their name.
+    #[must_use]
+    pub fn named(&self) -> ModelFiles {
+        self.named
+    }
+
+    /// Reads them part by part, until `take` says that it is enough.
+    ///
+    /// # Errors
+    /// When a file can't be read, or they are no longer those that were named.
+    pub fn read(&self, take: impl FnMut(ModelFilePart) -> bool) -> Result<(), Error> {
+        let named = read(&self.files, take)?;
+        if named == self.named { Ok(()) } else { Err(Error::Changed) }
+    }
+}
+
+/// Reads files part by part and names them.
+fn read(
+    files: &[(&'static str, Held)],
+    mut take: impl FnMut(ModelFilePart) -> bool,
+) -> Result<ModelFiles, Error> {
+    let (mut naming, mut left) = (Naming::default(), BYTES_MAX);
+    for (name, held) in files {
+        let (mut reader, bytes): (Box<dyn std::io::Read>, u64) = match held {
+            Held::Text(text) => (Box::new(text.as_bytes()), text.len() as u64),
+            Held::File(path) => {
+                let file = File::open(path).map_err(unread(path))?;
+                let bytes = file.metadata().map_err(unread(path))?.len();
+                (Box::new(file.take(bytes)), bytes)
+            }
+        };
+        left = left.checked_sub(bytes).ok_or(Error::TooLarge)?;
+        naming.file(name, bytes);
+        loop {
+            let mut data = vec![];
+            let part = reader.by_ref().take(PART_BYTES_MAX as u64).read_to_end(&mut data);
+            part.map_err(unread(Path::new(name)))?;
+            if data.is_empty() {
+                break;
+            }
+            naming.data(&data);
+            if !take(ModelFilePart { name: (*name).to_owned(), data }) {
+                return Ok(naming.finish());
+            }
+        }
+    }
+    Ok(naming.finish())
+}
+
+fn unread(path: &Path) -> impl FnOnce(std::io::Error) -> Error {
+    move |source| Error::Read { path: path.to_owned(), source }
+}
+
+/// As SGLang chooses it: the one it was given, else the model's own.
+fn template(source: &Source, folder: &Path, hub: Option<&Path>) -> Template {
+    if source.template_defaults {
+        return Template::Isnt("the engine has default_chat_template_kwargs");
+    }
+    if let Some(given) = &source.template {
+        let path = Path::new(given);
+        let text = small(path).filter(|_| path.extension().is_some_and(|end| end == "jinja"));
+        // The engine reads line breaks written as two characters as line breaks.
+        let text = text.map(|text| text.trim_matches('\n').replace("\\n", "\n"));
+        return text.map_or(Template::Isnt("--chat-template is no .jinja file here"), Template::Is);
+    }
+    let config = source.folder(hub).and_then(|folder| json(&folder.join("config.json")));
+    let kind = config.as_ref().and_then(|config| config.get("model_type")?.as_str());
+    if has_own_rules(&source.model.to_lowercase())
+        || kind.is_some_and(|kind| OWN_RULES_TYPES.contains(&kind))
+    {
+        return Template::Isnt("SGLang has rules of its own for this model");
+    }
+    let own = small(&folder.join(TEMPLATE))
+        .or_else(|| named(&json(&folder.join("chat_template.json"))?))
+        .or_else(|| named(&json(&folder.join(CONFIG))?));
+    own.map_or(Template::Isnt("the model has no chat template"), Template::Is)
+}
+
+fn has_own_rules(path: &str) -> bool {
+    let mut words = path.split(|sign: char| !sign.is_alphanumeric() && sign != '_');
+    words.any(|word| word == OWN_RULES_WORD)
+        || OWN_RULES.iter().any(|(first, then)| {
+            path.split_once(first).is_some_and(|(_, rest)| rest.contains(then))
+        })
+}
+
+/// `chat_template` of a config: one, or several of which one is the default.
+fn named(config: &Value) -> Option<String> {
+    let named = config.get("chat_template")?;
+    let default = || {
+        let several = named.as_array()?.iter();
+        let mut default =
+            several.filter(|one| one.get("name").is_some_and(|name| name == "default"));
+        default.next()?.get("template")?.as_str()
+    };
+    named.as_str().or_else(default).map(str::to_owned)
+}
+
+fn json(path: &Path) -> Option<Value> {
+    serde_json::from_str(&small(path)?).ok()
+}
+
+/// A file that isn't too large for what it should be.
+fn small(path: &Path) -> Option<String> {
+    let file = File::open(path).ok()?;
+    let mut text = String::new();
+    file.take(TEMPLATE_BYTES_MAX).read_to_string(&mut text).ok()?;
+    Some(text).filter(|text| (text.len() as u64) < TEMPLATE_BYTES_MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use serde_json::json;
+
+    use super::*;
+
+    struct Place(tempfile::TempDir);
+
+    impl Place {
+        fn new() -> Self {
+            Self(tempfile::tempdir().unwrap())
+        }
+
+        fn write(&self, name: &str, text: &str) -> &Self {
+            let path = self.0.path().join(name);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+            self
+        }
+
+        fn source(&self, rest: &Value) -> Source {
+            let mut info = json!({"model_path": self.0.path()});
+            info.as_object_mut().unwrap().extend(rest.as_object().unwrap().clone());
+            Source::from_info(&info).unwrap()
+        }
+
+        /// The files' contents by name.
+        fn files(&self, rest: &Value) -> Vec<(String, String)> {
+            all(&Files::find(&self.source(rest), None).unwrap())
+        }
+
+        fn template(&self, rest: &Value) -> Option<String> {
+            let files = self.files(rest);
+            files.into_iter().find(|(name, _)| name == TEMPLATE).map(|(_, text)| text)
+        }
+    }
+
+    fn all(files: &Files) -> Vec<(String, String)> {
+        let mut all: Vec<(String, Vec<u8>)> = vec![];
+        let taken = files.read(|part| {
+            assert!(part.data.len() <= PART_BYTES_MAX);
+            match all.last_mut() {
+                Some((name, data)) if *name == part.name => data.extend(part.data),
+                _ => all.push((part.name, part.data)),
+            }
+            true
+        });
+        taken.unwrap();
+        all.into_iter().map(|(name, data)| (name, String::from_utf8(data).unwrap())).collect()
+    }
+
+    #[test]
+    fn files_come_in_parts_by_name_and_changed_ones_are_told() {
+        let place = Place::new();
+        let large = "x".repeat(2 * PART_BYTES_MAX + 7);
+        let config = json!({"chat_template": "T"}).to_string();
+        place.write(TOKENIZER, &large).write(CONFIG, &config);
+        let files = Files::find(&place.source(&json!({})), None).unwrap();
+        let pair = |name: &str, text: &str| (name.to_owned(), text.to_owned());
+        assert_eq!(
+            all(&files),
+            [pair(TEMPLATE, "T"), pair(TOKENIZER, &large), pair(CONFIG, &config)]
+        );
+        assert_eq!(files.named().bytes, (1 + large.len() + config.len()) as u64);
+        assert_eq!(Files::find(&place.source(&json!({})), None).unwrap().named(), files.named());
+        place.write(TOKENIZER, "y");
+        assert!(matches!(files.read(|_| true), Err(Error::Changed)));
+    }
+
+    #[test]
+    fn the_template_is_the_one_that_the_engine_takes() {
+        let place = Place::new();
+        let given = place.0.path().join("given.jinja");
+        place.write(TOKENIZER, "{}").write("given.jinja", "\na\\nb\n");
+        assert_eq!(place.template(&json!({})), None);
+        let several =
+            json!([{"name": "tool", "template": "t"}, {"name": "default", "template": "d"}]);
+        place.write(CONFIG, &json!({"chat_template": several}).to_string());
+        assert_eq!(place.template(&json!({})).as_deref(), Some("d"));
+        place.write(TEMPLATE, "own\n");
+        assert_eq!(place.template(&json!({})).as_deref(), Some("own\n"));
+        assert_eq!(place.template(&json!({"chat_template": given})).as_deref(), Some("a\nb"));
+        for rest in [
+            json!({"chat_template": "llama-2"}),
+            json!({"default_chat_template_kwargs": {"enable_thinking": false}}),
+        ] {
+            assert_eq!(place.template(&rest), None, "{rest}");
+            assert!(!place.files(&rest).is_empty(), "text needs no template");
+        }
+        for path in ["/points/a", "a/POINTS-1.5", "a/moss_2_vl", "llava"] {
+            assert!(has_own_rules(&path.to_lowercase()), "{path}");
+        }
+        assert!(!has_own_rules("/checkpoints/moss-qwen3"));
+        place.write("config.json", r#"{"model_type": "internvl_chat"}"#);
+        assert_eq!(place.template(&json!({})), None);
+    }
+
+    #[test]
+    fn a_name_in_the_hub_is_found_in_its_cache() {
+        let place = Place::new();
+        place
+            .write("models--a--b/refs/main", "c0ffee")
+            .write(&format!("models--a--b/snapshots/c0ffee/{TOKENIZER}"), "{}");
+        let source = |info| Source::from_info(&info).unwrap();
+        let found =
+            Files::find(&source(json!({"model_path": "a/b"})), Some(place.0.path())).unwrap();
+        assert_eq!(all(&found).len(), 1);
+        for name in ["a/c", "../b", "a/b/c", "", "nowhere"] {
+            let found = Files::find(&source(json!({"model_path": name})), Some(place.0.path()));
+            assert!(matches!(found, Err(Error::NoFolder(_))), "{name}");
+        }
+        let other = json!({"model_path": "a/b", "revision": "v2"});
+        assert!(Files::find(&source(other), Some(place.0.path())).is_err());
+        let skips = json!({"model_path": "a/b", "skip_tokenizer_init": true});
+        assert!(matches!(
+            Files::find(&source(skips), Some(place.0.path())),
+            Err(Error::NoTokenizer)
+        ));
+    }
+}
