@@ -541,6 +541,26 @@ async fn tokens_that_others_hold_count_as_pinned() {
 }
 
 #[tokio::test]
+async fn how_fast_prompts_are_computed_is_measured() {
+    let house = House::new().await;
+    let figure = |text: &str, name: &str| -> Option<u64> {
+        let line = format!("berth_agent_rank_load{{dp_rank=\"0\",figure=\"{name}\"}} ");
+        text.lines().find_map(|shown| shown.strip_prefix(&line))?.parse().ok()
+    };
+    let prompts = std::cell::Cell::new(b'a');
+    let rate = eventually("a rate", || async {
+        let byte = char::from(prompts.replace(prompts.get() % b'z' + 1));
+        house.generate(None, &turn(&byte.to_string().repeat(900), 1)).await;
+        let text = house.web.get(&house.agent.admin_url("/metrics")).await.unwrap().text();
+        figure(&text, "prefill_tokens_per_s").zip(figure(&text, "prefill_backlog_tokens"))
+    })
+    .await;
+    // The simulator takes 10 us for a token.
+    assert!((95_000..=105_000).contains(&rate.0), "{rate:?}");
+    assert!(rate.1 <= 900, "{rate:?}");
+}
+
+#[tokio::test]
 async fn the_next_agent_closes_what_a_killed_one_left() {
     let state = tempfile::tempdir().unwrap();
     let engine = EngineSim::start_local(Config::default()).await.unwrap();

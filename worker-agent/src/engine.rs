@@ -171,6 +171,12 @@ pub struct RankSample {
     /// Tokens prefilled since the engine started; falls only when it restarts.
     #[serde(default)]
     pub total_prefill_uncached_tokens: u64,
+    /// What that took, microseconds.
+    #[serde(default)]
+    pub total_prefill_busy_us: Option<u64>,
+    /// Prompt tokens that wait to be computed, as the engine estimates them.
+    #[serde(default)]
+    pub num_waiting_uncached_tokens: Option<u64>,
 }
 
 /// All ranks at one moment.

@@ -8,11 +8,14 @@ use std::{
 
 use proto::load::{Device, Figure, LoadReport, Rank, RankLoad, Retention, Source};
 
+use self::prefill::Rate;
 use crate::{
     engine::{Info, RankSample, Sample},
     gpu::{fleet::Snapshot, kv::Pool},
     session::{self, Capacity, Session, Table, Totals},
 };
+
+pub mod prefill;
 
 /// DP ranks one engine may have, for sizing queues before it was reached.
 const RANKS_MAX: u32 = 256;
@@ -50,6 +53,8 @@ pub struct Ledger {
     /// Bytes of a page on each of a rank's devices, by the buffers that the shim sees.
     page_bytes: HashMap<u32, u64>,
     sample: Option<Sample>,
+    /// How fast each rank computes prompts.
+    prefill: Vec<Rate>,
     /// What the shim says of each rank, where it says anything.
     facts: HashMap<u32, Facts>,
 }
@@ -98,6 +103,7 @@ impl Ledger {
             page_tokens: 1,
             page_bytes: HashMap::new(),
             sample: None,
+            prefill: vec![],
             facts: HashMap::new(),
         }
     }
@@ -111,6 +117,7 @@ impl Ledger {
         self.pool_bytes.clone_from(&info.pool_bytes);
         self.page_tokens = info.facts.page_tokens.max(1);
         self.sample = None;
+        self.prefill = vec![Rate::default(); self.sizes.len()];
         self.facts.clear();
         let ranks = self.sizes.iter().map(|&(rows, tokens)| Capacity {
             rows,
@@ -129,6 +136,12 @@ impl Ledger {
 
     /// Takes a load sample.
     pub fn sampled(&mut self, sample: Sample) {
+        for rank in &sample.ranks {
+            let rate = self.prefill.get_mut(rank.dp_rank as usize);
+            if let (Some(rate), Some(busy_us)) = (rate, rank.total_prefill_busy_us) {
+                rate.sampled(sample.at, rank.total_prefill_uncached_tokens, busy_us);
+            }
+        }
         self.sample = Some(sample);
     }
 
@@ -190,6 +203,7 @@ impl Ledger {
             let facts = self.facts.get(&dp_rank).map(|facts| (facts, age_ms(now, facts.at)));
             let totals = table.totals(dp_rank);
             let mut load = self.rank(dp_rank, size, sample, facts, &totals);
+            self.show_prefill(now, table, &mut load);
             load.devices = self.devices(now, dp_rank, gpus);
             self.show_pool(&mut load, size.1, gpus);
             load
@@ -269,10 +283,28 @@ impl Ledger {
             }),
             // By identity, not by count: the audits' own.
             pages: None,
-            // Nobody measures them yet; absent is unknown.
+            // Theirs to say who see more than one sample.
             prefill_tokens_per_s: None,
             prefill_backlog_tokens: None,
         }
+    }
+
+    /// Says how fast the rank computes prompts, and how many it has before it.
+    fn show_prefill(&self, now: Instant, table: &Table, load: &mut RankLoad) {
+        let rate = self.prefill.get(load.dp_rank as usize).and_then(Rate::tokens_per_s);
+        load.prefill_tokens_per_s = rate.map(|(value, at)| Figure {
+            value,
+            source: Source::Loads,
+            age_ms: age_ms(now, at),
+        });
+        let Some(sample) = &self.sample else { return };
+        let rank = sample.ranks.iter().find(|rank| rank.dp_rank == load.dp_rank);
+        let waiting = rank.and_then(|rank| rank.num_waiting_uncached_tokens);
+        load.prefill_backlog_tokens = waiting.map(|waiting| Figure {
+            value: waiting.saturating_add(table.unseen_tokens(load.dp_rank, sample.at)),
+            source: Source::Loads,
+            age_ms: age_ms(now, sample.at),
+        });
     }
 
     /// A worker always has a device: without readings, the one that the engine names.

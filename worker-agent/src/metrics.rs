@@ -201,6 +201,8 @@ impl Metrics {
                 ("pool_available_tokens", rank.pool_available_tokens),
                 ("pool_evictable_tokens", rank.pool_evictable_tokens),
                 ("foreign_tokens", rank.foreign_tokens),
+                ("prefill_tokens_per_s", rank.prefill_tokens_per_s),
+                ("prefill_backlog_tokens", rank.prefill_backlog_tokens),
             ];
             for (figure, value) in figures {
                 self.set(rank.dp_rank, figure, value);

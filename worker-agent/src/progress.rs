@@ -62,6 +62,8 @@ mod tests {
             num_used_tokens: 0,
             max_total_num_tokens: 100,
             total_prefill_uncached_tokens: prefilled,
+            total_prefill_busy_us: None,
+            num_waiting_uncached_tokens: None,
         };
         Sample { at, ranks: vec![rank], connection: None }
     }

@@ -77,6 +77,45 @@ def loads_add_up(engine: Engine) -> None:
     engine.expect("the status of an unknown section", bad.status, 500)
 
 
+def prefilled(engine: Engine) -> tuple[int, int]:
+    """Prompt tokens computed so far, and the microseconds that took."""
+    load = engine.load()
+    return load["total_prefill_uncached_tokens"], load["total_prefill_busy_us"]
+
+
+@case("page16", "page1")
+def what_was_prefilled_is_counted_with_its_time(engine: Engine) -> None:
+    tokens, busy = prefilled(engine)
+    # The second finds all but its last page in the cache.
+    page = engine.group.page_size
+    for prompt, computed in ((ids(300, 1), 300), (ids(300, 1), 300 - 299 // page * page)):
+        engine.turn(None, prompt, 4).good()
+        tokens += computed
+        engine.until("the prompt is counted", lambda: prefilled(engine)[0] >= tokens)
+        found, took = prefilled(engine)
+        engine.expect("tokens computed", found, tokens)
+        engine.expect("it took some time", busy < took, True)
+        busy = took
+
+
+@case("page16", "page1")
+def prompts_that_wait_are_estimated(engine: Engine) -> None:
+    with engine.slow():
+        running = [engine.flow(None, ids(20, salt), 60) for salt in range(engine.group.rows)]
+        for flow in running:
+            flow.first()
+        waiting = engine.pending(None, ids(200, 40), 1)
+        engine.until_queued(1)
+        estimate = engine.load()["num_waiting_uncached_tokens"]
+        engine.expect("no more than wait", 0 < estimate <= 200, True)
+        engine.abort(all=True)
+        for flow in running:
+            flow.rest()
+        waiting.end()
+    engine.until_idle()
+    engine.expect("when none wait", engine.load()["num_waiting_uncached_tokens"], 0)
+
+
 @case("page16", "page1")
 def server_info_names_the_sizes(engine: Engine) -> None:
     info = engine.get("/server_info").json()

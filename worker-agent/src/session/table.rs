@@ -15,6 +15,7 @@
 
 mod admission;
 mod audit;
+mod backlog;
 mod claims;
 mod closing;
 mod ends;

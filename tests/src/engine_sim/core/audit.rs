@@ -41,7 +41,7 @@ pub struct PoolFacts {
     pub waiting: usize,
     /// Prompt tokens of queued requests, histories included.
     pub waiting_tokens: usize,
-    /// Of those, not held by their sessions already.
+    /// Of those, not held by their sessions already; and what is left of a prompt in pieces.
     pub waiting_uncached_tokens: usize,
     pub sessions: Vec<SessionFacts>,
     /// Tokens in the tree under each open `session_id`'s tag; shared ones count for each.
@@ -143,12 +143,18 @@ impl Core {
             running: self.running.len() + usize::from(self.chunked.is_some()),
             waiting: self.waiting.len(),
             waiting_tokens: self.waiting.iter().map(|key| self.reqs[key].fill_len()).sum(),
-            waiting_uncached_tokens: self.waiting.iter().map(|key| self.uncached_of(*key)).sum(),
+            waiting_uncached_tokens: self.waiting_uncached(),
             tagged_tokens: self.tree.tagged_tokens(),
             sessions: self.sessions.keys().map(|id| self.session_facts(id)).collect(),
             prefilled_tokens: self.gauges.prefilled_tokens,
             prefill_busy: self.gauges.prefill_busy,
         }
+    }
+
+    fn waiting_uncached(&self) -> usize {
+        let queued: usize = self.waiting.iter().map(|key| self.uncached_of(*key)).sum();
+        let left = |key: &ReqKey| self.reqs[key].fill_len() - self.reqs[key].seq;
+        queued + self.chunked.as_ref().map_or(0, left)
     }
 
     fn uncached_of(&self, key: ReqKey) -> usize {

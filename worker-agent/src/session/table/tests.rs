@@ -555,6 +555,32 @@ fn the_queue_is_in_order_bounded_and_takes_no_longer_than_it_may() {
 }
 
 #[test]
+fn prompts_that_the_engine_has_not_shown_are_counted() {
+    let mut rig = Rig::new();
+    let before = rig.now;
+    rig.wait(Duration::from_millis(1));
+    let inside: Vec<Inside> = (0..6).map(|_| rig.plain(20).inside()).collect();
+    let waiting = rig.plain(40).waits();
+    assert_eq!(rig.table.unseen_tokens(0, before), 160);
+    assert_eq!(rig.table.unseen_tokens(0, rig.now), 40, "the engine was looked at since");
+    rig.end(&inside[0], Outcome::Finished(None));
+    rig.answer(waiting).inside();
+    assert_eq!(rig.table.unseen_tokens(0, rig.now), 0);
+}
+
+#[test]
+fn of_a_session_only_what_is_not_there_has_to_be_computed() {
+    let mut rig = Rig::new();
+    let before = rig.now;
+    rig.pin_holding("s", 200);
+    rig.wait(Duration::from_millis(1));
+    // The text's length is a bound in bytes; a history's last token never had KV.
+    let need = Need { prompt_tokens: 80, answer_tokens: Some(1), exact: false, endless: false };
+    rig.turn_that_needs(&delta("s"), need).inside();
+    assert_eq!(rig.table.unseen_tokens(0, before), 21);
+}
+
+#[test]
 fn a_turn_given_up_while_it_waits_leaves_nothing() {
     let mut rig = Rig::new();
     let inside: Vec<Inside> = (0..6).map(|_| rig.plain(1).inside()).collect();

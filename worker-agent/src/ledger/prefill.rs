@@ -1,0 +1,195 @@
+//! How fast an engine computes prompts, from the two counters that it keeps of it: tokens computed,
+//! and the time that took. Pure.
+//!
+//! Every forward pass has a cost that doesn't depend on its tokens, so short prompts look slow. A
+//! rate is meant for long ones: each stretch between two samples weighs as many tokens as it has.
+
+use std::time::Instant;
+
+/// A stretch of fewer tokens shows what a pass costs, not what a token does: at 20,000 tokens/s it
+/// is below 13 ms, and a pass may take ten of them whatever is in it.
+const STRETCH_TOKENS_MIN: u64 = 256;
+/// Measured on fewer tokens a rate isn't told: some stretches, so that one that was disturbed
+/// doesn't stand for all.
+const TOLD_TOKENS_MIN: u64 = 1024;
+/// What was measured so many tokens ago weighs a third of what is new: a few long prompts, so that
+/// it follows the load and not the last prompt.
+const WINDOW_TOKENS: u64 = 1 << 17;
+
+/// One rank's rate.
+#[derive(Debug, Clone, Default)]
+pub struct Rate {
+    /// The counters at the last sample: tokens, microseconds.
+    last: Option<(u64, u64)>,
+    /// Tokens measured, at most the window.
+    tokens: u64,
+    /// The rates of the stretches, each times its tokens.
+    weighted: u128,
+    measured: Option<Instant>,
+}
+
+impl Rate {
+    /// Takes the engine's counters. Those of a restarted engine are smaller, and begin anew.
+    pub fn sampled(&mut self, at: Instant, tokens_total: u64, busy_us_total: u64) {
+        let now = (tokens_total, busy_us_total);
+        let Some((tokens_before, busy_before)) = self.last.replace(now) else { return };
+        let tokens = tokens_total.checked_sub(tokens_before);
+        let (Some(tokens), Some(busy_us)) = (tokens, busy_us_total.checked_sub(busy_before)) else {
+            *self = Self { last: Some(now), ..Self::default() };
+            return;
+        };
+        if tokens < STRETCH_TOKENS_MIN || busy_us == 0 {
+            return;
+        }
+        let rate = u128::from(tokens) * 1_000_000 / u128::from(busy_us);
+        self.tokens = self.tokens.saturating_add(tokens);
+        self.weighted = self.weighted.saturating_add(rate.saturating_mul(u128::from(tokens)));
+        if self.tokens > WINDOW_TOKENS {
+            let shrunk = self.weighted.saturating_mul(u128::from(WINDOW_TOKENS));
+            self.weighted = shrunk / u128::from(self.tokens);
+            self.tokens = WINDOW_TOKENS;
+        }
+        self.measured = Some(at);
+        debug_assert!(self.is_sound(), "{self:?}");
+    }
+
+    /// Tokens in a second, at least one, and when that was last measured; none while too few tokens
+    /// were.
+    #[must_use]
+    pub fn tokens_per_s(&self) -> Option<(u64, Instant)> {
+        if self.tokens < TOLD_TOKENS_MIN {
+            return None;
+        }
+        let rate = self.weighted / u128::from(self.tokens);
+        Some((u64::try_from(rate).unwrap_or(u64::MAX).max(1), self.measured?))
+    }
+
+    fn is_sound(&self) -> bool {
+        self.tokens <= WINDOW_TOKENS && (self.tokens > 0) == self.measured.is_some()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// Counters of an engine that takes 10 ms for a pass and 50 µs for a token.
+    #[derive(Default)]
+    struct Counters {
+        tokens: u64,
+        busy_us: u64,
+    }
+
+    impl Counters {
+        fn prefill(&mut self, rate: &mut Rate, at: Instant, tokens: u64) {
+            self.tokens += tokens;
+            self.busy_us += 10_000 + 50 * tokens;
+            rate.sampled(at, self.tokens, self.busy_us);
+        }
+    }
+
+    fn start() -> Instant {
+        tokio::time::Instant::now().into_std()
+    }
+
+    fn told(rate: &Rate) -> Option<u64> {
+        rate.tokens_per_s().map(|(rate, _)| rate)
+    }
+
+    #[test]
+    fn too_few_tokens_tell_no_rate() {
+        let (mut rate, mut counters, at) = (Rate::default(), Counters::default(), start());
+        rate.sampled(at, 0, 0);
+        counters.prefill(&mut rate, at, 1000);
+        assert_eq!(told(&rate), None);
+        counters.prefill(&mut rate, at, 1000);
+        assert_eq!(told(&rate), Some(16_666));
+    }
+
+    #[test]
+    fn what_was_there_before_the_first_sample_is_no_measure() {
+        let mut rate = Rate::default();
+        rate.sampled(start(), 1_000_000, 1);
+        assert_eq!(told(&rate), None);
+    }
+
+    #[test]
+    fn tiny_prompts_do_not_make_an_engine_slow() {
+        let (mut rate, mut counters, at) = (Rate::default(), Counters::default(), start());
+        rate.sampled(at, 0, 0);
+        counters.prefill(&mut rate, at, 20_000);
+        let alone = told(&rate).unwrap();
+        for _ in 0..1000 {
+            counters.prefill(&mut rate, at, 20);
+        }
+        assert_eq!(told(&rate), Some(alone));
+        for _ in 0..10 {
+            counters.prefill(&mut rate, at, 300);
+        }
+        assert!(told(&rate).unwrap() > alone * 9 / 10, "{:?} after {alone}", told(&rate));
+    }
+
+    #[test]
+    fn a_slower_engine_is_noticed_within_some_long_prompts() {
+        let at = start();
+        let mut rate = Rate::default();
+        let (mut tokens, mut busy_us) = (0, 0);
+        rate.sampled(at, 0, 0);
+        for us in [50, 50, 50, 50, 200, 200, 200, 200] {
+            tokens += 100_000;
+            busy_us += 100_000 * us;
+            rate.sampled(at, tokens, busy_us);
+        }
+        let now = told(&rate).unwrap();
+        assert!((5_000..7_000).contains(&now), "{now}");
+    }
+
+    #[test]
+    fn a_restart_begins_anew() {
+        let (mut rate, mut counters, at) = (Rate::default(), Counters::default(), start());
+        rate.sampled(at, 0, 0);
+        counters.prefill(&mut rate, at, 20_000);
+        rate.sampled(at, 300, 50_000_000);
+        assert_eq!(told(&rate), None);
+        rate.sampled(at, 10_300, 51_000_000);
+        assert_eq!(told(&rate), Some(10_000));
+    }
+
+    #[test]
+    fn a_rate_is_as_old_as_its_last_stretch() {
+        let (mut rate, mut counters, at) = (Rate::default(), Counters::default(), start());
+        rate.sampled(at, 0, 0);
+        counters.prefill(&mut rate, at, 20_000);
+        counters.prefill(&mut rate, at + Duration::from_secs(9), 10);
+        assert_eq!(rate.tokens_per_s().map(|(_, measured)| measured), Some(at));
+    }
+
+    proptest! {
+        /// Whatever the counters do, a rate that is told lies between the stretches' own.
+        #[test]
+        fn it_lies_between_what_was_measured(
+            stretches in prop::collection::vec((256..200_000_u64, 1_000..10_000_000_u64), 1..40),
+        ) {
+            let (mut rate, at) = (Rate::default(), start());
+            let (mut tokens, mut busy_us) = (7, 7);
+            rate.sampled(at, tokens, busy_us);
+            let (mut low, mut high) = (u64::MAX, 0);
+            for (more, us) in stretches {
+                tokens += more;
+                busy_us += us;
+                rate.sampled(at, tokens, busy_us);
+                let own = more * 1_000_000 / us;
+                (low, high) = (low.min(own), high.max(own));
+                prop_assert!(rate.is_sound());
+            }
+            if let Some(told) = told(&rate) {
+                // Rounded down, once and with every shrinking of the window.
+                prop_assert!(told + 2 >= low && told <= high.max(1), "{low} {told} {high}");
+            }
+        }
+    }
+}
