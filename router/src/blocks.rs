@@ -1,16 +1,18 @@
 //! A turn's blocks, and how many of them each worker has: by the agents' word where they say it,
-//! else by what the worker was given before. It joins `prompt`, `kv` and what was learned;
-//! placement makes a cost of it.
+//! else by what the worker was given before. It joins `prompt`, `models`, `kv` and what was
+//! learned; placement makes a cost of it.
 
 use std::{collections::HashMap, sync::Arc};
 
+use bytes::Bytes;
 use parking_lot::Mutex;
 
 use crate::{
     kv::Residency,
+    models::Models,
     overlap::Overlap,
     placement,
-    prompt::{Blocks, Engine, Route, learned::Learned},
+    prompt::{Blocks, Route, learned::Learned},
     request::Turn,
     view::{ClusterView, WorkerRef},
 };
@@ -41,6 +43,7 @@ impl TurnBlocks {
 #[derive(Debug)]
 pub(crate) struct Whereabouts {
     told: Arc<Residency>,
+    models: Arc<Models>,
     /// A leaf lock, held for microseconds.
     given: Mutex<Given>,
 }
@@ -55,30 +58,30 @@ struct Given {
 
 impl Whereabouts {
     /// What agents tell, and nothing learned yet.
-    pub(crate) fn new(told: Arc<Residency>, bytes_max: usize) -> Self {
+    pub(crate) fn new(told: Arc<Residency>, models: Arc<Models>, bytes_max: usize) -> Self {
         let given =
             Given { learned: Learned::new(bytes_max / LEARNED_PARTS), engines: HashMap::new() };
-        Self { told, given: Mutex::new(given) }
+        Self { told, models, given: Mutex::new(given) }
     }
 
     /// The turn's blocks, and who has them. None: it has no prompt that blocks can be made of, or
     /// no engine is known yet.
-    pub(crate) fn of(
+    pub(crate) async fn of(
         &self,
         turn: &Turn,
         path: &str,
-        body: &[u8],
+        body: &Bytes,
         view: &ClusterView,
     ) -> Option<TurnBlocks> {
         let route = Route::of(path)?;
         let serves = |models: &[String]| {
             turn.model.as_ref().is_none_or(|model| models.iter().any(|served| served == model))
         };
-        let engines = || view.workers().map(|(_, _, facts)| &facts.description.engine);
+        let engines = || view.workers().map(|(_, _, facts)| &facts.description);
         // Engines of one model have pages of one size, or their blocks are not compared.
         let engine =
-            engines().find(|engine| serves(&engine.models)).or_else(|| engines().next())?;
-        let blocks = turn.prompt.blocks(route, body, &Engine::of(engine)?)?;
+            engines().find(|engine| serves(&engine.engine.models)).or_else(|| engines().next())?;
+        let blocks = self.models.blocks(&turn.prompt, route, body, engine).await?;
         let overlap = self.overlap(&blocks, view);
         Some(TurnBlocks { blocks, overlap })
     }

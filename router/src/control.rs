@@ -1,17 +1,20 @@
-//! Opens and closes at one agent's control port. Translates, and bounds the wait; when to call is
-//! the session module's business.
+//! What is asked of one agent at its control port: opening, closing, its model's files. Translates,
+//! and bounds the wait; when to ask is others' business.
 
-use std::time::Duration;
+use std::{collections::BTreeMap, time::Duration};
 
 use proto::{
     id::SessionKey,
-    load::{Retention, Session},
+    load::{ModelFiles, Retention, Session},
+    model::{self, Naming},
     v1::{self, worker_agent_client::WorkerAgentClient},
 };
 use tonic::{
     Status,
     transport::{Channel, Endpoint},
 };
+
+use crate::prompt::model::Files;
 
 /// An engine opens a session in under 1 ms once it looks at its queue; a long prefill keeps it from
 /// looking for seconds.
@@ -53,6 +56,36 @@ impl Control {
         let request = v1::CloseSessionRequest { key: Some(key.into()) };
         let mut client = self.0.clone();
         Ok(bounded(client.close_session(request)).await?.into_inner().deferred)
+    }
+
+    /// Fetches the files that make tokens there, and checks that they are those.
+    pub(crate) async fn model_files(&self, named: ModelFiles) -> Result<Files, Status> {
+        let other = || Status::internal("not the files that were named; agent and router differ");
+        if named.bytes > model::BYTES_MAX {
+            return Err(Status::out_of_range("more than a router takes"));
+        }
+        let request = v1::FetchModelFilesRequest { hash: named.hash.to_vec() };
+        let mut client = self.0.clone();
+        let mut parts = client.fetch_model_files(request).await?.into_inner();
+        let (mut files, mut left) = (BTreeMap::<String, Vec<u8>>::new(), named.bytes);
+        while let Some(part) = parts.message().await? {
+            left = left.checked_sub(part.data.len() as u64).ok_or_else(other)?;
+            files.entry(part.name).or_default().extend(part.data);
+        }
+        let mut naming = Naming::default();
+        for (name, data) in &files {
+            naming.file(name, data.len() as u64);
+            naming.data(data);
+        }
+        if naming.finish() != named {
+            return Err(other());
+        }
+        let template = files.remove(model::TEMPLATE).map(String::from_utf8).transpose();
+        Ok(Files {
+            tokenizer: files.remove(model::TOKENIZER).unwrap_or_default(),
+            config: files.remove(model::CONFIG).unwrap_or_default(),
+            template: template.map_err(|_| other())?,
+        })
     }
 }
 

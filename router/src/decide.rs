@@ -3,6 +3,7 @@
 
 use std::sync::Arc;
 
+use bytes::Bytes;
 use http::StatusCode;
 use parking_lot::MutexGuard;
 use proto::{
@@ -115,18 +116,18 @@ enum Step {
 
 impl Shared {
     /// Places a turn. Its prompt is looked at only if the session's place doesn't settle it.
-    pub(crate) fn decide(
+    pub(crate) async fn decide(
         self: &Arc<Self>,
         turn: &Turn,
         turn_id: u64,
         path: &str,
-        body: &[u8],
+        body: &Bytes,
     ) -> Result<Decided, Refusal> {
         if let Step::Decided(decided) = self.try_decide(turn, turn_id, Prompt::NotAsked)? {
             return Ok(*decided);
         }
-        // Without the lock: a long prompt takes a millisecond, and other sessions go on.
-        let blocks = self.whereabouts.of(turn, path, body, &self.view.load());
+        // Without the lock: a long prompt takes milliseconds, and other sessions go on.
+        let blocks = self.whereabouts.of(turn, path, body, &self.view.load()).await;
         match self.try_decide(turn, turn_id, Prompt::Asked(blocks.as_ref()))? {
             Step::Decided(decided) => Ok(*decided),
             Step::WantsPrompt => unreachable!("it was asked for"),

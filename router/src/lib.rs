@@ -8,9 +8,10 @@
 //! blocks are resident where), [`placement`] (where a turn goes).
 //!
 //! The shell around it: `worker` follows one agent, `kv` what is resident there, `view::task`
-//! publishes snapshots, `blocks` asks who has a turn's blocks, `decide` joins standing, placement
-//! and lease in one step, `proxy` and `turn` move the bytes, `control` and `sessions` open and
-//! close, `api` is the routes, [`lease`] counts what is in flight.
+//! publishes snapshots, `models` fetches what makes tokens of text, `blocks` asks who has a turn's
+//! blocks, `decide` joins standing, placement and lease in one step, `proxy` and `turn` move the
+//! bytes, `control` and `sessions` open and close, `api` is the routes, [`lease`] counts what is in
+//! flight.
 
 pub mod affinity;
 mod api;
@@ -23,6 +24,7 @@ pub mod known;
 mod kv;
 pub mod lease;
 mod metrics;
+mod models;
 pub mod overlap;
 pub mod placement;
 pub mod prompt;
@@ -66,6 +68,7 @@ use crate::{
     control::Control,
     kv::Residency,
     metrics::{FleetCollector, Metrics, ResidencyCollector},
+    models::Models,
     recent::Recent,
     shared::Shared,
     view::{State, Update, View},
@@ -205,15 +208,21 @@ fn shared(
         .pool_timer(TokioTimer::new())
         .build(connector);
     let affinity = || Mutex::new(Affinity::new(config.sessions_max, config.affinity_idle_max()));
+    let controls: Vec<Control> = endpoints.iter().map(Control::new).collect();
+    let models = Arc::new(Models::new());
+    if cfg!(feature = "text") {
+        let (models, view) = (Arc::clone(&models), Arc::clone(&view));
+        tasks.spawn(models::run(models, view, controls.clone(), tasks.token()));
+    }
     Arc::new(Shared {
         view,
-        whereabouts: Whereabouts::new(Arc::clone(&residency), config.overlap_bytes_max),
+        whereabouts: Whereabouts::new(Arc::clone(&residency), models, config.overlap_bytes_max),
         residency,
         affinity: affinity(),
         cache_keys: affinity(),
         recent: Mutex::new(Recent::new(recent::FIGURES_MAX)),
         client,
-        controls: endpoints.iter().map(Control::new).collect(),
+        controls,
         metrics,
         tasks: tasks.clone(),
         budget: BodyBudget::new(config.body_bytes_max, config.body_bytes_in_flight_max),

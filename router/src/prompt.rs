@@ -3,6 +3,7 @@
 //! turn that stays with its session's worker never does.
 //!
 //! - `ids`: token ids in the body are the engine's own, and so are the blocks made of them.
+//! - [`model`]: makes the engine's tokens of text and messages, where its files are known.
 //! - `text`: what can't be told as tokens stands for itself, four bytes a token. Such blocks are
 //!   only equal to each other, so what they find is what turns before were given to a worker.
 //! - [`learned`]: which worker was given what.
@@ -12,6 +13,9 @@
 
 mod ids;
 pub mod learned;
+pub mod model;
+#[cfg(feature = "text")]
+mod segments;
 mod text;
 
 use std::ops::Range;
@@ -22,8 +26,10 @@ use proto::{
     load::EngineFacts,
 };
 
+use self::model::Model;
+
 /// Members of a body that make its prompt or tell its KV apart.
-const KEYS: [&str; 17] = [
+const KEYS: [&str; 24] = [
     "input_ids",
     "input_embeds",
     "text",
@@ -33,6 +39,13 @@ const KEYS: [&str; 17] = [
     "tools",
     "messages",
     "input",
+    "tool_choice",
+    "chat_template_kwargs",
+    "reasoning_effort",
+    "reasoning",
+    "thinking",
+    "continue_final_message",
+    "suffix",
     "image_data",
     "video_data",
     "audio_data",
@@ -44,6 +57,8 @@ const KEYS: [&str; 17] = [
 ];
 /// Members by which the engine's tokens are more than the text's or the ids given.
 const MEDIA: [&str; 4] = ["input_embeds", "image_data", "video_data", "audio_data"];
+/// Members by which the engine makes another prompt than [`model`] does.
+const UNUSUAL: [&str; 4] = ["reasoning", "thinking", "continue_final_message", "suffix"];
 
 /// What a route's body is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -95,6 +110,8 @@ pub struct Engine<'a> {
     block_tokens: BlockTokens,
     context_tokens: u64,
     models: &'a [String],
+    model: Option<&'a Model>,
+    unix_s: u64,
 }
 
 impl<'a> Engine<'a> {
@@ -105,7 +122,15 @@ impl<'a> Engine<'a> {
             block_tokens: BlockTokens::for_page(facts.page_tokens).ok()?,
             context_tokens: facts.context_tokens.into(),
             models: &facts.models,
+            model: None,
+            unix_s: 0,
         })
+    }
+
+    /// With what makes tokens of text as the engine does, at a time: some templates show the date.
+    #[must_use]
+    pub fn with(self, model: &'a Model, unix_s: u64) -> Self {
+        Self { model: Some(model), unix_s, ..self }
     }
 }
 
@@ -164,8 +189,45 @@ impl Prompt {
         match array.filter(|_| route != Route::Other) {
             Some(_) if MEDIA.iter().any(|key| self.get(body, key).is_some()) => None,
             Some(array) => ids_blocks(array, &apart, engine),
-            None => self.text_blocks(route, body, &apart, engine),
+            None => self
+                .model_blocks(route, body, &apart, engine)
+                .or_else(|| self.text_blocks(route, body, &apart, engine)),
         }
+    }
+
+    fn model_blocks(
+        &self,
+        route: Route,
+        body: &str,
+        apart: &Apart,
+        engine: &Engine<'_>,
+    ) -> Option<Blocks> {
+        let set = |key: &&&str| self.get(body, key).is_some_and(|json| json != "false");
+        if MEDIA.iter().chain(&UNUSUAL).any(|key| set(&key)) {
+            return None;
+        }
+        let ask = model::Ask {
+            route,
+            member: &|key| self.get(body, key),
+            scheme: apart.scheme(engine.block_tokens),
+            tokens_max: engine.context_tokens,
+            unix_s: engine.unix_s,
+        };
+        let blocks = engine.model?.blocks(&ask)?;
+        Some(Blocks { exact: apart.extra_key.is_none(), ..blocks })
+    }
+
+    /// Whether it is text of which tokens have to be made.
+    ///
+    /// # Panics
+    /// When `body` isn't the one it was found in.
+    #[must_use]
+    pub fn is_text(&self, route: Route, body: &[u8]) -> bool {
+        let is_array = |key: &str| {
+            let found = self.members.iter().find(|(known, _)| *known == key);
+            found.is_some_and(|(_, range)| body[range.start] == b'[')
+        };
+        !is_array(if route == Route::Completions { "prompt" } else { "input_ids" })
     }
 
     fn text_blocks(
@@ -256,7 +318,8 @@ mod tests {
     use super::*;
 
     fn engine(models: &[String]) -> Engine<'_> {
-        Engine { block_tokens: BlockTokens::for_page(1).unwrap(), context_tokens: 100_000, models }
+        let block_tokens = BlockTokens::for_page(1).unwrap();
+        Engine { block_tokens, context_tokens: 100_000, models, model: None, unix_s: 0 }
     }
 
     fn blocks(route: Route, body: &str) -> Option<Blocks> {

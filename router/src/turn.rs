@@ -59,7 +59,7 @@ pub(crate) async fn run(
         shared.settled_view().await;
     }
     let turn_id = shared.turn_id();
-    let decided = shared.decide(&turn, turn_id, parts.uri.path(), &body)?;
+    let decided = shared.decide(&turn, turn_id, parts.uri.path(), &body).await?;
     let path = parts.uri.path_and_query().cloned();
     proxy::strip_request(&mut parts.headers);
     let outbound = Outbound {

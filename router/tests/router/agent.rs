@@ -26,7 +26,8 @@ use proto::{
     claim::Claim,
     id::SessionKey,
     kv::{self, RankChange},
-    load::{Retention, Session, SessionState},
+    load::{ModelFiles, Retention, Session, SessionState},
+    model,
     process::{refusal::Refusal, tasks::Tasks},
     v1::{
         self,
@@ -82,6 +83,9 @@ pub(crate) struct Inner {
     pub(crate) full: AtomicBool,
     pub(crate) used_tokens: AtomicUsize,
     retentions: Vec<Retention>,
+    /// Describes a model's files; the first router that fetches them is refused.
+    pub(crate) has_model: AtomicBool,
+    fetches: AtomicUsize,
     reports: AtomicBool,
     tasks: Tasks,
     deaf: tokio_util::sync::CancellationToken,
@@ -115,6 +119,8 @@ impl Agent {
             full: AtomicBool::new(false),
             used_tokens: AtomicUsize::new(100),
             retentions,
+            has_model: AtomicBool::new(false),
+            fetches: AtomicUsize::new(0),
             reports: AtomicBool::new(true),
             tasks: Tasks::default(),
             deaf: tokio_util::sync::CancellationToken::new(),
@@ -242,7 +248,7 @@ impl Inner {
             ranks: vec![v1::Rank { dp_rank: 0, pool_tokens: 10_000, rows: 64, devices: vec![] }],
             retentions: self.retentions.iter().map(|retention| retention.to_wire()).collect(),
             turns_queued_per_session_max: 0,
-            model_files: None,
+            model_files: self.has_model.load(Ordering::Relaxed).then(|| named_model().into()),
         }
     }
 
@@ -518,8 +524,35 @@ impl WorkerAgent for Service {
 
     async fn fetch_model_files(
         &self,
-        _: tonic::Request<v1::FetchModelFilesRequest>,
+        request: tonic::Request<v1::FetchModelFilesRequest>,
     ) -> Result<tonic::Response<Self::FetchModelFilesStream>, Status> {
-        Err(Status::unimplemented("not yet"))
+        assert_eq!(request.into_inner().hash, named_model().hash);
+        if self.0.fetches.fetch_add(1, Ordering::Relaxed) == 0 {
+            return Err(Status::resource_exhausted("others fetch"));
+        }
+        let (send, parts) = mpsc::channel(1000);
+        for (name, data) in MODEL {
+            for data in data.chunks(1000) {
+                let part = v1::ModelFilePart { name: name.to_owned(), data: data.to_vec() };
+                send.try_send(Ok(part)).unwrap();
+            }
+        }
+        Ok(tonic::Response::new(Box::pin(ReceiverStream::new(parts))))
     }
+}
+
+/// In the order of their names.
+const MODEL: [(&str, &[u8]); 3] = [
+    (model::TEMPLATE, include_bytes!("../../../tests/data/model/chat_template.jinja")),
+    (model::TOKENIZER, include_bytes!("../../../tests/data/model/tokenizer.json")),
+    (model::CONFIG, include_bytes!("../../../tests/data/model/tokenizer_config.json")),
+];
+
+fn named_model() -> ModelFiles {
+    let mut naming = model::Naming::default();
+    for (name, data) in MODEL {
+        naming.file(name, data.len() as u64);
+        naming.data(data);
+    }
+    naming.finish()
 }

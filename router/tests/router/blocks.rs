@@ -1,10 +1,12 @@
 //! What the router knows of resident blocks, and what it makes of it.
 
+use std::sync::atomic::Ordering;
+
 use proto::{
     block::{BlockHash, BlockTokens, Chain, Scheme, Tier},
     kv::Change,
 };
-use serde_json::Value;
+use serde_json::{Value, value::RawValue};
 
 use crate::{
     agent::Agent,
@@ -152,4 +154,48 @@ async fn where_agents_say_nothing_a_turn_goes_where_its_prompt_went_before() {
         assert_eq!(worker(&router.chat(&[], &chat("Pilot. ")).await), worker(&one));
         assert_eq!(worker(&router.chat(&[], &chat("Tug. ")).await), worker(&two));
     }
+}
+
+/// A request, and what SGLang makes of it.
+#[derive(serde::Deserialize)]
+struct Case<'a> {
+    case: String,
+    #[serde(borrow)]
+    body: &'a RawValue,
+    ids: Vec<u32>,
+}
+
+/// Of a chat with the model that the agents have. The body is as it stands: a parser that sorts its
+/// members would make it another prompt.
+fn sglang_case(name: &str) -> (String, Vec<u32>) {
+    #[derive(serde::Deserialize)]
+    struct Truth<'a> {
+        #[serde(borrow)]
+        cases: Vec<Case<'a>>,
+    }
+    let truth = include_str!("../../../tests/data/prompts.json");
+    let truth: Truth<'_> = serde_json::from_str(truth).expect("the truth is JSON");
+    let case = truth.cases.into_iter().find(|case| case.case == name);
+    let case = case.expect("a case of that name");
+    (case.body.get().to_owned(), case.ids)
+}
+
+#[tokio::test]
+async fn a_chat_goes_where_its_tokens_are_told_to_be() {
+    let (body, ids) = sglang_case("chatml/calls");
+    let (a, b) = (Agent::start("a"), Agent::start("b"));
+    for agent in [&a, &b] {
+        agent.inner.has_model.store(true, Ordering::Relaxed);
+    }
+    a.say_kv([reset(), Change::Complete]);
+    b.say_kv([reset(), has(&ids), Change::Complete]);
+    let router = Router::start(&[&a, &b]).await;
+    until_kv(&router, "b", "live", 8).await;
+    // The model comes after the agents, and at the second try.
+    until("the chat is known by its tokens", async || {
+        let turn = router.chat(&[], &body).await;
+        let why = placed(&router, &turn).await;
+        worker(&turn) == "b/0" && why["uncached_tokens"] == ids.len() - 8 * 64
+    })
+    .await;
 }

@@ -1,0 +1,172 @@
+//! Held to what SGLang makes of the same requests (`tests/sglang/prompts.py` wrote it down).
+
+use proptest::prelude::*;
+use proto::{
+    block::{BlockTokens, Chain, Scheme},
+    body::Object,
+    load::EngineFacts,
+};
+use serde::Deserialize;
+use serde_json::{Value, json, value::RawValue};
+
+use super::*;
+use crate::prompt::{Engine, Prompt};
+
+macro_rules! data {
+    ($name:literal) => {
+        include_bytes!(concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/data/", $name))
+    };
+}
+
+#[derive(Deserialize)]
+struct Case<'a> {
+    case: String,
+    template: Option<String>,
+    #[serde(borrow)]
+    body: &'a RawValue,
+    ids: Option<Vec<u32>>,
+}
+
+fn model(template: Option<&str>) -> Model {
+    Model::new(&Files {
+        tokenizer: data!("model/tokenizer.json").to_vec(),
+        config: data!("model/tokenizer_config.json").to_vec(),
+        template: template.map(str::to_owned),
+    })
+    .unwrap()
+}
+
+fn facts(context_tokens: u32) -> EngineFacts {
+    EngineFacts {
+        version: String::new(),
+        models: vec!["m".to_owned()],
+        page_tokens: 1,
+        context_tokens,
+        vocabulary: None,
+        streaming_sessions: false,
+        radix_sessions: false,
+        instance: String::new(),
+        disaggregation: "null".to_owned(),
+    }
+}
+
+/// What a router makes of a body.
+fn blocks(model: &Model, route: Route, body: &str) -> Option<Blocks> {
+    let facts = facts(100_000);
+    let engine = Engine::of(&facts).unwrap().with(model, 0);
+    let prompt = Prompt::find(&Object::parse(body.as_bytes()).unwrap());
+    prompt.blocks(route, body.as_bytes(), &engine)
+}
+
+fn of_ids(ids: &[u32]) -> Blocks {
+    let scheme = Scheme::plain(BlockTokens::for_page(1).unwrap());
+    let (mut chain, mut hashes) = (Chain::new(&scheme), vec![]);
+    chain.push(ids, &mut hashes);
+    Blocks { tokens: chain.tokens(), block_tokens: scheme.block_tokens, hashes, exact: true }
+}
+
+/// What is tokenised, for a message that shows it.
+fn rendered(model: &Model, body: &str) -> Option<String> {
+    let body = Object::parse(body.as_bytes()).unwrap();
+    let get = |key| body.get(key).map(RawValue::get);
+    let request = Request {
+        messages: get("messages")?,
+        tools: get("tools"),
+        tool_choice: get("tool_choice"),
+        values: get("chat_template_kwargs"),
+        reasoning_effort: get("reasoning_effort"),
+    };
+    model.render(&request, 0)
+}
+
+#[test]
+fn prompts_are_those_that_sglang_makes() {
+    let text = std::str::from_utf8(data!("prompts.json")).unwrap();
+    let truth = Object::parse(text.as_bytes()).unwrap();
+    let cases: Vec<Case<'_>> = serde_json::from_str(truth.get("cases").unwrap().get()).unwrap();
+    let mut wrong = vec![];
+    for Case { case, template, body, ids } in &cases {
+        let template: Option<String> = template
+            .as_ref()
+            .map(|name| serde_json::from_str(truth.get(name).unwrap().get()).unwrap());
+        let model = model(template.as_deref());
+        let route = if template.is_some() { Route::Chat } else { Route::Generate };
+        let found = blocks(&model, route, body.get()).filter(|blocks| blocks.exact);
+        if found != ids.as_deref().map(of_ids) {
+            let want = ids.as_ref().map(|ids| model.tokenizer.decode(ids, false).unwrap());
+            wrong.push(format!("{case}\n{want:?}\n{:?}", rendered(&model, body.get())));
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n\n"));
+    assert!(cases.len() > 40, "the truth is there");
+}
+
+const CHATML: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n\
+                      {% endfor %}<|im_start|>assistant\n";
+
+fn chat(texts: &[String]) -> String {
+    let message = |(at, text): (usize, &String)| {
+        let role = if at % 2 == 0 { "user" } else { "assistant" };
+        json!({"role": role, "content": text})
+    };
+    let messages: Vec<Value> = texts.iter().enumerate().map(message).collect();
+    json!({"model": "m", "messages": messages}).to_string()
+}
+
+#[test]
+fn the_date_is_the_one_it_is_asked_at() {
+    let model = model(Some("{{ strftime_now('%d %b %Y, %B %m %H:%M:%S %%') }}"));
+    let request = Request { messages: r#"[{"role":"user","content":"u"}]"#, ..Request::default() };
+    let shown = |unix_s| model.render(&request, unix_s).unwrap();
+    assert_eq!(shown(0), "01 Jan 1970, January 01 00:00:00 %");
+    assert_eq!(shown(951_782_400 + 3661), "29 Feb 2000, February 02 01:01:01 %");
+    assert_eq!(shown(1_795_219_199), "20 Nov 2026, November 11 23:59:59 %");
+    let odd = self::model(Some("{{ strftime_now('%c') }}"));
+    assert_eq!(odd.render(&request, 0), None);
+}
+
+#[test]
+fn what_can_t_be_followed_is_told_by_its_text() {
+    let model = model(Some(CHATML));
+    let exact = |body: &Value| blocks(&model, Route::Chat, &body.to_string()).unwrap().exact;
+    let messages = json!([{"role": "user", "content": "u"}]);
+    assert!(exact(&json!({"messages": messages})));
+    let image =
+        json!([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}]);
+    for body in [
+        json!({"messages": image}),
+        json!({"messages": messages, "continue_final_message": true}),
+        json!({"messages": messages, "chat_template_kwargs": {"chat_template": "x"}}),
+        json!({"messages": messages, "reasoning": {"enabled": true}}),
+        json!({"messages": messages, "extra_key": "a"}),
+        json!({"messages": [{"role": "user"}]}),
+    ] {
+        assert!(!exact(&body), "{body}");
+    }
+    assert!(!blocks(&self::model(None), Route::Chat, &chat(&["a".into()])).unwrap().exact);
+    assert!(!blocks(&model, Route::Other, &chat(&["a".into()])).unwrap().exact);
+}
+
+#[test]
+fn a_template_that_never_ends_is_stopped() {
+    let endless = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}";
+    assert!(!blocks(&model(Some(endless)), Route::Chat, &chat(&["a".into()])).unwrap().exact);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    /// Cut and remembered or not, a conversation has the tokens of its whole text.
+    #[test]
+    fn a_conversation_s_tokens_are_those_of_its_whole_text(
+        texts in prop::collection::vec("([a-z é漢']|<\\|im_end\\|>|<think>|<|\n){0,40}", 1..12),
+    ) {
+        let model = model(Some(CHATML));
+        for turns in (1..=texts.len()).step_by(2) {
+            let body = chat(&texts[..turns]);
+            let whole = rendered(&model, &body).unwrap();
+            let ids = model.tokenizer.encode(whole, false).unwrap();
+            prop_assert_eq!(blocks(&model, Route::Chat, &body), Some(of_ids(ids.get_ids())));
+        }
+    }
+}

@@ -1,0 +1,223 @@
+//! Prompts that grow cost only what is new: a text is cut where its tokens don't depend on what is
+//! on the other side, and what was hashed up to a cut is remembered by all the text before it.
+//! Pure; how text becomes tokens is the caller's.
+
+use std::collections::{HashMap, VecDeque};
+
+use proto::block::{BlockHash, Chain};
+use xxhash_rust::xxh3::xxh3_128;
+
+/// What an entry costs beside its hashes: itself, its places in the map and in the queue.
+const ENTRY_BYTES: usize = 192;
+
+/// Stands for everything up to a cut.
+type Key = u128;
+
+/// What is remembered, the longest unused forgotten first.
+#[derive(Debug)]
+pub(super) struct Segments {
+    entries: HashMap<Key, Entry>,
+    /// Each entry once, with what `used` was when it got there.
+    queue: VecDeque<(u64, Key)>,
+    bytes: usize,
+    bytes_max: usize,
+    now: u64,
+}
+
+#[derive(Debug)]
+struct Entry {
+    /// After this segment.
+    chain: Chain,
+    /// Blocks that became full in it.
+    hashes: Box<[BlockHash]>,
+    used: u64,
+}
+
+/// A prompt, hashed up to a cut.
+#[derive(Debug, Clone)]
+pub(super) struct Walk {
+    key: Key,
+    pub(super) chain: Chain,
+    pub(super) hashes: Vec<BlockHash>,
+}
+
+impl Walk {
+    /// At a prompt's beginning; `chain` may have tokens that stand before every text.
+    pub(super) fn new(chain: Chain, hashes: Vec<BlockHash>) -> Self {
+        let root = [chain.last().0, chain.tokens(), chain.sum()].map(u64::to_le_bytes);
+        Self { key: xxh3_128(root.as_flattened()), chain, hashes }
+    }
+
+    fn key_after(&self, segment: &str) -> Key {
+        let both = [self.key, xxh3_128(segment.as_bytes())].map(u128::to_le_bytes);
+        xxh3_128(both.as_flattened())
+    }
+}
+
+impl Segments {
+    pub(super) fn new(bytes_max: usize) -> Self {
+        Self { entries: HashMap::new(), queue: VecDeque::new(), bytes: 0, bytes_max, now: 0 }
+    }
+
+    /// Goes on over the segments that are known, and says how many they are.
+    pub(super) fn follow(&mut self, walk: &mut Walk, segments: &[&str]) -> usize {
+        self.now += 1;
+        for (at, segment) in segments.iter().enumerate() {
+            let key = walk.key_after(segment);
+            let Some(entry) = self.entries.get_mut(&key) else { return at };
+            entry.used = self.now;
+            walk.key = key;
+            walk.chain = entry.chain;
+            walk.hashes.extend_from_slice(&entry.hashes);
+        }
+        segments.len()
+    }
+
+    /// Remembers that a segment follows what was walked, and has these tokens.
+    pub(super) fn learn(&mut self, walk: &mut Walk, segment: &str, tokens: &[u32]) {
+        let known = walk.hashes.len();
+        walk.key = walk.key_after(segment);
+        walk.chain.push(tokens, &mut walk.hashes);
+        let hashes = Box::from(&walk.hashes[known..]);
+        let entry = Entry { chain: walk.chain, hashes, used: self.now };
+        self.bytes += entry.bytes();
+        match self.entries.insert(walk.key, entry) {
+            Some(same) => self.bytes -= same.bytes(),
+            None => self.queue.push_back((self.now, walk.key)),
+        }
+        self.keep_bound();
+    }
+
+    fn keep_bound(&mut self) {
+        while self.bytes > self.bytes_max {
+            let Some((queued, key)) = self.queue.pop_front() else { return };
+            let used = self.entries[&key].used;
+            if used > queued {
+                self.queue.push_back((used, key));
+            } else if let Some(entry) = self.entries.remove(&key) {
+                self.bytes -= entry.bytes();
+            }
+        }
+    }
+
+    #[cfg(test)]
+    fn check_invariants(&self) {
+        assert_eq!(self.bytes, self.entries.values().map(Entry::bytes).sum::<usize>());
+        assert!(self.bytes <= self.bytes_max);
+        assert_eq!(self.queue.len(), self.entries.len());
+        assert!(self.queue.iter().all(|(queued, key)| self.entries[key].used >= *queued));
+    }
+}
+
+impl Entry {
+    fn bytes(&self) -> usize {
+        ENTRY_BYTES + size_of_val(&*self.hashes)
+    }
+}
+
+/// Cuts a text before each of `marks`. None of them is empty, and none lies in another.
+pub(super) fn cut<'a>(text: &'a str, marks: &[String]) -> Vec<&'a str> {
+    let mut firsts: Vec<char> = marks.iter().filter_map(|mark| mark.chars().next()).collect();
+    firsts.sort_unstable();
+    firsts.dedup();
+    let find = |from: usize| match firsts[..] {
+        [] => None,
+        // One character is found by far the fastest.
+        [one] => text[from..].find(one),
+        _ => text[from..].find(&firsts[..]),
+    };
+    let (mut segments, mut start, mut from) = (vec![], 0, 0);
+    while let Some(at) = find(from).map(|at| from + at) {
+        let mark = marks.iter().find(|mark| text[at..].starts_with(mark.as_str()));
+        if mark.is_some() && at > start {
+            segments.push(&text[start..at]);
+            start = at;
+        }
+        let first = text[at..].chars().next().map_or(1, char::len_utf8);
+        from = at + mark.map_or(first, String::len);
+    }
+    if start < text.len() {
+        segments.push(&text[start..]);
+    }
+    segments
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use proto::block::{BlockTokens, Scheme};
+
+    use super::*;
+
+    fn start() -> Walk {
+        let scheme = Scheme::plain(BlockTokens::for_page(1).unwrap());
+        Walk::new(Chain::new(&scheme), vec![])
+    }
+
+    fn tokens(segment: &str) -> Vec<u32> {
+        segment.bytes().map(u32::from).collect()
+    }
+
+    #[test]
+    fn a_text_is_cut_before_its_marks() {
+        let marks = ["<a>".to_owned(), "<b>".to_owned(), "[x]".to_owned()];
+        let cases: [(&str, &[&str]); 6] = [
+            ("", &[]),
+            ("é<é", &["é<é"]),
+            ("<a>1<b>2", &["<a>1", "<b>2"]),
+            ("0<<a><a>[x]<b", &["0<", "<a>", "<a>", "[x]<b"]),
+            ("[[x]", &["[", "[x]"]),
+            ("<a", &["<a"]),
+        ];
+        for (text, want) in cases {
+            assert_eq!(cut(text, &marks), want, "{text}");
+        }
+        assert_eq!(cut("<a>", &[]), ["<a>"]);
+        assert_eq!(cut("1<a>2", &marks[..1]), ["1", "<a>2"]);
+    }
+
+    proptest! {
+        /// Whatever was asked and forgotten before, a prompt's blocks are those of its tokens.
+        #[test]
+        fn blocks_are_those_of_the_whole_text(
+            texts in prop::collection::vec("(<a>[xy]{0,90}){0,6}", 1..30),
+            bytes_max in 0..6000_usize,
+        ) {
+            let marks = ["<a>".to_owned()];
+            let mut known = Segments::new(bytes_max);
+            for text in texts {
+                let segments = cut(&text, &marks);
+                prop_assert_eq!(segments.concat(), text.clone());
+                let mut walk = start();
+                let from = known.follow(&mut walk, &segments);
+                for segment in &segments[from..] {
+                    known.learn(&mut walk, segment, &tokens(segment));
+                    known.check_invariants();
+                }
+                let mut whole = start();
+                whole.chain.push(&tokens(&text), &mut whole.hashes);
+                prop_assert_eq!((walk.chain, walk.hashes), (whole.chain, whole.hashes));
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_used_is_kept_and_what_is_new_is_all_that_costs() {
+        let mut known = Segments::new(4 * (ENTRY_BYTES + 8));
+        let mut ask = |text: &str| {
+            let marks = ["<a>".to_owned()];
+            let segments = cut(text, &marks);
+            let mut walk = start();
+            let from = known.follow(&mut walk, &segments);
+            for segment in &segments[from..] {
+                known.learn(&mut walk, segment, &tokens(segment));
+            }
+            segments.len() - from
+        };
+        assert_eq!(ask("<a>1<a>2"), 2);
+        assert_eq!(ask("<a>1<a>2<a>3"), 1);
+        assert_eq!([ask("<a>4"), ask("<a>1<a>2<a>3"), ask("<a>5"), ask("<a>6")], [1, 0, 1, 1]);
+        assert_eq!(ask("<a>1"), 0, "used later than 4 and 5");
+        assert_eq!(ask("<a>4"), 1);
+    }
+}
