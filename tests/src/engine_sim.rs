@@ -151,6 +151,11 @@ impl EngineSim {
         self.app.handle.facts(rank).await
     }
 
+    /// The longest prefixes in a rank's radix cache; None once the engine is gone.
+    pub async fn cached(&self, rank: usize) -> Option<Vec<(request::Space, Vec<u32>)>> {
+        self.app.handle.cached(rank).await
+    }
+
     /// What reached the server, oldest first: method, path with query, exact body.
     pub fn requests_seen(&self) -> Vec<Seen> {
         self.seen.all()

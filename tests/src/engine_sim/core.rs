@@ -9,7 +9,7 @@ use super::{
     kv::event::Event,
     pool::Pool,
     radix::{NodeId, ROOT, Radix},
-    request::{Finish, Kind, Output, Req, ReqKey, SessionRef, Step, Submit},
+    request::{Finish, Kind, Output, Req, ReqKey, SessionRef, Space, Step, Submit},
     session::Session,
 };
 use std::{
@@ -372,6 +372,11 @@ impl Core {
         let left = step.outputs.iter().any(|output| output.finish.is_some());
         self.batch_is_full &= !left && self.gauges.retracted == retracted;
         Some(step)
+    }
+
+    /// The longest prefixes that are cached.
+    pub fn cached(&self) -> Vec<(Space, Vec<u32>)> {
+        self.tree.chains()
     }
 
     /// The batches of events that have been let go since this was last asked: with every prefill,

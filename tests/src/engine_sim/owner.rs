@@ -9,7 +9,7 @@ use super::{
     Config,
     core::{Core, Gauges, PoolFacts},
     kv::publisher,
-    request::{Finish, Submit},
+    request::{Finish, Space, Submit},
 };
 use std::{collections::BTreeMap, time::Duration};
 use tokio::{
@@ -73,6 +73,7 @@ enum Command {
     Flush(mpsc::Sender<bool>),
     SlowDown(Duration),
     Facts(usize, oneshot::Sender<PoolFacts>),
+    Cached(usize, oneshot::Sender<Vec<(Space, Vec<u32>)>>),
     Report(oneshot::Sender<Vec<RankReport>>),
 }
 
@@ -168,6 +169,12 @@ impl Handle {
     pub(super) async fn facts(&self, rank: usize) -> Option<PoolFacts> {
         let (reply, answer) = oneshot::channel();
         self.commands.send(Command::Facts(rank, reply)).await.ok()?;
+        answer.await.ok()
+    }
+
+    pub(super) async fn cached(&self, rank: usize) -> Option<Vec<(Space, Vec<u32>)>> {
+        let (reply, answer) = oneshot::channel();
+        self.commands.send(Command::Cached(rank, reply)).await.ok()?;
         answer.await.ok()
     }
 
@@ -295,6 +302,13 @@ impl Owner {
                 if let Some(rank) = self.ranks.get_mut(rank) {
                     rank.settle(rank_time(self.start, now), now);
                     let _ = reply.send(rank.checked_facts());
+                }
+            }
+            Command::Cached(rank, reply) => {
+                let now = Instant::now();
+                if let Some(rank) = self.ranks.get_mut(rank) {
+                    rank.settle(rank_time(self.start, now), now);
+                    let _ = reply.send(rank.cached());
                 }
             }
             Command::Report(reply) => {

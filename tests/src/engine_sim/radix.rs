@@ -91,6 +91,19 @@ impl Radix {
         self.nodes.values().flat_map(|n| n.pages.iter().copied())
     }
 
+    /// The longest prefixes that are cached: those of all leaves.
+    pub(super) fn chains(&self) -> Vec<(Space, Vec<u32>)> {
+        let leaf = |(id, node): &(&NodeId, &Node)| **id != ROOT && node.children.is_empty();
+        let chain = |(_, leaf): (&NodeId, &Node)| {
+            let path = std::iter::successors(Some(leaf), |node| self.nodes.get(&node.parent));
+            let mut parts: Vec<&[u32]> =
+                path.take_while(|node| !node.tokens.is_empty()).map(|n| &n.tokens[..]).collect();
+            parts.reverse();
+            (leaf.space.clone(), parts.concat())
+        };
+        self.nodes.iter().filter(leaf).map(chain).collect()
+    }
+
     /// The longest cached prefix of `tokens` in full pages; the path counts as used now.
     pub(super) fn find(&mut self, space: &Space, tokens: &[u32]) -> Match {
         let mut found = Match { pages: Vec::new(), node: ROOT };

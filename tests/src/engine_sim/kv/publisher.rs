@@ -18,11 +18,10 @@ use tokio_util::sync::CancellationToken;
 const QUEUE_MAX: usize = 100_000;
 /// Batches that a subscriber may be behind; then it loses some. The engine allows more.
 const BEHIND_MAX: usize = 4096;
-const FAULTS_MAX: usize = 16;
 /// Bases that are tried for ports in a row.
 const PORT_TRIES: usize = 50;
 
-/// What happens to a rank's batches from now on.
+/// What happens to a rank's batches from now on, and not to those that were made before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
     /// The next so many are numbered and kept for replays, but not sent.
@@ -86,23 +85,27 @@ fn bind_all(endpoint: &str, ranks: usize) -> io::Result<(String, Vec<TcpListener
     }
 }
 
+/// What a publisher does, one after the other.
+#[derive(Debug)]
+enum Item {
+    Batch(Vec<Event>),
+    Fault(Fault),
+}
+
 /// Where a rank's batches go.
 #[derive(Clone, Debug)]
-pub(in super::super) struct Handle {
-    batches: mpsc::Sender<Vec<Event>>,
-    faults: mpsc::Sender<Fault>,
-}
+pub(in super::super) struct Handle(mpsc::Sender<Item>);
 
 impl Handle {
     pub(in super::super) fn publish(&self, batch: Vec<Event>) {
         // The receiver is gone when the engine is.
-        if let Err(mpsc::error::TrySendError::Full(_)) = self.batches.try_send(batch) {
+        if let Err(mpsc::error::TrySendError::Full(_)) = self.0.try_send(Item::Batch(batch)) {
             panic!("{QUEUE_MAX} batches wait for their publisher");
         }
     }
 
     pub(in super::super) async fn fault(&self, fault: Fault) {
-        let _ = self.faults.send(fault).await;
+        let _ = self.0.send(Item::Fault(fault)).await;
     }
 }
 
@@ -116,10 +119,9 @@ pub(in super::super) struct Publisher {
     topic: Bytes,
     arrays: bool,
     kept_max: usize,
-    batches: mpsc::Receiver<Vec<Event>>,
-    faults: mpsc::Receiver<Fault>,
-    /// Made, and to be sent by then.
-    waiting: VecDeque<(Instant, Vec<Event>)>,
+    items: mpsc::Receiver<Item>,
+    /// What is to be done, each when its time has come and what was before it is done.
+    waiting: VecDeque<(Instant, Item)>,
     sequence: u64,
     kept: Kept,
     delay: Duration,
@@ -128,22 +130,20 @@ pub(in super::super) struct Publisher {
 
 impl Publisher {
     pub(in super::super) fn new(config: &KvEventsConfig, rank: usize) -> (Publisher, Handle) {
-        let (batches_in, batches) = mpsc::channel(QUEUE_MAX);
-        let (faults_in, faults) = mpsc::channel(FAULTS_MAX);
+        let (sender, items) = mpsc::channel(QUEUE_MAX);
         let publisher = Publisher {
             rank,
             topic: Bytes::from(config.topic.clone()),
             arrays: config.arrays,
             kept_max: config.buffer_steps,
-            batches,
-            faults,
+            items,
             waiting: VecDeque::new(),
             sequence: 0,
             kept: Kept::default(),
             delay: Duration::ZERO,
             to_drop: 0,
         };
-        (publisher, Handle { batches: batches_in, faults: faults_in })
+        (publisher, Handle(sender))
     }
 
     /// Serves until the engine is gone; listeners and connections go with it.
@@ -174,15 +174,21 @@ impl Publisher {
             let due = self.waiting.front().map(|(due, _)| *due);
             tokio::select! {
                 biased;
-                Some(fault) = self.faults.recv() => self.suffer(fault),
-                Some(batch) = self.batches.recv(), if self.waiting.len() < QUEUE_MAX => {
-                    self.waiting.push_back((Instant::now() + self.delay, batch));
-                }
-                () = sleep_until(due) => {
-                    if let Some(message) = self.next_message() {
-                        // Without a subscriber it is lost.
-                        let _ = sender.send(message);
+                Some(item) = self.items.recv(), if self.waiting.len() < QUEUE_MAX => {
+                    if let Item::Fault(Fault::Delay(delay)) = item {
+                        self.delay = delay;
                     }
+                    self.waiting.push_back((Instant::now() + self.delay, item));
+                }
+                () = sleep_until(due) => match self.waiting.pop_front() {
+                    Some((_, Item::Fault(fault))) => self.suffer(fault),
+                    Some((_, Item::Batch(events))) => {
+                        if let Some(message) = self.number(&events) {
+                            // Without a subscriber it is lost.
+                            let _ = sender.send(message);
+                        }
+                    }
+                    None => {}
                 }
             }
         }
@@ -192,16 +198,16 @@ impl Publisher {
         match fault {
             Fault::Drop(count) => self.to_drop += count,
             Fault::Forget => self.kept.lock().clear(),
-            Fault::Delay(delay) => self.delay = delay,
+            // It began when it was asked for.
+            Fault::Delay(_) => {}
         }
     }
 
-    /// Numbers the oldest batch and keeps it; None if it is to be lost on the way.
-    fn next_message(&mut self) -> Option<Bytes> {
-        let (_, events) = self.waiting.pop_front()?;
+    /// Numbers a batch and keeps it; None if it is to be lost on the way.
+    fn number(&mut self, events: &[Event]) -> Option<Bytes> {
         let sequence = self.sequence;
         self.sequence += 1;
-        let payload = wire::batch(wall_seconds(), &events, self.rank, self.arrays);
+        let payload = wire::batch(wall_seconds(), events, self.rank, self.arrays);
         let payload = Bytes::from(payload);
         let mut kept = self.kept.lock();
         kept.push_back((sequence, payload.clone()));

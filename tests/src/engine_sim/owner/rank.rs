@@ -4,7 +4,7 @@ use super::{
     super::{
         core::{Core, PoolFacts},
         kv::publisher,
-        request::{Finish, Output, ReqKey},
+        request::{Finish, Output, ReqKey, Space},
     },
     NewTurn, OpenSession, Progress, RankReport, Totals, rank_time,
 };
@@ -89,6 +89,10 @@ impl Rank {
         self.core.facts()
     }
 
+    pub(super) fn cached(&self) -> Vec<(Space, Vec<u32>)> {
+        self.core.cached()
+    }
+
     /// Whether a live request streams, and since when it runs.
     pub(super) fn client(&self, ticket: u64) -> Option<(bool, Instant)> {
         let live = self.live.values().find(|live| live.ticket == ticket);
@@ -136,8 +140,9 @@ impl Rank {
                 return Some(due);
             }
             at = due.max(now.checked_sub(CATCH_UP_MAX).unwrap_or(now));
-            self.deliver(outputs, now);
+            // Before the answer: whoever has that knows that its events are on their way.
             self.publish();
+            self.deliver(outputs, now);
         }
         self.settle(rank_time(start, now), now);
         let since_start = at.duration_since(start);
