@@ -7,7 +7,10 @@ use http::{HeaderValue, Uri};
 use proto::process::settings::{self, Problems};
 use serde::{Deserialize, Serialize};
 
-use crate::{gpu::select::Selector, show::AuditArgs};
+use crate::{
+    gpu::select::Selector,
+    show::{AuditArgs, kv::KvArgs},
+};
 
 /// Command line and environment.
 #[derive(Debug, Parser)]
@@ -49,6 +52,8 @@ pub struct Args {
 pub enum Command {
     /// Says who holds each page of the engine's KV pool; exit status 1 if anything is wrong
     Audit(AuditArgs),
+    /// Says which blocks are resident on the engine, as routers are told
+    Kv(KvArgs),
 }
 
 /// Effective settings.

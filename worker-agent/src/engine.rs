@@ -22,7 +22,10 @@ use proto::load::{EngineFacts, ModelFiles, Retention};
 use serde::Deserialize;
 use serde_json::Value;
 
-use crate::model;
+use crate::{
+    kv::feed::{Feed, Publishers},
+    model,
+};
 
 /// Answers of the engine's control routes are small; `/server_info` has some 560 keys, 40 KiB.
 const ANSWER_BYTES_MAX: usize = 4 << 20;
@@ -219,17 +222,26 @@ impl Engine {
         self.turns.request(request)
     }
 
-    /// Reads `/server_info`: the facts, and where tokens come from, if it says so.
+    /// Reads `/server_info`: the facts, where tokens come from, if it says so, and where KV events
+    /// are published.
     ///
     /// # Errors
     /// When the engine can't be reached or says something unintelligible.
-    pub async fn info(&self) -> Result<(Info, Option<model::Source>), Error> {
+    pub async fn info(&self) -> Result<(Info, Option<model::Source>, Feed), Error> {
         let path = "/server_info";
         let body = self.call(Method::GET, path, None).await?;
         let value: Value = serde_json::from_slice(&body)
             .map_err(|error| Error::Answer { path, detail: error.to_string() })?;
         let info = info_from(&value).map_err(|detail| Error::Answer { path, detail })?;
-        Ok((info, model::Source::from_info(&value)))
+        let feed = Feed {
+            instance: info.facts.instance.clone(),
+            ranks: u32::try_from(info.rows.len()).unwrap_or(u32::MAX),
+            page_tokens: info.facts.page_tokens,
+            pool_pages: usize::try_from(info.pool_tokens).unwrap_or(usize::MAX)
+                / info.facts.page_tokens as usize,
+            publishers: Publishers::of(&value, self.base.host().unwrap_or("127.0.0.1")),
+        };
+        Ok((info, model::Source::from_info(&value), feed))
     }
 
     /// Reads `/v1/loads`.

@@ -11,6 +11,7 @@ use tracing::{debug, info, warn};
 use crate::{
     agent::{AgentHandle, EngineNews},
     engine::{self, Engine, Info, Sample},
+    kv::KvHandle,
     model,
 };
 
@@ -26,6 +27,8 @@ pub struct Follower {
     pub engine: Engine,
     /// Who hears of it.
     pub agent: AgentHandle,
+    /// Who follows its KV events.
+    pub kv: KvHandle,
     /// Time between samples.
     pub interval: Duration,
     /// Wakes the follower when a turn found the engine gone.
@@ -48,7 +51,8 @@ pub async fn run(follower: Follower, tasks: Tasks) {
 async fn follow(follower: &Follower) {
     loop {
         match follower.engine.info().await {
-            Ok((info, source)) => {
+            Ok((info, source, feed)) => {
+                follower.kv.feed(feed);
                 let info = with_model(info, source, follower).await;
                 follower.agent.engine(EngineNews::Up(Box::new(info))).await;
                 if let Some(down) = sample(follower).await {

@@ -53,6 +53,7 @@ use crate::{
     ledger::Limits,
     metrics::Metrics,
     session::Rules,
+    shim::ShimHandle,
     turn::Turns,
 };
 
@@ -143,9 +144,10 @@ pub async fn run(
         "agent starting"
     );
     let gpus = gpu::watch((&config).into())?;
-    let agent = start_agent(&config, &gpus, &listeners, epoch, &engine, &metrics, &tasks)?;
+    let (agent, shim) = start_agent(&config, &gpus, &listeners, epoch, &engine, &metrics, &tasks)?;
+    let kv = kv::start(epoch, shim, kv::metrics::Metrics::new(&mut registry), tasks.token())?;
     let (files, found) = watch::channel(None);
-    grpc::start(agent.clone(), epoch, found, listeners.control, tasks.token())?;
+    grpc::start(agent.clone(), kv.clone(), epoch, found, listeners.control, tasks.token())?;
     let ready = readiness(&agent, &metrics, &tasks).await;
     if let Ok(watch) = agent.watch().await {
         gpu::metrics::register(&mut registry, gpus.watch(), watch.report);
@@ -157,6 +159,7 @@ pub async fn run(
     let follower = Follower {
         engine: engine.clone(),
         agent: agent.clone(),
+        kv,
         interval: ms(config.load_interval_ms),
         look: Arc::clone(&look),
         vocabulary: (config.vocabulary > 0).then_some(config.vocabulary),
@@ -198,7 +201,7 @@ fn start_agent(
     engine: &Engine,
     metrics: &Metrics,
     tasks: &Tasks,
-) -> Result<AgentHandle, Error> {
+) -> Result<(AgentHandle, ShimHandle), Error> {
     let control = listeners.control.local_addr()?;
     let agent_id = match config.worker_id.as_str() {
         "" => control.to_string(),
@@ -217,8 +220,9 @@ fn start_agent(
     // First of all: whoever has it is in charge of the engine.
     let journal = Journal::open(&config.state_dir(), &format!("engine-{}", config.engine_port()))?;
     let (news, shim_news) = mpsc::channel(SHIM_NEWS);
+    let shim = shim::listen(&config.shim_socket(), news, tasks)?;
     let setup = agent::Setup {
-        shim: shim::listen(&config.shim_socket(), news, tasks)?,
+        shim: shim.clone(),
         agent_id,
         epoch,
         data_port: listeners.data.local_addr()?.port(),
@@ -238,7 +242,7 @@ fn start_agent(
         stall_max: ms(config.stall_ms_max),
         report_interval: ms(config.report_interval_ms),
     };
-    Ok(agent::start(setup, shim_news, tasks))
+    Ok((agent::start(setup, shim_news, tasks), shim))
 }
 
 /// Ready while the engine answers; metrics follow the same reports.

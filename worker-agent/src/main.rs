@@ -8,7 +8,7 @@ use tokio_util::sync::CancellationToken;
 use worker_agent::{
     Listeners,
     config::{Args, Command, Config},
-    show::{self, AuditArgs},
+    show::{self, Shown},
 };
 
 fn main() -> ExitCode {
@@ -20,8 +20,10 @@ fn main() -> ExitCode {
             return ExitCode::from(if error.use_stderr() { settings::EXIT_USAGE } else { 0 });
         }
     };
-    if let Some(Command::Audit(args)) = &args.command {
-        return audit(args);
+    match &args.command {
+        Some(Command::Audit(args)) => return shown(show::audit(args)),
+        Some(Command::Kv(args)) => return shown(show::kv::kv(args)),
+        None => {}
     }
     let check = args.check_config;
     let config = match Config::load(args) {
@@ -61,8 +63,8 @@ async fn run(config: Config) -> anyhow::Result<()> {
 }
 
 #[tokio::main(flavor = "current_thread")]
-async fn audit(args: &AuditArgs) -> ExitCode {
-    match show::audit(args).await {
+async fn shown(asked: impl Future<Output = Result<Shown, show::Error>>) -> ExitCode {
+    match asked.await {
         Ok(shown) if print(&shown.text) && shown.sound => ExitCode::SUCCESS,
         Ok(_) => ExitCode::FAILURE,
         Err(error) => {

@@ -56,6 +56,8 @@ pub struct Hello {
     pub undemotable: Option<String>,
     /// Why the pool's pages can't be audited, where they can't.
     pub unauditable: Option<String>,
+    /// Why the radix tree can't be published again, where it can't.
+    pub unpublishable: Option<String>,
     /// Where the pool lies: a GPU's UUID as CUDA has it (without NVML's `GPU-`), else torch's name
     /// of the device.
     pub device: String,
@@ -232,6 +234,9 @@ pub enum Error {
     /// No working shim of this rank.
     #[error("no shim of rank {0} is connected; is it on the engine's PYTHONPATH?")]
     NoShim(u32),
+    /// The shim can't have the tree published.
+    #[error("the engine's tree can't be published again: {0}")]
+    Unpublishable(String),
     /// Earlier commands are still on their way.
     #[error("the shim hasn't taken earlier commands; try again")]
     Busy,
@@ -285,6 +290,23 @@ impl ShimHandle {
     /// As above.
     pub fn audit(&self, dp_rank: u32, number: u64) -> Result<(), Error> {
         self.command(dp_rank, Command::Audit(number))
+    }
+
+    /// Asks for the radix tree to be published again as KV events, after one that says that all is
+    /// void. What it holds comes as they do.
+    ///
+    /// # Errors
+    /// As above, and when the engine's tree can't be walked.
+    pub fn republish(&self, dp_rank: u32) -> Result<(), Error> {
+        if let Some(reason) = self.peers.borrow().get(&dp_rank).and_then(Peer::unpublishable) {
+            return Err(Error::Unpublishable(reason));
+        }
+        self.command(dp_rank, Command::Republish)
+    }
+
+    /// Waits until a shim has come or gone; false when none will any more.
+    pub async fn changed(&mut self) -> bool {
+        self.peers.changed().await.is_ok()
     }
 
     fn command(&self, dp_rank: u32, command: Command) -> Result<(), Error> {

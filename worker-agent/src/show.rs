@@ -1,5 +1,8 @@
+//! What `berth-agent` shows of a running agent: resident blocks ([`kv`]), and here
 //! `berth-agent audit`: asks a running agent to audit its engine's pages, and shows what it found:
 //! a table for people, JSON for programs.
+
+pub mod kv;
 
 use std::{fmt::Write as _, net::SocketAddr, time::Duration};
 
@@ -36,11 +39,14 @@ pub enum Error {
     #[error("no agent answers at {0}; give its control address with --control-addr")]
     Unreachable(SocketAddr, #[source] tonic::transport::Error),
     /// The agent's reason.
-    #[error("the agent made no audit: {0}")]
+    #[error("the agent doesn't tell: {0}")]
     Refused(String),
     /// The agent's answer can't be true.
     #[error("the agent's answer makes no sense; is it of this version?")]
     Senseless(#[from] proto::load::Error),
+    /// The same of resident blocks.
+    #[error("the agent's answer makes no sense; is it of this version?")]
+    SenselessKv(#[from] proto::kv::Error),
 }
 
 /// What to print, and whether everything is as it should be: no rank refused, and no fault found.

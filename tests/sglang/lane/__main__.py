@@ -31,6 +31,7 @@ from lane import (  # noqa: F401
     audit,
     cuts,
     planted,
+    kv,
     takeover,
     ends,
 )

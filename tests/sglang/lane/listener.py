@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-VERSION = 2
+VERSION = 3
 HEAD_NAMES = (
     "seq events_lost samples samples_ns recounts total available evictable protected held uncached"
 ).split()
@@ -212,7 +212,8 @@ def _apply(told: Told, frame: _Reader) -> None:
             pid=frame.number(4), dp_rank=frame.number(4), page_size=frame.number(4),
             total=frame.number(8), rows_total=frame.number(4), instance=frame.take(16),
             sglang=frame.text(), shim=frame.text(), inert=frame.text(), undemotable=frame.text(),
-            unauditable=frame.text(), device=frame.text(), page_bytes=frame.number(8),
+            unauditable=frame.text(), unpublishable=frame.text(), device=frame.text(),
+            page_bytes=frame.number(8),
         )
     elif kind == 3:
         number, spent_ns, refusal = frame.number(8), frame.number(8), frame.text()

@@ -11,6 +11,7 @@ pub(super) mod publisher;
 mod wire;
 mod zmtp;
 
+pub use event::{Event, Stored};
 pub use publisher::Fault;
 
 /// The engine's `--kv-events-config`, by its own names. Keys that only real queues need are passed

@@ -96,7 +96,7 @@ class _Shim:
             inert = f"SGLang {sglang.__version__} is not known, only {', '.join(SGLANG_VERSIONS)}"
         hello = wire.Hello(
             os.getpid(), 0, 0, 0, 0, _INSTANCE, str(sglang.__version__), __version__, inert,
-            "", "", "", 0,
+            "", "", "", "", 0,
         )
         try:
             hello, reports = _describe(scheduler, hello)
@@ -117,14 +117,20 @@ class _Shim:
 
     def _watch(self, scheduler: Any) -> None:
         from .audit import Auditor
+        from .republish import Republisher
         from .sampler import Sampler
 
         auditor = Auditor(scheduler, self._link.wake)
+        republisher = Republisher(scheduler, self._link.wake)
         self._hello = self._hello._replace(
-            unauditable=auditor.refusal, device=auditor.device, page_bytes=auditor.page_bytes
+            unauditable=auditor.refusal,
+            unpublishable=republisher.refusal,
+            device=auditor.device,
+            page_bytes=auditor.page_bytes,
         )
         self._link.greet(self._hello)
-        self._sampler = Sampler(scheduler, self._link, self._hello.undemotable, auditor)
+        undemotable = self._hello.undemotable
+        self._sampler = Sampler(scheduler, self._link, undemotable, auditor, republisher)
         self._sampler.publish(self._hello.dp_rank)
         # An idle scheduler that sleeps does so on its sockets for up to a second.
         if poller := getattr(scheduler.idle_sleeper, "poller", None):

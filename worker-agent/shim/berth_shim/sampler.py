@@ -14,6 +14,7 @@ from .audit import Auditor
 from .library import Failed
 from .link import Link
 from .publish import Publisher, path_of
+from .republish import Republisher
 from .table import Table, answer_tokens
 
 # An idle scheduler without `--sleep-on-idle` spins: it is looked at this often when no hook spoke.
@@ -25,10 +26,18 @@ RUNNING_SECONDS = 0.05
 class Sampler:
     """What is known of one scheduler, and what of it the agent was told."""
 
-    def __init__(self, scheduler: Any, link: Link, undemotable: str, auditor: Auditor):
+    def __init__(
+        self,
+        scheduler: Any,
+        link: Link,
+        undemotable: str,
+        auditor: Auditor,
+        republisher: Republisher,
+    ):
         self._scheduler = scheduler
         self._link = link
         self._auditor = auditor
+        self._republisher = republisher
         self._publisher: Publisher | None = None
         self._undemotable = undemotable
         self._table = Table(scheduler)
@@ -102,8 +111,8 @@ class Sampler:
 
     @property
     def asked(self) -> bool:
-        """Has the agent asked for anything that isn't begun?"""
-        return self._link.asked or self._auditor.asked
+        """Has the agent asked for anything that isn't begun, or done by pieces?"""
+        return self._link.asked or self._auditor.asked or self._republisher.runs
 
     def commands(self) -> None:
         """Does what the agent has asked for, before a step's requests are looked at."""
@@ -113,10 +122,13 @@ class Sampler:
                 self._full = True
             elif kind == wire.AUDIT:
                 self._auditor.ask(what)
+            elif kind == wire.REPUBLISH:
+                self._republisher.begin()
             else:
                 refusal = self._undemotable or demotion.demote(self._scheduler, what)
                 self._event(what, wire.demoted, refusal)
         self._auditor.begin()
+        self._republisher.go_on()
 
     def idle(self) -> None:
         """Between steps, or with nothing to do."""

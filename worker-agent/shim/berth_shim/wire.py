@@ -12,6 +12,7 @@ is one byte, 0 or 1; a list is a `u16` count and its items.
 | 16 | demote | to shim | session str |
 | 17 | sample now | to shim | nothing |
 | 18 | audit | to shim | number u64 |
+| 19 | republish | to shim | nothing |
 
 | field of hello | type | means |
 |---|---|---|
@@ -22,6 +23,7 @@ is one byte, 0 or 1; a list is a `u16` count and its items.
 | inert | str | why the shim reads nothing; empty while it works |
 | undemotable | str | why no session can be demoted here; empty where they can |
 | unauditable | str | why the pool's pages can't be audited here; empty where they can |
+| unpublishable | str | why the radix tree can't be published again; empty where it can |
 | device | str | where the pool lies: a GPU's UUID as CUDA has it, else torch's name of the device |
 | page_bytes | u64 | bytes of a page's KV on this rank, by its buffers; 0 where they aren't known |
 
@@ -35,7 +37,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-VERSION = 2
+VERSION = 3
 # A full update: 256 events, 512 ids and 512 sessions of 512 byte names are 0.8 MiB.
 FRAME_BYTES_MAX = 1 << 20
 EVENTS_MAX = 256
@@ -46,7 +48,7 @@ NAME_BYTES_MAX = 512
 AUDIT_NAMES_MAX = 1000
 AUDIT_BYTES_MAX = FRAME_BYTES_MAX // 2
 
-HELLO, UPDATE, AUDITED, DEMOTE, SAMPLE_NOW, AUDIT = 1, 2, 3, 16, 17, 18
+HELLO, UPDATE, AUDITED, DEMOTE, SAMPLE_NOW, AUDIT, REPUBLISH = 1, 2, 3, 16, 17, 18, 19
 OPENED, CLOSED, COMMITTED, ABORTED, DEMOTED = 1, 2, 3, 4, 5
 HOLDS_ROW, IN_FLIGHT, CLOSING = 1, 2, 4
 
@@ -76,6 +78,7 @@ class Hello(NamedTuple):
     inert: str
     undemotable: str
     unauditable: str
+    unpublishable: str
     device: str
     page_bytes: int
 
@@ -132,7 +135,7 @@ def _frame(kind: int, body: bytes) -> bytes:
 
 
 def hello(hello: Hello) -> bytes:
-    texts = b"".join(map(_str, hello[6:12]))
+    texts = b"".join(map(_str, hello[6:13]))
     return _frame(HELLO, _HELLO.pack(*hello[:6]) + texts + _NUMBER.pack(hello.page_bytes))
 
 
@@ -202,7 +205,7 @@ def _command(frame: bytes) -> tuple[int, Any]:
     version, kind, body = frame[0], frame[1], frame[2:]
     if version != VERSION:
         raise Malformed(f"protocol version {version}")
-    if kind == SAMPLE_NOW and not body:
+    if kind in (SAMPLE_NOW, REPUBLISH) and not body:
         return kind, ""
     if kind == DEMOTE and len(body) >= 2 and len(body) == 2 + int.from_bytes(body[:2], "little"):
         return kind, body[2:].decode(errors="replace")

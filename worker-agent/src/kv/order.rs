@@ -6,8 +6,8 @@
 
 use std::collections::BTreeMap;
 
-/// Messages kept while older ones are sent again: a busy engine's of several seconds.
-const HELD_MAX: usize = 1024;
+/// Messages kept while older ones are sent again: a busy engine's of a second or more.
+const HELD_MAX: usize = 256;
 
 /// What to do next.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -36,12 +36,20 @@ pub struct Order<T> {
     live: u64,
     /// Messages behind a gap.
     held: BTreeMap<u64, T>,
-    replaying: bool,
+    /// What was asked for and hasn't ended.
+    asked: Option<Asked>,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Asked {
+    from: u64,
+    /// A later message was there: what is missing before it was sent before the question.
+    for_gap: bool,
 }
 
 impl<T> Default for Order<T> {
     fn default() -> Self {
-        Self { next: 0, live: 0, held: BTreeMap::new(), replaying: false }
+        Self { next: 0, live: 0, held: BTreeMap::new(), asked: None }
     }
 }
 
@@ -63,16 +71,31 @@ impl<T> Order<T> {
             while let Some(number) = self.first_held() {
                 self.lose(number, &mut steps);
             }
-            self.replaying = false;
+            self.asked = None;
         }
+        if !self.held.is_empty() {
+            self.ask(&mut steps);
+        }
+        steps
+    }
+
+    /// Asks for what may have been missed and nothing newer shows: at first, and when nothing came
+    /// for a while.
+    pub fn look(&mut self) -> Vec<Step<T>> {
+        let mut steps = vec![];
         self.ask(&mut steps);
         steps
+    }
+
+    /// Whether an answer is awaited.
+    pub fn is_asking(&self) -> bool {
+        self.asked.is_some()
     }
 
     /// A message came that was asked for. They come in order: what is older is not there any more.
     pub fn replayed(&mut self, number: u64, message: T) -> Vec<Step<T>> {
         let mut steps = vec![];
-        if !self.replaying {
+        if self.asked.is_none() {
             return steps;
         }
         while number > self.next {
@@ -89,11 +112,14 @@ impl<T> Order<T> {
     /// No more comes of what was asked for, or nobody can be asked.
     pub fn replay_ended(&mut self) -> Vec<Step<T>> {
         let mut steps = vec![];
-        if self.replaying {
-            self.replaying = false;
-            if let Some(number) = self.first_held() {
+        let Some(asked) = self.asked.take() else { return steps };
+        if let Some(number) = self.first_held() {
+            // Else it may have been sent after the question.
+            if asked.for_gap && asked.from == self.next {
                 self.lose(number, &mut steps);
             }
+        }
+        if !self.held.is_empty() {
             self.ask(&mut steps);
         }
         steps
@@ -119,8 +145,9 @@ impl<T> Order<T> {
     }
 
     fn ask(&mut self, steps: &mut Vec<Step<T>>) {
-        if !self.held.is_empty() && !self.replaying {
-            self.replaying = true;
+        if self.asked.is_none() {
+            let for_gap = !self.held.is_empty();
+            self.asked = Some(Asked { from: self.next, for_gap });
             steps.push(Step::Replay(self.next));
         }
     }
@@ -155,7 +182,22 @@ mod tests {
         let mut order = Order::default();
         assert_eq!(order.live(7, 7), [Step::Replay(0)]);
         assert_eq!(order.replayed(5, 5), [Step::Lost { from: 0, to: 5 }, Step::Apply(5)]);
+        // Only who asks again knows.
+        assert_eq!(order.replay_ended(), [Step::Replay(6)]);
         assert_eq!(order.replay_ended(), [Step::Lost { from: 6, to: 7 }, Step::Apply(7)]);
+    }
+
+    #[test]
+    fn what_was_sent_after_a_question_is_asked_for_again() {
+        let mut order = Order::default();
+        assert_eq!(order.look(), [Step::Replay(0)]);
+        assert_eq!(order.look(), []);
+        assert_eq!(order.replayed(0, 0), [Step::Apply(0)]);
+        // 1 was sent after the answer was begun, and before the subscription held.
+        assert_eq!(order.live(2, 2), []);
+        assert_eq!(order.replay_ended(), [Step::Replay(1)]);
+        assert_eq!(order.replayed(1, 1), [Step::Apply(1), Step::Apply(2)]);
+        assert_eq!(order.replay_ended(), []);
     }
 
     #[test]
@@ -203,7 +245,7 @@ mod tests {
                             Step::Replay(from) => Some(*from),
                             _ => None,
                         });
-                        let Some(from) = asked.filter(|_| order.replaying) else { break };
+                        let Some(from) = asked.filter(|_| order.is_asking()) else { break };
                         replay = Some(from.max((number + 1).saturating_sub(buffer))..number + 1);
                     }
                     let range = replay.as_mut().unwrap();

@@ -13,6 +13,7 @@
 //! | 16 | demote | to shim | session str |
 //! | 17 | sample now | to shim | nothing |
 //! | 18 | audit | to shim | number u64 |
+//! | 19 | republish | to shim | nothing |
 //!
 //! | item of a list | fields |
 //! |---|---|
@@ -31,7 +32,7 @@ use std::{str, time::Duration};
 use super::{Audited, Hello, SessionFacts};
 
 /// Of the protocol. A shim of another one is refused.
-pub const VERSION: u8 = 2;
+pub const VERSION: u8 = 3;
 /// A full update of the shim (256 events, 512 ids, 512 sessions, names of 512 bytes) is 0.8 MiB.
 pub const FRAME_BYTES_MAX: usize = 1 << 20;
 /// Sessions of a frame: a full table with so many goes on in the next one.
@@ -45,6 +46,7 @@ const AUDITED: u8 = 3;
 const DEMOTE: u8 = 16;
 const SAMPLE_NOW: u8 = 17;
 const AUDIT: u8 = 18;
+const REPUBLISH: u8 = 19;
 
 /// Why a shim's bytes can't be read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -123,6 +125,7 @@ pub(super) enum Command {
     Demote(String),
     SampleNow,
     Audit(u64),
+    Republish,
 }
 
 impl Command {
@@ -135,6 +138,7 @@ impl Command {
             }
             Self::SampleNow => (SAMPLE_NOW, vec![]),
             Self::Audit(number) => (AUDIT, number.to_le_bytes().to_vec()),
+            Self::Republish => (REPUBLISH, vec![]),
         };
         let length = u32::try_from(body.len() + 2).ok()?;
         Some([&length.to_le_bytes(), &[VERSION, kind][..], &body].concat())
@@ -198,6 +202,7 @@ fn hello(body: &mut Body<'_>) -> Result<Hello, Error> {
         inert: body.reason()?,
         undemotable: body.reason()?,
         unauditable: body.reason()?,
+        unpublishable: body.reason()?,
         device: body.string()?,
         page_bytes: Some(body.u64()?).filter(|bytes| *bytes > 0),
     };

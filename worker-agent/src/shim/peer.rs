@@ -31,7 +31,15 @@ pub(super) struct Peer {
     pub(super) commands: mpsc::Sender<Command>,
     /// An inert one does nothing that it is told.
     pub(super) works: bool,
+    unpublishable: Option<String>,
     ended: oneshot::Receiver<()>,
+}
+
+impl Peer {
+    /// Why it can't have the tree published.
+    pub(super) fn unpublishable(&self) -> Option<String> {
+        self.unpublishable.clone()
+    }
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -79,7 +87,8 @@ pub(super) async fn serve(
     let (sender, commands) = mpsc::channel(COMMANDS);
     let (ending, ended) = oneshot::channel();
     let mut before = None;
-    let peer = Peer { commands: sender, works: hello.inert.is_none(), ended };
+    let (works, unpublishable) = (hello.inert.is_none(), hello.unpublishable.clone());
+    let peer = Peer { commands: sender, works, unpublishable, ended };
     peers.send_modify(|peers| before = peers.insert(dp_rank, peer));
     if let Some(Peer { commands, ended, .. }) = before {
         // The one before hears it by its commands' end, and says `Down` before this one `Up`.

@@ -79,7 +79,7 @@ fn hello(dp_rank: u32, instance: u8, inert: &str) -> Vec<u8> {
     body.extend(2048_u64.to_le_bytes());
     body.extend(8_u32.to_le_bytes());
     body.extend([instance; 16]);
-    for each in ["0.5.23", "0.1.0", inert, "", "", "cpu"] {
+    for each in ["0.5.23", "0.1.0", inert, "", "", "", "cpu"] {
         body.extend(text(each));
     }
     body.extend(4096_u64.to_le_bytes());
@@ -143,8 +143,8 @@ async fn what_a_shim_says_arrives_and_commands_reach_it() {
         (bytes, shim)
     });
     let wanted = [
-        &b"\x07\0\0\0\x02\x10\x03\0s#2\x02\0\0\0\x02\x11"[..],
-        b"\x0a\0\0\0\x02\x12\x09\0\0\0\0\0\0\0",
+        &b"\x07\0\0\0\x03\x10\x03\0s#2\x02\0\0\0\x03\x11"[..],
+        b"\x0a\0\0\0\x03\x12\x09\0\0\0\0\0\0\0",
     ];
     let (bytes, mut shim) = read.await.unwrap();
     assert_eq!(bytes[..], wanted.concat());

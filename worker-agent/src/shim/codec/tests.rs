@@ -16,7 +16,7 @@ events = [
     wire.aborted("d", True), wire.demoted("e", "busy"), wire.demoted("f", ""),
 ]
 print(wire.hello(wire.Hello(
-    7, 3, 16, 1 << 40, 4096, bytes(range(16)), "0.5.23", "0.1.0", "", "no", "", "cpu", 1 << 33,
+    7, 3, 16, 1 << 40, 4096, bytes(range(16)), "0.5.23", "0.1.0", "", "no", "", "", "cpu", 1 << 33,
 )).hex())
 print(wire.update(head, events, ["gone-é"], [("é" * 300, facts)]).hex())
 print(wire.audited(1 << 40, 1000, "", ["a", "é"], bytes(range(5))).hex())
@@ -77,6 +77,7 @@ fn frames_of_the_shim() -> Vec<Message> {
         inert: None,
         undemotable: Some("no".into()),
         unauditable: None,
+        unpublishable: None,
         device: "cpu".into(),
         page_bytes: Some(1 << 33),
     };
@@ -123,8 +124,7 @@ fn frames_of_the_shim() -> Vec<Message> {
     let spent = Duration::from_micros(1);
     let report = vec![0, 1, 2, 3, 4];
     let audited = Audited { number: 1 << 40, spent, refusal: None, names, report };
-    let spent = Duration::ZERO;
-    let refusal = Some("no".into());
+    let (spent, refusal) = (Duration::ZERO, Some("no".into()));
     let refused = Audited { number: 2, spent, refusal, names: vec![], report: vec![] };
     vec![
         Message::Hello(Box::new(hello)),
@@ -142,17 +142,22 @@ fn what_the_shim_writes_is_what_it_means() {
 
 #[test]
 fn what_the_agent_writes_the_shim_reads() {
-    let commands = [Command::Demote("sé-1".into()), Command::SampleNow, Command::Audit(1 << 40)];
+    let commands = [
+        Command::Demote("sé-1".into()),
+        Command::SampleNow,
+        Command::Audit(1 << 40),
+        Command::Republish,
+    ];
     let bytes: Vec<u8> = commands.iter().flat_map(|c| c.encode().unwrap()).collect();
     // Fixed here too, so that both ends can't change together unnoticed.
     let fixed = [
-        &b"\x09\0\0\0\x02\x10\x05\0s\xc3\xa9-1\x02\0\0\0\x02\x11"[..],
-        b"\x0a\0\0\0\x02\x12\0\0\0\0\0\x01\0\0",
+        &b"\x09\0\0\0\x03\x10\x05\0s\xc3\xa9-1\x02\0\0\0\x03\x11"[..],
+        b"\x0a\0\0\0\x03\x12\0\0\0\0\0\x01\0\0\x02\0\0\0\x03\x13",
     ];
     assert_eq!(bytes, fixed.concat());
     let hex: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
     let Some(printed) = python(DECODE, &[&hex]) else { return };
-    assert_eq!(printed.trim(), "(16, 'sé-1') (17, '') (18, 1099511627776)");
+    assert_eq!(printed.trim(), "(16, 'sé-1') (17, '') (18, 1099511627776) (19, '')");
 }
 
 #[test]
@@ -165,7 +170,7 @@ fn a_frame_out_of_bounds_is_refused_before_it_is_there() {
 #[test]
 fn another_protocol_and_unknown_kinds_are_named() {
     assert_eq!(all(b"\x02\0\0\0\x01\x01"), Err(Error::Version(1)));
-    assert_eq!(all(b"\x02\0\0\0\x02\x63"), Err(Error::Kind(99)));
+    assert_eq!(all(b"\x02\0\0\0\x03\x63"), Err(Error::Kind(99)));
 }
 
 /// A hello as bytes, made without Python.
@@ -177,7 +182,7 @@ fn hello_bytes() -> Vec<u8> {
     body.extend(2048_u64.to_le_bytes());
     body.extend(8_u32.to_le_bytes());
     body.extend([9; 16]);
-    for text in ["0.5.23", "0.1.0", "why", "", "", "cpu"] {
+    for text in ["0.5.23", "0.1.0", "why", "", "", "", "cpu"] {
         body.extend(u16::try_from(text.len()).unwrap().to_le_bytes());
         body.extend(text.as_bytes());
     }

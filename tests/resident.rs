@@ -1,0 +1,330 @@
+//! What an agent tells of resident blocks, by its engine's KV events: what turns leave, evictions,
+//! flushes, lost messages, restarts; and that a large cache and a slow watcher harm nobody else.
+
+#![expect(clippy::unwrap_used, reason = "a test fails where it unwraps")]
+
+use std::collections::BTreeSet;
+
+use proto::{
+    block::{BlockHash, BlockTokens, Chain, Scheme},
+    kv::{Change, RankChange},
+    v1::{self, worker_agent_client::WorkerAgentClient},
+};
+use serde_json::json;
+use sha2::{Digest as _, Sha256};
+use tests::{
+    cluster::{Agent, PATIENCE, agent_config, eventually, ready},
+    engine_sim::{
+        Config, EngineSim,
+        kv::{Event, Fault, KvEventsConfig, Stored},
+        request::Space,
+    },
+    web::Web,
+};
+use tonic::{Code, Status, Streaming, transport::Channel};
+
+/// An engine that publishes, and its agent.
+struct House {
+    engine: EngineSim,
+    agent: Agent,
+    web: Web,
+}
+
+impl House {
+    async fn new(change: impl FnOnce(&mut Config)) -> Self {
+        let mut config = Config { kv_events: Some(KvEventsConfig::local()), ..Config::default() };
+        config.core.page_size = 16;
+        config.core.max_total_tokens = 4096;
+        change(&mut config);
+        let engine = EngineSim::start_local(config).await.unwrap();
+        let agent = Agent::start(agent_config(&engine.url(), "w0")).unwrap();
+        let house = Self { engine, agent, web: Web::default() };
+        ready(&house.web, house.agent.admin).await;
+        house
+    }
+
+    /// A turn whose answer is one token, which becomes no page.
+    async fn turn(&self, prompt: &[u32]) {
+        let sampling = json!({"max_new_tokens": 1, "temperature": 0, "ignore_eos": true});
+        let body = json!({"input_ids": prompt, "sampling_params": sampling});
+        let answer = self.web.post(&self.agent.url("/generate"), &[], &body).await.unwrap();
+        assert_eq!(answer.status, 200, "{}", answer.text());
+    }
+
+    /// Empties the cache; an engine refuses that until it has nothing to do.
+    async fn flush(&self) {
+        let url = format!("{}/flush_cache", self.engine.url());
+        eventually("a flush", || async {
+            let answer = self.web.post(&url, &[], &json!({})).await.unwrap();
+            answer.status.is_success().then_some(())
+        })
+        .await;
+    }
+
+    async fn watcher(&self) -> Watcher {
+        let control = format!("http://{}", self.agent.control);
+        let client = WorkerAgentClient::connect(control).await.unwrap();
+        Watcher::new(client).await
+    }
+}
+
+/// What a router would know.
+struct Watcher {
+    stream: Streaming<v1::KvEvent>,
+    next: u64,
+    blocks: BTreeSet<BlockHash>,
+    unknown: String,
+    is_complete: bool,
+    /// Changes since the snapshot was complete.
+    changes: usize,
+}
+
+impl Watcher {
+    async fn new(mut client: WorkerAgentClient<Channel>) -> Self {
+        let stream = client.watch_kv(v1::WatchKvRequest {}).await.unwrap().into_inner();
+        let (blocks, unknown) = (BTreeSet::new(), String::new());
+        Self { stream, next: 0, blocks, unknown, is_complete: false, changes: 0 }
+    }
+
+    async fn hear(&mut self) -> Result<(), Status> {
+        let event = tokio::time::timeout(PATIENCE, self.stream.message()).await;
+        let event = event
+            .map_err(|_| Status::cancelled(format!("nothing came; {} known", self.blocks.len())));
+        let event = event??.expect("the stream goes on");
+        assert_eq!(event.sequence, self.next, "events are counted");
+        self.next += 1;
+        let bytes: usize = prost::Message::encoded_len(&event);
+        assert!(bytes <= 256 << 10, "a message of {bytes} bytes");
+        for change in event.changes {
+            self.apply(RankChange::try_from(change).unwrap().change);
+        }
+        Ok(())
+    }
+
+    fn apply(&mut self, change: Change) {
+        self.changes += usize::from(self.is_complete);
+        match change {
+            Change::Reset { .. } => {
+                self.blocks.clear();
+                self.unknown.clear();
+                self.is_complete = false;
+            }
+            Change::Unknown { why } => (self.unknown, self.is_complete) = (why, false),
+            Change::Stored { parent, blocks, .. } => {
+                let before = parent.is_none_or(|parent| self.blocks.contains(&parent));
+                assert!(before, "{parent:?} is not resident");
+                for block in blocks {
+                    assert!(self.blocks.insert(block), "{block:?} is told once");
+                }
+            }
+            Change::Removed { blocks, .. } => {
+                for block in blocks {
+                    assert!(self.blocks.remove(&block), "{block:?} was not resident");
+                }
+            }
+            Change::Complete => self.is_complete = true,
+        }
+    }
+
+    async fn until(&mut self, what: &str, is: impl Fn(&Self) -> bool) {
+        while !is(self) {
+            self.hear().await.unwrap_or_else(|status| panic!("before {what}: {status}"));
+        }
+    }
+
+    async fn until_heard(&mut self, changes: usize) {
+        self.until("changes", |watcher| watcher.changes >= changes).await;
+    }
+
+    async fn until_blocks(&mut self, what: &str, blocks: &BTreeSet<BlockHash>) {
+        self.until(what, |watcher| watcher.is_complete && watcher.blocks == *blocks).await;
+    }
+}
+
+/// Every second prompt begins like the one before it.
+fn prompt(number: u32) -> Vec<u32> {
+    let own = |at: u32| if at < 128 { number / 2 } else { 100 + number };
+    (0..300).map(|at| (own(at) * 7 + at) % 250).collect()
+}
+
+fn blocks_of(prompts: impl IntoIterator<Item = u32>) -> BTreeSet<BlockHash> {
+    let scheme = Scheme::plain(BlockTokens::for_page(16).unwrap());
+    let hashed = prompts.into_iter().flat_map(|number| {
+        let mut blocks = vec![];
+        Chain::new(&scheme).push(&prompt(number), &mut blocks);
+        blocks
+    });
+    hashed.collect()
+}
+
+#[tokio::test]
+async fn what_turns_leave_is_told_and_what_a_flush_takes() {
+    let house = House::new(|_| {}).await;
+    house.turn(&prompt(0)).await;
+    let mut early = house.watcher().await;
+    early.until_blocks("the first turn", &blocks_of([0])).await;
+    for number in 1..4 {
+        house.turn(&prompt(number)).await;
+    }
+    early.until_blocks("four turns", &blocks_of(0..4)).await;
+    let mut late = house.watcher().await;
+    late.until_blocks("a snapshot", &blocks_of(0..4)).await;
+    house.flush().await;
+    early.until_blocks("the flush", &BTreeSet::new()).await;
+    house.turn(&prompt(9)).await;
+    for watcher in [&mut early, &mut late] {
+        watcher.until_blocks("a turn after it", &blocks_of([9])).await;
+    }
+}
+
+#[tokio::test]
+async fn what_is_evicted_is_told() {
+    let house = House::new(|config| config.core.max_total_tokens = 1024).await;
+    let mut watcher = house.watcher().await;
+    for number in (0..20).step_by(2) {
+        house.turn(&prompt(number)).await;
+    }
+    watcher.until("the last turn", |known| known.blocks.is_superset(&blocks_of([18]))).await;
+    assert!(watcher.blocks.len() * 64 <= 1024, "{} blocks in 1,024 tokens", watcher.blocks.len());
+    // A second agent, by the replay of all messages, comes to the same.
+    let agent = Agent::start(agent_config(&house.engine.url(), "w1"));
+    assert!(agent.is_ok(), "both have state of their own");
+    let other = House { agent: agent.unwrap(), ..house };
+    let mut anew = other.watcher().await;
+    anew.until_blocks("a replay", &watcher.blocks).await;
+}
+
+#[tokio::test]
+async fn lost_messages_are_asked_for_again_also_the_last_ones() {
+    let house = House::new(|_| {}).await;
+    let mut watcher = house.watcher().await;
+    house.turn(&prompt(0)).await;
+    watcher.until_blocks("a turn", &blocks_of([0])).await;
+    house.engine.kv_fault(0, Fault::Drop(2)).await;
+    for number in 1..8 {
+        house.turn(&prompt(number)).await;
+    }
+    watcher.until_blocks("a gap to be filled", &blocks_of(0..8)).await;
+    house.engine.kv_fault(0, Fault::Drop(100)).await;
+    house.turn(&prompt(8)).await;
+    watcher.until_blocks("messages that nothing followed", &blocks_of(0..9)).await;
+}
+
+#[tokio::test]
+async fn what_nobody_has_any_more_is_not_made_up() {
+    let house = House::new(|_| {}).await;
+    let mut watcher = house.watcher().await;
+    house.turn(&prompt(0)).await;
+    watcher.until_blocks("a turn", &blocks_of([0])).await;
+    house.engine.kv_fault(0, Fault::Drop(1)).await;
+    house.turn(&prompt(2)).await;
+    house.engine.kv_fault(0, Fault::Forget).await;
+    house.turn(&prompt(4)).await;
+    house.turn(&prompt(6)).await;
+    // Whatever of the first two is known still, the last one is known, and nothing else.
+    watcher.until("what came later", |known| known.blocks.is_superset(&blocks_of([6]))).await;
+    assert!(watcher.blocks.is_subset(&blocks_of([0, 2, 4, 6])));
+    house.flush().await;
+    house.turn(&prompt(1)).await;
+    watcher.until_blocks("a flush and a turn", &blocks_of([1])).await;
+}
+
+#[tokio::test]
+async fn a_dead_engine_holds_nothing_and_its_successor_is_followed() {
+    let mut house = House::new(|_| {}).await;
+    let mut watcher = house.watcher().await;
+    house.turn(&prompt(0)).await;
+    watcher.until_blocks("a turn", &blocks_of([0])).await;
+    house.engine.kill();
+    watcher.until("the end", |known| known.unknown.contains("no KV events")).await;
+    house.engine = house.engine.restart().await.unwrap();
+    ready(&house.web, house.agent.admin).await;
+    watcher.until_blocks("an empty engine", &BTreeSet::new()).await;
+    house.turn(&prompt(3)).await;
+    watcher.until_blocks("a turn", &blocks_of([3])).await;
+}
+
+#[tokio::test]
+async fn an_engine_without_a_publisher_is_told_with_what_to_do() {
+    let house = House::new(|config| config.kv_events = None).await;
+    let mut watcher = house.watcher().await;
+    watcher.until("the reason", |known| known.unknown.contains("--kv-events-config")).await;
+}
+
+/// A chain of pages that are blocks, as the engine would store it.
+fn chain(number: u32, pages: usize) -> Stored {
+    let tokens = vec![number; 64 * pages];
+    let mut before: Option<[u8; 32]> = None;
+    let hashes = tokens.chunks(64).map(|page| {
+        let mut sha = Sha256::new();
+        before.iter().for_each(|before| sha.update(before));
+        page.iter().for_each(|token| sha.update(token.to_le_bytes()));
+        let digest: [u8; 32] = sha.finalize().into();
+        before = Some(digest);
+        i64::from_be_bytes(*digest.first_chunk().unwrap())
+    });
+    let (hashes, space) = (hashes.collect(), Space::default());
+    Stored { hashes, parent: None, tokens, block_size: 64, space, session_id: None }
+}
+
+/// Blocks of a large cache: two megabytes of hashes, which no connection takes at once.
+const BLOCKS: u32 = 250_000;
+/// Blocks of one chain.
+const CHAIN: u32 = 1000;
+/// Changes of one block in a batch, and batches of them: more than is kept for watchers.
+const CHANGES: usize = 200;
+const BATCHES: usize = 800;
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_slow_watcher_of_a_large_cache_delays_no_report_and_is_cut_alone() {
+    let house = House::new(|config| {
+        config.core.page_size = 64;
+        config.core.max_total_tokens = 64 * BLOCKS as usize;
+    })
+    .await;
+    for number in 0..BLOCKS / CHAIN {
+        house.engine.kv_publish(0, vec![Event::Stored(chain(number, CHAIN as usize))]);
+    }
+    let mut fast = house.watcher().await;
+    let all = BLOCKS as usize;
+    fast.until("all blocks", |known| known.blocks.len() == all).await;
+
+    let mut slow = house.watcher().await;
+    slow.until("the beginning", |known| !known.blocks.is_empty()).await;
+    assert!(slow.blocks.len() < all, "it came in one piece");
+    // While that one reads nothing, a third one gets everything, and reports keep coming.
+    let control = format!("http://{}", house.agent.control);
+    let mut client = WorkerAgentClient::connect(control).await.unwrap();
+    let mut reports = client.watch_load(v1::WatchLoadRequest {}).await.unwrap().into_inner();
+    let mut anew = house.watcher().await;
+    let mut heard = 0;
+    while anew.blocks.len() < all || heard < 20 {
+        tokio::select! {
+            report = reports.message() => {
+                report.unwrap().expect("reports go on");
+                heard += 1;
+            }
+            told = anew.hear(), if anew.blocks.len() < all => told.unwrap(),
+        }
+    }
+    // More happens than is kept for anyone: the slow one alone has missed it.
+    fast.changes = 0;
+    let first = chain(0, CHAIN as usize);
+    let (last, parent) = (first.hashes[CHAIN as usize - 1], first.hashes[CHAIN as usize - 2]);
+    let removed = Event::Removed { hashes: vec![last], extra_key: None };
+    let stored = Stored { hashes: vec![last], parent: Some(parent), ..chain(0, 1) };
+    let pair = [removed, Event::Stored(stored)];
+    let batch: Vec<Event> = std::iter::repeat_n(pair, CHANGES / 2).flatten().collect();
+    for number in 0..BATCHES {
+        house.engine.kv_publish(0, batch.clone());
+        if number % 8 == 7 {
+            fast.until_heard(CHANGES * (number + 1)).await;
+        }
+    }
+    let cut = loop {
+        if let Err(status) = slow.hear().await {
+            break status;
+        }
+    };
+    assert_eq!(cut.code(), Code::ResourceExhausted, "{cut}");
+}

@@ -1,0 +1,164 @@
+"""What the agent tells of resident blocks is what the engine's radix tree holds: after conversations,
+evictions and a flush, after messages that were lost, and beside an engine that ran before it.
+
+In an engine of its own, in which a plugin lists the tree, drops messages of the publisher's, and
+empties the buffer from which it repeats them.
+"""
+
+import json
+import subprocess
+from typing import Any
+
+import xxhash
+
+from lane import wire
+from lane.fleet import Fleet
+from lane.pages import AUDIT_SECONDS_MAX
+from lane.planted import Planted
+from lane.processes import wait_until
+from lane.runner import test
+from lane.shim import text_of
+from lane.turns import Pinned, generate
+from lane.with_shim import by_shim
+
+EQUAL_SECONDS_MAX = 20
+BLOCK = 64
+MASK = (1 << 64) - 1
+
+
+def _factors() -> list[int]:
+    state, factors = int.from_bytes(b"berth_kv"), []
+    for _ in range(BLOCK):
+        state = (state + 0x9E3779B97F4A7C15) & MASK
+        mixed = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & MASK
+        mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & MASK
+        factors.append((mixed ^ mixed >> 31) | 1)
+    return factors
+
+
+FACTORS = _factors()
+
+
+def blocks_of(tokens: list[int]) -> list[str]:
+    """A prompt's routing blocks, by the rule in proto/src/block.rs, without its code."""
+    last = xxhash.xxh3_64_intdigest(bytes([1]) + BLOCK.to_bytes(4, "little") + bytes(3)) | 7
+    blocks = []
+    for begin in range(0, len(tokens) - BLOCK + 1, BLOCK):
+        local = sum(t * k for t, k in zip(tokens[begin : begin + BLOCK], FACTORS)) & MASK
+        parts = (last.to_bytes(8, "little"), local.to_bytes(8, "little"))
+        hash, place = xxhash.xxh3_64_intdigest(b"".join(parts)) & ~7, (last + 1) & 7
+        group = last if place else hash
+        last = group >> 40 << 40 | hash & ((1 << 40) - 1) | place
+        blocks.append(f"{last:016x}")
+    return blocks
+
+
+def told(fleet: Fleet) -> set[str] | str:
+    """The only rank's blocks as routers are told, or why they aren't."""
+    command = [str(fleet.bin_dir / "berth-agent"), "kv", "--json", "--control-addr"]
+    done = subprocess.run(
+        [*command, fleet.agent_control], capture_output=True, text=True, timeout=AUDIT_SECONDS_MAX
+    )
+    assert done.stdout, f"nothing was told: {done.stderr}"
+    [rank] = json.loads(done.stdout)["ranks"]
+    return rank.get("unknown") or set(rank["device"])
+
+
+def held(fleet: Planted) -> set[str]:
+    """Blocks of the tree as it is."""
+    fleet.plant("tree")
+    paths: list[list[int]] = json.loads(fleet.file.with_suffix(".tree").read_text())
+    return {block for path in paths for block in blocks_of(path)}
+
+
+def wait_equal(fleet: Planted, what: str) -> set[str]:
+    seen: dict[str, Any] = {}
+
+    def equal() -> bool:
+        seen["told"], seen["held"] = told(fleet), held(fleet)
+        return seen["told"] == seen["held"]
+
+    try:
+        wait_until(fleet.agent, f"right {what}", equal, EQUAL_SECONDS_MAX)
+    except Exception as error:
+        known, real = seen["told"], seen["held"]
+        if isinstance(known, str):
+            raise AssertionError(f"{what}: nothing is told: {known}") from error
+        raise AssertionError(
+            f"{what}: {len(real)} blocks are held and {len(known)} told; "
+            f"{len(real - known)} are missing, {len(known - real)} are not there"
+        ) from error
+    return seen["told"]
+
+
+def metric(fleet: Fleet, line: str) -> float:
+    text = wire.get(f"http://{fleet.agent_admin}/metrics").body.decode()
+    found = [each for each in text.splitlines() if each.startswith(f"berth_agent_{line} ")]
+    return float(found[0].split()[-1]) if found else 0.0
+
+
+@test
+def what_is_told_is_what_the_tree_holds(fleet: Fleet) -> None:
+    folder = fleet.folder / "kv"
+    folder.mkdir(exist_ok=True)
+    own = Planted(folder, fleet.bin_dir, fleet.page_size)
+    try:
+        own.start_engine()
+        own.start_agent(settings=f'shim_socket = "{own.shim_socket}"\n')
+        own.start_router()
+        wait_until(own.agent, "hearing from the shim", lambda: by_shim(own), 10)
+        _check(own)
+    finally:
+        own.stop()
+
+
+def _converse(fleet: Fleet, letter: str, turns: int = 2) -> None:
+    """A conversation that begins like all others."""
+    history = text_of(200) + letter * 30
+    for number in range(turns):
+        generate(fleet, history, 20)
+        history += f" {letter} and then {number}?" + text_of(90)
+
+
+def _check(fleet: Planted) -> None:
+    for letter in "abc":
+        _converse(fleet, letter)
+    assert len(wait_equal(fleet, "after conversations")) > 6, "hardly anything is resident"
+    session = Pinned(fleet)
+    session.turn(text_of(300) + "pinned", 20)
+    session.turn(" More?", 20)
+    wait_equal(fleet, "while a session is pinned")
+    for letter in "defghijklmnopqrstuvwxyz":
+        generate(fleet, letter * 600, 4)
+    wait_equal(fleet, "after evictions")
+    session.close()
+    assert metric(fleet, 'kv_events_total{dp_rank="0",kind="removed"}') > 0, "nothing was evicted"
+
+    fleet.plant("dropped", "3")
+    for letter in "ABCD":
+        _converse(fleet, letter)
+    wait_equal(fleet, "after a gap that the engine's buffer fills")
+    assert metric(fleet, 'kv_resyncs_total{outcome="asked"}') == 0, "the tree was asked for"
+
+    fleet.plant("dropped", "2")
+    _converse(fleet, "E")
+    fleet.plant("forgotten")
+    for letter in "FG":
+        _converse(fleet, letter)
+    wait_equal(fleet, "after a gap that nothing fills")
+
+    fleet.plant("forgotten")
+    fleet.restart_agent(settings=f'shim_socket = "{fleet.shim_socket}"\n')
+    assert len(wait_equal(fleet, "beside an engine that ran before")) > 6
+    assert metric(fleet, 'kv_resyncs_total{outcome="asked"}') >= 1, "the tree was not asked for"
+    _converse(fleet, "H")
+    wait_equal(fleet, "after what came then")
+
+    wire.post(f"{fleet.engine_url}/flush_cache", {})
+    wait_equal(fleet, "after a flush")
+    _converse(fleet, "I")
+    wait_equal(fleet, "after a turn behind it")
+    for kind in ("orphan", "mismatch", "refused", "malformed"):
+        count = metric(fleet, f'kv_events_total{{dp_rank="0",kind="{kind}"}}')
+        print(f"    {count:.0f} {kind}", flush=True)
+        assert kind == "orphan" or count == 0, f"{count} events were {kind}"

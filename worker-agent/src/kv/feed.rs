@@ -1,0 +1,110 @@
+//! Where an engine publishes KV events, by its own word.
+
+use serde_json::Value;
+
+/// What is known of an engine's publishers before anything was heard of them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Feed {
+    /// The engine process: another one publishes another cache.
+    pub instance: String,
+    /// Its DP ranks, each with a publisher of its own.
+    pub ranks: u32,
+    /// Tokens of a page.
+    pub page_tokens: u32,
+    /// Pages of a rank's pool.
+    pub pool_pages: usize,
+    /// Where they are, or why there are none.
+    pub publishers: Result<Publishers, String>,
+}
+
+/// Addresses of rank 0's sockets; each further rank has the next port.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Publishers {
+    host: String,
+    port: u16,
+    replay_port: Option<u16>,
+    /// What messages are subscribed to.
+    pub topic: String,
+}
+
+impl Publishers {
+    /// Reads `/server_info`; `engine_host` is where the engine was asked.
+    ///
+    /// # Errors
+    /// Why the engine's events can't be had, for an operator.
+    pub fn of(info: &Value, engine_host: &str) -> Result<Self, String> {
+        let Some(said) = info.get("kv_events").filter(|said| said.is_object()) else {
+            return Err("the engine publishes no KV events; start it with \
+                        --kv-events-config '{\"publisher\": \"zmq\", …}'"
+                .to_owned());
+        };
+        let text = |key: &str| said.get(key).and_then(Value::as_str);
+        let port = |key: &str| said.get(key)?.as_u64().and_then(|port| u16::try_from(port).ok());
+        if text("publisher") != Some("zmq") {
+            let other = text("publisher").unwrap_or("none");
+            return Err(format!("the engine's publisher of KV events is {other}, not zmq"));
+        }
+        let host = match text("endpoint_host").unwrap_or("*") {
+            // Wherever it listens, it does so where the engine is.
+            "*" | "0.0.0.0" | "::" | "[::]" | "" => engine_host,
+            host => host,
+        };
+        Ok(Self {
+            host: host.to_owned(),
+            port: port("endpoint_port_base")
+                .ok_or("the engine doesn't say on which port it publishes KV events")?,
+            replay_port: port("replay_endpoint_port_base"),
+            topic: text("topic").unwrap_or("").to_owned(),
+        })
+    }
+
+    /// Where a rank publishes, and where it says again what it published; `host:port`.
+    pub(super) fn addresses(&self, dp_rank: u32) -> Option<(String, Option<String>)> {
+        let rank = u16::try_from(dp_rank).ok()?;
+        let address = |port: u16| Some(format!("{}:{}", self.host, port.checked_add(rank)?));
+        let replay = match self.replay_port {
+            Some(port) => Some(address(port)?),
+            None => None,
+        };
+        Some((address(self.port)?, replay))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn of(kv_events: &Value) -> Result<Publishers, String> {
+        Publishers::of(&json!({ "kv_events": kv_events }), "10.0.0.7")
+    }
+
+    #[test]
+    fn each_rank_has_a_port() {
+        // As SGLang 0.5.23 says it.
+        let publishers = of(&json!({
+            "publisher": "zmq", "endpoint_host": "*", "endpoint_port_base": 5557,
+            "topic": "kv-events", "block_size": 16, "dp_size": 1,
+            "load_endpoint_port_base": 5559, "load_topic": "load",
+            "replay_endpoint_port_base": 5558,
+        }))
+        .unwrap();
+        assert_eq!(publishers.topic, "kv-events");
+        let both = ("10.0.0.7:5559".to_owned(), Some("10.0.0.7:5560".to_owned()));
+        assert_eq!(publishers.addresses(2), Some(both));
+        assert_eq!(publishers.addresses(65_000), None);
+        let named = json!({
+            "publisher": "zmq", "endpoint_host": "node-1", "endpoint_port_base": 1, "topic": "",
+        });
+        assert_eq!(of(&named).unwrap().addresses(0), Some(("node-1:1".to_owned(), None)));
+    }
+
+    #[test]
+    fn where_there_are_none_it_says_what_to_do() {
+        for none in [json!(null), json!({"publisher": "null"}), json!({"publisher": "zmq"})] {
+            let why = of(&none).unwrap_err();
+            assert!(why.contains("KV events"), "{why}");
+        }
+    }
+}

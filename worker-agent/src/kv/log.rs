@@ -1,0 +1,78 @@
+//! What happened of late, for readers who each go at their own pace: entries numbered from 0, the
+//! oldest dropped beyond a number of bytes. Pure; whoever is behind the oldest has missed some.
+
+use std::{collections::VecDeque, sync::Arc};
+
+/// Entries were dropped that the reader has not read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Behind;
+
+/// The newest entries.
+#[derive(Debug)]
+pub(super) struct Log<T> {
+    entries: VecDeque<(usize, Arc<T>)>,
+    /// Number of the oldest entry.
+    first: u64,
+    bytes: usize,
+    bytes_max: usize,
+}
+
+impl<T> Log<T> {
+    pub(super) fn new(bytes_max: usize) -> Self {
+        Self { entries: VecDeque::new(), first: 0, bytes: 0, bytes_max }
+    }
+
+    /// Number that the next entry will have.
+    pub(super) fn next(&self) -> u64 {
+        self.first + self.entries.len() as u64
+    }
+
+    /// Adds an entry of so many bytes.
+    pub(super) fn push(&mut self, entry: T, bytes: usize) {
+        self.entries.push_back((bytes, Arc::new(entry)));
+        self.bytes += bytes;
+        while self.bytes > self.bytes_max {
+            let (bytes, _) = self.entries.pop_front().expect("bytes are of entries");
+            self.bytes -= bytes;
+            self.first += 1;
+        }
+        if cfg!(debug_assertions) {
+            self.check_invariants();
+        }
+    }
+
+    /// The entry with a number; none yet where it is the next.
+    pub(super) fn get(&self, number: u64) -> Result<Option<Arc<T>>, Behind> {
+        let at = number.checked_sub(self.first).ok_or(Behind)?;
+        let entry = usize::try_from(at).ok().and_then(|at| self.entries.get(at));
+        Ok(entry.map(|(_, entry)| Arc::clone(entry)))
+    }
+
+    fn check_invariants(&self) {
+        let bytes: usize = self.entries.iter().map(|(bytes, _)| bytes).sum();
+        assert_eq!(self.bytes, bytes, "bytes are those of the entries");
+        assert!(self.bytes <= self.bytes_max, "the bound holds");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_reader_gets_all_or_knows_that_it_missed_some() {
+        let mut log = Log::new(100);
+        assert_eq!((log.next(), log.get(0)), (0, Ok(None)));
+        for entry in 0..10 {
+            log.push(entry, 10);
+        }
+        assert_eq!(log.get(0), Ok(Some(Arc::new(0))));
+        log.push(10, 25);
+        assert_eq!(log.get(2), Err(Behind));
+        let all: Vec<i32> = (3..11).map(|number| *log.get(number).unwrap().unwrap()).collect();
+        assert_eq!(all, (3..11).collect::<Vec<_>>());
+        // More than there is room for: everybody has missed it.
+        log.push(11, 101);
+        assert_eq!((log.next(), log.get(11), log.get(12)), (12, Err(Behind), Ok(None)));
+    }
+}

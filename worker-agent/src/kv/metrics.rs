@@ -1,0 +1,140 @@
+//! Counts of KV events and of what they come to.
+
+use prometheus_client::{
+    encoding::EncodeLabelSet,
+    metrics::{counter::Counter, family::Family, gauge::Gauge},
+    registry::Registry,
+};
+use proto::block::Tier;
+
+use super::rank::{Counts, Rank};
+
+/// All handles; clones share them.
+#[derive(Debug, Clone)]
+pub struct Metrics {
+    events: Family<EventLabel, Counter>,
+    order: Family<EventLabel, Counter>,
+    trees: Family<OutcomeLabel, Counter>,
+    blocks: Family<TierLabel, Gauge>,
+    bytes: Family<RankLabel, Gauge>,
+    watchers: Gauge,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct EventLabel {
+    dp_rank: u32,
+    kind: &'static str,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct OutcomeLabel {
+    outcome: &'static str,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct TierLabel {
+    dp_rank: u32,
+    tier: &'static str,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct RankLabel {
+    dp_rank: u32,
+}
+
+impl Metrics {
+    /// Registers everything under `registry`.
+    pub fn new(registry: &mut Registry) -> Self {
+        let metrics = Self {
+            events: Family::default(),
+            order: Family::default(),
+            trees: Family::default(),
+            blocks: Family::default(),
+            bytes: Family::default(),
+            watchers: Gauge::default(),
+        };
+        let help = "Events of the engine's cache, by kind; orphan, mismatch, refused and malformed \
+                    ones were not taken";
+        registry.register("kv_events", help, metrics.events.clone());
+        let help = "What happened to the order of the engine's messages: gaps, messages lost in \
+                    them, replays asked for, restarts";
+        registry.register("kv_order", help, metrics.order.clone());
+        let help = "Times that the engine's whole tree was wanted again, by what became of it";
+        registry.register("kv_resyncs", help, metrics.trees.clone());
+        let help = "Routing blocks resident on the engine, by tier";
+        registry.register("kv_blocks", help, metrics.blocks.clone());
+        let help = "Memory that the agent holds for them, bytes";
+        registry.register("kv_index_bytes", help, metrics.bytes.clone());
+        let help = "Routers that watch what is resident";
+        registry.register("kv_watchers", help, metrics.watchers.clone());
+        metrics
+    }
+
+    /// What happened on a rank, and what it holds now.
+    pub(super) fn follow(&self, dp_rank: u32, rank: &mut Rank) {
+        let Counts {
+            stored,
+            removed,
+            cleared,
+            malformed,
+            gaps,
+            lost_messages,
+            replays,
+            restarts,
+            orphans,
+            mismatches,
+            refused,
+        } = rank.take_counts();
+        for (kind, count) in [
+            ("stored", stored),
+            ("removed", removed),
+            ("cleared", cleared),
+            ("orphan", orphans),
+            ("mismatch", mismatches),
+            ("refused", refused),
+            ("malformed", malformed),
+        ] {
+            self.events.get_or_create(&EventLabel { dp_rank, kind }).inc_by(count);
+        }
+        for (kind, count) in
+            [("gap", gaps), ("lost", lost_messages), ("replay", replays), ("restart", restarts)]
+        {
+            self.order.get_or_create(&EventLabel { dp_rank, kind }).inc_by(count);
+        }
+        for (tier, blocks) in rank.resident() {
+            let tier = name(tier);
+            self.blocks.get_or_create(&TierLabel { dp_rank, tier }).set(whole(blocks));
+        }
+        let bytes = whole(rank.bytes() as u64);
+        self.bytes.get_or_create(&RankLabel { dp_rank }).set(bytes);
+    }
+
+    /// Nothing is known of a rank now: absent, not zero.
+    pub(super) fn gone(&self, dp_rank: u32) {
+        for tier in [Tier::Device, Tier::Host].map(name) {
+            self.blocks.remove(&TierLabel { dp_rank, tier });
+        }
+        self.bytes.remove(&RankLabel { dp_rank });
+    }
+
+    /// The engine's tree was wanted.
+    pub(super) fn asked_tree(&self, outcome: &'static str) {
+        self.trees.get_or_create(&OutcomeLabel { outcome }).inc();
+    }
+
+    /// Watchers came or went.
+    pub(super) fn watches(&self, change: i64) {
+        self.watchers.inc_by(change);
+    }
+}
+
+fn name(tier: Tier) -> &'static str {
+    match tier {
+        Tier::Device => "device",
+        Tier::Host => "host",
+    }
+}
+
+fn whole(value: u64) -> i64 {
+    i64::try_from(value).unwrap_or(i64::MAX)
+}

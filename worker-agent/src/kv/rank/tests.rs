@@ -1,0 +1,216 @@
+//! A rank against a publisher that counts, keeps the last messages, and may lose some on their way.
+
+use std::collections::HashSet;
+
+use proptest::prelude::*;
+use proto::block::BlockHash;
+
+use super::*;
+
+/// Pages of one block, so that what is resident is easy to say.
+const PAGE_TOKENS: u32 = 64;
+
+/// MessagePack of what the publisher sends, as much as it takes.
+fn message(events: &[Vec<u8>]) -> Vec<u8> {
+    let mut bytes = vec![0x93, 0xcb];
+    bytes.extend([0; 8]);
+    bytes.push(0x90 + u8::try_from(events.len()).unwrap());
+    events.iter().for_each(|event| bytes.extend(event));
+    bytes.push(0);
+    bytes
+}
+
+fn text(text: &str) -> Vec<u8> {
+    [&[0xa0 + u8::try_from(text.len()).unwrap()], text.as_bytes()].concat()
+}
+
+fn hash(page: u64) -> Vec<u8> {
+    [&[0xcf][..], &page.to_be_bytes()].concat()
+}
+
+/// A prompt's only page. Its adapter makes its hash nobody's business.
+fn stored(page: u64) -> Vec<u8> {
+    let mut tokens = vec![0xdc, 0, 64];
+    tokens.extend([u8::try_from(page).unwrap(); 64]);
+    let named = |name: &str, value: Vec<u8>| [text(name), value].concat();
+    [
+        vec![0x85],
+        named("type", text("BlockStored")),
+        named("block_hashes", [vec![0x91], hash(page << 32)].concat()),
+        named("token_ids", tokens),
+        named("block_size", vec![64]),
+        named("lora_name", text("a")),
+    ]
+    .concat()
+}
+
+fn removed(page: u64) -> Vec<u8> {
+    let hashes = [text("block_hashes"), vec![0x91], hash(page << 32)].concat();
+    [vec![0x82], text("type"), text("BlockRemoved"), hashes].concat()
+}
+
+fn cleared() -> Vec<u8> {
+    [vec![0x81], text("type"), text("AllBlocksCleared")].concat()
+}
+
+/// What a watcher knows, who asks for all when he is told to.
+#[derive(Debug, Default)]
+struct Watcher {
+    blocks: HashSet<BlockHash>,
+    replay: Option<u64>,
+}
+
+impl Watcher {
+    fn hear(&mut self, rank: &Rank, steps: Vec<Step>) {
+        for step in steps {
+            match step {
+                Step::Replay(from) => self.replay = Some(from),
+                Step::Tell(changes) => self.apply(changes),
+                Step::TellAll => {
+                    let all = rank.snapshot().expect("it is told that it can be known");
+                    self.blocks = HashSet::from([BlockHash(1)]);
+                    self.apply(all);
+                }
+            }
+        }
+    }
+
+    fn apply(&mut self, changes: Vec<Change>) {
+        for change in changes {
+            match change {
+                Change::Reset { .. } => self.blocks.clear(),
+                Change::Stored { blocks, .. } => self.blocks.extend(blocks),
+                Change::Removed { blocks, .. } => {
+                    blocks.iter().for_each(|block| assert!(self.blocks.remove(block)));
+                }
+                Change::Complete => {}
+                Change::Unknown { why } => panic!("{why}"),
+            }
+        }
+    }
+}
+
+/// An engine's cache and its publisher.
+#[derive(Debug, Default)]
+struct Engine {
+    resident: Vec<u64>,
+    sent: Vec<Vec<u8>>,
+}
+
+impl Engine {
+    /// Stores or removes, and says so.
+    fn change(&mut self, page: u64) {
+        let event = match self.resident.iter().position(|&held| held == page) {
+            Some(at) => {
+                self.resident.swap_remove(at);
+                removed(page)
+            }
+            None => {
+                self.resident.push(page);
+                stored(page)
+            }
+        };
+        self.sent.push(message(&[event]));
+    }
+
+    fn publish_tree(&mut self) {
+        self.sent.push(message(&[cleared()]));
+        let pages = self.resident.clone();
+        self.sent.extend(pages.into_iter().map(|page| message(&[stored(page)])));
+    }
+}
+
+/// Answers what was asked for until nothing is.
+fn answer(rank: &mut Rank, watcher: &mut Watcher, engine: &Engine, buffer: usize) {
+    while let Some(from) = watcher.replay.take() {
+        let oldest = engine.sent.len().saturating_sub(buffer);
+        for number in oldest.max(usize::try_from(from).unwrap())..engine.sent.len() {
+            let steps = rank.replayed(number as u64, engine.sent[number].clone());
+            watcher.hear(rank, steps);
+        }
+        let steps = rank.replay_ended();
+        watcher.hear(rank, steps);
+    }
+}
+
+/// Blocks of the engine's pages, by another rank that has seen all.
+fn truth(engine: &Engine) -> HashSet<BlockHash> {
+    let (mut rank, mut watcher) = (Rank::new(PAGE_TOKENS, 1000).unwrap(), Watcher::default());
+    let mut fresh = Engine { resident: engine.resident.clone(), sent: vec![] };
+    fresh.publish_tree();
+    let steps = rank.connected();
+    watcher.hear(&rank, steps);
+    answer(&mut rank, &mut watcher, &fresh, usize::MAX);
+    watcher.blocks
+}
+
+proptest! {
+    #[test]
+    fn what_is_told_is_resident_and_all_of_it_once_the_tree_was_published(
+        steps in prop::collection::vec((1..12_u64, prop::bool::weighted(0.8), 0..4_u8), 1..80),
+        before in 0..40_usize,
+        buffer in 1..60_usize,
+    ) {
+        let (mut rank, mut watcher) = (Rank::new(PAGE_TOKENS, 1000).unwrap(), Watcher::default());
+        let mut engine = Engine::default();
+        // An agent that starts beside a running engine.
+        (0..before as u64).for_each(|page| engine.change(1 + page * 5 % 12));
+        let connected = rank.connected();
+        watcher.hear(&rank, connected);
+        prop_assert_eq!(rank.snapshot(), None);
+        answer(&mut rank, &mut watcher, &engine, buffer);
+        for (page, comes, kind) in steps {
+            let from = engine.sent.len();
+            engine.change(page);
+            if kind == 0 && rank.wants_tree() {
+                engine.publish_tree();
+            }
+            for number in from..engine.sent.len() {
+                if comes {
+                    let steps = rank.live(number as u64, engine.sent[number].clone());
+                    watcher.hear(&rank, steps);
+                }
+            }
+            if kind < 2 {
+                answer(&mut rank, &mut watcher, &engine, buffer);
+            }
+        }
+        // The last may have been lost: in quiet times it is looked for.
+        answer(&mut rank, &mut watcher, &engine, buffer);
+        let looked = rank.look();
+        watcher.hear(&rank, looked);
+        answer(&mut rank, &mut watcher, &engine, buffer);
+        let truth = truth(&engine);
+        prop_assert!(watcher.blocks.is_subset(&truth), "{:?}", watcher.blocks);
+        prop_assert!(rank.wants_tree() || watcher.blocks == truth);
+        let resident: u64 = rank.resident().iter().map(|(_, blocks)| blocks).sum();
+        prop_assert_eq!(resident, watcher.blocks.len() as u64);
+    }
+}
+
+#[test]
+fn a_wrong_hash_and_a_wrong_message_are_counted_and_not_told() {
+    let (mut rank, mut watcher) = (Rank::new(PAGE_TOKENS, 1000).unwrap(), Watcher::default());
+    let connected = rank.connected();
+    watcher.hear(&rank, connected);
+    let ended = rank.replay_ended();
+    watcher.hear(&rank, ended);
+    let mut plain = stored(3);
+    // Not an adapter's any more: then the hash has to be that of the tokens.
+    let at = plain.windows(4).position(|bytes| bytes == b"lora").unwrap();
+    plain[at] = b'x';
+    let steps = rank.live(0, message(&[plain, stored(4)]));
+    watcher.hear(&rank, steps);
+    assert_eq!(watcher.blocks.len(), 1);
+    assert!(rank.take_refusal().unwrap().contains("hash"));
+    let counts = rank.take_counts();
+    assert_eq!((counts.stored, counts.mismatches, counts.malformed), (2, 1, 0));
+    // Half of a message says nothing: all that was known may be otherwise.
+    let steps = rank.live(1, message(&[stored(5)])[..40].to_vec());
+    watcher.hear(&rank, steps);
+    assert_eq!((watcher.blocks.len(), rank.wants_tree()), (0, true));
+    assert_eq!(rank.take_counts().malformed, 1);
+    let steps = rank.live(2, message(&[cleared()]));
+    watcher.hear(&rank, steps);
+    assert!(!rank.wants_tree());
+}

@@ -1,0 +1,153 @@
+//! One watcher: everything that is resident, rank by rank, then what happens, in messages of a
+//! bounded size. It keeps nothing but the snapshot that it is sending.
+
+use std::{collections::HashMap, time::Duration};
+
+use proto::{
+    kv::{Change, RankChange},
+    v1,
+};
+use tokio::{sync::mpsc, time::timeout};
+use tonic::Status;
+
+use super::{
+    Shared,
+    board::{News, Snapshot, What},
+};
+
+/// Bytes of a message at most, with what surrounds its changes.
+const MESSAGE_BYTES_MAX: usize = 256 << 10;
+const CHANGES_BYTES_MAX: usize = MESSAGE_BYTES_MAX - 1024;
+/// A watcher that takes nothing for so long is cut: others wait for their snapshots.
+const STALL_MAX: Duration = Duration::from_secs(20);
+
+/// The watcher has gone, or was told why it is cut.
+struct Ended;
+
+/// The sending half of a stream.
+struct Events {
+    sender: mpsc::Sender<Result<v1::KvEvent, Status>>,
+    epoch: u64,
+    sequence: u64,
+}
+
+/// Tells a watcher until it goes or is too slow.
+pub(super) async fn run(
+    epoch: u64,
+    shared: &Shared,
+    sender: mpsc::Sender<Result<v1::KvEvent, Status>>,
+) {
+    let mut events = Events { sender, epoch, sequence: 0 };
+    shared.metrics.watches(1);
+    // Its end has been told where anybody is left to hear it.
+    let Err(Ended) = follow(shared, &mut events).await;
+    shared.metrics.watches(-1);
+}
+
+async fn follow(shared: &Shared, events: &mut Events) -> Result<std::convert::Infallible, Ended> {
+    let mut next = shared.board.next();
+    let mut newest = shared.board.subscribe();
+    // By rank: news before this are in what was sent of it.
+    let mut known = HashMap::new();
+    for dp_rank in (0..).take(shared.board.ranks()) {
+        snapshot(shared, events, dp_rank, &mut known).await?;
+    }
+    loop {
+        let Ok(news) = shared.board.get(next) else {
+            return Err(events.cut("too many changes behind: watch again").await);
+        };
+        let Some(news) = news else {
+            tokio::select! {
+                biased;
+                () = events.sender.closed() => return Err(Ended),
+                changed = newest.changed() => changed.map_err(|_| Ended)?,
+            }
+            continue;
+        };
+        let News { dp_rank, what } = &*news;
+        if known.get(dp_rank).is_none_or(|at| *at <= next) {
+            match what {
+                What::Anew => snapshot(shared, events, *dp_rank, &mut known).await?,
+                What::Changes(changes) => {
+                    events.send_all(*dp_rank, changes.iter().cloned()).await?;
+                }
+            }
+        }
+        next += 1;
+    }
+}
+
+/// Sends all that is resident on a rank.
+async fn snapshot(
+    shared: &Shared,
+    events: &mut Events,
+    dp_rank: u32,
+    known: &mut HashMap<u32, u64>,
+) -> Result<(), Ended> {
+    let _place = tokio::select! {
+        biased;
+        () = events.sender.closed() => return Err(Ended),
+        place = shared.snapshots.acquire() => place.map_err(|_| Ended)?,
+    };
+    let Some(Snapshot { changes, at }) = shared.board.ask(dp_rank).await else { return Ok(()) };
+    known.insert(dp_rank, at);
+    let changes = changes.unwrap_or_else(|why| vec![Change::Unknown { why }]);
+    events.send_all(dp_rank, changes.into_iter()).await
+}
+
+impl Events {
+    /// Sends changes, in as many messages as they take.
+    async fn send_all(
+        &mut self,
+        dp_rank: u32,
+        changes: impl Iterator<Item = Change>,
+    ) -> Result<(), Ended> {
+        let (mut message, mut bytes) = (vec![], 0);
+        for piece in changes.flat_map(pieces) {
+            let size = piece.wire_bytes();
+            if bytes + size > CHANGES_BYTES_MAX {
+                self.send(std::mem::take(&mut message)).await?;
+                bytes = 0;
+            }
+            bytes += size;
+            message.push(v1::KvChange::from(RankChange { dp_rank, change: piece }));
+        }
+        if message.is_empty() { Ok(()) } else { self.send(message).await }
+    }
+
+    async fn send(&mut self, changes: Vec<v1::KvChange>) -> Result<(), Ended> {
+        let event = v1::KvEvent { epoch: self.epoch, sequence: self.sequence, changes };
+        self.sequence += 1;
+        match timeout(STALL_MAX, self.sender.send(Ok(event))).await {
+            Ok(sent) => sent.map_err(|_| Ended),
+            Err(_) => Err(self.cut("no message taken for too long: watch again").await),
+        }
+    }
+
+    /// Says why, as its last message. One that takes nothing at all is dropped without.
+    async fn cut(&self, why: &'static str) -> Ended {
+        let status = Status::resource_exhausted(why);
+        let _ = timeout(STALL_MAX, self.sender.send(Err(status))).await;
+        Ended
+    }
+}
+
+/// A change in parts that fit into a message.
+fn pieces(change: Change) -> Vec<Change> {
+    const BLOCKS: usize = CHANGES_BYTES_MAX / size_of::<u64>() - 16;
+    match change {
+        Change::Stored { tier, parent, blocks } if blocks.len() > BLOCKS => {
+            let mut parent = parent;
+            let parts = blocks.chunks(BLOCKS).map(|part| {
+                let before = std::mem::replace(&mut parent, part.last().copied());
+                Change::Stored { tier, parent: before, blocks: part.to_vec() }
+            });
+            parts.collect()
+        }
+        Change::Removed { tier, blocks } if blocks.len() > BLOCKS => {
+            let parts = blocks.chunks(BLOCKS);
+            parts.map(|part| Change::Removed { tier, blocks: part.to_vec() }).collect()
+        }
+        change => vec![change],
+    }
+}
