@@ -1,0 +1,214 @@
+//! Resident blocks through the whole house: an engine's cache, told by its KV events to its agent and
+//! by that to the router, decides where a prompt goes. Nothing of it was routed before, so that the
+//! router knows by the events alone.
+
+#![expect(clippy::unwrap_used, reason = "a test fails where it unwraps")]
+
+use std::collections::BTreeSet;
+
+use proto::block::{BlockHash, BlockTokens, Chain, Scheme};
+use serde_json::{Value, json};
+use tests::{
+    cluster::{Agent, Router, agent_config, eventually, ready, router_config},
+    engine_sim::{
+        Config, EngineSim,
+        kv::{Fault, KvEventsConfig},
+    },
+    web::{Answer, Web},
+};
+
+/// Tokens that conversations of one kind begin with.
+const SYSTEM: u32 = 512;
+
+struct House {
+    engines: Vec<EngineSim>,
+    agents: Vec<Agent>,
+    router: Router,
+    web: Web,
+    page_tokens: u32,
+}
+
+impl House {
+    async fn new(count: usize, page_tokens: u32) -> House {
+        let mut config = Config { kv_events: Some(KvEventsConfig::local()), ..Config::default() };
+        config.core.page_size = page_tokens as usize;
+        let (web, mut engines, mut agents) = (Web::default(), vec![], vec![]);
+        for number in 0..count {
+            let engine = EngineSim::start_local(config.clone()).await.unwrap();
+            let agent = Agent::start(agent_config(&engine.url(), &format!("w{number}"))).unwrap();
+            ready(&web, agent.admin).await;
+            engines.push(engine);
+            agents.push(agent);
+        }
+        let router =
+            Router::start(router_config(&agents.iter().collect::<Vec<_>>())).await.unwrap();
+        ready(&web, router.admin).await;
+        let house = House { engines, agents, router, web, page_tokens };
+        for number in 0..count {
+            house.until_told(number, 0).await;
+        }
+        house
+    }
+
+    /// A turn of one token past the router.
+    async fn warm(&self, number: usize, prompt: &[u32]) {
+        let url = self.agents[number].url("/generate");
+        let answer = self.web.post(&url, &[], &body(prompt)).await.unwrap();
+        assert_eq!(answer.status, 200, "{}", answer.text());
+    }
+
+    async fn turn(&self, prompt: &[u32], headers: &[(&str, &str)]) -> Answer {
+        let url = self.router.url("/generate");
+        let answer = self.web.post(&url, headers, &body(prompt)).await.unwrap();
+        assert_eq!(answer.status, 200, "{}", answer.text());
+        answer
+    }
+
+    /// What the router knows of a worker's blocks.
+    async fn known(&self, number: usize) -> Value {
+        let workers = self.web.get(&self.router.url("/v1/workers")).await.unwrap().json();
+        let name = format!("w{number}");
+        let mut all = workers["workers"].as_array().unwrap().iter();
+        all.find(|worker| worker["agent"] == name).map_or(Value::Null, |its| its["kv"].clone())
+    }
+
+    async fn until_told(&self, number: usize, blocks: usize) {
+        eventually(&format!("{blocks} blocks of worker {number}"), || async {
+            let known = self.known(number).await;
+            (known["state"] == "live" && known["resident_blocks"] == blocks).then_some(())
+        })
+        .await;
+    }
+
+    /// The blocks of what an engine really has.
+    async fn resident(&self, number: usize) -> BTreeSet<BlockHash> {
+        let chains = self.engines[number].cached(0).await.unwrap();
+        chains.iter().flat_map(|(_, tokens)| self.blocks(tokens)).collect()
+    }
+
+    fn blocks(&self, tokens: &[u32]) -> Vec<BlockHash> {
+        let scheme = Scheme::plain(BlockTokens::for_page(self.page_tokens).unwrap());
+        let mut blocks = vec![];
+        Chain::new(&scheme).push(tokens, &mut blocks);
+        blocks
+    }
+
+    /// Resident tokens of the worker that a turn went to, as its placement saw them.
+    async fn overlap(&self, turn: &Answer) -> u64 {
+        let header = |name: &str| turn.headers[name].to_str().unwrap().to_owned();
+        let url = self.router.url(&format!("/v1/placements/{}", header("x-berth-turn")));
+        let why = self.web.get(&url).await.unwrap().json()["placements"][0].clone();
+        let mut compared = why["compared"].as_array().unwrap().iter();
+        let own = compared.find(|one| one["worker"] == header("x-berth-worker")).unwrap();
+        own["resident_tokens"].as_u64().unwrap_or_else(|| panic!("no overlap in {why}"))
+    }
+}
+
+fn body(prompt: &[u32]) -> Value {
+    json!({"input_ids": prompt,
+        "sampling_params": {"max_new_tokens": 1, "temperature": 0, "ignore_eos": true}})
+}
+
+/// Prompts of two kinds share no block; those of one kind share the first [`SYSTEM`] tokens.
+fn prompt(kind: u32, own: u32, tokens: u32) -> Vec<u32> {
+    let token = |at| if at < SYSTEM { kind * 37 + at * 7 } else { kind + own * 11 + at * 3 };
+    (0..tokens).map(|at| token(at) % 250).collect()
+}
+
+async fn a_conversation_lands_where_its_system_prompt_is(page_tokens: u32) {
+    let house = House::new(3, page_tokens).await;
+    for (kind, number) in [(1, 2), (2, 0), (3, 1)] {
+        house.warm(number, &prompt(kind, 0, SYSTEM + 64)).await;
+        house.until_told(number, SYSTEM as usize / 64 + 1).await;
+    }
+    for (kind, number) in [(2, 0), (3, 1), (1, 2)] {
+        let id = format!("s{kind}");
+        let headers = [("x-berth-session-id", id.as_str())];
+        let turn = house.turn(&prompt(kind, 1, SYSTEM + 100), &headers).await;
+        assert_eq!(turn.headers["x-berth-worker"], format!("w{number}/0"), "kind {kind}");
+        assert_eq!(turn.meta("cached_tokens"), Some(u64::from(SYSTEM)), "kind {kind}");
+    }
+}
+
+#[tokio::test]
+async fn a_conversation_lands_where_its_system_prompt_is_in_pages_of_sixteen_tokens() {
+    a_conversation_lands_where_its_system_prompt_is(16).await;
+}
+
+#[tokio::test]
+async fn a_conversation_lands_where_its_system_prompt_is_in_pages_of_one_token() {
+    a_conversation_lands_where_its_system_prompt_is(1).await;
+}
+
+/// While batches are lost, chains are stored and others evicted for them.
+#[tokio::test]
+async fn after_a_gap_the_router_knows_what_the_engine_has() {
+    let house = House::new(1, 16).await;
+    // Four of these fill the pool.
+    let chain = |kind| prompt(kind, 0, 480);
+    for kind in 1..=3 {
+        house.warm(0, &chain(kind)).await;
+    }
+    house.until_told(0, 3 * (480 / 64)).await;
+    house.engines[0].kv_fault(0, Fault::Drop(3)).await;
+    for kind in 4..=7 {
+        house.warm(0, &chain(kind)).await;
+    }
+    let resident = house.resident(0).await;
+    let expected: BTreeSet<_> = (4..=7).flat_map(|kind| house.blocks(&chain(kind))).collect();
+    assert_eq!(resident, expected, "the oldest chains have made room");
+    house.until_told(0, resident.len()).await;
+    // As many blocks as the engine has, and all of its chains among them: they are the same.
+    for kind in 4..=7 {
+        // One token more, so that the whole chain may be found; it makes no page.
+        let turn = house.turn(&[chain(kind), vec![7]].concat(), &[]).await;
+        assert_eq!(house.overlap(&turn).await, 480 / 64 * 64, "chain {kind}");
+    }
+}
+
+/// What nobody can tell any more is not believed; who is wrong about the cache computes more, and
+/// answers the same.
+#[tokio::test]
+async fn lost_events_cost_recomputation_and_nothing_else() {
+    let house = House::new(1, 16).await;
+    let chain = |kind| prompt(kind, 0, 480);
+    let asked = |kind| [chain(kind), vec![7]].concat();
+    let first = house.turn(&asked(1), &[]).await;
+    for kind in 2..=4 {
+        house.warm(0, &chain(kind)).await;
+    }
+    house.until_told(0, 4 * (480 / 64)).await;
+    // The loss of the first chain is itself lost, with its replay.
+    house.engines[0].kv_fault(0, Fault::Drop(1)).await;
+    house.warm(0, &chain(5)).await;
+    house.engines[0].kv_fault(0, Fault::Forget).await;
+    house.warm(0, &chain(6)).await;
+    eventually("the last chain alone to be believed", || async {
+        (house.known(0).await["resident_blocks"] == 480 / 64).then_some(())
+    })
+    .await;
+    // What the engine has kept it has, whoever knows of it.
+    let kept = house.turn(&asked(5), &[]).await;
+    assert_eq!((house.overlap(&kept).await, kept.meta("cached_tokens")), (0, Some(480)));
+    let gone = house.turn(&asked(1), &[]).await;
+    assert_eq!((house.overlap(&gone).await, gone.meta("cached_tokens")), (0, Some(0)));
+    assert_eq!(gone.json()["output_ids"], first.json()["output_ids"]);
+}
+
+#[tokio::test]
+async fn a_restarted_engine_is_known_to_have_nothing() {
+    let mut house = House::new(1, 16).await;
+    house.warm(0, &prompt(1, 0, SYSTEM + 64)).await;
+    house.until_told(0, 9).await;
+    let engine = house.engines.remove(0);
+    house.engines.push(engine.restart().await.unwrap());
+    house.until_told(0, 0).await;
+    let turn = eventually("a turn", || async {
+        let url = house.router.url("/generate");
+        let answer = house.web.post(&url, &[], &body(&prompt(1, 1, SYSTEM + 64))).await.ok()?;
+        (answer.status == 200).then_some(answer)
+    })
+    .await;
+    assert_eq!(turn.meta("cached_tokens"), Some(0));
+    house.until_told(0, 9).await;
+}
