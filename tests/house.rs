@@ -180,6 +180,29 @@ async fn a_conversation_stays_where_its_kv_is() {
 }
 
 #[tokio::test]
+async fn a_chat_is_placed_by_its_engine_s_own_tokens() {
+    let data = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("data");
+    let truth: Value =
+        serde_json::from_slice(&std::fs::read(data.join("prompts.json")).unwrap()).unwrap();
+    let cases = truth["cases"].as_array().unwrap();
+    let case = cases.iter().find(|case| case["case"] == "chatml/system").unwrap();
+    let mut body = case["body"].clone();
+    body["max_tokens"] = 2.into();
+    let model_path = data.join("model").to_str().unwrap().to_owned();
+    let house = House::with(2, Config { model_path, ..Config::default() }).await;
+    // The router has its agents before it has what they know of the model.
+    eventually("SGLang's own count of the chat's tokens", || async {
+        let answer = house.post("/v1/chat/completions", &[], &body).await;
+        assert_eq!(answer.status, StatusCode::OK, "{}", answer.text());
+        let turn = answer.headers["x-berth-turn"].to_str().unwrap();
+        let why = house.get(&format!("/v1/placements/{turn}")).await.json();
+        let tokens = why["placements"][0]["uncached_tokens"].as_u64();
+        (tokens == Some(case["ids"].as_array()?.len() as u64)).then_some(())
+    })
+    .await;
+}
+
+#[tokio::test]
 async fn new_sessions_spread_over_the_workers() {
     let house = House::new(4).await;
     for number in 0..8 {

@@ -1,6 +1,6 @@
 //! From a body to its routing blocks: what a turn costs whose placement asks for them.
 
-use criterion::{Criterion, Throughput, criterion_group, criterion_main};
+use criterion::{BatchSize, Criterion, Throughput, criterion_group, criterion_main};
 use proto::{body::Object, load::EngineFacts};
 use router::prompt::{Engine, Prompt, Route, learned::Learned};
 
@@ -58,5 +58,66 @@ fn blocks(c: &mut Criterion) {
     group.finish();
 }
 
-criterion_group!(benches, blocks);
+/// A conversation of some 100,000 tokens, whose turns before were asked for.
+#[cfg(feature = "text")]
+fn next_turn(c: &mut Criterion) {
+    use std::cell::Cell;
+
+    use router::prompt::model::{Files, Model};
+
+    let model = Model::new(&Files {
+        tokenizer: include_bytes!("../../tests/data/model/tokenizer.json").to_vec(),
+        config: include_bytes!("../../tests/data/model/tokenizer_config.json").to_vec(),
+        template: Some(include_str!("../../tests/data/model/chat_template.jinja").to_owned()),
+    })
+    .expect("the tests' model can be read");
+    let facts = facts();
+    let engine = Engine::of(&facts).expect("pages of one token have blocks").with(&model, 0);
+    let words = "the session keeps its turns on the worker that holds the pages of its prompt. ";
+    let message = |at: usize, text: &str| {
+        let role = ["user", "assistant"][at % 2];
+        serde_json::json!({"role": role, "content": format!("{at} {}", text.repeat(20))})
+    };
+    let mut messages: Vec<_> = (0..230).map(|at| message(at, words)).collect();
+    let body = |messages: &[serde_json::Value]| {
+        serde_json::json!({"model": "m", "messages": messages}).to_string()
+    };
+    let ask = |body: &str| {
+        let prompt = Prompt::find(&Object::parse(body.as_bytes()).expect("it is an object"));
+        prompt.blocks(Route::Chat, body.as_bytes(), &engine).expect("it is a chat")
+    };
+    let old = ask(&body(&messages));
+    assert!(old.exact, "it was tokenised");
+    let mut group = c.benchmark_group(format!("chat of {} tokens", old.tokens));
+    let turn = Cell::new(1_000);
+    group.bench_function("next turn", |b| {
+        let next = || {
+            turn.set(turn.get() + 1);
+            messages.push(message(turn.get(), words));
+            let body = body(&messages);
+            messages.pop();
+            body
+        };
+        b.iter_batched(next, |body| ask(&body), BatchSize::LargeInput);
+    });
+    group.bench_function("same turn", |b| {
+        let body = body(&messages);
+        b.iter(|| ask(&body));
+    });
+    group.bench_function("first turn", |b| {
+        let next = || {
+            turn.set(turn.get() + 1);
+            // Another beginning: nothing of it is known.
+            let first = message(turn.get(), words);
+            body(&[&[first], &messages[1..]].concat())
+        };
+        b.iter_batched(next, |body| ask(&body), BatchSize::LargeInput);
+    });
+    group.finish();
+}
+
+#[cfg(not(feature = "text"))]
+fn next_turn(_: &mut Criterion) {}
+
+criterion_group!(benches, blocks, next_turn);
 criterion_main!(benches);
