@@ -129,12 +129,7 @@ pub async fn run(
     let tasks = Tasks::default();
     let mut registry = Registry::with_prefix("berth_agent");
     let metrics = Metrics::new(&mut registry);
-    let engine = Engine::new(
-        config.engine_uri(),
-        config::engine_api_key(),
-        ms(config.connect_ms_max),
-        ms(config.engine_call_ms_max),
-    );
+    let engine = engine_of(&config);
     tracing::info!(
         version = env!("CARGO_PKG_VERSION"),
         engine = config.engine,
@@ -191,6 +186,15 @@ pub async fn run(
         () = tasks.cancelled() => {}
     }
     if tasks.stop(STOP_MAX).await { Ok(()) } else { Err(Error::TaskEnded) }
+}
+
+fn engine_of(config: &Config) -> Engine {
+    Engine::new(
+        config.engine_uri(),
+        config::engine_api_key(),
+        ms(config.connect_ms_max),
+        ms(config.engine_call_ms_max),
+    )
 }
 
 fn start_agent(

@@ -87,6 +87,11 @@ impl<T> Order<T> {
         steps
     }
 
+    /// Whether not one message was seen.
+    pub fn is_new(&self) -> bool {
+        self.next == 0
+    }
+
     /// Whether an answer is awaited.
     pub fn is_asking(&self) -> bool {
         self.asked.is_some()

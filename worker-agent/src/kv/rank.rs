@@ -105,6 +105,8 @@ impl Rank {
         let mut steps = self.take(steps);
         if !self.is_read && !self.order.is_asking() {
             self.is_read = true;
+            // Every engine says something when it starts: what it said is not to be had.
+            self.wants_tree |= self.order.is_new();
             steps.push(Step::TellAll);
         }
         steps

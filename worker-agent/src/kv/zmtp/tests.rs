@@ -41,7 +41,9 @@ fn take(messages: &mut Messages, bytes: &[u8]) -> Result<Vec<Vec<Bytes>>, Error>
 
 proptest! {
     #[test]
-    fn messages_are_the_same_however_they_are_cut(cuts in prop::collection::vec(0..400_usize, 0..9)) {
+    fn messages_are_the_same_however_they_are_cut(
+        cuts in prop::collection::vec(0..400_usize, 0..9),
+    ) {
         let bytes = recorded().split_off(GREETING_BYTES);
         let mut cuts: Vec<usize> = cuts.into_iter().map(|cut| cut.min(bytes.len())).collect();
         cuts.extend([0, bytes.len()]);
