@@ -76,6 +76,40 @@ fn the_same_seed_gives_the_same_counts() {
 }
 
 #[test]
+fn engines_with_one_pool_find_at_least_what_separate_pools_keep() {
+    let small = Options { pool_tokens: Some(300_000), ..Options::default() };
+    let (corpus, options) = made(Made::Skew, small);
+    let hit = |kind| run(&corpus, &options, kind, 3).token_hit_ratio();
+    let best =
+        [Kind::Berth, Kind::Sticky, Kind::CacheAware].map(hit).into_iter().fold(0.0, f64::max);
+    let (lru, clairvoyant) = (hit(Kind::Pooled), hit(Kind::PooledClairvoyant));
+    assert!(lru >= best && clairvoyant >= lru, "{best} {lru} {clairvoyant}");
+}
+
+#[test]
+fn lost_events_cost_recomputation_and_nothing_else() {
+    let base = Options { pool_tokens: Some(400_000), ..Options::default() };
+    let (corpus, options) = made(Made::Skew, base);
+    let heard = run(&corpus, &options, Kind::Berth, 2);
+    let hearing = Hearing { loss_ratio: 0.05, ..Hearing::PERFECT };
+    let lossy = run(&corpus, &Options { hearing, ..options }, Kind::Berth, 2);
+    assert_eq!((lossy.wedges, lossy.dropped, lossy.retried), (0, 0, 0));
+    let computed: u64 = lossy.prefilled_tokens.iter().sum();
+    assert_eq!(lossy.matched_tokens + computed, lossy.input_tokens);
+    let (heard, lossy) = (heard.token_hit_ratio(), lossy.token_hit_ratio());
+    assert!(lossy > heard - 0.05, "{lossy} of {heard}: what was lost is computed once");
+}
+
+#[test]
+fn a_herd_behind_one_system_prompt_spreads() {
+    let (corpus, options) = made(Made::Herd, Options::default());
+    for seed in 0..3 {
+        let imbalance = run(&corpus, &options, Kind::Berth, seed).prefill_imbalance();
+        assert!(imbalance <= 1.5, "seed {seed}: {imbalance}");
+    }
+}
+
+#[test]
 fn one_endless_pool_finds_what_the_trace_repeats() {
     let Some(path) = trace("mooncake_conversation.jsonl.gz") else { return };
     let corpus = Arc::new(Corpus::new(&load::trace(&path).unwrap(), 512, ALL));

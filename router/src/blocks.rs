@@ -64,6 +64,11 @@ impl Whereabouts {
         Self { told, models, given: Mutex::new(given) }
     }
 
+    /// Whether the worker's agent says what is resident there.
+    pub(crate) fn is_told(&self, worker: WorkerRef) -> bool {
+        worker.number().is_some_and(|number| self.told.is_live(number))
+    }
+
     /// The turn's blocks, and who has them. None: it has no prompt that blocks can be made of, or
     /// no engine is known yet.
     pub(crate) async fn of(

@@ -200,7 +200,7 @@ impl Shared {
             returns: ask.is_some_and(|ask| !ask.close),
             sticky: Some(bound.unwrap_or(first.worker))
                 .filter(|_| ask.is_some())
-                .map(|worker| Sticky { worker, fixed: false, moved: None }),
+                .map(|worker| Sticky { worker, fixed: false, ended: None, moved: None }),
             prefer: None,
             prompt: None,
             retention: ask.and_then(|ask| ask.retention),
@@ -237,6 +237,8 @@ impl Shared {
         let Place { mut sticky, fixed, open_as } = admit(ask, &standing, view)?;
         if let (Some(sticky), Some(binding)) = (&mut sticky, affinity.get(&ask.key, now())) {
             sticky.moved = binding.moved;
+            let ended = if binding.turns > 0 { Some(now()) } else { binding.ended };
+            sticky.ended = ended.filter(|_| self.whereabouts.is_told(sticky.worker));
         }
         let question = Question {
             digest: ask.key.digest(),
@@ -244,10 +246,13 @@ impl Shared {
             retention: if sticky.is_none() { ask.retention } else { None },
             ..base
         };
-        if matches!(prompt, Prompt::NotAsked) && placement::wants_prompt(&question, view, now()) {
-            return Ok(Step::WantsPrompt);
-        }
-        let placement = self.place(&question, view)?;
+        let placement = match prompt {
+            Prompt::NotAsked => match placement::settled(&question, view, now()) {
+                Some(settled) => settled,
+                None => return Ok(Step::WantsPrompt),
+            },
+            Prompt::Asked(_) => self.place(&question, view)?,
+        };
         if let Some(Sticky { worker, fixed: true, .. }) = sticky
             && worker != placement.worker
             && ask.delta
@@ -301,7 +306,8 @@ impl Shared {
         hold: Option<Hold>,
         movable: bool,
     ) -> Decided {
-        let Placement { worker, reason, uncached_tokens, ref figures } = placement;
+        let tokens = placement.tokens_expected();
+        let Placement { worker, reason, ref figures, .. } = placement;
         let agent = view.agent(worker);
         let facts = agent.facts.as_ref().expect("a placed worker was described");
         let ask = turn.session.as_ref();
@@ -331,10 +337,7 @@ impl Shared {
             reason,
             claim,
             movable: movable && !ask.is_some_and(|ask| ask.delta),
-            lease: Lease::acquire(
-                &agent.in_flight[worker.dp_rank as usize],
-                uncached_tokens.unwrap_or(0),
-            ),
+            lease: Lease::acquire(&agent.in_flight[worker.dp_rank as usize], tokens),
             hold,
         }
     }
@@ -390,12 +393,12 @@ fn admit(ask: &Ask, standing: &Standing, view: &ClusterView) -> Result<Place, Re
         }),
         Standing::Bound { worker, busy, .. } => {
             // Behind a turn that runs there, and nowhere else.
-            let sticky = Some(Sticky { worker: *worker, fixed: *busy, moved: None });
+            let sticky = Some(Sticky { worker: *worker, fixed: *busy, ended: None, moved: None });
             Ok(Place { sticky, fixed: *busy, open_as: None })
         }
         Standing::Open { worker, session, .. } => {
             let fixed = session.exclusive || session.retention == Retention::Pinned;
-            let sticky = Some(Sticky { worker: *worker, fixed, moved: None });
+            let sticky = Some(Sticky { worker: *worker, fixed, ended: None, moved: None });
             Ok(Place { sticky, fixed, open_as: session.exclusive.then_some(session.retention) })
         }
     }

@@ -34,6 +34,14 @@ pub const CACHE_KEY_SLACK_MS: u64 = 150;
 /// A session that has just moved needs twice the gain to move again: what drove it away may have
 /// been its own turn, and two workers must not play ball with it.
 const MOVED_LATELY: Duration = Duration::from_secs(60);
+/// Workers shown of those compared, but for the session's own and the preferred one: who looks at a
+/// placement wants to know by what it was better, not a fleet of a thousand.
+const FIGURES_MAX: usize = 8;
+/// New tokens of a turn whose prompt was not looked at: agents add 4,000 a turn in the mean.
+pub const TURN_TOKENS_ASSUMED: u64 = 4_000;
+/// A session that was idle for longer is compared with its prompt: some of its KV may be gone, and
+/// then it costs nothing to go where there is more room. Four in five turns come sooner.
+const IDLE_SETTLED_MAX: Duration = Duration::from_secs(60);
 /// A control stream that ends is dialled again within this time, while turns go on as before. A
 /// worker that is really gone refuses the turn, which then goes elsewhere.
 const BLINK_MAX: Duration = Duration::from_secs(1);
@@ -87,6 +95,9 @@ pub struct Sticky {
     pub worker: WorkerRef,
     /// Its KV can't be made again elsewhere, or its gate is there: it stays whatever the load.
     pub fixed: bool,
+    /// When its last turn ended, or now while one runs. None where nobody knows, or where what is
+    /// resident isn't told block by block: there each prompt has to be looked at, to be remembered.
+    pub ended: Option<Instant>,
     /// When it came there from another one.
     pub moved: Option<Instant>,
 }
@@ -132,7 +143,8 @@ pub struct Placement {
     pub reason: Reason,
     /// Prompt tokens that the worker has to compute, where they are known.
     pub uncached_tokens: Option<u64>,
-    /// All workers compared, in order; empty where nothing had to be.
+    /// Of the workers compared, those that cost least, the best first, then the session's own and
+    /// the preferred one; empty where nothing had to be compared.
     pub figures: Vec<Figures>,
 }
 
@@ -140,14 +152,46 @@ impl Placement {
     fn unmoved(worker: WorkerRef) -> Self {
         Self { worker, reason: Reason::Sticky, uncached_tokens: None, figures: vec![] }
     }
+
+    /// Prompt tokens to count on the worker until its answer begins.
+    #[must_use]
+    pub fn tokens_expected(&self) -> u64 {
+        self.uncached_tokens.unwrap_or(TURN_TOKENS_ASSUMED)
+    }
 }
 
-/// Whether what is resident of the prompt could change the answer: a session that has to stay, or
-/// whose worker was lost a moment ago, stays whatever that is.
+/// What a session's worker may do with its turn.
+enum Stay {
+    /// Take it, whatever it costs.
+    Must(WorkerRef),
+    /// Take it, if no other is better.
+    May(WorkerRef),
+    /// Nothing, or there is none.
+    No,
+}
+
+/// Decides without the prompt, where no prompt could change it: the session has to stay, or no
+/// other worker would be better by the gain even if all of the prompt were resident there too. None
+/// where only [`place`] can tell; nobody need tokenise a prompt before that.
 #[must_use]
-pub fn wants_prompt(question: &Question<'_>, view: &ClusterView, now: Instant) -> bool {
-    let sticky = question.sticky.filter(|sticky| question.exclude != Some(sticky.worker));
-    !sticky.is_some_and(|sticky| stays(sticky, view, now))
+pub fn settled(question: &Question<'_>, view: &ClusterView, now: Instant) -> Option<Placement> {
+    let worker = match stay(question, view, now) {
+        Stay::Must(worker) => return Some(Placement::unmoved(worker)),
+        Stay::May(worker) => worker,
+        Stay::No => return None,
+    };
+    let gain_ms = gain_min(question, view, now).as_millis();
+    let ahead_ms = |worker| u128::from(cost::ahead_ms(view, worker, now));
+    let lately = |at: Instant| now.saturating_duration_since(at) < IDLE_SETTLED_MAX;
+    if !sticky(question).and_then(|sticky| sticky.ended).is_some_and(lately) {
+        return None;
+    }
+    let own_ms = ahead_ms(worker);
+    let stays = own_ms <= gain_ms || {
+        let others = fit::candidates(question, view, now).ok()?.workers;
+        !others.into_iter().any(|other| ahead_ms(other) + gain_ms < own_ms)
+    };
+    stays.then(|| Placement::unmoved(worker))
 }
 
 /// Decides.
@@ -159,110 +203,130 @@ pub fn place(
     view: &ClusterView,
     now: Instant,
 ) -> Result<Placement, NoWorker> {
-    let sticky = question.sticky.filter(|sticky| question.exclude != Some(sticky.worker));
-    // It could stay: whether it should is a matter of cost, where that is known.
-    let mut at_home = None;
-    if let Some(sticky) = sticky {
-        let worker = sticky.worker;
-        if stays(sticky, view, now) {
-            return Ok(Placement::unmoved(worker));
-        }
-        if matches!(view.state(worker, now), WorkerState::Fresh | WorkerState::Stale) {
-            if question.prompt.is_none() {
-                return Ok(Placement::unmoved(worker));
-            }
-            at_home = Some(worker);
+    let stays = match stay(question, view, now) {
+        Stay::Must(worker) => return Ok(Placement::unmoved(worker)),
+        // Whether it should move is a matter of cost, and that is not known.
+        Stay::May(worker) if question.prompt.is_none() => return Ok(Placement::unmoved(worker)),
+        Stay::May(worker) => Some(worker),
+        Stay::No => None,
+    };
+    let candidates = fit::candidates(question, view, now)?;
+    let mut compared = Compared::default();
+    for &worker in &candidates.workers {
+        let rank = || rendezvous(question.digest, view, worker);
+        if let Some(figures) = cost::within(question, view, worker, compared.cost_ms_max(), now) {
+            compared.offer(figures, rank);
         }
     }
-    let candidates = fit::candidates(question, view, now)?;
-    if candidates.workers.is_empty() {
+    let Some(best) = compared.best() else {
         // A draining or unhealthy worker that has the session answers for itself.
-        return match sticky {
+        return match sticky(question) {
             Some(Sticky { worker, .. }) if view.state(worker, now) != WorkerState::Lost => {
                 Ok(Placement::unmoved(worker))
             }
             _ => Err(NoWorker::Unusable),
         };
-    }
-    let mut figures: Vec<Figures> =
-        candidates.workers.iter().map(|&worker| cost::of(question, view, worker, now)).collect();
-    let fresh = figures.len();
-    if let Some(worker) = at_home.filter(|worker| !candidates.workers.contains(worker)) {
-        // Stale: no newcomer goes there, but what is there is compared.
-        figures.push(cost::of(question, view, worker, now));
-    }
-    let best = cheapest(question, view, &figures[..fresh]);
-    let (at, reason) = match at_home {
+    };
+    let mut cost_there = |worker| compared.of(worker, || cost::of(question, view, worker, now));
+    let (worker, reason) = match stays {
+        // A stale one too: no newcomer goes there, but what is there is compared.
         Some(worker) => {
-            let own = position(&figures, worker).expect("it is compared above");
-            match gains(question, view, figures[own].cost_ms, figures[best].cost_ms, now) {
-                true => (best, Reason::Moved),
-                false => (own, Reason::Sticky),
+            let gain = Duration::from_millis(cost_there(worker).saturating_sub(best.cost_ms));
+            match gain > gain_min(question, view, now) {
+                true => (best.worker, Reason::Moved),
+                false => (worker, Reason::Sticky),
             }
         }
-        None => chosen(question, &figures, best, &candidates),
+        None if question.sticky.is_some() => (best.worker, Reason::Rebound),
+        None => {
+            let preferred = question.prefer.filter(|(worker, reason)| {
+                let slack_ms =
+                    if *reason == Reason::Parent { PARENT_SLACK_MS } else { CACHE_KEY_SLACK_MS };
+                candidates.workers.contains(worker)
+                    && cost_there(*worker) <= best.cost_ms.saturating_add(slack_ms)
+            });
+            preferred.unwrap_or((best.worker, candidates.reason(question)))
+        }
     };
-    let worker = figures[at].worker;
     let uncached_tokens = question.prompt.map(|prompt| cost::uncached(&prompt, worker));
-    Ok(Placement { worker, reason, uncached_tokens, figures })
+    Ok(Placement { worker, reason, uncached_tokens, figures: compared.figures })
 }
 
-/// Whether the session's worker keeps it whatever the cost.
-fn stays(Sticky { worker, fixed, .. }: Sticky, view: &ClusterView, now: Instant) -> bool {
+fn sticky(question: &Question<'_>) -> Option<Sticky> {
+    question.sticky.filter(|sticky| question.exclude != Some(sticky.worker))
+}
+
+fn stay(question: &Question<'_>, view: &ClusterView, now: Instant) -> Stay {
+    let Some(Sticky { worker, fixed, .. }) = sticky(question) else { return Stay::No };
+    let state = view.state(worker, now);
     let blinks = view.agent(worker).lost_for(now).is_some_and(|time| time < BLINK_MAX);
-    blinks || (fixed && view.state(worker, now) != WorkerState::Lost)
+    if blinks || (fixed && state != WorkerState::Lost) {
+        return Stay::Must(worker);
+    }
+    match state {
+        WorkerState::Fresh | WorkerState::Stale => Stay::May(worker),
+        WorkerState::Lost | WorkerState::Unhealthy | WorkerState::Draining => Stay::No,
+    }
 }
 
-/// Whether a move is worth it.
-fn gains(question: &Question<'_>, view: &ClusterView, own: u64, best: u64, now: Instant) -> bool {
+/// What a move must gain.
+fn gain_min(question: &Question<'_>, view: &ClusterView, now: Instant) -> Duration {
     let lately = |at: Instant| now.saturating_duration_since(at) < MOVED_LATELY;
     let again = question.sticky.and_then(|sticky| sticky.moved).is_some_and(lately);
-    let gain_min = view.rebind_gain_min() * if again { 2 } else { 1 };
-    Duration::from_millis(own.saturating_sub(best)) > gain_min
-}
-
-/// The worker for a turn that is bound to none.
-fn chosen(
-    question: &Question<'_>,
-    figures: &[Figures],
-    best: usize,
-    candidates: &fit::Candidates,
-) -> (usize, Reason) {
-    if question.sticky.is_some() {
-        return (best, Reason::Rebound);
-    }
-    let preferred = question.prefer.and_then(|(worker, reason)| {
-        let at = position(figures, worker)?;
-        let parent = reason == Reason::Parent;
-        let slack = if parent { PARENT_SLACK_MS } else { CACHE_KEY_SLACK_MS };
-        let most = figures[best].cost_ms.saturating_add(slack);
-        (figures[at].cost_ms <= most).then_some((at, reason))
-    });
-    match preferred {
-        Some(preferred) => preferred,
-        None if candidates.stale => (best, Reason::StaleView),
-        None if candidates.only => (best, Reason::OnlyWorker),
-        None if question.prompt.is_some() => (best, Reason::LeastCost),
-        None => (best, Reason::LeastLoaded),
-    }
-}
-
-fn cheapest(question: &Question<'_>, view: &ClusterView, figures: &[Figures]) -> usize {
-    let least = figures.iter().map(|one| (one.cost_ms, one.sessions)).min();
-    let equals = (0..figures.len()).filter(|&at| {
-        let one = &figures[at];
-        Some((one.cost_ms, one.sessions)) == least
-    });
-    let score = |&at: &usize| (Reverse(rendezvous(question.digest, view, &figures[at])), at);
-    equals.min_by_key(score).expect("there is a candidate")
-}
-
-fn position(figures: &[Figures], worker: WorkerRef) -> Option<usize> {
-    figures.iter().position(|one| one.worker == worker)
+    view.rebind_gain_min() * if again { 2 } else { 1 }
 }
 
 /// Highest wins: every router gives a session the same worker among equals, and a worker that
 /// comes or goes moves only its own share.
-fn rendezvous(digest: Digest, view: &ClusterView, figures: &Figures) -> u64 {
-    xxh3_64_with_seed(view.name(figures.worker).as_bytes(), digest.0)
+fn rendezvous(digest: Digest, view: &ClusterView, worker: WorkerRef) -> u64 {
+    let seed = digest.0.rotate_left(32) ^ u64::from(worker.dp_rank);
+    xxh3_64_with_seed(view.agent(worker).name().as_bytes(), seed)
+}
+
+/// The best of the workers compared so far, the best first: as many as are worth showing.
+#[derive(Debug, Default)]
+struct Compared {
+    figures: Vec<Figures>,
+    /// Of the figures, what they are ordered by.
+    order: Vec<(u64, u32, Reverse<u64>)>,
+}
+
+impl Compared {
+    fn offer(&mut self, figures: Figures, rank: impl Fn() -> u64) {
+        let full = self.order.len() == FIGURES_MAX;
+        if full && self.order.last().is_some_and(|last| figures.cost_ms > last.0) {
+            return;
+        }
+        let key = (figures.cost_ms, figures.sessions, Reverse(rank()));
+        let at = self.order.partition_point(|one| *one <= key);
+        if full {
+            if at == FIGURES_MAX {
+                return;
+            }
+            self.order.pop();
+            self.figures.pop();
+        }
+        self.order.insert(at, key);
+        self.figures.insert(at, figures);
+    }
+
+    /// What costs more is not kept.
+    fn cost_ms_max(&self) -> u64 {
+        let last = self.order.last().filter(|_| self.order.len() == FIGURES_MAX);
+        last.map_or(u64::MAX, |last| last.0)
+    }
+
+    fn best(&self) -> Option<Figures> {
+        self.figures.first().copied()
+    }
+
+    /// The cost on one worker, which is shown too.
+    fn of(&mut self, worker: WorkerRef, figures: impl FnOnce() -> Figures) -> u64 {
+        if let Some(one) = self.figures.iter().find(|one| one.worker == worker) {
+            return one.cost_ms;
+        }
+        let figures = figures();
+        self.figures.push(figures);
+        figures.cost_ms
+    }
 }

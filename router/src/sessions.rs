@@ -220,6 +220,7 @@ impl Shared {
         let sticky = bound.filter(|_| exclude.is_none()).map(|worker| Sticky {
             worker,
             fixed: was_open && pinned,
+            ended: None,
             moved: None,
         });
         let question = Question {

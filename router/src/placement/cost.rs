@@ -9,6 +9,8 @@
 //!   be wanted, the more often some of it is evicted before that; each session pays in proportion
 //!   to the KV it brings and will bring. This keeps sessions that share a system prompt from
 //!   herding onto the worker that has it.
+//! - *blocking*: turns of the worker's sessions that will come while the prompt is computed, and
+//!   wait for it.
 //! - *interference*: a turn more in the batch slows the others.
 //!
 //! What is unknown is visible as absent in the figures and counts as a stated assumption.
@@ -18,7 +20,7 @@ use std::time::Instant;
 use proto::load::{Figure, RankLoad};
 use serde::Serialize;
 
-use super::{Prompt, Question};
+use super::{Prompt, Question, TURN_TOKENS_ASSUMED};
 use crate::view::{
     Agent, ClusterView, WorkerRef,
     demand::{Idle, Wanted},
@@ -26,9 +28,6 @@ use crate::view::{
 
 /// Assumed until it is measured: a 70B model on one node, cautiously.
 const PREFILL_TOKENS_PER_S_ASSUMED: u64 = 10_000;
-/// A waiting request whose prompt's size nobody tells delays the next one by its new tokens: agents
-/// add 4,000 a turn in the mean.
-const WAITING_TOKENS_ASSUMED: u64 = 4_000;
 /// How long a turn of a full batch keeps its place: 440 tokens at 20 ms.
 const TURN_MS_ASSUMED: u64 = 10_000;
 /// KV that a session will bring beyond what it has: agents' prompts have 100,000 tokens in the
@@ -48,6 +47,10 @@ const ANSWER_TOKENS: u64 = 1_000;
 /// some part left.
 const INTERFERENCE_MS_EACH: u64 = 5;
 
+/// A turn that comes while a prompt is computed waits for half of it in the mean, and not longer
+/// than this: then it goes elsewhere, for the price of its own KV.
+const BLOCKING_MS_MAX: u64 = 2_500;
+
 /// All of a capacity.
 const WHOLE_MILLI: u64 = 1000;
 
@@ -66,6 +69,8 @@ pub struct Figures {
     pub displacement_ms: Option<u64>,
     /// To keep the session there.
     pub crowding_ms: u64,
+    /// For turns that will come and wait; unknown where the prompt is.
+    pub blocking_ms: Option<u64>,
     /// For the others in the batch.
     pub interference_ms: u64,
     /// Prompt tokens resident there.
@@ -115,13 +120,31 @@ pub(super) fn of(
     worker: WorkerRef,
     now: Instant,
 ) -> Figures {
+    within(question, view, worker, u64::MAX, now).expect("no cost is above the greatest number")
+}
+
+/// The same, if it is at most so much: of a thousand workers all but a few are seen to cost more by
+/// their queue and the prompt alone.
+pub(super) fn within(
+    question: &Question<'_>,
+    view: &ClusterView,
+    worker: WorkerRef,
+    cost_ms_max: u64,
+    now: Instant,
+) -> Option<Figures> {
     let agent = view.agent(worker);
     let load = agent.rank_load(worker.dp_rank);
     let prompt = question.prompt;
-    let wanted = view.wanted(worker);
     let Queue { tokens_per_s, backlog_tokens, turns, wait_ms } = queue(agent, worker, now);
-    let room = room(agent, worker, &wanted);
+    let interference_ms = u64::from(turns) * INTERFERENCE_MS_EACH;
     let prefill_ms = prompt.map(|prompt| millis(uncached(&prompt, worker), tokens_per_s));
+    let at_least_ms =
+        wait_ms.saturating_add(interference_ms).saturating_add(prefill_ms.unwrap_or(0));
+    if at_least_ms > cost_ms_max {
+        return None;
+    }
+    let wanted = view.wanted(worker);
+    let room = room(agent, worker, &wanted);
     let displacement_ms = prompt.and_then(|prompt| {
         let needed = uncached(&prompt, worker) + ANSWER_TOKENS;
         let displaced = displaced_tokens(agent, worker, &wanted, room.pool_tokens?, needed)?;
@@ -131,22 +154,24 @@ pub(super) fn of(
     let kept = if question.returns || prompt.is_none() { context } else { 0 };
     let crowding_ms =
         millis(kept, tokens_per_s).saturating_mul(room.full_milli) / WHOLE_MILLI / CROWDING_DIVISOR;
-    let interference_ms = u64::from(turns) * INTERFERENCE_MS_EACH;
+    let blocking_ms = prefill_ms.map(|prefill_ms| blocking_ms(prefill_ms, &wanted));
     let parts = [
         wait_ms,
         prefill_ms.unwrap_or(0),
         displacement_ms.unwrap_or(0),
         crowding_ms,
+        blocking_ms.unwrap_or(0),
         interference_ms,
     ];
     let opens = agent.opens_since_report(worker.dp_rank);
-    Figures {
+    Some(Figures {
         worker,
         cost_ms: parts.into_iter().fold(0, u64::saturating_add),
         wait_ms,
         prefill_ms,
         displacement_ms,
         crowding_ms,
+        blocking_ms,
         interference_ms,
         resident_tokens: prompt.map(|prompt| prompt.tokens - uncached(&prompt, worker)),
         backlog_tokens,
@@ -157,7 +182,13 @@ pub(super) fn of(
         wanted_tokens: room.wanted_tokens,
         pool_tokens: room.pool_tokens,
         sessions: load.map_or(0, |load| load.sessions).saturating_add(opens),
-    }
+    })
+}
+
+/// What the turn would wait for there, and be slowed by, with all of its prompt resident.
+pub(super) fn ahead_ms(view: &ClusterView, worker: WorkerRef, now: Instant) -> u64 {
+    let Queue { wait_ms, turns, .. } = queue(view.agent(worker), worker, now);
+    wait_ms.saturating_add(u64::from(turns) * INTERFERENCE_MS_EACH)
 }
 
 fn queue(agent: &Agent, worker: WorkerRef, now: Instant) -> Queue {
@@ -168,7 +199,7 @@ fn queue(agent: &Agent, worker: WorkerRef, now: Instant) -> Queue {
     if known(load, |load| load.prefill_backlog_tokens).is_none() {
         let queued = u64::from(load.map_or(0, |load| load.turns_queued));
         let waits = known(load, |load| load.requests_waiting).unwrap_or(0).saturating_add(queued);
-        backlog_tokens = backlog_tokens.max(waits.saturating_mul(WAITING_TOKENS_ASSUMED));
+        backlog_tokens = backlog_tokens.max(waits.saturating_mul(TURN_TOKENS_ASSUMED));
     }
     let turns = agent.turns_estimate(worker.dp_rank);
     let batch_ms = batch_ms(turns, load.map_or(0, |load| load.turns_running_max));
@@ -242,6 +273,12 @@ fn displaced_tokens(
         needed -= taken;
     }
     Some(displaced)
+}
+
+/// What those wait that come while the worker computes for so long.
+fn blocking_ms(prefill_ms: u64, wanted: &Wanted) -> u64 {
+    let turns_micro = wanted.turns_micro_per_s.saturating_mul(prefill_ms) / 1000;
+    turns_micro.saturating_mul((prefill_ms / 2).min(BLOCKING_MS_MAX)) / 1_000_000
 }
 
 /// Until a full batch has a place.

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use proto::load::EngineFacts;
 
-use super::Question;
+use super::{Question, Reason};
 use crate::view::{ClusterView, Facts, WorkerRef, WorkerState};
 
 /// Why no worker can take the turn.
@@ -43,13 +43,25 @@ pub(super) struct Candidates {
     pub(super) only: bool,
 }
 
+impl Candidates {
+    /// Why one of them was taken that nothing spoke for but its cost.
+    pub(super) fn reason(&self, question: &Question<'_>) -> Reason {
+        match question.prompt {
+            _ if self.stale => Reason::StaleView,
+            _ if self.only => Reason::OnlyWorker,
+            Some(_) => Reason::LeastCost,
+            None => Reason::LeastLoaded,
+        }
+    }
+}
+
 /// Finds them.
 pub(super) fn candidates(
     question: &Question<'_>,
     view: &ClusterView,
     now: Instant,
 ) -> Result<Candidates, NoWorker> {
-    let (mut fresh, mut stale) = (vec![], vec![]);
+    let (mut fresh, mut stale) = (Vec::with_capacity(view.agents.len()), vec![]);
     let (mut known, mut fitting) = (0, 0);
     for (worker, _, facts) in view.workers() {
         known += 1;

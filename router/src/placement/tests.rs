@@ -44,7 +44,7 @@ fn at(agent: usize) -> WorkerRef {
 }
 
 fn stays(agent: usize) -> Option<Sticky> {
-    Some(Sticky { worker: at(agent), fixed: false, moved: None })
+    Some(Sticky { worker: at(agent), fixed: false, ended: None, moved: None })
 }
 
 fn figure(value: u64) -> Option<Figure> {
@@ -143,6 +143,7 @@ fn tokens_become_milliseconds_at_the_measured_rate() {
         + other.prefill_ms.unwrap()
         + other.displacement_ms.unwrap()
         + other.crowding_ms
+        + other.blocking_ms.unwrap()
         + other.interference_ms;
     assert_eq!(other.cost_ms, parts);
 }
@@ -234,7 +235,7 @@ fn a_session_moves_for_the_gain_and_not_for_less() {
     tell(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(10_100), now);
     assert_eq!(placed(&state, &ask, now), (1, Reason::Moved), "505 ms");
     // Moved a moment ago it wants twice the gain.
-    let lately = Sticky { worker: at(0), fixed: false, moved: Some(now) };
+    let lately = Sticky { worker: at(0), fixed: false, ended: None, moved: Some(now) };
     let again = Question { sticky: Some(lately), ..ask };
     assert_eq!(placed(&state, &again, now), (0, Reason::Sticky));
     tell(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(20_100), now);
@@ -281,6 +282,52 @@ fn a_session_whose_prompt_is_unknown_stays_while_its_worker_can_take_it() {
     assert_eq!(placed(&state, &ask, stale), (0, Reason::Sticky), "a blink moves nobody");
     let later = stale + BLINK_MAX;
     assert_eq!(place(&ask, &state.snapshot(), later), Err(NoWorker::Unusable));
+}
+
+#[test]
+fn a_session_is_settled_without_its_prompt_unless_a_queue_speaks_for_another_worker() {
+    let now = start();
+    let mut state = engines(2, now);
+    let here = Sticky { worker: at(0), fixed: false, ended: Some(now), moved: None };
+    let ask = Question { sticky: Some(here), ..question(1) };
+    let mut settles = |own: u64, other: u64, ask: &Question<'_>| {
+        tell(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(own), now);
+        tell(&mut state, 1, |rank| rank.prefill_backlog_tokens = figure(other), now);
+        let settled = settled(ask, &state.snapshot(), now)?;
+        assert_eq!((settled.worker, settled.reason), (at(0), Reason::Sticky));
+        Some(settled.tokens_expected())
+    };
+    assert_eq!(settles(9_900, 0, &ask), Some(TURN_TOKENS_ASSUMED), "495 ms are no gain");
+    assert_eq!(settles(10_100, 0, &ask), None, "505 ms may be");
+    assert_eq!(settles(60_000, 51_000, &ask), Some(TURN_TOKENS_ASSUMED), "both have a queue");
+    let fixed = Question { sticky: Some(Sticky { fixed: true, ..here }), ..ask };
+    assert_eq!(settles(60_000, 0, &fixed), Some(TURN_TOKENS_ASSUMED));
+    let moved = Question { sticky: Some(Sticky { moved: Some(now), ..here }), ..ask };
+    assert_eq!(settles(19_900, 0, &moved), Some(TURN_TOKENS_ASSUMED), "twice the gain");
+    let untold = Question { sticky: stays(0), ..ask };
+    assert_eq!(settles(0, 0, &untold), None, "what is resident is learned from prompts");
+    let ended = now.checked_sub(IDLE_SETTLED_MAX).unwrap();
+    let idle = Question { sticky: Some(Sticky { ended: Some(ended), ..here }), ..ask };
+    assert_eq!(settles(0, 0, &idle), None, "some of its KV may be gone");
+    assert_eq!(settles(0, 0, &question(1)), None, "a newcomer is always compared");
+    let refused = Question { exclude: Some(at(0)), ..ask };
+    assert_eq!(settles(0, 0, &refused), None);
+}
+
+#[test]
+fn the_best_few_are_shown_and_the_sessions_own() {
+    let now = start();
+    let mut state = engines(40, now);
+    for agent in 0..40_u64 {
+        let backlog = figure((40 - agent) * 100);
+        let agent = usize::try_from(agent).unwrap();
+        tell(&mut state, agent, |rank| rank.prefill_backlog_tokens = backlog, now);
+    }
+    let overlap = resident(&[]);
+    let ask = Question { prompt: prompt(640, &overlap), sticky: stays(0), ..question(1) };
+    let shown = place(&ask, &state.snapshot(), now).unwrap().figures;
+    let agents: Vec<usize> = shown.iter().map(|one| one.worker.agent).collect();
+    assert_eq!(agents, [39, 38, 37, 36, 35, 34, 33, 32, 0]);
 }
 
 #[test]
@@ -348,6 +395,26 @@ fn kv_of_sessions_that_will_return_is_not_evicted_for_nothing() {
     assert_eq!(free.displacement_ms, Some(0));
     assert!(taken.displacement_ms > Some(300), "{taken:?}");
     assert_eq!(placed(&state, &once, later).0, 0);
+}
+
+#[test]
+fn a_long_prompt_goes_where_fewer_turns_will_come_and_wait() {
+    let now = start();
+    let mut state = engines(2, now);
+    // Four sessions that will be back in seconds here, four that have been idle for long there.
+    for id in 0..8 {
+        let (agent, idle) = if id < 4 { (0, 2 * SECOND) } else { (1, 900 * SECOND) };
+        state.apply(agent, Update::Upsert(session(id, 0, idle)), now);
+    }
+    let later = now + SECOND;
+    tell(&mut state, 0, |_| {}, later);
+    let overlap = resident(&[]);
+    let once = Question { prompt: prompt(80_000, &overlap), returns: false, ..question(1) };
+    let (busy, quiet) = (figures(&state, &once, later, 0), figures(&state, &once, later, 1));
+    assert!(busy.blocking_ms > Some(500) && quiet.blocking_ms < Some(200), "{busy:?} {quiet:?}");
+    assert_eq!(placed(&state, &once, later).0, 1);
+    let short = Question { prompt: prompt(1_000, &overlap), ..once };
+    assert!(figures(&state, &short, later, 0).blocking_ms < Some(5));
 }
 
 #[test]

@@ -24,6 +24,9 @@ use super::WorkerRef;
 const SUM_AGE_MAX: Duration = Duration::from_millis(250);
 /// After so many of these, what was left behind is evicted: with pools that turn over in minutes.
 const LEFT_FADES: Duration = Duration::from_secs(150);
+/// A session whose turn runs sends the next one within half a minute: 10 s of answer, then a pause,
+/// 10 s in the median.
+const RUNNING_MICRO_PER_S: u64 = 33_000;
 /// Bounds of the classes of idle time, seconds; the last has none.
 const IDLE_S: [u64; CLASSES - 1] = [10, 30, 60, 120, 300, 600, 1800];
 /// Classes of idle time.
@@ -43,6 +46,8 @@ pub struct Idle {
 pub struct Wanted {
     /// All that will be wanted, with what is in the way until it fades.
     pub tokens: u64,
+    /// Turns that its sessions will send in a second, in millionths.
+    pub turns_micro_per_s: u64,
     /// Of sessions without a running turn, the shortest idle first.
     pub idle: [Idle; CLASSES],
 }
@@ -155,9 +160,11 @@ impl Demand {
             let wanted = of(&mut sums, entry.worker);
             let Some(idle) = idle(entry) else {
                 wanted.tokens += entry.tokens;
+                wanted.turns_micro_per_s += RUNNING_MICRO_PER_S;
                 continue;
             };
             let wanted_tokens = entry.tokens * self.returns.chance_milli(idle) / 1000;
+            wanted.turns_micro_per_s += self.returns.rate_micro(idle);
             let class = &mut wanted.idle[class_of(idle)];
             class.tokens += entry.tokens;
             class.wanted_tokens += wanted_tokens;

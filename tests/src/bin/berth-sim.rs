@@ -105,9 +105,21 @@ struct Flags {
 #[derive(Debug, Serialize)]
 struct Output {
     policies: Vec<Summary>,
+    /// What no placement reaches, and `ideal` is not.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    bounds: Vec<Summary>,
     /// The same with conversations of any length, where some were left out.
     #[serde(skip_serializing_if = "Option::is_none")]
     policies_all_contexts: Option<Vec<Summary>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    bounds_all_contexts: Option<Vec<Summary>>,
+}
+
+/// Bounds beside policies.
+fn parted(summaries: Vec<Summary>) -> (Vec<Summary>, Vec<Summary>) {
+    let is_bound = |one: &Summary| Kind::BOUNDS.iter().any(|kind| kind.as_str() == one.name);
+    let (bounds, policies) = summaries.into_iter().partition(is_bound);
+    (policies, bounds)
 }
 
 fn main() -> ExitCode {
@@ -120,11 +132,18 @@ fn main() -> ExitCode {
     };
     match run(&flags) {
         Ok(()) => ExitCode::SUCCESS,
+        // Who reads it has seen enough.
+        Err(error) if is_closed_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
             let _ = writeln!(std::io::stderr(), "berth-sim: {error:#}");
             ExitCode::FAILURE
         }
     }
+}
+
+fn is_closed_pipe(error: &anyhow::Error) -> bool {
+    let cause = error.downcast_ref::<std::io::Error>();
+    cause.is_some_and(|cause| cause.kind() == std::io::ErrorKind::BrokenPipe)
 }
 
 fn run(flags: &Flags) -> anyhow::Result<()> {
@@ -150,9 +169,11 @@ fn run(flags: &Flags) -> anyhow::Result<()> {
         std::fs::write(path, plot::svg(&title, &policies)).context("the plot can't be written")?;
     }
     let all = Corpus::roots_of(&trace, flags.half);
-    let policies_all_contexts = if played < all { Some(table(None)?.1) } else { None };
+    let all_contexts = if played < all { Some(table(None)?.1) } else { None };
     if flags.json {
-        let output = Output { policies, policies_all_contexts };
+        let (policies, bounds) = parted(policies);
+        let (policies_all_contexts, bounds_all_contexts) = all_contexts.map(parted).unzip();
+        let output = Output { policies, bounds, policies_all_contexts, bounds_all_contexts };
         writeln!(std::io::stdout(), "{}", serde_json::to_string(&output)?)?;
     }
     Ok(())

@@ -1,5 +1,6 @@
 //! The model of one engine: a queue in order of arrival, one prefill at a time, a batch that
-//! decodes, a pool. Pure: `now` comes in, what happens when goes out.
+//! decodes. Its pool is passed in: bounds let several engines share one. Pure: `now` comes in, what
+//! happens when goes out.
 //!
 //! It is a model, not SGLang: no overlap of prefill and decode, no batch effects but a slope.
 
@@ -67,8 +68,6 @@ pub struct Begun {
 /// The engine.
 #[derive(Debug)]
 pub struct Engine {
-    /// Its pool.
-    pub pool: Pool,
     block_tokens: u64,
     chunk_tokens: Option<u64>,
     queue: VecDeque<Job>,
@@ -80,11 +79,10 @@ pub struct Engine {
 }
 
 impl Engine {
-    /// Idle and empty.
+    /// Idle.
     #[must_use]
-    pub fn new(pool_blocks: u64, block_tokens: u64, chunk_tokens: Option<u64>) -> Self {
+    pub fn new(block_tokens: u64, chunk_tokens: Option<u64>) -> Self {
         Self {
-            pool: Pool::new(pool_blocks),
             block_tokens,
             chunk_tokens,
             queue: VecDeque::new(),
@@ -105,8 +103,8 @@ impl Engine {
 
     /// Whether the turn would fit into an empty pool.
     #[must_use]
-    pub fn could_hold(&self, job: &Job) -> bool {
-        job.chain.len() as u64 + self.transient_blocks(job) <= self.pool.capacity()
+    pub fn could_hold(&self, job: &Job, pool: &Pool) -> bool {
+        job.chain.len() as u64 + self.transient_blocks(job) <= pool.capacity()
     }
 
     /// Takes a turn into the queue.
@@ -162,19 +160,19 @@ impl Engine {
     }
 
     /// Blocks that went since the last call.
-    pub fn take_removed(&mut self) -> Vec<u32> {
-        self.note_changes();
+    pub fn take_removed(&mut self, pool: &mut Pool) -> Vec<u32> {
+        self.note_changes(pool);
         std::mem::take(&mut self.removed)
     }
 
     /// Goes on if it idles: returns when the piece of work that begins now ends.
-    pub fn step(&mut self, now: Time) -> Option<Time> {
+    pub fn step(&mut self, now: Time, pool: &mut Pool) -> Option<Time> {
         if self.prefills.iter().any(|prefill| prefill.until.is_some()) {
             return None;
         }
         let another = self.prefills.is_empty() || self.chunk_tokens.is_some();
         if another {
-            self.admit();
+            self.admit(pool);
         }
         let prefill = self.prefills.front_mut()?;
         let piece = prefill.tokens_left.min(self.chunk_tokens.unwrap_or(u64::MAX));
@@ -201,15 +199,15 @@ impl Engine {
     }
 
     /// Ends a turn; what it held stays as `class`.
-    pub fn leave(&mut self, job: &Job, class: Class) {
+    pub fn leave(&mut self, job: &Job, class: Class, pool: &mut Pool) {
         self.decoding -= 1;
         let transient = self.transient_blocks(job);
-        self.pool.leave(&job.chain, transient, class);
+        pool.leave(&job.chain, transient, class);
     }
 
     /// Loses all it had; returns the turns that were inside and not decoding yet.
-    pub fn crash(&mut self) -> Vec<Job> {
-        self.pool.clear();
+    pub fn crash(&mut self, pool: &mut Pool) -> Vec<Job> {
+        pool.clear();
         self.removed.clear();
         (self.decoding, self.queued_tokens) = (0, 0);
         let begun = self.prefills.drain(..).map(|prefill| prefill.job);
@@ -217,18 +215,18 @@ impl Engine {
     }
 
     /// Begins the first of the queue if batch and pool allow.
-    fn admit(&mut self) {
+    fn admit(&mut self, pool: &mut Pool) {
         let batch = self.decoding as usize + self.prefills.len();
         let Some(job) = self.queue.front() else { return };
         if batch >= DECODING_MAX as usize {
             return;
         }
-        let matched_tokens = self.matched(job);
+        let matched_tokens = self.matched(job, pool);
         let transient = self.transient_blocks(job);
-        if !self.pool.admit(&job.chain, transient) {
+        if !pool.admit(&job.chain, transient) {
             return;
         }
-        let stored = self.note_changes();
+        let stored = self.note_changes(pool);
         let job = self.queue.pop_front().expect("it was there a few lines above");
         self.queued_tokens -= job.expected_tokens;
         let tokens_left = job.input_tokens - matched_tokens;
@@ -243,9 +241,9 @@ impl Engine {
     }
 
     /// Sorts what changed in the pool: what was stored is told when it is computed.
-    fn note_changes(&mut self) -> Vec<u32> {
+    fn note_changes(&mut self, pool: &mut Pool) -> Vec<u32> {
         let mut stored = Vec::new();
-        for change in self.pool.take_changes() {
+        for change in pool.take_changes() {
             match change {
                 Change::Stored(block) => stored.push(block),
                 Change::Removed(block) => self.removed.push(block),
@@ -254,8 +252,8 @@ impl Engine {
         stored
     }
 
-    fn matched(&self, job: &Job) -> u64 {
-        let blocks = self.pool.matched(job.chain.iter().copied());
+    fn matched(&self, job: &Job, pool: &Pool) -> u64 {
+        let blocks = pool.matched(job.chain.iter().copied());
         (u64::from(blocks) * self.block_tokens).min(job.input_tokens)
     }
 }
@@ -291,9 +289,9 @@ mod tests {
     }
 
     /// Works until nothing is left to begin; the turns begun, in order, with what they matched.
-    fn work(engine: &mut Engine, mut now: Time) -> Vec<(usize, u64, Time)> {
+    fn work(engine: &mut Engine, pool: &mut Pool, mut now: Time) -> Vec<(usize, u64, Time)> {
         let mut begun = vec![];
-        while let Some(until) = engine.step(now) {
+        while let Some(until) = engine.step(now, pool) {
             now = until;
             if let Some(one) = engine.piece_done(now) {
                 begun.push((one.job.turn, one.matched_tokens, now));
@@ -304,41 +302,42 @@ mod tests {
 
     #[test]
     fn a_prefill_takes_two_ms_and_its_tokens_and_the_next_waits_for_it() {
-        let mut engine = Engine::new(1_000, 500, None);
+        let (mut engine, mut pool) = (Engine::new(500, None), Pool::new(1_000));
         engine.arrive(job(0, &[0, 1, 2, 3], 2_000));
         engine.arrive(job(1, &[0, 1, 2, 9], 2_000));
         assert_eq!(engine.backlog_tokens(Time::ZERO), 4_000);
-        assert_eq!(engine.step(Time::ZERO), Some(102 * MS));
-        assert_eq!(engine.step(50 * MS), None, "one at a time");
+        assert_eq!(engine.step(Time::ZERO, &mut pool), Some(102 * MS));
+        assert_eq!(engine.step(50 * MS, &mut pool), None, "one at a time");
         assert_eq!(engine.backlog_tokens(52 * MS), 2_000 + 1_000);
         let first = engine.piece_done(102 * MS).unwrap();
         assert_eq!((first.matched_tokens, first.done_at), (0, (102 + 1_020) * MS));
         assert_eq!(first.stored, [0, 1, 2, 3]);
-        assert_eq!(work(&mut engine, 102 * MS), [(1, 1_500, (102 + 27) * MS)]);
+        assert_eq!(work(&mut engine, &mut pool, 102 * MS), [(1, 1_500, (102 + 27) * MS)]);
         assert_eq!((engine.decoding(), engine.turns()), (2, 2));
     }
 
     #[test]
     fn pieces_let_a_short_prompt_pass_a_long_one() {
-        let mut engine = Engine::new(1_000, 500, Some(1_000));
+        let (mut engine, mut pool) = (Engine::new(500, Some(1_000)), Pool::new(1_000));
         engine.arrive(job(0, &[0, 1, 2, 3, 4, 5, 6, 7], 4_000));
-        assert!(engine.step(Time::ZERO).is_some());
+        assert!(engine.step(Time::ZERO, &mut pool).is_some());
         engine.arrive(job(1, &[9], 500));
         assert!(engine.piece_done(52 * MS).is_none());
-        let order: Vec<usize> = work(&mut engine, 52 * MS).iter().map(|one| one.0).collect();
+        let order: Vec<usize> =
+            work(&mut engine, &mut pool, 52 * MS).iter().map(|one| one.0).collect();
         assert_eq!(order, [1, 0]);
     }
 
     #[test]
     fn a_full_batch_and_a_held_pool_make_turns_wait() {
-        let mut engine = Engine::new(4, 500, None);
+        let (mut engine, mut pool) = (Engine::new(500, None), Pool::new(4));
         engine.arrive(job(0, &[0, 1], 1_000));
         engine.arrive(job(1, &[2, 3], 1_000));
-        let begun = work(&mut engine, Time::ZERO);
+        let begun = work(&mut engine, &mut pool, Time::ZERO);
         assert_eq!((begun.len(), engine.waiting()), (1, 1), "three of four blocks are held");
-        engine.leave(&job(0, &[0, 1], 1_000), Class::Plain);
-        assert_eq!(work(&mut engine, 5_000 * MS).len(), 1);
-        assert!(!engine.pool.has(1), "the idle leaf made room");
+        engine.leave(&job(0, &[0, 1], 1_000), Class::Plain, &mut pool);
+        assert_eq!(work(&mut engine, &mut pool, 5_000 * MS).len(), 1);
+        assert!(!pool.has(1), "the idle leaf made room");
     }
 
     proptest! {
@@ -346,20 +345,20 @@ mod tests {
         fn turns_begin_in_order_and_every_token_is_matched_or_computed(
             jobs in prop::collection::vec((0..6_u32, 1..12_u32), 1..30),
         ) {
-            let mut engine = Engine::new(64, 500, None);
+            let (mut engine, mut pool) = (Engine::new(500, None), Pool::new(64));
             for (turn, (first, count)) in jobs.iter().enumerate() {
                 let chain: Vec<u32> = (0..*count).map(|at| first * 100 + at).collect();
                 engine.arrive(job(turn, &chain, u64::from(*count) * 500 + 17));
             }
             let (mut now, mut next) = (Time::ZERO, 0);
-            while let Some(until) = engine.step(now) {
+            while let Some(until) = engine.step(now, &mut pool) {
                 let computed = (until - now - PREFILL_FIXED).as_micros() / 50;
                 now = until;
                 let begun = engine.piece_done(now).unwrap();
                 prop_assert_eq!(begun.job.turn, next);
                 prop_assert_eq!(u128::from(begun.job.input_tokens - begun.matched_tokens), computed);
-                engine.leave(&begun.job, Class::Plain);
-                engine.pool.check_invariants();
+                engine.leave(&begun.job, Class::Plain, &mut pool);
+                pool.check_invariants();
                 next += 1;
             }
             prop_assert_eq!(next, jobs.len(), "an engine with room begins every turn");

@@ -95,6 +95,12 @@ impl Fleet {
         if up.is_empty() { of(&[Condition::Draining]) } else { up }
     }
 
+    /// Whether the worker is gone.
+    #[must_use]
+    pub fn is_down(&self, worker: usize) -> bool {
+        self.workers[worker].condition == Condition::Down
+    }
+
     /// Whether the worker takes the turn: a draining one goes on with its sessions.
     #[must_use]
     pub fn takes(&self, worker: usize, ask: &Ask<'_>) -> bool {

@@ -1,4 +1,5 @@
-//! Who decides: the interface of a placement policy and the list of those compared.
+//! Who decides: the interface of a placement policy and the list of those compared, with bounds on
+//! what any of them can reach.
 //!
 //! All but `berth` are re-implementations by published descriptions, fed the same facts at the
 //! same moments.
@@ -116,6 +117,11 @@ pub enum Kind {
     Berth,
     /// The same over engines that never evict: a bound.
     Ideal,
+    /// Least predicted time to first token over engines that share one pool of all their tokens:
+    /// what no placement over separate pools finds more of.
+    Pooled,
+    /// The same, and the pool evicts what will be wanted last.
+    PooledClairvoyant,
     /// One after the other.
     RoundRobin,
     /// By lot.
@@ -141,12 +147,17 @@ pub enum Kind {
 }
 
 impl Kind {
+    /// No policies, but what none can beat: one pool for all engines.
+    pub const BOUNDS: [Self; 2] = [Self::Pooled, Self::PooledClairvoyant];
+
     /// The name in tables and JSON.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Berth => "berth",
             Self::Ideal => "ideal",
+            Self::Pooled => "pooled",
+            Self::PooledClairvoyant => "pooled_clairvoyant",
             Self::RoundRobin => "round_robin",
             Self::Random => "random",
             Self::PowerOfTwo => "power_of_two",
@@ -171,7 +182,7 @@ impl Kind {
             Self::Random => Box::new(plain::Random::new(seed)),
             Self::PowerOfTwo => Box::new(plain::PowerOfTwo::new(seed)),
             Self::LeastLoaded => Box::new(plain::LeastLoaded::new(seed)),
-            Self::LeastTtft => Box::new(plain::LeastTtft),
+            Self::LeastTtft | Self::Pooled | Self::PooledClairvoyant => Box::new(plain::LeastTtft),
             Self::ConsistentHash => Box::new(hash::Ring::new(workers, None)),
             Self::BoundedHash => Box::new(hash::Ring::new(workers, Some(hash::SHARE_MAX))),
             Self::CacheAware => Box::new(published::CacheAware::new(workers)),

@@ -2,7 +2,9 @@
 //! order the others go. Pure; every operation is a few array accesses a block.
 //!
 //! The order of eviction is least recently used, deepest block first, as a radix tree evicts its
-//! leaves; what is tagged goes after what is not.
+//! leaves; what is tagged goes after what is not. A pool of a bound looks into the future instead.
+
+use std::{collections::BTreeSet, time::Duration};
 
 /// Nobody: the end of a list.
 const NONE: u32 = u32::MAX;
@@ -37,6 +39,13 @@ struct Block {
 const ABSENT: Block =
     Block { before: NONE, after: NONE, holds: 0, resident: false, class: Class::Plain };
 
+/// Idle blocks by when they will be wanted, the first to go last.
+#[derive(Debug, Clone, Default)]
+struct Foreseen {
+    wanted: Vec<Duration>,
+    idle: BTreeSet<(Duration, u32)>,
+}
+
 #[derive(Debug, Clone, Copy)]
 struct List {
     first: u32,
@@ -44,11 +53,12 @@ struct List {
 }
 
 /// The pool.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Pool {
     capacity: u64,
     blocks: Vec<Block>,
     idle: [List; 2],
+    foreseen: Option<Foreseen>,
     resident: u64,
     held: u64,
     transient: u64,
@@ -63,10 +73,28 @@ impl Pool {
             capacity,
             blocks: Vec::new(),
             idle: [List { first: NONE, last: NONE }; 2],
+            foreseen: None,
             resident: 0,
             held: 0,
             transient: 0,
             changes: Vec::new(),
+        }
+    }
+
+    /// One that evicts what will be wanted last, as [`Self::foresee`] was told.
+    #[must_use]
+    pub fn foreseeing(capacity: u64) -> Self {
+        Self { foreseen: Some(Foreseen::default()), ..Self::new(capacity) }
+    }
+
+    /// Notes when a held block will be wanted next.
+    pub fn foresee(&mut self, block: u32, wanted: Duration) {
+        if let Some(foreseen) = &mut self.foreseen {
+            let at = block as usize;
+            if at >= foreseen.wanted.len() {
+                foreseen.wanted.resize(at + 1, Duration::ZERO);
+            }
+            foreseen.wanted[at] = wanted;
         }
     }
 
@@ -171,7 +199,8 @@ impl Pool {
 
     /// Forgets everything, as an engine that restarts.
     pub fn clear(&mut self) {
-        *self = Self::new(self.capacity);
+        let foreseen = self.foreseen.as_ref().map(|_| Foreseen::default());
+        *self = Self { foreseen, ..Self::new(self.capacity) };
     }
 
     /// What became matchable and what went since the last call, in order.
@@ -210,6 +239,12 @@ impl Pool {
     }
 
     fn evict(&mut self) {
+        if let Some(foreseen) = &self.foreseen {
+            let &(_, block) = foreseen.idle.last().expect("the caller counted what can go");
+            self.unlink(block);
+            self.remove(block);
+            return;
+        }
         let list = self.idle.iter().find(|list| list.first != NONE);
         let block = list.expect("the caller counted what can go").first;
         self.unlink(block);
@@ -224,6 +259,11 @@ impl Pool {
 
     /// Puts the block where the last used go.
     fn link(&mut self, block: u32) {
+        if let Some(Foreseen { wanted, idle }) = &mut self.foreseen {
+            let at = wanted.get(block as usize).copied().unwrap_or_default();
+            idle.insert((at, block));
+            return;
+        }
         let list = &mut self.idle[self.blocks[block as usize].class as usize];
         let before = std::mem::replace(&mut list.last, block);
         match before {
@@ -235,6 +275,11 @@ impl Pool {
     }
 
     fn unlink(&mut self, block: u32) {
+        if let Some(Foreseen { wanted, idle }) = &mut self.foreseen {
+            let at = wanted.get(block as usize).copied().unwrap_or_default();
+            idle.remove(&(at, block));
+            return;
+        }
         let Block { before, after, class, .. } = self.blocks[block as usize];
         let list = &mut self.idle[class as usize];
         match before {
@@ -256,7 +301,7 @@ impl Pool {
         };
         assert_eq!(count(|_| true), self.resident);
         assert_eq!(count(|block| block.holds > 0), self.held);
-        let mut idle = 0;
+        let mut idle = self.foreseen.as_ref().map_or(0, |foreseen| foreseen.idle.len() as u64);
         for (class, list) in self.idle.iter().enumerate() {
             let (mut at, mut before) = (list.first, NONE);
             while at != NONE {
@@ -299,6 +344,23 @@ mod tests {
         }
         assert!(pool.admit(&[3], 0));
         assert!(pool.has(0) && !pool.has(1) && pool.has(2));
+    }
+
+    #[test]
+    fn what_will_be_wanted_last_goes_first_where_that_is_known() {
+        let mut pool = Pool::foreseeing(4);
+        let seconds = Duration::from_secs;
+        assert!(pool.admit(&[0, 1], 0) && pool.admit(&[2, 3], 0));
+        for (block, wanted) in [(0, 9), (1, 9), (2, 5), (3, 700)] {
+            pool.foresee(block, seconds(wanted));
+        }
+        pool.leave(&[2, 3], 0, Class::Plain);
+        pool.leave(&[0, 1], 0, Class::Plain);
+        pool.check_invariants();
+        assert!(pool.admit(&[4, 5], 0));
+        assert!(!pool.has(3) && !pool.has(1), "the last wanted, then the leaf of the next");
+        assert!(pool.has(0) && pool.has(2));
+        pool.check_invariants();
     }
 
     #[test]

@@ -3,11 +3,14 @@
 //! Events at one moment happen in the order in which they were scheduled.
 
 mod faults;
+mod foresight;
 mod sessions;
 
+use self::foresight::Foresight;
 use std::{
     cmp::Reverse,
     collections::{BinaryHeap, HashMap},
+    ops::Range,
     sync::Arc,
 };
 
@@ -18,6 +21,7 @@ use super::{
     options::{Churn, Close, Options},
     plays::{Due, Plays},
     policy::{Choice, Heard, Kind, Policy},
+    pool::Pool,
     tally::Tally,
 };
 
@@ -64,6 +68,10 @@ struct World {
     scheduled: u64,
     plays: Plays,
     engines: Vec<Engine>,
+    /// One for each engine, or one for all: a bound.
+    pools: Vec<Pool>,
+    /// What is evicted is what is wanted last, by a look into the future: a bound.
+    foresees: Option<Foresight>,
     lives: Vec<u32>,
     fleet: Fleet,
     turns: Vec<Turn>,
@@ -78,8 +86,15 @@ struct World {
 #[must_use]
 pub fn run(corpus: &Arc<Corpus>, options: &Options, kind: Kind, seed: u64) -> Tally {
     let told = options.pool_tokens.map_or(u64::MAX, |tokens| tokens / corpus.block_tokens);
-    let blocks = if kind == Kind::Ideal { u64::MAX } else { told };
-    let engine = || Engine::new(blocks, corpus.block_tokens, options.chunk_tokens);
+    let engine = || Engine::new(corpus.block_tokens, options.chunk_tokens);
+    let pools = match kind {
+        Kind::Ideal => vec![Pool::new(u64::MAX); options.workers],
+        Kind::Pooled => vec![Pool::new(told.saturating_mul(options.workers as u64))],
+        Kind::PooledClairvoyant => {
+            vec![Pool::foreseeing(told.saturating_mul(options.workers as u64))]
+        }
+        _ => vec![Pool::new(told); options.workers],
+    };
     let fleet = Fleet::new(options.workers, told, corpus.block_tokens);
     let mut policy = kind.build(seed, options.mode, &fleet);
     let mut world = World {
@@ -94,7 +109,9 @@ pub fn run(corpus: &Arc<Corpus>, options: &Options, kind: Kind, seed: u64) -> Ta
         fleet,
         turns: Vec::new(),
         last: HashMap::new(),
-        sessions: sessions::Sessions::new(options, blocks),
+        sessions: sessions::Sessions::new(options, pools[0].capacity()),
+        pools,
+        foresees: (kind == Kind::PooledClairvoyant).then(|| Foresight::new(corpus, options)),
         faults: faults::Faults::new(options.hearing, seed),
         tally: Tally::new(options.workers),
     };
@@ -206,7 +223,7 @@ impl World {
             expected_tokens,
             chain,
         };
-        if !self.engines[worker].could_hold(&job) {
+        if !self.engines[worker].could_hold(&job, &self.pools[self.pool_of(worker)]) {
             self.tally.dropped += 1;
             policy.hear(&Heard::Ended { turn, session, worker, now: self.now }, &self.fleet);
             self.follow(play);
@@ -214,7 +231,8 @@ impl World {
         }
         for before in self.sessions.workers_of(play) {
             if before != worker {
-                self.sessions.unpin(play, before, &mut self.engines[before]);
+                let pool = self.pool_of(before);
+                self.sessions.unpin(play, before, &mut self.pools[pool]);
             }
         }
         self.sessions.sent(play, worker);
@@ -224,8 +242,10 @@ impl World {
 
     /// Lets the engine begin what it can.
     fn go_on(&mut self, worker: usize, policy: &mut dyn Policy) {
+        let pool = self.pool_of(worker);
         loop {
-            if let Some(until) = self.engines[worker].step(self.now) {
+            let engine = &mut self.engines[worker];
+            if let Some(until) = engine.step(self.now, &mut self.pools[pool]) {
                 self.schedule(until, Event::PieceDone { worker, life: self.lives[worker] });
             }
             let engine = &self.engines[worker];
@@ -235,11 +255,11 @@ impl World {
             }
             self.tally.wedges += 1;
             assert!(
-                self.sessions.release_oldest(worker, &mut self.engines[worker]),
+                self.sessions.release_oldest(worker, &mut self.pools[pool]),
                 "an engine without turns and pins has room"
             );
         }
-        let removed = self.engines[worker].take_removed();
+        let removed = self.engines[worker].take_removed(&mut self.pools[pool]);
         self.tell_blocks(worker, vec![], removed, policy);
         self.look(worker, policy);
     }
@@ -271,7 +291,13 @@ impl World {
         let session = self.session(job.play);
         self.tally.ended += 1;
         let last = !self.corpus.timed && self.plays.is_last(job.play);
-        self.sessions.ended(&job, worker, &mut self.engines[worker]);
+        let pool = self.pool_of(worker);
+        if let Some(foresight) = &mut self.foresees {
+            let one = self.plays.get(job.play);
+            foresight.note(one.script, one.turn, one.pass, self.now, &mut self.pools[pool]);
+        }
+        let engine = &mut self.engines[worker];
+        self.sessions.ended(&job, worker, engine, &mut self.pools[pool]);
         policy.hear(&Heard::Ended { turn, session, worker, now: self.now }, &self.fleet);
         if last {
             for at in self.faults.close(self.now) {
@@ -302,8 +328,18 @@ impl World {
     }
 
     fn close_at(&mut self, play: usize, worker: usize, policy: &mut dyn Policy) {
-        self.sessions.close(play, &self.corpus, worker, &self.plays, &mut self.engines[worker]);
+        let pool = self.pool_of(worker);
+        self.sessions.close(play, &self.corpus, worker, &self.plays, &mut self.pools[pool]);
         self.go_on(worker, policy);
+    }
+
+    fn pool_of(&self, worker: usize) -> usize {
+        worker % self.pools.len()
+    }
+
+    /// The workers that have a pool in common with this one, itself included.
+    fn sharing(&self, worker: usize) -> Range<usize> {
+        if self.pools.len() == 1 { 0..self.engines.len() } else { worker..worker + 1 }
     }
 
     fn session(&self, play: usize) -> usize {
@@ -313,14 +349,15 @@ impl World {
     /// What the policy may see of a worker, as it is now.
     fn look(&mut self, worker: usize, policy: &mut dyn Policy) {
         let engine = &self.engines[worker];
+        let pool = &self.pools[self.pool_of(worker)];
         let seen = &mut self.fleet.workers[worker];
         seen.outstanding = engine.turns();
         seen.pending_tokens = engine.pending_tokens();
         seen.backlog_tokens = engine.backlog_tokens(self.now);
-        seen.active_blocks = engine.pool.used();
+        seen.active_blocks = pool.used();
         // An endless pool is told as one that has room.
-        let left = seen.pool_blocks.saturating_sub(engine.pool.used());
-        seen.free_blocks = engine.pool.free().min(left);
+        let left = seen.pool_blocks.saturating_sub(pool.used());
+        seen.free_blocks = pool.free().min(left);
         policy.hear(&Heard::Load { worker, now: self.now }, &self.fleet);
     }
 }

@@ -1,9 +1,9 @@
 //! The chance that a session returns after it has been idle for a while: learned from how long
 //! sessions were idle before they did, and from those that never did. Pure.
 //!
-//! Kaplan and Meier's estimator over classes of idle time: of the sessions that reached a class,
-//! how many returned in it. Those still idle count in the classes that they have passed. Published
-//! gaps of coding agents stand in until there are own ones.
+//! By classes of idle time, as Aalen and Johansen do it: of the sessions that reached a class, how
+//! many returned in it, and how many were given up. Those still idle count in the classes that they
+//! have passed. Published gaps of coding agents stand in until there are own ones.
 
 use std::time::{Duration, Instant};
 
@@ -36,6 +36,8 @@ pub(super) struct Returns {
     gave_up: [f64; CLASSES],
     /// By class: the chance of a session that has reached it, in thousandths.
     chance_milli: [u64; CLASSES],
+    /// By class: returns of such a session in a second, in millionths.
+    rate_micro: [u64; CLASSES],
     fitted: Option<Instant>,
 }
 
@@ -45,6 +47,7 @@ impl Default for Returns {
             returned: [0.0; CLASSES],
             gave_up: [0.0; CLASSES],
             chance_milli: [0; CLASSES],
+            rate_micro: [0; CLASSES],
             fitted: None,
         };
         returns.estimate(&[0.0; CLASSES]);
@@ -87,6 +90,11 @@ impl Returns {
         self.chance_milli[class_of(idle)]
     }
 
+    /// Returns in the next second, in millionths, of a session idle for so long.
+    pub(super) fn rate_micro(&self, idle: Duration) -> u64 {
+        self.rate_micro[class_of(idle)]
+    }
+
     #[expect(
         clippy::cast_possible_truncation,
         clippy::cast_sign_loss,
@@ -95,18 +103,25 @@ impl Returns {
     fn estimate(&mut self, waiting: &[f64; CLASSES]) {
         // From the last class back: those that reached a class and left it at its end or later.
         let mut beyond = 0.0;
-        let mut never = 1.0;
+        let mut chance = 0.0;
         for class in (0..CLASSES).rev() {
-            let reached = beyond + self.returned[class];
-            let prior = prior_hazard(class);
-            let hazard =
-                (self.returned[class] + PRIOR_SESSIONS * prior) / (reached + PRIOR_SESSIONS);
-            never *= 1.0 - hazard;
-            self.chance_milli[class] = ((1.0 - never) * 1e3).round() as u64;
-            // Who waits in this class, or gave up in it, has passed those before it.
-            beyond = reached + self.gave_up[class] + waiting[class];
+            let reached = beyond + self.returned[class] + self.gave_up[class];
+            let prior = PRIOR_SESSIONS * prior_hazard(class);
+            let returns = (self.returned[class] + prior) / (reached + PRIOR_SESSIONS);
+            let gives_up = self.gave_up[class] / (reached + PRIOR_SESSIONS);
+            chance = returns + (1.0 - returns - gives_up) * chance;
+            self.chance_milli[class] = (chance * 1e3).round() as u64;
+            self.rate_micro[class] = (returns * 1e6 / width_s(class)).round() as u64;
+            // Who waits in this class has passed those before it.
+            beyond = reached + waiting[class];
         }
     }
+}
+
+/// Seconds of a class; the last is as wide as all before it.
+fn width_s(class: usize) -> f64 {
+    let from = BOUNDS_S[class];
+    BOUNDS_S.get(class + 1).map_or(from, |to| to - from) as f64
 }
 
 /// Of the sessions that reach a class, the share that returns in it, by the published gaps.
@@ -145,12 +160,25 @@ mod tests {
         for _ in 0..500 {
             returns.returned(Duration::from_secs(50));
         }
-        // Sessions that ended, and are still known.
-        let ended = std::iter::repeat_n(Duration::from_secs(1000), 100);
-        returns.fit(ended, start());
+        // Sessions that ended, and were forgotten.
+        for _ in 0..100 {
+            returns.gave_up(Duration::from_secs(3600));
+        }
+        returns.fit(std::iter::empty(), start());
         assert!(chance(&returns, 40) > 750, "{}", chance(&returns, 40));
-        let published = chance(&Returns::default(), 600);
-        assert!(chance(&returns, 600) < published, "{} of {published}", chance(&returns, 600));
+        assert!(chance(&returns, 600) < 120, "{}", chance(&returns, 600));
+    }
+
+    #[test]
+    fn returns_come_at_the_pace_that_was_seen() {
+        let mut returns = Returns::default();
+        for _ in 0..10_000 {
+            returns.returned(Duration::from_secs(50));
+        }
+        returns.fit(std::iter::empty(), start());
+        let rate = |seconds| returns.rate_micro(Duration::from_secs(seconds));
+        assert!((45_000..=50_000).contains(&rate(50)), "all within 20 s: {}", rate(50));
+        assert!(rate(20) < 500 && rate(1_000) < 5_000, "{} {}", rate(20), rate(1_000));
     }
 
     #[test]
@@ -172,7 +200,9 @@ mod tests {
             returns.gave_up(Duration::from_secs(gap * 7 % 9_001));
         }
         returns.fit([Duration::from_secs(5000)].into_iter(), start());
-        let all: Vec<u64> = BOUNDS_S.iter().map(|&bound| chance(&returns, bound)).collect();
+        // But for the last class: nobody reached it.
+        let reached = &BOUNDS_S[..CLASSES - 1];
+        let all: Vec<u64> = reached.iter().map(|&bound| chance(&returns, bound)).collect();
         assert!(all.is_sorted_by(|a, b| a >= b), "{all:?}");
     }
 }

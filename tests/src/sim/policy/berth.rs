@@ -49,6 +49,8 @@ pub(super) struct Berth {
     names: Names,
     retention: Retention,
     known: HashMap<usize, Known>,
+    /// Of the turn placed last.
+    expected_tokens: u64,
     /// One for each turn inside.
     leases: HashMap<usize, Lease>,
     /// Idle sessions, the longest idle first.
@@ -75,6 +77,7 @@ impl Berth {
             names: Names::default(),
             retention: if mode == Mode::Pinned { Retention::Pinned } else { Retention::Tagged },
             known: HashMap::new(),
+            expected_tokens: 0,
             leases: HashMap::new(),
             idle: std::collections::BTreeSet::new(),
         }
@@ -84,12 +87,13 @@ impl Berth {
     fn sticky(&self, key: &SessionKey, now: Instant) -> Option<Sticky> {
         let binding = self.affinity.get(key, now);
         let moved = binding.and_then(|binding| binding.moved);
+        let ended = binding.and_then(|one| if one.turns > 0 { Some(now) } else { one.ended });
         match known::standing(key, &self.state.snapshot(), binding, now) {
             Standing::Open { worker, session, .. } => {
                 let fixed = session.exclusive || session.retention == Retention::Pinned;
-                Some(Sticky { worker, fixed, moved })
+                Some(Sticky { worker, fixed, ended, moved })
             }
-            Standing::Bound { worker, .. } => Some(Sticky { worker, fixed: false, moved }),
+            Standing::Bound { worker, .. } => Some(Sticky { worker, fixed: false, ended, moved }),
             Standing::Unknown | Standing::Closing | Standing::Lost { .. } => None,
         }
     }
@@ -126,9 +130,8 @@ impl Berth {
 
     fn sent(&mut self, ask: &Ask<'_>, worker: usize, leaves: Option<usize>, now: Duration) {
         let at = self.start + now;
-        let tokens = ask.input_tokens - self.resident_tokens(ask, worker);
         let count = &self.state.agent_at(worker).in_flight[0];
-        self.leases.insert(ask.turn, Lease::acquire(count, tokens));
+        self.leases.insert(ask.turn, Lease::acquire(count, self.expected_tokens));
         if ask.guessed {
             return;
         }
@@ -170,12 +173,6 @@ impl Berth {
             self.idle.insert((now, session));
         }
         self.tell(session, worker, SessionState::Idle, at);
-    }
-
-    fn resident_tokens(&self, ask: &Ask<'_>, worker: usize) -> u64 {
-        let number = agents::at(worker).number().expect("workers have one rank");
-        let blocks = u64::from(self.overlap.device(number));
-        (blocks * self.names.block_tokens()).min(ask.input_tokens)
     }
 
     fn blocks(&mut self, worker: usize, stored: &[u32], removed: &[u32]) {
@@ -228,34 +225,39 @@ impl Policy for Berth {
                 now,
             );
         }
-        let hashes = self.names.hash(ask.chain, fleet.block_tokens);
-        self.index.look_up(&hashes, &mut self.overlap);
+        let hashes = self.names.hash(ask.chain);
         let key = agents::key(ask.session);
         let sticky = if ask.guessed { None } else { self.sticky(&key, now) };
         let parent = ask.parent.and_then(|parent| self.sticky(&agents::key(parent), now));
-        let question = Question {
+        let bare = Question {
             digest: key.digest(),
             returns: !ask.guessed,
             sticky,
             prefer: parent.map(|parent| (parent.worker, Reason::Parent)),
-            prompt: Some(Prompt {
-                tokens: ask.input_tokens,
-                block_tokens: fleet.block_tokens,
-                overlap: &self.overlap,
-            }),
+            prompt: None,
             retention: None,
             model: None,
             exclude: None,
         };
         let view = self.state.snapshot();
-        let place = |question: &Question<'_>| {
-            placement::place(question, &view, now).expect("a run keeps at least one worker")
-        };
-        let mut placement = place(&question);
-        if fleet.workers[placement.worker.agent].condition == Condition::Down {
-            // Gone a moment ago: it refuses the turn, which then goes elsewhere.
-            placement = place(&Question { exclude: Some(placement.worker), ..question });
-        }
+        let placement = placement::settled(&bare, &view, now).filter(|placement| {
+            // Gone a moment ago it refuses the turn, which then goes elsewhere.
+            !fleet.is_down(placement.worker.agent)
+        });
+        let placement = placement.unwrap_or_else(|| {
+            self.index.look_up(&hashes, &mut self.overlap);
+            let question = Question {
+                prompt: Some(Prompt {
+                    tokens: ask.input_tokens,
+                    block_tokens: fleet.block_tokens,
+                    overlap: &self.overlap,
+                }),
+                exclude: ask.last.filter(|&last| fleet.is_down(last)).map(agents::at),
+                ..bare
+            };
+            placement::place(&question, &view, now).expect("a run keeps at least one worker")
+        });
+        self.expected_tokens = placement.tokens_expected();
         let WorkerRef { agent: worker, .. } = placement.worker;
         let moved = placement.reason == Reason::Moved;
         let leaves = sticky.filter(|_| moved).map(|sticky| sticky.worker.agent);

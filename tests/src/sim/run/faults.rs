@@ -89,8 +89,10 @@ impl World {
         removed: &[u32],
         policy: &mut dyn Policy,
     ) {
-        self.fleet.hear(worker, stored, removed);
-        policy.hear(&Heard::Blocks { worker, stored, removed }, &self.fleet);
+        for worker in self.sharing(worker) {
+            self.fleet.hear(worker, stored, removed);
+            policy.hear(&Heard::Blocks { worker, stored, removed }, &self.fleet);
+        }
     }
 
     /// A worker goes or comes back.
@@ -109,7 +111,8 @@ impl World {
     /// All that was inside is gone; its turns are sent again.
     fn crash(&mut self, worker: usize, policy: &mut dyn Policy) {
         self.lives[worker] += 1;
-        let mut lost = self.engines[worker].crash();
+        let pool = self.pool_of(worker);
+        let mut lost = self.engines[worker].crash(&mut self.pools[pool]);
         let running = self.turns.iter_mut().filter(|turn| turn.worker == worker);
         lost.extend(running.filter_map(|turn| turn.running.take()));
         self.sessions.crash(worker);

@@ -7,7 +7,7 @@ use crate::sim::{
     engine::{Engine, Job},
     options::{Mode, Options},
     plays::Plays,
-    pool::Class,
+    pool::{Class, Pool},
 };
 
 /// A session's pin on one worker.
@@ -61,12 +61,12 @@ impl Sessions {
     }
 
     /// A turn has ended on the worker: what stays of it, and how.
-    pub(super) fn ended(&mut self, job: &Job, worker: usize, engine: &mut Engine) {
+    pub(super) fn ended(&mut self, job: &Job, worker: usize, engine: &mut Engine, pool: &mut Pool) {
         if self.mode == Mode::Pinned {
-            self.unpin(job.play, worker, engine);
+            self.unpin(job.play, worker, pool);
             let blocks = job.chain.len() as u64;
             if self.pinned[worker] + blocks <= self.pin_blocks_max {
-                engine.pool.pin(&job.chain);
+                pool.pin(&job.chain);
                 self.count += 1;
                 self.pinned[worker] += blocks;
                 let pin = Pin { chain: job.chain.clone(), since: self.count, busy: false };
@@ -74,7 +74,7 @@ impl Sessions {
             }
         }
         let class = if self.mode == Mode::Tagged { Class::Tagged } else { Class::Plain };
-        engine.leave(job, class);
+        engine.leave(job, class, pool);
     }
 
     /// The session ends on the worker: its pin goes, and what it alone used is freed.
@@ -84,30 +84,30 @@ impl Sessions {
         corpus: &Corpus,
         worker: usize,
         plays: &Plays,
-        engine: &mut Engine,
+        pool: &mut Pool,
     ) {
-        self.unpin(play, worker, engine);
+        self.unpin(play, worker, pool);
         let one = plays.get(play);
         for block in corpus.scripts[one.script].own.clone() {
-            engine.pool.discard(corpus.numbered(block, one.pass));
+            pool.discard(corpus.numbered(block, one.pass));
         }
     }
 
     /// A session that has moved keeps no pin where it was.
-    pub(super) fn unpin(&mut self, play: usize, worker: usize, engine: &mut Engine) {
+    pub(super) fn unpin(&mut self, play: usize, worker: usize, pool: &mut Pool) {
         if let Some(pin) = self.pins[worker].remove(&play) {
             self.pinned[worker] -= pin.chain.len() as u64;
-            engine.pool.leave(&pin.chain, 0, Class::Plain);
+            pool.leave(&pin.chain, 0, Class::Plain);
         }
     }
 
     /// Gives up the worker's oldest pin that waits for a turn.
-    pub(super) fn release_oldest(&mut self, worker: usize, engine: &mut Engine) -> bool {
+    pub(super) fn release_oldest(&mut self, worker: usize, pool: &mut Pool) -> bool {
         let pins = self.pins[worker].iter();
         // Behind a wedge even a session whose turn is queued gives up its pin.
         let oldest = pins.min_by_key(|(_, pin)| (pin.busy, pin.since)).map(|(play, _)| *play);
         if let Some(play) = oldest {
-            self.unpin(play, worker, engine);
+            self.unpin(play, worker, pool);
         }
         oldest.is_some()
     }

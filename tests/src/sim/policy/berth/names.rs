@@ -10,18 +10,11 @@ const NONE: u32 = u32::MAX;
 pub(super) struct Names {
     hashes: Vec<Option<BlockHash>>,
     before: Vec<u32>,
-    block_tokens: u64,
 }
 
 impl Names {
-    /// Tokens of a block, once a chain was named.
-    pub(super) fn block_tokens(&self) -> u64 {
-        self.block_tokens
-    }
-
     /// The names of a chain; a block has the same one in every chain.
-    pub(super) fn hash(&mut self, chain: &[u32], block_tokens: u64) -> Vec<BlockHash> {
-        self.block_tokens = block_tokens;
+    pub(super) fn hash(&mut self, chain: &[u32]) -> Vec<BlockHash> {
         let page = BlockTokens::for_page(1).expect("pages of one token have blocks");
         let (mut last, mut before) = (Scheme::plain(page).root(), NONE);
         let mut named = Vec::with_capacity(chain.len());

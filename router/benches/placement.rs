@@ -1,0 +1,188 @@
+//! One whole placement decision: the blocks of a prompt are given, and where they are resident is
+//! looked up; candidates, costs and choice. A newcomer is compared with all workers; a session that
+//! stays needs neither blocks nor look-up.
+
+use std::{
+    hint::black_box,
+    time::{Duration, Instant},
+};
+
+use criterion::{BenchmarkId, Criterion};
+use proto::{
+    block::{BlockHash, after},
+    id::{Digest, SessionKey},
+    load::{
+        Description, EngineFacts, Figure, LoadReport, Rank, RankLoad, Retention, Session,
+        SessionState, Source,
+    },
+};
+use router::{
+    config::Config,
+    overlap::{Index, Overlap, Tier},
+    placement::{Prompt, Question, Sticky, place, settled},
+    view::{ClusterView, State, Update, WorkerRef},
+};
+
+const BLOCK_TOKENS: u64 = 64;
+/// Of the prompt, and of the system prompt that every worker has.
+const BLOCKS: usize = 76;
+const SYSTEM_BLOCKS: usize = 32;
+const POOL_TOKENS: u64 = 1_000_000;
+const SESSIONS_PER_WORKER: usize = 8;
+
+fn figure(value: usize) -> Option<Figure> {
+    let value = u64::try_from(value).expect("a figure is small");
+    Some(Figure { value, source: Source::Shim, age_ms: 0 })
+}
+
+fn description(agent: usize) -> Description {
+    Description {
+        agent_id: format!("worker-{agent}"),
+        epoch: 1,
+        data_port: 9,
+        engine: EngineFacts {
+            version: String::new(),
+            models: vec!["m".to_owned()],
+            page_tokens: 1,
+            context_tokens: 1 << 17,
+            vocabulary: None,
+            streaming_sessions: true,
+            radix_sessions: true,
+            instance: String::new(),
+            disaggregation: "null".to_owned(),
+        },
+        ranks: vec![Rank { dp_rank: 0, pool_tokens: POOL_TOKENS, rows: 4096, devices: vec![] }],
+        retentions: vec![Retention::Pinned, Retention::Tagged, Retention::None],
+        turns_queued_per_session_max: 0,
+        model_files: None,
+    }
+}
+
+/// Every worker has some load, and no two the same.
+fn report(agent: usize) -> LoadReport {
+    let rank = RankLoad {
+        dp_rank: 0,
+        turns_running: u32::try_from(agent % 7).expect("it is below 7"),
+        turns_running_max: 64,
+        requests_running: None,
+        requests_waiting: None,
+        pool_used_tokens: figure(agent * 977 % 200_000),
+        pool_total_tokens: figure(1_000_000),
+        pinned_tokens: None,
+        resident_tokens_estimate: None,
+        rows_held: None,
+        rows_total: None,
+        sessions: 8,
+        devices: vec![],
+        turns_queued: 0,
+        pool_available_tokens: figure(10_000),
+        pool_evictable_tokens: figure(790_000),
+        foreign_tokens: None,
+        pages: None,
+        prefill_tokens_per_s: figure(20_000),
+        prefill_backlog_tokens: figure(agent * 7919 % 20_000),
+    };
+    LoadReport {
+        interval: Duration::from_millis(500),
+        ranks: vec![rank],
+        unhealthy: None,
+        draining: false,
+        restart_required: None,
+    }
+}
+
+fn session(agent: usize, number: usize) -> Session {
+    Session {
+        key: SessionKey::new("p", format!("{agent}-{number}")).expect("it is a legal id"),
+        retention: Retention::Tagged,
+        state: SessionState::Idle,
+        dp_rank: 0,
+        turns: 1,
+        turns_running: 0,
+        exclusive: false,
+        resident_tokens: figure(20_000 + agent * 331 % 100_000),
+        idle: Duration::from_secs((agent * 37 + number * 101) as u64 % 900),
+    }
+}
+
+fn fleet(workers: usize, now: Instant) -> ClusterView {
+    let workers_named = (0..workers).map(|agent| format!("http://host{agent}:1")).collect();
+    let mut state = State::new(&Config { workers: workers_named, ..Config::default() });
+    for agent in 0..workers {
+        let sessions = (0..SESSIONS_PER_WORKER).map(|number| session(agent, number)).collect();
+        let began = Update::Began { description: description(agent), sessions };
+        state.apply(agent, began, now);
+        state.apply(agent, Update::Report(report(agent)), now);
+    }
+    state.apply(0, Update::Report(report(0)), now + Duration::from_secs(1));
+    state.snapshot()
+}
+
+fn chain(session: u64) -> Vec<BlockHash> {
+    let next = |last: &mut BlockHash, at: usize| {
+        *last = after(*last, if at < SYSTEM_BLOCKS { 0 } else { 1 + session });
+        Some(*last)
+    };
+    (0..BLOCKS).scan(BlockHash(7), next).collect()
+}
+
+fn filled(workers: usize) -> Index {
+    let mut index = Index::new(usize::MAX);
+    for agent in 0..workers {
+        let number = WorkerRef { agent, dp_rank: 0 }.number().expect("rank 0 has one");
+        index.store(number, Tier::Device, None, &chain(agent as u64));
+    }
+    index
+}
+
+fn question(digest: u64) -> Question<'static> {
+    Question {
+        digest: Digest(digest),
+        returns: true,
+        sticky: None,
+        prefer: None,
+        prompt: None,
+        retention: None,
+        model: None,
+        exclude: None,
+    }
+}
+
+fn placement(criterion: &mut Criterion) {
+    let now = tokio::time::Instant::now().into_std();
+    let mut group = criterion.benchmark_group("placement");
+    for workers in [8, 32, 128, 1024] {
+        let (view, index) = (fleet(workers, now), filled(workers));
+        let chains: Vec<_> = (0..workers as u64).map(chain).collect();
+        let mut overlap = Overlap::default();
+        let mut at = 0;
+        group.bench_function(BenchmarkId::new("newcomer", workers), |bencher| {
+            bencher.iter(|| {
+                at = (at + 1) % workers;
+                index.look_up(black_box(&chains[at]), &mut overlap);
+                let prompt = Prompt {
+                    tokens: BLOCKS as u64 * BLOCK_TOKENS,
+                    block_tokens: BLOCK_TOKENS,
+                    overlap: &overlap,
+                };
+                let ask = Question { prompt: Some(prompt), ..question(at as u64) };
+                place(&ask, &view, now).expect("there are workers")
+            });
+        });
+        group.bench_function(BenchmarkId::new("stays", workers), |bencher| {
+            bencher.iter(|| {
+                at = (at + 1) % workers;
+                let worker = WorkerRef { agent: at, dp_rank: 0 };
+                let sticky = Some(Sticky { worker, fixed: false, ended: Some(now), moved: None });
+                settled(&black_box(Question { sticky, ..question(at as u64) }), &view, now)
+            });
+        });
+    }
+    group.finish();
+}
+
+fn main() {
+    let mut criterion = Criterion::default().configure_from_args();
+    placement(&mut criterion);
+    criterion.final_summary();
+}
