@@ -130,14 +130,7 @@ pub async fn run(
     let mut registry = Registry::with_prefix("berth_agent");
     let metrics = Metrics::new(&mut registry);
     let engine = engine_of(&config);
-    tracing::info!(
-        version = env!("CARGO_PKG_VERSION"),
-        engine = config.engine,
-        data = %listeners.data.local_addr()?,
-        control = %listeners.control.local_addr()?,
-        admin = %listeners.admin.local_addr()?,
-        "agent starting"
-    );
+    say_start(&config, &listeners)?;
     let gpus = gpu::watch((&config).into())?;
     let (agent, shim) = start_agent(&config, &gpus, &listeners, epoch, &engine, &metrics, &tasks)?;
     let kv = kv::start(epoch, shim, kv::metrics::Metrics::new(&mut registry), tasks.token())?;
@@ -195,6 +188,18 @@ fn engine_of(config: &Config) -> Engine {
         ms(config.connect_ms_max),
         ms(config.engine_call_ms_max),
     )
+}
+
+fn say_start(config: &Config, listeners: &Listeners) -> Result<(), Error> {
+    tracing::info!(
+        version = env!("CARGO_PKG_VERSION"),
+        engine = config.engine,
+        data = %listeners.data.local_addr()?,
+        control = %listeners.control.local_addr()?,
+        admin = %listeners.admin.local_addr()?,
+        "agent starting"
+    );
+    Ok(())
 }
 
 fn start_agent(

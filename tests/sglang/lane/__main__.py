@@ -33,6 +33,7 @@ from lane import (  # noqa: F401
     planted,
     kv,
     takeover,
+    overlap,
     ends,
 )
 

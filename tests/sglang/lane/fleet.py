@@ -131,6 +131,7 @@ class Fleet:
     agent_admin: str = ""
     router_url: str = ""
     router_admin: str = ""
+    worker: str = WORKER
     # The sessions that the running test has opened.
     opened: list[str] = field(default_factory=list)
 
@@ -188,14 +189,16 @@ class Fleet:
             "--data-addr", data,
             "--control-addr", control,
             "--admin-addr", admin,
-            "--worker-id", WORKER,
+            "--worker-id", self.worker,
         ], self.folder)
 
-    def start_router(self) -> None:
+    def start_router(self, *others: "Fleet") -> None:
+        """Starts it before this agent, and before those of other fleets."""
         data, admin = free_addresses(2)
+        controls = [fleet.agent_control for fleet in (self, *others)]
         self.router = Process.start("router", [
             str(self.bin_dir / "berth-router"),
-            "--worker", f"http://{self.agent_control}",
+            *[word for control in controls for word in ("--worker", f"http://{control}")],
             "--data-addr", data,
             "--admin-addr", admin,
         ], self.folder)
