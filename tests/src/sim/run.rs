@@ -131,7 +131,8 @@ impl World {
         for due in self.plays.start(&self.options) {
             self.due(due);
         }
-        if self.options.churn == Churn::Once {
+        // A bound has no churn: one pool would be lost for all.
+        if self.options.churn == Churn::Once && self.pools.len() == self.engines.len() {
             for (at, worker, to) in faults::churn(&self.options) {
                 self.schedule(at, Event::Condition { worker, to });
             }
