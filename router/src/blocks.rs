@@ -8,7 +8,7 @@ use bytes::Bytes;
 use parking_lot::Mutex;
 
 use crate::{
-    kv::Residency,
+    kv::{Phase, Residency},
     models::Models,
     overlap::Overlap,
     placement,
@@ -69,6 +69,15 @@ impl Whereabouts {
         worker.number().is_some_and(|number| self.told.is_live(number))
     }
 
+    /// Whether what a worker has of the blocks is known, so that none means none.
+    pub(crate) fn counts(&self, turn: &TurnBlocks, worker: WorkerRef) -> bool {
+        let Some(number) = worker.number() else { return false };
+        let block_tokens = turn.blocks.block_tokens.get();
+        let is_told =
+            turn.blocks.exact && self.told.of(worker).phase == Phase::Live { block_tokens };
+        is_told || turn.overlap.device(number) > 0
+    }
+
     /// The turn's blocks, and who has them. None: it has no prompt that blocks can be made of, or
     /// no engine is known yet.
     pub(crate) async fn of(
@@ -80,12 +89,18 @@ impl Whereabouts {
     ) -> Option<TurnBlocks> {
         let route = Route::of(path)?;
         let serves = |models: &[String]| {
-            turn.model.as_ref().is_none_or(|model| models.iter().any(|served| served == model))
+            turn.model.as_ref().is_none_or(|model| {
+                let base = model.split_once(':').map_or(&**model, |(base, _)| base);
+                models.iter().any(|served| served == model || served == base)
+            })
         };
-        let engines = || view.workers().map(|(_, _, facts)| &facts.description);
+        let serving = || view.workers().filter(|(_, _, of)| serves(&of.description.engine.models));
         // Engines of one model have pages of one size, or their blocks are not compared.
-        let engine =
-            engines().find(|engine| serves(&engine.engine.models)).or_else(|| engines().next())?;
+        let (_, _, facts) = serving()
+            .find(|(_, agent, of)| agent.is_up() && of.description.model_files.is_some())
+            .or_else(|| serving().next())
+            .or_else(|| view.workers().next())?;
+        let engine = &facts.description;
         let blocks = self.models.blocks(&turn.prompt, route, body, engine).await?;
         let overlap = self.overlap(&blocks, view);
         Some(TurnBlocks { blocks, overlap })
@@ -107,8 +122,8 @@ impl Whereabouts {
         overlap
     }
 
-    /// The turn goes to a worker, which will have its blocks.
-    pub(crate) fn sent(&self, turn: &TurnBlocks, worker: WorkerRef, view: &ClusterView) {
+    /// A worker has taken the turn, and will have its blocks.
+    pub(crate) fn taken(&self, turn: &TurnBlocks, worker: WorkerRef, view: &ClusterView) {
         let Some(number) = worker.number() else { return };
         if turn.blocks.exact && self.told.is_live(number) {
             // Its agent will say so.

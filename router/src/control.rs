@@ -69,6 +69,9 @@ impl Control {
         let mut parts = client.fetch_model_files(request).await?.into_inner();
         let (mut files, mut left) = (BTreeMap::<String, Vec<u8>>::new(), named.bytes);
         while let Some(part) = parts.message().await? {
+            if ![model::TOKENIZER, model::CONFIG, model::TEMPLATE].contains(&&*part.name) {
+                return Err(other());
+            }
             left = left.checked_sub(part.data.len() as u64).ok_or_else(other)?;
             files.entry(part.name).or_default().extend(part.data);
         }

@@ -40,6 +40,8 @@ pub(crate) struct Decided {
     pub(crate) movable: bool,
     pub(crate) lease: Lease,
     pub(crate) hold: Option<Hold>,
+    /// What its worker will have when it has taken the turn.
+    pub(crate) blocks: Option<TurnBlocks>,
 }
 
 /// A session's binding, held while a turn runs.
@@ -62,10 +64,18 @@ impl Hold {
         self.closes = true;
     }
 
-    /// The head of the answer is here.
-    pub(crate) fn answered(&mut self) {
+    /// The head of the answer is here, of a turn that was taken or refused.
+    pub(crate) fn answered(&mut self, taken: bool) {
         self.count_answer();
-        if let Some(left) = self.left.take() {
+        let Some(left) = self.left.take().filter(|_| taken) else { return };
+        // Another turn of the session may still be there, or have gone back.
+        let is_away = self
+            .shared
+            .affinity
+            .lock()
+            .get(&self.key, now())
+            .is_some_and(|binding| binding.turns == 1 && binding.worker.agent != left.agent);
+        if is_away {
             // The KV that it has there is nobody's now: closed, it is the first to go.
             self.shared.close_detached(self.key.clone(), left);
         }
@@ -129,7 +139,7 @@ impl Shared {
         // Without the lock: a long prompt takes milliseconds, and other sessions go on.
         let blocks = self.whereabouts.of(turn, path, body, &self.view.load()).await;
         match self.try_decide(turn, turn_id, Prompt::Asked(blocks.as_ref()))? {
-            Step::Decided(decided) => Ok(*decided),
+            Step::Decided(decided) => Ok(Decided { blocks, ..*decided }),
             Step::WantsPrompt => unreachable!("it was asked for"),
         }
     }
@@ -169,9 +179,6 @@ impl Shared {
         };
         if let Step::Decided(decided) = &step {
             self.remember_cache_key(turn, decided.worker);
-            if let Some(blocks) = blocks {
-                self.whereabouts.sent(blocks, decided.worker, &view);
-            }
         }
         Ok(step)
     }
@@ -220,7 +227,8 @@ impl Shared {
         }
         drop(affinity);
         // The hold moves along; the lease is per worker.
-        Some(self.decided(turn, turn_id, &view, placement, first.hold.take(), true))
+        let second = self.decided(turn, turn_id, &view, placement, first.hold.take(), true);
+        Some(Decided { blocks: first.blocks.take(), ..second })
     }
 
     fn decide_session(
@@ -239,7 +247,17 @@ impl Shared {
             sticky.moved = binding.moved;
             let ended = if binding.turns > 0 { Some(now()) } else { binding.ended };
             sticky.ended = ended.filter(|_| self.whereabouts.is_told(sticky.worker));
+            // What a running turn brings is resident nowhere yet, and it is the queue there.
+            sticky.fixed |= binding.turns > 0 || binding.exclusive || ask.delta;
         }
+        // Where nobody can tell what a session has at home, home would look empty: it stays.
+        let is_counted = |blocks: &TurnBlocks| {
+            sticky.is_none_or(|sticky| self.whereabouts.counts(blocks, sticky.worker))
+        };
+        let base = match prompt {
+            Prompt::Asked(Some(blocks)) if !is_counted(blocks) => Question { prompt: None, ..base },
+            _ => base,
+        };
         let question = Question {
             digest: ask.key.digest(),
             sticky,
@@ -339,6 +357,7 @@ impl Shared {
             movable: movable && !ask.is_some_and(|ask| ask.delta),
             lease: Lease::acquire(&agent.in_flight[worker.dp_rank as usize], tokens),
             hold,
+            blocks: None,
         }
     }
 

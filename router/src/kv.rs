@@ -185,7 +185,7 @@ impl Watcher {
             let mut follow = Follow::default();
             let why = self.follow_once(&mut follow).await;
             debug!(agent = self.agent, why, "stream of resident blocks ended");
-            if follow.phases().is_empty() {
+            if !follow.phases().values().any(|phase| matches!(phase, Phase::Live { .. })) {
                 // A stream that broke is dialled again at once, and what it said holds until then.
                 if why != told {
                     info!(agent = self.agent, why, "resident blocks are unknown");

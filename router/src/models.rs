@@ -33,6 +33,12 @@ const MODELS_MAX: usize = 8;
 const PROMPTS_MAX: usize = 8;
 /// A turn waits no longer for its turn to be tokenised: a guess at its blocks is at hand.
 const WAIT_MAX: Duration = Duration::from_millis(50);
+/// What making tokens of a prompt may take: 100,000 new tokens take a fifth of it.
+const MADE_MAX: Duration = Duration::from_secs(1);
+/// Of larger bodies nobody makes tokens: a transcript of 1M tokens is about 5 MiB of JSON.
+const BODY_BYTES_MAX: usize = 16 << 20;
+/// A body with more bytes than this for each token of the context can't be a prompt that fits.
+const BYTES_PER_TOKEN: usize = 16;
 /// 64 MiB over a slow link, from a slow disk.
 const FETCH_MAX: Duration = Duration::from_secs(120);
 /// First and longest rest after a failure.
@@ -68,6 +74,9 @@ impl Models {
     ) -> Option<Blocks> {
         let engine = &description.engine;
         let files = description.model_files.filter(|_| prompt.is_text(route, body));
+        // Reading messages takes many times their bytes of memory.
+        let bytes_max = BODY_BYTES_MAX.min(BYTES_PER_TOKEN * engine.context_tokens as usize);
+        let files = files.filter(|_| body.len() <= bytes_max);
         let model = files.and_then(|files| self.held.load().get(&files.hash).cloned());
         let permit = match model {
             None => None,
@@ -86,7 +95,8 @@ impl Models {
             let _permit = permit;
             prompt.blocks(route, &body, &Engine::of(&engine)?.with(&model, unix_s))
         });
-        made.await.ok().flatten()
+        // It goes on and keeps its permit; the turn is placed without.
+        tokio::time::timeout(MADE_MAX, made).await.ok()?.ok().flatten()
     }
 
     fn has(&self, hash: &Hash) -> bool {
@@ -138,7 +148,9 @@ async fn follow(models: &Models, view: &View, controls: &[Control]) {
         models.keep(&wanted);
         failures.retain(|hash, _| wanted.contains_key(hash));
         let due = |hash: &Hash| failures.get(hash).is_none_or(|failure| failure.again <= now());
-        let next = wanted.iter().find(|(hash, _)| !models.has(hash) && due(hash));
+        let next = wanted
+            .iter()
+            .find(|(hash, (_, agents))| !agents.is_empty() && !models.has(hash) && due(hash));
         let Some((hash, (files, agents))) = next else {
             // Far enough; a change of what is wanted ends the wait.
             let later = now() + Duration::from_secs(3600);
@@ -166,10 +178,14 @@ async fn follow(models: &Models, view: &View, controls: &[Control]) {
 
 fn wanted(view: &ClusterView) -> Wanted {
     let mut wanted = Wanted::new();
-    for (at, agent) in view.agents.iter().enumerate().filter(|(_, agent)| agent.is_up()) {
+    for (at, agent) in view.agents.iter().enumerate() {
         let facts = agent.facts.as_ref();
         if let Some(files) = facts.and_then(|facts| facts.description.model_files) {
-            wanted.entry(files.hash).or_insert_with(|| (files, vec![])).1.push(at);
+            let (_, agents) = wanted.entry(files.hash).or_insert_with(|| (files, vec![]));
+            // One that is away for a moment keeps its model, but can't be asked for it.
+            if agent.is_up() {
+                agents.push(at);
+            }
         }
     }
     while wanted.len() > MODELS_MAX {

@@ -213,6 +213,11 @@ pub fn place(
     let candidates = fit::candidates(question, view, now)?;
     let mut compared = Compared::default();
     for &worker in &candidates.workers {
+        // An agent runs a session's turns on the rank that has it, wherever they are sent.
+        let other_rank = |home: WorkerRef| home.agent == worker.agent && home != worker;
+        if stays.is_some_and(other_rank) {
+            continue;
+        }
         let rank = || rendezvous(question.digest, view, worker);
         if let Some(figures) = cost::within(question, view, worker, compared.cost_ms_max(), now) {
             compared.offer(figures, rank);

@@ -195,11 +195,14 @@ pub(crate) fn answer(
     response: Response<Incoming>,
 ) -> axum::response::Response {
     if let Some(hold) = &mut decided.hold {
-        hold.answered();
+        hold.answered(response.status().is_success());
         let closes = matches!(decided.claim, Some(Claim { close: true, .. }));
         if closes && !response.headers().contains_key(claim::REFUSAL) {
             hold.close_at_end();
         }
+    }
+    if let Some(blocks) = decided.blocks.take().filter(|_| response.status().is_success()) {
+        shared.whereabouts.taken(&blocks, decided.worker, &shared.view.load());
     }
     let (mut parts, inner) = response.into_parts();
     strip_hop_by_hop(&mut parts.headers);

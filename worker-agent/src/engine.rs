@@ -233,13 +233,16 @@ impl Engine {
         let value: Value = serde_json::from_slice(&body)
             .map_err(|error| Error::Answer { path, detail: error.to_string() })?;
         let info = info_from(&value).map_err(|detail| Error::Answer { path, detail })?;
+        let publishers = Publishers::of(&value, self.base.host().unwrap_or("127.0.0.1"));
+        let told = publishers.as_ref().ok().and_then(|publishers| publishers.page_tokens);
+        let page_tokens = told.unwrap_or(info.facts.page_tokens);
         let feed = Feed {
             instance: info.facts.instance.clone(),
             ranks: u32::try_from(info.rows.len()).unwrap_or(u32::MAX),
-            page_tokens: info.facts.page_tokens,
+            page_tokens,
             pool_pages: usize::try_from(info.pool_tokens).unwrap_or(usize::MAX)
-                / info.facts.page_tokens as usize,
-            publishers: Publishers::of(&value, self.base.host().unwrap_or("127.0.0.1")),
+                / page_tokens as usize,
+            publishers,
         };
         Ok((info, model::Source::from_info(&value), feed))
     }

@@ -28,6 +28,8 @@ const TABLE_PART: usize = 1000;
 const EVENTS: usize = 64;
 /// Parts of the model's files on their way to one router: a MiB.
 const PARTS: usize = 4;
+/// A router that takes no part for so long gets no more.
+const PART_MAX: Duration = Duration::from_secs(20);
 /// Routers that fetch them at once: each has a thread of ours while it does.
 const FETCHES_MAX: usize = 4;
 /// A watcher whose host has died is noticed within this time.
@@ -242,7 +244,13 @@ impl server::WorkerAgent for Service {
         // Reads wait for the disk and for the router, so they have a thread of their own.
         tokio::task::spawn_blocking(move || {
             let _permit = permit;
-            let sent = files.read(|part| sender.blocking_send(Ok(part)).is_ok());
+            // A router that takes nothing for so long keeps others from it.
+            let runtime = tokio::runtime::Handle::current();
+            let take = |part| {
+                let taken = tokio::time::timeout(PART_MAX, sender.send(Ok(part)));
+                matches!(runtime.block_on(taken), Ok(Ok(())))
+            };
+            let sent = files.read(take);
             if let Err(error) = sent {
                 tracing::warn!(%error, "a router didn't get the model's files");
                 let _ = sender.blocking_send(Err(Status::failed_precondition(error.to_string())));

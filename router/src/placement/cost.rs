@@ -258,7 +258,7 @@ fn displaced_tokens(
         }
     };
     let free = pool.saturating_sub(used).saturating_sub(evictable);
-    let owned: u64 = wanted.idle.iter().map(|idle| idle.tokens).sum();
+    let owned: u64 = wanted.idle.iter().map(|idle| idle.tokens).fold(0, u64::saturating_add);
     let unwanted = evictable.saturating_sub(owned) / UNWANTED_DIVISOR;
     let mut needed = needed.saturating_sub(free).saturating_sub(unwanted);
     let mut displaced = 0;
@@ -268,7 +268,8 @@ fn displaced_tokens(
         }
         let taken = needed.min(*tokens);
         if taken > 0 {
-            displaced += share_milli(*wanted_tokens, *tokens) * taken / WHOLE_MILLI;
+            let part = share_milli(*wanted_tokens, *tokens).saturating_mul(taken) / WHOLE_MILLI;
+            displaced = part.saturating_add(displaced);
         }
         needed -= taken;
     }
@@ -293,7 +294,7 @@ fn batch_ms(turns: u32, turns_max: u32) -> u64 {
 fn rows_milli(load: Option<&RankLoad>, opens: u32) -> u64 {
     load.and_then(|load| Some((load.rows_held?.value, load.rows_total?.value)))
         .filter(|(_, rows)| *rows > 0)
-        .map_or(0, |(held, rows)| share_milli(held + u64::from(opens), rows))
+        .map_or(0, |(held, rows)| share_milli(held.saturating_add(opens.into()), rows))
 }
 
 fn share_milli(part: u64, whole: u64) -> u64 {

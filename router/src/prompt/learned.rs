@@ -73,13 +73,11 @@ impl Learned {
         let chain = &prompt.hashes[..prompt.hashes.len().min(fitting)];
         let of = &mut self.workers[worker];
         let (known, before) = of.walk(chain, self.now);
+        if !chain.is_empty() {
+            // All of it: the index may have dropped what is known here, when its memory was short.
+            self.index.store(worker, Tier::Device, None, chain);
+        }
         if known < chain.len() {
-            self.index.store(
-                worker,
-                Tier::Device,
-                known.checked_sub(1).map(|last| chain[last]),
-                &chain[known..],
-            );
             of.insert(&chain[known..], block_tokens, before, self.now);
         }
         while of.tokens > pool_tokens {

@@ -53,8 +53,9 @@ pub struct Wanted {
 }
 
 /// The ledger of it.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone)]
 pub struct Demand {
+    sessions_max: usize,
     sessions: HashMap<Digest, Entry>,
     left: HashMap<WorkerRef, Left>,
     returns: Returns,
@@ -86,11 +87,23 @@ impl Left {
         let start = self.tokens >> u32::try_from(halves).unwrap_or(u32::MAX).min(63);
         let part_ms = u64::try_from(age_ms % LEFT_FADES.as_millis()).unwrap_or(0);
         let fades_ms = u64::try_from(LEFT_FADES.as_millis()).unwrap_or(u64::MAX);
-        start - start / 2 * part_ms / fades_ms
+        start - (start / 2).saturating_mul(part_ms) / fades_ms
     }
 }
 
 impl Demand {
+    /// Of at most so many sessions; what others hold is not known.
+    #[must_use]
+    pub fn new(sessions_max: usize) -> Self {
+        Self {
+            sessions_max,
+            sessions: HashMap::new(),
+            left: HashMap::new(),
+            returns: Returns::default(),
+            summed: None,
+        }
+    }
+
     /// A session as its agent reports it.
     pub fn upsert(&mut self, worker: WorkerRef, session: &Session, now: Instant) {
         let runs = session.turns_running > 0 || session.state == SessionState::Running;
@@ -100,9 +113,14 @@ impl Demand {
             return self.forget(worker.agent, digest, now);
         }
         let before = self.sessions.get(&digest).copied();
+        if before.is_none() && self.sessions.len() >= self.sessions_max {
+            return;
+        }
         let mut entry = Entry { worker, tokens: 0, idle_since, left: None };
         if let Some(before) = before {
-            if before.worker.agent != worker.agent && !runs && before.idle_since <= idle_since {
+            let is_old =
+                before.idle_since.is_none_or(|since| idle_since.is_some_and(|told| told <= since));
+            if before.worker.agent != worker.agent && !runs && is_old {
                 // Told again by the worker it has left.
                 return;
             }
@@ -159,20 +177,22 @@ impl Demand {
         for entry in self.sessions.values() {
             let wanted = of(&mut sums, entry.worker);
             let Some(idle) = idle(entry) else {
-                wanted.tokens += entry.tokens;
+                wanted.tokens = wanted.tokens.saturating_add(entry.tokens);
                 wanted.turns_micro_per_s += RUNNING_MICRO_PER_S;
                 continue;
             };
-            let wanted_tokens = entry.tokens * self.returns.chance_milli(idle) / 1000;
+            let chance_milli = self.returns.chance_milli(idle);
+            let wanted_tokens = entry.tokens.saturating_mul(chance_milli) / 1000;
             wanted.turns_micro_per_s += self.returns.rate_micro(idle);
             let class = &mut wanted.idle[class_of(idle)];
-            class.tokens += entry.tokens;
-            class.wanted_tokens += wanted_tokens;
-            wanted.tokens += wanted_tokens;
+            class.tokens = class.tokens.saturating_add(entry.tokens);
+            class.wanted_tokens = class.wanted_tokens.saturating_add(wanted_tokens);
+            wanted.tokens = wanted.tokens.saturating_add(wanted_tokens);
         }
         self.left.retain(|_, left| left.faded(now) > 0);
         for (worker, left) in &self.left {
-            of(&mut sums, *worker).tokens += left.faded(now);
+            let wanted = of(&mut sums, *worker);
+            wanted.tokens = wanted.tokens.saturating_add(left.faded(now));
         }
         Some(sums)
     }
@@ -242,9 +262,32 @@ mod tests {
     }
 
     #[test]
+    fn sessions_have_a_bound() {
+        let (mut demand, now) = (Demand::new(2), start());
+        for id in ["a", "b", "c", "a"] {
+            demand.upsert(at(0), &session(id, 100, None), now);
+        }
+        assert_eq!(demand.sum(1, now).unwrap()[0][0].tokens, 200);
+    }
+
+    #[test]
+    fn a_worker_that_was_away_does_not_take_back_what_idles_elsewhere_since() {
+        let (mut demand, now) = (Demand::new(10), start());
+        demand.upsert(at(0), &session("s", 100, Some(Duration::ZERO)), now);
+        let later = now + MINUTE;
+        demand.upsert(at(1), &session("s", 100, None), later);
+        demand.upsert(at(1), &session("s", 120, Some(Duration::ZERO)), later + MINUTE);
+        // Its table, told again: idle since before.
+        demand.upsert(at(0), &session("s", 100, Some(2 * MINUTE)), later + MINUTE);
+        demand.remove(0, &SessionKey::new("p", "s").unwrap(), later + MINUTE);
+        let sums = demand.sum(2, later + MINUTE).unwrap();
+        assert_eq!(sums[1][0].idle[0].tokens, 120);
+    }
+
+    #[test]
     fn what_runs_is_wanted_in_full_and_what_idles_by_its_chance() {
         let now = start();
-        let mut demand = Demand::default();
+        let mut demand = Demand::new(1000);
         demand.upsert(at(0), &session("runs", 50_000, None), now);
         demand.upsert(at(1), &session("idles", 50_000, Some(20 * MINUTE)), now);
         let [runs, idles] = sums(&mut demand, now);
@@ -257,7 +300,7 @@ mod tests {
     #[test]
     fn a_session_counts_where_it_ran_last_and_what_it_left_fades() {
         let now = start();
-        let mut demand = Demand::default();
+        let mut demand = Demand::new(1000);
         demand.upsert(at(0), &session("s", 80_000, Some(Duration::ZERO)), now);
         demand.upsert(at(1), &session("s", 0, None), now);
         // The worker it has left tells of it again: it is no longer there.
@@ -272,7 +315,7 @@ mod tests {
     #[test]
     fn a_rewritten_history_leaves_its_tokens_and_a_closed_session_none() {
         let now = start();
-        let mut demand = Demand::default();
+        let mut demand = Demand::new(1000);
         demand.upsert(at(0), &session("s", 90_000, None), now);
         demand.upsert(at(0), &session("s", 30_000, None), now);
         assert_eq!(sums(&mut demand, now)[0].tokens, 90_000, "60,000 of them nobody wants");
@@ -284,7 +327,7 @@ mod tests {
     #[test]
     fn an_agent_that_begins_anew_is_forgotten() {
         let now = start();
-        let mut demand = Demand::default();
+        let mut demand = Demand::new(1000);
         demand.upsert(at(0), &session("s", 90_000, None), now);
         demand.clear(0);
         assert_eq!(sums(&mut demand, now)[0], Wanted::default());
@@ -293,7 +336,7 @@ mod tests {
     #[test]
     fn sums_are_not_made_for_every_word() {
         let now = start();
-        let mut demand = Demand::default();
+        let mut demand = Demand::new(1000);
         assert!(demand.sum(1, now).is_some());
         assert!(demand.sum(1, now + SUM_AGE_MAX / 2).is_none());
         assert!(demand.sum(1, now + SUM_AGE_MAX).is_some());

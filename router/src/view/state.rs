@@ -67,7 +67,7 @@ impl State {
             report_age_max: config.load_report_age_max(),
             rebind_gain_min: config.rebind_gain_min(),
         };
-        Self { view, demand: Demand::default() }
+        Self { view, demand: Demand::new(config.sessions_max) }
     }
 
     /// What readers see.

@@ -85,8 +85,8 @@ async fn what_an_agent_said_is_forgotten_when_it_can_not_be_asked() {
 
 /// A turn whose prompt is these ids; the worker that it went to.
 async fn generate(router: &Router, tokens: &[u32], headers: &[(&str, &str)]) -> Answer {
-    let body = serde_json::json!({ "input_ids": tokens }).to_string();
-    router.call(http::Method::POST, "/generate", headers, body).await
+    let body = serde_json::json!({ "prompt": tokens }).to_string();
+    router.call(http::Method::POST, "/v1/completions", headers, body).await
 }
 
 fn worker(answer: &Answer) -> &str {

@@ -37,6 +37,12 @@ class Republisher:
         """Begins, or begins again."""
         if self.refusal:
             return
+        try:
+            self._begin()
+        except Exception as error:
+            self._give_up(error)
+
+    def _begin(self) -> None:
         # What is queued happened before, and is void too.
         self._publisher.publish_kv_events()
         self._tree.kv_events.record_all_cleared()
@@ -51,9 +57,12 @@ class Republisher:
         try:
             self._piece()
         except Exception as error:
-            self.refusal = f"{type(error).__name__}: {error}"
-            self._nodes = []
-            logging.getLogger(__name__).warning("the tree can't be published: %s", self.refusal)
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        self.refusal = f"{type(error).__name__}: {error}"
+        self._nodes = []
+        logging.getLogger(__name__).warning("the tree can't be published: %s", self.refusal)
 
     def _piece(self) -> None:
         end = time.perf_counter() + PIECE_SECONDS

@@ -25,6 +25,9 @@ pub struct Publishers {
     replay_port: Option<u16>,
     /// What messages are subscribed to.
     pub topic: String,
+    /// Tokens of a page in its events, where it says so: with context parallelism several of its
+    /// pages.
+    pub page_tokens: Option<u32>,
 }
 
 impl Publishers {
@@ -55,6 +58,11 @@ impl Publishers {
                 .ok_or("the engine doesn't say on which port it publishes KV events")?,
             replay_port: port("replay_endpoint_port_base"),
             topic: text("topic").unwrap_or("").to_owned(),
+            page_tokens: said
+                .get("block_size")
+                .and_then(Value::as_u64)
+                .and_then(|tokens| u32::try_from(tokens).ok())
+                .filter(|&tokens| tokens > 0),
         })
     }
 

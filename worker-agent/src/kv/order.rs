@@ -45,6 +45,11 @@ struct Asked {
     from: u64,
     /// A later message was there: what is missing before it was sent before the question.
     for_gap: bool,
+    /// A message of the answer has come.
+    begun: bool,
+    /// The first message of the answer that came after a gap in it: a publisher's socket that can't
+    /// keep up drops some, which are still there to be asked for.
+    broken_at: Option<u64>,
 }
 
 impl<T> Default for Order<T> {
@@ -97,12 +102,21 @@ impl<T> Order<T> {
         self.asked.is_some()
     }
 
-    /// A message came that was asked for. They come in order: what is older is not there any more.
+    /// Whether the answer that is awaited has begun to come.
+    pub fn is_answered(&self) -> bool {
+        self.asked.is_some_and(|asked| asked.begun)
+    }
+
+    /// A message came that was asked for. They come in order: what is older than the first is not
+    /// there any more.
     pub fn replayed(&mut self, number: u64, message: T) -> Vec<Step<T>> {
         let mut steps = vec![];
-        if self.asked.is_none() {
+        let Some(asked) = &mut self.asked else { return steps };
+        if asked.begun && number > self.next {
+            asked.broken_at.get_or_insert(number);
             return steps;
         }
+        asked.begun = true;
         while number > self.next {
             let to = self.first_held().map_or(number, |held| held.min(number));
             self.lose(to, &mut steps);
@@ -118,6 +132,14 @@ impl<T> Order<T> {
     pub fn replay_ended(&mut self) -> Vec<Step<T>> {
         let mut steps = vec![];
         let Some(asked) = self.asked.take() else { return steps };
+        if let Some(number) = asked.broken_at {
+            if asked.from == self.next {
+                // The same again: it isn't there.
+                self.lose(self.first_held().map_or(number, |held| held.min(number)), &mut steps);
+            }
+            self.ask(&mut steps);
+            return steps;
+        }
         if let Some(number) = self.first_held() {
             // Else it may have been sent after the question.
             if asked.for_gap && asked.from == self.next {
@@ -152,7 +174,8 @@ impl<T> Order<T> {
     fn ask(&mut self, steps: &mut Vec<Step<T>>) {
         if self.asked.is_none() {
             let for_gap = !self.held.is_empty();
-            self.asked = Some(Asked { from: self.next, for_gap });
+            let from = self.next;
+            self.asked = Some(Asked { from, for_gap, begun: false, broken_at: None });
             steps.push(Step::Replay(self.next));
         }
     }
@@ -163,6 +186,31 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+
+    #[test]
+    fn what_an_answer_lost_on_its_way_is_asked_for_again() {
+        let mut order = Order::default();
+        assert_eq!(order.look(), [Step::Replay(0)]);
+        assert_eq!(applied(&order.replayed(0, 0)), [0]);
+        // 1 and 2 were dropped, and the end of the answer with them.
+        assert!(order.replayed(3, 3).is_empty() && order.is_answered());
+        assert_eq!(order.replay_ended(), [Step::Replay(1)]);
+        assert_eq!(applied(&order.replayed(1, 1)), [1]);
+        assert_eq!(applied(&order.replayed(2, 2)), [2]);
+        assert_eq!(applied(&order.replayed(3, 3)), [3]);
+        assert!(order.replay_ended().is_empty() && !order.is_asking());
+    }
+
+    #[test]
+    fn what_never_comes_though_it_is_asked_for_is_lost() {
+        let mut order = Order::default();
+        order.look();
+        order.replayed(0, 0);
+        order.replayed(3, 3);
+        assert_eq!(order.replay_ended(), [Step::Replay(1)]);
+        // The first of an answer tells what is not there any more.
+        assert_eq!(order.replayed(3, 3), [Step::Lost { from: 1, to: 3 }, Step::Apply(3)]);
+    }
 
     fn applied(steps: &[Step<u64>]) -> Vec<u64> {
         let apply = |step: &Step<u64>| if let Step::Apply(it) = step { Some(*it) } else { None };

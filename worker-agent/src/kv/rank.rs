@@ -10,6 +10,7 @@ use proto::{
 };
 
 use super::{
+    PAGES_PER_POOL_PAGE,
     frame::{self, Event},
     order::{self, Order},
     pages::{Delta, Error, Pages},
@@ -56,6 +57,8 @@ pub(super) struct Rank {
     /// The publisher has said what it still has from before.
     is_read: bool,
     wants_tree: bool,
+    /// Pages stored since some messages were lost.
+    relearned: usize,
     counts: Counts,
     /// Why pages were not taken last, until somebody has asked.
     refusal: Option<String>,
@@ -73,6 +76,7 @@ impl Rank {
             resident: [0; 2],
             is_read: false,
             wants_tree: false,
+            relearned: 0,
             counts: Counts::default(),
             refusal: None,
         })
@@ -90,7 +94,13 @@ impl Rank {
     /// A message came as it was sent.
     pub(super) fn live(&mut self, number: u64, message: Vec<u8>) -> Vec<Step> {
         let steps = self.order.live(number, message);
-        self.take(steps)
+        let mut steps = self.take(steps);
+        if !self.is_read && !self.order.is_asking() {
+            // More came meanwhile than an answer could be waited for.
+            self.is_read = true;
+            steps.push(Step::TellAll);
+        }
+        steps
     }
 
     /// A message came that was asked for.
@@ -123,16 +133,32 @@ impl Rank {
         self.order.is_asking()
     }
 
+    /// Whether the answer that is awaited has begun to come.
+    pub(super) fn is_answered(&self) -> bool {
+        self.order.is_answered()
+    }
+
     /// Whether more is resident than it knows: ask the engine to publish its tree anew.
     pub(super) fn wants_tree(&self) -> bool {
         self.is_read && self.wants_tree
     }
 
-    /// Everything that is resident; none while it isn't known.
+    /// Everything that is resident; none while it isn't known. After a loss it isn't complete: what
+    /// is not in it may be resident too.
     pub(super) fn snapshot(&self) -> Option<Vec<Change>> {
-        let stored = || self.pages.snapshot().map(change);
-        let complete = || [self.reset()].into_iter().chain(stored()).chain([Change::Complete]);
-        self.is_read.then(|| complete().collect())
+        if !self.is_read {
+            return None;
+        }
+        let mut all = vec![];
+        if self.wants_tree {
+            all.push(Change::Unknown { why: "KV events were missed".to_owned() });
+        }
+        all.push(self.reset());
+        all.extend(self.pages.snapshot().map(change));
+        if !self.wants_tree {
+            all.push(Change::Complete);
+        }
+        Some(all)
     }
 
     /// Blocks resident, by tier.
@@ -183,7 +209,7 @@ impl Rank {
     /// What it knew may not be so any more.
     fn lose(&mut self, steps: &mut Vec<Step>) {
         self.forget();
-        self.wants_tree = true;
+        (self.wants_tree, self.relearned) = (true, 0);
         self.tell_all(steps);
     }
 
@@ -213,6 +239,12 @@ impl Rank {
             self.event(event, &mut deltas);
         }
         self.count(&deltas);
+        let pool_pages = self.pages_max / PAGES_PER_POOL_PAGE;
+        let is_relearned = self.wants_tree && self.relearned >= pool_pages;
+        if is_relearned {
+            // As much as the pool holds was stored since: what was there before has made room.
+            self.wants_tree = false;
+        }
         if self.is_read && !deltas.is_empty() {
             let changes = deltas.into_iter().flat_map(|delta| match delta {
                 Delta::Cleared => vec![self.reset(), Change::Complete],
@@ -220,12 +252,16 @@ impl Rank {
             });
             steps.push(Step::Tell(changes.collect()));
         }
+        if is_relearned {
+            self.tell_all(steps);
+        }
     }
 
     fn event(&mut self, event: &Event, deltas: &mut Vec<Delta>) {
         match event {
             Event::Stored(stored) => {
                 self.counts.stored += 1;
+                self.relearned += stored.pages.len();
                 if self.verifier.check(stored) == Verdict::Wrong {
                     self.counts.mismatches += 1;
                     self.refusal = Some("a page's hash is not that of its tokens".to_owned());

@@ -22,6 +22,10 @@ const RETRY_MIN: Duration = Duration::from_millis(100);
 const RETRY_MAX: Duration = Duration::from_secs(5);
 /// A publisher answers questions between messages, at least every tenth of a second.
 const ANSWER_MAX: Duration = Duration::from_secs(5);
+/// An answer that has begun comes without pauses; one that stops was cut short.
+const ANSWER_REST_MAX: Duration = Duration::from_millis(500);
+/// A connection that lasted for so long was one: the next is tried at once.
+const LASTING: Duration = Duration::from_secs(30);
 /// After this long without a message it is asked whether there was one.
 const QUIET: Duration = Duration::from_secs(2);
 /// Time between two questions for the tree: publishing it costs the engine's scheduler.
@@ -80,8 +84,12 @@ impl Follower {
             let error = match self.connect().await {
                 Ok((events, replay)) => {
                     info!(dp_rank, address = self.source.address, "following KV events");
-                    pause = RETRY_MIN;
-                    self.follow(events, replay).await
+                    let begun = Instant::now();
+                    let ended = self.follow(events, replay).await;
+                    if begun.elapsed() > LASTING {
+                        pause = RETRY_MIN;
+                    }
+                    ended
                 }
                 Err(error) => ControlFlow::Continue(error),
             };
@@ -104,11 +112,12 @@ impl Follower {
     async fn connect(&self) -> Result<(Connection, Option<Connection>), Error> {
         let mut events = Connection::open(&self.source.address, Kind::Sub).await?;
         events.subscribe(self.source.topic.as_bytes()).await?;
-        let replay = match &self.source.replay {
-            Some(address) => Some(Connection::open(address, Kind::Dealer).await?),
-            None => None,
-        };
-        Ok((events, replay))
+        let Some(address) = &self.source.replay else { return Ok((events, None)) };
+        // Its address is told by its port alone; without it only what is missed is lost.
+        let replay = Connection::open(address, Kind::Dealer).await.inspect_err(|error| {
+            warn!(dp_rank = self.source.dp_rank, %error, address, "missed KV events can't be had");
+        });
+        Ok((events, replay.ok()))
     }
 
     /// Follows one connection to its end; breaks where nobody wants to know any more.
@@ -126,6 +135,7 @@ impl Follower {
         let mut heard = Some(Instant::now());
         loop {
             let deadline = match self.rank.is_asking() {
+                true if self.rank.is_answered() => Some(self.answered + ANSWER_REST_MAX),
                 true => Some(self.answered + ANSWER_MAX),
                 false => heard.map(|heard| heard + QUIET),
             };

@@ -23,8 +23,8 @@ pub struct Rate {
     last: Option<(u64, u64)>,
     /// Tokens measured, at most the window.
     tokens: u64,
-    /// The rates of the stretches, each times its tokens.
-    weighted: u128,
+    /// What the engine took for them, microseconds.
+    busy_us: u128,
     measured: Option<Instant>,
 }
 
@@ -41,12 +41,12 @@ impl Rate {
         if tokens < STRETCH_TOKENS_MIN || busy_us == 0 {
             return;
         }
-        let rate = u128::from(tokens) * 1_000_000 / u128::from(busy_us);
+        // Sums, not a mean of rates: after a stall an engine counts a prefill that took no time.
         self.tokens = self.tokens.saturating_add(tokens);
-        self.weighted = self.weighted.saturating_add(rate.saturating_mul(u128::from(tokens)));
+        self.busy_us = self.busy_us.saturating_add(busy_us.into());
         if self.tokens > WINDOW_TOKENS {
-            let shrunk = self.weighted.saturating_mul(u128::from(WINDOW_TOKENS));
-            self.weighted = shrunk / u128::from(self.tokens);
+            let shrunk = self.busy_us.saturating_mul(u128::from(WINDOW_TOKENS));
+            self.busy_us = shrunk / u128::from(self.tokens);
             self.tokens = WINDOW_TOKENS;
         }
         self.measured = Some(at);
@@ -60,7 +60,7 @@ impl Rate {
         if self.tokens < TOLD_TOKENS_MIN {
             return None;
         }
-        let rate = self.weighted / u128::from(self.tokens);
+        let rate = u128::from(self.tokens) * 1_000_000 / self.busy_us.max(1);
         Some((u64::try_from(rate).unwrap_or(u64::MAX).max(1), self.measured?))
     }
 

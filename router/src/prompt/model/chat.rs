@@ -6,7 +6,8 @@ use minijinja::Value;
 use serde::Deserialize;
 
 /// Values of a request that its template's call has for itself.
-const RESERVED: [&str; 8] = [
+const RESERVED: [&str; 9] = [
+    super::template::NOW,
     "messages",
     "conversation",
     "tools",

@@ -14,7 +14,9 @@ use super::{chat::Chat, python};
 const STEPS_MAX: u64 = 2_000_000;
 const NAME: &str = "chat";
 /// Where helpers find the time.
-const NOW: &str = "berth_unix_s";
+pub(super) const NOW: &str = "berth_unix_s";
+/// The end of the year 9999.
+const NOW_MAX: u64 = 253_402_300_799;
 const SECONDS_PER_DAY: u64 = 86_400;
 const MONTHS: [&str; 12] = [
     "January",
@@ -147,6 +149,8 @@ fn raise_exception(message: &Value) -> Result<Value, Error> {
 /// The date as the engine has it, if both clocks are set to UTC.
 fn strftime_now(state: &State<'_, '_>, format: &str) -> Result<String, Error> {
     let now = state.lookup(NOW).and_then(|now| u64::try_from(now).ok()).unwrap_or_default();
+    // A template may have set it: counting years up to it must end.
+    let now = now.min(NOW_MAX);
     let (days, seconds) = (now / SECONDS_PER_DAY, now % SECONDS_PER_DAY);
     let (year, month, day) = date(days);
     let name = MONTHS[month];

@@ -57,6 +57,8 @@ fn cleared() -> Vec<u8> {
 #[derive(Debug, Default)]
 struct Watcher {
     blocks: HashSet<BlockHash>,
+    /// What isn't among the blocks isn't resident.
+    is_complete: bool,
     replay: Option<u64>,
 }
 
@@ -78,13 +80,15 @@ impl Watcher {
     fn apply(&mut self, changes: Vec<Change>) {
         for change in changes {
             match change {
-                Change::Reset { .. } => self.blocks.clear(),
+                Change::Reset { .. } | Change::Unknown { .. } => {
+                    self.blocks.clear();
+                    self.is_complete = false;
+                }
                 Change::Stored { blocks, .. } => self.blocks.extend(blocks),
                 Change::Removed { blocks, .. } => {
                     blocks.iter().for_each(|block| assert!(self.blocks.remove(block)));
                 }
-                Change::Complete => {}
-                Change::Unknown { why } => panic!("{why}"),
+                Change::Complete => self.is_complete = true,
             }
         }
     }
@@ -182,7 +186,8 @@ proptest! {
         answer(&mut rank, &mut watcher, &engine, buffer);
         let truth = truth(&engine);
         prop_assert!(watcher.blocks.is_subset(&truth), "{:?}", watcher.blocks);
-        prop_assert!(rank.wants_tree() || watcher.blocks == truth);
+        prop_assert!(!watcher.is_complete || watcher.blocks == truth);
+        prop_assert_eq!(watcher.is_complete, !rank.wants_tree());
         let resident: u64 = rank.resident().iter().map(|(_, blocks)| blocks).sum();
         prop_assert_eq!(resident, watcher.blocks.len() as u64);
     }
@@ -213,4 +218,28 @@ fn a_wrong_hash_and_a_wrong_message_are_counted_and_not_told() {
     let steps = rank.live(2, message(&[cleared()]));
     watcher.hear(&rank, steps);
     assert!(!rank.wants_tree());
+}
+
+#[test]
+fn what_was_lost_has_made_room_when_as_much_as_the_pool_holds_was_stored_since() {
+    let pool_pages = 3;
+    let mut rank = Rank::new(PAGE_TOKENS, pool_pages * PAGES_PER_POOL_PAGE).unwrap();
+    let mut watcher = Watcher::default();
+    let connected = rank.connected();
+    watcher.hear(&rank, connected);
+    // The first message is the eighth: seven are gone.
+    for (number, page) in [(7, 1), (8, 2), (9, 3)] {
+        assert!(!watcher.is_complete, "before {number}");
+        let steps = if number == 7 {
+            rank.replayed(number, message(&[stored(page)]))
+        } else {
+            rank.live(number, message(&[stored(page)]))
+        };
+        watcher.hear(&rank, steps);
+        if number == 7 {
+            let ended = rank.replay_ended();
+            watcher.hear(&rank, ended);
+        }
+    }
+    assert_eq!((watcher.blocks.len(), watcher.is_complete), (3, true));
 }
