@@ -14,7 +14,7 @@ import xxhash
 from lane import wire
 from lane.fleet import Fleet
 from lane.pages import AUDIT_SECONDS_MAX
-from lane.planted import Planted
+from lane.planted import Planted, published
 from lane.processes import wait_until
 from lane.runner import test
 from lane.shim import text_of
@@ -110,6 +110,7 @@ def what_is_told_is_what_the_tree_holds(fleet: Fleet) -> None:
         _check(own)
     finally:
         own.stop()
+        published(own).unlink(missing_ok=True)
 
 
 def _converse(fleet: Fleet, letter: str, turns: int = 2) -> None:

@@ -54,7 +54,7 @@ def _incarnation(fleet: Fleet, known: set[str]) -> str:
     return new
 
 
-def _published(fleet: Planted) -> Path:
+def published(fleet: Planted) -> Path:
     return fleet.table.with_name(f"{fleet.table.name}-0")
 
 
@@ -80,7 +80,7 @@ def what_is_planted_is_found_and_not_built_upon(fleet: Fleet) -> None:
         _check(with_faults)
     finally:
         with_faults.stop()
-        _published(with_faults).unlink(missing_ok=True)
+        published(with_faults).unlink(missing_ok=True)
 
 
 def _check(fleet: Planted) -> None:
@@ -93,9 +93,9 @@ def _check(fleet: Planted) -> None:
         sessions.append((session, _incarnation(fleet, known)))
     (written, first), (sound, _), (one, third), (other, fourth) = sessions
     equal(_findings(fleet), {}, "what is wrong before")
-    before = _published(fleet).read_bytes()
+    before = published(fleet).read_bytes()
     sound.turn(" So?", 5)
-    assert _published(fleet).read_bytes() != before, "no step of the turn was published"
+    assert published(fleet).read_bytes() != before, "no step of the turn was published"
 
     fleet.plant("written", first)
     found = _findings(fleet)

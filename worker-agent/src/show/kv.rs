@@ -45,8 +45,10 @@ impl Rank {
     fn apply(&mut self, change: Change) {
         let at = |tier| usize::from(tier == Tier::Host);
         match change {
+            // What is unknown stays so until a snapshot is complete.
             Change::Reset { block_tokens } => {
-                *self = Self { block_tokens: block_tokens.get(), ..Self::default() };
+                let unknown = std::mem::take(&mut self.unknown);
+                *self = Self { block_tokens: block_tokens.get(), unknown, ..Self::default() };
             }
             Change::Unknown { why } => *self = Self { unknown: why, ..Self::default() },
             Change::Stored { tier, blocks, .. } => self.blocks[at(tier)].extend(blocks),
@@ -55,7 +57,10 @@ impl Rank {
                     self.blocks[at(tier)].remove(&block);
                 }
             }
-            Change::Complete => self.is_complete = true,
+            Change::Complete => {
+                self.unknown.clear();
+                self.is_complete = true;
+            }
         }
     }
 
