@@ -3,7 +3,7 @@ all is void, then a store for every node.
 
 Whoever follows the events, not the agent alone, knows after them what the tree holds. The events go
 into the engine's own queue, between those of what happens meanwhile, so that their order is right;
-they are made by pieces, so that no step waits long.
+they are made by pieces of whole nodes, so that a step waits for one long node at most.
 """
 
 import logging
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-# Of one piece: a step of a small model takes several times that.
+# After so long a piece takes no further node: a step of a small model takes several times that.
 PIECE_SECONDS = 0.002
 
 
