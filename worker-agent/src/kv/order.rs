@@ -152,6 +152,18 @@ impl<T> Order<T> {
         steps
     }
 
+    /// No more comes of what was asked for, though its end didn't either: the rest is asked for, as
+    /// long as each answer brings something.
+    pub fn replay_stopped(&mut self) -> Vec<Step<T>> {
+        let mut steps = vec![];
+        if self.asked.is_none_or(|asked| asked.from == self.next) {
+            return self.replay_ended();
+        }
+        self.asked = None;
+        self.ask(&mut steps);
+        steps
+    }
+
     fn first_held(&self) -> Option<u64> {
         self.held.first_key_value().map(|(number, _)| *number)
     }
@@ -199,6 +211,18 @@ mod tests {
         assert_eq!(applied(&order.replayed(2, 2)), [2]);
         assert_eq!(applied(&order.replayed(3, 3)), [3]);
         assert!(order.replay_ended().is_empty() && !order.is_asking());
+    }
+
+    #[test]
+    fn an_answer_that_stops_in_the_middle_is_not_all_there_is() {
+        let mut order = Order::default();
+        order.look();
+        assert_eq!(applied(&order.replayed(0, 0)), [0]);
+        assert_eq!(order.replay_stopped(), [Step::Replay(1)]);
+        assert_eq!(applied(&order.replayed(1, 1)), [1]);
+        assert_eq!(order.replay_stopped(), [Step::Replay(2)]);
+        // Nothing more, and no end: nobody can be asked for ever.
+        assert!(order.replay_stopped().is_empty() && !order.is_asking());
     }
 
     #[test]

@@ -112,6 +112,16 @@ impl Rank {
     /// No more comes of what was asked for, or nobody can be asked.
     pub(super) fn replay_ended(&mut self) -> Vec<Step> {
         let steps = self.order.replay_ended();
+        self.read(steps)
+    }
+
+    /// No more comes of what was asked for, though its end didn't either.
+    pub(super) fn replay_stopped(&mut self) -> Vec<Step> {
+        let steps = self.order.replay_stopped();
+        self.read(steps)
+    }
+
+    fn read(&mut self, steps: Vec<order::Step<Vec<u8>>>) -> Vec<Step> {
         let mut steps = self.take(steps);
         if !self.is_read && !self.order.is_asking() {
             self.is_read = true;

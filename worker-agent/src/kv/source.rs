@@ -164,7 +164,8 @@ impl Follower {
                     self.rank.live(number, message)
                 }),
                 () = until(deadline) => Ok(if self.rank.is_asking() {
-                    self.rank.replay_ended()
+                    self.answered = Instant::now();
+                    self.rank.replay_stopped()
                 } else {
                     heard = None;
                     self.rank.look()
