@@ -13,6 +13,7 @@ use bytes::Bytes;
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, HashSet};
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -180,6 +181,7 @@ fn conversation(scope: u64, turns: u64) -> Conversation {
         scope: Some(scope),
         shared: Shared { stream: 0, tokens: 32 },
         turns: (0..turns).map(turn).collect(),
+        said: Vec::new(),
         children: Vec::new(),
     }
 }
@@ -295,9 +297,10 @@ async fn failures_are_told_apart() {
 
 #[tokio::test]
 async fn nobody_listening_is_an_error_for_each_turn() {
-    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let url = format!("http://{}", listener.local_addr().unwrap());
-    drop(listener);
+    // Taken, so that nobody else gets it, and never listened at.
+    let held = tokio::net::TcpSocket::new_v4().unwrap();
+    held.bind(SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
+    let url = format!("http://{}", held.local_addr().unwrap());
     let report = run(options(&url, Api::Chat), vec![conversation(0, 2)]).await;
     assert_eq!((report.turns, kinds(&report)), (0, vec![("connect", 2)]));
 }
@@ -494,6 +497,10 @@ fn real_traces_read_and_share_what_their_ids_share() {
     // Published: block 0 is common to all requests.
     let first = |one: &Conversation| one.turns[0].blocks.get(0) == Some(0);
     assert!(chats.conversations.iter().all(first));
+    let agents = load::trace(&folder.join("lmcache_miniswe")).unwrap();
+    assert_eq!((agents.form, agents.conversations.len()), (Form::Prompts, 10));
+    // As lines stand in the files, every third one is out of turn.
+    assert_eq!((agents.turns(), agents.edits()), (266, 0));
 }
 
 /// Says why a test has nothing to do here.

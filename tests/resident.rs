@@ -21,7 +21,10 @@ use tests::{
     },
     web::Web,
 };
-use tonic::{Code, Status, Streaming, transport::Channel};
+use tonic::{
+    Code, Status, Streaming,
+    transport::{Channel, Endpoint},
+};
 
 /// An engine that publishes, and its agent.
 struct House {
@@ -64,6 +67,14 @@ impl House {
     async fn watcher(&self) -> Watcher {
         let control = format!("http://{}", self.agent.control);
         let client = WorkerAgentClient::connect(control).await.unwrap();
+        Watcher::new(client).await
+    }
+
+    /// One that has at most so many bytes sent to it before it reads.
+    async fn watcher_with_window(&self, bytes: u32) -> Watcher {
+        let control = format!("http://{}", self.agent.control);
+        let endpoint = Endpoint::from_shared(control).unwrap().initial_stream_window_size(bytes);
+        let client = WorkerAgentClient::new(endpoint.connect().await.unwrap());
         Watcher::new(client).await
     }
 }
@@ -267,8 +278,11 @@ fn chain(number: u32, pages: usize) -> Stored {
     Stored { hashes, parent: None, tokens, block_size: 64, space, session_id: None }
 }
 
-/// Blocks of a large cache: two megabytes of hashes, which no connection takes at once.
+/// Blocks of a large cache: two megabytes of hashes, twice what is on its way to a watcher that
+/// reads nothing, with its window of [`WINDOW_BYTES`].
 const BLOCKS: u32 = 250_000;
+/// What a slow watcher's connection takes unread.
+const WINDOW_BYTES: u32 = 64 << 10;
 /// Blocks of one chain.
 const CHAIN: u32 = 1000;
 /// Changes of one block in a batch, and batches of them: more than is kept for watchers.
@@ -289,7 +303,7 @@ async fn a_slow_watcher_of_a_large_cache_delays_no_report_and_is_cut_alone() {
     let all = BLOCKS as usize;
     fast.until("all blocks", |known| known.blocks.len() == all).await;
 
-    let mut slow = house.watcher().await;
+    let mut slow = house.watcher_with_window(WINDOW_BYTES).await;
     slow.until("the beginning", |known| !known.blocks.is_empty()).await;
     assert!(slow.blocks.len() < all, "it came in one piece");
     // While that one reads nothing, a third one gets everything, and reports keep coming.

@@ -11,6 +11,7 @@ use tests::{
         options::{Churn, Close, Hearing, Mode, Options},
         policy::Kind,
         run::run,
+        tally::Tally,
     },
 };
 
@@ -84,6 +85,24 @@ fn engines_with_one_pool_find_at_least_what_separate_pools_keep() {
         [Kind::Berth, Kind::Sticky, Kind::CacheAware].map(hit).into_iter().fold(0.0, f64::max);
     let (lru, clairvoyant) = (hit(Kind::Pooled), hit(Kind::PooledClairvoyant));
     assert!(lru >= best && clairvoyant >= lru, "{best} {lru} {clairvoyant}");
+}
+
+#[test]
+fn who_is_told_of_ends_that_nobody_tells_hears_them_alone() {
+    let small = Options { workers: 3, pool_tokens: Some(60_000), ..Options::default() };
+    let (corpus, options) = made(Made::Herd, small);
+    // One session after another: each of them leaves KV that nobody wants.
+    let options = Options { users: 9, horizon: Duration::from_secs(600), ..options };
+    let of = |close, kind| {
+        let Tally { closed, matched_tokens, prefilled_tokens, .. } =
+            run(&corpus, &Options { close, ..options }, kind, 3);
+        (closed, matched_tokens, prefilled_tokens)
+    };
+    let (told, untold) = (of(Close::None, Kind::Told), of(Close::None, Kind::Berth));
+    let computed = |(_, _, prefilled): &(u64, u64, Vec<u64>)| prefilled.iter().sum::<u64>();
+    assert!(computed(&told) < computed(&untold), "{told:?} {untold:?}");
+    assert_eq!(told.0, 0, "engines are told nothing");
+    assert_eq!(of(Close::Free, Kind::Told), of(Close::Free, Kind::Berth), "all know it");
 }
 
 #[test]

@@ -123,9 +123,10 @@ fn all(seeds: u64) -> ExitCode {
 fn summary(cleans: &BTreeMap<u64, Clean>) {
     let sum = |part: fn(&Clean) -> u64| cleans.values().map(part).sum::<u64>();
     println!(
-        "turns answered {}, left {}, lost {}, retracted {}; sessions opened {}; killed: agents {}, \
-         engines {}; restarts needed {}",
+        "turns answered {}, trimmed {}, left {}, lost {}, retracted {}; sessions opened {}; killed: \
+         agents {}, engines {}; restarts needed {}",
         sum(|clean| clean.turns.answered),
+        sum(|clean| clean.turns.trimmed),
         sum(|clean| clean.turns.left),
         sum(|clean| clean.turns.lost),
         sum(|clean| clean.turns.retracted),

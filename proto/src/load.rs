@@ -173,6 +173,9 @@ pub struct Description {
     pub turns_queued_per_session_max: u32,
     /// What makes tokens of text there, where the agent can read the model's folder.
     pub model_files: Option<ModelFiles>,
+    /// SGLang's versions on which whole histories are trimmed for pinned sessions, the engine's own
+    /// among them; empty: they aren't.
+    pub trims: Vec<String>,
 }
 
 /// The files by which an engine makes tokens of text and of messages.
@@ -205,6 +208,8 @@ pub struct Session {
     pub resident_tokens: Option<Figure>,
     /// Since the end of its last turn.
     pub idle: Duration,
+    /// Its client sends its whole history with each turn: it can go on anywhere.
+    pub whole_history: bool,
 }
 
 /// What one rank holds.

@@ -55,6 +55,7 @@ fn description(agent: usize) -> Description {
         retentions: vec![Retention::Pinned, Retention::Tagged, Retention::None],
         turns_queued_per_session_max: 0,
         model_files: None,
+        trims: vec![],
     }
 }
 
@@ -102,6 +103,7 @@ fn session(agent: usize, number: usize) -> Session {
         exclusive: false,
         resident_tokens: figure(20_000 + agent * 331 % 100_000),
         idle: Duration::from_secs((agent * 37 + number * 101) as u64 % 900),
+        whole_history: false,
     }
 }
 
@@ -173,7 +175,7 @@ fn placement(criterion: &mut Criterion) {
             bencher.iter(|| {
                 at = (at + 1) % workers;
                 let worker = WorkerRef { agent: at, dp_rank: 0 };
-                let sticky = Some(Sticky { worker, fixed: false, ended: Some(now), moved: None });
+                let sticky = Some(Sticky { ended: Some(now), ..Sticky::at(worker) });
                 settled(&black_box(Question { sticky, ..question(at as u64) }), &view, now)
             });
         });

@@ -205,9 +205,7 @@ impl Shared {
         let question = Question {
             digest: ask.map_or(Digest(turn_id), |ask| ask.key.digest()),
             returns: ask.is_some_and(|ask| !ask.close),
-            sticky: Some(bound.unwrap_or(first.worker))
-                .filter(|_| ask.is_some())
-                .map(|worker| Sticky { worker, fixed: false, ended: None, moved: None }),
+            sticky: Some(bound.unwrap_or(first.worker)).filter(|_| ask.is_some()).map(Sticky::at),
             prefer: None,
             prompt: None,
             retention: ask.and_then(|ask| ask.retention),
@@ -412,12 +410,16 @@ fn admit(ask: &Ask, standing: &Standing, view: &ClusterView) -> Result<Place, Re
         }),
         Standing::Bound { worker, busy, .. } => {
             // Behind a turn that runs there, and nowhere else.
-            let sticky = Some(Sticky { worker: *worker, fixed: *busy, ended: None, moved: None });
+            let sticky = Some(Sticky { fixed: *busy, ..Sticky::at(*worker) });
             Ok(Place { sticky, fixed: *busy, open_as: None })
         }
         Standing::Open { worker, session, .. } => {
-            let fixed = session.exclusive || session.retention == Retention::Pinned;
-            let sticky = Some(Sticky { worker: *worker, fixed, ended: None, moved: None });
+            let pinned = session.retention == Retention::Pinned;
+            let fixed = session.exclusive || (pinned && !session.whole_history);
+            let told_tokens = session.resident_tokens.map_or(0, |figure| figure.value);
+            let held_tokens = if pinned { told_tokens } else { 0 };
+            let sticky = Sticky { fixed, told_tokens, held_tokens, ..Sticky::at(*worker) };
+            let sticky = Some(sticky);
             Ok(Place { sticky, fixed, open_as: session.exclusive.then_some(session.retention) })
         }
     }

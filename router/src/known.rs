@@ -115,11 +115,14 @@ fn of_binding(binding: &Binding, opened: Option<&Arc<Session>>, now: Instant) ->
 fn of_table(one: Option<&Located>, view: &ClusterView, binding: Option<&Binding>) -> Standing {
     let Some(Located { worker, session }) = one else { return Standing::Unknown };
     let agent_up = view.agent(*worker).is_up();
-    let gone = !agent_up && (session.retention == Retention::Pinned);
+    // Who sends everything can go on anywhere; who asked for a pin may send what is new next.
+    let anywhere = session.whole_history && !session.exclusive;
+    let kept = session.retention == Retention::Pinned && !anywhere;
+    let gone = !agent_up && kept;
     match session.state {
         SessionState::Closing => return Standing::Closing,
         // What was evictable is only colder: its agent takes the next turn, or another does.
-        SessionState::Lost if session.retention == Retention::Pinned => {
+        SessionState::Lost if kept => {
             return Standing::Lost { worker: *worker, agent_up };
         }
         _ if gone => return Standing::Lost { worker: *worker, agent_up },
@@ -177,6 +180,7 @@ mod tests {
             exclusive: retention == Retention::Pinned,
             resident_tokens: None,
             idle: Duration::ZERO,
+            whole_history: false,
         }
     }
 
@@ -229,6 +233,17 @@ mod tests {
             of(&state, &affinity, later),
             Standing::Bound { recent: false, placement_only: false, .. }
         ));
+    }
+
+    #[test]
+    fn a_session_that_went_with_its_engine_goes_on_if_nobody_asked_to_pin_it() {
+        let (mut state, affinity, now) = setup();
+        let lost = session(Retention::Pinned, SessionState::Lost, 0);
+        let whole = Session { whole_history: true, exclusive: false, ..lost.clone() };
+        state.apply(0, Update::Upsert(lost), now);
+        assert!(matches!(of(&state, &affinity, now), Standing::Lost { .. }));
+        state.apply(0, Update::Upsert(whole), now);
+        assert!(matches!(of(&state, &affinity, now), Standing::Open { .. }));
     }
 
     #[test]

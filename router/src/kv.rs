@@ -24,15 +24,12 @@ use tracing::{debug, info};
 use self::follow::Follow;
 pub(crate) use self::follow::Phase;
 use crate::{
+    backoff::Backoff,
     overlap::{Index, Overlap, Shared, Stats},
     view::WorkerRef,
     worker::chain,
 };
 
-/// First rest after a failure, as for an agent's other stream.
-const BACKOFF_MIN: Duration = Duration::from_millis(100);
-/// Longest rest: what is missing costs prefills, not answers.
-const BACKOFF_MAX: Duration = Duration::from_secs(3);
 /// Blocks of one change to the index: some 20 µs in which nobody looks up.
 const BLOCKS_AT_ONCE: usize = 512;
 /// Largest message taken: agents send 256 KiB.
@@ -179,8 +176,7 @@ impl Watcher {
     }
 
     async fn follow_forever(&self) {
-        let mut backoff = BACKOFF_MIN;
-        let mut told = String::new();
+        let (mut backoff, mut told) = (Backoff::default(), String::new());
         loop {
             let mut follow = Follow::default();
             let why = self.follow_once(&mut follow).await;
@@ -193,11 +189,10 @@ impl Watcher {
                 }
                 self.residency.forget(self.agent, why);
             } else {
-                (backoff, told) = (BACKOFF_MIN, String::new());
+                backoff.reset();
+                told.clear();
             }
-            // Between half and all of it, so that routers do not dial in step.
-            tokio::time::sleep(backoff.mul_f64(0.5 + fastrand::f64() / 2.0)).await;
-            backoff = (backoff * 2).min(BACKOFF_MAX);
+            backoff.rest().await;
         }
     }
 

@@ -7,14 +7,15 @@
 //! decided), [`known`] (both reconciled), [`prompt`] (a turn's routing blocks), [`overlap`] (which
 //! blocks are resident where), [`placement`] (where a turn goes).
 //!
-//! The shell around it: `worker` follows one agent, `kv` what is resident there, `view::task`
-//! publishes snapshots, `models` fetches what makes tokens of text, `blocks` asks who has a turn's
-//! blocks, `decide` joins standing, placement and lease in one step, `proxy` and `turn` move the
-//! bytes, `control` and `sessions` open and close, `api` is the routes, [`lease`] counts what is in
-//! flight.
+//! The shell around it: `worker` follows one agent, `kv` what is resident there, `backoff` rests
+//! before they dial again, `view::task` publishes snapshots, `models` fetches what makes tokens of
+//! text, `blocks` asks who has a turn's blocks, `decide` joins standing, placement and lease in one
+//! step, `proxy` and `turn` move the bytes, `control` and `sessions` open and close, `api` is the
+//! routes, [`lease`] counts what is in flight.
 
 pub mod affinity;
 mod api;
+mod backoff;
 mod blocks;
 pub mod config;
 mod control;

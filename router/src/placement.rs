@@ -23,7 +23,7 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 pub use self::{cost::Figures, fit::NoWorker};
 use crate::{
     overlap::Overlap,
-    view::{ClusterView, WorkerRef, WorkerState},
+    view::{ClusterView, WorkerRef, WorkerState, roster::Seen},
 };
 
 /// A parent's worker is kept for its children while it costs at most this much more than the best:
@@ -100,6 +100,18 @@ pub struct Sticky {
     pub ended: Option<Instant>,
     /// When it came there from another one.
     pub moved: Option<Instant>,
+    /// Its KV there as its agent tells it, tokens.
+    pub told_tokens: u64,
+    /// Of it, what it holds for itself alone, tokens: pinned, and in no block that anyone tells.
+    pub held_tokens: u64,
+}
+
+impl Sticky {
+    /// There, and nothing else is known.
+    #[must_use]
+    pub fn at(worker: WorkerRef) -> Self {
+        Self { worker, fixed: false, ended: None, moved: None, told_tokens: 0, held_tokens: 0 }
+    }
 }
 
 /// A prompt whose tokens are known, with what of it is resident where.
@@ -161,37 +173,37 @@ impl Placement {
 }
 
 /// What a session's worker may do with its turn.
-enum Stay {
+enum Stay<'a> {
     /// Take it, whatever it costs.
     Must(WorkerRef),
     /// Take it, if no other is better.
-    May(WorkerRef),
+    May(Seen<'a>),
     /// Nothing, or there is none.
     No,
 }
 
-/// Decides without the prompt, where no prompt could change it: the session has to stay, or no
-/// other worker would be better by the gain even if all of the prompt were resident there too. None
-/// where only [`place`] can tell; nobody need tokenise a prompt before that.
+/// Decides without the prompt, where it would hardly change it: the session has to stay, or no
+/// other worker would answer sooner by the gain even if all of the prompt were resident there too.
+/// None where only [`place`] can tell; nobody need tokenise a prompt before that.
 #[must_use]
 pub fn settled(question: &Question<'_>, view: &ClusterView, now: Instant) -> Option<Placement> {
-    let worker = match stay(question, view, now) {
+    let home = match stay(question, view, now) {
         Stay::Must(worker) => return Some(Placement::unmoved(worker)),
-        Stay::May(worker) => worker,
+        Stay::May(home) => home,
         Stay::No => return None,
     };
     let gain_ms = gain_min(question, view, now).as_millis();
-    let ahead_ms = |worker| u128::from(cost::ahead_ms(view, worker, now));
+    let ahead_ms = |seen| u128::from(cost::ahead_ms(question, view, seen, now));
     let lately = |at: Instant| now.saturating_duration_since(at) < IDLE_SETTLED_MAX;
     if !sticky(question).and_then(|sticky| sticky.ended).is_some_and(lately) {
         return None;
     }
-    let own_ms = ahead_ms(worker);
+    let own_ms = ahead_ms(home);
     let stays = own_ms <= gain_ms || {
         let others = fit::candidates(question, view, now).ok()?.workers;
         !others.into_iter().any(|other| ahead_ms(other) + gain_ms < own_ms)
     };
-    stays.then(|| Placement::unmoved(worker))
+    stays.then(|| Placement::unmoved(home.worker()))
 }
 
 /// Decides.
@@ -206,20 +218,23 @@ pub fn place(
     let stays = match stay(question, view, now) {
         Stay::Must(worker) => return Ok(Placement::unmoved(worker)),
         // Whether it should move is a matter of cost, and that is not known.
-        Stay::May(worker) if question.prompt.is_none() => return Ok(Placement::unmoved(worker)),
-        Stay::May(worker) => Some(worker),
+        Stay::May(home) if question.prompt.is_none() => {
+            return Ok(Placement::unmoved(home.worker()));
+        }
+        Stay::May(home) => Some(home),
         Stay::No => None,
     };
     let candidates = fit::candidates(question, view, now)?;
     let mut compared = Compared::default();
-    for &worker in &candidates.workers {
+    for &seen in &candidates.workers {
+        let worker = seen.worker();
         // An agent runs a session's turns on the rank that has it, wherever they are sent.
         let other_rank = |home: WorkerRef| home.agent == worker.agent && home != worker;
-        if stays.is_some_and(other_rank) {
+        if stays.is_some_and(|home| other_rank(home.worker())) {
             continue;
         }
         let rank = || rendezvous(question.digest, view, worker);
-        if let Some(figures) = cost::within(question, view, worker, compared.cost_ms_max(), now) {
+        if let Some(figures) = cost::within(question, view, seen, compared.cost_ms_max(), now) {
             compared.offer(figures, rank);
         }
     }
@@ -232,14 +247,15 @@ pub fn place(
             _ => Err(NoWorker::Unusable),
         };
     };
-    let mut cost_there = |worker| compared.of(worker, || cost::of(question, view, worker, now));
+    let mut cost_there =
+        |seen: Seen<'_>| compared.of(seen.worker(), || cost::of(question, view, seen, now));
     let (worker, reason) = match stays {
         // A stale one too: no newcomer goes there, but what is there is compared.
-        Some(worker) => {
-            let gain = Duration::from_millis(cost_there(worker).saturating_sub(best.cost_ms));
+        Some(home) => {
+            let gain = Duration::from_millis(cost_there(home).saturating_sub(best.cost_ms));
             match gain > gain_min(question, view, now) {
                 true => (best.worker, Reason::Moved),
-                false => (worker, Reason::Sticky),
+                false => (home.worker(), Reason::Sticky),
             }
         }
         None if question.sticky.is_some() => (best.worker, Reason::Rebound),
@@ -247,13 +263,13 @@ pub fn place(
             let preferred = question.prefer.filter(|(worker, reason)| {
                 let slack_ms =
                     if *reason == Reason::Parent { PARENT_SLACK_MS } else { CACHE_KEY_SLACK_MS };
-                candidates.workers.contains(worker)
-                    && cost_there(*worker) <= best.cost_ms.saturating_add(slack_ms)
+                let seen = candidates.workers.iter().find(|seen| seen.worker() == *worker);
+                seen.is_some_and(|seen| cost_there(*seen) <= best.cost_ms.saturating_add(slack_ms))
             });
             preferred.unwrap_or((best.worker, candidates.reason(question)))
         }
     };
-    let uncached_tokens = question.prompt.map(|prompt| cost::uncached(&prompt, worker));
+    let uncached_tokens = cost::uncached(question, worker);
     Ok(Placement { worker, reason, uncached_tokens, figures: compared.figures })
 }
 
@@ -261,15 +277,16 @@ fn sticky(question: &Question<'_>) -> Option<Sticky> {
     question.sticky.filter(|sticky| question.exclude != Some(sticky.worker))
 }
 
-fn stay(question: &Question<'_>, view: &ClusterView, now: Instant) -> Stay {
+fn stay<'a>(question: &Question<'_>, view: &'a ClusterView, now: Instant) -> Stay<'a> {
     let Some(Sticky { worker, fixed, .. }) = sticky(question) else { return Stay::No };
-    let state = view.state(worker, now);
     let blinks = view.agent(worker).lost_for(now).is_some_and(|time| time < BLINK_MAX);
-    if blinks || (fixed && state != WorkerState::Lost) {
+    if blinks {
         return Stay::Must(worker);
     }
-    match state {
-        WorkerState::Fresh | WorkerState::Stale => Stay::May(worker),
+    let Some(home) = view.roster().get(worker) else { return Stay::No };
+    match home.state(now, view.report_age_max()) {
+        state if fixed && state != WorkerState::Lost => Stay::Must(worker),
+        WorkerState::Fresh | WorkerState::Stale => Stay::May(home),
         WorkerState::Lost | WorkerState::Unhealthy | WorkerState::Draining => Stay::No,
     }
 }

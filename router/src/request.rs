@@ -431,6 +431,31 @@ mod tests {
     }
 
     #[test]
+    fn an_id_that_is_too_long_is_refused_wherever_it_stands() {
+        let doors = [
+            r#"{"session_id":"ID"}"#,
+            r#"{"session_params":{"id":"ID"}}"#,
+            r#"{"nvext":{"session_control":{"session_id":"ID"}}}"#,
+            r#"{"nvext":{"session_control":{"session_id":"ID","action":"bind"}}}"#,
+        ];
+        let natives = ["x-berth-session-id", "x-claude-code-session-id", "thread-id"];
+        for (bytes, taken) in [(256, true), (257, false), (65_536, false)] {
+            let id = "i".repeat(bytes);
+            let bodies = doors.iter().map(|body| ("", body.replace("ID", &id)));
+            let named = natives.iter().map(|header| (*header, "{}".to_owned()));
+            for (header, body) in bodies.chain(named) {
+                let pairs = [(header, &*id)];
+                let pairs = if header.is_empty() { &[] } else { &pairs[..] };
+                let error = read(&headers(pairs), body.as_bytes(), "p").err();
+                let said = error.map_or(String::new(), |error| error.to_string());
+                let bound = "a session id has 1 to 256 bytes";
+                assert_eq!(said.contains(bound), !taken, "{header} {bytes}: {said}");
+                assert_eq!(said.is_empty(), taken, "{header} {bytes}: {said}");
+            }
+        }
+    }
+
+    #[test]
     fn principals_are_digests_of_either_credential() {
         assert_eq!(principal(&HeaderMap::new()), "anonymous");
         let bearer = principal(&headers(&[("authorization", "Bearer a")]));

@@ -217,12 +217,9 @@ impl Shared {
             Standing::Open { worker, .. } => (Some(worker), true),
         };
         let pinned = opening.retention == Some(Retention::Pinned);
-        let sticky = bound.filter(|_| exclude.is_none()).map(|worker| Sticky {
-            worker,
-            fixed: was_open && pinned,
-            ended: None,
-            moved: None,
-        });
+        let sticky = bound
+            .filter(|_| exclude.is_none())
+            .map(|worker| Sticky { fixed: was_open && pinned, ..Sticky::at(worker) });
         let question = Question {
             digest: key.digest(),
             returns: true,

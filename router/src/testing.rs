@@ -42,6 +42,7 @@ pub(crate) fn description(name: &str, epoch: u64, ranks: u32) -> Description {
         retentions: vec![Retention::Pinned, Retention::Tagged, Retention::None],
         turns_queued_per_session_max: 0,
         model_files: None,
+        trims: vec![],
     }
 }
 

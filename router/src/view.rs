@@ -7,6 +7,7 @@
 //! it is all relearned from the agents.
 
 pub mod demand;
+pub mod roster;
 pub mod sessions;
 mod state;
 mod task;
@@ -52,6 +53,8 @@ pub struct ClusterView {
     pub agents: Vec<Arc<Agent>>,
     /// By key.
     pub sessions: sessions::Sessions,
+    /// What of the agents' workers every decision reads.
+    roster: roster::Roster,
     /// What KV will be wanted again, by agent and rank.
     wanted: Arc<Vec<Vec<demand::Wanted>>>,
     /// All agents serve the same models: any name goes.
@@ -136,6 +139,13 @@ impl WorkerState {
             Self::Draining => "draining",
         }
     }
+
+    /// What silence makes of it: whoever is connected and was not heard for so long is stale.
+    fn aged(self, heard: Option<Instant>, now: Instant, report_age_max: Duration) -> Self {
+        let age = heard.map(|heard| now.saturating_duration_since(heard));
+        let silent = age.is_none_or(|age| age > report_age_max);
+        if silent && self != Self::Lost { Self::Stale } else { self }
+    }
 }
 
 impl Agent {
@@ -160,25 +170,31 @@ impl Agent {
     /// The state with its reason in words.
     #[must_use]
     pub fn state(&self, now: Instant, report_age_max: Duration) -> (WorkerState, String) {
-        match &self.link {
-            Link::Dialing => return (WorkerState::Lost, "not heard yet".to_owned()),
-            Link::Lost { why, .. } => return (WorkerState::Lost, why.clone()),
-            Link::Up => {}
-        }
-        let Some((report, _)) = &self.report else {
-            return (WorkerState::Stale, "no load report yet".to_owned());
-        };
+        let state = self.state_heard().aged(self.heard, now, report_age_max);
         let age = self.heard.map_or(Duration::MAX, |heard| now.saturating_duration_since(heard));
-        if age > report_age_max {
-            return (WorkerState::Stale, format!("silent for {} ms", age.as_millis()));
+        let reason = match (state, &self.link, &self.report) {
+            (WorkerState::Lost, Link::Lost { why, .. }, _) => why.clone(),
+            (WorkerState::Lost, ..) => "not heard yet".to_owned(),
+            (WorkerState::Stale, _, None) => "no load report yet".to_owned(),
+            (WorkerState::Stale, ..) => format!("silent for {} ms", age.as_millis()),
+            (WorkerState::Unhealthy, _, Some((report, _))) => {
+                report.unhealthy.clone().unwrap_or_default()
+            }
+            (WorkerState::Draining, ..) => "draining".to_owned(),
+            (WorkerState::Fresh | WorkerState::Unhealthy, ..) => String::new(),
+        };
+        (state, reason)
+    }
+
+    /// The state as long as it is heard in time.
+    fn state_heard(&self) -> WorkerState {
+        match (&self.link, &self.report) {
+            (Link::Dialing | Link::Lost { .. }, _) => WorkerState::Lost,
+            (Link::Up, None) => WorkerState::Stale,
+            (Link::Up, Some((report, _))) if report.unhealthy.is_some() => WorkerState::Unhealthy,
+            (Link::Up, Some((report, _))) if report.draining => WorkerState::Draining,
+            (Link::Up, Some(_)) => WorkerState::Fresh,
         }
-        if let Some(why) = &report.unhealthy {
-            return (WorkerState::Unhealthy, why.clone());
-        }
-        if report.draining {
-            return (WorkerState::Draining, "draining".to_owned());
-        }
-        (WorkerState::Fresh, String::new())
     }
 
     /// How long the connection to an agent that was heard before has been lost.
@@ -197,52 +213,6 @@ impl Agent {
     pub fn rank_load(&self, dp_rank: u32) -> Option<&RankLoad> {
         let (report, _) = self.report.as_ref()?;
         report.ranks.get(usize::try_from(dp_rank).ok()?)
-    }
-
-    /// Turns on a rank: those it reported, corrected by what this router has begun and ended since,
-    /// and never fewer than this router has in flight there.
-    #[must_use]
-    pub fn turns_estimate(&self, dp_rank: u32) -> u32 {
-        let at = dp_rank as usize;
-        let now = self.in_flight.get(at).map_or(0, |count| count.turns());
-        let then = self.in_flight_at_report.get(at).map_or(0, |then| then.turns);
-        let reported = self.rank_load(dp_rank).map_or(0, |load| load.turns_running);
-        reported.saturating_add(now).saturating_sub(then).max(now)
-    }
-
-    /// Prompt tokens to be computed on a rank before a turn that is sent now: those reported, less
-    /// what the rank has computed since at that rate, and those sent since. Without a report of
-    /// them, this router's own that have no answer yet.
-    #[must_use]
-    pub fn backlog_tokens(&self, dp_rank: u32, tokens_per_s: u64, now: Instant) -> u64 {
-        let at = dp_rank as usize;
-        let own = self.in_flight.get(at).map_or(0, |count| count.counts().unanswered_tokens);
-        let load = self.report.as_ref().zip(self.rank_load(dp_rank));
-        let Some(((_, heard), figure)) =
-            load.and_then(|(report, load)| Some((report, load.prefill_backlog_tokens?)))
-        else {
-            return own;
-        };
-        let then = self.in_flight_at_report.get(at).map_or(0, |then| then.unanswered_tokens);
-        let age = now.saturating_duration_since(*heard).as_millis() + u128::from(figure.age_ms);
-        let age_ms = u64::try_from(age).unwrap_or(u64::MAX);
-        let computed = tokens_per_s.saturating_mul(age_ms) / 1000;
-        figure.value.saturating_sub(computed).saturating_add(own.saturating_sub(then))
-    }
-
-    /// KV of turns that this router has on a rank and that no session table can know of yet.
-    #[must_use]
-    pub fn coming_tokens(&self, dp_rank: u32) -> u64 {
-        self.in_flight.get(dp_rank as usize).map_or(0, |count| count.counts().coming_tokens)
-    }
-
-    /// Sessions this router has opened on a rank since its last report.
-    #[must_use]
-    pub fn opens_since_report(&self, dp_rank: u32) -> u32 {
-        let at = dp_rank as usize;
-        let now = self.in_flight.get(at).map_or(0, |count| count.opens());
-        let then = self.in_flight_at_report.get(at).map_or(0, |then| then.opens);
-        now.wrapping_sub(then)
     }
 }
 
@@ -264,22 +234,25 @@ impl ClusterView {
         &self.agents[worker.agent]
     }
 
+    /// What decisions read of all workers that were ever heard.
+    #[must_use]
+    pub fn roster(&self) -> &roster::Roster {
+        &self.roster
+    }
+
     /// What the worker may be used for.
     #[must_use]
     pub fn state(&self, worker: WorkerRef, now: Instant) -> WorkerState {
-        let agent = self.agent(worker);
-        let ranks = agent.facts.as_ref().map_or(0, |facts| facts.description.ranks.len());
-        if worker.dp_rank as usize >= ranks {
-            return WorkerState::Lost;
-        }
-        agent.state(now, self.report_age_max).0
+        let seen = self.roster.get(worker);
+        seen.map_or(WorkerState::Lost, |seen| seen.state(now, self.report_age_max))
     }
 
     /// What KV will be wanted again on a worker.
     #[must_use]
-    pub fn wanted(&self, worker: WorkerRef) -> demand::Wanted {
+    pub fn wanted(&self, worker: WorkerRef) -> &demand::Wanted {
         let ranks = self.wanted.get(worker.agent);
-        ranks.and_then(|ranks| ranks.get(worker.dp_rank as usize)).copied().unwrap_or_default()
+        let wanted = ranks.and_then(|ranks| ranks.get(worker.dp_rank as usize));
+        wanted.unwrap_or(&demand::Wanted::NOTHING)
     }
 
     /// Whether all agents serve the same models.

@@ -9,16 +9,12 @@ use tokio_util::sync::CancellationToken;
 use tonic::transport::Endpoint;
 use tracing::debug;
 
-use crate::{follow::Follow, view::Update};
+use crate::{backoff::Backoff, follow::Follow, view::Update};
 
 /// A host that died without a word is noticed after the sum of these two: as fast as its silence
 /// makes it stale.
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(2);
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(2);
-/// First rest after a failure: an agent's restart takes about a second.
-const BACKOFF_MIN: Duration = Duration::from_millis(100);
-/// Longest rest: a thousand routers' dials stay cheap, and a returned agent waits not long.
-const BACKOFF_MAX: Duration = Duration::from_secs(3);
 
 /// What one worker task needs.
 #[derive(Debug)]
@@ -57,7 +53,7 @@ impl Watcher {
     }
 
     async fn follow_forever(self) {
-        let mut backoff = BACKOFF_MIN;
+        let mut backoff = Backoff::default();
         loop {
             let mut follow = Follow::new(self.sessions_max);
             let why = self.follow_once(&mut follow).await;
@@ -66,11 +62,9 @@ impl Watcher {
                 return;
             }
             if follow.is_live() {
-                backoff = BACKOFF_MIN;
+                backoff.reset();
             }
-            // Between half and all of it, so that routers do not dial in step.
-            tokio::time::sleep(backoff.mul_f64(0.5 + fastrand::f64() / 2.0)).await;
-            backoff = (backoff * 2).min(BACKOFF_MAX);
+            backoff.rest().await;
         }
     }
 

@@ -56,24 +56,24 @@ def tokenizer() -> Tokenizer:
     return made
 
 
-def tokenizer_config() -> dict:
+def tokenizer_config(begin: str = BEGIN, end: str = END, template: str = CHAT_TEMPLATE) -> dict:
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": CONTEXT,
-        "bos_token": BEGIN,
-        "eos_token": END,
-        "pad_token": END,
+        "bos_token": begin,
+        "eos_token": end,
+        "pad_token": end,
         "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": template,
     }
 
 
-def model_config() -> dict:
+def model_config(vocabulary: int, ends: dict) -> dict:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "torch_dtype": "float32",
-        "vocab_size": VOCABULARY,
+        "vocab_size": vocabulary,
         "max_position_embeddings": CONTEXT,
         "num_hidden_layers": LAYERS,
         "hidden_size": HIDDEN,
@@ -87,11 +87,12 @@ def model_config() -> dict:
         "tie_word_embeddings": False,
         "attention_bias": False,
         "use_cache": True,
-        **ENDS,
+        **ends,
     }
 
 
-def weights() -> dict:
+def weights(vocabulary: int, answered: numpy.ndarray) -> dict:
+    """`answered` has, for each token id, how readily it is answered: 0 is never, 1 the usual."""
     random = numpy.random.Generator(numpy.random.PCG64(SEED))
 
     def matrix(rows: int, columns: int, gain: float = 2.0) -> numpy.ndarray:
@@ -100,12 +101,13 @@ def weights() -> dict:
 
     ones = numpy.ones(HIDDEN, dtype=numpy.float32)
     made = {
-        "model.embed_tokens.weight": matrix(VOCABULARY, HIDDEN),
+        "model.embed_tokens.weight": matrix(vocabulary, HIDDEN),
         "model.norm.weight": ones,
-        "lm_head.weight": matrix(VOCABULARY, HIDDEN, gain=1.0),
+        "lm_head.weight": matrix(vocabulary, HIDDEN, gain=1.0),
     }
     # The greedy choice is the largest logit, which is never one that is zero.
-    made["lm_head.weight"][ANSWERED:] = 0
+    made["lm_head.weight"] *= answered.astype(numpy.float32)[:, None]
+    made["lm_head.weight"][answered == 0] = 0
     for layer in range(LAYERS):
         name = f"model.layers.{layer}"
         made |= {
@@ -124,18 +126,22 @@ def weights() -> dict:
     return made
 
 
-def main() -> None:
-    directory = Path(sys.argv[1])
+def write(directory: Path, made: Tokenizer, weights: dict, files: dict[str, dict]) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    tokenizer().save(str(directory / "tokenizer.json"))
-    save_file(weights(), directory / "model.safetensors", metadata={"format": "pt"})
-    files = {
-        "tokenizer_config.json": tokenizer_config(),
-        "config.json": model_config(),
-        "generation_config.json": ENDS,
-    }
+    made.save(str(directory / "tokenizer.json"))
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     for name, content in files.items():
         (directory / name).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def main() -> None:
+    files = {
+        "tokenizer_config.json": tokenizer_config(),
+        "config.json": model_config(VOCABULARY, ENDS),
+        "generation_config.json": ENDS,
+    }
+    answered = numpy.arange(VOCABULARY) < ANSWERED
+    write(Path(sys.argv[1]), tokenizer(), weights(VOCABULARY, answered), files)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,9 @@ const ENGINE_CONTEXT_TOKENS: usize = 6_144;
 const PINNED_USERS: usize = 8;
 /// Conversations side by side on tagged sessions; they send their whole history.
 const TAGGED_USERS: usize = 16;
+/// A close is answered before its engine has it, and an abort before its turn has ended. What is
+/// held for longer is held for good.
+const FREED_WITHIN: Duration = Duration::from_secs(30);
 
 /// What the demo did and what was left at its end.
 #[derive(Debug, Clone, Serialize)]
@@ -162,12 +165,7 @@ impl Demo {
     pub async fn finish(self, report: &Report) -> anyhow::Result<Summary> {
         self.router.stop().await?;
         // Before the agents close what is left: a leak is what clients' closes did not free.
-        let (mut sessions_leaked, mut held_tokens_end) = (0, 0);
-        for engine in &self.engines {
-            let Some(pool) = engine.pool(0).await else { continue };
-            sessions_leaked += pool.sessions.len() as u64;
-            held_tokens_end += (pool.session_held + pool.protected + pool.uncached) as u64;
-        }
+        let (sessions_leaked, held_tokens_end) = left(&self.engines).await;
         for agent in self.agents {
             agent.stop().await?;
         }
@@ -186,6 +184,23 @@ impl Demo {
             sessions_leaked,
             held_tokens_end,
         })
+    }
+}
+
+/// Sessions and tokens that engines hold once nothing more comes free.
+async fn left(engines: &[EngineSim]) -> (u64, u64) {
+    let deadline = tokio::time::Instant::now() + FREED_WITHIN;
+    loop {
+        let (mut sessions, mut tokens) = (0, 0);
+        for engine in engines {
+            let Some(pool) = engine.pool(0).await else { continue };
+            sessions += pool.sessions.len() as u64;
+            tokens += (pool.session_held + pool.protected + pool.uncached) as u64;
+        }
+        if (sessions, tokens) == (0, 0) || tokio::time::Instant::now() >= deadline {
+            return (sessions, tokens);
+        }
+        tokio::time::sleep(Duration::from_millis(20)).await;
     }
 }
 

@@ -18,6 +18,7 @@ pub mod report;
 pub mod shape;
 pub mod sse;
 pub mod synth;
+pub mod texts;
 pub mod trace;
 mod user;
 pub mod wire;

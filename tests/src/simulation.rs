@@ -6,6 +6,7 @@
 //! does, a network that loses answers, clients that keep their own transcripts. The same seed gives
 //! the same events; nothing here sleeps or reads a clock.
 
+mod answers;
 mod calls;
 mod chaos;
 mod checker;
@@ -14,6 +15,7 @@ mod journal;
 mod plan;
 mod shell;
 mod trace;
+mod trimmer;
 mod turns;
 mod users;
 mod world;
@@ -55,6 +57,8 @@ pub struct Tally {
     pub retracted_pinned: u64,
     /// Times the engine kept a session half closed and had to be restarted.
     pub restarted: u64,
+    /// Whole histories that ran in a session.
+    pub trimmed: u64,
     /// Sessions opened at the engine.
     pub opened: u64,
     /// Times an agent was killed.

@@ -22,8 +22,11 @@ use crate::{
     journal::Journal,
     ledger::Limits,
     metrics::Metrics,
-    session::{self, Appends, Closed, Need, Opened, Outcome, Rules, Turn},
-    shim::{News, ShimHandle},
+    session::{self, Appends, Closed, Need, Opened, Outcome, Ran, Rules, Turn},
+    shim::{
+        News, ShimHandle,
+        trim::{self, TrimHandle},
+    },
 };
 
 /// Requests to the owner that wait their turn. It answers in microseconds; a full mailbox makes
@@ -93,7 +96,7 @@ enum Message {
     Admit {
         rid: String,
         need: Need,
-        reply: oneshot::Sender<Result<Turn, Error>>,
+        reply: oneshot::Sender<Result<Admitted, Error>>,
     },
     Abandoned(String),
     Look {
@@ -143,6 +146,15 @@ pub struct RankPages {
     pub sessions: Vec<(Option<SessionKey>, SessionPages)>,
 }
 
+/// A turn that may go to the engine.
+#[derive(Debug)]
+pub struct Admitted {
+    /// What it needs on its way.
+    pub turn: Turn,
+    /// How it runs, told before its answer begins; none without a session.
+    pub ran: Option<oneshot::Receiver<Ran>>,
+}
+
 /// The end of a turn, on its way to the owner.
 #[derive(Debug)]
 struct End {
@@ -170,7 +182,7 @@ impl Lease {
     ///
     /// # Errors
     /// See [`Error`].
-    pub async fn admitted(&self, need: Need) -> Result<Turn, Error> {
+    pub async fn admitted(&self, need: Need) -> Result<Admitted, Error> {
         let rid = self.rid.clone();
         self.agent.ask(|reply| Message::Admit { rid, need, reply }).await?
     }
@@ -305,6 +317,8 @@ pub struct Setup {
     pub journal: Journal,
     /// Commands for the shim inside the engine.
     pub shim: ShimHandle,
+    /// Answers for the trimmer inside it.
+    pub trim: TrimHandle,
     /// Counts.
     pub metrics: Metrics,
     /// The pages of every rank are audited this often; none: only on demand.
@@ -319,10 +333,15 @@ pub struct Setup {
 
 /// Starts the owner task.
 #[must_use]
-pub fn start(setup: Setup, shim_news: mpsc::Receiver<News>, tasks: &Tasks) -> AgentHandle {
+pub fn start(
+    setup: Setup,
+    shim_news: mpsc::Receiver<News>,
+    trim_news: mpsc::Receiver<trim::News>,
+    tasks: &Tasks,
+) -> AgentHandle {
     let (mailbox, messages) = mpsc::channel(MAILBOX);
     let handle = AgentHandle { mailbox };
     let owner = Owner::new(setup, tasks.clone(), handle.clone());
-    tasks.essential("agent", owner.run(messages, shim_news));
+    tasks.essential("agent", owner.run(messages, shim_news, trim_news));
     handle
 }

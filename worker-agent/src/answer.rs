@@ -43,6 +43,8 @@ struct Found {
     prompt: Option<u64>,
     completion: Option<u64>,
     cached: Option<u64>,
+    /// The same where the API's prompt is only what was not cached.
+    cached_apart: Option<u64>,
     retractions: u64,
     aborted: bool,
     queued_abort: bool,
@@ -150,10 +152,13 @@ impl Scanner {
         if found.error {
             return Outcome::Lost;
         }
-        let usage = found.prompt.zip(found.completion).map(|(prompt, completion)| Usage {
+        let apart = found.cached_apart.unwrap_or(0);
+        // A prompt has a token at least: a stream that began before the count was there says 0.
+        let prompt = found.prompt.map(|prompt| prompt + apart).filter(|prompt| *prompt > 0);
+        let usage = prompt.zip(found.completion).map(|(prompt, completion)| Usage {
             prompt_tokens: prompt,
             completion_tokens: completion,
-            cached_tokens: found.cached,
+            cached_tokens: found.cached.or(found.cached_apart),
             retractions: found.retractions,
         });
         Outcome::Finished(usage)
@@ -178,6 +183,7 @@ enum Key {
     Prompt,
     Completion,
     Cached,
+    CachedApart,
     Details,
     Retractions,
     FinishReason,
@@ -196,7 +202,8 @@ impl Key {
             b"usage" => Self::Usage,
             b"prompt_tokens" | b"input_tokens" => Self::Prompt,
             b"completion_tokens" | b"output_tokens" => Self::Completion,
-            b"cached_tokens" | b"cache_read_input_tokens" => Self::Cached,
+            b"cached_tokens" => Self::Cached,
+            b"cache_read_input_tokens" => Self::CachedApart,
             b"prompt_tokens_details" | b"input_tokens_details" => Self::Details,
             b"num_retractions" => Self::Retractions,
             b"finish_reason" => Self::FinishReason,
@@ -383,6 +390,7 @@ impl Json {
         match path.as_slice() {
             [Key::MetaInfo | Key::Usage, Key::Prompt] => found.prompt = Some(value),
             [Key::MetaInfo | Key::Usage, Key::Completion] => found.completion = Some(value),
+            [Key::Usage, Key::CachedApart] => found.cached_apart = Some(value),
             [Key::MetaInfo | Key::Usage, Key::Cached] | [Key::Usage, Key::Details, Key::Cached] => {
                 found.cached = Some(value)
             }
@@ -473,7 +481,7 @@ mod tests {
             (
                 None,
                 r#"{"type":"message","content":[{"type":"tool_use","input":{"usage":{"input_tokens":1}}}],"usage":{"input_tokens":30,"output_tokens":5,"cache_read_input_tokens":12}}"#,
-                usage(30, 5, Some(12)),
+                usage(42, 5, Some(12)),
             ),
             (
                 SSE,
@@ -489,6 +497,11 @@ mod tests {
                 SSE,
                 "event: message_start\ndata: {\"type\":\"message_start\",\"message\":{\"usage\":{\"input_tokens\":20,\"output_tokens\":0}}}\n\nevent: message_delta\ndata: {\"type\":\"message_delta\",\"usage\":{\"output_tokens\":7}}\n\nevent: message_stop\ndata: {\"type\":\"message_stop\"}\n\n",
                 usage(20, 7, None),
+            ),
+            (
+                SSE,
+                "event: message_start\ndata: {\"type\":\"message_start\",\"message\":{\"usage\":{\"input_tokens\":0,\"output_tokens\":0}}}\n\nevent: message_delta\ndata: {\"type\":\"message_delta\",\"usage\":{\"output_tokens\":7}}\n\nevent: message_stop\ndata: {\"type\":\"message_stop\"}\n\n",
+                Outcome::Finished(None),
             ),
             (
                 SSE,

@@ -12,6 +12,9 @@ use crate::{
     show::{AuditArgs, kv::KvArgs},
 };
 
+/// Longest name of an agent; it is a part of what the engine knows sessions by.
+pub const WORKER_ID_BYTES_MAX: usize = 128;
+
 /// Command line and environment.
 #[derive(Debug, Parser)]
 #[command(
@@ -92,6 +95,9 @@ pub struct Config {
     pub pin_budget_ratio: f64,
     /// A pinned session idle for so long gives up its KV when someone needs the room.
     pub demote_idle_ms: u64,
+    /// Sessions that come back soon are pinned without being asked, where the shim can trim the
+    /// whole histories that their clients send. Idle for `demote_idle_ms`, they give their KV up.
+    pub auto_pin: bool,
     /// Turns inside the engine at once, per rank; beyond it they wait.
     pub turns_in_flight_max: u32,
     /// Turns that wait for room in the engine; beyond it 429.
@@ -157,6 +163,8 @@ impl Default for Config {
             pin_budget_ratio: 0.7,
             // 87 % of a coding agent's turns resume within it.
             demote_idle_ms: 120_000,
+            // It guarantees what the radix tree only makes likely, and takes no one's room for it.
+            auto_pin: true,
             // Above any engine's useful batch, below its row count.
             turns_in_flight_max: 512,
             // Ten seconds' worth for an engine that ends 100 turns a second.
@@ -236,7 +244,7 @@ impl Config {
         });
         need(base.is_some(), "engine must be a URL like http://127.0.0.1:30000");
         let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"._:-".contains(&byte);
-        let id = self.worker_id.len() <= 128 && self.worker_id.bytes().all(plain);
+        let id = self.worker_id.len() <= WORKER_ID_BYTES_MAX && self.worker_id.bytes().all(plain);
         need(id, "worker_id must have at most 128 letters, digits and . _ : -");
         let named = !self.worker_id.is_empty() || !self.control_addr.ip().is_unspecified();
         need(named, "worker_id is needed where control_addr names no host: it must be unique");

@@ -29,6 +29,8 @@ pub enum Guard {
     FreshIncarnation,
     /// An open whose answer was lost is closed: it may have been a yes.
     UnknownOpenClosed,
+    /// A session that was opened for a turn which then was refused is closed.
+    UnusedClosed,
     /// After a turn whose end nobody saw, nothing is appended.
     LostEndSuspect,
     /// After an answer that its client never got, nothing is appended.
@@ -37,6 +39,10 @@ pub enum Guard {
     RetractionSuspect,
     /// A prompt that isn't history plus what was sent ends the session.
     HistoryChecked,
+    /// A whole history that nobody told the place of leaves doubt.
+    PlanTold,
+    /// A session that hasn't what its client takes for its history takes no delta.
+    BehindRefused,
     /// A whole history is never appended to a history, nor a turn that means to be the first.
     DeltaOnly,
     /// A session that went with its engine takes no delta.
@@ -61,7 +67,7 @@ pub enum Guard {
 
 impl Guard {
     /// All of them.
-    pub const ALL: [Self; 26] = [
+    pub const ALL: [Self; 29] = [
         Self::OneTurn,
         Self::EndAcknowledged,
         Self::RowsReserve,
@@ -74,10 +80,13 @@ impl Guard {
         Self::AbortBeforeClose,
         Self::FreshIncarnation,
         Self::UnknownOpenClosed,
+        Self::UnusedClosed,
         Self::LostEndSuspect,
         Self::UnheardSuspect,
         Self::RetractionSuspect,
         Self::HistoryChecked,
+        Self::PlanTold,
+        Self::BehindRefused,
         Self::DeltaOnly,
         Self::LostRefused,
         Self::Expiry,

@@ -59,6 +59,8 @@ use crate::{
 
 /// News of the shim that wait for the owner; newer facts take the place of older ones before.
 const SHIM_NEWS: usize = 64;
+/// Plans of whole histories that wait for the owner, which takes microseconds for each.
+const TRIM_NEWS: usize = 64;
 /// Tasks that don't end by themselves at shutdown get this long.
 const STOP_MAX: Duration = Duration::from_secs(5);
 
@@ -217,21 +219,25 @@ fn start_agent(
         id => id.to_owned(),
     };
     let rules = Rules {
-        prefix: format!("berth-{agent_id}-{epoch:x}"),
+        prefix: session::prefix(&agent_id, epoch),
         idle_max: ms(config.session_idle_ms_max),
         demote_idle: ms(config.demote_idle_ms),
         turns_queued_per_session_max: config.turns_queued_per_session_max,
         turns_queued_max: config.turns_queued_max,
         queue_wait_max: ms(config.queue_wait_ms_max),
         stuck_after: ms(config.abort_ms_max) * 2,
+        auto_pin: config.auto_pin,
         guards: Guards::default(),
     };
     // First of all: whoever has it is in charge of the engine.
     let journal = Journal::open(&config.state_dir(), &format!("engine-{}", config.engine_port()))?;
     let (news, shim_news) = mpsc::channel(SHIM_NEWS);
     let shim = shim::listen(&config.shim_socket(), news, tasks)?;
+    let (plans, trim_news) = mpsc::channel(TRIM_NEWS);
+    let trim = shim::trim::listen(&config.shim_socket(), plans, tasks)?;
     let setup = agent::Setup {
         shim: shim.clone(),
+        trim,
         agent_id,
         epoch,
         data_port: listeners.data.local_addr()?.port(),
@@ -251,7 +257,7 @@ fn start_agent(
         stall_max: ms(config.stall_ms_max),
         report_interval: ms(config.report_interval_ms),
     };
-    Ok((agent::start(setup, shim_news, tasks), shim))
+    Ok((agent::start(setup, shim_news, trim_news, tasks), shim))
 }
 
 /// Ready while the engine answers; metrics follow the same reports.

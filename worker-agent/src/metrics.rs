@@ -10,7 +10,7 @@ use prometheus_client::{
 };
 use proto::load::{Figure, LoadReport, PageAudit, PageClasses};
 
-use crate::session::{Event, Outcome};
+use crate::session::{Became, Event, Outcome, Ran};
 
 /// Seconds from 1 ms to 65 s, doubling: prefills span that range.
 fn seconds() -> Histogram {
@@ -33,6 +33,10 @@ pub struct Metrics {
     faults: Family<FaultLabel, Gauge>,
     audits: Family<OutcomeLabel, Counter>,
     audit_step: Histogram,
+    plans: Family<PlanLabel, Counter>,
+    diverged_at: Histogram,
+    spared_tokens: Counter,
+    session_turns: Family<KindLabel, Counter>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -55,6 +59,16 @@ struct EventLabel {
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct OutcomeLabel {
     outcome: &'static str,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct PlanLabel {
+    plan: &'static str,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct KindLabel {
+    kind: &'static str,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -87,6 +101,11 @@ impl Metrics {
             audits: Family::default(),
             // From 50 us to 0.2 s, doubling: above a millisecond it is felt.
             audit_step: Histogram::new((0..13).map(|step| 0.000_05 * f64::from(1 << step))),
+            plans: Family::default(),
+            // Token counts from 64 to 1 M, four times each.
+            diverged_at: Histogram::new((0..8).map(|step| 64.0 * 4_f64.powi(step))),
+            spared_tokens: Counter::default(),
+            session_turns: Family::default(),
         };
         registry.register("turns", "Turns ended, by how", metrics.turns.clone());
         registry.register("refusals", "Turns refused by the agent", metrics.refusals.clone());
@@ -114,6 +133,15 @@ impl Metrics {
         let help = "What a page audit took of the engine's scheduler thread";
         let step = metrics.audit_step.clone();
         registry.register_with_unit("audit_scheduler", help, Unit::Seconds, step);
+        let help = "Turns with whole histories on pinned sessions, each once, by what became of \
+                    it; of gone ones nobody knows, their sessions went meanwhile";
+        registry.register("trim_turns", help, metrics.plans.clone());
+        let help = "Tokens up to which a history was the session's where it diverged from it";
+        registry.register("trim_diverged_at_tokens", help, metrics.diverged_at.clone());
+        let help = "Tokens of whole histories that pinned sessions had already";
+        registry.register("trim_spared_tokens", help, metrics.spared_tokens.clone());
+        let help = "Turns of sessions, by how they ran";
+        registry.register("session_turns", help, metrics.session_turns.clone());
         metrics
     }
 
@@ -149,6 +177,22 @@ impl Metrics {
         };
         self.turns.get_or_create(&OutcomeLabel { outcome }).inc();
         self.turn.observe(after.as_secs_f64());
+    }
+
+    /// A whole history was compared with its session, which had so many tokens of it.
+    pub fn planned(&self, became: Became, spared_tokens: u64) {
+        self.plans.get_or_create(&PlanLabel { plan: became.as_str() }).inc();
+        self.spared_tokens.inc_by(spared_tokens);
+    }
+
+    /// One was found to be another from this token on.
+    pub fn diverged(&self, at_tokens: u64) {
+        self.diverged_at.observe(at_tokens as f64);
+    }
+
+    /// It is known how a session's turn runs.
+    pub fn ran(&self, ran: Ran) {
+        self.session_turns.get_or_create(&KindLabel { kind: ran.as_str() }).inc();
     }
 
     /// Something became of an audit.

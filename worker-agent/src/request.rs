@@ -39,6 +39,8 @@ pub struct Asked {
 
 /// What the engine generates at most where `/generate` is asked for nothing else.
 const ANSWER_TOKENS: u64 = 128;
+/// The same of `/v1/completions`.
+const COMPLETION_TOKENS: u64 = 16;
 /// Tokens that a template may put around messages, beyond what their JSON takes in bytes.
 const TEMPLATE_TOKENS: u64 = 256;
 /// Stands for the agent's members until they are known.
@@ -63,6 +65,13 @@ pub fn read(
             "batch_in_session",
             "a turn of a session has one prompt and one answer: send a single prompt with n = 1, \
              or leave the session out",
+        ));
+    }
+    let waits = object.get("background").is_none_or(|value| value.get() != "true");
+    if in_session && kind == Kind::Responses && !waits {
+        return Err(Refusal::bad_request(
+            "background_in_session",
+            "a turn of a session ends with its answer: leave `background` out, or the session",
         ));
     }
     let rid_key = kind.rid_key();
@@ -91,10 +100,12 @@ impl Asked {
 fn need(kind: Kind, object: &Object<'_>, body_bytes: usize) -> Need {
     if kind != Kind::Generate {
         let limits = ["max_completion_tokens", "max_tokens", "max_output_tokens"];
+        let default = (kind == Kind::Completions).then_some(COMPLETION_TOKENS);
         let number = |key: &&str| object.get(key).and_then(|value| value.get().parse().ok());
         return Need {
             prompt_tokens: body_bytes as u64 + TEMPLATE_TOKENS,
-            answer_tokens: limits.iter().find_map(number),
+            // The engine's own where completions ask for nothing else.
+            answer_tokens: limits.iter().find_map(number).or(default),
             exact: false,
             endless: object.get("ignore_eos").is_some_and(|value| value.get() == "true"),
         };
@@ -140,6 +151,7 @@ fn added_members(kind: Kind, turn: &Turn, rid: &str) -> String {
     }
     if let Some(session) = &turn.session {
         let id = &session.incarnation;
+        // The retention of one that the shim may trim is how it runs if it doesn't.
         match session.retention {
             Retention::Pinned => members.push(format!(r#""session_params":{{"id":"{id}"}}"#)),
             Retention::Tagged if kind.tags() => members.push(format!(r#""session_id":"{id}""#)),
@@ -323,8 +335,9 @@ mod tests {
             key: proto::id::SessionKey::new("p", "s").unwrap(),
             incarnation: "berth-a-1-1".into(),
             retention,
+            trim_tokens_max: None,
         });
-        Turn { session, dp_rank: 1, growth_tokens: None }
+        Turn { session, dp_rank: 1, growth_tokens: None, ran: None }
     }
 
     fn sent(kind: Kind, retention: Option<Retention>, body: &str) -> Result<Value, &'static str> {
@@ -405,6 +418,11 @@ mod tests {
             assert_eq!(sent(kind, tagged, body), Err("batch_in_session"), "{body}");
             assert!(sent(kind, None, body).is_ok(), "without a session it may pass: {body}");
         }
+        let later = r#"{"input":"a","background":true}"#;
+        let tagged = Some(Retention::Tagged);
+        assert_eq!(sent(Kind::Responses, tagged, later), Err("background_in_session"));
+        assert!(sent(Kind::Responses, None, later).is_ok());
+        assert!(sent(Kind::Responses, tagged, r#"{"input":"a","background":false}"#).is_ok());
         let single = r#"{"input_ids":[1,2],"sampling_params":{"n":1}}"#;
         assert!(sent(Kind::Generate, Some(Retention::Pinned), single).is_ok());
         assert!(sent(Kind::Completions, Some(Retention::Tagged), r#"{"prompt":[1,2]}"#).is_ok());
@@ -432,6 +450,7 @@ mod tests {
         let (prompt, answer, _) = of(Kind::Chat, r#"{"messages":[],"max_tokens":5}"#);
         assert!(prompt > 25 && answer == Some(5), "{prompt} {answer:?}");
         assert_eq!(of(Kind::Chat, "{}").1, None, "without a limit, the context is one");
+        assert_eq!(of(Kind::Completions, "{}").1, Some(16), "the engine's own");
     }
 
     #[test]

@@ -3,7 +3,7 @@
 
 use http::Method;
 
-use crate::session::Appends;
+use crate::session::{Appends, Ran};
 
 /// One route.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -71,11 +71,21 @@ impl Kind {
         matches!(self, Self::Generate | Self::Chat | Self::Completions | Self::Responses)
     }
 
-    /// Can a turn be appended to a pinned session? The OpenAI routes take `session_params` and
+    /// What of a pinned session's turns it can carry. The OpenAI routes take `session_params` and
     /// drop it without a word.
     #[must_use]
     pub fn appends(self) -> Appends {
-        if self == Self::Generate { Appends::Possible } else { Appends::Never }
+        match self {
+            Self::Generate => Appends::Possible,
+            Self::Chat | Self::Completions | Self::Responses | Self::Messages => Appends::Trimmed,
+            Self::Embeddings | Self::Tokenizer | Self::Read => Appends::Never,
+        }
+    }
+
+    /// How a turn ran, where the engine takes no tag.
+    #[must_use]
+    pub fn shown(self, ran: Ran) -> Ran {
+        if ran == Ran::Tagged && !self.tags() { Ran::Untagged } else { ran }
     }
 
     /// Does it run in the batch, so that it counts as a turn?

@@ -4,6 +4,7 @@
 
 mod error;
 mod table;
+mod turn;
 
 use std::time::{Duration, Instant};
 
@@ -15,12 +16,17 @@ use proto::{
 
 pub use self::{
     error::Error,
-    table::{Load, Seen, Table},
+    table::{Became, Load, Plan, Planned, Seen, Table},
+    turn::{Appends, Need, Outcome, Ran, Turn, TurnSession, Usage},
 };
 use crate::{
+    config::WORKER_ID_BYTES_MAX,
     guard::{Guard, Guards},
     journal::Record,
 };
+
+/// Longest id of an incarnation: a [`prefix`], a hyphen, and a number of 20 digits.
+pub const INCARNATION_BYTES_MAX: usize = "berth-".len() + WORKER_ID_BYTES_MAX + 17 + 21;
 
 /// What one rank can hold.
 #[derive(Debug, Clone, Copy)]
@@ -50,10 +56,16 @@ pub struct Engine {
     pub retentions: Vec<Retention>,
 }
 
+/// Beginning of incarnation ids, of a worker's id and of the agent process's epoch.
+#[must_use]
+pub fn prefix(worker_id: &str, epoch: u64) -> String {
+    format!("berth-{worker_id}-{epoch:x}")
+}
+
 /// How the table behaves; see the settings of the same names.
 #[derive(Debug, Clone)]
 pub struct Rules {
-    /// Beginning of incarnation ids, different for every agent process that meets the engine.
+    /// A [`prefix`], different for every agent process that meets the engine.
     pub prefix: String,
     /// Idle time of a session that asked for none.
     pub idle_max: Duration,
@@ -67,6 +79,8 @@ pub struct Rules {
     pub queue_wait_max: Duration,
     /// A turn's or a session's end that the engine has not confirmed for so long is stuck.
     pub stuck_after: Duration,
+    /// Sessions that come back soon are pinned where whole histories can be trimmed.
+    pub auto_pin: bool,
     /// Which guards hold.
     pub guards: Guards,
 }
@@ -76,6 +90,8 @@ pub struct Rules {
 pub struct Session {
     /// How its KV is kept.
     pub retention: Retention,
+    /// What its client asked for; none: the agent decides.
+    wanted: Option<Retention>,
     /// The rank that holds its KV.
     pub dp_rank: u32,
     /// Its id inside the engine.
@@ -96,6 +112,8 @@ pub struct Session {
     reserved_tokens: u64,
     /// Its client opened it: as soon as no turn runs, turns are let in one at a time.
     opened: bool,
+    /// A turn began it, and neither has one of it been inside nor anyone opened it.
+    unused: bool,
     /// It holds a row of the engine, or will with its next turn, and KV that nothing else frees.
     row: bool,
     /// A turn whose end nobody saw: it may still be inside.
@@ -104,6 +122,8 @@ pub struct Session {
     corrupt: bool,
     /// Tells this session from one that had its key before.
     born: u64,
+    /// What is known of its whole histories.
+    whole: Whole,
     phase: Phase,
     last_end: Instant,
     idle_max: Duration,
@@ -125,7 +145,7 @@ enum Phase {
     Demoted,
     /// A turn's end left doubt; the engine's own account, asked for since, decides until then.
     Suspect {
-        history_tokens: u64,
+        expected: Expected,
         until: Instant,
         asked: bool,
     },
@@ -133,6 +153,41 @@ enum Phase {
     Closing,
     /// Nothing of it is at the engine any more; it is remembered so that its client hears why.
     Gone(Why),
+}
+
+/// The history that ends a doubt, tokens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Expected {
+    Exactly(u64),
+    /// The engine ran the right prompt, and nobody told how long its answer was.
+    AtLeast(u64),
+}
+
+impl Expected {
+    fn is(self, history_tokens: u64) -> bool {
+        match self {
+            Self::Exactly(tokens) => history_tokens == tokens,
+            Self::AtLeast(tokens) => history_tokens >= tokens,
+        }
+    }
+}
+
+/// What is known of the whole histories that a client sends.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+struct Whole {
+    /// The last turn held everything: nothing is lost with what the engine has.
+    sends: bool,
+    /// The bound that the last turn's body was taken for, and the tokens it was with its answer.
+    measured: Option<(u64, u64)>,
+    /// Turns in a row that could not go on from what the engine had.
+    astray: u32,
+    /// It gave its pin up, or could not have it: not before then again.
+    pin_after: Option<Instant>,
+    /// Its next turn begins an incarnation that takes another's place.
+    anew: bool,
+    /// Its client takes for history what the engine hasn't: a turn ran beside the session, or a new
+    /// incarnation hasn't had its first one.
+    behind: bool,
 }
 
 /// Why a session can't go on.
@@ -143,71 +198,6 @@ enum Why {
     /// Its pages are others' too, or were written by others.
     KvCorrupt,
     Reclaimed,
-}
-
-/// A turn let in: what it needs on its way.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Turn {
-    /// None for a turn without a session.
-    pub session: Option<TurnSession>,
-    /// The rank to run on.
-    pub dp_rank: u32,
-    /// KV it may add to a pinned session, tokens.
-    pub growth_tokens: Option<u64>,
-}
-
-/// The session part of a turn.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct TurnSession {
-    /// Whose turn it is.
-    pub key: SessionKey,
-    /// The engine-side id.
-    pub incarnation: String,
-    /// How the turn names its session to the engine.
-    pub retention: Retention,
-}
-
-/// Upper bounds of what a turn may need, from its body.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Need {
-    /// Tokens of what it sends.
-    pub prompt_tokens: u64,
-    /// Tokens of its answer; none: as many as the context allows.
-    pub answer_tokens: Option<u64>,
-    /// `prompt_tokens` is what it sends, not a bound: token ids were counted.
-    pub exact: bool,
-    /// It ignores the end of its answer, so that the engine keeps room for all of it.
-    pub endless: bool,
-}
-
-/// Token counts the engine reported for a turn.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Usage {
-    /// The whole prompt, history included.
-    pub prompt_tokens: u64,
-    /// The answer.
-    pub completion_tokens: u64,
-    /// Prompt tokens whose KV was there, if the engine says.
-    pub cached_tokens: Option<u64>,
-    /// How often the turn was taken out of the batch and put back.
-    pub retractions: u64,
-}
-
-/// How a turn ended, as the engine acknowledged it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Outcome {
-    /// The engine finished it. Usage is absent where the route doesn't report it.
-    Finished(Option<Usage>),
-    /// The engine finished it, and nobody was there to hear: the client can't know the history.
-    Unheard(Option<Usage>),
-    /// The engine aborted it and said so.
-    Aborted,
-    /// The engine refused it before running it, or it never reached the engine.
-    Refused,
-    /// The engine gave it up without an answer, and may have run and committed a part of it before.
-    Partial,
-    /// Nobody saw its end.
-    Lost,
 }
 
 /// What whoever holds the table must do or tell.
@@ -252,6 +242,22 @@ pub enum Effect {
         dp_rank: u32,
         /// The engine-side id.
         incarnation: String,
+    },
+    /// Answer the shim's question after a whole history that can't run where it was meant to.
+    Run {
+        /// The question's number.
+        question: u64,
+        /// The session that is to have it; none: it runs as it came.
+        incarnation: Option<String>,
+        /// The most tokens it may have.
+        tokens_max: u64,
+    },
+    /// It is known how a turn runs.
+    Ran {
+        /// The turn.
+        rid: String,
+        /// How.
+        ran: Ran,
     },
     /// Something about the session differs, or it is forgotten.
     Touched(SessionKey),
@@ -352,16 +358,18 @@ pub struct Totals {
     pub foreign_tokens: u64,
 }
 
-/// Whether what a turn sends can be appended to a pinned session's history by its route.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Appends {
-    /// `/generate` with one prompt.
-    Possible,
-    /// Every other route: the engine ignores the session there.
-    Never,
-}
-
 impl Session {
+    /// The agent decides how it is kept: nobody has asked for anything.
+    fn is_auto(&self) -> bool {
+        self.wanted.is_none()
+    }
+
+    /// Its client sends its whole history each time, so that it can go on anywhere.
+    #[must_use]
+    pub fn sends_whole(&self) -> bool {
+        self.whole.sends
+    }
+
     /// The state shown outside.
     #[must_use]
     pub fn state(&self) -> SessionState {
@@ -384,6 +392,21 @@ impl Session {
         self.running == 0 && self.waiting == 0 && at_rest
     }
 
+    /// The engine has opened it for turns that were all refused or given up.
+    fn is_left_unused(&self) -> bool {
+        self.unused && self.row && self.phase == Phase::Open && self.waiting == 0
+    }
+
+    /// Nothing of it is at the engine any more, or another incarnation is to come.
+    fn emptied(&mut self) {
+        self.history_tokens = 0;
+        self.resident_tokens = 0;
+        self.reserved_tokens = 0;
+        self.row = false;
+        self.corrupt = false;
+        self.lost_rid = None;
+    }
+
     /// What a finished turn has brought it to.
     fn grown(&mut self, usage: Usage) {
         let total = usage.prompt_tokens.saturating_add(usage.completion_tokens);
@@ -399,38 +422,56 @@ impl Session {
     }
 }
 
-/// May this session take this turn now?
+/// May this session take this turn now? `trims`: the shim trims whole histories.
 fn check_turn(
     session: &Session,
     claim: &Claim,
     appends: Appends,
+    trims: bool,
     guards: Guards,
 ) -> Result<(), Error> {
-    let pinned = session.retention == Retention::Pinned;
+    // Who sends everything each time loses nothing with what the engine had.
+    let anew = !claim.delta && (trims || session.is_auto());
     match session.phase {
         // Closing beats busy: the session is gone for everyone but its running turn.
         Phase::Closing => return Err(Error::Unknown),
-        Phase::Gone(Why::EngineRestarted) if pinned && guards.hold(Guard::LostRefused) => {
+        Phase::Gone(_) if anew => {}
+        Phase::Gone(Why::EngineRestarted)
+            if session.retention == Retention::Pinned && guards.hold(Guard::LostRefused) =>
+        {
             return Err(Error::Lost);
         }
         Phase::Gone(Why::HistoryUnknown) => return Err(Error::HistoryUnknown),
         Phase::Gone(Why::Reclaimed) => return Err(Error::Reclaimed),
         Phase::Gone(Why::KvCorrupt) => return Err(Error::KvCorrupt),
-        _ if session.corrupt => return Err(Error::KvCorrupt),
+        _ if session.corrupt && !anew => return Err(Error::KvCorrupt),
         _ => {}
     }
-    if claim.delta && !pinned {
-        return Err(Error::DeltaNeedsPinned(session.retention));
+    if session.is_auto() || session.retention != Retention::Pinned {
+        // One that is pinned unasked is nobody's to append to.
+        let kept = match session.retention {
+            Retention::Pinned => Retention::Tagged,
+            other => other,
+        };
+        return if claim.delta { Err(Error::DeltaNeedsPinned(kept)) } else { Ok(()) };
     }
-    if pinned {
-        // With an empty history the whole of it and what is new are the same.
-        let history = session.turns > 0 && guards.hold(Guard::DeltaOnly);
-        if (history && !claim.delta) || appends == Appends::Never {
-            return Err(Error::WholeHistory);
-        }
-        if history && claim.open {
-            return Err(Error::HasHistory);
-        }
+    if claim.delta && session.whole.behind && guards.hold(Guard::BehindRefused) {
+        return Err(Error::HistoryUnknown);
+    }
+    let history = session.turns > 0 && guards.hold(Guard::DeltaOnly);
+    check_appends(claim.delta, history, appends, trims)?;
+    if history && claim.open {
+        return Err(Error::HasHistory);
     }
     Ok(())
+}
+
+/// Can a pinned session take this by its route?
+fn check_appends(delta: bool, history: bool, appends: Appends, trims: bool) -> Result<(), Error> {
+    match appends {
+        // With an empty history the whole of it and what is new are the same.
+        Appends::Possible if delta || !history || trims => Ok(()),
+        Appends::Trimmed if !delta && trims => Ok(()),
+        _ => Err(Error::WholeHistory),
+    }
 }

@@ -4,29 +4,25 @@
 //! [`listen`] makes the socket; what the shims say arrives as [`News`] in a bounded channel, one
 //! connection per DP rank. A receiver that is slow gets newer states in place of older ones, and no
 //! event is lost without a full table after it: see [`News::Sessions`]. The protocol's table is in
-//! [`codec`]. This module decides nothing and keeps no session.
+//! [`codec`]. What the trimmer in the engine's first process says, on a socket of its own, is in
+//! [`trim`]. This module decides nothing and keeps no session.
 
 pub mod codec;
 mod outbox;
 mod peer;
+mod peers;
 mod socket;
+pub mod trim;
 
 use std::{
-    collections::HashMap,
     path::Path,
-    sync::Arc,
     time::{Duration, Instant},
 };
 
 use proto::process::tasks::Tasks;
-use tokio::sync::{Semaphore, mpsc, watch};
-use tracing::warn;
+use tokio::sync::mpsc;
 
-use self::{codec::Command, peer::Peer, socket::Socket};
-
-/// Connections at once, those included that haven't said who they are. An engine has one per DP
-/// rank, and eight of those on one machine are many.
-const PEERS_MAX: usize = 64;
+use self::{codec::Command, outbox::Outbox, peers::Peers};
 
 /// What a shim says first: who it is, and whether it works.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -237,6 +233,9 @@ pub enum Error {
     /// The shim can't have the tree published.
     #[error("the engine's tree can't be published again: {0}")]
     Unpublishable(String),
+    /// A session that isn't Berth's own.
+    #[error("a session's name is too long for the shim; it is no incarnation of Berth's")]
+    Name,
     /// Earlier commands are still on their way.
     #[error("the shim hasn't taken earlier commands; try again")]
     Busy,
@@ -256,13 +255,10 @@ pub enum Error {
     },
 }
 
-/// The connected shims, by rank.
-type Peers = HashMap<u32, Peer>;
-
 /// Gives commands to the shims.
 #[derive(Debug, Clone)]
 pub struct ShimHandle {
-    peers: watch::Receiver<Peers>,
+    peers: Peers,
 }
 
 impl ShimHandle {
@@ -272,7 +268,7 @@ impl ShimHandle {
     /// # Errors
     /// When there is no shim to ask, or it doesn't listen.
     pub fn demote(&self, dp_rank: u32, session: &str) -> Result<(), Error> {
-        self.command(dp_rank, Command::Demote(session.to_owned()))
+        self.peers.command(dp_rank, &Command::Demote(session.to_owned()))
     }
 
     /// Asks for facts and the full table.
@@ -280,7 +276,7 @@ impl ShimHandle {
     /// # Errors
     /// As above.
     pub fn sample_now(&self, dp_rank: u32) -> Result<(), Error> {
-        self.command(dp_rank, Command::SampleNow)
+        self.peers.command(dp_rank, &Command::SampleNow)
     }
 
     /// Asks for an audit of the rank's pages. The answer is [`News::Audited`] with this number, or
@@ -289,7 +285,7 @@ impl ShimHandle {
     /// # Errors
     /// As above.
     pub fn audit(&self, dp_rank: u32, number: u64) -> Result<(), Error> {
-        self.command(dp_rank, Command::Audit(number))
+        self.peers.command(dp_rank, &Command::Audit(number))
     }
 
     /// Asks for the radix tree to be published again as KV events, after one that says that all is
@@ -298,25 +294,15 @@ impl ShimHandle {
     /// # Errors
     /// As above, and when the engine's tree can't be walked.
     pub fn republish(&self, dp_rank: u32) -> Result<(), Error> {
-        if let Some(reason) = self.peers.borrow().get(&dp_rank).and_then(Peer::unpublishable) {
+        if let Some(reason) = self.peers.caller(dp_rank).and_then(|it| it.unpublishable) {
             return Err(Error::Unpublishable(reason));
         }
-        self.command(dp_rank, Command::Republish)
+        self.peers.command(dp_rank, &Command::Republish)
     }
 
     /// Waits until a shim has come or gone; false when none will any more.
     pub async fn changed(&mut self) -> bool {
-        self.peers.changed().await.is_ok()
-    }
-
-    fn command(&self, dp_rank: u32, command: Command) -> Result<(), Error> {
-        let peers = self.peers.borrow();
-        let peer = peers.get(&dp_rank).filter(|peer| peer.works);
-        let peer = peer.ok_or(Error::NoShim(dp_rank))?;
-        peer.commands.try_send(command).map_err(|error| match error {
-            mpsc::error::TrySendError::Full(_) => Error::Busy,
-            mpsc::error::TrySendError::Closed(_) => Error::NoShim(dp_rank),
-        })
+        self.peers.changed().await
     }
 }
 
@@ -326,48 +312,7 @@ impl ShimHandle {
 /// # Errors
 /// See [`Error`].
 pub fn listen(path: &Path, news: mpsc::Sender<News>, tasks: &Tasks) -> Result<ShimHandle, Error> {
-    let socket = Socket::bind(path)?;
-    let (peers, handle) = watch::channel(Peers::new());
-    tasks.essential("shim", accept(socket, Arc::new(peers), news, tasks.clone()));
-    Ok(ShimHandle { peers: handle })
-}
-
-async fn accept(
-    socket: Socket,
-    peers: Arc<watch::Sender<Peers>>,
-    news: mpsc::Sender<News>,
-    tasks: Tasks,
-) {
-    let (token, room) = (tasks.token(), Arc::new(Semaphore::new(PEERS_MAX)));
-    loop {
-        let accepted = tokio::select! {
-            biased;
-            () = token.cancelled() => return,
-            accepted = socket.accept() => accepted,
-        };
-        let (stream, pid) = match accepted {
-            Ok(accepted) => accepted,
-            Err(error) => {
-                warn!(%error, "shim not accepted");
-                // Out of descriptors, most likely: it won't be better at once.
-                tokio::time::sleep(socket::PAUSE).await;
-                continue;
-            }
-        };
-        let Ok(permit) = Arc::clone(&room).try_acquire_owned() else {
-            warn!("too many shims, one refused");
-            continue;
-        };
-        let (peers, news, token) = (Arc::clone(&peers), news.clone(), token.clone());
-        tasks.spawn(async move {
-            tokio::select! {
-                biased;
-                () = token.cancelled() => {}
-                () = peer::serve(stream, pid, &peers, &news) => {}
-            }
-            drop(permit);
-        });
-    }
+    Ok(ShimHandle { peers: Peers::listen::<Outbox>(path, news, tasks)? })
 }
 
 #[cfg(test)]

@@ -33,12 +33,12 @@ use tracing::{debug, warn};
 
 use self::exchange::Exchange;
 use crate::{
-    agent::{self, AgentHandle, EngineNews},
+    agent::{self, Admitted, AgentHandle, EngineNews},
     engine::{self, Engine},
     metrics::Metrics,
     request::{self, Asked},
     route::{Kind, ROUTES, Route},
-    session,
+    session::{self, Turn},
 };
 
 /// Headers that belong to one connection, or that tell the engine what only the agent may tell it.
@@ -62,6 +62,11 @@ const NOT_FORWARDED: [HeaderName; 12] = [
 /// On a pinned turn's answer: KV reserved for it beyond its history, tokens. A turn that named no
 /// limit has the engine's own.
 const GROWTH: HeaderName = HeaderName::from_static("x-berth-growth-tokens");
+/// On a session's turn's answer: how it ran.
+const RAN: HeaderName = HeaderName::from_static("x-berth-session-turn");
+/// To the engine, of a whole history: the most tokens it may have to be trimmed, the session, and
+/// the turn.
+const TRIM: HeaderName = HeaderName::from_static("x-override-berth-trim");
 
 /// What every turn needs.
 #[derive(Debug, Clone)]
@@ -139,7 +144,8 @@ async fn pass(turns: &Turns, route: Route, request: Request) -> Result<Response,
     let held = turns.budget.read(body).await?;
     // Refused or not is settled before the turn waits for room, or takes anyone's.
     let asked = read(route.kind, &held.bytes, in_session, lease.vocabulary).await?;
-    let turn = lease.admitted(asked.need).await.map_err(|error| refusal(&error))?;
+    let admitted = lease.admitted(asked.need).await.map_err(|error| refusal(&error))?;
+    let Admitted { turn, ran } = admitted;
     let body = asked.body(&held.bytes, &turn, &lease.rid);
     debug!(
         rid = lease.rid,
@@ -148,18 +154,34 @@ async fn pass(turns: &Turns, route: Route, request: Request) -> Result<Response,
         route = route.path,
         "turn begins"
     );
-    let outgoing = upstream_request(&parts, Body::new(Parts::new(body, Some(held))));
+    let mut outgoing = upstream_request(&parts, Body::new(Parts::new(body, Some(held))));
+    if let Some(mark) = trim_mark(&turn, &lease.rid) {
+        outgoing.headers_mut().insert(TRIM, mark);
+    }
     lease.sent();
     let confirms = asked.single && route.kind.rid_key().is_some();
     let rid = engine_rid(route.kind, &lease.rid);
     let answer = turns.engine.send(outgoing);
     let mut exchange = Exchange::new(turns.clone(), rid, lease, answer, confirms);
     let head = exchange.head().await?;
+    let ran = exchange.ran(ran, head.status).await;
     let mut response = respond(head, exchange);
+    if let Some(ran) = ran.map(|ran| route.kind.shown(ran)) {
+        response.headers_mut().insert(RAN, HeaderValue::from_static(ran.as_str()));
+    }
     if let Some(growth) = turn.growth_tokens {
         response.headers_mut().insert(GROWTH, growth.into());
     }
     Ok(response)
+}
+
+/// The shim reads it after the engine's tokenizer.
+fn trim_mark(turn: &Turn, rid: &str) -> Option<HeaderValue> {
+    let session = turn.session.as_ref()?;
+    let tokens_max = session.trim_tokens_max?;
+    let mark = format!("{tokens_max} {} {rid}", session.incarnation);
+    // Names of agents are plain ASCII.
+    HeaderValue::from_str(&mark).ok()
 }
 
 /// Bodies of coding agents' prompts are read in under half a millisecond; larger ones would hold up

@@ -49,7 +49,13 @@ fn a_taken_port_is_named() {
 
 #[test]
 fn a_signal_ends_it_well_also_without_an_engine() {
+    // Of its own: an engine has one agent on a machine, and another run of this test is another.
+    let folder = tempfile::tempdir().unwrap();
+    let settings = folder.path().join("agent.toml");
+    let state = folder.path().join("state");
+    std::fs::write(&settings, format!("state_dir = {state:?}\n")).unwrap();
     let mut child = Command::new(env!("CARGO_BIN_EXE_berth-agent"))
+        .args(["--config", settings.to_str().unwrap()])
         .args(["--engine", "http://127.0.0.1:9", "--data-addr", "127.0.0.1:0"])
         .args(["--control-addr", "127.0.0.1:0", "--admin-addr", "127.0.0.1:0"])
         .stderr(Stdio::piped())

@@ -190,6 +190,7 @@ impl TryFrom<v1::Description> for Description {
                 .collect::<Result<_, _>>()?,
             turns_queued_per_session_max: wire.turns_queued_per_session_max,
             model_files: wire.model_files.map(ModelFiles::try_from).transpose()?,
+            trims: wire.trims,
         })
     }
 }
@@ -205,6 +206,7 @@ impl From<Description> for v1::Description {
             retentions: description.retentions.into_iter().map(Retention::to_wire).collect(),
             turns_queued_per_session_max: description.turns_queued_per_session_max,
             model_files: description.model_files.map(Into::into),
+            trims: description.trims,
         }
     }
 }
@@ -227,6 +229,7 @@ impl TryFrom<v1::Session> for Session {
             exclusive,
             resident_tokens: figure(wire.resident_tokens)?,
             idle: Duration::from_millis(wire.idle_ms),
+            whole_history: wire.whole_history,
         })
     }
 }
@@ -243,6 +246,7 @@ impl From<Session> for v1::Session {
             exclusive: session.exclusive,
             resident_tokens: session.resident_tokens.map(Into::into),
             idle_ms: u64::try_from(session.idle.as_millis()).unwrap_or(u64::MAX),
+            whole_history: session.whole_history,
         }
     }
 }

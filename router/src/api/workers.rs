@@ -15,7 +15,7 @@ use super::Desk;
 use crate::{
     kv::Known,
     shared::now,
-    view::{Agent, ClusterView, Facts, WorkerRef},
+    view::{Agent, ClusterView, Facts, WorkerRef, roster::Seen},
 };
 
 pub(super) async fn list(State(shared): Desk) -> Response {
@@ -63,11 +63,12 @@ fn shown(
         "report_age_ms": reported.map(millis),
         "restart_required": agent.report.as_ref().map(|(report, _)| &report.restart_required),
         "turns_in_flight_here": in_flight,
-        "turns_estimate": agent.turns_estimate(worker.dp_rank),
+        "turns_estimate": view.roster().get(worker).map(Seen::turns),
         "load": agent.rank_load(worker.dp_rank).map(|load| load_shown(load, reported)),
         "kv": kv,
         "engine": facts.description.engine,
         "retentions": facts.description.retentions,
+        "trims": facts.description.trims,
         "rank": facts.description.ranks.get(worker.dp_rank as usize).map(rank_shown),
     })
 }

@@ -1,29 +1,32 @@
 //! What a turn costs on a worker, in milliseconds of somebody's waiting: its own, and that of those
 //! whose KV it takes the room of. Pure.
 //!
-//! - *wait*: prompts to be computed before this one, and a place in a full batch.
+//! - *wait*: prompts to be computed before this one, a place in a full batch, and room in a pool
+//!   that running turns hold.
 //! - *prefill*: what of the prompt is not resident there.
 //! - *displacement*: KV of idle sessions that its new tokens evict now, at the cost of computing it
 //!   again, times the chance that it is wanted.
 //! - *crowding*: what it will cost to keep the session there. The fuller a pool is of KV that will
-//!   be wanted, the more often some of it is evicted before that; each session pays in proportion
-//!   to the KV it brings and will bring. This keeps sessions that share a system prompt from
-//!   herding onto the worker that has it.
+//!   be wanted by others, the more often some of it is evicted before that; each session pays in
+//!   proportion to the KV it brings and will bring. This keeps sessions that share a system prompt
+//!   from herding onto the worker that has it.
 //! - *blocking*: turns of the worker's sessions that will come while the prompt is computed, and
 //!   wait for it.
 //! - *interference*: a turn more in the batch slows the others.
+//! - *impatience*: what it waits beyond a time that people and clients put up with.
 //!
 //! What is unknown is visible as absent in the figures and counts as a stated assumption.
 
 use std::time::Instant;
 
-use proto::load::{Figure, RankLoad};
+use proto::load::RankLoad;
 use serde::Serialize;
 
-use super::{Prompt, Question, TURN_TOKENS_ASSUMED};
+use super::{Question, Sticky, TURN_TOKENS_ASSUMED};
 use crate::view::{
-    Agent, ClusterView, WorkerRef,
+    ClusterView, WorkerRef,
     demand::{Idle, Wanted},
+    roster::Seen,
 };
 
 /// Assumed until it is measured: a 70B model on one node, cautiously.
@@ -39,8 +42,6 @@ const GROWTH_POOL_PARTS: u64 = 10;
 const CROWDING_DIVISOR: u64 = 2;
 /// What is resident and nobody's goes first, as far as it is older than what is somebody's: half.
 const UNWANTED_DIVISOR: u64 = 2;
-/// A return is as likely before as after the time when the KV would have gone anyway.
-const DISPLACEMENT_DIVISOR: u64 = 2;
 /// Room for the answer.
 const ANSWER_TOKENS: u64 = 1_000;
 /// A turn in a batch slows each other's step by a fiftieth, for some seconds, of which each has
@@ -50,6 +51,14 @@ const INTERFERENCE_MS_EACH: u64 = 5;
 /// A turn that comes while a prompt is computed waits for half of it in the mean, and not longer
 /// than this: then it goes elsewhere, for the price of its own KV.
 const BLOCKING_MS_MAX: u64 = 2_500;
+
+/// Attention is lost after ten seconds.
+const PATIENCE_MS: u64 = 10_000;
+/// What each further millisecond counts beside itself. One long wait is worse than several short
+/// ones of the same sum: clients give up, ask again, and what was computed for them is lost. In
+/// `berth-sim` with 128 users 3 brings the 99th percentile below that of policies that look at
+/// nothing else; 1 does not, 4 brings no more.
+const IMPATIENCE: u64 = 3;
 
 /// All of a capacity.
 const WHOLE_MILLI: u64 = 1000;
@@ -73,6 +82,8 @@ pub struct Figures {
     pub blocking_ms: Option<u64>,
     /// For the others in the batch.
     pub interference_ms: u64,
+    /// For what it would wait beyond anybody's patience.
+    pub impatience_ms: u64,
     /// Prompt tokens resident there.
     pub resident_tokens: Option<u64>,
     /// Prompt tokens to be computed before, with those this router sent since the report.
@@ -85,7 +96,7 @@ pub struct Figures {
     pub turns_max: u32,
     /// Requests waiting in its engine.
     pub waiting: Option<u64>,
-    /// KV that will be wanted again, or can't be evicted.
+    /// KV that others will want again, or that can't be evicted.
     pub wanted_tokens: u64,
     /// The pool, tokens.
     pub pool_tokens: Option<u64>,
@@ -93,7 +104,7 @@ pub struct Figures {
     pub sessions: u32,
 }
 
-/// Prompts to be computed before a turn that is sent now, and the batch.
+/// Prompts to be computed before a turn that is sent now, the batch, and room.
 #[derive(Debug, Clone, Copy)]
 struct Queue {
     tokens_per_s: u64,
@@ -117,53 +128,56 @@ struct Room {
 pub(super) fn of(
     question: &Question<'_>,
     view: &ClusterView,
-    worker: WorkerRef,
+    seen: Seen<'_>,
     now: Instant,
 ) -> Figures {
-    within(question, view, worker, u64::MAX, now).expect("no cost is above the greatest number")
+    within(question, view, seen, u64::MAX, now).expect("no cost is above the greatest number")
 }
 
 /// The same, if it is at most so much: of a thousand workers all but a few are seen to cost more by
-/// their queue and the prompt alone.
+/// what stands on their lines, before anything is followed.
 pub(super) fn within(
     question: &Question<'_>,
     view: &ClusterView,
-    worker: WorkerRef,
+    seen: Seen<'_>,
     cost_ms_max: u64,
     now: Instant,
 ) -> Option<Figures> {
-    let agent = view.agent(worker);
-    let load = agent.rank_load(worker.dp_rank);
+    let worker = seen.worker();
     let prompt = question.prompt;
-    let Queue { tokens_per_s, backlog_tokens, turns, wait_ms } = queue(agent, worker, now);
+    let own = own(question, worker);
+    let Queue { tokens_per_s, backlog_tokens, turns, wait_ms } =
+        queue(question, own, view, seen, now);
     let interference_ms = u64::from(turns) * INTERFERENCE_MS_EACH;
-    let prefill_ms = prompt.map(|prompt| millis(uncached(&prompt, worker), tokens_per_s));
-    let at_least_ms =
-        wait_ms.saturating_add(interference_ms).saturating_add(prefill_ms.unwrap_or(0));
-    if at_least_ms > cost_ms_max {
-        return None;
-    }
-    let wanted = view.wanted(worker);
-    let room = room(agent, worker, &wanted);
-    let displacement_ms = prompt.and_then(|prompt| {
-        let needed = uncached(&prompt, worker) + ANSWER_TOKENS;
-        let displaced = displaced_tokens(agent, worker, &wanted, room.pool_tokens?, needed)?;
-        Some(millis(displaced, tokens_per_s) / DISPLACEMENT_DIVISOR)
-    });
+    let uncached = uncached(question, worker);
+    let prefill_ms = uncached.map(|tokens| millis(tokens, tokens_per_s));
+    let soon_ms = wait_ms.saturating_add(prefill_ms.unwrap_or(0));
+    let impatience_ms = impatience_ms(soon_ms);
+    let room = room(own, seen);
     let context = prompt.map_or(0, |prompt| prompt.tokens).saturating_add(room.growth_tokens);
     let kept = if question.returns || prompt.is_none() { context } else { 0 };
     let crowding_ms =
         millis(kept, tokens_per_s).saturating_mul(room.full_milli) / WHOLE_MILLI / CROWDING_DIVISOR;
-    let blocking_ms = prefill_ms.map(|prefill_ms| blocking_ms(prefill_ms, &wanted));
+    let on_its_line = [soon_ms, interference_ms, crowding_ms, impatience_ms];
+    if on_its_line.into_iter().fold(0, u64::saturating_add) > cost_ms_max {
+        return None;
+    }
+    let wanted = view.wanted(worker);
+    let displacement_ms = uncached.and_then(|uncached| {
+        let needed = uncached + ANSWER_TOKENS;
+        let load = view.agent(worker).rank_load(worker.dp_rank)?;
+        let displaced = displaced_tokens(load, wanted, room.pool_tokens?, needed)?;
+        Some(millis(displaced, tokens_per_s))
+    });
+    let blocking_ms = prefill_ms.map(|prefill_ms| blocking_ms(prefill_ms, wanted));
     let parts = [
-        wait_ms,
-        prefill_ms.unwrap_or(0),
+        soon_ms,
         displacement_ms.unwrap_or(0),
         crowding_ms,
         blocking_ms.unwrap_or(0),
         interference_ms,
+        impatience_ms,
     ];
-    let opens = agent.opens_since_report(worker.dp_rank);
     Some(Figures {
         worker,
         cost_ms: parts.into_iter().fold(0, u64::saturating_add),
@@ -173,82 +187,134 @@ pub(super) fn within(
         crowding_ms,
         blocking_ms,
         interference_ms,
-        resident_tokens: prompt.map(|prompt| prompt.tokens - uncached(&prompt, worker)),
+        impatience_ms,
+        resident_tokens: prompt.zip(uncached).map(|(prompt, uncached)| prompt.tokens - uncached),
         backlog_tokens,
-        prefill_tokens_per_s: known(load, |load| load.prefill_tokens_per_s),
+        prefill_tokens_per_s: seen.prefill_tokens_per_s(),
         turns,
-        turns_max: load.map_or(0, |load| load.turns_running_max),
-        waiting: known(load, |load| load.requests_waiting),
+        turns_max: seen.turns_max(),
+        waiting: waiting(view, worker),
         wanted_tokens: room.wanted_tokens,
         pool_tokens: room.pool_tokens,
-        sessions: load.map_or(0, |load| load.sessions).saturating_add(opens),
+        sessions: seen.sessions(),
     })
 }
 
 /// What the turn would wait for there, and be slowed by, with all of its prompt resident.
-pub(super) fn ahead_ms(view: &ClusterView, worker: WorkerRef, now: Instant) -> u64 {
-    let Queue { wait_ms, turns, .. } = queue(view.agent(worker), worker, now);
-    wait_ms.saturating_add(u64::from(turns) * INTERFERENCE_MS_EACH)
+pub(super) fn ahead_ms(
+    question: &Question<'_>,
+    view: &ClusterView,
+    seen: Seen<'_>,
+    now: Instant,
+) -> u64 {
+    let own = own(question, seen.worker());
+    let Queue { turns, wait_ms, .. } = queue(question, own, view, seen, now);
+    let slowed_ms = u64::from(turns) * INTERFERENCE_MS_EACH;
+    wait_ms.saturating_add(impatience_ms(wait_ms)).saturating_add(slowed_ms)
 }
 
-fn queue(agent: &Agent, worker: WorkerRef, now: Instant) -> Queue {
-    let load = agent.rank_load(worker.dp_rank);
-    let measured = known(load, |load| load.prefill_tokens_per_s);
-    let tokens_per_s = measured.unwrap_or(PREFILL_TOKENS_PER_S_ASSUMED);
-    let mut backlog_tokens = agent.backlog_tokens(worker.dp_rank, tokens_per_s, now);
-    if known(load, |load| load.prefill_backlog_tokens).is_none() {
-        let queued = u64::from(load.map_or(0, |load| load.turns_queued));
-        let waits = known(load, |load| load.requests_waiting).unwrap_or(0).saturating_add(queued);
-        backlog_tokens = backlog_tokens.max(waits.saturating_mul(TURN_TOKENS_ASSUMED));
-    }
-    let turns = agent.turns_estimate(worker.dp_rank);
-    let batch_ms = batch_ms(turns, load.map_or(0, |load| load.turns_running_max));
-    let wait_ms = millis(backlog_tokens, tokens_per_s).saturating_add(batch_ms);
+fn impatience_ms(soon_ms: u64) -> u64 {
+    soon_ms.saturating_sub(PATIENCE_MS).saturating_mul(IMPATIENCE)
+}
+
+fn queue(
+    question: &Question<'_>,
+    own: Own,
+    view: &ClusterView,
+    seen: Seen<'_>,
+    now: Instant,
+) -> Queue {
+    let tokens_per_s = seen.prefill_tokens_per_s().unwrap_or(PREFILL_TOKENS_PER_S_ASSUMED);
+    let untold_tokens = seen.waiting_untold().saturating_mul(TURN_TOKENS_ASSUMED);
+    let backlog_tokens = seen.backlog_tokens(tokens_per_s, now).max(untold_tokens);
+    let turns = seen.turns();
+    let batch_ms = batch_ms(turns, seen.turns_max());
+    let queued_ms = millis(backlog_tokens, tokens_per_s).saturating_add(batch_ms);
+    // Turns end while others wait.
+    let wait_ms = queued_ms.max(room_ms(question, own, view, seen, backlog_tokens));
     Queue { tokens_per_s, backlog_tokens, turns, wait_ms }
 }
 
-fn room(agent: &Agent, worker: WorkerRef, wanted: &Wanted) -> Room {
-    let load = agent.rank_load(worker.dp_rank);
-    let opens = agent.opens_since_report(worker.dp_rank);
-    let pool_tokens = known(load, |load| load.pool_total_tokens).filter(|&tokens| tokens > 0);
+/// Until a prompt fits beside what running turns hold: they end evenly over the time of one. What
+/// waits before it will hold at least what is computed for it. Where pins are in the way, turns
+/// that end are not enough, and the agent has to take some back: as long as a turn. None where the
+/// prompt is unknown, or the pool or what is used of it: such a worker counts as crowded.
+fn room_ms(
+    question: &Question<'_>,
+    own: Own,
+    view: &ClusterView,
+    seen: Seen<'_>,
+    backlog_tokens: u64,
+) -> u64 {
+    let (Some(pool), Some(used)) = (seen.pool_tokens(), seen.used_tokens()) else { return 0 };
+    let grown = |sticky: Sticky| sticky.told_tokens.saturating_add(TURN_TOKENS_ASSUMED);
+    let context = question.prompt.map(|prompt| prompt.tokens).or(question.sticky.map(grown));
+    let Some(context) = context else { return 0 };
+    let brings = context.saturating_sub(own.held_tokens).saturating_add(ANSWER_TOKENS);
+    let over = used.saturating_add(brings).saturating_add(backlog_tokens).saturating_sub(pool);
+    if over == 0 || used == 0 {
+        return 0;
+    }
+    let worker = seen.worker();
+    let load = view.agent(worker).rank_load(worker.dp_rank);
+    let pinned = load.and_then(|load| load.pinned_tokens).map_or(0, |figure| figure.value);
+    let ends = used.saturating_sub(pinned);
+    if over >= ends { TURN_MS_ASSUMED } else { TURN_MS_ASSUMED.saturating_mul(over) / ends }
+}
+
+fn room(own: Own, seen: Seen<'_>) -> Room {
+    let opens = seen.opens_since_report();
+    let (pool_tokens, used) = (seen.pool_tokens(), seen.used_tokens());
     let part = pool_tokens.map_or(u64::MAX, |pool| pool / GROWTH_POOL_PARTS);
     let growth_tokens = GROWTH_TOKENS.min(part);
-    let pinned = known(load, |load| load.pinned_tokens);
-    let used = known(load, |load| load.pool_used_tokens).max(pinned);
-    let wanted_tokens = wanted
-        .tokens
-        .saturating_add(agent.coming_tokens(worker.dp_rank))
+    let wanted_tokens = seen
+        .wanted_tokens()
+        .saturating_add(seen.coming_tokens())
         .saturating_add(u64::from(opens) * growth_tokens)
-        .max(used.unwrap_or(0));
+        .saturating_sub(own.tokens)
+        .max(used.unwrap_or(0).saturating_sub(own.held_tokens));
     let full_milli = match (pool_tokens, used) {
         (Some(pool), Some(_)) => share_milli(wanted_tokens, pool),
         // Unknown counts as full.
         _ => WHOLE_MILLI,
     };
-    let full_milli = full_milli.max(rows_milli(load, opens));
+    let full_milli = full_milli.max(rows_milli(seen.rows(), opens));
     Room { pool_tokens, growth_tokens, wanted_tokens, full_milli }
 }
 
-fn known(load: Option<&RankLoad>, figure: fn(&RankLoad) -> Option<Figure>) -> Option<u64> {
-    Some(load.and_then(figure)?.value)
+/// What of a worker's KV is the session's own, which doesn't crowd itself out.
+#[derive(Debug, Clone, Copy, Default)]
+struct Own {
+    /// As its agent tells it: counted among what is wanted, by a chance that has come true.
+    tokens: u64,
+    /// Of it, what can't be evicted.
+    held_tokens: u64,
 }
 
-/// Prompt tokens that the worker has to compute.
-pub(super) fn uncached(prompt: &Prompt<'_>, worker: WorkerRef) -> u64 {
+fn own(question: &Question<'_>, worker: WorkerRef) -> Own {
+    let there = question.sticky.filter(|sticky| sticky.worker == worker);
+    there.map_or(Own::default(), |Sticky { told_tokens: tokens, held_tokens, .. }| Own {
+        tokens,
+        held_tokens,
+    })
+}
+
+fn waiting(view: &ClusterView, worker: WorkerRef) -> Option<u64> {
+    Some(view.agent(worker).rank_load(worker.dp_rank)?.requests_waiting?.value)
+}
+
+/// Prompt tokens that the worker has to compute, where the prompt is known.
+pub(super) fn uncached(question: &Question<'_>, worker: WorkerRef) -> Option<u64> {
+    let prompt = question.prompt?;
     let blocks = worker.number().map_or(0, |number| prompt.overlap.device(number));
-    prompt.tokens.saturating_sub(u64::from(blocks) * prompt.block_tokens)
+    let held = own(question, worker).held_tokens;
+    Some(prompt.tokens.saturating_sub(held.max(u64::from(blocks) * prompt.block_tokens)))
 }
 
 /// Wanted tokens among those that eviction takes for so many new ones: what is free and half of
-/// what is nobody's first, then the KV of the longest idle.
-fn displaced_tokens(
-    agent: &Agent,
-    worker: WorkerRef,
-    wanted: &Wanted,
-    pool: u64,
-    needed: u64,
-) -> Option<u64> {
-    let load = agent.rank_load(worker.dp_rank)?;
+/// what is nobody's first, then the KV of the longest idle. A session is told with all that it had
+/// at its last turn's end: what all of them had beyond what is there to evict has gone already.
+fn displaced_tokens(load: &RankLoad, wanted: &Wanted, pool: u64, needed: u64) -> Option<u64> {
     let used = load.pool_used_tokens?.value;
     let evictable = match (load.pool_evictable_tokens, load.pool_available_tokens) {
         (Some(evictable), _) => evictable.value,
@@ -261,12 +327,14 @@ fn displaced_tokens(
     let owned: u64 = wanted.idle.iter().map(|idle| idle.tokens).fold(0, u64::saturating_add);
     let unwanted = evictable.saturating_sub(owned) / UNWANTED_DIVISOR;
     let mut needed = needed.saturating_sub(free).saturating_sub(unwanted);
+    let mut gone = owned.saturating_sub(evictable);
     let mut displaced = 0;
     for Idle { tokens, wanted_tokens } in wanted.idle.iter().rev() {
         if needed == 0 {
             break;
         }
-        let taken = needed.min(*tokens);
+        let taken = needed.min(tokens.saturating_sub(gone));
+        gone = gone.saturating_sub(*tokens);
         if taken > 0 {
             let part = share_milli(*wanted_tokens, *tokens).saturating_mul(taken) / WHOLE_MILLI;
             displaced = part.saturating_add(displaced);
@@ -291,10 +359,8 @@ fn batch_ms(turns: u32, turns_max: u32) -> u64 {
 }
 
 /// Pinned sessions hold rows: a pool with room but no rows takes none of them.
-fn rows_milli(load: Option<&RankLoad>, opens: u32) -> u64 {
-    load.and_then(|load| Some((load.rows_held?.value, load.rows_total?.value)))
-        .filter(|(_, rows)| *rows > 0)
-        .map_or(0, |(held, rows)| share_milli(held.saturating_add(opens.into()), rows))
+fn rows_milli(rows: Option<(u64, u64)>, opens: u32) -> u64 {
+    rows.map_or(0, |(held, total)| share_milli(held.saturating_add(opens.into()), total))
 }
 
 fn share_milli(part: u64, whole: u64) -> u64 {

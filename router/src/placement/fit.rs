@@ -6,7 +6,7 @@ use std::time::Instant;
 use proto::load::EngineFacts;
 
 use super::{Question, Reason};
-use crate::view::{ClusterView, Facts, WorkerRef, WorkerState};
+use crate::view::{ClusterView, WorkerState, roster::Seen};
 
 /// Why no worker can take the turn.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -34,16 +34,16 @@ pub enum NoWorker {
 
 /// The workers to choose from.
 #[derive(Debug)]
-pub(super) struct Candidates {
+pub(super) struct Candidates<'a> {
     /// Heard of late, or if there are none such, all that are connected.
-    pub(super) workers: Vec<WorkerRef>,
+    pub(super) workers: Vec<Seen<'a>>,
     /// None was heard of late.
     pub(super) stale: bool,
     /// The fleet has no other worker.
     pub(super) only: bool,
 }
 
-impl Candidates {
+impl Candidates<'_> {
     /// Why one of them was taken that nothing spoke for but its cost.
     pub(super) fn reason(&self, question: &Question<'_>) -> Reason {
         match question.prompt {
@@ -56,23 +56,24 @@ impl Candidates {
 }
 
 /// Finds them.
-pub(super) fn candidates(
+pub(super) fn candidates<'a>(
     question: &Question<'_>,
-    view: &ClusterView,
+    view: &'a ClusterView,
     now: Instant,
-) -> Result<Candidates, NoWorker> {
-    let (mut fresh, mut stale) = (Vec::with_capacity(view.agents.len()), vec![]);
-    let (mut known, mut fitting) = (0, 0);
-    for (worker, _, facts) in view.workers() {
-        known += 1;
-        if !serves(question, view, &facts.description.engine) || !offers(question, facts) {
+) -> Result<Candidates<'a>, NoWorker> {
+    let workers = view.roster().workers();
+    let known = workers.len();
+    let (mut fresh, mut stale) = (Vec::with_capacity(known), vec![]);
+    let mut fitting = 0;
+    for worker in workers {
+        if !serves(question, view, worker) || !offers(question, worker) {
             continue;
         }
         fitting += 1;
-        if question.exclude == Some(worker) {
+        if question.exclude == Some(worker.worker()) {
             continue;
         }
-        match view.state(worker, now) {
+        match worker.state(now, view.report_age_max()) {
             WorkerState::Fresh => fresh.push(worker),
             WorkerState::Stale => stale.push(worker),
             WorkerState::Lost | WorkerState::Unhealthy | WorkerState::Draining => {}
@@ -86,13 +87,18 @@ pub(super) fn candidates(
     Ok(Candidates { workers, stale: all_stale, only: known == 1 })
 }
 
-fn offers(question: &Question<'_>, facts: &Facts) -> bool {
-    question.retention.is_none_or(|asked| facts.description.retentions.contains(&asked))
+fn offers(question: &Question<'_>, worker: Seen<'_>) -> bool {
+    question.retention.is_none_or(|asked| worker.offers(asked))
+}
+
+fn serves(question: &Question<'_>, view: &ClusterView, worker: Seen<'_>) -> bool {
+    let Some(model) = question.model.filter(|_| !view.is_one_fleet()) else { return true };
+    let facts = view.agent(worker.worker()).facts.as_ref();
+    facts.is_some_and(|facts| serves_model(&facts.description.engine, model))
 }
 
 /// An adapter is named `model:adapter`.
-fn serves(question: &Question<'_>, view: &ClusterView, engine: &EngineFacts) -> bool {
-    let Some(model) = question.model.filter(|_| !view.is_one_fleet()) else { return true };
+fn serves_model(engine: &EngineFacts, model: &str) -> bool {
     let base = model.split_once(':').map_or(model, |(base, _)| base);
     engine.models.iter().any(|served| served == model || served == base)
 }
@@ -100,7 +106,8 @@ fn serves(question: &Question<'_>, view: &ClusterView, engine: &EngineFacts) -> 
 /// What of the question nobody fits.
 fn missing(question: &Question<'_>, view: &ClusterView) -> NoWorker {
     let all = || view.workers().map(|(_, _, facts)| &facts.description);
-    let serving = || all().filter(|description| serves(question, view, &description.engine));
+    let model = question.model.filter(|_| !view.is_one_fleet());
+    let serving = || all().filter(|one| model.is_none_or(|name| serves_model(&one.engine, name)));
     match (question.model, question.retention) {
         _ if all().next().is_none() => NoWorker::Unusable,
         (Some(model), _) if serving().next().is_none() => {

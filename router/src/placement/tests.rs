@@ -1,12 +1,12 @@
-//! What a choice of worker must be like, through `place` alone.
+//! What a choice of worker must be like, through `place` alone; of random fleets, see `random`.
+
+mod random;
 
 use std::{
     collections::BTreeMap,
-    sync::Arc,
     time::{Duration, Instant},
 };
 
-use proptest::prelude::*;
 use proto::{
     block::{BlockHash, after},
     id::{Digest, SessionKey},
@@ -44,7 +44,7 @@ fn at(agent: usize) -> WorkerRef {
 }
 
 fn stays(agent: usize) -> Option<Sticky> {
-    Some(Sticky { worker: at(agent), fixed: false, ended: None, moved: None })
+    Some(Sticky::at(at(agent)))
 }
 
 fn figure(value: u64) -> Option<Figure> {
@@ -110,6 +110,7 @@ fn session(id: u64, tokens: u64, idle: Duration) -> Session {
         exclusive: false,
         resident_tokens: figure(tokens),
         idle,
+        whole_history: false,
     }
 }
 
@@ -235,7 +236,7 @@ fn a_session_moves_for_the_gain_and_not_for_less() {
     tell(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(10_100), now);
     assert_eq!(placed(&state, &ask, now), (1, Reason::Moved), "505 ms");
     // Moved a moment ago it wants twice the gain.
-    let lately = Sticky { worker: at(0), fixed: false, ended: None, moved: Some(now) };
+    let lately = Sticky { moved: Some(now), ..Sticky::at(at(0)) };
     let again = Question { sticky: Some(lately), ..ask };
     assert_eq!(placed(&state, &again, now), (0, Reason::Sticky));
     tell(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(20_100), now);
@@ -258,6 +259,21 @@ fn a_session_stays_where_its_kv_is_unless_the_queue_is_longer_than_computing_it_
     assert_eq!(placed(&state, &ask, now), (1, Reason::Moved));
     let fixed = Question { sticky: stays(0).map(|one| Sticky { fixed: true, ..one }), ..ask };
     assert_eq!(placed(&state, &fixed, now), (0, Reason::Sticky));
+}
+
+#[test]
+fn what_a_session_holds_for_itself_keeps_it_where_it_is() {
+    let now = start();
+    let mut state = engines(2, now);
+    let overlap = resident(&[0, 19_200]);
+    let ask = Question { prompt: prompt(100_000, &overlap), sticky: stays(0), ..question(1) };
+    assert_eq!(placed(&state, &ask, now), (1, Reason::Moved), "blocks alone");
+    let holds = Sticky { held_tokens: 96_000, ..Sticky::at(at(0)) };
+    let ask = Question { sticky: Some(holds), ..ask };
+    let placement = place(&ask, &state.snapshot(), now).unwrap();
+    assert_eq!((placement.worker, placement.uncached_tokens), (at(0), Some(4_000)));
+    tell(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(200_000), now);
+    assert_eq!(placed(&state, &ask, now), (1, Reason::Moved), "not at any price");
 }
 
 #[test]
@@ -288,7 +304,7 @@ fn a_session_whose_prompt_is_unknown_stays_while_its_worker_can_take_it() {
 fn a_session_is_settled_without_its_prompt_unless_a_queue_speaks_for_another_worker() {
     let now = start();
     let mut state = engines(2, now);
-    let here = Sticky { worker: at(0), fixed: false, ended: Some(now), moved: None };
+    let here = Sticky { ended: Some(now), ..Sticky::at(at(0)) };
     let ask = Question { sticky: Some(here), ..question(1) };
     let mut settles = |own: u64, other: u64, ask: &Question<'_>| {
         tell(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(own), now);
@@ -382,19 +398,29 @@ fn kv_of_sessions_that_will_return_is_not_evicted_for_nothing() {
     let mut state = engines(2, now);
     let overlap = resident(&[]);
     // A full pool is nobody's on the one, on the other five sessions' that were here a minute ago.
-    for agent in 0..2 {
-        tell(&mut state, agent, |rank| rank.pool_evictable_tokens = figure(POOL_TOKENS), now);
-    }
+    let full = |rank: &mut RankLoad| {
+        rank.pool_evictable_tokens = figure(POOL_TOKENS - 50_000);
+        rank.pool_used_tokens = figure(50_000);
+    };
+    tell(&mut state, 0, full, now);
     for id in 0..5 {
         state.apply(1, Update::Upsert(session(id, 190_000, 60 * SECOND)), now);
     }
     let later = now + SECOND;
-    tell(&mut state, 1, |rank| rank.pool_evictable_tokens = figure(POOL_TOKENS), later);
+    tell(&mut state, 1, full, later);
     let once = Question { prompt: prompt(60_000, &overlap), returns: false, ..question(1) };
     let (free, taken) = (figures(&state, &once, later, 0), figures(&state, &once, later, 1));
     assert_eq!(free.displacement_ms, Some(0));
     assert!(taken.displacement_ms > Some(300), "{taken:?}");
     assert_eq!(placed(&state, &once, later).0, 0);
+    // Those idle for hours had more than the pool beside them: eviction took theirs long ago.
+    for id in 5..10 {
+        state.apply(1, Update::Upsert(session(id, 190_000, 7_200 * SECOND)), later);
+    }
+    let later = later + SECOND;
+    tell(&mut state, 1, full, later);
+    let still = figures(&state, &once, later, 1);
+    assert!(still.displacement_ms >= taken.displacement_ms, "{still:?}, {taken:?} before");
 }
 
 #[test]
@@ -456,6 +482,104 @@ fn a_full_batch_and_pinned_rows_cost() {
     };
     tell(&mut state, 0, full, now);
     assert_eq!(placed(&state, &question(1), now).0, 1);
+}
+
+#[test]
+fn a_prompt_that_does_not_fit_beside_running_turns_waits_for_some_of_them() {
+    let now = start();
+    let mut state = engines(2, now);
+    let overlap = resident(&[]);
+    let long = Question { prompt: prompt(599_000, &overlap), returns: false, ..question(1) };
+    tell(&mut state, 0, |rank| rank.pool_used_tokens = figure(400_000), now);
+    assert_eq!(figures(&state, &long, now, 0).wait_ms, 0, "it fits to the token");
+    tell(&mut state, 0, |rank| rank.pool_used_tokens = figure(500_000), now);
+    // A fifth of what is held has to go; with what waits before it two fifths, while that waits.
+    assert_eq!(figures(&state, &long, now, 0).wait_ms, 2_000);
+    let queued = |rank: &mut RankLoad| {
+        (rank.pool_used_tokens, rank.prefill_backlog_tokens) = (figure(500_000), figure(100_000));
+    };
+    tell(&mut state, 0, queued, now);
+    assert_eq!(figures(&state, &long, now, 0).wait_ms, 5_000, "turns end while it waits");
+    let queued = |rank: &mut RankLoad| {
+        (rank.pool_used_tokens, rank.prefill_backlog_tokens) = (figure(800_000), figure(1_000));
+    };
+    tell(&mut state, 0, queued, now);
+    assert_eq!(figures(&state, &long, now, 0).wait_ms, 5_012);
+    tell(&mut state, 1, |rank| rank.prefill_backlog_tokens = figure(40_000), now);
+    assert_eq!(placed(&state, &long, now).0, 1, "two seconds of queue are less");
+    let short = Question { prompt: prompt(10_000, &overlap), ..long };
+    assert_eq!(placed(&state, &short, now).0, 0, "a short prompt has room");
+    // What the session holds there already it need not bring.
+    let holds = Sticky { held_tokens: 400_000, ..Sticky::at(at(0)) };
+    let own = Question { sticky: Some(holds), ..long };
+    assert_eq!(figures(&state, &own, now, 0).wait_ms, 50, "the queue alone");
+    // Pins end with no turn.
+    let pinned = |rank: &mut RankLoad| {
+        (rank.pool_used_tokens, rank.pinned_tokens) = (figure(800_000), figure(500_000));
+    };
+    tell(&mut state, 0, pinned, now);
+    assert_eq!(figures(&state, &long, now, 0).wait_ms, 10_000);
+    // A session is not settled where it has no room.
+    let lately = Sticky { told_tokens: 300_000, ended: Some(now), ..Sticky::at(at(0)) };
+    let bare = Question { sticky: Some(lately), prompt: None, ..long };
+    let view = state.snapshot();
+    assert_eq!(settled(&bare, &view, now), None);
+    let small = Sticky { told_tokens: 100_000, ..lately };
+    assert!(settled(&Question { sticky: Some(small), ..bare }, &view, now).is_some());
+}
+
+#[test]
+fn a_session_is_not_crowded_out_by_its_own_kv() {
+    let now = start();
+    let mut state = engines(2, now);
+    let overlap = resident(&[499_200, 19_200]);
+    state.apply(0, Update::Upsert(session(1, 500_000, Duration::ZERO)), now);
+    let later = now + SECOND;
+    tell(&mut state, 0, |rank| rank.pool_evictable_tokens = figure(500_000), later);
+    let told = Sticky { told_tokens: 500_000, ..Sticky::at(at(0)) };
+    let ask = Question { prompt: prompt(500_000, &overlap), sticky: Some(told), ..question(1) };
+    assert_eq!(figures(&state, &ask, later, 0).crowding_ms, 0, "only its own is there");
+    let other = Question { sticky: None, ..ask };
+    assert!(figures(&state, &other, later, 0).crowding_ms > 5_000, "another one has it in its way");
+    state.apply(0, Update::Upsert(session(2, 200_000, Duration::ZERO)), later);
+    let later = later + SECOND;
+    tell(&mut state, 0, |_| {}, later);
+    let crowding_ms = figures(&state, &ask, later, 0).crowding_ms;
+    assert!((2_000..4_000).contains(&crowding_ms), "{crowding_ms} for what the other one has");
+    // A long prompt takes nothing of the others' off.
+    let grows = Question { prompt: prompt(900_000, &overlap), ..ask };
+    let [long, short] = [&grows, &ask].map(|one| figures(&state, one, later, 0).wanted_tokens);
+    assert_eq!(long, short);
+}
+
+#[test]
+fn what_lies_beyond_patience_counts_fourfold() {
+    let now = start();
+    let mut state = engines(2, now);
+    let overlap = resident(&[0, 0]);
+    let ask = Question { prompt: prompt(100_000, &overlap), returns: false, ..question(1) };
+    let of = |state: &State, agent| {
+        let one = figures(state, &ask, now, agent);
+        (one.wait_ms, one.prefill_ms, one.impatience_ms)
+    };
+    tell(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(100_000), now);
+    assert_eq!(of(&state, 0), (5_000, Some(5_000), 0));
+    tell(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(140_000), now);
+    assert_eq!(of(&state, 0), (7_000, Some(5_000), 6_000));
+    // What others are spared is worth some waiting, but none that is beyond patience.
+    for id in 0..10 {
+        state.apply(1, Update::Upsert(session(id, 100_000, 60 * SECOND)), now);
+    }
+    let later = now + SECOND;
+    tell(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(40_000), later);
+    tell(&mut state, 1, |rank| rank.pool_evictable_tokens = figure(POOL_TOKENS), later);
+    assert_eq!(placed(&state, &ask, later).0, 0);
+    tell(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(120_000), later);
+    let long = Question { prompt: prompt(300_000, &overlap), ..ask };
+    let each = [0, 1].map(|agent| figures(&state, &long, later, agent));
+    let [spares, takes] = each.map(|one| one.cost_ms - one.impatience_ms);
+    assert!(spares < takes, "{each:?}");
+    assert_eq!(placed(&state, &long, later).0, 1);
 }
 
 #[test]
@@ -536,39 +660,4 @@ fn the_only_worker_and_none() {
     let now = start();
     assert_eq!(placed(&fleet(&[(0, 0)], now), &question(1), now), (0, Reason::OnlyWorker));
     assert_eq!(place(&question(1), &fleet(&[], now).snapshot(), now), Err(NoWorker::Unusable));
-}
-
-proptest! {
-    #[test]
-    fn a_choice_is_fresh_costs_least_and_is_the_same_again(
-        loads in prop::collection::vec((0..80_u32, 0..1_000_000_u64, 0..300_000_u64), 1..6),
-        resident_tokens in prop::collection::vec(0..60_000_u64, 6),
-        silent in prop::collection::vec(any::<bool>(), 6),
-        digest in any::<u64>(),
-    ) {
-        let now = start();
-        let later = now + 4 * SECOND;
-        let mut state = engines(loads.len(), now);
-        for (agent, (turns, used, backlog)) in loads.iter().enumerate() {
-            if !silent[agent] {
-                let told = |rank: &mut RankLoad| {
-                    rank.turns_running = *turns;
-                    rank.pool_used_tokens = figure(*used);
-                    rank.prefill_backlog_tokens = figure(*backlog);
-                };
-                tell(&mut state, agent, told, later);
-            }
-        }
-        let overlap = resident(&resident_tokens[..loads.len()]);
-        let ask = Question { prompt: prompt(60_000, &overlap), ..question(digest) };
-        let view = Arc::new(state.snapshot());
-        let placement = place(&ask, &view, later).unwrap();
-        prop_assert_eq!(&place(&ask, &view, later).unwrap(), &placement);
-        let all_silent = silent[..loads.len()].iter().all(|&silent| silent);
-        prop_assert_eq!(placement.reason == Reason::StaleView, all_silent);
-        prop_assert!(all_silent || !silent[placement.worker.agent], "a silent worker was chosen");
-        let cost = |one: &Figures| one.cost_ms;
-        let own = placement.figures.iter().find(|one| one.worker == placement.worker).map(cost);
-        prop_assert_eq!(own, placement.figures.iter().map(cost).min());
-    }
 }

@@ -52,6 +52,15 @@ pub struct Wanted {
     pub idle: [Idle; CLASSES],
 }
 
+impl Wanted {
+    /// On a worker without sessions.
+    pub const NOTHING: Self = Self {
+        tokens: 0,
+        turns_micro_per_s: 0,
+        idle: [Idle { tokens: 0, wanted_tokens: 0 }; CLASSES],
+    };
+}
+
 /// The ledger of it.
 #[derive(Debug, Clone)]
 pub struct Demand {
@@ -253,6 +262,7 @@ mod tests {
             exclusive: false,
             resident_tokens: Some(Figure { value: tokens, source: Source::Usage, age_ms: 0 }),
             idle: idle.unwrap_or_default(),
+            whole_history: false,
         }
     }
 

@@ -164,6 +164,7 @@ mod tests {
             exclusive: false,
             resident_tokens: None,
             idle: std::time::Duration::ZERO,
+            whole_history: false,
         }
     }
 

@@ -10,7 +10,9 @@ use proto::{
     load::{Description, LoadReport, Session},
 };
 
-use super::{Agent, ClusterView, Facts, Link, WorkerRef, demand::Demand, sessions::Sessions};
+use super::{
+    Agent, ClusterView, Facts, Link, WorkerRef, demand::Demand, roster::Roster, sessions::Sessions,
+};
 use crate::config::{Config, control_authority};
 
 /// What a worker task heard, with when.
@@ -60,6 +62,7 @@ impl State {
         let agents: Vec<_> = config.workers.iter().map(agent).collect();
         let sessions = Sessions::new(agents.len(), config.sessions_max);
         let view = ClusterView {
+            roster: Roster::new(agents.len()),
             agents,
             sessions,
             wanted: Arc::default(),
@@ -136,18 +139,28 @@ impl State {
                 agent.link = Link::Lost { since, why };
                 // Its figures are of a stream that ended; a new stream brings new ones.
                 agent.report = None;
+                self.lay(index);
                 #[cfg(debug_assertions)]
                 self.check_invariants();
                 return None;
             }
         };
         self.agent(index).heard = Some(now);
+        self.lay(index);
         if let Some(wanted) = self.demand.sum(self.view.agents.len(), now) {
             self.view.wanted = Arc::new(wanted);
+            (0..self.view.agents.len()).for_each(|index| self.lay(index));
         }
         #[cfg(debug_assertions)]
         self.check_invariants();
         warning
+    }
+
+    /// Brings the roster up to what the agent is now.
+    fn lay(&mut self, index: usize) {
+        let view = &mut self.view;
+        let wanted = view.wanted.get(index).map_or(&[][..], Vec::as_slice);
+        view.roster.lay(index, &view.agents[index], wanted);
     }
 
     fn begin(
@@ -209,6 +222,8 @@ impl State {
 
     /// Panics where the view contradicts itself.
     pub fn check_invariants(&self) {
+        let wanted = |worker| *self.view.wanted(worker);
+        self.view.roster.check_invariants(&self.view.agents, wanted);
         for agent in &self.view.agents {
             if agent.is_up() {
                 let facts = agent.facts.as_ref().expect("an agent that is up was described");
@@ -248,7 +263,13 @@ mod tests {
             exclusive: false,
             resident_tokens: None,
             idle: Duration::ZERO,
+            whole_history: false,
         }
+    }
+
+    fn turns(state: &State) -> u32 {
+        let worker = WorkerRef { agent: 0, dp_rank: 0 };
+        state.snapshot().roster().get(worker).expect("it was heard").turns()
     }
 
     fn state_of(state: &State, agent: usize, now: Instant) -> WorkerState {
@@ -280,12 +301,12 @@ mod tests {
         state.apply(0, Update::Lost("gone".to_owned()), now);
         let began = Update::Began { description: description("a0", 2, 2), sessions: vec![] };
         state.apply(0, began, now);
-        assert_eq!(state.snapshot().agents[0].turns_estimate(0), 1);
+        assert_eq!(turns(&state), 1);
         // Reported by the agent and in flight here: one turn, not two.
         state.apply(0, Update::Report(report(&[(1, 0), (0, 0)])), now);
-        assert_eq!(state.snapshot().agents[0].turns_estimate(0), 1);
+        assert_eq!(turns(&state), 1);
         drop(lease);
-        assert_eq!(state.snapshot().agents[0].turns_estimate(0), 0);
+        assert_eq!(turns(&state), 0);
     }
 
     #[test]

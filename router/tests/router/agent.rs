@@ -8,7 +8,7 @@ use std::{
     pin::Pin,
     sync::{
         Arc,
-        atomic::{AtomicBool, AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicU16, AtomicUsize, Ordering},
     },
     time::Duration,
 };
@@ -91,6 +91,9 @@ pub(crate) struct Inner {
     deaf: tokio_util::sync::CancellationToken,
 }
 
+/// Agents started so far.
+static ADDRESSES: AtomicU16 = AtomicU16::new(0);
+
 /// A running agent.
 #[derive(Debug)]
 pub(crate) struct Agent {
@@ -105,7 +108,10 @@ impl Agent {
     }
 
     pub(crate) fn start_with(name: &str, retentions: Vec<Retention>) -> Self {
-        let bind = || std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        // At an address of its own: when it is killed, nobody else gets its ports.
+        let [high, low] = ADDRESSES.fetch_add(1, Ordering::Relaxed).to_be_bytes();
+        let own = SocketAddr::from(([127, 251, high, low], 0));
+        let bind = || std::net::TcpListener::bind(own).unwrap();
         let (control, data) = (bind(), bind());
         let inner = Arc::new(Inner {
             name: name.to_owned(),
@@ -249,6 +255,7 @@ impl Inner {
             retentions: self.retentions.iter().map(|retention| retention.to_wire()).collect(),
             turns_queued_per_session_max: 0,
             model_files: self.has_model.load(Ordering::Relaxed).then(|| named_model().into()),
+            trims: vec![],
         }
     }
 
@@ -307,6 +314,7 @@ impl Inner {
             exclusive: exclusive || retention == Retention::Pinned,
             resident_tokens: None,
             idle: Duration::ZERO,
+            whole_history: false,
         }
     }
 

@@ -16,7 +16,8 @@ use tokio::sync::oneshot;
 
 use crate::agent::Agent;
 
-pub(crate) const WAIT_MAX: Duration = Duration::from_secs(10);
+/// Far longer than anything here takes, also where the machine is slow.
+pub(crate) const WAIT_MAX: Duration = Duration::from_secs(60);
 
 /// A router in this process.
 pub(crate) struct Router {
@@ -49,10 +50,13 @@ impl Answer {
     }
 }
 
+/// No agent is silent or out of reach because the whole machine is slow.
 pub(crate) fn config(agents: &[&Agent]) -> Config {
     Config {
         workers: agents.iter().map(|agent| format!("http://{}", agent.control)).collect(),
-        drain_ms_max: 2_000,
+        load_report_age_ms_max: 60_000,
+        // A pinned session of an agent that is gone waits so long for its return.
+        connect_ms_max: 5_000,
         ..Config::default()
     }
 }

@@ -186,7 +186,12 @@ async fn a_restarted_router_knows_every_session_and_a_gap_is_healed() {
     }
     a.skip_sequence();
     b.skip_sequence();
-    router.call(Method::POST, OPEN, &[], r#"{"session_id":"after"}"#).await;
+    // While both streams begin anew there may be nobody to open it.
+    until("one more is open", async || {
+        let opened = router.call(Method::POST, OPEN, &[], r#"{"session_id":"after"}"#).await;
+        opened.status.is_success()
+    })
+    .await;
     until("the stream is whole again", async || {
         let workers = router.call(Method::GET, "/v1/workers", &[], "").await.json();
         let listed = router.call(Method::GET, OPEN, &[], "").await.json();
@@ -215,6 +220,32 @@ async fn sglangs_own_routes_keep_its_shape() {
     }
     let made = router.call(Method::POST, "/open_session", &[], "{}").await;
     assert_eq!(made.json().as_str().unwrap().len(), 32);
+}
+
+#[tokio::test]
+async fn an_id_that_is_too_long_is_refused_with_the_bound_at_every_door() {
+    let a = Agent::start("a");
+    let router = Router::start(&[&a]).await;
+    let id = "i".repeat(257);
+    let named = format!(r#"{{"session_id":"{id}"}}"#);
+    let open = format!(r#"{{"session_id":"{id}","capacity_of_str_len":9}}"#);
+    let path = format!("/v1/sessions/{id}");
+    let answers = [
+        router.call(Method::POST, OPEN, &[], named.clone()).await,
+        router.call(Method::GET, &path, &[], "").await,
+        router.call(Method::DELETE, &path, &[], "").await,
+        router.call(Method::POST, "/open_session", &[], open).await,
+        router.call(Method::POST, "/close_session", &[], named.clone()).await,
+        router.chat(&[("x-berth-session-id", &id)], "{}").await,
+        router.chat(&[], &named).await,
+        router.chat(&[], &format!(r#"{{"session_params":{{"id":"{id}"}}}}"#)).await,
+    ];
+    for (door, answer) in answers.iter().enumerate() {
+        assert_eq!(answer.status, StatusCode::BAD_REQUEST, "door {door}: {answer:?}");
+        let said = String::from_utf8_lossy(&answer.body);
+        assert!(said.contains("1 to 256 bytes, this one has 257"), "door {door}: {said}");
+    }
+    assert_eq!(a.session_count(), 0);
 }
 
 #[tokio::test]

@@ -304,7 +304,9 @@ class Engine:
             time.sleep(0.02)
         return found
 
-    def until_used(self, tokens: int, what: str = "the pool's use", seconds: float = 3) -> None:
+    def until_used(
+        self, tokens: int, what: str = "the pool's use", seconds: float = WAIT_SECONDS_MAX
+    ) -> None:
         """The load snapshot follows within a fraction of a second; what stands there after a while
         is what is used."""
         deadline = time.monotonic() + seconds

@@ -96,7 +96,7 @@ def a_streaming_client_that_goes_away(engine: Engine) -> None:
         flow.vanish()
         engine.until("the turn is gone", lambda: engine.load()["num_running_reqs"] == 0)
         gone = time.monotonic() - begin
-    assert gone < POLL_SECONDS / 2, f"noticed after {gone:.1f} s only"
+    assert gone < POLL_SECONDS - 1, f"noticed after {gone:.1f} s only"
     engine.until_used(0, "used after the disconnect")
     equal(next_turn(engine, session).prompt, 65, "prompt tokens: the turn left no trace")
 
@@ -126,11 +126,20 @@ def leave_unread(engine: Engine, session: str, tokens: int) -> socket.socket:
 
 @case("page16")
 def an_unstreamed_turn_that_ends_before_the_poll_counts(engine: Engine) -> None:
-    session = engine.open()
-    engine.turn(session, ids(40, 1), 20).good()
-    with engine.slow(0.02):
-        leave_unread(engine, session, 60).close()
-        engine.until_idle()
+    def ended_in_time() -> str | None:
+        """The session, unless the machine stalled and the poll may have come first."""
+        session = engine.open()
+        engine.turn(session, ids(40, 1), 20).good()
+        begin = time.monotonic()
+        with engine.slow(0.02):
+            leave_unread(engine, session, 60).close()
+            engine.until_idle()
+        if time.monotonic() - begin < POLL_SECONDS:
+            return session
+        engine.close(session)
+        return None
+
+    session = engine.until("a turn ends before the poll", ended_in_time, seconds=60)
     # 40 + 20 + 40 + 60: nobody has read those 60.
     equal(next_turn(engine, session).prompt, 165, "prompt tokens: the turn is in the history")
 
@@ -144,6 +153,7 @@ def an_unstreamed_turn_is_aborted_at_the_poll(engine: Engine) -> None:
         leave_unread(engine, session, 400).close()
         engine.until("the turn is gone", lambda: engine.load()["num_running_reqs"] == 0)
         gone = time.monotonic() - begin
-    assert POLL_SECONDS - 1 < gone < POLL_SECONDS + 3, f"noticed after {gone:.1f} s"
+    # The turn itself would take 20 s.
+    assert POLL_SECONDS - 1 < gone < 4 * POLL_SECONDS, f"noticed after {gone:.1f} s"
     engine.until_used(0, "used after the disconnect")
     equal(next_turn(engine, session).prompt, 65, "prompt tokens: the turn left no trace")

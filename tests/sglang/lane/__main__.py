@@ -32,6 +32,8 @@ from lane import (  # noqa: F401
     cuts,
     planted,
     kv,
+    trim,
+    clients,
     takeover,
     overlap,
     ends,

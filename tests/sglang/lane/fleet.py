@@ -6,6 +6,7 @@ import subprocess
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from lane import wire
 from lane.processes import Failed, Process, answers_200, free_ports, shim_env, wait_until
@@ -35,8 +36,11 @@ def start_engine(
     rows: int = ROWS,
     pool_tokens: int = POOL_TOKENS,
     env: dict | None = None,
+    model: str = "model",
+    more: list[str] | None = None,
 ) -> tuple[Process, str]:
-    """Starts the engine, with more environment; it isn't ready yet. Returns it and its URL."""
+    """Starts the engine, with more environment and flags; it isn't ready yet. Returns it and its
+    URL."""
     # The load feed takes the port after those of the events and of their replay.
     port, events, replay, _load = free_ports(4)
     kv_events = (
@@ -53,16 +57,19 @@ def start_engine(
         "--enable-session-radix-cache",
         "--kv-events-config", kv_events,
         "--load-publish-endpoint", "auto",
+        *(more or []),
     ]
-    return launch_engine(folder, port, flags, env), f"http://127.0.0.1:{port}"
+    return launch_engine(folder, port, flags, env, model), f"http://127.0.0.1:{port}"
 
 
-def launch_engine(folder: Path, port: int, flags: list[str], env: dict | None = None) -> Process:
-    """The real engine on the CPU with the lane's model, and these flags."""
+def launch_engine(
+    folder: Path, port: int, flags: list[str], env: dict | None = None, model: str = "model"
+) -> Process:
+    """The real engine on the CPU with one of the lane's models, and these flags."""
     home = engine_home()
     command = [
         str(home / "venv/bin/python"), "-W", "ignore", "-m", "sglang.launch_server",
-        "--model-path", str((home / "model").resolve()),
+        "--model-path", str((home / model).resolve()),
         "--load-format", "safetensors",
         "--served-model-name", MODEL,
         "--device", "cpu",
@@ -140,10 +147,11 @@ class Fleet:
         """Where the engine's shim looks for its agent."""
         return self.folder / "shim.sock"
 
-    def start_engine(self) -> None:
+    def start_engine(self, env: dict | None = None, **more: Any) -> None:
+        """With the shim, more environment, and what else `start_engine` takes."""
         print(f"lane: starting the engine, page size {self.page_size}", flush=True)
-        env = shim_env(self.shim_socket, self.bin_dir)
-        self.engine, self.engine_url = start_engine(self.folder, self.page_size, env=env)
+        env = shim_env(self.shim_socket, self.bin_dir) | (env or {})
+        self.engine, self.engine_url = start_engine(self.folder, self.page_size, env=env, **more)
         self.wait_engine()
 
     def wait_engine(self) -> None:
@@ -221,6 +229,14 @@ class Fleet:
             self.router, "placing turns again", lambda: wire.post(url, turn).status == 200,
             BERTH_START_SECONDS_MAX,
         )
+
+    def wait_trimming(self) -> None:
+        """Waits until the router knows that whole histories are trimmed here."""
+        def trims() -> bool:
+            workers = wire.get(f"{self.router_url}/v1/workers").json()["workers"]
+            return all(worker["trims"] for worker in workers)
+
+        wait_until(self.router, "sure of the trimmer", trims, BERTH_START_SECONDS_MAX)
 
     def _wait_ready(self, process: Process, admin: str) -> None:
         url = f"http://{admin}/readyz"

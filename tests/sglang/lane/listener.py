@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-VERSION = 3
+VERSION = 4
 HEAD_NAMES = (
     "seq events_lost samples samples_ns recounts total available evictable protected held uncached"
 ).split()

@@ -3,6 +3,8 @@ runs on them any more. In an engine of its own, which is of no use afterwards.""
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,23 @@ class Planted(Fleet):
         wait_until(self.engine, "planting", lambda: not self.file.exists(), 10)
 
 
+@contextmanager
+def planted(fleet: Fleet, name: str) -> Iterator[Planted]:
+    """One of its own beside this fleet, whose shim has met its agent."""
+    folder = fleet.folder / name
+    folder.mkdir(exist_ok=True)
+    own = Planted(folder, fleet.bin_dir, fleet.page_size)
+    try:
+        own.start_engine()
+        own.start_agent(settings=f'shim_socket = "{own.shim_socket}"\n')
+        own.start_router()
+        wait_until(own.agent, "hearing from the shim", lambda: by_shim(own), 10)
+        yield own
+    finally:
+        own.stop()
+        published(own).unlink(missing_ok=True)
+
+
 def _incarnation(fleet: Fleet, known: set[str]) -> str:
     """The engine's name of the session that was opened last."""
     [new] = {one["incarnation"] for one in audit(fleet)["sessions"]} - known
@@ -69,18 +88,8 @@ def _turn(fleet: Fleet, session: Pinned) -> wire.Answer:
 
 @test
 def what_is_planted_is_found_and_not_built_upon(fleet: Fleet) -> None:
-    folder = fleet.folder / "planted"
-    folder.mkdir(exist_ok=True)
-    with_faults = Planted(folder, fleet.bin_dir, fleet.page_size)
-    try:
-        with_faults.start_engine()
-        with_faults.start_agent(settings=f'shim_socket = "{with_faults.shim_socket}"\n')
-        with_faults.start_router()
-        wait_until(with_faults.agent, "hearing from the shim", lambda: by_shim(with_faults), 10)
+    with planted(fleet, "planted") as with_faults:
         _check(with_faults)
-    finally:
-        with_faults.stop()
-        published(with_faults).unlink(missing_ok=True)
 
 
 def _check(fleet: Planted) -> None:

@@ -1,11 +1,16 @@
-"""A plugin for SGLang that plants faults in its KV pool and in its publisher of KV events, and lists
-its radix tree, for tests of what Berth makes of them.
+"""A plugin for SGLang, for tests: it plants faults in the KV pool and in the publisher of KV events,
+lists the radix tree, and writes down contexts.
 
 Between two steps the scheduler looks for the file that `BERTH_PLANT` names, does what it says, and
 removes it. The file is JSON: the fault, and engine-side ids of sessions or what else it is about.
+
+To the file that `BERTH_CONTEXTS` names the engine appends lines of JSON: of each request the whole
+prompt's ids as its tokenizer has them (`rid`, `whole`), and of each finished turn of a streaming
+session the session's context afterwards (`rid`, `session`, `context`).
 """
 
 import json
+import multiprocessing
 import os
 import sys
 from pathlib import Path
@@ -13,12 +18,34 @@ from typing import Any
 
 
 def register() -> None:
-    if "sglang.srt.managers.scheduler" not in sys.modules:
-        return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    target = "sglang.srt.managers.scheduler.Scheduler.process_input_requests"
-    HookRegistry.register(target, _look, HookType.BEFORE)
+    if "sglang.srt.managers.scheduler" not in sys.modules:
+        if "BERTH_CONTEXTS" in os.environ and multiprocessing.parent_process() is None:
+            target = "sglang.srt.managers.tokenizer_manager.TokenizerManager."
+            HookRegistry.register(target + "_create_tokenized_object", _whole, HookType.BEFORE)
+        return
+    if "BERTH_PLANT" in os.environ:
+        target = "sglang.srt.managers.scheduler.Scheduler.process_input_requests"
+        HookRegistry.register(target, _look, HookType.BEFORE)
+    if "BERTH_CONTEXTS" in os.environ:
+        target = "sglang.srt.session.session_controller.Session.finish_req"
+        HookRegistry.register(target, _context, HookType.AFTER)
+
+
+def _append(line: dict[str, Any]) -> None:
+    with open(os.environ["BERTH_CONTEXTS"], "a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def _whole(_manager: Any, request: Any, _text: Any, ids: Any, *_: Any, **__: Any) -> None:
+    _append({"rid": request.rid, "whole": list(ids)})
+
+
+def _context(_result: None, session: Any, request: Any) -> None:
+    answer = request.output_ids[: request.sampling_params.max_new_tokens]
+    context = [*request.origin_input_ids, *answer]
+    _append({"rid": request.rid, "session": session.session_id, "context": context})
 
 
 def _look(scheduler: Any, *_: Any, **__: Any) -> None:
@@ -67,14 +94,24 @@ def _publisher(scheduler: Any) -> Any:
 
 
 def _dropped(scheduler: Any, count: str) -> None:
-    """The next messages don't arrive; the buffer has them."""
+    """So many of the next messages don't arrive, whatever was said before; the buffer has them."""
     publisher = _publisher(scheduler)
-    publisher._pub = _Dropping(publisher._pub, int(count))
+    socket = publisher._pub
+    if isinstance(socket, _Dropping):
+        socket = socket._socket
+    publisher._pub = _Dropping(socket, int(count))
 
 
 def _forgotten(scheduler: Any) -> None:
     """The buffer has nothing any more."""
     _publisher(scheduler)._buffer.clear()
+
+
+def _slowly(_scheduler: Any, pages: str) -> None:
+    """The shim publishes the tree by pieces of so many pages."""
+    from berth_shim import republish
+
+    republish.PIECE_SECONDS, republish.PART_PAGES = 0.0, int(pages)
 
 
 def _tree(scheduler: Any) -> None:
@@ -93,5 +130,5 @@ def _tree(scheduler: Any) -> None:
 
 FAULTS = {
     "written": _written, "aliased": _aliased,
-    "dropped": _dropped, "forgotten": _forgotten, "tree": _tree,
+    "dropped": _dropped, "forgotten": _forgotten, "slowly": _slowly, "tree": _tree,
 }

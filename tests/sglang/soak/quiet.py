@@ -17,7 +17,7 @@ from soak.wire import read
 
 PLAIN_SECONDS_MAX = 10
 # An engine sample and a report later than the last turn's end; an abort may take seconds.
-SETTLED_SECONDS_MAX = 20
+SETTLED_SECONDS_MAX = 60
 FIGURE = re.compile(r'^berth_agent_rank_load\{[^}]*figure="([a-z_]+)"[^}]*\} (\d+)$', re.M)
 
 

@@ -27,7 +27,7 @@ BUSY_AGAIN_SECONDS = 0.1
 FULL_AGAIN = 1
 FULL_AGAIN_SECONDS_MAX = 1.0
 ATTEMPTS_MAX = 6
-KNOWN_SECONDS_MAX = 10
+KNOWN_SECONDS_MAX = 60
 # Of the sessions, so many are opened by their first turn and not beforehand.
 OPENED_BY_TURN_RATIO = 0.3
 

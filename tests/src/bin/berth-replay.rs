@@ -13,6 +13,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 use tests::replay::options::Pace;
 use tests::replay::shape::Shape;
+use tests::replay::trace::Form;
 use tests::replay::{
     Api, Control, Options, Report, SessionHeaders, SessionOpen, Workload, drive, load,
 };
@@ -29,7 +30,7 @@ struct Flags {
     /// Where to: http://host:port[/path]
     #[arg(long)]
     url: String,
-    /// A trace: a folder of *.json, or a .json, .jsonl or .jsonl.gz file; without one,
+    /// A trace: a .json, .jsonl or .jsonl.gz file, or a folder of such; without one,
     /// conversations are made from published statistics
     #[arg(long)]
     trace: Option<PathBuf>,
@@ -257,6 +258,10 @@ fn workload(flags: &Flags, options: &Options) -> anyhow::Result<Workload> {
         trace.turns(),
         trace.duplicates,
     ));
+    if trace.form == Form::Prompts {
+        let edits = trace.edits();
+        say(&format!("{edits} of the turns edit their history: they say the whole of it anew"));
+    }
     Ok(Workload::Trace(trace))
 }
 

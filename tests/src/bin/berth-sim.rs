@@ -185,11 +185,10 @@ fn trace(flags: &Flags) -> anyhow::Result<Trace> {
         return Ok(made.trace(flags.workers as usize));
     };
     let name = path.to_string_lossy();
-    let context = || format!("{}", path.display());
     if name.ends_with(".csv.gz") {
-        azure::trace(path).with_context(context)
+        azure::trace(path).with_context(|| path.display().to_string())
     } else {
-        load::trace(path).with_context(context)
+        Ok(load::trace(path)?)
     }
 }
 

@@ -211,6 +211,17 @@ impl Core {
         self.try_close(id);
     }
 
+    /// Takes an idle session's KV, as the shim does: its row is free, its history stays. What goes
+    /// to the tree there is gone here. False while a turn of it is accepted, or it closes.
+    pub fn demote(&mut self, id: &str) -> bool {
+        let busy = |session: &Session| session.inflight || session.close_on_finish;
+        let idle = self.sessions.get(id).is_some_and(|session| !busy(session));
+        if idle {
+            self.release_slot(id);
+        }
+        idle
+    }
+
     /// Ends a tag's life: requests that began in it will not tag any more.
     fn untag(&mut self, id: &str) {
         if self.tags.remove(id).is_some() {

@@ -55,12 +55,51 @@ pub struct Mark<'a> {
 pub struct Measured {
     /// The answer.
     pub finished: Finished,
+    /// What Berth made of it as its session's turn, by its own word.
+    pub kind: Option<Kind>,
     /// Until the first content.
     pub first_token: Option<Duration>,
     /// Between contents.
     pub gaps: Vec<Duration>,
     /// Until the end.
     pub total: Duration,
+}
+
+/// How a turn ran in its session.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Kind {
+    /// In a session that holds its history.
+    Pinned,
+    /// In a new incarnation, which got the whole history.
+    Reopened,
+    /// With KV marked as its session's.
+    Tagged,
+    /// As if it had no session.
+    None,
+}
+
+impl fmt::Display for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Pinned => "pinned",
+            Self::Reopened => "reopened",
+            Self::Tagged => "tagged",
+            Self::None => "none",
+        })
+    }
+}
+
+impl Kind {
+    fn of(headers: &HeaderMap) -> Option<Self> {
+        match headers.get("x-berth-session-turn")?.as_bytes() {
+            b"pinned" => Some(Self::Pinned),
+            b"reopened" => Some(Self::Reopened),
+            b"tagged" => Some(Self::Tagged),
+            b"none" => Some(Self::None),
+            _ => None,
+        }
+    }
 }
 
 /// Why a call brought no answer. Its display is the kind it is counted under.
@@ -142,12 +181,14 @@ impl Client {
         }
         let answered = async {
             let response = self.send(request).await?;
+            let kind = Kind::of(response.headers());
             let read = if self.stream {
                 self.read_stream(response.into_body(), since).await
             } else {
                 self.read_whole(response.into_body(), since).await
             };
-            read.map_err(Failure::Answer)
+            let measured = read.map_err(Failure::Answer)?;
+            Ok(Measured { kind, ..measured })
         };
         tokio::time::timeout(self.timeout, answered).await.unwrap_or(Err(Failure::Timeout))
     }
@@ -229,7 +270,7 @@ impl Client {
             }
         }
         let finished = answer.finish()?;
-        Ok(Measured { finished, first_token, gaps, total: since.elapsed() })
+        Ok(Measured { finished, kind: None, first_token, gaps, total: since.elapsed() })
     }
 
     async fn read_whole(
@@ -242,7 +283,8 @@ impl Client {
         let mut answer = Answer::new(self.api);
         answer.body(&whole)?;
         let finished = answer.finish()?;
-        Ok(Measured { finished, first_token: None, gaps: Vec::new(), total: since.elapsed() })
+        let total = since.elapsed();
+        Ok(Measured { finished, kind: None, first_token: None, gaps: Vec::new(), total })
     }
 }
 

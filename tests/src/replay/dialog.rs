@@ -5,11 +5,12 @@
 //! has committed; where the trace goes back to less than half of its previous prompt (its
 //! authors' mark of a compaction) the session is begun again, and smaller rewrites, which a
 //! session that only appends cannot express, are sent as the same amount of appended tokens.
+//! Where a trace has words, a chat says them; each message is scaled to its beginning.
 
 use crate::replay::options::Api;
 use crate::replay::shape::Shape;
 use crate::replay::synth::{self, Salt};
-use crate::replay::trace::{Conversation, Turn};
+use crate::replay::trace::{Conversation, Follows, Said, Turn};
 use std::fmt::Write as _;
 use std::sync::Arc;
 
@@ -65,13 +66,13 @@ enum Role {
     Assistant,
 }
 
-/// A message: the tokens of the prompt it holds, or a real answer instead.
+/// A message: the tokens of the prompt it holds, or words instead.
 #[derive(Debug, Clone)]
 struct Message {
     role: Role,
     start: u64,
     end: u64,
-    answer: Option<String>,
+    words: Option<String>,
 }
 
 /// A real answer in the place of the trace's tokens from `start` on.
@@ -106,6 +107,10 @@ impl Dialog {
     pub fn request(&mut self, index: usize) -> Request {
         let conversation = Arc::clone(&self.conversation);
         let turn = &conversation.turns[index];
+        if self.style.api == Api::Chat && !conversation.said.is_empty() {
+            self.converse(&conversation.said[..=index]);
+            return Request { body: self.chat_body(turn, &[]), reopen: false };
+        }
         let symbols = synth::symbols(&conversation, turn, &self.style.shape, self.salt);
         let previous = self.last.take();
         let append = previous.map(|(last, reply)| {
@@ -126,6 +131,32 @@ impl Dialog {
         if let Some((_, slot)) = &mut self.last {
             *slot = Some(reply);
         }
+    }
+
+    /// Adds what is said in the last of these turns, after the answer to the one before.
+    fn converse(&mut self, said: &[Said]) {
+        let index = said.len() - 1;
+        let answered = self.last.replace((index, None)).and_then(|(_, reply)| reply);
+        let message = |role, words: String| Message { role, start: 0, end: 0, words: Some(words) };
+        match said[index].follows {
+            Follows::On => {
+                let trace = &said[index.saturating_sub(1)].answer;
+                let answer = match (self.style.echo, answered) {
+                    (true, reply) => reply.map(|reply| reply.text),
+                    (false, _) => Some(self.scaled(trace)),
+                };
+                self.messages.extend(answer.map(|text| message(Role::Assistant, text)));
+            }
+            Follows::Again => return,
+            Follows::Anew => self.messages.clear(),
+        }
+        self.messages.push(message(Role::User, self.scaled(&said[index].text)));
+    }
+
+    /// The beginning of a message.
+    fn scaled(&self, text: &str) -> String {
+        let characters = self.style.shape.tokens(text.chars().count() as u64);
+        text.chars().take(usize::try_from(characters).unwrap_or(usize::MAX)).collect()
     }
 
     fn generate(
@@ -205,12 +236,12 @@ impl Dialog {
             return;
         }
         let echoed = reply.filter(|_| self.style.echo).map(|reply| reply.text);
-        let answer = echoed.filter(|text| !text.is_empty());
+        let words = echoed.filter(|text| !text.is_empty());
         let end = (start + output).min(length.saturating_sub(1)).max(start);
-        if end > start || answer.is_some() {
-            self.messages.push(Message { role: Role::Assistant, start, end, answer });
+        if end > start || words.is_some() {
+            self.messages.push(Message { role: Role::Assistant, start, end, words });
         }
-        self.messages.push(Message { role: Role::User, start: end, end: length, answer: None });
+        self.messages.push(Message { role: Role::User, start: end, end: length, words: None });
     }
 
     /// Keeps what is shared and says the rest as the user.
@@ -220,13 +251,13 @@ impl Dialog {
             let front = self.style.shape.tokens(self.conversation.shared.tokens);
             let end = front.min(length - 1);
             if end > 0 {
-                self.messages.push(Message { role: Role::System, start: 0, end, answer: None });
+                self.messages.push(Message { role: Role::System, start: 0, end, words: None });
             }
         }
         let mut start = self.messages.last().map_or(0, |message| message.end);
         if let Some(last) = self.messages.last_mut() {
             if last.end > shared {
-                last.answer = None;
+                last.words = None;
             }
             last.end = last.end.min(length);
             // The last message is the user's, always: that is what an answer is asked for.
@@ -235,7 +266,7 @@ impl Dialog {
                 self.messages.pop();
             }
         }
-        self.messages.push(Message { role: Role::User, start, end: length, answer: None });
+        self.messages.push(Message { role: Role::User, start, end: length, words: None });
     }
 
     fn generate_body(&self, turn: &Turn, ids: &[u32]) -> String {
@@ -264,7 +295,7 @@ impl Dialog {
                 Role::User => "user",
                 Role::Assistant => "assistant",
             };
-            let content = message.answer.as_deref().map_or_else(
+            let content = message.words.as_deref().map_or_else(
                 || quoted(&synth::text(part(symbols, message), self.style.bytes_per_token)),
                 quoted,
             );
@@ -317,6 +348,7 @@ mod tests {
             scope: Some(0),
             shared: Shared { stream: 0, tokens: 5 },
             turns: prompts.iter().map(turn).collect(),
+            said: Vec::new(),
             children: Vec::new(),
         })
     }
@@ -435,6 +467,46 @@ mod tests {
         assert_eq!((rewritten.len(), rewritten[1].1.len()), (2, 10));
         let last = messages(&dialog.request(3));
         assert_eq!(last.last().unwrap().0, "user");
+    }
+
+    #[test]
+    fn words_are_said_with_the_real_answers_between() {
+        let said = |follows, text: &str| Said {
+            follows,
+            text: text.to_owned(),
+            answer: "told".to_owned(),
+        };
+        let words = vec![
+            said(Follows::Anew, "abcdef"),
+            said(Follows::On, "gh"),
+            said(Follows::Again, ""),
+            said(Follows::On, ""),
+            said(Follows::Anew, "ijk"),
+        ];
+        let play = |echo: bool| {
+            let turns: [(&[u64], u64); 5] = [(&[1], 10); 5];
+            let mut dialog = dialog(Api::Chat, false, &turns);
+            let mut conversation = (*dialog.conversation).clone();
+            conversation.said = words.clone();
+            // Scaled like the words.
+            conversation.turns.iter_mut().for_each(|turn| turn.output_tokens = 8);
+            let mut style = (*dialog.style).clone();
+            (style.echo, style.shape.scale) = (echo, 0.5);
+            (dialog.conversation, dialog.style) = (Arc::new(conversation), Arc::new(style));
+            let turn = |index| {
+                let sent = messages(&dialog.request(index));
+                dialog.answered(Reply { text: format!("real {index}"), ..Reply::default() });
+                sent.iter().map(|(role, text)| format!("{} {text}", &role[..1])).collect()
+            };
+            (0..5).map(turn).collect::<Vec<Vec<String>>>()
+        };
+        let real = play(true);
+        assert_eq!(real[0], ["u abc"]);
+        assert_eq!(real[1], ["u abc", "a real 0", "u g"]);
+        assert_eq!(real[2], real[1], "asked again");
+        assert_eq!(real[3][2..], ["u g", "a real 2", "u "]);
+        assert_eq!(real[4], ["u ij"]);
+        assert_eq!(play(false)[1], ["u abc", "a to", "u g"]);
     }
 
     #[test]

@@ -83,6 +83,7 @@ pub fn conversation(seed: u64, index: u64) -> Conversation {
         scope: Some(index),
         shared: Shared { stream: 0, tokens: SHARED_TOKENS },
         turns: made,
+        said: Vec::new(),
         children: Vec::new(),
     }
 }

@@ -1,10 +1,10 @@
 //! Reads traces from disk: a folder of conversations, or lines, packed or not.
 //!
 //! The form is told by content, packing by the first bytes; names don't matter, but for `.json`,
-//! which is one record over many lines.
+//! which is one record over many lines. Of a folder, only what is named as JSON is read.
 
 use crate::replay::trace::{Conversation, Form, Trace};
-use crate::replay::wire;
+use crate::replay::{texts, wire};
 use flate2::read::MultiGzDecoder;
 use std::collections::HashSet;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -68,21 +68,20 @@ pub fn trace(path: &Path) -> Result<Trace, Error> {
         let mut files = Vec::new();
         for entry in std::fs::read_dir(path).map_err(read_error)? {
             let file = entry.map_err(read_error)?.path();
-            if is_json(&file) {
+            if is_json(&file) || has_lines(&file) {
                 files.push(file);
             }
         }
         // The order of a folder's listing is the file system's; a replay's is by name.
         files.sort();
         for file in files {
-            reader.whole(&file)?;
+            reader.file(&file)?;
         }
-    } else if is_json(path) {
-        reader.whole(path)?;
     } else {
-        reader.lines(path)?;
+        reader.file(path)?;
     }
-    let Records { form, conversations, duplicates, .. } = reader;
+    let Records { form, mut conversations, prompts, duplicates, .. } = reader;
+    conversations.extend(texts::conversations(prompts));
     match form {
         Some(form) => Ok(Trace { form, conversations, duplicates }),
         None => Err(Error::Empty { path: path.to_owned() }),
@@ -93,12 +92,18 @@ pub fn trace(path: &Path) -> Result<Trace, Error> {
 struct Records {
     form: Option<Form>,
     conversations: Vec<Conversation>,
+    /// Requests of conversations that are put together at the end.
+    prompts: Vec<texts::Prompt>,
     seen: HashSet<u64>,
     duplicates: u64,
     index: u64,
 }
 
 impl Records {
+    fn file(&mut self, path: &Path) -> Result<(), Error> {
+        if is_json(path) { self.whole(path) } else { self.lines(path) }
+    }
+
     fn whole(&mut self, path: &Path) -> Result<(), Error> {
         let mut text = String::new();
         open(path)?
@@ -148,7 +153,15 @@ impl Records {
             Some(form) => form,
             None => wire::form(text).map_err(wrong)?,
         };
-        let conversation = match wire::conversation(form, text, self.index) {
+        let read = match form {
+            Form::Conversations => wire::conversation(text, self.index).map(Some),
+            Form::Requests => wire::request(text, self.index).map(Some),
+            Form::Prompts => texts::prompt(text).map(|prompt| {
+                self.prompts.push(prompt);
+                None
+            }),
+        };
+        let conversation = match read {
             Ok(conversation) => conversation,
             Err(_) if wire::form(text).is_ok_and(|other| other != form) => {
                 return Err(Error::Mixed { path: path.to_owned(), line });
@@ -157,6 +170,7 @@ impl Records {
         };
         self.form = Some(form);
         self.index += 1;
+        let Some(conversation) = conversation else { return Ok(()) };
         // Some conversations were published twice; a copy would find its twin's sizes and times.
         if form == Form::Conversations && !self.seen.insert(fingerprint(&conversation)) {
             self.duplicates += 1;
@@ -169,6 +183,11 @@ impl Records {
 
 fn is_json(path: &Path) -> bool {
     path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("json"))
+}
+
+fn has_lines(path: &Path) -> bool {
+    let name = path.file_name().unwrap_or_default().to_string_lossy().to_ascii_lowercase();
+    name.trim_end_matches(".gz").ends_with(".jsonl")
 }
 
 fn open(path: &Path) -> Result<Box<dyn BufRead>, Error> {
@@ -226,6 +245,24 @@ mod tests {
         assert_eq!((read.conversations.len(), read.duplicates), (2, 1));
         assert_eq!(read, trace(&packed).unwrap());
         assert_eq!(read, trace(folder.path()).unwrap());
+    }
+
+    #[test]
+    fn requests_in_words_become_conversations_across_files() {
+        let line = |session: &str, at: u32, input: &str| {
+            format!(
+                r#"{{"timestamp":{at},"input":"{input}","output":"o","session_id":"{session}"}}"#
+            )
+        };
+        let (folder, _) = file("b.jsonl", line("b", 1, "one").as_bytes());
+        let lines = format!("{}\n{}\n", line("a", 2, "one\\n\\ntwo"), line("a", 1, "one"));
+        std::fs::write(folder.path().join("a.jsonl"), lines).unwrap();
+        std::fs::write(folder.path().join("LICENSE"), "not a record").unwrap();
+        let read = trace(folder.path()).unwrap();
+        assert_eq!((read.form, read.turns(), read.edits()), (Form::Prompts, 3, 0));
+        let ids: Vec<_> = read.conversations.iter().map(|one| one.id.as_str()).collect();
+        assert_eq!(ids, ["a", "b"]);
+        assert_eq!(read.conversations[0].said[1].text, "two");
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! What a replay counts, readable while it runs, and its final report.
 
-use crate::replay::client::{Failure, Measured};
+use crate::replay::client::{Failure, Kind, Measured};
 use crate::replay::workload::Losses;
 use hdrhistogram::Histogram;
 use parking_lot::Mutex;
@@ -27,6 +27,8 @@ pub struct Report {
     pub errors: u64,
     /// The same by kind.
     pub errors_by_kind: BTreeMap<String, u64>,
+    /// Turns by how they ran in their sessions, where Berth says.
+    pub turns_by_kind: BTreeMap<Kind, u64>,
     /// Tries again after 429 with `Retry-After`.
     pub retries: u64,
     /// Turns not sent because too many were in flight (open loop).
@@ -71,6 +73,8 @@ pub struct Report {
     pub input_tokens_per_s: f64,
     /// Answer tokens a second.
     pub output_tokens_per_s: f64,
+    /// Prompt and answer tokens of all conversations' last turns: what they hold at their ends.
+    pub context_tokens: u64,
     /// Prompt tokens found cached.
     pub cached_tokens: u64,
     /// Their share, over answers that tell; `None` if none did.
@@ -169,6 +173,9 @@ impl Live {
         let input = if reply.prompt_tokens > 0 { reply.prompt_tokens } else { sent_tokens };
         stats.last_end = Some(now);
         stats.counts.turns += 1;
+        if let Some(kind) = measured.kind {
+            *stats.counts.turns_by_kind.entry(kind).or_default() += 1;
+        }
         stats.counts.input_tokens += input;
         stats.counts.output_tokens += reply.output_tokens;
         if let Some(cached) = measured.finished.cached_tokens {
@@ -182,6 +189,11 @@ impl Live {
         for gap in &measured.gaps {
             stats.gap_us.saturating_record(micros(*gap));
         }
+    }
+
+    /// Counts what a conversation holds at its end.
+    pub(crate) fn context(&self, tokens: u64) {
+        self.stats.lock().counts.context_tokens += tokens;
     }
 
     pub(crate) fn failure(&self, call: &str, failure: &Failure, now: Duration) {
@@ -275,8 +287,13 @@ impl Report {
                 self.cached_ratio
                     .map_or("not told".to_owned(), |ratio| format!("{:.2} %", ratio * 100.0)),
             ),
-            ("errors", self.errors.to_string()),
+            ("tokens held at ends", self.context_tokens.to_string()),
         ];
+        if !self.turns_by_kind.is_empty() {
+            let kinds = self.turns_by_kind.iter().map(|(kind, count)| format!("{kind} {count}"));
+            rows.push(("turns by kind", kinds.collect::<Vec<_>>().join(", ")));
+        }
+        rows.push(("errors", self.errors.to_string()));
         let kinds = self.errors_by_kind.iter().map(|(kind, count)| format!("{kind} {count}"));
         rows.extend(kinds.map(|kind| ("", kind)));
         let rare = [
@@ -333,6 +350,7 @@ mod tests {
         let reply = Reply { prompt_tokens: 100, output_tokens: 10, ..Reply::default() };
         Measured {
             finished: Finished { reply, cached_tokens },
+            kind: (millis > 90).then_some(Kind::Pinned),
             first_token: Some(Duration::from_millis(millis)),
             gaps: vec![Duration::from_millis(5); 9],
             total: Duration::from_millis(millis + 45),
@@ -350,6 +368,8 @@ mod tests {
         assert_eq!((report.turns, report.input_tokens, report.output_tokens), (100, 10_000, 1000));
         assert_eq!((report.seconds, report.turns_per_s, report.errors), (20.0, 5.0, 1));
         assert_eq!(report.errors_by_kind["open_timeout"], 1);
+        assert_eq!(report.turns_by_kind, BTreeMap::from([(Kind::Pinned, 10)]));
+        assert!(report.table().contains("pinned 10"), "{}", report.table());
         // The ratio is over the half of the answers that told.
         assert_eq!(report.cached_ratio, Some(0.9));
         let near = |found: f64, expected: f64| (found / expected - 1.0).abs() < 0.01;

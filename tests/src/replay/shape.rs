@@ -103,6 +103,7 @@ mod tests {
             scope: Some(0),
             shared: Shared::default(),
             turns: prompts.iter().map(turn).collect(),
+            said: Vec::new(),
             children: Vec::new(),
         }
     }

@@ -121,6 +121,7 @@ mod tests {
             scope,
             shared: Shared { stream: 0, tokens: shared_tokens },
             turns: Vec::new(),
+            said: Vec::new(),
             children: Vec::new(),
         }
     }

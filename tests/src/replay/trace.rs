@@ -1,4 +1,5 @@
-//! The model of a trace: conversations of turns, whose prompts are named by block ids. Pure.
+//! The model of a trace: conversations of turns, whose prompts are named by block ids, and have
+//! words where the trace has. Pure.
 //!
 //! Invariant: a turn's runs cover its whole prompt (`wire` completes a tail the trace leaves
 //! unnamed), so a prompt is fully determined by (conversation scope, runs, length).
@@ -136,6 +137,28 @@ pub struct Turn {
     pub blocks: Blocks,
 }
 
+/// How a turn's history follows from that of the turn before.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Follows {
+    /// It goes on with the answer and what the user says.
+    On,
+    /// It is the same: the last answer is asked for again.
+    Again,
+    /// It is another one, which the user says as a whole.
+    Anew,
+}
+
+/// A turn in words.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Said {
+    /// What becomes of the history before it.
+    pub follows: Follows,
+    /// What the user says.
+    pub text: String,
+    /// What was answered.
+    pub answer: String,
+}
+
 /// Text that all conversations of a client have in front: system prompt and tools.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Shared {
@@ -158,6 +181,8 @@ pub struct Conversation {
     pub shared: Shared,
     /// Its requests in order; at least one.
     pub turns: Vec<Turn>,
+    /// The same in words, as far as the trace has them: nothing, or at least one for each turn.
+    pub said: Vec<Said>,
     /// Conversations that its turns start.
     pub children: Vec<Child>,
 }
@@ -173,13 +198,15 @@ pub struct Child {
     pub conversation: Conversation,
 }
 
-/// Which of the two forms a trace has.
+/// Which form a trace has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Form {
     /// kv-cache-tester: conversations with local ids.
     Conversations,
     /// Mooncake: single requests with global ids and timestamps.
     Requests,
+    /// LMCache: the requests of conversations, each with its whole prompt in words.
+    Prompts,
 }
 
 /// A trace read and checked.
@@ -198,6 +225,11 @@ impl Trace {
     pub fn turns(&self) -> u64 {
         self.conversations.iter().map(Conversation::turns_total).sum()
     }
+
+    /// Turns whose history isn't the one before, continued; known where the trace has words.
+    pub fn edits(&self) -> u64 {
+        self.conversations.iter().map(Conversation::edits).sum()
+    }
 }
 
 impl Conversation {
@@ -205,6 +237,12 @@ impl Conversation {
     pub fn turns_total(&self) -> u64 {
         let children: usize = self.children.iter().map(|c| c.conversation.turns.len()).sum();
         (self.turns.len() + children) as u64
+    }
+
+    /// The same of this one.
+    pub fn edits(&self) -> u64 {
+        let edited = |said: &&Said| said.follows != Follows::On;
+        self.said.iter().skip(1).filter(edited).count() as u64
     }
 }
 

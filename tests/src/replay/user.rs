@@ -127,6 +127,7 @@ pub(crate) fn run(
         }
         join(&mut awaited).await;
         join(&mut beside).await;
+        context.live.context(line.context_tokens);
         line.close().await;
         if whole {
             context.live.event(Event::Finished);
@@ -195,6 +196,8 @@ struct Line {
     dialog: Option<Dialog>,
     session: String,
     parent: Option<String>,
+    /// Prompt and answer of the last turn answered.
+    context_tokens: u64,
     /// How often the session was begun again.
     reopened: u32,
     open: bool,
@@ -215,6 +218,7 @@ impl Line {
             dialog,
             session,
             parent,
+            context_tokens: 0,
             reopened: 0,
             open: false,
             owed: false,
@@ -334,6 +338,8 @@ impl Line {
         let measured = context.client.turn(body, mark, since).await?;
         let sent = context.style.shape.prompt_tokens(&self.conversation.turns[index]);
         context.live.turn(&measured, sent, context.started.elapsed());
+        let reply = &measured.finished.reply;
+        self.context_tokens = reply.prompt_tokens + reply.output_tokens;
         if let Some(dialog) = &mut self.dialog {
             dialog.answered(measured.finished.reply);
         }

@@ -1,4 +1,5 @@
-//! The JSON forms of a trace and their way into the model. Pure: text in, conversations out.
+//! The JSON forms of a trace and their way into the model. Pure: text in, conversations out. Those
+//! with words are for `texts`.
 //!
 //! What is wrong is said with its place inside the record; `load` adds file and line.
 
@@ -27,8 +28,11 @@ pub enum Error {
     /// Not JSON, or not of the form's types.
     #[error("not a record of this form")]
     Json(#[source] serde_json::Error),
-    /// Neither form's marks are there.
-    #[error("neither `requests` (conversation form) nor `input_length` (Mooncake form) is there")]
+    /// No form's marks are there.
+    #[error(
+        "neither `requests` (conversation form) nor `input_length` (Mooncake form) nor `input` \
+         (LMCache form) is there"
+    )]
     UnknownForm,
     /// A field is absent.
     #[error("{place} has no `{field}`")]
@@ -52,6 +56,7 @@ pub enum Error {
 struct Marks {
     requests: Option<serde::de::IgnoredAny>,
     input_length: Option<serde::de::IgnoredAny>,
+    input: Option<serde::de::IgnoredAny>,
 }
 
 #[derive(Deserialize)]
@@ -100,28 +105,23 @@ struct RawRequest {
 /// Tells the form of a record by its content.
 pub fn form(text: &str) -> Result<Form, Error> {
     let marks: Marks = serde_json::from_str(text).map_err(Error::Json)?;
-    match (marks.requests, marks.input_length) {
-        (Some(_), _) => Ok(Form::Conversations),
-        (None, Some(_)) => Ok(Form::Requests),
-        (None, None) => Err(Error::UnknownForm),
+    match marks {
+        Marks { requests: Some(_), .. } => Ok(Form::Conversations),
+        Marks { input_length: Some(_), .. } => Ok(Form::Requests),
+        Marks { input: Some(_), .. } => Ok(Form::Prompts),
+        _ => Err(Error::UnknownForm),
     }
 }
 
-/// Reads one record; `index` is its position in the trace and gives its ids their namespace.
-pub fn conversation(form: Form, text: &str, index: u64) -> Result<Conversation, Error> {
-    match form {
-        Form::Conversations => {
-            let raw: RawConversation = serde_json::from_str(text).map_err(Error::Json)?;
-            agent_conversation(raw, index)
-        }
-        Form::Requests => {
-            let raw: RawRequest = serde_json::from_str(text).map_err(Error::Json)?;
-            single_request(&raw, index)
-        }
-    }
+/// Reads a conversation; `index` is its position in the trace and gives its ids their namespace.
+pub fn conversation(text: &str, index: u64) -> Result<Conversation, Error> {
+    let raw: RawConversation = serde_json::from_str(text).map_err(Error::Json)?;
+    agent_conversation(raw, index)
 }
 
-fn single_request(raw: &RawRequest, index: u64) -> Result<Conversation, Error> {
+/// Reads a single request, as a conversation of one turn.
+pub fn request(text: &str, index: u64) -> Result<Conversation, Error> {
+    let raw: RawRequest = serde_json::from_str(text).map_err(Error::Json)?;
     let place = "request";
     check_prompt(place, raw.input_length)?;
     let blocks = Blocks::from_ids(&raw.hash_ids);
@@ -142,6 +142,7 @@ fn single_request(raw: &RawRequest, index: u64) -> Result<Conversation, Error> {
         scope: None,
         shared: Shared::default(),
         turns,
+        said: Vec::new(),
         children: Vec::new(),
     })
 }
@@ -157,6 +158,7 @@ fn agent_conversation(raw: RawConversation, index: u64) -> Result<Conversation, 
         scope: Some(index),
         shared: Shared { stream: 0, tokens: shared_tokens(raw.tool_tokens, raw.system_tokens) },
         turns: Vec::new(),
+        said: Vec::new(),
         children: Vec::new(),
     };
     let mut api_end = None;
@@ -218,6 +220,7 @@ fn subagent(
         scope: parent.scope,
         shared,
         turns,
+        said: Vec::new(),
         children: Vec::new(),
     };
     let awaited = entry.status.as_deref().is_none_or(|status| status == "completed");
@@ -338,8 +341,11 @@ mod tests {
     use super::*;
 
     fn read(text: &str) -> Result<Conversation, String> {
-        let found = form(text).map_err(|error| error.to_string())?;
-        conversation(found, text, 0).map_err(|error| error.to_string())
+        let read = match form(text).map_err(|error| error.to_string())? {
+            Form::Requests => request,
+            _ => conversation,
+        };
+        read(text, 0).map_err(|error| error.to_string())
     }
 
     fn agent(requests: &str) -> String {

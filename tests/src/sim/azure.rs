@@ -52,6 +52,7 @@ pub fn trace(path: &Path) -> Result<Trace, Error> {
                 output_tokens: output_tokens.max(1),
                 blocks: named,
             }],
+            said: Vec::new(),
             children: Vec::new(),
         });
     }

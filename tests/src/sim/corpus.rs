@@ -146,7 +146,7 @@ impl Corpus {
             all.filter(|conversation| fits(conversation, choice.context_tokens_max)).collect();
         match trace.form {
             Form::Requests => Self::of_requests(&chosen, block_tokens),
-            Form::Conversations => {
+            Form::Conversations | Form::Prompts => {
                 Self::of_conversations(&chosen, block_tokens, choice.context_tokens_max)
             }
         }
@@ -345,6 +345,7 @@ mod tests {
             scope: Some(scope),
             shared: Shared { stream: 0, tokens: shared_tokens },
             turns: turns.iter().map(turn).collect(),
+            said: Vec::new(),
             children: Vec::new(),
         }
     }

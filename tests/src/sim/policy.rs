@@ -117,6 +117,9 @@ pub enum Kind {
     Berth,
     /// The same over engines that never evict: a bound.
     Ideal,
+    /// Berth's own, told when a session is over, also where nobody closes it: what knowing it at
+    /// once would give. KV that nobody will want stays until it is evicted, as ever.
+    Told,
     /// Least predicted time to first token over engines that share one pool of all their tokens:
     /// what no placement over separate pools finds more of.
     Pooled,
@@ -147,8 +150,9 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// No policies, but what none can beat: one pool for all engines.
-    pub const BOUNDS: [Self; 2] = [Self::Pooled, Self::PooledClairvoyant];
+    /// No policies, but what to hold them against: one that knows more, and one pool for all
+    /// engines. What these reach is no proof that no policy could reach more.
+    pub const BOUNDS: [Self; 3] = [Self::Told, Self::Pooled, Self::PooledClairvoyant];
 
     /// The name in tables and JSON.
     #[must_use]
@@ -156,6 +160,7 @@ impl Kind {
         match self {
             Self::Berth => "berth",
             Self::Ideal => "ideal",
+            Self::Told => "told",
             Self::Pooled => "pooled",
             Self::PooledClairvoyant => "pooled_clairvoyant",
             Self::RoundRobin => "round_robin",
@@ -177,7 +182,7 @@ impl Kind {
     pub fn build(self, seed: u64, mode: Mode, fleet: &Fleet) -> Box<dyn Policy> {
         let workers = fleet.workers.len();
         match self {
-            Self::Berth | Self::Ideal => Box::new(berth::Berth::new(mode, fleet)),
+            Self::Berth | Self::Ideal | Self::Told => Box::new(berth::Berth::new(mode, fleet)),
             Self::RoundRobin => Box::new(plain::RoundRobin::default()),
             Self::Random => Box::new(plain::Random::new(seed)),
             Self::PowerOfTwo => Box::new(plain::PowerOfTwo::new(seed)),

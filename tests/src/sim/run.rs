@@ -72,6 +72,8 @@ struct World {
     pools: Vec<Pool>,
     /// What is evicted is what is wanted last, by a look into the future: a bound.
     foresees: Option<Foresight>,
+    /// The policy hears of a session's end though nobody closes it.
+    tells_ends: bool,
     lives: Vec<u32>,
     fleet: Fleet,
     turns: Vec<Turn>,
@@ -112,6 +114,7 @@ pub fn run(corpus: &Arc<Corpus>, options: &Options, kind: Kind, seed: u64) -> Ta
         sessions: sessions::Sessions::new(options, pools[0].capacity()),
         pools,
         foresees: (kind == Kind::PooledClairvoyant).then(|| Foresight::new(corpus, options)),
+        tells_ends: kind == Kind::Told,
         faults: faults::Faults::new(options.hearing, seed),
         tally: Tally::new(options.workers),
     };
@@ -317,13 +320,16 @@ impl World {
     }
 
     fn close(&mut self, play: usize, policy: &mut dyn Policy) {
-        if self.options.close == Close::None {
-            return;
-        }
         let session = self.session(play);
-        self.tally.closed += 1;
-        for worker in self.sessions.workers_of(play) {
-            self.close_at(play, worker, policy);
+        match self.options.close {
+            Close::Free => {
+                self.tally.closed += 1;
+                for worker in self.sessions.workers_of(play) {
+                    self.close_at(play, worker, policy);
+                }
+            }
+            Close::None if self.tells_ends => {}
+            Close::None => return,
         }
         policy.hear(&Heard::Closed { session, now: self.now }, &self.fleet);
     }

@@ -100,6 +100,7 @@ impl World {
                     self.engine_answers(call, Answer::Yes);
                 }
                 Step::Close | Step::CloseProbe => {
+                    self.trimmer.closed(&close.incarnation);
                     self.push_all(|_| Command::Close(close.incarnation.clone()));
                     self.engine_answers(call, Answer::Yes);
                 }

@@ -7,6 +7,7 @@ use super::{
     calls::Answer,
     engine::{Command, Rank},
     shell::prefix,
+    trimmer::Trimmer,
     world::{Event, Process, World},
 };
 use crate::engine_sim::request::{Sampling, SessionParams, SessionRef, Submit};
@@ -21,6 +22,7 @@ impl World {
         let rank = |_| Rank::new(&self.plan.core, self.now);
         let ranks = (0..self.plan.ranks).map(rank).collect();
         self.engine = Some(Process { instance, ranks });
+        self.trimmer = Trimmer::default();
         self.note(|| format!("engine {instance} starts"));
     }
 
@@ -158,6 +160,7 @@ impl World {
         let Some(id) = self.rng.choice(&ids).cloned().filter(|_| room) else { return };
         self.note(|| format!("a meddler runs a turn in {id}"));
         self.run_at_once(rank, &id, vec![3, 4, 5]);
+        self.trimmer.lose(&id);
         self.meddled.insert(id, 0);
     }
 

@@ -104,7 +104,8 @@ impl World {
         let Some(engine) = &self.engine else { return };
         let alone = turn.is_pinned() || turn.claim.as_ref().is_some_and(|(claim, _)| claim.open);
         // A tag's lost turn can't be waited for, and does no harm.
-        let counts = |other: &&Turn| other.is_pinned() || other.connected;
+        // What runs beside a pinned session's turn isn't in the session.
+        let counts = |other: &&Turn| other.is_pinned() || (other.connected && !turn.is_pinned());
         let same = |other: &TurnId| {
             let other = Some(&self.turns[other]).filter(counts);
             other.and_then(Turn::incarnation) == Some(incarnation)

@@ -33,6 +33,7 @@ pub(super) enum Said {
         tokens: Vec<u32>,
     },
     Opened {
+        id: String,
         call: CallId,
         done: bool,
     },
@@ -142,7 +143,7 @@ impl Rank {
             }
             Command::Open { id, backstop, reply } => {
                 let done = self.core.open(now, &id, true, Some(backstop));
-                said.extend(reply.map(|call| Said::Opened { call, done }));
+                said.extend(reply.map(|call| Said::Opened { id, call, done }));
             }
             Command::Close(id) => self.core.close(&id),
             Command::Abort(rid) => {

@@ -21,6 +21,10 @@ pub(super) struct Plan {
     pub(super) rules: Rules,
     /// The shim tells what is inside the engine.
     pub(super) shim: bool,
+    /// It takes idle sessions' KV when asked.
+    pub(super) demotes: bool,
+    /// It trims whole histories, which it does on one rank only.
+    pub(super) trims: bool,
     pub(super) users: usize,
     /// How long clients act.
     pub(super) acts_for: Duration,
@@ -45,6 +49,8 @@ pub(super) struct Faults {
     pub(super) killed_at_effect: u32,
     pub(super) engine_killed: bool,
     pub(super) engine_slow: bool,
+    /// A plan that the shim tells, or a question it asks, gets lost.
+    pub(super) plan_lost: u32,
     /// Others use the engine too.
     pub(super) strangers: bool,
     /// Somebody runs turns in the agent's own sessions.
@@ -89,6 +95,7 @@ impl Plan {
             turns_queued_max: rng.usize(2..12),
             queue_wait_max: ms(rng.u64(500..5_000)),
             stuck_after: ms(15_000),
+            auto_pin: rng.u32(..4) > 0,
             guards,
         };
         let odds = |rng: &mut Rng, max: u32| if rng.bool() { rng.u32(1..max) } else { 0 };
@@ -102,12 +109,16 @@ impl Plan {
             killed_at_effect: if rng.u32(..3) == 0 { rng.u32(1..10) } else { 0 },
             engine_killed: rng.u32(..4) == 0,
             engine_slow: rng.u32(..3) == 0,
+            plan_lost: odds(rng, 500),
             strangers: rng.u32(..3) == 0,
             meddler: rng.u32(..4) == 0,
         };
         let share = rng.u64(35..=85);
+        let ranks = if rng.u32(..3) == 0 { 2 } else { 1 };
         Plan {
-            ranks: rng.u32(1..=2),
+            ranks,
+            demotes: rng.u32(..4) > 0,
+            trims: ranks == 1 && rng.u32(..4) > 0,
             rows_reserve: rng.u32(1..=2),
             pin_tokens_max: core.total_tokens() as u64 * share / 100,
             turns_max: if tight { 16 } else { rng.u32(2..=14) },

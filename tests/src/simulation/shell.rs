@@ -1,5 +1,5 @@
 //! The agent's process: the table, and what its owner task does around it, in the same order. Where
-//! there is a shim it tells what is inside the engine; it demotes nothing, as the core can't.
+//! there is a shim it tells what is inside the engine, and demotes.
 
 use std::{
     collections::BTreeSet,
@@ -115,7 +115,14 @@ impl World {
                     self.close_at_engine(close);
                 }
                 Effect::Look { dp_rank, rid } => self.call(Task::Look { dp_rank, rid }),
-                Effect::Demote { .. } => unreachable!("the shim demotes nothing"),
+                Effect::Demote { dp_rank, incarnation } => {
+                    let latency = self.between(0, 30);
+                    self.at(latency, Event::Demotes { dp_rank, incarnation });
+                }
+                Effect::Run { question, incarnation, tokens_max } => {
+                    self.run_in(question, incarnation, tokens_max);
+                }
+                Effect::Ran { .. } => {}
                 Effect::Freed(_) | Effect::Happened(..) | Effect::Touched(_) => {}
             }
         }
@@ -188,7 +195,10 @@ impl World {
             self.note(|| "agent finds the engine gone".to_owned());
             let engine = self.plan.engine();
             self.closing.clear();
-            self.tell(|table, now| table.engine_lost(now, engine));
+            self.tell(|table, now| {
+                table.trims(now, false);
+                table.engine_lost(now, engine);
+            });
         }
     }
 
@@ -197,7 +207,8 @@ impl World {
         self.closing.clear();
         self.note(|| format!("agent finds engine {instance}"));
         let (engine, name) = (self.plan.engine(), instance.to_string());
-        let (left, shim) = (self.journal.left(&name), self.plan.shim);
+        let demotes = self.plan.demotes;
+        let (left, shim, trims) = (self.journal.left(&name), self.plan.shim, self.plan.trims);
         self.journal.write(Record::Engine { instance: name });
         if let Some(agent) = &mut self.agent {
             agent.instance = Some(instance);
@@ -210,12 +221,21 @@ impl World {
                 table.inherit(now, incarnation, left.dp_rank, left.rid);
             }
             for rank in (0..).take(if shim { ranks } else { 0 }) {
-                table.shim_up(rank, false);
+                table.shim_up(rank, demotes);
             }
+            table.trims(now, trims);
         });
         if shim {
             self.tell_seen(true);
         }
+    }
+
+    /// The shim takes a session's KV between two steps, and says so; or that it can't.
+    pub(super) fn demotes(&mut self, dp_rank: u32, incarnation: &str) {
+        let Some(engine) = &mut self.engine else { return };
+        let done = engine.ranks[dp_rank as usize].core.demote(incarnation);
+        self.note(|| format!("shim demotes {incarnation}: {done}"));
+        self.tell(|table, now| table.demoted(now, incarnation, done));
     }
 
     /// The shim tells of every streaming session inside, and of those that are there no more.

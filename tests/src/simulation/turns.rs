@@ -3,14 +3,11 @@
 
 use std::time::Duration;
 
-use http::StatusCode;
 use proto::{claim::Claim, id::SessionKey, load::Retention};
-use worker_agent::{
-    answer::Scanner,
-    session::{self, Appends, Need, Outcome},
-};
+use worker_agent::session::{self, Appends, Need, Outcome};
 
 use super::{
+    answers::read,
     calls::Task,
     engine::{Command, TurnId},
     world::{Event, World},
@@ -84,6 +81,9 @@ pub(super) struct Turn {
     pub(super) connected: bool,
     /// The engine's process has it.
     pub(super) arrived: bool,
+    /// The session that its whole history was trimmed for, and what is sent of it.
+    pub(super) runs_in: Option<String>,
+    pub(super) sent: Vec<u32>,
     /// When it came in at the scheduler, and whether it is there.
     pub(super) entered: Option<Duration>,
     pub(super) inside: bool,
@@ -95,13 +95,17 @@ impl Turn {
     }
 
     pub(super) fn incarnation(&self) -> Option<&str> {
+        if let Some(session) = &self.runs_in {
+            return Some(session);
+        }
         let session = self.admitted.as_ref()?.session.as_ref()?;
         Some(&session.incarnation)
     }
 
     pub(super) fn is_pinned(&self) -> bool {
         let session = self.admitted.as_ref().and_then(|turn| turn.session.as_ref());
-        session.is_some_and(|session| session.retention == Retention::Pinned)
+        let named = session.is_some_and(|session| session.retention == Retention::Pinned);
+        named || self.runs_in.is_some()
     }
 
     fn delta(&self) -> bool {
@@ -233,14 +237,32 @@ impl World {
         if self.engine.is_none() {
             return self.turn_ends_soon(id, Ended::Unreachable);
         }
+        let session = turn.admitted.as_ref().and_then(|turn| turn.session.clone());
+        let marked = session.and_then(|session| {
+            let tokens_max = session.trim_tokens_max?;
+            Some((session.incarnation, tokens_max))
+        });
+        let turn = self.turn(id);
+        turn.arrived = true;
+        turn.sent.clone_from(&turn.ids);
+        match marked {
+            Some((incarnation, tokens_max)) => self.plan_turn(id, &incarnation, tokens_max),
+            None => self.submit(id),
+        }
+    }
+
+    /// The scheduler gets the turn, or what is left of it.
+    pub(super) fn submit(&mut self, id: TurnId) {
+        let turn = &self.turns[&id];
         let admitted = turn.admitted.as_ref().expect("only admitted turns are sent");
-        let session = match &admitted.session {
-            None => SessionRef::None,
-            Some(session) => match session.retention {
-                Retention::Pinned => SessionRef::Controller(SessionParams {
-                    id: session.incarnation.clone(),
-                    ..SessionParams::default()
-                }),
+        let inside = |id: &String| {
+            SessionRef::Controller(SessionParams { id: id.clone(), ..SessionParams::default() })
+        };
+        let session = match (&turn.runs_in, &admitted.session) {
+            (Some(incarnation), _) => inside(incarnation),
+            (None, None) => SessionRef::None,
+            (None, Some(session)) => match session.retention {
+                Retention::Pinned => inside(&session.incarnation),
                 Retention::Tagged => SessionRef::Tagged(session.incarnation.clone()),
                 Retention::None => SessionRef::None,
             },
@@ -250,10 +272,9 @@ impl World {
             ignore_eos: turn.ignore_eos,
             ..Sampling::default()
         };
-        let (rid, input_ids) = (turn.rid.clone(), turn.ids.clone());
+        let (rid, input_ids) = (turn.rid.clone(), turn.sent.clone());
         let submit = Submit { rid, input_ids, sampling, session, ..Submit::default() };
         let rank = admitted.dp_rank as usize;
-        self.turn(id).arrived = true;
         self.push(rank, Command::Turn { turn: id, submit: Box::new(submit) });
     }
 
@@ -274,7 +295,11 @@ impl World {
         let (rid, finish) = (turn.rid.clone(), output.finish.clone());
         let retracted = output.retractions;
         self.tally.retracted += u64::from(retracted);
-        let pinned = self.turn(id).is_pinned();
+        let turn = &self.turns[&id];
+        let pinned = turn.is_pinned();
+        if let Some(incarnation) = turn.incarnation().filter(|_| pinned) {
+            self.trimmer.ended(incarnation, &turn.sent, &output, &tokens);
+        }
         self.tally.retracted_pinned += u64::from(pinned && retracted > 0);
         self.note(|| format!("engine ends {rid}: {finish:?}, {retracted} retractions"));
         if self.turn(id).connected {
@@ -444,33 +469,4 @@ impl World {
         assert!(right, "an answer against a wrong context: {}", turn.rid);
         self.tally.answered += 1;
     }
-}
-
-/// Reads the engine's last word as the data port does.
-fn read(streams: bool, output: &Output, completion: usize) -> Outcome {
-    let (reason, status) = match &output.finish {
-        Some(Finish::Abort { message, queued: true, .. }) => {
-            (serde_json::json!({ "type": "abort", "message": message }), None)
-        }
-        Some(Finish::Abort { message, status, .. }) => {
-            let reason = serde_json::json!({
-                "type": "abort", "message": message, "status_code": status,
-            });
-            (reason, *status)
-        }
-        _ => (serde_json::json!({ "type": "length" }), None),
-    };
-    let answer = serde_json::json!({ "meta_info": {
-        "finish_reason": reason,
-        "prompt_tokens": output.prompt_tokens,
-        "completion_tokens": completion,
-        "cached_tokens": output.cached_tokens,
-        "num_retractions": output.retractions,
-    }});
-    let mut scanner = Scanner::new(None);
-    let whole = scanner.push(answer.to_string().as_bytes());
-    assert!(whole, "the answer is whole JSON");
-    // Without a stream an error is an HTTP status; in a stream the status has gone out before.
-    let status = status.filter(|_| !streams).and_then(|code| StatusCode::from_u16(code).ok());
-    scanner.outcome(status.unwrap_or(StatusCode::OK))
 }

@@ -22,6 +22,8 @@ pub(super) enum Habit {
     Tagged,
     /// Sends whole histories, one turn at a time.
     Alone,
+    /// Sends whole histories to a pinned session.
+    Whole,
     /// No session.
     Plain,
 }
@@ -47,7 +49,7 @@ pub(super) struct User {
 }
 
 impl User {
-    pub(super) fn new(number: usize, rng: &mut Rng) -> User {
+    pub(super) fn new(number: usize, trims: bool, rng: &mut Rng) -> User {
         // Every world has plain turns beside pinned sessions.
         let habits = [
             Habit::Pinned,
@@ -56,13 +58,18 @@ impl User {
             Habit::Tagged,
             Habit::Alone,
             Habit::Plain,
+            Habit::Whole,
         ];
         User {
             number,
             habit: match number {
                 0 => Habit::Pinned,
                 1 => Habit::Plain,
-                _ => *rng.choice(&habits).expect("some"),
+                _ => match *rng.choice(&habits).expect("some") {
+                    // Where nobody trims, they are refused from the second turn on.
+                    Habit::Whole if !trims => Habit::Tagged,
+                    habit => habit,
+                },
             },
             conversation: 0,
             transcript: Vec::new(),
@@ -104,7 +111,8 @@ impl User {
         }
         let mut whole = turn.context.clone();
         whole.extend_from_slice(tokens);
-        if turn.is_pinned() {
+        // Whether it ran beside the session is not for the client to know.
+        if turn.is_pinned() || self.habit == Habit::Pinned {
             self.session.clone_from(&whole);
             self.must_open = claim.close;
         }
@@ -245,10 +253,13 @@ impl World {
         let mut claim = Claim::of(&key);
         claim.close = self.rng.u32(..25) == 0;
         let new = self.words(40);
-        let wrong = self.rng.u32(..30) == 0;
+        // Where whole histories are taken, one on a pinned session is no mistake.
+        let wrong = self.rng.u32(..if self.plan.trims { 6 } else { 30 }) == 0;
+        self.may_edit(number);
         let user = &self.users[number];
         let mut ids = match habit {
             Habit::Pinned if !wrong => user.transcript[user.session.len()..].to_vec(),
+            Habit::Pinned => edited(user.transcript.clone(), &mut self.rng),
             _ => user.transcript.clone(),
         };
         ids.extend(new);
@@ -265,9 +276,21 @@ impl World {
             }
             Habit::Alone => claim.open = true,
             Habit::Tagged => claim.delta = wrong,
+            Habit::Whole => claim.retention = Some(Retention::Pinned),
             Habit::Plain => {}
         }
         self.send(number, Some((claim, key)), ids);
+    }
+
+    /// Who sends everything may change what was said: a last answer asked for again, a reasoning
+    /// left out, a history made short.
+    fn may_edit(&mut self, number: usize) {
+        let whole = matches!(self.users[number].habit, Habit::Tagged | Habit::Alone | Habit::Whole);
+        if !whole || self.rng.u32(..10) > 0 {
+            return;
+        }
+        let transcript = std::mem::take(&mut self.users[number].transcript);
+        self.users[number].transcript = edited(transcript, &mut self.rng);
     }
 
     fn send(&mut self, number: usize, claim: Option<(Claim, SessionKey)>, ids: Vec<u32>) {
@@ -280,7 +303,7 @@ impl World {
             max_new: self.answer_len(),
             ignore_eos: !self.plan.tight && self.rng.bool(),
             streams: self.rng.bool(),
-            exact: self.plan.faults.meddler || self.rng.u32(..10) > 0,
+            exact: self.plan.faults.meddler || self.rng.bool(),
             rank,
             begun: self.now,
             queued: self.now,
@@ -293,6 +316,8 @@ impl World {
             arrived: false,
             entered: None,
             inside: false,
+            runs_in: None,
+            sent: Vec::new(),
         };
         self.users[number].waits += 1;
         self.turns.insert(id, turn);
@@ -358,4 +383,12 @@ impl World {
     pub(super) fn waited_for(&self, turn: &Turn) -> Duration {
         self.now - turn.begun
     }
+}
+
+/// A history that lacks a piece, or doesn't.
+fn edited(mut ids: Vec<u32>, rng: &mut Rng) -> Vec<u32> {
+    let from = rng.usize(..=ids.len());
+    let until = rng.usize(from..=ids.len());
+    ids.drain(from..until);
+    ids
 }

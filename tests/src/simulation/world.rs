@@ -6,7 +6,7 @@ use std::{
 };
 
 use fastrand::Rng;
-use worker_agent::guard::Guards;
+use worker_agent::{guard::Guards, session::Planned};
 
 use super::{
     Tally,
@@ -16,6 +16,7 @@ use super::{
     plan::Plan,
     shell::Agent,
     trace::Trace,
+    trimmer::Trimmer,
     turns::{Ended, Turn},
     users::User,
 };
@@ -58,6 +59,24 @@ pub(super) enum Event {
         loads: Vec<(u64, u64)>,
     },
     ShimTells(u64),
+    Demotes {
+        dp_rank: u32,
+        incarnation: String,
+    },
+    /// The trimmer's words to the agent, and the agent's to it.
+    Planned {
+        instance: u64,
+        planned: Planned,
+    },
+    Asks {
+        instance: u64,
+        question: u64,
+        planned: Planned,
+    },
+    Answered {
+        question: u64,
+        run: Option<(String, u64)>,
+    },
     Fault,
     StrangerLeaves {
         instance: u64,
@@ -84,6 +103,7 @@ pub(super) struct World {
     due: BTreeMap<(Duration, u64), Event>,
     numbers: u64,
     pub(super) engine: Option<Process>,
+    pub(super) trimmer: Trimmer,
     pub(super) instances: u64,
     pub(super) agent: Option<Agent>,
     pub(super) epochs: u64,
@@ -109,7 +129,7 @@ impl World {
         let mut rng = Rng::with_seed(seed);
         let plan = Plan::new(&mut rng, guards);
         World {
-            users: (0..plan.users).map(|number| User::new(number, &mut rng)).collect(),
+            users: (0..plan.users).map(|number| User::new(number, plan.trims, &mut rng)).collect(),
             rng,
             plan,
             base,
@@ -117,6 +137,7 @@ impl World {
             due: BTreeMap::new(),
             numbers: 0,
             engine: None,
+            trimmer: Trimmer::default(),
             instances: 0,
             agent: None,
             epochs: 0,
@@ -223,6 +244,12 @@ impl World {
             Event::Look(epoch) => self.look(epoch),
             Event::Sampled { epoch, instance, loads } => self.sampled(epoch, instance, &loads),
             Event::ShimTells(epoch) => self.shim_tells(epoch),
+            Event::Demotes { dp_rank, incarnation } => self.demotes(dp_rank, &incarnation),
+            Event::Planned { instance, planned } => self.plan_heard(instance, &planned),
+            Event::Asks { instance, question, planned } => {
+                self.asks(instance, question, &planned);
+            }
+            Event::Answered { question, run } => self.answered(question, run),
             Event::Fault => self.fault(),
             Event::StrangerLeaves { instance, id } => self.stranger_leaves(instance, &id),
             Event::Tick => self.tick(),
@@ -275,7 +302,10 @@ impl World {
             match said {
                 Said::Entered(turn) => self.entered(rank, turn),
                 Said::Ended { turn, output, tokens } => self.engine_ended(turn, *output, tokens),
-                Said::Opened { call, done } => {
+                Said::Opened { id, call, done } => {
+                    if done {
+                        self.trimmer.opened(&id);
+                    }
                     let answer = if done { Answer::Yes } else { Answer::No };
                     self.engine_answers(call, answer);
                 }

@@ -1,11 +1,13 @@
 """Berth's shim inside SGLang: tells the agent beside the engine what only the engine knows.
 
 SGLang calls `register` in each of its processes. In the scheduler's it hooks what it reads, and
-reports over a unix socket (`wire` has the protocol). It never raises into the engine: on the first
-error it stops for good, and says why. On a version of SGLang that it doesn't know it hooks nothing
-but the scheduler's start, to say so.
+reports over a unix socket (`wire` has the protocol). In the first one, which tokenises, it trims
+the prompts that may be trimmed (`trimmer`). It never raises into the engine: on the first error it
+stops for good, and says why. On a version of SGLang that it doesn't know it hooks nothing but the
+two processes' starts, to say so.
 """
 
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable
@@ -31,9 +33,16 @@ _INSTANCE = os.urandom(16)
 
 def register() -> None:
     """SGLang's entry point. Only a process that has loaded the scheduler may become one; loading it
-    in the others would cost them seconds."""
+    in the others would cost them seconds. The one that tokenises is the first, nobody's child."""
     if "sglang.srt.managers.scheduler" in sys.modules:
         _Shim().hook()
+    if multiprocessing.parent_process() is None:
+        import sglang
+
+        from .trimmer import Trimmer
+
+        version = sglang.__version__
+        Trimmer(_INSTANCE, __version__).hook(version, version in SGLANG_VERSIONS)
 
 
 class _Shim:
@@ -107,7 +116,7 @@ class _Shim:
             return
         try:
             self._hello = hello
-            self._link = Link(*socket_path(scheduler.server_args.port), hello)
+            self._link = Link(*socket_path(scheduler.server_args.port), wire.hello(hello))
             if not hello.inert:
                 self._watch(scheduler)
         except Exception as error:
@@ -128,7 +137,7 @@ class _Shim:
             device=auditor.device,
             page_bytes=auditor.page_bytes,
         )
-        self._link.greet(self._hello)
+        self._link.greet(wire.hello(self._hello))
         undemotable = self._hello.undemotable
         self._sampler = Sampler(scheduler, self._link, undemotable, auditor, republisher)
         self._sampler.publish(self._hello.dp_rank)
@@ -181,7 +190,7 @@ class _Shim:
         self._sampler = None
         if self._link is not None:
             self._hello = self._hello._replace(inert=_reason(where, error))
-            self._link.say(self._hello)
+            self._link.say(wire.hello(self._hello))
 
 
 def _describe(scheduler: Any, hello: wire.Hello) -> tuple[wire.Hello, bool]:

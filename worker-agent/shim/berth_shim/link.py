@@ -23,13 +23,14 @@ COMMANDS_MAX = 1024
 
 
 class Link:
-    """One end of the socket. `path` is where the agent listens, `hello` what it is told first."""
+    """One end of the socket. `path` is where the agent listens, `hello` the frame it is told
+    first."""
 
-    def __init__(self, path: str, named: bool, hello: wire.Hello):
+    def __init__(self, path: str, named: bool, hello: bytes):
         self._path = path
         # Whether the operator named the path.
         self._named = named
-        self._hello = wire.hello(hello)
+        self._hello = hello
         self._socket: socket.socket | None = None
         # Guards the commands, and the socket against being closed under a send. Nobody waits while
         # holding it.
@@ -83,11 +84,11 @@ class Link:
                 # The thread reads its end, and connects anew.
                 self._shut()
 
-    def greet(self, hello: wire.Hello) -> None:
+    def greet(self, hello: bytes) -> None:
         """Says this from now on, to who comes."""
-        self._hello = wire.hello(hello)
+        self._hello = hello
 
-    def say(self, hello: wire.Hello) -> None:
+    def say(self, hello: bytes) -> None:
         """Says something else from now on, by a new connection."""
         self.greet(hello)
         with self._lock:

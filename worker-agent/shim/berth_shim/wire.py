@@ -9,10 +9,14 @@ is one byte, 0 or 1; a list is a `u16` count and its items.
 | 1 | hello | to agent | the hello's fields in the order below |
 | 2 | update | to agent | the head's fields, then the lists of events, gone ids, sessions |
 | 3 | audit | to agent | number u64, nanoseconds u64, refusal str, list of names str, report |
+| 4 | trimmer | to agent | pid u32, instance 16 bytes; sglang, shim, inert str each |
+| 5 | planned | to agent | number u64; at, committed, sent, prompt u32 each; plan u8; |
+| | | | session, rid, why str each |
 | 16 | demote | to shim | session str |
 | 17 | sample now | to shim | nothing |
 | 18 | audit | to shim | number u64 |
 | 19 | republish | to shim | nothing |
+| 20 | run | to shim | number u64, tokens u32, session str |
 
 | field of hello | type | means |
 |---|---|---|
@@ -31,26 +35,43 @@ The audit's number is the asker's; the nanoseconds are what it took of the sched
 report is what `libberth_kv` made, passed on as it is: a session's number in it is its place in the
 names, and what has no name is a turn without a session. An audit with a refusal has no names and no
 report.
+
+The process that tokenises has a socket of its own, whose path ends in `.trim`. Frames 4, 5 and 20
+are said there, the others never; 4 comes first, and says in `inert` why nothing is trimmed. Frame 5
+comes before the engine gets the turn, for each marked one exactly once with the number 0. Its plan
+is 1 trimmed, 2 healed, 3 diverged, 4 refused; `session` is the one it was planned for. Up to `at`
+the prompt is the session's, token for token; `committed` is the engine's length of the session,
+`sent` what is appended to it, so that the engine counts both together, `prompt` the whole prompt's,
+or what the engine would count of one that is too long. `why` has the reason of a refusal, and why
+nobody could help.
+
+Another number is a question, what to do with a turn that another session could help, or more room
+in this one. It is followed by the plan that holds. `run` answers it with the open streaming session
+that is to have the turn and the tokens its prompt may have there, or with an empty name to let it
+run as it came.
 """
 
 import struct
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-VERSION = 3
+VERSION = 4
 # A full update: 256 events, 512 ids and 512 sessions of 512 byte names are 0.8 MiB.
 FRAME_BYTES_MAX = 1 << 20
 EVENTS_MAX = 256
 SESSIONS_MAX = 512
-# Longer names are counted in the sums, but not named. Berth's own have at most 128 bytes.
+# Longer names are counted in the sums, but not named. Berth's own have at most 172 bytes, whatever
+# ids clients choose: the agent's build checks that they fit.
 NAME_BYTES_MAX = 512
 # As many names of that length leave half a frame for the report.
 AUDIT_NAMES_MAX = 1000
 AUDIT_BYTES_MAX = FRAME_BYTES_MAX // 2
 
-HELLO, UPDATE, AUDITED, DEMOTE, SAMPLE_NOW, AUDIT, REPUBLISH = 1, 2, 3, 16, 17, 18, 19
+HELLO, UPDATE, AUDITED, TRIMMER, PLANNED = 1, 2, 3, 4, 5
+DEMOTE, SAMPLE_NOW, AUDIT, REPUBLISH, RUN = 16, 17, 18, 19, 20
 OPENED, CLOSED, COMMITTED, ABORTED, DEMOTED = 1, 2, 3, 4, 5
 HOLDS_ROW, IN_FLIGHT, CLOSING = 1, 2, 4
+TRIMMED, HEALED, DIVERGED, REFUSED = 1, 2, 3, 4
 
 _PREFIX = struct.Struct("<IBB")
 _HELLO = struct.Struct("<IIIQI16s")
@@ -58,6 +79,9 @@ _HEAD = struct.Struct("<QQQQQQQQQQQIIII?")
 _SESSION = struct.Struct("<BIIII")
 _COUNT = struct.Struct("<H")
 _NUMBER = struct.Struct("<Q")
+_TRIMMER = struct.Struct("<I16s")
+_PLANNED = struct.Struct("<QIIIIB")
+_RUN = struct.Struct("<QI")
 
 
 class Malformed(Exception):
@@ -114,6 +138,28 @@ class Facts(NamedTuple):
     history: int
 
 
+class Planned(NamedTuple):
+    """What was made of a marked turn, in the order of the wire."""
+
+    number: int
+    at: int
+    committed: int
+    sent: int
+    prompt: int
+    plan: int
+    session: str
+    rid: str
+    why: str
+
+
+class Run(NamedTuple):
+    """The answer to a question."""
+
+    number: int
+    tokens_max: int
+    session: str
+
+
 def nameable(id: Any) -> bool:
     """Can the session be told of by its name?"""
     try:
@@ -163,6 +209,15 @@ def audited(
     return _frame(AUDITED, b"".join(parts))
 
 
+def trimmer(pid: int, instance: bytes, sglang: str, shim: str, inert: str) -> bytes:
+    texts = b"".join(map(_str, (sglang, shim, inert)))
+    return _frame(TRIMMER, _TRIMMER.pack(pid, instance) + texts)
+
+
+def planned(planned: Planned) -> bytes:
+    return _frame(PLANNED, _PLANNED.pack(*planned[:6]) + b"".join(map(_str, planned[6:])))
+
+
 def _event(number: int, id: str, rest: bytes = b"") -> bytes:
     return bytes((number,)) + _str(id) + rest
 
@@ -188,8 +243,8 @@ def demoted(id: str, refusal: str) -> bytes:
 
 
 def commands(buffer: bytearray) -> Iterable[tuple[int, Any]]:
-    """Takes the whole frames from the front of the buffer: the kind, and a demotion's session or an
-    audit's number."""
+    """Takes the whole frames from the front of the buffer: the kind, and a demotion's session, an
+    audit's number, or what to run."""
     while len(buffer) >= 4:
         length = int.from_bytes(buffer[:4], "little")
         if not 2 <= length <= FRAME_BYTES_MAX:
@@ -207,8 +262,15 @@ def _command(frame: bytes) -> tuple[int, Any]:
         raise Malformed(f"protocol version {version}")
     if kind in (SAMPLE_NOW, REPUBLISH) and not body:
         return kind, ""
-    if kind == DEMOTE and len(body) >= 2 and len(body) == 2 + int.from_bytes(body[:2], "little"):
+    if kind == DEMOTE and _is_str(body):
         return kind, body[2:].decode(errors="replace")
+    if kind == RUN and _is_str(body[_RUN.size :]):
+        session = body[_RUN.size + 2 :].decode(errors="replace")
+        return kind, Run(*_RUN.unpack(body[: _RUN.size]), session)
     if kind == AUDIT and len(body) == _NUMBER.size:
         return kind, _NUMBER.unpack(body)[0]
     raise Malformed(f"kind {kind} with {len(body)} bytes")
+
+
+def _is_str(body: bytes) -> bool:
+    return len(body) >= 2 and len(body) == 2 + int.from_bytes(body[:2], "little")

@@ -5,6 +5,7 @@
 mod audit;
 mod engine;
 mod shim;
+mod trim;
 
 use std::{
     collections::HashMap,
@@ -21,14 +22,14 @@ use proto::{
 use tokio::sync::{broadcast, mpsc, oneshot, watch};
 use tracing::{debug, error, info, warn};
 
-use super::{AgentHandle, Change, End, Error, Lease, Message, Setup, Watch};
+use super::{Admitted, AgentHandle, Change, End, Error, Lease, Message, Setup, Watch};
 use crate::{
     audit::{Audits, remote::Remote},
     engine::Info,
     ledger::{Health, Ledger},
     progress::Progress,
-    session::{self, Appends, Effect, Opened, Table, Turn},
-    shim::News,
+    session::{self, Appends, Effect, Opened, Ran, Table, Turn},
+    shim::{News, trim::News as TrimNews},
 };
 
 /// Session changes a watcher may be behind before it must watch again.
@@ -61,6 +62,10 @@ pub(super) struct Owner {
     draining: Option<Drain>,
     /// Ranks whose shim answers, and whether it demotes.
     shims: HashMap<u32, bool>,
+    /// The version of SGLang whose trimmer answers.
+    trims: Option<String>,
+    /// Who waits to hear how a turn runs.
+    plans: HashMap<String, oneshot::Sender<Ran>>,
     audits: Audits,
     audit_waiters: Vec<audit::Waiter>,
     /// Of ranks that are audited from this process.
@@ -70,7 +75,7 @@ pub(super) struct Owner {
 }
 
 enum Waiter {
-    Turn(oneshot::Sender<Result<Turn, Error>>),
+    Turn(oneshot::Sender<Result<Admitted, Error>>),
     Open(SessionKey, oneshot::Sender<Result<Session, Error>>),
 }
 
@@ -127,6 +132,8 @@ impl Owner {
             description: watch::Sender::new(None),
             draining: None,
             shims: HashMap::new(),
+            trims: None,
+            plans: HashMap::new(),
             audits: Audits::new(setup.audit_interval),
             audit_waiters: vec![],
             remotes: HashMap::new(),
@@ -140,6 +147,7 @@ impl Owner {
         mut self,
         mut messages: mpsc::Receiver<Message>,
         mut shim_news: mpsc::Receiver<News>,
+        mut trim_news: mpsc::Receiver<TrimNews>,
     ) {
         let mut ended = self.ended.take().expect("taken once, here");
         let mut gpus = self.setup.gpus.watch();
@@ -148,10 +156,13 @@ impl Owner {
             let wake = self.next_deadline();
             tokio::select! {
                 biased;
-                // Ends first: a client that has its answer may send the next turn at once.
+                // What was planned comes before what came of it.
+                Some(news) = trim_news.recv() => self.trim_news(news),
+                // Ends next: a client that has its answer may send the next turn at once.
                 Some(end) = ended.recv() => {
                     debug!(rid = end.rid, outcome = ?end.outcome, "turn ended");
                     self.waiters.remove(&end.rid);
+                    self.plans.remove(&end.rid);
                     self.table.end(now(), &end.rid, end.outcome);
                     self.dirty = true;
                 }
@@ -305,6 +316,10 @@ impl Owner {
                 Effect::Close(close) => self.close_at_engine(close),
                 Effect::Look { dp_rank, rid } => self.look(dp_rank, rid),
                 Effect::Demote { dp_rank, incarnation } => self.demote(dp_rank, &incarnation),
+                Effect::Run { question, incarnation, tokens_max } => {
+                    self.run_in(question, incarnation.as_deref(), tokens_max);
+                }
+                Effect::Ran { rid, ran } => self.ran(&rid, ran),
                 Effect::Touched(key) => self.touched(&key),
                 Effect::Freed(after) => self.setup.metrics.freed(after),
                 Effect::Happened(key, event) => {
@@ -318,7 +333,10 @@ impl Owner {
     /// A caller that has gone drops its lease, which ends the turn.
     fn admitted(&mut self, rid: &str, turn: Turn) {
         match self.waiters.remove(rid) {
-            Some(Waiter::Turn(reply)) => drop(reply.send(Ok(turn))),
+            Some(Waiter::Turn(reply)) => {
+                let ran = turn.session.is_some().then(|| self.ran_of(rid, turn.ran));
+                drop(reply.send(Ok(Admitted { turn, ran })));
+            }
             Some(Waiter::Open(key, reply)) => {
                 let session = self.table.get(&key).map(|session| shown(&key, session, now()));
                 let _ = reply.send(session.ok_or(session::Error::Unknown.into()));
@@ -337,6 +355,7 @@ impl Owner {
             retentions: info.retentions(),
             turns_queued_per_session_max: self.setup.rules.turns_queued_per_session_max,
             model_files: info.model_files,
+            trims: self.trims.iter().cloned().collect(),
         }
     }
 
@@ -387,7 +406,14 @@ impl Owner {
         // Which devices the engine runs on may be found later than the engine.
         let ranks = self.ledger.ranks(now, &gpus);
         let described = self.description.borrow().as_ref().is_none_or(|all| all.ranks == ranks);
-        if let (false, Some(info)) = (described, &self.info) {
+        if !described {
+            self.describe_again();
+        }
+    }
+
+    /// Says what is known of the engine by now, if it was reached.
+    fn describe_again(&self) {
+        if let Some(info) = &self.info {
             self.description.send_replace(Some(Arc::new(self.describe(info))));
         }
     }
@@ -431,6 +457,7 @@ fn shown(key: &SessionKey, session: &session::Session, now: Instant) -> Session 
         turns: session.turns,
         turns_running: session.running,
         exclusive: session.exclusive,
+        whole_history: session.sends_whole(),
         resident_tokens: crate::ledger::resident(session),
         idle: session.idle(now),
     }

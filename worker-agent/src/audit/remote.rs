@@ -36,7 +36,7 @@ pub struct Remote {
 
 impl Remote {
     /// Starts the thread of the rank whose engine publishes at `table`. It maps what it needs when
-    /// it is first asked, and gives each answer to `answer`.
+    /// it is first asked, and gives each answer to `answer`, which goes when it has ended.
     ///
     /// # Errors
     /// When the thread can't be made.
@@ -49,7 +49,12 @@ impl Remote {
         let (asks, asked) = mpsc::sync_channel(1);
         let path = table_of(table, dp_rank);
         let thread = std::thread::Builder::new().name("audit".into());
-        thread.spawn(move || work(&path, &asked, answer))?;
+        thread.spawn(move || {
+            let answer = answer;
+            // Goes first: who hears that no answer comes any more can ask nothing any more.
+            let asked = asked;
+            work(&path, &asked, &answer);
+        })?;
         Ok(Self { asks })
     }
 

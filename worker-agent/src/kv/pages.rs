@@ -87,6 +87,8 @@ pub struct Pages {
     table: Table,
     /// Distinct pages.
     count: usize,
+    /// Memory that the lists of all runs hold.
+    lists_bytes: usize,
 }
 
 /// A piece of a chain without a branch.
@@ -160,7 +162,8 @@ impl Pages {
         let block_tokens = BlockTokens::for_page(page_tokens)?;
         let grid = Grid::new(page_tokens, block_tokens);
         let (runs, free, table) = (vec![Run::default()], vec![], Table::new());
-        Ok(Self { grid, block_tokens, pages_max, runs, free, table, count: 0 })
+        let (count, lists_bytes) = (0, 0);
+        Ok(Self { grid, block_tokens, pages_max, runs, free, table, count, lists_bytes })
     }
 
     /// Distinct pages resident.
@@ -172,14 +175,9 @@ impl Pages {
     /// Memory held.
     #[must_use]
     pub fn bytes(&self) -> usize {
-        let of = |run: &Run| {
-            run.pages.capacity() * size_of::<u64>()
-                + run.sums.capacity() * size_of::<u64>()
-                + run.blocks.capacity() * size_of::<BlockHash>()
-        };
         let runs = self.runs.capacity() * size_of::<Run>();
         let free = self.free.capacity() * size_of::<RunId>();
-        runs + free + self.runs.iter().map(of).sum::<usize>() + self.table.bytes()
+        runs + free + self.lists_bytes + self.table.bytes()
     }
 
     /// Takes what happened, and appends what that means for blocks. What came before a reason to
@@ -198,7 +196,7 @@ impl Pages {
             }
             Event::Cleared => {
                 (self.runs, self.free) = (vec![Run::default()], vec![]);
-                (self.table, self.count) = (Table::new(), 0);
+                (self.table, self.count, self.lists_bytes) = (Table::new(), 0, 0);
                 deltas.push(Delta::Cleared);
                 Ok(())
             }

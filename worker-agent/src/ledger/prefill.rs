@@ -15,6 +15,9 @@ const TOLD_TOKENS_MIN: u64 = 1024;
 /// What was measured so many tokens ago weighs a third of what is new: a few long prompts, so that
 /// it follows the load and not the last prompt.
 const WINDOW_TOKENS: u64 = 1 << 17;
+/// The time is kept so much finer than it is counted, so that cutting it to the window's tokens, at
+/// every sample, takes less than a token off any rate.
+const FS_PER_US: u128 = 1_000_000_000;
 
 /// One rank's rate.
 #[derive(Debug, Clone, Default)]
@@ -23,8 +26,8 @@ pub struct Rate {
     last: Option<(u64, u64)>,
     /// Tokens measured, at most the window.
     tokens: u64,
-    /// What the engine took for them, microseconds.
-    busy_us: u128,
+    /// What the engine took for them, femtoseconds.
+    busy_fs: u128,
     measured: Option<Instant>,
 }
 
@@ -43,10 +46,11 @@ impl Rate {
         }
         // Sums, not a mean of rates: after a stall an engine counts a prefill that took no time.
         self.tokens = self.tokens.saturating_add(tokens);
-        self.busy_us = self.busy_us.saturating_add(busy_us.into());
+        self.busy_fs = self.busy_fs.saturating_add(u128::from(busy_us) * FS_PER_US);
         if self.tokens > WINDOW_TOKENS {
-            let shrunk = self.busy_us.saturating_mul(u128::from(WINDOW_TOKENS));
-            self.busy_us = shrunk / u128::from(self.tokens);
+            let shrunk = self.busy_fs.saturating_mul(u128::from(WINDOW_TOKENS));
+            // Upwards: a rate is never told higher than it was.
+            self.busy_fs = shrunk.div_ceil(u128::from(self.tokens));
             self.tokens = WINDOW_TOKENS;
         }
         self.measured = Some(at);
@@ -60,7 +64,7 @@ impl Rate {
         if self.tokens < TOLD_TOKENS_MIN {
             return None;
         }
-        let rate = u128::from(self.tokens) * 1_000_000 / self.busy_us.max(1);
+        let rate = u128::from(self.tokens) * 1_000_000 * FS_PER_US / self.busy_fs.max(1);
         Some((u64::try_from(rate).unwrap_or(u64::MAX).max(1), self.measured?))
     }
 
@@ -146,6 +150,16 @@ mod tests {
         }
         let now = told(&rate).unwrap();
         assert!((5_000..7_000).contains(&now), "{now}");
+    }
+
+    #[test]
+    fn the_window_s_end_costs_less_than_a_token() {
+        let mut rate = Rate::default();
+        rate.sampled(start(), 0, 0);
+        rate.sampled(start(), WINDOW_TOKENS + 1, 1000);
+        let exact = (WINDOW_TOKENS + 1) * 1000;
+        let told = told(&rate).unwrap();
+        assert!((exact - 1..=exact).contains(&told), "{told} of {exact}");
     }
 
     #[test]

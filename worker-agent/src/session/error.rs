@@ -34,8 +34,9 @@ pub enum Error {
     DeltaNeedsPinned(Retention),
     /// A whole history for a session that would append it.
     #[error(
-        "this session is pinned: the engine appends what a turn sends. Send only the new tokens \
-         to /generate, with `session_params` or `x-berth-delta: 1`, or open the session tagged"
+        "this session is pinned: the engine appends what a turn sends. Only new tokens go to \
+         /generate, with `session_params` or `x-berth-delta: 1`; whole histories go anywhere where \
+         the engine's shim trims them; else open the session tagged"
     )]
     WholeHistory,
     /// Opened by a turn that means to be the first.

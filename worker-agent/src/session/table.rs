@@ -21,6 +21,7 @@ mod closing;
 mod ends;
 mod engine;
 mod reclaim;
+mod trim;
 
 use std::{
     collections::{BTreeMap, HashMap, VecDeque},
@@ -29,14 +30,18 @@ use std::{
 
 use proto::{claim::Claim, id::SessionKey};
 
-use self::{closing::Closing, engine::Book};
+use self::{closing::Closing, engine::Book, trim::Marked};
 use super::{
-    Appends, Capacity, Close, Closed, Effect, Engine, Error, Event, Guard, Need, Opened, Outcome,
-    Phase, Rules, Session, Totals, Turn, TurnSession, Usage, Why, check_turn,
+    Appends, Capacity, Close, Closed, Effect, Engine, Error, Event, Expected, Guard, Need, Opened,
+    Outcome, Phase, Ran, Rules, Session, Totals, Turn, TurnSession, Usage, Whole, Why,
+    check_appends, check_turn,
 };
 use crate::journal::Record;
 
-pub use self::engine::{Load, Seen};
+pub use self::{
+    engine::{Load, Seen},
+    trim::{Became, Plan, Planned},
+};
 
 /// Sessions one agent keeps. A session costs under 1 KiB here; the bound keeps a flood of ids from
 /// eating the agent's 40 MiB.
@@ -64,6 +69,8 @@ pub struct Table {
     sessions_max: usize,
     /// No session is due before.
     due_from: Option<Instant>,
+    /// The shim trims whole histories.
+    trims: bool,
 }
 
 /// A turn between its claim and its end, or a client that waits for an open.
@@ -92,6 +99,10 @@ struct Ticket {
     from_nothing: bool,
     /// A turn before it did not become history.
     orphaned: bool,
+    /// It went in as a pinned session's turn.
+    pinned: bool,
+    /// It holds a whole history, which the shim is to trim.
+    marked: Option<Marked>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -123,6 +134,8 @@ impl Ticket {
             order,
             from_nothing: false,
             orphaned: false,
+            pinned: false,
+            marked: None,
         }
     }
 }
@@ -147,6 +160,7 @@ impl Table {
             claims: 0,
             sessions_max: SESSIONS_MAX,
             due_from: None,
+            trims: false,
         }
     }
 
@@ -165,11 +179,12 @@ impl Table {
         let session = self.sessions.get(key).ok_or(Error::Unknown)?;
         match session.phase {
             Phase::Closing => return Err(Error::Unknown),
-            Phase::Planned => self.drop_session(now, key, &Error::Unknown),
+            Phase::Planned if session.running == 0 => self.drop_session(now, key, &Error::Unknown),
             Phase::Gone(_) if session.running == 0 => self.drop_session(now, key, &Error::Unknown),
             _ => {
                 // An open still under way is closed by its answer.
                 let opening = session.phase == Phase::Opening;
+                self.runs_as_it_came(key);
                 self.change(key, |session| session.phase = Phase::Closing);
                 if !opening {
                     self.close_if_due(now, key);
@@ -197,6 +212,16 @@ impl Table {
         self.time_out(now);
     }
 
+    /// When this session is to be looked at next.
+    fn due_of(&self, session: &Session) -> Option<Instant> {
+        if let Phase::Suspect { until, .. } | Phase::Demoting { until } = session.phase {
+            return Some(until);
+        }
+        let demote = self.is_idle_auto(session).then(|| session.last_end + self.rules.demote_idle);
+        let expire = session.can_expire().then(|| session.last_end + session.idle_max);
+        [demote, expire].into_iter().flatten().min()
+    }
+
     fn expire(&mut self, now: Instant) {
         let guards = self.rules.guards;
         let due = |session: &Session| match session.phase {
@@ -216,10 +241,8 @@ impl Table {
                 let _ = self.close(now, &key);
             }
         }
-        let next = self.sessions.values().filter_map(|session| match session.phase {
-            Phase::Suspect { until, .. } | Phase::Demoting { until } => Some(until),
-            _ => session.can_expire().then(|| session.last_end + session.idle_max),
-        });
+        self.demote_idle(now);
+        let next = self.sessions.values().filter_map(|session| self.due_of(session));
         // One that was kept by a turn refused just now is overdue, and the next to be looked at.
         let goes = |due: &Instant| *due > now || guards.hold(Guard::Expiry);
         self.due_from = next.filter(goes).min();
@@ -333,7 +356,8 @@ impl Table {
     /// Sees to it that the session expires in time.
     fn watch(&mut self, key: &SessionKey) {
         let session = &self.sessions[key];
-        self.watch_until(session.last_end + session.idle_max);
+        let due = session.last_end + session.idle_max;
+        self.watch_until(self.due_of(session).map_or(due, |early| early.min(due)));
     }
 
     fn watch_until(&mut self, due: Instant) {

@@ -10,10 +10,16 @@
 //! | 1 | hello | to agent | the fields of [`Hello`] in order; what is `None` is an empty str |
 //! | 2 | update | to agent | the fields of `Update` in order |
 //! | 3 | audit | to agent | the fields of [`Audited`] in order; the report is what is left |
+//! | 4 | trimmer | to agent | the fields of [`Trimmer`](super::trim::Trimmer) in order |
+//! | 5 | planned | to agent | number u64, u32 each: at, committed, sent, prompt; plan u8; |
+//! | | | | session, rid, why str |
 //! | 16 | demote | to shim | session str |
 //! | 17 | sample now | to shim | nothing |
 //! | 18 | audit | to shim | number u64 |
 //! | 19 | republish | to shim | nothing |
+//! | 20 | run | to shim | number u64, tokens u32, session str |
+//!
+//! Frames 4, 5 and 20 are said on the trimmer's socket alone, and the others never.
 //!
 //! | item of a list | fields |
 //! |---|---|
@@ -30,11 +36,16 @@
 use std::{str, time::Duration};
 
 use super::{Audited, Hello, SessionFacts};
+use crate::session::INCARNATION_BYTES_MAX;
 
 /// Of the protocol. A shim of another one is refused.
-pub const VERSION: u8 = 3;
+pub const VERSION: u8 = 4;
 /// A full update of the shim (256 events, 512 ids, 512 sessions, names of 512 bytes) is 0.8 MiB.
 pub const FRAME_BYTES_MAX: usize = 1 << 20;
+/// Of a session's name on the wire. Clients' own ids never get here: the engine knows sessions by
+/// their incarnations' ids.
+const NAME_BYTES_MAX: usize = 512;
+const _: () = assert!(INCARNATION_BYTES_MAX <= NAME_BYTES_MAX, "every incarnation can be named");
 /// Sessions of a frame: a full table with so many goes on in the next one.
 pub const SESSIONS_MAX: usize = 512;
 /// One rank's engine has far fewer; a number above it is nonsense.
@@ -47,6 +58,7 @@ const DEMOTE: u8 = 16;
 const SAMPLE_NOW: u8 = 17;
 const AUDIT: u8 = 18;
 const REPUBLISH: u8 = 19;
+const RUN: u8 = 20;
 
 /// Why a shim's bytes can't be read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -126,23 +138,30 @@ pub(super) enum Command {
     SampleNow,
     Audit(u64),
     Republish,
+    Run { question: u64, tokens_max: u32, session: String },
 }
 
 impl Command {
-    /// `None` for a session whose id is too long to have been told of.
+    /// `None` for a session whose name is longer than [`NAME_BYTES_MAX`].
     pub(super) fn encode(&self) -> Option<Vec<u8>> {
         let (kind, body) = match self {
-            Self::Demote(id) => {
-                let length = u16::try_from(id.len()).ok()?;
-                (DEMOTE, [&length.to_le_bytes(), id.as_bytes()].concat())
-            }
+            Self::Demote(id) => (DEMOTE, string(id)?),
             Self::SampleNow => (SAMPLE_NOW, vec![]),
             Self::Audit(number) => (AUDIT, number.to_le_bytes().to_vec()),
             Self::Republish => (REPUBLISH, vec![]),
+            Self::Run { question, tokens_max, session } => {
+                let (number, tokens) = (question.to_le_bytes(), tokens_max.to_le_bytes());
+                (RUN, [&number[..], &tokens, &string(session)?].concat())
+            }
         };
         let length = u32::try_from(body.len() + 2).ok()?;
         Some([&length.to_le_bytes(), &[VERSION, kind][..], &body].concat())
     }
+}
+
+fn string(text: &str) -> Option<Vec<u8>> {
+    let length = u16::try_from(text.len()).ok().filter(|_| text.len() <= NAME_BYTES_MAX)?;
+    Some([&length.to_le_bytes(), text.as_bytes()].concat())
 }
 
 /// Bytes as they come, messages as they are whole. Holds less than two frames.
@@ -157,8 +176,8 @@ impl Frames {
         self.buffer.extend_from_slice(bytes);
     }
 
-    /// The next whole message.
-    pub(super) fn next(&mut self) -> Result<Option<Message>, Error> {
+    /// The next whole message, as `decode` reads its kind and body.
+    pub(super) fn next<M>(&mut self, decode: Decode<M>) -> Result<Option<M>, Error> {
         let Some(prefix) = self.buffer.first_chunk::<4>() else { return Ok(None) };
         let length = u32::from_le_bytes(*prefix);
         let size = usize::try_from(length).map_err(|_| Error::Length(length))?;
@@ -166,25 +185,31 @@ impl Frames {
             return Err(Error::Length(length));
         }
         let Some(frame) = self.buffer.get(4..4 + size) else { return Ok(None) };
-        let message = decode(frame)?;
+        let mut body = Body { rest: frame };
+        let version = body.u8()?;
+        if version != VERSION {
+            return Err(Error::Version(version));
+        }
+        let message = decode(body.u8()?, &mut body)?;
+        if !body.rest.is_empty() {
+            return Err(Error::Body);
+        }
         self.buffer.drain(..4 + size);
         Ok(Some(message))
     }
 }
 
-fn decode(frame: &[u8]) -> Result<Message, Error> {
-    let mut body = Body { rest: frame };
-    let version = body.u8()?;
-    if version != VERSION {
-        return Err(Error::Version(version));
-    }
-    let message = match body.u8()? {
-        HELLO => Message::Hello(Box::new(hello(&mut body)?)),
-        UPDATE => Message::Update(Box::new(update(&mut body)?)),
-        AUDITED => Message::Audited(audited(&mut body)?),
+/// A message of its kind and body.
+pub(super) type Decode<M> = fn(u8, &mut Body<'_>) -> Result<M, Error>;
+
+/// What a shim says, of its kind and body.
+pub(super) fn message(kind: u8, body: &mut Body<'_>) -> Result<Message, Error> {
+    Ok(match kind {
+        HELLO => Message::Hello(Box::new(hello(body)?)),
+        UPDATE => Message::Update(Box::new(update(body)?)),
+        AUDITED => Message::Audited(audited(body)?),
         kind => return Err(Error::Kind(kind)),
-    };
-    if body.rest.is_empty() { Ok(message) } else { Err(Error::Body) }
+    })
 }
 
 fn hello(body: &mut Body<'_>) -> Result<Hello, Error> {
@@ -273,7 +298,7 @@ fn session(body: &mut Body<'_>) -> Result<SessionFacts, Error> {
 }
 
 /// What is left of a frame.
-struct Body<'a> {
+pub(super) struct Body<'a> {
     rest: &'a [u8],
 }
 
@@ -284,11 +309,11 @@ impl<'a> Body<'a> {
         Ok(taken)
     }
 
-    fn array<const N: usize>(&mut self) -> Result<[u8; N], Error> {
+    pub(super) fn array<const N: usize>(&mut self) -> Result<[u8; N], Error> {
         self.take(N)?.try_into().map_err(|_| Error::Body)
     }
 
-    fn u8(&mut self) -> Result<u8, Error> {
+    pub(super) fn u8(&mut self) -> Result<u8, Error> {
         self.array().map(u8::from_le_bytes)
     }
 
@@ -296,11 +321,11 @@ impl<'a> Body<'a> {
         self.array().map(u16::from_le_bytes)
     }
 
-    fn u32(&mut self) -> Result<u32, Error> {
+    pub(super) fn u32(&mut self) -> Result<u32, Error> {
         self.array().map(u32::from_le_bytes)
     }
 
-    fn u64(&mut self) -> Result<u64, Error> {
+    pub(super) fn u64(&mut self) -> Result<u64, Error> {
         self.array().map(u64::from_le_bytes)
     }
 
@@ -312,14 +337,14 @@ impl<'a> Body<'a> {
         }
     }
 
-    fn string(&mut self) -> Result<String, Error> {
+    pub(super) fn string(&mut self) -> Result<String, Error> {
         let length = self.u16()?;
         let bytes = self.take(length.into())?;
         str::from_utf8(bytes).map(str::to_owned).map_err(|_| Error::Value)
     }
 
     /// Why not; empty on the wire where there is no reason.
-    fn reason(&mut self) -> Result<Option<String>, Error> {
+    pub(super) fn reason(&mut self) -> Result<Option<String>, Error> {
         self.string().map(|reason| Some(reason).filter(|reason| !reason.is_empty()))
     }
 

@@ -11,7 +11,8 @@ use std::{
 
 use super::{
     Audited, News, RankFacts, SessionFacts, Sessions,
-    codec::{Event, Update, What},
+    codec::{self, Body, Event, Message, Update, What},
+    peer::{Caller, Ended, Talk},
 };
 
 /// Several updates' worth: one has 256 at most.
@@ -21,6 +22,7 @@ pub(super) const EVENTS_MAX: usize = 1024;
 #[derive(Debug)]
 pub(super) struct Outbox {
     dp_rank: u32,
+    next_seq: u64,
     events: VecDeque<News>,
     /// `None` for a session that has gone.
     sessions: BTreeMap<String, Option<SessionFacts>>,
@@ -31,18 +33,15 @@ pub(super) struct Outbox {
 
 impl Outbox {
     pub(super) fn new(dp_rank: u32) -> Self {
-        let (events, sessions) = (VecDeque::new(), BTreeMap::new());
-        Self { dp_rank, events, sessions, full: false, facts: None, audited: None }
-    }
-
-    /// May another update be pushed?
-    pub(super) fn accepts(&self) -> bool {
-        self.events.len() < EVENTS_MAX
-    }
-
-    pub(super) fn is_empty(&self) -> bool {
-        let states = self.has_sessions() || self.facts.is_some() || self.audited.is_some();
-        self.events.is_empty() && !states
+        Self {
+            dp_rank,
+            next_seq: 0,
+            events: VecDeque::new(),
+            sessions: BTreeMap::new(),
+            full: false,
+            facts: None,
+            audited: None,
+        }
     }
 
     fn has_sessions(&self) -> bool {
@@ -73,13 +72,61 @@ impl Outbox {
         }
     }
 
-    /// Takes an audit in; who asked for two gets the newer.
-    pub(super) fn push_audited(&mut self, audited: Audited) {
-        self.audited = Some(audited);
+    fn check_invariants(&self) {
+        assert!(
+            !self.full || self.sessions.values().all(Option::is_some),
+            "a full table names no session that has gone"
+        );
+    }
+}
+
+impl Talk for Outbox {
+    const NAME: &'static str = "shim";
+    type Message = Message;
+    type News = News;
+
+    fn decode(kind: u8, body: &mut Body<'_>) -> Result<Message, codec::Error> {
+        codec::message(kind, body)
     }
 
-    /// The next piece of news: events, the sessions they led to, the facts, an audit.
-    pub(super) fn pop(&mut self) -> Option<News> {
+    fn begin(first: Message, pid: Option<u32>) -> Option<(Self, Caller, News)> {
+        let Message::Hello(mut hello) = first else { return None };
+        hello.seen_pid = pid;
+        let caller = Caller {
+            dp_rank: hello.dp_rank,
+            works: hello.inert.is_none(),
+            unpublishable: hello.unpublishable.clone(),
+        };
+        Some((Self::new(hello.dp_rank), caller, News::Up(*hello)))
+    }
+
+    fn take(&mut self, message: Message, at: Instant) -> Result<(), Ended> {
+        match message {
+            Message::Hello(_) => return Err(Ended::Order),
+            Message::Update(update) if update.seq != self.next_seq => {
+                return Err(Ended::Gap { found: update.seq, due: self.next_seq });
+            }
+            Message::Update(update) => {
+                self.next_seq += 1;
+                self.push(*update, at);
+            }
+            // Who asked for two gets the newer.
+            Message::Audited(audited) => self.audited = Some(audited),
+        }
+        Ok(())
+    }
+
+    fn accepts(&self) -> bool {
+        self.events.len() < EVENTS_MAX
+    }
+
+    fn is_empty(&self) -> bool {
+        let states = self.has_sessions() || self.facts.is_some() || self.audited.is_some();
+        self.events.is_empty() && !states
+    }
+
+    /// Events, the sessions they led to, the facts, an audit.
+    fn pop(&mut self) -> Option<News> {
         if let Some(event) = self.events.pop_front() {
             return Some(event);
         }
@@ -102,11 +149,8 @@ impl Outbox {
         self.audited.take().map(|audited| News::Audited { dp_rank, audited })
     }
 
-    fn check_invariants(&self) {
-        assert!(
-            !self.full || self.sessions.values().all(Option::is_some),
-            "a full table names no session that has gone"
-        );
+    fn end(&self, reason: String) -> News {
+        News::Down { dp_rank: self.dp_rank, reason }
     }
 }
 

@@ -2,6 +2,7 @@
 //! engine's last word, and outlives a client that goes away.
 
 use std::{
+    collections::VecDeque,
     future::Future as _,
     pin::Pin,
     task::{Context, Poll, ready},
@@ -15,17 +16,26 @@ use http_body_util::BodyExt;
 use hyper::body::Incoming;
 use hyper_util::client::legacy::ResponseFuture;
 use proto::process::refusal::Refusal;
-use tokio::time::Sleep;
+use tokio::{sync::oneshot, time::Sleep};
 use tracing::debug;
 
 use super::{Turns, timed_out, unreachable};
-use crate::{agent::Lease, answer::Scanner, session::Outcome};
+use crate::{
+    agent::Lease,
+    answer::Scanner,
+    session::{Outcome, Ran},
+};
 
 /// While a turn's end is waited for, its abort is sent this often: an abort that comes before the
 /// engine has registered the turn is forgotten there.
 const ABORT_AGAIN: Duration = Duration::from_millis(500);
 /// The engine looks every 4 s whether the client of an answer that doesn't stream is still there.
 const HANGUP_SEEN_WITHIN: Duration = Duration::from_secs(5);
+/// Some routes say their first words before they make tokens of the prompt. The shim's word comes
+/// after that, and after two seconds at the latest where it asks the agent first.
+const TOLD_WITHIN: Duration = Duration::from_millis(2_500);
+/// First words are a few events; what says more has begun to answer.
+const EARLY_MAX: usize = 16;
 
 /// One turn inside the engine: its answer on the way back, and the lease that its end gives back.
 ///
@@ -35,6 +45,8 @@ pub(super) struct Exchange {
     rid: String,
     lease: Option<Lease>,
     upstream: Option<Upstream>,
+    /// Pieces of the answer that came before it was known how the turn runs.
+    early: VecDeque<Piece>,
     scanner: Scanner,
     status: StatusCode,
     deadline: Pin<Box<Sleep>>,
@@ -45,6 +57,9 @@ pub(super) struct Exchange {
     abandoned: bool,
     turns: Turns,
 }
+
+/// What an answer's body yields.
+type Piece = Option<Result<Frame<Bytes>, hyper::Error>>;
 
 enum Upstream {
     Head(ResponseFuture),
@@ -64,6 +79,7 @@ impl Exchange {
             rid,
             lease: Some(lease),
             upstream: Some(Upstream::Head(answer)),
+            early: VecDeque::new(),
             scanner: Scanner::new(None),
             status: StatusCode::OK,
             deadline: Box::pin(tokio::time::sleep(turns.turn_max)),
@@ -96,6 +112,37 @@ impl Exchange {
                 self.finish(if error.is_connect() { Outcome::Refused } else { Outcome::Lost });
                 self.turns.engine_failed(&error).await;
                 Err(unreachable(&error))
+            }
+        }
+    }
+
+    /// How the turn runs. The engine answers some routes before it knows, so this waits for the
+    /// shim's word, until the answer goes on without it.
+    pub(super) async fn ran(
+        &mut self,
+        told: Option<oneshot::Receiver<Ran>>,
+        status: StatusCode,
+    ) -> Option<Ran> {
+        let mut told = told?;
+        let Some(Upstream::Body(body)) = &mut self.upstream else { return told.try_recv().ok() };
+        if !status.is_success() {
+            return told.try_recv().ok();
+        }
+        let late = tokio::time::sleep(TOLD_WITHIN);
+        tokio::pin!(late);
+        loop {
+            tokio::select! {
+                biased;
+                ran = &mut told => return ran.ok(),
+                piece = body.frame() => {
+                    let over = piece.is_none();
+                    self.early.push_back(piece);
+                    if over || self.early.len() == EARLY_MAX {
+                        return told.try_recv().ok();
+                    }
+                }
+                () = &mut late, if !self.early.is_empty() => return None,
+                () = &mut self.deadline => return None,
             }
         }
     }
@@ -203,7 +250,10 @@ impl Exchange {
                 }
             },
             Some(Upstream::Body(body)) => {
-                let frame = body.frame().await;
+                let frame = match self.early.pop_front() {
+                    Some(piece) => piece,
+                    None => body.frame().await,
+                };
                 self.follow(frame.as_ref().map(Result::as_ref));
             }
         }
@@ -220,6 +270,7 @@ impl Drop for Exchange {
             rid: std::mem::take(&mut self.rid),
             lease: self.lease.take(),
             upstream: self.upstream.take(),
+            early: std::mem::take(&mut self.early),
             scanner: std::mem::replace(&mut self.scanner, Scanner::new(None)),
             status: self.status,
             deadline: Box::pin(tokio::time::sleep(Duration::ZERO)),
@@ -246,7 +297,10 @@ impl http_body::Body for Exchange {
             return Poll::Ready(Some(Err(BrokenOff("the turn took longer than turn_ms_max"))));
         }
         let Some(Upstream::Body(body)) = &mut this.upstream else { return Poll::Ready(None) };
-        let frame = ready!(Pin::new(body).poll_frame(context));
+        let frame = match this.early.pop_front() {
+            Some(piece) => piece,
+            None => ready!(Pin::new(body).poll_frame(context)),
+        };
         this.follow(frame.as_ref().map(Result::as_ref));
         let broken = |_| BrokenOff("the engine broke the answer off");
         Poll::Ready(frame.map(|frame| frame.map_err(broken)))
@@ -254,14 +308,15 @@ impl http_body::Body for Exchange {
 
     fn is_end_stream(&self) -> bool {
         match &self.upstream {
-            Some(Upstream::Body(body)) => body.is_end_stream(),
+            Some(Upstream::Body(body)) => self.early.is_empty() && body.is_end_stream(),
             _ => true,
         }
     }
 
     fn size_hint(&self) -> SizeHint {
         match &self.upstream {
-            Some(Upstream::Body(body)) => body.size_hint(),
+            // Its own hint lacks what was taken out already.
+            Some(Upstream::Body(body)) if self.early.is_empty() => body.size_hint(),
             _ => SizeHint::default(),
         }
     }

@@ -91,9 +91,10 @@ impl Berth {
         match known::standing(key, &self.state.snapshot(), binding, now) {
             Standing::Open { worker, session, .. } => {
                 let fixed = session.exclusive || session.retention == Retention::Pinned;
-                Some(Sticky { worker, fixed, ended, moved })
+                let told_tokens = session.resident_tokens.map_or(0, |figure| figure.value);
+                Some(Sticky { fixed, ended, moved, told_tokens, ..Sticky::at(worker) })
             }
-            Standing::Bound { worker, .. } => Some(Sticky { worker, fixed: false, ended, moved }),
+            Standing::Bound { worker, .. } => Some(Sticky { ended, moved, ..Sticky::at(worker) }),
             Standing::Unknown | Standing::Closing | Standing::Lost { .. } => None,
         }
     }

@@ -40,8 +40,11 @@ impl Owner {
                 self.ledger.seen(dp_rank, None);
                 self.table.shim_down(now(), dp_rank);
             }
+            News::Committed { id, history_tokens, retracted, .. } => {
+                self.table.committed(&id, history_tokens.into(), retracted);
+            }
             // The table of sessions that follows them says what they lead to.
-            News::Opened { .. } | News::Committed { .. } | News::Aborted { .. } => {}
+            News::Opened { .. } | News::Aborted { .. } => {}
         }
     }
 

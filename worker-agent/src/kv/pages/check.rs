@@ -4,7 +4,7 @@ use std::collections::HashSet;
 
 use proto::table::{Entry, RunId};
 
-use super::{Pages, ROOT, RUN_PAGES_MAX, TIERS, key};
+use super::{Pages, ROOT, RUN_PAGES_MAX, Run, TIERS, key};
 
 impl Pages {
     /// Walks everything: for tests.
@@ -24,6 +24,8 @@ impl Pages {
         let count: usize = runs.iter().map(|&run| self.run(run).pages.len()).sum();
         assert_eq!((self.count, self.table.entries()), (count, count), "distinct pages");
         assert!(self.count <= self.pages_max, "the bound holds");
+        let bytes: usize = self.runs.iter().map(Run::bytes).sum();
+        assert_eq!(self.lists_bytes, bytes, "memory of all runs, free ones included");
     }
 
     fn check_run(&self, run: RunId) {

@@ -29,7 +29,7 @@ impl Pages {
         let depth = self.run(run).start as usize;
         let page_tokens = stored.page_tokens as usize;
         let (mut tokens, mut stopped) = (Vec::with_capacity(page_tokens), None);
-        let room = RUN_PAGES_MAX - self.run(run).pages.len();
+        let (room, before) = (RUN_PAGES_MAX - self.run(run).pages.len(), self.run(run).bytes());
         let pages = stored.pages.iter().zip(stored.tokens.chunks(page_tokens));
         self.reserve(run, room.min(stored.pages.len() - from));
         for (&page, wide) in pages.skip(from).take(room) {
@@ -56,6 +56,7 @@ impl Pages {
             self.table.insert(key(page.0), Entry::new(run, depth + at), |_| false);
             self.count += 1;
         }
+        self.lists_bytes = self.lists_bytes + self.run(run).bytes() - before;
         let at = Place { run, pages: self.run(run).pages.len() };
         if at.pages == 0 {
             self.remove_leaf(run);
@@ -163,10 +164,10 @@ impl Pages {
         self.rename(run, if tail_stays { 0..at } else { at..len }, id);
         let (parent, first_child) = (self.run(run).parent, self.run(run).first_child);
         self.orphan(run);
-        let mut first = std::mem::take(self.run_mut(run));
+        let mut first = self.take(run);
         let second = first.split_off(at, self.grid);
-        *self.run_mut(head) = first;
-        *self.run_mut(tail) = second;
+        self.put(head, first);
+        self.put(tail, second);
         self.run_mut(head).first_child = ROOT;
         self.adopt(parent, head);
         self.adopt(head, tail);
@@ -188,10 +189,10 @@ impl Pages {
         self.rename(goes, 0..self.run(goes).pages.len(), stays);
         let (parent, first_child) = (self.run(run).parent, self.run(child).first_child);
         self.orphan(run);
-        let second = std::mem::take(self.run_mut(child));
-        let mut whole = std::mem::take(self.run_mut(run));
+        let second = self.take(child);
+        let mut whole = self.take(run);
         whole.absorb(second);
-        *self.run_mut(stays) = whole;
+        self.put(stays, whole);
         self.free.push(goes);
         self.adopt(parent, stays);
         self.run_mut(stays).first_child = first_child;
@@ -228,7 +229,7 @@ impl Pages {
     fn cut_off(&mut self, run: RunId, len: usize) {
         let Self { runs, table, grid, .. } = self;
         let of = &mut runs[run as usize];
-        let depth = of.start as usize;
+        let (depth, before) = (of.start as usize, of.bytes());
         for (at, &page) in of.pages.iter().enumerate().skip(len) {
             table.remove(key(page), Entry::new(run, depth + at));
         }
@@ -241,17 +242,38 @@ impl Pages {
             of.sums.shrink_to_fit();
             of.blocks.shrink_to_fit();
         }
+        self.lists_bytes = self.lists_bytes + of.bytes() - before;
     }
 
     /// Takes an empty leaf run out of the tree.
     fn remove_leaf(&mut self, run: RunId) {
         self.orphan(run);
-        *self.run_mut(run) = Run::default();
+        self.take(run);
         self.free.push(run);
+    }
+
+    /// Leaves an empty run in its place.
+    fn take(&mut self, run: RunId) -> Run {
+        let taken = std::mem::take(self.run_mut(run));
+        self.lists_bytes -= taken.bytes();
+        taken
+    }
+
+    /// In the place of an empty run.
+    fn put(&mut self, run: RunId, new: Run) {
+        self.lists_bytes += new.bytes();
+        *self.run_mut(run) = new;
     }
 }
 
 impl Run {
+    /// Memory that its lists hold.
+    pub(super) fn bytes(&self) -> usize {
+        self.pages.capacity() * size_of::<u64>()
+            + self.sums.capacity() * size_of::<u64>()
+            + self.blocks.capacity() * size_of::<BlockHash>()
+    }
+
     /// Keeps the first `at` pages, and returns the run of the others.
     fn split_off(&mut self, at: usize, grid: Grid) -> Self {
         let depth = self.start as usize;

@@ -9,8 +9,10 @@ use std::time::Instant;
 use proto::{id::SessionKey, load::Retention};
 
 use super::{
-    Effect, Error, Guard, Need, Phase, Record, Stage, Table, Ticket, Turn, TurnSession, check_turn,
-    engine::Book, reclaim::Shortage,
+    Effect, Error, Guard, Need, Phase, Ran, Record, Stage, Table, Ticket, Turn, TurnSession,
+    check_turn,
+    engine::Book,
+    reclaim::{Shortage, Taker},
 };
 
 /// Turns beyond what the engine can run now that it gets all the same, so that it never waits for
@@ -92,14 +94,24 @@ impl Table {
         let session = self.sessions.get(&key).filter(|session| session.born == ticket.born);
         let session = session.ok_or(Error::Unknown)?;
         if let (Some(claim), true) = (&ticket.claim, stage != Stage::Open) {
-            check_turn(session, claim, ticket.appends, guards)?;
+            check_turn(session, claim, ticket.appends, self.trims, guards)?;
         }
+        let beside = stage != Stage::Open && self.runs_beside_another(&key);
+        let session = &self.sessions[&key];
         if ticket.orphaned && guards.hold(Guard::LostEndSuspect) {
             return Err(Error::NotAfterThat);
         }
         if session.waiting > 1 && session.exclusive && self.comes_after_another(ticket) {
             return Ok(Verdict::Wait);
         }
+        if beside && session.phase != Phase::Closing {
+            return Ok(self.plain_verdict(now, rid, need, in_line || full));
+        }
+        let whole = stage != Stage::Open && !self.tickets[rid].is_delta();
+        if whole && session.running == 0 && self.prepare(now, &key, need) {
+            return Ok(Verdict::Wait);
+        }
+        let session = &self.sessions[&key];
         match session.phase {
             Phase::Planned => return self.plan(now, &key),
             Phase::Opening | Phase::Demoting { .. } | Phase::Suspect { .. } => {
@@ -115,7 +127,43 @@ impl Table {
         if session.retention != Retention::Pinned {
             return Ok(self.plain_verdict(now, rid, need, in_line || full));
         }
-        if full { Ok(Verdict::Wait) } else { self.pinned_verdict(now, &key, need) }
+        if full {
+            return Ok(Verdict::Wait);
+        }
+        let (auto, delta) = (session.is_auto(), self.tickets[rid].is_delta());
+        match self.pinned_verdict(now, &key, need, delta) {
+            // What nobody asked to pin gives way, and runs on the tree.
+            Err(_) if auto && self.gives_way(now, &key) => Ok(Verdict::Wait),
+            Err(_) if auto => Ok(self.plain_verdict(now, rid, need, in_line)),
+            verdict => verdict,
+        }
+    }
+
+    /// A session that nobody asked to pin has a turn inside, or one that left doubt: others run on
+    /// the tree beside it.
+    fn runs_beside_another(&self, key: &SessionKey) -> bool {
+        let session = &self.sessions[key];
+        let shared = session.is_auto() && !session.exclusive;
+        let taken = session.running > 0 || matches!(session.phase, Phase::Suspect { .. });
+        shared && session.retention == Retention::Pinned && taken
+    }
+
+    /// Brings a session to where a whole history can go on from, and pins it if that pays. True: it
+    /// isn't there yet.
+    fn prepare(&mut self, now: Instant, key: &SessionKey, need: Need) -> bool {
+        let session = &self.sessions[key];
+        let pinned = session.is_auto() && session.retention == Retention::Pinned;
+        match session.phase {
+            Phase::Gone(_) => self.begin_anew(now, key),
+            Phase::Planned | Phase::Open | Phase::Demoted if pinned && self.is_useless_pin(key) => {
+                return self.gives_way(now, key);
+            }
+            _ => {}
+        }
+        if self.sessions[key].phase == Phase::Open && self.pins_now(now, key, need) {
+            self.pin(now, key);
+        }
+        false
     }
 
     /// Was another turn of its session claimed before it, and isn't inside yet?
@@ -136,17 +184,23 @@ impl Table {
             return Ok(Verdict::Wait);
         }
         if let Some(shortage) = self.rows_short(dp_rank)? {
-            return self.reclaim_or_refuse(now, dp_rank, shortage);
+            return self.reclaim_or_refuse(now, key, shortage);
         }
         let (held, max) = self.pins(dp_rank)?;
         if held >= max && self.rules.guards.hold(Guard::PinBudget) {
             let shortage = Shortage::Tokens { short: held - max + 1, held, max };
-            return self.reclaim_or_refuse(now, dp_rank, shortage);
+            return self.reclaim_or_refuse(now, key, shortage);
         }
-        let (incarnation, idle_max) = self.change(key, |session| {
+        self.begin_open(key);
+        Ok(Verdict::Wait)
+    }
+
+    /// Has the engine asked to open it: whoever calls has seen that there is a row.
+    pub(super) fn begin_open(&mut self, key: &SessionKey) {
+        let (incarnation, idle_max, dp_rank) = self.change(key, |session| {
             session.phase = Phase::Opening;
             session.row = true;
-            (session.incarnation.clone(), session.idle_max)
+            (session.incarnation.clone(), session.idle_max, session.dp_rank)
         });
         let record = Record::Opening { incarnation: incarnation.clone(), dp_rank };
         let open = Effect::Open { incarnation, idle_max };
@@ -157,7 +211,6 @@ impl Table {
             self.effects.push(open);
             self.journal(record);
         }
-        Ok(Verdict::Wait)
     }
 
     fn pinned_verdict(
@@ -165,41 +218,49 @@ impl Table {
         now: Instant,
         key: &SessionKey,
         need: Need,
+        delta: bool,
     ) -> Result<Verdict, Error> {
         let guards = self.rules.guards;
         let session = &self.sessions[key];
         let dp_rank = session.dp_rank;
         let held_now = if session.row { self.pages_of(session.resident_tokens) } else { 0 };
-        let target = self.pages_of(self.target_of(key, need));
+        let target = self.pages_of(self.target_of(key, need, delta));
         if !session.row
             && let Some(shortage) = self.rows_short(dp_rank)?
         {
-            return self.reclaim_or_refuse(now, dp_rank, shortage);
+            return self.reclaim_or_refuse(now, key, shortage);
         }
         let (held, max) = self.pins(dp_rank)?;
         if target > max && guards.hold(Guard::PinBudget) {
             return Err(Error::TooLarge { need: target, max });
         }
         let after = held - held_now + target;
-        let pool = self.capacity(dp_rank)?.pool_tokens;
-        let large = self.books[dp_rank as usize].largest();
-        let room =
-            if guards.hold(Guard::LargeTurnWaits) { pool.saturating_sub(large) } else { pool };
-        // The engine wants more than a page beside what a turn may need.
-        let room = room.min(pool.saturating_sub(self.engine.page_tokens + 1));
+        let room = self.room_to_pin(dp_rank, self.capacity(dp_rank)?.pool_tokens);
         let max = if guards.hold(Guard::PinBudget) { max.min(room) } else { u64::MAX };
         if after > max {
             let shortage = Shortage::Tokens { short: after - max, held, max };
-            return self.reclaim_or_refuse(now, dp_rank, shortage);
+            return self.reclaim_or_refuse(now, key, shortage);
         }
         Ok(Verdict::Admit)
     }
 
+    /// What pinned sessions may hold of the pool beside the plain turns that are in the engine.
+    pub(super) fn room_to_pin(&self, dp_rank: u32, pool: u64) -> u64 {
+        let large = self.books[dp_rank as usize].largest();
+        let held = self.rules.guards.hold(Guard::LargeTurnWaits);
+        let room = if held { pool.saturating_sub(large) } else { pool };
+        // The engine wants more than a page beside what a turn may need.
+        room.min(pool.saturating_sub(self.engine.page_tokens + 1))
+    }
+
     /// KV that a turn may bring its pinned session to, tokens.
-    fn target_of(&self, key: &SessionKey, need: Need) -> u64 {
+    fn target_of(&self, key: &SessionKey, need: Need, delta: bool) -> u64 {
         let (session, guards) = (&self.sessions[key], self.rules.guards);
         if !guards.hold(Guard::GrowthReserved) {
             return session.resident_tokens;
+        }
+        if !delta && self.trims {
+            return self.whole_target(key, need).max(session.resident_tokens);
         }
         // A history whose KV is not there is computed again.
         let before = if guards.hold(Guard::HistoryReserved) {
@@ -229,7 +290,7 @@ impl Table {
                 // fits passes it; what would pin more doesn't.
                 if self.book(dp_rank).first_to_wait_for_pins(tokens) {
                     let shortage = Shortage::Tokens { short: over, held, max: held - over };
-                    self.reclaim(now, dp_rank, &shortage);
+                    self.reclaim(now, dp_rank, &shortage, Taker::Anyone);
                 }
                 return Verdict::Wait;
             }
@@ -244,7 +305,7 @@ impl Table {
 
     /// Tokens that the engine wants to have free before it begins a plain turn: its prompt in whole
     /// pages, its answer as far as it looks ahead, and more than a page beside them.
-    fn wanted_by_engine(&self, need: Need) -> u64 {
+    pub(super) fn wanted_by_engine(&self, need: Need) -> u64 {
         let (context, page) = (self.engine.context_tokens, self.engine.page_tokens);
         let prompt = need.prompt_tokens.min(context);
         let ahead = if need.endless { context } else { ANSWER_AHEAD };
@@ -253,7 +314,7 @@ impl Table {
     }
 
     /// Rows that one more pinned session would take from the reserve.
-    fn rows_short(&self, dp_rank: u32) -> Result<Option<Shortage>, Error> {
+    pub(super) fn rows_short(&self, dp_rank: u32) -> Result<Option<Shortage>, Error> {
         let capacity = self.capacity(dp_rank)?;
         let reserve =
             if self.rules.guards.hold(Guard::RowsReserve) { capacity.rows_reserve } else { 0 };
@@ -263,17 +324,19 @@ impl Table {
     }
 
     /// Tokens that pinned sessions hold or may come to hold, and their budget.
-    fn pins(&self, dp_rank: u32) -> Result<(u64, u64), Error> {
+    pub(super) fn pins(&self, dp_rank: u32) -> Result<(u64, u64), Error> {
         Ok((self.totals(dp_rank).pinned_tokens, self.capacity(dp_rank)?.pin_tokens_max))
     }
 
     fn reclaim_or_refuse(
         &mut self,
         now: Instant,
-        dp_rank: u32,
+        key: &SessionKey,
         shortage: Shortage,
     ) -> Result<Verdict, Error> {
-        if self.reclaim(now, dp_rank, &shortage) {
+        let session = &self.sessions[key];
+        let taker = if session.is_auto() { Taker::Unasked } else { Taker::Anyone };
+        if self.reclaim(now, session.dp_rank, &shortage, taker) {
             return Ok(Verdict::Wait);
         }
         Err(shortage.into())
@@ -281,33 +344,34 @@ impl Table {
 
     fn let_in(&mut self, now: Instant, rid: &str) {
         let ticket = &self.tickets[rid];
-        let (dp_rank, need, key) = (ticket.dp_rank, ticket.need, ticket.key.clone());
+        let (dp_rank, key) = (ticket.dp_rank, ticket.key.clone());
         let (opens, closes) = (ticket.stage == Stage::Open, ticket.closes());
-        let mut turn = Turn { session: None, dp_rank, growth_tokens: None };
+        let mut turn = Turn { session: None, dp_rank, growth_tokens: None, ran: None };
         if let Some(key) = &key {
             let session = &self.sessions[key];
-            let pinned = session.retention == Retention::Pinned;
+            let beside = !opens && self.runs_beside_another(key);
+            let pinned = session.retention == Retention::Pinned && !beside;
             turn.session = Some(TurnSession {
                 key: key.clone(),
                 incarnation: session.incarnation.clone(),
-                retention: session.retention,
+                retention: if pinned { session.retention } else { self.unpinned(session) },
+                trim_tokens_max: None,
             });
             if pinned && !opens {
-                let target = self.target_of(key, need);
-                turn.growth_tokens = Some(target.saturating_sub(session.history_tokens));
-                let incarnation = session.incarnation.clone();
-                let held = self.change(key, |session| {
-                    session.reserved_tokens = target;
-                    std::mem::replace(&mut session.row, true)
-                });
-                self.tickets.get_mut(rid).expect("the caller has it").from_nothing = !held;
-                self.journal(Record::Turn { incarnation, rid: rid.to_owned() });
+                self.let_in_pinned(rid, key, &mut turn);
+            } else {
+                turn.ran = Some(self.unpinned_ran(key));
             }
             if !opens {
                 self.change(key, |session| {
                     session.waiting -= 1;
                     session.running += 1;
-                    session.phase = if closes { Phase::Closing } else { Phase::Open };
+                    session.unused = false;
+                    if closes {
+                        session.phase = Phase::Closing;
+                    } else if !beside {
+                        session.phase = Phase::Open;
+                    }
                 });
             }
         }
@@ -320,6 +384,30 @@ impl Table {
             self.enter(now, rid, &turn);
         }
         self.effects.push(Effect::Admitted { rid: rid.to_owned(), turn });
+    }
+
+    fn let_in_pinned(&mut self, rid: &str, key: &SessionKey, turn: &mut Turn) {
+        let ticket = &self.tickets[rid];
+        let (need, delta) = (ticket.need, ticket.is_delta());
+        let target = self.target_of(key, need, delta);
+        let session = &self.sessions[key];
+        turn.growth_tokens = Some(target.saturating_sub(session.history_tokens));
+        let incarnation = session.incarnation.clone();
+        let held = self.change(key, |session| {
+            session.reserved_tokens = target;
+            std::mem::replace(&mut session.row, true)
+        });
+        let ticket = self.tickets.get_mut(rid).expect("the caller has it");
+        (ticket.pinned, ticket.from_nothing) = (true, !held);
+        self.journal(Record::Turn { incarnation, rid: rid.to_owned() });
+        if delta || !self.trims {
+            turn.ran = Some(Ran::Pinned);
+            return;
+        }
+        let retention = self.unpinned(&self.sessions[key]);
+        let tokens_max = self.mark(rid, key);
+        let named = turn.session.as_mut().expect("a pinned turn has one");
+        (named.retention, named.trim_tokens_max) = (retention, Some(tokens_max));
     }
 
     /// Counts a turn as inside the engine.
@@ -371,6 +459,8 @@ impl Table {
         } else if ticket.closes() {
             // One that is closing already needs no second word.
             let _ = self.begin_close(now, &key);
+        } else {
+            self.close_unused(now, &key);
         }
     }
 

@@ -23,7 +23,10 @@ impl Table {
         for (key, session) in &self.sessions {
             let alone = !session.exclusive || session.running <= 1;
             assert!(alone || !guards.hold(Guard::OneTurn), "two turns of one are inside");
-            assert!(session.retention != Retention::Pinned || session.exclusive, "pinned, shared");
+            let shared = session.retention == Retention::Pinned && !session.exclusive;
+            assert!(!shared || session.is_auto(), "pinned by its client, and shared");
+            let left = session.is_left_unused();
+            assert!(!left, "{key:?} was opened for a turn that never went in, and is still there");
             let mine = |stage| {
                 let of = self.tickets.values().filter(move |ticket| ticket.stage == stage);
                 let of = of.filter(|ticket| ticket.born == session.born);
@@ -33,6 +36,13 @@ impl Table {
                 let waiting = mine(Stage::Claimed) + mine(Stage::Queued);
                 assert_eq!(session.waiting as usize, waiting, "a claim isn't counted");
                 assert_eq!(session.running as usize, mine(Stage::Inside), "a turn isn't counted");
+                let inside = self.tickets.values().filter(|ticket| {
+                    ticket.stage == Stage::Inside
+                        && ticket.pinned
+                        && ticket.incarnation == session.incarnation
+                });
+                let one = inside.count() <= 1;
+                assert!(one || !guards.hold(Guard::OneTurn), "two turns run on one history");
             }
         }
     }

@@ -37,6 +37,14 @@ impl Table {
         let session = session.filter(|session| session.born == ticket.born);
         let tokens = match session {
             None => sent,
+            // A whole history brings what its session has.
+            Some(session) if ticket.pinned && ticket.is_marked() => {
+                let planned = ticket.to_compute(session.resident_tokens);
+                planned.unwrap_or(sent.saturating_sub(session.resident_tokens))
+            }
+            Some(session) if session.retention == Retention::Pinned && !ticket.is_delta() => {
+                sent.saturating_sub(session.resident_tokens)
+            }
             // A history whose KV was given up is computed again.
             Some(session) if session.retention == Retention::Pinned => {
                 sent.saturating_add(session.history_tokens.saturating_sub(session.resident_tokens))

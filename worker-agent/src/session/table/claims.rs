@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 use proto::{claim::Claim, id::SessionKey, load::Retention};
 
 use super::{
-    Appends, Error, Guard, Opened, Phase, Record, Session, Stage, Table, Ticket, check_turn,
-    closing::Closing,
+    Appends, Error, Guard, Opened, Phase, Record, Session, Stage, Table, Ticket, Whole,
+    check_appends, check_turn, closing::Closing,
 };
 
 /// Longest idle time anyone can ask for: more is a mistake, and must not overflow a point in time.
@@ -64,25 +64,27 @@ impl Table {
             let wanted = claim.retention.or(claim.delta.then_some(Retention::Pinned));
             let retention = self.retention(wanted)?;
             match retention {
-                Retention::Pinned if appends == Appends::Never => return Err(Error::WholeHistory),
+                Retention::Pinned => check_appends(claim.delta, false, appends, self.trims)?,
                 Retention::Tagged | Retention::None if claim.delta => {
                     return Err(Error::DeltaNeedsPinned(retention));
                 }
                 _ => {}
             }
             let dp_rank = self.choose_rank(rank, Some(retention))?;
-            self.insert(now, key, retention, dp_rank, claim)?;
+            self.insert(now, key, (wanted, retention), dp_rank, claim)?;
+            self.sessions.get_mut(key).expect("just inserted").unused = true;
         }
         let (guards, behind) = (self.rules.guards, self.rules.turns_queued_per_session_max);
         let session = self.sessions.get_mut(key).expect("there is one now");
-        check_turn(session, claim, appends, guards)?;
+        check_turn(session, claim, appends, self.trims, guards)?;
         let before = session.running + session.waiting;
         let alone = session.exclusive || session.opened;
         if alone && before > behind && guards.hold(Guard::OneTurn) {
             return Err(Error::Busy);
         }
-        if matches!(session.phase, Phase::Gone(_)) {
-            // Only a session whose KV is evictable comes here: that costs recomputation only.
+        session.whole.sends = !claim.delta && (self.trims || session.is_auto());
+        if matches!(session.phase, Phase::Gone(_)) && session.retention != Retention::Pinned {
+            // What was evictable is only colder.
             session.phase = Phase::Open;
         }
         // Turns that run side by side stay so; the first after them is alone.
@@ -129,18 +131,26 @@ impl Table {
             Some(session) if session.phase == Phase::Closing => return Err(Error::Closing),
             Some(session) if matches!(session.phase, Phase::Gone(_)) => return Err(Error::Busy),
             Some(session) => {
-                if retention.is_some_and(|wanted| wanted != session.retention) {
+                let alone = session.running + session.waiting == 0;
+                if let Some(wanted) = retention.filter(|_| session.is_auto() && alone) {
+                    // What the agent thought best gives way to what its client wants.
+                    self.decide(now, key, wanted);
+                }
+                let session = self.sessions.get_mut(key).expect("just seen");
+                let shared = session.is_auto() && session.retention == Retention::Pinned;
+                if retention.is_some_and(|wanted| wanted != session.retention || shared) {
                     return Err(Error::OpenOtherwise(session.retention));
                 }
                 session.opened = true;
+                session.unused = false;
                 session.exclusive |= session.running + session.waiting <= 1;
                 session.idle_max = idle_max.map_or(session.idle_max, |max| max.min(IDLE_MAX));
                 self.watch(key);
             }
             None => {
-                let retention = self.retention(retention)?;
-                let dp_rank = self.choose_rank(rank, Some(retention))?;
-                self.insert(now, key, retention, dp_rank, &claim)?;
+                let kept = self.retention(retention)?;
+                let dp_rank = self.choose_rank(rank, Some(kept))?;
+                self.insert(now, key, (retention, kept), dp_rank, &claim)?;
             }
         }
         let (dp_rank, born) = (self.sessions[key].dp_rank, self.sessions[key].born);
@@ -170,6 +180,8 @@ impl Table {
             });
             self.watch(key);
             self.close_if_due(now, key);
+            self.close_unused(now, key);
+            self.reopened(now, key, true);
         } else {
             // Nobody waits for it, or it failed. What was opened, or may have been, must not stay.
             let sure = matches!(opened, Opened::No(_));
@@ -178,10 +190,16 @@ impl Table {
             } else {
                 self.journal(Record::Closed { incarnation: incarnation.to_owned() });
             }
-            if let Some(key) = &key {
+            if let Some(key) = key.filter(|key| !self.reopened(now, key, false)) {
+                if self.sessions[&key].is_auto() && self.sessions[&key].phase == Phase::Opening {
+                    // Nobody asked for it: its turns go on as before.
+                    self.unpin_closed(now, &key);
+                    self.pump(now);
+                    return self.debug_check();
+                }
                 let (Opened::No(why) | Opened::Unknown(why)) = opened else { unreachable!() };
                 let error = Error::OpenFailed(why.clone());
-                self.drop_session(now, key, &error);
+                self.drop_session(now, &key, &error);
             }
         }
         self.pump(now);
@@ -192,7 +210,7 @@ impl Table {
         &mut self,
         now: Instant,
         key: &SessionKey,
-        retention: Retention,
+        (wanted, retention): (Option<Retention>, Retention),
         dp_rank: u32,
         claim: &Claim,
     ) -> Result<(), Error> {
@@ -204,6 +222,7 @@ impl Table {
         self.born += 1;
         let session = Session {
             retention,
+            wanted,
             dp_rank,
             incarnation: self.next_incarnation(key),
             exclusive: pinned || claim.open,
@@ -214,10 +233,12 @@ impl Table {
             resident_tokens: 0,
             reserved_tokens: 0,
             opened: claim.open,
+            unused: false,
             row: false,
             corrupt: false,
             lost_rid: None,
             born: self.born,
+            whole: Whole::default(),
             phase: if pinned { Phase::Planned } else { Phase::Open },
             last_end: now,
             idle_max: claim.idle_ms_max.map_or(self.rules.idle_max, idle_max_of),
@@ -239,7 +260,7 @@ impl Table {
         longest.is_some_and(|key| self.close(now, &key).is_ok())
     }
 
-    fn retention(&self, wanted: Option<Retention>) -> Result<Retention, Error> {
+    pub(super) fn retention(&self, wanted: Option<Retention>) -> Result<Retention, Error> {
         let offered = &self.engine.retentions;
         let Some(wanted) = wanted else {
             let tagged = offered.contains(&Retention::Tagged);

@@ -6,7 +6,9 @@ use std::time::{Duration, Instant};
 
 use proto::{id::SessionKey, load::Retention};
 
-use super::{Close, Closed, Effect, Error, Event, Guard, Phase, Record, Table, Why};
+use super::{
+    Close, Closed, Effect, Error, Event, Expected, Guard, Phase, Record, Session, Table, Why,
+};
 
 /// An unconfirmed close is asked for again after this long: the engine itself looks at deferred
 /// closes once a second.
@@ -101,6 +103,15 @@ impl Table {
         self.drop_session(now, key, &Error::Unknown);
     }
 
+    /// Closes a session whose only turns were refused or given up: their clients don't know that it
+    /// was opened for them, and a router that hasn't heard of it can't close it.
+    pub(super) fn close_unused(&mut self, now: Instant, key: &SessionKey) {
+        let left = self.sessions.get(key).is_some_and(Session::is_left_unused);
+        if left && self.rules.guards.hold(Guard::UnusedClosed) {
+            let _ = self.begin_close(now, key);
+        }
+    }
+
     /// Ends a pinned session's life at the engine; its client hears why at its next turn.
     pub(super) fn retire(&mut self, now: Instant, key: &SessionKey, why: Why) {
         let event = match why {
@@ -110,16 +121,12 @@ impl Table {
             Why::EngineRestarted => Event::EngineLost,
         };
         self.effects.push(Effect::Happened(key.clone(), event));
+        self.runs_as_it_came(key);
         self.close_at_engine(now, key);
         self.reincarnate(key);
         self.change(key, |session| {
             session.phase = Phase::Gone(why);
-            session.history_tokens = 0;
-            session.resident_tokens = 0;
-            session.reserved_tokens = 0;
-            session.row = false;
-            session.corrupt = false;
-            session.lost_rid = None;
+            session.emptied();
         });
         let session = &self.sessions[key];
         self.watch_until(session.last_end + session.idle_max);
@@ -127,14 +134,14 @@ impl Table {
 
     /// After a turn's end left doubt: the engine's own account decides, where there is one and it
     /// can; else the session's life at the engine ends.
-    pub(super) fn doubt(&mut self, now: Instant, key: &SessionKey, history_tokens: Option<u64>) {
+    pub(super) fn doubt(&mut self, now: Instant, key: &SessionKey, expected: Option<Expected>) {
         let verifies = self.books[self.sessions[key].dp_rank as usize].verifies();
-        let (true, Some(history_tokens)) = (verifies, history_tokens) else {
+        let (true, Some(expected)) = (verifies, expected) else {
             return self.retire(now, key, Why::HistoryUnknown);
         };
         let until = now + VERIFIED_WITHIN;
         let (dp_rank, rid) = self.change(key, |session| {
-            session.phase = Phase::Suspect { history_tokens, until, asked: false };
+            session.phase = Phase::Suspect { expected, until, asked: false };
             (session.dp_rank, session.lost_rid.clone())
         });
         self.effects.push(Effect::Look { dp_rank, rid });
@@ -166,7 +173,7 @@ impl Table {
         self.by_incarnation.get(incarnation)
     }
 
-    fn close_at_engine(&mut self, now: Instant, key: &SessionKey) {
+    pub(super) fn close_at_engine(&mut self, now: Instant, key: &SessionKey) {
         let session = &self.sessions[key];
         let incarnation = session.incarnation.clone();
         match session.retention {

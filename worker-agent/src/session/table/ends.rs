@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use proto::{id::SessionKey, load::Retention};
 
-use super::{Guard, Outcome, Phase, Stage, Table, Ticket, Usage};
+use super::{Expected, Guard, Outcome, Phase, Stage, Table, Ticket, Usage};
 
 impl Table {
     /// The turn's client has gone; the turn is aborted, and its end at the engine awaited.
@@ -29,9 +29,7 @@ impl Table {
             return self.debug_check();
         }
         let ticket = self.tickets.remove(rid).expect("just seen");
-        let pinned = ticket.key.as_ref().and_then(|key| self.sessions.get(key));
-        let pinned = pinned.is_some_and(|session| session.retention == Retention::Pinned);
-        self.book(ticket.dp_rank).left(pinned, ticket.large_tokens);
+        self.book(ticket.dp_rank).left(ticket.pinned, ticket.large_tokens);
         if !matches!(outcome, Outcome::Finished(_)) {
             self.orphan_followers(&ticket);
         }
@@ -42,14 +40,16 @@ impl Table {
                 session.running -= 1;
                 session.last_end = now;
             });
-            let idle_max = self.sessions[key].idle_max;
-            self.watch_until(now + idle_max);
+            self.watch(key);
             // One whose engine restarted under the turn has nothing left that could change.
             let mine = self.sessions[key].incarnation == ticket.incarnation;
             if mine && !matches!(self.sessions[key].phase, Phase::Gone(_)) {
                 self.settle(now, key, rid, &ticket, outcome);
             }
             self.retire_corrupt(now, key);
+            if self.sessions.contains_key(key) {
+                self.watch(key);
+            }
             self.close_if_due(now, key);
         }
         self.pump(now);
@@ -78,18 +78,25 @@ impl Table {
         ticket: &Ticket,
         outcome: Outcome,
     ) {
-        if self.sessions[key].retention != Retention::Pinned {
-            if let Outcome::Finished(usage) | Outcome::Unheard(usage) = outcome {
-                self.change(key, |session| {
-                    session.turns += 1;
-                    if let Some(usage) = usage {
-                        session.grown(usage);
-                    }
-                });
+        let outcome = self.measured(key, ticket, outcome);
+        let pinned = self.sessions[key].retention == Retention::Pinned;
+        if ticket.pinned && pinned {
+            if !self.settle_marked(now, key, (rid, ticket), outcome) {
+                self.settle_pinned(now, key, rid, ticket, outcome);
             }
             return;
         }
-        self.settle_pinned(now, key, rid, ticket, outcome);
+        let beside = pinned;
+        if let Outcome::Finished(usage) | Outcome::Unheard(usage) = outcome {
+            self.change(key, |session| {
+                session.turns += 1;
+                // What runs beside a pinned history doesn't change it.
+                session.whole.behind |= beside;
+                if let Some(usage) = usage.filter(|_| !beside) {
+                    session.grown(usage);
+                }
+            });
+        }
     }
 
     fn settle_pinned(
@@ -104,14 +111,7 @@ impl Table {
         let before = self.sessions[key].history_tokens;
         let open = self.sessions[key].phase == Phase::Open;
         match outcome {
-            Outcome::Refused => self.change(key, |session| {
-                session.reserved_tokens = 0;
-                if ticket.from_nothing && session.history_tokens > 0 {
-                    // What was in the tree before it still is.
-                    session.row = false;
-                    session.phase = if open { Phase::Demoted } else { session.phase };
-                }
-            }),
+            Outcome::Refused => self.undo(key, ticket.from_nothing),
             // The engine rolls the history back and gives the KV to its tree.
             Outcome::Aborted => self.change(key, |session| {
                 session.row = false;
@@ -126,12 +126,14 @@ impl Table {
                 } else if usage.is_none_or(|usage| !ticket.follows(before, usage))
                     && guards.hold(Guard::HistoryChecked)
                 {
-                    self.doubt(now, key, None);
+                    let planned = ticket.marked.as_ref().and_then(|one| one.prompt_tokens);
+                    let untold = planned.filter(|_| usage.is_none());
+                    self.doubt(now, key, untold.map(Expected::AtLeast));
                 } else if retracted && guards.hold(Guard::RetractionSuspect) {
                     // The engine commits a partial answer when it takes a turn out of the batch:
                     // only it knows what it has in the end.
                     let history_tokens = self.sessions[key].history_tokens;
-                    self.doubt(now, key, Some(history_tokens));
+                    self.doubt(now, key, Some(Expected::Exactly(history_tokens)));
                 }
             }
             Outcome::Unheard(usage) => {
@@ -143,7 +145,7 @@ impl Table {
             Outcome::Partial if guards.hold(Guard::RetractionSuspect) => {
                 // What it reserved stays counted until the engine's account or a close settles it.
                 if open {
-                    self.doubt(now, key, Some(before));
+                    self.doubt(now, key, Some(Expected::Exactly(before)));
                 }
             }
             Outcome::Partial => self.change(key, |session| session.reserved_tokens = 0),
@@ -153,7 +155,7 @@ impl Table {
                 }
                 if open && guards.hold(Guard::LostEndSuspect) {
                     // If the turn left no trace, the history is what the client knows.
-                    self.doubt(now, key, Some(before));
+                    self.doubt(now, key, Some(Expected::Exactly(before)));
                 }
             }
         }
@@ -163,6 +165,7 @@ impl Table {
         self.change(key, |session| {
             session.turns += 1;
             session.reserved_tokens = 0;
+            session.whole.behind = false;
             if let Some(usage) = usage {
                 session.grown(usage);
             }
@@ -178,6 +181,9 @@ impl Ticket {
 
     /// Is the prompt the engine ran the history before, and then what the turn sent?
     fn follows(&self, before: u64, usage: Usage) -> bool {
+        if let Some(planned) = self.marked.as_ref().and_then(|marked| marked.prompt_tokens) {
+            return usage.prompt_tokens == planned;
+        }
         let Some(sent) = usage.prompt_tokens.checked_sub(before) else { return false };
         // The engine drops a leading BOS where there is history.
         let bos_dropped = before > 0 && sent + 1 == self.need.prompt_tokens;

@@ -98,6 +98,16 @@ impl Book {
         }
     }
 
+    /// A turn that went in for a pinned session runs beside it.
+    pub(super) fn turned_plain(&mut self) {
+        self.plain += 1;
+    }
+
+    /// What runs beside a pinned session after all may need more than pinned sessions leave.
+    pub(super) fn turned_large(&mut self, tokens: u64) {
+        self.large.push(tokens);
+    }
+
     /// A turn came out.
     pub(super) fn left(&mut self, pinned: bool, large: Option<u64>) {
         self.totals.turns_running -= 1;
@@ -251,13 +261,13 @@ impl Table {
                 self.effects.push(Effect::Look { dp_rank, rid: None });
             }
             // Its word on the state before the doubt proves nothing.
-            &mut Phase::Suspect { history_tokens, asked: true, .. } if seen.full => {
-                if seen.history_tokens == history_tokens {
+            &mut Phase::Suspect { expected, asked: true, .. } if seen.full => {
+                if expected.is(seen.history_tokens) {
                     self.effects.push(Effect::Happened(key.clone(), Event::Verified));
                     self.change(key, |session| {
                         session.phase = if seen.row { Phase::Open } else { Phase::Demoted };
                         session.row = seen.row;
-                        session.history_tokens = history_tokens;
+                        session.history_tokens = seen.history_tokens;
                         session.resident_tokens = seen.allocated_tokens;
                         session.reserved_tokens = 0;
                         session.lost_rid = None;

@@ -17,6 +17,15 @@ pub(super) enum Shortage {
     Tokens { short: u64, held: u64, max: u64 },
 }
 
+/// Who needs the room.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Taker {
+    /// A turn of a session that its client has pinned, or a plain one.
+    Anyone,
+    /// One of a session that nobody asked to pin.
+    Unasked,
+}
+
 impl From<Shortage> for Error {
     fn from(shortage: Shortage) -> Self {
         let (what, detail) = match shortage {
@@ -67,7 +76,13 @@ fn gaps_longer_than(idle: Duration) -> u64 {
 
 impl Table {
     /// Makes room, if idle sessions hold enough of it. False: nothing helps.
-    pub(super) fn reclaim(&mut self, now: Instant, dp_rank: u32, shortage: &Shortage) -> bool {
+    pub(super) fn reclaim(
+        &mut self,
+        now: Instant,
+        dp_rank: u32,
+        shortage: &Shortage,
+        taker: Taker,
+    ) -> bool {
         let (mut rows, mut tokens) = match *shortage {
             Shortage::Rows { held, max } => (u64::from(held - max.min(held)) + 1, 0),
             Shortage::Tokens { short, .. } => (0, short),
@@ -76,13 +91,13 @@ impl Table {
         let (rows_due, tokens_due) = self.coming_back(now, dp_rank);
         rows = rows.saturating_sub(rows_due);
         tokens = tokens.saturating_sub(tokens_due);
-        let mut idle: Vec<(u64, SessionKey, u64)> = self
+        let mut idle: Vec<((bool, u64), SessionKey, u64)> = self
             .sessions
             .iter()
-            .filter(|(_, session)| session.dp_rank == dp_rank && self.may_take(now, session))
+            .filter(|(_, session)| session.dp_rank == dp_rank && self.may_take(now, session, taker))
             .map(|(key, session)| {
                 let held = self.pages_of(session.resident_tokens);
-                (worth(session, now, shortage), key.clone(), held)
+                ((!session.is_auto(), worth(session, now, shortage)), key.clone(), held)
             })
             .collect();
         let enough = idle.len() as u64 >= rows
@@ -102,16 +117,22 @@ impl Table {
         true
     }
 
-    fn may_take(&self, now: Instant, session: &Session) -> bool {
+    /// Who asked for a pin keeps it against those that didn't, and those give way at once.
+    fn may_take(&self, now: Instant, session: &Session, taker: Taker) -> bool {
         let pinned = session.retention == Retention::Pinned && session.phase == Phase::Open;
         if !self.rules.guards.hold(Guard::ReclaimIdleOnly) {
             return pinned;
         }
-        pinned && session.can_expire() && session.idle(now) >= self.rules.demote_idle
+        let idle = session.idle(now) >= self.rules.demote_idle;
+        let takes = match taker {
+            Taker::Anyone => idle || session.is_auto(),
+            Taker::Unasked => idle && session.is_auto(),
+        };
+        pinned && session.can_expire() && takes
     }
 
     /// Gives a session's KV to the radix tree, or closes it where that isn't possible.
-    fn take_kv(&mut self, now: Instant, key: &SessionKey) {
+    pub(super) fn take_kv(&mut self, now: Instant, key: &SessionKey) {
         let session = &self.sessions[key];
         let dp_rank = session.dp_rank;
         if !self.books[dp_rank as usize].demotes() {
@@ -124,13 +145,24 @@ impl Table {
         self.watch_until(until);
     }
 
+    /// Gives to the tree what sessions hold that nobody asked to pin and that didn't come back
+    /// soon: what is used least goes first there.
+    pub(super) fn demote_idle(&mut self, now: Instant) {
+        let due = |session: &Session| session.last_end + self.rules.demote_idle <= now;
+        let idle = self.sessions.iter().filter(|(_, one)| self.is_idle_auto(one) && due(one));
+        let keys: Vec<SessionKey> = idle.map(|(key, _)| key.clone()).collect();
+        keys.iter().for_each(|key| self.take_kv(now, key));
+    }
+
     /// The shim's answer to an [`Effect::Demote`].
     pub fn demoted(&mut self, now: Instant, incarnation: &str, done: bool) {
         let Some(key) = self.by_incarnation.get(incarnation).cloned() else { return };
         if !matches!(self.sessions[&key].phase, Phase::Demoting { .. }) {
             return;
         }
-        if done {
+        if self.swaps(now, &key, done) {
+            // It was for the turn that asks.
+        } else if done {
             self.effects.push(Effect::Happened(key.clone(), Event::Demoted));
             self.change(&key, |session| {
                 session.phase = Phase::Demoted;

@@ -5,6 +5,7 @@ use std::{path::Path, process::Command as Process};
 use proptest::prelude::*;
 
 use super::*;
+use crate::{config::WORKER_ID_BYTES_MAX, session::prefix};
 
 /// Prints, by the shim's own code, the frames that [`frames_of_the_shim`] expects, in hex.
 const ENCODE: &str = r#"
@@ -31,7 +32,7 @@ print(*wire.commands(bytearray.fromhex(sys.argv[1])))
 "#;
 
 /// What Python prints, or `None` where there is none to run.
-fn python(code: &str, args: &[&str]) -> Option<String> {
+pub(in crate::shim) fn python(code: &str, args: &[&str]) -> Option<String> {
     let shim = Path::new(env!("CARGO_MANIFEST_DIR")).join("shim");
     let mut process = Process::new("python3");
     process.args(["-B", "-c", code]).args(args).env("PYTHONPATH", shim);
@@ -49,16 +50,20 @@ fn report_skip() {
 }
 
 fn all(bytes: &[u8]) -> Result<Vec<Message>, Error> {
+    all_of(message, bytes)
+}
+
+pub(in crate::shim) fn all_of<M>(decode: Decode<M>, bytes: &[u8]) -> Result<Vec<M>, Error> {
     let mut frames = Frames::default();
     frames.push(bytes);
     let mut messages = vec![];
-    while let Some(message) = frames.next()? {
+    while let Some(message) = frames.next(decode)? {
         messages.push(message);
     }
     Ok(messages)
 }
 
-fn unhex(text: &str) -> Vec<u8> {
+pub(in crate::shim) fn unhex(text: &str) -> Vec<u8> {
     let digits: Vec<u32> = text.trim().chars().filter_map(|digit| digit.to_digit(16)).collect();
     digits.chunks(2).map(|pair| u8::try_from(pair[0] * 16 + pair[1]).unwrap()).collect()
 }
@@ -141,23 +146,53 @@ fn what_the_shim_writes_is_what_it_means() {
 }
 
 #[test]
+fn every_incarnation_can_be_named_and_what_is_longer_is_refused() {
+    let worker_id = "w".repeat(WORKER_ID_BYTES_MAX);
+    let longest = format!("{}-{}", prefix(&worker_id, u64::MAX), u64::MAX);
+    assert_eq!(longest.len(), INCARNATION_BYTES_MAX);
+    let run = |session| Command::Run { question: 1, tokens_max: 2, session };
+    for name in [&longest, &"n".repeat(NAME_BYTES_MAX)] {
+        assert!(run(name.clone()).encode().unwrap().ends_with(name.as_bytes()));
+        assert!(Command::Demote(name.clone()).encode().unwrap().ends_with(name.as_bytes()));
+    }
+    for bytes in [NAME_BYTES_MAX + 1, 1 << 16, 1 << 20] {
+        assert_eq!(run("n".repeat(bytes)).encode(), None);
+        assert_eq!(Command::Demote("n".repeat(bytes)).encode(), None);
+    }
+}
+
+#[test]
 fn what_the_agent_writes_the_shim_reads() {
+    let run = |question, tokens_max, session: &str| Command::Run {
+        question,
+        tokens_max,
+        session: session.into(),
+    };
     let commands = [
         Command::Demote("sé-1".into()),
         Command::SampleNow,
         Command::Audit(1 << 40),
         Command::Republish,
+        run(7, 51_200, "s-2"),
+        run(8, 0, ""),
     ];
     let bytes: Vec<u8> = commands.iter().flat_map(|c| c.encode().unwrap()).collect();
     // Fixed here too, so that both ends can't change together unnoticed.
     let fixed = [
-        &b"\x09\0\0\0\x03\x10\x05\0s\xc3\xa9-1\x02\0\0\0\x03\x11"[..],
-        b"\x0a\0\0\0\x03\x12\0\0\0\0\0\x01\0\0\x02\0\0\0\x03\x13",
+        &b"\x09\0\0\0\x04\x10\x05\0s\xc3\xa9-1\x02\0\0\0\x04\x11"[..],
+        b"\x0a\0\0\0\x04\x12\0\0\0\0\0\x01\0\0\x02\0\0\0\x04\x13",
+        b"\x13\0\0\0\x04\x14\x07\0\0\0\0\0\0\0\0\xc8\0\0\x03\0s-2",
+        b"\x10\0\0\0\x04\x14\x08\0\0\0\0\0\0\0\0\0\0\0\0\0",
     ];
     assert_eq!(bytes, fixed.concat());
     let hex: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
     let Some(printed) = python(DECODE, &[&hex]) else { return };
-    assert_eq!(printed.trim(), "(16, 'sé-1') (17, '') (18, 1099511627776) (19, '')");
+    assert_eq!(
+        printed.trim(),
+        "(16, 'sé-1') (17, '') (18, 1099511627776) (19, '') \
+         (20, Run(number=7, tokens_max=51200, session='s-2')) \
+         (20, Run(number=8, tokens_max=0, session=''))"
+    );
 }
 
 #[test]
@@ -170,7 +205,7 @@ fn a_frame_out_of_bounds_is_refused_before_it_is_there() {
 #[test]
 fn another_protocol_and_unknown_kinds_are_named() {
     assert_eq!(all(b"\x02\0\0\0\x01\x01"), Err(Error::Version(1)));
-    assert_eq!(all(b"\x02\0\0\0\x03\x63"), Err(Error::Kind(99)));
+    assert_eq!(all(b"\x02\0\0\0\x04\x63"), Err(Error::Kind(99)));
 }
 
 /// A hello as bytes, made without Python.
@@ -190,7 +225,7 @@ fn hello_bytes() -> Vec<u8> {
     framed(&body)
 }
 
-fn framed(body: &[u8]) -> Vec<u8> {
+pub(in crate::shim) fn framed(body: &[u8]) -> Vec<u8> {
     [&u32::try_from(body.len()).unwrap().to_le_bytes(), body].concat()
 }
 
@@ -202,9 +237,9 @@ fn a_hello_is_read_however_it_is_cut() {
     for cut in 0..bytes.len() {
         let mut frames = Frames::default();
         frames.push(&bytes[..cut]);
-        assert_eq!(frames.next(), Ok(None), "cut at {cut}");
+        assert_eq!(frames.next(message), Ok(None), "cut at {cut}");
         frames.push(&bytes[cut..]);
-        assert!(matches!(frames.next(), Ok(Some(Message::Hello(_)))), "cut at {cut}");
+        assert!(matches!(frames.next(message), Ok(Some(Message::Hello(_)))), "cut at {cut}");
         // Its body alone, shorter or longer, is another matter.
         if (6..bytes.len()).contains(&cut) {
             assert_eq!(all(&framed(&bytes[4..cut])), Err(Error::Body), "ended at {cut}");

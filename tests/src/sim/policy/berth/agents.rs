@@ -61,6 +61,7 @@ impl Known {
             exclusive: false,
             resident_tokens: self.resident_tokens.map(figure),
             idle: Duration::ZERO,
+            whole_history: false,
         }
     }
 }
@@ -103,6 +104,7 @@ pub(super) fn description(agent: usize, epoch: u64, worker: &Worker, fleet: &Fle
         retentions: vec![Retention::Pinned, Retention::Tagged, Retention::None],
         turns_queued_per_session_max: 0,
         model_files: None,
+        trims: vec![],
     }
 }
 

@@ -1,0 +1,149 @@
+//! Over random fleets: a choice costs least, is the same again, and nothing is left out of it that
+//! would have been chosen.
+
+use std::sync::Arc;
+
+use proptest::prelude::*;
+
+use super::*;
+
+proptest! {
+    #[test]
+    fn a_choice_is_fresh_costs_least_and_is_the_same_again(
+        loads in prop::collection::vec((0..80_u32, 0..1_000_000_u64, 0..300_000_u64), 1..6),
+        resident_tokens in prop::collection::vec(0..60_000_u64, 6),
+        silent in prop::collection::vec(any::<bool>(), 6),
+        digest in any::<u64>(),
+    ) {
+        let now = start();
+        let later = now + 4 * SECOND;
+        let mut state = engines(loads.len(), now);
+        for (agent, (turns, used, backlog)) in loads.iter().enumerate() {
+            if !silent[agent] {
+                let told = |rank: &mut RankLoad| {
+                    rank.turns_running = *turns;
+                    rank.pool_used_tokens = figure(*used);
+                    rank.prefill_backlog_tokens = figure(*backlog);
+                };
+                tell(&mut state, agent, told, later);
+            }
+        }
+        let overlap = resident(&resident_tokens[..loads.len()]);
+        let ask = Question { prompt: prompt(60_000, &overlap), ..question(digest) };
+        let view = Arc::new(state.snapshot());
+        let placement = place(&ask, &view, later).unwrap();
+        prop_assert_eq!(&place(&ask, &view, later).unwrap(), &placement);
+        let all_silent = silent[..loads.len()].iter().all(|&silent| silent);
+        prop_assert_eq!(placement.reason == Reason::StaleView, all_silent);
+        prop_assert!(all_silent || !silent[placement.worker.agent], "a silent worker was chosen");
+        let cost = |one: &Figures| one.cost_ms;
+        let own = placement.figures.iter().find(|one| one.worker == placement.worker).map(cost);
+        prop_assert_eq!(own, placement.figures.iter().map(cost).min());
+    }
+
+    #[test]
+    fn what_is_not_reckoned_to_the_end_would_not_have_been_chosen(
+        loads in loads(),
+        resident_tokens in prop::collection::vec(prop_oneof![3 => Just(0), 1 => 0..60_000_u64], 40),
+        sessions in prop::collection::vec((0..40_usize, 0..200_000_u64, 0..2_000_u64), 0..40),
+        home in prop::option::of(0..40_usize),
+        (returns, has_prompt) in any::<(bool, bool)>(),
+        digest in any::<u64>(),
+    ) {
+        let now = start();
+        let mut state = engines(loads.len(), now);
+        for (id, (agent, tokens, idle)) in (0..).zip(&sessions) {
+            let one = session(id, *tokens, Duration::from_secs(*idle));
+            state.apply(agent % loads.len(), Update::Upsert(one), now);
+        }
+        let later = now + SECOND;
+        let mut leases = vec![];
+        for (agent, load) in loads.iter().enumerate() {
+            tell(&mut state, agent, |rank| load.tell(rank), later);
+            let count = &state.agent_at(agent).in_flight[0];
+            leases.extend((0..load.sent).map(|_| Lease::acquire(count, 3_000)));
+        }
+        let overlap = resident(&resident_tokens[..loads.len()]);
+        let ask = Question {
+            returns,
+            sticky: home.and_then(|home| stays(home % loads.len())),
+            prompt: prompt(60_000, &overlap).filter(|_| has_prompt),
+            ..question(digest)
+        };
+        let view = state.snapshot();
+        let later = later + SECOND / 10;
+        let mut all: Vec<(_, Figures)> = fit::candidates(&ask, &view, later)
+            .unwrap()
+            .workers
+            .into_iter()
+            .map(|seen| {
+                let one = cost::of(&ask, &view, seen, later);
+                let rank = Reverse(rendezvous(ask.digest, &view, one.worker));
+                ((one.cost_ms, one.sessions, rank), one)
+            })
+            .collect();
+        all.sort_by_key(|(order, _)| *order);
+        let placement = place(&ask, &view, later).unwrap();
+        let best: Vec<Figures> = all.iter().take(FIGURES_MAX).map(|(_, one)| *one).collect();
+        let shown = placement.figures.get(..best.len());
+        let unasked = ask.sticky.is_some() && !has_prompt;
+        prop_assert_eq!(shown, if unasked { None } else { Some(&best[..]) });
+        let gains = |home: WorkerRef| {
+            let own = all.iter().find(|(_, one)| one.worker == home).unwrap().1.cost_ms;
+            own - best[0].cost_ms > 500
+        };
+        let expected = match ask.sticky {
+            Some(home) if unasked || !gains(home.worker) => home.worker,
+            _ => best[0].worker,
+        };
+        prop_assert_eq!(placement.worker, expected);
+    }
+}
+
+/// What a worker tells, and turns sent to it since.
+#[derive(Debug, Clone)]
+struct Told {
+    turns: u32,
+    waiting: Option<u64>,
+    used: Option<u64>,
+    evictable: Option<u64>,
+    tokens_per_s: Option<u64>,
+    backlog: Option<u64>,
+    sent: u32,
+}
+
+impl Told {
+    fn tell(&self, rank: &mut RankLoad) {
+        let known = |value: Option<u64>| value.and_then(figure);
+        rank.turns_running = self.turns;
+        rank.requests_waiting = known(self.waiting);
+        rank.pool_used_tokens = known(self.used);
+        rank.pool_evictable_tokens = known(self.evictable);
+        rank.prefill_tokens_per_s = known(self.tokens_per_s);
+        rank.prefill_backlog_tokens = known(self.backlog);
+    }
+}
+
+/// Of a few kinds, so that many workers cost the same.
+fn loads() -> impl Strategy<Value = Vec<Told>> {
+    let kinds = prop::collection::vec(load(), 1..6);
+    let picked = |kinds| prop::collection::vec(prop::sample::select(kinds), 1..40);
+    kinds.prop_flat_map(picked)
+}
+
+fn load() -> impl Strategy<Value = Told> {
+    let known = |most: u64| prop::option::weighted(0.8, 0..most);
+    let rate = prop::option::weighted(0.8, 1_000..50_000_u64);
+    let turns = 0..80_u32;
+    let figures =
+        (turns, known(5), known(1_000_000), known(1_000_000), rate, known(50_000), 0..4_u32);
+    figures.prop_map(|(turns, waiting, used, evictable, tokens_per_s, backlog, sent)| Told {
+        turns,
+        waiting,
+        used,
+        evictable,
+        tokens_per_s,
+        backlog,
+        sent,
+    })
+}

@@ -1,0 +1,121 @@
+"""Stands where the agent would for the process that tokenises: hears of each plan before the engine
+gets the turn, and answers questions.
+
+Written from the protocol's table in `worker-agent/shim/berth_shim/wire.py`, without its code.
+"""
+
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+VERSION = 4
+PLANS = {1: "trimmed", 2: "healed", 3: "diverged", 4: "refused"}
+# Where nobody bounds a prompt.
+ROOM = 1 << 20
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was made of one whole prompt. A question is followed by the plan that holds."""
+
+    # Its number; 0 of a plan that holds.
+    question: int
+    plan: str
+    at: int
+    committed: int
+    sent: int
+    prompt: int
+    session: str
+    rid: str
+    why: str
+
+
+class TrimListener:
+    """Listens at the path, for one connection. A question is answered with the session that
+    `answer` makes of the plan and with room for `tokens_max`, or not at all where that is None."""
+
+    def __init__(self, path: Path, answer: Callable[[Plan], str | None] = lambda plan: ""):
+        self.answer, self.tokens_max = answer, ROOM
+        self.inert: str | None = None
+        self._plans: list[Plan] = []
+        self._changed = threading.Condition()
+        path.unlink(missing_ok=True)
+        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listening.bind(str(path))
+        self._listening.listen(1)
+        self._connection: socket.socket | None = None
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def close(self) -> None:
+        self._listening.close()
+        if self._connection is not None:
+            self._connection.close()
+
+    def connected(self, seconds: float = 10) -> str:
+        """Waits for the hello; returns why nothing is trimmed."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.inert is not None, seconds), "no hello"
+            return self.inert
+
+    def plans(self, of: str, seconds: float = 5) -> list[Plan]:
+        """Those that hold, of this session or request, oldest first; at least one."""
+        deadline = time.monotonic() + seconds
+        with self._changed:
+            while True:
+                if found := self._heard(of, questions=False):
+                    return found
+                left = deadline - time.monotonic()
+                assert self._changed.wait(left) if left > 0 else False, f"no plan of {of}"
+
+    def questions(self, of: str) -> list[Plan]:
+        """All so far, of this session or request."""
+        with self._changed:
+            return self._heard(of, questions=True)
+
+    def _heard(self, of: str, questions: bool) -> list[Plan]:
+        named = [plan for plan in self._plans if of in (plan.session, plan.rid)]
+        return [plan for plan in named if (plan.question > 0) == questions]
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._connection, _ = self._listening.accept()
+                self._read(self._connection)
+        except OSError:
+            pass  # Closed.
+
+    def _read(self, connection: socket.socket) -> None:
+        stream = connection.makefile("rb")
+        while head := stream.read(4):
+            frame = stream.read(struct.unpack("<I", head)[0])
+            assert frame[0] == VERSION, f"the trimmer speaks version {frame[0]}"
+            kind, body = frame[1], frame[2:]
+            if kind == 4:
+                with self._changed:
+                    self.inert = _texts(body[20:])[2]
+                    self._changed.notify_all()
+                continue
+            assert kind == 5, f"the trimmer sends a frame of kind {kind}"
+            number, *counts, plan = struct.unpack("<QIIIIB", body[:25])
+            heard = Plan(number, PLANS[plan], *counts, *_texts(body[25:]))
+            with self._changed:
+                self._plans.append(heard)
+                self._changed.notify_all()
+            if number and (session := self.answer(heard)) is not None:
+                raw = session.encode()
+                head = struct.pack("<BBQIH", VERSION, 20, number, self.tokens_max, len(raw))
+                said = head + raw
+                connection.sendall(struct.pack("<I", len(said)) + said)
+
+
+def _texts(body: bytes) -> list[str]:
+    texts = []
+    while body:
+        [length] = struct.unpack("<H", body[:2])
+        texts.append(body[2 : 2 + length].decode())
+        body = body[2 + length :]
+    return texts

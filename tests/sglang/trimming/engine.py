@@ -1,0 +1,126 @@
+"""SGLang's `TokenizerManager` as far as the trimmer's hooks see it, over `model.EngineSession`.
+
+Written from SGLang's: what a request carries, when its state is kept, what each piece of an answer
+says. One turn is stepped by hand, so that a test can stop it anywhere.
+"""
+
+from array import array
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+from .model import BOS, EngineSession, ToyText
+
+
+class Tokenizer(ToyText):
+    """As `transformers` has it."""
+
+    is_fast = True
+    bos_token_id = BOS
+    added_tokens_decoder = {id: SimpleNamespace(single_word=False) for id in ToyText.specials}
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return super().decode(ids)
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        return super().encode(text)
+
+
+class Request:
+    """A body of `/generate`, and the HTTP request it came with. It is marked by a session, with
+    room for so many tokens, or by whatever else the header has."""
+
+    def __init__(
+        self, text: str, session: str | None = None, rid: str = "r", tokens_max: int = 1 << 20,
+        mark: str | None = None, **more: Any,
+    ):
+        self.text, self.rid, self.session_params = text, rid, more.get("session_params")
+        self.return_prompt_token_ids = False
+        self.fields = more
+        headers = [(b"host", b"engine")]
+        if mark is None and session:
+            mark = f"{tokens_max} {session}"
+        if mark is not None:
+            headers.append((b"x-override-berth-trim", mark.encode()))
+        self.http = SimpleNamespace(scope={"headers": headers})
+
+
+class Manager:
+    """The engine, seen from its tokenizer. The originals of the hooked methods."""
+
+    def __init__(self) -> None:
+        self.rid_to_state: dict[str, Any] = {}
+        self.sessions: dict[str, EngineSession] = {}
+        self.sent: Any = None
+
+    async def open_session(self, asked: Any) -> str | None:
+        self.sessions[asked.session_id] = EngineSession()
+        return asked.session_id
+
+    async def close_session(self, asked: Any) -> None:
+        self.sessions.pop(asked.session_id, None)
+
+    async def tokenize(self, asked: Request) -> Any:
+        params = asked.session_params
+        plain = dict(
+            rid=asked.rid, input_ids=array("q", ToyText().encode(asked.text)), mm_inputs=None,
+            session_id=None, session_params=SimpleNamespace(**params) if params else None,
+            sampling_params=SimpleNamespace(), return_logprob=False, logprob_start_len=-1,
+            lora_id=None, extra_key=None, cache_salt=None,
+        )
+        more = {name: value for name, value in asked.fields.items() if name != "session_params"}
+        return SimpleNamespace(**(plain | more))
+
+    async def batch(self, asked: Request, _request: Any = None) -> None:
+        """Tokenises and sends each by itself; nothing of it is hooked."""
+
+    def arrive(self, asked: Request) -> Any:
+        state = SimpleNamespace(
+            finished=False, dispatched=False, out_list=[], output_ids=[], obj=asked,
+            prompt_token_ids=None,
+        )
+        self.rid_to_state[asked.rid] = state
+        return state
+
+    def send(self, tokenized: Any) -> None:
+        """To the scheduler."""
+        self.sent = tokenized
+        self.rid_to_state[tokenized.rid].dispatched = True
+        if tokenized.session_params is not None:
+            session = self.sessions[tokenized.session_params.id]
+            self.prompt = session.accept(tokenized.input_ids, None)
+        else:
+            self.prompt = list(tokenized.input_ids)
+
+    def generate(self, rid: str, ids: list[int], finish: str | None = None, **more: Any) -> None:
+        """The scheduler has made these; with a finish, they were the last."""
+        state = self.rid_to_state[rid]
+        state.output_ids += ids
+        params = self.sent.session_params
+        if params is not None:
+            session = self.sessions[params.id]
+            session.generate(ids)
+            if finish == "abort":
+                session.abort()
+            elif finish:
+                session.finish(len(session.answer))
+        said = {
+            "prompt_tokens": len(self.prompt), "completion_tokens": len(state.output_ids),
+            "num_retractions": 0, "finish_reason": {"type": finish} if finish else None, **more,
+        }
+        state.out_list.append({"output_ids": list(state.output_ids), "meta_info": said})
+        if finish:
+            state.finished = True
+            del self.rid_to_state[rid]
+
+    def wait(self, asked: Request, _request: Any = None) -> AsyncIterator[Any]:
+        return self._pieces(self.rid_to_state[asked.rid])
+
+    async def _pieces(self, state: Any) -> AsyncIterator[Any]:
+        while True:
+            pieces, state.out_list = state.out_list, []
+            for piece in pieces:
+                yield piece
+            if state.finished:
+                return
+            assert pieces, "a test waits for what nobody makes"

@@ -1,0 +1,98 @@
+"""What the trimming core is held against: a toy tokenizer that drifts, and the engine's sessions.
+
+The engine is written from what SGLang does (`Session`, `StreamingSession`), not from our core.
+"""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+BEGIN, TURN_BEGIN, TURN_END, CALL = SPECIALS = ("<b>", "<s>", "<e>", "<c>")
+# Words of two and three bytes make drift: an answer may spell them otherwise. The halves of `é` are
+# no text by themselves, and `\ufffd` is what a client gets to see of one.
+PIECES = [
+    *(bytes([byte]) for byte in sorted({*b"ab \n", *"é\ufffd".encode()})),
+    b"ab", b"ba", b"aab", b" a", b" b", b"\n\n", "é".encode(), "\ufffd".encode(),
+    # As some tokenizers have it: the first word of a text is another one. So what stands behind a
+    # cut can be written otherwise alone than where it stands.
+    b"b", b"ba",
+]
+FIRST_PIECE = len(SPECIALS)
+BOS = 0
+TURN_END_ID = SPECIALS.index(TURN_END)
+ID_COUNT = FIRST_PIECE + len(PIECES)
+FIRST_WORDS = {PIECES[-2]: ID_COUNT - 2, PIECES[-1]: ID_COUNT - 1}
+
+
+class ToyText:
+    """Longest piece first, between special tokens: so an id depends on what stands around it."""
+
+    specials = frozenset(range(FIRST_PIECE))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return raw(ids).decode(errors="replace")
+
+    def encode(self, text: str) -> list[int]:
+        pieces = [special.encode() for special in SPECIALS] + PIECES
+        ids: list[int] = []
+        rest = text.encode()
+        while rest:
+            fitting = [id for id, piece in enumerate(pieces) if rest.startswith(piece)]
+            id = max(fitting, key=lambda id: (len(pieces[id]), -id))
+            first = not ids or ids[-1] in self.specials
+            ids.append(FIRST_WORDS.get(pieces[id], id) if first else id)
+            rest = rest[len(pieces[id]) :]
+        return ids
+
+
+def raw(ids: Sequence[int]) -> bytes:
+    """The very bytes, which is what two texts are compared by."""
+    named = [special.encode() for special in SPECIALS] + PIECES
+    return b"".join(named[id] for id in ids)
+
+
+@dataclass
+class EngineSession:
+    """A streaming session: what stands before the next turn, and the turn that runs."""
+
+    context: list[int] = field(default_factory=list)
+    prompt: list[int] | None = None
+    answer: list[int] = field(default_factory=list)
+    retracted: bool = False
+    # What the KV was made with, beside its tokens.
+    adapter: str | None = None
+
+    def accept(self, ids: Sequence[int], adapter: str | None) -> list[int]:
+        """The whole prompt of a turn that brings these ids."""
+        assert self.prompt is None, "an overlapping turn reached the engine"
+        ids = list(ids)
+        if self.context and ids and ids[0] == BOS:
+            ids = ids[1:]
+        self.prompt = self.context + ids
+        assert self.prompt, "an empty prompt reached the engine"
+        assert not self.context or adapter == self.adapter, "KV of another adapter"
+        self.adapter = adapter
+        self.answer, self.retracted = [], False
+        return self.prompt
+
+    def generate(self, ids: Sequence[int]) -> None:
+        self.answer += ids
+
+    def retract(self) -> None:
+        self.retracted = True
+
+    def finish(self, stop: int) -> list[int]:
+        """Ends well, behind that many ids. Returns what the client's side is sent."""
+        sent = self.answer[:stop]
+        self.context = self.prompt + sent
+        self.prompt = None
+        return sent
+
+    def abort(self) -> None:
+        if self.retracted:
+            self.context = self.prompt + self.answer
+        self.prompt = None
+
+
+def ids_of(text: str) -> array:
+    return array("q", ToyText().encode(text))

@@ -1,0 +1,173 @@
+//! Traces of whole prompts in words, a request each (LMCache's form), as conversations. Pure.
+//!
+//! What a prompt has beyond the one before is what the user said next; the answers between them are
+//! apart, so that a replay puts real ones there. Sizes count characters.
+
+use crate::replay::trace::{Blocks, Conversation, Follows, Run, Said, Shared, Turn};
+use crate::replay::wire::Error;
+use serde::Deserialize;
+use std::time::Duration;
+
+/// The granularity in which prompts are named for those who read blocks.
+const BLOCK_TOKENS: u64 = 64;
+/// Blocks of a history begun anew start this far from those before; no prompt has as many.
+const HISTORY_BLOCKS_MAX: u64 = 1 << 32;
+
+/// One request.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+pub struct Prompt {
+    /// Microseconds since some beginning.
+    timestamp: u64,
+    /// The whole prompt.
+    input: String,
+    /// The answer.
+    output: String,
+    /// Which conversation it belongs to.
+    session_id: String,
+}
+
+/// Reads a record.
+pub fn prompt(text: &str) -> Result<Prompt, Error> {
+    let prompt: Prompt = serde_json::from_str(text).map_err(Error::Json)?;
+    if prompt.input.is_empty() {
+        return Err(Error::Value {
+            place: "request".to_owned(),
+            problem: "`input` is empty".to_owned(),
+        });
+    }
+    Ok(prompt)
+}
+
+/// The conversations that these requests make, in the order of their first ones.
+pub fn conversations(prompts: Vec<Prompt>) -> Vec<Conversation> {
+    let mut sessions: Vec<Vec<Prompt>> = Vec::new();
+    let mut places = std::collections::HashMap::new();
+    for prompt in prompts {
+        let place = *places.entry(prompt.session_id.clone()).or_insert(sessions.len());
+        if place == sessions.len() {
+            sessions.push(Vec::new());
+        }
+        sessions[place].push(prompt);
+    }
+    let numbered = sessions.into_iter().zip(0..);
+    numbered.map(|(session, index)| conversation(session, index)).collect()
+}
+
+fn conversation(mut prompts: Vec<Prompt>, index: u64) -> Conversation {
+    // Lines are written when answers end, and some end out of turn.
+    prompts.sort_by_key(|prompt| prompt.timestamp);
+    let start = prompts[0].timestamp;
+    let (mut turns, mut said) = (Vec::<Turn>::new(), Vec::<Said>::new());
+    let (mut first, mut tokens) = (0, 0);
+    let mut before: Option<&Prompt> = None;
+    for prompt in &prompts {
+        let (follows, text) = following(before, prompt);
+        match follows {
+            Follows::On => {
+                tokens += before.map_or(0, |before| length(&before.output)) + length(text);
+            }
+            Follows::Again => {}
+            Follows::Anew => {
+                first += u64::from(before.is_some()) * HISTORY_BLOCKS_MAX;
+                tokens = length(text);
+            }
+        }
+        let mut blocks = Blocks::default();
+        blocks.push_run(Run { first, count: tokens.div_ceil(BLOCK_TOKENS) });
+        let at = Duration::from_micros(prompt.timestamp - start);
+        let think = turns.last().map_or(Duration::ZERO, |last| at - last.at);
+        let output_tokens = length(&prompt.output).max(1);
+        turns.push(Turn { at, think, prompt_tokens: tokens, output_tokens, blocks });
+        said.push(Said { follows, text: text.to_owned(), answer: prompt.output.clone() });
+        before = Some(prompt);
+    }
+    Conversation {
+        id: prompts[0].session_id.clone(),
+        block_tokens: BLOCK_TOKENS,
+        scope: Some(index),
+        shared: Shared::default(),
+        turns,
+        said,
+        children: Vec::new(),
+    }
+}
+
+/// How a prompt follows from the one before, and what is new in it.
+fn following<'a>(before: Option<&Prompt>, prompt: &'a Prompt) -> (Follows, &'a str) {
+    let added = before.and_then(|before| prompt.input.strip_prefix(before.input.as_str()));
+    match added {
+        None => (Follows::Anew, &prompt.input),
+        Some("") => (Follows::Again, ""),
+        // Messages are joined by empty lines.
+        Some(added) => (Follows::On, added.trim_start_matches('\n')),
+    }
+}
+
+fn length(text: &str) -> u64 {
+    text.chars().count() as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(prompts: &[(&str, u64, &str)]) -> Vec<Conversation> {
+        let line = |(session, at, input): &(&str, u64, &str)| {
+            let at = at * 1_000_000;
+            serde_json::json!({
+                "timestamp": at, "input": input, "output": "yes", "session_id": session,
+            })
+            .to_string()
+        };
+        conversations(prompts.iter().map(|one| prompt(&line(one)).unwrap()).collect())
+    }
+
+    fn said(conversation: &Conversation) -> Vec<(Follows, &str)> {
+        conversation.said.iter().map(|said| (said.follows, said.text.as_str())).collect()
+    }
+
+    #[test]
+    fn a_user_says_what_a_prompt_adds() {
+        let found =
+            read(&[("a", 0, "Fix it."), ("b", 0, "Hm"), ("a", 2, "Fix it.\n\nFailed: 1\n")]);
+        assert_eq!(found.iter().map(|one| one.id.as_str()).collect::<Vec<_>>(), ["a", "b"]);
+        assert_eq!(said(&found[0]), [(Follows::Anew, "Fix it."), (Follows::On, "Failed: 1\n")]);
+        let turns = &found[0].turns;
+        assert_eq!((turns[1].at, turns[1].think), (turns[1].think, Duration::from_secs(2)));
+        // The answer stands between the two.
+        let tokens: Vec<u64> = turns.iter().map(|turn| turn.prompt_tokens).collect();
+        assert_eq!(tokens, [7, 7 + 3 + 10]);
+        assert_ne!(found[0].scope, found[1].scope);
+    }
+
+    #[test]
+    fn requests_are_taken_in_the_order_of_their_times() {
+        let found = read(&[("a", 5, "1\n\n2"), ("a", 1, "1"), ("a", 9, "1\n\n2\n\n3")]);
+        assert_eq!(said(&found[0])[1..], [(Follows::On, "2"), (Follows::On, "3")]);
+        assert_eq!(found[0].edits(), 0);
+    }
+
+    #[test]
+    fn an_edited_history_is_begun_anew_and_counted() {
+        let found = read(&[("a", 0, "1"), ("a", 1, "1"), ("a", 2, "1\n\n2"), ("a", 3, "Sum: 2")]);
+        let expected = [
+            (Follows::Anew, "1"),
+            (Follows::Again, ""),
+            (Follows::On, "2"),
+            (Follows::Anew, "Sum: 2"),
+        ];
+        assert_eq!(said(&found[0]), expected);
+        assert_eq!(found[0].edits(), 2);
+        let turns = &found[0].turns;
+        assert_eq!(turns[0].blocks, turns[1].blocks);
+        assert_eq!(turns[2].blocks.common(&turns[3].blocks), 0);
+    }
+
+    #[test]
+    fn what_is_no_request_is_said() {
+        let wrong = |text: &str| prompt(text).unwrap_err().to_string();
+        assert_eq!(wrong("{}"), "not a record of this form");
+        let empty = r#"{"timestamp":1,"input":"","output":"a","session_id":"s"}"#;
+        assert_eq!(wrong(empty), "request: `input` is empty");
+    }
+}

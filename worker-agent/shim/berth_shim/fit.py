@@ -1,0 +1,72 @@
+"""What can be trimmed: which engines, which requests, and the engine's tokenizer as `trim.Text`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+# Fields of a tokenised request that a streaming session drops or reads otherwise than a whole
+# prompt's turn does.
+_UNFIT = (
+    "mm_inputs", "input_embeds", "token_type_ids", "positional_embed_overrides", "kv_hints",
+    "multi_item_delimiter_indices", "token_indices_to_pool", "return_indexer_topk",
+    "return_flat_raw_top_logprobs", "return_hidden_states", "return_routed_experts",
+    "session_params",
+)
+
+
+def untrimmable() -> str:
+    """Why nothing can be trimmed in this engine; empty when it can."""
+    from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving
+
+    serving = get_serving()
+    reasons = {
+        "streaming sessions are off": not serving.enable_streaming_session,
+        # Each would know a part of a session's turns.
+        "there are several tokenizer workers": serving.tokenizer_worker_num > 1,
+        # A session's context is on one of them, and nothing here says on which.
+        "there are several DP ranks": get_parallel().num_dp_ranks > 1,
+        "prefill and decode are apart": get_disagg().disaggregation_mode != "null",
+        "prompts are truncated": serving.allow_auto_truncate,
+    }
+    return next((reason for reason, applies in reasons.items() if applies), "")
+
+
+def unfit(tokenized: Any) -> str:
+    """Why this request can't be a session's turn; empty when it can."""
+    if tokenized.input_ids is None:
+        return "it has no token ids"
+    for field in _UNFIT:
+        if getattr(tokenized, field, None):
+            return f"it has {field}"
+    if tokenized.return_logprob and (tokenized.logprob_start_len or 0) >= 0:
+        return "it wants the prompt's log probabilities"
+    if (getattr(tokenized.sampling_params, "beam_width", None) or 1) > 1:
+        return "it is a beam search"
+    return ""
+
+
+def tie(tokenized: Any) -> tuple:
+    """What its KV depends on beside the tokens."""
+    return tokenized.lora_id, tokenized.extra_key, tokenized.cache_salt
+
+
+class Words:
+    """A fast tokenizer of `transformers`, both ways without adding or dropping anything."""
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+        added = tokenizer.added_tokens_decoder
+        # One that must stand alone depends on its neighbours.
+        self.specials = frozenset(id for id, token in added.items() if not token.single_word)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(
+            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+def words(tokenizer: Any) -> Words | None:
+    """None where drift can't be proven harmless."""
+    return Words(tokenizer) if getattr(tokenizer, "is_fast", False) else None

@@ -1,0 +1,73 @@
+"""All sessions' transcripts, bounded: who has been idle longest gives way. Pure.
+
+A session whose ids had to go is one whose context isn't known: its turns are refused, not guessed.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from .trim import Transcript
+
+# A row of the request table each; SGLang has at most 4096 by default.
+SESSIONS_MAX = 4096
+# 8 bytes a token: 128 MiB for a hundred and sixty sessions of 100,000 tokens. The engine itself
+# keeps the same ids two or three times over.
+TOKENS_MAX = 1 << 24
+
+
+class Transcripts:
+    """By session id, in the order of their last use. Only sessions that were opened are known."""
+
+    def __init__(self, sessions_max: int = SESSIONS_MAX, tokens_max: int = TOKENS_MAX):
+        self._sessions_max, self._tokens_max = sessions_max, tokens_max
+        self._all: dict[str, Transcript] = {}
+        self._tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __contains__(self, id: str) -> bool:
+        return id in self._all
+
+    def open(self, id: str) -> None:
+        """A new life of the session, with no context."""
+        self.close(id)
+        if len(self._all) >= self._sessions_max:
+            idle = (other for other, known in self._all.items() if known.turn is None)
+            self.close(next(idle, next(iter(self._all))))
+        self._all[id] = Transcript()
+
+    def close(self, id: str) -> None:
+        if known := self._all.pop(id, None):
+            self._tokens -= len(known)
+
+    def get(self, id: str) -> Transcript | None:
+        """To look at; changes go through `change`."""
+        return self._all.get(id)
+
+    def change(self, id: str, by: Callable[[Transcript], Any]) -> Any:
+        """Uses the session's transcript now, and keeps the bound. None where there is none."""
+        if (known := self._all.pop(id, None)) is None:
+            return None
+        self._all[id] = known
+        before = len(known)
+        result = by(known)
+        self._tokens += len(known) - before
+        self._make_room()
+        return result
+
+    def _make_room(self) -> None:
+        for idle in (True, False):
+            for known in self._all.values():
+                if self._tokens <= self._tokens_max:
+                    return
+                if (known.turn is None) == idle:
+                    self._tokens -= len(known)
+                    known.lose()
+
+    def check_invariants(self) -> None:
+        assert self._tokens == sum(map(len, self._all.values())), "the sum is another"
+        assert self._tokens <= self._tokens_max, "more tokens than the bound"
+        assert len(self._all) <= self._sessions_max, "more sessions than the bound"
+        for known in self._all.values():
+            known.check_invariants()

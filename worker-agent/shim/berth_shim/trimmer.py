@@ -1,0 +1,393 @@
+"""Trims whole prompts where the engine tokenises them, so that they run as turns of a streaming
+session: after the engine's own template and tokenizer, before its scheduler.
+
+A request asks for it by the header `x-override-berth-trim: <tokens_max> <session> [<rid>]`, its
+mark. That names an open streaming session, in which the prompt may have so many tokens, as the
+agent has kept room for no more; and the turn, as the agent calls it. A header, because it is the one
+thing that all of the engine's routes hand on; under this prefix, because neither router nor agent
+lets a client's through. Without it, or where the trimmer can't help, a request runs as it came. `trim`
+decides, `transcripts` remembers, this talks with the engine and tells the agent of each plan before
+the engine gets the turn. Where another session or more room could help, it asks first.
+
+It never raises into the engine but for one thing: an answer to another context than the client's is
+cut off. On the first error of its own it stops for good, and says why.
+"""
+
+import asyncio
+import logging
+import os
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from . import wire
+from .fit import tie, unfit, untrimmable, words
+from .link import Link, socket_path
+from .transcripts import Transcripts
+from .trim import (
+    Diverged, Finished, Healed, Lost, Nothing, Outcome, Plan, RolledBack, Text, TooLong, Trimmed,
+    Turn, askable, guarded,
+)
+
+HEADER = b"x-override-berth-trim"
+# Where a request carries its mark, and later its turn, through the engine.
+_ASKED, _RUNS = "berth_trim", "berth_turn"
+# The agent opens an incarnation in milliseconds. One that doesn't answer isn't well, and the turn
+# waits for it.
+ANSWER_SECONDS_MAX = 2.0
+# Plans that wait for the agent to read; a plan is a few hundred bytes.
+PLANS_MAX = 256
+# Between looks whether an agent that didn't read does again.
+FLUSH_SECONDS = 0.1
+
+_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager."
+_ROUTER = "sglang.srt.managers.multi_tokenizer_mixin.MultiTokenizerRouter."
+_CONTROL = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin."
+
+Original = Callable[..., Any]
+_log = logging.getLogger(__name__)
+
+
+class Mark(NamedTuple):
+    """Where a turn may run; nowhere, if the session's name is empty."""
+
+    tokens_max: int
+    session: str
+    # The agent's name for the turn; not every route takes it as the request's own.
+    rid: str = ""
+
+
+class OtherContext(RuntimeError):
+    """The engine has run a turn on another context than the client's."""
+
+
+@dataclass
+class _Running:
+    """A turn that is with the engine, and the engine's own record of it."""
+
+    session: str
+    turn: Turn
+    state: Any
+
+
+class Trimmer:
+    """The hooks of the process that tokenises."""
+
+    def __init__(self, instance: bytes, shim: str) -> None:
+        self._instance, self._shim = instance, shim
+        # Until the engine's tokenizer is there.
+        self._inert = "it hasn't started"
+        self._sglang = ""
+        self._session_params: Any = None
+        self._text: Text | None = None
+        self._bos: int | None = None
+        self._transcripts = Transcripts()
+        # The last turn of each session that has one.
+        self._running: dict[str, _Running] = {}
+        self._link: Link | None = None
+        self._connection = 0
+        self._plans: deque[bytes] = deque(maxlen=PLANS_MAX)
+        self._flushing = False
+        self._questions: dict[int, asyncio.Future[Mark]] = {}
+        # An answer that was meant for another engine's question finds none of that number here.
+        self._number = int.from_bytes(instance[:4], "little") << 32
+
+    def hook(self, version: str, known: bool) -> None:
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+        def started(_: None, manager: Any, *values: Any, **named: Any) -> None:
+            self._start(manager, version, known)
+
+        HookRegistry.register(_MANAGER + "__init__", started, HookType.AFTER)
+        # What stands in its place before several: somebody has to say that nothing is trimmed.
+        HookRegistry.register(_ROUTER + "__init__", started, HookType.AFTER)
+        if not known:
+            return
+        for target, hook in {
+            _MANAGER + "generate_request": self._enter,
+            _MANAGER + "_handle_batch_request": self._batch,
+            _MANAGER + "_tokenize_one_request": self._tokenize,
+            _MANAGER + "_wait_one_response": self._wait,
+            _CONTROL + "open_session": self._open,
+            _CONTROL + "close_session": self._close,
+        }.items():
+            HookRegistry.register(target, hook, HookType.AROUND)
+
+    def _start(self, manager: Any, version: str, known: bool) -> None:
+        self._sglang = version
+        try:
+            if self._link is not None:
+                raise RuntimeError("two engines in one process")
+            self._inert = untrimmable() if known else f"SGLang {version} is not known"
+            if not self._inert:
+                from sglang.srt.managers.io_struct import SessionParams
+
+                self.ready(manager.tokenizer, SessionParams)
+            self.meet(*socket_path(manager.server_args.port))
+        except Exception as error:
+            self._fail("start", error)
+
+    def ready(self, tokenizer: Any, session_params: Any) -> None:
+        """With the engine's tokenizer, and its type for naming a session to its scheduler."""
+        self._session_params = session_params
+        self._text = words(tokenizer)
+        self._bos = getattr(tokenizer, "bos_token_id", None)
+        self._inert = ""
+
+    def meet(self, path: str, named: bool) -> None:
+        """Looks for the agent there; `named` if the operator said so."""
+        self._link = Link(path + ".trim", named, self._hello())
+        self._link.start()
+
+    def _hello(self) -> bytes:
+        return wire.trimmer(os.getpid(), self._instance, self._sglang, self._shim, self._inert)
+
+    def _fail(self, where: str, error: Exception) -> None:
+        """Trims nothing more, and says so. Turns that run are answered as they are."""
+        self._inert = f"{where}: {type(error).__name__}: {error}"
+        self._transcripts = Transcripts()
+        self._running.clear()
+        _log.warning("nothing is trimmed any more: %s", self._inert)
+        if self._link is not None:
+            self._link.say(self._hello())
+
+    # The sessions.
+
+    async def _open(self, original: Original, manager: Any, asked: Any, *a: Any, **k: Any) -> Any:
+        id = await original(manager, asked, *a, **k)
+        if id is not None and asked.streaming and not self._inert:
+            self._running.pop(id, None)
+            self._transcripts.open(id)
+        return id
+
+    async def _close(self, original: Original, manager: Any, asked: Any, *a: Any, **k: Any) -> Any:
+        self._running.pop(asked.session_id, None)
+        self._transcripts.close(asked.session_id)
+        return await original(manager, asked, *a, **k)
+
+    # A request's way: it enters, is tokenised, is answered.
+
+    def _enter(
+        self, original: Original, manager: Any, asked: Any, request: Any = None, *a: Any, **k: Any
+    ) -> Any:
+        if request is not None and not self._inert and hasattr(asked, "session_params"):
+            for name, value in getattr(request, "scope", {}).get("headers", ()):
+                if name == HEADER:
+                    setattr(asked, _ASKED, _mark(value))
+        return original(manager, asked, request, *a, **k)
+
+    def _batch(self, original: Original, manager: Any, asked: Any, *a: Any, **k: Any) -> Any:
+        if (mark := asked.__dict__.get(_ASKED)) and not self._inert:
+            try:
+                plan = Nothing("it is a batch, or has n > 1")
+                self._tell(_message(plan, mark, str(asked.rid)))
+            except Exception as error:
+                self._fail("batch", error)
+        return original(manager, asked, *a, **k)
+
+    def _tokenize(self, original: Original, manager: Any, asked: Any) -> Any:
+        if self._inert:
+            return original(manager, asked)
+        if mark := asked.__dict__.get(_ASKED):
+            return self._planned(original, manager, asked, mark)
+        params = getattr(asked, "session_params", None)
+        if params and params.get("id") in self._transcripts:
+            return self._appended(original, manager, asked, params["id"])
+        return original(manager, asked)
+
+    async def _planned(self, original: Original, manager: Any, asked: Any, mark: Mark) -> Any:
+        """A whole prompt, which may become a turn of this session, or of one the agent names."""
+        tokenized = await original(manager, asked)
+        try:
+            plan, why = self._plan(manager, tokenized, mark), ""
+            prompt = len(tokenized.input_ids or ())
+            if askable(plan):
+                other, why = await self._ask(_message(plan, mark, asked.rid, prompt))
+                if other is not None:
+                    mark = other._replace(rid=mark.rid)
+                    plan = self._plan(manager, tokenized, mark)
+            self._tell(_message(plan, mark, asked.rid, prompt, why))
+            if isinstance(plan, Trimmed | Healed):
+                self._begin(manager, asked, tokenized, mark.session, plan)
+        except Exception as error:
+            self._fail("plan", error)
+        return tokenized
+
+    async def _appended(self, original: Original, manager: Any, asked: Any, session: str) -> Any:
+        """A turn of only new tokens: it runs as it came, and the transcript hears of it."""
+        tokenized = await original(manager, asked)
+        try:
+            self._settle_the_last(manager, session)
+            ids, bound = tokenized.input_ids, tie(tokenized)
+            fits = ids is not None and not tokenized.mm_inputs
+            turn = self._transcripts.change(
+                session, lambda it: it.append(ids, self._bos, bound) if fits else it.lose()
+            )
+            if turn is not None:
+                self._runs(manager, asked, session, turn)
+        except Exception as error:
+            self._fail("append", error)
+        return tokenized
+
+    def _plan(self, manager: Any, tokenized: Any, mark: Mark) -> Plan:
+        if not mark.session:
+            return Nothing("its mark can't be read")
+        if why := unfit(tokenized):
+            return Nothing(why)
+        self._settle_the_last(manager, mark.session)
+        if (transcript := self._transcripts.get(mark.session)) is None:
+            return Nothing("no such session is open", elsewhere=True)
+        return transcript.plan(tokenized.input_ids, self._text, tie(tokenized), mark.tokens_max)
+
+    def _begin(
+        self, manager: Any, asked: Any, tokenized: Any, session: str, plan: Trimmed | Healed
+    ) -> None:
+        prompt, bound = tokenized.input_ids, tie(tokenized)
+        sent = guarded(plan.rest, plan.committed, self._bos)
+        params = self._session_params(id=session)
+        turn = self._transcripts.change(session, lambda it: it.begin(prompt, plan.rest, bound))
+        self._runs(manager, asked, session, turn)
+        # Nothing fails from here on: a request is changed wholly or not at all.
+        tokenized.input_ids, tokenized.session_params, tokenized.session_id = sent, params, None
+
+    def _runs(self, manager: Any, asked: Any, session: str, turn: Turn) -> None:
+        running = _Running(session, turn, manager.rid_to_state[asked.rid])
+        self._running[session] = running
+        setattr(asked, _RUNS, running)
+
+    def _wait(self, original: Original, manager: Any, asked: Any, *a: Any, **k: Any) -> Any:
+        running = asked.__dict__.get(_RUNS)
+        if running is None:
+            return original(manager, asked, *a, **k)
+        if asked.return_prompt_token_ids:
+            running.state.prompt_token_ids = list(running.turn.prompt)
+        return self._watched(original(manager, asked, *a, **k), running)
+
+    async def _watched(self, answer: AsyncIterator[Any], running: _Running) -> AsyncIterator[Any]:
+        """Commits before it hands the last piece on: who doesn't stream asks for no other."""
+        try:
+            async for piece in answer:
+                self._see(running, piece["meta_info"])
+                yield piece
+        finally:
+            await answer.aclose()
+
+    def _see(self, running: _Running, said: dict[str, Any]) -> None:
+        try:
+            finish = said["finish_reason"]
+            right = said.get("prompt_tokens") == running.turn.prompt_tokens
+            # What is refused is run as a prompt of one token.
+            if right or (finish and finish["type"] == "abort"):
+                if finish:
+                    self._commit(running, _outcome(running, said))
+                return
+            self._commit(running, Lost())
+        except Exception as error:
+            self._fail("answer", error)
+            return
+        raise OtherContext(
+            f"the engine counts {said.get('prompt_tokens')} prompt tokens where the session and "
+            f"this turn have {running.turn.prompt_tokens}: open the session again, send everything"
+        )
+
+    def _settle_the_last(self, manager: Any, session: str) -> None:
+        """Commits a turn whose end nobody waited for: its client had gone."""
+        running = self._running.get(session)
+        if running is None:
+            return
+        state = running.state
+        if state.finished:
+            said = state.out_list[-1]["meta_info"] if state.out_list else None
+            self._commit(running, _outcome(running, said) if said else Lost())
+        elif not state.dispatched and manager.rid_to_state.get(state.obj.rid) is not state:
+            self._commit(running, RolledBack())
+
+    def _commit(self, running: _Running, outcome: Outcome) -> None:
+        if self._running.get(running.session) is running:
+            del self._running[running.session]
+        self._transcripts.change(running.session, lambda it: it.commit(running.turn, outcome))
+
+    # The agent.
+
+    def _tell(self, planned: wire.Planned) -> None:
+        if self._link is None or not self._link.connected:
+            return
+        if self._connection != self._link.connections:
+            # Who would have read these has gone.
+            self._connection = self._link.connections
+            self._plans.clear()
+        self._plans.append(wire.planned(planned))
+        self._flush()
+
+    def _flush(self) -> None:
+        """Hands over what the socket takes, and the rest when it takes more."""
+        while self._link.ready() and self._plans:
+            self._link.send(self._plans.popleft(), self._connection)
+        if not self._flushing and self._link.connected and not self._link.ready():
+            self._flushing = True
+            asyncio.get_running_loop().call_later(FLUSH_SECONDS, self._flush_again)
+
+    def _flush_again(self) -> None:
+        self._flushing = False
+        try:
+            self._flush()
+        except Exception as error:
+            self._fail("flush", error)
+
+    async def _ask(self, planned: wire.Planned) -> tuple[Mark | None, str]:
+        """Where the turn is to run instead, or why nowhere else."""
+        if self._link is None or not self._link.connected:
+            return None, "no agent is there"
+        loop = asyncio.get_running_loop()
+        # Adding what is there already replaces it.
+        loop.add_reader(self._link.wake_read, self._hear)
+        self._number += 1
+        number, answer = self._number, loop.create_future()
+        self._questions[number] = answer
+        try:
+            self._tell(planned._replace(number=number))
+            mark = await asyncio.wait_for(answer, ANSWER_SECONDS_MAX)
+        except asyncio.TimeoutError:
+            return None, "the agent didn't answer in time"
+        finally:
+            del self._questions[number]
+        return (mark, "") if mark.session else (None, "the agent lets it run as it came")
+
+    def _hear(self) -> None:
+        for kind, what in self._link.take_commands():
+            if kind == wire.RUN:
+                answer = self._questions.get(what.number)
+                if answer is not None and not answer.done():
+                    answer.set_result(Mark(what.tokens_max, what.session))
+
+
+def _outcome(running: _Running, said: dict[str, Any]) -> Outcome:
+    """By the engine's last words on a turn."""
+    if said["finish_reason"]["type"] == "abort":
+        # One that was taken from the queue has no figure: it may have run before.
+        return RolledBack() if said.get("num_retractions") == 0 else Lost()
+    answer = running.state.output_ids
+    return Finished(answer) if len(answer) == said["completion_tokens"] else Lost()
+
+
+def _mark(header: bytes) -> Mark:
+    tokens, session, rid = (*header.decode("latin-1").split(" ", 2), "", "")[:3]
+    readable = tokens.isascii() and tokens.isdigit() and len(tokens) <= 10
+    mark = Mark(int(tokens), session) if readable else Mark(0, "")
+    return mark._replace(rid=rid) if readable else mark
+
+
+def _message(plan: Plan, mark: Mark, rid: str, prompt: int = 0, why: str = "") -> wire.Planned:
+    """What the agent is told of it. A prompt that is too long has what the engine would count."""
+    kinds = {Trimmed: wire.TRIMMED, Healed: wire.HEALED, Diverged: wire.DIVERGED}
+    kind = kinds.get(type(plan), wire.REFUSED)
+    at, committed = getattr(plan, "at", 0), getattr(plan, "committed", 0)
+    reasons = [getattr(plan, "why", ""), why]
+    if isinstance(plan, TooLong):
+        prompt = max(prompt, plan.tokens)
+        reasons.insert(0, f"it has {plan.tokens} tokens, and {mark.tokens_max} have room")
+    sent = len(getattr(plan, "rest", ()))
+    reason = "; ".join(filter(None, reasons))
+    rid = mark.rid or rid
+    return wire.Planned(0, at, committed, sent, prompt, kind, mark.session, rid, reason)

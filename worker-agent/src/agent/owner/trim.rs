@@ -1,0 +1,87 @@
+//! What the owner does with what the trimmer inside the engine tells: plans of whole histories for
+//! the table, its answers back, and to each turn's exchange how the turn runs.
+
+use tokio::sync::oneshot;
+use tracing::{debug, info, warn};
+
+use super::{Owner, now};
+use crate::{
+    session::{Plan, Planned, Ran},
+    shim::trim,
+};
+
+impl Owner {
+    pub(super) fn trim_news(&mut self, news: trim::News) {
+        self.dirty = true;
+        match news {
+            trim::News::Up(trim::Trimmer { sglang, shim, inert, .. }) => {
+                match &inert {
+                    None => info!(sglang, shim, "whole histories can be trimmed"),
+                    Some(reason) => info!(sglang, reason, "no whole histories are trimmed"),
+                }
+                let trims = inert.is_none().then_some(sglang);
+                self.table.trims(now(), trims.is_some());
+                self.trims = trims;
+            }
+            trim::News::Down { reason } => {
+                warn!(reason, "the engine's trimmer has gone");
+                self.table.trims(now(), false);
+                self.trims = None;
+            }
+            trim::News::Planned(told) => return self.planned(&told),
+        }
+        self.describe_again();
+    }
+
+    fn planned(&mut self, told: &trim::Planned) {
+        let plan = told.plan;
+        let planned = Planned {
+            rid: told.rid.clone(),
+            incarnation: told.session.clone(),
+            at: told.at.into(),
+            plan,
+            committed: told.committed.into(),
+            sent: told.sent.into(),
+            prompt: told.prompt.into(),
+        };
+        let (at, why) = (told.at, &told.why);
+        debug!(rid = told.rid, ?plan, at, why, asks = told.question.is_some(), "history compared");
+        let Some(question) = told.question else {
+            if let Some((became, spared)) = self.table.planned(now(), &planned) {
+                self.setup.metrics.planned(became, spared);
+            }
+            return;
+        };
+        // What diverged is told as what it is then; that it did is counted here.
+        if plan == Plan::Diverged {
+            self.setup.metrics.diverged(told.at.into());
+        }
+        self.table.asked(now(), question, &planned);
+    }
+
+    /// Answers the trimmer. One that has gone, or waits no more, goes on by itself.
+    pub(super) fn run_in(&self, question: u64, incarnation: Option<&str>, tokens_max: u64) {
+        let tokens_max = u32::try_from(tokens_max).unwrap_or(u32::MAX);
+        if let Err(error) = self.setup.trim.run(question, incarnation, tokens_max) {
+            debug!(%error, "the trimmer can't be answered");
+        }
+    }
+
+    /// Tells a turn's exchange how it runs.
+    pub(super) fn ran(&mut self, rid: &str, ran: Ran) {
+        self.setup.metrics.ran(ran);
+        if let Some(waits) = self.plans.remove(rid) {
+            let _ = waits.send(ran);
+        }
+    }
+
+    /// For a turn that was just let in: how it runs, or where that will be told.
+    pub(super) fn ran_of(&mut self, rid: &str, known: Option<Ran>) -> oneshot::Receiver<Ran> {
+        let (tells, told) = oneshot::channel();
+        self.plans.insert(rid.to_owned(), tells);
+        if let Some(ran) = known {
+            self.ran(rid, ran);
+        }
+        told
+    }
+}

@@ -1,0 +1,236 @@
+//! The engine's side: opens and closes under way, what others left or hold there, restarts, time.
+
+use super::*;
+
+#[test]
+fn a_session_closed_while_it_opens_waits_for_the_engine_alone() {
+    let mut rig = Rig::new();
+    rig.opens = Some(vec![]);
+    rig.open("s", Some(Retention::Pinned)).unwrap();
+    assert_eq!(rig.close("s"), Ok(true));
+    let incarnation = rig.opens.as_mut().unwrap().pop().unwrap();
+    assert_eq!(rig.table.next_due().map(|due| due > rig.now), Some(true), "no busy waiting");
+    rig.table.opened(rig.now, &incarnation, &Opened::Yes);
+    rig.carry_out();
+    assert_eq!(rig.closes, [Close { incarnation, rid: None, pinned: true, again: false }]);
+}
+
+#[test]
+fn a_session_opened_for_a_turn_that_was_given_up_closes_unless_another_wants_it() {
+    for wanted in [false, true] {
+        let mut rig = Rig::new();
+        rig.opens = Some(vec![]);
+        let opening = Claim { open: true, ..delta("s") };
+        let left = rig.turn(&opening).waits();
+        rig.table.end(rig.now, &left, Outcome::Aborted);
+        let again = wanted.then(|| rig.turn(&opening).waits());
+        let incarnation = rig.opens.as_mut().unwrap().pop().unwrap();
+        rig.table.opened(rig.now, &incarnation, &Opened::Yes);
+        rig.carry_out();
+        assert_eq!(rig.closes.len(), usize::from(!wanted));
+        assert_eq!(rig.is_open("s"), wanted);
+        if let Some(again) = again {
+            rig.answer(again).inside();
+        }
+    }
+}
+
+#[test]
+fn an_open_that_may_have_happened_is_closed() {
+    for (opened, closes) in
+        [(Opened::Unknown("lost".into()), 1), (Opened::No("the engine says no".into()), 0)]
+    {
+        let mut rig = Rig::new();
+        rig.opens = Some(vec![]);
+        let waiting = rig.turn(&Claim { open: true, ..delta("s") }).waits();
+        let incarnation = rig.opens.as_mut().unwrap().pop().unwrap();
+        rig.table.opened(rig.now, &incarnation, &opened);
+        rig.carry_out();
+        assert!(matches!(rig.answer(waiting).error(), Error::OpenFailed(_)));
+        assert_eq!(rig.closes.len(), closes, "{opened:?}");
+        rig.engine_closes();
+        let last = rig.journal.last().unwrap();
+        assert_eq!(last, &Record::Closed { incarnation }, "the next agent has nothing to do");
+    }
+}
+
+#[test]
+fn nothing_reaches_the_engine_before_the_journal() {
+    let mut rig = Rig::new();
+    rig.table.open(rig.now, "r", &key("s"), Some(Retention::Pinned), None, None).unwrap();
+    let effects = rig.table.take_effects();
+    let at = |find: fn(&Effect) -> bool| effects.iter().position(find).unwrap();
+    let journal = at(|effect| matches!(effect, Effect::Journal(Record::Opening { .. })));
+    assert!(journal < at(|effect| matches!(effect, Effect::Open { .. })), "{effects:?}");
+}
+
+#[test]
+fn an_engine_that_seems_gone_leaves_its_closes_in_the_journal() {
+    let mut rig = Rig::new();
+    rig.open("s", Some(Retention::Pinned)).unwrap();
+    assert_eq!(rig.close("s"), Ok(false));
+    rig.engine_restarts(engine(1));
+    let closed = |record: &&Record| matches!(record, Record::Closed { .. });
+    assert_eq!(rig.journal.iter().find(closed), None, "it may come back as the same process");
+}
+
+#[test]
+fn what_an_earlier_agent_left_is_closed_before_anything_is_pinned() {
+    let mut rig = Rig::new();
+    rig.table.inherit(rig.now, "berth-a-0-7".into(), 0, Some("r".into()));
+    rig.carry_out();
+    let close = Close {
+        incarnation: "berth-a-0-7".into(),
+        rid: Some("r".into()),
+        pinned: true,
+        again: false,
+    };
+    assert_eq!(rig.closes, [close]);
+    let waiting = rig.turn(&Claim { open: true, ..delta("s") }).waits();
+    rig.plain(8).inside();
+    rig.engine_closes();
+    rig.answer(waiting).inside();
+}
+
+#[test]
+fn sessions_of_others_count_as_pinned() {
+    let mut rig = Rig::new();
+    let load = Load { waiting: 0, used_tokens: 800 };
+    rig.table.sampled(rig.now, 0, load);
+    rig.wait(Duration::from_secs(1));
+    rig.table.sampled(rig.now, 0, load);
+    assert_eq!(rig.table.totals(0).foreign_tokens, 800);
+    rig.pin("s");
+    let need = Need { prompt_tokens: 300, answer_tokens: Some(1), exact: true, endless: false };
+    let refused = rig.turn_that_needs(&delta("s"), need).error();
+    assert!(is_short(&refused, "pin_tokens"), "{refused}");
+    rig.table.sampled(rig.now, 0, Load { waiting: 0, used_tokens: 0 });
+    rig.turn_that_needs(&delta("s"), need).inside();
+}
+
+#[test]
+fn the_shim_names_sessions_of_others() {
+    let mut rig = Rig::new();
+    rig.table.shim_up(0, false);
+    let foreign = Seen {
+        id: "someone".into(),
+        row: true,
+        allocated_tokens: 90,
+        history_tokens: 91,
+        in_flight: false,
+        full: false,
+    };
+    rig.table.seen(rig.now, 0, &foreign);
+    let totals = rig.table.totals(0);
+    assert_eq!((totals.foreign_rows, totals.foreign_tokens, totals.rows_held), (1, 96, 1));
+    rig.pin("a");
+    rig.pin("b");
+    assert!(is_short(&rig.open("c", Some(Retention::Pinned)).unwrap_err(), "rows"));
+    rig.table.vanished(rig.now, 0, "someone");
+    rig.pin("c");
+}
+
+#[test]
+fn an_engine_without_the_mode_says_what_it_offers() {
+    let retentions = vec![Retention::None];
+    let mut rig = Rig::with(rules(), Engine { retentions, ..engine(1) });
+    let refused = rig.open("s", Some(Retention::Pinned)).unwrap_err();
+    assert!(refused.to_string().contains("offers none"), "{refused}");
+    let turn = rig.turn(&Claim::of(&key("s"))).inside();
+    assert_eq!(turn.turn.session.unwrap().retention, Retention::None, "auto falls back");
+}
+
+#[test]
+fn idle_time_counts_from_the_end_of_a_turn() {
+    let mut rig = Rig::new();
+    let turn = rig.turn(&Claim::of(&key("s"))).inside();
+    rig.wait(10 * IDLE);
+    assert!(rig.is_open("s"), "a running session never expires");
+    rig.end(&turn, finished(20, 5));
+    rig.wait(IDLE - Duration::from_millis(1));
+    assert!(rig.is_open("s"));
+    rig.wait(Duration::from_millis(1));
+    assert!(!rig.is_open("s"));
+}
+
+#[test]
+fn no_idle_time_is_too_long() {
+    let mut rig = Rig::new();
+    let claim = Claim { idle_ms_max: Some(u64::MAX), ..Claim::of(&key("s")) };
+    let turn = rig.turn(&claim).inside();
+    rig.end(&turn, finished(20, 5));
+    rig.open_for("o", None, Some(Duration::MAX)).unwrap();
+    rig.wait(1000 * IDLE);
+    assert!(rig.is_open("s") && rig.is_open("o"));
+}
+
+#[test]
+fn an_engine_that_comes_back_smaller_keeps_no_session_on_a_rank_it_lost() {
+    let mut rig = Rig::with(rules(), engine(2));
+    let claim = Claim::of(&key("s"));
+    let on_second = Some((&claim, &key("s")));
+    let need = Need::default();
+    let turn = rig.ask(on_second, Some(1), Appends::Possible, need).inside();
+    rig.engine_restarts(engine(1));
+    rig.end(&turn, Outcome::Lost);
+    let next = rig.ask(on_second, None, Appends::Possible, need).inside();
+    assert_eq!(next.turn.dp_rank, 0, "it starts anew where there is a rank");
+}
+
+#[test]
+fn an_engine_restart_loses_pinned_sessions_and_forgives_others() {
+    let mut rig = Rig::new();
+    rig.pin_holding("p", 20);
+    rig.pin_holding("closing", 20);
+    let turn = rig.turn(&Claim::of(&key("t"))).inside();
+    let before = turn.incarnation().to_owned();
+    rig.end(&turn, finished(20, 5));
+    rig.close("closing").unwrap();
+    rig.closes.clear();
+    rig.engine_restarts(engine(1));
+    let totals = rig.table.totals(0);
+    let held = (totals.rows_held, totals.pinned_tokens, totals.estimate_tokens);
+    assert_eq!(held, (0, 0, 0), "no ghost is left in the ledger");
+    assert_eq!(rig.turn(&delta("p")).error(), Error::Lost);
+    assert_ne!(rig.turn(&Claim::of(&key("t"))).inside().incarnation(), before);
+    assert_eq!(rig.close("p"), Ok(false));
+    assert_eq!(rig.closes, [], "the engine has nothing to close");
+    assert!(!rig.is_open("p"));
+}
+
+#[test]
+fn a_lost_session_opens_anew_with_a_whole_history() {
+    let mut rig = Rig::new();
+    let before = rig.pin_holding("p", 20);
+    rig.engine_restarts(engine(1));
+    let turn = rig.turn(&Claim { open: true, ..pinned("p") }).inside();
+    assert_ne!(turn.incarnation(), before);
+}
+
+#[test]
+fn a_turn_that_means_to_be_the_first_never_follows_another() {
+    let mut rig = Rig::new();
+    let opening = Claim { open: true, ..delta("s") };
+    let first = rig.turn(&opening).inside();
+    rig.end(&first, Outcome::Aborted);
+    let first = rig.turn(&opening).inside();
+    rig.end(&first, finished(8, 8));
+    assert_eq!(rig.turn(&opening).error(), Error::HasHistory, "a retry would be appended twice");
+    rig.engine_restarts(engine(1));
+    assert_eq!(rig.turn(&opening).error(), Error::Lost, "its history is gone, and it may mean it");
+}
+
+#[test]
+fn a_drain_refuses_what_waits_and_closes_what_is_open() {
+    let mut rig = Rig::new();
+    rig.pin_holding("idle", 20);
+    let inside: Vec<Inside> = (0..6).map(|_| rig.plain(1).inside()).collect();
+    let waits = rig.plain(1).waits();
+    rig.table.drain(rig.now);
+    rig.carry_out();
+    assert_eq!(rig.answer(waits).error(), Error::Stopping);
+    inside.iter().for_each(|turn| rig.end(turn, Outcome::Finished(None)));
+    rig.engine_closes();
+    assert_eq!(rig.table.totals(0), Totals::default());
+    assert_eq!(rig.table.pending(), 0);
+}

@@ -1,0 +1,256 @@
+//! Who comes first, and who hears what late: turns and answers that meet each other.
+
+use super::*;
+
+const SMALL: Need = Need { prompt_tokens: 8, answer_tokens: Some(8), exact: true, endless: false };
+
+fn claim(rig: &mut Rig, claim: &Claim) -> String {
+    let rid = rig.rid();
+    let key = claim.key().unwrap();
+    rig.table.claim(rig.now, &rid, Some((claim, &key)), None, Appends::Possible).unwrap();
+    rid
+}
+
+#[test]
+fn turns_of_one_session_run_in_the_order_they_were_claimed() {
+    let mut rig = Rig::with(Rules { turns_queued_per_session_max: 1, ..rules() }, engine(1));
+    rig.pin("s");
+    let first = claim(&mut rig, &delta("s"));
+    let second = claim(&mut rig, &delta("s"));
+    // The first one's body is still being read.
+    rig.table.admit(rig.now, &second, SMALL);
+    rig.carry_out();
+    rig.table.admit(rig.now, &first, SMALL);
+    rig.carry_out();
+    assert!(rig.admitted.contains_key(&first), "the later delta overtook the earlier one");
+}
+
+#[test]
+fn a_delta_that_waited_is_not_appended_where_the_one_before_left_nothing() {
+    let mut bad = vec![];
+    for outcome in [Outcome::Refused, Outcome::Aborted] {
+        let mut rig = Rig::with(Rules { turns_queued_per_session_max: 1, ..rules() }, engine(1));
+        rig.pin("s");
+        let first = rig.turn(&delta("s")).inside();
+        let second = rig.turn(&delta("s")).waits();
+        rig.end(&first, outcome);
+        if matches!(rig.answer(second), Answer::In(_)) {
+            bad.push(outcome);
+        }
+    }
+    assert_eq!(bad, [], "it was written for a history with the turn before in it");
+}
+
+#[test]
+fn a_burst_is_not_held_back_while_the_engine_has_rows() {
+    let mut wide = engine(1);
+    wide.ranks[0] = Capacity { rows: 256, turns_max: 512, pool_tokens: 100_000, ..wide.ranks[0] };
+    let mut rig = Rig::with(Rules { turns_queued_max: 1024, ..rules() }, wide);
+    rig.table.sampled(rig.now, 0, Load { waiting: 0, used_tokens: 0 });
+    let held = (0..64).filter(|_| matches!(rig.plain(16), Answer::Waits(_))).count();
+    assert_eq!(held, 0, "of 64 turns for an idle engine of 256 rows");
+}
+
+#[test]
+fn what_was_estimated_of_others_is_over_when_a_shim_names_them() {
+    let mut rig = Rig::new();
+    rig.table.sampled(rig.now, 0, Load { waiting: 0, used_tokens: 500 });
+    rig.now += Duration::from_secs(1);
+    rig.table.sampled(rig.now, 0, Load { waiting: 0, used_tokens: 500 });
+    assert_eq!(rig.table.totals(0).foreign_tokens, 500);
+    rig.table.shim_up(0, true);
+    rig.table.seen_all(rig.now, 0, &[]);
+    rig.now += Duration::from_secs(1);
+    rig.table.sampled(rig.now, 0, Load { waiting: 0, used_tokens: 0 });
+    assert_eq!(rig.table.totals(0).foreign_tokens, 0);
+}
+
+#[test]
+fn a_demotion_whose_answer_was_lost_is_settled() {
+    let mut rig = Rig::new();
+    rig.table.shim_up(0, true);
+    let id = rig.pin_holding("a", 20);
+    rig.pin("b");
+    rig.pin("c");
+    rig.wait(DEMOTE);
+    rig.now += Duration::from_millis(1);
+    let _ = rig.table.open(rig.now, "o", &key("d"), Some(Retention::Pinned), None, None);
+    rig.carry_out();
+
+    let id = rig.demotes.first().cloned().unwrap_or(id);
+    let who = rig.table.by_incarnation[&id].clone();
+    // Its event was lost; a full table follows.
+    let seen = Seen {
+        id,
+        row: false,
+        allocated_tokens: 0,
+        history_tokens: 21,
+        in_flight: false,
+        full: true,
+    };
+    rig.table.seen(rig.now, 0, &seen);
+    assert_eq!(rig.table.get(&who).unwrap().phase, Phase::Demoted);
+}
+
+#[test]
+fn opens_are_bounded_too() {
+    let mut rig = Rig::new();
+    rig.opens = Some(vec![]);
+    let refused = (0..100).filter(|_| rig.open("s", Some(Retention::Pinned)).is_err()).count();
+    assert!(refused > 0, "{} wait, 4 may", rig.table.queue.len());
+}
+
+#[test]
+fn a_close_asked_twice_is_counted_once() {
+    let mut rig = Rig::new();
+    rig.table.inherit(rig.now, "berth-a-0-1".into(), 0, None);
+    rig.table.opened(rig.now, "berth-a-0-1", &Opened::Unknown("lost".into()));
+    rig.carry_out();
+    rig.engine_closes();
+    assert_eq!(rig.table.totals(0), Totals::default());
+}
+
+#[test]
+fn an_engine_restart_is_told_once() {
+    let mut rig = Rig::new();
+    rig.pin("s");
+    let mut told = 0;
+    for _ in 0..2 {
+        rig.table.engine_lost(rig.now, engine(1));
+        let lost = |one: &&Effect| matches!(one, Effect::Happened(_, Event::EngineLost));
+        told += rig.table.take_effects().iter().filter(lost).count();
+    }
+    assert_eq!(told, 1);
+}
+
+#[test]
+fn a_session_that_someone_else_closed_is_not_appended_to() {
+    let mut rig = Rig::new();
+    rig.table.shim_up(0, true);
+    let id = rig.pin_holding("s", 20);
+    rig.table.vanished(rig.now, 0, &id);
+    rig.carry_out();
+    assert_eq!(rig.table.totals(0).rows_held, 0);
+    assert!(!matches!(rig.turn(&delta("s")), Answer::In(_)));
+}
+
+#[test]
+fn a_refused_turn_gives_the_row_back_that_it_would_have_taken() {
+    let mut rig = Rig::new();
+    rig.pin_holding("s", 20);
+    let turn = rig.turn(&delta("s")).inside();
+    rig.end(&turn, Outcome::Aborted);
+    assert_eq!(rig.table.totals(0).rows_held, 0);
+    let turn = rig.turn(&delta("s")).inside();
+    rig.end(&turn, Outcome::Refused);
+    assert_eq!(rig.table.totals(0).rows_held, 0);
+}
+
+#[test]
+fn claims_spread_over_ranks_before_their_bodies_are_there() {
+    let mut rig = Rig::with(rules(), engine(2));
+    for n in 0..10 {
+        let claim_ = Claim::of(&key(&format!("s{n}")));
+        claim(&mut rig, &claim_);
+    }
+    let on_0 = rig.table.iter().filter(|(_, one)| one.dp_rank == 0).count();
+    assert_eq!(on_0, 5);
+}
+
+#[test]
+fn a_turn_that_opens_its_session_is_the_last_beside_another() {
+    let mut rig = Rig::new();
+    rig.turn(&Claim::of(&key("s"))).inside();
+    let open = Claim { open: true, ..Claim::of(&key("s")) };
+    rig.turn(&open).inside();
+    let third = rig.turn(&Claim::of(&key("s")));
+    assert!(!matches!(third, Answer::In(_)), "opened, and three turns inside");
+}
+
+#[test]
+fn a_large_turn_that_waits_is_not_overtaken_by_growing_pins() {
+    let mut rig = Rig::new();
+    rig.pin_holding("a", 400);
+    rig.pin_holding("b", 200);
+    let _large = rig.plain(1000).waits();
+    let need = Need { prompt_tokens: 300, answer_tokens: Some(1), exact: true, endless: false };
+    let newcomer = rig.turn_that_needs(&Claim { open: true, ..delta("c") }, need);
+    assert!(!matches!(newcomer, Answer::In(_)), "each newcomer makes the large one wait longer");
+}
+
+#[test]
+fn a_chat_without_a_limit_goes_where_the_engine_would_run_it() {
+    let mut real = engine(1);
+    real.context_tokens = 131_072;
+    real.ranks[0] = Capacity {
+        rows: 256,
+        rows_reserve: 1,
+        pool_tokens: 400_000,
+        pin_tokens_max: 280_000,
+        turns_max: 512,
+    };
+    let mut rig = Rig::with(rules(), real);
+    rig.pin("a");
+    for id in ["a", "b", "c"] {
+        let need = Need { prompt_tokens: 92_000, ..SMALL };
+        let turn = rig.turn_that_needs(&Claim { open: id != "a", ..delta(id) }, need).inside();
+        rig.end(&turn, finished(92_000, 1));
+    }
+    // 276,000 pinned, 124,000 free; SGLang wants 1,000 + min(rest, 4,096).
+    let chat = Need { prompt_tokens: 1000, answer_tokens: None, exact: false, endless: false };
+    let first = rig.ask(None, None, Appends::Never, chat);
+    let small = rig.plain(10);
+    assert!(matches!((&first, &small), (Answer::In(_), Answer::In(_))), "{first:?} {small:?}");
+}
+
+#[test]
+fn a_verified_session_has_no_lost_turn() {
+    let mut rig = Rig::new();
+    rig.table.shim_up(0, true);
+    let id = rig.pin_holding("s", 20);
+    let turn = rig.turn(&delta("s")).inside();
+    rig.end(&turn, Outcome::Lost);
+    // It was aborted: the engine has given the row back.
+    let seen = Seen {
+        id,
+        row: false,
+        allocated_tokens: 0,
+        history_tokens: 21,
+        in_flight: false,
+        full: true,
+    };
+    rig.table.looking(0);
+    rig.table.seen(rig.now, 0, &seen);
+    rig.carry_out();
+    assert_eq!(rig.table.get(&key("s")).unwrap().lost_rid, None);
+    assert_eq!(rig.table.totals(0).rows_held, 0);
+}
+
+#[test]
+fn what_fits_passes_a_large_turn_that_waits() {
+    let mut rig = Rig::new();
+    rig.pin_holding("a", 600);
+    rig.plain(1000).waits();
+    rig.plain(8).inside();
+}
+
+#[test]
+fn nothing_runs_on_kv_that_an_audit_found_corrupt() {
+    let mut rig = Rig::with(Rules { turns_queued_per_session_max: 1, ..rules() }, engine(1));
+    let (idle, busy) = (rig.pin_holding("idle", 20), rig.pin_holding("busy", 20));
+    let turn = rig.turn(&delta("busy")).inside();
+    let next = rig.turn(&delta("busy")).waits();
+    rig.table.corrupt(rig.now, "nobody-1");
+    rig.table.corrupt(rig.now, &idle);
+    rig.table.corrupt(rig.now, &busy);
+    rig.carry_out();
+    let closed: Vec<&str> = rig.closes.iter().map(|close| close.incarnation.as_str()).collect();
+    assert_eq!(closed, [idle.as_str()], "a turn that runs ends first");
+    assert_eq!(rig.turn(&delta("idle")).error(), Error::KvCorrupt);
+    rig.end(&turn, finished(29, 8));
+    assert_eq!(rig.closes.last().unwrap().incarnation, busy);
+    assert_eq!(rig.answer(next).error(), Error::KvCorrupt, "what waited is not appended");
+    assert_eq!(rig.turn(&delta("busy")).error(), Error::KvCorrupt);
+    assert_ne!(rig.pin("busy"), busy, "a new incarnation is the way out");
+    rig.turn(&delta("busy")).inside();
+}

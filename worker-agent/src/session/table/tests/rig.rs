@@ -1,0 +1,236 @@
+//! A table, an engine that does as it is asked, and short ways to say what clients do.
+
+use std::time::Duration;
+
+use proto::load::Retention;
+
+use super::*;
+
+/// A turn that was let in.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Inside {
+    pub(super) rid: String,
+    pub(super) turn: Turn,
+}
+
+impl Inside {
+    pub(super) fn incarnation(&self) -> &str {
+        &self.turn.session.as_ref().unwrap().incarnation
+    }
+}
+
+/// What became of a turn that asked to go in.
+#[derive(Debug, PartialEq)]
+pub(super) enum Answer {
+    In(Inside),
+    Waits(String),
+    No(Error),
+}
+
+impl Answer {
+    pub(super) fn inside(self) -> Inside {
+        match self {
+            Self::In(inside) => inside,
+            other => panic!("the turn is not inside: {other:?}"),
+        }
+    }
+
+    pub(super) fn waits(self) -> String {
+        match self {
+            Self::Waits(rid) => rid,
+            other => panic!("the turn doesn't wait: {other:?}"),
+        }
+    }
+
+    pub(super) fn error(self) -> Error {
+        match self {
+            Self::No(error) => error,
+            other => panic!("the turn was not refused: {other:?}"),
+        }
+    }
+}
+
+/// A table, and an engine that opens what it is asked to and closes when the test says so.
+pub(super) struct Rig {
+    pub(super) table: Table,
+    pub(super) now: Instant,
+    pub(super) rids: u32,
+    /// Closes that the engine was asked for.
+    pub(super) closes: Vec<Close>,
+    pub(super) demotes: Vec<String>,
+    pub(super) looks: Vec<Option<String>>,
+    pub(super) journal: Vec<Record>,
+    /// Turns and opens that came out of the queue.
+    pub(super) admitted: HashMap<String, Turn>,
+    pub(super) refused: HashMap<String, Error>,
+    /// Opens that wait for the test's word; none: each is a yes.
+    pub(super) opens: Option<Vec<String>>,
+    /// What was answered to the shim's questions: number, session, bound.
+    pub(super) runs: Vec<(u64, Option<String>, u64)>,
+    /// How turns ran, where that was told after they went in.
+    pub(super) rans: HashMap<String, Ran>,
+}
+
+impl Rig {
+    pub(super) fn new() -> Self {
+        Self::with(rules(), engine(1))
+    }
+
+    pub(super) fn with(rules: Rules, engine: Engine) -> Self {
+        Self {
+            table: Table::new(rules, engine),
+            now: tokio::time::Instant::now().into_std(),
+            rids: 0,
+            closes: vec![],
+            demotes: vec![],
+            looks: vec![],
+            journal: vec![],
+            admitted: HashMap::new(),
+            refused: HashMap::new(),
+            opens: None,
+            runs: vec![],
+            rans: HashMap::new(),
+        }
+    }
+
+    pub(super) fn carry_out(&mut self) {
+        loop {
+            let effects = self.table.take_effects();
+            if effects.is_empty() {
+                return;
+            }
+            for effect in effects {
+                match effect {
+                    Effect::Admitted { rid, turn } => drop(self.admitted.insert(rid, turn)),
+                    Effect::Refused { rid, error } => drop(self.refused.insert(rid, error)),
+                    Effect::Journal(record) => self.journal.push(record),
+                    Effect::Close(close) => self.closes.push(close),
+                    Effect::Demote { incarnation, .. } => self.demotes.push(incarnation),
+                    Effect::Look { rid, .. } => self.looks.push(rid),
+                    Effect::Run { question, incarnation, tokens_max } => {
+                        self.runs.push((question, incarnation, tokens_max));
+                    }
+                    Effect::Ran { rid, ran } => drop(self.rans.insert(rid, ran)),
+                    Effect::Touched(_) | Effect::Happened(..) | Effect::Freed(_) => {}
+                    Effect::Open { incarnation, .. } => match &mut self.opens {
+                        Some(opens) => opens.push(incarnation),
+                        None => self.table.opened(self.now, &incarnation, &Opened::Yes),
+                    },
+                }
+            }
+        }
+    }
+
+    pub(super) fn rid(&mut self) -> String {
+        self.rids += 1;
+        format!("r{}", self.rids)
+    }
+
+    pub(super) fn turn(&mut self, claim: &Claim) -> Answer {
+        self.turn_that_needs(
+            claim,
+            Need { prompt_tokens: 8, answer_tokens: Some(8), exact: false, endless: false },
+        )
+    }
+
+    pub(super) fn turn_that_needs(&mut self, claim: &Claim, need: Need) -> Answer {
+        let key = claim.key().unwrap();
+        self.ask(Some((claim, &key)), None, Appends::Possible, need)
+    }
+
+    pub(super) fn plain(&mut self, tokens: u64) -> Answer {
+        let need =
+            Need { prompt_tokens: tokens, answer_tokens: Some(0), exact: true, endless: false };
+        self.ask(None, None, Appends::Never, need)
+    }
+
+    pub(super) fn ask(
+        &mut self,
+        claim: Option<(&Claim, &SessionKey)>,
+        rank: Option<u32>,
+        appends: Appends,
+        need: Need,
+    ) -> Answer {
+        let rid = self.rid();
+        if let Err(error) = self.table.claim(self.now, &rid, claim, rank, appends) {
+            return Answer::No(error);
+        }
+        self.table.admit(self.now, &rid, need);
+        self.carry_out();
+        self.answer(rid)
+    }
+
+    pub(super) fn answer(&mut self, rid: String) -> Answer {
+        match (self.admitted.remove(&rid), self.refused.remove(&rid)) {
+            (Some(turn), None) => Answer::In(Inside { rid, turn }),
+            (None, Some(error)) => Answer::No(error),
+            (None, None) => Answer::Waits(rid),
+            both => panic!("two answers: {both:?}"),
+        }
+    }
+
+    pub(super) fn end(&mut self, turn: &Inside, outcome: Outcome) {
+        self.table.end(self.now, &turn.rid, outcome);
+        self.carry_out();
+    }
+
+    pub(super) fn open(&mut self, id: &str, retention: Option<Retention>) -> Result<(), Error> {
+        self.open_for(id, retention, None)
+    }
+
+    pub(super) fn open_for(
+        &mut self,
+        id: &str,
+        retention: Option<Retention>,
+        idle_max: Option<Duration>,
+    ) -> Result<(), Error> {
+        let rid = self.rid();
+        self.table.open(self.now, &rid, &key(id), retention, idle_max, None)?;
+        self.carry_out();
+        self.refused.remove(&rid).map_or(Ok(()), Err)
+    }
+
+    pub(super) fn pin(&mut self, id: &str) -> String {
+        self.open(id, Some(Retention::Pinned)).unwrap();
+        self.table.get(&key(id)).unwrap().incarnation.clone()
+    }
+
+    /// A pinned session that holds so many tokens.
+    pub(super) fn pin_holding(&mut self, id: &str, tokens: u64) -> String {
+        let incarnation = self.pin(id);
+        let need =
+            Need { prompt_tokens: tokens, answer_tokens: Some(1), exact: true, endless: false };
+        let turn = self.turn_that_needs(&delta(id), need).inside();
+        self.end(&turn, finished(tokens, 1));
+        incarnation
+    }
+
+    pub(super) fn close(&mut self, id: &str) -> Result<bool, Error> {
+        let closed = self.table.close(self.now, &key(id));
+        self.carry_out();
+        closed
+    }
+
+    /// The engine confirms every close it was asked for.
+    pub(super) fn engine_closes(&mut self) {
+        for close in std::mem::take(&mut self.closes) {
+            self.table.closed(self.now, &close.incarnation, Closed::Confirmed);
+        }
+        self.carry_out();
+    }
+
+    pub(super) fn wait(&mut self, time: Duration) {
+        self.now += time;
+        self.table.on_time(self.now);
+        self.carry_out();
+    }
+
+    pub(super) fn engine_restarts(&mut self, engine: Engine) {
+        self.table.engine_lost(self.now, engine);
+        self.carry_out();
+    }
+
+    pub(super) fn is_open(&self, id: &str) -> bool {
+        self.table.get(&key(id)).is_some()
+    }
+}

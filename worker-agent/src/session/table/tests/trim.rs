@@ -1,0 +1,326 @@
+//! Whole histories on pinned sessions.
+
+use super::*;
+
+/// Sessions that come back soon are pinned, and the shim trims and demotes.
+pub(super) fn trimming() -> Rig {
+    let mut rig = Rig::with(Rules { auto_pin: true, ..rules() }, engine(1));
+    rig.table.shim_up(0, true);
+    rig.table.trims(rig.now, true);
+    rig
+}
+
+/// A turn that holds a whole history in so many bytes, and asks for 8 tokens.
+pub(super) fn whole(rig: &mut Rig, claim: &Claim, bytes: u64) -> rig::Answer {
+    let need = Need { prompt_tokens: bytes, answer_tokens: Some(8), exact: false, endless: false };
+    let key = claim.key().unwrap();
+    rig.ask(Some((claim, &key)), None, Appends::Trimmed, need)
+}
+
+pub(super) fn auto(id: &str) -> Claim {
+    Claim::of(&key(id))
+}
+
+impl Rig {
+    /// The shim's last word on a turn.
+    pub(super) fn plan(
+        &mut self,
+        turn: &Inside,
+        plan: Plan,
+        committed: u64,
+        sent: u64,
+    ) -> (Became, u64) {
+        let (rid, incarnation) = (turn.rid.clone(), self.incarnation_of(turn));
+        let prompt = committed + sent;
+        let planned = Planned { rid, incarnation, plan, at: 0, committed, sent, prompt };
+        let told = self.table.planned(self.now, &planned).expect("it is told once");
+        self.carry_out();
+        // What is counted is what the client is told.
+        let ran = self.rans.get(&turn.rid);
+        match told.0 {
+            Became::Trimmed | Became::Healed => assert_eq!(ran, Some(&Ran::Pinned)),
+            Became::Reopened => assert_eq!(ran, Some(&Ran::Reopened)),
+            Became::Diverged | Became::Refused => {
+                assert!(matches!(ran, Some(Ran::Tagged | Ran::Untagged)), "{ran:?}");
+            }
+            Became::Gone => assert_eq!(ran, None),
+        }
+        told
+    }
+
+    /// Its question.
+    pub(super) fn question(&mut self, turn: &Inside, plan: Plan, prompt: u64) {
+        let (rid, incarnation) = (turn.rid.clone(), turn.incarnation().to_owned());
+        let planned = Planned { rid, incarnation, plan, at: 0, committed: 0, sent: 0, prompt };
+        self.table.asked(self.now, 7, &planned);
+        self.carry_out();
+    }
+
+    pub(super) fn incarnation_of(&self, turn: &Inside) -> String {
+        let key = &turn.turn.session.as_ref().unwrap().key;
+        self.table.get(key).unwrap().incarnation.clone()
+    }
+
+    /// A turn of so many prompt tokens and an answer of 8, in a session or beside it.
+    pub(super) fn runs(&mut self, turn: &Inside, committed: u64, prompt: u64) -> Became {
+        let (became, _) = self.plan(turn, Plan::Trimmed, committed, prompt - committed);
+        self.end(turn, finished(prompt, 8));
+        became
+    }
+
+    pub(super) fn retention(&self, id: &str) -> Retention {
+        self.table.get(&key(id)).unwrap().retention
+    }
+
+    /// A session that its second turn has pinned: it has 148 tokens.
+    pub(super) fn pinned_by_itself(&mut self, id: &str) -> String {
+        let first = whole(self, &auto(id), 400).inside();
+        self.end(&first, finished(100, 8));
+        let second = whole(self, &auto(id), 430).inside();
+        self.runs(&second, 0, 140);
+        second.incarnation().to_owned()
+    }
+
+    pub(super) fn demoted(&mut self) {
+        for incarnation in std::mem::take(&mut self.demotes) {
+            self.table.demoted(self.now, &incarnation, true);
+        }
+        self.carry_out();
+    }
+}
+
+pub(super) fn tokens_max(turn: &Inside) -> Option<u64> {
+    turn.turn.session.as_ref().unwrap().trim_tokens_max
+}
+
+#[test]
+fn a_session_that_comes_back_is_pinned_and_computes_only_what_is_new() {
+    let mut rig = trimming();
+    let first = whole(&mut rig, &auto("s"), 400).inside();
+    assert_eq!((first.turn.ran, tokens_max(&first)), (Some(Ran::Tagged), None), "who knows");
+    rig.end(&first, finished(100, 8));
+    let second = whole(&mut rig, &auto("s"), 430).inside();
+    assert_eq!(
+        second.turn.session.as_ref().unwrap().retention,
+        Retention::Tagged,
+        "if not trimmed"
+    );
+    assert_eq!(tokens_max(&second), Some(150), "what it was, and what 30 bytes more may be");
+    rig.runs(&second, 0, 120);
+    assert_eq!(rig.rans[&second.rid], Ran::Pinned);
+    let third = whole(&mut rig, &auto("s"), 460).inside();
+    let spared = 128;
+    assert_eq!(rig.plan(&third, Plan::Trimmed, 128, 20), (Became::Trimmed, spared));
+    rig.end(&third, finished(148, 8));
+    let session = rig.table.get(&key("s")).unwrap();
+    assert_eq!((session.history_tokens, session.resident_tokens), (156, 155));
+    assert_eq!((session.retention, session.turns), (Retention::Pinned, 3));
+    assert_eq!(rig.table.totals(0).pinned_tokens, 160, "what was kept for its bound is given back");
+}
+
+#[test]
+fn nothing_is_pinned_unasked_that_is_cold_or_has_no_room_or_no_shim() {
+    let pinned_after = |change: fn(&mut Rig), bytes: u64| {
+        let mut rig = trimming();
+        let first = whole(&mut rig, &auto("s"), 400).inside();
+        rig.end(&first, finished(100, 8));
+        change(&mut rig);
+        let turn = whole(&mut rig, &auto("s"), bytes).inside();
+        tokens_max(&turn).is_some()
+    };
+    assert!(pinned_after(|_| {}, 430));
+    assert!(!pinned_after(|rig| rig.wait(DEMOTE + Duration::from_secs(1)), 430), "it was away");
+    assert!(!pinned_after(|rig| rig.table.trims(rig.now, false), 430), "nobody trims");
+    assert!(!pinned_after(|_| {}, 3000), "it may need more than the pin budget");
+    assert!(!pinned_after(|rig| drop(rig.pin_holding("other", 900)), 430), "others hold it");
+    assert!(pinned_after(|rig| drop(rig.pin("a")), 430));
+    let rows = |rig: &mut Rig| ["a", "b"].iter().for_each(|id| drop(rig.pin(id)));
+    assert!(!pinned_after(rows, 430), "half of the rows are for turns that run");
+}
+
+#[test]
+fn a_turn_beside_another_runs_on_the_tree_and_is_not_history() {
+    let mut rig = trimming();
+    rig.pinned_by_itself("s");
+    let inside = whole(&mut rig, &auto("s"), 460).inside();
+    let beside = whole(&mut rig, &auto("s"), 470).inside();
+    assert_eq!((beside.turn.ran, tokens_max(&beside)), (Some(Ran::Tagged), None));
+    rig.plan(&inside, Plan::Trimmed, 148, 10);
+    rig.end(&beside, finished(170, 8));
+    rig.end(&inside, finished(158, 8));
+    assert_eq!(rig.table.get(&key("s")).unwrap().history_tokens, 166);
+}
+
+#[test]
+fn a_history_that_diverged_takes_another_incarnation_when_the_old_ones_kv_is_in_the_tree() {
+    let mut rig = trimming();
+    let old = rig.pinned_by_itself("s");
+    rig.closes.clear();
+    let turn = whole(&mut rig, &auto("s"), 460).inside();
+    rig.question(&turn, Plan::Diverged, 150);
+    assert_eq!((&rig.demotes, rig.runs.len()), (&vec![old.clone()], 0), "the tree first");
+    rig.demoted();
+    let fresh = rig.incarnation_of(&turn);
+    assert_ne!(fresh, old);
+    assert_eq!(rig.runs, [(7, Some(fresh), 190)], "with the bound that it was marked with");
+    assert!(rig.closes.iter().any(|close| close.incarnation == old), "{:?}", rig.closes);
+    assert_eq!(rig.runs(&turn, 0, 150), Became::Reopened, "trimmed, says the shim");
+    rig.engine_closes();
+    let next = whole(&mut rig, &auto("s"), 480).inside();
+    assert_eq!(rig.runs(&next, 158, 170), Became::Trimmed);
+    assert_eq!(rig.table.totals(0).rows_held, 1, "the old one holds nothing");
+}
+
+#[test]
+fn a_plan_for_what_is_gone_or_told_again_is_of_no_turn() {
+    let mut rig = trimming();
+    rig.pinned_by_itself("s");
+    let turn = whole(&mut rig, &auto("s"), 460).inside();
+    let (rid, incarnation) = (turn.rid.clone(), rig.incarnation_of(&turn));
+    let (committed, sent, prompt) = (148, 12, 160);
+    let told = Planned { rid, incarnation, plan: Plan::Trimmed, at: 148, committed, sent, prompt };
+    let other = Planned { incarnation: "another's".to_owned(), ..told.clone() };
+    let left = Planned { rid: "who left".to_owned(), ..told.clone() };
+    let gone = Some((Became::Gone, 0));
+    assert_eq!([&other, &left].map(|one| rig.table.planned(rig.now, one)), [gone, gone]);
+    assert_eq!(rig.table.planned(rig.now, &told), Some((Became::Trimmed, 148)));
+    let against = Planned { plan: Plan::Diverged, ..told.clone() };
+    assert_eq!([&told, &against].map(|one| rig.table.planned(rig.now, one)), [None, None]);
+    rig.carry_out();
+    assert_eq!(rig.rans[&turn.rid], Ran::Pinned);
+    rig.end(&turn, finished(160, 8));
+    assert_eq!(rig.table.get(&key("s")).unwrap().history_tokens, 168);
+}
+
+#[test]
+fn a_session_that_diverges_every_turn_is_left_to_the_tree() {
+    let mut rig = trimming();
+    rig.pinned_by_itself("s");
+    let mut history = 0;
+    for turn in 0.. {
+        assert!(turn < 9, "it is tried for ever");
+        let asks = whole(&mut rig, &auto("s"), 460 + turn).inside();
+        if tokens_max(&asks).is_none() {
+            assert_eq!(turn, 3, "three in a row");
+            break;
+        }
+        rig.question(&asks, Plan::Diverged, 150);
+        rig.demoted();
+        let answer = rig.runs.pop().expect("an answer").1;
+        rig.engine_closes();
+        if answer.is_some() {
+            rig.runs(&asks, 0, 150);
+        } else {
+            assert_eq!(rig.plan(&asks, Plan::Diverged, 0, 0), (Became::Diverged, 0));
+            assert_eq!(rig.rans[&asks.rid], Ran::Tagged);
+            rig.end(&asks, finished(151, 8));
+            history = 159;
+        }
+    }
+    assert_eq!(rig.retention("s"), Retention::Tagged);
+    let totals = rig.table.totals(0);
+    assert_eq!((totals.rows_held, totals.pinned_tokens), (0, 0));
+    assert_eq!(rig.table.get(&key("s")).unwrap().history_tokens, history);
+}
+
+/// The engine's own account of a session that was asked for.
+pub(super) fn seen(rig: &mut Rig, id: &str, history_tokens: u64) {
+    rig.table.looking(0);
+    let allocated_tokens = history_tokens - 1;
+    let (id, row, in_flight, full) = (id.to_owned(), true, false, true);
+    let seen = Seen { id, row, allocated_tokens, history_tokens, in_flight, full };
+    rig.table.seen(rig.now, 0, &seen);
+    rig.carry_out();
+}
+
+#[test]
+fn a_plan_that_nobody_told_leaves_doubt_and_the_engines_account_is_taken() {
+    for history_tokens in [148, 168] {
+        let mut rig = trimming();
+        let incarnation = rig.pinned_by_itself("s");
+        let turn = whole(&mut rig, &auto("s"), 460).inside();
+        rig.end(&turn, finished(160, 8));
+        assert_eq!(rig.looks.len(), 1, "was it trimmed or not");
+        seen(&mut rig, &incarnation, history_tokens);
+        assert_eq!(rig.table.get(&key("s")).unwrap().history_tokens, history_tokens);
+        let next = whole(&mut rig, &auto("s"), 480).inside();
+        assert_eq!(next.incarnation(), incarnation);
+        assert!(tokens_max(&next).is_some());
+    }
+}
+
+#[test]
+fn an_answer_without_usage_is_measured_by_the_shim() {
+    let mut rig = trimming();
+    let incarnation = rig.pinned_by_itself("s");
+    let turn = whole(&mut rig, &auto("s"), 460).inside();
+    assert_eq!(rig.plan(&turn, Plan::Healed, 148, 12), (Became::Healed, 148));
+    rig.table.committed(&incarnation, 165, false);
+    rig.end(&turn, Outcome::Finished(None));
+    assert_eq!(rig.table.get(&key("s")).unwrap().history_tokens, 165);
+    assert!(rig.looks.is_empty());
+    let untold = whole(&mut rig, &auto("s"), 480).inside();
+    rig.plan(&untold, Plan::Trimmed, 165, 12);
+    rig.end(&untold, Outcome::Finished(None));
+    assert_eq!(rig.looks.len(), 1, "nobody told how long the answer was");
+}
+
+#[test]
+fn more_tokens_than_room_was_kept_for_are_let_in_only_where_there_is_room() {
+    for (prompt, fits) in [(300, true), (1050, false)] {
+        let mut rig = trimming();
+        rig.table.open(rig.now, "o", &key("s"), Some(Retention::Pinned), None, None).unwrap();
+        rig.carry_out();
+        let turn = whole(&mut rig, &auto("s"), 300).inside();
+        assert_eq!(tokens_max(&turn), Some(100), "a first history is estimated");
+        let incarnation = turn.incarnation().to_owned();
+        rig.question(&turn, Plan::Refused, prompt);
+        let same = fits.then_some((7, Some(incarnation), prompt));
+        assert_eq!(rig.runs, [same.unwrap_or((7, None, 0))]);
+        let held = rig.table.totals(0).pinned_tokens;
+        assert_eq!(held >= prompt, fits, "room is kept for what runs: {held}");
+    }
+}
+
+#[test]
+fn an_explicitly_pinned_session_takes_whole_histories_and_begins_anew_when_its_own_is_gone() {
+    let mut rig = trimming();
+    rig.pin("s");
+    let first = whole(&mut rig, &auto("s"), 300).inside();
+    rig.runs(&first, 0, 90);
+    assert_eq!(rig.retention("s"), Retention::Pinned);
+    assert_eq!(whole(&mut rig, &delta("s"), 300).error(), Error::WholeHistory, "not by this route");
+    rig.table.engine_lost(rig.now, engine(1));
+    rig.carry_out();
+    let again = whole(&mut rig, &auto("s"), 330).inside();
+    assert_eq!(rig.runs(&again, 0, 100), Became::Reopened);
+    rig.table.trims(rig.now, false);
+    assert_eq!(whole(&mut rig, &auto("s"), 340).error(), Error::WholeHistory, "nobody trims");
+}
+
+#[test]
+fn a_question_is_answered_however_the_session_ends_meanwhile() {
+    let mut rig = trimming();
+    rig.pinned_by_itself("s");
+    let turn = whole(&mut rig, &auto("s"), 460).inside();
+    rig.question(&turn, Plan::Diverged, 150);
+    rig.close("s").unwrap();
+    assert_eq!(rig.runs, [(7, None, 0)]);
+    rig.demoted();
+    rig.plan(&turn, Plan::Diverged, 0, 0);
+    rig.end(&turn, finished(150, 8));
+    rig.engine_closes();
+    assert!(!rig.is_open("s"));
+    assert_eq!(rig.table.totals(0), Totals::default());
+}
+
+#[test]
+fn a_session_nobody_asked_to_pin_gives_way_when_it_grows_beyond_the_room() {
+    let mut rig = trimming();
+    rig.pinned_by_itself("s");
+    rig.pin_holding("other", 744);
+    let turn = whole(&mut rig, &auto("s"), 640).waits();
+    rig.demoted();
+    let turn = rig.answer(turn).inside();
+    assert_eq!((turn.turn.ran, rig.retention("s")), (Some(Ran::Tagged), Retention::Tagged));
+}

@@ -1,0 +1,273 @@
+//! Pins that nobody asked for: what they must not cost anyone, and what may go wrong with them.
+
+use super::{
+    trim::{auto, seen, tokens_max, trimming, whole},
+    *,
+};
+
+#[test]
+fn a_session_that_cannot_be_opened_goes_on_unpinned() {
+    let mut rig = trimming();
+    rig.opens = Some(vec![]);
+    let first = whole(&mut rig, &auto("s"), 400).inside();
+    rig.end(&first, finished(100, 8));
+    let second = whole(&mut rig, &auto("s"), 430).waits();
+    let incarnation = rig.opens.as_mut().unwrap().pop().unwrap();
+    rig.table.opened(rig.now, &incarnation, &Opened::No("disk full".into()));
+    rig.carry_out();
+    let second = rig.answer(second).inside();
+    assert_eq!(second.turn.ran, Some(Ran::Tagged));
+    rig.end(&second, finished(110, 8));
+    let third = whole(&mut rig, &auto("s"), 460).inside();
+    assert_eq!(third.turn.ran, Some(Ran::Tagged), "it isn't tried again at once");
+}
+
+#[test]
+fn a_close_while_another_incarnation_opens_leaves_nothing() {
+    let mut rig = trimming();
+    rig.pinned_by_itself("s");
+    rig.opens = Some(vec![]);
+    let turn = whole(&mut rig, &auto("s"), 460).inside();
+    rig.question(&turn, Plan::Diverged, 150);
+    rig.demoted();
+    let incarnation = rig.opens.as_mut().unwrap().pop().unwrap();
+    rig.close("s").unwrap();
+    rig.table.opened(rig.now, &incarnation, &Opened::Unknown("timeout".into()));
+    rig.carry_out();
+    rig.end(&turn, finished(150, 8));
+    rig.engine_closes();
+    rig.engine_closes();
+    assert_eq!(rig.table.totals(0), Totals::default());
+}
+
+#[test]
+fn room_for_a_longer_prompt_is_not_taken_from_a_large_plain_turn() {
+    let mut rig = trimming();
+    rig.pin("s");
+    let turn = whole(&mut rig, &auto("s"), 300).inside();
+    rig.plain(1000).inside();
+    rig.question(&turn, Plan::Refused, 900);
+    assert_eq!(rig.runs, [(7, None, 0)]);
+}
+
+#[test]
+fn a_large_turn_that_runs_beside_its_session_keeps_pinned_ones_from_growing() {
+    let mut rig = trimming();
+    rig.pin("s");
+    let first = whole(&mut rig, &auto("s"), 300).inside();
+    rig.runs(&first, 0, 100);
+    rig.pin_holding("o", 300);
+    let turn = whole(&mut rig, &auto("s"), 460).inside();
+    rig.question(&turn, Plan::Refused, 1100);
+    rig.plan(&turn, Plan::Refused, 0, 1100);
+    rig.demoted();
+    let need = Need { prompt_tokens: 400, answer_tokens: Some(1), exact: true, endless: false };
+    let grows = rig.turn_that_needs(&delta("o"), need);
+    let held = rig.table.totals(0).pinned_tokens;
+    assert!(held + 1129 <= 1440, "{held} pinned beside a turn that needs 1129: {grows:?}");
+}
+
+#[test]
+fn an_answer_that_nobody_heard_costs_its_session_nothing() {
+    let mut rig = trimming();
+    let incarnation = rig.pinned_by_itself("s");
+    let turn = whole(&mut rig, &auto("s"), 460).inside();
+    rig.plan(&turn, Plan::Trimmed, 148, 12);
+    rig.end(&turn, Outcome::Unheard(Some(usage(160, 8))));
+    let meanwhile = whole(&mut rig, &auto("s"), 480).inside();
+    assert_eq!(meanwhile.turn.ran, Some(Ran::Tagged), "it doesn't wait for the doubt's end");
+    rig.end(&meanwhile, finished(165, 8));
+    seen(&mut rig, &incarnation, 168);
+    let next = whole(&mut rig, &auto("s"), 480).inside();
+    assert_eq!((next.incarnation(), tokens_max(&next).is_some()), (&*incarnation, true));
+}
+
+#[test]
+fn a_trimmed_turn_counts_as_the_tokens_that_are_computed() {
+    let mut rig = trimming();
+    rig.pinned_by_itself("s");
+    let before = rig.now;
+    rig.now += Duration::from_millis(1);
+    let turn = whole(&mut rig, &auto("s"), 640).inside();
+    assert!(rig.table.unseen_tokens(0, before) <= 160 - 147);
+    rig.plan(&turn, Plan::Trimmed, 148, 12);
+    assert_eq!(rig.table.unseen_tokens(0, before), 160 - 147);
+}
+
+#[test]
+fn a_small_request_beside_does_not_cost_the_session_its_pin() {
+    let mut rig = trimming();
+    let first = whole(&mut rig, &auto("s"), 2300).inside();
+    rig.end(&first, finished(600, 8));
+    let second = whole(&mut rig, &auto("s"), 2330).inside();
+    rig.runs(&second, 0, 620);
+    let main = whole(&mut rig, &auto("s"), 2360).inside();
+    let side = whole(&mut rig, &auto("s"), 40).inside();
+    rig.runs(&main, 628, 636);
+    rig.end(&side, finished(10, 8));
+    let next = whole(&mut rig, &auto("s"), 2390).inside();
+    assert!(tokens_max(&next).is_some());
+    rig.runs(&next, 644, 660);
+    // One after the other too: a title, then the conversation goes on.
+    let title = whole(&mut rig, &auto("s"), 60).inside();
+    let (rid, incarnation) = (title.rid.clone(), title.incarnation().to_owned());
+    let diverged = Plan::Diverged;
+    let planned =
+        Planned { rid, incarnation, plan: diverged, at: 5, committed: 668, sent: 0, prompt: 20 };
+    rig.table.asked(rig.now, 7, &planned);
+    rig.carry_out();
+    assert_eq!(rig.runs.pop().unwrap().1, None);
+    rig.plan(&title, diverged, 0, 0);
+    rig.end(&title, finished(20, 8));
+    let next = whole(&mut rig, &auto("s"), 2420).inside();
+    let all_it_had = 668;
+    assert_eq!(rig.plan(&next, Plan::Trimmed, 668, 10), (Became::Trimmed, all_it_had));
+}
+
+#[test]
+fn who_asked_for_a_pin_keeps_it_against_who_did_not() {
+    let mut rig = trimming();
+    rig.pin_holding("asked", 700);
+    rig.wait(DEMOTE);
+    rig.pinned_by_itself("s");
+    drop(whole(&mut rig, &auto("s"), 900));
+    assert!(
+        !rig.demotes.iter().any(|one| *one == rig.table.get(&key("asked")).unwrap().incarnation)
+    );
+    let mut rig = trimming();
+    let first = whole(&mut rig, &auto("s"), 2300).inside();
+    rig.end(&first, finished(600, 8));
+    let second = whole(&mut rig, &auto("s"), 2330).inside();
+    rig.runs(&second, 0, 620);
+    rig.pin("asks");
+    let need = Need { prompt_tokens: 500, answer_tokens: Some(8), exact: true, endless: false };
+    let asks = rig.turn_that_needs(&delta("asks"), need).waits();
+    rig.demoted();
+    rig.answer(asks).inside();
+}
+
+#[test]
+fn a_session_that_does_not_come_back_gives_its_kv_to_the_tree() {
+    let mut rig = trimming();
+    let incarnation = rig.pinned_by_itself("s");
+    rig.wait(DEMOTE - Duration::from_secs(1));
+    assert!(rig.demotes.is_empty());
+    rig.wait(Duration::from_secs(1));
+    assert_eq!(rig.demotes, [incarnation.as_str()]);
+    rig.demoted();
+    assert_eq!((rig.table.totals(0).rows_held, rig.table.totals(0).pinned_tokens), (0, 0));
+    let back = whole(&mut rig, &auto("s"), 460).inside();
+    assert_eq!(back.incarnation(), incarnation, "its history is there");
+}
+
+#[test]
+fn what_can_never_run_in_its_session_is_left_to_the_tree() {
+    for asks in [false, true] {
+        let mut rig = trimming();
+        rig.pinned_by_itself("s");
+        for turn in 0.. {
+            assert!(turn < 9, "it is tried for ever");
+            let turn = whole(&mut rig, &auto("s"), 460 + turn);
+            rig.demoted();
+            let turn = match turn {
+                rig::Answer::Waits(rid) => rig.answer(rid).inside(),
+                turn => turn.inside(),
+            };
+            if tokens_max(&turn).is_none() {
+                break;
+            }
+            if asks {
+                // Another adapter each time.
+                rig.question(&turn, Plan::Refused, 150);
+                rig.demoted();
+                rig.engine_closes();
+            }
+            if rig.runs.pop().is_some_and(|run| run.1.is_some()) {
+                rig.runs(&turn, 0, 150);
+            } else {
+                rig.plan(&turn, Plan::Refused, 0, 0);
+                rig.end(&turn, finished(150, 8));
+            }
+        }
+        rig.engine_closes();
+        assert_eq!(rig.retention("s"), Retention::Tagged);
+        assert_eq!(rig.table.totals(0).rows_held, 0);
+    }
+}
+
+#[test]
+fn a_trimmer_that_goes_takes_no_kv_with_it() {
+    let mut rig = trimming();
+    let incarnation = rig.pinned_by_itself("s");
+    rig.table.trims(rig.now, false);
+    let turn = whole(&mut rig, &auto("s"), 460).waits();
+    assert_eq!(rig.demotes, [incarnation.as_str()], "to the tree, not away");
+    rig.demoted();
+    assert_eq!(rig.answer(turn).inside().turn.ran, Some(Ran::Tagged));
+}
+
+#[test]
+fn nothing_is_appended_after_a_turn_that_the_engine_may_have_run() {
+    let mut rig = trimming();
+    rig.pin("s");
+    let first = whole(&mut rig, &auto("s"), 300).inside();
+    rig.runs(&first, 0, 100);
+    let turn = whole(&mut rig, &auto("s"), 340).inside();
+    rig.plan(&turn, Plan::Trimmed, 108, 10);
+    // A route may make an error of the client's of what the shim has cut off.
+    rig.end(&turn, Outcome::Refused);
+    assert_eq!(rig.looks, [Some(turn.rid.clone())], "aborted, then looked at");
+    seen(&mut rig, turn.turn.session.as_ref().unwrap().incarnation.clone().as_str(), 108);
+    assert_eq!(rig.turn(&delta("s")).error(), Error::HistoryUnknown);
+}
+
+#[test]
+fn a_late_plan_is_its_own_turns() {
+    let mut rig = trimming();
+    rig.pin("s");
+    let first = whole(&mut rig, &auto("s"), 300).inside();
+    rig.runs(&first, 0, 100);
+    let refused = whole(&mut rig, &auto("s"), 340).inside();
+    rig.end(&refused, Outcome::Refused);
+    let next = whole(&mut rig, &auto("s"), 340).inside();
+    rig.plan(&refused, Plan::Refused, 0, 110);
+    rig.runs(&next, 108, 118);
+    assert_eq!(rig.rans[&next.rid], Ran::Pinned);
+    assert_eq!(rig.table.get(&key("s")).unwrap().history_tokens, 126);
+}
+
+#[test]
+fn a_whole_history_that_waited_begins_anew_whatever_comes_behind_it() {
+    let rules = Rules { auto_pin: true, turns_queued_per_session_max: 2, ..rules() };
+    let mut rig = Rig::with(rules, engine(1));
+    rig.table.shim_up(0, true);
+    rig.table.trims(rig.now, true);
+    rig.pin("s");
+    let first = whole(&mut rig, &auto("s"), 300).inside();
+    rig.runs(&first, 0, 100);
+    let running = rig.turn(&delta("s")).inside();
+    let waits = whole(&mut rig, &auto("s"), 340).waits();
+    rig.turn(&delta("s")).waits();
+    rig.end(&running, Outcome::Unheard(None));
+    let waits = rig.answer(waits).inside();
+    let opened = |one: &Record| match one {
+        Record::Opening { incarnation, .. } => incarnation == waits.incarnation(),
+        _ => false,
+    };
+    assert!(rig.journal.iter().any(opened));
+}
+
+#[test]
+fn a_client_may_decide_what_the_agent_decided() {
+    let mut rig = trimming();
+    rig.pinned_by_itself("s");
+    assert!(!rig.turn(&delta("s")).error().to_string().contains("is pinned"), "it didn't ask");
+    rig.open("s", Some(Retention::Pinned)).unwrap();
+    let turn = rig.turn(&delta("s")).inside();
+    assert_eq!(rig.turn(&delta("s")).error(), Error::Busy);
+    rig.end(&turn, finished(156, 8));
+    let mut rig = trimming();
+    rig.pinned_by_itself("t");
+    rig.open("t", Some(Retention::Tagged)).unwrap();
+    assert_eq!(rig.retention("t"), Retention::Tagged);
+}

@@ -1,0 +1,97 @@
+//! One socket's connections: accepts them, and knows the one of each rank.
+
+use std::{collections::HashMap, path::Path, sync::Arc};
+
+use proto::process::tasks::Tasks;
+use tokio::sync::{Semaphore, mpsc, watch};
+use tracing::warn;
+
+use super::{
+    Error,
+    codec::Command,
+    peer::{self, Caller, Peer, Talk},
+    socket::{self, Socket},
+};
+
+/// Connections at once, those included that haven't said who they are. An engine has one per DP
+/// rank, and eight of those on one machine are many.
+const PEERS_MAX: usize = 64;
+
+pub(super) type ByRank = HashMap<u32, Peer>;
+
+/// Who is connected.
+#[derive(Debug, Clone)]
+pub(super) struct Peers(watch::Receiver<ByRank>);
+
+impl Peers {
+    /// Listens until the tasks are cancelled, and serves each connection by a task of its own.
+    pub(super) fn listen<T: Talk>(
+        path: &Path,
+        news: mpsc::Sender<T::News>,
+        tasks: &Tasks,
+    ) -> Result<Self, Error> {
+        let socket = Socket::bind(path)?;
+        let (peers, handle) = watch::channel(ByRank::new());
+        tasks.essential(T::NAME, accept::<T>(socket, Arc::new(peers), news, tasks.clone()));
+        Ok(Self(handle))
+    }
+
+    pub(super) fn command(&self, dp_rank: u32, command: &Command) -> Result<(), Error> {
+        let command = command.encode().ok_or(Error::Name)?;
+        let peers = self.0.borrow();
+        let peer = peers.get(&dp_rank).filter(|peer| peer.caller.works);
+        let peer = peer.ok_or(Error::NoShim(dp_rank))?;
+        peer.commands.try_send(command).map_err(|error| match error {
+            mpsc::error::TrySendError::Full(_) => Error::Busy,
+            mpsc::error::TrySendError::Closed(_) => Error::NoShim(dp_rank),
+        })
+    }
+
+    /// Who is there of this rank.
+    pub(super) fn caller(&self, dp_rank: u32) -> Option<Caller> {
+        self.0.borrow().get(&dp_rank).map(|peer| peer.caller.clone())
+    }
+
+    /// Waits until one has come or gone; false when none will any more.
+    pub(super) async fn changed(&mut self) -> bool {
+        self.0.changed().await.is_ok()
+    }
+}
+
+async fn accept<T: Talk>(
+    socket: Socket,
+    peers: Arc<watch::Sender<ByRank>>,
+    news: mpsc::Sender<T::News>,
+    tasks: Tasks,
+) {
+    let (token, room) = (tasks.token(), Arc::new(Semaphore::new(PEERS_MAX)));
+    loop {
+        let accepted = tokio::select! {
+            biased;
+            () = token.cancelled() => return,
+            accepted = socket.accept() => accepted,
+        };
+        let (stream, pid) = match accepted {
+            Ok(accepted) => accepted,
+            Err(error) => {
+                warn!(%error, "shim not accepted");
+                // Out of descriptors, most likely: it won't be better at once.
+                tokio::time::sleep(socket::PAUSE).await;
+                continue;
+            }
+        };
+        let Ok(permit) = Arc::clone(&room).try_acquire_owned() else {
+            warn!("too many shims, one refused");
+            continue;
+        };
+        let (peers, news, token) = (Arc::clone(&peers), news.clone(), token.clone());
+        tasks.spawn(async move {
+            tokio::select! {
+                biased;
+                () = token.cancelled() => {}
+                () = peer::serve::<T>(stream, pid, &peers, &news) => {}
+            }
+            drop(permit);
+        });
+    }
+}

@@ -1,0 +1,82 @@
+//! The trimmer's frames: what its own encoder writes is read, and nothing that isn't one is.
+
+use proptest::prelude::*;
+
+use super::{
+    super::super::codec::tests::{all_of, framed, python, unhex},
+    *,
+};
+
+/// Prints, by the shim's own code, the frames that [`frames_of_the_trimmer`] expects, in hex.
+const ENCODE: &str = r#"
+from berth_shim import wire
+print(wire.trimmer(7, bytes(range(16)), "0.5.23", "0.1.0", "").hex())
+print(wire.trimmer(7, bytes(16), "0.6.0", "0.1.0", "it is not known").hex())
+for plan in (wire.TRIMMED, wire.HEALED, wire.DIVERGED, wire.REFUSED):
+    number = (1 << 40) * (plan > wire.HEALED)
+    print(wire.planned(wire.Planned(number, 1, 2, 3, 4, plan, "s-é", "rid-1", "why")).hex())
+"#;
+
+fn frames_of_the_trimmer() -> Vec<Message> {
+    let works = Trimmer {
+        pid: 7,
+        seen_pid: None,
+        instance: u128::from_le_bytes(std::array::from_fn(|place| u8::try_from(place).unwrap())),
+        sglang: "0.5.23".into(),
+        shim: "0.1.0".into(),
+        inert: None,
+    };
+    let inert = Some("it is not known".into());
+    let inert = Trimmer { instance: 0, sglang: "0.6.0".into(), inert, ..works.clone() };
+    let planned = |plan, question| {
+        Message::Planned(Planned {
+            question,
+            plan,
+            at: 1,
+            committed: 2,
+            sent: 3,
+            prompt: 4,
+            session: "s-é".into(),
+            rid: "rid-1".into(),
+            why: "why".into(),
+        })
+    };
+    vec![
+        Message::Trimmer(works),
+        Message::Trimmer(inert),
+        planned(Plan::Trimmed, None),
+        planned(Plan::Healed, None),
+        planned(Plan::Diverged, Some(1 << 40)),
+        planned(Plan::Refused, Some(1 << 40)),
+    ]
+}
+
+#[test]
+fn what_the_trimmer_writes_is_what_it_means() {
+    let Some(printed) = python(ENCODE, &[]) else { return };
+    assert_eq!(all_of(Plans::decode, &unhex(&printed)).unwrap(), frames_of_the_trimmer());
+}
+
+#[test]
+fn no_socket_reads_what_belongs_to_the_other() {
+    for kind in [1, 2, 3, 4, 5, 16, 17, 18, 19, 20] {
+        let frame = framed(&[codec::VERSION, kind]);
+        let unknown = Some(codec::Error::Kind(kind));
+        let shims = all_of(codec::message, &frame).err() != unknown;
+        let trimmers = all_of(Plans::decode, &frame).err() != unknown;
+        assert_eq!((shims, trimmers), ((1..=3).contains(&kind), (4..=5).contains(&kind)));
+    }
+    // A plan that isn't in the table.
+    let planned = [&[codec::VERSION, 5][..], &[0; 24], &[5], &[0; 6]].concat();
+    assert_eq!(all_of(Plans::decode, &framed(&planned)), Err(codec::Error::Value));
+}
+
+proptest! {
+    #[test]
+    fn random_bytes_never_panic(bytes in prop::collection::vec(any::<u8>(), 0..600)) {
+        for kind in [TRIMMER, PLANNED] {
+            let frame = framed(&[&[codec::VERSION, kind], &bytes[..]].concat());
+            let _ = all_of(Plans::decode, &frame);
+        }
+    }
+}

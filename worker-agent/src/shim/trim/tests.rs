@@ -1,0 +1,196 @@
+//! The trimmer's socket, against trimmers that write the protocol's bytes by hand.
+
+use std::{
+    io::{Read as _, Write as _},
+    os::unix::net::UnixStream,
+    time::Duration,
+};
+
+use super::{
+    super::{
+        codec,
+        tests::{Folder, SOON, text},
+    },
+    *,
+};
+
+struct House {
+    folder: Folder,
+    handle: TrimHandle,
+    news: mpsc::Receiver<News>,
+    _tasks: Tasks,
+}
+
+impl House {
+    fn new(name: &str, room: usize) -> Self {
+        let (folder, tasks) = (Folder::new(name), Tasks::default());
+        let (sender, news) = mpsc::channel(room);
+        let handle = listen(&folder.socket(), sender, &tasks).unwrap();
+        Self { folder, handle, news, _tasks: tasks }
+    }
+
+    fn trimmer(&self, instance: u8, inert: &str) -> TrimmerEnd {
+        let path = format!("{}.trim", self.folder.socket().display());
+        let mut trimmer = TrimmerEnd(UnixStream::connect(path).unwrap());
+        let texts = ["0.5.23", "0.1.0", inert].map(text).concat();
+        trimmer.send(4, &[&1_u32.to_le_bytes()[..], &[instance; 16], &texts].concat());
+        trimmer
+    }
+
+    async fn next(&mut self) -> News {
+        tokio::time::timeout(SOON, self.news.recv()).await.expect("news in time").expect("news")
+    }
+
+    /// The instance of a working trimmer that comes next.
+    async fn up(&mut self) -> u8 {
+        let News::Up(trimmer) = self.next().await else { panic!("not up") };
+        assert_eq!((trimmer.seen_pid, trimmer.inert), (Some(std::process::id()), None));
+        trimmer.instance.to_le_bytes()[0]
+    }
+
+    /// Why the trimmer isn't followed any more.
+    async fn down(&mut self) -> String {
+        match self.next().await {
+            News::Down { reason } => reason,
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+struct TrimmerEnd(UnixStream);
+
+impl TrimmerEnd {
+    fn send(&mut self, kind: u8, body: &[u8]) {
+        self.0.write_all(&framed(kind, body)).unwrap();
+    }
+
+    /// What it reads next, so many bytes.
+    async fn reads<const N: usize>(&self) -> [u8; N] {
+        let mut stream = self.0.try_clone().unwrap();
+        stream.set_read_timeout(Some(SOON)).unwrap();
+        let read = tokio::task::spawn_blocking(move || {
+            let mut bytes = [0; N];
+            stream.read_exact(&mut bytes).map(|()| bytes)
+        });
+        read.await.unwrap().unwrap()
+    }
+}
+
+fn framed(kind: u8, body: &[u8]) -> Vec<u8> {
+    let length = u32::try_from(body.len() + 2).unwrap().to_le_bytes();
+    [&length, &[codec::VERSION, kind][..], body].concat()
+}
+
+/// A plan of the session `s`, trimmed to half.
+fn planned(number: u64, prompt: u32) -> Vec<u8> {
+    let numbers = [prompt / 2, prompt / 2, prompt - prompt / 2, prompt].map(u32::to_le_bytes);
+    let texts = ["s", "rid", ""].map(text).concat();
+    [&number.to_le_bytes()[..], &numbers.concat(), &[1], &texts].concat()
+}
+
+fn prompt_of(news: &News) -> u32 {
+    let News::Planned(planned) = news else { panic!("{news:?}") };
+    planned.prompt
+}
+
+#[tokio::test]
+async fn plans_arrive_and_questions_are_answered() {
+    let mut house = House::new("plans", 16);
+    assert!(matches!(house.handle.run(7, None, 0), Err(Error::NoShim(0))));
+    let mut trimmer = house.trimmer(1, "");
+    assert_eq!(house.up().await, 1);
+    trimmer.send(5, &planned(0, 11));
+    let News::Planned(told) = house.next().await else { panic!("no plan") };
+    assert_eq!((told.question, told.plan), (None, Plan::Trimmed));
+    assert_eq!((told.at, told.committed, told.sent, told.prompt), (5, 5, 6, 11));
+    assert_eq!((&*told.session, &*told.rid, &*told.why), ("s", "rid", ""));
+
+    trimmer.send(5, &planned(7, 11));
+    let News::Planned(told) = house.next().await else { panic!("no question") };
+    assert_eq!(told.question, Some(7));
+    house.handle.run(7, Some("s#2"), 512).unwrap();
+    house.handle.run(8, None, 0).unwrap();
+    let wanted = [
+        &b"\x13\0\0\0\x04\x14\x07\0\0\0\0\0\0\0\0\x02\0\0\x03\0s#2"[..],
+        b"\x10\0\0\0\x04\x14\x08\0\0\0\0\0\0\0\0\0\0\0\0\0",
+    ];
+    assert_eq!(trimmer.reads::<43>().await[..], wanted.concat());
+    drop(trimmer);
+    assert!(house.down().await.contains("gone"));
+}
+
+#[tokio::test]
+async fn an_inert_trimmer_says_why_and_is_asked_nothing() {
+    let mut house = House::new("trim-inert", 16);
+    let _trimmer = house.trimmer(1, "several DP ranks");
+    let News::Up(trimmer) = house.next().await else { panic!("not up") };
+    assert_eq!(trimmer.inert.as_deref(), Some("several DP ranks"));
+    assert!(matches!(house.handle.run(1, None, 0), Err(Error::NoShim(0))));
+}
+
+#[tokio::test]
+async fn a_newer_trimmer_replaces_even_one_that_is_deaf() {
+    let mut house = House::new("trim-again", 16);
+    let _deaf = house.trimmer(1, "");
+    assert_eq!(house.up().await, 1);
+    // Until its socket is full, and as many wait as may.
+    let long = "s".repeat(512);
+    let busy = loop {
+        if let Err(error) = house.handle.run(1, Some(&long), 1) {
+            break error;
+        }
+        tokio::task::yield_now().await;
+    };
+    assert!(matches!(busy, Error::Busy), "{busy}");
+    let unnamed = house.handle.run(1, Some(&"s".repeat(513)), 1);
+    assert!(matches!(unnamed, Err(Error::Name)), "who says it hears so");
+    let second = house.trimmer(2, "");
+    assert!(house.down().await.contains("another"));
+    assert_eq!(house.up().await, 2);
+    house.handle.run(9, Some("s"), 1).unwrap();
+    assert_eq!(second.reads::<7>().await, *b"\x11\0\0\0\x04\x14\x09");
+}
+
+#[tokio::test]
+async fn nonsense_ends_the_connection_and_says_why() {
+    let mut house = House::new("trim-nonsense", 16);
+    let unknown = [&planned(0, 4)[..24], &[9; 7]].concat();
+    let hello = [&[0; 20][..], &["", "", ""].map(text).concat()].concat();
+    for (kind, body, said) in [
+        (2, planned(0, 4), "kind 2"),
+        (5, unknown, "can't have"),
+        (5, planned(0, 4)[1..].to_vec(), "wrong length"),
+        (4, hello, "hello"),
+    ] {
+        let mut trimmer = house.trimmer(1, "");
+        assert_eq!(house.up().await, 1);
+        trimmer.send(5, &planned(0, 3));
+        assert_eq!(prompt_of(&house.next().await), 3);
+        trimmer.send(kind, &body);
+        let reason = house.down().await;
+        assert!(reason.contains(said), "{reason}");
+    }
+    let mut huge = house.trimmer(1, "");
+    assert_eq!(house.up().await, 1);
+    huge.0.write_all(&u32::MAX.to_le_bytes()).unwrap();
+    assert!(house.down().await.contains("a frame of"));
+}
+
+#[tokio::test]
+async fn a_slow_receiver_stops_the_reading_and_misses_no_plan() {
+    let mut house = House::new("trim-slow", 1);
+    let mut trimmer = house.trimmer(1, "");
+    trimmer.0.set_write_timeout(Some(Duration::from_millis(300))).unwrap();
+    // Ends when the socket is full: nobody takes the news, so nobody reads any more.
+    let sent = tokio::task::spawn_blocking(move || {
+        let whole = |prompt: &u32| trimmer.0.write_all(&framed(5, &planned(0, *prompt))).is_ok();
+        (0..100_000).take_while(whole).count()
+    });
+    let sent = sent.await.unwrap();
+    assert!((100..100_000).contains(&sent), "{sent} plans were taken");
+    assert_eq!(house.up().await, 1);
+    for prompt in 0..sent {
+        assert_eq!(prompt_of(&house.next().await), u32::try_from(prompt).unwrap());
+    }
+    assert!(house.down().await.contains("gone"));
+}
