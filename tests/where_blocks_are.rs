@@ -19,6 +19,10 @@ use tests::{
 
 /// Tokens that conversations of one kind begin with.
 const SYSTEM: u32 = 512;
+/// A pool that a few prompts fill.
+const SMALL: usize = 2048;
+/// One in which a prompt has room beside another that still runs by the last report.
+const ROOMY: usize = 16_384;
 
 struct House {
     engines: Vec<EngineSim>,
@@ -29,9 +33,10 @@ struct House {
 }
 
 impl House {
-    async fn new(count: usize, page_tokens: u32) -> House {
+    async fn new(count: usize, page_tokens: u32, pool_tokens: usize) -> House {
         let mut config = Config { kv_events: Some(KvEventsConfig::local()), ..Config::default() };
         config.core.page_size = page_tokens as usize;
+        config.core.max_total_tokens = pool_tokens;
         let (web, mut engines, mut agents) = (Web::default(), vec![], vec![]);
         for number in 0..count {
             let engine = EngineSim::start_local(config.clone()).await.unwrap();
@@ -93,13 +98,19 @@ impl House {
         blocks
     }
 
+    /// How a turn came to its worker, as the router tells it.
+    async fn why(&self, turn: &Answer) -> Value {
+        let number = turn.headers["x-berth-turn"].to_str().unwrap();
+        let url = self.router.url(&format!("/v1/placements/{number}"));
+        self.web.get(&url).await.unwrap().json()["placements"][0].clone()
+    }
+
     /// Resident tokens of the worker that a turn went to, as its placement saw them.
     async fn overlap(&self, turn: &Answer) -> u64 {
-        let header = |name: &str| turn.headers[name].to_str().unwrap().to_owned();
-        let url = self.router.url(&format!("/v1/placements/{}", header("x-berth-turn")));
-        let why = self.web.get(&url).await.unwrap().json()["placements"][0].clone();
+        let (why, worker) =
+            (self.why(turn).await, turn.headers["x-berth-worker"].to_str().unwrap());
         let mut compared = why["compared"].as_array().unwrap().iter();
-        let own = compared.find(|one| one["worker"] == header("x-berth-worker")).unwrap();
+        let own = compared.find(|one| one["worker"] == worker).unwrap();
         own["resident_tokens"].as_u64().unwrap_or_else(|| panic!("no overlap in {why}"))
     }
 }
@@ -116,7 +127,7 @@ fn prompt(kind: u32, own: u32, tokens: u32) -> Vec<u32> {
 }
 
 async fn a_conversation_lands_where_its_system_prompt_is(page_tokens: u32) {
-    let house = House::new(3, page_tokens).await;
+    let house = House::new(3, page_tokens, ROOMY).await;
     for (kind, number) in [(1, 2), (2, 0), (3, 1)] {
         house.warm(number, &prompt(kind, 0, SYSTEM + 64)).await;
         house.until_told(number, SYSTEM as usize / 64 + 1).await;
@@ -125,7 +136,8 @@ async fn a_conversation_lands_where_its_system_prompt_is(page_tokens: u32) {
         let id = format!("s{kind}");
         let headers = [("x-berth-session-id", id.as_str())];
         let turn = house.turn(&prompt(kind, 1, SYSTEM + 100), &headers).await;
-        assert_eq!(turn.headers["x-berth-worker"], format!("w{number}/0"), "kind {kind}");
+        let why = house.why(&turn).await;
+        assert_eq!(turn.headers["x-berth-worker"], format!("w{number}/0"), "kind {kind}: {why}");
         assert_eq!(turn.meta("cached_tokens"), Some(u64::from(SYSTEM)), "kind {kind}");
     }
 }
@@ -143,7 +155,7 @@ async fn a_conversation_lands_where_its_system_prompt_is_in_pages_of_one_token()
 /// While batches are lost, chains are stored and others evicted for them.
 #[tokio::test]
 async fn after_a_gap_the_router_knows_what_the_engine_has() {
-    let house = House::new(1, 16).await;
+    let house = House::new(1, 16, SMALL).await;
     // Four of these fill the pool.
     let chain = |kind| prompt(kind, 0, 480);
     for kind in 1..=3 {
@@ -154,8 +166,12 @@ async fn after_a_gap_the_router_knows_what_the_engine_has() {
     for kind in 4..=7 {
         house.warm(0, &chain(kind)).await;
     }
+    // With it the cache has more blocks than ever before: who counts as many has heard of all.
+    let last = prompt(8, 0, 64);
+    house.warm(0, &last).await;
     let resident = house.resident(0).await;
-    let expected: BTreeSet<_> = (4..=7).flat_map(|kind| house.blocks(&chain(kind))).collect();
+    let mut expected: BTreeSet<_> = (4..=7).flat_map(|kind| house.blocks(&chain(kind))).collect();
+    expected.extend(house.blocks(&last));
     assert_eq!(resident, expected, "the oldest chains have made room");
     house.until_told(0, resident.len()).await;
     // As many blocks as the engine has, and all of its chains among them: they are the same.
@@ -170,7 +186,7 @@ async fn after_a_gap_the_router_knows_what_the_engine_has() {
 /// answers the same.
 #[tokio::test]
 async fn lost_events_cost_recomputation_and_nothing_else() {
-    let house = House::new(1, 16).await;
+    let house = House::new(1, 16, SMALL).await;
     let chain = |kind| prompt(kind, 0, 480);
     let asked = |kind| [chain(kind), vec![7]].concat();
     let first = house.turn(&asked(1), &[]).await;
@@ -197,7 +213,7 @@ async fn lost_events_cost_recomputation_and_nothing_else() {
 
 #[tokio::test]
 async fn a_restarted_engine_is_known_to_have_nothing() {
-    let mut house = House::new(1, 16).await;
+    let mut house = House::new(1, 16, SMALL).await;
     house.warm(0, &prompt(1, 0, SYSTEM + 64)).await;
     house.until_told(0, 9).await;
     let engine = house.engines.remove(0);
