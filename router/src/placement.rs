@@ -240,10 +240,12 @@ pub fn place(
     }
     let Some(best) = compared.best() else {
         // A draining or unhealthy worker that has the session answers for itself.
+        let answers = |worker| {
+            let state = view.state(worker, now);
+            !matches!(state, WorkerState::Lost | WorkerState::Disaggregated)
+        };
         return match sticky(question) {
-            Some(Sticky { worker, .. }) if view.state(worker, now) != WorkerState::Lost => {
-                Ok(Placement::unmoved(worker))
-            }
+            Some(Sticky { worker, .. }) if answers(worker) => Ok(Placement::unmoved(worker)),
             _ => Err(NoWorker::Unusable),
         };
     };
@@ -287,7 +289,10 @@ fn stay<'a>(question: &Question<'_>, view: &'a ClusterView, now: Instant) -> Sta
     match home.state(now, view.report_age_max()) {
         state if fixed && state != WorkerState::Lost => Stay::Must(worker),
         WorkerState::Fresh | WorkerState::Stale => Stay::May(home),
-        WorkerState::Lost | WorkerState::Unhealthy | WorkerState::Draining => Stay::No,
+        WorkerState::Lost
+        | WorkerState::Unhealthy
+        | WorkerState::Draining
+        | WorkerState::Disaggregated => Stay::No,
     }
 }
 

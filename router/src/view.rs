@@ -121,12 +121,20 @@ pub enum WorkerState {
     Unhealthy,
     /// Takes no new session and finishes what runs.
     Draining,
+    /// Its engine computes prompts or answers, not both: a turn sent there alone would fail.
+    Disaggregated,
 }
 
 impl WorkerState {
     /// All of them, for metrics.
-    pub const ALL: [Self; 5] =
-        [Self::Fresh, Self::Stale, Self::Lost, Self::Unhealthy, Self::Draining];
+    pub const ALL: [Self; 6] = [
+        Self::Fresh,
+        Self::Stale,
+        Self::Lost,
+        Self::Unhealthy,
+        Self::Draining,
+        Self::Disaggregated,
+    ];
 
     /// The name used in JSON and metrics.
     #[must_use]
@@ -137,14 +145,16 @@ impl WorkerState {
             Self::Lost => "lost",
             Self::Unhealthy => "unhealthy",
             Self::Draining => "draining",
+            Self::Disaggregated => "disaggregated",
         }
     }
 
-    /// What silence makes of it: whoever is connected and was not heard for so long is stale.
+    /// What silence makes of it: whoever could take turns and was not heard for so long is stale.
     fn aged(self, heard: Option<Instant>, now: Instant, report_age_max: Duration) -> Self {
         let age = heard.map(|heard| now.saturating_duration_since(heard));
         let silent = age.is_none_or(|age| age > report_age_max);
-        if silent && self != Self::Lost { Self::Stale } else { self }
+        let ages = !matches!(self, Self::Lost | Self::Disaggregated);
+        if silent && ages { Self::Stale } else { self }
     }
 }
 
@@ -181,6 +191,11 @@ impl Agent {
                 report.unhealthy.clone().unwrap_or_default()
             }
             (WorkerState::Draining, ..) => "draining".to_owned(),
+            (WorkerState::Disaggregated, ..) => format!(
+                "its engine runs in {} mode and takes no whole turns; start it without \
+                 --disaggregation-mode, as pairs are not served yet",
+                self.disaggregation().unwrap_or_default()
+            ),
             (WorkerState::Fresh | WorkerState::Unhealthy, ..) => String::new(),
         };
         (state, reason)
@@ -190,11 +205,18 @@ impl Agent {
     fn state_heard(&self) -> WorkerState {
         match (&self.link, &self.report) {
             (Link::Dialing | Link::Lost { .. }, _) => WorkerState::Lost,
+            (Link::Up, _) if self.disaggregation().is_some() => WorkerState::Disaggregated,
             (Link::Up, None) => WorkerState::Stale,
             (Link::Up, Some((report, _))) if report.unhealthy.is_some() => WorkerState::Unhealthy,
             (Link::Up, Some((report, _))) if report.draining => WorkerState::Draining,
             (Link::Up, Some(_)) => WorkerState::Fresh,
         }
+    }
+
+    /// `prefill` or `decode`, where the engine does only that.
+    fn disaggregation(&self) -> Option<&str> {
+        let mode = self.facts.as_ref()?.description.engine.disaggregation.as_str();
+        matches!(mode, "prefill" | "decode").then_some(mode)
     }
 
     /// How long the connection to an agent that was heard before has been lost.

@@ -26,6 +26,9 @@ pub(crate) fn no_worker(error: &NoWorker) -> Refusal {
     match error {
         NoWorker::Unusable => Refusal::new(StatusCode::SERVICE_UNAVAILABLE, "no_worker", message)
             .retry_after(RETRY_AFTER),
+        NoWorker::Disaggregated => {
+            Refusal::new(StatusCode::SERVICE_UNAVAILABLE, "no_worker", message)
+        }
         NoWorker::Model { .. } => Refusal::new(StatusCode::NOT_FOUND, "model_not_found", message),
         NoWorker::Retention { .. } => {
             Refusal::new(StatusCode::CONFLICT, "retention_unavailable", message)

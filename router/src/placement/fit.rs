@@ -1,5 +1,5 @@
-//! Which workers could take a turn, whatever it costs: they serve its model, offer its retention,
-//! and are heard.
+//! Which workers could take a turn, whatever it costs: their engine runs whole turns, they serve
+//! its model, offer its retention, and are heard.
 
 use std::time::Instant;
 
@@ -14,6 +14,12 @@ pub enum NoWorker {
     /// None is usable now.
     #[error("no worker can take turns now; try again")]
     Unusable,
+    /// No engine runs whole turns.
+    #[error(
+        "every engine runs in prefill or decode mode, and pairs are not served yet: start engines \
+         without --disaggregation-mode"
+    )]
+    Disaggregated,
     /// Nobody serves the model.
     #[error("no worker serves model {model:?}; served are: {offered}")]
     Model {
@@ -66,21 +72,26 @@ pub(super) fn candidates<'a>(
     let (mut fresh, mut stale) = (Vec::with_capacity(known), vec![]);
     let mut fitting = 0;
     for worker in workers {
-        if !serves(question, view, worker) || !offers(question, worker) {
+        let state = worker.state(now, view.report_age_max());
+        let whole = state != WorkerState::Disaggregated;
+        if !whole || !serves(question, view, worker) || !offers(question, worker) {
             continue;
         }
         fitting += 1;
         if question.exclude == Some(worker.worker()) {
             continue;
         }
-        match worker.state(now, view.report_age_max()) {
+        match state {
             WorkerState::Fresh => fresh.push(worker),
             WorkerState::Stale => stale.push(worker),
-            WorkerState::Lost | WorkerState::Unhealthy | WorkerState::Draining => {}
+            WorkerState::Lost
+            | WorkerState::Unhealthy
+            | WorkerState::Draining
+            | WorkerState::Disaggregated => {}
         }
     }
     if fitting == 0 {
-        return Err(missing(question, view));
+        return Err(missing(question, view, now));
     }
     let all_stale = fresh.is_empty();
     let workers = if all_stale { stale } else { fresh };
@@ -104,12 +115,17 @@ fn serves_model(engine: &EngineFacts, model: &str) -> bool {
 }
 
 /// What of the question nobody fits.
-fn missing(question: &Question<'_>, view: &ClusterView) -> NoWorker {
-    let all = || view.workers().map(|(_, _, facts)| &facts.description);
+fn missing(question: &Question<'_>, view: &ClusterView, now: Instant) -> NoWorker {
+    let whole = |worker| view.state(worker, now) != WorkerState::Disaggregated;
+    let all = || {
+        let workers = view.workers().filter(move |(worker, ..)| whole(*worker));
+        workers.map(|(_, _, facts)| &facts.description)
+    };
     let model = question.model.filter(|_| !view.is_one_fleet());
     let serving = || all().filter(|one| model.is_none_or(|name| serves_model(&one.engine, name)));
     match (question.model, question.retention) {
-        _ if all().next().is_none() => NoWorker::Unusable,
+        _ if view.workers().next().is_none() => NoWorker::Unusable,
+        _ if all().next().is_none() => NoWorker::Disaggregated,
         (Some(model), _) if serving().next().is_none() => {
             let names = all().flat_map(|one| one.engine.models.iter().map(String::as_str));
             NoWorker::Model { model: model.to_owned(), offered: listed(names.collect()) }

@@ -376,6 +376,34 @@ fn a_session_on_a_stale_worker_is_compared_and_none_moves_to_one() {
 }
 
 #[test]
+fn an_engine_that_does_half_of_a_turn_gets_none() {
+    let now = start();
+    let mut state = engines(2, now);
+    let halve = |state: &mut State, agent: usize, mode: &str| {
+        let mut description = description(&format!("a{agent}"), 2, 1);
+        description.engine.disaggregation = mode.to_owned();
+        state.apply(agent, Update::Began { description, sessions: vec![] }, now);
+        tell(state, agent, |_| {}, now);
+    };
+    halve(&mut state, 0, "prefill");
+    // Nor does silence make it one that takes what no other would.
+    let later = now + 60 * SECOND;
+    for id in 0..20 {
+        assert_eq!(placed(&state, &question(id), now).0, 1, "session {id}");
+        assert_eq!(placed(&state, &question(id), later), (1, Reason::StaleView), "session {id}");
+    }
+    let home = Question { sticky: stays(0), ..question(1) };
+    assert_eq!(placed(&state, &home, now), (1, Reason::Rebound));
+    halve(&mut state, 1, "decode");
+    let view = state.snapshot();
+    assert_eq!(place(&home, &view, later), Err(NoWorker::Disaggregated));
+    assert!(view.ready(now).is_err());
+    let (shown, reason) = view.agents[1].state(now, view.report_age_max());
+    assert_eq!(shown, WorkerState::Disaggregated);
+    assert!(reason.contains("decode mode"), "{reason}");
+}
+
+#[test]
 fn a_newcomer_goes_where_less_is_kept() {
     let now = start();
     let mut state = engines(2, now);
