@@ -128,6 +128,8 @@ struct Rank {
     /// Questions without an answer, oldest first: number, and until when it is waited for.
     asked: Vec<(u64, Instant)>,
     last: Option<Audit>,
+    /// Why the last question has no audit; none where it has.
+    failed: Option<Error>,
     /// How many audits in a row have found a kind of fault, and when the first did. An audit that
     /// could not look for it counts neither way.
     streaks: BTreeMap<String, (u32, Instant)>,
@@ -144,7 +146,7 @@ impl Audits {
     pub fn up(&mut self, now: Instant, dp_rank: u32, refusal: Option<String>) {
         let next = self.interval.filter(|_| refusal.is_none()).map(|_| now);
         let (asked, streaks) = (vec![], BTreeMap::new());
-        let rank = Rank { refusal, next, asked, last: None, streaks };
+        let rank = Rank { refusal, next, asked, last: None, failed: None, streaks };
         self.ranks.insert(dp_rank, rank);
     }
 
@@ -156,6 +158,13 @@ impl Audits {
     /// The ranks that can be asked, in order.
     pub fn ranks(&self) -> impl Iterator<Item = u32> {
         self.ranks.keys().copied()
+    }
+
+    /// A rank's question has no audit, for this reason. True where that is new: asked at every
+    /// interval, it would say the same again and again.
+    pub fn failed(&mut self, dp_rank: u32, error: &Error) -> bool {
+        let Some(rank) = self.ranks.get_mut(&dp_rank) else { return true };
+        rank.failed.replace(error.clone()).as_ref() != Some(error)
     }
 
     /// The newest audit of a rank.
@@ -227,6 +236,7 @@ impl Audits {
                 rank.streaks.remove(&finding.kind);
             }
         }
+        rank.failed = None;
         Ok(rank.last.insert(audit))
     }
 
@@ -448,5 +458,16 @@ mod tests {
         let foreign = answer(4, &report(&[(Kind::Leaked, 9, &[])]));
         assert!(matches!(audits.answered(now, 0, &foreign), Err(Error::Unreadable(_))));
         assert_eq!(audits.last(0), Some(&good));
+    }
+
+    #[test]
+    fn a_reason_is_new_once_and_again_after_an_audit() {
+        let now = start();
+        let mut audits = audits(now);
+        let busy = Error::Refused("busy".into());
+        assert_eq!([audits.failed(0, &busy), audits.failed(0, &busy)], [true, false]);
+        assert_eq!([audits.failed(0, &Error::Late), audits.failed(0, &busy)], [true, true]);
+        told(&mut audits, now, &report(&[]));
+        assert!(audits.failed(0, &busy));
     }
 }

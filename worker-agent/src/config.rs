@@ -204,6 +204,7 @@ impl Config {
         config.control_addr = args.control_addr.unwrap_or(config.control_addr);
         config.admin_addr = args.admin_addr.unwrap_or(config.admin_addr);
         config.check(&mut problems);
+        problems.extend(engine_api_key().err().map(str::to_owned));
         if problems.is_empty() { Ok(config) } else { Err(Problems(problems)) }
     }
 
@@ -296,11 +297,20 @@ pub fn ms(value: u64) -> Duration {
     Duration::from_millis(value)
 }
 
-/// The engine's API key: a secret, so from the environment alone.
-#[must_use]
-pub fn engine_api_key() -> Option<HeaderValue> {
-    let key = std::env::var("BERTH_ENGINE_API_KEY").ok()?;
-    HeaderValue::from_str(&format!("Bearer {key}")).ok()
+/// The engine's API key: a secret, so from the environment alone. Files and secret stores like to
+/// end it with a line's end, which isn't part of it; an empty one is none.
+///
+/// # Errors
+/// Where a header can't carry it. Going on without it would be answered 401 for ever.
+pub fn engine_api_key() -> Result<Option<HeaderValue>, &'static str> {
+    let unusable = "BERTH_ENGINE_API_KEY has characters that a header can't carry: set it to what \
+                    the engine's --api-key is";
+    let Some(key) = std::env::var_os("BERTH_ENGINE_API_KEY") else { return Ok(None) };
+    let key = key.to_str().ok_or(unusable)?.trim();
+    if key.is_empty() {
+        return Ok(None);
+    }
+    HeaderValue::from_str(&format!("Bearer {key}")).map(Some).map_err(|_| unusable)
 }
 
 #[cfg(test)]

@@ -1,7 +1,10 @@
 //! Follows the engine: reads its facts once it answers, its loads steadily, and notices when it has
 //! gone or come back as another process. Tells the owner; decides nothing.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use proto::process::tasks::Tasks;
 use serde_json::Value;
@@ -50,12 +53,11 @@ pub async fn run(follower: Follower, tasks: Tasks) {
 
 async fn follow(follower: &Follower) {
     loop {
-        match follower.engine.info().await {
-            Ok((info, source, feed)) => {
-                follower.kv.feed(feed);
-                let info = with_model(info, source, follower).await;
-                follower.agent.engine(EngineNews::Up(Box::new(info))).await;
-                if let Some(down) = sample(follower).await {
+        match look(follower).await {
+            Ok((info, first)) => {
+                follower.agent.engine(EngineNews::Up(info)).await;
+                follower.agent.engine(EngineNews::Sample(first.clone())).await;
+                if let Some(down) = sample(follower, first).await {
                     follower.agent.engine(down).await;
                 }
             }
@@ -68,16 +70,30 @@ async fn follow(follower: &Follower) {
     }
 }
 
+/// The engine's facts, and its loads for the first time: one that doesn't tell them would be up and
+/// down again and again, and take turns in between. The loads first, so that the facts are not of a
+/// process before theirs.
+async fn look(follower: &Follower) -> Result<(Box<Info>, Sample), engine::Error> {
+    let first = follower.engine.sample(now).await?;
+    let (info, source, feed) = follower.engine.info().await?;
+    follower.kv.feed(feed);
+    Ok((Box::new(with_model(info, source, follower).await), first))
+}
+
+fn now() -> Instant {
+    tokio::time::Instant::now().into_std()
+}
+
 fn down(error: &engine::Error) -> EngineNews {
     EngineNews::Down { reason: error.to_string(), gone: error.is_gone() }
 }
 
 /// Samples until the engine doesn't answer (and says why), or answers as another process.
-async fn sample(follower: &Follower) -> Option<EngineNews> {
+async fn sample(follower: &Follower, first: Sample) -> Option<EngineNews> {
     let mut ticks = tokio::time::interval(follower.interval);
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     let mut failures = 0;
-    let mut last: Option<Sample> = None;
+    let mut last = first;
     loop {
         tokio::select! {
             biased;
@@ -85,13 +101,13 @@ async fn sample(follower: &Follower) -> Option<EngineNews> {
             () = follower.look.notified() => return None,
             _ = ticks.tick() => {}
         }
-        match follower.engine.sample(|| tokio::time::Instant::now().into_std()).await {
+        match follower.engine.sample(now).await {
             Ok(sample) => {
                 failures = 0;
-                if last.as_ref().is_some_and(|last| may_be_another(last, &sample)) {
+                if may_be_another(&last, &sample) {
                     return None;
                 }
-                last = Some(sample.clone());
+                last = sample.clone();
                 follower.agent.engine(EngineNews::Sample(sample)).await;
             }
             Err(error) => {

@@ -186,21 +186,27 @@ pub async fn run(
 fn engine_of(config: &Config) -> Engine {
     Engine::new(
         config.engine_uri(),
-        config::engine_api_key(),
+        config::engine_api_key().expect("checked when the settings were loaded"),
         ms(config.connect_ms_max),
         ms(config.engine_call_ms_max),
     )
 }
 
 fn say_start(config: &Config, listeners: &Listeners) -> Result<(), Error> {
+    let (data, control) = (listeners.data.local_addr()?, listeners.control.local_addr()?);
     tracing::info!(
         version = env!("CARGO_PKG_VERSION"),
         engine = config.engine,
-        data = %listeners.data.local_addr()?,
-        control = %listeners.control.local_addr()?,
+        %data,
+        %control,
         admin = %listeners.admin.local_addr()?,
         "agent starting"
     );
+    if data.ip().is_loopback() && !control.ip().is_loopback() {
+        tracing::warn!(
+            "routers on other hosts reach the control port and not the data port: set data_addr"
+        );
+    }
     Ok(())
 }
 

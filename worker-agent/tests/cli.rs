@@ -27,6 +27,21 @@ fn wrong_settings_are_all_listed_and_the_status_is_64() {
 }
 
 #[test]
+fn a_key_that_no_header_carries_is_a_wrong_setting_and_a_line_s_end_is_no_part_of_one() {
+    let check = |key: &str| {
+        let mut agent = Command::new(env!("CARGO_BIN_EXE_berth-agent"));
+        agent.arg("--check-config").env("BERTH_ENGINE_API_KEY", key).output().unwrap()
+    };
+    let output = check("two\nlines");
+    assert_eq!(output.status.code(), Some(64));
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert!(said.contains("BERTH_ENGINE_API_KEY") && !said.contains("lines"), "{said}");
+    for key in ["key\n", ""] {
+        assert_eq!(check(key).status.code(), Some(0), "{key:?}");
+    }
+}
+
+#[test]
 fn shown_settings_are_settings_again() {
     let shown = agent(&["--check-config", "--worker-id", "gpu-7"]);
     assert!(shown.status.success());

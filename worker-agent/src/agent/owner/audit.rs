@@ -45,8 +45,7 @@ impl Owner {
 
     pub(super) fn audit_on_time(&mut self, now: Instant) {
         for (dp_rank, number) in self.audits.late(now) {
-            warn!(dp_rank, error = %Error::Late, "no audit of the engine's pages");
-            self.setup.metrics.audited("late");
+            self.no_audit(dp_rank, "late", &Error::Late);
             self.answer_waiters(dp_rank, number, &Err(Error::Late));
         }
         for (dp_rank, number) in self.audits.due(now) {
@@ -122,12 +121,18 @@ impl Owner {
                     self.table.corrupt(now(), incarnation);
                 }
             }
-            Err(error) => {
-                warn!(dp_rank, %error, "no audit of the engine's pages");
-                self.setup.metrics.audited("refused");
-            }
+            Err(error) => self.no_audit(dp_rank, "refused", error),
         }
         self.answer_waiters(dp_rank, audited.number, &answer);
+    }
+
+    /// What was found before is shown with its age where it has one; a gauge has none.
+    fn no_audit(&mut self, dp_rank: u32, outcome: &'static str, error: &Error) {
+        if self.audits.failed(dp_rank, error) {
+            warn!(dp_rank, %error, "no audit of the engine's pages");
+        }
+        self.setup.metrics.audited(outcome);
+        self.setup.metrics.pages(dp_rank, None);
     }
 
     /// Answers all who asked for it no later than with this number.

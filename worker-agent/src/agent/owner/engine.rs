@@ -66,8 +66,11 @@ impl Owner {
                 self.ledger.sampled(sample);
             }
             EngineNews::Down { reason, gone } => {
-                if self.down.is_none() {
-                    error!(reason, gone, "engine down");
+                match &self.down {
+                    None => error!(reason, gone, "engine down"),
+                    // Asked twice a second, it is down for the same reason most times.
+                    Some(before) if *before != reason => warn!(reason, "the engine can't be used"),
+                    Some(_) => {}
                 }
                 self.down = Some(reason);
                 if gone {
