@@ -179,6 +179,8 @@ struct Whole {
     sends: bool,
     /// The bound that the last turn's body was taken for, and the tokens it was with its answer.
     measured: Option<(u64, u64)>,
+    /// Of its longest answer.
+    answer_tokens_max: u64,
     /// Turns in a row that could not go on from what the engine had.
     astray: u32,
     /// It gave its pin up, or could not have it: not before then again.
@@ -458,7 +460,9 @@ fn check_turn(
     if claim.delta && session.whole.behind && guards.hold(Guard::BehindRefused) {
         return Err(Error::HistoryUnknown);
     }
-    let history = session.turns > 0 && guards.hold(Guard::DeltaOnly);
+    // The engine may have made history of a turn whose end was none for the agent.
+    let history = session.turns > 0 || session.history_tokens > 0;
+    let history = history && guards.hold(Guard::DeltaOnly);
     check_appends(claim.delta, history, appends, trims)?;
     if history && claim.open {
         return Err(Error::HasHistory);

@@ -77,7 +77,7 @@ class Manager:
     def arrive(self, asked: Request) -> Any:
         state = SimpleNamespace(
             finished=False, dispatched=False, out_list=[], output_ids=[], obj=asked,
-            prompt_token_ids=None,
+            prompt_token_ids=None, abort_sent=False,
         )
         self.rid_to_state[asked.rid] = state
         return state

@@ -38,6 +38,11 @@ MUTATIONS = [
         "if True else Lost()",
     ),
     (
+        "an abort during a question is heard again", "trimmer",
+        "        state.abort_sent = False\n",
+        "        pass\n",
+    ),
+    (
         "an end that nobody waited for is committed", "trimmer",
         "        if state.finished:\n",
         "        if False:\n",

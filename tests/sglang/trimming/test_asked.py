@@ -182,6 +182,20 @@ class TestAsked(unittest.TestCase):
         self.assertEqual(held.why, f"no such session is open; {NOT_ANSWERED}")
 
     @with_agent
+    async def test_an_abort_while_it_asks_is_not_the_last_that_the_engine_hears(
+        self, house: AskedHouse
+    ) -> None:
+        await house.open("fresh")
+
+        def aborted(_: Plan) -> str:
+            house.manager.rid_to_state["first"].abort_sent = True
+            return "fresh"
+
+        house.agent.answer = aborted
+        await house.begin(Request("<s>a", "closed", "first"))
+        self.assertFalse(house.manager.rid_to_state["first"].abort_sent)
+
+    @with_agent
     async def test_an_agent_that_did_not_read_hears_the_rest_when_it_does(
         self, house: AskedHouse
     ) -> None:

@@ -204,6 +204,7 @@ class Trimmer:
             prompt = len(tokenized.input_ids or ())
             if askable(plan):
                 other, why = await self._ask(_message(plan, mark, asked.rid, prompt))
+                _hear_aborts_again(manager, asked.rid)
                 if other is not None:
                     mark = other._replace(rid=mark.rid)
                     plan = self._plan(manager, tokenized, mark)
@@ -360,6 +361,14 @@ class Trimmer:
                 answer = self._questions.get(what.number)
                 if answer is not None and not answer.done():
                     answer.set_result(Mark(what.tokens_max, what.session))
+
+
+def _hear_aborts_again(manager: Any, rid: str) -> None:
+    """An abort that came while the agent was asked went to a scheduler that hadn't this turn yet,
+    and the engine passes no second one on. The agent repeats its own until the turn ends."""
+    state = manager.rid_to_state.get(rid)
+    if getattr(state, "abort_sent", False):
+        state.abort_sent = False
 
 
 def _outcome(running: _Running, said: dict[str, Any]) -> Outcome:

@@ -126,9 +126,10 @@ impl Table {
                 } else if usage.is_none_or(|usage| !ticket.follows(before, usage))
                     && guards.hold(Guard::HistoryChecked)
                 {
+                    // The shim has held the engine's own count to its plan; a route may tell less of
+                    // it, as one does that takes its template's tokens off.
                     let planned = ticket.marked.as_ref().and_then(|one| one.prompt_tokens);
-                    let untold = planned.filter(|_| usage.is_none());
-                    self.doubt(now, key, untold.map(Expected::AtLeast));
+                    self.doubt(now, key, planned.map(Expected::AtLeast));
                 } else if retracted && guards.hold(Guard::RetractionSuspect) {
                     // The engine commits a partial answer when it takes a turn out of the batch:
                     // only it knows what it has in the end.

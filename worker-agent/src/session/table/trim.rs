@@ -216,8 +216,8 @@ impl Table {
     /// Nobody asked to pin it, and nothing of it runs.
     pub(super) fn is_idle_auto(&self, session: &Session) -> bool {
         let pinned = session.is_auto() && session.retention == Retention::Pinned && session.row;
-        let holds = pinned && session.phase == Phase::Open && session.can_expire();
-        holds && session.history_tokens > 0 && self.books[session.dp_rank as usize].demotes()
+        let rests = pinned && session.phase == Phase::Open && session.can_expire();
+        rests && self.books[session.dp_rank as usize].demotes()
     }
 
     /// A session that has lost everything goes on with a whole history.
@@ -432,7 +432,11 @@ impl Table {
         {
             let tokens = usage.prompt_tokens.saturating_add(usage.completion_tokens);
             let measured = Some((ticket.need.prompt_tokens, tokens));
-            self.change(key, |session| session.whole.measured = measured);
+            self.change(key, |session| {
+                session.whole.measured = measured;
+                let longest = session.whole.answer_tokens_max.max(usage.completion_tokens);
+                session.whole.answer_tokens_max = longest;
+            });
         }
         outcome
     }
@@ -450,7 +454,9 @@ impl Table {
         let planned = ticket.marked.as_ref().is_some_and(|one| one.prompt_tokens.is_some());
         let clear = match outcome {
             Outcome::Finished(usage) => planned && usage.is_some(),
-            Outcome::Aborted => planned,
+            // Most routes don't tell a turn that was stopped from one that waited in the engine's
+            // queue, where its session keeps row and KV.
+            Outcome::Aborted => false,
             // What the engine was to run it may have run, whatever the route made of its answer.
             Outcome::Refused => !planned,
             Outcome::Unheard(_) | Outcome::Partial | Outcome::Lost => false,
@@ -461,8 +467,9 @@ impl Table {
         }
         let open = self.sessions[key].phase == Phase::Open;
         let may_run = matches!(outcome, Outcome::Refused | Outcome::Partial | Outcome::Lost);
+        let ran = matches!(outcome, Outcome::Finished(_) | Outcome::Unheard(_));
         self.change(key, |session| {
-            session.turns += u64::from(!may_run);
+            session.turns += u64::from(ran);
             session.whole.behind = true;
             if may_run {
                 session.lost_rid = Some(rid.to_owned());

@@ -271,3 +271,82 @@ fn a_client_may_decide_what_the_agent_decided() {
     rig.open("t", Some(Retention::Tagged)).unwrap();
     assert_eq!(rig.retention("t"), Retention::Tagged);
 }
+
+#[test]
+fn a_turn_that_was_stopped_may_have_waited_and_its_session_keeps_row_and_kv_until_the_shim_says() {
+    let mut rig = trimming();
+    let incarnation = rig.pinned_by_itself("s");
+    let turn = whole(&mut rig, &auto("s"), 460).inside();
+    rig.plan(&turn, Plan::Trimmed, 148, 12);
+    rig.end(&turn, Outcome::Aborted);
+    let totals = rig.table.totals(0);
+    assert!(totals.rows_held == 1 && totals.pinned_tokens >= 148, "{totals:?}");
+    assert_eq!(rig.looks.len(), 1);
+    seen(&mut rig, &incarnation, 148);
+    let next = whole(&mut rig, &auto("s"), 460).inside();
+    assert_eq!(rig.plan(&next, Plan::Trimmed, 148, 12), (Became::Trimmed, 148));
+}
+
+#[test]
+fn what_the_engine_made_of_a_lost_first_turn_is_history_nobody_may_append_to() {
+    let mut rig = trimming();
+    let incarnation = rig.pin("s");
+    let first = whole(&mut rig, &auto("s"), 300).inside();
+    rig.plan(&first, Plan::Trimmed, 0, 90);
+    rig.end(&first, Outcome::Lost);
+    seen(&mut rig, &incarnation, 98);
+    rig.table.trims(rig.now, false);
+    assert_eq!(rig.turn(&auto("s")).error(), Error::WholeHistory);
+}
+
+#[test]
+fn a_pin_that_nothing_ran_in_gives_its_row_back() {
+    let mut rig = trimming();
+    let first = whole(&mut rig, &auto("s"), 400).inside();
+    rig.end(&first, finished(100, 8));
+    let image = whole(&mut rig, &auto("s"), 430).inside();
+    rig.plan(&image, Plan::Refused, 0, 0);
+    rig.end(&image, finished(110, 8));
+    assert_eq!(rig.table.totals(0).rows_held, 1);
+    rig.wait(DEMOTE);
+    rig.demoted();
+    assert_eq!(rig.table.totals(0).rows_held, 0);
+}
+
+#[test]
+fn a_route_that_counts_a_prompt_otherwise_costs_its_session_nothing() {
+    let mut rig = trimming();
+    let incarnation = rig.pinned_by_itself("s");
+    let turn = whole(&mut rig, &auto("s"), 460).inside();
+    rig.plan(&turn, Plan::Trimmed, 148, 12);
+    rig.end(&turn, finished(157, 8));
+    seen(&mut rig, &incarnation, 168);
+    let next = whole(&mut rig, &auto("s"), 480).inside();
+    assert_eq!(next.incarnation(), incarnation);
+    assert_eq!(rig.plan(&next, Plan::Trimmed, 168, 12), (Became::Trimmed, 168));
+}
+
+#[test]
+fn who_answers_at_length_is_pinned_only_with_room_for_it() {
+    let mut roomy = engine(1);
+    roomy.context_tokens = 200_000;
+    let rank = &mut roomy.ranks[0];
+    (rank.rows, rank.pool_tokens, rank.pin_tokens_max) = (16, 100_000, 70_000);
+    let mut rig = Rig::with(Rules { auto_pin: true, ..rules() }, roomy);
+    rig.table.shim_up(0, true);
+    rig.table.trims(rig.now, true);
+    let need = Need { prompt_tokens: 400, answer_tokens: None, exact: false, endless: false };
+    for (id, answer, pins) in [("short", 900, true), ("long", 30_000, true), ("too", 36_000, false)]
+    {
+        let claim = auto(id);
+        let key = claim.key().unwrap();
+        let first = rig.ask(Some((&claim, &key)), None, Appends::Trimmed, need).inside();
+        rig.end(&first, finished(100, answer));
+        let second = rig.ask(Some((&claim, &key)), None, Appends::Trimmed, need).inside();
+        assert_eq!(tokens_max(&second).is_some(), pins, "{id}");
+        if pins {
+            rig.plan(&second, Plan::Trimmed, 0, 100);
+        }
+        rig.end(&second, finished(100, 8));
+    }
+}

@@ -8,10 +8,12 @@ use proto::{id::SessionKey, load::Retention};
 use super::ASTRAY_MAX;
 use crate::session::table::{Need, Table};
 
-/// What an answer without a limit takes in a session that nobody asked to pin: the engine itself
-/// keeps room for no more of it. What goes beyond is in the account when the turn has ended, and in
-/// what the pin budget leaves of the pool until then.
+/// What an answer without a limit takes at least in a session that nobody asked to pin: the engine
+/// itself keeps room for no more of it. What goes beyond is in the account when the turn has ended,
+/// and in what the pin budget leaves of the pool until then.
 const ANSWER_TOKENS: u64 = 4096;
+/// And so often what its longest answer had: who reasons at length does it again.
+const LONGEST_ANSWER_FACTOR: u64 = 2;
 /// Templates put some around what is added.
 const TEMPLATE_TOKENS: u64 = 32;
 /// A session holds its row while it is idle too. Those that nobody asked to pin leave this part of
@@ -73,7 +75,10 @@ impl Table {
 
     pub(super) fn answer_tokens(&self, key: &SessionKey, need: Need) -> u64 {
         let context = self.engine.context_tokens;
-        let unlimited = if self.sessions[key].is_auto() { ANSWER_TOKENS } else { context };
+        let session = &self.sessions[key];
+        let longest = session.whole.answer_tokens_max.saturating_mul(LONGEST_ANSWER_FACTOR);
+        let likely = longest.max(ANSWER_TOKENS).min(context);
+        let unlimited = if session.is_auto() { likely } else { context };
         need.answer_tokens.unwrap_or(unlimited)
     }
 
