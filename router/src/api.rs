@@ -1,6 +1,7 @@
 //! The routes of the data port.
 
 pub(crate) mod errors;
+mod models;
 mod placements;
 mod sessions;
 mod workers;
@@ -27,7 +28,6 @@ type Desk = State<Arc<Shared>>;
 pub(crate) fn app(shared: Arc<Shared>) -> Router {
     let turns = post(|State(shared): Desk, request: Request| serve(shared, Kind::Turn, request));
     let plain = post(|State(shared): Desk, request: Request| serve(shared, Kind::Plain, request));
-    let models = get(|State(shared): Desk, request: Request| serve(shared, Kind::Plain, request));
     Router::new()
         .route("/v1/chat/completions", turns.clone())
         .route("/v1/completions", turns.clone())
@@ -37,7 +37,7 @@ pub(crate) fn app(shared: Arc<Shared>) -> Router {
         .route("/v1/embeddings", plain.clone())
         .route("/tokenize", plain.clone())
         .route("/detokenize", plain)
-        .route("/v1/models", models)
+        .route("/v1/models", get(models::list))
         .route("/v1/sessions", get(sessions::list).post(sessions::open))
         .route("/v1/sessions/{id}", get(sessions::show).delete(sessions::close))
         .route("/open_session", get(sessions::sglang_open).post(sessions::sglang_open))

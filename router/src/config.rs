@@ -43,7 +43,7 @@ pub const REBIND_GAIN_MS_MIN: u64 = 500;
 pub const SESSIONS_MAX: usize = 100_000;
 /// Some 8 bytes for a block on a worker: 60 million of them, 480 pools of 8 million tokens.
 pub const OVERLAP_BYTES_MAX: usize = 512 << 20;
-/// As many as the server has connections for.
+/// Each has a connection of some 40 KiB here and one to an agent: 160 MiB at the bound.
 pub const TURNS_IN_FLIGHT_MAX: usize = 4_096;
 
 /// All settings, effective and checked by [`Config::problems`].
@@ -170,16 +170,16 @@ impl Config {
                 problems.push(format!("{key}: must be 1 to {year_ms} ms"));
             }
         }
-        let sizes = [
-            ("body_bytes_max", self.body_bytes_max),
-            ("sessions_max", self.sessions_max),
-            ("turns_in_flight_max", self.turns_in_flight_max),
-        ];
+        let sizes = [("body_bytes_max", self.body_bytes_max), ("sessions_max", self.sessions_max)];
         for (key, value) in sizes {
             // A semaphore counts to 2^61; nothing here needs more than 2^40.
             if value == 0 || value > 1 << 40 {
                 problems.push(format!("{key}: must be 1 to 2^40"));
             }
+        }
+        // More than a process has file descriptors for, as a rule.
+        if !(1..=1 << 16).contains(&self.turns_in_flight_max) {
+            problems.push("turns_in_flight_max: must be 1 to 65536".to_owned());
         }
         if self.body_bytes_in_flight_max < self.body_bytes_max {
             problems.push("body_bytes_in_flight_max: is below body_bytes_max".to_owned());

@@ -41,6 +41,7 @@ pub mod view;
 mod worker;
 
 use std::{
+    hash::RandomState,
     sync::{Arc, atomic::AtomicU64},
     time::{Duration, Instant},
 };
@@ -79,6 +80,11 @@ use crate::{
 /// An agent closes a connection that is idle for 30 s: the pool lets go well before, so that a turn
 /// is not sent into a closing connection.
 const POOL_IDLE_MAX: Duration = Duration::from_secs(10);
+/// An agent's connection that is silent for so long is asked whether its host lives, and again.
+const PROBED_AFTER: Duration = Duration::from_secs(5);
+const PROBED_EVERY: Duration = Duration::from_secs(2);
+/// Nobody is there any more who has acknowledged nothing for so long: a busy host does it at once.
+const UNHEARD_MAX: Duration = Duration::from_secs(20);
 /// Idle connections kept to one agent: as many as a busy engine has turns.
 const POOL_IDLE_COUNT_MAX: usize = 256;
 
@@ -144,13 +150,15 @@ pub async fn run(config: Config, listeners: Listeners, tasks: Tasks) -> Result<(
 
     let (updates, mailbox) = mpsc::channel(view::MAILBOX);
     tasks.essential("view", view::run(state, mailbox, Arc::clone(&view), ready, tasks.token()));
-    watch_agents(&config, &endpoints, &updates, &residency, &tasks);
+    watch_agents(&config, &endpoints, &updates, &view, &residency, &tasks);
     drop(updates);
     let drain_max = config.drain_max();
     let shared = shared(config, view, residency, metrics, &endpoints, &tasks);
     let address = listeners.data.local_addr().map(|address| address.to_string());
     info!(address = address.unwrap_or_default(), agents = endpoints.len(), "router listens");
-    tasks.essential("data", server::serve(listeners.data, api::app(shared), tasks.clone()));
+    let turns_max = shared.config.turns_in_flight_max;
+    let data = server::serve(listeners.data, api::app(shared), turns_max, tasks.clone());
+    tasks.essential("data", data);
     tasks.cancelled().await;
     info!(drain_ms_max = drain_max.as_millis(), "draining");
     let clean = tasks.stop(drain_max).await;
@@ -170,6 +178,7 @@ fn watch_agents(
     config: &Config,
     endpoints: &[Endpoint],
     updates: &mpsc::Sender<(usize, Update, Instant)>,
+    view: &Arc<View>,
     residency: &Arc<Residency>,
     tasks: &Tasks,
 ) {
@@ -180,6 +189,7 @@ fn watch_agents(
             connect_max: config.connect_max(),
             sessions_max: config.sessions_max,
             updates: updates.clone(),
+            view: Arc::clone(view),
         };
         tasks.spawn(watcher.run(tasks.token()));
         let watcher = kv::Watcher {
@@ -203,6 +213,11 @@ fn shared(
     let mut connector = HttpConnector::new();
     connector.set_connect_timeout(Some(config.connect_max()));
     connector.set_nodelay(true);
+    // A host that died without a word sends no reset: without these, an answer would be waited for
+    // until the turn's own limit.
+    connector.set_keepalive(Some(PROBED_AFTER));
+    connector.set_keepalive_interval(Some(PROBED_EVERY));
+    connector.set_tcp_user_timeout(Some(UNHEARD_MAX));
     let client = Client::builder(TokioExecutor::new())
         .pool_idle_timeout(POOL_IDLE_MAX)
         .pool_max_idle_per_host(POOL_IDLE_COUNT_MAX)
@@ -229,7 +244,7 @@ fn shared(
         budget: BodyBudget::new(config.body_bytes_max, config.body_bytes_in_flight_max),
         turns: Arc::new(Semaphore::new(config.turns_in_flight_max)),
         settle_by: shared::now() + config.connect_max(),
-        turn_base: fastrand::u64(..),
+        turn_key: RandomState::new(),
         turn_next: AtomicU64::new(0),
         config,
     })

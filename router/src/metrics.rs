@@ -99,13 +99,14 @@ impl Metrics {
             request_bytes: Counter::default(),
             response_bytes: Counter::default(),
         };
-        registry.register("placements", "Turns placed, by reason", metrics.placements.clone());
+        let help = "Placements by reason: of turns, of their second try, and of sessions opened";
+        registry.register("placements", help, metrics.placements.clone());
         registry.register("turns", "Placed turns ended, by outcome", metrics.turns.clone());
         registry.register("refusals", "Refusals by the router, by code", metrics.refusals.clone());
         registry.register("retries", "Turns tried on a second worker", metrics.retries.clone());
         registry.register_with_unit(
             "first_byte",
-            "From a turn's arrival to the first byte of its answer's body",
+            "From a turn's arrival to the first byte of its answer's body, where it succeeds",
             Unit::Seconds,
             metrics.first_byte.clone(),
         );

@@ -287,12 +287,10 @@ fn stay<'a>(question: &Question<'_>, view: &'a ClusterView, now: Instant) -> Sta
     }
     let Some(home) = view.roster().get(worker) else { return Stay::No };
     match home.state(now, view.report_age_max()) {
-        state if fixed && state != WorkerState::Lost => Stay::Must(worker),
+        WorkerState::Lost | WorkerState::Disaggregated => Stay::No,
+        _ if fixed => Stay::Must(worker),
         WorkerState::Fresh | WorkerState::Stale => Stay::May(home),
-        WorkerState::Lost
-        | WorkerState::Unhealthy
-        | WorkerState::Draining
-        | WorkerState::Disaggregated => Stay::No,
+        WorkerState::Unhealthy | WorkerState::Draining => Stay::No,
     }
 }
 

@@ -88,12 +88,14 @@ pub(crate) struct Outbound {
     pub(crate) headers: HeaderMap,
     pub(crate) body: Bytes,
     pub(crate) turn_id: u64,
+    /// Its answer's first byte is somebody's wait for a token.
+    pub(crate) timed: bool,
     pub(crate) arrived: Instant,
     pub(crate) deadline: Instant,
 }
 
 /// Body bytes that give their share of the budget back when the last slice of them is gone: that
-/// is when the agent has taken them.
+/// is when the answer begins, as until then the turn may have to be sent elsewhere.
 pub(crate) fn held_bytes(body: HeldBody) -> Bytes {
     struct Owner(HeldBody);
     impl AsRef<[u8]> for Owner {
@@ -191,6 +193,7 @@ pub(crate) fn answer(
     shared: &Arc<Shared>,
     outbound: &Outbound,
     mut decided: Decided,
+    running: Running,
     permit: OwnedSemaphorePermit,
     response: Response<Incoming>,
 ) -> axum::response::Response {
@@ -220,23 +223,24 @@ pub(crate) fn answer(
         deadline: Box::pin(tokio::time::sleep_until(outbound.deadline.into())),
         arrived: Some(outbound.arrived),
         held: Some(Held {
-            running: Running::new(shared),
+            running,
             outcome: Outcome::ClientGone,
             lease: decided.lease,
             _hold: decided.hold,
             _permit: permit,
         }),
+        timed: outbound.timed && ok,
         ok,
     };
     Response::from_parts(parts, axum::body::Body::new(body))
 }
 
-/// Counts one stream in flight.
+/// Counts one turn as placed and not ended.
 #[derive(Debug)]
-struct Running(Arc<Shared>);
+pub(crate) struct Running(Arc<Shared>);
 
 impl Running {
-    fn new(shared: &Arc<Shared>) -> Self {
+    pub(crate) fn new(shared: &Arc<Shared>) -> Self {
         shared.metrics.streams.inc();
         Self(Arc::clone(shared))
     }
@@ -274,6 +278,7 @@ struct TurnBody {
     /// Given back with the last frame at the latest: a client that has the whole answer may send
     /// its next turn at once, and must find the session free.
     held: Option<Held>,
+    timed: bool,
     ok: bool,
 }
 
@@ -319,12 +324,14 @@ impl Body for TurnBody {
                 Poll::Ready(Some(Err(Cut::BrokenOff(error).into())))
             }
             Some(Ok(frame)) => {
-                let arrived = self.arrived;
+                let (arrived, timed) = (self.arrived, self.timed);
                 if let (Some(held), Some(data)) = (&mut self.held, frame.data_ref()) {
                     let metrics = &held.running.0.metrics;
                     metrics.response_bytes.inc_by(data.len() as u64);
                     if let Some(arrived) = arrived {
-                        metrics.first_byte(now().saturating_duration_since(arrived));
+                        if timed {
+                            metrics.first_byte(now().saturating_duration_since(arrived));
+                        }
                         held.lease.answered();
                     }
                     self.arrived = None;

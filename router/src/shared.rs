@@ -1,6 +1,7 @@
 //! What all requests share. Every piece has its own rules; here they are only held together.
 
 use std::{
+    hash::{BuildHasher as _, RandomState},
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
@@ -54,15 +55,16 @@ pub(crate) struct Shared {
     pub(crate) turns: Arc<Semaphore>,
     /// Until then, turns wait for the agents' first tables.
     pub(crate) settle_by: Instant,
-    /// Distinguishes this router's turn ids.
-    pub(crate) turn_base: u64,
+    /// Makes turn ids of numbers.
+    pub(crate) turn_key: RandomState,
     pub(crate) turn_next: AtomicU64,
 }
 
 impl Shared {
-    /// 16 hex digits, never twice from one router.
+    /// 16 hex digits that nobody guesses from those of other turns: who has them may ask why the
+    /// turn went where it went.
     pub(crate) fn turn_id(&self) -> u64 {
-        self.turn_base.wrapping_add(self.turn_next.fetch_add(1, Ordering::Relaxed))
+        self.turn_key.hash_one(self.turn_next.fetch_add(1, Ordering::Relaxed))
     }
 
     /// The view once every agent was heard or failed; at once, except just after the start.

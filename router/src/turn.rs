@@ -14,7 +14,7 @@ use crate::{
     decide::{self, Decided},
     known::Standing,
     metrics::Outcome,
-    proxy::{self, Outbound},
+    proxy::{self, Outbound, Running},
     request::{self, Ask, Turn},
     shared::{Shared, now},
     view::WorkerRef,
@@ -68,6 +68,7 @@ pub(crate) async fn run(
         headers: parts.headers,
         body,
         turn_id,
+        timed: kind == Kind::Turn,
         arrived,
         deadline,
     };
@@ -149,8 +150,8 @@ fn finish(
 ) -> Result<Response, Refusal> {
     match answered {
         Ok(response) => {
-            pending.answered();
-            Ok(proxy::answer(shared, outbound, decided, permit, response))
+            let running = pending.answered();
+            Ok(proxy::answer(shared, outbound, decided, running, permit, response))
         }
         Err(error) => {
             pending.outcome = Some(match error {
@@ -178,6 +179,7 @@ struct Pending {
     shared: Arc<Shared>,
     close: Option<(SessionKey, WorkerRef)>,
     outcome: Option<Outcome>,
+    running: Option<Running>,
 }
 
 impl Pending {
@@ -187,6 +189,7 @@ impl Pending {
             shared: Arc::clone(shared),
             close: ask.map(|ask| (ask.key.clone(), worker)),
             outcome: Some(Outcome::ClientGone),
+            running: Some(Running::new(shared)),
         }
     }
 
@@ -196,9 +199,10 @@ impl Pending {
         }
     }
 
-    fn answered(&mut self) {
+    fn answered(&mut self) -> Running {
         self.close = None;
         self.outcome = None;
+        self.running.take().expect("a turn is answered once")
     }
 }
 

@@ -1,7 +1,10 @@
 //! One task per configured agent: dials its control port, follows its stream, and tells the view
 //! what it hears. It keeps nothing between streams but how long to rest before the next dial.
 
-use std::time::{Duration, Instant};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use proto::v1::{WatchLoadRequest, worker_agent_client::WorkerAgentClient};
 use tokio::sync::mpsc;
@@ -9,7 +12,14 @@ use tokio_util::sync::CancellationToken;
 use tonic::transport::Endpoint;
 use tracing::debug;
 
-use crate::{backoff::Backoff, follow::Follow, view::Update};
+use crate::{
+    backoff::Backoff,
+    follow::Follow,
+    view::{Link, Update, View},
+};
+
+/// Reports of an agent that the view doesn't take: its table may still be on its way there.
+const TURNED_AWAY_MIN: u32 = 3;
 
 /// A host that died without a word is noticed after the sum of these two: as fast as its silence
 /// makes it stale.
@@ -24,6 +34,7 @@ pub(crate) struct Watcher {
     pub(crate) connect_max: Duration,
     pub(crate) sessions_max: usize,
     pub(crate) updates: mpsc::Sender<(usize, Update, Instant)>,
+    pub(crate) view: Arc<View>,
 }
 
 /// The control port's endpoint, with the time limits that make a dead host noticed.
@@ -61,7 +72,7 @@ impl Watcher {
             if self.tell(Update::Lost(why)).await.is_err() {
                 return;
             }
-            if follow.is_live() {
+            if follow.is_live() && self.turned_away().is_none() {
                 backoff.reset();
             }
             backoff.rest().await;
@@ -82,7 +93,7 @@ impl Watcher {
             Ok(Err(why)) => return why,
             Err(_) => return format!("no answer within {} ms", self.connect_max.as_millis()),
         };
-        let mut heard = false;
+        let (mut heard, mut away) = (false, 0);
         loop {
             let next = stream.message();
             let mut next = std::pin::pin!(next);
@@ -109,12 +120,27 @@ impl Watcher {
             match follow.accept(event) {
                 Ok(None) => {}
                 Ok(Some(update)) => {
+                    away += u32::from(matches!(update, Update::Report(_)));
                     if self.tell(update).await.is_err() {
                         return "the view ended".to_owned();
                     }
                 }
                 Err(error) => return chain(&error),
             }
+            match self.turned_away() {
+                Some(why) if away >= TURNED_AWAY_MIN => return why,
+                Some(_) => {}
+                None => away = 0,
+            }
+        }
+    }
+
+    /// Why the view takes nothing from this agent: another address says it is the same one. When
+    /// that is gone this one is wanted, with its whole table, so its stream has to begin again.
+    fn turned_away(&self) -> Option<String> {
+        match &self.view.load().agents[self.agent].link {
+            Link::Lost { why, .. } => Some(why.clone()),
+            Link::Dialing | Link::Up => None,
         }
     }
 

@@ -167,7 +167,9 @@ pub async fn run(
         tasks: tasks.clone(),
         metrics,
     };
-    tasks.essential("data port", server::serve(data, turn::app(turns), tasks.clone()));
+    let turns_max = limits(&config).turns_everywhere_max() + config.turns_queued_max;
+    let data = server::serve(data, turn::app(turns), turns_max, tasks.clone());
+    tasks.essential("data port", data);
 
     tokio::select! {
         () = stop.cancelled() => {
@@ -249,11 +251,7 @@ fn start_agent(
         data_port: listeners.data.local_addr()?.port(),
         engine: engine.clone(),
         gpus: gpus.clone(),
-        limits: Limits {
-            rows_reserve: config.rows_reserve,
-            pin_budget_ratio: config.pin_budget_ratio,
-            turns_max: config.turns_in_flight_max,
-        },
+        limits: limits(config),
         rules,
         journal,
         metrics: metrics.clone(),
@@ -264,6 +262,14 @@ fn start_agent(
         report_interval: ms(config.report_interval_ms),
     };
     Ok((agent::start(setup, shim_news, trim_news, tasks), shim))
+}
+
+fn limits(config: &Config) -> Limits {
+    Limits {
+        rows_reserve: config.rows_reserve,
+        pin_budget_ratio: config.pin_budget_ratio,
+        turns_max: config.turns_in_flight_max,
+    }
 }
 
 /// Ready while the engine answers; metrics follow the same reports.

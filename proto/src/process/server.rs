@@ -17,8 +17,9 @@ use super::tasks::Tasks;
 
 /// Bytes of a request's line and headers; beyond it the answer is 431.
 pub const HEADER_BYTES_MAX: usize = 32 * 1024;
-/// Connections at once. Each costs about 40 KiB while it reads; beyond it the backlog waits.
-pub const CONNECTIONS_MAX: usize = 4096;
+/// Connections beside those with turns: probes, lists, idle clients, and whoever is to be told that
+/// there are too many turns.
+const CONNECTIONS_BESIDE: usize = 512;
 /// A client that takes longer to send its header is cut off.
 const HEADER_TIME_MAX: Duration = Duration::from_secs(30);
 /// A client that takes nothing of its answer for so long is cut off: what it holds on to, a turn
@@ -27,9 +28,11 @@ const WRITE_STALL_MAX: Duration = Duration::from_secs(60);
 /// After a failed accept (out of file descriptors, say) the loop rests this long.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// Serves until the tasks are cancelled, then lets each connection finish its request.
-pub async fn serve(listener: TcpListener, app: Router, tasks: Tasks) {
-    let slots = Arc::new(Semaphore::new(CONNECTIONS_MAX));
+/// Serves until the tasks are cancelled, then lets each connection finish its request. A connection
+/// has one turn at a time, so there are some more than turns may be: each costs about 40 KiB while
+/// it reads, and beyond them the backlog waits.
+pub async fn serve(listener: TcpListener, app: Router, turns_max: usize, tasks: Tasks) {
+    let slots = Arc::new(Semaphore::new(turns_max.saturating_add(CONNECTIONS_BESIDE)));
     let token = tasks.token();
     loop {
         let accepted = tokio::select! {
@@ -113,7 +116,7 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let addr = listener.local_addr().unwrap();
         let tasks = Tasks::default();
-        tasks.spawn(serve(listener, Router::new().route("/", get(endless)), tasks.clone()));
+        tasks.spawn(serve(listener, Router::new().route("/", get(endless)), 1, tasks.clone()));
         let mut client = tokio::net::TcpStream::connect(addr).await.unwrap();
         client.write_all(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n").await.unwrap();
         let asked = tokio::time::Instant::now();

@@ -394,6 +394,8 @@ fn an_engine_that_does_half_of_a_turn_gets_none() {
     }
     let home = Question { sticky: stays(0), ..question(1) };
     assert_eq!(placed(&state, &home, now), (1, Reason::Rebound));
+    let fixed = home.sticky.map(|sticky| Sticky { fixed: true, ..sticky });
+    assert_eq!(placed(&state, &Question { sticky: fixed, ..home }, now), (1, Reason::Rebound));
     halve(&mut state, 1, "decode");
     let view = state.snapshot();
     assert_eq!(place(&home, &view, later), Err(NoWorker::Disaggregated));

@@ -69,7 +69,8 @@ impl Kv {
 #[derive(Debug)]
 pub(crate) struct Inner {
     pub(crate) name: String,
-    data_port: u16,
+    pub(crate) data_port: u16,
+    model: &'static str,
     sessions: Mutex<HashMap<SessionKey, Session>>,
     /// With the number of the next event.
     watchers: Mutex<Vec<(u64, Watcher)>>,
@@ -107,7 +108,16 @@ impl Agent {
         Self::start_with(name, vec![Retention::Pinned, Retention::Tagged, Retention::None])
     }
 
+    /// One whose engine serves a model of this name.
+    pub(crate) fn serving(name: &str, model: &'static str) -> Self {
+        Self::start_as(name, vec![Retention::None], model)
+    }
+
     pub(crate) fn start_with(name: &str, retentions: Vec<Retention>) -> Self {
+        Self::start_as(name, retentions, "m")
+    }
+
+    fn start_as(name: &str, retentions: Vec<Retention>, model: &'static str) -> Self {
         // At an address of its own: when it is killed, nobody else gets its ports.
         let [high, low] = ADDRESSES.fetch_add(1, Ordering::Relaxed).to_be_bytes();
         let own = SocketAddr::from(([127, 251, high, low], 0));
@@ -116,6 +126,7 @@ impl Agent {
         let inner = Arc::new(Inner {
             name: name.to_owned(),
             data_port: data.local_addr().unwrap().port(),
+            model,
             sessions: Mutex::default(),
             watchers: Mutex::default(),
             kv: Mutex::default(),
@@ -242,7 +253,7 @@ impl Inner {
             data_port: u32::from(self.data_port),
             engine: Some(v1::EngineFacts {
                 version: "0".into(),
-                models: vec!["m".into()],
+                models: vec![self.model.into()],
                 page_tokens: 1,
                 context_tokens: 1000,
                 streaming_sessions: true,

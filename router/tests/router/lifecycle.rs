@@ -201,6 +201,33 @@ async fn a_restarted_router_knows_every_session_and_a_gap_is_healed() {
     .await;
 }
 
+/// An agent that moved to another host under its name, before the old one was stopped.
+#[tokio::test]
+async fn an_agent_turned_away_for_its_name_is_taken_when_the_other_has_gone() {
+    let mut twins = [Agent::start("a"), Agent::start("a")];
+    let router = Router::start(&[&twins[0], &twins[1]]).await;
+    let workers = router.call(Method::GET, "/v1/workers", &[], "").await.json();
+    let control = workers["workers"][0]["control"].as_str().unwrap();
+    let first = twins.iter().position(|twin| control.ends_with(&twin.control.to_string()));
+    twins[first.unwrap()].kill();
+    until("the other takes turns", async || router.chat(&[], "{}").await.status == 200).await;
+    assert!(!twins[1 - first.unwrap()].turns().is_empty());
+}
+
+#[tokio::test]
+async fn a_fleet_of_several_models_lists_those_that_it_can_serve_now() {
+    let (a, mut b) = (Agent::serving("a", "x"), Agent::serving("b", "y"));
+    let router = Router::start(&[&a, &b]).await;
+    let listed = async || {
+        let list = router.call(Method::GET, "/v1/models", &[], "").await.json();
+        let models = list["data"].as_array().unwrap();
+        models.iter().map(|model| model["id"].as_str().unwrap().to_owned()).collect::<Vec<_>>()
+    };
+    assert_eq!(listed().await, ["x", "y"]);
+    b.kill();
+    until("its model is listed no more", async || listed().await == ["x"]).await;
+}
+
 #[tokio::test]
 async fn sglangs_own_routes_keep_its_shape() {
     let a = Agent::start("a");

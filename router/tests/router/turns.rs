@@ -131,6 +131,39 @@ async fn a_client_that_leaves_mid_answer_is_seen_by_the_agent_and_frees_the_sess
     assert!(text.contains("berth_router_turns_total{outcome=\"client_gone\"} 1"), "{text}");
 }
 
+/// The timers of this process's connections to an agent's data port: 2 probes a silent other end.
+fn timers(agent: &Agent) -> Vec<String> {
+    let std::net::IpAddr::V4(ip) = agent.control.ip() else { unreachable!("agents have IPv4") };
+    let there = format!("{:08X}:{:04X}", u32::from_le_bytes(ip.octets()), agent.inner.data_port);
+    let rows = std::fs::read_to_string("/proc/self/net/tcp").unwrap();
+    let rows = rows.lines().map(|row| row.split_whitespace().collect::<Vec<_>>());
+    rows.filter(|row| row[2] == there).map(|row| row[5][..2].to_owned()).collect()
+}
+
+/// A host that died without a word would be waited for until the turn's limit.
+#[tokio::test]
+async fn a_turn_that_waits_for_its_first_byte_is_in_flight_and_its_connection_probed() {
+    let a = Agent::start("a");
+    let router = Router::start(&[&a]).await;
+    let waits: Headers<'_> = &[("x-test-wait", "head")];
+    let turn = router.begin(Method::POST, "/v1/messages", waits, "{\"a\":1}");
+    let looks = async {
+        until("it is in flight", async || {
+            router.metrics().await.contains("berth_router_streams_in_flight 1")
+        })
+        .await;
+        until("its connection is probed", async || timers(&a) == ["02"]).await;
+        a.inner.release.add_permits(1);
+    };
+    let (turn, ()) = tokio::join!(turn, looks);
+    assert_eq!(whole(turn).await.status, StatusCode::OK);
+    a.inner.full.store(true, Ordering::Relaxed);
+    assert_eq!(router.chat(&[], "{}").await.status, StatusCode::TOO_MANY_REQUESTS);
+    let text = router.metrics().await;
+    let timed = "berth_router_first_byte_seconds_count 1";
+    assert!(text.contains(timed), "a refusal is nobody's first token: {text}");
+}
+
 #[tokio::test]
 async fn a_client_that_leaves_before_the_answer_is_seen_by_the_agent() {
     let a = Agent::start("a");
@@ -409,6 +442,10 @@ async fn why_a_turn_went_where_it_went_can_be_asked_afterwards() {
     assert_eq!(compared[0]["worker"], placed["worker"], "the best first: {why}");
     assert_eq!(compared.len(), 2);
     assert!(placed["compared"][0]["cost_ms"].is_u64(), "{why}");
+    // Who has one turn's id must not find another's by counting.
+    let next = router.chat(&[], "{}").await;
+    let number = |id: &str| u64::from_str_radix(id, 16).unwrap();
+    assert!(number(id).abs_diff(number(next.header("x-berth-turn"))) > 1 << 20);
     for unknown in ["0000000000000000", "not-a-turn"] {
         let none = router.call(Method::GET, &format!("/v1/placements/{unknown}"), &[], "").await;
         assert_eq!((none.status, &*none.code()), (StatusCode::NOT_FOUND, "placement_unknown"));
