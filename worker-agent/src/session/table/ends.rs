@@ -126,8 +126,8 @@ impl Table {
                 } else if usage.is_none_or(|usage| !ticket.follows(before, usage))
                     && guards.hold(Guard::HistoryChecked)
                 {
-                    // The shim has held the engine's own count to its plan; a route may tell less of
-                    // it, as one does that takes its template's tokens off.
+                    // The shim has held the engine's own count to its plan. A route may tell less
+                    // of it, as one does that takes its template's tokens off.
                     let planned = ticket.marked.as_ref().and_then(|one| one.prompt_tokens);
                     self.doubt(now, key, planned.map(Expected::AtLeast));
                 } else if retracted && guards.hold(Guard::RetractionSuspect) {
