@@ -151,9 +151,8 @@ pub async fn run(config: Config, listeners: Listeners, tasks: Tasks) -> Result<(
     let (updates, mailbox) = mpsc::channel(view::MAILBOX);
     tasks.essential("view", view::run(state, mailbox, Arc::clone(&view), ready, tasks.token()));
     watch_agents(&config, &endpoints, &updates, &view, &residency, &tasks);
-    drop(updates);
     let drain_max = config.drain_max();
-    let shared = shared(config, view, residency, metrics, &endpoints, &tasks);
+    let shared = shared(config, view, residency, metrics, updates, &endpoints, &tasks);
     let address = listeners.data.local_addr().map(|address| address.to_string());
     info!(address = address.unwrap_or_default(), agents = endpoints.len(), "router listens");
     let turns_max = shared.config.turns_in_flight_max;
@@ -207,6 +206,7 @@ fn shared(
     view: Arc<View>,
     residency: Arc<Residency>,
     metrics: Metrics,
+    updates: mpsc::Sender<(usize, Update, Instant)>,
     endpoints: &[Endpoint],
     tasks: &Tasks,
 ) -> Arc<Shared> {
@@ -238,6 +238,7 @@ fn shared(
         cache_keys: affinity(),
         recent: Mutex::new(Recent::new(recent::FIGURES_MAX)),
         client,
+        updates,
         controls,
         metrics,
         tasks: tasks.clone(),

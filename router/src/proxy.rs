@@ -27,6 +27,7 @@ use crate::{
     lease::Lease,
     metrics::Outcome,
     shared::{Shared, now},
+    worker,
 };
 
 /// On an answer: `agent/rank` that made it.
@@ -163,13 +164,14 @@ impl Outbound {
         decided: &Decided,
     ) -> Result<Response<Incoming>, Error> {
         let answer = shared.client.request(self.request(decided));
-        let worker = || decided.name.clone();
+        let name = || decided.name.clone();
         match tokio::time::timeout_at(self.deadline.into(), answer).await {
             Ok(Ok(response)) => Ok(response),
             Ok(Err(source)) if source.is_connect() => {
-                Err(Error::Connect { worker: worker(), source })
+                shared.note_unreachable(decided.worker, worker::chain(&source));
+                Err(Error::Connect { worker: name(), source })
             }
-            Ok(Err(source)) => Err(Error::BrokenOff { worker: worker(), source }),
+            Ok(Err(source)) => Err(Error::BrokenOff { worker: name(), source }),
             Err(_) => Err(Error::TimedOut),
         }
     }

@@ -17,7 +17,7 @@ use proto::{
     id::SessionKey,
     process::{budget::BodyBudget, tasks::Tasks},
 };
-use tokio::sync::Semaphore;
+use tokio::sync::{Semaphore, mpsc};
 
 use crate::{
     affinity::Affinity,
@@ -28,7 +28,7 @@ use crate::{
     kv::Residency,
     metrics::Metrics,
     recent::Recent,
-    view::{ClusterView, View, WorkerRef},
+    view::{ClusterView, Update, View, WorkerRef},
 };
 
 /// The HTTP client for turns: one pool of connections to all agents.
@@ -47,6 +47,8 @@ pub(crate) struct Shared {
     /// Why the last turns went where they went; a leaf lock too.
     pub(crate) recent: Mutex<Recent>,
     pub(crate) client: Upstream,
+    /// To the view: what turns find out about agents.
+    pub(crate) updates: mpsc::Sender<(usize, Update, Instant)>,
     /// One per configured agent.
     pub(crate) controls: Vec<Control>,
     pub(crate) metrics: Metrics,
@@ -65,6 +67,12 @@ impl Shared {
     /// turn went where it went.
     pub(crate) fn turn_id(&self) -> u64 {
         self.turn_key.hash_one(self.turn_next.fetch_add(1, Ordering::Relaxed))
+    }
+
+    /// A turn found no way to a worker's data port.
+    pub(crate) fn note_unreachable(&self, worker: WorkerRef, why: String) {
+        // Where the view is behind it has no time for this; the next turn says it again.
+        let _ = self.updates.try_send((worker.agent, Update::Unreachable(why), now()));
     }
 
     /// The view once every agent was heard or failed; at once, except just after the start.

@@ -76,6 +76,8 @@ pub struct Agent {
     pub report: Option<(Arc<LoadReport>, Instant)>,
     /// When anything came from it last.
     pub heard: Option<Instant>,
+    /// A turn found no way to its data port: why, and for how many reports more that counts.
+    pub unreachable: Option<(String, u32)>,
     /// One per rank, kept across reconnects.
     pub in_flight: Vec<Arc<InFlight>>,
     /// The counts of `in_flight` at the moment the last report came.
@@ -113,7 +115,8 @@ pub enum Link {
 pub enum WorkerState {
     /// Heard within the bound: takes everything.
     Fresh,
-    /// Connected but silent for too long, or without a first report: takes no new session.
+    /// Connected but silent for too long, without a first report, or with a data port that turns
+    /// don't reach: takes no new session.
     Stale,
     /// No connection, or never heard.
     Lost,
@@ -186,6 +189,10 @@ impl Agent {
             (WorkerState::Lost, Link::Lost { why, .. }, _) => why.clone(),
             (WorkerState::Lost, ..) => "not heard yet".to_owned(),
             (WorkerState::Stale, _, None) => "no load report yet".to_owned(),
+            (WorkerState::Stale, ..) if self.unreachable.is_some() => {
+                let why = self.unreachable.as_ref().map_or("", |(why, _)| why.as_str());
+                format!("turns don't reach its data port: {why}; is it open to this host?")
+            }
             (WorkerState::Stale, ..) => format!("silent for {} ms", age.as_millis()),
             (WorkerState::Unhealthy, _, Some((report, _))) => {
                 report.unhealthy.clone().unwrap_or_default()
@@ -209,6 +216,7 @@ impl Agent {
             (Link::Up, None) => WorkerState::Stale,
             (Link::Up, Some((report, _))) if report.unhealthy.is_some() => WorkerState::Unhealthy,
             (Link::Up, Some((report, _))) if report.draining => WorkerState::Draining,
+            (Link::Up, Some(_)) if self.unreachable.is_some() => WorkerState::Stale,
             (Link::Up, Some(_)) => WorkerState::Fresh,
         }
     }

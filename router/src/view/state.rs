@@ -35,7 +35,13 @@ pub enum Update {
     Removed(SessionKey),
     /// The connection is gone or could not be made.
     Lost(String),
+    /// A turn found no way to the data port.
+    Unreachable(String),
 }
+
+/// Reports for which a data port counts as unreachable: five seconds of them. Then one more
+/// newcomer tries.
+const UNREACHABLE_REPORTS: u32 = 10;
 
 /// The view under change.
 #[derive(Debug)]
@@ -55,6 +61,7 @@ impl State {
                 facts: None,
                 report: None,
                 heard: None,
+                unreachable: None,
                 in_flight: vec![],
                 in_flight_at_report: vec![],
             })
@@ -117,6 +124,9 @@ impl State {
                 agent.in_flight_at_report =
                     agent.in_flight.iter().map(|count| count.counts()).collect();
                 agent.report = Some((Arc::new(report), now));
+                let unreachable = agent.unreachable.take();
+                agent.unreachable =
+                    unreachable.and_then(|(why, left)| Some((why, left.checked_sub(1)?)));
                 None
             }
             Update::Upsert(session) => {
@@ -139,9 +149,15 @@ impl State {
                 agent.link = Link::Lost { since, why };
                 // Its figures are of a stream that ended; a new stream brings new ones.
                 agent.report = None;
+                agent.unreachable = None;
                 self.lay(index);
                 #[cfg(debug_assertions)]
                 self.check_invariants();
+                return None;
+            }
+            Update::Unreachable(why) => {
+                self.agent(index).unreachable = Some((why, UNREACHABLE_REPORTS));
+                self.lay(index);
                 return None;
             }
         };
@@ -319,6 +335,21 @@ mod tests {
         state.apply(1, Update::Report(report(&[(0, 0)])), now);
         state.apply(1, Update::Upsert(session("s")), now);
         assert!(state.snapshot().sessions.is_empty());
+        assert_eq!(state_of(&state, 0, now), WorkerState::Fresh);
+    }
+
+    #[test]
+    fn a_data_port_that_turns_do_not_reach_gets_no_newcomers_for_some_reports() {
+        let now = start();
+        let mut state = fleet(&[(0, 0)], now);
+        state.apply(0, Update::Unreachable("refused".to_owned()), now);
+        let (shown, reason) = state.agent_at(0).state(now, Duration::from_secs(3));
+        assert!(shown == WorkerState::Stale && reason.contains("refused"), "{reason}");
+        for _ in 0..UNREACHABLE_REPORTS {
+            assert_eq!(state_of(&state, 0, now), WorkerState::Stale);
+            state.apply(0, Update::Report(report(&[(0, 0)])), now);
+        }
+        state.apply(0, Update::Report(report(&[(0, 0)])), now);
         assert_eq!(state_of(&state, 0, now), WorkerState::Fresh);
     }
 

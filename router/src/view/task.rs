@@ -113,6 +113,12 @@ fn note(state: &State, index: usize, update: &Update) {
                 warn!(agent = view.name(), control = view.control, why, "agent lost");
             }
         }
+        Update::Unreachable(why) => {
+            let view = state.agent_at(index);
+            if view.unreachable.is_none() {
+                warn!(agent = view.name(), why, "turns don't reach its data port");
+            }
+        }
         Update::Report(_) | Update::Upsert(_) | Update::Removed(_) => {}
     }
 }

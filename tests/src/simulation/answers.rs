@@ -1,31 +1,37 @@
 //! The engine's answers as the agent's data port reads them, by its own scanner.
 
 use http::StatusCode;
+use serde_json::json;
 use worker_agent::{answer::Scanner, session::Outcome};
 
 use crate::engine_sim::request::{Finish, Output};
 
-/// Reads the engine's last word as the data port does.
-pub(super) fn read(streams: bool, output: &Output, completion: usize) -> Outcome {
-    let (reason, status) = match &output.finish {
-        Some(Finish::Abort { message, queued: true, .. }) => {
-            (serde_json::json!({ "type": "abort", "message": message }), None)
-        }
-        Some(Finish::Abort { message, status, .. }) => {
-            let reason = serde_json::json!({
-                "type": "abort", "message": message, "status_code": status,
-            });
-            (reason, *status)
-        }
-        _ => (serde_json::json!({ "type": "length" }), None),
+/// Reads the engine's last word as the data port does, from an answer of `/generate` or of a route
+/// that says less: chats tell neither where a turn was aborted nor whether it was retracted.
+pub(super) fn read(chat: bool, streams: bool, output: &Output, completion: usize) -> Outcome {
+    let (kind, message, status) = match &output.finish {
+        Some(Finish::Abort { message, queued: true, .. }) => ("abort", Some(message), None),
+        Some(Finish::Abort { message, status, .. }) => ("abort", Some(message), *status),
+        _ => ("length", None, None),
     };
-    let answer = serde_json::json!({ "meta_info": {
-        "finish_reason": reason,
-        "prompt_tokens": output.prompt_tokens,
-        "completion_tokens": completion,
-        "cached_tokens": output.cached_tokens,
-        "num_retractions": output.retractions,
-    }});
+    let answer = match status {
+        Some(status) if chat => json!({ "error": { "message": message, "code": status } }),
+        _ if chat => json!({
+            "choices": [{ "finish_reason": kind }],
+            "usage": {
+                "prompt_tokens": output.prompt_tokens,
+                "completion_tokens": completion,
+                "prompt_tokens_details": { "cached_tokens": output.cached_tokens },
+            },
+        }),
+        _ => json!({ "meta_info": {
+            "finish_reason": { "type": kind, "message": message, "status_code": status },
+            "prompt_tokens": output.prompt_tokens,
+            "completion_tokens": completion,
+            "cached_tokens": output.cached_tokens,
+            "num_retractions": output.retractions,
+        }}),
+    };
     let mut scanner = Scanner::new(None);
     let whole = scanner.push(answer.to_string().as_bytes());
     assert!(whole, "the answer is whole JSON");

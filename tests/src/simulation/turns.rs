@@ -108,6 +108,11 @@ impl Turn {
         named || self.runs_in.is_some()
     }
 
+    fn is_marked(&self) -> bool {
+        let session = self.admitted.as_ref().and_then(|turn| turn.session.as_ref());
+        session.is_some_and(|session| session.trim_tokens_max.is_some())
+    }
+
     fn delta(&self) -> bool {
         self.claim.as_ref().is_some_and(|(claim, _)| claim.delta)
     }
@@ -382,7 +387,11 @@ impl World {
         }
         let (rid, client) = (turn.rid.clone(), turn.client);
         let outcome = match &ended {
-            Ended::Answered { output, tokens } => read(turn.streams, output, tokens.len()),
+            Ended::Answered { output, tokens } => {
+                // Who sends a whole history in words may do it by any route.
+                let chat = turn.is_marked() && !turn.exact;
+                read(chat, turn.streams, output, tokens.len())
+            }
             Ended::Broken => Outcome::Lost,
             Ended::Unreachable => Outcome::Refused,
         };
