@@ -308,6 +308,16 @@ async fn a_retention_the_engine_cannot_give_is_409_with_the_reason() {
 }
 
 #[tokio::test]
+async fn an_agent_s_reason_not_to_open_a_session_is_the_client_s() {
+    let house = House::new(1).await;
+    house.open_pinned("s").await;
+    let body = json!({"session_id": "s", "retention": "tagged"});
+    let refused = house.post("/v1/sessions", &[], &body).await;
+    let code = refused.code();
+    assert_eq!((refused.status.as_u16(), code.as_str()), (409, "session_open_otherwise"));
+}
+
+#[tokio::test]
 async fn nobody_else_s_session() {
     let house = House::new(1).await;
     let (alice, bob) = (("authorization", "Bearer alice"), ("authorization", "Bearer bob"));

@@ -3,7 +3,9 @@
 
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
+use http::HeaderValue;
 use proto::{
+    claim,
     id::SessionKey,
     load::Retention,
     process::tasks::Tasks,
@@ -18,7 +20,7 @@ use crate::{
     agent::{self, AgentHandle, Change, RankPages, Watch},
     audit,
     kv::KvHandle,
-    model, session,
+    model, session, turn,
 };
 
 /// Sessions in one part of the table.
@@ -95,11 +97,12 @@ pub fn start(
     Ok(addr)
 }
 
-/// The one mapping from the agent's reasons to gRPC.
+/// The one mapping from the agent's reasons to gRPC. Its codes are few: what the data port would
+/// have said goes along.
 fn status(error: &agent::Error) -> Status {
     use session::Error as E;
     let text = error.to_string();
-    match error {
+    let mut status = match error {
         agent::Error::Session(reason) => match reason {
             E::Unknown => Status::not_found(text),
             E::Short { .. } => Status::resource_exhausted(text),
@@ -120,7 +123,10 @@ fn status(error: &agent::Error) -> Status {
             E::OpenFailed(_) | E::EngineLost | E::Stopping => Status::unavailable(text),
         },
         agent::Error::EngineDown(_) | agent::Error::Stopping => Status::unavailable(text),
-    }
+    };
+    let code = HeaderValue::from_static(turn::refusal(error).code);
+    status.metadata_mut().as_mut().insert(claim::REFUSAL, code);
+    status
 }
 
 fn key(wire: Option<v1::SessionKey>) -> Result<SessionKey, Status> {

@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use http::StatusCode;
-use proto::process::refusal::Refusal;
+use proto::{claim, process::refusal::Refusal};
 
 use crate::{affinity::Full, placement::NoWorker, proxy, request};
 
@@ -72,16 +72,39 @@ pub(crate) fn proxy(error: &proxy::Error) -> Refusal {
     }
 }
 
+/// What agents say at their control port in the words of their data port.
+const TOLD: [&str; 15] = [
+    "engine_down",
+    "engine_lost",
+    "history_unknown",
+    "kv_corrupt",
+    "open_failed",
+    "pin_tokens",
+    "retention_unavailable",
+    "rows",
+    "session_busy",
+    "session_closing",
+    "session_lost",
+    "session_open",
+    "session_open_otherwise",
+    "session_reclaimed",
+    "stopping",
+];
+
 /// What an agent said over gRPC.
 pub(crate) fn status(status: &tonic::Status) -> Refusal {
     let message = status.message().to_owned();
+    let told = status.metadata().as_ref().get(claim::REFUSAL);
+    let told = told.and_then(|told| TOLD.into_iter().find(|code| told == code));
     match status.code() {
         tonic::Code::ResourceExhausted => {
-            Refusal::new(StatusCode::TOO_MANY_REQUESTS, "worker_full", message)
-                .retry_after(RETRY_AFTER)
+            let code = told.unwrap_or("worker_full");
+            Refusal::new(StatusCode::TOO_MANY_REQUESTS, code, message).retry_after(RETRY_AFTER)
         }
         tonic::Code::FailedPrecondition => {
-            Refusal::new(StatusCode::CONFLICT, "retention_unavailable", message)
+            let code = told.unwrap_or("retention_unavailable");
+            let refusal = Refusal::new(StatusCode::CONFLICT, code, message);
+            if code == "session_closing" { refusal.retry_after(RETRY_AFTER) } else { refusal }
         }
         tonic::Code::NotFound => session_unknown(),
         tonic::Code::InvalidArgument => Refusal::bad_request("invalid_field", message),
@@ -89,9 +112,10 @@ pub(crate) fn status(status: &tonic::Status) -> Refusal {
             Refusal::new(StatusCode::GATEWAY_TIMEOUT, "worker_timeout", message)
         }
         tonic::Code::Unavailable => {
-            let message = "the worker can't be reached; try again";
-            Refusal::new(StatusCode::SERVICE_UNAVAILABLE, "worker_unreachable", message)
-                .retry_after(RETRY_AFTER)
+            let unreachable = "the worker can't be reached; try again".to_owned();
+            let (code, message) =
+                told.map_or(("worker_unreachable", unreachable), |code| (code, message));
+            Refusal::new(StatusCode::SERVICE_UNAVAILABLE, code, message).retry_after(RETRY_AFTER)
         }
         _ => {
             tracing::warn!(code = ?status.code(), message, "agent failed");
