@@ -106,6 +106,8 @@ pub enum Link {
         since: Instant,
         /// For an operator.
         why: String,
+        /// It answers, and is turned away: another address says it is the same agent.
+        twin: bool,
     },
 }
 

@@ -18,8 +18,9 @@ use crate::{
     view::{Link, Update, View},
 };
 
-/// Reports of an agent that the view doesn't take: its table may still be on its way there.
-const TURNED_AWAY_MIN: u32 = 3;
+/// Reports that an agent is let go on with though the view turns it away, some ten seconds: its
+/// twin may be about to go, and dialling again brings its whole table.
+const TURNED_AWAY_REPORTS: u32 = 20;
 
 /// A host that died without a word is noticed after the sum of these two: as fast as its silence
 /// makes it stale.
@@ -69,10 +70,11 @@ impl Watcher {
             let mut follow = Follow::new(self.sessions_max);
             let why = self.follow_once(&mut follow).await;
             debug!(agent = self.agent, why, "stream ended");
+            let taken = follow.is_live() && self.turned_away().is_none();
             if self.tell(Update::Lost(why)).await.is_err() {
                 return;
             }
-            if follow.is_live() && self.turned_away().is_none() {
+            if taken {
                 backoff.reset();
             }
             backoff.rest().await;
@@ -128,7 +130,7 @@ impl Watcher {
                 Err(error) => return chain(&error),
             }
             match self.turned_away() {
-                Some(why) if away >= TURNED_AWAY_MIN => return why,
+                Some(why) if away >= TURNED_AWAY_REPORTS => return why,
                 Some(_) => {}
                 None => away = 0,
             }
@@ -139,8 +141,8 @@ impl Watcher {
     /// that is gone this one is wanted, with its whole table, so its stream has to begin again.
     fn turned_away(&self) -> Option<String> {
         match &self.view.load().agents[self.agent].link {
-            Link::Lost { why, .. } => Some(why.clone()),
-            Link::Dialing | Link::Up => None,
+            Link::Lost { why, twin: true, .. } => Some(why.clone()),
+            Link::Lost { .. } | Link::Dialing | Link::Up => None,
         }
     }
 

@@ -57,6 +57,9 @@ use crate::{
     turn::Turns,
 };
 
+/// Connections with turns at most: more than eight GPUs run and keep waiting by default. A process
+/// has file descriptors for as many, and calls to the engine need some too.
+const TURNS_CONNECTED_MAX: usize = 8192;
 /// News of the shim that wait for the owner; newer facts take the place of older ones before.
 const SHIM_NEWS: usize = 64;
 /// Plans of whole histories that wait for the owner, which takes microseconds for each.
@@ -168,6 +171,7 @@ pub async fn run(
         metrics,
     };
     let turns_max = limits(&config).turns_everywhere_max() + config.turns_queued_max;
+    let turns_max = turns_max.min(TURNS_CONNECTED_MAX);
     let data = server::serve(data, turn::app(turns), turns_max, tasks.clone());
     tasks.essential("data port", data);
 

@@ -460,11 +460,11 @@ fn check_turn(
     if claim.delta && session.whole.behind && guards.hold(Guard::BehindRefused) {
         return Err(Error::HistoryUnknown);
     }
+    let told = session.turns > 0 && guards.hold(Guard::DeltaOnly);
     // The engine may have made history of a turn whose end was none for the agent.
-    let history = session.turns > 0 || session.history_tokens > 0;
-    let history = history && guards.hold(Guard::DeltaOnly);
+    let history = told || (session.history_tokens > 0 && guards.hold(Guard::DeltaOnly));
     check_appends(claim.delta, history, appends, trims)?;
-    if history && claim.open {
+    if told && claim.open {
         return Err(Error::HasHistory);
     }
     Ok(())

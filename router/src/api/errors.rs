@@ -73,13 +73,15 @@ pub(crate) fn proxy(error: &proxy::Error) -> Refusal {
 }
 
 /// What agents say at their control port in the words of their data port.
-const TOLD: [&str; 15] = [
+const TOLD: [&str; 19] = [
     "engine_down",
     "engine_lost",
     "history_unknown",
     "kv_corrupt",
     "open_failed",
     "pin_tokens",
+    "queue_places",
+    "queue_time",
     "retention_unavailable",
     "rows",
     "session_busy",
@@ -88,7 +90,9 @@ const TOLD: [&str; 15] = [
     "session_open",
     "session_open_otherwise",
     "session_reclaimed",
+    "sessions",
     "stopping",
+    "turns",
 ];
 
 /// What an agent said over gRPC.

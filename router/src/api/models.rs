@@ -9,8 +9,9 @@ use axum::{
 };
 use serde_json::{Value, json};
 
-use super::{Desk, serve};
+use super::{Desk, conclude, errors, serve};
 use crate::{
+    placement::NoWorker,
     shared::now,
     turn::Kind,
     view::{ClusterView, WorkerState},
@@ -21,7 +22,11 @@ pub(super) async fn list(State(shared): Desk, request: Request) -> Response {
     if view.is_one_fleet() {
         return serve(shared, Kind::Plain, request).await;
     }
-    Json(json!({ "object": "list", "data": all(&view) })).into_response()
+    let models = all(&view);
+    if models.is_empty() {
+        return conclude(&shared, Err(errors::no_worker(&NoWorker::Unusable)));
+    }
+    Json(json!({ "object": "list", "data": models })).into_response()
 }
 
 /// In the form of an engine's own list; what it says of itself beyond that differs by worker.

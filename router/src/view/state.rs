@@ -126,7 +126,7 @@ impl State {
                 agent.report = Some((Arc::new(report), now));
                 let unreachable = agent.unreachable.take();
                 agent.unreachable =
-                    unreachable.and_then(|(why, left)| Some((why, left.checked_sub(1)?)));
+                    unreachable.filter(|(_, left)| *left > 1).map(|(why, left)| (why, left - 1));
                 None
             }
             Update::Upsert(session) => {
@@ -146,7 +146,7 @@ impl State {
                     Link::Lost { since, .. } => since,
                     Link::Dialing | Link::Up => now,
                 };
-                agent.link = Link::Lost { since, why };
+                agent.link = Link::Lost { since, why, twin: false };
                 // Its figures are of a stream that ended; a new stream brings new ones.
                 agent.report = None;
                 agent.unreachable = None;
@@ -156,7 +156,9 @@ impl State {
                 return None;
             }
             Update::Unreachable(why) => {
-                self.agent(index).unreachable = Some((why, UNREACHABLE_REPORTS));
+                let agent = self.agent(index);
+                // What is lost altogether is told of as that.
+                agent.unreachable = agent.is_up().then_some((why, UNREACHABLE_REPORTS));
                 self.lay(index);
                 return None;
             }
@@ -186,12 +188,13 @@ impl State {
         sessions: Vec<Session>,
         now: Instant,
     ) -> Option<String> {
-        if let Some(warning) = self.describe(index, description, now) {
-            return Some(warning);
-        }
+        let warning = self.describe(index, description, now);
         let agent = self.agent(index);
+        if matches!(agent.link, Link::Lost { twin: true, .. }) {
+            return warning;
+        }
         agent.link = Link::Up;
-        agent.report = None;
+        (agent.report, agent.unreachable) = (None, None);
         self.demand.clear(index);
         for session in &sessions {
             let worker = WorkerRef { agent: index, dp_rank: session.dp_rank };
@@ -214,9 +217,15 @@ impl State {
             // Two names for one agent would count its capacity twice.
             let why = format!("{} says it is agent {} too", twin.control, description.agent_id);
             let agent = self.agent(index);
-            agent.link = Link::Lost { since: now, why: why.clone() };
+            let held = std::mem::replace(&mut agent.link, Link::Up);
+            // It comes again and again as long as its twin is there; that is said once.
+            let (since, news) = match held {
+                Link::Lost { since, why: before, .. } => (since, before != why),
+                Link::Dialing | Link::Up => (now, true),
+            };
+            agent.link = Link::Lost { since, why: why.clone(), twin: true };
             agent.report = None;
-            return Some(why);
+            return news.then_some(why);
         }
         let agent = self.agent(index);
         while agent.in_flight.len() < description.ranks.len() {
@@ -332,6 +341,11 @@ mod tests {
         let twin = Update::Began { description: description("a0", 1, 1), sessions: vec![] };
         assert!(state.apply(1, twin, now).is_some());
         assert_eq!(state_of(&state, 1, now), WorkerState::Lost);
+        let turned_away = state.agent_at(1).link.clone();
+        let twin = Update::Began { description: description("a0", 1, 1), sessions: vec![] };
+        let later = now + Duration::from_secs(1);
+        assert_eq!(state.apply(1, twin, later), None, "it is said once");
+        assert_eq!(state.agent_at(1).link, turned_away, "it was lost all the time");
         state.apply(1, Update::Report(report(&[(0, 0)])), now);
         state.apply(1, Update::Upsert(session("s")), now);
         assert!(state.snapshot().sessions.is_empty());
@@ -349,6 +363,12 @@ mod tests {
             assert_eq!(state_of(&state, 0, now), WorkerState::Stale);
             state.apply(0, Update::Report(report(&[(0, 0)])), now);
         }
+        assert_eq!(state_of(&state, 0, now), WorkerState::Fresh);
+        // A turn on its way to an agent that is lost tells nothing of the one that comes back.
+        state.apply(0, Update::Lost("gone".to_owned()), now);
+        state.apply(0, Update::Unreachable("refused".to_owned()), now);
+        let began = Update::Began { description: description("a0", 2, 1), sessions: vec![] };
+        state.apply(0, began, now);
         state.apply(0, Update::Report(report(&[(0, 0)])), now);
         assert_eq!(state_of(&state, 0, now), WorkerState::Fresh);
     }

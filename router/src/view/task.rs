@@ -4,6 +4,7 @@
 use std::{sync::Arc, time::Instant};
 
 use arc_swap::ArcSwap;
+use proto::load::Description;
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
@@ -80,8 +81,12 @@ pub(crate) async fn run(
         }
         for (index, update, at) in batch.drain(..) {
             note(&state, index, &update);
+            let began = matches!(update, Update::Began { .. });
             if let Some(warning) = state.apply(index, update, at) {
                 warn!(agent = state.agent_at(index).name(), warning, "view incomplete");
+            }
+            if began {
+                note_began(state.agent_at(index));
             }
         }
         let snapshot = state.snapshot();
@@ -96,16 +101,17 @@ pub(crate) async fn run(
     drop(ready.send_replace(Err("stopping".to_owned())));
 }
 
+/// An agent's stream has begun, unless it was turned away.
+fn note_began(agent: &super::Agent) {
+    if let (true, Some(facts)) = (agent.is_up(), &agent.facts) {
+        let Description { agent_id, epoch, ranks, .. } = &*facts.description;
+        info!(agent = agent_id, epoch, ranks = ranks.len(), "agent heard");
+    }
+}
+
 /// Lifecycle of agents, for the operator's log.
 fn note(state: &State, index: usize, update: &Update) {
     match update {
-        Update::Began { description, sessions } => info!(
-            agent = description.agent_id,
-            epoch = description.epoch,
-            ranks = description.ranks.len(),
-            sessions = sessions.len(),
-            "agent heard"
-        ),
         Update::Described(description) => info!(agent = description.agent_id, "engine restarted"),
         Update::Lost(why) => {
             let view = state.agent_at(index);
@@ -115,11 +121,11 @@ fn note(state: &State, index: usize, update: &Update) {
         }
         Update::Unreachable(why) => {
             let view = state.agent_at(index);
-            if view.unreachable.is_none() {
+            if view.is_up() && view.unreachable.is_none() {
                 warn!(agent = view.name(), why, "turns don't reach its data port");
             }
         }
-        Update::Report(_) | Update::Upsert(_) | Update::Removed(_) => {}
+        Update::Began { .. } | Update::Report(_) | Update::Upsert(_) | Update::Removed(_) => {}
     }
 }
 

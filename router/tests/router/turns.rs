@@ -369,6 +369,8 @@ async fn a_refused_connection_is_tried_elsewhere_unless_the_session_is_bound() {
     })
     .await;
     until("the view says so", async || {
+        turn += 1;
+        router.chat(&[("x-berth-session-id", &format!("s{turn}"))], "{}").await;
         let workers = router.call(Method::GET, "/v1/workers", &[], "").await.json();
         let reason = workers["workers"][0]["reason"].as_str().unwrap_or_default().to_owned();
         workers["workers"][0]["state"] == "stale" && reason.contains("data port")
