@@ -141,6 +141,21 @@ class TestRepublish(unittest.TestCase):
         house.finish()
         self.assertEqual(len(house.agent.knows()), 100)
 
+    def test_pages_done_of_a_node_that_has_gone_are_not_done_of_the_next(self) -> None:
+        house = self.house(1, PIECE_SECONDS)
+        house.tree.insert([2] * 100, None)
+        house.tree.insert([1] * 100, None)
+        house.republisher.begin()
+        house.piece()
+        house.tree.insert([1] * 10 + [3] * 20, None)
+        first = next(one for one in house.tree.nodes() if len(one.hash_value) == 10)
+        old = next(one for one in first.children.values() if len(one.hash_value) == 90)
+        house.tree.evict(1)
+        self.assertNotIn(old, house.tree.nodes())
+        house.finish()
+        house.publish()
+        self.assertEqual(house.agent.knows(), house.tree.truth())
+
     def test_no_piece_takes_longer_than_its_time_and_a_part(self) -> None:
         page_seconds = 5e-6
         for page_size in (1, 16):
