@@ -191,11 +191,12 @@ impl Agent {
             (WorkerState::Lost, Link::Lost { why, .. }, _) => why.clone(),
             (WorkerState::Lost, ..) => "not heard yet".to_owned(),
             (WorkerState::Stale, _, None) => "no load report yet".to_owned(),
-            (WorkerState::Stale, ..) if self.unreachable.is_some() => {
-                let why = self.unreachable.as_ref().map_or("", |(why, _)| why.as_str());
-                format!("turns don't reach its data port: {why}; is it open to this host?")
-            }
-            (WorkerState::Stale, ..) => format!("silent for {} ms", age.as_millis()),
+            (WorkerState::Stale, ..) => match &self.unreachable {
+                Some((why, _)) => {
+                    format!("turns don't reach its data port: {why}; is it open to this host?")
+                }
+                None => format!("silent for {} ms", age.as_millis()),
+            },
             (WorkerState::Unhealthy, _, Some((report, _))) => {
                 report.unhealthy.clone().unwrap_or_default()
             }

@@ -65,11 +65,17 @@ fn what_was_estimated_of_others_is_over_when_a_shim_names_them() {
     assert_eq!(rig.table.totals(0).foreign_tokens, 0);
 }
 
+/// What the shim's table says of a session that has given its KV up.
+fn without_kv(id: String, history_tokens: u64) -> Seen {
+    let (row, allocated_tokens, in_flight, full) = (false, 0, false, true);
+    Seen { id, row, allocated_tokens, history_tokens, in_flight, full }
+}
+
 #[test]
 fn a_demotion_whose_answer_was_lost_is_settled() {
     let mut rig = Rig::new();
     rig.table.shim_up(0, true);
-    let id = rig.pin_holding("a", 20);
+    rig.pin_holding("a", 20);
     rig.pin("b");
     rig.pin("c");
     rig.wait(DEMOTE);
@@ -77,18 +83,10 @@ fn a_demotion_whose_answer_was_lost_is_settled() {
     let _ = rig.table.open(rig.now, "o", &key("d"), Some(Retention::Pinned), None, None);
     rig.carry_out();
 
-    let id = rig.demotes.first().cloned().unwrap_or(id);
+    let id = rig.demotes[0].clone();
     let who = rig.table.by_incarnation[&id].clone();
     // Its event was lost; a full table follows.
-    let seen = Seen {
-        id,
-        row: false,
-        allocated_tokens: 0,
-        history_tokens: 21,
-        in_flight: false,
-        full: true,
-    };
-    rig.table.seen(rig.now, 0, &seen);
+    rig.table.seen(rig.now, 0, &without_kv(id, 21));
     assert_eq!(rig.table.get(&who).unwrap().phase, Phase::Demoted);
 }
 
@@ -211,16 +209,8 @@ fn a_verified_session_has_no_lost_turn() {
     let turn = rig.turn(&delta("s")).inside();
     rig.end(&turn, Outcome::Lost);
     // It was aborted: the engine has given the row back.
-    let seen = Seen {
-        id,
-        row: false,
-        allocated_tokens: 0,
-        history_tokens: 21,
-        in_flight: false,
-        full: true,
-    };
     rig.table.looking(0);
-    rig.table.seen(rig.now, 0, &seen);
+    rig.table.seen(rig.now, 0, &without_kv(id, 21));
     rig.carry_out();
     assert_eq!(rig.table.get(&key("s")).unwrap().lost_rid, None);
     assert_eq!(rig.table.totals(0).rows_held, 0);
