@@ -17,11 +17,13 @@ pub const CLAIM: HeaderName = HeaderName::from_static("x-berth-session");
 pub const TURN: HeaderName = HeaderName::from_static("x-berth-turn");
 /// Carries the DP rank on which the turn was placed.
 pub const RANK: HeaderName = HeaderName::from_static("x-berth-rank");
+/// Carries how many leading tokens of the prompt are resident, as far as the router knows.
+pub const RESIDENT: HeaderName = HeaderName::from_static("x-berth-resident-tokens");
 /// On an answer: the agent's own refusal, by its code. Absent when the engine answered.
 pub const REFUSAL: HeaderName = HeaderName::from_static("x-berth-refusal");
 
 /// The headers that only a router may send to an agent.
-pub const TRUSTED: [HeaderName; 3] = [CLAIM, TURN, RANK];
+pub const TRUSTED: [HeaderName; 4] = [CLAIM, TURN, RANK, RESIDENT];
 
 /// A turn's session and what the client means by the turn.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -61,6 +63,9 @@ pub enum Error {
     /// The rank isn't a number.
     #[error("the {RANK} header is not a DP rank")]
     Rank,
+    /// The count isn't a number.
+    #[error("the {RESIDENT} header is not a number of tokens")]
+    Resident,
 }
 
 impl Claim {
@@ -117,6 +122,15 @@ impl Claim {
 pub fn rank(headers: &HeaderMap) -> Result<Option<u32>, Error> {
     let Some(value) = headers.get(RANK) else { return Ok(None) };
     value.to_str().ok().and_then(|text| text.parse().ok()).map(Some).ok_or(Error::Rank)
+}
+
+/// What of the prompt the router knows to be resident; nothing where it says nothing.
+///
+/// # Errors
+/// When the header isn't a number.
+pub fn resident_tokens(headers: &HeaderMap) -> Result<u64, Error> {
+    let Some(value) = headers.get(RESIDENT) else { return Ok(0) };
+    value.to_str().ok().and_then(|text| text.parse().ok()).ok_or(Error::Resident)
 }
 
 #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde's skip_serializing_if wants a ref")]

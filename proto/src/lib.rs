@@ -4,6 +4,7 @@
 //! - [`v1`]: what travels, generated from `schema/agent/v1/agent.proto`.
 //! - [`id`]: validated identifiers.
 //! - [`kv`]: what an agent says of resident blocks.
+//! - [`lane`]: how a router has an agent compute a long prompt in pieces.
 //! - [`load`]: the load report in domain types; conversion rejects nonsense.
 //! - [`model`]: how the files that make tokens are named.
 //! - [`claim`]: what a router tells an agent about a turn's session, as one header.
@@ -17,6 +18,7 @@ pub mod body;
 pub mod claim;
 pub mod id;
 pub mod kv;
+pub mod lane;
 pub mod load;
 pub mod model;
 pub mod process;

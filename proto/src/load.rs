@@ -255,6 +255,19 @@ pub struct RankLoad {
     pub prefill_tokens_per_s: Option<Figure>,
     /// Prompt tokens let in and not computed yet, cached ones left out as far as they are known.
     pub prefill_backlog_tokens: Option<Figure>,
+    /// Long prompts that the agent computes in pieces; none where it doesn't.
+    pub lane: Option<Lane>,
+}
+
+/// Long prompts before their turns, computed in pieces between which shorter ones get their turn.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+pub struct Lane {
+    /// Of all of them, not computed and not in the engine.
+    pub tokens: u64,
+    /// How many they are.
+    pub prompts: u32,
+    /// Of a piece, as the engine is measured now.
+    pub piece_tokens: u64,
 }
 
 /// One agent's report.

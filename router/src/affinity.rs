@@ -42,6 +42,8 @@ pub struct Binding {
     pub reborn: Option<Instant>,
     /// The client asked for placement only: no agent will ever report it.
     pub placement_only: bool,
+    /// Of its last turn.
+    pub body_bytes: u64,
     /// The place in the order of forgetting; only while no turn runs.
     idle: Option<(Instant, u64)>,
 }
@@ -187,6 +189,13 @@ impl Affinity {
         }
     }
 
+    /// Notes how large the session's newest turn is.
+    pub fn note_body(&mut self, key: &SessionKey, bytes: u64) {
+        if let Some(binding) = self.bindings.get_mut(key) {
+            binding.body_bytes = bytes;
+        }
+    }
+
     /// Moves a session with a running turn to another worker.
     pub fn rebind(&mut self, key: &SessionKey, worker: WorkerRef) {
         if let Some(binding) = self.bindings.get_mut(key) {
@@ -304,6 +313,7 @@ impl Affinity {
                 moved: None,
                 reborn: None,
                 placement_only: false,
+                body_bytes: 0,
                 idle: None,
             };
             self.bindings.insert(key.clone(), binding);

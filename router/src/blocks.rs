@@ -6,6 +6,7 @@ use std::{collections::HashMap, sync::Arc};
 
 use bytes::Bytes;
 use parking_lot::Mutex;
+use proto::load::Description;
 
 use crate::{
     kv::{Phase, Residency},
@@ -72,10 +73,49 @@ impl Whereabouts {
     /// Whether what a worker has of the blocks is known, so that none means none.
     pub(crate) fn counts(&self, turn: &TurnBlocks, worker: WorkerRef) -> bool {
         let Some(number) = worker.number() else { return false };
+        self.is_told_of(turn, worker) || turn.overlap.device(number) > 0
+    }
+
+    /// Whether the worker's agent names the turn's blocks as they are named here.
+    fn is_told_of(&self, turn: &TurnBlocks, worker: WorkerRef) -> bool {
         let block_tokens = turn.blocks.block_tokens.get();
-        let is_told =
-            turn.blocks.exact && self.told.of(worker).phase == Phase::Live { block_tokens };
-        is_told || turn.overlap.device(number) > 0
+        turn.blocks.exact && self.told.of(worker).phase == Phase::Live { block_tokens }
+    }
+
+    /// Leading tokens of the turn's prompt that the worker is told to have; none where nobody
+    /// tells, so that it isn't known what it has to compute.
+    pub(crate) fn told_tokens(&self, turn: &TurnBlocks, worker: WorkerRef) -> Option<u64> {
+        let number = worker.number().filter(|_| self.is_told_of(turn, worker))?;
+        let Blocks { tokens, block_tokens, .. } = turn.blocks;
+        let blocks = u64::from(turn.overlap.device(number));
+        Some((blocks * u64::from(block_tokens.get())).min(tokens))
+    }
+
+    /// The token ids of a placed turn's prompt, where they are the engine's own for sure. None:
+    /// they aren't, or can't be told soon, or the engine keeps their KV apart by more than them.
+    pub(crate) async fn ids(
+        &self,
+        turn: &Turn,
+        path: &str,
+        body: &Bytes,
+        blocks: &TurnBlocks,
+        description: &Description,
+    ) -> Option<Vec<u32>> {
+        let route = Route::of(path)?;
+        // Of text its tokens may be others there, until some engine has told a block of them.
+        if turn.prompt.is_text(route, body) && !self.has_told(&blocks.blocks) {
+            return None;
+        }
+        let ids = self.models.ids(&turn.prompt, route, body, description).await?;
+        let is_same = u64::try_from(ids.len()) == Ok(blocks.blocks.tokens);
+        is_same.then_some(ids)
+    }
+
+    /// Whether any engine has the first of these blocks by its agent's word.
+    fn has_told(&self, blocks: &Blocks) -> bool {
+        let mut overlap = Overlap::default();
+        self.told.look_up(&blocks.hashes[..blocks.hashes.len().min(1)], &mut overlap);
+        overlap.is_found()
     }
 
     /// The turn's blocks, and who has them. None: it has no prompt that blocks can be made of, or

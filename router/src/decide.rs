@@ -15,7 +15,7 @@ use proto::{
 use tracing::debug;
 
 use crate::{
-    affinity::Affinity,
+    affinity::{Affinity, Closing},
     api::errors,
     blocks::TurnBlocks,
     known::{self, Standing},
@@ -42,6 +42,8 @@ pub(crate) struct Decided {
     pub(crate) hold: Option<Hold>,
     /// What its worker will have when it has taken the turn.
     pub(crate) blocks: Option<TurnBlocks>,
+    /// Leading tokens of its prompt that the worker has, where that is known.
+    pub(crate) resident_tokens: Option<u64>,
 }
 
 /// A session's binding, held while a turn runs.
@@ -55,6 +57,8 @@ pub(crate) struct Hold {
     answered: bool,
     /// The worker that the session has left of its own will.
     left: Option<WorkerRef>,
+    /// Of the turn.
+    body_bytes: u64,
 }
 
 impl Hold {
@@ -64,9 +68,18 @@ impl Hold {
         self.closes = true;
     }
 
+    /// Whether the session was closed since its turn was placed: nobody there knew of the turn.
+    pub(crate) fn is_closing(&self) -> bool {
+        let affinity = self.shared.affinity.lock();
+        affinity.get(&self.key, now()).is_some_and(|binding| binding.closing != Closing::No)
+    }
+
     /// The head of the answer is here, of a turn that was taken or refused.
     pub(crate) fn answered(&mut self, taken: bool) {
         self.count_answer();
+        if taken {
+            self.shared.affinity.lock().note_body(&self.key, self.body_bytes);
+        }
         let Some(left) = self.left.take().filter(|_| taken) else { return };
         // Another turn of the session may still be there, or have gone back.
         let is_away = self
@@ -117,6 +130,9 @@ enum Prompt<'a> {
     Asked(Option<&'a TurnBlocks>),
 }
 
+/// Bytes of a body for each token: of JSON with prose and code, roughly.
+const TOKEN_BYTES: u64 = 4;
+
 /// How far a decision got.
 enum Step {
     Decided(Box<Decided>),
@@ -139,7 +155,11 @@ impl Shared {
         // Without the lock: a long prompt takes milliseconds, and other sessions go on.
         let blocks = self.whereabouts.of(turn, path, body, &self.view.load()).await;
         match self.try_decide(turn, turn_id, Prompt::Asked(blocks.as_ref()))? {
-            Step::Decided(decided) => Ok(Decided { blocks, ..*decided }),
+            Step::Decided(decided) => {
+                let told = |blocks| self.whereabouts.told_tokens(blocks, decided.worker);
+                let resident_tokens = blocks.as_ref().and_then(told);
+                Ok(Decided { blocks, resident_tokens, ..*decided })
+            }
             Step::WantsPrompt => unreachable!("it was asked for"),
         }
     }
@@ -245,6 +265,10 @@ impl Shared {
             sticky.moved = binding.moved;
             let ended = if binding.turns > 0 { Some(now()) } else { binding.ended };
             sticky.ended = ended.filter(|_| self.whereabouts.is_told(sticky.worker));
+            // A binding without a turn yet has none to compare with.
+            let before = Some(binding.body_bytes).filter(|&bytes| bytes > 0);
+            let new_bytes = before.and_then(|before| turn.body_bytes.checked_sub(before));
+            sticky.new_tokens = new_bytes.map(|bytes| bytes / TOKEN_BYTES);
             // What a running turn brings is resident nowhere yet, and it is the queue there.
             sticky.fixed |= binding.turns > 0 || binding.exclusive || ask.delta;
         }
@@ -278,6 +302,7 @@ impl Shared {
         }
         let exclusive = ask.open || ask.retention == Some(Retention::Pinned);
         let mut hold = self.hold(&mut affinity, ask, placement.worker, exclusive)?;
+        hold.body_bytes = turn.body_bytes;
         if placement.reason == Reason::Moved {
             hold.left = sticky.map(|sticky| sticky.worker);
         }
@@ -306,6 +331,7 @@ impl Shared {
             closes: false,
             answered: false,
             left: None,
+            body_bytes: 0,
         })
     }
 
@@ -356,6 +382,7 @@ impl Shared {
             lease: Lease::acquire(&agent.in_flight[worker.dp_rank as usize], tokens),
             hold,
             blocks: None,
+            resident_tokens: None,
         }
     }
 

@@ -13,6 +13,8 @@ pub struct InFlight {
     opens: AtomicU32,
     unanswered_tokens: AtomicU64,
     coming_tokens: AtomicU64,
+    lane_tokens: AtomicU64,
+    lane_prompts: AtomicU32,
 }
 
 /// The counts at one moment.
@@ -26,6 +28,9 @@ pub struct Counts {
     pub unanswered_tokens: u64,
     /// KV that the turns in flight bring: no session table knows of it before they end.
     pub coming_tokens: u64,
+    /// Prompt tokens to be computed in the slow lane, and for how many turns.
+    pub lane_tokens: u64,
+    pub lane_prompts: u32,
 }
 
 impl InFlight {
@@ -46,6 +51,8 @@ impl InFlight {
             opens: self.opens(),
             unanswered_tokens: self.unanswered_tokens.load(Ordering::Relaxed),
             coming_tokens: self.coming_tokens.load(Ordering::Relaxed),
+            lane_tokens: self.lane_tokens.load(Ordering::Relaxed),
+            lane_prompts: self.lane_prompts.load(Ordering::Relaxed),
         }
     }
 
@@ -59,8 +66,20 @@ impl InFlight {
 #[derive(Debug)]
 pub struct Lease {
     count: Arc<InFlight>,
+    /// As they were expected when the turn was placed.
     tokens: u64,
-    answered: bool,
+    prompt: Prompt,
+}
+
+/// Where a turn's prompt is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Prompt {
+    /// In the slow lane: the turn itself isn't sent yet.
+    InLane,
+    /// Sent, with so many tokens to compute.
+    Sent(u64),
+    /// Computed.
+    Answered,
 }
 
 impl Lease {
@@ -71,13 +90,51 @@ impl Lease {
         count.turns.fetch_add(1, Ordering::Relaxed);
         count.unanswered_tokens.fetch_add(tokens, Ordering::Relaxed);
         count.coming_tokens.fetch_add(tokens, Ordering::Relaxed);
-        Self { count: Arc::clone(count), tokens, answered: false }
+        Self { count: Arc::clone(count), tokens, prompt: Prompt::Sent(tokens) }
+    }
+
+    /// Prompt tokens that the worker had to compute when the turn was placed.
+    #[must_use]
+    pub fn tokens(&self) -> u64 {
+        self.tokens
+    }
+
+    /// Its prompt is computed in the slow lane before it is sent.
+    pub fn enter_lane(&mut self) {
+        self.set(Prompt::InLane);
+    }
+
+    /// It is sent now, with no more tokens to compute than so many.
+    pub fn leave_lane(&mut self, tokens_max: u64) {
+        self.set(Prompt::Sent(self.tokens.min(tokens_max)));
     }
 
     /// The answer has begun: its prompt is computed.
     pub fn answered(&mut self) {
-        if !std::mem::replace(&mut self.answered, true) {
-            self.count.unanswered_tokens.fetch_sub(self.tokens, Ordering::Relaxed);
+        self.set(Prompt::Answered);
+    }
+
+    fn set(&mut self, prompt: Prompt) {
+        let Self { count, tokens, .. } = &*self;
+        match prompt {
+            Prompt::InLane => {
+                count.lane_tokens.fetch_add(*tokens, Ordering::Relaxed);
+                count.lane_prompts.fetch_add(1, Ordering::Relaxed);
+            }
+            Prompt::Sent(left) => {
+                count.unanswered_tokens.fetch_add(left, Ordering::Relaxed);
+            }
+            Prompt::Answered => {}
+        }
+        match std::mem::replace(&mut self.prompt, prompt) {
+            Prompt::InLane => {
+                self.count.lane_tokens.fetch_sub(self.tokens, Ordering::Relaxed);
+                self.count.lane_prompts.fetch_sub(1, Ordering::Relaxed);
+            }
+            Prompt::Sent(left) => {
+                self.count.unanswered_tokens.fetch_sub(left, Ordering::Relaxed);
+            }
+            Prompt::Answered => {}
         }
     }
 }
@@ -117,5 +174,22 @@ mod tests {
         assert_eq!((count.counts().unanswered_tokens, count.counts().coming_tokens), (50, 750));
         drop(lease);
         assert_eq!((count.counts().unanswered_tokens, count.counts().coming_tokens), (50, 50));
+    }
+
+    #[test]
+    fn a_prompt_in_the_slow_lane_is_in_nobodys_way_until_its_turn_is_sent() {
+        let count = Arc::new(InFlight::default());
+        let mut lease = Lease::acquire(&count, 700);
+        lease.enter_lane();
+        let there = count.counts();
+        assert_eq!((there.unanswered_tokens, there.coming_tokens), (0, 700));
+        assert_eq!((there.lane_tokens, there.lane_prompts), (700, 1));
+        lease.leave_lane(40);
+        let sent = count.counts();
+        assert_eq!((sent.unanswered_tokens, sent.lane_tokens, sent.lane_prompts), (40, 0, 0));
+        let mut given_up = Lease::acquire(&count, 9);
+        given_up.enter_lane();
+        drop((lease, given_up));
+        assert_eq!(count.counts(), Counts::default());
     }
 }

@@ -10,8 +10,9 @@
 //! The shell around it: `worker` follows one agent, `kv` what is resident there, `backoff` rests
 //! before they dial again, `view::task` publishes snapshots, `models` fetches what makes tokens of
 //! text, `blocks` asks who has a turn's blocks, `decide` joins standing, placement and lease in one
-//! step, `proxy` and `turn` move the bytes, `control` and `sessions` open and close, `api` is the
-//! routes, [`lease`] counts what is in flight.
+//! step, `lane` has long prompts computed in pieces before their turns, `proxy` and `turn` move the
+//! bytes, `control` and `sessions` open and close, `api` is the routes, [`lease`] counts what is in
+//! flight.
 
 pub mod affinity;
 mod api;
@@ -23,6 +24,7 @@ mod decide;
 pub mod follow;
 pub mod known;
 mod kv;
+mod lane;
 pub mod lease;
 mod metrics;
 mod models;

@@ -71,6 +71,36 @@ impl Outcome {
     }
 }
 
+/// What became of having a long prompt computed before its turn.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Laned {
+    /// All but a piece of it is.
+    Computed,
+    /// Some of it is, or was and is evicted again.
+    Partly,
+    /// It took too long.
+    Late,
+    /// The agent would not.
+    Refused,
+    /// The agent gave no answer.
+    Failed,
+    /// Its token ids can't be told.
+    NoIds,
+}
+
+impl Laned {
+    pub(crate) fn as_str(self) -> &'static str {
+        match self {
+            Self::Computed => "computed",
+            Self::Partly => "partly",
+            Self::Late => "late",
+            Self::Refused => "refused",
+            Self::Failed => "failed",
+            Self::NoIds => "no_ids",
+        }
+    }
+}
+
 /// All handles.
 #[derive(Debug, Clone)]
 pub(crate) struct Metrics {
@@ -78,6 +108,7 @@ pub(crate) struct Metrics {
     turns: Family<Ended, Counter>,
     refusals: Family<Coded, Counter>,
     retries: Family<Reasoned, Counter>,
+    laned: Family<Ended, Counter>,
     first_byte: Histogram,
     pub(crate) streams: Gauge,
     pub(crate) request_bytes: Counter,
@@ -91,6 +122,7 @@ impl Metrics {
             turns: Family::default(),
             refusals: Family::default(),
             retries: Family::default(),
+            laned: Family::default(),
             // A cached turn answers in 20 ms, a long prefill in a minute.
             first_byte: Histogram::new([
                 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,
@@ -104,6 +136,8 @@ impl Metrics {
         registry.register("turns", "Placed turns ended, by outcome", metrics.turns.clone());
         registry.register("refusals", "Refusals by the router, by code", metrics.refusals.clone());
         registry.register("retries", "Turns tried on a second worker", metrics.retries.clone());
+        let help = "Long prompts by what became of computing them in pieces before their turns";
+        registry.register("slow_lane", help, metrics.laned.clone());
         registry.register_with_unit(
             "first_byte",
             "From a turn's arrival to the first byte of its answer's body, where it succeeds",
@@ -136,6 +170,10 @@ impl Metrics {
 
     pub(crate) fn retried(&self, reason: &'static str) {
         self.retries.get_or_create(&Reasoned { reason }).inc();
+    }
+
+    pub(crate) fn laned(&self, laned: Laned) {
+        self.laned.get_or_create(&Ended { outcome: laned.as_str() }).inc();
     }
 
     pub(crate) fn first_byte(&self, after: Duration) {

@@ -11,7 +11,7 @@ use std::{
 use arc_swap::ArcSwap;
 use bytes::Bytes;
 use proto::load::{Description, ModelFiles};
-use tokio::sync::Semaphore;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
@@ -90,13 +90,34 @@ impl Models {
             return prompt.blocks(route, body, &Engine::of(engine)?);
         };
         let (prompt, body, engine) = (prompt.clone(), body.clone(), engine.clone());
-        let unix_s = proto::process::epoch() / 1_000_000_000;
-        let made = tokio::task::spawn_blocking(move || {
-            let _permit = permit;
-            prompt.blocks(route, &body, &Engine::of(&engine)?.with(&model, unix_s))
-        });
-        // It goes on and keeps its permit; the turn is placed without.
-        tokio::time::timeout(MADE_MAX, made).await.ok()?.ok().flatten()
+        // Where it takes too long it goes on and keeps its permit; the turn is placed without.
+        made(permit, move || {
+            prompt.blocks(route, &body, &Engine::of(&engine)?.with(&model, unix_s()))
+        })
+        .await
+    }
+
+    /// A prompt's token ids as the engine described has them, where they can be told soon.
+    pub(crate) async fn ids(
+        &self,
+        prompt: &Prompt,
+        route: Route,
+        body: &Bytes,
+        description: &Description,
+    ) -> Option<Vec<u32>> {
+        let files = description.model_files;
+        let model = files.and_then(|files| self.held.load().get(&files.hash).cloned());
+        let permit = Arc::clone(&self.prompts).acquire_owned();
+        let permit = tokio::time::timeout(WAIT_MAX, permit).await.ok()?.ok()?;
+        let (prompt, body, engine) = (prompt.clone(), body.clone(), description.engine.clone());
+        made(permit, move || {
+            let engine = Engine::of(&engine)?;
+            match &model {
+                Some(model) => prompt.ids(route, &body, &engine.with(model, unix_s())),
+                None => prompt.ids(route, &body, &engine),
+            }
+        })
+        .await
     }
 
     fn has(&self, hash: &Hash) -> bool {
@@ -117,6 +138,22 @@ impl Models {
         held.insert(hash, Arc::new(model));
         self.held.store(Arc::new(held));
     }
+}
+
+/// Makes it on a thread where that may take a while.
+async fn made<T: Send + 'static>(
+    permit: OwnedSemaphorePermit,
+    make: impl FnOnce() -> Option<T> + Send + 'static,
+) -> Option<T> {
+    let made = tokio::task::spawn_blocking(move || {
+        let _permit = permit;
+        make()
+    });
+    tokio::time::timeout(MADE_MAX, made).await.ok()?.ok().flatten()
+}
+
+fn unix_s() -> u64 {
+    proto::process::epoch() / 1_000_000_000
 }
 
 /// What could not be fetched.

@@ -81,6 +81,12 @@ impl Overlap {
         self.of(worker, if self.either.is_empty() { &self.device } else { &self.either })
     }
 
+    /// Whether any worker has the first block on its device.
+    #[must_use]
+    pub fn is_found(&self) -> bool {
+        self.device.iter().any(|blocks| *blocks > 0)
+    }
+
     /// Takes the other's counts for those workers that are asked for.
     pub fn replace(&mut self, other: &Self, is_taken: impl Fn(usize) -> bool) {
         let workers = self.slots.len().max(other.slots.len());

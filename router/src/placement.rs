@@ -16,7 +16,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::{id::Digest, load::Retention};
+use proto::{
+    id::Digest,
+    load::{Lane, Retention},
+};
 use serde::Serialize;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
@@ -104,13 +107,24 @@ pub struct Sticky {
     pub told_tokens: u64,
     /// Of it, what it holds for itself alone, tokens: pinned, and in no block that anyone tells.
     pub held_tokens: u64,
+    /// What this turn adds to the one before, tokens, roughly. None: it isn't known, or this one is
+    /// shorter, so that it is another history.
+    pub new_tokens: Option<u64>,
 }
 
 impl Sticky {
     /// There, and nothing else is known.
     #[must_use]
     pub fn at(worker: WorkerRef) -> Self {
-        Self { worker, fixed: false, ended: None, moved: None, told_tokens: 0, held_tokens: 0 }
+        Self {
+            worker,
+            fixed: false,
+            ended: None,
+            moved: None,
+            told_tokens: 0,
+            held_tokens: 0,
+            new_tokens: None,
+        }
     }
 }
 
@@ -184,7 +198,8 @@ enum Stay<'a> {
 
 /// Decides without the prompt, where it would hardly change it: the session has to stay, or no
 /// other worker would answer sooner by the gain even if all of the prompt were resident there too.
-/// None where only [`place`] can tell; nobody need tokenise a prompt before that.
+/// None where only [`place`] can tell, or where the prompt is needed because it may be for the slow
+/// lane; nobody need tokenise a prompt before that.
 #[must_use]
 pub fn settled(question: &Question<'_>, view: &ClusterView, now: Instant) -> Option<Placement> {
     let home = match stay(question, view, now) {
@@ -195,7 +210,9 @@ pub fn settled(question: &Question<'_>, view: &ClusterView, now: Instant) -> Opt
     let gain_ms = gain_min(question, view, now).as_millis();
     let ahead_ms = |seen| u128::from(cost::ahead_ms(question, view, seen, now));
     let lately = |at: Instant| now.saturating_duration_since(at) < IDLE_SETTLED_MAX;
-    if !sticky(question).and_then(|sticky| sticky.ended).is_some_and(lately) {
+    let Sticky { ended, new_tokens, .. } = sticky(question)?;
+    let is_long = |lane: Lane| new_tokens.is_none_or(|tokens| tokens > lane.piece_tokens);
+    if !ended.is_some_and(lately) || home.lane().is_some_and(is_long) {
         return None;
     }
     let own_ms = ahead_ms(home);

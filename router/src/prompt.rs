@@ -29,7 +29,7 @@ use proto::{
 use self::model::Model;
 
 /// Members of a body that make its prompt or tell its KV apart.
-const KEYS: [&str; 24] = [
+const KEYS: [&str; 27] = [
     "input_ids",
     "input_embeds",
     "text",
@@ -54,9 +54,15 @@ const KEYS: [&str; 24] = [
     "lora_path",
     "extra_key",
     "cache_salt",
+    "logprob_start_len",
+    "echo",
+    "return_hidden_states",
 ];
 /// Members by which the engine's tokens are more than the text's or the ids given.
 const MEDIA: [&str; 4] = ["input_embeds", "image_data", "video_data", "audio_data"];
+/// Members by which the engine computes all of a prompt, whatever of it is resident, or answers
+/// less of what is.
+const WHOLE: [&str; 3] = ["logprob_start_len", "echo", "return_hidden_states"];
 /// Members by which the engine makes another prompt than [`model`] does.
 const UNUSUAL: [&str; 4] = ["reasoning", "thinking", "continue_final_message", "suffix"];
 
@@ -149,7 +155,7 @@ pub struct Blocks {
 }
 
 /// What the engine keeps a prompt's KV apart by.
-#[derive(Debug, Default)]
+#[derive(Debug, Default, PartialEq, Eq)]
 struct Apart {
     lora: Option<String>,
     extra_key: Option<String>,
@@ -195,6 +201,32 @@ impl Prompt {
         }
     }
 
+    /// The prompt's token ids, as the engine itself has them, for computing it before its turn.
+    /// None: they can't be told, the engine keeps the prompt's KV apart by more than them, or it
+    /// will compute the prompt anyway.
+    ///
+    /// # Panics
+    /// When `body` isn't the one it was found in.
+    #[must_use]
+    pub fn ids(&self, route: Route, body: &[u8], engine: &Engine<'_>) -> Option<Vec<u32>> {
+        let text = std::str::from_utf8(body).expect("the body was read as JSON");
+        let apart = self.apart(route, text, engine)?;
+        if self.get(text, "session_params").is_some() || apart != Apart::default() {
+            return None;
+        }
+        if WHOLE.iter().any(|key| self.get(text, key).is_some_and(|json| json != "false")) {
+            return None;
+        }
+        if self.is_text(route, body) {
+            return self.ask_model(route, text, &apart, engine, |model, ask| model.ids(ask));
+        }
+        if MEDIA.iter().any(|key| self.get(text, key).is_some()) {
+            return None;
+        }
+        let key = if route == Route::Completions { "prompt" } else { "input_ids" };
+        serde_json::from_str(self.get(text, key)?).ok()
+    }
+
     fn model_blocks(
         &self,
         route: Route,
@@ -202,6 +234,18 @@ impl Prompt {
         apart: &Apart,
         engine: &Engine<'_>,
     ) -> Option<Blocks> {
+        let blocks = self.ask_model(route, body, apart, engine, |model, ask| model.blocks(ask))?;
+        Some(Blocks { exact: apart.extra_key.is_none(), ..blocks })
+    }
+
+    fn ask_model<T>(
+        &self,
+        route: Route,
+        body: &str,
+        apart: &Apart,
+        engine: &Engine<'_>,
+        what: impl FnOnce(&Model, &model::Ask<'_>) -> Option<T>,
+    ) -> Option<T> {
         let set = |key: &&&str| self.get(body, key).is_some_and(|json| json != "false");
         if MEDIA.iter().chain(&UNUSUAL).any(|key| set(&key)) {
             return None;
@@ -213,8 +257,7 @@ impl Prompt {
             tokens_max: engine.context_tokens,
             unix_s: engine.unix_s,
         };
-        let blocks = engine.model?.blocks(&ask)?;
-        Some(Blocks { exact: apart.extra_key.is_none(), ..blocks })
+        what(engine.model?, &ask)
     }
 
     /// Whether it is text of which tokens have to be made.
@@ -358,6 +401,33 @@ mod tests {
         assert_eq!(blocks(Route::Completions, &body), Some(want.clone()));
         let body = format!(r#"{{"input_ids":[1],"model":"m:1","input_ids":{}}}"#, ids(130));
         assert_eq!(blocks(Route::Chat, &body), Some(want));
+    }
+
+    #[test]
+    fn a_prompt_is_computed_before_its_turn_only_where_its_ids_are_all_there_is_to_it() {
+        let made = |route: Route, body: &str| {
+            let prompt = Prompt::find(&Object::parse(body.as_bytes()).unwrap());
+            prompt.ids(route, body.as_bytes(), &engine(&["m".to_owned()]))
+        };
+        let with = |rest: &str| made(Route::Generate, &format!(r#"{{"input_ids":[7,8]{rest}}}"#));
+        for rest in ["", r#","cache_salt":"","lora_path":null"#, r#","echo":false"#] {
+            assert_eq!(with(rest), Some(vec![7, 8]), "{rest}");
+        }
+        for rest in [
+            r#","lora_path":"a""#,
+            r#","extra_key":"a""#,
+            r#","cache_salt":"a""#,
+            r#","session_params":{"id":"a"}"#,
+            r#","image_data":"a""#,
+            r#","logprob_start_len":0"#,
+            r#","echo":true"#,
+        ] {
+            assert_eq!(with(rest), None, "{rest}");
+        }
+        assert_eq!(made(Route::Completions, r#"{"prompt":[7],"model":"m"}"#), Some(vec![7]));
+        assert_eq!(made(Route::Completions, r#"{"prompt":[7],"model":"m:adapter"}"#), None);
+        assert_eq!(made(Route::Completions, r#"{"prompt":[[7],[8]]}"#), None, "two prompts");
+        assert_eq!(made(Route::Generate, r#"{"text":"no model makes tokens of it"}"#), None);
     }
 
     #[test]

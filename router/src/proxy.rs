@@ -151,6 +151,9 @@ impl Outbound {
         headers.clone_from(&self.headers);
         headers.insert(claim::TURN, turn_header(self.turn_id));
         headers.insert(claim::RANK, HeaderValue::from(decided.worker.dp_rank));
+        if let Some(tokens) = decided.resident_tokens {
+            headers.insert(claim::RESIDENT, HeaderValue::from(tokens));
+        }
         if let Some(claim) = &decided.claim {
             headers.insert(claim::CLAIM, claim.to_header());
         }
@@ -177,7 +180,7 @@ impl Outbound {
     }
 }
 
-fn turn_header(turn_id: u64) -> HeaderValue {
+pub(crate) fn turn_header(turn_id: u64) -> HeaderValue {
     HeaderValue::from_str(&format!("{turn_id:016x}")).expect("hex digits are legal")
 }
 

@@ -96,6 +96,8 @@ pub struct Turn {
     pub model: Option<String>,
     /// Where the body has its prompt.
     pub prompt: Prompt,
+    /// Of the body.
+    pub body_bytes: u64,
 }
 
 /// The caller's principal.
@@ -176,6 +178,7 @@ pub fn read(headers: &HeaderMap, body: &[u8], principal: &str) -> Result<Turn, E
         cache_key,
         model: text_member(&object, "model"),
         prompt: Prompt::find(&object),
+        body_bytes: body.len() as u64,
     })
 }
 

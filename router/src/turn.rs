@@ -1,4 +1,5 @@
-//! One turn from its head to its answer: admit, claim, read, decide, send, perhaps send once more.
+//! One turn from its head to its answer: admit, claim, read, decide, have a long prompt computed in
+//! pieces, send, perhaps send once more.
 
 use std::sync::Arc;
 
@@ -13,6 +14,7 @@ use crate::{
     api::errors,
     decide::{self, Decided},
     known::Standing,
+    lane,
     metrics::Outcome,
     proxy::{self, Outbound, Running},
     request::{self, Ask, Turn},
@@ -115,6 +117,7 @@ async fn send(
     permit: OwnedSemaphorePermit,
 ) -> Result<Response, Refusal> {
     let mut pending = Pending::new(shared, turn, decided.worker);
+    lane::run(shared, turn, outbound, &mut decided).await;
     let first = outbound.send(shared, &decided).await;
     let why = match &first {
         Ok(response) if proxy::is_refused_for_now(response) => Some("refused"),

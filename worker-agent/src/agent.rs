@@ -20,6 +20,7 @@ use crate::{
     engine::{Engine, Info, Sample},
     gpu::Gpus,
     journal::Journal,
+    lane::Lanes,
     ledger::Limits,
     metrics::Metrics,
     session::{self, Appends, Closed, Need, Opened, Outcome, Ran, Rules, Turn},
@@ -319,6 +320,8 @@ pub struct Setup {
     pub shim: ShimHandle,
     /// Answers for the trimmer inside it.
     pub trim: TrimHandle,
+    /// Where long prompts wait; none where they aren't computed in pieces.
+    pub lanes: Option<Arc<Lanes>>,
     /// Counts.
     pub metrics: Metrics,
     /// The pages of every rank are audited this often; none: only on demand.

@@ -281,11 +281,11 @@ impl Ledger {
                 source: foreign_from,
                 age_ms: 0,
             }),
-            // By identity, not by count: the audits' own.
+            // Theirs to say who know pages by identity, several samples, or the lane.
             pages: None,
-            // Theirs to say who see more than one sample.
             prefill_tokens_per_s: None,
             prefill_backlog_tokens: None,
+            lane: None,
         }
     }
 

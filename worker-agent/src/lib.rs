@@ -3,7 +3,8 @@
 //!
 //! A turn's way: [`turn`] claims its session with [`agent`] (whose [`session`] table decides), puts
 //! Berth's keys into the body ([`request`]), sends it ([`engine`]), follows the answer ([`answer`])
-//! and ends its lease. [`follow`] watches the engine, [`ledger`] accounts, [`grpc`] reports,
+//! and ends its lease. What of a long prompt a router has had computed before, [`lane`] did in
+//! pieces. [`follow`] watches the engine, [`ledger`] accounts, [`grpc`] reports,
 //! [`model`] finds what makes tokens of text.
 //!
 //! What isn't here: placement, other workers, prompts or transcripts.
@@ -19,6 +20,7 @@ pub mod grpc;
 pub mod guard;
 pub mod journal;
 pub mod kv;
+pub mod lane;
 pub mod ledger;
 pub mod metrics;
 pub mod model;
@@ -50,6 +52,7 @@ use crate::{
     gpu::Gpus,
     guard::Guards,
     journal::Journal,
+    lane::{Lanes, SlowLane},
     ledger::Limits,
     metrics::Metrics,
     session::Rules,
@@ -60,6 +63,8 @@ use crate::{
 /// Connections with turns at most: more than eight GPUs run and keep waiting by default. A process
 /// has file descriptors for as many, and calls to the engine need some too.
 const TURNS_CONNECTED_MAX: usize = 8192;
+/// The engine is on this host: a connect takes microseconds or fails.
+const CONNECT_MAX: Duration = Duration::from_secs(1);
 /// News of the shim that wait for the owner; newer facts take the place of older ones before.
 const SHIM_NEWS: usize = 64;
 /// Plans of whole histories that wait for the owner, which takes microseconds for each.
@@ -137,7 +142,8 @@ pub async fn run(
     let engine = engine_of(&config);
     say_start(&config, &listeners)?;
     let gpus = gpu::watch((&config).into())?;
-    let (agent, shim) = start_agent(&config, &gpus, &listeners, epoch, &engine, &metrics, &tasks)?;
+    let (agent, shim, lanes) =
+        start_agent(&config, &gpus, &listeners, epoch, &engine, &metrics, &tasks)?;
     let kv = kv::start(epoch, shim, kv::metrics::Metrics::new(&mut registry), tasks.token())?;
     let (files, found) = watch::channel(None);
     grpc::start(agent.clone(), kv.clone(), epoch, found, listeners.control, tasks.token())?;
@@ -171,8 +177,9 @@ pub async fn run(
         metrics,
     };
     let turns_max = limits(&config).turns_everywhere_max() + config.turns_queued_max;
-    let turns_max = turns_max.min(TURNS_CONNECTED_MAX);
-    let data = server::serve(data, turn::app(turns), turns_max, tasks.clone());
+    let turns_max = (turns_max + lane::order::PROMPTS_MAX).min(TURNS_CONNECTED_MAX);
+    let lane = slow_lane(lanes, &turns).await;
+    let data = server::serve(data, turn::app(turns, lane), turns_max, tasks.clone());
     tasks.essential("data port", data);
 
     tokio::select! {
@@ -193,7 +200,7 @@ fn engine_of(config: &Config) -> Engine {
     Engine::new(
         config.engine_uri(),
         config::engine_api_key().expect("checked when the settings were loaded"),
-        ms(config.connect_ms_max),
+        CONNECT_MAX,
         ms(config.engine_call_ms_max),
     )
 }
@@ -224,7 +231,7 @@ fn start_agent(
     engine: &Engine,
     metrics: &Metrics,
     tasks: &Tasks,
-) -> Result<(AgentHandle, ShimHandle), Error> {
+) -> Result<(AgentHandle, ShimHandle, Option<Arc<Lanes>>), Error> {
     let control = listeners.control.local_addr()?;
     let agent_id = match config.worker_id.as_str() {
         "" => control.to_string(),
@@ -247,6 +254,7 @@ fn start_agent(
     let shim = shim::listen(&config.shim_socket(), news, tasks)?;
     let (plans, trim_news) = mpsc::channel(TRIM_NEWS);
     let trim = shim::trim::listen(&config.shim_socket(), plans, tasks)?;
+    let lanes = (config.piece_ms > 0).then(|| Arc::new(Lanes::new(config.piece_ms)));
     let setup = agent::Setup {
         shim: shim.clone(),
         trim,
@@ -258,6 +266,7 @@ fn start_agent(
         limits: limits(config),
         rules,
         journal,
+        lanes: lanes.clone(),
         metrics: metrics.clone(),
         audit_table: config.audit_table.clone(),
         audit_interval: (config.audit_interval_s > 0)
@@ -265,7 +274,18 @@ fn start_agent(
         stall_max: ms(config.stall_ms_max),
         report_interval: ms(config.report_interval_ms),
     };
-    Ok((agent::start(setup, shim_news, trim_news, tasks), shim))
+    Ok((agent::start(setup, shim_news, trim_news, tasks), shim, lanes))
+}
+
+async fn slow_lane(lanes: Option<Arc<Lanes>>, turns: &Turns) -> Option<SlowLane> {
+    let watch = turns.agent.watch().await.ok()?;
+    Some(SlowLane {
+        lanes: lanes?,
+        turns: turns.clone(),
+        report: watch.report,
+        description: watch.description,
+        start: tokio::time::Instant::now().into_std(),
+    })
 }
 
 fn limits(config: &Config) -> Limits {

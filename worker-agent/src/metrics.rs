@@ -37,6 +37,19 @@ pub struct Metrics {
     diverged_at: Histogram,
     spared_tokens: Counter,
     session_turns: Family<KindLabel, Counter>,
+    lane_pieces: Family<OutcomeLabel, Counter>,
+    lane_tokens: Counter,
+}
+
+/// What became of a piece of a long prompt.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Piece {
+    /// The engine has it.
+    Computed,
+    /// The same, but what was before it had been evicted meanwhile.
+    Evicted,
+    /// The engine gave no answer, or refused.
+    Failed,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -106,6 +119,8 @@ impl Metrics {
             diverged_at: Histogram::new((0..8).map(|step| 64.0 * 4_f64.powi(step))),
             spared_tokens: Counter::default(),
             session_turns: Family::default(),
+            lane_pieces: Family::default(),
+            lane_tokens: Counter::default(),
         };
         registry.register("turns", "Turns ended, by how", metrics.turns.clone());
         registry.register("refusals", "Turns refused by the agent", metrics.refusals.clone());
@@ -142,6 +157,10 @@ impl Metrics {
         registry.register("trim_spared_tokens", help, metrics.spared_tokens.clone());
         let help = "Turns of sessions, by how they ran";
         registry.register("session_turns", help, metrics.session_turns.clone());
+        let help = "Pieces of long prompts computed ahead of their turns, by what became of them";
+        registry.register("lane_pieces", help, metrics.lane_pieces.clone());
+        let help = "Tokens computed in pieces of long prompts";
+        registry.register("lane_tokens", help, metrics.lane_tokens.clone());
         metrics
     }
 
@@ -193,6 +212,17 @@ impl Metrics {
     /// It is known how a session's turn runs.
     pub fn ran(&self, ran: Ran) {
         self.session_turns.get_or_create(&KindLabel { kind: ran.as_str() }).inc();
+    }
+
+    /// A piece of a long prompt has ended, for which so many tokens were computed.
+    pub fn piece(&self, became: Piece, tokens: u64) {
+        let outcome = match became {
+            Piece::Computed => "computed",
+            Piece::Evicted => "evicted",
+            Piece::Failed => "failed",
+        };
+        self.lane_pieces.get_or_create(&OutcomeLabel { outcome }).inc();
+        self.lane_tokens.inc_by(tokens);
     }
 
     /// Something became of an audit.
@@ -255,6 +285,11 @@ impl Metrics {
             self.set_value(rank.dp_rank, "sessions", count(rank.sessions));
             self.set_value(rank.dp_rank, "turns_running", count(rank.turns_running));
             self.set_value(rank.dp_rank, "turns_queued", count(rank.turns_queued));
+            self.set_value(rank.dp_rank, "lane_tokens", rank.lane.map(|lane| lane.tokens));
+            let prompts = rank.lane.map(|lane| lane.prompts.into());
+            self.set_value(rank.dp_rank, "lane_prompts", prompts);
+            let piece = rank.lane.map(|lane| lane.piece_tokens);
+            self.set_value(rank.dp_rank, "lane_piece_tokens", piece);
         }
     }
 

@@ -108,6 +108,7 @@ fn need(kind: Kind, object: &Object<'_>, body_bytes: usize) -> Need {
             answer_tokens: limits.iter().find_map(number).or(default),
             exact: false,
             endless: object.get("ignore_eos").is_some_and(|value| value.get() == "true"),
+            resident_tokens: 0,
         };
     }
     let sampling = object.get("sampling_params").filter(|params| params.get().starts_with('{'));
@@ -125,18 +126,24 @@ fn need(kind: Kind, object: &Object<'_>, body_bytes: usize) -> Need {
     if ["image_data", "video_data", "audio_data"].iter().any(|key| set(key).is_some()) {
         // What they become is known to the engine alone; the context bounds it.
         let prompt_tokens = u64::from(u32::MAX);
-        return Need { prompt_tokens, answer_tokens, exact: false, endless };
+        return Need { prompt_tokens, answer_tokens, exact: false, endless, resident_tokens: 0 };
     }
     match (ids.filter(single), set("text")) {
         (Some(ids), None) => {
             let commas = ids.get().bytes().filter(|byte| *byte == b',').count() as u64;
             let some = first_inside(ids).is_some_and(|byte| byte != b']');
             let prompt_tokens = commas + u64::from(some);
-            Need { prompt_tokens, answer_tokens, exact: true, endless }
+            Need { prompt_tokens, answer_tokens, exact: true, endless, resident_tokens: 0 }
         }
         (_, text) => {
             let text = text.or(ids).map_or(0, |text| text.get().len() as u64);
-            Need { prompt_tokens: text + 1, answer_tokens, exact: false, endless }
+            Need {
+                prompt_tokens: text + 1,
+                answer_tokens,
+                exact: false,
+                endless,
+                resident_tokens: 0,
+            }
         }
     }
 }

@@ -19,7 +19,7 @@ use axum::{
     body::Body,
     extract::{DefaultBodyLimit, Request, State},
     response::{IntoResponse, Response},
-    routing::{MethodFilter, on},
+    routing::{MethodFilter, on, post},
 };
 use bytes::Bytes;
 use http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header};
@@ -35,10 +35,11 @@ use self::exchange::Exchange;
 use crate::{
     agent::{self, Admitted, AgentHandle, EngineNews},
     engine::{self, Engine},
+    lane::SlowLane,
     metrics::Metrics,
     request::{self, Asked},
     route::{Kind, ROUTES, Route},
-    session::{self, Turn},
+    session::{self, Need, Turn},
 };
 
 /// Headers that belong to one connection, or that tell the engine what only the agent may tell it.
@@ -100,8 +101,12 @@ impl Turns {
 }
 
 /// The data port's routes.
-pub fn app(turns: Turns) -> Router {
+pub fn app(turns: Turns, lane: Option<SlowLane>) -> Router {
     let mut app = Router::new();
+    if let Some(lane) = lane {
+        let serve = move |request: Request| async move { lane.answer(request).await };
+        app = app.route(proto::lane::PATH, post(serve));
+    }
     for route in ROUTES {
         let method = MethodFilter::try_from(route.kind.method()).expect("GET and POST are methods");
         let serve = move |State(turns): State<Turns>, request: Request| async move {
@@ -127,6 +132,23 @@ async fn answer(turns: Turns, route: Route, request: Request) -> Response {
     }
 }
 
+/// A turn of the agent's own, without a session, on its way as those of routers are.
+pub(crate) async fn generate(
+    turns: &Turns,
+    dp_rank: u32,
+    resident_tokens: u64,
+    body: String,
+) -> Result<Response, Refusal> {
+    let [route, ..] = ROUTES;
+    let request = Request::post(route.path)
+        .header(header::CONTENT_TYPE, "application/json")
+        .header(claim::RANK, dp_rank)
+        .header(claim::RESIDENT, resident_tokens)
+        .body(Body::from(body))
+        .expect("a route's path and a number are legal");
+    pass(turns, route, request).await
+}
+
 async fn pass(turns: &Turns, route: Route, request: Request) -> Result<Response, Refusal> {
     let (parts, body) = request.into_parts();
     if !route.kind.is_turn() {
@@ -136,6 +158,7 @@ async fn pass(turns: &Turns, route: Route, request: Request) -> Result<Response,
     let bad = |error: claim::Error| Refusal::bad_request("claim", error.to_string());
     let claim = Claim::from_headers(&parts.headers).map_err(bad)?;
     let rank = claim::rank(&parts.headers).map_err(bad)?;
+    let resident_tokens = claim::resident_tokens(&parts.headers).map_err(bad)?;
     // The session is claimed before the body is read: a second turn hears so at once, and a slow
     // upload can't slip in between.
     let in_session = claim.is_some();
@@ -144,7 +167,8 @@ async fn pass(turns: &Turns, route: Route, request: Request) -> Result<Response,
     let held = turns.budget.read(body).await?;
     // Refused or not is settled before the turn waits for room, or takes anyone's.
     let asked = read(route.kind, &held.bytes, in_session, lease.vocabulary).await?;
-    let admitted = lease.admitted(asked.need).await.map_err(|error| refusal(&error))?;
+    let need = Need { resident_tokens, ..asked.need };
+    let admitted = lease.admitted(need).await.map_err(|error| refusal(&error))?;
     let Admitted { turn, ran } = admitted;
     let body = asked.body(&held.bytes, &turn, &lease.rid);
     debug!(

@@ -5,13 +5,13 @@
 
 use std::{
     iter,
-    num::NonZeroU64,
+    num::{NonZeroU32, NonZeroU64},
     ops::Range,
     sync::Arc,
     time::{Duration, Instant},
 };
 
-use proto::load::{Figure, RankLoad, Retention};
+use proto::load::{Figure, Lane, RankLoad, Retention};
 
 use super::{Agent, WorkerRef, WorkerState, demand::Wanted};
 use crate::lease::{Counts, InFlight};
@@ -38,15 +38,27 @@ struct Line {
     reported: Option<Instant>,
     prefill_tokens_per_s: Option<NonZeroU64>,
     backlog: Option<Figure>,
+    lane: Option<LaneLine>,
     waiting: u64,
     turns: u32,
     turns_max: u32,
     sessions: u32,
-    at_report: Counts,
+    turns_at_report: u32,
+    opens_at_report: u32,
+    unanswered_tokens_at_report: u64,
     pool_tokens: Option<NonZeroU64>,
     used_tokens: Option<u64>,
     wanted_tokens: u64,
     rows: Option<(u64, NonZeroU64)>,
+}
+
+/// Its slow lane: what was reported less what this router had there then, so that with what it has
+/// now it is what is there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct LaneLine {
+    tokens: i64,
+    prompts: i32,
+    piece_tokens: NonZeroU32,
 }
 
 /// One worker with what this router has on it now.
@@ -131,6 +143,7 @@ impl Line {
         let rows_total = told(|load| load.rows_total).and_then(NonZeroU64::new);
         let offered = agent.facts.iter().flat_map(|facts| &facts.description.retentions);
         let at_report = agent.in_flight_at_report.get(worker.dp_rank as usize);
+        let at_report = at_report.copied().unwrap_or_default();
         Self {
             worker,
             state: agent.state_heard(),
@@ -139,16 +152,32 @@ impl Line {
             reported: agent.report.as_ref().map(|(_, at)| *at),
             prefill_tokens_per_s: told(|load| load.prefill_tokens_per_s).and_then(NonZeroU64::new),
             backlog,
+            lane: load.and_then(|load| LaneLine::new(load.lane?, at_report)),
             waiting: load.filter(|_| backlog.is_none()).map_or(0, waiting),
             turns: load.map_or(0, |load| load.turns_running),
             turns_max: load.map_or(0, |load| load.turns_running_max),
             sessions: load.map_or(0, |load| load.sessions),
-            at_report: at_report.copied().unwrap_or_default(),
+            turns_at_report: at_report.turns,
+            opens_at_report: at_report.opens,
+            unanswered_tokens_at_report: at_report.unanswered_tokens,
             pool_tokens: told(|load| load.pool_total_tokens).and_then(NonZeroU64::new),
             used_tokens: told(|load| load.pool_used_tokens).max(told(|load| load.pinned_tokens)),
             wanted_tokens: wanted.tokens,
             rows: told(|load| load.rows_held).zip(rows_total),
         }
+    }
+}
+
+impl LaneLine {
+    fn new(reported: Lane, at_report: Counts) -> Option<Self> {
+        let tokens = |tokens: u64| i64::try_from(tokens).unwrap_or(i64::MAX);
+        let prompts = |prompts: u32| i32::try_from(prompts).unwrap_or(i32::MAX);
+        Some(Self {
+            tokens: tokens(reported.tokens).saturating_sub(tokens(at_report.lane_tokens)),
+            prompts: prompts(reported.prompts).saturating_sub(prompts(at_report.lane_prompts)),
+            piece_tokens: u32::try_from(reported.piece_tokens)
+                .map_or(Some(NonZeroU32::MAX), NonZeroU32::new)?,
+        })
     }
 }
 
@@ -182,8 +211,8 @@ impl<'a> Seen<'a> {
     #[must_use]
     pub fn turns(self) -> u32 {
         let now = self.in_flight.turns();
-        let Line { turns, at_report, .. } = self.line;
-        turns.saturating_add(now).saturating_sub(at_report.turns).max(now)
+        let Line { turns, turns_at_report, .. } = self.line;
+        turns.saturating_add(now).saturating_sub(*turns_at_report).max(now)
     }
 
     /// Turns it admits; 0 when not reported.
@@ -198,14 +227,27 @@ impl<'a> Seen<'a> {
     #[must_use]
     pub fn backlog_tokens(self, tokens_per_s: u64, now: Instant) -> u64 {
         let own = self.in_flight.counts().unanswered_tokens;
-        let Line { backlog: Some(figure), reported: Some(at), at_report, .. } = self.line else {
+        let Line { backlog: Some(figure), reported: Some(at), .. } = self.line else {
             return own;
         };
         let age = now.saturating_duration_since(*at).as_millis() + u128::from(figure.age_ms);
         let age_ms = u64::try_from(age).unwrap_or(u64::MAX);
         let computed = tokens_per_s.saturating_mul(age_ms) / 1000;
         let left = figure.value.saturating_sub(computed);
-        left.saturating_add(own.saturating_sub(at_report.unanswered_tokens))
+        left.saturating_add(own.saturating_sub(self.line.unanswered_tokens_at_report))
+    }
+
+    /// Long prompts that are computed there in pieces: those reported, corrected by those this
+    /// router has sent there and sent on since. None: the worker doesn't do that.
+    #[must_use]
+    pub fn lane(self) -> Option<Lane> {
+        let LaneLine { tokens, prompts, piece_tokens } = self.line.lane?;
+        let now = self.in_flight.counts();
+        Some(Lane {
+            tokens: now.lane_tokens.saturating_add_signed(tokens),
+            prompts: now.lane_prompts.saturating_add_signed(prompts),
+            piece_tokens: piece_tokens.get().into(),
+        })
     }
 
     /// Requests that wait there with prompts of which nobody tells the tokens.
@@ -253,7 +295,7 @@ impl<'a> Seen<'a> {
     /// Sessions this router has opened there since the last report.
     #[must_use]
     pub fn opens_since_report(self) -> u32 {
-        self.in_flight.opens().wrapping_sub(self.line.at_report.opens)
+        self.in_flight.opens().wrapping_sub(self.line.opens_at_report)
     }
 }
 

@@ -36,6 +36,7 @@ from lane import (  # noqa: F401
     clients,
     takeover,
     overlap,
+    pieces,
     ends,
 )
 

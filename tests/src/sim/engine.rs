@@ -37,6 +37,8 @@ pub struct Job {
     pub output_tokens: u64,
     /// Of the prompt, not resident by what the router knew when it placed the turn.
     pub expected_tokens: u64,
+    /// Only the KV of its prompt is wanted: it is a piece of what its turn will send.
+    pub is_ahead: bool,
 }
 
 /// A prompt under computation.
@@ -285,6 +287,7 @@ mod tests {
             input_tokens,
             output_tokens: 100,
             expected_tokens: input_tokens,
+            is_ahead: false,
         }
     }
 

@@ -27,6 +27,8 @@ pub struct Worker {
     pub pending_tokens: u64,
     /// The same with what is done of prompts begun taken off.
     pub backlog_tokens: u64,
+    /// Long prompts that its agent computes in pieces; none where it doesn't.
+    pub lane: Option<Lane>,
     /// Blocks that its turns hold.
     pub active_blocks: u64,
     /// Blocks of its pool that hold nothing.
@@ -35,6 +37,17 @@ pub struct Worker {
     pub pool_blocks: u64,
     /// Blocks heard to be resident, by number.
     resident: Vec<bool>,
+}
+
+/// What waits in a worker's slow lane.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Lane {
+    /// Not computed and not in the engine.
+    pub tokens: u64,
+    /// Of so many prompts.
+    pub prompts: u64,
+    /// Of a piece.
+    pub piece_tokens: u64,
 }
 
 /// The turn to place.
@@ -76,6 +89,7 @@ impl Fleet {
             outstanding: 0,
             pending_tokens: 0,
             backlog_tokens: 0,
+            lane: None,
             active_blocks: 0,
             free_blocks: pool_blocks,
             pool_blocks,
@@ -124,6 +138,14 @@ impl Fleet {
     pub fn uncached_tokens(&self, worker: usize, ask: &Ask<'_>) -> u64 {
         let matched = self.overlap(worker, ask.chain) * self.block_tokens;
         ask.input_tokens - matched.min(ask.input_tokens)
+    }
+
+    /// Tokens that the worker computes before the turn's own.
+    #[must_use]
+    pub fn tokens_before(&self, worker: usize, ask: &Ask<'_>) -> u64 {
+        let own = self.uncached_tokens(worker, ask);
+        let Worker { backlog_tokens, lane, .. } = self.workers[worker];
+        backlog_tokens + lane.map_or(0, |lane| lane.tokens.min(own * lane.prompts))
     }
 
     /// Notes what was heard of a worker's blocks.

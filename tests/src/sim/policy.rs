@@ -34,11 +34,13 @@ pub struct Choice {
     pub worker: usize,
     /// A worker that is told that the session has left it: as if it were closed there.
     pub leaves: Option<usize>,
+    /// Its prompt was looked at: if it is long, the slow lane can take it.
+    pub is_known: bool,
 }
 
 impl From<usize> for Choice {
     fn from(worker: usize) -> Self {
-        Self { worker, leaves: None }
+        Self { worker, leaves: None, is_known: true }
     }
 }
 
@@ -117,6 +119,8 @@ pub enum Kind {
     Berth,
     /// The same over engines that never evict: a bound.
     Ideal,
+    /// Berth's placement alone: no prompt is computed in pieces, so short ones wait for long ones.
+    BerthWhole,
     /// Berth's own, told when a session is over, also where nobody closes it: what knowing it at
     /// once would give. KV that nobody will want stays until it is evicted, as ever.
     Told,
@@ -150,9 +154,10 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// No policies, but what to hold them against: one that knows more, and one pool for all
-    /// engines. What these reach is no proof that no policy could reach more.
-    pub const BOUNDS: [Self; 3] = [Self::Told, Self::Pooled, Self::PooledClairvoyant];
+    /// No policies, but what to hold them against: a part of ours, one that knows more, and one
+    /// pool for all engines. What these reach is no proof that no policy could reach more.
+    pub const BOUNDS: [Self; 4] =
+        [Self::BerthWhole, Self::Told, Self::Pooled, Self::PooledClairvoyant];
 
     /// The name in tables and JSON.
     #[must_use]
@@ -160,6 +165,7 @@ impl Kind {
         match self {
             Self::Berth => "berth",
             Self::Ideal => "ideal",
+            Self::BerthWhole => "berth_whole",
             Self::Told => "told",
             Self::Pooled => "pooled",
             Self::PooledClairvoyant => "pooled_clairvoyant",
@@ -177,12 +183,23 @@ impl Kind {
         }
     }
 
+    /// Whether agents compute long prompts in pieces: ours do, and so do those of the bounds on it.
+    #[must_use]
+    pub fn has_lanes(self) -> bool {
+        matches!(
+            self,
+            Self::Berth | Self::Ideal | Self::Told | Self::Pooled | Self::PooledClairvoyant
+        )
+    }
+
     /// A policy of this kind that draws its lots from `seed`.
     #[must_use]
     pub fn build(self, seed: u64, mode: Mode, fleet: &Fleet) -> Box<dyn Policy> {
         let workers = fleet.workers.len();
         match self {
-            Self::Berth | Self::Ideal | Self::Told => Box::new(berth::Berth::new(mode, fleet)),
+            Self::Berth | Self::Ideal | Self::BerthWhole | Self::Told => {
+                Box::new(berth::Berth::new(mode, fleet))
+            }
             Self::RoundRobin => Box::new(plain::RoundRobin::default()),
             Self::Random => Box::new(plain::Random::new(seed)),
             Self::PowerOfTwo => Box::new(plain::PowerOfTwo::new(seed)),
@@ -208,7 +225,7 @@ const FULL_RATIO: f64 = 0.9;
 #[expect(clippy::cast_precision_loss, reason = "tokens and blocks are far below 2^52")]
 fn ttft_ms(worker: usize, ask: &Ask<'_>, fleet: &Fleet) -> f64 {
     let facts = &fleet.workers[worker];
-    let tokens = facts.backlog_tokens + fleet.uncached_tokens(worker, ask);
+    let tokens = fleet.tokens_before(worker, ask) + fleet.uncached_tokens(worker, ask);
     let active = facts.active_blocks as f64 + ask.chain.len() as f64;
     let over = active - FULL_RATIO * facts.pool_blocks as f64;
     tokens as f64 * 1e3 / PREFILL_TOKENS_PER_S as f64 + FULL_MS_EACH * over.max(0.0)

@@ -4,6 +4,7 @@
 
 mod faults;
 mod foresight;
+mod lane;
 mod sessions;
 
 use self::foresight::Foresight;
@@ -36,6 +37,7 @@ enum Event {
     Blocks { worker: usize, life: u32, stored: Vec<u32>, removed: Vec<u32> },
     Close { play: usize },
     Condition { worker: usize, to: Change },
+    Piece { worker: usize, life: u32 },
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -54,6 +56,8 @@ struct Turn {
     leaves: Option<usize>,
     /// Its first token came; what is sent again later counts no second one.
     answered: bool,
+    /// Of its prompt, computed in the slow lane.
+    ahead_tokens: u64,
     /// Decoding.
     running: Option<Job>,
 }
@@ -75,6 +79,8 @@ struct World {
     /// The policy hears of a session's end though nobody closes it.
     tells_ends: bool,
     lives: Vec<u32>,
+    /// One for each engine; none where prompts go to the engines whole.
+    lanes: Vec<lane::Lane>,
     fleet: Fleet,
     turns: Vec<Turn>,
     /// Where each session's turn before went.
@@ -98,6 +104,7 @@ pub fn run(corpus: &Arc<Corpus>, options: &Options, kind: Kind, seed: u64) -> Ta
         _ => vec![Pool::new(told); options.workers],
     };
     let fleet = Fleet::new(options.workers, told, corpus.block_tokens);
+    let lanes = if kind.has_lanes() { options.workers } else { 0 };
     let mut policy = kind.build(seed, options.mode, &fleet);
     let mut world = World {
         corpus: Arc::clone(corpus),
@@ -108,6 +115,7 @@ pub fn run(corpus: &Arc<Corpus>, options: &Options, kind: Kind, seed: u64) -> Ta
         plays: Plays::new(corpus, options, seed),
         engines: (0..options.workers).map(|_| engine()).collect(),
         lives: vec![0; options.workers],
+        lanes: (0..lanes).map(|_| lane::Lane::default()).collect(),
         fleet,
         turns: Vec::new(),
         last: HashMap::new(),
@@ -166,14 +174,17 @@ impl World {
                     worker: 0,
                     leaves: None,
                     answered: false,
+                    ahead_tokens: 0,
                     running: None,
                 });
                 self.send(self.turns.len() - 1, play, policy);
             }
             Event::Again { turn, play } => self.send(turn, play, policy),
             Event::PieceDone { worker, life } if life == self.lives[worker] => {
-                if let Some(begun) = self.engines[worker].piece_done(self.now) {
-                    self.begin(worker, begun, policy);
+                match self.engines[worker].piece_done(self.now) {
+                    Some(begun) if begun.job.is_ahead => self.piece_done(worker, begun, policy),
+                    Some(begun) => self.begin(worker, begun, policy),
+                    None => {}
                 }
                 self.go_on(worker, policy);
             }
@@ -183,10 +194,17 @@ impl World {
             Event::Blocks { worker, life, stored, removed } if life == self.lives[worker] => {
                 self.hear_blocks(worker, &stored, &removed, policy);
             }
+            Event::Piece { worker, life } if life == self.lives[worker] => {
+                self.next_piece(worker);
+                self.go_on(worker, policy);
+            }
             Event::Close { play } => self.close(play, policy),
             Event::Condition { worker, to } => self.change(worker, to, policy),
             // Of an engine that crashed since.
-            Event::PieceDone { .. } | Event::TurnDone { .. } | Event::Blocks { .. } => {}
+            Event::PieceDone { .. }
+            | Event::TurnDone { .. }
+            | Event::Blocks { .. }
+            | Event::Piece { .. } => {}
         }
     }
 
@@ -211,7 +229,10 @@ impl World {
         for (seen, engine) in self.fleet.workers.iter_mut().zip(&self.engines) {
             seen.backlog_tokens = engine.backlog_tokens(self.now);
         }
-        let Choice { worker, leaves } = policy.place(&ask, &self.fleet);
+        for (seen, lane) in self.fleet.workers.iter_mut().zip(&self.lanes) {
+            seen.lane = Some(lane.load());
+        }
+        let Choice { worker, leaves, is_known } = policy.place(&ask, &self.fleet);
         assert!(self.fleet.takes(worker, &ask), "placed on a worker that doesn't take it");
         let expected_tokens = self.fleet.uncached_tokens(worker, &ask);
         self.tally.rebinds += u64::from(ask.last.is_some_and(|last| last != worker));
@@ -219,6 +240,7 @@ impl World {
         self.last.insert(session, worker);
         self.turns[turn].worker = worker;
         self.turns[turn].leaves = leaves;
+        self.turns[turn].ahead_tokens = 0;
         let job = Job {
             turn,
             play,
@@ -226,6 +248,7 @@ impl World {
             output_tokens: facts.output_tokens,
             expected_tokens,
             chain,
+            is_ahead: false,
         };
         if !self.engines[worker].could_hold(&job, &self.pools[self.pool_of(worker)]) {
             self.tally.dropped += 1;
@@ -240,7 +263,7 @@ impl World {
             }
         }
         self.sessions.sent(play, worker);
-        self.engines[worker].arrive(job);
+        self.arrive(worker, job, is_known);
         self.go_on(worker, policy);
     }
 
@@ -275,7 +298,7 @@ impl World {
             turn.answered = true;
             self.tally.ttft.push(self.now - turn.arrived);
             self.tally.input_tokens += job.input_tokens;
-            self.tally.matched_tokens += matched_tokens;
+            self.tally.matched_tokens += matched_tokens.saturating_sub(turn.ahead_tokens);
         }
         self.tally.prefilled_tokens[worker] += job.input_tokens - matched_tokens;
         let leaves = turn.leaves.take();

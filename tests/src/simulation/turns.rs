@@ -177,7 +177,7 @@ impl World {
             prompt_tokens: if turn.exact { prompt_tokens } else { prompt_tokens * 2 + 1 },
             answer_tokens: Some(turn.max_new as u64),
             exact: turn.exact,
-            endless: false,
+            ..Need::default()
         };
         turn.stage = Stage::Queued;
         let rid = turn.rid.clone();

@@ -66,6 +66,9 @@ pub struct Need {
     pub exact: bool,
     /// It ignores the end of its answer, so that the engine keeps room for all of it.
     pub endless: bool,
+    /// Leading tokens that are in the engine's cache, by the word of who sent it: they aren't
+    /// computed, but need room all the same.
+    pub resident_tokens: u64,
 }
 
 /// Token counts the engine reported for a turn.

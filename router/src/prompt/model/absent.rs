@@ -25,4 +25,8 @@ impl Model {
         let _ = (ask.route, (ask.member)(""), ask.scheme, ask.tokens_max, ask.unix_s);
         match *self {}
     }
+
+    pub(in crate::prompt) fn ids(&self, _: &Ask<'_>) -> Option<Vec<u32>> {
+        match *self {}
+    }
 }

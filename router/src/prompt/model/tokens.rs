@@ -81,11 +81,29 @@ impl Model {
     /// A request's blocks. None: it becomes a prompt in another way than is known here, or it is
     /// longer than the engine takes.
     pub(in crate::prompt) fn blocks(&self, ask: &Ask<'_>) -> Option<Blocks> {
+        let (text, lead) = self.text(ask)?;
+        self.text_blocks(&text, lead, ask)
+    }
+
+    /// A request's token ids, all made anew. None: as for its blocks, or they are too many.
+    pub(in crate::prompt) fn ids(&self, ask: &Ask<'_>) -> Option<Vec<u32>> {
+        let (text, lead) = self.text(ask)?;
+        if text.len() > NEW_BYTES_MAX {
+            return None;
+        }
+        let mut ids = lead.to_vec();
+        for segment in cut(&text, &self.marks) {
+            ids.extend_from_slice(self.tokenizer.encode_fast(segment, false).ok()?.get_ids());
+        }
+        Some(ids)
+    }
+
+    /// The text that a request's prompt is, and the tokens before it.
+    fn text(&self, ask: &Ask<'_>) -> Option<(String, &[u32])> {
         match ask.route {
             Route::Generate | Route::Completions => {
                 let json = (ask.member)(ask.route.texts().first()?)?;
-                let text: String = serde_json::from_str(json).ok()?;
-                self.text_blocks(&text, &self.lead, ask)
+                Some((serde_json::from_str(json).ok()?, &self.lead))
             }
             Route::Chat => {
                 let request = Request {
@@ -95,7 +113,7 @@ impl Model {
                     values: (ask.member)("chat_template_kwargs"),
                     reasoning_effort: (ask.member)("reasoning_effort"),
                 };
-                self.text_blocks(&self.render(&request, ask.unix_s)?, &[], ask)
+                Some((self.render(&request, ask.unix_s)?, &[]))
             }
             Route::Other => None,
         }

@@ -99,6 +99,12 @@ impl Berth {
         }
     }
 
+    /// What a turn adds to the one before.
+    fn new_tokens(&self, ask: &Ask<'_>) -> Option<u64> {
+        let before = self.known.get(&ask.session).map(|known| known.input_tokens)?;
+        ask.input_tokens.checked_sub(before)
+    }
+
     /// What an agent says of a session.
     fn tell(&mut self, session: usize, worker: usize, state: SessionState, now: Instant) {
         if let Some(known) = self.known.get(&session) {
@@ -228,7 +234,9 @@ impl Policy for Berth {
         }
         let hashes = self.names.hash(ask.chain);
         let key = agents::key(ask.session);
-        let sticky = if ask.guessed { None } else { self.sticky(&key, now) };
+        let new_tokens = self.new_tokens(ask);
+        let sticky = self.sticky(&key, now).filter(|_| !ask.guessed);
+        let sticky = sticky.map(|sticky| Sticky { new_tokens, ..sticky });
         let parent = ask.parent.and_then(|parent| self.sticky(&agents::key(parent), now));
         let bare = Question {
             digest: key.digest(),
@@ -245,6 +253,7 @@ impl Policy for Berth {
             // Gone a moment ago it refuses the turn, which then goes elsewhere.
             !fleet.is_down(placement.worker.agent)
         });
+        let is_known = placement.is_none();
         let placement = placement.unwrap_or_else(|| {
             self.index.look_up(&hashes, &mut self.overlap);
             let question = Question {
@@ -262,7 +271,7 @@ impl Policy for Berth {
         let WorkerRef { agent: worker, .. } = placement.worker;
         let moved = placement.reason == Reason::Moved;
         let leaves = sticky.filter(|_| moved).map(|sticky| sticky.worker.agent);
-        Choice { worker, leaves }
+        Choice { worker, leaves, is_known }
     }
 
     fn hear(&mut self, what: &Heard<'_>, fleet: &Fleet) {

@@ -115,6 +115,8 @@ impl World {
         let mut lost = self.engines[worker].crash(&mut self.pools[pool]);
         let running = self.turns.iter_mut().filter(|turn| turn.worker == worker);
         lost.extend(running.filter_map(|turn| turn.running.take()));
+        lost.retain(|job| !job.is_ahead);
+        lost.extend(self.empty_lane(worker));
         self.sessions.crash(worker);
         self.fleet.forget(worker);
         self.look(worker, policy);

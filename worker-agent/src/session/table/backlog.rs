@@ -36,7 +36,7 @@ impl Table {
         let session = ticket.key.as_ref().and_then(|key| self.sessions.get(key));
         let session = session.filter(|session| session.born == ticket.born);
         let tokens = match session {
-            None => sent,
+            None => sent.saturating_sub(need.resident_tokens),
             // A whole history brings what its session has.
             Some(session) if ticket.pinned && ticket.is_marked() => {
                 let planned = ticket.to_compute(session.resident_tokens);
@@ -49,7 +49,7 @@ impl Table {
             Some(session) if session.retention == Retention::Pinned => {
                 sent.saturating_add(session.history_tokens.saturating_sub(session.resident_tokens))
             }
-            Some(session) => sent.saturating_sub(session.resident_tokens),
+            Some(session) => sent.saturating_sub(session.resident_tokens.max(need.resident_tokens)),
         };
         tokens.min(self.engine.context_tokens)
     }

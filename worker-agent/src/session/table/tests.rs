@@ -154,7 +154,7 @@ fn a_final_turn_closes_its_session_on_every_path() {
         let mut rig = Rig::new();
         rig.pin("s");
         let prompt_tokens = if refused { 5000 } else { 8 };
-        let need = Need { prompt_tokens, answer_tokens: Some(8), exact: true, endless: false };
+        let need = Need { prompt_tokens, answer_tokens: Some(8), exact: true, ..Need::default() };
         match rig.turn_that_needs(&last, need) {
             Answer::In(turn) => {
                 assert_eq!(rig.turn(&delta("s")).error(), Error::Unknown, "the door is shut");
@@ -196,7 +196,8 @@ fn growth_is_reserved_before_the_turn_and_given_back_after_it() {
     let mut rig = Rig::new();
     rig.pin("a");
     rig.pin("b");
-    let large = Need { prompt_tokens: 500, answer_tokens: Some(300), exact: true, endless: false };
+    let large =
+        Need { prompt_tokens: 500, answer_tokens: Some(300), exact: true, ..Need::default() };
     let turn = rig.turn_that_needs(&delta("a"), large).inside();
     assert_eq!(turn.turn.growth_tokens, Some(800));
     assert_eq!(rig.table.totals(0).pinned_tokens, 800);
@@ -204,7 +205,8 @@ fn growth_is_reserved_before_the_turn_and_given_back_after_it() {
     assert!(is_short(&refused, "pin_tokens"), "{refused}");
     rig.end(&turn, finished(500, 3));
     assert_eq!(rig.table.totals(0).pinned_tokens, 512);
-    let small = Need { prompt_tokens: 400, answer_tokens: Some(90), exact: true, endless: false };
+    let small =
+        Need { prompt_tokens: 400, answer_tokens: Some(90), exact: true, ..Need::default() };
     rig.turn_that_needs(&delta("b"), small).inside();
 }
 
@@ -212,7 +214,7 @@ fn growth_is_reserved_before_the_turn_and_given_back_after_it() {
 fn what_no_budget_holds_is_refused_for_good() {
     let mut rig = Rig::new();
     rig.pin("s");
-    let endless = Need { prompt_tokens: 8, answer_tokens: None, exact: true, endless: false };
+    let endless = Need { prompt_tokens: 8, answer_tokens: None, exact: true, ..Need::default() };
     let refused = rig.turn_that_needs(&delta("s"), endless).error();
     assert_eq!(refused, Error::TooLarge { need: 1200, max: 1008 }, "as far as the context");
 }
@@ -258,7 +260,7 @@ fn idle_sessions_give_way_the_least_worth_keeping_first() {
     rig.wait(DEMOTE);
     rig.pin_holding("older than nothing", 300);
     rig.wait(DEMOTE);
-    let need = Need { prompt_tokens: 500, answer_tokens: Some(1), exact: true, endless: false };
+    let need = Need { prompt_tokens: 500, answer_tokens: Some(1), exact: true, ..Need::default() };
     rig.pin("new");
     let waiting = rig.turn_that_needs(&delta("new"), need).waits();
     assert_eq!(rig.closes.len(), 1, "one is enough");
@@ -275,7 +277,7 @@ fn with_the_shim_a_session_gives_up_its_kv_and_keeps_its_history() {
     let idle = rig.pin_holding("idle", 600);
     rig.wait(DEMOTE);
     rig.pin("new");
-    let need = Need { prompt_tokens: 500, answer_tokens: Some(1), exact: true, endless: false };
+    let need = Need { prompt_tokens: 500, answer_tokens: Some(1), exact: true, ..Need::default() };
     let waiting = rig.turn_that_needs(&delta("new"), need).waits();
     assert_eq!((&rig.demotes, &rig.closes), (&vec![idle.clone()], &vec![]));
     rig.table.demoted(rig.now, &idle, true);
@@ -296,7 +298,7 @@ fn with_the_shim_a_session_gives_up_its_kv_and_keeps_its_history() {
 fn a_session_in_use_never_gives_way() {
     let mut rig = Rig::new();
     rig.pin("busy");
-    let need = Need { prompt_tokens: 800, answer_tokens: Some(1), exact: true, endless: false };
+    let need = Need { prompt_tokens: 800, answer_tokens: Some(1), exact: true, ..Need::default() };
     let busy = rig.turn_that_needs(&delta("busy"), need).inside();
     rig.wait(2 * DEMOTE);
     rig.pin("new");
@@ -317,7 +319,7 @@ fn a_large_plain_turn_waits_outside_for_room_that_sessions_hold() {
     rig.engine_closes();
     rig.answer(large).inside();
     rig.pin("t");
-    let need = Need { prompt_tokens: 500, answer_tokens: Some(1), exact: true, endless: false };
+    let need = Need { prompt_tokens: 500, answer_tokens: Some(1), exact: true, ..Need::default() };
     let refused = rig.turn_that_needs(&delta("t"), need).error();
     assert!(is_short(&refused, "pin_tokens"), "the large turn has the room: {refused}");
 }
@@ -352,9 +354,12 @@ fn prompts_that_the_engine_has_not_shown_are_counted() {
     let waiting = rig.plain(40).waits();
     assert_eq!(rig.table.unseen_tokens(0, before), 160);
     assert_eq!(rig.table.unseen_tokens(0, rig.now), 40, "the engine was looked at since");
+    let need = Need { prompt_tokens: 90, exact: true, resident_tokens: 64, ..Need::default() };
+    rig.ask(None, None, Appends::Never, need).waits();
+    assert_eq!(rig.table.unseen_tokens(0, rig.now), 66, "what is resident isn't computed");
     rig.end(&inside[0], Outcome::Finished(None));
     rig.answer(waiting).inside();
-    assert_eq!(rig.table.unseen_tokens(0, rig.now), 0);
+    assert_eq!(rig.table.unseen_tokens(0, rig.now), 26);
 }
 
 #[test]
@@ -364,7 +369,7 @@ fn of_a_session_only_what_is_not_there_has_to_be_computed() {
     rig.pin_holding("s", 200);
     rig.wait(Duration::from_millis(1));
     // The text's length is a bound in bytes; a history's last token never had KV.
-    let need = Need { prompt_tokens: 80, answer_tokens: Some(1), exact: false, endless: false };
+    let need = Need { prompt_tokens: 80, answer_tokens: Some(1), ..Need::default() };
     rig.turn_that_needs(&delta("s"), need).inside();
     assert_eq!(rig.table.unseen_tokens(0, before), 21);
 }
@@ -393,7 +398,8 @@ fn nothing_is_appended_to_a_history_in_doubt() {
     for (why, end) in ends {
         let mut rig = Rig::new();
         let incarnation = rig.pin_holding("s", 24);
-        let need = Need { prompt_tokens: 8, answer_tokens: Some(8), exact: true, endless: false };
+        let need =
+            Need { prompt_tokens: 8, answer_tokens: Some(8), exact: true, ..Need::default() };
         let turn = rig.turn_that_needs(&delta("s"), need).inside();
         rig.end(&turn, end);
         assert_eq!(rig.turn(&delta("s")).error(), Error::HistoryUnknown, "{why}");
@@ -486,7 +492,7 @@ fn a_delta_may_open_its_session() {
     let tagged = Claim { retention: Some(Retention::Tagged), ..delta("t") };
     let refused = rig.turn(&Claim { open: true, ..tagged }).error();
     assert_eq!(refused, Error::DeltaNeedsPinned(Retention::Tagged));
-    let need = Need { prompt_tokens: 5000, answer_tokens: None, exact: true, endless: false };
+    let need = Need { prompt_tokens: 5000, answer_tokens: None, exact: true, ..Need::default() };
     let refused = rig.turn_that_needs(&Claim { open: true, ..delta("u") }, need).error();
     assert!(matches!(refused, Error::TooLarge { .. }), "{refused}");
     for id in ["t", "u"] {

@@ -50,6 +50,14 @@ fn facts(context_tokens: u32) -> EngineFacts {
     }
 }
 
+/// The ids that a router hands to an agent.
+fn ids(model: &Model, route: Route, body: &str) -> Option<Vec<u32>> {
+    let facts = facts(100_000);
+    let engine = Engine::of(&facts).unwrap().with(model, 0);
+    let prompt = Prompt::find(&Object::parse(body.as_bytes()).unwrap());
+    prompt.ids(route, body.as_bytes(), &engine)
+}
+
 /// What a router makes of a body.
 fn blocks(model: &Model, route: Route, body: &str) -> Option<Blocks> {
     let facts = facts(100_000);
@@ -96,6 +104,8 @@ fn prompts_are_those_that_sglang_makes() {
             let want = ids.as_ref().map(|ids| model.tokenizer.decode(ids, false).unwrap());
             wrong.push(format!("{case}\n{want:?}\n{:?}", rendered(&model, body.get())));
         }
+        // The ids themselves too: an agent has the engine compute them.
+        assert_eq!(self::ids(&model, route, body.get()), *ids, "{case}");
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n\n"));
     assert!(cases.len() > 40, "the truth is there");
@@ -167,6 +177,7 @@ proptest! {
             let whole = rendered(&model, &body).unwrap();
             let ids = model.tokenizer.encode(whole, false).unwrap();
             prop_assert_eq!(blocks(&model, Route::Chat, &body), Some(of_ids(ids.get_ids())));
+            prop_assert_eq!(self::ids(&model, Route::Chat, &body), Some(ids.get_ids().to_vec()));
         }
     }
 }

@@ -101,7 +101,7 @@ fn sessions_of_others_count_as_pinned() {
     rig.table.sampled(rig.now, 0, load);
     assert_eq!(rig.table.totals(0).foreign_tokens, 800);
     rig.pin("s");
-    let need = Need { prompt_tokens: 300, answer_tokens: Some(1), exact: true, endless: false };
+    let need = Need { prompt_tokens: 300, answer_tokens: Some(1), exact: true, ..Need::default() };
     let refused = rig.turn_that_needs(&delta("s"), need).error();
     assert!(is_short(&refused, "pin_tokens"), "{refused}");
     rig.table.sampled(rig.now, 0, Load { waiting: 0, used_tokens: 0 });

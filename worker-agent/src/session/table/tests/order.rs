@@ -2,7 +2,13 @@
 
 use super::*;
 
-const SMALL: Need = Need { prompt_tokens: 8, answer_tokens: Some(8), exact: true, endless: false };
+const SMALL: Need = Need {
+    prompt_tokens: 8,
+    answer_tokens: Some(8),
+    exact: true,
+    endless: false,
+    resident_tokens: 0,
+};
 
 fn claim(rig: &mut Rig, claim: &Claim) -> String {
     let rid = rig.rid();
@@ -171,7 +177,7 @@ fn a_large_turn_that_waits_is_not_overtaken_by_growing_pins() {
     rig.pin_holding("a", 400);
     rig.pin_holding("b", 200);
     let _large = rig.plain(1000).waits();
-    let need = Need { prompt_tokens: 300, answer_tokens: Some(1), exact: true, endless: false };
+    let need = Need { prompt_tokens: 300, answer_tokens: Some(1), exact: true, ..Need::default() };
     let newcomer = rig.turn_that_needs(&Claim { open: true, ..delta("c") }, need);
     assert!(!matches!(newcomer, Answer::In(_)), "each newcomer makes the large one wait longer");
 }
@@ -195,7 +201,7 @@ fn a_chat_without_a_limit_goes_where_the_engine_would_run_it() {
         rig.end(&turn, finished(92_000, 1));
     }
     // 276,000 pinned, 124,000 free; SGLang wants 1,000 + min(rest, 4,096).
-    let chat = Need { prompt_tokens: 1000, answer_tokens: None, exact: false, endless: false };
+    let chat = Need { prompt_tokens: 1000, answer_tokens: None, ..Need::default() };
     let first = rig.ask(None, None, Appends::Never, chat);
     let small = rig.plain(10);
     assert!(matches!((&first, &small), (Answer::In(_), Answer::In(_))), "{first:?} {small:?}");

@@ -129,7 +129,7 @@ impl Rig {
     pub(super) fn turn(&mut self, claim: &Claim) -> Answer {
         self.turn_that_needs(
             claim,
-            Need { prompt_tokens: 8, answer_tokens: Some(8), exact: false, endless: false },
+            Need { prompt_tokens: 8, answer_tokens: Some(8), ..Need::default() },
         )
     }
 
@@ -140,7 +140,7 @@ impl Rig {
 
     pub(super) fn plain(&mut self, tokens: u64) -> Answer {
         let need =
-            Need { prompt_tokens: tokens, answer_tokens: Some(0), exact: true, endless: false };
+            Need { prompt_tokens: tokens, answer_tokens: Some(0), exact: true, ..Need::default() };
         self.ask(None, None, Appends::Never, need)
     }
 
@@ -199,7 +199,7 @@ impl Rig {
     pub(super) fn pin_holding(&mut self, id: &str, tokens: u64) -> String {
         let incarnation = self.pin(id);
         let need =
-            Need { prompt_tokens: tokens, answer_tokens: Some(1), exact: true, endless: false };
+            Need { prompt_tokens: tokens, answer_tokens: Some(1), exact: true, ..Need::default() };
         let turn = self.turn_that_needs(&delta(id), need).inside();
         self.end(&turn, finished(tokens, 1));
         incarnation

@@ -12,7 +12,7 @@ pub(super) fn trimming() -> Rig {
 
 /// A turn that holds a whole history in so many bytes, and asks for 8 tokens.
 pub(super) fn whole(rig: &mut Rig, claim: &Claim, bytes: u64) -> rig::Answer {
-    let need = Need { prompt_tokens: bytes, answer_tokens: Some(8), exact: false, endless: false };
+    let need = Need { prompt_tokens: bytes, answer_tokens: Some(8), ..Need::default() };
     let key = claim.key().unwrap();
     rig.ask(Some((claim, &key)), None, Appends::Trimmed, need)
 }

@@ -61,7 +61,7 @@ fn a_large_turn_that_runs_beside_its_session_keeps_pinned_ones_from_growing() {
     rig.question(&turn, Plan::Refused, 1100);
     rig.plan(&turn, Plan::Refused, 0, 1100);
     rig.demoted();
-    let need = Need { prompt_tokens: 400, answer_tokens: Some(1), exact: true, endless: false };
+    let need = Need { prompt_tokens: 400, answer_tokens: Some(1), exact: true, ..Need::default() };
     let grows = rig.turn_that_needs(&delta("o"), need);
     let held = rig.table.totals(0).pinned_tokens;
     assert!(held + 1129 <= 1440, "{held} pinned beside a turn that needs 1129: {grows:?}");
@@ -140,7 +140,7 @@ fn who_asked_for_a_pin_keeps_it_against_who_did_not() {
     let second = whole(&mut rig, &auto("s"), 2330).inside();
     rig.runs(&second, 0, 620);
     rig.pin("asks");
-    let need = Need { prompt_tokens: 500, answer_tokens: Some(8), exact: true, endless: false };
+    let need = Need { prompt_tokens: 500, answer_tokens: Some(8), exact: true, ..Need::default() };
     let asks = rig.turn_that_needs(&delta("asks"), need).waits();
     rig.demoted();
     rig.answer(asks).inside();
@@ -335,7 +335,7 @@ fn who_answers_at_length_is_pinned_only_with_room_for_it() {
     let mut rig = Rig::with(Rules { auto_pin: true, ..rules() }, roomy);
     rig.table.shim_up(0, true);
     rig.table.trims(rig.now, true);
-    let need = Need { prompt_tokens: 400, answer_tokens: None, exact: false, endless: false };
+    let need = Need { prompt_tokens: 400, answer_tokens: None, ..Need::default() };
     for (id, answer, pins) in [("short", 900, true), ("long", 30_000, true), ("too", 36_000, false)]
     {
         let claim = auto(id);

@@ -1,0 +1,145 @@
+//! The slow lane, from the router's side: a turn whose prompt would keep its worker for long has
+//! its tokens computed there in pieces first (see [`proto::lane`]). It is a favour to the turns
+//! behind it: whatever goes wrong with it, the turn is sent as it would have been.
+//!
+//! Only what is known for sure goes there: token ids that are the engine's own, on a worker that
+//! says which blocks it has. Of text they are the engine's own if somebody's engine has told a
+//! block of it: then its tokens are made as it makes them.
+
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use bytes::Bytes;
+use http::{HeaderValue, Method, Request, Uri};
+use http_body_util::Full;
+use proto::{claim, lane};
+use tracing::debug;
+
+use crate::{
+    decide::Decided,
+    metrics::Laned,
+    proxy::{self, Outbound},
+    request::Turn,
+    shared::{Shared, now},
+    worker,
+};
+
+/// A turn that the lane has kept for so long is sent as it is: there are too many such, or the
+/// engine doesn't get on, and it has to be in some queue that bounds its wait.
+const LANE_MAX: Duration = Duration::from_secs(60);
+
+/// Has what is long of a turn's prompt computed, and returns when the turn may be sent.
+pub(crate) async fn run(
+    shared: &Arc<Shared>,
+    turn: &Turn,
+    outbound: &Outbound,
+    decided: &mut Decided,
+) {
+    let Some(Long { resident_tokens, piece_tokens }) = long(shared, decided) else { return };
+    decided.lease.enter_lane();
+    let laned = match ids(shared, turn, outbound, decided).await {
+        None => Err(Laned::NoIds),
+        Some(ids) => compute(shared, outbound, decided, lane::encode(&ids), resident_tokens).await,
+    };
+    decided.lease.leave_lane(laned.unwrap_or(u64::MAX));
+    if let (Ok(left_tokens), Some(blocks)) = (laned, &decided.blocks) {
+        decided.resident_tokens = Some(blocks.prompt().tokens.saturating_sub(left_tokens));
+    }
+    // Its worker knew nothing of the turn while its session was closed there.
+    if let (Some(hold), Some(claim)) = (&decided.hold, &mut decided.claim) {
+        claim.close |= hold.is_closing();
+    }
+    shared.metrics.laned(match laned {
+        Ok(left_tokens) if left_tokens > piece_tokens => Laned::Partly,
+        Ok(_) => Laned::Computed,
+        Err(laned) => laned,
+    });
+}
+
+/// A prompt of which its worker has more than a piece to compute.
+struct Long {
+    /// What it has already.
+    resident_tokens: u64,
+    piece_tokens: u64,
+}
+
+fn long(shared: &Shared, decided: &Decided) -> Option<Long> {
+    let view = shared.view.load();
+    let piece_tokens = view.roster().get(decided.worker)?.lane()?.piece_tokens;
+    // What may come behind a turn that opens its session waits at the agent, and must not get there
+    // first.
+    let facts = view.agent(decided.worker).facts.as_ref()?;
+    let opens = decided.claim.as_ref().is_some_and(|claim| claim.open);
+    if opens && facts.description.turns_queued_per_session_max > 0 {
+        return None;
+    }
+    let blocks = decided.blocks.as_ref()?;
+    let resident_tokens = decided.resident_tokens?;
+    let uncached_tokens = blocks.prompt().tokens - resident_tokens;
+    // What a session holds for itself alone is in nobody's blocks, and isn't to be computed.
+    let is_placed_so = decided.lease.tokens() == uncached_tokens;
+    (is_placed_so && uncached_tokens > piece_tokens)
+        .then_some(Long { resident_tokens, piece_tokens })
+}
+
+async fn ids(
+    shared: &Shared,
+    turn: &Turn,
+    outbound: &Outbound,
+    decided: &Decided,
+) -> Option<Vec<u32>> {
+    let view = shared.view.load();
+    let facts = view.agent(decided.worker).facts.as_ref()?;
+    let (path, body) = (outbound.path.path(), &outbound.body);
+    let blocks = decided.blocks.as_ref()?;
+    shared.whereabouts.ids(turn, path, body, blocks, &facts.description).await
+}
+
+/// Answers how many tokens are left to the turn.
+async fn compute(
+    shared: &Shared,
+    outbound: &Outbound,
+    decided: &Decided,
+    ids: Bytes,
+    resident_tokens: u64,
+) -> Result<u64, Laned> {
+    let uri = Uri::builder()
+        .scheme("http")
+        .authority(&*decided.authority)
+        .path_and_query(lane::PATH)
+        .build()
+        .expect("authority and path were parsed before");
+    let mut request = Request::new(Full::new(ids));
+    *request.method_mut() = Method::POST;
+    *request.uri_mut() = uri;
+    let headers = request.headers_mut();
+    headers.insert(claim::TURN, proxy::turn_header(outbound.turn_id));
+    headers.insert(claim::RANK, HeaderValue::from(decided.worker.dp_rank));
+    headers.insert(claim::RESIDENT, HeaderValue::from(resident_tokens));
+    let asked = now();
+    let answer = shared.client.request(request);
+    let limit = outbound.deadline.min(asked + LANE_MAX);
+    let laned = match tokio::time::timeout_at(limit.into(), answer).await {
+        Ok(Ok(response)) => lane::left_tokens(response.headers()).ok_or(Laned::Refused),
+        Ok(Err(error)) => {
+            debug!(worker = decided.name, error = worker::chain(&error), "slow lane");
+            Err(Laned::Failed)
+        }
+        Err(_) => Err(Laned::Late),
+    };
+    debug!(
+        turn = format!("{:016x}", outbound.turn_id),
+        worker = decided.name,
+        resident_tokens,
+        left = ?laned,
+        took_ms = millis_since(asked),
+        "slow lane"
+    );
+    laned
+}
+
+fn millis_since(at: Instant) -> u64 {
+    u64::try_from(now().saturating_duration_since(at).as_millis()).unwrap_or(u64::MAX)
+}

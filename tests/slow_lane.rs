@@ -1,0 +1,246 @@
+//! The slow lane through the whole house: a long prompt is computed in pieces before its turn, short
+//! prompts pass it, and its answer is what it would have been.
+
+#![expect(clippy::unwrap_used, reason = "a test fails where it unwraps")]
+
+use bytes::Bytes;
+use http::Method;
+use proto::lane::{PATH, encode};
+use serde_json::{Value, json};
+use tests::{
+    cluster::{Agent, Router, agent_config, eventually, ready, router_config},
+    engine_sim::{Config, EngineSim, core::CoreConfig, kv::KvEventsConfig},
+    web::{Answer, Web},
+};
+use tokio::task::JoinSet;
+
+/// Of the simulated engine: an unmeasured engine's pieces take it 3 s, a measured one's 0.6 s.
+const TOKENS_PER_S: u32 = 2_000;
+const PAGE_TOKENS: usize = 16;
+
+struct House {
+    engine: EngineSim,
+    agent: Agent,
+    router: Router,
+    web: Web,
+}
+
+impl House {
+    async fn new(piece_ms: u64, core: impl FnOnce(&mut CoreConfig)) -> House {
+        let mut config = Config { kv_events: Some(KvEventsConfig::local()), ..Config::default() };
+        config.core.page_size = PAGE_TOKENS;
+        config.core.max_total_tokens = 1 << 17;
+        config.core.context_len = 1 << 16;
+        config.core.prefill_tokens_per_s = TOKENS_PER_S.into();
+        core(&mut config.core);
+        let web = Web::default();
+        let engine = EngineSim::start_local(config).await.unwrap();
+        let settings = agent_config(&engine.url(), "w0");
+        let agent = Agent::start(worker_agent::config::Config { piece_ms, ..settings }).unwrap();
+        ready(&web, agent.admin).await;
+        let router = Router::start(router_config(&[&agent])).await.unwrap();
+        ready(&web, router.admin).await;
+        let house = House { engine, agent, router, web };
+        eventually("the engine's blocks are told", || async {
+            let workers = house.web.get(&house.router.url("/v1/workers")).await.unwrap().json();
+            (workers["workers"][0]["kv"]["state"] == "live").then_some(())
+        })
+        .await;
+        house
+    }
+
+    async fn turn(&self, prompt: &[u32]) -> Answer {
+        let answer = turn(&self.web, &self.router.url("/generate"), prompt).await;
+        assert_eq!(answer.status, 200, "{}", answer.text());
+        answer
+    }
+
+    /// The prompts that the engine was sent, in order.
+    fn seen(&self) -> Vec<Vec<u32>> {
+        let bodies = self.engine.bodies_seen("/generate");
+        bodies.iter().map(prompt_of).collect()
+    }
+
+    /// Asks the agent itself.
+    async fn lane(&self, headers: &[(&str, &str)], body: Bytes) -> Answer {
+        self.web.ask(Method::POST, &self.agent.url(PATH), headers, body).await.unwrap()
+    }
+
+    async fn lanes_prompts(&self) -> Value {
+        let workers = self.web.get(&self.router.url("/v1/workers")).await.unwrap().json();
+        workers["workers"][0]["load"]["lane"]["prompts"].clone()
+    }
+}
+
+async fn turn(web: &Web, url: &str, prompt: &[u32]) -> Answer {
+    web.post(url, &[], &body(prompt)).await.unwrap()
+}
+
+fn body(prompt: &[u32]) -> Value {
+    let sampling = json!({"max_new_tokens": 8, "temperature": 0, "ignore_eos": true});
+    json!({"input_ids": prompt, "sampling_params": sampling})
+}
+
+fn prompt_of(body: &Bytes) -> Vec<u32> {
+    let body: Value = serde_json::from_slice(body).unwrap();
+    serde_json::from_value(body["input_ids"].clone()).unwrap()
+}
+
+fn prompt(kind: u32, tokens: u32) -> Vec<u32> {
+    (0..tokens).map(|at| (kind * 37 + at * 7 + at / 250) % 250).collect()
+}
+
+#[tokio::test]
+async fn a_long_prompt_is_computed_in_pieces_and_answered_as_if_it_were_not() {
+    let (piecewise, whole) = (House::new(600, |_| {}).await, House::new(0, |_| {}).await);
+    let long = prompt(1, 10_000);
+    let (answer, plain) = tokio::join!(piecewise.turn(&long), whole.turn(&long));
+    assert_eq!(answer.json()["output_ids"], plain.json()["output_ids"]);
+    let seen = piecewise.seen();
+    let (sent, pieces) = seen.split_last().unwrap();
+    assert_eq!((sent, whole.seen()), (&long, vec![long.clone()]));
+    assert!(!pieces.is_empty(), "nothing was computed before");
+    assert!(pieces.iter().all(|piece| long.starts_with(piece)));
+    assert!(pieces.is_sorted_by(|one, next| one.len() < next.len()));
+    // Everything but what the turn itself computes was there, in whole pages.
+    let before = pieces.last().unwrap().len();
+    assert_eq!((answer.meta("cached_tokens"), before % PAGE_TOKENS), (Some(before as u64), 0));
+    assert!(long.len() - before <= 6_000, "{before} is more than a piece from the end");
+
+    // What is resident isn't computed again: the next turn is short, though its prompt is long.
+    let mut next = long.clone();
+    next.extend(prompt(2, 100));
+    eventually("its blocks are told", || async {
+        let workers = piecewise.web.get(&piecewise.router.url("/v1/workers")).await.unwrap().json();
+        let blocks = workers["workers"][0]["kv"]["resident_blocks"].as_u64();
+        (blocks == Some(10_000 / 64)).then_some(())
+    })
+    .await;
+    piecewise.turn(&next).await;
+    assert_eq!(piecewise.seen().len(), seen.len() + 1);
+}
+
+#[tokio::test]
+async fn a_session_that_has_just_spoken_takes_the_lane_when_it_has_much_to_say() {
+    let house = House::new(600, |_| {}).await;
+    let headers = [("x-berth-session-id", "grows")];
+    let url = house.router.url("/generate");
+    let mut history = prompt(1, 200);
+    let turn = async |history: &[u32]| {
+        let answer = house.web.post(&url, &headers, &body(history)).await.unwrap();
+        assert_eq!(answer.status, 200, "{}", answer.text());
+        let before = house.seen().len();
+        (answer.headers["x-berth-placement"].clone(), before)
+    };
+    turn(&history).await;
+    history.extend(prompt(2, 100));
+    assert_eq!(turn(&history).await, ("sticky".parse().unwrap(), 2), "small talk");
+    history.extend(prompt(3, 9_000));
+    let (placement, seen) = turn(&history).await;
+    assert_eq!(placement, "sticky");
+    assert!(seen > 3, "its prompt went whole");
+}
+
+#[tokio::test]
+async fn a_session_closed_while_its_turn_is_in_the_lane_ends_with_the_turn() {
+    let house = House::new(600, |_| {}).await;
+    let (web, url) = (house.web.clone(), house.router.url("/generate"));
+    let sent = body(&prompt(1, 14_000));
+    let mut waiting = JoinSet::new();
+    waiting.spawn(async move {
+        web.post(&url, &[("x-berth-session-id", "closed")], &sent).await.unwrap()
+    });
+    eventually("a piece of it", || async { (!house.seen().is_empty()).then_some(()) }).await;
+    let session = house.router.url("/v1/sessions/closed");
+    house.web.ask(Method::DELETE, &session, &[], "").await.unwrap();
+    let answer = waiting.join_next().await.unwrap().unwrap();
+    assert_eq!(answer.status, 200, "{}", answer.text());
+    eventually("the session's end", || async {
+        let workers = house.web.get(&house.router.url("/v1/workers")).await.unwrap().json();
+        (workers["workers"][0]["load"]["sessions"] == 0).then_some(())
+    })
+    .await;
+    assert_eq!(house.web.get(&session).await.unwrap().status, 404);
+}
+
+#[tokio::test]
+async fn a_short_prompt_passes_a_long_one_and_whoever_hangs_up_leaves_the_lane() {
+    let house = House::new(600, |_| {}).await;
+    // Half a minute's work.
+    let long = prompt(1, 60_000);
+    let (web, url, sent) = (house.web.clone(), house.router.url("/generate"), long.clone());
+    let mut waiting = JoinSet::new();
+    waiting.spawn(async move { turn(&web, &url, &sent).await });
+    eventually("a piece of it", || async { (!house.seen().is_empty()).then_some(()) }).await;
+    let short = house.turn(&prompt(2, 100)).await;
+    assert_eq!(short.meta("cached_tokens"), Some(0));
+    assert!(!house.seen().contains(&long), "the short one waited for the long one");
+    eventually("the router to hear of it", || async {
+        (house.lanes_prompts().await == 1).then_some(())
+    })
+    .await;
+    waiting.abort_all();
+    eventually("an empty lane", || async { (house.lanes_prompts().await == 0).then_some(()) })
+        .await;
+    // Nobody wants it any more.
+    house.turn(&prompt(3, 100)).await;
+    assert!(!house.seen().contains(&long));
+}
+
+#[tokio::test]
+async fn a_pool_that_keeps_nothing_costs_a_long_prompt_its_lane_and_not_its_answer() {
+    // Others take what a piece has left before the next one comes.
+    let house = House::new(600, |core| core.max_total_tokens = 12_288).await;
+    let long = prompt(1, 10_000);
+    let (web, url, sent) = (house.web.clone(), house.router.url("/generate"), long.clone());
+    let mut waiting = JoinSet::new();
+    waiting.spawn(async move { turn(&web, &url, &sent).await });
+    eventually("a piece of it", || async { (!house.seen().is_empty()).then_some(()) }).await;
+    for kind in 2..8 {
+        house.turn(&prompt(kind, 2_000)).await;
+    }
+    let answer = waiting.join_next().await.unwrap().unwrap();
+    assert_eq!(answer.status, 200, "{}", answer.text());
+    assert_eq!(house.seen().iter().filter(|seen| **seen == long).count(), 1);
+}
+
+#[tokio::test]
+async fn an_agent_takes_prompts_that_its_engine_can_compute_and_no_others() {
+    let house = House::new(600, |_| {}).await;
+    let refused = |answer: Answer| (answer.status.as_u16(), answer.code());
+    let ids = encode(&prompt(1, 9_000));
+    assert_eq!(refused(house.lane(&[], ids.slice(1..)).await), (400, "lane".to_owned()));
+    let headers = [("x-berth-resident-tokens", "many")];
+    assert_eq!(refused(house.lane(&headers, ids.clone()).await), (400, "lane".to_owned()));
+    let headers = [("x-berth-rank", "1")];
+    assert_eq!(refused(house.lane(&headers, ids.clone()).await), (400, "no_rank".to_owned()));
+    let outside = encode(&[vec![320], vec![0; 9_000]].concat());
+    let code = "token_out_of_vocabulary".to_owned();
+    assert_eq!(refused(house.lane(&[], outside).await), (400, code));
+    let long = encode(&prompt(1, (1 << 16) + 1));
+    assert_eq!(refused(house.lane(&[], long).await), (400, "lane".to_owned()));
+    assert!(house.seen().is_empty(), "none of these reached the engine");
+
+    // Short ones, and what is resident by the router's word, need no pieces.
+    assert_eq!(house.lane(&[], encode(&prompt(1, 200))).await.status, 204);
+    let headers = [("x-berth-resident-tokens", "8900")];
+    assert_eq!(house.lane(&headers, ids.clone()).await.status, 204);
+    assert!(house.seen().is_empty());
+    assert_eq!(house.lane(&[], ids.clone()).await.status, 204);
+    assert!(!house.seen().is_empty());
+
+    house.engine.kill();
+    eventually("the engine's end to be known", || async {
+        let answer = house.lane(&[], encode(&prompt(2, 9_000))).await;
+        (answer.code() == "engine_down").then_some(())
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn without_a_slow_lane_there_is_none() {
+    let house = House::new(0, |_| {}).await;
+    assert_eq!(house.lanes_prompts().await, Value::Null);
+    let answer = house.lane(&[], encode(&prompt(1, 6_000))).await;
+    assert_eq!((answer.status.as_u16(), answer.code()), (404, "unknown_route".to_owned()));
+}

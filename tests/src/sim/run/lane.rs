@@ -1,0 +1,159 @@
+//! A worker's slow lane: the agent's own order of long prompts, over the model's engine. What it
+//! does is what the agent's shell does, without sockets.
+
+use std::time::Duration;
+
+use proto::lane;
+use worker_agent::{
+    config::Config,
+    lane::order::{Order, Ticket},
+};
+
+use super::{Event, World};
+use crate::sim::{
+    engine::{Begun, Job, PREFILL_TOKENS_PER_S},
+    fleet,
+    policy::Policy,
+    pool::Class,
+};
+
+/// From the end of a piece until the engine has the next: its answer, and another request.
+const BETWEEN_PIECES: Duration = Duration::from_millis(10);
+
+/// Prompts that are computed in pieces before their turns.
+#[derive(Debug, Default)]
+pub(super) struct Lane {
+    order: Order,
+    prompts: Vec<Prompt>,
+    /// Turns that have left it, on their way to the engine.
+    leaving: Vec<Job>,
+}
+
+#[derive(Debug)]
+struct Prompt {
+    ticket: Ticket,
+    turn: Job,
+    resident_tokens: u64,
+}
+
+impl Lane {
+    /// For reports.
+    pub(super) fn load(&self) -> fleet::Lane {
+        let (tokens, prompts) = self.order.load();
+        fleet::Lane { tokens, prompts: prompts as u64, piece_tokens: piece_tokens() }
+    }
+
+    fn leave(&mut self, at: usize) -> Job {
+        let Prompt { ticket, turn, .. } = self.prompts.remove(at);
+        self.order.leave(ticket);
+        turn
+    }
+
+    fn left(&self, at: usize) -> u64 {
+        self.prompts[at].turn.input_tokens - self.prompts[at].resident_tokens
+    }
+
+    /// The next piece for the engine, if it has none.
+    fn next(&mut self, block_tokens: u64) -> Option<Job> {
+        let ticket = self.order.first()?;
+        let prompt = self.prompts.iter().find(|prompt| prompt.ticket == ticket);
+        let Prompt { turn, resident_tokens, .. } = prompt.expect("who is first is inside");
+        let blocks = end(*resident_tokens, block_tokens) / block_tokens;
+        let tokens = blocks * block_tokens - resident_tokens;
+        self.order.begin(ticket, tokens);
+        let chain = turn.chain[..usize::try_from(blocks).expect("prompts fit memory")].to_vec();
+        Some(Job {
+            is_ahead: true,
+            chain,
+            input_tokens: blocks * block_tokens,
+            output_tokens: 0,
+            expected_tokens: tokens,
+            ..*turn
+        })
+    }
+}
+
+/// As agents have it by default.
+fn piece_tokens() -> u64 {
+    lane::piece_tokens(Config::default().piece_ms, PREFILL_TOKENS_PER_S)
+}
+
+/// Where a piece ends.
+fn end(resident_tokens: u64, block_tokens: u64) -> u64 {
+    let end = resident_tokens + piece_tokens();
+    end / block_tokens * block_tokens
+}
+
+impl World {
+    /// A placed turn reaches its worker: by the lane, if its prompt is known to be long there.
+    pub(super) fn arrive(&mut self, worker: usize, turn: Job, is_known: bool) {
+        let resident_tokens = turn.input_tokens - turn.expected_tokens;
+        let takes = is_known && !self.lanes.is_empty() && self.is_long(&turn, resident_tokens);
+        let ticket = takes.then(|| {
+            let order = &mut self.lanes[worker].order;
+            order.measured(PREFILL_TOKENS_PER_S);
+            order.enter(turn.expected_tokens, self.now)
+        });
+        match ticket.flatten() {
+            Some(ticket) => {
+                self.lanes[worker].prompts.push(Prompt { ticket, turn, resident_tokens });
+                self.next_piece(worker);
+            }
+            None => self.engines[worker].arrive(turn),
+        }
+    }
+
+    /// Whether a piece of it is to be computed before it.
+    fn is_long(&self, turn: &Job, resident_tokens: u64) -> bool {
+        let left = turn.input_tokens - resident_tokens;
+        let end = end(resident_tokens, self.corpus.block_tokens);
+        // What nobody finds again is computed once, by the turn.
+        let found = turn.chain.len() as u64 * self.corpus.block_tokens;
+        left > piece_tokens() && end <= found
+    }
+
+    /// The engine gets the turns that have left, and the next piece if it has none.
+    pub(super) fn next_piece(&mut self, worker: usize) {
+        for turn in std::mem::take(&mut self.lanes[worker].leaving) {
+            self.engines[worker].arrive(turn);
+        }
+        if let Some(piece) = self.lanes[worker].next(self.corpus.block_tokens) {
+            self.engines[worker].arrive(piece);
+        }
+    }
+
+    /// The engine has computed a piece: its KV stays, its turn may be sent.
+    pub(super) fn piece_done(&mut self, worker: usize, piece: Begun, policy: &mut dyn Policy) {
+        let Begun { job, matched_tokens, stored, .. } = piece;
+        let computed = job.input_tokens - matched_tokens;
+        self.tally.prefilled_tokens[worker] += computed;
+        self.turns[job.turn].ahead_tokens += computed;
+        let pool = self.pool_of(worker);
+        self.engines[worker].leave(&job, Class::Plain, &mut self.pools[pool]);
+        self.tell_blocks(worker, stored, vec![], policy);
+        let lane = &mut self.lanes[worker];
+        let inside = lane.prompts.iter().position(|prompt| prompt.turn.turn == job.turn);
+        let at = inside.expect("a prompt leaves the lane by its last piece");
+        let before = std::mem::replace(&mut lane.prompts[at].resident_tokens, job.input_tokens);
+        let evicted = matched_tokens + self.corpus.block_tokens < before;
+        let (left, ticket) = (lane.left(at), lane.prompts[at].ticket);
+        lane.order.computed(ticket, left);
+        let prompt = &self.lanes[worker].prompts[at];
+        if evicted || !self.is_long(&prompt.turn, prompt.resident_tokens) {
+            let turn = self.lanes[worker].leave(at);
+            self.lanes[worker].leaving.push(Job { expected_tokens: left, ..turn });
+        }
+        let life = self.lives[worker];
+        self.schedule(self.now + BETWEEN_PIECES, Event::Piece { worker, life });
+    }
+
+    /// The worker is gone: the turns that were in its lane.
+    pub(super) fn empty_lane(&mut self, worker: usize) -> Vec<Job> {
+        let lane = self.lanes.get_mut(worker).map(std::mem::take);
+        let inside = |lane: Lane| {
+            let waiting = lane.prompts.into_iter().map(|prompt| prompt.turn);
+            waiting.chain(lane.leaving)
+        };
+        lane.into_iter().flat_map(inside).collect()
+    }
+}

@@ -1,0 +1,325 @@
+//! The slow lane: a long prompt's way through the engine before its turn, in pieces between which
+//! shorter prompts get theirs. See [`proto::lane`] for why, and for what travels.
+//!
+//! One piece of a rank's prompts is under way at a time, whose is [`order`]'s to say. A piece is a
+//! turn of its own, for one token and without a session: it is let in, waits for room, is counted
+//! and aborted as any other, and leaves its KV in the engine's cache. Whoever asked may hang up at
+//! any time; what is computed is computed.
+
+pub mod order;
+
+use std::{
+    collections::BTreeMap,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use axum::{
+    extract::Request,
+    response::{IntoResponse, Response},
+};
+use http::{HeaderValue, StatusCode};
+use http_body_util::{BodyExt, Limited};
+use parking_lot::Mutex;
+use proto::{
+    claim,
+    lane::{LEFT, PREFILL_TOKENS_PER_S_ASSUMED, decode, piece_tokens},
+    load::{Description, Lane, LoadReport, RankLoad},
+    process::{budget::HeldBody, refusal::Refusal},
+};
+use serde::Deserialize;
+use tokio::sync::{Notify, watch};
+use tracing::debug;
+
+use self::order::{Order, Ticket};
+use crate::{
+    metrics::Piece,
+    turn::{self, Turns},
+};
+
+/// The answer to a piece is one token and what the engine says of it.
+const ANSWER_BYTES_MAX: usize = 1 << 20;
+/// A piece takes no longer, its waits for room and in the engine's queue included: else what has no
+/// room would keep those out that have. Its turn then waits where everyone does.
+const PIECE_MAX: Duration = Duration::from_secs(10);
+
+/// The lanes of all ranks. Whoever reports loads reads them too.
+#[derive(Debug)]
+pub struct Lanes {
+    piece_ms: u64,
+    ranks: Mutex<BTreeMap<u32, Order>>,
+    /// Somebody else may be next.
+    moved: Notify,
+}
+
+impl Lanes {
+    /// Empty; a piece takes the engine so long.
+    #[must_use]
+    pub fn new(piece_ms: u64) -> Self {
+        Self { piece_ms, ranks: Mutex::default(), moved: Notify::new() }
+    }
+
+    /// What waits on a rank of which so much is known.
+    #[must_use]
+    pub fn load(&self, rank: &RankLoad) -> Lane {
+        let (tokens, prompts) = self.ranks.lock().get(&rank.dp_rank).map_or((0, 0), Order::load);
+        let piece_tokens = piece_tokens(self.piece_ms, tokens_per_s(rank));
+        Lane { tokens, prompts: u32::try_from(prompts).unwrap_or(u32::MAX), piece_tokens }
+    }
+
+    fn with<T>(&self, dp_rank: u32, change: impl FnOnce(&mut Order) -> T) -> T {
+        let mut ranks = self.ranks.lock();
+        let order = ranks.entry(dp_rank).or_default();
+        let changed = change(order);
+        if cfg!(debug_assertions) {
+            order.check_invariants();
+        }
+        drop(ranks);
+        self.moved.notify_waiters();
+        changed
+    }
+}
+
+/// One prompt's place in its rank's lane, until it is dropped.
+#[derive(Debug)]
+struct Place<'a> {
+    lanes: &'a Lanes,
+    dp_rank: u32,
+    ticket: Ticket,
+}
+
+impl Place<'_> {
+    /// Waits until a piece of this prompt is next, and begins it if it wants one by then.
+    async fn next<T>(&self, piece: impl Fn() -> Option<(u64, T)>) -> Option<T> {
+        loop {
+            let mut moved = std::pin::pin!(self.lanes.moved.notified());
+            // From here on no move is missed.
+            moved.as_mut().enable();
+            {
+                let mut ranks = self.lanes.ranks.lock();
+                let order = ranks.entry(self.dp_rank).or_default();
+                if order.first() == Some(self.ticket) {
+                    let (tokens, piece) = piece()?;
+                    order.begin(self.ticket, tokens);
+                    return Some(piece);
+                }
+            }
+            moved.await;
+        }
+    }
+
+    fn computed(&self, left_tokens: u64) {
+        self.lanes.with(self.dp_rank, |order| order.computed(self.ticket, left_tokens));
+    }
+}
+
+impl Drop for Place<'_> {
+    fn drop(&mut self) {
+        self.lanes.with(self.dp_rank, |order| order.leave(self.ticket));
+    }
+}
+
+/// What computes prompts ahead of their turns.
+#[derive(Debug, Clone)]
+pub struct SlowLane {
+    /// Shared with who reports loads.
+    pub lanes: Arc<Lanes>,
+    /// A piece's way through the agent.
+    pub turns: Turns,
+    /// How the engine does.
+    pub report: watch::Receiver<Arc<LoadReport>>,
+    /// What it is.
+    pub description: watch::Receiver<Option<Arc<Description>>>,
+    /// Of the clock by which prompts wait.
+    pub start: Instant,
+}
+
+/// A prompt to compute.
+#[derive(Debug)]
+struct Prompt {
+    /// Its ids, as they came.
+    body: HeldBody,
+    tokens: usize,
+    dp_rank: u32,
+    page_tokens: usize,
+    /// Leading tokens that are in the engine's cache.
+    resident: usize,
+}
+
+impl Prompt {
+    fn left(&self) -> u64 {
+        (self.tokens - self.resident) as u64
+    }
+
+    /// The first so many ids, as JSON.
+    fn json(&self, end: usize) -> String {
+        let ids = decode(&self.body.bytes).expect("it was decoded when it came");
+        let ids: Vec<u32> = ids.take(end).collect();
+        serde_json::to_string(&ids).expect("numbers serialise")
+    }
+
+    /// Where a piece of so many tokens ends; none if what is left is the turn's own to compute.
+    fn end(&self, piece_tokens: u64) -> Option<usize> {
+        if self.left() <= piece_tokens {
+            return None;
+        }
+        // It fits: there are more tokens left.
+        let end = self.resident + usize::try_from(piece_tokens).ok()?;
+        // A page that isn't full is cached by nobody.
+        let end = (end / self.page_tokens * self.page_tokens).max(self.resident + self.page_tokens);
+        (end < self.tokens).then_some(end)
+    }
+}
+
+impl SlowLane {
+    /// Computes all of a prompt but what is less than a piece; answers how much is left.
+    pub async fn answer(&self, request: Request) -> Response {
+        match self.serve(request).await {
+            Ok(left_tokens) => {
+                let mut answer = StatusCode::NO_CONTENT.into_response();
+                answer.headers_mut().insert(LEFT, HeaderValue::from(left_tokens));
+                answer
+            }
+            Err(refusal) => {
+                debug!(%refusal, "long prompt refused");
+                self.turns.metrics.refused(refusal.code);
+                refusal.into_response()
+            }
+        }
+    }
+
+    async fn serve(&self, request: Request) -> Result<u64, Refusal> {
+        let mut prompt = self.read(request).await?;
+        let (piece, tokens_per_s) = self.piece(prompt.dp_rank)?;
+        if prompt.end(piece).is_some() {
+            let place = self.enter(&prompt, tokens_per_s)?;
+            self.compute(&mut prompt, &place).await?;
+        }
+        Ok(prompt.left())
+    }
+
+    async fn read(&self, request: Request) -> Result<Prompt, Refusal> {
+        let (parts, body) = request.into_parts();
+        let bad = |what: String| Refusal::bad_request("lane", what);
+        let dp_rank = claim::rank(&parts.headers).map_err(|error| bad(error.to_string()))?;
+        let resident = claim::resident_tokens(&parts.headers);
+        let resident = resident.map_err(|error| bad(error.to_string()))?;
+        let body = self.turns.budget.read(body).await?;
+        let tokens = decode(&body.bytes).map(|ids| ids.len()).ok_or_else(|| {
+            bad("the body is no list of token ids; send four little-endian bytes each".to_owned())
+        })?;
+        let (page_tokens, context_tokens) = match self.description.borrow().as_deref() {
+            Some(Description { engine, .. }) => (engine.page_tokens.max(1), engine.context_tokens),
+            None => return Err(down("it was not reached yet")),
+        };
+        if tokens > context_tokens as usize {
+            let text = "the prompt is longer than the model's context; send the turn itself";
+            return Err(bad(text.to_owned()));
+        }
+        Ok(Prompt {
+            tokens,
+            dp_rank: dp_rank.unwrap_or(0),
+            page_tokens: page_tokens as usize,
+            resident: usize::try_from(resident).unwrap_or(usize::MAX).min(tokens),
+            body,
+        })
+    }
+
+    async fn compute(&self, prompt: &mut Prompt, place: &Place<'_>) -> Result<(), Refusal> {
+        let mut is_first = true;
+        loop {
+            // The engine may have been measured anew, or be gone, while others computed theirs.
+            let (_, tokens_per_s) = self.piece(prompt.dp_rank)?;
+            self.lanes.with(prompt.dp_rank, |order| order.measured(tokens_per_s));
+            let piece = || {
+                let (piece_tokens, _) = self.piece(prompt.dp_rank).ok()?;
+                let end = prompt.end(piece_tokens)?;
+                Some(((end - prompt.resident) as u64, end))
+            };
+            let Some(end) = place.next(piece).await else { return Ok(()) };
+            let computed = tokio::time::timeout(PIECE_MAX, self.piece_of(prompt, end)).await;
+            let cached = computed.unwrap_or_else(|_| Err(late()));
+            let cached = cached.inspect_err(|_| self.turns.metrics.piece(Piece::Failed, 0))?;
+            // What was there has gone meanwhile: the pool has no room for what nobody holds. Of the
+            // first piece it is the router who was wrong.
+            let gone = cached.saturating_add(prompt.page_tokens) < prompt.resident;
+            let evicted = gone && !is_first;
+            let became = if evicted { Piece::Evicted } else { Piece::Computed };
+            self.turns.metrics.piece(became, end.saturating_sub(cached) as u64);
+            (prompt.resident, is_first) = (end, false);
+            place.computed(prompt.left());
+            if evicted {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Has the engine compute a prompt's beginning; answers how much of it was in its cache.
+    async fn piece_of(&self, prompt: &Prompt, end: usize) -> Result<usize, Refusal> {
+        #[derive(Deserialize)]
+        struct Answer {
+            meta_info: Meta,
+        }
+        #[derive(Deserialize)]
+        struct Meta {
+            cached_tokens: usize,
+        }
+        let ids = prompt.json(end);
+        // One token: not all of the engine's modes can be asked for none.
+        let sampling = r#"{"max_new_tokens":1,"temperature":0}"#;
+        let body = format!(r#"{{"input_ids":{ids},"sampling_params":{sampling}}}"#);
+        let resident = prompt.resident as u64;
+        let response = turn::generate(&self.turns, prompt.dp_rank, resident, body).await?;
+        let status = response.status();
+        let read = Limited::new(response.into_body(), ANSWER_BYTES_MAX).collect().await;
+        let bytes = read.map(http_body_util::Collected::to_bytes).unwrap_or_default();
+        let answer = serde_json::from_slice::<Answer>(&bytes).ok().filter(|_| status.is_success());
+        answer.map(|answer| answer.meta_info.cached_tokens).ok_or_else(|| {
+            let text = format!("the engine answered a piece with {status}; send the turn itself");
+            Refusal::new(StatusCode::BAD_GATEWAY, "lane_failed", text)
+        })
+    }
+
+    fn enter(&self, prompt: &Prompt, tokens_per_s: u64) -> Result<Place<'_>, Refusal> {
+        let now = tokio::time::Instant::now().into_std().saturating_duration_since(self.start);
+        let ticket = self.lanes.with(prompt.dp_rank, |order| {
+            order.measured(tokens_per_s);
+            order.enter(prompt.left(), now)
+        });
+        let ticket = ticket.ok_or_else(|| {
+            let text = "too many long prompts wait on this worker; send the turn itself";
+            Refusal::new(StatusCode::TOO_MANY_REQUESTS, "lane_full", text)
+                .retry_after(Duration::from_secs(1))
+        })?;
+        Ok(Place { lanes: &self.lanes, dp_rank: prompt.dp_rank, ticket })
+    }
+
+    /// Tokens of a piece now, and of a second.
+    fn piece(&self, dp_rank: u32) -> Result<(u64, u64), Refusal> {
+        let report = self.report.borrow();
+        if let Some(reason) = &report.unhealthy {
+            return Err(down(reason));
+        }
+        let rank = report.ranks.iter().find(|rank| rank.dp_rank == dp_rank).ok_or_else(|| {
+            let text = format!("there is no DP rank {dp_rank}; ask for one of /v1/workers");
+            Refusal::bad_request("no_rank", text)
+        })?;
+        let tokens_per_s = tokens_per_s(rank);
+        Ok((piece_tokens(self.lanes.piece_ms, tokens_per_s), tokens_per_s))
+    }
+}
+
+fn tokens_per_s(rank: &RankLoad) -> u64 {
+    rank.prefill_tokens_per_s.map_or(PREFILL_TOKENS_PER_S_ASSUMED, |figure| figure.value)
+}
+
+fn late() -> Refusal {
+    let text = "a piece took over 10 s, so there is no room or a long queue; send the turn itself";
+    Refusal::new(StatusCode::SERVICE_UNAVAILABLE, "lane_late", text)
+}
+
+fn down(reason: &str) -> Refusal {
+    let text = format!("the engine can't be used: {reason}; try again when it answers");
+    Refusal::new(StatusCode::SERVICE_UNAVAILABLE, "engine_down", text)
+        .retry_after(Duration::from_secs(2))
+}

@@ -1,0 +1,184 @@
+//! Who computes the next piece. Pure: times come in, a ticket goes out.
+//!
+//! The shortest first makes the sum of all waits the least, but lets a long prompt starve. So half
+//! of what a prompt has waited counts as computed: who comes later than twice what a prompt takes
+//! doesn't pass it.
+
+use std::time::Duration;
+
+/// Prompts at once: each is a request that a router waits for.
+pub const PROMPTS_MAX: usize = 256;
+
+/// A prompt in the lane.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Ticket(u64);
+
+/// One rank's prompts.
+#[derive(Debug, Clone, Default)]
+pub struct Order {
+    /// As measured last: what waits compares by one rate, or two could each think the other first.
+    tokens_per_s: u64,
+    prompts: Vec<Prompt>,
+    /// Whose piece the engine has, and its tokens.
+    under_way: Option<(Ticket, u64)>,
+    next: u64,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Prompt {
+    ticket: Ticket,
+    since: Duration,
+    left_tokens: u64,
+}
+
+impl Order {
+    /// The engine computes so many tokens in a second.
+    pub fn measured(&mut self, tokens_per_s: u64) {
+        self.tokens_per_s = tokens_per_s;
+    }
+
+    /// Takes a prompt with so many tokens to compute, from this moment of any clock on. None: the
+    /// lane is full.
+    pub fn enter(&mut self, left_tokens: u64, now: Duration) -> Option<Ticket> {
+        if self.prompts.len() == PROMPTS_MAX {
+            return None;
+        }
+        let ticket = Ticket(self.next);
+        self.next += 1;
+        self.prompts.push(Prompt { ticket, since: now, left_tokens });
+        Some(ticket)
+    }
+
+    /// Whose piece is next; nobody's while one is under way.
+    #[must_use]
+    pub fn first(&self) -> Option<Ticket> {
+        if self.under_way.is_some() {
+            return None;
+        }
+        let micros = |prompt: &Prompt| {
+            let left =
+                u128::from(prompt.left_tokens) * 1_000_000 / u128::from(self.tokens_per_s.max(1));
+            2 * left + prompt.since.as_micros()
+        };
+        self.prompts
+            .iter()
+            .min_by_key(|prompt| (micros(prompt), prompt.ticket))
+            .map(|one| one.ticket)
+    }
+
+    /// The engine has a piece of this prompt.
+    ///
+    /// # Panics
+    /// When it has another's.
+    pub fn begin(&mut self, ticket: Ticket, piece_tokens: u64) {
+        assert_eq!(self.under_way, None, "one piece at a time");
+        self.under_way = Some((ticket, piece_tokens));
+    }
+
+    /// The piece is computed, and so much of its prompt is left.
+    pub fn computed(&mut self, ticket: Ticket, left_tokens: u64) {
+        self.under_way = self.under_way.filter(|(of, _)| *of != ticket);
+        if let Some(prompt) = self.prompts.iter_mut().find(|prompt| prompt.ticket == ticket) {
+            prompt.left_tokens = left_tokens;
+        }
+    }
+
+    /// The prompt goes its way, or is given up.
+    pub fn leave(&mut self, ticket: Ticket) {
+        self.under_way = self.under_way.filter(|(of, _)| *of != ticket);
+        self.prompts.retain(|prompt| prompt.ticket != ticket);
+    }
+
+    /// Of all of them, not computed and not in the engine; and how many they are.
+    #[must_use]
+    pub fn load(&self) -> (u64, usize) {
+        let left =
+            self.prompts.iter().map(|prompt| prompt.left_tokens).fold(0, u64::saturating_add);
+        let inside = self.under_way.map_or(0, |(_, tokens)| tokens);
+        (left.saturating_sub(inside), self.prompts.len())
+    }
+
+    /// Panics where it can't be so.
+    pub fn check_invariants(&self) {
+        assert!(self.prompts.len() <= PROMPTS_MAX);
+        assert!(self.prompts.is_sorted_by(|one, other| one.ticket < other.ticket));
+        if let Some((ticket, _)) = self.under_way {
+            assert!(
+                self.prompts.iter().any(|prompt| prompt.ticket == ticket),
+                "whose piece is it?"
+            );
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const RATE: u64 = 1_000;
+    const MS: Duration = Duration::from_millis(1);
+
+    #[test]
+    fn a_shorter_prompt_goes_first_between_two_pieces_of_a_longer_one() {
+        let mut order = Order { tokens_per_s: RATE, ..Order::default() };
+        let long = order.enter(10_000, MS).unwrap();
+        assert_eq!(order.first(), Some(long));
+        order.begin(long, 400);
+        let short = order.enter(1_000, 2 * MS).unwrap();
+        assert_eq!(order.first(), None, "a piece under way is not disturbed");
+        assert_eq!(order.load(), (10_600, 2));
+        order.computed(long, 9_600);
+        assert_eq!(order.first(), Some(short));
+        order.begin(short, 400);
+        order.leave(short);
+        assert_eq!((order.first(), order.load()), (Some(long), (9_600, 1)));
+    }
+
+    #[test]
+    fn who_has_waited_twice_its_own_time_goes_before_newcomers() {
+        let mut order = Order { tokens_per_s: RATE, ..Order::default() };
+        let long = order.enter(1_000, Duration::ZERO).unwrap();
+        let _newcomer = order.enter(1, 2_000 * MS).unwrap();
+        assert_eq!(order.first(), Some(long));
+        order.leave(long);
+        let long = order.enter(1_000, Duration::ZERO).unwrap();
+        order.leave(long);
+        let long = order.enter(1_010, Duration::ZERO).unwrap();
+        assert_ne!(order.first(), Some(long), "not before that");
+    }
+
+    #[test]
+    fn a_full_lane_takes_no_more() {
+        let mut order = Order { tokens_per_s: RATE, ..Order::default() };
+        let tickets: Vec<_> = (0..PROMPTS_MAX).map(|_| order.enter(1, MS).unwrap()).collect();
+        assert_eq!(order.enter(1, MS), None);
+        order.leave(tickets[7]);
+        assert!(order.enter(1, MS).is_some());
+    }
+
+    proptest! {
+        /// Whatever comes and goes, somebody is next as long as anybody is there and no piece is
+        /// under way.
+        #[test]
+        fn somebody_is_next(does in prop::collection::vec((0..5_u8, 0..9_usize, 0..5_000_u64), 1..80)) {
+            let (mut order, mut inside) = (Order::default(), Vec::new());
+            order.measured(RATE);
+            for (at, (what, which, tokens)) in does.into_iter().enumerate() {
+                let now = MS * u32::try_from(at).unwrap();
+                match what {
+                    0 | 1 => inside.extend(order.enter(tokens, now)),
+                    2 => if let Some(first) = order.first() { order.begin(first, tokens) },
+                    3 if which < inside.len() => order.computed(inside[which], tokens),
+                    4 if which < inside.len() => order.leave(inside.remove(which)),
+                    _ => {}
+                }
+                order.check_invariants();
+                let free = order.under_way.is_none() && !inside.is_empty();
+                prop_assert_eq!(order.first().is_some(), free);
+                prop_assert_eq!(order.load().1, inside.len());
+            }
+        }
+    }
+}
