@@ -180,7 +180,11 @@ fn placement(criterion: &mut Criterion) {
             bencher.iter(|| {
                 at = (at + 1) % workers;
                 let worker = WorkerRef { agent: at, dp_rank: 0 };
-                let sticky = Some(Sticky { ended: Some(now), ..Sticky::at(worker) });
+                let sticky = Some(Sticky {
+                    ended: Some(now),
+                    new_tokens: Some(4_000),
+                    ..Sticky::at(worker)
+                });
                 settled(&black_box(Question { sticky, ..question(at as u64) }), &view, now)
             });
         });

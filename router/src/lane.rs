@@ -67,7 +67,7 @@ struct Long {
 
 fn long(shared: &Shared, decided: &Decided) -> Option<Long> {
     let view = shared.view.load();
-    let piece_tokens = view.roster().get(decided.worker)?.lane()?.piece_tokens;
+    let piece_tokens = view.roster().get(decided.worker)?.piece_tokens()?;
     // What may come behind a turn that opens its session waits at the agent, and must not get there
     // first.
     let facts = view.agent(decided.worker).facts.as_ref()?;

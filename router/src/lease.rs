@@ -6,8 +6,10 @@ use std::sync::{
     atomic::{AtomicU32, AtomicU64, Ordering},
 };
 
-/// What this router has begun on one worker; the same counts in every snapshot of the view.
+/// What this router has begun on one worker; the same counts in every snapshot of the view. A cache
+/// line of its own: a decision reads those of a thousand workers.
 #[derive(Debug, Default)]
+#[repr(align(64))]
 pub struct InFlight {
     turns: AtomicU32,
     opens: AtomicU32,
@@ -44,13 +46,23 @@ impl InFlight {
         self.opens.load(Ordering::Relaxed)
     }
 
+    /// Prompt tokens to be computed for turns whose answer has not begun.
+    pub fn unanswered_tokens(&self) -> u64 {
+        self.unanswered_tokens.load(Ordering::Relaxed)
+    }
+
+    /// KV that the turns in flight bring.
+    pub fn coming_tokens(&self) -> u64 {
+        self.coming_tokens.load(Ordering::Relaxed)
+    }
+
     /// All counts.
     pub fn counts(&self) -> Counts {
         Counts {
             turns: self.turns(),
             opens: self.opens(),
-            unanswered_tokens: self.unanswered_tokens.load(Ordering::Relaxed),
-            coming_tokens: self.coming_tokens.load(Ordering::Relaxed),
+            unanswered_tokens: self.unanswered_tokens(),
+            coming_tokens: self.coming_tokens(),
             lane_tokens: self.lane_tokens.load(Ordering::Relaxed),
             lane_prompts: self.lane_prompts.load(Ordering::Relaxed),
         }

@@ -16,10 +16,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::{
-    id::Digest,
-    load::{Lane, Retention},
-};
+use proto::{id::Digest, load::Retention};
 use serde::Serialize;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
@@ -211,8 +208,8 @@ pub fn settled(question: &Question<'_>, view: &ClusterView, now: Instant) -> Opt
     let ahead_ms = |seen| u128::from(cost::ahead_ms(question, view, seen, now));
     let lately = |at: Instant| now.saturating_duration_since(at) < IDLE_SETTLED_MAX;
     let Sticky { ended, new_tokens, .. } = sticky(question)?;
-    let is_long = |lane: Lane| new_tokens.is_none_or(|tokens| tokens > lane.piece_tokens);
-    if !ended.is_some_and(lately) || home.lane().is_some_and(is_long) {
+    let is_long = |piece_tokens| new_tokens.is_none_or(|tokens| tokens > piece_tokens);
+    if !ended.is_some_and(lately) || home.piece_tokens().is_some_and(is_long) {
         return None;
     }
     let own_ms = ahead_ms(home);

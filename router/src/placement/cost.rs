@@ -171,7 +171,8 @@ pub(super) fn within(
         let displaced = displaced_tokens(load, wanted, room.pool_tokens?, needed)?;
         Some(millis(displaced, tokens_per_s))
     });
-    let blocking_max = if seen.lane().is_some() { BLOCKING_LANE_MS_MAX } else { BLOCKING_MS_MAX };
+    let blocking_max =
+        if seen.piece_tokens().is_some() { BLOCKING_LANE_MS_MAX } else { BLOCKING_MS_MAX };
     let blocking_ms = prefill_ms.map(|prefill_ms| blocking_ms(prefill_ms, blocking_max, wanted));
     let parts = [
         soon_ms,
@@ -246,7 +247,8 @@ fn queue(
 /// needs no lane; else all of those that have less. Who they are isn't told; together they are no
 /// more than that many such prompts.
 fn lane_tokens(seen: Seen<'_>, uncached: u64) -> u64 {
-    let lane = seen.lane().filter(|lane| uncached > lane.piece_tokens);
+    let needs_it = seen.piece_tokens().is_some_and(|piece_tokens| uncached > piece_tokens);
+    let lane = if needs_it { seen.lane() } else { None };
     lane.map_or(0, |lane| lane.tokens.min(uncached.saturating_mul(lane.prompts.into())))
 }
 

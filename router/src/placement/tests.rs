@@ -10,7 +10,7 @@ use std::{
 use proto::{
     block::{BlockHash, after},
     id::{Digest, SessionKey},
-    load::{Figure, LoadReport, RankLoad, Retention, Session, SessionState, Source},
+    load::{Figure, Lane, LoadReport, RankLoad, Retention, Session, SessionState, Source},
 };
 
 use super::*;

@@ -226,7 +226,7 @@ impl<'a> Seen<'a> {
     /// own that have no answer yet.
     #[must_use]
     pub fn backlog_tokens(self, tokens_per_s: u64, now: Instant) -> u64 {
-        let own = self.in_flight.counts().unanswered_tokens;
+        let own = self.in_flight.unanswered_tokens();
         let Line { backlog: Some(figure), reported: Some(at), .. } = self.line else {
             return own;
         };
@@ -235,6 +235,12 @@ impl<'a> Seen<'a> {
         let computed = tokens_per_s.saturating_mul(age_ms) / 1000;
         let left = figure.value.saturating_sub(computed);
         left.saturating_add(own.saturating_sub(self.line.unanswered_tokens_at_report))
+    }
+
+    /// Tokens of a piece, where long prompts are computed in pieces.
+    #[must_use]
+    pub fn piece_tokens(self) -> Option<u64> {
+        self.line.lane.map(|lane| lane.piece_tokens.get().into())
     }
 
     /// Long prompts that are computed there in pieces: those reported, corrected by those this
@@ -289,7 +295,7 @@ impl<'a> Seen<'a> {
     /// KV of turns that this router has there and that no session table can know of yet.
     #[must_use]
     pub fn coming_tokens(self) -> u64 {
-        self.in_flight.counts().coming_tokens
+        self.in_flight.coming_tokens()
     }
 
     /// Sessions this router has opened there since the last report.
