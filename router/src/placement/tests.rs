@@ -1,5 +1,7 @@
-//! What a choice of worker must be like, through `place` alone; of random fleets, see `random`.
+//! What a choice of worker must be like, through `place` alone; with the slow lane, see `lane`; of
+//! random fleets, see `random`.
 
+mod lane;
 mod random;
 
 use std::{
@@ -10,7 +12,7 @@ use std::{
 use proto::{
     block::{BlockHash, after},
     id::{Digest, SessionKey},
-    load::{Figure, Lane, LoadReport, RankLoad, Retention, Session, SessionState, Source},
+    load::{Figure, LoadReport, RankLoad, Retention, Session, SessionState, Source},
 };
 
 use super::*;
@@ -93,13 +95,6 @@ fn resident(tokens: &[u64]) -> Overlap {
     }
     index.look_up(&chain, &mut overlap);
     overlap
-}
-
-/// Of an engine of the measured rate.
-const PIECE_TOKENS: u64 = 8_000;
-
-fn lane(tokens: u64, prompts: u32) -> Option<Lane> {
-    Some(Lane { tokens, prompts, piece_tokens: PIECE_TOKENS })
 }
 
 fn prompt(tokens: u64, overlap: &Overlap) -> Option<Prompt<'_>> {
@@ -308,43 +303,6 @@ fn a_session_whose_prompt_is_unknown_stays_while_its_worker_can_take_it() {
 }
 
 #[test]
-fn a_settled_sessions_prompt_is_looked_at_where_it_may_be_for_the_slow_lane() {
-    let now = start();
-    let mut state = engines(2, now);
-    let settles = |state: &State, new_tokens: Option<u64>| {
-        let here = Sticky { ended: Some(now), new_tokens, ..Sticky::at(at(0)) };
-        let ask = Question { sticky: Some(here), ..question(1) };
-        settled(&ask, &state.snapshot(), now).is_some()
-    };
-    assert!(settles(&state, None), "without a lane its prompt goes whole, whatever it is");
-    tell(&mut state, 0, |rank| rank.lane = lane(0, 0), now);
-    assert!(settles(&state, Some(PIECE_TOKENS)));
-    assert!(!settles(&state, Some(PIECE_TOKENS + 1)));
-    assert!(!settles(&state, None), "another history, or one never seen");
-}
-
-#[test]
-fn prompts_in_the_slow_lane_are_no_wait_for_shorter_ones() {
-    let now = start();
-    let mut state = engines(2, now);
-    tell(&mut state, 1, |rank| rank.lane = lane(60_000, 3), now);
-    let overlap = resident(&[0, 0]);
-    let wait_ms = |state: &State, tokens: u64| {
-        let ask = Question { prompt: prompt(tokens, &overlap), ..question(1) };
-        figures(state, &ask, now, 1).wait_ms
-    };
-    assert_eq!(wait_ms(&state, PIECE_TOKENS), 0, "it needs no lane");
-    assert_eq!(wait_ms(&state, 16_000), 2_400, "three that have less than it, at most");
-    assert_eq!(wait_ms(&state, 40_000), 3_000, "all of them");
-    // Those that this router has sent there since count, and are gone when their turns are sent.
-    let mut lease = sent(&state, 1, 20_000);
-    lease.enter_lane();
-    assert_eq!(wait_ms(&state, 40_000), 4_000);
-    lease.leave_lane(2_000);
-    assert_eq!(wait_ms(&state, 40_000), 3_100);
-}
-
-#[test]
 fn a_session_is_settled_without_its_prompt_unless_a_queue_speaks_for_another_worker() {
     let now = start();
     let mut state = engines(2, now);
@@ -515,7 +473,7 @@ fn a_long_prompt_goes_where_fewer_turns_will_come_and_wait() {
     assert_eq!(placed(&state, &once, later).0, 1);
     let short = Question { prompt: prompt(1_000, &overlap), ..once };
     assert!(figures(&state, &short, later, 0).blocking_ms < Some(5));
-    tell(&mut state, 0, |rank| rank.lane = lane(0, 0), later);
+    tell(&mut state, 0, |rank| rank.lane = lane::with(0, 0), later);
     let pieces = figures(&state, &once, later, 0).blocking_ms;
     assert!(pieces > Some(0) && pieces < busy.blocking_ms, "{pieces:?} {busy:?}");
 }

@@ -1,0 +1,50 @@
+//! Where long prompts are computed in pieces.
+
+use proto::load::Lane;
+
+use super::*;
+
+/// Of an engine of the measured rate.
+const PIECE_TOKENS: u64 = 8_000;
+
+/// A lane that has so much to compute.
+pub(super) fn with(tokens: u64, prompts: u32) -> Option<Lane> {
+    Some(Lane { tokens, prompts, piece_tokens: PIECE_TOKENS })
+}
+
+#[test]
+fn a_settled_sessions_prompt_is_looked_at_where_it_may_be_for_the_slow_lane() {
+    let now = start();
+    let mut state = engines(2, now);
+    let settles = |state: &State, new_tokens: Option<u64>| {
+        let here = Sticky { ended: Some(now), new_tokens, ..Sticky::at(at(0)) };
+        let ask = Question { sticky: Some(here), ..question(1) };
+        settled(&ask, &state.snapshot(), now).is_some()
+    };
+    assert!(settles(&state, None), "without a lane its prompt goes whole, whatever it is");
+    tell(&mut state, 0, |rank| rank.lane = with(0, 0), now);
+    assert!(settles(&state, Some(PIECE_TOKENS)));
+    assert!(!settles(&state, Some(PIECE_TOKENS + 1)));
+    assert!(!settles(&state, None), "another history, or one never seen");
+}
+
+#[test]
+fn prompts_in_the_slow_lane_are_no_wait_for_shorter_ones() {
+    let now = start();
+    let mut state = engines(2, now);
+    tell(&mut state, 1, |rank| rank.lane = with(60_000, 3), now);
+    let overlap = resident(&[0, 0]);
+    let wait_ms = |state: &State, tokens: u64| {
+        let ask = Question { prompt: prompt(tokens, &overlap), ..question(1) };
+        figures(state, &ask, now, 1).wait_ms
+    };
+    assert_eq!(wait_ms(&state, PIECE_TOKENS), 0, "it needs no lane");
+    assert_eq!(wait_ms(&state, 16_000), 2_400, "three that have less than it, at most");
+    assert_eq!(wait_ms(&state, 40_000), 3_000, "all of them");
+    // Those that this router has sent there since count, and are gone when their turns are sent.
+    let mut lease = sent(&state, 1, 20_000);
+    lease.enter_lane();
+    assert_eq!(wait_ms(&state, 40_000), 4_000);
+    lease.leave_lane(2_000);
+    assert_eq!(wait_ms(&state, 40_000), 3_100);
+}
