@@ -35,9 +35,12 @@ pub enum Kind {
     Read,
 }
 
+/// SGLang's own, by which the agent has prompts computed too.
+pub const GENERATE: Route = Route { path: "/generate", kind: Kind::Generate };
+
 /// All routes.
 pub const ROUTES: [Route; 9] = [
-    Route { path: "/generate", kind: Kind::Generate },
+    GENERATE,
     Route { path: "/v1/chat/completions", kind: Kind::Chat },
     Route { path: "/v1/completions", kind: Kind::Completions },
     Route { path: "/v1/responses", kind: Kind::Responses },

@@ -38,7 +38,7 @@ use crate::{
     lane::SlowLane,
     metrics::Metrics,
     request::{self, Asked},
-    route::{Kind, ROUTES, Route},
+    route::{GENERATE, Kind, ROUTES, Route},
     session::{self, Need, Turn},
 };
 
@@ -139,14 +139,13 @@ pub(crate) async fn generate(
     resident_tokens: u64,
     body: String,
 ) -> Result<Response, Refusal> {
-    let [route, ..] = ROUTES;
-    let request = Request::post(route.path)
+    let request = Request::post(GENERATE.path)
         .header(header::CONTENT_TYPE, "application/json")
         .header(claim::RANK, dp_rank)
         .header(claim::RESIDENT, resident_tokens)
         .body(Body::from(body))
         .expect("a route's path and a number are legal");
-    pass(turns, route, request).await
+    pass(turns, GENERATE, request).await
 }
 
 async fn pass(turns: &Turns, route: Route, request: Request) -> Result<Response, Refusal> {
