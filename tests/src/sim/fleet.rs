@@ -3,6 +3,8 @@
 
 use std::time::Duration;
 
+use proto::load::Lane;
+
 use super::corpus::Chain;
 
 /// What a worker may be used for.
@@ -37,17 +39,6 @@ pub struct Worker {
     pub pool_blocks: u64,
     /// Blocks heard to be resident, by number.
     resident: Vec<bool>,
-}
-
-/// What waits in a worker's slow lane.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Lane {
-    /// Not computed and not in the engine.
-    pub tokens: u64,
-    /// Of so many prompts.
-    pub prompts: u64,
-    /// Of a piece.
-    pub piece_tokens: u64,
 }
 
 /// The turn to place.
@@ -145,7 +136,9 @@ impl Fleet {
     pub fn tokens_before(&self, worker: usize, ask: &Ask<'_>) -> u64 {
         let own = self.uncached_tokens(worker, ask);
         let Worker { backlog_tokens, lane, .. } = self.workers[worker];
-        backlog_tokens + lane.map_or(0, |lane| lane.tokens.min(own * lane.prompts))
+        // As placement reckons it: who needs no lane passes all that are in it.
+        let lane = lane.filter(|lane| own > lane.piece_tokens);
+        backlog_tokens + lane.map_or(0, |lane| lane.tokens.min(own * u64::from(lane.prompts)))
     }
 
     /// Notes what was heard of a worker's blocks.

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use proto::lane;
+use proto::{lane, load};
 use worker_agent::{
     config::Config,
     lane::order::{Order, Ticket},
@@ -12,7 +12,6 @@ use worker_agent::{
 use super::{Event, World};
 use crate::sim::{
     engine::{Begun, Job, PREFILL_TOKENS_PER_S},
-    fleet,
     policy::Policy,
     pool::Class,
 };
@@ -38,9 +37,10 @@ struct Prompt {
 
 impl Lane {
     /// For reports.
-    pub(super) fn load(&self) -> fleet::Lane {
+    pub(super) fn load(&self) -> load::Lane {
         let (tokens, prompts) = self.order.load();
-        fleet::Lane { tokens, prompts: prompts as u64, piece_tokens: piece_tokens() }
+        let prompts = u32::try_from(prompts).expect("a lane has few prompts");
+        load::Lane { tokens, prompts, piece_tokens: piece_tokens() }
     }
 
     fn leave(&mut self, at: usize) -> Job {

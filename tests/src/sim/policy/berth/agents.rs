@@ -5,7 +5,7 @@ use std::{collections::BTreeSet, time::Duration};
 use proto::{
     id::SessionKey,
     load::{
-        Description, EngineFacts, Figure, Lane, LoadReport, Rank, RankLoad, Retention, Session,
+        Description, EngineFacts, Figure, LoadReport, Rank, RankLoad, Retention, Session,
         SessionState, Source,
     },
 };
@@ -136,11 +136,7 @@ pub(super) fn report(worker: &Worker, fleet: &Fleet) -> LoadReport {
             pages: None,
             prefill_tokens_per_s: Some(figure(PREFILL_TOKENS_PER_S)),
             prefill_backlog_tokens: Some(figure(worker.backlog_tokens)),
-            lane: worker.lane.map(|lane| Lane {
-                tokens: lane.tokens,
-                prompts: u32::try_from(lane.prompts).unwrap_or(u32::MAX),
-                piece_tokens: lane.piece_tokens,
-            }),
+            lane: worker.lane,
         }],
         unhealthy: None,
         draining: worker.condition == Condition::Draining,
