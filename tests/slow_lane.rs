@@ -188,8 +188,7 @@ async fn a_short_prompt_passes_a_long_one_and_whoever_hangs_up_leaves_the_lane()
 }
 
 #[tokio::test]
-async fn a_pool_that_keeps_nothing_costs_a_long_prompt_its_lane_and_not_its_answer() {
-    // Others take what a piece has left before the next one comes.
+async fn a_long_prompt_is_answered_once_where_others_fill_the_pool_meanwhile() {
     let house = House::new(600, |core| core.max_total_tokens = 12_288).await;
     let long = prompt(1, 10_000);
     let (web, url, sent) = (house.web.clone(), house.router.url("/generate"), long.clone());

@@ -164,8 +164,8 @@ impl Default for Config {
             demote_idle_ms: 120_000,
             // It guarantees what the radix tree only makes likely, and takes no one's room for it.
             auto_pin: true,
-            // Attention isn't lost in it, and each piece costs its prompt a request, some 10 ms.
-            // In `berth-sim` 0.4 s loses more by those, and 0.8 s more by waiting.
+            // Attention isn't lost in it. In `berth-sim`, where a piece costs its prompt 10 ms for
+            // another request, 0.4 s loses more by those, and 0.8 s more by waiting.
             piece_ms: 600,
             // Above any engine's useful batch, below its row count.
             turns_in_flight_max: 512,

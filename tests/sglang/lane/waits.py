@@ -10,6 +10,7 @@ import argparse
 import json
 import random
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -136,8 +137,15 @@ def table(rounds: dict[int, list[tuple]]) -> str:
     return "\n".join(lines)
 
 
+def on_term(_number: int, _frame: object) -> None:
+    raise KeyboardInterrupt
+
+
 def main() -> int:
     options = arguments()
+    # Else the engine would live on.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, on_term)
     folder = Path(tempfile.mkdtemp(prefix="berth-waits-"))
     fleet = Fleet(folder, binaries(), options.page_size, worker="waits")
     try:
