@@ -32,7 +32,7 @@ class Request:
 
     def __init__(
         self, text: str, session: str | None = None, rid: str = "r", tokens_max: int = 1 << 20,
-        mark: str | None = None, **more: Any,
+        mark: str | None = None, must_continue: bool = False, **more: Any,
     ):
         self.text, self.rid, self.session_params = text, rid, more.get("session_params")
         self.return_prompt_token_ids = False
@@ -42,6 +42,8 @@ class Request:
             mark = f"{tokens_max} {session}"
         if mark is not None:
             headers.append((b"x-override-berth-trim", mark.encode()))
+        if must_continue:
+            headers.append((b"x-override-berth-must-continue", b"1"))
         self.http = SimpleNamespace(scope={"headers": headers})
 
 

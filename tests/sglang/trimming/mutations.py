@@ -33,6 +33,21 @@ MUTATIONS = [
         "right = True",
     ),
     (
+        "a prompt that must continue its session and doesn't is refused", "trimmer",
+        "if mark.must_continue and not runs_inside:",
+        "if False:",
+    ),
+    (
+        "a prompt that must continue its session takes no other", "trimmer",
+        "(askable(plan) and not mark.must_continue)",
+        "askable(plan)",
+    ),
+    (
+        "what the agent answers doesn't lift the refusal", "trimmer",
+        "mark = other._replace(rid=mark.rid, must_continue=mark.must_continue)",
+        "mark = other._replace(rid=mark.rid)",
+    ),
+    (
         "an abort is without effect only if nothing was retracted", "trimmer",
         "if said.get(\"num_retractions\") == 0 else Lost()",
         "if True else Lost()",

@@ -16,7 +16,7 @@ from typing import Any
 from unittest.mock import patch
 
 from berth_shim import trimmer
-from berth_shim.trimmer import Trimmer
+from berth_shim.trimmer import NotContinued, Trimmer
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from lane.trim_listener import Plan, TrimListener
@@ -80,6 +80,68 @@ def with_agent(test: Test) -> Callable[[Any], None]:
             house.agent.close()
 
     return run
+
+
+class TestMustContinue(unittest.TestCase):
+    """A session that takes appended turns: a whole prompt continues it, or is refused."""
+
+    @with_agent
+    async def test_a_prompt_that_continues_runs_in_the_session(self, house: AskedHouse) -> None:
+        await house.open("s")
+        await house.turn("<s>a<e>", "s", rid="first")
+        on = Request("<s>a<e>ab<s>b", "s", "on", must_continue=True)
+        self.assertEqual((await house.answered(on)).plan, "trimmed")
+        self.assertEqual(house.agent.questions("on"), [])
+
+    @with_agent
+    async def test_every_other_prompt_is_refused_and_told_of(self, house: AskedHouse) -> None:
+        house.agent.answer = lambda _: "elsewhere"
+        await house.open("elsewhere")
+        for id in ("s", "lost"):
+            await house.open(id)
+            await house.turn("<s>a<e>", id, rid=f"first of {id}")
+        retracted = await house.begin(Request("<s>a<e>ab<s>", "lost", "retracted"))
+        house.manager.generate("retracted", ANSWER, "abort", num_retractions=1)
+        await anext(retracted)
+        sent = house.manager.sent
+        for what, text, session, plan in (
+            ("it diverged", "<s>b<e>", "s", "diverged"),
+            ("it adds nothing", "<s>a<e>ab", "s", "diverged"),
+            ("its context isn't known", "<s>a<e>ab<s>b", "lost", "refused"),
+            ("no such session", "<s>a<e>ab<s>b", "closed", "refused"),
+        ):
+            with self.assertRaises(NotContinued, msg=what):
+                await house.asks(Request(text, session, what, must_continue=True))
+            self.assertIs(house.manager.sent, sent, f"the scheduler got it: {what}")
+            [held] = await asyncio.to_thread(house.agent.plans, what)
+            self.assertEqual((held.plan, house.agent.questions(what)), (plan, []), what)
+
+    @with_agent
+    async def test_more_room_is_asked_for(self, house: AskedHouse) -> None:
+        await house.open("s")
+        await house.turn("<s>a<e>", "s", rid="first")
+        text = "<s>a<e>ab<s>b"
+        answers = (("there is room", "s"), ("there is none", ""), ("it has closed", "closed"))
+        for what, answer in answers:
+            house.agent.answer = lambda _, answer=answer: answer
+            tokens_max = len(ids_of(text)) - 1
+            asked = Request(text, "s", what, tokens_max=tokens_max, must_continue=True)
+            if answer == "s":
+                self.assertEqual((await house.answered(asked)).plan, "trimmed")
+                text += "ab<s>b"
+            else:
+                with self.assertRaises(NotContinued):
+                    await house.asks(asked)
+            self.assertEqual(len(house.agent.questions(what)), 1, what)
+
+    @with_agent
+    async def test_an_error_of_the_trimmers_own_lets_nothing_run(self, house: AskedHouse) -> None:
+        await house.open("s")
+        asked = Request("<s>a<e>", "s", "fails", must_continue=True)
+        with patch.object(trimmer, "unfit", side_effect=KeyError("something")):
+            with self.assertRaises(NotContinued):
+                await house.asks(asked)
+        self.assertIsNone(house.manager.sent)
 
 
 class TestAsked(unittest.TestCase):

@@ -5,7 +5,9 @@ A request asks for it by the header `x-override-berth-trim: <tokens_max> <sessio
 mark. That names an open streaming session, in which the prompt may have so many tokens, as the
 agent has kept room for no more; and the turn, as the agent calls it. A header, because it is the one
 thing that all of the engine's routes hand on; under this prefix, because neither router nor agent
-lets a client's through. Without it, or where the trimmer can't help, a request runs as it came. `trim`
+lets a client's through. Without it, or where the trimmer can't help, a request runs as it came; but one that has the
+header `x-override-berth-must-continue` too, and whose prompt doesn't continue the session, is refused:
+other clients append to that session and rely on what it has. `trim`
 decides, `transcripts` remembers, this talks with the engine and tells the agent of each plan before
 the engine gets the turn. Where another session or more room could help, it asks first.
 
@@ -31,6 +33,7 @@ from .trim import (
 )
 
 HEADER = b"x-override-berth-trim"
+MUST_CONTINUE = b"x-override-berth-must-continue"
 # Where a request carries its mark, and later its turn, through the engine.
 _ASKED, _RUNS = "berth_trim", "berth_turn"
 # The agent opens an incarnation in milliseconds. One that doesn't answer isn't well, and the turn
@@ -56,6 +59,13 @@ class Mark(NamedTuple):
     session: str
     # The agent's name for the turn; not every route takes it as the request's own.
     rid: str = ""
+    # The prompt continues the session, or the request is refused.
+    must_continue: bool = False
+
+
+class NotContinued(ValueError):
+    """The prompt doesn't continue a session that takes appended turns. The engine answers the request
+    with 400 and this text; the agent's answer to its client says more."""
 
 
 class OtherContext(RuntimeError):
@@ -172,9 +182,10 @@ class Trimmer:
         self, original: Original, manager: Any, asked: Any, request: Any = None, *a: Any, **k: Any
     ) -> Any:
         if request is not None and not self._inert and hasattr(asked, "session_params"):
-            for name, value in getattr(request, "scope", {}).get("headers", ()):
-                if name == HEADER:
-                    setattr(asked, _ASKED, _mark(value))
+            headers = dict(getattr(request, "scope", {}).get("headers", ()))
+            if HEADER in headers:
+                mark = _mark(headers[HEADER])
+                setattr(asked, _ASKED, mark._replace(must_continue=MUST_CONTINUE in headers))
         return original(manager, asked, request, *a, **k)
 
     def _batch(self, original: Original, manager: Any, asked: Any, *a: Any, **k: Any) -> Any:
@@ -199,20 +210,25 @@ class Trimmer:
     async def _planned(self, original: Original, manager: Any, asked: Any, mark: Mark) -> Any:
         """A whole prompt, which may become a turn of this session, or of one the agent names."""
         tokenized = await original(manager, asked)
+        runs_inside = False
         try:
             plan, why = self._plan(manager, tokenized, mark), ""
             prompt = len(tokenized.input_ids or ())
-            if askable(plan):
+            # Another session is of no use to a prompt that must continue this one; more room is.
+            if isinstance(plan, TooLong) or (askable(plan) and not mark.must_continue):
                 other, why = await self._ask(_message(plan, mark, asked.rid, prompt))
                 _hear_aborts_again(manager, asked.rid)
                 if other is not None:
-                    mark = other._replace(rid=mark.rid)
+                    mark = other._replace(rid=mark.rid, must_continue=mark.must_continue)
                     plan = self._plan(manager, tokenized, mark)
             self._tell(_message(plan, mark, asked.rid, prompt, why))
             if isinstance(plan, Trimmed | Healed):
                 self._begin(manager, asked, tokenized, mark.session, plan)
+                runs_inside = True
         except Exception as error:
             self._fail("plan", error)
+        if mark.must_continue and not runs_inside:
+            raise NotContinued("the prompt doesn't continue its session; nothing of it was run")
         return tokenized
 
     async def _appended(self, original: Original, manager: Any, asked: Any, session: str) -> Any:
