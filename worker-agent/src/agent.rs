@@ -153,8 +153,11 @@ pub struct Admitted {
     /// What it needs on its way.
     pub turn: Turn,
     /// How it runs, told before its answer begins; none without a session.
-    pub ran: Option<oneshot::Receiver<Ran>>,
+    pub ran: Option<oneshot::Receiver<Told>>,
 }
+
+/// What is told of a turn that was let in: how it runs, or why the engine's shim refuses it.
+pub type Told = Result<Ran, session::Error>;
 
 /// The end of a turn, on its way to the owner.
 #[derive(Debug)]

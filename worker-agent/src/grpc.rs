@@ -115,6 +115,8 @@ fn status(error: &agent::Error) -> Status {
             | E::OpenOtherwise(_)
             | E::DeltaNeedsPinned(_)
             | E::WholeHistory
+            | E::NotContinued { .. }
+            | E::DeltaNeedsOpen
             | E::Lost
             | E::Reclaimed
             | E::KvCorrupt

@@ -45,6 +45,10 @@ pub enum Guard {
     BehindRefused,
     /// A whole history is never appended to a history, nor a turn that means to be the first.
     DeltaOnly,
+    /// A session that has taken a delta goes on with a full history only if that continues its own.
+    FullHistoryContinues,
+    /// A session takes deltas only if a client opened it and no full history replaced its own.
+    DeltaNeedsOpen,
     /// A session that went with its engine takes no delta.
     LostRefused,
     /// Idle sessions close when their time is up.
@@ -67,7 +71,7 @@ pub enum Guard {
 
 impl Guard {
     /// All of them.
-    pub const ALL: [Self; 29] = [
+    pub const ALL: [Self; 31] = [
         Self::OneTurn,
         Self::EndAcknowledged,
         Self::RowsReserve,
@@ -88,6 +92,8 @@ impl Guard {
         Self::PlanTold,
         Self::BehindRefused,
         Self::DeltaOnly,
+        Self::FullHistoryContinues,
+        Self::DeltaNeedsOpen,
         Self::LostRefused,
         Self::Expiry,
         Self::ReclaimIdleOnly,

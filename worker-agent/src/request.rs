@@ -342,7 +342,7 @@ mod tests {
             key: proto::id::SessionKey::new("p", "s").unwrap(),
             incarnation: "berth-a-1-1".into(),
             retention,
-            trim_tokens_max: None,
+            trim: None,
         });
         Turn { session, dp_rank: 1, growth_tokens: None, ran: None }
     }

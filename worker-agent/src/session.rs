@@ -17,7 +17,7 @@ use proto::{
 pub use self::{
     error::Error,
     table::{Became, Load, Plan, Planned, Seen, Table},
-    turn::{Appends, Need, Outcome, Ran, Turn, TurnSession, Usage},
+    turn::{Appends, Need, Outcome, Ran, Trim, Turn, TurnSession, Usage},
 };
 use crate::{
     config::WORKER_ID_BYTES_MAX,
@@ -124,6 +124,8 @@ pub struct Session {
     born: u64,
     /// What is known of its whole histories.
     whole: Whole,
+    /// Whether the session takes delta turns.
+    deltas: Deltas,
     phase: Phase,
     last_end: Instant,
     idle_max: Duration,
@@ -170,6 +172,23 @@ impl Expected {
             Self::AtLeast(tokens) => history_tokens >= tokens,
         }
     }
+}
+
+/// Whether a session takes delta turns: turns that hold only new tokens, which the engine appends to
+/// the history it has.
+///
+/// A delta is computed on the right context only if its client knows the engine's history. So one
+/// life of a session under its key either belongs to clients that send deltas, and then nothing
+/// replaces its history, or its history may be replaced, and then it takes no delta.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Deltas {
+    /// Takes none: no client opened this life of the session, or a full history replaced what it
+    /// had. Only another life, which a client opens, takes deltas.
+    Refused,
+    /// A client opened the session, and it has taken no delta yet.
+    Allowed,
+    /// The session has taken a delta. A full history must continue the session's history.
+    Taken,
 }
 
 /// What is known of the whole histories that a client sends.
@@ -260,6 +279,14 @@ pub enum Effect {
         rid: String,
         /// How.
         ran: Ran,
+    },
+    /// The engine's shim refuses a turn that was let in, because its full history doesn't continue
+    /// its session. The turn's client gets the error; [`Table::end`] follows.
+    Unfit {
+        /// The turn.
+        rid: String,
+        /// Why.
+        error: Error,
     },
     /// Something about the session differs, or it is forgotten.
     Touched(SessionKey),
@@ -366,10 +393,25 @@ impl Session {
         self.wanted.is_none()
     }
 
-    /// Its client sends its whole history each time, so that it can go on anywhere.
+    /// Whether the session can go on anywhere, because its clients send their full history with each
+    /// turn. A session that has taken a delta can't: its history is in one engine alone.
     #[must_use]
     pub fn sends_whole(&self) -> bool {
-        self.whole.sends
+        self.whole.sends && self.deltas != Deltas::Taken
+    }
+
+    /// Nothing has become history of it, and no turn of it is on its way.
+    fn is_fresh(&self) -> bool {
+        let on_its_way = self.running > 0 || self.waiting > 0;
+        self.turns == 0 && self.history_tokens == 0 && !on_its_way
+    }
+
+    /// A client opens the session: one without a history takes deltas from now on. A history that
+    /// full histories have made may not be what the client believes, so it stays closed to deltas.
+    fn open_for_deltas(&mut self) {
+        if self.deltas == Deltas::Refused && self.is_fresh() {
+            self.deltas = Deltas::Allowed;
+        }
     }
 
     /// The state shown outside.
@@ -432,8 +474,11 @@ fn check_turn(
     trims: bool,
     guards: Guards,
 ) -> Result<(), Error> {
-    // Who sends everything each time loses nothing with what the engine had.
-    let anew = !claim.delta && (trims || session.is_auto());
+    // Who sends everything each time loses nothing with what the engine had. But clients that send
+    // deltas rely on it, and must hear that it is gone, unless the session is opened again.
+    let relied_on = session.deltas == Deltas::Taken && guards.hold(Guard::FullHistoryContinues);
+    let replaceable = claim.open || !relied_on;
+    let anew = !claim.delta && (trims || session.is_auto()) && replaceable;
     match session.phase {
         // Closing beats busy: the session is gone for everyone but its running turn.
         Phase::Closing => return Err(Error::Unknown),
@@ -457,6 +502,11 @@ fn check_turn(
         };
         return if claim.delta { Err(Error::DeltaNeedsPinned(kept)) } else { Ok(()) };
     }
+    let opens = claim.open && session.is_fresh();
+    let refused = session.deltas == Deltas::Refused && !opens;
+    if claim.delta && refused && guards.hold(Guard::DeltaNeedsOpen) {
+        return Err(Error::DeltaNeedsOpen);
+    }
     if claim.delta && session.whole.behind && guards.hold(Guard::BehindRefused) {
         return Err(Error::HistoryUnknown);
     }
@@ -464,7 +514,8 @@ fn check_turn(
     // The engine may have made history of a turn whose end was none for the agent.
     let history = told || (session.history_tokens > 0 && guards.hold(Guard::DeltaOnly));
     check_appends(claim.delta, history, appends, trims)?;
-    if told && claim.open {
+    // A full history is right on its own, whatever the session has.
+    if told && claim.open && claim.delta {
         return Err(Error::HasHistory);
     }
     Ok(())

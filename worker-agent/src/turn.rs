@@ -68,6 +68,9 @@ const RAN: HeaderName = HeaderName::from_static("x-berth-session-turn");
 /// To the engine, of a whole history: the most tokens it may have to be trimmed, the session, and
 /// the turn.
 const TRIM: HeaderName = HeaderName::from_static("x-override-berth-trim");
+/// To the engine, beside [`TRIM`]: the turn continues its session's history or is refused. A shim
+/// that doesn't know the header runs the turn beside the session; the session then takes no delta.
+const MUST_CONTINUE: HeaderName = HeaderName::from_static("x-override-berth-must-continue");
 
 /// What every turn needs.
 #[derive(Debug, Clone)]
@@ -178,16 +181,22 @@ async fn pass(turns: &Turns, route: Route, request: Request) -> Result<Response,
         "turn begins"
     );
     let mut outgoing = upstream_request(&parts, Body::new(Parts::new(body, Some(held))));
-    if let Some(mark) = trim_mark(&turn, &lease.rid) {
-        outgoing.headers_mut().insert(TRIM, mark);
-    }
+    mark_for_shim(outgoing.headers_mut(), &turn, &lease.rid);
     lease.sent();
     let confirms = asked.single && route.kind.rid_key().is_some();
     let rid = engine_rid(route.kind, &lease.rid);
     let answer = turns.engine.send(outgoing);
     let mut exchange = Exchange::new(turns.clone(), rid, lease, answer, confirms);
     let head = exchange.head().await?;
-    let ran = exchange.ran(ran, head.status).await;
+    let must_continue = must_continue(&turn);
+    let ran = match exchange.ran(ran, head.status, must_continue).await {
+        Some(Err(error)) => {
+            exchange.refuse().await;
+            return Err(refusal(&error.into()));
+        }
+        Some(Ok(ran)) => Some(ran),
+        None => None,
+    };
     let mut response = respond(head, exchange);
     if let Some(ran) = ran.map(|ran| route.kind.shown(ran)) {
         response.headers_mut().insert(RAN, HeaderValue::from_static(ran.as_str()));
@@ -198,13 +207,22 @@ async fn pass(turns: &Turns, route: Route, request: Request) -> Result<Response,
     Ok(response)
 }
 
-/// The shim reads it after the engine's tokenizer.
-fn trim_mark(turn: &Turn, rid: &str) -> Option<HeaderValue> {
-    let session = turn.session.as_ref()?;
-    let tokens_max = session.trim_tokens_max?;
-    let mark = format!("{tokens_max} {} {rid}", session.incarnation);
+/// Tells the shim, which reads it after the engine's tokenizer, what to do with a full history.
+fn mark_for_shim(headers: &mut HeaderMap, turn: &Turn, rid: &str) {
+    let Some(session) = &turn.session else { return };
+    let Some(trim) = session.trim else { return };
+    let mark = format!("{} {} {rid}", trim.tokens_max, session.incarnation);
     // Names of agents are plain ASCII.
-    HeaderValue::from_str(&mark).ok()
+    let Ok(mark) = HeaderValue::from_str(&mark) else { return };
+    headers.insert(TRIM, mark);
+    if trim.must_continue {
+        headers.insert(MUST_CONTINUE, HeaderValue::from_static("1"));
+    }
+}
+
+fn must_continue(turn: &Turn) -> bool {
+    let trim = turn.session.as_ref().and_then(|session| session.trim);
+    trim.is_some_and(|trim| trim.must_continue)
 }
 
 /// Bodies of coding agents' prompts are read in under half a millisecond; larger ones would hold up
@@ -330,7 +348,8 @@ pub fn refusal(error: &agent::Error) -> Refusal {
             E::NotAfterThat => conflict("turn_before_failed"),
             E::OpenOtherwise(_) => conflict("session_open_otherwise"),
             E::DeltaNeedsPinned(_) => conflict("delta_needs_pinned"),
-            E::WholeHistory => conflict("whole_history"),
+            E::WholeHistory | E::NotContinued { .. } => conflict("whole_history"),
+            E::DeltaNeedsOpen => conflict("delta_needs_open"),
             E::Lost => conflict("session_lost"),
             E::HistoryUnknown => conflict("history_unknown"),
             E::Reclaimed => conflict("session_reclaimed"),

@@ -25,6 +25,8 @@ pub(super) struct Plan {
     pub(super) demotes: bool,
     /// It trims whole histories, which it does on one rank only.
     pub(super) trims: bool,
+    /// Most clients mix deltas and whole histories, and the shim's words on them are often lost.
+    pub(super) mixes: bool,
     pub(super) users: usize,
     /// How long clients act.
     pub(super) acts_for: Duration,
@@ -99,7 +101,7 @@ impl Plan {
             guards,
         };
         let odds = |rng: &mut Rng, max: u32| if rng.bool() { rng.u32(1..max) } else { 0 };
-        let faults = Faults {
+        let mut faults = Faults {
             client_leaves: if tight { 400 } else { odds(rng, 300) },
             reply_lost: odds(rng, 60),
             call_lost: odds(rng, 150),
@@ -115,10 +117,16 @@ impl Plan {
         };
         let share = rng.u64(35..=85);
         let ranks = if rng.u32(..3) == 0 { 2 } else { 1 };
+        let trims = ranks == 1 && rng.u32(..4) > 0;
+        let mixes = trims && rng.bool();
+        if mixes {
+            faults.plan_lost = rng.u32(100..600);
+        }
         Plan {
             ranks,
             demotes: rng.u32(..4) > 0,
-            trims: ranks == 1 && rng.u32(..4) > 0,
+            trims,
+            mixes,
             rows_reserve: rng.u32(1..=2),
             pin_tokens_max: core.total_tokens() as u64 * share / 100,
             turns_max: if tight { 16 } else { rng.u32(2..=14) },

@@ -4,10 +4,11 @@
 
 use std::{collections::BTreeMap, time::Duration};
 
-use worker_agent::session::{Plan, Planned};
+use worker_agent::session::{Plan, Planned, Trim};
 
 use super::{
     engine::TurnId,
+    turns::{Ended, Turn},
     world::{Event, World},
 };
 use crate::engine_sim::{request::Finish, request::Output, tokenizer::BOS};
@@ -28,6 +29,7 @@ struct Question {
     turn: TurnId,
     /// The plan, if nobody answers.
     planned: Planned,
+    must_continue: bool,
 }
 
 /// Where a turn goes, and how much of it.
@@ -36,6 +38,8 @@ struct Goes {
     rest: Vec<u32>,
     /// It asks first.
     asks: bool,
+    /// It runs in the session, or not at all.
+    must_continue: bool,
 }
 
 impl Trimmer {
@@ -53,7 +57,8 @@ impl Trimmer {
         self.contexts.insert(id.to_owned(), None);
     }
 
-    fn plan(&self, rid: &str, id: &str, ids: &[u32], tokens_max: u64) -> Goes {
+    fn plan(&self, rid: &str, id: &str, ids: &[u32], trim: Trim) -> Goes {
+        let Trim { tokens_max, must_continue } = trim;
         let context = self.contexts.get(id).and_then(Option::as_ref);
         let same = context.map_or(0, |context| {
             context.iter().zip(ids).take_while(|(one, other)| one == other).count()
@@ -70,16 +75,17 @@ impl Trimmer {
             },
             rest: rest.to_vec(),
             asks,
+            must_continue,
         };
         let Some(context) = context else {
-            return goes(Plan::Refused, 0, &[], true);
+            return goes(Plan::Refused, 0, &[], !must_continue);
         };
-        if ids.len() as u64 > tokens_max {
-            return goes(Plan::Refused, context.len(), &[], true);
-        }
         match ids.strip_prefix(&context[..]) {
-            Some(rest) if !rest.is_empty() => goes(Plan::Trimmed, context.len(), rest, false),
-            _ => goes(Plan::Diverged, context.len(), &[], true),
+            Some([]) | None => goes(Plan::Diverged, context.len(), &[], !must_continue),
+            Some(_) if ids.len() as u64 > tokens_max => {
+                goes(Plan::Refused, context.len(), &[], true)
+            }
+            Some(rest) => goes(Plan::Trimmed, context.len(), rest, false),
         }
     }
 
@@ -104,16 +110,18 @@ impl Trimmer {
 
 impl World {
     /// A marked turn has come to the engine's first process.
-    pub(super) fn plan_turn(&mut self, id: TurnId, incarnation: &str, tokens_max: u64) {
+    pub(super) fn plan_turn(&mut self, id: TurnId, incarnation: &str, trim: Trim) {
         let turn = &self.turns[&id];
-        let goes = self.trimmer.plan(&turn.rid, incarnation, &turn.ids, tokens_max);
+        let goes = self.trimmer.plan(&turn.rid, incarnation, &turn.ids, trim);
         if !goes.asks || self.agent.is_none() {
             return self.planned(id, goes);
         }
         let question = self.number();
         let planned = goes.planned.clone();
         self.note(|| format!("question {question}: {planned:?}"));
-        self.trimmer.questions.insert(question, Question { turn: id, planned: goes.planned });
+        let must_continue = trim.must_continue;
+        let asked = Question { turn: id, planned: goes.planned, must_continue };
+        self.trimmer.questions.insert(question, asked);
         self.at(ANSWER_MAX, Event::Answered { question, run: None });
         let lost = self.plan.faults.plan_lost;
         if !self.odds(lost) {
@@ -140,15 +148,21 @@ impl World {
     pub(super) fn answered(&mut self, question: u64, run: Option<(String, u64)>) {
         let Some(asked) = self.trimmer.questions.remove(&question) else { return };
         let turn = &self.turns[&asked.turn];
-        let plan = |(id, max): (String, u64)| self.trimmer.plan(&turn.rid, &id, &turn.ids, max);
+        let must_continue = asked.must_continue;
+        let plan = |(id, tokens_max): (String, u64)| {
+            self.check_reopened(turn, &asked.planned.incarnation, &id);
+            let trim = Trim { tokens_max, must_continue };
+            self.trimmer.plan(&turn.rid, &id, &turn.ids, trim)
+        };
         let again = run.map(plan);
-        let as_it_came = Goes { planned: asked.planned, rest: Vec::new(), asks: false };
+        let planned = asked.planned;
+        let as_it_came = Goes { planned, rest: Vec::new(), asks: false, must_continue };
         self.planned(asked.turn, again.unwrap_or(as_it_came));
     }
 
     /// The plan is told, and the scheduler gets the turn.
     fn planned(&mut self, id: TurnId, goes: Goes) {
-        let Goes { planned, rest, .. } = goes;
+        let Goes { planned, rest, must_continue, .. } = goes;
         let inside = matches!(planned.plan, Plan::Trimmed | Plan::Healed);
         self.note(|| format!("turn {id}: {planned:?}"));
         if inside {
@@ -164,7 +178,18 @@ impl World {
             let instance = self.instances;
             self.at(latency, Event::Planned { instance, planned });
         }
+        if must_continue && !inside {
+            return self.turn_ends_soon(id, Ended::Unfit);
+        }
         self.submit(id);
+    }
+
+    /// Whoever appends to a session relies on what it has: a history that differs takes another
+    /// session's place only where its client says that it may.
+    fn check_reopened(&self, turn: &Turn, old: &str, new: &str) {
+        let opens = turn.claim.as_ref().is_some_and(|(claim, _)| claim.open);
+        let relied_on = old != new && self.appended_to.contains(old);
+        assert!(opens || !relied_on, "{} replaces what deltas were appended to", turn.rid);
     }
 
     pub(super) fn plan_heard(&mut self, instance: u64, planned: &Planned) {

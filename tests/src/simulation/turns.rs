@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use proto::{claim::Claim, id::SessionKey, load::Retention};
-use worker_agent::session::{self, Appends, Need, Outcome};
+use worker_agent::session::{self, Appends, Need, Outcome, Usage};
 
 use super::{
     answers::read,
@@ -40,9 +40,14 @@ pub(super) enum Stage {
 /// How a turn's connection to the engine ended.
 #[derive(Debug)]
 pub(super) enum Ended {
-    Answered { output: Output, tokens: Vec<u32> },
+    Answered {
+        output: Output,
+        tokens: Vec<u32>,
+    },
     Broken,
     Unreachable,
+    /// The shim refused the turn: its full history doesn't continue its session.
+    Unfit,
 }
 
 /// What a client hears in the end.
@@ -68,6 +73,8 @@ pub(super) struct Turn {
     pub(super) streams: bool,
     pub(super) exact: bool,
     pub(super) rank: Option<u32>,
+    /// Another client sent it, which has a copy of the conversation of its own.
+    pub(super) foreign: bool,
     pub(super) begun: Duration,
     pub(super) queued: Duration,
     pub(super) stage: Stage,
@@ -87,6 +94,11 @@ pub(super) struct Turn {
     /// When it came in at the scheduler, and whether it is there.
     pub(super) entered: Option<Duration>,
     pub(super) inside: bool,
+}
+
+/// What the client of a turn hears that the shim refused.
+fn unfit() -> session::Error {
+    session::Error::NotContinued { detail: "is another one".to_owned() }
 }
 
 impl Turn {
@@ -110,10 +122,10 @@ impl Turn {
 
     fn is_marked(&self) -> bool {
         let session = self.admitted.as_ref().and_then(|turn| turn.session.as_ref());
-        session.is_some_and(|session| session.trim_tokens_max.is_some())
+        session.is_some_and(|session| session.trim.is_some())
     }
 
-    fn delta(&self) -> bool {
+    pub(super) fn delta(&self) -> bool {
         self.claim.as_ref().is_some_and(|(claim, _)| claim.delta)
     }
 }
@@ -243,15 +255,12 @@ impl World {
             return self.turn_ends_soon(id, Ended::Unreachable);
         }
         let session = turn.admitted.as_ref().and_then(|turn| turn.session.clone());
-        let marked = session.and_then(|session| {
-            let tokens_max = session.trim_tokens_max?;
-            Some((session.incarnation, tokens_max))
-        });
+        let marked = session.and_then(|session| Some((session.incarnation, session.trim?)));
         let turn = self.turn(id);
         turn.arrived = true;
         turn.sent.clone_from(&turn.ids);
         match marked {
-            Some((incarnation, tokens_max)) => self.plan_turn(id, &incarnation, tokens_max),
+            Some((incarnation, trim)) => self.plan_turn(id, &incarnation, trim),
             None => self.submit(id),
         }
     }
@@ -304,6 +313,9 @@ impl World {
         let pinned = turn.is_pinned();
         if let Some(incarnation) = turn.incarnation().filter(|_| pinned) {
             self.trimmer.ended(incarnation, &turn.sent, &output, &tokens);
+            if turn.delta() && !matches!(output.finish, Some(Finish::Abort { .. })) {
+                self.appended_to.insert(incarnation.to_owned());
+            }
         }
         self.tally.retracted_pinned += u64::from(pinned && retracted > 0);
         self.note(|| format!("engine ends {rid}: {finish:?}, {retracted} retractions"));
@@ -317,7 +329,7 @@ impl World {
         }
     }
 
-    fn turn_ends_soon(&mut self, id: TurnId, ended: Ended) {
+    pub(super) fn turn_ends_soon(&mut self, id: TurnId, ended: Ended) {
         let latency = self.latency();
         self.at(latency, Event::TurnEnds(id, Box::new(ended)));
     }
@@ -393,7 +405,7 @@ impl World {
                 read(chat, turn.streams, output, tokens.len())
             }
             Ended::Broken => Outcome::Lost,
-            Ended::Unreachable => Outcome::Refused,
+            Ended::Unreachable | Ended::Unfit => Outcome::Refused,
         };
         let outcome = match outcome {
             Outcome::Finished(usage) if !client => Outcome::Unheard(usage),
@@ -402,8 +414,8 @@ impl World {
         self.turn(id).stage = Stage::Over;
         self.note(|| format!("{rid} ends: {outcome:?}"));
         self.tally.lost += u64::from(outcome == Outcome::Lost);
-        if let (Outcome::Finished(_), Ended::Answered { tokens, .. }) = (&outcome, &ended) {
-            self.check_answer(id, tokens);
+        if let (Outcome::Finished(usage), Ended::Answered { tokens, .. }) = (&outcome, &ended) {
+            self.check_answer(id, tokens, *usage);
             self.users[self.turns[&id].user].answered(&self.turns[&id], tokens);
         }
         self.tell(|table, now| table.end(now, &rid, outcome));
@@ -417,6 +429,7 @@ impl World {
             },
             Ended::Broken => Reply::Engine("the engine broke the answer off".to_owned()),
             Ended::Unreachable => Reply::Unusable,
+            Ended::Unfit => Reply::Refused(unfit()),
         };
         if matches!(reply, Reply::Unusable) {
             self.engine_down();
@@ -465,7 +478,7 @@ impl World {
     }
 
     /// An answer that was finished is right for its client.
-    fn check_answer(&mut self, id: TurnId, tokens: &[u32]) {
+    fn check_answer(&mut self, id: TurnId, tokens: &[u32], usage: Option<Usage>) {
         let turn = &self.turns[&id];
         let right = answers(&turn.context, tokens, self.plan.core.eos_per_mille);
         let meddled = turn.incarnation().and_then(|id| self.meddled.get_mut(id));
@@ -476,6 +489,10 @@ impl World {
             return;
         }
         assert!(right, "an answer against a wrong context: {}", turn.rid);
+        if let Some(usage) = usage.filter(|_| turn.delta()) {
+            let (told, own) = (usage.prompt_tokens, turn.context.len());
+            assert_eq!(told, own as u64, "{} is told of another prompt than its own", turn.rid);
+        }
         self.tally.answered += 1;
     }
 }

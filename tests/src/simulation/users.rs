@@ -9,6 +9,7 @@ use worker_agent::session::Error;
 
 use super::{
     engine::TurnId,
+    plan::Plan,
     turns::{Reply, Stage, Turn},
     world::{Event, World},
 };
@@ -24,6 +25,9 @@ pub(super) enum Habit {
     Alone,
     /// Sends whole histories to a pinned session.
     Whole,
+    /// Sends deltas and whole histories to a pinned session, beside another client that has a copy
+    /// of the conversation of its own, and sends it whole.
+    Mixed,
     /// No session.
     Plain,
 }
@@ -40,6 +44,8 @@ pub(super) struct User {
     pub(super) session: Vec<u32>,
     /// The session isn't open, as far as the client knows.
     must_open: bool,
+    /// It was told to close the session before it opens it again.
+    must_close: bool,
     /// Turns whose end it waits for.
     waits: usize,
     /// An open it waits for, by id.
@@ -49,7 +55,7 @@ pub(super) struct User {
 }
 
 impl User {
-    pub(super) fn new(number: usize, trims: bool, rng: &mut Rng) -> User {
+    pub(super) fn new(number: usize, plan: &Plan, rng: &mut Rng) -> User {
         // Every world has plain turns beside pinned sessions.
         let habits = [
             Habit::Pinned,
@@ -59,15 +65,17 @@ impl User {
             Habit::Alone,
             Habit::Plain,
             Habit::Whole,
+            Habit::Mixed,
         ];
         User {
             number,
             habit: match number {
                 0 => Habit::Pinned,
                 1 => Habit::Plain,
+                _ if plan.mixes && rng.u32(..4) > 0 => Habit::Mixed,
                 _ => match *rng.choice(&habits).expect("some") {
                     // Where nobody trims, they are refused from the second turn on.
-                    Habit::Whole if !trims => Habit::Tagged,
+                    Habit::Whole | Habit::Mixed if !plan.trims => Habit::Tagged,
                     habit => habit,
                 },
             },
@@ -75,6 +83,7 @@ impl User {
             transcript: Vec::new(),
             session: Vec::new(),
             must_open: true,
+            must_close: false,
             waits: 0,
             opening: None,
             lost_answer: false,
@@ -90,7 +99,7 @@ impl User {
     fn start_over(&mut self, keep_transcript: bool) {
         self.conversation += 1;
         self.session.clear();
-        self.must_open = true;
+        (self.must_open, self.must_close) = (true, false);
         self.lost_answer = false;
         if !keep_transcript {
             self.transcript.clear();
@@ -106,13 +115,13 @@ impl User {
     /// The agent has passed a finished answer on.
     pub(super) fn answered(&mut self, turn: &Turn, tokens: &[u32]) {
         let Some((claim, key)) = &turn.claim else { return };
-        if *key != self.key() {
+        if *key != self.key() || turn.foreign {
             return;
         }
         let mut whole = turn.context.clone();
         whole.extend_from_slice(tokens);
         // Whether it ran beside the session is not for the client to know.
-        if turn.is_pinned() || self.habit == Habit::Pinned {
+        if turn.is_pinned() || matches!(self.habit, Habit::Pinned | Habit::Mixed) {
             self.session.clone_from(&whole);
             self.must_open = claim.close;
         }
@@ -145,9 +154,14 @@ impl World {
         if waits == 0 && !opening {
             self.may_start_over(number);
         }
+        let idle = waits == 0 && !opening;
+        let opens = matches!(habit, Habit::Pinned | Habit::Mixed);
+        let must_close = self.users[number].must_close;
         match self.rng.u32(..100) {
-            0..4 if waits == 0 && !opening => self.user_closes(number),
-            4..12 if habit == Habit::Pinned && waits == 0 && !opening => self.user_opens(number),
+            _ if must_close && idle => self.user_closes(number),
+            0..4 if idle => self.user_closes(number),
+            4..12 if opens && idle => self.user_opens(number),
+            12..24 if habit == Habit::Mixed => self.foreign_turn(number),
             _ => self.session_turn(number),
         }
     }
@@ -165,6 +179,7 @@ impl World {
     fn user_closes(&mut self, number: usize) {
         let key = self.users[number].key();
         self.users[number].session_gone();
+        self.users[number].must_close = false;
         self.note(|| format!("user {number} closes {}", key.id()));
         if self.agent.as_ref().is_some_and(|agent| !agent.down) {
             self.tell(|table, now| table.close(now, &key));
@@ -246,7 +261,7 @@ impl World {
         let first = opens && user.transcript.is_empty();
         // A second turn while one is under way, as another router would send it.
         let overlaps = waits > 0 || user.opening.is_some();
-        let over = opens && !first && habit == Habit::Pinned;
+        let over = opens && !first && matches!(habit, Habit::Pinned | Habit::Mixed);
         if overlaps && (over || user.lost_answer || self.rng.u32(..5) > 0) {
             return;
         }
@@ -256,10 +271,15 @@ impl World {
         // Where whole histories are taken, one on a pinned session is no mistake.
         let wrong = self.rng.u32(..if self.plan.trims { 6 } else { 30 }) == 0;
         self.may_edit(number);
+        // A client that mixes knows which turn holds what.
+        let whole = habit == Habit::Mixed && self.rng.u32(..3) > 0;
+        let edits = whole && self.rng.u32(..3) == 0;
         let user = &self.users[number];
         let mut ids = match habit {
             Habit::Pinned if !wrong => user.transcript[user.session.len()..].to_vec(),
+            Habit::Mixed if !whole => user.transcript[user.session.len()..].to_vec(),
             Habit::Pinned => edited(user.transcript.clone(), &mut self.rng),
+            Habit::Mixed if edits => edited(user.transcript.clone(), &mut self.rng),
             _ => user.transcript.clone(),
         };
         ids.extend(new);
@@ -274,12 +294,33 @@ impl World {
                     ids.insert(0, BOS);
                 }
             }
+            Habit::Mixed => {
+                claim.delta = !whole;
+                claim.open = opens;
+                claim.retention = opens.then_some(Retention::Pinned);
+            }
             Habit::Alone => claim.open = true,
             Habit::Tagged => claim.delta = wrong,
             Habit::Whole => claim.retention = Some(Retention::Pinned),
             Habit::Plain => {}
         }
         self.send(number, Some((claim, key)), ids);
+    }
+
+    /// A turn of the other client: its copy of the conversation differs from what the session has
+    /// at some token, so that it can't continue the session.
+    fn foreign_turn(&mut self, number: usize) {
+        let user = &self.users[number];
+        if user.must_open || user.session.is_empty() || user.opening.is_some() {
+            return;
+        }
+        let (key, mut ids) = (user.key(), user.session.clone());
+        let at = self.rng.usize(..ids.len());
+        ids[at] = (ids[at] + 1) % 200;
+        ids.truncate(self.rng.usize(at + 1..=ids.len()));
+        ids.extend(self.words(40));
+        let id = self.send(number, Some((Claim::of(&key), key)), ids);
+        self.turn(id).foreign = true;
     }
 
     /// Who sends everything may change what was said: a last answer asked for again, a reasoning
@@ -293,7 +334,7 @@ impl World {
         self.users[number].transcript = edited(transcript, &mut self.rng);
     }
 
-    fn send(&mut self, number: usize, claim: Option<(Claim, SessionKey)>, ids: Vec<u32>) {
+    fn send(&mut self, number: usize, claim: Option<(Claim, SessionKey)>, ids: Vec<u32>) -> TurnId {
         let (id, rid, rank) = (self.number(), self.rid(), self.asked_rank());
         let turn = Turn {
             rid,
@@ -305,6 +346,7 @@ impl World {
             streams: self.rng.bool(),
             exact: self.plan.faults.meddler || self.rng.bool(),
             rank,
+            foreign: false,
             begun: self.now,
             queued: self.now,
             stage: Stage::Coming,
@@ -329,6 +371,7 @@ impl World {
             let after = if far { self.between(0, 5_000) } else { self.between(0, 300) };
             self.at(after, Event::ClientLeaves(id));
         }
+        id
     }
 
     /// A client has gone while the agent still had its turn: to it, the turn never was. If the
@@ -336,9 +379,10 @@ impl World {
     pub(super) fn user_left(&mut self, id: TurnId) {
         let turn = &self.turns[&id];
         let (number, answered) = (turn.user, matches!(turn.reply, Some(Reply::Answer)));
+        let foreign = turn.foreign;
         let user = &mut self.users[number];
         user.waits -= 1;
-        user.lost_answer |= answered;
+        user.lost_answer |= answered && !foreign;
     }
 
     pub(super) fn reply_arrives(&mut self, id: TurnId) {
@@ -355,6 +399,7 @@ impl World {
         let (number, rid) = (turn.user, turn.rid.clone());
         let reply = turn.reply.clone().expect("a reply arrives");
         let current = turn.claim.as_ref().is_some_and(|(_, key)| *key == self.users[number].key());
+        let current = current && !turn.foreign;
         self.note(|| format!("client of {rid} hears {reply:?}"));
         self.turn(id).client = false;
         self.check_reply(id, &reply);
@@ -367,6 +412,12 @@ impl World {
             Reply::Refused(error) => match error {
                 Error::Unknown | Error::Lost | Error::HistoryUnknown | Error::Reclaimed => {
                     user.session_gone();
+                    let open = matches!(error, Error::HistoryUnknown) && user.habit == Habit::Mixed;
+                    user.must_close |= open;
+                }
+                Error::DeltaNeedsOpen => {
+                    user.session_gone();
+                    user.must_close = true;
                 }
                 Error::DeltaNeedsPinned(_) | Error::OpenOtherwise(_) | Error::HasHistory => {
                     user.start_over(true);
@@ -374,7 +425,9 @@ impl World {
                 _ => {}
             },
             // The agent may have died with what it knew.
-            Reply::Broken if user.habit == Habit::Pinned => user.lost_answer = true,
+            Reply::Broken if matches!(user.habit, Habit::Pinned | Habit::Mixed) => {
+                user.lost_answer = true;
+            }
             Reply::Answer | Reply::Engine(_) | Reply::Broken | Reply::Unusable => {}
         }
     }

@@ -118,6 +118,8 @@ pub(super) struct World {
     pub(super) confirmed: BTreeSet<String>,
     /// Incarnations somebody else ran a turn in, and own answers since.
     pub(super) meddled: BTreeMap<String, u32>,
+    /// Incarnations to which the engine has appended a delta.
+    pub(super) appended_to: BTreeSet<String>,
     pub(super) strangers: BTreeSet<String>,
     pub(super) calm: bool,
     pub(super) trace: Trace,
@@ -129,7 +131,7 @@ impl World {
         let mut rng = Rng::with_seed(seed);
         let plan = Plan::new(&mut rng, guards);
         World {
-            users: (0..plan.users).map(|number| User::new(number, plan.trims, &mut rng)).collect(),
+            users: (0..plan.users).map(|number| User::new(number, &plan, &mut rng)).collect(),
             rng,
             plan,
             base,
@@ -147,6 +149,7 @@ impl World {
             closing: BTreeMap::new(),
             confirmed: BTreeSet::new(),
             meddled: BTreeMap::new(),
+            appended_to: BTreeSet::new(),
             strangers: BTreeSet::new(),
             calm: false,
             trace: Trace::new(echo),

@@ -22,13 +22,13 @@ use proto::{
 use tokio::sync::{broadcast, mpsc, oneshot, watch};
 use tracing::{debug, error, info, warn};
 
-use super::{Admitted, AgentHandle, Change, End, Error, Lease, Message, Setup, Watch};
+use super::{Admitted, AgentHandle, Change, End, Error, Lease, Message, Setup, Told, Watch};
 use crate::{
     audit::{Audits, remote::Remote},
     engine::Info,
     ledger::{Health, Ledger},
     progress::Progress,
-    session::{self, Appends, Effect, Opened, Ran, Table, Turn},
+    session::{self, Appends, Effect, Opened, Table, Turn},
     shim::{News, trim::News as TrimNews},
 };
 
@@ -65,7 +65,7 @@ pub(super) struct Owner {
     /// The version of SGLang whose trimmer answers.
     trims: Option<String>,
     /// Who waits to hear how a turn runs.
-    plans: HashMap<String, oneshot::Sender<Ran>>,
+    plans: HashMap<String, oneshot::Sender<Told>>,
     audits: Audits,
     audit_waiters: Vec<audit::Waiter>,
     /// Of ranks that are audited from this process.
@@ -320,6 +320,7 @@ impl Owner {
                     self.run_in(question, incarnation.as_deref(), tokens_max);
                 }
                 Effect::Ran { rid, ran } => self.ran(&rid, ran),
+                Effect::Unfit { rid, error } => self.unfit(&rid, error),
                 Effect::Touched(key) => self.touched(&key),
                 Effect::Freed(after) => self.setup.metrics.freed(after),
                 Effect::Happened(key, event) => {

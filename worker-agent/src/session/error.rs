@@ -39,6 +39,22 @@ pub enum Error {
          the engine's shim trims them; else open the session tagged"
     )]
     WholeHistory,
+    /// A full history that doesn't continue what a session that takes deltas has.
+    #[error(
+        "this session takes turns that hold just the new tokens, and this full history {detail}, so \
+         it was not run; send only what is new, or let this history replace the session's with \
+         `nvext.session_control.action: \"open\"`, or close the session and open it again"
+    )]
+    NotContinued {
+        /// Where the two differ, or why they can't be compared.
+        detail: String,
+    },
+    /// A delta for a session whose history its client may not know.
+    #[error(
+        "this turn holds just the new tokens, but the session's history is a full history that \
+         began it or replaced what it had; close the session, open it and send everything"
+    )]
+    DeltaNeedsOpen,
     /// Opened by a turn that means to be the first.
     #[error(
         "this session is open and has a history, so this turn can't be the one that opens it; send \

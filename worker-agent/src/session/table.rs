@@ -11,7 +11,9 @@
 //!   far as it may;
 //! - rows and KV stay counted until the engine has confirmed a close;
 //! - an incarnation's engine-side id is never used twice, so a late close can't hit a successor;
-//! - nothing is appended to a history the agent isn't sure of.
+//! - nothing is appended to a history the agent isn't sure of;
+//! - no full history replaces one that clients append to, and nothing is appended to one that a
+//!   full history has replaced, unless a client opens the session again.
 
 mod admission;
 mod audit;
@@ -32,9 +34,9 @@ use proto::{claim::Claim, id::SessionKey};
 
 use self::{closing::Closing, engine::Book, trim::Marked};
 use super::{
-    Appends, Capacity, Close, Closed, Effect, Engine, Error, Event, Expected, Guard, Need, Opened,
-    Outcome, Phase, Ran, Rules, Session, Totals, Turn, TurnSession, Usage, Whole, Why,
-    check_appends, check_turn,
+    Appends, Capacity, Close, Closed, Deltas, Effect, Engine, Error, Event, Expected, Guard, Need,
+    Opened, Outcome, Phase, Ran, Rules, Session, Totals, Trim, Turn, TurnSession, Usage, Whole,
+    Why, check_appends, check_turn,
 };
 use crate::journal::Record;
 

@@ -50,9 +50,19 @@ pub struct TurnSession {
     pub incarnation: String,
     /// How the turn names its session to the engine.
     pub retention: Retention,
-    /// It holds the whole history: the shim is to trim it to what the session hasn't got yet, if it
-    /// has at most so many tokens. Else it runs as it is.
-    pub trim_tokens_max: Option<u64>,
+    /// Set where the turn holds a full history that the engine's shim is to trim to what the session
+    /// lacks.
+    pub trim: Option<Trim>,
+}
+
+/// What the engine's shim is told of a full history.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Trim {
+    /// The most tokens the prompt may have to run in the session; a longer one runs as it came.
+    pub tokens_max: u64,
+    /// The shim refuses a prompt that doesn't continue the session's history, and never runs it
+    /// beside the session: other clients rely on that history.
+    pub must_continue: bool,
 }
 
 /// Upper bounds of what a turn may need, from its body.

@@ -21,9 +21,9 @@ use tracing::debug;
 
 use super::{Turns, timed_out, unreachable};
 use crate::{
-    agent::Lease,
+    agent::{Lease, Told},
     answer::Scanner,
-    session::{Outcome, Ran},
+    session::Outcome,
 };
 
 /// While a turn's end is waited for, its abort is sent this often: an abort that comes before the
@@ -55,6 +55,8 @@ pub(super) struct Exchange {
     confirms: bool,
     /// Its client has gone: from now on it is nobody's but its own task's.
     abandoned: bool,
+    /// The engine's shim refuses the turn, so nothing of it ran.
+    refused: bool,
     turns: Turns,
 }
 
@@ -86,6 +88,7 @@ impl Exchange {
             started: tokio::time::Instant::now(),
             confirms,
             abandoned: false,
+            refused: false,
             turns,
         }
     }
@@ -116,16 +119,20 @@ impl Exchange {
         }
     }
 
-    /// How the turn runs. The engine answers some routes before it knows, so this waits for the
-    /// shim's word, until the answer goes on without it.
+    /// How the turn runs, or why the shim refuses it. The engine answers some routes before it
+    /// knows, so this waits for the shim's word, until the answer goes on without it. The word on a
+    /// turn that `must_continue` its session's history is waited for though the answer goes on: an
+    /// engine whose shim refuses a turn answers with an error of its own.
     pub(super) async fn ran(
         &mut self,
-        told: Option<oneshot::Receiver<Ran>>,
+        told: Option<oneshot::Receiver<Told>>,
         status: StatusCode,
-    ) -> Option<Ran> {
+        must_continue: bool,
+    ) -> Option<Told> {
         let mut told = told?;
         let Some(Upstream::Body(body)) = &mut self.upstream else { return told.try_recv().ok() };
-        if !status.is_success() {
+        let mut reads = status.is_success();
+        if !reads && !must_continue {
             return told.try_recv().ok();
         }
         let late = tokio::time::sleep(TOLD_WITHIN);
@@ -133,18 +140,33 @@ impl Exchange {
         loop {
             tokio::select! {
                 biased;
-                ran = &mut told => return ran.ok(),
-                piece = body.frame() => {
-                    let over = piece.is_none();
+                told = &mut told => return told.ok(),
+                piece = body.frame(), if reads => {
+                    reads = piece.is_some();
                     self.early.push_back(piece);
-                    if over || self.early.len() == EARLY_MAX {
+                    reads &= self.early.len() < EARLY_MAX;
+                    if !reads && !must_continue {
                         return told.try_recv().ok();
                     }
                 }
-                () = &mut late, if !self.early.is_empty() => return None,
+                () = &mut late, if !reads || !self.early.is_empty() => return None,
                 () = &mut self.deadline => return None,
             }
         }
+    }
+
+    /// Reads the engine's own answer to a turn that the shim refuses, so that the session is free
+    /// for the next turn when the client hears of it. An engine that doesn't end the turn is dealt
+    /// with as after a client that has gone.
+    pub(super) async fn refuse(mut self) {
+        self.refused = true;
+        let drained = async {
+            while self.upstream.is_some() {
+                self.drain_step().await;
+            }
+        };
+        // What is left is wound down by a task of its own.
+        let _ = tokio::time::timeout(HANGUP_SEEN_WITHIN, drained).await;
     }
 
     fn arrived(&mut self, response: http::Response<Incoming>) -> http::response::Parts {
@@ -159,6 +181,8 @@ impl Exchange {
 
     fn finish(&mut self, outcome: Outcome) {
         let outcome = match outcome {
+            // A stream tells of it by an event of its own, after a head that says 200.
+            Outcome::Lost if self.refused => Outcome::Refused,
             Outcome::Finished(usage) if self.abandoned => Outcome::Unheard(usage),
             outcome => outcome,
         };
@@ -277,6 +301,7 @@ impl Drop for Exchange {
             started: self.started,
             confirms: self.confirms,
             abandoned: true,
+            refused: self.refused,
             turns: self.turns.clone(),
         };
         debug!(rid = abandoned.rid, "turn left by its client");

@@ -6,7 +6,8 @@ use tracing::{debug, info, warn};
 
 use super::{Owner, now};
 use crate::{
-    session::{Plan, Planned, Ran},
+    agent::Told,
+    session::{self, Plan, Planned, Ran},
     shim::trim,
 };
 
@@ -71,12 +72,19 @@ impl Owner {
     pub(super) fn ran(&mut self, rid: &str, ran: Ran) {
         self.setup.metrics.ran(ran);
         if let Some(waits) = self.plans.remove(rid) {
-            let _ = waits.send(ran);
+            let _ = waits.send(Ok(ran));
+        }
+    }
+
+    /// Tells a turn's exchange that the shim refuses the turn.
+    pub(super) fn unfit(&mut self, rid: &str, error: session::Error) {
+        if let Some(waits) = self.plans.remove(rid) {
+            let _ = waits.send(Err(error));
         }
     }
 
     /// For a turn that was just let in: how it runs, or where that will be told.
-    pub(super) fn ran_of(&mut self, rid: &str, known: Option<Ran>) -> oneshot::Receiver<Ran> {
+    pub(super) fn ran_of(&mut self, rid: &str, known: Option<Ran>) -> oneshot::Receiver<Told> {
         let (tells, told) = oneshot::channel();
         self.plans.insert(rid.to_owned(), tells);
         if let Some(ran) = known {

@@ -9,8 +9,8 @@ use std::time::Instant;
 use proto::{id::SessionKey, load::Retention};
 
 use super::{
-    Effect, Error, Guard, Need, Phase, Ran, Record, Stage, Table, Ticket, Turn, TurnSession,
-    check_turn,
+    Deltas, Effect, Error, Guard, Need, Phase, Ran, Record, Stage, Table, Ticket, Trim, Turn,
+    TurnSession, check_turn,
     engine::Book,
     reclaim::{Shortage, Taker},
 };
@@ -355,7 +355,7 @@ impl Table {
                 key: key.clone(),
                 incarnation: session.incarnation.clone(),
                 retention: if pinned { session.retention } else { self.unpinned(session) },
-                trim_tokens_max: None,
+                trim: None,
             });
             if pinned && !opens {
                 self.let_in_pinned(rid, key, &mut turn);
@@ -394,6 +394,9 @@ impl Table {
         turn.growth_tokens = Some(target.saturating_sub(session.history_tokens));
         let incarnation = session.incarnation.clone();
         let held = self.change(key, |session| {
+            if delta {
+                session.deltas = Deltas::Taken;
+            }
             session.reserved_tokens = target;
             std::mem::replace(&mut session.row, true)
         });
@@ -401,13 +404,15 @@ impl Table {
         (ticket.pinned, ticket.from_nothing) = (true, !held);
         self.journal(Record::Turn { incarnation, rid: rid.to_owned() });
         if delta || !self.trims {
+            // Without a shim that trims, only a session without a history takes a full one.
+            self.history_begins_with(rid, key);
             turn.ran = Some(Ran::Pinned);
             return;
         }
         let retention = self.unpinned(&self.sessions[key]);
-        let tokens_max = self.mark(rid, key);
+        let trim: Trim = self.mark(rid, key);
         let named = turn.session.as_mut().expect("a pinned turn has one");
-        (named.retention, named.trim_tokens_max) = (retention, Some(tokens_max));
+        (named.retention, named.trim) = (retention, Some(trim));
     }
 
     /// Counts a turn as inside the engine.

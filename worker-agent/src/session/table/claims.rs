@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use proto::{claim::Claim, id::SessionKey, load::Retention};
 
 use super::{
-    Appends, Error, Guard, Opened, Phase, Record, Session, Stage, Table, Ticket, Whole,
+    Appends, Deltas, Error, Guard, Opened, Phase, Record, Session, Stage, Table, Ticket, Whole,
     check_appends, check_turn, closing::Closing,
 };
 
@@ -87,6 +87,9 @@ impl Table {
             // What was evictable is only colder.
             session.phase = Phase::Open;
         }
+        if claim.open {
+            session.open_for_deltas();
+        }
         // Turns that run side by side stay so; the first after them is alone.
         session.opened |= claim.open;
         session.exclusive |= session.opened && before == 0;
@@ -143,6 +146,7 @@ impl Table {
                 }
                 session.opened = true;
                 session.unused = false;
+                session.open_for_deltas();
                 session.exclusive |= session.running + session.waiting <= 1;
                 session.idle_max = idle_max.map_or(session.idle_max, |max| max.min(IDLE_MAX));
                 self.watch(key);
@@ -239,6 +243,7 @@ impl Table {
             lost_rid: None,
             born: self.born,
             whole: Whole::default(),
+            deltas: if claim.open { Deltas::Allowed } else { Deltas::Refused },
             phase: if pinned { Phase::Planned } else { Phase::Open },
             last_end: now,
             idle_max: claim.idle_ms_max.map_or(self.rules.idle_max, idle_max_of),

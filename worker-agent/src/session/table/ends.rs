@@ -78,6 +78,9 @@ impl Table {
         ticket: &Ticket,
         outcome: Outcome,
     ) {
+        if ticket.is_unfit() {
+            return self.undo(key, ticket.from_nothing);
+        }
         let outcome = self.measured(key, ticket, outcome);
         let pinned = self.sessions[key].retention == Retention::Pinned;
         if ticket.pinned && pinned {

@@ -2,6 +2,7 @@
 //! it is driven by the simulation in the `tests` crate.
 
 mod engine;
+mod mixed;
 mod order;
 mod rig;
 mod trim;
@@ -474,7 +475,7 @@ fn a_refused_turn_changes_nothing() {
 fn a_whole_history_never_reaches_a_pinned_session() {
     let mut rig = Rig::new();
     let need = Need::default();
-    let first = rig.turn(&pinned("s")).inside();
+    let first = rig.turn(&Claim { open: true, ..pinned("s") }).inside();
     rig.end(&first, finished(20, 5));
     assert_eq!(rig.turn(&pinned("s")).error(), Error::WholeHistory);
     let on_chat = rig.ask(Some((&delta("s"), &key("s"))), None, Appends::Never, need);

@@ -3,7 +3,7 @@
 //! has. Here is which sessions are pinned for that without being asked, how much room their turns
 //! get, and what becomes of a turn whose prompt isn't what the session has.
 //!
-//! A marked turn ([`super::TurnSession::trim_tokens_max`]) is inside as a pinned one until the shim
+//! A marked turn ([`super::TurnSession::trim`]) is inside as a pinned one until the shim
 //! has told its plan. It then runs in the session or beside it, on the radix tree. Where another
 //! incarnation would help the shim asks, and waits for an [`Effect::Run`]: the old one's KV goes to
 //! the tree first, so that what still fits is found there.
@@ -16,7 +16,8 @@ use std::time::{Duration, Instant};
 use proto::{id::SessionKey, load::Retention};
 
 use super::{
-    Effect, Expected, Guard, Need, Outcome, Phase, Ran, Session, Stage, Table, Ticket, Usage,
+    Deltas, Effect, Error, Expected, Guard, Need, Outcome, Phase, Ran, Session, Stage, Table,
+    Ticket, Trim, Usage,
     reclaim::{Shortage, Taker},
 };
 
@@ -73,6 +74,8 @@ pub enum Became {
     Diverged,
     /// It ran beside its session, where it couldn't run.
     Refused,
+    /// The shim refused it, because it doesn't continue a session that takes deltas.
+    NotContinued,
     /// Its session is closed or lost meanwhile, or its client has left: how it ran isn't known.
     Gone,
 }
@@ -87,6 +90,7 @@ impl Became {
             Self::Reopened => "reopened",
             Self::Diverged => "diverged",
             Self::Refused => "refused",
+            Self::NotContinued => "not_continued",
             Self::Gone => "gone",
         }
     }
@@ -97,6 +101,12 @@ impl Became {
 pub(super) struct Marked {
     /// Room was kept for so many tokens of prompt.
     tokens_max: u64,
+    /// It must continue its session's history, or it doesn't run.
+    must_continue: bool,
+    /// It could continue the history, but there is no room for it.
+    no_room: bool,
+    /// The shim has refused it: it is in no session, and changes none.
+    unfit: bool,
     /// The shim's question, while it waits for an answer.
     question: Option<u64>,
     /// It has asked.
@@ -125,6 +135,16 @@ impl Ticket {
     pub(super) fn to_compute(&self, resident_tokens: u64) -> Option<u64> {
         let prompt_tokens = self.marked.as_ref()?.prompt_tokens?;
         Some(prompt_tokens.saturating_sub(resident_tokens))
+    }
+
+    /// The shim has refused it: nothing of it runs.
+    pub(super) fn is_unfit(&self) -> bool {
+        self.marked.as_ref().is_some_and(|marked| marked.unfit)
+    }
+
+    /// Its client opens the session with it.
+    fn is_opening(&self) -> bool {
+        self.claim.as_ref().is_some_and(|claim| claim.open)
     }
 
     /// It holds only what is new.
@@ -228,6 +248,7 @@ impl Table {
         self.reincarnate(key);
         self.change(key, |session| {
             session.phase = Phase::Planned;
+            session.deltas = Deltas::Refused;
             session.whole.anew = session.turns > 0;
             session.whole.behind |= session.turns > 0;
         });
@@ -246,13 +267,19 @@ impl Table {
         false
     }
 
-    /// Marks a turn on its way in; answers with the bound that the shim is told.
-    pub(super) fn mark(&mut self, rid: &str, key: &SessionKey) -> u64 {
+    /// Marks a turn on its way in; answers with what the shim is told.
+    pub(super) fn mark(&mut self, rid: &str, key: &SessionKey) -> Trim {
         let tokens_max = self.whole_tokens(key, self.tickets[rid].need);
+        let opens = self.tickets[rid].is_opening();
+        let guarded = self.rules.guards.hold(Guard::FullHistoryContinues);
         let session = self.sessions.get_mut(key).expect("the caller has seen it");
         let reopened = std::mem::take(&mut session.whole.anew);
+        let must_continue = session.deltas == Deltas::Taken && !opens && guarded;
         let marked = Marked {
             tokens_max,
+            must_continue,
+            no_room: false,
+            unfit: false,
             question: None,
             asked: false,
             reopens: None,
@@ -261,7 +288,16 @@ impl Table {
             committed_tokens: None,
         };
         self.tickets.get_mut(rid).expect("the caller has it").marked = Some(marked);
-        tokens_max
+        Trim { tokens_max, must_continue }
+    }
+
+    /// The session's history becomes what this turn holds, and what comes of it: who opens a session
+    /// with its full history knows that history, and may go on with deltas.
+    pub(super) fn history_begins_with(&mut self, rid: &str, key: &SessionKey) {
+        if !self.tickets[rid].is_delta() && self.tickets[rid].is_opening() {
+            let session = self.sessions.get_mut(key).expect("the caller has seen it");
+            session.deltas = Deltas::Allowed;
+        }
     }
 
     /// The session of a marked turn that is inside, and of which no plan was told yet.
@@ -294,6 +330,9 @@ impl Table {
             Plan::Trimmed | Plan::Healed if !mine => (Became::Gone, 0),
             Plan::Trimmed => self.runs_inside(rid, &key, planned, Became::Trimmed),
             Plan::Healed => self.runs_inside(rid, &key, planned, Became::Healed),
+            Plan::Diverged | Plan::Refused if self.marked(rid).must_continue => {
+                self.not_continued(rid, planned)
+            }
             Plan::Diverged => self.runs_beside(now, &key, planned, Became::Diverged),
             Plan::Refused => self.runs_beside(now, &key, planned, Became::Refused),
         };
@@ -325,8 +364,32 @@ impl Table {
                 session.whole.astray = 0;
             }
         });
+        self.history_begins_with(rid, key);
         self.effects.push(Effect::Ran { rid: rid.to_owned(), ran });
         (became, if from_nothing { 0 } else { planned.committed })
+    }
+
+    /// The shim refuses the turn, so nothing of it runs, and its session stays as it is.
+    fn not_continued(&mut self, rid: &str, planned: &Planned) -> (Became, u64) {
+        let marked = self.marked(rid);
+        marked.unfit = true;
+        let too_large = planned.plan == Plan::Refused && planned.prompt > marked.tokens_max;
+        let error = if marked.no_room || too_large {
+            let detail = format!("this full history has {} tokens", planned.prompt);
+            Error::Short { what: "pin_tokens", detail }
+        } else {
+            let (at, committed) = (planned.at, planned.committed);
+            let detail = match planned.plan {
+                Plan::Diverged if at < committed => {
+                    format!("differs from the session's {committed} tokens at token {at}")
+                }
+                Plan::Diverged => format!("adds nothing to the session's {committed} tokens"),
+                _ => "can't be compared with what the session has".to_owned(),
+            };
+            Error::NotContinued { detail }
+        };
+        self.effects.push(Effect::Unfit { rid: rid.to_owned(), error });
+        (Became::NotContinued, 0)
     }
 
     fn runs_beside(

@@ -69,6 +69,8 @@ pub(super) struct Rig {
     pub(super) runs: Vec<(u64, Option<String>, u64)>,
     /// How turns ran, where that was told after they went in.
     pub(super) rans: HashMap<String, Ran>,
+    /// Turns that the shim refused, and why.
+    pub(super) unfit: HashMap<String, Error>,
 }
 
 impl Rig {
@@ -90,6 +92,7 @@ impl Rig {
             opens: None,
             runs: vec![],
             rans: HashMap::new(),
+            unfit: HashMap::new(),
         }
     }
 
@@ -111,6 +114,7 @@ impl Rig {
                         self.runs.push((question, incarnation, tokens_max));
                     }
                     Effect::Ran { rid, ran } => drop(self.rans.insert(rid, ran)),
+                    Effect::Unfit { rid, error } => drop(self.unfit.insert(rid, error)),
                     Effect::Touched(_) | Effect::Happened(..) | Effect::Freed(_) => {}
                     Effect::Open { incarnation, .. } => match &mut self.opens {
                         Some(opens) => opens.push(incarnation),

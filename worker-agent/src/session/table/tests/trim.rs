@@ -43,7 +43,7 @@ impl Rig {
             Became::Diverged | Became::Refused => {
                 assert!(matches!(ran, Some(Ran::Tagged | Ran::Untagged)), "{ran:?}");
             }
-            Became::Gone => assert_eq!(ran, None),
+            Became::NotContinued | Became::Gone => assert_eq!(ran, None),
         }
         told
     }
@@ -90,7 +90,7 @@ impl Rig {
 }
 
 pub(super) fn tokens_max(turn: &Inside) -> Option<u64> {
-    turn.turn.session.as_ref().unwrap().trim_tokens_max
+    turn.turn.session.as_ref().unwrap().trim.map(|trim| trim.tokens_max)
 }
 
 #[test]

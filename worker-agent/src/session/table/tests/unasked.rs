@@ -246,7 +246,7 @@ fn a_whole_history_that_waited_begins_anew_whatever_comes_behind_it() {
     let first = whole(&mut rig, &auto("s"), 300).inside();
     rig.runs(&first, 0, 100);
     let running = rig.turn(&delta("s")).inside();
-    let waits = whole(&mut rig, &auto("s"), 340).waits();
+    let waits = whole(&mut rig, &Claim { open: true, ..auto("s") }, 340).waits();
     rig.turn(&delta("s")).waits();
     rig.end(&running, Outcome::Unheard(None));
     let waits = rig.answer(waits).inside();
@@ -263,9 +263,10 @@ fn a_client_may_decide_what_the_agent_decided() {
     rig.pinned_by_itself("s");
     assert!(!rig.turn(&delta("s")).error().to_string().contains("is pinned"), "it didn't ask");
     rig.open("s", Some(Retention::Pinned)).unwrap();
-    let turn = rig.turn(&delta("s")).inside();
-    assert_eq!(rig.turn(&delta("s")).error(), Error::Busy);
-    rig.end(&turn, finished(156, 8));
+    let turn = whole(&mut rig, &auto("s"), 460).inside();
+    assert_eq!(whole(&mut rig, &auto("s"), 470).error(), Error::Busy, "one at a time, as it asked");
+    rig.runs(&turn, 148, 160);
+    assert_eq!(rig.turn(&delta("s")).error(), Error::DeltaNeedsOpen, "it had a history already");
     let mut rig = trimming();
     rig.pinned_by_itself("t");
     rig.open("t", Some(Retention::Tagged)).unwrap();

@@ -6,7 +6,9 @@ use std::time::Instant;
 use proto::id::SessionKey;
 
 use super::{ASTRAY_MAX, Plan, Planned};
-use crate::session::table::{Effect, Need, Phase, Record, Session, Stage, Table, Ticket, Why};
+use crate::session::table::{
+    Deltas, Effect, Need, Phase, Record, Session, Stage, Table, Ticket, Why,
+};
 
 /// A prompt that has less of the session than this part is beside the matter, if the next one goes
 /// on from it; if not, its history was made short.
@@ -33,15 +35,18 @@ impl Table {
         let marked = self.marked(rid);
         (marked.question, marked.asked) = (Some(question), true);
         let too_large = planned.plan == Plan::Refused && planned.prompt > marked.tokens_max;
+        let must_continue = marked.must_continue;
         marked.tokens_max = marked.tokens_max.max(planned.prompt);
         let fits = self.fits(&key, target);
+        self.marked(rid).no_room = too_large && !fits;
         if !too_large {
             self.change(&key, |session| session.whole.astray += 1);
         }
         let session = &self.sessions[&key];
         let aside = session.is_auto() && planned.is_aside() && session.whole.astray == 1;
         let tired = session.is_auto() && session.whole.astray > ASTRAY_MAX;
-        if session.phase != Phase::Open || aside || (!fits && !session.is_auto()) {
+        let stays = must_continue && !too_large;
+        if session.phase != Phase::Open || aside || stays || (!fits && !session.is_auto()) {
             self.runs_as_it_came(&key);
         } else if too_large && fits {
             self.change(&key, |session| session.reserved_tokens = target);
@@ -86,6 +91,7 @@ impl Table {
         self.reincarnate(key);
         self.change(key, |session| {
             session.emptied();
+            session.deltas = Deltas::Refused;
             session.whole.behind = true;
         });
         let incarnation = self.sessions[key].incarnation.clone();

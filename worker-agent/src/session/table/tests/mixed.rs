@@ -1,0 +1,167 @@
+//! Deltas and full histories on one session: neither replaces what the other's client relies on.
+
+use super::{
+    trim::{auto, trimming, whole},
+    *,
+};
+
+/// A pinned session that a client opened, and that has taken a delta: it has 32 tokens.
+fn appended_to() -> Rig {
+    let mut rig = trimming();
+    rig.pin_holding("s", 31);
+    rig
+}
+
+fn must_continue(turn: &Inside) -> bool {
+    turn.turn.session.as_ref().unwrap().trim.unwrap().must_continue
+}
+
+fn opening() -> Claim {
+    Claim { open: true, ..auto("s") }
+}
+
+impl Rig {
+    /// The shim refuses a turn; the engine answers with an error.
+    fn refused_by_shim(&mut self, turn: &Inside, plan: Plan, at: u64, prompt: u64) -> Error {
+        let (rid, incarnation) = (turn.rid.clone(), self.incarnation_of(turn));
+        let planned = Planned { rid, incarnation, plan, at, committed: 32, sent: 0, prompt };
+        let told = self.table.planned(self.now, &planned);
+        assert_eq!(told, Some((Became::NotContinued, 0)));
+        self.carry_out();
+        self.end(turn, Outcome::Refused);
+        self.unfit.remove(&turn.rid).expect("its client is told")
+    }
+
+    /// A full history that takes another incarnation.
+    fn reopens(&mut self, claim: &Claim) {
+        let turn = whole(self, claim, 100).inside();
+        self.question(&turn, Plan::Diverged, 30);
+        self.demoted();
+        self.engine_closes();
+        assert_eq!(self.runs(&turn, 0, 30), Became::Reopened);
+    }
+}
+
+#[test]
+fn a_full_history_that_differs_is_refused_where_deltas_are_taken_and_changes_nothing() {
+    for (plan, at) in [(Plan::Diverged, 20), (Plan::Diverged, 32), (Plan::Refused, 0)] {
+        let mut rig = appended_to();
+        let before = rig.table.get(&key("s")).unwrap().clone();
+        let other = whole(&mut rig, &auto("s"), 100).inside();
+        assert!(must_continue(&other));
+        let error = rig.refused_by_shim(&other, plan, at, 30);
+        assert!(matches!(error, Error::NotContinued { .. }), "{error}");
+        let after = rig.table.get(&key("s")).unwrap();
+        assert_eq!(after.incarnation, before.incarnation);
+        assert_eq!(after.history_tokens, before.history_tokens);
+        assert_eq!((rig.demotes.len(), rig.looks.len(), rig.closes.len()), (0, 0, 0));
+        let next = rig.turn(&delta("s")).inside();
+        rig.end(&next, finished(40, 8));
+        assert_eq!(rig.table.get(&key("s")).unwrap().history_tokens, 48, "it goes on");
+    }
+}
+
+#[test]
+fn whatever_the_engine_says_of_a_turn_that_the_shim_refused_its_session_is_as_it_was() {
+    let lost = [Outcome::Lost, Outcome::Aborted, Outcome::Partial, Outcome::Unheard(None)];
+    for outcome in [Outcome::Refused, Outcome::Finished(None)].into_iter().chain(lost) {
+        let mut rig = appended_to();
+        let other = whole(&mut rig, &auto("s"), 100).inside();
+        let (rid, incarnation) = (other.rid.clone(), rig.incarnation_of(&other));
+        let (plan, committed) = (Plan::Diverged, 32);
+        let planned = Planned { rid, incarnation, plan, at: 9, committed, sent: 0, prompt: 30 };
+        rig.table.planned(rig.now, &planned);
+        rig.end(&other, outcome);
+        assert_eq!((rig.looks.len(), rig.closes.len()), (0, 0), "{outcome:?}");
+        rig.turn(&delta("s")).inside();
+    }
+}
+
+#[test]
+fn a_full_history_that_continues_a_session_of_deltas_runs_in_it() {
+    let mut rig = appended_to();
+    let on = whole(&mut rig, &auto("s"), 100).inside();
+    assert_eq!(rig.runs(&on, 32, 40), Became::Trimmed);
+    let next = rig.turn(&delta("s")).inside();
+    rig.end(&next, finished(56, 8));
+    let again = whole(&mut rig, &auto("s"), 200).inside();
+    assert!(must_continue(&again), "it has taken deltas still");
+    assert!(!rig.table.get(&key("s")).unwrap().sends_whole(), "it can't go on elsewhere");
+}
+
+#[test]
+fn a_full_history_that_has_no_room_in_a_session_of_deltas_is_told_so() {
+    let mut rig = appended_to();
+    let large = whole(&mut rig, &auto("s"), 100).inside();
+    rig.question(&large, Plan::Refused, 1050);
+    assert_eq!(rig.runs.pop(), Some((7, None, 0)));
+    let error = rig.refused_by_shim(&large, Plan::Refused, 0, 1050);
+    assert!(is_short(&error, "pin_tokens"), "{error}");
+    rig.turn(&delta("s")).inside();
+}
+
+#[test]
+fn who_opens_a_session_anew_with_a_full_history_may_append_to_that() {
+    let mut rig = appended_to();
+    rig.reopens(&opening());
+    let next = rig.turn(&delta("s")).inside();
+    rig.end(&next, finished(46, 8));
+    assert_eq!(rig.table.get(&key("s")).unwrap().history_tokens, 54);
+    assert_eq!(rig.turn(&Claim { open: true, ..delta("s") }).error(), Error::HasHistory);
+}
+
+#[test]
+fn nothing_is_appended_to_a_history_that_replaced_another_until_it_is_closed_and_opened() {
+    let mut rig = trimming();
+    rig.pin("s");
+    let first = whole(&mut rig, &auto("s"), 90).inside();
+    rig.runs(&first, 0, 30);
+    rig.reopens(&auto("s"));
+    assert_eq!(rig.turn(&delta("s")).error(), Error::DeltaNeedsOpen);
+    rig.open("s", Some(Retention::Pinned)).unwrap();
+    assert_eq!(rig.turn(&delta("s")).error(), Error::DeltaNeedsOpen, "it is the same one still");
+    rig.close("s").unwrap();
+    rig.engine_closes();
+    rig.pin("s");
+    rig.turn(&delta("s")).inside();
+}
+
+#[test]
+fn a_session_that_a_full_history_began_takes_no_delta() {
+    // Its key may have been another's before: expired, or on an agent that has gone.
+    let mut rig = trimming();
+    let began = whole(&mut rig, &pinned("s"), 90).inside();
+    assert_eq!(rig.table.get(&key("s")).unwrap().turns, 0);
+    rig.runs(&began, 0, 30);
+    assert_eq!(rig.turn(&delta("s")).error(), Error::DeltaNeedsOpen);
+    let on = whole(&mut rig, &opening(), 120).inside();
+    rig.runs(&on, 38, 48);
+    rig.turn(&delta("s")).inside();
+}
+
+#[test]
+fn a_session_of_deltas_that_is_gone_is_not_begun_anew_by_a_full_history() {
+    let gone: [(fn(&mut Rig), Error); 2] = [
+        (|rig| rig.engine_restarts(engine(1)), Error::Lost),
+        (
+            |rig| {
+                let incarnation = rig.table.get(&key("s")).unwrap().incarnation.clone();
+                rig.table.corrupt(rig.now, &incarnation);
+                rig.carry_out();
+            },
+            Error::KvCorrupt,
+        ),
+    ];
+    for (lose, why) in gone {
+        let mut rig = appended_to();
+        lose(&mut rig);
+        assert_eq!(whole(&mut rig, &auto("s"), 100).error(), why);
+        assert_eq!(rig.turn(&delta("s")).error(), why);
+        rig.engine_closes();
+        rig.table.shim_up(0, true);
+        let anew = whole(&mut rig, &Claim { retention: Some(Retention::Pinned), ..opening() }, 100);
+        let anew = anew.inside();
+        rig.runs(&anew, 0, 30);
+        rig.turn(&delta("s")).inside();
+    }
+}
