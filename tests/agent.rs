@@ -78,7 +78,7 @@ fn claim(id: &str) -> Value {
 }
 
 fn pinned(id: &str) -> Value {
-    json!({"principal": "p", "id": id, "retention": "pinned"})
+    json!({"principal": "p", "id": id, "retention": "pinned", "open": true})
 }
 
 fn delta(id: &str) -> Value {
