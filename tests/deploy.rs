@@ -1,8 +1,9 @@
 //! Every example under `deploy/` is one that the binaries take.
 
-use std::{fs, path::PathBuf};
+use std::{fs, path::PathBuf, time::Duration};
 
 use clap::Parser;
+use worker_agent::config::ABORT_MAX;
 
 fn deploy(path: &str) -> PathBuf {
     let root = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
@@ -33,7 +34,8 @@ fn units_stop_no_sooner_than_the_drain() {
         let stop = text.lines().find_map(|line| line.strip_prefix("TimeoutStopSec="));
         let stop_ms = stop.unwrap().parse::<u64>().unwrap() * 1000;
         let config = worker_agent::config::Config::default();
-        assert!(stop_ms > config.drain_ms_max + config.abort_ms_max, "{unit}: {stop_ms} ms");
+        let whole = worker_agent::config::ms(config.drain_ms_max) + ABORT_MAX;
+        assert!(Duration::from_millis(stop_ms) > whole, "{unit}: {stop_ms} ms");
         assert!(text.contains("RestartPreventExitStatus=64"), "{unit} restarts on wrong settings");
     }
 }

@@ -22,7 +22,7 @@ pub mod verify;
 mod watch;
 mod zmtp;
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 use proto::{process::tasks::Tasks, v1};
 use tokio::sync::{Semaphore, mpsc};
@@ -53,8 +53,22 @@ const PAGES_PER_POOL_PAGE: usize = 4;
 struct Shared {
     board: Board,
     shim: ShimHandle,
+    republish_interval: Duration,
     metrics: Metrics,
     snapshots: Semaphore,
+}
+
+/// What the thread is started with.
+#[derive(Debug)]
+pub struct Setup {
+    /// The agent's life; routers tell its numbers from those of another one by it.
+    pub epoch: u64,
+    /// Publishes the engine's radix tree again.
+    pub shim: ShimHandle,
+    /// The shortest time between two requests for the tree of one rank.
+    pub republish_interval: Duration,
+    /// What the thread counts.
+    pub metrics: Metrics,
 }
 
 /// Messages for one watcher.
@@ -97,17 +111,14 @@ impl KvHandle {
 ///
 /// # Errors
 /// When the thread or its runtime can't be made.
-pub fn start(
-    epoch: u64,
-    shim: ShimHandle,
-    metrics: Metrics,
-    token: CancellationToken,
-) -> std::io::Result<KvHandle> {
+pub fn start(setup: Setup, token: CancellationToken) -> std::io::Result<KvHandle> {
+    let Setup { epoch, shim, republish_interval, metrics } = setup;
     let (watchers, requests) = mpsc::channel(WATCHERS_MAX);
     let (feeds, told) = tokio::sync::watch::channel(None);
     let handle = KvHandle { watchers, feeds };
     let snapshots = Semaphore::new(SNAPSHOTS_MAX);
-    let shared = Arc::new(Shared { board: Board::new(), shim, metrics, snapshots });
+    let shared = Shared { board: Board::new(), shim, republish_interval, metrics, snapshots };
+    let shared = Arc::new(shared);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     std::thread::Builder::new().name("kv".into()).spawn(move || {
         runtime.block_on(async move {

@@ -144,7 +144,13 @@ pub async fn run(
     let gpus = gpu::watch((&config).into())?;
     let (agent, shim, lanes) =
         start_agent(&config, &gpus, &listeners, epoch, &engine, &metrics, &tasks)?;
-    let kv = kv::start(epoch, shim, kv::metrics::Metrics::new(&mut registry), tasks.token())?;
+    let kv_setup = kv::Setup {
+        epoch,
+        shim,
+        republish_interval: ms(config.republish_interval_ms),
+        metrics: kv::metrics::Metrics::new(&mut registry),
+    };
+    let kv = kv::start(kv_setup, tasks.token())?;
     let (files, found) = watch::channel(None);
     grpc::start(agent.clone(), kv.clone(), epoch, found, listeners.control, tasks.token())?;
     let ready = readiness(&agent, &metrics, &tasks).await;
@@ -186,7 +192,7 @@ pub async fn run(
         () = stop.cancelled() => {
             // The drain's own limit plus the time that aborted turns and closes may take.
             let limit = ms(config.drain_ms_max);
-            let whole = limit + ms(config.abort_ms_max);
+            let whole = limit + config::ABORT_MAX;
             if tokio::time::timeout(whole, agent.drain(limit)).await.is_err() {
                 tracing::warn!("some sessions may be left open at the engine");
             }
@@ -244,7 +250,7 @@ fn start_agent(
         turns_queued_per_session_max: config.turns_queued_per_session_max,
         turns_queued_max: config.turns_queued_max,
         queue_wait_max: ms(config.queue_wait_ms_max),
-        stuck_after: ms(config.abort_ms_max) * 2,
+        stuck_after: config::ABORT_MAX * 2,
         auto_pin: config.auto_pin,
         guards: Guards::default(),
     };

@@ -17,6 +17,10 @@ from lane.shim import text_of
 from lane.turns import Pinned, body, refused
 from lane.with_shim import by_shim
 
+# The engine looks between two steps, of a tenth of a second each where the machine is busy.
+PLANT_SECONDS_MAX = 30
+MEET_SECONDS_MAX = 30
+
 PLUGIN = Path(__file__).resolve().parents[1] / "plant"
 
 
@@ -46,20 +50,21 @@ class Planted(Fleet):
         written = self.file.with_suffix(".new")
         written.write_text(json.dumps({"fault": fault, "sessions": sessions}))
         written.rename(self.file)
-        wait_until(self.engine, "planting", lambda: not self.file.exists(), 10)
+        wait_until(self.engine, "planting", lambda: not self.file.exists(), PLANT_SECONDS_MAX)
 
 
 @contextmanager
-def planted(fleet: Fleet, name: str) -> Iterator[Planted]:
-    """One of its own beside this fleet, whose shim has met its agent."""
+def planted(fleet: Fleet, name: str, settings: str = "") -> Iterator[Planted]:
+    """One of its own beside this fleet, whose shim has met its agent, which has these settings
+    too."""
     folder = fleet.folder / name
     folder.mkdir(exist_ok=True)
     own = Planted(folder, fleet.bin_dir, fleet.page_size)
     try:
         own.start_engine()
-        own.start_agent(settings=f'shim_socket = "{own.shim_socket}"\n')
+        own.start_agent(settings=f'shim_socket = "{own.shim_socket}"\n{settings}')
         own.start_router()
-        wait_until(own.agent, "hearing from the shim", lambda: by_shim(own), 10)
+        wait_until(own.agent, "hearing from the shim", lambda: by_shim(own), MEET_SECONDS_MAX)
         yield own
     finally:
         own.stop()

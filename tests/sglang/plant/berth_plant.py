@@ -9,12 +9,17 @@ prompt's ids as its tokenizer has them (`rid`, `whole`), and of each finished tu
 session the session's context afterwards (`rid`, `session`, `context`).
 """
 
+import collections
 import json
+import math
 import multiprocessing
 import os
 import sys
 from pathlib import Path
 from typing import Any
+
+# As many messages as the engine's publisher keeps by itself.
+BUFFER_MESSAGES = 10_000
 
 
 def register() -> None:
@@ -74,9 +79,9 @@ def _aliased(scheduler: Any, id: str, other: str) -> None:
 
 
 class _Dropping:
-    """A socket that loses the first messages."""
+    """A socket that loses the first messages, or all of them."""
 
-    def __init__(self, socket: Any, count: int):
+    def __init__(self, socket: Any, count: float):
         self._socket, self._left = socket, count
 
     def send_multipart(self, frames: Any) -> None:
@@ -93,13 +98,33 @@ def _publisher(scheduler: Any) -> Any:
     return scheduler.kv_events_publisher.kv_event_publisher
 
 
+def _socket(publisher: Any) -> Any:
+    """Its own, which loses nothing."""
+    socket = publisher._pub
+    return socket._socket if isinstance(socket, _Dropping) else socket
+
+
 def _dropped(scheduler: Any, count: str) -> None:
     """So many of the next messages don't arrive, whatever was said before; the buffer has them."""
     publisher = _publisher(scheduler)
-    socket = publisher._pub
-    if isinstance(socket, _Dropping):
-        socket = socket._socket
-    publisher._pub = _Dropping(socket, int(count))
+    publisher._pub = _Dropping(_socket(publisher), int(count))
+
+
+def _lost(scheduler: Any) -> None:
+    """From now on no message arrives, and the buffer has none: however long it takes, whoever asks
+    for them meanwhile gets nothing."""
+    publisher = _publisher(scheduler)
+    publisher._buffer = collections.deque(maxlen=0)
+    publisher._pub = _Dropping(_socket(publisher), math.inf)
+
+
+def _heard(scheduler: Any) -> None:
+    """Messages arrive again, and the buffer keeps them."""
+    publisher = _publisher(scheduler)
+    # What was sent until now is lost, not what is still in the queue.
+    publisher._event_queue.join()
+    publisher._pub = _socket(publisher)
+    publisher._buffer = collections.deque(maxlen=BUFFER_MESSAGES)
 
 
 def _forgotten(scheduler: Any) -> None:
@@ -130,5 +155,6 @@ def _tree(scheduler: Any) -> None:
 
 FAULTS = {
     "written": _written, "aliased": _aliased,
-    "dropped": _dropped, "forgotten": _forgotten, "slowly": _slowly, "tree": _tree,
+    "dropped": _dropped, "lost": _lost, "heard": _heard, "forgotten": _forgotten,
+    "slowly": _slowly, "tree": _tree,
 }

@@ -28,8 +28,6 @@ const ANSWER_REST_MAX: Duration = Duration::from_millis(500);
 const LASTING: Duration = Duration::from_secs(30);
 /// After this long without a message it is asked whether there was one.
 const QUIET: Duration = Duration::from_secs(2);
-/// Time between two questions for the tree: publishing it costs the engine's scheduler.
-const TREE_INTERVAL: Duration = Duration::from_secs(30);
 /// The number by which a publisher says that it has no more.
 const END: [u8; 8] = [0xff; 8];
 
@@ -228,7 +226,8 @@ impl Follower {
     }
 
     fn tree_due(&self) -> Instant {
-        self.asked_tree.map_or_else(Instant::now, |asked| asked + TREE_INTERVAL)
+        let interval = self.shared.republish_interval;
+        self.asked_tree.map_or_else(Instant::now, |asked| asked + interval)
     }
 
     /// Asks the shim to have the tree published anew. It comes as other events do.
