@@ -113,7 +113,7 @@ pub struct Config {
     pub stall_ms_max: u64,
     /// The engine's shim looks at every page of the pool this often; 0: only on demand.
     pub audit_interval_s: u64,
-    /// After lost KV events the engine is asked to publish its radix tree again, at most this often.
+    /// The shortest time between two requests, after lost KV events, for the engine's radix tree.
     pub republish_interval_ms: u64,
     /// Where the engine publishes its row table (BERTH_KV_TABLE in its environment), for audits
     /// from this process by CUDA IPC; empty: they are made inside the engine.
@@ -180,8 +180,8 @@ impl Default for Config {
             stall_ms_max: 10_000,
             // A look costs the scheduler's thread well under a millisecond.
             audit_interval_s: 10,
-            // With pages of one token, a tree of a million takes 1.4 s of the engine's scheduler: 5 %
-            // of this. With pages of 16 it takes 0.1 s.
+            // With pages of one token, a tree of a million tokens takes 1.4 s of the engine's
+            // scheduler, which is 5 % of this. With pages of 16 tokens it takes 0.1 s.
             republish_interval_ms: 30_000,
             // A CUDA context costs some 0.5 GiB of the GPU.
             audit_table: PathBuf::new(),

@@ -144,13 +144,10 @@ pub async fn run(
     let gpus = gpu::watch((&config).into())?;
     let (agent, shim, lanes) =
         start_agent(&config, &gpus, &listeners, epoch, &engine, &metrics, &tasks)?;
-    let kv_setup = kv::Setup {
-        epoch,
-        shim,
-        republish_interval: ms(config.republish_interval_ms),
-        metrics: kv::metrics::Metrics::new(&mut registry),
-    };
-    let kv = kv::start(kv_setup, tasks.token())?;
+    let republish_interval = ms(config.republish_interval_ms);
+    let kv_metrics = kv::metrics::Metrics::new(&mut registry);
+    let kv = kv::Setup { epoch, shim, republish_interval, metrics: kv_metrics };
+    let kv = kv::start(kv, tasks.token())?;
     let (files, found) = watch::channel(None);
     grpc::start(agent.clone(), kv.clone(), epoch, found, listeners.control, tasks.token())?;
     let ready = readiness(&agent, &metrics, &tasks).await;
