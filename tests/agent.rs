@@ -63,6 +63,13 @@ impl House {
         stream
     }
 
+    /// Makes every pass of the engine take so much longer; what runs ends soon after zero.
+    async fn slow_down(&self, seconds: f64) {
+        let url = format!("{}/slow_down", self.engine.url());
+        let body = json!({"forward_sleep_time": seconds});
+        assert_eq!(self.web.post(&url, &[], &body).await.unwrap().status, StatusCode::OK);
+    }
+
     /// Waits until the engine holds nothing for sessions or running turns.
     async fn nothing_held(&self) {
         eventually("an empty pool", || async {
@@ -131,13 +138,15 @@ async fn the_next_turn_may_follow_the_last_byte_at_once() {
 
 #[tokio::test]
 async fn a_second_turn_is_refused_at_once_and_harms_nothing() {
-    let house = House::with(slow(), |_| {}).await;
+    let house = House::new().await;
     let alone = house.generate(None, &turn("hello there", 40)).await;
+    house.slow_down(1.0).await;
     let first = house.start_stream(&pinned("s"), &streamed("hello there", 40)).await;
     for _ in 0..3 {
         let second = house.generate(Some(&delta("s")), &turn("x", 1)).await;
         assert_eq!((second.status, second.code().as_str()), (StatusCode::CONFLICT, "session_busy"));
     }
+    house.slow_down(0.0).await;
     let rest = first.into_body().collect().await.unwrap().to_bytes();
     let last = String::from_utf8_lossy(&rest);
     let ids = alone.json()["output_ids"].to_string();

@@ -359,13 +359,22 @@ async fn raw(engine: &Caller, body: &Value) -> TcpStream {
 
 /// Everything until the connection ends, however it ends.
 async fn read_all(stream: &TcpStream) -> String {
+    read_until(stream, |_| false).await
+}
+
+/// Everything until there is enough of it, or the connection ends.
+async fn read_until(stream: &TcpStream, is_enough: impl Fn(&str) -> bool) -> String {
     let mut all = Vec::new();
     let mut buffer = [0; 4096];
     loop {
+        let text = String::from_utf8_lossy(&all);
+        if is_enough(&text) {
+            return text.into_owned();
+        }
         stream.readable().await.expect("connected");
         match stream.try_read(&mut buffer) {
             Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
-            Ok(0) | Err(_) => return String::from_utf8_lossy(&all).into_owned(),
+            Ok(0) | Err(_) => return text.into_owned(),
             Ok(count) => all.extend_from_slice(&buffer[..count]),
         }
     }
@@ -396,11 +405,12 @@ async fn what_ends_before_anyone_looks_for_its_client_counts_though_nobody_reads
     let mut config = quick(CoreConfig::default());
     config.disconnect_poll = Duration::from_secs(3600);
     let engine = Caller::new(config).await;
-    engine.post("/slow_down", json!({ "forward_sleep_time": 0.01 })).await;
+    engine.post("/slow_down", json!({ "forward_sleep_time": 1.0 })).await;
     engine.open("short").await;
     let connection = raw(&engine, &turn("short", "hello", 10)).await;
     engine.until("running", |facts| facts.running == 1).await;
     drop(connection);
+    engine.post("/slow_down", json!({ "forward_sleep_time": 0 })).await;
     let facts = engine.until("ended", |facts| facts.running == 0).await;
     assert_eq!(facts.session("short").unwrap().history_tokens, 15);
 }
@@ -411,10 +421,12 @@ async fn a_crash_ends_streams_without_done() {
     engine.post("/slow_down", json!({ "forward_sleep_time": 0.01 })).await;
     let body = json!({ "text": "x", "stream": true, "sampling_params": sampling(500) });
     let stream = raw(&engine, &body).await;
-    engine.until("running", |facts| facts.running == 1).await;
+    let begun = read_until(&stream, |text| text.contains("output_ids"));
+    let begun = timeout(WAIT, begun).await.expect("the stream begins");
+    assert!(begun.contains("output_ids"), "{begun}");
     let killer = raw(&engine, &json!({ "input_ids": [5000] })).await;
-    let seen = timeout(WAIT, read_all(&stream)).await.expect("the stream ends");
-    assert!(seen.contains("output_ids") && !seen.contains("[DONE]"));
+    let rest = timeout(WAIT, read_all(&stream)).await.expect("the stream ends");
+    assert!(!begun.contains("[DONE]") && !rest.contains("[DONE]"));
     assert_eq!(timeout(WAIT, read_all(&killer)).await.expect("connections end"), "");
     timeout(WAIT, engine.sim.gone()).await.expect("all tasks end");
     assert!(TcpStream::connect(engine.sim.addr()).await.is_err());

@@ -85,6 +85,15 @@ impl House {
         assert_eq!(opened.json()["retention"], "pinned");
     }
 
+    /// Makes every pass of the engines take so much longer; what runs ends soon after zero.
+    async fn slow_down(&self, seconds: f64) {
+        for engine in &self.engines {
+            let url = format!("{}/slow_down", engine.url());
+            let body = json!({"forward_sleep_time": seconds});
+            assert_eq!(self.web.post(&url, &[], &body).await.unwrap().status, StatusCode::OK);
+        }
+    }
+
     async fn nothing_held(&self) {
         eventually("empty pools", || async {
             for engine in &self.engines {
@@ -338,29 +347,33 @@ async fn nobody_else_s_session() {
 
 #[tokio::test]
 async fn a_second_turn_waits_where_the_agent_lets_it() {
-    let mut config = Config::default();
-    config.core.decode_ms_per_step = 20.0;
-    let house = House::with_agents(1, config, |agent| agent.turns_queued_per_session_max = 1).await;
+    let settings = |agent: &mut worker_agent::config::Config| {
+        agent.turns_queued_per_session_max = 1;
+    };
+    let house = House::with_agents(1, Config::default(), settings).await;
     house.open_pinned("s").await;
-    let headers = [("x-berth-session-id", "s"), DELTA];
-    let body = |text: &str| turn(text, 20);
-    let (one, two, three) = (body("a"), body("bc"), body("def"));
-    let turns = [&one, &two, &three].map(|body| house.post("/generate", &headers, body));
-    let [one, two, three] = <[Answer; 3]>::try_from(join_all(turns).await).unwrap();
-    let mut statuses = [one.status, two.status, three.status].map(|status| status.as_u16());
-    statuses.sort_unstable();
-    assert_eq!(statuses, [200, 200, 409], "one runs, one waits, one is too many");
-    let prompts = [&one, &two, &three].map(|turn| turn.meta("prompt_tokens"));
-    let longest = prompts.iter().flatten().max().unwrap();
-    let shortest = prompts.iter().flatten().min().unwrap();
-    assert!(*longest > shortest + 20, "the second was appended to the first: {prompts:?}");
+    house.slow_down(1.0).await;
+    let mut turns = tokio::task::JoinSet::new();
+    for text in ["a", "bc", "def"] {
+        let (web, url) = (house.web.clone(), house.router.url("/generate"));
+        let headers = [("x-berth-session-id", "s"), DELTA];
+        turns.spawn(async move { web.post(&url, &headers, &turn(text, 20)).await.unwrap() });
+    }
+    let refused = turns.join_next().await.unwrap().unwrap();
+    assert_eq!(refused.status, StatusCode::CONFLICT, "one runs, one waits, one is too many");
+    house.slow_down(0.0).await;
+    let mut prompts = vec![];
+    for answer in turns.join_all().await {
+        assert_eq!(answer.status, StatusCode::OK, "{}", answer.text());
+        prompts.push(answer.meta("prompt_tokens").unwrap());
+    }
+    prompts.sort_unstable();
+    assert!(prompts[1] > prompts[0] + 20, "the second was appended to the first: {prompts:?}");
 }
 
 #[tokio::test]
 async fn a_restarted_router_and_a_second_one_know_every_session() {
-    let mut config = Config::default();
-    config.core.decode_ms_per_step = 20.0;
-    let mut house = House::with(2, config).await;
+    let mut house = House::new(2).await;
     house.open_pinned("s").await;
     let of = ("x-berth-session-id", "s");
     house.post("/generate", &[of, DELTA], &turn("hello there", 2)).await;
@@ -369,6 +382,7 @@ async fn a_restarted_router_and_a_second_one_know_every_session() {
     assert_eq!(shown.status, StatusCode::OK, "the agents' tables told it");
     let mut body = turn(" you", 60);
     body["stream"] = true.into();
+    house.slow_down(1.0).await;
     let headers = [("content-type", "application/json"), of, DELTA];
     let url = house.router.url("/generate");
     let mut running = house.web.send(Method::POST, &url, &headers, body.to_string()).await.unwrap();
@@ -376,6 +390,7 @@ async fn a_restarted_router_and_a_second_one_know_every_session() {
     let url = second.url("/generate");
     let overlap = house.web.post(&url, &[of, DELTA], &turn("x", 1)).await.unwrap();
     assert_eq!(overlap.status, StatusCode::CONFLICT, "one gate for all routers");
+    house.slow_down(0.0).await;
     running.into_body().collect().await.unwrap();
     house.router.stop().await.unwrap();
     house.router = second;

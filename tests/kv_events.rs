@@ -182,6 +182,20 @@ async fn what_is_forgotten_is_not_replayed() {
 }
 
 #[tokio::test]
+async fn a_batch_that_is_lost_for_good_is_neither_sent_nor_replayed() {
+    let engine = Engine::start(KvEventsConfig::local(), 1).await;
+    let mut live = engine.subscribe(0).await;
+    engine.sim.kv_fault(0, Fault::Lose(1)).await;
+    for token in 1..=2 {
+        engine.store(token, 0).await;
+    }
+    let (next, _) = live.batch().await;
+    let replayed = engine.replay(next - 1).await;
+    let numbers: Vec<u64> = replayed.into_iter().map(|(number, _)| number).collect();
+    assert_eq!(numbers, [next]);
+}
+
+#[tokio::test]
 async fn a_delayed_batch_comes_no_sooner() {
     let engine = Engine::start(KvEventsConfig::local(), 1).await;
     let mut live = engine.subscribe(0).await;

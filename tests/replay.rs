@@ -367,7 +367,8 @@ async fn a_replay_ends_at_its_time() {
 #[tokio::test]
 async fn a_request_that_takes_too_long_is_a_timeout() {
     let (_server, url) = serve(&[(0, Fault::Hang)]).await;
-    let timeout = Duration::from_secs(1);
+    // The second turn has to be answered within it.
+    let timeout = Duration::from_secs(4);
     let report =
         run(Options { timeout, ..options(&url, Api::Chat) }, vec![conversation(0, 2)]).await;
     assert_eq!((report.turns, kinds(&report)), (1, vec![("timeout", 1)]));

@@ -195,9 +195,8 @@ async fn lost_events_cost_recomputation_and_nothing_else() {
     }
     house.until_told(0, 4 * (480 / 64)).await;
     // The loss of the first chain is itself lost, with its replay.
-    house.engines[0].kv_fault(0, Fault::Drop(1)).await;
+    house.engines[0].kv_fault(0, Fault::Lose(1)).await;
     house.warm(0, &chain(5)).await;
-    house.engines[0].kv_fault(0, Fault::Forget).await;
     house.warm(0, &chain(6)).await;
     eventually("the loss to be known", || async {
         (house.known(0).await["state"] == "snapshot").then_some(())

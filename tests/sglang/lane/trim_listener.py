@@ -55,13 +55,13 @@ class TrimListener:
         if self._connection is not None:
             self._connection.close()
 
-    def connected(self, seconds: float = 10) -> str:
+    def connected(self, seconds: float = 60) -> str:
         """Waits for the hello; returns why nothing is trimmed."""
         with self._changed:
             assert self._changed.wait_for(lambda: self.inert is not None, seconds), "no hello"
             return self.inert
 
-    def plans(self, of: str, seconds: float = 5) -> list[Plan]:
+    def plans(self, of: str, seconds: float = 60) -> list[Plan]:
         """Those that hold, of this session or request, oldest first; at least one."""
         deadline = time.monotonic() + seconds
         with self._changed:

@@ -26,6 +26,8 @@ const PORT_TRIES: usize = 50;
 pub enum Fault {
     /// The next so many are numbered and kept for replays, but not sent.
     Drop(u32),
+    /// The next so many are numbered, and neither kept nor sent.
+    Lose(u32),
     /// What was kept for replays is gone.
     Forget,
     /// Each is sent so much later than it was made.
@@ -126,6 +128,7 @@ pub(in super::super) struct Publisher {
     kept: Kept,
     delay: Duration,
     to_drop: u32,
+    to_lose: u32,
 }
 
 impl Publisher {
@@ -142,6 +145,7 @@ impl Publisher {
             kept: Kept::default(),
             delay: Duration::ZERO,
             to_drop: 0,
+            to_lose: 0,
         };
         (publisher, Handle(sender))
     }
@@ -197,6 +201,7 @@ impl Publisher {
     fn suffer(&mut self, fault: Fault) {
         match fault {
             Fault::Drop(count) => self.to_drop += count,
+            Fault::Lose(count) => self.to_lose += count,
             Fault::Forget => self.kept.lock().clear(),
             // It began when it was asked for.
             Fault::Delay(_) => {}
@@ -207,6 +212,10 @@ impl Publisher {
     fn number(&mut self, events: &[Event]) -> Option<Bytes> {
         let sequence = self.sequence;
         self.sequence += 1;
+        if self.to_lose > 0 {
+            self.to_lose -= 1;
+            return None;
+        }
         let payload = wire::batch(wall_seconds(), events, self.rank, self.arrays);
         let payload = Bytes::from(payload);
         let mut kept = self.kept.lock();
