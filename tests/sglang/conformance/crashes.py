@@ -54,7 +54,7 @@ def two_first_turns_in_one_batch(engine: Engine) -> None:
     session = engine.open()
     engine.sleep_in_forward(0.03)
     # Equal lengths: all rows come free in the same pass.
-    busy = [engine.pending(None, ids(10, 10 + n), 40) for n in range(ROWS)]
+    busy = [engine.pending(None, ids(10, 10 + n), 120) for n in range(ROWS)]
     engine.until("all rows are taken", lambda: engine.load()["num_running_reqs"] == ROWS)
     both = [engine.pending(session, ids(20, 30 + n), 4) for n in range(2)]
     engine.until_queued(2)
@@ -74,7 +74,7 @@ def a_refused_overlap_and_then_a_close(engine: Engine) -> None:
     session = engine.open()
     engine.turn(session, ids(40, 1), 20).good()
     engine.sleep_in_forward(0.02)
-    flow = engine.flow(session, ids(40, 2), 100)
+    flow = engine.flow(session, ids(40, 2), 200)
     flow.first()
     equal(engine.generate(in_session(session)).status, 400, "the status of the overlap")
     engine.close(session)

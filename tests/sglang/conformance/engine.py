@@ -21,7 +21,7 @@ from lane.processes import Process, answers_200, wait_until
 from lane.runner import equal
 from lane.turns import new_id
 
-WAIT_SECONDS_MAX = 20
+WAIT_SECONDS_MAX = 60
 # An engine's own, that of its KV events, that of their replay.
 PORTS = 3
 
@@ -149,7 +149,7 @@ class Pending:
     def done(self) -> bool:
         return not self._thread.is_alive()
 
-    def end(self, seconds: float = 30) -> Reply:
+    def end(self, seconds: float = 60) -> Reply:
         self._thread.join(seconds)
         assert self.done(), f"no answer within {seconds} s"
         if self._error:
@@ -272,6 +272,18 @@ class Engine:
 
     def flush(self) -> wire.Answer:
         return self.post("/flush_cache")
+
+    def flushed(self) -> wire.Answer:
+        """The answer to a flush that was carried out: the engine refuses it while a turn's last
+        step runs, which may be longer than its answer takes."""
+        found: list[wire.Answer] = []
+
+        def flushed() -> bool:
+            found[:] = [self.flush()]
+            return found[0].status == 200
+
+        self.until("flushed", flushed)
+        return found[0]
 
     def sleep_in_forward(self, seconds: float) -> None:
         answer = self.post("/slow_down", {"forward_sleep_time": seconds})

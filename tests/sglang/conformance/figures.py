@@ -101,7 +101,7 @@ def what_was_prefilled_is_counted_with_its_time(engine: Engine) -> None:
 @case("page16", "page1")
 def prompts_that_wait_are_estimated(engine: Engine) -> None:
     with engine.slow():
-        running = [engine.flow(None, ids(20, salt), 60) for salt in range(engine.group.rows)]
+        running = [engine.flow(None, ids(20, salt), 150) for salt in range(engine.group.rows)]
         for flow in running:
             flow.first()
         waiting = engine.pending(None, ids(200, 40), 1)

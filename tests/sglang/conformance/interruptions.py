@@ -54,7 +54,7 @@ def an_abort_in_the_queue_keeps_the_slot(engine: Engine) -> None:
     session = engine.open()
     engine.turn(session, ids(40, 1), 20).good()
     with engine.slow():
-        flows = [engine.flow(None, ids(10, 10 + n), 100) for n in range(ROWS - 1)]
+        flows = [engine.flow(None, ids(10, 10 + n), 200) for n in range(ROWS - 1)]
         for flow in flows:
             flow.first()
         queued = engine.pending(session, ids(40, 2), 20, rid="waits")
@@ -72,7 +72,7 @@ def an_abort_in_the_queue_keeps_the_slot(engine: Engine) -> None:
 @case("page16")
 def an_abort_finds_ids_by_their_beginning(engine: Engine) -> None:
     with engine.slow():
-        flows = [engine.flow(None, ids(10, n), 100, rid=rid) for n, rid in enumerate(("a1", "a12"))]
+        flows = [engine.flow(None, ids(10, n), 300, rid=rid) for n, rid in enumerate(("a1", "a12"))]
         for flow in flows:
             flow.first()
         # Nobody has exactly this id, so it never gets to the scheduler.
@@ -87,18 +87,24 @@ def an_abort_finds_ids_by_their_beginning(engine: Engine) -> None:
 
 @case("page16")
 def a_streaming_client_that_goes_away(engine: Engine) -> None:
-    session = engine.open()
-    engine.turn(session, ids(40, 1), 20).good()
-    with engine.slow():
-        flow = engine.flow(session, ids(40, 2), 200)
-        flow.first()
-        begin = time.monotonic()
-        flow.vanish()
-        engine.until("the turn is gone", lambda: engine.load()["num_running_reqs"] == 0)
-        gone = time.monotonic() - begin
-    assert gone < POLL_SECONDS - 1, f"noticed after {gone:.1f} s only"
-    engine.until_used(0, "used after the disconnect")
-    equal(next_turn(engine, session).prompt, 65, "prompt tokens: the turn left no trace")
+    def noticed_before_a_poll() -> bool:
+        """By a poll it would be gone no sooner, ever; where the machine stalls, it may be later."""
+        session = engine.open()
+        engine.turn(session, ids(40, 1), 20).good()
+        with engine.slow():
+            flow = engine.flow(session, ids(40, 2), 400)
+            flow.first()
+            begin = time.monotonic()
+            flow.vanish()
+            engine.until("the turn is gone", lambda: engine.load()["num_running_reqs"] == 0)
+            gone = time.monotonic() - begin
+        engine.until_used(0, "used after the disconnect")
+        equal(next_turn(engine, session).prompt, 65, "prompt tokens: the turn left no trace")
+        engine.close(session)
+        engine.until_gone(session)
+        return gone < POLL_SECONDS - 1
+
+    engine.until("a client's end is noticed before a poll", noticed_before_a_poll)
 
 
 def next_turn(engine: Engine, session: str) -> Reply:

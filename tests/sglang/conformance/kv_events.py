@@ -296,7 +296,7 @@ def a_session_s_salt_is_its_turn_s(engine: Engine) -> None:
 @case("page16", "page1")
 def live_and_replayed_batches_are_the_same(engine: Engine) -> None:
     tape = Tape(engine)
-    live, deaf = (Socket(engine.events_port, b"SUB", 5) for _ in range(2))
+    live, deaf = (Socket(engine.events_port, b"SUB", 30) for _ in range(2))
     try:
         live.send([b"\x01" + TOPIC[:2].encode()])
         deaf.send([b"\x01another"])
@@ -318,7 +318,7 @@ def live_and_replayed_batches_are_the_same(engine: Engine) -> None:
         tape.end()
         kept = replay(engine.replay_port, heard[0].sequence)
         while heard[-1].sequence < kept[-1].sequence:
-            heard.append(Batch.of(live.receive(5)))
+            heard.append(Batch.of(live.receive(30)))
         equal(heard, kept[: len(heard)], "what came, beside what is kept")
         equal({(batch.topic, batch.rank) for batch in heard}, {(TOPIC.encode(), 0)}, "whose it is")
         try:

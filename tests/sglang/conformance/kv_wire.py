@@ -87,7 +87,7 @@ class Batch:
         return cls(topic, int.from_bytes(sequence, "big"), time, events, rank)
 
 
-def replay(port: int, first: int, seconds: float = 5) -> list[Batch]:
+def replay(port: int, first: int, seconds: float = 30) -> list[Batch]:
     """What the engine still has, from that number on."""
     dealer = Socket(port, b"DEALER", seconds)
     try:

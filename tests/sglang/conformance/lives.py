@@ -8,7 +8,7 @@ from conformance.refusals import in_session
 from lane.runner import equal
 
 # The reaper pauses for one second; a loaded machine takes several times that.
-REAP_SECONDS_MAX = 15
+REAP_SECONDS_MAX = 30
 
 
 def gone(session: str) -> str:
@@ -54,23 +54,23 @@ def a_reopened_id_starts_empty(engine: Engine) -> None:
 
 @case("page16")
 def a_timeout_counts_from_the_start_of_the_turn(engine: Engine) -> None:
-    session = engine.open(timeout=1)
+    session = engine.open(timeout=2)
     with engine.slow(0.05):
         begin = time.monotonic()
-        reply = engine.turn(session, ids(40, 1), 50).good()
-        assert time.monotonic() - begin > 2, "the turn was too short to show anything"
-    equal(reply.completion, 50, "a turn longer than the timeout ends well: tokens")
+        reply = engine.turn(session, ids(40, 1), 70).good()
+        assert time.monotonic() - begin > 3, "the turn was too short to show anything"
+    equal(reply.completion, 70, "a turn longer than the timeout ends well: tokens")
     engine.until("the timeout has closed it", lambda: _is_gone(engine, session), REAP_SECONDS_MAX)
     engine.until_used(0)
 
 
 @case("page16")
 def an_idle_session_times_out(engine: Engine) -> None:
-    session = engine.open(timeout=1.5)
+    session = engine.open(timeout=2.5)
     begin = time.monotonic()
     engine.turn(session, ids(40, 1), 4).good()
-    engine.until_used(0, "the pool's use after the timeout", seconds=1.5 + REAP_SECONDS_MAX)
-    assert time.monotonic() - begin > 1, "closed before its time"
+    engine.until_used(0, "the pool's use after the timeout", seconds=2.5 + REAP_SECONDS_MAX)
+    assert time.monotonic() - begin > 2, "closed before its time"
     assert _is_gone(engine, session)
 
 

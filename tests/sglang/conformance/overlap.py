@@ -20,7 +20,7 @@ def a_refused_overlap_unlocks_the_session_and_the_third_turn_corrupts(engine: En
 
     session = engine.open()
     engine.turn(session, FIRST, 20).good()
-    with engine.slow(0.015):
+    with engine.slow():
         flow = engine.flow(session, SECOND, TOKENS)
         flow.first()
         refused = engine.generate(in_session(session))

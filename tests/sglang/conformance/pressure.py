@@ -60,7 +60,7 @@ def sessions_that_run_out_of_kv_stay_half_closed(engine: Engine) -> None:
     engine.until_idle()
     engine.until_reaped()
     engine.expect("their KV stays", engine.used() > 1000, True)
-    equal(engine.flush().status, 200, "the status of a flush")
+    engine.flushed()
     engine.until_used(0, "used after the flush")
     # The partial answer of the lost turn is history now.
     after = engine.turn(sessions[0], ids(3, 30), 4).good()
@@ -84,7 +84,7 @@ def a_retracted_turn_has_committed_its_partial_answer(engine: Engine) -> None:
     engine.abort(all=True)
     for flow in flows[2:]:
         flow.end()
-    equal(engine.flush().status, 200, "the status of a flush")
+    engine.flushed()
     after = engine.turn(sessions[1], ids(3, 30), 4).good()
     made = after.prompt - (104 + 20 + 3)
     told = len(ended.output)

@@ -46,12 +46,12 @@ def turns_of_one_id_run_side_by_side(engine: Engine) -> None:
     id = new_id("t")
     with engine.slow():
         flows = [
-            engine.flow(None, ids(40, 1 + n), 20, session_id=id) for n in range(3)
+            engine.flow(None, ids(40, 1 + n), 100, session_id=id) for n in range(3)
         ]
         engine.until("all three run", lambda: engine.load()["num_running_reqs"] == 3)
         ends = [flow.end().good() for flow in flows]
-    equal([reply.completion for reply in ends], [20, 20, 20], "tokens")
-    alone = at_once(*[lambda n=n: engine.turn(None, ids(40, 1 + n), 20) for n in range(3)])
+    equal([reply.completion for reply in ends], [100, 100, 100], "tokens")
+    alone = at_once(*[lambda n=n: engine.turn(None, ids(40, 1 + n), 100) for n in range(3)])
     equal([r.output for r in ends], [r.output for r in alone], "the answers")
 
 
@@ -118,7 +118,7 @@ def a_new_request_under_a_closed_id_tags_again(engine: Engine) -> None:
 @case("tagged", "both")
 def a_turn_that_outlives_the_close_does_not_tag(engine: Engine) -> None:
     id = new_id("t")
-    with engine.slow():
+    with engine.slow(0.2):
         flow = engine.flow(None, ids(CHAIN, 1), 10, session_id=id)
         flow.first()
         engine.close(id)
@@ -133,7 +133,7 @@ def a_turn_that_outlives_the_close_does_not_tag(engine: Engine) -> None:
 @case("tagged", "both")
 def an_aborted_turn_does_not_tag(engine: Engine) -> None:
     id = new_id("t")
-    with engine.slow():
+    with engine.slow(0.1):
         flow = engine.flow(None, ids(CHAIN, 1), 60, session_id=id, rid="tagged-one")
         flow.first()
         engine.abort("tagged-one")

@@ -36,10 +36,14 @@ def one_free_row_is_enough(engine: Engine) -> None:
 @case("page16", "page1")
 def sessions_on_every_row_wedge_even_themselves(engine: Engine) -> None:
     sessions = fill_rows(engine, ROWS)
+    # One after the other: what comes first in the queue gets the first row that is free.
     own = engine.pending(sessions[0], ids(5, 30), 4)
+    engine.until_queued(1)
     plain = engine.pending(None, ids(5, 31), 4)
+    engine.until_queued(2)
     fresh = engine.open()
     first = engine.pending(fresh, ids(5, 32), 4)
+    engine.until_queued(3)
     # Not even a refusal comes back.
     refused = engine.pending("nobody", ids(5, 33), 4)
     stuck(engine, 4)
@@ -117,7 +121,7 @@ def a_refused_turn_waits_like_any_other(engine: Engine) -> None:
     session = engine.open()
     engine.turn(session, ids(40, 1), 4).good()
     with engine.slow():
-        flows = [engine.flow(None, ids(10, 10 + n), 100) for n in range(ROWS - 1)]
+        flows = [engine.flow(None, ids(10, 10 + n), 200) for n in range(ROWS - 1)]
         for flow in flows:
             flow.first()
         waiting = engine.pending(None, ids(10, 30), 4)
@@ -137,7 +141,7 @@ def a_request_that_does_not_fit_shuts_the_queue_until_one_has_left(engine: Engin
     session = engine.open()
     engine.turn(session, ids(900, 1), 100).good()
     with engine.slow():
-        flow = engine.flow(None, ids(100, 2), 60)
+        flow = engine.flow(None, ids(100, 2), 150)
         flow.first()
         big = engine.pending(None, ids(900, 3), 100, rid="too-big")
         engine.until_queued(1)

@@ -5,10 +5,11 @@ Each test starts the agent anew on the socket where the engine's shim looks for 
 """
 
 import re
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 from lane import wire
-from lane.fleet import Fleet
+from lane.fleet import SETTLE_SECONDS_MAX, Fleet
 from lane.ledger import figures, wait_figures
 from lane.pages import ask, audit, differences, faults, whole_pages
 from lane.processes import wait_until
@@ -17,6 +18,10 @@ from lane.shim import Direct, text_of
 from lane.turns import Pinned, finished
 from lane.with_shim import with_shim
 
+AUDITS_MIN = 3
+# As many as fit in the context.
+TURNS_MAX = 20
+
 
 def _same(fleet: Fleet) -> bool:
     return figures(fleet)["pool_used_tokens"] == fleet.pool_used_tokens()
@@ -24,7 +29,7 @@ def _same(fleet: Fleet) -> bool:
 
 def check(fleet: Fleet) -> None:
     """At rest: classes and sessions, to the page."""
-    wait_until(fleet.agent, "saying what the engine says", lambda: _same(fleet), 10)
+    wait_until(fleet.agent, "saying what the engine says", lambda: _same(fleet), SETTLE_SECONDS_MAX)
     equal(differences(fleet), [], "where the audit isn't the engine's account")
 
 
@@ -69,19 +74,29 @@ def it_is_sound_while_turns_run(fleet: Fleet) -> None:
     with with_shim(fleet, "audit_interval_s = 1\n"), ThreadPoolExecutor() as clients:
         sessions = [Pinned(fleet) for _ in range(3)]
 
+        seen = threading.Event()
+
         def talk(session: Pinned) -> None:
-            for number in range(6):
+            # However quick the turns are, and however slow the audits.
+            for number in range(TURNS_MAX):
                 session.turn(f" Turn {number} of it, and some more words.", 40)
+                if number >= 5 and seen.is_set():
+                    return
 
         talks = [clients.submit(talk, session) for session in sessions]
         audits = 0
-        while not all(each.done() for each in talks):
-            found = audit(fleet)["pages"]
-            equal(faults(found), [], "what is wrong while turns run")
-            audits += found["held_pages"] > 0
+        try:
+            while not all(each.done() for each in talks):
+                found = audit(fleet)["pages"]
+                equal(faults(found), [], "what is wrong while turns run")
+                audits += found["held_pages"] > 0
+                if audits >= AUDITS_MIN:
+                    seen.set()
+        finally:
+            seen.set()
         for each in talks:
             each.result()
-        assert audits >= 3, f"only {audits} audits while turns ran"
+        assert audits >= AUDITS_MIN, f"only {audits} audits while turns ran"
         check(fleet)
         for session in sessions:
             session.close()
@@ -89,7 +104,8 @@ def it_is_sound_while_turns_run(fleet: Fleet) -> None:
 
 @test
 def sealed_pages_are_compared(fleet: Fleet) -> None:
-    with with_shim(fleet):
+    # No audit between those that the test asks for.
+    with with_shim(fleet, "audit_interval_s = 0\n"):
         session = Pinned(fleet)
         session.turn(text_of(60), 10)
         sealed = 69 // fleet.page_size
@@ -117,6 +133,7 @@ def it_is_shown_to_people_and_in_the_metrics(fleet: Fleet) -> None:
             done = ask(fleet)
             equal(done.returncode, 0, "the exit status")
             assert f"not ours: {foreign.id}" in done.stdout, done.stdout
+        wait_figures(fleet, {"rows_held": 1, "foreign_tokens": 0})
         pages = whole_pages(fleet, 49)
         done = ask(fleet)
         assert "no faults" in done.stdout and f" {pages} held" in done.stdout, done.stdout
@@ -126,7 +143,7 @@ def it_is_shown_to_people_and_in_the_metrics(fleet: Fleet) -> None:
             'berth_agent_pool_page_faults{dp_rank="0",kind="leaked"} 0',
         ):
             assert line in text, f"no line {line!r} in {text}"
-        wait_until(fleet.router, "the audit's pages", lambda: _told(fleet) == pages, 5)
+        wait_until(fleet.router, "the audit's pages", lambda: _told(fleet) == pages, SETTLE_SECONDS_MAX)
         spent, audits = (float(re.search(rf"audit_scheduler_seconds_{name} (\S+)", text)[1])
                          for name in ("sum", "count"))
         print(f"    {1e6 * spent / audits:.0f} us of the scheduler's thread per audit", flush=True)

@@ -12,10 +12,11 @@ from lane import wire
 from lane.processes import Failed, Process, answers_200, free_ports, shim_env, wait_until
 
 ENGINE_START_SECONDS_MAX = 240  # 27 s alone on two cores; a loaded machine takes several times that.
-BERTH_START_SECONDS_MAX = 20
+BERTH_START_SECONDS_MAX = 60
 AGENT_STOP_SECONDS_MAX = 30
 ROUTER_STOP_SECONDS_MAX = 30
 ENGINE_STOP_SECONDS_MAX = 25  # It takes 9 s.
+SETTLE_SECONDS_MAX = 30
 
 # Small enough to see the pool move, large enough that no test is refused for want of room.
 POOL_TOKENS = 8192
@@ -258,17 +259,38 @@ class Fleet:
     def processes(self) -> list[Process]:
         return [process for process in (self.router, self.agent, self.engine) if process]
 
+    def loads(self) -> list[dict]:
+        """The engine's own account, which follows within a fraction of a second."""
+        return wire.get(f"{self.engine_url}/v1/loads").json()["loads"]
+
     def pool_used_tokens(self) -> int:
         """What running turns and sessions hold, by the engine's own account."""
-        loads = wire.get(f"{self.engine_url}/v1/loads").json()["loads"]
-        return sum(load["num_used_tokens"] for load in loads)
+        return sum(load["num_used_tokens"] for load in self.loads())
+
+    def pool_at_rest(self) -> int:
+        """What sessions hold, once the engine's account is one in which no turn runs or waits."""
+        def at_rest() -> bool:
+            seen[:] = self.loads()
+            return not any(load["num_running_reqs"] + load["num_waiting_reqs"] for load in seen)
+
+        seen: list[dict] = []
+        wait_until(self.engine, "at rest", at_rest, SETTLE_SECONDS_MAX)
+        return sum(load["num_used_tokens"] for load in seen)
+
+    def flush(self) -> None:
+        """Empties the engine's cache, which the engine refuses as long as anything runs. That of
+        the turn before may last a step longer than its answer."""
+        def flushed() -> bool:
+            return wire.post(f"{self.engine_url}/flush_cache", {}).status == 200
+
+        wait_until(self.engine, "flushed", flushed, SETTLE_SECONDS_MAX)
 
     def baseline(self) -> int:
         """The pool's use before a test: what the test before closed is given time to leave, and
         what stays after that isn't ours to judge."""
         return self.wait_pool(0, seconds=5)
 
-    def wait_pool(self, tokens: int, seconds: float = 10) -> int:
+    def wait_pool(self, tokens: int, seconds: float = SETTLE_SECONDS_MAX) -> int:
         """Waits until the pool's use is what it is told, or the time is over."""
         deadline = time.monotonic() + seconds
         while (used := self.pool_used_tokens()) != tokens and time.monotonic() < deadline:

@@ -191,7 +191,7 @@ def _check(fleet: Planted) -> None:
     _converse(fleet, "H")
     wait_equal(fleet, "after what came then")
 
-    wire.post(f"{fleet.engine_url}/flush_cache", {})
+    fleet.flush()
     wait_equal(fleet, "after a flush")
     _converse(fleet, "I")
     wait_equal(fleet, "after a turn behind it")

@@ -14,6 +14,8 @@ from types import SimpleNamespace
 from typing import Any
 
 VERSION = 4
+# What comes at all comes at once; a loaded machine takes some seconds.
+TOLD_SECONDS_MAX = 60
 HEAD_NAMES = (
     "seq events_lost samples samples_ns recounts total available evictable protected held uncached"
 ).split()
@@ -113,13 +115,13 @@ class Listener:
     def hear(self) -> None:
         self._hears.set()
 
-    def connected(self, seconds: float = 10) -> None:
+    def connected(self, seconds: float = TOLD_SECONDS_MAX) -> None:
         """Waits for the shim, heard or not."""
         with self._changed:
             came = self._changed.wait_for(lambda: self._connection, seconds)
         assert came, f"no shim has connected within {seconds} s"
 
-    def wait(self, what: str, holds: Callable[[Told], Any], seconds: float = 10) -> Any:
+    def wait(self, what: str, holds: Callable[[Told], Any], seconds: float = TOLD_SECONDS_MAX) -> Any:
         """Waits until it holds of what was told; returns what it returned."""
         deadline = time.monotonic() + seconds
         with self._changed:

@@ -20,7 +20,7 @@ from lane.fleet import POOL_TOKENS, ROWS, Fleet, start_engine, wait_engine
 from lane.listener import Listener, Session, Told
 from lane.processes import shim_env
 from lane.runner import equal, test
-from lane.turns import Turn, at_once, body, finished, new_id, slow_engine
+from lane.turns import Turn, at_once, body, finished, new_id, quicken, slow_engine
 
 KNOWN_VERSION = "0.5.23"
 # The shim's bound for events that wait for the agent to read.
@@ -151,7 +151,7 @@ def sessions_and_pool_are_told_to_the_token(fleet: Fleet) -> None:
 
 @test
 def a_turn_is_in_flight_and_a_close_waits_for_it(fleet: Fleet) -> None:
-    with listening(fleet) as listener, Direct(fleet) as session, slow_engine(fleet):
+    with listening(fleet) as listener, Direct(fleet) as session, slow_engine(fleet, 0.1):
         def close_while_it_runs() -> None:
             told = listener.session(
                 session.id, "a running turn", lambda s: s.in_flight and s.holds_row
@@ -162,6 +162,7 @@ def a_turn_is_in_flight_and_a_close_waits_for_it(fleet: Fleet) -> None:
             session.close()
             listener.session(session.id, "the close that waits", lambda s: s.closing)
             assert ("closed", session.id) not in listener.told.events, "closed during its turn"
+            quicken(fleet)
 
         at_once(lambda: session.turn(text_of(40), 60), close_while_it_runs)
         equal(listener.event("committed", session.id)[1:], (100, False), "committed")
@@ -196,7 +197,7 @@ def a_flush_takes_the_kv_and_leaves_the_history(fleet: Fleet) -> None:
     with listening(fleet) as listener, Direct(fleet) as session:
         session.turn(text_of(40), 20)
         listener.wait("quiet", quiet)
-        equal(wire.post(f"{fleet.engine_url}/flush_cache").status, 200, "the status of the flush")
+        fleet.flush()
         told = listener.session(session.id, "the flush", lambda s: not s.holds_row)
         equal(told, Session(False, False, False, 0, 0, 0, 60), "the session")
         equal(listener.told.head.available, POOL_TOKENS, "free tokens")
@@ -271,9 +272,10 @@ def only_an_idle_session_is_demoted(fleet: Fleet) -> None:
             equal(session.send("overlap", 1).status, 400, "the status of an overlapping turn")
             listener.session(session.id, "the flag cleared", lambda s: not s.in_flight)
             equal(listener.demote(session.id), "busy", "the refusal without the flag")
+            quicken(fleet)
 
         session.turn(text_of(40), 5)
-        with slow_engine(fleet):
+        with slow_engine(fleet, 0.1):
             at_once(lambda: session.turn(text_of(40), 60), demote_while_it_runs)
         listener.wait("quiet", quiet)
         equal(listener.demote(session.id), "", "the refusal afterwards")
@@ -388,7 +390,7 @@ def a_hook_that_fails_silences_the_shim_and_not_the_engine(fleet: Fleet) -> None
             process.stdin.flush()
             inert = listener.wait("inert", lambda told: told.hello and told.hello.inert)
             equal(inert, "stepped: KeyError: 'gone in this version'", "why it is inert")
-            output, _ = process.communicate("\n", timeout=10)
+            output, _ = process.communicate("\n", timeout=60)
         equal(output.split(), ["result", "result"], "what the engine gets from its own function")
 
 

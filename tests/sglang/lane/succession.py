@@ -19,7 +19,8 @@ from lane.runner import equal
 from lane.tap import Hold, Tap
 from lane.turns import Pinned, refused
 
-TAKEOVER_SECONDS_MAX = 10
+# Less than the turn lasts that a takeover is to cut short.
+TAKEOVER_SECONDS_MAX = 25
 # The engine-side ids of the lane's agents.
 OURS = f"berth-{WORKER}-"
 

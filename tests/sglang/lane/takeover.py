@@ -9,7 +9,7 @@ own shim and `/v1/loads`, not by Berth.
 import time
 
 from lane import wire
-from lane.fleet import ROWS, Fleet, free_addresses
+from lane.fleet import ROWS, SETTLE_SECONDS_MAX, Fleet, free_addresses
 from lane.processes import answers_200, wait_until
 from lane.runner import equal, one_of, test
 from lane.succession import Succession, agent_figure, cut_off, succession
@@ -17,7 +17,7 @@ from lane.turns import Pinned, body, generate, refused, slow_engine
 
 # Slowed down it lasts longer than a takeover may.
 LONG_TOKENS = 1000
-HEARD_SECONDS_MAX = 5
+HEARD_SECONDS_MAX = 30
 
 
 def idle_session(fleet: Fleet, text: str = "Keep this in mind. " * 10) -> Pinned:
@@ -130,10 +130,10 @@ def a_whole_turn_ran(fleet: Fleet) -> None:
 
 @test
 def a_turn_was_in_the_engines_queue(fleet: Fleet) -> None:
-    with succession(fleet) as agents, slow_engine(fleet):
+    with succession(fleet) as agents, slow_engine(fleet, 0.08):
         agents.tap.hides_ends = True
         session = Pinned(fleet)
-        # Every row is taken, by turns that the agents know nothing of.
+        # Every row is taken for half a minute, by turns that the agents know nothing of.
         others = [
             wire.stream(f"{fleet.engine_url}/generate", body(f"{n:02} others", 300, stream=True))
             for n in range(ROWS)
@@ -283,11 +283,11 @@ def the_engine_was_out_of_reach_for_a_moment(fleet: Fleet) -> None:
         hold.wait()
         agents.tap.refuse()
         url = f"http://{fleet.agent_admin}/readyz"
-        wait_until(fleet.agent, "without its engine", lambda: not answers_200(url), 10)
+        wait_until(fleet.agent, "without its engine", lambda: not answers_200(url), SETTLE_SECONDS_MAX)
         hold.drop()
         equal(len(agents.inside()), 2, "sessions inside the engine")
         agents.tap.take_again()
-        wait_until(fleet.agent, "back at its engine", lambda: answers_200(url), 10)
+        wait_until(fleet.agent, "back at its engine", lambda: answers_200(url), SETTLE_SECONDS_MAX)
         agents.finish()
         answer = wire.post(f"{fleet.router_url}/generate", _another(left))
         code = refused(answer, 409, "a turn of the other session")
@@ -302,7 +302,7 @@ def a_second_agent_is_kept_off_until_the_first_has_gone(fleet: Fleet) -> None:
         session = idle_session(fleet)
         written = agents.journal.read_text()
         second = fleet.launch_agent("second", free_addresses(3), agents.tap.url)
-        equal(second.wait(10), 1, f"the second agent's exit status\n{second.log_tail()}")
+        equal(second.wait(SETTLE_SECONDS_MAX), 1, f"the second agent's exit status\n{second.log_tail()}")
         said = second.log_tail(1)
         assert "another agent is in charge of this engine" in said, f"it said: {said}"
         equal(agents.journal.read_text(), written, "the first one's journal")
@@ -322,7 +322,8 @@ def an_open_during_the_takeover_waits_and_plain_turns_dont(fleet: Fleet) -> None
         fleet.wait_placing()
         early = agents.client(Pinned, fleet)
         wait_until(
-            fleet.agent, "asked for a session", lambda: agent_figure(fleet, "sessions") == 1, 10
+            fleet.agent, "asked for a session", lambda: agent_figure(fleet, "sessions") == 1,
+            SETTLE_SECONDS_MAX,
         )
         generate(fleet, "Meanwhile?", 6)
         equal(agent_figure(fleet, "rows_held"), 1, "rows counted until the close")

@@ -41,7 +41,7 @@ class Hold:
         self._decided = threading.Event()
         self._passes = False
 
-    def wait(self, seconds: float = 10) -> None:
+    def wait(self, seconds: float = 60) -> None:
         """Waits until it has come."""
         what = "answer from" if self.answer else "request to"
         assert self._came.wait(seconds), f"no {what} {self.path} within {seconds} s"

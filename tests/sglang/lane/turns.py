@@ -7,6 +7,7 @@ text is its length in tokens, and a history is the texts and the answers one aft
 import json
 import re
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ from typing import Any
 from lane import wire
 from lane.fleet import MODEL, Fleet
 from lane.runner import equal, one_of
+
+HEARD_SECONDS_MAX = 30
 
 
 @dataclass(frozen=True)
@@ -156,6 +159,16 @@ def get_session(fleet: Fleet, id: str, headers: dict | None = None) -> wire.Answ
     return wire.request("GET", f"{fleet.router_url}/v1/sessions/{id}", headers=headers)
 
 
+def wait_session(fleet: Fleet, id: str, name: str, expected: Any) -> None:
+    """Waits until the router, which hears of sessions from their agent, shows this of it."""
+    deadline = time.monotonic() + HEARD_SECONDS_MAX
+    while (found := get_session(fleet, id).json().get(name)) != expected:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    equal(found, expected, f"{name} of {id} {HEARD_SECONDS_MAX} s later")
+
+
 def delete_session(fleet: Fleet, id: str, headers: dict | None = None) -> wire.Answer:
     return wire.request("DELETE", f"{fleet.router_url}/v1/sessions/{id}", headers=headers)
 
@@ -192,7 +205,18 @@ def slow_engine(fleet: Fleet, seconds: float = 0.03) -> Iterator[None]:
     try:
         yield
     finally:
-        equal(wire.post(url, {"forward_sleep_time": 0}).status, 200, "slow_down off")
+        quicken(fleet)
+
+
+def quicken(fleet: Fleet) -> None:
+    """Ends the slowness early: what was to be met while a turn ran has been met."""
+    url = f"{fleet.engine_url}/slow_down"
+    equal(wire.post(url, {"forward_sleep_time": 0}).status, 200, "slow_down off")
+
+
+def runs(fleet: Fleet) -> bool:
+    """Does anything run in the engine, by its own account?"""
+    return any(load["num_running_reqs"] for load in fleet.loads())
 
 
 def at_once(*calls: Callable[[], Any]) -> list[Any]:
@@ -203,7 +227,7 @@ def at_once(*calls: Callable[[], Any]) -> list[Any]:
 
     def work(place: int) -> None:
         try:
-            begin.wait(10)
+            begin.wait(60)
             results[place] = calls[place]()
         except BaseException as error:
             errors.append(error)

@@ -18,7 +18,7 @@ from soak.user import REOPEN, User
 # Long enough to be met while it runs.
 LONG_ANSWER = (90, 130)
 IDLE_SECONDS = 1.0
-GONE_SECONDS_MAX = 15
+GONE_SECONDS_MAX = 60
 # More than the engine's context.
 TOO_LONG_TOKENS = 2100
 

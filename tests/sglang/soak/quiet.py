@@ -16,6 +16,7 @@ from soak.oracle import Oracle, Turn, Verdict
 from soak.wire import read
 
 PLAIN_SECONDS_MAX = 10
+CONTROL_SECONDS_MAX = 30
 # An engine sample and a report later than the last turn's end; an abort may take seconds.
 SETTLED_SECONDS_MAX = 60
 FIGURE = re.compile(r'^berth_agent_rank_load\{[^}]*figure="([a-z_]+)"[^}]*\} (\d+)$', re.M)
@@ -47,12 +48,12 @@ def alive(fleet: Fleet) -> list[str]:
 
 def figures(fleet: Fleet) -> dict[str, int]:
     """The agent's ledger, by its metrics."""
-    text = wire.get(f"http://{fleet.agent_admin}/metrics", seconds=5).body.decode()
+    text = wire.get(f"http://{fleet.agent_admin}/metrics", seconds=CONTROL_SECONDS_MAX).body.decode()
     return {name: int(value) for name, value in FIGURE.findall(text)}
 
 
 def engine_figures(fleet: Fleet) -> dict[str, int]:
-    loads = wire.get(f"{fleet.engine_url}/v1/loads", seconds=5).json()["loads"]
+    loads = wire.get(f"{fleet.engine_url}/v1/loads", seconds=CONTROL_SECONDS_MAX).json()["loads"]
 
     def total(name: str) -> int:
         return sum(load[name] for load in loads)
@@ -108,7 +109,7 @@ def baseline(fleet: Fleet) -> list[str]:
     good, kept, used = _eventually(held)
     if good:
         return []
-    listed = wire.get(f"{fleet.router_url}/v1/sessions", seconds=5).body.decode()
+    listed = wire.get(f"{fleet.router_url}/v1/sessions", seconds=CONTROL_SECONDS_MAX).body.decode()
     return [f"the engine holds {used} tokens, Berth says {kept}; sessions: {listed[:600]}"]
 
 

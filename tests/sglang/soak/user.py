@@ -21,7 +21,7 @@ HISTORY_TOKENS_MAX = 400
 DELTA_TOKENS_MAX = 60
 ANSWER_TOKENS = (4, 60)
 # The end of a turn that was left is waited for so long.
-BUSY_SECONDS_MAX = 20
+BUSY_SECONDS_MAX = 60
 BUSY_AGAIN_SECONDS = 0.1
 # What is full is asked for once more; then its client does something else.
 FULL_AGAIN = 1
