@@ -4,11 +4,13 @@
 //!
 //! JSON parsers take the *last* of duplicate keys and decode escapes in keys, so an owned key is
 //! removed wherever and however often it is written at the top level; nested ones are the client's.
+//!
+//! [`first_element`] looks one level deeper, into an array, without reading the rest of it.
 
 use std::{fmt, ops::Range};
 
 use serde::{
-    Deserializer as _,
+    Deserialize as _, Deserializer as _,
     de::{MapAccess, Visitor},
 };
 use serde_json::value::RawValue;
@@ -101,10 +103,30 @@ impl<'a> Object<'a> {
         Ok(Self { bytes, start, members })
     }
 
+    /// The text that the object was read from.
+    #[must_use]
+    pub fn bytes(&self) -> &'a [u8] {
+        self.bytes
+    }
+
     /// The value that parsers would take for `key`: the last one.
     #[must_use]
     pub fn get(&self, key: &str) -> Option<&'a RawValue> {
         self.members.iter().rev().find(|member| member.key == key).map(|member| member.value)
+    }
+
+    /// Where a part of this object's text lies, as offsets into [`Self::bytes`]. The part is a
+    /// slice of that text, at any depth.
+    ///
+    /// # Panics
+    /// When `part` is not a slice of the object's text.
+    #[must_use]
+    pub fn range_of(&self, part: &str) -> Range<usize> {
+        let start = (part.as_ptr() as usize).checked_sub(self.bytes.as_ptr() as usize);
+        let start = start.expect("the part is a slice of the object's text");
+        let range = start..start + part.len();
+        assert!(range.end <= self.bytes.len(), "the part is a slice of the object's text");
+        range
     }
 
     /// All members in the order in which they were written, duplicates included.
@@ -144,6 +166,35 @@ impl<'a> Object<'a> {
         let first = bytes.iter().position(|byte| !byte.is_ascii_whitespace()).unwrap_or(0);
         if bytes.get(first) == Some(&b',') { first + 1 } else { 0 }
     }
+}
+
+/// The first element of a JSON array.
+#[derive(Debug)]
+pub struct Element<'a> {
+    /// The element as written.
+    pub value: &'a RawValue,
+    /// The array's text without which the array is valid and lacks this element: the element and
+    /// the comma behind it, if there is one.
+    pub with_comma: &'a str,
+    /// Whether the array has no other element.
+    pub is_only: bool,
+}
+
+/// Returns the first element of an array; None for an empty array and for any other value.
+#[must_use]
+pub fn first_element(array: &RawValue) -> Option<Element<'_>> {
+    let inside = array.get().strip_prefix('[')?;
+    let mut parser = serde_json::Deserializer::from_str(inside);
+    let value = <&RawValue>::deserialize(&mut parser).ok()?;
+    let text = value.get();
+    // The value borrows from `inside`, so its address says where it lies.
+    let start = text.as_ptr() as usize - inside.as_ptr() as usize;
+    let end = start + text.len();
+    let behind = inside[end..].trim_start_matches([' ', '\t', '\n', '\r']);
+    let is_only = !behind.starts_with(',');
+    let comma_end = inside.len() - behind.len() + 1;
+    let with_comma = if is_only { text } else { &inside[start..comma_end] };
+    Some(Element { value, with_comma, is_only })
 }
 
 /// Adds a stretch, joined to the one before where they touch.
@@ -246,6 +297,27 @@ mod tests {
         let values: Vec<&str> =
             object.members().iter().map(|member| &body[member.range()]).collect();
         assert_eq!(values, ["[1, 2]", "\"é\""]);
+    }
+
+    #[test]
+    fn the_first_element_of_an_array_goes_with_its_comma() {
+        let cases = [
+            (r#"{"a":[1 , 2]}"#, "1", r#"{"a":[ 2]}"#),
+            (r#"{"a":[ {"x":[1,2]},"é"] }"#, r#"{"x":[1,2]}"#, r#"{"a":[ "é"] }"#),
+            (r#"{"a":[ "," ]}"#, r#"",""#, r#"{"a":[  ]}"#),
+        ];
+        for (body, value, left) in cases {
+            let object = Object::parse(body.as_bytes()).unwrap();
+            let first = first_element(object.get("a").unwrap()).unwrap();
+            assert_eq!(first.value.get(), value);
+            let range = object.range_of(first.with_comma);
+            assert_eq!(format!("{}{}", &body[..range.start], &body[range.end..]), left);
+            assert_eq!(first.is_only, !left.contains(['2', 'é']), "{body}");
+        }
+        for body in [r#"{"a":[]}"#, r#"{"a":{"b":[1]}}"#, r#"{"a":"[1]"}"#] {
+            let object = Object::parse(body.as_bytes()).unwrap();
+            assert!(first_element(object.get("a").unwrap()).is_none(), "{body}");
+        }
     }
 
     #[test]
