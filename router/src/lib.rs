@@ -2,8 +2,8 @@
 //!
 //! It keeps nothing on disk, and nothing in memory that it can't relearn from the agents.
 //!
-//! Pure, with `now` as an argument: [`request`] (who a turn belongs to), [`follow`] (one agent's
-//! event stream, checked), [`view`] (what is known of the fleet), [`affinity`] (what this router
+//! Pure, with `now` as an argument: [`request`] (who a turn belongs to), [`preamble`] (what of a
+//! body is a client's volatile preamble), [`follow`] (one agent's event stream, checked), [`view`] (what is known of the fleet), [`affinity`] (what this router
 //! decided), [`known`] (both reconciled), [`prompt`] (a turn's routing blocks), [`overlap`] (which
 //! blocks are resident where), [`placement`] (where a turn goes).
 //!
@@ -30,6 +30,7 @@ mod metrics;
 mod models;
 pub mod overlap;
 pub mod placement;
+pub mod preamble;
 pub mod prompt;
 mod proxy;
 mod recent;
