@@ -16,6 +16,8 @@
 //! last one counts, as it does for the engine.
 
 mod pattern;
+#[cfg(test)]
+mod tests;
 
 use std::ops::Range;
 
