@@ -46,6 +46,17 @@ pub const OVERLAP_BYTES_MAX: usize = 512 << 20;
 /// Each has a connection of some 40 KiB here and one to an agent: 160 MiB at the bound.
 pub const TURNS_IN_FLIGHT_MAX: usize = 4_096;
 
+/// What the router does with a volatile preamble (see [`crate::preamble`]).
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Preamble {
+    /// Removes it from the body: behind it, nothing of the prompt is found in an engine's cache.
+    #[default]
+    Strip,
+    /// Leaves the body as it is, for engines or models that read the preamble.
+    Keep,
+}
+
 /// All settings, effective and checked by [`Config::problems`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -78,6 +89,8 @@ pub struct Config {
     pub overlap_bytes_max: usize,
     /// Turns at once; beyond it the answer is 429.
     pub turns_in_flight_max: usize,
+    /// Whether a coding agent's preamble, changed with each request, is removed from the prompt.
+    pub preamble: Preamble,
 }
 
 impl Default for Config {
@@ -97,6 +110,7 @@ impl Default for Config {
             sessions_max: SESSIONS_MAX,
             overlap_bytes_max: OVERLAP_BYTES_MAX,
             turns_in_flight_max: TURNS_IN_FLIGHT_MAX,
+            preamble: Preamble::default(),
         }
     }
 }
@@ -262,6 +276,15 @@ mod tests {
         assert_eq!(config.workers, ["http://a:1"]);
         let (shown, problems) = settings::parse::<Config>(&settings::show(&config));
         assert_eq!((shown, problems), (config, vec![]));
+    }
+
+    #[test]
+    fn preambles_are_stripped_or_kept_and_nothing_else() {
+        let of = |text: &str| settings::parse::<Config>(text);
+        assert_eq!(of("").0.preamble, Preamble::Strip);
+        assert_eq!(of("preamble = \"keep\"").0.preamble, Preamble::Keep);
+        let (_, problems) = of("preamble = \"leave\"");
+        assert!(problems[0].contains("`strip` or `keep`"), "{problems:?}");
     }
 
     #[test]

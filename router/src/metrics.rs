@@ -40,6 +40,11 @@ pub(crate) struct Ended {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct WrittenBy {
+    client: &'static str,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct InState {
     state: &'static str,
 }
@@ -109,6 +114,7 @@ pub(crate) struct Metrics {
     refusals: Family<Coded, Counter>,
     retries: Family<Reasoned, Counter>,
     laned: Family<Ended, Counter>,
+    preambles: Family<WrittenBy, Counter>,
     first_byte: Histogram,
     pub(crate) streams: Gauge,
     pub(crate) request_bytes: Counter,
@@ -123,6 +129,7 @@ impl Metrics {
             refusals: Family::default(),
             retries: Family::default(),
             laned: Family::default(),
+            preambles: Family::default(),
             // A cached turn answers in 20 ms, a long prefill in a minute.
             first_byte: Histogram::new([
                 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,
@@ -138,6 +145,8 @@ impl Metrics {
         registry.register("retries", "Turns tried on a second worker", metrics.retries.clone());
         let help = "Long prompts by what became of computing them in pieces before their turns";
         registry.register("slow_lane", help, metrics.laned.clone());
+        let help = "Volatile preambles removed from request bodies, by the client that writes them";
+        registry.register("preambles_removed", help, metrics.preambles.clone());
         registry.register_with_unit(
             "first_byte",
             "From a turn's arrival to the first byte of its answer's body, where it succeeds",
@@ -174,6 +183,11 @@ impl Metrics {
 
     pub(crate) fn laned(&self, laned: Laned) {
         self.laned.get_or_create(&Ended { outcome: laned.as_str() }).inc();
+    }
+
+    /// Answers how many of this client's were removed before.
+    pub(crate) fn preamble_removed(&self, client: &'static str) -> u64 {
+        self.preambles.get_or_create(&WrittenBy { client }).inc()
     }
 
     pub(crate) fn first_byte(&self, after: Duration) {

@@ -135,10 +135,21 @@ pub fn header_session(headers: &HeaderMap, principal: &str) -> Result<Option<Ses
 /// # Errors
 /// When the body is no object, or names a session in a way that can't be meant.
 pub fn read(headers: &HeaderMap, body: &[u8], principal: &str) -> Result<Turn, Error> {
-    let object = Object::parse(body)?;
-    let control = Control::read(&object)?;
-    let params_id = params_id(&object)?;
-    let top_id = string(&object, "session_id", "session_id")?;
+    read_object(headers, &Object::parse(body)?, principal)
+}
+
+/// Reads a whole turn of a body that is parsed already.
+///
+/// # Errors
+/// When the body names a session in a way that can't be meant.
+pub fn read_object(
+    headers: &HeaderMap,
+    object: &Object<'_>,
+    principal: &str,
+) -> Result<Turn, Error> {
+    let control = Control::read(object)?;
+    let params_id = params_id(object)?;
+    let top_id = string(object, "session_id", "session_id")?;
     let from_headers = header_session(headers, principal)?;
     let key = match (&control, from_headers, top_id.or_else(|| params_id.clone())) {
         (Some(control), ..) => Some(SessionKey::new(principal, control.session_id.as_str())?),
@@ -168,7 +179,7 @@ pub fn read(headers: &HeaderMap, body: &[u8], principal: &str) -> Result<Turn, E
             })
         }
     };
-    let cache_key = text_member(&object, "prompt_cache_key").and_then(|key| {
+    let cache_key = text_member(object, "prompt_cache_key").and_then(|key| {
         // Digested, because it has no bound of its own.
         SessionKey::new(principal, format!("{:032x}", xxh3_128(key.as_bytes()))).ok()
     });
@@ -176,9 +187,9 @@ pub fn read(headers: &HeaderMap, body: &[u8], principal: &str) -> Result<Turn, E
         session,
         parent: parent(headers, principal),
         cache_key,
-        model: text_member(&object, "model"),
-        prompt: Prompt::find(&object),
-        body_bytes: body.len() as u64,
+        model: text_member(object, "model"),
+        prompt: Prompt::find(object),
+        body_bytes: object.bytes().len() as u64,
     })
 }
 

@@ -1,21 +1,27 @@
-//! One turn from its head to its answer: admit, claim, read, decide, have a long prompt computed in
-//! pieces, send, perhaps send once more.
+//! One turn from its head to its answer: admit, claim, read, cut a volatile preamble out, decide,
+//! have a long prompt computed in pieces, send, perhaps send once more.
 
 use std::sync::Arc;
 
 use axum::response::Response;
 use http::{Method, request::Parts};
 use hyper::body::Incoming;
-use proto::{id::SessionKey, process::refusal::Refusal};
+use proto::{
+    body::Object,
+    id::SessionKey,
+    process::{budget::HeldBody, refusal::Refusal},
+};
 use tokio::sync::OwnedSemaphorePermit;
-use tracing::{debug, warn};
+use tracing::{debug, info, warn};
 
 use crate::{
     api::errors,
+    config::Preamble,
     decide::{self, Decided},
     known::Standing,
     lane,
     metrics::Outcome,
+    preamble,
     proxy::{self, Outbound, Running},
     request::{self, Ask, Turn},
     shared::{Shared, now},
@@ -49,12 +55,13 @@ pub(crate) async fn run(
     {
         claim_early(&shared, &key).await?;
     }
-    let body = match tokio::time::timeout_at(deadline.into(), shared.budget.read(body)).await {
-        Ok(body) => proxy::held_bytes(body?),
+    let mut held = match tokio::time::timeout_at(deadline.into(), shared.budget.read(body)).await {
+        Ok(body) => body?,
         Err(_) => return Err(errors::body_late()),
     };
-    shared.metrics.request_bytes.inc_by(body.len() as u64);
-    let turn = read(kind, &parts, &body, &principal)?;
+    shared.metrics.request_bytes.inc_by(held.bytes.len() as u64);
+    let turn = read(&shared, kind, &parts, &mut held, &principal)?;
+    let body = proxy::held_bytes(held);
     if let Some(ask) = &turn.session {
         make_way(&shared, ask).await?;
     } else {
@@ -77,16 +84,46 @@ pub(crate) async fn run(
     Box::pin(send(&shared, &turn, &outbound, decided, permit)).await
 }
 
-fn read(kind: Kind, parts: &Parts, body: &[u8], principal: &str) -> Result<Turn, Refusal> {
+/// Reads a turn. From here on its body is without a volatile preamble: so it is compared, hashed,
+/// placed, computed in pieces, and sent, also a second time.
+fn read(
+    shared: &Shared,
+    kind: Kind,
+    parts: &Parts,
+    held: &mut HeldBody,
+    principal: &str,
+) -> Result<Turn, Refusal> {
     if parts.method == Method::GET {
         return Ok(Turn::default());
     }
-    let turn =
-        request::read(&parts.headers, body, principal).map_err(|error| errors::request(&error))?;
+    let refuse = |error: request::Error| errors::request(&error);
+    let object = Object::parse(&held.bytes).map_err(|error| refuse(error.into()))?;
+    let headers = &parts.headers;
+    let turn = match preamble(shared, kind, parts.uri.path(), &object) {
+        None => request::read_object(headers, &object, principal),
+        Some(cut) => {
+            held.bytes = cut.apply(std::mem::take(&mut held.bytes));
+            request::read(headers, &held.bytes, principal)
+        }
+    };
+    let turn = turn.map_err(refuse)?;
     Ok(match kind {
         Kind::Turn => turn,
         Kind::Plain => Turn { model: turn.model, ..Turn::default() },
     })
+}
+
+/// What is to be cut out of a turn's body.
+fn preamble(shared: &Shared, kind: Kind, path: &str, body: &Object<'_>) -> Option<preamble::Cut> {
+    if kind != Kind::Turn || shared.config.preamble == Preamble::Keep {
+        return None;
+    }
+    let cut = preamble::find(path, body)?;
+    if shared.metrics.preamble_removed(cut.client) == 0 {
+        let client = cut.client;
+        info!(client, "removed a volatile preamble; set preamble = \"keep\" to leave it in");
+    }
+    Some(cut)
 }
 
 /// Refuses before the body is read what can't run now. Never touches the slot of the turn that

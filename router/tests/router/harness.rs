@@ -95,7 +95,7 @@ impl Router {
         tokio::time::timeout(WAIT_MAX, ended).await.expect("the router drains").unwrap()
     }
 
-    async fn is_ready(&self) -> bool {
+    pub(crate) async fn is_ready(&self) -> bool {
         let request = Request::get(format!("http://{}/readyz", self.admin));
         let answer = self.client.request(request.body(Full::default()).unwrap()).await;
         answer.is_ok_and(|answer| answer.status() == 200)

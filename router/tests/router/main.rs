@@ -8,4 +8,6 @@ mod harness;
 #[cfg(test)]
 mod lifecycle;
 #[cfg(test)]
+mod preamble;
+#[cfg(test)]
 mod turns;

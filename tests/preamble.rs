@@ -1,0 +1,125 @@
+//! Volatile preambles through the whole house: the engine gets what the client sent less its
+//! preamble, so turns share a prefix that they would not share with it.
+
+#![expect(clippy::unwrap_used, reason = "a test fails where it unwraps")]
+
+use http::{Method, StatusCode};
+use proto::body::{OWNED_KEYS, Object, assemble};
+use router::config::Preamble;
+use serde_json::json;
+use tests::{
+    cluster::{Agent, Router, agent_config, ready, router_config},
+    engine_sim::{Config, EngineSim},
+    web::Web,
+};
+
+struct House {
+    engine: EngineSim,
+    router: Router,
+    web: Web,
+    _agent: Agent,
+}
+
+impl House {
+    async fn new(preamble: Preamble) -> Self {
+        let web = Web::default();
+        let engine = EngineSim::start_local(Config::default()).await.unwrap();
+        let agent = Agent::start(agent_config(&engine.url(), "w0")).unwrap();
+        ready(&web, agent.admin).await;
+        let config = router::config::Config { preamble, ..router_config(&[&agent]) };
+        let router = Router::start(config).await.unwrap();
+        ready(&web, router.admin).await;
+        Self { engine, router, web, _agent: agent }
+    }
+
+    /// Sends a turn as it is written; answers the cached tokens of its usage.
+    async fn send(&self, path: &str, body: &str) -> u64 {
+        let (url, body) = (self.router.url(path), body.to_owned());
+        let headers = [("content-type", "application/json")];
+        let answer = self.web.ask(Method::POST, &url, &headers, body).await.unwrap();
+        assert_eq!(answer.status, StatusCode::OK, "{}", answer.text());
+        let usage = answer.json()["usage"].clone();
+        usage["cache_read_input_tokens"].as_u64().unwrap_or_default()
+    }
+
+    /// What the engine was last sent there, less the members that Berth decides.
+    fn seen(&self, path: &str) -> String {
+        let body = self.engine.bodies_seen(path).pop().unwrap();
+        let owned = [&OWNED_KEYS[..], &["request_id"]].concat();
+        let pieces = Object::parse(&body).unwrap().rewrite(&owned, "");
+        String::from_utf8(assemble(&body, &pieces)).unwrap()
+    }
+}
+
+/// As Claude Code writes it.
+fn preamble(request: u32) -> String {
+    let cch = 0x36ee5 + request * 0x1357;
+    format!("x-anthropic-billing-header: cc_version=2.1.177.01c; cc_entrypoint=cli; cch={cch:05x};")
+}
+
+/// Bodies with a preamble, and what is left of each. What a user wrote is left.
+fn cases() -> Vec<(&'static str, String, String)> {
+    let bodies = [
+        (
+            "/v1/messages",
+            r#"{ "system":[{"type":"text","text":"PRE"} , {"type":"text","text":"Be."}],REST }"#,
+            r#"{ "system":[ {"type":"text","text":"Be."}],REST }"#,
+        ),
+        (
+            "/v1/messages",
+            r#"{"system":"no", REST,"\u0073ystem":"PRE\n\nBe \u0062rief."}"#,
+            r#"{"system":"no", REST,"\u0073ystem":"Be \u0062rief."}"#,
+        ),
+        (
+            "/v1/chat/completions",
+            r#"{"messages":[ {"role":"developer","content":"PRE\n"}, USER],"max_tokens":4}"#,
+            r#"{"messages":[  USER],"max_tokens":4}"#,
+        ),
+        (
+            "/v1/responses",
+            r#"{"instructions":"PRE\nBe.","input":[USER],"temperature":0.0e0}"#,
+            r#"{"instructions":"Be.","input":[USER],"temperature":0.0e0}"#,
+        ),
+    ];
+    let filled = |body: &str| {
+        body.replace("REST", r#""messages":[USER],"max_tokens":4,"temperature":0.0e0"#)
+            .replace("USER", r#"{"role":"user","content":"PRE"}"#)
+            .replace("PRE", &preamble(1))
+    };
+    bodies.map(|(path, body, left)| (path, filled(body), filled(left))).to_vec()
+}
+
+#[tokio::test]
+async fn an_engine_gets_the_body_less_its_preamble_and_every_byte_where_it_is_kept() {
+    let (strips, keeps) = (House::new(Preamble::Strip).await, House::new(Preamble::Keep).await);
+    for (path, body, left) in cases() {
+        strips.send(path, &body).await;
+        assert_eq!(strips.seen(path), left, "{path}");
+        // Nothing to remove: not a byte is touched.
+        strips.send(path, &left).await;
+        assert_eq!(strips.seen(path), left, "{path}");
+        keeps.send(path, &body).await;
+        assert_eq!(keeps.seen(path), body, "{path}");
+    }
+}
+
+#[tokio::test]
+async fn a_system_prompt_behind_a_changing_preamble_is_found_in_the_cache() {
+    let prompt = "You are the harbour master. ".repeat(20);
+    let body = |request: u32| {
+        let block = |text: &str| json!({"type": "text", "text": text});
+        json!({
+            "max_tokens": 4, "temperature": 0,
+            "system": [block(&preamble(request)), block(&prompt)],
+            "messages": [{"role": "user", "content": format!("Request {request}?")}],
+        })
+        .to_string()
+    };
+    for (setting, finds) in [(Preamble::Strip, true), (Preamble::Keep, false)] {
+        let house = House::new(setting).await;
+        house.send("/v1/messages", &body(1)).await;
+        let cached = house.send("/v1/messages", &body(2)).await;
+        let all = u64::try_from(prompt.len()).unwrap();
+        assert_eq!(cached > all * 9 / 10, finds, "{cached} cached of {all}, {setting:?}");
+    }
+}
