@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -57,28 +58,32 @@ class Turn:
 class House:
     """An engine with its agent and a router of their own, and what the engine writes down."""
 
-    def __init__(self, fleet: Fleet):
-        folder = fleet.folder / "clients"
+    def __init__(self, fleet: Fleet, name: str = "clients"):
+        folder = fleet.folder / name
         folder.mkdir(exist_ok=True)
-        self.fleet = Fleet(folder, fleet.bin_dir, fleet.page_size, worker="clients")
+        self.fleet = Fleet(folder, fleet.bin_dir, fleet.page_size, worker=name)
         self.contexts = folder / "contexts.jsonl"
         self._read = 0
         made = engine_home() / "chat-model/tokenizer.json"
         self.tokenizer = Tokenizer.from_file(str(made.resolve()))
         self.words = Words(self.tokenizer)
 
-    def start(self) -> None:
+    def start(
+        self, env: dict[str, str] | None = None, flags: tuple[str, ...] = (), **more: Any
+    ) -> None:
+        """With more environment, flags, and what else `start_engine` takes."""
         shim = shim_env(self.fleet.shim_socket, self.fleet.bin_dir)
-        env = {
+        env = (env or {}) | {
             "PYTHONPATH": f"{PLUGIN}:{shim['PYTHONPATH']}",
             "BERTH_CONTEXTS": str(self.contexts),
         }
-        more = [
+        all_flags = [
             "--chat-template", str(Path(__file__).with_name("clients.jinja")),
             "--tool-call-parser", "qwen25",
             "--reasoning-parser", "qwen3",
+            *flags,
         ]
-        self.fleet.start_engine(env, model="chat-model", more=more)
+        self.fleet.start_engine(env, model="chat-model", more=all_flags, **more)
         self.fleet.start_agent(settings=f'shim_socket = "{self.fleet.shim_socket}"\n')
         self.fleet.start_router()
         self.fleet.wait_placing()

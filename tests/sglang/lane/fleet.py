@@ -201,12 +201,16 @@ class Fleet:
             "--worker-id", self.worker,
         ], self.folder)
 
-    def start_router(self, *others: "Fleet") -> None:
-        """Starts it before this agent, and before those of other fleets."""
+    def start_router(self, *others: "Fleet", settings: str = "") -> None:
+        """Starts it before this agent, and before those of other fleets, with these lines in its
+        settings file."""
+        config = self.folder / "router.toml"
+        config.write_text(settings)
         data, admin = free_addresses(2)
         controls = [fleet.agent_control for fleet in (self, *others)]
         self.router = Process.start("router", [
             str(self.bin_dir / "berth-router"),
+            "--config", str(config),
             *[word for control in controls for word in ("--worker", f"http://{control}")],
             "--data-addr", data,
             "--admin-addr", admin,
