@@ -3,9 +3,10 @@
 //! It keeps nothing on disk, and nothing in memory that it can't relearn from the agents.
 //!
 //! Pure, with `now` as an argument: [`request`] (who a turn belongs to), [`preamble`] (what of a
-//! body is a client's volatile preamble), [`follow`] (one agent's event stream, checked), [`view`] (what is known of the fleet), [`affinity`] (what this router
-//! decided), [`known`] (both reconciled), [`prompt`] (a turn's routing blocks), [`overlap`] (which
-//! blocks are resident where), [`placement`] (where a turn goes).
+//! body is a client's volatile preamble), [`follow`] (one agent's event stream, checked), [`view`]
+//! (what is known of the fleet), [`affinity`] (what this router decided), [`known`] (both
+//! reconciled), [`prompt`] (a turn's routing blocks), [`overlap`] (which blocks are resident
+//! where), [`placement`] (where a turn goes).
 //!
 //! The shell around it: `worker` follows one agent, `kv` what is resident there, `backoff` rests
 //! before they dial again, `view::task` publishes snapshots, `models` fetches what makes tokens of

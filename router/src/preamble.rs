@@ -1,19 +1,19 @@
 //! Volatile preambles: text that a client puts in front of its system prompt and changes with each
 //! request. An engine's prefix cache misses from the first changed token on, so such a preamble
 //! makes the engine compute the whole conversation with every turn. This module finds one and cuts
-//! it out of the body by byte range. Pure; [`pattern`] has the table of known preambles.
+//! it out of the body by byte range. Pure; `pattern` has the table of known preambles.
 //!
-//! The cut takes as little as it can, and leaves valid JSON:
+//! The cut is one range of bytes, and what is left is valid JSON:
 //!
-//! - A block that holds only the preamble goes, with its comma. So does a chat message, unless it
-//!   is the only message: then the message stays and its text is empty.
-//! - Otherwise the preamble's text goes, with at most two line breaks directly behind it: gateways
-//!   join blocks by one line break or by an empty line.
+//! - A block that holds only the preamble is removed with its comma. So is a chat message, unless
+//!   it is the only message: then the message stays and its text is empty.
+//! - Otherwise the preamble's text is removed, with at most two line breaks directly behind it:
+//!   gateways join blocks by one line break or by an empty line.
 //! - Every other byte stays.
 //!
 //! Text that a user wrote is never touched. A preamble counts only where its client or a gateway
-//! puts it (see [`Place`]), at the very beginning, and complete. Where a key is written twice, the
-//! last one counts, as it does for the engine.
+//! puts it (see `Place`), at the very beginning, and complete. Of duplicate keys the last one
+//! counts, as it does for the engine.
 
 mod pattern;
 #[cfg(test)]
