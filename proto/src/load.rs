@@ -210,6 +210,54 @@ pub struct Session {
     pub idle: Duration,
     /// Its client sends its whole history with each turn: it can go on anywhere.
     pub whole_history: bool,
+    /// A text early in its prompts that differs from turn to turn; none was found where absent.
+    pub volatile_prefix: Option<VolatilePrefix>,
+}
+
+/// A text early in a session's prompts that differed in three turns in a row. The engine computes
+/// everything after that text again in each turn.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct VolatilePrefix {
+    /// Tokens of the prompt before the text; absent where no shim compared the prompts.
+    pub token_index: Option<u64>,
+    /// The text's place in the request body; absent where the prompt is a single text.
+    #[serde(flatten)]
+    pub place: Option<PromptPlace>,
+    /// Turns in which the text differed from that of the turn before.
+    pub turns: u64,
+}
+
+/// A place in a request body.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
+pub struct PromptPlace {
+    /// Which part of the body.
+    pub role: PromptRole,
+    /// Index in the list of messages or input items; 0 for parts beside that list.
+    pub message: u32,
+    /// Index in the message's list of content blocks; 0 where the content is a string.
+    pub block: u32,
+}
+
+/// The part of a request body that holds a text of the prompt.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum PromptRole {
+    /// A system message, or a `system` beside the messages.
+    System,
+    /// A developer message.
+    Developer,
+    /// A user message.
+    User,
+    /// An assistant message.
+    Assistant,
+    /// A tool message.
+    Tool,
+    /// The member `instructions`.
+    Instructions,
+    /// The member `tools`.
+    Tools,
+    /// A message of any other role, or of none.
+    Other,
 }
 
 /// What one rank holds.
@@ -321,6 +369,23 @@ impl Retention {
             Self::None => "none",
             Self::Tagged => "tagged",
             Self::Pinned => "pinned",
+        }
+    }
+}
+
+impl PromptRole {
+    /// The name used in JSON and metrics.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::System => "system",
+            Self::Developer => "developer",
+            Self::User => "user",
+            Self::Assistant => "assistant",
+            Self::Tool => "tool",
+            Self::Instructions => "instructions",
+            Self::Tools => "tools",
+            Self::Other => "other",
         }
     }
 }

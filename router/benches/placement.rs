@@ -109,6 +109,7 @@ fn session(agent: usize, number: usize) -> Session {
         resident_tokens: figure(20_000 + agent * 331 % 100_000),
         idle: Duration::from_secs((agent * 37 + number * 101) as u64 % 900),
         whole_history: false,
+        volatile_prefix: None,
     }
 }
 

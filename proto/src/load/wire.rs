@@ -5,8 +5,9 @@ mod device;
 use std::time::Duration;
 
 use super::{
-    Description, Device, EngineFacts, Error, Figure, Lane, LoadReport, ModelFiles, PageAudit, Rank,
-    RankLoad, Retention, Session, SessionState, Source,
+    Description, Device, EngineFacts, Error, Figure, Lane, LoadReport, ModelFiles, PageAudit,
+    PromptPlace, PromptRole, Rank, RankLoad, Retention, Session, SessionState, Source,
+    VolatilePrefix,
 };
 use crate::v1;
 
@@ -46,6 +47,18 @@ macro_rules! wire_enum {
 
 wire_enum!(Retention, "retention", None, Tagged, Pinned);
 wire_enum!(SessionState, "state", Opening, Idle, Running, Closing, Lost, Demoted);
+wire_enum!(
+    PromptRole,
+    "role",
+    System,
+    Developer,
+    User,
+    Assistant,
+    Tool,
+    Instructions,
+    Tools,
+    Other
+);
 wire_enum!(Source, "source", Usage, Loads, ServerInfo, Ledger, Estimate, Shim, Nvml);
 
 impl TryFrom<v1::Figure> for Figure {
@@ -230,6 +243,7 @@ impl TryFrom<v1::Session> for Session {
             resident_tokens: figure(wire.resident_tokens)?,
             idle: Duration::from_millis(wire.idle_ms),
             whole_history: wire.whole_history,
+            volatile_prefix: wire.volatile_prefix.map(Into::into),
         })
     }
 }
@@ -247,7 +261,31 @@ impl From<Session> for v1::Session {
             resident_tokens: session.resident_tokens.map(Into::into),
             idle_ms: u64::try_from(session.idle.as_millis()).unwrap_or(u64::MAX),
             whole_history: session.whole_history,
+            volatile_prefix: session.volatile_prefix.map(Into::into),
         }
+    }
+}
+
+impl From<v1::VolatilePrefix> for VolatilePrefix {
+    fn from(wire: v1::VolatilePrefix) -> Self {
+        let place = wire.place.map(|place| PromptPlace {
+            // A role that only a newer agent knows must not cost the whole session.
+            role: PromptRole::from_wire(place.role).unwrap_or(PromptRole::Other),
+            message: place.message,
+            block: place.block,
+        });
+        Self { token_index: wire.token_index, place, turns: wire.turns }
+    }
+}
+
+impl From<VolatilePrefix> for v1::VolatilePrefix {
+    fn from(found: VolatilePrefix) -> Self {
+        let place = found.place.map(|place| v1::PromptPlace {
+            role: place.role.to_wire(),
+            message: place.message,
+            block: place.block,
+        });
+        Self { token_index: found.token_index, place, turns: found.turns }
     }
 }
 
@@ -461,5 +499,21 @@ mod tests {
         };
         assert!(Session::try_from(wire.clone()).is_err());
         assert!(Session::try_from(v1::Session { exclusive: false, ..wire }).is_ok());
+    }
+
+    #[test]
+    fn a_volatile_prefix_survives_the_wire_and_a_role_of_a_newer_agent() {
+        let place = PromptPlace { role: PromptRole::System, message: 0, block: 1 };
+        let found = VolatilePrefix { token_index: Some(34), place: Some(place), turns: 3 };
+        let mut wire = v1::VolatilePrefix::from(found);
+        assert_eq!(VolatilePrefix::from(wire), found);
+        wire.place.as_mut().expect("it was told").role = 99;
+        let place = Some(PromptPlace { role: PromptRole::Other, ..place });
+        assert_eq!(VolatilePrefix::from(wire), VolatilePrefix { place, ..found });
+        let json = serde_json::to_value(found).expect("plain data");
+        let shown = serde_json::json!({
+            "token_index": 34, "role": "system", "message": 0, "block": 1, "turns": 3,
+        });
+        assert_eq!(json, shown);
     }
 }

@@ -182,7 +182,7 @@ fn shown(shared: &Shared, seen: &Seen) -> Value {
     };
     let state = if seen.lost { json!("lost") } else { json!(session.state) };
     let idle_ms = u64::try_from(session.idle.as_millis()).unwrap_or(u64::MAX);
-    json!({
+    let mut shown = json!({
         "session_id": id,
         "worker": worker,
         "retention": session.retention.as_str(),
@@ -194,5 +194,9 @@ fn shown(shared: &Shared, seen: &Seen) -> Value {
         "resident_tokens": session.resident_tokens.map(|figure| figure.value),
         "resident_tokens_source": session.resident_tokens.map(|figure| figure.source),
         "idle_ms_at_report": idle_ms,
-    })
+    });
+    if let Some(found) = &session.volatile_prefix {
+        shown["volatile_prefix"] = json!(found);
+    }
+    shown
 }

@@ -113,6 +113,7 @@ fn session(id: u64, tokens: u64, idle: Duration) -> Session {
         resident_tokens: figure(tokens),
         idle,
         whole_history: false,
+        volatile_prefix: None,
     }
 }
 

@@ -263,6 +263,7 @@ mod tests {
             resident_tokens: Some(Figure { value: tokens, source: Source::Usage, age_ms: 0 }),
             idle: idle.unwrap_or_default(),
             whole_history: false,
+            volatile_prefix: None,
         }
     }
 

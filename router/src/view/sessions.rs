@@ -165,6 +165,7 @@ mod tests {
             resident_tokens: None,
             idle: std::time::Duration::ZERO,
             whole_history: false,
+            volatile_prefix: None,
         }
     }
 

@@ -289,6 +289,7 @@ mod tests {
             resident_tokens: None,
             idle: Duration::ZERO,
             whole_history: false,
+            volatile_prefix: None,
         }
     }
 

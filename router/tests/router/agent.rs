@@ -326,6 +326,7 @@ impl Inner {
             resident_tokens: None,
             idle: Duration::ZERO,
             whole_history: false,
+            volatile_prefix: None,
         }
     }
 

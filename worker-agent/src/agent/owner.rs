@@ -460,6 +460,7 @@ fn shown(key: &SessionKey, session: &session::Session, now: Instant) -> Session 
         turns_running: session.running,
         exclusive: session.exclusive,
         whole_history: session.sends_whole(),
+        volatile_prefix: None,
         resident_tokens: crate::ledger::resident(session),
         idle: session.idle(now),
     }

@@ -62,6 +62,7 @@ impl Known {
             resident_tokens: self.resident_tokens.map(figure),
             idle: Duration::ZERO,
             whole_history: false,
+            volatile_prefix: None,
         }
     }
 }
