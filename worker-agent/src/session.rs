@@ -3,6 +3,7 @@
 //! [`Table`].
 
 mod error;
+mod prefix;
 mod table;
 mod turn;
 
@@ -16,6 +17,7 @@ use proto::{
 
 pub use self::{
     error::Error,
+    prefix::{BLOCKS_MAX, PrefixTracker, PromptStart},
     table::{Became, Load, Plan, Planned, Seen, Table},
     turn::{Appends, Need, Outcome, Ran, Trim, Turn, TurnSession, Usage},
 };

@@ -1,0 +1,477 @@
+//! Detection of a volatile prefix: a text early in a session's prompts that differs from turn to
+//! turn, so that the engine computes everything after it again. Pure. Keeps hashes and places of
+//! the first blocks of the last history, never text.
+
+use proto::load::{PromptPlace, PromptRole, VolatilePrefix};
+use xxhash_rust::xxh3::{Xxh3, xxh3_64};
+
+/// Blocks of a prompt that are kept, 16 bytes each; also the most messages and content blocks that
+/// are looked at. Coding agents begin with 1 to 4 system blocks, which leaves a dozen to messages.
+pub const BLOCKS_MAX: usize = 16;
+/// Bytes of text in which a difference is early: about 4,096 tokens.
+const EARLY_BYTES: usize = 16 * 1024;
+/// Bytes of `tools` that are compared. Coding agents send 20 to 100 KiB.
+const TOOLS_BYTES_MAX: usize = 64 * 1024;
+/// Bytes that are compared of a block behind the early text. Such a block only shows whether two
+/// prompts are of one conversation.
+const LATE_BYTES_MAX: usize = 4 * 1024;
+/// Message blocks behind the early text that are kept. A single one is enough to show that; a
+/// client may edit the newest.
+const LATE_BLOCKS_MAX: usize = 3;
+/// Tokens in which a difference of a prompt without blocks is early.
+const EARLY_TOKENS: u64 = 4096;
+/// Token indices that are this close are one place: two random texts may begin with equal tokens.
+const NEAR_TOKENS: u64 = 16;
+/// Turns in a row that differ at one place before it is reported.
+const TURNS: u64 = 3;
+
+/// Where a block lies; a [`PromptPlace`] in four bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Place {
+    role: PromptRole,
+    message: u8,
+    block: u8,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Block {
+    hash: u64,
+    place: Place,
+    early: bool,
+}
+
+const _: () = assert!(size_of::<Block>() == 16, "a session keeps up to 16 of these");
+
+/// The first blocks of a prompt, as hashes. Empty for a prompt that is a single text.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct PromptStart {
+    blocks: Vec<Block>,
+    /// Bytes of text in them, up to [`EARLY_BYTES`].
+    early_bytes: usize,
+}
+
+/// What is known of the beginnings of one session's prompts.
+#[derive(Debug, Clone, Default)]
+pub struct PrefixTracker {
+    last: Vec<Block>,
+    /// Prompts in a row that are not of the conversation in `last`.
+    strangers: u32,
+    /// What the newest prompt was.
+    step: Step,
+    streak: Option<Streak>,
+    found: Option<VolatilePrefix>,
+}
+
+/// How a prompt relates to the one before.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+enum Step {
+    /// A prompt without blocks: only the shim can compare it.
+    #[default]
+    Text,
+    /// The early blocks are equal.
+    Same,
+    /// The same conversation, with a difference here.
+    Changed(Place),
+    /// Another conversation.
+    Stranger,
+}
+
+/// Turns in a row that differed at one place.
+#[derive(Debug, Clone, Copy)]
+struct Streak {
+    place: Option<Place>,
+    token_index: Option<u64>,
+    turns: u64,
+}
+
+impl Block {
+    /// Whether it is part of the conversation, not of what a client puts in front of it.
+    fn is_message(&self) -> bool {
+        use PromptRole::{Developer, Instructions, System, Tools};
+        !matches!(self.place.role, System | Developer | Instructions | Tools)
+    }
+}
+
+impl PromptStart {
+    /// Whether no further block would be kept.
+    #[must_use]
+    pub fn is_full(&self) -> bool {
+        let late = self.blocks.iter().filter(|block| !block.early && block.is_message());
+        self.blocks.len() == BLOCKS_MAX || late.count() == LATE_BLOCKS_MAX
+    }
+
+    /// Adds a block, given in parts. Does nothing if the start [`is_full`](Self::is_full).
+    pub fn push(&mut self, role: PromptRole, message: usize, block: usize, parts: &[&[u8]]) {
+        let (Ok(message), Ok(block)) = (u8::try_from(message), u8::try_from(block)) else { return };
+        if self.is_full() {
+            return;
+        }
+        let early = EARLY_BYTES - self.early_bytes;
+        let bytes_max = match role {
+            PromptRole::Tools => TOOLS_BYTES_MAX,
+            _ if early > 0 => early,
+            _ => LATE_BYTES_MAX,
+        };
+        let (hash, bytes) = hash(parts, bytes_max);
+        let is_tools = role == PromptRole::Tools;
+        if !is_tools {
+            self.early_bytes += bytes.min(early);
+        }
+        let place = Place { role, message, block };
+        self.blocks.push(Block { hash, place, early: is_tools || early > 0 });
+    }
+}
+
+/// Hashes at most `bytes_max` bytes; answers with their number too.
+fn hash(parts: &[&[u8]], bytes_max: usize) -> (u64, usize) {
+    if let [part] = parts {
+        let bytes = part.len().min(bytes_max);
+        return (xxh3_64(&part[..bytes]), bytes);
+    }
+    let mut state = Xxh3::new();
+    let mut left = bytes_max;
+    for part in parts {
+        let bytes = part.len().min(left);
+        state.update(&part[..bytes]);
+        left -= bytes;
+    }
+    (state.digest(), bytes_max - left)
+}
+
+impl PrefixTracker {
+    /// The volatile prefix that was found, if any.
+    #[must_use]
+    pub fn found(&self) -> Option<VolatilePrefix> {
+        self.found
+    }
+
+    /// Takes a whole history that goes to the engine. Returns a volatile prefix when this turn
+    /// reveals it.
+    pub fn begins(&mut self, start: PromptStart) -> Option<VolatilePrefix> {
+        if start.blocks.is_empty() {
+            self.step = Step::Text;
+            return None;
+        }
+        self.step = compare(&self.last, &start.blocks);
+        let found = match self.step {
+            Step::Text | Step::Same => {
+                self.streak = None;
+                None
+            }
+            Step::Changed(place) => self.count(Some(place), None),
+            // A title for the conversation, say, or a subagent: the next turn may go on.
+            Step::Stranger if self.strangers == 0 => {
+                self.strangers = 1;
+                return None;
+            }
+            Step::Stranger => {
+                self.streak = None;
+                None
+            }
+        };
+        self.strangers = 0;
+        self.last = start.blocks;
+        self.debug_check();
+        found
+    }
+
+    /// Takes the shim's word that the newest prompt has `at` tokens in common with what the session
+    /// has. `grew`: it has more tokens than that, as a history that goes on would. Returns a
+    /// volatile prefix when this turn reveals it.
+    pub fn diverged(&mut self, at: u64, grew: bool) -> Option<VolatilePrefix> {
+        match self.step {
+            Step::Text if grew && at < EARLY_TOKENS => self.count(None, Some(at)),
+            Step::Changed(place) => {
+                let streak = self.streak.as_mut().filter(|streak| streak.place == Some(place))?;
+                streak.token_index = least(streak.token_index, Some(at));
+                let token_index = streak.token_index;
+                let found = self.found.as_mut().filter(|found| found.place == shown(Some(place)));
+                if let Some(found) = found {
+                    found.token_index = least(found.token_index, token_index);
+                }
+                None
+            }
+            Step::Text | Step::Same | Step::Stranger => None,
+        }
+    }
+
+    /// Takes the shim's word that the newest prompt goes on from what the session has.
+    pub fn continued(&mut self) {
+        if self.step == Step::Text {
+            self.streak = None;
+        }
+    }
+
+    fn count(&mut self, place: Option<Place>, at: Option<u64>) -> Option<VolatilePrefix> {
+        let near = |streak: &Streak| match (streak.token_index, at) {
+            (Some(before), Some(now)) => before.abs_diff(now) <= NEAR_TOKENS,
+            _ => true,
+        };
+        let before = self.streak.filter(|streak| streak.place == place && near(streak));
+        let streak = Streak {
+            place,
+            token_index: least(before.and_then(|streak| streak.token_index), at),
+            turns: before.map_or(1, |streak| streak.turns + 1),
+        };
+        self.streak = Some(streak);
+        match &mut self.found {
+            Some(found) if found.place == shown(place) => {
+                found.turns += 1;
+                found.token_index = least(found.token_index, streak.token_index);
+                None
+            }
+            found if streak.turns >= TURNS => {
+                let (place, token_index) = (shown(place), streak.token_index);
+                *found = Some(VolatilePrefix { token_index, place, turns: streak.turns });
+                *found
+            }
+            _ => None,
+        }
+    }
+
+    fn debug_check(&self) {
+        if cfg!(debug_assertions) {
+            assert!(self.last.len() <= BLOCKS_MAX, "more blocks are kept than the bound allows");
+            assert!(self.strangers <= 1, "a second stranger is the new history");
+            let turns = self.found.map_or(TURNS, |found| found.turns);
+            assert!(turns >= TURNS, "a place was reported too early");
+        }
+    }
+}
+
+/// The blocks after a volatile text show that it stands before the same conversation: a message is
+/// the same one at the same place.
+fn compare(before: &[Block], now: &[Block]) -> Step {
+    let mut pairs = before.iter().zip(now);
+    let Some(at) = pairs.position(|(old, new)| (old.place, old.hash) != (new.place, new.hash))
+    else {
+        return Step::Same;
+    };
+    if !now[at].early {
+        return Step::Same;
+    }
+    let mut later = now[at + 1..].iter().filter(|block| block.is_message());
+    let goes_on =
+        later.any(|new| before.iter().any(|old| (old.place, old.hash) == (new.place, new.hash)));
+    if goes_on { Step::Changed(now[at].place) } else { Step::Stranger }
+}
+
+fn least(one: Option<u64>, other: Option<u64>) -> Option<u64> {
+    one.into_iter().chain(other).min()
+}
+
+fn shown(place: Option<Place>) -> Option<PromptPlace> {
+    place.map(|Place { role, message, block }| PromptPlace {
+        role,
+        message: message.into(),
+        block: block.into(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// A system prompt in two blocks and the first messages of a conversation.
+    fn prompt(system: [&str; 2], messages: &[&str]) -> PromptStart {
+        let mut start = PromptStart::default();
+        for (number, text) in system.iter().enumerate() {
+            start.push(PromptRole::System, 0, number, &[text.as_bytes()]);
+        }
+        for (number, text) in messages.iter().enumerate() {
+            let role = if number % 2 == 0 { PromptRole::User } else { PromptRole::Assistant };
+            start.push(role, number, 0, &[text.as_bytes()]);
+        }
+        start
+    }
+
+    /// The turns of one conversation, of which `system` says how each begins.
+    fn turns(system: impl Fn(usize) -> [String; 2], count: usize) -> Vec<PromptStart> {
+        let messages: Vec<String> = (0..2 * count).map(|number| format!("m{number}")).collect();
+        let messages: Vec<&str> = messages.iter().map(String::as_str).collect();
+        let turn = |number: usize| {
+            let [first, second] = system(number);
+            prompt([&first, &second], &messages[..2 * number + 1])
+        };
+        (0..count).map(turn).collect()
+    }
+
+    fn changing(number: usize) -> [String; 2] {
+        [format!("nonce {number}"), "You help.".to_owned()]
+    }
+
+    fn constant(_: usize) -> [String; 2] {
+        ["You".to_owned(), "help.".to_owned()]
+    }
+
+    fn place(role: PromptRole, message: u32, block: u32) -> Option<PromptPlace> {
+        Some(PromptPlace { role, message, block })
+    }
+
+    #[test]
+    fn a_changing_first_block_is_found_with_the_third_difference_and_told_once() {
+        let mut tracker = PrefixTracker::default();
+        let told: Vec<_> = turns(changing, 6).into_iter().map(|one| tracker.begins(one)).collect();
+        let found =
+            VolatilePrefix { token_index: None, place: place(PromptRole::System, 0, 0), turns: 3 };
+        assert_eq!(told, [None, None, None, Some(found), None, None]);
+        assert_eq!(tracker.found(), Some(VolatilePrefix { turns: 5, ..found }));
+    }
+
+    #[test]
+    fn the_shim_tells_at_which_token() {
+        let mut tracker = PrefixTracker::default();
+        let mut all = turns(changing, 6).into_iter();
+        for at in [35, 34] {
+            let one = all.next().unwrap();
+            assert_eq!(tracker.begins(one), None);
+            assert_eq!(tracker.diverged(at, true), None, "the block is what counts");
+        }
+        assert_eq!(tracker.begins(all.next().unwrap()), None);
+        assert_eq!(tracker.begins(all.next().unwrap()).unwrap().token_index, Some(34));
+        assert_eq!(tracker.begins(all.next().unwrap()), None);
+        tracker.diverged(33, true);
+        assert_eq!(tracker.found().unwrap().token_index, Some(33));
+    }
+
+    #[test]
+    fn a_turn_that_begins_as_the_one_before_ends_the_count() {
+        let mut tracker = PrefixTracker::default();
+        let mut all = turns(changing, 4);
+        all.insert(2, all[1].clone());
+        assert!(all.into_iter().all(|one| tracker.begins(one).is_none()));
+        assert_eq!(tracker.found(), None);
+    }
+
+    #[test]
+    fn a_title_or_a_subagent_in_between_neither_counts_nor_hides_a_difference() {
+        let aside = |number: usize| {
+            let text = format!("a title for {number}, please");
+            prompt(["You write titles.", "Be brief."], &[&text])
+        };
+        for (system, is_found) in [(constant as fn(usize) -> [String; 2], false), (changing, true)]
+        {
+            let mut tracker = PrefixTracker::default();
+            for (number, one) in turns(system, 6).into_iter().enumerate() {
+                tracker.begins(one);
+                tracker.begins(aside(number));
+            }
+            assert_eq!(tracker.found().is_some(), is_found);
+        }
+    }
+
+    #[test]
+    fn other_conversations_in_one_session_are_no_volatile_prefix() {
+        let mut tracker = PrefixTracker::default();
+        for number in 0..9 {
+            let text = format!("task {number}");
+            let answer = format!("answer {number}");
+            tracker.begins(prompt(["You", "help."], &[&text, &answer, "go on"][..1 + number % 2]));
+            let text = format!("other task {number}");
+            tracker.begins(prompt(["You", &text], &[&text]));
+        }
+        assert_eq!(tracker.found(), None);
+    }
+
+    #[test]
+    fn a_difference_late_in_the_prompt_is_none() {
+        let long = "x".repeat(EARLY_BYTES);
+        let mut tracker = PrefixTracker::default();
+        for number in 0..6 {
+            let tail = format!("{long} {number}");
+            let late = format!("late {number}");
+            tracker.begins(prompt(["You help.", &tail], &["u0", &late, "u1"]));
+        }
+        assert_eq!(tracker.found(), None);
+    }
+
+    #[test]
+    fn tools_that_change_are_found_and_take_no_room_of_the_text() {
+        let turn = |number: usize| {
+            let mut start = PromptStart::default();
+            let tools = format!("{}{number}", "t".repeat(2 * EARLY_BYTES));
+            start.push(PromptRole::Tools, 0, 0, &[tools.as_bytes()]);
+            start.push(PromptRole::User, 0, 0, &[b"hello"]);
+            start
+        };
+        let mut tracker = PrefixTracker::default();
+        for number in 0..4 {
+            tracker.begins(turn(number));
+        }
+        assert_eq!(tracker.found().unwrap().place, place(PromptRole::Tools, 0, 0));
+    }
+
+    #[test]
+    fn a_prompt_of_one_text_is_judged_by_the_shims_token_index() {
+        let found = |ats: &[(u64, bool)]| {
+            let mut tracker = PrefixTracker::default();
+            let told = ats.iter().filter_map(|(at, grew)| {
+                tracker.begins(PromptStart::default());
+                tracker.diverged(*at, *grew)
+            });
+            told.last()
+        };
+        let volatile = VolatilePrefix { token_index: Some(33), place: None, turns: 3 };
+        assert_eq!(found(&[(34, true), (33, true), (35, true)]), Some(volatile));
+        assert_eq!(found(&[(34, true), (33, true)]), None, "twice");
+        assert_eq!(found(&[(34, true), (90, true), (35, true)]), None, "elsewhere");
+        assert_eq!(found(&[(5000, true); 4]), None, "late");
+        assert_eq!(found(&[(34, false); 4]), None, "short prompts that share a beginning");
+        let mut tracker = PrefixTracker::default();
+        for _ in 0..4 {
+            tracker.begins(PromptStart::default());
+            tracker.diverged(34, true);
+            tracker.continued();
+        }
+        assert_eq!(tracker.found(), None, "it went on in between");
+    }
+
+    proptest! {
+        /// A history that only grows, with any answers and any last messages, is never reported.
+        #[test]
+        fn a_growing_history_is_never_reported(
+            texts in prop::collection::vec("[a-d]{0,3}", 1..40),
+            steps in prop::collection::vec(0_usize..3, 1..20),
+            late in prop::collection::vec("[a-d]{0,3}", 20),
+        ) {
+            let mut tracker = PrefixTracker::default();
+            let mut length = 1;
+            for (step, late) in steps.iter().zip(&late) {
+                length = (length + step).min(texts.len());
+                // The last message may yet be edited, as an interrupted client does.
+                let mut messages: Vec<&str> = texts[..length].iter().map(String::as_str).collect();
+                messages.push(late);
+                prop_assert_eq!(tracker.begins(prompt(["You", "help."], &messages)), None);
+            }
+        }
+
+        /// A changing text at one place in front of a growing history is reported, there.
+        #[test]
+        fn a_volatile_text_is_reported_where_it_is(
+            at in 0_usize..4,
+            stable in 0_usize..4,
+            changed in 3_usize..9,
+        ) {
+            let mut tracker = PrefixTracker::default();
+            let total = stable + changed + 1;
+            for turn in 0..total {
+                let nonce = turn.saturating_sub(stable);
+                let mut texts = ["s0".to_owned(), "s1".into(), "u0".into(), "a1".into()];
+                texts[at].push_str(&format!(" {nonce}"));
+                let grown = (0..=turn).map(|number| format!("m{number}"));
+                let texts: Vec<String> = texts.into_iter().chain(grown).collect();
+                let texts: Vec<&str> = texts.iter().map(String::as_str).collect();
+                tracker.begins(prompt([texts[0], texts[1]], &texts[2..]));
+            }
+            let found = tracker.found().expect("it changed three times in a row");
+            let wanted = match at {
+                0 | 1 => place(PromptRole::System, 0, u32::try_from(at).unwrap()),
+                2 => place(PromptRole::User, 0, 0),
+                _ => place(PromptRole::Assistant, 1, 0),
+            };
+            prop_assert_eq!((found.place, found.turns), (wanted, changed as u64));
+        }
+    }
+}
