@@ -1,6 +1,8 @@
 //! A turn's body on its way to the engine: refused where the engine would crash, answer 500 or harm
 //! another session; else the client's bytes with only Berth's keys replaced. Pure.
 
+mod start;
+
 use std::fmt;
 
 use bytes::Bytes;
@@ -17,7 +19,7 @@ use serde_json::value::RawValue;
 
 use crate::{
     route::Kind,
-    session::{Need, Turn},
+    session::{Need, PromptStart, Turn},
 };
 
 /// Bytes of a turn's id: fixed, because the engine aborts by prefix.
@@ -31,6 +33,8 @@ pub struct Asked {
     pieces: Vec<Piece>,
     /// What it may need.
     pub need: Need,
+    /// How its prompt begins; nothing outside of a session.
+    pub start: PromptStart,
     /// The client's own request id.
     pub client_rid: Option<String>,
     /// One prompt and one answer, so that the turn's id names exactly one request.
@@ -79,7 +83,9 @@ pub fn read(
     let mut owned = OWNED_KEYS.to_vec();
     owned.extend(rid_key);
     let pieces = object.rewrite(&owned, MEMBERS);
-    Ok(Asked { kind, pieces, need: need(kind, &object, bytes.len()), client_rid, single })
+    let start = if in_session { start::of(kind, &object) } else { PromptStart::default() };
+    let need = need(kind, &object, bytes.len());
+    Ok(Asked { kind, pieces, need, start, client_rid, single })
 }
 
 impl Asked {

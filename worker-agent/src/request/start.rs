@@ -1,0 +1,214 @@
+//! The beginning of a prompt as hashes, from a parsed body: `tools`, `system` or `instructions`,
+//! and the first messages. Pure. A prompt that is a single text has no blocks.
+
+use std::fmt;
+
+use proto::{body::Object, load::PromptRole};
+use serde::{
+    Deserializer,
+    de::{SeqAccess, Visitor},
+};
+use serde_json::value::RawValue;
+
+use crate::{
+    route::Kind,
+    session::{BLOCKS_MAX, PromptStart},
+};
+
+/// Returns the first blocks of a prompt.
+pub(super) fn of(kind: Kind, object: &Object<'_>) -> PromptStart {
+    let mut start = PromptStart::default();
+    let beside = match kind {
+        Kind::Messages => Some(("system", PromptRole::System)),
+        Kind::Responses => Some(("instructions", PromptRole::Instructions)),
+        Kind::Chat => None,
+        Kind::Generate | Kind::Completions | Kind::Embeddings | Kind::Tokenizer | Kind::Read => {
+            return start;
+        }
+    };
+    let set = |key| object.get(key).filter(|value| value.get() != "null");
+    if let Some(tools) = set("tools") {
+        start.push(PromptRole::Tools, 0, 0, &[tools.get().as_bytes()]);
+    }
+    if let Some((key, role)) = beside
+        && let Some(content) = set(key)
+    {
+        push_content(&mut start, role, 0, content);
+    }
+    let list = if kind == Kind::Responses { "input" } else { "messages" };
+    match set(list) {
+        Some(list) if list.get().starts_with('[') => push_messages(&mut start, list),
+        Some(input) => push_content(&mut start, PromptRole::User, 0, input),
+        None => {}
+    }
+    start
+}
+
+fn push_messages(start: &mut PromptStart, list: &RawValue) {
+    each(list, |number, message| {
+        let object = Object::parse(message.get().as_bytes()).ok();
+        let get = |key| object.as_ref().and_then(|object| object.get(key));
+        let role = role(get("role").map(RawValue::get));
+        match get("content").filter(|content| content.get() != "null") {
+            Some(content) => push_content(start, role, number, content),
+            // A call of a tool, for example.
+            None => push_block(start, role, (number, 0), message),
+        }
+        !start.is_full()
+    });
+}
+
+fn push_content(start: &mut PromptStart, role: PromptRole, message: usize, content: &RawValue) {
+    if !content.get().starts_with('[') {
+        return push_block(start, role, (message, 0), content);
+    }
+    each(content, |number, block| {
+        push_block(start, role, (message, number), block);
+        !start.is_full()
+    });
+}
+
+/// Clients move `cache_control` from turn to turn, and write the same text now as a string and now
+/// as a list with one block. Neither changes the prompt.
+fn push_block(
+    start: &mut PromptStart,
+    role: PromptRole,
+    (message, number): (usize, usize),
+    block: &RawValue,
+) {
+    let object = Object::parse(block.get().as_bytes()).ok();
+    let text = object.as_ref().and_then(|object| object.get("text"));
+    let parts: Vec<&[u8]> = match (&object, text) {
+        (Some(object), None) => {
+            let members = object.members().iter();
+            let kept = members.filter(|member| member.key != "cache_control");
+            kept.flat_map(|one| [one.key.as_bytes(), one.value.get().as_bytes()]).collect()
+        }
+        (_, text) => vec![text.unwrap_or(block).get().as_bytes()],
+    };
+    start.push(role, message, number, &parts);
+}
+
+fn role(name: Option<&str>) -> PromptRole {
+    match name {
+        Some(r#""system""#) => PromptRole::System,
+        Some(r#""developer""#) => PromptRole::Developer,
+        Some(r#""user""#) => PromptRole::User,
+        Some(r#""assistant""#) => PromptRole::Assistant,
+        Some(r#""tool""#) => PromptRole::Tool,
+        _ => PromptRole::Other,
+    }
+}
+
+/// Visits the first elements of a list while `visit` returns true, at most [`BLOCKS_MAX`]. What
+/// comes after them is not read, so that a long history costs nothing.
+fn each<'a>(list: &'a RawValue, visit: impl FnMut(usize, &'a RawValue) -> bool) {
+    // The parser's only error is that it was stopped: the body was read to its end before.
+    let _ = serde_json::Deserializer::from_str(list.get()).deserialize_seq(Each(visit));
+}
+
+struct Each<F>(F);
+
+impl<'de, F: FnMut(usize, &'de RawValue) -> bool> Visitor<'de> for Each<F> {
+    type Value = ();
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a list")
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(mut self, mut list: A) -> Result<(), A::Error> {
+        for number in 0..BLOCKS_MAX {
+            match list.next_element()? {
+                Some(element) if (self.0)(number, element) => {}
+                _ => break,
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn start(kind: Kind, body: &Value) -> PromptStart {
+        let bytes = body.to_string();
+        of(kind, &Object::parse(bytes.as_bytes()).unwrap())
+    }
+
+    #[test]
+    fn a_moved_cache_control_and_a_string_for_a_list_are_no_difference() {
+        let as_list = json!({
+            "system": [{"type": "text", "text": "You help.", "cache_control": {"type": "ephemeral"}}],
+            "messages": [
+                {"role": "user", "content": [
+                    {"type": "text", "text": "hello", "cache_control": {"type": "ephemeral"}}]},
+                {"role": "assistant", "content": [
+                    {"type": "tool_use", "id": "t", "name": "ls", "input": {}, "cache_control": {}}]},
+            ],
+        });
+        let as_text = json!({
+            "system": "You help.",
+            "messages": [
+                {"role": "user", "content": "hello"},
+                {"role": "assistant", "content": [
+                    {"type": "tool_use", "id": "t", "name": "ls", "input": {}}]},
+            ],
+        });
+        let (list, text) = (start(Kind::Messages, &as_list), start(Kind::Messages, &as_text));
+        assert_eq!(list, text);
+        assert_ne!(text, PromptStart::default());
+    }
+
+    #[test]
+    fn every_part_that_comes_early_is_seen() {
+        let chat = |tool: &str, system: &str, user: &str, call: &str| {
+            let messages = json!([
+                {"role": "system", "content": system},
+                {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": user}]},
+                {"role": "assistant", "content": null, "tool_calls": [{"id": call}]},
+            ]);
+            start(Kind::Chat, &json!({"tools": [{"name": tool}], "messages": messages}))
+        };
+        let responses = |instructions: &str, text: &str| {
+            let input =
+                json!([{"role": "user", "content": [{"type": "input_text", "text": text}]}]);
+            start(Kind::Responses, &json!({"instructions": instructions, "input": input}))
+        };
+        let base = chat("t", "s", "u", "c");
+        assert_eq!(base, chat("t", "s", "u", "c"));
+        for other in [
+            chat("T", "s", "u", "c"),
+            chat("t", "S", "u", "c"),
+            chat("t", "s", "U", "c"),
+            chat("t", "s", "u", "C"),
+        ] {
+            assert_ne!(base, other);
+        }
+        assert_ne!(responses("i", "t"), responses("I", "t"));
+        assert_ne!(responses("i", "t"), responses("i", "T"));
+        let plain = |text: &str| start(Kind::Responses, &json!({"input": text}));
+        assert_ne!(plain("a"), plain("b"));
+    }
+
+    #[test]
+    fn only_the_beginning_of_a_long_body_is_kept_and_no_body_fails() {
+        let many = |count: usize| {
+            let block = |number| json!({"type": "text", "text": format!("block {number}")});
+            let blocks: Vec<Value> = (0..count).map(block).collect();
+            let message = json!({"role": "user", "content": blocks});
+            start(Kind::Messages, &json!({"messages": vec![message; count]}))
+        };
+        assert_eq!(many(17), many(400));
+        assert!(many(17).is_full());
+        for odd in [json!({}), json!({"messages": 1}), json!({"messages": [1, null, [], {}]})] {
+            for kind in [Kind::Chat, Kind::Messages, Kind::Responses] {
+                start(kind, &odd);
+            }
+        }
+        let text = json!({"text": "a", "messages": [{"role": "user", "content": "x"}]});
+        assert_eq!(start(Kind::Generate, &text), PromptStart::default());
+    }
+}
