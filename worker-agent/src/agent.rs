@@ -23,7 +23,7 @@ use crate::{
     lane::Lanes,
     ledger::Limits,
     metrics::Metrics,
-    session::{self, Appends, Closed, Need, Opened, Outcome, Ran, Rules, Turn},
+    session::{self, Appends, Closed, Need, Opened, Outcome, PromptStart, Ran, Rules, Turn},
     shim::{
         News, ShimHandle,
         trim::{self, TrimHandle},
@@ -97,6 +97,7 @@ enum Message {
     Admit {
         rid: String,
         need: Need,
+        start: PromptStart,
         reply: oneshot::Sender<Result<Admitted, Error>>,
     },
     Abandoned(String),
@@ -186,9 +187,9 @@ impl Lease {
     ///
     /// # Errors
     /// See [`Error`].
-    pub async fn admitted(&self, need: Need) -> Result<Admitted, Error> {
+    pub async fn admitted(&self, need: Need, start: PromptStart) -> Result<Admitted, Error> {
         let rid = self.rid.clone();
-        self.agent.ask(|reply| Message::Admit { rid, need, reply }).await?
+        self.agent.ask(|reply| Message::Admit { rid, need, start, reply }).await?
     }
 
     /// The turn's client has gone: it is being aborted, and its end awaited.

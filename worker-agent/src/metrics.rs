@@ -39,6 +39,7 @@ pub struct Metrics {
     session_turns: Family<KindLabel, Counter>,
     lane_pieces: Family<OutcomeLabel, Counter>,
     lane_tokens: Counter,
+    volatile_prefixes: Family<RoleLabel, Counter>,
 }
 
 /// What became of a piece of a long prompt.
@@ -85,6 +86,11 @@ struct KindLabel {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct RoleLabel {
+    role: &'static str,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct CodeLabel {
     code: &'static str,
 }
@@ -121,6 +127,7 @@ impl Metrics {
             session_turns: Family::default(),
             lane_pieces: Family::default(),
             lane_tokens: Counter::default(),
+            volatile_prefixes: Family::default(),
         };
         registry.register("turns", "Turns ended, by how", metrics.turns.clone());
         registry.register("refusals", "Turns refused by the agent", metrics.refusals.clone());
@@ -161,6 +168,9 @@ impl Metrics {
         registry.register("lane_pieces", help, metrics.lane_pieces.clone());
         let help = "Tokens computed in pieces of long prompts";
         registry.register("lane_tokens", help, metrics.lane_tokens.clone());
+        let help = "Sessions found with a text early in their prompts that differs from turn to \
+                    turn, once per session and place, by the text's role in the body";
+        registry.register("volatile_prefixes", help, metrics.volatile_prefixes.clone());
         metrics
     }
 
@@ -212,6 +222,11 @@ impl Metrics {
     /// It is known how a session's turn runs.
     pub fn ran(&self, ran: Ran) {
         self.session_turns.get_or_create(&KindLabel { kind: ran.as_str() }).inc();
+    }
+
+    /// A session's prompts were found to have a volatile prefix; `role` is its place.
+    pub fn volatile_prefix(&self, role: &'static str) {
+        self.volatile_prefixes.get_or_create(&RoleLabel { role }).inc();
     }
 
     /// A piece of a long prompt has ended, for which so many tokens were computed.

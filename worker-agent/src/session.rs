@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use proto::{
     claim::Claim,
     id::SessionKey,
-    load::{Retention, SessionState},
+    load::{Retention, SessionState, VolatilePrefix},
 };
 
 pub use self::{
@@ -128,6 +128,8 @@ pub struct Session {
     whole: Whole,
     /// Whether the session takes delta turns.
     deltas: Deltas,
+    /// How its prompts begin.
+    prefix: PrefixTracker,
     phase: Phase,
     last_end: Instant,
     idle_max: Duration,
@@ -294,6 +296,8 @@ pub enum Effect {
     Touched(SessionKey),
     /// The engine has freed what a session held, so long after it was first asked to.
     Freed(Duration),
+    /// The session's prompts have a text early on that differs from turn to turn.
+    VolatilePrefix(SessionKey, VolatilePrefix),
     /// Something that an operator may want to know or count.
     Happened(SessionKey, Event),
 }
@@ -414,6 +418,12 @@ impl Session {
         if self.deltas == Deltas::Refused && self.is_fresh() {
             self.deltas = Deltas::Allowed;
         }
+    }
+
+    /// A text early in its prompts that differs from turn to turn, if one was found.
+    #[must_use]
+    pub fn volatile_prefix(&self) -> Option<VolatilePrefix> {
+        self.prefix.found()
     }
 
     /// The state shown outside.

@@ -168,9 +168,10 @@ async fn pass(turns: &Turns, route: Route, request: Request) -> Result<Response,
     let mut lease = claimed.map_err(|error| refusal(&error))?;
     let held = turns.budget.read(body).await?;
     // Refused or not is settled before the turn waits for room, or takes anyone's.
-    let asked = read(route.kind, &held.bytes, in_session, lease.vocabulary).await?;
+    let mut asked = read(route.kind, &held.bytes, in_session, lease.vocabulary).await?;
     let need = Need { resident_tokens, ..asked.need };
-    let admitted = lease.admitted(need).await.map_err(|error| refusal(&error))?;
+    let start = std::mem::take(&mut asked.start);
+    let admitted = lease.admitted(need, start).await.map_err(|error| refusal(&error))?;
     let Admitted { turn, ran } = admitted;
     let body = asked.body(&held.bytes, &turn, &lease.rid);
     debug!(

@@ -124,7 +124,10 @@ impl World {
                 }
                 Effect::Ran { .. } => {}
                 Effect::Unfit { rid, error } => self.note(|| format!("{rid} is unfit: {error}")),
-                Effect::Freed(_) | Effect::Happened(..) | Effect::Touched(_) => {}
+                Effect::Freed(_)
+                | Effect::Happened(..)
+                | Effect::Touched(_)
+                | Effect::VolatilePrefix(..) => {}
             }
         }
         self.schedule_wake();

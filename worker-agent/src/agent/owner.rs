@@ -4,11 +4,12 @@
 
 mod audit;
 mod engine;
+mod prefix;
 mod shim;
 mod trim;
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, HashSet},
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -16,7 +17,7 @@ use std::{
 use proto::{
     claim::Claim,
     id::SessionKey,
-    load::{Description, LoadReport, Retention, Session},
+    load::{Description, LoadReport, PromptPlace, Retention, Session},
     process::tasks::Tasks,
 };
 use tokio::sync::{broadcast, mpsc, oneshot, watch};
@@ -70,6 +71,8 @@ pub(super) struct Owner {
     audit_waiters: Vec<audit::Waiter>,
     /// Of ranks that are audited from this process.
     remotes: HashMap<u32, Remote>,
+    /// Places of volatile prefixes that a warning has named.
+    warned_places: HashSet<Option<PromptPlace>>,
     dirty: bool,
     reported: Instant,
 }
@@ -137,6 +140,7 @@ impl Owner {
             audits: Audits::new(setup.audit_interval),
             audit_waiters: vec![],
             remotes: HashMap::new(),
+            warned_places: HashSet::new(),
             dirty: true,
             reported: now(),
             setup,
@@ -206,7 +210,8 @@ impl Owner {
                 let claim = claim.as_ref().map(|(claim, key)| (claim, key));
                 drop(reply.send(self.claim(claim, rank, appends)));
             }
-            Message::Admit { rid, need, reply } => {
+            Message::Admit { rid, need, start, reply } => {
+                self.table.begins(&rid, start);
                 if self.table.admit(now(), &rid, need) {
                     self.waiters.insert(rid, Waiter::Turn(reply));
                 }
@@ -323,6 +328,7 @@ impl Owner {
                 Effect::Unfit { rid, error } => self.unfit(&rid, error),
                 Effect::Touched(key) => self.touched(&key),
                 Effect::Freed(after) => self.setup.metrics.freed(after),
+                Effect::VolatilePrefix(key, found) => self.volatile_prefix(&key, found),
                 Effect::Happened(key, event) => {
                     info!(session = %key.digest(), event = event.as_str(), "session event");
                     self.setup.metrics.happened(event);
@@ -460,7 +466,7 @@ fn shown(key: &SessionKey, session: &session::Session, now: Instant) -> Session 
         turns_running: session.running,
         exclusive: session.exclusive,
         whole_history: session.sends_whole(),
-        volatile_prefix: None,
+        volatile_prefix: session.volatile_prefix(),
         resident_tokens: crate::ledger::resident(session),
         idle: session.idle(now),
     }

@@ -22,6 +22,7 @@ mod claims;
 mod closing;
 mod ends;
 mod engine;
+mod prefix;
 mod reclaim;
 mod trim;
 
@@ -35,8 +36,8 @@ use proto::{claim::Claim, id::SessionKey};
 use self::{closing::Closing, engine::Book, trim::Marked};
 use super::{
     Appends, Capacity, Close, Closed, Deltas, Effect, Engine, Error, Event, Expected, Guard, Need,
-    Opened, Outcome, Phase, Ran, Rules, Session, Totals, Trim, Turn, TurnSession, Usage, Whole,
-    Why, check_appends, check_turn,
+    Opened, Outcome, Phase, PrefixTracker, PromptStart, Ran, Rules, Session, Totals, Trim, Turn,
+    TurnSession, Usage, Whole, Why, check_appends, check_turn,
 };
 use crate::journal::Record;
 
@@ -87,6 +88,8 @@ struct Ticket {
     /// Since when it is in its stage.
     since: Instant,
     need: Need,
+    /// How its prompt begins, until it is inside.
+    start: PromptStart,
     /// The session it was claimed for, told from successors under the same key.
     born: u64,
     /// The incarnation it runs in.
@@ -129,6 +132,7 @@ impl Ticket {
             stage,
             since: now,
             need: Need::default(),
+            start: PromptStart::default(),
             born: 0,
             incarnation: String::new(),
             large_tokens: None,

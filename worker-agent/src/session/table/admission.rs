@@ -363,6 +363,7 @@ impl Table {
                 turn.ran = Some(self.unpinned_ran(key));
             }
             if !opens {
+                self.compare_start(rid, key, beside);
                 self.change(key, |session| {
                     session.waiting -= 1;
                     session.running += 1;

@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 use proto::{claim::Claim, id::SessionKey, load::Retention};
 
 use super::{
-    Appends, Deltas, Error, Guard, Opened, Phase, Record, Session, Stage, Table, Ticket, Whole,
-    check_appends, check_turn, closing::Closing,
+    Appends, Deltas, Error, Guard, Opened, Phase, PrefixTracker, Record, Session, Stage, Table,
+    Ticket, Whole, check_appends, check_turn, closing::Closing,
 };
 
 /// Longest idle time anyone can ask for: more is a mistake, and must not overflow a point in time.
@@ -244,6 +244,7 @@ impl Table {
             born: self.born,
             whole: Whole::default(),
             deltas: if claim.open { Deltas::Allowed } else { Deltas::Refused },
+            prefix: PrefixTracker::default(),
             phase: if pinned { Phase::Planned } else { Phase::Open },
             last_end: now,
             idle_max: claim.idle_ms_max.map_or(self.rules.idle_max, idle_max_of),

@@ -4,6 +4,7 @@
 mod engine;
 mod mixed;
 mod order;
+mod prefix;
 mod rig;
 mod trim;
 mod unasked;

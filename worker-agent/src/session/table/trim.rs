@@ -362,6 +362,7 @@ impl Table {
             session.reserved_tokens = session.reserved_tokens.min(target);
             if planned.committed > 0 {
                 session.whole.astray = 0;
+                session.prefix.continued();
             }
         });
         self.history_begins_with(rid, key);

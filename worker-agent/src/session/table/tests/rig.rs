@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use proto::load::Retention;
+use proto::load::{Retention, VolatilePrefix};
 
 use super::*;
 
@@ -71,6 +71,10 @@ pub(super) struct Rig {
     pub(super) rans: HashMap<String, Ran>,
     /// Turns that the shim refused, and why.
     pub(super) unfit: HashMap<String, Error>,
+    /// How the prompts of turns to come begin.
+    pub(super) start: PromptStart,
+    /// Volatile prefixes that the table told of.
+    pub(super) volatile: Vec<VolatilePrefix>,
 }
 
 impl Rig {
@@ -93,6 +97,8 @@ impl Rig {
             runs: vec![],
             rans: HashMap::new(),
             unfit: HashMap::new(),
+            start: PromptStart::default(),
+            volatile: vec![],
         }
     }
 
@@ -115,6 +121,7 @@ impl Rig {
                     }
                     Effect::Ran { rid, ran } => drop(self.rans.insert(rid, ran)),
                     Effect::Unfit { rid, error } => drop(self.unfit.insert(rid, error)),
+                    Effect::VolatilePrefix(_, found) => self.volatile.push(found),
                     Effect::Touched(_) | Effect::Happened(..) | Effect::Freed(_) => {}
                     Effect::Open { incarnation, .. } => match &mut self.opens {
                         Some(opens) => opens.push(incarnation),
@@ -159,6 +166,7 @@ impl Rig {
         if let Err(error) = self.table.claim(self.now, &rid, claim, rank, appends) {
             return Answer::No(error);
         }
+        self.table.begins(&rid, self.start.clone());
         self.table.admit(self.now, &rid, need);
         self.carry_out();
         self.answer(rid)

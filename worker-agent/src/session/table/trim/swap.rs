@@ -30,6 +30,7 @@ impl Table {
             self.effects.push(Effect::Run { question, incarnation: None, tokens_max: 0 });
             return;
         };
+        self.diverged_at(&key, planned);
         let need = Need { prompt_tokens: planned.prompt, exact: true, ..self.tickets[rid].need };
         let target = self.whole_target(&key, need);
         let marked = self.marked(rid);
