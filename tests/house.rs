@@ -190,6 +190,93 @@ async fn a_conversation_stays_where_its_kv_is() {
     assert_eq!(turns.iter().max(), Some(&4), "all on one worker: {turns:?}");
 }
 
+/// The turns of one growing chat, of whose messages `edit` changes some before each turn.
+async fn chat_of_turns(house: &House, id: &str, edit: fn(&mut [(String, String)], usize)) {
+    let message = |role: &str, text: &str| (role.to_owned(), text.to_owned());
+    let mut messages = vec![message("system", "secret words"), message("user", "hello there")];
+    for turn in 0..7 {
+        edit(&mut messages, turn);
+        let pairs: Vec<(&str, &str)> =
+            messages.iter().map(|(role, text)| (role.as_str(), text.as_str())).collect();
+        let headers = [("x-claude-code-session-id", id)];
+        let answer = house.post("/v1/chat/completions", &headers, &chat(&pairs)).await;
+        assert_eq!(answer.status, StatusCode::OK, "{}", answer.text());
+        messages.push(message("assistant", &format!("answer {turn}")));
+        messages.push(message("user", &format!("question {turn}")));
+    }
+}
+
+#[tokio::test]
+async fn a_system_block_that_changes_is_told_from_the_ones_beside_it() {
+    let house = House::new(1).await;
+    let mut messages = vec![json!({"role": "user", "content": "hello there"})];
+    for turn in 0..4 {
+        let moved = json!({"type": "ephemeral"});
+        let last = messages.last_mut().unwrap();
+        last["content"] =
+            json!([{"type": "text", "text": format!("question {turn}"), "cache_control": moved}]);
+        let system = json!([
+            {"type": "text", "text": "You help."},
+            {"type": "text", "text": format!("secret words {turn}")},
+            {"type": "text", "text": "Be brief.", "cache_control": moved},
+        ]);
+        let body =
+            json!({"model": "tiny", "max_tokens": 4, "system": system, "messages": messages});
+        let answer = house.post("/v1/messages", &[("x-claude-code-session-id", "s")], &body).await;
+        assert_eq!(answer.status, StatusCode::OK, "{}", answer.text());
+        // Clients send what is no longer the newest message as a plain string.
+        let last = messages.last_mut().unwrap();
+        last["content"] = format!("question {turn}").into();
+        messages.push(json!({"role": "assistant", "content": format!("answer {turn}")}));
+        messages.push(json!({"role": "user", "content": ""}));
+    }
+    let found = json!({
+        "token_index": null, "role": "system", "message": 0, "block": 1, "turns": 3,
+    });
+    eventually("the changing block", || async {
+        let shown = house.get("/v1/sessions/s").await;
+        assert!(!shown.text().contains("secret"), "{}", shown.text());
+        (shown.json()["volatile_prefix"] == found).then_some(())
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_text_that_changes_early_in_the_prompts_is_named_by_its_place_alone() {
+    let house = House::new(1).await;
+    chat_of_turns(&house, "good", |_, _| {}).await;
+    let late = |messages: &mut [(String, String)], turn: usize| {
+        let last = messages.len() - 1;
+        messages[last].1 = format!("another question {turn}");
+    };
+    chat_of_turns(&house, "late", late).await;
+    let early = |messages: &mut [(String, String)], turn: usize| {
+        messages[0].1 = format!("secret words {turn}");
+    };
+    chat_of_turns(&house, "bad", early).await;
+    let shown = eventually("every turn in the table", || async {
+        let shown = house.get("/v1/sessions/bad").await.json();
+        (shown["turns"] == 7).then_some(shown)
+    })
+    .await;
+    let found = json!({
+        "token_index": null, "role": "system", "message": 0, "block": 0, "turns": 6,
+    });
+    assert_eq!(shown["volatile_prefix"], found, "{shown}");
+    let list = house.get("/v1/sessions").await.text();
+    assert!(!list.contains("secret") && list.contains("volatile_prefix"), "{list}");
+    for id in ["good", "late"] {
+        let shown = house.get(&format!("/v1/sessions/{id}")).await.json();
+        assert_eq!(shown["turns"], 7, "{shown}");
+        assert_eq!(shown.get("volatile_prefix"), None, "{shown}");
+    }
+    let metrics = house.web.get(&house.agents[0].admin_url("/metrics")).await.unwrap();
+    let counted = r#"berth_agent_volatile_prefixes_total{role="system"} 1"#;
+    assert!(metrics.text().contains(counted), "{}", metrics.text());
+    let alerts = include_str!("../deploy/prometheus/sessions.yaml");
+    assert!(alerts.contains("increase(berth_agent_volatile_prefixes_total["), "{alerts}");
+}
+
 #[tokio::test]
 async fn a_chat_is_placed_by_its_engine_s_own_tokens() {
     let data = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("data");
