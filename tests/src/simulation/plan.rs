@@ -63,6 +63,26 @@ fn ms(ms: u64) -> Duration {
     Duration::from_millis(ms)
 }
 
+impl Faults {
+    fn new(rng: &mut Rng, tight: bool) -> Self {
+        let odds = |rng: &mut Rng, max: u32| if rng.bool() { rng.u32(1..max) } else { 0 };
+        Faults {
+            client_leaves: if tight { 400 } else { odds(rng, 300) },
+            reply_lost: odds(rng, 60),
+            call_lost: odds(rng, 150),
+            connection_breaks: odds(rng, 250),
+            break_unnoticed: odds(rng, 800),
+            agent_killed: rng.u32(..3) == 0,
+            killed_at_effect: if rng.u32(..3) == 0 { rng.u32(1..10) } else { 0 },
+            engine_killed: rng.u32(..4) == 0,
+            engine_slow: rng.u32(..3) == 0,
+            plan_lost: odds(rng, 500),
+            strangers: rng.u32(..3) == 0,
+            meddler: rng.u32(..4) == 0,
+        }
+    }
+}
+
 impl Plan {
     pub(super) fn new(rng: &mut Rng, guards: Guards) -> Plan {
         let page_size = if rng.bool() { 1 } else { 16 };
@@ -100,21 +120,7 @@ impl Plan {
             auto_pin: rng.u32(..4) > 0,
             guards,
         };
-        let odds = |rng: &mut Rng, max: u32| if rng.bool() { rng.u32(1..max) } else { 0 };
-        let mut faults = Faults {
-            client_leaves: if tight { 400 } else { odds(rng, 300) },
-            reply_lost: odds(rng, 60),
-            call_lost: odds(rng, 150),
-            connection_breaks: odds(rng, 250),
-            break_unnoticed: odds(rng, 800),
-            agent_killed: rng.u32(..3) == 0,
-            killed_at_effect: if rng.u32(..3) == 0 { rng.u32(1..10) } else { 0 },
-            engine_killed: rng.u32(..4) == 0,
-            engine_slow: rng.u32(..3) == 0,
-            plan_lost: odds(rng, 500),
-            strangers: rng.u32(..3) == 0,
-            meddler: rng.u32(..4) == 0,
-        };
+        let mut faults = Faults::new(rng, tight);
         let share = rng.u64(35..=85);
         let ranks = if rng.u32(..3) == 0 { 2 } else { 1 };
         let trims = ranks == 1 && rng.u32(..4) > 0;
