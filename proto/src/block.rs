@@ -1,43 +1,49 @@
-//! Routing blocks: what agents and routers call the same piece of a prompt. It owns their size,
-//! their identity and how a growing prompt is hashed; it knows no engine's own page hashes.
+//! Routing blocks: the unit in which agents and routers name parts of a prompt.
 //!
-//! A block is 64 tokens, or the engine's page where that is larger. Its identity is chained over
-//! everything before it, so one hash stands for a whole prefix:
+//! This module defines a block's size, its identity, and how a growing prompt is hashed. It doesn't
+//! know the page hashes of any engine.
+//!
+//! A block is 64 tokens, or one page of the engine if its pages are larger. A block's hash is
+//! chained over everything before the block, so one hash identifies a whole prefix:
+//!
 //!
 //! ```text
-//! root     = xxh3(version ‖ tokens of a block: u32 ‖ lora ‖ namespace ‖ cache salt)
-//! local(b) = Σ token i × K[i], modulo 2^64, where K[i] is what SplitMix64 draws, made odd
-//! hash(b)  = xxh3(hash of the block before, or root ‖ local(b)), with its ends replaced:
+//! root     = xxh3(version ‖ tokens per block: u32 ‖ lora ‖ namespace ‖ cache salt)
+//! local(b) = Σ token i × K[i], modulo 2^64; K[i] is the i-th output of SplitMix64 with bit 0 set
+//! hash(b)  = xxh3(hash of the previous block, or root ‖ local(b)), with both ends replaced:
 //!
 //! 63           40 39                        3 2       0
 //! | group        | own                       | place  |
 //! ```
 //!
-//! The place counts 0 to 7 along the chain, and blocks 1 to 7 have the group of block 0 before
-//! them: an index finds eight blocks by one entry. A root has the place 7. Each part of the root
-//! is `00` where absent, else `01 ‖ length: u64 ‖ bytes`; all integers are little-endian. Nothing
-//! of the engine's page size or hash goes in, so that engines with pages of 1 to 64 tokens share
-//! identities; and since a sum can be carried on from any token, whoever follows an engine's pages
-//! keeps eight bytes of a block that is not full, not its tokens. The hash is fast, not secret:
-//! whoever collides two prompts gains a wrong guess about where KV is, never the KV.
+//! `place` counts 0 to 7 along the chain. Blocks 1 to 7 take over the group of block 0 before them,
+//! so an index finds eight blocks by one entry. A root has place 7. Each optional part of the root
+//! is `00` if absent, else `01 ‖ length: u64 ‖ bytes`. All integers are little-endian.
+//!
+//! The engine's page size and page hashes are not part of the identity, so engines with pages of 1
+//! to 64 tokens share identities. A sum can be continued from any token, so code that follows an
+//! engine's pages keeps eight bytes for a partial block instead of its tokens. The hash is fast,
+//! not cryptographic: whoever makes two prompts collide causes a wrong guess about where KV is, and
+//! never gets at the KV.
 
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::table::KEY_BITS;
 
-/// Part of every identity; raised when the rule above changes.
+/// Version of the hash rule, part of every root; raised when the rule above changes.
 const VERSION: u8 = 1;
 
-/// Tokens of a block of an engine whose pages are not larger: long enough that a prompt of 128k
-/// tokens has 2,048 blocks, short enough that half of one, 32 tokens, is a millisecond of prefill.
+/// Tokens per block for engines whose pages are not larger. Long enough that a prompt of 128k
+/// tokens has only 2,048 blocks; short enough that the average loss of half a block, 32 tokens,
+/// costs about a millisecond of prefill.
 pub const BLOCK_TOKENS_MIN: u32 = 64;
-/// The largest page for which there are blocks; engines have pages of 1 to 256 tokens.
+/// The largest page size, in tokens, for which blocks exist; engines have pages of 1 to 256 tokens.
 pub const BLOCK_TOKENS_MAX: u32 = 256;
 
-/// The factor of each token of a block.
+/// The factor `K[i]` of each token position in a block.
 const FACTORS: [u64; BLOCK_TOKENS_MAX as usize] = {
     let mut factors = [0; BLOCK_TOKENS_MAX as usize];
-    // "berth_kv".
+    // The ASCII bytes of "berth_kv".
     let mut state = 0x6265_7274_685f_6b76_u64;
     let mut at = 0;
     while at < factors.len() {
@@ -50,16 +56,16 @@ const FACTORS: [u64; BLOCK_TOKENS_MAX as usize] = {
     factors
 };
 
-/// A page for which there are no blocks.
+/// The engine's page size, in tokens, has no block size: it is zero or above the maximum.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("a page has 1 to {BLOCK_TOKENS_MAX} tokens, this one has {0}; set the engine's page size")]
 pub struct Error(pub u32);
 
-/// The identity of a block and of everything before it.
+/// The identity of a block together with everything before it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct BlockHash(pub u64);
 
-/// Where in a worker a block is resident.
+/// The memory of a worker in which a block is resident.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Tier {
     /// The GPU's memory.
@@ -68,10 +74,10 @@ pub enum Tier {
     Host,
 }
 
-/// Blocks of a group.
+/// Blocks per group.
 pub const GROUP_BLOCKS: usize = 8;
-/// Bits that name a group, a key of its own in a [`crate::table::Table`]: enough for the groups of
-/// a hundred million blocks to have theirs mostly to themselves.
+/// Bits that name a group: one key in a [`crate::table::Table`]. Enough that in an index of a
+/// hundred million blocks, a group shares its key with less than one other group on average.
 const GROUP_BITS: u32 = KEY_BITS;
 const PLACE_BITS: u32 = 3;
 const OWN_BITS: u32 = 64 - GROUP_BITS - PLACE_BITS;
@@ -79,26 +85,26 @@ const PLACES: u64 = (1 << PLACE_BITS) - 1;
 const GROUPS: u64 = u64::MAX << (64 - GROUP_BITS);
 
 impl BlockHash {
-    /// Which block of its group it is, from 0.
+    /// Returns the block's position in its group, from 0.
     #[must_use]
     pub fn place(self) -> usize {
         usize::from(self.0.to_le_bytes()[0]) % GROUP_BLOCKS
     }
 
-    /// The group's key: bits of the hash of its first block.
+    /// Returns the group's key: the top bits of the hash of the group's first block.
     #[must_use]
     pub fn group(self) -> u64 {
         self.0 >> (64 - GROUP_BITS)
     }
 
-    /// The block's own key.
+    /// Returns the block's own key, taken from the hash bits between group and place.
     #[must_use]
     pub fn own(self) -> u64 {
         (self.0 & !GROUPS) >> (PLACE_BITS + OWN_BITS - GROUP_BITS)
     }
 
-    /// Whether it can be the block after another, or the first; it is for who made them to make
-    /// sure that it is.
+    /// Returns whether this block can follow `parent`, or can be a prompt's first block. Only group
+    /// and place are compared: whoever computed the hashes answers for the rest.
     #[must_use]
     pub fn can_follow(self, parent: Option<Self>) -> bool {
         let place = parent.map_or(0, |parent| (parent.place() + 1) % GROUP_BLOCKS);
@@ -107,12 +113,13 @@ impl BlockHash {
     }
 }
 
-/// How many tokens a block has.
+/// The number of tokens in a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct BlockTokens(u32);
 
 impl BlockTokens {
-    /// For an engine's page size in tokens.
+    /// Returns the block size for an engine's page size in tokens.
+    ///
     ///
     /// # Errors
     /// When the page is empty or larger than [`BLOCK_TOKENS_MAX`].
@@ -123,34 +130,34 @@ impl BlockTokens {
         }
     }
 
-    /// The number.
+    /// Returns the number of tokens.
     #[must_use]
     pub fn get(self) -> u32 {
         self.0
     }
 }
 
-/// What tells the KV of equal tokens apart.
+/// Everything that keeps the KV of equal tokens apart.
 #[derive(Debug, Clone, Copy)]
 pub struct Scheme<'a> {
-    /// Tokens of a block.
+    /// The block size.
     pub block_tokens: BlockTokens,
-    /// The adapter's name.
+    /// Name of the LoRA adapter.
     pub lora: Option<&'a str>,
-    /// The caller's extra key.
+    /// The request's extra key.
     pub namespace: Option<&'a str>,
-    /// The caller's cache salt.
+    /// The request's cache salt.
     pub cache_salt: Option<&'a str>,
 }
 
 impl Scheme<'_> {
-    /// Plain tokens.
+    /// Returns the scheme of a prompt without adapter, namespace or salt.
     #[must_use]
     pub fn plain(block_tokens: BlockTokens) -> Self {
         Self { block_tokens, lora: None, namespace: None, cache_salt: None }
     }
 
-    /// What the first block's hash is chained to.
+    /// Returns the hash to which the first block is chained.
     #[must_use]
     pub fn root(&self) -> BlockHash {
         let mut bytes = vec![VERSION];
@@ -168,7 +175,7 @@ impl Scheme<'_> {
     }
 }
 
-/// The hash of the block after `parent`, which is a block or a root.
+/// Returns the hash of the block after `parent`; `parent` is a block or a root.
 #[must_use]
 pub fn after(parent: BlockHash, local: u64) -> BlockHash {
     let mut bytes = [0; 16];
@@ -181,28 +188,28 @@ pub fn after(parent: BlockHash, local: u64) -> BlockHash {
     }
 }
 
-/// The blocks of a prompt that grows: what was hashed is not hashed again. It keeps no tokens, and
-/// a copy of it goes on from where it was made.
+/// Hashes the blocks of a growing prompt; no token is hashed twice. A chain stores no tokens, and a
+/// copy continues from the point at which it was made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Chain {
     block_tokens: usize,
     last: BlockHash,
     blocks: u64,
-    /// Tokens of the block that is not full, and what they come to.
+    /// Tokens in the partial block; `sum` is their weighted sum so far.
     filled: usize,
     sum: u64,
 }
 
 impl Chain {
-    /// An empty prompt.
+    /// Returns the chain of an empty prompt.
     #[must_use]
     pub fn new(scheme: &Scheme<'_>) -> Self {
         let block_tokens = scheme.block_tokens.0 as usize;
         Self { block_tokens, last: scheme.root(), blocks: 0, filled: 0, sum: 0 }
     }
 
-    /// Where a prompt of so many tokens was left: `last` is the hash of its last full block, or its
-    /// root, and `sum` what [`Self::sum`] was.
+    /// Resumes a prompt of `tokens` tokens: `last` is the hash of its last full block, or its root,
+    /// and `sum` the value of [`Self::sum`] at that point.
     #[must_use]
     pub fn resume(block_tokens: BlockTokens, last: BlockHash, tokens: u64, sum: u64) -> Self {
         let block = u64::from(block_tokens.0);
@@ -211,25 +218,25 @@ impl Chain {
         Self { block_tokens, last, blocks: tokens / block, filled, sum }
     }
 
-    /// The hash of the last full block, or the root.
+    /// Returns the hash of the last full block, or the root.
     #[must_use]
     pub fn last(&self) -> BlockHash {
         self.last
     }
 
-    /// What the tokens of the block that is not full come to.
+    /// Returns the weighted sum of the tokens in the partial block.
     #[must_use]
     pub fn sum(&self) -> u64 {
         self.sum
     }
 
-    /// Tokens taken so far.
+    /// Returns the number of tokens taken so far.
     #[must_use]
     pub fn tokens(&self) -> u64 {
         self.blocks * self.block_tokens as u64 + self.filled as u64
     }
 
-    /// Takes the tokens that follow, and appends the hashes of the blocks that became full.
+    /// Takes the next tokens and appends the hash of each block that became full.
     pub fn push(&mut self, tokens: &[u32], hashes: &mut Vec<BlockHash>) {
         hashes.reserve((self.filled + tokens.len()) / self.block_tokens);
         let mut rest = tokens;
@@ -270,7 +277,7 @@ mod tests {
         hashes
     }
 
-    /// The rule as the module states it, step by step.
+    /// The rule of the module's documentation, computed step by step.
     fn by_the_rule(scheme: &Scheme<'_>, tokens: &[u32]) -> Vec<BlockHash> {
         let (mut last, mut group, mut place) = (scheme.root().0, 0, 0);
         let blocks = tokens.chunks_exact(scheme.block_tokens.get() as usize);
@@ -289,7 +296,8 @@ mod tests {
         blocks.map(hash).collect()
     }
 
-    /// An agent and a router of different releases compare these: they change with the version.
+    /// Agents and routers of different releases compare these hashes: they may change only with
+    /// `VERSION`.
     #[test]
     fn identities_are_what_they_were() {
         let tokens: Vec<u32> = (0..640).collect();

@@ -1,7 +1,7 @@
-//! What a router tells an agent about a turn: whose session it belongs to and what is meant by it.
+//! The headers in which a router tells an agent about a turn: its session, rank and intent.
 //!
-//! Identity is resolved once, in the router; the agent trusts these headers and claims the session
-//! before it reads the body. The router strips them from what its own clients send.
+//! The router resolves the client's identity once. The agent trusts these headers and claims the
+//! session before it reads the body. The router removes the headers from its own clients' requests.
 
 use http::{HeaderMap, HeaderName, HeaderValue};
 use serde::{Deserialize, Serialize};
@@ -17,15 +17,15 @@ pub const CLAIM: HeaderName = HeaderName::from_static("x-berth-session");
 pub const TURN: HeaderName = HeaderName::from_static("x-berth-turn");
 /// Carries the DP rank on which the turn was placed.
 pub const RANK: HeaderName = HeaderName::from_static("x-berth-rank");
-/// Carries how many leading tokens of the prompt are resident, as far as the router knows.
+/// Carries the number of leading prompt tokens that are resident, as far as the router knows.
 pub const RESIDENT: HeaderName = HeaderName::from_static("x-berth-resident-tokens");
-/// On an answer: the agent's own refusal, by its code. Absent when the engine answered.
+/// On an answer: the code of the agent's own refusal. Absent when the engine answered.
 pub const REFUSAL: HeaderName = HeaderName::from_static("x-berth-refusal");
 
 /// The headers that only a router may send to an agent.
 pub const TRUSTED: [HeaderName; 4] = [CLAIM, TURN, RANK, RESIDENT];
 
-/// A turn's session and what the client means by the turn.
+/// A turn's session, and what the client wants done with it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Claim {
@@ -33,20 +33,21 @@ pub struct Claim {
     pub principal: String,
     /// The client's session id.
     pub id: String,
-    /// How the engine should keep the session's KV, if this turn is its first. None: tagged where
-    /// the engine offers it.
+    /// How the engine should keep the session's KV if this turn is the session's first. `None`:
+    /// tagged if the engine offers it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub retention: Option<Retention>,
-    /// The body holds only what is new; it is appended to the session's history.
+    /// The body holds only new messages or tokens, to be appended to the session's history.
     #[serde(default, skip_serializing_if = "is_false")]
     pub delta: bool,
-    /// The client asked to open the session with this turn: it runs one turn at a time.
+    /// The client asked to open the session with this turn; the session then runs one turn at a
+    /// time.
     #[serde(default, skip_serializing_if = "is_false")]
     pub open: bool,
-    /// The session closes when this turn has ended, however it ends.
+    /// The session closes after this turn, however the turn ends.
     #[serde(default, skip_serializing_if = "is_false")]
     pub close: bool,
-    /// Milliseconds without a turn until the session is closed. None: the agent's default.
+    /// Milliseconds without a turn after which the session is closed. `None`: the agent's default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub idle_ms_max: Option<u64>,
 }
@@ -54,22 +55,22 @@ pub struct Claim {
 /// Why a claim header was refused.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// Not the JSON of a claim.
-    #[error("the {CLAIM} header is not a claim")]
+    /// The header is not the JSON of a claim.
+    #[error("the {CLAIM} header is not the JSON of a claim; only a router may send it")]
     Malformed(#[source] serde_json::Error),
-    /// Its identifiers are out of bounds.
-    #[error("the {CLAIM} header names no valid session")]
+    /// The principal or session id is out of bounds.
+    #[error("the {CLAIM} header has an invalid session id or principal")]
     Id(#[source] id::Error),
-    /// The rank isn't a number.
+    /// The rank header isn't a number.
     #[error("the {RANK} header is not a DP rank")]
     Rank,
-    /// The count isn't a number.
+    /// The token count header isn't a number.
     #[error("the {RESIDENT} header is not a number of tokens")]
     Resident,
 }
 
 impl Claim {
-    /// A plain turn of the session, with nothing asked beyond it.
+    /// Returns the claim of a plain turn of the session: no retention, delta, open or close.
     #[must_use]
     pub fn of(key: &SessionKey) -> Self {
         Self {
@@ -83,19 +84,20 @@ impl Claim {
         }
     }
 
-    /// The session's key.
+    /// Returns the session's key.
     ///
     /// # Errors
-    /// When principal or id are out of bounds.
+    /// When the principal or the id is out of bounds.
     pub fn key(&self) -> Result<SessionKey, id::Error> {
         SessionKey::new(self.principal.clone(), self.id.clone())
     }
 
-    /// The header's value. JSON escapes control characters, so every valid id fits in a header.
+    /// Returns the header's value. JSON escapes control characters, so every valid id fits in a
+    /// header.
     #[must_use]
     pub fn to_header(&self) -> HeaderValue {
         let text = serde_json::to_vec(self).expect("a struct of strings and numbers serialises");
-        // U+007F is the one control character that JSON leaves bare and headers forbid.
+        // JSON leaves U+007F unescaped, but a header must not contain it.
         let escaped: Vec<u8> = text
             .iter()
             .flat_map(|&byte| if byte == 0x7f { b"\\u007f".to_vec() } else { vec![byte] })
@@ -103,7 +105,7 @@ impl Claim {
         HeaderValue::from_bytes(&escaped).expect("JSON without bare control characters is legal")
     }
 
-    /// Reads the claim of a request, if it carries one, with its key.
+    /// Reads the claim and its session key from a request's headers; `None` if there is no claim.
     ///
     /// # Errors
     /// When the header is there but isn't a valid claim.
@@ -115,7 +117,7 @@ impl Claim {
     }
 }
 
-/// The DP rank on which the router placed the turn, if it said so.
+/// Returns the DP rank on which the router placed the turn, if the header is present.
 ///
 /// # Errors
 /// When the header isn't a number.
@@ -124,7 +126,7 @@ pub fn rank(headers: &HeaderMap) -> Result<Option<u32>, Error> {
     value.to_str().ok().and_then(|text| text.parse().ok()).map(Some).ok_or(Error::Rank)
 }
 
-/// What of the prompt the router knows to be resident; nothing where it says nothing.
+/// Returns how many tokens of the prompt the router knows to be resident; 0 if it sent no count.
 ///
 /// # Errors
 /// When the header isn't a number.

@@ -1,4 +1,4 @@
-//! Identifiers as validated newtypes: parsed once at the edge, trusted inside.
+//! Identifiers as validated newtypes: parsed once at the edge, then trusted.
 
 use std::fmt;
 
@@ -22,7 +22,7 @@ pub enum Error {
     NameLength(usize),
 }
 
-/// Who a session is: the credential that opened it and the id its client chose.
+/// The identity of a session: the credential that opened it and the id its client chose.
 ///
 /// Equal ids under different principals are different sessions.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -32,7 +32,7 @@ pub struct SessionKey {
 }
 
 impl SessionKey {
-    /// Takes a principal (1–128 bytes) and a client's id (1–256 bytes).
+    /// Makes a key from a principal (1–128 bytes) and a client's id (1–256 bytes).
     ///
     /// # Errors
     /// When either length is out of bounds.
@@ -47,20 +47,20 @@ impl SessionKey {
         Ok(Self { principal, id })
     }
 
-    /// The digest of the credential, or [`ANONYMOUS`].
+    /// Returns the digest of the credential, or [`ANONYMOUS`].
     #[must_use]
     pub fn principal(&self) -> &str {
         &self.principal
     }
 
-    /// The client's id, as the client wrote it.
+    /// Returns the id exactly as the client wrote it.
     #[must_use]
     pub fn id(&self) -> &str {
         &self.id
     }
 
-    /// 64 bits of the key, equal in every process: for logs (client ids may be secrets) and for
-    /// choosing among equals.
+    /// Returns 64 bits of hash of the key, the same in every process. Logs show it because client
+    /// ids may be secrets; placement breaks ties by it.
     #[must_use]
     pub fn digest(&self) -> Digest {
         let mut bytes = Vec::with_capacity(self.principal.len() + self.id.len() + 1);
@@ -71,7 +71,7 @@ impl SessionKey {
     }
 }
 
-/// A short digest, shown as 16 hex digits.
+/// A 64-bit digest, shown as 16 hex digits.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Digest(pub u64);
 
@@ -87,10 +87,10 @@ impl fmt::Debug for Digest {
     }
 }
 
-/// The principal of a credential: 128 bits of its SHA-256, in hex.
+/// Returns the principal of a credential: 128 bits of its SHA-256, in hex.
 ///
-/// A digest, so that secrets travel no further than the router; a cryptographic one, because who
-/// can make two credentials collide can take over sessions.
+/// A digest, so that secrets don't leave the router. A cryptographic one, because someone who could
+/// make two credentials collide could take over another client's sessions.
 #[must_use]
 pub fn principal_of(credential: Option<&[u8]>) -> String {
     let Some(secret) = credential else { return ANONYMOUS.to_owned() };
@@ -98,7 +98,7 @@ pub fn principal_of(credential: Option<&[u8]>) -> String {
     digest[..16].iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// A worker: one DP rank of one agent's engine. What a turn is placed on.
+/// A worker: one DP rank of one agent's engine. Turns are placed on workers.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct WorkerId {
     /// The agent's name, unique in the fleet.

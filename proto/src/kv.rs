@@ -1,66 +1,68 @@
-//! What an agent says of resident blocks, in domain types; conversion rejects nonsense. It applies
-//! nothing: the agent makes changes from its engine's events, the router's index takes them.
+//! An agent's messages about resident blocks, as domain types.
+//!
+//! Conversion from the wire rejects invalid messages. This module applies no changes: the agent
+//! makes them from its engine's events, and the router's index applies them.
 
 use crate::{
     block::{BlockHash, BlockTokens, Tier},
     v1,
 };
 
-/// Why a message makes no sense.
+/// Why a message is invalid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// A field that every such message has is missing.
-    #[error("a change of resident blocks lacks its {0}; agent and router differ in version")]
+    /// A field that every message of this kind has is missing.
+    #[error("a KV change has no {0}; run agent and router of the same version")]
     Missing(&'static str),
-    /// No blocks have so many tokens.
-    #[error("a block of {0} tokens; agent and router differ in version")]
+    /// No block size has this number of tokens.
+    #[error("a KV block has {0} tokens; run agent and router of the same version")]
     BlockTokens(u32),
 }
 
-/// One change of one rank.
+/// One change of the resident blocks of one rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RankChange {
-    /// Of which rank.
+    /// The rank whose blocks changed.
     pub dp_rank: u32,
     /// What changed.
     pub change: Change,
 }
 
-/// What changed.
+/// A change of resident blocks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Change {
-    /// What was said before is void; a snapshot follows, until [`Change::Complete`].
+    /// Earlier changes are void; a snapshot follows, until [`Change::Complete`].
     Reset {
-        /// Tokens of a block.
+        /// Tokens per block.
         block_tokens: BlockTokens,
     },
-    /// What was said before is void, and nothing follows until the next reset.
+    /// Earlier changes are void, and nothing follows until the next reset.
     Unknown {
-        /// Why, for an operator.
+        /// The reason, for an operator.
         why: String,
     },
-    /// Blocks became resident, each after the one before it.
+    /// Blocks became resident; each follows the previous block of the list.
     Stored {
-        /// Where.
+        /// The memory they are in.
         tier: Tier,
-        /// The block before the first; none at the beginning of a prompt.
+        /// The block before the first of the list; `None` at the beginning of a prompt.
         parent: Option<BlockHash>,
-        /// At least one.
+        /// The blocks, at least one.
         blocks: Vec<BlockHash>,
     },
-    /// Blocks are resident no more.
+    /// Blocks are no longer resident.
     Removed {
-        /// Where they were.
+        /// The memory they were in.
         tier: Tier,
-        /// At least one.
+        /// The blocks, at least one.
         blocks: Vec<BlockHash>,
     },
-    /// The snapshot is whole.
+    /// The snapshot is complete.
     Complete,
 }
 
 impl Change {
-    /// Its size on the wire, bytes, rounded up: hashes and what surrounds them.
+    /// Returns an upper bound of the change's size on the wire, in bytes.
     #[must_use]
     pub fn wire_bytes(&self) -> usize {
         const AROUND: usize = 48;

@@ -1,48 +1,53 @@
-//! The slow lane: how a router has an agent compute a long prompt in pieces, before it sends the
-//! turn itself. An engine computes a prompt to its end before it begins the next; between pieces,
-//! shorter prompts get their turn.
+//! Staged prefill: a router asks an agent to compute a long prompt in stages before the turn.
 //!
-//! The router posts the prompt's token ids, four little-endian bytes each, to [`PATH`] of the
-//! agent's data port. The answer comes when all but a last piece is in the engine's cache, or when
-//! it can't be, and says what is left; either way the router sends the turn then, as it would have.
+//! An engine computes one prompt to its end before it begins the next. Between the stages of a long
+//! prompt, shorter prompts are computed.
+//!
+//! The router posts the prompt's token ids, four little-endian bytes each, to [`PATH`] on the
+//! agent's data port. The agent answers when all stages but the last are in the engine's cache, or
+//! when staging fails. The answer says how many tokens are left to compute. In both cases the
+//! router then sends the turn as usual.
 
 use bytes::Bytes;
 use http::{HeaderMap, HeaderName};
 
-/// Where an agent takes prompts, beside the engine's routes.
+/// Path on the agent's data port that takes prompts to stage, beside the engine's routes.
 pub const PATH: &str = "/berth/lane";
 
-/// On the answer: how many tokens of the prompt are not in the cache.
+/// Answer header: the number of the prompt's tokens that are not in the engine's cache.
 pub const LEFT: HeaderName = HeaderName::from_static("x-berth-left-tokens");
 
-/// As a 70B model on one node does, cautiously: until an engine's own rate is measured.
+/// Prefill rate assumed until the engine's own is measured: a cautious figure for a 70B model on
+/// one node.
 pub const PREFILL_TOKENS_PER_S_ASSUMED: u64 = 10_000;
-/// A pass has a cost of its own: smaller pieces would be mostly that.
+/// Smallest stage, in tokens. Each forward pass has a fixed cost, which would dominate smaller
+/// stages.
 const PIECE_TOKENS_MIN: u64 = 256;
 
-/// Bytes of a token id.
+/// Bytes per token id.
 const ID_BYTES: usize = 4;
 
-/// Tokens of a piece that takes so long, by how many the engine computes in a second.
+/// Returns the tokens of a stage that takes `piece_ms` at `tokens_per_s` prefill tokens per second.
 #[must_use]
 pub fn piece_tokens(piece_ms: u64, tokens_per_s: u64) -> u64 {
     (tokens_per_s.saturating_mul(piece_ms) / 1000).max(PIECE_TOKENS_MIN)
 }
 
-/// A prompt as it travels.
+/// Encodes token ids as a request body.
 #[must_use]
 pub fn encode(ids: &[u32]) -> Bytes {
     ids.iter().flat_map(|id| id.to_le_bytes()).collect()
 }
 
-/// The token ids of such bytes, in order; none where they are no ids.
+/// Returns the token ids in a request body, in order; `None` if the length isn't a multiple of
+/// four.
 #[must_use]
 pub fn decode(bytes: &[u8]) -> Option<impl ExactSizeIterator<Item = u32>> {
     let (ids, rest) = bytes.as_chunks::<ID_BYTES>();
     rest.is_empty().then(|| ids.iter().map(|id| u32::from_le_bytes(*id)))
 }
 
-/// What an answer says is left; none where it doesn't.
+/// Returns the number of tokens left according to an answer's headers; `None` if absent or invalid.
 #[must_use]
 pub fn left_tokens(headers: &HeaderMap) -> Option<u64> {
     headers.get(LEFT)?.to_str().ok()?.parse().ok()

@@ -1,17 +1,20 @@
-//! The contract between a Berth router and a worker agent: the gRPC schema and the domain types
-//! that both sides share. It depends on nothing of Berth's and does no I/O.
+//! The contract between a Berth router and a worker agent.
 //!
-//! - [`v1`]: what travels, generated from `schema/agent/v1/agent.proto`.
+//! It holds the gRPC schema and the domain types that both sides share. It depends on no other
+//! package of Berth and does no I/O, except in [`process`].
+//!
+//! - [`v1`]: the wire messages, generated from `schema/agent/v1/agent.proto`.
 //! - [`id`]: validated identifiers.
-//! - [`kv`]: what an agent says of resident blocks.
-//! - [`lane`]: how a router has an agent compute a long prompt in pieces.
-//! - [`load`]: the load report in domain types; conversion rejects nonsense.
-//! - [`model`]: how the files that make tokens are named.
-//! - [`claim`]: what a router tells an agent about a turn's session, as one header.
-//! - [`block`]: routing blocks, the unit in which both sides say what KV is where.
+//! - [`kv`]: an agent's messages about resident blocks.
+//! - [`lane`]: staged prefill: how a router asks an agent to compute a long prompt in stages.
+//! - [`load`]: load report, description and sessions as domain types; impossible values are
+//!   rejected.
+//! - [`model`]: how tokenizer and chat template files are named and hashed.
+//! - [`claim`]: the header in which a router tells an agent which session a turn belongs to.
+//! - [`block`]: routing blocks, the unit in which both sides say which KV is resident where.
 //! - [`body`]: the top level of a JSON request body, by byte range.
-//! - [`table`]: what both sides' indexes of blocks are made of.
-//! - [`process`]: what both binaries are to their operator: tasks, admin port, settings, refusals.
+//! - [`table`]: the hash table on which both sides build their indexes of blocks.
+//! - [`process`]: operations code of both binaries: tasks, admin port, settings, refusals.
 
 pub mod block;
 pub mod body;

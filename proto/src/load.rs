@@ -1,6 +1,7 @@
-//! What a worker says about itself, in domain types: description, sessions, load report. The wire
-//! form is permissive by nature; conversion from it rejects what can't be true, so that the rest of
-//! the router never checks again.
+//! What an agent reports about its worker: description, sessions and load, as domain types.
+//!
+//! The wire format permits any value. Conversion from the wire rejects impossible values, so the
+//! router doesn't check again.
 
 mod pages;
 mod wire;
@@ -12,37 +13,37 @@ use serde::{Deserialize, Serialize};
 pub use self::pages::{NamedFinding, PageAudit, PageClasses, PageFinding};
 use crate::id::{self, SessionKey};
 
-/// How an engine keeps a session's KV.
+/// How an engine keeps a session's KV between turns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Retention {
-    /// Ordinary radix cache.
+    /// In the ordinary radix cache.
     None,
-    /// Evicted after untagged KV.
+    /// In the radix cache, tagged with the session: evicted after untagged KV.
     Tagged,
-    /// Private, not evictable, one request row held.
+    /// Private to the session, not evictable; the session holds one request row.
     Pinned,
 }
 
-/// Where a session is in its life.
+/// Lifecycle state of a session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum SessionState {
-    /// The engine was asked to open it.
+    /// The engine was asked to open the session.
     Opening,
     /// Open, no turn inside the engine.
     Idle,
     /// Open, at least one turn inside the engine.
     Running,
-    /// It closes when its running turn has ended.
+    /// The session closes when its running turn has ended.
     Closing,
-    /// The engine restarted under it.
+    /// The engine restarted: the session's KV and history are gone.
     Lost,
-    /// Pinned, its KV in the radix tree for now.
+    /// A pinned session whose KV is in the radix tree for now, where it can be evicted.
     Demoted,
 }
 
-/// Where a figure comes from.
+/// The origin of a figure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Source {
@@ -52,9 +53,9 @@ pub enum Source {
     Loads,
     /// The engine's `/server_info`.
     ServerInfo,
-    /// The agent's own account.
+    /// The agent's own ledger of admitted turns.
     Ledger,
-    /// An upper bound of what may still be there.
+    /// An upper bound of the KV that may still be in the radix tree.
     Estimate,
     /// The shim inside the engine.
     Shim,
@@ -62,153 +63,153 @@ pub enum Source {
     Nvml,
 }
 
-/// A number with its source and its age when it was sent. The unit is its field's.
+/// A number with its source, and its age when the message was sent. Its field names the unit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Figure {
-    /// The number.
+    /// The number, in the unit of the field that holds the figure.
     pub value: u64,
-    /// Where it comes from.
+    /// The origin of the number.
     pub source: Source,
-    /// Milliseconds from sample to sending, by the agent's monotonic clock.
+    /// Milliseconds between sampling and sending, by the agent's monotonic clock.
     pub age_ms: u32,
 }
 
-/// One device of a worker: a GPU or a MIG slice of one. What it doesn't tell is absent.
+/// A device of a worker: a GPU, or a MIG slice of a GPU. Unknown values are absent, never zero.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct Device {
-    /// UUID, or the engine's word for its device where there is no NVML.
+    /// UUID from NVML; without NVML, the engine's own device name such as `cpu`.
     pub uuid: String,
-    /// Marketing name, may be empty.
+    /// Marketing name; may be empty.
     pub name: String,
-    /// Index in the agent's NVML; a slice has its GPU's.
+    /// Index in the agent's NVML; a MIG slice has its GPU's index.
     pub index: Option<u32>,
-    /// `00000000:1B:00.0`; a slice has its GPU's.
+    /// PCI address such as `00000000:1B:00.0`; a MIG slice has its GPU's.
     pub pci_address: Option<String>,
-    /// UUID of the GPU that this is a slice of.
+    /// UUID of the GPU to which this MIG slice belongs; absent for a whole GPU.
     pub parent_uuid: Option<String>,
-    /// Nearest node of the host's memory.
+    /// The NUMA node of host memory nearest to the device.
     pub numa_node: Option<u32>,
-    /// Bytes.
+    /// Device memory, bytes.
     pub memory_total_bytes: Option<u64>,
-    /// Bytes, by all processes.
+    /// Device memory used by all processes, bytes.
     pub memory_used_bytes: Option<u64>,
-    /// Bytes, by the driver, not among those used.
+    /// Device memory reserved by the driver and not counted as used, bytes.
     pub memory_reserved_bytes: Option<u64>,
-    /// 0..=100: a kernel ran.
+    /// Share of the last sample period in which a kernel ran, 0..=100.
     pub utilization_percent: Option<u32>,
-    /// 0..=100: memory was read or written.
+    /// Share of the last sample period in which device memory was read or written, 0..=100.
     pub memory_utilization_percent: Option<u32>,
-    /// Of the chip.
+    /// Temperature of the GPU chip.
     pub temperature_celsius: Option<u32>,
-    /// Of the board.
+    /// Power draw of the GPU board.
     pub power_milliwatts: Option<u32>,
-    /// Memory of the engine's processes, bytes.
+    /// Device memory of the engine's processes, bytes.
     pub engine_bytes: Option<Figure>,
     /// The rank's KV pool on this device, bytes.
     pub kv_pool_bytes: Option<Figure>,
-    /// Of the pool: not free, cached KV included. Bytes.
+    /// The part of the pool that is not free, bytes; includes cached KV.
     pub kv_used_bytes: Option<Figure>,
-    /// Of the pool: only closing frees it. Bytes.
+    /// The part of the pool that only closing pinned sessions frees, bytes.
     pub kv_pinned_bytes: Option<Figure>,
-    /// Of the pool: cached, and eviction takes it. Bytes.
+    /// The part of the pool that holds cached KV which eviction can free, bytes.
     pub kv_reclaimable_bytes: Option<Figure>,
-    /// Why work on it fails or can't be trusted.
+    /// Why work on the device fails or can't be trusted; absent if healthy.
     pub unhealthy: Option<String>,
-    /// Milliseconds from NVML's readings to sending.
+    /// Milliseconds between NVML's readings and the sending of this message.
     pub age_ms: Option<u32>,
 }
 
-/// Facts about the engine that hold until it restarts.
+/// Facts about the engine that don't change until it restarts.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct EngineFacts {
-    /// As the engine says it.
+    /// SGLang's version, as the engine reports it.
     pub version: String,
-    /// Served names, never empty.
+    /// Names under which the model is served; never empty.
     pub models: Vec<String>,
-    /// Tokens.
+    /// Tokens per page of the KV pool.
     pub page_tokens: u32,
-    /// Tokens.
+    /// Maximum of prompt plus answer, tokens.
     pub context_tokens: u32,
     /// Largest token id plus one, if known.
     pub vocabulary: Option<u32>,
-    /// Pinned sessions are possible.
+    /// Whether pinned sessions are possible.
     pub streaming_sessions: bool,
-    /// Tagged sessions are possible.
+    /// Whether tagged sessions are possible.
     pub radix_sessions: bool,
-    /// Differs after every restart of the engine.
+    /// Identity of the engine process; differs after every restart.
     pub instance: String,
-    /// `null`, `prefill` or `decode`.
+    /// Disaggregation mode: `null`, `prefill` or `decode`.
     pub disaggregation: String,
 }
 
-/// One DP rank's fixed size.
+/// The fixed sizes of one DP rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Rank {
-    /// Data-parallel rank.
+    /// The data-parallel rank.
     pub dp_rank: u32,
-    /// Tokens.
+    /// Size of the rank's KV pool, tokens.
     pub pool_tokens: u64,
-    /// Request rows.
+    /// Number of request rows: the most turns and pinned sessions that can exist at once.
     pub rows: u32,
-    /// Devices the rank runs on.
+    /// Devices that the rank runs on.
     pub devices: Vec<Device>,
 }
 
-/// Who an agent and its engine are.
+/// What an agent and its engine are.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Description {
-    /// Unique in the fleet.
+    /// The agent's name, unique in the fleet.
     pub agent_id: String,
-    /// Number of the agent process.
+    /// Start time of the agent process, in unix nanoseconds; identifies the process.
     pub epoch: u64,
-    /// Port for turns.
+    /// TCP port that takes turns.
     pub data_port: u16,
-    /// The engine beside the agent.
+    /// The engine next to the agent.
     pub engine: EngineFacts,
-    /// In rank order, never empty.
+    /// The DP ranks in order; never empty.
     pub ranks: Vec<Rank>,
-    /// What the engine's flags allow, best first.
+    /// Retention modes that the engine's flags allow, best first.
     pub retentions: Vec<Retention>,
-    /// Turns of one exclusive session that may wait behind the one that runs.
+    /// How many turns of one exclusive session may wait behind the running one.
     pub turns_queued_per_session_max: u32,
-    /// What makes tokens of text there, where the agent can read the model's folder.
+    /// Tokenizer and chat template of the model; absent if the agent can't read the model's folder.
     pub model_files: Option<ModelFiles>,
-    /// SGLang's versions on which whole histories are trimmed for pinned sessions, the engine's own
-    /// among them; empty: they aren't.
+    /// SGLang versions on which full histories are trimmed for pinned sessions, the engine's own
+    /// included. Empty: the agent doesn't trim.
     pub trims: Vec<String>,
 }
 
-/// The files by which an engine makes tokens of text and of messages.
+/// Hash and size of the files with which an engine turns text and messages into tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 pub struct ModelFiles {
-    /// SHA-256 over them; the same files have the same one on every agent.
+    /// SHA-256 over the files: equal on every agent that has the same files.
     pub hash: [u8; 32],
-    /// All of them, bytes.
+    /// Size of all files together, bytes.
     pub bytes: u64,
 }
 
-/// A session as its agent sees it.
+/// A session, as its agent knows it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Session {
-    /// Who it is.
+    /// The session's identity.
     pub key: SessionKey,
-    /// How its KV is kept.
+    /// How the engine keeps the session's KV.
     pub retention: Retention,
-    /// Where it is in its life.
+    /// Lifecycle state.
     pub state: SessionState,
-    /// The rank that holds its KV.
+    /// The DP rank that holds the session's KV.
     pub dp_rank: u32,
-    /// Finished turns.
+    /// Number of finished turns.
     pub turns: u64,
-    /// Turns inside the engine.
+    /// Number of turns inside the engine.
     pub turns_running: u32,
-    /// One turn at a time.
+    /// Whether the session runs one turn at a time.
     pub exclusive: bool,
-    /// Tokens of KV.
+    /// Tokens of KV that the session holds.
     pub resident_tokens: Option<Figure>,
-    /// Since the end of its last turn.
+    /// Time since the end of the session's last turn.
     pub idle: Duration,
-    /// Its client sends its whole history with each turn: it can go on anywhere.
+    /// The client sends its full history with each turn, so the session can continue on any worker.
     pub whole_history: bool,
     /// A text early in its prompts that differs from turn to turn; none was found where absent.
     pub volatile_prefix: Option<VolatilePrefix>,
@@ -260,109 +261,110 @@ pub enum PromptRole {
     Other,
 }
 
-/// What one rank holds.
+/// The load of one rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct RankLoad {
-    /// Data-parallel rank.
+    /// The data-parallel rank.
     pub dp_rank: u32,
-    /// Turns let in and not ended.
+    /// Turns that the agent has admitted and the engine has not ended.
     pub turns_running: u32,
-    /// Bound on `turns_running`.
+    /// Bound on `turns_running`: the agent rejects turns beyond it.
     pub turns_running_max: u32,
-    /// Requests in the engine's batch.
+    /// Requests in the engine's running batch.
     pub requests_running: Option<Figure>,
-    /// Requests in the engine's queue.
+    /// Requests in the engine's waiting queue.
     pub requests_waiting: Option<Figure>,
-    /// KV that eviction can't take, tokens.
+    /// KV that eviction can't free, tokens.
     pub pool_used_tokens: Option<Figure>,
-    /// The pool, tokens.
+    /// Size of the pool, tokens.
     pub pool_total_tokens: Option<Figure>,
-    /// KV that only closing frees, tokens.
+    /// KV that only closing pinned sessions frees, tokens.
     pub pinned_tokens: Option<Figure>,
-    /// Tagged sessions' KV at most, tokens.
+    /// Upper bound of the KV of tagged sessions, tokens.
     pub resident_tokens_estimate: Option<Figure>,
-    /// Rows of pinned sessions.
+    /// Request rows held by pinned sessions.
     pub rows_held: Option<Figure>,
-    /// All rows.
+    /// Request rows in total.
     pub rows_total: Option<Figure>,
     /// Sessions open on the rank.
     pub sessions: u32,
-    /// With their readings.
+    /// The rank's devices with their readings.
     pub devices: Vec<Device>,
-    /// Turns that wait in the agent.
+    /// Turns that wait in the agent until the engine has room.
     pub turns_queued: u32,
     /// Free KV, tokens.
     pub pool_available_tokens: Option<Figure>,
-    /// Cached KV that eviction takes, tokens.
+    /// Cached KV that eviction can free, tokens.
     pub pool_evictable_tokens: Option<Figure>,
-    /// Of `pinned_tokens`: others' sessions in the engine.
+    /// The part of `pinned_tokens` held by engine sessions that this agent didn't open.
     pub foreign_tokens: Option<Figure>,
-    /// Who holds the pages, by identity.
+    /// The newest page audit: which owner holds which pages.
     pub pages: Option<PageAudit>,
-    /// Prompt tokens the engine computes in a second while it does nothing else, as measured.
+    /// Prompt tokens per second that the engine computes while it does nothing else, as measured.
     pub prefill_tokens_per_s: Option<Figure>,
-    /// Prompt tokens let in and not computed yet, cached ones left out as far as they are known.
+    /// Prompt tokens admitted and not yet computed, without those known to be cached.
     pub prefill_backlog_tokens: Option<Figure>,
-    /// Long prompts that the agent computes in pieces; none where it doesn't.
+    /// The queue of staged prefills; absent if the agent doesn't stage prompts.
     pub lane: Option<Lane>,
 }
 
-/// Long prompts before their turns, computed in pieces between which shorter ones get their turn.
+/// Long prompts waiting to be computed in stages before their turns; shorter prompts run in
+/// between.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct Lane {
-    /// Of all of them, not computed and not in the engine.
+    /// Tokens of all waiting prompts that are neither computed nor in the engine.
     pub tokens: u64,
-    /// How many they are.
+    /// Number of prompts.
     pub prompts: u32,
-    /// Of a piece, as the engine is measured now.
+    /// Tokens per stage, at the engine's measured rate.
     pub piece_tokens: u64,
 }
 
-/// One agent's report.
+/// One load report of an agent.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct LoadReport {
-    /// The next report comes within this time.
+    /// The next report arrives within this time.
     #[serde(skip)]
     pub interval: Duration,
-    /// In rank order, never empty.
+    /// Load of each DP rank, in order; never empty.
     pub ranks: Vec<RankLoad>,
-    /// Why the engine can't take turns, or a device of it doesn't work.
+    /// Why the engine can't take turns, or which device fails; absent if healthy.
     pub unhealthy: Option<String>,
-    /// Takes no new sessions.
+    /// The agent takes no new sessions and finishes running turns.
     pub draining: bool,
-    /// Why only a restart of the engine gives back what it holds.
+    /// Why only an engine restart frees what the engine holds; absent if no restart is needed.
     pub restart_required: Option<String>,
 }
 
-/// What was wrong with a message.
+/// Why a message from an agent was rejected.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// A message that must be there isn't.
+    /// A required field is absent.
     #[error("{0} is missing")]
     Missing(&'static str),
-    /// A number no worker can have.
-    #[error("{field} is {value}, which can't be")]
+    /// A value that no worker can have.
+    #[error("{field} is {value}, which is impossible")]
     Impossible {
-        /// Which field.
+        /// The field's name.
         field: &'static str,
-        /// What it said.
+        /// The field's value.
         value: u64,
     },
-    /// An enum value this build doesn't know, or none.
-    #[error("{field} has no known value: {value}")]
+    /// An enum value that is unspecified or unknown to this build.
+    #[error("{field} has the unknown value {value}")]
     Unknown {
-        /// Which field.
+        /// The field's name.
         field: &'static str,
-        /// What it said.
+        /// The field's value.
         value: i32,
     },
-    /// A session's identifiers are out of bounds.
+    /// The identifiers of a session are out of bounds.
     #[error("a session has an invalid key")]
     Id(#[from] id::Error),
 }
 
 impl Retention {
-    /// The name used in JSON, headers and metrics.
+    /// Returns the name used in JSON, headers and metrics.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {

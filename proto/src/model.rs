@@ -1,23 +1,25 @@
-//! The files by which an engine makes tokens, as agent and router name and check them. No I/O.
+//! Names, size limits and hash of the files with which an engine makes tokens. No I/O.
 
 use sha2::{Digest as _, Sha256};
 
 use crate::load::ModelFiles;
 
-/// Together, bytes: a tokenizer of 250,000 tokens has 35 MiB as JSON. More is not handed out.
+/// Bytes of all files together, at most. A tokenizer of 250,000 tokens has 35 MiB as JSON. Agents
+/// don't hand out larger models.
 pub const BYTES_MAX: u64 = 64 << 20;
-/// Of one message, bytes.
+/// Bytes of file data in one message, at most.
 pub const PART_BYTES_MAX: usize = 256 << 10;
 
-/// The chat template that is in force, whatever file it is from; absent where the engine makes
-/// prompts of messages in another way. First by name.
+/// The chat template in force, whichever file of the model it comes from. Absent if the engine
+/// turns messages into prompts in another way. First in the order of names.
 pub const TEMPLATE: &str = "chat_template.jinja";
-/// Vocabulary and rules, in the form of Hugging Face's `tokenizers`.
+/// Vocabulary and rules, in the format of Hugging Face's `tokenizers`.
 pub const TOKENIZER: &str = "tokenizer.json";
-/// Special tokens by their roles.
+/// Special tokens, by role.
 pub const CONFIG: &str = "tokenizer_config.json";
 
-/// Names files by their contents, in the order of their names.
+/// Computes the identity of a set of files from their contents; files come in the order of their
+/// names.
 #[derive(Debug, Clone, Default)]
 pub struct Naming {
     hash: Sha256,
@@ -25,19 +27,19 @@ pub struct Naming {
 }
 
 impl Naming {
-    /// A file begins.
+    /// Begins the next file.
     pub fn file(&mut self, name: &str, bytes: u64) {
         self.hash.update(name.as_bytes());
         self.hash.update(bytes.to_le_bytes());
         self.bytes += bytes;
     }
 
-    /// The next bytes of the file that began last.
+    /// Adds the next bytes of the current file.
     pub fn data(&mut self, bytes: &[u8]) {
         self.hash.update(bytes);
     }
 
-    /// The name of all of them.
+    /// Returns the hash and total size of all files.
     #[must_use]
     pub fn finish(self) -> ModelFiles {
         ModelFiles { hash: self.hash.finalize().into(), bytes: self.bytes }

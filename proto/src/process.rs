@@ -1,6 +1,7 @@
-//! What the router and the agent are as processes, alike for whoever operates them: named tasks
-//! with one policy each, an HTTP server with limits, an admin port, settings, logs, and one shape
-//! of refusal. No decision of either lives here.
+//! Operations code that the router and the agent share.
+//!
+//! Named tasks with one policy each, an HTTP server with limits, an admin port, settings, logs, and
+//! one format of refusal. No decision of the router or the agent is made here.
 
 pub mod admin;
 pub mod budget;
@@ -11,7 +12,8 @@ pub mod settings;
 pub mod signal;
 pub mod tasks;
 
-/// A number for this process: unix nanoseconds at its start. Later processes have larger ones.
+/// Returns the process's identity: unix nanoseconds at this call. A later process gets a larger
+/// one.
 #[expect(clippy::disallowed_methods, reason = "an identity across processes needs the wall clock")]
 #[must_use]
 pub fn epoch() -> u64 {

@@ -1,39 +1,42 @@
-//! The table of an index of blocks or pages: from a key, 24 bits of a hash, to a run and a place in
-//! it, eight bytes an entry. It keeps no hashes: it proposes, and its caller, who has the runs,
-//! says which proposal is right.
+//! The hash table of an index of blocks or pages, with eight bytes per entry.
 //!
-//! An entry is in the bucket, one cache line, that its key says, or in one after it where buckets
-//! are full. Shards grow one by one, so that a large index never stops to move all of itself, and
-//! an entry has its whole key, to be moved without asking anyone.
+//! It maps a key, 24 bits of a hash, to a run and a place in the run. A run is an unbranched piece
+//! of a chain of blocks. The table stores no full hashes. It proposes entries, and its caller, who
+//! stores the runs, decides which proposal is right.
+//!
+//! An entry is in the bucket (one cache line) that its key selects, or in a later bucket if those
+//! before are full. Shards grow one at a time, so a large index never pauses to move all of its
+//! entries. An entry contains its whole key, so it can be moved without asking the caller.
 //!
 //! ```text
 //! 63        40 39              12 11       0
 //! | key        | run              | place    |      0 = free: there is no run 0
 //! ```
 
-/// Bits of a key.
+/// Bits per key.
 pub const KEY_BITS: u32 = 24;
 const PLACE_BITS: u32 = 12;
 const RUN_BITS: u32 = 28;
-/// Runs there can be: more than fit in any memory.
+/// The most run ids there can be; memory runs out earlier.
 pub const RUNS_MAX: usize = 1 << RUN_BITS;
-/// Places of a run at most.
+/// The number of distinct places in a run.
 pub const PLACES: u32 = 1 << PLACE_BITS;
 const SHARD_BITS: u32 = 6;
-/// A table of ten million blocks grows in steps of some 30 thousand entries: about 100 µs.
+/// Number of shards: a table of ten million blocks grows in steps of some 30 thousand entries,
+/// about 100 µs each.
 const SHARDS: usize = 1 << SHARD_BITS;
-/// Entries of a bucket; the eighth word of its cache line tells which may have a key.
+/// Entries per bucket. The eighth word of the cache line tells which entries may have a key.
 const BUCKET: usize = 7;
-/// One in each byte of a bucket's first word that belongs to an entry.
+/// A one in each of the seven bytes of a bucket's control word that hold an entry's tag.
 const ONES: u64 = 0x0001_0101_0101_0101;
-/// Entries up to which a shard doubles. A larger one grows by a quarter, to keep less of it free:
-/// from 11 to 14 bytes an entry.
+/// Number of entries up to which a shard doubles. A larger shard grows by a quarter, to leave less
+/// memory unused: 11 to 14 bytes per entry.
 const SHARD_SMALL: usize = 512;
 
-/// A piece of a chain without a branch, by its number; 0 is none.
+/// The number of a run: a piece of a chain without a branch. 0 is no run.
 pub type RunId = u32;
 
-/// Entries in shards by the low bits of the key.
+/// Entries, divided into shards by the low bits of the key.
 #[derive(Debug)]
 pub struct Table {
     shards: Vec<Shard>,
@@ -47,26 +50,26 @@ struct Shard {
     used: usize,
 }
 
-/// Entries, free ones last.
+/// One cache line of entries; the free slots are the last ones.
 #[derive(Debug, Default, Clone, Copy)]
 #[repr(align(64))]
 struct Bucket {
-    /// The tag of each entry, from the lowest byte on, and the number of entries on top.
+    /// The tag of each entry from the lowest byte up, and the number of entries in the top byte.
     control: u64,
     slots: [u64; BUCKET],
 }
 
-/// What an entry says.
+/// The position that an entry points to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Entry {
-    /// Which run.
+    /// The run.
     pub run: RunId,
     /// The depth in the chain, modulo [`PLACES`].
     pub place: u32,
 }
 
 impl Entry {
-    /// For a place at some depth of a chain.
+    /// Makes the entry of a position at `depth` blocks from the root of its chain.
     #[must_use]
     pub fn new(run: RunId, depth: usize) -> Self {
         Self { run, place: low(depth as u64) % PLACES }
@@ -90,7 +93,7 @@ fn shard(key: u64) -> usize {
     low(key) as usize % SHARDS
 }
 
-/// A byte that tells keys of one bucket apart.
+/// Returns one byte of the key, which tells most keys of one bucket apart.
 fn tag(key: u64) -> u64 {
     key >> SHARD_BITS & 0xff
 }
@@ -101,7 +104,7 @@ fn low(word: u64) -> u32 {
 }
 
 impl Bucket {
-    /// Entries in use.
+    /// Returns the number of entries in use.
     fn len(&self) -> usize {
         low(self.control >> 56) as usize
     }
@@ -110,10 +113,10 @@ impl Bucket {
         self.len() == BUCKET
     }
 
-    /// Places of entries that have the key's tag, and hardly any that don't.
+    /// Returns the slots whose tag equals the key's, and rarely a slot whose tag differs.
     fn candidates(&self, key: u64) -> impl Iterator<Item = usize> {
         let differs = self.control ^ (tag(key) * ONES);
-        // The top bit of each byte that is zero.
+        // The top bit of each byte that is zero in `differs`.
         let mut same = differs.wrapping_sub(ONES) & !differs & (ONES << 7);
         std::iter::from_fn(move || {
             let at = same.trailing_zeros() as usize / 8;
@@ -122,7 +125,7 @@ impl Bucket {
         })
     }
 
-    /// What entries with a key say.
+    /// Returns the entries stored under the key.
     fn proposals(&self, key: u64) -> impl Iterator<Item = Entry> {
         let slots = self.candidates(key).map(|at| self.slots[at]);
         slots.filter(move |&slot| slot != 0 && key_of(slot) == key).map(Entry::unpack)
@@ -139,7 +142,7 @@ impl Bucket {
         self.control += (1 << 56) | tag(key_of(slot)) << (8 * at);
     }
 
-    /// Takes an entry out and returns it.
+    /// Removes the entry in slot `at` and returns it.
     fn take(&mut self, at: usize) -> u64 {
         let last = self.len() - 1;
         let moved = self.control >> (8 * last) & 0xff;
@@ -151,7 +154,8 @@ impl Bucket {
 }
 
 impl Shard {
-    /// Where a key belongs. Keeps the order of keys, so that growing is one sweep.
+    /// Returns the bucket a key belongs to. Buckets follow the order of keys, so growing is one
+    /// sweep.
     fn home(&self, key: u64) -> usize {
         low(((key >> SHARD_BITS) * self.buckets.len() as u64) >> (KEY_BITS - SHARD_BITS)) as usize
     }
@@ -160,8 +164,8 @@ impl Shard {
         if at + 1 == self.buckets.len() { 0 } else { at + 1 }
     }
 
-    /// Most buckets are not full while a fifth of all entries is free. Returns the bytes that it
-    /// grew by.
+    /// Grows the shard if less than a fifth of its slots would be free; most buckets then aren't
+    /// full. Returns the bytes by which it grew.
     fn make_room(&mut self) -> usize {
         let buckets = self.buckets.len();
         if (self.used + 1) * 5 <= buckets * BUCKET * 4 {
@@ -183,7 +187,7 @@ impl Shard {
         self.buckets[at].push(slot);
     }
 
-    /// The bucket and place of an entry.
+    /// Returns the bucket and slot of an entry.
     fn position(&self, slot: u64) -> Option<(usize, usize)> {
         if self.buckets.is_empty() {
             return None;
@@ -201,7 +205,8 @@ impl Shard {
         }
     }
 
-    /// Frees an entry. Where its bucket was full, one that had to go further comes back.
+    /// Removes an entry. If its bucket was full, moves back an entry that had overflowed from
+    /// there.
     fn take(&mut self, mut gap: usize, place: usize) {
         self.used -= 1;
         let mut was_full = self.buckets[gap].is_full();
@@ -213,7 +218,8 @@ impl Shard {
             let bucket = &self.buckets[at];
             let comes_back = bucket.slots[..bucket.len()].iter().position(|slot| {
                 let home = self.home(key_of(*slot));
-                // Unless its home lies behind the gap, up to where it is.
+                // Whether the entry may move into the gap: its home isn't between the gap and its
+                // bucket.
                 if gap < at { home <= gap || at < home } else { home <= gap && at < home }
             });
             if let Some(place) = comes_back {
@@ -232,25 +238,25 @@ impl Default for Table {
 }
 
 impl Table {
-    /// An empty one.
+    /// Makes an empty table.
     #[must_use]
     pub fn new() -> Self {
         Self { shards: vec![Shard::default(); SHARDS], entries: 0, bytes: 0 }
     }
 
-    /// Entries in use.
+    /// Returns the number of entries in use.
     #[must_use]
     pub fn entries(&self) -> usize {
         self.entries
     }
 
-    /// Memory held.
+    /// Returns the bytes of memory held.
     #[must_use]
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// The first proposal that `accept` makes something of.
+    /// Returns the first result that `accept` gives for an entry stored under the key.
     pub fn find<T>(&self, key: u64, mut accept: impl FnMut(Entry) -> Option<T>) -> Option<T> {
         let shard = &self.shards[shard(key)];
         if shard.buckets.is_empty() {
@@ -269,8 +275,8 @@ impl Table {
         }
     }
 
-    /// Adds an entry, unless `is_known` says of a proposal that it is as good; returns whether it
-    /// was added.
+    /// Adds an entry, unless `is_known` accepts an entry already stored under the key. Returns
+    /// whether the entry was added.
     pub fn insert(&mut self, key: u64, entry: Entry, is_known: impl Fn(Entry) -> bool) -> bool {
         let shard = &mut self.shards[shard(key)];
         self.bytes += shard.make_room();
@@ -290,10 +296,10 @@ impl Table {
         }
     }
 
-    /// Takes an entry out.
+    /// Removes an entry.
     ///
     /// # Panics
-    /// When it isn't in.
+    /// When the entry isn't in the table.
     pub fn remove(&mut self, key: u64, entry: Entry) {
         let shard = &mut self.shards[shard(key)];
         let (at, place) = shard.position(entry.pack(key)).expect("who entered it takes it out");
@@ -304,7 +310,7 @@ impl Table {
     /// Changes the run of an entry.
     ///
     /// # Panics
-    /// When it isn't in.
+    /// When the entry isn't in the table.
     pub fn rename(&mut self, key: u64, entry: Entry, run: RunId) {
         let shard = &mut self.shards[shard(key)];
         let (at, place) = shard.position(entry.pack(key)).expect("who entered it renames it");
@@ -329,8 +335,8 @@ mod tests {
     }
 
     proptest! {
-        /// One shard, and keys at its end and beginning: full buckets, chains of them, around the
-        /// end.
+        /// All keys are in one shard and belong to its first and last buckets, so buckets fill up
+        /// and overflow, also from the last bucket to the first.
         #[test]
         fn it_holds_what_a_map_holds(
             steps in prop::collection::vec((0..5_u8, 0..60_u64), 1..600),

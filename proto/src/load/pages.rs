@@ -1,64 +1,66 @@
-//! A page audit in domain types: who holds the pages of one rank's pool, by identity. Reading from
-//! the wire rejects figures that can't all be true.
+//! A page audit as domain types: which owner holds which pages of one rank's pool.
+//!
+//! Conversion from the wire rejects figures that contradict each other.
 
 use serde::Serialize;
 
 use super::Error;
 use crate::v1;
 
-/// One audit's totals, in pages unless named otherwise. Source: the shim.
+/// The totals of one audit, in pages unless a field says otherwise. Source: the shim.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct PageAudit {
-    /// Milliseconds from the audit's moment to this message's sending.
+    /// Milliseconds between the audit and the sending of this message.
     pub age_ms: u32,
-    /// The pool, without the padding page.
+    /// Pages of the pool, without the padding page.
     pub pages: u64,
-    /// Distinct ones that turns and sessions hold.
+    /// Distinct pages held by turns and sessions.
     pub held_pages: u64,
-    /// Rows that moved while they were read; what they hold is in no figure.
+    /// Request rows that changed while they were read; their pages are counted nowhere.
     pub rows_moved: u32,
-    /// Runs of consecutive free pages.
+    /// Number of runs of consecutive free pages.
     pub free_runs: Option<u64>,
-    /// Every page by its owner; unknown when rows moved.
+    /// All pages by owner; absent if rows changed during the audit.
     pub classes: Option<PageClasses>,
-    /// Sealed pages compared with an audit before.
+    /// Sealed pages whose contents were compared with an earlier audit.
     pub compared_pages: u64,
-    /// What was looked for. A kind that this audit could not look for has no entry.
+    /// The kinds of fault that were looked for. A kind that this audit could not check has no
+    /// entry.
     pub findings: Vec<PageFinding>,
 }
 
 impl PageAudit {
-    /// What is wrong; nothing in a sound engine.
+    /// Returns the findings with at least one fault; a sound engine has none.
     pub fn faults(&self) -> impl Iterator<Item = &PageFinding> {
         self.findings.iter().filter(|finding| finding.count > 0)
     }
 }
 
-/// Every page by who says that it is his.
+/// All pages of the pool, counted by owner. The counts add up to the pool.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct PageClasses {
-    /// In the free list only.
+    /// Only in the free list.
     pub free: u64,
-    /// Held by turns or sessions, and not in the radix tree.
+    /// Held by turns or sessions and not in the radix tree.
     pub private: u64,
-    /// In the radix tree only.
+    /// Only in the radix tree.
     pub cached: u64,
-    /// In the tree, and held.
+    /// In the radix tree and held by a turn or session.
     pub cached_in_use: u64,
-    /// Nobody's. Always 0 in a sound engine.
+    /// Without an owner: not free, not held, not in the tree. Always 0 in a sound engine.
     pub leaked: u64,
-    /// Free, and at once somebody's. Always 0 in a sound engine.
+    /// Free and at the same time held or in the tree. Always 0 in a sound engine.
     pub corrupt: u64,
 }
 
-/// Faults of one kind.
+/// The faults of one kind.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct PageFinding {
-    /// `aliased`, `leaked`, `double_free`, `changed` and others.
+    /// `aliased`, `leaked`, `double_free`, `changed` or another kind.
     pub kind: String,
-    /// All of them; 0 where none was found.
+    /// Number of faults; 0 if none was found.
     pub count: u64,
-    /// The first few; none in a load report.
+    /// Details of the first few faults; empty in a load report.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub named: Vec<NamedFinding>,
 }
@@ -66,9 +68,9 @@ pub struct PageFinding {
 /// One fault.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct NamedFinding {
-    /// The page, or for kinds about entries of a list: the entry.
+    /// The page number; for kinds of fault about list entries, the entry's index.
     pub at: i64,
-    /// Engine-side ids of the sessions concerned; empty for a turn without a session.
+    /// Engine-side ids of the sessions concerned; an empty string is a turn without a session.
     pub sessions: Vec<String>,
 }
 

@@ -1,4 +1,6 @@
-//! From the wire form and back. Reading rejects what can't be true; writing can't fail.
+//! Conversion of the domain types from and to the wire format.
+//!
+//! Reading rejects impossible values; writing can't fail.
 
 mod device;
 
@@ -15,7 +17,7 @@ fn impossible(field: &'static str, value: impl Into<u64>) -> Error {
     Error::Impossible { field, value: value.into() }
 }
 
-/// Two-way names of a domain enum and its wire form.
+/// Converts between a domain enum and its wire enum, variant by variant of the same name.
 macro_rules! wire_enum {
     ($domain:ident, $field:literal, $($variant:ident),+) => {
         impl From<$domain> for v1::$domain {
@@ -25,10 +27,10 @@ macro_rules! wire_enum {
         }
 
         impl $domain {
-            /// Reads the wire's number.
+            /// Reads the enum's wire number.
             ///
             /// # Errors
-            /// When it is unspecified or unknown.
+            /// When the number is unspecified or unknown.
             pub fn from_wire(value: i32) -> Result<Self, Error> {
                 match v1::$domain::try_from(value) {
                     $(Ok(v1::$domain::$variant) => Ok(Self::$variant),)+
@@ -36,7 +38,7 @@ macro_rules! wire_enum {
                 }
             }
 
-            /// The wire's number.
+            /// Returns the enum's wire number.
             #[must_use]
             pub fn to_wire(self) -> i32 {
                 v1::$domain::from(self) as i32
@@ -151,7 +153,8 @@ impl From<Rank> for v1::Rank {
     }
 }
 
-/// Ranks are numbered from 0 without gaps: anything else would count a device twice or not at all.
+/// Checks that ranks are numbered from 0 without gaps; otherwise a device would be counted twice or
+/// not at all.
 fn check_rank_order(ranks: impl Iterator<Item = u32>) -> Result<(), Error> {
     let mut count = 0_u32;
     for rank in ranks {
@@ -450,7 +453,7 @@ mod tests {
         assert_eq!(LoadReport::try_from(wire).unwrap(), report());
     }
 
-    /// One lie told about an honest report.
+    /// Changes one thing in a valid report so that it becomes impossible.
     type Lie = fn(&mut v1::LoadReport);
 
     #[test]

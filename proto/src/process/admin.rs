@@ -1,5 +1,6 @@
-//! The admin port: `/metrics`, `/healthz`, `/readyz`, `/config`, on a thread and runtime of its
-//! own, so that it answers while the data path is busy.
+//! The admin port: `/metrics`, `/healthz`, `/readyz` and `/config`.
+//!
+//! The port has a thread and a runtime of its own, so it answers while the data path is busy.
 
 use std::{net::TcpListener, sync::Arc};
 
@@ -14,21 +15,21 @@ use prometheus_client::registry::Registry;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
-/// What the admin port shows.
+/// The data that the admin port shows.
 #[derive(Debug, Clone)]
 pub struct Admin {
     /// All metrics of the process.
     pub registry: Arc<Registry>,
-    /// `Ok` when it can do its work, else why not.
+    /// `Ok` while the process can do its work, else the reason why not.
     pub ready: watch::Receiver<Result<(), String>>,
     /// The effective settings, as TOML.
     pub config: String,
 }
 
-/// Starts the thread. It ends with the token.
+/// Starts the admin thread. The thread ends when `token` is cancelled.
 ///
 /// # Errors
-/// When the thread or its runtime can't be made.
+/// When the thread or its runtime can't be created.
 pub fn start(admin: Admin, listener: TcpListener, token: CancellationToken) -> std::io::Result<()> {
     listener.set_nonblocking(true)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
@@ -47,7 +48,7 @@ pub fn start(admin: Admin, listener: TcpListener, token: CancellationToken) -> s
     Ok(())
 }
 
-/// The routes, callable without a socket.
+/// Returns the admin routes, which tests call without a socket.
 pub fn app(admin: Admin) -> Router {
     Router::new()
         .route("/healthz", get(|| async { "ok\n" }))

@@ -1,5 +1,6 @@
-//! Bytes of request bodies held in memory at once: read up to a limit each, and up to a limit all
-//! together. A held body gives its share back when it is dropped.
+//! Limits the bytes of request bodies in memory, per body and in total.
+//!
+//! A held body gives its share of the budget back when it is dropped.
 
 use std::{sync::Arc, time::Duration};
 
@@ -11,16 +12,16 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::refusal::Refusal;
 
-/// Accounting unit: a semaphore counts to 2^29 at least, so bytes are counted in KiB.
+/// Accounting unit. A semaphore is only guaranteed to count to 2^29, so the budget counts KiB.
 const UNIT_BYTES: usize = 1024;
 
-/// Time for a body to arrive: 64 MiB at 9 Mbit/s. It holds budget, and at an agent a session's
-/// gate.
+/// Time within which a body must arrive: 64 MiB at 9 Mbit/s. Until then it holds budget, and in an
+/// agent the session's gate.
 pub const BODY_TIME_MAX: Duration = Duration::from_secs(60);
-/// Room made before the first byte; most turns of agents fit.
+/// Initial capacity of a body's buffer: enough for most agents' turns.
 const FIRST_BYTES: usize = 64 * 1024;
 
-/// The budget of one process.
+/// The body budget of one process.
 #[derive(Debug, Clone)]
 pub struct BodyBudget {
     units: Arc<Semaphore>,
@@ -30,13 +31,14 @@ pub struct BodyBudget {
 /// A body and its share of the budget.
 #[derive(Debug)]
 pub struct HeldBody {
-    /// The bytes as they came.
+    /// The bytes as received.
     pub bytes: Bytes,
     _share: OwnedSemaphorePermit,
 }
 
 impl BodyBudget {
-    /// Bodies of up to `body_bytes_max`, up to `in_flight_bytes_max` together.
+    /// Makes a budget for bodies of at most `body_bytes_max` each and `in_flight_bytes_max` in
+    /// total.
     #[must_use]
     pub fn new(body_bytes_max: usize, in_flight_bytes_max: usize) -> Self {
         let units = (in_flight_bytes_max / UNIT_BYTES).clamp(1, Semaphore::MAX_PERMITS);
@@ -46,8 +48,8 @@ impl BodyBudget {
     /// Reads a body to its end.
     ///
     /// # Errors
-    /// 413 over the limit of one, 503 while the limit of all is reached, 400 when the client breaks
-    /// off, 408 when it takes longer than [`BODY_TIME_MAX`].
+    /// 413 over the limit per body, 503 over the total limit, 400 if the client aborts, 408 if the
+    /// body takes longer than [`BODY_TIME_MAX`].
     pub async fn read<B>(&self, body: B) -> Result<HeldBody, Refusal>
     where
         B: Body<Data = Bytes> + Unpin,
@@ -69,7 +71,7 @@ impl BodyBudget {
         if announced > self.body_bytes_max {
             return Err(self.too_large());
         }
-        // What is only announced takes no room: else a few silent clients would take all of it.
+        // Announced bytes reserve no budget: otherwise a few silent clients would take all of it.
         let mut share = self.reserve(1)?;
         let mut bytes = BytesMut::with_capacity(announced.min(FIRST_BYTES));
         while let Some(frame) = body.frame().await {
@@ -129,7 +131,7 @@ mod tests {
         assert!(budget.read(body()).await.is_ok());
     }
 
-    /// A body that announces much and never comes.
+    /// A body that announces 4,000 bytes and never sends any.
     struct Silent;
 
     impl Body for Silent {

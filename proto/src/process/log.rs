@@ -1,5 +1,6 @@
-//! Logs on standard error: JSON for machines, lines for a terminal. `BERTH_LOG` filters them, in
-//! the form `info,router=debug`.
+//! Logs on standard error: JSON for machines, plain lines for a terminal.
+//!
+//! The environment variable `BERTH_LOG` filters them, for example `info,router=debug`.
 
 use std::io::IsTerminal;
 
@@ -11,9 +12,10 @@ pub fn init() {
     let logs = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
-        // To say that a line could not be written to a closed standard error would panic.
+        // If standard error is closed, reporting a failed write there would panic.
         .log_internal_errors(false);
-    // An error means that a subscriber is set already, which a test's process may have done.
+    // `try_init` fails if a subscriber is already set, as another test of this process may have
+    // done.
     drop(if std::io::stderr().is_terminal() {
         logs.try_init()
     } else {

@@ -1,5 +1,7 @@
-//! The one shape in which Berth says no over HTTP: a status, a stable code for programs, a sentence
-//! for people that says what to do next, and when to try again.
+//! The format of every HTTP refusal by Berth.
+//!
+//! A refusal has a status, a stable code for programs, a sentence for people that says what to do
+//! next, and the time after which to retry.
 
 use std::time::Duration;
 
@@ -8,32 +10,32 @@ use http::{HeaderValue, StatusCode, header};
 
 use crate::claim;
 
-/// A refusal by Berth itself, never by the engine.
+/// A refusal made by Berth itself, never by the engine.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{code}: {message}")]
 pub struct Refusal {
     /// HTTP status.
     pub status: StatusCode,
-    /// Stable, `snake_case`.
+    /// Stable code for programs, in `snake_case`.
     pub code: &'static str,
-    /// What was wrong and what to do.
+    /// What was wrong and what to do next.
     pub message: String,
-    /// When to try again, rounded up to seconds.
+    /// Time after which to retry, rounded up to seconds in the header.
     pub retry_after: Option<Duration>,
 }
 
 impl Refusal {
-    /// A refusal that stays one however often the request is sent.
+    /// Makes a refusal that a retry of the same request would get again.
     pub fn new(status: StatusCode, code: &'static str, message: impl Into<String>) -> Self {
         Self { status, code, message: message.into(), retry_after: None }
     }
 
-    /// 400.
+    /// Makes a refusal with status 400.
     pub fn bad_request(code: &'static str, message: impl Into<String>) -> Self {
         Self::new(StatusCode::BAD_REQUEST, code, message)
     }
 
-    /// Overload or a passing fault: the same request may pass after `after`.
+    /// Sets the time after which the same request may succeed, for overload or a temporary fault.
     #[must_use]
     pub fn retry_after(mut self, after: Duration) -> Self {
         self.retry_after = Some(after);

@@ -1,5 +1,7 @@
-//! An HTTP/1 server with the limits that an open port needs: header bytes, time to send a header,
-//! connections at once. Connections end gracefully when the process stops.
+//! An HTTP/1 server with the limits that an open port needs.
+//!
+//! Limited are the bytes of a header, the time to send a header, the time without progress of an
+//! answer, and the number of connections. Connections end gracefully when the process stops.
 
 use std::{sync::Arc, time::Duration};
 
@@ -15,22 +17,24 @@ use tracing::{debug, warn};
 
 use super::tasks::Tasks;
 
-/// Bytes of a request's line and headers; beyond it the answer is 431.
+/// Bytes of a request's line and headers; longer ones are answered with 431.
 pub const HEADER_BYTES_MAX: usize = 32 * 1024;
-/// Connections beside those with turns: probes, lists, idle clients, and whoever is to be told that
-/// there are too many turns.
+/// Connections beyond those with a turn: probes, lists, idle clients, and clients that are to get
+/// the refusal that there are too many turns.
 const CONNECTIONS_BESIDE: usize = 512;
-/// A client that takes longer to send its header is cut off.
+/// Time within which a client must send its header, or the connection is closed.
 const HEADER_TIME_MAX: Duration = Duration::from_secs(30);
-/// A client that takes nothing of its answer for so long is cut off: what it holds on to, a turn
-/// and its session's gate, is not its own.
+/// Time a client may read nothing of its answer before the connection is closed. Such a client
+/// keeps a turn and its session's gate occupied, which others need.
 const WRITE_STALL_MAX: Duration = Duration::from_secs(60);
-/// After a failed accept (out of file descriptors, say) the loop rests this long.
+/// Pause after a failed accept, for example when file descriptors ran out.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// Serves until the tasks are cancelled, then lets each connection finish its request. A connection
-/// has one turn at a time, so there are some more than turns may be: each costs about 40 KiB while
-/// it reads, and beyond them the backlog waits.
+/// Serves until the tasks are cancelled, then lets each connection finish its request.
+///
+/// A connection has at most one turn at a time, so the limit is `turns_max` plus a fixed number.
+/// Each connection costs about 40 KiB while it reads. Further connections wait in the listen
+/// backlog.
 pub async fn serve(listener: TcpListener, app: Router, turns_max: usize, tasks: Tasks) {
     let slots = Arc::new(Semaphore::new(turns_max.saturating_add(CONNECTIONS_BESIDE)));
     let token = tasks.token();
@@ -82,7 +86,7 @@ async fn accept(
 ) -> std::io::Result<(tokio::net::TcpStream, tokio::sync::OwnedSemaphorePermit)> {
     let slot = Arc::clone(slots).acquire_owned().await.expect("the semaphore is never closed");
     let (stream, _peer) = listener.accept().await?;
-    // Tokens are small writes that must not wait for an acknowledgement.
+    // Answers stream as small writes, one per token, which must not wait for an acknowledgement.
     stream.set_nodelay(true)?;
     Ok((stream, slot))
 }
@@ -99,7 +103,7 @@ mod tests {
 
     use super::*;
 
-    // Time stands still while anything moves, and jumps to the next timer when nothing does.
+    // Tokio's paused clock jumps to the next timer when no task can run.
     #[tokio::test(start_paused = true)]
     async fn a_client_that_stops_reading_loses_its_answer() {
         let dropped = CancellationToken::new();

@@ -4,10 +4,10 @@ use std::{fmt, path::Path};
 
 use serde::{Serialize, de::DeserializeOwned};
 
-/// Exit status for wrong settings: EX_USAGE.
+/// Exit status for invalid settings: EX_USAGE.
 pub const EXIT_USAGE: u8 = 64;
 
-/// All that is wrong with the settings, a sentence each; never empty.
+/// Everything that is wrong with the settings, one sentence each; never empty.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Problems(pub Vec<String>);
 
@@ -23,10 +23,10 @@ impl fmt::Display for Problems {
 
 impl std::error::Error for Problems {}
 
-/// Reads a flat settings struct whose keys all have defaults. Wrong keys are left at their defaults
-/// and reported, so that one run shows all of them.
+/// Reads a flat settings struct whose keys all have defaults.
 ///
-/// Returns the settings with what was wrong; the caller adds its own checks and then decides.
+/// Returns the settings and their problems. An invalid key keeps its default and is reported, so
+/// one run shows every problem. The caller adds its own checks and then decides.
 pub fn load<T: DeserializeOwned + Default>(path: Option<&Path>) -> (T, Vec<String>) {
     let Some(path) = path else { return (T::default(), vec![]) };
     match std::fs::read_to_string(path) {
@@ -35,7 +35,7 @@ pub fn load<T: DeserializeOwned + Default>(path: Option<&Path>) -> (T, Vec<Strin
     }
 }
 
-/// As [`load`], from text.
+/// Does the same as [`load`], from text.
 pub fn parse<T: DeserializeOwned + Default>(text: &str) -> (T, Vec<String>) {
     let table: toml::Table = match text.parse() {
         Ok(table) => table,
@@ -55,7 +55,7 @@ pub fn parse<T: DeserializeOwned + Default>(text: &str) -> (T, Vec<String>) {
     (settings, problems)
 }
 
-/// The effective settings, as shown by `/config`.
+/// Returns the effective settings as TOML, as `/config` shows them.
 pub fn show<T: Serialize>(settings: &T) -> String {
     toml::to_string(settings).expect("settings are flat: strings, numbers and lists")
 }

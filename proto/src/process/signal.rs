@@ -1,13 +1,13 @@
-//! Waiting for the operator's word to stop: SIGTERM from a supervisor, Ctrl-C from a person.
+//! Waits for a signal to stop: SIGTERM from a supervisor, or Ctrl-C.
 
 use std::future::Future;
 
 use tokio::signal::unix::{SignalKind, signal};
 
-/// A future that ends with the first signal. The handlers are set when this returns.
+/// Returns a future that ends with the first signal. The handlers are set before this returns.
 ///
 /// # Errors
-/// When the system takes no handlers.
+/// When the operating system rejects a handler.
 pub fn stop() -> std::io::Result<impl Future<Output = ()>> {
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;

@@ -1,5 +1,7 @@
-//! Tasks with names and policies. An *essential* task's end ends the process; any other task's end
-//! is nobody's business but its own. All of them hear the same cancellation.
+//! Tasks with names and policies.
+//!
+//! The end of an *essential* task ends the process. The end of any other task has no further
+//! effect. All tasks share one cancellation token.
 
 use std::{
     future::Future,
@@ -13,7 +15,7 @@ use std::{
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tracing::{error, warn};
 
-/// Spawns and remembers the tasks of one process.
+/// Spawns and tracks the tasks of one process.
 #[derive(Debug, Clone, Default)]
 pub struct Tasks {
     tracker: TaskTracker,
@@ -22,7 +24,7 @@ pub struct Tasks {
 }
 
 impl Tasks {
-    /// Runs a task whose end before shutdown, also by panic, cancels all others.
+    /// Runs a task that must not end before shutdown. Its end, also by panic, cancels all tasks.
     #[expect(clippy::disallowed_methods, reason = "this is the place that names tasks")]
     pub fn essential<F>(&self, name: &'static str, task: F)
     where
@@ -36,7 +38,7 @@ impl Tasks {
         tokio::spawn(tracked);
     }
 
-    /// Runs a task of one peer or one turn. It must end by itself or on [`Self::cancelled`].
+    /// Runs a task of one peer or one turn. The task must end on its own or on [`Self::cancelled`].
     #[expect(clippy::disallowed_methods, reason = "this is the place that names tasks")]
     pub fn spawn<F>(&self, task: F)
     where
@@ -45,7 +47,7 @@ impl Tasks {
         tokio::spawn(self.tracker.track_future(task));
     }
 
-    /// A token that ends when the process stops.
+    /// Returns a token that is cancelled when the process stops.
     #[must_use]
     pub fn token(&self) -> CancellationToken {
         self.cancel.clone()
@@ -74,7 +76,7 @@ impl Tasks {
     }
 }
 
-/// Dropped at a task's end, by return and by panic alike.
+/// Stops the process when dropped at a task's end, whether the task returned or panicked.
 struct EndsProcess {
     tasks: Tasks,
     name: &'static str,

@@ -1,4 +1,4 @@
-//! A device from the wire form and back. On the wire a text that isn't there is empty.
+//! Conversion of a device from and to the wire format. An absent text is empty on the wire.
 
 use super::{Device, Error, at_most, figure, impossible};
 use crate::v1;
@@ -38,7 +38,7 @@ impl TryFrom<v1::Device> for Device {
     }
 }
 
-/// A device's parts fit into their wholes.
+/// Checks that no part is larger than its whole.
 fn check(device: &Device) -> Result<(), Error> {
     let engine = device.engine_bytes.map(|figure| figure.value);
     for (field, part) in [
@@ -134,7 +134,7 @@ mod tests {
         }
     }
 
-    /// One lie told about an honest device.
+    /// Changes one thing in a valid device so that it becomes impossible.
     type Lie = fn(&mut Device);
 
     #[test]
