@@ -1,11 +1,13 @@
-//! The accountant: takes a private copy of the engine's books while the engine runs on, and says
-//! what is in it. The order of things is here; reading memory is the backend's, what is wrong is
-//! [`crate::audit`]'s, digests are [`crate::digest`]'s.
+//! The accountant: audits a private copy of a running engine's page tables and lists.
 //!
-//! An audit has three steps. [`Accountant::begin`], on the scheduler's thread between two steps,
-//! takes the cut and only enqueues. When [`Accountant::ready`], the caller reads the versions that
-//! its rows have *now*, on the same thread. [`Accountant::finish`], on any thread, drops the rows
-//! whose version is another: what was copied of the rest was not rewritten while it was copied.
+//! This module defines the order of the steps. The backend reads memory, [`crate::audit`] finds
+//! faults, and [`crate::digest`] compares digests.
+//!
+//! An audit has three steps. [`Accountant::begin`], called on the scheduler's thread between two
+//! steps of the engine, takes the snapshot and only enqueues device work. When
+//! [`Accountant::ready`] returns true, the caller reads the rows' *current* versions, on the same
+//! thread. [`Accountant::finish`], called on any thread, drops the rows whose version has changed;
+//! the copy of the other rows was not overwritten while it was made.
 
 mod backend;
 mod cut;
@@ -27,18 +29,20 @@ use crate::{
 use backend::{Backend, Counts, Layout};
 use std::collections::{BTreeMap, btree_map};
 
-/// Why there is no report.
+/// Why an audit has no report.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error(transparent)]
     Cut(#[from] CutError),
-    #[error("an audit is under way: finish or abandon it first")]
+    #[error("an audit is in progress: finish or abandon it first")]
     Busy,
-    #[error("no audit is under way: begin one first")]
+    #[error("no audit is in progress: begin one first")]
     Idle,
-    #[error("the copy was not seen ready: ask until it is, then read the versions, then finish")]
+    #[error("the copy is not ready: wait until `ready` is true, read the versions, then finish")]
     NotReady,
-    #[error("the device's counts are not those of its copy: report this, and don't trust it")]
+    #[error(
+        "the device's counts differ from a recount of its copy: don't trust them, report a bug"
+    )]
     Disagree,
     #[cfg(feature = "cuda")]
     #[error(transparent)]
@@ -65,10 +69,10 @@ impl std::fmt::Debug for Accountant {
     }
 }
 
-/// The audit under way.
+/// The audit in progress.
 #[derive(Debug)]
 struct Open {
-    /// In the order of the copy.
+    /// The live rows, in the order of the copy.
     rows: Vec<Planned>,
     keys: Vec<u64>,
     window: std::ops::Range<u32>,
@@ -82,21 +86,21 @@ struct Planned {
     live: LiveRow,
     version: u64,
     sealed_pages: u32,
-    /// `None` if unknown.
+    /// Pages of the row's prefix that the radix tree owns; `None` if unknown.
     protected_pages: Option<u32>,
 }
 
 impl Accountant {
-    /// Accounts on the host, by the scalar reference: for pools in host memory.
+    /// Makes an accountant for a pool in host memory; counts with the scalar reference.
     pub fn host(pool: Pool) -> Self {
         let backend = Box::new(host::Host::default());
         Self::over(pool, backend)
     }
 
-    /// Accounts on a CUDA device, by its kernels: for pools in its memory.
+    /// Makes an accountant for a pool in the memory of a CUDA device; counts with the kernels.
     ///
     /// # Errors
-    /// A device without room for the copy: 9 bytes for each page of the pool, about.
+    /// When the device has no room for the copy: about 9 bytes per page of the pool.
     #[cfg(feature = "cuda")]
     pub fn device(pool: Pool, device: crate::cuda::Device) -> Result<Self, Error> {
         let backend = Box::new(device::OnDevice::new(device, &pool)?);
@@ -112,16 +116,16 @@ impl Accountant {
         &self.pool
     }
 
-    /// Sessions of the audit under way; `None` when there is none.
+    /// Returns the number of sessions in the audit in progress; `None` if there is none.
     pub fn sessions(&self) -> Option<usize> {
         self.open.as_ref().map(|open| open.keys.len())
     }
 
-    /// Begins an audit: takes the private copy (on the host), or enqueues taking it behind all
-    /// that was enqueued on `stream` so far (on a device). Waits for nothing.
+    /// Begins an audit without waiting. On the host, this takes the private copy. On a device, this
+    /// enqueues the copy behind everything enqueued on `stream` so far.
     ///
     /// # Errors
-    /// A cut that is none of this pool, an audit under way, a failing device.
+    /// When the snapshot doesn't fit this pool, an audit is in progress, or the device fails.
     pub fn begin(&mut self, cut: &Cut<'_>, stream: Stream) -> Result<(), Error> {
         if self.open.is_some() {
             return Err(Error::Busy);
@@ -133,7 +137,7 @@ impl Accountant {
             window: open.window.clone(),
         };
         if let Err(error) = self.backend.copy(&self.pool, cut, &layout, stream) {
-            // The caller may do with its lists what it likes, so nothing may read them any more.
+            // After this error the caller may free its lists, so wait until nothing reads them.
             let _ = self.backend.settle();
             return Err(error);
         }
@@ -141,22 +145,24 @@ impl Accountant {
         Ok(())
     }
 
-    /// Has the copy been made? From then on the engine may do with its lists what it likes, once
-    /// [`Self::finish`] has returned.
+    /// Returns whether the private copy has been made. The engine must still keep its lists until
+    /// [`Self::finish`] has returned; after that, it may free or change them.
     ///
     /// # Errors
-    /// No audit, or a failing device.
+    /// When there is no audit, or the device fails.
     pub fn ready(&mut self) -> Result<bool, Error> {
         let open = self.open.as_mut().ok_or(Error::Idle)?;
         open.ready = open.ready || self.backend.copied()?;
         Ok(open.ready)
     }
 
-    /// Ends the audit, by the versions that the live rows have had since the copy was seen ready.
-    /// A row that is not among `now`, or there with another version, is left out and counted.
+    /// Ends the audit and returns its report. `now` lists the versions that the live rows had after
+    /// the copy was ready. A row that is not in `now`, or has another version there, is left out
+    /// and counted.
     ///
     /// # Errors
-    /// No audit, one not seen ready, or a failing device. But for one not ready, the audit is over.
+    /// When there is no audit, the copy is not ready, or the device fails. Except for a copy that
+    /// isn't ready, the audit is over.
     pub fn finish(&mut self, now: &[(u32, u64)]) -> Result<Report, Error> {
         if !self.open.as_ref().ok_or(Error::Idle)?.ready {
             return Err(Error::NotReady);
@@ -192,16 +198,16 @@ impl Accountant {
         Ok(report)
     }
 
-    /// Gives the audit under way up, if there is one: its copy is waited for and thrown away.
+    /// Abandons the audit in progress, if any: waits for its copy and discards it.
     ///
     /// # Errors
-    /// A failing device.
+    /// When the device fails.
     pub fn abandon(&mut self) -> Result<(), Error> {
         self.open = None;
         self.backend.settle()
     }
 
-    /// Lays out the copy and remembers what finishing needs.
+    /// Lays out the copy and returns the audit's state.
     fn plan(&mut self, cut: &Cut<'_>) -> Open {
         let shift = self.pool.shift();
         let pages = |tokens: u32| tokens.div_ceil(1 << shift);
@@ -234,7 +240,7 @@ impl Accountant {
         }
     }
 
-    /// Names what is wrong, if the counts say that something is.
+    /// Returns the findings. The copy is examined only if the counts show a fault.
     fn findings(
         &mut self,
         counts: &Counts,
@@ -256,7 +262,7 @@ impl Accountant {
         Ok(audit::findings(&books, kept, pages, scope))
     }
 
-    /// Compares the digests of those pages of the window whose rows did not move.
+    /// Compares the digests of those pages in the window whose rows did not change.
     fn settle(
         &mut self,
         open: &Open,
@@ -283,13 +289,13 @@ impl Accountant {
     }
 }
 
-/// Which rows have another version now, or none.
+/// Returns, for each planned row, whether its version changed or the row is gone.
 fn moved(rows: &[Planned], now: &[(u32, u64)]) -> Vec<bool> {
     let mut versions: BTreeMap<u32, Option<u64>> = BTreeMap::new();
     for &(row, version) in now {
         match versions.entry(row) {
             btree_map::Entry::Vacant(entry) => _ = entry.insert(Some(version)),
-            // A row with two versions has none that could be trusted.
+            // A row listed with two different versions has no trustworthy version.
             btree_map::Entry::Occupied(mut entry) if *entry.get() != Some(version) => {
                 entry.insert(None);
             }
@@ -311,7 +317,7 @@ fn kept(rows: &[Planned], moved: &[bool], shift: u32) -> Kept {
     kept
 }
 
-/// A line for each session that has rows, none of which moved.
+/// Returns an entry for each session that has rows, if none of them changed.
 fn sessions(
     rows: &[Planned],
     moved: &[bool],

@@ -1,9 +1,9 @@
-//! Findings: what is wrong in one copy of the engine's books, named. Pure, on the host, scalar.
+//! Findings: names the faults in a copy of the engine's lists. Pure, on the host, scalar.
 //!
-//! Counts come from the backend; only where they show that something is wrong, the copy itself
-//! comes here, is counted again by the scalar reference, and what is wrong gets names. What a cut
-//! can't answer can't be asked: a finding across rows and lists needs a [`Moment`], one about what
-//! nobody owns needs a [`Whole`].
+//! The backend counts. Only if its counts show a fault does the copy itself come here; it is then
+//! counted again by the scalar reference, and the faults get names. Types keep unanswerable
+//! questions from being asked: a finding across rows and lists needs a [`Moment`], a finding about
+//! pages without an owner needs a [`Whole`].
 
 use crate::{
     reference::{self, LiveRow, Marks, OWNER_SHARED, PAGE_BAD, PageSet},
@@ -11,16 +11,17 @@ use crate::{
 };
 use std::collections::BTreeSet;
 
-/// Proof that rows and lists are of one moment.
+/// Proof that rows and lists are from one moment.
 #[derive(Clone, Copy, Debug)]
 pub struct Moment(());
 
-/// Proof that besides no row moved: the copy is all of the engine's books.
+/// Proof that, in addition, no row changed: the copy is complete.
 #[derive(Clone, Copy, Debug)]
 pub struct Whole(());
 
 impl Scope {
-    /// What the caller promised about the cut, and whether rows moved since.
+    /// Returns the scope of a snapshot: `whole` is the caller's promise, `rows_moved` the number of
+    /// rows that changed since.
     pub fn of(whole: bool, rows_moved: usize) -> Self {
         match (whole, rows_moved) {
             (false, _) => Self::Partial,
@@ -38,7 +39,7 @@ impl Scope {
     }
 }
 
-/// How many there are, and the first of them.
+/// A number of faults, and the first few of them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Tally {
     pub count: u64,
@@ -54,18 +55,19 @@ impl Tally {
     }
 }
 
-/// A list of ids, as what it says: [`reference::slots_to_set`], and what was wrong by name.
+/// A list of ids as a set of pages ([`reference::slots_to_set`]), with the faults in the list.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Listed {
     pub set: PageSet,
-    /// Pages named again.
+    /// Pages that the list names more than once.
     pub repeated: Tally,
-    /// Ids that no list may hold: outside the pool, or of the padding page.
+    /// Ids that a list must not contain: outside the pool, or of the padding page.
     pub odd: Tally,
 }
 
 impl Listed {
-    /// A list of ids, `1 << shift` to a page: page ids where `shift` is 0, else token slots.
+    /// Reads a list of ids with `1 << shift` ids per page: page ids if `shift` is 0, else token
+    /// slots.
     pub fn of(ids: impl IntoIterator<Item = i64>, shift: u32, pages: u32) -> Self {
         let mut has = vec![false; pages as usize];
         let (mut repeated, mut odd, mut bad) = (Tally::default(), Tally::default(), 0);
@@ -76,7 +78,7 @@ impl Listed {
             }
             match place {
                 None => bad += 1,
-                // A page is named by its first slot.
+                // A page counts as named only by its first slot.
                 Some(has) if id & ((1 << shift) - 1) == 0 => {
                     if std::mem::replace(has, true) {
                         repeated.add(id >> shift);
@@ -89,24 +91,25 @@ impl Listed {
     }
 }
 
-/// A copy of the engine's books, as far as the cut gave them.
+/// A copy of the engine's lists, as far as the snapshot had them.
 #[derive(Clone, Debug, Default)]
 pub struct Books {
-    /// Page references of all rows.
+    /// Page references of all rows, one row after another.
     pub staged: Vec<u32>,
     pub free: Option<Listed>,
     pub tree: Option<Listed>,
 }
 
-/// The rows whose part of the copy is good.
+/// The rows whose part of the copy is valid.
 #[derive(Clone, Debug, Default)]
 pub struct Kept {
     pub rows: Vec<LiveRow>,
-    /// Of rows whose protected part is known, the rest of them. Empty when of none.
+    /// The unprotected parts of those rows whose protected part is known. Empty if there are none.
     pub own: Vec<LiveRow>,
 }
 
-/// The kinds that this cut answers, digests aside: what a quiet audit says there is none of.
+/// Returns the kinds of fault that a snapshot can show, digests aside. A sound audit reports 0 for
+/// each.
 pub fn kinds(scope: Scope, has_free: bool, has_tree: bool, has_own: bool) -> Vec<Kind> {
     let moment = scope.moment().is_some();
     let whole = scope.whole().is_some();
@@ -124,7 +127,7 @@ pub fn kinds(scope: Scope, has_free: bool, has_tree: bool, has_own: bool) -> Vec
     Kind::ALL.into_iter().filter(answered).collect()
 }
 
-/// What is wrong in the copy, of every kind that it answers.
+/// Returns the findings of every kind that the snapshot can show.
 pub fn findings(
     books: &Books,
     kept: &Kept,
@@ -137,12 +140,12 @@ pub fn findings(
     asked.into_iter().map(|kind| look.found(kind, scope)).collect()
 }
 
-/// A kind of which there is nothing.
+/// Returns a finding with count 0.
 pub fn none_of(kind: Kind) -> Found {
     Found { kind, count: 0, named: vec![] }
 }
 
-/// The pages that changed, with their sessions, as a finding.
+/// Returns the finding of changed pages; `pages` are pairs of page and session.
 pub fn changed(pages: &[(u32, u32)]) -> Found {
     let mut pages = pages.to_vec();
     pages.sort_unstable();
@@ -191,7 +194,7 @@ impl Look<'_> {
         Found { kind, count: tally.count, named }
     }
 
-    /// The sessions that hold the page of each.
+    /// Returns, for each named page, the sessions that hold it.
     fn holders(&self, kind: Kind, named: &[i64]) -> Vec<BTreeSet<u32>> {
         let mut holders = vec![BTreeSet::new(); named.len()];
         if named.is_empty() || matches!(kind, Kind::FreeEntry | Kind::TreeEntry) {
@@ -214,7 +217,7 @@ impl Look<'_> {
         self.pages(|page| self.marks.owner[page] == OWNER_SHARED && !has(&self.books.tree, page))
     }
 
-    /// Page 0 is the padding page: it is nobody's, and no leak.
+    /// Page 0 is the padding page: it has no owner and is not a leak.
     fn leaked(&self, _: Whole) -> Tally {
         let (free, tree) = (&self.books.free, &self.books.tree);
         let owned = |page| has(free, page) || has(tree, page) || self.marks.refcnt[page] > 0;

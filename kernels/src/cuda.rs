@@ -1,11 +1,11 @@
-//! Page accounting on a CUDA device: the kernels of `kernels/cuda/`, each as a method that only
-//! enqueues, and the memory they work on.
+//! Page accounting on a CUDA device: the kernels of `kernels/cuda/`, and the memory they work on.
 //!
-//! A [`Device`] retains its GPU's primary context (in an engine's process that is the engine's own)
-//! and works on a stream of its own, of the lowest priority. It decides nothing: what the answers
-//! mean is in [`mod@crate::reference`], and when a snapshot is sound is its caller's affair.
+//! Each kernel is a method that only enqueues. A [`Device`] retains its GPU's primary context (in
+//! an engine's process, the engine's own context) and works on its own stream of the lowest
+//! priority. This module decides nothing: [`mod@crate::reference`] defines what the results mean,
+//! and the caller decides when a snapshot is valid.
 //!
-//! Where there is no CUDA, [`missing`] says so; nothing here panics for the lack of it.
+//! Without CUDA, [`missing`] says why; no function here panics because CUDA is absent.
 
 mod account;
 mod driver;
@@ -29,42 +29,42 @@ use driver::Current;
 use rows::PAGE_SHIFT_MAX;
 use std::{ffi::CStr, ptr, sync::Arc, time::Duration};
 
-/// Threads that a device runs in step.
+/// Threads that a device executes in lockstep.
 const WARP: u32 = 32;
-/// Without it, an event takes the device's time, which costs.
+/// Flag of an event without a timestamp; taking the device's time has a cost.
 const UNTIMED: u32 = CUevent_flags_enum::CU_EVENT_DISABLE_TIMING as u32;
 
-/// What can go wrong on a device.
+/// Why an operation on a device failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error(transparent)]
     Missing(#[from] Missing),
     #[error("{call} answered {name} ({code})")]
     Driver { call: &'static str, code: u32, name: &'static str },
-    #[error("the kernel image is no whole fatbin: build it with kernels/cuda/build")]
+    #[error("the kernel image is not a complete fatbin: build it with kernels/cuda/build")]
     Image,
     #[error("the kernel image lacks {0}: build it anew with kernels/cuda/build")]
     Kernel(&'static str),
     #[error("{what}: {has} given, {limit} is the limit")]
     Size { what: &'static str, has: u64, limit: u64 },
-    #[error("{0} is not aligned to what it holds")]
+    #[error("{0} is misaligned")]
     Misaligned(&'static str),
     #[error("live rows overlap in the page list: lay them out first")]
     Layout,
-    #[error("the copy before is still under way: ask again when it is done")]
+    #[error("the previous copy is still in progress: try again when it is done")]
     InFlight,
     #[error("{0:#x} is mapped from handles, which CUDA IPC can't share: audit in the engine")]
     VmmBacked(u64),
 }
 
 impl Error {
-    /// Is it the driver's answer of this number?
+    /// Returns whether this is the driver's error `wanted`.
     fn is(&self, wanted: CUresult) -> bool {
         matches!(self, Error::Driver { code, .. } if *code == wanted as u32)
     }
 }
 
-/// `Err` where a size is over its limit.
+/// Returns an error if a size is over its limit.
 fn at_most(what: &'static str, has: u64, limit: u64) -> Result<(), Error> {
     if has > limit { Err(Error::Size { what, has, limit }) } else { Ok(()) }
 }
@@ -76,20 +76,20 @@ pub struct Device {
     shape: Shape,
 }
 
-/// What outlives a [`Device`] as long as memory or a mark of it does.
+/// The part of a [`Device`] that lives on while memory or a mark of the device exists.
 #[derive(Debug)]
 struct Shared {
     ordinal: u32,
     device: CUdevice,
     context: CUcontext,
-    /// Null until it is made; so is the module.
+    /// Null until the stream is created; the same holds for `module`.
     stream: CUstream,
     module: CUmodule,
     kernels: [CUfunction; launch::KERNELS.len()],
 }
 
-// SAFETY: the driver's handles may be used from any thread; `Shared` itself never changes after
-// `Device::open`, and every call makes its context current on the thread it is on.
+// SAFETY: the driver's handles may be used from any thread. `Shared` doesn't change after
+// `Device::open`, and every call makes its context current on the calling thread.
 unsafe impl Send for Shared {}
 // SAFETY: as above.
 unsafe impl Sync for Shared {}
@@ -102,16 +102,16 @@ impl Shared {
 
     fn synchronize(&self) -> Result<(), Error> {
         let _current = self.enter()?;
-        // SAFETY: the stream is ours and exists.
+        // SAFETY: the stream belongs to `self` and exists.
         unsafe { driver::cuStreamSynchronize(self.stream) }
     }
 }
 
 impl Drop for Shared {
     fn drop(&mut self) {
-        // Errors have no one to go to: a driver that is shutting down refuses all of this.
+        // Errors are ignored: a driver that is shutting down refuses all of these calls.
         if let Ok(_current) = self.enter() {
-            // SAFETY: ours, made in `open`; nothing that uses them is left, `self` being the last.
+            // SAFETY: created in `open`; `self` is the last owner, so nothing uses them any more.
             unsafe {
                 if !self.stream.is_null() {
                     let _ = driver::cuStreamSynchronize(self.stream);
@@ -128,7 +128,7 @@ impl Drop for Shared {
 }
 
 impl Device {
-    /// Takes the GPU of this CUDA ordinal, with the kernels from the fatbin `image`.
+    /// Opens the GPU with this CUDA ordinal, and loads the kernels from the fatbin `image`.
     pub fn open(ordinal: u32, image: &[u8]) -> Result<Device, Error> {
         if let Some(missing) = missing() {
             return Err(missing.into());
@@ -136,12 +136,12 @@ impl Device {
         check_fatbin(image)?;
         let wanted = i32::try_from(ordinal).unwrap_or(i32::MAX);
         let (mut device, mut context) = (0, ptr::null_mut());
-        // SAFETY: pointers to locals; the device is the one the driver gave.
+        // SAFETY: the pointers refer to locals; the device was returned by the driver.
         unsafe {
             driver::cuDeviceGet(&raw mut device, wanted)?;
             driver::cuDevicePrimaryCtxRetain(&raw mut context, device)?;
         }
-        // From here on `Drop` gives back what was taken.
+        // From here on, `Drop` releases everything acquired so far.
         let mut shared = Shared {
             ordinal,
             device,
@@ -153,7 +153,8 @@ impl Device {
         let current = shared.enter()?;
         let (mut least, mut greatest) = (0, 0);
         let flags = CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32;
-        // SAFETY: pointers into locals; the image was seen to be as long as it says.
+        // SAFETY: the pointers refer to locals; the image was checked to be as long as its header
+        // says.
         unsafe {
             driver::cuCtxGetStreamPriorityRange(&raw mut least, &raw mut greatest)?;
             driver::cuStreamCreateWithPriority(&raw mut shared.stream, flags, least)?;
@@ -166,73 +167,73 @@ impl Device {
         Ok(Device { shared: Arc::new(shared), shape: Shape::default() })
     }
 
-    /// The CUDA ordinal it was opened by; NVML counts differently.
+    /// Returns the CUDA ordinal of the GPU; NVML numbers GPUs differently.
     pub fn ordinal(&self) -> u32 {
         self.shared.ordinal
     }
 
-    /// The GPU's UUID, the name it shares with NVML.
+    /// Returns the GPU's UUID, which NVML uses too.
     pub fn uuid(&self) -> Result<[u8; 16], Error> {
         let mut uuid = CUuuid { bytes: [0; 16] };
-        // SAFETY: a pointer to a local, and the device that `open` got.
+        // SAFETY: the pointer refers to a local; `open` got the device from the driver.
         unsafe { driver::cuDeviceGetUuid_v2(&raw mut uuid, self.shared.device)? };
         Ok(uuid.bytes.map(i8::cast_unsigned))
     }
 
-    /// The stream that everything here is enqueued on, as the driver's handle.
+    /// Returns the driver's handle of the stream on which everything is enqueued.
     pub fn stream(&self) -> u64 {
         self.shared.stream as u64
     }
 
-    /// How launches are cut from here on. No answer depends on it.
+    /// Sets the shape of later launches. Results don't depend on it.
     pub fn set_shape(&mut self, shape: Shape) {
         self.shape = shape;
     }
 
-    /// Makes all that is enqueued here later wait for what `stream` was given until now.
+    /// Makes all work enqueued here later wait for the work that `stream` has been given so far.
     ///
     /// # Safety
-    /// `stream` is a stream of this GPU's primary context, or 0 for its default stream.
+    /// `stream` must be a stream of this GPU's primary context, or 0 for its default stream.
     pub unsafe fn wait_for(&self, stream: u64) -> Result<(), Error> {
         let _current = self.shared.enter()?;
-        // SAFETY: the caller's stream exists. An event made for one wait is never recorded anew by
-        // another thread in between; the driver keeps it until the wait is over.
+        // SAFETY: the caller's stream exists. The event is used for this wait only, so no other
+        // thread records it again; the driver keeps it until the wait is over.
         unsafe {
             let mark = Mark::on(&self.shared, stream as CUstream, UNTIMED)?;
             driver::cuStreamWaitEvent(self.shared.stream, mark.event, 0)
         }
     }
 
-    /// Marks this point of the stream's work.
+    /// Marks the current end of the stream's work.
     pub fn record(&self) -> Result<Mark, Error> {
-        // SAFETY: the stream is ours and exists.
+        // SAFETY: the stream belongs to `self` and exists.
         unsafe { Mark::on(&self.shared, self.shared.stream, UNTIMED) }
     }
 
-    /// As [`Device::record`], and the device notes the time: for measuring.
+    /// Does the same as [`Device::record`], and the device notes the time, for measuring.
     pub fn record_timed(&self) -> Result<Mark, Error> {
-        // SAFETY: the stream is ours and exists.
+        // SAFETY: the stream belongs to `self` and exists.
         unsafe { Mark::on(&self.shared, self.shared.stream, 0) }
     }
 
-    /// Waits until everything enqueued is done, and shows its errors.
+    /// Waits until everything enqueued is done, and returns its errors.
     pub fn synchronize(&self) -> Result<(), Error> {
         self.shared.synchronize()
     }
 
-    /// Has `stream` write `value` to `address`, in the order of its work.
+    /// Makes `stream` write `value` to `address`, in the order of its work.
     ///
     /// # Safety
-    /// `stream` is a stream of this GPU's primary context or 0. `address` is the device address of
-    /// 8 aligned bytes which stay there until the write is done.
+    /// `stream` must be a stream of this GPU's primary context, or 0. `address` must be the device
+    /// address of 8 aligned bytes that stay valid until the write is done.
     pub unsafe fn write_value(&self, stream: u64, address: u64, value: u64) -> Result<(), Error> {
         let _current = self.shared.enter()?;
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { driver::cuStreamWriteValue64_v2(stream as CUstream, address, value, 0) }
     }
 }
 
-/// A point in a stream's work.
+/// A point in a stream's work, recorded as an event.
 #[derive(Debug)]
 pub struct Mark {
     shared: Arc<Shared>,
@@ -241,16 +242,16 @@ pub struct Mark {
 
 // SAFETY: events may be used from any thread.
 unsafe impl Send for Mark {}
-// SAFETY: as above; asking changes nothing.
+// SAFETY: as above; querying an event doesn't change it.
 unsafe impl Sync for Mark {}
 
 impl Mark {
     /// # Safety
-    /// The stream exists, in the context of `shared`.
+    /// The stream must exist in the context of `shared`.
     unsafe fn on(shared: &Arc<Shared>, stream: CUstream, flags: u32) -> Result<Mark, Error> {
         let _current = shared.enter()?;
         let mut event = ptr::null_mut();
-        // SAFETY: a pointer to a local; the caller's stream exists.
+        // SAFETY: the pointer refers to a local; the caller's stream exists.
         unsafe {
             driver::cuEventCreate(&raw mut event, flags)?;
             let mark = Mark { shared: Arc::clone(shared), event };
@@ -259,7 +260,8 @@ impl Mark {
         }
     }
 
-    /// Is everything up to here done? Shows the errors of that work.
+    /// Returns whether everything enqueued before this mark is done; returns the errors of that
+    /// work.
     pub fn done(&self) -> Result<bool, Error> {
         let _current = self.shared.enter()?;
         // SAFETY: the event exists until `self` is dropped.
@@ -270,11 +272,11 @@ impl Mark {
         }
     }
 
-    /// The device's time from `earlier` to here. Both are timed, and done.
+    /// Returns the device's time between `earlier` and this mark. Both must be timed and done.
     pub fn since(&self, earlier: &Mark) -> Result<Duration, Error> {
         let _current = self.shared.enter()?;
         let mut ms = 0.0;
-        // SAFETY: a pointer to a local; both events exist.
+        // SAFETY: the pointer refers to a local; both events exist.
         unsafe { driver::cuEventElapsedTime_v2(&raw mut ms, earlier.event, self.event)? };
         Ok(Duration::try_from_secs_f32(ms / 1e3).unwrap_or_default())
     }
@@ -283,13 +285,14 @@ impl Mark {
 impl Drop for Mark {
     fn drop(&mut self) {
         if let Ok(_current) = self.shared.enter() {
-            // SAFETY: made once, destroyed once; the driver ends it when the work is through.
+            // SAFETY: created once, destroyed once; the driver frees the event when its work is
+            // done.
             let _ = unsafe { driver::cuEventDestroy_v2(self.event) };
         }
     }
 }
 
-/// A fatbin says how long it is; the driver believes it, so it must be true.
+/// Checks that the image is as long as its header says, because the driver trusts the header.
 fn check_fatbin(image: &[u8]) -> Result<(), Error> {
     const MAGIC: u32 = 0xBA55_ED50;
     let field = |at: usize, bytes: usize| {
@@ -304,7 +307,7 @@ fn check_fatbin(image: &[u8]) -> Result<(), Error> {
 
 fn function(module: CUmodule, name: &'static CStr) -> Result<CUfunction, Error> {
     let mut function = ptr::null_mut();
-    // SAFETY: the module is loaded, and the name ends with a zero.
+    // SAFETY: the module is loaded, and the name is NUL-terminated.
     match unsafe { driver::cuModuleGetFunction(&raw mut function, module, name.as_ptr()) } {
         Ok(()) => Ok(function),
         Err(error) if error.is(CUresult::CUDA_ERROR_NOT_FOUND) => {

@@ -1,10 +1,10 @@
-//! Which sealed pages an audit digests, and what their digests say: pure, bounded, no reading.
+//! Selects the sealed pages that an audit digests, and compares their digests. Pure and bounded.
 //!
-//! A sealed page must keep its bytes as long as its session keeps its key. An audit looks at a
-//! window of them; the window goes round, so that every page is looked at in time. Digests are
-//! remembered by (key, page) until the key is gone. When there is no more place, a page that was
-//! compared gives its place to one that never was: also pools larger than the memory are covered,
-//! part by part.
+//! A sealed page must keep its bytes while its session keeps its key. Each audit digests a window
+//! of the sealed pages. The window rotates, so every page is digested in time. Digests are
+//! remembered by (key, page) until the key is gone. If the memory is full, a page that was compared
+//! gives up its entry to a page that never was, so pools larger than the memory are covered part by
+//! part.
 
 use crate::report::Digests;
 use std::{
@@ -12,25 +12,26 @@ use std::{
     ops::Range,
 };
 
-/// Pages remembered by default: 65,536 entries of about 60 bytes are 4 MiB.
+/// Default number of remembered pages: 65,536 entries of about 60 bytes are 4 MiB.
 pub const REMEMBERED_MAX: usize = 1 << 16;
 
-/// A row, as far as digests care.
+/// The parts of a row that matter for digests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SealedRow {
     pub key: u64,
     pub row: u32,
-    /// All its pages, and how many of them, from the front, are sealed.
+    /// Number of the row's pages, and how many of them, from the front, are sealed.
     pub pages: u32,
     pub sealed: u32,
 }
 
-/// The order in which rows are laid out, so that the window is one stretch of page references.
+/// The order of rows in the copy, chosen so that the window is one contiguous range of page
+/// references.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Layout {
-    /// Indexes of the rows given.
+    /// Indexes of the given rows.
     pub order: Vec<usize>,
-    /// The references to digest, counted over the rows in that order.
+    /// The page references to digest, counted over the rows in `order`.
     pub window: Range<u32>,
 }
 
@@ -54,19 +55,20 @@ struct Known {
 pub struct Memory {
     known: BTreeMap<(u64, u32), Known>,
     known_max: usize,
-    /// Those of `known` that were compared, in the order of it: the first gives its place first.
+    /// Keys of `known` that were compared, oldest comparison first; the first gives up its entry
+    /// first.
     compared: VecDeque<(u64, u32)>,
-    /// Where the next window begins: key, row, page of the row.
+    /// Where the next window begins: key, row, page within the row.
     next: (u64, u32, u32),
 }
 
 impl Memory {
-    /// Remembers up to `known_max` pages.
+    /// Makes a memory for up to `known_max` pages.
     pub fn new(known_max: usize) -> Self {
         Self { known: BTreeMap::new(), known_max, compared: VecDeque::new(), next: (0, 0, 0) }
     }
 
-    /// Lays the rows out, those of the next window first, and moves on by that window.
+    /// Lays out the rows, those of the next window first, and moves the window on.
     pub fn plan(&mut self, rows: &[SealedRow], pages_max: u32) -> Layout {
         let sealed = |&at: &usize| rows[at].sealed > 0 && pages_max > 0;
         let (mut order, rest): (Vec<_>, Vec<_>) = (0..rows.len()).partition(sealed);
@@ -91,7 +93,7 @@ impl Memory {
         layout
     }
 
-    /// Sets where the next window begins, and returns where this one ends.
+    /// Sets where the next window begins, and returns where this window ends.
     fn advance<'a>(
         &mut self,
         rows: impl Iterator<Item = &'a SealedRow>,
@@ -111,8 +113,8 @@ impl Memory {
         end
     }
 
-    /// Compares what was digested with what is remembered, and forgets sessions without a key
-    /// among `keys`. The second value names the pages that changed, and their sessions.
+    /// Compares new digests with the remembered ones, and forgets sessions whose key is not in
+    /// `keys`. Also returns each changed page with its session.
     pub fn settle(
         &mut self,
         keys: &[u64],
@@ -135,8 +137,8 @@ impl Memory {
                 if known.digest != digest {
                     changed.push((page, session));
                 }
-                // What was first seen stays: a change is told until its session is gone, since not
-                // all can be named at once.
+                // The first digest stays: a change is reported until its session is gone, because
+                // one report can't name all changes.
                 let again = std::mem::replace(&mut known.compared, true);
                 if !again {
                     self.compared.push_back(id);
@@ -160,7 +162,7 @@ impl Memory {
         self.known.len() < self.known_max
     }
 
-    /// Panics unless it is within its bound, and the queue holds just what was compared.
+    /// Panics if the memory exceeds its bound, or the queue differs from the compared entries.
     pub fn check_invariants(&self) {
         if cfg!(debug_assertions) {
             assert!(self.known.len() <= self.known_max);
@@ -178,7 +180,7 @@ mod tests {
         SealedRow { key, row: u32::try_from(key).unwrap(), pages: pages + 1, sealed: pages }
     }
 
-    /// Plays one audit of pages whose digest `content` tells.
+    /// Runs one audit of pages whose digests are given by `content`.
     fn audit(
         memory: &mut Memory,
         rows: &[SealedRow],
@@ -227,7 +229,7 @@ mod tests {
         for changed_page in [1003, 5005, 10009] {
             let mut memory = Memory::new(25);
             let mut found = vec![];
-            // Each round through the pool compares the 25 pages that the round before took up.
+            // Each round through the pool compares the 25 pages that the round before remembered.
             for round in 0..40 {
                 let content = |_, p| u64::from(p) + if p == changed_page { round } else { 0 };
                 let (digests, changed) = audit(&mut memory, &rows, 110, content);
@@ -243,7 +245,7 @@ mod tests {
     fn a_new_key_forgets() {
         let mut memory = Memory::new(100);
         audit(&mut memory, &[row(1, 3), row(2, 3)], 100, |_, _| 7);
-        // The row of key 1 was made anew, as key 5; the page numbers differ in content.
+        // Key 5 replaces key 1 in the same row; its pages have the same numbers and other content.
         let mut again = row(1, 3);
         again.key = 5;
         let (digests, changed) = audit(&mut memory, &[again, row(2, 3)], 100, |_, _| 7);

@@ -1,12 +1,14 @@
-//! Page accounting of a paged KV pool, by identity instead of by count.
+//! Page accounting of a paged KV pool: which pages are owned by whom, not only how many.
 //!
-//! Counts cannot tell a page owned twice from a page owned by nobody; this crate can. The scalar
-//! [`mod@reference`] is the meaning of every kernel and the oracle that device code is held to;
-//! with feature `cuda`, `cuda` runs the kernels on a device. What is out of range is counted, never
-//! followed. [`account`] audits a running engine's pool with them: a private copy, the findings in
-//! it by [`audit`], digests of what must not change by [`digest`], all told as a [`report`]. Where
-//! the auditor is another process, a [`table`] in shared memory tells it the rows, and `ipc` reads
-//! what they name.
+//! Counts can't tell a page with two owners from a page without an owner; this crate can. The
+//! scalar [`mod@reference`] defines what every kernel computes, and device code is tested against
+//! it. With feature `cuda`, the module `cuda` runs the kernels on a device. Out-of-range values are
+//! counted and never used as an index or address.
+//!
+//! [`account`] audits the pool of a running engine: it takes a private copy, [`audit`] names the
+//! faults in the copy, [`digest`] compares digests of pages that must not change, and a [`report`]
+//! holds the result. If the auditor is another process, a [`table`] in shared memory tells it the
+//! rows, and `ipc` reads the pages that those rows name.
 
 pub mod account;
 #[forbid(unsafe_code)]

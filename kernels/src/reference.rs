@@ -1,37 +1,37 @@
-//! The scalar reference of page accounting: what each kernel means, one function per kernel.
+//! The scalar reference of page accounting: one function per kernel defines what it computes.
 //!
-//! All arithmetic is integer and independent of order, so an answer of other hardware must be
+//! All arithmetic is on integers and independent of order, so results of any hardware must be
 //! bit-equal. Page 0 is the engine's padding page: no live row may name it, and it is never free.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Stands in a gathered page list for an entry that failed its bounds check.
+/// Marks an entry of the gathered page list that failed its bounds check.
 pub const PAGE_BAD: u32 = u32::MAX;
-/// Owner of a page that no live row names.
+/// Owner of a page that no live row references.
 pub const OWNER_NONE: u32 = u32::MAX;
-/// Owner of a page that rows of more than one session name.
+/// Owner of a page that rows of more than one session reference.
 pub const OWNER_SHARED: u32 = u32::MAX - 1;
 
-/// One live row of `req_to_token`: its first `len` tokens belong to `session`.
+/// One live row of `req_to_token`; its first `len` tokens belong to `session`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct LiveRow {
     pub row: u32,
     pub len: u32,
     pub session: u32,
-    /// The row's first entry in the gathered page list.
+    /// Index of the row's first entry in the gathered page list.
     pub out_off: u32,
 }
 
 impl LiveRow {
-    /// Pages that its tokens reach into.
+    /// Returns the number of pages that the row's tokens occupy.
     pub fn pages(&self, page_shift: u32) -> u32 {
         let pages = u64::from(self.len).div_ceil(1 << page_shift);
         u32::try_from(pages).expect("a row has no more pages than tokens")
     }
 }
 
-/// Gives every row its place in the gathered page list, one after another: answers its length.
+/// Places the rows one after another in the gathered page list; returns the list's length.
 pub fn lay_out(rows: &mut [LiveRow], page_shift: u32) -> u64 {
     let mut refs = 0;
     for row in rows {
@@ -41,21 +41,22 @@ pub fn lay_out(rows: &mut [LiveRow], page_shift: u32) -> u64 {
     refs
 }
 
-/// What [`session`] answers for one session, in pages unless named otherwise.
+/// The result of [`session`] for one session, in pages unless a field says otherwise.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct SessionPages {
-    /// Page references of its rows.
+    /// Page references of the session's rows.
     pub refs: u64,
-    /// Pages that no other session references.
+    /// Unique set size: pages that no other session references.
     pub uss: u64,
-    /// Its proportional share, in units of 2^-32 page.
+    /// Proportional set size: the session's share of its pages, in units of 2^-32 page.
     pub pss_q32: u64,
-    /// Contiguous page runs: transfer descriptors if the session moved.
+    /// Contiguous runs of pages: the number of transfer descriptors to move the session.
     pub runs: u64,
-    /// Token slots allocated past the end of its rows.
+    /// Token slots allocated beyond the end of the session's rows.
     pub tail_tokens: u64,
-    /// Pages that closing it would free: its own alone, and not in the tree.
+    /// Pages that closing the session would free: referenced by no other session, not in the radix
+    /// tree.
     pub freed: u64,
 }
 
@@ -67,53 +68,54 @@ pub struct Marks {
 }
 
 impl Marks {
-    /// Distinct pages that live rows hold.
+    /// Returns the number of distinct pages that live rows hold.
     pub fn held_pages(&self) -> u64 {
         self.refcnt.iter().filter(|&&n| n > 0).count() as u64
     }
 
-    /// Pages that rows of more than one session hold.
+    /// Returns the number of pages that rows of more than one session hold.
     pub fn shared_pages(&self) -> u64 {
         self.owner.iter().filter(|&&o| o == OWNER_SHARED).count() as u64
     }
 
-    /// Shared pages that the tree doesn't have. Sharing goes through the tree, so each is an alarm.
+    /// Returns the number of shared pages outside the tree. Sessions share pages only through the
+    /// tree, so each of these is a fault.
     pub fn aliased_pages(&self, tree: &PageSet) -> u64 {
         let owners = self.owner.iter().zip(&tree.has);
         owners.filter(|&(&owner, &treed)| owner == OWNER_SHARED && !treed).count() as u64
     }
 }
 
-/// A set of pages made from a list, and what was wrong with the list.
+/// A set of pages made from a list, and the number of faults in the list.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PageSet {
     pub has: Vec<bool>,
-    /// Entries that named a page already named: in a free list, double frees.
+    /// Entries that name a page again: in a free list, double frees.
     pub duplicates: u64,
     /// Entries outside the pool.
     pub bad: u64,
 }
 
 impl PageSet {
-    /// Contiguous runs of its pages.
+    /// Returns the number of contiguous runs of pages in the set.
     pub fn runs(&self) -> u64 {
         let before = std::iter::once(&false).chain(&self.has);
         self.has.iter().zip(before).filter(|&(&has, &before)| has && !before).count() as u64
     }
 }
 
-/// Pages by (free, referenced by a row, in the tree).
+/// Pages by class: free or not, referenced by a row or not, in the radix tree or not.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Classes {
-    /// Owned by nobody; 1 in a sound pool, the padding page.
+    /// Without an owner; 1 in a sound pool: the padding page.
     pub leaked: u64,
     pub free: u64,
-    /// Referenced by rows only.
+    /// Referenced by rows and not in the radix tree.
     pub private: u64,
-    /// In the tree only.
+    /// Only in the radix tree.
     pub cached: u64,
     pub cached_in_use: u64,
-    /// Free and at once referenced or in the tree.
+    /// Free and at the same time referenced or in the tree.
     pub corrupt: u64,
 }
 
@@ -124,10 +126,10 @@ impl From<[u64; 8]> for Classes {
     }
 }
 
-/// `kv_gather_pages`: the page ids of live rows, one token slot read per page.
+/// `kv_gather_pages`: copies the page ids of live rows, reading one token slot per page.
 ///
 /// `r2t` is `req_to_token` with `ld` entries per row. A slot must be positive, page-aligned and
-/// inside the pool, else its page is [`PAGE_BAD`]; the second value counts those.
+/// inside the pool; otherwise its page is [`PAGE_BAD`]. The second value counts such slots.
 pub fn gather_pages(
     r2t: &[i32],
     ld: usize,
@@ -152,7 +154,7 @@ pub fn gather_pages(
     (staged, bad)
 }
 
-/// `kv_mark`: how many references each page has, and whose it is (none < session < shared).
+/// `kv_mark`: returns each page's reference count and owner (ordered none < session < shared).
 pub fn mark(rows: &[LiveRow], staged: &[u32], page_shift: u32, npages: u32) -> Marks {
     let mut refcnt = vec![0; npages as usize];
     let mut owner = vec![OWNER_NONE; npages as usize];
@@ -171,8 +173,8 @@ pub fn mark(rows: &[LiveRow], staged: &[u32], page_shift: u32, npages: u32) -> M
     Marks { refcnt, owner }
 }
 
-/// `kv_session`: what each session holds, by session. Without the tree, all of its own pages count
-/// as freed by a close: an upper bound.
+/// `kv_session`: returns the pages of each session, by session number. Without the tree, all of a
+/// session's exclusive pages count as freed by a close, which is an upper bound.
 pub fn session(
     rows: &[LiveRow],
     staged: &[u32],
@@ -202,13 +204,13 @@ pub fn session(
     out
 }
 
-/// `kv_list_to_bitmap` for page ids: a list as a set.
+/// `kv_list_to_bitmap` for page ids: returns a list as a set.
 pub fn list_to_set(ids: impl IntoIterator<Item = u32>, npages: u32) -> PageSet {
     slots_to_set(ids.into_iter().map(i64::from), 0, npages)
 }
 
-/// `kv_list_to_bitmap`: a list of token slots as a set of pages. A page is named by its first slot;
-/// its other slots only have to lie in the pool. With a shift of 0 slots and pages are the same.
+/// `kv_list_to_bitmap`: returns a list of token slots as a set of pages. A page is named by its
+/// first slot; its other slots must only be inside the pool. If `page_shift` is 0, slots are pages.
 pub fn slots_to_set(slots: impl IntoIterator<Item = i64>, page_shift: u32, npages: u32) -> PageSet {
     let mut set = PageSet { has: vec![false; npages as usize], duplicates: 0, bad: 0 };
     for slot in slots {
@@ -224,7 +226,8 @@ pub fn slots_to_set(slots: impl IntoIterator<Item = i64>, page_shift: u32, npage
     set
 }
 
-/// `kv_classify`: pages by class, whose number is three bits: free, referenced, in the tree.
+/// `kv_classify`: counts pages by class. A class number has three bits: free, referenced, in the
+/// tree.
 pub fn class_counts(free: &PageSet, marks: &Marks, tree: &PageSet) -> [u64; 8] {
     let mut counts = [0; 8];
     for (page, &refcnt) in marks.refcnt.iter().enumerate() {
@@ -234,22 +237,23 @@ pub fn class_counts(free: &PageSet, marks: &Marks, tree: &PageSet) -> [u64; 8] {
     counts
 }
 
-/// As [`class_counts`], by name.
+/// Does the same as [`class_counts`], with named classes.
 pub fn classify(free: &PageSet, marks: &Marks, tree: &PageSet) -> Classes {
     class_counts(free, marks, tree).into()
 }
 
-/// One of a pool's KV buffers: its bytes, and those of one page of it (a multiple of 16).
+/// One KV buffer of a pool: all its bytes, and the bytes per page (a multiple of 16).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KvBytes<'a> {
     pub bytes: &'a [u8],
     pub page_bytes: usize,
 }
 
-/// `kv_page_digest`: a digest of each page over all buffers; 0 for a page that lies outside.
+/// `kv_page_digest`: returns a digest of each page over all buffers; 0 for a page outside the pool.
 ///
-/// Each 64-bit word is keyed by its buffer and its place in the page, mixed, and added: the order
-/// of adding doesn't matter, that of words and buffers does. It finds accidents, not forgeries.
+/// Each 64-bit word is mixed with its buffer number and its place in the page, and the results are
+/// added. So the order of adding doesn't matter, and the order of words and buffers does. The
+/// digest finds accidental changes, not forged ones.
 pub fn page_digest(buffers: &[KvBytes<'_>], pages: &[u32]) -> Vec<u64> {
     pages.iter().map(|&page| one_digest(buffers, page as usize).unwrap_or(0)).collect()
 }
@@ -268,7 +272,7 @@ fn one_digest(buffers: &[KvBytes<'_>], page: usize) -> Option<u64> {
     Some(sum)
 }
 
-/// Spreads every bit of a word over all of them (the finalizer of splitmix64).
+/// Mixes a word so that every input bit affects every output bit (the finalizer of splitmix64).
 fn mix(mut word: u64) -> u64 {
     word = (word ^ word >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     word = (word ^ word >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -284,7 +288,8 @@ fn row_pages<'a>(row: &LiveRow, staged: &'a [u32], page_shift: u32) -> &'a [u32]
 mod tests {
     use super::*;
 
-    /// Rows of 4-token pages, given as (session, tokens, pages).
+    /// Builds a table, its stride and its live rows, with 4-token pages, from (session, tokens,
+    /// pages).
     fn pool(rows: &[(u32, u32, &[u32])]) -> (Vec<i32>, usize, Vec<LiveRow>) {
         let ld = 64;
         let mut r2t = vec![0; ld * rows.len()];
@@ -388,7 +393,7 @@ mod tests {
         assert_eq!(gather_pages(&[], 0, &[], 0, 0), (vec![], 0));
     }
 
-    /// The figures were computed apart from this code.
+    /// The expected digests were computed by a separate program.
     #[test]
     fn digests_are_these_figures() {
         let (one, two): (Vec<u8>, Vec<u8>) = ((0..96).collect(), (0..64).rev().collect());
@@ -400,7 +405,7 @@ mod tests {
         assert_eq!(page_digest(&[], &[3]), [0]);
     }
 
-    /// Every law at once on pools made by a small generator; a failure names its seed.
+    /// Checks all invariants on random pools; a failure names its seed.
     #[test]
     fn laws_hold_on_random_pools() {
         for seed in 0..500u32 {

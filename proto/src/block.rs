@@ -6,7 +6,6 @@
 //! A block is 64 tokens, or one page of the engine if its pages are larger. A block's hash is
 //! chained over everything before the block, so one hash identifies a whole prefix:
 //!
-//!
 //! ```text
 //! root     = xxh3(version ‖ tokens per block: u32 ‖ lora ‖ namespace ‖ cache salt)
 //! local(b) = Σ token i × K[i], modulo 2^64; K[i] is the i-th output of SplitMix64 with bit 0 set
@@ -119,7 +118,6 @@ pub struct BlockTokens(u32);
 
 impl BlockTokens {
     /// Returns the block size for an engine's page size in tokens.
-    ///
     ///
     /// # Errors
     /// When the page is empty or larger than [`BLOCK_TOKENS_MAX`].

@@ -1,4 +1,6 @@
-//! What accounting asks of the place where the pool lies: copy, then count in the copy.
+//! The interface between the accountant and the memory that holds the pool.
+//!
+//! A backend makes the private copy and counts in it.
 
 use super::{Error, Pool, Stream, cut::Cut};
 use crate::{
@@ -8,18 +10,18 @@ use crate::{
 };
 use std::ops::Range;
 
-/// How the copy is laid out.
+/// The layout of the private copy.
 #[derive(Clone, Debug)]
 pub(super) struct Layout {
-    /// One behind the other in the copy.
+    /// The live rows, placed one behind the other in the copy.
     pub rows: Vec<LiveRow>,
-    /// The references whose pages are digested.
+    /// Range of the page references whose pages are digested.
     pub window: Range<u32>,
 }
 
-/// Memory of one kind, and the code that counts there.
+/// Access to the pool's memory, host or device, and the code that counts there.
 pub(super) trait Backend: Send {
-    /// Makes the private copy and the window's digests, or enqueues that behind `stream`.
+    /// Makes the private copy and the window's digests, or enqueues that work behind `stream`.
     fn copy(
         &mut self,
         pool: &Pool,
@@ -28,44 +30,46 @@ pub(super) trait Backend: Send {
         stream: Stream,
     ) -> Result<(), Error>;
 
-    /// Is the copy made?
+    /// Returns whether the private copy has been made.
     fn copied(&mut self) -> Result<bool, Error>;
 
-    /// Waits for whatever was enqueued.
+    /// Waits for everything that was enqueued.
     fn settle(&mut self) -> Result<(), Error>;
 
-    /// Counts in the copy, over the rows kept.
+    /// Counts in the private copy, over the kept rows only.
     fn count(&mut self, pool: &Pool, kept: &Kept) -> Result<Counts, Error>;
 
-    /// The copy itself: asked for only when something is wrong.
+    /// Returns the private copy itself; called only if the counts show a fault.
     fn books(&mut self, pool: &Pool) -> Result<Books, Error>;
 
-    /// Page and digest of each reference in the window.
+    /// Returns page and digest of each page reference in the window.
     fn window(&mut self) -> Result<Vec<(u32, u64)>, Error>;
 }
 
-/// What was counted in one copy. A list that was not given counts as empty.
+/// The counts of one private copy. A list that the snapshot lacks counts as empty.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Counts {
-    /// By number, as far as there are rows.
+    /// Pages of each session, indexed by session number; sessions above the last with rows are left
+    /// out.
     pub sessions: Vec<SessionPages>,
-    /// By number; see [`reference::class_counts`].
+    /// Pages of each class, indexed by class number; see [`reference::class_counts`].
     pub classes: [u64; 8],
-    /// As `classes`, but only what rows hold behind their protected part is referenced.
+    /// As `classes`, but only pages that rows hold outside their protected part count as
+    /// referenced.
     pub own_classes: [u64; 8],
-    /// Pages of several sessions, outside the tree.
+    /// Pages outside the radix tree that several sessions hold.
     pub aliased: u64,
     pub free_runs: u64,
     pub free: Option<ListCount>,
     pub tree: Option<ListCount>,
 }
 
-/// What is wrong with the free lists, or with the tree's.
+/// Faults in the free lists, or in the radix tree's list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ListCount {
     pub duplicates: u64,
     pub bad: u64,
-    /// Does it name the padding page?
+    /// Whether the list names the padding page.
     pub padding: bool,
 }
 
@@ -81,7 +85,7 @@ impl ListCount {
 }
 
 impl Counts {
-    /// Counts by the scalar reference.
+    /// Counts with the scalar reference.
     pub(super) fn scalar(books: &Books, kept: &Kept, pool: &Pool) -> Self {
         let (npages, shift) = (pool.pages(), pool.shift());
         let marked = |rows: &[LiveRow]| reference::mark(rows, &books.staged, shift, npages);
@@ -102,12 +106,12 @@ impl Counts {
         }
     }
 
-    /// Distinct pages of the rows kept.
+    /// Returns the number of distinct pages that the kept rows hold.
     pub(super) fn held(&self) -> u64 {
         self.sum(|free_referenced_treed| free_referenced_treed & 2 != 0)
     }
 
-    /// Distinct pages of the free lists, but the padding page.
+    /// Returns the number of distinct pages in the free lists, without the padding page.
     pub(super) fn free_pages(&self) -> u64 {
         self.sum(|class| class & 4 != 0) - u64::from(self.free.is_some_and(|list| list.padding))
     }
@@ -116,8 +120,8 @@ impl Counts {
         (0..8).filter(|&class| of(class)).map(|class| self.classes[class]).sum()
     }
 
-    /// Is there anything among what this scope answers that needs a name? The rows kept have `refs`
-    /// entries, sound or not.
+    /// Returns whether the counts show a fault that this scope can prove. `refs` is the number of
+    /// page references of the kept rows, valid or not.
     pub(super) fn alarming(&self, refs: u64, scope: Scope) -> bool {
         let sound: u64 = self.sessions.iter().map(|session| session.refs).sum();
         let own_cached = self.own_classes[3];
@@ -128,7 +132,8 @@ impl Counts {
             || self.free.iter().chain(&self.tree).any(ListCount::wrong)
     }
 
-    /// Pages by class but the padding page, where the copy is all of the books.
+    /// Returns the pages by class, without the padding page, if the copy is complete and
+    /// consistent.
     pub(super) fn classes(&self, scope: Scope) -> Option<Classes> {
         scope.whole()?;
         let (free, tree) = (self.free?, self.tree?);
@@ -139,7 +144,7 @@ impl Counts {
         Some(Classes { free, private, cached, cached_in_use, leaked, corrupt })
     }
 
-    /// A session's line; what a close frees is exact only where the classes are.
+    /// Returns a session's entry. What a close frees is included only if `exact`.
     pub(super) fn session(&self, number: u32, exact: bool) -> Session {
         let pages = self.sessions.get(number as usize).copied().unwrap_or_default();
         let SessionPages { refs, uss, pss_q32, runs, tail_tokens, freed } = pages;

@@ -1,45 +1,47 @@
-//! What the accountant is told: the pool once, and a cut of the engine's books for each audit.
+//! The accountant's inputs: the pool, given once, and a snapshot for each audit.
 //!
-//! The engine's memory is named by address, so these values are made by `unsafe` functions; all
-//! else about them is checked, here and when an audit begins.
+//! The inputs name the engine's memory by address, so `unsafe` functions make them. Everything else
+//! about them is checked, here and when an audit begins.
 
 use crate::report::SESSIONS_MAX;
 
-/// Rows of one cut.
+/// Rows of one snapshot, at most.
 pub const ROWS_MAX: usize = 1 << 16;
-/// Page references of one cut: 256 MiB of copied page ids.
+/// Page references of one snapshot, at most: 256 MiB of copied page ids.
 pub const REFS_MAX: u64 = 1 << 26;
-/// KV buffers of one pool: two for each of 512 layers.
+/// KV buffers of one pool, at most: two for each of 512 layers.
 pub const BUFFERS_MAX: usize = 1 << 10;
-/// Free lists of one cut. SGLang has two: the free and the released.
+/// Free lists of one snapshot, at most. SGLang has two: free and released pages.
 pub const FREE_LISTS_MAX: usize = 16;
-/// A list that names each of the pool's slots this often is refused, not read.
+/// A list whose length is more than this many times the number of slots is refused unread.
 const NAMED_TIMES_MAX: u64 = 4;
-/// Tokens of a page, a power of two.
+/// Tokens per page, at most; a power of two.
 const PAGE_TOKENS_MAX: u32 = 1 << 12;
 
-/// Why the accountant was told nonsense.
+/// Why a pool or a snapshot was refused.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    #[error("a page of {0} tokens: a power of two up to {PAGE_TOKENS_MAX} is needed")]
+    #[error("a page of {0} tokens: must be a power of two up to {PAGE_TOKENS_MAX}")]
     PageTokens(u32),
-    #[error("a pool of {pages} pages of {page_tokens} tokens: its slots must fit in an i32")]
+    #[error("a pool of {pages} pages of {page_tokens} tokens: needs 2 pages and i32 slots")]
     Pages { pages: u32, page_tokens: u32 },
-    #[error("req_to_token of {rows} rows, {stride} entries apart, at {addr:#x}")]
+    #[error(
+        "req_to_token has {rows} rows, {stride} entries apart, at {addr:#x}: not a table of i32"
+    )]
     Table { addr: u64, rows: u32, stride: u32 },
     #[error("KV buffer {at} at {addr:#x} with {page_bytes} bytes per page: 16 must divide both")]
     Buffer { at: usize, addr: u64, page_bytes: u64 },
     #[error("{n} {what}, {max} at most")]
     TooMany { what: &'static str, n: u64, max: u64 },
-    #[error("row {row} of {len} tokens in session {session}: not in this pool or cut")]
+    #[error("row {row} of {len} tokens in session {session}: outside the pool or the keys")]
     Row { row: u32, len: u32, session: u32 },
     #[error("row {0}: its sealed or protected part is longer than the row")]
     Part(u32),
-    #[error("the {what} at address {addr:#x} with {n} entries")]
+    #[error("the {what} at {addr:#x} has {n} entries: misaligned, or too long for the pool")]
     List { what: &'static str, addr: u64, n: u64 },
 }
 
-/// `req_to_token`: `rows` rows of token slots as `i32`, `stride` entries apart.
+/// The table `req_to_token`: `rows` rows of `i32` token slots, `stride` entries apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Table {
     pub addr: u64,
@@ -64,14 +66,14 @@ pub struct Pool {
 }
 
 impl Pool {
-    /// A pool of `pages` pages, the padding page 0 included, of `page_tokens` tokens each.
+    /// Makes a pool of `pages` pages of `page_tokens` tokens; `pages` includes the padding page 0.
     ///
     /// # Errors
-    /// Sizes that no pool has. Without buffers there are no digests.
+    /// When a size is invalid. A pool without buffers gets no digests.
     ///
     /// # Safety
-    /// As long as an accountant of this pool lives, `table` and all `pages` of each buffer are
-    /// memory of the place where it accounts (host or device), readable by this process.
+    /// As long as an accountant of this pool lives, `table` and all `pages` of each buffer must be
+    /// readable by this process, in the memory where the accountant works (host or device).
     pub unsafe fn new(
         page_tokens: u32,
         pages: u32,
@@ -104,7 +106,7 @@ impl Pool {
         1 << self.shift
     }
 
-    /// Base-2 logarithm of the page's tokens.
+    /// Returns the base-2 logarithm of the page's tokens.
     pub fn shift(&self) -> u32 {
         self.shift
     }
@@ -117,7 +119,7 @@ impl Pool {
         self.table
     }
 
-    /// Rows of one cut, at most.
+    /// Returns the maximum number of rows in a snapshot of this pool.
     pub(super) fn rows_max(&self) -> usize {
         ROWS_MAX.min(self.table.rows as usize)
     }
@@ -127,19 +129,19 @@ impl Pool {
     }
 }
 
-/// One live row at the cut.
+/// One live row of the snapshot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Row {
     pub row: u32,
     /// Tokens whose slots are allocated.
     pub len: u32,
-    /// Its session's number: an index into the cut's keys.
+    /// The session's number: an index into the snapshot's keys.
     pub session: u32,
-    /// Tokens that nothing rewrites as long as the session's key stays; 0 for none.
+    /// Leading tokens that are not rewritten while the session's key stays the same; 0 for none.
     pub sealed_tokens: u32,
-    /// Tokens of its prefix that are the tree's; the rest is the row's own. `None` if unknown.
+    /// Leading tokens that the radix tree owns; the row owns the rest. `None` if unknown.
     pub protected_tokens: Option<u32>,
-    /// Changes whenever `[0, len)` of the row may be rewritten.
+    /// The version; changes whenever any token slot in `[0, len)` may be rewritten.
     pub version: u64,
 }
 
@@ -151,11 +153,11 @@ pub struct List {
 }
 
 impl List {
-    /// `n` ids from `addr` on.
+    /// Makes a list of `n` ids starting at `addr`.
     ///
     /// # Safety
-    /// They are memory of the place where the accountant accounts, and neither freed nor
-    /// overwritten until the audit that they are given to has finished or was abandoned.
+    /// The ids must be in the memory where the accountant works. They must not be freed or
+    /// overwritten until the audit that gets the list has finished or was abandoned.
     pub unsafe fn new(addr: u64, n: u64) -> Self {
         Self { addr, n }
     }
@@ -169,18 +171,19 @@ impl List {
     }
 }
 
-/// The stream behind whose work the books of a cut are true. Host memory has none.
+/// The stream whose enqueued work must finish before a snapshot is valid. Ignored for host memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stream(u64);
 
 impl Stream {
-    /// The device's default stream, which is always there.
+    /// The device's default stream, which always exists.
     pub const DEFAULT: Self = Self(0);
 
-    /// A stream by the driver's handle.
+    /// Makes a stream from the driver's handle.
     ///
     /// # Safety
-    /// It is a stream of the accountant's device, in its primary context, when an audit begins.
+    /// When an audit begins, the handle must be a stream of the accountant's device, in its primary
+    /// context.
     pub unsafe fn new(handle: u64) -> Self {
         Self(handle)
     }
@@ -191,26 +194,27 @@ impl Stream {
     }
 }
 
-/// The engine's books at one moment, between two steps of its scheduler.
+/// A snapshot of the engine's rows and page lists between two steps of its scheduler.
 #[derive(Clone, Copy, Debug)]
 pub struct Cut<'a> {
     pub rows: &'a [Row],
-    /// One for each session: changes whenever the session's KV was made anew, or any page of its
-    /// sealed part may have been given up.
+    /// One key per session. A key changes whenever the session's KV is computed anew, or when the
+    /// session may have given up a page of its sealed part.
     pub keys: &'a [u64],
-    /// Page ids. Empty when not given.
+    /// The free lists, as page ids. Empty if not given.
     pub free: &'a [List],
-    /// Token slots: of each page that the tree holds, all of them.
+    /// The radix tree's token slots: all slots of each page that the tree holds.
     pub tree: Option<List>,
-    /// Is every row that holds pages among `rows`, and are rows, free lists and tree of one
-    /// moment and complete? Only then can be told what nobody owns, or what two own.
+    /// Whether the snapshot is complete and consistent: every row that holds pages is in `rows`,
+    /// and rows, free lists and tree are from one moment. Only then can an audit tell which pages
+    /// have no owner or several.
     pub whole: bool,
     /// Sealed pages to digest, at most; 0 for none.
     pub digest_pages_max: u32,
 }
 
 impl Cut<'_> {
-    /// Refuses what is not a cut of this pool.
+    /// Refuses a snapshot that doesn't fit this pool.
     pub(super) fn check(&self, pool: &Pool) -> Result<(), Error> {
         at_most("sessions", self.keys.len(), SESSIONS_MAX)?;
         at_most("rows", self.rows.len(), pool.rows_max())?;

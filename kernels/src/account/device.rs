@@ -1,7 +1,8 @@
-//! Accounting on a CUDA device, by the kernels.
+//! Accounting on a CUDA device with the kernels.
 //!
-//! What grows is replaced by something twice as large, and the smaller kept until the end: freeing
-//! device memory waits for the whole device, the engine's work included.
+//! A buffer that is too small is replaced by one at least twice as large, and the smaller one is
+//! kept until the end: freeing device memory waits for the whole device, including the engine's
+//! work.
 
 use super::{
     Error, Pool, Stream,
@@ -18,10 +19,10 @@ use crate::{
 };
 use std::ops::Range;
 
-/// Room for digests to begin with: 64 MiB of 16 KiB pages.
+/// Initial room for digests, in pages: enough for 64 MiB of 16 KiB pages.
 const DIGESTS: usize = 1 << 12;
 
-/// The device, and all memory that an audit needs there.
+/// The device, and all device memory that an audit needs.
 #[derive(Debug)]
 pub(super) struct OnDevice {
     device: Device,
@@ -43,19 +44,19 @@ pub(super) struct OnDevice {
     taken: Taken,
 }
 
-/// The audit under way.
+/// The audit in progress.
 #[derive(Debug, Default)]
 struct Taken {
     refs: usize,
     window: Range<usize>,
-    /// Absent where not given.
+    /// The free lists; `None` if the snapshot has none.
     free: Option<Vec<List>>,
     tree: Option<List>,
     copied: Option<Mark>,
 }
 
 impl OnDevice {
-    /// Everything that an audit of this pool needs, allocated now.
+    /// Allocates everything that an audit of this pool needs.
     pub(super) fn new(device: Device, pool: &Pool) -> Result<Self, cuda::Error> {
         let npages = pool.pages();
         let on = cuda::Pool { page_shift: pool.shift(), npages };
@@ -63,11 +64,12 @@ impl OnDevice {
         let parts: Vec<KvBuffer> = pool.buffers().iter().map(part).collect();
         let rows = pool.rows_max();
         Ok(Self {
-            // SAFETY: `Pool::new` was promised all pages of each buffer, as long as we live.
+            // SAFETY: the caller of `Pool::new` guaranteed all pages of each buffer while `self`
+            // lives.
             kv: unsafe { device.kv_buffers(&parts, npages)? },
             rows: device.live_rows(rows)?,
             own: device.live_rows(rows)?,
-            // More than this only where rows share pages.
+            // Needs to grow only if rows share pages.
             staged: Growing::new(&device, npages as usize)?,
             bad: device.alloc(1)?,
             free: device.page_set(on)?,
@@ -88,7 +90,7 @@ impl OnDevice {
     fn enqueue(&mut self, pool: &Pool, layout: &Layout) -> Result<(), cuda::Error> {
         let table = pool.table();
         let size = table.rows as usize * table.stride as usize;
-        // SAFETY: `Pool::new` was promised that these entries stay as long as we live.
+        // SAFETY: the caller of `Pool::new` guaranteed these entries while `self` lives.
         let entries = unsafe { Slice::foreign(table.addr, size)? };
         let table = Table { entries, ld: table.stride.into() };
         let device = &self.device;
@@ -113,7 +115,7 @@ impl OnDevice {
         Ok(())
     }
 
-    /// Enqueues marking and classifying what these rows reference.
+    /// Enqueues marking and classifying the pages that these rows reference.
     fn classify(&mut self, which: usize) -> Result<(), cuda::Error> {
         let rows = [&self.rows, &self.own][which];
         let device = &self.device;
@@ -198,11 +200,11 @@ impl Backend for OnDevice {
             tree: cut.tree,
             copied: None,
         };
-        // What needs nothing of the engine's comes before the wait for it.
+        // Work that doesn't read the engine's memory is enqueued before the wait for the engine.
         self.device.set_live_rows(&mut self.rows, &layout.rows, self.pool)?;
         self.device.clear_set(&mut self.free)?;
         self.device.clear_set(&mut self.tree)?;
-        // SAFETY: `Stream::new` was promised a stream of this device.
+        // SAFETY: the caller of `Stream::new` guaranteed a stream of this device.
         unsafe { self.device.wait_for(stream.handle())? };
         Ok(self.enqueue(pool, layout)?)
     }
@@ -235,15 +237,15 @@ impl Backend for OnDevice {
 
 fn ids<'a>(list: &List) -> Result<Slice<'a, i64>, cuda::Error> {
     let entries = usize::try_from(list.entries()).unwrap_or(usize::MAX);
-    // SAFETY: `List::new` was promised that these entries stay until the audit is over.
+    // SAFETY: the caller of `List::new` guaranteed these entries until the audit is over.
     unsafe { Slice::foreign(list.addr(), entries) }
 }
 
-/// Memory that is replaced when more is needed.
+/// Device memory that is replaced when more is needed.
 #[derive(Debug)]
 struct Growing<T: Plain> {
     buffer: Buffer<T>,
-    /// Smaller ones, all together smaller than `buffer`.
+    /// The replaced buffers; together they are smaller than `buffer`.
     before: Vec<Buffer<T>>,
 }
 

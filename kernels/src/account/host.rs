@@ -1,4 +1,4 @@
-//! Accounting in host memory, by the scalar reference: an engine on a CPU, and the tests' oracle.
+//! Accounting in host memory with the scalar reference, for engines on a CPU and as tests' oracle.
 
 use super::{
     Error, Pool, Stream,
@@ -11,7 +11,7 @@ use crate::{
 };
 use std::{ptr, slice};
 
-/// The copy, made at once.
+/// The private copy, made synchronously.
 #[derive(Debug, Default)]
 pub(super) struct Host {
     books: Books,
@@ -29,8 +29,9 @@ impl Backend for Host {
         let (npages, shift) = (pool.pages(), pool.shift());
         let table = pool.table();
         let (ld, size) = (table.stride as usize, table.rows as usize * table.stride as usize);
-        // SAFETY: `Pool::new` was promised that these entries are readable as long as an accountant
-        // of the pool lives. Who takes a cut is the one who writes them, and waits for us.
+        // SAFETY: the caller of `Pool::new` guaranteed that these entries are readable while an
+        // accountant of the pool lives. The thread that takes a snapshot is the thread that writes
+        // them, so they don't change during this call.
         let entries: &[i32] = unsafe { at(table.addr, size) };
         let (staged, _) = reference::gather_pages(entries, ld, &layout.rows, shift, npages);
         let free = cut.free.iter().flat_map(|list| ids(list).iter().copied());
@@ -66,29 +67,31 @@ impl Backend for Host {
 }
 
 fn ids(list: &List) -> &[i64] {
-    // SAFETY: `List::new` was promised that these entries are readable until the audit is over.
+    // SAFETY: the caller of `List::new` guaranteed that these entries are readable until the audit
+    // is over.
     unsafe { at(list.addr(), size(list.entries())) }
 }
 
 fn buffers(pool: &Pool) -> Vec<KvBytes<'_>> {
     let bytes = |buffer: &Buffer| {
         let page_bytes = size(buffer.page_bytes);
-        // SAFETY: `Pool::new` was promised all pages of each buffer, and that they don't go.
+        // SAFETY: the caller of `Pool::new` guaranteed all pages of each buffer, and that they
+        // stay.
         let bytes = unsafe { at(buffer.addr, pool.pages() as usize * page_bytes) };
         KvBytes { bytes, page_bytes }
     };
     pool.buffers().iter().map(bytes).collect()
 }
 
-/// `n` values at an address that was checked to be aligned, and not null unless `n` is 0.
+/// Returns `n` values at an address that was checked to be aligned, and non-null unless `n` is 0.
 ///
 /// # Safety
-/// They are readable for `'a`.
+/// The values must be readable for `'a`.
 unsafe fn at<'a, T>(addr: u64, n: usize) -> &'a [T] {
     if n == 0 {
         return &[];
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { slice::from_raw_parts(ptr::with_exposed_provenance(size(addr)), n) }
 }
 

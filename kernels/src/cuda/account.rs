@@ -1,17 +1,18 @@
-//! The kernels, one method each: what goes in is checked here, once, so that a kernel can trust it.
+//! The kernels, one method each.
 //!
-//! Every method only enqueues. Unless it says that it adds, it clears what it counts in first: so
-//! it means what the function of the same name in [`mod@crate::reference`] means.
+//! Each method checks its arguments once, so that the kernel can trust them. The methods only
+//! enqueue. A method clears its counters first, unless it says that it adds, so its result equals
+//! that of the function of the same name in [`mod@crate::reference`].
 
 use super::launch::Kernel;
 use super::{Buffer, Device, Error, LiveRows, PAGE_SHIFT_MAX, Plain, Pool, Slice, at_most};
 use crate::reference::SessionPages;
 
-/// `req_to_token` on the device.
+/// The table `req_to_token` on the device.
 #[derive(Clone, Copy, Debug)]
 pub struct Table<'a> {
     pub entries: Slice<'a, i32>,
-    /// Entries of one row.
+    /// Entries per row.
     pub ld: u64,
 }
 
@@ -22,42 +23,43 @@ pub struct Marks {
     pub owner: Buffer<u32>,
 }
 
-/// A set of pages on the device, as a bitmap, and what was wrong with the lists it is made of.
+/// A set of pages on the device, as a bitmap, with the number of faults in its source lists.
 #[derive(Debug)]
 pub struct PageSet {
     pub words: Buffer<u32>,
-    /// Entries that named a page already named, and entries outside the pool.
+    /// Two counters: entries that named a page again, and entries outside the pool.
     pub duplicates_bad: Buffer<u64>,
 }
 
-/// What `kv_classify` answers.
+/// The result of `kv_classify`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct Classified {
-    /// Pages by class; see [`crate::reference::class_counts`].
+    /// Number of pages per class; see [`crate::reference::class_counts`].
     pub classes: [u64; 8],
     /// Contiguous runs of free pages.
     pub free_runs: u64,
-    /// Pages that sessions share outside the tree.
+    /// Pages that sessions share outside the radix tree.
     pub aliased: u64,
 }
 
 // SAFETY: `repr(C)`, integers only, no padding.
 unsafe impl Plain for Classified {}
 
-/// One of a pool's KV buffers on the device, say a layer's K: `page_bytes` times the pool's pages.
+/// One of a pool's KV buffers on the device, for example a layer's K: `page_bytes` times the pool's
+/// pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct KvBuffer {
     pub address: u64,
-    /// A multiple of 16.
+    /// Bytes per page, a multiple of 16.
     pub page_bytes: u64,
 }
 
 // SAFETY: `repr(C)`, integers only, no padding.
 unsafe impl Plain for KvBuffer {}
 
-/// Where the pool's KV lies.
+/// The addresses of the pool's KV buffers, on the device.
 #[derive(Debug)]
 pub struct KvBuffers {
     buffers: Buffer<KvBuffer>,
@@ -65,21 +67,21 @@ pub struct KvBuffers {
 }
 
 impl Device {
-    /// Marks of `npages` pages.
+    /// Allocates marks for `npages` pages.
     pub fn marks(&self, npages: u32) -> Result<Marks, Error> {
         Ok(Marks { refcnt: self.alloc(npages as usize)?, owner: self.alloc(npages as usize)? })
     }
 
-    /// An empty set of `pool`'s pages.
+    /// Allocates an empty set of `pool`'s pages.
     pub fn page_set(&self, pool: Pool) -> Result<PageSet, Error> {
         Ok(PageSet { words: self.alloc(pool.words())?, duplicates_bad: self.alloc(2)? })
     }
 
-    /// Names the pool's KV buffers. Waits.
+    /// Uploads the addresses of the pool's KV buffers. Waits.
     ///
     /// # Safety
-    /// Each is device memory of `npages * page_bytes` bytes, which stays until the answer is
-    /// dropped and what was enqueued with it is done.
+    /// Each buffer must be device memory of `npages * page_bytes` bytes that stays valid until the
+    /// result is dropped and the work enqueued with it is done.
     pub unsafe fn kv_buffers(&self, buffers: &[KvBuffer], npages: u32) -> Result<KvBuffers, Error> {
         if buffers.iter().any(|buffer| (buffer.address | buffer.page_bytes) % 16 != 0) {
             return Err(Error::Misaligned("a KV buffer"));
@@ -89,7 +91,7 @@ impl Device {
         Ok(KvBuffers { buffers: on_device, npages })
     }
 
-    /// `kv_gather_pages`: copies the page ids of live rows; `bad` has one counter.
+    /// `kv_gather_pages`: copies the page ids of live rows; adds bad slots to the counter in `bad`.
     pub fn gather_pages(
         &self,
         table: Table<'_>,
@@ -102,7 +104,7 @@ impl Device {
         self.fill(bad, 0)?;
         let table_rows = (table.entries.len() as u64).checked_div(table.ld).unwrap_or(0);
         let chunks = self.shape.chunks(live.refs_row_max);
-        // SAFETY: the list has room for all references; the table's size goes along.
+        // SAFETY: the list has room for all references; the kernel gets the table's size.
         unsafe {
             self.launch(
                 Kernel::GatherPages,
@@ -123,7 +125,7 @@ impl Device {
         }
     }
 
-    /// `kv_mark`: how many references each page has, and whose it is.
+    /// `kv_mark`: computes each page's reference count and owner.
     pub fn mark(
         &self,
         live: &LiveRows,
@@ -135,7 +137,7 @@ impl Device {
         self.fill(&mut marks.refcnt, 0)?;
         self.fill(&mut marks.owner, 0xFF)?;
         let chunks = self.shape.chunks(live.refs_row_max);
-        // SAFETY: both arrays have a place for each page; pages outside are skipped.
+        // SAFETY: both arrays have an element per page; the kernel skips pages outside the pool.
         unsafe {
             self.launch(
                 Kernel::Mark,
@@ -154,9 +156,11 @@ impl Device {
         }
     }
 
-    /// `kv_session`: what each session holds, by its number. `claimed` is scratch: a bitmap.
+    /// `kv_session`: computes the pages of each session, by session number. `claimed` is a scratch
+    /// bitmap.
     ///
-    /// Without the tree, all of a session's own pages count as freed: an upper bound.
+    /// Without the tree, all of a session's exclusive pages count as freed, which is an upper
+    /// bound.
     pub fn session(
         &self,
         live: &LiveRows,
@@ -173,7 +177,8 @@ impl Device {
         self.fill(claimed, 0)?;
         self.fill(out, 0)?;
         let chunks = self.shape.chunks(live.refs_row_max);
-        // SAFETY: a place for each page and each session; pages outside are skipped.
+        // SAFETY: the arrays have an element per page and session; the kernel skips pages outside
+        // the pool.
         unsafe {
             self.launch(
                 Kernel::Session,
@@ -195,14 +200,14 @@ impl Device {
         }
     }
 
-    /// Makes a set empty again, and its counters zero.
+    /// Empties a set and clears its counters.
     pub fn clear_set(&self, set: &mut PageSet) -> Result<(), Error> {
         self.fill(&mut set.words, 0)?;
         self.fill(&mut set.duplicates_bad, 0)
     }
 
-    /// `kv_list_to_bitmap`: adds a list to a set. `shift` is 0 for page ids, the pool's page shift
-    /// for token slots, where a page's first slot names it.
+    /// `kv_list_to_bitmap`: adds a list to a set. `shift` is 0 for page ids, and the pool's page
+    /// shift for token slots; then a page is named by its first slot.
     pub fn list_to_set(
         &self,
         ids: Slice<'_, i64>,
@@ -214,7 +219,7 @@ impl Device {
         check_bitmaps(pool, [Some(&set.words)])?;
         at_most("counters", 2, set.duplicates_bad.len() as u64)?;
         let count = ids.len() as u64;
-        // SAFETY: the bitmap has a bit for each page; ids outside are counted, not followed.
+        // SAFETY: the bitmap has a bit per page; the kernel only counts ids outside the pool.
         unsafe {
             self.launch(
                 Kernel::ListToBitmap,
@@ -231,7 +236,8 @@ impl Device {
         }
     }
 
-    /// `kv_ref_bitmap`: which pages rows reference, and which of them several sessions share.
+    /// `kv_ref_bitmap`: computes which pages rows reference, and which pages several sessions
+    /// share.
     pub fn ref_bitmap(
         &self,
         marks: &Marks,
@@ -241,7 +247,7 @@ impl Device {
     ) -> Result<(), Error> {
         check_marks(marks, pool.npages)?;
         check_bitmaps(pool, [Some(&*referenced), Some(&*shared)])?;
-        // SAFETY: a place for each page, a bit for each page.
+        // SAFETY: the marks have an element per page, the bitmaps a bit per page.
         unsafe {
             self.launch(
                 Kernel::RefBitmap,
@@ -257,7 +263,7 @@ impl Device {
         }
     }
 
-    /// `kv_classify`: every page by who says it is theirs. `out` has one value.
+    /// `kv_classify`: counts the pages by class. `out` has one value.
     pub fn classify(
         &self,
         free: &PageSet,
@@ -271,7 +277,7 @@ impl Device {
         check_bitmaps(pool, bitmaps.map(Some))?;
         at_most("classifications", 1, out.len() as u64)?;
         self.fill(out, 0)?;
-        // SAFETY: four bitmaps with a bit for each page, and room for the counts.
+        // SAFETY: the four bitmaps have a bit per page, and `out` has room for the counts.
         unsafe {
             self.launch(
                 Kernel::Classify,
@@ -288,7 +294,7 @@ impl Device {
         }
     }
 
-    /// `kv_page_digest`: a digest of each of `pages` over all buffers; 0 for a page outside.
+    /// `kv_page_digest`: computes a digest of each of `pages` over all buffers; 0 outside the pool.
     pub fn page_digest(
         &self,
         kv: &KvBuffers,
@@ -299,7 +305,8 @@ impl Device {
         at_most("pages to digest", pages.len() as u64, (u32::MAX - 1).into())?;
         at_most("pages to digest", count.into(), out.len() as u64)?;
         self.fill(out, 0)?;
-        // SAFETY: whoever made the buffers promised their size; pages outside aren't read.
+        // SAFETY: the caller of `kv_buffers` guaranteed the sizes; the kernel doesn't read other
+        // pages.
         unsafe {
             self.launch(
                 Kernel::PageDigest,

@@ -1,8 +1,8 @@
-//! The CUDA driver as this crate sees it: the calls it makes, whether they can be made, and whose
-//! context is current. Nothing else in the crate names a driver symbol.
+//! The CUDA driver: the calls this crate makes, whether they exist, and the current context.
 //!
-//! `cudarc` panics where the library or a symbol is absent. So the table below is both the list of
-//! calls and the list that [`missing`] looks up before the first of them.
+//! No other module of the crate names a driver symbol. `cudarc` panics if the library or a symbol
+//! is absent. So the table below is both the list of calls and the list that [`missing`] looks up
+//! before the first call.
 
 use super::Error;
 use cudarc::driver::sys::{
@@ -15,7 +15,7 @@ use std::{
     sync::OnceLock,
 };
 
-/// Why there is no CUDA in this process.
+/// Why CUDA can't be used in this process.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Missing {
     #[error("no CUDA driver: there is no libcuda on the library path")]
@@ -30,18 +30,18 @@ pub enum Missing {
     Refused(String),
 }
 
-/// Says why CUDA can't be used here, or `None` where it can. The first answer is kept.
+/// Returns why CUDA can't be used here, or `None` if it can. The first answer is kept.
 pub fn missing() -> Option<Missing> {
     static ANSWER: OnceLock<Option<Missing>> = OnceLock::new();
     ANSWER.get_or_init(|| probe().err()).clone()
 }
 
 fn probe() -> Result<(), Missing> {
-    // SAFETY: opening the driver's library runs its constructors, as any CUDA program does.
+    // SAFETY: opening the driver's library runs its constructors, as in any CUDA program.
     if !unsafe { sys::is_culib_present() } {
         return Err(Missing::Library);
     }
-    // SAFETY: it was opened a moment ago, by the same names in the same order.
+    // SAFETY: the library was just opened, by the same names in the same order.
     let library = unsafe { sys::culib() };
     for &symbol in SYMBOLS {
         // SAFETY: the symbol is looked up, not called.
@@ -52,7 +52,7 @@ fn probe() -> Result<(), Missing> {
     // SAFETY: all symbols are there, and cuInit may be called any number of times.
     unsafe { cuInit(0) }.map_err(refused)?;
     let mut devices = 0;
-    // SAFETY: the driver is initialised, and the pointer is to a local.
+    // SAFETY: the driver is initialised, and the pointer refers to a local.
     unsafe { cuDeviceGetCount(&raw mut devices) }.map_err(refused)?;
     if devices > 0 { Ok(()) } else { Err(Missing::Device) }
 }
@@ -65,13 +65,13 @@ fn refused(error: Error) -> Missing {
     }
 }
 
-/// The answer of one call as a `Result` that names the call.
+/// Turns a call's status into a `Result` whose error names the call.
 fn check(call: &'static str, result: CUresult) -> Result<(), Error> {
     if result == CUresult::CUDA_SUCCESS {
         return Ok(());
     }
     let mut name: *const c_char = ptr::null();
-    // SAFETY: a code's name is a static string of the driver, or null where it knows none.
+    // SAFETY: a code's name is a static string of the driver, or null for an unknown code.
     let name = unsafe {
         let known = sys::cuGetErrorName(result, &raw mut name) == CUresult::CUDA_SUCCESS;
         if known && !name.is_null() { CStr::from_ptr(name).to_str().ok() } else { None }
@@ -87,7 +87,7 @@ macro_rules! driver_calls {
         $(
             #[expect(non_snake_case, reason = "the driver's own names")]
             pub(super) unsafe fn $name($($arg: $type),*) -> Result<(), Error> {
-                // SAFETY: the caller keeps to the driver's contract; `missing` has seen the symbol.
+                // SAFETY: the caller keeps the driver's contract; `missing` has found the symbol.
                 check(stringify!($name), unsafe { sys::$name($($arg),*) })
             }
         )*
@@ -138,9 +138,9 @@ driver_calls! {
     );
 }
 
-/// While it lives, a context is the thread's current one; afterwards the one from before is.
+/// Makes a context current on the calling thread, and restores the previous context on drop.
 ///
-/// In an engine's process the thread is the engine's, and so is what it had current.
+/// In an engine's process, the thread and its previous context belong to the engine.
 #[derive(Debug)]
 pub(super) struct Current {
     before: Option<CUcontext>,
@@ -148,15 +148,15 @@ pub(super) struct Current {
 
 impl Current {
     /// # Safety
-    /// The context exists as long as the answer lives.
+    /// The context must exist as long as the returned value lives.
     pub(super) unsafe fn enter(context: CUcontext) -> Result<Current, Error> {
         let mut before = ptr::null_mut();
-        // SAFETY: the pointer is to a local.
+        // SAFETY: the pointer refers to a local.
         unsafe { cuCtxGetCurrent(&raw mut before)? };
         if before == context {
             return Ok(Current { before: None });
         }
-        // SAFETY: the caller says that the context exists.
+        // SAFETY: the caller guarantees that the context exists.
         unsafe { cuCtxSetCurrent(context)? };
         Ok(Current { before: Some(before) })
     }
@@ -165,8 +165,8 @@ impl Current {
 impl Drop for Current {
     fn drop(&mut self) {
         let Some(before) = self.before else { return };
-        // SAFETY: it was the thread's own context before, and nobody asked us to end it.
-        // An error has no one to go to: the next call on the thread meets the same one.
+        // SAFETY: this was the thread's own context before, and this crate doesn't destroy it. An
+        // error is ignored: the next call on the thread gets the same error.
         let _ = unsafe { cuCtxSetCurrent(before) };
     }
 }

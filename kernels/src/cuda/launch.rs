@@ -1,4 +1,4 @@
-//! How a kernel is found and launched: names, blocks, parameters.
+//! How a kernel is found and launched: names, block counts and parameters.
 
 use super::{Device, Error, WARP, at_most, driver};
 use cudarc::driver::sys::CUlaunchConfig;
@@ -29,7 +29,7 @@ pub(super) enum Kernel {
     PageDigest,
 }
 
-/// How launches are cut.
+/// The block size of launches and the number of blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
     threads: u32,
@@ -38,32 +38,32 @@ pub struct Shape {
 }
 
 impl Default for Shape {
-    /// Four warps a block hide the wait for memory, and leave room for the engine's own kernels.
-    /// Eight entries a thread make 128 blocks of a row of 128k single-token pages. 1,024 blocks are
-    /// what an H200's 132 processors hold of this size at half occupancy.
+    /// Four warps per block hide memory latency, and leave room for the engine's own kernels. With
+    /// eight entries per thread, a row of 128k single-token pages gets 128 blocks. 1,024 blocks of
+    /// this size fill the 132 multiprocessors of an H200 at half occupancy.
     fn default() -> Shape {
         Shape { threads: 128, entries: 8, blocks_max: 1024 }
     }
 }
 
 impl Shape {
-    /// `threads` a block, whole warps; `entries` a thread until a row gets another block; at most
-    /// `blocks_max` blocks where the work isn't cut by rows.
+    /// Makes a shape: `threads` per block, in whole warps; `entries` per thread before a row gets
+    /// another block; at most `blocks_max` blocks for work that isn't divided by rows.
     pub fn new(threads: u32, entries: u32, blocks_max: u32) -> Result<Shape, Error> {
         at_most("threads of a block", threads.into(), 1024)?;
         if threads == 0 || !threads.is_multiple_of(WARP) {
-            return Err(Error::Misaligned("a block's threads"));
+            return Err(Error::Misaligned("a block's thread count"));
         }
         Ok(Shape { threads, entries: entries.max(1), blocks_max: blocks_max.max(1) })
     }
 
-    /// Blocks for `items`, of which a thread takes any number.
+    /// Returns the number of blocks for `items`, of which a thread may take any number.
     pub(super) fn blocks(self, items: u64) -> u32 {
         let wanted = items.div_ceil(self.threads.into());
         u32::try_from(wanted).unwrap_or(u32::MAX).min(self.blocks_max)
     }
 
-    /// Blocks for each row, the longest having `refs` pages.
+    /// Returns the number of blocks per row if the longest row has `refs` pages.
     pub(super) fn chunks(self, refs: u32) -> u32 {
         let each = self.threads.saturating_mul(self.entries);
         refs.div_ceil(each).clamp(1, self.blocks_max)
@@ -71,13 +71,14 @@ impl Shape {
 }
 
 impl Device {
-    /// Enqueues one kernel of `blocks` blocks, none being no work at all.
+    /// Enqueues one kernel with `blocks` blocks; does nothing for 0 blocks.
     ///
-    /// A parameter of four bytes is the low half of its `u64`, which on a little-endian machine is
-    /// where the driver reads it.
+    /// The driver reads a four-byte parameter from the low half of its `u64`, which comes first on
+    /// a little-endian machine.
     ///
     /// # Safety
-    /// The parameters are those of the kernel, and what they point to is as long as it expects.
+    /// The parameters must be those of the kernel, and point to as much memory as the kernel
+    /// expects.
     pub(super) unsafe fn launch(
         &self,
         kernel: Kernel,
@@ -105,7 +106,7 @@ impl Device {
         };
         let function = self.shared.kernels[kernel as usize];
         let _current = self.shared.enter()?;
-        // SAFETY: the driver copies the parameters before it returns, and writes to none.
+        // SAFETY: the driver copies the parameters before it returns, and doesn't write to them.
         unsafe {
             let (params, extra) = (pointers.as_mut_ptr(), ptr::null_mut());
             driver::cuLaunchKernelEx(&raw const config, function, params, extra)

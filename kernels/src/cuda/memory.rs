@@ -1,7 +1,7 @@
-//! Memory that kernels work on: ours on the device, page-locked on the host, and somebody else's.
+//! Memory that kernels work on: device buffers, page-locked host memory, and foreign device memory.
 //!
-//! Device work runs behind the caller's back. So what it may still touch is either never handed out
-//! (a [`Pinned`] is readable again only when its copy is done) or waited for on drop.
+//! Device work runs asynchronously. Memory that it may still touch is either not handed out (a
+//! [`Pinned`] is readable only after its copy is done) or waited for on drop.
 
 use super::{Device, Error, Mark, Shared, at_most, driver};
 use crate::reference::{LiveRow, SessionPages};
@@ -15,15 +15,16 @@ use std::{
     sync::Arc,
 };
 
-/// Page-locking works on whole pages; no two of ours may share one.
+/// Page-locking works on whole pages, so two registered ranges must not share a page.
 const HOST_PAGE_BYTES: usize = 4096;
-/// Usable from every context, and mapped into the device's address space.
+/// Page-locked memory is usable from every context, and mapped into the device's address space.
 const REGISTER_FLAGS: u32 = 0x1 | 0x2;
 
-/// A value that a device may hold.
+/// A type whose values may be stored in device memory.
 ///
 /// # Safety
-/// Every bit pattern is a value, zeros included, and its layout is that of the kernels' C++.
+/// Every bit pattern, also all zeros, must be a valid value, and the layout must be that of the
+/// kernels' C++.
 pub unsafe trait Plain: Copy + Default + std::fmt::Debug + Send + Sync + 'static {}
 
 // SAFETY: integers.
@@ -41,11 +42,11 @@ unsafe impl Plain for LiveRow {}
 // SAFETY: `repr(C)`, integers only, no padding.
 unsafe impl Plain for SessionPages {}
 
-/// Device memory of ours for `len` values; freed on drop, after the work that uses it.
+/// A device allocation of `len` values; freed on drop, after the work that uses it.
 #[derive(Debug)]
 pub struct Buffer<T: Plain> {
     shared: Arc<Shared>,
-    /// 0 where `len` is.
+    /// 0 if `len` is 0.
     address: CUdeviceptr,
     len: usize,
     holds: PhantomData<T>,
@@ -60,12 +61,12 @@ impl<T: Plain> Buffer<T> {
         self.len == 0
     }
 
-    /// Its device address, 256-byte aligned.
+    /// Returns the device address, which is 256-byte aligned.
     pub fn address(&self) -> u64 {
         self.address
     }
 
-    /// All of it, to read.
+    /// Returns the whole buffer for reading.
     pub fn slice(&self) -> Slice<'_, T> {
         Slice { address: self.address, len: self.len, life: PhantomData }
     }
@@ -83,13 +84,13 @@ impl<T: Plain> Drop for Buffer<T> {
         let _ = self.shared.synchronize();
         if let Ok(_current) = self.shared.enter() {
             // SAFETY: allocated once, freed once, and nothing enqueued uses it any more. An error
-            // has no one to go to.
+            // is ignored.
             let _ = unsafe { driver::cuMemFree_v2(self.address) };
         }
     }
 }
 
-/// Device memory to read: a part of a [`Buffer`], or somebody else's.
+/// Device memory for reading: a part of a [`Buffer`], or memory of another owner.
 #[derive(Clone, Copy, Debug)]
 pub struct Slice<'a, T: Plain> {
     address: CUdeviceptr,
@@ -98,11 +99,13 @@ pub struct Slice<'a, T: Plain> {
 }
 
 impl<'a, T: Plain> Slice<'a, T> {
-    /// Device memory that isn't ours: an engine's tensor, say. A null address holds nothing.
+    /// Makes a slice of device memory of another owner, such as an engine's tensor. A null address
+    /// means an empty slice.
     ///
     /// # Safety
-    /// On the device that reads it, `len` values lie at `address` and stay there for `'a` and until
-    /// all work enqueued in `'a` is done. Values that change meanwhile are the caller's affair.
+    /// On the device that reads the slice, `len` values must lie at `address` and stay there for
+    /// `'a`, and until all work enqueued during `'a` is done. The caller must cope with values that
+    /// change meanwhile.
     pub unsafe fn foreign(address: u64, len: usize) -> Result<Slice<'a, T>, Error> {
         if !address.is_multiple_of(align_of::<T>() as u64) {
             return Err(Error::Misaligned("foreign memory"));
@@ -124,7 +127,7 @@ impl<'a, T: Plain> Slice<'a, T> {
         self.address
     }
 
-    /// The part of `len` values from `start`, or an error where it has no such part.
+    /// Returns the `len` values from `start`, or an error if the slice is shorter.
     pub fn part(&self, start: usize, len: usize) -> Result<Slice<'a, T>, Error> {
         at_most("a slice's end", start.saturating_add(len) as u64, self.len as u64)?;
         let address = self.address + (start * size_of::<T>()) as u64;
@@ -132,19 +135,19 @@ impl<'a, T: Plain> Slice<'a, T> {
     }
 }
 
-/// Page-locked host memory: copies between it and the device never hold up the caller.
+/// Page-locked host memory; copies between it and the device never block the caller.
 #[derive(Debug)]
 pub struct Pinned<T: Plain> {
     shared: Arc<Shared>,
     memory: NonNull<T>,
     len: usize,
-    /// The last copy from or to it.
+    /// The last copy from or to this memory.
     copy: Option<Mark>,
 }
 
-// SAFETY: it owns its memory.
+// SAFETY: `Pinned` owns its memory.
 unsafe impl<T: Plain> Send for Pinned<T> {}
-// SAFETY: `&Pinned` only reads.
+// SAFETY: `&Pinned` only allows reading.
 unsafe impl<T: Plain> Sync for Pinned<T> {}
 
 impl<T: Plain> Pinned<T> {
@@ -165,17 +168,17 @@ impl<T: Plain> Pinned<T> {
         self.copy.as_ref().map_or(Ok(true), Mark::done)
     }
 
-    /// The values, or `None` while a copy from or to them is under way.
+    /// Returns the values, or `None` while a copy from or to them is in progress.
     pub fn get(&self) -> Result<Option<&[T]>, Error> {
-        // SAFETY: `len` values lie there, and no copy writes them any more.
+        // SAFETY: `len` values lie there, and no copy is writing them.
         let values = || unsafe { slice::from_raw_parts(self.memory.as_ptr(), self.len) };
         Ok(self.settled()?.then(values))
     }
 
-    /// As [`Pinned::get`], to change them.
+    /// Does the same as [`Pinned::get`], with mutable values.
     pub fn get_mut(&mut self) -> Result<Option<&mut [T]>, Error> {
         let settled = self.settled()?;
-        // SAFETY: as in `get`; no copy reads them either, and `self` is borrowed alone.
+        // SAFETY: as in `get`; no copy is reading them, and `self` is borrowed exclusively.
         let values = || unsafe { slice::from_raw_parts_mut(self.memory.as_ptr(), self.len) };
         Ok(settled.then(values))
     }
@@ -187,15 +190,15 @@ impl<T: Plain> Drop for Pinned<T> {
             let _ = self.shared.synchronize();
         }
         if let Ok(_current) = self.shared.enter() {
-            // SAFETY: registered once, and no copy is under way.
+            // SAFETY: registered once, and no copy is in progress.
             let _ = unsafe { driver::cuMemHostUnregister(self.memory.as_ptr().cast()) };
         }
-        // SAFETY: allocated with the layout of the same length.
+        // SAFETY: allocated with the layout for the same length.
         unsafe { dealloc(self.memory.as_ptr().cast(), Self::layout(self.len)) };
     }
 }
 
-/// Host memory of the caller, page-locked while this lives.
+/// Host memory of the caller that is page-locked while this value lives.
 #[derive(Debug)]
 pub struct Registered {
     shared: Arc<Shared>,
@@ -203,13 +206,13 @@ pub struct Registered {
     device_address: u64,
 }
 
-// SAFETY: the pointer is only a key for the driver.
+// SAFETY: the pointer is only passed to the driver, never dereferenced here.
 unsafe impl Send for Registered {}
 // SAFETY: as above.
 unsafe impl Sync for Registered {}
 
 impl Registered {
-    /// Where the device finds its first byte.
+    /// Returns the address at which the device sees the first byte.
     pub fn device_address(&self) -> u64 {
         self.device_address
     }
@@ -226,14 +229,15 @@ impl Drop for Registered {
 }
 
 impl Device {
-    /// Device memory for `len` values, all zero by the time later work sees it.
+    /// Allocates device memory for `len` values; later work on the stream sees them as zero.
     pub fn alloc<T: Plain>(&self, len: usize) -> Result<Buffer<T>, Error> {
         at_most("values to allocate", len as u64, isize::MAX as u64 / size_of::<T>() as u64)?;
         let shared = Arc::clone(&self.shared);
         let mut buffer = Buffer { shared, address: 0, len: 0, holds: PhantomData };
         if len > 0 {
             let _current = self.shared.enter()?;
-            // SAFETY: a pointer to a local. The buffer has a length, and so a `Drop`, only then.
+            // SAFETY: the pointer refers to a local. `Drop` frees only a buffer with a length,
+            // which is set after success.
             unsafe { driver::cuMemAlloc_v2(&raw mut buffer.address, len * size_of::<T>())? };
             buffer.len = len;
             self.fill(&mut buffer, 0)?;
@@ -241,7 +245,7 @@ impl Device {
         Ok(buffer)
     }
 
-    /// Page-locked host memory for `len` values, all zero.
+    /// Allocates page-locked host memory for `len` values, all zero.
     pub fn pinned<T: Plain>(&self, len: usize) -> Result<Pinned<T>, Error> {
         let bytes_max = isize::MAX as u64 / 2;
         at_most("page-locked values", len as u64, bytes_max / size_of::<T>() as u64)?;
@@ -251,7 +255,7 @@ impl Device {
         let Some(memory) = NonNull::new(memory.cast::<T>()) else { handle_alloc_error(layout) };
         let register = || {
             let _current = self.shared.enter()?;
-            // SAFETY: whole pages of ours, which stay until they are unregistered.
+            // SAFETY: whole pages of this allocation, which stay until they are unregistered.
             unsafe {
                 driver::cuMemHostRegister_v2(memory.as_ptr().cast(), layout.size(), REGISTER_FLAGS)
             }
@@ -267,33 +271,33 @@ impl Device {
     /// Page-locks host memory of the caller, so that streams can write to it.
     ///
     /// # Safety
-    /// `bytes` bytes lie at `host` and stay there until the answer is dropped. No page of them is
-    /// registered already.
+    /// `bytes` bytes must lie at `host` and stay there until the result is dropped. None of their
+    /// pages may be registered already.
     pub unsafe fn register(&self, host: *mut u8, bytes: usize) -> Result<Registered, Error> {
         let _current = self.shared.enter()?;
         let host = host.cast::<c_void>();
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { driver::cuMemHostRegister_v2(host, bytes, REGISTER_FLAGS)? };
         let shared = Arc::clone(&self.shared);
         let mut registered = Registered { shared, host, device_address: 0 };
-        // SAFETY: a pointer to a local, and memory registered a moment ago.
+        // SAFETY: the pointer refers to a local, and the memory was just registered.
         unsafe {
             driver::cuMemHostGetDevicePointer_v2(&raw mut registered.device_address, host, 0)?;
         }
         Ok(registered)
     }
 
-    /// Sets every byte of `buffer`. Only enqueues.
+    /// Sets every byte of `buffer` to `byte`. Only enqueues.
     pub fn fill<T: Plain>(&self, buffer: &mut Buffer<T>, byte: u8) -> Result<(), Error> {
         if buffer.is_empty() {
             return Ok(());
         }
         let _current = self.shared.enter()?;
-        // SAFETY: the buffer has that many bytes, and waits for this before it goes.
+        // SAFETY: the buffer has that many bytes, and waits for this work before it is freed.
         unsafe { driver::cuMemsetD8Async(buffer.address, byte, buffer.bytes(), self.shared.stream) }
     }
 
-    /// Copies the first `count` values of `from` into the beginning of `to`. Only enqueues.
+    /// Copies the first `count` values of `from` to the beginning of `to`. Only enqueues.
     pub fn send<T: Plain>(
         &self,
         from: &mut Pinned<T>,
@@ -302,12 +306,13 @@ impl Device {
     ) -> Result<(), Error> {
         at_most("values to send", count as u64, from.len.min(to.len) as u64)?;
         self.copied(from, count, |host, bytes, stream| {
-            // SAFETY: both ends have that many bytes, and both wait for the copy before they go.
+            // SAFETY: both ends have that many bytes, and both wait for the copy before they are
+            // freed.
             unsafe { driver::cuMemcpyHtoDAsync_v2(to.address, host, bytes, stream) }
         })
     }
 
-    /// Copies the beginning of `from` into the first `count` values of `to`. Only enqueues.
+    /// Copies the first `count` values of `from` to the beginning of `to`. Only enqueues.
     pub fn fetch<T: Plain>(
         &self,
         from: Slice<'_, T>,
@@ -316,8 +321,8 @@ impl Device {
     ) -> Result<(), Error> {
         at_most("values to fetch", count as u64, from.len.min(to.len) as u64)?;
         self.copied(to, count, |host, bytes, stream| {
-            // SAFETY: both ends have that many bytes. The host's waits for the copy; the device's
-            // does too, or its owner promised so.
+            // SAFETY: both ends have that many bytes. The host memory waits for the copy before it
+            // is freed; so does the device memory, by its drop or by its owner's guarantee.
             unsafe { driver::cuMemcpyDtoHAsync_v2(host, from.address, bytes, stream) }
         })
     }
@@ -330,8 +335,8 @@ impl Device {
         }
         let bytes = from.len * size_of::<T>();
         let _current = self.shared.enter()?;
-        // SAFETY: both ends have that many bytes; ours waits before it goes, the other's owner
-        // promised to.
+        // SAFETY: both ends have that many bytes. `to` waits for the copy before it is freed, and
+        // the owner of `from` guaranteed the same.
         unsafe { driver::cuMemcpyDtoDAsync_v2(to.address, from.address, bytes, self.shared.stream) }
     }
 
@@ -352,7 +357,7 @@ impl Device {
         Ok(())
     }
 
-    /// Puts `values` at the beginning of `buffer`. Waits.
+    /// Copies `values` to the beginning of `buffer`. Waits.
     pub fn upload<T: Plain>(&self, buffer: &mut Buffer<T>, values: &[T]) -> Result<(), Error> {
         at_most("values to upload", values.len() as u64, buffer.len as u64)?;
         if values.is_empty() {
@@ -368,7 +373,7 @@ impl Device {
         self.synchronize()
     }
 
-    /// All values of `slice`, after the work enqueued so far. Waits.
+    /// Returns all values of `slice` after the work enqueued so far. Waits.
     pub fn download<T: Plain>(&self, slice: Slice<'_, T>) -> Result<Vec<T>, Error> {
         let mut values = vec![T::default(); slice.len];
         if slice.is_empty() {

@@ -1,28 +1,28 @@
-//! A snapshot's live rows on their way to the device: checked here, so kernels may follow them.
+//! A snapshot's live rows on the device, checked here so that kernels can trust them.
 
 use super::{Buffer, Device, Error, Pinned, WARP, at_most};
 use crate::reference::{LiveRow, OWNER_SHARED};
 
-/// A slot is a positive `i32`, so no page is larger.
+/// log2 of the largest page: a slot is a positive `i32`.
 pub(super) const PAGE_SHIFT_MAX: u32 = 30;
 
-/// The pool that rows and lists are about.
+/// The pool to which rows and lists belong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Pool {
-    /// log2 of a page's token slots.
+    /// log2 of the page size in token slots.
     pub page_shift: u32,
-    /// Pages, the padding page 0 included.
+    /// Number of pages, including the padding page 0.
     pub npages: u32,
 }
 
 impl Pool {
-    /// `u32` words of a bitmap of its pages.
+    /// Returns the number of `u32` words in a bitmap of the pool's pages.
     pub fn words(self) -> usize {
         self.npages.div_ceil(WARP) as usize
     }
 }
 
-/// A snapshot's live rows on the device.
+/// The live rows of a snapshot, on the device.
 #[derive(Debug)]
 pub struct LiveRows {
     pub(super) rows: Buffer<LiveRow>,
@@ -35,12 +35,12 @@ pub struct LiveRows {
 }
 
 impl LiveRows {
-    /// Where the gathered page list of its rows ends.
+    /// Returns the length of the gathered page list of these rows.
     pub fn list_len(&self) -> usize {
         self.list_len as usize
     }
 
-    /// One more than the largest session number.
+    /// Returns the largest session number plus one.
     pub fn sessions(&self) -> usize {
         self.sessions as usize
     }
@@ -51,7 +51,7 @@ impl LiveRows {
 }
 
 impl Device {
-    /// Room for up to `rows_max` live rows.
+    /// Allocates room for up to `rows_max` live rows.
     pub fn live_rows(&self, rows_max: usize) -> Result<LiveRows, Error> {
         at_most("live rows", rows_max as u64, u32::MAX.into())?;
         Ok(LiveRows {
@@ -65,11 +65,12 @@ impl Device {
         })
     }
 
-    /// Takes a snapshot's rows, laid out by [`crate::reference::lay_out`]. Sessions are counted by
-    /// number, so numbers are small.
+    /// Sets the rows of a snapshot, laid out by [`crate::reference::lay_out`]. Arrays are indexed
+    /// by session number, so session numbers must be small.
     ///
-    /// Rows may be missing from a layout: those that stayed as they were can be taken again, over
-    /// the same page list. [`Error::InFlight`] where the rows before are still on their way.
+    /// A subset of a layout is allowed: after some rows changed, the unchanged rows can be set
+    /// again over the same page list. Returns [`Error::InFlight`] while the previous rows are still
+    /// being copied.
     pub fn set_live_rows(
         &self,
         live: &mut LiveRows,

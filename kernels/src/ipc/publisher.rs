@@ -1,4 +1,4 @@
-//! The engine's side: a table for each step, and words that are written where the changes are made.
+//! The engine's side: publishes a table per step, and marks each step's beginning and end.
 
 use super::Error;
 use crate::{
@@ -8,46 +8,47 @@ use crate::{
 };
 use std::path::Path;
 
-/// Bytes of an entry of `req_to_token`.
+/// Bytes per entry of `req_to_token`.
 const ENTRY_BYTES: u64 = 4;
 
-/// Publishes the rows of one engine.
+/// Publishes the row table of one engine.
 #[derive(Debug)]
 pub struct Publisher {
-    // Dropped before the mapping that it is about.
+    // The field order matters: `words` must be dropped before the mapping in `writer`.
     words: Words,
     writer: Writer,
     open: Option<Stepped>,
 }
 
-/// Who says how far a step has come: whoever makes its changes.
+/// Which side writes `begun` and `done`: the side that changes `req_to_token`.
 #[derive(Debug)]
 enum Words {
     Host,
     Stream {
-        /// Of the head's page, on the device.
+        /// The page with the words `begun` and `done`, registered with the device.
         registered: Registered,
         device: Device,
-        /// The last stream that was told to write there.
+        /// The last stream that was told to write these words.
         last: Option<u64>,
     },
 }
 
 impl Publisher {
-    /// For an engine in host memory. Nobody else can map that: its table tells rows, not pages.
+    /// Makes a publisher for an engine in host memory. No other process can map that memory, so the
+    /// table tells rows but gives no access to pages.
     ///
     /// # Errors
-    /// A file that can't be made, sizes out of bounds.
+    /// When the file can't be created, or a size is out of bounds.
     pub fn host(pool: &Pool, path: &Path, tables: u32, rows_max: u32) -> Result<Self, Error> {
         let writer = Writer::create(path, &facts(pool, None), tables, rows_max)?;
         Ok(Self { words: Words::Host, writer, open: None })
     }
 
-    /// For an engine on a device, whose stream writes `begun` and `done`. `path` has to be on a
-    /// file system in memory.
+    /// Makes a publisher for an engine on a device, whose stream writes `begun` and `done`. `path`
+    /// must be on a file system in memory.
     ///
     /// # Errors
-    /// As [`Self::host`]; memory that can't be shared is [`Error::Unshared`].
+    /// As [`Self::host`]; also [`Error::Unshared`] if the memory can't be shared.
     pub fn device(
         pool: &Pool,
         device: Device,
@@ -65,27 +66,27 @@ impl Publisher {
             uuid: device.uuid()?,
         };
         let writer = Writer::create(path, &facts(pool, Some(export)), tables, rows_max)?;
-        // SAFETY: the page is the beginning of the writer's own mapping, which `Publisher` keeps
-        // longer than the registration.
+        // SAFETY: the page is the beginning of the writer's own mapping, and `Publisher` keeps the
+        // writer longer than the registration.
         let registered = unsafe { device.register(writer.head_page(), Writer::HEAD_BYTES)? };
         let words = Words::Stream { registered, device, last: None };
         Ok(Self { words, writer, open: None })
     }
 
-    /// A step begins: nothing of what it changes in `req_to_token` has been enqueued on `stream`
-    /// yet. A step that never ended is forgotten; what it changed counts to this one.
+    /// Begins a step. None of the step's changes to `req_to_token` may be enqueued on `stream` yet.
+    /// A previous step without an end is forgotten; its changes count as this step's.
     ///
     /// # Errors
-    /// A failing device.
+    /// When the device fails.
     ///
     /// # Safety
-    /// `stream` is a stream of the device's primary context or 0, and is destroyed only after
-    /// `self`. Of an engine in host memory it is ignored.
+    /// `stream` must be 0 or a stream of the device's primary context that is destroyed only after
+    /// `self`. It is ignored for an engine in host memory.
     pub unsafe fn begin(&mut self, stream: u64) -> Result<(), Error> {
         let step = self.writer.begin();
         match &mut self.words {
             Words::Host => self.writer.set_begun(step),
-            // SAFETY: the caller's promise.
+            // SAFETY: guaranteed by the caller.
             words @ Words::Stream { .. } => unsafe {
                 words.write(stream, Writer::BEGUN_BYTE, step)?;
             },
@@ -94,19 +95,20 @@ impl Publisher {
         Ok(())
     }
 
-    /// The step's changes have all been enqueued on `stream`; `rows` are as they leave them.
+    /// Ends a step: all its changes have been enqueued on `stream`, and `rows` is the table after
+    /// them.
     ///
     /// # Errors
-    /// No step that began, more rows than a table has, or a failing device.
+    /// When no step has begun, there are more rows than a table holds, or the device fails.
     ///
     /// # Safety
-    /// As of [`Self::begin`].
+    /// The same as for [`Self::begin`].
     pub unsafe fn done(&mut self, rows: &[TableRow], stream: u64) -> Result<(), Error> {
         let step = self.open.ok_or(Error::NoBeginning)?;
         self.writer.publish(step, rows)?;
         match &mut self.words {
             Words::Host => self.writer.set_done(step),
-            // SAFETY: the caller's promise.
+            // SAFETY: guaranteed by the caller.
             words @ Words::Stream { .. } => unsafe {
                 words.write(stream, Writer::DONE_BYTE, step)?;
             },
@@ -118,12 +120,12 @@ impl Publisher {
 
 impl Words {
     /// # Safety
-    /// `stream` is one of the device.
+    /// `stream` must be a stream of the device, or 0.
     unsafe fn write(&mut self, stream: u64, byte: usize, step: Stepped) -> Result<(), Error> {
         let Self::Stream { registered, device, last } = self else { return Ok(()) };
         let address = registered.device_address() + byte as u64;
         *last = Some(stream);
-        // SAFETY: the caller's promise; the words stay registered until the stream has written
+        // SAFETY: guaranteed by the caller; the words stay registered until the stream has written
         // them.
         unsafe { device.write_value(stream, address, step.epoch)? };
         Ok(())
@@ -133,8 +135,8 @@ impl Words {
 impl Drop for Words {
     fn drop(&mut self) {
         if let Self::Stream { device, last: Some(stream), .. } = self {
-            // SAFETY: the stream is there until we are gone. Letting the registration go waits for
-            // the device's own stream, and so for this.
+            // SAFETY: the stream exists until `self` is gone. Unregistering waits for the device's
+            // own stream, and so for this write.
             let _ = unsafe { device.wait_for(*stream) };
         }
     }

@@ -1,4 +1,4 @@
-//! The agent's side: an accountant over memory of another process.
+//! The agent's side: an accountant over the memory of another process.
 
 use super::Error;
 use crate::{
@@ -9,26 +9,26 @@ use crate::{
 };
 use std::path::Path;
 
-/// Looks at the newest table before it counts as lost: the ring is overwritten once a turn.
+/// Attempts to read the newest table before giving up; the ring overwrites a table once per round.
 const LOOKS_MAX: usize = 16;
 
-/// Audits one engine from outside.
+/// Audits one engine from outside its process.
 #[derive(Debug)]
 pub struct Remote {
-    // Dropped before the memory that it reads.
+    // The field order matters: `accountant` must be dropped before the memory that it reads.
     accountant: Accountant,
     _imported: Imported,
     reader: Reader,
     open: Option<Open>,
 }
 
-/// The audit under way.
+/// The audit in progress.
 #[derive(Debug)]
 struct Open {
     epoch: u64,
     rows: Vec<TableRow>,
     keys: Vec<u64>,
-    /// The newest step that had begun when the copy was there.
+    /// The newest step that had begun when the copy was ready.
     begun: Option<u64>,
 }
 
@@ -36,17 +36,18 @@ struct Open {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Audited {
     pub report: Report,
-    /// By the report's session numbers: the keys that the engine gave.
+    /// The engine's session keys, indexed by the report's session numbers.
     pub keys: Vec<u64>,
-    /// The step that the copied rows are of.
+    /// The step to which the copied rows belong.
     pub epoch: u64,
 }
 
 impl Remote {
-    /// Opens the table at `path`, and on `device` the memory that it tells of.
+    /// Opens the table at `path`, and on `device` the memory that the table describes.
     ///
     /// # Errors
-    /// No table, memory that isn't shared ([`Error::Unshared`]) or is of another GPU.
+    /// When there is no table, the memory isn't shared ([`Error::Unshared`]), or it is on another
+    /// GPU.
     pub fn open(path: &Path, device: Device) -> Result<Self, Error> {
         let reader = Reader::open(path)?;
         let &Facts { page_tokens, pages, r2t_rows, r2t_stride, ref export } = reader.facts();
@@ -60,26 +61,27 @@ impl Remote {
         }
         let exported = Exported { handle: export.handle, offset: export.offset, bytes };
         let imported = device.import(&exported)?;
-        // SAFETY: only the address is taken. The engine takes its table back before it frees, and
-        // whatever it writes meanwhile is told by the tables' versions.
+        // SAFETY: only the address is taken. The engine closes its table before it frees the
+        // memory. The tables' versions reveal what the engine writes in the meantime.
         let addr = unsafe { imported.slice::<i32>()? }.address();
         let table = Table { addr, rows: r2t_rows, stride: r2t_stride };
-        // SAFETY: mapped for as many bytes as were asked for, and until after the accountant.
+        // SAFETY: the memory is mapped for the requested bytes, and outlives the accountant.
         let pool = unsafe { Pool::new(page_tokens, pages, table, vec![])? };
         let accountant = Accountant::device(pool, device)?;
         Ok(Self { accountant, _imported: imported, reader, open: None })
     }
 
-    /// Begins an audit of the newest step that is done; one under way is given up.
+    /// Begins an audit of the newest step that is done; abandons an audit in progress.
     ///
     /// # Errors
-    /// [`Error::NoStep`] before the engine's first, a table taken back, a failing device.
+    /// [`Error::NoStep`] before the engine's first step; also when the table is closed or the
+    /// device fails.
     pub fn begin(&mut self) -> Result<(), Error> {
         self.reader.check()?;
         self.give_up()?;
         let (epoch, rows) = self.newest_done()?;
         let sessions = rows.iter().map(|row| row.session as usize + 1).max().unwrap_or(0);
-        // More than these the accountant refuses.
+        // The accountant refuses more sessions than this.
         let mut keys = vec![0; sessions.min(SESSIONS_MAX)];
         for row in &rows {
             if let Some(key) = keys.get_mut(row.session as usize) {
@@ -100,11 +102,11 @@ impl Remote {
         Ok(())
     }
 
-    /// Goes on with the audit: its result, or `None` while the copy isn't made, or while the table
-    /// is missing of a step that began before it was. Waits for nothing else.
+    /// Returns the audit's result, or `None` while the copy isn't ready or the table isn't
+    /// published of a step that began before the copy was ready. Doesn't wait.
     ///
     /// # Errors
-    /// No audit, a table taken back, a failing device.
+    /// When there is no audit, the table is closed, or the device fails.
     pub fn poll(&mut self) -> Result<Option<Audited>, Error> {
         self.reader.check()?;
         if !self.accountant.ready()? {
@@ -115,7 +117,8 @@ impl Remote {
         let now = if begun == open.epoch {
             versions(&open.rows)
         } else {
-            // A newer table says no less than the one of that step: versions don't come back.
+            // Any table at least as new as that step will do: a version never returns to an older
+            // value.
             let newest = self.reader.newest();
             match (newest >= begun).then(|| self.reader.table(newest)).flatten() {
                 Some(rows) => versions(&rows),
@@ -127,10 +130,10 @@ impl Remote {
         Ok(Some(Audited { report, keys, epoch }))
     }
 
-    /// Gives the audit under way up, if there is one.
+    /// Abandons the audit in progress, if any.
     ///
     /// # Errors
-    /// A failing device.
+    /// When the device fails.
     pub fn give_up(&mut self) -> Result<(), Error> {
         if self.open.take().is_some() {
             self.accountant.abandon()?;

@@ -1,4 +1,4 @@
-//! The report's bytes: little-endian, versioned, one way to write each report.
+//! The encoding of a report: little-endian, versioned, one encoding per report.
 //!
 //! | part | bytes |
 //! |---|---|
@@ -15,7 +15,7 @@
 //! | findings | u8 count, then each: u8 kind, u64 count, u8 named, then each of those: i64 at, |
 //! | | u32 `sessions_count`, u8 named sessions, u32 each |
 //!
-//! Sessions and kinds ascend; nothing follows. What is not written this way does not decode.
+//! Sessions and kinds ascend, and nothing follows the findings. Any other encoding is rejected.
 
 use super::{
     Classes, Digests, Finding, Found, FreePages, Kind, NAMED_MAX, NAMED_SESSIONS_MAX, Report,
@@ -29,31 +29,32 @@ const FLAG_FREE: u8 = 1;
 const FLAG_CLASSES: u8 = 2;
 const FLAG_FREED: u8 = 1;
 
-/// One session's line.
+/// Bytes of one session's entry.
 pub const SESSION_BYTES: usize = 4 + 1 + 6 * 8;
 const FINDING_BYTES_MAX: usize = 8 + 4 + 1 + 4 * NAMED_SESSIONS_MAX;
 const FOUND_BYTES_MAX: usize = 1 + 8 + 1 + NAMED_MAX * FINDING_BYTES_MAX;
-/// Everything but the sessions' lines, at most: 8 KiB.
+/// Bytes of everything but the sessions' entries, at most: 8 KiB.
 pub const REPORT_BYTES_HEAD_MAX: usize =
     8 + 8 + 16 + 8 + 16 + 48 + 24 + 4 + 1 + Kind::ALL.len() * FOUND_BYTES_MAX;
 
-/// Why bytes are no report.
+/// Why bytes are not a report.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
     #[error("not a report of page accounting")]
     Magic,
-    #[error("a report of version {0}, only {VERSION} is known here: update the older side")]
+    #[error("report version {0}, but this build reads {VERSION}: update the older side")]
     Version(u16),
-    #[error("a report that ends early")]
+    #[error("the report ends early")]
     Short,
-    #[error("a report with {0} bytes behind its end")]
+    #[error("{0} bytes follow the end of the report")]
     Long(usize),
-    #[error("a report with an impossible {0}")]
+    #[error("the report has an invalid {0}")]
     Field(&'static str),
 }
 
 impl Report {
-    /// The bytes: at most [`REPORT_BYTES_HEAD_MAX`] and [`SESSION_BYTES`] for each session.
+    /// Encodes the report in at most [`REPORT_BYTES_HEAD_MAX`] bytes plus [`SESSION_BYTES`] per
+    /// session.
     pub fn encode(&self) -> Vec<u8> {
         let mut out = Writer(Vec::with_capacity(256 + self.sessions.len() * SESSION_BYTES));
         out.0.extend(MAGIC);
@@ -92,10 +93,10 @@ impl Report {
         out.0
     }
 
-    /// The report that these bytes are.
+    /// Decodes a report.
     ///
     /// # Errors
-    /// Bytes that [`Report::encode`] never makes, of this version or another.
+    /// When [`Report::encode`] never produces these bytes, or their version is another.
     pub fn decode(bytes: &[u8]) -> Result<Self, Error> {
         let mut from = Reader(bytes);
         if from.take::<4>()? != MAGIC {
@@ -199,7 +200,7 @@ impl Writer {
     }
 }
 
-/// What is left to read.
+/// The bytes not yet read.
 struct Reader<'a>(&'a [u8]);
 
 impl Reader<'_> {

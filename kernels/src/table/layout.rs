@@ -1,4 +1,4 @@
-//! Where everything lies in the file: words of 64 bits, little-endian as both sides are.
+//! The layout of the table file: 64-bit words, little-endian like both sides.
 //!
 //! | byte | word |
 //! |---|---|
@@ -12,11 +12,11 @@
 //! | 128, 136 | UUID of the GPU |
 //! | 1024 | `begun` |
 //! | 1088 | `done` |
-//! | 1152 | the newest epoch whose table is there |
-//! | 1216 | 1 when the engine has taken the table back |
+//! | 1152 | the newest epoch whose table has been published |
+//! | 1216 | 1 once the engine has closed the table |
 //! | 4096 | the ring: epoch (0 while it is being written), number of rows, 6 unused, then rows |
 //!
-//! A row: row (low) and tokens; session (low) and 0; version; key.
+//! A row has four words: row (low) and tokens; session (low) and 0; version; key.
 
 use super::Error;
 use memmap2::MmapRaw;
@@ -24,40 +24,40 @@ use std::sync::atomic::AtomicU64;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"BerthKVT");
 const VERSION: u32 = 1;
-/// Rows of one table; the accountant takes as many.
+/// Rows of one table, at most; the accountant takes as many.
 pub const ROWS_MAX: u32 = 1 << 16;
-/// The head's page, and all that a device writes into.
+/// Size of the page with the head and all words that a device writes into.
 pub(crate) const HEAD_BYTES: usize = 4096;
-/// Before `begun`.
+/// Words of the head, which lies before `begun`.
 const HEAD_WORDS: usize = 18;
 const TABLE_HEAD_WORDS: usize = 8;
 const ROW_WORDS: usize = 4;
 
-/// Each in a cache line of its own.
+/// Offsets of the shared words, each in a cache line of its own.
 pub(crate) const BEGUN_BYTE: usize = 1024;
 pub(crate) const DONE_BYTE: usize = 1088;
 const NEWEST_BYTE: usize = 1152;
 const CLOSED_BYTE: usize = 1216;
 
-/// `req_to_token` as another process can open it, by CUDA IPC.
+/// A description of `req_to_token` with which another process can open it by CUDA IPC.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Export {
     pub handle: [u8; 64],
     pub offset: u64,
     pub bytes: u64,
-    /// The GPU's UUID: the two processes may count their GPUs differently.
+    /// The GPU's UUID, because two processes may number their GPUs differently.
     pub uuid: [u8; 16],
 }
 
-/// What the tables are about.
+/// Facts about the pool and the table `req_to_token`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Facts {
     pub page_tokens: u32,
-    /// The padding page included.
+    /// Pages of the pool, including the padding page.
     pub pages: u32,
     pub r2t_rows: u32,
     pub r2t_stride: u32,
-    /// `None` where it lies in the engine's own host memory.
+    /// `None` if `req_to_token` is in the engine's own host memory.
     pub export: Option<Export>,
 }
 
@@ -66,15 +66,15 @@ pub struct Facts {
 pub struct TableRow {
     pub row: u32,
     pub len: u32,
-    /// Its session's number; small, and the same for all rows of the session.
+    /// The session's number: small, and the same for all rows of the session.
     pub session: u32,
-    /// Another whenever a step has rewritten any of `[0, len)`.
+    /// Changes whenever a step has rewritten any token slot in `[0, len)`.
     pub version: u64,
-    /// Names the session to the agent.
+    /// The key by which the agent knows the session.
     pub key: u64,
 }
 
-/// The shape of a file.
+/// The size of a table file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Shape {
     pub(super) tables: u32,
@@ -97,7 +97,7 @@ impl Shape {
     }
 }
 
-/// A mapped file, all of it as words that the other side may change at any time.
+/// A mapped file, accessed as atomic words that the other process may change at any time.
 #[derive(Debug)]
 pub(super) struct Words {
     map: MmapRaw,
@@ -105,7 +105,7 @@ pub(super) struct Words {
 }
 
 impl Words {
-    /// `map` has at least the bytes of `shape`.
+    /// Wraps a mapping; [`Error::Foreign`] if it is smaller than `shape` requires.
     pub(super) fn new(map: MmapRaw, shape: Shape) -> Result<Self, Error> {
         if map.len() < shape.bytes() { Err(Error::Foreign) } else { Ok(Self { map, shape }) }
     }
@@ -121,12 +121,12 @@ impl Words {
 
     fn at(&self, word: usize) -> &AtomicU64 {
         assert!(word < self.map.len() / 8, "a word outside of the mapping");
-        // SAFETY: inside of the mapping, which begins at a page and lives as long as `self`; all
-        // sides only ever use it as atomic words.
+        // SAFETY: the word is inside the mapping, which starts at a page boundary and lives as long
+        // as `self`. All processes only access it as atomic words.
         unsafe { AtomicU64::from_ptr(self.map.as_mut_ptr().cast::<u64>().add(word)) }
     }
 
-    /// What [`head`] makes and [`read_head`] reads.
+    /// Returns the words that [`head`] computes and [`read_head`] reads.
     pub(super) fn head(&self) -> [&AtomicU64; HEAD_WORDS] {
         std::array::from_fn(|word| self.at(word))
     }
@@ -147,14 +147,15 @@ impl Words {
         self.at(CLOSED_BYTE / 8)
     }
 
-    /// The ring's place of an epoch: its head, and where its rows begin.
+    /// Returns an epoch's place in the ring: its number, its row count, and the index of its first
+    /// row.
     pub(super) fn table(&self, epoch: u64) -> (&AtomicU64, &AtomicU64, usize) {
         let turn = usize::try_from(epoch % u64::from(self.shape.tables)).expect("64 at most");
         let first = HEAD_BYTES / 8 + turn * self.shape.table_words();
         (self.at(first), self.at(first + 1), first + TABLE_HEAD_WORDS)
     }
 
-    /// The words of the `i`th row of a table.
+    /// Returns the words of row `i` of a table.
     pub(super) fn row(&self, rows: usize, i: usize) -> [&AtomicU64; ROW_WORDS] {
         std::array::from_fn(|word| self.at(rows + i * ROW_WORDS + word))
     }
@@ -171,7 +172,7 @@ impl TableRow {
     }
 }
 
-/// The words of the head, from byte 0 on.
+/// Returns the words of the head, from byte 0 on.
 pub(super) fn head(facts: &Facts, shape: Shape) -> [u64; HEAD_WORDS] {
     let mut words = [0; HEAD_WORDS];
     words[0] = MAGIC;
@@ -189,7 +190,7 @@ pub(super) fn head(facts: &Facts, shape: Shape) -> [u64; HEAD_WORDS] {
     words
 }
 
-/// What a head says; [`Error::Foreign`] if it is none.
+/// Reads the words of a head; [`Error::Foreign`] if they are not a head of this version.
 pub(super) fn read_head(words: &[u64; HEAD_WORDS]) -> Result<(Facts, Shape), Error> {
     let (version, tables) = halves(words[1]);
     if words[0] != MAGIC || version != VERSION {

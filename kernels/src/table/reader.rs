@@ -1,4 +1,4 @@
-//! The agent's side: tables out of the ring, none of them half old and half new.
+//! The agent's side: reads tables from the ring, each of them consistent.
 
 use super::{
     Error, Facts, TableRow,
@@ -19,15 +19,15 @@ pub struct Reader {
 }
 
 impl Reader {
-    /// Opens the file at `path`. What stands in it is believed as far as it makes sense; that it
-    /// isn't cut short while it is mapped is the engine's, who has to be the same user, to keep.
+    /// Opens the file at `path`. Its contents are validated. The file must not be truncated while
+    /// it is mapped: the engine, which runs as the same user, guarantees that.
     ///
     /// # Errors
-    /// No file, one that is no table, or one that was taken back.
+    /// When there is no file, the file is not a table, or the engine has closed it.
     pub fn open(path: &Path) -> Result<Self, Error> {
         let failed = |error| Error::File(path.to_owned(), error);
         let map = || MmapOptions::new().map_raw_read_only(&File::open(path)?);
-        // Large enough for a head at least, then for what the head says.
+        // First map enough for any head, then as much as the head says.
         let least = Shape::new(2, 1)?;
         let words = Words::new(map().map_err(failed)?, least)?;
         let head = words.head().map(|word| word.load(Ordering::Relaxed));
@@ -42,33 +42,33 @@ impl Reader {
         &self.facts
     }
 
-    /// Is the engine still there to write?
+    /// Checks that the engine has not closed its table.
     ///
     /// # Errors
-    /// [`Error::Closed`] when it has taken the table back.
+    /// [`Error::Closed`] when the engine has closed the table.
     pub fn check(&self) -> Result<(), Error> {
         if self.words.closed().load(Ordering::Acquire) == 0 { Ok(()) } else { Err(Error::Closed) }
     }
 
-    /// The newest step whose changes are all made; 0 before the first.
+    /// Returns the newest step whose changes are all made; 0 before the first step.
     pub fn done(&self) -> u64 {
         get(self.words.done())
     }
 
-    /// The newest step that has begun to make changes. What the caller read before is older than
-    /// it.
+    /// Returns the newest step that has begun to make changes. Everything that the caller read
+    /// before this call was read before any later step began.
     pub fn begun(&self) -> u64 {
-        // What was read before may not be read after.
+        // Keeps the caller's earlier reads before the read of this word.
         fence(Ordering::SeqCst);
         get(self.words.begun())
     }
 
-    /// The newest step whose table is there.
+    /// Returns the newest step whose table has been published.
     pub fn newest(&self) -> u64 {
         get(self.words.newest())
     }
 
-    /// The table of a step; `None` if the ring doesn't have it, not yet or not any more.
+    /// Returns the table of a step; `None` if the ring doesn't hold it yet, or no longer.
     pub fn table(&self, epoch: u64) -> Option<Vec<TableRow>> {
         let (number, count, first) = self.words.table(epoch);
         if epoch == 0 || number.load(Ordering::Acquire) != epoch {
@@ -83,7 +83,7 @@ impl Reader {
             TableRow::from_words(words)
         };
         let rows = (0..rows).map(read).collect();
-        // If the writer has been here meanwhile, it shows now.
+        // If the writer has overwritten the table meanwhile, its number has changed.
         fence(Ordering::Acquire);
         (number.load(Ordering::Relaxed) == epoch).then_some(rows)
     }

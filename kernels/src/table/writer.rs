@@ -1,4 +1,4 @@
-//! The engine's side: one table a step, into the ring.
+//! The engine's side: writes one table per step into the ring.
 
 use super::{
     Error, Facts, TableRow,
@@ -12,7 +12,7 @@ use std::{
     sync::atomic::{AtomicU64, Ordering, fence},
 };
 
-/// Writes the tables of one engine; takes them back on drop.
+/// Writes the tables of one engine, and closes them on drop.
 #[derive(Debug)]
 pub struct Writer {
     words: Words,
@@ -20,14 +20,14 @@ pub struct Writer {
     epoch: u64,
 }
 
-/// A step that has begun. What it changes in `req_to_token` lies between its beginning and its end.
+/// A step that has begun, between its first and its last change of `req_to_token`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stepped {
     pub epoch: u64,
 }
 
 impl Writer {
-    /// The page that a device writes into, and where in it.
+    /// Size of the page that a device writes into; offsets of its words follow.
     #[cfg(feature = "cuda")]
     pub(crate) const HEAD_BYTES: usize = layout::HEAD_BYTES;
     #[cfg(feature = "cuda")]
@@ -35,15 +35,15 @@ impl Writer {
     #[cfg(feature = "cuda")]
     pub(crate) const DONE_BYTE: usize = layout::DONE_BYTE;
 
-    /// Makes the file at `path`, readable by this user alone, in the place of an older one. A ring
-    /// of `tables` tables of up to `rows_max` rows.
+    /// Creates the file at `path`, replacing an older one, readable by this user only. The ring has
+    /// `tables` tables of up to `rows_max` rows.
     ///
     /// # Errors
-    /// Sizes out of bounds, or a file that can't be made.
+    /// When a size is out of bounds, or the file can't be created.
     pub fn create(path: &Path, facts: &Facts, tables: u32, rows_max: u32) -> Result<Self, Error> {
         let shape = Shape::new(tables, rows_max)?;
         let failed = |error| Error::File(path.to_owned(), error);
-        // Another name first: a reader sees a whole file or none.
+        // The file gets its name last, so a reader sees a complete file or none.
         let mut new = path.as_os_str().to_owned();
         new.push(".new");
         let new = PathBuf::from(new);
@@ -63,18 +63,18 @@ impl Writer {
         Ok(Self { words, path: path.to_owned(), epoch: 0 })
     }
 
-    /// Numbers the next step. `begun` is the caller's to set, to the epoch, before the step changes
-    /// anything: by [`Self::set_begun`], or by the stream that makes the changes.
+    /// Numbers the next step. Before the step changes anything, the caller must set `begun` to the
+    /// epoch: by [`Self::set_begun`], or by the stream that makes the changes.
     pub fn begin(&mut self) -> Stepped {
         self.epoch += 1;
         Stepped { epoch: self.epoch }
     }
 
-    /// Writes the table of the rows as they are after the step. `done` is the caller's to set,
-    /// after the last change.
+    /// Writes the table of the rows as they are after the step. The caller must set `done` after
+    /// the step's last change.
     ///
     /// # Errors
-    /// More rows than a table has.
+    /// When there are more rows than a table holds.
     pub fn publish(&mut self, step: Stepped, rows: &[TableRow]) -> Result<(), Error> {
         let rows_max = self.words.shape().rows_max;
         if rows.len() > rows_max as usize {
@@ -82,7 +82,7 @@ impl Writer {
         }
         let (epoch, count, first) = self.words.table(step.epoch);
         epoch.store(0, Ordering::Relaxed);
-        // A reader that sees any of what follows sees that the table is not the old one any more.
+        // A reader that sees a write below also sees that the old table's number is gone.
         fence(Ordering::Release);
         count.store(rows.len() as u64, Ordering::Relaxed);
         for (i, row) in rows.iter().enumerate() {
@@ -95,19 +95,19 @@ impl Writer {
         Ok(())
     }
 
-    /// Says that a step has begun, where the host makes its changes.
+    /// Marks a step as begun, if the host makes the changes.
     pub fn set_begun(&self, step: Stepped) {
         set(self.words.begun(), step);
-        // The step's changes are not to be seen before it.
+        // No change of the step may become visible before `begun`.
         fence(Ordering::SeqCst);
     }
 
-    /// Says that a step's changes are all made, where the host makes them.
+    /// Marks a step's changes as complete, if the host makes them.
     pub fn set_done(&self, step: Stepped) {
         set(self.words.done(), step);
     }
 
-    /// The page of the words, for a device to write into.
+    /// Returns the page of the words, for a device to write into.
     #[cfg(feature = "cuda")]
     pub(crate) fn head_page(&self) -> *mut u8 {
         self.words.start()
@@ -121,8 +121,8 @@ fn set(word: &AtomicU64, step: Stepped) {
 impl Drop for Writer {
     fn drop(&mut self) {
         self.words.closed().store(1, Ordering::Release);
-        // Somebody else may have made a newer one there; then that one goes, and he has a file that
-        // nobody finds. An engine has one writer.
+        // Another writer may have replaced the file; then its file is deleted, and readers no
+        // longer find it. An engine has one writer.
         let _ = fs::remove_file(&self.path);
     }
 }

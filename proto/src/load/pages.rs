@@ -68,7 +68,7 @@ pub struct PageFinding {
 /// One fault.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct NamedFinding {
-    /// The page number; for kinds of fault about list entries, the entry's index.
+    /// The page number; for kinds about entries, the entry's index in its row or value in a list.
     pub at: i64,
     /// Engine-side ids of the sessions concerned; an empty string is a turn without a session.
     pub sessions: Vec<String>,
