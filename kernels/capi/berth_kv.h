@@ -1,22 +1,22 @@
 /* libberth_kv: audits the KV pool of an engine from inside the engine's process.
  *
- * One audit is: berth_kv_begin, berth_kv_ready until it answers 1, berth_kv_finish.
+ * One audit is: berth_kv_begin, berth_kv_ready until it returns 1, berth_kv_finish.
  *
- *   begin   on the scheduler's thread, between two steps, with a cut of the engine's books. On a
- *           device it only enqueues, on a stream of its own, behind what `stream` has so far; in
- *           host memory it copies, and digests, at once.
- *   ready   1 when the copy is made. Then, on the scheduler's thread, read the versions that the
- *           live rows have now.
- *   finish  with those versions, on any thread: rows whose version is another now are left out and
- *           counted. Python's ctypes gives up the GIL meanwhile. Writes the report; its bytes are
- *           described in kernels/src/report/bytes.rs.
+ *   begin   Call on the scheduler's thread, between two steps, with a snapshot of the engine's rows
+ *           and page lists. On a device, begin only enqueues, on a stream of its own, behind the
+ *           work that `stream` has so far. In host memory, begin copies and digests at once.
+ *   ready   Returns 1 when the copy is made. Then read, on the scheduler's thread, the versions that
+ *           the live rows have now.
+ *   finish  Call with those versions, on any thread. Rows whose version has changed are left out and
+ *           counted. Python's ctypes releases the GIL during the call. Writes the report; its bytes
+ *           are described in kernels/src/report/bytes.rs.
  *
- * Calls about one handle never wait for each other: while one runs, others answer BERTH_KV_BUSY.
- * No call lets a panic out. Handles are numbers: one that was closed, or never was, is an error.
- * Open and close only while the engine captures no CUDA graphs: both allocate or free there.
+ * Calls on one handle never wait for each other: while a call runs, others return BERTH_KV_BUSY.
+ * No call lets a panic out. Handles are numbers: a closed or unknown handle is an error.
+ * Open and close only while the engine captures no CUDA graphs: both allocate or free memory there.
  *
- * Pointers to structures and arrays below are in host memory, and read only during the call. The
- * addresses inside of them (uint64_t) are of the pool's place, host or device. */
+ * Pointers to the structures and arrays below are to host memory, which is read only during the
+ * call. The addresses inside them (uint64_t) are of the pool's memory, host or device. */
 #ifndef BERTH_KV_H
 #define BERTH_KV_H
 
@@ -26,27 +26,27 @@
 extern "C" {
 #endif
 
-/* What berth_kv_abi answers for this header. */
+/* The return value of berth_kv_abi for this header. */
 #define BERTH_KV_ABI 1
 
-/* Answers below zero. berth_kv_error says more. */
-#define BERTH_KV_INVALID (-1) /* an argument: null, or not of this pool */
-#define BERTH_KV_BUSY (-2)    /* another call runs, or another audit is under way */
-#define BERTH_KV_STATE (-3)   /* not now: no audit, or its copy was not seen ready */
-#define BERTH_KV_DEVICE (-4)  /* no CUDA, or it failed; the handle is best closed */
-#define BERTH_KV_SMALL (-5)   /* the buffer: berth_kv_report_bytes_max(sessions) is enough */
-#define BERTH_KV_PANIC (-6)   /* a fault of this library; the handle is gone */
-#define BERTH_KV_FULL (-7)    /* too many handles */
-#define BERTH_KV_UNSHARED (-8) /* memory that no other process can map: only account in here */
+/* Error codes; berth_kv_error returns the text. */
+#define BERTH_KV_INVALID (-1) /* an argument is null, or doesn't fit this pool */
+#define BERTH_KV_BUSY (-2)    /* another call is running, or another audit is in progress */
+#define BERTH_KV_STATE (-3)   /* not now: there is no audit, or its copy is not ready */
+#define BERTH_KV_DEVICE (-4)  /* there is no CUDA, or it failed; close the handle */
+#define BERTH_KV_SMALL (-5)   /* buffer too small: use berth_kv_report_bytes_max(sessions) bytes */
+#define BERTH_KV_PANIC (-6)   /* a fault of this library; the handle is closed */
+#define BERTH_KV_FULL (-7)    /* too many handles are open */
+#define BERTH_KV_UNSHARED (-8) /* no other process can map this memory: audit in this process */
 
-/* `device` for a pool in host memory. */
+/* Value of `device` for a pool in host memory. */
 #define BERTH_KV_HOST (-1)
-/* `protected_tokens` that are not known. */
+/* Value of `protected_tokens` if unknown. */
 #define BERTH_KV_UNKNOWN UINT32_MAX
 
 typedef uint64_t berth_kv;
 
-/* Page p lies at addr + p * page_bytes. Both are multiples of 16. */
+/* Page p is at addr + p * page_bytes. Both are multiples of 16. */
 struct berth_kv_buffer {
     uint64_t addr;
     uint64_t page_bytes;
@@ -54,11 +54,11 @@ struct berth_kv_buffer {
 
 struct berth_kv_pool {
     uint32_t page_tokens; /* a power of two */
-    uint32_t pages;       /* the padding page 0 included: slots / page_tokens + 1 */
-    uint64_t r2t;         /* req_to_token: int32, slots of live rows */
-    uint32_t r2t_rows;    /* row 0 included */
+    uint32_t pages;       /* including the padding page 0: slots / page_tokens + 1 */
+    uint64_t r2t;         /* address of req_to_token: int32, token slots of live rows */
+    uint32_t r2t_rows;    /* including row 0 */
     uint32_t r2t_stride;  /* entries from one row to the next */
-    const struct berth_kv_buffer *buffers; /* may be null: no digests then */
+    const struct berth_kv_buffer *buffers; /* may be null; then there are no digests */
     uint32_t nbuffers;
     int32_t device; /* CUDA ordinal, or BERTH_KV_HOST */
 };
@@ -66,94 +66,96 @@ struct berth_kv_pool {
 struct berth_kv_row {
     uint32_t row;
     uint32_t len;              /* tokens whose slots are allocated */
-    uint32_t session;          /* its number: an index into keys */
-    uint32_t sealed_tokens;    /* nothing rewrites them while the session's key stays; or 0 */
-    uint32_t protected_tokens; /* of its prefix, the tree's; or BERTH_KV_UNKNOWN */
+    uint32_t session;          /* the session's number: an index into keys */
+    uint32_t sealed_tokens;    /* not rewritten while the session's key stays the same; or 0 */
+    uint32_t protected_tokens; /* leading tokens that the radix tree owns; or BERTH_KV_UNKNOWN */
     uint32_t zero;
-    uint64_t version; /* another whenever [0, len) of the row may be rewritten */
+    uint64_t version; /* changes whenever [0, len) of the row may be rewritten */
 };
 
-/* int64 ids. */
+/* A list of int64 ids. */
 struct berth_kv_list {
     uint64_t addr;
     uint64_t n;
 };
 
+/* A snapshot of the engine's rows and page lists. */
 struct berth_kv_cut {
     const struct berth_kv_row *rows;
-    const uint64_t *keys;             /* by session: another whenever its KV was made anew */
-    const struct berth_kv_list *free; /* lists of page ids */
-    const struct berth_kv_list *tree; /* one list of token slots; null if not given */
+    const uint64_t *keys;             /* per session: changes when its KV is computed anew */
+    const struct berth_kv_list *free; /* free lists, as page ids */
+    const struct berth_kv_list *tree; /* the radix tree's token slots; null if not given */
     uint32_t nrows;
     uint32_t nsessions;
     uint32_t nfree; /* 0 if not given */
     /* 1 if every row that holds pages is in `rows`, and rows, lists and tree are complete and of
-     * one moment. Without it nothing is said across rows and lists. */
+     * one moment. Otherwise, no findings are made across rows and lists. */
     uint32_t whole;
     uint32_t digest_pages_max; /* sealed pages to digest in this audit, or 0 */
     uint32_t zero;
-    uint64_t stream; /* CUstream whose work up to here makes the books true; 0 is the default one */
+    uint64_t stream; /* CUstream whose work must finish before the snapshot is valid; 0: default */
 };
 
 uint32_t berth_kv_abi(void);
 
-/* The last error of this thread; valid until the thread's next call. Never null. */
+/* Returns the last error of this thread; valid until the thread's next call. Never null. */
 const char *berth_kv_error(void);
 
-/* Opens a pool. `fatbin` is the path of the kernels; null in host memory. As long as the handle is
- * open, r2t and buffers stay where they are. 0 or an error. */
+/* Opens a pool. `fatbin` is the path of the kernels; null for host memory. While the handle is
+ * open, r2t and buffers must stay valid. Returns 0 or an error. */
 int32_t berth_kv_open(const struct berth_kv_pool *pool, const char *fatbin, berth_kv *out);
 
-/* Begins an audit. The lists stay alive and unchanged until finish or abandon returns. */
+/* Begins an audit. The lists must stay valid and unchanged until finish or abandon returns. */
 int32_t berth_kv_begin(berth_kv handle, const struct berth_kv_cut *cut);
 
-/* 1 when the copy is made, 0 while not, or an error. */
+/* Returns 1 when the copy is made, 0 before that, or an error. */
 int32_t berth_kv_ready(berth_kv handle);
 
-/* Ends the audit: `rows[i]` has `versions[i]` now. Answers the report's bytes, or an error. After
- * BERTH_KV_SMALL, BERTH_KV_BUSY and BERTH_KV_STATE the audit goes on; after others it is over. */
+/* Ends the audit; `rows[i]` has the version `versions[i]` now. Returns the report's length in
+ * bytes, or an error. After BERTH_KV_SMALL, BERTH_KV_BUSY and BERTH_KV_STATE the audit continues;
+ * after other errors it is over. */
 int64_t berth_kv_finish(berth_kv handle, const uint32_t *rows, const uint64_t *versions, uint32_t n,
                         uint8_t *buffer, uint64_t capacity);
 
-/* Bytes that are enough for the report of an audit of so many sessions. */
+/* Returns a size in bytes that is enough for the report of an audit of `nsessions` sessions. */
 uint64_t berth_kv_report_bytes_max(uint32_t nsessions);
 
-/* Gives the audit under way up, if there is one; waits until nothing reads its lists. */
+/* Abandons the audit in progress, if any; waits until nothing reads its lists. */
 int32_t berth_kv_abandon(berth_kv handle);
 
-/* Closes the handle; gives an audit under way up. A call that runs about it still ends well. */
+/* Closes the handle and abandons its audit. A call running on the handle completes normally. */
 int32_t berth_kv_close(berth_kv handle);
 
-/* The row table: what a process beside the engine needs to audit it by CUDA IPC.
+/* The row table, by which a process next to the engine audits the engine through CUDA IPC.
  *
  * One step of the scheduler is: berth_kv_table_begin before the first change of r2t is enqueued,
- * then the changes, then berth_kv_table_done with the rows as they are after them. */
+ * then the changes, then berth_kv_table_done with the rows as they are after the changes. */
 
 typedef uint64_t berth_kv_table;
 
 struct berth_kv_table_row {
     uint32_t row;
     uint32_t len;
-    uint32_t session; /* its number: small, the same for all rows of the session */
+    uint32_t session; /* the session's number: small, the same for all rows of the session */
     uint32_t zero;
-    uint64_t version; /* another whenever a step has rewritten any of [0, len) */
-    uint64_t key;     /* names the session to the reader */
+    uint64_t version; /* changes whenever a step has rewritten any of [0, len) */
+    uint64_t key;     /* identifies the session to the reader */
 };
 
-/* Makes the file at `path`, which has to be on a file system in memory: a ring of 2 to 64 tables (8
- * are plenty) of up to rows_max rows. Exports r2t; BERTH_KV_UNSHARED where it is mapped by handles.
- * In host memory nothing is exported, and the table tells rows only. */
+/* Creates the file at `path`, which must be on a file system in memory: a ring of 2 to 64 tables (8
+ * are plenty) of up to rows_max rows. Exports r2t; returns BERTH_KV_UNSHARED if r2t is mapped by
+ * handles. In host memory nothing is exported, and the table only tells the rows. */
 int32_t berth_kv_table_open(const struct berth_kv_pool *pool, const char *fatbin, const char *path,
                             uint32_t tables, uint32_t rows_max, berth_kv_table *out);
 
-/* The changes of a step begin on `stream`, which stays until the table is closed. */
+/* Begins a step: its changes are enqueued on `stream`, which must exist until the table closes. */
 int32_t berth_kv_table_begin(berth_kv_table table, uint64_t stream);
 
-/* They have all been enqueued. */
+/* Ends a step: all its changes have been enqueued on `stream`. */
 int32_t berth_kv_table_done(berth_kv_table table, const struct berth_kv_table_row *rows, uint32_t n,
                             uint64_t stream);
 
-/* Takes the table back. r2t may be freed when no reader has it mapped any more. */
+/* Closes the table. r2t may be freed once no reader has it mapped any more. */
 int32_t berth_kv_table_close(berth_kv_table table);
 
 #ifdef __cplusplus

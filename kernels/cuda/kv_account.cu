@@ -1,11 +1,11 @@
-// Page accounting on a CUDA device. kernels/src/reference.rs says what each kernel means, and
-// kernels/src/cuda/account.rs what it may rely on.
+// Page accounting on a CUDA device. kernels/src/reference.rs defines what each kernel computes, and
+// kernels/src/cuda/account.rs checks what each kernel relies on.
 //
-// All arithmetic is integer and every sum commutes, so an answer depends neither on the order of
-// threads nor on the shape of a launch. Page ids and list entries are never trusted: what lies
-// outside the pool is counted or skipped. Rows are trusted; the host has checked them.
+// All arithmetic is on integers and every sum commutes, so results depend neither on the order of
+// threads nor on the shape of a launch. Page ids and list entries are never trusted: values outside
+// the pool are counted or skipped. Rows are trusted, because the host has checked them.
 //
-// Blocks are one-dimensional and whole warps. No warp is left by a part of its lanes before a sum.
+// Blocks are one-dimensional and whole warps. All lanes of a warp must reach each sum.
 
 typedef unsigned int u32;
 typedef long long i64;
@@ -43,8 +43,8 @@ __device__ inline u64 warp_sum(u64 value) {
   return value;
 }
 
-// Adds what all threads of the block bring to `out`, with one atomic per counter and block: the
-// blocks of one session all add to the same few words.
+// Adds the threads' values to `out`, with one atomic per counter and block, because the blocks of
+// one session all add to the same few words.
 template <u32 N>
 __device__ void block_add(const u64 (&mine)[N], u64* out) {
   static_assert(N <= WARP, "one thread per counter");
@@ -61,7 +61,7 @@ __device__ void block_add(const u64 (&mine)[N], u64* out) {
   }
 }
 
-// ---- Live rows: `chunks` blocks to a row, neighbouring threads on neighbouring pages ---------
+// ---- Live rows: `chunks` blocks per row, neighbouring threads on neighbouring pages ----------
 
 struct Span {
   u64 begin, end, step;
@@ -76,7 +76,7 @@ __device__ inline Span pages_of(const LiveRow& row, u32 chunks, u32 shift) {
   };
 }
 
-// `r2t` may change while it is read, by a scheduler that runs on: an entry is read once, whole.
+// The scheduler may change `r2t` during the read, so each entry is read once, as one load.
 extern "C" __global__ void kv_gather_pages(const volatile int* r2t, u64 ld, u64 table_rows,
                                            const LiveRow* rows, u32 nrows, u32 chunks, u32 shift,
                                            u32 npages, u32* staged, u64* bad) {
@@ -96,7 +96,7 @@ extern "C" __global__ void kv_gather_pages(const volatile int* r2t, u64 ld, u64 
   block_add(sums, bad);
 }
 
-// An owner only ever rises, from none to a session to shared: who comes first doesn't matter.
+// An owner only rises, from none to a session to shared, so the order of threads doesn't matter.
 extern "C" __global__ void kv_mark(const LiveRow* rows, u32 nrows, u32 chunks, u32 shift,
                                    u32 npages, const u32* staged, u32* refcnt, u32* owner) {
   if (blockIdx.x / chunks >= nrows) return;
@@ -112,7 +112,7 @@ extern "C" __global__ void kv_mark(const LiveRow* rows, u32 nrows, u32 chunks, u
   }
 }
 
-// `claimed` lets one of a session's references count for the page. `tree` may be null.
+// `claimed` makes only one of a session's references to a page count. `tree` may be null.
 extern "C" __global__ void kv_session(const LiveRow* rows, u32 nrows, u32 chunks, u32 shift,
                                       u32 npages, const u32* staged, const u32* refcnt,
                                       const u32* owner, const u32* tree, u32* claimed,
@@ -143,7 +143,7 @@ extern "C" __global__ void kv_session(const LiveRow* rows, u32 nrows, u32 chunks
 
 // ---- Sets of pages ----------------------------------------------------------------------------
 
-// A page is named by its first slot; its other slots only have to lie in the pool.
+// A page is named by its first slot; its other slots must only be inside the pool.
 extern "C" __global__ void kv_list_to_bitmap(const i64* ids, u64 n, u32 shift, u32 npages,
                                              u32* bitmap, u64* duplicates_bad) {
   u64 sums[2] = {0, 0};
@@ -161,7 +161,7 @@ extern "C" __global__ void kv_list_to_bitmap(const i64* ids, u64 n, u32 shift, u
   block_add(sums, duplicates_bad);
 }
 
-// A warp makes a word: 32 neighbouring pages, read together.
+// A warp computes one word from 32 neighbouring pages, read together.
 extern "C" __global__ void kv_ref_bitmap(const u32* refcnt, const u32* owner, u32 npages,
                                          u32* referenced, u32* shared) {
   const u32 lane = threadIdx.x % WARP;
@@ -179,7 +179,7 @@ extern "C" __global__ void kv_ref_bitmap(const u32* refcnt, const u32* owner, u3
   }
 }
 
-// A class's number is three bits: free, referenced, in the tree.
+// A class number has three bits: free, referenced, in the tree.
 extern "C" __global__ void kv_classify(const u32* free, const u32* referenced, const u32* tree,
                                        const u32* shared, u32 npages, Classified* out) {
   u64 sums[10] = {};
@@ -213,8 +213,8 @@ __device__ inline u64 keyed(u64 word, u64 buffer, u64 place) {
   return mix(word ^ ((buffer + 1) << 32 | place) * 0x9E3779B97F4A7C15ull);
 }
 
-// A block to a page, 16 bytes a load. The pages may change while they are read; whoever asks for a
-// digest knows which are sealed.
+// One block per page, with 16-byte loads. Pages may change during the read; the caller knows which
+// pages are sealed.
 extern "C" __global__ void kv_page_digest(const KvBuffer* buffers, u32 nbuf, u32 npages,
                                           const u32* pages, u32 n, u64* out) {
   for (u64 i = blockIdx.x; i < n; i += gridDim.x) {

@@ -1,4 +1,4 @@
-//! Errors on their way out: a number for programs, a text for people, and no panic.
+//! Errors of the C ABI: a number for programs, a text for people, and no panic.
 
 use crate::handles::Handles;
 use kernels::{account, cuda, ipc};
@@ -8,7 +8,7 @@ use std::{
     panic::{AssertUnwindSafe, catch_unwind},
 };
 
-// As in the header.
+// The same numbers as in `berth_kv.h`.
 const INVALID: i32 = -1;
 const BUSY: i32 = -2;
 const STATE: i32 = -3;
@@ -23,19 +23,19 @@ const UNSHARED: i32 = -8;
 pub(crate) enum Error {
     #[error("the {0} is null or misaligned")]
     Pointer(&'static str),
-    #[error("{0} is no open handle")]
+    #[error("{0} is not an open handle")]
     Handle(u64),
-    #[error("another call about this handle is running: come back when it has returned")]
+    #[error("another call on this handle is running: try again when it has returned")]
     Running,
     #[error("too many handles are open: close some")]
     Full,
-    #[error("a report of {needed} bytes may not fit in {capacity}: give a larger buffer")]
+    #[error("the report may need {needed} bytes, the buffer has {capacity}: use a larger buffer")]
     Small { needed: u64, capacity: u64 },
     #[error("device {0}: give a CUDA ordinal, or -1 for host memory")]
     Ordinal(i32),
     #[error("the kernels: {0}: build them with kernels/cuda/build")]
     Fatbin(#[from] std::io::Error),
-    #[error("a panic: this is a fault of the library, the handle is closed")]
+    #[error("the library panicked, which is a bug in it; the handle is closed")]
     Panic,
     #[error(transparent)]
     Device(#[from] cuda::Error),
@@ -48,7 +48,7 @@ pub(crate) enum Error {
 }
 
 impl Error {
-    /// Its number in the header.
+    /// Returns the error's number in the header.
     fn code(&self) -> i32 {
         match self {
             Self::Pointer(_) | Self::Handle(_) | Self::Ordinal(_) | Self::Fatbin(_) => INVALID,
@@ -89,14 +89,14 @@ thread_local! {
     static LAST: RefCell<Option<CString>> = const { RefCell::new(None) };
 }
 
-/// Runs a call, whatever happens in it.
+/// Runs a call, catches its panic, and records its error as this thread's last error.
 pub(crate) fn guarded<H, T>(
     handles: &Handles<H>,
     handle: u64,
     call: impl FnOnce() -> Result<T, Error>,
 ) -> Result<T, i32> {
     let result = catch_unwind(AssertUnwindSafe(call)).unwrap_or_else(|_| {
-        // Whatever it was doing, it is in no state to go on.
+        // After a panic the state of the handle is unknown, so close the handle.
         let _ = handles.close(handle);
         Err(Error::Panic)
     });
@@ -106,13 +106,13 @@ pub(crate) fn guarded<H, T>(
     })
 }
 
-/// This thread's last error, until its next one; never null.
+/// Returns this thread's last error; never null.
 pub(crate) fn last() -> *const c_char {
     let last = LAST.with_borrow(|last| last.as_ref().map(|text| text.as_ptr()));
     last.unwrap_or(c"".as_ptr())
 }
 
-/// The error and what it comes from, in one line.
+/// Returns the error and its sources in one line.
 fn described(error: &dyn std::error::Error) -> String {
     match error.source() {
         None => error.to_string(),

@@ -1,19 +1,19 @@
-//! What is open, by number: what was closed, or never opened, is an error and no crash.
+//! Open objects by number; a closed or unknown number is an error, not a crash.
 
 use crate::Error;
 use parking_lot::Mutex;
 use std::{collections::BTreeMap, sync::Arc};
 
-/// One engine process has a pool per model and rank that it runs: a handful.
+/// Bound on open handles: an engine process has one pool per model and rank, so a handful.
 const HANDLES_MAX: usize = 64;
 
-/// All open ones of one kind.
+/// All open objects of one kind.
 #[derive(Debug)]
 pub(crate) struct Handles<T>(Mutex<Open<T>>);
 
 #[derive(Debug)]
 struct Open<T> {
-    /// The highest number so far: none is given twice.
+    /// The highest number so far, so that no number is reused.
     last: u64,
     by_number: BTreeMap<u64, Arc<Mutex<T>>>,
 }
@@ -34,7 +34,7 @@ impl<T> Handles<T> {
         Ok(number)
     }
 
-    /// Runs `call` with the one of this number, unless another call does so now.
+    /// Runs `call` with the object of this number, unless another call is using it now.
     pub(crate) fn with<R>(
         &self,
         number: u64,
@@ -45,10 +45,10 @@ impl<T> Handles<T> {
         call(&mut value)
     }
 
-    /// Forgets it; it is dropped when no call is left that runs with it.
+    /// Closes the number. The object is dropped when no call uses it any more.
     pub(crate) fn close(&self, number: u64) -> Result<(), Error> {
         let closed = self.0.lock().by_number.remove(&number);
-        // Dropped here, after the lock.
+        // Drop only after the lock is released.
         closed.map(drop).ok_or(Error::Handle(number))
     }
 }

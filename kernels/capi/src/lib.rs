@@ -1,7 +1,7 @@
 //! `libberth_kv`: [`kernels::account`] for the engine's own process, behind a C ABI.
 //!
-//! `berth_kv.h` is the contract. Here, its functions: pointers are checked, panics caught, errors
-//! become numbers and a text. It accounts nothing itself.
+//! `berth_kv.h` is the contract. The functions here check pointers, catch panics, and turn errors
+//! into a number and a text. They do no accounting themselves.
 
 mod error;
 mod handles;
@@ -32,18 +32,18 @@ const HOST: i32 = -1;
 
 static ACCOUNTANTS: Handles<Accountant> = Handles::new();
 
-/// [`guarded`] for calls about an accountant that answer 0.
+/// Wraps [`guarded`] for calls on an accountant that return 0 on success.
 fn status(handle: u64, call: impl FnOnce() -> Result<(), Error>) -> i32 {
     guarded(&ACCOUNTANTS, handle, call).map_or_else(|code| code, |()| 0)
 }
 
-/// The version of this contract.
+/// Returns the version of the ABI.
 #[unsafe(no_mangle)]
 pub extern "C" fn berth_kv_abi() -> u32 {
     ABI
 }
 
-/// This thread's last error.
+/// Returns this thread's last error.
 #[unsafe(no_mangle)]
 pub extern "C" fn berth_kv_error() -> *const c_char {
     error::last()
@@ -52,8 +52,8 @@ pub extern "C" fn berth_kv_error() -> *const c_char {
 /// Opens a pool.
 ///
 /// # Safety
-/// `pool` and its buffers are readable, `fatbin` is null or a string, `out` is writable; the
-/// addresses in `pool` are the pool's as long as the handle is open.
+/// `pool` and its buffers must be readable, `fatbin` null or a string, and `out` writable. The
+/// addresses in `pool` must stay valid while the handle is open.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn berth_kv_open(
     pool: *const RawPool,
@@ -61,10 +61,10 @@ pub unsafe extern "C" fn berth_kv_open(
     out: *mut u64,
 ) -> i32 {
     status(0, || {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let (raw, fatbin, out) =
             unsafe { (read("pool", pool)?, text(fatbin), place("handle", out)?) };
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let pool = unsafe { raw.pool()? };
         let accountant = match raw.device {
             HOST => Accountant::host(pool),
@@ -88,20 +88,20 @@ fn device(ordinal: i32, fatbin: Option<&CStr>) -> Result<Device, Error> {
 /// Begins an audit.
 ///
 /// # Safety
-/// `cut` and its arrays are readable; the lists' addresses are the pool's kind of memory, and stay
-/// as they are until the audit has ended; its stream is one of the device, or 0.
+/// `cut` and its arrays must be readable. The lists must be in the pool's kind of memory, and
+/// unchanged until the audit has ended. The stream must be a stream of the device, or 0.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn berth_kv_begin(handle: u64, cut: *const RawCut) -> i32 {
     status(handle, || {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let raw = unsafe { read("cut", cut)? };
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let (books, stream) = unsafe { (raw.books()?, Stream::new(raw.stream)) };
         ACCOUNTANTS.with(handle, |accountant| Ok(accountant.begin(&books.cut(), stream)?))
     })
 }
 
-/// Is the audit's copy made?
+/// Returns 1 if the audit's copy has been made, else 0.
 #[unsafe(no_mangle)]
 pub extern "C" fn berth_kv_ready(handle: u64) -> i32 {
     let ready = guarded(&ACCOUNTANTS, handle, || {
@@ -110,10 +110,10 @@ pub extern "C" fn berth_kv_ready(handle: u64) -> i32 {
     ready.map_or_else(|code| code, i32::from)
 }
 
-/// Ends an audit: its report's bytes go into `buffer`.
+/// Ends an audit, and writes its report into `buffer`.
 ///
 /// # Safety
-/// `rows` and `versions` are `n` readable items each, `buffer` is `capacity` writable bytes.
+/// `rows` and `versions` must be `n` readable items each, `buffer` `capacity` writable bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn berth_kv_finish(
     handle: u64,
@@ -124,7 +124,7 @@ pub unsafe extern "C" fn berth_kv_finish(
     capacity: u64,
 ) -> i64 {
     let written = guarded(&ACCOUNTANTS, handle, || {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let now: Vec<(u32, u64)> = unsafe {
             let rows = array("rows", rows, n)?.iter().copied();
             rows.zip(array("versions", versions, n)?.iter().copied()).collect()
@@ -139,7 +139,7 @@ pub unsafe extern "C" fn berth_kv_finish(
                 return Err(Error::Small { needed, capacity });
             }
             let bytes = accountant.finish(&now)?.encode();
-            // SAFETY: they are at most `needed`, and the caller promises `capacity` bytes.
+            // SAFETY: the bytes are at most `needed`, and the caller guarantees `capacity` bytes.
             unsafe { buffer.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
             Ok(bytes.len())
         })
@@ -147,7 +147,7 @@ pub unsafe extern "C" fn berth_kv_finish(
     written.map_or_else(i64::from, |n| i64::try_from(n).expect("a report is a few MiB"))
 }
 
-/// Bytes that are enough for a report of so many sessions.
+/// Returns a size in bytes that is enough for a report of `nsessions` sessions.
 #[unsafe(no_mangle)]
 pub extern "C" fn berth_kv_report_bytes_max(nsessions: u32) -> u64 {
     report_bytes_max(nsessions as usize)
@@ -157,7 +157,7 @@ fn report_bytes_max(sessions: usize) -> u64 {
     (REPORT_BYTES_HEAD_MAX + sessions * SESSION_BYTES) as u64
 }
 
-/// Gives the audit under way up.
+/// Abandons the audit in progress.
 #[unsafe(no_mangle)]
 pub extern "C" fn berth_kv_abandon(handle: u64) -> i32 {
     status(handle, || ACCOUNTANTS.with(handle, |accountant| Ok(accountant.abandon()?)))

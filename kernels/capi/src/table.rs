@@ -1,4 +1,4 @@
-//! The functions of the row table: an engine's side of [`kernels::ipc`].
+//! The functions of the row table: the engine's side of [`kernels::ipc`].
 
 use crate::{
     HOST, device,
@@ -19,10 +19,10 @@ fn status(table: u64, call: impl FnOnce() -> Result<(), Error>) -> i32 {
     guarded(&TABLES, table, call).map_or_else(|code| code, |()| 0)
 }
 
-/// Makes a row table.
+/// Creates a row table.
 ///
 /// # Safety
-/// As of [`crate::berth_kv_open`]; `path` is null or a string.
+/// The same as for [`crate::berth_kv_open`]; also, `path` must be null or a string.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn berth_kv_table_open(
     pool: *const RawPool,
@@ -33,12 +33,12 @@ pub unsafe extern "C" fn berth_kv_table_open(
     out: *mut u64,
 ) -> i32 {
     status(0, || {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let (raw, fatbin, path, out) =
             unsafe { (read("pool", pool)?, text(fatbin), text(path), place("handle", out)?) };
         let path = path.ok_or(Error::Pointer("path of the table"))?;
         let path = Path::new(OsStr::from_bytes(path.to_bytes()));
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let pool = unsafe { raw.pool()? };
         let publisher = match raw.device {
             HOST => Publisher::host(&pool, path, tables, rows_max)?,
@@ -49,22 +49,22 @@ pub unsafe extern "C" fn berth_kv_table_open(
     })
 }
 
-/// A step begins.
+/// Begins a step.
 ///
 /// # Safety
-/// `stream` is a stream of the table's device, or 0, until the table is closed.
+/// `stream` must be 0, or a stream of the table's device until the table is closed.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn berth_kv_table_begin(table: u64, stream: u64) -> i32 {
     status(table, || {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         TABLES.with(table, |publisher| Ok(unsafe { publisher.begin(stream) }?))
     })
 }
 
-/// A step is done.
+/// Ends a step.
 ///
 /// # Safety
-/// As of [`berth_kv_table_begin`]; `rows` are `n` readable items.
+/// The same as for [`berth_kv_table_begin`]; also, `rows` must be `n` readable items.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn berth_kv_table_done(
     table: u64,
@@ -73,15 +73,15 @@ pub unsafe extern "C" fn berth_kv_table_done(
     stream: u64,
 ) -> i32 {
     status(table, || {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let rows = unsafe { array("table's rows", rows, n)? };
         let rows: Vec<_> = rows.iter().map(RawTableRow::row).collect();
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         TABLES.with(table, |publisher| Ok(unsafe { publisher.done(&rows, stream) }?))
     })
 }
 
-/// Takes the table back.
+/// Closes the table.
 #[unsafe(no_mangle)]
 pub extern "C" fn berth_kv_table_close(table: u64) -> i32 {
     status(table, || TABLES.close(table))

@@ -1,4 +1,4 @@
-//! The structures of `berth_kv.h`, and how they become the accountant's values.
+//! The structures of `berth_kv.h`, and their conversion to the accountant's types.
 
 use crate::error::Error;
 use kernels::{
@@ -11,7 +11,7 @@ use std::{
     slice,
 };
 
-/// `berth_kv_buffer`.
+/// The C structure `berth_kv_buffer`.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct RawBuffer {
@@ -19,7 +19,7 @@ pub struct RawBuffer {
     page_bytes: u64,
 }
 
-/// `berth_kv_pool`.
+/// The C structure `berth_kv_pool`.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct RawPool {
@@ -33,7 +33,7 @@ pub struct RawPool {
     pub(crate) device: i32,
 }
 
-/// `berth_kv_row`.
+/// The C structure `berth_kv_row`.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct RawRow {
@@ -46,7 +46,7 @@ pub struct RawRow {
     version: u64,
 }
 
-/// `berth_kv_list`.
+/// The C structure `berth_kv_list`.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct RawList {
@@ -54,7 +54,7 @@ pub struct RawList {
     n: u64,
 }
 
-/// `berth_kv_cut`.
+/// The C structure `berth_kv_cut`.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct RawCut {
@@ -71,7 +71,7 @@ pub struct RawCut {
     pub(crate) stream: u64,
 }
 
-/// `berth_kv_table_row`.
+/// The C structure `berth_kv_table_row`.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct RawTableRow {
@@ -83,22 +83,22 @@ pub struct RawTableRow {
     key: u64,
 }
 
-/// The structure behind a pointer.
+/// Reads the structure behind a pointer.
 ///
 /// # Safety
-/// It is null, or what it points to is readable during the call.
+/// The pointer must be null, or its target readable during the call.
 pub(crate) unsafe fn read<T: Copy>(what: &'static str, from: *const T) -> Result<T, Error> {
     if from.is_null() || !from.is_aligned() {
         return Err(Error::Pointer(what));
     }
-    // SAFETY: neither null nor misaligned, and the caller promises the rest.
+    // SAFETY: not null and not misaligned; the caller guarantees the rest.
     Ok(unsafe { from.read() })
 }
 
-/// The place behind a pointer, to be written.
+/// Returns the output location behind a pointer.
 ///
 /// # Safety
-/// It is null, or what it points to is the caller's to give away for `'a`.
+/// The pointer must be null, or its target exclusively writable for `'a`.
 pub(crate) unsafe fn place<'a>(
     what: &'static str,
     to: *mut u64,
@@ -106,23 +106,23 @@ pub(crate) unsafe fn place<'a>(
     if to.is_null() || !to.is_aligned() {
         return Err(Error::Pointer(what));
     }
-    // SAFETY: neither null nor misaligned, and the caller promises the rest.
+    // SAFETY: not null and not misaligned; the caller guarantees the rest.
     Ok(unsafe { &mut *to.cast() })
 }
 
-/// The text behind a pointer; `None` where that is null.
+/// Returns the string behind a pointer; `None` if the pointer is null.
 ///
 /// # Safety
-/// It is null, or a string that stays for `'a`.
+/// The pointer must be null, or a string that stays valid for `'a`.
 pub(crate) unsafe fn text<'a>(from: *const c_char) -> Option<&'a CStr> {
-    // SAFETY: not null, and the caller promises the rest.
+    // SAFETY: not null; the caller guarantees the rest.
     (!from.is_null()).then(|| unsafe { CStr::from_ptr(from) })
 }
 
-/// The array behind a pointer; an empty one may be null.
+/// Returns the array behind a pointer; the pointer to an empty array may be null.
 ///
 /// # Safety
-/// It is null, or `n` items from it on are readable for `'a`.
+/// The pointer must be null, or point to `n` items readable for `'a`.
 pub(crate) unsafe fn array<'a, T>(
     what: &'static str,
     from: *const T,
@@ -134,25 +134,25 @@ pub(crate) unsafe fn array<'a, T>(
     if from.is_null() || !from.is_aligned() {
         return Err(Error::Pointer(what));
     }
-    // SAFETY: neither null nor misaligned, and the caller promises the rest.
+    // SAFETY: not null and not misaligned; the caller guarantees the rest.
     Ok(unsafe { slice::from_raw_parts(from, n as usize) })
 }
 
 impl RawPool {
     /// # Safety
-    /// What `berth_kv_open` asks for.
+    /// The same as for `berth_kv_open`.
     pub(crate) unsafe fn pool(&self) -> Result<Pool, Error> {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let buffers = unsafe { array("pool's buffers", self.buffers, self.nbuffers)? };
         let buffers =
             buffers.iter().map(|&RawBuffer { addr, page_bytes }| Buffer { addr, page_bytes });
         let table = Table { addr: self.r2t, rows: self.r2t_rows, stride: self.r2t_stride };
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         Ok(unsafe { Pool::new(self.page_tokens, self.pages, table, buffers.collect())? })
     }
 }
 
-/// A cut whose arrays are ours.
+/// A snapshot that owns its arrays.
 #[derive(Debug)]
 pub(crate) struct Books {
     rows: Vec<Row>,
@@ -165,13 +165,13 @@ pub(crate) struct Books {
 
 impl RawCut {
     /// # Safety
-    /// What `berth_kv_begin` asks for.
+    /// The same as for `berth_kv_begin`.
     pub(crate) unsafe fn books(&self) -> Result<Books, Error> {
         let list = |&RawList { addr, n }: &RawList| {
-            // SAFETY: the caller's promise.
+            // SAFETY: guaranteed by the caller.
             unsafe { List::new(addr, n) }
         };
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let (rows, keys, free) = unsafe {
             let rows = array("cut's rows", self.rows, self.nrows)?;
             let keys = array("cut's keys", self.keys, self.nsessions)?;
@@ -180,7 +180,7 @@ impl RawCut {
         let tree = if self.tree.is_null() {
             None
         } else {
-            // SAFETY: the caller's promise.
+            // SAFETY: guaranteed by the caller.
             Some(list(&unsafe { read("cut's tree", self.tree)? }))
         };
         Ok(Books {

@@ -1,8 +1,8 @@
-/* An engine of one page size with two streaming sessions over a shared prefix in the tree, audited
- * through berth_kv.h. `engine <case> <table> [<driver> <fatbin>]` plants one fault, and writes reports
- * to standard output: each as its length, uint64_t, and its bytes. Case `table` writes a row table's
- * bytes. With a driver, the pool is on device 0 of it. Exits 1 and says where when the ABI surprises
- * it. */
+/* An engine with one page size and two streaming sessions that share a prefix in the radix tree. It
+ * is audited through berth_kv.h. `engine <case> <table> [<driver> <fatbin>]` plants one fault, and
+ * writes reports to standard output: each as its length, uint64_t, and its bytes. Case `table` writes
+ * the bytes of a row table. With a driver, the pool is on that driver's device 0. Exits 1 and names
+ * the check if the ABI doesn't behave as expected. */
 #include "berth_kv.h"
 
 #include <dlfcn.h>
@@ -155,7 +155,7 @@ int main(int argc, char **argv) {
     uint64_t keys[] = {100, 200};
     int32_t one[] = {1, 2, 3, 4, 5}, two[] = {1, 2, 6, 7};
 
-    /* Pages 1, 2, 8 in the tree; 3 to 5 and 6, 7 private; the rest free. */
+    /* Pages 1, 2 and 8 are in the tree; 3 to 5, 6 and 7 are private; the others are free. */
     for (int64_t page = 9; page < PAGES; page++) {
         free_pages[nfree++] = page;
     }

@@ -1,5 +1,6 @@
-//! `berth_kv.h` against the library: a C program made with it, whose reports are read back. Its
-//! pool lies in host memory, then on a device.
+//! Tests `berth_kv.h` and the library with a compiled C program, whose reports are decoded here.
+//!
+//! The program's pool is in host memory first, then on a device.
 
 use kernels::{
     report::{Finding, Kind, Report, Scope},
@@ -13,7 +14,7 @@ use std::{
 };
 use tempfile::TempDir;
 
-/// Where cargo has put the library that this test is built beside.
+/// Returns the folder in which cargo built the library, next to this test.
 fn library_folder() -> PathBuf {
     let test = std::env::current_exe().expect("a running test has a path");
     let deps = test.parent().expect("a file lies in a folder");
@@ -21,7 +22,7 @@ fn library_folder() -> PathBuf {
     deps.to_owned()
 }
 
-/// The program, compiled once, every warning an error.
+/// Compiles the program once, with every warning an error.
 fn engine() -> &'static Path {
     static ENGINE: OnceLock<PathBuf> = OnceLock::new();
     ENGINE.get_or_init(|| {
@@ -70,7 +71,7 @@ fn run(case: &str, place: Place) -> Output {
     output
 }
 
-/// The two reports of a case.
+/// Returns the two reports that the program writes for a case.
 fn reports(case: &str, place: Place) -> [Report; 2] {
     let out = run(case, place).stdout;
     let mut rest = out.as_slice();

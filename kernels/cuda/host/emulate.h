@@ -1,12 +1,13 @@
-// Lets a C++ compiler build the kernels for the host, so that they run where there is no GPU.
+// Lets a C++ compiler build the kernels for the host, so that they run without a GPU.
 //
-// A block's threads are fibers on one thread of the host. A fiber runs until its next barrier, of
-// its warp or of its block, and a barrier that not all of them reach ends the process: on a device
-// it would hang. Blocks run one after another, and every other launch runs blocks and threads
-// backwards, so that an answer that depends on their order shows.
+// The threads of a block are fibers on one host thread. A fiber runs until its next barrier, which
+// is one of its warp or of its block. A barrier that not all fibers reach ends the process; on a
+// device it would hang. Blocks run one after another. Every other launch runs blocks and threads in
+// reverse order, which reveals results that depend on their order.
 //
-// It can't show a data race: fibers change only at barriers. It takes one launch at a time; the
-// caller has a lock. Grids and blocks are one-dimensional, blocks whole warps, masks whole warps.
+// The emulation can't show a data race, because fibers switch only at barriers. It takes one launch
+// at a time; the caller holds a lock. Grids and blocks must be one-dimensional, blocks and masks
+// whole warps.
 #pragma once
 
 #include <setjmp.h>
@@ -27,7 +28,7 @@ namespace emulate {
 
 constexpr unsigned WARP = 32, THREADS_MAX = 1024, STACK_BYTES = 64 * 1024;
 
-// Where a fiber stopped. `run` means that it may go on.
+// Where a fiber stopped. `run` means that the fiber may continue.
 enum class At { run, warp, block, end };
 
 struct Fiber {
@@ -35,8 +36,8 @@ struct Fiber {
   bool begun;
   At at;
   unsigned thread;
-  // What it shows to its warp. Two, by turns: a lane may show its next value while others still
-  // read this one.
+  // The value that the fiber shows to its warp. Two slots alternate, because a lane may show its
+  // next value while other lanes still read this one.
   unsigned long long shown[2];
   unsigned turn;
 };
@@ -58,14 +59,14 @@ inline bool backwards;
   abort();
 }
 
-// Saves and restores no signal mask, which would be two system calls; a fiber is begun by
-// `makecontext` once and jumps ever after.
+// Switches without saving the signal mask, which would cost two system calls: `makecontext` starts
+// a fiber once, and every later switch is a jump.
 [[gnu::noinline]] inline void yield(At at) {
   now->at = at;
   if (_setjmp(now->place) == 0) _longjmp(scheduler, 1);
 }
 
-// A fiber outlives the launch: the next one finds it at the end of this loop.
+// A fiber outlives the launch; the next launch resumes it at the end of this loop.
 inline void live() {
   for (;;) {
     body(argument);
@@ -100,7 +101,7 @@ inline unsigned count(const Fiber* some, unsigned n, At at) {
   return found;
 }
 
-// Runs a warp until all of it waits for the block, or has ended.
+// Runs a warp until all its threads wait for the block or have ended.
 inline void run_warp(Fiber* warp) {
   do {
     for (unsigned i = 0; i < WARP; i++) resume(warp[backwards ? WARP - 1 - i : i]);
@@ -139,7 +140,7 @@ inline Index thread_index() { return Index{now->thread}; }
 
 inline const Fiber* warp_of(const Fiber* fiber) { return fiber - fiber->thread % WARP; }
 
-// Shows a value to the warp; the answer reads what a lane has shown.
+// The values shown to a warp, indexed by lane.
 struct Shown {
   const Fiber* warp;
   unsigned turn;

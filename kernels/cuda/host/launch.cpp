@@ -1,5 +1,5 @@
-// The kernels as host code, found by name and launched through a small C interface. Which source
-// is compiled is said by KV_SOURCE: the real one, or one with a planted mistake.
+// The kernels as host code, found by name and launched through a small C interface. The macro
+// KV_SOURCE names the source to compile: the real source, or a copy with a planted mistake.
 //
 //   int   kv_host_find(name)                    the kernel's number, or -1
 //   void* kv_host_bind(kernel, params)          copies the arguments, as a driver does at a launch
