@@ -1,5 +1,7 @@
-//! Audits of random engines: what is planted is found and named, what isn't there isn't told, and
-//! what can't be known is absent. Every test holds in host memory and on a device.
+//! Audits of random engines: planted faults are found and named, and there are no false findings.
+//!
+//! What an audit can't know must be absent from its report. Every test runs in host memory and on a
+//! fake device.
 
 #[path = "accountant/engine.rs"]
 mod engine;
@@ -34,7 +36,8 @@ impl Place {
     }
 }
 
-/// Runs `test` with random engines in both places. The text names seed and place.
+/// Runs `test` with random engines on the host and on the device. The text it gets names seed and
+/// place.
 fn everywhere(test: impl Fn(&str, Place, &mut Engine, &mut Rng)) {
     let _fake = Fake::load().expect("cargo has built the driver");
     for seed in 0..SEEDS {
@@ -53,7 +56,7 @@ fn finding(at: impl Into<i64>, sessions: &[u32]) -> Finding {
     Finding { at: at.into(), sessions, sessions_count }
 }
 
-/// Exactly these findings of one kind, and of no other.
+/// Asserts that the report has exactly the findings `want` of one kind, and none of other kinds.
 fn assert_only(name: &str, report: &Report, kind: Kind, want: &[Finding]) {
     let found = report.found(kind).unwrap_or_else(|| panic!("{name}: {kind:?} is answered"));
     assert_eq!(
@@ -103,7 +106,7 @@ fn a_sound_pool_is_told_exactly() {
     });
 }
 
-/// Two sessions, and a private page of each.
+/// Returns two sessions' rows, each with the index of one of its private pages.
 fn two_private(engine: &Engine, random: &mut Rng) -> [(usize, usize); 2] {
     let mut rows: Vec<usize> = (0..engine.rows.len()).collect();
     random.shuffle(&mut rows);
@@ -285,7 +288,7 @@ fn moved_rows_are_left_out_and_what_they_hide_is_absent() {
         let [(moved, at), (kept, _)] = two_private(engine, random);
         engine.digest_pages_max = 1000;
         engine.audit(&mut accountant);
-        // What a row that moved holds says nothing; what a row that stayed holds still does.
+        // Pages of a row that changed show nothing; pages of unchanged rows still show faults.
         engine.free[0].push(engine.row_pages[moved][at].into());
         let page = engine.private(kept)[0];
         engine.free[0].push(page.into());
@@ -383,7 +386,7 @@ fn a_row_that_moves_while_a_device_copies_is_never_believed() {
         fake.hold(cuda_fake::ALL_STREAMS);
         engine.begin(&mut accountant);
         assert!(!accountant.ready().expect("the device works"), "seed {seed}: nothing was copied");
-        // The scheduler runs on: the row is given to another, and points at a page that is free.
+        // The scheduler runs on: it rewrites the row, which now points at a page that is free.
         let free = engine.free.concat()[0];
         *engine.entry(moved, at) = i32::try_from(free << engine.shift).expect("small");
         let mut now = engine.now();
@@ -392,7 +395,7 @@ fn a_row_that_moves_while_a_device_copies_is_never_believed() {
         assert!(accountant.ready().expect("the device works"), "seed {seed}");
         let report = accountant.finish(&now).expect("the device works");
         assert_eq!((report.rows_moved, report.alarms()), (1, 0), "seed {seed}");
-        // Believed, it would have been an alarm: the versions are what makes the difference.
+        // Without the version check, the changed row causes a finding.
         engine.begin(&mut accountant);
         while !accountant.ready().expect("the device works") {}
         let naive = accountant.finish(&engine.now()).expect("the device works");

@@ -1,5 +1,6 @@
-//! What a caller of the device layer relies on, besides the answers: order between streams, memory
-//! that comes back, refusals that say why.
+//! Guarantees of the device layer besides the kernels' results.
+//!
+//! Order between streams, memory that is freed, and errors that name their reason.
 
 mod pools;
 
@@ -26,7 +27,7 @@ fn one_row(device: &Device) -> (kernels::cuda::LiveRows, LiveRow) {
     (live, row)
 }
 
-/// A table of one row whose pages begin with `first`.
+/// Returns a table of one row whose first page is `first`.
 fn table(first: i32) -> Vec<i32> {
     let mut r2t = vec![0; LD];
     (r2t[0], r2t[16], r2t[32]) = (first * 16, 48, 64);
@@ -89,12 +90,12 @@ fn a_stream_writes_a_word_in_its_order() {
     let device = device();
     let mut word = Box::new(0u64);
     let host = ptr::from_mut(word.as_mut()).cast::<u8>();
-    // SAFETY: the box outlives the registration, and nothing else of it is registered.
+    // SAFETY: the box outlives the registration, and no other part of its page is registered.
     let registered = unsafe { device.register(host, 8).unwrap() };
     fake.hold(ALL_STREAMS);
     // SAFETY: the word is registered until the end of the test, and aligned.
     unsafe { device.write_value(device.stream(), registered.device_address(), 5).unwrap() };
-    // SAFETY: nobody else writes it while it is read.
+    // SAFETY: no other thread writes the word during the read.
     let read = || unsafe { host.cast::<u64>().read_volatile() };
     assert_eq!(read(), 0, "the stream hasn't come to it");
     fake.release(ALL_STREAMS);
@@ -212,7 +213,7 @@ fn what_a_kernel_would_trip_over_is_refused() {
     let mut marks = device.marks(POOL.npages - 1).unwrap();
     let staged = device.alloc(3).unwrap();
     assert!(device.mark(&live, &staged, &mut marks).is_err(), "a page has no place");
-    // SAFETY: neither is read.
+    // SAFETY: neither memory is read.
     unsafe {
         assert!(Slice::<i64>::foreign(12, 1).is_err(), "not aligned");
         assert!(Slice::<i64>::foreign(0, 1).is_err(), "nothing is at null");
@@ -228,7 +229,7 @@ fn the_threads_context_is_as_it_was() {
     let device = device();
     let now = || {
         let mut context = ptr::null_mut();
-        // SAFETY: the driver is there, and the pointer is to a local.
+        // SAFETY: the driver is loaded, and the pointer refers to a local.
         assert_eq!(unsafe { sys::cuCtxGetCurrent(&raw mut context) } as u32, 0);
         context
     };
@@ -264,8 +265,7 @@ fn a_digest_tells_a_flipped_bit_and_swapped_layers() {
     assert_eq!(sound, digest([elsewhere, bytes(2)]), "another page is its own affair");
 }
 
-/// So that an engine on a CPU can be accounted by the same calls. A driver without a GPU alone
-/// allows it.
+/// The same calls can audit an engine on a CPU. Only the fake driver allows this.
 #[test]
 fn host_memory_is_device_memory_where_there_is_no_gpu() {
     let _fake = Fake::load().unwrap();
@@ -273,7 +273,7 @@ fn host_memory_is_device_memory_where_there_is_no_gpu() {
     let (live, _) = one_row(&device);
     let r2t = table(7);
     let (mut staged, mut bad) = (device.alloc(3).unwrap(), device.alloc(1).unwrap());
-    // SAFETY: the table is on the host, as is this device's work, and outlives the wait below.
+    // SAFETY: the table is in host memory, where this device works, and outlives the wait below.
     let entries = unsafe { Slice::foreign(r2t.as_ptr() as u64, r2t.len()).unwrap() };
     let table = Table { entries, ld: LD as u64 };
     device.gather_pages(table, &live, &mut staged, &mut bad).unwrap();

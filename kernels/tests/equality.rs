@@ -1,5 +1,4 @@
-//! The kernels answer what the scalar reference answers, bit for bit, through the device layer and
-//! a driver without a GPU.
+//! The kernels must give the results of the scalar reference, bit for bit, on a fake driver.
 
 mod pools;
 
@@ -19,7 +18,7 @@ fn device() -> Device {
 fn random_pools_are_answered_as_by_the_reference() {
     let _fake = Fake::load().unwrap();
     let mut device = device();
-    // What is launched on a GPU, and shapes small enough to cut these pools in pieces.
+    // The default shape, and shapes small enough to divide these pools into several blocks.
     let small = |threads| Shape::new(threads, 1, 3).unwrap();
     let shapes = [Shape::default(), small(32), small(64), small(96)];
     for (seed, &shape) in (0..1000).zip(shapes.iter().cycle()) {
@@ -30,7 +29,7 @@ fn random_pools_are_answered_as_by_the_reference() {
     }
 }
 
-/// An equality is worth what its pools reach.
+/// The comparison is only worth something if its random pools contain every kind of content.
 #[test]
 fn the_pools_reach_what_they_are_for() {
     let mut reached: BTreeMap<String, u32> = BTreeMap::new();

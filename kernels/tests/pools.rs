@@ -1,5 +1,4 @@
-//! Random pools, sound and corrupt, and what accounting says of one: the reference's answers and a
-//! device's, to be compared bit for bit.
+//! Random pools, sound and corrupt, and their results by the reference and by a device.
 
 use fastrand::Rng;
 use kernels::{
@@ -7,37 +6,37 @@ use kernels::{
     reference::{self, KvBytes, LiveRow, OWNER_SHARED, SessionPages},
 };
 
-/// Pages that a row of the table has room for.
+/// Room for pages in a row of the table.
 const ROW_PAGES: u32 = 64;
 
-/// One engine's tables at one moment.
+/// The tables of one engine at one moment.
 #[derive(Debug)]
 pub(crate) struct Case {
     pub(crate) pool: Pool,
     pub(crate) ld: usize,
     pub(crate) r2t: Vec<i32>,
     pub(crate) rows: Vec<LiveRow>,
-    /// Those of the rows that stayed as they were, which is what gets accounted.
+    /// The rows that did not change; only these are counted.
     pub(crate) kept: Vec<LiveRow>,
     pub(crate) sessions: usize,
-    /// Page ids.
+    /// The free list, as page ids.
     pub(crate) free: Vec<i64>,
-    /// Token slots.
+    /// The radix tree's list, as token slots.
     pub(crate) tree: Vec<i64>,
-    /// Does a session's account know the tree?
+    /// Whether the session kernel gets the tree.
     pub(crate) sees_tree: bool,
     pub(crate) kv: Vec<Kv>,
     pub(crate) sealed: Vec<u32>,
 }
 
-/// A KV buffer's content.
+/// The content of a KV buffer.
 #[derive(Debug)]
 pub(crate) struct Kv {
     pub(crate) page_bytes: usize,
     pub(crate) bytes: Vec<u8>,
 }
 
-/// Everything that accounting answers.
+/// All results of the accounting functions.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Answers {
     pub(crate) staged: Vec<u32>,
@@ -53,7 +52,7 @@ pub(crate) struct Answers {
     pub(crate) digests: Vec<u64>,
 }
 
-/// A bitmap of pages, and what was wrong with its list.
+/// A bitmap of pages, and the number of faults in its list.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Set {
     pub(crate) words: Vec<u32>,
@@ -97,7 +96,7 @@ impl Case {
         Case { pool, ld, r2t, rows, kept, sessions, free, tree, sees_tree, kv, sealed }
     }
 
-    /// What the scalar reference says.
+    /// Returns the results of the scalar reference.
     pub(crate) fn expected(&self) -> Answers {
         let Pool { page_shift, npages } = self.pool;
         let (staged, bad) =
@@ -132,7 +131,7 @@ impl Case {
         }
     }
 
-    /// What the kernels say.
+    /// Returns the results of the kernels.
     pub(crate) fn answers(&self, device: &Device) -> Result<Answers, Error> {
         let pool = self.pool;
         let r2t = filled(device, &self.r2t)?;
@@ -174,7 +173,7 @@ impl Case {
 
     fn set(&self, device: &Device, ids: &[i64], shift: u32) -> Result<PageSet, Error> {
         let mut set = device.page_set(self.pool)?;
-        // In two lists: a set gathers.
+        // Adds the list in two halves, because a set accumulates lists.
         let ids = filled(device, ids)?;
         let half = ids.len() / 2;
         for part in [ids.slice().part(0, half)?, ids.slice().part(half, ids.len() - half)?] {
@@ -192,7 +191,7 @@ impl Case {
         digests(device, &contents, self.kv_pages(), &self.sealed)
     }
 
-    /// Pages that every KV buffer has.
+    /// Returns the number of pages that fit in every KV buffer.
     fn kv_pages(&self) -> u32 {
         self.kv.iter().map(|kv| narrow(kv.bytes.len() / kv.page_bytes)).min().unwrap_or(u32::MAX)
     }
@@ -219,14 +218,14 @@ impl Set {
     }
 }
 
-/// Values on the device.
+/// Allocates device memory with these values.
 pub(crate) fn filled<T: Plain>(device: &Device, values: &[T]) -> Result<Buffer<T>, Error> {
     let mut buffer = device.alloc(values.len())?;
     device.upload(&mut buffer, values)?;
     Ok(buffer)
 }
 
-/// Digests of `sealed` over buffers, each with the bytes of a page.
+/// Returns the digests of the pages `sealed` over buffers, each given with its bytes per page.
 pub(crate) fn digests(
     device: &Device,
     contents: &[(Buffer<u8>, usize)],
@@ -249,14 +248,14 @@ fn narrow(small: usize) -> u32 {
     u32::try_from(small).expect("pools are small here")
 }
 
-/// Bits as the words of a bitmap.
+/// Returns bits as the words of a bitmap.
 fn words(bits: impl Iterator<Item = bool>) -> Vec<u32> {
     let bits: Vec<bool> = bits.collect();
     let word = |bits: &[bool]| bits.iter().rev().fold(0, |word, &bit| word << 1 | u32::from(bit));
     bits.chunks(32).map(word).collect()
 }
 
-/// A row's pages: runs and strays, some named twice, some shared with a row before.
+/// Returns a row's pages: runs and single pages, some repeated, some shared with an earlier row.
 fn page_list(rng: &mut Rng, npages: u32, others: &[Vec<u32>], pages_max: u32) -> Vec<u32> {
     let length = rng.u32(0..=pages_max) as usize;
     let mut list: Vec<u32> = Vec::new();
@@ -275,7 +274,7 @@ fn page_list(rng: &mut Rng, npages: u32, others: &[Vec<u32>], pages_max: u32) ->
     list
 }
 
-/// Now and then an entry, a length or a row number that no sound engine has.
+/// Sometimes plants an entry, a length or a row number that no sound engine has.
 fn corrupt(rng: &mut Rng, r2t: &mut [i32], rows: &mut [LiveRow], ld: usize, pool: Pool) {
     if r2t.is_empty() || rng.bool() {
         return;
@@ -315,7 +314,7 @@ fn free_list(rng: &mut Rng, pool: Pool) -> Vec<i64> {
     list
 }
 
-/// Whole pages of some rows and of nobody, by their token slots; rarely a stray slot.
+/// Returns the token slots of whole pages, of some rows and of none; rarely with a stray slot.
 fn tree_list(rng: &mut Rng, pool: Pool, lists: &[Vec<u32>]) -> Vec<i64> {
     if rng.u32(0..16) == 0 {
         return vec![];

@@ -1,7 +1,8 @@
-//! What needs processes of its own: a driver that is missing or broken, CUDA IPC, and kernels with
-//! planted mistakes, each of which the comparison with the reference must catch.
+//! Tests that need processes of their own; each check runs this program again, in a role.
 //!
-//! `cargo test -p kernels --test processes`. Each check runs this program again, in a role.
+//! They test a driver that is missing or broken, CUDA IPC, and kernels with planted mistakes, each
+//! of which the comparison with the reference must catch. Run `cargo test -p kernels --test
+//! processes`.
 
 #![expect(clippy::print_stdout, reason = "a test without the harness reports by itself")]
 
@@ -27,10 +28,10 @@ use tempfile::TempDir;
 
 const ROLE: &str = "BERTH_TEST_ROLE";
 const KERNELS: &str = "BERTH_TEST_KERNELS";
-/// Enough for every planted mistake; the real kernels stand a thousand, in `equality.rs`.
+/// Enough pools to catch every planted mistake; `equality.rs` runs 1,000 pools on the real kernels.
 const POOLS: u64 = 60;
 
-/// A mistake: its name, what stands in the source once, and what is put there.
+/// A mistake: its name, a text that occurs once in the source, and its replacement.
 type Mistake = (&'static str, &'static str, &'static str);
 
 const MISTAKES: &[Mistake] = &[
@@ -94,14 +95,14 @@ fn checks() -> ExitCode {
     if failed.count() == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-/// This program, in a role.
+/// Returns a command that runs this program in a role.
 fn in_role(role: &str) -> Command {
     let mut command = Command::new(env::current_exe().expect("this program has a path"));
     command.env(ROLE, role).env_remove("LD_LIBRARY_PATH");
     command
 }
 
-/// Both outputs of a program that ended well.
+/// Returns standard output and standard error of a program, which must succeed.
 fn output_of(command: &mut Command) -> (String, String) {
     let output = command.output().expect("the program starts");
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
@@ -171,7 +172,7 @@ fn refusing_driver() {
 
 // ---- CUDA IPC -----------------------------------------------------------------------------------
 
-/// Two rows of four-token pages, which share their first page.
+/// Two rows with four-token pages that share their first page.
 const SHARED_POOL: Pool = Pool { page_shift: 2, npages: 40 };
 const SHARED_LD: usize = 16;
 
@@ -188,7 +189,7 @@ fn shared_table() -> (Vec<i32>, Vec<LiveRow>) {
     (r2t, rows)
 }
 
-/// Exports a table that lies in the middle of an allocation, and stays until its input ends.
+/// Exports a table in the middle of an allocation, and keeps it until standard input ends.
 fn export() -> ExitCode {
     let _fake = Fake::load().expect("the driver without a GPU is built");
     let device = Device::open(0, &cuda_fake::image()).expect("there is a device");
@@ -227,7 +228,7 @@ fn ipc() {
     let (r2t, rows) = shared_table();
     {
         let imported = device.import(&exported).expect("the other process lives");
-        // SAFETY: the other process frees it only when its input ends, below.
+        // SAFETY: the other process frees the memory only when its input ends, below.
         let entries = unsafe { imported.slice() }.expect("the table is aligned");
         let mut live = device.live_rows(rows.len()).expect("there is room");
         device.set_live_rows(&mut live, &rows, SHARED_POOL).expect("the rows are sound");
@@ -253,7 +254,7 @@ fn ipc() {
 
 // ---- Kernels with planted mistakes --------------------------------------------------------------
 
-/// Compares pools in several launch shapes, with the kernels of a library that is named.
+/// Compares pools in several launch shapes, with the kernels of the library that `KERNELS` names.
 fn compare_pools() -> ExitCode {
     let fake = Fake::load().expect("the driver without a GPU is built");
     let kernels = env::var(KERNELS).expect("a library of kernels");
@@ -281,7 +282,7 @@ fn source() -> String {
     fs::read_to_string(cuda_folder().join("kv_account.cu")).expect("the kernels are there")
 }
 
-/// Compiles kernels for the host, with more flags, and compares pools with them.
+/// Compiles kernels for the host, with additional flags, and compares pools with them.
 fn compare_with(source: &str, flags: &[&str]) -> Output {
     let folder = TempDir::new().expect("a folder can be made");
     let (cu, so) = (folder.path().join("kernels.cu"), folder.path().join("kernels.so"));
@@ -294,7 +295,7 @@ fn compare_with(source: &str, flags: &[&str]) -> Output {
     in_role("pools").env(KERNELS, &so).output().expect("this program starts")
 }
 
-/// Also the proof that pools equal where no mistake is planted.
+/// Checks for undefined behaviour; also shows that the pools are equal if no mistake is planted.
 fn undefined_behaviour() {
     let output =
         compare_with(&source(), &["-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"]);

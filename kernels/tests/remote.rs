@@ -1,8 +1,8 @@
-//! Audits across two processes, over a driver without a GPU: an engine rewrites rows while an agent
-//! copies them. No row is believed that is not what its version says; whoever looks less closely
-//! than [`Remote`] does believes such rows, and is caught by the same check.
+//! Audits across two processes: an engine rewrites rows while an agent copies them.
 //!
-//! `cargo test -p kernels --test remote`. The engine is this program again, in a role.
+//! Both use the fake driver. A row may be in a report only if its pages match its version. Agents
+//! that check less than [`Remote`] report such torn rows, which shows that the check works. The
+//! engine is this program again, in a role. Run `cargo test -p kernels --test remote`.
 
 #![expect(clippy::print_stdout, reason = "a test without the harness reports by itself")]
 
@@ -47,7 +47,7 @@ fn main() {
     }
 }
 
-// What a row holds: a function of row, version and place.
+// A row's content is a function of row, version and place.
 
 fn page(row: u32, version: u64, place: u32) -> u32 {
     let mut bits = (u64::from(row) << 48 ^ version).wrapping_mul(0xBF58_476D_1CE4_E5B9);
@@ -59,14 +59,14 @@ fn tokens(row: u32, version: u64) -> u32 {
     ROW_PAGES - u32::try_from((version + u64::from(row)) % 5).expect("small")
 }
 
-/// What an audit says of it: references, and runs of pages.
+/// Returns the page references and the runs of pages that an audit must report for the row.
 fn account(row: u32, version: u64) -> (u64, u64) {
     let pages: Vec<u32> = (0..tokens(row, version)).map(|i| page(row, version, i)).collect();
     let runs = 1 + pages.windows(2).filter(|pair| pair[0] + 1 != pair[1]).count();
     (pages.len() as u64, runs as u64)
 }
 
-/// Rows in a report that are not what the version in their key says.
+/// Returns the number of rows in a report that don't match the version in their key.
 fn torn(audited: &Audited) -> usize {
     let torn = audited.report.sessions.iter().filter(|line| {
         let version = audited.keys[line.number as usize];
@@ -77,7 +77,7 @@ fn torn(audited: &Audited) -> usize {
 
 // The engine.
 
-/// Its table on the device, and what it publishes of it.
+/// An engine's table on the device, the rows' versions, and the publisher.
 struct Engine {
     entries: Buffer<i32>,
     versions: Vec<u64>,
@@ -90,7 +90,7 @@ impl Engine {
         for place in places {
             let slot = page(row, version, place).cast_signed();
             let at = (row * ROW_PAGES + place) as usize;
-            // SAFETY: on this driver device memory is the host's, and the entry is one of ours.
+            // SAFETY: this driver's device memory is host memory, and the entry is in the table.
             unsafe { (self.entries.address() as *mut i32).add(at).write_volatile(slot) };
         }
     }
@@ -107,17 +107,17 @@ impl Engine {
     }
 
     fn begin(&mut self) {
-        // SAFETY: the default stream is always there.
+        // SAFETY: the default stream always exists.
         unsafe { self.publisher.begin(0).expect("the driver works") };
     }
 
     fn done(&mut self) {
         let rows = self.rows();
-        // SAFETY: the default stream is always there.
+        // SAFETY: the default stream always exists.
         unsafe { self.publisher.done(&rows, 0).expect("the driver works") };
     }
 
-    /// A step that rewrites these rows.
+    /// Runs a step that rewrites these rows.
     fn step(&mut self, rows: &[u32]) {
         self.begin();
         for &row in rows {
@@ -142,7 +142,7 @@ fn engine(path: &Path) {
     (0..ROWS).for_each(|row| engine.write(row, 0..ROW_PAGES));
     engine.done();
     println!("ready");
-    // Line by line, so that the input isn't held while the engine runs.
+    // Read line by line, so that standard input isn't locked while the engine runs.
     let next = || {
         let mut order = String::new();
         std::io::stdin().read_line(&mut order).expect("the agent writes lines");
@@ -167,7 +167,7 @@ fn engine(path: &Path) {
     }
 }
 
-/// Rewrites rows until the agent hangs up.
+/// Rewrites rows until the agent closes the pipe.
 fn run(engine: &mut Engine) {
     let hung_up = std::thread::spawn(|| std::io::stdin().lines().for_each(drop));
     let mut random = Rng::with_seed(1);
@@ -182,13 +182,13 @@ fn run(engine: &mut Engine) {
 
 fn pool(addr: u64) -> Pool {
     let table = Table { addr, rows: ROWS, stride: ROW_PAGES };
-    // SAFETY: whoever asks keeps the entries longer than the pool.
+    // SAFETY: the callers keep the entries longer than the pool.
     unsafe { Pool::new(1, PAGES, table, vec![]).expect("a sound pool") }
 }
 
 // The agent.
 
-/// An engine process, and where its table is.
+/// An engine process and the folder of its table.
 struct Other {
     process: Child,
     orders: Option<ChildStdin>,
@@ -232,7 +232,7 @@ impl Other {
         Lax::open(&self.folder.path().join("rows"), look)
     }
 
-    /// Hangs up, and waits until it is gone.
+    /// Closes the pipe, and waits until the engine has exited.
     fn end(mut self) {
         drop(self.orders.take());
         assert!(self.process.wait().expect("it is our child").success());
@@ -252,16 +252,16 @@ fn finish(remote: &mut Remote) -> Audited {
     }
 }
 
-/// How an agent could look that looks less closely.
+/// The missing check of an agent that checks less than [`Remote`].
 #[derive(Clone, Copy)]
 enum Look {
-    /// It believes what it copied.
+    /// The agent trusts its copy without looking at versions.
     Never,
-    /// At the newest step that is done, not at the newest that has begun.
+    /// The agent compares versions with the newest step done, not with the newest step begun.
     AtDone,
 }
 
-/// [`Remote`], but for how it looks.
+/// An agent like [`Remote`] with a weaker check.
 struct Lax {
     look: Look,
     accountant: Accountant,
@@ -379,7 +379,7 @@ fn running() {
         loop {
             match remote.begin() {
                 Ok(()) => break,
-                // The engine went round its ring while we looked: look again.
+                // The engine overwrote the ring during the read: try again.
                 Err(Error::Overrun) => *sums.entry("overruns").or_default() += 1,
                 Err(error) => panic!("{error}"),
             }

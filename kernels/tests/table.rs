@@ -1,4 +1,4 @@
-//! The row table in shared memory: what is read was written, as one piece, for this step.
+//! The row table in shared memory: a reader gets complete tables of the step it asks for.
 
 use kernels::table::{Error, Export, Facts, Reader, TableRow, Writer};
 use std::{fs, thread};
@@ -65,7 +65,7 @@ fn files_that_are_no_table_are_refused() {
     let whole = fs::read(&path).expect("it is there");
     let other = folder.path().join("other");
     let mut damaged = vec![vec![], vec![0; 64], whole[..4095].to_vec(), vec![0; whole.len()]];
-    // Its end is missing; then another magic, another version, a ring that is too large.
+    // Damaged files: truncated, wrong magic, wrong version, a ring that is too large.
     damaged.push(whole[..whole.len() - 1].to_vec());
     for byte in [0, 8, 13, 18] {
         let mut bytes = whole.clone();
@@ -105,7 +105,7 @@ fn no_table_is_half_old_and_half_new() {
             let step = writer.begin();
             writer.publish(step, &rows(epoch)).expect("there is room");
         }
-        // The last one stays: the reader sees one at least.
+        // The last table stays in the mapping, so the reader sees at least one.
         drop(writer);
         assert!(read.join().expect("no table was torn") > 0);
     });

@@ -1,4 +1,4 @@
-//! Builds the kernels as host code, and names the library as the driver's is named.
+//! Builds the kernels as host code, and gives the library the driver's soname.
 
 use std::path::Path;
 
@@ -9,13 +9,13 @@ fn main() {
         .std("c++17")
         .file(host.join("launch.cpp"))
         .define("KV_SOURCE", "\"../kv_account.cu\"")
-        // The emulation jumps between stacks, which a fortified libc takes for a fault.
+        // The emulation jumps between stacks, which a fortified libc reports as an error.
         .flag("-U_FORTIFY_SOURCE")
         .opt_level(2)
         .compile("kv_host");
     for source in ["host/launch.cpp", "host/emulate.h", "kv_account.cu"] {
         println!("cargo:rerun-if-changed=../../kernels/cuda/{source}");
     }
-    // Whoever asks for the driver by its first name gets this one, if it is loaded already.
+    // With this soname, a program that opens the driver gets this library if it is already loaded.
     println!("cargo:rustc-cdylib-link-arg=-Wl,-soname,libcuda.so");
 }

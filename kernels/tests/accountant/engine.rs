@@ -1,4 +1,4 @@
-//! An engine's books, small and random: what its accountant should say is known by how it is made.
+//! A small random engine whose correct audit result is known by construction.
 
 use fastrand::Rng;
 use kernels::{
@@ -6,24 +6,24 @@ use kernels::{
     report::Report,
 };
 
-/// Token slots of one row.
+/// Token slots per row.
 const STRIDE: u32 = 1 << 10;
 
-/// A pool with sessions over prefixes in a tree.
+/// A pool with sessions whose prefixes are in a radix tree.
 pub(crate) struct Engine {
     pub(crate) shift: u32,
     pub(crate) pages: u32,
     pub(crate) r2t: Vec<i32>,
-    /// Keys and values: 16-byte words, `words[b]` of them to a page.
+    /// KV buffers as 16-byte words; buffer `b` has `words[b]` words per page.
     pub(crate) kv: Vec<Vec<u128>>,
     words: Vec<usize>,
     pub(crate) rows: Vec<Row>,
-    /// Of each row: the pages that it names.
+    /// The pages that each row references.
     pub(crate) row_pages: Vec<Vec<u32>>,
     pub(crate) keys: Vec<u64>,
-    /// Page ids, in two lists.
+    /// The free pages' ids, in two lists.
     pub(crate) free: [Vec<i64>; 2],
-    /// Token slots.
+    /// The radix tree's token slots.
     pub(crate) tree: Vec<i64>,
     pub(crate) tree_pages: Vec<u32>,
     pub(crate) whole: bool,
@@ -31,7 +31,7 @@ pub(crate) struct Engine {
 }
 
 impl Engine {
-    /// A sound one: each page free, in the tree, or private to one session.
+    /// Makes a sound engine: each page is free, in the tree, or private to one session.
     pub(crate) fn random(seed: u64) -> Self {
         let mut random = Rng::with_seed(seed);
         let (shift, pages) = (random.u32(0..=6), random.u32(70..400));
@@ -84,7 +84,7 @@ impl Engine {
         engine
     }
 
-    /// One whose books are nonsense, and whose cut may be incomplete.
+    /// Makes an engine with random faults in its lists, whose snapshot may be incomplete.
     pub(crate) fn chaotic(seed: u64) -> Self {
         let mut random = Rng::with_seed(!seed);
         let mut engine = Self::random(seed);
@@ -108,12 +108,12 @@ impl Engine {
         engine
     }
 
-    /// All token slots of a page.
+    /// Returns all token slots of a page.
     pub(crate) fn slots(&self, page: u32) -> impl Iterator<Item = i64> + use<> {
         slots(page, self.shift)
     }
 
-    /// Writes the rows as `row_pages` has them.
+    /// Writes the rows' slots as `row_pages` says.
     pub(crate) fn write_rows(&mut self) {
         for (row, pages) in self.rows.iter().zip(&self.row_pages) {
             let start = (row.row * STRIDE) as usize;
@@ -124,7 +124,7 @@ impl Engine {
         }
     }
 
-    /// The entry of `r2t` that names a row's page.
+    /// Returns the entry of `r2t` that names page `page` of a row.
     pub(crate) fn entry(&mut self, row: usize, page: usize) -> &mut i32 {
         &mut self.r2t[(self.rows[row].row * STRIDE) as usize + (page << self.shift)]
     }
@@ -136,13 +136,13 @@ impl Engine {
         self.kv[buffer][word] ^= 1 << random.u32(0..128);
     }
 
-    /// Pages of a row behind its protected part.
+    /// Returns the pages of a row outside its protected part.
     pub(crate) fn private(&self, row: usize) -> &[u32] {
         let protected = self.rows[row].protected_tokens.expect("a sound engine knows it");
         &self.row_pages[row][(protected >> self.shift) as usize..]
     }
 
-    /// Full pages of a row's sealed part.
+    /// Returns the full pages of a row's sealed part.
     pub(crate) fn sealed(&self, row: usize) -> &[u32] {
         &self.row_pages[row][..(self.rows[row].sealed_tokens >> self.shift) as usize]
     }
@@ -154,15 +154,15 @@ impl Engine {
             .collect();
         let rows = u32::try_from(self.r2t.len()).expect("small") / STRIDE;
         let table = Table { addr: address(&self.r2t), rows, stride: STRIDE };
-        // SAFETY: each test keeps its engine longer than its accountants, and changes entries and
-        // KV only between audits, or where a fake device says when it reads.
+        // SAFETY: each test keeps its engine longer than its accountants. It changes entries and KV
+        // only between audits, or when a fake device tells when it reads.
         unsafe { Pool::new(1 << self.shift, self.pages, table, buffers).expect("a sound pool") }
     }
 
     /// Begins an audit.
     pub(crate) fn begin(&self, accountant: &mut Accountant) {
         let list = |ids: &Vec<i64>| {
-            // SAFETY: no test changes a list while an audit is under way.
+            // SAFETY: no test changes a list during an audit.
             unsafe { List::new(address(ids), ids.len() as u64) }
         };
         let free = self.free.each_ref().map(list);
@@ -177,12 +177,12 @@ impl Engine {
         accountant.begin(&cut, Stream::DEFAULT).expect("nothing is wrong with the cut");
     }
 
-    /// The versions that its rows have.
+    /// Returns the current versions of the rows.
     pub(crate) fn now(&self) -> Vec<(u32, u64)> {
         self.rows.iter().map(|row| (row.row, row.version)).collect()
     }
 
-    /// A whole audit, in which nothing moves.
+    /// Runs a complete audit in which no row changes.
     pub(crate) fn audit(&self, accountant: &mut Accountant) -> Report {
         self.begin(accountant);
         while !accountant.ready().expect("the device works") {

@@ -1,5 +1,6 @@
-//! What a test may do to the driver: `cuda_fake_*`, for [`crate::Fake`], and for whoever loads the
-//! library by other means (a Python process, say).
+//! Functions `cuda_fake_*` by which a test controls the driver.
+//!
+//! They are for [`crate::Fake`], and for programs that load the library otherwise, such as Python.
 
 use crate::{
     fake::{ALL_STREAMS, Live},
@@ -9,29 +10,29 @@ use crate::{
 use std::ffi::{CStr, c_char};
 
 /// # Safety
-/// `text` is null or ends with a zero.
+/// `text` must be null or NUL-terminated.
 unsafe fn text(text: *const c_char) -> Option<String> {
     if text.is_null() {
         return None;
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     Some(unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
 }
 
-/// Launches of one kernel, or of all where `kernel` is null.
+/// Returns the number of launches of one kernel, or of all kernels if `kernel` is null.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuda_fake_launches(kernel: *const c_char) -> u64 {
-    // SAFETY: the same contract.
+    // SAFETY: same contract as this function's.
     let kernel = unsafe { text(kernel) };
     let state = state();
     let counted = |name: &String| kernel.as_ref().is_none_or(|kernel| kernel == name);
     state.launches.iter().filter(|(name, _)| counted(name)).map(|(_, count)| count).sum()
 }
 
-/// From now on `symbol` answers `code` and does nothing; 0 undoes that.
+/// Makes `symbol` return `code` without doing anything; 0 undoes that.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuda_fake_fail(symbol: *const c_char, code: u32) {
-    // SAFETY: the same contract.
+    // SAFETY: same contract as this function's.
     let Some(symbol) = (unsafe { text(symbol) }) else { return };
     if code == 0 {
         state().faults.remove(&symbol);
@@ -40,13 +41,13 @@ unsafe extern "C" fn cuda_fake_fail(symbol: *const c_char, code: u32) {
     }
 }
 
-/// Device memory there is, in bytes.
+/// Sets the amount of device memory, in bytes.
 #[unsafe(no_mangle)]
 extern "C" fn cuda_fake_memory_max(bytes: u64) {
     state().memory_max = bytes;
 }
 
-/// Makes the allocation around an address look mapped from handles. 0 where there is none.
+/// Makes the allocation around an address look mapped from handles. Returns 0 if there is none.
 #[unsafe(no_mangle)]
 extern "C" fn cuda_fake_mark_vmm(address: u64) -> u32 {
     let mut state = state();
@@ -55,13 +56,13 @@ extern "C" fn cuda_fake_mark_vmm(address: u64) -> u32 {
     1
 }
 
-/// From now on what a stream is given stays undone; [`ALL_STREAMS`] means those to come too.
+/// Holds a stream: its work is not executed. [`ALL_STREAMS`] also means streams created later.
 #[unsafe(no_mangle)]
 extern "C" fn cuda_fake_hold(stream: u64) {
     set_held(&mut state(), stream, true);
 }
 
-/// A stream goes on, and is no longer held.
+/// Releases a held stream; its work is executed.
 #[unsafe(no_mangle)]
 extern "C" fn cuda_fake_release(stream: u64) {
     let mut state = state();
@@ -69,7 +70,8 @@ extern "C" fn cuda_fake_release(stream: u64) {
     state.advance();
 }
 
-/// A held stream does up to `pieces` of its work, and what only waited for that follows elsewhere.
+/// Executes up to `pieces` pieces of a held stream's work, and work of other streams that waited
+/// for them.
 #[unsafe(no_mangle)]
 extern "C" fn cuda_fake_step(stream: u64, pieces: u64) {
     let mut state = state();
@@ -82,13 +84,13 @@ extern "C" fn cuda_fake_step(stream: u64, pieces: u64) {
     }
 }
 
-/// Pieces of work that a stream still has.
+/// Returns the number of pieces of work that a stream has left.
 #[unsafe(no_mangle)]
 extern "C" fn cuda_fake_pending(stream: u64) -> u64 {
     state().streams.get(&stream).map_or(0, |stream| stream.work.len() as u64)
 }
 
-/// What is alive now.
+/// Reports the objects that exist now.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuda_fake_live(live: *mut Live) {
     let state = state();
@@ -106,11 +108,11 @@ unsafe extern "C" fn cuda_fake_live(live: *mut Live) {
     unsafe { live.write(found) };
 }
 
-/// Modules loaded from now on have the kernels of this library; null means those built in. 0 where
-/// it can't be loaded.
+/// Gives modules loaded from now on the kernels of this library; null means the built-in kernels.
+/// Returns 0 if the library can't be loaded.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuda_fake_kernels(path: *const c_char) -> u32 {
-    // SAFETY: the same contract.
+    // SAFETY: same contract as this function's.
     let path = unsafe { text(path) };
     let kernels = path.map_or_else(|| Ok(Kernels::built_in()), |path| Kernels::load(&path));
     let Ok(kernels) = kernels else { return 0 };
@@ -118,7 +120,7 @@ unsafe extern "C" fn cuda_fake_kernels(path: *const c_char) -> u32 {
     1
 }
 
-/// Undoes every decision of a test; held streams go on.
+/// Undoes everything that a test has set; releases held streams.
 #[unsafe(no_mangle)]
 extern "C" fn cuda_fake_reset() {
     let mut state = state();

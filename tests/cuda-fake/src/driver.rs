@@ -1,4 +1,4 @@
-//! The driver's calls, by their own names: devices, contexts, modules, launches, error names.
+//! The driver's functions, by their own names: devices, contexts, modules, launches, error names.
 
 mod ipc;
 mod memory;
@@ -12,7 +12,7 @@ use std::{
     ptr,
 };
 
-/// As the driver has it, up to where nothing of ours looks.
+/// The driver's `CUlaunchConfig`, up to the last field that this driver reads.
 #[repr(C)]
 struct LaunchConfig {
     grid: [c_uint; 3],
@@ -21,15 +21,15 @@ struct LaunchConfig {
     stream: u64,
 }
 
-/// Stores an answer where the caller wants it.
+/// Stores a result where the caller wants it.
 ///
 /// # Safety
-/// `to` is null or may be written.
+/// `to` must be null or writable.
 unsafe fn put<T>(to: *mut T, value: T) -> Result<(), u32> {
     if to.is_null() {
         return Err(code::INVALID_VALUE);
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { to.write(value) };
     Ok(())
 }
@@ -47,7 +47,7 @@ extern "C" fn cuInit(_flags: c_uint) -> u32 {
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuDeviceGetCount(count: *mut c_int) -> u32 {
-    // SAFETY: the driver's contract.
+    // SAFETY: guaranteed by the driver's contract.
     after_init("cuDeviceGetCount", |state| unsafe { put(count, state.devices) })
 }
 
@@ -55,12 +55,12 @@ unsafe extern "C" fn cuDeviceGetCount(count: *mut c_int) -> u32 {
 unsafe extern "C" fn cuDeviceGet(device: *mut c_int, ordinal: c_int) -> u32 {
     after_init("cuDeviceGet", |state| {
         state.check_device(ordinal)?;
-        // SAFETY: the driver's contract.
+        // SAFETY: guaranteed by the driver's contract.
         unsafe { put(device, ordinal) }
     })
 }
 
-/// Answers as an H200 would, what one asks for first.
+/// Returns values of an H200 for the attributes that programs read first.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuDeviceGetAttribute(value: *mut c_int, which: c_int, device: c_int) -> u32 {
     after_init("cuDeviceGetAttribute", |state| {
@@ -70,7 +70,7 @@ unsafe extern "C" fn cuDeviceGetAttribute(value: *mut c_int, which: c_int, devic
             75 => 9,   // Compute capability, major; its minor is 0.
             _ => 0,
         };
-        // SAFETY: the driver's contract.
+        // SAFETY: guaranteed by the driver's contract.
         unsafe { put(value, answer) }
     })
 }
@@ -81,7 +81,7 @@ unsafe extern "C" fn cuDeviceGetUuid_v2(uuid: *mut [u8; 16], device: c_int) -> u
         state.check_device(device)?;
         let mut bytes = *b"cuda-fake-uuid-0";
         bytes[15] += u8::try_from(device).unwrap_or(u8::MAX);
-        // SAFETY: the driver's contract.
+        // SAFETY: guaranteed by the driver's contract.
         unsafe { put(uuid, bytes) }
     })
 }
@@ -91,7 +91,7 @@ unsafe extern "C" fn cuDevicePrimaryCtxRetain(context: *mut u64, device: c_int) 
     after_init("cuDevicePrimaryCtxRetain", |state| {
         state.check_device(device)?;
         *state.contexts.entry(device).or_default() += 1;
-        // SAFETY: the driver's contract.
+        // SAFETY: guaranteed by the driver's contract.
         unsafe { put(context, context_of(device)) }
     })
 }
@@ -109,7 +109,7 @@ extern "C" fn cuDevicePrimaryCtxRelease_v2(device: c_int) -> u32 {
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuCtxGetCurrent(context: *mut u64) -> u32 {
-    // SAFETY: the driver's contract.
+    // SAFETY: guaranteed by the driver's contract.
     after_init("cuCtxGetCurrent", |_| unsafe { put(context, current()) })
 }
 
@@ -127,7 +127,7 @@ extern "C" fn cuCtxSetCurrent(context: u64) -> u32 {
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuCtxGetStreamPriorityRange(least: *mut c_int, greatest: *mut c_int) -> u32 {
     in_context("cuCtxGetStreamPriorityRange", |_| {
-        // SAFETY: the driver's contract.
+        // SAFETY: guaranteed by the driver's contract.
         unsafe { put(least, 0).and(put(greatest, -5)) }
     })
 }
@@ -135,13 +135,13 @@ unsafe extern "C" fn cuCtxGetStreamPriorityRange(least: *mut c_int, greatest: *m
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuModuleLoadData(module: *mut u64, image: *const u32) -> u32 {
     in_context("cuModuleLoadData", |state| {
-        // SAFETY: the driver's contract: an image is longer than its magic number.
+        // SAFETY: by the driver's contract, an image is longer than its magic number.
         if image.is_null() || unsafe { image.read_unaligned() } != crate::fake::FATBIN_MAGIC {
             return Err(code::INVALID_IMAGE);
         }
         let handle = state.new_handle();
         state.modules.insert(handle, state.kernels);
-        // SAFETY: the driver's contract.
+        // SAFETY: guaranteed by the driver's contract.
         unsafe { put(module, handle) }
     })
 }
@@ -161,12 +161,12 @@ unsafe extern "C" fn cuModuleGetFunction(
 ) -> u32 {
     in_context("cuModuleGetFunction", |state| {
         let kernels = *state.modules.get(&module).ok_or(code::INVALID_HANDLE)?;
-        // SAFETY: the driver's contract: a name that ends with a zero.
+        // SAFETY: by the driver's contract, the name is NUL-terminated.
         let name = unsafe { CStr::from_ptr(name) }.to_owned();
         let kernel = kernels.find(&name).ok_or(code::NOT_FOUND)?;
         let handle = state.new_handle();
         state.functions.insert(handle, Function { kernels, kernel, name });
-        // SAFETY: the driver's contract.
+        // SAFETY: guaranteed by the driver's contract.
         unsafe { put(function, handle) }
     })
 }
@@ -179,7 +179,7 @@ unsafe extern "C" fn cuLaunchKernelEx(
     _extra: *mut *mut c_void,
 ) -> u32 {
     in_context("cuLaunchKernelEx", |state| {
-        // SAFETY: the driver's contract.
+        // SAFETY: guaranteed by the driver's contract.
         let config = unsafe { &*config };
         let function = state.functions.get(&function).ok_or(code::INVALID_HANDLE)?.clone();
         let [grid, 1, 1] = config.grid else { return Err(code::INVALID_VALUE) };
@@ -187,7 +187,7 @@ unsafe extern "C" fn cuLaunchKernelEx(
         if grid == 0 || grid > i32::MAX.cast_unsigned() || config.shared_bytes > 0 {
             return Err(code::INVALID_VALUE);
         }
-        // SAFETY: the driver's contract: an argument for each parameter.
+        // SAFETY: by the driver's contract, there is an argument for each parameter.
         let launch = unsafe { function.kernels.bind(function.kernel, params, grid, threads) };
         state.launch(config.stream, function.name.to_string_lossy().into_owned(), launch)
     })
@@ -209,7 +209,7 @@ unsafe extern "C" fn cuLaunchKernel(
 ) -> u32 {
     let (grid, block) = ([grid_x, grid_y, grid_z], [block_x, block_y, block_z]);
     let config = LaunchConfig { grid, block, shared_bytes, stream };
-    // SAFETY: the same contract.
+    // SAFETY: same contract as this function's.
     unsafe { cuLaunchKernelEx(&raw const config, function, params, extra) }
 }
 
@@ -230,18 +230,18 @@ unsafe extern "C" fn cuGetErrorName(result: u32, name: *mut *const c_char) -> u3
         code::HOST_MEMORY_ALREADY_REGISTERED => c"CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED",
         code::HOST_MEMORY_NOT_REGISTERED => c"CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED",
         _ => {
-            // SAFETY: the driver's contract.
+            // SAFETY: guaranteed by the driver's contract.
             let answer = unsafe { put(name, ptr::null()) };
             return answer.err().unwrap_or(code::INVALID_VALUE);
         }
     };
-    // SAFETY: the driver's contract.
+    // SAFETY: guaranteed by the driver's contract.
     unsafe { put(name, known.as_ptr()) }.err().unwrap_or(0)
 }
 
-/// The same as the name: nobody here reads prose.
+/// Returns the error's name, because no test needs the description.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuGetErrorString(result: u32, text: *mut *const c_char) -> u32 {
-    // SAFETY: the same contract.
+    // SAFETY: same contract as this function's.
     unsafe { cuGetErrorName(result, text) }
 }

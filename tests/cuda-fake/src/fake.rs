@@ -1,4 +1,4 @@
-//! The handle by which a Rust test loads the driver and steers it.
+//! The handle by which a Rust test loads and controls the driver.
 
 use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW, Symbol};
 use parking_lot::{Mutex, MutexGuard};
@@ -10,13 +10,13 @@ use std::{
 };
 
 pub(crate) const FATBIN_MAGIC: u32 = 0xBA55_ED50;
-/// Stands for every stream, those to come included.
+/// Stands for every stream, including streams created later.
 pub const ALL_STREAMS: u64 = u64::MAX;
 
-/// Why the driver can't be had.
+/// Why the driver can't be loaded.
 #[derive(Debug)]
 pub enum Error {
-    /// Cargo has put no `libcuda_fake.so` beside this program: is the package a dependency of it?
+    /// There is no `libcuda_fake.so` next to this program: depend on the package to have it built.
     NotBuilt(PathBuf),
     Load(libloading::Error),
 }
@@ -32,7 +32,7 @@ impl std::fmt::Display for Error {
 
 impl std::error::Error for Error {}
 
-/// What the driver has that somebody must give back.
+/// The driver's objects that callers must free.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct Live {
@@ -43,11 +43,11 @@ pub struct Live {
     pub streams: u64,
     pub events: u64,
     pub modules: u64,
-    /// How often primary contexts are retained.
+    /// Retain count of all primary contexts.
     pub contexts: u64,
 }
 
-/// Where Cargo has put the driver: beside the program's dependencies.
+/// Returns the path of the driver that Cargo built, next to the program's dependencies.
 pub fn library() -> Result<PathBuf, Error> {
     let program = env::current_exe().unwrap_or_default();
     let folder = program.parent().unwrap_or(Path::new("."));
@@ -56,7 +56,7 @@ pub fn library() -> Result<PathBuf, Error> {
     found.ok_or_else(|| Error::NotBuilt(folder.to_owned()))
 }
 
-/// A fatbin that the driver takes: a header, and nothing behind it.
+/// Returns a fatbin that the driver accepts: only a header.
 pub fn image() -> Vec<u8> {
     let mut image = FATBIN_MAGIC.to_le_bytes().to_vec();
     image.extend(1u16.to_le_bytes());
@@ -65,7 +65,7 @@ pub fn image() -> Vec<u8> {
     image
 }
 
-/// The driver, for one test at a time: what a test decided ends with its handle.
+/// The driver, for one test at a time. Dropping the handle undoes what the test has set.
 #[derive(Debug)]
 pub struct Fake {
     library: &'static Library,
@@ -73,14 +73,14 @@ pub struct Fake {
 }
 
 impl Fake {
-    /// Loads the driver, so that whoever asks for CUDA in this process gets it. Waits for the test
-    /// that has it.
+    /// Loads the driver, so that CUDA in this process means this driver. Waits while another test
+    /// has it.
     pub fn load() -> Result<Fake, Error> {
         static ALONE: Mutex<()> = Mutex::new(());
         static LIBRARY: OnceLock<Library> = OnceLock::new();
         let alone = ALONE.lock();
         if LIBRARY.get().is_none() {
-            // SAFETY: the library has no constructors; it stays loaded.
+            // SAFETY: the library has no constructors, and it stays loaded.
             let opened = unsafe { Library::open(Some(library()?), RTLD_NOW | RTLD_GLOBAL) };
             let _ = LIBRARY.set(opened.map_err(Error::Load)?);
         }
@@ -88,10 +88,10 @@ impl Fake {
         Ok(Fake { library, _alone: alone })
     }
 
-    /// Launches so far of one kernel.
+    /// Returns the number of launches of one kernel so far.
     pub fn launches(&self, kernel: &str) -> u64 {
         let kernel = zero_ended(kernel);
-        // SAFETY: the symbol's type, and a name that ends with a zero.
+        // SAFETY: the symbol has this type, and the name is NUL-terminated.
         unsafe {
             let launches: Symbol<unsafe extern "C" fn(*const c_char) -> u64> =
                 self.symbol(b"cuda_fake_launches");
@@ -99,10 +99,10 @@ impl Fake {
         }
     }
 
-    /// From now on the driver's `symbol` answers `code` and does nothing; 0 undoes that.
+    /// Makes the driver's `symbol` return `code` without doing anything; 0 undoes that.
     pub fn fail(&self, symbol: &str, code: u32) {
         let symbol = zero_ended(symbol);
-        // SAFETY: the symbol's type, and a name that ends with a zero.
+        // SAFETY: the symbol has this type, and the name is NUL-terminated.
         unsafe {
             let fail: Symbol<unsafe extern "C" fn(*const c_char, u32)> =
                 self.symbol(b"cuda_fake_fail");
@@ -110,7 +110,7 @@ impl Fake {
         }
     }
 
-    /// Device memory there is.
+    /// Sets the amount of device memory, in bytes.
     pub fn set_memory_max(&self, bytes: u64) {
         self.tell(b"cuda_fake_memory_max", bytes);
     }
@@ -120,28 +120,28 @@ impl Fake {
         self.tell(b"cuda_fake_mark_vmm", address);
     }
 
-    /// From now on what a stream is given stays undone.
+    /// Holds a stream: its work is not executed.
     pub fn hold(&self, stream: u64) {
         self.tell(b"cuda_fake_hold", stream);
     }
 
-    /// A stream goes on, and is no longer held.
+    /// Releases a held stream; its work is executed.
     pub fn release(&self, stream: u64) {
         self.tell(b"cuda_fake_release", stream);
     }
 
-    /// A held stream does up to `pieces` of its work.
+    /// Executes up to `pieces` pieces of a held stream's work.
     pub fn step(&self, stream: u64, pieces: u64) {
-        // SAFETY: the symbol's type.
+        // SAFETY: the symbol has this type.
         unsafe {
             let step: Symbol<unsafe extern "C" fn(u64, u64)> = self.symbol(b"cuda_fake_step");
             step(stream, pieces);
         }
     }
 
-    /// Pieces of work that a stream still has.
+    /// Returns the number of pieces of work that a stream has left.
     pub fn pending(&self, stream: u64) -> u64 {
-        // SAFETY: the symbol's type.
+        // SAFETY: the symbol has this type.
         unsafe {
             let pending: Symbol<unsafe extern "C" fn(u64) -> u64> =
                 self.symbol(b"cuda_fake_pending");
@@ -151,7 +151,7 @@ impl Fake {
 
     pub fn live(&self) -> Live {
         let mut live = Live::default();
-        // SAFETY: the symbol's type, and a pointer to a local.
+        // SAFETY: the symbol has this type, and the pointer refers to a local.
         unsafe {
             let ask: Symbol<unsafe extern "C" fn(*mut Live)> = self.symbol(b"cuda_fake_live");
             ask(&raw mut live);
@@ -159,10 +159,11 @@ impl Fake {
         live
     }
 
-    /// Devices opened from now on have the kernels of this library; tells whether it has any.
+    /// Gives devices opened from now on the kernels of this library; returns whether it has
+    /// kernels.
     pub fn use_kernels(&self, library: &Path) -> bool {
         let library = zero_ended(&library.to_string_lossy());
-        // SAFETY: the symbol's type, and a path that ends with a zero.
+        // SAFETY: the symbol has this type, and the path is NUL-terminated.
         unsafe {
             let kernels: Symbol<unsafe extern "C" fn(*const c_char) -> u32> =
                 self.symbol(b"cuda_fake_kernels");
@@ -171,7 +172,7 @@ impl Fake {
     }
 
     fn tell(&self, symbol: &[u8], value: u64) {
-        // SAFETY: callers name a symbol that takes one `u64`; an answer is left in its register.
+        // SAFETY: callers name a symbol that takes one `u64`; a return value is ignored.
         unsafe {
             let tell: Symbol<unsafe extern "C" fn(u64)> = self.symbol(symbol);
             tell(value);
@@ -179,16 +180,16 @@ impl Fake {
     }
 
     /// # Safety
-    /// `T` is the symbol's type.
+    /// `T` must be the symbol's type.
     unsafe fn symbol<T>(&self, symbol: &[u8]) -> Symbol<T> {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { self.library.get(symbol) }.expect("the library is this package's own")
     }
 }
 
 impl Drop for Fake {
     fn drop(&mut self) {
-        // SAFETY: the symbol's type.
+        // SAFETY: the symbol has this type.
         unsafe {
             let reset: Symbol<unsafe extern "C" fn()> = self.symbol(b"cuda_fake_reset");
             reset();

@@ -1,4 +1,4 @@
-//! Berth's kernels as host code: those built in, or those of another library.
+//! Berth's kernels as host code: the built-in kernels, or those of another library.
 
 use libloading::Library;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
@@ -30,7 +30,7 @@ pub(crate) struct Launch {
     threads: c_uint,
 }
 
-// SAFETY: the arguments are a copy that nothing else knows of.
+// SAFETY: the arguments are a copy that only this value refers to.
 unsafe impl Send for Launch {}
 
 impl Kernels {
@@ -38,9 +38,9 @@ impl Kernels {
         Kernels { find: kv_host_find, bind: kv_host_bind, run: kv_host_run }
     }
 
-    /// Those of a library built from `launch.cpp` with another source. It stays loaded.
+    /// Loads the kernels of a library built from `launch.cpp` with another source. It stays loaded.
     pub(crate) fn load(path: &str) -> Result<Kernels, libloading::Error> {
-        // SAFETY: the functions are those of `launch.cpp`, by name and so by type.
+        // SAFETY: the functions are those of `launch.cpp`, so their names determine their types.
         unsafe {
             let library = Box::leak(Box::new(Library::new(path)?));
             let find = *library.get::<Find>(b"kv_host_find")?;
@@ -49,15 +49,16 @@ impl Kernels {
         }
     }
 
-    /// The kernel's number, if there is one of this name.
+    /// Returns the number of the kernel with this name, if there is one.
     pub(crate) fn find(&self, name: &CStr) -> Option<c_int> {
-        // SAFETY: the name ends with a zero.
+        // SAFETY: the name is NUL-terminated.
         let kernel = unsafe { (self.find)(name.as_ptr()) };
         (kernel >= 0).then_some(kernel)
     }
 
     /// # Safety
-    /// The kernel was found here, and `params` points to an argument for each of its parameters.
+    /// The kernel number must be from this library, and `params` must point to an argument for each
+    /// of the kernel's parameters.
     pub(crate) unsafe fn bind(
         &self,
         kernel: c_int,
@@ -65,16 +66,16 @@ impl Kernels {
         grid: c_uint,
         threads: c_uint,
     ) -> Launch {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let bound = unsafe { (self.bind)(kernel, params) };
         Launch { run: self.run, kernel, bound, grid, threads }
     }
 }
 
 impl Launch {
-    /// Runs the kernel. The caller has the driver's lock: one launch at a time.
+    /// Runs the kernel. The caller must hold the driver's lock, so that one launch runs at a time.
     pub(crate) fn run(self) {
-        // SAFETY: bound once and run once, by the functions of the same library.
+        // SAFETY: bound once and run once, by functions of the same library.
         unsafe { (self.run)(self.kernel, self.bound, self.grid, self.threads) };
     }
 }

@@ -1,8 +1,8 @@
-//! Device memory that is the host's: shared memory files, each mapped where the "device" has it.
+//! Device memory in host memory: one shared memory file per allocation, mapped at its address.
 //!
-//! The file has no name; another process of the same user opens it through this process' folder in
-//! `/proc`. So nothing is left when a process dies, and a process in another PID namespace can't
-//! open it, which is just what CUDA IPC does.
+//! The file has no name. Another process of the same user opens it through this process's folder in
+//! `/proc`. So no file is left when a process dies, and a process in another PID namespace can't
+//! open it; both are true of CUDA IPC too.
 
 use std::{
     fs::File,
@@ -14,33 +14,33 @@ use std::{
     ptr,
 };
 
-/// Behind every allocation, up to the end of its last memory page; checked when it is freed.
+/// Fills each allocation's last memory page behind its end; checked when the memory is freed.
 const CANARY: u8 = 0xA5;
 const PAGE_BYTES: usize = 4096;
 
-/// A mapped piece of shared memory. What lies behind it can't be read or written.
+/// A mapped file of shared memory. The memory page after it can't be read or written.
 #[derive(Debug)]
 pub(crate) struct Mapping {
     file: File,
     base: usize,
     bytes: usize,
-    /// Made here, not opened.
+    /// Whether this process allocated the memory, instead of opening it.
     own: bool,
 }
 
-/// What another process needs to open a mapping.
+/// Everything that another process needs to open a mapping.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Ticket {
     pub(crate) pid: u32,
     pub(crate) fd: u32,
-    /// So that another file under the same number is noticed.
+    /// Identifies the file, in case the descriptor number was reused.
     pub(crate) inode: u64,
     pub(crate) bytes: u64,
 }
 
 impl Mapping {
     pub(crate) fn new(bytes: usize) -> io::Result<Mapping> {
-        // SAFETY: a name that ends with a zero; the descriptor is new, and nobody else's.
+        // SAFETY: the name is NUL-terminated; the descriptor is new and owned here only.
         let file = unsafe {
             let fd = libc::memfd_create(c"cuda-fake".as_ptr(), libc::MFD_CLOEXEC);
             if fd < 0 {
@@ -50,7 +50,7 @@ impl Mapping {
         };
         file.set_len(padded(bytes) as u64)?;
         let mapping = Mapping::map(file, bytes, true)?;
-        // SAFETY: the mapping reaches to the end of the page.
+        // SAFETY: the mapping extends to the end of the memory page.
         unsafe {
             let end = (mapping.base + bytes) as *mut u8;
             end.write_bytes(CANARY, padded(bytes) - bytes);
@@ -58,7 +58,8 @@ impl Mapping {
         Ok(mapping)
     }
 
-    /// What the process that made the ticket has there. Refused in that process itself.
+    /// Opens the memory that a ticket of another process names. A process can't open its own
+    /// ticket.
     pub(crate) fn open(ticket: &Ticket) -> io::Result<Mapping> {
         if ticket.pid == std::process::id() {
             return Err(io::ErrorKind::InvalidInput.into());
@@ -76,7 +77,8 @@ impl Mapping {
     fn map(file: File, bytes: usize, own: bool) -> io::Result<Mapping> {
         let length = padded(bytes);
         let access = libc::PROT_READ | libc::PROT_WRITE;
-        // SAFETY: a new mapping, one page longer than the file, whose front the file then takes.
+        // SAFETY: a new mapping, one page longer than the file; the file is then mapped over its
+        // front.
         let base = unsafe {
             let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
             let base =
@@ -112,10 +114,10 @@ impl Mapping {
         })
     }
 
-    /// Has nothing been written right behind it?
+    /// Returns whether nothing was written right behind the memory.
     pub(crate) fn is_sound(&self) -> bool {
         let slack = padded(self.bytes) - self.bytes;
-        // SAFETY: the mapping reaches to the end of the page.
+        // SAFETY: the mapping extends to the end of the memory page.
         let behind =
             unsafe { std::slice::from_raw_parts((self.base + self.bytes) as *const u8, slack) };
         !self.own || behind.iter().all(|&byte| byte == CANARY)

@@ -1,4 +1,4 @@
-//! What the driver of one process knows, and the gate that every call goes through.
+//! The driver's state in one process, and the entry check of every call.
 
 use crate::{
     host::{Kernels, Launch},
@@ -13,7 +13,7 @@ use std::{
     sync::{Arc, LazyLock},
 };
 
-/// The driver's result codes that are answered here.
+/// The driver's result codes that this driver returns.
 pub(crate) mod code {
     pub(crate) const INVALID_VALUE: u32 = 1;
     pub(crate) const OUT_OF_MEMORY: u32 = 2;
@@ -29,31 +29,31 @@ pub(crate) mod code {
     pub(crate) const HOST_MEMORY_NOT_REGISTERED: u32 = 713;
 }
 
-/// What a call answers: nothing, or a result code.
+/// The result of a call: nothing, or an error code.
 pub(crate) type Answer = Result<(), u32>;
 
-/// Contexts are numbered so that none looks like a stream or a pointer.
+/// Contexts start at this number, so that none looks like a stream or a pointer.
 const CONTEXT_FIRST: u64 = 0x1000;
 const MEMORY_DEFAULT_BYTES: u64 = 8 << 30;
 
 pub(crate) struct State {
     pub(crate) initialized: bool,
     pub(crate) devices: c_int,
-    /// How often each device's primary context is retained.
+    /// Retain count of each device's primary context.
     pub(crate) contexts: BTreeMap<c_int, u64>,
     pub(crate) modules: BTreeMap<u64, Kernels>,
-    /// Kernels that were asked for, by handle.
+    /// Kernels that were looked up, by handle.
     pub(crate) functions: BTreeMap<u64, Function>,
     pub(crate) streams: BTreeMap<u64, Stream>,
     pub(crate) events: BTreeMap<u64, Arc<Event>>,
-    /// Device memory by its base, and what was opened by IPC.
+    /// Device memory by base address; `imports` is memory opened by IPC.
     pub(crate) allocations: BTreeMap<u64, Mapping>,
     pub(crate) imports: BTreeMap<u64, Mapping>,
-    /// Page-locked host memory: base and bytes.
+    /// Page-locked host memory: base address and bytes.
     pub(crate) registered: BTreeMap<u64, usize>,
     pub(crate) memory_max: u64,
     last_handle: u64,
-    // What a test has decided.
+    // Set by the test.
     pub(crate) kernels: Kernels,
     pub(crate) faults: BTreeMap<String, u32>,
     pub(crate) launches: BTreeMap<String, u64>,
@@ -91,14 +91,14 @@ static STATE: LazyLock<Mutex<State>> = LazyLock::new(|| {
     })
 });
 
-/// Told whenever a stream got further.
+/// Notified whenever a stream has made progress.
 static PROGRESS: Condvar = Condvar::new();
 
 thread_local! {
     static CURRENT: Cell<u64> = const { Cell::new(0) };
 }
 
-/// Device memory unless a test decides otherwise.
+/// Returns the device memory, in bytes, unless a test sets another amount.
 pub(crate) fn memory_default() -> u64 {
     variable("CUDA_FAKE_MEMORY").unwrap_or(MEMORY_DEFAULT_BYTES)
 }
@@ -111,7 +111,8 @@ pub(crate) fn state() -> MutexGuard<'static, State> {
     STATE.lock()
 }
 
-/// A call that needs nothing: its answer, or the fault that a test has put in its way.
+/// Runs a call that works without initialisation; returns its result, or the error that a test
+/// planted.
 pub(crate) fn call(symbol: &str, body: impl FnOnce(&mut State) -> Answer) -> u32 {
     let mut state = state();
     if let Some(&fault) = state.faults.get(symbol) {
@@ -120,12 +121,12 @@ pub(crate) fn call(symbol: &str, body: impl FnOnce(&mut State) -> Answer) -> u32
     body(&mut state).err().unwrap_or(0)
 }
 
-/// A call that needs the driver to be initialised.
+/// Runs a call that needs an initialised driver.
 pub(crate) fn after_init(symbol: &str, body: impl FnOnce(&mut State) -> Answer) -> u32 {
     call(symbol, |state| if state.initialized { body(state) } else { Err(code::NOT_INITIALIZED) })
 }
 
-/// A call that works in the thread's current context.
+/// Runs a call that works in the thread's current context.
 pub(crate) fn in_context(symbol: &str, body: impl FnOnce(&mut State) -> Answer) -> u32 {
     after_init(symbol, |state| {
         let known = state.is_context(CURRENT.get());
@@ -133,7 +134,7 @@ pub(crate) fn in_context(symbol: &str, body: impl FnOnce(&mut State) -> Answer) 
     })
 }
 
-/// As [`in_context`], and then the caller is to wait for a stream's work.
+/// Does the same as [`in_context`], then waits for the work of the returned streams.
 pub(crate) fn drained(
     symbol: &str,
     streams: impl FnOnce(&mut State) -> Result<Vec<u64>, u32>,
@@ -146,7 +147,7 @@ pub(crate) fn drained(
     answer
 }
 
-/// Blocks until these streams have nothing left to do. Another thread may have to let them go on.
+/// Blocks until these streams have no work left. Another thread may have to release them.
 pub(crate) fn wait_for(streams: &[u64]) {
     let mut state = state();
     loop {
@@ -189,7 +190,7 @@ impl State {
         self.allocations.values().map(|mapping| mapping.bytes() as u64).sum()
     }
 
-    /// The block of device memory that holds an address.
+    /// Returns the block of device memory that contains an address.
     pub(crate) fn block_of(&self, address: u64) -> Option<&Mapping> {
         [&self.allocations, &self.imports].into_iter().find_map(|blocks| {
             let (_, block) = blocks.range(..=address).next_back()?;
@@ -197,8 +198,9 @@ impl State {
         })
     }
 
-    /// May `bytes` at `address` be touched? What isn't device memory is a host address, and the
-    /// caller's affair: a CPU engine's tensors are "device" memory too.
+    /// Checks that `bytes` at `address` may be accessed. An address outside device memory is a host
+    /// address, for which the caller is responsible: a CPU engine's tensors are "device" memory
+    /// too.
     pub(crate) fn check_range(&self, address: u64, bytes: usize) -> Answer {
         let inside =
             |block: &Mapping| address - block.base() + bytes as u64 <= block.bytes() as u64;
@@ -211,7 +213,7 @@ impl State {
         before.is_some_and(|(base, &length)| address - base + bytes as u64 <= length as u64)
     }
 
-    /// Gives a stream work, and does what can be done.
+    /// Adds work to a stream, and executes what is possible.
     pub(crate) fn enqueue(&mut self, stream: u64, work: Work) -> Answer {
         self.streams.get_mut(&stream).ok_or(code::INVALID_HANDLE)?.work.push_back(work);
         self.advance();
@@ -223,7 +225,7 @@ impl State {
         self.enqueue(stream, Work::Launch(launch))
     }
 
-    /// Lets every stream go as far as it may: one may wait for another.
+    /// Executes all possible work of all streams; repeats, because one stream may wait for another.
     pub(crate) fn advance(&mut self) {
         let mut any = false;
         while self.streams.values_mut().map(Stream::advance).sum::<u64>() > 0 {

@@ -1,4 +1,4 @@
-//! Streams and events: work in order, done at once unless a test holds it back.
+//! Streams and events: work in order, executed at once unless a test holds the stream.
 
 use crate::host::Launch;
 use std::{
@@ -10,7 +10,7 @@ use std::{
     time::Instant,
 };
 
-/// One piece of a stream's work. Addresses were checked when it was enqueued.
+/// One piece of a stream's work. Its addresses were checked when it was enqueued.
 pub(crate) enum Work {
     Launch(Launch),
     Copy {
@@ -18,12 +18,13 @@ pub(crate) enum Work {
         from: u64,
         bytes: usize,
     },
-    /// From memory that the caller may reuse: copied when it was enqueued.
+    /// A write from memory that the caller may reuse, so the bytes were copied when it was
+    /// enqueued.
     Write {
         to: u64,
         bytes: Vec<u8>,
     },
-    /// One word that others watch.
+    /// An atomic store of one word, for readers in other threads or processes.
     Store {
         to: u64,
         value: u64,
@@ -38,7 +39,7 @@ pub(crate) enum Work {
     },
 }
 
-/// An event: how often it was recorded, and which of these records were reached.
+/// An event: how often it was recorded, and the latest record that was reached.
 #[derive(Debug, Default)]
 pub(crate) struct Event {
     pub(crate) recorded: AtomicU64,
@@ -56,12 +57,12 @@ impl Event {
 pub(crate) struct Stream {
     pub(crate) work: VecDeque<Work>,
     pub(crate) held: bool,
-    /// Pieces that may be done although it is held.
+    /// Pieces that may be executed while the stream is held.
     pub(crate) allowance: u64,
 }
 
 impl Stream {
-    /// Does what may be done now; tells how much that was.
+    /// Executes the work that is possible now; returns the number of pieces.
     pub(crate) fn advance(&mut self) -> u64 {
         let mut done = 0;
         while !self.held || self.allowance > 0 {
@@ -85,7 +86,8 @@ impl Work {
         match self {
             Work::Launch(launch) => launch.run(),
             Work::Copy { to, from, bytes } => {
-                // SAFETY: whoever enqueued it promised, as to a driver, that both ends stay.
+                // SAFETY: the caller that enqueued the work guaranteed, as to any driver, that both
+                // ends stay.
                 unsafe { std::ptr::copy(from as *const u8, to as *mut u8, bytes) };
             }
             Work::Write { to, bytes } => {
@@ -93,7 +95,7 @@ impl Work {
                 unsafe { std::ptr::copy(bytes.as_ptr(), to as *mut u8, bytes.len()) };
             }
             Work::Store { to, value } => {
-                // SAFETY: as above; whoever enqueued it saw that it is aligned.
+                // SAFETY: as above; the alignment was checked when the work was enqueued.
                 unsafe { AtomicU64::from_ptr(to as *mut u64) }.store(value, Ordering::Release);
             }
             Work::Record { event, turn } => {

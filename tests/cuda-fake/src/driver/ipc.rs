@@ -7,7 +7,7 @@ use crate::{
 };
 use std::ffi::c_uint;
 
-/// A handle, of which 24 bytes mean something.
+/// An IPC handle, of which 24 bytes are used.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct Handle {
@@ -28,12 +28,12 @@ unsafe extern "C" fn cuIpcGetMemHandle(handle: *mut Handle, address: u64) -> u32
             return Err(code::INVALID_VALUE);
         }
         let Ticket { pid, fd, inode, bytes } = mapping.ticket().map_err(|_| code::INVALID_VALUE)?;
-        // SAFETY: the driver's contract.
+        // SAFETY: guaranteed by the driver's contract.
         unsafe { put(handle, Handle { pid, fd, inode, bytes, rest: [0; 5] }) }
     })
 }
 
-/// What can't be opened is answered as the driver answers across PID namespaces.
+/// If the memory can't be opened, returns the driver's error for another PID namespace.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuIpcOpenMemHandle_v2(
     address: *mut u64,
@@ -44,7 +44,7 @@ unsafe extern "C" fn cuIpcOpenMemHandle_v2(
         let Handle { pid, fd, inode, bytes, .. } = handle;
         let mapping =
             Mapping::open(&Ticket { pid, fd, inode, bytes }).map_err(|_| code::INVALID_CONTEXT)?;
-        // SAFETY: the driver's contract.
+        // SAFETY: guaranteed by the driver's contract.
         unsafe { put(address, mapping.base())? };
         state.imports.insert(mapping.base(), mapping);
         Ok(())

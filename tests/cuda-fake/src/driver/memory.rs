@@ -18,14 +18,14 @@ unsafe extern "C" fn cuMemAlloc_v2(address: *mut u64, bytes: usize) -> u32 {
             return Err(code::OUT_OF_MEMORY);
         }
         let mapping = Mapping::new(bytes).map_err(|_| code::OUT_OF_MEMORY)?;
-        // SAFETY: the driver's contract.
+        // SAFETY: guaranteed by the driver's contract.
         unsafe { put(address, mapping.base())? };
         state.allocations.insert(mapping.base(), mapping);
         Ok(())
     })
 }
 
-/// Waits for all work, as the driver does: some of it may use the memory.
+/// Waits for all work, as the real driver does, because some of it may use the memory.
 #[unsafe(no_mangle)]
 extern "C" fn cuMemFree_v2(address: u64) -> u32 {
     let waited = drained("cuMemFree_v2", |state| {
@@ -52,7 +52,7 @@ unsafe extern "C" fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) -> u32
     in_context("cuMemGetInfo_v2", |state| {
         let size = |bytes| usize::try_from(bytes).unwrap_or(usize::MAX);
         let left = state.memory_max.saturating_sub(state.memory_used());
-        // SAFETY: the driver's contract.
+        // SAFETY: guaranteed by the driver's contract.
         unsafe { put(free, size(left)).and(put(total, size(state.memory_max))) }
     })
 }
@@ -65,12 +65,12 @@ unsafe extern "C" fn cuMemGetAddressRange_v2(
 ) -> u32 {
     in_context("cuMemGetAddressRange_v2", |state| {
         let block = state.block_of(address).ok_or(code::NOT_FOUND)?;
-        // SAFETY: the driver's contract.
+        // SAFETY: guaranteed by the driver's contract.
         unsafe { put(base, block.base()).and(put(bytes, block.bytes())) }
     })
 }
 
-/// Memory is mapped from handles where a test says so.
+/// Succeeds for memory that a test marked as mapped from handles.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuMemRetainAllocationHandle(handle: *mut u64, address: u64) -> u32 {
     in_context("cuMemRetainAllocationHandle", |state| {
@@ -78,7 +78,7 @@ unsafe extern "C" fn cuMemRetainAllocationHandle(handle: *mut u64, address: u64)
         if !state.vmm.contains(&base) {
             return Err(code::INVALID_VALUE);
         }
-        // SAFETY: the driver's contract.
+        // SAFETY: guaranteed by the driver's contract.
         unsafe { put(handle, base) }
     })
 }
@@ -125,7 +125,7 @@ unsafe extern "C" fn cuMemHostGetDevicePointer_v2(
         if !state.is_registered(host, 1) {
             return Err(code::INVALID_VALUE);
         }
-        // SAFETY: the driver's contract.
+        // SAFETY: guaranteed by the driver's contract.
         unsafe { put(device, host) }
     })
 }
@@ -147,7 +147,7 @@ fn fill(state: &mut State, to: u64, bytes: Vec<u8>, stream: u64) -> Answer {
     state.enqueue(stream, Work::Write { to, bytes })
 }
 
-/// From page-locked memory it is read when the stream comes to it; from other memory at once.
+/// Reads page-locked memory when the stream reaches the copy; reads other memory at once.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuMemcpyHtoDAsync_v2(
     to: u64,
@@ -160,14 +160,14 @@ unsafe extern "C" fn cuMemcpyHtoDAsync_v2(
         if state.is_registered(from as u64, bytes) {
             return state.enqueue(stream, Work::Copy { to, from: from as u64, bytes });
         }
-        // SAFETY: the driver's contract: that many bytes lie there.
+        // SAFETY: the driver's contract guarantees that many bytes.
         let bytes = unsafe { std::slice::from_raw_parts(from.cast::<u8>(), bytes) }.to_vec();
         state.enqueue(stream, Work::Write { to, bytes })
     })
 }
 
-/// Into page-locked memory it is written when the stream comes to it; for other memory the call
-/// waits, as the driver's does.
+/// Writes page-locked memory when the stream reaches the copy; for other memory the call waits, as
+/// the real driver's does.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuMemcpyDtoHAsync_v2(
     to: *mut c_void,

@@ -12,7 +12,7 @@ use std::{
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuStreamCreate(stream: *mut u64, _flags: c_uint) -> u32 {
-    // SAFETY: the same contract.
+    // SAFETY: same contract as this function's.
     unsafe { create("cuStreamCreate", stream) }
 }
 
@@ -22,18 +22,18 @@ unsafe extern "C" fn cuStreamCreateWithPriority(
     _flags: c_uint,
     _priority: c_int,
 ) -> u32 {
-    // SAFETY: the same contract.
+    // SAFETY: same contract as this function's.
     unsafe { create("cuStreamCreateWithPriority", stream) }
 }
 
 /// # Safety
-/// `stream` is null or may be written.
+/// `stream` must be null or writable.
 unsafe fn create(symbol: &str, stream: *mut u64) -> u32 {
     in_context(symbol, |state| {
         let handle = state.new_handle();
         let new = Stream { held: state.all_held, ..Stream::default() };
         state.streams.insert(handle, new);
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { put(stream, handle) }
     })
 }
@@ -93,7 +93,7 @@ unsafe extern "C" fn cuEventCreate(event: *mut u64, _flags: c_uint) -> u32 {
     in_context("cuEventCreate", |state| {
         let handle = state.new_handle();
         state.events.insert(handle, Arc::new(Event::default()));
-        // SAFETY: the driver's contract.
+        // SAFETY: guaranteed by the driver's contract.
         unsafe { put(event, handle) }
     })
 }
@@ -124,10 +124,10 @@ extern "C" fn cuEventSynchronize(event: u64) -> u32 {
     })
 }
 
-/// Under either name: the driver's header has had both.
+/// The driver's header has had both names.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuEventElapsedTime(ms: *mut f32, from: u64, to: u64) -> u32 {
-    // SAFETY: the same contract.
+    // SAFETY: same contract as this function's.
     unsafe { cuEventElapsedTime_v2(ms, from, to) }
 }
 
@@ -137,12 +137,12 @@ unsafe extern "C" fn cuEventElapsedTime_v2(ms: *mut f32, from: u64, to: u64) -> 
         let at = |event: &u64| Some(*state.events.get(event)?.at.lock());
         let times = (at(&from).ok_or(code::INVALID_HANDLE)?, at(&to).ok_or(code::INVALID_HANDLE)?);
         let (Some(from), Some(to)) = times else { return Err(code::NOT_READY) };
-        // SAFETY: the driver's contract.
+        // SAFETY: guaranteed by the driver's contract.
         unsafe { put(ms, to.saturating_duration_since(from).as_secs_f32() * 1e3) }
     })
 }
 
-/// Work that waits for it goes on when it is reached.
+/// Work that waits for the event continues when the event is reached.
 #[unsafe(no_mangle)]
 extern "C" fn cuEventDestroy_v2(event: u64) -> u32 {
     in_context("cuEventDestroy_v2", |state| {
