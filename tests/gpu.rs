@@ -1,5 +1,6 @@
-//! The agent's GPU readings against machines whose GPUs are what the test says: each reading, what is
-//! missing, what fails, whose they are; and such a machine against NVIDIA's own binding.
+//! Tests of the agent's GPU readings on fake NVML machines, and of the fake with NVIDIA's binding.
+//!
+//! They cover each reading, absent readings, failing calls, and which devices belong to the engine.
 
 #![expect(clippy::unwrap_used, reason = "a test fails where it unwraps")]
 #![expect(clippy::print_stderr, reason = "a test that is skipped says so")]
@@ -24,7 +25,7 @@ use worker_agent::gpu::{self, Gpus, Settings, fleet::Snapshot, reading, select::
 
 const GIB: u64 = 1 << 30;
 
-/// A divided GPU with something in every reading, and one that has fallen off the bus.
+/// A GPU divided by MIG with a value for every reading, and a GPU that has fallen off the bus.
 fn busy_and_lost() -> Value {
     json!({
         "driver_version": "575.57.08",
@@ -45,7 +46,7 @@ fn busy_and_lost() -> Value {
     })
 }
 
-/// A Python with NVIDIA's binding: the real-engine lane's, or the one on the path.
+/// Returns a Python with NVIDIA's binding: the integration suite's, or the one on the path.
 fn python_with_nvml() -> Option<PathBuf> {
     let home = |name: &str| std::env::var_os(name).map(PathBuf::from);
     let cache = home("XDG_CACHE_HOME").or_else(|| Some(home("HOME")?.join(".cache")));
@@ -76,7 +77,7 @@ fn nvidia_s_own_binding_reads_the_same_machine() {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&said));
 }
 
-/// A GPU with something in every reading, which is the engine's because it is the only one.
+/// A GPU with a value for every reading. It is the engine's because it is the only GPU.
 fn busy() -> Value {
     let mut gpu = busy_and_lost()["gpus"]["0"].clone();
     gpu["mig"] = false.into();
@@ -94,7 +95,7 @@ fn settings(machine: &Machine) -> Settings {
     Settings { library: machine.library(), ..Settings::default() }
 }
 
-/// Settings with which NVML is loaded anew at each look while a device is lacking.
+/// Settings with which NVML is reloaded at each attempt while a device is missing.
 fn reloading(machine: &Machine, devices: &[&str]) -> Settings {
     Settings {
         devices: devices.iter().map(|device| device.parse().unwrap()).collect(),
@@ -103,7 +104,7 @@ fn reloading(machine: &Machine, devices: &[&str]) -> Settings {
     }
 }
 
-/// A snapshot by an NVML that was loaded after now.
+/// Returns a snapshot read through an NVML that was loaded after this call.
 async fn reloaded(gpus: &Gpus, control: &mut Control) -> Arc<Snapshot> {
     let before = control.calls("nvmlInit_v2").unwrap();
     eventually("NVML to be loaded anew", || {
@@ -121,7 +122,7 @@ fn uuids(snapshot: &Snapshot) -> Vec<&str> {
     snapshot.devices.iter().map(|device| device.identity.uuid.as_str()).collect()
 }
 
-/// The first snapshot that fits.
+/// Returns the first snapshot that satisfies `fits`.
 async fn snapshot(gpus: &Gpus, what: &str, fits: impl Fn(&Snapshot) -> bool) -> Arc<Snapshot> {
     let mut watch = gpus.watch();
     let found = watch.wait_for(|snapshot| fits(snapshot));
@@ -247,7 +248,7 @@ async fn an_xid_that_needs_a_reset_is_told_at_once_and_others_are_counted() {
     let devices = vec!["1".parse().unwrap()];
     let gpus = gpu::watch(Settings { devices, ..settings(&machine) }).unwrap();
     let mut control = machine.loaded().await.unwrap();
-    // What happens before the GPU is watched is nobody's.
+    // An event before the GPU is watched is lost.
     eventually("the GPUs to be watched", || {
         let watched = control.calls("nvmlEventSetWait_v2").unwrap() >= 2;
         async move { watched.then_some(()) }
@@ -319,7 +320,7 @@ async fn a_gpu_that_was_lost_before_the_agent_came_is_told() {
     assert!(reason(&snapshot).contains("fell off the bus"), "{snapshot:?}");
 }
 
-/// Every call about the GPU fails, and none says why.
+/// Makes every call about the GPU fail with a code that gives no reason.
 fn mute() -> Value {
     json!({"lost": false, "fail": {"*": 999}})
 }
@@ -384,7 +385,7 @@ async fn when_one_of_two_gpus_is_not_listed_any_more_the_other_stays_which_it_wa
     assert!(lost(&seen) && seen.devices[1].unhealthy.is_none(), "{seen:?}");
     assert_eq!(seen.devices[1].identity.index, 1, "and not the first, as NVML has it now");
     eventually("its XID", || {
-        // While NVML is loaded anew nobody listens.
+        // While NVML is being reloaded, events are lost.
         control.xid(1, 31).unwrap();
         let counted = |at: usize| gpus.now().devices[at].xids.contains_key(&31);
         assert!(!counted(0), "it was the other's");
@@ -431,20 +432,20 @@ async fn a_driver_that_comes_after_the_agent_is_found() {
     snapshot(&gpus, "the GPU", |snapshot| !snapshot.devices.is_empty()).await;
 }
 
-/// Router, agent and engine beside a machine with GPUs.
+/// Router, agent and engine on a machine with GPUs.
 struct House {
     _engine: EngineSim,
     agent: Agent,
     router: Router,
     web: Web,
-    /// Where the shim's socket is.
+    /// The folder of the shim's socket.
     folder: tempfile::TempDir,
 }
 
 impl House {
     async fn new(settings: impl FnOnce(&mut worker_agent::config::Config)) -> Self {
         let mut config = Config::default();
-        // A gibibyte, at the 512 bytes that the tiny model has for a token.
+        // 1 GiB: the tiny model's KV has 512 bytes per token.
         config.core.max_total_tokens = 1 << 21;
         let engine = EngineSim::start_local(config).await.unwrap();
         let folder = tempfile::tempdir().unwrap();
@@ -464,7 +465,7 @@ impl House {
         self.folder.path().join("state/shim.sock")
     }
 
-    /// The one worker as the router shows it, when it fits.
+    /// Returns the only worker, as the router shows it, once it satisfies `fits`.
     async fn worker(&self, what: &str, fits: impl Fn(&Value) -> bool) -> Value {
         worker(&self.web, &self.router, what, fits).await
     }
@@ -503,7 +504,7 @@ async fn a_setting_that_names_no_gpu_here_makes_the_worker_unhealthy_and_says_wh
     assert_eq!(ours, [true, false], "those that are there");
 }
 
-/// Tokens of a pool of a gibibyte: half is free, an eighth is held by sessions.
+/// Token counts of a pool of 1 GiB: half is free, an eighth is held by sessions.
 const POOL: Pool = Pool { total: 1 << 21, available: 1 << 20, evictable: 3 << 18, protected: 0 };
 
 fn speak(wrapper: &[&str], house: &House, dp_rank: u32) -> Option<Scheduler> {
@@ -580,7 +581,7 @@ async fn pids_of_another_namespace_are_nobody_s() {
     let house = House::new(|config| config.nvml_library = machine.library()).await;
     let mut control = machine.loaded().await.unwrap();
     let Some(engine) = speak(&[], &house, 0) else { return };
-    // The driver tells a pid that no process has here: so all it tells may be of elsewhere.
+    // The driver names a pid that doesn't exist here, so all its pids may be of another namespace.
     let elsewhere =
         json!([{"pid": engine.pid, "bytes": GIB}, {"pid": 4_000_000_000_u32, "bytes": GIB}]);
     if std::fs::read_link("/proc/self/ns/pid").unwrap().as_os_str() == "pid:[4026531836]" {
@@ -593,7 +594,7 @@ async fn pids_of_another_namespace_are_nobody_s() {
     assert_eq!(worker["load"]["devices"][0]["engine_bytes"], Value::Null, "{worker}");
 }
 
-/// The device metrics that a text names; a page of metrics by its lines with figures.
+/// Returns the device metrics that a text names; for a page of metrics, those with figures.
 fn metrics_in(text: &str) -> BTreeSet<String> {
     let is_name = |letter: char| letter.is_ascii_lowercase() || letter == '_';
     let lines = text.lines().filter(|line| !line.starts_with("# "));
@@ -614,7 +615,7 @@ async fn every_metric_is_documented_and_alerts_and_dashboard_ask_for_no_other() 
     let fail = json!({"nvmlDeviceGetPcieReplayCounter": 999});
     let processes = json!([{"pid": engine.pid, "bytes": GIB}]);
     eventually("the XID", || {
-        // The first may come before anyone listens.
+        // The first event may come before the agent listens.
         control.xid(0, 31).unwrap();
         let metrics = house.metrics();
         async move { metrics.await.contains("gpu_xids_total").then_some(()) }
@@ -643,7 +644,7 @@ async fn every_metric_is_documented_and_alerts_and_dashboard_ask_for_no_other() 
     assert!(dashboard["panels"].as_array().unwrap().len() > 10);
 }
 
-/// Ends it when dropped.
+/// A process that is killed on drop.
 struct Spawned(std::process::Child);
 
 impl Drop for Spawned {
@@ -658,7 +659,7 @@ async fn a_gpu_that_falls_off_the_bus_makes_the_worker_unhealthy_at_once_and_say
     let machine = Machine::new(&json!({ "0": {}, "1": {} })).unwrap();
     let engine = EngineSim::start_local(Config::default()).await.unwrap();
     let folder = tempfile::tempdir().unwrap();
-    // A minute between reports, but for news.
+    // One minute between reports, so that an earlier report is one sent for a change.
     let settings = format!(
         "report_interval_ms = 60000\ndevices = [\"0\"]\nworker_id = \"w0\"\nstate_dir = {:?}\n",
         folder.path().join("state"),
@@ -670,7 +671,7 @@ async fn a_gpu_that_falls_off_the_bus_makes_the_worker_unhealthy_at_once_and_say
     for port in ["--data-addr", "--control-addr", "--admin-addr"] {
         command.args([port, "127.0.0.1:0"]);
     }
-    // As on a machine whose driver is where drivers are.
+    // Makes the fake NVML the one on the library path, like an installed driver.
     command.env("LD_LIBRARY_PATH", machine.folder()).stderr(Stdio::piped());
     let mut agent = Spawned(command.spawn().unwrap());
     let log = agent.0.stderr.take().unwrap();
@@ -698,7 +699,7 @@ async fn a_gpu_that_falls_off_the_bus_makes_the_worker_unhealthy_at_once_and_say
     worker(&web, &router, "its return", fresh).await;
 }
 
-/// The line of a JSON log with this message; what follows it is read and dropped.
+/// Returns the line of a JSON log with this message; later lines are read and dropped.
 fn log_line(log: std::process::ChildStderr, message: &str) -> Value {
     use std::io::{BufRead as _, BufReader};
     let mut lines = BufReader::new(log).lines();

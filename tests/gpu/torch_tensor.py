@@ -1,5 +1,5 @@
-"""Makes a request table in torch, as SGLang does, and tells how to map it: a line about torch's own
-handle, a line with the driver's. Stays until its input ends."""
+"""Makes a request table in torch, as SGLang does, and prints how to map it: a line about torch's own
+handle, and a line with the driver's handle. Keeps the table until standard input ends."""
 
 import ctypes
 import sys
@@ -8,7 +8,7 @@ import torch
 
 ROWS, ENTRIES = 65, 1 << 14
 
-# SGLang's is one of many tensors in a block of the caching allocator.
+# SGLang's table is one of many tensors in a block of the caching allocator.
 before = torch.zeros(1 << 10, dtype=torch.int32, device="cuda")
 table = torch.arange(ROWS * ENTRIES, dtype=torch.int32, device="cuda").reshape(ROWS, ENTRIES)
 torch.cuda.synchronize()
@@ -22,7 +22,7 @@ answers = (
     cuda.cuIpcGetMemHandle(ctypes.byref(handle), base),
 )
 if any(answers):
-    sys.exit(f"the driver answered {answers}")
+    sys.exit(f"the driver returned {answers}")
 own = table.untyped_storage()._share_cuda_()[1]
 inside = bytes(handle) == own[2:66]
 print(f"torch's handle has {len(own)} bytes, begins with {own[:2].hex()}, holds the driver's: {inside}")

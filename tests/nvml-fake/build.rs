@@ -1,4 +1,4 @@
-//! Names the library as NVIDIA names its own, and keeps it loaded once it is: its thread goes on.
+//! Gives the library NVIDIA's soname and makes it stay loaded, because its thread never ends.
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");

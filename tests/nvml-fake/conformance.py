@@ -1,4 +1,4 @@
-"""Reads the fake through NVIDIA's own binding (nvidia-ml-py) and compares with the state it was given.
+"""Checks the fake with NVIDIA's own binding (nvidia-ml-py), against the state the fake was given.
 
     LD_LIBRARY_PATH=FOLDER python3 conformance.py FOLDER
 
@@ -14,7 +14,7 @@ import pynvml as nvml
 
 
 def error_of(call, *arguments):
-    """The return code that a call fails with; 0 where it doesn't."""
+    """Returns the error code of a call; 0 if the call succeeds."""
     try:
         call(*arguments)
     except nvml.NVMLError as error:
@@ -30,7 +30,7 @@ def check(what, found, wanted):
 def symbols():
     sources = "".join(file.read_text() for file in (Path(__file__).parent / "src").glob("*.rs"))
     exported = set(re.findall(r"\b(nvml[A-Z]\w+)\(", sources))
-    # The binding initialises by another symbol.
+    # The binding initialises with another symbol.
     known = {"nvmlInit_v2", *re.findall(r'"(nvml\w+)"', Path(nvml.__file__).read_text())}
     check("symbols that NVIDIA's binding doesn't know", sorted(exported - known), [])
     check("there are symbols", len(exported) > 40, True)

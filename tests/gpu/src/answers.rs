@@ -1,9 +1,9 @@
-//! What was found, and how it is told: a table, JSON, lines of Markdown.
+//! The results, and their output as a table, as JSON and as lines of Markdown.
 
 use serde_json::{Value, json};
 use std::fmt::Write;
 
-/// All that was found.
+/// All results.
 #[derive(Debug, Default)]
 pub(crate) struct Answers {
     lines: Vec<Line>,
@@ -13,16 +13,16 @@ pub(crate) struct Answers {
 struct Line {
     about: &'static str,
     what: String,
-    /// For people.
+    /// Text for people.
     said: String,
-    /// For programs; null where nothing was asked.
+    /// Value for programs; null if the question was skipped.
     value: Value,
-    /// Whether it is as it has to be; `None` where nothing has to be.
+    /// Whether the result is as required; `None` if nothing is required.
     well: Option<bool>,
 }
 
 impl Answers {
-    /// A figure, said with its unit.
+    /// Adds a figure; `said` is its text with a unit.
     pub(crate) fn figure(
         &mut self,
         about: &'static str,
@@ -33,7 +33,7 @@ impl Answers {
         self.add(about, what.into(), said.into(), value.into(), None);
     }
 
-    /// Something that has to be so.
+    /// Adds the result of a check.
     pub(crate) fn held(
         &mut self,
         about: &'static str,
@@ -44,7 +44,7 @@ impl Answers {
         self.add(about, what.into(), said.into(), well.into(), Some(well));
     }
 
-    /// What can't be asked here, and why.
+    /// Adds a question that can't be answered here, and the reason.
     pub(crate) fn unasked(
         &mut self,
         about: &'static str,

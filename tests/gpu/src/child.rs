@@ -1,4 +1,4 @@
-//! The other process of a question that needs two.
+//! The second process of a question that needs two processes.
 
 use crate::{Options, device, say};
 use anyhow::Context;
@@ -18,21 +18,21 @@ use tokio::time::Instant;
 
 /// Bytes that the exporter shares.
 pub(crate) const EXPORTED: usize = 64 << 20;
-/// What they all are.
+/// The value of every exported byte.
 pub(crate) const CONTENT: u8 = 0x5A;
 
-/// What it does, until its standard input ends.
+/// The second process's role, which it plays until its standard input ends.
 #[derive(Clone, Copy, Debug, clap::ValueEnum)]
 pub(crate) enum Role {
-    /// Opens the device, says so.
+    /// Opens the device and prints a line.
     Context,
-    /// Exports device memory, says how.
+    /// Exports device memory and prints how to import it.
     Exporter,
-    /// Audits an engine through its row table, says how often in the end.
+    /// Audits an engine through its row table, and prints the number of audits at the end.
     Auditor,
 }
 
-/// It, seen from here. Killed when it is dropped.
+/// The second process, as the first process holds it. Killed on drop.
 #[derive(Debug)]
 pub(crate) struct Child {
     process: process::Child,
@@ -60,7 +60,7 @@ impl Child {
         Self::of(&mut command)
     }
 
-    /// Any program that speaks lines and ends with its input.
+    /// Starts any program that prints lines and ends when its standard input ends.
     pub(crate) fn of(command: &mut Command) -> anyhow::Result<Self> {
         let mut process = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
         let said = BufReader::new(process.stdout.take().context("its output was piped")?);
@@ -71,15 +71,15 @@ impl Child {
         self.process.id()
     }
 
-    /// Its next line.
+    /// Returns the next line of its output.
     pub(crate) fn line(&mut self) -> anyhow::Result<String> {
         let mut line = String::new();
         self.said.read_line(&mut line)?;
-        anyhow::ensure!(!line.is_empty(), "the other process ended without a word");
+        anyhow::ensure!(!line.is_empty(), "the other process ended without any output");
         Ok(line.trim().to_owned())
     }
 
-    /// Has it end, and answers what it said until then.
+    /// Ends the process through its standard input, and returns the rest of its output.
     pub(crate) fn end(mut self) -> anyhow::Result<String> {
         drop(self.process.stdin.take());
         let mut rest = String::new();
@@ -88,7 +88,7 @@ impl Child {
         Ok(rest)
     }
 
-    /// Has it end at once, as by an accident.
+    /// Kills the process, as in a crash.
     pub(crate) fn kill(mut self) -> anyhow::Result<()> {
         self.process.kill()?;
         self.process.wait()?;
@@ -103,7 +103,7 @@ impl Drop for Child {
     }
 }
 
-/// Plays the role.
+/// Runs this process in the role.
 pub(crate) fn play(role: Role, options: &Options) -> anyhow::Result<()> {
     match role {
         Role::Context => {
@@ -138,7 +138,7 @@ pub(crate) fn play(role: Role, options: &Options) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// One audit; false where the engine was too fast for it.
+/// Makes one audit; returns false if the engine overwrote its tables faster than they were read.
 fn audit(remote: &mut Remote) -> anyhow::Result<bool> {
     match remote.begin() {
         Ok(()) => {}
@@ -151,7 +151,7 @@ fn audit(remote: &mut Remote) -> anyhow::Result<bool> {
     Ok(true)
 }
 
-/// Until standard input ends.
+/// Waits until standard input ends.
 fn wait() {
     let _ = std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink());
 }
@@ -161,7 +161,7 @@ fn written(exported: &Exported) -> String {
     format!("{handle} {} {}", exported.offset, exported.bytes)
 }
 
-/// What an exporter wrote: the handle in hex, offset, bytes.
+/// Parses the line that an exporter wrote: the handle in hex, offset, bytes.
 pub(crate) fn read(line: &str) -> anyhow::Result<Exported> {
     let mut words = line.split(' ');
     let mut word = || words.next().context("an export has three words");

@@ -1,11 +1,11 @@
-//! Opening devices, and timing what they are given.
+//! Opens the device and times work on it.
 
 use crate::Options;
 use anyhow::Context;
 use kernels::cuda::{self, Device};
 use std::time::Duration;
 
-/// The device that is measured. Which that is, `CUDA_VISIBLE_DEVICES` says.
+/// Opens the measured device, the first one in `CUDA_VISIBLE_DEVICES`.
 pub(crate) fn open(options: &Options) -> anyhow::Result<Device> {
     let image = std::fs::read(&options.fatbin).with_context(|| {
         format!("{}: build it with kernels/cuda/build", options.fatbin.display())
@@ -13,13 +13,13 @@ pub(crate) fn open(options: &Options) -> anyhow::Result<Device> {
     Ok(Device::open(0, &image)?)
 }
 
-/// The median time that the device takes for `call`, of `times`.
+/// Returns the median of the device's time for `call` over `times` calls.
 pub(crate) fn median(
     device: &Device,
     times: usize,
     mut call: impl FnMut() -> Result<(), cuda::Error>,
 ) -> anyhow::Result<Duration> {
-    // What is paid once is not measured.
+    // The first call pays one-time costs and is not measured.
     call()?;
     let mut all = Vec::with_capacity(times);
     for _ in 0..times {

@@ -1,4 +1,4 @@
-//! The kernels against the scalar reference, over the random pools of the kernels' own tests.
+//! Compares the kernels with the scalar reference, on the random pools of the kernels' own tests.
 
 #[path = "../../../kernels/tests/pools.rs"]
 mod pools;
@@ -8,7 +8,7 @@ use pools::Case;
 
 const ABOUT: &str = "kernels and reference";
 
-/// Holds every output of every kernel to the reference, bit for bit.
+/// Compares every output of every kernel with the reference, bit for bit.
 pub(crate) fn hold(options: &Options, answers: &mut Answers) -> anyhow::Result<()> {
     let device = device::open(options)?;
     let mut differ = vec![];

@@ -1,8 +1,8 @@
-//! What an audit does to an engine that decodes: a loop that reads device memory, step after step,
-//! as decoding reads weights and KV, alone and beside audits.
+//! Measures the effect of audits on a loop that reads device memory like a decoding engine.
 //!
-//! The loop's stream has the lowest priority, as the audits' has; an engine's has more, so what is
-//! measured here is more than an engine would feel.
+//! The loop reads step after step, as decoding reads weights and KV, alone and with audits running.
+//! Its stream has the lowest priority, like the audits' stream. An engine's stream has a higher
+//! priority, so an engine would feel less than is measured here.
 
 use crate::{
     Options,
@@ -26,16 +26,16 @@ use std::{
 use tokio::time::Instant;
 
 const ABOUT: &str = "audits beside a decoding loop";
-/// Reads of the KV in a step: 1 GiB each, some 5 ms on an H200 in all.
+/// Reads of the KV per step, 1 GiB each: about 5 ms in total on an H200.
 const READS: usize = 20;
-/// Steps enqueued ahead, as an engine overlaps.
+/// Steps enqueued ahead, as an engine with overlap scheduling does.
 const AHEAD: usize = 2;
-/// What one audit a second may cost.
+/// Largest allowed slowdown of the loop by one audit per second.
 const EFFECT_MAX: f64 = 0.01;
 const DIGEST_PAGES: u32 = 4096;
 const TABLES: u32 = 8;
 
-/// The loop.
+/// The decoding loop.
 struct Load<'a> {
     device: &'a Device,
     on: &'a Synthetic,
@@ -45,17 +45,17 @@ struct Load<'a> {
     reads: usize,
 }
 
-/// Beside what the loop runs.
+/// What runs at the same time as the loop.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Beside {
     Nothing,
-    /// Audits a second, inside the engine's process.
+    /// Audits per second, inside the engine's process.
     Inside(f64),
-    /// Audits a second, by another process.
+    /// Audits per second, by another process.
     Outside(f64),
 }
 
-/// Steps, by how long they took.
+/// The durations of steps.
 struct Steps(Vec<Duration>);
 
 impl Steps {
@@ -72,7 +72,7 @@ impl Steps {
     }
 }
 
-/// Runs the loop alone and beside each kind of audit, in turns.
+/// Runs the loop alone and with each kind of audit, by turns.
 pub(crate) fn measure(options: &Options, answers: &mut Answers) -> anyhow::Result<()> {
     let device = device::open(options)?;
     let [_, size] = Size::all(options.fake);
@@ -127,7 +127,7 @@ pub(crate) fn measure(options: &Options, answers: &mut Answers) -> anyhow::Resul
 }
 
 impl Load<'_> {
-    /// Steps for as long as the options say, and how many audits there were.
+    /// Runs steps for the time in the options; returns them and the number of audits.
     fn run(&mut self, options: &Options, beside: Beside) -> anyhow::Result<(Steps, u64)> {
         let time = options.load_time();
         let stop = AtomicBool::new(false);
@@ -196,7 +196,7 @@ impl Load<'_> {
     }
 }
 
-/// The time between the two oldest marks, when the younger is done.
+/// Returns the time between the two oldest marks, once the younger of them is done.
 fn step(marks: &mut VecDeque<Mark>) -> anyhow::Result<Duration> {
     let before = marks.pop_front().expect("the caller saw some");
     let after = marks.front().expect("the caller saw some");
@@ -206,7 +206,7 @@ fn step(marks: &mut VecDeque<Mark>) -> anyhow::Result<Duration> {
     Ok(after.since(&before)?)
 }
 
-/// Audits as the shim makes them, until it is told to stop.
+/// Makes audits as the shim makes them, until `stop` is set.
 fn audit_inside(
     mut accountant: Accountant,
     on: &Synthetic,

@@ -1,8 +1,8 @@
-//! `berth-gpu`: on a machine with a GPU, holds the kernels to the reference, measures them and what
-//! an audit costs, and answers what no machine without one can. `tests/gpu/run` builds and calls
-//! it.
+//! `berth-gpu`: checks and measures page accounting on a machine with a GPU.
 //!
-//! Exit status: 0 all well, 1 something is not, 77 no CUDA here.
+//! It compares the kernels with the reference, measures the kernels and the cost of an audit, and
+//! answers questions that need a GPU. `tests/gpu/run` builds and runs it. Exit status: 0 all checks
+//! passed, 1 a check failed, 77 no CUDA here.
 
 mod answers;
 mod child;
@@ -21,40 +21,40 @@ use std::{io::Write, path::PathBuf, process::ExitCode, time::Duration};
 
 const NO_CUDA: u8 = 77;
 
-/// What to do, and with what.
+/// The command line.
 #[derive(Clone, Debug, Parser)]
 pub(crate) struct Options {
-    /// The kernels, as kernels/cuda/build makes them.
+    /// The kernels, as built by kernels/cuda/build
     #[arg(long)]
     fatbin: PathBuf,
-    /// The driver is one without a GPU: small pools, and times that mean nothing.
+    /// The driver is the fake one: use small pools; times are meaningless
     #[arg(long)]
     fake: bool,
-    /// One JSON object on the last line.
+    /// Print one JSON object as the last line
     #[arg(long)]
     json: bool,
-    /// Only hold the kernels to the reference: for compute-sanitizer.
+    /// Only compare the kernels with the reference, for compute-sanitizer
     #[arg(long)]
     only_equality: bool,
-    /// Random pools to hold the kernels to.
+    /// Number of random pools on which the kernels are compared with the reference
     #[arg(long, default_value_t = 300)]
     pools: u64,
-    /// Of each load that audits are measured against.
+    /// Seconds per measurement of the decoding loop
     #[arg(long, default_value_t = 10.0)]
     seconds: f64,
-    /// A Python that has torch with CUDA, for how it shares its tensors.
+    /// A Python that has torch with CUDA, to test how torch shares its tensors
     #[arg(long)]
     python: Option<PathBuf>,
-    /// Where the lines for kernels/README.md go.
+    /// File for the lines for kernels/README.md
     #[arg(long)]
     lines: Option<PathBuf>,
-    /// This process is the other one of a question.
+    /// Run as the second process of a question
     #[arg(long, hide = true)]
     role: Option<child::Role>,
-    /// Of the row table, for a role.
+    /// Path of the row table, for a role
     #[arg(long, hide = true)]
     table: Option<PathBuf>,
-    /// Audits a second, for a role.
+    /// Audits per second, for a role
     #[arg(long, hide = true, default_value_t = 1.0)]
     rate: f64,
 }

@@ -1,4 +1,4 @@
-//! What NVML says: the agent's readings against `nvidia-smi`, this process, the cost of counters.
+//! NVML: the agent's readings compared with `nvidia-smi`, this process, the cost of counters.
 
 use crate::answers::Answers;
 use nvml_wrapper::{Nvml, enums::device::UsedGpuMemory, enums::gpm::GpmMetricId, gpm};
@@ -8,11 +8,11 @@ use worker_agent::gpu::{self, Settings};
 
 const ABOUT: &str = "readings of the agent";
 const MIB: u64 = 1 << 20;
-/// Readings are not of the same moment.
+/// Allowed differences, because the two readings are taken at different moments.
 const USED_MIB_APART_MAX: u64 = 512;
 const DEGREES_APART_MAX: u64 = 5;
 
-/// Compares memory and temperature of every GPU with what `nvidia-smi` prints.
+/// Compares memory and temperature of every GPU with the output of `nvidia-smi`.
 pub(crate) fn compare(answers: &mut Answers) {
     let query = "--query-gpu=uuid,memory.total,memory.used,temperature.gpu";
     let smi = Command::new("nvidia-smi").args([query, "--format=csv,noheader,nounits"]).output();
@@ -45,7 +45,7 @@ pub(crate) fn compare(answers: &mut Answers) {
     }
 }
 
-/// Device memory in use, and what of it NVML ascribes to a process, in bytes.
+/// Returns the device memory in use, and the part that NVML attributes to a process, in bytes.
 pub(crate) fn memory(nvml: &Nvml, pid: u32) -> anyhow::Result<(u64, Option<UsedGpuMemory>)> {
     let device = nvml.device_by_index(0)?;
     let processes = device.running_compute_processes()?;
@@ -53,7 +53,7 @@ pub(crate) fn memory(nvml: &Nvml, pid: u32) -> anyhow::Result<(u64, Option<UsedG
     Ok((device.memory_info()?.used, of.map(|process| process.used_gpu_memory)))
 }
 
-/// How long one reading of performance counters takes.
+/// Returns the duration of one reading of performance counters.
 pub(crate) fn counters(nvml: &Nvml) -> anyhow::Result<Option<Duration>> {
     let device = nvml.device_by_index(0)?;
     if !device.gpm_support()? {

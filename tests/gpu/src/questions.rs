@@ -1,4 +1,4 @@
-//! What could not be known without a GPU, as far as a program can ask it.
+//! Questions that only a machine with a GPU can answer, as far as a program can ask them.
 
 mod graph;
 
@@ -17,7 +17,7 @@ use tokio::time::Instant;
 const ABOUT: &str = "questions";
 const MIB: u64 = 1 << 20;
 
-/// Asks them.
+/// Asks all questions.
 pub(crate) fn ask(options: &Options, answers: &mut Answers) -> anyhow::Result<()> {
     let device = device::open(options)?;
     load_time(options, answers)?;
@@ -40,7 +40,7 @@ pub(crate) fn ask(options: &Options, answers: &mut Answers) -> anyhow::Result<()
     Ok(())
 }
 
-/// A second open finds the context there: what is left is loading the kernels.
+/// Opens the device a second time: the context exists already, so this only loads the kernels.
 fn load_time(options: &Options, answers: &mut Answers) -> anyhow::Result<()> {
     let begin = Instant::now();
     let _second = device::open(options)?;
@@ -49,12 +49,12 @@ fn load_time(options: &Options, answers: &mut Answers) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What is mapped stays readable when the exporter is killed, or fails by an error; either way the
-/// device goes on.
+/// Checks that the device still works after an exporter was killed, whether its mapped memory stays
+/// readable or a read fails.
 fn exporter_dies(options: &Options, device: &Device, answers: &mut Answers) -> anyhow::Result<()> {
     let mut exporter = Child::start(options, Role::Exporter, None, 1.0)?;
     let imported = device.import(&child::read(&exporter.line()?)?)?;
-    // SAFETY: read only here; the exporter writes no more.
+    // SAFETY: only this process uses the memory; the exporter has finished writing.
     let mapped = unsafe { imported.slice::<u8>()? };
     let whole = |bytes: &[u8]| bytes.iter().all(|&byte| byte == child::CONTENT);
     let before = whole(&device.download(mapped)?);
@@ -73,7 +73,7 @@ fn exporter_dies(options: &Options, device: &Device, answers: &mut Answers) -> a
     Ok(())
 }
 
-/// How torch shares a tensor, against what the driver gives for the same memory.
+/// Compares torch's handle of a shared tensor with the driver's handle of the same memory.
 fn torch_tensor(options: &Options, device: &Device, answers: &mut Answers) -> anyhow::Result<()> {
     let what = "a tensor of torch, mapped";
     let Some(python) = &options.python else {
@@ -84,7 +84,7 @@ fn torch_tensor(options: &Options, device: &Device, answers: &mut Answers) -> an
     let mut tensor = Child::of(Command::new(python).arg(script))?;
     let torch = tensor.line()?;
     let imported = device.import(&child::read(&tensor.line()?)?)?;
-    // SAFETY: the script writes no more.
+    // SAFETY: the script has finished writing.
     let entries = device.download(unsafe { imported.slice::<i32>()? })?;
     let whole = entries.iter().zip(0..).all(|(&entry, i)| entry == i);
     answers.held(ABOUT, what, torch, whole);
@@ -116,7 +116,7 @@ fn by_nvml(options: &Options, nvml: &Nvml, answers: &mut Answers) -> anyhow::Res
     Ok(())
 }
 
-/// For figures of the host's clock.
+/// Returns microseconds, for times by the host's clock.
 fn us(took: Duration) -> f64 {
     took.as_secs_f64() * 1e6
 }

@@ -1,4 +1,4 @@
-//! An engine's tables on a device, as large as a real one's, made up.
+//! Synthetic tables of an engine on a device, as large as a real engine's.
 
 use anyhow::Context;
 use fastrand::Rng;
@@ -12,18 +12,18 @@ use kernels::{
 /// Rows that hold the pool's pages.
 pub(crate) const ROWS: u32 = 32;
 
-/// How large a pool is.
+/// The size of a pool.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Size {
     pub(crate) pages: u32,
     pub(crate) shift: u32,
-    /// KV of one page, all in one buffer.
+    /// Bytes of KV per page, all in one buffer.
     pub(crate) page_bytes: u64,
 }
 
 impl Size {
-    /// 4 Mi pages of one token, and 64 Ki pages of 64, with 1 GiB of KV each; a thousandth of it
-    /// without a GPU.
+    /// Returns the two sizes: 4 Mi pages of one token, and 64 Ki pages of 64 tokens, with 1 GiB of
+    /// KV each. On the fake driver both are a thousand times smaller.
     pub(crate) fn all(fake: bool) -> [Self; 2] {
         let less = if fake { 10 } else { 0 };
         [(22, 0), (16, 6)].map(|(bits, shift)| Self {
@@ -40,12 +40,12 @@ impl std::fmt::Display for Size {
     }
 }
 
-/// Who holds the pages.
+/// Which lists hold the pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Held {
-    /// Rows, free list and tree all name all of them: the most that kernels can have to do.
+    /// Rows, free list and tree all name all pages: the most work for the kernels.
     ByAll,
-    /// Half of them rows, a quarter each free list and tree: an engine where nothing is wrong.
+    /// Rows hold half of the pages, free list and tree a quarter each: a sound engine.
     ByOne,
 }
 
@@ -116,19 +116,19 @@ impl Synthetic {
         })
     }
 
-    /// References of all rows.
+    /// Returns the number of page references of all rows.
     pub(crate) fn refs(&self) -> usize {
         self.rows.iter().map(|row| row.pages(self.size.shift) as usize).sum()
     }
 
-    /// The KV as the kernels know it.
+    /// Returns the KV buffers in the kernels' form.
     pub(crate) fn kv_buffers(&self, device: &Device) -> anyhow::Result<KvBuffers> {
         let part = KvBuffer { address: self.kv.address(), page_bytes: self.size.page_bytes };
         // SAFETY: `kv` has that many bytes for each page, and callers keep `self` longer.
         Ok(unsafe { device.kv_buffers(&[part], self.pool.npages)? })
     }
 
-    /// As the accountant knows an engine's pool.
+    /// Returns the pool in the accountant's form.
     pub(crate) fn account_pool(&self) -> anyhow::Result<account::Pool> {
         let part = KvPart { addr: self.kv.address(), page_bytes: self.size.page_bytes };
         let table =
@@ -137,15 +137,15 @@ impl Synthetic {
         Ok(unsafe { account::Pool::new(1 << self.size.shift, self.size.pages, table, vec![part])? })
     }
 
-    /// The free list and the tree, as the accountant knows an engine's.
+    /// Returns the free list and the tree in the accountant's form.
     pub(crate) fn lists(&self) -> [List; 2] {
         [self.free.slice(), self.tree.slice()].map(|ids: Slice<'_, i64>| {
-            // SAFETY: they never change, and callers keep `self` longer than the audit.
+            // SAFETY: the lists never change, and callers keep `self` longer than the audit.
             unsafe { List::new(ids.address(), ids.len() as u64) }
         })
     }
 
-    /// The live rows, as of a cut.
+    /// Returns the live rows for a snapshot.
     pub(crate) fn cut_rows(&self) -> Vec<Row> {
         let row = |live: &LiveRow| Row {
             row: live.row,
@@ -158,7 +158,7 @@ impl Synthetic {
         self.rows.iter().map(row).collect()
     }
 
-    /// The live rows, as of a row table.
+    /// Returns the live rows for a row table.
     pub(crate) fn table_rows(&self) -> Vec<TableRow> {
         let row = |live: &LiveRow| {
             let &LiveRow { row, len, session, .. } = live;

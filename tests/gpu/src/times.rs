@@ -1,4 +1,4 @@
-//! How long each kernel takes, against a copy on the device of as many bytes as it moves.
+//! Measures each kernel's time against a device copy of as many bytes as the kernel moves.
 
 use crate::{
     Options,
@@ -12,14 +12,14 @@ use std::time::Duration;
 
 const ABOUT: &str = "kernels";
 
-/// One kernel's time, and the bytes that it has to move: see kernels/README.md.
+/// One kernel's time, and the bytes that it must move according to kernels/README.md.
 struct Timed {
     kernel: &'static str,
     bytes: u64,
     took: Duration,
 }
 
-/// Measures every kernel over both sizes of pool, with pages in order and scattered.
+/// Measures every kernel on both pool sizes, with pages in order and scattered.
 pub(crate) fn measure(options: &Options, answers: &mut Answers) -> anyhow::Result<()> {
     let device = device::open(options)?;
     let times = if options.fake { 2 } else { 20 };
@@ -53,7 +53,7 @@ pub(crate) fn measure(options: &Options, answers: &mut Answers) -> anyhow::Resul
     Ok(())
 }
 
-/// A copy that moves so many bytes, half of them read, half written.
+/// Times a copy that moves `bytes`: half are read, half are written.
 fn copy(device: &Device, bytes: u64, times: usize) -> anyhow::Result<Duration> {
     let half = usize::try_from(bytes / 2)?.max(16);
     let (from, mut to): (Buffer<u8>, Buffer<u8>) = (device.alloc(half)?, device.alloc(half)?);
@@ -79,7 +79,7 @@ fn kernels(device: &Device, on: &Synthetic, times: usize) -> anyhow::Result<Vec<
     let mut timed = vec![];
     let mut add = |kernel, bytes, took| timed.push(Timed { kernel, bytes, took });
 
-    // A sector of memory for an entry, unless the next entry is in it too.
+    // Each entry costs a sector of memory, unless the next entry is in the same sector.
     let sector = if pool.page_shift < 3 { 4 << pool.page_shift } else { 32 };
     let took = median(device, times, || device.gather_pages(table, &live, &mut staged, &mut bad))?;
     add("kv_gather_pages", (sector + 4) * refs, took);

@@ -1,11 +1,12 @@
-//! The C side: pointers that callers pass, and the shape of an exported function. All `unsafe` of
-//! this package is here.
+//! The C interface: pointers that callers pass, and macros that export functions.
+//!
+//! All `unsafe` code of this package is in this file and in the exported symbols.
 
 use std::ffi::c_char;
 
 use nvml_wrapper_sys::bindings as sys;
 
-/// What a call comes to; the error is NVML's return code.
+/// The result of a call; an error is an NVML return code.
 pub(crate) type Answer = Result<(), u32>;
 
 pub(crate) const UNINITIALIZED: u32 = sys::nvmlReturn_enum_NVML_ERROR_UNINITIALIZED;
@@ -17,45 +18,45 @@ pub(crate) const TIMEOUT: u32 = sys::nvmlReturn_enum_NVML_ERROR_TIMEOUT;
 pub(crate) const GPU_IS_LOST: u32 = sys::nvmlReturn_enum_NVML_ERROR_GPU_IS_LOST;
 pub(crate) const VERSION_MISMATCH: u32 = sys::nvmlReturn_enum_NVML_ERROR_ARGUMENT_VERSION_MISMATCH;
 
-/// A pointer to room for one or more `T`, from a caller bound by NVML's header: null, or valid for
-/// reads and writes of as much as the call says. It has the layout of the plain pointer.
+/// A pointer to room for one or more `T`, with the layout of a plain pointer. Callers follow NVML's
+/// header: the pointer is null, or valid for reads and writes of as much as the call says.
 #[derive(Debug)]
 #[repr(transparent)]
 pub(crate) struct Out<T>(*mut T);
 
 impl<T: Copy> Out<T> {
-    /// Writes one value.
+    /// Writes one value; `INVALID_ARGUMENT` if the pointer is null.
     pub(crate) fn put(&self, value: T) -> Answer {
         if self.0.is_null() {
             return Err(INVALID_ARGUMENT);
         }
-        // SAFETY: not null, and so valid for a write of one value.
+        // SAFETY: not null, so valid for a write of one value.
         unsafe { self.0.write(value) };
         Ok(())
     }
 
-    /// Writes what the board can tell.
+    /// Writes a reading; `NOT_SUPPORTED` if the device doesn't have it.
     pub(crate) fn put_some(&self, value: Option<T>) -> Answer {
         self.put(value.ok_or(NOT_SUPPORTED)?)
     }
 
-    /// Reads what the caller has put there.
+    /// Reads the value that the caller passed in.
     pub(crate) fn get(&self) -> Result<T, u32> {
         if self.0.is_null() {
             return Err(INVALID_ARGUMENT);
         }
-        // SAFETY: not null, and so initialised by the caller, who passes a value in.
+        // SAFETY: not null, so initialised by the caller, who passes a value in.
         Ok(unsafe { self.0.read() })
     }
 
-    /// The place of one of several values; the caller has said that there are more than `index`.
+    /// Returns the place of value `index`; the caller has declared more than `index` values.
     pub(crate) fn at(&self, index: usize) -> Self {
         Self(self.0.wrapping_add(index))
     }
 }
 
 impl Out<c_char> {
-    /// Writes a text with its final NUL.
+    /// Writes a text with its final NUL; `INSUFFICIENT_SIZE` if `length` is too short.
     pub(crate) fn text(&self, length: u32, text: &str) -> Answer {
         if (length as usize) < text.len() + 1 {
             return Err(INSUFFICIENT_SIZE);
@@ -64,7 +65,7 @@ impl Out<c_char> {
         bytes.try_for_each(|(index, byte)| self.at(index).put(byte.cast_signed()))
     }
 
-    /// Reads the text that the caller passes in, of at most so many bytes.
+    /// Reads a text passed in by the caller, of at most `bytes_max` bytes.
     pub(crate) fn read_text(&self, bytes_max: usize) -> Result<String, u32> {
         let mut text = String::new();
         for index in 0..bytes_max {
@@ -77,7 +78,7 @@ impl Out<c_char> {
     }
 }
 
-/// Copies a text into a fixed field, cut where it has to be.
+/// Copies a text into a fixed field, truncated if necessary.
 pub(crate) fn fill(field: &mut [c_char], text: &str) {
     let room = field.len().saturating_sub(1);
     for (place, byte) in field.iter_mut().zip(text.bytes().take(room).chain([0])) {
@@ -85,11 +86,11 @@ pub(crate) fn fill(field: &mut [c_char], text: &str) {
     }
 }
 
-/// Exports functions. After the arguments comes what each does: `|machine|` for a call about the
-/// whole system, `|gpu|` for one whose first argument is a device's handle.
+/// Exports functions. The body follows the arguments: with `|machine|` for a call about the whole
+/// system, with `|gpu|` for a call whose first argument is a device handle.
 macro_rules! export {
     ($($name:ident($($arg:ident: $type:ty),*) |$machine:ident| $body:expr;)*) => {$(
-        // SAFETY: the name is NVML's, and nothing else in a process that loads this has it.
+        // SAFETY: the name is NVML's, and no other library in a process that loads this one has it.
         #[unsafe(no_mangle)]
         pub(crate) extern "C" fn $name($($arg: $type),*) -> u32 {
             $crate::machine::call(stringify!($name), |$machine| $body)
@@ -99,7 +100,7 @@ macro_rules! export {
 
 macro_rules! export_device {
     ($($name:ident($($arg:ident: $type:ty),*) |$gpu:ident| $body:expr;)*) => {$(
-        // SAFETY: the name is NVML's, and nothing else in a process that loads this has it.
+        // SAFETY: the name is NVML's, and no other library in a process that loads this one has it.
         #[unsafe(no_mangle)]
         pub(crate) extern "C" fn $name(device: usize, $($arg: $type),*) -> u32 {
             $crate::machine::device_call(stringify!($name), device, |$gpu| $body)

@@ -1,4 +1,4 @@
-//! The test's end: requests by a socket, one a line, each answered once it is in force.
+//! The test's control connection: one request per line, answered once it has taken effect.
 
 use std::{
     io::{BufRead as _, BufReader, Write as _},
@@ -11,24 +11,24 @@ use serde_json::Value;
 
 use crate::machine::{self, Machine};
 
-/// What a test may ask for.
+/// A request of the test.
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Request {
-    /// Replaces a part of the state.
+    /// Merges a part into the state.
     Set(Value),
-    /// Something happens on a GPU.
+    /// Reports an event on a GPU.
     Event {
         gpu: u32,
-        /// One of NVML's event types.
+        /// An NVML event type.
         kind: u64,
         data: u64,
     },
-    /// How often was a symbol called?
+    /// Asks how often a symbol was called.
     Calls(String),
 }
 
-/// The answer's line.
+/// The answer to a request, one line.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "snake_case")]
 enum Reply {
@@ -37,7 +37,7 @@ enum Reply {
     Refused(String),
 }
 
-/// Serves the test that listens there, if one does, on a thread of its own.
+/// Serves the test that listens at `path`, if there is one, on a thread of its own.
 pub(crate) fn connect(path: &Path) {
     if let Ok(stream) = UnixStream::connect(path) {
         let thread = std::thread::Builder::new().name("nvml-fake".into());
@@ -45,7 +45,7 @@ pub(crate) fn connect(path: &Path) {
     }
 }
 
-/// Until the test hangs up.
+/// Serves requests until the test closes the connection.
 fn serve(mut stream: &UnixStream) {
     for line in BufReader::new(stream).lines() {
         let Ok(line) = line else { return };

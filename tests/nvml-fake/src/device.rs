@@ -1,4 +1,4 @@
-//! What a device tells of itself.
+//! Calls that return a device's properties and readings.
 
 #![expect(non_snake_case, reason = "the names are NVML's")]
 
@@ -16,9 +16,9 @@ use crate::{
     state::{Gpu, Process},
 };
 
-/// Stands for a figure that can't be told.
+/// NVML's value for an unknown figure.
 const NOT_AVAILABLE: u64 = u64::MAX;
-/// Stands for no MIG instance.
+/// NVML's value for no MIG instance.
 const NO_INSTANCE: u32 = u32::MAX;
 
 export_device! {
@@ -110,12 +110,12 @@ fn pci_info(gpu: &Gpu) -> Result<sys::nvmlPciInfo_t, u32> {
         busId: [0; 32],
     };
     fill(&mut info.busId, &gpu.pci_address);
-    // The older form has a domain of four digits.
+    // The legacy form has a domain of four digits.
     fill(&mut info.busIdLegacy, gpu.pci_address.get(4..).unwrap_or_default());
     Ok(info)
 }
 
-/// How many there are, or the list itself if it fits.
+/// Writes the number of processes, and the list itself if it fits.
 fn processes(list: &[Process], count: &Out<c_uint>, infos: &Out<sys::nvmlProcessInfo_t>) -> Answer {
     let room = count.get()? as usize;
     count.put(u32::try_from(list.len()).expect("as many as a test writes"))?;
@@ -132,7 +132,7 @@ fn processes(list: &[Process], count: &Out<c_uint>, infos: &Out<sys::nvmlProcess
     })
 }
 
-/// Answers for one field, as the number that the state has.
+/// Answers for one field, with the number in the state.
 fn field(gpu: &Gpu, asked: &mut sys::nvmlFieldValue_t) {
     let Some(number) = gpu.fields.get(&asked.fieldId) else {
         asked.nvmlReturn = NOT_SUPPORTED;

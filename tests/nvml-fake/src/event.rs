@@ -1,4 +1,4 @@
-//! Events: sets, what is registered in them, and waits that block until something happens.
+//! Events: event sets, registrations, and waits that block until an event happens.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -13,10 +13,10 @@ use crate::{
     machine::{self, Machine, Place, works},
 };
 
-/// Stands for no MIG instance.
+/// NVML's value for no MIG instance.
 const NO_INSTANCE: u32 = u32::MAX;
 
-/// The sets that were made and not freed.
+/// The event sets that were created and not freed.
 #[derive(Debug, Default)]
 pub(crate) struct Sets {
     sets: BTreeMap<usize, Set>,
@@ -25,13 +25,14 @@ pub(crate) struct Sets {
 
 #[derive(Debug, Default)]
 struct Set {
-    /// Event types, by GPU.
+    /// Registered event types, by GPU.
     registered: BTreeMap<u32, u64>,
     waiting: VecDeque<(u32, u64, u64)>,
 }
 
 impl Sets {
-    /// Tells the sets that have asked for it. What nobody has registered is lost, as with NVML.
+    /// Queues an event in the sets that registered it. An event that no set registered is lost, as
+    /// with NVML.
     pub(crate) fn happen(&mut self, gpu: u32, kind: u64, data: u64) {
         for set in self.sets.values_mut() {
             if set.registered.get(&gpu).is_some_and(|types| types & kind != 0) {
@@ -64,7 +65,7 @@ export! {
 }
 
 /// Waits for an event of the set.
-// SAFETY: the name is NVML's, and nothing else in a process that loads this has it.
+// SAFETY: the name is NVML's, and no other library in a process that loads this one has it.
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn nvmlEventSetWait_v2(
     set: usize,

@@ -1,4 +1,4 @@
-//! GPM: samples, and what two of them come to.
+//! GPM: samples, and the metrics computed from two samples.
 
 #![expect(non_snake_case, reason = "the names are NVML's")]
 
@@ -11,7 +11,8 @@ use crate::{
     machine::{Machine, works},
 };
 
-/// Samples that were allocated and not freed; of which device and in which order they were taken.
+/// Samples that were allocated and not freed, each with its device and its number in order of
+/// taking.
 #[derive(Debug, Default)]
 pub(crate) struct Samples {
     samples: BTreeMap<usize, Option<(usize, u64)>>,
@@ -65,7 +66,7 @@ export! {
     };
 }
 
-/// The metrics of the device that both samples, the older first, are of.
+/// Returns the metrics of the device of both samples, of which the older must be the first.
 fn metrics(
     machine: &Machine,
     request: &sys::nvmlGpmMetricsGet_t,

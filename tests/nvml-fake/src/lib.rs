@@ -1,16 +1,19 @@
-//! A `libnvidia-ml.so.1` whose GPUs are what a test says: the real agent loads it in place of the
-//! driver's. It follows NVML's protocol (init counts, struct versions, count-then-fetch, buffer
-//! lengths, handles, blocking event waits) and knows the calls that the agent and the conformance
-//! check make. A call that isn't here is a missing symbol, as with an older driver.
+//! A fake `libnvidia-ml.so.1` whose GPUs are defined by a test.
 //!
-//! What the GPUs are comes from two files beside the loaded library, both optional:
+//! The real agent loads it instead of the driver's library. It follows NVML's protocol (init
+//! counts, struct versions, count-then-fetch, buffer lengths, handles, blocking event waits) and
+//! has the calls that the agent and the conformance check make. Any other call is a missing symbol,
+//! as with an older driver.
 //!
-//! - `state.json`: the `State` to start from; what it leaves out is an idle H200.
-//! - `control.sock`: a unix socket, connected to when NVML is first initialised. It takes one
-//!   `Request` a line and answers each with a line, once it is in force.
+//! Two optional files next to the loaded library define the GPUs:
 //!
-//! A copy of the library in another folder is another machine, also inside one process. Without
-//! `state.json` there are as many GPUs as `NVML_FAKE_GPUS` says, two if it says nothing.
+//! - `state.json`: the initial `State`; fields left out have the values of an idle H200.
+//! - `control.sock`: a Unix socket, to which the library connects when NVML is first initialised.
+//!   The test sends one `Request` per line, and each is answered with a line once it has taken
+//!   effect.
+//!
+//! A copy of the library in another folder is another machine, also within one process. Without
+//! `state.json` there are as many GPUs as `NVML_FAKE_GPUS` says, by default two.
 
 mod abi;
 mod control;
@@ -24,10 +27,10 @@ mod system;
 
 use std::path::{Path, PathBuf};
 
-/// The C library that was built along with the calling test.
+/// Returns the path of the C library that was built along with the calling test.
 ///
 /// # Panics
-/// When it isn't there, which means that the caller wasn't built by Cargo.
+/// When the library isn't there, because the caller wasn't built by Cargo.
 #[must_use]
 pub fn library() -> PathBuf {
     let own = std::env::current_exe().expect("a process knows its program");

@@ -1,5 +1,6 @@
-//! The one machine behind a loaded copy: its state, who has initialised it, what was called, and
-//! the gate through which every call goes.
+//! The machine behind one loaded copy of the library, and the entry check of every call.
+//!
+//! The machine has a state, the number of initialisations, and the number of calls by symbol.
 
 use std::{collections::BTreeMap, path::PathBuf, sync::OnceLock, time::Duration};
 
@@ -14,11 +15,11 @@ use crate::{
 };
 
 const SUCCESS: u32 = 0;
-/// Handles are numbers: this, and for each GPU [`PER_GPU`] more; its slices come after it.
+/// Handle of GPU 0; each further GPU adds [`PER_GPU`], and a GPU's slices follow its own handle.
 const FIRST_HANDLE: usize = 0x1000;
 const PER_GPU: usize = 0x100;
 
-/// Everything there is, under one lock.
+/// The whole machine, under one lock.
 #[derive(Debug, Default)]
 pub(crate) struct Machine {
     pub(crate) state: State,
@@ -34,7 +35,7 @@ struct Shared {
     changed: Condvar,
 }
 
-/// Which device a handle names.
+/// The GPU, and possibly the slice, that a handle names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Place {
     pub(crate) gpu: u32,
@@ -56,7 +57,7 @@ impl Place {
 }
 
 impl Machine {
-    /// The device as it is now.
+    /// Returns the current readings of the device with this handle.
     pub(crate) fn device(&self, handle: usize) -> Result<Gpu, u32> {
         let place = Place::of(handle)?;
         let gpu = self.state.gpus.get(&place.gpu).ok_or(INVALID_ARGUMENT)?;
@@ -69,12 +70,12 @@ impl Machine {
         }
     }
 
-    /// How often a symbol was called.
+    /// Returns how often a symbol was called.
     pub(crate) fn calls(&self, symbol: &str) -> u64 {
         self.calls.get(symbol).copied().unwrap_or(0)
     }
 
-    /// Initialisations are counted; the last shutdown counts.
+    /// Counts an initialisation; NVML is shut down when as many shutdowns have followed.
     pub(crate) fn initialise(&mut self) {
         self.initialised += 1;
     }
@@ -117,7 +118,7 @@ fn gpus_by_environment() -> u32 {
     std::env::var("NVML_FAKE_GPUS").ok().and_then(|count| count.parse().ok()).unwrap_or(2)
 }
 
-/// Where this copy of the library was loaded from.
+/// Returns the folder from which this copy of the library was loaded.
 fn own_folder() -> Option<PathBuf> {
     let own = own_folder as *const () as usize;
     let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
@@ -134,13 +135,13 @@ fn code(answer: Answer) -> u32 {
     answer.err().unwrap_or(SUCCESS)
 }
 
-/// A call about the system.
+/// Runs a call about the system.
 pub(crate) fn call(name: &'static str, body: impl FnOnce(&mut Machine) -> Answer) -> u32 {
     let machine = &mut *shared().machine.lock();
     code(machine.enter(name).and_then(|()| body(machine)))
 }
 
-/// A call about one device.
+/// Runs a call about one device.
 pub(crate) fn device_call(
     name: &'static str,
     device: usize,
@@ -153,7 +154,7 @@ pub(crate) fn device_call(
     })
 }
 
-/// Do the device and this call of it work?
+/// Returns an error if the device or this call on it fails.
 pub(crate) fn works(call: &str, gpu: &Gpu) -> Answer {
     if gpu.lost {
         return Err(GPU_IS_LOST);
@@ -161,7 +162,7 @@ pub(crate) fn works(call: &str, gpu: &Gpu) -> Answer {
     injected(&gpu.fail, call)
 }
 
-/// The return code that the test wants, if it isn't success.
+/// Returns the error that the test wants for this call, if any.
 fn injected(fail: &BTreeMap<String, u32>, call: &str) -> Answer {
     fail.get(call)
         .or_else(|| fail.get("*"))
@@ -169,7 +170,7 @@ fn injected(fail: &BTreeMap<String, u32>, call: &str) -> Answer {
         .map_or(Ok(()), |&code| Err(code))
 }
 
-/// Waits until the body has an answer, or the time is over.
+/// Waits until the body has an answer, or the time limit has passed.
 pub(crate) fn wait(
     name: &'static str,
     limit: Duration,
@@ -192,7 +193,7 @@ pub(crate) fn wait(
     code(answer.unwrap_or(Err(TIMEOUT)))
 }
 
-/// Changes something from outside, and wakes who waits.
+/// Changes the machine from outside, and wakes the waiting calls.
 pub(crate) fn control<T>(body: impl FnOnce(&mut Machine) -> T) -> T {
     let Shared { machine, changed } = shared();
     let answer = body(&mut machine.lock());

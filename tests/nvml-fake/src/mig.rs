@@ -1,4 +1,4 @@
-//! MIG: the mode of a GPU, its slices, and whose slice a device is.
+//! MIG: a GPU's MIG mode, its slices, and the GPU of a slice.
 
 use std::ffi::c_uint;
 
@@ -7,7 +7,7 @@ use crate::{
     machine::{Place, works},
 };
 
-/// Slices of the GPUs that can be divided.
+/// Slices per GPU, at most, on boards with MIG.
 const SLICES_MAX: u32 = 7;
 
 export_device! {

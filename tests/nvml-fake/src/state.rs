@@ -1,27 +1,29 @@
-//! What the machine has and what each call answers: plain data, set from JSON. `null` in place of a
-//! reading means that the board doesn't support it. No C, no socket.
+//! The machine's state, which defines the result of each call: plain data, set from JSON.
+//!
+//! `null` for a reading means that the device doesn't support it. This module has no C and no
+//! socket.
 
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Number, Value};
 
-/// The whole machine.
+/// The state of the whole machine.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub(crate) struct State {
     pub(crate) driver_version: String,
     pub(crate) nvml_version: String,
-    /// 13000 is CUDA 13.0.
+    /// CUDA version; 13000 is CUDA 13.0.
     pub(crate) cuda_version: i32,
-    /// By index.
+    /// GPUs by index.
     pub(crate) gpus: BTreeMap<u32, Gpu>,
-    /// Return codes to answer with, by the name of the symbol, on every GPU and on none;
-    /// `*` for the rest.
+    /// Return codes by symbol name, for every GPU and for calls without a GPU; `*` is for all other
+    /// symbols.
     pub(crate) fail: BTreeMap<String, u32>,
 }
 
-/// One GPU. A slice of one is told by the same readings, of which it has few.
+/// One GPU. A MIG slice has the same type, with few readings.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub(crate) struct Gpu {
@@ -33,33 +35,33 @@ pub(crate) struct Gpu {
     pub(crate) memory_used: u64,
     pub(crate) processes: Vec<Process>,
     pub(crate) mps_processes: Vec<Process>,
-    /// A kernel ran, memory was used: percent.
+    /// Percent of time in which a kernel ran, and in which memory was accessed.
     pub(crate) utilization: Option<[u32; 2]>,
     pub(crate) power_milliwatts: Option<u32>,
     pub(crate) energy_millijoules: Option<u64>,
     pub(crate) temperature_celsius: Option<u32>,
-    /// Graphics, SM, memory, video.
+    /// Clocks: graphics, SM, memory, video.
     pub(crate) clocks_mhz: Option<[u32; 4]>,
     pub(crate) throttle_reasons: Option<u64>,
     pub(crate) pcie_replays: Option<u32>,
-    /// Corrected, uncorrected; none without ECC.
+    /// Corrected and uncorrected errors; `None` without ECC.
     pub(crate) ecc_errors: Option<[u64; 2]>,
     pub(crate) numa_node: Option<u32>,
-    /// By field id. What isn't there isn't supported.
+    /// Values by field id. An absent field is not supported.
     pub(crate) fields: BTreeMap<u32, Number>,
-    /// Event types that may be registered.
+    /// Event types that may be registered, as a bit mask.
     pub(crate) event_types: u64,
-    /// GPM metrics by id; none: no GPM.
+    /// GPM metrics by id; `None`: the GPU has no GPM.
     pub(crate) gpm: Option<BTreeMap<u32, f64>>,
-    /// MIG mode; none: the board has no MIG.
+    /// MIG mode; `None`: the GPU has no MIG.
     pub(crate) mig: Option<bool>,
-    /// MIG slices, by their index.
+    /// MIG slices by index.
     pub(crate) slices: BTreeMap<u32, Slice>,
-    /// As one that was gone when NVML was loaded: others move up to its index.
+    /// Hidden, like a GPU that was absent when NVML was loaded: later GPUs move up one index.
     pub(crate) hidden: bool,
-    /// Off the bus: every call answers so.
+    /// Off the bus: every call returns `GPU_IS_LOST`.
     pub(crate) lost: bool,
-    /// Return codes to answer with, by the name of the symbol, `*` for the rest; 0: as usual.
+    /// Return codes by symbol name, for this GPU; `*` is for all other symbols; 0 means no error.
     pub(crate) fail: BTreeMap<String, u32>,
 }
 
@@ -80,7 +82,7 @@ pub(crate) struct Slice {
 #[serde(deny_unknown_fields)]
 pub(crate) struct Process {
     pub(crate) pid: u32,
-    /// None: NVML can't tell.
+    /// Device memory of the process, bytes; `None`: NVML doesn't know.
     pub(crate) bytes: Option<u64>,
 }
 
@@ -117,8 +119,8 @@ impl Default for Gpu {
             pcie_replays: Some(0),
             ecc_errors: Some([0, 0]),
             numa_node: None,
-            // Memory temperature, remapped rows (corrected, uncorrected, pending, failed), PCIe
-            // bytes out and in, recovery action.
+            // Memory temperature; remapped rows (corrected, uncorrected, pending, failed); PCIe
+            // bytes out and in; recovery action.
             fields: [
                 (82, 34),
                 (142, 0),
@@ -143,18 +145,18 @@ impl Default for Gpu {
 }
 
 impl State {
-    /// A machine with so many GPUs.
+    /// Returns a machine with `count` GPUs.
     pub(crate) fn with_gpus(count: u32) -> Self {
         let gpus = (0..count).map(|index| (index, Gpu::default())).collect();
         Self { gpus, ..Self::default() }.named()
     }
 
-    /// The GPUs in the order of NVML's indices, each with its own.
+    /// Returns the visible GPUs in the order of NVML's indices, each with its index in the state.
     pub(crate) fn listed(&self) -> impl Iterator<Item = (u32, &Gpu)> {
         self.gpus.iter().filter(|(_, gpu)| !gpu.hidden).map(|(&index, gpu)| (index, gpu))
     }
 
-    /// Gives names to what has none.
+    /// Gives default names to GPUs and slices without one.
     pub(crate) fn named(mut self) -> Self {
         for (index, gpu) in &mut self.gpus {
             if gpu.uuid.is_empty() {
@@ -167,10 +169,10 @@ impl State {
         self
     }
 
-    /// This state with a part of it replaced: objects are merged, anything else is taken as it is.
+    /// Returns this state with `patch` merged: objects are merged, other values are replaced.
     ///
     /// # Errors
-    /// Says what the patch holds that a state doesn't.
+    /// When the patch has a field that the state doesn't have.
     pub(crate) fn patched(&self, patch: Value) -> Result<Self, String> {
         let mut value = serde_json::to_value(self).map_err(|error| error.to_string())?;
         merge(&mut value, patch);
@@ -180,7 +182,7 @@ impl State {
 }
 
 impl Slice {
-    /// The slice as a device: what only a whole board has isn't supported.
+    /// Returns the slice as a device; readings that only a whole board has are unsupported.
     pub(crate) fn device(&self, parent: &Gpu) -> Gpu {
         Gpu {
             uuid: self.uuid.clone(),

@@ -1,4 +1,4 @@
-//! Calls about the library, the driver, and which devices there are.
+//! Calls about the library, the driver, and the list of devices.
 
 use std::ffi::{c_char, c_int, c_uint};
 
@@ -49,7 +49,7 @@ export! {
     };
 }
 
-/// NVML's own bound on what it takes for a UUID or an address.
+/// Bytes of a UUID or a PCI address, at most; NVML's own bound.
 const TEXT_BYTES_MAX: usize = 96;
 
 fn find(
@@ -71,8 +71,8 @@ fn find(
     Err(NOT_FOUND)
 }
 
-/// Words for a return code. It needs no initialisation, so it doesn't go through the gate.
-// SAFETY: the name is NVML's, and nothing else in a process that loads this has it.
+/// Returns the text of a return code. Works before initialisation, so it skips the entry check.
+// SAFETY: the name is NVML's, and no other library in a process that loads this one has it.
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn nvmlErrorString(result: u32) -> *const c_char {
     let words = match result {

@@ -1,4 +1,4 @@
-//! May a stream write words around the replay of a graph, and inside of one? What does it cost?
+//! Whether a stream can write words around and inside the replay of a CUDA graph, and at what cost.
 
 use super::us;
 use anyhow::{Context, ensure};
@@ -15,17 +15,18 @@ const PAGE: usize = 4096;
 const REPLAYS: u64 = 100;
 const WRITES: u64 = 1000;
 
-/// Replays a graph between two writes, many times, then one that holds a write itself. Answers what
-/// to say of it, and whether a row table can rely on it.
+/// Replays a graph between two writes many times, then a graph that contains a write itself.
+/// Returns the text of the result, and whether a row table can rely on such writes.
 pub(crate) fn words_around(device: &Device) -> anyhow::Result<(String, bool)> {
     let words = Words::new()?;
-    // SAFETY: the page is ours, and stays until after the registration.
+    // SAFETY: the page belongs to `words`, and outlives the registration.
     let registered = unsafe { device.register(words.page, PAGE)? };
     let address = registered.device_address();
     let stream = device.stream() as CUstream;
     let mut work: Buffer<u8> = device.alloc(16 << 20)?;
     let write = |word: u64, value: u64| {
-        // SAFETY: the stream is the device's; the words stay until it is synchronized, below.
+        // SAFETY: the stream is the device's; the words stay until the stream is synchronized,
+        // below.
         unsafe { device.write_value(device.stream(), address + 8 * word, value) }
     };
 
@@ -62,7 +63,7 @@ pub(crate) fn words_around(device: &Device) -> anyhow::Result<(String, bool)> {
     Ok((said, around))
 }
 
-/// A page of words of ours.
+/// A page of words in host memory.
 struct Words {
     page: *mut u8,
 }
@@ -73,14 +74,14 @@ impl Words {
     }
 
     fn new() -> anyhow::Result<Self> {
-        // SAFETY: the layout has a size.
+        // SAFETY: the layout's size isn't zero.
         let page = unsafe { alloc_zeroed(Self::layout()) };
         ensure!(!page.is_null(), "no memory for a page");
         Ok(Self { page })
     }
 
     fn get(&self, word: usize) -> u64 {
-        // SAFETY: inside of the page, aligned; the device writes it whole.
+        // SAFETY: inside the page and aligned; the device writes it as one word.
         unsafe { AtomicU64::from_ptr(self.page.cast::<u64>().add(word)) }.load(Ordering::Acquire)
     }
 }
@@ -92,14 +93,14 @@ impl Drop for Words {
     }
 }
 
-/// A graph, ready to be launched.
+/// A graph that can be launched.
 struct Graph {
     graph: sys::CUgraph,
     exec: sys::CUgraphExec,
 }
 
 impl Graph {
-    /// What `enqueue` gives the stream.
+    /// Captures what `enqueue` adds to the stream.
     fn capture(
         stream: CUstream,
         enqueue: impl FnOnce() -> anyhow::Result<()>,
@@ -109,11 +110,11 @@ impl Graph {
         check("capture", unsafe { sys::cuStreamBeginCapture_v2(stream, mode) })?;
         let enqueued = enqueue();
         let (mut graph, mut exec) = (ptr::null_mut(), ptr::null_mut());
-        // SAFETY: it captures since above. Ends it, also when that went wrong.
+        // SAFETY: the capture began above. It must end also if `enqueue` failed.
         let ended = unsafe { sys::cuStreamEndCapture(stream, &raw mut graph) };
         enqueued?;
         check("the end of a capture", ended)?;
-        // SAFETY: the graph was made above.
+        // SAFETY: the graph was created above.
         let made = unsafe { sys::cuGraphInstantiateWithFlags(&raw mut exec, graph, 0) };
         let captured = Self { graph, exec };
         check("a graph", made).context("instantiated")?;
@@ -128,7 +129,7 @@ impl Graph {
 
 impl Drop for Graph {
     fn drop(&mut self) {
-        // SAFETY: made once, destroyed once; a null one is left alone.
+        // SAFETY: created once, destroyed once; a null handle is skipped.
         unsafe {
             if !self.exec.is_null() {
                 sys::cuGraphExecDestroy(self.exec);
