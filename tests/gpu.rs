@@ -267,7 +267,7 @@ async fn an_xid_that_needs_a_reset_is_told_at_once_and_others_are_counted() {
         reason(&sick).starts_with("GPU 1 (GPU-") && reason(&sick).contains("reset"),
         "{sick:?}"
     );
-    // The driver asks for a reset, and there was one.
+    // The driver asks for a reset, then stops asking because the GPU was reset.
     control.gpu(1, &json!({"fields": {"230": 1}})).unwrap();
     let asked = |snapshot: &Snapshot| {
         snapshot.devices[1].reading.recovery == Some(reading::Recovery::Reset)

@@ -167,7 +167,7 @@ impl Accountant {
         if !self.open.as_ref().ok_or(Error::Idle)?.ready {
             return Err(Error::NotReady);
         }
-        let open = self.open.take().expect("it was there a line ago");
+        let open = self.open.take().expect("checked above");
         let moved = moved(&open.rows, now);
         let kept = kept(&open.rows, &moved, self.pool.shift());
         let rows_moved = moved.iter().filter(|&&moved| moved).count();
@@ -333,5 +333,5 @@ fn sessions(
 }
 
 fn count(n: usize) -> u32 {
-    u32::try_from(n).expect("a cut has at most ROWS_MAX rows")
+    u32::try_from(n).expect("a snapshot has at most ROWS_MAX rows")
 }

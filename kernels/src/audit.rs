@@ -186,7 +186,7 @@ impl Look<'_> {
         let mut named: Vec<Finding> = (tally.first.iter().zip(holders))
             .map(|(&at, sessions)| Finding {
                 at,
-                sessions_count: u32::try_from(sessions.len()).expect("a cut has few sessions"),
+                sessions_count: u32::try_from(sessions.len()).expect("a snapshot has few sessions"),
                 sessions: sessions.into_iter().take(NAMED_SESSIONS_MAX).collect(),
             })
             .collect();
@@ -233,7 +233,7 @@ impl Look<'_> {
     }
 
     fn cached_private(&self, _: Moment) -> Tally {
-        let npages = u32::try_from(self.marks.refcnt.len()).expect("a pool has u32 pages");
+        let npages = u32::try_from(self.marks.refcnt.len()).expect("a pool's page count is a u32");
         let own = reference::mark(&self.kept.own, &self.books.staged, self.shift, npages);
         self.pages(|page| has(&self.books.tree, page) && own.refcnt[page] > 0)
     }
@@ -241,7 +241,7 @@ impl Look<'_> {
     fn pages(&self, is: impl Fn(usize) -> bool) -> Tally {
         let mut tally = Tally::default();
         for page in (0..self.marks.refcnt.len()).filter(|&page| is(page)) {
-            tally.add(i64::try_from(page).expect("a pool has u32 pages"));
+            tally.add(i64::try_from(page).expect("a pool's page count is a u32"));
         }
         tally
     }

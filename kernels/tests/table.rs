@@ -89,7 +89,7 @@ fn no_table_is_half_old_and_half_new() {
     thread::scope(|scope| {
         let read = scope.spawn(move || {
             let (mut seen, mut last) = (0, 0);
-            // Until the writer is gone.
+            // Reads until the writer is gone.
             while reader.check().is_ok() || seen == 0 {
                 let epoch = reader.newest();
                 assert!(epoch >= last, "time goes on");

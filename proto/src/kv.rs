@@ -24,7 +24,7 @@ pub enum Error {
 pub struct RankChange {
     /// The rank whose blocks changed.
     pub dp_rank: u32,
-    /// What changed.
+    /// The change.
     pub change: Change,
 }
 

@@ -1,7 +1,7 @@
 //! The hash table of an index of blocks or pages, with eight bytes per entry.
 //!
 //! It maps a key, 24 bits of a hash, to a run and a place in the run. A run is an unbranched piece
-//! of a chain of blocks. The table stores no full hashes. It proposes entries, and its caller, who
+//! of a chain of blocks. The table stores no full hashes. It proposes entries, and its caller, which
 //! stores the runs, decides which proposal is right.
 //!
 //! An entry is in the bucket (one cache line) that its key selects, or in a later bucket if those
@@ -302,7 +302,7 @@ impl Table {
     /// When the entry isn't in the table.
     pub fn remove(&mut self, key: u64, entry: Entry) {
         let shard = &mut self.shards[shard(key)];
-        let (at, place) = shard.position(entry.pack(key)).expect("who entered it takes it out");
+        let (at, place) = shard.position(entry.pack(key)).expect("the caller added this entry");
         shard.take(at, place);
         self.entries -= 1;
     }
@@ -313,7 +313,7 @@ impl Table {
     /// When the entry isn't in the table.
     pub fn rename(&mut self, key: u64, entry: Entry, run: RunId) {
         let shard = &mut self.shards[shard(key)];
-        let (at, place) = shard.position(entry.pack(key)).expect("who entered it renames it");
+        let (at, place) = shard.position(entry.pack(key)).expect("the caller added this entry");
         shard.buckets[at].slots[place] = Entry { run, ..entry }.pack(key);
     }
 }

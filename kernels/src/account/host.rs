@@ -96,5 +96,5 @@ unsafe fn at<'a, T>(addr: u64, n: usize) -> &'a [T] {
 }
 
 fn size(value: u64) -> usize {
-    usize::try_from(value).expect("addresses and sizes are of a 64-bit machine")
+    usize::try_from(value).expect("usize has 64 bits on supported machines")
 }

@@ -112,7 +112,7 @@ impl Remote {
         if !self.accountant.ready()? {
             return Ok(None);
         }
-        let open = self.open.as_mut().expect("the accountant has an audit, and we begin them");
+        let open = self.open.as_mut().expect("set together with the accountant's audit");
         let begun = *open.begun.get_or_insert_with(|| self.reader.begun());
         let now = if begun == open.epoch {
             versions(&open.rows)
@@ -126,7 +126,7 @@ impl Remote {
             }
         };
         let report = self.accountant.finish(&now)?;
-        let Open { epoch, keys, .. } = self.open.take().expect("it was there a line ago");
+        let Open { epoch, keys, .. } = self.open.take().expect("checked above");
         Ok(Some(Audited { report, keys, epoch }))
     }
 

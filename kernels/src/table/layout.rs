@@ -120,7 +120,7 @@ impl Words {
     }
 
     fn at(&self, word: usize) -> &AtomicU64 {
-        assert!(word < self.map.len() / 8, "a word outside of the mapping");
+        assert!(word < self.map.len() / 8, "the word is outside the mapping");
         // SAFETY: the word is inside the mapping, which starts at a page boundary and lives as long
         // as `self`. All processes only access it as atomic words.
         unsafe { AtomicU64::from_ptr(self.map.as_mut_ptr().cast::<u64>().add(word)) }
@@ -150,7 +150,8 @@ impl Words {
     /// Returns an epoch's place in the ring: its number, its row count, and the index of its first
     /// row.
     pub(super) fn table(&self, epoch: u64) -> (&AtomicU64, &AtomicU64, usize) {
-        let turn = usize::try_from(epoch % u64::from(self.shape.tables)).expect("64 at most");
+        let turn = usize::try_from(epoch % u64::from(self.shape.tables))
+            .expect("a ring has at most 64 tables");
         let first = HEAD_BYTES / 8 + turn * self.shape.table_words();
         (self.at(first), self.at(first + 1), first + TABLE_HEAD_WORDS)
     }
@@ -216,6 +217,6 @@ fn pair(low: u32, high: u32) -> u64 {
 }
 
 fn halves(word: u64) -> (u32, u32) {
-    let half = |shift: u32| u32::try_from(word >> shift & 0xFFFF_FFFF).expect("masked");
+    let half = |shift: u32| u32::try_from(word >> shift & 0xFFFF_FFFF).expect("masked to 32 bits");
     (half(0), half(32))
 }

@@ -58,7 +58,8 @@ impl IntoResponse for Refusal {
         headers.insert(claim::REFUSAL, HeaderValue::from_static(self.code));
         if let Some(after) = self.retry_after {
             let seconds = after.as_millis().div_ceil(1000).max(1);
-            let value = HeaderValue::from_str(&seconds.to_string()).expect("digits are legal");
+            let value =
+                HeaderValue::from_str(&seconds.to_string()).expect("digits are legal in a header");
             headers.insert(header::RETRY_AFTER, value);
         }
         response

@@ -142,7 +142,7 @@ impl Load<'_> {
                     let audits = scope.spawn(|| audit_inside(accountant, on, stream, rate, &stop));
                     let steps = self.steps(time, || Ok(()), || Ok(()));
                     stop.store(true, Ordering::Relaxed);
-                    let audits = audits.join().expect("the auditor ends by its result");
+                    let audits = audits.join().expect("the auditor doesn't panic");
                     Ok((steps?, audits?))
                 })
             }

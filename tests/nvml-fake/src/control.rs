@@ -41,7 +41,7 @@ enum Reply {
 pub(crate) fn connect(path: &Path) {
     if let Ok(stream) = UnixStream::connect(path) {
         let thread = std::thread::Builder::new().name("nvml-fake".into());
-        thread.spawn(move || serve(&stream)).expect("a test's machine has room for a thread");
+        thread.spawn(move || serve(&stream)).expect("a thread can be started");
     }
 }
 

@@ -39,5 +39,5 @@ pub fn library() -> PathBuf {
         let beside = |folder: &Path| Some(folder.join("libnvml_fake.so")).filter(|at| at.exists());
         beside(folder).or_else(|| beside(&folder.join("deps")))
     });
-    found.expect("cargo puts it beside what depends on it")
+    found.expect("cargo builds it next to its dependents")
 }

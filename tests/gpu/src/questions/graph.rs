@@ -70,7 +70,7 @@ struct Words {
 
 impl Words {
     fn layout() -> Layout {
-        Layout::from_size_align(PAGE, PAGE).expect("a page is one")
+        Layout::from_size_align(PAGE, PAGE).expect("a page is a valid layout")
     }
 
     fn new() -> anyhow::Result<Self> {
