@@ -1,1 +1,4 @@
-"""One suite for two engines: the simulator is held to what the real SGLang does."""
+"""The conformance suite: one set of cases for the simulator and for the real SGLang.
+
+The simulator must do what the real engine does.
+"""

@@ -1,4 +1,4 @@
-"""The suite's command line: starts the engines, two at a time, runs the cases, ends the engines."""
+"""Command line of the conformance suite: starts the engines, runs the cases, stops the engines."""
 
 import argparse
 import shutil
@@ -32,8 +32,9 @@ from conformance import (  # noqa: F401
     crashes,
 )
 
-# Engines side by side: a real one takes a core while it starts, and 2 GB. A simulator is there at
-# once and mostly waits, so the cases of a group are dealt out to several.
+# Launches that run at the same time. A real engine occupies one core while it starts, and 2 GB of
+# memory. A simulator starts at once and mostly waits, so the cases of a group are split over
+# several simulators.
 SIDE_BY_SIDE = 2
 SIMULATORS_SIDE_BY_SIDE = 8
 SIMULATORS_PER_GROUP = 4
@@ -43,15 +44,15 @@ _print = threading.Lock()
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="conformance", description=__doc__)
-    parser.add_argument("-k", metavar="PATTERN", help="only the cases whose name contains it")
-    parser.add_argument("--list", action="store_true", help="name the cases and stop")
+    parser.add_argument("-k", metavar="PATTERN", help="run only the cases whose name contains it")
+    parser.add_argument("--list", action="store_true", help="list the cases and exit")
     parser.add_argument(
-        "--engine-sim", type=Path, metavar="PATH", help="the simulator; without it, the real engine"
+        "--engine-sim", type=Path, metavar="PATH", help="the simulator's program; not given: the real engine"
     )
     parser.add_argument(
-        "--cost", action="store_true", help="no cases: measure what the flag for tags costs"
+        "--cost", action="store_true", help="run no cases; measure the cost of --enable-session-radix-cache"
     )
-    parser.add_argument("--first-port", type=int, help="where to look for free ports")
+    parser.add_argument("--first-port", type=int, help="the first port to try")
     return parser.parse_args()
 
 
@@ -61,18 +62,19 @@ def say(text: str) -> None:
 
 
 def dealt(chosen: list[Case], parts: int) -> list[list[Case]]:
-    """The cases of each launch: a group's, in so many parts."""
+    """Splits the chosen cases into launches: the cases of each group, in at most `parts`
+    launches."""
     groups = [[case for case in chosen if case.group == name] for name in GROUPS]
     return [some for group in groups for part in range(parts) if (some := group[part::parts])]
 
 
 def ports_for(engines: int, first: int | None) -> list[int]:
-    """The first port of each engine."""
+    """Returns the first port of each engine; an engine uses `PORTS` consecutive ports."""
     return free_ports(PORTS * engines, first)[::PORTS]
 
 
 def run_launch(group_cases: list[Case], engine: Engine, width: int) -> list[cases.Result]:
-    """All cases of a launch; a failed start fails them all."""
+    """Runs all cases of one launch. If the engine doesn't start, all of them fail."""
     name = engine.group.name
     begin = time.monotonic()
     results = []
@@ -97,11 +99,12 @@ def run_launch(group_cases: list[Case], engine: Engine, width: int) -> list[case
 
 
 def unasked(differences: list[Difference], engines: list[Engine], ran: set[str]) -> list[str]:
-    """Listed differences that no case asked for: the list is out of date."""
+    """Returns a message for each listed difference that no case asked for: such an entry is out
+    of date."""
     seen = set().union(*(engine.seen for engine in engines))
     known = {case.name for case in cases.selected(None)}
     return [
-        f"{entry.case}: {entry.what!r} is listed as a difference, but the case doesn't ask for it"
+        f"{entry.case}: {entry.what!r} is listed as a difference, but the case doesn't check it"
         for entry in differences
         if entry.case not in known
         or (entry.case in ran and (entry.case, entry.what) not in seen)
@@ -109,7 +112,7 @@ def unasked(differences: list[Difference], engines: list[Engine], ran: set[str])
 
 
 def measure_cost(options: argparse.Namespace) -> int:
-    """Both engines live side by side, and one at a time works."""
+    """Measures the cost of the flag for tagged sessions, with one engine at work at a time."""
     with tempfile.TemporaryDirectory(prefix="berth-conformance-") as folder:
         groups = (cost.OFF, cost.ON)
         engines = [
@@ -135,7 +138,7 @@ def main() -> int:
         print("\n".join(f"{case.group:8}  {case.name}" for case in chosen))
         return 0
     if not chosen:
-        say(f"no case is named like {options.k!r}; --list names them")
+        say(f"no case name contains {options.k!r}; --list shows all names")
         return 2
 
     folder = Path(tempfile.mkdtemp(prefix="berth-conformance-"))

@@ -1,4 +1,4 @@
-"""Collects the cases and runs a group's, one after the other, on one launch of the engine."""
+"""Collects the cases, and runs them one after the other on a launch of the engine."""
 
 import fnmatch
 import time
@@ -16,7 +16,7 @@ class Case:
     name: str
     run: Run
     group: str
-    # It ends with a dead engine, so it comes after all that don't.
+    # Whether the case leaves the engine dead; such cases run after all others.
     kills: bool
 
 
@@ -24,7 +24,7 @@ _cases: list[Case] = []
 
 
 def case(*groups: str, kills: bool = False) -> Callable[[Run], Run]:
-    """Marks a case, to be run in each of these groups."""
+    """Returns a decorator that registers a case for each of these groups."""
 
     def mark(run: Run) -> Run:
         module = run.__module__.rsplit(".", 1)[-1]
@@ -39,7 +39,7 @@ def case(*groups: str, kills: bool = False) -> Callable[[Run], Run]:
 
 
 def selected(pattern: str | None) -> list[Case]:
-    """Those whose name contains the pattern, or matches it where it has wildcards."""
+    """Returns the cases whose name contains the pattern, or matches it if it has wildcards."""
     ordered = sorted(_cases, key=lambda case: case.kills)
     if not pattern:
         return ordered
@@ -59,7 +59,7 @@ class Result:
 
 
 def run_one(case: Case, engine: Engine) -> Result:
-    """A case that kills needn't leave anything behind; every other one must leave a live engine."""
+    """Runs one case. Only a case that kills the engine may leave it dead."""
     begin = time.monotonic()
 
     def run() -> None:
@@ -73,7 +73,7 @@ def run_one(case: Case, engine: Engine) -> Result:
 
     problem = problem_of(run)
     if problem and not case.kills:
-        # What the failed case left behind must not fail the next one.
+        # What the failed case left behind must not make the next case fail.
         if problem_of(engine.clean):
             engine.stop()
     return Result(case, time.monotonic() - begin, problem)

@@ -1,7 +1,7 @@
-"""What `--enable-session-radix-cache` costs: it turns the engine's native tree core off.
+"""Measures what `--enable-session-radix-cache` costs: it turns off the engine's native tree core.
 
-The same requests go to one engine with the flag and to one without, in rounds that swap the order
-(ABBA). Nothing here passes or fails; it prints figures.
+The same requests go to one engine with the flag and to one without, in rounds of alternating order
+(ABBA). The run prints figures and asserts nothing.
 """
 
 import statistics
@@ -29,7 +29,8 @@ def timed(call: Callable[[], object]) -> float:
 
 
 def turns(engine: Engine) -> list[float]:
-    """Growing sessions, one turn after the other, then all of them at once."""
+    """Runs growing sessions, one turn at a time and then all sessions at once. Returns the
+    seconds of each turn."""
     engine.flush()
     names = [new_id("cost") for _ in range(SESSIONS)]
     prompts = [ids(200, 10 + place) for place in range(SESSIONS)]
@@ -51,7 +52,7 @@ def turns(engine: Engine) -> list[float]:
 
 
 def prefills(engine: Engine) -> list[float]:
-    """Long prompts that nothing is cached of."""
+    """Sends long prompts of which nothing is cached. Returns the seconds of each."""
     engine.flush()
     return [
         timed(lambda salt=salt: engine.turn(None, ids(3900, salt), 1, session_id="long").good())
@@ -62,7 +63,7 @@ def prefills(engine: Engine) -> list[float]:
 def measure(off: Engine, on: Engine) -> None:
     for name, what in (("median turn", turns), ("prefill of 3900 tokens", prefills)):
         for engine in (off, on):
-            what(engine)  # Warm.
+            what(engine)  # Warm up.
         found: dict[str, list[float]] = {"without": [], "with": []}
         ratios = []
         for round in range(ROUNDS):

@@ -1,4 +1,4 @@
-"""Ordinary requests that kill the engine, and how its port behaves while it dies."""
+"""Ordinary requests that kill the engine, and how its port behaves while the engine dies."""
 
 import socket
 import time
@@ -9,19 +9,20 @@ from conformance.groups import ROWS
 from conformance.refusals import in_session
 from lane.runner import equal
 
-# The engine collects diagnostics for 5 s before it goes.
+# Seconds for which the engine collects diagnostics before it exits.
 DYING_SECONDS = 5
 DEAD_SECONDS_MAX = 25
 
 
 def dies(engine: Engine, flow: Flow | None) -> None:
-    """It takes connections and answers nothing, then it is gone; a stream just ends."""
+    """Checks how the engine dies. For about `DYING_SECONDS` it accepts connections and answers
+    nothing, then its port refuses connections. A running stream ends without [DONE]."""
     lived = time.monotonic()
 
     def is_silent() -> bool:
         nonlocal lived
         asked = time.monotonic()
-        # Asked once, a machine that stalls looks dead too.
+        # One unanswered request proves nothing: a machine that stalls looks dead too.
         if not (_answers(engine) or _answers(engine)):
             return True
         lived = asked
@@ -29,7 +30,7 @@ def dies(engine: Engine, flow: Flow | None) -> None:
 
     engine.until("no answer any more", is_silent)
     answered = _word_of(engine)
-    # Else the machine stalled, and it may have gone meanwhile.
+    # A longer time means that the machine stalled, and the engine may have exited meanwhile.
     if time.monotonic() - lived < DYING_SECONDS:
         engine.expect("what a dying engine answers", answered, None)
     assert engine.process is not None
@@ -53,7 +54,7 @@ def dies(engine: Engine, flow: Flow | None) -> None:
 def two_first_turns_in_one_batch(engine: Engine) -> None:
     session = engine.open()
     engine.sleep_in_forward(0.03)
-    # Equal lengths: all rows come free in the same pass.
+    # Equal lengths free all rows in the same pass, so the next batch holds both turns.
     busy = [engine.pending(None, ids(10, 10 + n), 120) for n in range(ROWS)]
     engine.until("all rows are taken", lambda: engine.load()["num_running_reqs"] == ROWS)
     both = [engine.pending(session, ids(20, 30 + n), 4) for n in range(2)]
@@ -78,7 +79,8 @@ def a_refused_overlap_and_then_a_close(engine: Engine) -> None:
     flow.first()
     equal(engine.generate(in_session(session)).status, 400, "the status of the overlap")
     engine.close(session)
-    # The turn goes on without its KV; the engine dies when it ends.
+    # The refused overlap cleared the flag of the running turn, so the close frees its KV. The turn
+    # runs on without it, and the engine dies when the turn ends.
     dies(engine, flow)
 
 
@@ -97,7 +99,8 @@ def a_token_outside_the_vocabulary(engine: Engine) -> None:
 
 
 def _word_of(engine: Engine) -> bytes | str | None:
-    """What comes back within a second: a byte, the connection's end, or nothing."""
+    """Returns what the engine sends within a second: the first byte, `b""` for the connection's
+    end, the text of an error, or None for nothing."""
     try:
         with socket.create_connection(("127.0.0.1", engine.port), timeout=2) as sock:
             sock.settimeout(1)

@@ -1,6 +1,6 @@
-"""What the simulator does otherwise than the real engine, and why that is acceptable.
+"""Deliberate differences between the simulator and the real engine, and why each is acceptable.
 
-`differences.toml` beside this file is the one list of them.
+They are listed in `differences.toml` beside this file, and nowhere else.
 """
 
 import tomllib

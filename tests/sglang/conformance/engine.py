@@ -1,7 +1,7 @@
-"""The engine under test, real or simulated, as the cases speak to it.
+"""The engine under test, real or simulated, as the cases see it.
 
-Everything goes over HTTP; nothing here knows which of the two it is, but for `launch` and for the
-listed differences.
+All requests go over HTTP. Only `launch` and the listed differences depend on which of the two
+engines it is.
 """
 
 import json
@@ -22,12 +22,13 @@ from lane.runner import equal
 from lane.turns import new_id
 
 WAIT_SECONDS_MAX = 60
-# An engine's own, that of its KV events, that of their replay.
+# Ports of each engine: HTTP, KV events, and the replay of KV events.
 PORTS = 3
 
 
 def ids(count: int, salt: int) -> list[int]:
-    """A prompt of that length; prompts of two salts (below 250) share no prefix at all."""
+    """Returns a prompt of `count` token ids. Prompts of different salts (below 250) differ in
+    their first token, so they share no prefix."""
     return [(salt * 37 + place * 7) % 250 for place in range(count)]
 
 
@@ -36,7 +37,7 @@ def sampling(tokens: int, **more: Any) -> dict:
 
 
 def body(prompt: list[int], tokens: int, session: str | None = None, **more: Any) -> dict:
-    """A `/generate` request, in a controller session if one is named."""
+    """Returns a `/generate` request; `session` is the id of the streaming session it belongs to."""
     request = {"input_ids": prompt, "sampling_params": sampling(tokens), **more}
     if session is not None:
         request["session_params"] = {"id": session}
@@ -45,7 +46,7 @@ def body(prompt: list[int], tokens: int, session: str | None = None, **more: Any
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer of `/generate`: the whole one, or a stream's last event."""
+    """An answer of `/generate`: the complete one, or the last event of a stream."""
 
     status: int
     body: Any
@@ -84,7 +85,7 @@ class Reply:
 
     @property
     def error(self) -> str:
-        """The message of a refusal in the engine's plain shape."""
+        """The message of a refusal in the engine's plain form, `{"error": {"message": …}}`."""
         assert isinstance(self.body, dict) and set(self.body) == {"error"}, f"no refusal: {self}"
         return self.body["error"]["message"]
 
@@ -98,7 +99,7 @@ class Reply:
 
 
 class Flow:
-    """A streamed turn that is still coming."""
+    """A streamed turn whose answer is still arriving."""
 
     def __init__(self, stream: wire.Stream):
         equal(stream.status, 200, "the stream's status")
@@ -106,17 +107,17 @@ class Flow:
         self._events = stream.events()
 
     def first(self) -> Reply:
-        """Waits for its first token: from then on it runs."""
+        """Waits for the first event and returns it; from then on the turn runs."""
         return self._reply(next(self._events))
 
     def end(self) -> Reply:
-        """Reads to the proper end."""
+        """Reads the stream to its end, which must be `[DONE]`. Returns the last event before it."""
         events = list(self._events)
         assert len(events) > 1 and events[-1] == "[DONE]", f"no [DONE]: {events[-1:]}"
         return self._reply(events[-2])
 
     def rest(self) -> list[str]:
-        """The events to the end of the connection, proper or not."""
+        """Returns the remaining events, whether the stream ends with `[DONE]` or is cut off."""
         events = []
         try:
             events.extend(self._events)
@@ -132,7 +133,7 @@ class Flow:
 
 
 class Pending:
-    """A turn that isn't streamed, waited for in a thread of its own."""
+    """A turn that isn't streamed; a thread of its own waits for the answer."""
 
     def __init__(self, call: Callable[[], Reply]):
         self._reply: Reply | None = None
@@ -160,12 +161,12 @@ class Pending:
 
 @dataclass
 class Engine:
-    """One launch of the engine."""
+    """One launch of the engine, real or simulated."""
 
     group: Group
     folder: Path
     port: int
-    # The simulator's program; None is the real engine.
+    # Path of the simulator's program; None for the real engine.
     program: Path | None
     differences: list[Difference]
     process: Process | None = None
@@ -186,7 +187,7 @@ class Engine:
         return self.port + 2
 
     def launch(self) -> float:
-        """Starts it and waits until it serves. Returns how long that took."""
+        """Starts the engine and waits until it serves. Returns how many seconds that took."""
         folder = self.folder / f"{self.group.name}-{self.port}"
         folder.mkdir(exist_ok=True)
         flags = self.group.flags()
@@ -217,8 +218,9 @@ class Engine:
         return self.process is not None and self.process.alive()
 
     def expect(self, what: str, found: Any, expected: Any) -> None:
-        """`expected` is what the real engine does. The simulator must do the same, unless a
-        difference is listed under this case and this name: then it must do what stands there."""
+        """Checks that `found`, the figure named `what`, is `expected`: what the real engine
+        does. The simulator must do the same, unless a difference is listed for this case and
+        `what`; then it must give the value listed there."""
         for difference in self.differences:
             if (difference.case, difference.what) == (self.case, what):
                 self.seen.add((self.case, what))
@@ -247,14 +249,14 @@ class Engine:
         return Flow(wire.stream(f"{self.url}/generate", request))
 
     def pending(self, session: str | None, prompt: list[int], tokens: int, **more: Any) -> Pending:
-        """Sends a turn that isn't streamed, and goes on."""
+        """Sends a turn that isn't streamed, and returns without waiting for the answer."""
         return self.generate_later(body(prompt, tokens, session, **more))
 
     def generate_later(self, request: dict) -> Pending:
         return Pending(lambda: self.generate(request))
 
     def open(self, session: str | None = None, **more: Any) -> str:
-        """Opens a streaming session under an id of its own."""
+        """Opens a streaming session, under a new id unless one is given. Returns the id."""
         session = session or new_id("s")
         request = {"capacity_of_str_len": 1000, "session_id": session, "streaming": True, **more}
         answer = self.post("/open_session", request)
@@ -291,7 +293,8 @@ class Engine:
 
     @contextmanager
     def slow(self, seconds: float = 0.03) -> Iterator[None]:
-        """Every forward pass takes that much longer, so that a turn lasts."""
+        """Makes every forward pass `seconds` longer, so that a turn lasts long enough to act
+        during it."""
         self.sleep_in_forward(seconds)
         try:
             yield
@@ -309,7 +312,7 @@ class Engine:
     def until(
         self, what: str, reached: Callable[[], Any], seconds: float = WAIT_SECONDS_MAX
     ) -> Any:
-        """Polls until `reached` is true; returns what it said."""
+        """Polls until `reached` returns a true value, and returns that value."""
         deadline = time.monotonic() + seconds
         while not (found := reached()):
             assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
@@ -319,15 +322,15 @@ class Engine:
     def until_used(
         self, tokens: int, what: str = "the pool's use", seconds: float = WAIT_SECONDS_MAX
     ) -> None:
-        """The load snapshot follows within a fraction of a second; what stands there after a while
-        is what is used."""
+        """Waits until the pool's use is `tokens`, and checks it. The engine's load snapshot
+        follows within a fraction of a second; the last value within `seconds` counts."""
         deadline = time.monotonic() + seconds
         while (found := self.used()) != tokens and time.monotonic() < deadline:
             time.sleep(0.02)
         self.expect(what, found, tokens)
 
     def until_queued(self, count: int) -> None:
-        """Waits until so many requests wait."""
+        """Waits until `count` requests are queued."""
         self.until(f"{count} waiting", lambda: self.load()["num_waiting_reqs"] == count)
 
     def until_idle(self) -> None:
@@ -338,7 +341,7 @@ class Engine:
         self.until("idle", idle)
 
     def until_gone(self, session: str) -> None:
-        """Waits until the id is free again: its close has been carried out."""
+        """Waits until the session's id can be opened again: then its close has been carried out."""
         request = {"capacity_of_str_len": 1, "session_id": session, "streaming": True}
         self.until(
             f"{session} is closed",
@@ -347,11 +350,12 @@ class Engine:
         self.close(session)
 
     def until_reaped(self) -> None:
-        """Waits for a pass of the reaper: it closes what has timed out."""
+        """Waits for a pass of the engine's reaper, which closes sessions that have timed out."""
         self.until_gone(self.open(timeout=0))
 
     def clean(self) -> None:
-        """Nothing runs, waits, is open or cached: what every case begins with."""
+        """Restores the state that every case begins with: nothing runs, waits, is open or is
+        cached."""
         self.sleep_in_forward(0)
         self.abort(all=True)
         for session in self._opened:

@@ -1,4 +1,4 @@
-"""What the engine says about itself: /v1/loads is prompt, /metrics is late."""
+"""What the engine reports about itself: `/v1/loads` is current, `/metrics` lags."""
 
 import time
 
@@ -19,7 +19,8 @@ def gauge(engine: Engine, name: str) -> float:
 
 
 def gauge_soon(engine: Engine, name: str, wanted: float) -> float:
-    """A report reaches /metrics some time after its turn's answer: the figure, once it is this."""
+    """Waits until a gauge of `/metrics` has the wanted value, and returns the last value seen. A
+    report reaches `/metrics` some time after the answer of its turn."""
     deadline = time.monotonic() + REPORT_SECONDS_MAX
     while (found := gauge(engine, name)) != wanted and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -29,7 +30,7 @@ def gauge_soon(engine: Engine, name: str, wanted: float) -> float:
 @case("page16", "page1")
 def metrics_lag_and_loads_do_not(engine: Engine) -> None:
     session = engine.open()
-    # One token is made by the prefill: no decode step, so no other report falls due.
+    # The prefill makes the only token, so there is no decode step and no second report is due.
     engine.turn(session, ids(64, 1), 1).good()
     engine.until_used(64)
     used = gauge_soon(engine, "kv_used_tokens", 64)
@@ -37,7 +38,7 @@ def metrics_lag_and_loads_do_not(engine: Engine) -> None:
     engine.close(session)
     engine.until_used(0)
     engine.expect("used by /metrics after the close", gauge(engine, "kv_used_tokens"), 64)
-    # The next prefill reports; this one has ended by then.
+    # The next prefill triggers a report, and its own request has ended when the report is made.
     engine.turn(None, ids(16, 2), 1).good()
     used = gauge_soon(engine, "kv_used_tokens", 0)
     engine.expect("used by /metrics after a prefill", used, 0)
@@ -51,11 +52,11 @@ def session_gauges_move_every_forty_decode_steps(engine: Engine) -> None:
     sessions = gauge_soon(engine, "num_streaming_sessions", 1)
     engine.expect("open sessions by /metrics", sessions, 1)
     held = gauge(engine, "streaming_session_held_tokens")
-    # Without the first prompt, which lies in the tree, locked.
+    # The held tokens don't include the first prompt, which is locked in the radix tree.
     engine.expect("held, of 163 tokens", 0 < held <= 100 + engine.group.page_size, True)
     engine.close(session)
     for salt in (2, 3):
-        # One token is made by the prefill: no decode step, so no report falls due.
+        # The prefill makes the only token, so there is no decode step and no report is due.
         engine.turn(engine.open(), ids(64, salt), 1).good()
     late = gauge(engine, "num_streaming_sessions")
     engine.expect("with two open, and no report since one was", late, 1)
@@ -78,7 +79,7 @@ def loads_add_up(engine: Engine) -> None:
 
 
 def prefilled(engine: Engine) -> tuple[int, int]:
-    """Prompt tokens computed so far, and the microseconds that took."""
+    """Returns the prompt tokens computed so far, and the microseconds that took."""
     load = engine.load()
     return load["total_prefill_uncached_tokens"], load["total_prefill_busy_us"]
 
@@ -86,7 +87,7 @@ def prefilled(engine: Engine) -> tuple[int, int]:
 @case("page16", "page1")
 def what_was_prefilled_is_counted_with_its_time(engine: Engine) -> None:
     tokens, busy = prefilled(engine)
-    # The second finds all but its last page in the cache.
+    # The second request finds the whole pages of all but its last token in the cache.
     page = engine.group.page_size
     for prompt, computed in ((ids(300, 1), 300), (ids(300, 1), 300 - 299 // page * page)):
         engine.turn(None, prompt, 4).good()

@@ -1,6 +1,6 @@
-"""How the engines are launched: one launch serves all cases that can share it.
+"""How the engines are launched: cases that can share flags share a launch.
 
-The flags are SGLang's own and mean the same to the simulator.
+The flags are SGLang's own; the simulator takes them with the same meaning.
 """
 
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from typing import Any
 ROWS = 8
 POOL_TOKENS = 2048
 CONTEXT_TOKENS = 1024
-# The engine keeps six tokens of the context for itself.
+# The engine reserves six tokens of the context for itself.
 INPUT_TOKENS_MAX = CONTEXT_TOKENS - 6
 
 STREAMING = "--enable-streaming-session"
@@ -22,7 +22,7 @@ EVENTS = {"topic": TOPIC, "buffer_steps": EVENTS_KEPT}
 
 @dataclass(frozen=True)
 class Group:
-    """One launch."""
+    """The settings of one launch."""
 
     name: str
     page_size: int
@@ -32,7 +32,7 @@ class Group:
     rows: int = ROWS
     chunk_tokens: int = 512
     env: dict[str, str] = field(default_factory=dict)
-    # How KV events are published, besides where; empty is not at all.
+    # How KV events are published, without the endpoints; if empty, none are published.
     kv_events: dict[str, Any] = field(default_factory=dict)
 
     def flags(self) -> list[str]:
@@ -50,13 +50,14 @@ GROUPS = {
     group.name: group
     for group in (
         Group("page16", 16, (STREAMING,), kv_events=EVENTS),
-        # Admission that hopes for early ends: the only way to run out of KV in a decode.
+        # At this conservativeness, admission counts on short answers and reserves little for them.
+        # Only then can a decode run out of KV.
         Group(
             "page1", 1, (STREAMING, "--schedule-conservativeness", "0.02"), kv_events=EVENTS,
         ),
         Group("tagged", 16, (TAGS,)),
         Group("both", 16, (STREAMING, TAGS), kv_events=EVENTS),
-        # Upstream's own kit for aborts under chunked prefill runs with these sizes.
+        # SGLang's own kit for aborts under chunked prefill uses these sizes.
         Group(
             "page256", 256, (STREAMING,), pool_tokens=16384, context_tokens=512, rows=16,
             chunk_tokens=4096,

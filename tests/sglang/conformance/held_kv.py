@@ -1,4 +1,4 @@
-"""What KV sessions hold, to the token, at both page sizes, and what a flush takes."""
+"""What KV sessions hold, to the token at both page sizes, and what a flush frees."""
 
 from conformance.cases import case
 from conformance.engine import Engine, ids
@@ -14,7 +14,7 @@ def the_numbers_of_one_session(engine: Engine) -> None:
     page = engine.group.page_size
     session = engine.open()
     engine.turn(session, ids(40, 1), 20).good()
-    # The last token made is never computed.
+    # The last token of an answer is never computed, so it has no KV.
     engine.until_used(ceil(59, page), "used after the first turn")
     engine.turn(session, ids(40, 2), 20).good()
     engine.until_used(ceil(119, page), "used after the second turn")
@@ -26,11 +26,11 @@ def the_numbers_of_one_session(engine: Engine) -> None:
     engine.until_used(0, "used after the abort")
     reply = engine.turn(session, ids(2, 4), 4).good()
     equal(reply.prompt, 122, "prompt tokens after the abort")
-    # Of the history, all that was computed lies in the tree, in whole pages; the last two tokens
-    # of the second turn's output were followed by other ones in the aborted turn.
+    # The abort left all computed KV in the tree, in whole pages, so the 120 tokens of the history
+    # are cached. The two new tokens aren't: other tokens followed the history in the aborted turn.
     engine.expect("cached after the abort", reply.cached, 120 // page * page)
     assert made >= 1
-    # The whole prompt is a first prompt now: its pages are locked, the rest is private.
+    # The whole prompt counts as a first prompt now: its pages are locked, the rest is private.
     engine.until_used(ceil(122 + 4 - 1, page), "used after the turn that followed")
     engine.close(session)
     engine.until_used(0, "used after the close")
@@ -53,7 +53,7 @@ def a_first_turn_of_one_token_publishes_nothing(engine: Engine) -> None:
     session = engine.open()
     engine.turn(session, ids(64, 1), 1).good()
     engine.expect("cached of its prompt", engine.turn(None, ids(80, 1), 1).good().cached, 0)
-    # Nor do the turns that follow.
+    # The turns that follow publish nothing either.
     engine.turn(session, ids(5, 2), 8).good()
     engine.close(session)
     engine.until_used(0)
@@ -68,7 +68,7 @@ def a_session_starts_from_what_the_tree_has(engine: Engine) -> None:
     engine.expect("cached of its first turn", reply.cached, 79 // page * page)
     other = engine.open()
     engine.turn(other, ids(60, 1), 4).good()
-    # The prefix they share is counted once.
+    # The shared prefix counts once.
     shared = 60 // page * page if page > 1 else 60
     used = ceil(85 + 3, page) + ceil(60 + 3, page) - shared
     engine.until_used(used, "used by two sessions on one prefix")

@@ -1,4 +1,4 @@
-"""Turns that don't end by themselves: aborts, running and queued, and clients that go away."""
+"""Turns that don't end by themselves: aborts, running and queued, and clients that disconnect."""
 
 import json
 import socket
@@ -10,7 +10,7 @@ from conformance.groups import ROWS
 from conformance.refusals import in_session
 from lane.runner import equal
 
-# How often the engine looks whether a client that doesn't stream is still there.
+# Seconds between the engine's checks whether the client of an unstreamed turn is still connected.
 POLL_SECONDS = 4
 
 
@@ -27,7 +27,7 @@ def an_abort_puts_the_whole_session_into_the_tree(engine: Engine) -> None:
     finish = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
     equal(ended.finish, finish, "how the turn ended")
     engine.until_used(0, "used after the abort")
-    # Anyone can use it now, the output of the first turn and the aborted prompt included.
+    # Every request can use this KV now, including the first turn's output and the aborted prompt.
     chain = ids(40, 1) + first.output + ids(40, 2) + [7]
     plain = engine.turn(None, chain, 1).good()
     engine.expect("cached of a plain request on the chain", plain.cached, 100 // page * page)
@@ -75,7 +75,7 @@ def an_abort_finds_ids_by_their_beginning(engine: Engine) -> None:
         flows = [engine.flow(None, ids(10, n), 300, rid=rid) for n, rid in enumerate(("a1", "a12"))]
         for flow in flows:
             flow.first()
-        # Nobody has exactly this id, so it never gets to the scheduler.
+        # No request has exactly this id, so the abort never reaches the scheduler.
         engine.abort("a")
         engine.abort("")
         running = engine.flow(None, ids(10, 3), 2).end()
@@ -108,7 +108,7 @@ def a_streaming_client_that_goes_away(engine: Engine) -> None:
 
 
 def next_turn(engine: Engine, session: str) -> Reply:
-    """The first turn that isn't refused because the last one hasn't ended."""
+    """Repeats a turn until it is no longer refused because the previous turn still runs."""
 
     def turn() -> Reply | None:
         reply = engine.generate(in_session(session))
@@ -118,7 +118,8 @@ def next_turn(engine: Engine, session: str) -> Reply:
 
 
 def leave_unread(engine: Engine, session: str, tokens: int) -> socket.socket:
-    """Sends a turn that isn't streamed; the caller closes the socket."""
+    """Sends an unstreamed turn and doesn't read the answer. The caller closes the returned
+    socket."""
     raw = json.dumps(body(ids(40, 2), tokens, session)).encode()
     head = (
         f"POST /generate HTTP/1.1\r\nhost: engine\r\ncontent-type: application/json\r\n"
@@ -133,7 +134,7 @@ def leave_unread(engine: Engine, session: str, tokens: int) -> socket.socket:
 @case("page16")
 def an_unstreamed_turn_that_ends_before_the_poll_counts(engine: Engine) -> None:
     def ended_in_time() -> str | None:
-        """The session, unless the machine stalled and the poll may have come first."""
+        """Returns the session, or None if the machine stalled and the poll may have come first."""
         session = engine.open()
         engine.turn(session, ids(40, 1), 20).good()
         begin = time.monotonic()
@@ -146,7 +147,7 @@ def an_unstreamed_turn_that_ends_before_the_poll_counts(engine: Engine) -> None:
         return None
 
     session = engine.until("a turn ends before the poll", ended_in_time, seconds=60)
-    # 40 + 20 + 40 + 60: nobody has read those 60.
+    # 40 + 20 + 40 + 60 tokens of history and 5 new ones. The client never read those 60.
     equal(next_turn(engine, session).prompt, 165, "prompt tokens: the turn is in the history")
 
 
@@ -159,7 +160,7 @@ def an_unstreamed_turn_is_aborted_at_the_poll(engine: Engine) -> None:
         leave_unread(engine, session, 400).close()
         engine.until("the turn is gone", lambda: engine.load()["num_running_reqs"] == 0)
         gone = time.monotonic() - begin
-    # The turn itself would take 20 s.
+    # Without the abort the turn takes 20 s.
     assert POLL_SECONDS - 1 < gone < 4 * POLL_SECONDS, f"noticed after {gone:.1f} s"
     engine.until_used(0, "used after the disconnect")
     equal(next_turn(engine, session).prompt, 65, "prompt tokens: the turn left no trace")

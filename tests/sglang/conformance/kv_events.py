@@ -1,4 +1,4 @@
-"""KV events: what the radix cache tells of itself over ZMQ, and when."""
+"""KV events: what the radix cache publishes over ZMQ, and when."""
 
 import hashlib
 from typing import Any
@@ -10,12 +10,12 @@ from conformance.kv_wire import Batch, Socket, replay
 from lane.runner import equal
 from lane.turns import new_id
 
-# Four of these fill the pool up; a fifth pushes one out.
+# Tokens of a prompt of which four fill the pool; a fifth evicts one of them.
 CHAIN = 480
 
 
 def hashes(tokens: list[int], page: int, salt: str | None = None) -> list[int]:
-    """The names of the full pages of a prompt, by the engine's rule."""
+    """Returns the hashes of a prompt's full pages, computed by the engine's rule."""
     previous, names = b"", []
     if salt is not None:
         previous = hashlib.sha256(b"sglang-cache-salt-v1\0" + salt.encode()).digest()
@@ -27,7 +27,7 @@ def hashes(tokens: list[int], page: int, salt: str | None = None) -> list[int]:
 
 
 def stored(tokens: list[int], page: int, begin: int = 0, end: int | None = None, **more: Any) -> dict:
-    """The event of the full pages between two places of a prompt."""
+    """Returns the event that stores a prompt's full pages from token `begin` to token `end`."""
     names = hashes(tokens, page, more.get("cache_salt"))
     first, last = begin // page, (len(tokens) if end is None else end) // page
     return {
@@ -50,7 +50,7 @@ CLEARED = {"type": "AllBlocksCleared"}
 
 
 class Tape:
-    """The events between its making, which empties the cache, and its end."""
+    """Collects the events from its creation, which empties the cache, to a call of `end`."""
 
     def __init__(self, engine: Engine):
         self._engine = engine
@@ -62,15 +62,16 @@ class Tape:
         return replay(self._engine.replay_port, self._first)
 
     def end(self) -> list[dict]:
-        """All events so far, in order. Where one batch ends and the next begins is up to the
-        engine, which is one step ahead of what it tells."""
+        """Returns all events so far, in order. The borders of batches are dropped: the engine
+        chooses them, and it is one step ahead of what it publishes."""
         mark = self._mark()
         events = [event for batch in self.batches() for event in batch.events]
         last = next(place for place, event in enumerate(events) if _is_mark(event, mark))
         return events[:last]
 
     def _mark(self) -> str:
-        """Stores a page that nobody else stores, and waits until that is published."""
+        """Stores a page that no other request stores, and waits until its event is published.
+        Returns the salt that identifies the event."""
         engine, mark = self._engine, new_id("mark")
         engine.until_idle()
         engine.turn(None, [7] * engine.group.page_size, 1, cache_salt=mark).good()
@@ -84,7 +85,8 @@ class Tape:
         return None
 
     def _cleared_since(self, mark: str) -> int | None:
-        """The number after that of the first flush after the mark."""
+        """Returns the number after that of the first flush behind the mark, or None if there is
+        none yet."""
         number = self._number_of(mark)
         assert number is not None, "more batches than are kept"
         for batch in replay(self._engine.replay_port, number + 1):
@@ -102,7 +104,7 @@ def _is_mark(event: dict, mark: str) -> bool:
 def a_prompt_is_stored_first_and_then_its_output(engine: Engine) -> None:
     page, tape = engine.group.page_size, Tape(engine)
     reply = engine.turn(None, ids(40, 1), 20).good()
-    # The last token has no KV: nothing came after it.
+    # The last token has no KV, because no token was computed after it.
     whole = ids(40, 1) + reply.output[:-1]
     engine.expect("the events", tape.end(), [stored(whole, page, 0, 40), stored(whole, page, 40)])
 
@@ -176,7 +178,7 @@ def decode_makes_room_too(engine: Engine) -> None:
     page, tape = engine.group.page_size, Tape(engine)
     for salt in (1, 2, 3, 4):
         engine.turn(None, ids(CHAIN, salt), 1).good()
-    # The prompt fits beside them, its output doesn't.
+    # The prompt fits beside the others; its output doesn't.
     reply = engine.turn(None, ids(32, 5), 200).good()
     whole = ids(32, 5) + reply.output[:-1]
     expected = [stored(ids(CHAIN, salt), page) for salt in (1, 2, 3, 4)]
@@ -189,7 +191,7 @@ def decode_makes_room_too(engine: Engine) -> None:
 def a_flush_clears_all_at_once(engine: Engine) -> None:
     page, tape = engine.group.page_size, Tape(engine)
     engine.turn(None, ids(64, 1), 1).good()
-    # The second finds nothing to clear, and says it all the same.
+    # The second flush finds nothing to clear, and is published all the same.
     for _ in range(2):
         engine.until("flushed", lambda: engine.flush().status == 200)
     engine.turn(None, ids(64, 1), 1).good()
@@ -221,7 +223,7 @@ def an_aborted_session_turn_shows_the_whole_chain(engine: Engine) -> None:
     equal(two.finish["type"], "abort", "how it ended")
     first, second = tape.end()
     engine.expect("the first event", first, stored(ids(40, 1), page))
-    # How much of the aborted output it has depends on when the abort came.
+    # How much of the aborted output is stored depends on when the abort came.
     history = ids(40, 1) + one.output + ids(40, 2)
     whole = history + second["token_ids"][len(history) - 40 // page * page :]
     engine.expect("the second event", second, stored(whole, page, 40))
@@ -246,8 +248,8 @@ def a_refused_request_stores_nothing_of_its_prompt(engine: Engine) -> None:
     tape = Tape(engine)
     equal(engine.turn("nobody", ids(64, 1), 4).status, 400, "the status")
     tokens = [token for event in tape.end() for token in event["token_ids"]]
-    # What runs in its place is one token of padding, a whole page where pages are that small;
-    # the real engine may have gone a step further by then.
+    # Instead of the refused request the engine runs one token of padding, which is a whole page
+    # only at page size 1. The real engine may have computed one more token by then.
     padding = [0] if engine.group.page_size == 1 else []
     engine.expect("the tokens stored", tokens[:1], padding)
 
@@ -300,7 +302,7 @@ def live_and_replayed_batches_are_the_same(engine: Engine) -> None:
     try:
         live.send([b"\x01" + TOPIC[:2].encode()])
         deaf.send([b"\x01another"])
-        # A subscription counts once it has arrived: the first batch that comes shows it.
+        # A subscription takes effect when it arrives; the first batch received shows that it did.
         heard: list[Batch] = []
         prompts = iter(range(10_000))
 

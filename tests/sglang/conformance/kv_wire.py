@@ -1,6 +1,7 @@
-"""The engine's KV events as they come over its sockets, with nothing but Python's own library.
+"""Reads the engine's KV events from its sockets, with nothing but Python's standard library.
 
-Enough of ZMTP 3.0 to subscribe and to ask for a replay, and of MessagePack to read what comes.
+It implements as much of ZMTP 3.0 as subscriptions and replays need, and as much of MessagePack as
+the events use.
 """
 
 import socket
@@ -14,7 +15,7 @@ _MORE, _LONG, _COMMAND = 1, 2, 4
 
 
 class Socket:
-    """One connection to one peer, as a socket of that type."""
+    """One connection to one peer; `kind` is the ZeroMQ socket type that this side announces."""
 
     def __init__(self, port: int, kind: bytes, seconds: float):
         self._socket = socket.create_connection(("127.0.0.1", port), seconds)
@@ -37,7 +38,8 @@ class Socket:
         )
 
     def receive(self, seconds: float) -> list[bytes]:
-        """The frames of the next message; TimeoutError when none begins by then."""
+        """Returns the frames of the next message. Raises TimeoutError if nothing arrives for
+        `seconds`."""
         self._socket.settimeout(seconds)
         frames = []
         while True:
@@ -72,7 +74,7 @@ def _property(name: bytes, value: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class Batch:
-    """One message: its number, and the events in it."""
+    """One message of the publisher: its sequence number and its events."""
 
     topic: bytes
     sequence: int
@@ -88,7 +90,7 @@ class Batch:
 
 
 def replay(port: int, first: int, seconds: float = 30) -> list[Batch]:
-    """What the engine still has, from that number on."""
+    """Returns the batches that the engine still keeps, from sequence number `first` on."""
     dealer = Socket(port, b"DEALER", seconds)
     try:
         dealer.send([b"", first.to_bytes(8, "big")])
@@ -103,7 +105,7 @@ def replay(port: int, first: int, seconds: float = 30) -> list[Batch]:
 
 
 def unpack(data: bytes) -> Any:
-    """A MessagePack value that takes up the whole of `data`."""
+    """Returns the MessagePack value that takes up the whole of `data`."""
     value, end = _unpack(data, 0)
     assert end == len(data), f"{len(data) - end} bytes after the message"
     return value
@@ -114,7 +116,7 @@ _NUMBERS = {
     0xD0: ">b", 0xD1: ">h", 0xD2: ">i", 0xD3: ">q",
 }
 _CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
-# Type byte: the size of the length that follows.
+# The number of bytes of the length field that follows each type byte.
 _TEXTS = {0xD9: 1, 0xDA: 2, 0xDB: 4}
 _ARRAYS = {0xDC: 2, 0xDD: 4}
 _MAPS = {0xDE: 2, 0xDF: 4}
@@ -133,7 +135,8 @@ def _unpack(data: bytes, at: int) -> tuple[Any, int]:
         return struct.unpack_from(form, data, at)[0], at + struct.calcsize(form)
 
     def length(fixed: range, sizes: dict[int, int]) -> tuple[int, int] | None:
-        """Of a value of that family, and where its content begins; None if it is of another."""
+        """Returns the value's length and where its content begins; None if its type byte is
+        neither in `fixed` nor in `sizes`."""
         if kind in fixed:
             return kind - fixed.start, at
         if size := sizes.get(kind):

@@ -1,4 +1,4 @@
-"""When sessions end: closes at once and deferred, timeouts, and what a reopened id finds."""
+"""How sessions end: immediate and deferred closes, timeouts, and what a reopened id finds."""
 
 import time
 
@@ -82,7 +82,8 @@ def a_timeout_of_zero_closes_at_once(engine: Engine) -> None:
 
 
 def _is_gone(engine: Engine, session: str) -> bool:
-    """Asks without a turn: an open of the id is refused as long as it is open."""
+    """Whether the session is closed. It needs no turn: the engine refuses to open an id that is
+    open."""
     request = {"capacity_of_str_len": 1, "session_id": session, "streaming": True}
     if engine.post("/open_session", request).status != 200:
         return False

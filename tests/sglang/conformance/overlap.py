@@ -1,4 +1,4 @@
-"""What happens when a session's turns overlap: a refusal, and then quiet corruption."""
+"""What happens when turns of a session overlap: a refusal, and then silent corruption."""
 
 from conformance.cases import case
 from conformance.engine import Engine, ids
@@ -26,12 +26,12 @@ def a_refused_overlap_unlocks_the_session_and_the_third_turn_corrupts(engine: En
         refused = engine.generate(in_session(session))
         message = "Streaming session already has an active request."
         equal((refused.status, refused.error), (400, message), "the second turn")
-        # The refusal has cleared the flag of the turn that runs.
+        # The refusal has cleared the session's in-flight flag although the first turn still runs.
         third = engine.pending(session, ids(13, 3), 2)
         disturbed = flow.end()
         after = third.end()
     engine.expect("the third turn's status", after.status, 200)
-    # Both count the one buffer that the session's turns share: the history and the third's delta.
+    # Both turns count the one buffer that they share: the history and the third turn's delta.
     engine.expect("prompt tokens of the third turn", after.prompt, 60 + 13)
     engine.expect("prompt tokens of the disturbed turn", disturbed.prompt, 60 + 13)
     equal(len(disturbed.output), TOKENS, "tokens of the disturbed turn")
@@ -43,7 +43,7 @@ def a_refused_overlap_unlocks_the_session_and_the_third_turn_corrupts(engine: En
 
 @case("page16")
 def turns_of_different_sessions_do_not_disturb_each_other(engine: Engine) -> None:
-    """The same turns alone and side by side: what the corruption above is compared with."""
+    """Compares turns run alone with the same turns side by side: the control for the test above."""
     alone = []
     for place in range(3):
         session = engine.open()

@@ -1,4 +1,4 @@
-"""When a decode runs out of KV: retractions, a turn that is lost, sessions that never close."""
+"""What happens when a decode runs out of KV: retractions, a lost turn, sessions never closed."""
 
 from conformance.cases import case
 from conformance.engine import Engine, Flow, body, ids
@@ -7,7 +7,7 @@ from lane import wire
 from lane.runner import equal
 from lane.turns import at_once
 
-# Four of these don't fit in the pool together; each one alone does.
+# Tokens of an answer. Four such turns don't fit in the pool together; each one alone does.
 TOKENS = 850
 OUT_OF_MEMORY = (
     "Out of memory even after retracting all other requests in the decode batch. "
@@ -16,7 +16,7 @@ OUT_OF_MEMORY = (
 
 
 def hopeful(engine: Engine, session: str | None, prompt: list[int], tokens: int, rid: str) -> Flow:
-    """A streamed turn that might end early, so that admission reserves little for it."""
+    """Starts a streamed turn that may end early, so that admission reserves little for it."""
     request = body(prompt, tokens, session, stream=True, rid=rid)
     del request["sampling_params"]["ignore_eos"]
     flow = Flow(wire.stream(f"{engine.url}/generate", request))
@@ -25,7 +25,7 @@ def hopeful(engine: Engine, session: str | None, prompt: list[int], tokens: int,
 
 
 def run_out(engine: Engine) -> tuple[list[str], list[Flow]]:
-    """Four sessions decode side by side until the pool is full: one gets a 500, the others wait."""
+    """Starts four sessions whose decodes fill the pool: one turn gets a 500, the others wait."""
     sessions = [engine.open() for _ in range(4)]
     for salt, session in enumerate(sessions):
         engine.turn(session, ids(100, 1 + salt), 4).good()
@@ -62,13 +62,13 @@ def sessions_that_run_out_of_kv_stay_half_closed(engine: Engine) -> None:
     engine.expect("their KV stays", engine.used() > 1000, True)
     engine.flushed()
     engine.until_used(0, "used after the flush")
-    # The partial answer of the lost turn is history now.
+    # The partial answer of the lost turn is part of the history now.
     after = engine.turn(sessions[0], ids(3, 30), 4).good()
     made = after.prompt - (104 + 20 + 3)
     told = len(ended.output)
-    # The real engine may have made one token more than it told.
+    # The real engine may have generated one token more than it sent.
     engine.expect("the lost answer is history", told > 300 and made - told in (0, 1), True)
-    # The flush gives back the KV, not the ids.
+    # The flush frees the KV of these sessions, but not their ids.
     closing = [f"Invalid request: close was requested for session {s}" for s in sessions[1:]]
     again = [engine.generate(in_session(session)).error for session in sessions[1:]]
     engine.expect("the retracted sessions never close", again, closing)
@@ -120,7 +120,7 @@ def answers_of_a_fixed_length_are_reserved_in_full(engine: Engine) -> None:
 
 @case("retract")
 def forced_retractions_change_no_answer(engine: Engine) -> None:
-    """Every third pass retracts a request when more than one runs."""
+    """The engine's test setting retracts a request in every third pass when more than one runs."""
     alone = []
     for n in range(2):
         session = engine.open()

@@ -1,8 +1,8 @@
-"""The error tables: what the engine says no to, in which words, and in which shape.
+"""The error tables: what the engine refuses, with which message and in which form.
 
-A turn is refused in one of three ways: by the scheduler, and then a one-token dummy runs in its
-place (a stream gets a 200 and a junk token); before the scheduler, and then a stream gets an event
-with an error in it; or by an exception nobody expected.
+A turn is refused in one of three ways. If the scheduler refuses it, a one-token dummy runs in its
+place, and a stream gets a 200 and a junk token. If it is refused before the scheduler, a stream
+gets one event that holds the error. The third way is an unhandled exception.
 """
 
 import json
@@ -16,12 +16,12 @@ from lane.runner import equal
 
 OPEN = {"capacity_of_str_len": 1000, "streaming": True}
 STILL_OPEN = "Failed to open the session. Check if a session with the same id is still open."
-# What a refused turn answers with when it is streamed.
+# The token that a refused turn returns when it is streamed.
 JUNK_TOKEN = 296
 
 
 def refused(engine: Engine, request: dict, message: str) -> None:
-    """Both ways to ask: the plain error, and the stream that is a 200 with a junk token."""
+    """Checks both forms of a refusal: the plain error, and the stream, a 200 with a junk token."""
     plain = engine.generate(request)
     equal((plain.status, plain.error), (400, message), "the refusal")
     streamed = Flow(wire.stream(f"{engine.url}/generate", {**request, "stream": True})).end()
@@ -180,7 +180,7 @@ def a_delta_longer_than_the_context(engine: Engine) -> None:
 
 
 def before_the_scheduler(engine: Engine, request: dict, message: str) -> None:
-    """A stream whose request never reaches the scheduler: one event with an error in it."""
+    """Checks a stream whose request never reaches the scheduler: it has one event, an error."""
     answer = engine.post("/generate", {**request, "stream": True})
     events = [line for line in answer.body.decode().split("\n\n") if line]
     equal((answer.status, len(events), events[-1]), (200, 2, "data: [DONE]"), "the stream")
@@ -224,7 +224,8 @@ def a_batch_in_one_session(engine: Engine) -> None:
         reply = engine.generate(request)
         message = "Streaming session already has an active request."
         equal((reply.status, reply.error), (400, message), "the answer to the batch")
-        # The first of the two ran all the same, and is aborted when the refusal gets back.
+        # The first prompt of the batch ran all the same, and is aborted when the refusal comes
+        # back.
         engine.until_idle()
     after = engine.turn(session, ids(5, 3), 4).good()
     equal(after.prompt, 24 + 5, "prompt tokens of the turn after")
@@ -249,7 +250,8 @@ def an_empty_turn(engine: Engine) -> None:
 def more_output_than_the_context_holds(engine: Engine) -> None:
     session = engine.open()
     engine.turn(session, ids(600, 1), 4).good()
-    # The check sees the request's own tokens only: with the history it would be far too much.
+    # The check counts the request's own tokens only; with the history they exceed the context by
+    # far.
     engine.turn(session, ids(20, 2), CONTEXT_TOKENS - 20).good()
     asked = CONTEXT_TOKENS - 19
     message = (

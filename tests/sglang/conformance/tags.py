@@ -5,7 +5,7 @@ from conformance.engine import Engine, Reply, ids
 from lane.runner import equal
 from lane.turns import at_once, new_id
 
-# Four of these fill the pool up; a fifth pushes one out.
+# Tokens of a prompt of which four fill the pool; a fifth evicts one of them.
 CHAIN = 480
 PROBE = 33
 
@@ -15,7 +15,7 @@ def tagged(engine: Engine, id: str, prompt: list[int], tokens: int = 1) -> Reply
 
 
 def fill(engine: Engine, salt: int, id: str | None = None) -> None:
-    """Leaves a chain of its own in the tree, tagged if an id is given."""
+    """Leaves a chain in the tree that shares no prefix with others, tagged if an id is given."""
     if id is None:
         engine.turn(None, ids(CHAIN, salt), 1).good()
     else:
@@ -23,7 +23,8 @@ def fill(engine: Engine, salt: int, id: str | None = None) -> None:
 
 
 def is_cached(engine: Engine, salt: int) -> bool:
-    """Asks with the beginning of a chain, so that the question takes little room."""
+    """Whether the chain of `salt` is cached. The probe is its beginning, which takes little
+    room."""
     reply = engine.turn(None, ids(PROBE, salt), 1).good()
     assert reply.cached in (0, PROBE // 16 * 16), f"cached: {reply.cached}"
     return reply.cached > 0
@@ -61,7 +62,7 @@ def untagged_kv_goes_before_tagged(engine: Engine) -> None:
     fill(engine, 1, id)
     for salt in (2, 3, 4):
         fill(engine, salt)
-    # The tagged chain is the oldest, and still the one that stays.
+    # The tagged chain is the oldest one, and it still stays.
     fill(engine, 5)
     fill(engine, 6)
     engine.expect("the tagged chain stays", is_cached(engine, 1), True)
@@ -84,7 +85,7 @@ def a_closed_tag_protects_no_longer(engine: Engine) -> None:
     fill(engine, 3)
     fill(engine, 4)
     engine.close(closed)
-    # By age alone: the closed one is older than the untagged ones.
+    # Only age counts now: the chain of the closed tag is older than the untagged ones.
     fill(engine, 5)
     engine.expect("the open tag's chain stays", is_cached(engine, 1), True)
     engine.expect("the youngest untagged one stays", is_cached(engine, 4), True)
@@ -161,7 +162,7 @@ def what_more_tags_hold_goes_later(engine: Engine) -> None:
 
 @case("tagged")
 def tags_hold_nothing_back(engine: Engine) -> None:
-    """Where all that is cached is tagged, tagged KV makes room too."""
+    """Checks that tagged KV is evicted too when all that is cached is tagged."""
     id = new_id("t")
     for salt in range(1, 9):
         fill(engine, salt, id)
@@ -210,7 +211,7 @@ def pinned_and_tagged_sessions_beside_each_other(engine: Engine) -> None:
     engine.expect("cached of the tagged session's second turn", second.cached, 112)
     two = engine.turn(pinned, ids(5, 3), 10).good()
     engine.expect("cached of the pinned session's second turn", two.cached, 69)
-    # Of the pinned session everything is held, of the tagged one nothing.
+    # All KV of the pinned session is held, and none of the tagged session.
     engine.until_used(96)
     engine.close(id)
     engine.close(pinned)

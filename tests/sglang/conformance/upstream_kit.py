@@ -1,4 +1,4 @@
-"""What SGLang's own kit for streaming sessions asserts (K1 to K16 of the reference)."""
+"""What SGLang's own test kit for streaming sessions asserts; K1 to K16 number its assertions."""
 
 from typing import Any
 
@@ -49,7 +49,7 @@ def k3_k4_k5_each_turn_inherits_the_kv_of_the_last(engine: Engine) -> None:
         equal(reply.prompt, history + len(prompt), f"turn {place}: prompt tokens")
         equal(reply.completion, 12, f"turn {place}: completion tokens")
         equal(reply.finish, {"type": "length", "length": 12}, f"turn {place}: the end")
-        # A turn ended by its length never computes its last token's KV.
+        # The KV of the last token is never computed in a turn that ends by its length limit.
         engine.expect(f"turn {place}: cached", reply.cached, max(history - 1, 0))
         history += len(prompt) + 12
         prompt, rid = ids(10, 2 + place), reply.meta["id"]
@@ -95,7 +95,8 @@ def k7_sessions_and_plain_requests_under_stress(engine: Engine) -> None:
 
 
 def abort_all_of(engine: Engine, session: str, prompt: list[int]) -> Reply:
-    """Runs a turn far longer than there is time for, and aborts everything."""
+    """Runs a turn far longer than the test, aborts everything, and returns the turn's last
+    event."""
     with engine.slow():
         flow = engine.flow(session, prompt, 900)
         equal(flow.first().finish, None, "the end of a turn that runs")
@@ -111,7 +112,7 @@ def k8_k9_an_aborted_turn_leaves_no_trace(engine: Engine) -> None:
     first = engine.turn(session, ids(40, 1), 20).good()
     abort_all_of(engine, session, ids(30, 2))
     third = engine.turn(session, [BOS, *ids(11, 3)], 4).good()
-    # The begin token of a later turn is taken off.
+    # The engine removes the begin token of a later turn.
     equal(third.prompt, first.prompt + first.completion + 11, "prompt tokens after the abort")
     healthy(engine)
 

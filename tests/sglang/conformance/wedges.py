@@ -1,4 +1,4 @@
-"""When nothing goes on any more: rows run out, KV runs out, one request blocks all behind it."""
+"""How the engine gets stuck: rows run out, KV runs out, or one request blocks all behind it."""
 
 from conformance.cases import case
 from conformance.engine import Engine, ids
@@ -15,12 +15,12 @@ def fill_rows(engine: Engine, count: int) -> list[str]:
 
 
 def stuck(engine: Engine, waiting: int) -> None:
-    """The signs of a wedge: so many wait, none runs, and still everything looks healthy."""
+    """Checks the signs of a wedge: `waiting` requests wait, none runs, and all looks healthy."""
     engine.until_queued(waiting)
     equal(engine.load()["num_running_reqs"], 0, "running requests")
     equal(engine.get("/health").status, 200, "the status of /health")
     equal(engine.get("/ready").status, 200, "the status of /ready")
-    # The probe of /health has had its second; a turn of four tokens would long be done.
+    # The probe of `/health` has taken a second; a turn of four tokens would have ended long ago.
     engine.until_queued(waiting)
     equal(engine.load()["num_running_reqs"], 0, "running requests a second later")
 
@@ -36,7 +36,7 @@ def one_free_row_is_enough(engine: Engine) -> None:
 @case("page16", "page1")
 def sessions_on_every_row_wedge_even_themselves(engine: Engine) -> None:
     sessions = fill_rows(engine, ROWS)
-    # One after the other: what comes first in the queue gets the first row that is free.
+    # The turns enter the queue one by one: the first in the queue gets the first free row.
     own = engine.pending(sessions[0], ids(5, 30), 4)
     engine.until_queued(1)
     plain = engine.pending(None, ids(5, 31), 4)
@@ -44,11 +44,11 @@ def sessions_on_every_row_wedge_even_themselves(engine: Engine) -> None:
     fresh = engine.open()
     first = engine.pending(fresh, ids(5, 32), 4)
     engine.until_queued(3)
-    # Not even a refusal comes back.
+    # A turn that will be refused gets no answer either.
     refused = engine.pending("nobody", ids(5, 33), 4)
     stuck(engine, 4)
     assert not any(turn.done() for turn in (own, plain, first, refused)), "something was answered"
-    # The way out: one close, and all goes on, until the rows are full again.
+    # The way out: each close frees a row, and the queue moves on until the rows are full again.
     engine.close(sessions[1])
     equal(own.end().good().prompt, 29, "prompt tokens of the session's own turn")
     plain.end().good()
@@ -69,13 +69,13 @@ def a_full_pool_wedges_and_a_close_while_queued_frees_nothing(engine: Engine) ->
     ]
     stuck(engine, 4)
     load = engine.load()
-    # Every queued append counts with its whole history.
+    # Every queued turn of a session counts with its full history.
     engine.expect("tokens held and waiting", load["num_total_tokens"], held + 4 * (470 + 100))
     engine.close(sessions[0])
     refused = engine.pending(sessions[0], ids(5, 20), 4)
     stuck(engine, 5)
     equal(engine.used(), held, "used after the close of a session whose turn waits")
-    # Abort first, then close: that works.
+    # To abort the queued turn and then close the session works.
     engine.abort("queued-0")
     message = turns[0].end().finish["message"]
     equal(message, "Abort in waiting queue", "how the queued turn ended")
@@ -102,7 +102,8 @@ def one_request_that_does_not_fit_blocks_all_behind_it(engine: Engine) -> None:
 
 @case("page16", "page1")
 def admission_needs_more_than_the_exact_room(engine: Engine) -> None:
-    """A request is admitted if its input, its output and a page fit with something left over."""
+    """Checks that a request is admitted only if its input, its output and a page leave room
+    over."""
     page, pool = engine.group.page_size, engine.group.pool_tokens
     for salt, (prompt, tokens) in enumerate(((1000, 9), (500, 13))):
         engine.turn(engine.open(), ids(prompt, salt), tokens).good()
@@ -147,7 +148,7 @@ def a_request_that_does_not_fit_shuts_the_queue_until_one_has_left(engine: Engin
         engine.until_queued(1)
         engine.abort("too-big")
         big.end()
-        # It would fit, nothing is before it, and still it waits.
+        # The small request would fit and is first in the queue, and still it waits.
         small = engine.pending(None, ids(10, 4), 1)
         engine.until_queued(1)
         flow.end()
