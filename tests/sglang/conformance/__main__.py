@@ -47,10 +47,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("-k", metavar="PATTERN", help="run only the cases whose name contains it")
     parser.add_argument("--list", action="store_true", help="list the cases and exit")
     parser.add_argument(
-        "--engine-sim", type=Path, metavar="PATH", help="the simulator's program; not given: the real engine"
+        "--engine-sim", type=Path, metavar="PATH",
+        help="the simulator's program; not given: the real engine",
     )
     parser.add_argument(
-        "--cost", action="store_true", help="run no cases; measure the cost of --enable-session-radix-cache"
+        "--cost", action="store_true",
+        help="run no cases; measure the cost of --enable-session-radix-cache",
     )
     parser.add_argument("--first-port", type=int, help="the first port to try")
     return parser.parse_args()

@@ -1,1 +1,1 @@
-"""The real-engine lane: Berth's router and agent before a real SGLang, on a CPU."""
+"""The integration suite: Berth's router and agent before a real SGLang, on a CPU."""

@@ -1,4 +1,4 @@
-"""The lane's command line: starts the fleet, runs the tests, ends what it started."""
+"""Command line of the integration suite: starts the fleet, runs the tests, stops the fleet."""
 
 import argparse
 import shutil
@@ -44,11 +44,11 @@ from lane import (  # noqa: F401
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tests/sglang/run", description=__doc__)
-    parser.add_argument("-k", metavar="PATTERN", help="only the tests whose name contains it")
-    parser.add_argument("--list", action="store_true", help="name the tests and stop")
+    parser.add_argument("-k", metavar="PATTERN", help="run only the tests whose name contains it")
+    parser.add_argument("--list", action="store_true", help="list the tests and exit")
     parser.add_argument("--page-size", type=int, default=16, help="the engine's (default 16)")
-    parser.add_argument("--keep", action="store_true", help="leave it running until Ctrl-C")
-    parser.add_argument("--only-engine", action="store_true", help="the engine alone, no tests")
+    parser.add_argument("--keep", action="store_true", help="leave the fleet running until Ctrl-C")
+    parser.add_argument("--only-engine", action="store_true", help="run the engine alone, no tests")
     return parser.parse_args()
 
 
@@ -67,7 +67,7 @@ def main() -> int:
         print("\n".join(test.name for test in tests))
         return 0
     if not tests:
-        say(f"no test is named like {options.k!r}; --list names them")
+        say(f"no test name contains {options.k!r}; --list shows all names")
         return 2
 
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -100,7 +100,7 @@ def main() -> int:
         say("interrupted")
         return 130
     finally:
-        # A second Ctrl-C must not leave anything behind.
+        # A second Ctrl-C must not interrupt the cleanup.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         if fleet:
@@ -114,7 +114,7 @@ def main() -> int:
 
 
 def keep(fleet: Fleet) -> None:
-    """Names what runs, and waits for Ctrl-C or TERM."""
+    """Prints the addresses of the running processes, and waits for Ctrl-C or TERM."""
     say("running; Ctrl-C ends it")
     print(f"  engine  {fleet.engine_url}")
     if fleet.agent and fleet.router:

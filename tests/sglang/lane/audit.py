@@ -1,7 +1,6 @@
-"""The page audit inside the real engine: what it says of the pool and of each session is what the
-engine's own counters say, and what is wrong is found and named.
+"""The page audit of a real engine: it equals the engine's own counters, for pool and sessions.
 
-Each test starts the agent anew on the socket where the engine's shim looks for it.
+Each test restarts the agent on the socket where the engine's shim looks for it.
 """
 
 import re
@@ -28,7 +27,8 @@ def _same(fleet: Fleet) -> bool:
 
 
 def check(fleet: Fleet) -> None:
-    """At rest: classes and sessions, to the page."""
+    """Checks that the audit of an idle engine equals the engine's account, to the page: the
+    classes of pages and the sessions."""
     wait_until(fleet.agent, "saying what the engine says", lambda: _same(fleet), SETTLE_SECONDS_MAX)
     equal(differences(fleet), [], "where the audit isn't the engine's account")
 
@@ -40,14 +40,15 @@ def it_equals_the_engines_account(fleet: Fleet) -> None:
         sessions = []
         for number in range(4):
             session = Pinned(fleet)
-            # Two of them begin alike, and share whole pages through the tree.
+            # Two of the sessions begin with the same text and share whole pages through the radix
+            # tree.
             same = "The same beginning of both of them, long enough for some pages. "
             session.turn((same if number < 2 else text_of(30 + number)) + str(number), 9 + number)
             sessions.append(session)
             check(fleet)
         for session in sessions:
             session.turn(" And more of it, beyond a page.", 12)
-        # Beside them, what the tree keeps.
+        # A plain turn, whose KV is then in the radix tree alone.
         finished(wire.post(f"{fleet.router_url}/generate", {
             "text": text_of(200), "sampling_params": {"max_new_tokens": 4, "temperature": 0},
         }))
@@ -63,7 +64,7 @@ def it_equals_the_engines_account(fleet: Fleet) -> None:
             [gone] = before.keys() - left
             now = after["pages"]["classes"]["free"]
             equal(now - free, before.pop(gone)["freed_by_close_pages"], "pages that the close freed")
-            # What it shared may be another's alone now.
+            # A page that the closed session shared may belong to a single session now.
             before = {one["incarnation"]: one for one in after["sessions"]}
             free = now
         check(fleet)
@@ -112,7 +113,8 @@ def sealed_pages_are_compared(fleet: Fleet) -> None:
         audit(fleet)
         equal(audit(fleet)["pages"]["compared_pages"], sealed, "pages compared with the first audit")
         session.turn(" More of it.", 10)
-        # The next audit may look only at what is new; in the one after it is the others' turn.
+        # An audit may compare only the pages that are new to it; the audit after it compares the
+        # others.
         compared = [audit(fleet)["pages"]["compared_pages"] for _ in range(2)]
         assert max(compared) >= sealed, f"{compared} pages compared, {sealed} were sealed before"
         session.close()

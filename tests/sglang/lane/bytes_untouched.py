@@ -1,8 +1,8 @@
-"""Through Berth an answer is, byte for byte, what the engine says when asked directly.
+"""An answer through Berth is, byte for byte, the answer of the engine asked directly.
 
-Only what differs between two answers of the engine itself is levelled: ids and times. Every turn is
-asked once before it is compared, so that both see the same cache. Streams, which the engine cuts
-into events as it finds time, are compared by `tapped`.
+Ids and times differ between two answers of the engine itself, so they are replaced by constants.
+Every turn is sent once before it is compared, so that both requests find the same cache. Streams
+are compared by `tapped`, because the engine's timing decides how it splits them into events.
 """
 
 import re
@@ -30,7 +30,7 @@ def levelled(raw: bytes) -> bytes:
 
 
 def same_bytes(found: bytes, expected: bytes, what: str) -> None:
-    """Shows the first place where they differ, not all of them."""
+    """Checks that the bytes are equal; a failure shows the first place where they differ."""
     if found != expected:
         pairs = zip(found, expected)
         place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(found), len(expected)))
@@ -67,7 +67,7 @@ def non_ascii_prompts_and_logprobs(fleet: Fleet) -> None:
 @test
 def the_engines_own_refusals(fleet: Fleet) -> None:
     same(fleet, "/generate", body("x", 4) | {"sampling_params": {"temperature": -1}}, status=400)
-    # Not one that shows the request: there Berth's keys are shown with it.
+    # This refusal doesn't quote the request. A quoted request would show the keys that Berth adds.
     same(fleet, "/v1/chat/completions", chat_body("x", 4) | {"temperature": -1}, status=400)
 
 

@@ -1,8 +1,7 @@
-"""A turn as OpenAI's and Anthropic's own Python clients send it, by each API they have, streamed or
-not, and what the client makes of the answer.
+"""Turns by each API of OpenAI's and Anthropic's own Python clients, streamed or not.
 
-A history is a list of messages as chat completions have them; each API sends them in its own form,
-as a framework does that speaks it.
+A history is a list of messages in the form of chat completions. Each API sends it in its own form,
+as a framework for that API does.
 """
 
 import json
@@ -19,32 +18,32 @@ from lane.runner import equal
 
 SECONDS_MAX = 60
 KEY = "lane"
-# As both clients send their key: a session is of the credential that opened it.
+# The key that both clients send, as a header. A session belongs to the credential that opened it.
 CREDENTIAL = {"authorization": f"Bearer {KEY}"}
 
 
 @dataclass(frozen=True)
 class Ask:
-    """What a client wants of one turn, beside its history."""
+    """What a client asks for in one turn, besides the history."""
 
     tokens: int
     tools: tuple[dict, ...] = ()
-    # One of the tools must be called.
+    # Whether the model must call one of the tools.
     forced: bool = False
     stop: tuple[str, ...] = ()
     bias: dict[str, int] = field(default_factory=dict)
-    # An extension of SGLang's: the answer's form.
+    # The form of the answer as a regular expression, an extension of SGLang.
     regex: str = ""
 
 
 @dataclass(frozen=True)
 class Said:
-    """The answer as the client has it. Of an empty one that is streamed some APIs have no figures;
-    they are 0 then."""
+    """An answer as the client received it. Some APIs give no token counts for an empty streamed
+    answer; the counts are 0 then."""
 
     text: str
     thought: str
-    # Names and arguments.
+    # The name and the arguments of each tool call.
     calls: tuple[tuple[str, str], ...]
     finish: str
     prompt_tokens: int
@@ -52,10 +51,10 @@ class Said:
 
 
 class Clients:
-    """Both clients at one server, with the same headers on each of their requests."""
+    """Both clients for one server; they send the same headers with each request."""
 
     def __init__(self, url: str, headers: dict[str, str]):
-        # Those of the last answer.
+        # The headers of the last answer.
         self.headers: httpx.Headers = httpx.Headers()
         hooks = {"response": [self._answered]}
         fixed: dict[str, Any] = {
@@ -112,7 +111,7 @@ def chat(clients: Clients, stream: bool, system: str, history: list[dict], ask: 
 
 def completions(clients: Clients, stream: bool, system: str, history: list[dict], ask: Ask) -> Said:
     said = [f"\n{one['content']}\n" if one["role"] == "user" else one["content"] for one in history]
-    # No template writes a begin token here, so the client does.
+    # This route applies no chat template, so the client writes the begin token.
     prompt = f"<|bos|>{system}" + "".join(said)
     answer = clients.openai.completions.create(prompt=prompt, **_sampling(ask), **_stream(stream))
     if not stream:
@@ -147,7 +146,7 @@ def responses(clients: Clients, stream: bool, system: str, history: list[dict], 
         call["tool_choice"] = "required" if ask.forced else "auto"
     answer = clients.openai.responses.create(**call)
     if stream:
-        # The last event has the whole response in it.
+        # The last event holds the whole response.
         *_, last = answer
         answer = last.response
     calls = [(one.name, one.arguments) for one in answer.output if one.type == "function_call"]
@@ -161,7 +160,7 @@ def responses(clients: Clients, stream: bool, system: str, history: list[dict], 
 def messages(clients: Clients, stream: bool, system: str, history: list[dict], ask: Ask) -> Said:
     call: dict[str, Any] = {
         "model": MODEL, "system": system, "messages": _blocks(history), "max_tokens": ask.tokens,
-        # The client has no parameter for the temperature any more; the engine has.
+        # The client no longer has a parameter for the temperature; the engine still has one.
         "extra_body": {"temperature": 0},
     }
     if ask.stop:
@@ -188,7 +187,8 @@ def messages(clients: Clients, stream: bool, system: str, history: list[dict], a
 
 
 def _blocks(history: list[dict]) -> list[dict]:
-    """The history as Anthropic's API has it: results of tools are the user's."""
+    """Returns the history in the form of Anthropic's API, where the results of tools are the
+    user's."""
     made: list[dict] = []
     for one in history:
         role, blocks = one["role"], []

@@ -1,8 +1,7 @@
-"""What the clients of `clients.py` say: scripts of ten turns, and the side of a conversation that
-holds its history.
+"""The conversations of `clients.py`: scripts of ten turns, and the client that holds the history.
 
-A script changes the history as a client or its user would, then asks; and says whether the history
-goes on from where the session is.
+A script changes the history as a client or its user does, and then asks for an answer. It says
+whether the history continues from where the session is.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,17 +31,17 @@ TOOLS: tuple[dict, ...] = tuple(
     )
 )
 CALL = r'<tool_call>\n\{{"name":"{}", "arguments":\{{"{}":{}\}}\}}\n</tool_call>'
-# Two calls at once, as the template writes them; and an answer with a thought before it.
+# Two tool calls at once, as the template writes them, and an answer after a thought.
 TWO_CALLS = r"\n".join((CALL.format("weather", "place", '"(quay|dock)"'),
                         CALL.format("tide", "high", "(true|false)")))
 THOUGHT = r"<think>\n[a-z ]{12,20}\n</think>\n\n[a-z ]{12,20}"
-# Common enough that each answer has one.
+# Stop strings so common that each answer contains one.
 STOPS = (" a", " h", " l", " n", " o", " s", " t", " w")
 
 
 @dataclass(frozen=True)
 class Step:
-    """A turn, and whether its history goes on where the turn before has left it."""
+    """A turn, and whether the client edited the history since the turn before."""
 
     ask: Ask
     edited: bool = False
@@ -50,7 +49,7 @@ class Step:
 
 @dataclass
 class Talk:
-    """A client's side of a conversation: it holds the history and resends it all."""
+    """The client's side of a conversation: it holds the history and resends all of it."""
 
     api: str
     stream: bool
@@ -64,7 +63,7 @@ class Talk:
         self.history.append({"role": "user", "content": asked})
 
     def heard(self, said: Said) -> None:
-        """What was thought isn't resent."""
+        """Adds an answer to the history, without its thought, which isn't resent."""
         self.answers.append(said)
         self.answers_with(said.text, said.calls)
 
@@ -79,24 +78,27 @@ class Talk:
         self.history.append(made)
 
     def results(self, *texts: str) -> None:
-        """One for each call of the last answer."""
+        """Adds a result for each call of the last answer."""
         for call, text in zip(self.history[-1]["tool_calls"], texts, strict=True):
             result = {"role": "tool", "tool_call_id": call["id"], "content": text}
             self.history.append(result)
 
     def asks(self, tokens: int = TOKENS, **more: object) -> Ask:
-        """Not streamed, where the API has a bias, an answer is of whole words, which come back as
-        the same tokens: so whole conversations compare. The streamed ones drift."""
+        """Returns what the client asks for next. Where the API has a logit bias, unstreamed
+        answers consist of whole words, which come back as the same tokens, so whole
+        conversations can be compared. Streamed answers have no such bias: some of them come back
+        as other tokens."""
         bias: dict[str, int] = more.pop("bias", {})
         if not self.stream and not (more.get("regex") or more.get("forced")):
             bias = self.words.pieces | bias
-        # In plain text, an answer that ends by itself ends with a token that has no text.
+        # An answer that ends by itself ends with a token without text, which a plain prompt can't
+        # resend.
         bias |= self.words.never_end if self.api == "completions" else {}
         return Ask(tokens, bias=bias if self.api in ("chat", "completions") else {}, **more)
 
 
 class Words:
-    """The chat model's vocabulary, as biases."""
+    """The chat model's vocabulary, as logit biases."""
 
     def __init__(self, tokenizer: Tokenizer):
         vocabulary = tokenizer.get_vocab(with_added_tokens=False)
@@ -105,10 +107,11 @@ class Words:
         words = [tokenizer.encode(f" {word}").ids for word in WORDS]
         whole = {ids[0] for ids in words if len(ids) == 1}
         self.pieces = {str(id): -100 for id in vocabulary.values() if id not in whole}
-        # As special tokens they would have no text.
+        # The model must spell these marks: as special tokens they would have no text.
         marks = [tokenizer.token_to_id(mark) for mark in ("<think>", "</think>")]
         self.spelled_thoughts = {str(id): -100 for id in marks}
-        # Calls without spaces (so the byte level writes those), and nothing behind them.
+        # Forbids spaces in calls (the byte level writes them as these characters) and text behind
+        # calls.
         spaces = [id for piece, id in vocabulary.items() if set(piece) <= set("ĠĉĊč")]
         self.compact = {str(id): -100 for id in spaces} | self.ends
 
@@ -117,15 +120,17 @@ Script = Callable[[Talk], Iterator[Step]]
 
 
 def questions(talk: Talk) -> Iterator[Step]:
-    """One of them empty, and one with an empty answer."""
+    """Plain questions; one is empty, and one gets an empty answer."""
     for number in range(TURNS):
         talk.says()
         yield Step(talk.asks(bias=talk.words.ends if number == 5 else {}))
 
 
 def tools(talk: Talk) -> Iterator[Step]:
-    """Calls that the engine's grammar forces and its parser reads, two at once too; results."""
-    # The grammar leaves the model free to space a call's arguments, and the parser drops that.
+    """Tool calls, one or two at a time, that the engine's grammar forces and its parser reads,
+    and their results."""
+    # Only chat has the bias against spaces in a call's arguments. Elsewhere the model may write
+    # some, and the parser drops them, so the resent call differs from the session's context.
     spaced = talk.api != "chat"
     talk.says()
     yield Step(talk.asks(tools=TOOLS))
@@ -139,7 +144,8 @@ def tools(talk: Talk) -> Iterator[Step]:
         yield Step(talk.asks(200, tools=TOOLS, regex=TWO_CALLS))
         equal(len(talk.answers[-1].calls), 2, f"calls in {talk.answers[-1]}")
     else:
-        # The other APIs take no such form: the client makes two calls of the answer.
+        # The other APIs have no regular expressions, so the client replaces the answer by two
+        # calls.
         yield Step(talk.asks(tools=TOOLS))
         talk.history.pop()
         two = (("weather", '{"place": "quay"}'), ("tide", '{"high": true}'))
@@ -158,7 +164,8 @@ def tools(talk: Talk) -> Iterator[Step]:
 
 
 def edits(talk: Talk) -> Iterator[Step]:
-    """The last answer asked for again, another system prompt, a summary in the history's place."""
+    """Edits of the history: the last answer is asked for again, the system prompt changes, a
+    summary replaces the history."""
     for _ in range(3):
         talk.says()
         yield Step(talk.asks())
@@ -179,12 +186,13 @@ def edits(talk: Talk) -> Iterator[Step]:
 
 
 def stops_and_thoughts(talk: Talk) -> Iterator[Step]:
-    """A stop string's tokens and a thought are in the session's context, not in the history."""
+    """The session's context has the tokens of a stop string and of a thought; the history
+    hasn't."""
     talk.says()
     yield Step(talk.asks())
     talk.says()
     yield Step(talk.asks(stop=STOPS, bias=talk.words.never_end))
-    # By messages the engine calls that the end of a turn.
+    # The messages API reports a stop string as the end of the turn.
     ends = ("stop", "end_turn")
     one_of(talk.answers[-1].finish, ends, f"the end of {talk.answers[-1]}")
     talk.says()

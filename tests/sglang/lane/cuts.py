@@ -1,5 +1,7 @@
-"""What the shim takes for held and sealed, of schedulers in states that a CPU engine never shows: its
-device is never behind. The schedulers here have the fields that the shim reads, and nothing else.
+"""The shim's snapshot of rows, for scheduler states that a CPU engine never reaches.
+
+The device of a CPU engine is never behind its scheduler. The schedulers here have the fields that
+the shim reads, and nothing else.
 """
 
 import sys
@@ -42,7 +44,8 @@ def _scheduler(sessions: dict[str, Any], slots: dict[str, Any], **queues: Any) -
 
 
 def _one(inflight: bool = False, **queues: Any) -> tuple[Any, Any, Any]:
-    """A scheduler with one session that holds row 1, its session and its record."""
+    """Returns a scheduler with one session that holds row 1, the session, and the session's KV
+    record."""
     session, kv = SimpleNamespace(_inflight=inflight), _kv(1)
     slots = {"s": SimpleNamespace(kv=kv)}
     return _scheduler({"s": session}, slots, **queues), session, kv
@@ -55,8 +58,9 @@ def only_what_no_turn_may_still_write_is_sealed(_fleet: Fleet) -> None:
     equal(row.sealed_tokens, COMMITTED - 1, "sealed of an idle session")
     running, _, _ = _one(inflight=True)
     equal(cut.rows_of(running)[1][0].sealed_tokens, 0, "sealed while a turn is in flight")
-    # Its flag says idle: a turn that has ended, in the batch that the device still works on; one
-    # that was put back into the queue; one beside which another was refused.
+    # In all three cases the session's flag says idle, but a turn may still write: a turn has ended
+    # and is in the batch that the device still works on, a turn was put back into the queue, or
+    # another turn was refused beside a running one.
     for queue in ("running", "launched", "waiting"):
         scheduler, session, kv = _one()
         queued = [_request(kv, session)]

@@ -1,4 +1,4 @@
-"""The ends: the agent is shut down, the engine dies. These run last."""
+"""What happens when the agent shuts down and when the engine dies. These tests run last."""
 
 import time
 
@@ -48,7 +48,7 @@ def a_dead_engine_is_answered_for_at_once(fleet: Fleet) -> None:
         raw = running.rest()
         assert b"[DONE]" not in raw, "a turn that was cut off looks complete"
     except (OSError, wire.http.client.HTTPException):
-        pass  # Cut off is what it was.
+        pass  # The turn is expected to be cut off.
     _in_time(begin, "the end of the running turn")
 
     turns = {
@@ -61,7 +61,7 @@ def a_dead_engine_is_answered_for_at_once(fleet: Fleet) -> None:
         answer = wire.post(fleet.router_url + path, request, seconds=30)
         _in_time(begin, what)
         equal(answer.status, 503, f"the status of {what} ({answer})")
-    # Nothing will bring this session back, so trying again later is no answer.
+    # The session is lost with the engine, so its client can't be helped by a later retry.
     begin = time.monotonic()
     request = body("Hello?", 4, session_params={"id": session.id})
     answer = wire.post(f"{fleet.router_url}/generate", request, seconds=30)

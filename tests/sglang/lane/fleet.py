@@ -11,14 +11,14 @@ from typing import Any
 from lane import wire
 from lane.processes import Failed, Process, answers_200, free_ports, shim_env, wait_until
 
-ENGINE_START_SECONDS_MAX = 240  # 27 s alone on two cores; a loaded machine takes several times that.
+ENGINE_START_SECONDS_MAX = 240  # 27 s alone on two cores; a loaded machine takes longer.
 BERTH_START_SECONDS_MAX = 60
 AGENT_STOP_SECONDS_MAX = 30
 ROUTER_STOP_SECONDS_MAX = 30
-ENGINE_STOP_SECONDS_MAX = 25  # It takes 9 s.
+ENGINE_STOP_SECONDS_MAX = 25  # The engine takes 9 s.
 SETTLE_SECONDS_MAX = 30
 
-# Small enough to see the pool move, large enough that no test is refused for want of room.
+# Small enough that the pool's use shows, large enough that no test is refused for lack of room.
 POOL_TOKENS = 8192
 CONTEXT_TOKENS = 2048
 ROWS = 16
@@ -40,9 +40,9 @@ def start_engine(
     model: str = "model",
     more: list[str] | None = None,
 ) -> tuple[Process, str]:
-    """Starts the engine, with more environment and flags; it isn't ready yet. Returns it and its
-    URL."""
-    # The load feed takes the port after those of the events and of their replay.
+    """Starts the engine with `env` added to its environment and `more` to its flags, and returns
+    before it is ready. Returns the process and its URL."""
+    # The load feed takes the port after those of the KV events and of their replay.
     port, events, replay, _load = free_ports(4)
     kv_events = (
         f'{{"publisher":"zmq","topic":"kv-events","endpoint":"tcp://*:{events}",'
@@ -66,7 +66,7 @@ def start_engine(
 def launch_engine(
     folder: Path, port: int, flags: list[str], env: dict | None = None, model: str = "model"
 ) -> Process:
-    """The real engine on the CPU with one of the lane's models, and these flags."""
+    """Starts the real engine on the CPU with one of the suite's models and these flags."""
     home = engine_home()
     command = [
         str(home / "venv/bin/python"), "-W", "ignore", "-m", "sglang.launch_server",
@@ -80,7 +80,7 @@ def launch_engine(
         "--port", str(port),
         "--enable-metrics",
         "--enable-cache-report",
-        # Without it an idle engine burns a whole core.
+        # Without this flag an idle engine uses a whole core.
         "--sleep-on-idle",
         *flags,
     ]
@@ -97,14 +97,15 @@ def launch_engine(
 
 
 def wait_engine(engine: Process, url: str) -> float:
-    # `/health` runs a token through the model: a 200 means that it can serve.
+    # `/health` runs a token through the model, so a 200 means that the engine can serve.
     return wait_until(
         engine, "ready", lambda: answers_200(f"{url}/health"), ENGINE_START_SECONDS_MAX
     )
 
 
 def binaries(names: tuple[str, ...] = ("berth-agent", "berth-router")) -> Path:
-    """The folder with these programs, built if none is named."""
+    """Returns the folder with these programs: `BERTH_BIN_DIR`, or cargo's after it has built
+    them."""
     if named := os.environ.get("BERTH_BIN_DIR"):
         for name in names:
             if not os.access(Path(named) / name, os.X_OK):
@@ -125,7 +126,7 @@ def binaries(names: tuple[str, ...] = ("berth-agent", "berth-router")) -> Path:
 
 @dataclass
 class Fleet:
-    """What runs, where it listens, and how to start or end a part of it."""
+    """The processes, their addresses, and methods that start or stop each of them."""
 
     folder: Path
     bin_dir: Path
@@ -140,16 +141,17 @@ class Fleet:
     router_url: str = ""
     router_admin: str = ""
     worker: str = WORKER
-    # The sessions that the running test has opened.
+    # The ids of the sessions that the running test has opened.
     opened: list[str] = field(default_factory=list)
 
     @property
     def shim_socket(self) -> Path:
-        """Where the engine's shim looks for its agent."""
+        """The socket where the engine's shim looks for its agent."""
         return self.folder / "shim.sock"
 
     def start_engine(self, env: dict | None = None, **more: Any) -> None:
-        """With the shim, more environment, and what else `start_engine` takes."""
+        """Starts the engine with the shim and waits until it is ready. `env` is added to its
+        environment, and `more` is passed on to the function `start_engine`."""
         print(f"lane: starting the engine, page size {self.page_size}", flush=True)
         env = shim_env(self.shim_socket, self.bin_dir) | (env or {})
         self.engine, self.engine_url = start_engine(self.folder, self.page_size, env=env, **more)
@@ -160,7 +162,7 @@ class Fleet:
         print(f"lane: engine ready after {seconds:.1f} s", flush=True)
 
     def revive(self) -> None:
-        """Starts everything anew if something has ended."""
+        """Restarts the whole fleet if one of its processes has ended."""
         if any(not process.alive() for process in self.processes()):
             print("lane: something has ended; starting the fleet anew", flush=True)
             self.stop()
@@ -169,7 +171,7 @@ class Fleet:
             self.start_router()
 
     def stop(self) -> None:
-        """Ends all that runs, whatever state it is in."""
+        """Stops all processes, whatever state they are in."""
         limits = {"engine": ENGINE_STOP_SECONDS_MAX, "agent": AGENT_STOP_SECONDS_MAX}
         for process in self.processes():
             seconds = limits.get(process.name, ROUTER_STOP_SECONDS_MAX)
@@ -178,8 +180,8 @@ class Fleet:
             process.stop(0)
 
     def start_agent(self, engine_url: str | None = None, settings: str = "") -> None:
-        """Starts it where it was before, at the engine or at what stands in front of that, with
-        these lines in its settings file."""
+        """Starts the agent at the addresses it had before, with these lines in its settings
+        file. `engine_url` is the engine, or a relay before it."""
         config = self.folder / "agent.toml"
         config.write_text(f'state_dir = "{self.folder}"\n{settings}')
         if not self.agent_data:
@@ -189,7 +191,8 @@ class Fleet:
         self._wait_ready(self.agent, self.agent_admin)
 
     def launch_agent(self, name: str, addresses: list[str], engine_url: str) -> Process:
-        """An agent with the newest settings at these addresses; it isn't ready yet."""
+        """Starts an agent with the newest settings at these addresses, and returns before it is
+        ready."""
         data, control, admin = addresses
         return Process.start(name, [
             str(self.bin_dir / "berth-agent"),
@@ -202,8 +205,8 @@ class Fleet:
         ], self.folder)
 
     def start_router(self, *others: "Fleet", settings: str = "") -> None:
-        """Starts it before this agent, and before those of other fleets, with these lines in its
-        settings file."""
+        """Starts the router before this fleet's agent and the agents of other fleets. `settings` is
+        the text of the router's settings file."""
         config = self.folder / "router.toml"
         config.write_text(settings)
         data, admin = free_addresses(2)
@@ -219,7 +222,8 @@ class Fleet:
         self._wait_ready(self.router, admin)
 
     def restart_agent(self, engine_url: str | None = None, settings: str = "") -> None:
-        """Ends it properly if it runs, starts it, waits until turns get through again."""
+        """Stops the agent properly if it runs, starts it, and waits until turns get through
+        again."""
         if self.agent.alive():
             status = self.stop_agent()
             assert status == 0, f"the agent's exit status: {status}\n{self.agent.log_tail()}"
@@ -236,7 +240,7 @@ class Fleet:
         )
 
     def wait_trimming(self) -> None:
-        """Waits until the router knows that whole histories are trimmed here."""
+        """Waits until the router knows that all workers trim full histories."""
         def trims() -> bool:
             workers = wire.get(f"{self.router_url}/v1/workers").json()["workers"]
             return all(worker["trims"] for worker in workers)
@@ -251,12 +255,12 @@ class Fleet:
         return self.agent.stop(AGENT_STOP_SECONDS_MAX)
 
     def kill_agent(self) -> None:
-        """As a crash does: at once."""
+        """Kills the agent with SIGKILL, as in a crash."""
         self.agent.send_group(signal.SIGKILL)
         self.agent.popen.wait()
 
     def kill_engine(self) -> None:
-        """As a crash does: at once, with all its processes."""
+        """Kills the engine and all its processes with SIGKILL, as in a crash."""
         self.engine.send_group(signal.SIGKILL)
         self.engine.popen.wait()
 
@@ -264,15 +268,16 @@ class Fleet:
         return [process for process in (self.router, self.agent, self.engine) if process]
 
     def loads(self) -> list[dict]:
-        """The engine's own account, which follows within a fraction of a second."""
+        """The engine's own account, which lags by less than a second."""
         return wire.get(f"{self.engine_url}/v1/loads").json()["loads"]
 
     def pool_used_tokens(self) -> int:
-        """What running turns and sessions hold, by the engine's own account."""
+        """The tokens that running turns and sessions hold, by the engine's own account."""
         return sum(load["num_used_tokens"] for load in self.loads())
 
     def pool_at_rest(self) -> int:
-        """What sessions hold, once the engine's account is one in which no turn runs or waits."""
+        """Returns the tokens that sessions hold, once no turn runs or waits by the engine's own
+        account."""
         def at_rest() -> bool:
             seen[:] = self.loads()
             return not any(load["num_running_reqs"] + load["num_waiting_reqs"] for load in seen)
@@ -282,20 +287,22 @@ class Fleet:
         return sum(load["num_used_tokens"] for load in seen)
 
     def flush(self) -> None:
-        """Empties the engine's cache, which the engine refuses as long as anything runs. That of
-        the turn before may last a step longer than its answer."""
+        """Empties the engine's cache. The engine refuses that while a request runs, and the
+        previous turn's request may run for one step after its answer: this waits until the
+        engine accepts."""
         def flushed() -> bool:
             return wire.post(f"{self.engine_url}/flush_cache", {}).status == 200
 
         wait_until(self.engine, "flushed", flushed, SETTLE_SECONDS_MAX)
 
     def baseline(self) -> int:
-        """The pool's use before a test: what the test before closed is given time to leave, and
-        what stays after that isn't ours to judge."""
+        """Returns the pool's use before a test. KV that the previous test released gets 5 s to
+        go; what stays after that is taken as given."""
         return self.wait_pool(0, seconds=5)
 
     def wait_pool(self, tokens: int, seconds: float = SETTLE_SECONDS_MAX) -> int:
-        """Waits until the pool's use is what it is told, or the time is over."""
+        """Waits until the pool's use is `tokens`, for at most `seconds`. Returns the last
+        figure."""
         deadline = time.monotonic() + seconds
         while (used := self.pool_used_tokens()) != tokens and time.monotonic() < deadline:
             time.sleep(0.1)

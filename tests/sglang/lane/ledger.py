@@ -1,4 +1,4 @@
-"""What Berth says about the KV pool is what the engine says."""
+"""Berth's figures for the KV pool equal the engine's."""
 
 import time
 
@@ -7,8 +7,8 @@ from lane.fleet import WORKER, Fleet
 from lane.runner import equal, test
 from lane.turns import Pinned, wait_session
 
-# A load report and an engine sample later than the turn; both come about once a second, on a loaded
-# machine later.
+# The figures follow a turn by an engine sample and a load report, each about once a second, or
+# later on a loaded machine.
 REPORT_SECONDS_MAX = 30
 
 
@@ -33,7 +33,7 @@ def _only(found: dict[str, int], expected: dict[str, int]) -> dict[str, int]:
 @test
 def pinned_sessions_to_the_page(fleet: Fleet) -> None:
     equal(fleet.wait_pool(0), 0, "what the tests before have left in the pool")
-    # Nothing that they could share, and lengths that end in the midst of a page.
+    # The sessions share no prefix, and their lengths end in the middle of a page.
     sessions = [Pinned(fleet) for _ in range(3)]
     for number, session in enumerate(sessions):
         session.turn("abc"[number] * (20 + 7 * number), 10)
@@ -54,7 +54,7 @@ def a_shared_prefix_is_never_counted_too_low(fleet: Fleet) -> None:
     sessions = [Pinned(fleet) for _ in range(3)]
     for number, session in enumerate(sessions):
         session.turn("The same beginning of all of them. " * 3 + str(number), 10)
-    # The engine's figure is settled when Berth's, which is an older one, equals it.
+    # Berth's figure is older than the engine's. When both are equal, the engine's has settled.
     deadline = time.monotonic() + REPORT_SECONDS_MAX
     while (used := fleet.pool_used_tokens()) != figures(fleet)["pool_used_tokens"]:
         assert time.monotonic() < deadline, f"used: the engine says {used}, {figures(fleet)}"

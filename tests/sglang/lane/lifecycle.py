@@ -1,7 +1,7 @@
-"""A session's life: opened, shown, closed; and what it held goes back to the pool.
+"""The life of a session: it is opened, shown and closed, and the pool gets back what it held.
 
-The pool's figure is the engine's own. At its baseline nothing is held: what remains cached is free
-to be evicted and doesn't count.
+The pool's figure is the engine's own. At its baseline nothing is held: KV that only stays cached
+can be evicted and doesn't count.
 """
 
 import time
@@ -128,7 +128,8 @@ def an_idle_session_is_closed_in_time(fleet: Fleet) -> None:
     session = Pinned(fleet, timeout=3)
     session.turn("Wait for me.", 10)
     equal(fleet.wait_pool(before), before, "the pool's use")
-    # Where it was may be remembered; what it held is not, and nothing is appended to nothing.
+    # The router may still know where the session was, but its history is gone, so nothing can be
+    # appended.
     request = body(" Too late.", 4, session_params={"id": session.id})
     answer = wire.post(f"{fleet.router_url}/generate", request)
     equal(refused(answer, 404, "a turn after its end"), "session_unknown", "the code")

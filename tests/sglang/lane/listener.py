@@ -1,6 +1,7 @@
-"""Stands where the agent would: takes the shim's connection and decodes what it says.
+"""Takes the agent's place: accepts the connection of the engine's shim and decodes its frames.
 
-Written from the protocol's table in `worker-agent/shim/berth_shim/wire.py`, without its code.
+It is written from the protocol's table in `worker-agent/shim/berth_shim/wire.py`, and shares no
+code with the shim.
 """
 
 import socket
@@ -52,7 +53,7 @@ class _Reader:
 
 @dataclass(frozen=True)
 class Session:
-    """What the shim says of a session."""
+    """A session's state as the shim reports it."""
 
     holds_row: bool
     in_flight: bool
@@ -65,24 +66,24 @@ class Session:
 
 @dataclass
 class Told:
-    """All that one connection has said so far."""
+    """Everything that one connection has reported so far."""
 
     hello: SimpleNamespace | None = None
     head: SimpleNamespace | None = None
     heads: list[SimpleNamespace] = field(default_factory=list)
     sessions: dict[str, Session] = field(default_factory=dict)
-    # (what, session, its values), oldest first.
+    # The kind, the session and the values of each event, oldest first.
     events: list[tuple] = field(default_factory=list)
     full_tables: int = 0
-    # What was answered, by the number that asked.
+    # The audit reports, by the number of the request for them.
     audits: dict[int, SimpleNamespace] = field(default_factory=dict)
     ended: bool = False
     broken: BaseException | None = None
 
 
 class Listener:
-    """Listens at the path, for one shim at a time. The newest connection is the one it tells of. A
-    deaf one takes the connection, and reads nothing until it hears."""
+    """Listens at the path, for one shim at a time; `told` belongs to the newest connection. A
+    deaf listener accepts the connection, but reads nothing until `hear` is called."""
 
     def __init__(self, path: Path, deaf: bool = False):
         self._path = path
@@ -116,13 +117,14 @@ class Listener:
         self._hears.set()
 
     def connected(self, seconds: float = TOLD_SECONDS_MAX) -> None:
-        """Waits for the shim, heard or not."""
+        """Waits until the shim has connected; a deaf listener can wait for it too."""
         with self._changed:
             came = self._changed.wait_for(lambda: self._connection, seconds)
         assert came, f"no shim has connected within {seconds} s"
 
     def wait(self, what: str, holds: Callable[[Told], Any], seconds: float = TOLD_SECONDS_MAX) -> Any:
-        """Waits until it holds of what was told; returns what it returned."""
+        """Waits until `holds` returns a true value for all that was told, and returns that
+        value."""
         deadline = time.monotonic() + seconds
         with self._changed:
             while True:
@@ -137,14 +139,14 @@ class Listener:
                 self._changed.wait(left)
 
     def session(self, id: str, what: str, holds: Callable[[Session], Any]) -> Session:
-        """Waits until it holds of the session."""
+        """Waits until `holds` is true for the session's state, and returns the state."""
         self.wait(
             f"{what} of {id}", lambda told: id in told.sessions and holds(told.sessions[id])
         )
         return self.told.sessions[id]
 
     def event(self, kind: str, id: str) -> tuple:
-        """Waits for the session's event, takes it out, and returns its values."""
+        """Waits for an event of the session, removes it from the list, and returns its values."""
         def find(told: Told) -> tuple | None:
             return next((event for event in told.events if event[:2] == (kind, id)), None)
 
@@ -154,19 +156,19 @@ class Listener:
         return found[2:]
 
     def demote(self, id: str) -> str:
-        """The refusal, empty when it was done."""
+        """Asks the shim to demote the session. Returns its refusal, which is empty if it did."""
         raw = id.encode()
         self._command(16, struct.pack("<H", len(raw)) + raw)
         return self.event("demoted", id)[0]
 
     def audit(self) -> SimpleNamespace:
-        """Asks for an audit of the pages: its refusal, names, report."""
+        """Asks the shim for an audit of the pages. Returns its refusal, names and report."""
         number = len(self.told.audits) + 1
         self._command(18, struct.pack("<Q", number))
         return self.wait("an audit", lambda told: told.audits.get(number))
 
     def resync(self) -> Told:
-        """Asks for everything anew, and waits for it."""
+        """Asks the shim for a full session table, and waits for it."""
         before = self.told.full_tables
         self._command(17, b"")
         self.wait("a full table", lambda told: told.full_tables > before)
