@@ -1,5 +1,8 @@
-"""Turns go where their blocks are. Two real engines, with pages of 16 tokens and of one, behind one
-router; what was found in the KV is told by the engines' own usage fields."""
+"""Turns go to the worker that has their blocks.
+
+Two real engines, with pages of 16 tokens and of one, run behind one router. The engines' own usage
+fields say how much of a prompt was found in the KV.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,13 +15,13 @@ from lane.runner import equal, test
 from lane.turns import Turn, chat_body, delete_session, finished, new_id, sampling
 
 BLOCK_TOKENS = 64
-# Long enough that its prefill is worth more than an even load.
+# So long that saving its prefill is worth more than an even load.
 SYSTEM_TOKENS = 900
 
 
 @dataclass
 class Pair:
-    """Two workers, and a router before both."""
+    """Two workers behind one router."""
 
     fleets: tuple[Fleet, Fleet]
 
@@ -27,14 +30,14 @@ class Pair:
         return self.fleets[0]
 
     def resident_blocks(self, fleet: Fleet) -> int:
-        """What the router knows of one of them."""
+        """The number of blocks that the router knows to be resident on this fleet's worker."""
         workers = wire.get(f"{self.router.router_url}/v1/workers").json()["workers"]
         [kv] = [worker["kv"] for worker in workers if worker["agent"] == fleet.worker]
         equal(kv["state"], "live", f"what is known of {fleet.worker}'s blocks, {kv}")
         return kv["resident_blocks"]
 
     def turn(self, ids: list[int], headers: dict | None = None) -> tuple[str, Turn]:
-        """A turn through the router: the worker that took it, and its answer."""
+        """Sends a turn through the router. Returns the worker that took it, and its answer."""
         answer = wire.post(f"{self.router.router_url}/generate", request(ids), headers)
         turn = finished(answer)
         return answer.headers["x-berth-worker"].split("/")[0], turn
@@ -46,7 +49,7 @@ def request(ids: list[int]) -> dict:
 
 @contextmanager
 def pair(fleet: Fleet) -> Iterator[Pair]:
-    """The lane's own fleet, and a second one with the other page size, one router before both."""
+    """Puts one router before the suite's own fleet and a second one with the other page size."""
     folder = fleet.folder / "other"
     folder.mkdir(exist_ok=True)
     other = Fleet(folder, fleet.bin_dir, 1 if fleet.page_size > 1 else 16, worker="other")
@@ -74,7 +77,7 @@ def live(both: Pair) -> bool:
 
 
 def prompt(number: int) -> list[int]:
-    """A system prompt of its own from the first token on, as ids of visible characters."""
+    """Returns a system prompt that differs by its number, as ids of visible characters."""
     words = f"{number} is your number, harbour master. " * 40
     return list(words.encode()[:SYSTEM_TOKENS])
 
@@ -90,7 +93,7 @@ def turns_go_where_their_system_prompt_is(fleet: Fleet) -> None:
 
 def conversation_by_ids(both: Pair, there: Fleet, system: list[int]) -> None:
     with heard(both, there):
-        # Straight to one agent: another router may have sent it.
+        # Sent directly to one agent, as another router may do.
         answer = wire.post(f"http://{there.agent_data}/generate",
                            request(system + list(b"Who is in?")))
         cached = finished(answer).cached_tokens
@@ -105,7 +108,8 @@ def conversation_by_ids(both: Pair, there: Fleet, system: list[int]) -> None:
 
 
 def chat(both: Pair, there: Fleet, system: str) -> None:
-    """As before, but what goes over the wire is text: the router makes the engine's tokens of it."""
+    """Does the same with a chat: the client sends text, and the router computes the engine's
+    tokens."""
 
     def ask(url: str, question: str) -> wire.Answer:
         messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
@@ -123,7 +127,7 @@ def chat(both: Pair, there: Fleet, system: str) -> None:
 
 @contextmanager
 def heard(both: Pair, there: Fleet) -> Iterator[None]:
-    """What is computed meanwhile the router has heard of."""
+    """Waits, after the block, until the router has heard of what was computed in it."""
     before = both.resident_blocks(there)
     yield
     blocks = before + SYSTEM_TOKENS // BLOCK_TOKENS

@@ -1,8 +1,8 @@
-"""The keys that Berth owns are Berth's, however a client writes them.
+"""Berth's value of a key that Berth owns wins, however a client writes that key.
 
-Each one is sent twice, in front and at the end, plain and escaped: a parser takes the last. If a
-client's value got through, the engine would answer 400 (a rank that isn't there, a session it
-doesn't know, both kinds of session at once) or under the client's request id.
+Each key is sent twice, at the front and at the end, plain and escaped, because a parser takes the
+last one. If a client's value got through, the engine would answer 400 (a rank that doesn't exist, a
+session it doesn't know, both kinds of session at once) or under the client's request id.
 """
 
 from lane import wire
@@ -18,14 +18,14 @@ BACK = (
     ',"\\u0072id":"hostile-2","routed_dp_r\\u0061nk":7,"\\u0062ootstrap_room":2,'
     '"bootstrap\\u005fhost":"nowhere","session\\u005fid":"%s"'
 )
-# Only in a pinned session: elsewhere they would say that the turn is to be appended.
+# Only used in a pinned session: elsewhere these keys would mean that the turn is a delta.
 FRONT_PARAMS = '"session_params":{"id":"%s"},'
 BACK_PARAMS = ',"\\u0073ession_params":{"\\u0069d":"%s"}'
 INSIDE = '"unknown":{"rid":"deep","session_params":{"id":"deep"},"routed_dp_rank":7},'
 
 
 def hostile(inner: str, session: str, params: bool = False) -> bytes:
-    """A request in which every owned key names `session`, or nonsense."""
+    """Returns a request in which every owned key names `session` or has a nonsense value."""
     front, back = FRONT % session, BACK % session
     if params:
         front, back = FRONT_PARAMS % session + front, back + BACK_PARAMS % session

@@ -1,4 +1,4 @@
-"""Page audits as an operator asks for them, and where they aren't the engine's own account."""
+"""Runs page audits as an operator does, and compares them with the engine's own account."""
 
 import json
 import subprocess
@@ -18,7 +18,7 @@ def ask(fleet: Fleet, *more: str) -> subprocess.CompletedProcess:
 
 
 def audit(fleet: Fleet) -> Any:
-    """The only rank's audit, made now."""
+    """Runs an audit now and returns its report on the only rank."""
     done = ask(fleet, "--json")
     assert done.stdout, f"no audit: {done.stderr}"
     [rank] = json.loads(done.stdout)["ranks"]
@@ -29,7 +29,7 @@ def audit(fleet: Fleet) -> Any:
 
 
 def faults(pages: Any) -> list[Any]:
-    """What is wrong, of what was looked for."""
+    """The faults that were found, out of all that the audit looked for."""
     return [finding for finding in pages["findings"] if finding["count"]]
 
 
@@ -38,8 +38,8 @@ def whole_pages(fleet: Fleet, tokens: int) -> int:
 
 
 def differences(fleet: Fleet) -> list[str]:
-    """Where the audit of an engine at rest isn't what the engine counts: the pool's parts, and each
-    session's pages. Empty when all is equal and nothing is wrong."""
+    """Returns where the audit of an idle engine differs from the engine's counts: the parts of
+    the pool, and the pages of each session. Empty if all is equal and there are no faults."""
     rank, counted = audit(fleet), _counted(fleet)
     pages, classes = rank["pages"], rank["pages"]["classes"]
     if classes is None:
@@ -66,7 +66,7 @@ def differences(fleet: Fleet) -> list[str]:
 
 
 def _counted(fleet: Fleet) -> dict[str, int]:
-    """The pool in pages, by the engine's own counters."""
+    """The parts of the pool in pages, by the engine's own counters."""
     [worker] = wire.get(f"{fleet.router_url}/v1/workers").json()["workers"]
     names = ("pool_available_tokens", "pool_evictable_tokens", "pool_used_tokens",
              "pool_total_tokens")
@@ -77,7 +77,8 @@ def _counted(fleet: Fleet) -> dict[str, int]:
 
 
 def _sessions(fleet: Fleet) -> list[int]:
-    """Pages of the sessions that hold any, by the usage that the engine told of their turns."""
+    """The pages of each session that holds any, from the usage that the engine reported for its
+    turns."""
     listed = wire.get(f"{fleet.router_url}/v1/sessions").json()["sessions"]
     tokens = [one["resident_tokens"] for one in listed
               if one["retention"] == "pinned" and one["state"] != "demoted"]

@@ -1,5 +1,8 @@
-"""Long prompts are computed in pieces before their turns: by ids and by chats, at the real engine.
-What was computed before is what the turn finds, and its answer is the engine's own."""
+"""Staged prefill at the real engine: long prompts are computed in stages before their turns.
+
+Prompts come as token ids and as chats. The turn finds in the cache what its stages computed, and
+its answer is the engine's own.
+"""
 
 import re
 from collections.abc import Iterator
@@ -11,13 +14,13 @@ from lane.processes import wait_until
 from lane.runner import equal, test
 from lane.turns import Turn, chat_body, chat_tokens, finished, sampling
 
-# The smallest piece there is: what a prompt of the lane's small context has several of.
+# The smallest stage that the agent uses; a prompt in the suite's small context has several.
 PIECE_TOKENS = 256
 LONG_TOKENS = CONTEXT_TOKENS - 200
 
 
 class House:
-    """The lane's own fleet, with an agent that computes in the smallest pieces."""
+    """The suite's own fleet, with an agent that computes the smallest stages."""
 
     def __init__(self, fleet: Fleet):
         self.fleet = fleet
@@ -33,7 +36,7 @@ class House:
         return finished(wire.post(f"{url}/generate", request))
 
     def chat(self, url: str, messages: list[dict]) -> tuple[str, int]:
-        """Its answer, and how much of the prompt was in the cache."""
+        """Sends a chat. Returns its answer, and how many tokens of its prompt were in the cache."""
         answer = wire.post(f"{url}/v1/chat/completions", chat_body(messages, 8))
         equal(answer.status, 200, f"the status of {answer}")
         said = answer.json()
@@ -42,18 +45,20 @@ class House:
         return said["choices"][0]["message"]["content"], cached
 
     def forget(self) -> None:
-        """Empties the engine's cache, and has the router hear of it."""
+        """Empties the engine's cache, and waits until the router has heard of it."""
         self.fleet.flush()
         wait_until(self.fleet.router, "hearing of the flush",
                    lambda: self.kv() == ("live", 0), BERTH_START_SECONDS_MAX)
 
     def kv(self) -> tuple[str, int]:
-        """What the router knows of the engine's blocks."""
+        """The state of the router's index of the engine's blocks, and the number of resident
+        blocks."""
         [worker] = wire.get(f"{self.fleet.router_url}/v1/workers").json()["workers"]
         return worker["kv"]["state"], worker["kv"]["resident_blocks"]
 
     def found(self, cached: int, tokens: int) -> None:
-        """All but the turn's own piece was computed before."""
+        """Checks that all of the prompt was in the cache but the part that the turn computes
+        itself."""
         least = tokens - PIECE_TOKENS - self.fleet.page_size
         assert least <= cached < tokens, f"{cached} of {tokens} tokens were in the cache"
 
@@ -102,7 +107,8 @@ def a_chat_is_computed_before_its_turn_once_an_engine_has_told_its_beginning(fle
         long = [system, {"role": "user", "content": letters("The pilot", LONG_TOKENS - 400)}]
         tokens = chat_tokens(long)
         one.forget()
-        # Nobody's engine has told a block of it: its tokens could be others there.
+        # No engine has published a block of this chat, so the router can't be sure of its token
+        # ids.
         before, pieces = one.laned("no_ids"), one.pieces()
         alone, _ = one.chat(fleet.router_url, long)
         equal((one.laned("no_ids"), one.pieces()), (before + 1, pieces), "no ids, and pieces")

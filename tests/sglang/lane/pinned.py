@@ -1,6 +1,6 @@
 """Pinned sessions: a turn sends what is new, and the engine computes what is new.
 
-`Pinned.turn` checks every turn's counts and that its answer is the one to the whole history.
+`Pinned.turn` checks every turn's counts, and that its answer is the answer to the full history.
 """
 
 from lane import wire

@@ -1,4 +1,4 @@
-"""Turns that belong to no session pass through: every route, with the clients people use."""
+"""Turns without a session pass through, on every route and by the clients that people use."""
 
 import anthropic
 import openai
@@ -9,7 +9,7 @@ from lane.runner import equal, test
 from lane.turns import at_engine, chat_tokens, generate
 
 QUESTION = [{"role": "user", "content": "What is a berth?"}]
-# The client has no parameter for the temperature any more; the engine has.
+# The client no longer has a parameter for the temperature; the engine still has one.
 MESSAGE = dict(model=MODEL, messages=QUESTION, max_tokens=9, extra_body={"temperature": 0})
 
 

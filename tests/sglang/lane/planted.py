@@ -1,5 +1,7 @@
-"""Faults planted in a real engine's pool: the page audit finds each, names its sessions, and no turn
-runs on them any more. In an engine of its own, which is of no use afterwards."""
+"""Faults planted in a real engine's pool: the page audit finds each and names its sessions.
+
+No turn runs on these sessions any more. The engine is one of its own, and of no use afterwards.
+"""
 
 import json
 import os
@@ -25,7 +27,7 @@ PLUGIN = Path(__file__).resolve().parents[1] / "plant"
 
 
 class Planted(Fleet):
-    """A fleet whose engine does as the file says."""
+    """A fleet whose engine plants the faults that a file names."""
 
     @property
     def file(self) -> Path:
@@ -33,7 +35,7 @@ class Planted(Fleet):
 
     @property
     def table(self) -> Path:
-        """Where the engine publishes its rows, the rank to follow."""
+        """The path where the engine publishes its rows; the rank is added at its end."""
         return Path(f"/dev/shm/berth-lane-{os.getpid()}")
 
     def start_engine(self) -> None:
@@ -55,8 +57,8 @@ class Planted(Fleet):
 
 @contextmanager
 def planted(fleet: Fleet, name: str, settings: str = "") -> Iterator[Planted]:
-    """One of its own beside this fleet, whose shim has met its agent, which has these settings
-    too."""
+    """Starts a second fleet beside this one, whose shim is connected to its agent. `settings` are
+    further lines of the agent's settings file."""
     folder = fleet.folder / name
     folder.mkdir(exist_ok=True)
     own = Planted(folder, fleet.bin_dir, fleet.page_size)
@@ -72,7 +74,7 @@ def planted(fleet: Fleet, name: str, settings: str = "") -> Iterator[Planted]:
 
 
 def _incarnation(fleet: Fleet, known: set[str]) -> str:
-    """The engine's name of the session that was opened last."""
+    """The engine-side id of the session that was opened last."""
     [new] = {one["incarnation"] for one in audit(fleet)["sessions"]} - known
     known.add(new)
     return new
@@ -102,7 +104,7 @@ def _check(fleet: Planted) -> None:
     sessions = []
     for letter in "abcd":
         session = Pinned(fleet)
-        # A long answer: what isn't the prompt's lies outside the tree.
+        # The answer is long because only the KV behind the prompt lies outside the radix tree.
         session.turn(letter * 40 + text_of(10), 50)
         sessions.append((session, _incarnation(fleet, known)))
     (written, first), (sound, _), (one, third), (other, fourth) = sessions

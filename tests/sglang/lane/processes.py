@@ -1,7 +1,7 @@
-"""Starts and ends the lane's processes: the engine, the agent, the router.
+"""Starts and stops the processes of the integration suite: the engine, the agent, the router.
 
-Each one runs in a process group of its own and is ended by that group's id, never by a name. Each
-one writes a log in the lane's folder, whose end is shown when something goes wrong.
+Each process runs in a process group of its own and is stopped by that group's id, never by a name.
+Each writes a log in the suite's folder; the end of the log is shown when something goes wrong.
 """
 
 import ctypes
@@ -30,7 +30,7 @@ def _die_with_the_lane() -> None:
 
 @dataclass
 class Process:
-    """One process, its group and its log."""
+    """A process with its process group and its log."""
 
     name: str
     log: Path
@@ -59,26 +59,27 @@ class Process:
         return self.popen.poll() is None
 
     def send(self, number: int) -> None:
-        """To the process alone."""
+        """Sends a signal to the process alone."""
         if self.alive():
             self.popen.send_signal(number)
 
     def send_group(self, number: int) -> None:
-        """To the process and to all it has started."""
+        """Sends a signal to the process and to all processes it has started."""
         try:
             os.killpg(self.pid, number)
         except ProcessLookupError:
             pass
 
     def wait(self, seconds: float) -> int | None:
-        """The exit status, or None when it hasn't ended by then."""
+        """Returns the exit status, or None if the process hasn't ended within `seconds`."""
         try:
             return self.popen.wait(seconds)
         except subprocess.TimeoutExpired:
             return None
 
     def stop(self, seconds: float) -> int | None:
-        """TERM, then KILL for what is left of the group."""
+        """Sends TERM, waits for `seconds`, and kills what is left of the group. Returns the exit
+        status, or None if TERM didn't end the process in time."""
         self.send(signal.SIGTERM)
         status = self.wait(seconds)
         self.send_group(signal.SIGKILL)
@@ -91,7 +92,8 @@ class Process:
 
 
 def wait_until(process: Process, what: str, ready: Callable[[], bool], seconds: float) -> float:
-    """Waits with a progress line every 10 s. Returns how long it took."""
+    """Waits until `ready` is true, with a progress line every 10 s. Returns how many seconds it
+    took."""
     begin = time.monotonic()
     told = begin
     while True:
@@ -112,7 +114,8 @@ def wait_until(process: Process, what: str, ready: Callable[[], bool], seconds: 
 
 
 def shim_env(socket_path: Path, bin_dir: Path) -> dict[str, str]:
-    """What an engine needs to run with Berth's shim from this checkout, and to report there."""
+    """Returns the environment in which an engine runs this checkout's shim, with its agent's
+    socket at that path."""
     shim = Path(__file__).resolve().parents[3] / "worker-agent/shim"
     paths = [str(shim), os.environ.get("PYTHONPATH", "")]
     return {
@@ -126,8 +129,8 @@ _next_port = int(os.environ.get("BERTH_PORT_FIRST", 20_000 + os.getpid() % 10_00
 
 
 def free_ports(count: int, lowest: int | None = None) -> list[int]:
-    """Consecutive ports that nobody listens on, below those the kernel hands out by itself. None is
-    handed out twice: who died may come back to its own."""
+    """Returns consecutive free ports, below the range that the kernel assigns from. No port is
+    returned twice, because a process that died may be restarted on its old port."""
     global _next_port
     for first in range(lowest or _next_port, 32_000):
         sockets = []

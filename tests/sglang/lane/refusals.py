@@ -1,4 +1,4 @@
-"""What would hurt a session or the engine is refused by Berth, before it reaches the engine.
+"""Berth refuses what would harm a session or the engine, before it reaches the engine.
 
 Each test ends with a turn whose counts are exact: nothing of what was refused got into the session,
 and the engine lives.
@@ -29,7 +29,8 @@ from lane.turns import (
 
 
 def refuse_in_session(fleet: Fleet, cases: dict[str, dict], status: int = 400) -> None:
-    """Sends each request as a turn of a pinned session that has a history, streamed and not."""
+    """Sends each request as a turn of a pinned session with a history, streamed and not, and
+    checks that Berth refuses it."""
     session = Pinned(fleet)
     session.turn("Who goes there?", 10)
     for what, request in cases.items():
@@ -74,7 +75,7 @@ def what_else_session_params_may_say(fleet: Fleet) -> None:
     })
 
 
-# 319 is the last one. An id outside ends the engine.
+# The last valid id is 319. An id outside the vocabulary ends the engine.
 OUTSIDE = ([320], [5000], [-1], [5, 6, 320], [2**31], [2**63], [1.5])
 
 
@@ -94,7 +95,7 @@ def token_ids_outside_the_vocabulary_in_a_session(fleet: Fleet) -> None:
 
 @test
 def token_ids_that_are_no_numbers(fleet: Fleet) -> None:
-    # Whether Berth says so or the engine.
+    # Either Berth or the engine refuses these.
     session = Pinned(fleet)
     session.turn("Who goes there?", 10)
     for ids in (["7"], [None], "7", {"7": 7}):
@@ -116,7 +117,7 @@ def token_ids_outside_the_vocabulary_in_disguise(fleet: Fleet) -> None:
     )
     for request in hidden:
         refused(wire.post(f"{fleet.router_url}/generate", request), 400, repr(request))
-    # The engine takes a prompt of token ids here too.
+    # The engine accepts a prompt of token ids on this route too.
     for prompt in ([5000], [[5], [5000]]):
         request = {"model": "tiny", "prompt": prompt, "max_tokens": 2}
         refused(wire.post(f"{fleet.router_url}/v1/completions", request), 400, f"prompt {prompt}")
@@ -156,7 +157,7 @@ def a_session_id_of_more_than_256_bytes(fleet: Fleet) -> None:
         refused(wire.post(f"{router}/generate", in_params), 400, "session_params.id")
     answer = wire.post(f"{router}/generate", body("a", 2), {"x-berth-session-id": "x" * 257})
     refused(answer, 400, "x-berth-session-id")
-    # The longest legal one works.
+    # The longest id that is allowed works.
     session = Pinned(fleet, "y" * 256)
     session.turn("Just so.", 4)
     session.close()
@@ -188,7 +189,8 @@ def a_second_turn_while_one_runs(fleet: Fleet) -> None:
         running = session.send(text, 80, stream=True)
         events = running.events()
         next(events)
-        # The engine by itself refuses the second and runs the third on the first one's KV.
+        # Without Berth, the engine refuses the second turn and runs the third on the first one's
+        # KV.
         for place in ("second", "third", "fourth"):
             answer = wire.post(f"{fleet.router_url}/generate", request)
             refused(answer, 409, f"the {place} turn")
@@ -201,7 +203,7 @@ def a_second_turn_while_one_runs(fleet: Fleet) -> None:
 
 @test
 def a_second_turn_while_one_runs_unstreamed(fleet: Fleet) -> None:
-    # Two first turns at once end the engine when both get there.
+    # Two first turns of a session that reach the engine at once would end it.
     session = Pinned(fleet)
     request = body("Hello.", 40, session_params={"id": session.id})
     with slow_engine(fleet, 0.1):

@@ -1,4 +1,4 @@
-"""Collects the tests, runs them one after the other, prints a line for each."""
+"""Collects the tests, runs them one after the other, and prints a line for each."""
 
 import fnmatch
 import time
@@ -15,7 +15,7 @@ from lane.fleet import Fleet
 class Test:
     name: str
     run: Callable[[Fleet], None]
-    # It leaves a part of the fleet dead, so it comes after all that don't.
+    # Whether the test leaves a part of the fleet dead; such tests run after all others.
     last: bool
 
 
@@ -23,12 +23,12 @@ _tests: list[Test] = []
 
 
 def test(function: Callable[[Fleet], None]) -> Callable[[Fleet], None]:
-    """Marks a test. Its name is its module's and its own."""
+    """Registers a test under the names of its module and its function."""
     return _add(function, last=False)
 
 
 def last_test(function: Callable[[Fleet], None]) -> Callable[[Fleet], None]:
-    """Marks a test that leaves a part of the fleet dead; those run at the end."""
+    """Registers a test that leaves a part of the fleet dead; such tests run at the end."""
     return _add(function, last=True)
 
 
@@ -39,7 +39,7 @@ def _add(function: Callable[[Fleet], None], last: bool) -> Callable[[Fleet], Non
 
 
 def selected(pattern: str | None) -> list[Test]:
-    """Those whose name contains the pattern, or matches it where it has wildcards."""
+    """Returns the tests whose name contains the pattern, or matches it if it has wildcards."""
     ordered = sorted(_tests, key=lambda test: test.last)
     if not pattern:
         return ordered
@@ -48,8 +48,8 @@ def selected(pattern: str | None) -> list[Test]:
 
 
 def run(tests: list[Test], fleet: Fleet, clean_up: Callable[[Fleet], None]) -> tuple[int, int]:
-    """Returns how many passed and how many failed. A test that ends what it shouldn't has failed;
-    the next one gets a new fleet."""
+    """Returns how many tests passed and how many failed. A test that ends a process it shouldn't
+    end has failed; the next test gets a new fleet."""
     passed = failed = 0
     width = max(len(test.name) for test in tests)
     for test in tests:
@@ -68,7 +68,7 @@ def run(tests: list[Test], fleet: Fleet, clean_up: Callable[[Fleet], None]) -> t
 
 
 def _problem(test: Test, fleet: Fleet) -> str | None:
-    """None when the test passed and left the fleet alive."""
+    """Runs a test. Returns what went wrong, or None if it passed and left the fleet alive."""
 
     def run() -> None:
         fleet.revive()
@@ -80,12 +80,12 @@ def _problem(test: Test, fleet: Fleet) -> str | None:
 
 
 def problem_of(run: Callable[[], None]) -> str | None:
-    """What went wrong in there, and where, for people; None when nothing did."""
+    """Runs the function. Returns what went wrong and where, as text for people, or None."""
     try:
         run()
     except AssertionError as error:
         return f"{error or 'an assertion without words'}\n{_where(error)}"
-    except Exception as error:  # Whatever a test trips over is that test's failure.
+    except Exception as error:  # Any exception fails the test.
         return f"{type(error).__name__}: {error}\n{_where(error)}"
     return None
 
@@ -99,7 +99,7 @@ def _need_alive(fleet: Fleet) -> None:
 
 
 def _where(error: Exception) -> str:
-    """The calls within the tests that led there, innermost last."""
+    """The calls within the tests that led to the error, innermost last."""
     here = Path(__file__).parent.parent
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__)

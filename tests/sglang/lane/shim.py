@@ -1,8 +1,8 @@
-"""The shim inside the engine: what it says is what the engine does.
+"""The shim inside the engine: what it reports is what the engine does.
 
-The engine always runs with it. These tests stand where its agent would, and speak with the engine
-directly, so that nobody else moves the pool. `Listener` checks of every update that the pool's five
-parts sum to the pool.
+The engine always runs with the shim. These tests take the place of its agent and talk to the engine
+directly, so that nothing else changes the pool. `Listener` checks with every update that the five
+parts of the pool sum to its size.
 """
 
 import os
@@ -23,17 +23,17 @@ from lane.runner import equal, test
 from lane.turns import Turn, at_once, body, finished, new_id, quicken, slow_engine
 
 KNOWN_VERSION = "0.5.23"
-# The shim's bound for events that wait for the agent to read.
+# The most events that the shim keeps until the agent reads them.
 EVENTS_MAX = 256
 
 
 class Direct:
-    """A streaming session as the engine's own client holds it."""
+    """A streaming session opened directly at the engine."""
 
     def __init__(self, fleet: Fleet, what: str = "shim"):
         self.url = fleet.engine_url
         self.id = new_id(what)
-        # What the engine holds as its text; and for each turn that text, and the answer to it.
+        # The text that the engine holds; and for each turn, that text and the answer to it.
         self.history = ""
         self.turns: list[tuple[str, Turn]] = []
         request = {"capacity_of_str_len": 100_000, "session_id": self.id, "streaming": True}
@@ -62,15 +62,15 @@ class Direct:
         wire.post(f"{self.url}/close_session", {"session_id": self.id})
 
     def check_answers(self) -> None:
-        """Each answer is the engine's own to the same text. Asked last, because asking leaves the
-        text in the radix tree."""
+        """Checks that each answer is the engine's own to the same text. Call it last, because it
+        leaves the text in the radix tree."""
         for text, turn in self.turns:
             alone = finished(wire.post(f"{self.url}/generate", body(text, turn.completion_tokens)))
             equal(turn.output_ids, alone.output_ids, f"the answer to {text[-40:]!r}")
 
 
 def text_of(tokens: int) -> str:
-    """A text of that length that no cache knows."""
+    """Returns a text of that many tokens that isn't cached."""
     return (uuid.uuid4().hex * tokens)[:tokens]
 
 
@@ -84,7 +84,7 @@ def pages_up(fleet: Fleet, tokens: int) -> int:
 
 @contextmanager
 def listening(fleet: Fleet, deaf: bool = False) -> Iterator[Listener]:
-    """With the pool held by nobody, and the shim connected."""
+    """Listens for the shim until it has connected, with nothing held in the pool."""
     equal(fleet.baseline(), 0, "tokens held before the test")
     with Listener(fleet.shim_socket, deaf) as listener:
         listener.connected()
@@ -98,7 +98,7 @@ def abort(fleet: Fleet, rid: str) -> None:
 
 
 def quiet(told: Told) -> bool:
-    """Does nothing run?"""
+    """Whether nothing runs, waits or is uncached."""
     return told.head.running == told.head.waiting == told.head.uncached == 0
 
 
@@ -187,7 +187,7 @@ def an_abort_lets_go_of_what_ran(fleet: Fleet) -> None:
         told = listener.session(session.id, "the end", lambda s: not s.holds_row)
         equal(told, Session(False, False, False, 0, 0, 0, 60), "the session, without the turn")
         listener.wait("quiet", lambda told: quiet(told) and told.head.rows_free == ROWS)
-        # What the aborted turn has left is in the tree, all of it.
+        # The abort put the session's KV into the radix tree, so the history is cached.
         turn = session.turn("!?", 4)
         equal(turn.cached_tokens, whole_pages(fleet, 60), "cached of the good history")
 
@@ -215,7 +215,7 @@ def an_agent_may_come_and_go(fleet: Fleet) -> None:
                 told = listener.session(session.id, "all there is", lambda s: s.holds_row)
                 equal(told.history, 60 + 20 * round, "its history")
                 instances.append(listener.told.hello.instance)
-                # Told as it happens, too.
+                # Events are reported as they happen, too.
                 session.turn(text_of(5), 5)
                 equal(listener.event("committed", session.id)[1], 70 + 20 * round, "committed")
             session.turn(text_of(5), 5)
@@ -225,7 +225,7 @@ def an_agent_may_come_and_go(fleet: Fleet) -> None:
 @test
 def a_deaf_agent_holds_nothing_up_and_hears_the_truth_later(fleet: Fleet) -> None:
     with listening(fleet, deaf=True) as listener, Direct(fleet) as session:
-        # More than the socket takes, and then more events than the shim keeps.
+        # More than the socket's buffer takes, and then more events than the shim keeps.
         for _ in range(3):
             finished(session.send(text_of(5), 150))
         for _ in range(EVENTS_MAX):
@@ -235,7 +235,7 @@ def a_deaf_agent_holds_nothing_up_and_hears_the_truth_later(fleet: Fleet) -> Non
         listener.session(session.id, "the end", lambda s: s.history == 3 * 155 and not s.in_flight)
         listener.wait("the closed gone", lambda told: list(told.sessions) == [session.id])
         assert told.full_tables > 1, "no full table after the loss"
-        # No frame was torn: the numbers went on, and it still works.
+        # No frame was torn: the sequence numbers went on, and the connection still works.
         session.send(text_of(5), 5)
         listener.session(session.id, "one more turn", lambda s: s.history == 3 * 155 + 10)
 
@@ -268,7 +268,7 @@ def only_an_idle_session_is_demoted(fleet: Fleet) -> None:
                 session.id, "a running turn", lambda s: s.in_flight and s.allocated > running
             )
             equal(listener.demote(session.id), "in_flight", "the refusal during a turn")
-            # A refused overlapping turn clears the flag of the one that runs: a flaw of SGLang.
+            # A refused overlapping turn clears the flag of the turn that runs: a flaw of SGLang.
             equal(session.send("overlap", 1).status, 400, "the status of an overlapping turn")
             listener.session(session.id, "the flag cleared", lambda s: not s.in_flight)
             equal(listener.demote(session.id), "busy", "the refusal without the flag")
@@ -338,7 +338,7 @@ def a_sample_costs_the_same_with_200_sessions(fleet: Fleet) -> None:
     with listening(fleet) as listener:
         for others in (0, 200):
             idle = [Direct(fleet, "idle") for _ in range(others)]
-            # As many with KV as there are rows, but for three.
+            # Give KV to as many sessions as there are rows, less three.
             for other in idle[: ROWS - 3]:
                 other.turn(text_of(5), 2)
             with Direct(fleet) as session:
@@ -351,8 +351,8 @@ def a_sample_costs_the_same_with_200_sessions(fleet: Fleet) -> None:
                 for a, b in zip(heads, heads[1:]) if b.samples > a.samples
             )
             assert len(cost) > 40, f"only {len(cost)} updates"
-            # With pages of one token each step is an update, so these are single samples; with
-            # larger ones each is the mean of a page's steps.
+            # With pages of one token each step is an update, so these are single samples. With
+            # larger pages each value is the mean over the steps of a page.
             print(
                 f"    {others} other sessions: median {statistics.median(cost):.0f} us, "
                 f"p99 {cost[len(cost) * 99 // 100]:.0f} us a sample", flush=True,
@@ -364,7 +364,7 @@ def a_sample_costs_the_same_with_200_sessions(fleet: Fleet) -> None:
 
 @test
 def a_hook_that_fails_silences_the_shim_and_not_the_engine(fleet: Fleet) -> None:
-    """In a process of its own: no request is known that makes a hook fail."""
+    """Runs the shim in a process of its own, because no known request makes a hook fail."""
     path = fleet.folder / "failing.sock"
     env = shim_env(path, fleet.bin_dir)
     code = (
@@ -398,7 +398,7 @@ def a_hook_that_fails_silences_the_shim_and_not_the_engine(fleet: Fleet) -> None
 def an_unknown_version_is_left_alone(fleet: Fleet) -> None:
     folder = fleet.folder / "unknown"
     folder.mkdir(exist_ok=True)
-    # Python runs it first: SGLang then finds its version known already, and another one.
+    # Python runs this file first, so SGLang finds its version module loaded, with another version.
     (folder / "sitecustomize.py").write_text(
         "import sys, types\n"
         "version = types.ModuleType('sglang._version')\n"

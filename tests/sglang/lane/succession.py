@@ -1,5 +1,4 @@
-"""What a test of a takeover needs: an agent behind a tap, what it has journalled, and the engine's
-own word on what is inside."""
+"""Helpers for tests of a takeover: an agent behind a tap, its journal, the engine's sessions."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -19,15 +18,15 @@ from lane.runner import equal
 from lane.tap import Hold, Tap
 from lane.turns import Pinned, refused
 
-# Less than the turn lasts that a takeover is to cut short.
+# Shorter than the turn that a takeover must cut short.
 TAKEOVER_SECONDS_MAX = 25
-# The engine-side ids of the lane's agents.
+# The beginning of the engine-side ids of the suite's agents.
 OURS = f"berth-{WORKER}-"
 
 
 @dataclass
 class Succession:
-    """An agent, and the ones after it. They are at one engine, so they share a journal."""
+    """An agent and its successors. They serve the same engine, so they share a journal."""
 
     fleet: Fleet
     tap: Tap
@@ -39,7 +38,7 @@ class Succession:
         return self.fleet.folder / f"engine-{urlsplit(self.tap.url).port}.journal"
 
     def left_open(self) -> set[str]:
-        """Engine-side ids that the journal doesn't say are closed."""
+        """The engine-side ids that the journal doesn't record as closed."""
         found: set[str] = set()
         engine = ""
         for line in self.journal.read_text().splitlines():
@@ -53,11 +52,11 @@ class Succession:
         return found
 
     def inside(self) -> dict[str, Session]:
-        """The sessions inside the engine, by its own account, as of now."""
+        """The sessions inside the engine now, by the engine's own account."""
         return dict(self.listener.resync().sessions)
 
     def client(self, work: Callable[..., Any], *arguments: Any, **more: Any) -> Future:
-        """Does it in a thread of its own."""
+        """Runs the function in a thread of its own."""
         return self._clients.submit(work, *arguments, **more)
 
     def open(self) -> Future:
@@ -65,8 +64,9 @@ class Succession:
         return self.client(wire.post, f"{self.fleet.router_url}/v1/sessions", request)
 
     def die(self, hold: Hold | None = None, journalled: int = 1, inside: int = 1) -> None:
-        """Kills the agent, while a message is held that then never arrives. So many sessions are
-        left in the journal and inside the engine; a test of less would show nothing."""
+        """Kills the agent. The message that `hold` keeps never arrives. Checks that exactly so
+        many sessions are left in the journal and inside the engine: with fewer, the test would
+        show nothing."""
         if hold:
             hold.wait()
         self.fleet.kill_agent()
@@ -80,13 +80,14 @@ class Succession:
         self.fleet.start_agent(self.tap.url)
 
     def finish(self) -> None:
-        """Waits until the next agent has nothing left to close. The engine must agree."""
+        """Waits until the next agent has nothing left to close, and checks that the engine
+        agrees."""
         agent = self.fleet.agent
         wait_until(agent, "done", lambda: not self.left_open(), TAKEOVER_SECONDS_MAX)
         equal(self.inside(), {}, "sessions left inside the engine")
 
     def all_is_free(self) -> None:
-        """Engine and agent agree that nobody holds anything, and sessions work."""
+        """Checks that engine and agent agree that nothing is held, and that sessions work."""
         self._nothing_is_held()
         self.fleet.wait_placing()
         session = Pinned(self.fleet)
@@ -110,7 +111,7 @@ class Succession:
 
 @contextmanager
 def succession(fleet: Fleet) -> Iterator[Succession]:
-    """With an agent behind a tap, and nothing in the engine."""
+    """Puts the agent behind a tap, with no session in the engine."""
     equal(fleet.wait_pool(0), 0, "what the tests before have left in the pool")
     tap = Tap(fleet.engine_url)
     try:
@@ -123,7 +124,7 @@ def succession(fleet: Fleet) -> Iterator[Succession]:
                 yield agents
             finally:
                 tap.let_all_go()
-                # What a takeover has left fails no other test.
+                # Sessions that a takeover left open must not make another test fail.
                 for id in list(listener.told.sessions):
                     if id.startswith(OURS):
                         wire.post(f"{fleet.engine_url}/close_session", {"session_id": id})
@@ -133,14 +134,15 @@ def succession(fleet: Fleet) -> Iterator[Succession]:
 
 
 def cut_off(answer: Future) -> None:
-    """Its client hears from Berth that the agent has gone, not a word of the engine."""
+    """Checks that the client of a request that the agent's end cut off gets a refusal by Berth,
+    and nothing from the engine."""
     answer = answer.result()
     refused(answer, answer.status, "what the agent's end cut off")
     assert answer.status in (502, 503), f"the status of what the agent's end cut off: {answer}"
 
 
 def agent_figure(fleet: Fleet, name: str) -> int:
-    """A figure of the agent's own account; not from the router, which may not have heard yet."""
+    """Returns a figure of the agent's own account. The router may not have heard of it yet."""
     text = wire.get(f"http://{fleet.agent_admin}/metrics").body.decode()
     found = re.search(rf'^berth_agent_rank_load{{.*figure="{name}".*}} (\d+)$', text, re.MULTILINE)
     return int(found[1]) if found else 0

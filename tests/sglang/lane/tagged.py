@@ -1,6 +1,6 @@
-"""Tagged sessions: a client sends its whole history, and the engine computes what isn't resident.
+"""Tagged sessions: a client sends its full history, and the engine computes what isn't resident.
 
-A client needs nothing but a header, which coding agents send by themselves.
+A client needs only a header, which coding agents send by themselves.
 """
 
 from lane import wire
@@ -11,7 +11,7 @@ from lane.turns import chat_body, chat_tokens, delete_session, get_session, new_
 
 TOKENS = 20
 SYSTEM = {"role": "system", "content": "You are the harbour master, and you answer briefly."}
-# What the OpenAI client sends of itself: the session is its credential's.
+# The credential that the OpenAI client sends: a session belongs to the credential that opened it.
 CREDENTIAL = {"authorization": "Bearer lane"}
 
 NATIVE_HEADERS = (
@@ -42,8 +42,8 @@ def _grow(fleet: Fleet, stream: bool) -> None:
         equal(prompt, chat_tokens(messages), f"turn {place}: prompt tokens")
         equal(len(text), TOKENS, f"turn {place}: the answer's length")
         if place:
-            # Whole pages of what the engine computed in the turn before. An answer's last token
-            # was made, but never went through the model.
+            # Cached are the whole pages of what the engine computed in the previous turn. The last
+            # token of an answer never went through the model.
             pages = (resident - 1) // fleet.page_size * fleet.page_size
             equal(cached, pages, f"turn {place}: cached tokens of {resident} resident")
         resident = prompt + TOKENS
@@ -58,7 +58,7 @@ def _grow(fleet: Fleet, stream: bool) -> None:
 
 
 def _chat(fleet: Fleet, id: str, messages: list[dict], stream: bool) -> tuple[str, int, int]:
-    """The answer, the prompt tokens and those of them that were cached."""
+    """Sends a chat. Returns the answer, the prompt tokens, and how many of them were cached."""
     call = dict(
         model=MODEL,
         messages=messages,

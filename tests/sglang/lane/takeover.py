@@ -1,9 +1,8 @@
-"""An agent that is killed leaves nothing behind, whatever step it was at: the next one closes what
-it had opened.
+"""A killed agent leaves nothing behind, whatever it was doing: the next one closes its sessions.
 
-Each test kills the agent with SIGKILL while a tap holds exactly that step, checks what this leaves
-in engine and journal, and starts the next agent. What is inside the engine is told by the engine's
-own shim and `/v1/loads`, not by Berth.
+Each test kills the agent with SIGKILL while a tap holds exactly one step, checks what this leaves
+in the engine and in the journal, and starts the next agent. The state of the engine is taken from
+its own shim and from `/v1/loads`, not from Berth.
 """
 
 import time
@@ -15,7 +14,7 @@ from lane.runner import equal, one_of, test
 from lane.succession import Succession, agent_figure, cut_off, succession
 from lane.turns import Pinned, body, generate, refused, slow_engine
 
-# Slowed down it lasts longer than a takeover may.
+# At the slowed engine this answer takes longer than a takeover may.
 LONG_TOKENS = 1000
 HEARD_SECONDS_MAX = 30
 
@@ -27,7 +26,7 @@ def idle_session(fleet: Fleet, text: str = "Keep this in mind. " * 10) -> Pinned
 
 
 def running(agents: Succession) -> None:
-    """Waits until the only session has a turn that runs."""
+    """Waits until the only session has a running turn."""
     agents.listener.wait(
         "a running turn",
         lambda told: told.head.running == 1
@@ -133,7 +132,7 @@ def a_turn_was_in_the_engines_queue(fleet: Fleet) -> None:
     with succession(fleet) as agents, slow_engine(fleet, 0.08):
         agents.tap.hides_ends = True
         session = Pinned(fleet)
-        # Every row is taken for half a minute, by turns that the agents know nothing of.
+        # Every row is taken for half a minute by turns that the agents don't know of.
         others = [
             wire.stream(f"{fleet.engine_url}/generate", body(f"{n:02} others", 300, stream=True))
             for n in range(ROWS)
@@ -178,7 +177,7 @@ def a_close_was_not_yet_answered(fleet: Fleet) -> None:
 
 @test
 def a_close_was_not_yet_confirmed(fleet: Fleet) -> None:
-    """The agent sees that a session is gone by opening its id again, so it is open once more."""
+    """The agent confirms a close by opening the session's id again, so the id is open once more."""
     with succession(fleet) as agents:
         session = idle_session(fleet)
         hold = agents.tap.hold_answer("/open_session")
@@ -224,7 +223,7 @@ def the_next_agents_were_killed_too(fleet: Fleet) -> None:
             for hold, inside in (
                 (agents.tap.hold_request("/close_session"), 1),
                 (agents.tap.hold_answer("/close_session"), 0),
-                # Open once more, to see that it was closed.
+                # The id is open once more, because the agent opened it to confirm the close.
                 (agents.tap.hold_answer("/open_session"), 1),
             ):
                 agents.start()
@@ -234,8 +233,8 @@ def the_next_agents_were_killed_too(fleet: Fleet) -> None:
 
 @test
 def the_last_line_was_cut(fleet: Fleet) -> None:
-    """A line that isn't whole was never acted on, and spoils neither those before it nor those that
-    the next agent writes."""
+    """An incomplete line of the journal was never acted on. It spoils neither the lines before
+    it nor the lines that the next agent writes."""
     with succession(fleet) as agents:
         session = idle_session(fleet)
         for path, kind in (("/generate", "turn"), ("/open_session", "opening")):
@@ -274,8 +273,8 @@ def the_engine_was_restarted_too(fleet: Fleet) -> None:
 
 @test
 def the_engine_was_out_of_reach_for_a_moment(fleet: Fleet) -> None:
-    """To its agent it has ended, and then it is back with all it had. No agent dies here, and the
-    journal serves all the same."""
+    """The agent takes its unreachable engine for ended; then the engine is back with all its
+    sessions. No agent dies here, and the journal is used all the same."""
     with succession(fleet) as agents:
         closing, left = idle_session(fleet), idle_session(fleet)
         hold = agents.tap.hold_request("/close_session")
@@ -354,7 +353,8 @@ def the_old_sessions_are_unknown_and_their_ids_start_anew(fleet: Fleet) -> None:
         seconds = time.monotonic() - begin
         print(f"    heard {seconds:.2f} s after the new agent was ready", flush=True)
         for session in sessions:
-            # A client that heard 200 instead of 201 would take its history for kept.
+            # If the answer were 200 instead of 201, a client would assume that its history was
+            # kept.
             again = Pinned(fleet, session.id)
             again.turn("From the start, then.", 10)
             again.close()

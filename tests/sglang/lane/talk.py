@@ -1,4 +1,4 @@
-"""A whole prompt by each of the engine's routes, streamed or not, and what came of it."""
+"""Sends a full prompt by any of the engine's routes, streamed or not, and reads the answer."""
 
 import json
 from collections.abc import Callable
@@ -15,7 +15,7 @@ HEADER = "x-override-berth-trim"
 
 @dataclass(frozen=True)
 class Reply:
-    # The engine streams an empty message without its prompt's figures; they are 0 then.
+    # The engine gives no token counts for an empty message that is streamed; they are 0 then.
     text: str
     finish: str
     prompt_tokens: int
@@ -23,7 +23,7 @@ class Reply:
 
 
 def mark(session: str, tokens_max: int = ROOM) -> dict[str, str]:
-    """The header by which a prompt may be trimmed to what the session hasn't got."""
+    """Returns the header that lets the shim trim a prompt to what the session doesn't have yet."""
     return {HEADER: f"{tokens_max} {session}"}
 
 
@@ -31,7 +31,8 @@ def send(
     url: str, api: str, body: dict, session: str | None = None, stream: bool = False,
     tokens_max: int = ROOM,
 ) -> Reply:
-    """The body as the route wants it, greedily; with a session's id, it may be trimmed."""
+    """Sends the body by this route with greedy sampling. If a session is given, the prompt may
+    be trimmed."""
     path, read = ROUTES[api]
     headers = mark(session, tokens_max) if session else {}
     fixed: dict[str, Any] = {"stream": stream}
@@ -94,7 +95,7 @@ def _messages(events: list[dict]) -> Reply:
 
 
 def _responses(events: list[dict]) -> Reply:
-    # Streamed, the last event has the whole response in it.
+    # In a stream, the last event holds the whole response.
     response = events[-1].get("response") or events[-1]
     parts = [part for item in response["output"] for part in item.get("content") or []]
     text = "".join(part.get("text", "") for part in parts)

@@ -1,10 +1,11 @@
-"""A relay between the agent and the engine that keeps what goes by, so that a test can compare the
-bytes on both sides of Berth exactly. It can hold a request or an answer, so that a test can do
-something at exactly that moment.
+"""A relay between the agent and the engine that records all bytes and can hold a message.
 
-It passes on what it gets as it gets it, and a side's end to the other side. It knows of HTTP only
-what it takes to tell where a message begins, and to cut a connection's bytes into exchanges
-afterwards.
+A test can compare the bytes on both sides of Berth exactly, and act while a request or an answer is
+held.
+
+The relay forwards data as it arrives, and the end of one side to the other side. It knows only as
+much of HTTP as it needs to see where a message begins, and to split a connection's bytes into
+exchanges afterwards.
 """
 
 import socket
@@ -27,12 +28,12 @@ class _Connection:
     engine: socket.socket
     asked: bytearray = field(default_factory=bytearray)
     answered: bytearray = field(default_factory=bytearray)
-    # Of the newest request.
+    # The path of the newest request.
     path: str = ""
 
 
 class Hold:
-    """Keeps the next request to a path, or the next answer from it, until the test decides."""
+    """Holds the next request to a path, or the next answer from it, until the test decides."""
 
     def __init__(self, path: str, answer: bool):
         self.path = path
@@ -42,7 +43,7 @@ class Hold:
         self._passes = False
 
     def wait(self, seconds: float = 60) -> None:
-        """Waits until it has come."""
+        """Waits until the message has come."""
         what = "answer from" if self.answer else "request to"
         assert self._came.wait(seconds), f"no {what} {self.path} within {seconds} s"
 
@@ -53,7 +54,7 @@ class Hold:
         self._decide(passes=True)
 
     def drop(self) -> None:
-        """It never arrives, and its connection ends."""
+        """Drops the message and ends its connection."""
         self._decide(passes=False)
 
     def _decide(self, passes: bool) -> None:
@@ -62,18 +63,19 @@ class Hold:
             self._decided.set()
 
     def taken(self) -> None:
-        """The relay's side: it has come."""
+        """Notes that the message has come. Called by the relay."""
         self._came.set()
 
     def keep(self) -> bool:
-        """The relay's side: returns whether to pass it on, once that is decided."""
+        """Waits for the test's decision, and returns whether to forward the message. Called by
+        the relay."""
         self._decided.wait()
         return self._passes
 
 
 class Tap:
-    """Listens on a port of its own from the start to `close`. While it hides ends, the engine isn't
-    told that the agent has gone: its turns run on."""
+    """Listens on a port of its own from its creation to `close`. While `hides_ends` is set, the
+    engine isn't told that the agent has gone, so its turns run on."""
 
     def __init__(self, engine_url: str):
         self.lead_to(engine_url)
@@ -86,7 +88,7 @@ class Tap:
         self.url = f"http://127.0.0.1:{self._port}"
 
     def lead_to(self, engine_url: str) -> None:
-        """From the next connection on, this is the engine behind it."""
+        """Sets the engine to which new connections lead."""
         parts = urlsplit(engine_url)
         self._engine = (parts.hostname, parts.port)
 
@@ -102,7 +104,7 @@ class Tap:
         return hold
 
     def let_all_go(self) -> None:
-        """Holds nothing any more."""
+        """Lets all held messages go, and forgets all holds."""
         with self._lock:
             for hold in self._holds:
                 hold.let_go()
@@ -113,8 +115,8 @@ class Tap:
         self.refuse()
 
     def refuse(self) -> None:
-        """Ends every connection and takes no more, as if the engine had gone."""
-        # A thread that waits in `accept` would keep the socket open.
+        """Ends every connection and accepts no more, as if the engine had gone."""
+        # Without the shutdown, a thread that waits in `accept` would keep the socket open.
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         with self._lock:
@@ -126,7 +128,7 @@ class Tap:
                         pass  # It has ended already.
 
     def take_again(self) -> None:
-        """Takes connections again, where it did before."""
+        """Accepts connections again, on the same port."""
         self._listener = self._listen(self._port)
 
     def _listen(self, port: int) -> socket.socket:
@@ -135,7 +137,7 @@ class Tap:
         return listener
 
     def exchanges(self, path: str) -> list[Exchange]:
-        """All that is complete on that path, in the order of their connections."""
+        """Returns all complete exchanges on that path, in the order of their connections."""
         with self._lock:
             raw = [(bytes(c.asked), bytes(c.answered)) for c in self._connections]
         found = []
@@ -195,8 +197,9 @@ class Tap:
                     pass
 
     def _hold_of(self, connection: _Connection, data: bytes, answers: bool) -> Hold | None:
-        """The hold that is meant for what begins here, which is then used up. The agent sends no
-        request before the last one's answer, so a message begins with what was received."""
+        """Returns the hold for the message that begins with `data`, and marks it as used. The
+        agent sends no request before the answer to the last one, so a message never begins
+        within received data."""
         if answers and not data.startswith(b"HTTP/"):
             return None
         if not answers:
@@ -213,8 +216,8 @@ class Tap:
 
 
 def _cut(raw: bytes) -> list[tuple[bytes, bytes]]:
-    """The messages of one direction of a connection, as head and body; an unfinished one is left
-    out."""
+    """Splits the bytes of one direction of a connection into messages, each a head and a body.
+    An unfinished message is left out."""
     messages = []
     while raw:
         head, found, raw = raw.partition(b"\r\n\r\n")

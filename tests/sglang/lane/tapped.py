@@ -1,7 +1,7 @@
-"""With a tap between agent and engine: what the engine sent is what the client got, and what the
-client sent is what the engine got, but for the keys that Berth owns.
+"""With a tap between agent and engine: Berth changes no byte except the keys that it owns.
 
-Each test starts the agent anew, behind the tap, and again without it.
+The client gets what the engine sent, and the engine gets what the client sent. Each test restarts
+the agent behind the tap, and afterwards without it.
 """
 
 import json
@@ -16,7 +16,7 @@ from lane.runner import equal, test
 from lane.tap import Exchange, Tap
 from lane.turns import Pinned, body, chat_body, last_of
 
-# How Berth's values look in a body, wherever it puts them: a key, its value, a comma if there is one.
+# The keys that Berth may add to a body, anywhere at its top level.
 OWNED = ("rid", "session_params", "session_id", "routed_dp_rank", "priority")
 
 
@@ -32,7 +32,8 @@ def tapped(fleet: Fleet) -> Iterator[Tap]:
 
 
 def _post(fleet: Fleet, tap: Tap, path: str, request: object, headers: dict | None = None) -> Exchange:
-    """Sends it and checks the answer. Returns what went by on the engine's side."""
+    """Sends the request and checks the answer's status. Returns the exchange on the engine's
+    side."""
     before = len(tap.exchanges(path))
     answer = wire.post(fleet.router_url + path, request, headers)
     equal(answer.status, 200, f"{path}: the status of {answer}")
@@ -40,7 +41,7 @@ def _post(fleet: Fleet, tap: Tap, path: str, request: object, headers: dict | No
     equal(len(seen), before + 1, f"{path}: exchanges with the engine for one turn")
     new = [exchange for exchange in seen if exchange.answer_body == answer.body]
     if not new:
-        # Most likely the one to show the difference to.
+        # The newest exchange is most likely the one to compare with.
         same_bytes(answer.body, seen[-1].answer_body, f"{path}: the answer")
     return new[-1]
 
@@ -61,7 +62,7 @@ def answers_and_streams(fleet: Fleet) -> None:
 
 @test
 def a_request_but_for_the_owned_keys(fleet: Fleet) -> None:
-    # Spaces, escapes, an order and numbers that no serialiser would write like this.
+    # No serializer would write these spaces, escapes and numbers, in this order.
     odd = (
         b'{ "text" :\t"caf\\u00e9 \\/ \\"rid\\": \\u007b",\n  "unknown":[1.0,1e2,-0,{"rid":"x"}],'
         b' "sampling_params": {"max_new_tokens":4 , "temperature":0.0,"ignore_eos":true} }'
@@ -95,7 +96,7 @@ def pinned_turns(fleet: Fleet) -> None:
 
 
 def _without_owned(raw: bytes) -> bytes:
-    """Cuts the owned top-level keys out of the text, and the commas and spaces between entries."""
+    """Removes the owned top-level keys from the text, and the commas and spaces that they leave."""
     values = rb'"(?:[^"\\]|\\.)*"|-?[0-9]+|\{"id":\s*"[^"]*"\}'
     for key in OWNED:
         raw = re.sub(rb'(?<![\\{\w])"' + key.encode() + rb'"\s*:\s*(?:' + values + rb")\s*,?", b"", raw)

@@ -1,4 +1,4 @@
-"""Sessions side by side answer what they answer alone."""
+"""Sessions give the same answers side by side as alone."""
 
 from lane import wire
 from lane.fleet import Fleet
@@ -23,7 +23,7 @@ def two_pinned_sessions_in_turns(fleet: Fleet) -> None:
 
 @test
 def two_pinned_sessions_at_once(fleet: Fleet) -> None:
-    # `Pinned.turn` compares with the engine asked alone; here all of it overlaps.
+    # `Pinned.turn` compares with the engine's own answer; here all these requests overlap.
     def talk(texts: tuple[str, ...], stream: bool) -> None:
         session = Pinned(fleet)
         for text in texts:

@@ -1,5 +1,7 @@
-"""What publishing the radix tree again takes of the scheduler's thread, in SGLang's own tree and
-recorder: the longest piece where all of the tree is one node.
+"""Measures the time of the scheduler's thread that publishing the radix tree again takes.
+
+It uses SGLang's own tree and event recorder. The tree is a single node, which makes for the longest
+step.
 
     tests/sglang/run --tree-cost
 """
@@ -42,7 +44,7 @@ def tree_of_one_node(page_size: int) -> UnifiedTreeCore:
 
 
 def pieces(page_size: int, clock: Callable[[], float]) -> list[float]:
-    """Milliseconds of each."""
+    """Publishes a tree again. Returns the milliseconds of each step."""
     tree = tree_of_one_node(page_size)
     publisher = SimpleNamespace(
         enable_kv_cache_events=True, publish_kv_events=lambda: tree.kv_events.take() and None
@@ -61,15 +63,15 @@ def pieces(page_size: int, clock: Callable[[], float]) -> list[float]:
 
 
 def main() -> None:
-    # A full collection takes 10 ms, whoever is at work then.
+    # A full garbage collection takes 10 ms, whatever code runs at that moment.
     gc.disable()
     for page_size in (1, 16):
-        # A machine that is busy with others shows in the one, not in the other.
+        # Other load on the machine shows in `perf_counter`, but not in `thread_time`.
         for clock in (time.thread_time, time.perf_counter):
             runs = [pieces(page_size, clock) for _ in range(TIMES)]
             longest = ", ".join(f"{max(run):.1f}" for run in runs)
             print(
-                f"pages of {page_size:2}, {clock.__name__:12}: {len(runs[-1])} pieces, "
+                f"pages of {page_size:2}, {clock.__name__:12}: {len(runs[-1])} steps, "
                 f"{sum(runs[-1]):.0f} ms in all; the longest, {TIMES} times: {longest} ms"
             )
 

@@ -1,7 +1,7 @@
-"""Stands where the agent would for the process that tokenises: hears of each plan before the engine
-gets the turn, and answers questions.
+"""Takes the agent's place for the process that tokenizes: hears its plans, answers its questions.
 
-Written from the protocol's table in `worker-agent/shim/berth_shim/wire.py`, without its code.
+The process reports each plan before the engine gets the turn. The listener is written from the
+protocol's table in `worker-agent/shim/berth_shim/wire.py`, and shares no code with the shim.
 """
 
 import socket
@@ -14,15 +14,15 @@ from pathlib import Path
 
 VERSION = 4
 PLANS = {1: "trimmed", 2: "healed", 3: "diverged", 4: "refused"}
-# Where nobody bounds a prompt.
+# The `tokens_max` of a prompt that isn't bounded.
 ROOM = 1 << 20
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What was made of one whole prompt. A question is followed by the plan that holds."""
+    """The plan for one full prompt. A question is followed by the final plan."""
 
-    # Its number; 0 of a plan that holds.
+    # The question's number; 0 in a final plan.
     question: int
     plan: str
     at: int
@@ -35,8 +35,9 @@ class Plan:
 
 
 class TrimListener:
-    """Listens at the path, for one connection. A question is answered with the session that
-    `answer` makes of the plan and with room for `tokens_max`, or not at all where that is None."""
+    """Listens at the path, for one connection at a time. A question is answered with the session
+    that `answer` returns for its plan, and with `tokens_max`. If `answer` returns None, the
+    question gets no answer."""
 
     def __init__(self, path: Path, answer: Callable[[Plan], str | None] = lambda plan: ""):
         self.answer, self.tokens_max = answer, ROOM
@@ -56,13 +57,14 @@ class TrimListener:
             self._connection.close()
 
     def connected(self, seconds: float = 60) -> str:
-        """Waits for the hello; returns why nothing is trimmed."""
+        """Waits for the hello. Returns the reason why nothing is trimmed, empty if there is
+        none."""
         with self._changed:
             assert self._changed.wait_for(lambda: self.inert is not None, seconds), "no hello"
             return self.inert
 
     def plans(self, of: str, seconds: float = 60) -> list[Plan]:
-        """Those that hold, of this session or request, oldest first; at least one."""
+        """Waits for a final plan of this session or request. Returns all of them, oldest first."""
         deadline = time.monotonic() + seconds
         with self._changed:
             while True:
@@ -72,7 +74,7 @@ class TrimListener:
                 assert self._changed.wait(left) if left > 0 else False, f"no plan of {of}"
 
     def questions(self, of: str) -> list[Plan]:
-        """All so far, of this session or request."""
+        """Returns all questions of this session or request so far."""
         with self._changed:
             return self._heard(of, questions=True)
 

@@ -1,7 +1,7 @@
-"""What the tests say to the router, and what they expect of every answer.
+"""What the tests send to the router, and what they expect of every answer.
 
-The model makes this exact: a byte is a token, and an answer is visible ASCII, so the length of a
-text is its length in tokens, and a history is the texts and the answers one after the other.
+The model makes the counts exact: a byte is a token, and an answer is visible ASCII. So the length
+of a text is its length in tokens, and a history is its texts and answers joined in order.
 """
 
 import json
@@ -48,7 +48,7 @@ class Turn:
 
 
 def new_id(what: str) -> str:
-    """A session id that no other test uses."""
+    """Returns a session id that no other test uses."""
     return f"{what}-{uuid.uuid4().hex[:8]}"
 
 
@@ -57,7 +57,7 @@ def sampling(tokens: int, **more: Any) -> dict:
 
 
 def body(text: str, tokens: int, **more: Any) -> dict:
-    """A `/generate` request."""
+    """Returns a `/generate` request."""
     return {"text": text, "sampling_params": sampling(tokens), **more}
 
 
@@ -69,8 +69,8 @@ def chat_body(messages: list[dict] | str, tokens: int, **more: Any) -> dict:
 
 
 def chat_tokens(messages: list[dict]) -> int:
-    """The prompt's length under the model's chat template."""
-    # Around role and content: the begin token, a line end, the end token, a line end.
+    """Returns the prompt's length in tokens under the model's chat template."""
+    # The template adds to role and content: the begin token, a line end, the end token, a line end.
     said = sum(4 + len((m["role"] + m["content"]).encode()) for m in messages)
     return said + 1 + len("assistant\n")
 
@@ -81,7 +81,7 @@ def finished(answer: wire.Answer) -> Turn:
 
 
 def last_of(stream: wire.Stream) -> Turn:
-    """Reads the stream to its end, which must be a proper one."""
+    """Reads the stream to its end, which must be `[DONE]`. Returns the last event before it."""
     equal(stream.status, 200, "the stream's status")
     events = list(stream.events())
     assert events and events[-1] == "[DONE]", f"the stream ended without [DONE]: {events[-1:]}"
@@ -93,14 +93,15 @@ def generate(fleet: Fleet, text: str, tokens: int, headers: dict | None = None, 
 
 
 def at_engine(fleet: Fleet, text: str, tokens: int) -> Turn:
-    """The engine's own answer to the text as one prompt: what a session must answer too."""
+    """Returns the engine's own answer to the text as one prompt. A session must give the same
+    answer."""
     return finished(wire.post(f"{fleet.engine_url}/generate", body(text, tokens)))
 
 
 class Pinned:
-    """A pinned session as a client holds it. Each turn sends its new text only, and is checked:
-    the prompt has grown by exactly that, nothing of the history was computed again, and the answer
-    is that of the whole history."""
+    """A pinned session as a client holds it. Each turn sends only its new text, and is checked:
+    the prompt has grown by exactly that text, nothing of the history was computed again, and the
+    answer is the one to the full history."""
 
     def __init__(self, fleet: Fleet, id: str | None = None, **more: Any):
         self.fleet = fleet
@@ -110,7 +111,7 @@ class Pinned:
         equal(opened["session_id"], self.id, "the id of the session opened")
 
     def send(self, text: str, tokens: int, stream: bool = False, by_header: bool = False) -> wire.Stream:
-        """Sends a turn; returns its answer while it is still coming."""
+        """Sends a turn. Returns its answer while it is still arriving."""
         request, headers = body(text, tokens, stream=stream), {}
         if by_header:
             headers = {"x-berth-session-id": self.id, "x-berth-delta": "1"}
@@ -135,7 +136,7 @@ class Pinned:
         equal(turn.prompt_tokens, before + len(text), "prompt tokens: the history and the new text")
         equal(turn.completion_tokens, tokens, "completion tokens")
         if before:
-            # The last token of an answer was made, but never went through the model itself.
+            # The last token of an answer never went through the model itself.
             one_of(turn.cached_tokens, (before - 1, before), "cached tokens: the whole history")
         self.history += text
         equal(turn.text, at_engine(self.fleet, self.history, tokens).text, "the answer")
@@ -174,19 +175,20 @@ def delete_session(fleet: Fleet, id: str, headers: dict | None = None) -> wire.A
 
 
 def clean_up(fleet: Fleet) -> None:
-    """After a failed test, so that it fails no other: nothing is slow and nothing is held."""
+    """Cleans up after a failed test, so that it makes no other test fail: the engine is fast
+    again, and the test's sessions are closed."""
     try:
         wire.post(f"{fleet.engine_url}/slow_down", {"forward_sleep_time": 0}, seconds=5)
         for id in fleet.opened:
             wire.request("DELETE", f"{fleet.router_url}/v1/sessions/{id}", seconds=5)
-            # Some tests open theirs at the engine itself.
+            # Some tests open their sessions at the engine itself.
             wire.post(f"{fleet.engine_url}/close_session", {"session_id": id}, seconds=5)
     except OSError:
-        pass  # What has ended holds nothing.
+        pass  # A process that has ended holds nothing.
 
 
 def refused(answer: wire.Answer, status: int, what: str) -> str:
-    """Checks that Berth itself said no, in its own shape. Returns the code."""
+    """Checks that the refusal is Berth's own, by its form. Returns its code."""
     equal(answer.status, status, f"the status of {what} ({answer})")
     error = answer.json().get("error")
     assert isinstance(error, dict), f"{what}: no error object in {answer}"
@@ -199,7 +201,8 @@ def refused(answer: wire.Answer, status: int, what: str) -> str:
 
 @contextmanager
 def slow_engine(fleet: Fleet, seconds: float = 0.03) -> Iterator[None]:
-    """Every step of the engine takes that much longer, so that a turn lasts."""
+    """Makes every step of the engine `seconds` longer, so that a turn lasts long enough to act
+    during it."""
     url = f"{fleet.engine_url}/slow_down"
     equal(wire.post(url, {"forward_sleep_time": seconds}).status, 200, "slow_down")
     try:
@@ -220,7 +223,8 @@ def runs(fleet: Fleet) -> bool:
 
 
 def at_once(*calls: Callable[[], Any]) -> list[Any]:
-    """Runs them side by side, begun together. Returns what they return, or raises what one raised."""
+    """Runs the calls side by side, started together. Returns their results in order, or raises
+    the first error."""
     results: list[Any] = [None] * len(calls)
     errors: list[BaseException] = []
     begin = threading.Barrier(len(calls))

@@ -1,7 +1,8 @@
-"""A client that vanishes in a turn leaves its session usable, and never on a wrong context.
+"""A client that vanishes during a turn leaves its session usable, and on the right context.
 
 The engine rolls an aborted turn back, or keeps it whole if it had ended before the abort came. Both
-are right, anything else is not; and the answer must be that of the history which the count implies.
+are right and nothing else is. The answer must be the one to the history that the token count
+implies.
 """
 
 import json
@@ -19,7 +20,8 @@ FREE_SECONDS_MAX = 60
 
 
 def next_turn(fleet: Fleet, session: Pinned, text: str = " What was I saying?") -> None:
-    """The turn after the lost one. Until the engine has ended that one, Berth says 409."""
+    """Sends the turn after the lost one. Berth answers 409 until the engine has ended the lost
+    turn."""
     request = body(text, 10, session_params={"id": session.id})
     deadline = time.monotonic() + FREE_SECONDS_MAX
     while True:

@@ -1,9 +1,11 @@
-"""What short prompts wait beside long ones: with and without the slow lane. One table; nothing is
-asserted.
+"""Measures how long short prompts wait beside long ones, with and without staged prefill.
 
-A real engine with a context of 32,768 tokens. One client sends long prompts, one after the other,
-that nothing of was seen before; three send short ones. All stream; what counts is the first token.
-The two kinds of agent take turns, so that what else the machine does hits both.
+It prints one table and asserts nothing.
+
+The real engine has a context of 32,768 tokens. One client sends long prompts, one after the other,
+of which nothing is cached; three clients send short ones. All stream, and the time to the first
+token counts. The agents with and without staged prefill alternate, so that other load on the
+machine affects both.
 """
 
 import argparse
@@ -24,7 +26,7 @@ from lane.processes import Failed, wait_until
 from lane.turns import sampling
 
 CONTEXT_TOKENS = 32_768
-# Longer than the tiny model says: its answers are nobody's concern here.
+# Longer than the tiny model's own context; the content of its answers doesn't matter here.
 LONGER = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
 FLAGS = [
     "--context-length", str(CONTEXT_TOKENS),
@@ -40,10 +42,14 @@ ANSWER_SECONDS_MAX = 300
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tests/sglang/run", description=__doc__)
     parser.add_argument("--waits", action="store_true")
-    parser.add_argument("--rounds", type=int, default=7, help="of each kind (default 7)")
-    parser.add_argument("--seconds", type=float, default=20, help="of a round (default 20)")
-    parser.add_argument("--long-tokens", type=int, default=12_000, help="(default 12000)")
-    parser.add_argument("--page-size", type=int, default=16, help="the engine's (default 16)")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds of each kind (default 7)")
+    parser.add_argument("--seconds", type=float, default=20, help="length of a round (default 20)")
+    parser.add_argument(
+        "--long-tokens", type=int, default=12_000, help="length of a long prompt (default 12000)"
+    )
+    parser.add_argument(
+        "--page-size", type=int, default=16, help="the engine's page size (default 16)"
+    )
     return parser.parse_args()
 
 
@@ -65,12 +71,13 @@ def first_token_ms(url: str, ids: list[int]) -> float:
 
 
 def prompt(tokens: int) -> list[int]:
-    """Of which nothing was seen before."""
+    """Returns a prompt that was never sent before."""
     return [random.randrange(32, 127) for _ in range(tokens)]
 
 
 def clients(url: str, options: argparse.Namespace) -> tuple[list[float], list[float]]:
-    """One round: what each kind of prompt waited for its first token."""
+    """Runs one round. Returns how long each short and each long prompt waited for its first
+    token."""
     ends = time.monotonic() + options.seconds
     waits: tuple[list[float], list[float]] = ([], [])
 
@@ -89,7 +96,8 @@ def clients(url: str, options: argparse.Namespace) -> tuple[list[float], list[fl
 
 
 def measure(fleet: Fleet, options: argparse.Namespace) -> dict[int, list[tuple]]:
-    """The rounds of agents without and with pieces, by their milliseconds."""
+    """Runs the rounds of both agents. Returns them by `piece_ms`, which is 0 without staged
+    prefill."""
     rounds: dict[int, list[tuple]] = {0: [], PIECE_MS: []}
     for number in range(options.rounds):
         order = (0, PIECE_MS) if number % 2 == 0 else (PIECE_MS, 0)
@@ -98,7 +106,7 @@ def measure(fleet: Fleet, options: argparse.Namespace) -> dict[int, list[tuple]]
             fleet.restart_agent(settings=f"{shim}piece_ms = {piece_ms}\n")
             wait_until(fleet.router, "hearing of the engine's blocks",
                        lambda: known(fleet) == "live", BERTH_START_SECONDS_MAX)
-            # So that its rate is known before anything counts.
+            # The agent measures the engine's rate with this prompt, before anything counts.
             first_token_ms(fleet.router_url, prompt(options.long_tokens))
             short, long = clients(fleet.router_url, options)
             rounds[piece_ms].append((short, long))
@@ -112,7 +120,7 @@ def known(fleet: Fleet) -> str:
 
 
 def cells(waits: list[float]) -> str:
-    """Their count, median, 90th percentile and mean."""
+    """Formats the count, median, 90th percentile and mean of these milliseconds."""
     ordered = sorted(waits)
     p90 = ordered[int(0.9 * (len(ordered) - 1))]
     mean = statistics.mean(ordered)
@@ -131,7 +139,7 @@ def table(rounds: dict[int, list[tuple]]) -> str:
             for whole, with_pieces in zip(rounds[0], rounds[PIECE_MS])
         ]
         lines.append(
-            f"{name:>5}, mean with pieces by mean without: median of rounds "
+            f"{name:>5}, mean with staged prefill by mean without: median of rounds "
             f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
         )
     return "\n".join(lines)
@@ -143,7 +151,7 @@ def on_term(_number: int, _frame: object) -> None:
 
 def main() -> int:
     options = arguments()
-    # Else the engine would live on.
+    # Without these handlers the engine would outlive this process.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, on_term)
     folder = Path(tempfile.mkdtemp(prefix="berth-waits-"))

@@ -1,6 +1,6 @@
-"""HTTP as the tests need it: one request, the exact bytes of its answer, or its stream as it comes.
+"""HTTP for the tests: one request, and the exact bytes of its answer or the stream as it arrives.
 
-No client library in between: what a test compares is what was on the wire.
+There is no client library in between, so a test compares what was on the wire.
 """
 
 import http.client
@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 @dataclass
 class Answer:
     status: int
-    headers: dict[str, str]  # Names in lower case.
+    headers: dict[str, str]  # Names are in lower case.
     body: bytes
     seconds: float
 
@@ -28,7 +28,7 @@ class Answer:
 
 
 class Stream:
-    """An answer that is still coming."""
+    """An answer that is still arriving."""
 
     def __init__(self, connection: http.client.HTTPConnection, response: http.client.HTTPResponse):
         self._connection = connection
@@ -38,7 +38,7 @@ class Stream:
         self.raw = b""
 
     def events(self) -> Iterator[str]:
-        """The data of the events, in order, `[DONE]` included."""
+        """Yields the data of the events, in order, `[DONE]` included."""
         while line := self._response.readline():
             self.raw += line
             if line.startswith(b"data:"):
@@ -49,7 +49,7 @@ class Stream:
         return self.raw
 
     def vanish(self) -> None:
-        """Leaves as a client does that has crashed: the connection is reset."""
+        """Resets the connection, as a client that has crashed does."""
         sock = self._connection.sock or self._response.fp.raw._sock
         linger_none = b"\x01\x00\x00\x00\x00\x00\x00\x00"
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger_none)
@@ -79,7 +79,7 @@ def request(
     headers: dict[str, str] | None = None,
     seconds: float = 60,
 ) -> Answer:
-    """Sends the body as it is when it is bytes, else as JSON; reads the whole answer."""
+    """Sends the body, as JSON unless it is bytes, and reads the whole answer."""
     connection, path = _connect(url, seconds)
     begin = time.monotonic()
     try:
@@ -105,7 +105,7 @@ def post(url: str, body: Any = None, headers: dict[str, str] | None = None, seco
 
 
 def stream(url: str, body: Any, headers: dict[str, str] | None = None, seconds: float = 60) -> Stream:
-    """Returns when the answer's head is there."""
+    """Sends a request, and returns when the head of the answer has arrived."""
     connection, path = _connect(url, seconds)
     all_headers = {"content-type": "application/json", **(headers or {})}
     connection.request("POST", path, _encode(body), all_headers)

@@ -1,8 +1,8 @@
-"""With the shim inside the engine: the ledger is exact, closes are seen, and idle sessions give their
-KV up without losing their history.
+"""Tests with the shim: an exact ledger, confirmed closes, idle sessions that give up their KV.
 
-The lane's other tests run without it, on the slower sources. Each test here starts the agent anew
-on the socket where the engine's shim looks for it, and again without it.
+An idle session keeps its history. The suite's other tests run the agent without the shim's
+connection, on its slower sources. Each test here restarts the agent on the socket where the
+engine's shim looks for it, and afterwards without it.
 """
 
 import re
@@ -23,7 +23,7 @@ CLOSES = 200
 
 @contextmanager
 def with_shim(fleet: Fleet, settings: str = "") -> Iterator[None]:
-    """With nothing in the pool, and the agent hearing from the shim."""
+    """Connects the agent to the shim, with nothing in the pool."""
     equal(fleet.wait_pool(0), 0, "what the tests before have left in the pool")
     fleet.restart_agent(settings=f'shim_socket = "{fleet.shim_socket}"\n{settings}')
     try:
@@ -73,7 +73,7 @@ def an_idle_session_gives_its_kv_up_and_keeps_its_history(fleet: Fleet) -> None:
         wait_session(fleet, idle.id, "state", "demoted")
         wait_figures(fleet, {"rows_held": 1})
         time.sleep(0.01)
-        # Now the other one gives way in its turn.
+        # Now the other session has to give up its KV.
         text = " Where were we?"
         turn = finished(wire.post(f"{fleet.router_url}/generate", {
             "text": text, "session_params": {"id": idle.id},
@@ -120,13 +120,13 @@ def what_is_closed_is_free_at_once(fleet: Fleet) -> None:
 
 
 def _closes(fleet: Fleet) -> dict[float, int]:
-    """Closes that took at most so many seconds, by the agent's own account."""
+    """The number of closes by the most seconds they took, by the agent's own account."""
     text = wire.get(f"http://{fleet.agent_admin}/metrics").body.decode()
     found = re.findall(r'berth_agent_close_seconds_bucket\{le="([^"]+)"\} (\d+)', text)
     return {float(limit.replace("+Inf", "inf")): int(count) for limit, count in found}
 
 
 def _within(counts: dict[float, int], share: int) -> float:
-    """A bound that this share of the closes kept."""
+    """Returns the smallest bound in seconds that this percentage of the closes kept."""
     needed = counts[float("inf")] * share / 100
     return min(limit for limit, count in counts.items() if count >= needed)
