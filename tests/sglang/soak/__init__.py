@@ -1,1 +1,1 @@
-"""The soak: random session operations through Berth, and straight at the engine, for comparison."""
+"""The soak: random session operations through Berth and, for comparison, directly at the engine."""

@@ -1,4 +1,4 @@
-"""The soak's command line. See README.md."""
+"""Command line of the soak, which tests/sglang/README.md describes."""
 
 import argparse
 import contextlib
@@ -19,14 +19,15 @@ from soak.report import Verdicts
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tests/sglang/run", description=__doc__)
     count = parser.add_mutually_exclusive_group(required=True)
-    count.add_argument("--soak", type=int, metavar="N", help="operations, at the real engine")
-    count.add_argument("--soak-sim", type=int, metavar="N", help="operations, at the simulator")
-    parser.add_argument("--bare", action="store_true", help="only straight at the engine")
+    count.add_argument("--soak", type=int, metavar="N", help="N operations at the real engine")
+    count.add_argument("--soak-sim", type=int, metavar="N", help="N operations at the simulator")
+    parser.add_argument("--bare", action="store_true", help="only directly at the engine")
     parser.add_argument("--guarded", action="store_true", help="only through Berth")
-    parser.add_argument("--seed", type=int, default=1, help="of what is drawn (default 1)")
-    parser.add_argument("--page-size", type=int, default=16, help="the engine's (default 16)")
+    parser.add_argument("--seed", type=int, default=1, help="of the draw (default 1)")
+    parser.add_argument("--page-size", type=int, default=16, help="of the engine (default 16)")
     parser.add_argument(
-        "--pool-tokens", type=int, default=POOL_TOKENS, help=f"the pool (default {POOL_TOKENS})"
+        "--pool-tokens", type=int, default=POOL_TOKENS,
+        help=f"size of the engine's pool (default {POOL_TOKENS})",
     )
     parser.add_argument(
         "--at", nargs=4, metavar=("ENGINE", "ROUTER", "DATA", "ADMIN"),

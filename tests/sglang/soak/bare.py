@@ -1,8 +1,9 @@
-"""The same workload straight at the engine: it does harm, and this says what came first.
+"""The same workload directly at the engine: shows that it does harm there, and what came first.
 
-Harm is one of three: an answer that isn't the one to its client's context, an engine that answers
-nobody any more, an engine that is gone. A wedge usually comes before the others have a chance; so
-each seed is tried on a fresh engine, and one that does harm within its bound is enough.
+Harm is one of three things: an answer that isn't the one to its client's context, an engine that
+answers no request any more, or an engine that has ended. An engine usually gets stuck before the
+others can happen. So each seed is tried on a fresh engine, and it is enough that one of them does
+harm within `COUNT_MAX` operations.
 """
 
 import argparse
@@ -34,7 +35,7 @@ def run(options: argparse.Namespace, folder: Path, verdicts: Verdicts) -> None:
 
 
 def _one(options: argparse.Namespace, folder: Path, seed: int, count: int) -> str | None:
-    """The first harm, if there was any."""
+    """Runs the workload of one seed on a fresh engine. Returns the first harm, or None."""
     fleet = house.House(
         folder,
         house.programs(options.simulated, guarded=False),
@@ -47,7 +48,7 @@ def _one(options: argparse.Namespace, folder: Path, seed: int, count: int) -> st
         report = Report("bare")
         engine = Engine(fleet.engine_url)
         workload = Workload(Bare(fleet), engine, seed, count, report)
-        # Whatever differs here differs by far more than the noise that the guarded phase measures.
+        # A wrong answer differs by far more than the noise that the guarded phase measures.
         oracle = Oracle(engine, noise=0.01)
         harm = None
         while workload.left() and not harm:
@@ -65,7 +66,7 @@ def _round(
         workload.round(ROUND)
         engine.slow_down(0)
     except (Dead, OSError, http.client.HTTPException):
-        pass  # What is wrong is asked for next.
+        pass  # The checks below find out what is wrong.
     at = f"after {workload.done} operations"
     if not fleet.engine.alive():
         return f"crashed {at}, exit status {fleet.engine.popen.returncode}"

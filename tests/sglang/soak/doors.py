@@ -1,8 +1,8 @@
-"""Where the soak's clients go: to Berth, or straight to the engine.
+"""Where the soak's clients send their requests: to Berth, or directly to the engine.
 
-Through Berth a client comes by the router, naming its session in the body or in headers, or as
-another router would, straight to the agent with a claim. At the engine its session's id is the
-engine's.
+With Berth, a client uses the router and names its session in the body or in headers, or it goes
+directly to the agent with a claim, as another router would. At the engine, the session's id is the
+engine's own.
 """
 
 import json
@@ -17,17 +17,17 @@ from soak.wire import Call, Reply, read
 CONTROL_SECONDS_MAX = 20
 # The longest turn takes 3 s on an idle machine; a loaded one takes several times that.
 TURN_SECONDS_MAX = 120
-# Here a turn that takes so long is one that never ends, and many are waited for.
+# At the bare engine, a turn that takes so long never ends, and there are many such turns.
 BARE_TURN_SECONDS_MAX = 15
 
 
 class Door(Protocol):
-    """How clients speak to whoever keeps their sessions."""
+    """How clients reach their sessions, at Berth or at the engine."""
 
     name: str
-    # Promises are kept here: whatever breaks one is a failure.
+    # Whether Berth's promises apply: then a broken promise is a failure.
     guarded: bool
-    # A turn that takes longer hangs.
+    # The seconds after which a turn counts as hanging.
     turn_seconds: float
 
     def open(self, talk: Talk) -> Reply: ...
@@ -49,7 +49,7 @@ def _ask(method: str, url: str, body: Any = None) -> Reply:
 
 
 class Berth:
-    """By the router, or by the agent's data port."""
+    """Through Berth: by the router, or by the agent's data port."""
 
     name = "berth"
     guarded = True
@@ -92,13 +92,13 @@ class Berth:
         return Call(f"{chance.choice((self._router, self._agent))}/generate", body)
 
     def _claimed(self, id: str, body: dict[str, Any], **more: Any) -> Call:
-        # The router's name for clients without a credential.
+        # The principal that the router assigns to clients without a credential.
         claim = {"principal": "anonymous", "id": id, **more}
         return Call(f"{self._agent}/generate", body, {"x-berth-session": json.dumps(claim)})
 
 
 class Bare:
-    """Straight to the engine: nobody refuses, nobody counts."""
+    """Directly to the engine, where nothing is refused and nothing is counted."""
 
     name = "bare"
     guarded = False
@@ -115,7 +115,7 @@ class Bare:
         return _ask("POST", f"{self._engine}/close_session", {"session_id": id})
 
     def is_there(self, id: str) -> bool:
-        return False  # The engine doesn't say.
+        return False  # The engine doesn't tell.
 
     def pinned(self, chance: random.Random, talk: Talk, body: dict[str, Any]) -> Call:
         return Call(f"{self._engine}/generate", {**body, "session_params": {"id": talk.id}})

@@ -1,4 +1,4 @@
-"""The engine asked directly, as the oracle and the measurements need it: no Berth, no session."""
+"""Asks the engine directly, for the oracle and the measurements: without Berth or sessions."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -6,22 +6,22 @@ from typing import Any
 
 from lane import wire
 
-# Asked only where nothing else runs: a second is long.
+# The engine is asked only while nothing else runs, so even a second is long.
 ANSWER_SECONDS_MAX = 60
 
 
 class Dead(Exception):
-    """The engine gives no answer, or not one to the request."""
+    """The engine gives no answer, or an answer that isn't one to the request."""
 
 
 @dataclass(frozen=True)
 class Greedy:
-    """A greedy answer, with log probabilities where the engine has them."""
+    """A greedy answer, with log probabilities if the engine gives them."""
 
     output: list[int]
-    # Of the ids that were chosen.
+    # The log probabilities of the chosen ids.
     logprobs: list[float]
-    # Of each position: the two most likely ids, the best first.
+    # For each position, the log probabilities of the two most likely ids, the best first.
     top: list[dict[int, float]]
 
 
@@ -33,7 +33,7 @@ class Engine:
         return self._ask(prompt, tokens)[0]
 
     def batch(self, prompts: list[list[int]], tokens: int) -> list[Greedy]:
-        """In one request, so that they run together."""
+        """Sends all prompts in one request, so that they run together."""
         return self._ask(prompts, tokens)
 
     def flush(self) -> None:
@@ -75,6 +75,7 @@ def chosen_logprobs(meta: dict[str, Any]) -> list[float]:
 
 
 def side_by_side(call: Any, items: list[Any], width: int = 8) -> list[Any]:
-    """The results in order; what one raises is raised."""
+    """Calls the function for all items in parallel. Returns the results in order, or raises an
+    error of a call."""
     with ThreadPoolExecutor(width) as pool:
         return list(pool.map(call, items))

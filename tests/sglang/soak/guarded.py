@@ -1,4 +1,4 @@
-"""The soak through Berth: the workload, what must hold whenever nothing runs, and the oracle."""
+"""The soak through Berth: the workload, the checks whenever nothing runs, and the oracle."""
 
 import argparse
 from contextlib import ExitStack
@@ -11,13 +11,13 @@ from soak.oracle import Oracle, Turn
 from soak.report import Report, Verdicts
 from soak.workload import USERS, Workload
 
-# Operations between two points at which nothing runs.
+# Operations in a round; nothing runs between two rounds.
 ROUND = 50
-# Every so many of them all sessions are closed and all answers judged.
+# After this many rounds, all sessions are closed and all answers are judged.
 ROUNDS_TO_CLOSE = 3
-# With fewer, chance decides whether each kind of refusal is met.
+# In a shorter run, chance decides whether each kind of refusal occurs.
 COUNT_FOR_ALL = 300
-# Tampered contexts that the oracle may miss: one changed token need not change an answer.
+# The share of wrong contexts that the oracle may miss: one changed token need not change an answer.
 MISSED_RATIO_MAX = 0.02
 
 
@@ -66,7 +66,7 @@ def _started(options: argparse.Namespace, folder: Path, stack: ExitStack) -> hou
     )
     stack.callback(fleet.stop)
     fleet.start_engine()
-    # So that sessions give way to others within the run.
+    # Sessions are demoted early, so that they give way to others within the run.
     settings = f'demote_idle_ms = 300\nshim_socket = "{fleet.shim_socket}"\n'
     fleet.start_agent(settings=settings)
     fleet.start_router()
@@ -74,10 +74,10 @@ def _started(options: argparse.Namespace, folder: Path, stack: ExitStack) -> hou
 
 
 class _Found:
-    """What was found at the quiet points."""
+    """What the checks between rounds have found."""
 
     def __init__(self, audits: bool) -> None:
-        # Whether there is a shim that audits pages.
+        # Whether the engine has a shim that audits pages.
         self.audits = audits
         self.pages: list[str] = []
         self.points = self.closes = self.ties = 0
@@ -113,7 +113,7 @@ class _Found:
 
 
 def _unmet(report: Report, count: int) -> list[str]:
-    """What a run of this length must have seen, or it has shown nothing."""
+    """Returns what a run of this length must have met and hasn't: such a run shows nothing."""
     needed = {
         "an overlapping turn refused": report.seen("overlapping turn", "409 session_busy"),
         "a client that stopped": report.seen("stop", "left"),

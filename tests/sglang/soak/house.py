@@ -1,6 +1,6 @@
-"""What the soak runs at: a fleet with the real engine, with the simulator, or one that runs.
+"""The fleets for the soak: with the real engine, with the simulator, or one that already runs.
 
-Eight rows and a small pool, so that sessions come in each other's way.
+The engine has eight rows and a small pool, so that sessions compete for room.
 """
 
 import json
@@ -17,7 +17,7 @@ POOL_TOKENS = 2048
 
 @dataclass
 class House(Fleet):
-    """The lane's fleet at an engine of the soak's own size."""
+    """A fleet of the integration suite whose engine has the soak's own size."""
 
     simulated: bool = False
     pool_tokens: int = POOL_TOKENS
@@ -38,7 +38,7 @@ class House(Fleet):
         return start_engine(self.folder, self.page_size, ROWS, self.pool_tokens, env)
 
     def _start_simulator(self) -> tuple[Process, str]:
-        # All that the agent needs to know of the model.
+        # The agent needs nothing else of the model.
         model = self.folder / "model"
         model.mkdir(exist_ok=True)
         (model / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY}))
@@ -60,14 +60,14 @@ class House(Fleet):
 
 
 def programs(simulated: bool, guarded: bool) -> Path:
-    """Where the programs are that a phase needs."""
+    """Returns the folder of the programs that a phase needs."""
     berth = ("berth-agent", "berth-router") if guarded else ()
     names = berth + (("engine-sim",) if simulated else ())
     return binaries(names) if names else Path()
 
 
 def running_at(engine_url: str, router_url: str, agent_data: str, agent_admin: str) -> House:
-    """A fleet that somebody else has started, and ends."""
+    """A fleet that already runs, and that the soak doesn't stop."""
     return House(
         Path(),
         Path(),

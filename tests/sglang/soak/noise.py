@@ -1,9 +1,9 @@
-"""How far a greedy answer of this engine depends on what it shouldn't depend on.
+"""Measures how far this engine's greedy answers depend on batches, chunks and cached prefixes.
 
 The same prompt is answered alone from an empty cache, then again with its prefix cached at several
-lengths, and in batches of two to eight, which also moves the borders of its prefill chunks.
-Float32 on a CPU sums in another order for another shape, so log probabilities differ a little;
-where the two best ids are closer than that, so may the answer.
+lengths, and in batches of two to eight, which also moves the borders of its prefill chunks. On a
+CPU, float32 sums run in another order for another shape, so log probabilities differ a little.
+Where the two best ids are closer than that, the answer may differ too.
 """
 
 import random
@@ -15,25 +15,27 @@ from soak.engine import Engine, Greedy
 PROMPT_TOKENS = (20, 33, 64, 100, 127, 200, 260, 333, 400, 480, 520, 600, 700, 777, 850, 900)
 ANSWER_TOKENS = 24
 BATCHES = range(2, 9)
-# Two answers whose log probabilities differ by so much more than was seen are not the same.
+# How many times the largest measured difference still counts as noise.
 MARGIN = 10.0
 
 
 @dataclass
 class Noise:
-    """What was measured."""
+    """The measured differences."""
 
     comparisons: int = 0
-    # Of those whose tokens differed: where, and how close the two best ids were there.
+    # The answers whose tokens differed: what was compared, where it differed, and how close the two
+    # best ids were there.
     differences: list[tuple[str, int, float]] = field(default_factory=list)
     # The largest difference of a log probability while the tokens were the same.
     spread: float = 0.0
-    # The smallest distance of the two best ids over all positions: the tightest choice met.
+    # The smallest distance between the two best ids, over all positions.
     closest: float = float("inf")
 
     @property
     def bound(self) -> float:
-        """Two ids closer than this may change places for no fault."""
+        """Two ids whose log probabilities are closer than this may change places without a
+        fault."""
         return self.spread * MARGIN
 
     def compare(self, what: str, alone: Greedy, other: Greedy) -> None:

@@ -1,7 +1,7 @@
-"""What the soak's clients do, and how often: the mix.
+"""What the soak's clients do, and how often.
 
-Each operation is one thing that a client does to its session, and checks what it was promised about
-it. Without Berth nothing is promised, and the same operations only count what comes.
+Each operation does one thing to a client's session, and checks what Berth promises about it.
+Without Berth nothing is promised, and the operations only count the outcomes.
 """
 
 import http.client
@@ -15,22 +15,22 @@ from soak.doors import Door
 from soak.talk import Left, Talk
 from soak.user import REOPEN, User
 
-# Long enough to be met while it runs.
+# Tokens of an answer that lasts long enough to act while the turn runs.
 LONG_ANSWER = (90, 130)
 IDLE_SECONDS = 1.0
 GONE_SECONDS_MAX = 60
-# More than the engine's context.
+# More than the engine's context holds.
 TOO_LONG_TOKENS = 2100
 
 
 def turn(user: User) -> None:
-    """A pinned turn: streamed or not, ids or text, short or long."""
+    """Runs a pinned turn: streamed or not, as ids or text, short or long."""
     if talk := user.ready("turn"):
         user.turn("turn", talk)
 
 
 def tagged(user: User) -> None:
-    """A turn of a tagged session, which sends its whole history."""
+    """Runs a turn of a tagged session, which sends its full history."""
     if user.tagged and len(user.tagged.history) > 500:
         user.door.close(user.tagged.id)
         user.tagged = None
@@ -44,7 +44,7 @@ def tagged(user: User) -> None:
 
 
 def plain(user: User) -> None:
-    """A turn without a session."""
+    """Runs a turn without a session."""
     talk = Talk(f"{user.name}-plain")
     prompt, as_text = user.words(talk, 300)
     body = user.body(prompt, user.chance.randint(4, 60), as_text)
@@ -53,7 +53,8 @@ def plain(user: User) -> None:
 
 
 def overlap(user: User) -> None:
-    """Two more turns while one runs: both are refused, and the first goes on as if alone."""
+    """Sends two more turns while one runs: both are refused, and the first one goes on
+    undisturbed."""
     if not (talk := user.ready("overlap")):
         return
     delta, _ = user.words(talk)
@@ -71,17 +72,18 @@ def overlap(user: User) -> None:
     if not user.finished("overlap", talk, delta, wire.end_of(*begun)):
         return
     for more, reply in late:
-        # Right only if it came after the end of the first, whose answer is then in its prompt.
+        # Right only if this turn came after the end of the first, whose answer is then in its
+        # prompt.
         user.finished("overlap", talk, more, reply)
 
 
 def stop(user: User) -> None:
-    """A client that has read enough and closes its stream."""
+    """Closes a stream early, as a client does that has read enough."""
     _leave_stream(user, "stop", Stream.close)
 
 
 def vanish_stream(user: User) -> None:
-    """A client that crashes in a stream: its connection is reset."""
+    """Resets the connection of a stream, as a client does that crashes."""
     _leave_stream(user, "vanish in a stream", Stream.vanish)
 
 
@@ -101,7 +103,7 @@ def _leave_stream(user: User, name: str, leave: Callable[[Stream], None]) -> Non
 
 
 def vanish_whole(user: User) -> None:
-    """A client that vanishes while it waits for a whole answer."""
+    """Vanishes while it waits for a whole answer."""
     name = "vanish from a whole answer"
     if not (talk := user.ready(name)):
         return
@@ -123,7 +125,7 @@ def close(user: User) -> None:
 
 
 def close_running(user: User) -> None:
-    """A close while a turn runs, which waits for the turn's proper end."""
+    """Closes a session while a turn runs. The close waits for the turn's proper end."""
     name = "close while a turn runs"
     if not (talk := user.ready(name)):
         return
@@ -139,7 +141,7 @@ def close_running(user: User) -> None:
 def _close(user: User, name: str, talk: Talk) -> None:
     reply = user.door.close(talk.id)
     user.report.count(name, f"closed {reply.status}")
-    # Where room was short it may have been closed already.
+    # Berth may have closed the session already, to make room.
     if reply.status not in (200, 204) and reply.code not in REOPEN:
         user.wrong(name, f"a close: {reply.outcome} {reply.message}")
     talk.open = False
@@ -147,7 +149,8 @@ def _close(user: User, name: str, talk: Talk) -> None:
 
 
 def expire(user: User) -> None:
-    """A session that its client forgets is closed in time, and nothing is added to nothing."""
+    """Leaves a session idle until Berth closes it. A turn after that has nothing to be appended
+    to."""
     if user.pinned:
         user.give_up(user.pinned)
     talk = user.new_talk(IDLE_SECONDS)
@@ -170,26 +173,26 @@ def _gone(user: User, name: str, talk: Talk) -> None:
 
 
 def stall(user: User) -> None:
-    """A client that stops reading for a while; its stream backs up, its answer stays whole."""
+    """Stops reading a stream for a while. The stream backs up, and the answer stays complete."""
     if not (talk := user.ready("stall")):
         return
     delta, _ = user.words(talk)
     count = user.chance.randint(*LONG_ANSWER)
     if not (begun := user.begin("stall", talk, delta, count, small_buffer=True)):
         return
-    # Not to wait for anything: this is what the client does.
+    # This sleep doesn't wait for anything: it is what the client does.
     time.sleep(user.chance.uniform(0.3, 2.0))
     user.finished("stall", talk, delta, wire.end_of(*begun))
 
 
 def too_long(user: User) -> None:
-    """More than the context holds: refused, and the session goes on as it was."""
+    """Sends more than the context holds: it is refused, and the session goes on as before."""
     if talk := user.ready("too long"):
         _refused_turn(user, "too long", talk, tokens.ids(user.chance, TOO_LONG_TOKENS))
 
 
 def foreign(user: User) -> None:
-    """A token id outside the vocabulary, which ends an engine that it reaches."""
+    """Sends a token id outside the vocabulary, which ends an engine that it reaches."""
     if talk := user.ready("foreign id"):
         ids = [*tokens.ids(user.chance, 5), user.chance.choice(tokens.FOREIGN_IDS)]
         _refused_turn(user, "foreign id", talk, ids)
@@ -225,12 +228,13 @@ NAMES = {operation.__name__: operation for operation in MIX}
 
 
 def mix(door: Door) -> dict[Callable[[User], None], int]:
-    """Straight at the engine a foreign id would end it at once and hide all that sessions do."""
+    """Returns the operations with their weights. The bare engine gets no foreign id, which would
+    end it at once and hide all that sessions do."""
     return {op: weight for op, weight in MIX.items() if door.guarded or op is not foreign}
 
 
 def perform(user: User, operation: Callable[[User], None]) -> None:
-    """One operation; a connection that breaks is no answer."""
+    """Performs one operation. A broken connection counts as no answer."""
     try:
         operation(user)
     except (OSError, http.client.HTTPException) as error:

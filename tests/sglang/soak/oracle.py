@@ -1,10 +1,10 @@
-"""Says whether an answer is the one to its context: it asks the engine for the same context as a
-plain request, alone.
+"""Judges whether an answer is the one to its context, by the engine's answer to a plain request.
 
-Each token must be the same and, where the engine tells them, as likely: a context that is wrong far
-back may leave the tokens as they are, but hardly their probabilities. Where a token differs, the
-answer is still right if the two ids are closer than the engine's own noise; what follows is judged
-with the answer's id in place.
+The engine gets the same context as a plain request, alone. Each token must be the same and, if the
+engine gives log probabilities, as likely: a context that is wrong far back may leave the tokens as
+they are, but hardly their probabilities. Where a token differs, the answer is still right if the
+two ids are closer than the engine's own noise. The rest is then judged with the answer's id in
+place.
 """
 
 from dataclasses import dataclass
@@ -18,19 +18,20 @@ class Turn:
 
     what: str
     session: str
-    # All prompts and answers before this answer, in order.
+    # The ids of all prompts and answers before this answer, in order.
     context: list[int]
     output: list[int]
-    # Of its ids, as its client was told; empty from an engine that has none.
+    # The log probabilities of the output's ids as the client got them; empty if the engine gives
+    # none.
     logprobs: list[float]
-    # Where in the context each turn of the session began.
+    # The positions in the context where the session's turns began.
     starts: list[int]
 
 
 @dataclass(frozen=True)
 class Verdict:
     right: bool
-    # Differences that were within the noise.
+    # The number of differences within the noise.
     ties: int
     why: str = ""
 
@@ -65,5 +66,5 @@ class Oracle:
 
 
 def _gap(top: dict[int, float], id: int) -> float:
-    """How much less likely this id is than the likeliest."""
+    """Returns how much less likely this id is than the likeliest one, as a log probability."""
     return max(top.values()) - top[id] if id in top else float("inf")

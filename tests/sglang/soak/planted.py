@@ -1,5 +1,7 @@
-"""Shows that the oracle sees a wrong context: it is given answers to contexts that were tampered
-with as if they were answers to the true ones.
+"""Shows that the oracle detects a wrong context.
+
+The oracle is given answers to contexts that were tampered with, as if they were answers to the true
+contexts.
 """
 
 import random
@@ -12,13 +14,13 @@ from soak import tokens
 
 PLANTS = 200
 CONTEXT_TOKENS_MIN = 48
-# One changed token among 450 shows within about ten.
+# One changed token among 450 shows within about ten tokens of the answer.
 OUTPUT_TOKENS = 32
 
 
 @dataclass
 class Caught:
-    """How many of each kind there were, and how many were caught."""
+    """The number of wrong contexts of each kind, and how many of them the oracle caught."""
 
     planted: Counter[str] = field(default_factory=Counter)
     caught: Counter[str] = field(default_factory=Counter)
@@ -52,7 +54,7 @@ def plant(engine: Engine, oracle: Oracle, turns: list[Turn], seed: int) -> Caugh
 def _tamper(
     chance: random.Random, turns: list[Turn], number: int
 ) -> tuple[str, list[int], list[int]]:
-    """The kind, a true context and a wrong one."""
+    """Returns the kind of change, a true context and a wrong one."""
     turn = chance.choice(turns)
     context = turn.context
     if number % 3 == 0:
@@ -62,7 +64,7 @@ def _tamper(
         return "one token changed", context, changed
     last = turn.starts[-1]
     if number % 3 == 1:
-        # This turn's prompt on the history of somebody else.
+        # This turn's prompt after the history of another session.
         others = [other for other in turns if other.session != turn.session]
         if others:
             other = chance.choice(others)

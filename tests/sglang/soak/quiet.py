@@ -1,5 +1,6 @@
-"""What must hold when nothing runs: the engine lives and answers, and Berth's account of the pool
-is the engine's own.
+"""What must hold when nothing runs.
+
+The engine lives and answers, and Berth's account of the pool equals the engine's own.
 """
 
 import http.client
@@ -17,13 +18,14 @@ from soak.wire import read
 
 PLAIN_SECONDS_MAX = 10
 CONTROL_SECONDS_MAX = 30
-# An engine sample and a report later than the last turn's end; an abort may take seconds.
+# The figures follow the end of the last turn by an engine sample and a report; an abort may take
+# seconds.
 SETTLED_SECONDS_MAX = 60
 FIGURE = re.compile(r'^berth_agent_rank_load\{[^}]*figure="([a-z_]+)"[^}]*\} (\d+)$', re.M)
 
 
 def answers(url: str) -> str | None:
-    """Why a plain turn isn't answered in time, or None when it is."""
+    """Returns why a plain turn isn't answered in time, or None if it is."""
     body = {"text": "Still here?", "sampling_params": {"max_new_tokens": 4, "temperature": 0}}
     begin = time.monotonic()
     try:
@@ -37,7 +39,7 @@ def answers(url: str) -> str | None:
 
 
 def alive(fleet: Fleet) -> list[str]:
-    """Why the fleet doesn't serve."""
+    """Returns the reasons why the fleet doesn't serve."""
     ended = [process.name for process in fleet.processes() if not process.alive()]
     places = {"engine": fleet.engine_url, "router": fleet.router_url}
     asked = {name: answers(url) for name, url in places.items()}
@@ -47,7 +49,7 @@ def alive(fleet: Fleet) -> list[str]:
 
 
 def figures(fleet: Fleet) -> dict[str, int]:
-    """The agent's ledger, by its metrics."""
+    """The figures of the agent's ledger, from its metrics."""
     text = wire.get(f"http://{fleet.agent_admin}/metrics", seconds=CONTROL_SECONDS_MAX).body.decode()
     return {name: int(value) for name, value in FIGURE.findall(text)}
 
@@ -60,7 +62,7 @@ def engine_figures(fleet: Fleet) -> dict[str, int]:
 
     used = total("num_used_tokens")
     return {
-        # Nothing runs, so what is used is what pinned sessions hold.
+        # Nothing runs, so pinned sessions hold all that is used.
         "pool_used_tokens": used,
         "pinned_tokens": used,
         "requests_running": total("num_running_reqs"),
@@ -69,7 +71,7 @@ def engine_figures(fleet: Fleet) -> dict[str, int]:
 
 
 def ledger(fleet: Fleet) -> tuple[list[str], int]:
-    """Where Berth's figures aren't the engine's, and the tokens used."""
+    """Returns where Berth's figures differ from the engine's, and the tokens used."""
 
     def differ() -> Any:
         theirs = engine_figures(fleet)
@@ -87,7 +89,7 @@ def ledger(fleet: Fleet) -> tuple[list[str], int]:
 
 
 def pages(fleet: Fleet) -> list[str]:
-    """Where the page audit isn't the engine's account."""
+    """Returns where the page audit differs from the engine's account."""
 
     def differ() -> Any:
         wrong = differences(fleet)
@@ -97,7 +99,7 @@ def pages(fleet: Fleet) -> list[str]:
 
 
 def baseline(fleet: Fleet) -> list[str]:
-    """What is still held when every session is closed."""
+    """Returns what is still held although every session is closed."""
 
     def held() -> Any:
         names = ("pinned_tokens", "pool_used_tokens", "rows_held")
@@ -114,7 +116,8 @@ def baseline(fleet: Fleet) -> list[str]:
 
 
 def _eventually(look: Callable[[], Any]) -> Any:
-    """The first look that is good, or the last one."""
+    """Calls `look` until the first value that it returns is true, within a time limit. Returns
+    the last result."""
     deadline = time.monotonic() + SETTLED_SECONDS_MAX
     while not (found := look())[0] and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -122,7 +125,7 @@ def _eventually(look: Callable[[], Any]) -> Any:
 
 
 def judge(oracle: Oracle, turns: list[Turn]) -> tuple[list[str], int]:
-    """The wrong answers, and how many differences were within the noise."""
+    """Returns the wrong answers, and the number of differences within the noise."""
 
     def verdict_on(turn: Turn) -> Verdict:
         return oracle.judge(turn.context, turn.output, turn.logprobs)

@@ -1,4 +1,4 @@
-"""Counts what was done and what came of it, and collects what must not have happened."""
+"""Counts the outcomes of operations, and collects what must not have happened."""
 
 import threading
 from collections import Counter
@@ -7,7 +7,7 @@ PROBLEMS_SHOWN = 10
 
 
 class Report:
-    """Of one phase. Its clients write to it side by side."""
+    """The outcomes of one phase. Its clients write to it at the same time."""
 
     def __init__(self, phase: str):
         self.phase = phase
@@ -33,13 +33,13 @@ class Report:
             return self._counts[operation, outcome]
 
     def seen_of_all(self, status: int) -> int:
-        """Answers with this status, over all operations."""
+        """The number of answers with this status, over all operations."""
         with self._lock:
             counts = self._counts.items()
             return sum(n for (_, outcome), n in counts if outcome.startswith(f"{status} "))
 
     def table(self) -> str:
-        """An operation to a line, its outcomes by number."""
+        """Returns a line for each operation, with its outcomes by number."""
         with self._lock:
             counts = dict(self._counts)
         operations: dict[str, list[tuple[int, str]]] = {}
@@ -54,7 +54,7 @@ class Report:
 
 
 class Verdicts:
-    """The soak's own tests: each has a name and passes or fails."""
+    """The soak's own checks: each has a name, and passes or fails."""
 
     def __init__(self) -> None:
         self.passed = 0

@@ -1,7 +1,7 @@
 """A session as its client holds it: the transcript, and what the client doesn't know.
 
-A client that left a turn half-way doesn't know whether the engine kept that turn. The next turn's
-`prompt_tokens` says which of the two histories it was added to; there is no third one.
+A client that left a turn early doesn't know whether the engine kept that turn. The `prompt_tokens`
+of the next turn say which of the two possible histories it was appended to.
 """
 
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from soak.oracle import Turn
 
 @dataclass(frozen=True)
 class Left:
-    """A turn whose end its client didn't wait for."""
+    """A turn whose client left before its end."""
 
     delta: list[int]
     tokens: int
@@ -20,31 +20,34 @@ class Left:
 @dataclass
 class Talk:
     id: str
-    # Without a turn for so long it is closed; none: as long as its keeper likes.
+    # The seconds without a turn after which the session is closed; None for the server's default.
     idle_seconds: float | None = None
     history: list[int] = field(default_factory=list)
-    # Where in the history each turn began.
+    # The positions in the history where the turns began.
     starts: list[int] = field(default_factory=list)
-    # Opened, as far as its client knows.
+    # Whether the session is open, as far as the client knows.
     open: bool = False
-    # It wasn't opened before its first turn: that turn opens it.
+    # Whether the session's first turn opens it.
     by_turn: bool = False
-    # How much of the history this incarnation has been sent.
+    # How many tokens of the history have been sent to this incarnation.
     sent: int = 0
     left: Left | None = None
 
     def unsent(self, delta: list[int]) -> list[int]:
-        """What a turn has to send: after a reopen, everything."""
+        """Returns what a turn has to send: the delta, and after a reopen the full history before
+        it."""
         return self.history[self.sent :] + delta
 
     def reopen(self) -> None:
-        """The engine's history is gone or unknown; the client's own is what counts."""
+        """Marks the engine's history as gone or unknown, so that the next turn sends the
+        client's own."""
         self.open = False
         self.sent = 0
         self.left = None
 
     def kept(self, delta: list[int], prompt_tokens: int) -> bool | None:
-        """Was the turn that was left kept? None: neither history has that length."""
+        """Whether the turn that the client left was kept; None if neither history has that
+        length."""
         length = len(self.history) + len(delta)
         if prompt_tokens == length:
             return False
@@ -55,7 +58,7 @@ class Talk:
     def add(
         self, what: str, delta: list[int], output: list[int], logprobs: list[float]
     ) -> Turn:
-        """A finished turn, whose answer its client has."""
+        """Adds a finished turn whose answer the client has got, and returns it."""
         self.starts.append(len(self.history))
         context = self.history + delta
         self.history = context + output

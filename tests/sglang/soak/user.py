@@ -1,5 +1,6 @@
-"""A client of the soak: one pinned and one tagged session at a time, and what it does about a
-refusal. What it does with them is in `operations`.
+"""A client of the soak, with one pinned and one tagged session at a time.
+
+This file has what a client does about a refusal; `operations` has what it does with its sessions.
 """
 
 import itertools
@@ -16,22 +17,23 @@ from soak.report import Report
 from soak.talk import Talk
 from soak.wire import Reply
 
-# A session with more starts anew, so that eight rows of them stay near the pin budget.
+# A session with more history is replaced by a new one, so that eight rows of sessions stay near the
+# pin budget.
 HISTORY_TOKENS_MAX = 400
 DELTA_TOKENS_MAX = 60
 ANSWER_TOKENS = (4, 60)
-# The end of a turn that was left is waited for so long.
+# Seconds for which a client waits for the end of a turn that it left.
 BUSY_SECONDS_MAX = 60
 BUSY_AGAIN_SECONDS = 0.1
-# What is full is asked for once more; then its client does something else.
+# A client repeats a request once if there was no room for it; then it does something else.
 FULL_AGAIN = 1
 FULL_AGAIN_SECONDS_MAX = 1.0
 ATTEMPTS_MAX = 6
 KNOWN_SECONDS_MAX = 60
-# Of the sessions, so many are opened by their first turn and not beforehand.
+# The share of sessions that their first turn opens, without an open beforehand.
 OPENED_BY_TURN_RATIO = 0.3
 
-# The session is gone or its history is: open it again and send everything.
+# The session is gone, or its history is: the client opens it again and sends everything.
 REOPEN = {"session_unknown", "session_lost", "session_reclaimed", "history_unknown"}
 
 
@@ -53,12 +55,13 @@ class User:
         return Talk(f"{self.name}-{self._talks}", idle_seconds)
 
     def words(self, talk: Talk, most: int = DELTA_TOKENS_MAX) -> tuple[list[int], bool]:
-        """New tokens, and whether they can be said as a text."""
+        """Returns new tokens, and whether they can be sent as a text."""
         count = self.chance.randint(1, most)
         as_text = self.chance.random() < 0.5
         said = (tokens.readable if as_text else tokens.ids)(self.chance, count)
         if not talk.history:
-            # Sessions that share a prefix share its pages, and the ledger can't be exact then.
+            # Users' sessions must not share a prefix: they would share its pages, and the ledger
+            # couldn't be exact.
             said[0] = self._number
         return said, as_text
 
@@ -68,7 +71,7 @@ class User:
         return {**said, "sampling_params": sampling, "return_logprob": True}
 
     def wrong(self, operation: str, text: str) -> None:
-        """Something that Berth promises doesn't happen. Without Berth, one more outcome."""
+        """Reports something that Berth promises not to happen. Without Berth it is only counted."""
         if self.door.guarded:
             self.report.problem(f"{self.name}: {operation}: {text}")
         else:
@@ -82,7 +85,7 @@ class User:
         return self.door.pinned(self.chance, talk, body)
 
     def ask(self, talk: Talk, delta: list[int], count: int, as_text: bool = False) -> Reply:
-        """One turn, streamed or not, to its end."""
+        """Sends one turn, streamed or not, and reads its answer to the end."""
         call = self.call(talk, delta, count, as_text)
         if self.chance.random() < 0.5:
             return wire.post(call, self.door.turn_seconds)
@@ -94,7 +97,8 @@ class User:
     def begin(
         self, operation: str, talk: Talk, delta: list[int], count: int, small_buffer: bool = False
     ) -> tuple[Stream, Iterator[str]] | None:
-        """A streamed turn up to its first event; None if it was refused."""
+        """Starts a streamed turn and reads its first event. Returns None if the turn was
+        refused."""
         call = self.call(talk, delta, count)
         stream = wire.stream(call, self.door.turn_seconds, small_buffer)
         if stream.status != 200:
@@ -113,7 +117,8 @@ class User:
         return stream, itertools.chain([first], events)
 
     def finished(self, operation: str, talk: Talk, delta: list[int], reply: Reply) -> bool:
-        """Adds a finished turn to the transcript, if it was added to the right history."""
+        """Adds a finished turn to the transcript. Returns whether it was appended to the right
+        history."""
         if not reply.finished:
             self.report.count(operation, reply.outcome)
             self.refused(operation, talk, reply)
@@ -128,7 +133,8 @@ class User:
             self.give_up(talk)
             return False
         if kept:
-            # Nobody heard that answer. What it must have been is what the engine says to it alone.
+            # The client never got that answer. It must have been what the engine answers to the
+            # same context alone.
             left = talk.left
             self.report.count("a turn that was left", "kept")
             lost = self._engine.greedy(talk.history + left.delta, left.tokens)
@@ -139,7 +145,8 @@ class User:
         return True
 
     def refused(self, operation: str, talk: Talk, reply: Reply) -> float | None:
-        """What a client does about a refusal: seconds to wait before it tries again, or None."""
+        """Does what a client does about a refusal. Returns the seconds to wait before the next
+        attempt, or None if there is none."""
         if reply.code in REOPEN:
             self.door.close(talk.id)
             talk.reopen()
@@ -152,7 +159,7 @@ class User:
             self.wrong(operation, f"busy for no reason: {reply.outcome} {reply.message}")
             return None
         if reply.code and reply.status in (429, 503):
-            # A turn that was to open its session hasn't.
+            # A refused turn hasn't opened the session that it was to open.
             talk.open = talk.open and not (talk.by_turn and not talk.sent)
             return None
         self.wrong(operation, f"an answer that nothing allows: {reply.outcome} {reply.message}")
@@ -160,14 +167,15 @@ class User:
         return None
 
     def give_up(self, talk: Talk) -> None:
-        """Closes a session that its client has no more use for."""
+        """Closes a session that its client no longer needs."""
         self.door.close(talk.id)
         talk.open = False
         if talk is self.pinned:
             self.pinned = None
 
     def opened(self, operation: str, talk: Talk) -> bool:
-        """Opens a session if it isn't open, twice if it is full."""
+        """Opens a session if it isn't open, with a second attempt if there was no room. Returns
+        whether it is open."""
         for attempt in range(FULL_AGAIN + 1):
             if not talk.open and self.door.guarded and self.chance.random() < OPENED_BY_TURN_RATIO:
                 talk.open = talk.by_turn = True
@@ -179,7 +187,7 @@ class User:
             if reply.status < 300:
                 talk.open = True
                 if reply.status == 201:
-                    # It is a new one, so it has none of the history.
+                    # The session is a new one, so it has none of the history.
                     talk.sent = 0
             elif reply.code and reply.status in (409, 429, 503):
                 time.sleep(FULL_AGAIN_SECONDS_MAX if attempt < FULL_AGAIN else 0)
@@ -189,7 +197,8 @@ class User:
         return talk.open
 
     def turn(self, operation: str, talk: Talk) -> bool:
-        """A turn of a pinned session, with everything a client does to get it through."""
+        """Runs a turn of a pinned session, with everything that a client does to get it through.
+        Returns whether the turn finished."""
         delta, as_text = self.words(talk)
         count = self.chance.randint(*ANSWER_TOKENS)
         deadline = time.monotonic() + BUSY_SECONDS_MAX
@@ -210,7 +219,7 @@ class User:
                 continue
             wait = self.refused(operation, talk, reply)
             if wait is None:
-                # What is full stays full while everyone waits with a session in hand.
+                # Room would never come free if every client kept its session while it waits.
                 self.give_up(talk)
                 return False
             if time.monotonic() > deadline:
@@ -221,9 +230,10 @@ class User:
         return False
 
     def _known(self, operation: str, talk: Talk) -> bool:
-        """Waits until the router has heard of a session that was opened straight at the agent: it
-        doesn't ask the agent about what it doesn't know, so a close would find nothing."""
-        # One with an idle limit may be gone before it was asked for.
+        """Waits until the router has heard of a session that was opened directly at the agent.
+        The router doesn't ask the agent about sessions it doesn't know, so until then a close
+        would find nothing."""
+        # A session with an idle limit may be closed before the router is asked for it.
         patience = KNOWN_SECONDS_MAX if talk.idle_seconds is None else talk.idle_seconds + 1
         deadline = time.monotonic() + patience
         while not self.door.is_there(talk.id):
@@ -236,7 +246,7 @@ class User:
         return True
 
     def ready(self, operation: str) -> Talk | None:
-        """The user's pinned session, open and in a state that its client is sure of."""
+        """Returns the user's pinned session, open and in a state that its client is sure of."""
         if self.pinned and len(self.pinned.history) > HISTORY_TOKENS_MAX:
             self.give_up(self.pinned)
         talk = self.pinned = self.pinned or self.new_talk()

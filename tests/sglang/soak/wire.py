@@ -1,4 +1,4 @@
-"""What the soak reads of an answer of `/generate`, whoever gave it and however it came."""
+"""Reads answers of `/generate`, from Berth or from the engine, streamed or whole."""
 
 import http.client
 import json
@@ -11,9 +11,9 @@ from urllib.parse import urlsplit
 from lane import wire as lane_wire
 from soak.engine import chosen_logprobs
 
-ABORTED = 499  # Shown for a turn that the engine was told to abort: it has no status for that.
+ABORTED = 499  # Shown for an aborted turn to which the engine gives no status.
 BAD_REQUEST = 400
-SMALL_BUFFER_BYTES = 4096  # The least that the kernel grants: a stream that isn't read backs up.
+SMALL_BUFFER_BYTES = 4096  # The kernel's minimum, so that an unread stream backs up.
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,8 @@ class Call:
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer: of a finished turn, a refusal by Berth (it has a code) or by the engine."""
+    """An answer: a finished turn, a refusal by Berth, which has a code, or a refusal by the
+    engine."""
 
     status: int
     code: str = ""
@@ -41,7 +42,7 @@ class Reply:
 
     @property
     def outcome(self) -> str:
-        """For the table."""
+        """The outcome as the report's table shows it."""
         return "finished" if self.finished else f"{self.status} {self.code or 'engine'}"
 
 
@@ -56,12 +57,12 @@ def read(status: int, raw: bytes) -> Reply:
     if not isinstance(answer, dict):
         return Reply(status, message=str(answer))
     if status == 200 and "error" in answer:
-        # What is refused before it is scheduled is an event of a stream that has begun.
+        # A stream that has begun carries a refusal from before the scheduler as an event.
         status = BAD_REQUEST
     error = answer.get("error", answer)
     error = error if isinstance(error, dict) else {"message": str(error)}
     code = error.get("code")
-    # The engine's own codes are numbers.
+    # Berth's codes are texts; the engine's own are numbers.
     return Reply(status, code if isinstance(code, str) else "", str(error.get("message"))[:200])
 
 
@@ -69,7 +70,7 @@ def _turn(status: int, answer: dict[str, Any]) -> Reply:
     meta = answer["meta_info"]
     finish = meta["finish_reason"] or {}
     if finish.get("type") == "abort":
-        # An error in a stream comes with status 200.
+        # A stream has status 200 even if the turn was aborted with an error.
         status = finish.get("status_code") or ABORTED
         return Reply(status, message=str(finish.get("message"))[:200], aborted=True)
     return Reply(
@@ -89,7 +90,7 @@ def post(call: Call, seconds: float) -> Reply:
 
 
 def stream(call: Call, seconds: float, small_buffer: bool = False) -> lane_wire.Stream:
-    """Returns when the answer's head is there. No event may take longer than `seconds`."""
+    """Returns when the head of the answer has arrived. No event may take longer than `seconds`."""
     body = {**call.body, "stream": True}
     if not small_buffer:
         return lane_wire.stream(call.url, body, call.headers, seconds)
@@ -105,7 +106,7 @@ def stream(call: Call, seconds: float, small_buffer: bool = False) -> lane_wire.
 
 
 def end_of(stream: lane_wire.Stream, events: Iterator[str]) -> Reply:
-    """Reads a stream that has begun to its end. One that is cut off is no answer."""
+    """Reads a stream that has begun to its end. Raises ConnectionError if it is cut off."""
     last = None
     for event in events:
         if event == "[DONE]":

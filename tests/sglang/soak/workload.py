@@ -1,7 +1,7 @@
 """The workload: clients side by side, in rounds of operations drawn by a seed.
 
-What is drawn depends on the seed alone, never on how a turn ended; what overlaps with what depends
-on the machine. After a round nothing runs: what must hold then is in `quiet`.
+The draw depends on the seed alone, never on how a turn ended. Which operations overlap depends on
+the machine. After a round nothing runs; `quiet` has what must hold then.
 """
 
 import random
@@ -16,9 +16,9 @@ from soak.oracle import Turn
 from soak.report import Report
 from soak.user import User
 
-# Ten pinned sessions are wanted where seven fit beside one free row, and a tagged one each.
+# Ten users want ten pinned sessions, of which seven fit beside one free row, and ten tagged ones.
 USERS = 10
-# Each forward pass takes that much longer while clients are at work, so that turns overlap.
+# Seconds added to each forward pass while clients are at work, so that turns overlap.
 SLOW_SECONDS = 0.008
 
 
@@ -37,7 +37,7 @@ class Workload:
         return len(self._drawn) - self.done
 
     def round(self, count: int) -> None:
-        """The next operations, dealt to the users in turn; returns when all have ended."""
+        """Deals the next operations to the users in turn, and returns when all have ended."""
         dealt = self._drawn[self.done : self.done + count]
         begin = time.monotonic()
         self._engine.slow_down(SLOW_SECONDS)
@@ -58,7 +58,7 @@ class Workload:
             user.close_all()
 
     def take_turns(self) -> list[Turn]:
-        """The finished turns since the last call."""
+        """Returns the finished turns since the last call."""
         turns = [turn for user in self._users for turn in user.turns]
         for user in self._users:
             user.turns.clear()
