@@ -1,12 +1,13 @@
-"""Writes the lane's second model, for chats that resend their history: a tiny random Llama whose
-answers survive being sent back, and a chat template with tools.
+"""Writes the integration suite's second model, for chats that resend their history.
+
+It is a tiny random Llama whose answers survive being sent back, with a chat template for tools.
 
 Its tokenizer is byte-level BPE with whole words and their beginnings, split as GPT-2 splits. A
-greedy answer consists of tokens that are visible ASCII, so its text comes back as the very same
-bytes. Most are words with a space before them, which the tokenizer writes as the model did. Now and
-then there is a piece of a word, and pieces may be written otherwise when they come back ("t", "he"
-as "the"): so some answers drift in their ids and none in its text. An answer ends by itself now and
-then, by the token that ends a turn.
+greedy answer consists of tokens of visible ASCII, so its text comes back as the same bytes. Most
+tokens are words with a space before them, which the tokenizer encodes as the model wrote them. Some
+are parts of words, which may be encoded differently when they come back ("t", "he" as "the"). So
+some answers come back in other ids, and none in other text. Now and then an answer ends by itself,
+with the token that ends a turn.
 
     make_chat_model.py DIRECTORY
 """
@@ -25,14 +26,15 @@ BEGIN, END, TURN_BEGIN, TURN_END, CALL, CALL_END, THINK, THINK_END = SPECIAL = (
     "<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>",
     "<tool_call>", "</tool_call>", "<think>", "</think>",
 )
-# Each word is a token with and without a space before it, and so is each of its beginnings.
+# Each word is a token with and without a space before it, and each of its beginnings is a token.
 WORDS = (
     "the and for are but not you all any can her was one our out day get has him his how man new"
     " now old see two way who did its let put say she too use that with have this will your from"
     " they know want been good much some time very when come here just like long make many over"
     " such take than them well were user assistant system tool name weather arguments content"
 ).split()
-# How readily an answer ends: one in some twenty tokens; and has a piece: one in some thirty.
+# The gain of the token that ends a turn, so that one token in about twenty ends an answer, and the
+# gain of parts of words, so that one in about thirty is such a part.
 END_GAIN, PIECE_GAIN = 2.0, 0.6
 
 CHAT_TEMPLATE = (
@@ -58,7 +60,7 @@ def tokenizer() -> Tokenizer:
     merges: list[tuple[str, str]] = []
     for word in WORDS:
         beginnings = [(word[:length], word[length]) for length in range(1, len(word))]
-        # `Ġ` is how the byte level writes a space.
+        # `Ġ` stands for a space at the byte level.
         for merge in [*beginnings, ("Ġ", word)]:
             if merge not in merges:
                 merges.append(merge)

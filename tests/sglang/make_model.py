@@ -1,14 +1,14 @@
-"""Writes the lane's model: a tiny random Llama, and a tokenizer of one token per byte.
+"""Writes the integration suite's model: a tiny random Llama whose tokenizer has a token per byte.
 
 Three properties make it good for tests. One byte is one token and nothing is added in front, so a
 test can say exactly how long a prompt is. The weights are the same wherever they are made, so a
 greedy answer is the same on every engine. And an answer depends on every token before it, so a
-session that runs on a wrong context answers something else; with the weights that the engine's
-`--load-format dummy` makes, all contexts that end alike get the same answer.
+session that runs on a wrong context gives another answer. With the weights that the engine's
+`--load-format dummy` makes, all contexts with the same end get the same answer.
 
 Token ids: 0 to 255 are the bytes, 256 to 259 the special tokens, 260 to 319 have no text. A byte's
-id is its place among the byte alphabet's characters in order: `!` is 0, `0` is 15, `h` is 71. A
-greedy answer consists of the ids below 94, the visible ASCII characters, and never ends by itself.
+id is its position in the sorted byte alphabet: `!` is 0, `0` is 15, `h` is 71. A greedy answer
+consists of the ids below 94, the visible ASCII characters, and never ends by itself.
 
     make_model.py DIRECTORY
 """
@@ -34,7 +34,7 @@ HEADS = 4
 KV_HEADS = 2
 HEAD = 16
 CONTEXT = 4096
-# In the order of their ids, the first of which is 256.
+# In the order of their ids, which begin at 256.
 BEGIN, END, TURN_BEGIN, TURN_END = SPECIAL = ("<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>")
 ENDS = {"bos_token_id": 256, "eos_token_id": 257}
 
@@ -92,7 +92,8 @@ def model_config(vocabulary: int, ends: dict) -> dict:
 
 
 def weights(vocabulary: int, answered: numpy.ndarray) -> dict:
-    """`answered` has, for each token id, how readily it is answered: 0 is never, 1 the usual."""
+    """Returns the weights. `answered` says how readily each token id is answered: 0 is never, 1
+    is usual."""
     random = numpy.random.Generator(numpy.random.PCG64(SEED))
 
     def matrix(rows: int, columns: int, gain: float = 2.0) -> numpy.ndarray:
@@ -105,7 +106,7 @@ def weights(vocabulary: int, answered: numpy.ndarray) -> dict:
         "model.norm.weight": ones,
         "lm_head.weight": matrix(vocabulary, HIDDEN, gain=1.0),
     }
-    # The greedy choice is the largest logit, which is never one that is zero.
+    # The greedy choice is the largest logit, so an id whose logit is always zero is never chosen.
     made["lm_head.weight"] *= answered.astype(numpy.float32)[:, None]
     made["lm_head.weight"][answered == 0] = 0
     for layer in range(LAYERS):
@@ -113,8 +114,8 @@ def weights(vocabulary: int, answered: numpy.ndarray) -> dict:
         made |= {
             f"{name}.input_layernorm.weight": ones,
             f"{name}.post_attention_layernorm.weight": ones,
-            # With a smaller gain here, attention averages a long context until all answers to it
-            # are alike. With this one, one changed token among 450 shows within about 10 tokens.
+            # With a smaller gain, attention averages a long context until all answers to it are
+            # alike. With this gain, one changed token among 450 shows within about 10 tokens.
             f"{name}.self_attn.q_proj.weight": matrix(HEADS * HEAD, HIDDEN, gain=4.0),
             f"{name}.self_attn.k_proj.weight": matrix(KV_HEADS * HEAD, HIDDEN, gain=4.0),
             f"{name}.self_attn.v_proj.weight": matrix(KV_HEADS * HEAD, HIDDEN),

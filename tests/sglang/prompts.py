@@ -1,10 +1,11 @@
-"""Writes down what SGLang makes of chats: the truth that the router's tests compare with.
+"""Writes the token ids that SGLang makes of chats, which the router's tests compare with.
 
-    venv/bin/python tests/sglang/prompts.py          writes tests/data/model and tests/data/prompts.json
-    venv/bin/python tests/sglang/prompts.py --check  exits 1 where they differ from what it would write
+    venv/bin/python tests/sglang/prompts.py          writes model and prompts.json in tests/data
+    venv/bin/python tests/sglang/prompts.py --check  exits 1 if prompts.json would change
 
-It runs SGLang's own reader and template code with a tokenizer of our own, and no engine. Each case
-is a request's body, the route, the template's name and the token ids that the engine computes.
+It runs SGLang's own protocol and template code with a tokenizer of our own, and no engine. Each
+case has its name, the template's name, a request's body, and the token ids that the engine
+computes; the ids are null if the template refuses the chat.
 """
 
 import json
@@ -31,7 +32,7 @@ WORDS = (
     "a tool that was called answers with what it found: user, assistant, system, function, "
     '{"name": "look", "arguments": {"path": "src/main.rs", "line": 12}} é ü 漢字 🙂 \n\n  1234567 '
 )
-# How GPT-like models part a text before they look for merges.
+# The pattern by which GPT-like models split a text before they look for merges.
 PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -225,7 +226,8 @@ def make_tokenizer(folder: Path) -> None:
 
 
 def serving(tokenizer, template: str) -> OpenAIServingChat:
-    """SGLang's own, with nothing of an engine behind it but a tokenizer."""
+    """Returns SGLang's own chat serving code, with nothing of an engine behind it but a
+    tokenizer."""
     tokenizer.chat_template = template
     made = OpenAIServingChat.__new__(OpenAIServingChat)
     made.tokenizer_manager = SimpleNamespace(tokenizer=tokenizer, served_model_name="m")
@@ -275,7 +277,10 @@ def written(folder: Path) -> str:
 def main() -> int:
     if "--check" in sys.argv[1:]:
         same = (DATA / "prompts.json").read_text() == written(DATA / "model")
-        print("SGLang makes the same prompts" if same else "tests/data/prompts.json is not what SGLang makes")
+        print(
+            "SGLang makes the same prompts" if same else
+            "tests/data/prompts.json is not what SGLang makes; prompts.py without --check writes it"
+        )
         return 0 if same else 1
     (DATA / "model").mkdir(parents=True, exist_ok=True)
     make_tokenizer(DATA / "model")

@@ -1,1 +1,1 @@
-"""A trace of real conversations replayed as chats, by retention and size of the pool."""
+"""Replays a trace of real conversations as chats, by retention and size of the pool."""

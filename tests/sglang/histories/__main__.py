@@ -1,8 +1,10 @@
-"""A trace of real conversations replayed as chats that resend their history, by retention and size
-of the pool: how turns ran, and when their first token came. One table; nothing is asserted.
+"""Replays a trace of real conversations as chats, by retention and size of the pool.
 
-All conversations run side by side. What they hold at their ends is the working set, measured first
-in a pool that holds it several times; then an engine is started for each ratio of it.
+The chats resend their history. The replay prints one table, of how turns ran and when their first
+token came, and asserts nothing.
+
+All conversations run side by side. The tokens that they hold at their ends are the working set. It
+is measured first, in a pool several times as large; then an engine is started for each ratio of it.
 """
 
 import argparse
@@ -23,27 +25,27 @@ from lane.fleet import MODEL, Fleet, binaries
 from lane.processes import Failed
 
 RETENTIONS = ("none", "tagged", "pinned", "auto")
-# What was reopened is a kind of its own, below.
+# Without the plan of reopened sessions, which is one of the kinds below.
 PLANS = ("trimmed", "healed", "diverged", "refused", "gone")
 KINDS = ("pinned", "reopened", "tagged")
-# The tiny model's context, less some for its template.
+# The tiny model's context, less some tokens for its template.
 CONTEXT_TOKENS = 4000
 # Several times what ten conversations of that length can hold.
 MEASURED_TOKENS = 1 << 17
-# A user thinks for a second in the trace, and a tenth of it here. Who was idle for twice that gives
-# way.
+# The trace's users think for a second; here they think for a tenth of that. A session that is idle
+# for twice as long may be demoted.
 TIME_SCALE = 0.1
 AGENT = "demote_idle_ms = 200\n"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One replay."""
+    """One replay, with its results."""
 
     pool: str
     retention: str
     report: dict
-    # Of whole histories, by what became of them, by the agent's count.
+    # The number of full histories by what became of them, by the agent's count.
     plans: Counter[str]
 
     def cells(self) -> list[str]:
@@ -73,7 +75,7 @@ def called_from(path: str) -> Path:
 
 
 def trace(path: str) -> Path:
-    """One that was asked for by name has to be there."""
+    """Returns the path of a trace that was named by the user: it must exist."""
     if not (found := called_from(path)).exists():
         raise argparse.ArgumentTypeError(f"there is no trace at {found}")
     return found
@@ -85,14 +87,18 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tests/sglang/run", description=__doc__)
     parser.add_argument(
         "--histories", nargs="?", type=trace, metavar="TRACE", const=folder / "lmcache_miniswe",
-        help="LMCache's form; lmcache_miniswe in the folder that BERTH_TRACES names if not given",
+        help="a trace in LMCache's form (default lmcache_miniswe in the folder BERTH_TRACES)",
     )
     parser.add_argument(
         "--ratios", type=lambda text: [float(one) for one in text.split(",")],
-        default=[0.5, 1.0, 2.0], help="pool sizes, by the working set (default 0.5,1,2)",
+        default=[0.5, 1.0, 2.0], help="pool sizes by working set (default 0.5,1,2)",
     )
-    parser.add_argument("--scale", type=float, default=0.06, help="of messages (default 0.06)")
-    parser.add_argument("--page-size", type=int, default=16, help="the engine's (default 16)")
+    parser.add_argument(
+        "--scale", type=float, default=0.06, help="part of a message that is sent (default 0.06)"
+    )
+    parser.add_argument(
+        "--page-size", type=int, default=16, help="the engine's page size (default 16)"
+    )
     return parser.parse_args()
 
 
@@ -101,13 +107,13 @@ def say(text: str) -> None:
 
 
 class Bench:
-    """Engine, agent and router at one size of the pool."""
+    """Engine, agent and router with a pool of one size."""
 
     def __init__(self, folder: Path, bin_dir: Path, options: argparse.Namespace, pool_tokens: int):
         folder.mkdir()
         self.options = options
         self.fleet = Fleet(folder, bin_dir, options.page_size, worker="histories")
-        say(f"an engine with {pool_tokens} tokens")
+        say(f"starting an engine with a pool of {pool_tokens} tokens")
         more = ["--context-length", "4096"]
         self.fleet.start_engine(model="chat-model", pool_tokens=pool_tokens, more=more)
         self.fleet.start_agent(settings=f'shim_socket = "{self.fleet.shim_socket}"\n{AGENT}')
@@ -119,7 +125,7 @@ class Bench:
         self.fleet.stop()
 
     def row(self, pool: str, retention: str) -> Row:
-        """Replays the trace with nothing cached."""
+        """Empties the cache and replays the trace."""
         wire.post(f"{self.fleet.engine_url}/flush_cache")
         before = self._plans()
         sessions = ["--sessions", "final", "--session-open", retention]

@@ -1,12 +1,12 @@
-"""A plugin for SGLang, for tests: it plants faults in the KV pool and in the publisher of KV events,
-lists the radix tree, and writes down contexts.
+"""A plugin for SGLang, for tests: plants faults, lists the radix tree, and records contexts.
 
-Between two steps the scheduler looks for the file that `BERTH_PLANT` names, does what it says, and
-removes it. The file is JSON: the fault, and engine-side ids of sessions or what else it is about.
+The faults are in the KV pool and in the publisher of KV events. Between two steps the scheduler
+looks for the file that `BERTH_PLANT` names, does what it says, and removes it. The file is JSON:
+`fault` is the fault's name, `sessions` its arguments, mostly engine-side ids of sessions.
 
-To the file that `BERTH_CONTEXTS` names the engine appends lines of JSON: of each request the whole
-prompt's ids as its tokenizer has them (`rid`, `whole`), and of each finished turn of a streaming
-session the session's context afterwards (`rid`, `session`, `context`).
+The engine appends lines of JSON to the file that `BERTH_CONTEXTS` names. The line of a request has
+the ids of the full prompt, as its tokenizer made them (`rid`, `whole`). The line of a finished turn
+of a streaming session has the session's context after that turn (`rid`, `session`, `context`).
 """
 
 import collections
@@ -66,20 +66,20 @@ def _row(scheduler: Any, id: str) -> int:
 
 
 def _written(scheduler: Any, id: str) -> None:
-    """Somebody has written into the session's first page."""
+    """Changes the session's first page, as a stray write would."""
     slot = int(scheduler.req_to_token_pool.req_to_token[_row(scheduler, id), 0])
     scheduler.token_to_kv_pool_allocator.get_kvcache().k_buffer[0][slot] += 1
 
 
 def _aliased(scheduler: Any, id: str, other: str) -> None:
-    """The first page of one session is the other's last whole one."""
+    """Makes the last whole page of session `other` the first page of session `id` too."""
     table, page = scheduler.req_to_token_pool.req_to_token, scheduler.page_size
     theirs = scheduler.tree_cache.session.slots[other].kv.kv_committed_len // page * page
     table[_row(scheduler, id), :page] = table[_row(scheduler, other), theirs - page : theirs]
 
 
 class _Dropping:
-    """A socket that loses the first messages, or all of them."""
+    """A socket that drops the first messages, or all of them."""
 
     def __init__(self, socket: Any, count: float):
         self._socket, self._left = socket, count
@@ -99,49 +99,50 @@ def _publisher(scheduler: Any) -> Any:
 
 
 def _socket(publisher: Any) -> Any:
-    """Its own, which loses nothing."""
+    """Returns the publisher's own socket, which drops nothing."""
     socket = publisher._pub
     return socket._socket if isinstance(socket, _Dropping) else socket
 
 
 def _dropped(scheduler: Any, count: str) -> None:
-    """So many of the next messages don't arrive, whatever was said before; the buffer has them."""
+    """Drops the next `count` messages, in place of any earlier count. The publisher's buffer has
+    them."""
     publisher = _publisher(scheduler)
     publisher._pub = _Dropping(_socket(publisher), int(count))
 
 
 def _lost(scheduler: Any) -> None:
-    """From now on no message arrives, and the buffer has none: however long it takes, whoever asks
-    for them meanwhile gets nothing."""
+    """Drops every message from now on. The publisher's buffer stays empty too, so a replay returns
+    nothing."""
     publisher = _publisher(scheduler)
     publisher._buffer = collections.deque(maxlen=0)
     publisher._pub = _Dropping(_socket(publisher), math.inf)
 
 
 def _heard(scheduler: Any) -> None:
-    """Messages arrive again, and the buffer keeps them."""
+    """Ends `_lost`: messages arrive again, and the buffer keeps them."""
     publisher = _publisher(scheduler)
-    # What was sent until now is lost, not what is still in the queue.
+    # The messages still in the queue pass through the dropping socket first, so they are lost too.
     publisher._event_queue.join()
     publisher._pub = _socket(publisher)
     publisher._buffer = collections.deque(maxlen=BUFFER_MESSAGES)
 
 
 def _forgotten(scheduler: Any) -> None:
-    """The buffer has nothing any more."""
+    """Empties the publisher's buffer."""
     _publisher(scheduler)._buffer.clear()
 
 
 def _slowly(_scheduler: Any, pages: str) -> None:
-    """The shim publishes the tree by pieces of so many pages."""
+    """Makes the shim publish the tree in steps of this many pages."""
     from berth_shim import republish
 
     republish.PIECE_SECONDS, republish.PART_PAGES = 0.0, int(pages)
 
 
 def _tree(scheduler: Any) -> None:
-    """No fault: the tokens of each way from the root that is on the device, as far as it goes. What
-    is queued is published first."""
+    """Writes the tokens of each path from the root, as far as it is on the device, to a file. It
+    plants no fault. Queued events are published first."""
     scheduler.kv_events_publisher.publish_kv_events()
     paths, nodes = [], [(scheduler.tree_cache.tree_core.root_node, [])]
     while nodes:
