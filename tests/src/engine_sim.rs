@@ -1,9 +1,10 @@
-//! An HTTP server that behaves as SGLang 0.5.23 does to an outside caller.
+//! An HTTP server that behaves towards its callers as SGLang 0.5.23 does.
 //!
-//! A pure core per DP rank ([`core`]) keeps the engine's mechanics, faults included; one task
-//! drives the cores in real time; an HTTP shell speaks the engine's dialect. It has no weights:
-//! the answer is a function of the token ids that the pages of a request's row really hold, so a
-//! wrong page gives a wrong answer. It keeps nothing on disk and never ticks while idle.
+//! A pure core per DP rank ([`core`]) reproduces the engine's mechanics, faults included. One task
+//! drives the cores in real time, and an HTTP shell implements the engine's API. The simulator has
+//! no weights: an answer is a function of the token ids that the pages of the request's row hold,
+//! so a wrong page gives a wrong answer. The simulator keeps nothing on disk and does not tick
+//! while idle.
 
 pub mod core;
 mod http;
@@ -30,10 +31,10 @@ use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 pub use self::http::Seen;
 
-/// The SGLang version whose behaviour this is.
+/// The SGLang version that is simulated.
 pub const VERSION: &str = "0.5.23";
 
-/// How the server is launched.
+/// The settings of the simulated server.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Config {
     pub core: CoreConfig,
@@ -42,13 +43,14 @@ pub struct Config {
     pub model_path: String,
     pub enable_metrics: bool,
     pub enable_cache_report: bool,
-    /// A vanished client that does not stream is noticed at multiples of this after its start.
+    /// The interval, counted from a request's start, at which the server notices that the client of
+    /// a non-streaming request has gone.
     pub disconnect_poll: Duration,
-    /// After a crash the port still takes connections for this long and answers nothing.
+    /// How long the port of a crashed server still accepts connections without answering.
     pub crash_linger: Duration,
-    /// `/health` takes this long; 0 answers at once.
+    /// How long `/health` takes to answer; 0 answers at once.
     pub health_wait: Duration,
-    /// Requests kept for [`EngineSim::requests_seen`]; the oldest goes first.
+    /// The most requests kept for [`EngineSim::requests_seen`]; the oldest are dropped first.
     pub requests_seen_max: usize,
     pub kv_events: Option<KvEventsConfig>,
 }
@@ -71,7 +73,7 @@ impl Default for Config {
     }
 }
 
-/// A running simulator. Dropping it is a crash.
+/// A running simulator. Dropping the value kills the server, as a crash would.
 #[derive(Debug)]
 pub struct EngineSim {
     addr: SocketAddr,
@@ -83,10 +85,10 @@ pub struct EngineSim {
 }
 
 impl EngineSim {
-    /// Serves on the caller's listener until it is shut down, killed or crashes.
+    /// Serves on the caller's listener until the server is shut down, is killed or crashes.
     ///
     /// # Errors
-    /// When a port for KV events is taken, or their setting can't be simulated.
+    /// Fails if a port for KV events is taken or `kv_events` can't be simulated.
     pub fn start(mut config: Config, listener: TcpListener) -> io::Result<EngineSim> {
         let addr = listener.local_addr()?;
         let killed = CancellationToken::new();
@@ -106,21 +108,21 @@ impl EngineSim {
         EngineSim::start(config, TcpListener::bind("127.0.0.1:0").await?)
     }
 
-    /// Ends as a crash does, and comes back at the same addresses with nothing in its caches.
+    /// Ends as a crash does, then starts again at the same addresses with empty caches.
     pub async fn restart(self) -> io::Result<EngineSim> {
         let (addr, config) = (self.addr, self.app.config.clone());
         self.shutdown().await;
         EngineSim::start(config, TcpListener::bind(addr).await?)
     }
 
-    /// Lets a rank's KV events go astray; without a publisher there are none that could.
+    /// Applies `fault` to a rank's KV event stream; does nothing if the rank has no publisher.
     pub async fn kv_fault(&self, rank: usize, fault: kv::Fault) {
         if let Some(publisher) = self.publishers.get(rank) {
             publisher.fault(fault).await;
         }
     }
 
-    /// Publishes what no turn has left in the cache: more than anyone would wait for.
+    /// Publishes `batch` as a KV event batch that no turn caused.
     pub fn kv_publish(&self, rank: usize, batch: Vec<kv::Event>) {
         if let Some(publisher) = self.publishers.get(rank) {
             publisher.publish(batch);
@@ -131,17 +133,17 @@ impl EngineSim {
         self.addr
     }
 
-    /// `http://` and the address.
+    /// Returns the server's base URL.
     pub fn url(&self) -> String {
         format!("http://{}", self.addr)
     }
 
-    /// Ends as a crash does: every connection is dropped where it is.
+    /// Ends as a crash does: drops every connection at once.
     pub fn kill(&self) {
         self.killed.cancel();
     }
 
-    /// Waits until the server is gone, by a crash or by [`EngineSim::kill`].
+    /// Waits until the server has ended, by a crash or by [`EngineSim::kill`].
     pub async fn gone(&self) {
         self.tasks.close();
         self.tasks.wait().await;
@@ -153,28 +155,28 @@ impl EngineSim {
         self.gone().await;
     }
 
-    /// Exact account of a rank after checking its invariants; None once the engine is gone.
+    /// Checks a rank's invariants and returns its exact account; `None` if the engine has ended.
     pub async fn pool(&self, rank: usize) -> Option<PoolFacts> {
         self.app.handle.facts(rank).await
     }
 
-    /// The longest prefixes in a rank's radix cache; None once the engine is gone.
+    /// Returns the longest prefixes in a rank's radix cache; `None` if the engine has ended.
     pub async fn cached(&self, rank: usize) -> Option<Vec<(request::Space, Vec<u32>)>> {
         self.app.handle.cached(rank).await
     }
 
-    /// What reached the server, oldest first: method, path with query, exact body.
+    /// Returns the requests that reached the server, oldest first, with their exact bodies.
     pub fn requests_seen(&self) -> Vec<Seen> {
         self.seen.all()
     }
 
-    /// Those of [`EngineSim::requests_seen`] to one path.
+    /// Returns the bodies of those [`EngineSim::requests_seen`] that were sent to `path`.
     pub fn bodies_seen(&self, path: &str) -> Vec<bytes::Bytes> {
         self.seen.all().into_iter().filter(|s| s.path == path).map(|s| s.body).collect()
     }
 }
 
-/// Binds and starts what publishes KV events, one for each rank, if that is configured.
+/// Binds and starts one KV event publisher per rank, if publishing is configured.
 fn publishers(
     config: &mut Config,
     tasks: &TaskTracker,

@@ -1,9 +1,10 @@
 //! The scheduler of one DP rank, without clock, socket, task or lock.
 //!
-//! It reproduces the engine's mechanics rather than an ideal: one waiting queue served strictly
-//! in order, session KV that nothing evicts, an in-flight flag that a refused turn clears for the
-//! live one. Time is an argument. [`Core::step`] is one scheduler iteration. A fault that takes
-//! the real process down makes the core [`crashed`](Core::crashed) for good.
+//! The core reproduces the engine's mechanics, flaws included: one waiting queue served strictly in
+//! order, session KV that nothing evicts, and an in-flight flag that a refused turn clears although
+//! another turn is live. Callers pass the time as an argument. [`Core::step`] is one scheduler
+//! iteration. A fault that takes the real process down makes the core [`crashed`](Core::crashed)
+//! for good.
 
 use super::{
     kv::event::Event,
@@ -27,15 +28,15 @@ pub use audit::{Gauges, PoolFacts, SessionFacts};
 pub use model::answers;
 use ratio::NewTokenRatio;
 
-/// The reaper runs at most this often.
+/// The shortest time between two runs of the reaper, which closes expired sessions.
 const REAP_EVERY: Duration = Duration::from_secs(1);
-/// The engine keeps this much of the context free of input.
+/// The number of context tokens that the engine keeps free of input.
 const INPUT_RESERVE_TOKENS: usize = 6;
-/// The one token a refused request runs as, and the one it answers with.
+/// The one-token prompt as which a refused request runs; the next constant is its one answer token.
 const REFUSED_PROMPT: u32 = 0;
 const REFUSED_OUTPUT: u32 = 296;
 
-/// What one rank is made of.
+/// The settings of one rank.
 #[derive(Clone, Debug, PartialEq)]
 pub struct CoreConfig {
     pub page_size: usize,
@@ -45,20 +46,20 @@ pub struct CoreConfig {
     pub chunked_prefill_size: usize,
     pub streaming_sessions: bool,
     pub session_radix_cache: bool,
-    /// Decode steps between two pool reports to `/metrics`.
+    /// The number of decode steps between two pool reports to `/metrics`.
     pub decode_log_interval: u32,
-    /// Share of a running request's remaining output that admission reserves when it may stop
-    /// early, in thousandths, before any decode step; with `ignore_eos` all of it is reserved.
+    /// The initial share, in thousandths, of a running request's remaining output that admission
+    /// reserves. With `ignore_eos` admission reserves all of the remaining output.
     pub new_token_per_mille: usize,
-    /// Every third forward pass retracts a request, if more than one runs.
+    /// Makes every third forward pass retract a request, if more than one runs.
     pub test_retract: bool,
     pub prefill_tokens_per_s: f64,
     pub decode_ms_per_step: f64,
-    /// A token ends an answer with this chance in a thousand, unless EOS is ignored.
+    /// The chance, in thousandths, that a token ends an answer; ignored with `ignore_eos`.
     pub eos_per_mille: u32,
-    /// Only sampled answers (temperature above 0) depend on it.
+    /// The seed of sampled answers; greedy answers (temperature 0) don't depend on it.
     pub seed: u64,
-    /// Records what happens to the tree.
+    /// Records the radix tree's changes as KV events.
     pub kv_events: bool,
 }
 
@@ -85,7 +86,7 @@ impl Default for CoreConfig {
 }
 
 impl CoreConfig {
-    /// Tokens that the pool really holds: whole pages.
+    /// Returns the pool's size in tokens, rounded down to whole pages.
     pub fn total_tokens(&self) -> usize {
         self.max_total_tokens / self.page_size * self.page_size
     }
@@ -94,24 +95,24 @@ impl CoreConfig {
         (self.context_len - 1).min(self.total_tokens() - 1)
     }
 
-    /// Prompts of this length and above are refused.
+    /// Returns the prompt length, in tokens, from which on prompts are refused.
     pub fn max_req_input_len(&self) -> usize {
         self.max_req_len().saturating_sub(INPUT_RESERVE_TOKENS - 1)
     }
 }
 
-/// One row of `req_to_token` with the KV record that lives in it.
+/// One row of `req_to_token`, with its KV record.
 #[derive(Clone, Debug, Default)]
 struct Row {
     pages: Vec<u32>,
     alloc: usize,
     committed: usize,
-    /// Leading tokens that lie in the tree, locked by this row.
+    /// The number of leading tokens that lie in the radix tree, locked by this row.
     protected: usize,
     lock: NodeId,
 }
 
-/// One rank's scheduler and caches.
+/// The scheduler and caches of one rank.
 #[derive(Debug)]
 pub struct Core {
     config: CoreConfig,
@@ -122,24 +123,24 @@ pub struct Core {
     sessions: BTreeMap<String, Session>,
     /// The row of each streaming session that has KV.
     slots: BTreeMap<String, usize>,
-    /// The life that each open `session_id` is in.
+    /// The number of the current life of each open `session_id` tag; a close ends a life.
     tags: BTreeMap<String, u64>,
     next_tag: u64,
     reqs: BTreeMap<ReqKey, Req>,
     waiting: VecDeque<ReqKey>,
     running: Vec<ReqKey>,
-    /// The one request whose prompt is being prefilled in pieces.
+    /// The one request whose prompt is being prefilled in chunks.
     chunked: Option<ReqKey>,
     next_key: ReqKey,
     last_reap: Duration,
     forward_sleep: Duration,
     ratio: NewTokenRatio,
-    /// A request did not fit: no other is looked at until one that runs has left.
+    /// Set when a request did not fit: the queue then waits until a running request has left.
     batch_is_full: bool,
-    /// Forward passes so far.
+    /// The number of forward passes so far.
     forwards: u64,
     gauges: Gauges,
-    /// Events to publish, as far as the engine lets them go.
+    /// The event batches that are ready to be published.
     batches: Vec<Vec<Event>>,
     crashed: Option<&'static str>,
 }
@@ -180,17 +181,17 @@ impl Core {
         &self.config
     }
 
-    /// Why the process is gone, if it is.
+    /// Returns why the process crashed, or `None` while it is alive.
     pub fn crashed(&self) -> Option<&'static str> {
         self.crashed
     }
 
-    /// Makes every forward pass last this much longer (`/slow_down`).
+    /// Adds `forward_sleep` to the duration of every forward pass (`/slow_down`).
     pub fn slow_down(&mut self, forward_sleep: Duration) {
         self.forward_sleep = forward_sleep;
     }
 
-    /// Opens a session; false if one of that id is open or still closing.
+    /// Opens a session. Returns false if a session with that id is open or still closing.
     pub fn open(
         &mut self,
         now: Duration,
@@ -205,14 +206,16 @@ impl Core {
         true
     }
 
-    /// Closes a session, now or once its turn has ended. Unknown ids are tags or nothing.
+    /// Closes the session `id` and ends its tag; a session with an unfinished turn closes after
+    /// that turn. An unknown id is ignored.
     pub fn close(&mut self, id: &str) {
         self.untag(id);
         self.try_close(id);
     }
 
-    /// Takes an idle session's KV, as the shim does: its row is free, its history stays. What goes
-    /// to the tree there is gone here. False while a turn of it is accepted, or it closes.
+    /// Releases an idle session's row and KV and keeps its history, as the shim does. Unlike the
+    /// shim, this drops the private KV instead of moving it to the tree. Returns false if the
+    /// session is unknown, has an accepted turn or is closing.
     pub fn demote(&mut self, id: &str) -> bool {
         let busy = |session: &Session| session.inflight || session.close_on_finish;
         let idle = self.sessions.get(id).is_some_and(|session| !busy(session));
@@ -222,14 +225,15 @@ impl Core {
         idle
     }
 
-    /// Ends a tag's life: requests that began in it will not tag any more.
+    /// Ends a tag's life: requests that began in this life no longer tag their KV.
     fn untag(&mut self, id: &str) {
         if self.tags.remove(id).is_some() {
             self.tree.untag(id);
         }
     }
 
-    /// The life that a tag is in; a new one begins with the first request after a close.
+    /// Returns the number of a tag's current life. The first request after a close begins a new
+    /// life.
     fn tag_life(&mut self, id: &str) -> u64 {
         if let Some(&life) = self.tags.get(id) {
             return life;
@@ -240,7 +244,7 @@ impl Core {
         life
     }
 
-    /// Queues a request. A refused one is queued too: its refusal is its answer.
+    /// Queues a request. A refused request is queued too, and its answer is the refusal.
     pub fn submit(&mut self, now: Duration, submit: Submit) -> ReqKey {
         let key = self.next_key;
         self.next_key += 1;
@@ -293,7 +297,7 @@ impl Core {
         key
     }
 
-    /// The kind of a request and its whole prompt, history restored.
+    /// Returns the kind of a request and its full prompt, with the session's history restored.
     fn restore(
         &mut self,
         now: Duration,
@@ -322,8 +326,8 @@ impl Core {
             return (Kind::Plain, Err(Finish::bad_request(message)));
         }
         let prompt = session.create(now, rid, &params, input);
-        // A refused turn of a streaming session stays attached to it: the engine's flaw by which
-        // it later clears the live turn's flag.
+        // A refused turn of a streaming session stays attached to the session. This flaw of the
+        // engine later clears the live turn's in-flight flag.
         let kind = match (session.streaming, prompt.is_ok()) {
             (true, _) => Kind::Streaming { session: params.id },
             (false, true) => Kind::Normal { session: params.id },
@@ -332,8 +336,8 @@ impl Core {
         (kind, prompt)
     }
 
-    /// Aborts what runs or waits under a request id that starts with `rid`. A queued request ends
-    /// here, a running one at its next forward pass.
+    /// Aborts every request whose id starts with `rid`, or all requests. A queued request ends
+    /// here, a running one at its next forward pass. Returns the outputs of the queued ones.
     pub fn abort(&mut self, rid: &str, all: bool) -> Vec<Output> {
         if rid.is_empty() && !all {
             return Vec::new();
@@ -349,7 +353,8 @@ impl Core {
         outputs
     }
 
-    /// Drops every cached page and every session's KV, if nothing runs or waits.
+    /// Drops every cached page and every session's KV. Returns false, and drops nothing, while a
+    /// request runs or waits.
     pub fn flush(&mut self) -> bool {
         if !self.reqs.is_empty() {
             return false;
@@ -362,8 +367,8 @@ impl Core {
         true
     }
 
-    /// One scheduler iteration, or None when there is nothing it can do. A wedged rank has waiting
-    /// requests and answers None.
+    /// Runs one scheduler iteration. Returns `None` when nothing can be done; a wedged rank also
+    /// returns `None` although requests wait.
     pub fn step(&mut self, now: Duration) -> Option<Step> {
         if self.crashed.is_some() {
             return None;
@@ -385,13 +390,14 @@ impl Core {
         Some(step)
     }
 
-    /// The longest prefixes that are cached.
+    /// Returns the longest token prefixes in the radix cache.
     pub fn cached(&self) -> Vec<(Space, Vec<u32>)> {
         self.tree.chains()
     }
 
-    /// The batches of events that have been let go since this was last asked: with every prefill,
-    /// every [`CoreConfig::decode_log_interval`] decode steps, and when nothing is left to do.
+    /// Takes the event batches that were released since the last call. A batch is released with
+    /// every prefill, every [`CoreConfig::decode_log_interval`] decode steps, and when the core
+    /// becomes idle.
     pub fn take_batches(&mut self) -> Vec<Vec<Event>> {
         std::mem::take(&mut self.batches)
     }
@@ -403,12 +409,13 @@ impl Core {
         }
     }
 
-    /// When [`Core::step`] must be called again for the reaper's sake, if nothing else happens.
+    /// Returns the latest time by which [`Core::step`] must run again for the reaper, if any
+    /// session has a deadline.
     pub fn next_deadline(&self) -> Option<Duration> {
         let due =
             |s: &Session| if s.close_on_finish { Some(Duration::ZERO) } else { s.expires_at() };
         let earliest = self.sessions.values().filter_map(due).min()?;
-        // One tick more, as both the pause and the timeout must have been exceeded.
+        // One millisecond more, because both the pause and the timeout must be exceeded.
         Some(earliest.max(self.last_reap + REAP_EVERY) + Duration::from_millis(1))
     }
 

@@ -1,7 +1,7 @@
-//! The HTTP shell: connections, the route table, and the engine's three shapes of error.
+//! The HTTP shell: connections, the route table, and the engine's three error formats.
 //!
-//! Connections are ours rather than the framework's so that a crash can drop them where they are.
-//! Everything that reaches a route is recorded with its exact body first.
+//! The shell manages its own connections instead of leaving them to axum, so that a crash can drop
+//! them at once. It records every request with its exact body before routing it.
 
 use super::{
     Config,
@@ -56,7 +56,7 @@ pub struct Seen {
     pub body: Bytes,
 }
 
-/// The last requests, bounded.
+/// A bounded log of the latest requests.
 #[derive(Debug)]
 pub(super) struct SeenLog {
     max: usize,
@@ -83,7 +83,7 @@ impl SeenLog {
     }
 }
 
-/// What every route sees.
+/// The state shared by all routes.
 #[derive(Debug)]
 pub(super) struct App {
     pub(super) config: Config,
@@ -98,13 +98,14 @@ type AppState = axum::extract::State<Arc<App>>;
 
 impl App {
     pub(super) fn new(config: Config, handle: Handle, port: u16, tasks: TaskTracker) -> App {
-        // Engines of one seed on different ports still make different ids.
+        // The port is part of the seed: engines with one seed on different ports make different
+        // ids.
         let rng = Mutex::new(fastrand::Rng::with_seed(config.core.seed ^ (u64::from(port) << 32)));
         let started_wall = wall_seconds();
         App { config, handle, tasks, rng, tickets: AtomicU64::new(1), started_wall }
     }
 
-    /// 32 hex digits, as a uuid4's `hex`.
+    /// Returns 32 hex digits, like the `hex` of a Python uuid4.
     fn new_id(&self) -> String {
         format!("{:032x}", self.rng.lock().u128(..))
     }
@@ -118,7 +119,7 @@ impl App {
     }
 }
 
-/// A submitted request and when it came.
+/// A submitted request, with its time of arrival.
 #[derive(Debug)]
 struct Live {
     rid: String,
@@ -128,16 +129,17 @@ struct Live {
 }
 
 impl Live {
-    /// The next state not seen yet; None if the engine dies first.
+    /// Waits for the next progress and returns it; `None` if the engine dies first.
     async fn next(&mut self) -> Option<Progress> {
         self.turn.progress.changed().await.ok()?;
         Some(self.turn.progress.borrow_and_update().clone())
     }
 
-    /// The final state. Never comes if the engine dies first.
+    /// Waits for the request's end and returns the final progress. Never returns if the engine dies
+    /// first.
     async fn end(&mut self) -> Progress {
         let ended = self.turn.progress.wait_for(|progress| progress.finish.is_some()).await;
-        // The borrow must not live across the wait below.
+        // Clones the progress, because the borrow must not live across the `await` below.
         let ended = ended.ok().map(|progress| progress.clone());
         match ended {
             Some(progress) => progress,
@@ -146,7 +148,7 @@ impl Live {
     }
 }
 
-/// The route table.
+/// Returns the route table.
 pub(super) fn router(app: Arc<App>) -> Router {
     Router::new()
         .route("/generate", any(generate::generate))
@@ -179,7 +181,7 @@ pub(super) fn router(app: Arc<App>) -> Router {
         .with_state(app)
 }
 
-/// Accepts until the engine is gone; then every connection goes with it.
+/// Accepts connections until the engine has ended, and then drops them all.
 pub(super) async fn serve(
     listener: TcpListener,
     router: Router,
@@ -200,14 +202,14 @@ pub(super) async fn serve(
 }
 
 async fn connection(stream: TcpStream, router: Router, seen: Arc<SeenLog>) {
-    // Small chunks go out at once, as they do from the real server.
+    // Sends small chunks at once, as the real server does.
     let _ = stream.set_nodelay(true);
     let service = hyper::service::service_fn(move |request| {
         let (router, seen) = (router.clone(), Arc::clone(&seen));
         async move { Ok::<_, Infallible>(record_and_route(request, router, &seen).await) }
     });
     let served = hyper::server::conn::http1::Builder::new();
-    // An error here is a peer that went away.
+    // An error here means that the client disconnected.
     let _ = served.serve_connection(TokioIo::new(stream), service).await;
 }
 
@@ -235,8 +237,8 @@ async fn record_and_route(
     any_service(router).call(request, ()).await
 }
 
-/// Sends a live request's states as server-sent events until it ends; `render` turns a state into
-/// event text. A client that goes away ends the request through the dropped `Live`.
+/// Streams a live request's progress as server-sent events until the request ends. `render` formats
+/// one progress as event text. When the client disconnects, dropping the `Live` ends the request.
 fn sse(
     app: &App,
     mut live: Live,
@@ -250,7 +252,8 @@ fn sse(
                 () = sender.closed() => return,
                 progress = live.next() => progress,
             };
-            // A dead engine leaves the stream open; its connection is dropped with the process.
+            // A dead engine leaves the stream open; the connection is dropped when the process
+            // ends.
             let Some(progress) = progress else { return sender.closed().await };
             let text = render(&live, &progress);
             if !text.is_empty() && sender.send(Ok(Bytes::from(text))).await.is_err() {
@@ -268,19 +271,20 @@ fn event_stream(body: Body) -> Response {
     ([(header::CONTENT_TYPE, "text/event-stream; charset=utf-8")], body).into_response()
 }
 
-/// `{"error":{"message":..}}`: what `/generate` and the session routes answer.
+/// Returns a 400 answer `{"error":{"message":..}}`, the format of `/generate` and the session
+/// routes.
 fn plain_error(message: &str) -> Response {
     json_response(StatusCode::BAD_REQUEST, &json!({ "error": { "message": message } }))
 }
 
-/// A JSON object with its keys in the engine's order, for those who scan bytes.
+/// Formats a JSON object with its keys in the given order, because some clients compare bytes.
 fn object(fields: &[(&str, &dyn Display)]) -> String {
     let fields: Vec<String> =
         fields.iter().map(|(key, value)| format!("\"{key}\":{value}")).collect();
     format!("{{{}}}", fields.join(","))
 }
 
-/// `{"object":"error",..}`: validation errors and the OpenAI routes.
+/// Returns an error `{"object":"error",..}`, the format of validation errors and OpenAI routes.
 fn object_error(status: StatusCode, kind: &str, message: &str) -> Response {
     let body = object(&[
         ("object", &json!("error")),
@@ -307,7 +311,7 @@ fn json_response(status: StatusCode, body: &impl Display) -> Response {
     (status, [(header::CONTENT_TYPE, "application/json")], body.to_string()).into_response()
 }
 
-/// A JSON object body, or the answer to one that is none.
+/// Parses a JSON object body. The error is the answer to an invalid body.
 fn parse_object(body: &[u8]) -> Result<serde_json::Map<String, Value>, Box<Response>> {
     match serde_json::from_slice(body) {
         Ok(Value::Object(map)) => Ok(map),
@@ -318,12 +322,12 @@ fn parse_object(body: &[u8]) -> Result<serde_json::Map<String, Value>, Box<Respo
     }
 }
 
-/// Whole seconds of a wall-clock time.
+/// Returns the whole seconds of a wall-clock time.
 fn whole_seconds(seconds: f64) -> u64 {
     std::time::Duration::try_from_secs_f64(seconds).map_or(0, |since| since.as_secs())
 }
 
-/// Seconds since the Unix epoch.
+/// Returns the wall-clock time in seconds since the Unix epoch.
 #[expect(clippy::disallowed_methods, reason = "the protocol's bodies carry wall-clock times")]
 pub(super) fn wall_seconds() -> f64 {
     let now = std::time::SystemTime::now();

@@ -1,7 +1,7 @@
-//! KV events as the engine publishes them: what its radix cache stores and gives up, over ZMQ.
+//! KV events as the engine publishes them over ZMQ: pages stored in and evicted from its cache.
 //!
-//! Pure parts make block hashes, events and their MessagePack; the publisher has the sockets. What
-//! is in the cache is not decided here: the tree says what happens to it.
+//! Pure modules compute block hashes, events and their MessagePack encoding; the publisher owns the
+//! sockets. This module makes no caching decision: the radix tree reports its changes.
 
 use serde::Deserialize;
 
@@ -14,25 +14,26 @@ mod zmtp;
 pub use event::{Event, Stored};
 pub use publisher::Fault;
 
-/// The engine's `--kv-events-config`, by its own names. Keys that only real queues need are passed
-/// over.
+/// The engine's `--kv-events-config`, with the engine's key names. Keys that only a real message
+/// queue needs are ignored.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(default)]
 pub struct KvEventsConfig {
-    /// "zmq", or "null" for none.
+    /// The publisher: "zmq", or "null" for no events.
     pub publisher: String,
-    /// The first rank's PUB address; each further rank has the next port. Port 0 takes free ones.
+    /// The first rank's PUB address. Each further rank uses the next port; port 0 picks free ports.
     pub endpoint: String,
-    /// False connects, as a concrete host does by itself: not simulated.
+    /// Whether to bind the endpoint; by default only a wildcard host is bound. Connecting instead
+    /// is not simulated.
     pub bind: Option<bool>,
     /// The first rank's ROUTER address for replays.
     pub replay_endpoint: Option<String>,
-    /// Batches kept for replays.
+    /// The number of batches kept for replays.
     pub buffer_steps: usize,
     pub topic: String,
-    /// "default"; the engine's other one isn't simulated.
+    /// The event format; only "default" is simulated.
     pub format: String,
-    /// Events as arrays, as in releases before the maps: the simulator's own key.
+    /// Encodes events as arrays, as older engine releases did; a key that only the simulator has.
     pub arrays: bool,
 }
 
@@ -52,7 +53,7 @@ impl Default for KvEventsConfig {
 }
 
 impl KvEventsConfig {
-    /// Free loopback ports, replays included.
+    /// Returns settings with free loopback ports, for events and for replays.
     pub fn local() -> KvEventsConfig {
         KvEventsConfig {
             publisher: "zmq".to_owned(),
@@ -63,7 +64,7 @@ impl KvEventsConfig {
         }
     }
 
-    /// Why it can't be simulated.
+    /// Returns why these settings can't be simulated, or `None` if they can.
     pub fn problem(&self) -> Option<String> {
         let endpoints = [Some(&self.endpoint), self.replay_endpoint.as_ref()];
         let malformed = endpoints.into_iter().flatten().find(|e| Endpoint::parse(e).is_none());
@@ -72,7 +73,7 @@ impl KvEventsConfig {
         }
         let endpoint = Endpoint::parse(&self.endpoint).expect("looked at above");
         let checks = [
-            (["zmq", "null"].contains(&self.publisher.as_str()), "the publisher is zmq or null"),
+            (["zmq", "null"].contains(&self.publisher.as_str()), "set publisher to zmq or null"),
             (self.format == "default", "only the default format is simulated"),
             (
                 self.bind.unwrap_or_else(|| endpoint.is_wildcard()),
@@ -82,18 +83,18 @@ impl KvEventsConfig {
         checks.into_iter().find(|(good, _)| !good).map(|(_, problem)| problem.to_owned())
     }
 
-    /// Where batches come from; None without a publisher.
+    /// Returns the address of the event publisher; `None` without a publisher.
     pub(super) fn events_at(&self) -> Option<Endpoint> {
         Endpoint::parse(&self.endpoint).filter(|_| self.publisher != "null")
     }
 
-    /// Where replays are to be had.
+    /// Returns the address of the replay socket, if any.
     pub(super) fn replays_at(&self) -> Option<Endpoint> {
         Endpoint::parse(self.replay_endpoint.as_ref()?)
     }
 }
 
-/// A `tcp://host:port`.
+/// An address of the form `tcp://host:port`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Endpoint {
     pub(super) host: String,

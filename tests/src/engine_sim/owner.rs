@@ -1,8 +1,8 @@
 //! The one task that owns the ranks' cores and drives their steps in real time.
 //!
-//! A step's outputs become visible when the time it takes has passed; what arrives meanwhile
-//! waits in the rank's inbox, as the real scheduler reads its socket between two steps. Idle, it
-//! sleeps until somebody sends something or the reaper is due.
+//! A step's outputs become visible after the step's duration. Commands that arrive during a step
+//! wait in the rank's inbox, as the real scheduler reads its socket between two steps. An idle task
+//! sleeps until a command arrives or the reaper is due.
 
 use self::rank::{Rank, RankCommand};
 use super::{
@@ -21,10 +21,10 @@ use tokio_util::sync::CancellationToken;
 mod rank;
 
 const MAILBOX_MAX: usize = 1024;
-/// Requests alive at once: each holds a place for the news that its client has gone.
+/// The most requests alive at once; each reserves a slot in the channel that reports a gone client.
 const LIVE_MAX: usize = 65_536;
 
-/// What a request has produced so far.
+/// The output and figures of a request so far.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Progress {
     pub(super) tokens: Vec<u32>,
@@ -36,7 +36,7 @@ pub(super) struct Progress {
     pub(super) first_token: Option<Instant>,
 }
 
-/// Sums over the life of the server.
+/// Sums since the start of the server.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Totals {
     pub(super) requests: u64,
@@ -46,7 +46,7 @@ pub(super) struct Totals {
     pub(super) generation_tokens: u64,
 }
 
-/// One rank as the information routes show it.
+/// One rank's figures for the information routes.
 #[derive(Clone, Debug)]
 pub(super) struct RankReport {
     pub(super) facts: PoolFacts,
@@ -84,8 +84,8 @@ pub(super) struct OpenSession {
     pub(super) timeout: Option<Duration>,
 }
 
-/// Speaks to the owner. Calls never answer once the engine has crashed; the caller's connection
-/// is dropped instead.
+/// A handle to the owner task. After a crash its calls never return; the caller's connection is
+/// dropped instead.
 #[derive(Clone, Debug)]
 pub(super) struct Handle {
     commands: mpsc::Sender<Command>,
@@ -93,7 +93,7 @@ pub(super) struct Handle {
     dp_size: usize,
 }
 
-/// A live request, seen from its client. Dropping it is the client going away.
+/// A live request, as its client sees it. Dropping the value reports that the client has gone.
 #[derive(Debug)]
 pub(super) struct Turn {
     pub(super) progress: watch::Receiver<Progress>,
@@ -192,7 +192,7 @@ async fn or_never<T>(answer: oneshot::Receiver<T>) -> T {
     }
 }
 
-/// The task's state.
+/// The state of the owner task.
 #[derive(Debug)]
 pub(super) struct Owner {
     ranks: Vec<Rank>,
@@ -203,7 +203,7 @@ pub(super) struct Owner {
     next_rank: usize,
     disconnect_poll: Duration,
     crash_linger: Duration,
-    /// Vanished clients that did not stream, by when the engine notices.
+    /// The non-streaming requests whose client has gone, keyed by when the engine notices.
     leaving: BTreeMap<(Instant, u64), ()>,
 }
 
@@ -235,7 +235,7 @@ impl Owner {
     }
 
     pub(super) async fn run(mut self) {
-        // A broken invariant panics here, and takes the whole server with it.
+        // A broken invariant panics in this task; the guard then ends the whole server.
         let _ends_all = self.killed.clone().drop_guard();
         while !self.killed.is_cancelled() {
             while let Ok(command) = self.commands.try_recv() {
@@ -266,7 +266,7 @@ impl Owner {
         }
     }
 
-    /// The process is dying: nothing is answered any more, and then it is gone.
+    /// Answers nothing while the process dies, then ends the server.
     async fn linger(self) {
         tokio::select! {
             () = self.killed.cancelled() => {}
@@ -289,7 +289,8 @@ impl Owner {
             }
             Command::Close(id) => self.each_rank(|| RankCommand::Close(id.clone())),
             Command::Abort { rid, all } => {
-                // The front process knows the live ids and drops what it doesn't know.
+                // The engine's front process knows the live ids and ignores an abort of an unknown
+                // id.
                 let known = self.ranks.iter().any(|rank| rank.knows(&rid));
                 if all || known {
                     self.each_rank(|| RankCommand::Abort { rid: rid.clone(), all });
@@ -358,7 +359,7 @@ impl Owner {
     }
 }
 
-/// A core's time: what has passed since the server's start.
+/// Returns a core's time: the time since the server's start.
 fn rank_time(start: Instant, now: Instant) -> Duration {
     now.duration_since(start)
 }

@@ -1,9 +1,10 @@
-//! The paged KV pool: page ids, the free list, and what each slot holds.
+//! The paged KV pool: page ids, the free list, and the content of each slot.
 //!
-//! "KV" is the token id written into the slot, so the digest of a row's pages stands for the
-//! attention over them: read a wrong page and the answer changes. Page 0 is padding, never free.
+//! The "KV" of a token is its token id, written into the slot. The digest of a row's pages stands
+//! for the attention over them, so reading a wrong page changes the answer. Page 0 is padding and
+//! never free.
 
-/// Base of the polynomial digest: odd, so that multiplying by it loses nothing.
+/// Base of the polynomial digest. It is odd, so that multiplication modulo 2^64 is invertible.
 const BASE: u64 = 0x9e37_79b9_7f4a_7c15;
 
 /// The pages of one rank.
@@ -11,10 +12,12 @@ const BASE: u64 = 0x9e37_79b9_7f4a_7c15;
 pub(super) struct Pool {
     page_size: usize,
     slots: Vec<u32>,
-    /// Per page: the sum of (token + 1) x BASE^offset over its slots, kept current by `write`.
+    /// The digest of each page: the sum of (token + 1) x BASE^offset over its slots. `write`
+    /// updates it.
     digests: Vec<u64>,
     powers: Vec<u64>,
-    /// Taken from the end, so that freed pages are reused first and aliasing shows at once.
+    /// The free pages. The pool takes pages from the end, so that freed pages are reused first and
+    /// a page with two owners shows at once.
     free: Vec<u32>,
 }
 
@@ -33,7 +36,7 @@ impl Pool {
         }
     }
 
-    /// Pages, without the padding page.
+    /// Returns the number of pages, without the padding page.
     pub(super) fn pages(&self) -> usize {
         self.digests.len() - 1
     }
@@ -42,7 +45,7 @@ impl Pool {
         &self.free
     }
 
-    /// Pages that `tokens` occupy.
+    /// Returns the number of pages that `tokens` tokens occupy.
     pub(super) fn pages_of(&self, tokens: usize) -> usize {
         tokens.div_ceil(self.page_size)
     }
@@ -67,8 +70,8 @@ impl Pool {
         self.digests[page] = self.digests[page].wrapping_add(term);
     }
 
-    /// Digest of the first `len` tokens as the pages really hold them. It doesn't depend on the
-    /// page size, so every worker gives the same answer to the same context.
+    /// Returns the digest of the first `len` tokens that the pages actually hold. The digest
+    /// doesn't depend on the page size, so every worker gives the same answer to the same context.
     pub(super) fn digest(&self, pages: &[u32], len: usize) -> u64 {
         let full = (len / self.page_size).min(pages.len());
         let page_power = self.powers[self.page_size - 1].wrapping_mul(BASE);
@@ -89,7 +92,7 @@ impl Pool {
     }
 }
 
-/// The digest of tokens that no page holds: what a row with exactly these would have.
+/// The digest of a token sequence outside the pool; equals the digest of a row with these tokens.
 #[derive(Debug)]
 pub(super) struct Digest {
     sum: u64,
@@ -116,7 +119,7 @@ impl Digest {
     }
 }
 
-/// One round of a multiply-xorshift mixer: every input bit reaches every output bit.
+/// One round of a multiply-xorshift mixer: every input bit affects every output bit.
 pub(super) fn scramble(value: u64) -> u64 {
     let value = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

@@ -1,9 +1,10 @@
-//! The radix cache: which pages hold the KV of which prefix.
+//! The radix cache: maps token prefixes to the pages that hold their KV.
 //!
-//! Page-granular, path-compressed, with lock references along a path and eviction of unlocked
-//! leaves, least recently used first. Nodes tagged by open sessions go after untagged ones, the
-//! more tags the later. The tree owns the pages in it; it never touches the pool, it hands evicted
-//! pages to the caller. What is stored and evicted it records as KV events, if any are wanted.
+//! The tree is page-granular and path-compressed. Locks cover a whole path. Eviction takes unlocked
+//! leaves, least recently used first; nodes tagged by open sessions are evicted after untagged
+//! nodes, and later the more tags they have. The tree owns its pages but never touches the pool: it
+//! returns evicted pages to the caller. If KV events are enabled, the tree records what it stores
+//! and evicts.
 
 use super::{
     kv::{
@@ -25,16 +26,16 @@ struct Node {
     tokens: Vec<u32>,
     pages: Vec<u32>,
     space: Space,
-    /// Of each page, if events are wanted.
+    /// The digest of each page; empty if events are disabled.
     digests: Vec<Digest>,
-    /// By the tokens of the child's first page.
+    /// The children, keyed by the tokens of the child's first page.
     children: BTreeMap<Key, NodeId>,
     locks: u32,
     last_use: u64,
     tags: BTreeSet<String>,
 }
 
-/// The tree of one rank.
+/// The radix tree of one rank.
 #[derive(Debug)]
 pub(super) struct Radix {
     page_size: usize,
@@ -52,13 +53,13 @@ pub(super) struct Prefix<'a> {
     pub(super) tokens: &'a [u32],
     pub(super) pages: &'a [u32],
     pub(super) space: &'a Space,
-    /// The session that protects it.
+    /// The session whose tag protects the prefix.
     pub(super) tag: Option<&'a str>,
-    /// The session that events name.
+    /// The session that KV events name.
     pub(super) session_id: Option<&'a str>,
 }
 
-/// The pages that hold a prefix, and the node it ends at.
+/// The pages that hold a prefix, and the node at which the prefix ends.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Match {
     pub(super) pages: Vec<u32>,
@@ -72,12 +73,12 @@ impl Radix {
         Radix { page_size, nodes, next_id: 1, uses: 0, locked_pages: 0, pages: 0, events }
     }
 
-    /// What has happened since it was last asked.
+    /// Takes the events recorded since the last call.
     pub(super) fn take_events(&mut self) -> Vec<Event> {
         self.events.as_mut().map(Recorder::take).unwrap_or_default()
     }
 
-    /// Pages under a lock: no eviction frees them.
+    /// Returns the number of locked pages, which eviction can't free.
     pub(super) fn protected_pages(&self) -> usize {
         self.locked_pages
     }
@@ -86,12 +87,12 @@ impl Radix {
         self.pages - self.locked_pages
     }
 
-    /// Every page in the tree.
+    /// Returns every page in the tree.
     pub(super) fn all_pages(&self) -> impl Iterator<Item = u32> + '_ {
         self.nodes.values().flat_map(|n| n.pages.iter().copied())
     }
 
-    /// The longest prefixes that are cached: those of all leaves.
+    /// Returns the longest cached prefixes, which are those of all leaves.
     pub(super) fn chains(&self) -> Vec<(Space, Vec<u32>)> {
         let leaf = |(id, node): &(&NodeId, &Node)| **id != ROOT && node.children.is_empty();
         let chain = |(_, leaf): (&NodeId, &Node)| {
@@ -104,7 +105,7 @@ impl Radix {
         self.nodes.iter().filter(leaf).map(chain).collect()
     }
 
-    /// The longest cached prefix of `tokens` in full pages; the path counts as used now.
+    /// Returns the longest cached prefix of `tokens` in full pages, and marks its path as used now.
     pub(super) fn find(&mut self, space: &Space, tokens: &[u32]) -> Match {
         let mut found = Match { pages: Vec::new(), node: ROOT };
         self.uses += 1;
@@ -124,8 +125,8 @@ impl Radix {
         }
     }
 
-    /// Puts a prefix in the tree. `pages` holds its KV; where the tree already has a page for it,
-    /// the tree's own is kept and the caller's stays the caller's.
+    /// Inserts a prefix whose KV is in `pages`. Where the tree already has a page for the tokens,
+    /// the tree keeps its own page and the caller keeps the duplicate.
     pub(super) fn insert(&mut self, prefix: Prefix<'_>) -> Match {
         let Prefix { tokens, pages, space, tag, session_id } = prefix;
         assert_eq!(tokens.len(), pages.len() * self.page_size, "only full pages are cached");
@@ -178,7 +179,7 @@ impl Radix {
         self.locked_pages -= lost;
     }
 
-    /// Gives up whole unlocked leaves until at least `pages` are free or none is left.
+    /// Evicts whole unlocked leaves until at least `pages` pages are free or no leaf is left.
     pub(super) fn evict(&mut self, pages: usize) -> Vec<u32> {
         let rank = |id: NodeId, n: &Node| (n.tags.len(), n.last_use, id);
         let free = |id: NodeId, n: &Node| id != ROOT && n.locks == 0 && n.children.is_empty();
@@ -204,14 +205,14 @@ impl Radix {
         freed
     }
 
-    /// Forgets a session's tag: what only it held is the first to be evicted from now on.
+    /// Removes a session's tag, so that pages tagged by no other session are evicted first.
     pub(super) fn untag(&mut self, tag: &str) {
         for node in self.nodes.values_mut() {
             node.tags.remove(tag);
         }
     }
 
-    /// Tokens under each session's tag.
+    /// Returns the number of tokens under each session's tag.
     pub(super) fn tagged_tokens(&self) -> BTreeMap<String, usize> {
         let mut by_tag = BTreeMap::new();
         for node in self.nodes.values() {
@@ -222,7 +223,7 @@ impl Radix {
         by_tag
     }
 
-    /// Drops everything; nothing may be locked.
+    /// Empties the tree and returns its pages. Panics if a page is locked.
     pub(super) fn clear(&mut self) -> Vec<u32> {
         assert_eq!(self.locked_pages, 0, "a locked tree is not cleared");
         let pages = self.all_pages().collect();
@@ -254,7 +255,8 @@ impl Radix {
         assert_eq!((pages, locked), (self.pages, self.locked_pages), "radix page counters");
     }
 
-    /// The digests of new pages below a node, told as an event; none if no events are wanted.
+    /// Records the pages stored below `parent` as an event and returns their digests; returns none
+    /// if events are disabled.
     fn record_stored(
         &mut self,
         parent: NodeId,
@@ -280,7 +282,7 @@ impl Radix {
         own.zip(rest.chunks_exact(self.page_size)).take_while(|(a, b)| a == b).count()
     }
 
-    /// Splits a node after `keep` pages; returns the upper part, which is new.
+    /// Splits a node after `keep` pages and returns the new upper node.
     fn split(&mut self, id: NodeId, keep: usize) -> NodeId {
         let upper_id = self.next_id;
         self.next_id += 1;
@@ -393,7 +395,8 @@ mod tests {
         tree.check_invariants();
     }
 
-    /// A split names no page anew, and what is evicted is named as it was stored.
+    /// Checks that a split renames no page, and that an evicted page has the name it was stored
+    /// with.
     #[test]
     fn events_follow_the_pages() {
         let mut tree = Radix::new(2, true);

@@ -1,14 +1,14 @@
-//! What goes into the core and what comes out of it.
+//! The requests that go into the core and the outputs that come out of it.
 
 use std::time::Duration;
 
-/// Names a request inside one core.
+/// Identifies a request inside one core.
 pub type ReqKey = u64;
 
-/// How a request's answer is made and where it ends.
+/// How an answer is sampled and where it ends.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sampling {
-    /// None: until the context is full.
+    /// The most output tokens; `None` generates until the context is full.
     pub max_new_tokens: Option<usize>,
     pub ignore_eos: bool,
     /// Temperature 0: the answer depends on the context alone, not on the seed.
@@ -23,7 +23,7 @@ impl Default for Sampling {
     }
 }
 
-/// `session_params` of `/generate`.
+/// The `session_params` of `/generate`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SessionParams {
     pub id: String,
@@ -33,18 +33,18 @@ pub struct SessionParams {
     pub drop_previous_output: bool,
 }
 
-/// The session a request names, if any.
+/// The session that a request names, if any.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum SessionRef {
     #[default]
     None,
-    /// `session_params`: a session of `/open_session`.
+    /// `session_params`: a session opened by `/open_session`.
     Controller(SessionParams),
-    /// Top-level `session_id`: the radix cache tags the KV when its flag is on.
+    /// A top-level `session_id`: the radix cache tags the KV if `session_radix_cache` is set.
     Tagged(String),
 }
 
-/// What keeps equal prefixes apart in the caches.
+/// The cache namespace: keeps equal prefixes of different namespaces apart.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Space {
     pub extra_key: Option<String>,
@@ -66,12 +66,12 @@ pub struct Submit {
 pub enum Finish {
     Length(usize),
     StopToken(u32),
-    /// The answer's last tokens are this stop sequence.
+    /// The answer ends with this stop sequence.
     StopText(Vec<u32>),
     Abort {
         message: String,
         status: Option<u16>,
-        /// Aborted before it ran: the answer lacks the status keys altogether.
+        /// Aborted before it ran: the answer has no status keys.
         queued: bool,
     },
 }
@@ -93,14 +93,14 @@ pub struct Output {
     pub retractions: u32,
 }
 
-/// One scheduler iteration: what it produced, visible once `busy` has passed.
+/// The result of one scheduler iteration, which becomes visible after `busy`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Step {
     pub outputs: Vec<Output>,
     pub busy: Duration,
 }
 
-/// What a request is to the caches.
+/// How the caches treat a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     Plain,
@@ -110,7 +110,7 @@ pub(super) enum Kind {
     Streaming {
         session: String,
     },
-    /// With the life of the tag that it was sent in.
+    /// `life` is the tag's life at the time of submission.
     Tagged {
         session: String,
         life: u64,
@@ -124,26 +124,27 @@ pub(super) struct Req {
     pub(super) prompt: Vec<u32>,
     pub(super) output: Vec<u32>,
     pub(super) sampling: Sampling,
-    /// `max_new_tokens` clamped to the context.
+    /// `max_new_tokens`, clamped to the context.
     pub(super) max_new: usize,
     pub(super) kind: Kind,
     pub(super) space: Space,
-    /// The top-level `session_id`, whether or not it tags.
+    /// The top-level `session_id`, even if it doesn't tag the KV.
     pub(super) session_id: Option<String>,
     pub(super) row: Option<usize>,
-    /// Tokens whose KV this request has computed or borrowed.
+    /// The number of tokens whose KV this request has computed or borrowed.
     pub(super) seq: usize,
     pub(super) cached: usize,
-    /// A first turn shares its prompt through the tree; later turns keep theirs private.
+    /// Whether the prompt is shared through the tree: true for a first turn; later turns are
+    /// private.
     pub(super) publishes: bool,
-    /// Rejected before it ran: a one-token dummy runs in its place.
+    /// The refusal, if the request was rejected before it ran; a one-token dummy runs in its place.
     pub(super) refused: Option<Finish>,
     pub(super) to_abort: bool,
     pub(super) retractions: u32,
 }
 
 impl Req {
-    /// Tokens to have KV for before the next output token.
+    /// Returns the number of tokens that need KV before the next output token.
     pub(super) fn fill_len(&self) -> usize {
         self.prompt.len() + self.output.len()
     }
@@ -156,7 +157,7 @@ impl Req {
         (0..len).map(|at| self.fill_token(at)).collect()
     }
 
-    /// The session that the scheduler must tell about this request's end.
+    /// Returns the session that must learn of this request's end.
     pub(super) fn controller_session(&self) -> Option<&str> {
         match &self.kind {
             Kind::Normal { session } | Kind::Streaming { session } => Some(session),

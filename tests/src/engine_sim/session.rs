@@ -1,7 +1,7 @@
-//! The session controller of one rank: histories, flags, timeouts.
+//! The session controller of one rank: histories, flags and timeouts, but no KV.
 //!
-//! It keeps the engine's own bookkeeping, faults included: `inflight` belongs to the session and
-//! not to a turn, so whoever clears it clears it for everybody. KV is not its business.
+//! The controller reproduces the engine's bookkeeping, faults included: `inflight` belongs to the
+//! session and not to a turn, so a turn that clears the flag clears it for all turns.
 
 use super::{
     request::{Finish, SessionParams},
@@ -9,11 +9,11 @@ use super::{
 };
 use std::{collections::BTreeMap, time::Duration};
 
-/// One request of a normal session's tree.
+/// One request in the tree of a non-streaming session.
 #[derive(Clone, Debug)]
 struct Turn {
     origin: Vec<u32>,
-    /// None while it runs.
+    /// The output; `None` while the request runs.
     output: Option<Vec<u32>>,
 }
 
@@ -22,15 +22,15 @@ struct Turn {
 pub(super) struct Session {
     pub(super) streaming: bool,
     timeout: Option<Duration>,
-    /// Open time, or the *start* of the last accepted turn.
+    /// The time of the opening, or of the *start* of the last accepted turn.
     last_active: Duration,
     pub(super) inflight: bool,
     pub(super) close_on_finish: bool,
-    /// The last committed turn was retracted and has not finished since; it never counts as
-    /// finished if it is aborted in the queue, and then the session can't be closed.
+    /// The last committed turn was retracted and has not finished since. If such a turn is aborted
+    /// in the queue, the flag stays set and the session can't be closed.
     last_unfinished: bool,
-    /// One buffer shared by all turns: the newest turn's prompt. Rolled back to `committed_len`
-    /// when the next turn is made.
+    /// The newest turn's prompt, a buffer that all turns share. Creating the next turn truncates
+    /// the buffer to `committed_len`.
     origin: Vec<u32>,
     committed_len: usize,
     last_output: Vec<u32>,
@@ -53,12 +53,13 @@ impl Session {
         }
     }
 
-    /// Tokens of the last good turn, output included.
+    /// Returns the number of tokens in the last successful turn, output included.
     pub(super) fn history_len(&self) -> usize {
         self.committed_len + self.last_output.len()
     }
 
-    /// Length of the newest turn's prompt, which every running turn of the session reports.
+    /// Returns the length of the newest turn's prompt, which every running turn of the session
+    /// reports.
     pub(super) fn prompt_len(&self) -> usize {
         self.origin.len()
     }
@@ -71,7 +72,7 @@ impl Session {
         self.inflight || self.last_unfinished || self.turns.values().any(|t| t.output.is_none())
     }
 
-    /// The whole prompt of a new turn, or why there is none.
+    /// Returns the full prompt of a new turn, or the refusal.
     pub(super) fn create(
         &mut self,
         now: Duration,
@@ -141,7 +142,7 @@ impl Session {
             }
             strip_bos(&mut input, true);
             if params.offset != 0 {
-                // A negative offset counts from the end, as a slice does in the engine.
+                // A negative offset counts from the end, as a Python slice does.
                 let len = i64::try_from(prompt.len()).unwrap_or(i64::MAX);
                 let at = if params.offset < 0 { len + params.offset } else { params.offset };
                 prompt.truncate(usize::try_from(at.max(0)).unwrap_or(usize::MAX));
@@ -157,7 +158,7 @@ impl Session {
         Ok(prompt)
     }
 
-    /// A turn has ended well (or was retracted, which the engine takes for the same).
+    /// Records that a turn ended successfully. The engine treats a retraction the same way.
     pub(super) fn finish_turn(&mut self, rid: &str, output: &[u32], finished: bool) {
         if !self.streaming {
             if let Some(turn) = self.turns.get_mut(rid) {
@@ -171,7 +172,7 @@ impl Session {
         self.last_output = output.to_vec();
     }
 
-    /// A turn was thrown away: the history stays that of the last good turn.
+    /// Discards a turn: the history stays that of the last successful turn.
     pub(super) fn abort_turn(&mut self, rid: &str) {
         self.inflight = false;
         self.turns.remove(rid);

@@ -1,9 +1,9 @@
-//! The toy tokenizer: one byte is one token, plus four specials.
+//! The toy tokenizer: one byte is one token, plus four special tokens.
 //!
-//! The id of a byte is its rank in the sorted byte-level alphabet, not its value, as in a
-//! byte-level BPE without merges. No BOS is added, so lengths are exactly predictable.
+//! As in a byte-level BPE without merges, the id of a byte is its rank in the sorted byte-level
+//! alphabet, not its value. The tokenizer adds no BOS, so prompt lengths are exactly predictable.
 
-/// Ids below this exist in the model; an id above it kills the engine.
+/// The vocabulary size; a token id at or above it kills the engine.
 pub const VOCAB_SIZE: u32 = 320;
 pub const BOS: u32 = 256;
 pub const EOS: u32 = 257;
@@ -13,7 +13,7 @@ const IM_END: u32 = 259;
 const SPECIALS: [(&str, u32); 4] =
     [("<|bos|>", BOS), ("<|eos|>", EOS), ("<|im_start|>", IM_START), ("<|im_end|>", IM_END)];
 
-/// The id of a byte.
+/// Returns the id of a byte.
 pub fn byte_id(byte: u8) -> u32 {
     let byte = u32::from(byte);
     match byte {
@@ -26,7 +26,7 @@ pub fn byte_id(byte: u8) -> u32 {
     }
 }
 
-/// The byte of an id; ids of the padded vocabulary decode as `!`, as in the real model.
+/// Returns the byte of an id. Ids of the padded vocabulary decode as `!`, as in the real model.
 fn id_byte(id: u32) -> u8 {
     let byte = match id {
         0..=93 => id + 33,
@@ -40,7 +40,7 @@ fn id_byte(id: u32) -> u8 {
     u8::try_from(byte).expect("every arm is below 256")
 }
 
-/// Token ids of a text; the names of the special tokens stand for their ids.
+/// Returns the token ids of a text; the name of a special token is encoded as its id.
 pub fn encode(text: &str) -> Vec<u32> {
     let mut ids = Vec::with_capacity(text.len());
     let mut rest = text;
@@ -60,8 +60,8 @@ pub fn encode(text: &str) -> Vec<u32> {
     ids
 }
 
-/// The text of token ids without special tokens. While `last` is false an unfinished UTF-8
-/// sequence at the end is held back, and the engine shows it once it is complete or the turn ends.
+/// Decodes token ids, without special tokens. While `last` is false, an incomplete UTF-8 sequence
+/// at the end is held back; the engine shows it once it is complete or the turn ends.
 pub fn decode(ids: &[u32], last: bool) -> String {
     let special = |id: u32| (BOS..=IM_END).contains(&id);
     let mut bytes: Vec<u8> =
@@ -74,12 +74,13 @@ pub fn decode(ids: &[u32], last: bool) -> String {
 
 fn unfinished_tail(bytes: &[u8]) -> usize {
     let tail = bytes.utf8_chunks().last().map_or(&[][..], |c| c.invalid());
-    // `error_len` is None exactly when the end of input cut a sequence short.
+    // `error_len` is `None` exactly when the input ends inside a sequence.
     let cut_short = std::str::from_utf8(tail).is_err_and(|e| e.error_len().is_none());
     if cut_short { tail.len() } else { 0 }
 }
 
-/// The ids of a conversation in the model's ChatML-like template, ready for the answer.
+/// Returns the ids of a conversation in the model's ChatML-like template, up to the start of the
+/// answer.
 pub fn chat<'a>(messages: impl IntoIterator<Item = (&'a str, &'a str)>) -> Vec<u32> {
     let mut text = String::new();
     for (role, content) in messages {

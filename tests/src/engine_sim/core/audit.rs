@@ -1,4 +1,4 @@
-//! What a rank shows of itself: exact facts, the late gauges of `/metrics`, and its invariants.
+//! A rank's exact account, the delayed gauges of `/metrics`, and the core's invariants.
 
 use super::{
     super::request::{Kind, ReqKey},
@@ -7,24 +7,24 @@ use super::{
 use kernels::reference::{self, LiveRow, OWNER_SHARED};
 use std::{collections::BTreeMap, time::Duration};
 
-/// A controller session as the scheduler has it.
+/// The state of one controller session in the scheduler.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SessionFacts {
     pub id: String,
     pub streaming: bool,
     pub inflight: bool,
     pub closing: bool,
-    /// Tokens of the last good turn, output included.
+    /// The number of tokens in the last successful turn, output included.
     pub history_tokens: usize,
-    /// KV slots it holds, 0 without a slot.
+    /// The number of KV slots that the session holds; 0 without a row.
     pub alloc_tokens: usize,
     pub committed_tokens: usize,
-    /// Of those, in the tree and locked.
+    /// The part of `committed_tokens` that lies in the tree and is locked.
     pub protected_tokens: usize,
     pub row: Option<usize>,
 }
 
-/// Exact account of one rank, in tokens unless named otherwise.
+/// The exact account of one rank; amounts are tokens unless their name says otherwise.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PoolFacts {
     pub total: usize,
@@ -35,39 +35,41 @@ pub struct PoolFacts {
     pub uncached: usize,
     pub rows: usize,
     pub free_rows: usize,
-    /// Rows that sessions hold, running turns included.
+    /// The number of rows that sessions hold, also while a turn runs.
     pub held_rows: usize,
     pub running: usize,
     pub waiting: usize,
-    /// Prompt tokens of queued requests, histories included.
+    /// The prompt tokens of queued requests, histories included.
     pub waiting_tokens: usize,
-    /// Of those, not held by their sessions already; and what is left of a prompt in pieces.
+    /// The part of `waiting_tokens` that no session holds KV for, plus the rest of a prompt that is
+    /// being prefilled in chunks.
     pub waiting_uncached_tokens: usize,
     pub sessions: Vec<SessionFacts>,
-    /// Tokens in the tree under each open `session_id`'s tag; shared ones count for each.
+    /// The tokens in the tree under the tag of each open `session_id`. Shared tokens count for each
+    /// tag.
     pub tagged_tokens: BTreeMap<String, usize>,
     pub prefilled_tokens: u64,
     pub prefill_busy: Duration,
 }
 
 impl PoolFacts {
-    /// What is neither free nor evictable.
+    /// Returns the tokens that are neither free nor evictable.
     pub fn used(&self) -> usize {
         self.total - self.available - self.evictable
     }
 
-    /// Ids of all open controller sessions.
+    /// Returns the ids of all open controller sessions.
     pub fn open_sessions(&self) -> Vec<&str> {
         self.sessions.iter().map(|s| s.id.as_str()).collect()
     }
 
-    /// A session by its engine id.
+    /// Returns the session with the engine id `id`.
     pub fn session(&self, id: &str) -> Option<&SessionFacts> {
         self.sessions.iter().find(|s| s.id == id)
     }
 }
 
-/// What `/metrics` shows: numbers as old as the last report.
+/// The figures of `/metrics`, as of the last report.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Gauges {
     pub used: usize,
@@ -95,7 +97,7 @@ impl Core {
         &self.gauges
     }
 
-    /// What the engine does every 30 s of idleness: all gauges become true.
+    /// Updates all gauges to the exact values, as the engine does after every 30 s of idleness.
     pub fn report_idle(&mut self) {
         self.report_pool();
         self.report_sessions();
@@ -119,13 +121,13 @@ impl Core {
         self.slots.values().map(|&row| self.private_tokens(row)).sum()
     }
 
-    /// Whole pages of a row that are not in the tree.
+    /// Returns the tokens in the row's pages that are not in the tree.
     fn private_tokens(&self, row: usize) -> usize {
         let record = self.rows[row].as_ref().expect("a row in use has a record");
         record.pages.len() * self.config.page_size - record.protected
     }
 
-    /// The exact account at this moment.
+    /// Returns the exact account at this moment.
     pub fn facts(&self) -> PoolFacts {
         let used_rows = (0..self.rows.len()).filter(|&row| self.rows[row].is_some());
         let all_private: usize = used_rows.map(|row| self.private_tokens(row)).sum();
@@ -184,7 +186,7 @@ impl Core {
         }
     }
 
-    /// Panics unless counts agree with each other and, page by page, with the page audit.
+    /// Panics unless the counts agree with each other and, page by page, with the page audit.
     pub fn check_invariants(&self) {
         self.tree.check_invariants();
         let facts = self.facts();
@@ -212,8 +214,8 @@ impl Core {
         let marks = reference::mark(&rows, &staged, shift, npages);
         let free = reference::list_to_set(self.pool.free_pages().iter().copied(), npages);
         let tree = reference::list_to_set(self.tree.all_pages(), npages);
-        assert_eq!((free.duplicates, free.bad), (0, 0), "double free");
-        assert_eq!((tree.duplicates, tree.bad), (0, 0), "a page twice in the tree");
+        assert_eq!((free.duplicates, free.bad), (0, 0), "duplicate or bad page in the free list");
+        assert_eq!((tree.duplicates, tree.bad), (0, 0), "duplicate or bad page in the tree");
         let classes = reference::classify(&free, &marks, &tree);
         let private = usize::try_from(classes.private).expect("pages fit in usize");
         assert_eq!(private * page_size, facts.session_held + facts.uncached, "{classes:?}");
@@ -229,7 +231,7 @@ impl Core {
         }
     }
 
-    /// The rows as the device has them: token slots, one session number per row.
+    /// Returns the rows in the device's layout: token slots, and one session number per row.
     fn req_to_token(&self) -> (Vec<i32>, usize, Vec<LiveRow>) {
         let page_size = self.config.page_size;
         let longest = self.rows.iter().flatten().map(|r| r.pages.len()).max().unwrap_or(0);

@@ -1,4 +1,4 @@
-//! How requests end and what becomes of their KV.
+//! The end of requests, and what happens to their KV.
 
 use super::{
     super::{
@@ -12,7 +12,7 @@ const OUT_OF_MEMORY: &str = "Out of memory even after retracting all other reque
                              decode batch. Aborting the last request.";
 
 impl Core {
-    /// Inserts the full pages computed so far in the tree and locks them for the row.
+    /// Inserts the full pages computed so far into the tree and locks them for the row.
     pub(super) fn publish(&mut self, key: ReqKey) {
         let req = &self.reqs[&key];
         if !req.publishes {
@@ -23,7 +23,8 @@ impl Core {
         self.cache_row(key, row, len, None);
     }
 
-    /// The tag that a request which ended well puts on its KV, unless its session was closed.
+    /// Returns the tag that a successful request puts on its KV, or `None` if its session was
+    /// closed.
     fn tag_of(&self, key: ReqKey) -> Option<String> {
         match &self.reqs[&key].kind {
             Kind::Tagged { session, life } if self.tags.get(session) == Some(life) => {
@@ -33,7 +34,8 @@ impl Core {
         }
     }
 
-    /// Moves the row's first `len` tokens, in full pages, into the tree, under the row's lock.
+    /// Moves the full pages of the row's first `len` tokens into the tree and locks them for the
+    /// row.
     fn cache_row(&mut self, key: ReqKey, row: usize, len: usize, tag: Option<&str>) {
         let req = &self.reqs[&key];
         let page_size = self.config.page_size;
@@ -55,7 +57,8 @@ impl Core {
         self.tree.unlock(record.lock);
         record.lock = cached.node;
         record.protected = full * page_size;
-        // Where somebody else's page came first, the row goes on with that one.
+        // Where the tree already has a page for these tokens, the row uses that page and frees its
+        // own.
         for (own, kept) in record.pages.iter_mut().zip(&cached.pages).skip(own_from) {
             if own != kept {
                 let duplicate = std::mem::replace(own, *kept);
@@ -64,7 +67,7 @@ impl Core {
         }
     }
 
-    /// Gives the row back; what lies in the tree stays there, unlocked.
+    /// Frees the row and its private pages; its pages in the tree stay there, unlocked.
     fn free_row(&mut self, row: usize) {
         let record = self.rows[row].take().expect("a row is freed once");
         let Row { mut pages, protected, lock, .. } = record;
@@ -80,7 +83,7 @@ impl Core {
         }
     }
 
-    /// True when the session was closed, and its row freed, under a turn that still runs on it.
+    /// Whether a close freed the session's row while this turn still runs on it.
     pub(super) fn is_orphan(&self, key: ReqKey) -> bool {
         let req = &self.reqs[&key];
         match &req.kind {
@@ -92,7 +95,7 @@ impl Core {
     pub(super) fn output(&self, key: ReqKey, token: Option<u32>, finish: Option<Finish>) -> Output {
         let req = &self.reqs[&key];
         let shared = match &req.kind {
-            // All turns of a session count the one history buffer that they share.
+            // All turns of a session share one history buffer, and each counts all of it.
             Kind::Streaming { session } if req.refused.is_none() => self.sessions.get(session),
             _ => None,
         };
@@ -123,7 +126,7 @@ impl Core {
                 return output;
             }
             Kind::Streaming { session } if aborted => {
-                // The whole chain, the aborted output included, becomes ordinary cache.
+                // All of the turn's KV, the aborted output included, moves to the evictable cache.
                 self.cache_row(key, row, seq, None);
                 self.release_slot(&session);
             }
@@ -139,8 +142,9 @@ impl Core {
         output
     }
 
-    /// False when the row's locked prefix is that of another turn: inserting this turn's chain
-    /// would put its pages in the tree a second time, which the engine's memory check kills.
+    /// Whether the row's locked prefix consists of this turn's tokens. If not, inserting this
+    /// turn's chain would put its pages in the tree twice; the engine's memory check then kills the
+    /// process.
     fn owns_prefix(&mut self, key: ReqKey, row: usize) -> bool {
         let protected = self.row(row).protected;
         let req = &self.reqs[&key];
@@ -163,14 +167,14 @@ impl Core {
         }
     }
 
-    /// Ends the request whose prompt was being prefilled in pieces.
+    /// Ends, as aborted, the request whose prompt was being prefilled in chunks.
     pub(super) fn finish_aborted(&mut self, key: ReqKey) -> Output {
         let message = "Aborted".to_owned();
         self.finish(key, None, Finish::Abort { message, status: None, queued: false })
     }
 
-    /// Ends the last request there is no room for. It is released as a retracted one is: of a
-    /// session's turn nothing is freed, and what it made so far counts as history.
+    /// Ends the last running request because the pool has no room for it. Like a retraction, this
+    /// frees nothing of a session's turn, and the output so far becomes history.
     pub(super) fn finish_out_of_memory(&mut self, key: ReqKey) -> Output {
         let message = OUT_OF_MEMORY.to_owned();
         let finish = Finish::Abort { message, status: Some(500), queued: false };
@@ -180,7 +184,7 @@ impl Core {
         output
     }
 
-    /// Takes a request out of the queue. Of its session only the flag is cleared: the slot stays.
+    /// Removes a request from the queue. Its session loses the in-flight flag and keeps its row.
     pub(super) fn abort_queued(&mut self, key: ReqKey) -> Output {
         self.waiting.retain(|&k| k != key);
         let message = "Abort in waiting queue".to_owned();
@@ -195,8 +199,8 @@ impl Core {
         output
     }
 
-    /// Sends a running request back to the queue. A session's turn frees nothing by it, and its
-    /// partial output counts as its history from now on.
+    /// Sends a running request back to the queue. A session's turn frees no KV by this, and its
+    /// partial output becomes history.
     pub(super) fn retract(&mut self, key: ReqKey) {
         self.running.retain(|&k| k != key);
         self.gauges.retracted += 1;
@@ -205,7 +209,8 @@ impl Core {
         self.waiting.push_back(key);
     }
 
-    /// Takes a running request's row, or leaves it to its session, which takes the turn for done.
+    /// Frees a running request's row. A session's turn leaves its row to the session, which records
+    /// the turn as finished.
     fn release_unfinished(&mut self, key: ReqKey) {
         let req = self.reqs.get_mut(&key).expect("it runs");
         let row = req.row.take().expect("a running request has a row");

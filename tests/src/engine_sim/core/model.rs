@@ -1,16 +1,17 @@
-//! The model: what comes next is a function of the context alone, so an answer tells which context
-//! it was computed against.
+//! The simulated model: the next token is a function of the context alone.
+//!
+//! An answer therefore shows which context it was computed from.
 
 use super::super::{
     pool,
     tokenizer::{self, EOS},
 };
 
-/// The token that follows a context with this digest and this last token.
+/// Returns the token that follows a context with this digest and this last token.
 pub(super) fn next(digest: u64, last: u32, eos_per_mille: u32) -> u32 {
     let lead = tokenizer::byte_id(0xc3);
     if last == lead {
-        // The second half of a letter from à to ÿ.
+        // The second byte of a letter from à to ÿ.
         return tokenizer::byte_id(0xa0 + u8::try_from(digest % 32).expect("below 32"));
     }
     if digest % 1000 < u64::from(eos_per_mille) {
@@ -21,7 +22,7 @@ pub(super) fn next(digest: u64, last: u32, eos_per_mille: u32) -> u32 {
     letters.get(pick).map_or(lead, |&byte| tokenizer::byte_id(byte))
 }
 
-/// Is this the beginning of a greedy answer to this context?
+/// Whether `answer` is the beginning of a greedy answer to `context`.
 pub fn answers(context: &[u32], answer: &[u32], eos_per_mille: u32) -> bool {
     let mut digest = pool::Digest::default();
     context.iter().for_each(|&token| digest.push(token));

@@ -1,17 +1,17 @@
-//! How much of a running request's remaining output admission reserves.
+//! The share of a running request's remaining output that admission reserves.
 //!
-//! Optimistic at first, more so with every decode step that goes well, corrected by a retraction.
+//! The share falls with every decode step that finds room, and a retraction sets it anew.
 
-/// The whole, in the unit that ratios are kept in.
+/// The ratio 1.0 in millionths.
 const ONE: usize = 1_000_000;
 /// The engine's `SGLANG_MIN_NEW_TOKEN_RATIO_FACTOR`, in hundredths.
 const LOWEST_OF_INITIAL: usize = 14;
 /// The engine's `SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS`.
 const DECAY_STEPS: usize = 600;
-/// The engine's `SGLANG_RETRACT_DECODE_STEPS`: a retraction makes room for this many steps.
+/// The engine's `SGLANG_RETRACT_DECODE_STEPS`: a retraction makes room for this many decode steps.
 const RETRACT_STEPS: usize = 20;
 
-/// A share of 0 to 1, in millionths.
+/// A ratio from 0 to 1, in millionths.
 #[derive(Debug)]
 pub(super) struct NewTokenRatio {
     initial: usize,
@@ -24,24 +24,25 @@ impl NewTokenRatio {
         NewTokenRatio { initial, current: initial }
     }
 
-    /// A decode step had room.
+    /// Lowers the ratio by one step, after a decode step that had room.
     pub(super) fn decay(&mut self) {
         let lowest = self.initial * LOWEST_OF_INITIAL / 100;
         let step = (self.initial - lowest) / DECAY_STEPS;
         self.current = self.current.saturating_sub(step).max(lowest);
     }
 
-    /// Nothing runs any more.
+    /// Restores the initial ratio, when no request runs any more.
     pub(super) fn reset(&mut self) {
         self.current = self.initial;
     }
 
-    /// Requests were retracted; so many are left, with so many tokens made of so many asked for.
+    /// Sets the ratio after a retraction. `left` requests still run; they have produced `made` of
+    /// the `asked` output tokens.
     pub(super) fn retracted(&mut self, left: usize, made: usize, asked: usize) {
         self.current = ((made + RETRACT_STEPS * left) * ONE / (asked + 1)).min(ONE);
     }
 
-    /// The share of `tokens` to reserve, rounded down.
+    /// Returns the number of tokens to reserve out of `tokens`, rounded down.
     pub(super) fn of(&self, tokens: usize) -> usize {
         tokens * self.current / ONE
     }

@@ -1,4 +1,4 @@
-//! Which requests run in the next forward pass, and the pass itself.
+//! The choice of requests for the next forward pass, and the forward pass itself.
 
 use super::{
     super::{
@@ -10,16 +10,16 @@ use super::{
 };
 use std::time::Duration;
 
-/// Output beyond this is not reserved at admission.
+/// The most output tokens that admission reserves for one request.
 const RESERVED_OUTPUT_MAX: usize = 4096;
-/// Forward passes between two retractions for the sake of a test.
+/// The number of forward passes between two retractions that `test_retract` forces.
 const TEST_RETRACT_EVERY: u64 = 3;
 
 /// One request's share of a prefill batch.
 #[derive(Debug)]
 pub(super) struct Extend {
     key: ReqKey,
-    /// Cached pages to start from; empty for a request that has its row already.
+    /// The cached pages to start from; empty for a request that already has its row.
     pages: Vec<u32>,
     node: NodeId,
     /// The session's own row, borrowed for this turn.
@@ -29,24 +29,24 @@ pub(super) struct Extend {
     last: bool,
 }
 
-/// What became of a request that was offered to a batch.
+/// The result of offering a request to a batch.
 enum Admission {
     Admitted(Extend),
-    /// The pool can't hold it.
+    /// The pool has no room for the request.
     NoRoom,
-    /// The batch's compute is spent.
+    /// The batch has no prefill tokens left.
     NextBatch,
 }
 
-/// What is left to give while a batch is being put together.
+/// The resources that remain while a batch is assembled.
 struct Budget {
     chunk: usize,
-    /// Tokens promised to running requests and to this batch.
+    /// The tokens promised to running requests and to this batch.
     promised: usize,
 }
 
 impl Core {
-    /// Puts the next prefill batch together; strictly first come, first served.
+    /// Assembles the next prefill batch, strictly first come, first served.
     pub(super) fn schedule(&mut self) -> Vec<Extend> {
         self.batch_is_full &= !self.running.is_empty();
         if self.batch_is_full && self.chunked.is_none() {
@@ -82,8 +82,8 @@ impl Core {
     /// Takes requests from the queue as long as rows and tokens last.
     fn admit(&mut self, batch: &mut Vec<Extend>, budget: &mut Budget) {
         let mut admitted = 0;
-        // The gate counts free rows before it looks whether the candidate already holds one; what
-        // admitted requests hold is added back, the candidate's own row never is.
+        // The engine counts free rows before it checks whether the candidate already holds a row.
+        // It adds back the rows of admitted requests, but never the candidate's own row.
         let mut allocatable = self.free_rows.len();
         while batch.last().is_none_or(|extend| extend.last)
             && let Some(&key) = self.waiting.front()
@@ -133,7 +133,7 @@ impl Core {
         if self.reqs[&key].sampling.ignore_eos { full } else { self.ratio.of(full) }
     }
 
-    /// Where the request starts: its session's row, or the longest cached prefix.
+    /// Returns where the request starts: at its session's row, or after the longest cached prefix.
     fn locate(&mut self, key: ReqKey) -> (Vec<u32>, NodeId, Option<usize>, usize) {
         let req = self.reqs.get_mut(&key).expect("a queued request exists");
         let reach = req.fill_len() - 1;
@@ -144,8 +144,8 @@ impl Core {
                 let record = self.rows[row].as_ref().expect("a slot's row has a record");
                 return (Vec::new(), ROOT, Some(row), record.committed.min(reach));
             }
-            // The refused turn is detached through the session's abort, which clears the flag
-            // even though it may belong to a turn that runs.
+            // The engine detaches the refused turn through the session's abort. This clears the
+            // in-flight flag, even if the flag belongs to a running turn.
             let session = self.sessions.get_mut(session);
             req.kind = Kind::Plain;
             if let Some(session) = session {
@@ -166,10 +166,10 @@ impl Core {
             return Admission::NextBatch;
         }
         self.tree.lock(node);
-        // A page more than asked for: an append may begin on a page of its own.
+        // The engine asks for one page more, because an append may begin on a new page.
         let need = left + self.reserve_output(key) + self.config.page_size;
         let free = self.available_tokens() + self.evictable_tokens();
-        // Something must be left over.
+        // At least one token must stay free.
         if need + budget.promised >= free {
             self.tree.unlock(node);
             return Admission::NoRoom;
@@ -184,8 +184,8 @@ impl Core {
     pub(super) fn prefill(&mut self, batch: Vec<Extend>) -> Step {
         let tokens: usize = batch.iter().map(|extend| extend.take).sum();
         let mut step = Step { outputs: Vec::new(), busy: self.prefill_time(tokens) };
-        // All rows are taken before anything runs: two first turns of a session in one batch both
-        // want to create its slot.
+        // All rows are allocated before anything runs, so two first turns of one session in a batch
+        // both try to create its slot.
         self.reserve(tokens, batch.len());
         for extend in &batch {
             if let Err(reason) = self.allocate(extend) {
@@ -202,7 +202,7 @@ impl Core {
             }
             if extend.last {
                 let output = self.sample(key);
-                // What ends with its first token publishes nothing on the way.
+                // A request that ends with its first token publishes no prefix before its end.
                 if output.finish.is_none() {
                     self.publish(key);
                     self.running.push(key);
@@ -220,15 +220,15 @@ impl Core {
         step
     }
 
-    /// Evicts until a batch finds room: the engine counts a page more for each request than it may
-    /// turn out to need, where pages have more than one token.
+    /// Evicts pages to make room for a batch. With pages of more than one token, the engine asks
+    /// for one page per request more than may be needed.
     fn reserve(&mut self, tokens: usize, requests: usize) {
         let page_size = self.config.page_size;
         let more = if page_size > 1 { requests * page_size } else { 0 };
         self.make_free(self.pool.pages_of(tokens + more));
     }
 
-    /// Evicts until so many pages are free, or nothing is left that could be.
+    /// Evicts pages until `pages` pages are free or nothing more can be evicted.
     fn make_free(&mut self, pages: usize) {
         let short = pages.saturating_sub(self.pool.free_pages().len());
         if short > 0 {
@@ -287,9 +287,9 @@ impl Core {
         Ok(())
     }
 
-    /// Frees what the row holds above `tokens`.
+    /// Frees the pages that the row holds beyond `tokens`.
     fn trim(&mut self, row: usize, tokens: usize) {
-        // Pages in the tree are not the row's to free.
+        // Pages in the tree belong to the tree, so the row must not free them.
         let shared = self.row(row).protected / self.config.page_size;
         let keep = self.pool.pages_of(tokens).max(shared);
         let record = self.row(row);
@@ -299,7 +299,7 @@ impl Core {
         self.pool.give_back(tail);
     }
 
-    /// Gives the row room for its first `tokens`; admission has made sure that there is room.
+    /// Allocates pages for the row's first `tokens`; admission has made sure that there is room.
     fn grow(&mut self, row: usize, tokens: usize) {
         let have = self.row(row).pages.len();
         let need = self.pool.pages_of(tokens).saturating_sub(have);
@@ -313,14 +313,14 @@ impl Core {
         record.committed = record.committed.max(tokens);
     }
 
-    /// Computes the KV of a piece of prompt, unless that kills the process.
+    /// Computes the KV of one chunk of a prompt. An error is the reason of a crash.
     fn write_prompt(&mut self, extend: &Extend) -> Result<(), &'static str> {
         let end = extend.start + extend.take;
         let row = self.reqs[&extend.key].row.expect("allocated");
         if self.rows[row].is_none() {
             return Err("AssertionError: the session's row is gone");
         }
-        // Another turn on the same row may have trimmed it since.
+        // Another turn on the same row may have shortened the row since the allocation.
         self.grow(row, end);
         let req = self.reqs.get_mut(&extend.key).expect("an admitted request exists");
         let record = self.rows[row].as_ref().expect("checked above");
@@ -335,13 +335,13 @@ impl Core {
         Ok(())
     }
 
-    /// One output token for every running request.
+    /// Computes one output token for every running request.
     pub(super) fn decode(&mut self) -> Step {
         let ms = self.config.decode_ms_per_step / 1000.0;
         let busy = Duration::try_from_secs_f64(ms).unwrap_or_default() + self.forward_sleep;
         let mut outputs = Vec::new();
         self.make_room(&mut outputs);
-        // Each may need a page, the engine thinks.
+        // The engine assumes that each running request may need a page.
         self.make_free(self.running.len());
         for key in self.running.clone() {
             let req = &self.reqs[&key];
@@ -374,7 +374,7 @@ impl Core {
         Step { outputs, busy }
     }
 
-    /// Retracts requests until the next step's pages are there.
+    /// Retracts requests until the pool has room for the next decode step.
     fn make_room(&mut self, outputs: &mut Vec<Output>) {
         let tested = self.config.test_retract && self.forwards.is_multiple_of(TEST_RETRACT_EVERY);
         if !tested && self.has_room() {
@@ -387,7 +387,7 @@ impl Core {
             match self.next_victim() {
                 Some(victim) => self.retract(victim),
                 None => {
-                    let last = self.running.pop().expect("someone needs room");
+                    let last = self.running.pop().expect("only a running request can lack room");
                     outputs.push(self.finish_out_of_memory(last));
                 }
             }
@@ -404,8 +404,8 @@ impl Core {
         need <= self.pool.free_pages().len() + self.tree.evictable_pages()
     }
 
-    /// The one with the least output goes first, the longest prompt among those, then the one that
-    /// came last. One is always kept.
+    /// Returns the next request to retract: the one with the least output, then the longest prompt,
+    /// then the latest arrival. Returns `None` if only one request runs.
     fn next_victim(&self) -> Option<ReqKey> {
         let cost = |&key: &ReqKey| {
             let req = &self.reqs[&key];
@@ -421,7 +421,8 @@ impl Core {
         row.is_some_and(|row| self.pool.pages_of(req.seq + 1) > row.pages.len())
     }
 
-    /// The next token of a request whose KV is complete, and whether it ends there.
+    /// Samples the next token of a request whose KV is complete, and ends the request if the token
+    /// does.
     fn sample(&mut self, key: ReqKey) -> Output {
         let token = self.next_token(key);
         let req = self.reqs.get_mut(&key).expect("it ran");
@@ -454,7 +455,7 @@ impl Core {
         Some(Finish::StopText(stop.clone()))
     }
 
-    /// The model: a function of what the row's pages really hold.
+    /// Returns the simulated model's next token, a function of the row's actual pages.
     fn next_token(&self, key: ReqKey) -> u32 {
         let req = &self.reqs[&key];
         if req.refused.is_some() {

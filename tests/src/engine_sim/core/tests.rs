@@ -1,4 +1,4 @@
-//! What the core does, scenario by scenario, and under seeded random actions.
+//! Tests of the core: single scenarios, and seeded random actions.
 
 use super::{super::request::*, *};
 
@@ -33,7 +33,7 @@ fn submit(
     )
 }
 
-/// Steps until nothing moves; what each request ended with, in order.
+/// Steps until nothing moves. Returns the final output of each request, in order.
 fn run(core: &mut Core, now: Duration) -> Vec<Output> {
     let mut ends = Vec::new();
     while let Some(step) = core.step(now) {
@@ -118,7 +118,7 @@ fn tagged_turns_hit_whole_pages() {
     core.step(T0);
     core.close("t");
     assert_eq!(one(&mut core, T0).cached_tokens, 144);
-    assert!(core.facts().tagged_tokens.is_empty(), "what outlives the close doesn't tag");
+    assert!(core.facts().tagged_tokens.is_empty(), "a request of the closed life does not tag");
     submit(&mut core, T0, tag(), prompt, 8);
     one(&mut core, T0);
     assert_eq!(core.facts().tagged_tokens["t"], 144, "the next request begins a new life");
@@ -199,9 +199,9 @@ fn close_after_a_refused_overlap_kills_the_process() {
     core.step(T0);
     turn(&mut core, T0, "s", ids(10, 2), 30);
     core.step(T0);
-    assert!(!core.facts().sessions[0].inflight, "the live turn's flag is gone");
+    assert!(!core.facts().sessions[0].inflight, "the refused turn cleared the live turn's flag");
     core.close("s");
-    assert_eq!(core.facts().held_rows, 0, "its KV was released under it");
+    assert_eq!(core.facts().held_rows, 0, "the close released the KV of the running turn");
     run(&mut core, T0);
     assert_eq!(core.crashed(), Some("AssertionError: release_kv_cache"));
 }
@@ -309,7 +309,7 @@ fn sessions_that_run_out_of_room_stay_half_closed_with_what_they_made() {
     }
     core.step(Duration::from_secs(5));
     let facts = core.facts();
-    assert_eq!(facts.sessions.len(), 2, "neither can be closed any more");
+    assert_eq!(facts.sessions.len(), 2, "no close can end these sessions");
     assert!(facts.sessions.iter().all(|s| s.closing) && facts.session_held > 0);
     assert!(core.flush());
     assert_eq!((core.facts().used(), core.facts().sessions.len()), (0, 2));
@@ -324,7 +324,7 @@ fn a_request_that_does_not_fit_shuts_the_queue_until_one_has_left() {
     let big = submit(&mut core, T0, SessionRef::None, ids(100, 2), 100);
     core.step(T0);
     core.abort_queued(big);
-    // It would fit, and nothing is before it.
+    // The request would fit and is first in the queue.
     submit(&mut core, T0, SessionRef::None, ids(4, 3), 4);
     core.step(T0);
     assert_eq!((core.facts().running, core.facts().waiting), (1, 1));
@@ -422,9 +422,9 @@ fn same_context_gives_same_answer_whatever_the_caches_hold() {
     assert_eq!(answers[0][..30], answers[0][30..]);
 }
 
-/// Weighted random actions on a small pool. Returns everything that came out. A well-behaved
-/// caller never overlaps turns of a session; any other may crash the engine, but only in the
-/// engine's own ways, and pages are conserved until then.
+/// Runs weighted random actions on a small pool and returns all outputs. A well-behaved caller
+/// never overlaps two turns of a session. Any other caller may crash the engine, but only in the
+/// engine's own ways; until then no page is lost.
 fn random_run(seed: u64, well_behaved: bool) -> String {
     let mut rng = fastrand::Rng::with_seed(seed);
     let mut core = core(CoreConfig {
@@ -488,7 +488,7 @@ fn random_run(seed: u64, well_behaved: bool) -> String {
     trace
 }
 
-/// Everything closed, everything flushed: nothing may be left.
+/// Closes every session, flushes the caches, and checks that no page or row is left in use.
 fn settle(core: &mut Core, mut now: Duration, seed: u64) {
     for _ in 0..40 {
         core.abort("", true);
@@ -501,7 +501,7 @@ fn settle(core: &mut Core, mut now: Duration, seed: u64) {
     run(core, now);
     let facts = core.facts();
     let stuck = core.sessions.values().filter(|s| s.has_unfinished()).count();
-    assert_eq!(facts.sessions.len(), stuck, "seed {seed}: only half closed sessions stay");
+    assert_eq!(facts.sessions.len(), stuck, "seed {seed}: only half-closed sessions stay");
     assert!(core.flush(), "seed {seed}");
     core.check_invariants();
     let facts = core.facts();

@@ -1,4 +1,4 @@
-//! Sessions, aborts, flushes, health, and the tokenizer's routes.
+//! Routes for sessions, aborts, flushes, health, and the tokenizer.
 
 use super::{
     super::{
@@ -19,12 +19,12 @@ use bytes::Bytes;
 use serde_json::{Map, Value, json};
 use std::{collections::HashMap, time::Duration};
 
-/// How often a flush with a timeout is tried again.
+/// The pause between two attempts of a flush that has a timeout.
 const FLUSH_RETRY: Duration = Duration::from_millis(50);
 
 type Object = Map<String, Value>;
 
-/// An optional field of a type; a wrong type is a problem.
+/// Reads an optional field. A value of the wrong type adds a problem.
 fn field<T>(
     body: &Object,
     key: &str,
@@ -69,7 +69,7 @@ pub(super) async fn open_session(State(app): AppState, body: Bytes) -> Response 
         );
     }
     let id = id.unwrap_or_else(|| app.new_id());
-    // 0 and below mean at once; what no clock can hold means never.
+    // A timeout of 0 or less means at once; a timeout too large for a `Duration` means never.
     let timeout = timeout.map(|seconds| {
         Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::from_secs(1 << 40))
     });
@@ -136,7 +136,8 @@ pub(super) async fn slow_down(State(app): AppState, body: Bytes) -> Response {
     json_response(StatusCode::OK, &Value::Null)
 }
 
-/// Alive, not able to serve: a one-token request goes in, but any sign of the scheduler will do.
+/// Answers whether the scheduler is alive, not whether the engine can serve. The route submits a
+/// one-token request, but any sign of the scheduler counts.
 pub(super) async fn health(State(app): AppState) -> Response {
     let wait = app.config.health_wait;
     if wait.is_zero() {

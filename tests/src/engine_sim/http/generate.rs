@@ -1,4 +1,4 @@
-//! `/generate`: the only route that knows controller sessions.
+//! `/generate`: the only route that supports controller sessions.
 
 use super::{
     super::{
@@ -15,19 +15,19 @@ use serde_json::{Map, Value, json};
 use std::{fmt::Display, sync::Arc};
 use tokio::task::JoinSet;
 
-/// Output tokens of a request that names no limit.
+/// The default limit of output tokens.
 const MAX_NEW_TOKENS_DEFAULT: usize = 128;
 
 /// Why a request never reached the scheduler.
 #[derive(Debug)]
 enum Refusal {
-    /// Raised as a ValueError: 400, or an event when streaming.
+    /// The engine raises a ValueError: status 400, or an event when streaming.
     Value(String),
-    /// Any other exception: 500, or a broken stream.
+    /// The engine raises another exception: status 500, or a broken stream.
     Fault,
 }
 
-/// One `/generate` body, read.
+/// One parsed `/generate` body.
 #[derive(Debug)]
 struct Call {
     prompts: Vec<Vec<u32>>,
@@ -59,13 +59,13 @@ pub(super) async fn generate(State(app): AppState, body: Bytes) -> Response {
             event_stream(Body::from(format!("data: {{\"error\":{error}}}\n\ndata: [DONE]\n\n")))
         }
         Err(Refusal::Value(message)) => plain_error(&message),
-        // The status is out before the exception is raised.
+        // The engine has sent the status before it raises the exception.
         Err(Refusal::Fault) if stream => broken_stream(),
         Err(Refusal::Fault) => internal_error(),
     }
 }
 
-/// A stream that breaks off before its first event.
+/// Returns a stream that breaks off before its first event.
 fn broken_stream() -> Response {
     let broken = std::io::Error::from(std::io::ErrorKind::BrokenPipe);
     event_stream(Body::from_stream(tokio_stream::once(Err::<Bytes, _>(broken))))
@@ -79,7 +79,7 @@ fn read(app: &App, body: &Map<String, Value>, stream: bool) -> Result<Call, Refu
         return Err(Refusal::Value("input_ids cannot be empty.".to_owned()));
     }
     let params = body.get("sampling_params");
-    // Only a limit that was named counts.
+    // Only a limit in the request itself is checked, not the default.
     let asked = sampling(params, None).max_new_tokens;
     if let Some(message) = prompts.iter().find_map(|prompt| too_long(app, prompt.len(), asked)) {
         return Err(Refusal::Value(message));
@@ -97,8 +97,8 @@ fn read(app: &App, body: &Map<String, Value>, stream: bool) -> Result<Call, Refu
     Ok(Call { prompts, batch, stream, rids, rank, sampling, session, space })
 }
 
-/// The check that is made before the scheduler: the body's own tokens, and the output it asks for,
-/// against the context.
+/// Checks the body's own tokens, and the output limit that the body names, against the context,
+/// before the scheduler sees the request. Returns the error message if they are too many.
 pub(super) fn too_long(app: &App, len: usize, asked: Option<usize>) -> Option<String> {
     let context = app.config.core.context_len;
     if len >= context {
@@ -118,7 +118,7 @@ pub(super) fn too_long(app: &App, len: usize, asked: Option<usize>) -> Option<St
     })
 }
 
-/// `routed_dp_rank`, or the old name of it.
+/// Returns the rank of `routed_dp_rank` or its old name `data_parallel_rank`.
 pub(super) fn routed_rank(app: &App, body: &Map<String, Value>) -> Result<Option<usize>, String> {
     let named = ["routed_dp_rank", "data_parallel_rank"];
     let Some(rank) = named.iter().find_map(|key| body.get(*key).filter(|v| !v.is_null())) else {
@@ -166,7 +166,7 @@ fn session_ref(body: &Map<String, Value>) -> Result<SessionRef, Refusal> {
     }
     let Some(params) = params else { return Ok(SessionRef::None) };
     let params = params.as_object().ok_or(Refusal::Fault)?;
-    // The dict is expanded by keyword: a key the struct doesn't have is a TypeError.
+    // The engine expands the dict into keyword arguments, so an unknown key raises a TypeError.
     const KEYS: [&str; 5] = ["id", "rid", "offset", "replace", "drop_previous_output"];
     if params.keys().any(|key| !KEYS.contains(&key.as_str())) {
         return Err(Refusal::Fault);
@@ -183,7 +183,7 @@ fn session_ref(body: &Map<String, Value>) -> Result<SessionRef, Refusal> {
     }))
 }
 
-/// What keeps the caller's KV from others; empty is none.
+/// Returns the cache namespace of a body. An empty `extra_key` or `cache_salt` counts as absent.
 pub(super) fn space(body: &Map<String, Value>) -> Space {
     let text = |key: &str| body.get(key).and_then(Value::as_str).filter(|text| !text.is_empty());
     Space {
@@ -192,7 +192,7 @@ pub(super) fn space(body: &Map<String, Value>) -> Space {
     }
 }
 
-/// Sampling parameters under their names in `/generate`.
+/// Reads the sampling parameters, by their names in `/generate`.
 fn sampling(params: Option<&Value>, max_default: Option<usize>) -> Sampling {
     let get = |key: &str| params.and_then(|params| params.get(key)).filter(|v| !v.is_null());
     let max = get("max_new_tokens").and_then(Value::as_u64);
@@ -204,7 +204,7 @@ fn sampling(params: Option<&Value>, max_default: Option<usize>) -> Sampling {
     }
 }
 
-/// `stop` as the tokens that end an answer.
+/// Returns the token sequences of the `stop` texts.
 pub(super) fn stops(value: Option<&Value>) -> Vec<Vec<u32>> {
     let texts: Vec<&str> = match value {
         Some(Value::String(text)) => vec![text],
@@ -238,7 +238,7 @@ async fn answer(app: Arc<App>, call: Call) -> Response {
     while let Some(end) = ends.join_next().await {
         let (index, live, progress) = end.expect("waiting for an end doesn't panic");
         if let Some(response) = refusal(progress.finish.as_ref()) {
-            // One that is refused takes the whole batch with it.
+            // A refused request aborts the whole batch.
             for rid in call.rids {
                 app.handle.abort(rid, false).await;
             }
@@ -250,7 +250,7 @@ async fn answer(app: Arc<App>, call: Call) -> Response {
     json_response(StatusCode::OK, &body)
 }
 
-/// The HTTP error of an answer that is one.
+/// Returns the HTTP error for a refused request, or `None`.
 fn refusal(finish: Option<&Finish>) -> Option<Response> {
     let Some(Finish::Abort { message, status: Some(status), .. }) = finish else { return None };
     Some(match StatusCode::from_u16(*status) {
@@ -271,7 +271,7 @@ async fn stream_one(app: Arc<App>, call: Call) -> Response {
     })
 }
 
-/// The text so far; a stop text is cut off, an unfinished character held back.
+/// Returns the text so far, without the stop text and without an incomplete last character.
 pub(super) fn text(progress: &Progress) -> String {
     let mut tokens = progress.tokens.as_slice();
     if let Some(Finish::StopText(stop)) = &progress.finish {
@@ -310,7 +310,7 @@ fn render(app: &App, live: &Live, progress: &Progress) -> String {
     ])
 }
 
-/// What only the last state of a request knows.
+/// Returns the fields that only the final answer of a request has.
 fn ending(live: &Live, progress: &Progress) -> Vec<(&'static str, String)> {
     let completion = progress.tokens.len();
     let latency = live.received.elapsed().as_secs_f64();

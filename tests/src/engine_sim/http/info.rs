@@ -1,4 +1,4 @@
-//! What the engine says about itself: loads, server and model facts, metrics.
+//! The engine's information routes: loads, server and model facts, metrics.
 
 use super::{
     super::{
@@ -106,12 +106,13 @@ fn prometheus_loads(loads: &[Value]) -> Response {
     text_response(text)
 }
 
-/// Of a model with two layers of two heads of 16 floats, keys and values; to three decimals.
+/// Returns the KV size of `tokens` tokens in GiB, to three decimals. The model has two layers with
+/// two heads of 16 floats each for keys and for values.
 fn pool_gib(tokens: usize) -> f64 {
     ratio(tokens * 512, 1 << 30, 3)
 }
 
-/// Rounded as the engine does, to four decimals in loads and to two in metrics.
+/// Returns `part / whole`, rounded as the engine does: to four decimals in loads, two in metrics.
 fn ratio(part: usize, whole: usize, decimals: i32) -> f64 {
     let scale = 10f64.powi(decimals);
     (part as f64 / whole as f64 * scale).round() / scale
@@ -181,7 +182,7 @@ pub(super) async fn server_info(State(app): AppState) -> Response {
     json_response(StatusCode::OK, &body)
 }
 
-/// The setting, as it was given.
+/// Returns the `--kv-events-config` setting as it was given.
 fn kv_events_config(config: &KvEventsConfig) -> String {
     json!({
         "publisher": config.publisher, "endpoint": config.endpoint, "bind": config.bind,
@@ -191,7 +192,7 @@ fn kv_events_config(config: &KvEventsConfig) -> String {
     .to_string()
 }
 
-/// Where subscribers find the publishers.
+/// Returns the description by which subscribers find the publishers.
 fn kv_events(config: &KvEventsConfig, all: &Config) -> Option<Value> {
     let endpoint = config.events_at()?;
     let mut described = json!({
@@ -235,7 +236,7 @@ pub(super) async fn models(State(app): AppState) -> Response {
     json_response(StatusCode::OK, &json!({ "object": "list", "data": [card] }))
 }
 
-/// The gauges are as old as the engine's last report, on purpose.
+/// Answers `/metrics`. The gauges are deliberately as old as the engine's last report.
 pub(super) async fn metrics(State(app): AppState) -> Response {
     if !app.config.enable_metrics {
         return StatusCode::NOT_FOUND.into_response();
@@ -297,7 +298,7 @@ fn text_response(text: String) -> Response {
     ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text).into_response()
 }
 
-/// Seconds since the epoch as `2026-11-21T01:10:02.556995+00:00`.
+/// Formats seconds since the epoch as `2026-11-21T01:10:02.556995+00:00`.
 fn rfc3339(seconds: f64) -> String {
     let since = std::time::Duration::try_from_secs_f64(seconds).unwrap_or_default();
     let (days, rest) = (since.as_secs() / 86_400, since.as_secs() % 86_400);

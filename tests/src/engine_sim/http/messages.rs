@@ -1,6 +1,6 @@
-//! `/v1/responses` and `/v1/messages`: true to shape for plain text, nothing more.
+//! `/v1/responses` and `/v1/messages`, with the engine's answer format for plain text only.
 //!
-//! Tools, reasoning and stored responses are not simulated; neither route knows sessions.
+//! Tools, reasoning and stored responses are not simulated. Neither route supports sessions.
 
 use super::{
     super::{
@@ -212,7 +212,7 @@ fn message_usage(app: &App, progress: &Progress) -> Value {
         "input_tokens": progress.prompt_tokens, "output_tokens": progress.tokens.len()
     });
     if app.config.enable_cache_report {
-        // Input tokens exclude what was read from the cache.
+        // Here `input_tokens` excludes the tokens that were read from the cache.
         usage["input_tokens"] = json!(progress.prompt_tokens - progress.cached_tokens);
         usage["cache_read_input_tokens"] = json!(progress.cached_tokens);
     }

@@ -1,4 +1,4 @@
-//! The OpenAI routes: they drop `session_params` without a word and honour `session_id`.
+//! The OpenAI routes, which ignore `session_params` and honour `session_id`.
 
 use super::{
     super::{
@@ -22,10 +22,10 @@ use std::sync::Arc;
 
 type Object = Map<String, Value>;
 
-/// Output tokens of `/v1/completions` without a limit.
+/// The default limit of output tokens of `/v1/completions`.
 const COMPLETION_TOKENS_DEFAULT: usize = 16;
 
-/// Which of the two routes an answer is for.
+/// The route that an answer is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Route {
     Chat,
@@ -73,12 +73,12 @@ pub(super) async fn completions(State(app): AppState, headers: HeaderMap, body: 
     run(app, &headers, &body, Route::Completion, prompt, sampling).await
 }
 
-/// A generation model embeds nothing.
+/// Refuses every request, because a generation model can't embed.
 pub(super) async fn embeddings() -> Response {
     bad_request("This model does not appear to be an embedding model by default.")
 }
 
-/// The tokens of chat messages; content is a string or a list of text parts.
+/// Returns the tokens of chat messages, whose content is a string or a list of text parts.
 pub(super) fn chat_prompt(messages: &[Value]) -> Vec<u32> {
     let read: Vec<(String, String)> = messages
         .iter()
@@ -109,7 +109,7 @@ fn sampling(body: &Object, max_new_tokens: Option<usize>) -> Sampling {
     }
 }
 
-/// The rank: the header wins over the body.
+/// Returns the requested rank. The header overrides the body.
 pub(super) fn rank(
     app: &App,
     headers: &HeaderMap,
@@ -163,7 +163,7 @@ async fn run(
     json_response(StatusCode::OK, &whole(&app, &live, route, &progress))
 }
 
-/// The HTTP error of an answer that is one.
+/// Returns the HTTP error for a refused request, or `None`.
 pub(super) fn refusal(progress: &Progress) -> Option<Response> {
     let Some(Finish::Abort { message, status: Some(status), .. }) = &progress.finish else {
         return None;
@@ -271,7 +271,7 @@ fn stream_chunks(app: &Arc<App>, live: Live, route: Route, include_usage: bool) 
         }
         first = false;
         let all = text(progress);
-        // A stop text that has been cut off may be shorter than what was sent already.
+        // The final text, without its stop text, may be shorter than the text sent so far.
         let delta = all.get(sent..).unwrap_or_default();
         if !delta.is_empty() {
             let value = match route {
@@ -295,7 +295,7 @@ fn stream_chunks(app: &Arc<App>, live: Live, route: Route, include_usage: bool) 
     sse(app, live, render)
 }
 
-/// An error after the stream's start is an event, not a status.
+/// Returns the event for an error after the stream's start, when the status can't change any more.
 fn stream_error(progress: &Progress) -> Option<Value> {
     let Some(Finish::Abort { message, status: Some(status), .. }) = &progress.finish else {
         return None;

@@ -1,11 +1,11 @@
-//! What happens to cached pages, joined to events as the engine joins them. Pure.
+//! Changes of cached pages, merged into events as the engine merges them (a pure module).
 
 use super::{
     super::request::Space,
     hash::{self, Digest},
 };
 
-/// Pages that became resident, each after the one before it.
+/// Pages that became resident, each page the successor of the page before it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Stored {
     pub hashes: Vec<i64>,
@@ -13,15 +13,15 @@ pub struct Stored {
     pub tokens: Vec<u32>,
     pub block_size: usize,
     pub space: Space,
-    /// Whose request it was: attribution only.
+    /// The session whose request stored the pages; for information only.
     pub session_id: Option<String>,
 }
 
-/// One event. All pages are on the GPU.
+/// One event. All pages are in GPU memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
     Stored(Stored),
-    /// With the extra key of the pages, which isn't published, but keeps events apart.
+    /// The extra key of the pages is not published, but events with different keys are not merged.
     Removed {
         hashes: Vec<i64>,
         extra_key: Option<String>,
@@ -29,20 +29,20 @@ pub enum Event {
     Cleared,
 }
 
-/// Events that wait to be published. Taken with every prefill, forty decode steps or idleness, so
-/// that they are never more than those steps can cause.
+/// Events that wait to be published. The core takes them with every prefill, every
+/// `CoreConfig::decode_log_interval` decode steps and when idle, which bounds the queue.
 #[derive(Clone, Debug)]
 pub(in super::super) struct Recorder {
     queue: Vec<Event>,
 }
 
 impl Recorder {
-    /// An engine that starts clears its tree first, and says so.
+    /// Creates a recorder with one `Cleared` event, because a starting engine clears its tree.
     pub(in super::super) fn new() -> Recorder {
         Recorder { queue: vec![Event::Cleared] }
     }
 
-    /// New pages of one node; `parent` is the page before them.
+    /// Records the new pages of one node; `parent` is the page before them.
     pub(in super::super) fn stored(
         &mut self,
         parent: Option<&Digest>,
@@ -73,7 +73,7 @@ impl Recorder {
         }));
     }
 
-    /// The pages of a node that was evicted.
+    /// Records that a node's pages were evicted.
     pub(in super::super) fn removed(&mut self, pages: &[Digest], space: &Space) {
         let removed = pages.iter().map(hash::name);
         if let Some(Event::Removed { hashes, extra_key }) = self.queue.last_mut()
@@ -89,7 +89,7 @@ impl Recorder {
         self.queue.push(Event::Cleared);
     }
 
-    /// What has happened since it was last asked.
+    /// Takes the events recorded since the last call.
     pub(in super::super) fn take(&mut self) -> Vec<Event> {
         std::mem::take(&mut self.queue)
     }
@@ -112,9 +112,9 @@ mod tests {
         assert_eq!(recorder.take(), [Event::Cleared]);
         stored(&mut recorder, &chain, 0, None);
         stored(&mut recorder, &chain, 1, None);
-        // Somebody else's, though it follows.
+        // Another session's page is not merged, although it follows the last page.
         stored(&mut recorder, &chain, 2, Some("s"));
-        // The first page of a prompt follows nothing.
+        // The first page of a prompt has no parent, so it starts a new event.
         stored(&mut recorder, &chain, 0, Some("s"));
         let events = recorder.take();
         let pages = |event: &Event| match event {

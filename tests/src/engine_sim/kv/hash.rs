@@ -3,18 +3,19 @@
 use super::super::request::Space;
 use sha2::{Digest as _, Sha256};
 
-/// What a page's successor is chained to. Its first eight bytes are the page's name in events.
+/// A page's digest, the input of the next page's digest. The first eight bytes are the page's name
+/// in events.
 pub(in super::super) type Digest = [u8; 32];
 
-/// What the first page of a prefix is chained to: nothing, unless the caller has a salt. An extra
-/// key keeps prefixes apart in the tree, but not their hashes.
+/// Returns the digest to which the first page of a prefix is chained: none, unless the caller has a
+/// salt. An extra key separates prefixes in the tree but does not change their hashes.
 pub(in super::super) fn seed(space: &Space) -> Option<Digest> {
     let salt = space.cache_salt.as_ref()?;
     let tagged = Sha256::new().chain_update(b"sglang-cache-salt-v1\0");
     Some(tagged.chain_update(salt.as_bytes()).finalize().into())
 }
 
-/// The digests of full pages, one after the other.
+/// Returns the digests of the full pages of `tokens`, in order.
 pub(in super::super) fn chain(
     mut previous: Option<Digest>,
     tokens: &[u32],
@@ -33,7 +34,7 @@ pub(in super::super) fn chain(
     tokens.chunks_exact(page_size).map(page).collect()
 }
 
-/// What events call a page.
+/// Returns the name of a page in events.
 pub(in super::super) fn name(digest: &Digest) -> i64 {
     let first = digest.first_chunk().expect("a digest has 32 bytes");
     i64::from_be_bytes(*first)
@@ -49,7 +50,7 @@ mod tests {
         chain(seed(&space), &tokens, page).iter().map(name).collect()
     }
 
-    /// Names that a real engine has published, or that follow by its rule.
+    /// The expected names were published by a real engine or computed by its rule.
     #[test]
     fn names_are_the_engine_s() {
         let table = [

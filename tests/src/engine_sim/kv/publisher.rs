@@ -1,8 +1,7 @@
-//! One rank's publisher: a PUB socket, the last batches for replays, and what can go wrong on the
-//! way, injected on purpose.
+//! One rank's KV event publisher: a PUB socket, the last batches for replays, injected faults.
 //!
-//! It numbers batches and sends them; it never looks into one. A subscriber that doesn't read loses
-//! batches, as it does with the engine.
+//! The publisher numbers and sends batches without reading their content. A subscriber that reads
+//! too slowly loses batches, as with the engine.
 
 use super::{super::http::wall_seconds, Endpoint, KvEventsConfig, event::Event, wire, zmtp};
 use bytes::Bytes;
@@ -14,27 +13,28 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 
-/// Batches on their way to the sockets. The engine's scheduler stands still when it has so many.
+/// The most batches that wait for the publisher. The engine's scheduler blocks at this number; the
+/// simulator panics.
 const QUEUE_MAX: usize = 100_000;
-/// Batches that a subscriber may be behind; then it loses some. The engine allows more.
+/// The most batches that a subscriber may lag behind before it loses some. The engine allows more.
 const BEHIND_MAX: usize = 4096;
-/// Bases that are tried for ports in a row.
+/// The number of attempts to find consecutive free ports.
 const PORT_TRIES: usize = 50;
 
-/// What happens to a rank's batches from now on, and not to those that were made before.
+/// A fault in the delivery of all batches published from now on; earlier batches are unaffected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// The next so many are numbered and kept for replays, but not sent.
+    /// Numbers the next batches, this many, and keeps them for replays, but does not send them.
     Drop(u32),
-    /// The next so many are numbered, and neither kept nor sent.
+    /// Numbers the next batches, this many, but neither keeps nor sends them.
     Lose(u32),
-    /// What was kept for replays is gone.
+    /// Discards the batches kept for replays.
     Forget,
-    /// Each is sent so much later than it was made.
+    /// Sends each batch this long after it was made.
     Delay(Duration),
 }
 
-/// The sockets of all ranks, bound and not yet served.
+/// The bound sockets of all ranks, before they are served.
 #[derive(Debug)]
 pub(in super::super) struct Listeners {
     events: Vec<TcpListener>,
@@ -42,7 +42,7 @@ pub(in super::super) struct Listeners {
 }
 
 impl Listeners {
-    /// Binds the configured ports, and writes those that were free into the configuration.
+    /// Binds the configured ports. Writes the ports chosen for port 0 back into the configuration.
     pub(in super::super) fn bind(config: &mut KvEventsConfig, ranks: usize) -> io::Result<Self> {
         let (endpoint, events) = bind_all(&config.endpoint, ranks)?;
         config.endpoint = endpoint;
@@ -57,14 +57,14 @@ impl Listeners {
         Ok(Listeners { events, replays })
     }
 
-    /// The ranks' sockets, in order.
+    /// Returns each rank's event and replay sockets, in rank order.
     pub(in super::super) fn each(self) -> impl Iterator<Item = (TcpListener, Option<TcpListener>)> {
         let mut replays = self.replays.into_iter();
         self.events.into_iter().map(move |events| (events, replays.next()))
     }
 }
 
-/// One port for each rank, in a row; the address of the first.
+/// Binds one port per rank, in a row. Returns the address of the first port and all listeners.
 fn bind_all(endpoint: &str, ranks: usize) -> io::Result<(String, Vec<TcpListener>)> {
     let parsed = Endpoint::parse(endpoint).ok_or(io::ErrorKind::InvalidInput)?;
     let host = parsed.bind_host();
@@ -87,20 +87,20 @@ fn bind_all(endpoint: &str, ranks: usize) -> io::Result<(String, Vec<TcpListener
     }
 }
 
-/// What a publisher does, one after the other.
+/// One task of a publisher; tasks are done in order.
 #[derive(Debug)]
 enum Item {
     Batch(Vec<Event>),
     Fault(Fault),
 }
 
-/// Where a rank's batches go.
+/// A handle by which one rank sends batches to its publisher.
 #[derive(Clone, Debug)]
 pub(in super::super) struct Handle(mpsc::Sender<Item>);
 
 impl Handle {
     pub(in super::super) fn publish(&self, batch: Vec<Event>) {
-        // The receiver is gone when the engine is.
+        // A closed channel means that the engine has ended.
         if let Err(mpsc::error::TrySendError::Full(_)) = self.0.try_send(Item::Batch(batch)) {
             panic!("{QUEUE_MAX} batches wait for their publisher");
         }
@@ -111,10 +111,10 @@ impl Handle {
     }
 }
 
-/// The last batches, by their numbers, oldest first.
+/// The last batches with their sequence numbers, oldest first.
 pub(super) type Kept = Arc<Mutex<VecDeque<(u64, Bytes)>>>;
 
-/// One rank's publisher before and while it runs.
+/// One rank's publisher.
 #[derive(Debug)]
 pub(in super::super) struct Publisher {
     rank: usize,
@@ -122,7 +122,7 @@ pub(in super::super) struct Publisher {
     arrays: bool,
     kept_max: usize,
     items: mpsc::Receiver<Item>,
-    /// What is to be done, each when its time has come and what was before it is done.
+    /// The items to do, in order, each with the earliest time at which it may be done.
     waiting: VecDeque<(Instant, Item)>,
     sequence: u64,
     kept: Kept,
@@ -150,7 +150,7 @@ impl Publisher {
         (publisher, Handle(sender))
     }
 
-    /// Serves until the engine is gone; listeners and connections go with it.
+    /// Serves until the engine ends, then drops the listeners and connections.
     pub(in super::super) async fn run(
         self,
         (events, replays): (TcpListener, Option<TcpListener>),
@@ -188,7 +188,7 @@ impl Publisher {
                     Some((_, Item::Fault(fault))) => self.suffer(fault),
                     Some((_, Item::Batch(events))) => {
                         if let Some(message) = self.number(&events) {
-                            // Without a subscriber it is lost.
+                            // Without a subscriber the batch is lost.
                             let _ = sender.send(message);
                         }
                     }
@@ -203,12 +203,13 @@ impl Publisher {
             Fault::Drop(count) => self.to_drop += count,
             Fault::Lose(count) => self.to_lose += count,
             Fault::Forget => self.kept.lock().clear(),
-            // It began when it was asked for.
+            // The delay already began when the fault was received.
             Fault::Delay(_) => {}
         }
     }
 
-    /// Numbers a batch and keeps it; None if it is to be lost on the way.
+    /// Numbers and keeps a batch. Returns the message to send, or `None` if a fault drops the
+    /// batch.
     fn number(&mut self, events: &[Event]) -> Option<Bytes> {
         let sequence = self.sequence;
         self.sequence += 1;

@@ -1,10 +1,10 @@
-//! A batch of events as MessagePack, byte for byte what the engine's encoder makes of it.
+//! The MessagePack encoding of event batches, byte for byte as the engine's encoder makes it.
 
 use super::event::{Event, Stored};
 
 const MEDIUM: &str = "GPU";
 
-/// `[time, events, rank]`; each event a map, or an array as in older releases.
+/// Encodes `[time, events, rank]`. Each event is a map, or an array as in older releases.
 pub(super) fn batch(time: f64, events: &[Event], rank: usize, arrays: bool) -> Vec<u8> {
     let mut out = Writer(Vec::new());
     out.array(3);
@@ -112,7 +112,7 @@ impl Writer {
         self.0.extend(value.to_be_bytes());
     }
 
-    /// The shortest form, unsigned where it isn't negative.
+    /// Writes an integer in its shortest form, unsigned if it isn't negative.
     fn int(&mut self, value: i64) {
         let bytes = value.to_be_bytes();
         let (kind, size) = match value {
@@ -143,8 +143,9 @@ impl Writer {
         self.length(count, (0x80, 16), &[0xde, 0xdf]);
     }
 
-    /// A length below the short form's limit is part of the type byte; else the type bytes stand
-    /// for the longest lengths: four bytes, two, and one where there is such a form.
+    /// Writes a type and length. A length below the short form's limit is part of the type byte.
+    /// For larger lengths `kinds` has the type bytes of the one-, two- and four-byte forms; a type
+    /// without the one-byte form leaves it out.
     fn length(&mut self, length: usize, short: (u8, usize), kinds: &[u8]) {
         let bytes = u32::try_from(length).expect("a batch is below 4 GiB").to_be_bytes();
         if length < short.1 {
@@ -184,7 +185,7 @@ mod tests {
         [Event::Stored(stored), removed, Event::Cleared]
     }
 
-    /// What the engine's own encoder makes of these.
+    /// The expected bytes come from the engine's own encoder.
     #[test]
     fn bytes_are_the_engine_s() {
         let maps = concat!(

@@ -1,7 +1,7 @@
-//! As much of ZMTP 3.0 as libzmq's subscribers and dealers need from a publisher: the greeting
-//! without security, PUB, and a ROUTER that answers whoever asks, on the same connection.
+//! The part of ZMTP 3.0 that libzmq's subscribers and dealers need from a publisher.
 //!
-//! It knows topics and numbers of messages, never what is in them.
+//! This is the greeting without security, a PUB socket, and a ROUTER socket that answers each
+//! request on its own connection. The module handles topics and sequence numbers, never payloads.
 
 use super::publisher::Kept;
 use bytes::{Buf as _, Bytes, BytesMut};
@@ -21,16 +21,16 @@ use tokio_util::codec::{Decoder, FramedRead};
 const MORE: u8 = 1;
 const LONG: u8 = 2;
 const COMMAND: u8 = 4;
-/// Signature, version, mechanism, role, and filler.
+/// Size of the greeting: signature, version, mechanism, role and filler.
 const GREETING_BYTES: usize = 64;
-/// What comes in are subscriptions and requests of a few bytes.
+/// Bound of an incoming frame. Subscriptions and replay requests have only a few bytes.
 const FRAME_BYTES_MAX: u64 = 1 << 16;
 const FRAMES_MAX: usize = 16;
 const TOPICS_MAX: usize = 16;
-/// The number of the message that ends a replay.
+/// The sequence number of the message that ends a replay.
 const END: [u8; 8] = [0xff; 8];
 
-/// A message's frames as bytes.
+/// Encodes a message of several frames.
 pub(super) fn message(frames: &[&[u8]]) -> Bytes {
     let mut bytes = Vec::new();
     for (place, frame) in frames.iter().enumerate() {
@@ -50,7 +50,7 @@ fn frame_into(bytes: &mut Vec<u8>, flags: u8, body: &[u8]) {
     bytes.extend_from_slice(body);
 }
 
-/// Sends messages to all who have subscribed to a beginning of `topic`.
+/// Sends messages to all subscribers that have subscribed to a prefix of `topic`.
 pub(super) async fn publish(
     listener: std::net::TcpListener,
     topic: Bytes,
@@ -60,7 +60,7 @@ pub(super) async fn publish(
     accept(listener, "PUB", serve).await
 }
 
-/// Answers requests for what is kept; never ends where there is no socket for it.
+/// Answers replay requests from the kept batches. Without a listener it never returns.
 pub(super) async fn replay(
     listener: Option<std::net::TcpListener>,
     topic: Bytes,
@@ -86,7 +86,7 @@ where
     loop {
         tokio::select! {
             biased;
-            // How a connection ended is its peer's business.
+            // The way a connection ended doesn't matter to the publisher.
             Some(_) = served.join_next(), if !served.is_empty() => {}
             Some(Ok(peer)) = greeting.join_next(), if !greeting.is_empty() => {
                 if let Ok(peer) = peer {
@@ -110,7 +110,7 @@ async fn greet(mut stream: TcpStream, kind: &str) -> io::Result<Peer> {
     stream.set_nodelay(true)?;
     let mut greeting = [0; GREETING_BYTES];
     greeting[0] = 0xff;
-    // Version 3.0 after the signature's end, and the mechanism's name.
+    // The greeting: end of the signature, version 3.0, and the name of the mechanism.
     greeting[9..11].copy_from_slice(&[0x7f, 3]);
     greeting[12..16].copy_from_slice(b"NULL");
     stream.write_all(&greeting).await?;
@@ -133,14 +133,15 @@ async fn greet(mut stream: TcpStream, kind: &str) -> io::Result<Peer> {
     }
 }
 
-/// What a peer says.
+/// A command or a message from a peer.
 enum Incoming {
     Command(Bytes),
     Message(Vec<Bytes>),
 }
 
 impl Peer {
-    /// Not to be dropped before it is ready: a message's first frames would be lost.
+    /// Reads the next command or message. The future must not be dropped before it completes, or a
+    /// message's first frames are lost.
     async fn next(&mut self) -> io::Result<Incoming> {
         let mut frames = Vec::new();
         loop {
@@ -159,8 +160,8 @@ impl Peer {
         }
     }
 
-    /// Answers a heartbeat with what it brought after its time to live; nothing else is asked of
-    /// a publisher of this version.
+    /// Answers a heartbeat by echoing the bytes after its time-to-live field. ZMTP 3.0 asks for no
+    /// other answer from a publisher.
     async fn obey(&mut self, command: &[u8]) -> io::Result<()> {
         let Some(context) = command.strip_prefix(b"\x04PING").and_then(|rest| rest.get(2..)) else {
             return Ok(());
@@ -180,7 +181,7 @@ async fn subscriber(
     loop {
         tokio::select! {
             biased;
-            // Subscriptions have one frame each, so none is cut in two here.
+            // A subscription has one frame, so an interrupted `next` loses no frame here.
             said = peer.next() => match said? {
                 Incoming::Message(frames) => {
                     if let Some(frame) = frames.first() {
@@ -193,7 +194,7 @@ async fn subscriber(
                 Ok(message) if topics.iter().any(|prefix| topic.starts_with(prefix)) => {
                     peer.out.write_all(&message).await?;
                 }
-                // One that reads too slowly has lost some.
+                // A slow subscriber has lost messages.
                 Ok(_) | Err(RecvError::Lagged(_)) => {}
                 Err(RecvError::Closed) => return Ok(()),
             }
@@ -201,7 +202,8 @@ async fn subscriber(
     }
 }
 
-/// A first byte that says on or off, and the beginning of the topics that are meant.
+/// Applies a subscription frame: the first byte subscribes (1) or unsubscribes (0), and the other
+/// bytes are the topic prefix.
 fn subscribe(topics: &mut Vec<Bytes>, frame: &Bytes) {
     match frame.first() {
         Some(1) if topics.len() < TOPICS_MAX => topics.push(frame.slice(1..)),
@@ -222,7 +224,7 @@ async fn dealer(mut peer: Peer, topic: Bytes, kept: Kept) -> io::Result<()> {
                 continue;
             }
         };
-        // What isn't an empty frame and a number gets no answer, as from the engine.
+        // Like the engine, answers only requests that consist of an empty frame and a number.
         let [_, from] = frames.as_slice() else { continue };
         let Ok(from) = <[u8; 8]>::try_from(from.as_ref()) else { continue };
         let from = u64::from_be_bytes(from);
@@ -236,7 +238,7 @@ async fn dealer(mut peer: Peer, topic: Bytes, kept: Kept) -> io::Result<()> {
     }
 }
 
-/// Frames of a stream: flags and body.
+/// Decodes a byte stream into frames of flags and body.
 struct Frames;
 
 impl Decoder for Frames {

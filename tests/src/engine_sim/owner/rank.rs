@@ -1,4 +1,4 @@
-//! One rank in real time: its core, what waits for it, and the clients of its requests.
+//! One rank in real time: its core, its waiting commands, and the clients of its requests.
 
 use super::{
     super::{
@@ -17,10 +17,10 @@ use tokio::{
     time::Instant,
 };
 
-/// A late wake-up is made up for by at most this, so that short steps keep their rate in spite of
-/// the timer's granularity.
+/// The most by which the next step is moved up after a late wake-up, so that short steps keep their
+/// rate in spite of the timer's granularity.
 const CATCH_UP_MAX: Duration = Duration::from_millis(5);
-/// The engine's idle report.
+/// The interval of the engine's idle report.
 const IDLE_REPORT_EVERY: Duration = Duration::from_secs(30);
 
 #[derive(Debug)]
@@ -33,7 +33,7 @@ pub(super) enum RankCommand {
     SlowDown(Duration),
 }
 
-/// A request that a rank has accepted and not finished.
+/// A request that the rank has accepted and not finished.
 #[derive(Debug)]
 pub(super) struct Live {
     ticket: u64,
@@ -48,7 +48,7 @@ pub(super) struct Rank {
     index: usize,
     core: Core,
     inbox: VecDeque<RankCommand>,
-    /// Outputs of the step that is running, and when it ends.
+    /// The running step's end and its outputs.
     pending: Option<(Instant, Vec<Output>)>,
     publisher: Option<publisher::Handle>,
     live: HashMap<ReqKey, Live>,
@@ -79,7 +79,7 @@ impl Rank {
         self.core.crashed()
     }
 
-    /// Queues a command for the end of the step that runs, if one does.
+    /// Queues a command. If a step runs, the command takes effect at the step's end.
     pub(super) fn push(&mut self, command: RankCommand) {
         self.inbox.push_back(command);
     }
@@ -93,7 +93,7 @@ impl Rank {
         self.core.cached()
     }
 
-    /// Whether a live request streams, and since when it runs.
+    /// Returns whether a live request streams, and when it started.
     pub(super) fn client(&self, ticket: u64) -> Option<(bool, Instant)> {
         let live = self.live.values().find(|live| live.ticket == ticket);
         let queued = || self.queued_turn(ticket).map(|turn| (turn.stream, Instant::now()));
@@ -131,7 +131,7 @@ impl Rank {
         RankReport { facts: self.core.facts(), gauges, totals: self.totals }
     }
 
-    /// Does what is due; returns when there is more to do.
+    /// Does the work that is due. Returns the time of the next work, if there is any.
     pub(super) fn advance(&mut self, start: Instant, now: Instant) -> Option<Instant> {
         let mut at = now;
         if let Some((due, outputs)) = self.pending.take() {
@@ -140,7 +140,8 @@ impl Rank {
                 return Some(due);
             }
             at = due.max(now.checked_sub(CATCH_UP_MAX).unwrap_or(now));
-            // Before the answer: whoever has that knows that its events are on their way.
+            // Publishes before the answers, so a client with an answer knows that its events are on
+            // their way.
             self.publish();
             self.deliver(outputs, now);
         }
@@ -160,7 +161,7 @@ impl Rank {
         }
     }
 
-    /// Applies what has arrived, unless a step runs: then it waits for the step's end.
+    /// Applies the waiting commands, unless a step is running.
     pub(super) fn settle(&mut self, now: Duration, at: Instant) {
         if self.pending.is_some() || self.core.crashed().is_some() {
             return;
