@@ -1,10 +1,10 @@
-//! `berth-replay` as a library: drives any OpenAI- or SGLang-compatible URL with a trace.
+//! The library behind `berth-replay`: replays a trace against an OpenAI- or SGLang-compatible URL.
 //!
-//! Pure parts: `trace` (the model), `wire` (JSON to model), `generate`, `shape` (scaling and
+//! Pure modules: `trace` (the model), `wire` (JSON to model), `generate`, `shape` (scaling and
 //! limits), `synth` (block ids to tokens and text), `dialog` (turn to request body), `sse`,
-//! `answer`, `pace`. The shell: `load` reads files, `client` speaks HTTP, `user` runs one
-//! conversation, `drive` runs them all. Deliberately absent: anything about Berth's inside; what
-//! is sent is what any client could send, so peers are measured by the same hand.
+//! `answer`, `pace`. Shell: `load` reads files, `client` speaks HTTP, `user` runs one conversation,
+//! `drive` runs them all. The replay uses nothing of Berth's internals and sends only requests that
+//! any client could send, so it measures Berth and its peers in the same way.
 
 pub mod answer;
 pub mod client;

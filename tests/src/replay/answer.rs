@@ -1,37 +1,37 @@
-//! Reads answers of the two APIs, streamed or whole, into one form. Pure.
+//! Reads the answers of both APIs, streamed or not, into one form (a pure module).
 //!
-//! A stream has ended properly only with `[DONE]`; an abort inside a 200 is an error, whatever
-//! the status said.
+//! A stream has ended properly only with `[DONE]`. An abort inside a 200 is an error, whatever the
+//! status.
 
 use crate::replay::dialog::Reply;
 use crate::replay::options::Api;
 use serde::Deserialize;
 
-/// Why an answer is no answer.
+/// Why an answer failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Failure {
-    /// It ended before its proper end.
+    /// The answer ended without its proper end.
     Truncated,
     /// The engine aborted the turn inside a 200.
     Aborted,
-    /// It carried an error object inside a 200.
+    /// The answer carried an error object inside a 200.
     ErrorEvent,
-    /// It is not of the API's form.
+    /// The answer doesn't have the API's format.
     Unreadable,
 }
 
-/// What one event or body added.
+/// What one event or body added to the answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Step {
-    /// Nothing of the answer itself: a role, usage, a finish reason.
+    /// No content or tokens, only a role, usage or a finish reason.
     Nothing,
     /// Content or tokens.
     Content,
-    /// The proper end.
+    /// The proper end of the answer.
     Done,
 }
 
-/// An answer while it comes in.
+/// An answer that is being received.
 #[derive(Debug)]
 pub struct Answer {
     api: Api,
@@ -47,9 +47,9 @@ pub struct Answer {
 /// An answer that ended properly.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Finished {
-    /// What it adds to the conversation.
+    /// The part of the answer that the conversation needs.
     pub reply: Reply,
-    /// Prompt tokens found in a cache, where the server says so.
+    /// The prompt tokens found in a cache, if the server reports them.
     pub cached_tokens: Option<u64>,
 }
 
@@ -111,7 +111,7 @@ struct Details {
 }
 
 impl Answer {
-    /// Waits for the first event of an answer.
+    /// Creates an empty answer.
     pub fn new(api: Api) -> Self {
         Self {
             api,
@@ -125,7 +125,7 @@ impl Answer {
         }
     }
 
-    /// Takes the data of one event, or the `[DONE]` after the last.
+    /// Reads the data of one event, or the `[DONE]` after the last event.
     pub fn event(&mut self, data: &[u8]) -> Result<Step, Failure> {
         if data == b"[DONE]" {
             self.done = true;
@@ -137,14 +137,14 @@ impl Answer {
         }
     }
 
-    /// Takes the whole body of an answer that isn't streamed.
+    /// Reads the complete body of an answer that isn't streamed.
     pub fn body(&mut self, data: &[u8]) -> Result<(), Failure> {
         self.event(data)?;
         self.done = true;
         Ok(())
     }
 
-    /// The answer, once it has ended properly.
+    /// Returns the answer, if it has ended properly.
     pub fn finish(self) -> Result<Finished, Failure> {
         if !self.done {
             return Err(Failure::Truncated);
@@ -174,8 +174,8 @@ impl Answer {
         self.output_tokens = meta.completion_tokens.or(self.output_tokens);
         let total = self.output_tokens.unwrap_or(0);
         let ids = event.output_ids.unwrap_or_default();
-        // Events carry everything so far, or only what is new (a server option). The count of
-        // all tokens tells which: only the former has as many ids as it.
+        // Events carry either all ids so far or only the new ones, depending on a server option.
+        // The number of ids equals the count of all tokens only in the first case.
         if ids.len() as u64 == total {
             self.ids = ids;
         } else {

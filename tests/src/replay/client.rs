@@ -1,7 +1,7 @@
-//! The HTTP side of a replay: turns and session calls over one pooled client.
+//! The HTTP client of a replay: sends turns and session calls through one connection pool.
 //!
-//! It does not decide: no pacing, no retry, no counting. A dropped call closes its connection,
-//! which is how a client leaves.
+//! The client does not pace, retry or count. Dropping a call closes its connection, as a client
+//! that disconnects does.
 
 use crate::replay::answer::{self, Answer, Finished, Step};
 use crate::replay::options::{Api, Options};
@@ -17,16 +17,18 @@ use std::fmt;
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// Python engines close connections idle for 5 s: leave them first, or a turn meets the close.
+/// The longest idle time of a pooled connection. Python engines close connections after 5 s of
+/// idleness; the client closes them first, so that no turn meets a closing connection.
 const IDLE_MAX: Duration = Duration::from_secs(4);
-/// A server that doesn't accept within this is not there.
+/// The longest time to connect.
 const CONNECT_MAX: Duration = Duration::from_secs(10);
-/// Session calls are answered at once or not at all; closing must not outlast a stop by much.
+/// The longest time of a session call. A working server answers at once, and closing sessions must
+/// not prolong the end of a replay by much.
 const SESSION_CALL_MAX: Duration = Duration::from_secs(15);
-/// An answer that isn't streamed: 64 MiB are more text than any context holds.
+/// The longest answer that isn't streamed: 64 MiB are more text than any context holds.
 const BODY_BYTES_MAX: usize = 64 << 20;
 
-/// Speaks to one server.
+/// A client of one server.
 #[derive(Debug)]
 pub struct Client {
     pool: Pool<HttpConnector, Full<Bytes>>,
@@ -37,31 +39,31 @@ pub struct Client {
     authorization: Option<HeaderValue>,
 }
 
-/// The session a turn belongs to.
+/// The session fields of a turn's headers.
 #[derive(Debug, Clone, Copy)]
 pub struct Mark<'a> {
-    /// Its id.
+    /// The session's id.
     pub id: &'a str,
-    /// Its parent's id.
+    /// The id of the parent session.
     pub parent: Option<&'a str>,
-    /// Whether this is its last turn.
+    /// Whether this is the session's last turn.
     pub last: bool,
-    /// Whether the body carries only what the session does not have.
+    /// Whether the body carries only tokens that the session doesn't have yet.
     pub delta: bool,
 }
 
-/// An answered turn and its times since the turn's first try.
+/// An answered turn, with times counted from the turn's first attempt.
 #[derive(Debug)]
 pub struct Measured {
     /// The answer.
     pub finished: Finished,
-    /// What Berth made of it as its session's turn, by its own word.
+    /// How the turn ran in its session, as Berth's answer reports it.
     pub kind: Option<Kind>,
-    /// Until the first content.
+    /// The time until the first content.
     pub first_token: Option<Duration>,
-    /// Between contents.
+    /// The times between contents.
     pub gaps: Vec<Duration>,
-    /// Until the end.
+    /// The time until the end.
     pub total: Duration,
 }
 
@@ -69,13 +71,13 @@ pub struct Measured {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Kind {
-    /// In a session that holds its history.
+    /// In a session whose KV the engine holds.
     Pinned,
-    /// In a new incarnation, which got the whole history.
+    /// In a new incarnation, which received the full history.
     Reopened,
-    /// With KV marked as its session's.
+    /// With KV tagged as the session's.
     Tagged,
-    /// As if it had no session.
+    /// Without a session.
     None,
 }
 
@@ -102,23 +104,23 @@ impl Kind {
     }
 }
 
-/// Why a call brought no answer. Its display is the kind it is counted under.
+/// Why a call failed. `Display` prints the name under which the failure is counted.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Failure {
-    /// Another status than 2xx.
+    /// A status other than 2xx.
     Status {
         /// The status.
         status: u16,
-        /// Its `Retry-After`.
+        /// The value of `Retry-After`.
         retry_after: Option<String>,
     },
-    /// No connection.
+    /// The connection could not be opened.
     Connect,
     /// The connection broke before a status.
     Transport,
-    /// No end within the time given.
+    /// The call did not end within its time limit.
     Timeout,
-    /// The answer is broken.
+    /// The answer failed.
     Answer(answer::Failure),
 }
 
@@ -139,7 +141,7 @@ impl fmt::Display for Failure {
 }
 
 impl Client {
-    /// A client for the server that `options` name; they have no problems.
+    /// Creates a client of the server in `options`, which must be free of problems.
     pub fn new(options: &Options) -> Self {
         let mut connector = HttpConnector::new();
         connector.set_nodelay(true);
@@ -164,7 +166,8 @@ impl Client {
         }
     }
 
-    /// Sends a turn and reads its answer to the end; `since` is the turn's first try.
+    /// Sends a turn and reads its answer to the end; `since` is the time of the turn's first
+    /// attempt.
     pub async fn turn(
         &self,
         body: Bytes,
@@ -208,7 +211,7 @@ impl Client {
     async fn call(&self, request: Request<Full<Bytes>>) -> Result<(), Failure> {
         let answered = async {
             let body = self.send(request).await?.into_body();
-            // Read to the end, so that the connection serves again.
+            // Reads the body to its end, so that the connection can be reused.
             let read = Limited::new(body, BODY_BYTES_MAX).collect().await;
             read.map(|_| ()).map_err(|_| Failure::Answer(answer::Failure::Truncated))
         };
@@ -229,7 +232,7 @@ impl Client {
         request
     }
 
-    /// Sends, and makes every status but 2xx a failure.
+    /// Sends a request; any status but 2xx is a failure.
     async fn send(&self, request: Request<Full<Bytes>>) -> Result<Response<Incoming>, Failure> {
         let response = self.pool.request(request).await.map_err(|error| {
             if error.is_connect() { Failure::Connect } else { Failure::Transport }
@@ -303,7 +306,7 @@ fn add_mark(headers: &mut HeaderMap, mark: Mark<'_>) {
     }
 }
 
-/// A path segment with all but unreserved bytes escaped.
+/// Percent-encodes a path segment, except its unreserved bytes.
 fn escaped(id: &str) -> String {
     let mut path = String::with_capacity(id.len());
     for byte in id.bytes() {

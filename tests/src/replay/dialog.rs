@@ -1,11 +1,12 @@
-//! One conversation's way from turns to request bodies. Pure.
+//! Turns one conversation into request bodies (a pure module).
 //!
-//! Whole-history prompts are the trace's, with the real answers in the place of the trace's when
-//! they are echoed, as clients do. A pinned session gets only what follows the tokens the engine
-//! has committed; where the trace goes back to less than half of its previous prompt (its
-//! authors' mark of a compaction) the session is begun again, and smaller rewrites, which a
-//! session that only appends cannot express, are sent as the same amount of appended tokens.
-//! Where a trace has words, a chat says them; each message is scaled to its beginning.
+//! A full-history prompt consists of the trace's tokens. With `echo`, the engine's real answers
+//! replace the trace's answers, as with real clients. A pinned session receives only the tokens
+//! after those that the engine has committed. If a prompt keeps less than half of the previous
+//! prompt (the trace authors' criterion of a compaction), the session is reopened. A smaller
+//! rewrite can't be expressed in an append-only session; it is sent as the same number of appended
+//! tokens. If the trace has words, chat messages use them; scaling keeps the beginning of each
+//! message.
 
 use crate::replay::options::Api;
 use crate::replay::shape::Shape;
@@ -14,48 +15,48 @@ use crate::replay::trace::{Conversation, Follows, Said, Turn};
 use std::fmt::Write as _;
 use std::sync::Arc;
 
-/// How requests look, the same for all conversations.
+/// The format of requests, common to all conversations.
 #[derive(Debug, Clone)]
 pub struct Style {
-    /// Which API they are for.
+    /// The API that the requests are for.
     pub api: Api,
-    /// Sizes.
+    /// The scaling and limits of sizes.
     pub shape: Shape,
-    /// Token ids lie below it.
+    /// The vocabulary size; token ids are below this.
     pub vocab: u32,
-    /// Bytes of text that stand for a token.
+    /// The bytes of text that stand for one token.
     pub bytes_per_token: usize,
-    /// Whether real answers go into later prompts.
+    /// Whether the engine's real answers go into later prompts.
     pub echo: bool,
-    /// Whether answers end before their length if the model wants to.
+    /// Whether an answer may end before its length, at the model's end-of-sequence token.
     pub stop_at_eos: bool,
-    /// Whether the answer is streamed.
+    /// Whether answers are streamed.
     pub stream: bool,
     /// The model's name, for the chat API.
     pub model: String,
-    /// Whether turns carry only what the session does not have yet.
+    /// Whether turns carry only tokens that the session doesn't have yet.
     pub delta: bool,
 }
 
 /// A request to send.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Request {
-    /// Its JSON body.
+    /// The JSON body.
     pub body: String,
-    /// Whether the session must be closed and opened anew before it.
+    /// Whether the session must be closed and reopened before this request.
     pub reopen: bool,
 }
 
-/// What an answer adds to the conversation.
+/// The part of an answer that the conversation needs.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Reply {
-    /// Its text, for the chat API.
+    /// The text, for the chat API.
     pub text: String,
-    /// Its token ids, where the API shows them.
+    /// The token ids, if the API returns them.
     pub ids: Vec<u32>,
-    /// Tokens of the whole prompt as the engine counted them.
+    /// The tokens of the full prompt, as counted by the engine.
     pub prompt_tokens: u64,
-    /// Tokens of the answer as the engine counted them.
+    /// The tokens of the answer, as counted by the engine.
     pub output_tokens: u64,
 }
 
@@ -66,7 +67,7 @@ enum Role {
     Assistant,
 }
 
-/// A message: the tokens of the prompt it holds, or words instead.
+/// A message: a range of the prompt's tokens, or words instead.
 #[derive(Debug, Clone)]
 struct Message {
     role: Role,
@@ -75,35 +76,35 @@ struct Message {
     words: Option<String>,
 }
 
-/// A real answer in the place of the trace's tokens from `start` on.
+/// A real answer that replaces the trace's tokens from position `start` on.
 #[derive(Debug, Clone)]
 struct Patch {
     start: u64,
     ids: Vec<u32>,
 }
 
-/// Where a conversation stands.
+/// The state of a conversation.
 #[derive(Debug)]
 pub struct Dialog {
     conversation: Arc<Conversation>,
     style: Arc<Style>,
     salt: Salt,
-    /// The turn sent last and what came of it.
+    /// The index of the last turn sent, and its answer.
     last: Option<(usize, Option<Reply>)>,
     messages: Vec<Message>,
     patches: Vec<Patch>,
-    /// Tokens the engine holds for the pinned session; 0 for a new one.
+    /// The tokens that the engine holds for the pinned session; 0 for a new session.
     committed: u64,
 }
 
 impl Dialog {
-    /// Stands before the first turn.
+    /// Creates the state before the first turn.
     pub fn new(conversation: Arc<Conversation>, style: Arc<Style>, salt: Salt) -> Self {
         let (messages, patches) = (Vec::new(), Vec::new());
         Self { conversation, style, salt, last: None, messages, patches, committed: 0 }
     }
 
-    /// The request for turn `index`; turns are asked for in order.
+    /// Returns the request for turn `index`. Must be called for the turns in order.
     pub fn request(&mut self, index: usize) -> Request {
         let conversation = Arc::clone(&self.conversation);
         let turn = &conversation.turns[index];
@@ -125,7 +126,7 @@ impl Dialog {
         }
     }
 
-    /// Takes the answer to the turn asked for last.
+    /// Records the answer to the last requested turn.
     pub fn answered(&mut self, reply: Reply) {
         self.committed = reply.prompt_tokens + reply.output_tokens;
         if let Some((_, slot)) = &mut self.last {
@@ -133,7 +134,7 @@ impl Dialog {
         }
     }
 
-    /// Adds what is said in the last of these turns, after the answer to the one before.
+    /// Adds the last turn's words, and before them the answer to the previous turn.
     fn converse(&mut self, said: &[Said]) {
         let index = said.len() - 1;
         let answered = self.last.replace((index, None)).and_then(|(_, reply)| reply);
@@ -153,7 +154,7 @@ impl Dialog {
         self.messages.push(message(Role::User, self.scaled(&said[index].text)));
     }
 
-    /// The beginning of a message.
+    /// Returns the beginning of a message, as long as the scale allows.
     fn scaled(&self, text: &str) -> String {
         let characters = self.style.shape.tokens(text.chars().count() as u64);
         text.chars().take(usize::try_from(characters).unwrap_or(usize::MAX)).collect()
@@ -167,7 +168,7 @@ impl Dialog {
     ) -> Request {
         let vocab = self.style.vocab;
         let first = append.is_none();
-        // A turn without answer leaves the session's history unknown.
+        // After a turn without an answer the session's history is unknown.
         let mut reopen = self.style.delta && !first;
         if let Some((before, shared, reply)) = append {
             let before_tokens = self.style.shape.prompt_tokens(before);
@@ -183,13 +184,14 @@ impl Dialog {
         let mut sent = ids.as_slice();
         if self.style.delta && !first && !reopen {
             let committed = usize::try_from(self.committed).unwrap_or(usize::MAX);
-            // At least one token: an engine refuses a turn that adds nothing.
+            // Sends at least one token, because an engine refuses a turn that adds nothing.
             sent = &ids[committed.min(ids.len() - 1)..];
         }
         Request { body: self.generate_body(turn, sent), reopen }
     }
 
-    /// Whether what the session holds, one new token and the answer exceed the context.
+    /// Whether the prompt (at least the session's tokens and one new token) and the answer exceed
+    /// the context.
     fn overflows(&self, turn: &Turn) -> bool {
         let shape = &self.style.shape;
         let prompt = shape.prompt_tokens(turn).max(self.committed + 1);
@@ -229,10 +231,10 @@ impl Dialog {
         Request { body: self.chat_body(turn, symbols), reopen: false }
     }
 
-    /// Adds the answer and what the client said next.
+    /// Adds the last answer and the client's next message.
     fn extend(&mut self, start: u64, output: u64, length: u64, reply: Option<Reply>) {
         if length <= start {
-            // The trace repeats its prompt: so does the replay.
+            // The trace repeats its prompt, and the replay does the same.
             return;
         }
         let echoed = reply.filter(|_| self.style.echo).map(|reply| reply.text);
@@ -244,7 +246,7 @@ impl Dialog {
         self.messages.push(Message { role: Role::User, start: end, end: length, words: None });
     }
 
-    /// Keeps what is shared and says the rest as the user.
+    /// Keeps the messages of the shared prefix and sends the rest as one user message.
     fn rewrite(&mut self, shared: u64, length: u64) {
         self.messages.retain(|message| message.start < shared);
         if self.messages.is_empty() {
@@ -260,7 +262,7 @@ impl Dialog {
                 last.words = None;
             }
             last.end = last.end.min(length);
-            // The last message is the user's, always: that is what an answer is asked for.
+            // The last message is always the user's, because the model answers a user message.
             if last.role == Role::User || last.end == length {
                 start = last.start;
                 self.messages.pop();
@@ -305,7 +307,7 @@ impl Dialog {
         let output = self.style.shape.output_tokens(turn);
         let _ = write!(body, "],\"max_tokens\":{output},\"temperature\":0");
         if !self.style.stop_at_eos {
-            // An extension of SGLang and vLLM; others may refuse an unknown key.
+            // An extension of SGLang and vLLM; other servers may refuse the key.
             body.push_str(",\"ignore_eos\":true");
         }
         if self.style.stream {
@@ -333,7 +335,8 @@ mod tests {
     use serde_json::Value;
     use std::time::Duration;
 
-    /// Blocks of 10 tokens, 5 tokens of shared front, answers of 4 tokens.
+    /// Returns a conversation with blocks of 10 tokens, 5 tokens of shared prefix, and answers of 4
+    /// tokens.
     fn conversation(prompts: &[(&[u64], u64)]) -> Arc<Conversation> {
         let turn = |(ids, tokens): &(&[u64], u64)| Turn {
             at: Duration::ZERO,
@@ -404,7 +407,7 @@ mod tests {
         let third = ids(&dialog.request(2));
         assert_eq!(&third[..10], &first[..10]);
         assert_ne!(&third[10..20], &first[10..20], "rewritten from its second block on");
-        assert!(!third.contains(&900), "what is rewritten takes its answer along");
+        assert!(!third.contains(&900), "a rewrite removes the answer echoed in it");
     }
 
     #[test]
@@ -419,7 +422,7 @@ mod tests {
         assert_eq!((ids(&appended).len(), appended.reopen), (30 - 24, false));
         dialog.answered(reply("", &[1, 2, 3, 4], 30));
         let least = dialog.request(2);
-        assert_eq!((ids(&least).len(), least.reopen), (1, false), "there is nothing new");
+        assert_eq!((ids(&least).len(), least.reopen), (1, false), "the least turn sends one token");
         dialog.answered(reply("", &[1], 35));
         let compacted = dialog.request(3);
         assert_eq!((ids(&compacted).len(), compacted.reopen), (10, true));
@@ -451,7 +454,7 @@ mod tests {
         assert_eq!(second[3].1.len(), 30 - 24);
         let third = messages(&dialog.request(2));
         assert_eq!(&third[..4], &second[..]);
-        assert_eq!(third[4].1.len(), 4, "the trace's answer where there was none");
+        assert_eq!(third[4].1.len(), 4, "a missing answer is the trace's");
     }
 
     #[test]
@@ -488,7 +491,7 @@ mod tests {
             let mut dialog = dialog(Api::Chat, false, &turns);
             let mut conversation = (*dialog.conversation).clone();
             conversation.said = words.clone();
-            // Scaled like the words.
+            // The answers' lengths are scaled like the words.
             conversation.turns.iter_mut().for_each(|turn| turn.output_tokens = 8);
             let mut style = (*dialog.style).clone();
             (style.echo, style.shape.scale) = (echo, 0.5);

@@ -1,4 +1,4 @@
-//! Drives a workload against a server: users or a schedule, stops, progress, the report.
+//! Replays a workload against a server: users or a schedule, stops, progress, the report.
 
 use crate::replay::client::Client;
 use crate::replay::options::{Options, Pace};
@@ -15,34 +15,36 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, MissedTickBehavior};
 use tokio_util::sync::CancellationToken;
 
-/// How often progress is told.
+/// The interval of progress reports.
 const PROGRESS_EVERY: Duration = Duration::from_secs(1);
-/// Conversations alive at once in the open loop, each a task of some KiB; later ones wait.
+/// The most conversations alive at once in the open loop; later ones wait. Each is a task of a few
+/// KiB.
 const CONVERSATIONS_MAX: usize = 50_000;
 /// A user's pause between two conversations, scaled like think times.
 const BETWEEN_CONVERSATIONS: Duration = Duration::from_secs(1);
 
-/// A replay's handles: what it counts, and its brake.
+/// The handles of a replay: its counters and its stop signal.
 #[derive(Debug, Clone, Default)]
 pub struct Control {
     /// The counters, readable at any time.
     pub live: Arc<Live>,
-    /// Ends the replay within its grace.
+    /// Stops the replay; running turns may end within the grace time.
     pub stop: CancellationToken,
 }
 
 /// Why a replay did not run.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The options contradict each other or make no sense.
+    /// The options contradict each other or are invalid.
     #[error("{}", .0.join("; "))]
     Options(Vec<String>),
 }
 
-/// Replays `workload` as `options` say; `on_progress` is told once a second how it stands.
+/// Replays `workload` as `options` say, and calls `on_progress` once per second.
 ///
-/// It ends with the workload, at the options' limits or by `control.stop`, whichever is first,
-/// and only when every session it opened has been closed or refused to be.
+/// The replay ends with the workload, at the limits in `options`, or when `control.stop` is
+/// cancelled, whichever comes first. It returns only after it has tried to close every session it
+/// opened.
 pub async fn drive(
     options: Options,
     workload: Workload,
@@ -96,7 +98,7 @@ pub async fn drive(
     Ok(control.live.end(context.started.elapsed()))
 }
 
-/// Waits for all tasks, stops them in time, tells progress.
+/// Waits for all tasks, stops them when their time is up, and reports progress.
 async fn supervise(
     context: &Context,
     control: &Control,
@@ -131,7 +133,7 @@ async fn supervise(
     }
 }
 
-/// One user: a conversation after another.
+/// Runs one user: one conversation after another.
 async fn closed_user(
     context: Arc<Context>,
     source: Arc<Mutex<Source>>,
@@ -148,7 +150,7 @@ async fn closed_user(
     }
 }
 
-/// Starts conversations at their times.
+/// Starts conversations at their scheduled times.
 async fn open_arrivals(
     context: Arc<Context>,
     source: Arc<Mutex<Source>>,
@@ -179,7 +181,7 @@ async fn open_arrivals(
                 finish(joined);
             }
         }
-        // What has ended is forgotten as we go, so that only what runs takes memory.
+        // Removes ended tasks during the run, so that only running conversations use memory.
         while let Some(joined) = running.try_join_next() {
             finish(joined);
         }

@@ -1,24 +1,25 @@
-//! Makes agent conversations from published statistics, for replays without a trace. Pure.
+//! Makes agent conversations from published statistics, for replays without a trace.
 //!
-//! Sizes and times are drawn from quantiles, log-linear between the published points. Contexts
-//! only grow, until they are compacted at the context limit. Conversation `index` of a seed is
-//! always the same one, whatever was made before it.
+//! The module is pure. Sizes and times are drawn from quantiles, log-linear between the published
+//! points. Contexts only grow, until they are compacted at the context limit. A conversation
+//! depends only on the seed and its `index`, not on the conversations made before it.
 
 use crate::replay::synth::mix;
 use crate::replay::trace::{Blocks, Conversation, Run, Shared, Turn};
 use std::time::Duration;
 
-/// Tokens a made block id stands for, as in the corpus.
+/// The tokens of a synthetic block id, as in the corpus.
 const BLOCK_TOKENS: u64 = 64;
-/// Where a conversation is compacted: the context of most models in the corpus.
+/// The size at which a conversation is compacted: the context of most models in the corpus.
 const CONTEXT_TOKENS_MAX: u64 = 200_000;
-/// System prompt and tools have a median of 15k tokens in the corpus; 75 % of them are taken to
-/// be common to all conversations.
+/// The shared prefix. System prompt and tools have a median of 15k tokens in the corpus; this model
+/// takes 75 % of them as common to all conversations.
 const SHARED_TOKENS: u64 = 11_250;
 
-/// Quantiles of the Claude Code corpus (kv-cache-tester, 692 distinct conversations, 46,218
-/// requests; the ends at 0 and 1 are ours where only inner quantiles are published).
 /// New prompt tokens of a turn: p10/25/50/75/90/99 = 192/320/704/1,728/4,352/58k.
+///
+/// All quantiles here are from the Claude Code corpus (kv-cache-tester, 692 distinct conversations,
+/// 46,218 requests). The values at 0 and 1 are ours if only inner quantiles are published.
 const NEW_TOKENS: &[(f64, f64)] = &[
     (0.0, 64.0),
     (0.10, 192.0),
@@ -45,11 +46,13 @@ const THINK_SECONDS: &[(f64, f64)] = &[
 ];
 /// Turns of a conversation: p10/50/90/max = 7/44/148/514.
 const TURNS: &[(f64, f64)] = &[(0.0, 1.0), (0.10, 7.0), (0.50, 44.0), (0.90, 148.0), (1.0, 514.0)];
-/// Tokens of the first prompt and of one after a compaction. Not published as such: chosen so
-/// that over all turns the published inputs come out (p10/50/90 = 41.8k/100k/209k).
+/// Tokens of the first prompt, and of the first prompt after a compaction. The corpus doesn't
+/// publish them; they are chosen so that the inputs of all turns match the published quantiles
+/// (p10/50/90 = 41.8k/100k/209k).
 const FIRST_TOKENS: &[(f64, f64)] =
     &[(0.0, 16_000.0), (0.10, 20_000.0), (0.50, 45_000.0), (0.90, 110_000.0), (1.0, 160_000.0)];
-/// Seconds an engine is taken to need for a turn, for the recorded times (corpus: p50 6.1 s).
+/// The seconds that an engine is assumed to need for a turn, for the recorded times (corpus: p50
+/// 6.1 s).
 const API_SECONDS: f64 = 6.1;
 
 /// Makes conversation `index` of `seed`.
@@ -67,7 +70,7 @@ pub fn conversation(seed: u64, index: u64) -> Conversation {
             at += think + Duration::from_secs_f64(API_SECONDS);
             prompt_tokens += before.output_tokens + draw(&mut rng, NEW_TOKENS);
             if prompt_tokens > CONTEXT_TOKENS_MAX {
-                // Compacted: another text after the shared front.
+                // A compaction: new text follows the shared prefix.
                 first_block = position << 24;
                 prompt_tokens = draw(&mut rng, FIRST_TOKENS);
             }
@@ -88,7 +91,7 @@ pub fn conversation(seed: u64, index: u64) -> Conversation {
     }
 }
 
-/// Draws from quantile points, interpolating the logarithm; at least 1.
+/// Draws from quantile points, interpolating the logarithm; the result is at least 1.
 #[expect(
     clippy::cast_possible_truncation,
     clippy::cast_sign_loss,

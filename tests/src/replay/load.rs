@@ -1,7 +1,8 @@
-//! Reads traces from disk: a folder of conversations, or lines, packed or not.
+//! Reads traces from disk: a folder of conversations, or a file of lines, compressed or not.
 //!
-//! The form is told by content, packing by the first bytes; names don't matter, but for `.json`,
-//! which is one record over many lines. Of a folder, only what is named as JSON is read.
+//! The content decides the trace form, and the first bytes show compression. Names matter only for
+//! `.json` files, which hold one record over several lines. In a folder, only files named as JSON
+//! are read.
 
 use crate::replay::trace::{Conversation, Form, Trace};
 use crate::replay::{texts, wire};
@@ -11,7 +12,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 
-/// The longest published conversations are below 64 MiB of JSON.
+/// Bound of a record. The longest published conversations are below 64 MiB of JSON.
 const RECORD_BYTES_MAX: u64 = 256 << 20;
 const GZIP_MAGIC: [u8; 2] = [0x1f, 0x8b];
 
@@ -21,46 +22,46 @@ pub enum Error {
     /// The file can't be read.
     #[error("{}: cannot be read", path.display())]
     Read {
-        /// Which file or folder.
+        /// The file or folder.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         source: std::io::Error,
     },
-    /// A record is wrong.
+    /// A record is invalid.
     #[error("{}:{line}: bad record", path.display())]
     Record {
-        /// Which file.
+        /// The file.
         path: PathBuf,
-        /// Which line, from 1.
+        /// The line, from 1.
         line: usize,
-        /// What is wrong there.
+        /// What is wrong with the record.
         source: Box<wire::Error>,
     },
-    /// A record is longer than any trace's.
-    #[error("{}:{line}: a record of more than {RECORD_BYTES_MAX} bytes", path.display())]
+    /// A record is longer than the bound, and longer than any published one.
+    #[error("{}:{line}: record is longer than {RECORD_BYTES_MAX} bytes", path.display())]
     TooLong {
-        /// Which file.
+        /// The file.
         path: PathBuf,
-        /// Which line, from 1.
+        /// The line, from 1.
         line: usize,
     },
-    /// There is nothing to replay.
-    #[error("{}: no conversation and no request in it", path.display())]
+    /// The trace has no conversation and no request.
+    #[error("{}: contains no conversation and no request", path.display())]
     Empty {
-        /// Which file or folder.
+        /// The file or folder.
         path: PathBuf,
     },
-    /// Two forms in one trace.
-    #[error("{}:{line}: another form than the records before", path.display())]
+    /// The trace mixes records of two forms.
+    #[error("{}:{line}: record of another form than those before it", path.display())]
     Mixed {
-        /// Which file.
+        /// The file.
         path: PathBuf,
-        /// Which line, from 1.
+        /// The line, from 1.
         line: usize,
     },
 }
 
-/// Reads the trace at `path`. Blocking: for start-up, not for a running replay.
+/// Reads the trace at `path`. The call blocks, so it is for start-up only.
 pub fn trace(path: &Path) -> Result<Trace, Error> {
     let mut reader = Records::default();
     let read_error = |source| Error::Read { path: path.to_owned(), source };
@@ -72,7 +73,7 @@ pub fn trace(path: &Path) -> Result<Trace, Error> {
                 files.push(file);
             }
         }
-        // The order of a folder's listing is the file system's; a replay's is by name.
+        // Sorts by name, because the order of a folder's listing depends on the file system.
         files.sort();
         for file in files {
             reader.file(&file)?;
@@ -92,7 +93,7 @@ pub fn trace(path: &Path) -> Result<Trace, Error> {
 struct Records {
     form: Option<Form>,
     conversations: Vec<Conversation>,
-    /// Requests of conversations that are put together at the end.
+    /// The requests of text traces, which are joined to conversations at the end.
     prompts: Vec<texts::Prompt>,
     seen: HashSet<u64>,
     duplicates: u64,
@@ -141,7 +142,7 @@ impl Records {
 
     fn record(&mut self, path: &Path, line: usize, text: &str) -> Result<(), Error> {
         let wrong = |source: wire::Error| {
-            // A record over many lines says itself in which of them it is wrong.
+            // The JSON error counts lines inside a record of several lines.
             let within = match &source {
                 wire::Error::Json(json) => json.line().saturating_sub(1),
                 _ => 0,
@@ -171,7 +172,8 @@ impl Records {
         self.form = Some(form);
         self.index += 1;
         let Some(conversation) = conversation else { return Ok(()) };
-        // Some conversations were published twice; a copy would find its twin's sizes and times.
+        // Some conversations were published twice; a copy would repeat the original's sizes and
+        // times.
         if form == Form::Conversations && !self.seen.insert(fingerprint(&conversation)) {
             self.duplicates += 1;
         } else {
@@ -203,7 +205,7 @@ fn open(path: &Path) -> Result<Box<dyn BufRead>, Error> {
     opened().map_err(|source| Error::Read { path: path.to_owned(), source })
 }
 
-/// Equal for conversations that differ in their names only.
+/// Returns a hash that is equal for conversations that differ only in their names.
 fn fingerprint(conversation: &Conversation) -> u64 {
     let mut hasher = DefaultHasher::new();
     for turn in &conversation.turns {
@@ -278,12 +280,12 @@ mod tests {
             "t.jsonl:2: bad record: request: a prompt of 0 tokens"
         );
         let mixed = text(&format!("{REQUEST}\n{CONVERSATION}\n"));
-        assert_eq!(mixed, "t.jsonl:2: another form than the records before");
+        assert_eq!(mixed, "t.jsonl:2: record of another form than those before it");
         assert!(
             text("{\"requests\": oops}")
                 .starts_with("t.jsonl:1: bad record: not a record of this form: expected")
         );
-        assert_eq!(text("\n"), "t.jsonl: no conversation and no request in it");
+        assert_eq!(text("\n"), "t.jsonl: contains no conversation and no request");
         let missing = trace(Path::new("/nowhere/at/all")).unwrap_err();
         assert_eq!(missing.to_string(), "/nowhere/at/all: cannot be read");
     }

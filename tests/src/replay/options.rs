@@ -1,10 +1,10 @@
-//! What a replay is told, and which tellings make no sense. Pure.
+//! The options of a replay, and the check for invalid combinations (a pure module).
 
 use crate::replay::dialog::Style;
 use crate::replay::shape::Shape;
 use std::time::Duration;
 
-/// Which HTTP API is driven.
+/// The HTTP API of the requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Api {
     /// SGLang's `/generate` with token ids.
@@ -13,30 +13,30 @@ pub enum Api {
     Chat,
 }
 
-/// Which session headers go with a turn.
+/// The session headers of a turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum SessionHeaders {
-    /// None.
+    /// No session header.
     None,
     /// The session's id on each turn.
     Header,
-    /// Also the mark of the last turn.
+    /// The session's id, and a mark on the last turn.
     Final,
 }
 
-/// How sessions are opened and closed explicitly.
+/// The retention of sessions that are opened and closed explicitly.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum SessionOpen {
-    /// With private, pinned KV.
+    /// Private, pinned KV.
     Pinned,
-    /// With tagged KV.
+    /// Tagged KV.
     Tagged,
-    /// As the server thinks best.
+    /// Whatever the server chooses.
     Auto,
 }
 
 impl SessionOpen {
-    /// Its name on the wire.
+    /// Returns the name used on the wire.
     pub fn retention(self) -> &'static str {
         match self {
             Self::Pinned => "pinned",
@@ -46,75 +46,75 @@ impl SessionOpen {
     }
 }
 
-/// What paces the requests.
+/// What determines when requests are sent.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Pace {
     /// Each of `users` sends its next turn a think time after the answer.
     Closed {
-        /// How many conversations run side by side.
+        /// The number of conversations that run concurrently.
         users: usize,
-        /// Factor on think times.
+        /// The factor on think times.
         time_scale: f64,
-        /// Longest think time, after scaling.
+        /// The longest think time, after scaling.
         think_max: Duration,
-        /// The users' starts are spread evenly over this.
+        /// The period over which the users' starts are spread evenly.
         ramp: Duration,
     },
-    /// Requests come when the trace says, faster by `rate`.
+    /// Requests are sent at the times in the trace, accelerated by `rate`.
     Open {
-        /// Factor on the trace's speed.
+        /// The factor on the trace's speed.
         rate: f64,
-        /// Between the starts of conversations, where the trace doesn't tell them.
+        /// The time between the starts of conversations, if the trace has no start times.
         arrival_gap: Duration,
-        /// Most requests in flight; what exceeds them is dropped and counted.
+        /// The most requests in flight; requests beyond this are dropped and counted.
         outstanding_max: usize,
     },
 }
 
-/// All that a replay is told beside its workload.
+/// All options of a replay except its workload.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// Where to: `http://host:port`, with an optional path in front of the API's.
+    /// The server: `http://host:port`, with an optional path before the API's path.
     pub url: String,
-    /// What requests look like.
+    /// The HTTP API of the requests.
     pub api: Api,
     /// The model's name, for the chat API.
     pub model: String,
-    /// Sizes.
+    /// The scaling and limits of sizes.
     pub shape: Shape,
-    /// Token ids lie below it.
+    /// The vocabulary size; token ids are below this.
     pub vocab: u32,
-    /// Bytes of text that stand for a token.
+    /// The bytes of text that stand for one token.
     pub bytes_per_token: usize,
-    /// Whether real answers go into later prompts.
+    /// Whether the engine's real answers go into later prompts.
     pub echo: bool,
-    /// Whether answers end before their length if the model wants to.
+    /// Whether an answer may end before its length, at the model's end-of-sequence token.
     pub stop_at_eos: bool,
     /// Whether answers are streamed.
     pub stream: bool,
-    /// Session headers.
+    /// The session headers of a turn.
     pub sessions: SessionHeaders,
-    /// Explicit opening and closing.
+    /// Opens and closes sessions explicitly, with this retention.
     pub session_open: Option<SessionOpen>,
-    /// What session ids start with; unique to a run on one server.
+    /// The prefix of session ids; must be unique among the runs on one server.
     pub run_id: String,
-    /// An `Authorization: Bearer` for each request.
+    /// The token of an `Authorization: Bearer` header on each request.
     pub bearer: Option<String>,
-    /// Pace.
+    /// What determines when requests are sent.
     pub pace: Pace,
-    /// Order of conversations and contents of prompts follow from it.
+    /// The seed of the order of conversations and of the contents of prompts.
     pub seed: u64,
-    /// Ends after this time.
+    /// The time after which the replay ends.
     pub duration_max: Option<Duration>,
-    /// Ends after this many turns.
+    /// The number of turns after which the replay ends.
     pub turns_max: Option<u64>,
-    /// Begins the trace again at its end.
+    /// Starts the trace again at its end.
     pub recycle: bool,
-    /// How long running turns may go on after a stop.
+    /// How long running turns may continue after a stop.
     pub grace: Duration,
-    /// Longest time of one request.
+    /// The longest time of one request.
     pub timeout: Duration,
-    /// How often a turn is tried again after 429 with `Retry-After`.
+    /// The most retries of a turn after a 429 with `Retry-After`.
     pub retries_max: u32,
 }
 
@@ -152,7 +152,7 @@ impl Default for Options {
 }
 
 impl Options {
-    /// Everything that makes no sense, all together; empty when the options are good.
+    /// Returns all problems of the options; empty if the options are valid.
     pub fn problems(&self) -> Vec<String> {
         let mut problems = Vec::new();
         let mut must = |good: bool, problem: &str| {
@@ -164,7 +164,7 @@ impl Options {
         let plain = uri.is_ok_and(|uri| uri.scheme_str() == Some("http") && uri.host().is_some());
         must(plain, "--url must be http://host[:port][/path]");
         let scale = self.shape.scale;
-        must(scale > 0.0 && scale <= 1e3, "--scale-tokens must lie above 0 and at most at 1000");
+        must(scale > 0.0 && scale <= 1e3, "--scale-tokens must be above 0 and at most 1000");
         must(self.shape.context_tokens_max != Some(0), "--max-context must be at least 1");
         must(self.shape.output_tokens_max != Some(0), "--max-output must be at least 1");
         must(self.vocab > 0, "--vocab must be at least 1");
@@ -185,7 +185,7 @@ impl Options {
                 must((0.0..=1e6).contains(&time_scale), "--time-scale must be 0 to 1000000");
             }
             Pace::Open { rate, outstanding_max, .. } => {
-                must(rate > 0.0 && rate <= 1e6, "--rate must lie above 0 and at most at 1000000");
+                must(rate > 0.0 && rate <= 1e6, "--rate must be above 0 and at most 1000000");
                 must(
                     (1..=100_000).contains(&outstanding_max),
                     "--outstanding-max must be 1 to 100000",
@@ -197,12 +197,12 @@ impl Options {
         problems
     }
 
-    /// Whether turns carry only what the session does not have yet.
+    /// Whether turns carry only tokens that the session doesn't have yet.
     pub fn delta(&self) -> bool {
         self.api == Api::Generate && self.session_open == Some(SessionOpen::Pinned)
     }
 
-    /// How request bodies look.
+    /// Returns the format of request bodies.
     pub fn style(&self) -> Style {
         Style {
             api: self.api,

@@ -1,30 +1,30 @@
-//! When to send: think times, schedules, retries. Pure: durations in, durations out.
+//! The times of sending: think times, schedules, retries (a pure module).
 
 use std::time::Duration;
 
-/// A server that says "come back in an hour" is not waited for longer than this.
+/// The longest wait for a retry, even if the server's `Retry-After` is longer.
 const RETRY_AFTER_MAX: Duration = Duration::from_secs(60);
 
-/// The time between an answer and the next turn.
+/// Returns the time between an answer and the next turn.
 pub fn think(recorded: Duration, time_scale: f64, max: Duration) -> Duration {
-    // The cap comes before the product as well, so that no scale overflows.
+    // Compares before making a `Duration`, so that no scale overflows.
     let scaled = recorded.as_secs_f64() * time_scale;
     if scaled >= max.as_secs_f64() { max } else { Duration::from_secs_f64(scaled) }
 }
 
-/// When user `index` of `users` starts.
+/// Returns when user `index` of `users` starts.
 pub fn user_start(index: usize, users: usize, ramp: Duration) -> Duration {
     let share = u32::try_from(index).unwrap_or(u32::MAX);
     ramp * share / u32::try_from(users.max(1)).unwrap_or(u32::MAX)
 }
 
-/// A time of the trace in a replay that runs `rate` times as fast.
+/// Returns when the trace's time `at` comes in a replay that runs `rate` times as fast.
 pub fn scheduled(at: Duration, rate: f64) -> Duration {
     Duration::try_from_secs_f64(at.as_secs_f64() / rate).unwrap_or(Duration::MAX)
 }
 
-/// How long to wait before trying again, or `None` when the answer is final: only a 429 that
-/// names a time in seconds is tried again, and only so often.
+/// Returns how long to wait before the next attempt, or `None` if the answer is final. Only a 429
+/// whose `Retry-After` is in seconds is retried, at most `max` times.
 pub fn retry_in(status: u16, retry_after: Option<&str>, tried: u32, max: u32) -> Option<Duration> {
     if status != 429 || tried >= max {
         return None;

@@ -1,4 +1,4 @@
-//! What a replay counts, readable while it runs, and its final report.
+//! The counters of a running replay, and its final report.
 
 use crate::replay::client::{Failure, Kind, Measured};
 use crate::replay::workload::Losses;
@@ -10,91 +10,91 @@ use std::fmt::Write as _;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-/// Three digits over microseconds up to four hours: about 200 KiB a histogram. What is longer
-/// counts as that.
+/// Precision and bound of the histograms: three digits, over microseconds up to four hours, take
+/// about 200 KiB per histogram. A longer time counts as four hours.
 const DIGITS: u8 = 3;
 const MICROS_MAX: u64 = 4 * 3_600 * 1_000_000;
 
-/// What a replay has seen, so far or in all. Times to the first token count from a turn's first
-/// try, waits told by 429 included; a gap is the time between two events that carry tokens.
+/// The results of a replay, final or so far. Times to the first token count from a turn's first
+/// attempt, including waits after a 429. A gap is the time between two events that carry tokens.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct Report {
-    /// Seconds until the last turn's end; until now while running.
+    /// Seconds until the last turn's end; until now while the replay runs.
     pub seconds: f64,
-    /// Turns answered properly.
+    /// Turns that were answered properly.
     pub turns: u64,
     /// Turns and session calls that failed.
     pub errors: u64,
-    /// The same by kind.
+    /// Failures by kind.
     pub errors_by_kind: BTreeMap<String, u64>,
-    /// Turns by how they ran in their sessions, where Berth says.
+    /// Turns by how they ran in their sessions, if Berth reports it.
     pub turns_by_kind: BTreeMap<Kind, u64>,
-    /// Tries again after 429 with `Retry-After`.
+    /// Retries after a 429 with `Retry-After`.
     pub retries: u64,
     /// Turns not sent because too many were in flight (open loop).
     pub dropped: u64,
-    /// Turns sent after their time because the answer before was late (open loop).
+    /// Turns sent too late because the previous answer was late (open loop).
     pub late: u64,
     /// Turns given up at the stop.
     pub unfinished: u64,
     /// Turns in flight now.
     pub in_flight: u64,
-    /// Conversations begun, subagents' included.
+    /// Conversations started, including those of subagents.
     pub conversations: u64,
-    /// Conversations whose turns have all been tried.
+    /// Conversations in which every turn was attempted.
     pub conversations_finished: u64,
     /// Sessions opened explicitly.
     pub sessions_opened: u64,
     /// Sessions closed explicitly.
     pub sessions_closed: u64,
-    /// Milliseconds to the first token: median.
+    /// Median time to the first token, in milliseconds.
     pub ttft_ms_p50: f64,
-    /// 90th percentile.
+    /// 90th percentile of the time to the first token, in milliseconds.
     pub ttft_ms_p90: f64,
-    /// 99th percentile.
+    /// 99th percentile of the time to the first token, in milliseconds.
     pub ttft_ms_p99: f64,
-    /// Mean.
+    /// Mean time to the first token, in milliseconds.
     pub ttft_ms_mean: f64,
-    /// Milliseconds between events with tokens: median.
+    /// Median time between events with tokens, in milliseconds.
     pub itl_ms_p50: f64,
-    /// 99th percentile.
+    /// 99th percentile of the time between events with tokens, in milliseconds.
     pub itl_ms_p99: f64,
-    /// Milliseconds of a whole turn: median.
+    /// Median time of a complete turn, in milliseconds.
     pub turn_ms_p50: f64,
-    /// 99th percentile.
+    /// 99th percentile of the time of a complete turn, in milliseconds.
     pub turn_ms_p99: f64,
-    /// Turns a second.
+    /// Turns per second.
     pub turns_per_s: f64,
     /// Prompt tokens, as the server counts them.
     pub input_tokens: u64,
     /// Answer tokens, as the server counts them.
     pub output_tokens: u64,
-    /// Prompt tokens a second.
+    /// Prompt tokens per second.
     pub input_tokens_per_s: f64,
-    /// Answer tokens a second.
+    /// Answer tokens per second.
     pub output_tokens_per_s: f64,
-    /// Prompt and answer tokens of all conversations' last turns: what they hold at their ends.
+    /// Prompt and answer tokens of the last turns of all conversations.
     pub context_tokens: u64,
-    /// Prompt tokens found cached.
+    /// Prompt tokens found in a cache.
     pub cached_tokens: u64,
-    /// Their share, over answers that tell; `None` if none did.
+    /// Share of cached prompt tokens in the answers that report it; `None` if no answer did.
     pub cached_ratio: Option<f64>,
-    /// Conversations cut where they exceed the context.
+    /// Conversations shortened because a prompt exceeded the context.
     pub conversations_cut: u64,
-    /// Turns lost by that.
+    /// Turns lost by the shortening.
     pub turns_cut: u64,
-    /// Conversations of which nothing fits the context.
+    /// Conversations of which not even the first turn fits the context.
     pub conversations_dropped: u64,
 }
 
-/// The counters of a running replay; shared, cheap to write.
+/// The counters of a running replay; shared, and cheap to write.
 #[derive(Debug)]
 pub struct Live {
     in_flight: AtomicU64,
     stats: Mutex<Stats>,
 }
 
-/// A turn in flight; ends with its drop.
+/// A turn in flight, counted until this value is dropped.
 #[derive(Debug)]
 pub struct InFlight<'a>(&'a Live);
 
@@ -108,24 +108,24 @@ struct Stats {
     last_end: Option<Duration>,
 }
 
-/// Things counted one by one.
+/// Events that are counted one by one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Event {
-    /// A try again.
+    /// A retry.
     Retry,
-    /// A turn not sent.
+    /// A turn that was not sent.
     Dropped,
-    /// A turn sent late.
+    /// A turn that was sent late.
     Late,
     /// A turn given up at the stop.
     Unfinished,
-    /// A conversation begun.
+    /// A conversation that started.
     Begun,
-    /// A conversation through.
+    /// A conversation in which every turn was attempted.
     Finished,
-    /// A session opened.
+    /// A session opened explicitly.
     Opened,
-    /// A session closed.
+    /// A session closed explicitly.
     Closed,
 }
 
@@ -148,14 +148,14 @@ impl Default for Live {
 }
 
 impl Live {
-    /// The report so far, `elapsed` after the start.
+    /// Returns the report so far, at time `elapsed` after the start.
     pub fn report(&self, elapsed: Duration) -> Report {
         let mut report = self.stats.lock().report(elapsed);
         report.in_flight = self.in_flight.load(Ordering::Relaxed);
         report
     }
 
-    /// The report at the end, whose time is that of the last turn's end.
+    /// Returns the final report, whose duration ends with the last turn.
     pub(crate) fn end(&self, elapsed: Duration) -> Report {
         let stats = self.stats.lock();
         stats.report(stats.last_end.unwrap_or(elapsed))
@@ -166,7 +166,8 @@ impl Live {
         InFlight(self)
     }
 
-    /// Counts a turn answered; `sent_tokens` is its prompt where the server doesn't say.
+    /// Counts an answered turn. `sent_tokens` is its prompt length if the server doesn't report
+    /// one.
     pub(crate) fn turn(&self, measured: &Measured, sent_tokens: u64, now: Duration) {
         let mut stats = self.stats.lock();
         let reply = &measured.finished.reply;
@@ -191,7 +192,7 @@ impl Live {
         }
     }
 
-    /// Counts what a conversation holds at its end.
+    /// Counts the tokens that a conversation holds at its end.
     pub(crate) fn context(&self, tokens: u64) {
         self.stats.lock().counts.context_tokens += tokens;
     }
@@ -262,14 +263,14 @@ impl Stats {
 }
 
 impl Report {
-    /// The report as lines for a person.
+    /// Formats the report as a table.
     pub fn table(&self) -> String {
         let mut rows: Vec<(&str, String)> = vec![
             ("time", format!("{:.1} s", self.seconds)),
             ("turns", format!("{} ({:.2}/s)", self.turns, self.turns_per_s)),
             (
                 "conversations",
-                format!("{} begun, {} through", self.conversations, self.conversations_finished),
+                format!("{} begun, {} finished", self.conversations, self.conversations_finished),
             ),
             ("ttft p50/p90/p99", {
                 let (p50, p90, p99) = (self.ttft_ms_p50, self.ttft_ms_p90, self.ttft_ms_p99);
@@ -285,9 +286,9 @@ impl Report {
             (
                 "cached input",
                 self.cached_ratio
-                    .map_or("not told".to_owned(), |ratio| format!("{:.2} %", ratio * 100.0)),
+                    .map_or("not reported".to_owned(), |ratio| format!("{:.2} %", ratio * 100.0)),
             ),
-            ("tokens held at ends", self.context_tokens.to_string()),
+            ("final context tokens", self.context_tokens.to_string()),
         ];
         if !self.turns_by_kind.is_empty() {
             let kinds = self.turns_by_kind.iter().map(|(kind, count)| format!("{kind} {count}"));
@@ -298,7 +299,7 @@ impl Report {
         rows.extend(kinds.map(|kind| ("", kind)));
         let rare = [
             ("retries after 429", self.retries),
-            ("dropped, too many out", self.dropped),
+            ("dropped (in-flight max)", self.dropped),
             ("late", self.late),
             ("given up at stop", self.unfinished),
             ("sessions opened", self.sessions_opened),
@@ -316,7 +317,7 @@ impl Report {
         table
     }
 
-    /// The report so far in one line.
+    /// Formats the report in one line.
     pub fn line(&self) -> String {
         let cached = self.cached_ratio.map_or(0.0, |ratio| ratio * 100.0);
         format!(
@@ -370,7 +371,7 @@ mod tests {
         assert_eq!(report.errors_by_kind["open_timeout"], 1);
         assert_eq!(report.turns_by_kind, BTreeMap::from([(Kind::Pinned, 10)]));
         assert!(report.table().contains("pinned 10"), "{}", report.table());
-        // The ratio is over the half of the answers that told.
+        // The ratio covers only the half of the answers that report cached tokens.
         assert_eq!(report.cached_ratio, Some(0.9));
         let near = |found: f64, expected: f64| (found / expected - 1.0).abs() < 0.01;
         assert!(near(report.ttft_ms_p50, 50.0) && near(report.ttft_ms_p99, 99.0), "{report:?}");

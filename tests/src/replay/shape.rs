@@ -1,18 +1,19 @@
-//! Makes a trace fit: scales prompts and answers, bounds contexts and outputs. Pure.
+//! Fits a trace to a model: scales prompts and answers, and bounds contexts and outputs.
 //!
-//! Positions are scaled, not block sizes: position `p` of a prompt becomes `tokens(p)`, in every
-//! prompt alike, so whatever two prompts share in the trace they share when scaled.
+//! The module is pure. Scaling applies to positions, not to block sizes: position `p` of a prompt
+//! becomes `tokens(p)` in every prompt, so two prompts that share a prefix in the trace also share
+//! the scaled prefix.
 
 use crate::replay::trace::{Conversation, Turn};
 
-/// How a trace's sizes become the replay's.
+/// The conversion from a trace's sizes to the replay's.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Shape {
-    /// Factor on prompt and output tokens; above 0.
+    /// The factor on prompt and output tokens; above 0.
     pub scale: f64,
-    /// Most tokens of prompt and answer together.
+    /// The most tokens of a prompt and its answer together.
     pub context_tokens_max: Option<u64>,
-    /// Most tokens of an answer.
+    /// The most tokens of an answer.
     pub output_tokens_max: Option<u64>,
 }
 
@@ -22,24 +23,24 @@ impl Default for Shape {
     }
 }
 
-/// What became of a conversation.
+/// The result of fitting a conversation to the context.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Fit {
-    /// All its turns fit.
+    /// All turns fit.
     Whole(Conversation),
-    /// Only its leading turns do.
+    /// Only the leading turns fit.
     Cut {
-        /// What is left of it.
+        /// The turns that fit.
         conversation: Conversation,
-        /// Turns cut off, those of subagents included.
+        /// The number of turns removed, those of subagents included.
         turns: u64,
     },
-    /// Not even its first turn fits.
+    /// Not even the first turn fits.
     Dropped,
 }
 
 impl Shape {
-    /// The scaled position of the trace's position `tokens`; never falls as it grows.
+    /// Returns the scaled position of the trace's position `tokens`; monotonic in `tokens`.
     #[expect(
         clippy::cast_possible_truncation,
         clippy::cast_sign_loss,
@@ -50,12 +51,12 @@ impl Shape {
         (tokens as f64 * self.scale).ceil() as u64
     }
 
-    /// The scaled length of a turn's prompt; at least 1.
+    /// Returns the scaled length of a turn's prompt; at least 1.
     pub fn prompt_tokens(&self, turn: &Turn) -> u64 {
         self.tokens(turn.prompt_tokens).max(1)
     }
 
-    /// The scaled and bounded length of a turn's answer; at least 1.
+    /// Returns the scaled and bounded length of a turn's answer; at least 1.
     pub fn output_tokens(&self, turn: &Turn) -> u64 {
         let scaled = self.tokens(turn.output_tokens).max(1);
         self.output_tokens_max.map_or(scaled, |max| scaled.min(max.max(1)))

@@ -1,30 +1,32 @@
-//! Cuts a byte stream into the data of its server-sent events. Pure.
+//! Splits a byte stream into the data of its server-sent events (a pure module).
 //!
-//! Only what the two APIs use is understood: `data:` lines, ended by LF, CRLF or CR LF split over
-//! chunks; several data lines of one event are joined by LF. Memory is bounded.
+//! The reader supports only what the two APIs use: `data:` lines that end in LF or CRLF, even if
+//! the CRLF is split over two chunks. Several data lines of one event are joined by LF. Memory is
+//! bounded.
 
 use bytes::{Buf, BytesMut};
 
-/// SGLang repeats all output ids in each event; 16 MiB are about two million of them.
+/// The longest event. SGLang repeats all output ids in each event; 16 MiB are about two million
+/// ids.
 const EVENT_BYTES_MAX: usize = 16 << 20;
 
-/// An event is longer than this reader takes.
+/// The error for an event that is longer than the reader accepts.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[error("an event is longer than {EVENT_BYTES_MAX} bytes")]
 pub struct TooLong;
 
-/// Reads events out of chunks, wherever the chunks are cut.
+/// Reads events from chunks, wherever the chunks are split.
 #[derive(Debug, Default)]
 pub struct Reader {
     buffer: BytesMut,
-    /// Bytes at the buffer's front already known to hold no line end.
+    /// The number of leading bytes in the buffer that are known to hold no line end.
     scanned: usize,
     data: Vec<u8>,
     has_data: bool,
 }
 
 impl Reader {
-    /// Takes the next bytes of the stream.
+    /// Adds the next bytes of the stream.
     pub fn push(&mut self, chunk: &[u8]) -> Result<(), TooLong> {
         if self.buffer.len() + self.data.len() + chunk.len() > EVENT_BYTES_MAX {
             return Err(TooLong);
@@ -33,7 +35,8 @@ impl Reader {
         Ok(())
     }
 
-    /// The data of the next whole event; asked until `None` after each chunk.
+    /// Returns the data of the next complete event. Call this after each chunk until it returns
+    /// `None`.
     pub fn next_event(&mut self) -> Option<Vec<u8>> {
         while let Some(line) = self.next_line() {
             if line.is_empty() {

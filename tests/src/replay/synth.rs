@@ -1,29 +1,29 @@
-//! Block ids to tokens and text. Pure.
+//! Converts block ids to tokens and text (a pure module).
 //!
-//! Invariant: what stands at a position depends only on the seed, the pass, the namespace of the
-//! block's id, the id and the offset inside the block. So prompts share exactly the prefix that
-//! their block ids share, and no conversation meets another's local ids.
+//! Invariant: the content at a position depends only on the seed, the pass, the namespace of the
+//! block's id, the id, and the offset inside the block. So prompts share exactly the prefix that
+//! their block ids share, and local ids of different conversations never collide.
 
 use crate::replay::shape::Shape;
 use crate::replay::trace::{Conversation, Turn};
 
-/// Namespace numbers, apart from those of conversations, which are their index.
+/// Namespace numbers that differ from those of conversations, which are their index.
 const GLOBAL: u64 = u64::MAX;
 const SHARED: u64 = u64::MAX - 1;
 
-/// Letters for text: one byte each, none that JSON escapes.
+/// The letters of text: one byte each, and no letter that JSON escapes.
 const LETTERS: &[u8; 32] = b"abcdefghijklmnopqrstuvwxyz012345";
 
-/// What makes two replays' contents differ.
+/// The values that make the contents of two replays differ.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Salt {
     /// The replay's seed.
     pub seed: u64,
-    /// How often the trace was begun again: a recycled conversation must not find its own KV.
+    /// How often the trace was started again. A recycled conversation must not find its own old KV.
     pub pass: u64,
 }
 
-/// A prompt as one random number a token, still to be read as token ids or as text.
+/// Returns a prompt as one random number per token, to be read as token ids or as text.
 pub fn symbols(conversation: &Conversation, turn: &Turn, shape: &Shape, salt: Salt) -> Vec<u32> {
     let length = shape.prompt_tokens(turn);
     let mut symbols = Vec::with_capacity(usize::try_from(length).unwrap_or(0));
@@ -44,29 +44,29 @@ pub fn symbols(conversation: &Conversation, turn: &Turn, shape: &Shape, salt: Sa
             }
         }
     }
-    // A prompt shorter than one scaled token still has one.
+    // A prompt whose scaled length is below one token still has one token.
     symbols.resize(usize::try_from(length).unwrap_or(usize::MAX), 0);
     symbols
 }
 
-/// How many leading tokens two turns of a conversation have in common.
+/// Returns how many leading tokens two turns of a conversation have in common.
 pub fn shared_prefix(conversation: &Conversation, a: &Turn, b: &Turn, shape: &Shape) -> u64 {
     let shorter = shape.prompt_tokens(a).min(shape.prompt_tokens(b));
-    // Blocks inside the shared front don't show, whatever their ids say.
+    // Blocks inside the shared prefix have the prefix's content, whatever their ids are.
     let hidden = conversation.shared.tokens / conversation.block_tokens;
     let blocks = hidden + a.blocks.after(hidden).common(&b.blocks.after(hidden));
     let named = blocks * conversation.block_tokens;
     shape.tokens(named.max(conversation.shared.tokens)).min(shorter)
 }
 
-/// Reads a symbol as a token id below `vocab`.
+/// Converts a symbol to a token id below `vocab`.
 pub fn token(symbol: u32, vocab: u32) -> u32 {
     let scaled = (u64::from(symbol) * u64::from(vocab)) >> 32;
     u32::try_from(scaled).expect("the product of two u32 shifted by 32 fits")
 }
 
-/// Reads symbols as text of `bytes_per_token` bytes each: words that end in a space, or single
-/// letters.
+/// Converts each symbol to `bytes_per_token` bytes of text: a word that ends in a space, or a
+/// single letter.
 pub fn text(symbols: &[u32], bytes_per_token: usize) -> String {
     let mut text = String::with_capacity(symbols.len() * bytes_per_token);
     for &symbol in symbols {

@@ -1,32 +1,34 @@
-//! Traces of whole prompts in words, a request each (LMCache's form), as conversations. Pure.
+//! Reads traces of full prompts in words, one request each (LMCache's form), as conversations.
 //!
-//! What a prompt has beyond the one before is what the user said next; the answers between them are
-//! apart, so that a replay puts real ones there. Sizes count characters.
+//! A pure module. The text that a prompt adds to the previous prompt becomes the user's next
+//! message. The answers are kept apart, so that a replay can insert real ones. Sizes count
+//! characters.
 
 use crate::replay::trace::{Blocks, Conversation, Follows, Run, Said, Shared, Turn};
 use crate::replay::wire::Error;
 use serde::Deserialize;
 use std::time::Duration;
 
-/// The granularity in which prompts are named for those who read blocks.
+/// The tokens of a block, the unit in which prompts are named.
 const BLOCK_TOKENS: u64 = 64;
-/// Blocks of a history begun anew start this far from those before; no prompt has as many.
+/// The distance between the block ids of two histories of one conversation; no prompt has as many
+/// blocks.
 const HISTORY_BLOCKS_MAX: u64 = 1 << 32;
 
 /// One request.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub struct Prompt {
-    /// Microseconds since some beginning.
+    /// Microseconds since an arbitrary start.
     timestamp: u64,
-    /// The whole prompt.
+    /// The full prompt.
     input: String,
     /// The answer.
     output: String,
-    /// Which conversation it belongs to.
+    /// The conversation to which the request belongs.
     session_id: String,
 }
 
-/// Reads a record.
+/// Parses a record.
 pub fn prompt(text: &str) -> Result<Prompt, Error> {
     let prompt: Prompt = serde_json::from_str(text).map_err(Error::Json)?;
     if prompt.input.is_empty() {
@@ -38,7 +40,7 @@ pub fn prompt(text: &str) -> Result<Prompt, Error> {
     Ok(prompt)
 }
 
-/// The conversations that these requests make, in the order of their first ones.
+/// Groups requests into conversations, in the order of the conversations' first requests.
 pub fn conversations(prompts: Vec<Prompt>) -> Vec<Conversation> {
     let mut sessions: Vec<Vec<Prompt>> = Vec::new();
     let mut places = std::collections::HashMap::new();
@@ -54,7 +56,7 @@ pub fn conversations(prompts: Vec<Prompt>) -> Vec<Conversation> {
 }
 
 fn conversation(mut prompts: Vec<Prompt>, index: u64) -> Conversation {
-    // Lines are written when answers end, and some end out of turn.
+    // Lines are written when answers end, and some answers end out of order.
     prompts.sort_by_key(|prompt| prompt.timestamp);
     let start = prompts[0].timestamp;
     let (mut turns, mut said) = (Vec::<Turn>::new(), Vec::<Said>::new());
@@ -92,13 +94,13 @@ fn conversation(mut prompts: Vec<Prompt>, index: u64) -> Conversation {
     }
 }
 
-/// How a prompt follows from the one before, and what is new in it.
+/// Returns how a prompt follows from the previous one, and its new text.
 fn following<'a>(before: Option<&Prompt>, prompt: &'a Prompt) -> (Follows, &'a str) {
     let added = before.and_then(|before| prompt.input.strip_prefix(before.input.as_str()));
     match added {
         None => (Follows::Anew, &prompt.input),
         Some("") => (Follows::Again, ""),
-        // Messages are joined by empty lines.
+        // The client joins messages by empty lines.
         Some(added) => (Follows::On, added.trim_start_matches('\n')),
     }
 }
@@ -134,7 +136,7 @@ mod tests {
         assert_eq!(said(&found[0]), [(Follows::Anew, "Fix it."), (Follows::On, "Failed: 1\n")]);
         let turns = &found[0].turns;
         assert_eq!((turns[1].at, turns[1].think), (turns[1].think, Duration::from_secs(2)));
-        // The answer stands between the two.
+        // The second prompt includes the answer between the two messages.
         let tokens: Vec<u64> = turns.iter().map(|turn| turn.prompt_tokens).collect();
         assert_eq!(tokens, [7, 7 + 3 + 10]);
         assert_ne!(found[0].scope, found[1].scope);

@@ -1,28 +1,28 @@
-//! The model of a trace: conversations of turns, whose prompts are named by block ids, and have
-//! words where the trace has. Pure.
+//! The model of a trace: conversations, and turns whose prompts are lists of block ids.
 //!
-//! Invariant: a turn's runs cover its whole prompt (`wire` completes a tail the trace leaves
-//! unnamed), so a prompt is fully determined by (conversation scope, runs, length).
+//! A pure module. Turns also have words, if the trace has them. Invariant: a turn's runs cover its
+//! whole prompt (`wire` adds ids for a tail that the trace leaves unnamed), so the conversation's
+//! scope, the runs and the length determine a prompt.
 
 use std::time::Duration;
 
-/// A run of consecutive block ids: `first, first + 1, …`, `count` of them.
+/// A run of `count` consecutive block ids: `first, first + 1, …`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Run {
     /// The first id.
     pub first: u64,
-    /// How many ids; at least 1.
+    /// The number of ids; at least 1.
     pub count: u64,
 }
 
-/// The block ids of a prompt, run-length coded: traces name millions of them.
+/// The block ids of a prompt, run-length encoded, because traces name millions of ids.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
 pub struct Blocks {
     runs: Vec<Run>,
 }
 
 impl Blocks {
-    /// Builds the run-length form of a plain list.
+    /// Encodes a plain list of ids.
     pub fn from_ids(ids: &[u64]) -> Self {
         let mut blocks = Self::default();
         for &id in ids {
@@ -31,7 +31,7 @@ impl Blocks {
         blocks
     }
 
-    /// Appends a run, merged with the last one where it continues it.
+    /// Appends a run and merges it with the last run if it continues that run.
     pub fn push_run(&mut self, run: Run) {
         if run.count == 0 {
             return;
@@ -44,7 +44,7 @@ impl Blocks {
         }
     }
 
-    /// How many ids there are.
+    /// Returns the number of ids.
     pub fn len(&self) -> u64 {
         self.runs.iter().map(|run| run.count).sum()
     }
@@ -54,17 +54,17 @@ impl Blocks {
         self.runs.is_empty()
     }
 
-    /// The ids, in prompt order.
+    /// Iterates over the ids in prompt order.
     pub fn ids(&self) -> impl Iterator<Item = u64> + '_ {
         self.runs.iter().flat_map(|run| run.first..run.first + run.count)
     }
 
-    /// The runs, in prompt order.
+    /// Returns the runs in prompt order.
     pub fn runs(&self) -> &[Run] {
         &self.runs
     }
 
-    /// The id at `index`.
+    /// Returns the id at `index`.
     pub fn get(&self, index: u64) -> Option<u64> {
         let mut left = index;
         for run in &self.runs {
@@ -76,7 +76,7 @@ impl Blocks {
         None
     }
 
-    /// How many leading ids both have in common.
+    /// Returns how many leading ids both lists have in common.
     pub fn common(&self, other: &Self) -> u64 {
         let (mut ours, mut theirs) = (self.runs.iter(), other.runs.iter());
         let (mut a, mut b) = (ours.next().copied(), theirs.next().copied());
@@ -93,7 +93,7 @@ impl Blocks {
         total
     }
 
-    /// The list cut to its first `count` ids.
+    /// Returns the first `count` ids.
     pub fn truncated(&self, count: u64) -> Self {
         let mut left = count;
         let mut cut = Self::default();
@@ -104,7 +104,7 @@ impl Blocks {
         cut
     }
 
-    /// The list without its first `count` ids.
+    /// Returns the list without its first `count` ids.
     pub fn after(&self, count: u64) -> Self {
         let mut skip = count;
         let mut left = Self::default();
@@ -117,7 +117,7 @@ impl Blocks {
     }
 }
 
-/// What is left of `run` after its first `taken` ids.
+/// Returns what is left of `run` after its first `taken` ids.
 fn rest(run: Run, taken: u64) -> Option<Run> {
     (taken < run.count).then(|| Run { first: run.first + taken, count: run.count - taken })
 }
@@ -125,121 +125,123 @@ fn rest(run: Run, taken: u64) -> Option<Run> {
 /// One request of the trace.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Turn {
-    /// When it was sent: since the conversation's start, or the trace's for single requests.
+    /// The sending time since the conversation's start; for single requests, since the trace's
+    /// start.
     pub at: Duration,
-    /// How long the client waited before sending it, after the answer before.
+    /// The client's pause between the previous answer and this request.
     pub think: Duration,
-    /// Tokens of the whole prompt.
+    /// The tokens of the full prompt.
     pub prompt_tokens: u64,
-    /// Tokens of the answer; at least 1.
+    /// The tokens of the answer; at least 1.
     pub output_tokens: u64,
-    /// The prompt's blocks; they cover all `prompt_tokens`.
+    /// The prompt's blocks, which cover all `prompt_tokens`.
     pub blocks: Blocks,
 }
 
-/// How a turn's history follows from that of the turn before.
+/// How a turn's history follows from the previous turn's history.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Follows {
-    /// It goes on with the answer and what the user says.
+    /// The history continues with the answer and the user's message.
     On,
-    /// It is the same: the last answer is asked for again.
+    /// The history is the same: the client asks for the last answer again.
     Again,
-    /// It is another one, which the user says as a whole.
+    /// A new history, sent as one user message.
     Anew,
 }
 
 /// A turn in words.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Said {
-    /// What becomes of the history before it.
+    /// How the history follows from the previous turn.
     pub follows: Follows,
-    /// What the user says.
+    /// The user's message.
     pub text: String,
-    /// What was answered.
+    /// The answer.
     pub answer: String,
 }
 
-/// Text that all conversations of a client have in front: system prompt and tools.
+/// The text at the start of all conversations of a client: system prompt and tools.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Shared {
-    /// Which text; main conversations have 0, each kind of subagent one of its own.
+    /// The number of the text: 0 for main conversations, another number for each kind of subagent.
     pub stream: u64,
-    /// How many leading tokens of it.
+    /// The number of its leading tokens that are shared.
     pub tokens: u64,
 }
 
 /// A list of turns that share a growing prefix.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Conversation {
-    /// Its name in the trace; unique within it by position, not by this.
+    /// The name in the trace; conversations are told apart by position, not by name.
     pub id: String,
-    /// Tokens a block stands for.
+    /// The tokens of a block.
     pub block_tokens: u64,
-    /// Namespace of the block ids; `None` when they are global to the trace.
+    /// The namespace of the block ids; `None` if ids are global to the trace.
     pub scope: Option<u64>,
-    /// The shared front of its prompts.
+    /// The shared prefix of the prompts.
     pub shared: Shared,
-    /// Its requests in order; at least one.
+    /// The requests in order; at least one.
     pub turns: Vec<Turn>,
-    /// The same in words, as far as the trace has them: nothing, or at least one for each turn.
+    /// The turns in words: empty if the trace has no words, else at least one entry per turn.
     pub said: Vec<Said>,
-    /// Conversations that its turns start.
+    /// The conversations of subagents that the turns start.
     pub children: Vec<Child>,
 }
 
 /// A subagent's conversation.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Child {
-    /// Index of the parent's turn it starts beside.
+    /// The index of the parent's turn that starts the subagent.
     pub beside_turn: usize,
-    /// Whether the parent's next turn waits for its end.
+    /// Whether the parent's next turn waits for the subagent's end.
     pub awaited: bool,
-    /// What the subagent sends; has no children itself.
+    /// The subagent's conversation, which has no children itself.
     pub conversation: Conversation,
 }
 
-/// Which form a trace has.
+/// The form of a trace.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Form {
     /// kv-cache-tester: conversations with local ids.
     Conversations,
     /// Mooncake: single requests with global ids and timestamps.
     Requests,
-    /// LMCache: the requests of conversations, each with its whole prompt in words.
+    /// LMCache: the requests of conversations, each with its full prompt in words.
     Prompts,
 }
 
-/// A trace read and checked.
+/// A trace that was read and checked.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Trace {
-    /// Its form.
+    /// The trace's form.
     pub form: Form,
-    /// Its conversations; a single request is a conversation of one turn.
+    /// The conversations; a single request is a conversation of one turn.
     pub conversations: Vec<Conversation>,
-    /// Conversations left out because another has the same turns.
+    /// The number of conversations left out because another one has the same turns.
     pub duplicates: u64,
 }
 
 impl Trace {
-    /// Turns in all conversations and their subagents.
+    /// Returns the number of turns in all conversations and their subagents.
     pub fn turns(&self) -> u64 {
         self.conversations.iter().map(Conversation::turns_total).sum()
     }
 
-    /// Turns whose history isn't the one before, continued; known where the trace has words.
+    /// Returns the number of turns that don't simply continue the previous history; 0 unless the
+    /// trace has words.
     pub fn edits(&self) -> u64 {
         self.conversations.iter().map(Conversation::edits).sum()
     }
 }
 
 impl Conversation {
-    /// Its own turns and its subagents'.
+    /// Returns the number of turns of the conversation and its subagents.
     pub fn turns_total(&self) -> u64 {
         let children: usize = self.children.iter().map(|c| c.conversation.turns.len()).sum();
         (self.turns.len() + children) as u64
     }
 
-    /// The same of this one.
+    /// Returns the number of turns that don't simply continue the previous history.
     pub fn edits(&self) -> u64 {
         let edited = |said: &&Said| said.follows != Follows::On;
         self.said.iter().skip(1).filter(edited).count() as u64

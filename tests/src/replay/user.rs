@@ -1,5 +1,6 @@
-//! Runs one conversation: waits, sends, retries, opens and closes its session, starts its
-//! subagents. All decisions about time are `pace`'s, all about contents `dialog`'s.
+//! Runs one conversation: its waits, requests, retries, session calls and subagents.
+//!
+//! The module `pace` makes all decisions about time, and `dialog` all decisions about contents.
 
 use crate::replay::client::{Client, Failure, Mark};
 use crate::replay::dialog::{Dialog, Request, Style};
@@ -19,15 +20,15 @@ use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-/// A subagent's first request comes this long after the turn that started it.
+/// The delay of a subagent's first request after the turn that started the subagent.
 const CHILD_START: Duration = Duration::from_millis(500);
-/// After a failure nobody tries again at once, whatever the think time: a server that refuses
-/// everything would otherwise be hammered.
+/// The shortest pause after a failure, whatever the think time, so that a server that refuses
+/// everything is not flooded.
 const FAILURE_PAUSE: Duration = Duration::from_millis(500);
-/// Later than this is late: timers and the scheduler account for less.
+/// The delay from which on a turn counts as late; timers and the scheduler cause shorter delays.
 const LATE: Duration = Duration::from_millis(100);
 
-/// What all conversations of a replay have in common.
+/// The state that all conversations of a replay share.
 #[derive(Debug)]
 pub(crate) struct Context {
     pub(crate) options: Options,
@@ -35,17 +36,18 @@ pub(crate) struct Context {
     pub(crate) client: Client,
     pub(crate) live: Arc<Live>,
     pub(crate) started: Instant,
-    /// No new turn after this.
+    /// Cancelled when no new turn may start.
     pub(crate) stop: CancellationToken,
-    /// Nor any waiting for a retry: the grace runs. Cancels `stop` with it.
+    /// Cancelled when retries may no longer be awaited, because the grace time runs. `stop` is
+    /// cancelled with it.
     pub(crate) hurry: CancellationToken,
-    /// Running turns are given up.
+    /// Cancelled when running turns must be given up.
     pub(crate) kill: CancellationToken,
-    /// Turns that may still be begun.
+    /// The number of turns that may still start.
     pub(crate) turns_left: AtomicU64,
 }
 
-/// What paces a conversation.
+/// What determines when a conversation's turns are sent.
 #[derive(Debug, Clone)]
 pub(crate) enum Schedule {
     Closed { time_scale: f64, think_max: Duration },
@@ -62,7 +64,7 @@ pub(crate) struct Task {
 }
 
 impl Context {
-    /// Takes the right to begin a turn; the last one taken stops the replay.
+    /// Takes the right to start a turn. Taking the last right stops the replay.
     fn take_turn(&self) -> bool {
         if self.stop.is_cancelled() {
             return false;
@@ -75,7 +77,7 @@ impl Context {
         before.is_ok()
     }
 
-    /// Sleeps; false when the replay stops first.
+    /// Sleeps until `deadline`; returns false if the replay stops first.
     pub(crate) async fn sleep_until(&self, deadline: Instant) -> bool {
         sleep_unless(&self.stop, deadline).await
     }
@@ -89,7 +91,8 @@ async fn sleep_unless(stop: &CancellationToken, deadline: Instant) -> bool {
     }
 }
 
-/// Runs a conversation to its end or the replay's; boxed because subagents run by it too.
+/// Runs a conversation until its end or the replay's end. The future is boxed because subagents use
+/// this function recursively.
 pub(crate) fn run(
     context: Arc<Context>,
     task: Task,
@@ -138,7 +141,7 @@ pub(crate) fn run(
     })
 }
 
-/// Waits for subagents; a panic of one is ours.
+/// Waits for subagents; a subagent's panic continues in this task.
 async fn join(tasks: &mut JoinSet<()>) {
     while let Some(joined) = tasks.join_next().await {
         if let Err(error) = joined {
@@ -177,32 +180,32 @@ fn child_run(
     }
 }
 
-/// What became of a turn.
+/// The result of a turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Passed {
     Answered,
     Failed,
-    /// Not sent: too many in flight.
+    /// Not sent, because too many requests were in flight.
     Skipped,
     /// Not sent, or given up, because the replay ends.
     Stopped,
 }
 
-/// A conversation's state towards the server.
+/// A conversation's state, including its session on the server.
 struct Line {
     context: Arc<Context>,
     conversation: Arc<Conversation>,
-    /// Absent only while a request is being made.
+    /// `None` only while a request is being made.
     dialog: Option<Dialog>,
     session: String,
     parent: Option<String>,
-    /// Prompt and answer of the last turn answered.
+    /// The prompt and answer tokens of the last answered turn.
     context_tokens: u64,
-    /// How often the session was begun again.
+    /// How often the session was reopened.
     reopened: u32,
     open: bool,
-    /// Whether the server may hold it: from before its opening is sent, lest a reply that never
-    /// came leaves it open.
+    /// Whether the server may hold the session. Set before the opening is sent, because the session
+    /// may be open even if the reply is lost.
     owed: bool,
 }
 
@@ -225,12 +228,13 @@ impl Line {
         }
     }
 
-    /// Waits for a turn's time; false when the replay stops first.
+    /// Waits for a turn's time; returns false if the replay stops first.
     async fn wait(&self, index: usize, schedule: &Schedule, pause: Duration) -> bool {
         let turn = &self.conversation.turns[index];
         let now = Instant::now();
         let deadline = match schedule {
-            // What came before a conversation's first turn is the user's, not its.
+            // The pause before a conversation's first turn belongs to the user, not to the
+            // conversation.
             Schedule::Closed { .. } if index == 0 => now,
             Schedule::Closed { time_scale, think_max } => {
                 now + pace::think(turn.think, *time_scale, *think_max).max(pause)
@@ -243,7 +247,7 @@ impl Line {
         self.context.sleep_until(deadline).await
     }
 
-    /// Sends a turn if its schedule lets it.
+    /// Sends a turn if its schedule permits.
     async fn paced_turn(&mut self, index: usize, schedule: &Schedule) -> Passed {
         let _outstanding = match schedule {
             Schedule::Closed { .. } => None,
@@ -282,7 +286,7 @@ impl Line {
         })
     }
 
-    /// Makes the request on a thread for such work: a long prompt takes milliseconds.
+    /// Makes the request on a blocking thread, because a long prompt takes milliseconds.
     async fn request(&mut self, index: usize) -> Request {
         let mut dialog = self.dialog.take().expect("put back below");
         let made = tokio::task::spawn_blocking(move || {
@@ -297,7 +301,7 @@ impl Line {
         request
     }
 
-    /// One turn with its tries, the session's opening in front of it.
+    /// Sends one turn with its retries, and opens the session first if needed.
     async fn exchange(&mut self, index: usize, body: Bytes, since: Instant) -> Passed {
         let context = Arc::clone(&self.context);
         let mut tried = 0;
@@ -350,7 +354,7 @@ impl Line {
         Ok(())
     }
 
-    /// Opens the session where that is asked for and not done.
+    /// Opens the session if the options ask for it and it isn't open.
     async fn open(&mut self) -> Result<(), Failure> {
         let Some(kind) = self.context.options.session_open.filter(|_| !self.open) else {
             return Ok(());
@@ -366,14 +370,15 @@ impl Line {
         Ok(())
     }
 
-    /// Closes the session if it is open; runs to its end even when the replay stops.
+    /// Closes the session if it may be open; the call completes even if the replay stops.
     async fn close(&mut self) {
         let counted = std::mem::take(&mut self.open);
         if !std::mem::take(&mut self.owed) {
             return;
         }
         match self.context.client.close(&self.session_id()).await {
-            // Gone already, by expiry for one: that is closed too.
+            // A 404 means that the session is gone already, for example by expiry; this counts as
+            // closed.
             Ok(()) | Err(Failure::Status { status: 404, .. }) => {
                 if counted {
                     self.context.live.event(Event::Closed);
@@ -386,7 +391,7 @@ impl Line {
         }
     }
 
-    /// The id of the session's present incarnation.
+    /// Returns the id of the session's current incarnation.
     fn session_id(&self) -> String {
         match self.reopened {
             0 => self.session.clone(),

@@ -1,34 +1,35 @@
-//! The JSON forms of a trace and their way into the model. Pure: text in, conversations out. Those
-//! with words are for `texts`.
+//! Parses the JSON forms of a trace into conversations (a pure module).
 //!
-//! What is wrong is said with its place inside the record; `load` adds file and line.
+//! The form with words is parsed by `texts`. An error names the place inside the record; `load`
+//! adds file and line.
 
 use crate::replay::trace::{Blocks, Child, Conversation, Form, Run, Shared, Turn};
 use serde::Deserialize;
 use std::time::Duration;
 
-/// Block ids of the conversation form stand for 64 tokens unless it says otherwise.
+/// The default tokens of a block id in the conversation form.
 const BLOCK_TOKENS_DEFAULT: u64 = 64;
-/// A Mooncake id names 512 tokens (workloads.md 2.3).
+/// The tokens of a Mooncake block id.
 const MOONCAKE_BLOCK_TOKENS: u64 = 512;
-/// Share of tools and system prompt that all conversations of a client have in common: the
-/// modelling choice of the corpus' author.
+/// The share of tools and system prompt that all conversations of a client have in common, as the
+/// corpus' author models it.
 const SHARED_NUMERATOR: u64 = 3;
 const SHARED_DENOMINATOR: u64 = 4;
-/// No engine takes more; a larger figure is a broken file, and would be allocated.
+/// The longest prompt: no engine takes more, and a larger figure means a broken file and would be
+/// allocated.
 const PROMPT_TOKENS_MAX: u64 = 1 << 26;
-/// About 30 years; a larger time is milliseconds taken for seconds.
+/// The latest time, about 30 years; a larger figure is milliseconds taken for seconds.
 const SECONDS_MAX: f64 = 1e9;
-/// Ids that stand for tokens the trace leaves unnamed start here, above any id of a trace.
+/// The first id for tokens that the trace leaves unnamed; above any id of a trace.
 const UNNAMED_ID_FIRST: u64 = 1 << 62;
 
 /// What is wrong with a record.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// Not JSON, or not of the form's types.
+    /// The record is not JSON or has fields of the wrong types.
     #[error("not a record of this form")]
     Json(#[source] serde_json::Error),
-    /// No form's marks are there.
+    /// The record has the fields of no known form.
     #[error(
         "neither `requests` (conversation form) nor `input_length` (Mooncake form) nor `input` \
          (LMCache form) is there"
@@ -37,17 +38,17 @@ pub enum Error {
     /// A field is absent.
     #[error("{place} has no `{field}`")]
     Missing {
-        /// Which request.
+        /// The request.
         place: String,
-        /// Which field.
+        /// The field.
         field: &'static str,
     },
-    /// A field has a value that cannot be replayed.
+    /// A field has a value that can't be replayed.
     #[error("{place}: {problem}")]
     Value {
-        /// Which request.
+        /// The request.
         place: String,
-        /// What is wrong with it.
+        /// What is wrong with the value.
         problem: String,
     },
 }
@@ -102,7 +103,7 @@ struct RawRequest {
     hash_ids: Vec<u64>,
 }
 
-/// Tells the form of a record by its content.
+/// Returns the form of a record, from its content.
 pub fn form(text: &str) -> Result<Form, Error> {
     let marks: Marks = serde_json::from_str(text).map_err(Error::Json)?;
     match marks {
@@ -113,13 +114,14 @@ pub fn form(text: &str) -> Result<Form, Error> {
     }
 }
 
-/// Reads a conversation; `index` is its position in the trace and gives its ids their namespace.
+/// Parses a conversation. `index` is its position in the trace and becomes the namespace of its
+/// ids.
 pub fn conversation(text: &str, index: u64) -> Result<Conversation, Error> {
     let raw: RawConversation = serde_json::from_str(text).map_err(Error::Json)?;
     agent_conversation(raw, index)
 }
 
-/// Reads a single request, as a conversation of one turn.
+/// Parses a single request as a conversation of one turn.
 pub fn request(text: &str, index: u64) -> Result<Conversation, Error> {
     let raw: RawRequest = serde_json::from_str(text).map_err(Error::Json)?;
     let place = "request";
@@ -134,7 +136,8 @@ pub fn request(text: &str, index: u64) -> Result<Conversation, Error> {
         blocks,
     };
     let mut turns = vec![turn];
-    // The unnamed ids of global scope are kept apart by the request's index.
+    // Ids of unnamed blocks are global here; the request's index keeps those of different requests
+    // apart.
     complete_tails(&mut turns, MOONCAKE_BLOCK_TOKENS, UNNAMED_ID_FIRST + (index << 24));
     Ok(Conversation {
         id: format!("request-{index}"),
@@ -166,7 +169,7 @@ fn agent_conversation(raw: RawConversation, index: u64) -> Result<Conversation, 
     for (position, entry) in raw.requests.into_iter().enumerate() {
         let place = format!("requests[{position}]");
         if entry.kind.as_deref() == Some("subagent") {
-            // It is the call before it in the list that started it.
+            // The preceding call in the list started the subagent.
             subagents.push((conversation.turns.len().saturating_sub(1), place, entry));
         } else {
             conversation.turns.push(turn(&place, &entry, &mut api_end)?);
@@ -177,7 +180,7 @@ fn agent_conversation(raw: RawConversation, index: u64) -> Result<Conversation, 
     }
     complete_tails(&mut conversation.turns, block_tokens, UNNAMED_ID_FIRST);
     for (number, (beside_turn, place, entry)) in subagents.into_iter().enumerate() {
-        // Subagents share the parent's ids, so their unnamed ones lie apart from its.
+        // Subagents share the parent's ids, so their unnamed blocks get ids of their own.
         let unnamed = UNNAMED_ID_FIRST + ((number as u64 + 1) << 40);
         if let Some(child) = subagent(&conversation, &place, entry, beside_turn, unnamed)? {
             conversation.children.push(child);
@@ -203,7 +206,7 @@ fn subagent(
         turns.push(turn(&place, inner, &mut api_end)?);
     }
     let Some(first) = turns.first() else { return Ok(None) };
-    // One that starts with its parent's first block has its parent's system prompt too.
+    // A subagent that starts with its parent's first block also has its parent's system prompt.
     let forked = first.blocks.get(0) == parent.turns.first().and_then(|t| t.blocks.get(0));
     let kind = entry.subagent_type.as_deref().unwrap_or("subagent");
     let shared = if forked {
@@ -227,7 +230,8 @@ fn subagent(
     Ok(Some(Child { beside_turn, awaited, conversation }))
 }
 
-/// A stream number for a kind of subagent, never 0, equal wherever the name is (FNV-1a).
+/// Returns the stream number of a kind of subagent (FNV-1a): never 0, and equal in all
+/// conversations.
 fn kind_stream(kind: &str) -> u64 {
     let hash = kind.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
@@ -240,7 +244,7 @@ fn shared_tokens(tool_tokens: u64, system_tokens: u64) -> u64 {
     front * SHARED_NUMERATOR / SHARED_DENOMINATOR
 }
 
-/// Reads a request; `api_end` carries the previous answer's end, for traces without think times.
+/// Parses a request. `api_end` carries the previous answer's end, for traces without think times.
 fn turn(place: &str, raw: &RawEntry, api_end: &mut Option<f64>) -> Result<Turn, Error> {
     let missing = |field| Error::Missing { place: place.to_owned(), field };
     let prompt_tokens = raw.input.ok_or_else(|| missing("in"))?;
@@ -309,8 +313,9 @@ fn value(place: &str, problem: String) -> Error {
 
 /// Makes the ids cover each prompt.
 ///
-/// The conversation form names full blocks only. The tokens after them are the beginning of the
-/// block that the next turn has there, if that turn extends this one; else of no named block.
+/// The conversation form names full blocks only. If the next turn extends this one, the remaining
+/// tokens are the beginning of the next turn's block at that place. Otherwise they get an unnamed
+/// block.
 fn complete_tails(turns: &mut [Turn], block_tokens: u64, unnamed_first: u64) {
     for index in (0..turns.len()).rev() {
         let needed = turns[index].prompt_tokens.div_ceil(block_tokens);

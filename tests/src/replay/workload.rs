@@ -1,4 +1,4 @@
-//! Where conversations come from: a trace in shuffled order, or made ones. Pure.
+//! The source of conversations: a trace in shuffled order, or synthetic conversations (pure).
 
 use crate::replay::generate;
 use crate::replay::shape::{Fit, Shape};
@@ -10,38 +10,38 @@ use std::time::Duration;
 /// What a replay sends.
 #[derive(Debug, Clone)]
 pub enum Workload {
-    /// A trace's conversations.
+    /// The conversations of a trace.
     Trace(Trace),
-    /// Made ones, this many.
+    /// Synthetic conversations.
     Made {
-        /// How many conversations there are.
+        /// The number of conversations.
         conversations: u64,
     },
 }
 
-/// What sizes did to the workload.
+/// What the size limits removed from the workload.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Losses {
-    /// Conversations cut short because a prompt exceeded the context.
+    /// Conversations shortened because a prompt exceeded the context.
     pub cut: u64,
-    /// Turns lost by that.
+    /// Turns lost by the shortening.
     pub turns: u64,
-    /// Conversations of which nothing fits.
+    /// Conversations of which not even the first turn fits.
     pub dropped: u64,
 }
 
-/// A conversation to run, and how its contents are told from its copies'.
+/// A conversation to run, with the salt that separates its contents from those of its copies.
 #[derive(Debug, Clone)]
 pub struct Next {
     /// The conversation.
     pub conversation: Arc<Conversation>,
-    /// Seed and pass.
+    /// The seed and the pass.
     pub salt: Salt,
-    /// Position among all given out, from 0.
+    /// The position among all conversations returned so far, from 0.
     pub number: u64,
 }
 
-/// Gives out conversations one by one.
+/// Returns conversations one by one.
 #[derive(Debug)]
 pub struct Source {
     supply: Supply,
@@ -61,7 +61,8 @@ enum Supply {
 }
 
 impl Source {
-    /// Shapes a workload and puts it in the order of `seed`, or of its times where `timed`.
+    /// Shapes a workload. Orders it randomly by `seed`, or by time if `timed` and the trace has
+    /// times.
     pub fn new(workload: Workload, shape: Shape, seed: u64, recycle: bool, timed: bool) -> Self {
         let mut losses = Losses::default();
         let supply = match workload {
@@ -81,17 +82,17 @@ impl Source {
         Self { supply, shape, seed, recycle, given: 0, position: 0, pass: 0, losses }
     }
 
-    /// What sizes did to the conversations seen so far.
+    /// Returns what the size limits removed from the conversations seen so far.
     pub fn losses(&self) -> Losses {
         self.losses
     }
 
-    /// Whether the workload says itself when each conversation begins.
+    /// Whether the workload has a start time for each conversation.
     pub fn timed(&self) -> bool {
         matches!(self.supply, Supply::Ready { form: Form::Requests, .. })
     }
 
-    /// How long one pass through a timed workload takes.
+    /// Returns the duration of one pass through a timed workload.
     pub fn span(&self) -> Duration {
         match &self.supply {
             Supply::Ready { conversations, .. } => {
@@ -101,12 +102,12 @@ impl Source {
         }
     }
 
-    /// The next conversation, or `None` at the workload's end.
+    /// Returns the next conversation, or `None` at the workload's end.
     pub fn take(&mut self) -> Option<Next> {
         let mut barren = 0;
         loop {
             if self.position >= self.size() {
-                // A pass that gave nothing would be followed by another, for ever.
+                // After a pass without a usable conversation, further passes would loop forever.
                 if !self.recycle || barren >= self.size() {
                     return None;
                 }
