@@ -1,9 +1,10 @@
-//! `berth-sim` as a library: placement policies over a model of engines, in virtual time.
+//! The library behind `berth-sim`: placement policies over modelled engines, in virtual time.
 //!
-//! What is played: `corpus` (a trace with its blocks numbered), `made`, `azure`; who plays it
-//! when: `plays`. What it is played on: `engine` with its `pool`. Who decides: `policy`, from what
-//! `fleet` lets it see. `run` joins them, `tally` counts, `compare` runs many, `report` and `plot`
-//! show. Everything but `compare` and the readers is pure and the same for the same seed.
+//! Workloads: `corpus` (a trace with numbered blocks), `made` (synthetic), `azure`. Schedule:
+//! `plays`. Engines: `engine` with its `pool`. Policies: `policy`, which see only the facts in
+//! `fleet`. `run` joins all of these, `tally` counts, `compare` runs many policies and seeds, and
+//! `report` and `plot` show the results. Everything except `compare` and the trace readers is pure,
+//! and deterministic for a given seed.
 
 pub mod azure;
 pub mod compare;

@@ -1,5 +1,6 @@
-//! Reads Azure's trace of arrivals: a line is a time, prompt tokens, answer tokens. No prompt
-//! shares anything with another.
+//! Reads Azure's trace of arrivals: each line has a time, prompt tokens and answer tokens.
+//!
+//! No two prompts of this trace share anything.
 
 use std::{
     io::{BufRead as _, BufReader},
@@ -11,24 +12,24 @@ use flate2::read::MultiGzDecoder;
 
 use crate::replay::trace::{Blocks, Conversation, Form, Run, Shared, Trace, Turn};
 
-/// The blocks of its prompts, to number them by.
+/// The tokens of a block; the trace has no blocks of its own.
 const BLOCK_TOKENS: u64 = 512;
 
-/// Why the file is no such trace.
+/// Why a file isn't a valid trace of this form.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The file can't be read.
     #[error("the trace can't be read")]
     Read(#[from] std::io::Error),
-    /// A line is wrong.
+    /// A line is malformed.
     #[error("line {0} is not `time,prompt tokens,answer tokens`")]
     Line(usize),
 }
 
-/// Reads a packed file.
+/// Reads a gzip file.
 ///
 /// # Errors
-/// When it can't be read or a line is wrong.
+/// Fails if the file can't be read or a line is malformed.
 pub fn trace(path: &Path) -> Result<Trace, Error> {
     let lines = BufReader::new(MultiGzDecoder::new(std::fs::File::open(path)?)).lines();
     let (mut conversations, mut start, mut blocks) = (Vec::new(), None, 0);
@@ -60,7 +61,8 @@ pub fn trace(path: &Path) -> Result<Trace, Error> {
     Ok(Trace { form: Form::Requests, conversations, duplicates: 0 })
 }
 
-/// `2023-11-16 18:17:03.9799600,4808,10`: the trace is of one day, so the date is left out.
+/// Parses `2023-11-16 18:17:03.9799600,4808,10`. The date is ignored, because the trace covers one
+/// day.
 fn fields(line: &str) -> Option<(Duration, u64, u64)> {
     let mut parts = line.trim().split(',');
     let (time, prompt, output) = (parts.next()?, parts.next()?, parts.next()?);

@@ -1,5 +1,6 @@
-//! All policies over all seeds, on as many threads as there are cores. The result doesn't depend
-//! on which thread ran what.
+//! Runs all policies over all seeds, on as many threads as there are cores.
+//!
+//! The result doesn't depend on which thread ran what.
 
 use std::{
     sync::{
@@ -13,7 +14,7 @@ use parking_lot::Mutex;
 
 use super::{corpus::Corpus, options::Options, policy::Kind, report::Summary, run, tally::Tally};
 
-/// Runs each policy once a seed; summaries in the order of `kinds`.
+/// Runs each policy once per seed; returns summaries in the order of `kinds`.
 #[must_use]
 pub fn compare(
     corpus: &Arc<Corpus>,

@@ -1,8 +1,8 @@
-//! A trace as the simulator plays it: sessions of turns, with block identities as dense numbers,
-//! so that a pool is an array and two prompts share a prefix exactly where their numbers agree.
+//! A trace in the simulator's form: sessions of turns, whose blocks have dense numbers.
 //!
-//! Read only once built; all runs of all policies share one. It has no clock and draws no lots:
-//! who plays which session when is for `drive`.
+//! Dense numbers let a pool be an array; two prompts share a prefix exactly where their numbers
+//! agree. A corpus is read-only after it is built, and all runs of all policies share one. It has
+//! no clock and no randomness: `plays` decides which session is played when.
 
 mod infer;
 
@@ -13,21 +13,22 @@ use crate::replay::{
     trace::{self, Conversation, Form, Trace},
 };
 
-/// The blocks of no parent hang here.
+/// The parent of first blocks, which have no parent.
 const ROOT: u32 = u32::MAX;
-/// Salt of the blocks that conversations of a client share.
+/// The salt of the blocks that all conversations of a client share.
 const SHARED: u64 = 0x5348_4152_4544;
 
-/// Consecutive block numbers.
+/// A range of consecutive block numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Span {
     /// The first number.
     pub first: u32,
-    /// How many.
+    /// The number of blocks.
     pub count: u32,
 }
 
-/// A prompt's blocks in order, as few spans: a session's blocks are numbered in a row.
+/// A prompt's blocks in order. A session's blocks are numbered consecutively, so there are few
+/// spans.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Chain {
     spans: Vec<Span>,
@@ -44,19 +45,19 @@ impl Chain {
         }
     }
 
-    /// Blocks in it.
+    /// Returns the number of blocks.
     #[must_use]
     pub fn len(&self) -> u32 {
         self.len
     }
 
-    /// Whether it has none.
+    /// Whether there are no blocks.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// The blocks, first to last.
+    /// Iterates over the blocks in order.
     pub fn iter(&self) -> impl DoubleEndedIterator<Item = u32> + '_ {
         self.spans.iter().flat_map(|span| span.first..span.first + span.count)
     }
@@ -65,80 +66,83 @@ impl Chain {
 /// One turn.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Turn {
-    /// When it is sent, since the trace's start; only where turns come by the clock.
+    /// The sending time since the trace's start; used only if the corpus is `timed`.
     pub at: Duration,
-    /// From the answer before to sending it.
+    /// The time between the previous answer and this turn.
     pub think: Duration,
-    /// Tokens of the prompt.
+    /// The tokens of the prompt.
     pub input_tokens: u64,
-    /// Tokens of the answer.
+    /// The tokens of the answer.
     pub output_tokens: u64,
-    /// Blocks of the prompt that can be found again.
+    /// The prompt's blocks that a later prompt can match.
     pub chain: Chain,
 }
 
-/// A session that a turn of another one starts.
+/// A session that is started by a turn of another session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Child {
-    /// The turn of the parent it starts after.
+    /// The parent's turn after which the child starts.
     pub after_turn: usize,
-    /// The parent's next turn waits for its end.
+    /// Whether the parent's next turn waits for the child's end.
     pub awaited: bool,
-    /// Which session.
+    /// The index of the child's session in `scripts`.
     pub script: usize,
 }
 
 /// One session.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Script {
-    /// At least one.
+    /// The turns; at least one.
     pub turns: Vec<Turn>,
-    /// Sessions it starts.
+    /// The sessions that this session starts.
     pub children: Vec<Child>,
-    /// The blocks that it was the first to have, and no other session but its children has.
+    /// The blocks that appeared first in this session and belong to no other session but its
+    /// children.
     pub own: Range<u32>,
-    /// The conversation this single request was found to continue; only where the trace names
-    /// no sessions.
+    /// The first request of the conversation that this single request was inferred to continue; set
+    /// only if the trace names no sessions.
     pub continues: Option<usize>,
 }
 
-/// What a run plays.
+/// The workload of a run.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Corpus {
-    /// Tokens of a block.
+    /// The tokens of a block.
     pub block_tokens: u64,
-    /// All sessions, subagents' included.
+    /// All sessions, those of subagents included.
     pub scripts: Vec<Script>,
-    /// Sessions that nobody starts but a user.
+    /// The sessions that users start, not other sessions.
     pub roots: Vec<usize>,
-    /// Turns come by the clock instead of after the answer before.
+    /// Whether turns are sent at the trace's times instead of after the previous answer.
     pub timed: bool,
-    /// Blocks below this number are common to many sessions; the others belong to one.
+    /// Blocks below this number are shared by many sessions; every other block belongs to one
+    /// session.
     pub common_blocks: u32,
-    /// Numbers given out.
+    /// The number of blocks.
     pub blocks: u32,
 }
 
-/// Which conversations of a trace are played.
+/// Selects the conversations of a trace to play.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Choice {
-    /// Longest prompt; sessions with a longer one are left out.
+    /// The longest allowed prompt; sessions with a longer prompt are left out.
     pub context_tokens_max: Option<u64>,
-    /// One half of the conversations, by position.
+    /// Which half of the conversations to use, by position.
     pub half: Option<Half>,
 }
 
-/// Half of a trace, so that constants are chosen on one and judged on the other.
+/// Half of a trace: constants are tuned on one half and evaluated on the other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Half {
-    /// Even positions.
+    /// The conversations at even positions.
     Tune,
-    /// Odd positions.
+    /// The conversations at odd positions.
     Holdout,
 }
 
 impl Corpus {
-    /// Numbers the blocks of a trace. `block_tokens` is a multiple or a divisor of the trace's.
+    /// Numbers the blocks of a trace. `block_tokens` is a multiple or a divisor of the trace's
+    /// block size.
     #[must_use]
     pub fn new(trace: &Trace, block_tokens: u64, choice: Choice) -> Self {
         let all = halved(trace, choice.half);
@@ -152,13 +156,14 @@ impl Corpus {
         }
     }
 
-    /// Conversations that would be played without a bound on prompts.
+    /// Returns the number of conversations that would be played without a limit on prompts.
     #[must_use]
     pub fn roots_of(trace: &Trace, half: Option<Half>) -> usize {
         halved(trace, half).count()
     }
 
-    /// Single requests: their ids are global, so no block is anyone's own.
+    /// Builds a corpus of single requests. Their ids are global, so no session has blocks of its
+    /// own.
     fn of_requests(chosen: &[&Conversation], block_tokens: u64) -> Self {
         let mut numbers = Numbers::default();
         let mut scripts: Vec<Script> =
@@ -206,14 +211,14 @@ impl Corpus {
         Self { block_tokens, scripts, roots, timed: false, common_blocks, blocks }
     }
 
-    /// Turns of all sessions.
+    /// Returns the number of turns in all sessions.
     #[must_use]
     pub fn turns(&self) -> usize {
         self.scripts.iter().map(|script| script.turns.len()).sum()
     }
 
-    /// The block as the `pass`-th playing of its session has it: what is common stays, what is a
-    /// session's own is new each time.
+    /// Returns the number of `block` in the `pass`-th play of its session. Common blocks keep their
+    /// number; a session's own blocks get new numbers in each pass.
     #[must_use]
     pub fn numbered(&self, block: u32, pass: u32) -> u32 {
         if block < self.common_blocks {
@@ -244,7 +249,7 @@ fn fits(conversation: &Conversation, context_tokens_max: Option<u64>) -> bool {
     context_tokens_max.is_none_or(|max| longest <= max)
 }
 
-/// Gives each (block before, content) a number of its own, in order of appearance.
+/// Gives each pair of previous block and content its own number, in order of appearance.
 #[derive(Debug, Default)]
 struct Numbers {
     known: HashMap<(u32, u64), u32>,
@@ -290,8 +295,8 @@ fn script(
     Script { turns, children: Vec::new(), own: first..numbers.next, continues: None }
 }
 
-/// The turn's blocks. A last one that is not full is what nobody finds again, unless the trace
-/// itself names it.
+/// Returns the turn's blocks. A partial last block can't be matched again, so it is left out unless
+/// `keep_tail` is set because the trace itself names it.
 fn chain(
     conversation: &Conversation,
     turn: &trace::Turn,

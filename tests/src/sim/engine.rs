@@ -1,55 +1,56 @@
-//! The model of one engine: a queue in order of arrival, one prefill at a time, a batch that
-//! decodes. Its pool is passed in: bounds let several engines share one. Pure: `now` comes in, what
-//! happens when goes out.
+//! The model of one engine: a queue in order of arrival, one prefill at a time, a decode batch.
 //!
-//! It is a model, not SGLang: no overlap of prefill and decode, no batch effects but a slope.
+//! The caller passes the pool, because bounds let several engines share one. The module is pure:
+//! callers pass the time, and the engine returns the times of its events. It is a simplified model
+//! of SGLang: prefill and decode don't overlap, and the batch size affects decoding only by a
+//! linear term.
 
 use std::{collections::VecDeque, time::Duration};
 
 use super::pool::{Change, Class, Pool};
 
-/// Of each prefill, whatever its size.
+/// The fixed time of each prefill.
 const PREFILL_FIXED: Duration = Duration::from_millis(2);
-/// Tokens per second, as a 70B model on one node does.
+/// The prefill speed in tokens per second, as of a 70B model on one node.
 pub const PREFILL_TOKENS_PER_S: u64 = 20_000;
-/// Of each answered token.
+/// The fixed decode time per answered token.
 const DECODE: Duration = Duration::from_millis(10);
-/// Of each answered token, for each turn in the batch.
+/// The additional decode time per answered token, for each turn in the batch.
 const DECODE_EACH: Duration = Duration::from_micros(200);
-/// Turns in the batch at most.
+/// The most turns in the batch.
 pub const DECODING_MAX: u32 = 64;
 
-/// Time from the run's start.
+/// A time since the run's start.
 pub type Time = Duration;
 
-/// What an engine knows of a turn.
+/// The engine's data of a turn.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Job {
-    /// Names it.
+    /// The turn's number.
     pub turn: usize,
-    /// Of its session.
+    /// The session's number.
     pub play: usize,
-    /// Its blocks as numbered for this playing.
+    /// The prompt's blocks, numbered for this play of the session.
     pub chain: Vec<u32>,
-    /// Tokens of the prompt.
+    /// The tokens of the prompt.
     pub input_tokens: u64,
-    /// Tokens of the answer.
+    /// The tokens of the answer.
     pub output_tokens: u64,
-    /// Of the prompt, not resident by what the router knew when it placed the turn.
+    /// The prompt tokens that were not resident, as far as the router knew when it placed the turn.
     pub expected_tokens: u64,
-    /// Only the KV of its prompt is wanted: it is a piece of what its turn will send.
+    /// Whether this is a stage of a staged prefill: it only computes KV for a later turn.
     pub is_ahead: bool,
 }
 
-/// A prompt under computation.
+/// A prompt whose KV is being computed.
 #[derive(Debug)]
 struct Prefill {
     job: Job,
     matched_tokens: u64,
     tokens_left: u64,
-    /// Blocks it brought; they can be matched when it is computed.
+    /// The new blocks of the prompt, which can be matched once they are computed.
     stored: Vec<u32>,
-    /// The end of the piece under way.
+    /// The end of the chunk that is being computed.
     until: Option<Time>,
     piece_tokens: u64,
 }
@@ -59,15 +60,15 @@ struct Prefill {
 pub struct Begun {
     /// The turn.
     pub job: Job,
-    /// Of its prompt, found in the pool.
+    /// The prompt tokens that were found in the pool.
     pub matched_tokens: u64,
-    /// Blocks that can be matched from now on.
+    /// The blocks that can be matched from now on.
     pub stored: Vec<u32>,
-    /// When its answer is whole.
+    /// When the answer is complete.
     pub done_at: Time,
 }
 
-/// The engine.
+/// The modelled engine.
 #[derive(Debug)]
 pub struct Engine {
     block_tokens: u64,
@@ -75,13 +76,14 @@ pub struct Engine {
     queue: VecDeque<Job>,
     queued_tokens: u64,
     removed: Vec<u32>,
-    /// Prompts begun: one, or with chunks those that take turns. The first is worked on.
+    /// The started prompts: at most one without chunks, several that alternate with chunks. The
+    /// first is being computed.
     prefills: VecDeque<Prefill>,
     decoding: u32,
 }
 
 impl Engine {
-    /// Idle.
+    /// Creates an idle engine.
     #[must_use]
     pub fn new(block_tokens: u64, chunk_tokens: Option<u64>) -> Self {
         Self {
@@ -95,8 +97,8 @@ impl Engine {
         }
     }
 
-    /// Blocks that a turn needs beside its chain: what of its prompt nobody finds again, and its
-    /// answer.
+    /// Returns the blocks that a turn needs besides its chain: the part of its prompt that no later
+    /// prompt can match, and its answer.
     #[must_use]
     pub fn transient_blocks(&self, job: &Job) -> u64 {
         let prompt = job.input_tokens.div_ceil(self.block_tokens);
@@ -109,39 +111,39 @@ impl Engine {
         job.chain.len() as u64 + self.transient_blocks(job) <= pool.capacity()
     }
 
-    /// Takes a turn into the queue.
+    /// Puts a turn in the queue.
     pub fn arrive(&mut self, job: Job) {
         self.queued_tokens += job.expected_tokens;
         self.queue.push_back(job);
     }
 
-    /// Turns that wait for their first piece of work.
+    /// Returns the number of turns whose prefill hasn't started.
     #[must_use]
     pub fn waiting(&self) -> usize {
         self.queue.len()
     }
 
-    /// Turns inside: queued, in prefill, decoding.
+    /// Returns the number of turns in the engine: queued, in prefill or decoding.
     #[must_use]
     pub fn turns(&self) -> u32 {
         let queued = self.queue.len() + self.prefills.len();
         u32::try_from(queued).unwrap_or(u32::MAX).saturating_add(self.decoding)
     }
 
-    /// Turns in the batch.
+    /// Returns the number of turns that are decoding.
     #[must_use]
     pub fn decoding(&self) -> u32 {
         self.decoding
     }
 
-    /// Whether anything moves on by itself.
+    /// Whether a prefill or a decode is in progress.
     #[must_use]
     pub fn is_running(&self) -> bool {
         !self.prefills.is_empty() || self.decoding > 0
     }
 
-    /// Prompt tokens still to be computed: of those queued as they were expected, of those begun as
-    /// it is.
+    /// Returns the prompt tokens that remain to be computed: for queued turns the expected number,
+    /// for started prompts the actual one.
     #[must_use]
     pub fn backlog_tokens(&self, now: Time) -> u64 {
         let left = |prefill: &Prefill| {
@@ -154,20 +156,20 @@ impl Engine {
         self.queued_tokens + self.prefills.iter().map(left).sum::<u64>()
     }
 
-    /// The same with prompts begun counted as if nothing of them were done.
+    /// Returns the prompt tokens of [`Self::backlog_tokens`], with started prompts counted in full.
     #[must_use]
     pub fn pending_tokens(&self) -> u64 {
         let begun = |prefill: &Prefill| prefill.job.input_tokens - prefill.matched_tokens;
         self.queued_tokens + self.prefills.iter().map(begun).sum::<u64>()
     }
 
-    /// Blocks that went since the last call.
+    /// Returns the blocks removed since the last call.
     pub fn take_removed(&mut self, pool: &mut Pool) -> Vec<u32> {
         self.note_changes(pool);
         std::mem::take(&mut self.removed)
     }
 
-    /// Goes on if it idles: returns when the piece of work that begins now ends.
+    /// Starts the next chunk of prefill if the engine is not computing; returns the chunk's end.
     pub fn step(&mut self, now: Time, pool: &mut Pool) -> Option<Time> {
         if self.prefills.iter().any(|prefill| prefill.until.is_some()) {
             return None;
@@ -183,7 +185,7 @@ impl Engine {
         Some(until)
     }
 
-    /// Ends the piece of work that was under way; the turn, if its prompt is complete.
+    /// Ends the chunk under way. Returns the turn if its prompt is complete.
     pub fn piece_done(&mut self, now: Time) -> Option<Begun> {
         let mut prefill = self.prefills.pop_front().expect("a piece of work was under way");
         assert_eq!(prefill.until, Some(now), "pieces end when they said");
@@ -200,14 +202,14 @@ impl Engine {
         Some(Begun { job, matched_tokens, stored, done_at: now + each * tokens })
     }
 
-    /// Ends a turn; what it held stays as `class`.
+    /// Ends a turn; its blocks stay resident as `class`.
     pub fn leave(&mut self, job: &Job, class: Class, pool: &mut Pool) {
         self.decoding -= 1;
         let transient = self.transient_blocks(job);
         pool.leave(&job.chain, transient, class);
     }
 
-    /// Loses all it had; returns the turns that were inside and not decoding yet.
+    /// Loses all state; returns the turns that were not decoding yet.
     pub fn crash(&mut self, pool: &mut Pool) -> Vec<Job> {
         pool.clear();
         self.removed.clear();
@@ -216,7 +218,7 @@ impl Engine {
         begun.chain(self.queue.drain(..)).collect()
     }
 
-    /// Begins the first of the queue if batch and pool allow.
+    /// Starts the first queued turn if the batch and the pool have room.
     fn admit(&mut self, pool: &mut Pool) {
         let batch = self.decoding as usize + self.prefills.len();
         let Some(job) = self.queue.front() else { return };
@@ -242,7 +244,8 @@ impl Engine {
         });
     }
 
-    /// Sorts what changed in the pool: what was stored is told when it is computed.
+    /// Records the pool's changes. Returns the stored blocks, which are reported only once they are
+    /// computed.
     fn note_changes(&mut self, pool: &mut Pool) -> Vec<u32> {
         let mut stored = Vec::new();
         for change in pool.take_changes() {
@@ -265,7 +268,7 @@ fn tokens_in(time: Duration) -> u64 {
     micros.saturating_mul(PREFILL_TOKENS_PER_S) / 1_000_000
 }
 
-/// What a prefill of so many tokens takes.
+/// Returns the time to prefill `tokens` tokens, without the fixed part.
 #[must_use]
 pub fn prefill_time(tokens: u64) -> Duration {
     Duration::from_micros(tokens * (1_000_000 / PREFILL_TOKENS_PER_S))
@@ -291,7 +294,8 @@ mod tests {
         }
     }
 
-    /// Works until nothing is left to begin; the turns begun, in order, with what they matched.
+    /// Steps until no turn is left to start. Returns the turns in order of their starts, with their
+    /// matched tokens and times.
     fn work(engine: &mut Engine, pool: &mut Pool, mut now: Time) -> Vec<(usize, u64, Time)> {
         let mut begun = vec![];
         while let Some(until) = engine.step(now, pool) {

@@ -1,5 +1,6 @@
-//! What a policy may look at: per worker, what a router would know. Filled by `run`, read by
-//! policies.
+//! The facts that a policy may use: per worker, what a router would know.
+//!
+//! `run` writes them and policies read them.
 
 use std::time::Duration;
 
@@ -10,69 +11,69 @@ use super::corpus::Chain;
 /// What a worker may be used for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Condition {
-    /// Everything.
+    /// Accepts all turns.
     Up,
-    /// What it has.
+    /// Accepts only turns of sessions that it has.
     Draining,
-    /// Nothing.
+    /// Accepts nothing.
     Down,
 }
 
 /// One worker.
 #[derive(Debug, Clone)]
 pub struct Worker {
-    /// Its condition.
+    /// The worker's condition.
     pub condition: Condition,
-    /// Turns sent there and not ended.
+    /// The turns sent there that have not ended.
     pub outstanding: u32,
-    /// Prompt tokens sent there and not computed, prompts begun in full.
+    /// The prompt tokens sent there and not computed, with started prompts counted in full.
     pub pending_tokens: u64,
-    /// The same with what is done of prompts begun taken off.
+    /// The prompt tokens sent there and not computed, without the computed part of started prompts.
     pub backlog_tokens: u64,
-    /// Long prompts that its agent computes in pieces; none where it doesn't.
+    /// The load of the worker's staged prefill; `None` if its agent doesn't stage prefills.
     pub lane: Option<Lane>,
-    /// Blocks that its turns hold.
+    /// The blocks held by the worker's turns and pins.
     pub active_blocks: u64,
-    /// Blocks of its pool that hold nothing.
+    /// The free blocks of the pool.
     pub free_blocks: u64,
-    /// Blocks of its pool.
+    /// The blocks of the pool.
     pub pool_blocks: u64,
-    /// Blocks heard to be resident, by number.
+    /// Whether each block, by number, is reported as resident.
     resident: Vec<bool>,
 }
 
 /// The turn to place.
 #[derive(Debug)]
 pub struct Ask<'a> {
-    /// Names the turn.
+    /// The turn's number.
     pub turn: usize,
-    /// Names its session in this run.
+    /// The session's number in this run.
     pub session: usize,
-    /// The session was guessed from blocks: no client has named it.
+    /// Whether the session was inferred from blocks because no client named it.
     pub guessed: bool,
-    /// The session that started this one.
+    /// The session that started this session.
     pub parent: Option<usize>,
-    /// Where the session's turn before went.
+    /// The worker of the session's previous turn.
     pub last: Option<usize>,
-    /// Its blocks.
+    /// The prompt's blocks.
     pub chain: &'a [u32],
-    /// Tokens of its prompt.
+    /// The tokens of the prompt.
     pub input_tokens: u64,
-    /// When.
+    /// The current time.
     pub now: Duration,
 }
 
 /// All workers.
 #[derive(Debug)]
 pub struct Fleet {
-    /// In order.
+    /// The workers, by number.
     pub workers: Vec<Worker>,
-    /// Tokens of a block.
+    /// The tokens of a block.
     pub block_tokens: u64,
 }
 
 impl Fleet {
-    /// So many idle, empty workers.
+    /// Creates `workers` idle, empty workers.
     #[must_use]
     pub fn new(workers: usize, pool_blocks: u64, block_tokens: u64) -> Self {
         let worker = Worker {
@@ -89,7 +90,7 @@ impl Fleet {
         Self { workers: vec![worker; workers], block_tokens }
     }
 
-    /// Workers that take new work; all that are not down while there is no such.
+    /// Returns the workers that accept new sessions; if there are none, the draining ones.
     #[must_use]
     pub fn usable(&self) -> Vec<usize> {
         let of = |wanted: &[Condition]| -> Vec<usize> {
@@ -100,13 +101,13 @@ impl Fleet {
         if up.is_empty() { of(&[Condition::Draining]) } else { up }
     }
 
-    /// Whether the worker is gone.
+    /// Whether the worker is down.
     #[must_use]
     pub fn is_down(&self, worker: usize) -> bool {
         self.workers[worker].condition == Condition::Down
     }
 
-    /// Whether the worker takes the turn: a draining one goes on with its sessions.
+    /// Whether the worker accepts the turn; a draining worker accepts turns of its sessions.
     #[must_use]
     pub fn takes(&self, worker: usize, ask: &Ask<'_>) -> bool {
         match self.workers[worker].condition {
@@ -116,7 +117,8 @@ impl Fleet {
         }
     }
 
-    /// Leading blocks of the prompt that the worker is known to hold.
+    /// Returns the number of leading blocks of the prompt that are reported as resident on the
+    /// worker.
     #[must_use]
     pub fn overlap(&self, worker: usize, chain: &[u32]) -> u64 {
         let resident = &self.workers[worker].resident;
@@ -124,24 +126,25 @@ impl Fleet {
         chain.iter().take_while(has).count() as u64
     }
 
-    /// Prompt tokens the worker would have to compute.
+    /// Returns the prompt tokens that the worker would have to compute.
     #[must_use]
     pub fn uncached_tokens(&self, worker: usize, ask: &Ask<'_>) -> u64 {
         let matched = self.overlap(worker, ask.chain) * self.block_tokens;
         ask.input_tokens - matched.min(ask.input_tokens)
     }
 
-    /// Tokens that the worker computes before the turn's own.
+    /// Returns the tokens that the worker computes before the turn's own.
     #[must_use]
     pub fn tokens_before(&self, worker: usize, ask: &Ask<'_>) -> u64 {
         let own = self.uncached_tokens(worker, ask);
         let Worker { backlog_tokens, lane, .. } = self.workers[worker];
-        // As placement reckons it: who needs no lane passes all that are in it.
+        // As in placement: a prompt that needs no staging overtakes all prompts in the staging
+        // queue.
         let lane = lane.filter(|lane| own > lane.piece_tokens);
         backlog_tokens + lane.map_or(0, |lane| lane.tokens.min(own * u64::from(lane.prompts)))
     }
 
-    /// Notes what was heard of a worker's blocks.
+    /// Records a report of a worker's stored and removed blocks.
     pub fn hear(&mut self, worker: usize, stored: &[u32], removed: &[u32]) {
         let resident = &mut self.workers[worker].resident;
         for &block in removed {
@@ -158,13 +161,13 @@ impl Fleet {
         }
     }
 
-    /// Forgets the blocks of a worker that is gone.
+    /// Forgets the blocks of a worker that is down.
     pub fn forget(&mut self, worker: usize) {
         self.workers[worker].resident.clear();
     }
 }
 
-/// A corpus' chain as one playing of its session has it.
+/// Returns a chain's block numbers in the `pass`-th play of its session.
 #[must_use]
 pub fn numbered(chain: &Chain, corpus: &super::corpus::Corpus, pass: u32) -> Vec<u32> {
     chain.iter().map(|block| corpus.numbered(block, pass)).collect()

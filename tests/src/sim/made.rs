@@ -1,32 +1,33 @@
-//! Workloads that no trace has: a herd behind one system prompt, and a few giants among many small
-//! sessions. The same every time.
+//! Synthetic workloads: a herd that shares one system prompt, and a few giant sessions among small.
+//!
+//! Both are the same in every run.
 
 use std::time::Duration;
 
 use super::options::Options;
 use crate::replay::trace::{Blocks, Conversation, Form, Run, Shared, Trace, Turn};
 
-/// Which one.
+/// The choice of a synthetic workload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Made {
-    /// W4: 64 sessions within 10 s, all with one system prompt; the first to come takes it to its
-    /// worker.
+    /// W4: 64 sessions within 10 s, all with one system prompt, whose KV the first session creates
+    /// on its worker.
     Herd,
-    /// W8: a session of 150,000 tokens for each worker, and many small ones.
+    /// W8: one session of 150,000 tokens per worker, and many small sessions.
     Skew,
 }
 
-/// Tokens of a made block.
+/// The tokens of a synthetic block.
 const BLOCK_TOKENS: u64 = 64;
-/// The herd's system prompt.
+/// The tokens of the herd's system prompt.
 const HERD_PROMPT_TOKENS: u64 = 15_000;
-/// The herd.
+/// The number of sessions in the herd.
 const HERD_SESSIONS: u32 = 64;
-/// Sessions for each worker, a giant among them.
+/// The number of sessions per worker, one of them a giant.
 const SKEW_SESSIONS_EACH: u32 = 9;
 
 impl Made {
-    /// The workload, as a trace.
+    /// Returns the workload as a trace.
     #[must_use]
     pub fn trace(self, workers: usize) -> Trace {
         let conversations = match self {
@@ -36,7 +37,7 @@ impl Made {
         Trace { form: Form::Conversations, conversations, duplicates: 0 }
     }
 
-    /// The load that plays it: each session once, by a user of its own.
+    /// Returns the options that play each session once, each by its own user.
     #[must_use]
     pub fn load(self, base: Options) -> Options {
         let seconds = Duration::from_secs;
@@ -57,8 +58,8 @@ impl Made {
     }
 }
 
-/// Sessions of five turns: a prompt of their own of 2,000 to 6,000 tokens behind the shared one,
-/// then 300 to 1,500 new tokens a turn.
+/// Returns sessions of five turns: 2,000 to 6,000 own tokens after the shared prompt, then 300 to
+/// 1,500 new tokens per turn.
 fn herd() -> Vec<Conversation> {
     let sizes = |session: u64| {
         let own = 2_000 + session * 937 % 4_000;
@@ -70,7 +71,7 @@ fn herd() -> Vec<Conversation> {
         .collect()
 }
 
-/// One giant to eight small ones; all grow.
+/// Returns one giant session per eight small ones; all grow.
 fn skew(workers: u64) -> Vec<Conversation> {
     let one = |session: u64| {
         let giant = session.is_multiple_of(u64::from(SKEW_SESSIONS_EACH));

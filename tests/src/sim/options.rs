@@ -1,51 +1,51 @@
-//! What a run is of: fleet, load, faults. Values only.
+//! The options of a run: fleet, load, faults (values only).
 
 use std::time::Duration;
 
-/// How a session's end reaches its engine.
+/// What happens on the engine when a session ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Close {
-    /// Not at all: its KV ages.
+    /// Nothing: the session's KV stays until it is evicted.
     None,
-    /// What only the session used is freed.
+    /// The engine frees the blocks that only this session used.
     Free,
 }
 
 /// How engines keep the KV of open sessions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Mode {
-    /// As all KV.
+    /// Evicted like all other KV.
     None,
-    /// Evicted after that of no session.
+    /// Evicted after the KV of no session.
     Tagged,
-    /// Not evicted, within the pin budget.
+    /// Not evicted, up to the pin budget.
     Pinned,
 }
 
-/// What happens to the fleet during a run.
+/// What happens to workers during a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Churn {
     /// Nothing.
     None,
-    /// One worker crashes and returns empty, another drains and returns.
+    /// One worker crashes and returns empty; another drains and returns.
     Once,
 }
 
-/// The faults of the channel on which the router hears of blocks and ends.
+/// The faults in the delivery of block changes and session ends.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Hearing {
-    /// Between a change of blocks and the router's knowing.
+    /// The delay between a change of blocks and its report to the router.
     pub lag: Duration,
-    /// Share of changes never heard.
+    /// The share of block changes that are lost.
     pub loss_ratio: f64,
-    /// Share of closes never heard.
+    /// The share of closes that are lost.
     pub close_loss_ratio: f64,
-    /// Share of closes told twice.
+    /// The share of closes that are delivered twice.
     pub close_twice_ratio: f64,
 }
 
 impl Hearing {
-    /// Everything is heard at once.
+    /// No delay, no loss, no duplicates.
     pub const PERFECT: Self = Self {
         lag: Duration::ZERO,
         loss_ratio: 0.0,
@@ -54,32 +54,32 @@ impl Hearing {
     };
 }
 
-/// A run without its policy and seed.
+/// The options of a run except its policy and seed.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Options {
-    /// Engines.
+    /// The number of engines.
     pub workers: usize,
-    /// Tokens of each pool; none: no end.
+    /// The tokens of each pool; `None` for unlimited pools.
     pub pool_tokens: Option<u64>,
-    /// Users side by side, where sessions are not timed by the trace.
+    /// The number of concurrent users, unless the trace times its sessions.
     pub users: usize,
-    /// Factor on the speed of a timed trace.
+    /// The factor on the speed of a timed trace.
     pub rate: f64,
-    /// When the run ends, where users would go on for ever.
+    /// The end of the run, because users would continue forever.
     pub horizon: Duration,
-    /// Longest pause between two turns.
+    /// The longest pause between two turns.
     pub think_max: Duration,
-    /// Over which time users begin.
+    /// The period over which users start.
     pub ramp: Duration,
-    /// The close mode, of every policy.
+    /// What happens at a session's end, under every policy.
     pub close: Close,
-    /// The retention, of every policy.
+    /// How engines keep KV, under every policy.
     pub mode: Mode,
-    /// Share of the pool that pins may hold.
+    /// The share of the pool that pins may hold.
     pub pin_budget_ratio: f64,
-    /// Tokens of a piece of prefill, where prompts take turns.
+    /// The tokens of a prefill chunk, if prompts alternate; `None` for whole prompts.
     pub chunk_tokens: Option<u64>,
-    /// What the router hears.
+    /// The faults in what the router hears.
     pub hearing: Hearing,
     /// What happens to workers.
     pub churn: Churn,

@@ -1,54 +1,54 @@
-//! Sessions being played: whose turn is due when. Pure; knows no worker and no engine.
+//! The schedule of played sessions: which turn is due when (pure; knows no worker or engine).
 //!
-//! A turn comes its think time after the answer before, and after the ends of the children its
-//! predecessor waits for. A user whose session has ended begins the next of the shuffled list.
+//! A turn is due its think time after the previous answer, and after the end of the children that
+//! it waits for. A user whose session has ended starts the next session of the shuffled list.
 
 use std::{sync::Arc, time::Duration};
 
 use super::{corpus::Corpus, engine::Time, options::Options};
 
-/// A child begins this long after the turn that starts it.
+/// The delay between a turn and the children that it starts.
 const CHILD_DELAY: Duration = Duration::from_millis(500);
-/// A user begins the next session this long after the last.
+/// The delay between a user's sessions.
 const NEXT_DELAY: Duration = Duration::from_secs(1);
 
-/// What is to happen, and when.
+/// An event of the schedule, and its time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Due {
-    /// A user begins a session.
+    /// A user starts a session.
     User {
-        /// When.
+        /// When the user starts.
         at: Time,
     },
     /// The play's next turn.
     Turn {
-        /// Whose.
+        /// The play.
         play: usize,
-        /// When.
+        /// When the turn is due.
         at: Time,
     },
 }
 
-/// One session being played.
+/// One play of a session.
 #[derive(Debug)]
 pub struct Play {
-    /// Which.
+    /// The session's index in `Corpus::scripts`.
     pub script: usize,
-    /// How often the list was begun before.
+    /// How often the list of sessions was completed before.
     pub pass: u32,
-    /// The one that started it.
+    /// The play that started this one.
     pub parent: Option<usize>,
     /// The next turn.
     pub turn: usize,
     awaited_by_parent: bool,
     awaits: u32,
-    /// When the next turn would come if nothing were awaited; none while one runs.
+    /// When the next turn is due, apart from awaited children; `None` while a turn runs.
     due: Option<Time>,
-    /// All its turns have ended.
+    /// Whether all turns have ended.
     over: bool,
 }
 
-/// All of them.
+/// All plays of a run.
 #[derive(Debug)]
 pub struct Plays {
     corpus: Arc<Corpus>,
@@ -59,7 +59,7 @@ pub struct Plays {
 }
 
 impl Plays {
-    /// In the order of `seed`, or of the trace's clock.
+    /// Creates the schedule, in the order of `seed` or of the trace's times.
     #[must_use]
     pub fn new(corpus: &Arc<Corpus>, options: &Options, seed: u64) -> Self {
         let mut order = corpus.roots.clone();
@@ -75,7 +75,7 @@ impl Plays {
         }
     }
 
-    /// What begins by itself: users, spread over the ramp, or the requests of a timed trace.
+    /// Returns the initial events: users, spread over the ramp, or the requests of a timed trace.
     pub fn start(&mut self, options: &Options) -> Vec<Due> {
         if self.corpus.timed {
             let due = |play: usize| {
@@ -90,13 +90,13 @@ impl Plays {
         (0..users).map(|user| Due::User { at: options.ramp * user / users }).collect()
     }
 
-    /// The play under that number.
+    /// Returns the play with this number.
     #[must_use]
     pub fn get(&self, play: usize) -> &Play {
         &self.plays[play]
     }
 
-    /// A user begins a session: its first turn.
+    /// Starts a user's next session; returns its first turn.
     pub fn begin(&mut self, now: Time) -> Due {
         let pass = u32::try_from(self.next / self.order.len()).unwrap_or(u32::MAX);
         let script = self.order[self.next % self.order.len()];
@@ -105,14 +105,14 @@ impl Plays {
         Due::Turn { play: self.plays.len() - 1, at: now }
     }
 
-    /// Whether the turn that is due, or runs, is the session's last.
+    /// Whether the turn that is due or running is the session's last.
     #[must_use]
     pub fn is_last(&self, play: usize) -> bool {
         let Play { script, turn, .. } = self.plays[play];
         turn + 1 == self.corpus.scripts[script].turns.len()
     }
 
-    /// The play's turn has ended: what follows from it.
+    /// Records the end of the play's turn; returns the events that follow.
     pub fn ended(&mut self, play: usize, now: Time) -> Vec<Due> {
         let mut dues = Vec::new();
         let Play { script, turn, pass, .. } = self.plays[play];
@@ -136,7 +136,8 @@ impl Plays {
         dues
     }
 
-    /// What comes next for a play that waits for nobody.
+    /// Continues a play that waits for no children: adds its next turn, or ends it and continues
+    /// its parent.
     fn go_on(&mut self, play: usize, now: Time, dues: &mut Vec<Due>) {
         let one = &mut self.plays[play];
         if one.awaits > 0 {

@@ -1,4 +1,4 @@
-//! A table as a picture: mean time to first token of each policy, a bar with the seeds' range.
+//! Draws a table: each policy's mean time to first token as a bar, with the range over the seeds.
 
 use std::fmt::Write as _;
 
@@ -11,14 +11,14 @@ const BARS_WIDTH: usize = 520;
 const FIGURE_WIDTH: usize = 130;
 const TOP: usize = 40;
 
-/// An SVG document. The scale is logarithmic: policies differ by factors.
+/// Returns an SVG document. The scale is logarithmic, because policies differ by factors.
 #[must_use]
 pub fn svg(title: &str, summaries: &[Summary]) -> String {
     let mut sorted: Vec<&Summary> = summaries.iter().collect();
     sorted.sort_by(|a, b| a.ttft_ms_mean.total_cmp(&b.ttft_ms_mean));
     let least = sorted.iter().map(|one| one.ttft_ms_mean_min).fold(f64::INFINITY, f64::min);
     let most = sorted.iter().map(|one| one.ttft_ms_mean_max).fold(1.0, f64::max);
-    // Half of the least, so that the best still has a bar.
+    // The scale starts at half of the least value, so that the best policy still has a bar.
     let floor = (least / 2.0).max(0.1);
     let x = |ms: f64| {
         let share = (ms.max(floor) / floor).ln() / (most / floor).ln().max(f64::EPSILON);

@@ -1,8 +1,7 @@
-//! Who decides: the interface of a placement policy and the list of those compared, with bounds on
-//! what any of them can reach.
+//! The interface of placement policies, and the list of the compared policies and bounds.
 //!
-//! All but `berth` are re-implementations by published descriptions, fed the same facts at the
-//! same moments.
+//! All policies except `berth` are implemented again from published descriptions. All get the same
+//! facts at the same times.
 
 mod affinity;
 mod berth;
@@ -18,23 +17,23 @@ use super::{
     options::Mode,
 };
 
-/// Decides where turns go.
+/// Decides which worker runs a turn.
 pub trait Policy {
-    /// The worker for a turn; one that takes it.
+    /// Returns a worker that accepts the turn.
     fn place(&mut self, ask: &Ask<'_>, fleet: &Fleet) -> Choice;
 
-    /// Hears what happens; most need not.
+    /// Handles an event; the default ignores it.
     fn hear(&mut self, _what: &Heard<'_>, _fleet: &Fleet) {}
 }
 
 /// A decision.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Choice {
-    /// Where the turn goes.
+    /// The worker that runs the turn.
     pub worker: usize,
-    /// A worker that is told that the session has left it: as if it were closed there.
+    /// The worker that the session leaves; if closes free KV, that worker frees the session's.
     pub leaves: Option<usize>,
-    /// Its prompt was looked at: if it is long, the slow lane can take it.
+    /// Whether the policy looked at the prompt; only then may a long prompt be staged.
     pub is_known: bool,
 }
 
@@ -44,122 +43,124 @@ impl From<usize> for Choice {
     }
 }
 
-/// What a policy may hear.
+/// An event that a policy can observe.
 #[derive(Debug)]
 pub enum Heard<'a> {
-    /// A turn was sent where the policy said.
+    /// A turn was sent to the worker that the policy chose.
     Sent {
         /// The turn.
         ask: &'a Ask<'a>,
-        /// Where.
+        /// The worker.
         worker: usize,
-        /// Which worker its session leaves.
+        /// The worker that the session leaves.
         leaves: Option<usize>,
-        /// When.
+        /// The time.
         now: Duration,
     },
-    /// Its answer begins.
+    /// The turn's answer started.
     Began {
         /// The turn.
         turn: usize,
-        /// Of its session.
+        /// The turn's session.
         session: usize,
-        /// Where.
+        /// The worker.
         worker: usize,
-        /// When.
+        /// The time.
         now: Duration,
     },
-    /// It has ended.
+    /// The turn ended.
     Ended {
         /// The turn.
         turn: usize,
-        /// Of its session.
+        /// The turn's session.
         session: usize,
-        /// Where.
+        /// The worker.
         worker: usize,
-        /// When.
+        /// The time.
         now: Duration,
     },
     /// A session was closed.
     Closed {
-        /// Which.
+        /// The session.
         session: usize,
-        /// When.
+        /// The time.
         now: Duration,
     },
     /// A worker's blocks changed.
     Blocks {
-        /// Whose.
+        /// The worker.
         worker: usize,
-        /// Resident now.
+        /// The blocks that became resident.
         stored: &'a [u32],
-        /// Gone.
+        /// The blocks that were removed.
         removed: &'a [u32],
     },
     /// A worker's figures changed.
     Load {
-        /// Whose.
+        /// The worker.
         worker: usize,
-        /// When.
+        /// The time.
         now: Duration,
     },
-    /// A worker's condition changed; one that went down is empty when it comes back.
+    /// A worker's condition changed; a worker that was down returns empty.
     Condition {
-        /// Whose.
+        /// The worker.
         worker: usize,
-        /// When.
+        /// The time.
         now: Duration,
     },
 }
 
-/// The policies.
+/// The policies and bounds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Kind {
-    /// Berth's own.
+    /// Berth's policy.
     Berth,
-    /// The same over engines that never evict: a bound.
+    /// Berth's policy over engines that never evict: a bound.
     Ideal,
-    /// Berth's placement alone: no prompt is computed in pieces, so short ones wait for long ones.
+    /// Berth's placement without staged prefill, so short prompts wait for long ones.
     BerthWhole,
-    /// Berth's own, told when a session is over, also where nobody closes it: what knowing it at
-    /// once would give. KV that nobody will want stays until it is evicted, as ever.
+    /// Berth's policy, informed of every session's end, also if no client closes the session. Shows
+    /// the value of this knowledge: dead KV still stays until it is evicted.
     Told,
-    /// Least predicted time to first token over engines that share one pool of all their tokens:
-    /// what no placement over separate pools finds more of.
+    /// Least predicted time to first token, over engines that share one pool of all their tokens: a
+    /// bound on the KV that a placement over separate pools finds.
     Pooled,
-    /// The same, and the pool evicts what will be wanted last.
+    /// `Pooled`, with a pool that evicts what is needed last.
     PooledClairvoyant,
-    /// One after the other.
+    /// The workers in turn.
     RoundRobin,
-    /// By lot.
+    /// A random worker.
     Random,
-    /// The less loaded of two drawn by lot.
+    /// The less loaded of two random workers.
     PowerOfTwo,
-    /// Fewest turns outstanding.
+    /// The worker with the fewest outstanding turns.
     LeastLoaded,
-    /// Least predicted time to first token.
+    /// The worker with the least predicted time to first token.
     LeastTtft,
-    /// The session's place on a hash ring.
+    /// The session's position on a hash ring.
     ConsistentHash,
-    /// The same, past workers with more than their share.
+    /// The session's position on a hash ring, skipping workers with more than their share.
     BoundedHash,
-    /// SGLang's rule: longest match unless loads differ much.
+    /// SGLang's rule: the longest match unless loads differ much.
     CacheAware,
     /// Dynamo's published cost.
     Dynamo,
-    /// The session's first worker; that is the least loaded.
+    /// The session's first worker, chosen as the least loaded.
     Sticky,
-    /// The same by predicted time to first token, left when another is better by half a second.
+    /// The session's last worker, unless another worker's predicted time to first token is half a
+    /// second better.
     StickyTtft,
 }
 
 impl Kind {
-    /// No policies, but what to hold them against: a part of ours, one that knows more, and one
-    /// pool for all engines. What these reach is no proof that no policy could reach more.
+    /// The entries that are no policies but comparisons: a part of Berth, Berth with more
+    /// knowledge, and one pool for all engines. Their results don't prove that no policy could do
+    /// better.
     pub const BOUNDS: [Self; 4] =
         [Self::BerthWhole, Self::Told, Self::Pooled, Self::PooledClairvoyant];
 
-    /// The name in tables and JSON.
+    /// Returns the name in tables and JSON.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -183,7 +184,8 @@ impl Kind {
         }
     }
 
-    /// Whether agents compute long prompts in pieces: ours do, and so do those of the bounds on it.
+    /// Whether agents stage the prefill of long prompts: with Berth, and with the bounds that it is
+    /// compared to.
     #[must_use]
     pub fn has_lanes(self) -> bool {
         matches!(
@@ -192,7 +194,7 @@ impl Kind {
         )
     }
 
-    /// A policy of this kind that draws its lots from `seed`.
+    /// Creates a policy of this kind; `seed` determines its random choices.
     #[must_use]
     pub fn build(self, seed: u64, mode: Mode, fleet: &Fleet) -> Box<dyn Policy> {
         let workers = fleet.workers.len();
@@ -215,13 +217,14 @@ impl Kind {
     }
 }
 
-/// Milliseconds that each active block adds once the pool is nearly full: what a turn waits for
-/// room, roughly.
+/// The milliseconds that each active block adds once the pool is nearly full: a rough estimate of
+/// the wait for room.
 const FULL_MS_EACH: f64 = 5.0;
-/// Nearly full.
+/// The share of active blocks from which on the pool is nearly full.
 const FULL_RATIO: f64 = 0.9;
 
-/// Predicted time to first token, milliseconds: prompts before this one, this one, and room.
+/// Returns the predicted time to first token in milliseconds: earlier prompts, this prompt, and the
+/// wait for room.
 #[expect(clippy::cast_precision_loss, reason = "tokens and blocks are far below 2^52")]
 fn ttft_ms(worker: usize, ask: &Ask<'_>, fleet: &Fleet) -> f64 {
     let facts = &fleet.workers[worker];
@@ -231,7 +234,7 @@ fn ttft_ms(worker: usize, ask: &Ask<'_>, fleet: &Fleet) -> f64 {
     tokens as f64 * 1e3 / PREFILL_TOKENS_PER_S as f64 + FULL_MS_EACH * over.max(0.0)
 }
 
-/// The worker with the least of a figure; the first of equals.
+/// Returns the worker with the least figure; the first of equals.
 fn least(fleet: &Fleet, figure: impl Fn(usize) -> f64) -> usize {
     let usable = fleet.usable();
     let best = usable.into_iter().min_by(|&a, &b| figure(a).total_cmp(&figure(b)));

@@ -1,29 +1,30 @@
-//! One worker's KV pool as blocks: which are resident, which a turn or a pin holds, and in which
-//! order the others go. Pure; every operation is a few array accesses a block.
+//! One worker's KV pool as blocks: which are resident or held, and the order of eviction.
 //!
-//! The order of eviction is least recently used, deepest block first, as a radix tree evicts its
-//! leaves; what is tagged goes after what is not. A pool of a bound looks into the future instead.
+//! Turns and pins hold blocks; the others are idle. Idle blocks are evicted least recently used
+//! first and deepest first, as a radix tree evicts its leaves; tagged blocks follow after all
+//! others. A clairvoyant pool uses future use times instead. The module is pure, and every
+//! operation takes a few array accesses per block.
 
 use std::{collections::BTreeSet, time::Duration};
 
-/// Nobody: the end of a list.
+/// The end of a linked list.
 const NONE: u32 = u32::MAX;
 
-/// How much an idle block is worth keeping.
+/// The eviction class of an idle block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Class {
-    /// Goes first.
+    /// Evicted first.
     Plain,
-    /// Goes when nothing plain is left.
+    /// Evicted when no plain block is left.
     Tagged,
 }
 
-/// What became of a block.
+/// A change of a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Change {
-    /// It can be matched from now on.
+    /// The block can be matched from now on.
     Stored(u32),
-    /// It is gone.
+    /// The block is gone.
     Removed(u32),
 }
 
@@ -39,7 +40,7 @@ struct Block {
 const ABSENT: Block =
     Block { before: NONE, after: NONE, holds: 0, resident: false, class: Class::Plain };
 
-/// Idle blocks by when they will be wanted, the first to go last.
+/// The idle blocks by the time of their next use; the last entry is evicted first.
 #[derive(Debug, Clone, Default)]
 struct Foreseen {
     wanted: Vec<Duration>,
@@ -52,7 +53,7 @@ struct List {
     last: u32,
 }
 
-/// The pool.
+/// The KV pool of one worker.
 #[derive(Debug, Clone)]
 pub struct Pool {
     capacity: u64,
@@ -66,7 +67,7 @@ pub struct Pool {
 }
 
 impl Pool {
-    /// Empty, of so many blocks.
+    /// Creates an empty pool of `capacity` blocks.
     #[must_use]
     pub fn new(capacity: u64) -> Self {
         Self {
@@ -81,13 +82,14 @@ impl Pool {
         }
     }
 
-    /// One that evicts what will be wanted last, as [`Self::foresee`] was told.
+    /// Creates a pool that evicts the block whose next use, given by [`Self::foresee`], is the
+    /// latest.
     #[must_use]
     pub fn foreseeing(capacity: u64) -> Self {
         Self { foreseen: Some(Foreseen::default()), ..Self::new(capacity) }
     }
 
-    /// Notes when a held block will be wanted next.
+    /// Records when a held block will be used next.
     pub fn foresee(&mut self, block: u32, wanted: Duration) {
         if let Some(foreseen) = &mut self.foreseen {
             let at = block as usize;
@@ -98,25 +100,25 @@ impl Pool {
         }
     }
 
-    /// Blocks it can hold.
+    /// Returns the number of blocks that the pool can hold.
     #[must_use]
     pub fn capacity(&self) -> u64 {
         self.capacity
     }
 
-    /// Blocks that can be matched.
+    /// Returns the number of blocks that can be matched.
     #[must_use]
     pub fn resident(&self) -> u64 {
         self.resident
     }
 
-    /// Blocks that eviction can't take.
+    /// Returns the number of blocks that can't be evicted.
     #[must_use]
     pub fn used(&self) -> u64 {
         self.held + self.transient
     }
 
-    /// Blocks free without evicting.
+    /// Returns the number of blocks that are free without eviction.
     #[must_use]
     pub fn free(&self) -> u64 {
         self.capacity - self.resident - self.transient
@@ -128,7 +130,7 @@ impl Pool {
         self.blocks.get(block as usize).is_some_and(|block| block.resident)
     }
 
-    /// Leading blocks of the chain that are resident.
+    /// Returns the number of leading blocks of the chain that are resident.
     pub fn matched(&self, chain: impl Iterator<Item = u32>) -> u32 {
         let mut count = 0;
         for block in chain {
@@ -140,8 +142,9 @@ impl Pool {
         count
     }
 
-    /// Holds all of the chain's blocks and so many nameless ones, evicting what idles, or changes
-    /// nothing and says no. What was not resident is from now on.
+    /// Holds all blocks of the chain and `transient` unnamed blocks, and evicts idle blocks as
+    /// needed. Blocks of the chain become resident. Returns false and changes nothing if there is
+    /// no room.
     pub fn admit(&mut self, chain: &[u32], transient: u64) -> bool {
         let (mut missing, mut idle) = (0, 0);
         for &block in chain {
@@ -150,7 +153,7 @@ impl Pool {
                 _ => missing += 1,
             }
         }
-        // Its own idle blocks are not evicted for the rest of it.
+        // The chain's own idle blocks can't be evicted to make room for the rest.
         let evictable = self.resident - self.held - idle;
         let needed = missing + transient;
         if needed > self.free() + evictable {
@@ -173,7 +176,7 @@ impl Pool {
         true
     }
 
-    /// Gives up what `admit` held. What stays is kept as `class`.
+    /// Releases what `admit` held; the chain's blocks become idle with `class`.
     pub fn leave(&mut self, chain: &[u32], transient: u64, class: Class) {
         for &block in chain.iter().rev() {
             self.release(block, class);
@@ -181,7 +184,7 @@ impl Pool {
         self.transient -= transient;
     }
 
-    /// Holds what is resident of the chain once more: a pin.
+    /// Holds the chain's blocks once more, as a pin.
     pub fn pin(&mut self, chain: &[u32]) {
         for &block in chain {
             assert!(self.has(block), "only what a turn has just held is pinned");
@@ -189,7 +192,7 @@ impl Pool {
         }
     }
 
-    /// Frees the block unless somebody holds it.
+    /// Frees the block unless it is held.
     pub fn discard(&mut self, block: u32) {
         if self.has(block) && self.blocks[block as usize].holds == 0 {
             self.unlink(block);
@@ -197,13 +200,13 @@ impl Pool {
         }
     }
 
-    /// Forgets everything, as an engine that restarts.
+    /// Forgets everything, as a restarting engine does.
     pub fn clear(&mut self) {
         let foreseen = self.foreseen.as_ref().map(|_| Foreseen::default());
         *self = Self { foreseen, ..Self::new(self.capacity) };
     }
 
-    /// What became matchable and what went since the last call, in order.
+    /// Takes the changes since the last call, in order.
     pub fn take_changes(&mut self) -> std::vec::Drain<'_, Change> {
         self.changes.drain(..)
     }
@@ -257,7 +260,7 @@ impl Pool {
         self.changes.push(Change::Removed(block));
     }
 
-    /// Puts the block where the last used go.
+    /// Puts the block at the end of its idle list, as the most recently used.
     fn link(&mut self, block: u32) {
         if let Some(Foreseen { wanted, idle }) = &mut self.foreseen {
             let at = wanted.get(block as usize).copied().unwrap_or_default();
@@ -293,9 +296,9 @@ impl Pool {
         }
     }
 
-    /// Panics where the pool contradicts itself.
+    /// Panics if the pool is inconsistent.
     pub fn check_invariants(&self) {
-        assert!(self.resident + self.transient <= self.capacity, "above its capacity");
+        assert!(self.resident + self.transient <= self.capacity, "over capacity");
         let count = |wanted: fn(&Block) -> bool| {
             self.blocks.iter().filter(|block| block.resident && wanted(block)).count() as u64
         };
@@ -311,7 +314,7 @@ impl Pool {
                 idle += 1;
                 (before, at) = (at, block.after);
             }
-            assert_eq!(list.last, before, "a list ends elsewhere");
+            assert_eq!(list.last, before, "a wrong end of a list");
         }
         assert_eq!(idle, self.resident - self.held, "idle blocks outside the lists");
     }

@@ -1,4 +1,4 @@
-//! What runs counted, as a table for people and as JSON for programs.
+//! The results of runs, as a table for people and as JSON for programs.
 
 use std::fmt::Write as _;
 
@@ -6,43 +6,43 @@ use serde::Serialize;
 
 use super::tally::Tally;
 
-/// One policy over all seeds: means, unless a name says otherwise.
+/// The results of one policy over all seeds; means over the seeds, unless the name says otherwise.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Summary {
     /// The policy.
     pub name: &'static str,
-    /// Milliseconds to the first token.
+    /// Mean milliseconds to the first token.
     pub ttft_ms_mean: f64,
-    /// Of the seeds' means, the least.
+    /// The least mean of a seed.
     pub ttft_ms_mean_min: f64,
-    /// Of the seeds' means, the greatest.
+    /// The greatest mean of a seed.
     pub ttft_ms_mean_max: f64,
-    /// Median.
+    /// Median milliseconds to the first token.
     pub ttft_ms_p50: f64,
-    /// 90th percentile.
+    /// 90th percentile of the milliseconds to the first token.
     pub ttft_ms_p90: f64,
-    /// 99th percentile.
+    /// 99th percentile of the milliseconds to the first token.
     pub ttft_ms_p99: f64,
-    /// Prompt tokens found resident, of all.
+    /// The share of prompt tokens that were resident.
     pub token_hit_ratio: f64,
-    /// Prompt tokens computed by the busiest worker, of the mean.
+    /// The prompt tokens computed by the busiest worker, as a multiple of the mean.
     pub prefill_imbalance: f64,
-    /// Turns placed elsewhere than their session's turn before.
+    /// Turns placed on another worker than their session's previous turn.
     pub rebinds: f64,
-    /// Times that nothing could go on but by force.
+    /// How often an engine was blocked by pins and the oldest pin was dropped by force.
     pub wedges: f64,
-    /// Turns that fit into no pool.
+    /// Turns that no pool can hold.
     pub dropped: f64,
-    /// Turns sent again because their worker was lost.
+    /// Turns sent again because their worker crashed.
     pub retried: f64,
-    /// Turns whose answer began.
+    /// Turns whose answer started.
     pub turns: f64,
     /// Mean milliseconds to the first token, by seed.
     pub seeds: Vec<f64>,
 }
 
 impl Summary {
-    /// Sums up the runs of one policy, a run a seed.
+    /// Summarizes the runs of one policy, one per seed.
     #[must_use]
     pub fn new(name: &'static str, tallies: &[Tally]) -> Self {
         let mean = |figure: &dyn Fn(&Tally) -> f64| {
@@ -69,7 +69,7 @@ impl Summary {
     }
 }
 
-/// A table, best mean first.
+/// Formats a table, best mean first.
 #[must_use]
 pub fn table(summaries: &[Summary]) -> String {
     let mut sorted: Vec<&Summary> = summaries.iter().collect();

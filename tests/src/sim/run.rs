@@ -1,6 +1,6 @@
-//! One run: users, engines, a policy, and a virtual clock. The same arguments give the same counts.
+//! One run: users, engines, a policy and a virtual clock; the same arguments give the same counts.
 //!
-//! Events at one moment happen in the order in which they were scheduled.
+//! Events at the same time happen in the order in which they were scheduled.
 
 mod faults;
 mod foresight;
@@ -26,7 +26,7 @@ use super::{
     tally::Tally,
 };
 
-/// What happens.
+/// The events of a run.
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Event {
     User,
@@ -52,17 +52,17 @@ enum Change {
 struct Turn {
     arrived: Time,
     worker: usize,
-    /// Its session leaves this worker when its answer begins.
+    /// The worker that the session leaves when the answer starts.
     leaves: Option<usize>,
-    /// Its first token came; what is sent again later counts no second one.
+    /// Whether the first token was counted; a retry after a crash counts no second one.
     answered: bool,
-    /// Of its prompt, computed in the slow lane.
+    /// The prompt tokens computed by staged prefill.
     ahead_tokens: u64,
-    /// Decoding.
+    /// The turn's job while it is decoding.
     running: Option<Job>,
 }
 
-/// The world of one run.
+/// The state of one run.
 #[derive(Debug)]
 struct World {
     corpus: Arc<Corpus>,
@@ -72,18 +72,18 @@ struct World {
     scheduled: u64,
     plays: Plays,
     engines: Vec<Engine>,
-    /// One for each engine, or one for all: a bound.
+    /// One pool per engine, or one pool for all engines (a bound).
     pools: Vec<Pool>,
-    /// What is evicted is what is wanted last, by a look into the future: a bound.
+    /// The next use of blocks, for a pool that evicts what is used last (a bound).
     foresees: Option<Foresight>,
-    /// The policy hears of a session's end though nobody closes it.
+    /// Whether the policy learns of a session's end although no client closes the session.
     tells_ends: bool,
     lives: Vec<u32>,
-    /// One for each engine; none where prompts go to the engines whole.
+    /// The staging queue of each engine; empty if prompts are not staged.
     lanes: Vec<lane::Lane>,
     fleet: Fleet,
     turns: Vec<Turn>,
-    /// Where each session's turn before went.
+    /// The worker of each session's previous turn.
     last: HashMap<usize, usize>,
     sessions: sessions::Sessions,
     faults: faults::Faults,
@@ -142,7 +142,7 @@ impl World {
         for due in self.plays.start(&self.options) {
             self.due(due);
         }
-        // A bound has no churn: one pool would be lost for all.
+        // A bound with one pool has no churn, because a crash would empty the pool of all engines.
         if self.options.churn == Churn::Once && self.pools.len() == self.engines.len() {
             for (at, worker, to) in faults::churn(&self.options) {
                 self.schedule(at, Event::Condition { worker, to });
@@ -200,7 +200,7 @@ impl World {
             }
             Event::Close { play } => self.close(play, policy),
             Event::Condition { worker, to } => self.change(worker, to, policy),
-            // Of an engine that crashed since.
+            // Events of an engine that has crashed since are ignored.
             Event::PieceDone { .. }
             | Event::TurnDone { .. }
             | Event::Blocks { .. }
@@ -208,13 +208,13 @@ impl World {
         }
     }
 
-    /// Places the turn and sends it there.
+    /// Places the turn and sends it to its worker.
     fn send(&mut self, turn: usize, play: usize, policy: &mut dyn Policy) {
         let one = self.plays.get(play);
         let script = &self.corpus.scripts[one.script];
         let facts = &script.turns[one.turn];
         let chain = numbered(&facts.chain, &self.corpus, one.pass);
-        // A session that was guessed from blocks is named by its first request.
+        // A session that was inferred from blocks is identified by its first request.
         let session = script.continues.unwrap_or(play);
         let ask = Ask {
             turn,
@@ -267,7 +267,7 @@ impl World {
         self.go_on(worker, policy);
     }
 
-    /// Lets the engine begin what it can.
+    /// Lets the engine start the work that it has room for.
     fn go_on(&mut self, worker: usize, policy: &mut dyn Policy) {
         let pool = self.pool_of(worker);
         loop {
@@ -276,7 +276,7 @@ impl World {
                 self.schedule(until, Event::PieceDone { worker, life: self.lives[worker] });
             }
             let engine = &self.engines[worker];
-            // Held by pins alone: the oldest is given up by force.
+            // If only pins hold blocks, the oldest pin is dropped by force.
             if engine.waiting() == 0 || engine.is_running() {
                 break;
             }
@@ -335,7 +335,7 @@ impl World {
         self.follow(job.play);
     }
 
-    /// What follows from the end of the play's turn.
+    /// Schedules the events that follow the end of the play's turn.
     fn follow(&mut self, play: usize) {
         for due in self.plays.ended(play, self.now) {
             self.due(due);
@@ -367,7 +367,7 @@ impl World {
         worker % self.pools.len()
     }
 
-    /// The workers that have a pool in common with this one, itself included.
+    /// Returns the workers that share a pool with this worker, itself included.
     fn sharing(&self, worker: usize) -> Range<usize> {
         if self.pools.len() == 1 { 0..self.engines.len() } else { worker..worker + 1 }
     }
@@ -376,7 +376,7 @@ impl World {
         self.corpus.scripts[self.plays.get(play).script].continues.unwrap_or(play)
     }
 
-    /// What the policy may see of a worker, as it is now.
+    /// Updates the facts of a worker that the policy may use.
     fn look(&mut self, worker: usize, policy: &mut dyn Policy) {
         let engine = &self.engines[worker];
         let pool = &self.pools[self.pool_of(worker)];
@@ -385,7 +385,7 @@ impl World {
         seen.pending_tokens = engine.pending_tokens();
         seen.backlog_tokens = engine.backlog_tokens(self.now);
         seen.active_blocks = pool.used();
-        // An endless pool is told as one that has room.
+        // An unlimited pool is reported as one that has room.
         let left = seen.pool_blocks.saturating_sub(pool.used());
         seen.free_blocks = pool.free().min(left);
         policy.hear(&Heard::Load { worker, now: self.now }, &self.fleet);

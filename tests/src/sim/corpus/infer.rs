@@ -1,15 +1,17 @@
-//! Which request of a trace without sessions continues which: told by its blocks.
+//! Infers from blocks which request continues which, for traces without sessions.
 //!
-//! A request continues the latest earlier one whose last block, or last but one, lies in the part
-//! of its prompt that was seen before; deepest first.
+//! The known prefix of a request is the part whose blocks appeared in earlier requests. The request
+//! continues the latest earlier request that has its last or last but one block in this prefix; the
+//! deepest such block decides.
 
 use std::collections::{HashMap, HashSet};
 
 use crate::replay::trace::Conversation;
 
-/// For each request the first of its conversation, itself where it begins one.
+/// Returns, for each request, the first request of its conversation (the request itself if it
+/// starts one).
 pub(super) fn sessions(requests: &[&Conversation]) -> Vec<usize> {
-    // Block -> the latest request that ended there or one block further.
+    // Maps a block to the latest request that has it as its last or last but one block.
     let mut ends: HashMap<u64, usize> = HashMap::new();
     let mut seen: HashSet<u64> = HashSet::new();
     let mut firsts: Vec<usize> = Vec::with_capacity(requests.len());
@@ -18,7 +20,7 @@ pub(super) fn sessions(requests: &[&Conversation]) -> Vec<usize> {
         let known = ids.iter().take_while(|id| seen.contains(id)).count();
         let before = ids[..known].iter().rev().find_map(|id| ends.get(id));
         firsts.push(before.map_or(at, |&before| firsts[before]));
-        // All requests have the first block: it tells nothing.
+        // The first block is skipped, because all requests share it.
         for &id in ids.iter().skip(1).rev().take(2) {
             ends.insert(id, at);
         }

@@ -1,9 +1,9 @@
-//! Policies that keep a session where it is.
+//! Policies that keep a session on its worker.
 
 use super::{Choice, Policy, least, plain::LeastLoaded, ttft_ms};
 use crate::sim::fleet::{Ask, Fleet};
 
-/// Stays for ever; begins on the least loaded.
+/// Never moves a session; starts it on the least loaded worker.
 #[derive(Debug)]
 pub(super) struct Sticky(LeastLoaded);
 
@@ -22,10 +22,10 @@ impl Policy for Sticky {
     }
 }
 
-/// A better time to first token elsewhere must be better by this much to be worth moving.
+/// A session moves only if its time to first token is better elsewhere by more than this.
 const ESCAPE_MS: f64 = 500.0;
 
-/// Stays unless it gets its first token much sooner elsewhere.
+/// Moves a session only if its first token comes much sooner elsewhere.
 #[derive(Debug)]
 pub(super) struct StickyTtft;
 

@@ -1,7 +1,7 @@
-//! Berth's own policy: the router's view, affinity, overlap index and placement as they are, fed
-//! with what agents would tell of the model's engines.
+//! Berth's policy: the router's view, affinity, overlap index and placement, used unchanged.
 //!
-//! It decides nothing itself: it is the router's shell without sockets.
+//! This module decides nothing. It replaces the router's shell without sockets: it feeds these
+//! parts with what agents would report of the modelled engines.
 
 mod agents;
 mod names;
@@ -31,11 +31,11 @@ use crate::sim::{
     options::Mode,
 };
 
-/// Sessions and their bindings at most: more than any run has.
+/// Bound of sessions and bindings; more than any run has.
 const SESSIONS_MAX: usize = 1_000_000;
-/// Memory of the overlap index: it never drops here.
+/// Bound of the overlap index; large enough that the index never drops anything here.
 const INDEX_BYTES_MAX: usize = 1 << 30;
-/// An agent forgets a session that was idle for so long.
+/// The idle time after which an agent forgets a session.
 const FORGOTTEN_AFTER: Duration = Duration::from_secs(3600);
 
 /// The router without its sockets.
@@ -49,17 +49,17 @@ pub(super) struct Berth {
     names: Names,
     retention: Retention,
     known: HashMap<usize, Known>,
-    /// Of the turn placed last.
+    /// The expected tokens of the turn placed last.
     expected_tokens: u64,
-    /// One for each turn inside.
+    /// The lease of each running turn.
     leases: HashMap<usize, Lease>,
-    /// Idle sessions, the longest idle first.
+    /// The idle sessions, longest idle first.
     idle: std::collections::BTreeSet<(Duration, usize)>,
 }
 
 impl Berth {
     pub(super) fn new(mode: Mode, fleet: &Fleet) -> Self {
-        // Virtual time needs some instant to count from.
+        // Virtual time needs an `Instant` as its zero.
         let start = tokio::time::Instant::now().into_std();
         let mut state = agents::state(fleet.workers.len());
         for (agent, worker) in fleet.workers.iter().enumerate() {
@@ -83,7 +83,7 @@ impl Berth {
         }
     }
 
-    /// Where a session is, as the router sees it.
+    /// Returns where a session is, as the router sees it.
     fn sticky(&self, key: &SessionKey, now: Instant) -> Option<Sticky> {
         let binding = self.affinity.get(key, now);
         let moved = binding.and_then(|binding| binding.moved);
@@ -99,13 +99,13 @@ impl Berth {
         }
     }
 
-    /// What a turn adds to the one before.
+    /// Returns the tokens that a turn adds to the session's previous prompt.
     fn new_tokens(&self, ask: &Ask<'_>) -> Option<u64> {
         let before = self.known.get(&ask.session).map(|known| known.input_tokens)?;
         ask.input_tokens.checked_sub(before)
     }
 
-    /// What an agent says of a session.
+    /// Applies an agent's report of a session.
     fn tell(&mut self, session: usize, worker: usize, state: SessionState, now: Instant) {
         if let Some(known) = self.known.get(&session) {
             let update = Update::Upsert(known.session(self.retention, state));
@@ -113,7 +113,7 @@ impl Berth {
         }
     }
 
-    /// Agents forget what was idle for too long.
+    /// Closes sessions that were idle for too long, as agents do.
     fn forget(&mut self, now: Duration) {
         while let Some(&(since, session)) = self.idle.first() {
             if now.saturating_sub(since) < FORGOTTEN_AFTER {
@@ -200,7 +200,7 @@ impl Berth {
             }
             Condition::Draining => {}
             Condition::Up if !self.state.agent_at(worker).is_up() => {
-                // Another process: it knows no session.
+                // A new agent process knows no session.
                 let epoch = self.state.agent_at(worker).epoch().unwrap_or(0) + 1;
                 let description = agents::description(worker, epoch, facts, fleet);
                 let began = Update::Began { description, sessions: vec![] };
@@ -225,7 +225,7 @@ impl Policy for Berth {
         self.forget(ask.now);
         let now = self.start + ask.now;
         for agent in 0..fleet.workers.len() {
-            // What keeps an agent from being stale while nothing happens there.
+            // Regular reports keep an idle worker's agent from becoming stale.
             self.state.apply(
                 agent,
                 Update::Report(agents::report(&fleet.workers[agent], fleet)),
@@ -250,7 +250,7 @@ impl Policy for Berth {
         };
         let view = self.state.snapshot();
         let placement = placement::settled(&bare, &view, now).filter(|placement| {
-            // Gone a moment ago it refuses the turn, which then goes elsewhere.
+            // A worker that has just gone down refuses the turn, which then goes elsewhere.
             !fleet.is_down(placement.worker.agent)
         });
         let is_known = placement.is_none();

@@ -1,4 +1,4 @@
-//! Hash rings: the session's place, whatever is where.
+//! Hash rings: placement by the session's hash alone, whatever is resident.
 
 use super::{Choice, Policy};
 use crate::{
@@ -6,12 +6,12 @@ use crate::{
     sim::fleet::{Ask, Fleet},
 };
 
-/// Points of each worker: shares differ by about an eighth.
+/// The points of each worker on the ring; shares then differ by about an eighth.
 const POINTS: u64 = 64;
-/// A worker with more than this much of the mean load is passed over.
+/// A worker with more than this multiple of the mean load is skipped.
 pub(super) const SHARE_MAX: f64 = 1.25;
 
-/// A ring, with or without a bound on each worker's load.
+/// A ring, with or without a limit on each worker's load.
 #[derive(Debug)]
 pub(super) struct Ring {
     points: Vec<(u64, usize)>,
@@ -34,7 +34,7 @@ impl Policy for Ring {
     fn place(&mut self, ask: &Ask<'_>, fleet: &Fleet) -> Choice {
         let usable = fleet.usable();
         let turns: u32 = usable.iter().map(|&worker| fleet.workers[worker].outstanding).sum();
-        // The newcomer counts.
+        // The mean includes the new turn.
         let mean = f64::from(turns + 1) / usable.len() as f64;
         let most = self.share_max.map_or(f64::INFINITY, |share| (share * mean).ceil());
         let place = mix(ask.session as u64, 11);

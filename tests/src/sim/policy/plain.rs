@@ -1,9 +1,9 @@
-//! Policies that know no sessions.
+//! Policies that ignore sessions.
 
 use super::{Choice, Policy, least, ttft_ms};
 use crate::sim::fleet::{Ask, Fleet};
 
-/// One after the other.
+/// Chooses the workers in turn.
 #[derive(Debug, Default)]
 pub(super) struct RoundRobin(usize);
 
@@ -15,7 +15,7 @@ impl Policy for RoundRobin {
     }
 }
 
-/// By lot.
+/// Chooses a random worker.
 #[derive(Debug)]
 pub(super) struct Random(fastrand::Rng);
 
@@ -32,7 +32,7 @@ impl Policy for Random {
     }
 }
 
-/// The less loaded of two drawn by lot.
+/// Chooses the less loaded of two random workers.
 #[derive(Debug)]
 pub(super) struct PowerOfTwo(fastrand::Rng);
 
@@ -55,7 +55,7 @@ impl Policy for PowerOfTwo {
     }
 }
 
-/// Fewest turns outstanding; lots among equals.
+/// Chooses the worker with the fewest outstanding turns; a random one of equals.
 #[derive(Debug)]
 pub(super) struct LeastLoaded(fastrand::Rng);
 
@@ -76,7 +76,7 @@ impl Policy for LeastLoaded {
     }
 }
 
-/// Least predicted time to first token.
+/// Chooses the worker with the least predicted time to first token.
 #[derive(Debug)]
 pub(super) struct LeastTtft;
 

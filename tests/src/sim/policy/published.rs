@@ -1,18 +1,19 @@
-//! Two published rules, per request and without sessions: SGLang's and Dynamo's.
+//! Two published rules without sessions, SGLang's and Dynamo's, which decide per request.
 
 use std::collections::{HashMap, HashSet};
 
 use super::{Choice, Heard, Policy};
 use crate::sim::fleet::{Ask, Fleet};
 
-/// Loads differ much: by more than so many turns,
+/// Loads differ much if they differ by more than this many turns, and by more than the factor
+/// below.
 const BALANCE_TURNS: u32 = 32;
-/// and by more than this factor.
+/// The factor by which loads must also differ.
 const BALANCE_FACTOR: f64 = 1.5;
-/// A match counts from this share of the prompt on.
+/// The least share of the prompt that counts as a match.
 const MATCH_RATIO: f64 = 0.3;
 
-/// SGLang's cache-aware rule over what was routed where, without eviction from that memory.
+/// SGLang's cache-aware rule, over a record of routed prompts that is never evicted.
 #[derive(Debug)]
 pub(super) struct CacheAware {
     routed: Vec<HashSet<u32>>,
@@ -56,15 +57,15 @@ impl Policy for CacheAware {
     }
 }
 
-/// Dynamo's published cost at its defaults: prompt blocks to compute there, this turn's among
-/// them, plus the distinct blocks of turns there and this one; lots among equals.
+/// Dynamo's published cost at its defaults: the prompt blocks to compute on the worker, with this
+/// turn, plus the distinct blocks of its turns, with this one. Chooses a random worker of equals.
 #[derive(Debug)]
 pub(super) struct Dynamo {
     lots: fastrand::Rng,
     active: Vec<Active>,
 }
 
-/// The blocks of a worker's turns, with how many turns have each.
+/// The blocks of a worker's turns, each with its number of turns.
 #[derive(Debug, Default, Clone)]
 struct Active {
     turns: Vec<u16>,

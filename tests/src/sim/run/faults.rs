@@ -1,4 +1,4 @@
-//! What goes wrong in a run: words that are late, lost or said twice, and workers that go.
+//! The faults of a run: late, lost or duplicate reports, and workers that crash or drain.
 
 use std::time::Duration;
 
@@ -9,14 +9,14 @@ use crate::sim::{
     policy::{Heard, Policy},
 };
 
-/// A second close of the same session comes this much later.
+/// The delay of a duplicate close.
 const TWICE_DELAY: Duration = Duration::from_secs(1);
-/// A worker that crashed or drains is away this long: a restart with a large model.
+/// How long a crashed or drained worker is away: a restart with a large model.
 const AWAY: Duration = Duration::from_secs(600);
-/// A lost turn is sent again this much later: a refused connection is noticed at once.
+/// The delay before a lost turn is sent again; a refused connection is noticed at once.
 const RETRY_DELAY: Duration = Duration::from_millis(100);
 
-/// Draws lots for what is lost.
+/// Chooses randomly which reports are lost.
 #[derive(Debug)]
 pub(super) struct Faults {
     hearing: Hearing,
@@ -28,7 +28,7 @@ impl Faults {
         Self { hearing, lots: fastrand::Rng::with_seed(seed ^ 0xFA17) }
     }
 
-    /// When a close that is asked for now is heard: not at all, once, or twice.
+    /// Returns when a close requested now is delivered: never, once or twice.
     pub(super) fn close(&mut self, now: Time) -> Vec<Time> {
         if self.happens(self.hearing.close_loss_ratio) {
             return vec![];
@@ -41,12 +41,13 @@ impl Faults {
     }
 
     fn happens(&mut self, ratio: f64) -> bool {
-        // No lot is drawn for what never happens: runs without faults stay as they were.
+        // Draws no random number for a ratio of 0, so that runs without faults are unaffected.
         ratio > 0.0 && self.lots.f64() < ratio
     }
 }
 
-/// One worker crashes at a third of the run, another drains at a half; both return.
+/// Returns the churn: one worker crashes at a third of the run, another drains at half; both
+/// return.
 pub(super) fn churn(options: &Options) -> [(Time, usize, Change); 4] {
     let (crashed, drained) = (0, options.workers - 1);
     let (first, second) = (options.horizon / 3, options.horizon / 2);
@@ -59,7 +60,7 @@ pub(super) fn churn(options: &Options) -> [(Time, usize, Change); 4] {
 }
 
 impl World {
-    /// Passes on what changed in a worker's pool, as late as the run's options say, if at all.
+    /// Reports a change of a worker's pool to the policy, with the configured delay and loss.
     pub(super) fn tell_blocks(
         &mut self,
         worker: usize,
@@ -95,7 +96,7 @@ impl World {
         }
     }
 
-    /// A worker goes or comes back.
+    /// Applies a change of a worker's condition.
     pub(super) fn change(&mut self, worker: usize, to: Change, policy: &mut dyn Policy) {
         self.fleet.workers[worker].condition = match to {
             Change::Crash => Condition::Down,
@@ -108,7 +109,7 @@ impl World {
         policy.hear(&Heard::Condition { worker, now: self.now }, &self.fleet);
     }
 
-    /// All that was inside is gone; its turns are sent again.
+    /// Empties a crashed worker; its turns are sent again.
     fn crash(&mut self, worker: usize, policy: &mut dyn Policy) {
         self.lives[worker] += 1;
         let pool = self.pool_of(worker);

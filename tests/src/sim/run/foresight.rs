@@ -1,10 +1,10 @@
-//! When each block of a session will be wanted next, as only the trace knows. Pure.
+//! The future uses of a session's blocks, as only the trace knows them (a pure module).
 
 use std::{collections::HashMap, sync::Arc, time::Duration};
 
 use crate::sim::{corpus::Corpus, engine::Time, options::Options, pool::Pool};
 
-/// By session: in which of its turns a block is, in order.
+/// For each session and block, the session's turns that use the block, in order.
 #[derive(Debug)]
 pub(super) struct Foresight {
     corpus: Arc<Corpus>,
@@ -17,8 +17,8 @@ impl Foresight {
         Self { corpus: Arc::clone(corpus), think_max: options.think_max, turns: HashMap::new() }
     }
 
-    /// The session's turn has ended: tells the pool about the turn's blocks. Blocks of others, as
-    /// the system prompt's and a parent's, are wanted at once.
+    /// Tells the pool when the blocks of a session's ended turn will be used next. Blocks of other
+    /// sessions, such as the system prompt's or a parent's, count as used at once.
     pub(super) fn note(
         &mut self,
         script: usize,
@@ -37,7 +37,7 @@ impl Foresight {
             }
             turns
         });
-        // Pauses alone: that answers take time too changes no order within a session.
+        // Counts pauses only; the times of answers change no order within a session.
         let mut at = now;
         let mut due: Vec<Time> = vec![now; turn + 1];
         for next in &one.turns[turn + 1..] {

@@ -1,5 +1,6 @@
-//! A worker's slow lane: the agent's own order of long prompts, over the model's engine. What it
-//! does is what the agent's shell does, without sockets.
+//! A worker's staged prefill: the agent's own order of long prompts, over the modelled engine.
+//!
+//! This module replaces the agent's shell, without sockets.
 
 use std::time::Duration;
 
@@ -16,15 +17,15 @@ use crate::sim::{
     pool::Class,
 };
 
-/// From the end of a piece until the engine has the next: its answer, and another request.
+/// The time from the end of a stage until the engine has the next: one answer and one request.
 const BETWEEN_PIECES: Duration = Duration::from_millis(10);
 
-/// Prompts that are computed in pieces before their turns.
+/// The prompts whose prefill is staged before their turns.
 #[derive(Debug, Default)]
 pub(super) struct Lane {
     order: Order,
     prompts: Vec<Prompt>,
-    /// Turns that have left it, on their way to the engine.
+    /// The turns that have left the staging queue and are on their way to the engine.
     leaving: Vec<Job>,
 }
 
@@ -36,7 +37,7 @@ struct Prompt {
 }
 
 impl Lane {
-    /// For reports.
+    /// Returns the load for reports.
     pub(super) fn load(&self) -> load::Lane {
         let (tokens, prompts) = self.order.load();
         let prompts = u32::try_from(prompts).expect("a lane has few prompts");
@@ -53,11 +54,11 @@ impl Lane {
         self.prompts[at].turn.input_tokens - self.prompts[at].resident_tokens
     }
 
-    /// The next piece for the engine, if it has none.
+    /// Returns the next stage for the engine, unless a stage is in the engine.
     fn next(&mut self, block_tokens: u64) -> Option<Job> {
         let ticket = self.order.first()?;
         let prompt = self.prompts.iter().find(|prompt| prompt.ticket == ticket);
-        let Prompt { turn, resident_tokens, .. } = prompt.expect("who is first is inside");
+        let Prompt { turn, resident_tokens, .. } = prompt.expect("the first is in the queue");
         let blocks = end(*resident_tokens, block_tokens) / block_tokens;
         let tokens = blocks * block_tokens - resident_tokens;
         self.order.begin(ticket, tokens);
@@ -73,19 +74,19 @@ impl Lane {
     }
 }
 
-/// As agents have it by default.
+/// Returns the tokens of a stage, by the agents' default settings.
 fn piece_tokens() -> u64 {
     lane::piece_tokens(Config::default().piece_ms, PREFILL_TOKENS_PER_S)
 }
 
-/// Where a piece ends.
+/// Returns the token position at which a stage ends.
 fn end(resident_tokens: u64, block_tokens: u64) -> u64 {
     let end = resident_tokens + piece_tokens();
     end / block_tokens * block_tokens
 }
 
 impl World {
-    /// A placed turn reaches its worker: by the lane, if its prompt is known to be long there.
+    /// Delivers a placed turn to its worker; a prompt that is known to be long is staged.
     pub(super) fn arrive(&mut self, worker: usize, turn: Job, is_known: bool) {
         let resident_tokens = turn.input_tokens - turn.expected_tokens;
         let takes = is_known && !self.lanes.is_empty() && self.is_long(&turn, resident_tokens);
@@ -103,16 +104,17 @@ impl World {
         }
     }
 
-    /// Whether a piece of it is to be computed before it.
+    /// Whether a stage of the prompt should be computed before the turn.
     fn is_long(&self, turn: &Job, resident_tokens: u64) -> bool {
         let left = turn.input_tokens - resident_tokens;
         let end = end(resident_tokens, self.corpus.block_tokens);
-        // What nobody finds again is computed once, by the turn.
+        // Tokens after the last full block can't be matched later, so the turn itself computes
+        // them.
         let found = turn.chain.len() as u64 * self.corpus.block_tokens;
         left > piece_tokens() && end <= found
     }
 
-    /// The engine gets the turns that have left, and the next piece if it has none.
+    /// Gives the engine the turns that have left the queue, and the next stage if it has none.
     pub(super) fn next_piece(&mut self, worker: usize) {
         for turn in std::mem::take(&mut self.lanes[worker].leaving) {
             self.engines[worker].arrive(turn);
@@ -122,7 +124,7 @@ impl World {
         }
     }
 
-    /// The engine has computed a piece: its KV stays, its turn may be sent.
+    /// Handles a computed stage: its KV stays, and its turn may follow.
     pub(super) fn piece_done(&mut self, worker: usize, piece: Begun, policy: &mut dyn Policy) {
         let Begun { job, matched_tokens, stored, .. } = piece;
         let computed = job.input_tokens - matched_tokens;
@@ -133,7 +135,7 @@ impl World {
         self.tell_blocks(worker, stored, vec![], policy);
         let lane = &mut self.lanes[worker];
         let inside = lane.prompts.iter().position(|prompt| prompt.turn.turn == job.turn);
-        let at = inside.expect("a prompt leaves the lane by its last piece");
+        let at = inside.expect("a prompt leaves with its last stage");
         let before = std::mem::replace(&mut lane.prompts[at].resident_tokens, job.input_tokens);
         let evicted = matched_tokens + self.corpus.block_tokens < before;
         let (left, ticket) = (lane.left(at), lane.prompts[at].ticket);
@@ -147,7 +149,7 @@ impl World {
         self.schedule(self.now + BETWEEN_PIECES, Event::Piece { worker, life });
     }
 
-    /// The worker is gone: the turns that were in its lane.
+    /// Removes and returns the turns in the staging queue of a crashed worker.
     pub(super) fn empty_lane(&mut self, worker: usize) -> Vec<Job> {
         let lane = self.lanes.get_mut(worker).map(std::mem::take);
         let inside = |lane: Lane| {

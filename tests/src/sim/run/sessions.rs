@@ -1,4 +1,4 @@
-//! What engines know of open sessions: where each has been, and what is pinned for it.
+//! The engines' knowledge of open sessions: where each session ran, and what is pinned for it.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
@@ -14,19 +14,19 @@ use crate::sim::{
 #[derive(Debug)]
 struct Pin {
     chain: Vec<u32>,
-    /// When it was pinned last, as a count.
+    /// A counter value that orders pins by when they were set.
     since: u64,
-    /// A turn of the session is inside: its pin goes only with the session.
+    /// Whether a turn of the session is in the engine; then other pins are released first.
     busy: bool,
 }
 
-/// All of them.
+/// The open sessions and pins of all workers.
 #[derive(Debug)]
 pub(super) struct Sessions {
     mode: Mode,
     pin_blocks_max: u64,
     visited: HashMap<usize, BTreeSet<usize>>,
-    /// By worker, then play.
+    /// The pins, by worker and then by play.
     pins: Vec<BTreeMap<usize, Pin>>,
     pinned: Vec<u64>,
     count: u64,
@@ -38,7 +38,7 @@ impl Sessions {
         let budget = (pool_blocks as f64 * options.pin_budget_ratio) as u64;
         Self {
             mode: options.mode,
-            // A whole pool of pins is no bound: what is pinned is resident.
+            // A ratio of 1 means no limit, because pinned blocks are resident anyway.
             pin_blocks_max: if options.pin_budget_ratio < 1.0 { budget } else { u64::MAX },
             visited: HashMap::new(),
             pins: (0..options.workers).map(|_| BTreeMap::new()).collect(),
@@ -47,7 +47,7 @@ impl Sessions {
         }
     }
 
-    /// A turn of the session goes to the worker.
+    /// Records that a turn of the session goes to the worker.
     pub(super) fn sent(&mut self, play: usize, worker: usize) {
         self.visited.entry(play).or_default().insert(worker);
         if let Some(pin) = self.pins[worker].get_mut(&play) {
@@ -55,12 +55,12 @@ impl Sessions {
         }
     }
 
-    /// Where a session has been.
+    /// Returns the workers on which a session ran.
     pub(super) fn workers_of(&self, play: usize) -> Vec<usize> {
         self.visited.get(&play).into_iter().flatten().copied().collect()
     }
 
-    /// A turn has ended on the worker: what stays of it, and how.
+    /// Handles the end of a turn: releases its blocks, which stay with the session's class or pin.
     pub(super) fn ended(&mut self, job: &Job, worker: usize, engine: &mut Engine, pool: &mut Pool) {
         if self.mode == Mode::Pinned {
             self.unpin(job.play, worker, pool);
@@ -77,7 +77,8 @@ impl Sessions {
         engine.leave(job, class, pool);
     }
 
-    /// The session ends on the worker: its pin goes, and what it alone used is freed.
+    /// Ends the session on the worker: drops its pin and frees the blocks that only this session
+    /// used.
     pub(super) fn close(
         &mut self,
         play: usize,
@@ -93,7 +94,7 @@ impl Sessions {
         }
     }
 
-    /// A session that has moved keeps no pin where it was.
+    /// Drops the session's pin on the worker.
     pub(super) fn unpin(&mut self, play: usize, worker: usize, pool: &mut Pool) {
         if let Some(pin) = self.pins[worker].remove(&play) {
             self.pinned[worker] -= pin.chain.len() as u64;
@@ -101,10 +102,11 @@ impl Sessions {
         }
     }
 
-    /// Gives up the worker's oldest pin that waits for a turn.
+    /// Releases the worker's oldest pin, if possible of a session without a running turn. Returns
+    /// false if there is no pin.
     pub(super) fn release_oldest(&mut self, worker: usize, pool: &mut Pool) -> bool {
         let pins = self.pins[worker].iter();
-        // Behind a wedge even a session whose turn is queued gives up its pin.
+        // When the engine is blocked, even the pin of a session with a queued turn may be released.
         let oldest = pins.min_by_key(|(_, pin)| (pin.busy, pin.since)).map(|(play, _)| *play);
         if let Some(play) = oldest {
             self.unpin(play, worker, pool);
@@ -112,7 +114,7 @@ impl Sessions {
         oldest.is_some()
     }
 
-    /// The worker has lost everything.
+    /// Drops the pins of a worker that crashed.
     pub(super) fn crash(&mut self, worker: usize) {
         self.pins[worker].clear();
         self.pinned[worker] = 0;

@@ -1,4 +1,4 @@
-//! What the agents of the model's engines would say.
+//! The reports that the agents of the modelled engines would send.
 
 use std::{collections::BTreeSet, time::Duration};
 
@@ -19,19 +19,19 @@ use crate::sim::{
     fleet::{Condition, Fleet, Worker},
 };
 
-/// What agents know of a session.
+/// The agents' knowledge of a session.
 #[derive(Debug)]
 pub(super) struct Known {
     pub(super) key: SessionKey,
-    /// Agents that list it.
+    /// The agents that list the session.
     pub(super) agents: BTreeSet<usize>,
     pub(super) running: u32,
     pub(super) turns: u64,
-    /// Of its last prompt, when that turn ended.
+    /// The resident tokens of the last prompt, at that turn's end.
     pub(super) resident_tokens: Option<u64>,
     pub(super) input_tokens: u64,
     pub(super) idle_since: Duration,
-    /// The worker it leaves when its turn's answer begins.
+    /// The worker that the session leaves when its running turn's answer starts.
     pub(super) leaves: Option<usize>,
 }
 
@@ -49,7 +49,7 @@ impl Known {
         }
     }
 
-    /// As the agent that runs it, or ran it last, reports it.
+    /// Returns the session as reported by the agent that runs it or ran it last.
     pub(super) fn session(&self, retention: Retention, state: SessionState) -> Session {
         Session {
             key: self.key.clone(),
@@ -67,23 +67,23 @@ impl Known {
     }
 }
 
-/// The worker of an agent: each has one rank.
+/// Returns an agent's worker; each agent has one rank.
 pub(super) fn at(agent: usize) -> WorkerRef {
     WorkerRef { agent, dp_rank: 0 }
 }
 
-/// A session's key.
+/// Returns a session's key.
 pub(super) fn key(session: usize) -> SessionKey {
     SessionKey::new("sim", session.to_string()).expect("a number is a legal id")
 }
 
-/// A router's view before it has heard anybody.
+/// Returns a router's state before any report.
 pub(super) fn state(agents: usize) -> State {
     let workers = (0..agents).map(|agent| format!("http://worker-{agent}:1")).collect();
     State::new(&Config { workers, ..Config::default() })
 }
 
-/// What an agent says first.
+/// Returns an agent's first message.
 pub(super) fn description(agent: usize, epoch: u64, worker: &Worker, fleet: &Fleet) -> Description {
     let pool_tokens = worker.pool_blocks.saturating_mul(fleet.block_tokens);
     Description {
@@ -109,7 +109,7 @@ pub(super) fn description(agent: usize, epoch: u64, worker: &Worker, fleet: &Fle
     }
 }
 
-/// What an agent reports.
+/// Returns an agent's load report.
 pub(super) fn report(worker: &Worker, fleet: &Fleet) -> LoadReport {
     let tokens = |blocks: u64| Some(figure(blocks.saturating_mul(fleet.block_tokens)));
     let rest = worker.pool_blocks.saturating_sub(worker.active_blocks);

@@ -1,11 +1,11 @@
-//! Names for the model's blocks: chained hashes, as an agent and a router make them of tokens.
+//! Names of the model's blocks: chained hashes, as agents and routers compute them from tokens.
 
 use proto::block::{self, BlockHash, BlockTokens, Scheme};
 
-/// No block before it.
+/// The predecessor of a first block, which has none.
 const NONE: u32 = u32::MAX;
 
-/// The names given so far, by the block's number.
+/// The names given so far, by block number.
 #[derive(Debug, Default)]
 pub(super) struct Names {
     hashes: Vec<Option<BlockHash>>,
@@ -13,7 +13,7 @@ pub(super) struct Names {
 }
 
 impl Names {
-    /// The names of a chain; a block has the same one in every chain.
+    /// Returns the names of a chain's blocks; a block has the same name in every chain.
     pub(super) fn hash(&mut self, chain: &[u32]) -> Vec<BlockHash> {
         let page = BlockTokens::for_page(1).expect("pages of one token have blocks");
         let (mut last, mut before) = (Scheme::plain(page).root(), NONE);
@@ -32,12 +32,13 @@ impl Names {
         named
     }
 
-    /// The names of blocks that were named before.
+    /// Returns the names of blocks that were named before.
     pub(super) fn of_all(&self, blocks: &[u32]) -> Vec<BlockHash> {
         blocks.iter().map(|&number| self.of(number)).collect()
     }
 
-    /// Blocks in runs, each block the one after the one before it, with what the first is after.
+    /// Groups blocks into runs of successive blocks. Each run comes with the name of the block
+    /// before it.
     pub(super) fn runs(&self, blocks: &[u32]) -> Vec<(Option<BlockHash>, Vec<BlockHash>)> {
         let mut runs: Vec<(Option<BlockHash>, Vec<BlockHash>)> = vec![];
         let mut last = None;
