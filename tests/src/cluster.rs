@@ -1,5 +1,6 @@
-//! Agents and routers in this process, on free ports of the loopback address, beside engines of any
-//! kind. What runs is what the binaries run.
+//! Starts agents and routers in this process, on free loopback ports, beside engines of any kind.
+//!
+//! They run the same code as the binaries.
 
 use std::{
     net::SocketAddr,
@@ -12,27 +13,28 @@ use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use worker_agent::{Listeners, config::Config};
 
-/// Whatever a test waits for comes within this time or never: it takes seconds at most, and on a
-/// loaded machine several times that.
+/// The longest wait of a test for any state. A state is usually reached within seconds; a loaded
+/// machine takes several times as long.
 pub const PATIENCE: Duration = Duration::from_secs(120);
 
-/// A running agent. Dropped without [`Agent::stop`], its tasks end with the runtime.
+/// A running agent. If dropped without [`Agent::stop`], its tasks end with the runtime.
 #[derive(Debug)]
 pub struct Agent {
-    /// Turns.
+    /// The address for turns.
     pub data: SocketAddr,
-    /// Routers.
+    /// The address for routers.
     pub control: SocketAddr,
-    /// Metrics and health.
+    /// The address of metrics and health.
     pub admin: SocketAddr,
     stop: CancellationToken,
     ended: JoinHandle<Result<(), worker_agent::Error>>,
-    /// Goes with the agent, unless the settings named one.
+    /// The state folder, removed with the agent; `None` if the settings name one.
     _state: Option<tempfile::TempDir>,
 }
 
-/// Port 0 of a loopback address of its own: when who listened there is gone, nobody else does, but
-/// for one process in 250 beside this one.
+/// Returns port 0 of a loopback address that no other call in this process returns. After its
+/// listener has ended, nobody else listens there, except that one process in 250 may use the same
+/// addresses.
 pub fn own_addr() -> SocketAddr {
     static NEXT: AtomicU16 = AtomicU16::new(1);
     let [high, low] = NEXT.fetch_add(1, Ordering::Relaxed).to_be_bytes();
@@ -40,8 +42,8 @@ pub fn own_addr() -> SocketAddr {
     SocketAddr::from(([127, net, high, low], 0))
 }
 
-/// Settings that suit tests: free ports of its own address, quick reports, the toy model's
-/// vocabulary, and no GPU, whatever this machine has.
+/// Returns settings for tests: free ports of an own address, frequent reports, the toy model's
+/// vocabulary, and no GPU, even if the machine has one.
 #[must_use]
 pub fn agent_config(engine: &str, worker_id: &str) -> Config {
     let free = own_addr();
@@ -60,10 +62,10 @@ pub fn agent_config(engine: &str, worker_id: &str) -> Config {
 }
 
 impl Agent {
-    /// Starts an agent. It need not have reached its engine when this returns.
+    /// Starts an agent. The agent may not have reached its engine yet when this returns.
     ///
     /// # Errors
-    /// When a port can't be bound.
+    /// Fails if a port can't be bound.
     #[expect(clippy::disallowed_methods, reason = "a process of its own, here as a task")]
     pub fn start(mut config: Config) -> anyhow::Result<Self> {
         let named = !config.state_dir.as_os_str().is_empty();
@@ -83,41 +85,41 @@ impl Agent {
         Ok(Self { data, control, admin, stop, ended, _state: state })
     }
 
-    /// URL of a data route.
+    /// Returns the URL of a data route.
     #[must_use]
     pub fn url(&self, path: &str) -> String {
         format!("http://{}{path}", self.data)
     }
 
-    /// URL of an admin route.
+    /// Returns the URL of an admin route.
     #[must_use]
     pub fn admin_url(&self, path: &str) -> String {
         format!("http://{}{path}", self.admin)
     }
 
-    /// Stops it as a signal would, and waits for its end.
+    /// Stops the agent as a signal would, and waits for its end.
     ///
     /// # Errors
-    /// What `run` returned.
+    /// Returns the error of `run`.
     pub async fn stop(self) -> anyhow::Result<()> {
         self.stop.cancel();
         Ok(tokio::time::timeout(PATIENCE, self.ended).await???)
     }
 }
 
-/// A running router. Dropped without [`Router::stop`], its tasks end with the runtime.
+/// A running router. If dropped without [`Router::stop`], its tasks end with the runtime.
 #[derive(Debug)]
 pub struct Router {
-    /// Clients.
+    /// The address for clients.
     pub data: SocketAddr,
-    /// Metrics and health.
+    /// The address of metrics and health.
     pub admin: SocketAddr,
     tasks: Tasks,
     ended: JoinHandle<Result<(), router::Error>>,
 }
 
-/// Settings that suit tests: everything on port 0, these agents' control ports. No agent is silent
-/// or out of reach because the whole machine is slow.
+/// Returns settings for tests: all addresses on port 0, and the agents' control ports. Limits are
+/// long enough that a slow machine makes no agent stale or unreachable.
 #[must_use]
 pub fn router_config(agents: &[&Agent]) -> router::config::Config {
     let free = SocketAddr::from(([127, 0, 0, 1], 0));
@@ -126,17 +128,17 @@ pub fn router_config(agents: &[&Agent]) -> router::config::Config {
         data_addr: free,
         admin_addr: free,
         load_report_age_ms_max: 60_000,
-        // A pinned session of an agent that is gone waits so long for its return.
+        // A pinned session of an agent that is gone waits this long for the agent's return.
         connect_ms_max: 5_000,
         ..router::config::Config::default()
     }
 }
 
 impl Router {
-    /// Starts a router. It need not have heard of its agents when this returns.
+    /// Starts a router. The router may not have heard from its agents yet when this returns.
     ///
     /// # Errors
-    /// When a port can't be bound.
+    /// Fails if a port can't be bound.
     #[expect(clippy::disallowed_methods, reason = "a process of its own, here as a task")]
     pub async fn start(config: router::config::Config) -> anyhow::Result<Self> {
         let data = tokio::net::TcpListener::bind(config.data_addr).await?;
@@ -148,32 +150,32 @@ impl Router {
         Ok(Self { data: addrs.0, admin: addrs.1, tasks, ended })
     }
 
-    /// URL of a data route.
+    /// Returns the URL of a data route.
     #[must_use]
     pub fn url(&self, path: &str) -> String {
         format!("http://{}{path}", self.data)
     }
 
-    /// URL of an admin route.
+    /// Returns the URL of an admin route.
     #[must_use]
     pub fn admin_url(&self, path: &str) -> String {
         format!("http://{}{path}", self.admin)
     }
 
-    /// Stops it as a signal would, and waits for its end.
+    /// Stops the router as a signal would, and waits for its end.
     ///
     /// # Errors
-    /// What `run` returned.
+    /// Returns the error of `run`.
     pub async fn stop(self) -> anyhow::Result<()> {
         self.tasks.cancel();
         Ok(tokio::time::timeout(PATIENCE, self.ended).await???)
     }
 }
 
-/// Waits until an agent or router says that it is ready.
+/// Waits until an agent or router reports that it is ready.
 ///
 /// # Panics
-/// When it doesn't in time.
+/// Panics if it isn't ready within [`PATIENCE`].
 pub async fn ready(web: &crate::web::Web, admin: SocketAddr) {
     let url = format!("http://{admin}/readyz");
     eventually("readiness", || async {
@@ -183,11 +185,10 @@ pub async fn ready(web: &crate::web::Web, admin: SocketAddr) {
     .await;
 }
 
-/// Asks again and again until the answer is `Some`, which is how a state of another process is
-/// waited for.
+/// Polls `ask` until it returns `Some`; tests wait in this way for a state of another process.
 ///
 /// # Panics
-/// When it doesn't come in time; `what` says what was waited for.
+/// Panics if `ask` returns no `Some` within [`PATIENCE`]; the message names `what`.
 pub async fn eventually<T, F>(what: &str, mut ask: impl FnMut() -> F) -> T
 where
     F: Future<Output = Option<T>>,

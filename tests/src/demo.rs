@@ -1,5 +1,6 @@
-//! The demo: simulated engines with an agent each, one router, agents' conversations through it. It
-//! checks what it shows: no turn fails, no session is left, no KV stays held.
+//! The demo: simulated engines with an agent each, one router, and agent conversations through it.
+//!
+//! The demo checks that no turn fails, no session is left open, and no KV stays held.
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
@@ -16,52 +17,52 @@ use crate::{
     web::Web,
 };
 
-/// Engines, and so agents and workers.
+/// The number of engines, agents and workers.
 const ENGINES: usize = 4;
-/// Tokens of each pool: about a third of what the conversations would like to keep, so that the
-/// radix cache evicts while the demo runs.
+/// The tokens of each pool: about a third of what the conversations could use, so that the radix
+/// cache evicts while the demo runs.
 const POOL_TOKENS: usize = 24_576;
-/// Longest prompt and answer together, as the conversations plan them.
+/// The most tokens of a prompt and its answer, as the conversations plan them.
 const CONTEXT_TOKENS: u64 = 4_032;
-/// What the engines take: half as much again, because the toy tokenizer's answers come back up to
-/// three times as long when a chat client sends them again as text.
+/// The engines' context in tokens: half as much again, because a chat client sends answers back as
+/// text, and the toy tokenizer then needs up to three times as many tokens for them.
 const ENGINE_CONTEXT_TOKENS: usize = 6_144;
-/// Conversations side by side on pinned sessions; they send only their new tokens.
+/// The number of concurrent conversations on pinned sessions, which send only their new tokens.
 const PINNED_USERS: usize = 8;
-/// Conversations side by side on tagged sessions; they send their whole history.
+/// The number of concurrent conversations on tagged sessions, which send their full history.
 const TAGGED_USERS: usize = 16;
-/// A close is answered before its engine has it, and an abort before its turn has ended. What is
-/// held for longer is held for good.
+/// The longest time until KV is freed. A close is answered before its engine has received it, and
+/// an abort before its turn has ended. KV held for longer counts as leaked.
 const FREED_WITHIN: Duration = Duration::from_secs(30);
 
-/// What the demo did and what was left at its end.
+/// The results of the demo.
 #[derive(Debug, Clone, Serialize)]
 pub struct Summary {
-    /// Turns answered.
+    /// The turns answered.
     pub turns: u64,
-    /// Turns and session calls that failed.
+    /// The turns and session calls that failed.
     pub errors: u64,
-    /// The same by kind, for people.
+    /// The failures by kind, for people.
     #[serde(skip)]
     pub errors_by_kind: BTreeMap<String, u64>,
-    /// Milliseconds to the first token, median.
+    /// The median time to the first token, in milliseconds.
     pub ttft_ms_p50: f64,
-    /// Milliseconds to the first token, 99th percentile.
+    /// The 99th percentile of the time to the first token, in milliseconds.
     pub ttft_ms_p99: f64,
-    /// Share of prompt tokens whose KV was there.
+    /// The share of prompt tokens whose KV was resident.
     pub cached_ratio: f64,
-    /// Sessions opened.
+    /// The sessions opened.
     pub sessions_opened: u64,
-    /// Sessions closed.
+    /// The sessions closed.
     pub sessions_closed: u64,
-    /// Sessions left open in an engine at the end.
+    /// The sessions left open in an engine at the end.
     pub sessions_leaked: u64,
-    /// Tokens that nothing but a close would free, left in the engines at the end.
+    /// The tokens left in the engines at the end that only a close would free.
     pub held_tokens_end: u64,
 }
 
 impl Summary {
-    /// Did everything go as promised?
+    /// Whether turns were answered, nothing failed and nothing leaked.
     #[must_use]
     pub fn good(&self) -> bool {
         self.turns > 0
@@ -72,18 +73,18 @@ impl Summary {
     }
 }
 
-/// How one worker stands.
+/// The state of one worker.
 #[derive(Debug, Clone)]
 pub struct WorkerLine {
-    /// Its name.
+    /// The worker's name.
     pub name: String,
     /// The engine's own account.
     pub pool: PoolFacts,
-    /// What Berth's ledger says, from the router's `/v1/workers`.
+    /// The worker's entry in the router's `/v1/workers`, from Berth's ledger.
     pub ledger: serde_json::Value,
 }
 
-/// A fleet ready for traffic.
+/// A fleet that is ready for traffic.
 #[derive(Debug)]
 pub struct Demo {
     engines: Vec<EngineSim>,
@@ -96,7 +97,7 @@ impl Demo {
     /// Starts everything and waits until the router knows all workers.
     ///
     /// # Errors
-    /// When a port can't be bound.
+    /// Fails if a port can't be bound.
     pub async fn start() -> anyhow::Result<Self> {
         let web = Web::default();
         let mut engines = vec![];
@@ -113,16 +114,16 @@ impl Demo {
         Ok(Self { engines, agents, router, web })
     }
 
-    /// Where a client would send its turns.
+    /// Returns the URL to which a client sends its turns.
     #[must_use]
     pub fn url(&self) -> String {
         self.router.url("")
     }
 
-    /// Drives conversations for so long; `live` can be read meanwhile.
+    /// Runs conversations for `time`; `control.live` can be read meanwhile.
     ///
     /// # Errors
-    /// When the options of the replay contradict each other.
+    /// Fails if the options of the replay contradict each other.
     pub async fn drive(&self, time: Duration, control: Control) -> Result<Report, replay::Error> {
         let made = || Workload::Made { conversations: u64::MAX };
         let pinned = options(self.url(), time, Api::Generate, SessionOpen::Pinned, PINNED_USERS);
@@ -133,11 +134,11 @@ impl Demo {
             replay::drive(tagged, made(), control.clone(), |_| {}),
         );
         both.0.and(both.1)?;
-        // Both count into one live report; only now is it whole.
+        // Both replays count into one live report, which is complete only now.
         Ok(control.live.end(started.elapsed()))
     }
 
-    /// How the workers stand now.
+    /// Returns the current state of the workers.
     pub async fn workers(&self) -> Vec<WorkerLine> {
         let ledger = match self.web.get(&self.router.url("/v1/workers")).await {
             Ok(answer) => answer.json(),
@@ -158,13 +159,14 @@ impl Demo {
         lines
     }
 
-    /// Stops router and agents as signals would, and looks at what the engines still hold.
+    /// Stops the router and the agents as signals would, and checks what the engines still hold.
     ///
     /// # Errors
-    /// When one of them did not end well.
+    /// Fails if the router or an agent ended with an error.
     pub async fn finish(self, report: &Report) -> anyhow::Result<Summary> {
         self.router.stop().await?;
-        // Before the agents close what is left: a leak is what clients' closes did not free.
+        // Checks before the agents close the remaining sessions: a leak is what the clients' closes
+        // did not free.
         let (sessions_leaked, held_tokens_end) = left(&self.engines).await;
         for agent in self.agents {
             agent.stop().await?;
@@ -187,7 +189,7 @@ impl Demo {
     }
 }
 
-/// Sessions and tokens that engines hold once nothing more comes free.
+/// Returns the sessions and tokens that engines hold, once they are zero or after [`FREED_WITHIN`].
 async fn left(engines: &[EngineSim]) -> (u64, u64) {
     let deadline = tokio::time::Instant::now() + FREED_WITHIN;
     loop {
@@ -210,7 +212,7 @@ fn engine_config(number: usize) -> Config {
     config.core.context_len = ENGINE_CONTEXT_TOKENS;
     config.core.max_running_requests = 24;
     config.core.session_radix_cache = true;
-    // A mid-sized model on one GPU, by the orders of magnitude that placement studies use.
+    // A mid-sized model on one GPU, with the orders of magnitude that placement studies use.
     config.core.prefill_tokens_per_s = 20_000.0;
     config.core.decode_ms_per_step = 10.0;
     config.core.seed = number as u64;
@@ -222,7 +224,8 @@ fn options(url: String, time: Duration, api: Api, open: SessionOpen, users: usiz
         url,
         api,
         model: "tiny".to_owned(),
-        // Coding agents' conversations at a fortieth of their size, a hundredth of their pauses.
+        // Conversations of coding agents, at a fortieth of their size and a hundredth of their
+        // pauses.
         shape: Shape {
             scale: 0.025,
             context_tokens_max: Some(CONTEXT_TOKENS),
@@ -242,10 +245,10 @@ fn options(url: String, time: Duration, api: Api, open: SessionOpen, users: usiz
     }
 }
 
-/// Runs the demo; `show` is called about twice a second while traffic flows.
+/// Runs the demo, and calls `show` about twice per second while traffic flows.
 ///
 /// # Errors
-/// When something could not be started or did not end well.
+/// Fails if something could not be started or ended with an error.
 pub async fn run(
     time: Duration,
     stop: CancellationToken,

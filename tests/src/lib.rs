@@ -1,5 +1,7 @@
-//! What the tests need of the outside, as real implementations of it: an engine simulator, a trace
-//! replay, a fleet in one process.
+//! Real implementations of what surrounds Berth, for tests and measurements.
+//!
+//! The crate has an engine simulator, a trace replay, fleets in one process, a placement simulator,
+//! and stand-ins for NVML and SGLang's scheduler.
 
 pub mod cluster;
 pub mod demo;

@@ -1,5 +1,6 @@
-//! A machine with GPUs for a test: a copy of the fake NVML in a folder of its own, and the line by
-//! which the test says what its GPUs do while an agent reads them.
+//! A simulated machine with GPUs: a copy of the fake NVML in a folder, with a control socket.
+//!
+//! Through the socket the test changes the state of the GPUs while an agent reads them.
 
 use std::{
     io::{BufRead as _, BufReader, Write as _},
@@ -11,35 +12,37 @@ use serde_json::{Value, json};
 
 use crate::cluster::PATIENCE;
 
-/// The event type of an XID.
+/// NVML's event type of an XID.
 const XID: u64 = 8;
 
-/// A machine with GPUs. Who loads [`Machine::library`] finds them.
+/// A simulated machine with GPUs, visible to a process that loads [`Machine::library`].
 #[derive(Debug)]
 pub struct Machine {
     folder: tempfile::TempDir,
     listener: UnixListener,
 }
 
-/// The line to a loaded library.
+/// The control connection to a loaded library.
 #[derive(Debug)]
 pub struct Control {
     stream: BufReader<UnixStream>,
 }
 
 impl Machine {
-    /// GPUs by index, as `tests/nvml-fake/src/state.rs` describes them.
+    /// Creates a machine with these GPUs, by index, in the format of
+    /// `tests/nvml-fake/src/state.rs`.
     ///
     /// # Errors
-    /// When the files can't be made.
+    /// Fails if the files can't be written.
     pub fn new(gpus: &Value) -> anyhow::Result<Self> {
         Self::without(&[], &json!({ "gpus": gpus }))
     }
 
-    /// A whole state, and a library that lacks some symbols, as an older driver's does.
+    /// Creates a machine with a complete state, and a library without some symbols, as in an older
+    /// driver.
     ///
     /// # Errors
-    /// When the files can't be made.
+    /// Fails if the files can't be written.
     pub fn without(symbols: &[&str], state: &Value) -> anyhow::Result<Self> {
         let folder = tempfile::tempdir()?;
         let mut library = std::fs::read(nvml_fake::library())?;
@@ -53,13 +56,13 @@ impl Machine {
         Ok(Self { folder, listener })
     }
 
-    /// What to load.
+    /// Returns the path of the library to load.
     #[must_use]
     pub fn library(&self) -> PathBuf {
         self.folder.path().join("libnvidia-ml.so.1")
     }
 
-    /// Where it is, for a loader's search path.
+    /// Returns the library's folder, for a loader's search path.
     #[must_use]
     pub fn folder(&self) -> &Path {
         self.folder.path()
@@ -68,7 +71,7 @@ impl Machine {
     /// Waits until the library is loaded.
     ///
     /// # Errors
-    /// When nobody loads it in time.
+    /// Fails if no process loads the library within [`PATIENCE`].
     pub async fn loaded(&self) -> anyhow::Result<Control> {
         let listener = tokio::net::UnixListener::from_std(self.listener.try_clone()?)?;
         let (stream, _) = tokio::time::timeout(PATIENCE, listener.accept()).await??;
@@ -80,10 +83,10 @@ impl Machine {
 }
 
 impl Control {
-    /// Changes one GPU; in force when this returns.
+    /// Changes one GPU. The change is in force when this returns.
     ///
     /// # Errors
-    /// When the library has gone, or doesn't know what is asked.
+    /// Fails if the library is gone or rejects the request.
     pub fn gpu(&mut self, index: u32, patch: &Value) -> anyhow::Result<()> {
         self.set(&json!({ "gpus": { index.to_string(): patch } }))
     }
@@ -91,24 +94,24 @@ impl Control {
     /// Changes a part of the machine's state.
     ///
     /// # Errors
-    /// As above.
+    /// Fails if the library is gone or rejects the request.
     pub fn set(&mut self, patch: &Value) -> anyhow::Result<()> {
         self.ask(&json!({ "set": patch })).map(drop)
     }
 
-    /// An XID happens on a GPU.
+    /// Raises an XID on a GPU.
     ///
     /// # Errors
-    /// As above.
+    /// Fails if the library is gone or rejects the request.
     pub fn xid(&mut self, gpu: u32, number: u64) -> anyhow::Result<()> {
         let event = json!({ "gpu": gpu, "kind": XID, "data": number });
         self.ask(&json!({ "event": event })).map(drop)
     }
 
-    /// How often a symbol was called.
+    /// Returns how often a symbol was called.
     ///
     /// # Errors
-    /// As above.
+    /// Fails if the library is gone or rejects the request.
     pub fn calls(&mut self, symbol: &str) -> anyhow::Result<u64> {
         let answer = self.ask(&json!({ "calls": symbol }))?;
         answer["calls"].as_u64().ok_or_else(|| anyhow::anyhow!("no count in {answer}"))
@@ -124,7 +127,7 @@ impl Control {
     }
 }
 
-/// Gives a symbol another name in the library's tables of names, so that nobody finds it.
+/// Renames a symbol in the library's string tables, so that no lookup finds it.
 fn rename(library: &mut [u8], symbol: &str) -> anyhow::Result<()> {
     let name = [b"\0", symbol.as_bytes(), b"\0"].concat();
     let mut found = 0;

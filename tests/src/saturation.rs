@@ -1,6 +1,8 @@
-//! Goodput at saturation: the same load straight at a simulated engine and through an agent, in
-//! turn, so that the machine's mood hits both. More users than the engine has rows or KV for: what
-//! the agent's queue costs or saves shows in turns and tokens per second.
+//! Goodput at saturation: the same load directly on a simulated engine, and through an agent.
+//!
+//! The two alternate, so that disturbances of the machine affect both. There are more users than
+//! the engine has rows or KV for, so the effect of the agent's queue shows in turns and tokens per
+//! second.
 
 use std::time::Duration;
 
@@ -13,42 +15,43 @@ use crate::{
     web::Web,
 };
 
-/// Users side by side; four times as many as the engine has rows.
+/// The number of concurrent users: four times as many as the engine has rows.
 const USERS: usize = 64;
 const ROWS: usize = 16;
-/// About half of what sixteen conversations hold, so that KV runs short before rows do.
+/// About half of what sixteen conversations hold, so that KV runs out before rows do.
 const POOL_TOKENS: usize = 16_384;
 
-/// One stretch of load.
+/// One period of load.
 #[derive(Debug, Clone, Serialize)]
 pub struct Stretch {
-    /// Through the agent, or straight at the engine.
+    /// Whether the load went through the agent.
     pub guarded: bool,
-    /// Turns answered a second.
+    /// The turns answered per second.
     pub turns_per_s: f64,
-    /// Tokens generated a second.
+    /// The tokens generated per second.
     pub tokens_per_s: f64,
-    /// Milliseconds to the first token, median and 99th percentile.
+    /// The median time to the first token, in milliseconds.
     pub ttft_ms_p50: f64,
-    /// As above.
+    /// The 99th percentile of the time to the first token, in milliseconds.
     pub ttft_ms_p99: f64,
-    /// Turns that failed.
+    /// The turns that failed.
     pub errors: u64,
 }
 
-/// All stretches, and what they come to.
+/// The results of all periods.
 #[derive(Debug, Clone, Serialize)]
 pub struct Comparison {
-    /// In the order in which they ran.
+    /// The periods, in the order in which they ran.
     pub stretches: Vec<Stretch>,
-    /// Median of the guarded stretches' tokens per second over that of the bare ones.
+    /// The median tokens per second of the guarded periods, divided by that of the bare periods.
     pub goodput_ratio: f64,
 }
 
-/// Runs `rounds` of bare, guarded, guarded, bare, each stretch so long; `show` sees each one.
+/// Runs `rounds` of bare, guarded, guarded, bare periods of length `stretch`; calls `show` after
+/// each.
 ///
 /// # Errors
-/// When engine or agent can't be started or stopped.
+/// Fails if the engine or the agent can't be started or stopped.
 pub async fn compare(
     rounds: u32,
     stretch: Duration,
@@ -120,7 +123,7 @@ fn options(url: String, stretch: Duration, seed: u64) -> Options {
             think_max: Duration::ZERO,
             ramp: Duration::ZERO,
         },
-        // Each pair of stretches has the same conversations.
+        // Each pair of periods has the same conversations.
         seed: seed / 2,
         duration_max: Some(stretch),
         ..Options::default()

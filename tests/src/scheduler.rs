@@ -1,5 +1,6 @@
-//! An engine's scheduler as far as the agent sees one: a process of its own that speaks the shim's
-//! protocol, by the shim's own code. What it says of its pool is what the test says.
+//! An engine's scheduler as the agent sees it: a process that speaks the shim's protocol.
+//!
+//! The process uses the shim's own code and reports the pool figures that the test gives it.
 
 use std::{
     io::{BufRead as _, BufReader},
@@ -8,7 +9,7 @@ use std::{
     process::{Child, Command, Stdio},
 };
 
-/// Speaks, prints its pid and ends with its standard input.
+/// The process: sends its reports, prints its pid, and ends with its standard input.
 const SPEAK: &str = r#"
 import os, socket, sys
 sys.path.insert(0, sys.argv[1])
@@ -29,34 +30,35 @@ print(os.readlink("/proc/self"), os.getpid(), flush=True)
 sys.stdin.read()
 "#;
 
-/// Tokens of a rank's pool by state; the rest is held by sessions.
+/// The tokens of a rank's pool by state; sessions hold the rest.
 #[derive(Debug, Clone, Copy)]
 pub struct Pool {
-    /// All.
+    /// All tokens.
     pub total: u64,
-    /// Free.
+    /// Free tokens.
     pub available: u64,
-    /// Cached, and eviction takes it.
+    /// Cached tokens that can be evicted.
     pub evictable: u64,
-    /// Cached and locked.
+    /// Cached tokens that are locked.
     pub protected: u64,
 }
 
-/// A running scheduler; ends when dropped.
+/// A running scheduler process, which ends when the value is dropped.
 #[derive(Debug)]
 pub struct Scheduler {
     child: Child,
-    /// Its pid where the test runs.
+    /// The process's pid in the test's namespace.
     pub pid: u32,
-    /// Its pid in its own namespace.
+    /// The process's pid in its own namespace.
     pub own_pid: u32,
 }
 
 impl Scheduler {
-    /// Starts one that speaks to the agent's shim socket. `wrapper` is a command to run it by.
+    /// Starts a process that connects to the agent's shim socket. `wrapper` is a command that runs
+    /// it.
     ///
     /// # Errors
-    /// When there is no Python for it, or the wrapper doesn't work here.
+    /// Fails if Python is missing or the wrapper doesn't work here.
     pub fn speak(
         wrapper: &[&str],
         socket: &Path,
@@ -87,13 +89,13 @@ impl Scheduler {
             return Ok(Self { child, pid, own_pid });
         }
         let output = child.wait_with_output()?;
-        anyhow::bail!("no scheduler: {}", String::from_utf8_lossy(&output.stderr))
+        anyhow::bail!("the scheduler did not start: {}", String::from_utf8_lossy(&output.stderr))
     }
 
-    /// Another process of this one's parent, with a name of SGLang's. It says nothing.
+    /// Starts another child of this process under one of SGLang's process names; it sends nothing.
     ///
     /// # Errors
-    /// When it can't be started.
+    /// Fails if the process can't be started.
     pub fn silent(title: &str) -> anyhow::Result<Self> {
         let mut command = Command::new("cat");
         let child = command.arg0(title).stdin(Stdio::piped()).stdout(Stdio::null()).spawn()?;
@@ -104,7 +106,7 @@ impl Scheduler {
 
 impl Drop for Scheduler {
     fn drop(&mut self) {
-        // By its end of input, which reaches it through a wrapper too.
+        // Closes the process's standard input, which ends it even behind a wrapper.
         drop(self.child.stdin.take());
         let _ = self.child.wait();
     }

@@ -1,4 +1,4 @@
-//! A small HTTP client for tests: sends exactly what it is told and shows exactly what came back.
+//! A small HTTP client for tests, which sends requests and returns answers unchanged.
 
 use axum::body::Body;
 use bytes::Bytes;
@@ -11,40 +11,40 @@ use hyper_util::{
 };
 use serde_json::Value;
 
-/// A client with a connection pool of its own.
+/// A client with its own connection pool.
 #[derive(Debug, Clone)]
 pub struct Web {
     client: Client<HttpConnector, Body>,
 }
 
-/// A whole answer.
+/// A complete answer.
 #[derive(Debug, Clone)]
 pub struct Answer {
-    /// Its status.
+    /// The status.
     pub status: StatusCode,
-    /// Its headers.
+    /// The headers.
     pub headers: HeaderMap,
-    /// Its body.
+    /// The body.
     pub body: Bytes,
 }
 
 impl Answer {
-    /// The body as JSON; null when it isn't.
+    /// Returns the body as JSON, or null if the body isn't JSON.
     pub fn json(&self) -> Value {
         serde_json::from_slice(&self.body).unwrap_or(Value::Null)
     }
 
-    /// The code of one of Berth's own refusals; empty for any other answer.
+    /// Returns the code of a Berth refusal, or an empty string for any other answer.
     pub fn code(&self) -> String {
         self.json()["error"]["code"].as_str().unwrap_or_default().to_owned()
     }
 
-    /// A number of `/generate`'s `meta_info`.
+    /// Returns a number from the `meta_info` of `/generate`.
     pub fn meta(&self, key: &str) -> Option<u64> {
         self.json()["meta_info"][key].as_u64()
     }
 
-    /// The body as text.
+    /// Returns the body as text.
     pub fn text(&self) -> String {
         String::from_utf8_lossy(&self.body).into_owned()
     }
@@ -57,10 +57,10 @@ impl Default for Web {
 }
 
 impl Web {
-    /// Sends a request; its answer's body is still to be read.
+    /// Sends a request; the caller reads the answer's body.
     ///
     /// # Errors
-    /// When no answer's head came.
+    /// Fails if no head of an answer arrives.
     pub async fn send(
         &self,
         method: Method,
@@ -75,10 +75,10 @@ impl Web {
         Ok(self.client.request(request.body(body.into())?).await?)
     }
 
-    /// Sends a request and reads its whole answer.
+    /// Sends a request and reads the complete answer.
     ///
     /// # Errors
-    /// When the answer did not come or broke off.
+    /// Fails if no answer arrives or the answer breaks off.
     pub async fn ask(
         &self,
         method: Method,
@@ -91,10 +91,10 @@ impl Web {
         Ok(Answer { status: head.status, headers: head.headers, body })
     }
 
-    /// Posts JSON.
+    /// Sends a POST request with a JSON body.
     ///
     /// # Errors
-    /// When the answer did not come or broke off.
+    /// Fails if no answer arrives or the answer breaks off.
     pub async fn post(
         &self,
         url: &str,
@@ -106,10 +106,10 @@ impl Web {
         self.ask(Method::POST, url, &all, body.to_string()).await
     }
 
-    /// Gets.
+    /// Sends a GET request.
     ///
     /// # Errors
-    /// When the answer did not come or broke off.
+    /// Fails if no answer arrives or the answer breaks off.
     pub async fn get(&self, url: &str) -> anyhow::Result<Answer> {
         self.ask(Method::GET, url, &[], Body::empty()).await
     }

@@ -1,6 +1,7 @@
-//! `berth-demo`: four simulated engines, four agents and a router in one process, with agents'
-//! conversations through them and a live table of KV usage. Exits non-zero when a turn failed or a
-//! session leaked.
+//! `berth-demo`: simulated engines, agents and a router in one process, with a live table.
+//!
+//! Agent conversations run through four engines, and the table shows their KV usage. The exit
+//! status is not zero if a turn failed or a session leaked.
 
 use std::{
     io::{IsTerminal as _, Write as _},
@@ -16,18 +17,18 @@ use tests::{
 };
 use tokio_util::sync::CancellationToken;
 
-/// Columns of a pool's bar.
+/// The width of a pool's bar, in columns.
 const BAR: usize = 30;
-/// Seconds between two tables where no terminal can be redrawn.
+/// The seconds between two tables on an output that can't be redrawn.
 const PLAIN_EVERY_S: f64 = 5.0;
 
 #[derive(Debug, Parser)]
 #[command(name = "berth-demo", version, about = "Berth on simulated engines, in one process")]
 struct Args {
-    /// How long traffic flows
+    /// Seconds of traffic
     #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u64).range(1..=86_400))]
     seconds: u64,
-    /// One JSON object on the last line of standard output
+    /// Print one JSON object on the last line of standard output
     #[arg(long)]
     json: bool,
 }
@@ -90,7 +91,7 @@ fn say(args: &Args, summary: &Summary) -> std::io::Result<()> {
     writeln!(out, "{verdict}")
 }
 
-/// The live table: redrawn on a terminal, else printed now and then.
+/// The live table: redrawn on a terminal, printed at intervals elsewhere.
 struct Screen {
     lines: Option<(ProgressBar, Vec<ProgressBar>)>,
     group: MultiProgress,
@@ -140,7 +141,7 @@ fn head(report: &Report) -> String {
     )
 }
 
-/// One worker: its pool as the engine knows it, and what Berth's ledger makes of it.
+/// Formats one worker: its pool by the engine's account, and the figures of Berth's ledger.
 fn row(worker: &WorkerLine) -> String {
     let pool = &worker.pool;
     let columns = |tokens: usize| (tokens * BAR).div_ceil(pool.total.max(1));

@@ -1,8 +1,10 @@
-//! `berth-replay`: drives an OpenAI- or SGLang-compatible URL with a trace, or with made agent
-//! conversations, and says how it went.
+//! `berth-replay`: replays conversations against an OpenAI- or SGLang-compatible URL.
 //!
-//! Exit status: 0 when all turns were answered, 1 when some were not or the trace can't be read,
-//! 64 when the flags make no sense.
+//! The conversations come from a trace or are synthetic agent conversations. At the end the program
+//! reports the results.
+//!
+//! Exit status: 0 if all turns were answered, 1 if some were not or the trace can't be read, 64 if
+//! the flags are invalid.
 
 use anyhow::Context as _;
 use clap::Parser;
@@ -18,89 +20,90 @@ use tests::replay::{
     Api, Control, Options, Report, SessionHeaders, SessionOpen, Workload, drive, load,
 };
 
-/// BSD's code for a command line that makes no sense.
+/// BSD's exit status for an invalid command line.
 const EX_USAGE: u8 = 64;
-/// Seconds between status lines where no bar can be drawn.
+/// The seconds between status lines on an output without a progress bar.
 const STATUS_EVERY_S: f64 = 10.0;
 
-/// Drives a model server with a trace of conversations and measures it.
+/// Replays a trace of conversations against a model server and measures the server.
 #[derive(Debug, Parser)]
 #[command(name = "berth-replay", version, allow_negative_numbers = true)]
 struct Flags {
-    /// Where to: http://host:port[/path]
+    /// The server's URL: http://host:port[/path]
     #[arg(long)]
     url: String,
-    /// A trace: a .json, .jsonl or .jsonl.gz file, or a folder of such; without one,
+    /// A trace: a .json, .jsonl or .jsonl.gz file, or a folder of such files; without a trace,
     /// conversations are made from published statistics
     #[arg(long)]
     trace: Option<PathBuf>,
-    /// How many conversations to make without a trace [default: users, or no end with a limit]
+    /// The number of conversations without a trace [default: the number of users, or unlimited with
+    /// a limit on time or turns]
     #[arg(long)]
     conversations: Option<u64>,
-    /// The API to speak
+    /// The API of the requests
     #[arg(long, value_enum, default_value = "chat")]
     api: Api,
     /// The model's name (chat)
     #[arg(long, default_value = "default")]
     model: String,
-    /// Token ids lie below this (generate)
+    /// The vocabulary size; token ids are below this (generate)
     #[arg(long, default_value_t = 256)]
     vocab: u32,
-    /// Bytes of text that stand for a token (chat): 1 for byte tokenizers, about 4 for others
+    /// The bytes of text that stand for a token (chat): 1 for byte tokenizers, about 4 for others
     #[arg(long, default_value_t = 1)]
     bytes_per_token: usize,
-    /// Factor on prompt and answer tokens
+    /// The factor on prompt and answer tokens
     #[arg(long, default_value_t = 1.0)]
     scale_tokens: f64,
     /// Cut conversations where prompt and answer exceed this many tokens
     #[arg(long)]
     max_context: Option<u64>,
-    /// Most tokens of an answer
+    /// The most tokens of an answer
     #[arg(long)]
     max_output: Option<u64>,
-    /// Keep the trace's answers in later prompts instead of the real ones
+    /// Keep the trace's answers in later prompts, instead of the engine's answers
     #[arg(long)]
     no_echo: bool,
-    /// Let answers end before their length
+    /// Let answers end before their length, at the model's end-of-sequence token
     #[arg(long)]
     stop_at_eos: bool,
-    /// Ask for whole answers instead of streams
+    /// Request answers without streaming
     #[arg(long)]
     no_stream: bool,
-    /// Session headers on turns
+    /// The session headers on turns
     #[arg(long, value_enum, default_value = "none")]
     sessions: SessionHeaders,
     /// Open and close each session explicitly
     #[arg(long, value_enum)]
     session_open: Option<SessionOpen>,
-    /// What session ids start with [default: a random name]
+    /// The prefix of session ids [default: a random name]
     #[arg(long)]
     run_id: Option<String>,
     /// A bearer token for each request
     #[arg(long, env = "BERTH_REPLAY_BEARER", hide_env_values = true)]
     bearer: Option<String>,
-    /// Closed loop: conversations side by side [default: 8]
+    /// Closed loop: the number of concurrent conversations [default: 8]
     #[arg(long)]
     users: Option<usize>,
-    /// Closed loop: factor on think times [default: 1]
+    /// Closed loop: the factor on think times [default: 1]
     #[arg(long)]
     time_scale: Option<f64>,
-    /// Closed loop: longest think time in seconds [default: 60]
+    /// Closed loop: the longest think time, in seconds [default: 60]
     #[arg(long)]
     think_cap_s: Option<f64>,
-    /// Closed loop: spread the users' starts over these seconds [default: 0]
+    /// Closed loop: the seconds over which the users' starts are spread [default: 0]
     #[arg(long)]
     ramp_s: Option<f64>,
     /// Open loop, at this many times the trace's speed
     #[arg(long)]
     rate: Option<f64>,
-    /// Open loop: seconds between conversations where the trace doesn't tell [default: 10]
+    /// Open loop: the seconds between conversations, if the trace has no times [default: 10]
     #[arg(long)]
     arrival_gap_s: Option<f64>,
-    /// Open loop: most requests in flight; what exceeds them is dropped [default: 256]
+    /// Open loop: the most requests in flight; requests beyond this are dropped [default: 256]
     #[arg(long)]
     outstanding_max: Option<usize>,
-    /// Order and contents follow from it
+    /// The seed of the order and the contents of conversations
     #[arg(long, default_value_t = 0)]
     seed: u64,
     /// Stop after this many seconds
@@ -109,22 +112,22 @@ struct Flags {
     /// Stop after this many turns
     #[arg(long)]
     turns: Option<u64>,
-    /// Begin the trace again at its end, with other contents
+    /// Start the trace again at its end, with other contents
     #[arg(long)]
     recycle: bool,
-    /// Seconds that running turns may go on after a stop
+    /// The seconds that running turns may continue after a stop
     #[arg(long, default_value_t = 10.0)]
     grace_s: f64,
-    /// Longest time of a request in seconds
+    /// The longest time of a request, in seconds
     #[arg(long, default_value_t = 600.0)]
     timeout_s: f64,
-    /// How often a turn is tried again after 429 with Retry-After
+    /// The most retries of a turn after a 429 with Retry-After
     #[arg(long, default_value_t = 5)]
     retries_max: u32,
     /// Print the report as one JSON object, on the last line of stdout
     #[arg(long)]
     json: bool,
-    /// Exit with 0 even when turns failed
+    /// Exit with 0 even if turns failed
     #[arg(long)]
     allow_errors: bool,
 }
@@ -156,7 +159,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Flags to options, or everything that is wrong with them.
+/// Converts flags to options, or returns all problems of the flags.
 fn options(flags: &Flags) -> Result<Options, Vec<String>> {
     let mut problems = Vec::new();
     let mut seconds = |name: &str, value: f64| {
@@ -214,7 +217,7 @@ fn options(flags: &Flags) -> Result<Options, Vec<String>> {
     if problems.is_empty() { Ok(options) } else { Err(problems) }
 }
 
-/// Flags of the loop that was not chosen, and counts for nothing.
+/// Returns problems for flags of the loop type that isn't selected.
 fn contradictions(flags: &Flags) -> Vec<String> {
     let open = flags.rate.is_some();
     let closed_only = [
@@ -235,7 +238,7 @@ fn contradictions(flags: &Flags) -> Vec<String> {
     let given = wrong.iter().filter(|(_, given)| *given);
     let mut problems: Vec<String> = given.map(|(name, _)| format!("--{name} {why}")).collect();
     if flags.conversations.is_some() && flags.trace.is_some() {
-        problems.push("--conversations is for made ones, without --trace".to_owned());
+        problems.push("--conversations can't be used with --trace".to_owned());
     }
     problems
 }
@@ -260,12 +263,12 @@ fn workload(flags: &Flags, options: &Options) -> anyhow::Result<Workload> {
     ));
     if trace.form == Form::Prompts {
         let edits = trace.edits();
-        say(&format!("{edits} of the turns edit their history: they say the whole of it anew"));
+        say(&format!("{edits} of the turns edit their history and send all of it again"));
     }
     Ok(Workload::Trace(trace))
 }
 
-/// Runs the replay; true when nothing failed.
+/// Runs the replay; returns true if nothing failed.
 fn replay(flags: &Flags, options: Options) -> anyhow::Result<bool> {
     let workload = workload(flags, &options)?;
     let progress = Progress::new(flags, &options);
@@ -294,7 +297,7 @@ async fn run(options: Options, workload: Workload, progress: &Progress) -> anyho
     let driven = drive(options, workload, control, |report| progress.show(report));
     let mut driven = std::pin::pin!(driven);
     let interrupted = async {
-        // Without the signal there is no brake, and the replay goes on.
+        // If the signal can't be caught, the replay continues without it.
         if tokio::signal::ctrl_c().await.is_err() {
             std::future::pending::<()>().await;
         }
@@ -306,7 +309,7 @@ async fn run(options: Options, workload: Workload, progress: &Progress) -> anyho
     Ok(driven.await?)
 }
 
-/// The bar, or status lines where none can be drawn.
+/// The progress bar, or status lines on an output without one.
 struct Progress {
     bar: ProgressBar,
     by_time: bool,
@@ -343,7 +346,7 @@ impl Progress {
     }
 }
 
-/// Says a line on stderr; one that can't be said changes nothing.
+/// Prints a line on stderr and ignores a failure.
 fn say(line: &str) {
     let _ = writeln!(std::io::stderr(), "{line}");
 }

@@ -12,13 +12,13 @@ use tests::saturation::{self, Comparison, Stretch};
     about = "Goodput of a full engine, with and without Berth"
 )]
 struct Args {
-    /// Rounds of bare, guarded, guarded, bare
+    /// The number of rounds; a round is bare, guarded, guarded, bare
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=100))]
     rounds: u32,
-    /// Seconds of each of the four
+    /// The seconds of each of a round's four periods
     #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..=3600))]
     seconds: u64,
-    /// One JSON object on the last line of standard output
+    /// Print one JSON object on the last line of standard output
     #[arg(long)]
     json: bool,
 }

@@ -1,6 +1,6 @@
-//! `berth-sim`: placement policies side by side over a model of engines, in virtual time.
+//! `berth-sim`: compares placement policies over modelled engines, in virtual time.
 //!
-//! Exit status: 0 when all ran, 1 when the trace can't be read, 64 when the flags make no sense.
+//! Exit status: 0 if all runs ended, 1 if the trace can't be read, 64 if the flags are invalid.
 
 use std::{io::Write as _, path::PathBuf, process::ExitCode, sync::Arc, time::Duration};
 
@@ -20,102 +20,102 @@ use tests::{
     },
 };
 
-/// BSD's code for a command line that makes no sense.
+/// BSD's exit status for an invalid command line.
 const EX_USAGE: u8 = 64;
 
-/// Plays a workload under each placement policy and compares times to the first token.
+/// Plays a workload under each placement policy and compares the times to the first token.
 #[derive(Debug, Parser)]
 #[command(name = "berth-sim", version)]
 struct Flags {
-    /// A trace: kv-cache-tester's or Mooncake's form, or Azure's packed CSV
+    /// A trace in the form of kv-cache-tester or Mooncake, or Azure's gzip CSV
     #[arg(long, required_unless_present = "made")]
     trace: Option<PathBuf>,
-    /// A made workload instead
+    /// A synthetic workload instead of a trace
     #[arg(long, value_enum, conflicts_with = "trace")]
     made: Option<Made>,
-    /// Only these policies [default: all]
+    /// The policies to compare [default: all]
     #[arg(long, value_enum, value_delimiter = ',')]
     policies: Vec<Kind>,
-    /// Users side by side, where the trace has no arrival times
+    /// The number of concurrent users, if the trace has no arrival times
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=100_000))]
     users: u32,
-    /// Engines
+    /// The number of engines
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=1024))]
     workers: u32,
-    /// Tokens of each engine's pool
+    /// The tokens of each engine's pool
     #[arg(long, default_value_t = 1_000_000)]
     pool_tokens: u64,
-    /// Runs of each policy, with seeds from 0
+    /// The number of runs of each policy, with seeds from 0
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=1000))]
     seeds: u64,
-    /// Tokens of a block: 512 or 64
+    /// The tokens of a block: 64, 128, 256 or 512
     #[arg(long, default_value_t = 512, value_parser = block_tokens)]
     block_tokens: u64,
-    /// Leave out conversations with a longer prompt; a second table keeps them. 0: keep all
+    /// Leave out conversations with a longer prompt; a second table includes them. 0 keeps all
     #[arg(long, default_value_t = 200_000)]
     max_context: u64,
-    /// One half of the conversations
+    /// Use only one half of the conversations
     #[arg(long, value_enum)]
     half: Option<Half>,
-    /// How the end of a session reaches its engine, under every policy
+    /// What happens on the engine when a session ends, under every policy
     #[arg(long, value_enum, default_value = "none")]
     close: Close,
     /// How engines keep the KV of open sessions, under every policy
     #[arg(long, value_enum, default_value = "none")]
     mode: Mode,
-    /// Share of a pool that pinned sessions may hold; 1: all of it
+    /// The share of a pool that pinned sessions may hold; 1 means all of it
     #[arg(long, default_value_t = 0.5)]
     pin_budget_ratio: f64,
-    /// Factor on the arrival rate of a trace with times
+    /// The factor on the arrival rate of a trace with times
     #[arg(long, default_value_t = 1.0)]
     rate: f64,
-    /// Seconds of virtual time, where users go on for ever
+    /// The seconds of virtual time after which a run with users ends
     #[arg(long, default_value_t = 7_200)]
     horizon_s: u64,
-    /// Longest pause between two turns, seconds
+    /// The longest pause between two turns, in seconds
     #[arg(long, default_value_t = 600)]
     think_s_max: u64,
-    /// Prefill in pieces of so many tokens, waiting prompts in turns
+    /// Prefill in chunks of this many tokens, alternating between waiting prompts
     #[arg(long)]
     chunk_tokens: Option<u64>,
-    /// The router hears of blocks this much later
+    /// The delay until the router hears of a change of blocks, in milliseconds
     #[arg(long, default_value_t = 0)]
     event_lag_ms: u64,
-    /// Share of changes of blocks that the router never hears of
+    /// The share of block changes that the router never hears of
     #[arg(long, default_value_t = 0.0)]
     event_loss_ratio: f64,
-    /// Share of closes that are never heard
+    /// The share of closes that are lost
     #[arg(long, default_value_t = 0.0)]
     close_loss_ratio: f64,
-    /// Share of closes that are told twice
+    /// The share of closes that are delivered twice
     #[arg(long, default_value_t = 0.0)]
     close_twice_ratio: f64,
     /// What happens to workers
     #[arg(long, value_enum, default_value = "none")]
     churn: Churn,
-    /// Write the first table as a picture
+    /// Write the first table as an SVG picture to this path
     #[arg(long)]
     plot: Option<PathBuf>,
-    /// One JSON object on the last line of standard output
+    /// Print one JSON object on the last line of standard output
     #[arg(long)]
     json: bool,
 }
 
-/// What `--json` prints.
+/// The output of `--json`.
 #[derive(Debug, Serialize)]
 struct Output {
     policies: Vec<Summary>,
-    /// What no placement reaches, and `ideal` is not.
+    /// The bounds, except `ideal`, which is listed with the policies.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     bounds: Vec<Summary>,
-    /// The same with conversations of any length, where some were left out.
+    /// The results with conversations of any length, if some were left out.
     #[serde(skip_serializing_if = "Option::is_none")]
     policies_all_contexts: Option<Vec<Summary>>,
     #[serde(skip_serializing_if = "Option::is_none")]
     bounds_all_contexts: Option<Vec<Summary>>,
 }
 
-/// Bounds beside policies.
+/// Separates bounds from policies.
 fn parted(summaries: Vec<Summary>) -> (Vec<Summary>, Vec<Summary>) {
     let is_bound = |one: &Summary| Kind::BOUNDS.iter().any(|kind| kind.as_str() == one.name);
     let (bounds, policies) = summaries.into_iter().partition(is_bound);
@@ -132,7 +132,7 @@ fn main() -> ExitCode {
     };
     match run(&flags) {
         Ok(()) => ExitCode::SUCCESS,
-        // Who reads it has seen enough.
+        // A closed pipe is no error: the reader has stopped reading.
         Err(error) if is_closed_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
             let _ = writeln!(std::io::stderr(), "berth-sim: {error:#}");
@@ -216,7 +216,7 @@ fn options(flags: &Flags) -> Options {
     flags.made.map_or(options, |made| made.load(options))
 }
 
-/// Blocks of a trace are made of, or cut into, these.
+/// Parses a block size; blocks of a trace are joined or split to this size.
 fn block_tokens(text: &str) -> Result<u64, String> {
     match text.parse() {
         Ok(tokens @ (64 | 128 | 256 | 512)) => Ok(tokens),

@@ -16,7 +16,7 @@ use tokio::net::TcpListener;
 struct Args {
     #[arg(long, default_value = "127.0.0.1")]
     host: String,
-    /// 0 takes a free port; the address is printed.
+    /// The port; 0 takes a free port. The address is printed.
     #[arg(long, default_value_t = 30000)]
     port: u16,
     #[arg(long, default_value = "tiny")]
@@ -24,7 +24,7 @@ struct Args {
     /// Default: the last part of the model path.
     #[arg(long)]
     served_model_name: Option<String>,
-    /// A power of two.
+    /// The tokens of a page; a power of two.
     #[arg(long, default_value_t = 16)]
     page_size: usize,
     #[arg(long, default_value_t = 2048)]
@@ -37,7 +37,7 @@ struct Args {
     chunked_prefill_size: usize,
     #[arg(long, default_value_t = 1)]
     dp_size: usize,
-    /// 1 reserves 70 % of an unfinished answer at admission; less is bolder.
+    /// With 1, admission reserves 70 % of an unfinished answer; with less, less.
     #[arg(long, default_value = "1", value_parser = new_token_per_mille)]
     schedule_conservativeness: usize,
     #[arg(long)]
@@ -50,32 +50,33 @@ struct Args {
     enable_cache_report: bool,
     #[arg(long, default_value_t = 40)]
     decode_log_interval: u32,
-    /// Sampled answers and made-up ids depend on it.
+    /// The seed of sampled answers and generated ids.
     #[arg(long, alias = "random-seed", default_value_t = 0)]
     seed: u64,
     #[arg(long, default_value_t = 100_000.0)]
     prefill_tokens_per_s: f64,
     #[arg(long, default_value_t = 1.0)]
     decode_ms_per_step: f64,
-    /// Where KV events are published, as JSON: publisher, endpoint, replay_endpoint, buffer_steps,
-    /// topic, bind; and `arrays` for the form of older releases.
+    /// The publisher of KV events, as JSON: publisher, endpoint, replay_endpoint, buffer_steps,
+    /// topic, bind; and `arrays` for the encoding of older releases.
     #[arg(long, value_parser = kv_events)]
     kv_events_config: Option<KvEventsConfig>,
-    /// Chance in a thousand that a token ends the answer.
+    /// The chance, in thousandths, that a token ends the answer.
     #[arg(long, default_value_t = 0)]
     eos_per_mille: u32,
-    /// How long `/health` takes.
+    /// The duration of `/health`, in milliseconds.
     #[arg(long, default_value_t = 1000)]
     health_ms: u64,
-    /// How often the engine looks for vanished clients that do not stream.
+    /// The interval at which the engine looks for vanished non-streaming clients, in milliseconds.
     #[arg(long, default_value_t = 4000)]
     disconnect_poll_ms: u64,
-    /// How long the port stays open after a crash.
+    /// How long the port stays open after a crash, in milliseconds.
     #[arg(long, default_value_t = 5000)]
     crash_linger_ms: u64,
 }
 
-/// SGLang's factor, as the share that admission reserves: 70 % of it.
+/// Converts SGLang's factor to the share, in thousandths, that admission reserves: 70 % of the
+/// factor.
 #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "clamped before")]
 fn new_token_per_mille(factor: &str) -> Result<usize, std::num::ParseFloatError> {
     let factor: f64 = factor.parse()?;
