@@ -1,5 +1,7 @@
-//! The indexes that are compared, behind one face: ours as the router uses it, the peer's
-//! concurrent compressed tree behind its thread pool, and the peer's plain radix tree.
+//! The compared indexes behind one trait: Berth's, and two of the peer.
+//!
+//! Berth's index runs as in the router. The peer's are its concurrent compressed tree, behind its
+//! thread pool, and its plain radix tree.
 
 use std::{
     hint::black_box,
@@ -21,26 +23,26 @@ use tokio::runtime::Runtime;
 
 use crate::workload::{Event, Kind, Query};
 
-/// Threads that apply the peer's events: as many as in the peer's published measurements here.
+/// The number of threads that apply the peer's events, as in the peer's published measurements.
 const PEER_THREADS: usize = 2;
 const BLOCK_TOKENS: u32 = 64;
 
-/// An index.
+/// An index under comparison.
 pub trait Contender {
-    /// An event in its own terms.
+    /// An event in the index's own format.
     type Event;
 
     fn new() -> Self;
     fn event(id: u64, event: Event) -> Self::Event;
-    /// Takes events; returns when all of them are applied.
+    /// Applies the events; returns when all of them are applied.
     fn apply(&mut self, events: Vec<Self::Event>);
-    /// Times one look-up of a prompt that has just been hashed, up to its answer.
+    /// Returns the duration of one look-up of a hashed prompt, up to its answer.
     fn look_up(&mut self, query: &Query) -> Duration;
-    /// Leading blocks by worker.
+    /// Returns the number of leading resident blocks by worker.
     fn answer(&mut self, query: &Query, workers: u64) -> Vec<u32>;
 }
 
-/// Ours.
+/// Berth's index.
 pub struct Ours {
     index: Shared,
     overlap: Overlap,

@@ -1,6 +1,8 @@
-//! Berth's overlap index and block hashing beside the peer's, in one run: the same chains, events
-//! and prompts, everything applied before the clock stops, answers checked equal. The better of
-//! the peer's two trees counts for each figure. Ends with 0 only when all targets hold.
+//! Compares Berth's overlap index and block hashing with the peer's, in one run.
+//!
+//! Both get the same chains, events and prompts. Times include the application of all events, and
+//! answers are checked to be equal. For each figure, the better of the peer's two trees counts. The
+//! exit status is 0 only if all targets hold.
 //!
 //! `cargo run --release --locked [-- --json] [--rounds N]`
 
@@ -18,15 +20,15 @@ use workload::{SHAPES, Workload};
 
 const ROUNDS: usize = 7;
 
-/// A ratio, peer to ours, with what is asked of it.
+/// The ratio of the peer's figure to Berth's, and its target.
 struct Row {
     name: String,
     unit: &'static str,
-    /// Medians by contender.
+    /// The medians by contender.
     values: Vec<f64>,
-    /// By round, sorted.
+    /// The ratios of all rounds, sorted.
     ratios: Vec<f64>,
-    /// None where the figure is for information.
+    /// The least ratio allowed; `None` if the figure is for information only.
     target: Option<f64>,
 }
 
@@ -43,7 +45,7 @@ impl Row {
         self.target.is_none_or(|target| self.ratio() >= target)
     }
 
-    /// From the figures of each round, where less is better.
+    /// Builds a row from the figures of each round, where less is better.
     fn of(name: String, unit: &'static str, rounds: &[Vec<f64>], target: Option<f64>) -> Self {
         let column = |at: usize| rounds.iter().map(|round| round[at]).collect::<Vec<_>>();
         let best = |round: &Vec<f64>| round[1..].iter().copied().fold(f64::INFINITY, f64::min);
@@ -75,7 +77,7 @@ impl Row {
     }
 }
 
-/// What is asked of look-ups: several times faster where many workers answer.
+/// Returns the target for look-ups: several times faster where many workers answer.
 fn look_up_target(shape: &workload::Shape) -> f64 {
     match (shape.turn_blocks, shape.workers) {
         (8, 128) => 3.0,
@@ -109,10 +111,10 @@ fn main() -> Result<ExitCode> {
                 println!("{}", memory::of(&arguments.next().context("--memory NAME")?)?);
                 return Ok(ExitCode::SUCCESS);
             }
-            other => anyhow::bail!("{other}: only --json and --rounds N"),
+            other => anyhow::bail!("unknown argument {other}: use --json or --rounds N"),
         }
     }
-    anyhow::ensure!(rounds > 0, "at least one round");
+    anyhow::ensure!(rounds > 0, "--rounds must be at least 1");
     println!("{:<42}{:>9}{:>12}{:>10}{:>26}", "", "berth", "compressed", "plain", "peer / berth");
     let mut table = vec![];
     let mut differ = 0;
@@ -128,7 +130,7 @@ fn main() -> Result<ExitCode> {
         }
     }
     let hashed: Vec<Vec<f64>> = (0..rounds).map(|_| measure::hashing().to_vec()).collect();
-    // At most 1.5 times the peer's time.
+    // The target is at most 1.5 times the peer's time.
     table.push(Row::of("hashing 131,072 tokens".to_owned(), "µs", &hashed, Some(1.0 / 1.5)));
     let memory = (0..rounds).map(|_| Ok(memory::bytes_per_residency()?.to_vec()));
     let memory: Vec<Vec<f64>> = memory.collect::<Result<_>>()?;

@@ -1,5 +1,6 @@
-//! What is timed, how often, and what a ratio is: rounds go through the contenders forwards and
-//! backwards, every ratio is between figures of one round, and its median stands with its extremes.
+//! The measurements: rounds over all contenders, forwards and then backwards.
+//!
+//! Each ratio compares figures of one round. The result is the median ratio, with its extremes.
 
 use std::time::Instant;
 
@@ -13,14 +14,14 @@ use crate::{
     workload::{Event, Query, Workload, tokens},
 };
 
-/// Look-ups before those that count.
+/// The number of look-ups before those that count.
 const WARM_UP: usize = 500;
 const PROMPT_TOKENS: usize = 131_072;
 const BLOCK_TOKENS: u32 = 64;
-/// Hashings of a prompt in one round.
+/// The number of times a prompt is hashed in one round.
 const HASHINGS: usize = 100;
 
-/// One contender's figures of one round, nanoseconds.
+/// One contender's figures of one round, in nanoseconds.
 #[derive(Debug, Clone, Copy)]
 pub struct Figures {
     pub look_up_p50: f64,
@@ -29,10 +30,10 @@ pub struct Figures {
     pub remove_per_block: f64,
 }
 
-/// Figures by contender: ours, the compressed tree, the plain tree.
+/// The figures by contender: Berth's index, the compressed tree, the plain tree.
 pub type Round = [Figures; 3];
 
-/// Builds an index, asks it, and takes blocks out of it again.
+/// Builds an index, queries it, and removes blocks from it.
 fn figures<C: Contender>(workload: &Workload, queries: &[Query]) -> Figures {
     let mut index = C::new();
     let own = |(id, event): (u64, Event)| C::event(id, event);
@@ -63,7 +64,7 @@ fn figures<C: Contender>(workload: &Workload, queries: &[Query]) -> Figures {
     }
 }
 
-/// One round: there and back again.
+/// Measures one round: all contenders forwards, then backwards; returns the means.
 pub fn round(workload: &Workload, queries: &[Query]) -> Round {
     let there = [
         figures::<Ours>(workload, queries),
@@ -85,7 +86,7 @@ pub fn round(workload: &Workload, queries: &[Query]) -> Round {
     [mean(0), mean(1), mean(2)]
 }
 
-/// Prompts on which somebody disagrees, before and after blocks were taken out.
+/// Returns the number of prompts on which the contenders disagree, before and after removals.
 pub fn disagreements(workload: &Workload, queries: &[Query]) -> usize {
     fn fill<C: Contender>(events: impl Iterator<Item = Event>, index: &mut C) {
         index.apply((0..).zip(events).map(|(id, event)| C::event(id, event)).collect());
@@ -113,7 +114,8 @@ pub fn disagreements(workload: &Workload, queries: &[Query]) -> usize {
     differ
 }
 
-/// Microseconds to hash a whole prompt: ours and the peer's (tokens to chained hashes).
+/// Returns the microseconds to hash a prompt, from tokens to chained hashes: Berth's and the
+/// peer's.
 pub fn hashing() -> [f64; 2] {
     let tokens = tokens(PROMPT_TOKENS);
     let scheme = Scheme::plain(BlockTokens::for_page(BLOCK_TOKENS).expect("a page has 64 tokens"));

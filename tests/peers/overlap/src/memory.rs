@@ -1,5 +1,4 @@
-//! Memory of an index as the operating system sees it: each in a process of its own, the
-//! difference of resident memory before and after the stores.
+//! Measures an index's memory as growth of resident memory, each index in its own process.
 
 use std::process::Command;
 
@@ -10,12 +9,12 @@ use crate::{
     workload::{MEMORY, Workload},
 };
 
-/// Names of the contenders on the command line, in the order of all figures.
+/// The contenders' names on the command line, in the order of all figures.
 pub const CONTENDERS: [&str; 3] = ["berth", "compressed", "plain"];
-/// Events handed over at once: what waits in a queue is not the index.
+/// The number of events per call, so that queued events don't count as memory of the index.
 const EVENTS: usize = 256;
 
-/// Bytes per resident block of each contender, each measured by this program started anew.
+/// Returns the bytes per resident block of each contender, each measured in a new process.
 pub fn bytes_per_residency() -> Result<[f64; 3]> {
     let measured = |name: &str| -> Result<f64> {
         let output = Command::new(std::env::current_exe()?).args(["--memory", name]).output()?;
@@ -25,13 +24,13 @@ pub fn bytes_per_residency() -> Result<[f64; 3]> {
     Ok([measured(CONTENDERS[0])?, measured(CONTENDERS[1])?, measured(CONTENDERS[2])?])
 }
 
-/// The same for one of them, in this process.
+/// Returns the bytes per resident block of one contender, measured in this process.
 pub fn of(name: &str) -> Result<f64> {
     match name {
         "berth" => grown::<Ours>(),
         "compressed" => grown::<Compressed>(),
         "plain" => grown::<Radix>(),
-        _ => bail!("nobody is called {name}"),
+        _ => bail!("unknown contender {name}: use berth, compressed or plain"),
     }
 }
 

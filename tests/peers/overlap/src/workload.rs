@@ -1,16 +1,18 @@
-//! Chains, events and queries, the same for everyone: sessions that share a few system prompts and
-//! grow turn by turn, each on a home worker, some on a second one too.
+//! The chains, events and queries, the same for all contenders.
+//!
+//! Sessions share a few system prompts and grow turn by turn, each on a home worker and some also
+//! on a second one.
 
 use dynamo_kv_router::protocols::{LocalBlockHash, compute_seq_hash_for_block};
 use proto::block::{BlockHash, BlockTokens, Scheme, after};
 
-/// How large it is.
+/// The size of a workload.
 #[derive(Debug, Clone, Copy)]
 pub struct Shape {
     pub name: &'static str,
     pub workers: u64,
     pub sessions: u64,
-    /// Blocks of a system prompt; there are four.
+    /// The blocks of each of the four system prompts.
     pub system: u64,
     pub turns: u64,
     pub turn_blocks: u64,
@@ -19,13 +21,13 @@ pub struct Shape {
 
 const SYSTEMS: u64 = 4;
 
-/// 76 blocks a query on average.
+/// Returns a shape with 76 blocks per query on average.
 const fn short(name: &'static str, workers: u64) -> Shape {
     let sessions = workers * 64;
     Shape { name, workers, sessions, system: 32, turns: 8, turn_blocks: 8, queries: 20_000 }
 }
 
-/// 1,850 blocks a query on average.
+/// Returns a shape with 1,850 blocks per query on average.
 const fn long(name: &'static str, workers: u64) -> Shape {
     let sessions = workers * 4;
     Shape { name, workers, sessions, system: 128, turns: 16, turn_blocks: 181, queries: 2_000 }
@@ -40,26 +42,26 @@ pub const SHAPES: [Shape; 6] = [
     long("1,850 blocks, 128 workers", 128),
 ];
 
-/// What memory is measured with.
+/// The shape for the measurement of memory.
 pub const MEMORY: Shape = Shape { sessions: 128 * 256, queries: 0, ..short("memory", 128) };
 
-/// One thing that happened on one worker.
+/// One event on one worker.
 #[derive(Debug, Clone)]
 pub struct Event {
     pub worker: u64,
     pub kind: Kind,
-    /// In chain order, or leaf first where they go.
+    /// The blocks in chain order; for a removal, the leaf first.
     pub blocks: Vec<Block>,
 }
 
-/// A block by all its names.
+/// A block with all its names.
 #[derive(Debug, Clone, Copy)]
 pub struct Block {
-    /// The hash of its tokens, which both sides chain.
+    /// The hash of the block's tokens, which both sides chain.
     pub local: u64,
     /// The peer's chained hash.
     pub peer: u64,
-    /// Ours.
+    /// Berth's chained hash.
     pub ours: BlockHash,
 }
 
@@ -69,7 +71,7 @@ pub enum Kind {
     Remove,
 }
 
-/// A prompt: hashes of its blocks' tokens, and the chained ones.
+/// A prompt: the hashes of its blocks' tokens, and the chained hashes.
 #[derive(Debug, Clone)]
 pub struct Query {
     pub local: Vec<LocalBlockHash>,
@@ -83,14 +85,14 @@ struct Session {
     blocks: Vec<Block>,
 }
 
-/// All of it.
+/// The chains of all sessions, from which events and queries are made.
 #[derive(Debug)]
 pub struct Workload {
     pub shape: Shape,
     sessions: Vec<Session>,
 }
 
-/// SplitMix64.
+/// The SplitMix64 generator.
 struct Random(u64);
 
 impl Random {
@@ -126,7 +128,7 @@ impl Workload {
         Self { shape, sessions: (0..shape.sessions).map(session).collect() }
     }
 
-    /// What becomes resident, turn by turn.
+    /// Returns the stored blocks, turn by turn.
     pub fn stores(&self) -> impl Iterator<Item = Event> {
         let Shape { system, turns, turn_blocks, .. } = self.shape;
         (0..turns).flat_map(move |turn| {
@@ -145,7 +147,7 @@ impl Workload {
         })
     }
 
-    /// What is evicted then: the last turn of every second session.
+    /// Returns the blocks evicted afterwards: the last turn of every second session.
     pub fn removes(&self) -> impl Iterator<Item = Event> {
         self.sessions.iter().step_by(2).map(|session| {
             let last = session.blocks.len() - self.shape.turn_blocks as usize;
@@ -154,7 +156,7 @@ impl Workload {
         })
     }
 
-    /// Prompts: a session up to some turn, and a turn nobody has seen.
+    /// Returns prompts that consist of a session up to a random turn, and one new turn.
     pub fn queries(&self) -> Vec<Query> {
         let Shape { sessions, system, turns, turn_blocks, queries, .. } = self.shape;
         let mut random = Random(99);
@@ -171,7 +173,7 @@ impl Workload {
     }
 }
 
-/// A chain under both sides' names.
+/// Returns a chain with both sides' names.
 fn blocks(local: &[LocalBlockHash]) -> Vec<Block> {
     let tokens = BlockTokens::for_page(64).expect("a page has 64 tokens");
     let mut ours = Scheme::plain(tokens).root();
@@ -182,7 +184,7 @@ fn blocks(local: &[LocalBlockHash]) -> Vec<Block> {
     local.iter().zip(compute_seq_hash_for_block(local)).map(block).collect()
 }
 
-/// Token ids of a prompt.
+/// Returns the token ids of a prompt.
 pub fn tokens(n: usize) -> Vec<u32> {
     let mut random = Random(7);
     (0..n).map(|_| (random.next() as u32) % 150_000).collect()
