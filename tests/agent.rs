@@ -1,5 +1,7 @@
-//! What a router notices of an agent, against the engine simulator: exact pinned turns, the gate,
-//! ends of every kind, closes, refusals, and what reaches the engine.
+//! End-to-end tests of an agent as a router sees it, against the engine simulator.
+//!
+//! They cover exact pinned turns, the session gate, ends of every kind, closes, refusals, and the
+//! requests that reach the engine.
 
 #![expect(clippy::unwrap_used, reason = "a test fails where it unwraps")]
 
@@ -48,7 +50,7 @@ impl House {
         self.web.post(&self.agent.url(path), &headers, body).await.unwrap()
     }
 
-    /// Starts a streamed turn and returns it when its first event is here.
+    /// Starts a streamed turn; returns the answer after its first event has arrived.
     async fn start_stream(
         &self,
         claim: &Value,
@@ -92,7 +94,7 @@ fn delta(id: &str) -> Value {
     json!({"principal": "p", "id": id, "delta": true})
 }
 
-/// A greedy turn of exact length.
+/// Returns a greedy turn with an answer of exactly `tokens` tokens.
 fn turn(text: &str, tokens: u32) -> Value {
     json!({"text": text, "sampling_params": {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": true}})
 }
@@ -103,7 +105,7 @@ fn streamed(text: &str, tokens: u32) -> Value {
     body
 }
 
-/// The default engine with slow steps, so that a turn can be met while it runs.
+/// Returns the default engine with slow decode steps, so that a test can act while a turn runs.
 fn slow() -> Config {
     let mut config = Config::default();
     config.core.decode_ms_per_step = 20.0;
@@ -188,7 +190,7 @@ async fn a_vanished_client_of_a_whole_answer_is_aborted_too() {
     let running = eventually("the turn inside the engine", || async {
         (house.engine.pool(0).await.unwrap().running == 1).then_some(())
     });
-    // Its client is gone as soon as the turn runs.
+    // The client disconnects as soon as the turn runs.
     tokio::select! {
         biased;
         answer = answer => panic!("500 tokens at 20 ms take ten seconds: {answer:?}"),
@@ -308,7 +310,7 @@ async fn bodies_have_a_limit() {
     assert_eq!((large.status.as_u16(), large.code().as_str()), (413, "body_too_large"));
 }
 
-/// Refused for now, with a time to try again.
+/// Asserts a refusal with status 429 and a time to retry.
 fn assert_full(refused: &Answer, code: &str) {
     assert_eq!((refused.status.as_u16(), refused.code().as_str()), (429, code));
     assert_eq!(refused.headers["retry-after"], "1");
@@ -330,7 +332,7 @@ async fn a_full_worker_lets_a_turn_wait_for_room_and_refuses_the_next_at_once() 
     assert_eq!(waiting.await.status, StatusCode::OK, "room came while it waited");
 }
 
-/// The output of the future that ends first, and the other one.
+/// Returns the output of the future that ends first, and the other future.
 async fn first_of<F: Future + Unpin>(mut one: F, mut two: F) -> (F::Output, F) {
     tokio::select! {
         first = &mut one => (first, two),
@@ -422,7 +424,7 @@ async fn idle_sessions_expire_and_leave_the_engine() {
 #[tokio::test]
 async fn a_turn_over_its_time_is_cut_off_and_its_session_goes_on() {
     let house = House::with(slow(), |config| config.turn_ms_max = 500).await;
-    // Where the machine stalls, the short turns are late as well, and leave no trace either.
+    // On a stalled machine, the short turns time out as well; they leave no trace either.
     let in_time = async |claim: Value, body: Value| {
         eventually("a turn in time", || async {
             let answer = house.generate(Some(&claim), &body).await;
@@ -530,7 +532,7 @@ async fn opens_and_closes_over_grpc_say_what_is_short() {
 async fn a_wedge_that_others_cause_makes_the_worker_unhealthy_and_says_why() {
     let house = House::with(Config::default(), |config| config.stall_ms_max = 300).await;
     let engine = |path: &str| format!("{}{path}", house.engine.url());
-    // Someone opens sessions straight at the engine, until they hold all of its rows.
+    // Another client opens sessions directly on the engine, until they hold all of its rows.
     for number in 0..8 {
         let id = format!("someone-{number}");
         let open = json!({"capacity_of_str_len": 1, "session_id": id, "streaming": true});
@@ -594,7 +596,7 @@ async fn how_fast_prompts_are_computed_is_measured() {
         figure(&text, "prefill_tokens_per_s").zip(figure(&text, "prefill_backlog_tokens"))
     })
     .await;
-    // The simulator takes 10 us for a token.
+    // The simulator computes one token in 10 us.
     assert!((95_000..=105_000).contains(&rate.0), "{rate:?}");
     assert!(rate.1 <= 900, "{rate:?}");
 }
@@ -612,7 +614,8 @@ async fn the_next_agent_closes_what_a_killed_one_left() {
     let first = tokio::task::spawn_blocking({
         let config = settings();
         let web = web.clone();
-        // On a runtime of its own, which can be ended as a kill ends a process: between two polls.
+        // The agent runs on its own runtime, which can be ended between two polls, as a kill ends a
+        // process.
         move || {
             let runtime = tokio::runtime::Runtime::new().unwrap();
             runtime.block_on(async {
@@ -625,7 +628,7 @@ async fn the_next_agent_closes_what_a_killed_one_left() {
                 let second = Agent::start(config).unwrap().stop().await.unwrap_err();
                 assert!(second.to_string().contains("another agent"), "{second}");
             });
-            // Returns when all of it is gone, its lock included.
+            // Returns when the whole agent is gone, its lock included.
             runtime.shutdown_timeout(PATIENCE);
         }
     });

@@ -1,9 +1,10 @@
-//! The engine simulator does what the real engine does: the conformance suite of `tests/sglang`, run
-//! here against the simulator. The real engine runs the same cases, by `tests/sglang/run`.
+//! The conformance suite of `tests/sglang`, run against the engine simulator.
+//!
+//! `tests/sglang/run` runs the same cases against the real engine.
 
 use std::{io::Write as _, path::Path, process::Command};
 
-/// Where the suite needs `tomllib`.
+/// The suite needs `tomllib`, which Python has since 3.11.
 const PYTHON_MIN: &str = "import sys; sys.exit(sys.version_info < (3, 11))";
 
 fn has_python() -> bool {

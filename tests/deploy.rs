@@ -1,4 +1,4 @@
-//! Every example under `deploy/` is one that the binaries take.
+//! Checks that the binaries accept every example under `deploy/`.
 
 use std::{fs, path::PathBuf, time::Duration};
 

@@ -1,5 +1,6 @@
-//! What an outside caller notices of the engine simulator, held against what the real engine was
-//! seen to answer. Real sockets, bounded waits.
+//! Tests of the engine simulator from outside, against answers that the real engine gave.
+//!
+//! The tests use real sockets and bounded waits.
 
 use bytes::Bytes;
 use http_body_util::{BodyExt as _, Full};
@@ -12,7 +13,7 @@ use std::time::Duration;
 use tests::engine_sim::{Config, EngineSim, core::CoreConfig, core::PoolFacts};
 use tokio::{net::TcpStream, time::timeout};
 
-/// Far longer than anything here takes, also where the machine is slow.
+/// The longest wait; far longer than any step takes, even on a slow machine.
 const WAIT: Duration = Duration::from_secs(120);
 
 struct Caller {
@@ -38,7 +39,7 @@ impl Answer {
         self.json()["meta_info"][key].clone()
     }
 
-    /// The JSON of each event, and whether the stream ended with `[DONE]`.
+    /// Returns the JSON of each event, and whether the stream ended with `[DONE]`.
     fn events(&self) -> (Vec<Value>, bool) {
         let data: Vec<&str> =
             self.text().lines().filter_map(|line| line.strip_prefix("data: ")).collect();
@@ -344,7 +345,7 @@ async fn aborts_of_running_and_queued_turns() {
     assert_eq!(next.meta("cached_tokens"), json!(32));
 }
 
-/// Sends a request on a connection of its own and hands that over.
+/// Sends a request on a new connection and returns the connection.
 async fn raw(engine: &Caller, body: &Value) -> TcpStream {
     let stream = TcpStream::connect(engine.sim.addr()).await.expect("it listens");
     let body = body.to_string();
@@ -357,7 +358,7 @@ async fn raw(engine: &Caller, body: &Value) -> TcpStream {
     stream
 }
 
-/// Everything until the connection ends, however it ends.
+/// Reads everything until the connection ends, whether properly or not.
 async fn read_all(stream: &TcpStream) -> String {
     read_until(stream, |_| false).await
 }
@@ -517,7 +518,8 @@ async fn stop_text_is_cut_off_and_bodies_keep_the_engines_order() {
     assert_eq!(engine.post("/generate", batch).await.json().as_array().unwrap().len(), 2);
 }
 
-/// Eight sessions and plain requests at once, prompts longer than a chunk, some clients leaving.
+/// Runs eight sessions and plain requests concurrently, with prompts longer than a chunk; some
+/// clients disconnect.
 #[tokio::test]
 async fn a_busy_engine_loses_nothing() {
     let core = CoreConfig {

@@ -1,4 +1,4 @@
-//! The whole house over loopback: client → router → agents → simulated engines. What a user notices.
+//! End-to-end tests over loopback: client → router → agents → simulated engines.
 
 #![expect(clippy::unwrap_used, reason = "a test fails where it unwraps")]
 
@@ -77,7 +77,7 @@ impl House {
         self.web.ask(Method::DELETE, &url, &[], Body::empty()).await.unwrap()
     }
 
-    /// Where a session's turns land, by the engine that gets them.
+    /// Opens a pinned session.
     async fn open_pinned(&self, id: &str) {
         let body = json!({"session_id": id, "retention": "pinned"});
         let opened = self.post("/v1/sessions", &[], &body).await;
@@ -143,7 +143,7 @@ async fn a_pinned_session_lives_from_open_to_delete() {
     house.nothing_held().await;
 }
 
-/// Clients hang up or go on at the last event, not at the connection's end.
+/// Clients disconnect or continue after the last event, without waiting for the connection's end.
 #[tokio::test]
 async fn the_next_turn_may_follow_the_last_event_at_once() {
     let house = House::new(1).await;
@@ -162,7 +162,7 @@ async fn the_next_turn_may_follow_the_last_event_at_once() {
             let frame = answer.body_mut().frame().await.expect("it ends with [DONE]").unwrap();
             seen.extend_from_slice(frame.data_ref().expect("no trailers"));
         }
-        // Half of the clients keep the connection, half hang up.
+        // Half of the clients keep the connection; the other half disconnect.
         kept.extend((number % 2 == 0).then_some(answer));
     }
 }
@@ -288,7 +288,7 @@ async fn a_chat_is_placed_by_its_engine_s_own_tokens() {
     body["max_tokens"] = 2.into();
     let model_path = data.join("model").to_str().unwrap().to_owned();
     let house = House::with(2, Config { model_path, ..Config::default() }).await;
-    // The router has its agents before it has what they know of the model.
+    // The router knows its agents before it has their model files.
     eventually("SGLang's own count of the chat's tokens", || async {
         let answer = house.post("/v1/chat/completions", &[], &body).await;
         assert_eq!(answer.status, StatusCode::OK, "{}", answer.text());
@@ -310,7 +310,8 @@ async fn new_sessions_spread_over_the_workers() {
     for engine in &house.engines {
         held.push(engine.pool(0).await.unwrap().sessions.len());
     }
-    // Two each but for a report that crosses an open; placement itself is exact in its own test.
+    // Each worker gets two sessions, unless a load report crosses an open. Placement's own tests
+    // check exact counts.
     assert!(held.iter().all(|count| (1..=3).contains(count)), "eight on four workers: {held:?}");
 }
 
@@ -328,7 +329,7 @@ async fn the_answer_s_bytes_are_the_engine_s() {
     }
 }
 
-/// An answer with what differs from turn to turn blotted out, byte for byte otherwise.
+/// Returns an answer's bytes, with the values that differ between turns masked.
 fn shape(answer: &Answer) -> String {
     let mut text = answer.text();
     for key in ["\"id\":", "\"created\":", "\"cached_tokens\":"] {
@@ -518,7 +519,8 @@ async fn a_lost_worker_s_sessions_move_or_say_that_they_cannot() {
         .await;
         match (answer.status.as_u16(), answer.code().as_str()) {
             (200, _) => {}
-            // Stopped in order, the agent has closed it; gone at once, it is lost.
+            // A stopped agent closes its sessions, so they are unknown; a killed agent's sessions
+            // are lost.
             (409, "session_lost") | (404, "session_unknown") => lost += 1,
             other => panic!("{other:?}: {}", answer.text()),
         }
@@ -548,7 +550,7 @@ async fn after_an_engine_s_restart_tagged_sessions_go_on_and_pinned_ones_say_why
     let of = ("x-berth-session-id", "p");
     eventually("the loss to be known", || async {
         let lost = house.post("/generate", &[of, DELTA], &turn("a", 1)).await;
-        // Until the agent has noticed, the new engine says itself that it has no such session.
+        // Until the agent notices the restart, the new engine itself refuses the unknown session.
         assert_ne!(lost.status, StatusCode::OK, "{}", lost.text());
         ((lost.status.as_u16(), lost.code().as_str()) == (409, "session_lost")).then_some(())
     })
@@ -569,7 +571,7 @@ async fn concurrent_first_turns_of_a_session_are_one_decision() {
     assert_eq!(turns.iter().max(), Some(&20), "all on one worker: {turns:?}");
 }
 
-/// Polls all futures to their ends, side by side.
+/// Polls all futures concurrently until all have ended.
 async fn join_all<F: Future>(futures: impl IntoIterator<Item = F>) -> Vec<F::Output> {
     let mut running: Vec<_> = futures.into_iter().map(|future| (Box::pin(future), None)).collect();
     std::future::poll_fn(|context| {
@@ -637,7 +639,7 @@ async fn a_final_turn_closes_however_it_ends() {
 
 #[tokio::test]
 async fn without_a_worker_the_answer_is_503_and_comes_soon() {
-    // Taken, so that nobody else gets it, and never listened at.
+    // A bound port that nobody else can get and that never listens.
     let held = tokio::net::TcpSocket::new_v4().unwrap();
     held.bind(SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
     let mut config = router_config(&[]);
@@ -647,7 +649,7 @@ async fn without_a_worker_the_answer_is_503_and_comes_soon() {
     let url = router.url("/v1/chat/completions");
     let body = chat(&[("user", "a")]);
     let asked = web.post(&url, &[], &body);
-    // Soon for a machine that stalls for seconds.
+    // The limit allows for a machine that stalls for seconds.
     let answer = tokio::time::timeout(Duration::from_secs(20), asked).await.unwrap().unwrap();
     assert_eq!((answer.status.as_u16(), answer.code().as_str()), (503, "no_worker"));
     assert!(answer.headers.contains_key("retry-after"));
@@ -657,7 +659,8 @@ async fn without_a_worker_the_answer_is_503_and_comes_soon() {
 async fn the_demo_keeps_its_promises() {
     let stop = tokio_util::sync::CancellationToken::new();
     let enough = stop.clone();
-    // By turns and not by time: on a slow machine most of few turns are first ones.
+    // Stops after a number of turns, not after a time: on a slow machine few turns run, and most of
+    // them are first turns without cached tokens.
     let until_enough = move |_: &[WorkerLine], so_far: &Report| {
         if so_far.turns >= 150 {
             enough.cancel();
@@ -668,7 +671,7 @@ async fn the_demo_keeps_its_promises() {
     assert!(summary.cached_ratio > 0.5, "{summary:?}");
 }
 
-/// Real conversations, where they are at hand.
+/// Replays real conversations, if a trace is available.
 #[tokio::test]
 async fn real_conversations_replay_without_an_error() {
     let beside = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../shared/traces");

@@ -1,5 +1,6 @@
-//! The replay against a small server of both APIs, which records what it was asked and fails
-//! when told to; and the real traces, where they are at hand.
+//! Tests of the replay against a small server of both APIs, and against real traces if available.
+//!
+//! The server records its requests and fails on demand.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail as tests do, by panicking")]
 
@@ -26,7 +27,7 @@ use tests::replay::{
 };
 use tokio::sync::Notify;
 
-/// How the server treats the n-th turn it gets.
+/// How the server fails on the n-th turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Fault {
     Truncate,
@@ -51,7 +52,7 @@ struct Seen {
     turns: Vec<Asked>,
     opened: Vec<(String, String)>,
     closed: Vec<String>,
-    /// Tokens committed per session that sends deltas.
+    /// The tokens committed per session that sends deltas.
     committed: BTreeMap<String, u64>,
 }
 
@@ -59,7 +60,7 @@ struct Seen {
 struct Server {
     faults: BTreeMap<usize, Fault>,
     seen: Mutex<Seen>,
-    /// Told when a turn hangs.
+    /// Notified when a turn hangs.
     hung: Notify,
 }
 
@@ -76,7 +77,7 @@ async fn serve(faults: &[(usize, Fault)]) -> (Arc<Server>, String) {
     let url = format!("http://{}", listener.local_addr().unwrap());
     let mut tasks = tokio::task::JoinSet::new();
     tasks.spawn(async move { axum::serve(listener, app).await });
-    // The server lives as long as the test's runtime.
+    // The server runs as long as the test's runtime.
     tasks.detach_all();
     (server, url)
 }
@@ -166,7 +167,7 @@ async fn stream(server: &Server, events: Vec<Value>, fault: Option<Fault>) -> Re
     ([("content-type", "text/event-stream")], Body::from(text)).into_response()
 }
 
-/// A conversation of `turns` turns that each add a block of 64 tokens.
+/// Returns a conversation of `turns` turns; each adds a block of 64 tokens.
 fn conversation(scope: u64, turns: u64) -> Conversation {
     let turn = |index: u64| Turn {
         at: Duration::from_millis(10 * index),
@@ -260,7 +261,7 @@ async fn pinned_sessions_get_only_new_tokens() {
     let seen = server.seen.lock();
     let sent: Vec<usize> =
         seen.turns.iter().map(|turn| turn.body["input_ids"].as_array().unwrap().len()).collect();
-    // Each turn adds a block of 64, of which the answer before has already filled 4.
+    // Each turn adds a block of 64 tokens, of which the previous answer has already filled 4.
     assert_eq!(sent, [128, 60, 60, 60]);
     assert!(seen.turns.iter().all(|turn| turn.delta));
     assert_eq!(seen.committed["t-0"], 128 + 3 * 64 + 4);
@@ -297,7 +298,7 @@ async fn failures_are_told_apart() {
 
 #[tokio::test]
 async fn nobody_listening_is_an_error_for_each_turn() {
-    // Taken, so that nobody else gets it, and never listened at.
+    // A bound port that nobody else can get and that never listens.
     let held = tokio::net::TcpSocket::new_v4().unwrap();
     held.bind(SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
     let url = format!("http://{}", held.local_addr().unwrap());
@@ -495,16 +496,16 @@ fn real_traces_read_and_share_what_their_ids_share() {
     }
     let chats = load::trace(&folder.join("mooncake_conversation.jsonl.gz")).unwrap();
     assert_eq!((chats.form, chats.conversations.len()), (Form::Requests, 12_031));
-    // Published: block 0 is common to all requests.
+    // As published, all requests start with block 0.
     let first = |one: &Conversation| one.turns[0].blocks.get(0) == Some(0);
     assert!(chats.conversations.iter().all(first));
     let agents = load::trace(&folder.join("lmcache_miniswe")).unwrap();
     assert_eq!((agents.form, agents.conversations.len()), (Form::Prompts, 10));
-    // As lines stand in the files, every third one is out of turn.
+    // In the files, every third line is out of order.
     assert_eq!((agents.turns(), agents.edits()), (266, 0));
 }
 
-/// Says why a test has nothing to do here.
+/// Prints why a test is skipped.
 fn skip(reason: &str) {
     use std::io::Write as _;
     let _ = writeln!(std::io::stderr(), "skipped: {reason}");

@@ -1,5 +1,7 @@
-//! What an agent tells of resident blocks, by its engine's KV events: what turns leave, evictions,
-//! flushes, lost messages, restarts; and that a large cache and a slow watcher harm nobody else.
+//! Tests of the resident blocks that an agent reports from its engine's KV events.
+//!
+//! They cover stored blocks, evictions, flushes, lost messages and restarts, and check that a large
+//! cache with a slow watcher doesn't disturb others.
 
 #![expect(clippy::unwrap_used, reason = "a test fails where it unwraps")]
 
@@ -26,7 +28,7 @@ use tonic::{
     transport::{Channel, Endpoint},
 };
 
-/// An engine that publishes, and its agent.
+/// An engine that publishes KV events, and its agent.
 struct House {
     engine: EngineSim,
     agent: Agent,
@@ -46,7 +48,7 @@ impl House {
         house
     }
 
-    /// A turn whose answer is one token, which becomes no page.
+    /// Runs a turn whose answer is one token, which fills no page.
     async fn turn(&self, prompt: &[u32]) {
         let sampling = json!({"max_new_tokens": 1, "temperature": 0, "ignore_eos": true});
         let body = json!({"input_ids": prompt, "sampling_params": sampling});
@@ -54,7 +56,7 @@ impl House {
         assert_eq!(answer.status, 200, "{}", answer.text());
     }
 
-    /// Empties the cache; an engine refuses that until it has nothing to do.
+    /// Empties the cache; retries, because a busy engine refuses a flush.
     async fn flush(&self) {
         let url = format!("{}/flush_cache", self.engine.url());
         eventually("a flush", || async {
@@ -70,7 +72,7 @@ impl House {
         Watcher::new(client).await
     }
 
-    /// One that has at most so many bytes sent to it before it reads.
+    /// Returns a watcher that receives at most `bytes` bytes before it reads.
     async fn watcher_with_window(&self, bytes: u32) -> Watcher {
         let control = format!("http://{}", self.agent.control);
         let endpoint = Endpoint::from_shared(control).unwrap().initial_stream_window_size(bytes);
@@ -79,14 +81,14 @@ impl House {
     }
 }
 
-/// What a router would know.
+/// The state that a router would build from the agent's events.
 struct Watcher {
     stream: Streaming<v1::KvEvent>,
     next: u64,
     blocks: BTreeSet<BlockHash>,
     unknown: String,
     is_complete: bool,
-    /// Changes since the snapshot was complete.
+    /// The changes since the snapshot was complete.
     changes: usize,
 }
 
@@ -152,7 +154,7 @@ impl Watcher {
     }
 }
 
-/// Every second prompt begins like the one before it.
+/// Returns a prompt; prompts 2n and 2n + 1 have the same first 128 tokens.
 fn prompt(number: u32) -> Vec<u32> {
     let own = |at: u32| if at < 128 { number / 2 } else { 100 + number };
     (0..300).map(|at| (own(at) * 7 + at) % 250).collect()
@@ -197,7 +199,7 @@ async fn what_is_evicted_is_told() {
     }
     watcher.until("the last turn", |known| known.blocks.is_superset(&blocks_of([18]))).await;
     assert!(watcher.blocks.len() * 64 <= 1024, "{} blocks in 1,024 tokens", watcher.blocks.len());
-    // A second agent, by the replay of all messages, comes to the same.
+    // A second agent builds the same state from a replay of all messages.
     let agent = Agent::start(agent_config(&house.engine.url(), "w1"));
     assert!(agent.is_ok(), "both have state of their own");
     let other = House { agent: agent.unwrap(), ..house };
@@ -232,7 +234,8 @@ async fn what_nobody_has_any_more_is_not_made_up() {
     house.engine.kv_fault(0, Fault::Forget).await;
     house.turn(&prompt(4)).await;
     house.turn(&prompt(6)).await;
-    // Whatever of the first two is known still, the last one is known, and nothing else.
+    // At least the last turn's blocks are known, perhaps some of the first two turns', and no
+    // others.
     watcher.until("what came later", |known| known.blocks.is_superset(&blocks_of([6]))).await;
     assert!(watcher.blocks.is_subset(&blocks_of([0, 2, 4, 6])));
     house.flush().await;
@@ -262,7 +265,7 @@ async fn an_engine_without_a_publisher_is_told_with_what_to_do() {
     watcher.until("the reason", |known| known.unknown.contains("--kv-events-config")).await;
 }
 
-/// A chain of pages that are blocks, as the engine would store it.
+/// Returns a chain of pages as the engine would store it; each page is one block.
 fn chain(number: u32, pages: usize) -> Stored {
     let tokens = vec![number; 64 * pages];
     let mut before: Option<[u8; 32]> = None;
@@ -278,14 +281,15 @@ fn chain(number: u32, pages: usize) -> Stored {
     Stored { hashes, parent: None, tokens, block_size: 64, space, session_id: None }
 }
 
-/// Blocks of a large cache: two megabytes of hashes, twice what is on its way to a watcher that
-/// reads nothing, with its window of [`WINDOW_BYTES`].
+/// Blocks of a large cache: two megabytes of hashes. This is twice what is in transit to a watcher
+/// that reads nothing and has a window of [`WINDOW_BYTES`].
 const BLOCKS: u32 = 250_000;
-/// What a slow watcher's connection takes unread.
+/// The bytes that a slow watcher's connection accepts unread.
 const WINDOW_BYTES: u32 = 64 << 10;
 /// Blocks of one chain.
 const CHAIN: u32 = 1000;
-/// Changes of one block in a batch, and batches of them: more than is kept for watchers.
+/// Changes of one block per batch. Together with the number of batches: more changes than the agent
+/// keeps for watchers.
 const CHANGES: usize = 200;
 const BATCHES: usize = 800;
 
@@ -306,7 +310,8 @@ async fn a_slow_watcher_of_a_large_cache_delays_no_report_and_is_cut_alone() {
     let mut slow = house.watcher_with_window(WINDOW_BYTES).await;
     slow.until("the beginning", |known| !known.blocks.is_empty()).await;
     assert!(slow.blocks.len() < all, "it came in one piece");
-    // While that one reads nothing, a third one gets everything, and reports keep coming.
+    // While the slow watcher reads nothing, a third watcher receives everything and reports
+    // continue.
     let control = format!("http://{}", house.agent.control);
     let mut client = WorkerAgentClient::connect(control).await.unwrap();
     let mut reports = client.watch_load(v1::WatchLoadRequest {}).await.unwrap().into_inner();
@@ -321,7 +326,7 @@ async fn a_slow_watcher_of_a_large_cache_delays_no_report_and_is_cut_alone() {
             told = anew.hear(), if anew.blocks.len() < all => told.unwrap(),
         }
     }
-    // More happens than is kept for anyone: the slow one alone has missed it.
+    // More changes happen than the agent keeps for watchers; only the slow watcher misses some.
     fast.changes = 0;
     let first = chain(0, CHAIN as usize);
     let (last, parent) = (first.hashes[CHAIN as usize - 1], first.hashes[CHAIN as usize - 2]);

@@ -1,4 +1,4 @@
-//! The placement simulator as a whole: what it counts adds up, and the same seed gives the same.
+//! Tests of the whole placement simulator: counts add up, and equal seeds give equal results.
 
 use std::{env, io::Write as _, path::PathBuf, sync::Arc, time::Duration};
 
@@ -21,7 +21,7 @@ fn made(made: Made, options: Options) -> (Arc<Corpus>, Options) {
     (Arc::new(Corpus::new(&made.trace(options.workers), 512, ALL)), made.load(options))
 }
 
-/// A trace of the shared folder, or a word why not.
+/// Returns the path of a trace, or prints why there is none and returns `None`.
 fn trace(name: &str) -> Option<PathBuf> {
     let beside = || PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../shared/traces");
     let folder = env::var_os("BERTH_TRACES").map_or_else(beside, PathBuf::from);
@@ -33,7 +33,7 @@ fn trace(name: &str) -> Option<PathBuf> {
     None
 }
 
-/// Says why a test has nothing to do here.
+/// Prints why a test is skipped.
 fn skip(reason: &str) {
     let _ = writeln!(std::io::stderr(), "skipped: {reason}");
 }
@@ -91,7 +91,7 @@ fn engines_with_one_pool_find_at_least_what_separate_pools_keep() {
 fn who_is_told_of_ends_that_nobody_tells_hears_them_alone() {
     let small = Options { workers: 3, pool_tokens: Some(60_000), ..Options::default() };
     let (corpus, options) = made(Made::Herd, small);
-    // One session after another: each of them leaves KV that nobody wants.
+    // Users play one session after another, and each session leaves KV that is not needed again.
     let options = Options { users: 9, horizon: Duration::from_secs(600), ..options };
     let of = |close, kind| {
         let Tally { closed, matched_tokens, prefilled_tokens, .. } =
@@ -132,10 +132,10 @@ fn a_herd_behind_one_system_prompt_spreads() {
 fn one_endless_pool_finds_what_the_trace_repeats() {
     let Some(path) = trace("mooncake_conversation.jsonl.gz") else { return };
     let corpus = Arc::new(Corpus::new(&load::trace(&path).unwrap(), 512, ALL));
-    // Slow enough that no request comes before the one it repeats is computed.
+    // The rate is so low that no request comes before the request that it repeats is computed.
     let options = Options { workers: 1, pool_tokens: None, rate: 0.05, ..Options::default() };
     let tally = run(&corpus, &options, Kind::RoundRobin, 0);
-    // Counted directly: 0.3736 of all prompt tokens were sent before.
+    // A direct count of the trace gives 0.3736: the share of prompt tokens that were sent before.
     assert!((tally.token_hit_ratio() - 0.3736).abs() < 0.0005, "{}", tally.token_hit_ratio());
 }
 

@@ -1,5 +1,6 @@
-//! The slow lane through the whole house: a long prompt is computed in pieces before its turn, short
-//! prompts pass it, and its answer is what it would have been.
+//! End-to-end tests of staged prefill: a long prompt is computed in stages before its turn.
+//!
+//! Short prompts overtake the long prompt, and the answer is the same as without stages.
 
 #![expect(clippy::unwrap_used, reason = "a test fails where it unwraps")]
 
@@ -14,7 +15,8 @@ use tests::{
 };
 use tokio::task::JoinSet;
 
-/// Of the simulated engine: an unmeasured engine's pieces take it 3 s, a measured one's 0.6 s.
+/// The simulated engine's prefill speed. A stage takes 3 s before the speed has been measured, and
+/// 0.6 s after.
 const TOKENS_PER_S: u32 = 2_000;
 const PAGE_TOKENS: usize = 16;
 
@@ -55,13 +57,13 @@ impl House {
         answer
     }
 
-    /// The prompts that the engine was sent, in order.
+    /// Returns the prompts sent to the engine, in order.
     fn seen(&self) -> Vec<Vec<u32>> {
         let bodies = self.engine.bodies_seen("/generate");
         bodies.iter().map(prompt_of).collect()
     }
 
-    /// Asks the agent itself.
+    /// Sends a staging request directly to the agent.
     async fn lane(&self, headers: &[(&str, &str)], body: Bytes) -> Answer {
         self.web.ask(Method::POST, &self.agent.url(PATH), headers, body).await.unwrap()
     }
@@ -102,12 +104,13 @@ async fn a_long_prompt_is_computed_in_pieces_and_answered_as_if_it_were_not() {
     assert!(!pieces.is_empty(), "nothing was computed before");
     assert!(pieces.iter().all(|piece| long.starts_with(piece)));
     assert!(pieces.is_sorted_by(|one, next| one.len() < next.len()));
-    // Everything but what the turn itself computes was there, in whole pages.
+    // Everything except the turn's own part was resident, in whole pages.
     let before = pieces.last().unwrap().len();
     assert_eq!((answer.meta("cached_tokens"), before % PAGE_TOKENS), (Some(before as u64), 0));
     assert!(long.len() - before <= 6_000, "{before} is more than a piece from the end");
 
-    // What is resident isn't computed again: the next turn is short, though its prompt is long.
+    // Resident tokens aren't computed again: the next turn needs no stage, although its prompt is
+    // long.
     let mut next = long.clone();
     next.extend(prompt(2, 100));
     eventually("its blocks are told", || async {
@@ -166,7 +169,7 @@ async fn a_session_closed_while_its_turn_is_in_the_lane_ends_with_the_turn() {
 #[tokio::test]
 async fn a_short_prompt_passes_a_long_one_and_whoever_hangs_up_leaves_the_lane() {
     let house = House::new(600, |_| {}).await;
-    // Half a minute's work.
+    // Half a minute of prefill.
     let long = prompt(1, 60_000);
     let (web, url, sent) = (house.web.clone(), house.router.url("/generate"), long.clone());
     let mut waiting = JoinSet::new();
@@ -182,7 +185,7 @@ async fn a_short_prompt_passes_a_long_one_and_whoever_hangs_up_leaves_the_lane()
     waiting.abort_all();
     eventually("an empty lane", || async { (house.lanes_prompts().await == 0).then_some(()) })
         .await;
-    // Nobody wants it any more.
+    // The client has disconnected, so the long prompt must not reach the engine.
     house.turn(&prompt(3, 100)).await;
     assert!(!house.seen().contains(&long));
 }
@@ -220,7 +223,7 @@ async fn an_agent_takes_prompts_that_its_engine_can_compute_and_no_others() {
     assert_eq!(refused(house.lane(&[], long).await), (400, "lane".to_owned()));
     assert!(house.seen().is_empty(), "none of these reached the engine");
 
-    // Short ones, and what is resident by the router's word, need no pieces.
+    // Short prompts, and tokens that the router reports as resident, need no stage.
     assert_eq!(house.lane(&[], encode(&prompt(1, 200))).await.status, 204);
     let headers = [("x-berth-resident-tokens", "8900")];
     assert_eq!(house.lane(&headers, ids.clone()).await.status, 204);

@@ -1,6 +1,8 @@
-//! The soak of `tests/sglang/soak` against the engine simulator: random session operations through
-//! router and agent break nothing, and the same ones straight at the engine do. What runs is a
-//! Python program, so that it is the one that runs against the real engine too.
+//! Runs the soak of `tests/sglang/soak` against the engine simulator.
+//!
+//! Random session operations through router and agent must break nothing, while the same operations
+//! directly on the engine must break something. The soak is a Python program because it also runs
+//! against the real engine.
 
 #![expect(clippy::unwrap_used, reason = "a test fails where it unwraps")]
 #![expect(clippy::print_stderr, reason = "a test that is skipped says so")]
@@ -14,10 +16,10 @@ use tests::{
 };
 use tokio::process::Command;
 
-/// From here on every kind of refusal is met; `guarded.py` insists on it.
+/// The number of operations from which every kind of refusal occurs; `guarded.py` requires each.
 const OPERATIONS: &str = "300";
 
-/// Runs the soak with these arguments; nothing where there is no Python for it.
+/// Runs the soak with these arguments; returns `None` if there is no suitable Python.
 async fn soak(arguments: &[&str]) -> Option<Output> {
     let recent = "import sys; sys.exit(sys.version_info < (3, 11))";
     let python = Command::new("python3").args(["-c", recent]).status().await;
@@ -50,7 +52,7 @@ async fn a_soak_through_berth_breaks_nothing() {
     config.core.session_radix_cache = true;
     let engine = EngineSim::start_local(config).await.unwrap();
     let mut settings = agent_config(&engine.url(), "w0");
-    // So that sessions give way to others within the run.
+    // A short idle time, so that sessions are demoted for others during the run.
     settings.demote_idle_ms = 300;
     let agent = Agent::start(settings).unwrap();
     let router = Router::start(router_config(&[&agent])).await.unwrap();

@@ -1,6 +1,6 @@
-//! Resident blocks through the whole house: an engine's cache, told by its KV events to its agent and
-//! by that to the router, decides where a prompt goes. Nothing of it was routed before, so that the
-//! router knows by the events alone.
+//! End-to-end tests of placement by resident blocks, which the router knows from KV events.
+//!
+//! The prompts that fill the caches bypass the router, so the router knows them only from events.
 
 #![expect(clippy::unwrap_used, reason = "a test fails where it unwraps")]
 
@@ -17,11 +17,11 @@ use tests::{
     web::{Answer, Web},
 };
 
-/// Tokens that conversations of one kind begin with.
+/// The leading tokens that prompts of one kind share.
 const SYSTEM: u32 = 512;
-/// A pool that a few prompts fill.
+/// The tokens of a pool that a few prompts fill.
 const SMALL: usize = 2048;
-/// One in which a prompt has room beside another that still runs by the last report.
+/// The tokens of a pool that has room for a prompt while, by the last report, another still runs.
 const ROOMY: usize = 16_384;
 
 struct House {
@@ -55,7 +55,7 @@ impl House {
         house
     }
 
-    /// A turn of one token past the router.
+    /// Runs a turn of one token directly on an agent, past the router.
     async fn warm(&self, number: usize, prompt: &[u32]) {
         let url = self.agents[number].url("/generate");
         let answer = self.web.post(&url, &[], &body(prompt)).await.unwrap();
@@ -69,7 +69,7 @@ impl House {
         answer
     }
 
-    /// What the router knows of a worker's blocks.
+    /// Returns what the router knows of a worker's blocks.
     async fn known(&self, number: usize) -> Value {
         let workers = self.web.get(&self.router.url("/v1/workers")).await.unwrap().json();
         let name = format!("w{number}");
@@ -85,7 +85,7 @@ impl House {
         .await;
     }
 
-    /// The blocks of what an engine really has.
+    /// Returns the blocks of everything in an engine's cache.
     async fn resident(&self, number: usize) -> BTreeSet<BlockHash> {
         let chains = self.engines[number].cached(0).await.unwrap();
         chains.iter().flat_map(|(_, tokens)| self.blocks(tokens)).collect()
@@ -98,14 +98,14 @@ impl House {
         blocks
     }
 
-    /// How a turn came to its worker, as the router tells it.
+    /// Returns the router's record of a turn's placement.
     async fn why(&self, turn: &Answer) -> Value {
         let number = turn.headers["x-berth-turn"].to_str().unwrap();
         let url = self.router.url(&format!("/v1/placements/{number}"));
         self.web.get(&url).await.unwrap().json()["placements"][0].clone()
     }
 
-    /// Resident tokens of the worker that a turn went to, as its placement saw them.
+    /// Returns the resident tokens, as placement saw them, of the worker that got the turn.
     async fn overlap(&self, turn: &Answer) -> u64 {
         let (why, worker) =
             (self.why(turn).await, turn.headers["x-berth-worker"].to_str().unwrap());
@@ -120,7 +120,8 @@ fn body(prompt: &[u32]) -> Value {
         "sampling_params": {"max_new_tokens": 1, "temperature": 0, "ignore_eos": true}})
 }
 
-/// Prompts of two kinds share no block; those of one kind share the first [`SYSTEM`] tokens.
+/// Returns a prompt. Prompts of different kinds share no block; prompts of one kind share the first
+/// [`SYSTEM`] tokens.
 fn prompt(kind: u32, own: u32, tokens: u32) -> Vec<u32> {
     let token = |at| if at < SYSTEM { kind * 37 + at * 7 } else { kind + own * 11 + at * 3 };
     (0..tokens).map(|at| token(at) % 250).collect()
@@ -152,11 +153,11 @@ async fn a_conversation_lands_where_its_system_prompt_is_in_pages_of_one_token()
     a_conversation_lands_where_its_system_prompt_is(1).await;
 }
 
-/// While batches are lost, chains are stored and others evicted for them.
+/// Checks the router's state after batches that stored and evicted chains were lost.
 #[tokio::test]
 async fn after_a_gap_the_router_knows_what_the_engine_has() {
     let house = House::new(1, 16, SMALL).await;
-    // Four of these fill the pool.
+    // Four of these chains fill the pool.
     let chain = |kind| prompt(kind, 0, 480);
     for kind in 1..=3 {
         house.warm(0, &chain(kind)).await;
@@ -166,7 +167,8 @@ async fn after_a_gap_the_router_knows_what_the_engine_has() {
     for kind in 4..=7 {
         house.warm(0, &chain(kind)).await;
     }
-    // With it the cache has more blocks than ever before: who counts as many has heard of all.
+    // This turn raises the cache's block count to a new maximum, so a router that counts as many
+    // blocks has received all events.
     let last = prompt(8, 0, 64);
     house.warm(0, &last).await;
     let resident = house.resident(0).await;
@@ -174,16 +176,17 @@ async fn after_a_gap_the_router_knows_what_the_engine_has() {
     expected.extend(house.blocks(&last));
     assert_eq!(resident, expected, "the oldest chains have made room");
     house.until_told(0, resident.len()).await;
-    // As many blocks as the engine has, and all of its chains among them: they are the same.
+    // The router counts as many blocks as the engine has, and knows all of its chains, so both sets
+    // are equal.
     for kind in 4..=7 {
-        // One token more, so that the whole chain may be found; it makes no page.
+        // One more token, so that the whole chain can be matched; the token fills no page.
         let turn = house.turn(&[chain(kind), vec![7]].concat(), &[]).await;
         assert_eq!(house.overlap(&turn).await, 480 / 64 * 64, "chain {kind}");
     }
 }
 
-/// What nobody can tell any more is not believed; who is wrong about the cache computes more, and
-/// answers the same.
+/// Checks that blocks are forgotten when events are lost for good. A router with wrong knowledge of
+/// the cache causes only more computation, never another answer.
 #[tokio::test]
 async fn lost_events_cost_recomputation_and_nothing_else() {
     let house = House::new(1, 16, SMALL).await;
@@ -194,7 +197,7 @@ async fn lost_events_cost_recomputation_and_nothing_else() {
         house.warm(0, &chain(kind)).await;
     }
     house.until_told(0, 4 * (480 / 64)).await;
-    // The loss of the first chain is itself lost, with its replay.
+    // The event of the first chain's eviction is lost, and so is its replay.
     house.engines[0].kv_fault(0, Fault::Lose(1)).await;
     house.warm(0, &chain(5)).await;
     house.warm(0, &chain(6)).await;
@@ -202,7 +205,7 @@ async fn lost_events_cost_recomputation_and_nothing_else() {
         (house.known(0).await["state"] == "snapshot").then_some(())
     })
     .await;
-    // What the engine has kept it has, whoever knows of it.
+    // The engine still has the chain, whether or not the router knows it.
     let kept = house.turn(&asked(5), &[]).await;
     assert_eq!((house.overlap(&kept).await, kept.meta("cached_tokens")), (0, Some(480)));
     let gone = house.turn(&asked(1), &[]).await;
