@@ -1,10 +1,9 @@
-//! What the router knows of its fleet, as one immutable snapshot per moment: agents, workers, their
-//! last reports, and which session is where.
+//! The router's view of its fleet: agents, workers, load reports and session locations.
 //!
-//! [`State`] is the pure writer's side, owned by the one view task; everyone else loads a
-//! [`ClusterView`] and keeps it for a whole decision. In-flight counts are the only thing that
-//! request tasks write, and they are the same atomics in every snapshot. Nothing is kept on disk:
-//! it is all relearned from the agents.
+//! [`State`] is the writer's side. It is pure, and only the view task owns it. Readers load a
+//! [`ClusterView`], an immutable snapshot, and use it for a whole decision. Request tasks write
+//! only the in-flight counts, which are the same atomics in every snapshot. Nothing is stored on
+//! disk: the router relearns all of it from the agents.
 
 pub mod demand;
 pub mod roster;
@@ -24,11 +23,11 @@ pub use self::state::{State, Update};
 pub(crate) use self::task::{MAILBOX, View, run};
 use crate::lease::{Counts, InFlight};
 
-/// Ranks of each agent that the overlap index has numbers for: a node has eight GPUs.
+/// Number of ranks per agent that have a number in the overlap index. A node has eight GPUs.
 const RANKS_INDEXED: usize = crate::overlap::WORKERS_MAX / crate::config::WORKERS_MAX;
 
-/// A worker by its place in the configuration: the same in every snapshot, whatever the agent's
-/// name.
+/// Identifies a worker by its agent's position in the configuration and its rank. The same in every
+/// snapshot, even if the agent changes its name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
 pub struct WorkerRef {
     /// Index of the agent in the configured list.
@@ -38,7 +37,8 @@ pub struct WorkerRef {
 }
 
 impl WorkerRef {
-    /// The worker's number in the overlap index; none for a rank beyond those that it has room for.
+    /// Returns the worker's number in the overlap index, or `None` for a rank beyond
+    /// `RANKS_INDEXED`.
     #[must_use]
     pub fn number(self) -> Option<usize> {
         let rank = self.dp_rank as usize;
@@ -46,92 +46,96 @@ impl WorkerRef {
     }
 }
 
-/// One snapshot.
+/// An immutable snapshot of the fleet.
 #[derive(Debug, Clone)]
 pub struct ClusterView {
-    /// In configured order.
+    /// All configured agents, in configured order.
     pub agents: Vec<Arc<Agent>>,
-    /// By key.
+    /// Where each session is, by session key.
     pub sessions: sessions::Sessions,
-    /// What of the agents' workers every decision reads.
+    /// The worker figures that every decision reads.
     roster: roster::Roster,
-    /// What KV will be wanted again, by agent and rank.
+    /// KV that sessions are expected to use again, indexed by agent, then by rank.
     wanted: Arc<Vec<Vec<demand::Wanted>>>,
-    /// All agents serve the same models: any name goes.
+    /// Whether all agents serve the same models. If so, a turn may go to any of them, whatever
+    /// model it names.
     one_fleet: bool,
     report_age_max: Duration,
     rebind_gain_min: Duration,
 }
 
-/// What is known of one agent.
+/// What the router knows about one agent.
 #[derive(Debug, Clone)]
 pub struct Agent {
-    /// Its control port as configured.
+    /// Address of the agent's control port, as configured.
     pub control: String,
-    /// The state of the connection to it.
+    /// State of the connection to the control port.
     pub link: Link,
-    /// None until it was heard for the first time; kept when it is lost.
+    /// The agent's description. `None` until the agent was first heard; kept when the connection is
+    /// lost.
     pub facts: Option<Facts>,
-    /// Its last report and when that came, by this process's clock.
+    /// The agent's last load report, and when it arrived by this process's clock.
     pub report: Option<(Arc<LoadReport>, Instant)>,
-    /// When anything came from it last.
+    /// When the last message of any kind arrived from the agent.
     pub heard: Option<Instant>,
-    /// A turn found no way to its data port: why, and for how many reports more that counts.
+    /// Set when a turn couldn't connect to the agent's data port: the reason, and the number of
+    /// further load reports for which the data port counts as unreachable.
     pub unreachable: Option<(String, u32)>,
-    /// One per rank, kept across reconnects.
+    /// This router's in-flight counts, one per rank. Kept across reconnects.
     pub in_flight: Vec<Arc<InFlight>>,
-    /// The counts of `in_flight` at the moment the last report came.
+    /// Values of `in_flight` at the moment the last load report arrived.
     pub in_flight_at_report: Vec<Counts>,
 }
 
-/// What an agent says of itself, with where its turns go.
+/// An agent's description of itself, and the address that takes its turns.
 #[derive(Debug, Clone)]
 pub struct Facts {
-    /// As described.
+    /// The description as the agent sent it.
     pub description: Arc<Description>,
-    /// Host and port that take turns.
+    /// Host and port of the data port, which takes turns.
     pub data_authority: Arc<str>,
 }
 
-/// The connection to an agent's control port.
+/// State of the connection to an agent's control port.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Link {
-    /// Never heard and no attempt has failed yet.
+    /// The agent was never heard, and no connection attempt has failed yet.
     Dialing,
-    /// Description and session table have come and the stream lives.
+    /// Description and session table have arrived, and the stream is open.
     Up,
-    /// The last attempt failed or the stream broke.
+    /// The last connection attempt failed, or the stream broke.
     Lost {
-        /// When it was first noticed.
+        /// When the loss was first noticed.
         since: Instant,
-        /// For an operator.
+        /// The reason, for an operator.
         why: String,
-        /// It answers, and is turned away: another address says it is the same agent.
+        /// The agent answers but is rejected as a duplicate agent id: an agent at another address
+        /// has the same id.
         twin: bool,
     },
 }
 
-/// What a worker may be used for now.
+/// What turns a worker may take now.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum WorkerState {
-    /// Heard within the bound: takes everything.
+    /// The agent was heard within `load_report_age_max_ms`: the worker takes all turns.
     Fresh,
-    /// Connected but silent for too long, without a first report, or with a data port that turns
-    /// don't reach: takes no new session.
+    /// The agent is connected but was silent for too long, has sent no load report yet, or has a
+    /// data port that turns can't reach. The worker takes no new sessions.
     Stale,
-    /// No connection, or never heard.
+    /// The agent is not connected, or was never heard.
     Lost,
-    /// Its engine can't take turns.
+    /// The engine can't take turns.
     Unhealthy,
-    /// Takes no new session and finishes what runs.
+    /// The worker takes no new sessions and finishes running turns.
     Draining,
-    /// Its engine computes prompts or answers, not both: a turn sent there alone would fail.
+    /// The engine only prefills or only decodes: a turn sent to this worker alone would fail.
     Disaggregated,
 }
 
 impl WorkerState {
-    /// All of them, for metrics.
+    /// All states, for metrics.
     pub const ALL: [Self; 6] = [
         Self::Fresh,
         Self::Stale,
@@ -141,7 +145,7 @@ impl WorkerState {
         Self::Disaggregated,
     ];
 
-    /// The name used in JSON and metrics.
+    /// Returns the state's name in JSON and metrics.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -154,7 +158,8 @@ impl WorkerState {
         }
     }
 
-    /// What silence makes of it: whoever could take turns and was not heard for so long is stale.
+    /// Returns `Stale` if the agent was silent for longer than `report_age_max`, else the state
+    /// itself. `Lost` and `Disaggregated` never become stale.
     fn aged(self, heard: Option<Instant>, now: Instant, report_age_max: Duration) -> Self {
         let age = heard.map(|heard| now.saturating_duration_since(heard));
         let silent = age.is_none_or(|age| age > report_age_max);
@@ -164,25 +169,25 @@ impl WorkerState {
 }
 
 impl Agent {
-    /// Its own name, or its address while it has not told one.
+    /// Returns the agent's id, or its control address while the id is unknown.
     #[must_use]
     pub fn name(&self) -> &str {
         self.facts.as_ref().map_or(&self.control, |facts| &facts.description.agent_id)
     }
 
-    /// The process that was heard last; none before the first.
+    /// Returns the epoch of the agent process that was heard last, or `None` before the first.
     #[must_use]
     pub fn epoch(&self) -> Option<u64> {
         self.facts.as_ref().map(|facts| facts.description.epoch)
     }
 
-    /// Whether its stream lives.
+    /// Whether the agent's stream is open.
     #[must_use]
     pub fn is_up(&self) -> bool {
         self.link == Link::Up
     }
 
-    /// The state with its reason in words.
+    /// Returns the state that the agent's workers have at `now`, and the reason in words.
     #[must_use]
     pub fn state(&self, now: Instant, report_age_max: Duration) -> (WorkerState, String) {
         let state = self.state_heard().aged(self.heard, now, report_age_max);
@@ -211,7 +216,7 @@ impl Agent {
         (state, reason)
     }
 
-    /// The state as long as it is heard in time.
+    /// Returns the state without regard to how long the agent has been silent.
     fn state_heard(&self) -> WorkerState {
         match (&self.link, &self.report) {
             (Link::Dialing | Link::Lost { .. }, _) => WorkerState::Lost,
@@ -224,13 +229,14 @@ impl Agent {
         }
     }
 
-    /// `prefill` or `decode`, where the engine does only that.
+    /// Returns `prefill` or `decode` if the engine does only that.
     fn disaggregation(&self) -> Option<&str> {
         let mode = self.facts.as_ref()?.description.engine.disaggregation.as_str();
         matches!(mode, "prefill" | "decode").then_some(mode)
     }
 
-    /// How long the connection to an agent that was heard before has been lost.
+    /// Returns how long the connection has been lost. `None` if it isn't lost, or if the agent was
+    /// never heard.
     #[must_use]
     pub fn lost_for(&self, now: Instant) -> Option<Duration> {
         match &self.link {
@@ -241,7 +247,7 @@ impl Agent {
         }
     }
 
-    /// What a rank reported last.
+    /// Returns the last reported load of a rank.
     #[must_use]
     pub fn rank_load(&self, dp_rank: u32) -> Option<&RankLoad> {
         let (report, _) = self.report.as_ref()?;
@@ -250,7 +256,7 @@ impl Agent {
 }
 
 impl ClusterView {
-    /// All workers that were ever heard, in order.
+    /// Iterates over the workers of all agents that were ever heard, by agent, then by rank.
     pub fn workers(&self) -> impl Iterator<Item = (WorkerRef, &Agent, &Facts)> {
         self.agents.iter().enumerate().flat_map(|(index, agent)| {
             agent.facts.iter().flat_map(move |facts| {
@@ -261,26 +267,26 @@ impl ClusterView {
         })
     }
 
-    /// The agent of a worker; an index from the configuration is always there.
+    /// Returns the agent of a worker. Panics if the agent's index is not in the configuration.
     #[must_use]
     pub fn agent(&self, worker: WorkerRef) -> &Agent {
         &self.agents[worker.agent]
     }
 
-    /// What decisions read of all workers that were ever heard.
+    /// Returns the worker table: the figures that decisions read of all workers ever heard.
     #[must_use]
     pub fn roster(&self) -> &roster::Roster {
         &self.roster
     }
 
-    /// What the worker may be used for.
+    /// Returns what turns the worker may take at `now`.
     #[must_use]
     pub fn state(&self, worker: WorkerRef, now: Instant) -> WorkerState {
         let seen = self.roster.get(worker);
         seen.map_or(WorkerState::Lost, |seen| seen.state(now, self.report_age_max))
     }
 
-    /// What KV will be wanted again on a worker.
+    /// Returns the KV on the worker that sessions are expected to use again.
     #[must_use]
     pub fn wanted(&self, worker: WorkerRef) -> &demand::Wanted {
         let ranks = self.wanted.get(worker.agent);
@@ -294,25 +300,26 @@ impl ClusterView {
         self.one_fleet
     }
 
-    /// How much better another worker must be for a session to move.
+    /// Returns the least predicted gain for which a session moves to another worker.
     #[must_use]
     pub fn rebind_gain_min(&self) -> Duration {
         self.rebind_gain_min
     }
 
-    /// The bound beyond which silence makes a worker stale.
+    /// Returns the longest silence after which a worker is not yet stale.
     #[must_use]
     pub fn report_age_max(&self) -> Duration {
         self.report_age_max
     }
 
-    /// `agent/rank`, for people.
+    /// Returns the worker's name for people, as `agent/rank`.
     #[must_use]
     pub fn name(&self, worker: WorkerRef) -> String {
         format!("{}/{}", self.agent(worker).name(), worker.dp_rank)
     }
 
-    /// Every configured agent was heard with its table and load, or its first dial failed.
+    /// Whether each configured agent has either sent its session table and a load report, or failed
+    /// to connect.
     #[must_use]
     pub fn settled(&self) -> bool {
         self.agents.iter().all(|agent| match agent.link {
@@ -322,13 +329,13 @@ impl ClusterView {
         })
     }
 
-    /// Why no turn can be taken, or Ok.
+    /// Checks whether at least one worker can take turns.
     ///
     /// # Errors
-    /// A sentence for the operator.
+    /// Returns the reason as a sentence for the operator.
     pub fn ready(&self, now: Instant) -> Result<(), String> {
         if !self.settled() {
-            return Err("waiting for the first word of every agent".to_owned());
+            return Err("waiting for the first load report of every agent".to_owned());
         }
         let usable = self.workers().any(|(worker, ..)| {
             matches!(self.state(worker, now), WorkerState::Fresh | WorkerState::Stale)

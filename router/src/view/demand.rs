@@ -1,8 +1,10 @@
-//! What KV will be wanted again, by worker: the sessions' tokens, each weighed by the chance that
-//! the session returns. Pure; fed by the agents' session tables, summed a few times a second.
+//! The reuse forecast: how much KV on each worker sessions are expected to use again.
 //!
-//! A session counts on the worker that ran it last. What it held there and has no use for any more,
-//! because it moved or its history was rewritten, is in the way until eviction has taken it.
+//! Each session's tokens are weighed by the probability that the session returns. The agents'
+//! session tables feed the forecast, and it is summed at most four times a second. Pure.
+//!
+//! A session counts on the worker that ran it last. KV that a session abandoned, because it moved
+//! or its history was rewritten, occupies the pool until eviction takes it.
 
 mod returns;
 
@@ -19,41 +21,41 @@ use proto::{
 use self::returns::Returns;
 use super::WorkerRef;
 
-/// Sums are this old at most: a decision shifts them by a session in a hundred, and 100,000
-/// sessions are summed in a millisecond.
+/// Greatest age of the sums. Within it a decision shifts them by one session in a hundred. Summing
+/// 100,000 sessions takes a millisecond.
 const SUM_AGE_MAX: Duration = Duration::from_millis(250);
-/// After so many of these, what was left behind is evicted: with pools that turn over in minutes.
+/// Half-life of abandoned KV. Pools turn over in minutes, so eviction takes it in that time.
 const LEFT_FADES: Duration = Duration::from_secs(150);
-/// A session whose turn runs sends the next one within half a minute: 10 s of answer, then a pause,
-/// 10 s in the median.
+/// Rate at which a session with a running turn sends its next turn, in millionths per second. The
+/// next turn comes within half a minute: an answer takes 10 s, and the median pause is 10 s.
 const RUNNING_MICRO_PER_S: u64 = 33_000;
-/// Bounds of the classes of idle time, seconds; the last has none.
+/// Upper bounds of the idle-time classes, in seconds. The last class has no bound.
 const IDLE_S: [u64; CLASSES - 1] = [10, 30, 60, 120, 300, 600, 1800];
-/// Classes of idle time.
+/// Number of idle-time classes.
 pub const CLASSES: usize = 8;
 
-/// KV of sessions that are idle for about as long.
+/// KV of the sessions in one idle-time class.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Idle {
-    /// Resident at most.
+    /// Upper bound of the resident tokens.
     pub tokens: u64,
-    /// Of them, wanted again: each session's weighed by its chance to return.
+    /// Tokens expected to be used again: each session's, weighed by its probability to return.
     pub wanted_tokens: u64,
 }
 
-/// One worker's part.
+/// The reuse forecast of one worker.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Wanted {
-    /// All that will be wanted, with what is in the way until it fades.
+    /// All tokens expected to be used again, plus abandoned tokens that are not evicted yet.
     pub tokens: u64,
-    /// Turns that its sessions will send in a second, in millionths.
+    /// Turns that the worker's sessions will send, in millionths per second.
     pub turns_micro_per_s: u64,
-    /// Of sessions without a running turn, the shortest idle first.
+    /// Sessions without a running turn, by idle-time class, shortest idle first.
     pub idle: [Idle; CLASSES],
 }
 
 impl Wanted {
-    /// On a worker without sessions.
+    /// The forecast of a worker without sessions.
     pub const NOTHING: Self = Self {
         tokens: 0,
         turns_micro_per_s: 0,
@@ -61,7 +63,7 @@ impl Wanted {
     };
 }
 
-/// The ledger of it.
+/// Tracks where sessions are, how long they are idle, and what KV they abandoned.
 #[derive(Debug, Clone)]
 pub struct Demand {
     sessions_max: usize,
@@ -75,13 +77,13 @@ pub struct Demand {
 struct Entry {
     worker: WorkerRef,
     tokens: u64,
-    /// None while a turn runs.
+    /// `None` while a turn runs.
     idle_since: Option<Instant>,
-    /// What it left where it was before.
+    /// The worker that the session moved away from, and the tokens it abandoned there.
     left: Option<(WorkerRef, u64)>,
 }
 
-/// KV that nobody wants, as it was at a moment.
+/// KV that sessions abandoned on a worker, and when that was computed.
 #[derive(Debug, Clone, Copy)]
 struct Left {
     tokens: u64,
@@ -92,7 +94,8 @@ impl Left {
     fn faded(&self, now: Instant) -> u64 {
         let age_ms = now.saturating_duration_since(self.at).as_millis();
         let halves = age_ms / LEFT_FADES.as_millis();
-        // Halved each time it fades, straight in between: no float, the same everywhere.
+        // Halves every `LEFT_FADES`, with linear interpolation in between. Integers only, so that
+        // all routers agree.
         let start = self.tokens >> u32::try_from(halves).unwrap_or(u32::MAX).min(63);
         let part_ms = u64::try_from(age_ms % LEFT_FADES.as_millis()).unwrap_or(0);
         let fades_ms = u64::try_from(LEFT_FADES.as_millis()).unwrap_or(u64::MAX);
@@ -101,7 +104,7 @@ impl Left {
 }
 
 impl Demand {
-    /// Of at most so many sessions; what others hold is not known.
+    /// Creates an empty forecast for at most `sessions_max` sessions. Further sessions are ignored.
     #[must_use]
     pub fn new(sessions_max: usize) -> Self {
         Self {
@@ -113,7 +116,7 @@ impl Demand {
         }
     }
 
-    /// A session as its agent reports it.
+    /// Records a session as its agent reports it.
     pub fn upsert(&mut self, worker: WorkerRef, session: &Session, now: Instant) {
         let runs = session.turns_running > 0 || session.state == SessionState::Running;
         let idle_since = (!runs).then(|| now.checked_sub(session.idle).unwrap_or(now));
@@ -130,7 +133,7 @@ impl Demand {
             let is_old =
                 before.idle_since.is_none_or(|since| idle_since.is_some_and(|told| told <= since));
             if before.worker.agent != worker.agent && !runs && is_old {
-                // Told again by the worker it has left.
+                // A late report from the worker that the session has left.
                 return;
             }
             if let (Some(since), true) = (before.idle_since, runs) {
@@ -150,8 +153,8 @@ impl Demand {
         self.sessions.insert(digest, entry);
     }
 
-    /// An agent has forgotten a session: it was closed there, and its KV is the first to go, or it
-    /// had not returned for so long.
+    /// Handles an agent's removal of a session. Either the session was closed there, and its KV is
+    /// evicted first, or it had not returned for a long time.
     pub fn remove(&mut self, agent: usize, key: &SessionKey, now: Instant) {
         let digest = key.digest();
         self.forget(agent, digest, now);
@@ -166,14 +169,14 @@ impl Demand {
         }
     }
 
-    /// An agent's table begins anew.
+    /// Discards everything known of an agent whose session table is about to be sent again.
     pub fn clear(&mut self, agent: usize) {
         self.sessions.retain(|_, entry| entry.worker.agent != agent);
         self.left.retain(|worker, _| worker.agent != agent);
     }
 
-    /// What is wanted by agent and rank, if the sums are old; else None. Ranks at the end of which
-    /// nothing is wanted are left out.
+    /// Returns the forecasts by agent and rank, or `None` if the last sums are recent enough.
+    /// Trailing ranks without demand are left out.
     pub fn sum(&mut self, agents: usize, now: Instant) -> Option<Vec<Vec<Wanted>>> {
         let age = self.summed.map(|at| now.saturating_duration_since(at));
         if age.is_some_and(|age| age < SUM_AGE_MAX) {
@@ -288,7 +291,7 @@ mod tests {
         let later = now + MINUTE;
         demand.upsert(at(1), &session("s", 100, None), later);
         demand.upsert(at(1), &session("s", 120, Some(Duration::ZERO)), later + MINUTE);
-        // Its table, told again: idle since before.
+        // The first worker sends its table again; there the session has been idle for longer.
         demand.upsert(at(0), &session("s", 100, Some(2 * MINUTE)), later + MINUTE);
         demand.remove(0, &SessionKey::new("p", "s").unwrap(), later + MINUTE);
         let sums = demand.sum(2, later + MINUTE).unwrap();
@@ -314,7 +317,7 @@ mod tests {
         let mut demand = Demand::new(1000);
         demand.upsert(at(0), &session("s", 80_000, Some(Duration::ZERO)), now);
         demand.upsert(at(1), &session("s", 0, None), now);
-        // The worker it has left tells of it again: it is no longer there.
+        // The worker that the session has left reports it again, though it is no longer there.
         demand.upsert(at(0), &session("s", 80_000, Some(MINUTE)), now);
         assert_eq!(sums(&mut demand, now)[0].tokens, 80_000, "in the way at first");
         let later = now + 2 * LEFT_FADES;

@@ -1,7 +1,8 @@
-//! What a decision reads of every worker, side by side in memory: it compares a thousand of them,
-//! and to go from each to its agent, its report and its counts takes longer than the arithmetic. An
-//! agent's lines are laid out anew when something is heard of it, and all when demand was summed.
-//! Pure.
+//! The worker table: the figures of every worker that decisions read, in one array.
+//!
+//! A decision may compare a thousand workers. Following pointers from each worker to its agent,
+//! report and counts would take longer than the arithmetic. An agent's rows are rewritten when a
+//! message from it arrives, and all rows after the reuse forecast is summed. Pure.
 
 use std::{
     iter,
@@ -16,23 +17,24 @@ use proto::load::{Figure, Lane, RankLoad, Retention};
 use super::{Agent, WorkerRef, WorkerState, demand::Wanted};
 use crate::lease::{Counts, InFlight};
 
-/// All workers that were ever heard, in order.
+/// A table with one row for each worker ever heard, ordered by agent, then by rank.
 #[derive(Debug, Clone)]
 pub struct Roster {
     lines: Vec<Line>,
-    /// Of the same workers; apart, because a snapshot copies the lines, and counts are shared.
+    /// In-flight counts of the workers in `lines`. A separate array, because a snapshot copies the
+    /// rows but shares the counts.
     in_flight: Arc<Vec<Arc<InFlight>>>,
-    /// Where an agent's lines begin, and where the last one's end.
+    /// Index of each agent's first row, followed by the number of rows.
     starts: Vec<usize>,
 }
 
-/// What was heard of a worker, as far as every decision needs it: three cache lines.
+/// A row: what the agent reported of one worker, as far as decisions need it. Three cache lines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Line {
     worker: WorkerRef,
-    /// As long as its agent is heard in time.
+    /// The worker's state without regard to how long its agent has been silent.
     state: WorkerState,
-    /// A bit for each that it offers.
+    /// Bit set of the retentions that the worker offers.
     retentions: u8,
     heard: Option<Instant>,
     reported: Option<Instant>,
@@ -52,8 +54,8 @@ struct Line {
     rows: Option<(u64, NonZeroU64)>,
 }
 
-/// Its slow lane: what was reported less what this router had there then, so that with what it has
-/// now it is what is there.
+/// The reported queue of staged prefills, minus what this router had in it when the report arrived.
+/// Adding what this router has in it now gives the current queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct LaneLine {
     tokens: i64,
@@ -61,7 +63,7 @@ struct LaneLine {
     piece_tokens: NonZeroU32,
 }
 
-/// One worker with what this router has on it now.
+/// A worker's row together with this router's current in-flight counts on the worker.
 #[derive(Debug, Clone, Copy)]
 pub struct Seen<'a> {
     line: &'a Line,
@@ -69,12 +71,12 @@ pub struct Seen<'a> {
 }
 
 impl Roster {
-    /// Nobody was heard yet of so many agents.
+    /// Creates an empty table for `agents` agents.
     pub(super) fn new(agents: usize) -> Self {
         Self { lines: vec![], in_flight: Arc::default(), starts: vec![0; agents + 1] }
     }
 
-    /// Lays out what is known of an agent now, with what is wanted on its ranks.
+    /// Rewrites an agent's rows. `wanted` has the reuse forecast of each of its ranks.
     pub(super) fn lay(&mut self, index: usize, agent: &Agent, wanted: &[Wanted]) {
         let ranks = agent.facts.as_ref().map_or(0, |facts| facts.description.ranks.len());
         let place = self.place(index);
@@ -93,13 +95,13 @@ impl Roster {
         drop(self.lines.splice(place, lines));
     }
 
-    /// All of them.
+    /// Iterates over all workers.
     pub fn workers(&self) -> impl ExactSizeIterator<Item = Seen<'_>> {
         let all = self.lines.iter().zip(self.in_flight.iter());
         all.map(|(line, in_flight)| Seen { line, in_flight })
     }
 
-    /// One of them; none if it was never heard.
+    /// Returns one worker, or `None` if it was never heard.
     #[must_use]
     pub fn get(&self, worker: WorkerRef) -> Option<Seen<'_>> {
         let at = self.place(worker.agent).nth(worker.dp_rank as usize)?;
@@ -110,7 +112,7 @@ impl Roster {
         self.starts[agent]..self.starts[agent + 1]
     }
 
-    /// Panics where it says something else than the agents do.
+    /// Panics if the table differs from the agents' state.
     pub(super) fn check_invariants(
         &self,
         agents: &[Arc<Agent>],
@@ -182,32 +184,33 @@ impl LaneLine {
 }
 
 impl<'a> Seen<'a> {
-    /// Which.
+    /// Returns which worker this is.
     #[must_use]
     pub fn worker(self) -> WorkerRef {
         self.line.worker
     }
 
-    /// What it may be used for, if silence makes it stale after so long.
+    /// Returns what turns the worker may take, where silence beyond `report_age_max` makes it
+    /// stale.
     #[must_use]
     pub fn state(self, now: Instant, report_age_max: Duration) -> WorkerState {
         self.line.state.aged(self.line.heard, now, report_age_max)
     }
 
-    /// Whether it keeps sessions that way.
+    /// Whether the worker offers this retention.
     #[must_use]
     pub fn offers(self, retention: Retention) -> bool {
         self.line.retentions & bit(retention) != 0
     }
 
-    /// Prompt tokens that it computes in a second, if it was measured.
+    /// Returns the measured prefill rate in tokens per second, or `None` if it wasn't measured.
     #[must_use]
     pub fn prefill_tokens_per_s(self) -> Option<u64> {
         self.line.prefill_tokens_per_s.map(NonZeroU64::get)
     }
 
-    /// Turns on it: those it reported, corrected by what this router has begun and ended since, and
-    /// never fewer than this router has in flight there.
+    /// Returns the number of turns on the worker: the reported number, corrected by the turns that
+    /// this router has begun and ended since. Never less than this router has in flight there.
     #[must_use]
     pub fn turns(self) -> u32 {
         let now = self.in_flight.turns();
@@ -215,15 +218,16 @@ impl<'a> Seen<'a> {
         turns.saturating_add(now).saturating_sub(*turns_at_report).max(now)
     }
 
-    /// Turns it admits; 0 when not reported.
+    /// Returns the most turns the worker runs at once; 0 if not reported.
     #[must_use]
     pub fn turns_max(self) -> u32 {
         self.line.turns_max
     }
 
-    /// Prompt tokens to be computed before a turn that is sent now: those reported, less what was
-    /// computed since at that rate, and those sent since. Without a report of them, this router's
-    /// own that have no answer yet.
+    /// Returns the prompt tokens that are computed before a turn sent now. That is the reported
+    /// backlog, minus what was computed since at `tokens_per_s`, plus what this router has sent
+    /// since. If no backlog is reported, it is the tokens of this router's turns that are not
+    /// answered yet.
     #[must_use]
     pub fn backlog_tokens(self, tokens_per_s: u64, now: Instant) -> u64 {
         let own = self.in_flight.unanswered_tokens();
@@ -237,14 +241,14 @@ impl<'a> Seen<'a> {
         left.saturating_add(own.saturating_sub(self.line.unanswered_tokens_at_report))
     }
 
-    /// Tokens of a piece, where long prompts are computed in pieces.
+    /// Returns the tokens of one prefill stage, or `None` if the worker doesn't stage prefills.
     #[must_use]
     pub fn piece_tokens(self) -> Option<u64> {
         self.line.lane.map(|lane| lane.piece_tokens.get().into())
     }
 
-    /// Long prompts that are computed there in pieces: those reported, corrected by those this
-    /// router has sent there and sent on since. None: the worker doesn't do that.
+    /// Returns the worker's queue of staged prefills: the reported one, corrected by the prompts
+    /// that this router has added and removed since. `None` if the worker doesn't stage prefills.
     #[must_use]
     pub fn lane(self) -> Option<Lane> {
         let LaneLine { tokens, prompts, piece_tokens } = self.line.lane?;
@@ -256,49 +260,52 @@ impl<'a> Seen<'a> {
         })
     }
 
-    /// Requests that wait there with prompts of which nobody tells the tokens.
+    /// Returns the number of waiting requests, if the agent doesn't report their prompt tokens;
+    /// else 0.
     #[must_use]
     pub fn waiting_untold(self) -> u64 {
         self.line.waiting
     }
 
-    /// The pool, tokens.
+    /// Returns the size of the KV pool in tokens.
     #[must_use]
     pub fn pool_tokens(self) -> Option<u64> {
         self.line.pool_tokens.map(NonZeroU64::get)
     }
 
-    /// KV that eviction can't take, tokens.
+    /// Returns the KV that eviction can't take, in tokens.
     #[must_use]
     pub fn used_tokens(self) -> Option<u64> {
         self.line.used_tokens
     }
 
-    /// KV of sessions that will be wanted again, tokens.
+    /// Returns the KV that sessions are expected to use again, in tokens.
     #[must_use]
     pub fn wanted_tokens(self) -> u64 {
         self.line.wanted_tokens
     }
 
-    /// Rows that pinned sessions hold, and all.
+    /// Returns the rows held by pinned sessions, and all rows.
     #[must_use]
     pub fn rows(self) -> Option<(u64, u64)> {
         self.line.rows.map(|(held, total)| (held, total.get()))
     }
 
-    /// Sessions open there, with those this router opened since the last report.
+    /// Returns the number of open sessions, including those this router opened since the last
+    /// report.
     #[must_use]
     pub fn sessions(self) -> u32 {
         self.line.sessions.saturating_add(self.opens_since_report())
     }
 
-    /// KV of turns that this router has there and that no session table can know of yet.
+    /// Returns the KV, in tokens, that this router's turns in flight will add and that no session
+    /// table shows yet.
     #[must_use]
     pub fn coming_tokens(self) -> u64 {
         self.in_flight.coming_tokens()
     }
 
-    /// Sessions this router has opened there since the last report.
+    /// Returns the number of sessions that this router opened there since the last report.
     #[must_use]
     pub fn opens_since_report(self) -> u32 {
         self.in_flight.opens().wrapping_sub(self.line.opens_at_report)
@@ -320,7 +327,7 @@ mod tests {
         view::Update,
     };
 
-    /// A line's size is what a decision over a thousand workers costs.
+    /// A decision over a thousand workers costs as much as reading their rows.
     #[test]
     fn a_line_has_three_cache_lines() {
         assert!(size_of::<Line>() <= 192, "{}", size_of::<Line>());

@@ -1,5 +1,7 @@
-//! Session tables of all agents, merged by key and cheap to snapshot: 256 shards behind `Arc`s, so
-//! that one change copies one shard and a snapshot copies 256 pointers. Pure.
+//! The session tables of all agents, merged by key. Pure.
+//!
+//! Sessions are spread over 256 shards behind `Arc`s: a change copies one shard, and a snapshot
+//! copies 256 pointers.
 
 use std::{collections::HashMap, sync::Arc};
 
@@ -7,31 +9,32 @@ use proto::{id::SessionKey, load::Session};
 
 use super::WorkerRef;
 
-/// With 100,000 sessions a shard holds 400 of them, and one change copies 400 small entries.
+/// With 100,000 sessions a shard holds 400 of them, so a change copies 400 small entries.
 const SHARDS: usize = 256;
 
-/// A session on the worker whose agent reported it.
+/// A session and the worker whose agent reported it.
 #[derive(Debug, Clone)]
 pub struct Located {
-    /// Where.
+    /// The worker that has the session.
     pub worker: WorkerRef,
-    /// As last reported.
+    /// The session as last reported.
     pub session: Arc<Session>,
 }
 
 type Shard = HashMap<Arc<SessionKey>, Vec<Located>>;
 
-/// All sessions. A key is on more than one agent only after a loss or a race of two routers.
+/// All sessions by key. A key is on more than one agent only after a lost connection or a race
+/// between two routers.
 #[derive(Debug, Clone)]
 pub struct Sessions {
     shards: Vec<Arc<Shard>>,
-    /// Sessions of each agent.
+    /// Number of sessions of each agent.
     counts: Vec<usize>,
     of_agent_max: usize,
 }
 
 impl Sessions {
-    /// Empty, for that many agents.
+    /// Creates an empty table for `agents` agents with at most `of_agent_max` sessions each.
     #[must_use]
     pub fn new(agents: usize, of_agent_max: usize) -> Self {
         Self {
@@ -41,30 +44,30 @@ impl Sessions {
         }
     }
 
-    /// Every agent's entry under the key.
+    /// Returns the entries of all agents for the key.
     #[must_use]
     pub fn locate(&self, key: &SessionKey) -> &[Located] {
         self.shards[shard_of(key)].get(key).map_or(&[], Vec::as_slice)
     }
 
-    /// All entries, in no order.
+    /// Iterates over all entries, in no particular order.
     pub fn iter(&self) -> impl Iterator<Item = &Located> {
         self.shards.iter().flat_map(|shard| shard.values().flatten())
     }
 
-    /// Entries of all agents.
+    /// Returns the number of entries of all agents.
     #[must_use]
     pub fn len(&self) -> usize {
         self.counts.iter().sum()
     }
 
-    /// Whether there is none.
+    /// Whether there are no entries.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Adds or replaces the agent's entry. Returns false where the agent's bound is reached.
+    /// Adds or replaces the agent's entry. Returns false if the agent is at its bound.
     pub fn upsert(&mut self, agent: usize, session: Session) -> bool {
         let at = shard_of(&session.key);
         let full = self.counts[agent] >= self.of_agent_max;
@@ -91,7 +94,7 @@ impl Sessions {
         true
     }
 
-    /// Forgets the agent's entry.
+    /// Removes the agent's entry for the key.
     pub fn remove(&mut self, agent: usize, key: &SessionKey) {
         let at = shard_of(key);
         let held = self.locate(key).iter().any(|one| one.worker.agent == agent);
@@ -108,7 +111,7 @@ impl Sessions {
         self.counts[agent] -= 1;
     }
 
-    /// Replaces all that the agent had. Returns how many did not fit.
+    /// Replaces all entries of the agent. Returns how many sessions didn't fit.
     pub fn replace(&mut self, agent: usize, sessions: Vec<Session>) -> usize {
         for shard in &mut self.shards {
             if shard.values().flatten().any(|one| one.worker.agent == agent) {
@@ -123,15 +126,15 @@ impl Sessions {
         sessions.into_iter().map(|session| self.upsert(agent, session)).filter(|fit| !fit).count()
     }
 
-    /// Panics where counts and shards disagree.
+    /// Panics if the counts and the shards disagree.
     pub fn check_invariants(&self) {
         let mut counts = vec![0; self.counts.len()];
         for (at, shard) in self.shards.iter().enumerate() {
             for (key, all) in &**shard {
-                assert_eq!(shard_of(key), at, "a key in a foreign shard");
+                assert_eq!(shard_of(key), at, "a key in the wrong shard");
                 assert!(!all.is_empty(), "a key without entries");
                 for one in all {
-                    assert_eq!(one.session.key, **key, "an entry under a foreign key");
+                    assert_eq!(one.session.key, **key, "an entry under the wrong key");
                     counts[one.worker.agent] += 1;
                 }
             }

@@ -1,4 +1,5 @@
-//! The writer's side of the view: updates in, snapshot out. Pure; only the view task owns one.
+//! The writer's side of the view: applies updates and makes snapshots.
+//! Pure; only the view task owns a [`State`].
 
 use std::{
     sync::Arc,
@@ -15,35 +16,36 @@ use super::{
 };
 use crate::config::{Config, control_authority};
 
-/// What a worker task heard, with when.
+/// A message from a worker task about its agent.
 #[derive(Debug)]
 pub enum Update {
-    /// A stream began: description and whole session table, which replace all that was known.
+    /// A stream began. The description and the session table replace all that was known of the
+    /// agent.
     Began {
-        /// As described.
+        /// The agent's description of itself.
         description: Description,
         /// All sessions of the agent.
         sessions: Vec<Session>,
     },
-    /// The engine restarted under the agent.
+    /// The engine restarted while the agent kept running.
     Described(Description),
-    /// A load report.
+    /// A load report arrived.
     Report(LoadReport),
-    /// A session opened or changed.
+    /// A session was opened or has changed.
     Upsert(Session),
-    /// A session was forgotten.
+    /// The agent forgot a session.
     Removed(SessionKey),
-    /// The connection is gone or could not be made.
+    /// The connection broke or could not be made; the reason.
     Lost(String),
-    /// A turn found no way to the data port.
+    /// A turn couldn't connect to the data port; the reason.
     Unreachable(String),
 }
 
-/// Reports for which a data port counts as unreachable: five seconds of them. Then one more
-/// newcomer tries.
+/// Number of load reports for which a data port counts as unreachable, about five seconds of them.
+/// After that, new sessions may try it again.
 const UNREACHABLE_REPORTS: u32 = 10;
 
-/// The view under change.
+/// The current view, which updates change.
 #[derive(Debug)]
 pub struct State {
     view: ClusterView,
@@ -51,7 +53,7 @@ pub struct State {
 }
 
 impl State {
-    /// Nothing heard yet.
+    /// Creates a state in which no agent has been heard.
     #[must_use]
     pub fn new(config: &Config) -> Self {
         let agent = |control: &String| {
@@ -80,19 +82,19 @@ impl State {
         Self { view, demand: Demand::new(config.sessions_max) }
     }
 
-    /// What readers see.
+    /// Returns a snapshot for readers.
     #[must_use]
     pub fn snapshot(&self) -> ClusterView {
         self.view.clone()
     }
 
-    /// One agent as it is now.
+    /// Returns an agent's current state.
     #[must_use]
     pub fn agent_at(&self, index: usize) -> &Agent {
         &self.view.agents[index]
     }
 
-    /// When the next worker turns stale, if it stays silent.
+    /// Returns when the next worker becomes stale if its agent stays silent.
     #[must_use]
     pub fn next_deadline(&self, now: Instant) -> Option<Instant> {
         let age_max = self.view.report_age_max;
@@ -100,20 +102,20 @@ impl State {
             .agents
             .iter()
             .filter(|agent| agent.is_up())
-            // Just after the bound: at the bound itself it is still fresh.
+            // One millisecond past the bound, because a worker at the bound is still fresh.
             .filter_map(|agent| Some(agent.heard? + age_max + Duration::from_millis(1)))
             .filter(|&deadline| deadline > now)
             .min()
     }
 
-    /// Applies one update. Returns a warning for the log where something had to be left out.
+    /// Applies one update. Returns a warning for the log if something had to be left out.
     pub fn apply(&mut self, index: usize, update: Update, now: Instant) -> Option<String> {
         let warning = match update {
             Update::Began { description, sessions } => {
                 self.begin(index, description, sessions, now)
             }
             Update::Described(description) => self.describe(index, description, now),
-            // Of a twin that was turned away; see `describe`.
+            // Sent by a duplicate agent id that was rejected; see `describe`.
             Update::Report(_) | Update::Upsert(_) | Update::Removed(_)
                 if !self.view.agents[index].is_up() =>
             {
@@ -147,7 +149,7 @@ impl State {
                     Link::Dialing | Link::Up => now,
                 };
                 agent.link = Link::Lost { since, why, twin: false };
-                // Its figures are of a stream that ended; a new stream brings new ones.
+                // The figures belong to the stream that ended; a new stream brings new ones.
                 agent.report = None;
                 agent.unreachable = None;
                 self.lay(index);
@@ -157,7 +159,7 @@ impl State {
             }
             Update::Unreachable(why) => {
                 let agent = self.agent(index);
-                // What is lost altogether is told of as that.
+                // If the connection is lost too, only the loss is reported.
                 agent.unreachable = agent.is_up().then_some((why, UNREACHABLE_REPORTS));
                 self.lay(index);
                 return None;
@@ -174,7 +176,7 @@ impl State {
         warning
     }
 
-    /// Brings the roster up to what the agent is now.
+    /// Updates the agent's rows in the worker table.
     fn lay(&mut self, index: usize) {
         let view = &mut self.view;
         let wanted = view.wanted.get(index).map_or(&[][..], Vec::as_slice);
@@ -214,11 +216,11 @@ impl State {
                     .is_some_and(|facts| facts.description.agent_id == description.agent_id)
         });
         if let Some((_, twin)) = twin {
-            // Two names for one agent would count its capacity twice.
+            // Listing one agent under two addresses would count its capacity twice.
             let why = format!("{} says it is agent {} too", twin.control, description.agent_id);
             let agent = self.agent(index);
             let held = std::mem::replace(&mut agent.link, Link::Up);
-            // It comes again and again as long as its twin is there; that is said once.
+            // The duplicate reconnects for as long as the other agent is there. Warn only once.
             let (since, news) = match held {
                 Link::Lost { since, why: before, .. } => (since, before != why),
                 Link::Dialing | Link::Up => (now, true),
@@ -245,7 +247,7 @@ impl State {
         Arc::make_mut(&mut self.view.agents[index])
     }
 
-    /// Panics where the view contradicts itself.
+    /// Panics if parts of the view contradict each other.
     pub fn check_invariants(&self) {
         let wanted = |worker| *self.view.wanted(worker);
         self.view.roster.check_invariants(&self.view.agents, wanted);
@@ -261,7 +263,7 @@ impl State {
     }
 }
 
-/// Turns go to the host under which the control port was dialled.
+/// Returns the address of the data port. Its host is the one configured for the control port.
 fn data_authority(control: &str, port: u16) -> Arc<str> {
     let authority = control_authority(control).expect("the settings were checked");
     format!("{}:{port}", authority.host()).into()
@@ -328,7 +330,7 @@ mod tests {
         let began = Update::Began { description: description("a0", 2, 2), sessions: vec![] };
         state.apply(0, began, now);
         assert_eq!(turns(&state), 1);
-        // Reported by the agent and in flight here: one turn, not two.
+        // The turn is both reported by the agent and in flight here, and counts once.
         state.apply(0, Update::Report(report(&[(1, 0), (0, 0)])), now);
         assert_eq!(turns(&state), 1);
         drop(lease);
@@ -365,7 +367,7 @@ mod tests {
             state.apply(0, Update::Report(report(&[(0, 0)])), now);
         }
         assert_eq!(state_of(&state, 0, now), WorkerState::Fresh);
-        // A turn on its way to an agent that is lost tells nothing of the one that comes back.
+        // A turn that fails while the agent is lost says nothing about the agent that comes back.
         state.apply(0, Update::Lost("gone".to_owned()), now);
         state.apply(0, Update::Unreachable("refused".to_owned()), now);
         let began = Update::Began { description: description("a0", 2, 1), sessions: vec![] };

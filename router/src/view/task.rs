@@ -1,5 +1,6 @@
-//! The view task: the only writer. Worker tasks send it what they hear; it applies a batch and
-//! publishes one snapshot.
+//! The view task: applies updates from the worker tasks and publishes snapshots.
+//!
+//! It is the only writer of the view. It applies a batch of updates, then publishes one snapshot.
 
 use std::{sync::Arc, time::Instant};
 
@@ -11,11 +12,11 @@ use tracing::{info, warn};
 
 use super::{ClusterView, State, Update};
 
-/// Updates waiting to be applied. A full mailbox slows the worker tasks, whose agents then end the
-/// stream of a watcher that fell behind; nothing is lost silently.
+/// Capacity of the mailbox, in updates. A full mailbox slows the worker tasks. An agent ends the
+/// stream of a watcher that falls behind, so no update is lost silently.
 pub(crate) const MAILBOX: usize = 1024;
 
-/// The published snapshot.
+/// The published snapshot, and a signal for its changes.
 #[derive(Debug)]
 pub(crate) struct View {
     current: ArcSwap<ClusterView>,
@@ -31,7 +32,8 @@ impl View {
         self.current.load_full()
     }
 
-    /// Waits until a snapshot satisfies the predicate, or until the limit. Returns the newest.
+    /// Waits until a snapshot satisfies the predicate or `limit` passes. Returns the newest
+    /// snapshot.
     pub(crate) async fn wait_for(
         &self,
         limit: Instant,
@@ -39,7 +41,7 @@ impl View {
     ) -> Arc<ClusterView> {
         let mut changed = self.changed.subscribe();
         loop {
-            // Marked as seen before the look, so that a change between look and wait is not missed.
+            // Reset before the snapshot is loaded, so that a change after loading ends the wait.
             changed.mark_unchanged();
             let view = self.load();
             if predicate(&view) {
@@ -58,7 +60,7 @@ impl View {
     }
 }
 
-/// Runs until told to stop.
+/// Runs the view task until it is cancelled.
 pub(crate) async fn run(
     mut state: State,
     mut mailbox: mpsc::Receiver<(usize, Update, Instant)>,
@@ -101,7 +103,7 @@ pub(crate) async fn run(
     drop(ready.send_replace(Err("stopping".to_owned())));
 }
 
-/// An agent's stream has begun, unless it was turned away.
+/// Logs that an agent's stream began, unless the agent was rejected as a duplicate agent id.
 fn note_began(agent: &super::Agent) {
     if let (true, Some(facts)) = (agent.is_up(), &agent.facts) {
         let Description { agent_id, epoch, ranks, .. } = &*facts.description;
@@ -109,7 +111,7 @@ fn note_began(agent: &super::Agent) {
     }
 }
 
-/// Lifecycle of agents, for the operator's log.
+/// Logs changes in the agents' lifecycle for the operator.
 fn note(state: &State, index: usize, update: &Update) {
     match update {
         Update::Described(description) => info!(agent = description.agent_id, "engine restarted"),

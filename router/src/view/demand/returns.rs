@@ -1,42 +1,44 @@
-//! The chance that a session returns after it has been idle for a while: learned from how long
-//! sessions were idle before they did, and from those that never did. Pure.
+//! Estimates the probability that an idle session returns, from observed idle times. Pure.
 //!
-//! By classes of idle time, as Aalen and Johansen do it: of the sessions that reached a class, how
-//! many returned in it, and how many were given up. Those still idle count in the classes that they
-//! have passed. Published gaps of coding agents stand in until there are own ones.
+//! The estimate is that of Aalen and Johansen over classes of idle time: of the sessions that
+//! reached a class, how many returned in it, and how many ended in it. Sessions that are still idle
+//! count in the classes they have passed. Until there are observations, published gaps of coding
+//! agents are used.
 
 use std::time::{Duration, Instant};
 
-/// Lower bounds of the classes, seconds: finer than a factor of two, because clients have timers.
+/// Lower bounds of the classes, in seconds. Finer than a factor of two, because clients have
+/// timers.
 const BOUNDS_S: [u64; CLASSES] = [
     0, 1, 2, 3, 4, 6, 8, 10, 15, 20, 30, 40, 60, 80, 120, 180, 240, 300, 420, 540, 600, 660, 780,
     900, 1200, 1800, 2700, 3600, 7200, 14_400,
 ];
 const CLASSES: usize = 30;
 
-/// Sessions that the published gaps count for.
+/// Number of observed sessions that the published gaps count for.
 const PRIOR_SESSIONS: f64 = 10.0;
-/// The published gaps, as `(1 + t / 10 s)^-0.75`: half of the turns come within 10 s, 80 % within
-/// 60 s, 93 % within 300 s, 99.5 % within an hour.
+/// Parameters of the published gaps, `(1 + t / 10 s)^-0.75`: half of the turns come within 10 s, 80
+/// % within 60 s, 93 % within 300 s, 99.5 % within an hour.
 const GAP_SCALE_S: f64 = 10.0;
 const GAP_POWER: f64 = -0.75;
-/// Turns that no other follows: sessions have a median of 44 turns and a mean of about 65.
+/// Ratio of turns that are the last of their session. Sessions have a median of 44 turns and a mean
+/// of about 65.
 const LAST_TURN_RATIO: f64 = 1.0 / 65.0;
-/// Beyond so many observations old ones fade: a fleet's habits change within days.
+/// Number of observations beyond which old ones are halved. A fleet's habits change within days.
 const OBSERVATIONS_MAX: f64 = 20_000.0;
-/// How often the estimate is renewed: it changes with hundreds of gaps.
+/// How often the estimate is renewed. It takes hundreds of gaps to change it.
 const FIT_AGE_MAX: Duration = Duration::from_secs(5);
 
-/// What was seen, and what follows from it.
+/// The observations, and the estimate made from them.
 #[derive(Debug, Clone)]
 pub(super) struct Returns {
-    /// By class: idle times that ended there by a return.
+    /// By class: number of idle times that ended in it by a return.
     returned: [f64; CLASSES],
-    /// By class: idle times that ended there without one.
+    /// By class: number of idle times that ended in it without a return.
     gave_up: [f64; CLASSES],
-    /// By class: the chance of a session that has reached it, in thousandths.
+    /// By class: probability, in thousandths, that a session that reached the class returns.
     chance_milli: [u64; CLASSES],
-    /// By class: returns of such a session in a second, in millionths.
+    /// By class: rate at which such a session returns, in millionths per second.
     rate_micro: [u64; CLASSES],
     fitted: Option<Instant>,
 }
@@ -56,7 +58,7 @@ impl Default for Returns {
 }
 
 impl Returns {
-    /// A session returned after so long.
+    /// Records that a session returned after being idle for `idle`.
     pub(super) fn returned(&mut self, idle: Duration) {
         self.returned[class_of(idle)] += 1.0;
         if self.returned.iter().sum::<f64>() > OBSERVATIONS_MAX {
@@ -66,12 +68,13 @@ impl Returns {
         }
     }
 
-    /// A session was given up, by itself or its agent, after it was idle for so long.
+    /// Records that a session was closed or forgotten after being idle for `idle`.
     pub(super) fn gave_up(&mut self, idle: Duration) {
         self.gave_up[class_of(idle)] += 1.0;
     }
 
-    /// Renews the estimate, if it is old, with those that are idle now.
+    /// Renews the estimate if it is old. `idle` has the idle times of the sessions that are idle
+    /// now.
     pub(super) fn fit(&mut self, idle: impl Iterator<Item = Duration>, now: Instant) {
         let age = self.fitted.map(|at| now.saturating_duration_since(at));
         if age.is_some_and(|age| age < FIT_AGE_MAX) {
@@ -85,12 +88,12 @@ impl Returns {
         self.estimate(&waiting);
     }
 
-    /// The chance, in thousandths, that a session idle for so long returns.
+    /// Returns the probability, in thousandths, that a session idle for `idle` returns.
     pub(super) fn chance_milli(&self, idle: Duration) -> u64 {
         self.chance_milli[class_of(idle)]
     }
 
-    /// Returns in the next second, in millionths, of a session idle for so long.
+    /// Returns the rate, in millionths per second, at which a session idle for `idle` returns.
     pub(super) fn rate_micro(&self, idle: Duration) -> u64 {
         self.rate_micro[class_of(idle)]
     }
@@ -101,7 +104,7 @@ impl Returns {
         reason = "a chance lies between 0 and 1"
     )]
     fn estimate(&mut self, waiting: &[f64; CLASSES]) {
-        // From the last class back: those that reached a class and left it at its end or later.
+        // From the last class back; `beyond` counts the sessions that passed the current class.
         let mut beyond = 0.0;
         let mut chance = 0.0;
         for class in (0..CLASSES).rev() {
@@ -112,19 +115,19 @@ impl Returns {
             chance = returns + (1.0 - returns - gives_up) * chance;
             self.chance_milli[class] = (chance * 1e3).round() as u64;
             self.rate_micro[class] = (returns * 1e6 / width_s(class)).round() as u64;
-            // Who waits in this class has passed those before it.
+            // A session that waits in this class has passed all classes before it.
             beyond = reached + waiting[class];
         }
     }
 }
 
-/// Seconds of a class; the last is as wide as all before it.
+/// Returns the width of a class in seconds. The last class is as wide as all before it together.
 fn width_s(class: usize) -> f64 {
     let from = BOUNDS_S[class];
     BOUNDS_S.get(class + 1).map_or(from, |to| to - from) as f64
 }
 
-/// Of the sessions that reach a class, the share that returns in it, by the published gaps.
+/// Returns the share of the sessions reaching a class that return in it, by the published gaps.
 fn prior_hazard(class: usize) -> f64 {
     let later = |bound: u64| (1.0 + bound as f64 / GAP_SCALE_S).powf(GAP_POWER);
     let from = later(BOUNDS_S[class]);
@@ -160,7 +163,7 @@ mod tests {
         for _ in 0..500 {
             returns.returned(Duration::from_secs(50));
         }
-        // Sessions that ended, and were forgotten.
+        // Sessions that ended and were forgotten.
         for _ in 0..100 {
             returns.gave_up(Duration::from_secs(3600));
         }
@@ -200,7 +203,7 @@ mod tests {
             returns.gave_up(Duration::from_secs(gap * 7 % 9_001));
         }
         returns.fit([Duration::from_secs(5000)].into_iter(), start());
-        // But for the last class: nobody reached it.
+        // All but the last class, which no session reached.
         let reached = &BOUNDS_S[..CLASSES - 1];
         let all: Vec<u64> = reached.iter().map(|&bound| chance(&returns, bound)).collect();
         assert!(all.is_sorted_by(|a, b| a >= b), "{all:?}");
