@@ -1,6 +1,8 @@
-//! The overlap index and block hashing by themselves: look-ups, stores, removes, hashes. Sessions
-//! share a system prompt that every worker has, so that all of them are in every answer.
-//! `tests/peers/overlap` has the same beside a peer.
+//! Benchmarks of the overlap index and of block hashing.
+//!
+//! They measure look-ups, stores, removes and hashes. All sessions share a system prompt that every
+//! worker has, so each answer contains all workers. `tests/peers/overlap` runs the same benchmark
+//! beside a peer.
 
 use std::hint::black_box;
 
@@ -11,7 +13,7 @@ use router::overlap::{Index, Overlap, Shared, Tier};
 const SESSIONS_PER_WORKER: usize = 64;
 const SYSTEM_BLOCKS: usize = 32;
 const SESSION_BLOCKS: usize = 96;
-/// New blocks of a turn.
+/// Number of new blocks in a turn.
 const TURN_BLOCKS: usize = 8;
 const PROMPT_TOKENS: u32 = 131_072;
 
@@ -19,7 +21,7 @@ fn scheme() -> Scheme<'static> {
     Scheme::plain(BlockTokens::for_page(64).expect("pages have 64 tokens"))
 }
 
-/// A chain that leaves the shared one after `shared` blocks.
+/// Returns a chain that leaves the shared one after `shared` blocks.
 fn chain(shared: usize, blocks: usize, session: usize) -> Vec<BlockHash> {
     let next = |last: &mut BlockHash, at: usize| {
         *last = after(*last, if at < shared { 0 } else { 1 + session as u64 });
@@ -33,7 +35,7 @@ fn sessions(workers: usize) -> Vec<(usize, Vec<BlockHash>)> {
     (0..workers * SESSIONS_PER_WORKER).map(session).collect()
 }
 
-/// Stores turn by turn.
+/// Returns an index into which all sessions were stored turn by turn.
 fn filled(sessions: &[(usize, Vec<BlockHash>)]) -> Index {
     let mut index = Index::new(usize::MAX);
     for from in (0..SESSION_BLOCKS).step_by(TURN_BLOCKS) {
@@ -51,7 +53,8 @@ fn look_up(criterion: &mut Criterion) {
         let sessions = sessions(workers);
         let index = Shared::new(filled(&sessions));
         let mut overlap = Overlap::default();
-        // A prompt that goes on where its session ends, and one that left it in the middle.
+        // `grown` prompts continue at the end of their session; `forked` ones leave it in the
+        // middle.
         let grown = |id: usize| {
             let mut chain = sessions[id].1.clone();
             chain.extend((0..TURN_BLOCKS as u64).map(|at| after(BlockHash(at), id as u64)));
@@ -69,7 +72,8 @@ fn look_up(criterion: &mut Criterion) {
         ] {
             let mut order = (0..count).map(|at| at * 7919 % count).cycle();
             group.bench_function(BenchmarkId::new(name, workers), |bencher| {
-                // A prompt has just been hashed when it is looked up: the copy is as near.
+                // In use, a prompt is hashed just before it is looked up. The copy puts it in the
+                // cache, too.
                 let next = || prompts[order.next().expect("a cycle has no end")].clone();
                 let look_up = |prompt: &mut Vec<BlockHash>| index.look_up(prompt, &mut overlap);
                 bencher.iter_batched_ref(next, look_up, BatchSize::SmallInput);

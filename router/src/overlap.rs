@@ -1,12 +1,14 @@
-//! Which leading blocks of a prompt are resident on which worker. Pure: deltas and snapshots go in,
-//! by one writer; look-ups read. It knows blocks by their hash alone and workers by a dense number;
-//! [`Shared`] is what many threads read while one writes.
+//! The overlap index: which leading blocks of a prompt are resident on which worker.
 //!
-//! - `tree`: the blocks, as runs without a branch, and who holds how much of each; a
-//!   [`proto::table`] leads to them.
-//! - `holders`: who holds how much of one run.
-//! - `slots`: workers as the tree knows them, so that one disappears at once.
-//! - `ages`: what is dropped first when memory is short.
+//! Pure. A single writer applies changes and snapshots; look-ups only read. The index knows a block
+//! by its hash and a worker by a dense number. [`Shared`] wraps it for many reading threads and one
+//! writer.
+//!
+//! - `tree`: the blocks, as runs (pieces of a chain without a branch), and how much of each run
+//!   every worker holds. A [`proto::table`] finds the run of a block.
+//! - `holders`: how much of one run each worker holds.
+//! - `slots`: numbers that stand for workers in the tree, so that a worker can be removed at once.
+//! - `ages`: the order in which runs are dropped when memory is short.
 
 mod ages;
 mod holders;
@@ -25,30 +27,31 @@ use self::{
     tree::{Holder, Stopped, Tree},
 };
 
-/// Runs swept at every change while a slot has ended: a sweep of 100,000 runs is through after
-/// 6,000 changes, and adds less than a microsecond to each.
+/// Runs swept at each change while a slot has ended. Sweeping 100,000 runs takes 6,000 changes and
+/// adds less than a microsecond to each.
 const SWEEP_RUNS: usize = 16;
-/// Workers at most: each may have a second slot for a snapshot and a third that is being swept.
+/// Maximum number of workers. A worker may need three slots: one that is read, one for a snapshot,
+/// and one that is being swept.
 pub const WORKERS_MAX: usize = 16_384;
 
-/// What was counted; the last three since the beginning.
+/// Figures of the index. The last three count since the index was created.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Stats {
-    /// Distinct blocks known.
+    /// Number of distinct blocks.
     pub blocks: u64,
-    /// Pieces of chains without a branch.
+    /// Number of runs: pieces of chains without a branch.
     pub runs: u64,
-    /// Memory held.
+    /// Memory in use, in bytes.
     pub bytes: u64,
-    /// Blocks on workers forgotten because memory was short; a block on two workers is two.
+    /// Blocks dropped because memory was short. A block on two workers counts twice.
     pub dropped: u64,
-    /// Blocks not taken because nobody was known to hold their parent.
+    /// Blocks not stored because no worker was known to hold their parent.
     pub orphans: u64,
-    /// Stores not taken to the end because a block was known with another prefix.
+    /// Stores that stopped early because a block was known with another prefix.
     pub contradictions: u64,
 }
 
-/// The index.
+/// The index of resident blocks.
 #[derive(Debug)]
 pub struct Index {
     tree: Tree,
@@ -60,7 +63,7 @@ pub struct Index {
     contradictions: u64,
 }
 
-/// One answer; keep it and pass it again to spare its allocation.
+/// The answer of a look-up. Pass it to the next look-up again to reuse its allocations.
 #[derive(Debug, Clone, Default)]
 pub struct Overlap {
     slots: Vec<u16>,
@@ -69,13 +72,13 @@ pub struct Overlap {
 }
 
 impl Overlap {
-    /// Leading blocks resident on a worker's device.
+    /// Returns the number of leading blocks resident on the worker's device.
     #[must_use]
     pub fn device(&self, worker: usize) -> u32 {
         self.of(worker, &self.device)
     }
 
-    /// Leading blocks resident on a worker's device or host.
+    /// Returns the number of leading blocks resident on the worker's device or host.
     #[must_use]
     pub fn either(&self, worker: usize) -> u32 {
         self.of(worker, if self.either.is_empty() { &self.device } else { &self.either })
@@ -87,7 +90,7 @@ impl Overlap {
         self.device.iter().any(|blocks| *blocks > 0)
     }
 
-    /// Takes the other's counts for those workers that are asked for.
+    /// Takes over the other answer's counts for the workers that `is_taken` selects.
     pub fn replace(&mut self, other: &Self, is_taken: impl Fn(usize) -> bool) {
         let workers = self.slots.len().max(other.slots.len());
         let counts = |of: fn(&Self, usize) -> u32| {
@@ -106,7 +109,7 @@ impl Overlap {
 }
 
 impl Index {
-    /// An empty index that will hold about `bytes_max` bytes at most.
+    /// Creates an empty index that uses about `bytes_max` bytes at most.
     #[must_use]
     pub fn new(bytes_max: usize) -> Self {
         Self {
@@ -120,7 +123,7 @@ impl Index {
         }
     }
 
-    /// Leading blocks of a chain on every worker.
+    /// Counts the leading blocks of a chain that are resident on each worker.
     pub fn look_up(&self, chain: &[BlockHash], overlap: &mut Overlap) {
         let Overlap { slots, device, either } = overlap;
         slots.clear();
@@ -133,10 +136,10 @@ impl Index {
         self.tree.look_up(chain, device, either);
     }
 
-    /// A worker has blocks, the first of them after `parent`, or at the beginning.
+    /// Records that a worker has `blocks`. The first of them follows `parent`, or begins a chain.
     ///
     /// # Panics
-    /// When `worker` is not below [`WORKERS_MAX`].
+    /// If `worker` is not below [`WORKERS_MAX`].
     pub fn store(
         &mut self,
         worker: usize,
@@ -157,7 +160,7 @@ impl Index {
         self.keep_bounds();
     }
 
-    /// A worker has blocks no more; those it didn't have don't matter.
+    /// Records that a worker no longer has `blocks`. Blocks that it didn't have are ignored.
     pub fn remove(&mut self, worker: usize, tier: Tier, blocks: &[BlockHash]) {
         if let Some(slot) = self.slots.of(worker) {
             self.tree.remove(Holder { slot, tier }, blocks);
@@ -165,17 +168,17 @@ impl Index {
         self.keep_bounds();
     }
 
-    /// A worker has no blocks any more: it was lost, or its cache is empty.
+    /// Records that a worker has no blocks, because it was lost or its cache is empty.
     pub fn clear(&mut self, worker: usize) {
         self.slots.end(worker);
         self.keep_bounds();
     }
 
-    /// What a worker stores from now on is a snapshot: look-ups see what it had before, until
-    /// [`Self::finish_snapshot`].
+    /// Begins a snapshot of a worker's blocks: later stores belong to the snapshot. Look-ups see
+    /// the previous blocks until [`Self::finish_snapshot`].
     ///
     /// # Panics
-    /// When `worker` is not below [`WORKERS_MAX`].
+    /// If `worker` is not below [`WORKERS_MAX`].
     pub fn begin_snapshot(&mut self, worker: usize) {
         assert!(worker < WORKERS_MAX, "workers have dense numbers");
         if self.slots.begin(worker) {
@@ -184,19 +187,19 @@ impl Index {
         self.keep_bounds();
     }
 
-    /// The snapshot is complete and takes the place of what was known of the worker.
+    /// Completes the snapshot, which replaces the worker's previous blocks.
     pub fn finish_snapshot(&mut self, worker: usize) {
         self.slots.finish(worker);
         self.keep_bounds();
     }
 
-    /// Resident blocks known of a worker, both tiers.
+    /// Returns the number of blocks resident on a worker, on both tiers.
     #[must_use]
     pub fn resident(&self, worker: usize) -> u64 {
         self.slots.read(worker).map_or(0, |slot| self.tree.held(slot))
     }
 
-    /// The figures.
+    /// Returns the figures of the index.
     #[must_use]
     pub fn stats(&self) -> Stats {
         Stats {
@@ -209,10 +212,10 @@ impl Index {
         }
     }
 
-    /// Walks everything: for tests.
+    /// Checks the whole index, for tests.
     ///
     /// # Panics
-    /// With what is wrong.
+    /// If an invariant is broken, with its description.
     pub fn check_invariants(&self) {
         self.tree.check_invariants();
         assert!(self.bytes() <= self.bytes_max || self.tree.blocks() == 0, "the bound holds");
@@ -222,7 +225,7 @@ impl Index {
         self.tree.bytes() + self.slots.bytes()
     }
 
-    /// Sweeps a little, and drops what is too much.
+    /// Sweeps a few runs, and drops the oldest ones while memory is above the bound.
     fn keep_bounds(&mut self) {
         self.sweep();
         while self.bytes() > self.bytes_max {

@@ -1,11 +1,13 @@
-//! Which leaf run was named longest ago: a doubly linked list through a table by run.
+//! An LRU list of the tree's leaf runs.
+//!
+//! A doubly linked list, whose links are stored in an array by run id.
 
 use proto::table::RunId;
 
-/// No run: the list's end.
+/// Marks the end of the list.
 const NONE: RunId = 0;
 
-/// The list. Who is in it knows that by itself.
+/// The list. It doesn't record which runs it contains; callers must know.
 #[derive(Debug)]
 pub(super) struct Ages {
     links: Vec<Link>,
@@ -24,17 +26,17 @@ impl Ages {
         Self { links: vec![Link::default()], oldest: NONE, newest: NONE }
     }
 
-    /// Memory held.
+    /// Returns the memory in use, in bytes.
     pub(super) fn bytes(&self) -> usize {
         self.links.capacity() * size_of::<Link>()
     }
 
-    /// The run to drop first.
+    /// Returns the run that was used longest ago.
     pub(super) fn oldest(&self) -> Option<RunId> {
         (self.oldest != NONE).then_some(self.oldest)
     }
 
-    /// From the oldest on.
+    /// Iterates over all runs, oldest first.
     pub(super) fn iter(&self) -> impl Iterator<Item = RunId> {
         std::iter::successors(self.oldest(), |&run| {
             let newer = self.links[run as usize].newer;
@@ -42,12 +44,12 @@ impl Ages {
         })
     }
 
-    /// Adds a run that is not in it.
+    /// Adds a run as the newest. The run must not be in the list.
     pub(super) fn push_newest(&mut self, run: RunId) {
         self.put(run, Link { older: self.newest, newer: NONE });
     }
 
-    /// Adds a run that is not in it.
+    /// Adds a run as the oldest. The run must not be in the list.
     pub(super) fn push_oldest(&mut self, run: RunId) {
         self.put(run, Link { older: NONE, newer: self.oldest });
     }
@@ -67,7 +69,7 @@ impl Ages {
         }
     }
 
-    /// Makes a run of it the newest.
+    /// Makes a run of the list the newest.
     pub(super) fn touch(&mut self, run: RunId) {
         if self.newest != run {
             self.remove(run);
@@ -75,14 +77,14 @@ impl Ages {
         }
     }
 
-    /// Puts a run that is not in it in the place of one that is.
+    /// Replaces `old`, which is in the list, by `new`, which is not.
     pub(super) fn replace(&mut self, old: RunId, new: RunId) {
         let link = self.links[old as usize];
         self.remove(old);
         self.put(new, link);
     }
 
-    /// Takes a run of it out.
+    /// Removes a run from the list.
     pub(super) fn remove(&mut self, run: RunId) {
         let Link { older, newer } = std::mem::take(&mut self.links[run as usize]);
         match older {

@@ -1,22 +1,24 @@
-//! Who holds how much of a run: for each slot the number of its first blocks that are resident,
-//! its cut. Most runs have one to four holders, a shared system prompt has all of them; the form
-//! follows the number.
+//! Records how much of a run each slot holds.
+//!
+//! A slot holds a prefix of the run; its *cut* is the number of blocks in that prefix. Most runs
+//! have one to four holders, a shared system prompt is held by all. The representation depends on
+//! the number of holders.
 
-/// Holders that fit beside the run itself.
+/// Number of holders stored in the run itself, without an allocation.
 const FEW: usize = 4;
 
-/// Cuts by slot. A cut of 0 is no holder.
+/// The cut of each slot. A slot with a cut of 0 is not a holder.
 #[derive(Debug, Clone)]
 pub(super) enum Holders {
-    /// In no order.
+    /// At most `FEW` holders, in no particular order. Unused entries have a cut of 0.
     Few([Hold; FEW]),
-    /// In no order, without zeros.
+    /// A list of holders in no particular order, without cuts of 0.
     List(Vec<Hold>),
-    /// By slot; slots behind the end have none.
+    /// An array indexed by slot. Slots beyond its end are not holders.
     All(Vec<u16>),
 }
 
-/// One slot's cut.
+/// A slot and its cut.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Hold {
     pub(super) slot: u16,
@@ -30,7 +32,7 @@ impl Default for Holders {
 }
 
 impl Holders {
-    /// Memory held outside of the value.
+    /// Returns the heap memory in use, in bytes.
     pub(super) fn bytes(&self) -> usize {
         match self {
             Self::Few(_) => 0,
@@ -51,7 +53,7 @@ impl Holders {
         }
     }
 
-    /// All holders, in no order.
+    /// Iterates over all holders, in no particular order.
     pub(super) fn iter(&self) -> impl Iterator<Item = Hold> {
         let (list, cuts): (&[Hold], &[u16]) = match self {
             Self::Few(few) => (few, &[]),
@@ -62,7 +64,7 @@ impl Holders {
         list.iter().copied().chain(dense).filter(|hold| hold.cut > 0)
     }
 
-    /// The longest cut.
+    /// Returns the longest cut.
     pub(super) fn max(&self) -> u16 {
         let of = |holds: &[Hold]| holds.iter().map(|hold| hold.cut).max().unwrap_or(0);
         match self {
@@ -76,7 +78,7 @@ impl Holders {
         self.max() == 0
     }
 
-    /// Sets a slot's cut; `slots` is how many slots there are.
+    /// Sets a slot's cut. `slots` is the total number of slots.
     pub(super) fn set(&mut self, slot: u16, cut: u16, slots: usize) {
         match self {
             Self::Few(few) => {
@@ -118,7 +120,7 @@ impl Holders {
         }
     }
 
-    /// Lowers every cut to `at`, which is not 0.
+    /// Lowers every cut to at most `at`, which must not be 0.
     pub(super) fn shorten(&mut self, at: u16) {
         let lower = |cut: &mut u16| *cut = at.min(*cut);
         match self {
@@ -128,10 +130,11 @@ impl Holders {
         }
     }
 
-    /// Takes the form that suits the number of holders. Going back asks for half of it, so that one
-    /// holder that comes and goes costs nothing.
+    /// Changes to the representation that suits the number of holders. Going back to a smaller one
+    /// takes half of the limit, so that a holder that comes and goes causes no change.
     fn fit(&mut self, slots: usize) {
-        // A pass over all cuts is vector code, one over a list is not: even at an eighth of them.
+        // A pass over the array is vectorized and one over the list isn't: from an eighth of all
+        // slots on, the array is faster.
         let many = (slots / 8).max(FEW);
         match self {
             Self::Few(_) => {}
@@ -153,8 +156,8 @@ impl Holders {
         }
     }
 
-    /// Gives every slot whose leading blocks reach `start` what it holds of the `matched` blocks
-    /// from there on.
+    /// Updates the depth of each slot whose leading blocks reach `start`: adds its part of the
+    /// `matched` blocks of this run.
     pub(super) fn credit(&self, start: u32, matched: u16, depths: &mut [u32]) {
         let one = |depth: &mut u32, cut: u16| {
             let reach = start + u32::from(cut.min(matched));

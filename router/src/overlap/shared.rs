@@ -1,32 +1,34 @@
-//! The index among threads: many look up while one task writes. The lock is a leaf, held for one
-//! change or one look-up.
+//! The overlap index behind a lock: many threads look up while one task writes.
+//!
+//! The lock is a leaf: no other lock is taken while it is held. It is held for one change or one
+//! look-up.
 
 use parking_lot::RwLock;
 use proto::block::BlockHash;
 
 use super::{Index, Overlap};
 
-/// How often a writer looks for a moment without readers before it makes one. A waiting writer
-/// would make readers wait in turn, behind whichever of them was descheduled.
+/// How often a writer tries to get the lock without waiting. A writer that waits blocks new readers
+/// until the present ones finish, and any of these may be descheduled.
 const TRIES: usize = 64;
 
-/// An index that is read by many.
+/// An index that many threads can read.
 #[derive(Debug)]
 pub struct Shared(RwLock<Index>);
 
 impl Shared {
-    /// Takes it over.
+    /// Wraps an index.
     #[must_use]
     pub fn new(index: Index) -> Self {
         Self(RwLock::new(index))
     }
 
-    /// Leading blocks of a chain on every worker.
+    /// Counts the leading blocks of a chain that are resident on each worker.
     pub fn look_up(&self, chain: &[BlockHash], overlap: &mut Overlap) {
         self.0.read().look_up(chain, overlap);
     }
 
-    /// One change, kept short by its caller.
+    /// Applies one change. The caller must keep it short.
     pub fn change<T>(&self, change: impl FnOnce(&mut Index) -> T) -> T {
         let free = (0..TRIES).find_map(|_| {
             std::hint::spin_loop();
@@ -35,7 +37,7 @@ impl Shared {
         change(&mut free.unwrap_or_else(|| self.0.write()))
     }
 
-    /// Reads more than an answer.
+    /// Reads the index under the lock.
     pub fn read<T>(&self, read: impl FnOnce(&Index) -> T) -> T {
         read(&self.0.read())
     }

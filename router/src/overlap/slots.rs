@@ -1,52 +1,55 @@
-//! Which slot stands for which worker. A worker that is lost, or begins anew, gets another slot at
-//! once; nothing leads to its old one any more, and the tree is swept of it bit by bit. A snapshot
-//! is written into a slot of its own, which takes the old one's place when it is complete.
+//! Assigns slots to workers. The tree stores slots, not workers.
+//!
+//! A worker that is lost or starts over gets a new slot at once. No look-up uses the old slot, and
+//! the tree is swept of it step by step. A snapshot is written into a separate slot, which replaces
+//! the current one when the snapshot is complete.
 
-/// No slot.
+/// Marks a worker without a slot.
 const NONE: u16 = u16::MAX;
 
-/// Slots by worker.
+/// The slots of all workers.
 #[derive(Debug, Default)]
 pub(super) struct Slots {
-    /// What is read, by worker.
+    /// By worker: the slot that look-ups read.
     current: Vec<u16>,
-    /// What a snapshot in progress is written to, by worker.
+    /// By worker: the slot that a snapshot in progress is written to.
     next: Vec<u16>,
-    /// Whether nothing leads to a slot and the tree may still have it.
+    /// By slot: whether it has ended. The tree may still contain it, but no worker uses it.
     ended: Vec<bool>,
     ended_count: usize,
     free: Vec<u16>,
 }
 
 impl Slots {
-    /// Slots there are, in use or not.
+    /// Returns the number of slots, in use or not.
     pub(super) fn len(&self) -> usize {
         self.ended.len()
     }
 
-    /// Memory held.
+    /// Returns the memory in use, in bytes.
     pub(super) fn bytes(&self) -> usize {
         let slots = self.current.capacity() + self.next.capacity() + self.free.capacity();
         slots * size_of::<u16>() + self.ended.capacity()
     }
 
-    /// What look-ups read, by worker.
+    /// Returns the slots that look-ups read, by worker.
     pub(super) fn current(&self) -> &[u16] {
         &self.current
     }
 
-    /// What look-ups read of a worker.
+    /// Returns the slot that look-ups read for a worker.
     pub(super) fn read(&self, worker: usize) -> Option<u16> {
         self.current.get(worker).copied().filter(|&slot| slot != NONE)
     }
 
-    /// What a worker's deltas are written to, if there is one.
+    /// Returns the slot that a worker's changes are written to, if it has one.
     pub(super) fn of(&self, worker: usize) -> Option<u16> {
         let next = self.next.get(worker).copied().filter(|&slot| slot != NONE);
         next.or_else(|| self.read(worker))
     }
 
-    /// As [`Self::of`], with a slot made for a new worker; true when there is one more now.
+    /// Like [`Self::of`], but assigns a slot to a new worker. Also returns whether the number of
+    /// slots grew.
     pub(super) fn of_or_new(&mut self, worker: usize) -> (u16, bool) {
         if let Some(slot) = self.of(worker) {
             return (slot, false);
@@ -56,7 +59,7 @@ impl Slots {
         (slot, more)
     }
 
-    /// Begins a snapshot; true when there is one slot more now.
+    /// Begins a snapshot of a worker. Returns whether the number of slots grew.
     pub(super) fn begin(&mut self, worker: usize) -> bool {
         self.end_next(worker);
         let (slot, more) = self.take();
@@ -64,7 +67,7 @@ impl Slots {
         more
     }
 
-    /// Completes a snapshot, if one was begun.
+    /// Completes the worker's snapshot, if one was begun.
     pub(super) fn finish(&mut self, worker: usize) {
         let Some(slot) = self.next.get(worker).copied().filter(|&slot| slot != NONE) else {
             return;
@@ -74,13 +77,13 @@ impl Slots {
         set(&mut self.current, worker, slot);
     }
 
-    /// Nothing leads to a worker's slots any more.
+    /// Ends all slots of a worker.
     pub(super) fn end(&mut self, worker: usize) {
         self.end_next(worker);
         self.end_current(worker);
     }
 
-    /// Whether the tree has to be swept of slots.
+    /// Whether the tree has to be swept of ended slots.
     pub(super) fn any_ended(&self) -> bool {
         self.ended_count > 0
     }
@@ -89,7 +92,7 @@ impl Slots {
         self.ended[usize::from(slot)]
     }
 
-    /// Ended slots that the tree has no more can be used again.
+    /// Frees the ended slots that the tree no longer contains.
     pub(super) fn reuse(&mut self, is_empty: impl Fn(u16) -> bool) {
         for (slot, ended) in (0..NONE).zip(&mut self.ended) {
             if *ended && is_empty(slot) {

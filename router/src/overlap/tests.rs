@@ -1,4 +1,4 @@
-//! The index against a naive oracle that keeps a set of blocks for each worker and tier.
+//! Compares the index with a simple oracle that keeps a set of blocks per worker and tier.
 
 use std::collections::{HashMap, HashSet};
 
@@ -9,10 +9,10 @@ use super::*;
 
 const WORKERS: usize = 40;
 const UNBOUNDED: usize = usize::MAX;
-/// As of some scheme.
+/// The root of an arbitrary hashing scheme.
 const ROOT: BlockHash = BlockHash(7);
 
-/// A chain by its letters.
+/// Returns the chain with one block per letter.
 fn chain(letters: &[u8]) -> Vec<BlockHash> {
     let next = |last: &mut BlockHash, letter: &u8| {
         *last = after(*last, u64::from(*letter));
@@ -21,7 +21,7 @@ fn chain(letters: &[u8]) -> Vec<BlockHash> {
     letters.iter().scan(ROOT, next).collect()
 }
 
-/// The chain of the letters, made so many blocks long by another letter.
+/// Returns the chain of the letters, extended to `blocks` blocks with another letter.
 fn long(letters: &[u8], blocks: usize, letter: u64) -> Vec<BlockHash> {
     let mut chain = chain(letters);
     extend(&mut chain, blocks, letter);
@@ -40,7 +40,7 @@ fn depths(index: &Index, chain: &[BlockHash]) -> Vec<(u32, u32)> {
     (0..WORKERS).map(|worker| (overlap.device(worker), overlap.either(worker))).collect()
 }
 
-/// Device depths of the first workers.
+/// Returns the device depths of the first `N` workers.
 fn device<const N: usize>(index: &Index, chain: &[BlockHash]) -> [u32; N] {
     std::array::from_fn(|worker| depths(index, chain)[worker].0)
 }
@@ -55,7 +55,7 @@ enum Step {
 }
 
 fn letters() -> impl Strategy<Value = Vec<u8>> {
-    // Long common stretches, now and then another letter.
+    // Mostly the same letter, so that chains have long common prefixes.
     prop::collection::vec(prop_oneof![12 => Just(0_u8), 2 => Just(1), 1 => Just(2)], 1..24)
 }
 
@@ -76,7 +76,7 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// What a worker holds, and what its snapshot in progress does.
+/// The blocks that a worker holds, and those of its snapshot in progress.
 #[derive(Debug, Default, Clone)]
 struct Known {
     now: HashMap<Tier, HashSet<BlockHash>>,
@@ -96,7 +96,7 @@ impl Known {
 }
 
 impl Oracle {
-    /// Whether somebody has the block or one that follows it.
+    /// Whether any worker has the block or a block that follows it.
     fn knows(&self, block: BlockHash) -> bool {
         let sets = self.workers.values().flat_map(|known| {
             known.now.values().chain(known.next.iter().flat_map(HashMap::values))
@@ -122,7 +122,7 @@ impl Oracle {
         (0..WORKERS).map(of).collect()
     }
 
-    /// Does a step to both. With `bounded`, the index may know less.
+    /// Applies a step to the index and to the oracle. With `bounded`, the index may know less.
     fn step(&mut self, index: &mut Index, step: &Step, bounded: bool) {
         match step {
             Step::Store { worker, tier, letters, from } => {
@@ -148,7 +148,7 @@ impl Oracle {
                 match order {
                     0 => {}
                     1 => blocks.reverse(),
-                    // A hole in the middle.
+                    // Leaves a hole in the middle.
                     _ => blocks.truncate(2),
                 }
                 index.remove(*worker, *tier, &blocks);
@@ -205,7 +205,7 @@ proptest! {
         }
     }
 
-    /// Events of a peer that lies: blocks in any order, after any parent.
+    /// Events of a faulty peer: blocks in any order, after any parent.
     #[test]
     fn nonsense_breaks_nothing(
         made in prop::collection::vec((any::<prop::sample::Index>(), 0..3_u64), 40),
@@ -216,7 +216,7 @@ proptest! {
     ) {
         let mut pool = vec![ROOT];
         for (parent, letter) in made {
-            // Two groups alone, so that chains seem to fit one another.
+            // Only two group keys, so that blocks of different chains seem to follow each other.
             let hash = after(pool[parent.index(pool.len())], letter);
             pool.push(BlockHash(hash.0 & !(0xff_fffe << 40)));
         }

@@ -1,13 +1,15 @@
-//! The blocks of all chains as a tree of runs, and who holds how much of each run. It knows slots,
-//! not workers, and no bound on memory.
+//! All chains of blocks as a tree of runs, and how much of each run every slot holds.
 //!
-//! A run is a piece of a chain without a branch. A hash stands for its whole prefix, so two chains
-//! agree up to any place where they agree there: a run is compared with a prompt at its end, and
-//! by bisection when that differs. A holder has the first blocks of a run, as many as its cut
-//! says; what would leave a hole splits the run there.
+//! The tree knows slots, not workers, and has no bound on memory.
 //!
-//! The table has an entry for the first block of each group, by which the rest of the group is
-//! found in the same run, and one for each block that a run has before its first group begins.
+//! A run is a piece of a chain without a branch. A hash identifies its whole prefix, so two chains
+//! that agree at one block agree in all blocks before it. To compare a run with a prompt, their
+//! last common position is compared first, and bisection finds the difference if they differ there.
+//! A holder has a prefix of a run: its cut is the number of blocks in it. When a holder would have
+//! a hole inside a run, the run is split there.
+//!
+//! The table has an entry for the first block of each group, which leads to the other blocks of the
+//! group in the same run. Blocks of a run before its first complete group have an entry each.
 
 mod check;
 mod shape;
@@ -21,13 +23,14 @@ use proto::{
 
 use super::{ages::Ages, holders::Holders};
 
-/// The empty run that all chains begin at.
+/// The empty run at which all chains begin.
 pub(super) const ROOT: RunId = 0;
-/// Blocks of a run at most: a place is unique in it, and moving half of one takes some 20 µs.
+/// Maximum number of blocks in a run. It makes each place unique within the run; moving half of
+/// such a run takes about 20 µs.
 const RUN_BLOCKS_MAX: usize = PLACES as usize;
-/// Pieces in which a difference is looked for.
+/// Number of parts into which a range is divided per step of the search for a difference.
 const PIECES: usize = 8;
-/// What the allocator keeps of its own beside an allocation.
+/// Bytes that the allocator uses for itself per allocation.
 const ALLOCATION_BYTES: usize = 16;
 
 /// One tier of one slot.
@@ -37,57 +40,59 @@ pub(super) struct Holder {
     pub(super) tier: Tier,
 }
 
-/// Why a store stopped.
+/// Why a store stopped early.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Stopped {
-    /// Nobody is known to hold the parent.
+    /// No holder of the parent is known.
     Orphan,
-    /// A block is known at another place of the tree.
+    /// A block is already known at another place in the tree.
     Elsewhere,
 }
 
-/// A piece of a chain without a branch. One cache line: a look-up reads one for each run it passes.
+/// A piece of a chain without a branch. One cache line, because a look-up reads one for each run it
+/// passes.
 #[derive(Debug, Default)]
 #[repr(align(64))]
 pub(super) struct Run {
     blocks: Vec<BlockHash>,
     device: Holders,
     host: Option<Box<Holders>>,
-    /// Blocks before it in its chain.
+    /// Number of blocks before this run in its chain.
     start: u32,
     parent: RunId,
 }
 
-/// The runs that follow a run. The ids in one word: with one child left it is that child's.
+/// The children of a run: their number and the XOR of their ids. With one child left, the XOR is
+/// its id.
 #[derive(Debug, Clone, Copy, Default)]
 struct Children {
     count: u32,
     xor: RunId,
 }
 
-/// A place between two blocks: after the first `blocks` blocks of a run.
+/// A position between two blocks: after the first `blocks` blocks of a run.
 #[derive(Debug, Clone, Copy)]
 struct Place {
     run: RunId,
     blocks: usize,
 }
 
-/// All runs.
+/// The tree of all runs.
 #[derive(Debug)]
 pub(super) struct Tree {
     runs: Vec<Run>,
     children: Vec<Children>,
-    /// Of all leaf runs.
+    /// All leaf runs, ordered by last use.
     ages: Ages,
     table: Table,
     free: Vec<RunId>,
-    /// Distinct blocks.
+    /// Number of distinct blocks.
     blocks: usize,
-    /// What runs hold outside of `runs`, bytes.
+    /// Heap memory owned by the runs, in bytes.
     heap_bytes: usize,
     /// Resident blocks by slot, both tiers.
     held: Vec<u64>,
-    /// Resident blocks on hosts, of all slots.
+    /// Resident blocks on hosts, over all slots.
     host_blocks: u64,
 }
 
@@ -126,19 +131,20 @@ impl Run {
         self.holders(holder.tier).map_or(0, |holders| usize::from(holders.get(holder.slot)))
     }
 
-    /// The place of a block, if it is `after` blocks behind the place that the table proposes.
+    /// Returns the place of `block` if it is `after` blocks behind the place that the table
+    /// proposes.
     fn place(&self, block: BlockHash, entry: Entry, after: usize) -> Option<usize> {
         let place = (entry.place.wrapping_sub(self.start) % PLACES) as usize + after;
         (self.blocks.get(place) == Some(&block)).then_some(place)
     }
 
-    /// Blocks before its first group begins.
+    /// Returns the number of blocks before the run's first group begins.
     fn alone(&self) -> usize {
         let before = (GROUP_BLOCKS - self.start as usize % GROUP_BLOCKS) % GROUP_BLOCKS;
         before.min(self.blocks.len())
     }
 
-    /// The places in a range whose blocks are in the table, with key and entry.
+    /// Iterates over the places in a range whose blocks have a table entry, with key and entry.
     fn entries(
         &self,
         run: RunId,
@@ -154,13 +160,13 @@ impl Run {
         })
     }
 
-    /// Blocks that somebody holds.
+    /// Returns the number of leading blocks that at least one holder has.
     fn covered(&self) -> usize {
         let host = self.host.as_ref().map_or(0, |host| host.max());
         usize::from(self.device.max().max(host))
     }
 
-    /// Of all holders together.
+    /// Returns the number of resident blocks, summed over all holders.
     fn residents(&self) -> u64 {
         let of = |holders: &Holders| holders.iter().map(|hold| u64::from(hold.cut)).sum::<u64>();
         of(&self.device) + self.host.as_deref().map_or(0, of)
@@ -181,7 +187,7 @@ impl Run {
     }
 }
 
-/// The key by which a block is entered that no group of its run leads to.
+/// Returns the table key of a block that isn't found through the first block of its group.
 fn first_key(block: BlockHash) -> u64 {
     if block.place() == 0 { block.group() } else { block.own() }
 }
@@ -190,7 +196,8 @@ fn cut_of(blocks: usize) -> u16 {
     u16::try_from(blocks).expect("a run has at most 4,096 blocks")
 }
 
-/// How many leading blocks two pieces have in common, given that they begin at the same depth.
+/// Returns the number of leading blocks that two slices have in common. Both begin at the same
+/// depth.
 fn matching(ours: &[BlockHash], theirs: &[BlockHash]) -> usize {
     let both = ours.len().min(theirs.len());
     if both == 0 || ours[both - 1] == theirs[both - 1] {
@@ -198,7 +205,8 @@ fn matching(ours: &[BlockHash], theirs: &[BlockHash]) -> usize {
     }
     let (mut same, mut differs) = (0, both - 1);
     while same < differs {
-        // Eight pieces instead of two: their ends are read at once, not one after the other.
+        // Eight parts instead of two: the ends of the parts are independent reads, not a chain of
+        // them.
         let step = (differs - same) / PIECES + 1;
         let ends = (1..PIECES).map(|piece| same + piece * step - 1);
         let equal = |at: usize| at < differs && ours[at] == theirs[at];
@@ -223,22 +231,22 @@ impl Tree {
         }
     }
 
-    /// Distinct blocks.
+    /// Returns the number of distinct blocks.
     pub(super) fn blocks(&self) -> usize {
         self.blocks
     }
 
-    /// Runs in use.
+    /// Returns the number of runs in use.
     pub(super) fn runs(&self) -> usize {
         self.runs.len() - 1 - self.free.len()
     }
 
-    /// Places of runs, in use or not: what a sweep goes through.
+    /// Returns the number of entries in `runs`, used or free. A sweep goes through all of them.
     pub(super) fn places(&self) -> usize {
         self.runs.len()
     }
 
-    /// Memory held.
+    /// Returns the memory in use, in bytes.
     pub(super) fn bytes(&self) -> usize {
         let beside = size_of::<Children>() * self.children.capacity()
             + size_of::<RunId>() * self.free.capacity()
@@ -247,23 +255,23 @@ impl Tree {
         runs + beside + self.ages.bytes() + self.table.bytes() + self.heap_bytes
     }
 
-    /// Makes room for one more slot.
+    /// Adds an entry for a new slot.
     pub(super) fn add_slot(&mut self) {
         self.held.push(0);
     }
 
-    /// Resident blocks of a slot, both tiers.
+    /// Returns the number of a slot's resident blocks, on both tiers.
     pub(super) fn held(&self, slot: u16) -> u64 {
         self.held[usize::from(slot)]
     }
 
-    /// Resident blocks on hosts, of all slots.
+    /// Returns the number of blocks resident on hosts, over all slots.
     pub(super) fn host_blocks(&self) -> u64 {
         self.host_blocks
     }
 
-    /// Leading blocks of a chain by slot, on the device and on either tier. `either` may be empty
-    /// while no block is on a host.
+    /// Counts the leading blocks of a chain by slot: on the device, and on either tier. `either`
+    /// may be empty if no block is on a host.
     pub(super) fn look_up(&self, chain: &[BlockHash], device: &mut [u32], either: &mut [u32]) {
         let mut depth = 0;
         while let Some(rest) = chain.get(depth..).filter(|rest| !rest.is_empty()) {
@@ -288,8 +296,8 @@ impl Tree {
         }
     }
 
-    /// Notes that a holder has blocks, the first of them after `parent`. What came before a reason
-    /// to stop is kept.
+    /// Records that a holder has `blocks`, the first of which follows `parent`. If the store stops
+    /// early, the blocks before the stop are kept.
     pub(super) fn store(
         &mut self,
         holder: Holder,
@@ -329,13 +337,13 @@ impl Tree {
         Ok(())
     }
 
-    /// Notes that a holder has blocks no more; returns how many of them it had.
+    /// Records that a holder no longer has `blocks`. Returns how many of them it had.
     pub(super) fn remove(&mut self, holder: Holder, blocks: &[BlockHash]) -> usize {
         let (mut at, mut removed) = (0, 0);
         while let Some(&first) = blocks.get(at) {
             at += 1;
             let Some((run, place)) = self.find(first) else { continue };
-            // Engines name the blocks of a node in either order: take them as one piece.
+            // Engines list the blocks of a node in either order. Take adjacent ones together.
             let (mut from, mut to) = (place, place + 1);
             let own = &self[run].blocks;
             while at < blocks.len() && own.get(to) == Some(&blocks[at]) {
@@ -349,7 +357,7 @@ impl Tree {
         removed
     }
 
-    /// Ends all holds of the slots for which `ends` is true in so many runs from a place on.
+    /// Ends all holds of the slots that `ends` selects, in `runs` runs starting with run `from`.
     pub(super) fn sweep(&mut self, from: usize, runs: usize, ends: impl Fn(u16) -> bool) {
         for at in from..(from + runs).min(self.runs.len()) {
             let mut ending = vec![];
@@ -368,7 +376,7 @@ impl Tree {
         }
     }
 
-    /// Forgets the leaf run named longest ago; returns how many resident blocks that were.
+    /// Removes the leaf run that was used longest ago. Returns how many resident blocks it had.
     pub(super) fn drop_oldest(&mut self) -> Option<u64> {
         let run = self.ages.oldest()?;
         let parent = self[run].parent;
@@ -381,7 +389,7 @@ impl Tree {
             }
         }
         self.settle(run);
-        // What it followed is older still.
+        // The parent was used no later than the run that followed it.
         if parent != ROOT && self.children[parent as usize].count == 0 && self.is_used(parent) {
             self.ages.remove(parent);
             self.ages.push_oldest(parent);
@@ -393,7 +401,7 @@ impl Tree {
         !self[run].blocks.is_empty()
     }
 
-    /// The run that has a block, and where.
+    /// Returns the run that has a block, and the block's place in it.
     fn find(&self, block: BlockHash) -> Option<(RunId, usize)> {
         let with = |key: u64, after: usize| {
             let found =
@@ -404,7 +412,7 @@ impl Tree {
         if block.place() == 0 { grouped } else { grouped.or_else(|| with(block.own(), 0)) }
     }
 
-    /// Changes a run and keeps the account of its memory.
+    /// Changes a run and updates the account of heap memory.
     fn change<T>(&mut self, run: RunId, change: impl FnOnce(&mut Run) -> T) -> T {
         let run = &mut self.runs[run as usize];
         let before = run.heap_bytes();
@@ -424,7 +432,8 @@ impl Tree {
         self.change(run, |run| run.set_cut(holder, cut, slots));
     }
 
-    /// A holder has the next `blocks` blocks after a place inside a run; returns the place after.
+    /// Records that a holder has the `blocks` blocks after a place inside a run. Returns the place
+    /// after them.
     fn hold(&mut self, holder: Holder, place: Place, blocks: usize) -> Place {
         let Place { run, blocks: from } = place;
         let (to, cut) = (from + blocks, self[run].cut(holder));
@@ -438,19 +447,20 @@ impl Tree {
             self.set_cut(run, holder, to);
         }
         self.touch(run);
-        // A hole may have been filled.
+        // The new blocks may have filled a hole before the child run.
         let whole = cut < to && to == self[run].blocks.len();
         Place { run: if whole { self.join(run) } else { run }, blocks: to }
     }
 
-    /// A leaf run was named: it is the last to be dropped.
+    /// Marks a leaf run as the most recently used.
     fn touch(&mut self, run: RunId) {
         if self.children[run as usize].count == 0 {
             self.ages.touch(run);
         }
     }
 
-    /// A holder has blocks no more; returns how many of them it had.
+    /// Records that a holder no longer has blocks `from..to` of a run. Returns how many of them it
+    /// had.
     fn release(&mut self, holder: Holder, run: RunId, from: usize, to: usize) -> usize {
         let cut = self[run].cut(holder);
         let to = to.min(cut);
@@ -459,7 +469,7 @@ impl Tree {
         }
         let mut run = run;
         if to < cut {
-            // The holder keeps what follows: that becomes a run of its own.
+            // The holder keeps the blocks from `to` on: they become a run of their own.
             run = self.split(run, to).0;
         }
         self.set_cut(run, holder, from);

@@ -1,4 +1,5 @@
 //! The writer's side of the view: applies updates and makes snapshots.
+//!
 //! Pure; only the view task owns a [`State`].
 
 use std::{

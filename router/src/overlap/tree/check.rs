@@ -1,4 +1,4 @@
-//! What is always true of the tree.
+//! Checks the invariants of the tree.
 
 use std::collections::{HashMap, HashSet};
 
@@ -10,10 +10,10 @@ use proto::{
 use super::{super::holders::Holders, Children, ROOT, RUN_BLOCKS_MAX, Tree};
 
 impl Tree {
-    /// Walks everything.
+    /// Checks all runs, the table and the counts.
     ///
     /// # Panics
-    /// With what is wrong.
+    /// If an invariant is broken, with its description.
     pub(in super::super) fn check_invariants(&self) {
         let free: HashSet<RunId> = self.free.iter().copied().collect();
         assert_eq!(free.len(), self.free.len(), "a run is free once");
@@ -43,7 +43,7 @@ impl Tree {
         let leaves: HashSet<RunId> =
             used.iter().copied().filter(|&run| self.children[run as usize].count == 0).collect();
         assert_eq!(self.ages.iter().collect::<HashSet<_>>(), leaves, "every leaf has an age");
-        assert_eq!(self.ages.iter().count(), leaves.len(), "and only one");
+        assert_eq!(self.ages.iter().count(), leaves.len(), "every leaf has only one age");
         let entries =
             used.iter().map(|&run| self[run].entries(run, 0..self[run].blocks.len()).count());
         assert_eq!(self.table.entries(), entries.sum::<usize>(), "the table has what runs enter");
@@ -56,14 +56,14 @@ impl Tree {
         let of = &self[run];
         let len = of.blocks.len();
         assert!((1..=RUN_BLOCKS_MAX).contains(&len), "run {run} has {len} blocks");
-        assert!(of.covered() <= len, "nobody holds more of run {run} than there is");
+        assert!(of.covered() <= len, "no holder has more of run {run} than its blocks");
         let parent = &self[of.parent];
         let start = parent.start as usize + parent.blocks.len();
         assert_eq!(of.start as usize, start, "run {run} begins where its parent ends");
         if self.children[run as usize].count == 0 {
-            assert_eq!(of.covered(), len, "somebody holds the last block of leaf run {run}");
+            assert_eq!(of.covered(), len, "a holder has the last block of leaf run {run}");
         }
-        assert!(of.host.as_ref().is_none_or(|host| !host.is_empty()), "run {run}: no host");
+        assert!(of.host.as_ref().is_none_or(|host| !host.is_empty()), "run {run}: empty host");
         for (at, key, entry) in of.entries(run, 0..len) {
             let own = |found: Entry| (found == entry).then_some(());
             assert!(self.table.find(key, own).is_some(), "block {at} of run {run} is entered");

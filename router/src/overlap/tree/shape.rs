@@ -1,5 +1,6 @@
-//! How runs come, grow, split, join and go. Who calls it says what is held; it keeps blocks, table,
-//! children and ages in step.
+//! Creates, extends, splits, joins and removes runs.
+//!
+//! The caller says what is held. These functions keep blocks, table, children and ages consistent.
 
 use std::ops::Range;
 
@@ -14,8 +15,8 @@ use super::{
 };
 
 impl Tree {
-    /// Adds unknown blocks at the end of a run, or in a new one after it, as many as fit in one;
-    /// returns the place behind them.
+    /// Appends unknown blocks to a run, or to a new run after it, as many as fit into one run.
+    /// Returns the place after them.
     pub(super) fn append(
         &mut self,
         holder: Holder,
@@ -29,7 +30,7 @@ impl Tree {
         let fit = &blocks[..blocks.len().min(RUN_BLOCKS_MAX - at)];
         self.change(run, |run| {
             if run.blocks.capacity() < at + fit.len() {
-                // Some room for the next turn, without keeping half of all memory free for it.
+                // Leave some room for the next turn, but don't reserve twice the memory in use.
                 run.blocks.reserve_exact(fit.len() + at / 4);
             }
             run.blocks.extend_from_slice(fit);
@@ -46,8 +47,8 @@ impl Tree {
         if end < at + fit.len() { Err(Stopped::Elsewhere) } else { Ok(Place { run, blocks: end }) }
     }
 
-    /// Enters a run's blocks from a place on into the table, up to one that can't follow or is
-    /// known already; returns the place of that, or the end.
+    /// Adds a run's blocks from place `from` on to the table. Stops at a block that can't follow
+    /// its predecessor or is already known. Returns the place where it stopped, or the run's end.
     fn enter(&mut self, run: RunId, from: usize) -> usize {
         let Self { table, runs, .. } = self;
         let of = &runs[run as usize];
@@ -65,7 +66,7 @@ impl Tree {
         end
     }
 
-    /// An empty run after another.
+    /// Adds an empty run after another.
     fn add_after(&mut self, parent: RunId) -> RunId {
         let start = self[parent].start as usize + self[parent].blocks.len();
         let start = u32::try_from(start).expect("no prompt has four billion blocks");
@@ -87,7 +88,7 @@ impl Tree {
         assert!(self.runs.len() < RUNS_MAX, "the bound on bytes is reached long before");
         let id = RunId::try_from(self.runs.len()).expect("there are fewer");
         if self.runs.len() == self.runs.capacity() {
-            // Doubling would keep up to half of it free.
+            // Doubling would leave up to half of the memory unused.
             self.runs.reserve_exact(self.runs.len() / 4 + 64);
             self.children.reserve_exact(self.runs.len() / 4 + 64);
         }
@@ -102,7 +103,7 @@ impl Tree {
         self.free.push(run);
     }
 
-    /// Leads from blocks of one run to another in the table.
+    /// Changes the table entries of a range of blocks from one run to another.
     fn rename(&mut self, from: RunId, range: Range<usize>, to: RunId) {
         let Self { table, runs, .. } = self;
         for (_, key, entry) in runs[from as usize].entries(from, range) {
@@ -110,8 +111,8 @@ impl Tree {
         }
     }
 
-    /// Parts a run after its first `at` blocks; returns both parts. One keeps the id: the part that
-    /// has children, else the longer one.
+    /// Splits a run after its first `at` blocks. Returns head and tail. The part that has children
+    /// keeps the run's id; without children, the longer part does.
     pub(super) fn split(&mut self, run: RunId, at: usize) -> (RunId, RunId) {
         let len = self[run].blocks.len();
         debug_assert!(0 < at && at < len, "both parts have blocks");
@@ -122,7 +123,7 @@ impl Tree {
         self.rename(run, if tail_stays { 0..at } else { at..len }, id);
 
         let mut first = self.change(run, std::mem::take);
-        // The group that is parted has its entry with the head.
+        // If the split divides a group, the group's entry stays with the head.
         let parted = at >= first.alone();
         let second = first.split_off(at, head);
         let parent = first.parent;
@@ -141,14 +142,14 @@ impl Tree {
         if tail_stays {
             self.children[parent as usize].xor ^= run ^ head;
         } else {
-            // It was a leaf, and now its tail is.
+            // The run was a leaf. Now its tail is the leaf.
             self.ages.replace(run, tail);
         }
         (head, tail)
     }
 
-    /// Joins a run with its only child, if whoever holds blocks of the child holds all of the run;
-    /// returns what it has become.
+    /// Joins a run with its only child, if every holder of the child holds the whole run. Returns
+    /// the id of the joined run, or `run` if nothing was joined.
     pub(super) fn join(&mut self, run: RunId) -> RunId {
         let Children { count, xor: child } = self.children[run as usize];
         if run == ROOT || count != 1 {
@@ -166,7 +167,7 @@ impl Tree {
         let child_stays = children.count > 0 || more > len;
         let (stays, goes) = if child_stays { (child, run) } else { (run, child) };
         if self[run].alone() < len {
-            // The group that is parted is whole again.
+            // The group that the split had divided is in one run again.
             let Self { table, runs, .. } = self;
             let second = &runs[child as usize];
             for (_, key, entry) in second.entries(child, 0..second.alone()) {
@@ -192,7 +193,8 @@ impl Tree {
         stays
     }
 
-    /// After holds have ended: cuts off what nobody holds and nothing follows, joins what can be.
+    /// Restores the shape after holds have ended: removes blocks that no holder has and no run
+    /// follows, and joins runs where possible.
     pub(super) fn settle(&mut self, run: RunId) {
         let mut run = run;
         while run != ROOT {
@@ -213,7 +215,7 @@ impl Tree {
         }
     }
 
-    /// Takes an empty leaf run out of the tree.
+    /// Removes an empty leaf run from the tree.
     fn drop_leaf(&mut self, run: RunId) {
         let parent = self[run].parent;
         self.ages.remove(run);
@@ -254,7 +256,7 @@ impl Children {
 }
 
 impl Run {
-    /// Keeps the first `at` blocks and returns the run of the others, whose parent is `head`.
+    /// Keeps the first `at` blocks. Returns a run with the other blocks, whose parent is `head`.
     fn split_off(&mut self, at: usize, head: RunId) -> Self {
         let blocks = self.blocks.split_off(at);
         self.blocks.shrink_to_fit();
@@ -265,7 +267,7 @@ impl Run {
         Self { blocks, device, host: host.and_then(boxed), start, parent: head }
     }
 
-    /// Appends a run whose holders hold all of this one.
+    /// Appends the blocks of a run whose holders all hold the whole of this one.
     fn absorb(&mut self, other: &Self, slots: usize) {
         let len = self.blocks.len();
         self.blocks.reserve_exact(other.blocks.len());
@@ -279,7 +281,7 @@ impl Run {
     }
 }
 
-/// Leaves the holders of the first `at` blocks and returns those of the others.
+/// Keeps the holders of the first `at` blocks. Returns those of the other blocks.
 fn part(holders: &mut Holders, at: usize) -> Holders {
     let at = cut_of(at);
     let others = |hold: Hold| Hold { cut: hold.cut.saturating_sub(at), ..hold };
