@@ -1,6 +1,8 @@
-//! One whole placement decision: the blocks of a prompt are given, and where they are resident is
-//! looked up; candidates, costs and choice. A newcomer is compared with all workers; a session that
-//! stays needs neither blocks nor look-up.
+//! Benchmark of one placement decision.
+//!
+//! A decision looks up the resident blocks, finds candidates, computes costs and chooses. The
+//! prompt's blocks are given. A new session is compared on all workers; a session that stays needs
+//! neither blocks nor look-up.
 
 use std::{
     hint::black_box,
@@ -24,7 +26,7 @@ use router::{
 };
 
 const BLOCK_TOKENS: u64 = 64;
-/// Of the prompt, and of the system prompt that every worker has.
+/// Number of blocks of a prompt, of which every worker has the system prompt.
 const BLOCKS: usize = 76;
 const SYSTEM_BLOCKS: usize = 32;
 const POOL_TOKENS: u64 = 1_000_000;
@@ -59,7 +61,7 @@ fn description(agent: usize) -> Description {
     }
 }
 
-/// Every worker has some load, and no two the same.
+/// Returns a report with some load, which differs between workers.
 fn report(agent: usize) -> LoadReport {
     let rank = RankLoad {
         dp_rank: 0,

@@ -1,7 +1,8 @@
-//! What the router knows of one session: the agents' tables and its own bindings reconciled. Pure.
+//! Determines the status of one session from the agents' tables and this router's bindings. Pure.
 //!
-//! The tables win where they know a session; a binding wins while its turn runs or its deed is
-//! younger than the tables' lag, because then the tables may not have heard of it yet.
+//! The tables take precedence if they have the session. A binding takes precedence while its turn
+//! runs, or if this router acted on the session within the tables' lag: the tables may not show
+//! that action yet.
 
 use std::{cmp::Reverse, sync::Arc, time::Instant};
 
@@ -15,44 +16,46 @@ use crate::{
     view::{ClusterView, WorkerRef, sessions::Located},
 };
 
-/// Where a session stands.
+/// The status of a session.
 #[derive(Debug, Clone)]
 pub enum Standing {
-    /// Nobody knows it.
+    /// Neither an agent nor this router knows the session.
     Unknown,
-    /// It was placed by this router; no agent has reported it.
+    /// This router placed the session, and no agent has reported it.
     Bound {
-        /// Where its turns go.
+        /// The worker that gets the session's turns.
         worker: WorkerRef,
-        /// A turn runs or has just ended, so that the agent's report may be on its way.
+        /// Whether a turn runs or has just ended, so that the agent's report may be on its way.
         recent: bool,
-        /// It has no more than its place, by the client's wish.
+        /// Whether the session is a placement only, as the client asked, without state in the
+        /// engine.
         placement_only: bool,
-        /// One turn at a time and one runs.
+        /// Whether the session takes one turn at a time and a turn runs.
         busy: bool,
     },
-    /// An agent holds it.
+    /// An agent has the session.
     Open {
-        /// Where.
+        /// The worker that has the session.
         worker: WorkerRef,
-        /// As last reported.
+        /// The session as last reported.
         session: Arc<Session>,
-        /// One turn at a time and one runs.
+        /// Whether the session takes one turn at a time and a turn runs.
         busy: bool,
     },
-    /// It goes when its running turn ends.
+    /// The session closes when its running turn ends.
     Closing,
-    /// Its KV and history are gone: the engine restarted, or its agent can't be reached and the
-    /// session is pinned there.
+    /// The session's KV and history are gone: its engine restarted, or it is pinned on an agent
+    /// that can't be reached.
     Lost {
-        /// Where it was.
+        /// The worker that had the session.
         worker: WorkerRef,
-        /// The agent is there and remembers the loss; false when the agent itself is gone.
+        /// Whether the agent is connected and reports the loss; false if the agent itself is
+        /// unreachable.
         agent_up: bool,
     },
 }
 
-/// Reconciles.
+/// Determines a session's status from the view and this router's binding.
 #[must_use]
 pub fn standing(
     key: &SessionKey,
@@ -70,7 +73,7 @@ pub fn standing(
             let runs = binding.is_some_and(|binding| binding.turns > 0) || located.iter().any(ends);
             return if deferred && runs { Standing::Closing } else { Standing::Unknown };
         }
-        // The tables have had their time: they know better now.
+        // The lag has passed, so the tables are up to date.
         Closing::Closed { .. } => {
             return of_table(best(located.iter(), view, None), view, None);
         }
@@ -80,7 +83,7 @@ pub fn standing(
         return of_table(best(located.iter(), view, None), view, None);
     };
     let reborn = binding.is_reborn(now);
-    // What was lost or closing before this router opened it anew is history.
+    // Entries that were lost or closing before this router reopened the session are ignored.
     let history = |one: &Located| {
         reborn
             && one.worker.agent == binding.worker.agent
@@ -115,13 +118,15 @@ fn of_binding(binding: &Binding, opened: Option<&Arc<Session>>, now: Instant) ->
 fn of_table(one: Option<&Located>, view: &ClusterView, binding: Option<&Binding>) -> Standing {
     let Some(Located { worker, session }) = one else { return Standing::Unknown };
     let agent_up = view.agent(*worker).is_up();
-    // Who sends everything can go on anywhere; who asked for a pin may send what is new next.
+    // A client that sends the full history can continue on any worker. A client that asked for the
+    // pin may send a delta next.
     let anywhere = session.whole_history && !session.exclusive;
     let kept = session.retention == Retention::Pinned && !anywhere;
     let gone = !agent_up && kept;
     match session.state {
         SessionState::Closing => return Standing::Closing,
-        // What was evictable is only colder: its agent takes the next turn, or another does.
+        // A session that wasn't pinned only has less KV in the cache. Its agent, or another, takes
+        // the next turn.
         SessionState::Lost if kept => {
             return Standing::Lost { worker: *worker, agent_up };
         }
@@ -132,8 +137,8 @@ fn of_table(one: Option<&Located>, view: &ClusterView, binding: Option<&Binding>
     Standing::Open { worker: *worker, session: Arc::clone(session), busy }
 }
 
-/// The entry to believe where several agents have one: who is there, then where this router sent
-/// it, then who has not lost it, then who had it last.
+/// Returns the entry to use if several agents have the session: that of a connected agent, then
+/// that of the bound worker, then one that isn't lost, then the one used last.
 fn best<'a>(
     located: impl Iterator<Item = &'a Located>,
     view: &ClusterView,
@@ -216,7 +221,7 @@ mod tests {
         assert!(matches!(of(&state, &affinity, now), Standing::Unknown));
         affinity.begin(&key(), at(1), false, now).unwrap();
         assert_eq!(worker(&of(&state, &affinity, now)), 1);
-        // An old incarnation that another agent still lists doesn't take it over.
+        // An old entry on another agent doesn't replace the binding.
         state.apply(0, idle(Retention::Tagged), now);
         assert_eq!(worker(&of(&state, &affinity, now)), 1);
         affinity.end(&key(), now);
@@ -288,7 +293,7 @@ mod tests {
         assert!(matches!(of(&state, &affinity, now), Standing::Bound { .. }));
         state.apply(0, idle(Retention::Pinned), now);
         assert!(matches!(of(&state, &affinity, now), Standing::Open { .. }));
-        // Lost again, once the table has had its time.
+        // The session is lost again, after the table's lag.
         state.apply(0, Update::Upsert(lost), now);
         let later = now + TABLE_LAG + Duration::from_secs(1);
         assert!(matches!(of(&state, &affinity, later), Standing::Lost { .. }));
@@ -321,11 +326,11 @@ mod tests {
         state.apply(1, idle(Retention::Tagged), now);
         assert_eq!(worker(&of(&state, &affinity, now)), 1, "an agent that is there wins");
         state.apply(1, Update::Lost("gone".to_owned()), now);
-        // The agent is back as the process it was: its table is relearned.
+        // The agent comes back as the same process, and its table is relearned.
         let sessions = vec![session(Retention::Pinned, SessionState::Idle, 0)];
         state.apply(0, Update::Began { description: description("a0", 1, 1), sessions }, now);
         assert_eq!(worker(&of(&state, &affinity, now)), 0);
-        // Back as a new process, it knows nothing.
+        // The agent comes back as a new process, which knows no sessions.
         let began = Update::Began { description: description("a0", 2, 1), sessions: vec![] };
         state.apply(0, began, now);
         assert_eq!(worker(&of(&state, &affinity, now)), 1);

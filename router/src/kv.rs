@@ -1,6 +1,7 @@
-//! Which blocks are resident where, by the agents' word: one task per agent follows its stream on a
-//! connection of its own and keeps the index. It decides nothing, and load reports don't wait for
-//! it.
+//! Follows the agents' streams of resident blocks and keeps the overlap index up to date.
+//!
+//! One task per agent reads its stream, on a connection separate from the load reports so that they
+//! don't delay each other. This module makes no placement decisions.
 
 mod follow;
 
@@ -30,41 +31,43 @@ use crate::{
     worker::chain,
 };
 
-/// Blocks of one change to the index: some 20 µs in which nobody looks up.
+/// Maximum number of blocks in one change to the index: look-ups wait about 20 µs for such a
+/// change.
 const BLOCKS_AT_ONCE: usize = 512;
-/// Largest message taken: agents send 256 KiB.
+/// Largest message accepted, in bytes. Agents send at most 256 KiB.
 const MESSAGE_BYTES_MAX: usize = 1 << 20;
 
-/// The index, and how far each agent is to be believed.
+/// The overlap index, and the state of each agent's stream.
 #[derive(Debug)]
 pub(crate) struct Residency {
     index: Shared,
-    /// By agent. Leaf locks.
+    /// The stream of each agent. The mutexes are leaf locks.
     feeds: Vec<Mutex<Feed>>,
-    /// By the worker's number: whether its blocks are known. Read for every worker at a placement.
+    /// By worker number: whether all of the worker's blocks are known. Placement reads it for every
+    /// worker.
     live: Vec<AtomicBool>,
 }
 
-/// One agent's stream.
+/// The state of one agent's stream.
 #[derive(Debug, Default)]
 struct Feed {
-    /// By rank; empty while there is no stream.
+    /// The phase of each rank; empty while there is no stream.
     phases: HashMap<u32, Phase>,
     /// Why there is no stream.
     down: Option<String>,
 }
 
-/// What is known of one worker's blocks.
+/// What is known of one worker's resident blocks.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub(crate) struct Known {
     #[serde(flatten)]
     pub(crate) phase: Phase,
-    /// Blocks, on the device or the host.
+    /// Number of resident blocks, on the device or the host.
     pub(crate) resident_blocks: u64,
 }
 
 impl Residency {
-    /// Nothing is known yet; the index will hold about so many bytes at most.
+    /// Creates an empty index for `agents` agents, of about `bytes_max` bytes at most.
     pub(crate) fn new(agents: usize, bytes_max: usize) -> Self {
         let feed = || Mutex::new(Feed::default());
         Self {
@@ -76,22 +79,22 @@ impl Residency {
         }
     }
 
-    /// Whether all blocks of a worker are known, by its number.
+    /// Whether all resident blocks of the worker with this number are known.
     pub(crate) fn is_live(&self, number: usize) -> bool {
         self.live.get(number).is_some_and(|live| live.load(Ordering::Relaxed))
     }
 
-    /// Leading blocks of a chain on every worker.
+    /// Counts the leading blocks of a chain that are resident on each worker.
     pub(crate) fn look_up(&self, chain: &[BlockHash], overlap: &mut Overlap) {
         self.index.look_up(chain, overlap);
     }
 
-    /// What is known of a worker.
+    /// Returns what is known of a worker's resident blocks.
     pub(crate) fn of(&self, worker: WorkerRef) -> Known {
         let unknown = |reason: &str| Phase::Unknown { reason: reason.to_owned() };
         let phase = {
             let feed = self.feeds[worker.agent].lock();
-            let down = feed.down.as_deref().unwrap_or("the agent has said nothing yet");
+            let down = feed.down.as_deref().unwrap_or("the agent has sent no block event yet");
             let phase = feed.phases.get(&worker.dp_rank).cloned();
             phase.unwrap_or_else(|| unknown(down))
         };
@@ -99,13 +102,13 @@ impl Residency {
         Known { phase, resident_blocks: worker.number().map_or(0, blocks) }
     }
 
-    /// The index's own figures.
+    /// Returns the figures of the index.
     pub(crate) fn stats(&self) -> Stats {
         self.index.read(Index::stats)
     }
 
     fn apply(&self, agent: usize, RankChange { dp_rank, change }: RankChange) {
-        // The index has no number for a rank far out: its turns are placed without it.
+        // Ranks beyond the index's range have no number. Their turns are placed without overlap.
         let Some(number) = (WorkerRef { agent, dp_rank }).number() else { return };
         match change {
             Change::Reset { .. } => self.index.change(|index| index.begin_snapshot(number)),
@@ -136,7 +139,7 @@ impl Residency {
         }
     }
 
-    /// The agent can't be asked: what it said is not to be trusted any longer.
+    /// Discards all blocks of an agent whose stream is lost: they can't be trusted any longer.
     fn forget(&self, agent: usize, why: String) {
         let ranks: Vec<u32> = {
             let mut feed = self.feeds[agent].lock();
@@ -156,7 +159,7 @@ impl Residency {
     }
 }
 
-/// What the task of one agent needs.
+/// The task that follows the stream of one agent.
 #[derive(Debug)]
 pub(crate) struct Watcher {
     pub(crate) agent: usize,
@@ -166,7 +169,7 @@ pub(crate) struct Watcher {
 }
 
 impl Watcher {
-    /// Follows the agent until told to stop.
+    /// Follows the agent's stream until it is cancelled.
     pub(crate) async fn run(self, token: CancellationToken) {
         tokio::select! {
             biased;
@@ -182,7 +185,8 @@ impl Watcher {
             let why = self.follow_once(&mut follow).await;
             debug!(agent = self.agent, why, "stream of resident blocks ended");
             if !follow.phases().values().any(|phase| matches!(phase, Phase::Live { .. })) {
-                // A stream that broke is dialled again at once, and what it said holds until then.
+                // No rank was live, so the blocks are unknown. After a live stream breaks, its
+                // blocks are kept while the task reconnects at once.
                 if why != told {
                     info!(agent = self.agent, why, "resident blocks are unknown");
                     told.clone_from(&why);
@@ -196,7 +200,7 @@ impl Watcher {
         }
     }
 
-    /// Returns why the stream ended.
+    /// Follows one stream to its end. Returns why it ended.
     async fn follow_once(&self, follow: &mut Follow) -> String {
         let first_word = async {
             let channel = self.endpoint.connect().await.map_err(|error| chain(&error))?;
@@ -237,7 +241,7 @@ mod tests {
     use super::*;
 
     fn blocks(from: u64, to: u64) -> Vec<BlockHash> {
-        // In chains, as places in their groups: the lowest three bits count.
+        // In a real chain, too, the lowest three bits count the place of a block in its group.
         (from..to).map(|place| BlockHash((1 << 40) | (place % 8) | (place / 8 * 8) << 3)).collect()
     }
 

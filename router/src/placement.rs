@@ -1,10 +1,12 @@
-//! Where a turn goes. Pure: one snapshot in, a worker with its reason and the figures compared out;
-//! the same inputs give the same worker in every process.
+//! Chooses the worker for a turn. Pure.
 //!
-//! `fit` says which workers could take the turn, `cost` what it costs on each, in milliseconds;
-//! here is the choice. A session stays where it is unless another worker is better by a gain that
-//! pays for the move. Among equals the one with fewer sessions takes a newcomer, then a hash of
-//! both decides.
+//! A placement takes one snapshot of the fleet and returns a worker, the reason, and the figures
+//! that were compared. The same inputs give the same worker in every process.
+//!
+//! `fit` finds the workers that can take the turn. `cost` computes what the turn costs on each of
+//! them, in milliseconds. This module chooses. A session stays on its worker unless another is
+//! better by a gain that pays for the move. Among workers of equal cost, a new session goes to the
+//! one with fewer sessions, then to the one that a hash of session and worker prefers.
 
 mod cost;
 mod fit;
@@ -26,52 +28,56 @@ use crate::{
     view::{ClusterView, WorkerRef, WorkerState, roster::Seen},
 };
 
-/// A parent's worker is kept for its children while it costs at most this much more than the best:
-/// what siblings share shows in the overlap only when the first of them has run.
+/// Extra cost, in milliseconds, at which a child session still goes to its parent's worker. What
+/// siblings share shows in the overlap only after the first of them has run.
 pub const PARENT_SLACK_MS: u64 = 250;
-/// As for a parent, but the key is a client's guess about its own prefixes.
+/// As [`PARENT_SLACK_MS`], for a cache key. A cache key is only a client's guess about its
+/// prefixes.
 pub const CACHE_KEY_SLACK_MS: u64 = 150;
-/// A session that has just moved needs twice the gain to move again: what drove it away may have
-/// been its own turn, and two workers must not play ball with it.
+/// Time after a move in which a session needs twice the gain to move again. Its own turn may have
+/// caused the load it moved away from, and a session must not bounce between two workers.
 const MOVED_LATELY: Duration = Duration::from_secs(60);
-/// Workers shown of those compared, but for the session's own and the preferred one: who looks at a
-/// placement wants to know by what it was better, not a fleet of a thousand.
+/// Number of compared workers that a placement reports, besides the session's own and the preferred
+/// one. They show why the chosen worker was better; a list of a thousand workers would not help.
 const FIGURES_MAX: usize = 8;
-/// New tokens of a turn whose prompt was not looked at: agents add 4,000 a turn in the mean.
+/// Assumed number of new tokens in a turn whose prompt is unknown. Agents add 4,000 per turn on
+/// average.
 pub const TURN_TOKENS_ASSUMED: u64 = 4_000;
-/// A session that was idle for longer is compared with its prompt: some of its KV may be gone, and
-/// then it costs nothing to go where there is more room. Four in five turns come sooner.
+/// Idle time after which a session is compared with its prompt. Some of its KV may have been
+/// evicted by then, so moving to a worker with more room may cost nothing. Four in five turns come
+/// sooner.
 const IDLE_SETTLED_MAX: Duration = Duration::from_secs(60);
-/// A control stream that ends is dialled again within this time, while turns go on as before. A
-/// worker that is really gone refuses the turn, which then goes elsewhere.
+/// Time for which a lost connection is ignored. A control stream that ends is reconnected within
+/// this time, and turns still work. A worker that is really gone refuses the turn, which is then
+/// placed elsewhere.
 const BLINK_MAX: Duration = Duration::from_secs(1);
 
 /// Why a worker was chosen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Reason {
-    /// The session is there.
+    /// The session is on this worker.
     Sticky,
-    /// It costs least, the prompt's resident blocks counted.
+    /// The worker costs least; resident blocks of the prompt are counted.
     LeastCost,
-    /// It costs least by its load; what is resident of the prompt is unknown.
+    /// The worker costs least by its load; the prompt is unknown.
     LeastLoaded,
-    /// The session could have stayed, but here it costs less by more than a move is worth.
+    /// The session could have stayed, but moving gains more than it costs.
     Moved,
-    /// The session was elsewhere and can't stay there.
+    /// The session was on another worker and can't stay there.
     Rebound,
-    /// There is no other.
+    /// The fleet has only this worker.
     OnlyWorker,
-    /// No worker was heard of late; it costs least by what was last known.
+    /// All workers are stale. This worker costs least by its last report.
     StaleView,
-    /// The parent session is there.
+    /// The parent session is on this worker.
     Parent,
-    /// Earlier turns with this cache key went there.
+    /// Earlier turns with the same cache key went to this worker.
     CacheKey,
 }
 
 impl Reason {
-    /// The name used in headers and metrics.
+    /// Returns the reason's name in headers and metrics.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -88,29 +94,31 @@ impl Reason {
     }
 }
 
-/// Where the session is already.
+/// The worker that already has the session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Sticky {
     /// The worker.
     pub worker: WorkerRef,
-    /// Its KV can't be made again elsewhere, or its gate is there: it stays whatever the load.
+    /// Whether the session must stay, whatever the load: its KV can't be rebuilt elsewhere, or its
+    /// gate is on this worker.
     pub fixed: bool,
-    /// When its last turn ended, or now while one runs. None where nobody knows, or where what is
-    /// resident isn't told block by block: there each prompt has to be looked at, to be remembered.
+    /// When the session's last turn ended, or now while a turn runs. `None` if that is unknown, or
+    /// if the worker doesn't report its blocks: then each prompt has to be read, to remember its
+    /// blocks.
     pub ended: Option<Instant>,
-    /// When it came there from another one.
+    /// When the session moved to this worker from another.
     pub moved: Option<Instant>,
-    /// Its KV there as its agent tells it, tokens.
+    /// Tokens of the session's KV on the worker, as its agent reports it.
     pub told_tokens: u64,
-    /// Of it, what it holds for itself alone, tokens: pinned, and in no block that anyone tells.
+    /// The part of `told_tokens` that is private to the session: pinned, and in no reported block.
     pub held_tokens: u64,
-    /// What this turn adds to the one before, tokens, roughly. None: it isn't known, or this one is
-    /// shorter, so that it is another history.
+    /// Rough number of tokens that this turn adds to the previous one. `None` if that is unknown,
+    /// or if this turn is shorter, so that its history is another.
     pub new_tokens: Option<u64>,
 }
 
 impl Sticky {
-    /// There, and nothing else is known.
+    /// Creates an entry for a worker, with nothing else known.
     #[must_use]
     pub fn at(worker: WorkerRef) -> Self {
         Self {
@@ -125,49 +133,49 @@ impl Sticky {
     }
 }
 
-/// A prompt whose tokens are known, with what of it is resident where.
+/// A prompt whose tokens are known, and how much of it is resident on each worker.
 #[derive(Debug, Clone, Copy)]
 pub struct Prompt<'a> {
-    /// All of it.
+    /// Number of tokens in the prompt.
     pub tokens: u64,
-    /// Tokens of a block of `overlap`.
+    /// Number of tokens in a block of `overlap`.
     pub block_tokens: u64,
-    /// Leading blocks by worker.
+    /// Number of resident leading blocks by worker.
     pub overlap: &'a Overlap,
 }
 
-/// What is to be placed.
+/// A turn to be placed.
 #[derive(Debug, Clone, Copy)]
 pub struct Question<'a> {
-    /// Chooses among equals: the session's digest, or the turn's.
+    /// Chooses among workers of equal cost: the digest of the session, or else of the turn.
     pub digest: Digest,
-    /// More turns will follow that begin with what this one leaves.
+    /// Whether more turns will follow that begin with this turn's prompt and answer.
     pub returns: bool,
-    /// Where the session is.
+    /// The worker that has the session.
     pub sticky: Option<Sticky>,
-    /// A worker to prefer within the reason's slack.
+    /// A worker to prefer, if it costs at most the reason's slack more than the best.
     pub prefer: Option<(WorkerRef, Reason)>,
-    /// What it sends; None where its tokens are unknown: then load alone decides.
+    /// The turn's prompt. If `None`, its tokens are unknown and the load alone decides.
     pub prompt: Option<Prompt<'a>>,
-    /// The retention a new session asks for.
+    /// The retention that a new session asks for.
     pub retention: Option<Retention>,
-    /// The model the body names.
+    /// The model that the request body names.
     pub model: Option<&'a str>,
     /// A worker that has just refused this turn.
     pub exclude: Option<WorkerRef>,
 }
 
-/// The decision.
+/// A placement decision.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Placement {
-    /// Where the turn goes.
+    /// The worker that gets the turn.
     pub worker: WorkerRef,
-    /// Why.
+    /// Why the worker was chosen.
     pub reason: Reason,
-    /// Prompt tokens that the worker has to compute, where they are known.
+    /// Prompt tokens that the worker has to compute, if known.
     pub uncached_tokens: Option<u64>,
-    /// Of the workers compared, those that cost least, the best first, then the session's own and
-    /// the preferred one; empty where nothing had to be compared.
+    /// The compared workers that cost least, best first, followed by the session's own and the
+    /// preferred one. Empty if nothing had to be compared.
     pub figures: Vec<Figures>,
 }
 
@@ -176,27 +184,29 @@ impl Placement {
         Self { worker, reason: Reason::Sticky, uncached_tokens: None, figures: vec![] }
     }
 
-    /// Prompt tokens to count on the worker until its answer begins.
+    /// Returns the prompt tokens to count on the worker until its answer begins.
     #[must_use]
     pub fn tokens_expected(&self) -> u64 {
         self.uncached_tokens.unwrap_or(TURN_TOKENS_ASSUMED)
     }
 }
 
-/// What a session's worker may do with its turn.
+/// Whether a session's turn stays on the session's worker.
 enum Stay<'a> {
-    /// Take it, whatever it costs.
+    /// The turn must go to this worker, whatever it costs.
     Must(WorkerRef),
-    /// Take it, if no other is better.
+    /// The turn goes to this worker if no other is better.
     May(Seen<'a>),
-    /// Nothing, or there is none.
+    /// The session has no worker, or its worker can't take the turn.
     No,
 }
 
-/// Decides without the prompt, where it would hardly change it: the session has to stay, or no
-/// other worker would answer sooner by the gain even if all of the prompt were resident there too.
-/// None where only [`place`] can tell, or where the prompt is needed because it may be for the slow
-/// lane; nobody need tokenise a prompt before that.
+/// Places a turn without its prompt, if the prompt would hardly change the decision.
+///
+/// That is the case if the session must stay, or if no other worker would answer sooner by the
+/// required gain even with the whole prompt resident there. Returns `None` if [`place`] has to
+/// decide with the prompt, or if the prompt may need staged prefill. The prompt is tokenized only
+/// then.
 #[must_use]
 pub fn settled(question: &Question<'_>, view: &ClusterView, now: Instant) -> Option<Placement> {
     let home = match stay(question, view, now) {
@@ -220,10 +230,10 @@ pub fn settled(question: &Question<'_>, view: &ClusterView, now: Instant) -> Opt
     stays.then(|| Placement::unmoved(home.worker()))
 }
 
-/// Decides.
+/// Places a turn.
 ///
 /// # Errors
-/// When no worker fits; what is offered instead is in the error.
+/// If no worker fits. The error says what the workers offer instead.
 pub fn place(
     question: &Question<'_>,
     view: &ClusterView,
@@ -231,7 +241,7 @@ pub fn place(
 ) -> Result<Placement, NoWorker> {
     let stays = match stay(question, view, now) {
         Stay::Must(worker) => return Ok(Placement::unmoved(worker)),
-        // Whether it should move is a matter of cost, and that is not known.
+        // Without a prompt the costs of a move are unknown, so the session stays.
         Stay::May(home) if question.prompt.is_none() => {
             return Ok(Placement::unmoved(home.worker()));
         }
@@ -242,7 +252,8 @@ pub fn place(
     let mut compared = Compared::default();
     for &seen in &candidates.workers {
         let worker = seen.worker();
-        // An agent runs a session's turns on the rank that has it, wherever they are sent.
+        // An agent runs a session's turns on the rank that has it, whichever rank the router sends
+        // them to.
         let other_rank = |home: WorkerRef| home.agent == worker.agent && home != worker;
         if stays.is_some_and(|home| other_rank(home.worker())) {
             continue;
@@ -253,7 +264,7 @@ pub fn place(
         }
     }
     let Some(best) = compared.best() else {
-        // A draining or unhealthy worker that has the session answers for itself.
+        // A draining or unhealthy agent that has the session refuses the turn with its own reason.
         let answers = |worker| {
             let state = view.state(worker, now);
             !matches!(state, WorkerState::Lost | WorkerState::Disaggregated)
@@ -266,7 +277,7 @@ pub fn place(
     let mut cost_there =
         |seen: Seen<'_>| compared.of(seen.worker(), || cost::of(question, view, seen, now));
     let (worker, reason) = match stays {
-        // A stale one too: no newcomer goes there, but what is there is compared.
+        // The session's worker may be stale: it takes no new sessions, but its cost is compared.
         Some(home) => {
             let gain = Duration::from_millis(cost_there(home).saturating_sub(best.cost_ms));
             match gain > gain_min(question, view, now) {
@@ -308,25 +319,25 @@ fn stay<'a>(question: &Question<'_>, view: &'a ClusterView, now: Instant) -> Sta
     }
 }
 
-/// What a move must gain.
+/// Returns the least gain for which the session moves.
 fn gain_min(question: &Question<'_>, view: &ClusterView, now: Instant) -> Duration {
     let lately = |at: Instant| now.saturating_duration_since(at) < MOVED_LATELY;
     let again = question.sticky.and_then(|sticky| sticky.moved).is_some_and(lately);
     view.rebind_gain_min() * if again { 2 } else { 1 }
 }
 
-/// Highest wins: every router gives a session the same worker among equals, and a worker that
-/// comes or goes moves only its own share.
+/// Returns the worker's rank for a digest; the highest wins. All routers agree on it, and a worker
+/// that is added or removed moves only its own share of the sessions.
 fn rendezvous(digest: Digest, view: &ClusterView, worker: WorkerRef) -> u64 {
     let seed = digest.0.rotate_left(32) ^ u64::from(worker.dp_rank);
     xxh3_64_with_seed(view.agent(worker).name().as_bytes(), seed)
 }
 
-/// The best of the workers compared so far, the best first: as many as are worth showing.
+/// The best workers compared so far, best first, at most [`FIGURES_MAX`].
 #[derive(Debug, Default)]
 struct Compared {
     figures: Vec<Figures>,
-    /// Of the figures, what they are ordered by.
+    /// The sort key of each entry of `figures`.
     order: Vec<(u64, u32, Reverse<u64>)>,
 }
 
@@ -349,7 +360,7 @@ impl Compared {
         self.figures.insert(at, figures);
     }
 
-    /// What costs more is not kept.
+    /// Returns the cost above which a worker is not kept.
     fn cost_ms_max(&self) -> u64 {
         let last = self.order.last().filter(|_| self.order.len() == FIGURES_MAX);
         last.map_or(u64::MAX, |last| last.0)
@@ -359,7 +370,7 @@ impl Compared {
         self.figures.first().copied()
     }
 
-    /// The cost on one worker, which is shown too.
+    /// Returns the cost on one worker. Adds its figures to those shown if they are missing.
     fn of(&mut self, worker: WorkerRef, figures: impl FnOnce() -> Figures) -> u64 {
         if let Some(one) = self.figures.iter().find(|one| one.worker == worker) {
             return one.cost_ms;

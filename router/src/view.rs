@@ -119,7 +119,7 @@ pub enum Link {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum WorkerState {
-    /// The agent was heard within `load_report_age_max_ms`: the worker takes all turns.
+    /// The agent was heard within `load_report_age_ms_max`: the worker takes all turns.
     Fresh,
     /// The agent is connected but was silent for too long, has sent no load report yet, or has a
     /// data port that turns can't reach. The worker takes no new sessions.

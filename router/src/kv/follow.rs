@@ -1,6 +1,8 @@
-//! One agent's stream of resident blocks, checked: events of one epoch without a gap, and of each
-//! rank a reset first. Pure; what breaks the order ends the stream, and a new one starts from the
-//! whole truth.
+//! Checks the order of events in one agent's stream of resident blocks. Pure.
+//!
+//! All events must have one epoch and consecutive numbers, and the first change of each rank must
+//! be a reset. An event that breaks these rules ends the stream. A new stream begins with a full
+//! snapshot.
 
 use std::collections::HashMap;
 
@@ -11,61 +13,61 @@ use proto::{
 };
 use serde::Serialize;
 
-/// Ranks of one agent at most: far more than an engine has.
+/// Maximum number of ranks of one agent: far more than any engine has.
 const RANKS_MAX: usize = 1024;
 
-/// Why a stream can't be followed further.
+/// Why a stream can't be followed any further.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub(super) enum Error {
     /// An event is missing or came twice.
-    #[error("event {got} came where {want} was due")]
+    #[error("expected event {want} but received event {got}")]
     Gap {
-        /// The next number.
+        /// The expected number.
         want: u64,
-        /// The number that came.
+        /// The received number.
         got: u64,
     },
-    /// The agent behind the stream changed.
+    /// The agent process behind the stream changed.
     #[error("the epoch changed from {from} to {to}")]
     Epoch {
-        /// At the stream's start.
+        /// The epoch of the previous events.
         from: u64,
-        /// In this event.
+        /// The epoch of this event.
         to: u64,
     },
-    /// A change of a rank of which nothing else was said.
-    #[error("a change of rank {0} came before its reset")]
+    /// A change of a rank that was not reset before, or a completion without a snapshot.
+    #[error("received a change of rank {0} without a reset before it")]
     Order(u32),
     /// More ranks than any engine has.
-    #[error("resident blocks of more than {RANKS_MAX} ranks")]
+    #[error("received resident blocks of more than {RANKS_MAX} ranks")]
     Ranks,
-    /// A message that can't be true.
-    #[error("an event that can't be")]
+    /// An event that can't be decoded.
+    #[error("received an invalid event")]
     Nonsense(#[from] kv::Error),
 }
 
-/// What is known of a rank.
+/// What is known of the blocks of one rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(tag = "state", rename_all = "snake_case")]
 pub(crate) enum Phase {
-    /// Its snapshot is under way.
+    /// Part of the snapshot has arrived.
     Snapshot {
-        /// Tokens of its blocks.
+        /// Tokens per block.
         block_tokens: u32,
     },
-    /// All of it.
+    /// All resident blocks are known.
     Live {
-        /// Tokens of its blocks.
+        /// Tokens per block.
         block_tokens: u32,
     },
-    /// Nothing.
+    /// The resident blocks are unknown.
     Unknown {
-        /// Why, for an operator.
+        /// The reason, for an operator.
         reason: String,
     },
 }
 
-/// The checker of one stream.
+/// Checks one stream.
 #[derive(Debug, Default)]
 pub(super) struct Follow {
     epoch: u64,
@@ -74,10 +76,10 @@ pub(super) struct Follow {
 }
 
 impl Follow {
-    /// Takes the next event; returns its changes, in order.
+    /// Checks the next event and returns its changes, in order.
     ///
     /// # Errors
-    /// When the stream must be started anew.
+    /// If the event breaks the order, so that a new stream is needed.
     pub(super) fn accept(&mut self, event: v1::KvEvent) -> Result<Vec<RankChange>, Error> {
         if event.sequence != self.next {
             return Err(Error::Gap { want: self.next, got: event.sequence });
@@ -96,7 +98,7 @@ impl Follow {
         Ok(changes)
     }
 
-    /// By rank, what is known; a rank that was never spoken of is absent.
+    /// Returns the phase of each rank. Ranks without any event are absent.
     #[must_use]
     pub(super) fn phases(&self) -> &HashMap<u32, Phase> {
         &self.phases

@@ -1,21 +1,22 @@
-//! What a turn costs on a worker, in milliseconds of somebody's waiting: its own, and that of those
-//! whose KV it takes the room of. Pure.
+//! Computes what a turn costs on a worker, in milliseconds of waiting. Pure.
 //!
-//! - *wait*: prompts to be computed before this one, a place in a full batch, and room in a pool
-//!   that running turns hold. Prompts in the slow lane let those pass that are shorter.
-//! - *prefill*: what of the prompt is not resident there.
-//! - *displacement*: KV of idle sessions that its new tokens evict now, at the cost of computing it
-//!   again, times the chance that it is wanted.
-//! - *crowding*: what it will cost to keep the session there. The fuller a pool is of KV that will
-//!   be wanted by others, the more often some of it is evicted before that; each session pays in
+//! The cost counts the turn's own waiting and that of the turns it delays.
+//!
+//! - *wait*: the prompts that are computed before this one, a place in a full batch, and room in a
+//!   pool that running turns fill. Prompts in staged prefill let shorter ones pass.
+//! - *prefill*: the part of the prompt that is not resident on the worker.
+//! - *displacement*: KV of idle sessions that the turn's new tokens evict now. It costs the time to
+//!   recompute it, times the probability that its session returns.
+//! - *crowding*: the cost of keeping the session on the worker. The fuller a pool is of KV that
+//!   other sessions will use again, the more of it is evicted before that. Each session pays in
 //!   proportion to the KV it brings and will bring. This keeps sessions that share a system prompt
 //!   from herding onto the worker that has it.
-//! - *blocking*: turns of the worker's sessions that will come while the prompt is computed, and
+//! - *blocking*: turns of the worker's sessions that will arrive while the prompt is computed, and
 //!   wait for it.
-//! - *interference*: a turn more in the batch slows the others.
-//! - *impatience*: what it waits beyond a time that people and clients put up with.
+//! - *interference*: the slowdown of the other turns in the batch.
+//! - *impatience*: the part of the wait that is longer than people and clients accept.
 //!
-//! What is unknown is visible as absent in the figures and counts as a stated assumption.
+//! Unknown values are absent in the figures; the cost then uses a documented assumption.
 
 use std::time::Instant;
 
@@ -29,84 +30,87 @@ use crate::view::{
     roster::Seen,
 };
 
-/// How long a turn of a full batch keeps its place: 440 tokens at 20 ms.
+/// Time for which a turn occupies its place in a full batch: 440 tokens at 20 ms.
 const TURN_MS_ASSUMED: u64 = 10_000;
-/// KV that a session will bring beyond what it has: agents' prompts have 100,000 tokens in the
-/// median, and begin with 20,000.
+/// Tokens of KV that a session will add to what it has. Agents' prompts have 20,000 tokens at first
+/// and 100,000 in the median.
 const GROWTH_TOKENS: u64 = 100_000;
-/// But at most this part of the pool: who serves small contexts has small pools.
+/// Limit of the growth as a fraction of the pool: a deployment for small contexts has small pools.
 const GROWTH_POOL_PARTS: u64 = 10;
-/// Of a pool full of wanted KV, a session will have to compute again half of what it brings.
+/// In a pool full of KV that will be used again, a session is assumed to recompute half of its KV.
 const CROWDING_DIVISOR: u64 = 2;
-/// What is resident and nobody's goes first, as far as it is older than what is somebody's: half.
+/// Part of the resident KV without a session that is evicted before sessions' KV. KV is evicted by
+/// age, and half of it is assumed to be older.
 const UNWANTED_DIVISOR: u64 = 2;
-/// Room for the answer.
+/// Tokens of room for the answer.
 const ANSWER_TOKENS: u64 = 1_000;
-/// A turn in a batch slows each other's step by a fiftieth, for some seconds, of which each has
-/// some part left.
+/// Cost in milliseconds for each turn in the batch. A new turn slows each step of the others by a
+/// fiftieth for a few seconds, and each of the others is there for only part of that time.
 const INTERFERENCE_MS_EACH: u64 = 5;
 
-/// A turn that comes while a prompt is computed waits for half of it in the mean, and not longer
-/// than this: then it goes elsewhere, for the price of its own KV.
+/// Longest assumed wait for another turn's prompt, in milliseconds. A turn that arrives during a
+/// prefill waits for half of it on average. If it would wait for longer, it goes to another worker
+/// and its KV is recomputed there.
 const BLOCKING_MS_MAX: u64 = 2_500;
-/// Where long prompts are computed in pieces, most turns wait for half of a piece, and those with
-/// long prompts still for seconds. In `berth-sim`, on half of the conversations, 1 s did better
-/// than 0, 0.2, 0.4 and 2.5, by one or two in a hundred.
+/// As [`BLOCKING_MS_MAX`], on workers with staged prefill. Most turns there wait for half a stage,
+/// and long prompts still wait for seconds. In `berth-sim`, on half of the conversations, 1 s was
+/// one or two percent better than 0, 0.2, 0.4 and 2.5 s.
 const BLOCKING_LANE_MS_MAX: u64 = 1_000;
 
-/// Attention is lost after ten seconds.
+/// Wait in milliseconds above which impatience is counted: people lose attention after ten seconds.
 const PATIENCE_MS: u64 = 10_000;
-/// What each further millisecond counts beside itself. One long wait is worse than several short
-/// ones of the same sum: clients give up, ask again, and what was computed for them is lost. In
-/// `berth-sim` with 128 users 3 brings the 99th percentile below that of policies that look at
-/// nothing else; 1 does not, 4 brings no more.
+/// Extra cost of each millisecond beyond the patience. One long wait is worse than several short
+/// ones with the same sum: clients give up and retry, and the work done for them is lost. In
+/// `berth-sim` with 128 users, 3 brings the 99th percentile below that of policies that consider
+/// nothing else; 1 doesn't, and 4 brings no more.
 const IMPATIENCE: u64 = 3;
 
-/// All of a capacity.
+/// A full capacity, in thousandths.
 const WHOLE_MILLI: u64 = 1000;
 
-/// What was compared of one worker.
+/// The figures compared for one worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Figures {
-    /// Which.
+    /// The worker.
     pub worker: WorkerRef,
-    /// The sum that decides.
+    /// The total cost, which decides.
     pub cost_ms: u64,
-    /// Until the prompt's turn comes.
+    /// Time until the engine begins to compute the prompt.
     pub wait_ms: u64,
-    /// To compute what of the prompt is not resident; unknown where the prompt is.
+    /// Time to compute the part of the prompt that isn't resident; unknown if the prompt is.
     pub prefill_ms: Option<u64>,
-    /// To compute again what is evicted for it; unknown where the prompt or the pool's room is.
+    /// Time to recompute KV that the turn evicts; unknown if the prompt or the pool's free space
+    /// is.
     pub displacement_ms: Option<u64>,
-    /// To keep the session there.
+    /// Cost of keeping the session on the worker.
     pub crowding_ms: u64,
-    /// For turns that will come and wait; unknown where the prompt is.
+    /// Cost for turns that will arrive and wait; unknown if the prompt is.
     pub blocking_ms: Option<u64>,
-    /// For the others in the batch.
+    /// Cost for the other turns in the batch.
     pub interference_ms: u64,
-    /// For what it would wait beyond anybody's patience.
+    /// Extra cost of a wait beyond the patience.
     pub impatience_ms: u64,
-    /// Prompt tokens resident there.
+    /// Prompt tokens resident on the worker.
     pub resident_tokens: Option<u64>,
-    /// Prompt tokens to be computed before, with those this router sent since the report.
+    /// Prompt tokens computed before this turn, including those this router sent since the report.
     pub backlog_tokens: u64,
-    /// As measured; where it is not, costs are reckoned with an assumed rate.
+    /// The measured rate. If it is unknown, the costs use an assumed rate.
     pub prefill_tokens_per_s: Option<u64>,
-    /// Turns running, with those this router began since the report.
+    /// Running turns, including those this router began since the report.
     pub turns: u32,
-    /// Turns it admits; 0 when not reported.
+    /// The most turns the worker runs at once; 0 if not reported.
     pub turns_max: u32,
-    /// Requests waiting in its engine.
+    /// Requests waiting in the worker's engine.
     pub waiting: Option<u64>,
-    /// KV that others will want again, or that can't be evicted.
+    /// KV that other sessions will use again, or that can't be evicted.
     pub wanted_tokens: u64,
-    /// The pool, tokens.
+    /// Size of the KV pool.
     pub pool_tokens: Option<u64>,
-    /// Sessions open there, with those this router opened since the report.
+    /// Open sessions, including those this router opened since the report.
     pub sessions: u32,
 }
 
-/// Prompts to be computed before a turn that is sent now, the batch, and room.
+/// What delays a turn sent now: the backlog of prompts, the batch, and room in the pool.
 #[derive(Debug, Clone, Copy)]
 struct Queue {
     tokens_per_s: u64,
@@ -115,18 +119,18 @@ struct Queue {
     wait_ms: u64,
 }
 
-/// What a pool holds that is worth something.
+/// How full a worker's pool is of KV worth keeping.
 #[derive(Debug, Clone, Copy)]
 struct Room {
     pool_tokens: Option<u64>,
-    /// KV that one session more will bring beyond its first prompt.
+    /// KV that one more session will add beyond its first prompt.
     growth_tokens: u64,
     wanted_tokens: u64,
-    /// Of the pool, or of its rows.
+    /// How full the pool or its rows are, in thousandths.
     full_milli: u64,
 }
 
-/// What the turn costs there.
+/// Computes the cost of the turn on a worker.
 pub(super) fn of(
     question: &Question<'_>,
     view: &ClusterView,
@@ -136,8 +140,8 @@ pub(super) fn of(
     within(question, view, seen, u64::MAX, now).expect("no cost is above the greatest number")
 }
 
-/// The same, if it is at most so much: of a thousand workers all but a few are seen to cost more by
-/// what stands on their lines, before anything is followed.
+/// Computes the cost of the turn on a worker; `None` if it is above `cost_ms_max`. Of a thousand
+/// workers, most exceed it by the figures in their table rows alone, so their reports are not read.
 pub(super) fn within(
     question: &Question<'_>,
     view: &ClusterView,
@@ -204,7 +208,7 @@ pub(super) fn within(
     })
 }
 
-/// What the turn would wait for there, and be slowed by, with all of its prompt resident.
+/// Returns the wait and the slowdown of the turn on a worker that has all of its prompt resident.
 pub(super) fn ahead_ms(
     question: &Question<'_>,
     view: &ClusterView,
@@ -238,24 +242,27 @@ fn queue(
     let turns = seen.turns();
     let batch_ms = batch_ms(turns, seen.turns_max());
     let queued_ms = millis(backlog_tokens, tokens_per_s).saturating_add(batch_ms);
-    // Turns end while others wait.
+    // Running turns end while the backlog is computed, so the two waits overlap.
     let wait_ms = queued_ms.max(room_ms(question, own, view, seen, backlog_tokens));
     Queue { tokens_per_s, backlog_tokens, turns, wait_ms }
 }
 
-/// Of the prompts in the slow lane, what is computed before one with so many tokens: none if it
-/// needs no lane; else all of those that have less. Who they are isn't told; together they are no
-/// more than that many such prompts.
+/// Returns the tokens in staged prefill that are computed before a prompt with `uncached` tokens. A
+/// prompt of one stage at most waits for none. A longer one waits for all prompts with fewer tokens
+/// left. The lengths are not reported, so the bound is that each has at most `uncached` tokens.
 fn lane_tokens(seen: Seen<'_>, uncached: u64) -> u64 {
     let needs_it = seen.piece_tokens().is_some_and(|piece_tokens| uncached > piece_tokens);
     let lane = if needs_it { seen.lane() } else { None };
     lane.map_or(0, |lane| lane.tokens.min(uncached.saturating_mul(lane.prompts.into())))
 }
 
-/// Until a prompt fits beside what running turns hold: they end evenly over the time of one. What
-/// waits before it will hold at least what is computed for it. Where pins are in the way, turns
-/// that end are not enough, and the agent has to take some back: as long as a turn. None where the
-/// prompt is unknown, or the pool or what is used of it: such a worker counts as crowded.
+/// Returns the milliseconds until the prompt fits into the pool beside the running turns.
+///
+/// Running turns are assumed to end evenly over the duration of one turn. The backlog counts as KV:
+/// prompts ahead of this one will hold at least the tokens computed for them. If the turns that end
+/// can't make enough room, pinned KV is in the way. The agent must then reclaim some, which is
+/// assumed to take as long as a turn. Returns 0 if the prompt, the pool or its use is unknown; a
+/// worker with an unknown pool counts as crowded instead.
 fn room_ms(
     question: &Question<'_>,
     own: Own,
@@ -292,19 +299,20 @@ fn room(own: Own, seen: Seen<'_>) -> Room {
         .max(used.unwrap_or(0).saturating_sub(own.held_tokens));
     let full_milli = match (pool_tokens, used) {
         (Some(pool), Some(_)) => share_milli(wanted_tokens, pool),
-        // Unknown counts as full.
+        // An unknown pool counts as full.
         _ => WHOLE_MILLI,
     };
     let full_milli = full_milli.max(rows_milli(seen.rows(), opens));
     Room { pool_tokens, growth_tokens, wanted_tokens, full_milli }
 }
 
-/// What of a worker's KV is the session's own, which doesn't crowd itself out.
+/// The session's own KV on a worker, which doesn't crowd the session out.
 #[derive(Debug, Clone, Copy, Default)]
 struct Own {
-    /// As its agent tells it: counted among what is wanted, by a chance that has come true.
+    /// Tokens as the agent reports them. The reuse forecast contains them, and this turn is the
+    /// reuse.
     tokens: u64,
-    /// Of it, what can't be evicted.
+    /// The part that can't be evicted.
     held_tokens: u64,
 }
 
@@ -320,7 +328,7 @@ fn waiting(view: &ClusterView, worker: WorkerRef) -> Option<u64> {
     Some(view.agent(worker).rank_load(worker.dp_rank)?.requests_waiting?.value)
 }
 
-/// Prompt tokens that the worker has to compute, where the prompt is known.
+/// Returns the prompt tokens that the worker has to compute; `None` if the prompt is unknown.
 pub(super) fn uncached(question: &Question<'_>, worker: WorkerRef) -> Option<u64> {
     let prompt = question.prompt?;
     let blocks = worker.number().map_or(0, |number| prompt.overlap.device(number));
@@ -328,14 +336,16 @@ pub(super) fn uncached(question: &Question<'_>, worker: WorkerRef) -> Option<u64
     Some(prompt.tokens.saturating_sub(held.max(u64::from(blocks) * prompt.block_tokens)))
 }
 
-/// Wanted tokens among those that eviction takes for so many new ones: what is free and half of
-/// what is nobody's first, then the KV of the longest idle. A session is told with all that it had
-/// at its last turn's end: what all of them had beyond what is there to evict has gone already.
+/// Returns the tokens, weighed by reuse, that eviction takes to make room for `needed` new ones.
+///
+/// Free room is used first, then half of the KV without a session, then the KV of sessions, longest
+/// idle first. An agent reports for each session what it had when its last turn ended. If these sum
+/// up to more than is evictable, the excess was evicted before.
 fn displaced_tokens(load: &RankLoad, wanted: &Wanted, pool: u64, needed: u64) -> Option<u64> {
     let used = load.pool_used_tokens?.value;
     let evictable = match (load.pool_evictable_tokens, load.pool_available_tokens) {
         (Some(evictable), _) => evictable.value,
-        // As if the pool were full: so it is after its first hour.
+        // Assumes that the pool is full, as it is after the first hour.
         (None, available) => {
             pool.saturating_sub(used).saturating_sub(available.map_or(0, |free| free.value))
         }
@@ -361,13 +371,13 @@ fn displaced_tokens(load: &RankLoad, wanted: &Wanted, pool: u64, needed: u64) ->
     Some(displaced)
 }
 
-/// What those wait that come while the worker computes for so long.
+/// Returns the total wait of turns that arrive during a prefill of `prefill_ms`.
 fn blocking_ms(prefill_ms: u64, each_ms_max: u64, wanted: &Wanted) -> u64 {
     let turns_micro = wanted.turns_micro_per_s.saturating_mul(prefill_ms) / 1000;
     turns_micro.saturating_mul((prefill_ms / 2).min(each_ms_max)) / 1_000_000
 }
 
-/// Until a full batch has a place.
+/// Returns the milliseconds until a full batch has a free place.
 fn batch_ms(turns: u32, turns_max: u32) -> u64 {
     if turns_max == 0 || turns < turns_max {
         return 0;
@@ -375,7 +385,8 @@ fn batch_ms(turns: u32, turns_max: u32) -> u64 {
     u64::from(turns - turns_max + 1) * TURN_MS_ASSUMED / u64::from(turns_max)
 }
 
-/// Pinned sessions hold rows: a pool with room but no rows takes none of them.
+/// Returns the share of rows in use, in thousandths. Each pinned session holds a row, so a pool
+/// with free KV but no free rows takes no more of them.
 fn rows_milli(rows: Option<(u64, u64)>, opens: u32) -> u64 {
     rows.map_or(0, |(held, total)| share_milli(held.saturating_add(opens.into()), total))
 }

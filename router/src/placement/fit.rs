@@ -1,5 +1,7 @@
-//! Which workers could take a turn, whatever it costs: their engine runs whole turns, they serve
-//! its model, offer its retention, and are heard.
+//! Finds the workers that can take a turn, whatever it costs.
+//!
+//! Their engine must run whole turns, serve the turn's model and offer its retention, and their
+//! agent must be connected.
 
 use std::time::Instant;
 
@@ -11,29 +13,29 @@ use crate::view::{ClusterView, WorkerState, roster::Seen};
 /// Why no worker can take the turn.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum NoWorker {
-    /// None is usable now.
+    /// No worker is usable now.
     #[error("no worker can take turns now; try again")]
     Unusable,
-    /// No engine runs whole turns.
+    /// No engine runs whole turns: all only prefill or only decode.
     #[error(
         "every engine runs in prefill or decode mode, and pairs are not served yet: start engines \
          without --disaggregation-mode"
     )]
     Disaggregated,
-    /// Nobody serves the model.
+    /// No worker serves the model.
     #[error("no worker serves model {model:?}; served are: {offered}")]
     Model {
-        /// As asked for.
+        /// The model that was asked for.
         model: String,
-        /// All served names.
+        /// The names of all served models.
         offered: String,
     },
-    /// Nobody keeps sessions that way.
+    /// No worker offers the retention.
     #[error("no worker offers retention {asked}; offered are: {offered}")]
     Retention {
-        /// As asked for.
+        /// The retention that was asked for.
         asked: &'static str,
-        /// By any worker that serves the model.
+        /// The retentions that workers serving the model offer.
         offered: String,
     },
 }
@@ -41,16 +43,16 @@ pub enum NoWorker {
 /// The workers to choose from.
 #[derive(Debug)]
 pub(super) struct Candidates<'a> {
-    /// Heard of late, or if there are none such, all that are connected.
+    /// All fresh workers; if there are none, all stale ones.
     pub(super) workers: Vec<Seen<'a>>,
-    /// None was heard of late.
+    /// Whether all of them are stale.
     pub(super) stale: bool,
-    /// The fleet has no other worker.
+    /// Whether the fleet has only one worker.
     pub(super) only: bool,
 }
 
 impl Candidates<'_> {
-    /// Why one of them was taken that nothing spoke for but its cost.
+    /// Returns the reason for a placement that only the cost decided.
     pub(super) fn reason(&self, question: &Question<'_>) -> Reason {
         match question.prompt {
             _ if self.stale => Reason::StaleView,
@@ -61,7 +63,7 @@ impl Candidates<'_> {
     }
 }
 
-/// Finds them.
+/// Finds the workers that can take the turn.
 pub(super) fn candidates<'a>(
     question: &Question<'_>,
     view: &'a ClusterView,
@@ -108,13 +110,13 @@ fn serves(question: &Question<'_>, view: &ClusterView, worker: Seen<'_>) -> bool
     facts.is_some_and(|facts| serves_model(&facts.description.engine, model))
 }
 
-/// An adapter is named `model:adapter`.
+/// Whether the engine serves a model. An adapter is named `model:adapter`.
 fn serves_model(engine: &EngineFacts, model: &str) -> bool {
     let base = model.split_once(':').map_or(model, |(base, _)| base);
     engine.models.iter().any(|served| served == model || served == base)
 }
 
-/// What of the question nobody fits.
+/// Returns which requirement of the turn no worker fits.
 fn missing(question: &Question<'_>, view: &ClusterView, now: Instant) -> NoWorker {
     let whole = |worker| view.state(worker, now) != WorkerState::Disaggregated;
     let all = || {

@@ -1,5 +1,4 @@
-//! What a choice of worker must be like, through `place` alone; with the slow lane, see `lane`; of
-//! random fleets, see `random`.
+//! Tests of placement through `place`. `lane` covers staged prefill, `random` random fleets.
 
 mod lane;
 mod random;
@@ -53,7 +52,8 @@ fn figure(value: u64) -> Option<Figure> {
     Some(Figure { value, source: Source::Shim, age_ms: 0 })
 }
 
-/// Of an idle engine that tells everything: a pool of a million tokens, 20,000 computed a second.
+/// Returns the report of an idle engine with all figures: a pool of a million tokens, and a prefill
+/// rate of 20,000 tokens per second.
 fn idle() -> LoadReport {
     let mut report = report(&[(0, 0)]);
     let rank = &mut report.ranks[0];
@@ -70,7 +70,7 @@ fn tell(state: &mut State, agent: usize, change: impl FnOnce(&mut RankLoad), now
     state.apply(agent, Update::Report(report), now);
 }
 
-/// Such engines, all heard now.
+/// Returns a fleet of `count` idle engines, all heard at `now`.
 fn engines(count: usize, now: Instant) -> State {
     let mut state = fleet(&vec![(0, 0); count], now);
     for agent in 0..count {
@@ -79,7 +79,7 @@ fn engines(count: usize, now: Instant) -> State {
     state
 }
 
-/// What is resident of a prompt: tokens by worker.
+/// Returns the overlap of a prompt, given its resident tokens by worker.
 fn resident(tokens: &[u64]) -> Overlap {
     let (mut index, mut overlap) = (Index::new(1 << 26), Overlap::default());
     let most = tokens.iter().max().copied().unwrap_or(0) / BLOCK_TOKENS;
@@ -194,7 +194,7 @@ fn a_turn_in_the_report_is_not_counted_twice() {
 fn sixty_four_sessions_with_one_system_prompt_spread() {
     let now = start();
     let state = engines(8, now);
-    // Only the first worker has the prompt: 15,000 of each one's 18,000 tokens.
+    // Only the first worker has the system prompt: 15,000 of the 18,000 tokens of each prompt.
     let overlap = resident(&[14_976, 0, 0, 0, 0, 0, 0, 0]);
     let (mut leases, mut computed) = (vec![], [0; 8]);
     for digest in 0..64 {
@@ -216,7 +216,7 @@ fn a_herd_spreads_after_its_prompts_are_computed_too() {
     let mut counts = [0; 4];
     for digest in 0..32 {
         let ask = Question { prompt: prompt(18_000, &overlap), ..question(digest) };
-        // Each has ended before the next comes: no queue tells them apart, only what is kept.
+        // Each turn ends before the next one comes, so only the kept KV differs between workers.
         let at = now + SECOND * u32::try_from(digest).unwrap();
         for agent in 0..4 {
             tell(&mut state, agent, |rank| rank.pool_evictable_tokens = figure(0), at);
@@ -238,7 +238,7 @@ fn a_session_moves_for_the_gain_and_not_for_less() {
     assert_eq!(placed(&state, &ask, now), (0, Reason::Sticky), "495 ms");
     tell(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(10_100), now);
     assert_eq!(placed(&state, &ask, now), (1, Reason::Moved), "505 ms");
-    // Moved a moment ago it wants twice the gain.
+    // A session that has just moved needs twice the gain.
     let lately = Sticky { moved: Some(now), ..Sticky::at(at(0)) };
     let again = Question { sticky: Some(lately), ..ask };
     assert_eq!(placed(&state, &again, now), (0, Reason::Sticky));
@@ -389,7 +389,7 @@ fn an_engine_that_does_half_of_a_turn_gets_none() {
         tell(state, agent, |_| {}, now);
     };
     halve(&mut state, 0, "prefill");
-    // Nor does silence make it one that takes what no other would.
+    // Silence doesn't turn it into a stale worker, which would take turns if all others are stale.
     let later = now + 60 * SECOND;
     for id in 0..20 {
         assert_eq!(placed(&state, &question(id), now).0, 1, "session {id}");
@@ -420,7 +420,7 @@ fn a_newcomer_goes_where_less_is_kept() {
     }
     tell(&mut state, first, |rank| rank.pool_evictable_tokens = figure(400_000), now + SECOND);
     assert_eq!(placed(&state, &ask, now + SECOND).0, 1 - first);
-    // A request that nothing follows keeps nothing there.
+    // A request without a following turn keeps no KV on the worker.
     let once = Question { returns: false, ..ask };
     assert_eq!(figures(&state, &once, now + SECOND, first).crowding_ms, 0);
 }
@@ -430,7 +430,8 @@ fn kv_of_sessions_that_will_return_is_not_evicted_for_nothing() {
     let now = start();
     let mut state = engines(2, now);
     let overlap = resident(&[]);
-    // A full pool is nobody's on the one, on the other five sessions' that were here a minute ago.
+    // Both pools are full: the first of KV without a session, the second of KV of five sessions
+    // that were active a minute ago.
     let full = |rank: &mut RankLoad| {
         rank.pool_evictable_tokens = figure(POOL_TOKENS - 50_000);
         rank.pool_used_tokens = figure(50_000);
@@ -446,7 +447,7 @@ fn kv_of_sessions_that_will_return_is_not_evicted_for_nothing() {
     assert_eq!(free.displacement_ms, Some(0));
     assert!(taken.displacement_ms > Some(300), "{taken:?}");
     assert_eq!(placed(&state, &once, later).0, 0);
-    // Those idle for hours had more than the pool beside them: eviction took theirs long ago.
+    // KV of sessions idle for hours exceeds the pool, so it was evicted long ago.
     for id in 5..10 {
         state.apply(1, Update::Upsert(session(id, 190_000, 7_200 * SECOND)), later);
     }
@@ -460,7 +461,7 @@ fn kv_of_sessions_that_will_return_is_not_evicted_for_nothing() {
 fn a_long_prompt_goes_where_fewer_turns_will_come_and_wait() {
     let now = start();
     let mut state = engines(2, now);
-    // Four sessions that will be back in seconds here, four that have been idle for long there.
+    // Agent 0 has four sessions that return within seconds, agent 1 four that are idle for long.
     for id in 0..8 {
         let (agent, idle) = if id < 4 { (0, 2 * SECOND) } else { (1, 900 * SECOND) };
         state.apply(agent, Update::Upsert(session(id, 0, idle)), now);
@@ -529,7 +530,7 @@ fn a_prompt_that_does_not_fit_beside_running_turns_waits_for_some_of_them() {
     tell(&mut state, 0, |rank| rank.pool_used_tokens = figure(400_000), now);
     assert_eq!(figures(&state, &long, now, 0).wait_ms, 0, "it fits to the token");
     tell(&mut state, 0, |rank| rank.pool_used_tokens = figure(500_000), now);
-    // A fifth of what is held has to go; with what waits before it two fifths, while that waits.
+    // A fifth of the running turns' KV must go. With the backlog below, it is two fifths.
     assert_eq!(figures(&state, &long, now, 0).wait_ms, 2_000);
     let queued = |rank: &mut RankLoad| {
         (rank.pool_used_tokens, rank.prefill_backlog_tokens) = (figure(500_000), figure(100_000));
@@ -545,17 +546,17 @@ fn a_prompt_that_does_not_fit_beside_running_turns_waits_for_some_of_them() {
     assert_eq!(placed(&state, &long, now).0, 1, "two seconds of queue are less");
     let short = Question { prompt: prompt(10_000, &overlap), ..long };
     assert_eq!(placed(&state, &short, now).0, 0, "a short prompt has room");
-    // What the session holds there already it need not bring.
+    // The session needn't bring the KV that it already holds on the worker.
     let holds = Sticky { held_tokens: 400_000, ..Sticky::at(at(0)) };
     let own = Question { sticky: Some(holds), ..long };
-    assert_eq!(figures(&state, &own, now, 0).wait_ms, 50, "the queue alone");
-    // Pins end with no turn.
+    assert_eq!(figures(&state, &own, now, 0).wait_ms, 50, "only the backlog counts");
+    // Pinned KV isn't freed when turns end.
     let pinned = |rank: &mut RankLoad| {
         (rank.pool_used_tokens, rank.pinned_tokens) = (figure(800_000), figure(500_000));
     };
     tell(&mut state, 0, pinned, now);
     assert_eq!(figures(&state, &long, now, 0).wait_ms, 10_000);
-    // A session is not settled where it has no room.
+    // A session is not settled on a worker without room for it.
     let lately = Sticky { told_tokens: 300_000, ended: Some(now), ..Sticky::at(at(0)) };
     let bare = Question { sticky: Some(lately), prompt: None, ..long };
     let view = state.snapshot();
@@ -574,15 +575,15 @@ fn a_session_is_not_crowded_out_by_its_own_kv() {
     tell(&mut state, 0, |rank| rank.pool_evictable_tokens = figure(500_000), later);
     let told = Sticky { told_tokens: 500_000, ..Sticky::at(at(0)) };
     let ask = Question { prompt: prompt(500_000, &overlap), sticky: Some(told), ..question(1) };
-    assert_eq!(figures(&state, &ask, later, 0).crowding_ms, 0, "only its own is there");
+    assert_eq!(figures(&state, &ask, later, 0).crowding_ms, 0, "the pool has only its own KV");
     let other = Question { sticky: None, ..ask };
-    assert!(figures(&state, &other, later, 0).crowding_ms > 5_000, "another one has it in its way");
+    assert!(figures(&state, &other, later, 0).crowding_ms > 5_000, "it is full for others");
     state.apply(0, Update::Upsert(session(2, 200_000, Duration::ZERO)), later);
     let later = later + SECOND;
     tell(&mut state, 0, |_| {}, later);
     let crowding_ms = figures(&state, &ask, later, 0).crowding_ms;
-    assert!((2_000..4_000).contains(&crowding_ms), "{crowding_ms} for what the other one has");
-    // A long prompt takes nothing of the others' off.
+    assert!((2_000..4_000).contains(&crowding_ms), "{crowding_ms} for the second session's KV");
+    // A long prompt doesn't reduce what is counted of other sessions' KV.
     let grows = Question { prompt: prompt(900_000, &overlap), ..ask };
     let [long, short] = [&grows, &ask].map(|one| figures(&state, one, later, 0).wanted_tokens);
     assert_eq!(long, short);
@@ -602,7 +603,7 @@ fn what_lies_beyond_patience_counts_fourfold() {
     assert_eq!(of(&state, 0), (5_000, Some(5_000), 0));
     tell(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(140_000), now);
     assert_eq!(of(&state, 0), (7_000, Some(5_000), 6_000));
-    // What others are spared is worth some waiting, but none that is beyond patience.
+    // Sparing other sessions' KV is worth some waiting, but no wait beyond the patience.
     for id in 0..10 {
         state.apply(1, Update::Upsert(session(id, 100_000, 60 * SECOND)), now);
     }

@@ -1,13 +1,13 @@
-//! Where long prompts are computed in pieces.
+//! Tests of placement on workers that stage the prefills of long prompts.
 
 use proto::load::Lane;
 
 use super::*;
 
-/// Of an engine of the measured rate.
+/// Tokens per stage of an engine with the rate measured.
 const PIECE_TOKENS: u64 = 8_000;
 
-/// A lane that has so much to compute.
+/// Returns a queue of staged prefills with this many tokens and prompts.
 pub(super) fn with(tokens: u64, prompts: u32) -> Option<Lane> {
     Some(Lane { tokens, prompts, piece_tokens: PIECE_TOKENS })
 }
@@ -41,7 +41,7 @@ fn prompts_in_the_slow_lane_are_no_wait_for_shorter_ones() {
     assert_eq!(wait_ms(&state, PIECE_TOKENS), 0, "it needs no lane");
     assert_eq!(wait_ms(&state, 16_000), 2_400, "three that have less than it, at most");
     assert_eq!(wait_ms(&state, 40_000), 3_000, "all of them");
-    // Those that this router has sent there since count, and are gone when their turns are sent.
+    // Prompts that this router has queued since the report count until their turns are sent.
     let mut lease = sent(&state, 1, 20_000);
     lease.enter_lane();
     assert_eq!(wait_ms(&state, 40_000), 4_000);

@@ -1,5 +1,7 @@
-//! Over random fleets: a choice costs least, is the same again, and nothing is left out of it that
-//! would have been chosen.
+//! Tests placement over random fleets.
+//!
+//! A placement costs least and is deterministic, and the workers that are skipped early would not
+//! have been chosen.
 
 use std::sync::Arc;
 
@@ -100,7 +102,7 @@ proptest! {
     }
 }
 
-/// What a worker tells, and turns sent to it since.
+/// The figures that a worker reports, and the number of turns sent to it since.
 #[derive(Debug, Clone)]
 struct Told {
     turns: u32,
@@ -124,7 +126,7 @@ impl Told {
     }
 }
 
-/// Of a few kinds, so that many workers cost the same.
+/// Reports of a few kinds only, so that many workers cost the same.
 fn loads() -> impl Strategy<Value = Vec<Told>> {
     let kinds = prop::collection::vec(load(), 1..6);
     let picked = |kinds| prop::collection::vec(prop::sample::select(kinds), 1..40);
