@@ -1,9 +1,10 @@
-//! Session -> worker, as this router decided it. Pure: every method takes `now`.
+//! The affinity table: which worker this router has bound each session to. Pure.
 //!
-//! The agents' tables are the truth about sessions; this remembers what they can't tell yet or at
-//! all: decisions whose first turn is under way, placements without engine state, and what this
-//! router opened or closed a moment ago. A binding is held while its turns run, then forgotten
-//! after an idle time; the table is bounded, the longest idle goes first.
+//! The agents' tables are authoritative for sessions. This table remembers what they can't show, or
+//! not yet: placements whose first turn is running, placements without engine state, and what this
+//! router opened or closed a moment ago. A binding stays while its turns run and for an idle time
+//! after that. The table is bounded; when it is full, the binding idle for longest is dropped.
+//! Every method takes `now`.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -15,72 +16,73 @@ use proto::{id::SessionKey, load::Session};
 
 use crate::view::WorkerRef;
 
-/// How long an agent's table may lag behind what this router did itself. Changes arrive within
-/// milliseconds; this is the bound on staleness under which an agent still counts as heard.
+/// How long an agent's table may lag behind this router's own actions. Changes arrive within
+/// milliseconds; this is the longest silence for which an agent is not yet stale.
 pub const TABLE_LAG: Duration = Duration::from_secs(3);
 
-/// One remembered decision.
+/// A session's worker, as this router decided it, and what the agents' tables may not show yet.
 #[derive(Debug)]
 pub struct Binding {
-    /// Where its turns go.
+    /// The worker that gets the session's turns.
     pub worker: WorkerRef,
-    /// Turns this router has in flight on it.
+    /// Number of turns that this router has in flight for the session.
     pub turns: u32,
-    /// Those of them whose answer has not begun: no client can have the whole of it yet.
+    /// Number of those turns whose answer has not begun, so that no client can have all of the
+    /// answer.
     pub unanswered: u32,
-    /// One turn at a time, by the client's wish.
+    /// Whether the session takes one turn at a time, as the client asked.
     pub exclusive: bool,
     /// When the last turn through this router ended.
     pub ended: Option<Instant>,
-    /// What the agent answered to an open. Counts for [`TABLE_LAG`].
+    /// The agent's answer to an open. It counts for [`TABLE_LAG`].
     pub opened: Option<Opened>,
-    /// A close through this router.
+    /// The state of a close through this router.
     pub closing: Closing,
-    /// When a turn took it to another worker last.
+    /// When a turn last moved the session to another worker.
     pub moved: Option<Instant>,
-    /// When it began a new life after a close.
+    /// When the session was last reopened after a close.
     pub reborn: Option<Instant>,
-    /// The client asked for placement only: no agent will ever report it.
+    /// Whether the client asked for placement only. No agent will ever report such a session.
     pub placement_only: bool,
-    /// Of its last turn.
+    /// Size of the body of the session's last turn, in bytes.
     pub body_bytes: u64,
-    /// The place in the order of forgetting; only while no turn runs.
+    /// The binding's place in the idle order. `None` while a turn runs.
     idle: Option<(Instant, u64)>,
 }
 
-/// An open that an agent agreed to.
+/// An agent's positive answer to an open.
 #[derive(Debug)]
 pub struct Opened {
-    /// As answered.
+    /// The session as the agent answered.
     pub session: Arc<Session>,
-    /// The agent's epoch: what another one opened went with it.
+    /// The agent's epoch. Sessions of another epoch are gone.
     pub epoch: Option<u64>,
-    /// When.
+    /// When the answer arrived.
     pub at: Instant,
 }
 
-/// How far a close has come.
+/// The state of a close.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Closing {
-    /// None was asked for.
+    /// No close was requested.
     No,
-    /// The agent has been asked.
+    /// The agent was asked to close the session.
     Asked,
-    /// The agent has agreed; `deferred` while a turn still runs.
+    /// The agent has agreed to close the session.
     Closed {
-        /// When.
+        /// When the agent agreed.
         at: Instant,
-        /// A turn still ran.
+        /// Whether a turn was still running, so that the session closes at its end.
         deferred: bool,
     },
 }
 
-/// Every binding is held by a running turn and the table is full.
+/// The table is full, and every binding is held by a running turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("sessions_max sessions have turns in flight")]
+#[error("all sessions_max sessions have turns in flight")]
 pub struct Full;
 
-/// The table.
+/// The affinity table.
 #[derive(Debug)]
 pub struct Affinity {
     bindings: HashMap<SessionKey, Binding>,
@@ -91,28 +93,31 @@ pub struct Affinity {
 }
 
 impl Binding {
-    /// It takes one turn at a time, and one runs for certain. One whose answer has begun may have
-    /// ended already, and its client may have all of it: there the agent's gate decides. So it does
-    /// for turns of other routers, whose ends the tables tell late.
+    /// Whether the session takes one turn at a time and a turn surely runs.
+    ///
+    /// A turn whose answer has begun may have ended already, and its client may have the whole
+    /// answer. For such turns, and for turns of other routers, whose ends the tables show late, the
+    /// agent's gate decides.
     #[must_use]
     pub fn is_busy(&self) -> bool {
         self.exclusive && self.unanswered > 0
     }
 
-    /// A turn through this router runs or ended within the tables' lag.
+    /// Whether a turn through this router runs or ended within the tables' lag.
     #[must_use]
     pub fn is_recent(&self, now: Instant) -> bool {
         let within = |at: Instant| now.saturating_duration_since(at) <= TABLE_LAG;
         self.turns > 0 || self.ended.is_some_and(within)
     }
 
-    /// The table may still speak of the life before.
+    /// Whether the session was reopened within the tables' lag, so that a table may still show its
+    /// previous life.
     #[must_use]
     pub fn is_reborn(&self, now: Instant) -> bool {
         self.reborn.is_some_and(|at| now.saturating_duration_since(at) <= TABLE_LAG)
     }
 
-    /// What an open answered, while the table of the agent of this epoch may lag behind it.
+    /// Returns the answer to an open within the tables' lag, if the agent still has this epoch.
     #[must_use]
     pub fn just_opened(&self, epoch: Option<u64>, now: Instant) -> Option<&Arc<Session>> {
         let opened = self.opened.as_ref().filter(|opened| opened.epoch == epoch)?;
@@ -121,13 +126,13 @@ impl Binding {
 }
 
 impl Affinity {
-    /// Empty.
+    /// Creates an empty table.
     #[must_use]
     pub fn new(size_max: usize, idle_max: Duration) -> Self {
         Self { bindings: HashMap::new(), idle: BTreeMap::new(), next: 0, idle_max, size_max }
     }
 
-    /// The binding, unless it was idle for too long.
+    /// Returns the binding, unless it was idle for too long.
     #[must_use]
     pub fn get(&self, key: &SessionKey, now: Instant) -> Option<&Binding> {
         let binding = self.bindings.get(key)?;
@@ -137,11 +142,11 @@ impl Affinity {
         (!expired).then_some(binding)
     }
 
-    /// Counts a turn on the session and binds it to the worker. A binding that was closed begins
-    /// a new life.
+    /// Counts a turn on the session and binds the session to the worker. Reopens a binding that was
+    /// closed.
     ///
     /// # Errors
-    /// When the table is full of sessions with running turns.
+    /// If the table is full of sessions with running turns.
     pub fn begin(
         &mut self,
         key: &SessionKey,
@@ -165,7 +170,8 @@ impl Affinity {
         Ok(())
     }
 
-    /// A turn's answer has begun, or never will. At most once for each turn, before its end.
+    /// Records that a turn's answer has begun, or never will. Call it at most once per turn, before
+    /// [`Self::end`].
     pub fn answered(&mut self, key: &SessionKey) {
         let binding = self.bindings.get_mut(key).expect("a begun turn holds its binding");
         assert!(binding.unanswered > 0, "a turn was answered twice");
@@ -182,14 +188,14 @@ impl Affinity {
         self.settle(key, now);
     }
 
-    /// Says whether the client wants more of it than placement.
+    /// Sets whether the client wants nothing but placement for the session.
     pub fn set_placement_only(&mut self, key: &SessionKey, placement_only: bool) {
         if let Some(binding) = self.bindings.get_mut(key) {
             binding.placement_only = placement_only;
         }
     }
 
-    /// Notes how large the session's newest turn is.
+    /// Records the body size of the session's newest turn.
     pub fn note_body(&mut self, key: &SessionKey, bytes: u64) {
         if let Some(binding) = self.bindings.get_mut(key) {
             binding.body_bytes = bytes;
@@ -204,10 +210,10 @@ impl Affinity {
         }
     }
 
-    /// Remembers what the agent answered to an open.
+    /// Records the agent's answer to an open.
     ///
     /// # Errors
-    /// When the table is full of sessions with running turns.
+    /// If the table is full of sessions with running turns.
     pub fn opened(&mut self, worker: WorkerRef, opened: Opened, now: Instant) -> Result<(), Full> {
         let (session, key) = (&opened.session, opened.session.key.clone());
         let binding = self.entry(&key, worker, now)?;
@@ -223,10 +229,11 @@ impl Affinity {
         Ok(())
     }
 
-    /// Notes that the agent is asked to close. The caller has checked that nobody else does.
+    /// Records that the agent is being asked to close the session. The caller has checked that no
+    /// other close is under way.
     ///
     /// # Errors
-    /// When the table is full of sessions with running turns.
+    /// If the table is full of sessions with running turns.
     pub fn close_asked(
         &mut self,
         key: &SessionKey,
@@ -238,7 +245,7 @@ impl Affinity {
         Ok(())
     }
 
-    /// The agent has closed it.
+    /// Records that the agent has closed the session.
     pub fn closed(&mut self, key: &SessionKey, deferred: bool, now: Instant) {
         if let Some(binding) = self.bindings.get_mut(key) {
             binding.closing = Closing::Closed { at: now, deferred };
@@ -248,14 +255,14 @@ impl Affinity {
         self.settle(key, now);
     }
 
-    /// The agent could not be asked: the session is as before.
+    /// Records that the agent could not be asked, so the session stays as it was.
     pub fn close_failed(&mut self, key: &SessionKey) {
         if let Some(binding) = self.bindings.get_mut(key) {
             binding.closing = Closing::No;
         }
     }
 
-    /// Forgets a binding that no turn holds.
+    /// Removes a binding, unless a running turn holds it.
     pub fn forget(&mut self, key: &SessionKey) {
         let Some(binding) = self.bindings.get(key) else { return };
         if binding.turns == 0 {
@@ -266,7 +273,7 @@ impl Affinity {
         }
     }
 
-    /// All bindings of one principal.
+    /// Iterates over the keys of one principal's bindings.
     pub fn of_principal<'a>(
         &'a self,
         principal: &'a str,
@@ -277,19 +284,19 @@ impl Affinity {
             .filter(move |key| key.principal() == principal && self.get(key, now).is_some())
     }
 
-    /// Bindings held.
+    /// Returns the number of bindings.
     #[must_use]
     pub fn len(&self) -> usize {
         self.bindings.len()
     }
 
-    /// Whether there is none.
+    /// Whether there are no bindings.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.bindings.is_empty()
     }
 
-    /// The binding under the key, made if absent, with room made first.
+    /// Returns the binding of the key. Makes room and inserts a new binding if there is none.
     fn entry(
         &mut self,
         key: &SessionKey,
@@ -321,7 +328,7 @@ impl Affinity {
         Ok(self.bindings.get_mut(key).expect("it was inserted above"))
     }
 
-    /// Drops what was idle for too long; the order of `idle` is that of time.
+    /// Drops the bindings that were idle for too long. `idle` is ordered by time.
     fn expire(&mut self, now: Instant) {
         while let Some((&(since, _), _)) = self.idle.first_key_value() {
             if now.saturating_duration_since(since) <= self.idle_max {
@@ -332,7 +339,8 @@ impl Affinity {
         }
     }
 
-    /// Puts the binding at its place in the order of forgetting, or takes it out while held.
+    /// Puts the binding at the end of the idle order, or takes it out of the order while a turn
+    /// runs.
     fn settle(&mut self, key: &SessionKey, now: Instant) {
         let Some(binding) = self.bindings.get_mut(key) else { return };
         if let Some(place) = binding.idle.take() {
@@ -348,18 +356,18 @@ impl Affinity {
         self.check_invariants();
     }
 
-    /// Panics where the table contradicts itself.
+    /// Panics if the table contradicts itself.
     pub fn check_invariants(&self) {
         assert!(self.bindings.len() <= self.size_max, "over the bound");
         let mut idle = 0;
         for (key, binding) in &self.bindings {
-            assert_eq!(binding.turns == 0, binding.idle.is_some(), "held and in the idle order");
+            assert_eq!(binding.turns == 0, binding.idle.is_some(), "held but in the idle order");
             if let Some(place) = &binding.idle {
-                assert_eq!(self.idle.get(place), Some(key), "a foreign place in the order");
+                assert_eq!(self.idle.get(place), Some(key), "another key's place");
                 idle += 1;
             }
         }
-        assert_eq!(idle, self.idle.len(), "places of forgotten bindings");
+        assert_eq!(idle, self.idle.len(), "places of bindings that were removed");
     }
 }
 

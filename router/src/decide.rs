@@ -1,5 +1,7 @@
-//! One turn's decision: standing, placement, binding and lease in one step under the affinity lock,
-//! so that concurrent first turns of a session get one worker. It sends nothing.
+//! Decides where a turn goes, and sends nothing.
+//!
+//! Status, placement, binding and lease are one step under the affinity lock, so that concurrent
+//! first turns of a session get one worker.
 
 use std::sync::Arc;
 
@@ -27,61 +29,62 @@ use crate::{
     view::{ClusterView, WorkerRef},
 };
 
-/// A placed turn with all that it holds.
+/// A placed turn and everything it holds.
 #[derive(Debug)]
 pub(crate) struct Decided {
     pub(crate) worker: WorkerRef,
     pub(crate) name: String,
     pub(crate) authority: Arc<str>,
     pub(crate) reason: Reason,
-    /// The header for the agent.
+    /// The claim that is sent to the agent as a header.
     pub(crate) claim: Option<Claim>,
-    /// The session may go elsewhere if this worker refuses.
+    /// Whether the turn may go to another worker if this one refuses it.
     pub(crate) movable: bool,
     pub(crate) lease: Lease,
     pub(crate) hold: Option<Hold>,
-    /// What its worker will have when it has taken the turn.
+    /// The blocks of the turn's prompt, which the worker has once it has taken the turn.
     pub(crate) blocks: Option<TurnBlocks>,
-    /// Leading tokens of its prompt that the worker has, where that is known.
+    /// Leading prompt tokens resident on the worker, if known.
     pub(crate) resident_tokens: Option<u64>,
 }
 
-/// A session's binding, held while a turn runs.
+/// Holds a session's binding while a turn runs.
 #[derive(Debug)]
 pub(crate) struct Hold {
     shared: Arc<Shared>,
     key: SessionKey,
-    /// The agent closes the session when this turn has ended.
+    /// Whether the agent closes the session when this turn ends.
     closes: bool,
-    /// The affinity table knows that the answer has begun.
+    /// Whether the affinity table was told that the answer began.
     answered: bool,
-    /// The worker that the session has left of its own will.
+    /// The worker that the session left for a better one.
     left: Option<WorkerRef>,
-    /// Of the turn.
+    /// Size of the turn's body, in bytes.
     body_bytes: u64,
 }
 
 impl Hold {
-    /// The agent took a last turn: from its end on the session is unknown, whatever the table says
-    /// until it has caught up.
+    /// Marks the turn as its session's last. From its end on, the session counts as unknown until
+    /// the agent's table shows the close.
     pub(crate) fn close_at_end(&mut self) {
         self.closes = true;
     }
 
-    /// Whether the session was closed since its turn was placed: nobody there knew of the turn.
+    /// Whether the session was closed after its turn was placed, when the worker didn't know of the
+    /// turn yet.
     pub(crate) fn is_closing(&self) -> bool {
         let affinity = self.shared.affinity.lock();
         affinity.get(&self.key, now()).is_some_and(|binding| binding.closing != Closing::No)
     }
 
-    /// The head of the answer is here, of a turn that was taken or refused.
+    /// Handles the head of the answer. `taken` is false if the agent refused the turn.
     pub(crate) fn answered(&mut self, taken: bool) {
         self.count_answer();
         if taken {
             self.shared.affinity.lock().note_body(&self.key, self.body_bytes);
         }
         let Some(left) = self.left.take().filter(|_| taken) else { return };
-        // Another turn of the session may still be there, or have gone back.
+        // Another turn of the session may still run on the old worker, or have moved back to it.
         let is_away = self
             .shared
             .affinity
@@ -89,7 +92,7 @@ impl Hold {
             .get(&self.key, now())
             .is_some_and(|binding| binding.turns == 1 && binding.worker.agent != left.agent);
         if is_away {
-            // The KV that it has there is nobody's now: closed, it is the first to go.
+            // The session's KV on the old worker has no use; once closed, it is evicted first.
             self.shared.close_detached(self.key.clone(), left);
         }
     }
@@ -112,36 +115,36 @@ impl Drop for Hold {
     }
 }
 
-/// What the session's standing means for placing its turn.
+/// What the session's status means for placing its turn.
 struct Place {
     sticky: Option<Sticky>,
-    /// Pinned, or one turn at a time: another worker can't take it.
+    /// Whether no other worker can take it: the session is pinned or takes one turn at a time.
     fixed: bool,
-    /// The client opened it: on another worker it has to be opened again, as it was.
+    /// The retention with which another worker must open the session, if the client opened it.
     open_as: Option<Retention>,
 }
 
 /// What is known of a turn's prompt when it is placed.
 #[derive(Debug, Clone, Copy)]
 enum Prompt<'a> {
-    /// It costs time to know it, and perhaps nobody has to.
+    /// The prompt wasn't read. That takes time and may be unnecessary.
     NotAsked,
-    /// As far as it can be known.
+    /// The prompt's blocks. `None` if no blocks can be made of it.
     Asked(Option<&'a TurnBlocks>),
 }
 
-/// Bytes of a body for each token: of JSON with prose and code, roughly.
+/// Rough number of bytes per token in a body: JSON with prose and code.
 const TOKEN_BYTES: u64 = 4;
 
-/// How far a decision got.
+/// The result of one attempt to decide.
 enum Step {
     Decided(Box<Decided>),
-    /// What the prompt costs on each worker decides.
+    /// The decision depends on what the prompt costs on each worker.
     WantsPrompt,
 }
 
 impl Shared {
-    /// Places a turn. Its prompt is looked at only if the session's place doesn't settle it.
+    /// Places a turn. Reads its prompt only if the session's worker can't be settled without it.
     pub(crate) async fn decide(
         self: &Arc<Self>,
         turn: &Turn,
@@ -152,7 +155,7 @@ impl Shared {
         if let Step::Decided(decided) = self.try_decide(turn, turn_id, Prompt::NotAsked)? {
             return Ok(*decided);
         }
-        // Without the lock: a long prompt takes milliseconds, and other sessions go on.
+        // Runs without the lock: a long prompt takes milliseconds, and other sessions must go on.
         let blocks = self.whereabouts.of(turn, path, body, &self.view.load()).await;
         match self.try_decide(turn, turn_id, Prompt::Asked(blocks.as_ref()))? {
             Step::Decided(decided) => {
@@ -203,8 +206,8 @@ impl Shared {
         Ok(step)
     }
 
-    /// Places a turn that its worker could not take on one other. None: there is none, or the
-    /// session can't move.
+    /// Places a turn on another worker after the first could not take it. `None` if there is no
+    /// other worker or the session can't move.
     pub(crate) fn decide_again(
         self: &Arc<Self>,
         turn: &Turn,
@@ -217,7 +220,7 @@ impl Shared {
         let view = self.view.load();
         let ask = turn.session.as_ref();
         let mut affinity = self.affinity.lock();
-        // Another turn of the session may have moved it already: then this one follows.
+        // Another turn may have moved the session in the meantime. Then this turn follows it.
         let bound = ask
             .and_then(|ask| affinity.get(&ask.key, now()))
             .map(|binding| binding.worker)
@@ -240,11 +243,11 @@ impl Shared {
             affinity.rebind(&ask.key, placement.worker);
         }
         if let Some(hold) = &mut first.hold {
-            // Where it wanted to go it can't; what it has elsewhere may still be of use.
+            // The move failed, so the session may still need its KV on the worker it left.
             hold.left = None;
         }
         drop(affinity);
-        // The hold moves along; the lease is per worker.
+        // The hold goes with the turn. The lease doesn't, as it counts on one worker.
         let second = self.decided(turn, turn_id, &view, placement, first.hold.take(), true);
         Some(Decided { blocks: first.blocks.take(), ..second })
     }
@@ -265,14 +268,14 @@ impl Shared {
             sticky.moved = binding.moved;
             let ended = if binding.turns > 0 { Some(now()) } else { binding.ended };
             sticky.ended = ended.filter(|_| self.whereabouts.is_told(sticky.worker));
-            // A binding without a turn yet has none to compare with.
+            // A binding without a turn has no body size to compare with.
             let before = Some(binding.body_bytes).filter(|&bytes| bytes > 0);
             let new_bytes = before.and_then(|before| turn.body_bytes.checked_sub(before));
             sticky.new_tokens = new_bytes.map(|bytes| bytes / TOKEN_BYTES);
-            // What a running turn brings is resident nowhere yet, and it is the queue there.
+            // The KV of a running turn isn't resident yet, and the load there is the turn itself.
             sticky.fixed |= binding.turns > 0 || binding.exclusive || ask.delta;
         }
-        // Where nobody can tell what a session has at home, home would look empty: it stays.
+        // A worker whose blocks are unknown would seem to have none: place without the prompt.
         let is_counted = |blocks: &TurnBlocks| {
             sticky.is_none_or(|sticky| self.whereabouts.counts(blocks, sticky.worker))
         };
@@ -297,7 +300,7 @@ impl Shared {
             && worker != placement.worker
             && ask.delta
         {
-            // Elsewhere there is no history that this could be appended to.
+            // On another worker there is no history that a delta could be appended to.
             return Err(lost(&view.name(worker), false));
         }
         let exclusive = ask.open || ask.retention == Some(Retention::Pinned);
@@ -386,7 +389,7 @@ impl Shared {
         }
     }
 
-    /// The worker of the parent session, else the one this cache key went to.
+    /// Returns the worker of the parent session, or else the worker of the turn's cache key.
     fn preferred(&self, turn: &Turn, view: &ClusterView) -> Option<(WorkerRef, Reason)> {
         if let Some(parent) = &turn.parent
             && let Standing::Open { worker, .. } | Standing::Bound { worker, .. } =
@@ -402,19 +405,19 @@ impl Shared {
     fn remember_cache_key(&self, turn: &Turn, worker: WorkerRef) {
         let Some(key) = &turn.cache_key else { return };
         let mut cache_keys = self.cache_keys.lock();
-        // A turn of no length: it only renews the binding. A full table forgets, it never refuses.
+        // Renews the binding by a turn that ends at once. A full table doesn't store the key.
         if cache_keys.begin(key, worker, false, now()).is_ok() {
             cache_keys.end(key, now());
         }
     }
 }
 
-/// For people: what was compared, by the workers' names.
+/// Returns the compared figures with their workers' names, for the log.
 fn named(figures: &[Figures], view: &ClusterView) -> Vec<(String, Figures)> {
     figures.iter().map(|one| (view.name(one.worker), *one)).collect()
 }
 
-/// Whether the session's standing allows the turn, and what it means for its place.
+/// Checks whether the session's status allows the turn, and returns what it means for placement.
 fn admit(ask: &Ask, standing: &Standing, view: &ClusterView) -> Result<Place, Refusal> {
     let delta_on_nothing = ask.delta && !ask.open;
     match standing {
@@ -425,18 +428,18 @@ fn admit(ask: &Ask, standing: &Standing, view: &ClusterView) -> Result<Place, Re
             Err(Refusal::new(
                 StatusCode::NOT_FOUND,
                 "session_unknown",
-                "this turn holds only what is new, but no session is open under its id; open it \
-                 first with POST /v1/sessions, or send the whole history without delta meaning",
+                "this turn is a delta, but no session is open under its id; open the session first \
+                 with POST /v1/sessions, or send the full history without delta meaning",
             ))
         }
         Standing::Unknown => Ok(Place {
             sticky: None,
-            // Nothing of it is anywhere yet.
+            // No worker has any state of the session yet.
             fixed: false,
             open_as: None,
         }),
         Standing::Bound { worker, busy, .. } => {
-            // Behind a turn that runs there, and nowhere else.
+            // A turn of the session runs on the worker, so this turn must follow it there.
             let sticky = Some(Sticky { fixed: *busy, ..Sticky::at(*worker) });
             Ok(Place { sticky, fixed: *busy, open_as: None })
         }
@@ -452,7 +455,7 @@ fn admit(ask: &Ask, standing: &Standing, view: &ClusterView) -> Result<Place, Re
     }
 }
 
-/// Does a turn run that another one can't wait behind? Where turns may wait, their agent decides.
+/// Whether a turn runs that this one can't wait for. If turns may queue, the agent decides instead.
 pub(crate) fn is_busy(standing: &Standing, view: &ClusterView) -> bool {
     let (Standing::Open { busy: true, worker, .. } | Standing::Bound { busy: true, worker, .. }) =
         standing
@@ -467,8 +470,8 @@ pub(crate) fn busy() -> Refusal {
     Refusal::new(
         StatusCode::CONFLICT,
         "session_busy",
-        "a turn of this session is running and it takes one at a time; send this one when that \
-         one has ended",
+        "this session takes one turn at a time and a turn is running; send this turn when that one \
+         has ended",
     )
 }
 
@@ -481,13 +484,13 @@ pub(crate) fn closing() -> Refusal {
 }
 
 fn lost(worker: &str, agent_up: bool) -> Refusal {
-    let whats_gone = if agent_up { "whose engine restarted" } else { "which is gone" };
+    let whats_gone = if agent_up { "whose engine restarted" } else { "which can't be reached" };
     Refusal::new(
         StatusCode::CONFLICT,
         "session_lost",
         format!(
-            "its KV and history were on worker {worker}, {whats_gone}; open the session again and \
-             send the whole history"
+            "the session's KV and history were on worker {worker}, {whats_gone}; open the session \
+             again and send the full history"
         ),
     )
 }

@@ -1,15 +1,17 @@
-//! From a request's body to the routing blocks of its prompt. Pure, and lazy: reading a turn only
-//! notes where in the body the prompt lies; blocks are made when placement asks for them, which a
-//! turn that stays with its session's worker never does.
+//! Makes the routing blocks of a request's prompt from its body. Pure.
 //!
-//! - `ids`: token ids in the body are the engine's own, and so are the blocks made of them.
-//! - [`model`]: makes the engine's tokens of text and messages, where its files are known.
-//! - `text`: what can't be told as tokens stands for itself, four bytes a token. Such blocks are
-//!   only equal to each other, so what they find is what turns before were given to a worker.
-//! - [`learned`]: which worker was given what.
+//! Reading a turn only records where in the body the prompt is. Blocks are made when placement asks
+//! for them; a turn that stays on its session's worker never needs them.
 //!
-//! What the engine keeps apart (adapter, extra key, cache salt) has blocks apart. A turn that holds
-//! several prompts, or only what is new, has none.
+//! - `ids`: token ids in the body. They are the engine's own, so their blocks are, too.
+//! - [`model`]: makes the engine's tokens from text and messages if the model's files are known.
+//! - `text`: stands in for a prompt whose tokens can't be made. Its bytes are the tokens, four
+//!   bytes each. Such blocks only match each other, so they find only what workers were given
+//!   before.
+//! - [`learned`]: which prompts each worker was given.
+//!
+//! Prompts whose KV the engine keeps apart (by adapter, extra key or cache salt) have different
+//! blocks. A turn with several prompts, or with only a delta, has no blocks.
 
 mod ids;
 pub mod learned;
@@ -28,7 +30,7 @@ use proto::{
 
 use self::model::Model;
 
-/// Members of a body that make its prompt or tell its KV apart.
+/// Members of a body that make up its prompt or keep its KV apart.
 const KEYS: [&str; 27] = [
     "input_ids",
     "input_embeds",
@@ -58,29 +60,28 @@ const KEYS: [&str; 27] = [
     "echo",
     "return_hidden_states",
 ];
-/// Members by which the engine's tokens are more than the text's or the ids given.
+/// Members with which the engine's tokens are more than those of the text or the ids.
 const MEDIA: [&str; 4] = ["input_embeds", "image_data", "video_data", "audio_data"];
-/// Members by which the engine computes all of a prompt, whatever of it is resident, or answers
-/// less of what is.
+/// Members with which the engine recomputes resident parts of a prompt, or reports less for them.
 const WHOLE: [&str; 3] = ["logprob_start_len", "echo", "return_hidden_states"];
-/// Members by which the engine makes another prompt than [`model`] does.
+/// Members with which the engine builds a prompt that differs from what [`model`] builds.
 const UNUSUAL: [&str; 4] = ["reasoning", "thinking", "continue_final_message", "suffix"];
 
-/// What a route's body is.
+/// The form of a route's body.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Route {
-    /// SGLang's own: ids or a text.
+    /// SGLang's own route: ids or a text.
     Generate,
     /// OpenAI's completions: ids or a text.
     Completions,
-    /// Messages, in OpenAI's form.
+    /// Messages in OpenAI's form.
     Chat,
-    /// Messages in a form that the engine makes another of.
+    /// Messages in a form that the engine converts first.
     Other,
 }
 
 impl Route {
-    /// By the request's path; None for those that leave no KV.
+    /// Returns the route of a request's path, or `None` for a path that leaves no KV.
     #[must_use]
     pub fn of(path: &str) -> Option<Self> {
         match path {
@@ -92,7 +93,8 @@ impl Route {
         }
     }
 
-    /// Members whose text makes the prompt, in the order in which templates show them.
+    /// Returns the members whose text makes up the prompt, in the order in which templates show
+    /// them.
     fn texts(self) -> &'static [&'static str] {
         match self {
             Self::Generate => &["text"],
@@ -103,10 +105,10 @@ impl Route {
     }
 }
 
-/// Where a body has its prompt. It is of use with that body only.
+/// Where the prompt is in a body. Valid with that body only.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Prompt {
-    /// What parsers would take of [`KEYS`], nulls left out.
+    /// The values of [`KEYS`] in the body, with their byte ranges; nulls are left out.
     members: Vec<(&'static str, Range<usize>)>,
 }
 
@@ -121,7 +123,8 @@ pub struct Engine<'a> {
 }
 
 impl<'a> Engine<'a> {
-    /// By its own facts. None: its pages are of a size for which there are no blocks.
+    /// Creates the engine's entry from the engine's facts. `None` if there are no blocks for the
+    /// engine's page size.
     #[must_use]
     pub fn of(facts: &'a EngineFacts) -> Option<Self> {
         Some(Self {
@@ -133,7 +136,8 @@ impl<'a> Engine<'a> {
         })
     }
 
-    /// With what makes tokens of text as the engine does, at a time: some templates show the date.
+    /// Adds the model that makes the engine's tokens from text, and the time: some templates show
+    /// the date.
     #[must_use]
     pub fn with(self, model: &'a Model, unix_s: u64) -> Self {
         Self { model: Some(model), unix_s, ..self }
@@ -143,14 +147,15 @@ impl<'a> Engine<'a> {
 /// A prompt as routing blocks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Blocks {
-    /// Tokens of the prompt, those of a block that isn't full included; estimated from its text
-    /// where the blocks aren't exact, and at most the engine's context then.
+    /// Number of tokens in the prompt, including those of a last block that isn't full. If the
+    /// blocks aren't exact, it is estimated from the text and at most the engine's context.
     pub tokens: u64,
-    /// Tokens of a block.
+    /// Number of tokens in a block.
     pub block_tokens: BlockTokens,
-    /// In order from the prompt's beginning.
+    /// The blocks' hashes, from the beginning of the prompt.
     pub hashes: Vec<BlockHash>,
-    /// Whether agents name the same blocks so: else only [`learned`] can know them.
+    /// Whether agents report the same blocks by these hashes. If not, only [`learned`] can know the
+    /// blocks.
     pub exact: bool,
 }
 
@@ -163,13 +168,13 @@ struct Apart {
 }
 
 impl Prompt {
-    /// Notes where a body's prompt lies.
+    /// Records where a body's prompt is.
     #[must_use]
     pub fn find(body: &Object<'_>) -> Self {
         let mut members: Vec<(&'static str, Range<usize>)> = vec![];
         for member in body.members() {
             let Some(key) = KEYS.iter().find(|key| **key == member.key) else { continue };
-            // Parsers take the last of duplicates.
+            // JSON parsers take the last of duplicate members.
             members.retain(|(before, _)| before != key);
             if member.value.get() != "null" {
                 members.push((key, member.range()));
@@ -178,11 +183,11 @@ impl Prompt {
         Self { members }
     }
 
-    /// The prompt's blocks, for one engine. None: the turn has no prompt of its own, several, or
-    /// one that the engine won't take.
+    /// Makes the prompt's blocks for one engine. Returns `None` if the turn has no prompt of its
+    /// own, has several, or has one that the engine will refuse.
     ///
     /// # Panics
-    /// When `body` isn't the one it was found in.
+    /// If `body` is not the body in which the prompt was found.
     #[must_use]
     pub fn blocks(&self, route: Route, body: &[u8], engine: &Engine<'_>) -> Option<Blocks> {
         let body = std::str::from_utf8(body).expect("the body was read as JSON");
@@ -201,12 +206,14 @@ impl Prompt {
         }
     }
 
-    /// The prompt's token ids, as the engine itself has them, for computing it before its turn.
-    /// None: they can't be told, the engine keeps the prompt's KV apart by more than them, or it
-    /// will compute the prompt anyway.
+    /// Returns the prompt's token ids as the engine has them, to compute the prompt before its
+    /// turn.
+    ///
+    /// Returns `None` if the ids can't be known, if the engine keeps the prompt's KV apart by
+    /// anything else, or if the engine will recompute the prompt in the turn anyway.
     ///
     /// # Panics
-    /// When `body` isn't the one it was found in.
+    /// If `body` is not the body in which the prompt was found.
     #[must_use]
     pub fn ids(&self, route: Route, body: &[u8], engine: &Engine<'_>) -> Option<Vec<u32>> {
         let text = std::str::from_utf8(body).expect("the body was read as JSON");
@@ -260,10 +267,10 @@ impl Prompt {
         what(engine.model?, &ask)
     }
 
-    /// Whether it is text of which tokens have to be made.
+    /// Whether the prompt is text that must be tokenized.
     ///
     /// # Panics
-    /// When `body` isn't the one it was found in.
+    /// If `body` is not the body in which the prompt was found.
     #[must_use]
     pub fn is_text(&self, route: Route, body: &[u8]) -> bool {
         let is_array = |key: &str| {
@@ -285,7 +292,7 @@ impl Prompt {
         if texts.is_empty() || single && !texts[0].starts_with('"') {
             return None;
         }
-        // A mark that no adapter's user can set by accident parts them from blocks of ids.
+        // A mark that no client sets by accident keeps these blocks apart from blocks of ids.
         let namespace = format!("\u{1}{}", apart.extra_key.as_deref().unwrap_or_default());
         let scheme = Scheme { namespace: Some(&namespace), ..apart.scheme(engine.block_tokens) };
         let (mut chain, mut hashes) = (Chain::new(&scheme), vec![]);
@@ -294,7 +301,8 @@ impl Prompt {
         Some(Blocks { tokens: chain.tokens(), block_tokens, hashes, exact: false })
     }
 
-    /// None: it can't be told, or there are several prompts.
+    /// Returns what keeps the prompt's KV apart, or `None` if that can't be known or the turn has
+    /// several prompts.
     fn apart(&self, route: Route, body: &str, engine: &Engine<'_>) -> Option<Apart> {
         let text = |key| match self.get(body, key) {
             None => Some(None),
@@ -334,7 +342,8 @@ fn ids_blocks(array: &str, apart: &Apart, engine: &Engine<'_>) -> Option<Blocks>
         tokens: chain.tokens(),
         block_tokens: engine.block_tokens,
         hashes,
-        // An extra key is in no event, so no agent knows these blocks from those without one.
+        // KV events don't contain the extra key, so no agent can tell these blocks from those
+        // without it.
         exact: apart.extra_key.is_none(),
     })
 }
@@ -343,8 +352,8 @@ fn non_empty(text: String) -> Option<String> {
     Some(text).filter(|text| !text.is_empty())
 }
 
-/// The adapter in a model's name, `base:adapter`, as the engine finds it: a served name with a
-/// colon in it is a base.
+/// Returns the adapter in a model's name, `base:adapter`, as the engine finds it. A served name
+/// that contains a colon is a base as a whole.
 fn adapter(model: &str, served: &[String]) -> Option<String> {
     if served.iter().any(|name| name == model) {
         return None;
@@ -378,7 +387,7 @@ mod tests {
         blocks(Route::Generate, &format!(r#"{{"input_ids":{}{rest}}}"#, ids(130)))
     }
 
-    /// Leading blocks that two prompts have in common.
+    /// Returns the number of leading blocks that two prompts have in common.
     fn common(one: &Blocks, two: &Blocks) -> usize {
         one.hashes.iter().zip(&two.hashes).take_while(|(one, two)| one == two).count()
     }

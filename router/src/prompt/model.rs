@@ -1,10 +1,11 @@
-//! What makes tokens of text as one model's engine does: its tokenizer and chat template, and what
-//! was tokenised of growing conversations.
+//! One model's tokenizer and chat template, which make the tokens that its engine makes from text.
 //!
-//! - `tokens`: the model itself; `absent` in its place without the feature `text`.
-//! - `chat`: messages and tools as templates see them.
+//! It also remembers what it has tokenized of growing conversations.
+//!
+//! - `tokens`: the model itself; without the feature `text`, `absent` takes its place.
+//! - `chat`: messages and tools in the form that templates see.
 //! - `template`: a chat template, rendered as Hugging Face renders it.
-//! - `python`: values as Python writes them.
+//! - `python`: values in the form that Python writes.
 
 #[cfg(not(feature = "text"))]
 mod absent;
@@ -27,31 +28,32 @@ pub use self::absent::{Error, Model};
 pub use self::tokens::{Error, Model};
 use super::{Blocks, Route};
 
-/// The files of one model, as an agent hands them out.
+/// The files of one model, as an agent sends them.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Files {
-    /// `tokenizer.json`
+    /// `tokenizer.json`.
     pub tokenizer: Vec<u8>,
-    /// `tokenizer_config.json`, empty where there is none.
+    /// `tokenizer_config.json`; empty if there is none.
     pub config: Vec<u8>,
-    /// `chat_template.jinja`, where messages become a prompt by it.
+    /// `chat_template.jinja`; `None` if the engine doesn't make prompts from messages by a
+    /// template.
     pub template: Option<String>,
 }
 
-/// What a model is asked: the blocks of a request whose prompt is text or messages.
+/// A request whose prompt is text or messages, for which a model makes tokens.
 pub(super) struct Ask<'a> {
     pub(super) route: Route,
-    /// A member of the body, as JSON.
+    /// Returns a member of the body as JSON.
     pub(super) member: &'a dyn Fn(&str) -> Option<&'a str>,
     pub(super) scheme: Scheme<'a>,
     pub(super) tokens_max: u64,
-    /// Some templates show the date.
+    /// The current Unix time in seconds, as some templates show the date.
     pub(super) unix_s: u64,
 }
 
 impl fmt::Debug for Ask<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // Prompts are in no log.
+        // Prompts must not appear in a log.
         f.debug_struct("Ask").field("route", &self.route).finish_non_exhaustive()
     }
 }

@@ -1,18 +1,20 @@
-//! Text that stands for itself: four bytes of JSON as one token, which is about what a tokenizer
-//! makes of prose and code. A conversation that grows has its bytes before what was added, so its
-//! leading blocks stay what they were. It parses nothing: the JSON was checked before.
+//! Stands in for the tokens of a text: each four bytes of JSON count as one token.
+//!
+//! That is about what a tokenizer makes of prose and code. A growing conversation keeps the bytes
+//! before an addition, so its leading blocks stay the same. The JSON was validated before and isn't
+//! parsed here.
 
 use proto::block::{BlockHash, Chain};
 use xxhash_rust::xxh3::xxh3_64;
 
 const TOKEN_BYTES: usize = 4;
-/// Tokens handed to the chain at once.
+/// Number of tokens passed to the chain at once.
 const BATCH: usize = 256;
-/// What begins an image or a file written into a message.
+/// The beginning of an image or a file embedded in a message.
 const DATA: &str = "\"data:";
 
-/// Appends texts, of which the last may grow, up to `tokens_max` tokens; what is beyond doesn't
-/// count.
+/// Appends the texts to the chain, up to `tokens_max` tokens, and ignores the rest. The last text
+/// may grow later.
 pub(super) fn push(
     texts: &[&str],
     tokens_max: u64,
@@ -22,10 +24,10 @@ pub(super) fn push(
     let Some((last, before)) = texts.split_last() else { return };
     for text in before {
         push_one(text, tokens_max, chain, hashes);
-        // So that no end of one text can be the beginning of the next.
+        // The digest keeps the end of one text from being taken for the beginning of the next.
         push_bytes(&xxh3_64(text.as_bytes()).to_le_bytes(), tokens_max, chain, hashes);
     }
-    // More messages, or more text, take the place of what ends it.
+    // The trailing characters are left out, as further messages or text replace them.
     let grows = last.trim_end_matches([']', '"', ' ', '\t', '\n', '\r']);
     push_one(grows, tokens_max, chain, hashes);
 }
@@ -34,7 +36,7 @@ fn push_one(mut text: &str, tokens_max: u64, chain: &mut Chain, hashes: &mut Vec
     while let Some(at) = text.find(DATA) {
         push_bytes(&text.as_bytes()[..at], tokens_max, chain, hashes);
         let data = &text[at + 1..];
-        // No quote is escaped in a data URL; one that isn't closed ends the text.
+        // A data URL contains no escaped quotes. An unclosed one ends the text.
         let end = data.find('"').unwrap_or(data.len());
         let digest = xxh3_64(&data.as_bytes()[..end]).to_le_bytes();
         push_bytes(&digest, tokens_max, chain, hashes);
@@ -43,7 +45,7 @@ fn push_one(mut text: &str, tokens_max: u64, chain: &mut Chain, hashes: &mut Vec
     push_bytes(text.as_bytes(), tokens_max, chain, hashes);
 }
 
-/// Bytes beyond the last whole token are left out: a text that grows has others there.
+/// Appends whole tokens only. The last bytes are left out, as they change when the text grows.
 fn push_bytes(bytes: &[u8], tokens_max: u64, chain: &mut Chain, hashes: &mut Vec<BlockHash>) {
     let left = usize::try_from(tokens_max.saturating_sub(chain.tokens())).unwrap_or(usize::MAX);
     let (tokens, _) = bytes.as_chunks::<TOKEN_BYTES>();

@@ -1,18 +1,18 @@
-//! A router without the feature `text` makes no tokens of text: there is no model.
+//! Stands in for the model in a router without the feature `text`, which can't tokenize text.
 
 use super::{Ask, Blocks, Files};
 
-/// There is none.
+/// A model; without the feature `text` there can't be one.
 #[derive(Debug)]
 pub enum Model {}
 
-/// Why there is none.
+/// The router was built without the feature `text`.
 #[derive(Debug, thiserror::Error)]
-#[error("this router was built without the feature text")]
+#[error("this router was built without the feature \"text\"")]
 pub struct Error;
 
 impl Model {
-    /// Never.
+    /// Always fails.
     ///
     /// # Errors
     /// Always.
@@ -21,7 +21,7 @@ impl Model {
     }
 
     pub(in crate::prompt) fn blocks(&self, ask: &Ask<'_>) -> Option<Blocks> {
-        // What it would have to look at.
+        // Uses the fields that are otherwise unused without the feature.
         let _ = (ask.route, (ask.member)(""), ask.scheme, ask.tokens_max, ask.unix_s);
         match *self {}
     }

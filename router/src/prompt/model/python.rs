@@ -1,5 +1,4 @@
-//! Values as Python writes them: chat templates are written for Jinja, which prints as Python does,
-//! and for its `json.dumps`.
+//! Writes values as Python does, because chat templates expect Python's `str()` and `json.dumps`.
 
 use std::fmt::Write as _;
 
@@ -8,10 +7,10 @@ use minijinja::{
     value::{ValueKind, ValueKind as Kind},
 };
 
-/// Deeper values are none that a template prints.
+/// Greatest nesting depth that is written; templates print nothing deeper.
 const DEPTH_MAX: usize = 128;
 
-/// What `str()` makes of a value.
+/// Returns what `str(value)` returns in Python.
 pub(super) fn text(value: &Value) -> String {
     match value.kind() {
         Kind::Undefined => String::new(),
@@ -20,13 +19,13 @@ pub(super) fn text(value: &Value) -> String {
     }
 }
 
-/// What `json.dumps(value, ensure_ascii=False, indent=indent)` makes of a value; None where it
-/// raises.
+/// Returns what `json.dumps(value, ensure_ascii=False, indent=indent)` returns in Python, or `None`
+/// if it raises.
 pub(super) fn json(value: &Value, indent: Option<usize>) -> Option<String> {
     written(value, &Style { indent, ..Style::JSON })
 }
 
-/// How the two differ.
+/// The differences between `str()` and `json.dumps`.
 struct Style {
     none: &'static str,
     truth: [&'static str; 2],
@@ -113,8 +112,8 @@ fn list(
     Some(())
 }
 
-/// Whole numbers as they are; others by the shortest digits, as Python does, with an exponent where
-/// Python has one.
+/// Writes a number as Python does: integers as they are, floats by the shortest digits, with an
+/// exponent where Python uses one.
 fn number(value: &Value) -> String {
     if value.is_integer() {
         return value.to_string();

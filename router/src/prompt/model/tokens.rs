@@ -1,5 +1,7 @@
-//! One model: text in, routing blocks out. It holds the tokenizer, the template, where texts can be
-//! cut, and what was tokenised before; it knows nothing of requests but their members.
+//! One model, which makes routing blocks from text.
+//!
+//! It holds the tokenizer, the template, the marks at which texts can be cut, and what was
+//! tokenized before. Of requests it knows only their members.
 
 #[cfg(test)]
 mod tests;
@@ -12,51 +14,52 @@ use tokenizers::{AddedToken, Tokenizer};
 use super::{Ask, Blocks, Files, Route, chat::Request, template::Template};
 use crate::prompt::segments::{Segments, Walk, cut};
 
-/// Of what was tokenised, for one model: conversations of 200 million tokens in messages of 200.
+/// Memory for what was tokenized, per model: conversations of 200 million tokens in messages of
+/// 200.
 const SEGMENTS_BYTES_MAX: usize = 256 << 20;
-/// New text of one prompt, bytes: about a second's work. What follows isn't tokenised.
+/// New bytes tokenized per prompt, about a second's work. The text after them isn't tokenized.
 const NEW_BYTES_MAX: usize = 2 << 20;
-/// A text's bytes for each token, where it isn't tokenised.
+/// Estimated bytes per token of text that isn't tokenized.
 const TOKEN_BYTES: u64 = 4;
 /// Tokens with a role that templates and tokenizers know by name.
 const ROLES: [&str; 7] =
     ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
 
-/// Why a model's files are of no use.
+/// Why a model's files can't be used.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// Not what `tokenizers` reads.
+    /// The `tokenizers` crate can't read the tokenizer.
     #[error("the tokenizer can't be read: {0}")]
     Tokenizer(tokenizers::Error),
-    /// Not JSON.
+    /// The config isn't valid JSON.
     #[error("the tokenizer's config can't be read")]
     Config(#[source] serde_json::Error),
-    /// Not a template that can be rendered here.
+    /// The template can't be compiled.
     #[error("the chat template can't be read")]
     Template(#[source] minijinja::Error),
 }
 
-/// Makes tokens of text.
+/// Makes tokens from text.
 #[derive(Debug)]
 pub struct Model {
     tokenizer: Tokenizer,
     template: Option<Template>,
-    /// Where texts are cut.
+    /// Tokens before which texts are cut.
     marks: Vec<String>,
-    /// What stands before a text that is no chat.
+    /// Tokens that precede a text that isn't a chat.
     lead: Vec<u32>,
-    /// A leaf lock: for look-ups, not while anything is tokenised.
+    /// A leaf lock. Held for look-ups, not while text is tokenized.
     segments: Mutex<Segments>,
 }
 
 impl Model {
-    /// Reads a model's files. It may take seconds.
+    /// Reads a model's files. This may take seconds.
     ///
     /// # Errors
-    /// When they can't be read.
+    /// If the files can't be read.
     pub fn new(files: &Files) -> Result<Self, Error> {
         let mut tokenizer = Tokenizer::from_bytes(&files.tokenizer).map_err(Error::Tokenizer)?;
-        // The engine asks for neither, whatever the file says.
+        // The engine uses neither truncation nor padding, whatever the file says.
         tokenizer.with_truncation(None).map_err(Error::Tokenizer)?.with_padding(None);
         let config: Value = match &files.config[..] {
             [] => Value::Null,
@@ -78,14 +81,15 @@ impl Model {
         })
     }
 
-    /// A request's blocks. None: it becomes a prompt in another way than is known here, or it is
-    /// longer than the engine takes.
+    /// Makes a request's blocks. Returns `None` if the prompt can't be made as the engine makes it,
+    /// or is longer than the engine takes.
     pub(in crate::prompt) fn blocks(&self, ask: &Ask<'_>) -> Option<Blocks> {
         let (text, lead) = self.text(ask)?;
         self.text_blocks(&text, lead, ask)
     }
 
-    /// A request's token ids, all made anew. None: as for its blocks, or they are too many.
+    /// Makes a request's token ids, without reusing earlier results. Returns `None` if
+    /// [`Self::blocks`] does, or if the text is too long.
     pub(in crate::prompt) fn ids(&self, ask: &Ask<'_>) -> Option<Vec<u32>> {
         let (text, lead) = self.text(ask)?;
         if text.len() > NEW_BYTES_MAX {
@@ -98,7 +102,7 @@ impl Model {
         Some(ids)
     }
 
-    /// The text that a request's prompt is, and the tokens before it.
+    /// Returns the text of a request's prompt, and the tokens that precede it.
     fn text(&self, ask: &Ask<'_>) -> Option<(String, &[u32])> {
         match ask.route {
             Route::Generate | Route::Completions => {
@@ -122,11 +126,11 @@ impl Model {
     fn render(&self, request: &Request<'_>, unix_s: u64) -> Option<String> {
         let template = self.template.as_ref()?;
         let chat = request.read(template.takes_parts())?;
-        // As the engine does: some templates want a tool's function alone.
+        // Like the engine: if rendering fails, try again with each tool's bare function.
         template
             .render(&chat, unix_s)
             .or_else(|_| template.render(&chat.with_bare_tools(), unix_s))
-            .map_err(|error| tracing::debug!(%error, "a chat was not rendered"))
+            .map_err(|error| tracing::debug!(%error, "rendering a chat failed"))
             .ok()
     }
 
@@ -149,18 +153,18 @@ impl Model {
         }
         let tokens = walk.chain.tokens() + left_bytes / TOKEN_BYTES;
         let (block_tokens, hashes) = (ask.scheme.block_tokens, walk.hashes);
-        // The engine refuses what is longer, and leaves no KV of it.
+        // The engine refuses a longer prompt, which then leaves no KV.
         (tokens <= tokens_max).then_some(Blocks { tokens, block_tokens, hashes, exact: true })
     }
 }
 
-/// A token as configs write it: its text, or an object with it.
+/// Returns the text of a token in a config: the string itself or an object's `content`.
 fn content(token: &Value) -> Option<String> {
     let text = token.as_str().or_else(|| token.get("content")?.as_str())?;
     Some(text.to_owned()).filter(|text| !text.is_empty())
 }
 
-/// Adds the tokens that only the config has, as the engine's loader does: by id, then by role.
+/// Adds the tokens that only the config has, in the engine's order: by id, then by role.
 fn add_missing(
     tokenizer: &mut Tokenizer,
     config: &Value,
@@ -185,8 +189,7 @@ fn add_missing(
     Ok(())
 }
 
-/// What stands before every text: what the config says where it says anything, else what the
-/// tokenizer puts there.
+/// Returns the tokens that precede every text: by the config if it says so, else by the tokenizer.
 fn lead(
     tokenizer: &Tokenizer,
     config: &Value,
@@ -205,9 +208,10 @@ fn lead(
     Ok(whole[..at.unwrap_or(0)].to_vec())
 }
 
-/// Tokens at which a text can be cut: they are found wherever they are written, whatever is around
-/// them, and what is before them has the same tokens without them. Those that the template writes
-/// are enough.
+/// Returns the tokens at which a text can be cut.
+///
+/// The tokenizer finds such a token wherever it stands, whatever surrounds it, and the text before
+/// it has the same tokens with and without it. Only tokens that the template writes are used.
 fn marks(tokenizer: &Tokenizer, template: &str, roles: &[(&str, String)]) -> Vec<String> {
     let added = tokenizer.get_added_tokens_decoder();
     let begins_before = |mark: &str, other: &str| {
