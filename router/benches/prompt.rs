@@ -1,4 +1,4 @@
-//! From a body to its routing blocks: what a turn costs whose placement asks for them.
+//! Benchmarks of making routing blocks from a body, for turns whose placement needs them.
 
 use criterion::{BatchSize, Criterion, Throughput, criterion_group, criterion_main};
 use proto::{body::Object, load::EngineFacts};
@@ -20,7 +20,7 @@ fn facts() -> EngineFacts {
     }
 }
 
-/// As long as real ones: ids of a vocabulary of 150,000.
+/// A body with ids of realistic length, from a vocabulary of 150,000.
 fn ids_body() -> String {
     let ids = (0..TOKENS).map(|at| (at.wrapping_mul(2_654_435_761) >> 8) % 150_000);
     format!("{{\"input_ids\":{:?}}}", ids.collect::<Vec<u32>>())
@@ -58,7 +58,7 @@ fn blocks(c: &mut Criterion) {
     group.finish();
 }
 
-/// A conversation of some 100,000 tokens, whose turns before were asked for.
+/// Benchmarks turns of a conversation of about 100,000 tokens whose earlier turns were tokenized.
 #[cfg(feature = "text")]
 fn next_turn(c: &mut Criterion) {
     use std::cell::Cell;
@@ -87,7 +87,7 @@ fn next_turn(c: &mut Criterion) {
         prompt.blocks(Route::Chat, body.as_bytes(), &engine).expect("it is a chat")
     };
     let old = ask(&body(&messages));
-    assert!(old.exact, "it was tokenised");
+    assert!(old.exact, "the conversation was tokenized");
     let mut group = c.benchmark_group(format!("chat of {} tokens", old.tokens));
     let turn = Cell::new(1_000);
     group.bench_function("next turn", |b| {
@@ -107,7 +107,7 @@ fn next_turn(c: &mut Criterion) {
     group.bench_function("first turn", |b| {
         let next = || {
             turn.set(turn.get() + 1);
-            // Another beginning: nothing of it is known.
+            // Another first message, so that nothing of the prompt is cached.
             let first = message(turn.get(), words);
             body(&[&[first], &messages[1..]].concat())
         };

@@ -1,12 +1,14 @@
-//! Token ids out of a JSON array, straight into a chain: no list of them is made. It takes what is
-//! an array of token ids and nothing else, and says no more of the rest than that.
+//! Reads token ids from a JSON array straight into a chain, without a list of them.
+//!
+//! It accepts nothing but a flat array of token ids, and gives no details about other input.
 
 use proto::block::{BlockHash, Chain};
 
-/// Ids handed to the chain at once: four blocks, on the stack.
+/// Number of ids passed to the chain at once: four blocks, on the stack.
 const BATCH: usize = 256;
 
-/// What the hashes were made from is not a prompt of at most so many token ids.
+/// The input is not an array of at most `tokens_max` token ids. The chain and the hashes are
+/// invalid.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct NotIds;
 
@@ -37,14 +39,15 @@ pub(super) fn push(
     Ok(())
 }
 
-/// A token id and where it ends. The text is JSON already: no sign, no leading zero is looked for.
+/// Reads a token id. Returns it and where it ends. The text is valid JSON, so signs and leading
+/// zeros are not checked for.
 fn number(bytes: &[u8], mut at: usize) -> Option<(u32, usize)> {
     let start = at;
     let mut id = 0_u64;
     while let Some(digit) = bytes.get(at).map(|byte| byte.wrapping_sub(b'0')).filter(|&d| d < 10) {
         id = id * 10 + u64::from(digit);
         at += 1;
-        // Longer than any u32: it stops before it can overflow.
+        // Longer than any u32: return before the number can overflow.
         if at - start > 10 {
             return None;
         }
@@ -52,7 +55,7 @@ fn number(bytes: &[u8], mut at: usize) -> Option<(u32, usize)> {
     if at == start { None } else { Some((u32::try_from(id).ok()?, at)) }
 }
 
-/// Where the next id begins, or the end.
+/// Returns where the next id begins, or the end of the text.
 fn next(bytes: &[u8], mut at: usize) -> Option<usize> {
     let skip = |mut at: usize| {
         while bytes.get(at).is_some_and(u8::is_ascii_whitespace) {

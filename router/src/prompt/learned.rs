@@ -1,11 +1,13 @@
-//! Which worker was given which prompts: what to go by where no agent says what is resident. Pure;
-//! a guess by nature, because an engine evicts as it likes. Per worker it forgets what an engine
-//! would have to: beyond the pool's tokens, the end of what was used longest ago goes first.
+//! Remembers which prompts each worker was given, for agents that don't report resident blocks.
 //!
-//! A worker's prompts are kept as stretches of blocks, each a prompt's blocks beyond those that
-//! were known before; so a conversation has one stretch a turn, and its next turn costs a step for
-//! each.
-//! The answer to who has most of a prompt comes from an [`Index`] of its own.
+//! Pure. The result is a guess, because the engine evicts on its own. For each worker, this module
+//! forgets as an engine would: when the prompts exceed the pool's tokens, the end of the one unused
+//! for longest goes first.
+//!
+//! A worker's prompts are kept as stretches: consecutive blocks without a branch. A new prompt adds
+//! one stretch with the blocks that weren't known before. So a conversation has one stretch per
+//! turn, and its next turn takes one step per stretch. An [`Index`] of this module's own finds
+//! which worker has how much of a prompt.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -14,27 +16,27 @@ use proto::block::{BlockHash, Tier};
 use super::Blocks;
 use crate::overlap::{Index, Overlap};
 
-/// What all workers were given.
+/// The prompts that all workers were given.
 #[derive(Debug)]
 pub struct Learned {
     index: Index,
     workers: Vec<Worker>,
-    /// Counts placements: what is used later has a larger one.
+    /// Number of prompts given so far; serves as the time of use.
     now: u64,
 }
 
-/// What one worker was given: a tree whose edges are stretches.
+/// The prompts that one worker was given: a tree whose edges are stretches.
 #[derive(Debug, Default)]
 struct Worker {
     stretches: HashMap<Id, Stretch>,
     by_first: HashMap<BlockHash, Id>,
-    /// Those that no other follows, the longest unused first.
+    /// The stretches that no other follows, longest unused first.
     ends: BTreeSet<(u64, Id)>,
     tokens: u64,
     next: Id,
 }
 
-/// Never used twice in one worker's life.
+/// The id of a stretch, never reused for the same worker.
 type Id = u64;
 
 #[derive(Debug)]
@@ -42,27 +44,27 @@ struct Stretch {
     blocks: Box<[BlockHash]>,
     block_tokens: u64,
     before: Option<Id>,
-    /// Stretches that follow it.
+    /// Number of stretches that follow this one.
     after: u32,
     used: u64,
 }
 
 impl Learned {
-    /// Knows nothing yet. Its index holds about `bytes_max` bytes at most.
+    /// Creates an empty memory whose index holds about `bytes_max` bytes at most.
     #[must_use]
     pub fn new(bytes_max: usize) -> Self {
         Self { index: Index::new(bytes_max), workers: vec![], now: 0 }
     }
 
-    /// Leading blocks of a prompt on every worker.
+    /// Counts the leading blocks of a prompt that each worker was given.
     pub fn look_up(&self, chain: &[BlockHash], overlap: &mut Overlap) {
         self.index.look_up(chain, overlap);
     }
 
-    /// A worker with a pool of so many tokens was given a prompt.
+    /// Records that a worker with a pool of `pool_tokens` tokens was given a prompt.
     ///
     /// # Panics
-    /// When `worker` is not below [`crate::overlap::WORKERS_MAX`].
+    /// If `worker` is not below [`crate::overlap::WORKERS_MAX`].
     pub fn given(&mut self, worker: usize, pool_tokens: u64, prompt: &Blocks) {
         if self.workers.len() <= worker {
             self.workers.resize_with(worker + 1, Worker::default);
@@ -74,7 +76,8 @@ impl Learned {
         let of = &mut self.workers[worker];
         let (known, before) = of.walk(chain, self.now);
         if !chain.is_empty() {
-            // All of it: the index may have dropped what is known here, when its memory was short.
+            // Stores the whole chain, as the index may have dropped known blocks when memory was
+            // short.
             self.index.store(worker, Tier::Device, None, chain);
         }
         if known < chain.len() {
@@ -89,7 +92,7 @@ impl Learned {
         }
     }
 
-    /// A worker has nothing any more: it was lost, or its engine restarted.
+    /// Forgets all prompts of a worker that was lost or whose engine restarted.
     pub fn clear(&mut self, worker: usize) {
         if let Some(of) = self.workers.get_mut(worker) {
             *of = Worker::default();
@@ -97,16 +100,16 @@ impl Learned {
         }
     }
 
-    /// Tokens that a worker was given and that aren't forgotten.
+    /// Returns the number of tokens that a worker was given and that are not forgotten.
     #[must_use]
     pub fn tokens(&self, worker: usize) -> u64 {
         self.workers.get(worker).map_or(0, |of| of.tokens)
     }
 
-    /// Walks everything: for tests.
+    /// Checks all workers and the index, for tests.
     ///
     /// # Panics
-    /// With what is wrong.
+    /// If an invariant is broken, with its description.
     pub fn check_invariants(&self) {
         self.index.check_invariants();
         self.workers.iter().for_each(Worker::check_invariants);
@@ -114,7 +117,8 @@ impl Learned {
 }
 
 impl Worker {
-    /// Renews what is known of a chain: how many of its blocks, and the stretch that ends there.
+    /// Marks the known part of a chain as used now. Returns its number of blocks and its last
+    /// stretch.
     fn walk(&mut self, chain: &[BlockHash], now: u64) -> (usize, Option<Id>) {
         let (mut known, mut last) = (0, None);
         while let Some(&id) = chain.get(known).and_then(|first| self.by_first.get(first)) {
@@ -135,7 +139,8 @@ impl Worker {
         (known, last)
     }
 
-    /// Parts a stretch, and says which is its first part. The second was used at `used`.
+    /// Splits a stretch after its first `blocks` blocks. Returns the first part's id. The second
+    /// part keeps `used` as its time of use.
     fn split(&mut self, id: Id, blocks: usize, used: u64) -> Id {
         let first_id = self.new_id();
         let second = self.stretches.get_mut(&id).expect("it was just found");
@@ -173,7 +178,7 @@ impl Worker {
         self.stretches.insert(id, stretch);
     }
 
-    /// Forgets the end that was unused longest, and says which blocks it had.
+    /// Removes the end that was unused for longest. Returns its blocks.
     fn remove_oldest(&mut self) -> Option<Box<[BlockHash]>> {
         let (_, id) = self.ends.pop_first()?;
         let gone = self.stretches.remove(&id).expect("an end is a stretch");
@@ -201,9 +206,9 @@ impl Worker {
         for (id, stretch) in &self.stretches {
             assert_eq!(self.by_first[&stretch.blocks[0]], *id);
             let is_end = self.ends.contains(&(stretch.used, *id));
-            assert_eq!(is_end, stretch.after == 0, "ends are those that nothing follows");
+            assert_eq!(is_end, stretch.after == 0, "ends are the stretches that none follows");
             if let Some(before) = stretch.before {
-                assert!(self.stretches[&before].used >= stretch.used, "used with what follows");
+                assert!(self.stretches[&before].used >= stretch.used, "used with its followers");
                 *after.entry(before).or_default() += 1;
             }
         }
@@ -267,8 +272,8 @@ mod tests {
     }
 
     proptest! {
-        /// What is known of a worker is a tree of prompts that were given, within the pool, and
-        /// the prompt given last is known whole.
+        /// A worker's known prompts are prefixes of given ones and fit into its pool, and the
+        /// prompt given last is known as far as it fits.
         #[test]
         fn no_worker_has_more_than_its_pool_or_what_it_was_not_given(
             prompts in prop::collection::vec(

@@ -1,23 +1,25 @@
-//! Prompts that grow cost only what is new: a text is cut where its tokens don't depend on what is
-//! on the other side, and what was hashed up to a cut is remembered by all the text before it.
-//! Pure; how text becomes tokens is the caller's.
+//! Caches the hashes of text segments, so that a growing prompt costs only its new text. Pure.
+//!
+//! A text is cut where its tokens don't depend on the text on the other side. The hashes up to a
+//! cut are stored under a key made of all the text before the cut. The caller makes tokens from
+//! text.
 
 use std::collections::{HashMap, VecDeque};
 
 use proto::block::{BlockHash, Chain};
 use xxhash_rust::xxh3::xxh3_128;
 
-/// What an entry costs beside its hashes: itself, its places in the map and in the queue.
+/// Bytes per entry besides its hashes: the entry and its places in the map and in the queue.
 const ENTRY_BYTES: usize = 192;
 
-/// Stands for everything up to a cut.
+/// Identifies all the text up to a cut.
 type Key = u128;
 
-/// What is remembered, the longest unused forgotten first.
+/// The cached segments. Those unused for longest are removed first.
 #[derive(Debug)]
 pub(super) struct Segments {
     entries: HashMap<Key, Entry>,
-    /// Each entry once, with what `used` was when it got there.
+    /// Each entry once, with its value of `used` at the time it was queued.
     queue: VecDeque<(u64, Key)>,
     bytes: usize,
     bytes_max: usize,
@@ -26,9 +28,9 @@ pub(super) struct Segments {
 
 #[derive(Debug)]
 struct Entry {
-    /// After this segment.
+    /// The state of the chain after this segment.
     chain: Chain,
-    /// Blocks that became full in it.
+    /// The blocks that became full in this segment.
     hashes: Box<[BlockHash]>,
     used: u64,
 }
@@ -42,7 +44,7 @@ pub(super) struct Walk {
 }
 
 impl Walk {
-    /// At a prompt's beginning; `chain` may have tokens that stand before every text.
+    /// Starts at a prompt's beginning. `chain` may already hold the tokens that precede every text.
     pub(super) fn new(chain: Chain, hashes: Vec<BlockHash>) -> Self {
         let root = [chain.last().0, chain.tokens(), chain.sum()].map(u64::to_le_bytes);
         Self { key: xxh3_128(root.as_flattened()), chain, hashes }
@@ -59,7 +61,7 @@ impl Segments {
         Self { entries: HashMap::new(), queue: VecDeque::new(), bytes: 0, bytes_max, now: 0 }
     }
 
-    /// Goes on over the segments that are known, and says how many they are.
+    /// Advances the walk over the segments that are cached. Returns their number.
     pub(super) fn follow(&mut self, walk: &mut Walk, segments: &[&str]) -> usize {
         self.now += 1;
         for (at, segment) in segments.iter().enumerate() {
@@ -73,7 +75,7 @@ impl Segments {
         segments.len()
     }
 
-    /// Remembers that a segment follows what was walked, and has these tokens.
+    /// Advances the walk over a segment with these tokens, and caches the segment.
     pub(super) fn learn(&mut self, walk: &mut Walk, segment: &str, tokens: &[u32]) {
         let known = walk.hashes.len();
         walk.key = walk.key_after(segment);
@@ -115,14 +117,14 @@ impl Entry {
     }
 }
 
-/// Cuts a text before each of `marks`. None of them is empty, and none lies in another.
+/// Cuts a text before each of `marks`. No mark may be empty or lie within another.
 pub(super) fn cut<'a>(text: &'a str, marks: &[String]) -> Vec<&'a str> {
     let mut firsts: Vec<char> = marks.iter().filter_map(|mark| mark.chars().next()).collect();
     firsts.sort_unstable();
     firsts.dedup();
     let find = |from: usize| match firsts[..] {
         [] => None,
-        // One character is found by far the fastest.
+        // Searching for a single character is by far the fastest.
         [one] => text[from..].find(one),
         _ => text[from..].find(&firsts[..]),
     };
@@ -177,7 +179,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever was asked and forgotten before, a prompt's blocks are those of its tokens.
+        /// Whatever is cached, a prompt's blocks are those of its tokens.
         #[test]
         fn blocks_are_those_of_the_whole_text(
             texts in prop::collection::vec("(<a>[xy]{0,90}){0,6}", 1..30),

@@ -1,11 +1,12 @@
-//! Messages and tools of a request, as SGLang hands them to a template: the members it knows, in
-//! its order, with what its reader adds. What it would treat in a way of its own is refused here:
-//! then the chat isn't tokenised.
+//! Reads a request's messages and tools into the form that SGLang passes to a template.
+//!
+//! That form has the members that SGLang knows, in its order, with what its reader adds. Requests
+//! that SGLang would treat in a special way are refused here; then the chat isn't tokenized.
 
 use minijinja::Value;
 use serde::Deserialize;
 
-/// Values of a request that its template's call has for itself.
+/// Names that the template call sets itself, so that a request must not set them.
 const RESERVED: [&str; 9] = [
     super::template::NOW,
     "messages",
@@ -18,7 +19,7 @@ const RESERVED: [&str; 9] = [
     "return_dict",
 ];
 
-/// The members of a body that make its chat, as JSON.
+/// The members of a body that make up its chat, as JSON.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Request<'a> {
     pub(super) messages: &'a str,
@@ -28,7 +29,7 @@ pub(super) struct Request<'a> {
     pub(super) reasoning_effort: Option<&'a str>,
 }
 
-/// What a template is rendered with.
+/// The input of a template.
 #[derive(Debug)]
 pub(super) struct Chat {
     messages: Vec<Value>,
@@ -51,7 +52,7 @@ struct Message {
     reasoning_content: Option<String>,
     #[serde(default)]
     tool_calls: Option<Vec<ToolCall>>,
-    /// Not as any other: refused.
+    /// Messages with tools of their own are not supported here.
     #[serde(default)]
     tools: Option<Value>,
     #[serde(default)]
@@ -99,7 +100,8 @@ struct Tool {
 }
 
 impl Request<'_> {
-    /// None: not as SGLang takes it, or in a way that isn't followed here.
+    /// Reads the request. Returns `None` if SGLang would refuse it, or treats it in a way not
+    /// supported here.
     pub(super) fn read(&self, takes_parts: bool) -> Option<Chat> {
         let messages: Vec<Message> = serde_json::from_str(self.messages).ok()?;
         let count = messages.len();
@@ -110,7 +112,7 @@ impl Request<'_> {
         Some(Chat { messages, tools: self.tools()?, values: self.values()? })
     }
 
-    /// Some(None): the template sees none.
+    /// Returns the tools that the template sees; `Some(None)` if it sees none.
     fn tools(&self) -> Option<Option<Vec<Value>>> {
         let Some(tools) = self.tools else { return Some(None) };
         let choice: Value = match self.tool_choice {
@@ -131,7 +133,7 @@ impl Request<'_> {
         tools.map(|tools| Some(tools).filter(|tools| !tools.is_empty()))
     }
 
-    /// What the request adds to the template's variables.
+    /// Returns the variables that the request adds to the template's.
     fn values(&self) -> Option<Vec<(String, Value)>> {
         let mut values = vec![];
         let effort: Option<Value> =
@@ -153,7 +155,7 @@ impl Request<'_> {
             .or(effort);
         if let Some(effort) = effort {
             let thinks = effort.as_str() != Some("none");
-            // Only the request's own effort says whether to think; values have the last word.
+            // Only the request's own effort sets whether to think; explicit values take precedence.
             if self.reasoning_effort.is_some() {
                 for name in ["thinking", "enable_thinking"] {
                     if !values.iter().any(|(known, _)| known == name) {
@@ -181,7 +183,7 @@ impl Chat {
         self.values.iter().cloned()
     }
 
-    /// Tools without what is around their function.
+    /// Returns the chat with each tool's function in place of the tool.
     pub(super) fn with_bare_tools(&self) -> Self {
         let bare = |tool: &Value| tool.get_attr("function").unwrap_or_default();
         Self {
@@ -206,7 +208,7 @@ impl Message {
             Some(Content::Text(text)) => Value::from(text),
             Some(Content::Parts(parts)) => {
                 let texts: Option<Vec<String>> = parts.into_iter().map(Part::text).collect();
-                // A tool's parts are one text in any template.
+                // The parts of a tool's message are joined to one text for every template.
                 if takes_parts && role != "tool" {
                     texts?.into_iter().map(part).collect()
                 } else {
@@ -215,7 +217,7 @@ impl Message {
             }
         };
         if is_last && role == "assistant" && !parts {
-            // The engine lets nobody speak for the assistant last.
+            // SGLang presents an assistant message at the end as the user's.
             return Some(map([("role", Value::from("user")), ("content", content)]));
         }
         let mut members = vec![("role", Value::from(role))];
@@ -248,7 +250,7 @@ impl Message {
 }
 
 impl Part {
-    /// None: an image, or anything else that isn't text.
+    /// Returns the part's text; `None` for an image or anything else that isn't text.
     fn text(self) -> Option<String> {
         if self.kind == "text" { self.text } else { None }
     }
@@ -261,7 +263,7 @@ fn part(text: String) -> Value {
 impl ToolCall {
     fn value(self, of_assistant: bool) -> Option<Value> {
         let arguments = match self.function.arguments {
-            // Templates get them as what they say.
+            // SGLang parses the arguments of an assistant's call, so that templates see an object.
             Some(text) if of_assistant && text.as_str().is_some() => {
                 let read: Value = serde_json::from_str(text.as_str()?).ok()?;
                 (read.kind() == minijinja::value::ValueKind::Map).then_some(read)?
@@ -279,7 +281,7 @@ impl ToolCall {
 }
 
 impl Tool {
-    /// With what SGLang's reader adds to a tool, where it adds it.
+    /// Returns the tool with the members that SGLang's reader adds.
     fn value(self) -> Option<Value> {
         let known = ["description", "name", "parameters", "strict", "defer_loading"];
         let always = ["description", "name", "parameters"];

@@ -1,6 +1,8 @@
-//! A chat template, rendered as Hugging Face's `apply_chat_template` does: Jinja with trimmed
-//! blocks, loop controls, Python's methods and ways of printing, and three helpers. The template is
-//! the model's, so it is trusted to end, but not with any message: its steps have a bound.
+//! A chat template, rendered as Hugging Face's `apply_chat_template` renders it.
+//!
+//! That is Jinja with trimmed blocks, loop controls, Python's methods and number formats, and three
+//! helper functions. The template comes with the model, but with some messages it might not end, so
+//! its steps are bounded.
 
 use minijinja::{
     Environment, Error, ErrorKind, State, UndefinedBehavior, Value, syntax::SyntaxConfig,
@@ -10,12 +12,12 @@ use minijinja_contrib::pycompat::unknown_method_callback;
 
 use super::{chat::Chat, python};
 
-/// Steps of one rendering: a conversation of a thousand messages takes some 100,000.
+/// Maximum number of steps in one rendering. A conversation of a thousand messages takes 100,000.
 const STEPS_MAX: u64 = 2_000_000;
 const NAME: &str = "chat";
-/// Where helpers find the time.
+/// Name of the variable that holds the time for the helpers.
 pub(super) const NOW: &str = "berth_unix_s";
-/// The end of the year 9999.
+/// The end of the year 9999, in Unix seconds.
 const NOW_MAX: u64 = 253_402_300_799;
 const SECONDS_PER_DAY: u64 = 86_400;
 const MONTHS: [&str; 12] = [
@@ -33,7 +35,7 @@ const MONTHS: [&str; 12] = [
     "December",
 ];
 
-/// One model's.
+/// The chat template of one model.
 #[derive(Debug)]
 pub(super) struct Template {
     environment: Environment<'static>,
@@ -68,7 +70,8 @@ impl Template {
         })
     }
 
-    /// Whether a message's parts reach the template as parts; else their text as one string.
+    /// Whether the template gets a message's parts as a list. If not, it gets their text as one
+    /// string.
     pub(super) fn takes_parts(&self) -> bool {
         self.takes_parts
     }
@@ -82,14 +85,15 @@ impl Template {
             (NOW, Value::from(unix_s)),
         ];
         let given = given.into_iter().map(|(name, value)| (name.to_owned(), value));
-        // What the request says comes last, as in Python's call.
+        // The request's values come last and take precedence, as in Python's call.
         let all = self.roles.iter().cloned().chain(given).chain(chat.values());
         let context = Value::from_pairs(all);
         self.environment.get_template(NAME)?.render(context)
     }
 }
 
-/// SGLang decides by the template's text: one that loops over a message's content gets parts.
+/// Whether the template takes parts. SGLang decides that by its text: it does if it loops over a
+/// message's content.
 fn takes_parts(source: &str) -> bool {
     const MEDIA: [&str; 4] = ["image", "audio", "video", "vision"];
     if MEDIA.iter().any(|word| source.contains(word)) {
@@ -111,7 +115,8 @@ fn takes_parts(source: &str) -> bool {
     })
 }
 
-/// Training marks what an assistant said by a block of its own, which prints what is in it.
+/// Replaces `{% generation %}` blocks, which mark the assistant's text for training and print their
+/// content unchanged.
 fn without_generation(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;
@@ -135,7 +140,7 @@ fn tojson(value: &Value, options: Kwargs) -> Result<String, Error> {
     let indent: Option<usize> = options.get("indent")?;
     let ascii: Option<bool> = options.get("ensure_ascii")?;
     options.assert_all_used()?;
-    let unsupported = || Error::new(ErrorKind::InvalidOperation, "not as json.dumps writes it");
+    let unsupported = || Error::new(ErrorKind::InvalidOperation, "unsupported tojson argument");
     if ascii == Some(true) {
         return Err(unsupported());
     }
@@ -146,10 +151,10 @@ fn raise_exception(message: &Value) -> Result<Value, Error> {
     Err(Error::new(ErrorKind::InvalidOperation, python::text(message)))
 }
 
-/// The date as the engine has it, if both clocks are set to UTC.
+/// Returns the date. It is the engine's date if both clocks are set to UTC.
 fn strftime_now(state: &State<'_, '_>, format: &str) -> Result<String, Error> {
     let now = state.lookup(NOW).and_then(|now| u64::try_from(now).ok()).unwrap_or_default();
-    // A template may have set it: counting years up to it must end.
+    // The template may have changed the time; the bound limits the loop over the years.
     let now = now.min(NOW_MAX);
     let (days, seconds) = (now / SECONDS_PER_DAY, now % SECONDS_PER_DAY);
     let (year, month, day) = date(days);
@@ -171,13 +176,13 @@ fn strftime_now(state: &State<'_, '_>, format: &str) -> Result<String, Error> {
             Some('M') => format!("{:02}", seconds / 60 % 60),
             Some('S') => format!("{:02}", seconds % 60),
             Some('%') => "%".to_owned(),
-            _ => return Err(Error::new(ErrorKind::InvalidOperation, "a date of another form")),
+            _ => return Err(Error::new(ErrorKind::InvalidOperation, "unsupported date format")),
         });
     }
     Ok(out)
 }
 
-/// Year, month from 0 and day from 1, of a day since 1970.
+/// Returns the year, the month from 0, and the day from 1, of a number of days since 1970.
 fn date(mut days: u64) -> (u64, usize, u64) {
     let leap = |year: u64| {
         year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400))

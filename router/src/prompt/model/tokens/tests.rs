@@ -1,4 +1,4 @@
-//! Held to what SGLang makes of the same requests (`tests/sglang/prompts.py` wrote it down).
+//! Compares prompts with those that SGLang makes, recorded by `tests/sglang/prompts.py`.
 
 use proptest::prelude::*;
 use proto::{
@@ -50,7 +50,7 @@ fn facts(context_tokens: u32) -> EngineFacts {
     }
 }
 
-/// The ids that a router hands to an agent.
+/// Returns the token ids that a router sends to an agent.
 fn ids(model: &Model, route: Route, body: &str) -> Option<Vec<u32>> {
     let facts = facts(100_000);
     let engine = Engine::of(&facts).unwrap().with(model, 0);
@@ -58,7 +58,7 @@ fn ids(model: &Model, route: Route, body: &str) -> Option<Vec<u32>> {
     prompt.ids(route, body.as_bytes(), &engine)
 }
 
-/// What a router makes of a body.
+/// Returns the blocks that a router makes of a body.
 fn blocks(model: &Model, route: Route, body: &str) -> Option<Blocks> {
     let facts = facts(100_000);
     let engine = Engine::of(&facts).unwrap().with(model, 0);
@@ -73,7 +73,7 @@ fn of_ids(ids: &[u32]) -> Blocks {
     Blocks { tokens: chain.tokens(), block_tokens: scheme.block_tokens, hashes, exact: true }
 }
 
-/// What is tokenised, for a message that shows it.
+/// Returns the text that is tokenized, for a failure message.
 fn rendered(model: &Model, body: &str) -> Option<String> {
     let body = Object::parse(body.as_bytes()).unwrap();
     let get = |key| body.get(key).map(RawValue::get);
@@ -104,11 +104,11 @@ fn prompts_are_those_that_sglang_makes() {
             let want = ids.as_ref().map(|ids| model.tokenizer.decode(ids, false).unwrap());
             wrong.push(format!("{case}\n{want:?}\n{:?}", rendered(&model, body.get())));
         }
-        // The ids themselves too: an agent has the engine compute them.
+        // The ids must be right too, as an agent has the engine compute them.
         assert_eq!(self::ids(&model, route, body.get()), *ids, "{case}");
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n\n"));
-    assert!(cases.len() > 40, "the truth is there");
+    assert!(cases.len() > 40, "prompts.json has all cases");
 }
 
 const CHATML: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n\
@@ -166,7 +166,7 @@ fn a_template_that_never_ends_is_stopped() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// Cut and remembered or not, a conversation has the tokens of its whole text.
+    /// With or without cuts and cached segments, a conversation has the tokens of its whole text.
     #[test]
     fn a_conversation_s_tokens_are_those_of_its_whole_text(
         texts in prop::collection::vec("([a-z é漢']|<\\|im_end\\|>|<think>|<|\n){0,40}", 1..12),
