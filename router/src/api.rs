@@ -24,7 +24,7 @@ use crate::{
 
 type Desk = State<Arc<Shared>>;
 
-/// All routes.
+/// Builds the router of all routes.
 pub(crate) fn app(shared: Arc<Shared>) -> Router {
     let turns = post(|State(shared): Desk, request: Request| serve(shared, Kind::Turn, request));
     let plain = post(|State(shared): Desk, request: Request| serve(shared, Kind::Plain, request));
@@ -56,7 +56,7 @@ async fn serve(shared: Arc<Shared>, kind: Kind, request: Request) -> Response {
     conclude(&shared, answer)
 }
 
-/// Refusals are counted here and nowhere else.
+/// Counts and logs refusals; the only place that does.
 fn conclude(shared: &Shared, answer: Result<Response, Refusal>) -> Response {
     answer.unwrap_or_else(|refusal| {
         shared.metrics.refused(refusal.code);
@@ -71,7 +71,7 @@ async fn unknown_route(State(shared): Desk) -> Response {
 }
 
 async fn wrong_method(State(shared): Desk) -> Response {
-    let message = "this route has other methods; see the API reference";
+    let message = "this route doesn't support this method; see the API reference";
     let refusal = Refusal::new(StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed", message);
     conclude(&shared, Err(refusal))
 }

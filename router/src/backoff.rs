@@ -1,13 +1,14 @@
-//! How long an agent is left alone before it is dialled again. It doesn't know why it was.
+//! The pause before an agent is connected to again.
 
 use std::time::Duration;
 
-/// First rest after a failure: an agent's restart takes about a second.
+/// First pause after a failure: an agent's restart takes about a second.
 const REST_MIN: Duration = Duration::from_millis(100);
-/// Longest rest: a thousand routers' dials stay cheap, and a returned agent waits not long.
+/// Longest pause. The connection attempts of a thousand routers stay cheap, and an agent that is
+/// back soon gets a connection.
 const REST_MAX: Duration = Duration::from_secs(3);
 
-/// Rests that double until something went well.
+/// Pauses that double until [`Self::reset`].
 #[derive(Debug)]
 pub(crate) struct Backoff {
     next: Duration,
@@ -20,12 +21,12 @@ impl Default for Backoff {
 }
 
 impl Backoff {
-    /// It went well: the next rest is a short one.
+    /// Makes the next pause the shortest again, after a success.
     pub(crate) fn reset(&mut self) {
         self.next = REST_MIN;
     }
 
-    /// Between half and all of what is due, so that routers do not dial in step.
+    /// Waits for half to all of the pause, at random, so that routers don't connect in step.
     pub(crate) async fn rest(&mut self) {
         tokio::time::sleep(self.next.mul_f64(0.5 + fastrand::f64() / 2.0)).await;
         self.next = (self.next * 2).min(REST_MAX);

@@ -1,6 +1,8 @@
-//! A turn's blocks, and how many of them each worker has: by the agents' word where they say it,
-//! else by what the worker was given before. It joins `prompt`, `models`, `kv` and what was
-//! learned; placement makes a cost of it.
+//! Finds a turn's blocks and how many of them each worker has.
+//!
+//! The counts are those that agents report. For workers whose agent reports none, they are what
+//! this router gave the worker before. This module combines `prompt`, `models`, `kv` and the
+//! learned prompts; placement turns the counts into costs.
 
 use std::{collections::HashMap, sync::Arc};
 
@@ -18,11 +20,11 @@ use crate::{
     view::{ClusterView, WorkerRef},
 };
 
-/// What is learned may take this part of the memory that the index of told blocks has: it holds
-/// what this router has sent, not all that is resident.
+/// Divisor for the memory of learned blocks, compared with the index of reported blocks. They are
+/// only the blocks that this router has sent, not all resident ones.
 const LEARNED_PARTS: usize = 4;
 
-/// A turn's blocks, and who has how many of them.
+/// A turn's blocks and how many of them each worker has.
 #[derive(Debug)]
 pub(crate) struct TurnBlocks {
     blocks: Blocks,
@@ -30,7 +32,7 @@ pub(crate) struct TurnBlocks {
 }
 
 impl TurnBlocks {
-    /// As placement takes it.
+    /// Returns the prompt in the form that placement takes.
     pub(crate) fn prompt(&self) -> placement::Prompt<'_> {
         placement::Prompt {
             tokens: self.blocks.tokens,
@@ -40,7 +42,7 @@ impl TurnBlocks {
     }
 }
 
-/// All that is known of who has which blocks.
+/// Knows which worker has which blocks, as far as that is reported or learned.
 #[derive(Debug)]
 pub(crate) struct Whereabouts {
     told: Arc<Residency>,
@@ -49,41 +51,43 @@ pub(crate) struct Whereabouts {
     given: Mutex<Given>,
 }
 
-/// What workers were given by this router.
+/// The prompts that this router gave to workers.
 #[derive(Debug)]
 struct Given {
     learned: Learned,
-    /// The engine process that was given it; another one has nothing.
+    /// By worker number: the engine process that got the prompts. A restarted engine has none of
+    /// them.
     engines: HashMap<usize, String>,
 }
 
 impl Whereabouts {
-    /// What agents tell, and nothing learned yet.
+    /// Creates it with the reported blocks, and nothing learned yet.
     pub(crate) fn new(told: Arc<Residency>, models: Arc<Models>, bytes_max: usize) -> Self {
         let given =
             Given { learned: Learned::new(bytes_max / LEARNED_PARTS), engines: HashMap::new() };
         Self { told, models, given: Mutex::new(given) }
     }
 
-    /// Whether the worker's agent says what is resident there.
+    /// Whether the worker's agent reports all resident blocks.
     pub(crate) fn is_told(&self, worker: WorkerRef) -> bool {
         worker.number().is_some_and(|number| self.told.is_live(number))
     }
 
-    /// Whether what a worker has of the blocks is known, so that none means none.
+    /// Whether it is known which of the turn's blocks the worker has, so that a count of 0 means
+    /// none.
     pub(crate) fn counts(&self, turn: &TurnBlocks, worker: WorkerRef) -> bool {
         let Some(number) = worker.number() else { return false };
         self.is_told_of(turn, worker) || turn.overlap.device(number) > 0
     }
 
-    /// Whether the worker's agent names the turn's blocks as they are named here.
+    /// Whether the worker's agent reports blocks under the same hashes as the turn's.
     fn is_told_of(&self, turn: &TurnBlocks, worker: WorkerRef) -> bool {
         let block_tokens = turn.blocks.block_tokens.get();
         turn.blocks.exact && self.told.of(worker).phase == Phase::Live { block_tokens }
     }
 
-    /// Leading tokens of the turn's prompt that the worker is told to have; none where nobody
-    /// tells, so that it isn't known what it has to compute.
+    /// Returns the leading prompt tokens that the worker has by its agent's report. `None` if the
+    /// agent doesn't report them, so that it is unknown what the worker must compute.
     pub(crate) fn told_tokens(&self, turn: &TurnBlocks, worker: WorkerRef) -> Option<u64> {
         let number = worker.number().filter(|_| self.is_told_of(turn, worker))?;
         let Blocks { tokens, block_tokens, .. } = turn.blocks;
@@ -91,8 +95,10 @@ impl Whereabouts {
         Some((blocks * u64::from(block_tokens.get())).min(tokens))
     }
 
-    /// The token ids of a placed turn's prompt, where they are the engine's own for sure. None:
-    /// they aren't, or can't be told soon, or the engine keeps their KV apart by more than them.
+    /// Returns the token ids of a placed turn's prompt, if they are certainly the engine's own.
+    ///
+    /// Returns `None` if they aren't, if making them takes too long, or if the engine keeps the
+    /// prompt's KV apart by anything else.
     pub(crate) async fn ids(
         &self,
         turn: &Turn,
@@ -102,7 +108,7 @@ impl Whereabouts {
         description: &Description,
     ) -> Option<Vec<u32>> {
         let route = Route::of(path)?;
-        // Of text its tokens may be others there, until some engine has told a block of them.
+        // The engine may tokenize text differently, unless an agent has reported a block of it.
         if turn.prompt.is_text(route, body) && !self.has_told(&blocks.blocks) {
             return None;
         }
@@ -111,15 +117,15 @@ impl Whereabouts {
         is_same.then_some(ids)
     }
 
-    /// Whether any engine has the first of these blocks by its agent's word.
+    /// Whether any agent has reported the first of these blocks.
     fn has_told(&self, blocks: &Blocks) -> bool {
         let mut overlap = Overlap::default();
         self.told.look_up(&blocks.hashes[..blocks.hashes.len().min(1)], &mut overlap);
         overlap.is_found()
     }
 
-    /// The turn's blocks, and who has them. None: it has no prompt that blocks can be made of, or
-    /// no engine is known yet.
+    /// Makes the turn's blocks and counts them on each worker. Returns `None` if its prompt has no
+    /// blocks or no engine is known yet.
     pub(crate) async fn of(
         &self,
         turn: &Turn,
@@ -135,7 +141,8 @@ impl Whereabouts {
             })
         };
         let serving = || view.workers().filter(|(_, _, of)| serves(&of.description.engine.models));
-        // Engines of one model have pages of one size, or their blocks are not compared.
+        // Uses one engine's page size for all: engines of one model should have the same, and
+        // blocks of another size are not compared.
         let (_, _, facts) = serving()
             .find(|(_, agent, of)| agent.is_up() && of.description.model_files.is_some())
             .or_else(|| serving().next())
@@ -148,7 +155,7 @@ impl Whereabouts {
 
     fn overlap(&self, blocks: &Blocks, view: &ClusterView) -> Overlap {
         let mut overlap = Overlap::default();
-        // Blocks that aren't exact have names of this router's own.
+        // The hashes of inexact blocks have a meaning only within this router.
         let is_told = |number| blocks.exact && self.told.is_live(number);
         if blocks.exact {
             self.told.look_up(&blocks.hashes, &mut overlap);
@@ -162,11 +169,11 @@ impl Whereabouts {
         overlap
     }
 
-    /// A worker has taken the turn, and will have its blocks.
+    /// Records that a worker has taken the turn, so that it will have the turn's blocks.
     pub(crate) fn taken(&self, turn: &TurnBlocks, worker: WorkerRef, view: &ClusterView) {
         let Some(number) = worker.number() else { return };
         if turn.blocks.exact && self.told.is_live(number) {
-            // Its agent will say so.
+            // The worker's agent will report the blocks.
             return;
         }
         let Some(facts) = view.agent(worker).facts.as_ref() else { return };

@@ -1,5 +1,6 @@
-//! What is asked of one agent at its control port: opening, closing, its model's files. Translates,
-//! and bounds the wait; when to ask is others' business.
+//! Calls to one agent's control port: opening and closing sessions, and fetching model files.
+//!
+//! It translates requests and bounds the wait; callers decide when to call.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -16,15 +17,15 @@ use tonic::{
 
 use crate::prompt::model::Files;
 
-/// An engine opens a session in under 1 ms once it looks at its queue; a long prefill keeps it from
-/// looking for seconds.
+/// Longest time for a call. An engine opens a session in under 1 ms once it reads its queue, but a
+/// long prefill keeps it from reading for seconds.
 const CALL_MAX: Duration = Duration::from_secs(10);
 
-/// The client of one agent. Dials when first used, and again after a failure.
+/// The client of one agent. Connects at the first call, and again after a failure.
 #[derive(Debug, Clone)]
 pub(crate) struct Control(WorkerAgentClient<Channel>);
 
-/// What to open.
+/// A request to open a session.
 #[derive(Debug, Clone)]
 pub(crate) struct Opening {
     pub(crate) key: SessionKey,
@@ -37,7 +38,7 @@ impl Control {
         Self(WorkerAgentClient::new(endpoint.connect_lazy()))
     }
 
-    /// Opens the session on the rank, or learns of the one that is open.
+    /// Opens the session on the rank, or returns the one that is already open.
     pub(crate) async fn open(&self, opening: &Opening, dp_rank: u32) -> Result<Session, Status> {
         let request = v1::OpenSessionRequest {
             key: Some((&opening.key).into()),
@@ -48,21 +49,21 @@ impl Control {
         let mut client = self.0.clone();
         let answer = bounded(client.open_session(request)).await?.into_inner();
         Session::try_from(answer)
-            .map_err(|error| Status::internal(format!("the agent answered nonsense: {error}")))
+            .map_err(|error| Status::internal(format!("the agent's answer is invalid: {error}")))
     }
 
-    /// Closes the session. Returns whether a running turn ends first.
+    /// Closes the session. Returns whether it closes only after a running turn.
     pub(crate) async fn close(&self, key: &SessionKey) -> Result<bool, Status> {
         let request = v1::CloseSessionRequest { key: Some(key.into()) };
         let mut client = self.0.clone();
         Ok(bounded(client.close_session(request)).await?.into_inner().deferred)
     }
 
-    /// Fetches the files that make tokens there, and checks that they are those.
+    /// Fetches the files of the agent's model, and checks their hash.
     pub(crate) async fn model_files(&self, named: ModelFiles) -> Result<Files, Status> {
-        let other = || Status::internal("not the files that were named; agent and router differ");
+        let other = || Status::internal("the files are not those that the agent described");
         if named.bytes > model::BYTES_MAX {
-            return Err(Status::out_of_range("more than a router takes"));
+            return Err(Status::out_of_range("the files are larger than the router's limit"));
         }
         let request = v1::FetchModelFilesRequest { hash: named.hash.to_vec() };
         let mut client = self.0.clone();

@@ -1,6 +1,8 @@
-//! One agent's event stream, checked: description first, then the whole session table, then
-//! reports and changes, all of one epoch and without a gap in the sequence. Pure. What breaks the
-//! order ends the stream, and a new one starts from the whole truth.
+//! Checks the order of events in one agent's load stream. Pure.
+//!
+//! The stream must begin with a description and the whole session table. Load reports and session
+//! changes follow. All events must have one epoch and consecutive numbers. An event that breaks
+//! these rules ends the stream. A new stream begins with a complete description and table.
 
 use proto::{
     id::SessionKey,
@@ -10,34 +12,34 @@ use proto::{
 
 use crate::view::Update;
 
-/// Why a stream can't be followed further.
+/// Why a stream can't be followed any further.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// An event is missing or came twice.
-    #[error("event {got} came where {want} was due")]
+    #[error("expected event {want} but received event {got}")]
     Gap {
-        /// The next number.
+        /// The expected number.
         want: u64,
-        /// The number that came.
+        /// The received number.
         got: u64,
     },
-    /// The agent behind the stream changed.
+    /// The agent process behind the stream changed.
     #[error("the epoch changed from {from} to {to}")]
     Epoch {
-        /// At the stream's start.
+        /// The epoch of the previous events.
         from: u64,
-        /// In this event.
+        /// The epoch of this event.
         to: u64,
     },
-    /// An event out of order.
+    /// An event that may not come at this point of the stream.
     #[error("{0}")]
     Order(&'static str),
-    /// A message that can't be true.
-    #[error("an event that can't be")]
+    /// An event that can't be decoded.
+    #[error("received an invalid event")]
     Nonsense(#[from] load::Error),
 }
 
-/// Where the stream is.
+/// The position in the stream.
 #[derive(Debug)]
 enum Phase {
     Start,
@@ -45,7 +47,7 @@ enum Phase {
     Live { ranks: usize },
 }
 
-/// The checker of one stream.
+/// Checks one stream.
 #[derive(Debug)]
 pub struct Follow {
     phase: Phase,
@@ -55,22 +57,23 @@ pub struct Follow {
 }
 
 impl Follow {
-    /// For a new stream, keeping at most that many sessions of its table.
+    /// Creates the checker for a new stream. Keeps one session more than `sessions_max` of its
+    /// table at most, so that the view notices the excess.
     #[must_use]
     pub fn new(sessions_max: usize) -> Self {
         Self { phase: Phase::Start, epoch: 0, next: 0, sessions_max }
     }
 
-    /// Whether the table was complete.
+    /// Whether the session table is complete.
     #[must_use]
     pub fn is_live(&self) -> bool {
         matches!(self.phase, Phase::Live { .. })
     }
 
-    /// Takes the next event. Returns what the view has to learn from it, if anything yet.
+    /// Checks the next event. Returns the update for the view, if the event completes one.
     ///
     /// # Errors
-    /// When the stream must be started anew.
+    /// If the event breaks the order, so that a new stream is needed.
     pub fn accept(&mut self, event: v1::LoadEvent) -> Result<Option<Update>, Error> {
         if event.sequence != self.next {
             return Err(Error::Gap { want: self.next, got: event.sequence });
@@ -96,12 +99,12 @@ impl Follow {
 
     fn table(&mut self, part: v1::SessionTable) -> Result<Option<Update>, Error> {
         let Phase::Table { description, sessions } = &mut self.phase else {
-            return Err(Error::Order("a session table out of order"));
+            return Err(Error::Order("received a session table out of order"));
         };
         let ranks = description.ranks.len();
         for wire in part.sessions {
             let session = session(wire, ranks)?;
-            // One beyond the bound is kept, so that the view notices and says so.
+            // One session beyond the bound is kept, so that the view notices the excess and warns.
             if sessions.len() <= self.sessions_max {
                 sessions.push(session);
             }
@@ -118,7 +121,7 @@ impl Follow {
 
     fn live(&mut self, event: v1::load_event::Event) -> Result<Update, Error> {
         let Phase::Live { ranks } = self.phase else {
-            return Err(Error::Order("an event before the session table"));
+            return Err(Error::Order("received an event before the session table"));
         };
         match event {
             v1::load_event::Event::Description(wire) => {
@@ -126,11 +129,11 @@ impl Follow {
                 self.phase = Phase::Live { ranks: description.ranks.len() };
                 Ok(Update::Described(description))
             }
-            v1::load_event::Event::Sessions(_) => Err(Error::Order("a second session table")),
+            v1::load_event::Event::Sessions(_) => Err(Error::Order("received two session tables")),
             v1::load_event::Event::Report(wire) => {
                 let report = LoadReport::try_from(wire)?;
                 if report.ranks.len() != ranks {
-                    return Err(Error::Order("a report of other ranks than described"));
+                    return Err(Error::Order("received a report with other ranks than described"));
                 }
                 Ok(Update::Report(report))
             }
@@ -159,7 +162,7 @@ impl Follow {
 fn session(wire: v1::Session, ranks: usize) -> Result<Session, Error> {
     let session = Session::try_from(wire)?;
     if session.dp_rank as usize >= ranks {
-        return Err(Error::Order("a session on a rank that was not described"));
+        return Err(Error::Order("received a session on a rank that was not described"));
     }
     Ok(session)
 }

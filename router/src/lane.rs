@@ -1,10 +1,11 @@
-//! The slow lane, from the router's side: a turn whose prompt would keep its worker for long has
-//! its tokens computed there in pieces first (see [`proto::lane`]). It is a favour to the turns
-//! behind it: whatever goes wrong with it, the turn is sent as it would have been.
+//! Staged prefill, the router's side: has long prompts computed in stages before their turns.
 //!
-//! Only what is known for sure goes there: token ids that are the engine's own, on a worker that
-//! says which blocks it has. Of text they are the engine's own if somebody's engine has told a
-//! block of it: then its tokens are made as it makes them.
+//! A long prompt would keep its worker busy for long, so the agent computes it in stages first (see
+//! [`proto::lane`]). This is for the benefit of other turns: if it fails, the turn is sent as
+//! usual.
+//!
+//! It is used only if the token ids are certainly the engine's own and the worker reports its
+//! blocks. Ids made from text are certain once an agent has reported a block of that text.
 
 use std::{
     sync::Arc,
@@ -26,11 +27,12 @@ use crate::{
     worker,
 };
 
-/// A turn that the lane has kept for so long is sent as it is: there are too many such, or the
-/// engine doesn't get on, and it has to be in some queue that bounds its wait.
+/// Longest time that a prompt is in staged prefill before its turn is sent anyway. Too many such
+/// prompts are queued then, or the engine is stuck, and the turn needs a queue that bounds its
+/// wait.
 const LANE_MAX: Duration = Duration::from_secs(60);
 
-/// Has what is long of a turn's prompt computed, and returns when the turn may be sent.
+/// Has a long prompt computed in stages. Returns when the turn may be sent.
 pub(crate) async fn run(
     shared: &Arc<Shared>,
     turn: &Turn,
@@ -47,7 +49,7 @@ pub(crate) async fn run(
     if let (Ok(left_tokens), Some(blocks)) = (laned, &decided.blocks) {
         decided.resident_tokens = Some(blocks.prompt().tokens.saturating_sub(left_tokens));
     }
-    // Its worker knew nothing of the turn while its session was closed there.
+    // While staged, the turn was unknown to its worker, where the session may have been closed.
     if let (Some(hold), Some(claim)) = (&decided.hold, &mut decided.claim) {
         claim.close |= hold.is_closing();
     }
@@ -58,9 +60,9 @@ pub(crate) async fn run(
     });
 }
 
-/// A prompt of which its worker has more than a piece to compute.
+/// A prompt of which the worker has to compute more than one stage.
 struct Long {
-    /// What it has already.
+    /// Tokens that are already resident on the worker.
     resident_tokens: u64,
     piece_tokens: u64,
 }
@@ -68,8 +70,8 @@ struct Long {
 fn long(shared: &Shared, decided: &Decided) -> Option<Long> {
     let view = shared.view.load();
     let piece_tokens = view.roster().get(decided.worker)?.piece_tokens()?;
-    // What may come behind a turn that opens its session waits at the agent, and must not get there
-    // first.
+    // Turns behind a turn that opens its session wait at the agent. They must not reach the agent
+    // before it.
     let facts = view.agent(decided.worker).facts.as_ref()?;
     let opens = decided.claim.as_ref().is_some_and(|claim| claim.open);
     if opens && facts.description.turns_queued_per_session_max > 0 {
@@ -78,7 +80,7 @@ fn long(shared: &Shared, decided: &Decided) -> Option<Long> {
     let blocks = decided.blocks.as_ref()?;
     let resident_tokens = decided.resident_tokens?;
     let uncached_tokens = blocks.prompt().tokens - resident_tokens;
-    // What a session holds for itself alone is in nobody's blocks, and isn't to be computed.
+    // KV that is private to a session is in no reported block and needn't be computed.
     let is_placed_so = decided.lease.tokens() == uncached_tokens;
     (is_placed_so && uncached_tokens > piece_tokens)
         .then_some(Long { resident_tokens, piece_tokens })
@@ -97,7 +99,7 @@ async fn ids(
     shared.whereabouts.ids(turn, path, body, blocks, &facts.description).await
 }
 
-/// Answers how many tokens are left to the turn.
+/// Sends the ids to the agent. Returns how many tokens the turn itself still has to compute.
 async fn compute(
     shared: &Shared,
     outbound: &Outbound,
@@ -124,7 +126,7 @@ async fn compute(
     let laned = match tokio::time::timeout_at(limit.into(), answer).await {
         Ok(Ok(response)) => lane::left_tokens(response.headers()).ok_or(Laned::Refused),
         Ok(Err(error)) => {
-            debug!(worker = decided.name, error = worker::chain(&error), "slow lane");
+            debug!(worker = decided.name, error = worker::chain(&error), "staged prefill failed");
             Err(Laned::Failed)
         }
         Err(_) => Err(Laned::Late),
@@ -135,7 +137,7 @@ async fn compute(
         resident_tokens,
         left = ?laned,
         took_ms = millis_since(asked),
-        "slow lane"
+        "staged prefill ended"
     );
     laned
 }

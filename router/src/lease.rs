@@ -1,13 +1,15 @@
-//! A turn's claim on a worker's capacity: counts that go up when the lease is made and down when it
-//! is dropped, whatever ends the turn. It is not Clone and rides in the response body.
+//! A turn's claim on a worker's capacity, counted until the claim is dropped.
+//!
+//! The counts go up when the lease is acquired and down when it is dropped, whatever ends the turn.
+//! A lease is not `Clone` and is kept in the response body.
 
 use std::sync::{
     Arc,
     atomic::{AtomicU32, AtomicU64, Ordering},
 };
 
-/// What this router has begun on one worker; the same counts in every snapshot of the view. A cache
-/// line of its own: a decision reads those of a thousand workers.
+/// What this router has in flight on one worker. All snapshots of the view share it. It has a cache
+/// line of its own, as a decision may read the counts of a thousand workers.
 #[derive(Debug, Default)]
 #[repr(align(64))]
 pub struct InFlight {
@@ -19,44 +21,45 @@ pub struct InFlight {
     lane_prompts: AtomicU32,
 }
 
-/// The counts at one moment.
+/// The values of [`InFlight`] at one moment.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Counts {
-    /// Turns in flight.
+    /// Number of turns in flight.
     pub turns: u32,
-    /// Sessions it has asked the worker to open, ever; wraps.
+    /// Number of sessions that this router ever asked the worker to open; wraps around.
     pub opens: u32,
     /// Prompt tokens to be computed for turns whose answer has not begun.
     pub unanswered_tokens: u64,
-    /// KV that the turns in flight bring: no session table knows of it before they end.
+    /// Tokens of KV that the turns in flight will add. No session table shows them before the turns
+    /// end.
     pub coming_tokens: u64,
-    /// Prompt tokens to be computed in the slow lane, and for how many turns.
+    /// Prompt tokens in staged prefill, and the number of prompts they belong to.
     pub lane_tokens: u64,
     pub lane_prompts: u32,
 }
 
 impl InFlight {
-    /// Turns in flight.
+    /// Returns the number of turns in flight.
     pub fn turns(&self) -> u32 {
         self.turns.load(Ordering::Relaxed)
     }
 
-    /// Sessions it has asked the worker to open, ever; wraps.
+    /// Returns the number of sessions that this router ever asked the worker to open; wraps around.
     pub fn opens(&self) -> u32 {
         self.opens.load(Ordering::Relaxed)
     }
 
-    /// Prompt tokens to be computed for turns whose answer has not begun.
+    /// Returns the prompt tokens to be computed for turns whose answer has not begun.
     pub fn unanswered_tokens(&self) -> u64 {
         self.unanswered_tokens.load(Ordering::Relaxed)
     }
 
-    /// KV that the turns in flight bring.
+    /// Returns the tokens of KV that the turns in flight will add.
     pub fn coming_tokens(&self) -> u64 {
         self.coming_tokens.load(Ordering::Relaxed)
     }
 
-    /// All counts.
+    /// Returns all counts.
     pub fn counts(&self) -> Counts {
         Counts {
             turns: self.turns(),
@@ -68,7 +71,7 @@ impl InFlight {
         }
     }
 
-    /// Counts one more.
+    /// Counts one more open.
     pub fn note_open(&self) {
         self.opens.fetch_add(1, Ordering::Relaxed);
     }
@@ -78,25 +81,25 @@ impl InFlight {
 #[derive(Debug)]
 pub struct Lease {
     count: Arc<InFlight>,
-    /// As they were expected when the turn was placed.
+    /// Prompt tokens that the worker was expected to compute when the turn was placed.
     tokens: u64,
     prompt: Prompt,
 }
 
-/// Where a turn's prompt is.
+/// The state of a turn's prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Prompt {
-    /// In the slow lane: the turn itself isn't sent yet.
+    /// In staged prefill. The turn itself is not sent yet.
     InLane,
-    /// Sent, with so many tokens to compute.
+    /// Sent, with this many tokens to compute.
     Sent(u64),
-    /// Computed.
+    /// Computed: the answer has begun.
     Answered,
 }
 
 impl Lease {
-    /// Counts one turn until it is dropped, with the prompt tokens that the worker has to compute
-    /// for it, as far as they are known.
+    /// Counts one turn until the lease is dropped. `tokens` are the prompt tokens that the worker
+    /// has to compute, as far as they are known.
     #[must_use]
     pub fn acquire(count: &Arc<InFlight>, tokens: u64) -> Self {
         count.turns.fetch_add(1, Ordering::Relaxed);
@@ -105,23 +108,23 @@ impl Lease {
         Self { count: Arc::clone(count), tokens, prompt: Prompt::Sent(tokens) }
     }
 
-    /// Prompt tokens that the worker had to compute when the turn was placed.
+    /// Returns the prompt tokens that the worker had to compute when the turn was placed.
     #[must_use]
     pub fn tokens(&self) -> u64 {
         self.tokens
     }
 
-    /// Its prompt is computed in the slow lane before it is sent.
+    /// Records that the prompt goes through staged prefill before the turn is sent.
     pub fn enter_lane(&mut self) {
         self.set(Prompt::InLane);
     }
 
-    /// It is sent now, with no more tokens to compute than so many.
+    /// Records that the turn is sent, with at most `tokens_max` prompt tokens to compute.
     pub fn leave_lane(&mut self, tokens_max: u64) {
         self.set(Prompt::Sent(self.tokens.min(tokens_max)));
     }
 
-    /// The answer has begun: its prompt is computed.
+    /// Records that the answer has begun, so that the prompt is computed.
     pub fn answered(&mut self) {
         self.set(Prompt::Answered);
     }
@@ -156,7 +159,7 @@ impl Drop for Lease {
         self.answered();
         self.count.coming_tokens.fetch_sub(self.tokens, Ordering::Relaxed);
         let before = self.count.turns.fetch_sub(1, Ordering::Relaxed);
-        debug_assert!(before > 0, "a lease was given back twice");
+        debug_assert!(before > 0, "a lease was dropped twice");
     }
 }
 

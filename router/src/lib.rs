@@ -1,19 +1,19 @@
 //! Berth's router: places turns on workers, sticky to their KV, and streams the answers.
 //!
-//! It keeps nothing on disk, and nothing in memory that it can't relearn from the agents.
+//! The router stores nothing on disk, and nothing in memory that it can't relearn from the agents.
 //!
-//! Pure, with `now` as an argument: [`request`] (who a turn belongs to), [`preamble`] (what of a
-//! body is a client's volatile preamble), [`follow`] (one agent's event stream, checked), [`view`]
-//! (what is known of the fleet), [`affinity`] (what this router decided), [`known`] (both
-//! reconciled), [`prompt`] (a turn's routing blocks), [`overlap`] (which blocks are resident
-//! where), [`placement`] (where a turn goes).
+//! These modules are pure and take `now` as an argument: [`request`] (whose turn it is),
+//! [`preamble`] (which part of a prompt is a client's volatile preamble), [`follow`] (checks an
+//! agent's load stream), [`view`] (what is known of the fleet), [`affinity`] (what this router
+//! decided), [`known`] (a session's status, from both), [`prompt`] (a turn's routing blocks),
+//! [`overlap`] (which blocks are resident on which worker), [`placement`] (where a turn goes).
 //!
-//! The shell around it: `worker` follows one agent, `kv` what is resident there, `backoff` rests
-//! before they dial again, `view::task` publishes snapshots, `models` fetches what makes tokens of
-//! text, `blocks` asks who has a turn's blocks, `decide` joins standing, placement and lease in one
-//! step, `lane` has long prompts computed in pieces before their turns, `proxy` and `turn` move the
-//! bytes, `control` and `sessions` open and close, `api` is the routes, [`lease`] counts what is in
-//! flight.
+//! These modules do I/O or hold state: `worker` follows an agent's load stream and `kv` its
+//! resident blocks, with pauses from `backoff`; `view::task` publishes snapshots; `models` fetches
+//! tokenizers; `blocks` counts a turn's blocks on each worker; `decide` combines status, placement
+//! and lease; `lane` has long prompts computed in stages; `turn` and `proxy` move the bytes;
+//! `sessions` and `control` open and close sessions; `api` has the routes; [`lease`] counts what is
+//! in flight.
 
 pub mod affinity;
 mod api;
@@ -81,53 +81,54 @@ use crate::{
     worker::Watcher,
 };
 
-/// An agent closes a connection that is idle for 30 s: the pool lets go well before, so that a turn
-/// is not sent into a closing connection.
+/// Longest time that an idle connection to an agent is kept. Agents close theirs after 30 s; a
+/// lower limit avoids sending a turn into a connection that is being closed.
 const POOL_IDLE_MAX: Duration = Duration::from_secs(10);
-/// An agent's connection that is silent for so long is asked whether its host lives, and again.
+/// A connection to an agent that is silent for this long is probed, and again at each interval.
 const PROBED_AFTER: Duration = Duration::from_secs(5);
 const PROBED_EVERY: Duration = Duration::from_secs(2);
-/// Nobody is there any more who has acknowledged nothing for so long: a busy host does it at once.
+/// A connection is given up when nothing was acknowledged for this long. Even a busy host's kernel
+/// acknowledges at once.
 const UNHEARD_MAX: Duration = Duration::from_secs(20);
-/// Idle connections kept to one agent: as many as a busy engine has turns.
+/// Maximum number of idle connections kept per agent: as many as a busy engine has turns.
 const POOL_IDLE_COUNT_MAX: usize = 256;
 
 /// The open ports of a router.
 #[derive(Debug)]
 pub struct Listeners {
-    /// For clients.
+    /// The data port, for clients.
     pub data: tokio::net::TcpListener,
-    /// For the operator.
+    /// The admin port, for the operator.
     pub admin: std::net::TcpListener,
 }
 
-/// Why a router could not run, or did not end well.
+/// Why a router could not run, or stopped on an error.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The settings are wrong.
-    #[error("the router can't start with these settings")]
+    /// The settings are invalid.
+    #[error("the router can't start with invalid settings")]
     Settings(#[source] Problems),
-    /// An agent's address is none.
-    #[error("{control} is no control port")]
+    /// An agent's address is invalid.
+    #[error("{control} is not a valid control port address")]
     Control {
-        /// As configured.
+        /// The address as configured.
         control: String,
         #[source]
-        /// What is wrong with it.
+        /// What is wrong with the address.
         source: tonic::transport::Error,
     },
-    /// The admin port could not be served.
+    /// The admin port can't be served.
     #[error("the admin port can't be served")]
     Admin(#[source] std::io::Error),
-    /// A task that must run ended before it was told to.
-    #[error("an essential task ended; see the log before this")]
+    /// An essential task ended before the router was stopped.
+    #[error("an essential task ended; see the log entries before this")]
     TaskEnded,
 }
 
-/// Runs a router until `tasks` is cancelled; returns when it has drained.
+/// Runs a router until `tasks` is cancelled. Returns when it has drained.
 ///
 /// # Errors
-/// When it can't start, or a task that must run ends before it was told to.
+/// If it can't start, or if an essential task ends before it is stopped.
 pub async fn run(config: Config, listeners: Listeners, tasks: Tasks) -> Result<(), Error> {
     let problems = config.problems();
     if !problems.is_empty() {
@@ -147,7 +148,7 @@ pub async fn run(config: Config, listeners: Listeners, tasks: Tasks) -> Result<(
     let (ready, is_ready) = watch::channel(Err("starting".to_owned()));
     let admin =
         Admin { registry: Arc::new(registry), ready: is_ready, config: settings::show(&config) };
-    // The admin port outlives the drain: who drains wants to be watched.
+    // The admin port stays open during the drain, so that the drain can be watched.
     let admin_token = tokio_util::sync::CancellationToken::new();
     let _admin_ends = admin_token.clone().drop_guard();
     admin::start(admin, listeners.admin, admin_token).map_err(Error::Admin)?;
@@ -217,8 +218,8 @@ fn shared(
     let mut connector = HttpConnector::new();
     connector.set_connect_timeout(Some(config.connect_max()));
     connector.set_nodelay(true);
-    // A host that died without a word sends no reset: without these, an answer would be waited for
-    // until the turn's own limit.
+    // A host that dies silently sends no reset. Without keepalive, an answer from it would be
+    // awaited until the turn's own limit.
     connector.set_keepalive(Some(PROBED_AFTER));
     connector.set_keepalive_interval(Some(PROBED_EVERY));
     connector.set_tcp_user_timeout(Some(UNHEARD_MAX));

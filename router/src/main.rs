@@ -1,4 +1,4 @@
-//! The process: parse, load, log, build, run, drain.
+//! The router's process: reads the settings, starts logging, runs the router and drains it.
 
 use std::{io::Write as _, process::ExitCode};
 
@@ -14,7 +14,7 @@ fn main() -> ExitCode {
     let args = match Args::try_parse() {
         Ok(args) => args,
         Err(error) => {
-            // Help and version are answers, everything else is a wrong setting.
+            // Help and version are not errors; everything else is an invalid setting.
             let usage = error.use_stderr();
             drop(error.print());
             return if usage { ExitCode::from(settings::EXIT_USAGE) } else { ExitCode::SUCCESS };
@@ -53,7 +53,7 @@ fn serve(config: Config) -> anyhow::Result<()> {
         stop_on_signal(&tasks)?;
         Ok(router::run(config, Listeners { data, admin }, tasks).await?)
     });
-    // What did not end within the drain time is cut here.
+    // Stops what did not end within the drain time.
     runtime.shutdown_background();
     done
 }

@@ -1,6 +1,7 @@
-//! The models whose tokens this router can make: one for each set of files that agents describe,
-//! fetched from one of them. One task fetches, one at a time; turns read what is there. Making
-//! tokens takes milliseconds to a second, so it has threads of its own, and few.
+//! Holds the models that make tokens from text, one for each set of files that agents describe.
+//!
+//! One task fetches the files from the agents, one set at a time; turns use the models that are
+//! there. Making tokens takes milliseconds to a second, so it runs on a few threads of its own.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -26,31 +27,32 @@ use crate::{
     worker::chain,
 };
 
-/// Models at once: one with 150,000 tokens takes some 100 MiB. Those beyond have their text stand
-/// for itself.
+/// Maximum number of models. One with 150,000 tokens takes about 100 MiB. The text of further
+/// models is hashed instead of tokenized.
 const MODELS_MAX: usize = 8;
-/// Prompts being tokenised at once.
+/// Maximum number of prompts tokenized at once.
 const PROMPTS_MAX: usize = 8;
-/// A turn waits no longer for its turn to be tokenised: a guess at its blocks is at hand.
+/// Longest time that a turn waits before its prompt is tokenized. After that, its blocks are made
+/// from the text itself.
 const WAIT_MAX: Duration = Duration::from_millis(50);
-/// What making tokens of a prompt may take: 100,000 new tokens take a fifth of it.
+/// Longest time for tokenizing a prompt. 100,000 new tokens take a fifth of it.
 const MADE_MAX: Duration = Duration::from_secs(1);
-/// Of larger bodies nobody makes tokens: a transcript of 1M tokens is about 5 MiB of JSON.
+/// Largest body that is tokenized, in bytes. A transcript of 1M tokens is about 5 MiB of JSON.
 const BODY_BYTES_MAX: usize = 16 << 20;
-/// A body with more bytes than this for each token of the context can't be a prompt that fits.
+/// Most bytes per token of the context: a larger body can't be a prompt that fits.
 const BYTES_PER_TOKEN: usize = 16;
-/// 64 MiB over a slow link, from a slow disk.
+/// Longest time for fetching a model: 64 MiB over a slow link from a slow disk.
 const FETCH_MAX: Duration = Duration::from_secs(120);
-/// First and longest rest after a failure.
+/// Shortest and longest wait before a failed fetch is tried again.
 const REST_MIN: Duration = Duration::from_secs(1);
 const REST_MAX: Duration = Duration::from_secs(60);
 
 type Hash = [u8; 32];
 type Held = HashMap<Hash, Arc<Model>>;
-/// Files that agents describe, and who has them.
+/// The files that agents describe, and the connected agents that have them.
 type Wanted = BTreeMap<Hash, (ModelFiles, Vec<usize>)>;
 
-/// What is there now.
+/// The models that are loaded now.
 #[derive(Debug)]
 pub(crate) struct Models {
     held: ArcSwap<Held>,
@@ -58,13 +60,13 @@ pub(crate) struct Models {
 }
 
 impl Models {
-    /// None yet.
+    /// Creates an empty set of models.
     pub(crate) fn new() -> Self {
         Self { held: ArcSwap::default(), prompts: Arc::new(Semaphore::new(PROMPTS_MAX)) }
     }
 
-    /// A prompt's blocks for the engine described: by its model where that is here and its turn
-    /// comes soon, else without.
+    /// Makes a prompt's blocks for the engine described. Uses the engine's model if it is loaded
+    /// and free soon enough.
     pub(crate) async fn blocks(
         &self,
         prompt: &Prompt,
@@ -74,7 +76,7 @@ impl Models {
     ) -> Option<Blocks> {
         let engine = &description.engine;
         let files = description.model_files.filter(|_| prompt.is_text(route, body));
-        // Reading messages takes many times their bytes of memory.
+        // Reading messages takes many times their size in memory.
         let bytes_max = BODY_BYTES_MAX.min(BYTES_PER_TOKEN * engine.context_tokens as usize);
         let files = files.filter(|_| body.len() <= bytes_max);
         let model = files.and_then(|files| self.held.load().get(&files.hash).cloned());
@@ -90,14 +92,16 @@ impl Models {
             return prompt.blocks(route, body, &Engine::of(engine)?);
         };
         let (prompt, body, engine) = (prompt.clone(), body.clone(), engine.clone());
-        // Where it takes too long it goes on and keeps its permit; the turn is placed without.
+        // If it takes too long, the thread runs on and keeps its permit; the turn is placed without
+        // blocks.
         made(permit, move || {
             prompt.blocks(route, &body, &Engine::of(&engine)?.with(&model, unix_s()))
         })
         .await
     }
 
-    /// A prompt's token ids as the engine described has them, where they can be told soon.
+    /// Returns a prompt's token ids as the engine described makes them, if that is possible soon
+    /// enough.
     pub(crate) async fn ids(
         &self,
         prompt: &Prompt,
@@ -140,7 +144,8 @@ impl Models {
     }
 }
 
-/// Makes it on a thread where that may take a while.
+/// Runs `make` on a blocking thread. Returns `None` if that fails or takes longer than
+/// [`MADE_MAX`].
 async fn made<T: Send + 'static>(
     permit: OwnedSemaphorePermit,
     make: impl FnOnce() -> Option<T> + Send + 'static,
@@ -156,7 +161,7 @@ fn unix_s() -> u64 {
     proto::process::epoch() / 1_000_000_000
 }
 
-/// What could not be fetched.
+/// When a failed fetch is tried again, and after how many tries.
 #[derive(Debug)]
 struct Failure {
     again: Instant,
@@ -164,7 +169,7 @@ struct Failure {
     tries: usize,
 }
 
-/// Fetches what agents describe until told to stop.
+/// Fetches the models that agents describe until it is cancelled.
 pub(crate) async fn run(
     models: Arc<Models>,
     view: Arc<View>,
@@ -189,7 +194,7 @@ async fn follow(models: &Models, view: &View, controls: &[Control]) {
             .iter()
             .find(|(hash, (_, agents))| !agents.is_empty() && !models.has(hash) && due(hash));
         let Some((hash, (files, agents))) = next else {
-            // Far enough; a change of what is wanted ends the wait.
+            // Nothing to fetch. Waits for a change in the view, or for the next retry.
             let later = now() + Duration::from_secs(3600);
             let again = failures.values().map(|failure| failure.again).fold(later, Instant::min);
             view.wait_for(again, |view| self::wanted(view) != wanted).await;
@@ -199,12 +204,12 @@ async fn follow(models: &Models, view: &View, controls: &[Control]) {
         let agent = agents[tries % agents.len()];
         match fetch(&controls[agent], *files).await {
             Ok(model) => {
-                info!(bytes = files.bytes, agent, "tokens can be made of text");
+                info!(bytes = files.bytes, agent, "tokenizer loaded");
                 failures.remove(hash);
                 models.add(*hash, model);
             }
             Err(error) => {
-                warn!(agent, error = chain(&error), "no tokens can be made of text");
+                warn!(agent, error = chain(&error), "loading the tokenizer failed");
                 let rest = failures.get(hash).map_or(REST_MIN, |failure| failure.rest * 2);
                 let rest = rest.min(REST_MAX);
                 failures.insert(*hash, Failure { again: now() + rest, rest, tries: tries + 1 });
@@ -219,7 +224,7 @@ fn wanted(view: &ClusterView) -> Wanted {
         let facts = agent.facts.as_ref();
         if let Some(files) = facts.and_then(|facts| facts.description.model_files) {
             let (_, agents) = wanted.entry(files.hash).or_insert_with(|| (files, vec![]));
-            // One that is away for a moment keeps its model, but can't be asked for it.
+            // A disconnected agent keeps its model loaded, but files can't be fetched from it.
             if agent.is_up() {
                 agents.push(at);
             }
@@ -231,20 +236,20 @@ fn wanted(view: &ClusterView) -> Wanted {
     wanted
 }
 
-/// Why a model isn't here.
+/// Why a model could not be loaded.
 #[derive(Debug, thiserror::Error)]
 enum Error {
-    /// No agent gave its files.
-    #[error("the agent didn't hand out its model's files: {}", .0.message())]
+    /// The agent refused to send the files.
+    #[error("the agent didn't send its model's files: {}", .0.message())]
     Fetch(tonic::Status),
-    /// They took too long.
-    #[error("the model's files took over {} s", FETCH_MAX.as_secs())]
+    /// Fetching the files took too long.
+    #[error("fetching the model's files took longer than {} s", FETCH_MAX.as_secs())]
     Late,
-    /// They are of no use.
+    /// The files are invalid.
     #[error(transparent)]
     Model(#[from] crate::prompt::model::Error),
-    /// Reading them panicked.
-    #[error("the model's files can't be read")]
+    /// The code that reads the files panicked.
+    #[error("reading the model's files panicked")]
     Panicked(#[source] tokio::task::JoinError),
 }
 

@@ -1,6 +1,7 @@
-//! The last placements, for who asks why a turn went where it went. Pure. The oldest go first; what
-//! is kept is bounded by the figures in it, because a placement over 1,000 workers weighs as much
-//! as 1,000 over one.
+//! The last placements, to answer why a turn went where it went. Pure.
+//!
+//! The oldest are removed first. The bound is on the number of compared figures, because a
+//! placement over 1,000 workers takes as much memory as 1,000 over one.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -11,44 +12,46 @@ use proto::id::Digest;
 
 use crate::placement::Placement;
 
-/// Figures kept: at some 150 bytes each 10 MiB, for 32 workers the last 2,000 turns.
+/// Maximum number of figures kept. At about 150 bytes each they take 10 MiB; for 32 workers they
+/// are the last 2,000 turns.
 pub(crate) const FIGURES_MAX: usize = 1 << 16;
 
-/// One decision.
+/// One placement decision.
 #[derive(Debug, Clone)]
 pub(crate) struct Record {
-    /// When.
+    /// When the turn was placed.
     pub(crate) at: Instant,
-    /// Of which session.
+    /// The digest of the turn's session.
     pub(crate) session: Option<Digest>,
-    /// What was decided, and by which figures.
+    /// The decision and the figures compared for it.
     pub(crate) placement: Placement,
 }
 
-/// The last ones, by turn; a turn that was tried again has several.
+/// The last placements by turn. A turn that was retried has several.
 #[derive(Debug)]
 pub(crate) struct Recent {
     by_turn: HashMap<u64, Vec<Record>>,
-    /// One entry for each record, the oldest first.
+    /// The turn of each record, oldest first.
     order: VecDeque<u64>,
-    /// Sum of the weights.
+    /// Sum of the records' weights.
     weight: usize,
     weight_max: usize,
 }
 
-/// A placement that nothing was compared for has a weight too.
+/// Returns the weight of a record: one, so that a placement without figures counts too, plus its
+/// figures.
 fn weight(record: &Record) -> usize {
     1 + record.placement.figures.len()
 }
 
 impl Recent {
-    /// None yet, and never with more figures than that.
+    /// Creates an empty history with at most `figures_max` figures.
     #[must_use]
     pub(crate) fn new(figures_max: usize) -> Self {
         Self { by_turn: HashMap::new(), order: VecDeque::new(), weight: 0, weight_max: figures_max }
     }
 
-    /// Keeps a decision.
+    /// Adds a decision.
     pub(crate) fn note(&mut self, turn: u64, record: Record) {
         self.weight += weight(&record);
         self.by_turn.entry(turn).or_default().push(record);
@@ -65,16 +68,16 @@ impl Recent {
         self.check_invariants();
     }
 
-    /// A turn's decisions, in order; none where they were not kept.
+    /// Returns a turn's decisions, oldest first. Empty if none are kept.
     #[must_use]
     pub(crate) fn of(&self, turn: u64) -> &[Record] {
         self.by_turn.get(&turn).map_or(&[], Vec::as_slice)
     }
 
-    /// Bounds and sums.
+    /// Checks the bound and the sums.
     ///
     /// # Panics
-    /// With what is wrong.
+    /// If an invariant is broken.
     #[cfg(any(test, debug_assertions))]
     fn check_invariants(&self) {
         let records = || self.by_turn.values().flatten();
@@ -100,7 +103,8 @@ mod tests {
         recent.note(8, record(0));
         recent.note(7, record(3));
         assert_eq!((recent.of(7).len(), recent.of(8).len(), recent.of(9).len()), (2, 1, 0));
-        // Together 10; the next is one too much, and the first of turn 7 goes.
+        // Their weights sum up to 10. The next record exceeds the bound, so the first one of turn 7
+        // goes.
         recent.note(9, record(10));
         assert_eq!((recent.of(7).len(), recent.of(8).len(), recent.of(9).len()), (1, 1, 1));
         recent.note(10, record(19));

@@ -1,8 +1,8 @@
-//! Opening, closing and looking up sessions on a client's behalf. The agents hold them; the router
-//! chooses where, and remembers what their tables can't tell yet.
+//! Opens, closes and looks up sessions for clients.
 //!
-//! Opens and closes run in tasks of their own, because a client that leaves in the middle must
-//! neither leave a session behind nor keep one from closing.
+//! The agents hold the sessions. The router chooses the worker and remembers what the agents'
+//! tables can't show yet. Opens and closes run in tasks of their own: if a client leaves in the
+//! middle, no session may be left behind, and a close must still happen.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -26,7 +26,7 @@ use crate::{
     view::WorkerRef,
 };
 
-/// Sessions in one list; a caller with more of them is told that the list is cut.
+/// Maximum number of sessions in a list. A caller with more is told that the list is incomplete.
 pub(crate) const LIST_MAX: usize = 1000;
 
 /// A session as shown to its owner.
@@ -34,38 +34,39 @@ pub(crate) const LIST_MAX: usize = 1000;
 pub(crate) struct Seen {
     pub(crate) key: SessionKey,
     pub(crate) worker: WorkerRef,
-    /// None: placed, but no agent has reported it.
+    /// `None` if the session is placed but no agent has reported it.
     pub(crate) session: Option<Arc<Session>>,
     pub(crate) lost: bool,
 }
 
-/// An answered open.
+/// The result of an open.
 #[derive(Debug)]
 pub(crate) struct Opened {
     pub(crate) worker: WorkerRef,
     pub(crate) session: Arc<Session>,
-    /// It was not open before.
+    /// Whether the session was not open before.
     pub(crate) new: bool,
 }
 
 impl Shared {
-    /// Opens a session, or finds the one that is open.
+    /// Opens a session, or returns the one that is already open.
     pub(crate) async fn open(self: &Arc<Self>, opening: Opening) -> Result<Opened, Refusal> {
         let shared = Arc::clone(self);
         self.detached(async move { Box::pin(shared.open_now(opening)).await }).await
     }
 
-    /// Closes a session. Answers once the agent has agreed, while a running turn may still run.
+    /// Closes a session. Returns once the agent has agreed; a turn may still be running then.
     pub(crate) async fn close(self: &Arc<Self>, key: SessionKey) -> Result<(), Refusal> {
         self.settled_view().await;
-        // Noted before anything is awaited: the second of two closes finds it closing.
+        // Recorded before the first await, so that the second of two closes finds the session
+        // closing.
         let (worker, bound_only) = {
             let view = self.view.load();
             let mut affinity = self.affinity.lock();
             let at = now();
             let standing = crate::known::standing(&key, &view, affinity.get(&key, at), at);
             let (worker, bound_only) = match standing {
-                // A place kept for a session that its agent has forgotten is no session.
+                // A binding to a worker whose agent has forgotten the session is not a session.
                 Standing::Unknown
                 | Standing::Closing
                 | Standing::Bound { recent: false, placement_only: false, .. } => {
@@ -81,13 +82,13 @@ impl Shared {
         self.detached(async move { shared.close_now(&key, worker, bound_only).await }).await
     }
 
-    /// One session of its owner.
+    /// Returns one session of its owner.
     pub(crate) async fn see(&self, key: &SessionKey) -> Option<Seen> {
         let view = self.settled_view().await;
         self.seen(key, self.standing(key, &view))
     }
 
-    /// The owner's sessions by id, and whether there are more than are listed.
+    /// Returns the owner's sessions, ordered by id, and whether there are more than [`LIST_MAX`].
     pub(crate) async fn list(&self, principal: &str) -> (Vec<Seen>, bool) {
         let view = self.settled_view().await;
         let mut keys: BTreeMap<String, SessionKey> = view
@@ -110,7 +111,7 @@ impl Shared {
         (listed, seen.next().is_some())
     }
 
-    /// Closes the remains of a lost session, so that it can be opened again.
+    /// Closes what is left of a lost session, so that it can be opened again.
     pub(crate) async fn bury(&self, key: &SessionKey, worker: WorkerRef) -> Result<(), Refusal> {
         let closed = self.controls[worker.agent].close(key).await;
         match closed {
@@ -120,7 +121,7 @@ impl Shared {
             Ok(_) | Err(_) => {}
         }
         let mut affinity = self.affinity.lock();
-        // Until the agent's table has caught up, or for as long as the agent is gone.
+        // Hides the session until the agent's table shows the close, or while the agent is gone.
         if affinity.close_asked(key, worker, now()).is_ok() {
             affinity.closed(key, false, now());
         }
@@ -157,7 +158,8 @@ impl Shared {
         let (first, was_open, moves) = self.place_open(&opening, None)?;
         let answered = self.controls[first.agent].open(&opening, first.dp_rank).await;
         let (worker, answered) = match answered {
-            // Full or away: one other worker is asked, where nothing ties the session to this one.
+            // The agent is full or unreachable. Try one other worker, unless the session is tied to
+            // this one.
             Err(status)
                 if moves
                     && matches!(status.code(), Code::ResourceExhausted | Code::Unavailable) =>
@@ -194,9 +196,9 @@ impl Shared {
         }
     }
 
-    /// Chooses where to open and holds the binding, so that turns that come meanwhile go there too.
-    /// With `exclude`, moves a binding that is held already. Says whether the session was open, and
-    /// whether it could go elsewhere.
+    /// Chooses where to open a session and holds the binding, so that turns sent meanwhile go there
+    /// too. With `exclude`, moves a binding that is already held. Returns the worker, whether the
+    /// session was open, and whether it may go to another worker.
     fn place_open(
         &self,
         opening: &Opening,
@@ -225,7 +227,7 @@ impl Shared {
             returns: true,
             sticky,
             prefer: None,
-            // An open brings no prompt.
+            // An open has no prompt.
             prompt: None,
             retention: if was_open { None } else { opening.retention },
             model: None,
@@ -240,7 +242,7 @@ impl Shared {
         match exclude {
             None => {
                 affinity.begin(key, placement.worker, false, at).map_err(errors::full)?;
-                // An open is no turn: nobody has to wait for its end.
+                // An open isn't a turn, so it doesn't make the session busy.
                 affinity.answered(key);
             }
             Some(_) => affinity.rebind(key, placement.worker),
@@ -254,7 +256,7 @@ impl Shared {
         worker: WorkerRef,
         bound_only: bool,
     ) -> Result<(), Refusal> {
-        // Copies that it left behind where it was before go too, else one would rise again.
+        // Closes copies that the session left on other workers, too. Otherwise one could reappear.
         let view = self.view.load();
         let others = view.sessions.locate(key).iter().map(|one| one.worker);
         others
@@ -269,7 +271,7 @@ impl Shared {
             }
             Err(status) if status.code() == Code::NotFound => {
                 affinity.closed(key, false, now());
-                // A placement without engine state was the router's alone to end.
+                // Only the router held the placement; the agent had nothing to close.
                 if bound_only { Ok(()) } else { Err(errors::session_unknown()) }
             }
             Err(status) => {
@@ -279,14 +281,14 @@ impl Shared {
         }
     }
 
-    /// Runs to its end even if the caller goes.
+    /// Runs `work` to its end in a task, even if the caller goes away.
     async fn detached<T: Send + 'static>(
         &self,
         work: impl Future<Output = Result<T, Refusal>> + Send + 'static,
     ) -> Result<T, Refusal> {
         let (answer, answered) = oneshot::channel();
         self.tasks.spawn(async move {
-            // Nobody waits any more when the client is gone.
+            // Fails if the client is gone; then nobody waits for the answer.
             drop(answer.send(work.await));
         });
         answered.await.unwrap_or_else(|_| {

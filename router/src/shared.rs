@@ -1,4 +1,4 @@
-//! What all requests share. Every piece has its own rules; here they are only held together.
+//! The state that all requests share, held together without rules of its own.
 
 use std::{
     hash::{BuildHasher as _, RandomState},
@@ -31,7 +31,7 @@ use crate::{
     view::{ClusterView, Update, View, WorkerRef},
 };
 
-/// The HTTP client for turns: one pool of connections to all agents.
+/// The HTTP client for turns, with one connection pool for all agents.
 pub(crate) type Upstream = Client<HttpConnector, Full<Bytes>>;
 
 #[derive(Debug)]
@@ -40,42 +40,43 @@ pub(crate) struct Shared {
     pub(crate) view: Arc<View>,
     pub(crate) residency: Arc<Residency>,
     pub(crate) whereabouts: Whereabouts,
-    /// A leaf lock, as the next one: held for one decision, never across an await, never both.
+    /// A leaf lock, as is the next field. Held for one decision, never across an await, never both
+    /// at once.
     pub(crate) affinity: Mutex<Affinity>,
-    /// `prompt_cache_key` -> worker.
+    /// The worker of each `prompt_cache_key`.
     pub(crate) cache_keys: Mutex<Affinity>,
-    /// Why the last turns went where they went; a leaf lock too.
+    /// The reasons of the last placements. A leaf lock, too.
     pub(crate) recent: Mutex<Recent>,
     pub(crate) client: Upstream,
-    /// To the view: what turns find out about agents.
+    /// Sends the view what turns find out about agents.
     pub(crate) updates: mpsc::Sender<(usize, Update, Instant)>,
-    /// One per configured agent.
+    /// One control client per configured agent.
     pub(crate) controls: Vec<Control>,
     pub(crate) metrics: Metrics,
     pub(crate) tasks: Tasks,
     pub(crate) budget: BodyBudget,
     pub(crate) turns: Arc<Semaphore>,
-    /// Until then, turns wait for the agents' first tables.
+    /// Until this time, turns wait for the agents' first session tables.
     pub(crate) settle_by: Instant,
-    /// Makes turn ids of numbers.
+    /// The key that turn ids are hashed with.
     pub(crate) turn_key: RandomState,
     pub(crate) turn_next: AtomicU64,
 }
 
 impl Shared {
-    /// 16 hex digits that nobody guesses from those of other turns: who has them may ask why the
-    /// turn went where it went.
+    /// Returns a new turn id, shown as 16 hex digits. It can't be guessed from other turns' ids,
+    /// because the client that has it may ask why the turn went where it went.
     pub(crate) fn turn_id(&self) -> u64 {
         self.turn_key.hash_one(self.turn_next.fetch_add(1, Ordering::Relaxed))
     }
 
-    /// A turn found no way to a worker's data port.
+    /// Reports that a turn couldn't connect to a worker's data port.
     pub(crate) fn note_unreachable(&self, worker: WorkerRef, why: String) {
-        // Where the view is behind it has no time for this; the next turn says it again.
+        // A full mailbox drops the report; the next turn that fails will repeat it.
         let _ = self.updates.try_send((worker.agent, Update::Unreachable(why), now()));
     }
 
-    /// The view once every agent was heard or failed; at once, except just after the start.
+    /// Returns the view once every agent was heard or failed. Waits only just after the start.
     pub(crate) async fn settled_view(&self) -> Arc<ClusterView> {
         let view = self.view.load();
         if view.settled() || now() >= self.settle_by {
@@ -84,15 +85,15 @@ impl Shared {
         self.view.wait_for(self.settle_by, ClusterView::settled).await
     }
 
-    /// Where a session stands now.
+    /// Returns the status of a session.
     pub(crate) fn standing(&self, key: &SessionKey, view: &ClusterView) -> Standing {
         let now = now();
         let affinity = self.affinity.lock();
         known::standing(key, view, affinity.get(key, now), now)
     }
 
-    /// As [`Self::standing`], but a pinned session whose agent was lost a moment ago gets as long
-    /// as a connection may take to come back: a blip must not cost its history.
+    /// Like [`Self::standing`], but first waits for the agent of a pinned session if the connection
+    /// was just lost. A short interruption must not cost the session its history.
     pub(crate) async fn patient_standing(&self, key: &SessionKey) -> Standing {
         let view = self.settled_view().await;
         let standing = self.standing(key, &view);
@@ -108,15 +109,15 @@ impl Shared {
         self.standing(key, &view)
     }
 
-    /// Closes at an agent what a vanished turn or client was to close, whatever becomes of the
-    /// caller. Spawned on purpose: the one who asked is gone.
+    /// Closes a session at an agent, in a task that doesn't depend on the caller: the turn or
+    /// client that wanted the close may be gone.
     pub(crate) fn close_detached(self: &Arc<Self>, key: SessionKey, worker: WorkerRef) {
         let control = self.controls[worker.agent].clone();
         self.tasks.spawn(async move {
             if let Err(status) = control.close(&key).await
                 && status.code() != tonic::Code::NotFound
             {
-                // The agent's idle limit closes it in the end.
+                // The agent closes the session in the end, after its idle limit.
                 tracing::warn!(session = %key.digest(), code = ?status.code(), "close failed");
             }
         });

@@ -1,4 +1,4 @@
-//! What unit tests share: a starting time, and a fleet that was heard.
+//! Helpers for unit tests: a starting time, and a fleet that was heard.
 
 use std::time::{Duration, Instant};
 
@@ -14,13 +14,13 @@ use crate::{
     view::{State, Update, WorkerRef},
 };
 
-/// A point in time for pure code.
+/// Returns a point in time for pure code.
 #[expect(clippy::disallowed_methods, reason = "tests of pure code need one instant to start from")]
 pub(crate) fn start() -> Instant {
     Instant::now()
 }
 
-/// An agent with that many ranks.
+/// Returns the description of an agent with this many ranks.
 pub(crate) fn description(name: &str, epoch: u64, ranks: u32) -> Description {
     let rank = |dp_rank| Rank { dp_rank, pool_tokens: 10_000, rows: 8, devices: vec![] };
     Description {
@@ -46,7 +46,7 @@ pub(crate) fn description(name: &str, epoch: u64, ranks: u32) -> Description {
     }
 }
 
-/// A report of ranks that run so many turns and use so many of their 10,000 tokens.
+/// Returns a report with the running turns of each rank, and how many of its 10,000 tokens it uses.
 pub(crate) fn report(ranks: &[(u32, u64)]) -> LoadReport {
     let figure = |value| Some(Figure { value, source: Source::Loads, age_ms: 0 });
     let rank = |(dp_rank, (turns, used)): (u32, &(u32, u64))| RankLoad {
@@ -81,7 +81,7 @@ pub(crate) fn report(ranks: &[(u32, u64)]) -> LoadReport {
     }
 }
 
-/// One agent of one rank per load, all heard now.
+/// Returns a fleet with one agent per load, each with one rank and heard at `now`.
 pub(crate) fn fleet(loads: &[(u32, u64)], now: Instant) -> State {
     let workers = (0..loads.len()).map(|agent| format!("http://host{agent}:1")).collect();
     let mut state = State::new(&Config { workers, ..Config::default() });
@@ -93,7 +93,7 @@ pub(crate) fn fleet(loads: &[(u32, u64)], now: Instant) -> State {
     state
 }
 
-/// A placement for which so many workers were compared.
+/// Returns a placement for which this many workers were compared.
 pub(crate) fn placement(compared: usize) -> Placement {
     let worker = WorkerRef { agent: 0, dp_rank: 0 };
     let view = fleet(&[(0, 0)], start()).snapshot();

@@ -1,5 +1,6 @@
-//! One task per configured agent: dials its control port, follows its stream, and tells the view
-//! what it hears. It keeps nothing between streams but how long to rest before the next dial.
+//! One task per configured agent, which follows the agent's load stream and updates the view.
+//!
+//! It connects to the agent's control port. Between streams it keeps only the backoff.
 
 use std::{
     sync::Arc,
@@ -18,16 +19,17 @@ use crate::{
     view::{Link, Update, View},
 };
 
-/// Reports that an agent is let go on with though the view turns it away, some ten seconds: its
-/// twin may be about to go, and dialling again brings its whole table.
+/// Number of load reports, about ten seconds of them, for which the stream of a duplicate agent id
+/// is kept open. The other agent may be about to leave, and reconnecting transfers the whole
+/// session table.
 const TURNED_AWAY_REPORTS: u32 = 20;
 
-/// A host that died without a word is noticed after the sum of these two: as fast as its silence
-/// makes it stale.
+/// A host that dies silently is noticed after the sum of these two: about when its silence makes
+/// its workers stale.
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(2);
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// What one worker task needs.
+/// The task that follows one agent.
 #[derive(Debug)]
 pub(crate) struct Watcher {
     pub(crate) agent: usize,
@@ -38,10 +40,10 @@ pub(crate) struct Watcher {
     pub(crate) view: Arc<View>,
 }
 
-/// The control port's endpoint, with the time limits that make a dead host noticed.
+/// Returns the endpoint of a control port, with keepalive so that a dead host is noticed.
 ///
 /// # Errors
-/// When the address is none; the settings are checked for that.
+/// If the address is invalid; the settings are checked for that.
 pub(crate) fn endpoint(
     control: &str,
     connect_max: Duration,
@@ -55,7 +57,7 @@ pub(crate) fn endpoint(
 }
 
 impl Watcher {
-    /// Follows the agent until told to stop.
+    /// Follows the agent until it is cancelled.
     pub(crate) async fn run(self, token: CancellationToken) {
         tokio::select! {
             biased;
@@ -81,9 +83,9 @@ impl Watcher {
         }
     }
 
-    /// Returns why the stream ended.
+    /// Follows one stream to its end. Returns why it ended.
     async fn follow_once(&self, follow: &mut Follow) -> String {
-        // The limit covers name resolution and HTTP/2 too, which the connector's own does not.
+        // The limit includes name resolution and the HTTP/2 handshake; the connector's own doesn't.
         let first_word = async {
             let channel = self.endpoint.connect().await.map_err(|error| chain(&error))?;
             let mut client = WorkerAgentClient::new(channel);
@@ -104,7 +106,8 @@ impl Watcher {
                 Ok(message) => message,
                 Err(()) => {
                     if !heard {
-                        // It waits for its engine; nobody has to wait for it.
+                        // The agent waits for its engine. Until then it counts as lost, so that no
+                        // turn waits for it.
                         let why = "the agent has not reached its engine yet".to_owned();
                         if self.tell(Update::Lost(why)).await.is_err() {
                             return "the view ended".to_owned();
@@ -137,8 +140,9 @@ impl Watcher {
         }
     }
 
-    /// Why the view takes nothing from this agent: another address says it is the same one. When
-    /// that is gone this one is wanted, with its whole table, so its stream has to begin again.
+    /// Returns the reason if the view rejects this agent as a duplicate agent id. Once the other
+    /// agent is gone, this one is needed with its whole session table, so its stream must start
+    /// again.
     fn turned_away(&self) -> Option<String> {
         match &self.view.load().agents[self.agent].link {
             Link::Lost { why, twin: true, .. } => Some(why.clone()),
@@ -152,7 +156,7 @@ impl Watcher {
     }
 }
 
-/// An error with its sources, on one line.
+/// Formats an error and its sources on one line.
 pub(crate) fn chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut source = error.source();

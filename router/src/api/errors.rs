@@ -1,5 +1,6 @@
-//! The one mapping of errors to HTTP. Outside text is fixed and short and says what to do next;
-//! inside detail goes to the log.
+//! Maps errors to HTTP responses; the only place that does.
+//!
+//! Messages to clients are fixed and short and say what to do next. Details go to the log.
 
 use std::time::Duration;
 
@@ -8,7 +9,7 @@ use proto::{claim, process::refusal::Refusal};
 
 use crate::{affinity::Full, placement::NoWorker, proxy, request};
 
-/// A worker's restart, a turn's end: worth one more try after that.
+/// Retry delay for clients. A worker's restart or the end of a turn takes about that long.
 const RETRY_AFTER: Duration = Duration::from_secs(1);
 
 pub(crate) fn request(error: &request::Error) -> Refusal {
@@ -47,7 +48,7 @@ pub(crate) fn turns_full() -> Refusal {
 }
 
 pub(crate) fn body_late() -> Refusal {
-    let message = "the body did not arrive within turn_ms_max; send it faster";
+    let message = "the request body did not arrive within turn_ms_max; send it faster";
     Refusal::new(StatusCode::REQUEST_TIMEOUT, "body_late", message)
 }
 
@@ -61,18 +62,19 @@ pub(crate) fn proxy(error: &proxy::Error) -> Refusal {
         proxy::Error::BrokenOff { .. } => Refusal::new(
             StatusCode::BAD_GATEWAY,
             "worker_broke_off",
-            "the worker broke off before its answer began; the turn may have run, so check before \
-             you send it again",
+            "the worker closed the connection before its answer began; the turn may have run, so \
+             check before you send it again",
         ),
         proxy::Error::TimedOut => Refusal::new(
             StatusCode::GATEWAY_TIMEOUT,
             "turn_timeout",
-            "the turn took longer than turn_ms_max before its answer began; ask for less",
+            "the answer did not begin within turn_ms_max; send a shorter prompt or raise the limit",
         ),
     }
 }
 
-/// What agents say at their control port in the words of their data port.
+/// Refusal codes that agents use on both ports. A code from the control port is passed on
+/// unchanged.
 const TOLD: [&str; 19] = [
     "engine_down",
     "engine_lost",
@@ -95,7 +97,7 @@ const TOLD: [&str; 19] = [
     "turns",
 ];
 
-/// What an agent said over gRPC.
+/// Converts an agent's gRPC error.
 pub(crate) fn status(status: &tonic::Status) -> Refusal {
     let message = status.message().to_owned();
     let told = status.metadata().as_ref().get(claim::REFUSAL);

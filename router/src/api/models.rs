@@ -1,4 +1,4 @@
-//! `GET /v1/models`: as an engine says it, and of a fleet of several models all of them.
+//! `GET /v1/models`: the list of one engine, or of all models if the engines serve different ones.
 
 use std::collections::BTreeMap;
 
@@ -29,7 +29,8 @@ pub(super) async fn list(State(shared): Desk, request: Request) -> Response {
     Json(json!({ "object": "list", "data": models })).into_response()
 }
 
-/// In the form of an engine's own list; what it says of itself beyond that differs by worker.
+/// Lists the models in the form of an engine's own list, with only the fields that all workers
+/// share.
 fn all(view: &ClusterView) -> Vec<Value> {
     let at = now();
     let takes = |worker| matches!(view.state(worker, at), WorkerState::Fresh | WorkerState::Stale);
@@ -38,7 +39,7 @@ fn all(view: &ClusterView) -> Vec<Value> {
         let engine = &facts.description.engine;
         for name in &engine.models {
             let context_tokens = models.entry(name.as_str()).or_insert(engine.context_tokens);
-            // A turn may go to any of those that serve it.
+            // A turn may go to any worker that serves the model, so the smallest context counts.
             *context_tokens = engine.context_tokens.min(*context_tokens);
         }
     }

@@ -1,4 +1,4 @@
-//! `GET /v1/placements/{turn}`: why a turn went where it went.
+//! `GET /v1/placements/{turn}`: shows why a turn went where it went.
 
 use axum::{
     Json,
@@ -28,8 +28,8 @@ fn unknown() -> Refusal {
     Refusal::new(
         StatusCode::NOT_FOUND,
         "placement_unknown",
-        "no such turn among the last ones that this router placed; ask soon after the turn, with \
-         the id of its answer's x-berth-turn header",
+        "this router keeps no placement of this turn; ask soon after the turn, with the id of its \
+         answer's x-berth-turn header",
     )
 }
 

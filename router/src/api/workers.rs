@@ -1,5 +1,4 @@
-//! `GET /v1/workers`: what each worker and device holds, each figure with its source and its age by
-//! this process's clock.
+//! `GET /v1/workers`: the figures of each worker and device, each with its source and age.
 
 use std::time::{Duration, Instant};
 
@@ -115,7 +114,7 @@ fn rank_shown(rank: &Rank) -> Value {
     })
 }
 
-/// All of a device that is known.
+/// Returns all that is known of a device.
 fn device_shown(device: &Device, since: u64) -> Value {
     let mut shown = serde_json::to_value(device).expect("plain fields always serialise");
     let fields = shown.as_object_mut().expect("a struct is an object");
@@ -137,7 +136,7 @@ fn device_shown(device: &Device, since: u64) -> Value {
     shown
 }
 
-/// A figure whose age counts from now.
+/// Returns a figure whose age includes the time since the report arrived.
 fn aged(figure: Figure, since: u64) -> Value {
     let Figure { value, source, age_ms } = figure;
     json!({ "value": value, "source": source, "age_ms": u64::from(age_ms) + since })

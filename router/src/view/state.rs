@@ -218,7 +218,7 @@ impl State {
         });
         if let Some((_, twin)) = twin {
             // Listing one agent under two addresses would count its capacity twice.
-            let why = format!("{} says it is agent {} too", twin.control, description.agent_id);
+            let why = format!("{} has the same agent id, {}", twin.control, description.agent_id);
             let agent = self.agent(index);
             let held = std::mem::replace(&mut agent.link, Link::Up);
             // The duplicate reconnects for as long as the other agent is there. Warn only once.

@@ -124,7 +124,7 @@ fn note(state: &State, index: usize, update: &Update) {
         Update::Unreachable(why) => {
             let view = state.agent_at(index);
             if view.is_up() && view.unreachable.is_none() {
-                warn!(agent = view.name(), why, "turns don't reach its data port");
+                warn!(agent = view.name(), why, "data port unreachable");
             }
         }
         Update::Began { .. } | Update::Report(_) | Update::Upsert(_) | Update::Removed(_) => {}

@@ -1,6 +1,7 @@
-//! A worker agent as the contract describes it, small: a control port with sessions and a stream, a
-//! data port with a gate per exclusive session. It runs on a runtime of its own, so that killing it
-//! is as abrupt as a host that dies.
+//! A minimal worker agent that keeps to the contract.
+//!
+//! It has a control port with sessions and a load stream, and a data port with a gate per exclusive
+//! session. It has a runtime of its own, so that killing it is as abrupt as the death of a host.
 
 use std::{
     collections::HashMap,
@@ -40,7 +41,7 @@ use tokio::sync::{Semaphore, mpsc};
 use tokio_stream::{Stream, wrappers::ReceiverStream, wrappers::TcpListenerStream};
 use tonic::Status;
 
-/// One request as the data port saw it.
+/// One request as the data port received it.
 #[derive(Debug, Clone)]
 pub(crate) struct Taken {
     pub(crate) path: String,
@@ -51,7 +52,7 @@ pub(crate) struct Taken {
 
 type Watcher = mpsc::Sender<Result<v1::LoadEvent, Status>>;
 
-/// All that was said of resident blocks, and to whom; a new watcher is told all of it.
+/// All changes of resident blocks so far, and their watchers. A new watcher gets all of them.
 #[derive(Debug, Default)]
 struct Kv {
     said: Vec<Vec<RankChange>>,
@@ -65,26 +66,26 @@ impl Kv {
     }
 }
 
-/// What the test can see and steer.
+/// The state that a test can read and control.
 #[derive(Debug)]
 pub(crate) struct Inner {
     pub(crate) name: String,
     pub(crate) data_port: u16,
     model: &'static str,
     sessions: Mutex<HashMap<SessionKey, Session>>,
-    /// With the number of the next event.
+    /// Each watcher, with the number of its next event.
     watchers: Mutex<Vec<(u64, Watcher)>>,
     kv: Mutex<Kv>,
     pub(crate) taken: Mutex<Vec<Taken>>,
-    /// Turns with header `x-test-wait` end when this has a permit.
+    /// Turns with the header `x-test-wait` end when this has a permit.
     pub(crate) release: Semaphore,
-    /// Answer bodies dropped before their end.
+    /// Number of answer bodies dropped before their end.
     pub(crate) cut: AtomicUsize,
-    /// Answers every turn and open with "full".
+    /// Whether to refuse every turn and open as full.
     pub(crate) full: AtomicBool,
     pub(crate) used_tokens: AtomicUsize,
     retentions: Vec<Retention>,
-    /// Describes a model's files; the first router that fetches them is refused.
+    /// Whether to describe a model's files. The first router that fetches them is refused.
     pub(crate) has_model: AtomicBool,
     fetches: AtomicUsize,
     reports: AtomicBool,
@@ -92,7 +93,7 @@ pub(crate) struct Inner {
     deaf: tokio_util::sync::CancellationToken,
 }
 
-/// Agents started so far.
+/// Number of agents started so far.
 static ADDRESSES: AtomicU16 = AtomicU16::new(0);
 
 /// A running agent.
@@ -108,7 +109,7 @@ impl Agent {
         Self::start_with(name, vec![Retention::Pinned, Retention::Tagged, Retention::None])
     }
 
-    /// One whose engine serves a model of this name.
+    /// Starts an agent whose engine serves a model of this name.
     pub(crate) fn serving(name: &str, model: &'static str) -> Self {
         Self::start_as(name, vec![Retention::None], model)
     }
@@ -118,7 +119,7 @@ impl Agent {
     }
 
     fn start_as(name: &str, retentions: Vec<Retention>, model: &'static str) -> Self {
-        // At an address of its own: when it is killed, nobody else gets its ports.
+        // Each agent has its own address, so that nothing else gets its ports when it is killed.
         let [high, low] = ADDRESSES.fetch_add(1, Ordering::Relaxed).to_be_bytes();
         let own = SocketAddr::from(([127, 251, high, low], 0));
         let bind = || std::net::TcpListener::bind(own).unwrap();
@@ -177,29 +178,29 @@ impl Agent {
         Self { control: control_addr, inner, runtime: Some(runtime) }
     }
 
-    /// Takes no connection on its data port any more; running ones stay.
+    /// Stops taking connections on the data port; open ones stay.
     pub(crate) fn deafen(&self) {
         self.inner.deaf.cancel();
     }
 
-    /// Ends everything at once, connections included.
+    /// Ends everything at once, including connections.
     pub(crate) fn kill(&mut self) {
         if let Some(runtime) = self.runtime.take() {
             runtime.shutdown_background();
         }
     }
 
-    /// Turns taken so far.
+    /// Returns the turns taken so far.
     pub(crate) fn turns(&self) -> Vec<Taken> {
         self.inner.taken.lock().clone()
     }
 
-    /// Stays connected but says nothing any more.
+    /// Stops sending reports, but stays connected.
     pub(crate) fn fall_silent(&self) {
         self.inner.reports.store(false, Ordering::Relaxed);
     }
 
-    /// The engine restarted: every session is lost.
+    /// Restarts the engine: every session is lost.
     pub(crate) fn lose_sessions(&self) {
         let lost: Vec<Session> = {
             let mut sessions = self.inner.sessions.lock();
@@ -213,14 +214,14 @@ impl Agent {
         }
     }
 
-    /// Skips a number in every stream.
+    /// Skips an event number in every load stream.
     pub(crate) fn skip_sequence(&self) {
         for (next, _) in self.inner.watchers.lock().iter_mut() {
             *next += 1;
         }
     }
 
-    /// Says what changed of its resident blocks.
+    /// Reports changes of the resident blocks.
     pub(crate) fn say_kv(&self, changes: impl IntoIterator<Item = kv::Change>) {
         let change = |change| RankChange { dp_rank: 0, change };
         let mut kv = self.inner.kv.lock();
@@ -229,7 +230,8 @@ impl Agent {
         kv.watchers.retain(|watcher| watcher.try_send(Ok(event.clone())).is_ok());
     }
 
-    /// Ends every stream of resident blocks, and takes no new one until something is said again.
+    /// Ends every stream of resident blocks. New streams are refused until blocks are reported
+    /// again.
     pub(crate) fn end_kv(&self) {
         *self.inner.kv.lock() = Kv::default();
     }
@@ -380,8 +382,8 @@ impl Drop for Gate {
     }
 }
 
-/// Answers with the request's own body, in two pieces; `x-test-wait` holds back the second one, or
-/// with value `head` the whole answer, until the test releases it.
+/// Answers with the request's own body, in two parts. `x-test-wait` holds back the second part, or
+/// with the value `head` the whole answer, until the test releases it.
 async fn turn(State(inner): State<Arc<Inner>>, request: Request) -> Response {
     let (parts, body) = request.into_parts();
     let claimed = Claim::from_headers(&parts.headers).unwrap();
@@ -419,7 +421,7 @@ async fn turn(State(inner): State<Arc<Inner>>, request: Request) -> Response {
                 permit = inner.release.acquire() => permit.unwrap().forget(),
             }
         }
-        // The gate opens before the last byte is out, as the agent's does once the engine is done.
+        // Opens the gate before the last byte is sent, as the agent does once the engine is done.
         gate.2 = true;
         drop(gate);
         drop(send.send(Ok(second)).await);
@@ -561,7 +563,7 @@ impl WorkerAgent for Service {
     }
 }
 
-/// In the order of their names.
+/// The model's files, in the order of their names.
 const MODEL: [(&str, &[u8]); 3] = [
     (model::TEMPLATE, include_bytes!("../../../tests/data/model/chat_template.jinja")),
     (model::TOKENIZER, include_bytes!("../../../tests/data/model/tokenizer.json")),

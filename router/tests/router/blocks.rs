@@ -1,4 +1,4 @@
-//! What the router knows of resident blocks, and what it makes of it.
+//! Tests of what the router knows about resident blocks, and how placement uses it.
 
 use std::sync::atomic::Ordering;
 
@@ -31,7 +31,7 @@ fn reset() -> Change {
     Change::Reset { block_tokens: block_tokens() }
 }
 
-/// What is known of one agent's blocks.
+/// Returns what the router knows about one agent's blocks.
 async fn kv(router: &Router, name: &str) -> Value {
     let all = router.call(http::Method::GET, "/v1/workers", &[], "").await.json();
     let workers = all["workers"].as_array().expect("a list of workers");
@@ -62,7 +62,7 @@ async fn blocks_are_known_as_their_agent_says() {
     until_kv(&router, "b", "unknown", 0).await;
     a.say_kv([Change::Removed { tier: Tier::Device, blocks: hashes(&tokens)[15..].to_vec() }]);
     until_kv(&router, "a", "live", 15).await;
-    // A second snapshot takes the place of the first when it is whole.
+    // A second snapshot replaces the first when it is complete.
     a.say_kv([reset(), has(&tokens[..64 * 3])]);
     until_kv(&router, "a", "snapshot", 15).await;
     a.say_kv([Change::Complete]);
@@ -86,7 +86,7 @@ async fn what_an_agent_said_is_forgotten_when_it_can_not_be_asked() {
     until_kv(&router, "a", "live", 2).await;
 }
 
-/// A turn whose prompt is these ids; the worker that it went to.
+/// Sends a turn whose prompt is these ids.
 async fn generate(router: &Router, tokens: &[u32], headers: &[(&str, &str)]) -> Answer {
     let body = serde_json::json!({ "prompt": tokens }).to_string();
     router.call(http::Method::POST, "/v1/completions", headers, body).await
@@ -137,7 +137,7 @@ async fn where_agents_say_nothing_a_turn_goes_where_its_prompt_went_before() {
     for of in 0..4 {
         homes.push(worker(&generate(&router, &prompt(of), &[]).await).to_owned());
     }
-    // Ids are learned as ids, and messages as their text.
+    // Prompts given as ids are learned by their ids, and messages by their text.
     let chat = |system: &str| {
         let text = system.repeat(200);
         format!(r#"{{"messages":[{{"role":"system","content":"{text}"}}]}}"#)
@@ -153,7 +153,7 @@ async fn where_agents_say_nothing_a_turn_goes_where_its_prompt_went_before() {
     }
 }
 
-/// A request, and what SGLang makes of it.
+/// A request, and the token ids that SGLang makes of it.
 #[derive(serde::Deserialize)]
 struct Case<'a> {
     case: String,
@@ -162,8 +162,8 @@ struct Case<'a> {
     ids: Vec<u32>,
 }
 
-/// Of a chat with the model that the agents have. The body is as it stands: a parser that sorts its
-/// members would make it another prompt.
+/// Returns a recorded chat for the model that the agents have. The body is kept byte for byte:
+/// sorting its members would change the prompt.
 fn sglang_case(name: &str) -> (String, Vec<u32>) {
     #[derive(serde::Deserialize)]
     struct Truth<'a> {
@@ -171,9 +171,9 @@ fn sglang_case(name: &str) -> (String, Vec<u32>) {
         cases: Vec<Case<'a>>,
     }
     let truth = include_str!("../../../tests/data/prompts.json");
-    let truth: Truth<'_> = serde_json::from_str(truth).expect("the truth is JSON");
+    let truth: Truth<'_> = serde_json::from_str(truth).expect("the recorded cases are JSON");
     let case = truth.cases.into_iter().find(|case| case.case == name);
-    let case = case.expect("a case of that name");
+    let case = case.expect("there is a case of that name");
     (case.body.get().to_owned(), case.ids)
 }
 
@@ -188,7 +188,7 @@ async fn a_chat_goes_where_its_tokens_are_told_to_be() {
     b.say_kv([reset(), has(&ids), Change::Complete]);
     let router = Router::start(&[&a, &b]).await;
     until_kv(&router, "b", "live", 8).await;
-    // The model comes after the agents, and at the second try.
+    // The model is loaded after the agents are connected, and only at the second try.
     until("the chat is known by its tokens", async || {
         let turn = router.chat(&[], &body).await;
         let why = placed(&router, &turn).await;

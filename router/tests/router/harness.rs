@@ -16,7 +16,7 @@ use tokio::sync::oneshot;
 
 use crate::agent::Agent;
 
-/// Far longer than anything here takes, also where the machine is slow.
+/// Far longer than any wait in these tests, even on a slow machine.
 pub(crate) const WAIT_MAX: Duration = Duration::from_secs(60);
 
 /// A router in this process.
@@ -28,7 +28,7 @@ pub(crate) struct Router {
     ended: Option<oneshot::Receiver<Result<(), router::Error>>>,
 }
 
-/// A whole answer.
+/// An answer with its whole body.
 #[derive(Debug)]
 pub(crate) struct Answer {
     pub(crate) status: StatusCode,
@@ -50,19 +50,19 @@ impl Answer {
     }
 }
 
-/// No agent is silent or out of reach because the whole machine is slow.
+/// Returns settings under which no agent becomes stale or lost because the machine is slow.
 pub(crate) fn config(agents: &[&Agent]) -> Config {
     Config {
         workers: agents.iter().map(|agent| format!("http://{}", agent.control)).collect(),
         load_report_age_ms_max: 60_000,
-        // A pinned session of an agent that is gone waits so long for its return.
+        // How long a turn of a pinned session waits for a lost agent to come back.
         connect_ms_max: 5_000,
         ..Config::default()
     }
 }
 
 impl Router {
-    /// Starts one and waits until it is ready.
+    /// Starts a router and waits until it is ready.
     pub(crate) async fn start(agents: &[&Agent]) -> Self {
         let router = Self::start_with(config(agents)).await;
         until("the router is ready", async || router.is_ready().await).await;
@@ -76,7 +76,7 @@ impl Router {
         let tasks = Tasks::default();
         let (tell, ended) = oneshot::channel();
         let (inside, listeners) = (tasks.clone(), Listeners { data, admin });
-        // Not one of the router's own tasks: it would wait for itself.
+        // Spawned outside the router's own tasks, as the router waits for those when it stops.
         Tasks::default().spawn(async move {
             drop(tell.send(router::run(config, listeners, inside).await));
         });
@@ -107,7 +107,7 @@ impl Router {
         String::from_utf8(answer.into_body().collect().await.unwrap().to_bytes().to_vec()).unwrap()
     }
 
-    /// Sends and returns at the head of the answer.
+    /// Sends a request. Returns when the head of the answer has arrived.
     pub(crate) async fn begin(
         &self,
         method: Method,
@@ -153,7 +153,7 @@ pub(crate) async fn whole(response: http::Response<Incoming>) -> Answer {
     Answer { status: parts.status, headers: parts.headers, body }
 }
 
-/// Waits for a state, looking again and again; panics after [`WAIT_MAX`].
+/// Polls until the state holds. Panics after [`WAIT_MAX`].
 pub(crate) async fn until(what: &str, mut holds: impl AsyncFnMut() -> bool) {
     let looks = async {
         while !holds().await {

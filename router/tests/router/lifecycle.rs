@@ -1,4 +1,4 @@
-//! Sessions: open, list, close, loss of a worker, restart of a router.
+//! Tests of sessions: opening, listing, closing, loss of a worker, restart of a router.
 
 use http::{Method, StatusCode};
 use proto::load::Retention;
@@ -113,7 +113,7 @@ async fn bind_is_placement_without_a_claim() {
 async fn sessions_of_a_lost_worker_move_and_pinned_ones_say_what_is_gone() {
     let (mut a, b) = (Agent::start("a"), Agent::start("b"));
     let router = Router::start(&[&a, &b]).await;
-    // Load steers both sessions to a.
+    // The load makes placement choose a for both sessions.
     b.inner.used_tokens.store(9_000, std::sync::atomic::Ordering::Relaxed);
     until("b is known to be full", async || {
         let answer = router.call(Method::GET, "/v1/workers", &[], "").await.json();
@@ -186,7 +186,7 @@ async fn a_restarted_router_knows_every_session_and_a_gap_is_healed() {
     }
     a.skip_sequence();
     b.skip_sequence();
-    // While both streams begin anew there may be nobody to open it.
+    // While both streams restart, there may be no worker that can open the session.
     until("one more is open", async || {
         let opened = router.call(Method::POST, OPEN, &[], r#"{"session_id":"after"}"#).await;
         opened.status.is_success()
@@ -201,7 +201,7 @@ async fn a_restarted_router_knows_every_session_and_a_gap_is_healed() {
     .await;
 }
 
-/// An agent that moved to another host under its name, before the old one was stopped.
+/// Two agents have the same id: one was moved to another host before the old one was stopped.
 #[tokio::test]
 async fn an_agent_turned_away_for_its_name_is_taken_when_the_other_has_gone() {
     let mut twins = [Agent::start("a"), Agent::start("a")];

@@ -1,4 +1,4 @@
-//! The router over real sockets, in front of agents that are as small as the contract allows.
+//! Tests of the router over real sockets, in front of minimal agents.
 
 #[cfg(test)]
 mod agent;

@@ -1,4 +1,4 @@
-//! Turns: placement, bytes, headers, retry, cancellation, limits.
+//! Tests of turns: placement, bytes, headers, retry, cancellation, limits.
 
 use std::{collections::BTreeSet, net::SocketAddr, sync::atomic::Ordering};
 
@@ -24,7 +24,7 @@ async fn turns_of_a_session_stay_and_bytes_pass_untouched() {
     assert_eq!(first.header("x-berth-placement"), "least_cost");
     assert_eq!(first.header("content-type"), "text/event-stream");
     assert_eq!(first.header("x-engine"), "yes");
-    assert_eq!(first.header("x-secret"), "", "named in connection: this hop's only");
+    assert_eq!(first.header("x-secret"), "", "it was named in the connection header");
     assert_eq!(first.header("x-berth-turn").len(), 16);
     let worker = first.header("x-berth-worker").to_owned();
     for _ in 0..5 {
@@ -131,7 +131,8 @@ async fn a_client_that_leaves_mid_answer_is_seen_by_the_agent_and_frees_the_sess
     assert!(text.contains("berth_router_turns_total{outcome=\"client_gone\"} 1"), "{text}");
 }
 
-/// The timers of this process's connections to an agent's data port: 2 probes a silent other end.
+/// Returns the timers of this process's connections to an agent's data port. Timer 2 is keepalive,
+/// which probes a silent peer.
 fn timers(agent: &Agent) -> Vec<String> {
     let std::net::IpAddr::V4(ip) = agent.control.ip() else { unreachable!("agents have IPv4") };
     let there = format!("{:08X}:{:04X}", u32::from_le_bytes(ip.octets()), agent.inner.data_port);
@@ -140,7 +141,7 @@ fn timers(agent: &Agent) -> Vec<String> {
     rows.filter(|row| row[2] == there).map(|row| row[5][..2].to_owned()).collect()
 }
 
-/// A host that died without a word would be waited for until the turn's limit.
+/// Without probes, a turn on a host that died silently would wait until the turn's limit.
 #[tokio::test]
 async fn a_turn_that_waits_for_its_first_byte_is_in_flight_and_its_connection_probed() {
     let a = Agent::start("a");
@@ -161,7 +162,7 @@ async fn a_turn_that_waits_for_its_first_byte_is_in_flight_and_its_connection_pr
     assert_eq!(router.chat(&[], "{}").await.status, StatusCode::TOO_MANY_REQUESTS);
     let text = router.metrics().await;
     let timed = "berth_router_first_byte_seconds_count 1";
-    assert!(text.contains(timed), "a refusal is nobody's first token: {text}");
+    assert!(text.contains(timed), "a refusal doesn't count as a first byte: {text}");
 }
 
 #[tokio::test]
@@ -275,7 +276,7 @@ async fn a_silent_worker_keeps_its_sessions_and_gets_none() {
     assert_eq!(answer.header("x-berth-placement"), "sticky", "a stale worker keeps its sessions");
     assert_eq!(answer.header("x-berth-worker"), "b/0");
     a.fall_silent();
-    // A turn is news of its session too, so wait for the silence after it.
+    // A turn is also reported as a session change, so wait until the agents are silent again.
     until("one is placed by a stale view", async || {
         state_of(&router, "b/0").await == "stale"
             && state_of(&router, "a/0").await == "stale"
@@ -293,13 +294,13 @@ async fn state_of(router: &Router, worker: &str) -> String {
 
 #[tokio::test]
 async fn without_a_worker_the_answer_is_503_within_the_time_to_connect() {
-    // Taken, so that nobody else gets it, and never listened at.
+    // Bound, so that no other process gets the port, but never listening.
     let held = tokio::net::TcpSocket::new_v4().unwrap();
     held.bind(SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
     let workers = vec![format!("http://{}", held.local_addr().unwrap())];
     let settings = Config { workers, connect_ms_max: 300, ..config(&[]) };
     let router = Router::start_with(settings).await;
-    // With seconds to spare for a machine that stalls.
+    // The limit leaves some seconds for a machine that stalls.
     let soon =
         tokio::time::timeout(std::time::Duration::from_secs(20), router.chat(&[], "{}")).await;
     let answer = soon.expect("an answer in time");
@@ -363,7 +364,7 @@ async fn a_refused_connection_is_tried_elsewhere_unless_the_session_is_bound() {
     let bound = router.chat(&[], delta).await;
     assert_eq!(bound.code(), "worker_unreachable");
     assert_eq!(bound.header("retry-after"), "1");
-    // Known to be out of reach it gets no newcomers, but for one now and then.
+    // An unreachable worker gets no new sessions, except one now and then.
     let mut turn = 0;
     until("a newcomer is tried there and then elsewhere", async || {
         turn += 1;
@@ -380,7 +381,7 @@ async fn a_refused_connection_is_tried_elsewhere_unless_the_session_is_bound() {
         workers["workers"][0]["state"] == "stale" && reason.contains("data port")
     })
     .await;
-    // A last turn that reached nobody still closes its session.
+    // A last turn that reached no agent still closes its session.
     let last = [("x-berth-session-id", "p"), ("x-berth-session-final", "1")];
     assert_eq!(router.chat(&last, "{}").await.status, StatusCode::SERVICE_UNAVAILABLE);
     until("the session is closed", async || a.session_count() == 0).await;
@@ -391,7 +392,7 @@ async fn a_turn_has_one_deadline() {
     let a = Agent::start("a");
     let router = Router::start_with(Config { turn_ms_max: 300, ..config(&[&a]) }).await;
     let cut = || a.inner.cut.load(Ordering::Relaxed);
-    // Where the machine stalls, a turn's time is up before the agent has it: then another is sent.
+    // If the machine stalls, the turn may time out before the agent has it. Then send another.
     until("one is cut off at the agent", async || {
         let late = router.chat(&[("x-test-wait", "head")], "{}").await;
         let code = late.code();
@@ -455,10 +456,10 @@ async fn why_a_turn_went_where_it_went_can_be_asked_afterwards() {
     assert_eq!(placed["worker"], turn.header("x-berth-worker"));
     assert_eq!(placed["reason"], turn.header("x-berth-placement"));
     let compared = placed["compared"].as_array().unwrap();
-    assert_eq!(compared[0]["worker"], placed["worker"], "the best first: {why}");
+    assert_eq!(compared[0]["worker"], placed["worker"], "the best is first: {why}");
     assert_eq!(compared.len(), 2);
     assert!(placed["compared"][0]["cost_ms"].is_u64(), "{why}");
-    // Who has one turn's id must not find another's by counting.
+    // A client that has one turn's id must not be able to guess another's by counting.
     let next = router.chat(&[], "{}").await;
     let number = |id: &str| u64::from_str_radix(id, 16).unwrap();
     assert!(number(id).abs_diff(number(next.header("x-berth-turn"))) > 1 << 20);
