@@ -18,7 +18,7 @@ const TURN_BLOCKS: usize = 8;
 const PROMPT_TOKENS: u32 = 131_072;
 
 fn scheme() -> Scheme<'static> {
-    Scheme::plain(BlockTokens::for_page(64).expect("pages have 64 tokens"))
+    Scheme::plain(BlockTokens::for_page(64).expect("64-token pages have blocks"))
 }
 
 /// Returns a chain that leaves the shared one after `shared` blocks.

@@ -33,7 +33,7 @@ const POOL_TOKENS: u64 = 1_000_000;
 const SESSIONS_PER_WORKER: usize = 8;
 
 fn figure(value: usize) -> Option<Figure> {
-    let value = u64::try_from(value).expect("a figure is small");
+    let value = u64::try_from(value).expect("a figure fits in u64");
     Some(Figure { value, source: Source::Shim, age_ms: 0 })
 }
 
@@ -65,7 +65,7 @@ fn description(agent: usize) -> Description {
 fn report(agent: usize) -> LoadReport {
     let rank = RankLoad {
         dp_rank: 0,
-        turns_running: u32::try_from(agent % 7).expect("it is below 7"),
+        turns_running: u32::try_from(agent % 7).expect("a remainder of 7 fits in u32"),
         turns_running_max: 64,
         requests_running: None,
         requests_waiting: None,
@@ -101,7 +101,7 @@ fn report(agent: usize) -> LoadReport {
 
 fn session(agent: usize, number: usize) -> Session {
     Session {
-        key: SessionKey::new("p", format!("{agent}-{number}")).expect("it is a legal id"),
+        key: SessionKey::new("p", format!("{agent}-{number}")).expect("the id is valid"),
         retention: Retention::Tagged,
         state: SessionState::Idle,
         dp_rank: 0,
@@ -139,7 +139,7 @@ fn chain(session: u64) -> Vec<BlockHash> {
 fn filled(workers: usize) -> Index {
     let mut index = Index::new(usize::MAX);
     for agent in 0..workers {
-        let number = WorkerRef { agent, dp_rank: 0 }.number().expect("rank 0 has one");
+        let number = WorkerRef { agent, dp_rank: 0 }.number().expect("rank 0 has a number");
         index.store(number, Tier::Device, None, &chain(agent as u64));
     }
     index

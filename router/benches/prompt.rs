@@ -43,7 +43,7 @@ fn blocks(c: &mut Criterion) {
     for (name, route, body) in
         [("ids", Route::Generate, ids_body()), ("text", Route::Chat, chat_body())]
     {
-        let read = || Prompt::find(&Object::parse(body.as_bytes()).expect("it is an object"));
+        let read = || Prompt::find(&Object::parse(body.as_bytes()).expect("the body is an object"));
         let prompt = read();
         group.bench_function(format!("find/{name}"), |b| b.iter(read));
         group.bench_function(format!("blocks/{name}"), |b| {
@@ -51,7 +51,7 @@ fn blocks(c: &mut Criterion) {
         });
     }
     let body = ids_body();
-    let prompt = Prompt::find(&Object::parse(body.as_bytes()).expect("it is an object"));
+    let prompt = Prompt::find(&Object::parse(body.as_bytes()).expect("the body is an object"));
     let blocks = prompt.blocks(Route::Generate, body.as_bytes(), &engine).expect("it has ids");
     let mut learned = Learned::new(64 << 20);
     group.bench_function("given_again", |b| b.iter(|| learned.given(0, 1_000_000, &blocks)));
@@ -83,8 +83,8 @@ fn next_turn(c: &mut Criterion) {
         serde_json::json!({"model": "m", "messages": messages}).to_string()
     };
     let ask = |body: &str| {
-        let prompt = Prompt::find(&Object::parse(body.as_bytes()).expect("it is an object"));
-        prompt.blocks(Route::Chat, body.as_bytes(), &engine).expect("it is a chat")
+        let prompt = Prompt::find(&Object::parse(body.as_bytes()).expect("the body is an object"));
+        prompt.blocks(Route::Chat, body.as_bytes(), &engine).expect("a chat has blocks")
     };
     let old = ask(&body(&messages));
     assert!(old.exact, "the conversation was tokenized");

@@ -173,14 +173,14 @@ impl Affinity {
     /// Records that a turn's answer has begun, or never will. Call it at most once per turn, before
     /// [`Self::end`].
     pub fn answered(&mut self, key: &SessionKey) {
-        let binding = self.bindings.get_mut(key).expect("a begun turn holds its binding");
+        let binding = self.bindings.get_mut(key).expect("a running turn holds its binding");
         assert!(binding.unanswered > 0, "a turn was answered twice");
         binding.unanswered -= 1;
     }
 
     /// Ends a turn that was begun.
     pub fn end(&mut self, key: &SessionKey, now: Instant) {
-        let binding = self.bindings.get_mut(key).expect("a begun turn holds its binding");
+        let binding = self.bindings.get_mut(key).expect("a running turn holds its binding");
         assert!(binding.turns > 0, "a turn ended twice");
         binding.turns -= 1;
         binding.unanswered = binding.unanswered.min(binding.turns);
@@ -325,7 +325,7 @@ impl Affinity {
             };
             self.bindings.insert(key.clone(), binding);
         }
-        Ok(self.bindings.get_mut(key).expect("it was inserted above"))
+        Ok(self.bindings.get_mut(key).expect("the binding was inserted above"))
     }
 
     /// Drops the bindings that were idle for too long. `idle` is ordered by time.
@@ -334,7 +334,7 @@ impl Affinity {
             if now.saturating_duration_since(since) <= self.idle_max {
                 break;
             }
-            let (_, key) = self.idle.pop_first().expect("it was first a line above");
+            let (_, key) = self.idle.pop_first().expect("the entry was seen just above");
             self.bindings.remove(&key);
         }
     }

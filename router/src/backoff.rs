@@ -51,7 +51,7 @@ mod tests {
         for due_ms in [100, 200, 400, 800, 1600, 3000, 3000] {
             let (rest, due) = (rested(&mut backoff).await, Duration::from_millis(due_ms));
             let tick = Duration::from_millis(1);
-            assert!(rest >= due / 2 && rest <= due + tick, "{rest:?} where {due:?} was due");
+            assert!(rest >= due / 2 && rest <= due + tick, "{rest:?}, expected up to {due:?}");
         }
         backoff.reset();
         assert!(rested(&mut backoff).await <= Duration::from_millis(101));

@@ -163,7 +163,7 @@ impl Shared {
                 let resident_tokens = blocks.as_ref().and_then(told);
                 Ok(Decided { blocks, resident_tokens, ..*decided })
             }
-            Step::WantsPrompt => unreachable!("it was asked for"),
+            Step::WantsPrompt => unreachable!("the prompt was given"),
         }
     }
 

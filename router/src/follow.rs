@@ -254,6 +254,6 @@ mod tests {
         follow.accept(event(5, 0, described(5))).unwrap();
         let began = follow.accept(event(5, 1, table(&["a", "b", "c"], 0, true))).unwrap();
         let Some(Update::Began { sessions, .. }) = began else { panic!("{began:?}") };
-        assert_eq!(sessions.len(), 2, "one over the bound, so that the view notices");
+        assert_eq!(sessions.len(), 2, "one more than the bound");
     }
 }

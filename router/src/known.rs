@@ -226,7 +226,7 @@ mod tests {
         assert_eq!(worker(&of(&state, &affinity, now)), 1);
         affinity.end(&key(), now);
         let later = now + TABLE_LAG + Duration::from_secs(1);
-        assert_eq!(worker(&of(&state, &affinity, later)), 0, "the tables win in the end");
+        assert_eq!(worker(&of(&state, &affinity, later)), 0, "the tables count after the lag");
     }
 
     #[test]
@@ -310,9 +310,9 @@ mod tests {
         };
         assert!(!busy(&affinity), "another router's turn may have ended since");
         affinity.begin(&key(), at(0), false, now).unwrap();
-        assert!(busy(&affinity), "no client has an answer yet");
+        assert!(busy(&affinity), "the answer has not begun");
         affinity.answered(&key());
-        assert!(!busy(&affinity), "a client may have the whole of it before its end is seen here");
+        assert!(!busy(&affinity), "the client may have the whole answer already");
         affinity.end(&key(), now);
         assert!(!busy(&affinity));
     }
@@ -324,7 +324,7 @@ mod tests {
         state.apply(0, Update::Lost("gone".to_owned()), now);
         assert!(matches!(of(&state, &affinity, now), Standing::Lost { agent_up: false, .. }));
         state.apply(1, idle(Retention::Tagged), now);
-        assert_eq!(worker(&of(&state, &affinity, now)), 1, "an agent that is there wins");
+        assert_eq!(worker(&of(&state, &affinity, now)), 1, "a connected agent's entry is used");
         state.apply(1, Update::Lost("gone".to_owned()), now);
         // The agent comes back as the same process, and its table is relearned.
         let sessions = vec![session(Retention::Pinned, SessionState::Idle, 0)];

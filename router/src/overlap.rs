@@ -147,7 +147,7 @@ impl Index {
         parent: Option<BlockHash>,
         blocks: &[BlockHash],
     ) {
-        assert!(worker < WORKERS_MAX, "workers have dense numbers");
+        assert!(worker < WORKERS_MAX, "a worker's number is below WORKERS_MAX");
         let (slot, more) = self.slots.of_or_new(worker);
         if more {
             self.tree.add_slot();
@@ -180,7 +180,7 @@ impl Index {
     /// # Panics
     /// If `worker` is not below [`WORKERS_MAX`].
     pub fn begin_snapshot(&mut self, worker: usize) {
-        assert!(worker < WORKERS_MAX, "workers have dense numbers");
+        assert!(worker < WORKERS_MAX, "a worker's number is below WORKERS_MAX");
         if self.slots.begin(worker) {
             self.tree.add_slot();
         }
@@ -218,7 +218,7 @@ impl Index {
     /// If an invariant is broken, with its description.
     pub fn check_invariants(&self) {
         self.tree.check_invariants();
-        assert!(self.bytes() <= self.bytes_max || self.tree.blocks() == 0, "the bound holds");
+        assert!(self.bytes() <= self.bytes_max || self.tree.blocks() == 0, "over the memory bound");
     }
 
     fn bytes(&self) -> usize {

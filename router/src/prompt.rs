@@ -458,7 +458,7 @@ mod tests {
             let body = format!(r#"{{"model":"{model}","prompt":{}}}"#, ids(64));
             blocks(Route::Completions, &body).unwrap().hashes[0]
         };
-        assert_eq!(model("m:1"), plain.hashes[0], "a served name is no adapter's");
+        assert_eq!(model("m:1"), plain.hashes[0], "a served name has no adapter");
         assert_eq!(model("m:1:a"), seen[1]);
         assert_eq!(model("other:a"), seen[1]);
     }
@@ -506,7 +506,7 @@ mod tests {
         assert!(!one.exact && one.hashes.len() > 5 && two.hashes.len() > one.hashes.len());
         assert_eq!(common(&one, &two), one.hashes.len());
         let other = blocks(Route::Chat, &chat(5, "").replace("\"f\"", "\"g\"")).unwrap();
-        assert_eq!(common(&one, &other), 0, "other tools");
+        assert_eq!(common(&one, &other), 0, "the tools differ");
         let salted = chat(5, "").replace("\"n\":1", "\"cache_salt\":\"a\"");
         assert_eq!(common(&one, &blocks(Route::Chat, &salted).unwrap()), 0);
     }

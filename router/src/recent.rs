@@ -58,7 +58,7 @@ impl Recent {
         self.order.push_back(turn);
         while self.weight > self.weight_max {
             let Some(oldest) = self.order.pop_front() else { break };
-            let records = self.by_turn.get_mut(&oldest).expect("what is in order is kept");
+            let records = self.by_turn.get_mut(&oldest).expect("each turn in order has records");
             self.weight -= weight(&records.remove(0));
             if records.is_empty() {
                 self.by_turn.remove(&oldest);

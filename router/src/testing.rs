@@ -107,7 +107,7 @@ pub(crate) fn placement(compared: usize) -> Placement {
         model: None,
         exclude: None,
     };
-    let placed = place(&question, &view, start()).expect("a worker is there");
+    let placed = place(&question, &view, start()).expect("the fleet has a worker");
     let figures = vec![placed.figures[0]; compared];
     Placement { worker, figures, ..placed }
 }

@@ -109,7 +109,7 @@ impl Slots {
         }
         let slot = u16::try_from(self.ended.len()).ok().filter(|&slot| slot != NONE);
         self.ended.push(false);
-        (slot.expect("workers and their snapshots are fewer"), true)
+        (slot.expect("three slots per worker are fewer than NONE"), true)
     }
 
     fn end_next(&mut self, worker: usize) {

@@ -264,7 +264,7 @@ fn a_lost_worker_disappears_at_once_and_is_swept_later() {
         index.remove(0, Tier::Device, &[]);
     }
     index.check_invariants();
-    assert_eq!(index.stats().blocks, 10, "nothing of its first life is kept");
+    assert_eq!(index.stats().blocks, 10, "the blocks before the clear are gone");
 }
 
 #[test]
@@ -289,7 +289,7 @@ fn a_host_carries_on_where_the_device_ends() {
     index.remove(0, Tier::Device, &all[5..8]);
     assert_eq!(depths(&index, &all)[0], (5, 10));
     index.remove(0, Tier::Device, &all[..5]);
-    assert_eq!(depths(&index, &all)[0], (0, 0), "nobody has the beginning");
+    assert_eq!(depths(&index, &all)[0], (0, 0), "the first blocks are not resident");
     index.check_invariants();
 }
 

@@ -366,7 +366,7 @@ impl Tree {
                 let ended = holds.filter(|hold| ends(hold.slot));
                 ending.extend(ended.map(|hold| Holder { slot: hold.slot, tier }));
             }
-            let run = RunId::try_from(at).expect("runs are counted by RunId");
+            let run = RunId::try_from(at).expect("the number of a run is a RunId");
             for &holder in &ending {
                 self.set_cut(run, holder, 0);
             }

@@ -137,7 +137,7 @@ pub(super) fn of(
     seen: Seen<'_>,
     now: Instant,
 ) -> Figures {
-    within(question, view, seen, u64::MAX, now).expect("no cost is above the greatest number")
+    within(question, view, seen, u64::MAX, now).expect("no cost is above u64::MAX")
 }
 
 /// Computes the cost of the turn on a worker; `None` if it is above `cost_ms_max`. Of a thousand

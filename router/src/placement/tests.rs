@@ -124,7 +124,7 @@ fn placed(state: &State, question: &Question<'_>, now: Instant) -> (usize, Reaso
 
 fn figures(state: &State, question: &Question<'_>, now: Instant, agent: usize) -> Figures {
     let placement = place(question, &state.snapshot(), now).unwrap();
-    *placement.figures.iter().find(|one| one.worker == at(agent)).expect("it was compared")
+    *placement.figures.iter().find(|one| one.worker == at(agent)).expect("the agent was compared")
 }
 
 fn sent(state: &State, agent: usize, tokens: u64) -> Lease {
@@ -139,7 +139,7 @@ fn tokens_become_milliseconds_at_the_measured_rate() {
     let overlap = resident(&[0, 6_400]);
     let ask = Question { prompt: prompt(40_000, &overlap), ..question(1) };
     let one = figures(&state, &ask, now, 0);
-    assert_eq!((one.wait_ms, one.prefill_ms), (0, Some(2_000)), "40,000 at 20,000 a second");
+    assert_eq!((one.wait_ms, one.prefill_ms), (0, Some(2_000)), "40,000 tokens at 20,000/s");
     let other = figures(&state, &ask, now, 1);
     assert_eq!((other.wait_ms, other.prefill_ms), (2_500, Some(1_680)));
     assert_eq!(other.resident_tokens, Some(6_400));
@@ -205,7 +205,7 @@ fn sixty_four_sessions_with_one_system_prompt_spread() {
         computed[agent] += tokens;
     }
     let (most, sum) = (computed.iter().max().unwrap(), computed.iter().sum::<u64>());
-    assert!(most * 8 * 10 <= sum * 15, "over 1.5 of the mean: {computed:?}");
+    assert!(most * 8 * 10 <= sum * 15, "more than 1.5 times the mean: {computed:?}");
 }
 
 #[test]
@@ -257,7 +257,7 @@ fn a_session_stays_where_its_kv_is_unless_the_queue_is_longer_than_computing_it_
     let overlap = resident(&[96_000, 0]);
     let ask = Question { prompt: prompt(100_000, &overlap), sticky: stays(0), ..question(1) };
     tell(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(60_000), now);
-    assert_eq!(placed(&state, &ask, now), (0, Reason::Sticky), "3 s of queue, 4.8 s of KV");
+    assert_eq!(placed(&state, &ask, now), (0, Reason::Sticky), "3 s wait, 4.8 s to recompute");
     tell(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(200_000), now);
     assert_eq!(placed(&state, &ask, now), (1, Reason::Moved));
     let fixed = Question { sticky: stays(0).map(|one| Sticky { fixed: true, ..one }), ..ask };
@@ -270,13 +270,13 @@ fn what_a_session_holds_for_itself_keeps_it_where_it_is() {
     let mut state = engines(2, now);
     let overlap = resident(&[0, 19_200]);
     let ask = Question { prompt: prompt(100_000, &overlap), sticky: stays(0), ..question(1) };
-    assert_eq!(placed(&state, &ask, now), (1, Reason::Moved), "blocks alone");
+    assert_eq!(placed(&state, &ask, now), (1, Reason::Moved), "only blocks are counted");
     let holds = Sticky { held_tokens: 96_000, ..Sticky::at(at(0)) };
     let ask = Question { sticky: Some(holds), ..ask };
     let placement = place(&ask, &state.snapshot(), now).unwrap();
     assert_eq!((placement.worker, placement.uncached_tokens), (at(0), Some(4_000)));
     tell(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(200_000), now);
-    assert_eq!(placed(&state, &ask, now), (1, Reason::Moved), "not at any price");
+    assert_eq!(placed(&state, &ask, now), (1, Reason::Moved), "the queue is too long");
 }
 
 #[test]
@@ -296,9 +296,9 @@ fn a_session_whose_prompt_is_unknown_stays_while_its_worker_can_take_it() {
     assert_eq!(placed(&state, &ask, stale), (0, Reason::Sticky));
     state.apply(1, Update::Report(sick), stale);
     ask.sticky = stays(0);
-    assert_eq!(placed(&state, &ask, stale), (0, Reason::Sticky), "there is no other");
+    assert_eq!(placed(&state, &ask, stale), (0, Reason::Sticky), "no other worker is usable");
     state.apply(0, Update::Lost("gone".to_owned()), stale);
-    assert_eq!(placed(&state, &ask, stale), (0, Reason::Sticky), "a blink moves nobody");
+    assert_eq!(placed(&state, &ask, stale), (0, Reason::Sticky), "lost only just now");
     let later = stale + BLINK_MAX;
     assert_eq!(place(&ask, &state.snapshot(), later), Err(NoWorker::Unusable));
 }
@@ -316,19 +316,19 @@ fn a_session_is_settled_without_its_prompt_unless_a_queue_speaks_for_another_wor
         assert_eq!((settled.worker, settled.reason), (at(0), Reason::Sticky));
         Some(settled.tokens_expected())
     };
-    assert_eq!(settles(9_900, 0, &ask), Some(TURN_TOKENS_ASSUMED), "495 ms are no gain");
-    assert_eq!(settles(10_100, 0, &ask), None, "505 ms may be");
+    assert_eq!(settles(9_900, 0, &ask), Some(TURN_TOKENS_ASSUMED), "a gain of 495 ms is too small");
+    assert_eq!(settles(10_100, 0, &ask), None, "a gain of 505 ms may be enough");
     assert_eq!(settles(60_000, 51_000, &ask), Some(TURN_TOKENS_ASSUMED), "both have a queue");
     let fixed = Question { sticky: Some(Sticky { fixed: true, ..here }), ..ask };
     assert_eq!(settles(60_000, 0, &fixed), Some(TURN_TOKENS_ASSUMED));
     let moved = Question { sticky: Some(Sticky { moved: Some(now), ..here }), ..ask };
-    assert_eq!(settles(19_900, 0, &moved), Some(TURN_TOKENS_ASSUMED), "twice the gain");
+    assert_eq!(settles(19_900, 0, &moved), Some(TURN_TOKENS_ASSUMED), "twice the gain is needed");
     let untold = Question { sticky: stays(0), ..ask };
-    assert_eq!(settles(0, 0, &untold), None, "what is resident is learned from prompts");
+    assert_eq!(settles(0, 0, &untold), None, "the prompt must be read to learn it");
     let ended = now.checked_sub(IDLE_SETTLED_MAX).unwrap();
     let idle = Question { sticky: Some(Sticky { ended: Some(ended), ..here }), ..ask };
     assert_eq!(settles(0, 0, &idle), None, "some of its KV may be gone");
-    assert_eq!(settles(0, 0, &question(1)), None, "a newcomer is always compared");
+    assert_eq!(settles(0, 0, &question(1)), None, "a new session is always compared");
     let refused = Question { exclude: Some(at(0)), ..ask };
     assert_eq!(settles(0, 0, &refused), None);
 }
@@ -375,7 +375,7 @@ fn a_session_on_a_stale_worker_is_compared_and_none_moves_to_one() {
     let mut ask = Question { prompt: prompt(19_200, &overlap), sticky: stays(0), ..question(1) };
     assert_eq!(placed(&state, &ask, later), (0, Reason::Sticky), "the other has a queue");
     ask.sticky = stays(1);
-    assert_eq!(placed(&state, &ask, later), (1, Reason::Sticky), "the other is not heard");
+    assert_eq!(placed(&state, &ask, later), (1, Reason::Sticky), "the other is stale");
 }
 
 #[test]
@@ -528,7 +528,7 @@ fn a_prompt_that_does_not_fit_beside_running_turns_waits_for_some_of_them() {
     let overlap = resident(&[]);
     let long = Question { prompt: prompt(599_000, &overlap), returns: false, ..question(1) };
     tell(&mut state, 0, |rank| rank.pool_used_tokens = figure(400_000), now);
-    assert_eq!(figures(&state, &long, now, 0).wait_ms, 0, "it fits to the token");
+    assert_eq!(figures(&state, &long, now, 0).wait_ms, 0, "the prompt just fits");
     tell(&mut state, 0, |rank| rank.pool_used_tokens = figure(500_000), now);
     // A fifth of the running turns' KV must go. With the backlog below, it is two fifths.
     assert_eq!(figures(&state, &long, now, 0).wait_ms, 2_000);
@@ -536,14 +536,14 @@ fn a_prompt_that_does_not_fit_beside_running_turns_waits_for_some_of_them() {
         (rank.pool_used_tokens, rank.prefill_backlog_tokens) = (figure(500_000), figure(100_000));
     };
     tell(&mut state, 0, queued, now);
-    assert_eq!(figures(&state, &long, now, 0).wait_ms, 5_000, "turns end while it waits");
+    assert_eq!(figures(&state, &long, now, 0).wait_ms, 5_000, "turns end during the wait");
     let queued = |rank: &mut RankLoad| {
         (rank.pool_used_tokens, rank.prefill_backlog_tokens) = (figure(800_000), figure(1_000));
     };
     tell(&mut state, 0, queued, now);
     assert_eq!(figures(&state, &long, now, 0).wait_ms, 5_012);
     tell(&mut state, 1, |rank| rank.prefill_backlog_tokens = figure(40_000), now);
-    assert_eq!(placed(&state, &long, now).0, 1, "two seconds of queue are less");
+    assert_eq!(placed(&state, &long, now).0, 1, "a queue of two seconds costs less");
     let short = Question { prompt: prompt(10_000, &overlap), ..long };
     assert_eq!(placed(&state, &short, now).0, 0, "a short prompt has room");
     // The session needn't bring the KV that it already holds on the worker.
@@ -675,7 +675,7 @@ fn the_model_matters_only_where_models_differ() {
     let now = start();
     let mut state = fleet(&[(0, 0), (0, 9_000)], now);
     let mut ask = Question { model: Some("other"), ..question(1) };
-    assert_eq!(placed(&state, &ask, now).0, 0, "one model: any name goes");
+    assert_eq!(placed(&state, &ask, now).0, 0, "all serve one model, so any name is taken");
     let mut other = description("a1", 2, 1);
     other.engine.models = vec!["other".to_owned()];
     other.retentions = vec![Retention::None];

@@ -122,7 +122,7 @@ impl Worker {
     fn walk(&mut self, chain: &[BlockHash], now: u64) -> (usize, Option<Id>) {
         let (mut known, mut last) = (0, None);
         while let Some(&id) = chain.get(known).and_then(|first| self.by_first.get(first)) {
-            let stretch = self.stretches.get_mut(&id).expect("what has a first block is there");
+            let stretch = self.stretches.get_mut(&id).expect("by_first names stretches");
             if stretch.after == 0 {
                 self.ends.remove(&(stretch.used, id));
                 self.ends.insert((now, id));
@@ -143,7 +143,7 @@ impl Worker {
     /// part keeps `used` as its time of use.
     fn split(&mut self, id: Id, blocks: usize, used: u64) -> Id {
         let first_id = self.new_id();
-        let second = self.stretches.get_mut(&id).expect("it was just found");
+        let second = self.stretches.get_mut(&id).expect("the stretch was just found");
         if second.after == 0 {
             self.ends.remove(&(second.used, id));
             self.ends.insert((used, id));
@@ -185,7 +185,7 @@ impl Worker {
         self.by_first.remove(&gone.blocks[0]);
         self.tokens -= gone.blocks.len() as u64 * gone.block_tokens;
         if let Some(before) = gone.before {
-            let stretch = self.stretches.get_mut(&before).expect("ends go before what they follow");
+            let stretch = self.stretches.get_mut(&before).expect("followers are removed first");
             stretch.after -= 1;
             if stretch.after == 0 {
                 self.ends.insert((stretch.used, before));
@@ -208,7 +208,7 @@ impl Worker {
             let is_end = self.ends.contains(&(stretch.used, *id));
             assert_eq!(is_end, stretch.after == 0, "ends are the stretches that none follows");
             if let Some(before) = stretch.before {
-                assert!(self.stretches[&before].used >= stretch.used, "used with its followers");
+                assert!(self.stretches[&before].used >= stretch.used, "used before a follower");
                 *after.entry(before).or_default() += 1;
             }
         }
@@ -265,9 +265,9 @@ mod tests {
         }
         learned.given(0, 5 * BLOCK, &prompt(&[6]));
         let left = [&[1, 2][..], &[1, 3, 4], &[5], &[6]].map(|tokens| found(&learned, 0, tokens));
-        assert_eq!(left, [2, 1, 1, 1], "the end of the second one went");
+        assert_eq!(left, [2, 1, 1, 1], "the end of the second prompt was forgotten");
         learned.given(0, 5 * BLOCK, &prompt(&[7, 8, 9, 10, 11, 12, 13]));
-        assert_eq!(found(&learned, 0, &[7, 8, 9, 10, 11, 12, 13]), 5, "no more than fits");
+        assert_eq!(found(&learned, 0, &[7, 8, 9, 10, 11, 12, 13]), 5, "what the pool holds");
         assert_eq!(learned.tokens(0), 5 * BLOCK);
     }
 

@@ -271,7 +271,7 @@ mod tests {
     }
 
     fn sums(demand: &mut Demand, now: Instant) -> [Wanted; 2] {
-        let sums = demand.sum(2, now).expect("the last sums are old");
+        let sums = demand.sum(2, now).expect("the previous sums are old");
         [0, 1].map(|agent| sums[agent].first().copied().unwrap_or_default())
     }
 
@@ -319,11 +319,11 @@ mod tests {
         demand.upsert(at(1), &session("s", 0, None), now);
         // The worker that the session has left reports it again, though it is no longer there.
         demand.upsert(at(0), &session("s", 80_000, Some(MINUTE)), now);
-        assert_eq!(sums(&mut demand, now)[0].tokens, 80_000, "in the way at first");
+        assert_eq!(sums(&mut demand, now)[0].tokens, 80_000, "not evicted at first");
         let later = now + 2 * LEFT_FADES;
         assert_eq!(sums(&mut demand, later)[0].tokens, 20_000);
         demand.remove(0, &session("s", 0, None).key, later);
-        assert_eq!(sums(&mut demand, later + MINUTE)[0].tokens, 0, "closed there, it goes first");
+        assert_eq!(sums(&mut demand, later + MINUTE)[0].tokens, 0, "closed, so evicted first");
     }
 
     #[test]
@@ -332,7 +332,7 @@ mod tests {
         let mut demand = Demand::new(1000);
         demand.upsert(at(0), &session("s", 90_000, None), now);
         demand.upsert(at(0), &session("s", 30_000, None), now);
-        assert_eq!(sums(&mut demand, now)[0].tokens, 90_000, "60,000 of them nobody wants");
+        assert_eq!(sums(&mut demand, now)[0].tokens, 90_000, "60,000 of them are abandoned");
         demand.remove(0, &session("s", 0, None).key, now);
         let later = now + 30 * LEFT_FADES;
         assert_eq!(sums(&mut demand, later)[0].tokens, 0);

@@ -349,7 +349,7 @@ mod tests {
             let turns: Vec<u32> = view.roster().workers().map(Seen::turns).collect();
             let expected: Vec<u32> = loads.iter().map(|load| load.0).chain([2, 4]).collect();
             assert_eq!(turns, expected);
-            let seen = view.roster().get(last).expect("it was heard");
+            let seen = view.roster().get(last).expect("the worker was heard");
             assert_eq!((seen.worker(), seen.backlog_tokens(1, now)), (last, 70));
             assert!(view.roster().get(WorkerRef { agent: 0, dp_rank: ranks }).is_none());
         }

@@ -298,7 +298,7 @@ mod tests {
 
     fn turns(state: &State) -> u32 {
         let worker = WorkerRef { agent: 0, dp_rank: 0 };
-        state.snapshot().roster().get(worker).expect("it was heard").turns()
+        state.snapshot().roster().get(worker).expect("the worker was heard").turns()
     }
 
     fn state_of(state: &State, agent: usize, now: Instant) -> WorkerState {
@@ -348,8 +348,8 @@ mod tests {
         let turned_away = state.agent_at(1).link.clone();
         let twin = Update::Began { description: description("a0", 1, 1), sessions: vec![] };
         let later = now + Duration::from_secs(1);
-        assert_eq!(state.apply(1, twin, later), None, "it is said once");
-        assert_eq!(state.agent_at(1).link, turned_away, "it was lost all the time");
+        assert_eq!(state.apply(1, twin, later), None, "the warning comes once");
+        assert_eq!(state.agent_at(1).link, turned_away, "the first loss is kept");
         state.apply(1, Update::Report(report(&[(0, 0)])), now);
         state.apply(1, Update::Upsert(session("s")), now);
         assert!(state.snapshot().sessions.is_empty());
@@ -386,7 +386,7 @@ mod tests {
         let began = Update::Began { description: description("a", 1, 1), sessions: vec![] };
         state.apply(0, began, now);
         state.apply(1, Update::Lost("refused".to_owned()), now);
-        assert!(!state.snapshot().settled(), "its first report is due");
+        assert!(!state.snapshot().settled(), "its first report is missing");
         state.apply(0, Update::Report(report(&[(0, 0)])), now);
         assert_eq!(state.snapshot().ready(now), Ok(()));
         let deadline = state.next_deadline(now).unwrap();

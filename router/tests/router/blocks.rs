@@ -54,7 +54,7 @@ async fn blocks_are_known_as_their_agent_says() {
     a.say_kv([reset(), has(&tokens), Change::Complete]);
     let router = Router::start(&[&a, &b]).await;
     until_kv(&router, "a", "live", 20).await;
-    until("b has said why nothing is known of it", async || {
+    until("b has reported why its blocks are unknown", async || {
         let why = kv(&router, "b").await["reason"].to_string();
         why.contains("publishes no KV events")
     })
@@ -121,7 +121,7 @@ async fn a_turn_goes_where_its_blocks_are_told_to_be() {
         assert_eq!((worker(&turn), turn.header("x-berth-placement")), (name, "least_cost"));
         let why = placed(&router, &turn).await;
         assert_eq!(why["uncached_tokens"], 900 - 14 * 64, "{why}");
-        let compared = why["compared"].as_array().expect("all were compared");
+        let compared = why["compared"].as_array().expect("workers were compared");
         let resident =
             |one: &Value| (one["worker"] == name, one["resident_tokens"].as_u64().unwrap_or(0));
         let resident: Vec<_> = compared.iter().map(resident).collect();

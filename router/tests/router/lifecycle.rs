@@ -151,7 +151,7 @@ async fn a_session_whose_engine_restarted_is_lost_until_it_is_opened_again() {
     a.lose_sessions();
     let session = ("x-berth-session-id", "s");
     let path = "/v1/sessions/s";
-    until("the loss is known", async || {
+    until("the router knows the loss", async || {
         router.call(Method::GET, path, &[], "").await.json()["state"] == "lost"
     })
     .await;
@@ -160,7 +160,7 @@ async fn a_session_whose_engine_restarted_is_lost_until_it_is_opened_again() {
     let open = r#"{"nvext":{"session_control":{"session_id":"s","action":"open"}}}"#;
     let opened = router.chat(&[], open).await;
     assert_eq!(opened.status, StatusCode::OK, "{opened:?}");
-    assert_eq!(router.chat(&[session], "{}").await.status, StatusCode::OK, "at once, too");
+    assert_eq!(router.chat(&[session], "{}").await.status, StatusCode::OK, "right after opening");
     until("its turns are counted", async || {
         router.call(Method::GET, path, &[], "").await.json()["turns"] == 2
     })
@@ -187,12 +187,12 @@ async fn a_restarted_router_knows_every_session_and_a_gap_is_healed() {
     a.skip_sequence();
     b.skip_sequence();
     // While both streams restart, there may be no worker that can open the session.
-    until("one more is open", async || {
+    until("one more session is open", async || {
         let opened = router.call(Method::POST, OPEN, &[], r#"{"session_id":"after"}"#).await;
         opened.status.is_success()
     })
     .await;
-    until("the stream is whole again", async || {
+    until("both streams have restarted", async || {
         let workers = router.call(Method::GET, "/v1/workers", &[], "").await.json();
         let listed = router.call(Method::GET, OPEN, &[], "").await.json();
         let fresh = |at: usize| workers["workers"][at]["state"] == "fresh";
@@ -210,7 +210,7 @@ async fn an_agent_turned_away_for_its_name_is_taken_when_the_other_has_gone() {
     let control = workers["workers"][0]["control"].as_str().unwrap();
     let first = twins.iter().position(|twin| control.ends_with(&twin.control.to_string()));
     twins[first.unwrap()].kill();
-    until("the other takes turns", async || router.chat(&[], "{}").await.status == 200).await;
+    until("the other agent takes turns", async || router.chat(&[], "{}").await.status == 200).await;
     assert!(!twins[1 - first.unwrap()].turns().is_empty());
 }
 
@@ -225,7 +225,7 @@ async fn a_fleet_of_several_models_lists_those_that_it_can_serve_now() {
     };
     assert_eq!(listed().await, ["x", "y"]);
     b.kill();
-    until("its model is listed no more", async || listed().await == ["x"]).await;
+    until("b's model is no longer listed", async || listed().await == ["x"]).await;
 }
 
 #[tokio::test]

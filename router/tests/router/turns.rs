@@ -40,7 +40,7 @@ async fn turns_of_a_session_stay_and_bytes_pass_untouched() {
         assert_eq!(turn.headers["x-berth-rank"], "0");
     }
     let error = router.call(Method::POST, "/generate?x=1", &[], "{}").await;
-    assert_eq!(error.status.as_u16(), 418, "the engine's status is the client's");
+    assert_eq!(error.status.as_u16(), 418, "the engine's status is passed on");
     router.stop().await.unwrap();
 }
 
@@ -122,7 +122,7 @@ async fn a_client_that_leaves_mid_answer_is_seen_by_the_agent_and_frees_the_sess
     let piece = answer.body_mut().frame().await.unwrap().unwrap();
     assert!(piece.data_ref().is_some(), "the first piece arrives while the second waits");
     drop(answer);
-    until("the agent sees it", async || a.inner.cut.load(Ordering::Relaxed) == 1).await;
+    until("the agent sees the end", async || a.inner.cut.load(Ordering::Relaxed) == 1).await;
     until("nothing is in flight", async || {
         router.metrics().await.contains("berth_router_streams_in_flight 0")
     })
@@ -149,11 +149,11 @@ async fn a_turn_that_waits_for_its_first_byte_is_in_flight_and_its_connection_pr
     let waits: Headers<'_> = &[("x-test-wait", "head")];
     let turn = router.begin(Method::POST, "/v1/messages", waits, "{\"a\":1}");
     let looks = async {
-        until("it is in flight", async || {
+        until("the turn is in flight", async || {
             router.metrics().await.contains("berth_router_streams_in_flight 1")
         })
         .await;
-        until("its connection is probed", async || timers(&a) == ["02"]).await;
+        until("the connection is probed", async || timers(&a) == ["02"]).await;
         a.inner.release.add_permits(1);
     };
     let (turn, ()) = tokio::join!(turn, looks);
@@ -173,13 +173,13 @@ async fn a_client_that_leaves_before_the_answer_is_seen_by_the_agent() {
     {
         let turn = router.chat(headers, "{}");
         tokio::pin!(turn);
-        let taken = until("the agent has it", async || a.turns().len() == 1);
+        let taken = until("the agent has the turn", async || a.turns().len() == 1);
         tokio::select! {
             _ = &mut turn => panic!("no answer was released"),
             () = taken => {}
         }
     }
-    until("the agent sees it", async || a.inner.cut.load(Ordering::Relaxed) == 1).await;
+    until("the agent sees the end", async || a.inner.cut.load(Ordering::Relaxed) == 1).await;
 }
 
 #[tokio::test]
@@ -253,7 +253,7 @@ async fn a_silent_worker_keeps_its_sessions_and_gets_none() {
         (id, header("x-berth-worker"), header("x-berth-placement"))
     };
     let mut at_b = String::new();
-    until("one is at b, which has more room", async || {
+    until("a session is on b, which has more room", async || {
         let (id, worker, _) = newcomer().await;
         at_b = id;
         worker == "b/0"
@@ -261,8 +261,8 @@ async fn a_silent_worker_keeps_its_sessions_and_gets_none() {
     .await;
     b.fall_silent();
     until("b is stale", async || state_of(&router, "b/0").await == "stale").await;
-    until("one is placed while a is not stale too", async || {
-        // Where all are stale b may get one, which is news of it.
+    until("a session is placed while only b is stale", async || {
+        // Where all workers are stale, b may get the session, which refreshes what is known of b.
         if state_of(&router, "b/0").await != "stale" {
             return false;
         }
@@ -277,7 +277,7 @@ async fn a_silent_worker_keeps_its_sessions_and_gets_none() {
     assert_eq!(answer.header("x-berth-worker"), "b/0");
     a.fall_silent();
     // A turn is also reported as a session change, so wait until the agents are silent again.
-    until("one is placed by a stale view", async || {
+    until("a session is placed by a stale view", async || {
         state_of(&router, "b/0").await == "stale"
             && state_of(&router, "a/0").await == "stale"
             && newcomer().await.2 == "stale_view"
@@ -357,7 +357,7 @@ async fn a_refused_connection_is_tried_elsewhere_unless_the_session_is_bound() {
     assert_eq!(opened.json()["worker"], "a/0");
     a.deafen();
     let delta = r#"{"session_params":{"id":"p"}}"#;
-    until("its data port is closed", async || {
+    until("a's data port is closed", async || {
         router.chat(&[], delta).await.status == StatusCode::SERVICE_UNAVAILABLE
     })
     .await;
@@ -366,14 +366,14 @@ async fn a_refused_connection_is_tried_elsewhere_unless_the_session_is_bound() {
     assert_eq!(bound.header("retry-after"), "1");
     // An unreachable worker gets no new sessions, except one now and then.
     let mut turn = 0;
-    until("a newcomer is tried there and then elsewhere", async || {
+    until("a new session is tried on a, then on b", async || {
         turn += 1;
         let answer = router.chat(&[("x-berth-session-id", &format!("s{turn}"))], "{}").await;
         assert_eq!((answer.status, answer.header("x-berth-worker")), (StatusCode::OK, "b/0"));
         router.metrics().await.contains("berth_router_retries_total{reason=\"connect\"}")
     })
     .await;
-    until("the view says so", async || {
+    until("the view shows a as stale", async || {
         turn += 1;
         router.chat(&[("x-berth-session-id", &format!("s{turn}"))], "{}").await;
         let workers = router.call(Method::GET, "/v1/workers", &[], "").await.json();
@@ -393,24 +393,24 @@ async fn a_turn_has_one_deadline() {
     let router = Router::start_with(Config { turn_ms_max: 300, ..config(&[&a]) }).await;
     let cut = || a.inner.cut.load(Ordering::Relaxed);
     // If the machine stalls, the turn may time out before the agent has it. Then send another.
-    until("one is cut off at the agent", async || {
+    until("a turn is cut off at the agent", async || {
         let late = router.chat(&[("x-test-wait", "head")], "{}").await;
         let code = late.code();
         assert_eq!((late.status.as_u16(), code.as_str()), (504, "turn_timeout"));
         cut() > 0
     })
     .await;
-    until("the agent has seen all ends", async || cut() >= a.turns().len()).await;
+    until("the agent has seen every turn end", async || cut() >= a.turns().len()).await;
     until("an answer is cut short", async || {
         let waiting: Headers<'_> = &[("x-test-wait", "tail")];
         let begun = router.begin(Method::POST, "/generate", waiting, "{\"a\":1}").await;
         let in_time = begun.status() == 418;
         let whole = begun.into_body().collect().await;
-        assert!(!in_time || whole.is_err(), "an answer cut short is not a whole one: {whole:?}");
+        assert!(!in_time || whole.is_err(), "a cut answer must not look whole: {whole:?}");
         in_time
     })
     .await;
-    until("the agent has seen all ends", async || cut() >= a.turns().len()).await;
+    until("the agent has seen every turn end", async || cut() >= a.turns().len()).await;
 }
 
 #[tokio::test]

@@ -16,7 +16,7 @@ impl Tree {
     /// If an invariant is broken, with its description.
     pub(in super::super) fn check_invariants(&self) {
         let free: HashSet<RunId> = self.free.iter().copied().collect();
-        assert_eq!(free.len(), self.free.len(), "a run is free once");
+        assert_eq!(free.len(), self.free.len(), "a run is in the free list only once");
         let ids = (1..self.runs.len()).map(|at| RunId::try_from(at).expect("ids are u32"));
         let used: Vec<RunId> = ids.filter(|run| !free.contains(run)).collect();
         let mut children: HashMap<RunId, Children> = HashMap::new();
@@ -42,11 +42,11 @@ impl Tree {
         }
         let leaves: HashSet<RunId> =
             used.iter().copied().filter(|&run| self.children[run as usize].count == 0).collect();
-        assert_eq!(self.ages.iter().collect::<HashSet<_>>(), leaves, "every leaf has an age");
-        assert_eq!(self.ages.iter().count(), leaves.len(), "every leaf has only one age");
+        assert_eq!(self.ages.iter().collect::<HashSet<_>>(), leaves, "the list has all leaves");
+        assert_eq!(self.ages.iter().count(), leaves.len(), "the list has each leaf once");
         let entries =
             used.iter().map(|&run| self[run].entries(run, 0..self[run].blocks.len()).count());
-        assert_eq!(self.table.entries(), entries.sum::<usize>(), "the table has what runs enter");
+        assert_eq!(self.table.entries(), entries.sum::<usize>(), "number of table entries");
         assert_eq!(self.blocks, blocks, "distinct blocks");
         assert_eq!(self.heap_bytes, heap_bytes, "memory of runs");
         assert_eq!((&self.held, self.host_blocks), (&held, host), "resident blocks");
@@ -66,7 +66,7 @@ impl Tree {
         assert!(of.host.as_ref().is_none_or(|host| !host.is_empty()), "run {run}: empty host");
         for (at, key, entry) in of.entries(run, 0..len) {
             let own = |found: Entry| (found == entry).then_some(());
-            assert!(self.table.find(key, own).is_some(), "block {at} of run {run} is entered");
+            assert!(self.table.find(key, own).is_some(), "block {at} of run {run} is in the table");
         }
         for (at, &block) in of.blocks.iter().enumerate() {
             let (found, place) = self.find(block).expect("every block is found");

@@ -86,7 +86,7 @@ impl Tree {
             return id;
         }
         assert!(self.runs.len() < RUNS_MAX, "the bound on bytes is reached long before");
-        let id = RunId::try_from(self.runs.len()).expect("there are fewer");
+        let id = RunId::try_from(self.runs.len()).expect("RUNS_MAX is below RunId's maximum");
         if self.runs.len() == self.runs.capacity() {
             // Doubling would leave up to half of the memory unused.
             self.runs.reserve_exact(self.runs.len() / 4 + 64);

@@ -21,11 +21,11 @@ fn a_settled_sessions_prompt_is_looked_at_where_it_may_be_for_the_slow_lane() {
         let ask = Question { sticky: Some(here), ..question(1) };
         settled(&ask, &state.snapshot(), now).is_some()
     };
-    assert!(settles(&state, None), "without a lane its prompt goes whole, whatever it is");
+    assert!(settles(&state, None), "there is no staged prefill");
     tell(&mut state, 0, |rank| rank.lane = with(0, 0), now);
     assert!(settles(&state, Some(PIECE_TOKENS)));
     assert!(!settles(&state, Some(PIECE_TOKENS + 1)));
-    assert!(!settles(&state, None), "another history, or one never seen");
+    assert!(!settles(&state, None), "the new tokens are unknown");
 }
 
 #[test]
@@ -38,9 +38,9 @@ fn prompts_in_the_slow_lane_are_no_wait_for_shorter_ones() {
         let ask = Question { prompt: prompt(tokens, &overlap), ..question(1) };
         figures(state, &ask, now, 1).wait_ms
     };
-    assert_eq!(wait_ms(&state, PIECE_TOKENS), 0, "it needs no lane");
-    assert_eq!(wait_ms(&state, 16_000), 2_400, "three that have less than it, at most");
-    assert_eq!(wait_ms(&state, 40_000), 3_000, "all of them");
+    assert_eq!(wait_ms(&state, PIECE_TOKENS), 0, "one stage at most");
+    assert_eq!(wait_ms(&state, 16_000), 2_400, "three shorter prompts at most");
+    assert_eq!(wait_ms(&state, 40_000), 3_000, "all staged prompts");
     // Prompts that this router has queued since the report count until their turns are sent.
     let mut lease = sent(&state, 1, 20_000);
     lease.enter_lane();

@@ -135,7 +135,7 @@ fn without_generation(source: &str) -> String {
     out + rest
 }
 
-#[expect(clippy::needless_pass_by_value, reason = "filters have their options so")]
+#[expect(clippy::needless_pass_by_value, reason = "minijinja passes options by value")]
 fn tojson(value: &Value, options: Kwargs) -> Result<String, Error> {
     let indent: Option<usize> = options.get("indent")?;
     let ascii: Option<bool> = options.get("ensure_ascii")?;

@@ -180,7 +180,7 @@ mod tests {
         }
         returns.fit(std::iter::empty(), start());
         let rate = |seconds| returns.rate_micro(Duration::from_secs(seconds));
-        assert!((45_000..=50_000).contains(&rate(50)), "all within 20 s: {}", rate(50));
+        assert!((45_000..=50_000).contains(&rate(50)), "all return within 20 s: {}", rate(50));
         assert!(rate(20) < 500 && rate(1_000) < 5_000, "{} {}", rate(20), rate(1_000));
     }
 
