@@ -125,8 +125,7 @@ fn of_table(one: Option<&Located>, view: &ClusterView, binding: Option<&Binding>
     let gone = !agent_up && kept;
     match session.state {
         SessionState::Closing => return Standing::Closing,
-        // A session that wasn't pinned only has less KV in the cache. Its agent, or another, takes
-        // the next turn.
+        // Other sessions only lose cached KV: their agent, or another, takes the next turn.
         SessionState::Lost if kept => {
             return Standing::Lost { worker: *worker, agent_up };
         }

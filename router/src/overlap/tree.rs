@@ -187,7 +187,7 @@ impl Run {
     }
 }
 
-/// Returns the table key of a block that isn't found through the first block of its group.
+/// Returns the key of a block's own table entry: the group's for the first block of a group.
 fn first_key(block: BlockHash) -> u64 {
     if block.place() == 0 { block.group() } else { block.own() }
 }

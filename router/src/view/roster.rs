@@ -260,8 +260,8 @@ impl<'a> Seen<'a> {
         })
     }
 
-    /// Returns the number of waiting requests, if the agent doesn't report their prompt tokens;
-    /// else 0.
+    /// Returns the number of waiting requests whose prompt tokens are unknown; 0 if the agent
+    /// reports the backlog.
     #[must_use]
     pub fn waiting_untold(self) -> u64 {
         self.line.waiting
