@@ -1,12 +1,13 @@
-//! What the engine's cache holds, by its own events, told to routers as routing blocks.
+//! Publishes what the engine's KV cache holds to routers, as routing blocks.
 //!
-//! Pure: messages are decoded ([`frame`]), put in order ([`order`]), checked against their tokens
-//! ([`verify`]) and followed as pages and blocks ([`pages`]); `rank` joins these. The shell:
-//! `source` hears one rank's publisher over `zmtp`, `board` keeps what was told of late, and
-//! `watch` tells it to one router. All of it runs on a thread of its own, so that a large snapshot
-//! delays neither turns nor load reports.
+//! The pure modules: [`frame`] decodes the engine's KV event messages, [`order`] puts them in
+//! sequence, [`verify`] checks page hashes against tokens, [`pages`] maps pages to blocks, and
+//! `rank` joins these. The I/O modules: `source` reads one rank's publisher over `zmtp`, `board`
+//! keeps the recent changes, and `watch` streams them to one router. All of this runs on a thread
+//! of its own, so that a large snapshot delays neither turns nor load reports.
 //!
-//! It asks no engine for more than its events, but for the shim: see `republish.py` there.
+//! The engine is only listened to. The exception is a request to the shim to publish the radix tree
+//! again after lost events: see `republish.py` in the shim.
 
 mod board;
 pub mod feed;
@@ -38,18 +39,20 @@ use self::{
 };
 use crate::shim::ShimHandle;
 
-/// Routers that watch at once.
+/// The maximum number of routers that watch at once.
 const WATCHERS_MAX: usize = 16;
-/// Snapshots on their way at once: each takes eight bytes a block until it is sent.
+/// The maximum number of snapshots in preparation at once. Each takes eight bytes a block until it
+/// is sent.
 const SNAPSHOTS_MAX: usize = 2;
-/// Messages on their way to one watcher, of at most 256 KiB each.
+/// The maximum number of queued messages for one watcher, each of at most 256 KiB.
 const EVENTS: usize = 2;
-/// Watchers that ask a rank at once.
+/// The maximum number of watchers that wait for a snapshot of one rank.
 const ASKS: usize = WATCHERS_MAX;
-/// Pages that are followed, for each page of the pool: the host's memory holds some more.
+/// The number of pages tracked for each page of the pool; more than 1, because host memory holds
+/// further pages.
 const PAGES_PER_POOL_PAGE: usize = 4;
 
-/// What every part has a use for.
+/// State shared by the ranks' tasks and the watchers' tasks.
 struct Shared {
     board: Board,
     shim: ShimHandle,
@@ -58,23 +61,24 @@ struct Shared {
     snapshots: Semaphore,
 }
 
-/// What the thread is started with.
+/// The arguments of [`start`].
 #[derive(Debug)]
 pub struct Setup {
-    /// The agent's life; routers tell its numbers from those of another one by it.
+    /// Identifies this run of the agent. A router uses it to tell this run's sequence numbers from
+    /// those of an earlier run.
     pub epoch: u64,
-    /// Publishes the engine's radix tree again.
+    /// The shim, which publishes the engine's radix tree again on request.
     pub shim: ShimHandle,
     /// The shortest time between two requests for the tree of one rank.
     pub republish_interval: Duration,
-    /// What the thread counts.
+    /// The agent's metrics.
     pub metrics: Metrics,
 }
 
-/// Messages for one watcher.
+/// The stream of messages for one watcher.
 pub type Events = mpsc::Receiver<Result<v1::KvEvent, Status>>;
 
-/// How routers' streams and the engine's follower reach the thread.
+/// Handle to the KV thread: adds watchers and sets the engine's publishers.
 #[derive(Debug, Clone)]
 pub struct KvHandle {
     watchers: mpsc::Sender<mpsc::Sender<Result<v1::KvEvent, Status>>>,
@@ -82,7 +86,8 @@ pub struct KvHandle {
 }
 
 impl KvHandle {
-    /// Tells where the engine publishes; again when it is another.
+    /// Sets the address of the engine's publishers. A value equal to the present one changes
+    /// nothing.
     pub fn feed(&self, feed: Feed) {
         self.feeds.send_if_modified(|known| {
             let is_news = known.as_ref() != Some(&feed);
@@ -91,15 +96,16 @@ impl KvHandle {
         });
     }
 
-    /// Everything that is resident, and then what changes, until the watcher is too slow.
+    /// Starts a stream of everything that is resident, followed by all changes. The stream ends
+    /// with an error when the watcher reads too slowly.
     ///
     /// # Errors
-    /// When too many watch, or the agent is stopping.
+    /// When too many routers watch already, or when the agent is stopping.
     pub fn watch(&self) -> Result<Events, Status> {
         let (sender, events) = mpsc::channel(EVENTS);
         self.watchers.try_send(sender).map_err(|error| match error {
             mpsc::error::TrySendError::Full(_) => {
-                Status::resource_exhausted("too many want to watch at once; try again")
+                Status::resource_exhausted("too many watch requests at once; try again")
             }
             mpsc::error::TrySendError::Closed(_) => Status::unavailable("the agent is stopping"),
         })?;
@@ -107,10 +113,10 @@ impl KvHandle {
     }
 }
 
-/// Starts the thread. It ends with the tasks.
+/// Starts the KV thread. The thread ends when `token` is cancelled.
 ///
 /// # Errors
-/// When the thread or its runtime can't be made.
+/// When the thread or its runtime can't be created.
 pub fn start(setup: Setup, token: CancellationToken) -> std::io::Result<KvHandle> {
     let Setup { epoch, shim, republish_interval, metrics } = setup;
     let (watchers, requests) = mpsc::channel(WATCHERS_MAX);
@@ -128,7 +134,7 @@ pub fn start(setup: Setup, token: CancellationToken) -> std::io::Result<KvHandle
                 () = serve(epoch, &shared, told, requests) => {}
             }
         });
-        // What else runs there goes with the runtime.
+        // The runtime drops all other tasks of this thread.
     })?;
     Ok(handle)
 }
@@ -148,7 +154,7 @@ async fn serve(
             Ok(()) = feeds.changed() => {
                 let feed = feeds.borrow_and_update().clone();
                 if let Some(feed) = feed {
-                    // The tasks of the ranks before end: nobody can ask them any more.
+                    // This drops the old ranks' snapshot senders, which ends the old ranks' tasks.
                     shared.board.replace(follow(&feed, shared, &tasks));
                 }
             }
@@ -170,10 +176,10 @@ async fn serve(
     }
 }
 
-/// Starts a task for each rank; returns how to ask them.
+/// Starts a task for each rank. Returns the channels for requesting snapshots, in rank order.
 fn follow(feed: &Feed, shared: &Arc<Shared>, tasks: &Tasks) -> Vec<Asks> {
     if let Err(why) = &feed.publishers {
-        tracing::info!(why, "no KV events: what is resident is not published");
+        tracing::info!(why, "no KV events; resident blocks are not published");
     }
     let ranks = (0..feed.ranks).map(|dp_rank| {
         let (asks, mut snapshots) = mpsc::channel(ASKS);

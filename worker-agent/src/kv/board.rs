@@ -1,5 +1,7 @@
-//! What all watchers hear, and how they ask for all that is resident. Ranks write to it; nobody
-//! waits for anybody: a watcher that reads too slowly finds that it has missed some.
+//! The recent changes of all ranks, read by all watchers, and the way to request a rank's snapshot.
+//!
+//! Ranks write to the board and never wait for watchers. A watcher that reads too slowly finds that
+//! entries it needs were dropped.
 
 use std::sync::Arc;
 
@@ -9,10 +11,10 @@ use tokio::sync::{mpsc, oneshot, watch};
 
 use super::log::{Behind, Log};
 
-/// Bytes of changes kept for watchers: those of minutes, and a million blocks.
+/// The maximum bytes of changes kept for watchers: those of some minutes, or a million blocks.
 const LOG_BYTES_MAX: usize = 8 << 20;
 
-/// Something that happened on a rank.
+/// One entry of the log: something that happened on a rank.
 #[derive(Debug)]
 pub(super) struct News {
     pub(super) dp_rank: u32,
@@ -22,22 +24,22 @@ pub(super) struct News {
 #[derive(Debug)]
 pub(super) enum What {
     Changes(Vec<Change>),
-    /// What was said of the rank is void: ask it for all.
+    /// All earlier changes of the rank are void: request a new snapshot.
     Anew,
 }
 
-/// Everything that is resident on a rank, or why nobody knows.
+/// Everything that is resident on a rank, or the reason why it is unknown.
 #[derive(Debug)]
 pub(super) struct Snapshot {
     pub(super) changes: Result<Vec<Change>, String>,
-    /// News of the rank before this number are in it.
+    /// The snapshot contains all entries of this rank whose number is lower than this.
     pub(super) at: u64,
 }
 
-/// How to ask a rank.
+/// The channel for requesting a rank's snapshot.
 pub(super) type Asks = mpsc::Sender<oneshot::Sender<Snapshot>>;
 
-/// Shared by ranks and watchers.
+/// State shared by the ranks and the watchers.
 #[derive(Debug)]
 pub(super) struct Board {
     log: Mutex<Log<News>>,
@@ -64,7 +66,7 @@ impl Board {
         self.next.send_replace(next);
     }
 
-    /// Number of the next news.
+    /// Returns the number that the next entry will have.
     pub(super) fn next(&self) -> u64 {
         *self.next.borrow()
     }
@@ -73,12 +75,13 @@ impl Board {
         self.log.lock().get(number)
     }
 
-    /// Wakes at news.
+    /// Returns a receiver that wakes at each new entry.
     pub(super) fn subscribe(&self) -> watch::Receiver<u64> {
         self.next.subscribe()
     }
 
-    /// Other ranks take the place of all before; whoever watches asks them.
+    /// Replaces all ranks. An entry for each old or new rank makes the watchers request its
+    /// snapshot.
     pub(super) fn replace(&self, ranks: Vec<Asks>) {
         let count = ranks.len();
         let before = self.ranks.send_replace(ranks).len();
@@ -87,12 +90,13 @@ impl Board {
         }
     }
 
-    /// Ranks there are.
+    /// Returns the number of ranks.
     pub(super) fn ranks(&self) -> usize {
         self.ranks.borrow().len()
     }
 
-    /// All that is resident on a rank. None where another takes its place: news of it follow.
+    /// Requests the snapshot of a rank. Returns `None` if the rank is replaced meanwhile; an entry
+    /// for the rank follows in that case.
     pub(super) async fn ask(&self, dp_rank: u32) -> Option<Snapshot> {
         let asks = self.ranks.borrow().get(dp_rank as usize).cloned();
         let Some(asks) = asks else {

@@ -1,40 +1,40 @@
-//! Where an engine publishes KV events, by its own word.
+//! Where an engine publishes its KV events, as its `/server_info` states.
 
 use serde_json::Value;
 
-/// What is known of an engine's publishers before anything was heard of them.
+/// The engine facts that are needed to follow its KV events.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Feed {
-    /// The engine process: another one publishes another cache.
+    /// Identifies the engine process. A new process has a new, empty cache.
     pub instance: String,
-    /// Its DP ranks, each with a publisher of its own.
+    /// The number of DP ranks. Each has a publisher of its own.
     pub ranks: u32,
-    /// Tokens of a page.
+    /// Tokens in a page.
     pub page_tokens: u32,
-    /// Pages of a rank's pool.
+    /// Pages in the pool of one rank.
     pub pool_pages: usize,
-    /// Where they are, or why there are none.
+    /// The addresses of the publishers, or the reason why there are none.
     pub publishers: Result<Publishers, String>,
 }
 
-/// Addresses of rank 0's sockets; each further rank has the next port.
+/// The addresses of rank 0's sockets. Each further rank uses the next port.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Publishers {
     host: String,
     port: u16,
     replay_port: Option<u16>,
-    /// What messages are subscribed to.
+    /// The topic to subscribe to.
     pub topic: String,
-    /// Tokens of a page in its events, where it says so: with context parallelism several of its
-    /// pages.
+    /// Tokens in a page as used in the events, if stated. With context parallelism this is several
+    /// of the engine's pages.
     pub page_tokens: Option<u32>,
 }
 
 impl Publishers {
-    /// Reads `/server_info`; `engine_host` is where the engine was asked.
+    /// Reads the publishers from `/server_info`. `engine_host` is the host that answered.
     ///
     /// # Errors
-    /// Why the engine's events can't be had, for an operator.
+    /// When the engine publishes no events that can be followed; the text is for an operator.
     pub fn of(info: &Value, engine_host: &str) -> Result<Self, String> {
         let Some(said) = info.get("kv_events").filter(|said| said.is_object()) else {
             return Err("the engine publishes no KV events; start it with \
@@ -48,7 +48,7 @@ impl Publishers {
             return Err(format!("the engine's publisher of KV events is {other}, not zmq"));
         }
         let host = match text("endpoint_host").unwrap_or("*") {
-            // Wherever it listens, it does so where the engine is.
+            // A wildcard address means that the publisher listens on the engine's own host.
             "*" | "0.0.0.0" | "::" | "[::]" | "" => engine_host,
             host => host,
         };
@@ -66,7 +66,7 @@ impl Publishers {
         })
     }
 
-    /// Where a rank publishes, and where it says again what it published; `host:port`.
+    /// Returns the addresses of a rank's publisher and of its replay socket, each as `host:port`.
     pub(super) fn addresses(&self, dp_rank: u32) -> Option<(String, Option<String>)> {
         let rank = u16::try_from(dp_rank).ok()?;
         let address = |port: u16| Some(format!("{}:{}", self.host, port.checked_add(rank)?));
@@ -90,7 +90,7 @@ mod tests {
 
     #[test]
     fn each_rank_has_a_port() {
-        // As SGLang 0.5.23 says it.
+        // As SGLang 0.5.23 states it.
         let publishers = of(&json!({
             "publisher": "zmq", "endpoint_host": "*", "endpoint_port_base": 5557,
             "topic": "kv-events", "block_size": 16, "dp_size": 1,

@@ -1,104 +1,110 @@
-//! One message of SGLang's KV event publisher, decoded: `[time, events, rank]`, each event a map
-//! with its type, or in older releases an array that begins with it. It judges the form and nothing
-//! else; names it doesn't know are passed over.
+//! Decodes one message of SGLang's KV event publisher.
+//!
+//! A message is `[time, events, rank]`. Each event is a map with a `type` key; in older releases it
+//! is an array whose first element is the type. Only the form is checked, and unknown fields and
+//! event types are skipped.
 
 use super::msgpack::{self, Reader};
 
-/// Tokens of a page at most, for a length that makes no sense; engines have up to 256.
+/// The maximum tokens of a page, as a sanity bound; engines have up to 256.
 const PAGE_TOKENS_MAX: u32 = 1 << 16;
 
 /// Why a message could not be decoded.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// It is no MessagePack, or not of this shape.
-    #[error("the message has not the form of KV events")]
+    /// The message is not valid MessagePack, or has another shape.
+    #[error("the message is not in the form of KV events")]
     Form(#[from] msgpack::Error),
-    /// A field that every event of its type has is missing.
-    #[error("an event lacks {0}")]
+    /// An event has no value for a field that its type requires.
+    #[error("an event has no {0}")]
     Missing(&'static str),
-    /// A number that can't be.
-    #[error("{0} is out of its range")]
+    /// A number is out of range.
+    #[error("{0} is out of range")]
     Range(&'static str),
-    /// As many pages as announced don't have as many tokens as are there.
-    #[error("{tokens} tokens are not {pages} pages of {page_tokens}")]
+    /// The number of tokens is not the announced number of pages times their size.
+    #[error("{tokens} tokens don't fill {pages} pages of {page_tokens} tokens")]
     Tokens {
-        /// Tokens found.
+        /// The number of tokens in the event.
         tokens: usize,
-        /// Pages announced.
+        /// The number of pages announced.
         pages: usize,
-        /// Tokens of each, as announced.
+        /// The announced tokens of each page.
         page_tokens: u32,
     },
-    /// Pairs of tokens that don't continue one another.
-    #[error("pairs of tokens don't overlap by one")]
+    /// Two consecutive token pairs don't share a token.
+    #[error("consecutive token pairs don't overlap by one token")]
     Pairs,
 }
 
-/// What the engine calls a page: 64 bits of the hash of it and all before it.
+/// The engine's identity of a page: the first 64 bits of a hash over the page and everything before
+/// it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct PageHash(pub u64);
 
-/// Where pages are.
+/// The memory that holds a page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Medium {
     /// The GPU's memory.
     Gpu,
     /// The host's memory.
     Cpu,
-    /// Farther away: nothing is routed by it.
+    /// Any storage that is farther away; routing ignores it.
     Other,
 }
 
-/// Pages that became resident, each after the one before it.
+/// Pages that became resident, in prefix order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Stored {
-    /// At least one.
+    /// The pages' hashes; at least one.
     pub pages: Vec<PageHash>,
-    /// What the first of them follows; none at the beginning of a prompt.
+    /// The page before the first one; `None` at the beginning of a prompt.
     pub parent: Option<PageHash>,
-    /// Of all pages. Wider than ids usually are: the engine may put a hash of an image here.
+    /// The tokens of all pages. The engine may put a hash of an image here, which is wider than a
+    /// token id.
     pub tokens: Vec<u64>,
-    /// With pairs of tokens, the one after the last: part of the last page's hash.
+    /// The token after the last one, if the engine sends token pairs. It is part of the last page's
+    /// hash.
     pub next_token: Option<u64>,
-    /// Tokens of a page.
+    /// Tokens in a page.
     pub page_tokens: u32,
-    /// Where.
+    /// Where the pages are.
     pub medium: Medium,
-    /// The adapter's name.
+    /// The LoRA adapter's name.
     pub lora: Option<String>,
-    /// The caller's salt.
+    /// The client's cache salt.
     pub cache_salt: Option<String>,
 }
 
-/// What happened to the engine's cache.
+/// A change of the engine's KV cache.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Event {
     /// Pages became resident.
     Stored(Stored),
-    /// Pages are resident no more.
+    /// Pages are no longer resident in one memory.
     Removed {
-        /// Which.
+        /// The pages' hashes.
         pages: Vec<PageHash>,
         /// Where they were.
         medium: Medium,
     },
-    /// Nothing is resident any more.
+    /// The whole cache was emptied.
     Cleared,
 }
 
-/// The events of one message, in order.
+/// The events of one message.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Batch {
-    /// In the order in which they happened.
+    /// The events, in the order in which they happened.
     pub events: Vec<Event>,
-    /// The rank that they happened on.
+    /// The DP rank on which they happened.
     pub dp_rank: Option<u32>,
 }
 
-/// Decodes a message.
+/// Decodes one message.
 ///
 /// # Errors
-/// When it isn't one, as a whole: half of a batch would be a lie.
+/// When any part of the message is invalid. No events are returned then, because an incomplete
+/// batch would give a wrong state.
 pub fn decode(message: &[u8]) -> Result<Batch, Error> {
     let mut reader = Reader::new(message);
     let fields = reader.array()?;
@@ -109,7 +115,7 @@ pub fn decode(message: &[u8]) -> Result<Batch, Error> {
     let count = reader.array()?;
     let mut events = Vec::with_capacity(count.min(reader.left()));
     for _ in 0..count {
-        // A type of another release says nothing that is needed here.
+        // Event types of other releases are skipped.
         events.extend(event(&mut reader)?);
     }
     let dp_rank = match fields {
@@ -120,7 +126,7 @@ pub fn decode(message: &[u8]) -> Result<Batch, Error> {
     Ok(Batch { events, dp_rank })
 }
 
-/// All fields that some event has.
+/// The fields of an event before its type is known.
 #[derive(Default)]
 struct Fields<'a> {
     kind: Option<&'a str>,
@@ -133,7 +139,7 @@ struct Fields<'a> {
     cache_salt: Option<&'a str>,
 }
 
-/// The fields of an event that is an array, in their order.
+/// Returns the field names of an event in array form, in order.
 fn names_of(kind: &str) -> &'static [&'static str] {
     match kind {
         "BlockStored" => {
@@ -197,7 +203,7 @@ impl<'a> Fields<'a> {
 
     fn event(self) -> Result<Option<Event>, Error> {
         let medium = match self.medium {
-            // Releases without this field have no other place.
+            // Releases without this field report the GPU only.
             None | Some("GPU") => Medium::Gpu,
             Some("CPU_PINNED" | "CPU") => Medium::Cpu,
             Some(_) => Medium::Other,
@@ -230,14 +236,15 @@ impl<'a> Fields<'a> {
     }
 }
 
-/// A hash, signed or not.
+/// Reads a page hash, which is a signed or an unsigned 64-bit integer.
 fn page(reader: &mut Reader<'_>) -> Result<PageHash, Error> {
     let int = reader.int()?;
     let signed = i64::try_from(int).map(i64::cast_unsigned);
     signed.or_else(|_| u64::try_from(int)).map(PageHash).map_err(|_| Error::Range("block_hashes"))
 }
 
-/// Tokens, or pairs of each with its next one; then also the last one's next.
+/// Reads tokens, or pairs of each token with the next one. With pairs, also returns the token after
+/// the last.
 fn tokens(reader: &mut Reader<'_>) -> Result<(Vec<u64>, Option<u64>), Error> {
     let token = |reader: &mut Reader<'_>| {
         u64::try_from(reader.int()?).map_err(|_| Error::Range("token_ids"))
@@ -267,7 +274,7 @@ mod tests {
 
     use super::*;
 
-    /// As SGLang 0.5.23 encodes it.
+    /// As SGLang 0.5.23 encodes events.
     const MAPS: &str = "93cb3ff80000000000009488a474797065ab426c6f636b53746f726564ac626c6f636b5f686173\
         68657392d3cf97adeedb59e05bcf4ebfa8a1f3c34151b1706172656e745f626c6f636b5f68617368c0a9746f6b\
         656e5f696473980102030405060708aa626c6f636b5f73697a6504a76c6f72615f6964c0a66d656469756da347\
@@ -277,7 +284,7 @@ mod tests {
         cf678c5307f2a02a2ab1706172656e745f626c6f636b5f68617368d3ede8ef26a097f0fda9746f6b656e5f6964\
         7392920304920405aa626c6f636b5f73697a6502a76c6f72615f6964c0aa63616368655f73616c74a874656e61\
         6e742d61a96c6f72615f6e616d65a373716c03";
-    /// The first three events as older releases do.
+    /// The first three events in the array form of older releases.
     const ARRAYS: &str = "93cb3ff80000000000009397ab426c6f636b53746f72656492d3cf97adeedb59e05bcf4ebfa8\
         a1f3c34151c098010203040506070804c0a347505593ac426c6f636b52656d6f76656491cf4ebfa8a1f3c34151\
         aa4350555f50494e4e454491b0416c6c426c6f636b73436c6561726564c0";
@@ -340,7 +347,7 @@ mod tests {
         assert_eq!(with("920304920405", "920304920605"), Err(Error::Pairs));
         assert_eq!(with("920304920405", "92030404c0c0"), Err(Error::Pairs));
         assert_eq!(with("a474797065ab", "a474797066ab"), Err(Error::Missing("type")));
-        // A type of a later release.
+        // An event type of a later release.
         let later =
             with("b0416c6c426c6f636b73436c6561726564", "b0416c6c426c6f636b73436c6561726565");
         assert_eq!(later.unwrap().events.len(), 3);

@@ -1,17 +1,19 @@
-//! What happened of late, for readers who each go at their own pace: entries numbered from 0, the
-//! oldest dropped beyond a number of bytes. Pure; whoever is behind the oldest has missed some.
+//! A bounded log of recent entries for readers that each read at their own speed. Pure.
+//!
+//! Entries are numbered from 0. The oldest ones are dropped beyond a number of bytes. A reader that
+//! has not read a dropped entry gets [`Behind`].
 
 use std::{collections::VecDeque, sync::Arc};
 
-/// Entries were dropped that the reader has not read.
+/// The requested entry was already dropped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Behind;
 
-/// The newest entries.
+/// The newest entries, oldest first.
 #[derive(Debug)]
 pub(super) struct Log<T> {
     entries: VecDeque<(usize, Arc<T>)>,
-    /// Number of the oldest entry.
+    /// The number of the oldest entry.
     first: u64,
     bytes: usize,
     bytes_max: usize,
@@ -22,17 +24,17 @@ impl<T> Log<T> {
         Self { entries: VecDeque::new(), first: 0, bytes: 0, bytes_max }
     }
 
-    /// Number that the next entry will have.
+    /// Returns the number that the next entry will have.
     pub(super) fn next(&self) -> u64 {
         self.first + self.entries.len() as u64
     }
 
-    /// Adds an entry of so many bytes.
+    /// Adds an entry that counts as `bytes`.
     pub(super) fn push(&mut self, entry: T, bytes: usize) {
         self.entries.push_back((bytes, Arc::new(entry)));
         self.bytes += bytes;
         while self.bytes > self.bytes_max {
-            let (bytes, _) = self.entries.pop_front().expect("bytes are of entries");
+            let (bytes, _) = self.entries.pop_front().expect("bytes are counted per entry");
             self.bytes -= bytes;
             self.first += 1;
         }
@@ -41,7 +43,7 @@ impl<T> Log<T> {
         }
     }
 
-    /// The entry with a number; none yet where it is the next.
+    /// Returns the entry with a number, or `None` if it doesn't exist yet.
     pub(super) fn get(&self, number: u64) -> Result<Option<Arc<T>>, Behind> {
         let at = number.checked_sub(self.first).ok_or(Behind)?;
         let entry = usize::try_from(at).ok().and_then(|at| self.entries.get(at));
@@ -50,7 +52,7 @@ impl<T> Log<T> {
 
     fn check_invariants(&self) {
         let bytes: usize = self.entries.iter().map(|(bytes, _)| bytes).sum();
-        assert_eq!(self.bytes, bytes, "bytes are those of the entries");
+        assert_eq!(self.bytes, bytes, "`bytes` is the sum over all entries");
         assert!(self.bytes <= self.bytes_max, "the bound holds");
     }
 }
@@ -71,7 +73,7 @@ mod tests {
         assert_eq!(log.get(2), Err(Behind));
         let all: Vec<i32> = (3..11).map(|number| *log.get(number).unwrap().unwrap()).collect();
         assert_eq!(all, (3..11).collect::<Vec<_>>());
-        // More than there is room for: everybody has missed it.
+        // The entry is larger than the whole bound, so no reader gets it.
         log.push(11, 101);
         assert_eq!((log.next(), log.get(11), log.get(12)), (12, Err(Behind), Ok(None)));
     }

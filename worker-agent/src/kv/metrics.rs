@@ -1,4 +1,4 @@
-//! Counts of KV events and of what they come to.
+//! Metrics of KV events and of the blocks they make resident.
 
 use prometheus_client::{
     encoding::EncodeLabelSet,
@@ -9,7 +9,7 @@ use proto::block::Tier;
 
 use super::rank::{Counts, Rank};
 
-/// All handles; clones share them.
+/// Handles of all KV metrics. Clones share them.
 #[derive(Debug, Clone)]
 pub struct Metrics {
     events: Family<EventLabel, Counter>,
@@ -43,7 +43,7 @@ struct RankLabel {
 }
 
 impl Metrics {
-    /// Registers everything under `registry`.
+    /// Creates the metrics and registers them under `registry`.
     pub fn new(registry: &mut Registry) -> Self {
         let metrics = Self {
             events: Family::default(),
@@ -59,18 +59,18 @@ impl Metrics {
         let help = "What happened to the order of the engine's messages: gaps, messages lost in \
                     them, replays asked for, restarts";
         registry.register("kv_order", help, metrics.order.clone());
-        let help = "Times that the engine's whole tree was wanted again, by what became of it";
+        let help = "Requests to publish the engine's whole tree again, by outcome";
         registry.register("kv_resyncs", help, metrics.trees.clone());
         let help = "Routing blocks resident on the engine, by tier";
         registry.register("kv_blocks", help, metrics.blocks.clone());
-        let help = "Memory that the agent holds for them, bytes";
+        let help = "Memory that the agent holds to track the resident pages, bytes";
         registry.register("kv_index_bytes", help, metrics.bytes.clone());
-        let help = "Routers that watch what is resident";
+        let help = "Routers that watch the resident blocks";
         registry.register("kv_watchers", help, metrics.watchers.clone());
         metrics
     }
 
-    /// What happened on a rank, and what it holds now.
+    /// Adds a rank's event counts since the last call, and sets its resident blocks and memory.
     pub(super) fn follow(&self, dp_rank: u32, rank: &mut Rank) {
         let Counts {
             stored,
@@ -109,7 +109,7 @@ impl Metrics {
         self.bytes.get_or_create(&RankLabel { dp_rank }).set(bytes);
     }
 
-    /// Nothing is known of a rank now: absent, not zero.
+    /// Removes a rank's gauges while its state is unknown: an absent figure is not zero.
     pub(super) fn gone(&self, dp_rank: u32) {
         for tier in [Tier::Device, Tier::Host].map(name) {
             self.blocks.remove(&TierLabel { dp_rank, tier });
@@ -117,12 +117,12 @@ impl Metrics {
         self.bytes.remove(&RankLabel { dp_rank });
     }
 
-    /// The engine's tree was wanted.
+    /// Counts one request to publish the engine's tree again.
     pub(super) fn asked_tree(&self, outcome: &'static str) {
         self.trees.get_or_create(&OutcomeLabel { outcome }).inc();
     }
 
-    /// Watchers came or went.
+    /// Changes the number of watchers by `change`.
     pub(super) fn watches(&self, change: i64) {
         self.watchers.inc_by(change);
     }

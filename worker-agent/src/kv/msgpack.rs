@@ -1,32 +1,34 @@
-//! As much of MessagePack as KV events are made of, read in order from a slice. It builds nothing
-//! and trusts no length: what is announced is allocated by who reads it.
+//! A MessagePack reader for the subset that KV events use.
+//!
+//! It reads a slice in order and allocates nothing. Announced lengths are not trusted: a caller
+//! that allocates must bound them by [`Reader::left`].
 
 /// Why a message could not be read.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// It ends too early.
+    /// The message ends inside a value.
     #[error("the message ends in the middle of a value")]
     Short,
-    /// Another kind of value was expected.
-    #[error("0x{found:02x} begins no {wanted}")]
+    /// A value has another kind than expected.
+    #[error("expected {wanted}, found byte 0x{found:02x}")]
     Kind {
-        /// What was expected.
+        /// The kind that was expected.
         wanted: &'static str,
-        /// The byte that was found.
+        /// The first byte of the value found.
         found: u8,
     },
-    /// A string that is none.
+    /// A string is not valid UTF-8.
     #[error("a string is not UTF-8")]
     Text,
-    /// Values within values.
+    /// Values are nested too deeply.
     #[error("values are nested deeper than {DEPTH_MAX}")]
     Depth,
 }
 
-/// Events have values in four levels.
+/// The maximum nesting depth. Events have four levels.
 const DEPTH_MAX: usize = 8;
 
-/// What is left of a message.
+/// The unread rest of a message.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Reader<'a>(&'a [u8]);
 
@@ -35,12 +37,12 @@ impl<'a> Reader<'a> {
         Self(message)
     }
 
-    /// Bytes left: an array has at most as many elements.
+    /// Returns the number of unread bytes. An array can't have more elements than this.
     pub(super) fn left(&self) -> usize {
         self.0.len()
     }
 
-    /// Takes a nil, if there is one.
+    /// Consumes a nil if one comes next, and says whether it did.
     pub(super) fn nil(&mut self) -> Result<bool, Error> {
         let is_nil = self.peek()? == 0xc0;
         if is_nil {
@@ -49,12 +51,12 @@ impl<'a> Reader<'a> {
         Ok(is_nil)
     }
 
-    /// Whether an array or a map comes next.
+    /// Whether an array comes next.
     pub(super) fn is_array(&self) -> Result<bool, Error> {
         Ok(matches!(self.peek()?, 0x90..=0x9f | 0xdc | 0xdd))
     }
 
-    /// An array's length.
+    /// Reads an array's header and returns its number of elements.
     pub(super) fn array(&mut self) -> Result<usize, Error> {
         match self.byte()? {
             short @ 0x90..=0x9f => Ok(usize::from(short & 0x0f)),
@@ -64,7 +66,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// A map's number of pairs.
+    /// Reads a map's header and returns its number of pairs.
     pub(super) fn map(&mut self) -> Result<usize, Error> {
         match self.byte()? {
             short @ 0x80..=0x8f => Ok(usize::from(short & 0x0f)),
@@ -85,7 +87,7 @@ impl<'a> Reader<'a> {
         std::str::from_utf8(self.take(length)?).map_err(|_| Error::Text)
     }
 
-    /// An integer of any width.
+    /// Reads an integer of any width.
     pub(super) fn int(&mut self) -> Result<i128, Error> {
         let (width, signed) = match self.byte()? {
             small @ 0x00..=0x7f => return Ok(i128::from(small)),
@@ -101,7 +103,7 @@ impl<'a> Reader<'a> {
         Ok(i128::from_be_bytes(wide))
     }
 
-    /// Passes over a value of any kind.
+    /// Skips one value of any kind.
     pub(super) fn skip(&mut self) -> Result<(), Error> {
         self.skip_below(DEPTH_MAX)
     }

@@ -1,54 +1,59 @@
-//! The order of the engine's messages: which comes next, what is missing, what to ask for again.
-//! Pure: numbered messages go in, what to do comes out. It doesn't look into messages.
+//! Puts the engine's KV event messages in sequence, and detects lost messages.
 //!
-//! The engine numbers them from 0 and loses some only where a queue is full. It keeps the last ones
-//! and sends them again on a socket of their own, while new ones go on coming.
+//! Pure: numbered messages go in; messages to apply, replay requests and losses come out. The
+//! content of a message isn't looked at.
+//!
+//! The engine numbers its messages from 0. It loses some only when a queue is full. It keeps the
+//! latest messages and sends them again on a separate socket when asked, while new ones continue to
+//! come on the subscription.
 
 use std::collections::BTreeMap;
 
-/// Messages kept while older ones are sent again: a busy engine's of a second or more.
+/// The maximum number of messages held during a replay: those of a second or more of a busy engine.
 const HELD_MAX: usize = 256;
 
-/// What to do next.
+/// An action for the caller.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Step<T> {
     /// Apply the message.
     Apply(T),
-    /// Ask for all messages from this one on.
+    /// Ask the publisher to send all messages again from this number on.
     Replay(u64),
-    /// Messages from one to before another will not come any more.
+    /// The messages `from..to` are lost for good.
     Lost {
-        /// The first.
+        /// The number of the first lost message.
         from: u64,
-        /// The first that was not lost.
+        /// The number of the first message after the lost ones.
         to: u64,
     },
-    /// The engine is another: forget what the one before said.
+    /// The engine has restarted: forget all that the previous process published.
     Restarted,
 }
 
-/// What is known of the order. A restart that the numbers don't show begins a new one.
+/// State of one message sequence. A restart that the numbers don't show needs a new value of this
+/// type.
 #[derive(Debug)]
 pub struct Order<T> {
-    /// What to apply next.
+    /// The number of the next message to apply.
     next: u64,
-    /// What to expect next of those that come as they are sent.
+    /// The lowest number expected next on the subscription.
     live: u64,
-    /// Messages behind a gap.
+    /// Messages that can't be applied yet, because an earlier one is missing.
     held: BTreeMap<u64, T>,
-    /// What was asked for and hasn't ended.
+    /// The replay that was requested and has not ended.
     asked: Option<Asked>,
 }
 
 #[derive(Debug, Clone, Copy)]
 struct Asked {
     from: u64,
-    /// A later message was there: what is missing before it was sent before the question.
+    /// A later message was held at the time of the request. So the missing messages had been sent
+    /// before the request, and the replay must contain them if they still exist.
     for_gap: bool,
-    /// A message of the answer has come.
+    /// At least one message of the replay has come.
     begun: bool,
-    /// The first message of the answer that came after a gap in it: a publisher's socket that can't
-    /// keep up drops some, which are still there to be asked for.
+    /// The first number after a gap inside the replay. A publisher's socket that can't keep up
+    /// drops messages; the publisher still has them, so they can be requested again.
     broken_at: Option<u64>,
 }
 
@@ -59,11 +64,12 @@ impl<T> Default for Order<T> {
 }
 
 impl<T> Order<T> {
-    /// A message came as it was sent.
+    /// Takes a message that came from the subscription.
     pub fn live(&mut self, number: u64, message: T) -> Vec<Step<T>> {
         let mut steps = vec![];
         if number < self.live {
-            // They come in order: this one counts from 0 again.
+            // A publisher's numbers only grow, so a lower number means that the engine counts from
+            // 0 again.
             *self = Self::default();
             steps.push(Step::Restarted);
         }
@@ -84,31 +90,30 @@ impl<T> Order<T> {
         steps
     }
 
-    /// Asks for what may have been missed and nothing newer shows: at first, and when nothing came
-    /// for a while.
+    /// Requests a replay without evidence of a gap: at the start, and after a quiet period.
     pub fn look(&mut self) -> Vec<Step<T>> {
         let mut steps = vec![];
         self.ask(&mut steps);
         steps
     }
 
-    /// Whether not one message was seen.
+    /// Whether no message was ever applied or lost.
     pub fn is_new(&self) -> bool {
         self.next == 0
     }
 
-    /// Whether an answer is awaited.
+    /// Whether a replay was requested and has not ended.
     pub fn is_asking(&self) -> bool {
         self.asked.is_some()
     }
 
-    /// Whether the answer that is awaited has begun to come.
+    /// Whether at least one message of the requested replay has come.
     pub fn is_answered(&self) -> bool {
         self.asked.is_some_and(|asked| asked.begun)
     }
 
-    /// A message came that was asked for. They come in order: what is older than the first is not
-    /// there any more.
+    /// Takes a message that came as part of a replay. A replay is in order, so the publisher no
+    /// longer has any message older than the first one.
     pub fn replayed(&mut self, number: u64, message: T) -> Vec<Step<T>> {
         let mut steps = vec![];
         let Some(asked) = &mut self.asked else { return steps };
@@ -128,20 +133,20 @@ impl<T> Order<T> {
         steps
     }
 
-    /// No more comes of what was asked for, or nobody can be asked.
+    /// Handles the end of a replay, also where nobody can be asked for a replay.
     pub fn replay_ended(&mut self) -> Vec<Step<T>> {
         let mut steps = vec![];
         let Some(asked) = self.asked.take() else { return steps };
         if let Some(number) = asked.broken_at {
             if asked.from == self.next {
-                // The same again: it isn't there.
+                // The repeated request brought nothing, so the missing messages are lost.
                 self.lose(self.first_held().map_or(number, |held| held.min(number)), &mut steps);
             }
             self.ask(&mut steps);
             return steps;
         }
         if let Some(number) = self.first_held() {
-            // Else it may have been sent after the question.
+            // Without `for_gap`, the missing message may have been sent after the request.
             if asked.for_gap && asked.from == self.next {
                 self.lose(number, &mut steps);
             }
@@ -152,8 +157,8 @@ impl<T> Order<T> {
         steps
     }
 
-    /// No more comes of what was asked for, though its end didn't either: the rest is asked for, as
-    /// long as each answer brings something.
+    /// Handles a replay that stopped without its end marker. Requests the rest, as long as each
+    /// replay brings at least one message.
     pub fn replay_stopped(&mut self) -> Vec<Step<T>> {
         let mut steps = vec![];
         if self.asked.is_none_or(|asked| asked.from == self.next) {
@@ -168,14 +173,14 @@ impl<T> Order<T> {
         self.held.first_key_value().map(|(number, _)| *number)
     }
 
-    /// Takes a gap up to some message for what it is.
+    /// Gives up the messages from `next` up to `to`, and continues at `to`.
     fn lose(&mut self, to: u64, steps: &mut Vec<Step<T>>) {
         steps.push(Step::Lost { from: self.next, to });
         self.next = to;
         self.go_on(steps);
     }
 
-    /// Applies what is held, up to the next gap.
+    /// Applies the held messages up to the next gap.
     fn go_on(&mut self, steps: &mut Vec<Step<T>>) {
         while let Some(message) = self.held.remove(&self.next) {
             steps.push(Step::Apply(message));
@@ -204,7 +209,7 @@ mod tests {
         let mut order = Order::default();
         assert_eq!(order.look(), [Step::Replay(0)]);
         assert_eq!(applied(&order.replayed(0, 0)), [0]);
-        // 1 and 2 were dropped, and the end of the answer with them.
+        // Messages 1 and 2 and the replay's end marker were dropped.
         assert!(order.replayed(3, 3).is_empty() && order.is_answered());
         assert_eq!(order.replay_ended(), [Step::Replay(1)]);
         assert_eq!(applied(&order.replayed(1, 1)), [1]);
@@ -221,7 +226,7 @@ mod tests {
         assert_eq!(order.replay_stopped(), [Step::Replay(1)]);
         assert_eq!(applied(&order.replayed(1, 1)), [1]);
         assert_eq!(order.replay_stopped(), [Step::Replay(2)]);
-        // Nothing more, and no end: nobody can be asked for ever.
+        // Neither a message nor an end marker came: the requests stop.
         assert!(order.replay_stopped().is_empty() && !order.is_asking());
     }
 
@@ -232,7 +237,7 @@ mod tests {
         order.replayed(0, 0);
         order.replayed(3, 3);
         assert_eq!(order.replay_ended(), [Step::Replay(1)]);
-        // The first of an answer tells what is not there any more.
+        // The first message of a replay shows that the older ones no longer exist.
         assert_eq!(order.replayed(3, 3), [Step::Lost { from: 1, to: 3 }, Step::Apply(3)]);
     }
 
@@ -259,7 +264,7 @@ mod tests {
         let mut order = Order::default();
         assert_eq!(order.live(7, 7), [Step::Replay(0)]);
         assert_eq!(order.replayed(5, 5), [Step::Lost { from: 0, to: 5 }, Step::Apply(5)]);
-        // Only who asks again knows.
+        // Only a second replay shows that message 6 is lost.
         assert_eq!(order.replay_ended(), [Step::Replay(6)]);
         assert_eq!(order.replay_ended(), [Step::Lost { from: 6, to: 7 }, Step::Apply(7)]);
     }
@@ -270,7 +275,7 @@ mod tests {
         assert_eq!(order.look(), [Step::Replay(0)]);
         assert_eq!(order.look(), []);
         assert_eq!(order.replayed(0, 0), [Step::Apply(0)]);
-        // 1 was sent after the answer was begun, and before the subscription held.
+        // Message 1 was sent after the replay began and before the subscription was active.
         assert_eq!(order.live(2, 2), []);
         assert_eq!(order.replay_ended(), [Step::Replay(1)]);
         assert_eq!(order.replayed(1, 1), [Step::Apply(1), Step::Apply(2)]);
@@ -299,7 +304,8 @@ mod tests {
     }
 
     proptest! {
-        /// An engine with a buffer, a subscriber that misses messages, replays at any time.
+        /// A publisher with a bounded buffer, a subscriber that misses messages, and replays at any
+        /// time.
         #[test]
         fn each_message_is_applied_once_in_order_or_known_to_be_lost(
             missed in prop::collection::vec(prop::bool::weighted(0.2), 1..200),
@@ -309,7 +315,7 @@ mod tests {
             let (mut order, mut steps) = (Order::default(), vec![]);
             let mut replay: Option<std::ops::Range<u64>> = None;
             let sent = missed.len() as u64;
-            // The last one comes, else nobody can know.
+            // The last message always arrives; otherwise its loss could not be detected.
             let quiet = (0..=sent).zip(missed.iter().copied().chain([false]));
             for ((number, missed), answers) in quiet.zip(answers) {
                 let answers = if number == sent { usize::MAX } else { answers };

@@ -1,10 +1,12 @@
-//! The engine's pages as routing blocks. It follows which pages are resident, and says which
-//! blocks became or ceased to be: a block is resident where all its pages are. Pure; it keeps
-//! hashes and sums, no tokens: some 30 bytes a page.
+//! Maps the engine's resident pages to routing blocks. Pure.
 //!
-//! Pages are kept in runs, pieces of a chain without a branch, in a tree as the engine has one. A
-//! branch may leave a block at any of its pages, so the last pages of a run may be the first of a
-//! block that ends in its children, in each of them another.
+//! It tracks which pages are resident and reports which blocks become resident or stop being so. A
+//! block is resident while all its pages are. It keeps hashes and sums but no tokens: about 30
+//! bytes a page.
+//!
+//! Pages are kept in *runs* (parts of a prefix chain without a branch), which form a tree like the
+//! engine's radix tree. Prompts may branch inside a block. Then the last pages of a run belong to
+//! an incomplete block, and each child run completes that block in its own way.
 
 mod check;
 mod grid;
@@ -21,62 +23,64 @@ use proto::{
 use self::grid::Grid;
 use super::frame::{Event, Medium, PageHash, Stored};
 
-/// The empty run at which all prompts begin.
+/// The empty run at the root of the tree; all prompts begin here.
 const ROOT: RunId = 0;
-/// Pages of a run at most: a place is unique in it.
+/// The maximum pages of a run: a page's depth modulo this number must be unique in its run.
 const RUN_PAGES_MAX: usize = PLACES as usize;
-/// Bits of a page for the tiers in which it is resident.
+/// The bits of a stored page hash that say in which tiers the page is resident.
 const TIERS: u64 = 0b11;
 
-/// Why pages were not taken.
+/// Why pages were rejected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// The engine's pages are of another size.
-    #[error("a page has {found} tokens, not {expected}; the engine has to be described anew")]
+    /// The event's page size differs from the described one.
+    #[error("a page has {found} tokens, not {expected}; the engine must be described again")]
     PageTokens {
-        /// In the event.
+        /// Tokens per page in the event.
         found: u32,
-        /// As the engine was described.
+        /// Tokens per page in the engine's description.
         expected: u32,
     },
-    /// An event was lost, or never sent.
-    #[error("the page that these follow is not known; events were lost before")]
+    /// The parent page is unknown: its event was lost or never sent.
+    #[error("the parent of these pages is unknown; earlier events were lost")]
     Orphan,
-    /// The engine contradicts itself, or an event was lost.
-    #[error("a page is known after another one; events were lost before")]
+    /// A page is already known behind another page: the engine contradicts itself, or an event was
+    /// lost.
+    #[error("a page is already known after another parent; earlier events were lost")]
     Elsewhere,
-    /// An image or the like: no prompt says so.
-    #[error("a token is no 32-bit id; such pages can't be routed by")]
+    /// A token is wider than 32 bits, as the hash of an image is. Prompts as routers know them have
+    /// no such token.
+    #[error("a token is not a 32-bit id; its pages can't be used for routing")]
     Token,
-    /// More pages than the engine has.
-    #[error("more than {0} pages are resident; events were lost before")]
+    /// More pages are resident than the engine can hold.
+    #[error("more than {0} pages are resident; earlier events were lost")]
     Full(usize),
 }
 
-/// What a router has to know.
+/// A change of resident blocks, as routers need it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Delta {
-    /// Blocks became resident, each after the one before it.
+    /// Blocks became resident, in prefix order.
     Stored {
-        /// Where.
+        /// The tier that holds the blocks.
         tier: Tier,
-        /// The block before the first; none at the beginning of a prompt.
+        /// The block before the first one; `None` at the beginning of a prompt.
         parent: Option<BlockHash>,
-        /// At least one.
+        /// The blocks' hashes; at least one.
         blocks: Vec<BlockHash>,
     },
-    /// Blocks are resident no more.
+    /// Blocks are no longer resident in one tier.
     Removed {
-        /// Where they were.
+        /// The tier that held the blocks.
         tier: Tier,
-        /// At least one.
+        /// The blocks' hashes; at least one.
         blocks: Vec<BlockHash>,
     },
-    /// Nothing is resident any more.
+    /// All blocks are gone.
     Cleared,
 }
 
-/// The pages of one rank.
+/// The resident pages of one rank.
 #[derive(Debug)]
 pub struct Pages {
     grid: Grid,
@@ -85,26 +89,28 @@ pub struct Pages {
     runs: Vec<Run>,
     free: Vec<RunId>,
     table: Table,
-    /// Distinct pages.
+    /// The number of distinct pages.
     count: usize,
-    /// Memory that the lists of all runs hold.
+    /// Bytes of memory held by the lists of all runs.
     lists_bytes: usize,
 }
 
-/// A piece of a chain without a branch.
+/// A part of a prefix chain without a branch.
 #[derive(Debug)]
 struct Run {
-    /// Each page's hash, but the last two bits say in which tiers it is resident.
+    /// Each page's hash, with its last two bits replaced by the tiers in which the page is
+    /// resident.
     pages: Vec<u64>,
-    /// What the tokens of the block that is not full come to after each page. Empty where every
-    /// page is a block.
+    /// The sum over the tokens of the incomplete block after each page (see [`Chain::sum`]). Empty
+    /// if a page is a whole block.
     sums: Vec<u64>,
-    /// The blocks that end in it.
+    /// The blocks that end in this run.
     blocks: Vec<BlockHash>,
-    /// The last block before it, or the root of its scheme, and the sum before its first page.
+    /// The last block that ends before this run (or the root of its scheme), and the token sum
+    /// before the run's first page.
     last: BlockHash,
     sum: u64,
-    /// Pages before it.
+    /// The number of pages before this run.
     start: u32,
     parent: RunId,
     first_child: RunId,
@@ -129,19 +135,19 @@ impl Default for Run {
     }
 }
 
-/// Between two pages: after the first `pages` pages of a run.
+/// A position between two pages: after the first `pages` pages of `run`.
 #[derive(Debug, Clone, Copy)]
 struct Place {
     run: RunId,
     pages: usize,
 }
 
-/// By what a page is in the table.
+/// Returns the key of a page in the table.
 fn key(page: u64) -> u64 {
     page >> (64 - KEY_BITS)
 }
 
-/// A page's hash without tiers.
+/// Returns a page's hash without its last two bits, which are used for tiers.
 fn name(page: PageHash) -> u64 {
     page.0 & !TIERS
 }
@@ -154,10 +160,10 @@ fn bit(tier: Tier) -> u64 {
 }
 
 impl Pages {
-    /// None yet, of an engine with pages of so many tokens, and at most `pages_max` of them.
+    /// Creates an empty set for pages of `page_tokens` tokens, at most `pages_max` of them.
     ///
     /// # Errors
-    /// When there are no blocks for such pages.
+    /// When no block size exists for such pages.
     pub fn new(page_tokens: u32, pages_max: usize) -> Result<Self, proto::block::Error> {
         let block_tokens = BlockTokens::for_page(page_tokens)?;
         let grid = Grid::new(page_tokens, block_tokens);
@@ -166,13 +172,13 @@ impl Pages {
         Ok(Self { grid, block_tokens, pages_max, runs, free, table, count, lists_bytes })
     }
 
-    /// Distinct pages resident.
+    /// Returns the number of distinct resident pages.
     #[must_use]
     pub fn count(&self) -> usize {
         self.count
     }
 
-    /// Memory held.
+    /// Returns the bytes of memory held.
     #[must_use]
     pub fn bytes(&self) -> usize {
         let runs = self.runs.capacity() * size_of::<Run>();
@@ -180,11 +186,11 @@ impl Pages {
         runs + free + self.lists_bytes + self.table.bytes()
     }
 
-    /// Takes what happened, and appends what that means for blocks. What came before a reason to
-    /// refuse the rest is kept.
+    /// Applies an event and appends the resulting changes of blocks to `deltas`. If a page is
+    /// rejected, the pages before it are kept and the ones after it are ignored.
     ///
     /// # Errors
-    /// When pages that became resident can't be taken.
+    /// When pages that became resident are rejected.
     pub fn apply(&mut self, event: &Event, deltas: &mut Vec<Delta>) -> Result<(), Error> {
         match event {
             Event::Stored(stored) => self.stored(stored, deltas),
@@ -254,7 +260,8 @@ impl Pages {
         while let Some(&first) = pages.get(at) {
             at += 1;
             let Some((run, place)) = self.find(first) else { continue };
-            // An engine names the pages of a node at once: take them as one piece, in either order.
+            // An engine removes all pages of a node at once: release neighbours together, in either
+            // order.
             let (mut from, mut to) = (place, place + 1);
             let own = &self.run(run).pages;
             let is = |place: Option<usize>, at: usize| {
@@ -279,7 +286,7 @@ impl Pages {
         &mut self.runs[run as usize]
     }
 
-    /// The run that has a page, and where.
+    /// Returns the run that holds a page, and the page's index in it.
     fn find(&self, page: PageHash) -> Option<(RunId, usize)> {
         self.table.find(key(page.0), |Entry { run, place }| {
             let of = self.run(run);
@@ -289,7 +296,7 @@ impl Pages {
         })
     }
 
-    /// Where hashing goes on after some page.
+    /// Returns the hash chain as it stands after `place`, to hash the pages that follow.
     fn chain(&self, place: Place, stored: &Stored) -> Chain {
         if place.run == ROOT {
             let lora = stored.lora.as_deref();

@@ -1,8 +1,9 @@
-//! One rank's cache as the agent knows it: messages of its publisher go in, changes for watchers
-//! and what is to be asked for come out. Pure.
+//! The KV cache of one DP rank as the agent knows it. Pure.
 //!
-//! What it says is resident is resident: after messages that nobody has any more it forgets all it
-//! knew, and wants the engine's tree published anew.
+//! The publisher's messages go in. Changes for watchers and replay requests come out.
+//!
+//! Everything reported as resident is resident: when messages are lost for good, the rank forgets
+//! all its pages and asks for the engine's radix tree to be published again.
 
 use proto::{
     block::{BlockTokens, Tier},
@@ -17,18 +18,18 @@ use super::{
     verify::{Verdict, Verifier},
 };
 
-/// What is to be done.
+/// An action for the caller.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Step {
-    /// Ask the publisher for all messages from this one on.
+    /// Ask the publisher to send all messages again from this number on.
     Replay(u64),
-    /// Tell watchers what changed.
+    /// Send these changes to all watchers.
     Tell(Vec<Change>),
-    /// Tell watchers everything: what they know is void.
+    /// Send a full snapshot to all watchers: everything sent to them before is void.
     TellAll,
 }
 
-/// What happened since it was last asked.
+/// The number of events of each kind since the last [`Rank::take_counts`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Counts {
     pub(super) stored: u64,
@@ -44,7 +45,7 @@ pub(super) struct Counts {
     pub(super) refused: u64,
 }
 
-/// One rank.
+/// The cache of one DP rank and the state of its event stream.
 #[derive(Debug)]
 pub(super) struct Rank {
     page_tokens: u32,
@@ -52,20 +53,21 @@ pub(super) struct Rank {
     order: Order<Vec<u8>>,
     verifier: Verifier,
     pages: Pages,
-    /// Blocks resident on the device and on the host.
+    /// The number of resident blocks on the device and on the host, in this order.
     resident: [u64; 2],
-    /// The publisher has said what it still has from before.
+    /// Whether the first replay has ended, so that the messages sent before the agent connected are
+    /// applied or known to be lost.
     is_read: bool,
     wants_tree: bool,
-    /// Pages stored since some messages were lost.
+    /// The number of pages stored since messages were lost.
     relearned: usize,
     counts: Counts,
-    /// Why pages were not taken last, until somebody has asked.
+    /// The latest reason why pages were rejected, until [`Rank::take_refusal`].
     refusal: Option<String>,
 }
 
 impl Rank {
-    /// Of an engine with pages of so many tokens, and at most so many of them.
+    /// Creates an empty rank with pages of `page_tokens` tokens, at most `pages_max` of them.
     pub(super) fn new(page_tokens: u32, pages_max: usize) -> Result<Self, proto::block::Error> {
         Ok(Self {
             page_tokens,
@@ -82,7 +84,7 @@ impl Rank {
         })
     }
 
-    /// A connection was made: the first of its engine, as far as anyone can know.
+    /// Resets everything for a new connection: it may lead to another engine process.
     pub(super) fn connected(&mut self) -> Vec<Step> {
         self.order = Order::default();
         self.forget();
@@ -91,31 +93,31 @@ impl Rank {
         self.take(steps)
     }
 
-    /// A message came as it was sent.
+    /// Takes a message that came from the subscription.
     pub(super) fn live(&mut self, number: u64, message: Vec<u8>) -> Vec<Step> {
         let steps = self.order.live(number, message);
         let mut steps = self.take(steps);
         if !self.is_read && !self.order.is_asking() {
-            // More came meanwhile than an answer could be waited for.
+            // The replay was given up, because too many new messages came in the meantime.
             self.is_read = true;
             steps.push(Step::TellAll);
         }
         steps
     }
 
-    /// A message came that was asked for.
+    /// Takes a message that came as part of a replay.
     pub(super) fn replayed(&mut self, number: u64, message: Vec<u8>) -> Vec<Step> {
         let steps = self.order.replayed(number, message);
         self.take(steps)
     }
 
-    /// No more comes of what was asked for, or nobody can be asked.
+    /// Handles the end of a replay, also where no replay socket exists.
     pub(super) fn replay_ended(&mut self) -> Vec<Step> {
         let steps = self.order.replay_ended();
         self.read(steps)
     }
 
-    /// No more comes of what was asked for, though its end didn't either.
+    /// Handles a replay that stopped without its end marker.
     pub(super) fn replay_stopped(&mut self) -> Vec<Step> {
         let steps = self.order.replay_stopped();
         self.read(steps)
@@ -125,36 +127,38 @@ impl Rank {
         let mut steps = self.take(steps);
         if !self.is_read && !self.order.is_asking() {
             self.is_read = true;
-            // Every engine says something when it starts: what it said is not to be had.
+            // An engine always publishes something at its start. If no message was seen, those
+            // first messages are lost.
             self.wants_tree |= self.order.is_new();
             steps.push(Step::TellAll);
         }
         steps
     }
 
-    /// Nothing came for a while: the last messages may be those that were missed.
+    /// Asks for a replay after a quiet period, because the last messages may have been missed.
     pub(super) fn look(&mut self) -> Vec<Step> {
         let steps = self.order.look();
         self.take(steps)
     }
 
-    /// Whether an answer of the publisher's is awaited.
+    /// Whether a replay was requested and has not ended.
     pub(super) fn is_asking(&self) -> bool {
         self.order.is_asking()
     }
 
-    /// Whether the answer that is awaited has begun to come.
+    /// Whether at least one message of the requested replay has come.
     pub(super) fn is_answered(&self) -> bool {
         self.order.is_answered()
     }
 
-    /// Whether more is resident than it knows: ask the engine to publish its tree anew.
+    /// Whether pages may be resident that the rank doesn't know, so that the engine should publish
+    /// its tree again.
     pub(super) fn wants_tree(&self) -> bool {
         self.is_read && self.wants_tree
     }
 
-    /// Everything that is resident; none while it isn't known. After a loss it isn't complete: what
-    /// is not in it may be resident too.
+    /// Returns everything that is known to be resident, or `None` until the first replay has ended.
+    /// After a loss the snapshot is incomplete, and has no [`Change::Complete`].
     pub(super) fn snapshot(&self) -> Option<Vec<Change>> {
         if !self.is_read {
             return None;
@@ -171,22 +175,22 @@ impl Rank {
         Some(all)
     }
 
-    /// Blocks resident, by tier.
+    /// Returns the number of resident blocks by tier.
     pub(super) fn resident(&self) -> [(Tier, u64); 2] {
         [(Tier::Device, self.resident[0]), (Tier::Host, self.resident[1])]
     }
 
-    /// Memory held for pages.
+    /// Returns the bytes of memory held for pages.
     pub(super) fn bytes(&self) -> usize {
         self.pages.bytes()
     }
 
-    /// What happened since the last call.
+    /// Returns the counts since the last call, and resets them.
     pub(super) fn take_counts(&mut self) -> Counts {
         std::mem::take(&mut self.counts)
     }
 
-    /// Why pages were not taken, where some weren't since the last call.
+    /// Returns why pages were rejected since the last call, if any were.
     pub(super) fn take_refusal(&mut self) -> Option<String> {
         self.refusal.take()
     }
@@ -216,7 +220,7 @@ impl Rank {
         taken
     }
 
-    /// What it knew may not be so any more.
+    /// Handles lost messages: forgets all pages, because any of them may have been removed since.
     fn lose(&mut self, steps: &mut Vec<Step>) {
         self.forget();
         (self.wants_tree, self.relearned) = (true, 0);
@@ -225,7 +229,7 @@ impl Rank {
 
     fn forget(&mut self) {
         let new = Pages::new(self.page_tokens, self.pages_max);
-        self.pages = new.expect("there were some of this size");
+        self.pages = new.expect("`new` accepted this page size");
         self.resident = [0; 2];
     }
 
@@ -252,7 +256,8 @@ impl Rank {
         let pool_pages = self.pages_max / PAGES_PER_POOL_PAGE;
         let is_relearned = self.wants_tree && self.relearned >= pool_pages;
         if is_relearned {
-            // As much as the pool holds was stored since: what was there before has made room.
+            // Since the loss, as many pages were stored as the pool holds: all older pages have
+            // been evicted.
             self.wants_tree = false;
         }
         if self.is_read && !deltas.is_empty() {
@@ -274,7 +279,7 @@ impl Rank {
                 self.relearned += stored.pages.len();
                 if self.verifier.check(stored) == Verdict::Wrong {
                     self.counts.mismatches += 1;
-                    self.refusal = Some("a page's hash is not that of its tokens".to_owned());
+                    self.refusal = Some("a page's hash does not match its tokens".to_owned());
                     return;
                 }
             }
@@ -308,7 +313,7 @@ impl Rank {
     }
 
     fn reset(&self) -> Change {
-        let block_tokens = BlockTokens::for_page(self.page_tokens).expect("there were some");
+        let block_tokens = BlockTokens::for_page(self.page_tokens).expect("checked in `new`");
         Change::Reset { block_tokens }
     }
 }
@@ -317,7 +322,7 @@ fn change(delta: Delta) -> Change {
     match delta {
         Delta::Stored { tier, parent, blocks } => Change::Stored { tier, parent, blocks },
         Delta::Removed { tier, blocks } => Change::Removed { tier, blocks },
-        Delta::Cleared => unreachable!("a snapshot has none, and messages are looked at before"),
+        Delta::Cleared => unreachable!("absent in snapshots, and handled in `message`"),
     }
 }
 

@@ -1,6 +1,8 @@
-//! Is the engine's hash of a page the hash that it should be? SGLang chains SHA-256 over the
-//! tokens; a page's name is the first 64 bits. It keeps digests of pages of late, to go on from
-//! them, and holds nobody to anything: what a wrong hash means is for its caller to say.
+//! Checks the engine's hash of a page against the page's tokens.
+//!
+//! SGLang chains SHA-256 over the tokens; a page's hash is the first 64 bits. The digests of recent
+//! pages are kept, because the next page's digest continues from them. The caller decides what a
+//! wrong hash means.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -8,35 +10,36 @@ use sha2::{Digest as _, Sha256};
 
 use super::frame::{PageHash, Stored};
 
-/// Digests kept: some three megabytes. A page that follows an older one can't be checked.
+/// The number of digests kept: about three megabytes. A page whose parent is older can't be
+/// checked.
 const DIGESTS_MAX: usize = 32_768;
-/// What the engine hashes before a caller's salt.
+/// The tag that the engine hashes before a client's cache salt.
 const SALT_TAG: &[u8] = b"sglang-cache-salt-v1\0";
 
-/// What was found of some pages.
+/// The result of checking some pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verdict {
-    /// All hashes are right.
+    /// All hashes are correct.
     Right,
-    /// One is wrong: the tokens are others, or the rule is.
+    /// A hash is wrong: the tokens differ, or the engine hashes by another rule.
     Wrong,
-    /// The parent's digest is not known any more, or the hashes are in a namespace that the engine
-    /// keeps to itself, as with adapters.
+    /// The pages can't be checked: the parent's digest is no longer kept, or the hashes are in a
+    /// namespace that the events don't name, as with LoRA adapters.
     Unknown,
 }
 
 type Sha = [u8; 32];
 
-/// Digests by page.
+/// Checks page hashes, and keeps the digests of recent pages.
 #[derive(Debug, Default)]
 pub struct Verifier {
     digests: HashMap<PageHash, Sha>,
-    /// In the order in which they were added.
+    /// The pages in `digests`, oldest first.
     order: VecDeque<PageHash>,
 }
 
 impl Verifier {
-    /// Checks pages against their tokens.
+    /// Checks the hashes of pages against their tokens.
     pub fn check(&mut self, stored: &Stored) -> Verdict {
         if stored.lora.is_some() {
             return Verdict::Unknown;
@@ -72,7 +75,7 @@ impl Verifier {
         }
         self.order.push_back(page);
         if self.order.len() > DIGESTS_MAX {
-            let oldest = self.order.pop_front().expect("there are more than none");
+            let oldest = self.order.pop_front().expect("the queue is longer than its bound");
             self.digests.remove(&oldest);
         }
     }
@@ -83,7 +86,8 @@ fn name(digest: Sha) -> PageHash {
     PageHash(u64::from_be_bytes(*first))
 }
 
-/// A page after another. With pairs of tokens, each stands with the one after it.
+/// Returns the digest of a page after the digest `before`. `next` is the token after the page if
+/// the engine hashes token pairs: each token is then hashed together with the next one.
 fn digest(before: Option<Sha>, tokens: &[u64], next: Option<u64>) -> Sha {
     let mut sha = Sha256::new();
     if let Some(before) = before {

@@ -1,5 +1,7 @@
-//! One watcher: everything that is resident, rank by rank, then what happens, in messages of a
-//! bounded size. It keeps nothing but the snapshot that it is sending.
+//! Streams residency to one watcher: a snapshot of each rank, then all changes.
+//!
+//! The messages have a bounded size. A watcher's task holds nothing but the snapshot that it is
+//! sending.
 
 use std::{collections::HashMap, time::Duration};
 
@@ -15,23 +17,24 @@ use super::{
     board::{News, Snapshot, What},
 };
 
-/// Bytes of a message at most, with what surrounds its changes.
+/// The maximum bytes of a message, envelope included.
 const MESSAGE_BYTES_MAX: usize = 256 << 10;
 const CHANGES_BYTES_MAX: usize = MESSAGE_BYTES_MAX - 1024;
-/// A watcher that takes nothing for so long is cut: others wait for their snapshots.
+/// How long a watcher may take no message before it is disconnected; others wait for their
+/// snapshots.
 const STALL_MAX: Duration = Duration::from_secs(20);
 
-/// The watcher has gone, or was told why it is cut.
+/// The stream is over: the watcher has gone, or was disconnected and told why.
 struct Ended;
 
-/// The sending half of a stream.
+/// The sending half of one stream.
 struct Events {
     sender: mpsc::Sender<Result<v1::KvEvent, Status>>,
     epoch: u64,
     sequence: u64,
 }
 
-/// Tells a watcher until it goes or is too slow.
+/// Serves one watcher until it goes or is too slow.
 pub(super) async fn run(
     epoch: u64,
     shared: &Shared,
@@ -39,7 +42,7 @@ pub(super) async fn run(
 ) {
     let mut events = Events { sender, epoch, sequence: 0 };
     shared.metrics.watches(1);
-    // Its end has been told where anybody is left to hear it.
+    // If the watcher is still there, it has already been told why the stream ends.
     let Err(Ended) = follow(shared, &mut events).await;
     shared.metrics.watches(-1);
 }
@@ -47,14 +50,14 @@ pub(super) async fn run(
 async fn follow(shared: &Shared, events: &mut Events) -> Result<std::convert::Infallible, Ended> {
     let mut next = shared.board.next();
     let mut newest = shared.board.subscribe();
-    // By rank: news before this are in what was sent of it.
+    // By rank: the entries before this number are contained in the snapshot already sent.
     let mut known = HashMap::new();
     for dp_rank in (0..).take(shared.board.ranks()) {
         snapshot(shared, events, dp_rank, &mut known).await?;
     }
     loop {
         let Ok(news) = shared.board.get(next) else {
-            return Err(events.cut("too many changes behind: watch again").await);
+            return Err(events.cut("the watcher is too many changes behind; watch again").await);
         };
         let Some(news) = news else {
             tokio::select! {
@@ -77,7 +80,7 @@ async fn follow(shared: &Shared, events: &mut Events) -> Result<std::convert::In
     }
 }
 
-/// Sends all that is resident on a rank.
+/// Sends a snapshot of one rank.
 async fn snapshot(
     shared: &Shared,
     events: &mut Events,
@@ -96,7 +99,7 @@ async fn snapshot(
 }
 
 impl Events {
-    /// Sends changes, in as many messages as they take.
+    /// Sends changes, in as many messages as they need.
     async fn send_all(
         &mut self,
         dp_rank: u32,
@@ -120,11 +123,12 @@ impl Events {
         self.sequence += 1;
         match timeout(STALL_MAX, self.sender.send(Ok(event))).await {
             Ok(sent) => sent.map_err(|_| Ended),
-            Err(_) => Err(self.cut("no message taken for too long: watch again").await),
+            Err(_) => Err(self.cut("the watcher took no message for too long; watch again").await),
         }
     }
 
-    /// Says why, as its last message. One that takes nothing at all is dropped without.
+    /// Ends the stream with `why` as its last message. A watcher that takes no message at all is
+    /// dropped without it.
     async fn cut(&self, why: &'static str) -> Ended {
         let status = Status::resource_exhausted(why);
         let _ = timeout(STALL_MAX, self.sender.send(Err(status))).await;
@@ -132,7 +136,7 @@ impl Events {
     }
 }
 
-/// A change in parts that fit into a message.
+/// Splits a change into parts that each fit into a message.
 fn pieces(change: Change) -> Vec<Change> {
     const BLOCKS: usize = CHANGES_BYTES_MAX / size_of::<u64>() - 16;
     match change {

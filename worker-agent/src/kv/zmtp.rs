@@ -1,6 +1,8 @@
-//! As much of ZeroMQ's wire protocol (ZMTP 3.0, without security) as it takes to hear a PUB and to
-//! ask a ROUTER: one connection, made once. Nothing is queued or made anew behind the caller's
-//! back, because a connection that broke is news to him; what a peer announces has a bound.
+//! A client for ZeroMQ's wire protocol (ZMTP 3.0, without security): the part needed to subscribe
+//! to a PUB socket and to ask a ROUTER socket.
+//!
+//! A [`Connection`] is made once. It neither queues messages nor reconnects by itself, because the
+//! caller must know when a connection breaks. Sizes announced by the peer are bounded.
 
 use std::time::Duration;
 
@@ -11,52 +13,52 @@ use tokio::{
     time::timeout,
 };
 
-/// Time for a connection and its greetings.
+/// The time limit for connecting and exchanging greetings.
 const CONNECT_MAX: Duration = Duration::from_secs(5);
-/// Bytes of a message. An engine that evicts a million pages of one token at once says so in nine
-/// million.
+/// The maximum bytes of a message. An engine that evicts a million pages of one token at once sends
+/// nine million bytes.
 const MESSAGE_BYTES_MAX: u64 = 64 << 20;
-/// Frames of a message; publishers send three, a replay four.
+/// The maximum frames of a message. Publishers send three, a replay four.
 const FRAMES_MAX: usize = 8;
 const GREETING_BYTES: usize = 64;
-/// One read.
+/// The buffer space reserved for each read.
 const READ_BYTES: usize = 64 << 10;
 
 const MORE: u8 = 1;
 const LONG: u8 = 2;
 const COMMAND: u8 = 4;
 
-/// What kind of socket to be.
+/// The socket type that this end announces.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
     Sub,
     Dealer,
 }
 
-/// Why a connection could not be made, or has ended.
+/// Why a connection could not be made, or why it ended.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Error {
-    /// The system's word.
+    /// The operating system reported an error.
     #[error(transparent)]
     Io(#[from] std::io::Error),
-    /// It doesn't greet.
-    #[error("no ZeroMQ socket answers within {} s", CONNECT_MAX.as_secs())]
+    /// The peer sent no greeting in time.
+    #[error("no ZeroMQ greeting within {} s", CONNECT_MAX.as_secs())]
     Timeout,
-    /// The peer closed it.
+    /// The peer closed the connection.
     #[error("the connection was closed")]
     Closed,
-    /// Not of this protocol.
-    #[error("the peer speaks no ZMTP 3 without security")]
+    /// The peer's greeting is not that of a ZMTP 3 socket without security.
+    #[error("the peer does not speak ZMTP 3 without security")]
     Greeting,
-    /// Not what a peer says after greetings.
-    #[error("the peer's frames make no sense")]
+    /// The peer sent a frame that is not allowed here.
+    #[error("the peer sent an invalid frame")]
     Frame,
-    /// Larger than is taken.
-    #[error("a message of more than {FRAMES_MAX} frames or {MESSAGE_BYTES_MAX} bytes")]
+    /// The message exceeds a bound.
+    #[error("the message has more than {FRAMES_MAX} frames or {MESSAGE_BYTES_MAX} bytes")]
     Bound,
 }
 
-/// One connection, greetings done.
+/// One connection after its greetings.
 #[derive(Debug)]
 pub(super) struct Connection {
     stream: TcpStream,
@@ -64,7 +66,7 @@ pub(super) struct Connection {
 }
 
 impl Connection {
-    /// Connects to `host:port`.
+    /// Connects to `address`, which is `host:port`, and exchanges greetings.
     pub(super) async fn open(address: &str, kind: Kind) -> Result<Self, Error> {
         let greeted = async {
             let mut stream = TcpStream::connect(address).await?;
@@ -79,7 +81,7 @@ impl Connection {
         timeout(CONNECT_MAX, greeted).await.map_err(|_| Error::Timeout)?
     }
 
-    /// Wants all messages whose first frame begins so.
+    /// Subscribes to all messages whose first frame begins with `topic`.
     pub(super) async fn subscribe(&mut self, topic: &[u8]) -> Result<(), Error> {
         self.send(&[&[&[1], topic].concat()]).await
     }
@@ -92,7 +94,7 @@ impl Connection {
         Ok(self.stream.write_all(&bytes).await?)
     }
 
-    /// The next message's frames. Nothing is lost where it is dropped before it is done.
+    /// Returns the frames of the next message. Cancel-safe: dropping the future loses no bytes.
     pub(super) async fn receive(&mut self) -> Result<Vec<Bytes>, Error> {
         loop {
             if let Some(message) = self.messages.next()? {
@@ -123,7 +125,7 @@ fn ready(kind: Kind) -> Vec<u8> {
         Kind::Sub => b"SUB",
         Kind::Dealer => b"DEALER",
     };
-    let length = u32::try_from(kind.len()).expect("they are short").to_be_bytes();
+    let length = u32::try_from(kind.len()).expect("socket type names are short").to_be_bytes();
     let mut bytes = vec![];
     put(COMMAND, &[b"\x05READY\x0bSocket-Type", &length[..], kind].concat(), &mut bytes);
     bytes
@@ -140,7 +142,7 @@ fn put(flags: u8, frame: &[u8], bytes: &mut Vec<u8>) {
     bytes.extend(frame);
 }
 
-/// Messages out of bytes as they come. Pure.
+/// Assembles messages from bytes as they arrive. Pure.
 #[derive(Debug, Default)]
 struct Messages {
     unread: BytesMut,
@@ -148,7 +150,8 @@ struct Messages {
 }
 
 impl Messages {
-    /// The next whole message, if there is one. Commands say nothing that matters here.
+    /// Returns the next complete message, if there is one. Commands are skipped: none of them
+    /// matters here.
     fn next(&mut self) -> Result<Option<Vec<Bytes>>, Error> {
         while let Some((flags, header, length)) = self.header()? {
             let Some(end) = header.checked_add(length).filter(|end| *end <= self.unread.len())
@@ -168,7 +171,8 @@ impl Messages {
         Ok(None)
     }
 
-    /// Of the next frame: its flags, and the lengths of its header and body.
+    /// Parses the next frame's header. Returns its flags, and the lengths of its header and its
+    /// body.
     fn header(&self) -> Result<Option<(u8, usize, usize)>, Error> {
         let Some((&flags, rest)) = self.unread.split_first() else { return Ok(None) };
         if flags & !(MORE | LONG | COMMAND) != 0 || flags & (MORE | COMMAND) == MORE | COMMAND {

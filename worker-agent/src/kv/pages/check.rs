@@ -1,4 +1,4 @@
-//! What is always true of the pages.
+//! Invariants of [`Pages`].
 
 use std::collections::HashSet;
 
@@ -7,10 +7,10 @@ use proto::table::{Entry, RunId};
 use super::{Pages, ROOT, RUN_PAGES_MAX, Run, TIERS, key};
 
 impl Pages {
-    /// Walks everything: for tests.
+    /// Checks the whole tree. For tests.
     ///
     /// # Panics
-    /// With what is wrong.
+    /// With the violated invariant.
     pub fn check_invariants(&self) {
         let runs: Vec<RunId> =
             std::iter::successors(self.after(ROOT), |&run| self.after(run)).collect();
@@ -25,7 +25,7 @@ impl Pages {
         assert_eq!((self.count, self.table.entries()), (count, count), "distinct pages");
         assert!(self.count <= self.pages_max, "the bound holds");
         let bytes: usize = self.runs.iter().map(Run::bytes).sum();
-        assert_eq!(self.lists_bytes, bytes, "memory of all runs, free ones included");
+        assert_eq!(self.lists_bytes, bytes, "bytes of all runs' lists, free runs included");
     }
 
     fn check_run(&self, run: RunId) {
@@ -40,7 +40,7 @@ impl Pages {
             assert!(of.pages[len - 1] & TIERS != 0, "leaf run {run} ends with a resident page");
         }
         let sums = if grid.is_whole() { 0 } else { len };
-        assert_eq!(of.sums.len(), sums, "a sum for each page that is no block");
+        assert_eq!(of.sums.len(), sums, "a sum for each page, unless pages are blocks");
         assert_eq!(of.blocks.len(), grid.blocks(start + len) - grid.blocks(start), "run {run}");
         if of.parent != ROOT {
             assert_eq!(of.last, parent.blocks.last().copied().unwrap_or(parent.last));

@@ -1,4 +1,4 @@
-//! Which blocks become resident with pages, and cease to be with them.
+//! Marks pages as resident or not, and finds the blocks that change with them.
 
 use std::ops::Range;
 
@@ -7,7 +7,7 @@ use proto::{block::Tier, table::RunId};
 use super::{Delta, Pages, ROOT, bit};
 
 impl Pages {
-    /// Pages of a run are resident; says which blocks that completes.
+    /// Marks pages of a run as resident, and reports the blocks that this completes.
     pub(super) fn hold(
         &mut self,
         run: RunId,
@@ -24,7 +24,7 @@ impl Pages {
         }
     }
 
-    /// Pages of a run are resident no more; says which blocks were.
+    /// Marks pages of a run as no longer resident, and reports the blocks that were.
     pub(super) fn release(
         &mut self,
         run: RunId,
@@ -44,7 +44,7 @@ impl Pages {
         self.settle(run);
     }
 
-    /// Everything that is resident, each block after the one before it.
+    /// Returns everything that is resident, in prefix order.
     pub fn snapshot(&self) -> impl Iterator<Item = Delta> {
         let runs = std::iter::successors(self.after(ROOT), |&run| self.after(run));
         let all = runs.flat_map(|run| [(run, Tier::Device), (run, Tier::Host)]);
@@ -56,7 +56,7 @@ impl Pages {
         })
     }
 
-    /// That blocks of a run are resident.
+    /// Returns the change that reports blocks of a run as resident.
     fn delta(&self, run: RunId, blocks: Range<usize>, tier: Tier) -> Delta {
         let of = self.run(run);
         let parent = match blocks.start.checked_sub(1) {
@@ -66,7 +66,7 @@ impl Pages {
         Delta::Stored { tier, parent, blocks: of.blocks[blocks].to_vec() }
     }
 
-    /// The parts of a range whose pages all are as asked.
+    /// Returns the maximal ranges within `pages` whose pages all satisfy `is`.
     fn parts(
         &self,
         run: RunId,
@@ -83,7 +83,8 @@ impl Pages {
         parts
     }
 
-    /// Resident blocks that have tokens of some pages: by run, the places of those that end there.
+    /// Returns the resident blocks that contain tokens of some pages: for each run, the range of
+    /// blocks that end in it.
     fn resident(&self, run: RunId, pages: Range<usize>, tier: Tier) -> Vec<(RunId, Range<usize>)> {
         let start = self.run(run).start as usize;
         let over = self.grid.blocks_over(start + pages.start, start + pages.end);
@@ -92,7 +93,8 @@ impl Pages {
         found
     }
 
-    /// Adds the resident ones among some blocks, which end in a run or after it.
+    /// Adds the resident blocks of a range to `found`. The blocks end in `run` or in its
+    /// descendants.
     fn collect(
         &self,
         run: RunId,
@@ -120,7 +122,7 @@ impl Pages {
         }
     }
 
-    /// Whether all pages of a block are resident that ends in a run.
+    /// Whether all pages of a block are resident. The block ends in `run`.
     fn is_resident(&self, run: RunId, block: usize, tier: Tier) -> bool {
         let mut run = run;
         self.grid.pages_of(block).rev().all(|page| {

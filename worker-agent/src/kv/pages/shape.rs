@@ -1,5 +1,7 @@
-//! How runs come, grow, split, join and go. Who calls it says what is resident; it keeps pages,
-//! blocks, table and family in step.
+//! How runs are created, grown, split, joined and removed.
+//!
+//! Callers set which pages are resident. This module keeps the pages, the blocks, the table and the
+//! tree links consistent.
 
 use std::ops::Range;
 
@@ -10,15 +12,16 @@ use proto::{
 
 use super::{Error, Grid, Pages, Place, ROOT, RUN_PAGES_MAX, Run, Stored, TIERS, key, name};
 
-/// Pages that were appended, up to where, and why no more.
+/// The result of an append: the position after the last appended page, and why no more were
+/// appended.
 pub(super) struct Appended {
     pub(super) at: Place,
     pub(super) stopped: Option<Error>,
 }
 
 impl Pages {
-    /// Adds unknown pages of an event from one on, resident nowhere yet, after a place at the end
-    /// of a run: as many as fit in one run.
+    /// Appends unknown pages of an event, starting with index `from`, after a place at the end of a
+    /// run. Appends as many as fit in one run; they aren't marked resident yet.
     pub(super) fn append(&mut self, place: Place, stored: &Stored, from: usize) -> Appended {
         let mut chain = self.chain(place, stored);
         let grows = place.run != ROOT
@@ -64,7 +67,7 @@ impl Pages {
         Appended { at, stopped }
     }
 
-    /// Some room for the next turn, without keeping half of all memory free for it.
+    /// Reserves some room for the next turn, but far less than the doubling of `Vec` would.
     fn reserve(&mut self, run: RunId, pages: usize) {
         fn reserve<T>(list: &mut Vec<T>, more: usize) {
             if list.capacity() < list.len() + more {
@@ -102,7 +105,7 @@ impl Pages {
         id
     }
 
-    /// Makes a run a child of another.
+    /// Makes `run` a child of `parent`.
     fn adopt(&mut self, parent: RunId, run: RunId) {
         let younger = self.run(parent).first_child;
         let of = self.run_mut(run);
@@ -113,7 +116,7 @@ impl Pages {
         self.run_mut(parent).first_child = run;
     }
 
-    /// Takes a run from its parent.
+    /// Unlinks a run from its parent and its siblings.
     fn orphan(&mut self, run: RunId) {
         let Run { parent, older, younger, .. } = *self.run(run);
         if older == ROOT {
@@ -133,7 +136,7 @@ impl Pages {
         })
     }
 
-    /// The run after another, parents before children.
+    /// Returns the run after `run`, parents before children.
     pub(super) fn after(&self, run: RunId) -> Option<RunId> {
         if self.run(run).first_child != ROOT {
             return Some(self.run(run).first_child);
@@ -145,7 +148,7 @@ impl Pages {
         (run != ROOT).then(|| self.run(run).younger)
     }
 
-    /// Leads from pages of one run to another in the table.
+    /// Updates the table: its entries for some pages of `from` now lead to `to`.
     fn rename(&mut self, from: RunId, pages: Range<usize>, to: RunId) {
         let Self { runs, table, .. } = self;
         let of = &runs[from as usize];
@@ -154,7 +157,8 @@ impl Pages {
         }
     }
 
-    /// Parts a run after its first `at` pages; returns both parts. The longer one keeps the id.
+    /// Splits a run after its first `at` pages and returns both parts. The longer part keeps the
+    /// id.
     pub(super) fn split(&mut self, run: RunId, at: usize) -> (RunId, RunId) {
         let len = self.run(run).pages.len();
         debug_assert!(0 < at && at < len, "both parts have pages");
@@ -176,7 +180,7 @@ impl Pages {
         (head, tail)
     }
 
-    /// Joins a run with its only child, if it has one.
+    /// Joins a run with its child if it has exactly one and the pages fit in one run.
     fn join(&mut self, run: RunId) {
         let child = self.run(run).first_child;
         let is_only = run != ROOT && child != ROOT && self.run(child).younger == ROOT;
@@ -199,7 +203,7 @@ impl Pages {
         self.tell_children(stays);
     }
 
-    /// A run's children have it for their parent.
+    /// Sets the parent link of all children of a run.
     fn tell_children(&mut self, run: RunId) {
         let mut child = self.run(run).first_child;
         while child != ROOT {
@@ -208,7 +212,8 @@ impl Pages {
         }
     }
 
-    /// After pages were given up: forgets those that are nowhere and that nothing follows.
+    /// Removes the pages that are resident in no tier and that no page follows, from the end of
+    /// `run` upwards. Called after pages were released.
     pub(super) fn settle(&mut self, run: RunId) {
         let mut run = run;
         while run != ROOT && self.run(run).first_child == ROOT {
@@ -245,21 +250,21 @@ impl Pages {
         self.lists_bytes = self.lists_bytes + of.bytes() - before;
     }
 
-    /// Takes an empty leaf run out of the tree.
+    /// Removes an empty leaf run from the tree.
     fn remove_leaf(&mut self, run: RunId) {
         self.orphan(run);
         self.take(run);
         self.free.push(run);
     }
 
-    /// Leaves an empty run in its place.
+    /// Takes a run's content and leaves an empty run in its place.
     fn take(&mut self, run: RunId) -> Run {
         let taken = std::mem::take(self.run_mut(run));
         self.lists_bytes -= taken.bytes();
         taken
     }
 
-    /// In the place of an empty run.
+    /// Stores a run's content where an empty run is.
     fn put(&mut self, run: RunId, new: Run) {
         self.lists_bytes += new.bytes();
         *self.run_mut(run) = new;
@@ -267,14 +272,14 @@ impl Pages {
 }
 
 impl Run {
-    /// Memory that its lists hold.
+    /// Returns the bytes of memory that the run's lists hold.
     pub(super) fn bytes(&self) -> usize {
         self.pages.capacity() * size_of::<u64>()
             + self.sums.capacity() * size_of::<u64>()
             + self.blocks.capacity() * size_of::<BlockHash>()
     }
 
-    /// Keeps the first `at` pages, and returns the run of the others.
+    /// Keeps the first `at` pages, and returns a run with the others.
     fn split_off(&mut self, at: usize, grid: Grid) -> Self {
         let depth = self.start as usize;
         let blocks = grid.blocks(depth + at) - grid.blocks(depth);
@@ -287,7 +292,7 @@ impl Run {
             blocks: self.blocks.split_off(blocks),
             last,
             sum,
-            start: u32::try_from(depth + at).expect("it was one"),
+            start: u32::try_from(depth + at).expect("a depth in the tree fits in a u32"),
             ..Self::default()
         };
         self.pages.shrink_to_fit();
@@ -296,7 +301,7 @@ impl Run {
         second
     }
 
-    /// Appends the run that follows.
+    /// Appends the pages of the run that follows.
     fn absorb(&mut self, other: Self) {
         self.pages.reserve_exact(other.pages.len());
         self.pages.extend(other.pages);

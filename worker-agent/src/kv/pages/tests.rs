@@ -1,5 +1,7 @@
-//! Pages against a naive oracle that keeps sets of pages and asks of every block ever seen whether
-//! all its pages are in them.
+//! Tests [`Pages`] against a naive oracle.
+//!
+//! The oracle keeps the set of resident pages. For every block ever seen, it checks whether all its
+//! pages are in the set.
 
 use std::collections::{HashMap, HashSet};
 
@@ -10,7 +12,7 @@ use super::*;
 
 const UNBOUNDED: usize = usize::MAX;
 
-/// A prompt by its letters, each a few pages of some tokens.
+/// A prompt made of letters, each of which stands for a few pages.
 struct Prompt {
     pages: Vec<PageHash>,
     tokens: Vec<u64>,
@@ -24,7 +26,7 @@ fn prompt(letters: &[u8], page_tokens: u32) -> Prompt {
     let (mut pages, mut tokens, mut last) = (vec![], vec![], BlockHash(7));
     for &letter in letters {
         for page in 0..pages_per_letter(page_tokens) {
-            // Any hash that is chained: the engine's own is not looked into here.
+            // Any chained hash will do: `Pages` doesn't check the engine's hashes.
             last = after(last, u64::from(letter));
             pages.push(PageHash(last.0));
             let token = |at: u64| u64::from(letter) * 1000 + page as u64 * 7 + at % 13;
@@ -34,7 +36,7 @@ fn prompt(letters: &[u8], page_tokens: u32) -> Prompt {
     Prompt { pages, tokens }
 }
 
-/// A store of a prompt's pages from one on.
+/// The event that stores a prompt's pages, beginning with page `from`.
 fn stored(prompt: &Prompt, from: usize, page_tokens: u32, medium: Medium) -> Stored {
     Stored {
         pages: prompt.pages[from..].to_vec(),
@@ -90,7 +92,7 @@ struct Oracle {
 }
 
 impl Oracle {
-    /// Whether the page is resident, or one that follows it.
+    /// Whether the page, or any page that follows it, is resident.
     fn knows(&self, page: PageHash) -> bool {
         self.resident.iter().any(|(_, held)| {
             let up = |held: &PageHash| self.parents.get(held).copied();
@@ -167,7 +169,7 @@ impl Oracle {
     }
 }
 
-/// What a router would know; a block is told once.
+/// Applies a change to what a router would know. Each block must be reported only once.
 fn publish(published: &mut HashSet<(Tier, BlockHash)>, delta: Delta) {
     match delta {
         Delta::Stored { tier, parent, blocks } => {
@@ -205,7 +207,7 @@ proptest! {
         prop_assert_eq!(snapshot, oracle.published);
     }
 
-    /// An engine that lies: pages in any order, after any other.
+    /// An engine that contradicts itself: pages in any order, after any parent.
     #[test]
     fn nonsense_breaks_nothing(
         steps in prop::collection::vec(
@@ -213,7 +215,7 @@ proptest! {
             1..60,
         ),
     ) {
-        // A few keys, so that hashes are told apart by their other bits.
+        // Only three keys, so that lookups must compare the other bits of the hashes.
         let page = |at: u64| PageHash((at % 3) << 40 | at << 2);
         let mut pages = Pages::new(16, 30).unwrap();
         for (stores, parent, named) in steps {
@@ -271,7 +273,7 @@ fn schemes_have_blocks_of_their_own() {
     assert!(all[0] != all[1] && all[0] != all[2] && all[1] != all[2]);
 }
 
-/// Speculative decoding hashes pairs of tokens; the prompt is the same.
+/// Speculative decoding hashes token pairs; the blocks of the prompt stay the same.
 #[test]
 fn pairs_of_tokens_have_the_blocks_of_their_tokens() {
     let mut single = Pages::new(16, UNBOUNDED).unwrap();
@@ -281,9 +283,10 @@ fn pairs_of_tokens_have_the_blocks_of_their_tokens() {
     assert_eq!(apply(&mut single, plain), apply(&mut paired, pairs));
 }
 
-/// Agents' conversations: a shared system prompt, then each its own, turn by turn. A block costs
-/// what the bound says where a page is one. Where pages are smaller each has to be known by itself,
-/// since each can go by itself: a block of 64 pages costs 64 times what a page does.
+/// Conversations of agents: a shared system prompt, then a part of their own that grows turn by
+/// turn. The bound of 32 bytes a block holds where a page is a block. Smaller pages must be tracked
+/// one by one, because each can be evicted by itself: a block of 64 pages costs 64 times as much as
+/// a page.
 #[test]
 fn a_block_takes_at_most_32_bytes_and_a_smaller_page_at_most_33() {
     for (page_tokens, conversations, bytes_max) in

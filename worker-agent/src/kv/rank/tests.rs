@@ -1,4 +1,4 @@
-//! A rank against a publisher that counts, keeps the last messages, and may lose some on their way.
+//! Tests [`Rank`] with a publisher that keeps its last messages and may lose some on their way.
 
 use std::collections::HashSet;
 
@@ -7,10 +7,10 @@ use proto::block::BlockHash;
 
 use super::*;
 
-/// Pages of one block, so that what is resident is easy to say.
+/// A page is exactly one block, so that the resident blocks are easy to compute.
 const PAGE_TOKENS: u32 = 64;
 
-/// MessagePack of what the publisher sends, as much as it takes.
+/// The MessagePack encoding of a publisher's message, with only the fields that are read.
 fn message(events: &[Vec<u8>]) -> Vec<u8> {
     let mut bytes = vec![0x93, 0xcb];
     bytes.extend([0; 8]);
@@ -28,7 +28,8 @@ fn hash(page: u64) -> Vec<u8> {
     [&[0xcf][..], &page.to_be_bytes()].concat()
 }
 
-/// A prompt's only page. Its adapter makes its hash nobody's business.
+/// The event that stores the only page of a prompt. The adapter name keeps its hash from being
+/// checked.
 fn stored(page: u64) -> Vec<u8> {
     let mut tokens = vec![0xdc, 0, 64];
     tokens.extend([u8::try_from(page).unwrap(); 64]);
@@ -53,11 +54,11 @@ fn cleared() -> Vec<u8> {
     [vec![0x81], text("type"), text("AllBlocksCleared")].concat()
 }
 
-/// What a watcher knows, who asks for all when he is told to.
+/// What a watcher knows. It requests a snapshot when it is told to.
 #[derive(Debug, Default)]
 struct Watcher {
     blocks: HashSet<BlockHash>,
-    /// What isn't among the blocks isn't resident.
+    /// Whether all resident blocks are in `blocks`.
     is_complete: bool,
     replay: Option<u64>,
 }
@@ -69,7 +70,7 @@ impl Watcher {
                 Step::Replay(from) => self.replay = Some(from),
                 Step::Tell(changes) => self.apply(changes),
                 Step::TellAll => {
-                    let all = rank.snapshot().expect("it is told that it can be known");
+                    let all = rank.snapshot().expect("`TellAll` comes only when a snapshot exists");
                     self.blocks = HashSet::from([BlockHash(1)]);
                     self.apply(all);
                 }
@@ -102,7 +103,7 @@ struct Engine {
 }
 
 impl Engine {
-    /// Stores or removes, and says so.
+    /// Stores or removes a page, and publishes the change.
     fn change(&mut self, page: u64) {
         let event = match self.resident.iter().position(|&held| held == page) {
             Some(at) => {
@@ -124,7 +125,7 @@ impl Engine {
     }
 }
 
-/// Answers what was asked for until nothing is.
+/// Answers replay requests until none is left.
 fn answer(rank: &mut Rank, watcher: &mut Watcher, engine: &Engine, buffer: usize) {
     while let Some(from) = watcher.replay.take() {
         let oldest = engine.sent.len().saturating_sub(buffer);
@@ -137,7 +138,7 @@ fn answer(rank: &mut Rank, watcher: &mut Watcher, engine: &Engine, buffer: usize
     }
 }
 
-/// Blocks of the engine's pages, by another rank that has seen all.
+/// The engine's resident blocks, computed by another rank that has seen every event.
 fn truth(engine: &Engine) -> HashSet<BlockHash> {
     let (mut rank, mut watcher) = (Rank::new(PAGE_TOKENS, 1000).unwrap(), Watcher::default());
     let mut fresh = Engine { resident: engine.resident.clone(), sent: vec![] };
@@ -157,7 +158,7 @@ proptest! {
     ) {
         let (mut rank, mut watcher) = (Rank::new(PAGE_TOKENS, 1000).unwrap(), Watcher::default());
         let mut engine = Engine::default();
-        // An agent that starts beside a running engine.
+        // The agent starts beside an engine that already runs.
         (0..before as u64).for_each(|page| engine.change(1 + page * 5 % 12));
         let connected = rank.connected();
         watcher.hear(&rank, connected);
@@ -179,7 +180,7 @@ proptest! {
                 answer(&mut rank, &mut watcher, &engine, buffer);
             }
         }
-        // The last may have been lost: in quiet times it is looked for.
+        // The last message may have been lost: the rank looks for it after a quiet period.
         answer(&mut rank, &mut watcher, &engine, buffer);
         let looked = rank.look();
         watcher.hear(&rank, looked);
@@ -201,7 +202,7 @@ fn a_wrong_hash_and_a_wrong_message_are_counted_and_not_told() {
     let ended = rank.replay_ended();
     watcher.hear(&rank, ended);
     let mut plain = stored(3);
-    // Not an adapter's any more: then the hash has to be that of the tokens.
+    // Without an adapter name, the hash must match the tokens.
     let at = plain.windows(4).position(|bytes| bytes == b"lora").unwrap();
     plain[at] = b'x';
     let steps = rank.live(0, message(&[plain, stored(4)]));
@@ -210,7 +211,7 @@ fn a_wrong_hash_and_a_wrong_message_are_counted_and_not_told() {
     assert!(rank.take_refusal().unwrap().contains("hash"));
     let counts = rank.take_counts();
     assert_eq!((counts.stored, counts.mismatches, counts.malformed), (2, 1, 0));
-    // Half of a message says nothing: all that was known may be otherwise.
+    // A truncated message can't be applied, so everything known so far may be outdated.
     let steps = rank.live(1, message(&[stored(5)])[..40].to_vec());
     watcher.hear(&rank, steps);
     assert_eq!((watcher.blocks.len(), rank.wants_tree()), (0, true));
@@ -227,7 +228,7 @@ fn what_was_lost_has_made_room_when_as_much_as_the_pool_holds_was_stored_since()
     let mut watcher = Watcher::default();
     let connected = rank.connected();
     watcher.hear(&rank, connected);
-    // The first message is the eighth: seven are gone.
+    // The first message received is number 7: the seven before it are lost.
     for (number, page) in [(7, 1), (8, 2), (9, 3)] {
         assert!(!watcher.is_complete, "before {number}");
         let steps = if number == 7 {

@@ -1,5 +1,5 @@
-//! Against bytes that libzmq 4.3.5 was seen to send, and against libzmq itself where there is a
-//! Python that has it.
+//! Tests against recorded bytes of libzmq 4.3.5, and against libzmq itself if a Python with pyzmq
+//! is installed.
 
 use std::{
     io::{BufRead as _, BufReader},
@@ -12,7 +12,8 @@ use tokio::{io::AsyncReadExt as _, net::TcpListener};
 
 use super::*;
 
-/// The greeting and READY of a PUB, and two messages, but for the second one's 300 bytes `x`.
+/// A PUB socket's greeting and READY command, and two messages without the second one's 300 bytes
+/// `x`.
 const PUB: &str = "ff00000000000000017f03014e554c4c000000000000000000000000000000000000000000000000\
     00000000000000000000000000000000000000000000000004190552454144590b536f636b65742d54797065000000\
     0350554201096b762d6576656e747301080000000000000007000573686f727401096b762d6576656e747301080000\
@@ -99,7 +100,7 @@ async fn what_it_says_is_what_was_agreed_and_a_stranger_is_not_listened_to() {
     tokio::join!(peer, own);
 }
 
-/// Ends with the test.
+/// Kills the process when dropped.
 struct Python(Child);
 
 impl Drop for Python {
@@ -109,7 +110,7 @@ impl Drop for Python {
     }
 }
 
-/// Waits for a subscription, publishes, and answers one question.
+/// Waits for a subscription, publishes three messages, and answers one replay request.
 const LIBZMQ: &str = r#"
 import zmq
 context = zmq.Context()
@@ -133,7 +134,7 @@ fn python() -> Option<PathBuf> {
     python.exists().then_some(python)
 }
 
-#[expect(clippy::print_stderr, reason = "who reads the tests' output must see what wasn't run")]
+#[expect(clippy::print_stderr, reason = "the tests' output must show what was skipped")]
 fn report_skip() {
     eprintln!("skipped: no Python with pyzmq; tests/sglang/install makes one");
 }
