@@ -1,11 +1,13 @@
-//! The agent's end of the shim: a unix socket on which the plugin inside the engine
-//! (`worker-agent/shim`) tells what only the engine knows, and takes a few commands.
+//! The agent's end of the shim connection.
 //!
-//! [`listen`] makes the socket; what the shims say arrives as [`News`] in a bounded channel, one
-//! connection per DP rank. A receiver that is slow gets newer states in place of older ones, and no
-//! event is lost without a full table after it: see [`News::Sessions`]. The protocol's table is in
-//! [`codec`]. What the trimmer in the engine's first process says, on a socket of its own, is in
-//! [`trim`]. This module decides nothing and keeps no session.
+//! The shim (`worker-agent/shim`) is a plugin inside the engine. Over a unix socket it reports what
+//! only the engine knows, and takes a few commands.
+//!
+//! [`listen`] creates the socket. Each DP rank's shim has one connection, and its reports arrive as
+//! [`News`] in a bounded channel. If the receiver is slow, newer states replace older ones. If
+//! events are lost, a full session table follows: see [`News::Sessions`]. [`codec`] documents the
+//! protocol. [`trim`] handles the trimmer, which runs in the engine's first process and has a
+//! socket of its own. This module decides nothing and keeps no sessions.
 
 pub mod codec;
 mod outbox;
@@ -24,133 +26,136 @@ use tokio::sync::mpsc;
 
 use self::{codec::Command, outbox::Outbox, peers::Peers};
 
-/// What a shim says first: who it is, and whether it works.
+/// The first message of a shim: its process, the engine's pool, and whether the shim works.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Hello {
-    /// The engine's scheduler process, as it knows itself: by its number in its own pid namespace.
+    /// The pid of the engine's scheduler process in its own pid namespace.
     pub pid: u32,
-    /// The same in the agent's, by the kernel's word. None: it isn't seen from there.
+    /// The pid of the same process in the agent's namespace, as the kernel reports it. `None` if
+    /// the process is not visible there.
     pub seen_pid: Option<u32>,
-    /// Rank of data parallelism, 0 without.
+    /// The data parallel rank; 0 without data parallelism.
     pub dp_rank: u32,
-    /// Tokens of a page of the pool.
+    /// Tokens in a page of the pool.
     pub page_size_tokens: u32,
-    /// The pool.
+    /// Tokens in the pool.
     pub total_tokens: u64,
-    /// Rows of the request table: what running turns and sessions with KV take one of each.
+    /// Rows in the engine's request table. A running turn takes one row; so does a session with KV.
     pub rows_total: u32,
-    /// Random token of the engine process: another one is another engine, whatever its pid.
+    /// A random token of the engine process. It identifies the process even where a pid is reused.
     pub instance: u128,
     /// SGLang's version.
     pub sglang: String,
     /// The shim's version.
     pub shim: String,
-    /// Why it reads nothing, where it doesn't: a version it doesn't know, or a hook that failed. No
-    /// other news but `Down` follows.
+    /// Why the shim does nothing: an unknown SGLang version, or a hook that failed. `None` if it
+    /// works. An inert shim sends no other news than `Down`.
     pub inert: Option<String>,
-    /// Why no session of this engine can be demoted, where they can't.
+    /// Why no session of this engine can be demoted; `None` if sessions can be.
     pub undemotable: Option<String>,
-    /// Why the pool's pages can't be audited, where they can't.
+    /// Why the pool's pages can't be audited; `None` if they can.
     pub unauditable: Option<String>,
-    /// Why the radix tree can't be published again, where it can't.
+    /// Why the radix tree can't be published again; `None` if it can.
     pub unpublishable: Option<String>,
-    /// Where the pool lies: a GPU's UUID as CUDA has it (without NVML's `GPU-`), else torch's name
-    /// of the device.
+    /// The device of the pool: a GPU's UUID as CUDA formats it (without NVML's `GPU-` prefix), or
+    /// else torch's device type.
     pub device: String,
-    /// Bytes of a page's KV on this rank, by its buffers.
+    /// Bytes of KV in a page on this rank, computed from the pool's buffers.
     pub page_bytes: Option<u64>,
 }
 
-/// An audit of one rank's pages, or why there is none.
+/// The result of auditing one rank's pages, or the reason why there is none.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Audited {
-    /// The asker's number.
+    /// The number that the requester gave.
     pub number: u64,
-    /// What it took of the scheduler's thread.
+    /// Time that the audit took on the scheduler's thread.
     pub spent: Duration,
-    /// Why it was not made. There are no names and no report then.
+    /// Why no audit was made. `names` and `report` are empty then.
     pub refusal: Option<String>,
-    /// The engine-side ids of sessions, by their number in the report.
+    /// The engine's ids of the sessions, indexed by their number in the report.
     pub names: Vec<String>,
-    /// As `kernels` encodes it.
+    /// The report as `kernels` encodes it.
     pub report: Vec<u8>,
 }
 
-/// One rank's pool and queues, as its scheduler had them after its last step. Source: the engine's
-/// own counters. `available + evictable + protected + held + uncached == total`.
+/// Pool and queue figures of one rank after its scheduler's last step, from the engine's own
+/// counters. `available + evictable + protected + held + uncached == total`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RankFacts {
-    /// Which rank.
+    /// The DP rank.
     pub dp_rank: u32,
-    /// When the agent read it, a fraction of a millisecond after it was true.
+    /// When the agent read the figures, a fraction of a millisecond after they were taken.
     pub at: Instant,
-    /// Tokens of the pool.
+    /// Tokens in the pool.
     pub total_tokens: u64,
-    /// Free.
+    /// Free tokens.
     pub available_tokens: u64,
-    /// In the radix tree, and given up when room is needed.
+    /// Tokens in the radix tree that are evicted when room is needed.
     pub evictable_tokens: u64,
-    /// In the radix tree, locked by turns or sessions.
+    /// Tokens in the radix tree that turns or sessions lock.
     pub protected_tokens: u64,
-    /// Held by sessions outside the tree, in whole pages. Of running turns up to 50 ms old.
+    /// Tokens that sessions hold outside the tree, in whole pages. For running turns up to 50 ms
+    /// old.
     pub held_tokens: u64,
-    /// The rest: what running requests without a session hold.
+    /// The remaining tokens: held by running requests without a session.
     pub uncached_tokens: u64,
-    /// Rows of the request table.
+    /// Rows in the request table.
     pub rows_total: u32,
-    /// Free ones.
+    /// Free rows.
     pub rows_free: u32,
     /// Requests in the running batch.
     pub running: u32,
     /// Requests in the queue.
     pub waiting: u32,
-    /// Events that this shim could not hand over since its start. A full table followed each loss.
+    /// Events that the shim has lost since its start. A full table followed each loss.
     pub events_lost: u64,
-    /// Times that the shim found its own sum wrong and counted anew. It should stay 0.
+    /// How often the shim found its sum of held tokens wrong and counted again. It should stay 0.
     pub recounts: u64,
     /// Samples that the shim has taken since its start.
     pub samples: u64,
-    /// Time they took the scheduler, all together.
+    /// Total time that the samples took on the scheduler's thread, in nanoseconds.
     pub samples_ns: u64,
 }
 
-/// One session, as the engine has it.
+/// One session's state in the engine.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct SessionFacts {
-    /// The id inside the engine, that of an incarnation.
+    /// The session's id inside the engine, which is that of an incarnation.
     pub id: String,
-    /// Whether it holds a row, and so KV. The three token counts are 0 without.
+    /// Whether the session holds a row, and therefore KV. Otherwise the next three counts are 0.
     pub holds_row: bool,
-    /// Whether the engine counts a turn of it as accepted and unfinished.
+    /// Whether the engine has accepted a turn of the session and not finished it.
     pub in_flight: bool,
-    /// Whether a close waits for its turn's end.
+    /// Whether a close waits for the end of a turn.
     pub closing: bool,
-    /// KV allocated, not rounded to pages. Of a running turn up to 50 ms old.
+    /// Tokens of allocated KV, not rounded to pages. For a running turn up to 50 ms old.
     pub allocated_tokens: u32,
-    /// KV that is valid.
+    /// Tokens of valid KV.
     pub committed_tokens: u32,
-    /// The part of it that lies in the radix tree, under the session's lock.
+    /// Tokens of the valid KV that are in the radix tree, locked by the session.
     pub protected_tokens: u32,
-    /// Transcript after the last committed turn: what the next turn's prompt begins with.
+    /// Tokens of the transcript after the last committed turn. The next turn's prompt begins with
+    /// them.
     pub history_tokens: u32,
 }
 
-/// A change of one rank's table of sessions.
+/// A change of one rank's session table.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Sessions {
-    /// Which rank.
+    /// The DP rank.
     pub dp_rank: u32,
-    /// Whether `changed` begins the whole table: forget all that was known before. It may go on in
-    /// the next piece. A session that is known and not in it is closed.
+    /// Whether this is the start of a full table: all earlier facts are void. The table may
+    /// continue in the next message. A known session that is missing from the table is closed.
     pub full: bool,
-    /// New facts.
+    /// Sessions with new facts.
     pub changed: Vec<SessionFacts>,
-    /// Sessions that the engine no longer has.
+    /// Ids of sessions that the engine no longer has.
     pub gone: Vec<String>,
 }
 
-/// What is told. The news of one rank come in order, events before the tables and facts they lead
-/// to; `Up` is the first and `Down` the last of each connection.
+/// A report from a shim. Within one rank the order is kept, and events come before the tables and
+/// facts they led to. `Up` is the first and `Down` the last report of each connection.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum News {
     /// A shim has connected. A full table and facts follow, unless it is inert.
@@ -158,141 +163,143 @@ pub enum News {
     /// The newest facts.
     Facts(RankFacts),
     /// Sessions changed. A full table comes after each connect, on request, and after events were
-    /// lost; it tells then what they would have told.
+    /// lost. In the last case it replaces the lost events.
     Sessions(Sessions),
-    /// An open was answered.
+    /// The engine has answered a request to open a session.
     Opened {
-        /// Which rank.
+        /// The DP rank.
         dp_rank: u32,
-        /// Which session.
+        /// The session's id.
         id: String,
-        /// Whether it is open now because of it.
+        /// Whether the request opened the session.
         ok: bool,
     },
-    /// The session is really gone, with its KV: closed at once, after its turn's end, or by its
-    /// timeout.
+    /// A session is gone from the engine together with its KV: closed at once, at the end of its
+    /// turn, or by its timeout.
     Closed {
-        /// Which rank.
+        /// The DP rank.
         dp_rank: u32,
-        /// Which session.
+        /// The session's id.
         id: String,
     },
-    /// A turn has become history.
+    /// A turn has become part of its session's history.
     Committed {
-        /// Which rank.
+        /// The DP rank.
         dp_rank: u32,
-        /// Which session.
+        /// The session's id.
         id: String,
-        /// The turn's request.
+        /// The request id of the turn.
         rid: String,
-        /// Transcript with it.
+        /// Tokens of the transcript, this turn included.
         history_tokens: u32,
-        /// Whether the turn was only put back into the queue, to go on from there.
+        /// Whether the turn was retracted: it is back in the queue and continues from here.
         retracted: bool,
     },
-    /// A turn was aborted, and isn't history.
+    /// A turn was aborted. It is not part of its session's history.
     Aborted {
-        /// Which rank.
+        /// The DP rank.
         dp_rank: u32,
-        /// Which session.
+        /// The session's id.
         id: String,
-        /// Whether it ran, so that the session's row is free and its KV evictable now.
+        /// Whether the turn was running. If so, the session's row is free and its KV evictable now.
         released: bool,
     },
     /// The answer to [`ShimHandle::demote`].
     Demoted {
-        /// Which rank.
+        /// The DP rank.
         dp_rank: u32,
-        /// Which session.
+        /// The session's id.
         id: String,
-        /// Why not. `busy` and `in_flight` pass; the rest are in the shim's `demotion.py`.
+        /// Why the session was not demoted. `busy` and `in_flight` are temporary; the shim's
+        /// `demotion.py` lists all refusals.
         refusal: Option<String>,
     },
     /// The answer to [`ShimHandle::audit`].
     Audited {
-        /// Which rank.
+        /// The DP rank.
         dp_rank: u32,
-        /// What was found.
+        /// The result.
         audited: Audited,
     },
-    /// The shim has gone, or was replaced, or said nonsense. Commands without an answer get none.
+    /// The shim has disconnected, was replaced, or broke the protocol. Commands that are still
+    /// unanswered get no answer.
     Down {
-        /// Which rank.
+        /// The DP rank.
         dp_rank: u32,
-        /// For people.
+        /// The reason, for an operator.
         reason: String,
     },
 }
 
-/// Why a command can't be given, or the socket not be made.
+/// Why a command can't be sent, or the socket can't be created.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// No working shim of this rank.
+    /// No working shim of this rank is connected.
     #[error("no shim of rank {0} is connected; is it on the engine's PYTHONPATH?")]
     NoShim(u32),
-    /// The shim can't have the tree published.
+    /// The engine's radix tree can't be published again.
     #[error("the engine's tree can't be published again: {0}")]
     Unpublishable(String),
-    /// A session that isn't Berth's own.
-    #[error("a session's name is too long for the shim; it is no incarnation of Berth's")]
+    /// The session's id is too long for the protocol, so the session isn't one of Berth's.
+    #[error("the session id is too long for the shim; the session was not opened by Berth")]
     Name,
-    /// Earlier commands are still on their way.
+    /// The queue of commands is full.
     #[error("the shim hasn't taken earlier commands; try again")]
     Busy,
-    /// The folder isn't this user's own.
+    /// Other users may write to the socket's folder.
     #[error("{0} must be a folder that only this user may write to")]
     Folder(String),
-    /// Somebody listens there.
-    #[error("{0} is another agent's socket")]
+    /// Another process listens on the socket, or the file is not a socket.
+    #[error("{0} is another agent's socket, or not a socket")]
     Taken(String),
-    /// What the system says.
+    /// The operating system refused.
     #[error("can't listen on {path}")]
     Bind {
-        /// Where.
+        /// The socket's path.
         path: String,
-        /// Its reason.
+        /// The system's error.
         source: std::io::Error,
     },
 }
 
-/// Gives commands to the shims.
+/// Handle for sending commands to the shims.
 #[derive(Debug, Clone)]
 pub struct ShimHandle {
     peers: Peers,
 }
 
 impl ShimHandle {
-    /// Asks for an idle session's KV to be moved into the radix tree: its row becomes free, its KV
-    /// evictable, its transcript stays. The answer is [`News::Demoted`], or [`News::Down`].
+    /// Requests that an idle session's KV is moved into the radix tree. Its row becomes free and
+    /// its KV evictable; its transcript stays. The answer is [`News::Demoted`] or [`News::Down`].
     ///
     /// # Errors
-    /// When there is no shim to ask, or it doesn't listen.
+    /// When no working shim of this rank is connected, or its command queue is full.
     pub fn demote(&self, dp_rank: u32, session: &str) -> Result<(), Error> {
         self.peers.command(dp_rank, &Command::Demote(session.to_owned()))
     }
 
-    /// Asks for facts and the full table.
+    /// Requests the current facts and the full session table.
     ///
     /// # Errors
-    /// As above.
+    /// As for [`Self::demote`].
     pub fn sample_now(&self, dp_rank: u32) -> Result<(), Error> {
         self.peers.command(dp_rank, &Command::SampleNow)
     }
 
-    /// Asks for an audit of the rank's pages. The answer is [`News::Audited`] with this number, or
-    /// [`News::Down`].
+    /// Requests an audit of the rank's pages. The answer is [`News::Audited`] with the same number,
+    /// or [`News::Down`].
     ///
     /// # Errors
-    /// As above.
+    /// As for [`Self::demote`].
     pub fn audit(&self, dp_rank: u32, number: u64) -> Result<(), Error> {
         self.peers.command(dp_rank, &Command::Audit(number))
     }
 
-    /// Asks for the radix tree to be published again as KV events, after one that says that all is
-    /// void. What it holds comes as they do.
+    /// Requests that the engine publishes its radix tree again as KV events: an event that voids
+    /// everything, then all nodes. They come on the KV event stream, not through the shim.
     ///
     /// # Errors
-    /// As above, and when the engine's tree can't be walked.
+    /// As for [`Self::demote`], and when the engine's tree can't be published again.
     pub fn republish(&self, dp_rank: u32) -> Result<(), Error> {
         if let Some(reason) = self.peers.caller(dp_rank).and_then(|it| it.unpublishable) {
             return Err(Error::Unpublishable(reason));
@@ -300,14 +307,14 @@ impl ShimHandle {
         self.peers.command(dp_rank, &Command::Republish)
     }
 
-    /// Waits until a shim has come or gone; false when none will any more.
+    /// Waits until a shim connects or disconnects. Returns false if the listener has ended.
     pub async fn changed(&mut self) -> bool {
         self.peers.changed().await
     }
 }
 
-/// Listens for shims until the tasks are cancelled; the socket's file goes with it. A file that
-/// nobody listens on is replaced. Only this user and root may connect.
+/// Listens for shims until the tasks are cancelled, then removes the socket's file. A stale socket
+/// file is replaced. Only this user and root may connect.
 ///
 /// # Errors
 /// See [`Error`].

@@ -1,15 +1,17 @@
-//! The bytes between the shim and the agent. Pure; `worker-agent/shim/berth_shim/wire.py` is the
-//! other end, with the same table. The two are tested against each other.
+//! The wire protocol between the shim and the agent. Pure.
 //!
-//! A frame is `u32` length of what follows (2 to [`FRAME_BYTES_MAX`]), `u8` protocol version,
-//! `u8` kind, body. Integers are unsigned and little-endian; `str` is a `u16` length and that much
-//! UTF-8; `bool` is one byte, 0 or 1; a list is a `u16` count and its items.
+//! The other end is `worker-agent/shim/berth_shim/wire.py`, which has the same table. The two are
+//! tested against each other.
+//!
+//! A frame is a `u32` length of what follows (2 to [`FRAME_BYTES_MAX`]), a `u8` protocol version, a
+//! `u8` kind, and a body. Integers are unsigned and little-endian. A `str` is a `u16` length and as
+//! many bytes of UTF-8; a `bool` is one byte, 0 or 1; a list is a `u16` count and its items.
 //!
 //! | kind | frame | direction | body |
 //! |---|---|---|---|
-//! | 1 | hello | to agent | the fields of [`Hello`] in order; what is `None` is an empty str |
+//! | 1 | hello | to agent | the fields of [`Hello`] in order; `None` is an empty str |
 //! | 2 | update | to agent | the fields of `Update` in order |
-//! | 3 | audit | to agent | the fields of [`Audited`] in order; the report is what is left |
+//! | 3 | audit | to agent | the fields of [`Audited`] in order; the report is the rest |
 //! | 4 | trimmer | to agent | the fields of [`Trimmer`](super::trim::Trimmer) in order |
 //! | 5 | planned | to agent | number u64, u32 each: at, committed, sent, prompt; plan u8; |
 //! | | | | session, rid, why str |
@@ -19,7 +21,7 @@
 //! | 19 | republish | to shim | nothing |
 //! | 20 | run | to shim | number u64, tokens u32, session str |
 //!
-//! Frames 4, 5 and 20 are said on the trimmer's socket alone, and the others never.
+//! Frames 4, 5 and 20 are used only on the trimmer's socket, the others only on the shim's.
 //!
 //! | item of a list | fields |
 //! |---|---|
@@ -38,17 +40,19 @@ use std::{str, time::Duration};
 use super::{Audited, Hello, SessionFacts};
 use crate::session::INCARNATION_BYTES_MAX;
 
-/// Of the protocol. A shim of another one is refused.
+/// The version of the protocol. A shim with another version is refused.
 pub const VERSION: u8 = 4;
-/// A full update of the shim (256 events, 512 ids, 512 sessions, names of 512 bytes) is 0.8 MiB.
+/// The maximum bytes of a frame. A full update of the shim (256 events, 512 ids, 512 sessions,
+/// names of 512 bytes) has 0.8 MiB.
 pub const FRAME_BYTES_MAX: usize = 1 << 20;
-/// Of a session's name on the wire. Clients' own ids never get here: the engine knows sessions by
-/// their incarnations' ids.
+/// The maximum bytes of a session's name. The engine knows sessions by the ids of their
+/// incarnations, so clients' own ids, which may be longer, are not sent.
 const NAME_BYTES_MAX: usize = 512;
 const _: () = assert!(INCARNATION_BYTES_MAX <= NAME_BYTES_MAX, "every incarnation can be named");
-/// Sessions of a frame: a full table with so many goes on in the next one.
+/// The maximum number of sessions in a frame. A full table with as many continues in the next
+/// frame.
 pub const SESSIONS_MAX: usize = 512;
-/// One rank's engine has far fewer; a number above it is nonsense.
+/// A sanity bound on the DP rank; real engines have far fewer ranks.
 const DP_RANK_MAX: u32 = 4095;
 
 const HELLO: u8 = 1;
@@ -60,38 +64,38 @@ const AUDIT: u8 = 18;
 const REPUBLISH: u8 = 19;
 const RUN: u8 = 20;
 
-/// Why a shim's bytes can't be read.
+/// Why bytes from a shim can't be decoded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// Length of a frame out of its bounds.
-    #[error("a frame of {0} bytes")]
+    /// The length of a frame is out of bounds.
+    #[error("a frame of {0} bytes is out of bounds")]
     Length(u32),
-    /// Another protocol.
+    /// The peer uses another version of the protocol.
     #[error("the shim speaks protocol {0}, this agent {VERSION}: install the same version of both")]
     Version(u8),
-    /// A kind of frame or event that isn't in the table.
+    /// A frame or event has a kind that is not in the table.
     #[error("unknown kind {0}")]
     Kind(u8),
-    /// A value that a field can't have.
-    #[error("a field holds a value that it can't have")]
+    /// A field has an invalid value.
+    #[error("a field has an invalid value")]
     Value,
     /// The body ends before its last field, or goes on after it.
-    #[error("a body of the wrong length")]
+    #[error("a frame's body has the wrong length")]
     Body,
 }
 
-/// What a shim says.
+/// A message from a shim.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Message {
-    /// Once, first.
+    /// The first message; sent once.
     Hello(Box<Hello>),
-    /// After each step in which something changed.
+    /// Sent after each step in which something changed.
     Update(Box<Update>),
-    /// After it was asked for.
+    /// The answer to a request for an audit.
     Audited(Audited),
 }
 
-/// See the fields of [`super::RankFacts`] for the numbers.
+/// A report of one rank; [`super::RankFacts`] explains the figures.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Update {
     pub seq: u64,
@@ -115,7 +119,7 @@ pub(super) struct Update {
     pub sessions: Vec<SessionFacts>,
 }
 
-/// What happened to a session.
+/// An event of one session.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Event {
     pub id: String,
@@ -131,7 +135,7 @@ pub(super) enum What {
     Demoted { refusal: String },
 }
 
-/// What the agent asks for.
+/// A command from the agent.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Command {
     Demote(String),
@@ -142,7 +146,8 @@ pub(super) enum Command {
 }
 
 impl Command {
-    /// `None` for a session whose name is longer than [`NAME_BYTES_MAX`].
+    /// Encodes the command as a frame. Returns `None` if the session's name is longer than
+    /// [`NAME_BYTES_MAX`].
     pub(super) fn encode(&self) -> Option<Vec<u8>> {
         let (kind, body) = match self {
             Self::Demote(id) => (DEMOTE, string(id)?),
@@ -164,19 +169,19 @@ fn string(text: &str) -> Option<Vec<u8>> {
     Some([&length.to_le_bytes(), text.as_bytes()].concat())
 }
 
-/// Bytes as they come, messages as they are whole. Holds less than two frames.
+/// Splits the bytes of a stream into frames. Holds less than two frames.
 #[derive(Debug, Default)]
 pub(super) struct Frames {
     buffer: Vec<u8>,
 }
 
 impl Frames {
-    /// Adds what was read.
+    /// Appends bytes that were read.
     pub(super) fn push(&mut self, bytes: &[u8]) {
         self.buffer.extend_from_slice(bytes);
     }
 
-    /// The next whole message, as `decode` reads its kind and body.
+    /// Returns the next complete message, decoded by `decode`.
     pub(super) fn next<M>(&mut self, decode: Decode<M>) -> Result<Option<M>, Error> {
         let Some(prefix) = self.buffer.first_chunk::<4>() else { return Ok(None) };
         let length = u32::from_le_bytes(*prefix);
@@ -199,10 +204,10 @@ impl Frames {
     }
 }
 
-/// A message of its kind and body.
+/// A function that decodes a message from its kind and body.
 pub(super) type Decode<M> = fn(u8, &mut Body<'_>) -> Result<M, Error>;
 
-/// What a shim says, of its kind and body.
+/// Decodes a message from a shim.
 pub(super) fn message(kind: u8, body: &mut Body<'_>) -> Result<Message, Error> {
     Ok(match kind {
         HELLO => Message::Hello(Box::new(hello(body)?)),
@@ -215,7 +220,7 @@ pub(super) fn message(kind: u8, body: &mut Body<'_>) -> Result<Message, Error> {
 fn hello(body: &mut Body<'_>) -> Result<Hello, Error> {
     let hello = Hello {
         pid: body.u32()?,
-        // The socket knows it.
+        // The caller knows it from the socket.
         seen_pid: None,
         dp_rank: body.u32()?,
         page_size_tokens: body.u32()?,
@@ -297,7 +302,7 @@ fn session(body: &mut Body<'_>) -> Result<SessionFacts, Error> {
     })
 }
 
-/// What is left of a frame.
+/// The undecoded rest of a frame.
 pub(super) struct Body<'a> {
     rest: &'a [u8],
 }
@@ -343,12 +348,12 @@ impl<'a> Body<'a> {
         str::from_utf8(bytes).map(str::to_owned).map_err(|_| Error::Value)
     }
 
-    /// Why not; empty on the wire where there is no reason.
+    /// Reads a reason; an empty one becomes `None`.
     pub(super) fn reason(&mut self) -> Result<Option<String>, Error> {
         self.string().map(|reason| Some(reason).filter(|reason| !reason.is_empty()))
     }
 
-    /// Grows with the items that are there, not with the count that is claimed.
+    /// Reads a list. Memory grows with the items present, not with the claimed count.
     fn list<T>(&mut self, item: fn(&mut Self) -> Result<T, Error>) -> Result<Vec<T>, Error> {
         let count = self.u16()?;
         let mut items = vec![];

@@ -1,8 +1,9 @@
-//! What one rank's shim has said and the receiver hasn't taken yet. Pure.
+//! Buffers one rank's shim reports until the receiver takes them. Pure.
 //!
-//! Facts and sessions are states: newer ones replace older ones. Events are kept all, in order, and
-//! before the state that they led to. When there are [`EVENTS_MAX`] no more may be read, so that
-//! the shim finds its socket full, counts what it loses, and sends its whole table afterwards.
+//! Facts and sessions are states: a newer one replaces the older one. Events are all kept, in
+//! order, and come out before the state they led to. With [`EVENTS_MAX`] events the buffer accepts
+//! no more messages. Then the shim's socket fills up, the shim counts the events it loses, and it
+//! sends its full table afterwards.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -15,16 +16,16 @@ use super::{
     peer::{Caller, Ended, Talk},
 };
 
-/// Several updates' worth: one has 256 at most.
+/// The maximum number of buffered events: those of several updates, which have at most 256 each.
 pub(super) const EVENTS_MAX: usize = 1024;
 
-/// See the module.
+/// The unread reports of one rank. See the module documentation.
 #[derive(Debug)]
 pub(super) struct Outbox {
     dp_rank: u32,
     next_seq: u64,
     events: VecDeque<News>,
-    /// `None` for a session that has gone.
+    /// The changed sessions; `None` marks a session that is gone.
     sessions: BTreeMap<String, Option<SessionFacts>>,
     full: bool,
     facts: Option<RankFacts>,
@@ -48,7 +49,7 @@ impl Outbox {
         self.full || !self.sessions.is_empty()
     }
 
-    /// Takes an update in, read at `at`.
+    /// Takes in an update that was read at `at`.
     pub(super) fn push(&mut self, update: Update, at: Instant) {
         self.facts = Some(facts(self.dp_rank, &update, at));
         let dp_rank = self.dp_rank;
@@ -110,7 +111,7 @@ impl Talk for Outbox {
                 self.next_seq += 1;
                 self.push(*update, at);
             }
-            // Who asked for two gets the newer.
+            // If two audits were requested, only the newer result is kept.
             Message::Audited(audited) => self.audited = Some(audited),
         }
         Ok(())
@@ -125,7 +126,7 @@ impl Talk for Outbox {
         self.events.is_empty() && !states
     }
 
-    /// Events, the sessions they led to, the facts, an audit.
+    /// Returns the events first, then the sessions, the facts, and the audit.
     fn pop(&mut self) -> Option<News> {
         if let Some(event) = self.events.pop_front() {
             return Some(event);
@@ -259,7 +260,7 @@ mod tests {
     }
 
     proptest! {
-        /// However the receiver's pace joins updates, it ends with the table that the shim has.
+        /// The receiver ends up with the shim's table, whatever updates its pace merges.
         #[test]
         fn joined_updates_lead_to_the_same_table(steps in prop::collection::vec(a_step(), 0..20)) {
             let mut outbox = Outbox::new(0);
@@ -284,7 +285,7 @@ mod tests {
                 if full {
                     said.clear();
                 }
-                // As the shim does: an id is either gone or changed.
+                // The shim never puts an id in both lists.
                 for (id, history) in changes.into_iter().collect::<BTreeMap<_, _>>() {
                     let id = id.to_string();
                     if let Some(history) = history {

@@ -1,5 +1,7 @@
-//! One connection: reads as long as there is room for what is read, hands over what the receiver
-//! takes, and writes commands. What is said on it is its [`Talk`]'s: a rank's shim or the trimmer.
+//! One connection to a shim or to the trimmer.
+//!
+//! It reads while there is room for more messages, hands them to the receiver, and writes commands.
+//! The protocol of the connection is a [`Talk`].
 
 use std::{
     io,
@@ -18,55 +20,57 @@ use tracing::{info, warn};
 
 use super::codec::{self, Body, Frames};
 
-/// Commands on their way to one peer: as many sessions as are demoted in one go.
+/// The maximum number of queued commands for one peer: as many sessions as are demoted at once.
 const COMMANDS: usize = 256;
-/// A peer says hello as soon as it has connected.
+/// How long a peer may take to send its hello after it connected.
 const HELLO_MAX: Duration = Duration::from_secs(5);
-/// One read. An update is 200 bytes and some per session.
+/// The size of one read. An update has about 200 bytes, and some more for each session.
 const READ_BYTES: usize = 64 << 10;
 
-/// What is said on a connection, and what of it the receiver hasn't taken yet. Pure.
+/// The protocol of a connection, with the buffer of messages that the receiver has not taken yet.
+/// Pure.
 pub(super) trait Talk: Sized + Send + 'static {
-    /// Of the task that listens.
+    /// The name of the listening task.
     const NAME: &'static str;
-    /// What the peer says.
+    /// A message from the peer.
     type Message: Send;
-    /// What the receiver is told of it.
+    /// A report to the receiver.
     type News: Send + 'static;
 
-    /// A frame's message, by its kind.
+    /// Decodes a frame's body by its kind.
     fn decode(kind: u8, body: &mut Body<'_>) -> Result<Self::Message, codec::Error>;
 
-    /// Begins with the first message. `None`: it isn't a hello. `pid` is the peer's by the kernel.
+    /// Starts a connection with its first message, or returns `None` if that is not a hello. `pid`
+    /// is the peer's process as the kernel reports it.
     fn begin(first: Self::Message, pid: Option<u32>) -> Option<(Self, Caller, Self::News)>;
 
-    /// Takes a later message in, read at `at`.
+    /// Takes in a later message that was read at `at`.
     fn take(&mut self, message: Self::Message, at: Instant) -> Result<(), Ended>;
 
-    /// May another message be taken in?
+    /// Whether there is room for another message.
     fn accepts(&self) -> bool;
 
-    /// Has the receiver been told everything?
+    /// Whether the receiver has taken every report.
     fn is_empty(&self) -> bool;
 
-    /// The next piece of news.
+    /// Takes the next report.
     fn pop(&mut self) -> Option<Self::News>;
 
-    /// The last piece of news.
+    /// Returns the last report of the connection, with the reason of its end.
     fn end(&self, reason: String) -> Self::News;
 }
 
-/// Who has come.
+/// A peer that has said hello.
 #[derive(Debug, Clone)]
 pub(super) struct Caller {
     pub(super) dp_rank: u32,
-    /// An inert one does nothing that it is told.
+    /// Whether the peer takes commands; an inert shim takes none.
     pub(super) works: bool,
-    /// Why it can't have the tree published.
+    /// Why the peer can't have the radix tree published again.
     pub(super) unpublishable: Option<String>,
 }
 
-/// How a connected peer is reached, how its connection is ended, and how to learn that it has.
+/// Handle to a connected peer: sends commands, ends the connection, and waits for its end.
 #[derive(Debug)]
 pub(super) struct Peer {
     pub(super) caller: Caller,
@@ -78,17 +82,17 @@ pub(super) struct Peer {
 /// Why a connection has ended.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Ended {
-    #[error("the shim has gone")]
+    #[error("the shim has disconnected")]
     Gone,
-    #[error("another shim of its rank has come")]
+    #[error("another shim of the same rank has connected")]
     Replaced,
-    #[error("its first message isn't a hello, or a later one is")]
+    #[error("the first message is not a hello, or a later one is")]
     Order,
     #[error("update {found} came where {due} was due")]
     Gap { found: u64, due: u64 },
-    #[error("no hello within {} s", HELLO_MAX.as_secs())]
+    #[error("the shim sent no hello within {} s", HELLO_MAX.as_secs())]
     Silent,
-    #[error("nobody wants its news any more")]
+    #[error("the agent no longer takes its reports")]
     Unwanted,
     #[error(transparent)]
     Codec(#[from] codec::Error),
@@ -96,7 +100,7 @@ pub(super) enum Ended {
     Io(#[from] io::Error),
 }
 
-/// Serves one connection to its end. It takes the place of another one of its rank in `peers`.
+/// Serves one connection to its end. It replaces an existing connection of the same rank.
 pub(super) async fn serve<T: Talk>(
     stream: UnixStream,
     pid: Option<u32>,
@@ -109,7 +113,7 @@ pub(super) async fn serve<T: Talk>(
     let begun = begun.and_then(|first| T::begin(first, pid).ok_or(Ended::Order));
     let (talk, caller, up) = match begun {
         Ok(begun) => begun,
-        Err(error) => return warn!(%error, "a shim was not understood"),
+        Err(error) => return warn!(%error, "closing a shim's connection: invalid first message"),
     };
 
     let dp_rank = caller.dp_rank;
@@ -121,7 +125,7 @@ pub(super) async fn serve<T: Talk>(
     let mut before = None;
     peers.send_modify(|peers| before = peers.insert(dp_rank, peer));
     if let Some(Peer { stays, ended, .. }) = before {
-        // The one before says `Down` before this one `Up`.
+        // The old connection must send `Down` before the new one sends `Up`.
         drop(stays);
         let _ = ended.await;
     }
@@ -129,20 +133,20 @@ pub(super) async fn serve<T: Talk>(
         drop(commands);
     } else {
         let (error, down) = connection.follow(talk, &replaced, commands, news).await;
-        info!(dp_rank, name = T::NAME, %error, "the engine's shim is no longer followed");
-        // The receiver may be gone too, and then nobody wants to know.
+        info!(dp_rank, name = T::NAME, %error, "the connection to the engine's shim has ended");
+        // If the receiver is gone too, nothing is left to report.
         let _ = news.send(down).await;
     }
-    // The receiver of the own commands is dropped by now; a successor's is alive.
+    // This connection's command receiver is dropped by now; a successor's still exists.
     peers.send_if_modified(|peers| {
         let own = peers.get(&dp_rank).is_some_and(|peer| peer.commands.is_closed());
         own && peers.remove(&dp_rank).is_some()
     });
-    // The next one waits for it, if it has come.
+    // A successor waits for this.
     let _ = ending.send(());
 }
 
-/// Both halves, what has been read of one and not yet written to the other.
+/// The two halves of a socket, with the bytes read but not decoded, and those not yet written.
 struct Connection {
     reading: Reading,
     writing: OwnedWriteHalf,
@@ -164,7 +168,7 @@ impl Connection {
         }
     }
 
-    /// Returns why it ended, and the last news of it.
+    /// Returns why the connection ended, and the last report.
     async fn follow<T: Talk>(
         mut self,
         mut talk: T,
@@ -177,7 +181,7 @@ impl Connection {
                 break error;
             }
         };
-        // What was said before the end is true, and comes before it.
+        // Messages that came before the end are valid: report them first.
         while let Some(piece) = talk.pop() {
             if news.send(piece).await.is_err() {
                 break;
@@ -187,7 +191,7 @@ impl Connection {
         (ended, down)
     }
 
-    /// One step of what can be done now.
+    /// Does one step: whatever can be done first.
     async fn exchange<T: Talk>(
         &mut self,
         talk: &mut T,
@@ -226,7 +230,7 @@ struct Reading {
 }
 
 impl Reading {
-    /// Cancelled, it has read nothing or all it says.
+    /// Reads some bytes. Cancel-safe: no bytes are lost.
     async fn read(&mut self) -> Result<(), Ended> {
         let mut buffer = vec![0; READ_BYTES];
         loop {

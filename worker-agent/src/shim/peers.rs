@@ -1,4 +1,4 @@
-//! One socket's connections: accepts them, and knows the one of each rank.
+//! Accepts the connections of one socket, and finds the connection of each rank.
 
 use std::{collections::HashMap, path::Path, sync::Arc};
 
@@ -13,18 +13,18 @@ use super::{
     socket::{self, Socket},
 };
 
-/// Connections at once, those included that haven't said who they are. An engine has one per DP
-/// rank, and eight of those on one machine are many.
+/// The maximum number of connections at once, including those before their hello. An engine has one
+/// connection per DP rank; eight ranks on one machine are many.
 const PEERS_MAX: usize = 64;
 
 pub(super) type ByRank = HashMap<u32, Peer>;
 
-/// Who is connected.
+/// The connected peers, by DP rank.
 #[derive(Debug, Clone)]
 pub(super) struct Peers(watch::Receiver<ByRank>);
 
 impl Peers {
-    /// Listens until the tasks are cancelled, and serves each connection by a task of its own.
+    /// Listens until the tasks are cancelled, and serves each connection in a task of its own.
     pub(super) fn listen<T: Talk>(
         path: &Path,
         news: mpsc::Sender<T::News>,
@@ -47,12 +47,12 @@ impl Peers {
         })
     }
 
-    /// Who is there of this rank.
+    /// Returns the peer of a rank.
     pub(super) fn caller(&self, dp_rank: u32) -> Option<Caller> {
         self.0.borrow().get(&dp_rank).map(|peer| peer.caller.clone())
     }
 
-    /// Waits until one has come or gone; false when none will any more.
+    /// Waits until a peer connects or disconnects. Returns false if the listener has ended.
     pub(super) async fn changed(&mut self) -> bool {
         self.0.changed().await.is_ok()
     }
@@ -74,14 +74,14 @@ async fn accept<T: Talk>(
         let (stream, pid) = match accepted {
             Ok(accepted) => accepted,
             Err(error) => {
-                warn!(%error, "shim not accepted");
-                // Out of descriptors, most likely: it won't be better at once.
+                warn!(%error, "can't accept a shim's connection");
+                // Most likely the process is out of file descriptors, which takes a while to pass.
                 tokio::time::sleep(socket::PAUSE).await;
                 continue;
             }
         };
         let Ok(permit) = Arc::clone(&room).try_acquire_owned() else {
-            warn!("too many shims, one refused");
+            warn!("too many shim connections; one was refused");
             continue;
         };
         let (peers, news, token) = (Arc::clone(&peers), news.clone(), token.clone());

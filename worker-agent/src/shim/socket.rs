@@ -1,4 +1,4 @@
-//! The socket's file, its folder, and who may connect.
+//! Creates the socket's file and its folder, and checks who connects.
 
 use std::{
     fs::{self, DirBuilder, Permissions},
@@ -12,10 +12,10 @@ use tokio::net::{UnixListener, UnixStream};
 
 use super::Error;
 
-/// After an accept that failed.
+/// The pause after a failed accept.
 pub(super) const PAUSE: Duration = Duration::from_millis(100);
 
-/// A listening socket, whose file goes when it does.
+/// A listening socket. Its file is removed when it is dropped.
 #[derive(Debug)]
 pub(super) struct Socket {
     listener: UnixListener,
@@ -28,7 +28,7 @@ impl Socket {
         let failed = |source| Error::Bind { path: path.display().to_string(), source };
         let uid = fs::metadata("/proc/self").map_err(failed)?.uid();
         let folder = path.parent().unwrap_or(Path::new("."));
-        // Whoever may write there could put a socket of his own in the place of this one.
+        // A user with write access to the folder could replace this socket with his own.
         if !own_folder(folder, uid).map_err(failed)? {
             return Err(Error::Folder(folder.display().to_string()));
         }
@@ -41,37 +41,39 @@ impl Socket {
         Ok(socket)
     }
 
-    /// The next connection of this user or root, and its process where the kernel can name it.
+    /// Accepts the next connection of this user or of root. Also returns the peer's pid if the
+    /// kernel knows it in this namespace.
     pub(super) async fn accept(&self) -> io::Result<(UnixStream, Option<u32>)> {
         loop {
             let (stream, _) = self.listener.accept().await?;
             let peer = stream.peer_cred()?;
             if peer.uid() == self.uid || peer.uid() == 0 {
-                // 0 stands for a process of a namespace that isn't seen from here.
+                // The kernel reports 0 for a process in a pid namespace that is not visible here.
                 let pid = peer.pid().and_then(|pid| u32::try_from(pid).ok());
                 return Ok((stream, pid.filter(|pid| *pid != 0)));
             }
-            tracing::warn!(uid = peer.uid(), "somebody else's connection to the shim's socket");
+            tracing::warn!(uid = peer.uid(), "refused a connection of another user");
         }
     }
 }
 
 impl Drop for Socket {
     fn drop(&mut self) {
-        // It may be gone already, and then there is nothing to do.
+        // The file may already be gone.
         let _ = fs::remove_file(&self.path);
     }
 }
 
-/// Makes the folder, for this user alone; of one that exists, says whether nobody else may write.
+/// Creates the folder for this user alone if it is missing. Returns whether nobody but this user
+/// and root can write to it.
 fn own_folder(folder: &Path, uid: u32) -> io::Result<bool> {
     DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
     let found = fs::symlink_metadata(folder)?;
     Ok(found.is_dir() && [0, uid].contains(&found.uid()) && found.mode() & 0o022 == 0)
 }
 
-/// Removes what an agent that crashed has left. False when somebody listens there, or it is no
-/// socket.
+/// Removes the socket file of a crashed agent. Returns false if a process listens on it, or if the
+/// file is not a socket.
 fn remove_stale(path: &Path) -> io::Result<bool> {
     match fs::symlink_metadata(path) {
         Ok(found) if !found.file_type().is_socket() => return Ok(false),

@@ -1,4 +1,4 @@
-//! The socket, against shims that write the protocol's bytes by hand.
+//! Tests of the socket, with shims that write the protocol's bytes by hand.
 
 use std::{
     io::{ErrorKind, Read as _, Write as _},
@@ -12,10 +12,10 @@ use std::{
 
 use super::*;
 
-/// Long for what takes milliseconds, also where the machine is slow.
+/// A generous limit for operations that take milliseconds, also on a slow machine.
 pub(super) const SOON: Duration = Duration::from_secs(60);
 
-/// A folder of this test's own, which goes with it.
+/// A folder for one test, removed at its end.
 pub(super) struct Folder(PathBuf);
 
 impl Folder {
@@ -97,7 +97,7 @@ impl Shim {
         self.stream.write_all(&[&length, &[codec::VERSION, kind][..], body].concat()).unwrap();
     }
 
-    /// An update with a number of free tokens, and closed sessions.
+    /// Sends an update with a number of free tokens and some closed sessions.
     fn update(&mut self, available: u64, closed: &[&str]) {
         let mut body = vec![];
         for number in [self.seq, 0, 0, 0, 0, 2048, available, 0, 0, 0, 2048 - available] {
@@ -175,7 +175,7 @@ async fn a_restarted_engine_replaces_the_one_before() {
     assert!(matches!(&down, News::Down { reason, .. } if reason.contains("another")), "{down:?}");
     let up = house.next().await;
     assert!(is_up(&up, 0, 2), "{up:?}");
-    // The handle means the new one.
+    // Commands go to the new connection.
     house.handle.sample_now(0).unwrap();
     second.stream.set_read_timeout(Some(SOON)).unwrap();
     let read = tokio::task::spawn_blocking(move || {
@@ -219,13 +219,13 @@ async fn a_slow_receiver_stops_the_shim_and_misses_no_event() {
     let mut house = House::new("slow", 1);
     let mut shim = house.shim(0, 1);
     shim.stream.set_write_timeout(Some(SOON)).unwrap();
-    // Ends when the socket is full: nobody takes the news, so nobody reads any more.
+    // Ends when the socket is full: without a receiver of its news the agent stops reading.
     let sent = tokio::task::spawn_blocking(move || {
         let ids: Vec<String> = (0..100_000).map(|number| format!("session-{number}")).collect();
         let mut sent = 0;
         for id in &ids {
             if sent == outbox::EVENTS_MAX {
-                // Until here who reads may have been slow; from here on it needn't read.
+                // Up to here a slow agent must still read; from here on it may stop reading.
                 shim.stream.set_write_timeout(Some(Duration::from_millis(300))).unwrap();
             }
             let mut body = vec![];

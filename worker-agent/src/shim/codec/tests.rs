@@ -1,4 +1,4 @@
-//! The protocol: what the shim's own encoder writes is read, and nothing that isn't a frame is.
+//! Tests of the protocol: the shim's own encoder and decoder, cut streams and random bytes.
 
 use std::{path::Path, process::Command as Process};
 
@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::{config::WORKER_ID_BYTES_MAX, session::prefix};
 
-/// Prints, by the shim's own code, the frames that [`frames_of_the_shim`] expects, in hex.
+/// Prints the frames of [`frames_of_the_shim`] in hex, encoded by the shim's own code.
 const ENCODE: &str = r#"
 from berth_shim import wire
 facts = wire.Facts(wire.HOLDS_ROW | wire.CLOSING, 59, 58, 32, 60)
@@ -24,14 +24,14 @@ print(wire.audited(1 << 40, 1000, "", ["a", "é"], bytes(range(5))).hex())
 print(wire.audited(2, 0, "no", [], b"").hex())
 "#;
 
-/// Reads what the agent's encoder wrote, by the shim's own code.
+/// Decodes, with the shim's own code, what the agent's encoder wrote.
 const DECODE: &str = r#"
 import sys
 from berth_shim import wire
 print(*wire.commands(bytearray.fromhex(sys.argv[1])))
 "#;
 
-/// What Python prints, or `None` where there is none to run.
+/// Runs Python code and returns its output, or `None` if there is no Python.
 pub(in crate::shim) fn python(code: &str, args: &[&str]) -> Option<String> {
     let shim = Path::new(env!("CARGO_MANIFEST_DIR")).join("shim");
     let mut process = Process::new("python3");
@@ -44,7 +44,7 @@ pub(in crate::shim) fn python(code: &str, args: &[&str]) -> Option<String> {
     Some(String::from_utf8(output.stdout).expect("what Python prints is ASCII"))
 }
 
-#[expect(clippy::print_stderr, reason = "who reads the tests' output must see what wasn't run")]
+#[expect(clippy::print_stderr, reason = "the tests' output must show what was skipped")]
 fn report_skip() {
     eprintln!("skipped: no python3 to run the shim's encoder");
 }
@@ -114,7 +114,7 @@ fn frames_of_the_shim() -> Vec<Message> {
         ],
         gone: vec!["gone-é".into()],
         sessions: vec![SessionFacts {
-            // 600 bytes: the shim cuts names, between characters.
+            // The shim truncates names of more than 512 bytes between characters; this one had 600.
             id: "é".repeat(256),
             holds_row: true,
             in_flight: false,
@@ -177,7 +177,7 @@ fn what_the_agent_writes_the_shim_reads() {
         run(8, 0, ""),
     ];
     let bytes: Vec<u8> = commands.iter().flat_map(|c| c.encode().unwrap()).collect();
-    // Fixed here too, so that both ends can't change together unnoticed.
+    // Fixed bytes, so that both ends can't change together unnoticed.
     let fixed = [
         &b"\x09\0\0\0\x04\x10\x05\0s\xc3\xa9-1\x02\0\0\0\x04\x11"[..],
         b"\x0a\0\0\0\x04\x12\0\0\0\0\0\x01\0\0\x02\0\0\0\x04\x13",
@@ -208,7 +208,7 @@ fn another_protocol_and_unknown_kinds_are_named() {
     assert_eq!(all(b"\x02\0\0\0\x04\x63"), Err(Error::Kind(99)));
 }
 
-/// A hello as bytes, made without Python.
+/// The bytes of a hello, made without Python.
 fn hello_bytes() -> Vec<u8> {
     let mut body = vec![VERSION, HELLO];
     for number in [7_u32, 3, 16] {
@@ -240,7 +240,7 @@ fn a_hello_is_read_however_it_is_cut() {
         assert_eq!(frames.next(message), Ok(None), "cut at {cut}");
         frames.push(&bytes[cut..]);
         assert!(matches!(frames.next(message), Ok(Some(Message::Hello(_)))), "cut at {cut}");
-        // Its body alone, shorter or longer, is another matter.
+        // The body alone, cut or extended, must be rejected.
         if (6..bytes.len()).contains(&cut) {
             assert_eq!(all(&framed(&bytes[4..cut])), Err(Error::Body), "ended at {cut}");
         }
@@ -252,7 +252,7 @@ proptest! {
     #[test]
     fn random_bytes_never_panic(bytes in prop::collection::vec(any::<u8>(), 0..600)) {
         let _ = all(&bytes);
-        // Framed, they get further.
+        // With a valid frame header the decoder gets further.
         for kind in [HELLO, UPDATE, AUDITED] {
             let _ = all(&framed(&[&[VERSION, kind], &bytes[..]].concat()));
         }
