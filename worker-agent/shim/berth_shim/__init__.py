@@ -1,10 +1,10 @@
-"""Berth's shim inside SGLang: tells the agent beside the engine what only the engine knows.
+"""Berth's shim inside SGLang: reports to the agent what only the engine knows.
 
-SGLang calls `register` in each of its processes. In the scheduler's it hooks what it reads, and
-reports over a unix socket (`wire` has the protocol). In the first one, which tokenises, it trims
-the prompts that may be trimmed (`trimmer`). It never raises into the engine: on the first error it
-stops for good, and says why. On a version of SGLang that it doesn't know it hooks nothing but the
-two processes' starts, to say so.
+SGLang calls `register` in each of its processes. In a scheduler process the shim installs hooks,
+and reports over a unix socket; `wire` documents the protocol. In the engine's first process, which
+tokenizes, it trims prompts on request (`trimmer`). The shim never raises into the engine: after the
+first error it stops for good and reports why. On an unknown version of SGLang it hooks only the
+start of the two processes, to report that.
 """
 
 import multiprocessing
@@ -18,7 +18,7 @@ from .link import Link, socket_path
 
 __version__ = "0.1.0"
 
-# Every hook below was read and run against these.
+# Every hook below was checked and tested with these versions.
 SGLANG_VERSIONS = ("0.5.23",)
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
@@ -27,13 +27,14 @@ _CONTROLLER = "sglang.srt.session.session_controller.SessionController."
 _SLOTS = "sglang.srt.session.streaming_session.StreamingSession."
 _TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache."
 
-# A new life of the engine is another token, whatever its pid.
+# Identifies the engine process, even where a pid is reused.
 _INSTANCE = os.urandom(16)
 
 
 def register() -> None:
-    """SGLang's entry point. Only a process that has loaded the scheduler may become one; loading it
-    in the others would cost them seconds. The one that tokenises is the first, nobody's child."""
+    """SGLang's entry point. A process can become a scheduler only if it has loaded the scheduler
+    module; loading the module in other processes would cost them seconds. The process that
+    tokenizes is the first one, which has no parent process."""
     if "sglang.srt.managers.scheduler" in sys.modules:
         _Shim().hook()
     if multiprocessing.parent_process() is None:
@@ -46,8 +47,8 @@ def register() -> None:
 
 
 class _Shim:
-    """The hooks of one process. `_sampler` exists in the one scheduler of a DP rank that reports,
-    and as long as nothing went wrong."""
+    """The hooks of one process. `_sampler` exists only in the scheduler that reports for its DP
+    rank, and only until the first error."""
 
     def __init__(self) -> None:
         self._sampler: Any = None
@@ -87,7 +88,8 @@ class _Shim:
         after(_TREE + "reset", lambda *a, **k: self._say("flushed"))
 
     def _quiet(self, hook: Callable[..., Any]) -> Callable[..., None]:
-        """Raises nothing and answers nothing: an answer would replace the engine's own."""
+        """Wraps a hook so that it raises nothing and returns None: another value would replace the
+        engine's own result."""
 
         def quiet(*values: Any, **named: Any) -> None:
             try:
@@ -110,7 +112,8 @@ class _Shim:
         try:
             hello, reports = _describe(scheduler, hello)
         except Exception as error:
-            # Without a rank it can't be told who reports; better twice than silent.
+            # If the rank is unknown, so is whether this process reports. Reporting twice is better
+            # than never.
             hello, reports = hello._replace(inert=hello.inert or _reason("start", error)), True
         if not reports:
             return
@@ -141,7 +144,7 @@ class _Shim:
         undemotable = self._hello.undemotable
         self._sampler = Sampler(scheduler, self._link, undemotable, auditor, republisher)
         self._sampler.publish(self._hello.dp_rank)
-        # An idle scheduler that sleeps does so on its sockets for up to a second.
+        # An idle scheduler with `--sleep-on-idle` sleeps on its sockets for up to a second.
         if poller := getattr(scheduler.idle_sleeper, "poller", None):
             poller.register(self._link.wake_read, 1)  # POLLIN, without importing zmq for it.
 
@@ -155,7 +158,7 @@ class _Shim:
         return result
 
     def _finish(self, original: Callable[..., Any], *a: Any, **k: Any) -> Any:
-        # An abort within it is of a turn that ran: the slot is gone.
+        # An abort inside this call concerns a turn that was running, so its slot is gone.
         self._in_finish = True
         try:
             return original(*a, **k)
@@ -163,7 +166,7 @@ class _Shim:
             self._in_finish = False
 
     def _idle(self) -> None:
-        # Within a step it is called before the results are in.
+        # Within a step this is called before the results are in.
         if not self._in_step:
             self._say("idle")
 
@@ -186,7 +189,7 @@ class _Shim:
             self._fail(what, error)
 
     def _fail(self, where: str, error: Exception) -> None:
-        """Reads nothing more, and says so."""
+        """Stops reading for good, and reports why."""
         self._sampler = None
         if self._link is not None:
             self._hello = self._hello._replace(inert=_reason(where, error))
@@ -194,7 +197,7 @@ class _Shim:
 
 
 def _describe(scheduler: Any, hello: wire.Hello) -> tuple[wire.Hello, bool]:
-    """Completes the hello, and says whether this is the process of its DP rank that reports."""
+    """Completes the hello, and returns whether this process reports for its DP rank."""
     from sglang.srt.runtime_context import get_parallel
 
     from .demotion import undemotable

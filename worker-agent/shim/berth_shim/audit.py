@@ -1,9 +1,9 @@
-"""The page audit: what `libberth_kv` finds in a cut of the pool.
+"""The page audit: checks the pool's pages with `libberth_kv`.
 
-An audit has two steps on the scheduler's thread: a cut is handed to the device, which copies and
-digests what it needs in the background; when it has, the rows that moved meanwhile are told to the
-library, and a thread of its own works on the copy. One audit runs at a time; who asks while one runs
-gets the next.
+An audit has two steps on the scheduler's thread. First a snapshot is handed to the device, which
+copies and digests what it needs in the background. When the copy is complete, the library is told
+which rows have changed meanwhile, and works on the copy in a thread of its own. One audit runs at a
+time; a request during an audit starts the next one.
 """
 
 import threading
@@ -15,15 +15,15 @@ from . import cut, wire
 from .buffers import buffers, device
 from .library import Failed, Library, Pages
 
-# Of KV that is read per audit: a tenth of a millisecond of a GPU's memory bandwidth, and some
-# milliseconds of the scheduler's own processor where the pool lies in the host's memory. Which
-# sessions it covers goes round.
+# The bytes of KV digested per audit. They take a tenth of a millisecond of a GPU's memory
+# bandwidth, or some milliseconds of the scheduler's processor if the pool is in host memory. The
+# sessions covered rotate from audit to audit.
 DIGEST_BYTES_MAX, HOST_DIGEST_BYTES_MAX = 256 << 20, 4 << 20
 
 
 class Auditor:
-    """Of one scheduler. Raises nothing: an audit that fails is a refusal, and one that fails in a
-    way that nobody has foreseen is the last."""
+    """The audits of one scheduler. Raises nothing: a failed audit becomes a refusal, and after an
+    unforeseen error no further audit is made."""
 
     def __init__(self, scheduler: Any, wake: Callable[[], None]):
         self._scheduler = scheduler
@@ -33,7 +33,7 @@ class Auditor:
         self._frame: bytes | None = None
         self._pages: Pages | None = None
         self.ordinal = -1
-        # What the agent is told of the pool, and why no audit can be made; empty when it can.
+        # What the hello tells the agent about the pool; `refusal` is empty if audits are possible.
         self.device, self.page_bytes, self.refusal = "", 0, ""
         try:
             self._open()
@@ -58,37 +58,38 @@ class Auditor:
         )
 
     def ask(self, number: int) -> None:
-        """The newest who asks is answered; who asked before is content with it."""
+        """Requests an audit. Only the latest request is answered."""
         self._number = number
 
     def forget(self) -> None:
-        """Nobody waits for an answer any more."""
+        """Drops the request and the answer: the agent that asked has disconnected."""
         self._number = self._frame = None
         if self._running is not None:
             self._running.number = None
 
     @property
     def asked(self) -> bool:
-        """Is there an audit to begin?"""
+        """Whether a requested audit has not begun."""
         return self._number is not None and self._running is None
 
     def begin(self) -> None:
-        """Begins it. Only where no step is half done: before a step's requests are looked at."""
+        """Begins the requested audit. Must be called before a step's requests are handled, when no
+        step is half done."""
         if self.asked:
             self._try(self._begin)
 
     def go_on(self) -> None:
-        """Goes on with it. After any step."""
+        """Continues the running audit. May be called after any step."""
         if self._running is not None:
             self._try(self._go_on)
 
     @property
     def answered(self) -> bool:
-        """Is there an answer?"""
+        """Whether an answer is ready."""
         return self._frame is not None
 
     def take(self) -> bytes:
-        """The answer's frame."""
+        """Takes the answer's frame."""
         frame, self._frame = self._frame, None
         return frame
 
@@ -100,7 +101,7 @@ class Auditor:
             self._refuse(str(error))
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
-            # The device has no room for the lists now; it may have later.
+            # The device may have room for the lists later.
             if type(error).__name__ != "OutOfMemoryError":
                 self.refusal = reason
             self._refuse(reason)
@@ -137,7 +138,8 @@ class Auditor:
                 self._frame = wire.audited(audit.number, spent_ns, "", names, report)
 
     def stream(self) -> int:
-        """The scheduler's, behind whose work the books are true; 0 on a CPU."""
+        """Returns the scheduler's CUDA stream, which orders the audit after the work that makes
+        the snapshot valid; 0 on a CPU."""
         if self.ordinal < 0:
             return 0
         import torch
@@ -146,16 +148,16 @@ class Auditor:
 
 
 class _Audit:
-    """One audit under way."""
+    """One running audit."""
 
     def __init__(self, number: int, taken: cut.Cut, pages: Pages):
-        # None when nobody waits for it any more.
+        # None when no agent waits for the answer any more.
         self.number: int | None = number
         self.cut = taken
         self.spent_ns = 0
         self.thread: threading.Thread | None = None
         self._pages = pages
-        self._report: bytes | Failed = Failed("the audit's thread has died")
+        self._report: bytes | Failed = Failed("the audit's thread has ended without a result")
 
     def account(self, rows_now: list[cut.Row], done: Callable[[], None]) -> None:
         self.thread = threading.Thread(

@@ -1,17 +1,17 @@
-"""Where the pool's KV lies: the device, and the buffers that hold one page's KV each a part of."""
+"""Finds where the pool's KV is stored: the device, and the buffers of keys and values."""
 
 from typing import Any, NamedTuple
 
 
 class Buffer(NamedTuple):
-    """One layer's keys or values. Page `p` is the bytes from `p * page_bytes` on."""
+    """One layer's keys or values. Page `p` begins at byte `p * page_bytes`."""
 
     address: int
     page_bytes: int
 
 
 def buffers(scheduler: Any) -> list[Buffer]:
-    """The pool's buffers on this rank; empty where pages aren't whole ranges of bytes."""
+    """Returns the pool's buffers on this rank; empty if a page is not a contiguous range."""
     tensors = _tensors(scheduler.token_to_kv_pool_allocator.get_kvcache())
     page = scheduler.page_size
     slots = scheduler.max_total_num_tokens + page
@@ -24,7 +24,7 @@ def buffers(scheduler: Any) -> list[Buffer]:
 
 
 def device(scheduler: Any) -> tuple[str, int]:
-    """The name that the agent is told, and CUDA's number of it in this process, -1 on a CPU."""
+    """Returns the device's name for the agent and its CUDA ordinal in this process; -1 on a CPU."""
     import torch
 
     where = scheduler.req_to_token_pool.req_to_token.device
@@ -42,7 +42,7 @@ def _tensors(cache: Any) -> list[Any]:
     if len(infos) != 1:
         return []
     info = infos[0].buffer_info
-    # Keys and values apart, or one buffer for both (multi-head latent attention).
+    # Keys and values have separate buffers, or share one (multi-head latent attention).
     parts = (info.buffers.k, info.buffers.v) if hasattr(info.buffers, "k") else (info.buffers,)
     scales = getattr(info, "scales", None)
     if scales is not None:

@@ -1,8 +1,8 @@
-"""A cut through the pool, for the page audit: who holds which rows of the request table, what is
-free, what is in the radix tree, at one moment between two steps.
+"""A snapshot of the pool for the page audit, taken between two steps.
 
-Rows go on changing while a device still reads them. Each has a version: as long as it stays, the
-entries that the cut names stay.
+It has the rows of the request table with their holders, the free pages, and the tokens in the radix
+tree. Rows continue to change while a device still reads them. Each row has a version: while it
+stays the same, the entries that the snapshot names stay the same.
 """
 
 from typing import Any, NamedTuple
@@ -19,20 +19,20 @@ class Row(NamedTuple):
 
     row: int
     tokens: int
-    # Who holds it: a named session's number, or one above them all.
+    # The number of the session that holds the row. Holders without a name get the highest numbers.
     session: int
     version: int
-    # Changes whenever the session's KV is made anew.
+    # Changes whenever the session's KV is recomputed.
     key: int
-    # As many of the tokens are not written again, and are written; known only while no turn runs.
+    # The number of leading tokens whose KV is written and final; 0 while a turn runs.
     sealed_tokens: int
-    # As many of them lie in the tree, under the holder's lock.
+    # The number of leading tokens that are in the tree, under the holder's lock.
     protected_tokens: int
 
 
 class Cut(NamedTuple):
-    """`free` holds page ids, `tree` token slots, both int64 on the pool's device. They live as long
-    as the cut; the engine never writes into them."""
+    """`free` holds page ids, `tree` token slots, both as int64 on the pool's device. They live as
+    long as the snapshot; the engine never writes to them."""
 
     names: list[str]
     rows: list[Row]
@@ -41,8 +41,8 @@ class Cut(NamedTuple):
 
 
 def unauditable(scheduler: Any) -> str:
-    """Why the pool's pages can't be told apart; empty when they can. What isn't named here was read
-    or run: everything that holds pages has a row, is free, or is in the tree."""
+    """Returns why the pool's pages can't be audited; empty if they can. For every other
+    configuration it was checked that each page belongs to a row, is free, or is in the tree."""
     allocator = scheduler.token_to_kv_pool_allocator
     name = type(allocator).__name__
     reasons = {
@@ -68,29 +68,29 @@ def unauditable(scheduler: Any) -> str:
 
 
 def take(scheduler: Any) -> Cut:
-    """The cut of this moment. Between two steps only, on the scheduler's thread.
+    """Takes a snapshot. Must be called between two steps, on the scheduler's thread.
 
-    Fails while a beam search runs: its rows belong to no request."""
+    Fails while a beam search runs, because its rows belong to no request."""
     if any(request.beam_group is not None for request in live_requests(scheduler)):
-        raise Failed("a beam search runs; ask again")
+        raise Failed("a beam search is running; ask again later")
     names, rows = rows_of(scheduler)
     allocator, tree = scheduler.token_to_kv_pool_allocator, scheduler.tree_cache
     try:
-        # Walks the tree, in Python where its core is.
+        # Walks the whole tree; in Python, if the tree's core is in Python.
         return Cut(names, rows, allocator.get_all_free_pages(), tree.all_values_flatten())
     except RecursionError:
-        raise Failed("the radix tree is too deep to be walked; ask again") from None
+        raise Failed("the radix tree is too deep to walk; ask again later") from None
 
 
 def rows_of(scheduler: Any) -> tuple[list[str], list[Row]]:
-    """The rows that are held now. Sessions that can't be named, or are too many to be, are told
-    apart and not named."""
+    """Returns the session names and the rows held now. Sessions whose names are too long or too
+    many have rows of their own, but no name."""
     generations = scheduler.req_to_token_pool.req_generation.tolist()
     slots = scheduler.tree_cache.session.slots
     sessions = scheduler.session_controller.sessions
     live = live_requests(scheduler)
-    # A turn that has ended stays in the last batch while the device may still write for it; and the
-    # session's own flag is cleared by a turn that was refused beside one that runs.
+    # A finished turn stays in the last batch while the device may still write for it. The session's
+    # own flag is not enough: refusing a second turn clears it while the first one runs.
     busy = {id(request.session) for request in live if request.session is not None}
     held = [(name, slot.kv) for name, slot in slots.items() if slot.kv.holds_kv]
     held.sort(key=lambda one: not nameable(one[0]))
@@ -100,7 +100,7 @@ def rows_of(scheduler: Any) -> tuple[list[str], list[Row]]:
         seen.add(kv.req_pool_idx)
         session = sessions.get(name)
         runs = session is None or session._inflight or id(session) in busy
-        # The last token's KV comes with the next turn.
+        # The last token's KV is written by the next turn.
         sealed = 0 if runs else max(0, kv.kv_committed_len - 1)
         rows.append(_row(len(rows), kv, generations, name, sealed))
     for request in live:
@@ -113,8 +113,8 @@ def rows_of(scheduler: Any) -> tuple[list[str], list[Row]]:
 
 def _row(number: int, kv: Any, generations: list[int], holder: str, sealed: int) -> Row:
     row, generation = kv.req_pool_idx, generations[kv.req_pool_idx]
-    # The prefix is pointed to the tree's own pages when it is put there; a turn that begins or ends
-    # changes what is sealed, and may give up what lies behind it.
+    # The version changes when the row's prefix is redirected to the tree's own pages, and when a
+    # turn begins or ends: that changes `sealed`, and may free the pages behind it.
     version = hash((generation, kv.cache_protected_len, sealed)) & _U64
     key = hash((row, generation, holder)) & _U64
     protected = kv.cache_protected_len

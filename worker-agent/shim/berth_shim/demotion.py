@@ -1,13 +1,16 @@
-"""Demotion: an idle session's KV goes into the radix tree, evictable; its row is freed, its
-transcript stays. The next turn finds in the tree what is still there, by whole pages.
+"""Demotion: moves an idle session's KV into the radix tree.
 
-It is what the engine does with an aborted turn's KV, done to a turn that has ended well: the slot
-hands record and lock back to the session's last request, and `release_kv_cache` checkpoints that
-into the tree. It runs where the engine closes sessions, before a step's requests are looked at.
+The KV becomes evictable and the session's row free; the transcript stays. The next turn finds whole
+pages of what is still in the tree.
 
-Ranks that share a session (tensor, pipeline, context parallel) would have to do it at the same
-step, and only one of them hears the agent; there, and wherever else this was never proven on an
-engine, `undemotable` says no.
+This is what the engine does with an aborted turn's KV, applied to a turn that has finished: the
+slot hands its record and lock back to the session's last request, and `release_kv_cache`
+checkpoints that request into the tree. It runs where the engine closes sessions: before a step's
+requests are handled.
+
+Ranks that share a session (tensor, pipeline or context parallelism) would have to demote it in the
+same step, but only one of them receives the agent's commands. For these and other configurations in
+which demotion was never tested on an engine, `undemotable` returns a reason.
 """
 
 from typing import Any
@@ -16,7 +19,7 @@ from .requests import live_requests
 
 
 def undemotable(scheduler: Any) -> str:
-    """Why no session of this engine can be demoted; empty when they can."""
+    """Returns why no session of this engine can be demoted; empty if sessions can be."""
     from sglang.srt.runtime_context import get_parallel, get_serving, get_spec
 
     parallel, tree = get_parallel(), scheduler.tree_cache
@@ -39,10 +42,10 @@ def undemotable(scheduler: Any) -> str:
 
 
 def demote(scheduler: Any, id: str) -> str:
-    """Demotes the session; returns why not, empty when done.
+    """Demotes the session. Returns why it was not done; empty when done.
 
-    Refusals: `unknown`, `in_flight`, `closing`, `no_kv`, `busy` (a request of it is still in a
-    batch or queue: ask again after a step or two), `multimodal`, `not_cacheable`.
+    Refusals: `unknown`, `in_flight`, `closing`, `no_kv`, `busy` (a request of the session is still
+    in a batch or queue: ask again after a step or two), `multimodal`, `not_cacheable`.
     """
     session = scheduler.session_controller.sessions.get(id)
     if session is None or not session.streaming:
@@ -54,14 +57,14 @@ def demote(scheduler: Any, id: str) -> str:
         "in_flight": session._inflight,
         "closing": session.close_on_finish,
         "no_kv": slot is None or not slot.kv.holds_kv,
-        # The flag alone can't be trusted: a refused overlapping turn clears the live turn's.
+        # The flag is not enough: refusing an overlapping turn clears the flag of the running one.
         "busy": any(other.session is session for other in live_requests(scheduler)),
     }
     for refusal, applies in refusals.items():
         if applies:
             return refusal
     if request is None or not request.finished() or request.kv.holds_kv:
-        # KV without a turn that has ended, which no queue knows: some state this was not made for.
+        # KV without a finished turn or a queued request is a state that demotion doesn't support.
         return "busy"
     if request.multimodal_inputs is not None:
         return "multimodal"
@@ -81,11 +84,12 @@ def _last_request(session: Any) -> Any:
 def _release(scheduler: Any, session: Any, slot: Any, request: Any) -> None:
     from sglang.srt.mem_cache.common import release_kv_cache
 
-    # A turn that was aborted in the queue has appended its prompt to the token arrays it shares
-    # with this request. Those tokens lie behind the committed length, where the tree's key ends.
+    # A turn that was aborted in the queue has appended its prompt to the token arrays that it
+    # shares with this request. Those tokens are behind the committed length, which is where the
+    # tree's key ends.
     request.kv = slot.kv
     request.lock, slot.lock = slot.lock, None
-    # While the request has a session, its cache gives the record back to a slot.
+    # While the request has a session, the cache would give the record back to a slot.
     request.session = None
     try:
         release_kv_cache(request, scheduler.tree_cache, checkpoint=True)

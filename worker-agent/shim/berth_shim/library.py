@@ -1,5 +1,7 @@
-"""`libberth_kv` through ctypes: it works on the pool where it lies. `kernels/capi/berth_kv.h` has the
-calls and their rules."""
+"""Calls `libberth_kv` through ctypes.
+
+The library reads the pool in place; `kernels/capi/berth_kv.h` documents its calls.
+"""
 
 import ctypes
 import os
@@ -19,7 +21,7 @@ NAME, KERNELS = "libberth_kv.so", "kv_account.fatbin"
 
 
 class Failed(Exception):
-    """No audit; the text is for people."""
+    """An audit is not possible; the text is for an operator."""
 
 
 class _Buffer(Structure):
@@ -62,8 +64,8 @@ class _TableRow(Structure):
 
 
 class Library:
-    """The library where `BERTH_KV_LIBRARY` names it, else beside the shim; its kernels where
-    `BERTH_KV_FATBIN` names them, else beside the library."""
+    """The loaded library: `BERTH_KV_LIBRARY`, or else the file beside the shim. Its kernels are
+    `BERTH_KV_FATBIN`, or else the file beside the library."""
 
     def __init__(self) -> None:
         path = os.environ.get("BERTH_KV_LIBRARY") or str(Path(__file__).parent / NAME)
@@ -99,7 +101,7 @@ class Library:
     def pages(
         self, page_tokens: int, pages: int, rows: Any, buffers: Sequence[Buffer], ordinal: int
     ) -> "Pages":
-        """The pages of a pool; `rows` is the engine's request table, a tensor."""
+        """Opens a pool for audits; `rows` is the engine's request table, a tensor."""
         pool = _Pool(
             page_tokens, pages + 1, rows.data_ptr(), rows.shape[0], rows.stride(0),
             (_Buffer * len(buffers))(*buffers), len(buffers), ordinal,
@@ -113,7 +115,7 @@ class Library:
     def row_table(
         self, page_tokens: int, pages: int, rows: Any, ordinal: int, path: str, tables: int
     ) -> "RowTable":
-        """A table of the live rows in the file at `path`, which lies in memory."""
+        """Opens a table of the live rows in the file at `path`, which must be in memory (tmpfs)."""
         pool = _Pool(
             page_tokens, pages + 1, rows.data_ptr(), rows.shape[0], rows.stride(0), None, 0, ordinal
         )
@@ -125,14 +127,14 @@ class Library:
         return RowTable(self, self._calls, handle)
 
     def check(self, answer: int) -> int:
-        """What a call answered."""
+        """Returns a call's result. Raises the library's error if it is negative."""
         if answer < 0:
             raise Failed(self._calls.berth_kv_error().decode(errors="replace"))
         return answer
 
 
 class Pages:
-    """One audit at a time: begin, until it is gathered, then finish."""
+    """Audits of one pool, one at a time: `begin`, wait for `gathered`, then `finish`."""
 
     def __init__(self, library: Library, calls: Any, handle: c_uint64, page_bytes: int):
         self._library = library
@@ -142,7 +144,8 @@ class Pages:
         self._buffer = ctypes.create_string_buffer(AUDIT_BYTES_MAX)
 
     def begin(self, cut: "Cut", stream: int, digest_bytes_max: int) -> None:
-        """Enqueues on a stream of its own, behind what is on this one."""
+        """Starts to copy the snapshot, on a stream of the library's own, after the work queued on
+        `stream`."""
         rows = (_Row * len(cut.rows))(*(
             (row.row, row.tokens, row.session, row.sealed_tokens, row.protected_tokens, 0,
              row.version)
@@ -156,11 +159,11 @@ class Pages:
         )))
 
     def gathered(self) -> bool:
-        """Is the copy made?"""
+        """Whether the copy is complete."""
         return bool(self._library.check(self._calls.berth_kv_ready(self._handle)))
 
     def finish(self, rows_now: "Sequence[Row]") -> bytes:
-        """The report. Takes as long as the device does, and lets other threads run meanwhile."""
+        """Returns the report. Blocks until the device is done, but releases the GIL."""
         rows = (c_uint32 * len(rows_now))(*(row.row for row in rows_now))
         versions = (c_uint64 * len(rows_now))(*(row.version for row in rows_now))
         size = self._library.check(self._calls.berth_kv_finish(
@@ -170,12 +173,12 @@ class Pages:
 
 
     def abandon(self) -> None:
-        """Gives an audit up that can't be finished."""
+        """Gives up the running audit."""
         self._calls.berth_kv_abandon(self._handle)
 
 
 class RowTable:
-    """Told of each step: begun, then done with the rows as they are after it."""
+    """Publishes the live rows of each step: `begin` before the step, `done` after it."""
 
     def __init__(self, library: Library, calls: Any, handle: c_uint64):
         self._library = library
@@ -183,11 +186,12 @@ class RowTable:
         self._handle = handle
 
     def begin(self, stream: int) -> None:
-        """Behind what is on the stream, before the step's first change is."""
+        """Marks the table as changing. Must come before the step's first change on the stream."""
         self._library.check(self._calls.berth_kv_table_begin(self._handle, stream))
 
     def done(self, live: "Sequence[Row]", keys: Sequence[int], stream: int) -> None:
-        """Behind the step's last change. The keys are by session number."""
+        """Writes the rows after the step's last change on the stream. `keys` is indexed by session
+        number."""
         rows = (_TableRow * len(live))(*(
             (row.row, row.tokens, row.session, 0, row.version, keys[row.session]) for row in live
         ))

@@ -1,8 +1,8 @@
-"""The connection to the agent: a thread connects, says hello and reads commands; the scheduler's
-thread sends, and never waits.
+"""The connection to the agent.
 
-A frame that the socket takes only in part is kept and finished later; until then `ready` is false
-and the sender holds back. What is held back is the sender's business.
+A thread connects, says hello and reads commands. The scheduler's thread sends, and never waits. If
+the socket takes only part of a frame, the rest is kept and sent later. Until then `ready` is false,
+and the sender must keep its data back.
 """
 
 import os
@@ -14,32 +14,33 @@ from typing import Any
 
 from . import wire
 
-# An agent that comes back is found within this; a failed connect costs some microseconds.
+# The pause before connecting again, which bounds how late a returning agent is found. A failed
+# connect costs some microseconds.
 PAUSE_SECONDS_MIN, PAUSE_SECONDS_MAX = 0.1, 1.0
-# Hello is a few hundred bytes into an empty buffer; the agent that can't take it isn't well.
+# The time limit for sending hello: a few hundred bytes into an empty buffer take this long only if
+# the agent is stuck.
 HELLO_SECONDS_MAX = 5.0
-# Commands that wait for a scheduler step. The agent sends one per session it wants demoted.
+# The maximum number of commands that wait for a scheduler step. The agent sends one per session to
+# demote.
 COMMANDS_MAX = 1024
 
 
 class Link:
-    """One end of the socket. `path` is where the agent listens, `hello` the frame it is told
-    first."""
+    """One end of the socket. `path` is where the agent listens; `hello` is the first frame."""
 
     def __init__(self, path: str, named: bool, hello: bytes):
         self._path = path
-        # Whether the operator named the path.
+        # Whether the operator set the path.
         self._named = named
         self._hello = hello
         self._socket: socket.socket | None = None
-        # Guards the commands, and the socket against being closed under a send. Nobody waits while
-        # holding it.
+        # Guards the commands, and the socket against being closed during a send. No holder blocks.
         self._lock = threading.Lock()
         self._rest = b""
-        # Grows with each connection; what was known to be sent was sent on an older one.
+        # Counts the connections. Frames for an older connection are dropped.
         self.connections = 0
         self._commands: list[tuple[int, Any]] = []
-        # A byte in it ends the sleep of an idle scheduler.
+        # A byte in this pair wakes an idle scheduler.
         self.wake_read, self._wake_write = socket.socketpair()
         self.wake_read.setblocking(False)
         self._wake_write.setblocking(False)
@@ -53,17 +54,17 @@ class Link:
 
     @property
     def asked(self) -> bool:
-        """Are there commands?"""
+        """Whether commands are waiting."""
         return bool(self._commands)
 
     def ready(self) -> bool:
-        """Is somebody there, and has he taken all so far? Tries to hand over what is left."""
+        """Whether an agent is connected and everything was sent. Tries to send the rest first."""
         if self._rest:
             self._send()
         return self._socket is not None and not self._rest
 
     def send(self, frame: bytes, connection: int) -> None:
-        """Only when ready. A frame made for an older connection means nothing to a newer one."""
+        """Sends a frame; allowed only when `ready`. A frame made for an older connection is dropped."""
         with self._lock:
             if connection != self.connections:
                 return
@@ -81,29 +82,29 @@ class Link:
             except BlockingIOError:
                 pass
             except OSError:
-                # The thread reads its end, and connects anew.
+                # The thread notices the end when it reads, and connects again.
                 self._shut()
 
     def greet(self, hello: bytes) -> None:
-        """Says this from now on, to who comes."""
+        """Sets the hello for later connections."""
         self._hello = hello
 
     def say(self, hello: bytes) -> None:
-        """Says something else from now on, by a new connection."""
+        """Changes the hello and reconnects, so that the agent receives it."""
         self.greet(hello)
         with self._lock:
             self._shut()
 
     def wake(self) -> None:
-        """Ends the sleep of an idle scheduler. Any thread may."""
+        """Wakes an idle scheduler. Any thread may call this."""
         try:
             self._wake_write.send(b"\0")
         except BlockingIOError:
-            # Enough alarms ring.
+            # The buffer is full of wake-up bytes already.
             pass
 
     def hush(self) -> None:
-        """Clears the alarm, unless it rings for commands."""
+        """Removes the wake-up bytes, unless commands are waiting."""
         with self._lock:
             if not self._commands:
                 self._clear_alarm()
@@ -115,7 +116,7 @@ class Link:
             pass
 
     def take_commands(self) -> list[tuple[int, Any]]:
-        """What the agent has asked for since; clears the alarm."""
+        """Takes the waiting commands, and removes the wake-up bytes."""
         with self._lock:
             self._clear_alarm()
             taken = list(self._commands)
@@ -138,7 +139,7 @@ class Link:
                     pause = PAUSE_SECONDS_MIN
                     self._read(connection)
             except (OSError, wire.Malformed):
-                # No agent, one that has gone, or one that speaks something else.
+                # There is no agent, it has disconnected, or it uses another protocol.
                 pass
             time.sleep(pause)
             pause = min(2 * pause, PAUSE_SECONDS_MAX)
@@ -147,24 +148,25 @@ class Link:
         connection.settimeout(HELLO_SECONDS_MAX)
         connection.connect(self._path)
         if not self._trusted(connection):
-            raise PermissionError(f"{self._path} is somebody else's")
+            raise PermissionError(f"{self._path} belongs to another user")
         connection.sendall(self._hello)
         connection.settimeout(None)
 
     def _trusted(self, connection: socket.socket) -> bool:
-        """The engine's own user, or root; anyone whom the operator named to an engine of root's."""
+        """Whether the agent runs as the engine's own user or as root. If the engine runs as root
+        and the operator set the path, any user is trusted."""
         size = struct.calcsize("iii")
         raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
         _pid, uid, _gid = struct.unpack("iii", raw)
         return uid in (0, os.getuid()) or (self._named and os.getuid() == 0)
 
     def _read(self, connection: socket.socket) -> None:
-        """Opens the socket to the scheduler's thread, and reads until the agent has gone."""
+        """Lets the scheduler's thread send, and reads commands until the agent disconnects."""
         with self._lock:
             self._rest = b""
             self._socket = connection
             self.connections += 1
-            # Who asked for these has gone.
+            # Commands of the previous connection have no receiver for their answers.
             self._commands.clear()
         try:
             self._command((wire.SAMPLE_NOW, ""))
@@ -179,15 +181,16 @@ class Link:
 
     def _command(self, command: tuple[int, Any]) -> None:
         if len(self._commands) >= COMMANDS_MAX:
-            raise wire.Malformed("more commands than the scheduler takes")
-        # Both or none, or a command taken in between would leave the alarm ringing.
+            raise wire.Malformed("too many commands are waiting")
+        # Both under the lock: if a command were taken in between, its wake-up byte would remain.
         with self._lock:
             self._commands.append(command)
             self.wake()
 
 
 def socket_path(port: int) -> tuple[str, bool]:
-    """Where the agent of the engine at this HTTP port listens, and whether the operator said so."""
+    """Returns the socket path of the agent for the engine at this HTTP port, and whether the
+    operator set it."""
     if named := os.environ.get("BERTH_SHIM_SOCKET"):
         return named, True
     return f"/tmp/berth-{os.getuid()}/engine-{port}.sock", False

@@ -1,8 +1,8 @@
-"""Publishes after each step which rows are live, for an agent that audits from its own process (tier
-2): only where `BERTH_KV_TABLE` names a file for it. The rank stands behind the file's name.
+"""Publishes the live rows after each step, for an agent that audits from its own process (tier 2).
 
-The device writes when a step's changes have begun and when they are done, in the order of its work.
-Reading the rows takes some ten microseconds of each step and some per row.
+This is done only if `BERTH_KV_TABLE` names a file; the DP rank is appended to the name. The device
+writes when a step's changes begin and when they are done, in stream order. Reading the rows takes
+some ten microseconds a step, and a little for each row.
 """
 
 import hashlib
@@ -13,18 +13,19 @@ from typing import Any
 from . import cut
 from .library import Library, RowTable
 
-# A reader is late by fewer steps than this, or looks again.
+# The number of table versions kept. A reader that falls this many steps behind must read again.
 TABLES = 8
 
 
 def path_of(dp_rank: int) -> str:
-    """Where this rank's rows are published; empty: nowhere."""
+    """Returns the file for this rank's rows; empty if they are not published."""
     path = os.environ.get("BERTH_KV_TABLE", "")
     return f"{path}-{dp_rank}" if path else ""
 
 
 class Publisher:
-    """Of one scheduler. A step that nobody has ended ends where the next one begins."""
+    """Publishes the rows of one scheduler. If a step's end was not seen, it ends when the next step
+    begins."""
 
     def __init__(self, scheduler: Any, path: str, ordinal: int, stream: Callable[[], int]):
         table = scheduler.req_to_token_pool.req_to_token
@@ -37,13 +38,13 @@ class Publisher:
         )
 
     def begin(self) -> None:
-        """Before a step's first change."""
+        """Must be called before a step's first change."""
         self.done()
         self._table.begin(self._stream())
         self._open = True
 
     def done(self) -> None:
-        """After its last one."""
+        """Must be called after a step's last change."""
         if self._open:
             names, rows = cut.rows_of(self._scheduler)
             keys = [key_of(name) for name in names] + [0] * (len(rows) - len(names))
@@ -52,5 +53,5 @@ class Publisher:
 
 
 def key_of(name: str) -> int:
-    """What the agent knows a session by."""
+    """Returns the key by which the agent knows a session."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")

@@ -1,19 +1,21 @@
-"""Publishes the radix tree again as KV events, for an agent that has missed some: one that says that
-all is void, then stores for every node.
+"""Publishes the radix tree again as KV events, for an agent that has missed some.
 
-Whoever follows the events, not the agent alone, knows after them what the tree holds. The events go
-into the engine's own queue, between those of what happens meanwhile, so that their order is right.
-They are made by pieces, which end within a node where it is long: the tree changes between them.
+The first event says that all blocks are cleared; then comes a store event for every node. The
+events go into the engine's own event queue, between the events of current changes. So their order
+is right, and every subscriber, not only the agent, knows the tree's content afterwards. The work is
+done in chunks, between which the tree changes; a chunk may end inside a long node.
 
-That nothing is said that isn't so: a piece says of pages that are in the tree then where they are
-then, and the engine itself says what changes later.
+No false claims: each chunk reports only pages that are in the tree at that moment, and later
+changes are reported by the engine's own events.
 
-That nothing is left out: all pages of a published node are known, so what the engine stores behind
-them is understood. What it stores behind others isn't: it lies behind a node that is still to come,
-and comes after it. Of the way from the last published node to the next one the first `_done` pages
-are known. For the way begins where it did: a split puts a new node before one that keeps its id and
-its end, and only leaves go. A node that is gone may have been split before: then what is left of
-its way comes instead. What is gone and stored again is behind what is known, or still to come.
+Nothing is missed. All pages of a published node are known to the subscribers, so they understand
+the engine's own events that store pages behind it. They can't understand an event that stores pages
+behind a node not published yet, but those pages are published later, after that node. `_done`
+counts the pages already published on the path from the last published node to the next one. This
+count stays valid because the path begins at the same node: a split inserts a new node before a node
+that keeps its id and its end, and only leaves are removed. A removed node may have been split
+before; then what remains of its path is published instead. Pages that are removed and stored again
+lie behind known pages, or are still to be published.
 """
 
 import logging
@@ -22,36 +24,38 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-# After so long a piece takes no further part: a step of a small model takes several times that.
+# The time after which a chunk starts no further part. A step of a small model takes several times
+# as long.
 PIECE_SECONDS = 0.002
-# Pages between two looks at the clock: 0.3 ms of one token each.
+# Pages published between two checks of the clock: 0.3 ms with pages of one token.
 PART_PAGES = 64
 
 
 class Republisher:
-    """Of one scheduler."""
+    """Publishes the radix tree of one scheduler again."""
 
     def __init__(self, scheduler: Any, wake: Callable[[], None]):
         self._publisher = scheduler.kv_events_publisher
         self._tree = getattr(scheduler.tree_cache, "tree_core", None)
         self._wake = wake
-        # Where it began: another one where the tree was flushed since.
+        # The tree's root when publishing began. A flush replaces the tree's root.
         self._root: Any = None
-        # Nodes to look at, the next one last; and those whose pages have all been published.
+        # The nodes still to publish, the next one last, and the ids of nodes whose pages are all
+        # published.
         self._nodes: list[Any] = []
         self._published: set[int] = set()
-        # Pages published of the way from the last published node to the next one to look at.
+        # The pages published on the path from the last published node to the next one.
         self._done = 0
-        # Why it can't be done; empty where it can.
+        # Why the tree can't be published; empty if it can.
         self.refusal = _refusal(self._publisher, self._tree)
 
     @property
     def runs(self) -> bool:
-        """Is there a piece to do?"""
+        """Whether chunks are left to publish."""
         return bool(self._nodes)
 
     def begin(self) -> None:
-        """Begins, or begins again."""
+        """Begins to publish the tree, or begins again."""
         if self.refusal:
             return
         try:
@@ -60,7 +64,7 @@ class Republisher:
             self._give_up(error)
 
     def _begin(self) -> None:
-        # What is queued happened before, and is void too.
+        # Queued events belong to older changes, which the cleared event must void too.
         self._publisher.publish_kv_events()
         self._tree.kv_events.record_all_cleared()
         self._root, self._published, self._done = self._tree.root_node, set(), 0
@@ -68,7 +72,7 @@ class Republisher:
         self._publisher.publish_kv_events()
 
     def go_on(self) -> None:
-        """Does a piece. Raises nothing: one that fails is the last, and the agent knows less."""
+        """Publishes one chunk. Raises nothing: after an error nothing more is published."""
         if not self._nodes:
             return
         try:
@@ -79,12 +83,12 @@ class Republisher:
     def _give_up(self, error: Exception) -> None:
         self.refusal = f"{type(error).__name__}: {error}"
         self._nodes = []
-        logging.getLogger(__name__).warning("the tree can't be published: %s", self.refusal)
+        logging.getLogger(__name__).warning("can't publish the radix tree again: %s", self.refusal)
 
     def _piece(self) -> None:
         end = time.perf_counter() + PIECE_SECONDS
         if self._root is not self._tree.root_node:
-            # All that came since came behind what is known: the new root.
+            # After a flush everything was stored behind the new root, which is known.
             self._nodes = []
         while self._nodes:
             node = self._nodes.pop()
@@ -94,29 +98,30 @@ class Republisher:
                 break
         self._publisher.publish_kv_events()
         if self._nodes:
-            # An idle scheduler sleeps.
+            # Otherwise an idle scheduler would sleep.
             self._wake()
         else:
             self._root, self._published = None, set()
 
     def _way(self, node: Any) -> list[Any]:
-        """From behind the last published node to this one, or to the last before it that is left."""
+        """Returns the path from the last published node to this one. If the node was removed, the
+        path ends at its last remaining ancestor."""
         way: list[Any] = []
         while (parent := node.parent) is not None and node.id not in self._published:
-            # What is gone looks as if it had its pages still, but those before don't lead to it.
+            # A removed node keeps its attributes, but its former parent no longer links to it.
             if parent.children.get(node.key.child_key(self._tree.page_size)) is node:
                 way.append(node)
             node = parent
         return way[::-1]
 
     def _publish(self, way: list[Any], end: float) -> bool:
-        """Goes on along the way, until the time is up. Has it come to its end?"""
+        """Publishes the pages on the path until `end`. Returns whether all are published."""
         for node in way:
             pages = len(node.hash_value)
             while self._done < pages:
                 begin, self._done = self._done, min(self._done + PART_PAGES, pages)
                 self._store(node, begin, self._done)
-                # Afterwards: each piece does some.
+                # Checked after the part, so that each chunk publishes at least one.
                 if time.perf_counter() >= end:
                     return False
             self._done -= pages
@@ -126,7 +131,7 @@ class Republisher:
         return True
 
     def _store(self, node: Any, begin: int, end: int) -> None:
-        """Some of a node's pages, where they are."""
+        """Records some of a node's pages, once for each memory that holds them."""
         from sglang.srt.disaggregation.kv_events import StorageMedium
 
         part = _part(node, begin, end, self._tree.page_size)
@@ -137,7 +142,7 @@ class Republisher:
 
 
 def _part(node: Any, begin: int, end: int, page_size: int) -> Any:
-    """Some of a node's pages, as much of a node as the engine's recorder looks at."""
+    """Returns some of a node's pages as an object with the attributes that the recorder reads."""
     hashes, event_hashes = node.hash_value, node.event_hash_value or []
     parent = node.parent
     if begin:
@@ -158,7 +163,7 @@ def _refusal(publisher: Any, tree: Any) -> str:
         return "the engine publishes no KV events"
     if not hasattr(getattr(tree, "kv_events", None), "record_store"):
         return (
-            f"the tree's core is {type(tree).__name__}, which tells nobody its nodes;"
-            " --enable-session-radix-cache chooses one that does"
+            f"the tree's core is {type(tree).__name__}, which doesn't expose its nodes;"
+            " start the engine with --enable-session-radix-cache for one that does"
         )
     return ""

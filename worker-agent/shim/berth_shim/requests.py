@@ -1,10 +1,10 @@
-"""Which requests a scheduler has, wherever they wait or run."""
+"""Lists a scheduler's requests, whether they wait or run."""
 
 from typing import Any
 
 
 def live_requests(scheduler: Any) -> list[Any]:
-    """Each at least once."""
+    """Returns every unfinished request at least once."""
     requests = [*scheduler.waiting_queue, *scheduler.collect_inflight_reqs()]
     requests += scheduler.grammar_manager.grammar_queue
     if scheduler.chunked_req is not None:

@@ -1,7 +1,7 @@
-"""One scheduler's reporter: takes what the hooks say, reads the pool, and tells the agent.
+"""Reports one scheduler's state to the agent: collects what the hooks see, and reads the pool.
 
-Everything here runs on the scheduler's thread, and nothing waits. While no agent is connected the
-hooks cost a comparison each.
+Everything here runs on the scheduler's thread, and nothing waits. While no agent is connected, each
+hook costs one comparison.
 """
 
 import logging
@@ -17,14 +17,16 @@ from .publish import Publisher, path_of
 from .republish import Republisher
 from .table import Table, answer_tokens
 
-# An idle scheduler without `--sleep-on-idle` spins: it is looked at this often when no hook spoke.
+# The sampling interval of an idle scheduler while no hook is called. Without `--sleep-on-idle` an
+# idle scheduler spins.
 IDLE_SECONDS = 0.05
-# A running turn's KV grows a token per step. Its facts are this old at most, and exact at its end.
+# A running turn's KV grows by a token per step. Its facts are at most this old, and exact at its
+# end.
 RUNNING_SECONDS = 0.05
 
 
 class Sampler:
-    """What is known of one scheduler, and what of it the agent was told."""
+    """The state of one scheduler, and how much of it was sent to the agent."""
 
     def __init__(
         self,
@@ -48,11 +50,12 @@ class Sampler:
         self._seq = 0
         self._samples = self._samples_ns = self._recounts = 0
         self._told: wire.Head | None = None
-        # What an idle engine was found to lack after a recount: another one wouldn't help.
+        # The uncached tokens that a recount on an idle engine didn't explain. Another recount
+        # wouldn't help.
         self._unexplained = 0
         self._sampled_at = self._running_at = 0.0
 
-    # What the hooks say.
+    # Called by the hooks.
 
     def touched(self, id: str) -> None:
         if self._link.connected:
@@ -65,7 +68,8 @@ class Sampler:
         self._event(id, wire.closed)
 
     def committed(self, id: str, request: Any) -> None:
-        """The turn has become part of the session's history, ended or put back into the queue."""
+        """The turn became part of the session's history: it ended, or was retracted to the
+        queue."""
         history = len(request.origin_input_ids) + answer_tokens(request)
         self._event(id, wire.committed, str(request.rid), history, not request.finished())
 
@@ -87,7 +91,7 @@ class Sampler:
             self._full = True
 
     def publish(self, dp_rank: int) -> None:
-        """Begins to publish rows, where that is wanted."""
+        """Starts publishing rows if a table file is configured."""
         if path := path_of(dp_rank):
             try:
                 auditor = self._auditor
@@ -95,27 +99,28 @@ class Sampler:
                     self._scheduler, path, auditor.ordinal, auditor.stream
                 )
             except Failed as error:
-                # The engine's log: an agent that finds no table audits inside the engine.
+                # This goes to the engine's log. An agent that finds no table has the audit made in
+                # the engine.
                 logging.getLogger(__name__).warning("no row table at %s: %s", path, error)
 
-    # What the scheduler's loop calls.
+    # Called from the scheduler's loop.
 
     @property
     def publishes(self) -> bool:
-        """Does somebody want to know of each step?"""
+        """Whether rows are published after each step."""
         return self._publisher is not None
 
     def step_begins(self) -> None:
-        """A step may change rows from here on."""
+        """A step begins, and may change rows."""
         self._publisher.begin()
 
     @property
     def asked(self) -> bool:
-        """Has the agent asked for anything that isn't begun, or done by pieces?"""
+        """Whether commands, an audit or a chunk of the tree are waiting to be done."""
         return self._link.asked or self._auditor.asked or self._republisher.runs
 
     def commands(self) -> None:
-        """Does what the agent has asked for, before a step's requests are looked at."""
+        """Carries out the agent's commands. Called before a step's requests are handled."""
         self._renew()
         for kind, what in self._link.take_commands():
             if kind == wire.SAMPLE_NOW:
@@ -131,7 +136,7 @@ class Sampler:
         self._republisher.go_on()
 
     def idle(self) -> None:
-        """Between steps, or with nothing to do."""
+        """Called between steps and while idle."""
         if self._publisher is not None:
             self._publisher.done()
         self._audit()
@@ -144,7 +149,7 @@ class Sampler:
             self._sample(begin)
 
     def stepped(self, batch: Any) -> None:
-        """A step's results are in."""
+        """Called when a step's results are in."""
         if self._publisher is not None:
             self._publisher.done()
         if not self._link.connected:
@@ -165,7 +170,7 @@ class Sampler:
         self._auditor.go_on()
         if not self._auditor.answered:
             return
-        # The alarm that the audit's thread has rung is heard.
+        # Clears the wake-up byte that the audit's thread has sent.
         self._link.hush()
         if not self._link.connected:
             self._auditor.forget()
@@ -173,14 +178,14 @@ class Sampler:
             self._link.send(self._auditor.take(), self._connection)
 
     def _sample(self, begin: int) -> None:
-        """`begin` is when the hook was called, by the performance counter."""
+        """Samples the pool. `begin` is the performance counter when the hook was called, in ns."""
         if not self._link.ready():
             return
         self._sampled_at = begin / 1e9
         self._renew()
         head = self._look()
         if head.uncached not in (0, self._unexplained) and self._scheduler.is_fully_idle():
-            # Nothing runs, so nothing is uncached: a hook has missed a change.
+            # Nothing runs, so nothing should be uncached: a hook has missed a change.
             self._recounts += 1
             self._full = True
             head = self._look()
@@ -193,7 +198,7 @@ class Sampler:
         self._samples_ns += time.perf_counter_ns() - begin
 
     def _renew(self) -> None:
-        """To an agent that has just come, everything is new."""
+        """Resets what was sent if another agent has connected since."""
         if self._connection != self._link.connections:
             self._connection = self._link.connections
             self._auditor.forget()
@@ -224,7 +229,8 @@ class Sampler:
         self._events.clear()
 
     def _head(self) -> wire.Head:
-        """The pool now; what only counts messages is left zero, so that heads can be compared."""
+        """Reads the pool's figures. Fields that only count messages stay zero, so that two heads
+        can be compared."""
         scheduler, tree = self._scheduler, self._scheduler.tree_cache
         pool = scheduler.pool_stats_observer.get_pool_stats()
         protected = (

@@ -1,8 +1,8 @@
-"""The sessions as the agent knows them: what has changed since it was told, and what they hold.
+"""The sessions as the agent knows them, what they hold, and which changed since the last report.
 
-Looking at every session each step would cost more as sessions grow, so only those that a hook has
-touched are looked at. The sum of what they hold is kept along; `Sampler` proves it whenever the
-engine is idle.
+Reading every session in each step would cost more the more sessions there are. So only sessions
+that a hook has touched are read, and the sum of what all hold is kept up to date. `Sampler` checks
+the sum whenever the engine is idle.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ class Table:
         self._page = scheduler.tree_cache.page_size
         self._known: dict[str, wire.Facts] = {}
         self._held: dict[str, int] = {}
-        # Sessions to look at, those to tell of, and those to tell the end of.
+        # The ids of sessions to read, of changed ones to report, and of ended ones to report.
         self.touched: set[str] = set()
         self._changed: dict[str, None] = {}
         self._gone: dict[str, None] = {}
@@ -27,18 +27,18 @@ class Table:
         self.held = 0
 
     def rebuild(self) -> None:
-        """Forgets everything and looks at every session; all of it counts as changed."""
+        """Forgets everything and marks every session as touched."""
         self._known.clear()
         self._held.clear()
         self._changed.clear()
         self._gone.clear()
         self.held = 0
         self.touched = {id for id, session in self._sessions.items() if session.streaming}
-        # A slot without a session would be a leak of the engine's; the sum must show it.
+        # A slot without a session would be a leak in the engine, which the sum must show.
         self.touched.update(self._slots)
 
     def look(self) -> None:
-        """Looks at what was touched."""
+        """Reads the touched sessions."""
         for id in self.touched:
             slot = self._slots.get(id)
             kv = slot.kv if slot is not None and slot.kv.holds_kv else None
@@ -60,7 +60,7 @@ class Table:
         return bool(self._changed or self._gone)
 
     def take(self) -> tuple[list[str], list[tuple[str, wire.Facts]]]:
-        """The next piece to tell: ids that have gone, and sessions that changed."""
+        """Takes the next part to report: ids of ended sessions, and changed sessions."""
         gone = _first(self._gone)
         changed = [(id, self._known[id]) for id in _first(self._changed)]
         return gone, changed
@@ -92,8 +92,8 @@ def _facts(session: Any, kv: Any) -> wire.Facts:
 
 
 def history_tokens(session: Any) -> int:
-    """What the engine puts in front of the next turn. The last turn's arrays are shared with a turn
-    that is running, so its prompt counts only as far as it was when it was committed."""
+    """Returns the tokens that the engine puts before the next turn's prompt. A running turn shares
+    the last turn's arrays, so the prompt counts only up to its committed length."""
     if session.committed_origin_len is None or not session.req_nodes:
         return 0
     [node] = session.req_nodes.values()
@@ -101,7 +101,7 @@ def history_tokens(session: Any) -> int:
 
 
 def answer_tokens(request: Any) -> int:
-    """As much of a turn's answer as becomes history."""
+    """Returns how many tokens of a turn's answer become history."""
     return min(len(request.output_ids), request.sampling_params.max_new_tokens)
 
 
