@@ -1,9 +1,8 @@
-//! Page audits: when to ask a rank's shim for one, and what the newest says. Pure: what is to be
-//! asked comes out as numbers, answers go in.
+//! Page audits: decides when to request one from a rank's shim, and keeps the newest result. Pure.
 //!
-//! An audit is taken inside the engine's process, at one moment between two steps, by `kernels`'
-//! library. Ranks are asked every interval, and when someone wants to know now; an answer serves
-//! everyone who asked before it.
+//! Requests come out as numbers, and answers go in. The audit itself is made inside the engine's
+//! process, at one moment between two steps, by `kernels`' library. Every rank is asked at an
+//! interval, and on demand; an answer serves all earlier requests too.
 
 use std::{
     collections::BTreeMap,
@@ -20,12 +19,12 @@ pub mod remote;
 
 pub use self::read::SessionPages;
 
-/// Faults that make the KV of the sessions they name worthless.
+/// Faults after which the KV of the sessions they name can't be trusted.
 const CORRUPTING: [Kind; 5] =
     [Kind::Aliased, Kind::FreeHeld, Kind::CachedPrivate, Kind::RowEntry, Kind::Changed];
 
-/// Faults of the engine's bookkeeping, which only a new start mends. A page that changed is none:
-/// its sessions are closed.
+/// Faults of the engine's bookkeeping, which only a restart repairs. A changed page is not one of
+/// them: its sessions are closed.
 const LASTING: [Kind; 9] = [
     Kind::Aliased,
     Kind::Leaked,
@@ -42,46 +41,47 @@ fn is_of(kinds: &[Kind], name: &str) -> bool {
     kinds.iter().any(|kind| kind.name() == name)
 }
 
-/// As many audits in a row, over such a time, must find a fault before the worker drains for it:
-/// one that passes by itself needs no restart.
+/// The number of audits in a row, and the time span, in which a fault must be found before the
+/// worker drains: a fault that passes by itself needs no restart.
 const LASTING_AUDITS: u32 = 3;
 const LASTING_FOR: Duration = Duration::from_secs(20);
 
-/// An audit that takes a time of the scheduler's thread isn't repeated within so many times that: a
-/// radix tree of many nodes takes long to walk.
+/// An audit is not repeated within this many times the time it took on the scheduler's thread,
+/// because walking a large radix tree takes long.
 const REST_FACTOR: u32 = 1000;
 
-/// A step of the engine takes seconds at the longest, and the audit after it milliseconds.
+/// The time limit for an answer. An engine's step takes seconds at most, and the audit after it
+/// milliseconds.
 const ANSWER_MAX: Duration = Duration::from_secs(30);
 
-/// What was found in one rank's pool at one moment.
+/// The state of one rank's pool at one moment.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Audit {
-    /// When the agent heard it, some milliseconds after it was true.
+    /// When the agent received the audit, some milliseconds after it was made.
     pub at: Instant,
-    /// The totals and what is wrong, with names; the age is 0.
+    /// The totals and the findings, with session names. Their age is 0.
     pub pages: PageAudit,
-    /// Sessions that hold pages, the largest first.
+    /// The sessions that hold pages, largest first.
     pub sessions: Vec<SessionPages>,
 }
 
 impl Audit {
-    /// The totals with the age they have now.
+    /// Returns the totals with their age at `now`.
     #[must_use]
     pub fn pages(&self, now: Instant) -> PageAudit {
         let age = now.saturating_duration_since(self.at).as_millis();
         PageAudit { age_ms: u32::try_from(age).unwrap_or(u32::MAX), ..self.pages.clone() }
     }
 
-    /// Sessions whose KV can't be trusted: they share a page that they should not, or somebody
-    /// wrote into one of theirs.
+    /// Returns the sessions whose KV can't be trusted: they share a page that must not be shared,
+    /// or one of their pages was overwritten.
     pub fn corrupt_sessions(&self) -> impl Iterator<Item = &str> {
         let harming = self.pages.faults().filter(|finding| is_of(&CORRUPTING, &finding.kind));
         let named = harming.flat_map(|finding| &finding.named);
         named.flat_map(|one| &one.sessions).map(String::as_str).filter(|id| !id.is_empty())
     }
 
-    /// The same as a load report has it: without names.
+    /// Returns the totals for a load report, which has no session names.
     #[must_use]
     pub fn reported(&self, now: Instant) -> PageAudit {
         let mut pages = self.pages(now);
@@ -90,59 +90,60 @@ impl Audit {
     }
 }
 
-/// Why there is no audit.
+/// Why an audit is not available.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// The engine has no such rank, or nothing that could be asked.
+    /// The engine has no such rank, or no working shim is connected.
     #[error("no shim of rank {0} is connected; put worker-agent/shim on the engine's PYTHONPATH")]
     NoShim(u32),
-    /// The shim's reason.
+    /// The shim refused, for this reason.
     #[error("the engine's pages can't be audited: {0}")]
     Refused(String),
-    /// The shim's answer makes no sense.
+    /// The shim's answer can't be decoded.
     #[error("the shim's audit can't be read ({0}); install the same version of agent and shim")]
     Unreadable(String),
-    /// Too many want to know.
-    #[error("too many audits are waited for; ask again")]
+    /// Too many requests are waiting for an audit.
+    #[error("too many requests wait for an audit; try again")]
     Busy,
-    /// No answer in time.
-    #[error("the engine didn't answer within {} s; is its step that long?", ANSWER_MAX.as_secs())]
+    /// No answer came in time.
+    #[error("the engine didn't answer within {} s; does a step take that long?", ANSWER_MAX.as_secs())]
     Late,
 }
 
-/// All ranks' audits.
+/// The audits of all ranks.
 #[derive(Debug)]
 pub struct Audits {
-    /// None: only on demand.
+    /// The interval between audits; `None` if they are made only on demand.
     interval: Option<Duration>,
     ranks: BTreeMap<u32, Rank>,
-    /// Of the last question, over all ranks.
+    /// The number of the last request, counted over all ranks.
     number: u64,
 }
 
 #[derive(Debug)]
 struct Rank {
-    /// Why it can't be asked.
+    /// Why the rank can't be audited.
     refusal: Option<String>,
     next: Option<Instant>,
-    /// Questions without an answer, oldest first: number, and until when it is waited for.
+    /// The unanswered requests, oldest first: number and time limit.
     asked: Vec<(u64, Instant)>,
     last: Option<Audit>,
-    /// Why the last question has no audit; none where it has.
+    /// Why the last request had no result; `None` if it had one.
     failed: Option<Error>,
-    /// How many audits in a row have found a kind of fault, and when the first did. An audit that
-    /// could not look for it counts neither way.
+    /// For each kind of fault: how many audits in a row have found it, and when the first one did.
+    /// Audits that could not check for the kind don't count.
     streaks: BTreeMap<String, (u32, Instant)>,
 }
 
 impl Audits {
-    /// Asks every rank at this interval.
+    /// Creates the state. Every rank is asked at `interval`, if there is one.
     #[must_use]
     pub fn new(interval: Option<Duration>) -> Self {
         Self { interval, ranks: BTreeMap::new(), number: 0 }
     }
 
-    /// A rank's shim has come, and says whether it audits. It is asked at once.
+    /// Adds a rank whose shim has connected. `refusal` is the reason why it can't audit. The rank's
+    /// first audit is due at once.
     pub fn up(&mut self, now: Instant, dp_rank: u32, refusal: Option<String>) {
         let next = self.interval.filter(|_| refusal.is_none()).map(|_| now);
         let (asked, streaks) = (vec![], BTreeMap::new());
@@ -150,34 +151,34 @@ impl Audits {
         self.ranks.insert(dp_rank, rank);
     }
 
-    /// It has gone; its questions have no answer.
+    /// Removes a rank whose shim has disconnected. Its requests stay unanswered.
     pub fn down(&mut self, dp_rank: u32) {
         self.ranks.remove(&dp_rank);
     }
 
-    /// The ranks that can be asked, in order.
+    /// Returns the ranks with a connected shim, in order.
     pub fn ranks(&self) -> impl Iterator<Item = u32> {
         self.ranks.keys().copied()
     }
 
-    /// A rank's question has no audit, for this reason. True where that is new: asked at every
-    /// interval, it would say the same again and again.
+    /// Notes that a rank's request failed. Returns true if the reason is new, so that the same
+    /// reason is not logged at every interval.
     pub fn failed(&mut self, dp_rank: u32, error: &Error) -> bool {
         let Some(rank) = self.ranks.get_mut(&dp_rank) else { return true };
         rank.failed.replace(error.clone()).as_ref() != Some(error)
     }
 
-    /// The newest audit of a rank.
+    /// Returns the newest audit of a rank.
     #[must_use]
     pub fn last(&self, dp_rank: u32) -> Option<&Audit> {
         self.ranks.get(&dp_rank)?.last.as_ref()
     }
 
-    /// Someone wants to know now: the number of the question to ask. An answer to it, or to a later
-    /// one, is his.
+    /// Registers a request for an audit now, and returns its number. The answer to this or any
+    /// later number answers it.
     ///
     /// # Errors
-    /// When the rank can't be asked.
+    /// When the rank can't be audited.
     pub fn ask(&mut self, now: Instant, dp_rank: u32) -> Result<u64, Error> {
         let rank = self.ranks.get_mut(&dp_rank).ok_or(Error::NoShim(dp_rank))?;
         if let Some(reason) = &rank.refusal {
@@ -189,8 +190,8 @@ impl Audits {
         Ok(self.number)
     }
 
-    /// The ranks to ask because their time has come, with their questions' numbers. One that owes
-    /// an answer isn't asked again.
+    /// Registers a request for every rank whose interval has passed, and returns the ranks with the
+    /// numbers. A rank with an unanswered request is left out.
     pub fn due(&mut self, now: Instant) -> Vec<(u32, u64)> {
         let due = |rank: &Rank| rank.asked.is_empty() && rank.next.is_some_and(|at| at <= now);
         let ranks: Vec<u32> =
@@ -201,17 +202,17 @@ impl Audits {
             .collect()
     }
 
-    /// When something is due.
+    /// Returns when [`Self::due`] or [`Self::late`] must be called next.
     #[must_use]
     pub fn next_due(&self) -> Option<Instant> {
         let of = |rank: &Rank| rank.asked.first().map(|&(_, until)| until).or(rank.next);
         self.ranks.values().filter_map(of).min()
     }
 
-    /// An answer. It is everyone's who asked no later.
+    /// Takes an answer, which also answers all earlier requests of the rank.
     ///
     /// # Errors
-    /// The shim's refusal, or what is wrong with its report. What was known before stays.
+    /// When the shim refused or its report is invalid. The previous audit is kept then.
     pub fn answered(
         &mut self,
         now: Instant,
@@ -220,7 +221,7 @@ impl Audits {
     ) -> Result<&Audit, Error> {
         let rank = self.ranks.get_mut(&dp_rank).ok_or(Error::NoShim(dp_rank))?;
         if audited.number > self.number {
-            return Err(Error::Unreadable("it answers what nobody has asked".into()));
+            return Err(Error::Unreadable("its number was never requested".into()));
         }
         rank.asked.retain(|&(number, _)| number > audited.number);
         let rested = now + audited.spent.saturating_mul(REST_FACTOR);
@@ -240,7 +241,7 @@ impl Audits {
         Ok(rank.last.insert(audit))
     }
 
-    /// Why only a restart of the engine helps: what its last audits all found wrong.
+    /// Returns why the engine needs a restart: a fault that its last audits all found.
     #[must_use]
     pub fn restart_required(&self, now: Instant) -> Option<String> {
         self.ranks.iter().find_map(|(dp_rank, rank)| {
@@ -253,7 +254,7 @@ impl Audits {
         })
     }
 
-    /// Gives up questions that were not answered in time: their ranks and numbers.
+    /// Removes the requests that were not answered in time. Returns their ranks and numbers.
     pub fn late(&mut self, now: Instant) -> Vec<(u32, u64)> {
         let mut late = vec![];
         for (&dp_rank, rank) in &mut self.ranks {
@@ -280,7 +281,7 @@ mod tests {
         tokio::time::Instant::now().into_std()
     }
 
-    /// A pool of 100 pages of which two sessions hold ten, and what is wrong with it.
+    /// A report of a pool of 100 pages, of which two sessions hold ten, with these findings.
     fn report(findings: &[(Kind, i64, &[u32])]) -> Report {
         let session = |number, refs| Session {
             number,
@@ -318,7 +319,7 @@ mod tests {
         Audited { number, spent, refusal: None, names, report }
     }
 
-    /// Asks, and answers with this.
+    /// Requests an audit and answers it with this report.
     fn told<'a>(audits: &'a mut Audits, now: Instant, report: &Report) -> &'a Audit {
         let number = audits.ask(now, 0).unwrap();
         audits.answered(now, 0, &answer(number, report)).unwrap()
@@ -415,7 +416,7 @@ mod tests {
         let leaked = report(&[(Kind::Leaked, 9, &[])]);
         let mut sound = report(&[(Kind::Leaked, 9, &[])]);
         sound.findings[0] = Found { kind: Kind::Leaked, count: 0, named: vec![] };
-        // As when rows moved.
+        // As if rows had moved during the audit, so that the fault could not be checked.
         let unknown = report(&[]);
         for (found, wanted) in [
             (&leaked, false),

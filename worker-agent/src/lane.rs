@@ -1,10 +1,10 @@
-//! The slow lane: a long prompt's way through the engine before its turn, in pieces between which
-//! shorter prompts get theirs. See [`proto::lane`] for why, and for what travels.
+//! Staged prefill: computes a long prompt before its turn, in stages between which shorter prompts
+//! run. See [`proto::lane`] for the reasons and for what is sent.
 //!
-//! One piece of a rank's prompts is under way at a time, whose is [`order`]'s to say. A piece is a
-//! turn of its own, for one token and without a session: it is let in, waits for room, is counted
-//! and aborted as any other, and leaves its KV in the engine's cache. Whoever asked may hang up at
-//! any time; what is computed is computed.
+//! At most one stage per rank is in the engine; [`order`] decides which prompt is next. A stage is
+//! a turn of its own that generates one token without a session. Like any other turn it is
+//! admitted, waits for room, is counted and can be aborted. It leaves its KV in the engine's cache.
+//! The caller may disconnect at any time; what is computed stays cached.
 
 pub mod order;
 
@@ -37,29 +37,30 @@ use crate::{
     turn::{self, Turns},
 };
 
-/// The answer to a piece is one token and what the engine says of it.
+/// The maximum bytes of the engine's answer to a stage: one token and its metadata.
 const ANSWER_BYTES_MAX: usize = 1 << 20;
-/// A piece takes no longer, its waits for room and in the engine's queue included: else what has no
-/// room would keep those out that have. Its turn then waits where everyone does.
+/// The time limit of a stage, including its waits for room and in the engine's queue. Without the
+/// limit, a prompt that has no room would block prompts that have. After it the caller sends the
+/// turn itself.
 const PIECE_MAX: Duration = Duration::from_secs(10);
 
-/// The lanes of all ranks. Whoever reports loads reads them too.
+/// The prompts in staged prefill, on all ranks. Load reports read them too.
 #[derive(Debug)]
 pub struct Lanes {
     piece_ms: u64,
     ranks: Mutex<BTreeMap<u32, Order>>,
-    /// Somebody else may be next.
+    /// Notified when another prompt may be next.
     moved: Notify,
 }
 
 impl Lanes {
-    /// Empty; a piece takes the engine so long.
+    /// Creates empty queues. A stage takes the engine about `piece_ms` milliseconds.
     #[must_use]
     pub fn new(piece_ms: u64) -> Self {
         Self { piece_ms, ranks: Mutex::default(), moved: Notify::new() }
     }
 
-    /// What waits on a rank of which so much is known.
+    /// Returns what waits on a rank. `rank` gives the prefill rate, which sets the size of a stage.
     #[must_use]
     pub fn load(&self, rank: &RankLoad) -> Lane {
         let (tokens, prompts) = self.ranks.lock().get(&rank.dp_rank).map_or((0, 0), Order::load);
@@ -80,7 +81,7 @@ impl Lanes {
     }
 }
 
-/// One prompt's place in its rank's lane, until it is dropped.
+/// One prompt's place in its rank's queue. Dropping it leaves the queue.
 #[derive(Debug)]
 struct Place<'a> {
     lanes: &'a Lanes,
@@ -89,11 +90,12 @@ struct Place<'a> {
 }
 
 impl Place<'_> {
-    /// Waits until a piece of this prompt is next, and begins it if it wants one by then.
+    /// Waits until this prompt is next, and begins the stage that `piece` returns. Returns `None`
+    /// if `piece` returns `None`.
     async fn next<T>(&self, piece: impl Fn() -> Option<(u64, T)>) -> Option<T> {
         loop {
             let mut moved = std::pin::pin!(self.lanes.moved.notified());
-            // From here on no move is missed.
+            // From here on no notification is missed.
             moved.as_mut().enable();
             {
                 let mut ranks = self.lanes.ranks.lock();
@@ -119,30 +121,30 @@ impl Drop for Place<'_> {
     }
 }
 
-/// What computes prompts ahead of their turns.
+/// Computes prompts ahead of their turns.
 #[derive(Debug, Clone)]
 pub struct SlowLane {
-    /// Shared with who reports loads.
+    /// The queues, shared with the reporter of loads.
     pub lanes: Arc<Lanes>,
-    /// A piece's way through the agent.
+    /// The path of a stage through the agent.
     pub turns: Turns,
-    /// How the engine does.
+    /// The engine's load.
     pub report: watch::Receiver<Arc<LoadReport>>,
-    /// What it is.
+    /// The engine's description; `None` until the engine was reached.
     pub description: watch::Receiver<Option<Arc<Description>>>,
-    /// Of the clock by which prompts wait.
+    /// The origin of the clock that measures how long prompts wait.
     pub start: Instant,
 }
 
 /// A prompt to compute.
 #[derive(Debug)]
 struct Prompt {
-    /// Its ids, as they came.
+    /// The token ids as received.
     body: HeldBody,
     tokens: usize,
     dp_rank: u32,
     page_tokens: usize,
-    /// Leading tokens that are in the engine's cache.
+    /// The number of leading tokens that are in the engine's cache.
     resident: usize,
 }
 
@@ -151,28 +153,29 @@ impl Prompt {
         (self.tokens - self.resident) as u64
     }
 
-    /// The first so many ids, as JSON.
+    /// Returns the first `end` ids as JSON.
     fn json(&self, end: usize) -> String {
-        let ids = decode(&self.body.bytes).expect("it was decoded when it came");
+        let ids = decode(&self.body.bytes).expect("it was decoded before");
         let ids: Vec<u32> = ids.take(end).collect();
         serde_json::to_string(&ids).expect("numbers serialise")
     }
 
-    /// Where a piece of so many tokens ends; none if what is left is the turn's own to compute.
+    /// Returns where a stage of `piece_tokens` ends, or `None` if the rest is left to the turn
+    /// itself.
     fn end(&self, piece_tokens: u64) -> Option<usize> {
         if self.left() <= piece_tokens {
             return None;
         }
-        // It fits: there are more tokens left.
+        // This fits in a usize: more tokens than this are left.
         let end = self.resident + usize::try_from(piece_tokens).ok()?;
-        // A page that isn't full is cached by nobody.
+        // Only full pages are cached.
         let end = (end / self.page_tokens * self.page_tokens).max(self.resident + self.page_tokens);
         (end < self.tokens).then_some(end)
     }
 }
 
 impl SlowLane {
-    /// Computes all of a prompt but what is less than a piece; answers how much is left.
+    /// Computes a prompt until less than a stage is left. The answer says how many tokens are left.
     pub async fn answer(&self, request: Request) -> Response {
         match self.serve(request).await {
             Ok(left_tokens) => {
@@ -181,7 +184,7 @@ impl SlowLane {
                 answer
             }
             Err(refusal) => {
-                debug!(%refusal, "long prompt refused");
+                debug!(%refusal, "refused staged prefill of a prompt");
                 self.turns.metrics.refused(refusal.code);
                 refusal.into_response()
             }
@@ -206,11 +209,11 @@ impl SlowLane {
         let resident = resident.map_err(|error| bad(error.to_string()))?;
         let body = self.turns.budget.read(body).await?;
         let tokens = decode(&body.bytes).map(|ids| ids.len()).ok_or_else(|| {
-            bad("the body is no list of token ids; send four little-endian bytes each".to_owned())
+            bad("the body holds no token ids; send four little-endian bytes each".to_owned())
         })?;
         let (page_tokens, context_tokens) = match self.description.borrow().as_deref() {
             Some(Description { engine, .. }) => (engine.page_tokens.max(1), engine.context_tokens),
-            None => return Err(down("it was not reached yet")),
+            None => return Err(down("it has not answered yet")),
         };
         if tokens > context_tokens as usize {
             let text = "the prompt is longer than the model's context; send the turn itself";
@@ -228,7 +231,8 @@ impl SlowLane {
     async fn compute(&self, prompt: &mut Prompt, place: &Place<'_>) -> Result<(), Refusal> {
         let mut is_first = true;
         loop {
-            // The engine may have been measured anew, or be gone, while others computed theirs.
+            // While other prompts were computed, the rate may have changed, or the engine may have
+            // gone.
             let (_, tokens_per_s) = self.piece(prompt.dp_rank)?;
             self.lanes.with(prompt.dp_rank, |order| order.measured(tokens_per_s));
             let piece = || {
@@ -240,8 +244,8 @@ impl SlowLane {
             let computed = tokio::time::timeout(PIECE_MAX, self.piece_of(prompt, end)).await;
             let cached = computed.unwrap_or_else(|_| Err(late()));
             let cached = cached.inspect_err(|_| self.turns.metrics.piece(Piece::Failed, 0))?;
-            // What was there has gone meanwhile: the pool has no room for what nobody holds. Of the
-            // first piece it is the router who was wrong.
+            // The pool had no room to keep the earlier stages' KV, which nothing holds. Before the
+            // first stage the same means that the router overestimated what is resident.
             let gone = cached.saturating_add(prompt.page_tokens) < prompt.resident;
             let evicted = gone && !is_first;
             let became = if evicted { Piece::Evicted } else { Piece::Computed };
@@ -254,7 +258,7 @@ impl SlowLane {
         }
     }
 
-    /// Has the engine compute a prompt's beginning; answers how much of it was in its cache.
+    /// Sends the prompt's beginning to the engine. Returns how many of its tokens were cached.
     async fn piece_of(&self, prompt: &Prompt, end: usize) -> Result<usize, Refusal> {
         #[derive(Deserialize)]
         struct Answer {
@@ -265,7 +269,7 @@ impl SlowLane {
             cached_tokens: usize,
         }
         let ids = prompt.json(end);
-        // One token: not all of the engine's modes can be asked for none.
+        // One token, because not all modes of the engine accept a request for none.
         let sampling = r#"{"max_new_tokens":1,"temperature":0}"#;
         let body = format!(r#"{{"input_ids":{ids},"sampling_params":{sampling}}}"#);
         let resident = prompt.resident as u64;
@@ -275,7 +279,7 @@ impl SlowLane {
         let bytes = read.map(http_body_util::Collected::to_bytes).unwrap_or_default();
         let answer = serde_json::from_slice::<Answer>(&bytes).ok().filter(|_| status.is_success());
         answer.map(|answer| answer.meta_info.cached_tokens).ok_or_else(|| {
-            let text = format!("the engine answered a piece with {status}; send the turn itself");
+            let text = format!("a prefill stage failed with {status}; send the turn itself");
             Refusal::new(StatusCode::BAD_GATEWAY, "lane_failed", text)
         })
     }
@@ -287,14 +291,14 @@ impl SlowLane {
             order.enter(prompt.left(), now)
         });
         let ticket = ticket.ok_or_else(|| {
-            let text = "too many long prompts wait on this worker; send the turn itself";
+            let text = "too many prompts wait on this worker; send the turn itself";
             Refusal::new(StatusCode::TOO_MANY_REQUESTS, "lane_full", text)
                 .retry_after(Duration::from_secs(1))
         })?;
         Ok(Place { lanes: &self.lanes, dp_rank: prompt.dp_rank, ticket })
     }
 
-    /// Tokens of a piece now, and of a second.
+    /// Returns the current size of a stage, and the prefill rate in tokens per second.
     fn piece(&self, dp_rank: u32) -> Result<(u64, u64), Refusal> {
         let report = self.report.borrow();
         if let Some(reason) = &report.unhealthy {
@@ -314,7 +318,7 @@ fn tokens_per_s(rank: &RankLoad) -> u64 {
 }
 
 fn late() -> Refusal {
-    let text = "a piece took over 10 s, so there is no room or a long queue; send the turn itself";
+    let text = "a prefill stage took over 10 s: no room, or a long queue; send the turn itself";
     Refusal::new(StatusCode::SERVICE_UNAVAILABLE, "lane_late", text)
 }
 

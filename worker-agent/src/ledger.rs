@@ -1,5 +1,6 @@
-//! The account of the KV pool, per rank: what the engine says, what its turns' usage fields say,
-//! and what follows from both; each figure with its source. Pure.
+//! The account of the KV pool, per rank. Pure.
+//!
+//! It combines the engine's figures with the usage fields of turns. Each figure names its source.
 
 use std::{
     collections::HashMap,
@@ -17,82 +18,83 @@ use crate::{
 
 pub mod prefill;
 
-/// DP ranks one engine may have, for sizing queues before it was reached.
+/// The maximum number of DP ranks of one engine. Sizes the queues before the engine is reached.
 const RANKS_MAX: u32 = 256;
 
-/// What the agent lets in.
+/// The limits for admitting turns and sessions.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
-    /// Rows per rank that pinned sessions never take.
+    /// Rows of each rank that pinned sessions never take.
     pub rows_reserve: u32,
-    /// Share of a rank's pool that pinned sessions may hold.
+    /// The share of a rank's pool that pinned sessions may hold, 0 to 1.
     pub pin_budget_ratio: f64,
-    /// Turns inside the engine, per rank.
+    /// The maximum number of turns inside the engine, per rank.
     pub turns_max: u32,
 }
 
 impl Limits {
-    /// Turns inside the engine on all ranks together.
+    /// Returns the maximum number of turns inside the engine, over all ranks.
     #[must_use]
     pub fn turns_everywhere_max(&self) -> usize {
         self.turns_max as usize * RANKS_MAX as usize
     }
 }
 
-/// The pool's account.
+/// The account of one engine's pools.
 #[derive(Debug)]
 pub struct Ledger {
     limits: Limits,
-    /// Rows and tokens of each rank, from the engine's facts.
+    /// The rows and the pool tokens of each rank, from the engine's description.
     sizes: Vec<(u32, u64)>,
-    /// The engine's own word for its device.
+    /// The device name that the engine reports.
     device: String,
-    /// Bytes of each rank's pool on each of its devices, as the engine says.
+    /// Bytes of each rank's pool on each of its devices, as the engine reports.
     pool_bytes: Vec<Option<u64>>,
     page_tokens: u32,
-    /// Bytes of a page on each of a rank's devices, by the buffers that the shim sees.
+    /// Bytes of a page on each of a rank's devices, from the pool's buffers, by rank. Reported by
+    /// the shim.
     page_bytes: HashMap<u32, u64>,
     sample: Option<Sample>,
-    /// How fast each rank computes prompts.
+    /// The prefill rate of each rank.
     prefill: Vec<Rate>,
-    /// What the shim says of each rank, where it says anything.
+    /// The shim's figures, for ranks that have a shim.
     facts: HashMap<u32, Facts>,
 }
 
-/// A rank's pool as the shim sees it, exact at one scheduler step. Tokens.
+/// A rank's pool as the shim reads it, exact at one scheduler step. In tokens, unless noted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Facts {
-    /// Free pages.
+    /// Free.
     pub available: u64,
-    /// Cached, and eviction takes it.
+    /// Cached and evictable.
     pub evictable: u64,
-    /// Cached and locked by running requests or sessions.
+    /// Cached, and locked by running requests or sessions.
     pub protected: u64,
-    /// Private to sessions.
+    /// Held by sessions outside the tree.
     pub held: u64,
-    /// Of running requests, in no tree yet.
+    /// Held by running requests and not in the tree yet.
     pub uncached: u64,
-    /// Requests in the batch.
+    /// The number of requests in the running batch.
     pub running: u64,
-    /// Requests in the queue.
+    /// The number of requests in the queue.
     pub waiting: u64,
-    /// When they were taken.
+    /// When the figures were read.
     pub at: Instant,
 }
 
-/// How the agent and its engine are, besides what they hold.
+/// The state of the agent and its engine, apart from what they hold.
 #[derive(Debug, Clone, Default)]
 pub struct Health {
-    /// Why the engine can't take turns.
+    /// Why the engine can't take turns; `None` if it can.
     pub unhealthy: Option<String>,
-    /// Takes no new sessions.
+    /// Whether the agent takes no new sessions.
     pub draining: bool,
-    /// Why only a restart of the engine helps.
+    /// Why only a restart of the engine helps; `None` if none is needed.
     pub restart_required: Option<String>,
 }
 
 impl Ledger {
-    /// Nothing known yet.
+    /// Creates an account of an unknown engine.
     #[must_use]
     pub fn new(limits: Limits) -> Self {
         Self {
@@ -108,8 +110,8 @@ impl Ledger {
         }
     }
 
-    /// Takes the facts of an engine instance, forgets what the last one said, and answers with what
-    /// the session table needs.
+    /// Sets the description of an engine process and forgets the previous process. Returns what the
+    /// session table needs of it.
     pub fn engine(&mut self, info: &Info) -> session::Engine {
         self.sizes = info.rows.iter().map(|&rows| (rows, info.pool_tokens)).collect();
         self.sizes.truncate(RANKS_MAX as usize);
@@ -134,7 +136,7 @@ impl Ledger {
         }
     }
 
-    /// Takes a load sample.
+    /// Takes a load sample of the engine.
     pub fn sampled(&mut self, sample: Sample) {
         for rank in &sample.ranks {
             let rate = self.prefill.get_mut(rank.dp_rank as usize);
@@ -145,7 +147,7 @@ impl Ledger {
         self.sample = Some(sample);
     }
 
-    /// Takes what the shim sees, or that it sees nothing any more.
+    /// Sets a rank's figures from the shim; `None` when the shim has disconnected.
     pub fn seen(&mut self, dp_rank: u32, facts: Option<Facts>) {
         match facts {
             Some(facts) => drop(self.facts.insert(dp_rank, facts)),
@@ -153,7 +155,7 @@ impl Ledger {
         }
     }
 
-    /// Takes what a page is in bytes, as a rank's shim says, or that nobody says it any more.
+    /// Sets the bytes of a rank's page as its shim reports them; `None` if unknown.
     pub fn page_is(&mut self, dp_rank: u32, bytes: Option<u64>) {
         match bytes {
             Some(bytes) => drop(self.page_bytes.insert(dp_rank, bytes)),
@@ -161,7 +163,7 @@ impl Ledger {
         }
     }
 
-    /// The ranks as described to routers, their devices by name.
+    /// Returns the description of the ranks for routers, including device names.
     #[must_use]
     pub fn ranks(&self, now: Instant, gpus: &Snapshot) -> Vec<Rank> {
         let named = |device: Device| Device {
@@ -185,7 +187,7 @@ impl Ledger {
             .collect()
     }
 
-    /// What the ranks hold now.
+    /// Returns the load report of all ranks.
     #[must_use]
     pub fn report(
         &self,
@@ -212,7 +214,7 @@ impl Ledger {
             interval,
             ranks: ranks.collect(),
             unhealthy: health.unhealthy,
-            // What the engine keeps for good is taken from what new sessions could have.
+            // Rows and pages that the engine will never free reduce what new sessions could get.
             draining: health.draining || health.restart_required.is_some(),
             restart_required: health.restart_required,
         }
@@ -242,7 +244,8 @@ impl Ledger {
         };
         let ours = |value, source| Some(Figure { value, source, age_ms: 0 });
         let pinned = match facts {
-            // With nothing running, what can't be had is pinned; shared prefixes count once.
+            // With nothing running, all that is neither free nor evictable is pinned. Shared
+            // prefixes count once.
             Some((facts, age_ms)) if totals.turns_running == 0 && facts.running == 0 => {
                 let value = facts.protected.saturating_add(facts.held).min(pool);
                 Figure { value, source: Source::Shim, age_ms }
@@ -281,7 +284,7 @@ impl Ledger {
                 source: foreign_from,
                 age_ms: 0,
             }),
-            // Theirs to say who know pages by identity, several samples, or the lane.
+            // Set by the page audit, by `show_prefill`, and by staged prefill.
             pages: None,
             prefill_tokens_per_s: None,
             prefill_backlog_tokens: None,
@@ -289,7 +292,7 @@ impl Ledger {
         }
     }
 
-    /// Says how fast the rank computes prompts, and how many it has before it.
+    /// Adds the rank's prefill rate and its backlog of prompt tokens.
     fn show_prefill(&self, now: Instant, table: &Table, load: &mut RankLoad) {
         let rate = self.prefill.get(load.dp_rank as usize).and_then(Rate::tokens_per_s);
         load.prefill_tokens_per_s = rate.map(|(value, at)| Figure {
@@ -307,7 +310,7 @@ impl Ledger {
         });
     }
 
-    /// A worker always has a device: without readings, the one that the engine names.
+    /// Returns the rank's devices. Without GPU readings it is the device that the engine names.
     fn devices(&self, now: Instant, dp_rank: u32, gpus: &Snapshot) -> Vec<Device> {
         let read = gpus.devices(now, dp_rank);
         if !read.is_empty() {
@@ -316,7 +319,7 @@ impl Ledger {
         vec![Device { uuid: self.device.clone(), ..Device::default() }]
     }
 
-    /// Says in bytes of each device what the rank's pool is, where it is known to be there.
+    /// Adds the pool's bytes to each device, if the pool is known to be on it.
     fn show_pool(&self, load: &mut RankLoad, tokens: u64, gpus: &Snapshot) {
         let by_buffers = self.page_bytes.get(&load.dp_rank).map(|bytes| {
             let pages = tokens / u64::from(self.page_tokens);
@@ -333,7 +336,7 @@ impl Ledger {
     }
 }
 
-/// What a session holds, with the source that its retention allows.
+/// Returns the tokens that a session holds. The source follows from its retention.
 #[must_use]
 pub fn resident(session: &Session) -> Option<Figure> {
     let source = match session.retention {

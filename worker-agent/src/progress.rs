@@ -1,18 +1,18 @@
-//! Notices a wedge, whoever caused it: requests wait in the engine and none of them gets on. Pure.
+//! Detects a stalled engine: requests wait, and none of them makes progress. Pure.
 
 use std::time::{Duration, Instant};
 
 use crate::engine::{RankSample, Sample};
 
-/// Watches one engine's samples.
+/// Watches the load samples of one engine.
 #[derive(Debug, Default)]
 pub struct Progress {
-    /// Per rank: since when nothing has moved, and the prefill count it stands at.
+    /// For each stalled rank: since when nothing has moved, and its prefill counter at that time.
     stalled: Vec<Option<(Instant, u64)>>,
 }
 
 impl Progress {
-    /// Takes a sample; answers with the reason if a rank has been stuck for `stall_max`.
+    /// Takes a sample. Returns the reason if a rank has been stalled for `stall_max`.
     pub fn sampled(&mut self, sample: &Sample, stall_max: Duration) -> Option<String> {
         self.stalled.resize(sample.ranks.len(), None);
         let mut stuck = None;
@@ -21,7 +21,8 @@ impl Progress {
             let prefilled = rank.total_prefill_uncached_tokens;
             *stalled = match *stalled {
                 _ if !waits => None,
-                // A long prompt is prefilled in pieces before its request counts as running.
+                // The engine prefills a long prompt in chunks before it counts the request as
+                // running.
                 Some((_, before)) if before != prefilled => Some((sample.at, prefilled)),
                 Some(since) => Some(since),
                 None => Some((sample.at, prefilled)),

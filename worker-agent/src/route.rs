@@ -1,5 +1,7 @@
-//! The routes an agent serves, and what each can do with sessions. Everything else the engine has
-//! (weight updates, flushes, aborts of others' turns) is not reachable through an agent.
+//! The routes that an agent serves, and which session features each supports.
+//!
+//! The engine's other routes (weight updates, flushes, aborting other clients' turns) can't be
+//! reached through an agent.
 
 use http::Method;
 
@@ -8,13 +10,13 @@ use crate::session::{Appends, Ran};
 /// One route.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Route {
-    /// Its path, the same at the engine.
+    /// The path, which is the same at the engine.
     pub path: &'static str,
-    /// What its body is.
+    /// The kind of request body.
     pub kind: Kind,
 }
 
-/// The kinds of body the agent tells apart.
+/// The kinds of request body that the agent distinguishes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     /// SGLang's own.
@@ -27,15 +29,15 @@ pub enum Kind {
     Responses,
     /// Anthropic messages.
     Messages,
-    /// OpenAI embeddings: no session, no tokens generated.
+    /// OpenAI embeddings: without a session and without generated tokens.
     Embeddings,
-    /// Text to ids and back: no turn at all, passed through.
+    /// Conversion between text and token ids: passed through, not a turn.
     Tokenizer,
-    /// No body, passed through.
+    /// No body: passed through, not a turn.
     Read,
 }
 
-/// SGLang's own, by which the agent has prompts computed too.
+/// SGLang's own route. The agent uses it for staged prefill too.
 pub const GENERATE: Route = Route { path: "/generate", kind: Kind::Generate };
 
 /// All routes.
@@ -52,13 +54,13 @@ pub const ROUTES: [Route; 9] = [
 ];
 
 impl Kind {
-    /// The method it is asked with.
+    /// Returns the HTTP method of the route.
     #[must_use]
     pub fn method(self) -> Method {
         if self == Self::Read { Method::GET } else { Method::POST }
     }
 
-    /// The body key under which the engine takes the turn's own id, if it takes one.
+    /// Returns the body key for the turn's request id, if the route has one.
     #[must_use]
     pub fn rid_key(self) -> Option<&'static str> {
         match self {
@@ -68,14 +70,14 @@ impl Kind {
         }
     }
 
-    /// Does the engine hand a top-level `session_id` on to its radix cache?
+    /// Whether the engine passes a top-level `session_id` to its radix cache.
     #[must_use]
     pub fn tags(self) -> bool {
         matches!(self, Self::Generate | Self::Chat | Self::Completions | Self::Responses)
     }
 
-    /// What of a pinned session's turns it can carry. The OpenAI routes take `session_params` and
-    /// drop it without a word.
+    /// Returns which turns of a pinned session the route supports. The OpenAI routes accept
+    /// `session_params` and silently ignore it.
     #[must_use]
     pub fn appends(self) -> Appends {
         match self {
@@ -85,19 +87,19 @@ impl Kind {
         }
     }
 
-    /// How a turn ran, where the engine takes no tag.
+    /// Returns how the turn really ran: untagged, if the route supports no tag.
     #[must_use]
     pub fn shown(self, ran: Ran) -> Ran {
         if ran == Ran::Tagged && !self.tags() { Ran::Untagged } else { ran }
     }
 
-    /// Does it run in the batch, so that it counts as a turn?
+    /// Whether the request runs in the engine's batch and so counts as a turn.
     #[must_use]
     pub fn is_turn(self) -> bool {
         !matches!(self, Self::Tokenizer | Self::Read)
     }
 
-    /// The key that holds the prompt, where it may be token ids.
+    /// Returns the body key of the prompt, if the prompt may be token ids.
     #[must_use]
     pub fn ids_key(self) -> Option<&'static str> {
         match self {

@@ -64,7 +64,7 @@ class Link:
         return self._socket is not None and not self._rest
 
     def send(self, frame: bytes, connection: int) -> None:
-        """Sends a frame; allowed only when `ready`. A frame made for an older connection is dropped."""
+        """Sends a frame. Call only when `ready`. Frames for an older connection are dropped."""
         with self._lock:
             if connection != self.connections:
                 return

@@ -1,4 +1,5 @@
-//! From the library's report, whose sessions are numbers, to an audit whose sessions have names.
+//! Converts the library's report, whose sessions are numbers, to an audit whose sessions have
+//! names.
 
 use std::time::Instant;
 
@@ -8,29 +9,29 @@ use proto::load::{NamedFinding, PageAudit, PageClasses, PageFinding};
 use super::Audit;
 use crate::shim::Audited;
 
-/// Sessions kept of one audit: the largest.
+/// The maximum number of sessions kept of one audit; the largest are kept.
 const SESSIONS_MAX: usize = 1000;
 
-/// What one session, or one turn without a session, holds.
+/// The pages of one session, or of one turn without a session.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SessionPages {
-    /// The engine-side id; empty for a turn without a session.
+    /// The session's id inside the engine; empty for a turn without a session.
     pub incarnation: String,
-    /// Pages that it references.
+    /// The number of pages that it references.
     pub pages: u64,
-    /// Those of them that nobody else does.
+    /// The number of pages that only this session references.
     pub exclusive_pages: u64,
-    /// Pages that a close frees at once; unknown when rows moved.
+    /// The number of pages that a close frees at once. `None` if rows moved during the audit.
     pub freed_by_close_pages: Option<u64>,
-    /// Its share of the pages it references, thousandths of a page.
+    /// The session's share of the pages it references, in thousandths of a page.
     pub share_milli: u64,
-    /// Runs of consecutive pages.
+    /// The number of runs of consecutive pages.
     pub runs: u64,
-    /// Slots of its last page beyond its tokens.
+    /// The number of unused token slots in its last page.
     pub tail_tokens: u64,
 }
 
-/// Reads what the shim passed on.
+/// Decodes the report that the shim passed on.
 pub(super) fn audit(audited: &Audited, at: Instant) -> Result<Audit, String> {
     let report = Report::decode(&audited.report).map_err(|error| error.to_string())?;
     let name = |number: u32| audited.names.get(number as usize).cloned().unwrap_or_default();
@@ -55,7 +56,7 @@ pub(super) fn audit(audited: &Audited, at: Instant) -> Result<Audit, String> {
 fn pages(report: &Report, name: impl Fn(u32) -> String) -> PageAudit {
     PageAudit {
         age_ms: 0,
-        // One is padding.
+        // The report counts one padding page.
         pages: u64::from(report.pages).saturating_sub(1),
         held_pages: report.held_pages,
         rows_moved: report.rows_moved,
@@ -81,7 +82,7 @@ fn finding(found: &report::Found, name: &impl Fn(u32) -> String) -> PageFinding 
     PageFinding { kind: found.kind.name().to_owned(), count: found.count, named: named.collect() }
 }
 
-/// From 2^-32 to 10^-3, rounded.
+/// Converts 2^-32 units to thousandths, rounded.
 fn milli(q32: u64) -> u64 {
     let milli = (u128::from(q32) * 1000 + (1 << 31)) >> 32;
     u64::try_from(milli).unwrap_or(u64::MAX)

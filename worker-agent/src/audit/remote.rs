@@ -1,78 +1,82 @@
-//! Audits from outside the engine's process (tier 2): the agent maps the engine's request table by
-//! CUDA IPC and runs the kernels itself, by the row table that the shim publishes. It sees rows
-//! only, and holds a CUDA context: it is for engines whose interpreter is too busy to be asked, and
-//! only where the settings want it. What can't be done here is done inside the engine instead.
+//! Audits from outside the engine's process (tier 2), for engines whose Python interpreter is too
+//! busy to be asked.
 //!
-//! Each rank has a thread, because CUDA's calls block. It ends with the handle.
+//! The agent maps the engine's request table by CUDA IPC and runs the kernels itself, guided by the
+//! row table that the shim publishes. Such an audit sees only rows, and needs a CUDA context; it is
+//! made only if configured. If it fails, the audit is made inside the engine instead. Each rank has
+//! a thread, because CUDA's calls block. The thread ends when the handle is dropped.
 
 use std::{
     path::{Path, PathBuf},
     sync::mpsc,
 };
 
-/// What the thread was asked, and the report's bytes with the keys of its sessions, or why not.
+/// The answer to a request.
 #[derive(Debug)]
 pub struct Answer {
-    /// The asker's number.
+    /// The number that the requester gave.
     pub number: u64,
-    /// What was found. After an error the thread has ended.
+    /// The audit, or why there is none. After an error the thread has ended.
     pub found: Result<Found, String>,
 }
 
-/// A report of rows, as `kernels` encodes it.
+/// A report of rows with the keys of their sessions.
 #[derive(Debug)]
 pub struct Found {
-    /// The report.
+    /// The report as `kernels` encodes it.
     pub report: Vec<u8>,
-    /// By session number: [`key_of`] of the engine-side id.
+    /// By session number: [`key_of`] of the session's id inside the engine.
     pub keys: Vec<u64>,
 }
 
-/// A rank's thread.
+/// Handle to the thread of one rank.
 #[derive(Debug)]
 pub struct Remote {
     asks: mpsc::SyncSender<u64>,
 }
 
 impl Remote {
-    /// Starts the thread of the rank whose engine publishes at `table`. It maps what it needs when
-    /// it is first asked, and gives each answer to `answer`, which goes when it has ended.
+    /// Starts the thread of a rank whose engine publishes rows at `table`. The thread maps the
+    /// engine's memory at the first request. It calls `answer` for each request, and drops it when
+    /// it ends.
     ///
     /// # Errors
-    /// When the thread can't be made.
+    /// When the thread can't be created.
     pub fn start(
         table: &Path,
         dp_rank: u32,
         answer: impl Fn(Answer) + Send + 'static,
     ) -> std::io::Result<Self> {
-        // One under way and one that waits; more are the shim's.
+        // One request is being answered and one waits; further ones go to the shim.
         let (asks, asked) = mpsc::sync_channel(1);
         let path = table_of(table, dp_rank);
         let thread = std::thread::Builder::new().name("audit".into());
         thread.spawn(move || {
             let answer = answer;
-            // Goes first: who hears that no answer comes any more can ask nothing any more.
+            // Must be dropped before `answer`: when `answer` is gone, no request can be sent any
+            // more.
             let asked = asked;
             work(&path, &asked, &answer);
         })?;
         Ok(Self { asks })
     }
 
-    /// Asks for an audit; false when the thread has ended or has enough to do.
+    /// Requests an audit. Returns false if the thread has ended or its queue is full.
     #[must_use]
     pub fn ask(&self, number: u64) -> bool {
         self.asks.try_send(number).is_ok()
     }
 }
 
-/// Where a rank's engine publishes its rows: the shim puts the rank behind the name too.
+/// Returns the file of a rank's rows. The shim appends the rank to the name in the same way.
 fn table_of(table: &Path, dp_rank: u32) -> PathBuf {
     let mut name = table.as_os_str().to_owned();
     name.push(format!("-{dp_rank}"));
     name.into()
 }
 
-/// What a row table calls a session: the first eight bytes of its id's SHA-256, little-endian.
+/// Returns a session's key in the row table: the first eight bytes of the SHA-256 of its id,
+/// little-endian.
 #[must_use]
 pub fn key_of(incarnation: &str) -> u64 {
     use sha2::{Digest as _, Sha256};
@@ -109,7 +113,7 @@ fn work(path: &Path, asked: &mpsc::Receiver<u64>, answer: impl Fn(Answer)) {
 
 #[cfg(feature = "cuda")]
 mod mapped {
-    //! The part that needs CUDA.
+    //! The part of this module that needs CUDA.
 
     use std::{path::Path, time::Duration};
 
@@ -120,20 +124,20 @@ mod mapped {
 
     use super::Found;
 
-    /// No machine has more GPUs.
+    /// More GPUs than any machine has.
     const GPUS_MAX: u32 = 64;
-    /// Between two looks at a copy that takes some microseconds, or a step that takes milliseconds.
+    /// The pause between two polls. A copy takes some microseconds, a step some milliseconds.
     const PAUSE: Duration = Duration::from_millis(2);
-    /// Looks: two seconds, longer than any decoding step.
+    /// The maximum number of polls: two seconds in all, which is longer than any decoding step.
     const LOOKS_MAX: u32 = 1000;
 
-    /// Finds the GPU that the table tells of.
+    /// Opens the table on the GPU that it belongs to.
     pub(super) fn open(path: &Path) -> Result<Remote, String> {
         if let Some(missing) = cuda::missing() {
             return Err(missing.to_string());
         }
         let kernels = std::env::var("BERTH_KV_FATBIN")
-            .map_err(|_| "BERTH_KV_FATBIN doesn't name the kernels".to_owned())?;
+            .map_err(|_| "BERTH_KV_FATBIN is not set; set it to the kernels' file".to_owned())?;
         let image = std::fs::read(&kernels).map_err(|error| format!("{kernels}: {error}"))?;
         for ordinal in 0..GPUS_MAX {
             let device = Device::open(ordinal, &image).map_err(|error| error.to_string())?;
@@ -156,7 +160,7 @@ mod mapped {
                 Err(error) => return Err(error.to_string()),
             }
         }
-        Err("the engine publishes no step that ends".into())
+        Err("no step of the engine ended in time".into())
     }
 }
 

@@ -1,25 +1,26 @@
-//! Who computes the next piece. Pure: times come in, a ticket goes out.
+//! Decides which prompt of a rank computes its next stage. Pure: times go in, a ticket comes out.
 //!
-//! The shortest first makes the sum of all waits the least, but lets a long prompt starve. So half
-//! of what a prompt has waited counts as computed: who comes later than twice what a prompt takes
-//! doesn't pass it.
+//! Shortest first minimizes the sum of all waits, but starves long prompts. So half of the time
+//! that a prompt has waited counts as computed: a newcomer never passes a prompt that has already
+//! waited twice its own computing time.
 
 use std::time::Duration;
 
-/// Prompts at once: each is a request that a router waits for.
+/// The maximum number of prompts at once. A router waits for the answer to each.
 pub const PROMPTS_MAX: usize = 256;
 
-/// A prompt in the lane.
+/// Identifies a prompt in the queue; earlier ones are smaller.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Ticket(u64);
 
-/// One rank's prompts.
+/// The prompts of one rank.
 #[derive(Debug, Clone, Default)]
 pub struct Order {
-    /// As measured last: what waits compares by one rate, or two could each think the other first.
+    /// The last measured prefill rate. All prompts are compared by the same rate; with different
+    /// ones, two prompts could each be preferred to the other.
     tokens_per_s: u64,
     prompts: Vec<Prompt>,
-    /// Whose piece the engine has, and its tokens.
+    /// The prompt whose stage is in the engine, and the stage's tokens.
     under_way: Option<(Ticket, u64)>,
     next: u64,
 }
@@ -32,13 +33,13 @@ struct Prompt {
 }
 
 impl Order {
-    /// The engine computes so many tokens in a second.
+    /// Sets the measured prefill rate, in tokens per second.
     pub fn measured(&mut self, tokens_per_s: u64) {
         self.tokens_per_s = tokens_per_s;
     }
 
-    /// Takes a prompt with so many tokens to compute, from this moment of any clock on. None: the
-    /// lane is full.
+    /// Adds a prompt with `left_tokens` to compute. `now` is a time of any monotonic clock. Returns
+    /// `None` if the queue is full.
     pub fn enter(&mut self, left_tokens: u64, now: Duration) -> Option<Ticket> {
         if self.prompts.len() == PROMPTS_MAX {
             return None;
@@ -49,7 +50,7 @@ impl Order {
         Some(ticket)
     }
 
-    /// Whose piece is next; nobody's while one is under way.
+    /// Returns the prompt whose stage is next; `None` while a stage is in the engine.
     #[must_use]
     pub fn first(&self) -> Option<Ticket> {
         if self.under_way.is_some() {
@@ -66,16 +67,16 @@ impl Order {
             .map(|one| one.ticket)
     }
 
-    /// The engine has a piece of this prompt.
+    /// Marks a stage of this prompt as being in the engine.
     ///
     /// # Panics
-    /// When it has another's.
+    /// When another stage is in the engine.
     pub fn begin(&mut self, ticket: Ticket, piece_tokens: u64) {
-        assert_eq!(self.under_way, None, "one piece at a time");
+        assert_eq!(self.under_way, None, "one stage at a time");
         self.under_way = Some((ticket, piece_tokens));
     }
 
-    /// The piece is computed, and so much of its prompt is left.
+    /// Marks the stage as computed. `left_tokens` of its prompt are left.
     pub fn computed(&mut self, ticket: Ticket, left_tokens: u64) {
         self.under_way = self.under_way.filter(|(of, _)| *of != ticket);
         if let Some(prompt) = self.prompts.iter_mut().find(|prompt| prompt.ticket == ticket) {
@@ -83,13 +84,14 @@ impl Order {
         }
     }
 
-    /// The prompt goes its way, or is given up.
+    /// Removes a prompt that is finished or given up.
     pub fn leave(&mut self, ticket: Ticket) {
         self.under_way = self.under_way.filter(|(of, _)| *of != ticket);
         self.prompts.retain(|prompt| prompt.ticket != ticket);
     }
 
-    /// Of all of them, not computed and not in the engine; and how many they are.
+    /// Returns the tokens that are neither computed nor in the engine, over all prompts, and the
+    /// number of prompts.
     #[must_use]
     pub fn load(&self) -> (u64, usize) {
         let left =
@@ -98,14 +100,14 @@ impl Order {
         (left.saturating_sub(inside), self.prompts.len())
     }
 
-    /// Panics where it can't be so.
+    /// Panics if an invariant is violated.
     pub fn check_invariants(&self) {
         assert!(self.prompts.len() <= PROMPTS_MAX);
         assert!(self.prompts.is_sorted_by(|one, other| one.ticket < other.ticket));
         if let Some((ticket, _)) = self.under_way {
             assert!(
                 self.prompts.iter().any(|prompt| prompt.ticket == ticket),
-                "whose piece is it?"
+                "the stage's prompt is in the queue"
             );
         }
     }
@@ -127,7 +129,7 @@ mod tests {
         assert_eq!(order.first(), Some(long));
         order.begin(long, 400);
         let short = order.enter(1_000, 2 * MS).unwrap();
-        assert_eq!(order.first(), None, "a piece under way is not disturbed");
+        assert_eq!(order.first(), None, "a running stage is not disturbed");
         assert_eq!(order.load(), (10_600, 2));
         order.computed(long, 9_600);
         assert_eq!(order.first(), Some(short));
@@ -159,8 +161,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever comes and goes, somebody is next as long as anybody is there and no piece is
-        /// under way.
+        /// After any sequence of events, a prompt is next if there are any and no stage is in the
+        /// engine.
         #[test]
         fn somebody_is_next(does in prop::collection::vec((0..5_u8, 0..9_usize, 0..5_000_u64), 1..80)) {
             let (mut order, mut inside) = (Order::default(), Vec::new());

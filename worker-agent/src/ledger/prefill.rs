@@ -1,38 +1,39 @@
-//! How fast an engine computes prompts, from the two counters that it keeps of it: tokens computed,
-//! and the time that took. Pure.
+//! Measures an engine's prefill rate from two of its counters: tokens computed, and the time taken.
+//! Pure.
 //!
-//! Every forward pass has a cost that doesn't depend on its tokens, so short prompts look slow. A
-//! rate is meant for long ones: each stretch between two samples weighs as many tokens as it has.
+//! Every forward pass has a fixed cost, so short prompts look slow. The rate is meant for long
+//! prompts: each interval between two samples is weighted by its tokens.
 
 use std::time::Instant;
 
-/// A stretch of fewer tokens shows what a pass costs, not what a token does: at 20,000 tokens/s it
-/// is below 13 ms, and a pass may take ten of them whatever is in it.
+/// Intervals with fewer tokens are ignored, because they measure the cost of a pass. At 20,000
+/// tokens/s such an interval takes less than 13 ms, and a pass may take 10 ms whatever it contains.
 const STRETCH_TOKENS_MIN: u64 = 256;
-/// Measured on fewer tokens a rate isn't told: some stretches, so that one that was disturbed
-/// doesn't stand for all.
+/// The rate is not reported before this many tokens were measured: several intervals, so that a
+/// single disturbed one doesn't decide.
 const TOLD_TOKENS_MIN: u64 = 1024;
-/// What was measured so many tokens ago weighs a third of what is new: a few long prompts, so that
-/// it follows the load and not the last prompt.
+/// The size of the sliding window. What was measured this many tokens ago weighs a third of what is
+/// new: a few long prompts, so that the rate follows the load and not the last prompt.
 const WINDOW_TOKENS: u64 = 1 << 17;
-/// The time is kept so much finer than it is counted, so that cutting it to the window's tokens, at
-/// every sample, takes less than a token off any rate.
+/// The time is kept at a finer unit than it is counted in. Scaling it to the window at every sample
+/// then changes a rate by less than one token.
 const FS_PER_US: u128 = 1_000_000_000;
 
-/// One rank's rate.
+/// The prefill rate of one rank.
 #[derive(Debug, Clone, Default)]
 pub struct Rate {
-    /// The counters at the last sample: tokens, microseconds.
+    /// The counters at the last sample: tokens and microseconds.
     last: Option<(u64, u64)>,
-    /// Tokens measured, at most the window.
+    /// Tokens measured, at most [`WINDOW_TOKENS`].
     tokens: u64,
-    /// What the engine took for them, femtoseconds.
+    /// The engine's time for these tokens, in femtoseconds.
     busy_fs: u128,
     measured: Option<Instant>,
 }
 
 impl Rate {
-    /// Takes the engine's counters. Those of a restarted engine are smaller, and begin anew.
+    /// Takes the engine's counters. If they have decreased, the engine was restarted and measuring
+    /// begins again.
     pub fn sampled(&mut self, at: Instant, tokens_total: u64, busy_us_total: u64) {
         let now = (tokens_total, busy_us_total);
         let Some((tokens_before, busy_before)) = self.last.replace(now) else { return };
@@ -44,12 +45,13 @@ impl Rate {
         if tokens < STRETCH_TOKENS_MIN || busy_us == 0 {
             return;
         }
-        // Sums, not a mean of rates: after a stall an engine counts a prefill that took no time.
+        // Sums are used, not a mean of rates: after a stall, the engine counts a prefill that took
+        // no time.
         self.tokens = self.tokens.saturating_add(tokens);
         self.busy_fs = self.busy_fs.saturating_add(u128::from(busy_us) * FS_PER_US);
         if self.tokens > WINDOW_TOKENS {
             let shrunk = self.busy_fs.saturating_mul(u128::from(WINDOW_TOKENS));
-            // Upwards: a rate is never told higher than it was.
+            // Rounded up, so that the rate is never reported too high.
             self.busy_fs = shrunk.div_ceil(u128::from(self.tokens));
             self.tokens = WINDOW_TOKENS;
         }
@@ -57,8 +59,8 @@ impl Rate {
         debug_assert!(self.is_sound(), "{self:?}");
     }
 
-    /// Tokens in a second, at least one, and when that was last measured; none while too few tokens
-    /// were.
+    /// Returns the rate in tokens per second, at least 1, and when it was last measured. Returns
+    /// `None` until enough tokens were measured.
     #[must_use]
     pub fn tokens_per_s(&self) -> Option<(u64, Instant)> {
         if self.tokens < TOLD_TOKENS_MIN {
@@ -81,7 +83,7 @@ mod tests {
 
     use super::*;
 
-    /// Counters of an engine that takes 10 ms for a pass and 50 µs for a token.
+    /// The counters of an engine that takes 10 ms for a pass and 50 µs for a token.
     #[derive(Default)]
     struct Counters {
         tokens: u64,
@@ -183,7 +185,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever the counters do, a rate that is told lies between the stretches' own.
+        /// Whatever the counters do, a reported rate lies between the lowest and the highest
+        /// interval's.
         #[test]
         fn it_lies_between_what_was_measured(
             stretches in prop::collection::vec((256..200_000_u64, 1_000..10_000_000_u64), 1..40),
@@ -201,7 +204,7 @@ mod tests {
                 prop_assert!(rate.is_sound());
             }
             if let Some(told) = told(&rate) {
-                // Rounded down, once and with every shrinking of the window.
+                // Rounded down once, and at every scaling to the window.
                 prop_assert!(told + 2 >= low && told <= high.max(1), "{low} {told} {high}");
             }
         }
