@@ -1,18 +1,19 @@
-//! Reads an answer as it passes: token counts, how it ended, whether its last byte is here. Works
-//! on chunks cut anywhere, keeps no text, changes nothing. Pure.
+//! Scans the engine's response while it streams past: token counts, how it ended, and whether it is
+//! complete. Pure.
 //!
-//! One scanner serves all routes, because the places of the fields differ enough to be told apart:
-//! `/generate` reports in `meta_info`, the OpenAI and Anthropic routes in `usage`.
+//! It accepts chunks cut anywhere, keeps no text, and changes nothing. One scanner serves all
+//! routes, because their fields are at different places: `/generate` reports in `meta_info`, the
+//! OpenAI and Anthropic routes in `usage`.
 
 use crate::session::{Outcome, Usage};
 
-/// Objects and arrays deeper than this are skipped over, not followed. Fields of interest lie at
-/// most four deep.
+/// The maximum nesting depth that is tracked. Deeper objects and arrays are skipped. The needed
+/// fields are at most four levels deep.
 const DEPTH_MAX: usize = 6;
-/// Longest key or short string that is told apart.
+/// The maximum bytes of a key or string that is compared with the known ones.
 const TEXT_MAX: usize = 24;
 
-/// Reads one answer.
+/// The scanner of one response.
 #[derive(Debug)]
 pub struct Scanner {
     framing: Framing,
@@ -23,27 +24,27 @@ pub struct Scanner {
 
 #[derive(Debug)]
 enum Framing {
-    /// One JSON value.
+    /// A single JSON value.
     Whole,
-    /// Server-sent events, at this place in a line.
+    /// Server-sent events; `line` is the state inside the current line.
     Events { line: Line, payload: usize, done: usize },
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Line {
-    /// So many bytes of `data:` have matched.
+    /// This many bytes of `data:` have matched.
     Field(usize),
     Data,
     Other,
 }
 
-/// What the fields said; later ones replace earlier ones.
+/// The values found. Later ones replace earlier ones.
 #[derive(Debug, Default)]
 struct Found {
     prompt: Option<u64>,
     completion: Option<u64>,
     cached: Option<u64>,
-    /// The same where the API's prompt is only what was not cached.
+    /// Cached tokens in an API whose prompt count excludes them.
     cached_apart: Option<u64>,
     retractions: u64,
     aborted: bool,
@@ -54,7 +55,7 @@ struct Found {
 }
 
 impl Scanner {
-    /// For an answer with this content type.
+    /// Creates a scanner for a response with this content type.
     #[must_use]
     pub fn new(content_type: Option<&[u8]>) -> Self {
         let events = content_type.is_some_and(|kind| kind.starts_with(b"text/event-stream"));
@@ -66,8 +67,8 @@ impl Scanner {
         Self { framing, json: Json::default(), found: Found::default(), terminal: false }
     }
 
-    /// Takes the next bytes. Returns whether the engine has said its last word with them: the end
-    /// of the JSON, `[DONE]`, or the API's closing event.
+    /// Scans the next bytes. Returns whether the response is now complete: the end of the JSON
+    /// value, `[DONE]`, or the API's closing event.
     pub fn push(&mut self, bytes: &[u8]) -> bool {
         match self.framing {
             Framing::Whole => {
@@ -121,18 +122,19 @@ impl Scanner {
         }
     }
 
-    /// Has the engine said its last word?
+    /// Whether the response is complete.
     #[must_use]
     pub fn is_whole(&self) -> bool {
         self.terminal
     }
 
-    /// How the turn ended, once its answer with this status has come to a clean end.
+    /// Returns how the turn ended. The response must have ended cleanly; `status` is its HTTP
+    /// status.
     #[must_use]
     pub fn outcome(&self, status: http::StatusCode) -> Outcome {
         let found = &self.found;
         if status.is_server_error() {
-            // The engine gave up half-way: what it kept is unknown.
+            // The engine failed half-way, so it is unknown what it kept.
             return Outcome::Lost;
         }
         if found.abort_status.is_some_and(|status| status >= 500) {
@@ -141,8 +143,8 @@ impl Scanner {
         if !status.is_success() || found.abort_status.is_some() {
             return Outcome::Refused;
         }
-        // What is taken out of the batch waits in the queue again, with a part of its answer
-        // committed; a turn that is aborted there doesn't say whether it ever ran.
+        // A retracted turn waits in the queue again, with a part of its answer committed. When a
+        // turn is aborted in the queue, the response doesn't say whether it ever ran.
         if found.queued_abort || (found.aborted && found.retractions > 0) {
             return Outcome::Partial;
         }
@@ -153,7 +155,8 @@ impl Scanner {
             return Outcome::Lost;
         }
         let apart = found.cached_apart.unwrap_or(0);
-        // A prompt has a token at least: a stream that began before the count was there says 0.
+        // A prompt has at least one token. A stream that began before the count was known reports
+        // 0.
         let prompt = found.prompt.map(|prompt| prompt + apart).filter(|prompt| *prompt > 0);
         let usage = prompt.zip(found.completion).map(|(prompt, completion)| Usage {
             prompt_tokens: prompt,
@@ -164,7 +167,7 @@ impl Scanner {
         Outcome::Finished(usage)
     }
 
-    /// Token counts so far, if the answer reports them.
+    /// Returns the token counts found so far, if the response reports them.
     #[must_use]
     pub fn usage(&self) -> Option<Usage> {
         match self.outcome(http::StatusCode::OK) {
@@ -174,7 +177,7 @@ impl Scanner {
     }
 }
 
-/// Keys on the paths that matter.
+/// The keys on the paths of the needed fields.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Key {
     Other,
@@ -218,24 +221,24 @@ impl Key {
     }
 }
 
-/// A JSON value, followed by its keys. Arrays leave no trace in the path.
+/// The state inside a JSON value: the path of keys. Arrays don't appear in the path.
 #[derive(Debug, Default)]
 struct Json {
-    /// The containers entered, at most `DEPTH_MAX` of them.
+    /// The open containers, at most [`DEPTH_MAX`].
     stack: Vec<Level>,
-    /// Containers entered beyond that.
+    /// The number of open containers beyond [`DEPTH_MAX`].
     deeper: usize,
     token: Token,
-    /// The root value has ended.
+    /// Whether the root value has ended.
     complete: bool,
 }
 
 #[derive(Debug, Clone, Copy)]
 struct Level {
     object: bool,
-    /// An object's current key.
+    /// The current key, if this is an object.
     key: Key,
-    /// A string here is a key.
+    /// Whether the next string is a key.
     at_key: bool,
 }
 
@@ -252,7 +255,7 @@ enum Token {
     },
 }
 
-/// The start of a string: enough to tell it from others.
+/// The start of a string, long enough to recognize the known ones.
 #[derive(Debug, Default)]
 struct Text {
     bytes: [u8; TEXT_MAX],
@@ -267,7 +270,7 @@ impl Text {
         self.len = self.len.saturating_add(bytes.len());
     }
 
-    /// Empty when it was too long to be anything of interest.
+    /// Returns the text; empty if it was too long to be a known one.
     fn get(&self) -> &[u8] {
         if self.len <= TEXT_MAX { &self.bytes[..self.len] } else { b"" }
     }
@@ -297,7 +300,8 @@ impl Json {
                         Some(_) => self.end_number(found),
                         None => {}
                     }
-                    // A part of a number that isn't a digit belongs to it; what ends it doesn't.
+                    // Characters of a number other than digits are consumed; the character after it
+                    // is not.
                     let inside = matches!(self.token, Token::Number { .. });
                     digits.map_or(rest.len(), |at| at + usize::from(inside))
                 }
@@ -382,7 +386,7 @@ impl Json {
             return;
         }
         let mut path = self.path();
-        // Streams of the Responses and Messages APIs wrap the object that carries the usage.
+        // The Responses and Messages APIs wrap the object with the usage when they stream.
         let wrapped = matches!(path.first(), Some(Key::Response | Key::Message));
         if wrapped {
             path.remove(0);
@@ -414,11 +418,12 @@ impl Json {
     }
 }
 
-/// Moves through a string; returns the bytes used and whether it ended.
+/// Consumes a part of a string. Returns the bytes used and whether the string ended.
 fn skip_string(bytes: &[u8], escaped: &mut bool, text: &mut Text) -> (usize, bool) {
     if *escaped {
         *escaped = false;
-        // The keys and words of interest have no escapes: one makes the text another.
+        // The known keys and words have no escapes. The backslash makes sure that this text
+        // differs.
         text.push(b"\\");
         return (1, false);
     }
@@ -452,7 +457,7 @@ mod tests {
         }))
     }
 
-    /// Reads a text cut at the given places; returns the outcome and whether it was terminal.
+    /// Scans a text cut at the given places. Returns the outcome and whether it was complete.
     fn read(kind: Option<&[u8]>, text: &str, cuts: &[usize]) -> (Outcome, bool) {
         let mut scanner = Scanner::new(kind);
         let mut terminal = false;
@@ -465,7 +470,7 @@ mod tests {
         (scanner.outcome(StatusCode::OK), terminal)
     }
 
-    /// Answers in the shapes of SGLang 0.5.23, with decoys in their texts and tool arguments.
+    /// Responses in the forms of SGLang 0.5.23, with decoys in their texts and tool arguments.
     fn answers() -> Vec<(Option<&'static [u8]>, &'static str, Outcome)> {
         vec![
             (
@@ -564,7 +569,7 @@ mod tests {
         fn chunk_borders_do_not_matter(at in 0..11_usize, mut cuts in prop::collection::vec(0..700_usize, 0..12)) {
             let (kind, text, want) = answers().swap_remove(at);
             cuts.sort_unstable();
-            // The texts are ASCII, so that every cut is legal.
+            // The texts are ASCII, so a cut at any byte is valid.
             prop_assert_eq!(read(kind, text, &cuts), (want, true));
         }
 

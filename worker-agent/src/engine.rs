@@ -1,5 +1,7 @@
-//! The engine as the agent calls it: facts, load samples, open, close, abort, and the pooled client
-//! that turns use. It knows SGLang's HTTP and nothing of sessions' states.
+//! The client of the engine's HTTP API: description, load samples, session open and close, abort,
+//! and turns.
+//!
+//! It knows SGLang's HTTP API and nothing of the sessions' states.
 
 use std::{
     net::SocketAddr,
@@ -27,56 +29,58 @@ use crate::{
     model,
 };
 
-/// Answers of the engine's control routes are small; `/server_info` has some 560 keys, 40 KiB.
+/// The maximum bytes of a control route's answer. `/server_info` has about 560 keys, 40 KiB.
 const ANSWER_BYTES_MAX: usize = 4 << 20;
 
-/// The engine's HTTP server drops connections that were idle for 5 s. A turn sent into such an end
-/// would be one whose fate nobody knows, so ours are dropped before.
+/// The engine's HTTP server closes connections that were idle for 5 s. A turn sent into a
+/// connection that is being closed would have an unknown fate, so the agent closes its idle
+/// connections before that.
 const POOL_IDLE_MAX: Duration = Duration::from_secs(4);
 
-/// A session opened only to see that its id is free goes by itself if the agent dies meanwhile.
+/// The engine's timeout of a session opened only to check that its id is free. It removes the
+/// session if the agent dies before closing it.
 const PROBE_BACKSTOP: Duration = Duration::from_secs(60);
 
-/// What went wrong between agent and engine.
+/// Why a call to the engine failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// It takes no connections: nobody listens there.
-    #[error("the engine at {0} takes no connections")]
+    /// The engine accepted no connection.
+    #[error("the engine at {0} accepts no connections")]
     Connect(Uri, #[source] hyper_util::client::legacy::Error),
-    /// The connection broke.
-    #[error("the engine at {0} broke the connection off")]
+    /// An established connection broke.
+    #[error("the engine at {0} closed the connection before its answer was complete")]
     Broken(Uri, #[source] Box<dyn std::error::Error + Send + Sync>),
-    /// No answer in time.
+    /// No answer came in time.
     #[error("the engine did not answer {0} within {1:?}")]
     Timeout(&'static str, Duration),
-    /// An answer with an unexpected status.
+    /// The answer has an unexpected status.
     #[error("the engine answered {path} with {status}: {body}")]
     Status {
-        /// The route asked.
+        /// The route that was called.
         path: &'static str,
-        /// Its status.
+        /// The status of the answer.
         status: StatusCode,
-        /// The start of its body.
+        /// The start of the body.
         body: String,
     },
-    /// An answer that can't be understood.
-    #[error("the engine's answer to {path} can't be read: {detail}")]
+    /// The answer can't be parsed.
+    #[error("the engine's answer to {path} is invalid: {detail}")]
     Answer {
-        /// The route asked.
+        /// The route that was called.
         path: &'static str,
-        /// What was wrong.
+        /// What is wrong with the answer.
         detail: String,
     },
 }
 
 impl Error {
-    /// A connection that had been made broke.
+    /// Whether an established connection broke.
     #[must_use]
     pub fn is_broken(&self) -> bool {
         matches!(self, Self::Broken(..))
     }
 
-    /// It may have done what it was asked: only its answer is missing.
+    /// Whether the engine may have carried out the call although no valid answer came.
     #[must_use]
     pub fn is_ambiguous(&self) -> bool {
         match self {
@@ -86,14 +90,15 @@ impl Error {
         }
     }
 
-    /// See [`refused`].
+    /// Whether the engine's process is gone: see [`refused`].
     #[must_use]
     pub fn is_gone(&self) -> bool {
         matches!(self, Self::Connect(_, error) if refused(error))
     }
 }
 
-/// Did nobody listen on the engine's port? Then its process is gone, and all it held with it.
+/// Whether the engine's port refused the connection. Then the engine's process is gone, and with it
+/// all its KV.
 #[must_use]
 pub fn refused(error: &hyper_util::client::legacy::Error) -> bool {
     let mut source: Option<&(dyn std::error::Error + 'static)> = Some(error);
@@ -107,44 +112,45 @@ pub fn refused(error: &hyper_util::client::legacy::Error) -> bool {
     false
 }
 
-/// A cloneable client of one engine.
+/// A client of one engine. Clones share its connections.
 #[derive(Debug, Clone)]
 pub struct Engine {
     base: Uri,
     api_key: Option<HeaderValue>,
-    /// Turns: bodies stream, no time limit of its own.
+    /// For turns: streaming bodies, no time limit.
     turns: Client<HttpConnector, Body>,
-    /// Control calls, on connections of their own so that they never wait behind turns.
+    /// For control calls, on connections of their own so that they never wait behind turns.
     control: Client<HttpConnector, Full<Bytes>>,
-    /// Samples alone: a new connection here means that the engine may be another process.
+    /// For load samples alone: a new connection here means that the engine may be another process.
     samples: Client<HttpConnector, Full<Bytes>>,
     call_time_max: Duration,
 }
 
-/// What `/server_info` says, as the agent needs it.
+/// The part of `/server_info` that the agent needs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Info {
-    /// For the description.
+    /// The facts for the agent's description.
     pub facts: EngineFacts,
-    /// Rows of each DP rank.
+    /// The rows of each DP rank.
     pub rows: Vec<u32>,
-    /// Tokens of each rank's pool.
+    /// The tokens of each rank's pool.
     pub pool_tokens: u64,
-    /// Its own word for what it runs on: `cuda`, `cpu`.
+    /// The engine's device type, for example `cuda` or `cpu`.
     pub device: String,
-    /// Bytes of each rank's pool on one of its devices, rounded to MiB, where the engine says it.
+    /// The bytes of each rank's pool on one of its devices, rounded to MiB; `None` if the engine
+    /// doesn't report it.
     pub pool_bytes: Vec<Option<u64>>,
-    /// What makes tokens of text there; set by whoever has found it on this host.
+    /// The tokenizer files on this host. [`crate::follow`] sets this.
     pub model_files: Option<ModelFiles>,
 }
 
 impl Info {
-    /// Retention modes that the engine's flags allow, best first.
+    /// Returns the retention modes that the engine's flags allow, best first.
     #[must_use]
     pub fn retentions(&self) -> Vec<Retention> {
         let facts = &self.facts;
-        // Streaming sessions break under prefill/decode disaggregation: prefill's copy of the
-        // history lacks the answers.
+        // Streaming sessions don't work with prefill/decode disaggregation: the prefill engine's
+        // copy of the history lacks the answers.
         let pinned = facts.streaming_sessions && facts.disaggregation == "null";
         let mut modes = vec![];
         if pinned {
@@ -158,23 +164,23 @@ impl Info {
     }
 }
 
-/// One rank's line of `/v1/loads`.
+/// One rank's entry in `/v1/loads`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 pub struct RankSample {
-    /// Data-parallel rank.
+    /// The data parallel rank.
     pub dp_rank: u32,
-    /// Requests in the batch.
+    /// Requests in the running batch.
     pub num_running_reqs: u64,
     /// Requests in the queue.
     pub num_waiting_reqs: u64,
-    /// Tokens that eviction can't take.
+    /// Tokens in use that can't be evicted.
     pub num_used_tokens: u64,
-    /// Tokens of the pool.
+    /// Tokens in the pool.
     pub max_total_num_tokens: u64,
-    /// Tokens prefilled since the engine started; falls only when it restarts.
+    /// Tokens prefilled since the engine started. Decreases only when the engine restarts.
     #[serde(default)]
     pub total_prefill_uncached_tokens: u64,
-    /// What that took, microseconds.
+    /// Time spent on these tokens, in microseconds.
     #[serde(default)]
     pub total_prefill_busy_us: Option<u64>,
     /// Prompt tokens that wait to be computed, as the engine estimates them.
@@ -182,19 +188,19 @@ pub struct RankSample {
     pub num_waiting_uncached_tokens: Option<u64>,
 }
 
-/// All ranks at one moment.
+/// The load of all ranks at one moment.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Sample {
     /// When the answer arrived.
     pub at: Instant,
-    /// In rank order.
+    /// One entry per rank, in rank order.
     pub ranks: Vec<RankSample>,
-    /// Our end of the connection it came by.
+    /// The local address of the connection that brought the answer.
     pub connection: Option<SocketAddr>,
 }
 
 impl Engine {
-    /// A client of the engine at `base` (`http://host:port`).
+    /// Creates a client of the engine at `base` (`http://host:port`).
     #[must_use]
     pub fn new(
         base: Uri,
@@ -213,7 +219,7 @@ impl Engine {
         Self { base, api_key, turns, control, samples, call_time_max }
     }
 
-    /// Sends a turn. The future does nothing until polled; dropping it drops the connection.
+    /// Sends a turn. The future does nothing until polled; dropping it closes the connection.
     pub fn send(&self, mut request: Request<Body>) -> ResponseFuture {
         *request.uri_mut() = self.uri(request.uri().path_and_query());
         if let Some(key) = &self.api_key {
@@ -222,11 +228,11 @@ impl Engine {
         self.turns.request(request)
     }
 
-    /// Reads `/server_info`: the facts, where tokens come from, if it says so, and where KV events
-    /// are published.
+    /// Reads `/server_info`. Returns the facts, the tokenizer's source if the engine states one,
+    /// and where it publishes KV events.
     ///
     /// # Errors
-    /// When the engine can't be reached or says something unintelligible.
+    /// When the engine can't be reached or its answer is invalid.
     pub async fn info(&self) -> Result<(Info, Option<model::Source>, Feed), Error> {
         let path = "/server_info";
         let body = self.call(Method::GET, path, None).await?;
@@ -250,7 +256,7 @@ impl Engine {
     /// Reads `/v1/loads`.
     ///
     /// # Errors
-    /// When the engine can't be reached or says something unintelligible.
+    /// When the engine can't be reached or its answer is invalid.
     pub async fn sample(&self, now: impl Fn() -> Instant) -> Result<Sample, Error> {
         let path = "/v1/loads";
         let request = self.request(Method::GET, "/v1/loads?include=core", None);
@@ -265,8 +271,8 @@ impl Engine {
         Ok(Sample { at: now(), ranks: loads.loads, connection })
     }
 
-    /// Opens a streaming session. `backstop` is the engine's own idle limit, far beyond the
-    /// agent's, for the case that no agent ever comes back.
+    /// Opens a streaming session. `backstop` is the engine's own idle timeout, far longer than the
+    /// agent's. It applies only if no agent ever comes back.
     ///
     /// # Errors
     /// When the engine refuses or can't be reached.
@@ -280,10 +286,10 @@ impl Engine {
         self.call(Method::POST, "/open_session", Some(&body)).await.map(drop)
     }
 
-    /// Closes a session for sure; answers whether it is gone. The engine answers any close with
-    /// 200, also when it defers it, so its word is had by opening the same id again: it refuses
-    /// that while the session is there. A turn that may still run is aborted first, because a close
-    /// waits for it.
+    /// Closes a session and verifies that it is gone, which it returns. The engine answers every
+    /// close with 200, even when it defers the close. So the agent then opens the same id again,
+    /// which the engine refuses while the session exists. A turn that may still run is aborted
+    /// first, because the close would wait for it.
     ///
     /// # Errors
     /// When the engine can't be reached.
@@ -296,7 +302,7 @@ impl Engine {
         }
     }
 
-    /// Asks for a session's close; a turn that may still run is aborted first.
+    /// Requests that a session is closed, after aborting its turn `rid` if one may still run.
     ///
     /// # Errors
     /// When the engine can't be reached.
@@ -307,7 +313,7 @@ impl Engine {
         self.close_session(incarnation).await
     }
 
-    /// Asks for a session's close. The engine answers 200 whether or not it did anything.
+    /// Requests that a session is closed. The engine answers 200 whether or not it did anything.
     ///
     /// # Errors
     /// When the engine can't be reached.
@@ -316,7 +322,7 @@ impl Engine {
         self.call(Method::POST, "/close_session", Some(&body)).await.map(drop)
     }
 
-    /// Asks for a turn's abort. The turn's own answer tells when it has ended.
+    /// Requests that a turn is aborted. The turn's own answer shows when it has ended.
     ///
     /// # Errors
     /// When the engine can't be reached.
@@ -394,14 +400,14 @@ impl Engine {
     }
 }
 
-/// Reads what the agent needs out of `/server_info`'s hundreds of keys.
+/// Reads the needed values out of the hundreds of keys of `/server_info`.
 fn info_from(value: &Value) -> Result<Info, String> {
     let number = |key: &str| value.get(key).and_then(Value::as_u64);
     let flag = |key: &str| value.get(key).and_then(Value::as_bool).unwrap_or(false);
     let text = |key: &str| value.get(key).and_then(Value::as_str);
     let need = |key: &str| number(key).ok_or(format!("{key} is missing"));
     let small = |key: &str, number: u64| {
-        u32::try_from(number).map_err(|_| format!("{key} is {number}, which can't be"))
+        u32::try_from(number).map_err(|_| format!("{key} is out of range: {number}"))
     };
     let states = value.get("internal_states").and_then(Value::as_array);
     let rows = states
@@ -428,8 +434,8 @@ fn info_from(value: &Value) -> Result<Info, String> {
             vocabulary: None,
             streaming_sessions: flag("enable_streaming_session"),
             radix_sessions: flag("enable_session_radix_cache"),
-            // The engine has no instance id; its seed is random per launch unless set, and its
-            // startup times are measured anew each time.
+            // The engine has no instance id. Its seed is random at each launch unless it is set,
+            // and its startup times are measured at each launch.
             instance: proto::id::principal_of(Some(format!("{seed} {startup}").as_bytes())),
             disaggregation: text("disaggregation_mode").unwrap_or("null").to_owned(),
         },
@@ -441,11 +447,11 @@ fn info_from(value: &Value) -> Result<Info, String> {
     })
 }
 
-/// The engine measures its pool's buffers and says it in GiB, to three decimals.
+/// Reads the bytes of a pool. The engine reports them in GiB with three decimals.
 fn pool_bytes(state: &Value) -> Option<u64> {
     let gib = state.get("memory_usage")?.get("kvcache")?.as_f64()?;
     let thousandths = (gib * 1000.0).round();
-    // Less than it can say, or more than any device has, is no figure.
+    // A value below the resolution or above any device's memory is not a valid figure.
     let thousandths = (1.0..1e9).contains(&thousandths).then_some(thousandths)?;
     #[expect(
         clippy::cast_possible_truncation,

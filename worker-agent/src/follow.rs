@@ -1,5 +1,7 @@
-//! Follows the engine: reads its facts once it answers, its loads steadily, and notices when it has
-//! gone or come back as another process. Tells the owner; decides nothing.
+//! Monitors the engine and reports to the owner task.
+//!
+//! It reads the engine's description when the engine answers, then samples its load, and detects
+//! when the engine is gone or has become another process. It decides nothing.
 
 use std::{
     sync::Arc,
@@ -18,31 +20,32 @@ use crate::{
     model,
 };
 
-/// Pause between attempts to reach an engine that is down.
+/// The pause between attempts to reach an engine that is down.
 const RETRY: Duration = Duration::from_millis(500);
-/// Samples that may fail in a row before the engine counts as down. One slow answer isn't a crash.
+/// The number of failed samples in a row after which the engine counts as down. A single slow
+/// answer isn't a crash.
 const FAILURES_MAX: u32 = 3;
 
-/// What to follow, and how often.
+/// What the monitor needs.
 #[derive(Debug, Clone)]
 pub struct Follower {
     /// The engine.
     pub engine: Engine,
-    /// Who hears of it.
+    /// Receives the engine's news.
     pub agent: AgentHandle,
-    /// Who follows its KV events.
+    /// Receives the address of the engine's KV events.
     pub kv: KvHandle,
-    /// Time between samples.
+    /// The time between samples.
     pub interval: Duration,
-    /// Wakes the follower when a turn found the engine gone.
+    /// Notified when a turn found the engine gone.
     pub look: Arc<Notify>,
-    /// Size of the vocabulary, where the settings say it.
+    /// The size of the vocabulary, if the settings state it.
     pub vocabulary: Option<u32>,
-    /// Told what makes tokens of text.
+    /// Receives the model's tokenizer files.
     pub files: watch::Sender<Option<Arc<model::Files>>>,
 }
 
-/// Follows until the tasks are cancelled.
+/// Monitors the engine until the tasks are cancelled.
 pub async fn run(follower: Follower, tasks: Tasks) {
     let token = tasks.token();
     tokio::select! {
@@ -62,7 +65,7 @@ async fn follow(follower: &Follower) {
                 }
             }
             Err(error) => {
-                debug!(%error, "engine not reached");
+                debug!(%error, "can't reach the engine");
                 follower.agent.engine(down(&error)).await;
                 let _ = tokio::time::timeout(RETRY, follower.look.notified()).await;
             }
@@ -70,9 +73,9 @@ async fn follow(follower: &Follower) {
     }
 }
 
-/// The engine's facts, and its loads for the first time: one that doesn't tell them would be up and
-/// down again and again, and take turns in between. The loads first, so that the facts are not of a
-/// process before theirs.
+/// Reads the engine's first load sample, then its description. The sample is required: an engine
+/// without one would go up and down again and again, and receive turns in between. It is read
+/// first, so that the description is not that of an older process than the sample.
 async fn look(follower: &Follower) -> Result<(Box<Info>, Sample), engine::Error> {
     let first = follower.engine.sample(now).await?;
     let (info, source, feed) = follower.engine.info().await?;
@@ -88,7 +91,8 @@ fn down(error: &engine::Error) -> EngineNews {
     EngineNews::Down { reason: error.to_string(), gone: error.is_gone() }
 }
 
-/// Samples until the engine doesn't answer (and says why), or answers as another process.
+/// Samples the load until the engine fails to answer, and returns that. Returns `None` when the
+/// engine may have become another process.
 async fn sample(follower: &Follower, first: Sample) -> Option<EngineNews> {
     let mut ticks = tokio::time::interval(follower.interval);
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
@@ -97,7 +101,7 @@ async fn sample(follower: &Follower, first: Sample) -> Option<EngineNews> {
     loop {
         tokio::select! {
             biased;
-            // Whatever a turn saw, the engine's facts tell what is true now.
+            // Whatever the turn saw, reading the description again shows the current state.
             () = follower.look.notified() => return None,
             _ = ticks.tick() => {}
         }
@@ -112,12 +116,13 @@ async fn sample(follower: &Follower, first: Sample) -> Option<EngineNews> {
             }
             Err(error) => {
                 failures += 1;
-                warn!(%error, failures, "no load sample");
+                warn!(%error, failures, "can't sample the engine's load");
                 if failures >= FAILURES_MAX || error.is_gone() {
                     return Some(down(&error));
                 }
                 if error.is_broken() {
-                    // Its other end may have been a process that is no more: look who is there.
+                    // The connection may have led to a process that has ended: check which process
+                    // is there now.
                     return None;
                 }
             }
@@ -125,8 +130,8 @@ async fn sample(follower: &Follower, first: Sample) -> Option<EngineNews> {
     }
 }
 
-/// The engine's counters only grow, so smaller ones are another process's; and one that restarted
-/// quickly has ended the connection.
+/// Whether the next sample may come from another process: a counter that only grows has decreased,
+/// or the connection is new, as it is after a quick restart.
 fn may_be_another(last: &Sample, next: &Sample) -> bool {
     let total = |sample: &Sample| -> u64 {
         sample.ranks.iter().map(|rank| rank.total_prefill_uncached_tokens).sum()
@@ -134,9 +139,9 @@ fn may_be_another(last: &Sample, next: &Sample) -> bool {
     total(next) < total(last) || next.connection != last.connection
 }
 
-/// What the engine doesn't say itself, its model's files do.
+/// Completes the engine's description with facts from its model's files.
 async fn with_model(mut info: Info, source: Option<model::Source>, follower: &Follower) -> Info {
-    // They may be large, or on a slow disk: nobody's thread waits.
+    // The files may be large or on a slow disk, so they are read on a blocking thread.
     let read = tokio::task::spawn_blocking(move || {
         let (source, hub) = (source?, model::hub());
         Some((vocabulary(&source), model::Files::find(&source, hub.as_deref())))
@@ -150,7 +155,7 @@ async fn with_model(mut info: Info, source: Option<model::Source>, follower: &Fo
         Some(Ok(files)) => Some(Arc::new(files)),
         Some(Err(error)) => {
             let source = std::error::Error::source(&error).map(ToString::to_string);
-            info!(%error, source, "routers get no tokenizer from here");
+            info!(%error, source, "no tokenizer files for routers");
             None
         }
         None => None,
@@ -160,12 +165,12 @@ async fn with_model(mut info: Info, source: Option<model::Source>, follower: &Fo
     info
 }
 
-/// The engine doesn't say how large its vocabulary is; the model's own config does.
+/// Reads the vocabulary's size from the model's config, because the engine doesn't report it.
 fn vocabulary(source: &model::Source) -> Option<u32> {
     let folder = source.folder(model::hub().as_deref())?;
     let text = std::fs::read_to_string(folder.join("config.json")).ok()?;
     let config: Value = serde_json::from_str(&text).ok()?;
-    // Multimodal models keep their text model's figures one level down.
+    // Multimodal models have the text model's values one level down.
     let size = config.get("vocab_size").or_else(|| config.get("text_config")?.get("vocab_size"));
     size.and_then(Value::as_u64).and_then(|size| u32::try_from(size).ok())
 }

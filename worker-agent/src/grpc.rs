@@ -1,5 +1,7 @@
-//! The control port: translates between the wire and the handle, and runs on a thread and runtime
-//! of its own, so that neither a large body nor a busy stream delays a load report.
+//! The control port: the gRPC service for routers.
+//!
+//! It runs on a thread and a runtime of its own, so that neither a large body nor a busy stream
+//! delays a load report.
 
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
@@ -23,21 +25,22 @@ use crate::{
     model, session, turn,
 };
 
-/// Sessions in one part of the table.
+/// The number of sessions in one part of the session table.
 const TABLE_PART: usize = 1000;
-/// Events on their way to one watcher. A watcher that reads slower fills it and then falls behind
-/// in the change queue, which ends its stream.
+/// The maximum number of queued events for one watcher. A watcher that reads too slowly fills this
+/// queue, falls behind in the queue of changes, and is disconnected.
 const EVENTS: usize = 64;
-/// Parts of the model's files on their way to one router: a MiB.
+/// The maximum number of queued file parts for one router: one MiB in all.
 const PARTS: usize = 4;
-/// A router that takes no part for so long gets no more.
+/// How long a router may take no part of a file before the transfer ends.
 const PART_MAX: Duration = Duration::from_secs(20);
-/// Routers that fetch them at once: each has a thread of ours while it does.
+/// The maximum number of routers that fetch files at once. Each occupies a thread of the agent.
 const FETCHES_MAX: usize = 4;
-/// A watcher whose host has died is noticed within this time.
+/// The interval and the time limit of keepalive pings, by which the death of a watcher's host is
+/// detected.
 const KEEPALIVE: Duration = Duration::from_secs(5);
 
-/// The service.
+/// The gRPC service.
 #[derive(Debug, Clone)]
 struct Service {
     agent: AgentHandle,
@@ -48,10 +51,11 @@ struct Service {
     tasks: Tasks,
 }
 
-/// Starts the control port's thread. It ends with the tasks.
+/// Starts the control port's thread, and returns its address. The thread ends when `token` is
+/// cancelled.
 ///
 /// # Errors
-/// When the thread or its runtime can't be made.
+/// When the thread or its runtime can't be created.
 pub fn start(
     agent: AgentHandle,
     kv: KvHandle,
@@ -85,7 +89,7 @@ pub fn start(
                     tokio_stream::wrappers::TcpListenerStream::new(listener),
                     async {
                         token.cancelled().await;
-                        // Watchers' streams never end by themselves.
+                        // Watchers' streams don't end by themselves.
                         tasks.cancel();
                     },
                 );
@@ -97,8 +101,8 @@ pub fn start(
     Ok(addr)
 }
 
-/// The one mapping from the agent's reasons to gRPC. Its codes are few: what the data port would
-/// have said goes along.
+/// Maps the agent's errors to gRPC. As gRPC has few codes, the data port's refusal code is sent
+/// along as metadata.
 fn status(error: &agent::Error) -> Status {
     use session::Error as E;
     let text = error.to_string();
@@ -144,7 +148,7 @@ impl server::WorkerAgent for Service {
     ) -> Result<Response<v1::Description>, Status> {
         let watch = self.agent.watch().await.map_err(|error| status(&error))?;
         let description = watch.description.borrow().clone();
-        let missing = || Status::unavailable("the engine was not reached yet");
+        let missing = || Status::unavailable("the engine has not answered yet");
         let description = description.ok_or_else(missing)?;
         Ok(Response::new((*description).clone().into()))
     }
@@ -229,8 +233,8 @@ impl server::WorkerAgent for Service {
         &self,
         _: Request<v1::WatchKvRequest>,
     ) -> Result<Response<Self::WatchKvStream>, Status> {
-        // Messages are made on a thread of their own; what is left to do here is to encode one of
-        // at most 256 KiB when its watcher has room for it, which takes a tenth of a millisecond.
+        // The messages are made on a thread of their own. This runtime only encodes them, at most
+        // 256 KiB at a time when the watcher has room; that takes a tenth of a millisecond.
         Ok(Response::new(ReceiverStream::new(self.kv.watch()?)))
     }
 
@@ -241,18 +245,18 @@ impl server::WorkerAgent for Service {
         request: Request<v1::FetchModelFilesRequest>,
     ) -> Result<Response<Self::FetchModelFilesStream>, Status> {
         let files = self.files.borrow().clone();
-        let files =
-            files.ok_or_else(|| Status::not_found("this agent has no tokenizer's files"))?;
+        let files = files.ok_or_else(|| Status::not_found("this agent has no tokenizer files"))?;
         if files.named().hash[..] != request.into_inner().hash {
-            return Err(Status::failed_precondition("other files are in use: describe again"));
+            return Err(Status::failed_precondition("the files have changed; call Describe again"));
         }
         let permit = Arc::clone(&self.fetches).try_acquire_owned();
-        let permit = permit.map_err(|_| Status::resource_exhausted("others fetch: try again"))?;
+        let permit =
+            permit.map_err(|_| Status::resource_exhausted("too many transfers; try again"))?;
         let (sender, receiver) = mpsc::channel(PARTS);
-        // Reads wait for the disk and for the router, so they have a thread of their own.
+        // Reading waits for the disk and for the router, so it runs on a blocking thread.
         tokio::task::spawn_blocking(move || {
             let _permit = permit;
-            // A router that takes nothing for so long keeps others from it.
+            // A router that takes nothing must not keep others from fetching.
             let runtime = tokio::runtime::Handle::current();
             let take = |part| {
                 let taken = tokio::time::timeout(PART_MAX, sender.send(Ok(part)));
@@ -260,7 +264,7 @@ impl server::WorkerAgent for Service {
             };
             let sent = files.read(take);
             if let Err(error) = sent {
-                tracing::warn!(%error, "a router didn't get the model's files");
+                tracing::warn!(%error, "can't send the model's files to a router");
                 let _ = sender.blocking_send(Err(Status::failed_precondition(error.to_string())));
             }
         });
@@ -296,7 +300,7 @@ struct Events {
     sequence: u64,
 }
 
-/// The watcher has gone.
+/// The watcher has disconnected.
 struct Gone;
 
 impl Events {
@@ -308,7 +312,8 @@ impl Events {
     }
 }
 
-/// Sends the description, the table, and then what happens, until the watcher goes or falls behind.
+/// Sends the description, the session table, and then all changes, until the watcher disconnects or
+/// falls behind.
 async fn stream(mut watch: Watch, mut events: Events) -> Result<(), Gone> {
     let described = tokio::select! {
         biased;
@@ -317,7 +322,7 @@ async fn stream(mut watch: Watch, mut events: Events) -> Result<(), Gone> {
             described.map_err(|_| Gone)?.clone()
         }
     };
-    let description = described.expect("waited for");
+    let description = described.expect("`wait_for` returned `Some`");
     events.send(Event::Description((*description).clone().into())).await?;
     send_table(std::mem::take(&mut watch.sessions), &mut events).await?;
     watch.report.mark_changed();
@@ -338,7 +343,7 @@ async fn stream(mut watch: Watch, mut events: Events) -> Result<(), Gone> {
                 Ok(change) => Event::Change(wire(change)),
                 Err(RecvError::Closed) => return Err(Gone),
                 Err(RecvError::Lagged(missed)) => {
-                    let text = format!("{missed} session changes behind: watch again");
+                    let text = format!("the watcher is {missed} session changes behind; watch again");
                     let _ = events.sender.send(Err(Status::resource_exhausted(text))).await;
                     return Err(Gone);
                 }

@@ -1,11 +1,13 @@
-//! What outlives the agent: the incarnations it has open at the engine, written down before the
-//! engine hears of them, so that the next agent can close what this one leaves. And the lock that
-//! keeps a second agent off the same engine.
+//! The journal: a file with the incarnations that are open at one engine.
 //!
-//! A line per record in an append-only file. A process that is killed loses nothing it has written;
-//! a machine that goes down takes the engine's sessions with it, so nothing is synced to disk. A
-//! line cut short by a crash was never acted on, and is skipped. The file is rewritten when most of
-//! it is history.
+//! An incarnation is recorded before the engine is asked to open it, so that the next agent can
+//! close what this one leaves open. The journal's lock also keeps a second agent away from the same
+//! engine.
+//!
+//! The file is append-only, with one line per record. It is not synced to disk: a killed process
+//! loses nothing that it has written, and a machine that goes down takes the engine's sessions with
+//! it. An incomplete last line is skipped, because nothing was done on it yet. The file is
+//! rewritten when most of its lines are obsolete.
 
 use std::{
     collections::BTreeMap,
@@ -14,59 +16,60 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Rewritten when it has so many lines per session that is open, and this many at least.
+/// The file is rewritten when it has more than this many lines per open session, and more than
+/// [`LINES_MIN`].
 const LINES_PER_OPEN: usize = 8;
 const LINES_MIN: usize = 4096;
 
-/// One thing to remember.
+/// One record of the journal.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Record {
-    /// The engine process that everything after this is about.
+    /// The engine process that all following records refer to.
     Engine {
-        /// Its identity.
+        /// The process's identity.
         instance: String,
     },
     /// An incarnation is about to be opened.
     Opening {
-        /// The engine-side id.
+        /// The incarnation's id.
         incarnation: String,
-        /// The rank that will hold its KV.
+        /// The rank that will hold the KV.
         dp_rank: u32,
     },
-    /// A turn of it is about to be sent; the turn before has ended.
+    /// A turn of an incarnation is about to be sent; its previous turn has ended.
     Turn {
-        /// The engine-side id.
+        /// The incarnation's id.
         incarnation: String,
-        /// The turn.
+        /// The turn's request id.
         rid: String,
     },
-    /// The engine holds nothing of it any more.
+    /// The engine holds nothing of an incarnation any more.
     Closed {
-        /// The engine-side id.
+        /// The incarnation's id.
         incarnation: String,
     },
 }
 
-/// An incarnation that was not closed.
+/// An incarnation that was left open.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Left {
-    /// The rank that holds its KV.
+    /// The rank that holds the KV.
     pub dp_rank: u32,
-    /// Its newest turn, which may still run.
+    /// The request id of the newest turn, which may still run.
     pub rid: Option<String>,
 }
 
-/// Why there is no journal.
+/// Why the journal can't be opened.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// Another agent has it.
+    /// Another agent holds the lock.
     #[error(
         "another agent is in charge of this engine: it holds {0}. Stop that one, or give this one \
          another engine"
     )]
     Locked(PathBuf),
-    /// It can't be read or written.
-    #[error("can't use {0}: set `state_dir` to a folder that this agent may write")]
+    /// A file can't be read or written.
+    #[error("can't use {0}: set `state_dir` to a folder that this agent may write to")]
     Io(PathBuf, #[source] io::Error),
 }
 
@@ -75,15 +78,16 @@ pub enum Error {
 pub struct Journal {
     path: PathBuf,
     file: File,
-    /// Held until the process ends, however it ends.
+    /// Held until the process ends in any way.
     _lock: File,
     state: State,
     lines: usize,
-    /// A record was written in part: the file has to be written anew before the next.
+    /// Whether the last record may be incomplete, so that the file must be rewritten before the
+    /// next one.
     torn: bool,
 }
 
-/// What the records add up to.
+/// The sum of all records.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct State {
     instance: Option<String>,
@@ -95,7 +99,7 @@ impl State {
         match record {
             Record::Engine { instance } => {
                 if self.instance.as_ref() != Some(instance) {
-                    // What was open went with the engine.
+                    // The sessions of the previous engine process are gone with it.
                     self.open.clear();
                     self.instance = Some(instance.clone());
                 }
@@ -113,7 +117,7 @@ impl State {
         }
     }
 
-    /// The fewest records that add up to the same.
+    /// Returns the smallest list of records with the same sum.
     fn records(&self) -> impl Iterator<Item = Record> {
         let engine =
             self.instance.iter().map(|instance| Record::Engine { instance: instance.clone() });
@@ -154,7 +158,7 @@ impl Record {
     }
 }
 
-/// Reads what was written whole; the rest of a last line was never acted on.
+/// Applies all complete lines. Returns the state and the number of lines.
 fn replay(text: &[u8]) -> (State, usize) {
     let mut state = State::default();
     let mut lines = 0;
@@ -169,11 +173,10 @@ fn replay(text: &[u8]) -> (State, usize) {
 }
 
 impl Journal {
-    /// Opens the journal of the engine called `name` in `dir`, and answers with what the last agent
-    /// left. Fails while another process has it.
+    /// Opens and locks the journal of the engine called `name` in the folder `dir`.
     ///
     /// # Errors
-    /// See [`Error`].
+    /// When another process holds the lock, or a file can't be used.
     pub fn open(dir: &Path, name: &str) -> Result<Self, Error> {
         let at = |path: &Path| {
             let path = path.to_owned();
@@ -199,18 +202,18 @@ impl Journal {
         Ok(Self { path, file, _lock: lock, state, lines, torn: false })
     }
 
-    /// What is open in this engine process, by incarnation; nothing if it is another one than the
-    /// journal is about.
+    /// Returns the incarnations left open in the engine process `instance`. Empty if the journal is
+    /// about another process.
     #[must_use]
     pub fn left(&self, instance: &str) -> BTreeMap<String, Left> {
         let same = self.state.instance.as_deref() == Some(instance);
         if same { self.state.open.clone() } else { BTreeMap::new() }
     }
 
-    /// Writes a record down. It is there for the next agent when this returns.
+    /// Writes a record. When this returns, the next agent will find it.
     ///
     /// # Errors
-    /// When it could not be written; nothing may be done then that relies on it.
+    /// When the record could not be written. Nothing that relies on it may be done then.
     pub fn write(&mut self, record: &Record) -> io::Result<()> {
         if self.torn {
             (self.file, self.lines) = rewrite(&self.path, &self.state)?;
@@ -227,7 +230,7 @@ impl Journal {
     }
 }
 
-/// Puts the fewest records in the file's place, in one step.
+/// Atomically replaces the file by the smallest list of records.
 fn rewrite(path: &Path, state: &State) -> io::Result<(File, usize)> {
     let text: Vec<String> = state.records().map(|record| record.line()).collect();
     let fresh = path.with_extension("new");
@@ -337,7 +340,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let mut journal = open(dir.path());
         journal.write(&engine("E")).unwrap();
-        // What a full disk leaves of a record whose write then fails.
+        // What a full disk leaves of a record whose write fails.
         journal.file.write_all(b"opening a").unwrap();
         journal.torn = true;
         journal.write(&opening("b")).unwrap();

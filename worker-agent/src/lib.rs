@@ -1,13 +1,15 @@
-//! Berth's worker agent: one process beside one SGLang engine. It owns the engine's KV sessions,
-//! passes turns through, accounts for the pool, and tells routers what it knows.
+//! Berth's worker agent: one process beside one SGLang engine.
 //!
-//! A turn's way: [`turn`] claims its session with [`agent`] (whose [`session`] table decides), puts
-//! Berth's keys into the body ([`request`]), sends it ([`engine`]), follows the answer ([`answer`])
-//! and ends its lease. What of a long prompt a router has had computed before, [`lane`] did in
-//! pieces. [`follow`] watches the engine, [`ledger`] accounts, [`grpc`] reports,
-//! [`model`] finds what makes tokens of text.
+//! It owns the engine's KV sessions, passes turns through, accounts for the KV pool, and reports to
+//! routers.
 //!
-//! What isn't here: placement, other workers, prompts or transcripts.
+//! A turn takes this path: [`turn`] claims its session from [`agent`], whose [`session`] table
+//! decides. [`request`] adds Berth's keys to the body, [`engine`] sends it, and [`answer`] scans
+//! the response; then the turn's lease ends. If a router requested staged prefill, [`lane`]
+//! computed most of the prompt before. [`follow`] monitors the engine, [`ledger`] keeps the account
+//! of the pool, [`grpc`] reports to routers, and [`model`] finds the tokenizer files.
+//!
+//! Not in this crate: placement, other workers, prompts and transcripts.
 
 pub mod agent;
 pub mod answer;
@@ -60,34 +62,35 @@ use crate::{
     turn::Turns,
 };
 
-/// Connections with turns at most: more than eight GPUs run and keep waiting by default. A process
-/// has file descriptors for as many, and calls to the engine need some too.
+/// The maximum number of client connections: more than eight GPUs run and queue by default. A
+/// process's file descriptors suffice for it and for the connections to the engine.
 const TURNS_CONNECTED_MAX: usize = 8192;
-/// The engine is on this host: a connect takes microseconds or fails.
+/// The time limit for connecting to the engine. It is on this host, so a connect takes microseconds
+/// or fails.
 const CONNECT_MAX: Duration = Duration::from_secs(1);
-/// News of the shim that wait for the owner; newer facts take the place of older ones before.
+/// The maximum number of queued shim reports. Newer states replace older ones before this queue.
 const SHIM_NEWS: usize = 64;
-/// Plans of whole histories that wait for the owner, which takes microseconds for each.
+/// The maximum number of queued trim plans. The owner task takes microseconds for each.
 const TRIM_NEWS: usize = 64;
-/// Tasks that don't end by themselves at shutdown get this long.
+/// How long tasks may take to end at shutdown.
 const STOP_MAX: Duration = Duration::from_secs(5);
 
 /// The bound ports of one agent.
 #[derive(Debug)]
 pub struct Listeners {
-    /// Turns (HTTP).
+    /// For turns (HTTP).
     pub data: std::net::TcpListener,
-    /// Routers (gRPC).
+    /// For routers (gRPC).
     pub control: std::net::TcpListener,
-    /// Metrics and health (HTTP).
+    /// For metrics and health (HTTP).
     pub admin: std::net::TcpListener,
 }
 
 impl Listeners {
-    /// Binds the settings' addresses.
+    /// Binds the addresses of the settings.
     ///
     /// # Errors
-    /// Names the address that can't be bound.
+    /// When an address can't be bound; the error names it.
     pub fn bind(config: &Config) -> Result<Self, Error> {
         let bind = |addr| {
             std::net::TcpListener::bind(addr).map_err(|error| Error::Bind { addr, source: error })
@@ -103,30 +106,30 @@ impl Listeners {
 /// Why an agent could not run.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// An address is taken or not ours.
+    /// An address is in use or not local.
     #[error("can't listen on {addr}")]
     Bind {
-        /// Which.
+        /// The address.
         addr: std::net::SocketAddr,
-        /// The system's reason.
+        /// The system's error.
         source: std::io::Error,
     },
-    /// The journal can't be used, or another agent has it.
+    /// The journal can't be used, or another agent holds it.
     #[error(transparent)]
     Journal(#[from] journal::Error),
-    /// There is no socket for the engine's shim.
+    /// The shim's socket can't be created.
     #[error(transparent)]
     Shim(#[from] shim::Error),
-    /// A thread or runtime could not be made.
+    /// A thread or a runtime could not be created.
     #[error("can't start")]
     Start(#[from] std::io::Error),
-    /// A part the agent can't do without has ended.
+    /// A task that the agent needs has ended.
     #[error("an essential task ended; the log says which and why")]
     TaskEnded,
 }
 
-/// Runs one agent until `stop`, then drains: takes nothing new, lets turns end, closes every
-/// session at the engine. Port 0 and several agents in one process are fine.
+/// Runs one agent until `stop` is cancelled, then drains: takes nothing new, lets turns end, and
+/// closes every session at the engine. Port 0 and several agents in one process are supported.
 ///
 /// # Errors
 /// See [`Error`].
@@ -187,11 +190,11 @@ pub async fn run(
 
     tokio::select! {
         () = stop.cancelled() => {
-            // The drain's own limit plus the time that aborted turns and closes may take.
+            // The drain's limit, plus the time that aborts and closes may take after it.
             let limit = ms(config.drain_ms_max);
             let whole = limit + config::ABORT_MAX;
             if tokio::time::timeout(whole, agent.drain(limit)).await.is_err() {
-                tracing::warn!("some sessions may be left open at the engine");
+                tracing::warn!("the drain timed out; some sessions may be left open at the engine");
             }
         }
         () = tasks.cancelled() => {}
@@ -220,7 +223,7 @@ fn say_start(config: &Config, listeners: &Listeners) -> Result<(), Error> {
     );
     if data.ip().is_loopback() && !control.ip().is_loopback() {
         tracing::warn!(
-            "routers on other hosts reach the control port and not the data port: set data_addr"
+            "routers on other hosts can reach the control port but not the data port; set data_addr"
         );
     }
     Ok(())
@@ -251,7 +254,7 @@ fn start_agent(
         auto_pin: config.auto_pin,
         guards: Guards::default(),
     };
-    // First of all: whoever has it is in charge of the engine.
+    // Must come first: the agent that holds the journal is in charge of the engine.
     let journal = Journal::open(&config.state_dir(), &format!("engine-{}", config.engine_port()))?;
     let (news, shim_news) = mpsc::channel(SHIM_NEWS);
     let shim = shim::listen(&config.shim_socket(), news, tasks)?;
@@ -299,7 +302,8 @@ fn limits(config: &Config) -> Limits {
     }
 }
 
-/// Ready while the engine answers; metrics follow the same reports.
+/// Starts a task that updates readiness (ready while the engine answers) and metrics from load
+/// reports.
 async fn readiness(
     agent: &AgentHandle,
     metrics: &Metrics,

@@ -1,4 +1,4 @@
-//! `berth-agent`: settings, logs, signals; everything else is the library's.
+//! The `berth-agent` binary: settings, logs and signals; the library does the rest.
 
 use std::process::ExitCode;
 
@@ -15,7 +15,7 @@ fn main() -> ExitCode {
     let args = match Args::try_parse() {
         Ok(args) => args,
         Err(error) => {
-            // Help and version are errors to the parser, but nobody's mistake.
+            // The parser reports help and version as errors, but they are not usage errors.
             let _ = error.print();
             return ExitCode::from(if error.use_stderr() { settings::EXIT_USAGE } else { 0 });
         }
@@ -79,7 +79,7 @@ fn print(text: &str) -> bool {
 }
 
 fn complain(what: &dyn std::fmt::Display) {
-    // Nothing is left to do when standard error is gone too.
+    // If standard error is gone too, nothing can be reported.
     let _ =
         std::io::Write::write_fmt(&mut std::io::stderr(), format_args!("berth-agent: {what}\n"));
 }

@@ -1,6 +1,8 @@
-//! The files by which the engine makes tokens of text and of messages: where they are on this host,
-//! their name by contents, and their bytes for a router. It keeps paths and no file in memory, and
-//! judges from the engine's settings whether the files are all that counts.
+//! Finds the model files by which the engine makes token ids of text and of messages.
+//!
+//! It locates the files on this host, names them by a hash of their contents, and reads them for
+//! routers. It keeps only paths in memory. From the engine's settings it decides whether these
+//! files are all that determines the tokens.
 
 use std::{
     fs::File,
@@ -15,11 +17,11 @@ use proto::{
 };
 use serde_json::Value;
 
-/// Of a template, and of a file that a template is looked for in.
+/// The maximum bytes of a template, and of a file that may contain a template.
 const TEMPLATE_BYTES_MAX: u64 = 4 << 20;
 
-/// Models whose messages SGLang puts together by rules of its own: by what their path contains, one
-/// after the other, and by the type that their config names.
+/// Models for which SGLang builds prompts by its own rules instead of a template. Each entry
+/// matches a model path that contains the first text and after it the second.
 const OWN_RULES: [(&str, &str); 13] = [
     ("moss", "vl"),
     ("internvl", ""),
@@ -35,7 +37,7 @@ const OWN_RULES: [(&str, &str); 13] = [
     ("paddleocr", ""),
     ("whisper", ""),
 ];
-/// One more, by a whole word: `checkpoints` is in many paths.
+/// A further match, as a whole word: `checkpoints` is part of many paths.
 const OWN_RULES_WORD: &str = "points";
 const OWN_RULES_TYPES: [&str; 14] = [
     "internvl_chat",
@@ -54,48 +56,48 @@ const OWN_RULES_TYPES: [&str; 14] = [
     "inkling",
 ];
 
-/// Why the files aren't handed out.
+/// Why the files are not available to routers.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The engine takes token ids only.
+    /// The engine runs without a tokenizer.
     #[error("the engine runs without a tokenizer")]
     NoTokenizer,
-    /// Neither a folder here nor a model in the hub's cache.
+    /// The name is neither a local folder nor a model in the hub's cache.
     #[error("there is no folder of the model {0:?} on this host")]
     NoFolder(String),
     /// A file can't be read.
     #[error("{path} can't be read")]
     Read {
-        /// Which.
+        /// The file's path.
         path: PathBuf,
-        /// The system's reason.
+        /// The system's error.
         #[source]
         source: std::io::Error,
     },
-    /// Over the bound.
-    #[error("the model's files have over {BYTES_MAX} bytes")]
+    /// The files exceed the size limit.
+    #[error("the model's files have more than {BYTES_MAX} bytes")]
     TooLarge,
-    /// They aren't what they were when they were named.
-    #[error("the model's files have changed; the next restart of the engine names them anew")]
+    /// The files have changed since they were named.
+    #[error("the model's files have changed; restart the engine to use them")]
     Changed,
 }
 
-/// What the engine says of where its tokens come from.
+/// The engine's settings that determine its tokens.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Source {
     /// The model's folder or its name in the hub.
     pub model: String,
     tokenizer: String,
     revision: Option<String>,
-    /// `--chat-template`: a file or a name.
+    /// The value of `--chat-template`: a file or a name.
     template: Option<String>,
     skips_tokenizer: bool,
-    /// Every request's template gets values that only the engine knows.
+    /// Whether the engine adds default values to every request's template.
     template_defaults: bool,
 }
 
 impl Source {
-    /// Out of `/server_info`. None: it doesn't say.
+    /// Reads the settings from `/server_info`. Returns `None` if it has no model path.
     #[must_use]
     pub fn from_info(info: &Value) -> Option<Self> {
         let text = |key: &str| info.get(key).and_then(Value::as_str).map(str::to_owned);
@@ -111,14 +113,14 @@ impl Source {
         })
     }
 
-    /// The model's folder on this host.
+    /// Returns the model's folder on this host.
     #[must_use]
     pub fn folder(&self, hub: Option<&Path>) -> Option<PathBuf> {
         folder(&self.model, self.revision.as_deref(), hub)
     }
 }
 
-/// Where the hub's client keeps what it has fetched, by the environment.
+/// Returns the folder of the hub client's cache, from the environment.
 #[must_use]
 pub fn hub() -> Option<PathBuf> {
     let path = |key: &str| std::env::var_os(key).filter(|set| !set.is_empty()).map(PathBuf::from);
@@ -128,7 +130,7 @@ pub fn hub() -> Option<PathBuf> {
         .or_else(|| Some(path("HOME")?.join(".cache/huggingface/hub")))
 }
 
-/// A folder as it is named, or a model's snapshot in the hub's cache.
+/// Returns `name` if it is a folder, or else the model's snapshot in the hub's cache.
 fn folder(name: &str, revision: Option<&str>, hub: Option<&Path>) -> Option<PathBuf> {
     let path = Path::new(name);
     if path.is_dir() {
@@ -146,10 +148,10 @@ fn folder(name: &str, revision: Option<&str>, hub: Option<&Path>) -> Option<Path
     Some(model.join("snapshots").join(commit.trim())).filter(|snapshot| snapshot.is_dir())
 }
 
-/// The files, found and named.
+/// The model's files, found and named.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Files {
-    /// In the order of their names.
+    /// The files in the order in which they are sent and hashed.
     files: Vec<(&'static str, Held)>,
     named: ModelFiles,
 }
@@ -157,24 +159,23 @@ pub struct Files {
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Held {
     File(PathBuf),
-    /// A template that is no file as it is.
+    /// A template that is not a file of its own.
     Text(String),
 }
 
-/// How messages become a prompt.
+/// How the engine makes a prompt of messages.
 #[derive(Debug, PartialEq, Eq)]
 enum Template {
     Is(String),
-    /// Not by a template alone; why, for an operator.
+    /// By more than a template; the reason is for an operator.
     Isnt(&'static str),
 }
 
 impl Files {
-    /// Looks for the files and reads them all. It takes as long as that: not on a thread that
-    /// others wait for.
+    /// Finds the files and reads them all to name them. May block for long.
     ///
     /// # Errors
-    /// When there is no tokenizer that can be read.
+    /// When there is no readable tokenizer.
     pub fn find(source: &Source, hub: Option<&Path>) -> Result<Self, Error> {
         if source.skips_tokenizer {
             return Err(Error::NoTokenizer);
@@ -185,7 +186,7 @@ impl Files {
         match template(source, &folder, hub) {
             Template::Is(text) => files.push((TEMPLATE, Held::Text(text))),
             Template::Isnt(why) => {
-                tracing::info!(why, "routers can't make tokens of messages for this engine");
+                tracing::info!(why, "routers can't tokenize messages for this engine");
             }
         }
         files.push((TOKENIZER, Held::File(folder.join(TOKENIZER))));
@@ -197,23 +198,23 @@ impl Files {
         Ok(Self { files, named })
     }
 
-    /// Their name.
+    /// Returns the files' name.
     #[must_use]
     pub fn named(&self) -> ModelFiles {
         self.named
     }
 
-    /// Reads them part by part, until `take` says that it is enough.
+    /// Reads the files in parts until `take` returns false.
     ///
     /// # Errors
-    /// When a file can't be read, or they are no longer those that were named.
+    /// When a file can't be read, or the files have changed since they were named.
     pub fn read(&self, take: impl FnMut(ModelFilePart) -> bool) -> Result<(), Error> {
         let named = read(&self.files, take)?;
         if named == self.named { Ok(()) } else { Err(Error::Changed) }
     }
 }
 
-/// Reads files part by part and names them.
+/// Reads the files in parts and returns their name.
 fn read(
     files: &[(&'static str, Held)],
     mut take: impl FnMut(ModelFilePart) -> bool,
@@ -250,7 +251,7 @@ fn unread(path: &Path) -> impl FnOnce(std::io::Error) -> Error {
     move |source| Error::Read { path: path.to_owned(), source }
 }
 
-/// As SGLang chooses it: the one it was given, else the model's own.
+/// Finds the template as SGLang does: the given one, or else the model's own.
 fn template(source: &Source, folder: &Path, hub: Option<&Path>) -> Template {
     if source.template_defaults {
         return Template::Isnt("the engine has default_chat_template_kwargs");
@@ -258,16 +259,17 @@ fn template(source: &Source, folder: &Path, hub: Option<&Path>) -> Template {
     if let Some(given) = &source.template {
         let path = Path::new(given);
         let text = small(path).filter(|_| path.extension().is_some_and(|end| end == "jinja"));
-        // The engine reads line breaks written as two characters as line breaks.
+        // The engine reads a line break written as `\n` in two characters as a line break.
         let text = text.map(|text| text.trim_matches('\n').replace("\\n", "\n"));
-        return text.map_or(Template::Isnt("--chat-template is no .jinja file here"), Template::Is);
+        return text
+            .map_or(Template::Isnt("--chat-template is not a local .jinja file"), Template::Is);
     }
     let config = source.folder(hub).and_then(|folder| json(&folder.join("config.json")));
     let kind = config.as_ref().and_then(|config| config.get("model_type")?.as_str());
     if has_own_rules(&source.model.to_lowercase())
         || kind.is_some_and(|kind| OWN_RULES_TYPES.contains(&kind))
     {
-        return Template::Isnt("SGLang has rules of its own for this model");
+        return Template::Isnt("SGLang builds this model's prompts by its own rules");
     }
     let own = small(&folder.join(TEMPLATE))
         .or_else(|| named(&json(&folder.join("chat_template.json"))?))
@@ -283,7 +285,7 @@ fn has_own_rules(path: &str) -> bool {
         })
 }
 
-/// `chat_template` of a config: one, or several of which one is the default.
+/// Returns the `chat_template` of a config. If there are several, the one named `default`.
 fn named(config: &Value) -> Option<String> {
     let named = config.get("chat_template")?;
     let default = || {
@@ -299,7 +301,7 @@ fn json(path: &Path) -> Option<Value> {
     serde_json::from_str(&small(path)?).ok()
 }
 
-/// A file that isn't too large for what it should be.
+/// Reads a file of at most [`TEMPLATE_BYTES_MAX`] bytes.
 fn small(path: &Path) -> Option<String> {
     let file = File::open(path).ok()?;
     let mut text = String::new();

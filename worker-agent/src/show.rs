@@ -1,6 +1,6 @@
-//! What `berth-agent` shows of a running agent: resident blocks ([`kv`]), and here
-//! `berth-agent audit`: asks a running agent to audit its engine's pages, and shows what it found:
-//! a table for people, JSON for programs.
+//! `berth-agent audit`: asks a running agent to audit its engine's pages, and prints the result.
+//!
+//! The output is a table for people or JSON for programs. [`kv`] has the command `berth-agent kv`.
 
 pub mod kv;
 
@@ -15,16 +15,16 @@ use proto::{
 use serde_json::{Value, json};
 use tonic::transport::Endpoint;
 
-/// An engine's step takes seconds at the longest.
+/// The time limit for the answer. A step of the engine takes seconds at most.
 const ANSWER_MAX: Duration = Duration::from_secs(60);
 
-/// What to audit, and how to show it.
+/// The arguments of `berth-agent audit`.
 #[derive(Debug, Args)]
 pub struct AuditArgs {
-    /// Control address of the agent.
+    /// The control address of the agent.
     #[arg(long, default_value = "127.0.0.1:31001")]
     control_addr: SocketAddr,
-    /// DP rank; all if not given.
+    /// DP rank; all ranks if not given.
     #[arg(long)]
     rank: Option<u32>,
     /// Prints JSON.
@@ -32,39 +32,40 @@ pub struct AuditArgs {
     json: bool,
 }
 
-/// Why there is nothing to show.
+/// Why there is no result to print.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// Nobody listens, or it is no agent.
+    /// No agent answers at the address.
     #[error("no agent answers at {0}; give its control address with --control-addr")]
     Unreachable(SocketAddr, #[source] tonic::transport::Error),
-    /// The agent's reason.
-    #[error("the agent doesn't tell: {0}")]
+    /// The agent refused, for this reason.
+    #[error("the agent refused: {0}")]
     Refused(String),
-    /// The agent's answer can't be true.
-    #[error("the agent's answer makes no sense; is it of this version?")]
+    /// The agent's audit is invalid.
+    #[error("the agent's answer is invalid; install the same version of both")]
     Senseless(#[from] proto::load::Error),
-    /// The same of resident blocks.
-    #[error("the agent's answer makes no sense; is it of this version?")]
+    /// The agent's resident blocks are invalid.
+    #[error("the agent's answer is invalid; install the same version of both")]
     SenselessKv(#[from] proto::kv::Error),
 }
 
-/// What to print, and whether everything is as it should be: no rank refused, and no fault found.
+/// The output of a command, and whether everything is in order: no rank refused and no fault was
+/// found.
 #[derive(Debug)]
 pub struct Shown {
-    /// Whole lines.
+    /// The text to print, in complete lines.
     pub text: String,
-    /// Whether nothing is wrong.
+    /// Whether everything is in order.
     pub sound: bool,
 }
 
-/// One rank's audit, or why there is none.
+/// The audit of one rank, or the reason why there is none.
 struct Rank {
     dp_rank: u32,
     audit: Result<(PageAudit, Vec<v1::SessionPages>), String>,
 }
 
-/// Asks and shows.
+/// Requests an audit and formats the result.
 ///
 /// # Errors
 /// See [`Error`].
@@ -79,7 +80,7 @@ pub async fn audit(args: &AuditArgs) -> Result<Shown, Error> {
     let ranks: Result<Vec<Rank>, Error> = answer.into_inner().ranks.into_iter().map(rank).collect();
     let ranks = ranks?;
     if ranks.is_empty() {
-        return Err(Error::Refused("the engine was not reached yet".into()));
+        return Err(Error::Refused("the engine has not answered yet".into()));
     }
     let sound =
         |rank: &Rank| rank.audit.as_ref().is_ok_and(|(pages, _)| pages.faults().count() == 0);
@@ -122,7 +123,8 @@ fn session_json(session: &v1::SessionPages) -> Value {
     })
 }
 
-/// As the logs have it; none for a session that isn't the agent's.
+/// Returns the session's digest as it appears in logs. `None` for a session that the agent doesn't
+/// know.
 fn digest(session: &v1::SessionPages) -> Option<String> {
     let key = SessionKey::try_from(session.key.clone()?).ok()?;
     Some(key.digest().to_string())
@@ -164,7 +166,7 @@ fn totals(text: &mut String, dp_rank: u32, audit: &PageAudit) {
         }
         None => {
             let moved = audit.rows_moved;
-            let _ = writeln!(text, "  {moved} rows moved: whose the other pages are isn't known");
+            let _ = writeln!(text, "  {moved} rows moved: the other pages' owners are unknown");
         }
     }
 }

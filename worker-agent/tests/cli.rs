@@ -1,4 +1,4 @@
-//! The binary as an operator meets it: wrong settings, a taken port, a signal.
+//! Tests of the `berth-agent` binary: wrong settings, a taken port, a signal.
 
 #![expect(clippy::unwrap_used, reason = "a test fails where it unwraps")]
 
@@ -64,7 +64,7 @@ fn a_taken_port_is_named() {
 
 #[test]
 fn a_signal_ends_it_well_also_without_an_engine() {
-    // Of its own: an engine has one agent on a machine, and another run of this test is another.
+    // A state folder of this test's own, because only one agent per engine and machine can run.
     let folder = tempfile::tempdir().unwrap();
     let settings = folder.path().join("agent.toml");
     let state = folder.path().join("state");
@@ -76,7 +76,7 @@ fn a_signal_ends_it_well_also_without_an_engine() {
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
-    // It has set its handlers when it says its first word.
+    // The first line of output shows that the signal handlers are installed.
     let mut first = String::new();
     BufReader::new(child.stderr.take().unwrap()).read_line(&mut first).unwrap();
     let killed = Command::new("kill").args(["-TERM", &child.id().to_string()]).status().unwrap();

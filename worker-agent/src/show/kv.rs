@@ -1,4 +1,4 @@
-//! `berth-agent kv`: what a running agent tells routers is resident, at one moment.
+//! `berth-agent kv`: prints the blocks that a running agent reports as resident.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -17,13 +17,13 @@ use tonic::transport::{Channel, Endpoint};
 
 use super::{Error, Shown};
 
-/// An engine's events are read and told within this.
+/// The time limit for receiving all ranks' snapshots.
 const ANSWER_MAX: Duration = Duration::from_secs(60);
 
-/// Whom to ask, and how to show it.
+/// The arguments of `berth-agent kv`.
 #[derive(Debug, Args)]
 pub struct KvArgs {
-    /// Control address of the agent.
+    /// The control address of the agent.
     #[arg(long, default_value = "127.0.0.1:31001")]
     control_addr: SocketAddr,
     /// Prints JSON, with the hash of every block.
@@ -31,11 +31,11 @@ pub struct KvArgs {
     json: bool,
 }
 
-/// One rank, as far as it was told.
+/// The blocks of one rank received so far.
 #[derive(Debug, Default)]
 struct Rank {
     block_tokens: u32,
-    /// On the device, and on the host.
+    /// The resident blocks on the device and on the host, in this order.
     blocks: [BTreeSet<BlockHash>; 2],
     unknown: String,
     is_complete: bool,
@@ -45,7 +45,7 @@ impl Rank {
     fn apply(&mut self, change: Change) {
         let at = |tier| usize::from(tier == Tier::Host);
         match change {
-            // What is unknown stays so until a snapshot is complete.
+            // An unknown state lasts until a snapshot is complete.
             Change::Reset { block_tokens } => {
                 let unknown = std::mem::take(&mut self.unknown);
                 *self = Self { block_tokens: block_tokens.get(), unknown, ..Self::default() };
@@ -69,7 +69,8 @@ impl Rank {
     }
 }
 
-/// Asks and shows; what isn't known of some rank is as good as a fault.
+/// Receives a snapshot of all ranks and formats it. A rank whose blocks are unknown counts as a
+/// fault.
 ///
 /// # Errors
 /// See [`Error`].
@@ -78,7 +79,7 @@ pub async fn kv(args: &KvArgs) -> Result<Shown, Error> {
     let endpoint = Endpoint::from_shared(format!("http://{addr}")).expect("an address makes a URL");
     let channel = endpoint.connect_timeout(ANSWER_MAX).connect().await;
     let channel = channel.map_err(|error| Error::Unreachable(addr, error))?;
-    let late = || Error::Refused(format!("not all was told within {} s", ANSWER_MAX.as_secs()));
+    let late = || Error::Refused(format!("no complete snapshot within {} s", ANSWER_MAX.as_secs()));
     let ranks = tokio::time::timeout(ANSWER_MAX, ranks(channel)).await.map_err(|_| late())??;
     let text = if args.json { as_json(&ranks) } else { table(&ranks) };
     Ok(Shown { text, sound: ranks.values().all(|rank| rank.is_complete) })
@@ -92,7 +93,7 @@ async fn ranks(channel: Channel) -> Result<BTreeMap<u32, Rank>, Error> {
     let mut ranks: BTreeMap<u32, Rank> = all.collect();
     let mut events = client.watch_kv(v1::WatchKvRequest {}).await.map_err(refused)?.into_inner();
     while !ranks.values().all(Rank::is_told) {
-        let ended = || Error::Refused("it told nothing more".to_owned());
+        let ended = || Error::Refused("the stream ended too early".to_owned());
         let event = events.message().await.map_err(refused)?.ok_or_else(ended)?;
         for change in event.changes {
             let change: RankChange = change.try_into()?;
@@ -120,7 +121,7 @@ fn as_json(ranks: &BTreeMap<u32, Rank>) -> String {
 
 fn table(ranks: &BTreeMap<u32, Rank>) -> String {
     let line = |(dp_rank, rank): (&u32, &Rank)| match &rank.unknown {
-        why if !why.is_empty() => format!("rank {dp_rank}: not known: {why}\n"),
+        why if !why.is_empty() => format!("rank {dp_rank}: unknown: {why}\n"),
         _ => format!(
             "rank {dp_rank}: {} blocks of {} tokens on the device, {} on the host\n",
             rank.blocks[0].len(),
