@@ -1,8 +1,9 @@
-//! The GPUs beside the engine: read once a second on a thread of their own, because NVML's calls
-//! block, and at once when something happens to one. Others take the newest [`Snapshot`].
+//! Reads the GPUs beside the engine through NVML.
 //!
-//! NVML may be missing, and any single reading may be: absent is absent, never zero. What readings
-//! mean is decided by pure modules: [`health`], [`select`], [`fleet`], [`kv`]. No CUDA here.
+//! A thread of its own reads them once a second, because NVML's calls block, and immediately when
+//! an event occurs. Everything else uses the newest [`Snapshot`]. NVML may be missing, and so may
+//! any single reading: an absent value is never reported as zero. Pure modules interpret the
+//! readings: [`health`], [`select`], [`fleet`], [`kv`]. CUDA is not used here.
 
 pub mod fleet;
 pub mod health;
@@ -36,30 +37,32 @@ use self::{
     select::{Basis, Selector},
 };
 
-/// Devices are read this often. Utilisation is itself averaged over up to a second.
+/// The time between two readings. Utilization is itself averaged over up to a second.
 const INTERVAL: Duration = Duration::from_secs(1);
-/// While a device is lacking, NVML is loaded anew this often, which takes it some tenths of a
+/// The time between two reloads of NVML while a device is missing. A reload takes some tenths of a
 /// second.
 const RELOAD_INTERVAL: Duration = Duration::from_secs(30);
-/// However much happens, between two looks there is this much time.
+/// The minimum time between two readings, however many events occur.
 const GAP: Duration = Duration::from_millis(20);
-/// A driver that doesn't run yet is asked again.
+/// The pause before NVML is loaded again if the driver isn't running yet.
 const LOAD_AGAIN: Duration = Duration::from_secs(5);
-/// A machine whose driver sleeps takes some seconds to the first reading.
+/// The time limit for the first reading. A sleeping driver takes some seconds.
 const FIRST_MAX: Duration = Duration::from_secs(10);
-/// Events that wait to be taken. Their threads wait while it is full.
+/// The maximum number of queued events. The threads that report events block while the queue is
+/// full.
 const EVENTS: usize = 64;
 
-/// What to look at, and with which library.
+/// Which devices to read, and how.
 #[derive(Debug, Clone)]
 pub struct Settings {
-    /// The engine's devices; empty: those that its processes run on.
+    /// The engine's devices. If empty, those that its processes run on.
     pub devices: Vec<Selector>,
-    /// NVML's library; empty: the driver's.
+    /// The path of the NVML library. If empty, the driver's library is used.
     pub library: PathBuf,
-    /// Read performance counters too.
+    /// Whether to read performance counters too.
     pub gpm: bool,
-    /// While a device is lacking, NVML is loaded anew this often: it doesn't find it otherwise.
+    /// The time between two reloads of NVML while a device is missing: NVML doesn't find a device
+    /// that appears after it was loaded.
     pub reload_interval: Duration,
 }
 
@@ -74,7 +77,7 @@ impl Default for Settings {
     }
 }
 
-/// How everyone else reaches the GPUs.
+/// Handle to the GPU thread.
 #[derive(Debug, Clone)]
 pub struct Gpus {
     snapshot: watch::Receiver<Arc<Snapshot>>,
@@ -83,19 +86,19 @@ pub struct Gpus {
 }
 
 impl Gpus {
-    /// The newest snapshot.
+    /// Returns the newest snapshot.
     #[must_use]
     pub fn now(&self) -> Arc<Snapshot> {
         Arc::clone(&self.snapshot.borrow())
     }
 
-    /// A receiver of the newest snapshot.
+    /// Returns a receiver of the newest snapshot.
     #[must_use]
     pub fn watch(&self) -> watch::Receiver<Arc<Snapshot>> {
         self.snapshot.clone()
     }
 
-    /// A rank's scheduler has said who it is.
+    /// Sets the scheduler process of a rank, as its shim reports it.
     pub fn runs(&self, scheduler: Scheduler) {
         self.schedulers.send_if_modified(|all| {
             let same = all.contains(&scheduler);
@@ -104,16 +107,16 @@ impl Gpus {
             all.sort_unstable_by_key(|one| one.dp_rank);
             !same
         });
-        // Full, there is a look ahead anyway; without NVML nobody takes it.
+        // If the queue is full, a reading is due anyway. Without NVML no thread takes events.
         let _ = self.wake.try_send(Event::Look);
     }
 }
 
-/// Starts the thread and waits for its first reading. Without NVML there are no devices, which is
-/// said once.
+/// Starts the GPU thread and waits for its first reading. Without NVML there are no devices, which
+/// is logged once.
 ///
 /// # Errors
-/// When the thread can't be made.
+/// When the thread can't be created.
 pub fn watch(settings: Settings) -> std::io::Result<Gpus> {
     let (publish, snapshot) = watch::channel(Arc::new(Snapshot::none(now())));
     let (schedulers, told) = watch::channel(vec![]);
@@ -131,7 +134,7 @@ pub fn watch(settings: Settings) -> std::io::Result<Gpus> {
         said: None,
     };
     std::thread::Builder::new().name("gpu".into()).spawn(move || shell.run())?;
-    // Its end without NVML answers as well.
+    // The channel also ends if the thread ends because there is no NVML.
     let _ = first.recv_timeout(FIRST_MAX);
     Ok(Gpus { snapshot, schedulers: Arc::new(schedulers), wake })
 }
@@ -140,7 +143,7 @@ fn now() -> Instant {
     tokio::time::Instant::now().into_std()
 }
 
-/// The thread's own.
+/// The state of the GPU thread.
 struct Shell {
     settings: Settings,
     fleet: Fleet,
@@ -149,14 +152,14 @@ struct Shell {
     publish: watch::Sender<Arc<Snapshot>>,
     events: mpsc::Receiver<Event>,
     wake: mpsc::SyncSender<Event>,
-    /// Dropped with the first reading.
+    /// Dropped after the first reading.
     began: Option<mpsc::SyncSender<()>>,
-    /// What was last logged of where the engine runs.
+    /// The engine's devices as last logged.
     said: Option<(Basis, Vec<String>)>,
 }
 
 impl Shell {
-    /// Until nobody listens.
+    /// Runs until all handles are dropped.
     fn run(mut self) {
         let mut known = vec![];
         let mut waiting = false;
@@ -182,7 +185,8 @@ impl Shell {
         }
     }
 
-    /// Reads until nobody listens or NVML has to be loaded anew; answers with who was there.
+    /// Reads devices until all handles are dropped or NVML must be reloaded. Returns the devices'
+    /// identities.
     fn follow(&mut self, nvml: &Nvml, known: &[Identity]) -> Vec<Identity> {
         let mut boards = nvml::boards(nvml, known, self.settings.gpm);
         let who: Vec<Identity> = boards.iter().map(|board| board.identity.clone()).collect();
@@ -197,7 +201,7 @@ impl Shell {
                 let events = move || nvml::follow_events(nvml, board, place, stop, wake);
                 let thread = std::thread::Builder::new().name("gpu-events".into());
                 if let Err(error) = thread.spawn_scoped(scope, events) {
-                    warn!(board, %error, "the XIDs of this GPU aren't followed");
+                    warn!(board, %error, "can't follow the XIDs of this GPU");
                 }
             }
             while !self.publish.is_closed() {
@@ -231,10 +235,10 @@ impl Shell {
         self.began = None;
     }
 
-    /// Waits until the time is over or something has happened, and takes all that has.
+    /// Waits for an event, at most `limit`, and handles all queued events.
     fn rest(&mut self, limit: Duration) {
         let Ok(first) = self.events.recv_timeout(limit) else { return };
-        // What comes along with it belongs to it.
+        // Further events of the same incident arrive within this time.
         std::thread::sleep(GAP);
         let more: Vec<Event> = self.events.try_iter().take(EVENTS).collect();
         for event in [first].into_iter().chain(more) {
@@ -246,13 +250,13 @@ impl Shell {
         }
     }
 
-    /// Where the engine runs, and what is wrong with it, whenever that changes.
+    /// Logs the engine's devices and their health whenever one of these changes.
     fn say(&mut self, snapshot: &Snapshot) {
         let before = self.publish.borrow().unhealthy.clone();
         match (&before, &snapshot.unhealthy) {
             (Some(_), None) => info!("the engine's devices work again"),
             (before, Some(reason)) if before.as_ref() != Some(reason) => {
-                error!(reason, "a device of the engine doesn't work, or isn't there");
+                error!(reason, "a device of the engine doesn't work or is missing");
             }
             _ => {}
         }
@@ -268,7 +272,7 @@ impl Shell {
             Basis::Unknown if devices.len() > 1 => {
                 info!(
                     ?devices,
-                    "which GPUs are the engine's isn't known: set `devices`, or the shim"
+                    "the engine's GPUs are unknown: set `devices`, or install the shim"
                 );
             }
             _ => info!(?devices, ?basis, "the engine's devices"),

@@ -1,5 +1,7 @@
-//! The agent's picture of its machine's GPUs: newest readings, health, counts, and which devices
-//! are the worker's. Pure: readings, events and processes come in, a snapshot goes out.
+//! The state of the machine's GPUs: newest readings, health, error counts, and which devices are
+//! the worker's.
+//!
+//! Pure: readings, events and processes go in, a snapshot comes out.
 
 use std::{
     collections::BTreeMap,
@@ -15,44 +17,44 @@ use super::{
     select::{self, Basis, Selection, Selector},
 };
 
-/// Different XIDs counted per board; there are some 170 in all.
+/// The maximum number of different XIDs counted per board; about 170 exist.
 const XIDS_MAX: usize = 256;
 
-/// All that is known at one moment.
+/// The state of all devices at one moment.
 #[derive(Debug, Clone)]
 pub struct Snapshot {
-    /// When it was read.
+    /// When the devices were read.
     pub at: Instant,
-    /// Every device that NVML lists: GPUs, each with its slices after it.
+    /// Every device that NVML lists: each GPU, followed by its MIG slices.
     pub devices: Vec<Seen>,
-    /// How the worker's are known.
+    /// How the worker's devices were determined.
     pub basis: Basis,
-    /// Why the worker can't do its work: a device of it can't, or isn't there.
+    /// Why the worker can't work: one of its devices is unhealthy or missing.
     pub unhealthy: Option<String>,
 }
 
-/// One device.
+/// The state of one device.
 #[derive(Debug, Clone)]
 pub struct Seen {
-    /// Who it is.
+    /// The device's identity.
     pub identity: Identity,
-    /// What was read of it.
+    /// The newest reading.
     pub reading: Reading,
-    /// One of the worker's, or it may be.
+    /// Whether it is the worker's device, or may be if the basis is unknown.
     pub ours: bool,
-    /// The data-parallel ranks that run on it; empty: unknown, so all may.
+    /// The DP ranks that run on it. If empty, they are unknown and every rank may run on it.
     pub dp_ranks: Vec<u32>,
-    /// Memory of the engine's processes.
+    /// Memory used by the engine's processes, in bytes.
     pub engine_bytes: Option<u64>,
-    /// Why its board can't be worked on.
+    /// Why its board can't be used; `None` if it can.
     pub unhealthy: Option<String>,
-    /// XIDs of its board since the agent started, by number.
+    /// XIDs of its board since the agent started: the count by number.
     pub xids: BTreeMap<u64, u64>,
-    /// Calls that failed since the agent started, by name.
+    /// NVML calls that failed since the agent started: the count by name.
     pub failures: BTreeMap<&'static str, u64>,
 }
 
-/// What a board keeps from reading to reading, and while NVML is loaded anew.
+/// A board's state that is kept between readings and across reloads of NVML.
 #[derive(Debug, Default)]
 struct Board {
     health: Health,
@@ -62,11 +64,11 @@ struct Board {
 /// The engine's processes at the time of a reading.
 #[derive(Debug, Clone, Copy)]
 pub struct Engine<'a> {
-    /// None where they aren't known.
+    /// The processes; empty if they are unknown.
     pub members: &'a [Member],
-    /// They are of another engine than the last time.
+    /// Whether the engine has changed since the last reading.
     pub is_new: bool,
-    /// The driver's pids are those of the members' namespace.
+    /// Whether the pids that NVML reports are those of the agent's pid namespace.
     pub pids_agree: bool,
 }
 
@@ -78,17 +80,17 @@ pub struct Fleet {
     boards: BTreeMap<String, Board>,
     failures: BTreeMap<String, BTreeMap<&'static str, u64>>,
     selection: Selection,
-    /// The ranks last seen on a device, by its UUID.
+    /// The ranks last seen on each device, by the device's UUID.
     dp_ranks: BTreeMap<String, Vec<u32>>,
-    /// Entries of the settings that name no device.
+    /// Entries of the setting `devices` that match no device.
     unmatched: Vec<Selector>,
-    /// Since a board is lost or an entry names none, or NVML was loaded anew for that.
+    /// Since when a board is lost or an entry matches no device. Set again at each reload of NVML.
     lacks_since: Option<Instant>,
 }
 
 impl Fleet {
-    /// Nothing seen yet. `configured`: the setting `devices`. NVML is loaded anew once in
-    /// `reload_interval` while a device is lacking.
+    /// Creates the state before the first reading. `configured` is the setting `devices`. While a
+    /// device is missing, NVML should be reloaded once per `reload_interval`.
     #[must_use]
     pub fn new(configured: Vec<Selector>, reload_interval: Duration) -> Self {
         Self {
@@ -103,7 +105,7 @@ impl Fleet {
         }
     }
 
-    /// An XID of a board, by its UUID.
+    /// Counts an XID of the board with this UUID.
     pub fn xid(&mut self, board: &str, number: u64) {
         let Some(board) = self.boards.get_mut(board) else { return };
         board.health.xid(number);
@@ -112,17 +114,17 @@ impl Fleet {
         }
     }
 
-    /// Takes one look at all devices.
+    /// Takes one reading of all devices and returns the new snapshot.
     pub fn read(
         &mut self,
         now: Instant,
         readings: Vec<(Identity, Reading)>,
         engine: Engine<'_>,
     ) -> Snapshot {
-        // One that had no name has one now.
+        // A board that had no UUID may have one now; its old entry is dropped.
         self.boards.retain(|uuid, _| readings.iter().any(|(identity, _)| identity.uuid == *uuid));
         for (identity, reading) in &readings {
-            // A slice's health is its board's.
+            // A slice has the health of its board.
             if identity.parent_uuid.is_none() {
                 self.boards.entry(identity.uuid.clone()).or_default().health.read(reading);
             }
@@ -170,7 +172,7 @@ impl Fleet {
     ) -> Seen {
         let board = self.boards.get(identity.board());
         let total = reading.memory.map(|memory| memory.total);
-        // More than the device has is a figure that isn't what it seems.
+        // A figure above the device's memory can't be right.
         let engine_bytes = engine_bytes.filter(|&bytes| total.is_none_or(|total| bytes <= total));
         Seen {
             ours,
@@ -184,7 +186,7 @@ impl Fleet {
         }
     }
 
-    /// Should NVML be loaded anew? Asked once after a yes, the time begins again.
+    /// Whether NVML should be reloaded now. After a yes, the interval starts again.
     pub fn wants_reload(&mut self, now: Instant) -> bool {
         let due = self.lacks_since.is_some_and(|since| now >= since + self.reload_interval);
         if due {
@@ -193,13 +195,16 @@ impl Fleet {
         due
     }
 
-    /// NVML doesn't find again what it has lost, nor what came after it was loaded.
+    /// Whether a device is missing. NVML finds neither a lost device again nor one that appears
+    /// later.
     fn lacks(&self) -> bool {
         !self.unmatched.is_empty() || self.boards.values().any(|board| board.health.is_lost())
     }
 
+    /// Checks the invariants.
+    ///
     /// # Panics
-    /// When a board counts more than it may, or a device is lacking and no reload is to come.
+    /// When a board counts too many XIDs, or a device is missing and no reload is scheduled.
     pub fn check_invariants(&self) {
         assert_eq!(self.lacks(), self.lacks_since.is_some(), "a reload comes while one is lacking");
         for board in self.boards.values() {
@@ -209,7 +214,7 @@ impl Fleet {
     }
 }
 
-/// What of the engine is on a device.
+/// The engine's processes on one device.
 #[derive(Debug, Default)]
 struct On {
     pids: usize,
@@ -248,8 +253,9 @@ fn on(reading: &Reading, engine: Engine<'_>) -> On {
     }
 }
 
-/// A device that only may be the engine's says nothing of the worker.
-/// One that the settings name and isn't there may have gone while nobody looked.
+/// Returns why the worker can't work. Devices that only may be the engine's are ignored. A
+/// configured device that isn't found counts, because it may have disappeared before the agent
+/// started.
 fn unhealthy(basis: Basis, devices: &[Seen], unmatched: &[Selector]) -> Option<String> {
     let ours = devices.iter().filter(|device| device.ours && basis != Basis::Unknown);
     let sick = ours.filter_map(|device| {
@@ -269,13 +275,13 @@ fn unhealthy(basis: Basis, devices: &[Seen], unmatched: &[Selector]) -> Option<S
 }
 
 impl Snapshot {
-    /// No NVML, or nothing read of it yet.
+    /// Returns the snapshot without NVML, or before the first reading.
     #[must_use]
     pub fn none(now: Instant) -> Self {
         Self { at: now, devices: vec![], basis: Basis::Unknown, unhealthy: None }
     }
 
-    /// The devices of a rank, as reported.
+    /// Returns a rank's devices for the load report.
     #[must_use]
     pub fn devices(&self, now: Instant, dp_rank: u32) -> Vec<Device> {
         let age = now.saturating_duration_since(self.at).as_millis();
@@ -283,8 +289,8 @@ impl Snapshot {
         self.of(dp_rank).map(|seen| seen.report(age_ms)).collect()
     }
 
-    /// Do all of a rank's devices hold its KV pool and no other's? Then figures of the pool are
-    /// figures of each.
+    /// Whether all devices of a rank hold its KV pool and no other rank's. Then the pool's figures
+    /// apply to each of its devices.
     #[must_use]
     pub fn holds_pool(&self, dp_rank: u32, ranks: usize) -> bool {
         let certain = |seen: &Seen| match seen.dp_ranks[..] {
@@ -397,7 +403,7 @@ mod tests {
         };
         assert_eq!((indices(&snapshot, 0), indices(&snapshot, 1)), (vec![0], vec![1, 2]));
         assert!(snapshot.holds_pool(0, 2) && snapshot.holds_pool(1, 2));
-        // A board that is lost tells no processes; they were there.
+        // A lost board reports no processes; the last known ones count.
         let mut broken = readings();
         broken[2] = lost();
         let snapshot = look(&mut fleet, &members, broken);

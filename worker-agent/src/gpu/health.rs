@@ -1,13 +1,13 @@
-//! Whether a board can be worked on, from its readings and its XIDs. Pure.
+//! Decides whether a board can be used, from its readings and its XIDs. Pure.
 //!
 //! | cause | ends |
 //! |---|---|
-//! | calls find the board lost, or in need of a reset | when it answers again |
-//! | calls fail and the board answers none | when it answers again |
-//! | the driver's recovery action, or its older word for a reset | when the driver says so |
-//! | memory rows that could not be replaced | when the driver says so |
-//! | an XID after which the board needs a reset | when there was one: the board was lost and is |
-//! | | back, or the driver asked for a recovery and does so no more; else with the agent |
+//! | calls report the board as lost or in need of a reset | when the board answers again |
+//! | calls fail and the board answers none | when the board answers again |
+//! | the driver's recovery action, or its older flag for a reset | when the driver clears it |
+//! | memory rows that could not be replaced | when the driver clears it |
+//! | an XID after which the board needs a reset | after a reset: the board was lost and answers |
+//! | | again, or the driver's request for a recovery ended; otherwise at the agent's restart |
 
 use std::collections::BTreeSet;
 
@@ -16,19 +16,19 @@ use super::{
     xid,
 };
 
-/// One board's health.
+/// The health of one board.
 #[derive(Debug, Default)]
 pub struct Health {
     trouble: Option<Trouble>,
     recovery: Option<Recovery>,
     reset_needed: bool,
     rows_failed: bool,
-    /// Of those that are fatal. As many as the table has.
+    /// The fatal XIDs seen. Bounded by the number of XIDs that [`xid::fatal`] knows.
     xids: BTreeSet<u64>,
 }
 
 impl Health {
-    /// Takes a reading of the whole board. What a reading lacks is as it was.
+    /// Takes a reading of the whole board. Missing values keep their last state.
     pub fn read(&mut self, reading: &Reading) {
         let back = self.take_trouble(reading);
         self.rows_failed = reading.rows.failed.unwrap_or(self.rows_failed);
@@ -41,12 +41,13 @@ impl Health {
         self.debug_check();
     }
 
-    /// Is the board back from where only a reset brings one?
+    /// Updates the trouble. Returns whether the board came back from a state that only a reset
+    /// ends.
     fn take_trouble(&mut self, reading: &Reading) -> bool {
         let before = self.trouble;
         let silent = !reading.is_answered();
         self.trouble = match reading.trouble {
-            // What was known of it says more.
+            // The earlier trouble is more specific.
             Some(Trouble::Unreachable) => before.or(reading.trouble),
             Some(trouble) => Some(trouble),
             None if silent && !reading.failed.is_empty() => before.or(Some(Trouble::Unreachable)),
@@ -57,7 +58,7 @@ impl Health {
         needs_reset && self.trouble.is_none()
     }
 
-    /// Takes an XID.
+    /// Takes an XID of the board.
     pub fn xid(&mut self, number: u64) {
         if xid::fatal(number).is_some() {
             self.xids.insert(number);
@@ -65,20 +66,21 @@ impl Health {
         self.debug_check();
     }
 
-    /// Calls about it don't succeed: what can be done is to load NVML anew.
+    /// Whether calls to the board fail, so that NVML should be reloaded.
     #[must_use]
     pub fn is_lost(&self) -> bool {
         self.trouble.is_some()
     }
 
-    /// Why it can't be worked on, and what to do, the gravest cause first; none while it can.
+    /// Returns why the board can't be used and what to do, the gravest cause first; `None` if it
+    /// can be used.
     #[must_use]
     pub fn reason(&self) -> Option<String> {
         let said = |text: &str| Some(text.to_owned());
         match self.trouble {
             Some(Trouble::Lost) => return said("it fell off the bus: restart the machine"),
             Some(Trouble::ResetRequired) => return said("it must be reset before it can be used"),
-            // Last, for any other cause is one for this as well.
+            // Reported last, because any other cause also explains this one.
             Some(Trouble::Unreachable) | None => {}
         }
         let driver_tells = self.recovery.is_some();
@@ -94,7 +96,7 @@ impl Health {
                 return said("the driver asks that other GPUs stop using its memory");
             }
             Some(Recovery::DrainAndReset) => {
-                return said("the driver asks that its work ends, then for a reset");
+                return said("the driver asks to end its work, then for a reset");
             }
             Some(Recovery::Other(number)) => {
                 return Some(format!("the driver asks for recovery action {number}"));
@@ -102,9 +104,9 @@ impl Health {
             Some(Recovery::None) | None => {}
         }
         if self.rows_failed {
-            return said("memory rows could not be replaced: have the GPU exchanged");
+            return said("memory rows could not be replaced: replace the GPU");
         }
-        // The recovery action took its place, and says more.
+        // The recovery action replaces this older flag and is more specific.
         if self.reset_needed && !driver_tells {
             return said("the driver asks for a reset of the GPU");
         }
@@ -112,8 +114,10 @@ impl Health {
         said("NVML can't reach it: look for the cause in the kernel's log, and reset the GPU")
     }
 
+    /// Checks the invariants.
+    ///
     /// # Panics
-    /// When an XID is kept that isn't fatal: it could never be given as a reason.
+    /// When a kept XID is not fatal.
     pub fn check_invariants(&self) {
         assert!(self.xids.iter().all(|&number| xid::fatal(number).is_some()), "{:?}", self.xids);
     }

@@ -1,28 +1,27 @@
-//! What a rank's KV pool is in bytes of each of its devices. The engine says how large the pool is;
-//! what tokens are in which state the ledger knows. Pure.
+//! Converts a rank's KV pool figures from tokens to bytes of each of its devices. Pure.
 
 use proto::load::{Device, Figure, RankLoad, Source};
 
-/// A rank's pool on one of its devices: tensor parallel devices hold equal shares of each token.
+/// A rank's pool on one of its devices. Tensor parallel devices hold equal shares of each token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Pool {
-    /// The share of one device.
+    /// Bytes of the pool on this device.
     pub bytes: u64,
-    /// The whole pool.
+    /// Tokens of the whole pool.
     pub tokens: u64,
-    /// Who says so.
+    /// The source of `bytes`.
     pub source: Source,
 }
 
 impl Pool {
-    /// A figure in tokens as bytes of the device, with the figure's source and age.
+    /// Converts a figure in tokens to bytes of the device. Its source and age are kept.
     fn bytes_of(&self, tokens: Figure) -> Option<Figure> {
         let bytes = u128::from(self.bytes) * u128::from(tokens.value.min(self.tokens));
         let bytes = bytes.checked_div(u128::from(self.tokens))?;
         Some(Figure { value: u64::try_from(bytes).ok()?, ..tokens })
     }
 
-    /// Fills in what the pool is on `device`, from the rank's figures in tokens.
+    /// Sets the pool's figures of `device` from the rank's figures in tokens.
     pub fn show(&self, load: &RankLoad, device: &mut Device) {
         let in_bytes = |tokens: Option<Figure>| tokens.and_then(|tokens| self.bytes_of(tokens));
         let used = load.pool_available_tokens.map(|available| Figure {

@@ -1,6 +1,7 @@
-//! Device metrics, made from the newest snapshot and report when they are asked for: a figure that
-//! is absent has no line, and a device that has gone leaves none. `deploy/README.md` maps them to
-//! those of NVIDIA's own exporter.
+//! Device metrics, made from the newest snapshot and load report at each scrape.
+//!
+//! An absent figure has no line, and a device that has gone leaves none. `deploy/README.md` maps
+//! these metrics to those of NVIDIA's exporter.
 
 mod table;
 
@@ -18,7 +19,7 @@ use tokio::sync::watch;
 use self::table::{Spec, TABLE, float};
 use super::fleet::{Seen, Snapshot};
 
-/// Where the figures come from.
+/// The sources of the figures.
 #[derive(Debug)]
 struct Devices {
     snapshot: watch::Receiver<Arc<Snapshot>>,
@@ -34,13 +35,13 @@ pub fn register(
     registry.register_collector(Box::new(Devices { snapshot, report }));
 }
 
-/// Names and values.
+/// Label names and values.
 type Labels = Vec<(&'static str, String)>;
 
-/// One line of a metric.
+/// One line of a metric: its labels and its value.
 type Line = (Labels, f64);
 
-/// One metric.
+/// One metric with its lines.
 struct Metric {
     name: &'static str,
     help: &'static str,
@@ -78,7 +79,7 @@ impl Metric {
     }
 }
 
-/// How old the readings are: NVML's calls may hang.
+/// Encodes the age of the readings, because NVML's calls may hang.
 fn age(
     snapshot: &Snapshot,
     now: Instant,
@@ -87,7 +88,7 @@ fn age(
     let age = now.saturating_duration_since(snapshot.at).as_secs_f64();
     let metric = Metric {
         name: "gpu_readings_age",
-        help: "Since the GPUs were last read",
+        help: "Time since the GPUs were last read",
         unit: Some(Unit::Seconds),
         kind: MetricType::Gauge,
         lines: snapshot.devices.iter().take(1).map(|_| (vec![], age)).collect(),
@@ -95,10 +96,10 @@ fn age(
     metric.encode(encoder)
 }
 
-/// A device's figures of one metric: labels besides the device's, and each.
+/// A device's figures of one metric: the labels in addition to the device's, and the value.
 type Figures = Vec<(Labels, Option<f64>)>;
 
-/// Of the worker's devices, and the boards that its slices are of.
+/// Returns the metrics of the worker's devices, and of the boards whose slices the worker uses.
 fn of_devices(snapshot: &Snapshot) -> Vec<Metric> {
     let ours: Vec<&Seen> = snapshot.devices.iter().filter(|seen| seen.ours).collect();
     let carries = |board: &Seen| {
@@ -123,7 +124,7 @@ fn lines(uuid: &str, figures: Figures) -> Vec<Line> {
     figures.into_iter().filter_map(line).collect()
 }
 
-/// What the ranks' pools are on their devices.
+/// Returns the metrics of the ranks' pools on their devices.
 fn of_pools(report: &LoadReport) -> [Metric; 2] {
     let devices = || {
         let ranks = report.ranks.iter();
@@ -152,14 +153,14 @@ fn of_pools(report: &LoadReport) -> [Metric; 2] {
     [
         Metric {
             name: "gpu_kv",
-            help: "A rank's KV pool on the device, and what of it is in which state",
+            help: "A rank's KV pool on the device, by state",
             unit: bytes.clone(),
             kind: MetricType::Gauge,
             lines: states.collect(),
         },
         Metric {
             name: "gpu_kv_excess",
-            help: "Bytes of the pool beyond all that NVML says the engine uses: one is wrong",
+            help: "Bytes of the pool beyond the engine's memory by NVML: one figure is wrong",
             unit: bytes,
             kind: MetricType::Gauge,
             lines: excess.collect(),

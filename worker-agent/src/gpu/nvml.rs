@@ -1,11 +1,12 @@
-//! NVML itself, through its safe wrapper: which devices there are, one look at each, and their
-//! XIDs. Any call may be missing, refused or fail; what it would have given is absent then. A call
-//! that a board doesn't support isn't made again until NVML is loaded anew.
+//! Calls NVML through its safe wrapper: lists the devices, reads them, and follows their XIDs.
 //!
-//! What the wrapper's safe calls can't give, and so is absent: NVLink's byte counters (a field of a
-//! scope; [`Gpm`] has the rates), events besides XIDs (a poisoned page, a changed recovery action:
-//! the next reading shows them), the slice an XID is of, counters of a slice's own, protected
-//! memory under confidential computing.
+//! Any call may be missing, refused or fail; its value is absent then. A call that a board doesn't
+//! support isn't made again until NVML is reloaded.
+//!
+//! The wrapper's safe calls can't provide the following, which is therefore absent: NVLink's byte
+//! counters (a field with a scope; [`Gpm`] has the rates), events other than XIDs (a poisoned page
+//! or a changed recovery action appears in the next reading), the slice that an XID belongs to, the
+//! counters of a single slice, and protected memory under confidential computing.
 
 mod board;
 mod listing;
@@ -32,30 +33,30 @@ use super::reading::{Gpm, Identity, Reading, Trouble};
 
 pub(super) use self::{board::Board, listing::boards};
 
-/// A wait for events notices this soon that it is no longer wanted.
+/// The time limit of one wait for events, so that the thread soon notices when it should stop.
 const EVENT_WAIT: Duration = Duration::from_millis(500);
-/// The driver's own name for an XID that it has no number for.
+/// The driver's number for an unknown XID.
 const XID_UNKNOWN: u64 = 999;
 
-/// Loads the library: the driver's, or the one at `path`.
+/// Loads the driver's NVML library, or the one at `path`.
 ///
 /// # Errors
-/// When there is none, or the driver doesn't run.
+/// When there is no library, or the driver isn't running.
 pub(super) fn load(path: &Path) -> Result<Nvml, NvmlError> {
     if path.as_os_str().is_empty() {
-        // Its unversioned name comes with the developers' packages alone.
+        // The unversioned name comes only with development packages.
         return Nvml::builder().lib_path("libnvidia-ml.so.1".as_ref()).init();
     }
     Nvml::builder().lib_path(path.as_os_str()).init()
 }
 
-/// Could the library be there another time?
+/// Whether loading may succeed later.
 pub(super) fn may_come(error: &NvmlError) -> bool {
     !matches!(error, NvmlError::LibloadingError(_) | NvmlError::FailedToLoadSymbol(_))
 }
 
-/// What it says of a board that there is no handle of it. A user without the right to it, as in a
-/// container that was given other GPUs, learns nothing of it.
+/// Returns the trouble of a board for which NVML gives no handle. `None` without the right to use
+/// the board, as in a container that was given other GPUs.
 fn out_of_reach(error: &NvmlError) -> Option<Trouble> {
     match error {
         NvmlError::NoPermission => None,
@@ -63,7 +64,7 @@ fn out_of_reach(error: &NvmlError) -> Option<Trouble> {
     }
 }
 
-/// What an error says about the board, beyond the call.
+/// Returns what an error says about the board, beyond the failed call.
 fn trouble(error: &NvmlError) -> Option<Trouble> {
     match error {
         NvmlError::GpuLost => Some(Trouble::Lost),
@@ -72,23 +73,23 @@ fn trouble(error: &NvmlError) -> Option<Trouble> {
     }
 }
 
-/// Something happened.
+/// An event for the GPU thread.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Event {
     /// An XID of a board.
     Xid {
-        /// Its UUID.
+        /// The board's UUID.
         board: String,
-        /// Of the XID.
+        /// The XID's number.
         number: u64,
     },
-    /// Something that the next reading will show.
+    /// Another event, whose effect the next reading shows.
     Look,
 }
 
-/// Tells of a board's XIDs until told to stop; `place` is its index while NVML stays loaded. It
-/// runs on a thread of its own: a wait blocks, and a lost board can't say afterwards which one the
-/// event was of.
+/// Reports a board's XIDs until `stop` is set. `place` is the board's index while NVML stays
+/// loaded. Each board has a thread of its own, because a wait blocks, and because for a lost board
+/// it can't be found out afterwards which board an event belongs to.
 pub(super) fn follow_events(
     nvml: &Nvml,
     board: &str,
@@ -98,7 +99,7 @@ pub(super) fn follow_events(
 ) {
     let set = match register(nvml, place) {
         Ok(set) => set,
-        Err(error) => return debug!(board, error = %error.error, "this GPU tells no XIDs"),
+        Err(error) => return debug!(board, error = %error.error, "this GPU reports no XIDs"),
     };
     while !stop.load(Ordering::Relaxed) {
         let wait_ms = u32::try_from(EVENT_WAIT.as_millis()).expect("half a second in milliseconds");
@@ -108,7 +109,7 @@ pub(super) fn follow_events(
             Ok(None) | Err(NvmlError::Timeout) => continue,
             Err(_) => {
                 send(tell, Event::Look, stop);
-                // It would answer the same at once again.
+                // The next wait would fail at once again.
                 rest(stop);
                 continue;
             }
@@ -122,7 +123,8 @@ fn register(nvml: &Nvml, place: u32) -> Result<nvml_wrapper::EventSet<'_>, NvmlE
     nvml.device_by_index(place)?.register_events(EventTypes::CRITICAL_XID_ERROR, set)
 }
 
-/// The reader empties its queue at least once a second; an XID isn't dropped for being one of many.
+/// Sends an event, and waits while the queue is full so that no XID is dropped. The reader empties
+/// the queue at least once a second.
 fn send(tell: &SyncSender<Event>, mut event: Event, stop: &AtomicBool) {
     while let Err(TrySendError::Full(back)) = tell.try_send(event) {
         if stop.load(Ordering::Relaxed) {
@@ -133,7 +135,7 @@ fn send(tell: &SyncSender<Event>, mut event: Event, stop: &AtomicBool) {
     }
 }
 
-/// In pieces, so that nobody has to wait for its end.
+/// Sleeps in short intervals, so that `stop` is noticed soon.
 fn rest(stop: &AtomicBool) {
     for _ in 0..10 {
         if !stop.load(Ordering::Relaxed) {
@@ -142,5 +144,5 @@ fn rest(stop: &AtomicBool) {
     }
 }
 
-/// Calls of which the board has said that it doesn't know them.
+/// The calls that a board doesn't support.
 type Off = BTreeSet<&'static str>;

@@ -1,8 +1,9 @@
-//! The engine's processes: who they are in `/proc`, found from the scheduler that the shim speaks
-//! from. One scheduler per GPU; they have the same parent, and SGLang names each by its ranks.
+//! Finds the engine's processes in `/proc`, starting from the scheduler processes that have a shim.
 //!
-//! A pid is good as long as its process has the start time it was found with. A scheduler of
-//! another pid namespace is known by the number it has there, if exactly one process has it.
+//! An engine has one scheduler process per GPU. They have the same parent, and SGLang names each by
+//! its ranks. A pid is valid only while its process has the start time with which it was found. A
+//! scheduler in another pid namespace is identified by its pid there, if exactly one process has
+//! that pid.
 
 use std::{
     fs,
@@ -10,36 +11,39 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// What SGLang names its schedulers, before their ranks.
+/// The start of the process titles that SGLang gives to schedulers.
 const TITLE: &str = "sglang::scheduler";
-/// The machine's first pid namespace, in which NVML's pids are everyone's. A constant of Linux.
+/// The machine's initial pid namespace, in which NVML's pids are those of all processes. A constant
+/// of Linux.
 const FIRST_NAMESPACE: &str = "pid:[4026531836]";
-/// Looking through `/proc` costs some 10 µs a process; the engine's don't change while it runs.
+/// The time between two searches of `/proc`, which cost about 10 µs a process. An engine's
+/// processes don't change while it runs.
 const SEARCH_INTERVAL: Duration = Duration::from_secs(30);
 
-/// A rank's scheduler, as its shim has said.
+/// A rank's scheduler process, as its shim reports it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Scheduler {
-    /// Data-parallel rank.
+    /// The data parallel rank.
     pub dp_rank: u32,
-    /// In the agent's namespace, as the kernel says. None: it isn't seen from here.
+    /// The pid in the agent's namespace, from the kernel. `None` if the process isn't visible
+    /// there.
     pub pid: Option<u32>,
-    /// In its own namespace, as itself says.
+    /// The pid in the scheduler's own namespace, as it reports itself.
     pub own_pid: u32,
 }
 
-/// One of the engine's processes.
+/// A process of the engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Member {
-    /// In the agent's namespace.
+    /// The pid in the agent's namespace.
     pub pid: u32,
-    /// The data-parallel rank that it works for, where that is known.
+    /// The data parallel rank that it works for, if known.
     pub dp_rank: Option<u32>,
-    /// Clock ticks from the machine's start to its own.
+    /// The process's start time, in clock ticks since the machine's start.
     pub start: u64,
 }
 
-/// The engine's processes as they are known.
+/// The engine's known processes.
 #[derive(Debug)]
 pub struct Processes {
     proc: PathBuf,
@@ -49,13 +53,14 @@ pub struct Processes {
 }
 
 impl Processes {
-    /// Looks into the process file system at `proc`.
+    /// Creates the state for the process file system at `proc`.
     #[must_use]
     pub fn new(proc: PathBuf) -> Self {
         Self { proc, schedulers: vec![], members: vec![], searched: None }
     }
 
-    /// The engine's processes now. Answers too whether the schedulers are others than before.
+    /// Returns the engine's current processes, and whether the schedulers have changed since the
+    /// last call.
     pub fn members(&mut self, now: Instant, schedulers: &[Scheduler]) -> (&[Member], bool) {
         let others = self.schedulers != schedulers;
         if others {
@@ -73,8 +78,9 @@ impl Processes {
         (&self.members, others)
     }
 
-    /// Are these pids of the driver's those that the agent sees? In the first namespace they are;
-    /// in another one only a newer driver translates, and then knows no process that isn't here.
+    /// Whether these pids from the driver are pids of the agent's namespace. In the initial
+    /// namespace they always are. In another one only a newer driver translates them, and then it
+    /// lists only processes of this namespace.
     pub fn are_ours(&self, mut pids: impl Iterator<Item = u32>) -> bool {
         let own = fs::read_link(self.proc.join("self/ns/pid"));
         let first = own.is_ok_and(|own| own.as_os_str() == FIRST_NAMESPACE);
@@ -116,14 +122,14 @@ impl Processes {
     }
 }
 
-/// A process that may be the engine's.
+/// A process that may belong to the engine.
 #[derive(Debug, Clone)]
 struct Seen {
     pid: u32,
     stat: Stat,
-    /// None: it has no scheduler's name, though a shim speaks from it.
+    /// The title of a scheduler. `None` if it has another title although a shim connected from it.
     title: Option<String>,
-    /// Its number in its own namespace.
+    /// The pid in its own namespace.
     own_pid: Option<u32>,
 }
 
@@ -133,7 +139,7 @@ struct Stat {
     start: u64,
 }
 
-/// The schedulers that speak, and those with the same parent.
+/// Returns the schedulers that have a shim, and all schedulers with the same parent.
 fn members(all: &[Seen], schedulers: &[Scheduler]) -> Vec<Member> {
     let spoken: Vec<(&Seen, u32)> = schedulers
         .iter()
@@ -144,7 +150,7 @@ fn members(all: &[Seen], schedulers: &[Scheduler]) -> Vec<Member> {
         _ => None,
     };
     let is_sibling = |seen: &Seen| {
-        // Of an engine that was orphaned, init is the parent, and of others too.
+        // The parent of an orphaned engine is init, which is also the parent of other engines.
         let parent = seen.stat.parent;
         seen.title.is_some()
             && parent > 1
@@ -162,7 +168,8 @@ fn members(all: &[Seen], schedulers: &[Scheduler]) -> Vec<Member> {
     members
 }
 
-/// By the kernel's word, else by the number in its own namespace if no other has it.
+/// Finds a scheduler by the pid from the kernel, or else by the pid in its own namespace if it is
+/// unique.
 fn find<'a>(all: &'a [Seen], scheduler: &Scheduler) -> Option<&'a Seen> {
     if let Some(pid) = scheduler.pid {
         return all.iter().find(|seen| seen.pid == pid);
@@ -174,7 +181,8 @@ fn find<'a>(all: &'a [Seen], scheduler: &Scheduler) -> Option<&'a Seen> {
     same.next().filter(|_| same.next().is_none())
 }
 
-/// `sglang::scheduler_DP1_TP0`; experts have a rank called `MOE_DP`.
+/// Parses the DP rank of a title such as `sglang::scheduler_DP1_TP0`. A rank called `MOE_DP` is one
+/// of experts.
 fn rank_of(title: &str) -> Option<u32> {
     let title = title.split('\0').next()?;
     let words: Vec<&str> = title.split('_').collect();
@@ -182,15 +190,17 @@ fn rank_of(title: &str) -> Option<u32> {
     words[at].trim_start_matches("DP").parse().ok()
 }
 
-/// The name before the other fields is in brackets, and may hold anything.
+/// Parses `/proc/<pid>/stat`. The process's name is in brackets and may contain any character.
 fn parse_stat(text: &str) -> Option<Stat> {
     let (_, rest) = text.rsplit_once(')')?;
     let fields: Vec<&str> = rest.split_whitespace().collect();
-    // The parent is the file's 4th field, the start its 22nd; the first two are gone.
+    // The parent is the file's 4th field and the start time the 22nd; the first two are already
+    // removed.
     Some(Stat { parent: fields.get(1)?.parse().ok()?, start: fields.get(19)?.parse().ok()? })
 }
 
-/// The last of its numbers: one for each namespace, from the reader's inwards.
+/// Returns the last pid of the line `NSpid`, which has one pid per namespace from the reader's
+/// inwards.
 fn own_pid(status: &str) -> Option<u32> {
     let line = status.lines().find_map(|line| line.strip_prefix("NSpid:"))?;
     line.split_whitespace().last()?.parse().ok()
@@ -200,7 +210,7 @@ fn own_pid(status: &str) -> Option<u32> {
 mod tests {
     use super::*;
 
-    /// A `/proc` that a test writes.
+    /// A `/proc` written by a test.
     struct Proc(tempfile::TempDir);
 
     impl Proc {
@@ -211,7 +221,7 @@ mod tests {
         fn process(&self, pid: u32, parent: u32, start: u64, title: &str, own_pid: u32) {
             let folder = self.0.path().join(pid.to_string());
             fs::create_dir_all(&folder).unwrap();
-            // A name that would mislead who splits at blanks.
+            // A name that breaks parsers that split at spaces.
             let zeros = "0 ".repeat(17);
             let stat = format!("{pid} (a) 9 (b) S {parent} {zeros}{start} 0 0\n");
             fs::write(folder.join("stat"), stat).unwrap();
@@ -296,7 +306,7 @@ mod tests {
         let proc = Proc::new();
         proc.process(11, 10, 6, "sglang::scheduler_TP0", 7);
         proc.process(12, 10, 6, "sglang::scheduler_TP1", 8);
-        // Its number is 7 here: another process than the one that is 7 there.
+        // A process that has pid 7 in this namespace is not the one that has it in the other.
         proc.process(7, 3, 6, "sglang::scheduler", 7);
         assert_eq!(pids(&mut proc.processes(), &[unseen]), [(11, Some(0)), (12, Some(0))]);
         proc.process(31, 30, 6, "sglang::scheduler", 7);

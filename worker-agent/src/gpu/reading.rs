@@ -1,86 +1,88 @@
-//! What is read of a device: plain values, each absent where the board, the driver or this moment
-//! doesn't give it. No NVML here, and no judgement.
+//! The values read from a device. Each is absent if the board, the driver or the moment doesn't
+//! provide it.
+//!
+//! Plain data, without NVML and without interpretation.
 
-/// What stays the same while the agent runs.
+/// The properties of a device that don't change while the agent runs.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Identity {
-    /// UUID, or `index-N` of a GPU that could never say it.
+    /// The UUID, or `index-N` for a GPU whose UUID could never be read.
     pub uuid: String,
-    /// Marketing name, may be empty.
+    /// The marketing name; may be empty.
     pub name: String,
-    /// NVML's index while it listed all GPUs; a slice has its GPU's.
+    /// The index that NVML gave the GPU when it listed all of them. A slice has its GPU's index.
     pub index: u32,
-    /// As NVML writes it; a slice has its GPU's.
+    /// The PCI address in NVML's format. A slice has its GPU's address.
     pub pci_address: Option<String>,
-    /// The GPU that this is a MIG slice of.
+    /// The UUID of the GPU that this is a MIG slice of; `None` for a GPU.
     pub parent_uuid: Option<String>,
-    /// Node of the host's memory that is nearest.
+    /// The NUMA node of the nearest host memory.
     pub numa_node: Option<u32>,
-    /// Divided into slices: work runs on those, not on the whole.
+    /// Whether the GPU is divided into slices. Work runs only on the slices then.
     pub divided: bool,
 }
 
 impl Identity {
-    /// The board: a GPU's own UUID, a slice's GPU's.
+    /// Returns the UUID of the board: the GPU's own, or that of a slice's GPU.
     #[must_use]
     pub fn board(&self) -> &str {
         self.parent_uuid.as_deref().unwrap_or(&self.uuid)
     }
 }
 
-/// One look at a device.
+/// One reading of a device.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Reading {
-    /// Device memory.
+    /// The device memory.
     pub memory: Option<Memory>,
-    /// Who has a context, clients of MPS included.
+    /// The processes with a context, clients of MPS included.
     pub processes: Option<Vec<Process>>,
-    /// A kernel ran; percent of the last sample period.
+    /// The percentage of the last sample period in which a kernel ran.
     pub utilization_percent: Option<u32>,
-    /// Memory was read or written; percent of the last sample period.
+    /// The percentage of the last sample period in which memory was read or written.
     pub memory_utilization_percent: Option<u32>,
-    /// Of the board.
+    /// The board's power.
     pub power_milliwatts: Option<u32>,
-    /// Since the driver was loaded.
+    /// The board's energy since the driver was loaded.
     pub energy_millijoules: Option<u64>,
-    /// Of the chip.
+    /// The chip's temperature.
     pub temperature_celsius: Option<u32>,
-    /// Of the memory.
+    /// The memory's temperature.
     pub memory_temperature_celsius: Option<u64>,
-    /// Of the SMs.
+    /// The clock of the SMs.
     pub sm_clock_mhz: Option<u32>,
-    /// Of the memory.
+    /// The clock of the memory.
     pub memory_clock_mhz: Option<u32>,
-    /// Why clocks are held down, idleness aside.
+    /// The reasons why clocks are reduced, except idleness.
     pub throttled: Option<Vec<&'static str>>,
-    /// To the host, since the driver was loaded; the driver's counter may wrap.
+    /// Bytes sent to the host since the driver was loaded. The driver's counter may wrap.
     pub pcie_sent_bytes: Option<u64>,
-    /// From the host, likewise.
+    /// Bytes received from the host since the driver was loaded. The driver's counter may wrap.
     pub pcie_received_bytes: Option<u64>,
-    /// Packets sent again.
+    /// The number of retransmitted PCIe packets.
     pub pcie_replays: Option<u32>,
-    /// Over all links.
+    /// NVLink errors over all links.
     pub nvlink_errors: NvlinkErrors,
     /// Memory errors that ECC corrected since the driver was loaded.
     pub ecc_corrected: Option<u64>,
-    /// Those that it could not.
+    /// Memory errors that ECC could not correct since the driver was loaded.
     pub ecc_uncorrected: Option<u64>,
-    /// Memory rows replaced, and those that could not be.
+    /// The memory rows that were replaced, and whether some could not be.
     pub rows: Rows,
-    /// What the driver says has to be done before the board works again.
+    /// The recovery action that the driver asks for.
     pub recovery: Option<Recovery>,
-    /// Older drivers' word for it: a reset is needed.
+    /// Whether a reset is needed, as older drivers report it.
     pub reset_needed: Option<bool>,
-    /// Performance counters, where the settings ask for them.
+    /// Performance counters, if the settings enable them.
     pub gpm: Option<Gpm>,
-    /// A call found that the board can't be used.
+    /// Why the board can't be used, if a call reported that.
     pub trouble: Option<Trouble>,
-    /// Calls that failed for another reason than that the board can't answer them.
+    /// Calls that failed for a reason other than missing support by the board.
     pub failed: Vec<&'static str>,
 }
 
 impl Reading {
-    /// Did the chip answer? What the driver tells without asking it doesn't count.
+    /// Whether the chip answered. Values that the driver knows without asking the chip don't count.
     #[must_use]
     pub fn is_answered(&self) -> bool {
         self.memory.is_some()
@@ -90,53 +92,53 @@ impl Reading {
     }
 }
 
-/// Bytes of device memory; `total` is the sum of the other three.
+/// Device memory in bytes; `total` is the sum of the other three.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Memory {
-    /// All of it.
+    /// All memory.
     pub total: u64,
-    /// By processes.
+    /// Memory used by processes.
     pub used: u64,
-    /// By the driver.
+    /// Memory reserved by the driver.
     pub reserved: u64,
-    /// By nobody.
+    /// Free memory.
     pub free: u64,
 }
 
-/// A process with a context.
+/// A process with a context on the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Process {
-    /// In a namespace of the driver's choosing; 0: of one that isn't seen from here.
+    /// The pid, in a namespace that the driver chooses; 0 for a process that isn't visible here.
     pub pid: u32,
-    /// Device memory.
+    /// The device memory it uses, in bytes.
     pub bytes: Option<u64>,
 }
 
-/// Errors on NVLink since the driver was loaded, over all links.
+/// NVLink errors since the driver was loaded, over all links.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct NvlinkErrors {
-    /// Checksums that were wrong.
+    /// Checksum errors.
     pub crc: Option<u64>,
-    /// Packets sent again.
+    /// Retransmitted packets.
     pub replay: Option<u64>,
-    /// Links brought up again.
+    /// Links that were brought up again.
     pub recovery: Option<u64>,
 }
 
 /// Rows of memory that were replaced by spare ones.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Rows {
-    /// After errors that ECC corrected.
+    /// Rows replaced after corrected errors.
     pub corrected: Option<u64>,
-    /// After errors that it could not.
+    /// Rows replaced after uncorrected errors.
     pub uncorrected: Option<u64>,
-    /// Some wait for the next reset.
+    /// Whether some replacements wait for the next reset.
     pub pending: Option<bool>,
-    /// Some could not be replaced.
+    /// Whether some rows could not be replaced.
     pub failed: Option<bool>,
 }
 
-/// What the driver asks for.
+/// The recovery action that the driver asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Recovery {
     /// Nothing.
@@ -145,16 +147,16 @@ pub enum Recovery {
     Reset,
     /// A restart of the machine.
     Reboot,
-    /// That its peers stop using its memory.
+    /// Its peers must stop using its memory.
     DrainPeers,
-    /// That its work ends, then a reset.
+    /// Its work must end, then it must be reset.
     DrainAndReset,
-    /// Something this build has no word for.
+    /// An action that this build doesn't know.
     Other(u64),
 }
 
 impl Recovery {
-    /// From NVML's number.
+    /// Converts NVML's number.
     #[must_use]
     pub fn from_nvml(number: u64) -> Self {
         match number {
@@ -168,30 +170,30 @@ impl Recovery {
     }
 }
 
-/// Why no call about a board succeeds.
+/// Why all calls to a board fail.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Trouble {
-    /// The driver can't reach it.
+    /// The driver can't reach the board.
     Lost,
-    /// It has to be reset first.
+    /// The board must be reset first.
     ResetRequired,
     /// Calls fail, and none says why.
     Unreachable,
 }
 
-/// Hardware counters over the time since the reading before.
+/// Hardware counters over the time since the previous reading.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Gpm {
-    /// Share of SMs that were busy, 0 to 1.
+    /// The share of SMs that were busy, 0 to 1.
     pub sm_ratio: Option<f64>,
-    /// Share of the warps that could have been active.
+    /// The share of possible warps that were active, 0 to 1.
     pub sm_occupancy_ratio: Option<f64>,
-    /// Share of the time in which tensor cores were busy.
+    /// The share of the time in which tensor cores were busy, 0 to 1.
     pub tensor_ratio: Option<f64>,
-    /// Share of the memory's bandwidth.
+    /// The share of the memory bandwidth that was used, 0 to 1.
     pub memory_bandwidth_ratio: Option<f64>,
-    /// Over all NVLinks, from this GPU.
+    /// Bytes per second sent by this GPU over all NVLinks.
     pub nvlink_sent_bytes_per_second: Option<f64>,
-    /// Over all NVLinks, to this GPU.
+    /// Bytes per second received by this GPU over all NVLinks.
     pub nvlink_received_bytes_per_second: Option<f64>,
 }

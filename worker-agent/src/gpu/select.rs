@@ -1,5 +1,7 @@
-//! Which devices are the engine's: those that the settings name, else those that its processes run
-//! on, else the only one there is. Pure.
+//! Determines which devices are the engine's. Pure.
+//!
+//! They are the configured devices, or else those that the engine's processes run on, or else the
+//! only device.
 
 use std::{fmt, str::FromStr};
 
@@ -8,19 +10,19 @@ use super::reading::Identity;
 /// One entry of the setting `devices`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Selector {
-    /// A GPU's or a MIG slice's.
+    /// The UUID of a GPU or of a MIG slice.
     Uuid(String),
-    /// NVML's.
+    /// The index of a GPU in NVML.
     Index(u32),
-    /// Of the GPU.
+    /// The PCI address of a GPU.
     Pci(PciAddress),
 }
 
-/// Domain, bus, device, function.
+/// A PCI address: domain, bus, device, function.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PciAddress(u32, u8, u8, u8);
 
-/// Not one of the three forms.
+/// The text is none of the three forms of a selector.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0:?} is no GPU: give a UUID (GPU-… or MIG-…), an index, or a PCI address")]
 pub struct Error(String);
@@ -28,7 +30,7 @@ pub struct Error(String);
 impl FromStr for PciAddress {
     type Err = Error;
 
-    /// `0000:1b:00.0`, with a domain of four or eight digits, or `1b:00.0`.
+    /// Parses `0000:1b:00.0`, with a domain of four or eight digits, or `1b:00.0`.
     fn from_str(text: &str) -> Result<Self, Error> {
         let error = || Error(text.to_owned());
         let byte = |text: &str| u8::from_str_radix(text, 16).map_err(|_| error());
@@ -41,7 +43,7 @@ impl FromStr for PciAddress {
 }
 
 impl fmt::Display for PciAddress {
-    /// As the kernel's file system writes it.
+    /// Formats the address as in `/sys/bus/pci/devices`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self(domain, bus, device, function) = self;
         write!(f, "{domain:04x}:{bus:02x}:{device:02x}.{function:x}")
@@ -73,7 +75,8 @@ impl fmt::Display for Selector {
 }
 
 impl Selector {
-    /// A slice is named by its own UUID, or with all others of its GPU.
+    /// Whether this entry matches a device. A slice is matched by its own UUID, or together with
+    /// all slices of its GPU.
     fn names(&self, identity: &Identity) -> bool {
         match self {
             Self::Uuid(uuid) => *uuid == identity.uuid || *uuid == identity.board(),
@@ -86,30 +89,30 @@ impl Selector {
     }
 }
 
-/// How it is known that a device is the engine's.
+/// How the engine's devices were determined.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Basis {
-    /// The settings name it.
+    /// The settings name them.
     Configured,
-    /// A process of the engine has a context on it.
+    /// Processes of the engine have contexts on them.
     Processes,
-    /// There is no other.
+    /// There is only one device.
     Only,
-    /// It isn't: it is one of several that the engine could run on.
+    /// Not determined: these are all devices that the engine may run on.
     Unknown,
 }
 
-/// Remembers where the engine was seen, for the time in which its processes can't be.
+/// Remembers the engine's devices for the time in which its processes can't be seen.
 #[derive(Debug, Default)]
 pub struct Selection {
-    /// UUIDs.
+    /// The devices' UUIDs.
     seen: Vec<String>,
 }
 
 impl Selection {
-    /// Picks the worker's devices, by their places in the list. `runs_on` says whether a process
-    /// of the engine has a context on a device; a device that doesn't tell, as one that is lost,
-    /// has those that it had.
+    /// Returns the worker's devices as indices into `devices`. `runs_on` returns whether a process
+    /// of the engine has a context on a device, or `None` if the device doesn't tell, as when it is
+    /// lost; then its last known state counts.
     pub fn pick(
         &mut self,
         configured: &[Selector],
@@ -137,13 +140,13 @@ impl Selection {
         (if all.len() == 1 { Basis::Only } else { Basis::Unknown }, all)
     }
 
-    /// The engine's processes are others now.
+    /// Forgets the devices, because the engine's processes are new.
     pub fn forget(&mut self) {
         self.seen.clear();
     }
 }
 
-/// The entries of the settings that name nothing.
+/// Returns the entries of the settings that match no device.
 #[must_use]
 pub fn unmatched<'a>(configured: &'a [Selector], devices: &[Identity]) -> Vec<&'a Selector> {
     configured.iter().filter(|one| !devices.iter().any(|device| one.names(device))).collect()
@@ -153,7 +156,7 @@ pub fn unmatched<'a>(configured: &'a [Selector], devices: &[Identity]) -> Vec<&'
 mod tests {
     use super::*;
 
-    /// Two whole GPUs and a divided one with two slices.
+    /// Two whole GPUs, and a GPU divided into two slices.
     fn machine() -> Vec<Identity> {
         let gpu = |index: u32| Identity {
             uuid: format!("GPU-{index}"),

@@ -1,23 +1,25 @@
-//! Which of the driver's XID errors mean that a board can't go on, and what is to be done then. The
-//! rest (an application's fault, a row replaced, an error contained to one process) is counted.
+//! Decides which of the driver's XID errors are fatal for a board, and what an operator must do
+//! then.
 //!
-//! After NVIDIA's catalog of XIDs for data centre GPUs, immediate actions.
+//! All other XIDs (application errors, replaced rows, errors contained to one process) are only
+//! counted. The source is NVIDIA's catalog of XIDs for data center GPUs, immediate actions.
 
-/// What an XID says of its board.
+/// A fatal XID of a board.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Fatal {
-    /// What happened, in words.
+    /// What happened, as a phrase for operators.
     pub what: &'static str,
-    /// What an operator does about it.
+    /// What an operator must do.
     pub cure: &'static str,
-    /// Only one form of it is fatal, and a driver that tells its recovery action tells which.
+    /// Whether only some forms of this XID are fatal. A driver that reports a recovery action knows
+    /// which form it was.
     pub driver_knows: bool,
 }
 
 const RESET: &str = "reset the GPU";
 const RESTART: &str = "restart the machine";
 
-/// None for an XID after which the board goes on.
+/// Returns `None` for an XID after which the board continues to work.
 #[must_use]
 pub fn fatal(number: u64) -> Option<Fatal> {
     let always = |what, cure| Some(Fatal { what, cure, driver_knows: false });
@@ -36,9 +38,9 @@ pub fn fatal(number: u64) -> Option<Fatal> {
         120 => always("its system processor failed", RESET),
         136 => perhaps("an NVLink could not be brought up"),
         140 => always("a memory error was not contained", RESET),
-        143 => always("it did not initialise", RESET),
+        143 => always("it failed to initialize", RESET),
         156 => perhaps("a faulty part was retired"),
-        158 => always("it timed out for good", RESET),
+        158 => always("it timed out permanently", RESET),
         _ => None,
     }
 }

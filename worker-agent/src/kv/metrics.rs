@@ -53,11 +53,11 @@ impl Metrics {
             bytes: Family::default(),
             watchers: Gauge::default(),
         };
-        let help = "Events of the engine's cache, by kind; orphan, mismatch, refused and malformed \
-                    ones were not taken";
+        let help = "KV events of the engine, by kind; orphan, mismatch, refused and malformed \
+                    ones were not applied";
         registry.register("kv_events", help, metrics.events.clone());
-        let help = "What happened to the order of the engine's messages: gaps, messages lost in \
-                    them, replays asked for, restarts";
+        let help = "Irregularities in the sequence of the engine's messages: gaps, lost messages, \
+                    requested replays, restarts";
         registry.register("kv_order", help, metrics.order.clone());
         let help = "Requests to publish the engine's whole tree again, by outcome";
         registry.register("kv_resyncs", help, metrics.trees.clone());

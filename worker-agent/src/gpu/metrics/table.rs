@@ -1,4 +1,4 @@
-//! The table of device metrics: names, units, and what of a device each shows.
+//! The table of device metrics: name, unit and source of each.
 
 use prometheus_client::metrics::MetricType;
 
@@ -7,7 +7,7 @@ use super::{
     Figures,
 };
 
-/// One metric of each device.
+/// The specification of one device metric.
 pub(super) struct Spec {
     pub(super) name: &'static str,
     pub(super) help: &'static str,
@@ -34,7 +34,7 @@ const fn counter(
     Spec { name, help, unit, kind: MetricType::Counter, figures }
 }
 
-/// Every metric that a device has lines of.
+/// All device metrics.
 pub(super) const TABLE: [Spec; 18] = [
     gauge("gpu_info", "1 for each device; its names", None, info),
     gauge("gpu_healthy", "1 while work on the device can be trusted", None, |seen| {
@@ -42,7 +42,7 @@ pub(super) const TABLE: [Spec; 18] = [
     }),
     gauge(
         "gpu_memory",
-        "Device memory; of the engine: that of its processes",
+        "Device memory; kind engine is that of the engine's processes",
         Some("bytes"),
         |seen| {
             let memory = seen.reading.memory;
@@ -58,7 +58,7 @@ pub(super) const TABLE: [Spec; 18] = [
             )
         },
     ),
-    gauge("gpu_utilization", "Share of the time in which it worked", Some("ratio"), |seen| {
+    gauge("gpu_utilization", "Share of time the part was busy", Some("ratio"), |seen| {
         each(
             "part",
             [
@@ -67,10 +67,10 @@ pub(super) const TABLE: [Spec; 18] = [
             ],
         )
     }),
-    gauge("gpu_power", "Of the board", Some("watts"), |seen| {
+    gauge("gpu_power", "Power of the board", Some("watts"), |seen| {
         one(seen.reading.power_milliwatts.map(|milliwatts| f64::from(milliwatts) / 1e3))
     }),
-    gauge("gpu_temperature", "Of the chip, of its memory", Some("celsius"), |seen| {
+    gauge("gpu_temperature", "Temperature, by part", Some("celsius"), |seen| {
         each(
             "part",
             [
@@ -79,7 +79,7 @@ pub(super) const TABLE: [Spec; 18] = [
             ],
         )
     }),
-    gauge("gpu_clock", "Clocks now", Some("hertz"), |seen| {
+    gauge("gpu_clock", "Current clocks", Some("hertz"), |seen| {
         let hertz = |mhz: Option<u32>| mhz.map(|mhz| f64::from(mhz) * 1e6);
         each(
             "part",
@@ -89,7 +89,7 @@ pub(super) const TABLE: [Spec; 18] = [
             ],
         )
     }),
-    gauge("gpu_throttled", "1 while clocks are held down for the reason", None, |seen| {
+    gauge("gpu_throttled", "1 while clocks are reduced for this reason", None, |seen| {
         let reasons = seen.reading.throttled.iter().flatten();
         reasons.map(|&reason| (vec![("reason", reason.to_owned())], Some(1.0))).collect()
     }),
@@ -106,7 +106,7 @@ pub(super) const TABLE: [Spec; 18] = [
             ],
         )
     }),
-    gauge("gpu_counters", "Shares by hardware counters, where asked for", Some("ratio"), |seen| {
+    gauge("gpu_counters", "Shares by hardware counters, if enabled", Some("ratio"), |seen| {
         let gpm = seen.reading.gpm.unwrap_or_default();
         each(
             "part",
@@ -120,7 +120,7 @@ pub(super) const TABLE: [Spec; 18] = [
     }),
     gauge(
         "gpu_nvlink_rate",
-        "Over all NVLinks, where asked for",
+        "Traffic over all NVLinks, if enabled",
         Some("bytes_per_second"),
         |seen| {
             let gpm = seen.reading.gpm.unwrap_or_default();
@@ -133,10 +133,10 @@ pub(super) const TABLE: [Spec; 18] = [
             )
         },
     ),
-    counter("gpu_energy", "Taken by the board", Some("joules"), |seen| {
+    counter("gpu_energy", "Energy used by the board", Some("joules"), |seen| {
         one(seen.reading.energy_millijoules.map(|millijoules| float(millijoules) / 1e3))
     }),
-    counter("gpu_pcie", "To and from the host", Some("bytes"), |seen| {
+    counter("gpu_pcie", "PCIe traffic to and from the host", Some("bytes"), |seen| {
         each(
             "direction",
             [
@@ -148,7 +148,7 @@ pub(super) const TABLE: [Spec; 18] = [
     counter("gpu_pcie_replays", "PCIe packets sent again", None, |seen| {
         one(seen.reading.pcie_replays.map(f64::from))
     }),
-    counter("gpu_nvlink_errors", "Over all NVLinks", None, |seen| {
+    counter("gpu_nvlink_errors", "Errors over all NVLinks", None, |seen| {
         let errors = seen.reading.nvlink_errors;
         each(
             "kind",
@@ -184,12 +184,12 @@ fn one(value: Option<f64>) -> Figures {
     vec![(vec![], value)]
 }
 
-/// Figures told apart by one label.
+/// Returns figures that differ in one label.
 fn each<const N: usize>(label: &'static str, of: [(&str, Option<f64>); N]) -> Figures {
     of.into_iter().map(|(name, value)| (vec![(label, name.to_owned())], value)).collect()
 }
 
-#[expect(clippy::cast_precision_loss, reason = "counts beyond 2^53 are no device's")]
+#[expect(clippy::cast_precision_loss, reason = "no device counts beyond 2^53")]
 pub(super) fn float(value: u64) -> f64 {
     value as f64
 }
@@ -198,7 +198,8 @@ fn share(percent: Option<u32>) -> Option<f64> {
     percent.map(|percent| f64::from(percent) / 100.0)
 }
 
-/// Names to join by. A slice has its GPU's, and which that is.
+/// Returns the device's names as labels, for joins. A slice has those of its GPU, and the GPU's
+/// UUID.
 fn info(seen: &Seen) -> Figures {
     let Identity { name, index, pci_address, parent_uuid, .. } = &seen.identity;
     let labels = [

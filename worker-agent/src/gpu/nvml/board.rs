@@ -1,4 +1,4 @@
-//! One look at one device: each call on its own, so that one that fails takes nothing else away.
+//! Reads one device. Each call fails independently of the others.
 
 use nvml_wrapper::{
     Device,
@@ -18,18 +18,19 @@ use nvml_wrapper::{
 use super::{Gpm, Identity, Off, Reading, Trouble, trouble};
 use crate::gpu::reading::{Memory, NvlinkErrors, Process, Recovery, Rows};
 
-/// One device, as long as NVML stays loaded.
+/// One device, while NVML stays loaded.
 #[derive(Debug)]
 pub(crate) struct Board<'n> {
     pub(crate) identity: Identity,
-    /// None: there was none to be had, for this reason if it was one of the board's.
+    /// The device's handle, or the board's trouble if there is no handle. `None` if the board isn't
+    /// the cause.
     device: Result<Device<'n>, Option<Trouble>>,
     off: Off,
     gpm: bool,
     sample: Option<GpmSample<'n>>,
 }
 
-/// The fields that are read together, with the name under which a failure is counted.
+/// The fields that are read in one call, each with the name under which its failures are counted.
 const FIELDS: [(u32, &str); 12] = [
     (field_id::NVML_FI_DEV_MEMORY_TEMP, "memory_temperature"),
     (field_id::NVML_FI_DEV_REMAPPED_COR, "rows_corrected"),
@@ -45,14 +46,14 @@ const FIELDS: [(u32, &str); 12] = [
     (field_id::NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL, "nvlink_recovery"),
 ];
 
-/// What a failed call means for the next one.
+/// The consequence of a failed call for the next reading.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Failure {
-    /// The board, the driver or this user's rights don't have it.
+    /// The board, the driver or this user's rights don't support the call. It isn't made again.
     Unsupported,
-    /// There is nothing to tell just now.
+    /// There is no value at the moment.
     Nothing,
-    /// It should have worked.
+    /// The call should have worked; the failure is counted.
     Failed,
 }
 
@@ -77,13 +78,14 @@ impl<'n> Board<'n> {
         Self { identity, device, off: Off::new(), gpm, sample: None }
     }
 
-    /// A GPU's index while NVML stays loaded; none of a slice, or while it can't be reached.
+    /// Returns a GPU's index while NVML stays loaded. `None` for a slice, or if the GPU can't be
+    /// reached.
     pub(crate) fn place(&self) -> Option<u32> {
         let device = self.device.as_ref().ok().filter(|_| self.identity.parent_uuid.is_none());
         device?.index().ok()
     }
 
-    /// Reads all that the device tells.
+    /// Reads all values that the device provides.
     pub(crate) fn read(&mut self) -> Reading {
         let device = match &self.device {
             Ok(device) => device,
@@ -101,7 +103,8 @@ impl<'n> Board<'n> {
     }
 }
 
-/// Asks one call after the other. After one that finds the board lost, no more.
+/// Makes the calls of one reading. After a call that reports trouble with the board, no further
+/// calls are made.
 struct Asker<'a> {
     off: &'a mut Off,
     reading: Reading,
@@ -169,7 +172,7 @@ impl Asker<'_> {
             self.ask("ecc_uncorrected", || ecc(MemoryError::Uncorrected));
     }
 
-    /// The fields come in one call, of which each may fail by itself.
+    /// Reads the fields. They come in one call, but each can fail separately.
     fn fields(&mut self, device: &Device<'_>) {
         let wanted: Vec<(u32, &'static str)> =
             FIELDS.into_iter().filter(|(_, call)| !self.off.contains(call)).collect();
@@ -207,7 +210,7 @@ impl Asker<'_> {
         };
     }
 
-    /// The time from the sample before to a new one.
+    /// Reads the performance counters over the time since the previous sample.
     fn gpm<'n>(&mut self, device: &Device<'n>, before: &mut Option<GpmSample<'n>>) -> Option<Gpm> {
         let supported = self.ask("gpm", || match device.gpm_support()? {
             true => Ok(()),
@@ -243,7 +246,8 @@ impl Asker<'_> {
     }
 }
 
-/// A context takes memory, so none is no answer: drivers that translate pids leave it out.
+/// Converts a process. A context always takes memory, so 0 bytes means unknown: drivers that
+/// translate pids report 0.
 fn process(process: &ProcessInfo) -> Process {
     let bytes = match process.used_gpu_memory {
         UsedGpuMemory::Used(bytes) if bytes > 0 => Some(bytes),
@@ -252,7 +256,8 @@ fn process(process: &ProcessInfo) -> Process {
     Process { pid: process.pid, bytes }
 }
 
-/// Counts and flags; a temperature below zero is none that a board at work has.
+/// Converts a count or a flag. A negative value is ignored; no board at work has a temperature
+/// below zero.
 fn number(value: &SampleValue) -> Option<u64> {
     match *value {
         SampleValue::U32(value) => Some(value.into()),

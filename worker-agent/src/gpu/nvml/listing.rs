@@ -1,5 +1,7 @@
-//! Which devices NVML lists, and who each is. One that is known from before stays who it was,
-//! whether it can be reached, is listed still, or not. It reads nothing else: that is [`Board`]'s.
+//! Lists NVML's devices and determines the identity of each.
+//!
+//! A device that was known before keeps its identity, even if it can't be reached or is no longer
+//! listed. [`Board`] reads everything else.
 
 use std::{collections::BTreeMap, path::PathBuf};
 
@@ -13,17 +15,17 @@ use super::{
 };
 use crate::gpu::select::PciAddress;
 
-/// All devices, those of `known` that can't be reached any more included: each GPU, and after it
-/// its MIG slices.
+/// Returns all devices: each GPU, followed by its MIG slices. Includes devices of `known` that
+/// can't be reached any more.
 pub(in crate::gpu) fn boards<'n>(nvml: &'n Nvml, known: &[Identity], gpm: bool) -> Vec<Board<'n>> {
     let mut boards = vec![];
     let mut silent = BTreeMap::new();
-    let counted = nvml.device_count().inspect_err(|error| warn!(%error, "no GPU can be counted"));
+    let counted = nvml.device_count().inspect_err(|error| warn!(%error, "can't count the GPUs"));
     for index in 0..counted.unwrap_or(0) {
         match reach(nvml, index, known, gpm) {
             Ok(reached) => boards.extend(reached),
             Err(error) => {
-                warn!(index, %error, "a GPU can't be reached");
+                warn!(index, %error, "can't reach a GPU");
                 silent.insert(index, out_of_reach(&error));
             }
         }
@@ -31,7 +33,7 @@ pub(in crate::gpu) fn boards<'n>(nvml: &'n Nvml, known: &[Identity], gpm: bool) 
     let reached: Vec<&Identity> = boards.iter().map(|board| &board.identity).collect();
     let absent = absent(known, &reached, &silent);
     if !absent.is_empty() {
-        // NVML may have closed the gap; settings and people mean the indices from before.
+        // NVML may have renumbered the GPUs; the settings and operators mean the old indices.
         for Board { identity, .. } in &mut boards {
             let before = known.iter().find(|one| one.uuid == identity.board());
             identity.index = before.map_or(identity.index, |before| before.index);
@@ -43,7 +45,8 @@ pub(in crate::gpu) fn boards<'n>(nvml: &'n Nvml, known: &[Identity], gpm: bool) 
     boards
 }
 
-/// The devices without a handle, and why: `silent` are indices that NVML lists and has none for.
+/// Returns the devices without a handle, each with the reason. `silent` has the indices that NVML
+/// lists without giving a handle.
 fn absent(
     known: &[Identity],
     reached: &[&Identity],
@@ -71,7 +74,7 @@ fn nameless(index: u32) -> Identity {
     Identity { uuid: format!("index-{index}"), index, ..Identity::default() }
 }
 
-/// A GPU and its slices. One that can't say its name isn't reached.
+/// Returns a GPU and its slices. A GPU whose UUID can't be read counts as not reached.
 fn reach<'n>(
     nvml: &'n Nvml,
     index: u32,
@@ -98,7 +101,7 @@ fn reach<'n>(
             .map(|(identity, slice)| Board::new(identity, Ok(slice), false))
             .collect(),
         Err(error) => {
-            warn!(index, %error, "the slices of a GPU can't be listed");
+            warn!(index, %error, "can't list the slices of a GPU");
             let parent = Some(identity.uuid.as_str());
             let same = known.iter().filter(|one| one.parent_uuid.as_deref() == parent);
             let same = same.map(|one| Identity { index, ..one.clone() });
@@ -109,7 +112,7 @@ fn reach<'n>(
     Ok([Board::new(identity, Ok(device), gpm)].into_iter().chain(slices).collect())
 }
 
-/// Places of slices may be empty between others.
+/// Lists the slices of a GPU. Indices of slices may have gaps.
 fn slices<'n>(
     device: &Device<'n>,
     parent: &Identity,
@@ -128,7 +131,7 @@ fn slices<'n>(
     slices.filter_map(Result::transpose).map(|slice| named(slice?)).collect()
 }
 
-/// None where there is nothing to be told.
+/// Turns the errors for "not supported" and "no value" into `None`.
 fn told<T>(answer: Result<T, NvmlError>) -> Result<Option<T>, NvmlError> {
     match answer {
         Err(error) if failure(&error) != Failure::Failed => Ok(None),
@@ -136,7 +139,7 @@ fn told<T>(answer: Result<T, NvmlError>) -> Result<Option<T>, NvmlError> {
     }
 }
 
-/// What the kernel says where NVML doesn't; -1 there is no answer.
+/// Returns the NUMA node from the kernel, if NVML doesn't report it. The kernel's -1 means unknown.
 fn numa_node(pci_address: &str) -> Option<u32> {
     let address: PciAddress = pci_address.parse().ok()?;
     let path = PathBuf::from(format!("/sys/bus/pci/devices/{address}/numa_node"));
@@ -164,7 +167,7 @@ mod tests {
         let silent = [(0, Some(Trouble::Unreachable))].into();
         let both = known[..2].iter().map(|one| (one.clone(), Some(Trouble::Unreachable)));
         assert_eq!(absent(&known, &[&known[2]], &silent), both.collect::<Vec<_>>());
-        // A slice that its GPU doesn't list was taken away.
+        // A slice that its reached GPU doesn't list was removed.
         assert_eq!(absent(&known, &[&known[0], &known[2]], &BTreeMap::new()), []);
     }
 
