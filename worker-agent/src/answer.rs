@@ -1,9 +1,9 @@
-//! Scans the engine's response while it streams past: token counts, how it ended, and whether it is
-//! complete. Pure.
+//! Scans the engine's response as it streams past. Pure.
 //!
-//! It accepts chunks cut anywhere, keeps no text, and changes nothing. One scanner serves all
-//! routes, because their fields are at different places: `/generate` reports in `meta_info`, the
-//! OpenAI and Anthropic routes in `usage`.
+//! It finds the token counts, how the response ended, and whether it is complete. It accepts chunks
+//! cut anywhere, keeps no text, and changes nothing. One scanner serves all routes, because their
+//! fields are at different places: `/generate` reports in `meta_info`, the OpenAI and Anthropic
+//! routes in `usage`.
 
 use crate::session::{Outcome, Usage};
 
@@ -44,7 +44,7 @@ struct Found {
     prompt: Option<u64>,
     completion: Option<u64>,
     cached: Option<u64>,
-    /// Cached tokens in an API whose prompt count excludes them.
+    /// Cached tokens, in an API that excludes them from the prompt count.
     cached_apart: Option<u64>,
     retractions: u64,
     aborted: bool,

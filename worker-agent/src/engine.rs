@@ -1,7 +1,7 @@
-//! The client of the engine's HTTP API: description, load samples, session open and close, abort,
-//! and turns.
+//! The client of the engine's HTTP API.
 //!
-//! It knows SGLang's HTTP API and nothing of the sessions' states.
+//! It reads the engine's description and load, opens and closes sessions, aborts turns, and sends
+//! turns. It knows SGLang's HTTP API and nothing of the sessions' states.
 
 use std::{
     net::SocketAddr,

@@ -340,7 +340,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let mut journal = open(dir.path());
         journal.write(&engine("E")).unwrap();
-        // What a full disk leaves of a record whose write fails.
+        // The remains of a record after its write failed on a full disk.
         journal.file.write_all(b"opening a").unwrap();
         journal.torn = true;
         journal.write(&opening("b")).unwrap();

@@ -1,10 +1,10 @@
-//! Staged prefill: computes a long prompt before its turn, in stages between which shorter prompts
-//! run. See [`proto::lane`] for the reasons and for what is sent.
+//! Staged prefill: computes a long prompt before its turn, in stages. Short prompts run in between.
 //!
-//! At most one stage per rank is in the engine; [`order`] decides which prompt is next. A stage is
-//! a turn of its own that generates one token without a session. Like any other turn it is
-//! admitted, waits for room, is counted and can be aborted. It leaves its KV in the engine's cache.
-//! The caller may disconnect at any time; what is computed stays cached.
+//! See [`proto::lane`] for the reasons and for what is sent. At most one stage per rank is in the
+//! engine; [`order`] decides which prompt is next. A stage is a turn of its own that generates one
+//! token without a session. Like any other turn it is admitted, waits for room, is counted and can
+//! be aborted. It leaves its KV in the engine's cache. The caller may disconnect at any time; what
+//! is computed stays cached.
 
 pub mod order;
 

@@ -19,7 +19,7 @@ pub struct Route {
 /// The kinds of request body that the agent distinguishes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// SGLang's own.
+    /// SGLang's own generate API.
     Generate,
     /// OpenAI chat.
     Chat,

@@ -1,5 +1,4 @@
-//! Converts the library's report, whose sessions are numbers, to an audit whose sessions have
-//! names.
+//! Decodes the library's report and replaces session numbers by session ids.
 
 use std::time::Instant;
 

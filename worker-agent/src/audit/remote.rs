@@ -1,10 +1,10 @@
-//! Audits from outside the engine's process (tier 2), for engines whose Python interpreter is too
-//! busy to be asked.
+//! Audits from outside the engine's process (tier 2).
 //!
-//! The agent maps the engine's request table by CUDA IPC and runs the kernels itself, guided by the
-//! row table that the shim publishes. Such an audit sees only rows, and needs a CUDA context; it is
-//! made only if configured. If it fails, the audit is made inside the engine instead. Each rank has
-//! a thread, because CUDA's calls block. The thread ends when the handle is dropped.
+//! They are for engines with a Python interpreter too busy to be asked. The agent maps the engine's
+//! request table by CUDA IPC and runs the kernels itself, guided by the row table that the shim
+//! publishes. Such an audit sees only rows, and needs a CUDA context; it is made only if
+//! configured. If it fails, the audit is made inside the engine instead. Each rank has a thread,
+//! because CUDA's calls block. The thread ends when the handle is dropped.
 
 use std::{
     path::{Path, PathBuf},

@@ -1,7 +1,7 @@
-//! The state of the machine's GPUs: newest readings, health, error counts, and which devices are
-//! the worker's.
+//! The state of the machine's GPUs. Pure.
 //!
-//! Pure: readings, events and processes go in, a snapshot comes out.
+//! Readings, events and processes go in. Snapshots come out, with the newest readings, health,
+//! error counts, and which devices are the worker's.
 
 use std::{
     collections::BTreeMap,

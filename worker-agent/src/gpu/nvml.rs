@@ -83,7 +83,7 @@ pub(super) enum Event {
         /// The XID's number.
         number: u64,
     },
-    /// Another event, whose effect the next reading shows.
+    /// Another event; the next reading shows its effect.
     Look,
 }
 

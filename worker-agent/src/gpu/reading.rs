@@ -1,12 +1,11 @@
-//! The values read from a device. Each is absent if the board, the driver or the moment doesn't
-//! provide it.
+//! The values read from a device: plain data, without NVML and without interpretation.
 //!
-//! Plain data, without NVML and without interpretation.
+//! Each value is absent if the board, the driver or the moment doesn't provide it.
 
 /// The properties of a device that don't change while the agent runs.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Identity {
-    /// The UUID, or `index-N` for a GPU whose UUID could never be read.
+    /// The UUID, or `index-N` for a GPU that never reported its UUID.
     pub uuid: String,
     /// The marketing name; may be empty.
     pub name: String,
@@ -177,7 +176,7 @@ pub enum Trouble {
     Lost,
     /// The board must be reset first.
     ResetRequired,
-    /// Calls fail, and none says why.
+    /// Calls fail without a specific reason.
     Unreachable,
 }
 

@@ -1,5 +1,4 @@
-//! Decides which of the driver's XID errors are fatal for a board, and what an operator must do
-//! then.
+//! Decides which of the driver's XID errors are fatal for a board, and what an operator must do.
 //!
 //! All other XIDs (application errors, replaced rows, errors contained to one process) are only
 //! counted. The source is NVIDIA's catalog of XIDs for data center GPUs, immediate actions.

@@ -32,7 +32,7 @@ pub(super) enum What {
 #[derive(Debug)]
 pub(super) struct Snapshot {
     pub(super) changes: Result<Vec<Change>, String>,
-    /// The snapshot contains all entries of this rank whose number is lower than this.
+    /// The snapshot contains all entries of this rank with a number lower than this.
     pub(super) at: u64,
 }
 

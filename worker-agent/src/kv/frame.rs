@@ -84,7 +84,7 @@ pub enum Event {
     Removed {
         /// The pages' hashes.
         pages: Vec<PageHash>,
-        /// Where they were.
+        /// The memory that held them.
         medium: Medium,
     },
     /// The whole cache was emptied.

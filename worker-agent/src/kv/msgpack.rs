@@ -42,7 +42,7 @@ impl<'a> Reader<'a> {
         self.0.len()
     }
 
-    /// Consumes a nil if one comes next, and says whether it did.
+    /// Consumes a nil if one comes next. Returns whether it did.
     pub(super) fn nil(&mut self) -> Result<bool, Error> {
         let is_nil = self.peek()? == 0xc0;
         if is_nil {

@@ -133,7 +133,7 @@ impl<T> Order<T> {
         steps
     }
 
-    /// Handles the end of a replay, also where nobody can be asked for a replay.
+    /// Handles the end of a replay, also where no replay socket exists.
     pub fn replay_ended(&mut self) -> Vec<Step<T>> {
         let mut steps = vec![];
         let Some(asked) = self.asked.take() else { return steps };

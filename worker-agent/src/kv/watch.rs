@@ -24,7 +24,7 @@ const CHANGES_BYTES_MAX: usize = MESSAGE_BYTES_MAX - 1024;
 /// snapshots.
 const STALL_MAX: Duration = Duration::from_secs(20);
 
-/// The stream is over: the watcher has gone, or was disconnected and told why.
+/// The stream is over: the watcher has gone, or was disconnected with a reason.
 struct Ended;
 
 /// The sending half of one stream.
@@ -42,7 +42,7 @@ pub(super) async fn run(
 ) {
     let mut events = Events { sender, epoch, sequence: 0 };
     shared.metrics.watches(1);
-    // If the watcher is still there, it has already been told why the stream ends.
+    // If the watcher is still there, it already has the reason.
     let Err(Ended) = follow(shared, &mut events).await;
     shared.metrics.watches(-1);
 }

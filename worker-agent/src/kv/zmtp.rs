@@ -1,8 +1,8 @@
-//! A client for ZeroMQ's wire protocol (ZMTP 3.0, without security): the part needed to subscribe
-//! to a PUB socket and to ask a ROUTER socket.
+//! A client for ZeroMQ's wire protocol, ZMTP 3.0 without security.
 //!
-//! A [`Connection`] is made once. It neither queues messages nor reconnects by itself, because the
-//! caller must know when a connection breaks. Sizes announced by the peer are bounded.
+//! It has the part needed to subscribe to a PUB socket and to ask a ROUTER socket. A [`Connection`]
+//! is made once. It neither queues messages nor reconnects by itself, because the caller must know
+//! when a connection breaks. Sizes announced by the peer are bounded.
 
 use std::time::Duration;
 
@@ -81,7 +81,7 @@ impl Connection {
         timeout(CONNECT_MAX, greeted).await.map_err(|_| Error::Timeout)?
     }
 
-    /// Subscribes to all messages whose first frame begins with `topic`.
+    /// Subscribes to all messages with a first frame that begins with `topic`.
     pub(super) async fn subscribe(&mut self, topic: &[u8]) -> Result<(), Error> {
         self.send(&[&[&[1], topic].concat()]).await
     }

@@ -20,7 +20,7 @@ pub struct Order {
     /// ones, two prompts could each be preferred to the other.
     tokens_per_s: u64,
     prompts: Vec<Prompt>,
-    /// The prompt whose stage is in the engine, and the stage's tokens.
+    /// The stage in the engine: its prompt and its tokens.
     under_way: Option<(Ticket, u64)>,
     next: u64,
 }
@@ -50,7 +50,7 @@ impl Order {
         Some(ticket)
     }
 
-    /// Returns the prompt whose stage is next; `None` while a stage is in the engine.
+    /// Returns the prompt that computes the next stage; `None` while a stage is in the engine.
     #[must_use]
     pub fn first(&self) -> Option<Ticket> {
         if self.under_way.is_some() {

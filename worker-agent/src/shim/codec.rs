@@ -79,7 +79,7 @@ pub enum Error {
     /// A field has an invalid value.
     #[error("a field has an invalid value")]
     Value,
-    /// The body ends before its last field, or goes on after it.
+    /// The body ends before its last field, or has bytes after it.
     #[error("a frame's body has the wrong length")]
     Body,
 }

@@ -28,7 +28,7 @@ impl Socket {
         let failed = |source| Error::Bind { path: path.display().to_string(), source };
         let uid = fs::metadata("/proc/self").map_err(failed)?.uid();
         let folder = path.parent().unwrap_or(Path::new("."));
-        // A user with write access to the folder could replace this socket with his own.
+        // A user with write access to the folder could replace this socket with another one.
         if !own_folder(folder, uid).map_err(failed)? {
             return Err(Error::Folder(folder.display().to_string()));
         }

@@ -74,7 +74,7 @@ fn nameless(index: u32) -> Identity {
     Identity { uuid: format!("index-{index}"), index, ..Identity::default() }
 }
 
-/// Returns a GPU and its slices. A GPU whose UUID can't be read counts as not reached.
+/// Returns a GPU and its slices. A GPU without a readable UUID counts as not reached.
 fn reach<'n>(
     nvml: &'n Nvml,
     index: u32,

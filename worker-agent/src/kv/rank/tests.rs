@@ -54,7 +54,7 @@ fn cleared() -> Vec<u8> {
     [vec![0x81], text("type"), text("AllBlocksCleared")].concat()
 }
 
-/// What a watcher knows. It requests a snapshot when it is told to.
+/// What a watcher knows. It requests a snapshot at each [`Step::TellAll`].
 #[derive(Debug, Default)]
 struct Watcher {
     blocks: HashSet<BlockHash>,

@@ -1,5 +1,4 @@
-//! Tests against recorded bytes of libzmq 4.3.5, and against libzmq itself if a Python with pyzmq
-//! is installed.
+//! Tests against recorded bytes of libzmq 4.3.5, and against libzmq itself where it is installed.
 
 use std::{
     io::{BufRead as _, BufReader},
