@@ -10,6 +10,7 @@
 use std::collections::BTreeMap;
 
 /// The maximum number of messages held during a replay: those of a second or more of a busy engine.
+/// Beyond it, the missing messages count as lost.
 const HELD_MAX: usize = 256;
 
 /// An action for the caller.

@@ -55,9 +55,10 @@ pub(super) struct Rank {
     pages: Pages,
     /// The number of resident blocks on the device and on the host, in this order.
     resident: [u64; 2],
-    /// Whether the first replay has ended, so that the messages sent before the agent connected are
-    /// applied or known to be lost.
+    /// Whether the first replay has ended or was given up, so that the messages sent before the
+    /// agent connected are applied or known to be lost.
     is_read: bool,
+    /// Whether messages were lost, and the radix tree was not published again since.
     wants_tree: bool,
     /// The number of pages stored since messages were lost.
     relearned: usize,
