@@ -96,7 +96,7 @@ impl Turns {
     /// owner knows of it.
     async fn engine_failed(&self, error: &hyper_util::client::legacy::Error) {
         if engine::refused(error) {
-            let reason = "the engine takes no connections".to_owned();
+            let reason = "the engine accepts no connections".to_owned();
             self.agent.engine(EngineNews::Down { reason, gone: true }).await;
         }
         self.look.notify_one();
@@ -372,9 +372,13 @@ pub fn refusal(error: &agent::Error) -> Refusal {
 fn unreachable(error: &hyper_util::client::legacy::Error) -> Refusal {
     warn!(error = error as &dyn std::error::Error, "engine unreachable");
     let (status, code, text) = if error.is_connect() {
-        (StatusCode::SERVICE_UNAVAILABLE, "engine_down", "the engine takes no connections")
+        (StatusCode::SERVICE_UNAVAILABLE, "engine_down", "the engine accepts no connections")
     } else {
-        (StatusCode::BAD_GATEWAY, "engine_lost", "the engine broke the connection off")
+        (
+            StatusCode::BAD_GATEWAY,
+            "engine_lost",
+            "the engine closed the connection before its answer was complete",
+        )
     };
     Refusal::new(status, code, text).retry_after(Duration::from_secs(2))
 }

@@ -114,7 +114,7 @@ impl Owner {
         let turns_max = setup.limits.turns_everywhere_max() + setup.rules.turns_queued_max;
         let (ends, ended) = mpsc::channel(turns_max);
         let ledger = Ledger::new(setup.limits);
-        let down = Some("the engine was not reached yet".to_owned());
+        let down = Some("the engine has not answered yet".to_owned());
         let health = Health { unhealthy: down.clone(), ..Health::default() };
         let gpus = setup.gpus.now();
         let report = ledger.report(now(), &table, &gpus, setup.report_interval, health);
