@@ -65,7 +65,7 @@ impl House {
         stream
     }
 
-    /// Makes every pass of the engine take so much longer; what runs ends soon after zero.
+    /// Makes every pass of the engine `seconds` longer. With 0, running turns end soon.
     async fn slow_down(&self, seconds: f64) {
         let url = format!("{}/slow_down", self.engine.url());
         let body = json!({"forward_sleep_time": seconds});

@@ -363,7 +363,7 @@ async fn read_all(stream: &TcpStream) -> String {
     read_until(stream, |_| false).await
 }
 
-/// Everything until there is enough of it, or the connection ends.
+/// Reads until `is_enough` accepts the text, or the connection ends.
 async fn read_until(stream: &TcpStream, is_enough: impl Fn(&str) -> bool) -> String {
     let mut all = Vec::new();
     let mut buffer = [0; 4096];

@@ -85,7 +85,7 @@ impl House {
         assert_eq!(opened.json()["retention"], "pinned");
     }
 
-    /// Makes every pass of the engines take so much longer; what runs ends soon after zero.
+    /// Makes every pass of the engines `seconds` longer. With 0, running turns end soon.
     async fn slow_down(&self, seconds: f64) {
         for engine in &self.engines {
             let url = format!("{}/slow_down", engine.url());
@@ -190,7 +190,7 @@ async fn a_conversation_stays_where_its_kv_is() {
     assert_eq!(turns.iter().max(), Some(&4), "all on one worker: {turns:?}");
 }
 
-/// The turns of one growing chat, of whose messages `edit` changes some before each turn.
+/// Sends seven turns of a growing chat. `edit` changes some of its messages before each turn.
 async fn chat_of_turns(house: &House, id: &str, edit: fn(&mut [(String, String)], usize)) {
     let message = |role: &str, text: &str| (role.to_owned(), text.to_owned());
     let mut messages = vec![message("system", "secret words"), message("user", "hello there")];
@@ -224,7 +224,7 @@ async fn a_system_block_that_changes_is_told_from_the_ones_beside_it() {
             json!({"model": "tiny", "max_tokens": 4, "system": system, "messages": messages});
         let answer = house.post("/v1/messages", &[("x-claude-code-session-id", "s")], &body).await;
         assert_eq!(answer.status, StatusCode::OK, "{}", answer.text());
-        // Clients send what is no longer the newest message as a plain string.
+        // Clients send every message except the newest as a plain string.
         let last = messages.last_mut().unwrap();
         last["content"] = format!("question {turn}").into();
         messages.push(json!({"role": "assistant", "content": format!("answer {turn}")}));

@@ -1,5 +1,5 @@
-//! Volatile preambles through the whole house: the engine gets what the client sent less its
-//! preamble, so turns share a prefix that they would not share with it.
+//! Volatile preambles through router, agent and simulated engine: the engine gets the client's body
+//! without its preamble, so turns share a prefix that the preamble would keep apart.
 
 #![expect(clippy::unwrap_used, reason = "a test fails where it unwraps")]
 
@@ -32,7 +32,7 @@ impl House {
         Self { engine, router, web, _agent: agent }
     }
 
-    /// Sends a turn as it is written; answers the cached tokens of its usage.
+    /// Sends `body` byte for byte. Returns the cached tokens that the answer's usage reports.
     async fn send(&self, path: &str, body: &str) -> u64 {
         let (url, body) = (self.router.url(path), body.to_owned());
         let headers = [("content-type", "application/json")];
@@ -42,7 +42,7 @@ impl House {
         usage["cache_read_input_tokens"].as_u64().unwrap_or_default()
     }
 
-    /// What the engine was last sent there, less the members that Berth decides.
+    /// Returns the last body that the engine got at `path`, without the members that Berth sets.
     fn seen(&self, path: &str) -> String {
         let body = self.engine.bodies_seen(path).pop().unwrap();
         let owned = [&OWNED_KEYS[..], &["request_id"]].concat();
@@ -51,13 +51,14 @@ impl House {
     }
 }
 
-/// As Claude Code writes it.
+/// Returns a preamble as Claude Code writes it, different for each request.
 fn preamble(request: u32) -> String {
     let cch = 0x36ee5 + request * 0x1357;
     format!("x-anthropic-billing-header: cc_version=2.1.177.01c; cc_entrypoint=cli; cch={cch:05x};")
 }
 
-/// Bodies with a preamble, and what is left of each. What a user wrote is left.
+/// Returns routes, bodies with a preamble, and the same bodies without it. Text that a user wrote
+/// stays.
 fn cases() -> Vec<(&'static str, String, String)> {
     let bodies = [
         (
@@ -95,7 +96,7 @@ async fn an_engine_gets_the_body_less_its_preamble_and_every_byte_where_it_is_ke
     for (path, body, left) in cases() {
         strips.send(path, &body).await;
         assert_eq!(strips.seen(path), left, "{path}");
-        // Nothing to remove: not a byte is touched.
+        // Without a preamble, no byte changes.
         strips.send(path, &left).await;
         assert_eq!(strips.seen(path), left, "{path}");
         keeps.send(path, &body).await;

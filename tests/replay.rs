@@ -368,7 +368,7 @@ async fn a_replay_ends_at_its_time() {
 #[tokio::test]
 async fn a_request_that_takes_too_long_is_a_timeout() {
     let (_server, url) = serve(&[(0, Fault::Hang)]).await;
-    // The second turn has to be answered within it.
+    // Long enough for the second turn, which must be answered in time.
     let timeout = Duration::from_secs(4);
     let report =
         run(Options { timeout, ..options(&url, Api::Chat) }, vec![conversation(0, 2)]).await;

@@ -5,7 +5,7 @@
 //! JSON parsers take the *last* of duplicate keys and decode escapes in keys, so an owned key is
 //! removed wherever and however often it is written at the top level; nested ones are the client's.
 //!
-//! [`first_element`] looks one level deeper, into an array, without reading the rest of it.
+//! [`first_element`] reads the first element of an array and not the rest of the array.
 
 use std::{fmt, ops::Range};
 
@@ -103,7 +103,7 @@ impl<'a> Object<'a> {
         Ok(Self { bytes, start, members })
     }
 
-    /// The text that the object was read from.
+    /// The text from which the object was read.
     #[must_use]
     pub fn bytes(&self) -> &'a [u8] {
         self.bytes
@@ -115,8 +115,8 @@ impl<'a> Object<'a> {
         self.members.iter().rev().find(|member| member.key == key).map(|member| member.value)
     }
 
-    /// Where a part of this object's text lies, as offsets into [`Self::bytes`]. The part is a
-    /// slice of that text, at any depth.
+    /// Returns the offsets of `part` in [`Self::bytes`]. `part` must be a slice of that text, at
+    /// any depth.
     ///
     /// # Panics
     /// When `part` is not a slice of the object's text.
@@ -173,8 +173,8 @@ impl<'a> Object<'a> {
 pub struct Element<'a> {
     /// The element as written.
     pub value: &'a RawValue,
-    /// The array's text without which the array is valid and lacks this element: the element and
-    /// the comma behind it, if there is one.
+    /// The element and the comma after it, if there is one. Removing this text removes the element,
+    /// and the array stays valid.
     pub with_comma: &'a str,
     /// Whether the array has no other element.
     pub is_only: bool,
@@ -187,7 +187,7 @@ pub fn first_element(array: &RawValue) -> Option<Element<'_>> {
     let mut parser = serde_json::Deserializer::from_str(inside);
     let value = <&RawValue>::deserialize(&mut parser).ok()?;
     let text = value.get();
-    // The value borrows from `inside`, so its address says where it lies.
+    // The value borrows from `inside`, so its address gives its offset.
     let start = text.as_ptr() as usize - inside.as_ptr() as usize;
     let end = start + text.len();
     let behind = inside[end..].trim_start_matches([' ', '\t', '\n', '\r']);

@@ -211,7 +211,7 @@ pub struct Session {
     pub idle: Duration,
     /// The client sends its full history with each turn, so the session can continue on any worker.
     pub whole_history: bool,
-    /// A text early in its prompts that differs from turn to turn; none was found where absent.
+    /// A text early in the session's prompts that differs from turn to turn. None: not found.
     pub volatile_prefix: Option<VolatilePrefix>,
 }
 
@@ -219,12 +219,12 @@ pub struct Session {
 /// everything after that text again in each turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct VolatilePrefix {
-    /// Tokens of the prompt before the text; absent where no shim compared the prompts.
+    /// Tokens of the prompt before the text. None: no shim compared the prompts.
     pub token_index: Option<u64>,
-    /// The text's place in the request body; absent where the prompt is a single text.
+    /// The text's place in the request body. None: the prompt is a single text.
     #[serde(flatten)]
     pub place: Option<PromptPlace>,
-    /// Turns in which the text differed from that of the turn before.
+    /// The number of turns in which the text differed from the previous turn's.
     pub turns: u64,
 }
 

@@ -50,7 +50,7 @@ pub const TURNS_IN_FLIGHT_MAX: usize = 4_096;
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Preamble {
-    /// Removes it from the body: behind it, nothing of the prompt is found in an engine's cache.
+    /// Removes the preamble from the body, because an engine's cache misses everything after it.
     #[default]
     Strip,
     /// Leaves the body as it is, for engines or models that read the preamble.
@@ -89,7 +89,7 @@ pub struct Config {
     pub overlap_bytes_max: usize,
     /// Turns at once; beyond it the answer is 429.
     pub turns_in_flight_max: usize,
-    /// Whether a coding agent's preamble, changed with each request, is removed from the prompt.
+    /// Whether the router removes a preamble that a coding agent changes with each request.
     pub preamble: Preamble,
 }
 

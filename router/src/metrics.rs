@@ -185,7 +185,7 @@ impl Metrics {
         self.laned.get_or_create(&Ended { outcome: laned.as_str() }).inc();
     }
 
-    /// Answers how many of this client's were removed before.
+    /// Counts a removed preamble. Returns how many of this client's were removed before.
     pub(crate) fn preamble_removed(&self, client: &'static str) -> u64 {
         self.preambles.get_or_create(&WrittenBy { client }).inc()
     }

@@ -1,19 +1,20 @@
 //! Volatile preambles: text that a client puts in front of its system prompt and changes with each
 //! request. An engine's prefix cache misses from the first changed token on, so such a preamble
 //! makes the engine compute the whole conversation with every turn. This module finds one and cuts
-//! it out of the body by byte range. Pure; `pattern` has the table of known preambles.
+//! it out of the body by byte range. This module is pure; `pattern` has the table of known
+//! preambles.
 //!
-//! The cut is one range of bytes, and what is left is valid JSON:
+//! The cut is one range of bytes, and the remaining body is valid JSON:
 //!
-//! - A block that holds only the preamble is removed with its comma. So is a chat message, unless
-//!   it is the only message: then the message stays and its text is empty.
-//! - Otherwise the preamble's text is removed, with at most two line breaks directly behind it:
-//!   gateways join blocks by one line break or by an empty line.
+//! - A block that holds only the preamble is removed with its comma. A chat message that holds only
+//!   the preamble is also removed, unless it is the only message: then its text becomes empty.
+//! - Otherwise the preamble's text is removed, with at most two line breaks directly after it,
+//!   because gateways join blocks by one line break or by an empty line.
 //! - Every other byte stays.
 //!
-//! Text that a user wrote is never touched. A preamble counts only where its client or a gateway
-//! puts it (see `Place`), at the very beginning, and complete. Of duplicate keys the last one
-//! counts, as it does for the engine.
+//! Text that a user wrote is never changed. A preamble is recognized only if it is complete and
+//! stands at the very beginning of a place where its client or a gateway puts it (see `Place`). If
+//! a key occurs twice, the last occurrence is used, as the engine does.
 
 mod pattern;
 #[cfg(test)]
@@ -27,17 +28,17 @@ use serde_json::value::RawValue;
 
 use self::pattern::Match;
 
-/// Where a body may have a preamble: in the first text of the system prompt. Each route has one
-/// such place.
+/// The place of a preamble in a body: the first text of the system prompt. Each route has at most
+/// one place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Place {
-    /// `system` of `/v1/messages`, which the clients themselves fill: a string, or the first block
-    /// of an array.
+    /// `system` of `/v1/messages`, a string or the first block of an array. The clients themselves
+    /// write it.
     System,
     /// The content of the first message of `/v1/chat/completions`, if its role is `system` or
-    /// `developer`. Gateways make it of `system`.
+    /// `developer`. Gateways make this message from `system`.
     FirstMessage,
-    /// `instructions` of `/v1/responses`, a string. Gateways make it of `system`.
+    /// `instructions` of `/v1/responses`, a string. Gateways make it from `system`.
     Instructions,
 }
 
@@ -55,15 +56,15 @@ impl Place {
 /// The part of a body that is a preamble.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Cut {
-    /// The client that is known to write it.
+    /// The client that is known to write this preamble.
     pub client: &'static str,
-    /// What goes, as offsets into the body.
+    /// The bytes to remove, as offsets into the body.
     range: Range<usize>,
 }
 
 impl Cut {
-    /// Removes the preamble from the body that it was found in. Moves the bytes behind it in place
-    /// where nobody else holds them.
+    /// Removes the preamble from `body`, which must be the body that [`find`] searched. Copies the
+    /// body only if its bytes are shared; otherwise moves the later bytes in place.
     #[must_use]
     pub fn apply(&self, body: Bytes) -> Bytes {
         let mut body = BytesMut::from(body);
@@ -73,8 +74,8 @@ impl Cut {
     }
 }
 
-/// Finds the preamble of a request for `path`; None for most bodies. Reads only the first block or
-/// message of the system prompt.
+/// Finds the preamble in the body of a request for `path`. Returns None for most bodies. Reads only
+/// the first block or message of the system prompt.
 #[must_use]
 pub fn find(path: &str, body: &Object<'_>) -> Option<Cut> {
     let place = Place::of(path)?;
@@ -92,7 +93,7 @@ pub fn find(path: &str, body: &Object<'_>) -> Option<Cut> {
     Some(Cut { client, range: body.range_of(part) })
 }
 
-/// Returns the client and what goes of the messages' text.
+/// Returns the client and the part of the messages' text to remove.
 fn in_first_message(messages: &RawValue) -> Option<(&'static str, &str)> {
     let first = first_element(messages)?;
     let message = Object::parse(first.value.get().as_bytes()).ok()?;
@@ -112,16 +113,16 @@ fn in_first_message(messages: &RawValue) -> Option<(&'static str, &str)> {
 /// A preamble at the beginning of a content, in slices of the body.
 struct Found<'a> {
     client: &'static str,
-    /// The preamble, with the line breaks behind it.
+    /// The preamble, with the line breaks after it.
     text: &'a str,
-    /// The block that holds only the preamble, with its comma.
+    /// The block with its comma, if it holds only the preamble.
     block: Option<&'a str>,
-    /// Whether the content has nothing else.
+    /// Whether the content holds only the preamble.
     is_all: bool,
 }
 
 impl<'a> Found<'a> {
-    /// Looks at a string, or at the first block of an array if that is a text.
+    /// Looks for a preamble in a string, or in the first block of an array if it is a text block.
     fn at(place: Place, content: &'a RawValue) -> Option<Self> {
         if content.get().starts_with('"') {
             let (known, text) = in_string(place, content)?;

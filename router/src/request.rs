@@ -138,10 +138,10 @@ pub fn read(headers: &HeaderMap, body: &[u8], principal: &str) -> Result<Turn, E
     read_object(headers, &Object::parse(body)?, principal)
 }
 
-/// Reads a whole turn of a body that is parsed already.
+/// Reads a whole turn from a parsed body.
 ///
 /// # Errors
-/// When the body names a session in a way that can't be meant.
+/// When a session id or a field is invalid, or a delta turn names no session.
 pub fn read_object(
     headers: &HeaderMap,
     object: &Object<'_>,

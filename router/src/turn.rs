@@ -1,5 +1,5 @@
-//! One turn from its head to its answer: admit, claim, read, cut a volatile preamble out, decide,
-//! have a long prompt computed in pieces, send, perhaps send once more.
+//! One turn from its head to its answer: admit, claim, read, cut out a volatile preamble, decide,
+//! have a long prompt computed in stages, send, and send again after a failure if that is safe.
 
 use std::sync::Arc;
 
@@ -84,8 +84,8 @@ pub(crate) async fn run(
     Box::pin(send(&shared, &turn, &outbound, decided, permit)).await
 }
 
-/// Reads a turn. From here on its body is without a volatile preamble: so it is compared, hashed,
-/// placed, computed in pieces, and sent, also a second time.
+/// Reads a turn, and removes a volatile preamble from its body. Every later step, a second sending
+/// included, uses the body without the preamble.
 fn read(
     shared: &Shared,
     kind: Kind,
@@ -113,7 +113,7 @@ fn read(
     })
 }
 
-/// What is to be cut out of a turn's body.
+/// Returns the preamble to cut out of a turn's body, and counts it.
 fn preamble(shared: &Shared, kind: Kind, path: &str, body: &Object<'_>) -> Option<preamble::Cut> {
     if kind != Kind::Turn || shared.config.preamble == Preamble::Keep {
         return None;

@@ -272,7 +272,7 @@ impl From<Session> for v1::Session {
 impl From<v1::VolatilePrefix> for VolatilePrefix {
     fn from(wire: v1::VolatilePrefix) -> Self {
         let place = wire.place.map(|place| PromptPlace {
-            // A role that only a newer agent knows must not cost the whole session.
+            // A role that a newer agent added must not make the whole session unreadable.
             role: PromptRole::from_wire(place.role).unwrap_or(PromptRole::Other),
             message: place.message,
             block: place.block,

@@ -1,16 +1,18 @@
-//! What known volatile preambles look like, and whether a text begins with one. A text is matched
-//! as its JSON string is decoded, escape by escape, so that however a client writes it, the match
-//! is known in bytes of the body. Matching takes one pass over at most [`TEXT_BYTES_MAX`].
+//! The forms of known volatile preambles, and the check whether a text begins with a preamble.
+//!
+//! The check decodes the JSON string escape by escape while it matches, so the length of the match
+//! is known in bytes of the body, whichever escapes the client uses. It reads at most
+//! [`TEXT_BYTES_MAX`] characters, once.
 
 use super::Place;
 
-/// How far into a text a preamble may reach, in decoded bytes. Known ones have about 100.
+/// The most decoded characters of a preamble. Known preambles have about 100.
 const TEXT_BYTES_MAX: usize = 4096;
-/// Of a key. Known ones have up to 13 bytes.
+/// The most characters of a key. Known keys have up to 13.
 const KEY_BYTES_MAX: usize = 64;
-/// Of a value. Known ones have up to 20 bytes.
+/// The most characters of a value. Known values have up to 20.
 const VALUE_BYTES_MAX: usize = 256;
-/// Line breaks behind a preamble that go with it: one, or an empty line.
+/// The most line breaks that are removed after a preamble: one line break, or an empty line.
 const LINE_BREAKS_MAX: usize = 2;
 
 /// A volatile preamble that a client is known to write.
@@ -23,16 +25,16 @@ struct Known {
 
 /// The form of a preamble.
 enum Pattern {
-    /// `name`, then pairs like ` key=value;`, of which the first has `first_key`. Every pair has
-    /// to be terminated. Keys are small letters, digits and `_`; values are visible ASCII.
+    /// `name`, then pairs like ` key=value;`. The first pair has the key `first_key`, and every
+    /// pair must end in `;`. Keys are small letters, digits and `_`; values are visible ASCII.
     Pairs { name: &'static str, first_key: &'static str },
 }
 
 /// All known volatile preambles.
 const KNOWN: [Known; 1] = [
-    // anthropics/claude-code#68900 (2026-06-16): the first block of `system`; `cch`, and a part of
-    // `cc_version`, change with each request. Gateways that make chats or `instructions` of it:
-    // sgl-project/sglang#35129, CaddyGlow/ccproxy-api#61 (2026-04-30).
+    // anthropics/claude-code#68900 (2026-06-16): the preamble is the first block of `system`; `cch`
+    // and a part of `cc_version` change with each request. Gateways that turn it into a chat
+    // message or `instructions`: sgl-project/sglang#35129, CaddyGlow/ccproxy-api#61 (2026-04-30).
     Known {
         client: "claude_code",
         places: &[Place::System, Place::FirstMessage, Place::Instructions],
@@ -44,13 +46,14 @@ const KNOWN: [Known; 1] = [
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Match {
     pub(super) client: &'static str,
-    /// Its bytes in the body, with the line breaks behind it.
+    /// The length of the preamble in bytes of the body, with the line breaks after it.
     pub(super) raw_bytes: usize,
-    /// Whether the text has nothing else.
+    /// Whether the text holds only the preamble.
     pub(super) is_all: bool,
 }
 
-/// Matches the inside of a valid JSON string, without its quotes.
+/// Returns the known preamble at the beginning of `inside`, the content of a valid JSON string
+/// without its quotes.
 pub(super) fn find(place: Place, inside: &str) -> Option<Match> {
     KNOWN.iter().filter(|known| known.places.contains(&place)).find_map(|known| {
         let mut text = Text { rest: inside, left: TEXT_BYTES_MAX };
@@ -63,19 +66,19 @@ pub(super) fn find(place: Place, inside: &str) -> Option<Match> {
     })
 }
 
-/// What is left of a text.
+/// The part of a text that is not read yet.
 #[derive(Clone, Copy)]
 struct Text<'a> {
-    /// As the JSON string has it.
+    /// The rest, with the escapes of the JSON string.
     rest: &'a str,
-    /// Characters that may still be read.
+    /// The number of characters that may still be read.
     left: usize,
 }
 
-/// What a text goes on with.
+/// The result of reading a pair.
 enum Pair {
     Complete,
-    /// Its key and `=`, and then no value that ends.
+    /// A key and `=` without a value that ends in `;`, or a text that reaches the bound.
     Broken,
     Absent,
 }
@@ -97,7 +100,7 @@ impl Text<'_> {
     fn take_pair(&mut self) -> Pair {
         let mut ahead = *self;
         if ahead.take(" ").is_none() || ahead.take_key().is_none() {
-            // What can't be read to its end isn't known to be complete.
+            // At the bound it is unknown whether the preamble is complete.
             return if ahead.left == 0 { Pair::Broken } else { Pair::Absent };
         }
         for _ in 0..=VALUE_BYTES_MAX {
@@ -113,7 +116,7 @@ impl Text<'_> {
         Pair::Broken
     }
 
-    /// A key and the `=` behind it.
+    /// Reads a key and the `=` after it.
     fn take_key(&mut self) -> Option<()> {
         self.next().filter(char::is_ascii_lowercase)?;
         for _ in 0..KEY_BYTES_MAX {
@@ -143,7 +146,7 @@ impl Text<'_> {
         wanted.chars().try_for_each(|char| (self.next() == Some(char)).then_some(()))
     }
 
-    /// The next character; None at the end, or where the bound is reached.
+    /// Reads the next character. Returns None at the end of the text and at the bound.
     fn next(&mut self) -> Option<char> {
         self.left = self.left.checked_sub(1)?;
         let mut raw = self.rest.chars();
@@ -158,7 +161,7 @@ impl Text<'_> {
                 'u' => {
                     let digits = raw.as_str().get(..4)?;
                     raw = raw.as_str()[4..].chars();
-                    // Halves of a pair stand for nothing that a preamble has.
+                    // Half of a surrogate pair matches nothing: no preamble has such a character.
                     let code = u32::from_str_radix(digits, 16).ok()?;
                     char::from_u32(code).unwrap_or(char::REPLACEMENT_CHARACTER)
                 }

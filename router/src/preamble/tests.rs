@@ -1,4 +1,4 @@
-//! What is cut, and what never is.
+//! Tests of the volatile preamble: which bytes are cut out of a body, and which never are.
 
 use fastrand::Rng;
 use proptest::prelude::*;
@@ -9,7 +9,7 @@ use super::*;
 const CLAUDE: &str =
     "x-anthropic-billing-header: cc_version=2.1.177.01c; cc_entrypoint=sdk-cli; cch=36ee5;";
 
-/// The body without its preamble; None where nothing is cut.
+/// Returns the body without its preamble, or None if nothing is cut.
 fn cut(path: &str, body: &str) -> Option<String> {
     let found = find(path, &Object::parse(body.as_bytes()).unwrap())?;
     assert_eq!(found.client, "claude_code");
@@ -17,7 +17,7 @@ fn cut(path: &str, body: &str) -> Option<String> {
     Some(String::from_utf8(cut.to_vec()).unwrap())
 }
 
-/// As [`cut`], of a body whose `PRE` stands for the preamble.
+/// Calls [`cut`] for a body in which `PRE` stands for the preamble.
 fn cut_of(path: &str, body: &str) -> Option<String> {
     cut(path, &body.replace("PRE", CLAUDE))
 }
@@ -100,7 +100,7 @@ fn line_breaks_behind_a_preamble_go_up_to_an_empty_line() {
     ] {
         assert_eq!(of_system(&format!("{CLAUDE}{behind}")).as_deref(), Some(left), "{behind:?}");
     }
-    // What a newer client adds is a part of it.
+    // Pairs that a newer client adds are a part of the preamble.
     assert_eq!(of_system(&format!("{CLAUDE} cc_workload=;\nBe")).as_deref(), Some("Be"));
     assert_eq!(of_system("x-anthropic-billing-header: cc_version=1;\nBe").as_deref(), Some("Be"));
 }
@@ -134,7 +134,7 @@ fn what_is_not_complete_or_not_at_the_beginning_stays() {
     for text in texts {
         assert_eq!(of_system(&text), None, "{text:?}");
     }
-    // Less than 4 KiB of pairs, before a text of any length.
+    // Pairs of less than 4 KiB are cut, whatever the length of the text after them.
     let text = format!("{name} cc_version=1; {}", "a=b; ".repeat(700));
     let prompt = "B".repeat(20_000);
     let left = of_system(&format!("{}\n{prompt}", text.trim_end()));
@@ -197,8 +197,8 @@ fn escapes_in_keys_and_text_hide_nothing() {
     assert_eq!(cut("/v1/messages", half), None);
 }
 
-/// Writes JSON with spaces and escapes where they may be, and with members written before that
-/// the later ones of the same key outdo.
+/// Writes JSON with random spaces and escapes. Before some members it writes another member with
+/// the same key, which the later member overrides.
 struct Writer(Rng);
 
 impl Writer {
@@ -264,7 +264,7 @@ impl Writer {
     }
 }
 
-/// Members beside the system prompt, look-alikes among them.
+/// Generates members beside the system prompt, some of which look like a preamble.
 fn others() -> impl Strategy<Value = Vec<(String, Value)>> {
     let key = proptest::sample::select(vec!["model", "tools", "metadata", "input", "text", "é\""]);
     let value = prop_oneof![
@@ -276,7 +276,7 @@ fn others() -> impl Strategy<Value = Vec<(String, Value)>> {
     prop::collection::vec((key.prop_map(str::to_owned), value), 0..4)
 }
 
-/// A preamble, and whether it is complete.
+/// Generates a preamble, and whether it is complete.
 fn preambles() -> impl Strategy<Value = (String, bool)> {
     let pairs = prop::collection::vec("[a-z][a-z0-9_]{0,8}=[!-:<-~]{0,12}", 0..4);
     let broken = proptest::sample::select(vec!["", "", "", "start", "end"]);
@@ -292,10 +292,11 @@ fn preambles() -> impl Strategy<Value = (String, bool)> {
     })
 }
 
-/// A route, its system prompt with a text in front, and the same without it.
+/// Generates a route, a body with a preamble (`PRE`) in its system prompt, and the same body
+/// without the preamble.
 fn places() -> impl Strategy<Value = (&'static str, Value, Value)> {
     let breaks = proptest::sample::select(vec!["", "\n", "\r\n", "\n\n", "\r\n\n"]);
-    // No `;`, which would terminate a preamble that isn't.
+    // No `;`, which would complete an incomplete preamble.
     let rest = prop_oneof![Just(String::new()), "[A-Z]\\n?[ -:<-~éß€😀]{0,12}"];
     let more = prop::collection::vec(Just(json!({"type": "text", "text": CLAUDE})), 0..3);
     let forms = (0..5_u8, breaks, rest, more);
@@ -306,7 +307,7 @@ fn places() -> impl Strategy<Value = (&'static str, Value, Value)> {
         let with = |first: Vec<Value>, more: &[Value]| Value::from([&first, more].concat());
         let kept: Vec<Value> = (!rest.is_empty()).then(|| block(&rest)).into_iter().collect();
         let blocks = (with(vec![block(&text)], &more), with(kept, &more));
-        // An only message stays, and its block.
+        // A message that is the only one stays, with the blocks that are left.
         let (user, none) = (json!({"role": "user", "content": CLAUDE}), rest.is_empty());
         match form {
             0 => ("/v1/messages", json!({"system": text}), json!({"system": rest})),
@@ -377,7 +378,7 @@ proptest! {
     }
 }
 
-/// Puts the preamble where the generated system prompt says so.
+/// Replaces each `PRE` in the generated value with the preamble.
 fn fill(value: &mut Value, preamble: &str) {
     match value {
         Value::String(text) => *text = text.replacen("PRE", preamble, 1),

@@ -1,4 +1,4 @@
-//! Volatile preambles: what agents are sent, also a second time, and what the operator is told.
+//! Volatile preambles: the bodies that agents get, also when a turn is sent again, and the metric.
 
 use std::sync::atomic::Ordering;
 

@@ -276,8 +276,8 @@ class Engine:
         return self.post("/flush_cache")
 
     def flushed(self) -> wire.Answer:
-        """The answer to a flush that was carried out: the engine refuses it while a turn's last
-        step runs, which may be longer than its answer takes."""
+        """Flushes, and returns the answer of the flush that the engine accepted. The engine refuses
+        a flush while the last step of a turn runs, which may end after the turn's answer."""
         found: list[wire.Answer] = []
 
         def flushed() -> bool:

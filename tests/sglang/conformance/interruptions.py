@@ -88,7 +88,8 @@ def an_abort_finds_ids_by_their_beginning(engine: Engine) -> None:
 @case("page16")
 def a_streaming_client_that_goes_away(engine: Engine) -> None:
     def noticed_before_a_poll() -> bool:
-        """By a poll it would be gone no sooner, ever; where the machine stalls, it may be later."""
+        """Returns whether the turn ended sooner than the engine's poll could have ended it. On a
+        stalled machine it may end later, so the test tries again."""
         session = engine.open()
         engine.turn(session, ids(40, 1), 20).good()
         with engine.slow():

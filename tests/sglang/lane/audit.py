@@ -18,7 +18,7 @@ from lane.turns import Pinned, finished
 from lane.with_shim import with_shim
 
 AUDITS_MIN = 3
-# As many as fit in the context.
+# As many turns as fit in the context.
 TURNS_MAX = 20
 
 
@@ -78,7 +78,7 @@ def it_is_sound_while_turns_run(fleet: Fleet) -> None:
         seen = threading.Event()
 
         def talk(session: Pinned) -> None:
-            # However quick the turns are, and however slow the audits.
+            # The turns go on until enough audits were made, however fast both are.
             for number in range(TURNS_MAX):
                 session.turn(f" Turn {number} of it, and some more words.", 40)
                 if number >= 5 and seen.is_set():
@@ -105,7 +105,7 @@ def it_is_sound_while_turns_run(fleet: Fleet) -> None:
 
 @test
 def sealed_pages_are_compared(fleet: Fleet) -> None:
-    # No audit between those that the test asks for.
+    # The agent makes no audits of its own between those that the test asks for.
     with with_shim(fleet, "audit_interval_s = 0\n"):
         session = Pinned(fleet)
         session.turn(text_of(60), 10)

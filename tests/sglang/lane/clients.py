@@ -71,7 +71,8 @@ class House:
     def start(
         self, env: dict[str, str] | None = None, flags: tuple[str, ...] = (), **more: Any
     ) -> None:
-        """With more environment, flags, and what else `start_engine` takes."""
+        """Starts engine, agent and router. The engine gets `env`, `flags`, and `more` arguments of
+        `start_engine`."""
         shim = shim_env(self.fleet.shim_socket, self.fleet.bin_dir)
         env = (env or {}) | {
             "PYTHONPATH": f"{PLUGIN}:{shim['PYTHONPATH']}",

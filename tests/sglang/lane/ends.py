@@ -7,8 +7,8 @@ from lane.fleet import AGENT_STOP_SECONDS_MAX, Fleet
 from lane.runner import equal, last_test, one_of, test
 from lane.turns import Pinned, body, chat_body, generate, refused
 
-# A connection to a dead engine on this machine is refused at once. Less than the 10 s for which an
-# agent waits for an engine's answer.
+# A connection to a dead engine on this machine is refused at once. The bound is less than the 10 s
+# for which an agent waits for an engine's answer.
 ANSWER_SECONDS_MAX = 9
 
 

@@ -23,10 +23,10 @@ from lane.turns import Pinned, at_once, generate
 
 EQUAL_SECONDS_MAX = 60
 ASK_SECONDS_MAX = 30
-# The shortest: no gap waits long because of the gap before it.
+# The shortest interval allowed, so that no gap has to wait long after the previous gap.
 SETTINGS = "republish_interval_ms = 100\n"
-# One conversation for each round. A round is repeated where the tree was published too quickly for
-# anything to change meanwhile.
+# The conversation of each round. Another round follows if the tree was published before anything
+# could change.
 ROUNDS = "JKLMN"
 ASKED = 'kv_resyncs_total{outcome="asked"}'
 ORPHANS = 'kv_events_total{dp_rank="0",kind="orphan"}'
@@ -120,14 +120,14 @@ def _converse(fleet: Fleet, letter: str, turns: int = 2) -> None:
 
 
 def _converse_unheard(fleet: Planted, letter: str) -> None:
-    """A conversation of which no message comes, nor any that is asked for."""
+    """Sends a conversation whose KV events are all lost, and can't be replayed."""
     fleet.plant("lost")
     _converse(fleet, letter)
     fleet.plant("heard")
 
 
 def wait_asked(fleet: Fleet, before: float) -> None:
-    """Waits until the tree has been asked for more often than before."""
+    """Waits until the agent has requested the tree more than `before` times."""
     wait_until(
         fleet.agent, "asking for the tree", lambda: metric(fleet, ASKED) > before, ASK_SECONDS_MAX
     )

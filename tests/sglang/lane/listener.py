@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 VERSION = 4
-# What comes at all comes at once; a loaded machine takes some seconds.
+# Messages come at once, or after some seconds on a loaded machine.
 TOLD_SECONDS_MAX = 60
 HEAD_NAMES = (
     "seq events_lost samples samples_ns recounts total available evictable protected held uncached"

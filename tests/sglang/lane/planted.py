@@ -19,7 +19,7 @@ from lane.shim import text_of
 from lane.turns import Pinned, body, refused
 from lane.with_shim import by_shim
 
-# The engine looks between two steps, of a tenth of a second each where the machine is busy.
+# The engine looks for the file between two steps. A step takes 0.1 s on a busy machine.
 PLANT_SECONDS_MAX = 30
 MEET_SECONDS_MAX = 30
 

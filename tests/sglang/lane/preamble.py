@@ -1,14 +1,15 @@
-"""Claude Code's changing preamble: with it in front, no turn finds anything in the cache.
+"""Tests Claude Code's changing preamble, with which no turn would find its prompt in the cache.
 
-Anthropic's own Python client sends what Claude Code sends: its headers, a preamble whose `cch`
-changes with each request as the first block of a system prompt of 5,000 tokens, tools,
-`cache_control`, and `metadata.user_id`. It is told nothing but a URL. Where the router strips the
-preamble, which is the default, every turn from the second on runs pinned and nearly all of its
-prompt is cached; the answers are the engine's own to the same bodies without the preamble; sessions
-of other clients share the system prompt's blocks. Where the router keeps it, nothing is cached and
-the session loses its pin.
+Anthropic's own Python client sends what Claude Code sends: its headers, tools, `cache_control`,
+`metadata.user_id`, and a system prompt of 5,000 tokens. The first block of the system prompt is a
+preamble whose `cch` changes with each request. The client is configured with a URL only.
 
-In an engine of its own, with the chat model.
+By default the router strips the preamble. Then every turn from the second on runs pinned and nearly
+all of its prompt is cached; the answers equal the engine's own to the same bodies without the
+preamble; sessions of other clients share the system prompt's blocks. If the router keeps the
+preamble, nothing after it is cached and the session loses its pin.
+
+These tests run in an engine of their own, with the chat model.
 """
 
 import json
@@ -46,7 +47,7 @@ TOOLS = [
 
 
 def preamble(version: str = "2.1.177.01c") -> str:
-    """A new one with each call."""
+    """Returns a preamble, a new one with each call."""
     cch = random.randrange(16**5)
     return (
         f"x-anthropic-billing-header: cc_version={version}; cc_entrypoint=sdk-cli; cch={cch:05x};"
@@ -54,7 +55,7 @@ def preamble(version: str = "2.1.177.01c") -> str:
 
 
 def system_prompt(house: House) -> str:
-    """Of words that are a token each."""
+    """Returns a prompt of words that are one token each."""
     encode = house.tokenizer.encode
     words = [word for word in WORDS if len(encode(f" {word}").ids) == 1]
     text = "".join(f" {word}" for word in random.Random(1).choices(words, k=SYSTEM_TOKENS))
@@ -64,7 +65,7 @@ def system_prompt(house: House) -> str:
 
 @dataclass(frozen=True)
 class Turn:
-    """One, as its client and the engine saw it."""
+    """A turn, as its client and the engine saw it."""
 
     sent: dict
     text: str
@@ -72,7 +73,8 @@ class Turn:
     prompt_tokens: int
     cached_tokens: int
     seconds: float
-    # As the engine's tokenizer has the client's prompt, and what the session holds, if one does.
+    # The token ids of the client's prompt by the engine's tokenizer, and the session's context
+    # after the turn if the turn ran in a session.
     whole: list[int]
     context: list[int] | None
 
@@ -82,7 +84,7 @@ class Turn:
 
 
 class ClaudeCode:
-    """A session of it, which resends its whole history with each turn."""
+    """A session of Claude Code, which resends its full history with each turn."""
 
     def __init__(self, house: House, version: str = "2.1.177.01c"):
         self.house, self.version = house, version
@@ -110,7 +112,7 @@ class ClaudeCode:
             "extra_body": {"temperature": 0},
         }
         begin = time.monotonic()
-        # Not streamed: the engine streams an empty answer without its prompt's figures.
+        # Not streamed: the engine reports no prompt tokens for an empty streamed answer.
         raw = self.clients.anthropic.messages.with_raw_response.create(**call)
         answer, sent = raw.parse(), raw.http_request.read()
         seconds = time.monotonic() - begin
@@ -151,7 +153,7 @@ def a_changing_preamble_costs_neither_the_cache_nor_the_pin(fleet: Fleet) -> Non
     try:
         house.start(env=LONGER, flags=FLAGS, pool_tokens=4 * CONTEXT_TOKENS)
         _stripped(house)
-        # Nothing that the engine has is of use to the next one.
+        # The next session starts with an empty cache.
         house.fleet.router.stop(BERTH_START_SECONDS_MAX)
         house.fleet.start_router(settings='preamble = "keep"\n')
         house.fleet.wait_placing()
@@ -177,8 +179,8 @@ def _stripped(house: House) -> None:
 
 
 def _shared(house: House) -> None:
-    """Other sessions find the system prompt: another Claude Code's, and one by a gateway that makes
-    chats of messages."""
+    """Checks that other sessions find the system prompt in the cache: a session of another Claude
+    Code, and a session through a gateway that turns messages into chats."""
     least = SYSTEM_TOKENS - house.fleet.page_size
     other = ClaudeCode(house, version="2.1.180.9f3")
     turn = other.turn(77)
@@ -203,8 +205,8 @@ def _shared(house: House) -> None:
 
 
 def _answered_alone(house: House, turn: Turn) -> bool:
-    """Checks the answer against the engine's own. Answers whether the turn ran on other tokens of
-    the same text."""
+    """Checks the answer against the engine's own. Returns whether the turn was retokenized: it ran
+    on other tokens of the same text."""
     prompt = turn.context[: turn.prompt_tokens] if turn.context else turn.whole
     if prompt != turn.whole:
         equal(house.text(prompt), house.text(turn.whole), "the context's text")
@@ -232,8 +234,8 @@ def _removed(house: House) -> int:
 
 
 def _kept(house: House) -> None:
-    """Only what stands before the preamble is cached. The session is pinned at first; it is given
-    up when it has diverged three times."""
+    """Checks that only the tokens before the preamble are cached. The session is pinned at first,
+    and loses its pin when it has diverged three times."""
     second = ClaudeCode(house)
     turns = second.ten_turns("kept")
     second.close()

@@ -161,7 +161,8 @@ def get_session(fleet: Fleet, id: str, headers: dict | None = None) -> wire.Answ
 
 
 def wait_session(fleet: Fleet, id: str, name: str, expected: Any) -> None:
-    """Waits until the router, which hears of sessions from their agent, shows this of it."""
+    """Waits until the router shows `expected` as the session's `name`. The router gets it from the
+    session's agent, so it lags."""
     deadline = time.monotonic() + HEARD_SECONDS_MAX
     while (found := get_session(fleet, id).json().get(name)) != expected:
         if time.monotonic() > deadline:
@@ -212,13 +213,13 @@ def slow_engine(fleet: Fleet, seconds: float = 0.03) -> Iterator[None]:
 
 
 def quicken(fleet: Fleet) -> None:
-    """Ends the slowness early: what was to be met while a turn ran has been met."""
+    """Makes the engine fast again, once the test has done what needed a running turn."""
     url = f"{fleet.engine_url}/slow_down"
     equal(wire.post(url, {"forward_sleep_time": 0}).status, 200, "slow_down off")
 
 
 def runs(fleet: Fleet) -> bool:
-    """Does anything run in the engine, by its own account?"""
+    """Returns whether a request runs in the engine, by the engine's own account."""
     return any(load["num_running_reqs"] for load in fleet.loads())
 
 

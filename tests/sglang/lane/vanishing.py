@@ -15,7 +15,7 @@ from lane.turns import Pinned, Turn, at_engine, body, slow_engine
 
 LOST_TEXT = " Say much."
 LOST_TOKENS = 100
-# An abort takes effect with the step that runs.
+# An abort takes effect at the end of the running step.
 FREE_SECONDS_MAX = 60
 
 

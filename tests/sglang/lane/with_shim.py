@@ -110,7 +110,7 @@ def what_is_closed_is_free_at_once(fleet: Fleet) -> None:
             return counts.get(float("inf"), 0)
 
         counts: dict[float, int] = {}
-        # The engine has closed them all; the shim's word of the last ones may be on its way.
+        # The engine has closed all sessions; the shim's last confirmations may still be on the way.
         wait_until(
             fleet.agent, "told of its closes", lambda: confirmed() >= CLOSES, SETTLE_SECONDS_MAX
         )

@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# As many messages as the engine's publisher keeps by itself.
+# The engine's default for the messages that its publisher keeps.
 BUFFER_MESSAGES = 10_000
 
 

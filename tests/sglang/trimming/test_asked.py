@@ -28,8 +28,8 @@ from .test_trimmer import ANSWER, House
 
 NOT_ANSWERED = "the agent didn't answer in time"
 LET = "the agent lets it run as it came"
-# An agent that says nothing is waited for; the tests needn't wait as long.
-# One that answers is a thread here, which a busy machine may run some seconds later.
+# The trimmer waits for an agent that doesn't answer. The tests of silent agents wait less. The
+# other tests wait longer, because a busy machine may delay the agent, a thread here, by seconds.
 PATIENT = patch.object(trimmer, "ANSWER_SECONDS_MAX", 60)
 IMPATIENT = patch.object(trimmer, "ANSWER_SECONDS_MAX", 0.05)
 
@@ -85,7 +85,7 @@ def with_agent(test: Test) -> Callable[[Any], None]:
 
 
 class TestMustContinue(unittest.TestCase):
-    """A session that takes appended turns: a whole prompt continues it, or is refused."""
+    """A session that takes delta turns: a full prompt must continue it, or is refused."""
 
     @with_agent
     async def test_a_prompt_that_continues_runs_in_the_session(self, house: AskedHouse) -> None:
