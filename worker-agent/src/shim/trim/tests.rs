@@ -158,7 +158,7 @@ async fn nonsense_ends_the_connection_and_says_why() {
     let hello = [&[0; 20][..], &["", "", ""].map(text).concat()].concat();
     for (kind, body, said) in [
         (2, planned(0, 4), "kind 2"),
-        (5, unknown, "can't have"),
+        (5, unknown, "invalid value"),
         (5, planned(0, 4)[1..].to_vec(), "wrong length"),
         (4, hello, "hello"),
     ] {
