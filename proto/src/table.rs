@@ -1,8 +1,8 @@
 //! The hash table of an index of blocks or pages, with eight bytes per entry.
 //!
 //! It maps a key, 24 bits of a hash, to a run and a place in the run. A run is an unbranched piece
-//! of a chain of blocks. The table stores no full hashes. It proposes entries, and its caller, which
-//! stores the runs, decides which proposal is right.
+//! of a chain of blocks. The table stores no full hashes. It proposes entries, and its caller,
+//! which stores the runs, decides which proposal is right.
 //!
 //! An entry is in the bucket (one cache line) that its key selects, or in a later bucket if those
 //! before are full. Shards grow one at a time, so a large index never pauses to move all of its

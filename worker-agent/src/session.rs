@@ -399,8 +399,8 @@ impl Session {
         self.wanted.is_none()
     }
 
-    /// Whether the session can go on anywhere, because its clients send their full history with each
-    /// turn. A session that has taken a delta can't: its history is in one engine alone.
+    /// Whether the session can go on at any engine, because its clients send their full history
+    /// with each turn. A session that has taken a delta can't: only its engine has its history.
     #[must_use]
     pub fn sends_whole(&self) -> bool {
         self.whole.sends && self.deltas != Deltas::Taken

@@ -193,8 +193,8 @@ impl World {
         for rank in self.engine.iter().flat_map(|engine| &engine.ranks) {
             let facts = rank.core.facts();
             let waits = facts.waiting > 0 && facts.running == 0;
-            // A session that a retraction left half closed keeps its KV until the supervisor restarts
-            // the engine, and an agent that has taken over doesn't know how much that is.
+            // A session that a retraction left half closed keeps its KV until the supervisor
+            // restarts the engine. An agent that took over doesn't know how much KV that is.
             let half = facts.sessions.iter().any(|one| one.closing && !one.inflight);
             let half = half && rank.core.gauges().retracted > 0;
             let until_restart = self.plan.rules.stuck_after * u32::from(half);

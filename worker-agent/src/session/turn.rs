@@ -50,8 +50,8 @@ pub struct TurnSession {
     pub incarnation: String,
     /// How the turn names its session to the engine.
     pub retention: Retention,
-    /// Set where the turn holds a full history that the engine's shim is to trim to what the session
-    /// lacks.
+    /// Set if the turn holds a full history, which the engine's shim trims to the tokens that the
+    /// session lacks.
     pub trim: Option<Trim>,
 }
 
