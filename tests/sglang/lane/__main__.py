@@ -34,6 +34,7 @@ from lane import (  # noqa: F401
     kv,
     trim,
     clients,
+    mixed,
     preamble,
     takeover,
     overlap,

@@ -18,6 +18,7 @@
 mod admission;
 mod audit;
 mod backlog;
+mod capacity;
 mod claims;
 mod closing;
 mod ends;

@@ -19,9 +19,6 @@ use super::{
 /// the agent: about a prefill batch.
 const AHEAD: u64 = 8;
 
-/// The engine keeps room for so much of an answer that may end early; its own constant.
-const ANSWER_AHEAD: u64 = 4096;
-
 /// What becomes of a ticket at the moment.
 enum Verdict {
     Admit,
@@ -244,35 +241,6 @@ impl Table {
         Ok(Verdict::Admit)
     }
 
-    /// What pinned sessions may hold of the pool beside the plain turns that are in the engine.
-    pub(super) fn room_to_pin(&self, dp_rank: u32, pool: u64) -> u64 {
-        let large = self.books[dp_rank as usize].largest();
-        let held = self.rules.guards.hold(Guard::LargeTurnWaits);
-        let room = if held { pool.saturating_sub(large) } else { pool };
-        // The engine wants more than a page beside what a turn may need.
-        room.min(pool.saturating_sub(self.engine.page_tokens + 1))
-    }
-
-    /// KV that a turn may bring its pinned session to, tokens.
-    fn target_of(&self, key: &SessionKey, need: Need, delta: bool) -> u64 {
-        let (session, guards) = (&self.sessions[key], self.rules.guards);
-        if !guards.hold(Guard::GrowthReserved) {
-            return session.resident_tokens;
-        }
-        if !delta && self.trims {
-            return self.whole_target(key, need).max(session.resident_tokens);
-        }
-        // A history whose KV is not there is computed again.
-        let before = if guards.hold(Guard::HistoryReserved) {
-            session.history_tokens
-        } else {
-            session.resident_tokens
-        };
-        let context = self.engine.context_tokens;
-        let answer = need.answer_tokens.unwrap_or(context);
-        before.saturating_add(need.prompt_tokens).saturating_add(answer).min(context)
-    }
-
     fn plain_verdict(&mut self, now: Instant, rid: &str, need: Need, in_line: bool) -> Verdict {
         if in_line {
             return Verdict::InLine;
@@ -301,31 +269,6 @@ impl Table {
         let ticket = self.tickets.get_mut(rid).expect("the caller has it");
         ticket.large_tokens = large.then_some(tokens);
         Verdict::Admit
-    }
-
-    /// Tokens that the engine wants to have free before it begins a plain turn: its prompt in whole
-    /// pages, its answer as far as it looks ahead, and more than a page beside them.
-    pub(super) fn wanted_by_engine(&self, need: Need) -> u64 {
-        let (context, page) = (self.engine.context_tokens, self.engine.page_tokens);
-        let prompt = need.prompt_tokens.min(context);
-        let ahead = if need.endless { context } else { ANSWER_AHEAD };
-        let answer = need.answer_tokens.unwrap_or(context).min(context - prompt).min(ahead);
-        self.pages_of(prompt) + answer + page + 1
-    }
-
-    /// Rows that one more pinned session would take from the reserve.
-    pub(super) fn rows_short(&self, dp_rank: u32) -> Result<Option<Shortage>, Error> {
-        let capacity = self.capacity(dp_rank)?;
-        let reserve =
-            if self.rules.guards.hold(Guard::RowsReserve) { capacity.rows_reserve } else { 0 };
-        let max = capacity.rows.saturating_sub(reserve);
-        let held = self.totals(dp_rank).rows_held;
-        Ok((held >= max).then_some(Shortage::Rows { held, max }))
-    }
-
-    /// Tokens that pinned sessions hold or may come to hold, and their budget.
-    pub(super) fn pins(&self, dp_rank: u32) -> Result<(u64, u64), Error> {
-        Ok((self.totals(dp_rank).pinned_tokens, self.capacity(dp_rank)?.pin_tokens_max))
     }
 
     fn reclaim_or_refuse(
@@ -493,10 +436,5 @@ impl Table {
         if refused {
             self.pump(now);
         }
-    }
-
-    /// Sessions hold whole pages.
-    pub(super) fn pages_of(&self, tokens: u64) -> u64 {
-        tokens.next_multiple_of(self.engine.page_tokens)
     }
 }

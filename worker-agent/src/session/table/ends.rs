@@ -124,6 +124,7 @@ impl Table {
             }),
             Outcome::Finished(usage) => {
                 self.grow(key, usage);
+                self.note_ends(key, ticket, usage);
                 let retracted = usage.is_some_and(|usage| usage.retractions > 0);
                 if !open {
                 } else if usage.is_none_or(|usage| !ticket.follows(before, usage))
@@ -163,6 +164,13 @@ impl Table {
                 }
             }
         }
+    }
+
+    /// Notes where an answer begins whose end tokens its text may not show.
+    fn note_ends(&mut self, key: &SessionKey, ticket: &Ticket, usage: Option<Usage>) {
+        let endless = usage.filter(|_| ticket.need.endless);
+        let session = self.sessions.get_mut(key).expect("the caller has seen it");
+        session.whole.hides_ends_from = endless.map(|usage| usage.prompt_tokens);
     }
 
     fn grow(&mut self, key: &SessionKey, usage: Option<Usage>) {

@@ -8,6 +8,8 @@
 //! incarnation would help the shim asks, and waits for an [`Effect::Run`]: the old one's KV goes to
 //! the tree first, so that what still fits is found there.
 
+mod continued;
+mod plan;
 mod room;
 mod swap;
 
@@ -15,9 +17,10 @@ use std::time::{Duration, Instant};
 
 use proto::{id::SessionKey, load::Retention};
 
+pub use self::plan::{Became, Plan, Planned};
 use super::{
-    Deltas, Effect, Error, Expected, Guard, Need, Outcome, Phase, Ran, Session, Stage, Table,
-    Ticket, Trim, Usage,
+    Deltas, Effect, Expected, Guard, Need, Outcome, Phase, Ran, Session, Stage, Table, Ticket,
+    Trim, Usage,
     reclaim::{Shortage, Taker},
 };
 
@@ -28,73 +31,6 @@ const ASTRAY_MAX: u32 = 2;
 /// One that gave its pin up, or could not have it, is not pinned again before: a pin's coming and
 /// going costs the engine two calls.
 const PIN_AGAIN_AFTER: Duration = Duration::from_secs(30);
-
-/// What the shim makes of a marked turn.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Plan {
-    /// It goes on from what the session has, id for id.
-    Trimmed,
-    /// It goes on from it as text, with other ids.
-    Healed,
-    /// It is another history.
-    Diverged,
-    /// It can't run in the session.
-    Refused,
-}
-
-/// A plan, with its figures in tokens.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Planned {
-    /// The turn.
-    pub rid: String,
-    /// The engine-side id that it was made for.
-    pub incarnation: String,
-    /// What it is.
-    pub plan: Plan,
-    /// Up to here the prompt is the session's.
-    pub at: u64,
-    /// What the session has.
-    pub committed: u64,
-    /// What is appended to it.
-    pub sent: u64,
-    /// The whole prompt.
-    pub prompt: u64,
-}
-
-/// What became of a marked turn, once of each whose plan was told.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Became {
-    /// It went on from what its session has, id for id.
-    Trimmed,
-    /// It went on from it as text, with other ids.
-    Healed,
-    /// It began a new incarnation: what its session had was another history, or is lost.
-    Reopened,
-    /// It ran beside its session, being another history.
-    Diverged,
-    /// It ran beside its session, where it couldn't run.
-    Refused,
-    /// The shim refused it, because it doesn't continue a session that takes deltas.
-    NotContinued,
-    /// Its session is closed or lost meanwhile, or its client has left: how it ran isn't known.
-    Gone,
-}
-
-impl Became {
-    /// The name used in metrics.
-    #[must_use]
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Trimmed => "trimmed",
-            Self::Healed => "healed",
-            Self::Reopened => "reopened",
-            Self::Diverged => "diverged",
-            Self::Refused => "refused",
-            Self::NotContinued => "not_continued",
-            Self::Gone => "gone",
-        }
-    }
-}
 
 /// A turn that holds a whole history, inside the engine.
 #[derive(Debug)]
@@ -135,16 +71,6 @@ impl Ticket {
     pub(super) fn to_compute(&self, resident_tokens: u64) -> Option<u64> {
         let prompt_tokens = self.marked.as_ref()?.prompt_tokens?;
         Some(prompt_tokens.saturating_sub(resident_tokens))
-    }
-
-    /// The shim has refused it: nothing of it runs.
-    pub(super) fn is_unfit(&self) -> bool {
-        self.marked.as_ref().is_some_and(|marked| marked.unfit)
-    }
-
-    /// Its client opens the session with it.
-    fn is_opening(&self) -> bool {
-        self.claim.as_ref().is_some_and(|claim| claim.open)
     }
 
     /// It holds only what is new.
@@ -291,15 +217,6 @@ impl Table {
         Trim { tokens_max, must_continue }
     }
 
-    /// The session's history becomes what this turn holds, and what comes of it: who opens a session
-    /// with its full history knows that history, and may go on with deltas.
-    pub(super) fn history_begins_with(&mut self, rid: &str, key: &SessionKey) {
-        if !self.tickets[rid].is_delta() && self.tickets[rid].is_opening() {
-            let session = self.sessions.get_mut(key).expect("the caller has seen it");
-            session.deltas = Deltas::Allowed;
-        }
-    }
-
     /// The session of a marked turn that is inside, and of which no plan was told yet.
     fn marked_session(&self, rid: &str) -> Option<SessionKey> {
         let ticket = self.tickets.get(rid)?;
@@ -370,29 +287,6 @@ impl Table {
         (became, if from_nothing { 0 } else { planned.committed })
     }
 
-    /// The shim refuses the turn, so nothing of it runs, and its session stays as it is.
-    fn not_continued(&mut self, rid: &str, planned: &Planned) -> (Became, u64) {
-        let marked = self.marked(rid);
-        marked.unfit = true;
-        let too_large = planned.plan == Plan::Refused && planned.prompt > marked.tokens_max;
-        let error = if marked.no_room || too_large {
-            let detail = format!("this full history has {} tokens", planned.prompt);
-            Error::Short { what: "pin_tokens", detail }
-        } else {
-            let (at, committed) = (planned.at, planned.committed);
-            let detail = match planned.plan {
-                Plan::Diverged if at < committed => {
-                    format!("differs from the session's {committed} tokens at token {at}")
-                }
-                Plan::Diverged => format!("adds nothing to the session's {committed} tokens"),
-                _ => "can't be compared with what the session has".to_owned(),
-            };
-            Error::NotContinued { detail }
-        };
-        self.effects.push(Effect::Unfit { rid: rid.to_owned(), error });
-        (Became::NotContinued, 0)
-    }
-
     fn runs_beside(
         &mut self,
         now: Instant,
@@ -411,7 +305,8 @@ impl Table {
         self.effects.push(Effect::Ran { rid: rid.clone(), ran });
         if self.sessions[key].retention == Retention::Pinned {
             self.undo(key, from_nothing);
-            self.change(key, |session| session.whole.astray += u32::from(!asked));
+            let counts = !asked && !self.hides_ends(key, planned);
+            self.change(key, |session| session.whole.astray += u32::from(counts));
         }
         self.turned_large(now, rid, key, need);
         (became, 0)

@@ -324,3 +324,41 @@ fn a_session_nobody_asked_to_pin_gives_way_when_it_grows_beyond_the_room() {
     let turn = rig.answer(turn).inside();
     assert_eq!((turn.turn.ran, rig.retention("s")), (Some(Ran::Tagged), Retention::Tagged));
 }
+
+#[test]
+fn an_answer_whose_end_was_ignored_costs_its_session_no_pin() {
+    // The client's text lacks the end tokens that the answer holds: it differs inside the answer,
+    // or, where the client edits what it sends, before it.
+    for (at, keeps) in [(145, true), (139, false)] {
+        let mut rig = trimming();
+        rig.pinned_by_itself("s");
+        let claim = auto("s");
+        let key = claim.key().unwrap();
+        for turn in 0..6 {
+            let need = Need { prompt_tokens: 460 + turn, endless: true, ..Need::default() };
+            let need = Need { answer_tokens: Some(8), ..need };
+            let asks = rig.ask(Some((&claim, &key)), None, Appends::Trimmed, need).inside();
+            if tokens_max(&asks).is_none() {
+                break;
+            }
+            let (rid, incarnation) = (asks.rid.clone(), rig.incarnation_of(&asks));
+            let (plan, committed) = (Plan::Diverged, 148);
+            if turn > 0 {
+                let planned =
+                    Planned { rid, incarnation, plan, at, committed, sent: 0, prompt: 150 };
+                rig.table.asked(rig.now, 7, &planned);
+                rig.carry_out();
+                rig.demoted();
+                rig.engine_closes();
+            }
+            if tokens_max(&asks).is_some() && (turn == 0 || rig.runs.pop().unwrap().1.is_some()) {
+                rig.runs(&asks, 0, 140);
+            } else {
+                rig.plan(&asks, Plan::Diverged, 0, 0);
+                rig.end(&asks, finished(140, 8));
+            }
+        }
+        let pinned = rig.retention("s") == Retention::Pinned;
+        assert_eq!(pinned, keeps, "differs at {at}, the last answer begins at 140");
+    }
+}

@@ -22,6 +22,13 @@ impl Planned {
 }
 
 impl Table {
+    /// Whether a history differs only because the last answer holds end tokens that its text
+    /// doesn't show. The session is opened again with the history, and keeps its pin.
+    pub(super) fn hides_ends(&self, key: &SessionKey, planned: &Planned) -> bool {
+        let from = self.sessions[key].whole.hides_ends_from;
+        planned.plan == Plan::Diverged && from.is_some_and(|from| planned.at >= from)
+    }
+
     /// The shim asks what is to become of a turn that can't run in its session as it is. An
     /// [`Effect::Run`] follows; without one the shim goes on by itself after two seconds.
     pub fn asked(&mut self, now: Instant, question: u64, planned: &Planned) {
@@ -40,7 +47,7 @@ impl Table {
         marked.tokens_max = marked.tokens_max.max(planned.prompt);
         let fits = self.fits(&key, target);
         self.marked(rid).no_room = too_large && !fits;
-        if !too_large {
+        if !too_large && !self.hides_ends(&key, planned) {
             self.change(&key, |session| session.whole.astray += 1);
         }
         let session = &self.sessions[&key];
