@@ -178,16 +178,26 @@ def a_client_may_open_it_anew(house: House) -> None:
     second = client(house, first)
     opening = {"session_control": {"session_id": first.id, "action": "open"}}
     equal(second.full("Another story", nvext=opening), "reopened", "how the full history ran")
-    second.delta(" goes on.")
+    first.refused_delta("delta_needs_open")
+    equal(second.full(" goes on."), "pinned", "how the full history ran")
     second.closes()
+    third = client(house, first)
+    equal(third.full("A story", nvext=opening), "pinned", "how the first turn ran")
+    third.delta(" goes on.")
+    third.closes()
 
 
 def what_a_full_history_replaced_takes_no_delta(house: House) -> None:
     first = client(house)
+    opening = {"session_control": {"session_id": first.id, "action": "open"}}
+    named = {"retention": "pinned"}
+    wire.post(f"{house.fleet.router_url}/v1/sessions", named | {"session_id": first.id})
+    first.full("The harbour master counts the ships", nvext=opening)
+    first.delta(" one by one")
+    first.closes()
     first.opens()
-    equal(first.full("The harbour master counts the ships"), "pinned", "how the first turn ran")
     other = client(house, first)
-    equal(other.full("Another story"), "reopened", "how the other history ran")
+    equal(other.full("Another story"), "pinned", "how the other history ran")
     first.refused_delta("delta_needs_open")
     other.closes()
     first.opens()

@@ -123,7 +123,7 @@ impl World {
                     self.run_in(question, incarnation, tokens_max);
                 }
                 Effect::Ran { .. } => {}
-                Effect::Unfit { rid, error } => self.note(|| format!("{rid} is unfit: {error}")),
+                Effect::Unfit { rid, error } => self.check_unfit(&rid, &error),
                 Effect::Freed(_)
                 | Effect::Happened(..)
                 | Effect::Touched(_)

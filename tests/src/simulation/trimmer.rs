@@ -4,7 +4,7 @@
 
 use std::{collections::BTreeMap, time::Duration};
 
-use worker_agent::session::{Plan, Planned, Trim};
+use worker_agent::session::{Error, Plan, Planned, Trim};
 
 use super::{
     engine::TurnId,
@@ -172,7 +172,9 @@ impl World {
             turn.sent = rest;
         }
         let lost = self.plan.faults.plan_lost;
-        if !self.odds(lost) {
+        let lost = self.odds(lost);
+        self.turn(id).plan_lost |= lost;
+        if !lost {
             // Told before the engine gets it; the agent may hear of it later all the same.
             let latency = self.between(0, 2);
             let instance = self.instances;
@@ -182,6 +184,15 @@ impl World {
             return self.turn_ends_soon(id, Ended::Unfit);
         }
         self.submit(id);
+    }
+
+    /// The agent tells a turn's client that the shim has refused the turn: nothing of it may run.
+    pub(super) fn check_unfit(&mut self, rid: &str, error: &Error) {
+        self.note(|| format!("{rid} is unfit: {error}"));
+        let turn = self.turns.values_mut().find(|turn| turn.rid == rid).expect("turns are kept");
+        let runs = turn.inside || turn.runs_in.is_some();
+        assert!(!runs, "{rid} runs, and its client hears that it doesn't");
+        turn.unfit = Some(error.clone());
     }
 
     /// Whoever appends to a session relies on what it has: a history that differs takes another

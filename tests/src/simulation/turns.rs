@@ -20,6 +20,8 @@ use crate::engine_sim::{
 
 /// A turn without a client is aborted this often until it ends.
 const ABORT_AGAIN: Duration = Duration::from_millis(500);
+/// A plan has come by then, unless it is lost.
+const PLAN_HEARD: Duration = Duration::from_millis(5);
 /// The engine looks this often whether the client of an answer that doesn't stream is there.
 const HANGUP_SEEN: Duration = Duration::from_secs(4);
 
@@ -75,6 +77,12 @@ pub(super) struct Turn {
     pub(super) rank: Option<u32>,
     /// Another client sent it, which has a copy of the conversation of its own.
     pub(super) foreign: bool,
+    /// The shim's last plan for it never reached the agent.
+    pub(super) plan_lost: bool,
+    /// The agent has waited for the plan of a turn that the shim refused.
+    pub(super) awaited_plan: bool,
+    /// Why its client hears that the shim refused it.
+    pub(super) unfit: Option<session::Error>,
     pub(super) begun: Duration,
     pub(super) queued: Duration,
     pub(super) stage: Stage,
@@ -94,11 +102,6 @@ pub(super) struct Turn {
     /// When it came in at the scheduler, and whether it is there.
     pub(super) entered: Option<Duration>,
     pub(super) inside: bool,
-}
-
-/// What the client of a turn hears that the shim refused.
-fn unfit() -> session::Error {
-    session::Error::NotContinued { detail: "is another one".to_owned() }
 }
 
 impl Turn {
@@ -398,6 +401,11 @@ impl World {
             return;
         }
         let (rid, client) = (turn.rid.clone(), turn.client);
+        if matches!(ended, Ended::Unfit) && !turn.awaited_plan {
+            // The shim has told its plan before; the agent waits for it.
+            self.turn(id).awaited_plan = true;
+            return self.at(PLAN_HEARD, Event::TurnEnds(id, Box::new(ended)));
+        }
         let outcome = match &ended {
             Ended::Answered { output, tokens } => {
                 // Who sends a whole history in words may do it by any route.
@@ -429,7 +437,7 @@ impl World {
             },
             Ended::Broken => Reply::Engine("the engine broke the answer off".to_owned()),
             Ended::Unreachable => Reply::Unusable,
-            Ended::Unfit => Reply::Refused(unfit()),
+            Ended::Unfit => Reply::Refused(self.unfit(id)),
         };
         if matches!(reply, Reply::Unusable) {
             self.engine_down();
@@ -475,6 +483,15 @@ impl World {
         self.turn(id).reply = Some(reply);
         let latency = self.latency();
         self.at(latency, Event::ReplyArrives(id));
+    }
+
+    /// What the client of a turn hears that the shim refused: the agent's word, or the engine's own
+    /// where the shim's plan was lost.
+    fn unfit(&self, id: TurnId) -> session::Error {
+        let turn = &self.turns[&id];
+        let told = turn.unfit.clone();
+        assert!(told.is_some() || turn.plan_lost, "nobody tells {} that it is refused", turn.rid);
+        told.unwrap_or(session::Error::NotContinued { detail: "was refused".to_owned() })
     }
 
     /// An answer that was finished is right for its client.

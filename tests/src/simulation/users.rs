@@ -311,13 +311,15 @@ impl World {
     /// at some token, so that it can't continue the session.
     fn foreign_turn(&mut self, number: usize) {
         let user = &self.users[number];
-        if user.must_open || user.session.is_empty() || user.opening.is_some() {
+        if user.must_open || user.opening.is_some() {
             return;
         }
         let (key, mut ids) = (user.key(), user.session.clone());
-        let at = self.rng.usize(..ids.len());
-        ids[at] = (ids[at] + 1) % 200;
-        ids.truncate(self.rng.usize(at + 1..=ids.len()));
+        if !ids.is_empty() {
+            let at = self.rng.usize(..ids.len());
+            ids[at] = (ids[at] + 1) % 200;
+            ids.truncate(self.rng.usize(at + 1..=ids.len()));
+        }
         ids.extend(self.words(40));
         let id = self.send(number, Some((Claim::of(&key), key)), ids);
         self.turn(id).foreign = true;
@@ -347,6 +349,9 @@ impl World {
             exact: self.plan.faults.meddler || self.rng.bool(),
             rank,
             foreign: false,
+            plan_lost: false,
+            awaited_plan: false,
+            unfit: None,
             begun: self.now,
             queued: self.now,
             stage: Stage::Coming,

@@ -4,8 +4,8 @@ use proto::{claim::Claim, load::Retention};
 
 use super::{Appends, Error, Guard, Guards, Phase, Session, Why};
 
-/// Whether a session takes delta turns: turns that hold only new tokens, which the engine appends to
-/// the history it has.
+/// Whether a session takes delta turns: turns that hold only new tokens, which the engine appends
+/// to the history it has.
 ///
 /// A delta is computed on the right context only if its client knows the engine's history. So one
 /// life of a session under its key either belongs to clients that send deltas, and then nothing

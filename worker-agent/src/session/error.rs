@@ -41,8 +41,8 @@ pub enum Error {
     WholeHistory,
     /// A full history that doesn't continue what a session that takes deltas has.
     #[error(
-        "this session takes turns that hold just the new tokens, and this full history {detail}, so \
-         it was not run; send only what is new, or let this history replace the session's with \
+        "this session takes turns that hold just the new tokens, and this full history {detail}, \
+         so it was not run; send only what is new, or let this history replace the session's with \
          `nvext.session_control.action: \"open\"`, or close the session and open it again"
     )]
     NotContinued {

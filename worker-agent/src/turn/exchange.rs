@@ -34,6 +34,14 @@ const HANGUP_SEEN_WITHIN: Duration = Duration::from_secs(5);
 /// Some routes say their first words before they make tokens of the prompt. The shim's word comes
 /// after that, and after two seconds at the latest where it asks the agent first.
 const TOLD_WITHIN: Duration = Duration::from_millis(2_500);
+/// The shim's word on a turn that must continue its session is waited for this long: it may ask the
+/// agent for room and wait for two seconds, after making tokens of a long prompt.
+const REFUSED_WITHIN: Duration = Duration::from_secs(10);
+/// The same where the engine has answered with an error already. The shim tells its plan before, so
+/// the word is there, or the error is of another kind.
+const REFUSAL_TOLD_WITHIN: Duration = Duration::from_millis(500);
+/// The engine's own answer to a turn that its shim has refused.
+const ENGINE_ANSWERS_WITHIN: Duration = Duration::from_secs(1);
 /// First words are a few events; what says more has begun to answer.
 const EARLY_MAX: usize = 16;
 
@@ -135,7 +143,11 @@ impl Exchange {
         if !reads && !must_continue {
             return told.try_recv().ok();
         }
-        let late = tokio::time::sleep(TOLD_WITHIN);
+        let late = tokio::time::sleep(match (reads, must_continue) {
+            (false, _) => REFUSAL_TOLD_WITHIN,
+            (true, true) => REFUSED_WITHIN,
+            (true, false) => TOLD_WITHIN,
+        });
         tokio::pin!(late);
         loop {
             tokio::select! {
@@ -166,7 +178,7 @@ impl Exchange {
             }
         };
         // What is left is wound down by a task of its own.
-        let _ = tokio::time::timeout(HANGUP_SEEN_WITHIN, drained).await;
+        let _ = tokio::time::timeout(ENGINE_ANSWERS_WITHIN, drained).await;
     }
 
     fn arrived(&mut self, response: http::Response<Incoming>) -> http::response::Parts {

@@ -39,8 +39,10 @@ pub(super) struct Marked {
     tokens_max: u64,
     /// It must continue its session's history, or it doesn't run.
     must_continue: bool,
-    /// It could continue the history, but there is no room for it.
-    no_room: bool,
+    /// The shim has asked for more room than was kept for it.
+    too_large: bool,
+    /// It replaced a history that clients append to.
+    replaced_deltas: bool,
     /// The shim has refused it: it is in no session, and changes none.
     unfit: bool,
     /// The shim's question, while it waits for an answer.
@@ -204,7 +206,8 @@ impl Table {
         let marked = Marked {
             tokens_max,
             must_continue,
-            no_room: false,
+            too_large: false,
+            replaced_deltas: false,
             unfit: false,
             question: None,
             asked: false,
@@ -248,7 +251,7 @@ impl Table {
             Plan::Trimmed => self.runs_inside(rid, &key, planned, Became::Trimmed),
             Plan::Healed => self.runs_inside(rid, &key, planned, Became::Healed),
             Plan::Diverged | Plan::Refused if self.marked(rid).must_continue => {
-                self.not_continued(rid, planned)
+                self.not_continued(&key, rid, planned)
             }
             Plan::Diverged => self.runs_beside(now, &key, planned, Became::Diverged),
             Plan::Refused => self.runs_beside(now, &key, planned, Became::Refused),

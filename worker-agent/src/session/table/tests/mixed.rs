@@ -92,22 +92,67 @@ fn a_full_history_that_continues_a_session_of_deltas_runs_in_it() {
 #[test]
 fn a_full_history_that_has_no_room_in_a_session_of_deltas_is_told_so() {
     let mut rig = appended_to();
-    let large = whole(&mut rig, &auto("s"), 100).inside();
+    let large = whole(&mut rig, &auto("s"), 1100).inside();
     rig.question(&large, Plan::Refused, 1050);
     assert_eq!(rig.runs.pop(), Some((7, None, 0)));
     let error = rig.refused_by_shim(&large, Plan::Refused, 0, 1050);
     assert!(is_short(&error, "pin_tokens"), "{error}");
+    let again = whole(&mut rig, &auto("s"), 1100).error();
+    assert!(matches!(again, Error::TooLarge { .. }), "it never fits: {again}");
     rig.turn(&delta("s")).inside();
 }
 
 #[test]
-fn who_opens_a_session_anew_with_a_full_history_may_append_to_that() {
+fn the_last_turn_of_a_session_of_deltas_gets_room_too() {
     let mut rig = appended_to();
+    let last = whole(&mut rig, &Claim { close: true, ..auto("s") }, 100).inside();
+    rig.question(&last, Plan::Refused, 60);
+    let (_, incarnation, tokens_max) = rig.runs.pop().unwrap();
+    assert_eq!((incarnation.as_deref(), tokens_max), (Some(last.incarnation()), 60));
+    assert_eq!(rig.runs(&last, 32, 60), Became::Trimmed);
+    rig.engine_closes();
+    assert!(!rig.is_open("s"));
+}
+
+#[test]
+fn who_opens_a_session_anew_with_a_full_history_may_append_to_that() {
+    let mut rig = trimming();
+    let first = whole(&mut rig, &pinned("s"), 90).inside();
+    rig.runs(&first, 0, 30);
     rig.reopens(&opening());
     let next = rig.turn(&delta("s")).inside();
     rig.end(&next, finished(46, 8));
     assert_eq!(rig.table.get(&key("s")).unwrap().history_tokens, 54);
     assert_eq!(rig.turn(&Claim { open: true, ..delta("s") }).error(), Error::HasHistory);
+}
+
+#[test]
+fn who_appends_hears_of_it_when_another_client_opens_the_session_anew() {
+    let mut rig = appended_to();
+    rig.reopens(&opening());
+    assert_eq!(rig.turn(&delta("s")).error(), Error::DeltaNeedsOpen);
+}
+
+#[test]
+fn who_only_opened_a_session_hears_of_it_when_another_clients_history_began_it() {
+    for trims in [true, false] {
+        let mut rig = trimming();
+        rig.table.trims(rig.now, trims);
+        rig.pin("s");
+        let other = whole_by_generate(&mut rig, &auto("s"), 30).inside();
+        if trims {
+            rig.plan(&other, Plan::Trimmed, 0, 30);
+        }
+        rig.end(&other, finished(30, 8));
+        assert_eq!(rig.turn(&delta("s")).error(), Error::DeltaNeedsOpen, "trims: {trims}");
+    }
+}
+
+/// A full history in so many tokens, by the route that takes it without a shim too.
+fn whole_by_generate(rig: &mut Rig, claim: &Claim, tokens: u64) -> rig::Answer {
+    let need =
+        Need { prompt_tokens: tokens, answer_tokens: Some(8), exact: true, ..Need::default() };
+    rig.turn_that_needs(claim, need)
 }
 
 #[test]

@@ -286,7 +286,7 @@ fn more_tokens_than_room_was_kept_for_are_let_in_only_where_there_is_room() {
 fn an_explicitly_pinned_session_takes_whole_histories_and_begins_anew_when_its_own_is_gone() {
     let mut rig = trimming();
     rig.pin("s");
-    let first = whole(&mut rig, &auto("s"), 300).inside();
+    let first = whole(&mut rig, &Claim { open: true, ..auto("s") }, 300).inside();
     rig.runs(&first, 0, 90);
     assert_eq!(rig.retention("s"), Retention::Pinned);
     assert_eq!(whole(&mut rig, &delta("s"), 300).error(), Error::WholeHistory, "not by this route");

@@ -210,7 +210,7 @@ fn a_trimmer_that_goes_takes_no_kv_with_it() {
 fn nothing_is_appended_after_a_turn_that_the_engine_may_have_run() {
     let mut rig = trimming();
     rig.pin("s");
-    let first = whole(&mut rig, &auto("s"), 300).inside();
+    let first = whole(&mut rig, &Claim { open: true, ..auto("s") }, 300).inside();
     rig.runs(&first, 0, 100);
     let turn = whole(&mut rig, &auto("s"), 340).inside();
     rig.plan(&turn, Plan::Trimmed, 108, 10);
@@ -243,7 +243,7 @@ fn a_whole_history_that_waited_begins_anew_whatever_comes_behind_it() {
     rig.table.shim_up(0, true);
     rig.table.trims(rig.now, true);
     rig.pin("s");
-    let first = whole(&mut rig, &auto("s"), 300).inside();
+    let first = whole(&mut rig, &Claim { open: true, ..auto("s") }, 300).inside();
     rig.runs(&first, 0, 100);
     let running = rig.turn(&delta("s")).inside();
     let waits = whole(&mut rig, &Claim { open: true, ..auto("s") }, 340).waits();

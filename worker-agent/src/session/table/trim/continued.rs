@@ -19,21 +19,38 @@ impl Ticket {
 }
 
 impl Table {
-    /// The session's history becomes what this turn holds, and what comes of it: who opens a session
-    /// with its full history knows that history, and may go on with deltas.
+    /// A full history becomes the session's. Its client may go on with deltas if it opens the
+    /// session with this turn, unless the history replaced one that others append to: they must
+    /// hear of it. A client that only opened the session doesn't know what another client's full
+    /// history began.
     pub(in super::super) fn history_begins_with(&mut self, rid: &str, key: &SessionKey) {
-        if !self.tickets[rid].is_delta() && self.tickets[rid].is_opening() {
-            let session = self.sessions.get_mut(key).expect("the caller has seen it");
-            session.deltas = Deltas::Allowed;
-        }
+        let ticket = &self.tickets[rid];
+        let (opens, marked) = (ticket.is_opening(), ticket.marked.as_ref());
+        let replaced_deltas = marked.is_some_and(|marked| marked.replaced_deltas);
+        let session = self.sessions.get_mut(key).expect("the caller has seen it");
+        let empty = session.history_tokens == 0;
+        session.deltas = match session.deltas {
+            Deltas::Refused if opens && !replaced_deltas => Deltas::Allowed,
+            Deltas::Allowed if empty && !opens => Deltas::Refused,
+            deltas => deltas,
+        };
     }
 
     /// The shim refuses the turn, so nothing of it runs, and its session stays as it is.
-    pub(super) fn not_continued(&mut self, rid: &str, planned: &Planned) -> (Became, u64) {
+    pub(super) fn not_continued(
+        &mut self,
+        key: &SessionKey,
+        rid: &str,
+        planned: &Planned,
+    ) -> (Became, u64) {
         let marked = self.marked(rid);
         marked.unfit = true;
-        let too_large = planned.plan == Plan::Refused && planned.prompt > marked.tokens_max;
-        let error = if marked.no_room || too_large {
+        let unasked = planned.plan == Plan::Refused && planned.prompt > marked.tokens_max;
+        let error = if marked.too_large || unasked {
+            let sent = self.tickets[rid].need.prompt_tokens;
+            let session = self.sessions.get_mut(key).expect("the caller has seen it");
+            // The next try asks for as much room, or hears that there is never so much.
+            session.whole.measured = Some((sent, planned.prompt));
             let detail = format!("this full history has {} tokens", planned.prompt);
             Error::Short { what: "pin_tokens", detail }
         } else {

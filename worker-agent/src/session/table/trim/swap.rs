@@ -46,7 +46,7 @@ impl Table {
         let must_continue = marked.must_continue;
         marked.tokens_max = marked.tokens_max.max(planned.prompt);
         let fits = self.fits(&key, target);
-        self.marked(rid).no_room = too_large && !fits;
+        self.marked(rid).too_large = too_large;
         if !too_large && !self.hides_ends(&key, planned) {
             self.change(&key, |session| session.whole.astray += 1);
         }
@@ -54,7 +54,10 @@ impl Table {
         let aside = session.is_auto() && planned.is_aside() && session.whole.astray == 1;
         let tired = session.is_auto() && session.whole.astray > ASTRAY_MAX;
         let stays = must_continue && !too_large;
-        if session.phase != Phase::Open || aside || stays || (!fits && !session.is_auto()) {
+        // The last turn of a session is inside while the session waits to close.
+        let runs = session.phase == Phase::Open
+            || (session.phase == Phase::Closing && must_continue && too_large);
+        if !runs || aside || stays || (!fits && !session.is_auto()) {
             self.runs_as_it_came(&key);
         } else if too_large && fits {
             self.change(&key, |session| session.reserved_tokens = target);
@@ -97,15 +100,16 @@ impl Table {
     fn swap(&mut self, now: Instant, rid: &str, key: &SessionKey) {
         self.close_at_engine(now, key);
         self.reincarnate(key);
-        self.change(key, |session| {
+        let deltas = self.change(key, |session| {
             session.emptied();
-            session.deltas = Deltas::Refused;
             session.whole.behind = true;
+            std::mem::replace(&mut session.deltas, Deltas::Refused)
         });
         let incarnation = self.sessions[key].incarnation.clone();
         let dp_rank = self.sessions[key].dp_rank;
         let ticket = self.tickets.get_mut(rid).expect("the caller has it");
         (ticket.from_nothing, ticket.incarnation) = (false, incarnation.clone());
+        self.marked(rid).replaced_deltas = deltas == Deltas::Taken;
         // What was free when it asked may be others' by now.
         let room =
             |target: &u64| matches!(self.rows_short(dp_rank), Ok(None)) && self.fits(key, *target);
