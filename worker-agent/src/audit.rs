@@ -106,7 +106,7 @@ pub enum Error {
     #[error("too many requests wait for an audit; try again")]
     Busy,
     /// No answer came in time.
-    #[error("the engine didn't answer within {} s; does a step take that long?", ANSWER_MAX.as_secs())]
+    #[error("the engine didn't answer within {} s; check its step time", ANSWER_MAX.as_secs())]
     Late,
 }
 

@@ -343,7 +343,7 @@ async fn stream(mut watch: Watch, mut events: Events) -> Result<(), Gone> {
                 Ok(change) => Event::Change(wire(change)),
                 Err(RecvError::Closed) => return Err(Gone),
                 Err(RecvError::Lagged(missed)) => {
-                    let text = format!("the watcher is {missed} session changes behind; watch again");
+                    let text = format!("the watcher missed {missed} session changes; watch again");
                     let _ = events.sender.send(Err(Status::resource_exhausted(text))).await;
                     return Err(Gone);
                 }

@@ -244,7 +244,7 @@ impl Ledger {
         };
         let ours = |value, source| Some(Figure { value, source, age_ms: 0 });
         let pinned = match facts {
-            // With nothing running, the protected and held KV is pinned; shared prefixes count once.
+            // With nothing running, protected and held KV is pinned; shared prefixes count once.
             Some((facts, age_ms)) if totals.turns_running == 0 && facts.running == 0 => {
                 let value = facts.protected.saturating_add(facts.held).min(pool);
                 Figure { value, source: Source::Shim, age_ms }

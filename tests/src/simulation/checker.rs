@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use worker_agent::session::{Close, Totals};
+use worker_agent::session::{self, Close, Totals, Usage};
 
 use super::{
     engine::TurnId,
@@ -11,7 +11,7 @@ use super::{
     turns::{Reply, Stage, Turn},
     world::{Event, World},
 };
-use crate::engine_sim::core::PoolFacts;
+use crate::engine_sim::core::{PoolFacts, answers};
 
 /// A rank with something to do that does nothing for so long is wedged.
 const STUCK: Duration = Duration::from_secs(8);
@@ -87,7 +87,9 @@ impl World {
         );
         let max = self.plan.pin_tokens_max;
         // A meddler's turn grows a session beyond what was reserved for it.
-        let meddled = facts.sessions.iter().any(|one| self.meddled.contains_key(&one.id));
+        let closing = self.closing.keys().any(|id| self.meddled.contains_key(id));
+        let open = facts.sessions.iter().any(|one| self.meddled.contains_key(&one.id));
+        let meddled = closing || open;
         let own = (self.plan.shim || totals.foreign_tokens == 0) && !meddled;
         assert!(account <= max || !own, "{account} tokens pinned, the budget is {max}");
         if self.plan.shim {
@@ -184,6 +186,34 @@ impl World {
             }
             Reply::Answer | Reply::Broken | Reply::Unusable => {}
         }
+    }
+
+    /// What the client of a turn hears that the shim refused: the agent's word, or the engine's own
+    /// where the shim's plan was lost.
+    pub(super) fn unfit(&self, id: TurnId) -> session::Error {
+        let turn = &self.turns[&id];
+        let told = turn.unfit.clone();
+        assert!(told.is_some() || turn.plan_lost, "nobody tells {} that it is refused", turn.rid);
+        told.unwrap_or(session::Error::NotContinued { detail: "was refused".to_owned() })
+    }
+
+    /// An answer that was finished is right for its client.
+    pub(super) fn check_answer(&mut self, id: TurnId, tokens: &[u32], usage: Option<Usage>) {
+        let turn = &self.turns[&id];
+        let right = answers(&turn.context, tokens, self.plan.core.eos_per_mille);
+        let meddled = turn.incarnation().and_then(|id| self.meddled.get_mut(id));
+        if let Some(since) = meddled {
+            *since += 1;
+            // The first answer can't be saved: nobody knew before it.
+            assert!(*since == 1 || right, "a history that isn't the client's was gone on with");
+            return;
+        }
+        assert!(right, "an answer against a wrong context: {}", turn.rid);
+        if let Some(usage) = usage.filter(|_| turn.delta()) {
+            let (told, own) = (usage.prompt_tokens, turn.context.len());
+            assert_eq!(told, own as u64, "{} is told of another prompt than its own", turn.rid);
+        }
+        self.tally.answered += 1;
     }
 
     /// What only time shows.

@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use proto::{claim::Claim, id::SessionKey, load::Retention};
-use worker_agent::session::{self, Appends, Need, Outcome, Usage};
+use worker_agent::session::{self, Appends, Need, Outcome};
 
 use super::{
     answers::read,
@@ -13,7 +13,6 @@ use super::{
     world::{Event, World},
 };
 use crate::engine_sim::{
-    core::answers,
     request::{Finish, Output, Sampling, SessionParams, SessionRef, Submit},
     tokenizer::BOS,
 };
@@ -483,33 +482,5 @@ impl World {
         self.turn(id).reply = Some(reply);
         let latency = self.latency();
         self.at(latency, Event::ReplyArrives(id));
-    }
-
-    /// What the client of a turn hears that the shim refused: the agent's word, or the engine's own
-    /// where the shim's plan was lost.
-    fn unfit(&self, id: TurnId) -> session::Error {
-        let turn = &self.turns[&id];
-        let told = turn.unfit.clone();
-        assert!(told.is_some() || turn.plan_lost, "nobody tells {} that it is refused", turn.rid);
-        told.unwrap_or(session::Error::NotContinued { detail: "was refused".to_owned() })
-    }
-
-    /// An answer that was finished is right for its client.
-    fn check_answer(&mut self, id: TurnId, tokens: &[u32], usage: Option<Usage>) {
-        let turn = &self.turns[&id];
-        let right = answers(&turn.context, tokens, self.plan.core.eos_per_mille);
-        let meddled = turn.incarnation().and_then(|id| self.meddled.get_mut(id));
-        if let Some(since) = meddled {
-            *since += 1;
-            // The first answer can't be saved: nobody knew before it.
-            assert!(*since == 1 || right, "a history that isn't the client's was gone on with");
-            return;
-        }
-        assert!(right, "an answer against a wrong context: {}", turn.rid);
-        if let Some(usage) = usage.filter(|_| turn.delta()) {
-            let (told, own) = (usage.prompt_tokens, turn.context.len());
-            assert_eq!(told, own as u64, "{} is told of another prompt than its own", turn.rid);
-        }
-        self.tally.answered += 1;
     }
 }
