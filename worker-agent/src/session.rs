@@ -1,6 +1,7 @@
-//! Sessions as the agent keeps them: what one is, what a turn may do to it, and what a turn's end
-//! does. Pure: time comes in as an argument, nothing here waits. The table of all of them is
-//! [`Table`].
+//! The sessions that the agent keeps: their state, and how turns change it.
+//!
+//! This module does no I/O and reads no clock: the time is an argument. [`Table`] holds all
+//! sessions of one engine.
 
 mod deltas;
 mod error;
@@ -28,145 +29,156 @@ use crate::{
     journal::Record,
 };
 
-/// Longest id of an incarnation: a [`prefix`], a hyphen, and a number of 20 digits.
+/// The most bytes in an incarnation id: a [`prefix`], a hyphen, and a number of 20 digits.
 pub const INCARNATION_BYTES_MAX: usize = "berth-".len() + WORKER_ID_BYTES_MAX + 17 + 21;
 
-/// What one rank can hold.
+/// The capacity of one rank.
 #[derive(Debug, Clone, Copy)]
 pub struct Capacity {
-    /// Request rows.
+    /// The number of request rows.
     pub rows: u32,
-    /// Rows kept free of pinned sessions: the engine stops for good when all are held.
+    /// Rows that pinned sessions must leave free. The engine stops for good when sessions hold all
+    /// rows.
     pub rows_reserve: u32,
-    /// The whole pool.
+    /// Size of the whole KV pool, in tokens.
     pub pool_tokens: u64,
-    /// Tokens that pinned sessions may hold together.
+    /// The most tokens that all pinned sessions may hold together (the pin budget).
     pub pin_tokens_max: u64,
-    /// Turns inside the engine at once.
+    /// The most turns inside the engine at once.
     pub turns_max: u32,
 }
 
-/// What the table needs to know of the engine.
+/// Facts about the engine that the table needs.
 #[derive(Debug, Clone)]
 pub struct Engine {
-    /// One entry per DP rank.
+    /// The capacity of each DP rank, by rank number.
     pub ranks: Vec<Capacity>,
-    /// Page size of the pool; at least 1.
+    /// Page size of the KV pool in tokens; at least 1.
     pub page_tokens: u64,
-    /// Longest prompt plus answer.
+    /// The most tokens of a prompt plus its answer.
     pub context_tokens: u64,
-    /// The modes its flags allow, best first.
+    /// The retentions that the engine's flags allow, best first.
     pub retentions: Vec<Retention>,
 }
 
-/// Beginning of incarnation ids, of a worker's id and of the agent process's epoch.
+/// Returns the beginning of all incarnation ids of one agent process, from the worker's id and the
+/// process's epoch.
 #[must_use]
 pub fn prefix(worker_id: &str, epoch: u64) -> String {
     format!("berth-{worker_id}-{epoch:x}")
 }
 
-/// How the table behaves; see the settings of the same names.
+/// Settings of the table. Fields of the same names in the agent's settings say more.
 #[derive(Debug, Clone)]
 pub struct Rules {
-    /// A [`prefix`], different for every agent process that meets the engine.
+    /// The [`prefix`] of incarnation ids; different for every agent process that uses the engine.
     pub prefix: String,
-    /// Idle time of a session that asked for none.
+    /// Idle limit of a session whose client asked for none.
     pub idle_max: Duration,
-    /// Idle time after which a pinned session's KV is taken when someone needs the room.
+    /// Idle time after which a pinned session loses its KV if another session needs the room.
     pub demote_idle: Duration,
-    /// Turns of one exclusive session that may wait behind the one that runs.
+    /// The most turns of one exclusive session that may wait behind the running turn.
     pub turns_queued_per_session_max: u32,
-    /// Turns that wait for room, on all ranks together.
+    /// The most turns that wait for room, on all ranks together.
     pub turns_queued_max: usize,
-    /// How long one waits at most.
+    /// The longest time that a turn waits for room.
     pub queue_wait_max: Duration,
-    /// A turn's or a session's end that the engine has not confirmed for so long is stuck.
+    /// A turn's end or a session's close counts as stuck if the engine has not confirmed it for
+    /// this long.
     pub stuck_after: Duration,
-    /// Sessions that come back soon are pinned where whole histories can be trimmed.
+    /// Whether the agent pins sessions on its own: those that come back soon, where the shim trims
+    /// full histories.
     pub auto_pin: bool,
-    /// Which guards hold.
+    /// The guards that are switched on.
     pub guards: Guards,
 }
 
-/// One session.
+/// One session: its state, its figures, and what the agent knows of its client's habits.
 #[derive(Debug, Clone)]
 pub struct Session {
-    /// How its KV is kept.
+    /// How the engine keeps the session's KV.
     pub retention: Retention,
-    /// What its client asked for; none: the agent decides.
+    /// The retention that the client asked for. `None`: the agent decides.
     wanted: Option<Retention>,
-    /// The rank that holds its KV.
+    /// The rank that holds the session's KV.
     pub dp_rank: u32,
-    /// Its id inside the engine.
+    /// Id of the session's present incarnation inside the engine.
     pub incarnation: String,
-    /// One turn at a time.
+    /// Whether the session runs one turn at a time.
     pub exclusive: bool,
-    /// Finished turns.
+    /// The number of finished turns.
     pub turns: u64,
-    /// Turns inside the engine.
+    /// The number of turns inside the engine.
     pub running: u32,
-    /// Turns claimed that are not inside yet.
+    /// The number of claimed turns that are not inside the engine yet.
     pub waiting: u32,
-    /// Tokens of the history the engine has committed: prompts and answers of finished turns.
+    /// Tokens of the history that the engine has committed: prompts and answers of finished turns.
     pub history_tokens: u64,
-    /// Tokens of KV it holds (pinned) or may still have in the tree (else).
+    /// KV tokens that a pinned session holds, or that another session may still have in the radix
+    /// tree.
     pub resident_tokens: u64,
-    /// Tokens of KV that its running turn may come to hold, the history's included.
+    /// KV tokens that the session may hold when its running turn ends, history included.
     reserved_tokens: u64,
-    /// Its client opened it: as soon as no turn runs, turns are let in one at a time.
+    /// Whether a client opened the session. Once no turn runs, such a session becomes exclusive.
     opened: bool,
-    /// A turn began it, and neither has one of it been inside nor anyone opened it.
+    /// Created by a turn that has not reached the engine yet; no client opened the session
+    /// explicitly.
     unused: bool,
-    /// It holds a row of the engine, or will with its next turn, and KV that nothing else frees.
+    /// Whether the session occupies a request row (or will, with its next turn) and KV that only
+    /// closing or demoting it frees.
     row: bool,
-    /// A turn whose end nobody saw: it may still be inside.
+    /// Id of a turn whose end the agent did not see. That turn may still be inside the engine.
     lost_rid: Option<String>,
-    /// Its KV was found corrupt while a turn ran.
+    /// Whether an audit found the session's KV corrupt.
     corrupt: bool,
-    /// Tells this session from one that had its key before.
+    /// A number that tells this session from earlier sessions with the same key.
     born: u64,
-    /// What is known of its whole histories.
+    /// What the agent knows of the full histories that the client sends.
     whole: Whole,
     /// Whether the session takes delta turns.
     deltas: Deltas,
-    /// How its prompts begin.
+    /// Beginnings of the session's prompts, compared from turn to turn.
     prefix: PrefixTracker,
     phase: Phase,
     last_end: Instant,
     idle_max: Duration,
 }
 
-/// What the state of a session is besides its running turns.
+/// Lifecycle state of a session, independent of its running turns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Phase {
-    /// Nothing of it is at the engine yet.
+    /// The engine has not been asked to open the session.
     Planned,
-    /// The engine was asked to open it.
+    /// The engine was asked to open the session and has not answered.
     Opening,
     Open,
-    /// The shim was asked to give its KV to the radix tree, and answers until then or never.
+    /// The shim was asked to give the session's KV to the radix tree. If it has not answered at
+    /// `until`, the session is closed.
     Demoting {
         until: Instant,
     },
-    /// The engine has its history; its KV is in the radix tree, evictable; it holds no row.
+    /// The engine has the session's history. Its KV is in the radix tree, where it can be evicted,
+    /// and the session holds no row.
     Demoted,
-    /// A turn's end left doubt; the engine's own account, asked for since, decides until then.
+    /// After a turn's end, the agent isn't sure what history the engine has. The shim's session
+    /// table, if `asked` for since then, decides. If none arrives before `until`, the session is
+    /// closed.
     Suspect {
         expected: Expected,
         until: Instant,
         asked: bool,
     },
-    /// It closes when the last running turn has ended.
+    /// The session closes when its last running turn has ended.
     Closing,
-    /// Nothing of it is at the engine any more; it is remembered so that its client hears why.
+    /// The engine has nothing of the session any more. The agent keeps it to tell its client why.
     Gone(Why),
 }
 
-/// The history that ends a doubt, tokens.
+/// The history, in tokens, that the shim must report to clear a suspect session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Expected {
     Exactly(u64),
-    /// The engine ran the right prompt, and nobody told how long its answer was.
+    /// The engine ran the right prompt, but the length of its answer is unknown.
     AtLeast(u64),
 }
 
@@ -179,138 +191,149 @@ impl Expected {
     }
 }
 
-/// What is known of the whole histories that a client sends.
+/// What the agent knows of the full histories that a session's client sends.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct Whole {
-    /// The last turn held everything: nothing is lost with what the engine has.
+    /// Whether the last turn held a full history. If so, nothing is lost when the engine's history
+    /// is.
     sends: bool,
-    /// The bound that the last turn's body was taken for, and the tokens it was with its answer.
+    /// For the last full history: the upper bound on its tokens that was taken from its body, and
+    /// the real tokens of its prompt and answer.
     measured: Option<(u64, u64)>,
-    /// Of its longest answer.
+    /// Tokens of the longest answer so far.
     answer_tokens_max: u64,
-    /// Turns in a row that could not go on from what the engine had.
+    /// The divergence streak: turns in a row that could not continue the engine's history.
     astray: u32,
-    /// Where the last answer begins in the history, if its turn ignored the end of its answer
-    /// (`ignore_eos`). Such an answer may hold end tokens that its text doesn't show, so the next
-    /// history differs from there on though its client has changed nothing.
+    /// Token index in the history where the last answer begins, if its turn ignored the end of its
+    /// answer (`ignore_eos`). Such an answer may hold end tokens that its text doesn't show, so the
+    /// next history differs from there on although its client has changed nothing.
     hides_ends_from: Option<u64>,
-    /// It gave its pin up, or could not have it: not before then again.
+    /// The agent does not pin the session again before this time, because the session lost its pin
+    /// or found no room for it.
     pin_after: Option<Instant>,
-    /// Its next turn begins an incarnation that takes another's place.
+    /// Whether the session's next full history starts an incarnation that replaces an earlier one.
     anew: bool,
-    /// Its client takes for history what the engine hasn't: a turn ran beside the session, or a new
-    /// incarnation hasn't had its first one.
+    /// Whether the client's history may have turns that the engine's history lacks: a turn ran
+    /// beside the session, or a new incarnation has not had its first turn. Deltas are refused
+    /// meanwhile.
     behind: bool,
 }
 
-/// Why a session can't go on.
+/// Why a session can't continue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Why {
     EngineRestarted,
     HistoryUnknown,
-    /// Its pages are others' too, or were written by others.
+    /// Pages of the session's KV also belong to others, or others wrote to them.
     KvCorrupt,
     Reclaimed,
 }
 
-/// What whoever holds the table must do or tell.
+/// What the owner of the table must do or report, in order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Effect {
-    /// A claimed turn may go to the engine.
+    /// Sends a claimed turn to the engine.
     Admitted {
-        /// The turn.
+        /// The turn's id.
         rid: String,
-        /// What it needs on its way.
+        /// How the turn is sent to the engine.
         turn: Turn,
     },
-    /// A claimed turn may not; it is forgotten.
+    /// Refuses a claimed turn. The table has already forgotten it.
     Refused {
-        /// The turn.
+        /// The turn's id.
         rid: String,
-        /// Why.
+        /// Why the turn was refused.
         error: Error,
     },
-    /// Journal the incarnation, then open it at the engine; [`Table::opened`] follows.
+    /// Journals the incarnation, then opens it at the engine. The owner reports the result with
+    /// [`Table::opened`].
     Open {
-        /// The engine-side id.
+        /// The incarnation id.
         incarnation: String,
         /// The session's idle limit.
         idle_max: Duration,
     },
-    /// Close at the engine; [`Table::closed`] follows.
+    /// Closes an incarnation at the engine. The owner reports the result with [`Table::closed`].
     Close(Close),
-    /// Write this down, before what follows is done.
+    /// Writes a record to the journal before the next effect is carried out.
     Journal(Record),
-    /// Ask the shim for its whole table, after this turn was aborted; [`Table::looking`] and then
-    /// [`Table::seen`] follow.
+    /// Aborts the turn `rid`, if any, then requests the shim's full session table. The owner calls
+    /// [`Table::looking`] at the request and [`Table::seen`] with the answer.
     Look {
-        /// The rank that holds the doubtful session.
+        /// The rank that holds the suspect session.
         dp_rank: u32,
-        /// A turn that may still be inside.
+        /// Id of a turn that may still be inside the engine.
         rid: Option<String>,
     },
-    /// Ask the shim to give a session's KV to the radix tree; [`Table::demoted`] follows.
+    /// Asks the shim to give a session's KV to the radix tree. The owner reports the result with
+    /// [`Table::demoted`].
     Demote {
-        /// The rank that holds it.
+        /// The rank that holds the session.
         dp_rank: u32,
-        /// The engine-side id.
+        /// The incarnation id.
         incarnation: String,
     },
-    /// Answer the shim's question after a whole history that can't run where it was meant to.
+    /// Answers a question of the shim: how to run a full history that can't run in its session as
+    /// planned.
     Run {
-        /// The question's number.
+        /// The number of the question.
         question: u64,
-        /// The session that is to have it; none: it runs as it came.
+        /// The incarnation to run the turn in. `None`: the turn does not run in its session.
         incarnation: Option<String>,
-        /// The most tokens it may have.
+        /// The most prompt tokens that the turn may have in that session.
         tokens_max: u64,
     },
-    /// It is known how a turn runs.
+    /// Reports how a turn runs, once that is known.
     Ran {
-        /// The turn.
+        /// The turn's id.
         rid: String,
-        /// How.
+        /// How the turn runs.
         ran: Ran,
     },
-    /// The engine's shim refuses a turn that was let in, because its full history doesn't continue
+    /// Reports that the shim refuses an admitted turn, because its full history doesn't continue
     /// its session. The turn's client gets the error; [`Table::end`] follows.
     Unfit {
-        /// The turn.
+        /// The turn's id.
         rid: String,
-        /// Why.
+        /// Why the shim refuses the turn.
         error: Error,
     },
-    /// Something about the session differs, or it is forgotten.
+    /// Reports that a session has changed or was forgotten.
     Touched(SessionKey),
-    /// The engine has freed what a session held, so long after it was first asked to.
+    /// Reports that the engine has freed what an incarnation held, and the time since the close was
+    /// first requested.
     Freed(Duration),
-    /// The session's prompts have a text early on that differs from turn to turn.
+    /// Reports a volatile prefix: a text early in the session's prompts that differs from turn to
+    /// turn.
     VolatilePrefix(SessionKey, VolatilePrefix),
-    /// Something that an operator may want to know or count.
+    /// Reports an event of a session, for logs and metrics.
     Happened(SessionKey, Event),
 }
 
-/// What can happen to a session without its client's doing.
+/// A change of a session that its client did not ask for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Event {
-    /// Its idle time ran out.
+    /// The session's idle limit has passed.
     Expired,
-    /// Its KV was given to the radix tree because others needed the room.
+    /// The session's KV was given to the radix tree: other sessions needed the room, or it was
+    /// idle.
     Demoted,
-    /// It was closed because others needed the room.
+    /// The session was closed because other sessions needed the room.
     Reclaimed,
-    /// What the engine has of it isn't known for sure, so it was closed there.
+    /// The session was closed at the engine because the history there was uncertain.
     Doubted,
-    /// The engine's own account settled a doubt.
+    /// The shim's session table confirmed the history of a suspect session.
     Verified,
-    /// Its pages were found to be others' too, or written by others.
+    /// An audit found that pages of the session's KV also belong to others, or that others wrote to
+    /// them.
     Corrupt,
-    /// It went with its engine.
+    /// The session was lost with its engine process.
     EngineLost,
 }
 
 impl Event {
-    /// The name used in metrics and logs.
+    /// Returns the name used in metrics and logs.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -325,82 +348,85 @@ impl Event {
     }
 }
 
-/// A close that the engine must now get.
+/// A request to close an incarnation at the engine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Close {
-    /// The engine-side id.
+    /// The incarnation id.
     pub incarnation: String,
-    /// A turn of it that may still be inside, to be aborted first.
+    /// Id of a turn that may still be inside the engine; it is aborted first.
     pub rid: Option<String>,
-    /// Whether it holds anything: a tag's close is done when it was said.
+    /// Whether the incarnation is pinned and may hold a row and KV. The close of a tagged session
+    /// needs no confirmation.
     pub pinned: bool,
-    /// It was asked for before and not confirmed.
+    /// Whether this repeats a close that was not confirmed.
     pub again: bool,
 }
 
-/// What became of an open.
+/// The result of an open request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Opened {
-    /// The engine said yes.
+    /// The engine opened the session.
     Yes,
-    /// It said no, or was not asked.
+    /// The engine refused, or was not asked; with the reason.
     No(String),
-    /// Its answer was lost: it may have said yes.
+    /// The answer was lost, so the session may be open; with the reason.
     Unknown(String),
 }
 
-/// What became of a close.
+/// The result of a close request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Closed {
-    /// What it held is free.
+    /// The engine has freed what the session held.
     Confirmed,
-    /// The engine says that it is still there.
+    /// The engine reports that the session still exists.
     Kept,
-    /// Its word is awaited, or could not be had.
+    /// The engine's confirmation is still awaited, or could not be had.
     NotYet,
 }
 
-/// Totals of one rank.
+/// Totals of the sessions and turns of one rank.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Totals {
-    /// Open sessions.
+    /// The number of sessions in the table.
     pub sessions: u32,
-    /// Rows held by pinned sessions.
+    /// The number of request rows that pinned sessions hold.
     pub rows_held: u32,
-    /// Tokens held by pinned sessions, in whole pages.
+    /// KV tokens that pinned sessions hold or have reserved, in whole pages.
     pub pinned_tokens: u64,
-    /// Tokens that other sessions may have in the tree.
+    /// Estimated KV tokens that unpinned sessions have in the radix tree.
     pub estimate_tokens: u64,
-    /// Turns inside the engine.
+    /// The number of turns inside the engine.
     pub turns_running: u32,
-    /// Turns that wait for room.
+    /// The number of turns that wait for room.
     pub turns_queued: u32,
-    /// Of `rows_held`: held by sessions that aren't the agent's.
+    /// The part of `rows_held` that belongs to foreign sessions, which other clients of the engine
+    /// opened.
     pub foreign_rows: u32,
-    /// Of `pinned_tokens`: held by sessions that aren't the agent's.
+    /// The part of `pinned_tokens` that belongs to foreign sessions.
     pub foreign_tokens: u64,
 }
 
 impl Session {
-    /// The agent decides how it is kept: nobody has asked for anything.
+    /// Whether the agent chooses the session's retention, because the client asked for none.
     fn is_auto(&self) -> bool {
         self.wanted.is_none()
     }
 
-    /// Whether the session can go on at any engine, because its clients send their full history
-    /// with each turn. A session that has taken a delta can't: only its engine has its history.
+    /// Whether the session can continue at any engine, because its clients send their full history
+    /// with each turn. After a delta that is impossible: only the session's engine has its history.
     #[must_use]
     pub fn sends_whole(&self) -> bool {
         self.whole.sends && self.deltas != Deltas::Taken
     }
 
-    /// A text early in its prompts that differs from turn to turn, if one was found.
+    /// Returns the volatile prefix of the session's prompts, if one was found: a text early in them
+    /// that differs from turn to turn.
     #[must_use]
     pub fn volatile_prefix(&self) -> Option<VolatilePrefix> {
         self.prefix.found()
     }
 
-    /// The state shown outside.
+    /// Returns the state that the agent reports to routers and clients.
     #[must_use]
     pub fn state(&self) -> SessionState {
         match self.phase {
@@ -409,25 +435,25 @@ impl Session {
             Phase::Gone(Why::EngineRestarted) => SessionState::Lost,
             _ if self.running > 0 => SessionState::Running,
             Phase::Demoted => SessionState::Demoted,
-            // The agent itself tells the client why it can't go on.
+            // The client learns with its next turn if the session can't continue.
             Phase::Open | Phase::Demoting { .. } | Phase::Suspect { .. } | Phase::Gone(_) => {
                 SessionState::Idle
             }
         }
     }
 
-    /// Does its idle time run?
+    /// Whether the session's idle time counts towards its idle limit.
     fn can_expire(&self) -> bool {
         let at_rest = matches!(self.phase, Phase::Open | Phase::Demoted | Phase::Gone(_));
         self.running == 0 && self.waiting == 0 && at_rest
     }
 
-    /// The engine has opened it for turns that were all refused or given up.
+    /// Whether the engine opened the session for turns that were all refused or given up.
     fn is_left_unused(&self) -> bool {
         self.unused && self.row && self.phase == Phase::Open && self.waiting == 0
     }
 
-    /// Nothing of it is at the engine any more, or another incarnation is to come.
+    /// Resets the figures of a session that has nothing at the engine, or gets a new incarnation.
     fn emptied(&mut self) {
         self.history_tokens = 0;
         self.resident_tokens = 0;
@@ -437,15 +463,15 @@ impl Session {
         self.lost_rid = None;
     }
 
-    /// What a finished turn has brought it to.
+    /// Updates the session's figures after a finished turn.
     fn grown(&mut self, usage: Usage) {
         let total = usage.prompt_tokens.saturating_add(usage.completion_tokens);
         self.history_tokens = total;
-        // The KV of an answer's last token is computed only with the next turn.
+        // The engine computes the KV of an answer's last token only in the next turn.
         self.resident_tokens = total.saturating_sub(1);
     }
 
-    /// Time since the last turn's end; zero while one runs.
+    /// Returns the time since the end of the last turn; zero while a turn runs.
     #[must_use]
     pub fn idle(&self, now: Instant) -> Duration {
         if self.running > 0 { Duration::ZERO } else { now.saturating_duration_since(self.last_end) }

@@ -1,19 +1,23 @@
-//! The session table: who is open, on which rank, which turns wait and which are inside the engine,
-//! and what is still to be closed. Whoever holds it tells it what happened and carries out the
-//! [`Effect`]s that come out; nothing here waits, reads a clock or talks to the engine.
+//! The session table: the sessions, turns and unconfirmed closes of one engine.
 //!
-//! A turn is claimed ([`Table::claim`], before its body is read), queued with what it needs
-//! ([`Table::admit`]), admitted or refused (an effect), and ended ([`Table::end`]).
+//! The owner task tells the table what happened and carries out the [`Effect`]s that the table
+//! returns. The table never waits, reads no clock, and doesn't talk to the engine.
 //!
-//! Promises, each asserted by `check_invariants` or by the simulation:
-//! - at most one turn of an exclusive session is inside the engine;
-//! - pinned sessions leave rows free, and stay within the pin budget even if every turn grows as
-//!   far as it may;
-//! - rows and KV stay counted until the engine has confirmed a close;
-//! - an incarnation's engine-side id is never used twice, so a late close can't hit a successor;
-//! - nothing is appended to a history the agent isn't sure of;
-//! - no full history replaces one that clients append to, and nothing is appended to one that a
-//!   full history has replaced, unless a client opens the session again.
+//! Each turn goes through these steps:
+//! - [`Table::claim`] claims the turn's session before the turn's body is read.
+//! - [`Table::admit`] puts the turn into the queue, with the room that it needs.
+//! - An effect reports that the turn is admitted or refused.
+//! - [`Table::end`] ends the turn.
+//!
+//! The table promises the following. `check_invariants` or the simulation asserts each promise:
+//! - At most one turn of an exclusive session is inside the engine.
+//! - Pinned sessions leave some rows free. They stay within the pin budget even if every turn grows
+//!   as far as it may.
+//! - Rows and KV stay counted until the engine has confirmed a close.
+//! - An incarnation id is never used twice, so a late close can't hit a later incarnation.
+//! - Nothing is appended to a history that the agent isn't sure of.
+//! - No full history replaces a history that clients append to, and nothing is appended to a
+//!   history that a full history has replaced, unless a client opens the session again.
 
 mod admission;
 mod audit;
@@ -47,8 +51,8 @@ pub use self::{
     trim::{Became, Plan, Planned},
 };
 
-/// Sessions one agent keeps. A session costs under 1 KiB here; the bound keeps a flood of ids from
-/// eating the agent's 40 MiB.
+/// The most sessions in one table. A session takes less than 1 KiB here, so a flood of session ids
+/// can't exceed the agent's 40 MiB.
 const SESSIONS_MAX: usize = 16_384;
 
 /// All sessions and turns of one engine.
@@ -56,74 +60,76 @@ const SESSIONS_MAX: usize = 16_384;
 pub struct Table {
     rules: Rules,
     engine: Engine,
-    /// One per rank; also of ranks that are no more, while turns there are to end.
+    /// The account of each rank. Includes ranks that no longer exist, as turns there may still have
+    /// to end.
     books: Vec<Book>,
-    /// In order, as all that effects follow from: the same events give the same effects.
+    /// Ordered by key, so that the same events always produce the same effects.
     sessions: BTreeMap<SessionKey, Session>,
     by_incarnation: HashMap<String, SessionKey>,
     tickets: BTreeMap<String, Ticket>,
-    /// Tickets that wait for room, oldest first.
+    /// Ids of the tickets that wait for room, oldest first.
     queue: VecDeque<String>,
-    /// Incarnations whose close the engine has not confirmed yet.
+    /// Incarnations whose close the engine has not confirmed, by incarnation id.
     closing: BTreeMap<String, Closing>,
     effects: Vec<Effect>,
     incarnations: u64,
     born: u64,
     claims: u64,
     sessions_max: usize,
-    /// No session is due before.
+    /// No session has a deadline before this time. `None`: no session has a deadline.
     due_from: Option<Instant>,
-    /// The shim trims whole histories.
+    /// Whether the shim trims full histories.
     trims: bool,
 }
 
-/// A turn between its claim and its end, or a client that waits for an open.
+/// A turn between its claim and its end, or a client that waits for its session to open.
 #[derive(Debug)]
 struct Ticket {
-    /// What its client means; none without a session.
+    /// The claim on a session. `None` for a turn without a session.
     claim: Option<Claim>,
     key: Option<SessionKey>,
     appends: Appends,
     dp_rank: u32,
     stage: Stage,
-    /// Since when it is in its stage.
+    /// When the ticket entered its present stage.
     since: Instant,
     need: Need,
-    /// How its prompt begins, until it is inside.
+    /// The beginning of the turn's prompt, until the turn is admitted.
     start: PromptStart,
-    /// The session it was claimed for, told from successors under the same key.
+    /// `Session::born` of the claimed session. Tells it from later sessions with the same key.
     born: u64,
-    /// The incarnation it runs in.
+    /// Id of the incarnation that the turn runs in.
     incarnation: String,
-    /// What it may need of the pool, if that is more than pinned sessions leave.
+    /// KV tokens that the turn may need, if the pool can't hold them beside a full pin budget.
     large_tokens: Option<u64>,
-    /// Its client has gone; its end at the engine is waited for since then.
+    /// When the client disconnected, if the turn's end at the engine is still awaited.
     abandoned: Option<Instant>,
-    /// Claims of a session go in in this order, whatever their bodies take.
+    /// Position among all claims. The turns of a session are admitted in this order, no matter how
+    /// long their bodies take to arrive.
     order: u64,
-    /// Its session held no KV when it went in.
+    /// Whether the session held no KV when the turn was admitted.
     from_nothing: bool,
-    /// A turn before it did not become history.
+    /// Whether an earlier turn, which this delta was to follow, did not become history.
     orphaned: bool,
-    /// It went in as a pinned session's turn.
+    /// Whether the turn counts as a turn of a pinned session.
     pinned: bool,
-    /// It holds a whole history, which the shim is to trim.
+    /// Set if the turn holds a full history for the shim to trim.
     marked: Option<Marked>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Stage {
-    /// Its body is being read.
+    /// The turn's body is being read.
     Claimed,
-    /// It waits for room.
+    /// The turn waits for room.
     Queued,
-    /// Not a turn: waits until its session is open.
+    /// Not a turn: a client waits until its session is open.
     Open,
     Inside,
 }
 
 impl Ticket {
-    /// Without a session.
+    /// Returns a ticket without a session.
     fn new(now: Instant, stage: Stage, appends: Appends, dp_rank: u32, order: u64) -> Self {
         Self {
             claim: None,
@@ -148,7 +154,7 @@ impl Ticket {
 }
 
 impl Table {
-    /// An empty table.
+    /// Returns an empty table.
     #[must_use]
     pub fn new(rules: Rules, engine: Engine) -> Self {
         let books = engine.ranks.iter().map(|_| Book::default()).collect();
@@ -171,10 +177,11 @@ impl Table {
         }
     }
 
-    /// Closes a session, at once or when its running turns have ended; answers whether it waits.
+    /// Closes a session, now or when its running turns have ended. Returns whether the close waits
+    /// for running turns.
     ///
     /// # Errors
-    /// [`Error::Unknown`] when there is none or it is closing already.
+    /// [`Error::Unknown`] if the session doesn't exist or is already closing.
     pub fn close(&mut self, now: Instant, key: &SessionKey) -> Result<bool, Error> {
         self.begin_close(now, key)?;
         self.pump(now);
@@ -189,7 +196,7 @@ impl Table {
             Phase::Planned if session.running == 0 => self.drop_session(now, key, &Error::Unknown),
             Phase::Gone(_) if session.running == 0 => self.drop_session(now, key, &Error::Unknown),
             _ => {
-                // An open still under way is closed by its answer.
+                // If the engine is still opening the session, its answer triggers the close.
                 let opening = session.phase == Phase::Opening;
                 self.runs_as_it_came(key);
                 self.change(key, |session| session.phase = Phase::Closing);
@@ -201,16 +208,17 @@ impl Table {
         Ok(())
     }
 
-    /// Closes every session; what runs ends first, what waits is refused.
+    /// Closes every session. Running turns end first; waiting turns are refused.
     pub fn drain(&mut self, now: Instant) {
         self.refuse_waiting(now, &Error::Stopping);
         let keys: Vec<SessionKey> = self.sessions.keys().cloned().collect();
-        // One that is closing already needs no second word.
+        // `close` fails only for a session that is already closing.
         keys.iter().for_each(|key| drop(self.close(now, key)));
     }
 
-    /// Does what is due: closes sessions whose idle time has run out, settles doubts, repeats
-    /// closes, refuses turns that waited too long.
+    /// Does what is due now: closes sessions whose idle limit has passed, ends what a suspect
+    /// session or a demotion has waited for too long, repeats closes, and refuses turns that waited
+    /// too long.
     pub fn on_time(&mut self, now: Instant) {
         if self.due_from.is_some_and(|due| due <= now) {
             self.expire(now);
@@ -219,7 +227,7 @@ impl Table {
         self.time_out(now);
     }
 
-    /// When this session is to be looked at next.
+    /// Returns when the session's next deadline is.
     fn due_of(&self, session: &Session) -> Option<Instant> {
         if let Phase::Suspect { until, .. } | Phase::Demoting { until } = session.phase {
             return Some(until);
@@ -250,13 +258,14 @@ impl Table {
         }
         self.demote_idle(now);
         let next = self.sessions.values().filter_map(|session| self.due_of(session));
-        // One that was kept by a turn refused just now is overdue, and the next to be looked at.
+        // A session may be overdue because a turn that kept it was refused just now: its deadline
+        // stays the next one. With the guard off, overdue sessions stay and are left out.
         let goes = |due: &Instant| *due > now || guards.hold(Guard::Expiry);
         self.due_from = next.filter(goes).min();
         self.pump(now);
     }
 
-    /// When [`Self::on_time`] has something to do next.
+    /// Returns when [`Self::on_time`] must be called next.
     #[must_use]
     pub fn next_due(&self) -> Option<Instant> {
         let front = self.queue.front().map(|rid| self.tickets[rid].since);
@@ -265,30 +274,31 @@ impl Table {
         [self.due_from, waited, repeats].into_iter().flatten().min()
     }
 
-    /// What is to be done now, in order.
+    /// Returns what must be done now, in order.
     #[must_use]
     pub fn take_effects(&mut self) -> Vec<Effect> {
         std::mem::take(&mut self.effects)
     }
 
-    /// One session.
+    /// Returns a session.
     #[must_use]
     pub fn get(&self, key: &SessionKey) -> Option<&Session> {
         self.sessions.get(key)
     }
 
-    /// All sessions, by key.
+    /// Returns all sessions, by key.
     pub fn iter(&self) -> impl Iterator<Item = (&SessionKey, &Session)> {
         self.sessions.iter()
     }
 
-    /// Ids of the turns inside the engine.
+    /// Returns the ids of the turns inside the engine.
     pub fn inside(&self) -> impl Iterator<Item = &str> {
         let inside = self.tickets.iter().filter(|(_, ticket)| ticket.stage == Stage::Inside);
         inside.map(|(rid, _)| rid.as_str())
     }
 
-    /// Closes asked of the engine and not confirmed, and opens not answered.
+    /// Returns the number of closes that the engine has not confirmed, plus sessions that are
+    /// opening or closing.
     #[must_use]
     pub fn pending(&self) -> usize {
         let opening = |session: &&Session| matches!(session.phase, Phase::Opening | Phase::Closing);
@@ -303,7 +313,7 @@ impl Table {
         format!("{}-{}", self.rules.prefix, self.incarnations)
     }
 
-    /// Changes a session; the totals follow.
+    /// Changes a session and updates the totals of its rank.
     fn change<T>(&mut self, key: &SessionKey, change: impl FnOnce(&mut Session) -> T) -> T {
         let page = self.engine.page_tokens;
         let session = self.sessions.get_mut(key).expect("the caller has seen it");
@@ -315,7 +325,8 @@ impl Table {
         result
     }
 
-    /// Forgets a session; the engine holds nothing of it, or a close is under way.
+    /// Removes a session from the table. The engine must hold nothing of it, or its close must have
+    /// begun.
     fn remove(&mut self, key: &SessionKey) {
         let session = self.sessions.remove(key).expect("the caller has seen it");
         self.books[session.dp_rank as usize].remove(&session, self.engine.page_tokens);
@@ -323,7 +334,8 @@ impl Table {
         self.touch(key);
     }
 
-    /// Gives a session a new life at the engine; what the old one left there can't hit it.
+    /// Gives a session a new incarnation id, so that a late close of the old incarnation can't hit
+    /// it.
     fn reincarnate(&mut self, key: &SessionKey) {
         let fresh = self.next_incarnation(key);
         let session = self.sessions.get_mut(key).expect("the caller has seen it");
@@ -332,7 +344,8 @@ impl Table {
         self.by_incarnation.insert(fresh, key.clone());
     }
 
-    /// Forgets a session of which nothing is at the engine, and refuses what waits for it.
+    /// Removes a session of which the engine holds nothing, or whose close has begun, and refuses
+    /// the turns that wait for it.
     fn drop_session(&mut self, now: Instant, key: &SessionKey, error: &Error) {
         self.remove(key);
         let waits = |rid: &&String| self.tickets[*rid].key.as_ref() == Some(key);
@@ -349,7 +362,7 @@ impl Table {
     }
 
     fn touch(&mut self, key: &SessionKey) {
-        // What was touched twice in one go is told once.
+        // Consecutive changes of one session are reported once.
         let again = matches!(self.effects.last(), Some(Effect::Touched(last)) if last == key);
         if !again {
             self.effects.push(Effect::Touched(key.clone()));
@@ -360,7 +373,7 @@ impl Table {
         self.effects.push(Effect::Journal(record));
     }
 
-    /// Sees to it that the session expires in time.
+    /// Makes sure that [`Self::on_time`] looks at the session at its next deadline.
     fn watch(&mut self, key: &SessionKey) {
         let session = &self.sessions[key];
         let due = session.last_end + session.idle_max;

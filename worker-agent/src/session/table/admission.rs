@@ -1,8 +1,10 @@
-//! What may go to the engine now: rows, pin budget, growth, and the queue for everything else.
+//! Admission: which turns may go to the engine now, and the queue of those that must wait.
 //!
-//! A pinned turn reserves what it may grow to, and is refused when that doesn't fit and nothing can
-//! be reclaimed. A plain or tagged turn is never refused for what it might need: it waits while the
-//! engine couldn't run it anyway, in order, and leaves the queue by time or bound only.
+//! Admission checks request rows, the pin budget, and how far each turn may grow. A turn of a
+//! pinned session reserves what it may grow to. It is refused if that doesn't fit and nothing can
+//! be reclaimed. Any other turn is never refused for what it might need: it waits in order while
+//! the engine couldn't run it anyway, and is refused only when it waited too long or the queue is
+//! full.
 
 use std::time::Instant;
 
@@ -15,24 +17,24 @@ use super::{
     reclaim::{Shortage, Taker},
 };
 
-/// Turns beyond what the engine can run now that it gets all the same, so that it never waits for
-/// the agent: about a prefill batch.
+/// The most turns that the engine gets beyond those it can run now, so that it never waits for the
+/// agent. About one prefill batch.
 const AHEAD: u64 = 8;
 
-/// What becomes of a ticket at the moment.
+/// What happens to a waiting ticket in this pass over the queue.
 enum Verdict {
     Admit,
-    /// It waits for something of its own; others may pass.
+    /// The ticket waits for something of its own; later tickets may pass it.
     Wait,
-    /// It waits for room that comes back by itself, and plain turns behind it wait too.
+    /// The ticket waits for room that running turns will free. Plain turns behind it on this rank
+    /// wait too.
     InLine,
     Refuse(Error),
 }
 
 impl Table {
-    /// Queues a claimed turn whose needs are known now. [`Effect::Admitted`] or
-    /// [`Effect::Refused`] follows, at once or when there is room.
-    /// False: the turn was given up meanwhile.
+    /// Queues a claimed turn whose needs are now known. [`Effect::Admitted`] or [`Effect::Refused`]
+    /// follows, at once or when there is room. Returns false if the turn was given up meanwhile.
     pub fn admit(&mut self, now: Instant, rid: &str, need: Need) -> bool {
         let Some(ticket) = self.tickets.get_mut(rid) else { return false };
         ticket.stage = Stage::Queued;
@@ -53,7 +55,7 @@ impl Table {
         true
     }
 
-    /// Looks at everything that waits, oldest first.
+    /// Decides on every waiting ticket, oldest first.
     pub(super) fn pump(&mut self, now: Instant) {
         let mut in_line = vec![false; self.books.len()];
         self.books.iter_mut().for_each(Book::look_again);
@@ -129,15 +131,16 @@ impl Table {
         }
         let (auto, delta) = (session.is_auto(), self.tickets[rid].is_delta());
         match self.pinned_verdict(now, &key, need, delta) {
-            // What nobody asked to pin gives way, and runs on the tree.
+            // A session that the agent pinned on its own gives way, and its turn runs on the radix
+            // tree.
             Err(_) if auto && self.gives_way(now, &key) => Ok(Verdict::Wait),
             Err(_) if auto => Ok(self.plain_verdict(now, rid, need, in_line)),
             verdict => verdict,
         }
     }
 
-    /// A session that nobody asked to pin has a turn inside, or one that left doubt: others run on
-    /// the tree beside it.
+    /// Whether a turn must run on the radix tree, beside its session: the agent pinned the session
+    /// on its own, and another turn is inside or left the history uncertain.
     fn runs_beside_another(&self, key: &SessionKey) -> bool {
         let session = &self.sessions[key];
         let shared = session.is_auto() && !session.exclusive;
@@ -145,8 +148,8 @@ impl Table {
         shared && session.retention == Retention::Pinned && taken
     }
 
-    /// Brings a session to where a whole history can go on from, and pins it if that pays. True: it
-    /// isn't there yet.
+    /// Prepares a session without running turns for a full history, and pins it if that pays.
+    /// Returns true if the turn must wait for the KV to go to the radix tree.
     fn prepare(&mut self, now: Instant, key: &SessionKey, need: Need) -> bool {
         let session = &self.sessions[key];
         let pinned = session.is_auto() && session.retention == Retention::Pinned;
@@ -163,7 +166,7 @@ impl Table {
         false
     }
 
-    /// Was another turn of its session claimed before it, and isn't inside yet?
+    /// Whether an earlier claimed turn of the same session is not inside yet.
     fn comes_after_another(&self, ticket: &Ticket) -> bool {
         let before = |one: &Ticket| {
             one.born == ticket.born
@@ -173,11 +176,13 @@ impl Table {
         ticket.stage != Stage::Open && self.tickets.values().any(before)
     }
 
-    /// A pinned session that the engine doesn't know yet: a row for it, then the open.
+    /// Opens a pinned session that the engine doesn't know yet, if a row and some of the pin budget
+    /// are free. Otherwise reclaims room or refuses.
     fn plan(&mut self, now: Instant, key: &SessionKey) -> Result<Verdict, Error> {
         let dp_rank = self.sessions[key].dp_rank;
         if self.takes_over() {
-            // What the engine holds isn't known before the last agent's sessions are closed.
+            // Wait until the previous agent's sessions are closed: what the engine holds is unknown
+            // before.
             return Ok(Verdict::Wait);
         }
         if let Some(shortage) = self.rows_short(dp_rank)? {
@@ -192,7 +197,8 @@ impl Table {
         Ok(Verdict::Wait)
     }
 
-    /// Has the engine asked to open it: whoever calls has seen that there is a row.
+    /// Journals the session's incarnation and asks the engine to open it. The caller has checked
+    /// that a row is free.
     pub(super) fn begin_open(&mut self, key: &SessionKey) {
         let (incarnation, idle_max, dp_rank) = self.change(key, |session| {
             session.phase = Phase::Opening;
@@ -254,8 +260,9 @@ impl Table {
             let held = self.totals(dp_rank).pinned_tokens;
             let over = (held + tokens).saturating_sub(capacity.pool_tokens);
             if over > 0 {
-                // Once a round: without anything to reclaim it waits for sessions to close. What
-                // fits passes it; what would pin more doesn't.
+                // Reclaim only for the first such turn of each pass. If nothing can be reclaimed,
+                // the turn waits until sessions close. Turns that fit may pass it, but turns that
+                // would pin more may not.
                 if self.book(dp_rank).first_to_wait_for_pins(tokens) {
                     let shortage = Shortage::Tokens { short: over, held, max: held - over };
                     self.reclaim(now, dp_rank, &shortage, Taker::Anyone);
@@ -348,7 +355,7 @@ impl Table {
         (ticket.pinned, ticket.from_nothing) = (true, !held);
         self.journal(Record::Turn { incarnation, rid: rid.to_owned() });
         if delta || !self.trims {
-            // Without a shim that trims, only a session without a history takes a full one.
+            // Without a shim that trims, a full history is admitted only if the session has none.
             self.history_begins_with(rid, key);
             turn.ran = Some(Ran::Pinned);
             return;
@@ -375,14 +382,14 @@ impl Table {
         book.entered(turn.growth_tokens.is_some(), large, rows);
     }
 
-    /// Refuses a turn that is not inside, and forgets it.
+    /// Refuses a turn that is not inside the engine, and forgets it.
     pub(super) fn refuse(&mut self, now: Instant, rid: &str, error: Error) {
         self.forget(now, rid);
         self.effects.push(Effect::Refused { rid: rid.to_owned(), error });
     }
 
-    /// Takes a turn that is not inside out of everything. A refused turn leaves nothing behind, and
-    /// a close that came with it takes effect all the same.
+    /// Removes a turn that is not inside the engine from the table, the queue and all counts. If
+    /// the turn also asked to close its session, the close still takes effect.
     pub(super) fn forget(&mut self, now: Instant, rid: &str) {
         let ticket = self.tickets.remove(rid).expect("the caller has it");
         self.queue.retain(|one| one != rid);
@@ -399,28 +406,28 @@ impl Table {
         if ticket.stage != Stage::Open {
             self.change(&key, |session| session.waiting -= 1);
         }
-        // What waited kept it from expiring; its time may have run out meanwhile.
+        // A session with waiting turns doesn't expire; its idle limit may have passed meanwhile.
         self.watch(&key);
         let waits = |other: &Ticket| other.born == ticket.born && other.key.is_some();
         let planned = self.sessions[&key].phase == Phase::Planned;
         if planned && !self.tickets.values().any(waits) {
             self.remove(&key);
         } else if ticket.closes() {
-            // One that is closing already needs no second word.
+            // `begin_close` fails only for a session that is already closing.
             let _ = self.begin_close(now, &key);
         } else {
             self.close_unused(now, &key);
         }
     }
 
-    /// Refuses everything that is not inside.
+    /// Refuses everything in the queue.
     pub(super) fn refuse_waiting(&mut self, now: Instant, error: &Error) {
         while let Some(rid) = self.queue.front().cloned() {
             self.refuse(now, &rid, error.clone());
         }
     }
 
-    /// Refuses what has waited too long.
+    /// Refuses turns that have waited too long.
     pub(super) fn time_out(&mut self, now: Instant) {
         let max = self.rules.queue_wait_max;
         let mut refused = false;

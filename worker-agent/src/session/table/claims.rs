@@ -1,4 +1,4 @@
-//! How sessions begin: claimed by a turn, or opened for turns to come.
+//! How sessions begin: a turn claims them, or a client opens them for later turns.
 
 use std::time::{Duration, Instant};
 
@@ -9,12 +9,13 @@ use super::{
     Ticket, Whole, check_appends, check_turn, closing::Closing,
 };
 
-/// Longest idle time anyone can ask for: more is a mistake, and must not overflow a point in time.
+/// The longest idle limit that a client can ask for. A longer one is a mistake, and must not
+/// overflow an `Instant`.
 const IDLE_MAX: Duration = Duration::from_secs(365 * 86_400);
 
 impl Table {
-    /// Claims a turn's session, before the turn's body is read: a second turn hears at once that
-    /// one runs. [`Self::admit`] or [`Self::end`] follows.
+    /// Claims a turn's session before the turn's body is read, so that a second turn is refused at
+    /// once while another one runs. [`Self::admit`] or [`Self::end`] must follow.
     ///
     /// # Errors
     /// See [`Error`]; a refused claim changes nothing.
@@ -54,13 +55,15 @@ impl Table {
         rank: Option<u32>,
         appends: Appends,
     ) -> Result<(), Error> {
-        // What holds only new tokens means a history that is gone: it must not start an empty one.
+        // A delta relies on the session's history. If that is gone, the delta must not start an
+        // empty session.
         self.make_way(key, claim.open && !claim.delta);
         if !self.sessions.contains_key(key) {
             if claim.delta && !claim.open {
                 return Err(Error::Unknown);
             }
-            // Who opens a session with its first new tokens means to send only new ones.
+            // A client that opens a session with a delta will send only new tokens, which needs a
+            // pinned session.
             let wanted = claim.retention.or(claim.delta.then_some(Retention::Pinned));
             let retention = self.retention(wanted)?;
             match retention {
@@ -84,19 +87,21 @@ impl Table {
         }
         session.whole.sends = !claim.delta && (self.trims || session.is_auto());
         if matches!(session.phase, Phase::Gone(_)) && session.retention != Retention::Pinned {
-            // What was evictable is only colder.
+            // Only evictable KV was lost, so the session continues and recomputes it.
             session.phase = Phase::Open;
         }
         if claim.open {
             session.open_for_deltas();
         }
-        // Turns that run side by side stay so; the first after them is alone.
+        // Turns that already run side by side continue. The first turn that is claimed after they
+        // ended makes the session exclusive.
         session.opened |= claim.open;
         session.exclusive |= session.opened && before == 0;
         Ok(())
     }
 
-    /// Forgets what is left of a session that is to be opened anew, or whose rank is no more.
+    /// Removes a session that has no turns and is to be opened again, or whose rank no longer
+    /// exists.
     fn make_way(&mut self, key: &SessionKey, open: bool) {
         let ranks = self.engine.ranks.len();
         let Some(session) = self.sessions.get(key) else { return };
@@ -108,8 +113,9 @@ impl Table {
         }
     }
 
-    /// Opens a session without a turn; [`super::Effect::Admitted`] or [`super::Effect::Refused`]
-    /// with this id follows. An open session is left as it is; one that can't go on is replaced.
+    /// Opens a session without a turn. An [`super::Effect::Admitted`] or [`super::Effect::Refused`]
+    /// with the id `rid` follows. A session that is already open stays as it is; a session that
+    /// can't continue is replaced.
     ///
     /// # Errors
     /// See [`Error`].
@@ -136,7 +142,7 @@ impl Table {
             Some(session) => {
                 let alone = session.running + session.waiting == 0;
                 if let Some(wanted) = retention.filter(|_| session.is_auto() && alone) {
-                    // What the agent thought best gives way to what its client wants.
+                    // The client's choice replaces the agent's.
                     self.decide(now, key, wanted);
                 }
                 let session = self.sessions.get_mut(key).expect("just seen");
@@ -167,7 +173,7 @@ impl Table {
         Ok(())
     }
 
-    /// The engine's answer to an [`super::Effect::Open`].
+    /// Handles the engine's answer to an [`super::Effect::Open`].
     pub fn opened(&mut self, now: Instant, incarnation: &str, opened: &Opened) {
         let key = self
             .by_incarnation
@@ -187,7 +193,8 @@ impl Table {
             self.close_unused(now, key);
             self.reopened(now, key, true);
         } else {
-            // Nobody waits for it, or it failed. What was opened, or may have been, must not stay.
+            // The session is gone, or the open failed. An incarnation that may be open at the
+            // engine must be closed.
             let sure = matches!(opened, Opened::No(_));
             if !sure && self.rules.guards.hold(Guard::UnknownOpenClosed) {
                 self.start_close(incarnation.to_owned(), Closing::empty(now));
@@ -196,7 +203,8 @@ impl Table {
             }
             if let Some(key) = key.filter(|key| !self.reopened(now, key, false)) {
                 if self.sessions[&key].is_auto() && self.sessions[&key].phase == Phase::Opening {
-                    // Nobody asked for it: its turns go on as before.
+                    // The agent pinned this session on its own, so its turns continue without the
+                    // pin.
                     self.unpin_closed(now, &key);
                     self.pump(now);
                     return self.debug_check();
@@ -258,8 +266,8 @@ impl Table {
         Ok(())
     }
 
-    /// Closes the inferred session that was idle longest: its client has no claim to it, and finds
-    /// its KV in the tree if it comes back soon.
+    /// Closes the session that was idle longest among those that no client opened. Its client has
+    /// no right to it, and finds its KV in the radix tree if it comes back soon.
     fn make_room(&mut self, now: Instant) -> bool {
         let inferred = self.sessions.iter().filter(|(_, one)| !one.exclusive && one.can_expire());
         let longest = inferred.min_by_key(|(_, one)| one.last_end).map(|(key, _)| key.clone());
@@ -279,7 +287,8 @@ impl Table {
         Err(Error::NotOffered { wanted, offered: names.join(", ") })
     }
 
-    /// The rank asked for, else the one with the most room for what is to come.
+    /// Returns the requested rank, or the least loaded rank if none was requested. Load is compared
+    /// by held rows (for a pinned session only), then turns, then tokens.
     fn choose_rank(&self, rank: Option<u32>, retention: Option<Retention>) -> Result<u32, Error> {
         let count = u32::try_from(self.engine.ranks.len()).expect("few ranks");
         if let Some(rank) = rank {

@@ -1,4 +1,4 @@
-//! What a turn's end does to its session.
+//! What the end of a turn does to its session.
 
 use std::time::Instant;
 
@@ -7,7 +7,8 @@ use proto::{id::SessionKey, load::Retention};
 use super::{Expected, Guard, Outcome, Phase, Stage, Table, Ticket, Usage};
 
 impl Table {
-    /// The turn's client has gone; the turn is aborted, and its end at the engine awaited.
+    /// Handles a client's disconnect during its turn. The turn is being aborted, and stays inside
+    /// until the engine acknowledges its end.
     pub fn abandon(&mut self, now: Instant, rid: &str) {
         let Some(ticket) = self.tickets.get_mut(rid) else { return };
         if ticket.stage != Stage::Inside {
@@ -19,8 +20,8 @@ impl Table {
         }
     }
 
-    /// Ends a claimed turn, wherever it is, and closes its session if that was asked for. A turn
-    /// that has ended already is nobody's.
+    /// Ends a claimed turn at any stage, and closes its session if the claim asked for that. Does
+    /// nothing if the turn has already ended.
     pub fn end(&mut self, now: Instant, rid: &str, outcome: Outcome) {
         let Some(ticket) = self.tickets.get(rid) else { return };
         if ticket.stage != Stage::Inside {
@@ -41,7 +42,7 @@ impl Table {
                 session.last_end = now;
             });
             self.watch(key);
-            // One whose engine restarted under the turn has nothing left that could change.
+            // If the engine restarted during the turn, the session has nothing left to update.
             let mine = self.sessions[key].incarnation == ticket.incarnation;
             if mine && !matches!(self.sessions[key].phase, Phase::Gone(_)) {
                 self.settle(now, key, rid, &ticket, outcome);
@@ -56,7 +57,8 @@ impl Table {
         self.debug_check();
     }
 
-    /// Turns that hold only what comes after this one have nothing to be appended to.
+    /// Marks waiting deltas that were claimed after this turn as orphaned: the history that they
+    /// append to will not exist.
     pub(super) fn orphan_followers(&mut self, ticket: &Ticket) {
         if ticket.key.is_none() {
             return;
@@ -93,7 +95,7 @@ impl Table {
         if let Outcome::Finished(usage) | Outcome::Unheard(usage) = outcome {
             self.change(key, |session| {
                 session.turns += 1;
-                // What runs beside a pinned history doesn't change it.
+                // A turn that ran beside a pinned session doesn't change the session's history.
                 session.whole.behind |= beside;
                 if let Some(usage) = usage.filter(|_| !beside) {
                     session.grown(usage);
@@ -115,7 +117,7 @@ impl Table {
         let open = self.sessions[key].phase == Phase::Open;
         match outcome {
             Outcome::Refused => self.undo(key, ticket.from_nothing),
-            // The engine rolls the history back and gives the KV to its tree.
+            // The engine rolls the history back and gives the session's KV to its radix tree.
             Outcome::Aborted => self.change(key, |session| {
                 session.row = false;
                 session.reserved_tokens = 0;
@@ -130,13 +132,14 @@ impl Table {
                 } else if usage.is_none_or(|usage| !ticket.follows(before, usage))
                     && guards.hold(Guard::HistoryChecked)
                 {
-                    // The shim has held the engine's own count to its plan. A route may tell less
-                    // of it, as one does that takes its template's tokens off.
+                    // For a planned turn, the shim has compared the engine's own count with the
+                    // plan. The usage that a route reports may be lower: one route subtracts its
+                    // template's tokens.
                     let planned = ticket.marked.as_ref().and_then(|one| one.prompt_tokens);
                     self.doubt(now, key, planned.map(Expected::AtLeast));
                 } else if retracted && guards.hold(Guard::RetractionSuspect) {
-                    // The engine commits a partial answer when it takes a turn out of the batch:
-                    // only it knows what it has in the end.
+                    // The engine commits a partial answer when it retracts a turn from its batch,
+                    // so only the engine knows the final history.
                     let history_tokens = self.sessions[key].history_tokens;
                     self.doubt(now, key, Some(Expected::Exactly(history_tokens)));
                 }
@@ -148,7 +151,8 @@ impl Table {
                 }
             }
             Outcome::Partial if guards.hold(Guard::RetractionSuspect) => {
-                // What it reserved stays counted until the engine's account or a close settles it.
+                // The reserved tokens stay counted until the shim's session table or a close
+                // settles the session.
                 if open {
                     self.doubt(now, key, Some(Expected::Exactly(before)));
                 }
@@ -159,14 +163,15 @@ impl Table {
                     self.change(key, |session| session.lost_rid = Some(rid.to_owned()));
                 }
                 if open && guards.hold(Guard::LostEndSuspect) {
-                    // If the turn left no trace, the history is what the client knows.
+                    // If the engine committed nothing of the turn, its history is the one the
+                    // client knows.
                     self.doubt(now, key, Some(Expected::Exactly(before)));
                 }
             }
         }
     }
 
-    /// Notes where an answer begins whose end tokens its text may not show.
+    /// Records where an answer begins if its text may hide end tokens (`ignore_eos`).
     fn note_ends(&mut self, key: &SessionKey, ticket: &Ticket, usage: Option<Usage>) {
         let endless = usage.filter(|_| ticket.need.endless);
         let session = self.sessions.get_mut(key).expect("the caller has seen it");
@@ -186,18 +191,19 @@ impl Table {
 }
 
 impl Ticket {
-    /// Does its session close with it?
+    /// Whether the turn's claim asks to close the session after the turn.
     pub(super) fn closes(&self) -> bool {
         self.claim.as_ref().is_some_and(|claim| claim.close)
     }
 
-    /// Is the prompt the engine ran the history before, and then what the turn sent?
+    /// Whether the prompt that the engine ran is the `before` tokens of history plus what the turn
+    /// sent.
     fn follows(&self, before: u64, usage: Usage) -> bool {
         if let Some(planned) = self.marked.as_ref().and_then(|marked| marked.prompt_tokens) {
             return usage.prompt_tokens == planned;
         }
         let Some(sent) = usage.prompt_tokens.checked_sub(before) else { return false };
-        // The engine drops a leading BOS where there is history.
+        // The engine drops the leading BOS token of a prompt that it appends to a history.
         let bos_dropped = before > 0 && sent + 1 == self.need.prompt_tokens;
         !self.need.exact || sent == self.need.prompt_tokens || bos_dropped
     }
