@@ -1,76 +1,84 @@
-//! The guards: every rule without which a session could wedge, leak or corrupt the engine, by name.
-//! The simulation switches each one off in turn and must notice. Only builds with the feature
-//! `guard-switch`, which no binary has, contain a switch; elsewhere [`Guards::hold`] is `true`.
+//! The guards: named rules that keep sessions from wedging, leaking or corrupting the engine.
+//!
+//! The simulation switches off one guard at a time and must notice. Only builds with the feature
+//! `guard-switch` can switch guards off, and no released binary has it. In all other builds
+//! [`Guards::hold`] returns `true`.
 
-/// A rule that keeps one of the promises.
+/// A rule that keeps one of Berth's promises.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Guard {
     /// A second turn of an exclusive session stays outside the engine.
     OneTurn,
-    /// A turn counts as inside until the engine has said its last word on it.
+    /// A turn counts as inside until the engine has acknowledged its end.
     EndAcknowledged,
-    /// Pinned sessions never take the last rows.
+    /// Pinned sessions leave the reserved rows free.
     RowsReserve,
-    /// What pinned sessions hold, and may come to hold, stays within the pin budget.
+    /// The tokens that pinned sessions hold or have reserved stay within the pin budget.
     PinBudget,
-    /// A turn's growth is reserved before it starts.
+    /// The tokens by which a turn may grow are reserved before it starts.
     GrowthReserved,
-    /// A turn that loses its KV (demoted, aborted) reserves its whole history again.
+    /// If a session's KV is gone (demoted, aborted), its next turn reserves room for the whole
+    /// history.
     HistoryReserved,
-    /// A plain turn that needs room that pinned sessions hold waits outside the engine.
+    /// A plain turn that needs room held by pinned sessions waits outside the engine.
     LargeTurnWaits,
-    /// Rows and tokens stay counted until the engine has confirmed the close.
+    /// The rows and tokens of a closed incarnation stay counted until the engine confirms the
+    /// close.
     CountedUntilClosed,
-    /// A close is repeated until it is confirmed.
+    /// A close is repeated until the engine confirms it.
     CloseRepeated,
-    /// A turn whose end nobody saw is aborted before its session is closed.
+    /// A turn whose end the agent did not see is aborted before its session is closed.
     AbortBeforeClose,
-    /// Every incarnation has an id of its own.
+    /// Each incarnation has an id that was never used before.
     FreshIncarnation,
-    /// An open whose answer was lost is closed: it may have been a yes.
+    /// If the answer to an open is lost, the incarnation is closed, because it may have been
+    /// opened.
     UnknownOpenClosed,
-    /// A session that was opened for a turn which then was refused is closed.
+    /// A session that was opened for a turn is closed if that turn is refused.
     UnusedClosed,
-    /// After a turn whose end nobody saw, nothing is appended.
+    /// Nothing is appended after a turn whose end the agent did not see, until the history is
+    /// verified.
     LostEndSuspect,
-    /// After an answer that its client never got, nothing is appended.
+    /// Nothing is appended after an answer that its client did not receive.
     UnheardSuspect,
-    /// After a turn that was taken out of the batch, nothing is appended unverified.
+    /// Nothing is appended after a retracted turn (taken out of the batch) until the history is
+    /// verified.
     RetractionSuspect,
-    /// A prompt that isn't history plus what was sent ends the session.
+    /// A session is doubted if the prompt that the engine ran isn't its history plus what was sent.
     HistoryChecked,
-    /// A whole history that nobody told the place of leaves doubt.
+    /// A session becomes suspect after a full history for which the shim reported no plan.
     PlanTold,
-    /// A session that hasn't what its client takes for its history takes no delta.
+    /// A session whose history may lack turns that its client knows takes no delta.
     BehindRefused,
-    /// A whole history is never appended to a history, nor a turn that means to be the first.
+    /// Neither a full history nor a delta that opens the session is appended to an existing
+    /// history.
     DeltaOnly,
-    /// A session that has taken a delta goes on with a full history only if that continues its own.
+    /// A session that has taken a delta runs a full history only if it continues the session's own.
     FullHistoryContinues,
     /// A session takes deltas only if a client opened it and no full history replaced its own.
     DeltaNeedsOpen,
-    /// A session that went with its engine takes no delta.
+    /// A session that was lost with its engine takes no delta.
     LostRefused,
-    /// Idle sessions close when their time is up.
+    /// Idle sessions are closed when their idle limit has passed.
     Expiry,
-    /// Reclaiming takes idle sessions only.
+    /// Only idle sessions are reclaimed.
     ReclaimIdleOnly,
-    /// Sessions of others inside the engine are counted as pinned.
+    /// Foreign sessions inside the engine are counted as pinned.
     ForeignCounted,
-    /// An incarnation is journalled before the engine hears of it.
+    /// An incarnation is written to the journal before the engine is asked to open it.
     JournalFirst,
-    /// What an earlier agent left is closed.
+    /// Incarnations that an earlier agent process left open are closed.
     TakeoverCloses,
     /// A turn runs on the rank that holds its session's KV.
     RankOfSession,
-    /// The queue is bounded.
+    /// The queue has a maximum length.
     QueueBound,
-    /// A turn waits in the queue for a bounded time.
+    /// A turn waits in the queue for a limited time only.
     QueueTime,
 }
 
 impl Guard {
-    /// All of them.
+    /// All guards.
     pub const ALL: [Self; 31] = [
         Self::OneTurn,
         Self::EndAcknowledged,
@@ -106,7 +114,7 @@ impl Guard {
     ];
 }
 
-/// Which guards hold: all of them, except where a test switched one off.
+/// The guards that are switched on: all, except one that a test may switch off.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Guards {
     #[cfg(feature = "guard-switch")]
@@ -114,14 +122,14 @@ pub struct Guards {
 }
 
 impl Guards {
-    /// All but one.
+    /// Returns all guards except one.
     #[cfg(feature = "guard-switch")]
     #[must_use]
     pub fn without(guard: Guard) -> Self {
         Self { off: Some(guard) }
     }
 
-    /// Does this guard hold?
+    /// Returns whether a guard is switched on.
     #[must_use]
     pub fn hold(self, guard: Guard) -> bool {
         #[cfg(feature = "guard-switch")]

@@ -7,13 +7,14 @@ use super::{Appends, Error, Guard, Guards, Phase, Session, Why};
 /// Whether a session takes delta turns: turns that hold only new tokens, which the engine appends
 /// to the history it has.
 ///
-/// A delta is computed on the right context only if its client knows the engine's history. So one
-/// life of a session under its key either belongs to clients that send deltas, and then nothing
-/// replaces its history, or its history may be replaced, and then it takes no delta.
+/// A delta is computed on the right context only if its client knows the engine's history. So each
+/// life of a session is of one of two kinds. Either it belongs to clients that send deltas, and
+/// nothing replaces its history; or its history may be replaced, and it takes no deltas. A life
+/// lasts from when the session is opened until it is closed or opened again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Deltas {
-    /// Takes none: no client opened this life of the session, or a full history replaced what it
-    /// had. Only another life, which a client opens, takes deltas.
+    /// The session takes no deltas: no client opened this life of it, or a full history replaced
+    /// its history. A client must open the session again before it takes deltas.
     Refused,
     /// A client opened the session, and it has taken no delta yet.
     Allowed,
@@ -22,14 +23,15 @@ pub(super) enum Deltas {
 }
 
 impl Session {
-    /// Nothing has become history of it, and no turn of it is on its way.
+    /// Whether the session has no history and no turn that could become history.
     pub(super) fn is_fresh(&self) -> bool {
         let on_its_way = self.running > 0 || self.waiting > 0;
         self.turns == 0 && self.history_tokens == 0 && !on_its_way
     }
 
-    /// A client opens the session: one without a history takes deltas from now on. A history that
-    /// full histories have made may not be what the client believes, so it stays closed to deltas.
+    /// Lets a session take deltas when a client opens it, if it has no history yet. A history that
+    /// came from full histories may differ from what this client believes, so such a session keeps
+    /// refusing deltas.
     pub(super) fn open_for_deltas(&mut self) {
         if self.deltas == Deltas::Refused && self.is_fresh() {
             self.deltas = Deltas::Allowed;
@@ -37,7 +39,7 @@ impl Session {
     }
 }
 
-/// May this session take this turn now? `trims`: the shim trims whole histories.
+/// Checks whether a session can take this turn now. `trims`: whether the shim trims full histories.
 pub(super) fn check_turn(
     session: &Session,
     claim: &Claim,
@@ -45,13 +47,14 @@ pub(super) fn check_turn(
     trims: bool,
     guards: Guards,
 ) -> Result<(), Error> {
-    // Who sends everything each time loses nothing with what the engine had. But clients that send
-    // deltas rely on it, and must hear that it is gone, unless the session is opened again.
+    // A client that sends its full history loses nothing when the engine's history is gone. But
+    // clients that send deltas rely on that history and must hear that it is gone, unless the
+    // session is opened again.
     let relied_on = session.deltas == Deltas::Taken && guards.hold(Guard::FullHistoryContinues);
     let replaceable = claim.open || !relied_on;
     let anew = !claim.delta && (trims || session.is_auto()) && replaceable;
     match session.phase {
-        // Closing beats busy: the session is gone for everyone but its running turn.
+        // Checked before `Busy`: a closing session exists only for its running turn.
         Phase::Closing => return Err(Error::Unknown),
         Phase::Gone(_) if anew => {}
         Phase::Gone(Why::EngineRestarted)
@@ -66,7 +69,8 @@ pub(super) fn check_turn(
         _ => {}
     }
     if session.is_auto() || session.retention != Retention::Pinned {
-        // One that is pinned unasked is nobody's to append to.
+        // If the agent pinned the session on its own, its clients send full histories, so it takes
+        // no deltas.
         let kept = match session.retention {
             Retention::Pinned => Retention::Tagged,
             other => other,
@@ -82,17 +86,17 @@ pub(super) fn check_turn(
         return Err(Error::HistoryUnknown);
     }
     let told = session.turns > 0 && guards.hold(Guard::DeltaOnly);
-    // The engine may have made history of a turn whose end was none for the agent.
+    // The engine may have committed a turn of which the agent saw no successful end.
     let history = told || (session.history_tokens > 0 && guards.hold(Guard::DeltaOnly));
     check_appends(claim.delta, history, appends, trims)?;
-    // A full history is right on its own, whatever the session has.
+    // A full history is correct whatever history the session has; an opening delta is not.
     if told && claim.open && claim.delta {
         return Err(Error::HasHistory);
     }
     Ok(())
 }
 
-/// Can a pinned session take this by its route?
+/// Checks whether the turn's route can carry it to a pinned session.
 pub(super) fn check_appends(
     delta: bool,
     history: bool,
@@ -100,7 +104,7 @@ pub(super) fn check_appends(
     trims: bool,
 ) -> Result<(), Error> {
     match appends {
-        // With an empty history the whole of it and what is new are the same.
+        // If the session has no history, a full history and a delta are the same.
         Appends::Possible if delta || !history || trims => Ok(()),
         Appends::Trimmed if !delta && trims => Ok(()),
         _ => Err(Error::WholeHistory),

@@ -1,31 +1,34 @@
-//! Detection of a volatile prefix: a text early in a session's prompts that differs from turn to
-//! turn, so that the engine computes everything after it again. Pure. Keeps hashes and places of
-//! the first blocks of the last history, never text.
+//! Detection of a volatile prefix: a text early in prompts that differs from turn to turn.
+//!
+//! The engine computes everything after such a text again in each turn. The tracker keeps hashes
+//! and places of the first blocks of a session's last full history, never text. It does no I/O.
 
 use proto::load::{PromptPlace, PromptRole, VolatilePrefix};
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
-/// Blocks of a prompt that are kept, 16 bytes each; also the most messages and content blocks that
-/// are looked at. Coding agents begin with 1 to 4 system blocks, which leaves a dozen to messages.
+/// The most blocks that are kept of a prompt, 16 bytes each. Also the most messages, and content
+/// blocks, that are looked at. Coding agents begin with 1 to 4 system blocks, which leaves a dozen
+/// to messages.
 pub const BLOCKS_MAX: usize = 16;
-/// Bytes of text in which a difference is early: about 4,096 tokens.
+/// The first bytes of a prompt's text, in which a difference counts as early: about 4,096 tokens.
 const EARLY_BYTES: usize = 16 * 1024;
-/// Bytes of `tools` that are compared. Coding agents send 20 to 100 KiB.
+/// The most bytes of `tools` that are compared. Coding agents send 20 to 100 KiB.
 const TOOLS_BYTES_MAX: usize = 64 * 1024;
-/// Bytes that are compared of a block behind the early text. Such a block only shows whether two
-/// prompts are of one conversation.
+/// The most bytes that are compared of a block after the early text. Such a block only shows
+/// whether two prompts belong to the same conversation.
 const LATE_BYTES_MAX: usize = 4 * 1024;
-/// Message blocks behind the early text that are kept. A single one is enough to show that; a
-/// client may edit the newest.
+/// The most message blocks after the early text that are kept. One equal block is enough to
+/// recognize the conversation, but a client may edit the newest.
 const LATE_BLOCKS_MAX: usize = 3;
-/// Tokens in which a difference of a prompt without blocks is early.
+/// In a prompt without blocks, a difference within this many tokens counts as early.
 const EARLY_TOKENS: u64 = 4096;
-/// Token indices that are this close are one place: two random texts may begin with equal tokens.
+/// Token indices that differ by at most this much count as one place, because two random texts may
+/// begin with equal tokens.
 const NEAR_TOKENS: u64 = 16;
-/// Turns in a row that differ at one place before it is reported.
+/// The number of turns in a row that must differ at one place before the place is reported.
 const TURNS: u64 = 3;
 
-/// Where a block lies; a [`PromptPlace`] in four bytes.
+/// The place of a block in the request body: a [`PromptPlace`] in four bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Place {
     role: PromptRole,
@@ -42,21 +45,21 @@ struct Block {
 
 const _: () = assert!(size_of::<Block>() == 16, "a session keeps up to 16 of these");
 
-/// The first blocks of a prompt, as hashes. Empty for a prompt that is a single text.
+/// The first blocks of a prompt, as hashes. Empty if the prompt is a single text.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PromptStart {
     blocks: Vec<Block>,
-    /// Bytes of text in them, up to [`EARLY_BYTES`].
+    /// Bytes of text in the blocks, at most [`EARLY_BYTES`]. Excludes `tools`.
     early_bytes: usize,
 }
 
-/// What is known of the beginnings of one session's prompts.
+/// Compares the beginnings of one session's prompts, to find a volatile prefix.
 #[derive(Debug, Clone, Default)]
 pub struct PrefixTracker {
     last: Vec<Block>,
-    /// Prompts in a row that are not of the conversation in `last`.
+    /// Prompts in a row that belong to another conversation than `last`.
     strangers: u32,
-    /// What the newest prompt was.
+    /// How the newest prompt relates to the one before.
     step: Step,
     streak: Option<Streak>,
     found: Option<VolatilePrefix>,
@@ -65,14 +68,14 @@ pub struct PrefixTracker {
 /// How a prompt relates to the one before.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 enum Step {
-    /// A prompt without blocks: only the shim can compare it.
+    /// The prompt has no blocks, so only the shim can compare it.
     #[default]
     Text,
     /// The early blocks are equal.
     Same,
-    /// The same conversation, with a difference here.
+    /// Same conversation, but the early block at this place differs.
     Changed(Place),
-    /// Another conversation.
+    /// The prompt belongs to another conversation.
     Stranger,
 }
 
@@ -85,7 +88,7 @@ struct Streak {
 }
 
 impl Block {
-    /// Whether it is part of the conversation, not of what a client puts in front of it.
+    /// Whether the block is part of the conversation, not of what a client puts before it.
     fn is_message(&self) -> bool {
         use PromptRole::{Developer, Instructions, System, Tools};
         !matches!(self.place.role, System | Developer | Instructions | Tools)
@@ -93,7 +96,7 @@ impl Block {
 }
 
 impl PromptStart {
-    /// Whether no further block would be kept.
+    /// Whether [`push`](Self::push) would keep no further block.
     #[must_use]
     pub fn is_full(&self) -> bool {
         let late = self.blocks.iter().filter(|block| !block.early && block.is_message());
@@ -122,7 +125,7 @@ impl PromptStart {
     }
 }
 
-/// Hashes at most `bytes_max` bytes; answers with their number too.
+/// Hashes at most the first `bytes_max` bytes. Returns the hash and the number of bytes hashed.
 fn hash(parts: &[&[u8]], bytes_max: usize) -> (u64, usize) {
     if let [part] = parts {
         let bytes = part.len().min(bytes_max);
@@ -139,14 +142,14 @@ fn hash(parts: &[&[u8]], bytes_max: usize) -> (u64, usize) {
 }
 
 impl PrefixTracker {
-    /// The volatile prefix that was found, if any.
+    /// Returns the volatile prefix that was found, if any.
     #[must_use]
     pub fn found(&self) -> Option<VolatilePrefix> {
         self.found
     }
 
-    /// Takes a whole history that goes to the engine. Returns a volatile prefix when this turn
-    /// reveals it.
+    /// Records the start of a full history that goes to the engine. Returns a volatile prefix if
+    /// this turn reveals one.
     pub fn begins(&mut self, start: PromptStart) -> Option<VolatilePrefix> {
         if start.blocks.is_empty() {
             self.step = Step::Text;
@@ -159,7 +162,7 @@ impl PrefixTracker {
                 None
             }
             Step::Changed(place) => self.count(Some(place), None),
-            // A title for the conversation, say, or a subagent: the next turn may go on.
+            // The prompt may be for a title, or of a subagent; the next turn may continue `last`.
             Step::Stranger if self.strangers == 0 => {
                 self.strangers = 1;
                 return None;
@@ -175,9 +178,9 @@ impl PrefixTracker {
         found
     }
 
-    /// Takes the shim's word that the newest prompt has `at` tokens in common with what the session
-    /// has. `grew`: it has more tokens than that, as a history that goes on would. Returns a
-    /// volatile prefix when this turn reveals it.
+    /// Records the shim's report that the newest prompt shares its first `at` tokens with the
+    /// session's history. `grew`: the prompt has more tokens than the history, as a continued one
+    /// would. Returns a volatile prefix if this turn reveals one.
     pub fn diverged(&mut self, at: u64, grew: bool) -> Option<VolatilePrefix> {
         match self.step {
             Step::Text if grew && at < EARLY_TOKENS => self.count(None, Some(at)),
@@ -195,7 +198,7 @@ impl PrefixTracker {
         }
     }
 
-    /// Takes the shim's word that the newest prompt goes on from what the session has.
+    /// Records the shim's report that the newest prompt continues the session's history.
     pub fn continued(&mut self) {
         if self.step == Step::Text {
             self.streak = None;
@@ -239,8 +242,8 @@ impl PrefixTracker {
     }
 }
 
-/// The blocks after a volatile text show that it stands before the same conversation: a message is
-/// the same one at the same place.
+/// Compares two prompts' blocks. If they differ early, an equal message at the same place after the
+/// difference shows that both belong to one conversation.
 fn compare(before: &[Block], now: &[Block]) -> Step {
     let mut pairs = before.iter().zip(now);
     let Some(at) = pairs.position(|(old, new)| (old.place, old.hash) != (new.place, new.hash))
@@ -274,7 +277,8 @@ mod tests {
 
     use super::*;
 
-    /// A system prompt in two blocks and the first messages of a conversation.
+    /// Returns a prompt with a system prompt in two blocks and the first messages of a
+    /// conversation.
     fn prompt(system: [&str; 2], messages: &[&str]) -> PromptStart {
         let mut start = PromptStart::default();
         for (number, text) in system.iter().enumerate() {
@@ -287,7 +291,8 @@ mod tests {
         start
     }
 
-    /// The turns of one conversation, of which `system` says how each begins.
+    /// Returns the turns of one conversation. `system` gives each turn's system blocks by its
+    /// number.
     fn turns(system: impl Fn(usize) -> [String; 2], count: usize) -> Vec<PromptStart> {
         let messages: Vec<String> = (0..2 * count).map(|number| format!("m{number}")).collect();
         let messages: Vec<&str> = messages.iter().map(String::as_str).collect();
@@ -429,7 +434,7 @@ mod tests {
     }
 
     proptest! {
-        /// A history that only grows, with any answers and any last messages, is never reported.
+        /// A history that only grows is never reported, whatever its answers and last messages are.
         #[test]
         fn a_growing_history_is_never_reported(
             texts in prop::collection::vec("[a-d]{0,3}", 1..40),
@@ -440,14 +445,14 @@ mod tests {
             let mut length = 1;
             for (step, late) in steps.iter().zip(&late) {
                 length = (length + step).min(texts.len());
-                // The last message may yet be edited, as an interrupted client does.
+                // The last message may still be edited, as when a user interrupts an answer.
                 let mut messages: Vec<&str> = texts[..length].iter().map(String::as_str).collect();
                 messages.push(late);
                 prop_assert_eq!(tracker.begins(prompt(["You", "help."], &messages)), None);
             }
         }
 
-        /// A changing text at one place in front of a growing history is reported, there.
+        /// A text that changes at one place before a growing history is reported with that place.
         #[test]
         fn a_volatile_text_is_reported_where_it_is(
             at in 0_usize..4,

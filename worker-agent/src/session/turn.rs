@@ -1,35 +1,39 @@
-//! What a turn is to its session: what it may need, how it goes in, how it ended. Pure.
+//! What the session table knows of a turn: what it may need, how it runs, how it ended.
+//!
+//! These types are plain values.
 
 use proto::{id::SessionKey, load::Retention};
 
-/// A turn let in: what it needs on its way.
+/// How an admitted turn is sent to the engine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Turn {
-    /// None for a turn without a session.
+    /// The turn's session. `None` for a turn without a session.
     pub session: Option<TurnSession>,
-    /// The rank to run on.
+    /// The DP rank to run on.
     pub dp_rank: u32,
-    /// KV it may add to a pinned session, tokens.
+    /// The most KV tokens that the turn may add to its pinned session. `None` if it doesn't run in
+    /// one.
     pub growth_tokens: Option<u64>,
-    /// What its session gets of it; none until the shim has compared it with what the session has.
+    /// How the turn runs. `None` if the shim must first compare its prompt with the session's
+    /// history.
     pub ran: Option<Ran>,
 }
 
 /// How a session's turn ran.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Ran {
-    /// On the session's own KV: only what was new was computed.
+    /// In the session's own KV: the engine computed only the new tokens.
     Pinned,
-    /// As the first turn of a new incarnation: what the session had was not what the client sent.
+    /// As the first turn of a new incarnation: the session's history was not what the client sent.
     Reopened,
-    /// On the radix tree, under the session's tag.
+    /// On the radix tree, tagged with the session.
     Tagged,
-    /// On the radix tree.
+    /// On the radix tree, without a tag.
     Untagged,
 }
 
 impl Ran {
-    /// The name used in headers and metrics.
+    /// Returns the name used in headers and metrics.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -41,82 +45,85 @@ impl Ran {
     }
 }
 
-/// The session part of a turn.
+/// The session that a turn runs in.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TurnSession {
-    /// Whose turn it is.
+    /// The session's key.
     pub key: SessionKey,
-    /// The engine-side id.
+    /// The incarnation id, which names the session to the engine.
     pub incarnation: String,
-    /// How the turn names its session to the engine.
+    /// The retention under which the turn names its session to the engine.
     pub retention: Retention,
     /// Set if the turn holds a full history, which the engine's shim trims to the tokens that the
     /// session lacks.
     pub trim: Option<Trim>,
 }
 
-/// What the engine's shim is told of a full history.
+/// What the shim is told about a turn that holds a full history.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Trim {
-    /// The most tokens the prompt may have to run in the session; a longer one runs as it came.
+    /// The most prompt tokens with which the turn may run in the session. If the prompt has more,
+    /// it runs outside the session.
     pub tokens_max: u64,
-    /// The shim refuses a prompt that doesn't continue the session's history, and never runs it
-    /// beside the session: other clients rely on that history.
+    /// Whether the shim must refuse a prompt that doesn't continue the session's history. It then
+    /// never runs the turn beside the session, because other clients rely on that history.
     pub must_continue: bool,
 }
 
-/// Upper bounds of what a turn may need, from its body.
+/// Upper bounds of what a turn may need, taken from its body.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Need {
-    /// Tokens of what it sends.
+    /// The most tokens that the turn sends.
     pub prompt_tokens: u64,
-    /// Tokens of its answer; none: as many as the context allows.
+    /// The most tokens of the turn's answer. `None`: as many as the context allows.
     pub answer_tokens: Option<u64>,
-    /// `prompt_tokens` is what it sends, not a bound: token ids were counted.
+    /// Whether `prompt_tokens` is exact, because the body holds token ids. Otherwise it is a bound.
     pub exact: bool,
-    /// It ignores the end of its answer, so that the engine keeps room for all of it.
+    /// Whether the turn ignores the end of its answer (`ignore_eos`), so that the engine reserves
+    /// room for the longest answer.
     pub endless: bool,
-    /// Leading tokens that are in the engine's cache, by the word of who sent it: they aren't
-    /// computed, but need room all the same.
+    /// Leading prompt tokens that are in the engine's cache, as the sender of the turn says. The
+    /// engine doesn't compute them, but they need room all the same.
     pub resident_tokens: u64,
 }
 
-/// Token counts the engine reported for a turn.
+/// Token counts that the engine reported for a turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Usage {
-    /// The whole prompt, history included.
+    /// Tokens of the whole prompt, history included.
     pub prompt_tokens: u64,
-    /// The answer.
+    /// Tokens of the answer.
     pub completion_tokens: u64,
-    /// Prompt tokens whose KV was there, if the engine says.
+    /// Prompt tokens whose KV was resident, if the engine reports them.
     pub cached_tokens: Option<u64>,
-    /// How often the turn was taken out of the batch and put back.
+    /// How often the engine took the turn out of its batch and put it back.
     pub retractions: u64,
 }
 
 /// How a turn ended, as the engine acknowledged it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Outcome {
-    /// The engine finished it. Usage is absent where the route doesn't report it.
+    /// The engine finished the turn. Usage is absent if the route doesn't report it.
     Finished(Option<Usage>),
-    /// The engine finished it, and nobody was there to hear: the client can't know the history.
+    /// The engine finished the turn, but the client had disconnected and can't know the history.
     Unheard(Option<Usage>),
-    /// The engine aborted it and said so.
+    /// The engine aborted the turn and acknowledged that.
     Aborted,
-    /// The engine refused it before running it, or it never reached the engine.
+    /// The engine refused the turn before it ran, or the turn never reached the engine.
     Refused,
-    /// The engine gave it up without an answer, and may have run and committed a part of it before.
+    /// The engine gave the turn up without an answer. It may have run and committed a part of it.
     Partial,
-    /// Nobody saw its end.
+    /// The agent did not see the end of the turn.
     Lost,
 }
 
-/// What of a pinned session's turns a route can carry.
+/// What a route can carry to a pinned session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Appends {
-    /// `/generate` with one prompt: what is new, as the engine appends it.
+    /// Deltas, and full histories where the shim trims them or the session has no history:
+    /// `/generate` with one prompt, which the engine appends.
     Possible,
-    /// A prompt that only the engine makes tokens of: whole histories, where the shim trims them.
+    /// Full histories only, where the shim trims them: only the engine makes tokens of the prompt.
     Trimmed,
     /// Nothing.
     Never,

@@ -1,4 +1,4 @@
-//! What the table adds up to, and what must always be true of it.
+//! The table's totals, and checks of its invariants.
 
 use proto::load::Retention;
 
@@ -6,13 +6,13 @@ use super::{Guard, Phase, Stage, Table, engine::Book};
 use crate::session::Totals;
 
 impl Table {
-    /// Totals of one rank.
+    /// Returns the totals of one rank.
     #[must_use]
     pub fn totals(&self, dp_rank: u32) -> Totals {
         self.books[dp_rank as usize].totals
     }
 
-    /// Panics when a promise is broken.
+    /// Checks the table's promises. Panics if one is broken.
     pub fn check_invariants(&self) {
         assert!(self.sessions.len() <= self.sessions_max, "too many sessions");
         self.check_ids();
@@ -61,7 +61,7 @@ impl Table {
         assert_eq!(self.by_incarnation.len(), self.sessions.len(), "a session isn't indexed");
     }
 
-    /// The running totals are what a count from nothing gives, and within their bounds.
+    /// Checks that a rank's totals match a fresh count and are within their bounds.
     fn check_rank(&self, dp_rank: u32) {
         let mut counted = Book::default();
         let of_rank = self.sessions.values().filter(|session| session.dp_rank == dp_rank);

@@ -1,5 +1,6 @@
-//! Prompts that the engine hasn't shown yet: those of turns that wait in the agent, and of turns
-//! that went in after the engine was last looked at.
+//! Prompt tokens that the engine's load figures don't show yet.
+//!
+//! They belong to turns that wait in the agent, and to turns sent after the latest load sample.
 
 use std::time::Instant;
 
@@ -7,13 +8,13 @@ use proto::load::Retention;
 
 use super::{Stage, Table, Ticket};
 
-/// Bytes of text that a token stands for, where tokens weren't counted: about four in English, less
-/// in code. Bodies are bounds; this is meant to be near.
+/// Bytes of text counted as one token if tokens weren't counted: about four in English, less in
+/// code. Needs taken from bodies are upper bounds; this figure is an estimate.
 const BYTES_PER_TOKEN: u64 = 4;
 
 impl Table {
-    /// Prompt tokens that a rank will have to compute and that no look at the engine before `seen`
-    /// has shown, KV that is there left out as far as it is known.
+    /// Returns the prompt tokens that a rank has yet to compute and that no load sample before
+    /// `seen` shows. Leaves out tokens whose KV is resident, as far as that is known.
     #[must_use]
     pub fn unseen_tokens(&self, dp_rank: u32, seen: Instant) -> u64 {
         let unseen = |ticket: &&Ticket| {
@@ -21,7 +22,7 @@ impl Table {
                 && match ticket.stage {
                     Stage::Queued => true,
                     Stage::Inside => ticket.since > seen,
-                    // What its body brings isn't known yet, or it is no turn.
+                    // A claimed turn's body isn't known yet, and an open is not a turn.
                     Stage::Claimed | Stage::Open => false,
                 }
         };
@@ -37,7 +38,7 @@ impl Table {
         let session = session.filter(|session| session.born == ticket.born);
         let tokens = match session {
             None => sent.saturating_sub(need.resident_tokens),
-            // A whole history brings what its session has.
+            // A full history includes the tokens that its session already has.
             Some(session) if ticket.pinned && ticket.is_marked() => {
                 let planned = ticket.to_compute(session.resident_tokens);
                 planned.unwrap_or(sent.saturating_sub(session.resident_tokens))
@@ -45,7 +46,7 @@ impl Table {
             Some(session) if session.retention == Retention::Pinned && !ticket.is_delta() => {
                 sent.saturating_sub(session.resident_tokens)
             }
-            // A history whose KV was given up is computed again.
+            // The history of a session that lost its KV is computed again.
             Some(session) if session.retention == Retention::Pinned => {
                 sent.saturating_add(session.history_tokens.saturating_sub(session.resident_tokens))
             }

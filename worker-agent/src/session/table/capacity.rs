@@ -4,20 +4,21 @@ use proto::id::SessionKey;
 
 use super::{Error, Guard, Need, Table, reclaim::Shortage};
 
-/// The engine keeps room for so much of an answer that may end early; its own constant.
+/// The most tokens of an answer for which the engine reserves room if the answer may end early. The
+/// same as a constant of SGLang.
 const ANSWER_AHEAD: u64 = 4096;
 
 impl Table {
-    /// What pinned sessions may hold of the pool beside the plain turns that are in the engine.
+    /// Returns how many tokens of the pool pinned sessions may hold beside large plain turns.
     pub(super) fn room_to_pin(&self, dp_rank: u32, pool: u64) -> u64 {
         let large = self.books[dp_rank as usize].largest();
         let held = self.rules.guards.hold(Guard::LargeTurnWaits);
         let room = if held { pool.saturating_sub(large) } else { pool };
-        // The engine wants more than a page beside what a turn may need.
+        // The engine needs free more than one page beyond a turn's need.
         room.min(pool.saturating_sub(self.engine.page_tokens + 1))
     }
 
-    /// KV that a turn may bring its pinned session to, tokens.
+    /// Returns the most KV tokens that a pinned session may hold after a turn.
     pub(super) fn target_of(&self, key: &SessionKey, need: Need, delta: bool) -> u64 {
         let (session, guards) = (&self.sessions[key], self.rules.guards);
         if !guards.hold(Guard::GrowthReserved) {
@@ -26,7 +27,7 @@ impl Table {
         if !delta && self.trims {
             return self.whole_target(key, need).max(session.resident_tokens);
         }
-        // A history whose KV is not there is computed again.
+        // A history whose KV is not resident is computed again and needs room.
         let before = if guards.hold(Guard::HistoryReserved) {
             session.history_tokens
         } else {
@@ -37,8 +38,8 @@ impl Table {
         before.saturating_add(need.prompt_tokens).saturating_add(answer).min(context)
     }
 
-    /// Tokens that the engine wants to have free before it begins a plain turn: its prompt in whole
-    /// pages, its answer as far as it looks ahead, and more than a page beside them.
+    /// Returns the tokens that the engine needs free before it starts a plain turn: the prompt in
+    /// whole pages, the part of the answer that it reserves, and more than one page beyond them.
     pub(super) fn wanted_by_engine(&self, need: Need) -> u64 {
         let (context, page) = (self.engine.context_tokens, self.engine.page_tokens);
         let prompt = need.prompt_tokens.min(context);
@@ -47,7 +48,7 @@ impl Table {
         self.pages_of(prompt) + answer + page + 1
     }
 
-    /// Rows that one more pinned session would take from the reserve.
+    /// Returns the shortage of rows if one more pinned session would use a reserved row.
     pub(super) fn rows_short(&self, dp_rank: u32) -> Result<Option<Shortage>, Error> {
         let capacity = self.capacity(dp_rank)?;
         let reserve =
@@ -57,12 +58,12 @@ impl Table {
         Ok((held >= max).then_some(Shortage::Rows { held, max }))
     }
 
-    /// Tokens that pinned sessions hold or may come to hold, and their budget.
+    /// Returns the tokens that pinned sessions hold or have reserved, and the pin budget.
     pub(super) fn pins(&self, dp_rank: u32) -> Result<(u64, u64), Error> {
         Ok((self.totals(dp_rank).pinned_tokens, self.capacity(dp_rank)?.pin_tokens_max))
     }
 
-    /// Sessions hold whole pages.
+    /// Rounds tokens up to whole pages, as pinned sessions hold whole pages.
     pub(super) fn pages_of(&self, tokens: u64) -> u64 {
         tokens.next_multiple_of(self.engine.page_tokens)
     }

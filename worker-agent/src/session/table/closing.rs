@@ -1,6 +1,8 @@
-//! Closes on their way: an incarnation whose close was asked for stays counted until the engine has
-//! confirmed it, and is asked again until then. One that doesn't end is the engine's fault, and
-//! only its restart helps.
+//! Closes that the engine has not confirmed.
+//!
+//! The row and KV of such an incarnation stay counted until the engine has confirmed the close, and
+//! the close is repeated until then. If it is never confirmed, the engine is at fault and only its
+//! restart helps.
 
 use std::time::{Duration, Instant};
 
@@ -10,34 +12,35 @@ use super::{
     Close, Closed, Effect, Error, Event, Expected, Guard, Phase, Record, Session, Table, Why,
 };
 
-/// An unconfirmed close is asked for again after this long: the engine itself looks at deferred
-/// closes once a second.
+/// The shortest time after which an unconfirmed close is repeated. The engine itself handles
+/// deferred closes once a second.
 const CLOSE_AGAIN: Duration = Duration::from_millis(250);
-/// The longest pause between two.
+/// The longest time after which an unconfirmed close is repeated.
 const CLOSE_AGAIN_MAX: Duration = Duration::from_secs(5);
-/// The shim tells of a turn's end within a scheduler step; a long prefill step is over by then.
+/// How long a suspect session waits for the shim's session table. The shim reports a turn's end
+/// within a scheduler step; even a long prefill step is shorter than this.
 const VERIFIED_WITHIN: Duration = Duration::from_secs(5);
 
-/// A close that is not confirmed yet.
+/// A close that the engine has not confirmed.
 #[derive(Debug)]
 pub(super) struct Closing {
     pub(super) dp_rank: u32,
     pub(super) row: bool,
-    /// In whole pages.
+    /// KV tokens of the incarnation, in whole pages.
     pub(super) tokens: u64,
-    /// A turn of it that may still be inside.
+    /// Id of a turn that may still be inside the engine.
     pub(super) rid: Option<String>,
-    /// An earlier agent's session.
+    /// Whether an earlier agent process opened the session.
     pub(super) inherited: bool,
     pub(super) since: Instant,
-    /// When it is to be asked for again; none while an answer is awaited.
+    /// When to repeat the close; `None` while an answer is awaited.
     pub(super) due: Option<Instant>,
-    /// The engine has said that it is still there.
+    /// Whether the engine has reported that the session still exists.
     pub(super) kept: bool,
 }
 
 impl Closing {
-    /// Of an incarnation that holds nothing, if it is open at all.
+    /// Returns the close of an incarnation that holds nothing, if it is open at all.
     pub(super) fn empty(now: Instant) -> Self {
         Self {
             dp_rank: 0,
@@ -53,7 +56,8 @@ impl Closing {
 }
 
 impl Table {
-    /// Takes over what an earlier agent left open: to be closed, and counted until then.
+    /// Takes over an incarnation that an earlier agent process left open: closes it, and counts its
+    /// row until the close is confirmed.
     pub fn inherit(
         &mut self,
         now: Instant,
@@ -70,17 +74,18 @@ impl Table {
         self.debug_check();
     }
 
-    /// Is something of an earlier agent still open?
+    /// Whether an incarnation of an earlier agent process is not closed yet.
     pub(super) fn takes_over(&self) -> bool {
         self.closing.values().any(|one| one.inherited)
     }
 
-    /// The engine's answer to an [`Effect::Close`], or what the shim saw.
+    /// Handles the engine's answer to an [`Effect::Close`], or the shim's report of a closed
+    /// session.
     pub fn closed(&mut self, now: Instant, incarnation: &str, closed: Closed) {
         let Some(closing) = self.closing.get_mut(incarnation) else { return };
         closing.kept |= closed == Closed::Kept;
         if closed != Closed::Confirmed && self.rules.guards.hold(Guard::CloseRepeated) {
-            // One that takes long is asked for less and less often.
+            // The longer a close takes, the less often it is repeated.
             let waited = now.saturating_duration_since(closing.since);
             closing.due = Some(now + (waited / 4).clamp(CLOSE_AGAIN, CLOSE_AGAIN_MAX));
             return;
@@ -93,7 +98,7 @@ impl Table {
         self.debug_check();
     }
 
-    /// Takes a closing session out when nothing of it is inside the engine any more.
+    /// Closes and removes a closing session when no turn of it is inside the engine any more.
     pub(super) fn close_if_due(&mut self, now: Instant, key: &SessionKey) {
         let Some(session) = self.sessions.get(key) else { return };
         if session.phase != Phase::Closing || session.running > 0 {
@@ -103,7 +108,7 @@ impl Table {
         self.drop_session(now, key, &Error::Unknown);
     }
 
-    /// Closes a session whose only turns were refused or given up: their clients don't know that it
+    /// Closes a session whose only turns were refused or given up. Their clients don't know that it
     /// was opened for them, and a router that hasn't heard of it can't close it.
     pub(super) fn close_unused(&mut self, now: Instant, key: &SessionKey) {
         let left = self.sessions.get(key).is_some_and(Session::is_left_unused);
@@ -112,7 +117,8 @@ impl Table {
         }
     }
 
-    /// Ends a pinned session's life at the engine; its client hears why at its next turn.
+    /// Closes a pinned session at the engine, but keeps it in the table: its client is told why at
+    /// its next turn.
     pub(super) fn retire(&mut self, now: Instant, key: &SessionKey, why: Why) {
         let event = match why {
             Why::Reclaimed => Event::Reclaimed,
@@ -132,8 +138,9 @@ impl Table {
         self.watch_until(session.last_end + session.idle_max);
     }
 
-    /// After a turn's end left doubt: the engine's own account decides, where there is one and it
-    /// can; else the session's life at the engine ends.
+    /// Makes a session suspect after a turn's end left its history uncertain: the shim's session
+    /// table decides. Without a shim, or without an expected history, closes the session at the
+    /// engine.
     pub(super) fn doubt(&mut self, now: Instant, key: &SessionKey, expected: Option<Expected>) {
         let verifies = self.books[self.sessions[key].dp_rank as usize].verifies();
         let (true, Some(expected)) = (verifies, expected) else {
@@ -148,8 +155,8 @@ impl Table {
         self.watch_until(until);
     }
 
-    /// An audit found that pages of this session are others' too, or were written by others: no
-    /// turn is run on them any more. A turn that runs now ends first.
+    /// Handles an audit's finding that pages of a session's KV also belong to others, or that
+    /// others wrote to them. No further turn runs on them; a running turn ends first.
     pub fn corrupt(&mut self, now: Instant, incarnation: &str) {
         let Some(key) = self.by_incarnation.get(incarnation).cloned() else { return };
         self.change(&key, |session| session.corrupt = true);
@@ -158,7 +165,7 @@ impl Table {
         self.debug_check();
     }
 
-    /// Retires a session that was found corrupt, once no turn of it runs.
+    /// Closes a corrupt session at the engine once no turn of it runs.
     pub(super) fn retire_corrupt(&mut self, now: Instant, key: &SessionKey) {
         let Some(session) = self.sessions.get(key) else { return };
         let over = matches!(session.phase, Phase::Closing | Phase::Gone(_));
@@ -167,7 +174,7 @@ impl Table {
         }
     }
 
-    /// Whose an engine-side id is.
+    /// Returns the session with this incarnation.
     #[must_use]
     pub fn key_of(&self, incarnation: &str) -> Option<&SessionKey> {
         self.by_incarnation.get(incarnation)
@@ -226,20 +233,20 @@ impl Table {
         }
     }
 
-    /// Forgets what is on its way: the engine's process has ended, it seems. The journal keeps it
-    /// until another process is there, in case it is the same one that comes back.
+    /// Forgets all unconfirmed closes, because the engine process seems to have ended. The journal
+    /// keeps them until another process is there, in case the same process answers again.
     pub(super) fn forget_closes(&mut self) {
         for closing in std::mem::take(&mut self.closing).into_values() {
             self.uncount(&closing);
         }
     }
 
-    /// Why only a restart of the engine helps, if that is so: it keeps a session half closed, or
-    /// doesn't end a turn.
+    /// Returns why the engine must be restarted, if it must: it keeps a session half closed, or
+    /// doesn't end an aborted turn.
     #[must_use]
     pub fn restart_required(&self, now: Instant) -> Option<String> {
         let late = |since: Instant| since + self.rules.stuck_after <= now;
-        // What can't be asked for isn't the engine's fault.
+        // If the engine can't be asked, it isn't at fault.
         let stays = |one: &&Closing| one.kept && late(one.since);
         let closes = self.closing.values().filter(stays).count();
         if closes > 0 {

@@ -1,5 +1,4 @@
-//! What the table learns from the engine: its facts, its loads, what the shim sees inside, and that
-//! it has gone.
+//! What the table learns from the engine: its capacity, load samples, the shim's reports, its loss.
 
 use std::{
     collections::HashMap,
@@ -12,34 +11,34 @@ use super::{
     Capacity, Closed, Effect, Engine, Error, Event, Guard, Phase, Session, Table, Totals, Why,
 };
 
-/// Sessions of others that are told apart; more are counted in the sums alone.
+/// The most foreign sessions that are tracked per rank. Further ones are not counted.
 const FOREIGN_MAX: usize = 4096;
-/// The engine's load figures follow what happens by up to this long.
+/// How far the engine's load figures may lag behind.
 const SETTLED: Duration = Duration::from_millis(500);
 
 /// One rank's load, as the engine reports it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Load {
-    /// Requests in its queue.
+    /// The number of requests in the engine's queue.
     pub waiting: u64,
-    /// Tokens that eviction can't take.
+    /// KV tokens that the engine can't evict.
     pub used_tokens: u64,
 }
 
-/// One session inside the engine, as the shim sees it.
+/// One session inside the engine, as the shim reports it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Seen {
-    /// The engine-side id.
+    /// The session's id inside the engine.
     pub id: String,
-    /// It holds a row.
+    /// Whether the session holds a request row.
     pub row: bool,
-    /// KV it holds, tokens.
+    /// KV tokens that the session holds.
     pub allocated_tokens: u64,
-    /// Its committed history, tokens.
+    /// Tokens of the session's committed history.
     pub history_tokens: u64,
-    /// A turn of it is in the engine.
+    /// Whether a turn of the session is in the engine.
     pub in_flight: bool,
-    /// Part of a whole table, not of what changed.
+    /// Whether this is part of a full session table, not a report of changes.
     pub full: bool,
 }
 
@@ -47,19 +46,22 @@ pub struct Seen {
 #[derive(Debug, Default)]
 pub(super) struct Book {
     pub(super) totals: Totals,
-    /// Turns whose body is being read.
+    /// The number of turns whose body is being read.
     pub(super) claimed: u32,
-    /// What the first turn that waits for pinned sessions to give room may need, tokens.
+    /// KV tokens needed by the largest turn that waits for pinned sessions to give up room; 0 if
+    /// none does.
     waits_for_pins: u64,
-    /// Running turns that are not pinned.
+    /// The number of running turns that are not pinned.
     plain: u64,
-    /// What running turns may need that is more than pinned sessions leave, tokens.
+    /// KV tokens of each running turn that may need more than pinned sessions leave.
     large: Vec<u64>,
-    /// The engine's queue at its last word, and what went in and out since.
+    /// The length of the engine's queue: its last reported value, changed by turns sent and ended
+    /// since.
     waiting: Option<i64>,
-    /// Since when no turn is inside.
+    /// Since when no turn is inside the engine.
     quiet: Option<Instant>,
-    /// Others' sessions with row and tokens, where the shim sees them.
+    /// Foreign sessions by engine-side id: whether each holds a row, and its KV tokens. Needs a
+    /// shim.
     foreign: HashMap<String, (bool, u64)>,
     shim: Option<Shim>,
 }
@@ -86,29 +88,30 @@ impl Book {
         self.totals.estimate_tokens -= estimate;
     }
 
-    /// A turn went in.
+    /// Counts a turn that was sent to the engine.
     pub(super) fn entered(&mut self, pinned: bool, large: Option<u64>, rows: u32) {
         self.plain += u64::from(!pinned);
         self.large.extend(large);
         self.quiet = None;
-        // One that finds a row free does not wait.
+        // A turn that finds a free row doesn't wait in the engine's queue.
         let free = u64::from(rows.saturating_sub(self.totals.rows_held));
         if let (Some(waiting), true) = (&mut self.waiting, self.plain > free) {
             *waiting += 1;
         }
     }
 
-    /// A turn that went in for a pinned session runs beside it.
+    /// Counts a turn as plain that was admitted as pinned and runs beside its session.
     pub(super) fn turned_plain(&mut self) {
         self.plain += 1;
     }
 
-    /// What runs beside a pinned session after all may need more than pinned sessions leave.
+    /// Counts the KV tokens of a turn that runs beside its session and may need more than pinned
+    /// sessions leave.
     pub(super) fn turned_large(&mut self, tokens: u64) {
         self.large.push(tokens);
     }
 
-    /// A turn came out.
+    /// Counts a turn that has ended.
     pub(super) fn left(&mut self, pinned: bool, large: Option<u64>) {
         self.totals.turns_running -= 1;
         self.plain -= u64::from(!pinned);
@@ -120,24 +123,27 @@ impl Book {
         }
     }
 
-    /// The most that a turn inside may need, or one that waits for room that is pinned.
+    /// Returns the most KV tokens that a large running turn, or a turn that waits for pinned room,
+    /// may need.
     pub(super) fn largest(&self) -> u64 {
         self.large.iter().copied().max().unwrap_or(0).max(self.waits_for_pins)
     }
 
-    /// A new round over what waits.
+    /// Starts a new pass over the queue.
     pub(super) fn look_again(&mut self) {
         self.waits_for_pins = 0;
     }
 
-    /// Takes a turn that waits for pinned sessions to give room; is it the round's first?
+    /// Counts a turn that waits for pinned sessions to give up room. Returns whether it is the
+    /// first of this pass.
     pub(super) fn first_to_wait_for_pins(&mut self, tokens: u64) -> bool {
         let first = self.waits_for_pins == 0;
         self.waits_for_pins = self.waits_for_pins.max(tokens);
         first
     }
 
-    /// Would the engine run one more plain turn now, or keep at most `ahead` waiting?
+    /// Whether the engine can run one more plain turn now, or would have at most `ahead` turns
+    /// waiting.
     pub(super) fn engine_has_room(&self, capacity: &Capacity, ahead: u64) -> bool {
         let rows = u64::from(capacity.rows.saturating_sub(self.totals.rows_held));
         let waiting = self.waiting.map_or(0, |waiting| u64::try_from(waiting).unwrap_or(0));
@@ -153,7 +159,7 @@ impl Book {
     }
 }
 
-/// Rows, pinned and estimated tokens that a session adds to its rank.
+/// Returns the rows, pinned tokens and estimated tokens that a session adds to its rank's totals.
 fn weight(session: &Session, page: u64) -> (u32, u64, u64) {
     if session.retention != proto::load::Retention::Pinned {
         return (0, 0, session.resident_tokens);
@@ -166,7 +172,7 @@ fn weight(session: &Session, page: u64) -> (u32, u64, u64) {
 }
 
 impl Table {
-    /// Takes an engine's load sample for one rank.
+    /// Handles an engine's load sample for one rank.
     pub fn sampled(&mut self, now: Instant, dp_rank: u32, load: Load) {
         let pending = self.closing.values().any(|one| one.dp_rank == dp_rank);
         let guards = self.rules.guards;
@@ -177,7 +183,7 @@ impl Table {
         book.quiet = quiet;
         let settled = quiet.is_some_and(|since| since + SETTLED <= now);
         if book.shim.is_none() && settled && guards.hold(Guard::ForeignCounted) {
-            // What nobody here holds, others do.
+            // Tokens that can't be evicted and that none of the agent's sessions hold are foreign.
             let own = book.totals.pinned_tokens - book.totals.foreign_tokens;
             let pool = self.engine.ranks.get(dp_rank as usize).map_or(0, |rank| rank.pool_tokens);
             let foreign = load.used_tokens.min(pool).saturating_sub(own);
@@ -188,16 +194,17 @@ impl Table {
         self.debug_check();
     }
 
-    /// The shim inside the engine answers for this rank.
+    /// Marks that the shim of `dp_rank` is connected.
     pub fn shim_up(&mut self, dp_rank: u32, demotes: bool) {
         if let Some(book) = self.books.get_mut(dp_rank as usize) {
             book.shim = Some(Shim { demotes });
-            // It names them; what was estimated before is over.
+            // The shim reports each foreign session, which replaces the estimate from load samples.
             self.count_foreign(dp_rank);
         }
     }
 
-    /// The shim is being asked for its whole table: what it then says of doubtful sessions counts.
+    /// Marks that a full session table was requested from the shim of `dp_rank`. The reply decides
+    /// about suspect sessions.
     pub fn looking(&mut self, dp_rank: u32) {
         for session in self.sessions.values_mut().filter(|one| one.dp_rank == dp_rank) {
             if let Phase::Suspect { asked, .. } = &mut session.phase {
@@ -206,7 +213,8 @@ impl Table {
         }
     }
 
-    /// It doesn't any more: what it was asked is unanswered.
+    /// Handles the loss of the shim's connection for `dp_rank`: discards what it reported, and
+    /// closes every session that was waiting for its answer.
     pub fn shim_down(&mut self, now: Instant, dp_rank: u32) {
         let Some(book) = self.books.get_mut(dp_rank as usize) else { return };
         book.shim = None;
@@ -230,10 +238,10 @@ impl Table {
         self.debug_check();
     }
 
-    /// Takes what the shim sees of one session.
+    /// Handles the shim's report of one session.
     pub fn seen(&mut self, now: Instant, dp_rank: u32, seen: &Seen) {
         if let Some(key) = self.by_incarnation.get(&seen.id).cloned() {
-            // The session is open on every rank; its history is on one.
+            // The session is open on every rank, but its history is on one rank only.
             if self.sessions[&key].dp_rank == dp_rank {
                 self.seen_own(now, &key, seen);
             }
@@ -254,13 +262,13 @@ impl Table {
 
     fn seen_own(&mut self, now: Instant, key: &SessionKey, seen: &Seen) {
         match &mut self.sessions.get_mut(key).expect("the caller has it").phase {
-            // The turn that left the doubt has yet to end.
+            // The uncertain turn has not ended yet, so the table must be requested again.
             Phase::Suspect { asked, .. } if *asked && seen.full && seen.in_flight => {
                 *asked = false;
                 let dp_rank = self.sessions[key].dp_rank;
                 self.effects.push(Effect::Look { dp_rank, rid: None });
             }
-            // Its word on the state before the doubt proves nothing.
+            // A report from before the request may describe the state before the uncertain turn.
             &mut Phase::Suspect { expected, asked: true, .. } if seen.full => {
                 if expected.is(seen.history_tokens) {
                     self.effects.push(Effect::Happened(key.clone(), Event::Verified));
@@ -272,7 +280,7 @@ impl Table {
                         session.reserved_tokens = 0;
                         session.lost_rid = None;
                     });
-                    // A deadline of its own again.
+                    // The session has a deadline of its own again.
                     self.watch(key);
                 } else {
                     self.retire(now, key, Why::HistoryUnknown);
@@ -286,13 +294,13 @@ impl Table {
         }
     }
 
-    /// One of this agent's, though the table has forgotten it.
+    /// Whether an engine-side id is from this agent process, even if the table has forgotten it.
     fn is_own(&self, id: &str) -> bool {
         let number = id.strip_prefix(&self.rules.prefix).and_then(|rest| rest.strip_prefix('-'));
         number.is_some()
     }
 
-    /// The shim sees these sessions and no others.
+    /// Handles the end of a full session table: `there` are all sessions that the shim sees.
     pub fn seen_all(&mut self, now: Instant, dp_rank: u32, there: &[&str]) {
         let closing = self.closing.iter().filter(|(_, one)| one.dp_rank == dp_rank);
         let foreign = self.books.get(dp_rank as usize).map(|book| &book.foreign);
@@ -301,15 +309,15 @@ impl Table {
         gone.iter().for_each(|id| self.vanished(now, dp_rank, id));
     }
 
-    /// The shim sees a session no more: the engine has closed it.
+    /// Handles the shim's report that a session is closed in the engine.
     pub fn vanished(&mut self, now: Instant, dp_rank: u32, id: &str) {
-        // Every rank closes it, and what it held was on one.
+        // The engine closes the session on every rank, but its row and KV were on one.
         if let Some(key) = self.by_incarnation.get(id).cloned()
             && self.sessions[&key].dp_rank == dp_rank
             && self.sessions[&key].running == 0
             && matches!(self.sessions[&key].phase, Phase::Open | Phase::Demoted)
         {
-            // Someone else closed it.
+            // Another client of the engine closed the session.
             self.retire(now, &key, Why::HistoryUnknown);
         }
         if self.closing.get(id).is_some_and(|one| one.dp_rank == dp_rank) {
@@ -337,7 +345,7 @@ impl Table {
         totals.pinned_tokens += totals.foreign_tokens;
     }
 
-    /// The engine process is gone: with it every row, every token and every history.
+    /// Handles the loss of the engine process, and with it of every row, KV token and history.
     pub fn engine_lost(&mut self, now: Instant, engine: Engine) {
         self.refuse_waiting(now, &Error::EngineLost);
         self.forget_closes();
@@ -352,7 +360,8 @@ impl Table {
             if self.sessions[key].phase != Phase::Gone(Why::EngineRestarted) {
                 self.effects.push(Effect::Happened(key.clone(), Event::EngineLost));
             }
-            // A running turn still ends under its old incarnation; an idle session gets a new one.
+            // A running turn still ends under its old incarnation id; an idle session gets a new
+            // one.
             if self.sessions[key].running == 0 {
                 self.reincarnate(key);
             }
@@ -366,7 +375,8 @@ impl Table {
                 session.history_tokens = 0;
             });
         }
-        // What is to close is closed, and what was on a rank that is no more has no place.
+        // Sessions that were closing are closed now. Sessions of ranks that no longer exist are
+        // dropped.
         let ranks = engine.ranks.len();
         for key in keys {
             let session = &self.sessions[&key];
@@ -375,7 +385,7 @@ impl Table {
                 self.drop_session(now, &key, &Error::EngineLost);
             }
         }
-        // Turns of a vanished rank are still to end, so its book stays.
+        // Turns of a rank that no longer exists must still end, so the rank's account stays.
         self.books.resize_with(ranks.max(self.books.len()), Book::default);
         self.engine = engine;
         self.debug_check();

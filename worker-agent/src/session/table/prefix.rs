@@ -1,19 +1,20 @@
-//! Which session has a text early in its prompts that differs from turn to turn.
+//! Finds sessions whose prompts have a volatile prefix: an early text that differs from turn to
+//! turn.
 
 use proto::{id::SessionKey, load::VolatilePrefix};
 
 use super::{Effect, Plan, Planned, PromptStart, Table};
 
 impl Table {
-    /// Notes how a claimed turn's prompt begins. Call before [`Table::admit`].
+    /// Records how a claimed turn's prompt begins. Must be called before [`Table::admit`].
     pub fn begins(&mut self, rid: &str, start: PromptStart) {
         if let Some(ticket) = self.tickets.get_mut(rid) {
             ticket.start = start;
         }
     }
 
-    /// Compares a turn on its way in with its session's earlier turns. A turn `beside` another one
-    /// is left out: it is another conversation, as a rule.
+    /// Compares the prompt of an admitted turn with those of the session's earlier turns. Ignores
+    /// deltas, and a turn that runs `beside` another one: that is usually a different conversation.
     pub(super) fn compare_start(&mut self, rid: &str, key: &SessionKey, beside: bool) {
         let ticket = self.tickets.get_mut(rid).expect("the caller has it");
         let start = std::mem::take(&mut ticket.start);
@@ -25,7 +26,7 @@ impl Table {
         self.tell_prefix(key, found);
     }
 
-    /// Takes the shim's comparison of a turn that can't run in its session as it is.
+    /// Handles the shim's comparison for a turn that can't run in its session as planned.
     pub(super) fn diverged_at(&mut self, key: &SessionKey, planned: &Planned) {
         if planned.plan != Plan::Diverged {
             return;

@@ -1,6 +1,8 @@
-//! Room for a pinned session that doesn't fit: idle pinned sessions lose their KV, the least worth
-//! keeping first. Where the shim can, it goes to the radix tree and the history stays; else the
-//! session is closed. A running turn is never touched.
+//! Reclaiming: idle pinned sessions lose their KV when another session or turn needs the room.
+//!
+//! The session whose KV is least worth keeping goes first. If the shim can demote, the KV goes to
+//! the radix tree and the history stays; otherwise the session is closed. Sessions with a running
+//! turn are never touched.
 
 use std::time::{Duration, Instant};
 
@@ -8,21 +10,22 @@ use proto::{id::SessionKey, load::Retention};
 
 use super::{Effect, Error, Event, Guard, Phase, Session, Table, Why};
 
-/// What a pinned session lacks.
+/// The resource that a turn or session lacks, with the figures for its error message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Shortage {
-    /// One row; pinned sessions hold so many of so many.
+    /// One row is missing: pinned sessions hold `held` of the `max` rows that they may hold.
     Rows { held: u32, max: u32 },
-    /// So many tokens; pinned sessions hold so many of so many.
+    /// `short` tokens are missing: pinned sessions hold `held` of the `max` tokens that they may
+    /// hold.
     Tokens { short: u64, held: u64, max: u64 },
 }
 
-/// Who needs the room.
+/// The kind of turn that needs the room.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Taker {
-    /// A turn of a session that its client has pinned, or a plain one.
+    /// A turn of a session that its client asked to pin, or a plain turn.
     Anyone,
-    /// One of a session that nobody asked to pin.
+    /// A turn of a session that the agent pinned on its own.
     Unasked,
 }
 
@@ -41,17 +44,19 @@ impl From<Shortage> for Error {
     }
 }
 
-/// Share of the gaps between a coding agent's turns that are longer than so many seconds, in
-/// thousandths. From 1,300 recorded conversations; see the design notes on idle time.
+/// How long the pauses between a coding agent's turns are: pairs of seconds, and the share of
+/// pauses that are longer, in thousandths. From 1,300 recorded conversations; see the design notes
+/// on idle time.
 const GAPS: [(u64, u64); 8] =
     [(0, 1000), (10, 500), (30, 270), (60, 200), (120, 130), (300, 70), (600, 40), (3600, 5)];
-/// A session that resumes later than this would have been worth demoting.
+/// What counts as "soon": a session that resumes later than this would have been worth demoting.
 const SOON: Duration = Duration::from_secs(120);
 
-/// The shim demotes within a scheduler step or two, a long prefill step included.
+/// How long a demotion may take. The shim demotes within a scheduler step or two, a long prefill
+/// step included.
 const DEMOTED_WITHIN: Duration = Duration::from_secs(5);
 
-/// Chance, in thousandths, that a session idle for so long resumes soon.
+/// Returns the chance, in thousandths, that a session idle for `idle` resumes within `SOON`.
 pub(super) fn resumes_soon(idle: Duration) -> u64 {
     let longer = gaps_longer_than(idle);
     if longer == 0 {
@@ -60,7 +65,8 @@ pub(super) fn resumes_soon(idle: Duration) -> u64 {
     1000 - gaps_longer_than(idle + SOON).saturating_mul(1000) / longer
 }
 
-/// Share of gaps longer than this, in millionths, straight between the recorded points.
+/// Returns the share of pauses longer than `idle`, in millionths, interpolated linearly between the
+/// points of `GAPS`.
 fn gaps_longer_than(idle: Duration) -> u64 {
     let at = u64::try_from(idle.as_millis()).unwrap_or(u64::MAX);
     for pair in GAPS.windows(2) {
@@ -70,12 +76,13 @@ fn gaps_longer_than(idle: Duration) -> u64 {
         }
     }
     let (last, share) = GAPS[GAPS.len() - 1];
-    // Beyond the record the share halves with every doubling of the time.
+    // Beyond the last point the share halves each time the duration doubles.
     share * 1000 * last * 1000 / at.max(1)
 }
 
 impl Table {
-    /// Makes room, if idle sessions hold enough of it. False: nothing helps.
+    /// Frees room for a shortage if idle sessions hold enough of it. Returns false if that can't
+    /// help.
     pub(super) fn reclaim(
         &mut self,
         now: Instant,
@@ -87,7 +94,7 @@ impl Table {
             Shortage::Rows { held, max } => (u64::from(held - max.min(held)) + 1, 0),
             Shortage::Tokens { short, .. } => (0, short),
         };
-        // What is on its way back is waited for first.
+        // Room that is already being freed counts first.
         let (rows_due, tokens_due) = self.coming_back(now, dp_rank);
         rows = rows.saturating_sub(rows_due);
         tokens = tokens.saturating_sub(tokens_due);
@@ -117,7 +124,9 @@ impl Table {
         true
     }
 
-    /// Who asked for a pin keeps it against those that didn't, and those give way at once.
+    /// Whether a session's KV may be taken. A session that its client pinned loses KV only when it
+    /// was idle for a while, and never to a session that the agent pinned on its own. The latter
+    /// loses KV at once to all other turns, and when it was idle for a while to its own kind.
     fn may_take(&self, now: Instant, session: &Session, taker: Taker) -> bool {
         let pinned = session.retention == Retention::Pinned && session.phase == Phase::Open;
         if !self.rules.guards.hold(Guard::ReclaimIdleOnly) {
@@ -131,7 +140,7 @@ impl Table {
         pinned && session.can_expire() && takes
     }
 
-    /// Gives a session's KV to the radix tree, or closes it where that isn't possible.
+    /// Gives a session's KV to the radix tree, or closes the session if the shim can't do that.
     pub(super) fn take_kv(&mut self, now: Instant, key: &SessionKey) {
         let session = &self.sessions[key];
         let dp_rank = session.dp_rank;
@@ -145,8 +154,8 @@ impl Table {
         self.watch_until(until);
     }
 
-    /// Gives to the tree what sessions hold that nobody asked to pin and that didn't come back
-    /// soon: what is used least goes first there.
+    /// Demotes sessions that the agent pinned on its own and that did not come back soon. In the
+    /// radix tree, the engine evicts what is used least.
     pub(super) fn demote_idle(&mut self, now: Instant) {
         let due = |session: &Session| session.last_end + self.rules.demote_idle <= now;
         let idle = self.sessions.iter().filter(|(_, one)| self.is_idle_auto(one) && due(one));
@@ -154,14 +163,14 @@ impl Table {
         keys.iter().for_each(|key| self.take_kv(now, key));
     }
 
-    /// The shim's answer to an [`Effect::Demote`].
+    /// Handles the shim's answer to an [`Effect::Demote`].
     pub fn demoted(&mut self, now: Instant, incarnation: &str, done: bool) {
         let Some(key) = self.by_incarnation.get(incarnation).cloned() else { return };
         if !matches!(self.sessions[&key].phase, Phase::Demoting { .. }) {
             return;
         }
         if self.swaps(now, &key, done) {
-            // It was for the turn that asks.
+            // The demotion was part of an incarnation swap, which continues now.
         } else if done {
             self.effects.push(Effect::Happened(key.clone(), Event::Demoted));
             self.change(&key, |session| {
@@ -176,13 +185,13 @@ impl Table {
         self.debug_check();
     }
 
-    /// Rows and tokens that demotions and closes under way give back.
+    /// Returns the rows and tokens that demotions and closes under way will free.
     fn coming_back(&self, now: Instant, dp_rank: u32) -> (u64, u64) {
         let demoting = self.sessions.values().filter(|session| {
             session.dp_rank == dp_rank && matches!(session.phase, Phase::Demoting { .. })
         });
         let demoting = demoting.map(|session| (1, self.pages_of(session.resident_tokens)));
-        // One that doesn't end is not counted on.
+        // A close that is stuck may never free anything.
         let closing = self
             .closing
             .values()
@@ -192,7 +201,8 @@ impl Table {
     }
 }
 
-/// What keeping an idle session's KV is worth, per token held where tokens are short.
+/// Returns how much keeping an idle session's KV is worth: history tokens times the chance that the
+/// session resumes soon. If tokens are short, this is divided by the tokens that the session holds.
 fn worth(session: &Session, now: Instant, shortage: &Shortage) -> u64 {
     let saved = resumes_soon(session.idle(now)) * session.history_tokens;
     match shortage {

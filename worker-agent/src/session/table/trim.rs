@@ -1,12 +1,16 @@
-//! Whole histories on pinned sessions. A client that sends everything each time gets a session's
-//! own KV all the same, because the shim, after the engine's tokenizer, takes off what the session
-//! has. Here is which sessions are pinned for that without being asked, how much room their turns
-//! get, and what becomes of a turn whose prompt isn't what the session has.
+//! Full histories on pinned sessions: automatic pins, room for their turns, and what the shim
+//! reports.
 //!
-//! A marked turn ([`super::TurnSession::trim`]) is inside as a pinned one until the shim
-//! has told its plan. It then runs in the session or beside it, on the radix tree. Where another
-//! incarnation would help the shim asks, and waits for an [`Effect::Run`]: the old one's KV goes to
-//! the tree first, so that what still fits is found there.
+//! A client that sends its full history with each turn can still use a pinned session's KV: after
+//! the engine's tokenizer, the shim removes the tokens that the session already has. This module
+//! decides which sessions the agent pins for that on its own, how much room their turns get, and
+//! what happens to a turn whose prompt doesn't continue the session's history.
+//!
+//! A marked turn (see [`super::TurnSession::trim`]) counts as a turn of a pinned session until the
+//! shim has reported its plan. The turn then runs in the session, or beside it on the radix tree.
+//! If a new incarnation could help, the shim asks and waits for an [`Effect::Run`]. The old
+//! incarnation's KV goes to the radix tree first, so that the turn finds there what it still
+//! shares.
 
 mod continued;
 mod plan;
@@ -24,43 +28,44 @@ use super::{
     reclaim::{Shortage, Taker},
 };
 
-/// A session of which more turns in a row go astray is no longer pinned without being asked: its
-/// client edits what it sends (drops reasoning, say) or can't be trimmed, and a pinned turn would
-/// cost more than one on the tree.
+/// The longest divergence streak after which the agent still pins a session on its own. In a longer
+/// streak, the client edits what it sends (drops reasoning, say) or its prompts can't be trimmed,
+/// and a pinned turn would cost more than one on the radix tree.
 const ASTRAY_MAX: u32 = 2;
-/// One that gave its pin up, or could not have it, is not pinned again before: a pin's coming and
-/// going costs the engine two calls.
+/// The agent does not pin a session again for this long after the session lost its pin or found no
+/// room for it. Each pin costs the engine an open and a close.
 const PIN_AGAIN_AFTER: Duration = Duration::from_secs(30);
 
-/// A turn that holds a whole history, inside the engine.
+/// A turn inside the engine that holds a full history, which the shim compares with the session's.
 #[derive(Debug)]
 pub(super) struct Marked {
-    /// Room was kept for so many tokens of prompt.
+    /// Prompt tokens for which room is reserved.
     tokens_max: u64,
-    /// It must continue its session's history, or it doesn't run.
+    /// Whether the turn may run only if its prompt continues the session's history.
     must_continue: bool,
-    /// The shim has asked for more room than was kept for it.
+    /// Whether the shim asked for more prompt tokens than are reserved.
     too_large: bool,
-    /// It replaced a history that clients append to.
+    /// Whether the turn replaced a history that clients append to.
     replaced_deltas: bool,
-    /// The shim has refused it: it is in no session, and changes none.
+    /// Whether the shim refused the turn. A refused turn does not run and changes no session.
     unfit: bool,
-    /// The shim's question, while it waits for an answer.
+    /// Number of the shim's question that is not answered yet.
     question: Option<u64>,
-    /// It has asked.
+    /// Whether the shim has asked a question about the turn.
     asked: bool,
-    /// The session is to be opened anew for it, with room for so many tokens.
+    /// Set if a new incarnation is to be opened for the turn: the tokens to reserve in it.
     reopens: Option<u64>,
-    /// It is the first turn of an incarnation that took another's place.
+    /// Whether the turn is the first of an incarnation that replaced another one.
     reopened: bool,
-    /// What the engine must count of its prompt, once it is planned.
+    /// The prompt tokens that the engine must report for the turn. `None` until the shim has
+    /// reported a plan that runs in the session.
     pub(super) prompt_tokens: Option<u64>,
-    /// The history that the engine has with it, where the shim told.
+    /// Tokens of the session's history after the turn, as the shim reported them.
     committed_tokens: Option<u64>,
 }
 
 impl Ticket {
-    /// It is compared with what its session has.
+    /// Whether the turn holds a full history, which the shim compares with the session's.
     pub(super) fn is_marked(&self) -> bool {
         self.marked.is_some()
     }
@@ -69,27 +74,28 @@ impl Ticket {
         self.pinned && self.marked.as_ref().is_some_and(|one| one.prompt_tokens.is_none())
     }
 
-    /// Of a planned prompt, what the engine computes where so many tokens are resident.
+    /// Returns how many tokens of a planned prompt the engine computes if `resident_tokens` are
+    /// resident. `None` if the prompt isn't planned.
     pub(super) fn to_compute(&self, resident_tokens: u64) -> Option<u64> {
         let prompt_tokens = self.marked.as_ref()?.prompt_tokens?;
         Some(prompt_tokens.saturating_sub(resident_tokens))
     }
 
-    /// It holds only what is new.
+    /// Whether the turn holds only new tokens.
     pub(super) fn is_delta(&self) -> bool {
         self.claim.as_ref().is_some_and(|claim| claim.delta)
     }
 }
 
 impl Table {
-    /// The shim trims whole histories from now on, or no more.
+    /// Sets whether the shim trims full histories from now on.
     pub fn trims(&mut self, now: Instant, trims: bool) {
         self.trims = trims;
         self.pump(now);
         self.debug_check();
     }
 
-    /// How the session's turns name it where it isn't pinned.
+    /// Returns the retention under which the session's turns run while it is not pinned.
     pub(super) fn unpinned(&self, session: &Session) -> Retention {
         match session.retention {
             Retention::Pinned if self.engine.retentions.contains(&Retention::Tagged) => {
@@ -100,7 +106,7 @@ impl Table {
         }
     }
 
-    /// How its turns run outside of it.
+    /// Returns how the session's turns run outside its pinned KV.
     pub(super) fn unpinned_ran(&self, key: &SessionKey) -> Ran {
         match self.unpinned(&self.sessions[key]) {
             Retention::Tagged => Ran::Tagged,
@@ -108,7 +114,7 @@ impl Table {
         }
     }
 
-    /// Makes a pinned session of one that is not; its next turn opens it.
+    /// Turns an unpinned session into a pinned one. Its next turn opens it at the engine.
     pub(super) fn pin(&mut self, now: Instant, key: &SessionKey) {
         self.close_at_engine(now, key);
         self.reincarnate(key);
@@ -119,7 +125,7 @@ impl Table {
         });
     }
 
-    /// Makes a session that nobody asked to pin what it was before.
+    /// Takes the pin from a session that the agent pinned on its own, and closes it at the engine.
     pub(super) fn unpin(&mut self, now: Instant, key: &SessionKey) {
         if self.sessions[key].phase != Phase::Planned {
             self.close_at_engine(now, key);
@@ -127,7 +133,8 @@ impl Table {
         self.unpin_closed(now, key);
     }
 
-    /// The same, where nothing of it is at the engine or that is closed already.
+    /// Takes the pin from a session of which nothing is open at the engine, or whose close has
+    /// begun.
     pub(super) fn unpin_closed(&mut self, now: Instant, key: &SessionKey) {
         self.reincarnate(key);
         let retention = self.unpinned(&self.sessions[key]);
@@ -140,7 +147,7 @@ impl Table {
         self.watch(key);
     }
 
-    /// The client says how a session is to be kept that the agent decided on so far.
+    /// Applies the retention that a client asks for to a session whose retention the agent chose.
     pub(super) fn decide(&mut self, now: Instant, key: &SessionKey, wanted: Retention) {
         let session = &self.sessions[key];
         let pinned = session.retention == Retention::Pinned;
@@ -156,19 +163,21 @@ impl Table {
         });
     }
 
-    /// Is a pin of no use to this session? Nobody trims, or what it sends can't be trimmed.
+    /// Whether a pin is useless to the session: the shim doesn't trim, or the divergence streak is
+    /// too long.
     pub(super) fn is_useless_pin(&self, key: &SessionKey) -> bool {
         !self.trims || self.sessions[key].whole.astray > ASTRAY_MAX
     }
 
-    /// Nobody asked to pin it, and nothing of it runs.
+    /// Whether the agent pinned the session on its own, no turn of it runs or waits, and the shim
+    /// can demote it.
     pub(super) fn is_idle_auto(&self, session: &Session) -> bool {
         let pinned = session.is_auto() && session.retention == Retention::Pinned && session.row;
         let rests = pinned && session.phase == Phase::Open && session.can_expire();
         rests && self.books[session.dp_rank as usize].demotes()
     }
 
-    /// A session that has lost everything goes on with a whole history.
+    /// Prepares a session that has lost everything at the engine for a turn with its full history.
     pub(super) fn begin_anew(&mut self, now: Instant, key: &SessionKey) {
         if self.sessions[key].is_auto() {
             return self.unpin_closed(now, key);
@@ -182,8 +191,8 @@ impl Table {
         });
     }
 
-    /// Room for a turn can't be had: one that nobody asked to pin gives way. True: its KV is on its
-    /// way to the tree first.
+    /// Takes the pin from a session that the agent pinned on its own and that has no room for its
+    /// turn. Returns true if its KV goes to the radix tree first, so that the turn must wait.
     pub(super) fn gives_way(&mut self, now: Instant, key: &SessionKey) -> bool {
         let session = &self.sessions[key];
         let demotes = self.books[session.dp_rank as usize].demotes();
@@ -195,7 +204,7 @@ impl Table {
         false
     }
 
-    /// Marks a turn on its way in; answers with what the shim is told.
+    /// Marks an admitted turn for trimming. Returns what the shim is told.
     pub(super) fn mark(&mut self, rid: &str, key: &SessionKey) -> Trim {
         let tokens_max = self.whole_tokens(key, self.tickets[rid].need);
         let opens = self.tickets[rid].is_opening();
@@ -220,7 +229,7 @@ impl Table {
         Trim { tokens_max, must_continue }
     }
 
-    /// The session of a marked turn that is inside, and of which no plan was told yet.
+    /// Returns the session of a marked turn that is inside the engine and has no plan yet.
     fn marked_session(&self, rid: &str) -> Option<SessionKey> {
         let ticket = self.tickets.get(rid)?;
         let inside = ticket.stage == Stage::Inside && ticket.awaits_plan();
@@ -234,9 +243,10 @@ impl Table {
         ticket.marked.as_mut().expect("the caller has seen it")
     }
 
-    /// The shim's last word on a marked turn, before the engine gets it. Answers with what became
-    /// of the turn, and with the tokens that need not be computed again because of it; with nothing
-    /// where that was said before.
+    /// Handles the shim's final plan for a marked turn, reported before the engine gets the turn.
+    ///
+    /// Returns what became of the turn, and how many tokens the engine need not compute again
+    /// because of its session. Returns `None` if that was reported before.
     pub fn planned(&mut self, now: Instant, planned: &Planned) -> Option<(Became, u64)> {
         let Some(key) = self.marked_session(&planned.rid) else {
             let known = self.tickets.get(&planned.rid).is_some_and(|ticket| !ticket.awaits_plan());
@@ -246,7 +256,7 @@ impl Table {
         self.marked(rid).question = None;
         let mine = self.sessions[&key].incarnation == planned.incarnation;
         let became = match planned.plan {
-            // What it goes on from is closed or lost meanwhile; its end will tell.
+            // The incarnation was closed or lost meanwhile; the turn's end settles the rest.
             Plan::Trimmed | Plan::Healed if !mine => (Became::Gone, 0),
             Plan::Trimmed => self.runs_inside(rid, &key, planned, Became::Trimmed),
             Plan::Healed => self.runs_inside(rid, &key, planned, Became::Healed),
@@ -278,7 +288,7 @@ impl Table {
         let answer = self.answer_tokens(key, need);
         let target = prompt_tokens.saturating_add(answer).min(self.engine.context_tokens);
         self.change(key, |session| {
-            // What was kept for a bound is given back now that the figure is known.
+            // The exact figure is known now, so the rest of the reservation is released.
             session.reserved_tokens = session.reserved_tokens.min(target);
             if planned.committed > 0 {
                 session.whole.astray = 0;
@@ -315,8 +325,9 @@ impl Table {
         (became, 0)
     }
 
-    /// A plain turn is in the engine that was let in as a pinned one: where pinned sessions hold
-    /// what it needs it would wait there for ever, so they give it, its own first.
+    /// Handles a turn that runs beside its pinned session and may need more than pinned sessions
+    /// leave of the pool. Such a turn would wait in the engine forever, so pinned sessions give up
+    /// KV: its own session first, then others.
     fn turned_large(&mut self, now: Instant, rid: &str, key: &SessionKey, need: Need) {
         let dp_rank = self.sessions[key].dp_rank;
         let Ok(&capacity) = self.capacity(dp_rank) else { return };
@@ -345,12 +356,12 @@ impl Table {
         (self.totals(dp_rank).pinned_tokens + tokens).saturating_sub(pool_tokens)
     }
 
-    /// A turn that was let in did nothing to its session.
+    /// Undoes the admission of a turn that did nothing to its session.
     pub(super) fn undo(&mut self, key: &SessionKey, from_nothing: bool) {
         self.change(key, |session| {
             session.reserved_tokens = 0;
             if from_nothing && session.history_tokens > 0 {
-                // What was in the tree before it still is.
+                // The KV that was in the radix tree before the turn still is.
                 session.row = false;
                 if session.phase == Phase::Open {
                     session.phase = Phase::Demoted;
@@ -359,7 +370,9 @@ impl Table {
         });
     }
 
-    /// The engine has made a session's turn history; `retracted`: to go on from there.
+    /// Handles the shim's report that a turn became history of `incarnation`, which now has
+    /// `history_tokens`. If the turn was `retracted`, the engine will resume it from there and the
+    /// figure isn't final.
     pub fn committed(&mut self, incarnation: &str, history_tokens: u64, retracted: bool) {
         let mut tickets = self.tickets.values_mut();
         let found = tickets.find(|ticket| ticket.pinned && ticket.incarnation == incarnation);
@@ -368,8 +381,8 @@ impl Table {
         }
     }
 
-    /// Takes from a turn's end what its prompt and its answer were. Routes that don't report usage
-    /// leave that to the shim.
+    /// Records the token counts of a finished full history, and returns the outcome. If the route
+    /// reported no usage, the outcome gets the shim's figures.
     pub(super) fn measured(
         &mut self,
         key: &SessionKey,
@@ -386,7 +399,7 @@ impl Table {
             Outcome::Unheard(None) => Outcome::Unheard(told),
             outcome => outcome,
         };
-        // What ran beside a pinned session is another prompt than its next one, as a rule.
+        // A turn beside a pinned session usually has another prompt than the session's next turn.
         let beside = self.sessions[key].retention == Retention::Pinned && !ticket.pinned;
         let whole = ticket.claim.as_ref().is_some_and(|claim| !claim.delta) && !beside;
         if let (true, Outcome::Finished(Some(usage)) | Outcome::Unheard(Some(usage))) =
@@ -403,9 +416,12 @@ impl Table {
         outcome
     }
 
-    /// The end of a marked turn that leaves doubt: nobody told where it ran, or nobody heard how it
-    /// ended. The shim compares whatever comes next with what the engine has, so the engine's own
-    /// account is taken as it is; only what is new must not be appended to it. False: no doubt.
+    /// Settles the end of a marked turn that leaves the session's history uncertain: the plan or
+    /// the end is unknown. Returns false if nothing is uncertain, or the turn isn't marked.
+    ///
+    /// The session becomes suspect, and any history that the shim's session table reports is
+    /// accepted, because the shim compares each later full history with it. Deltas are refused
+    /// until a full history has run.
     pub(super) fn settle_marked(
         &mut self,
         now: Instant,
@@ -416,10 +432,10 @@ impl Table {
         let planned = ticket.marked.as_ref().is_some_and(|one| one.prompt_tokens.is_some());
         let clear = match outcome {
             Outcome::Finished(usage) => planned && usage.is_some(),
-            // Most routes don't tell a turn that was stopped from one that waited in the engine's
-            // queue, where its session keeps row and KV.
+            // On most routes an abort looks the same for a running turn and for a turn in the
+            // engine's queue. In the second case the session keeps its row and KV.
             Outcome::Aborted => false,
-            // What the engine was to run it may have run, whatever the route made of its answer.
+            // The engine may have run a planned turn, whatever the route reported.
             Outcome::Refused => !planned,
             Outcome::Unheard(_) | Outcome::Partial | Outcome::Lost => false,
         };

@@ -1,5 +1,6 @@
-//! Full histories on sessions that take deltas: what such a session has is never replaced unless a
-//! client opens the session again.
+//! Full histories on sessions that take deltas.
+//!
+//! The history of such a session is never replaced unless a client opens the session again.
 
 use proto::id::SessionKey;
 
@@ -7,22 +8,24 @@ use super::{Became, Plan, Planned};
 use crate::session::table::{Deltas, Effect, Error, Table, Ticket};
 
 impl Ticket {
-    /// The shim has refused it: nothing of it runs.
+    /// Whether the shim has refused the turn, so that it does not run.
     pub(in super::super) fn is_unfit(&self) -> bool {
         self.marked.as_ref().is_some_and(|marked| marked.unfit)
     }
 
-    /// Its client opens the session with it.
+    /// Whether the client opens the session with this turn.
     pub(super) fn is_opening(&self) -> bool {
         self.claim.as_ref().is_some_and(|claim| claim.open)
     }
 }
 
 impl Table {
-    /// A full history becomes the session's. Its client may go on with deltas if it opens the
-    /// session with this turn, unless the history replaced one that others append to: they must
-    /// hear of it. A client that only opened the session doesn't know what another client's full
-    /// history began.
+    /// Updates whether a session takes deltas when a turn's full history becomes the session's.
+    ///
+    /// A client that opens the session with this turn may continue with deltas. It may not if the
+    /// history replaced one that other clients append to: they must hear of that. A session that
+    /// was opened before takes no deltas if another client's full history becomes its first: the
+    /// client that opened it doesn't know that history.
     pub(in super::super) fn history_begins_with(&mut self, rid: &str, key: &SessionKey) {
         let ticket = &self.tickets[rid];
         let (opens, marked) = (ticket.is_opening(), ticket.marked.as_ref());
@@ -36,7 +39,8 @@ impl Table {
         };
     }
 
-    /// The shim refuses the turn, so nothing of it runs, and its session stays as it is.
+    /// Handles a turn that the shim refuses because it doesn't continue its session. The turn does
+    /// not run, and the session stays as it is.
     pub(super) fn not_continued(
         &mut self,
         key: &SessionKey,
@@ -49,7 +53,7 @@ impl Table {
         let error = if marked.too_large || unasked {
             let sent = self.tickets[rid].need.prompt_tokens;
             let session = self.sessions.get_mut(key).expect("the caller has seen it");
-            // The next try asks for as much room, or hears that there is never so much.
+            // A retry then asks for that much room, or is told that the budget can never hold it.
             session.whole.measured = Some((sent, planned.prompt));
             let detail = format!("this full history has {} tokens", planned.prompt);
             Error::Short { what: "pin_tokens", detail }

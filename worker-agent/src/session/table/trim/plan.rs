@@ -1,58 +1,58 @@
-//! What the shim makes of a full history, and what becomes of the turn.
+//! The shim's plan for a full history, and how the turn ran.
 
-/// What the shim makes of a marked turn.
+/// How the shim plans to run a marked turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Plan {
-    /// It goes on from what the session has, id for id.
+    /// The prompt continues the session's history, token id for token id.
     Trimmed,
-    /// It goes on from it as text, with other ids.
+    /// Retokenized: the prompt continues the session's history as text, but with other token ids.
     Healed,
-    /// It is another history.
+    /// The prompt is another history than the session's.
     Diverged,
-    /// It can't run in the session.
+    /// The turn can't run in the session.
     Refused,
 }
 
-/// A plan, with its figures in tokens.
+/// A plan for one turn. Figures are in tokens.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Planned {
-    /// The turn.
+    /// The turn's id.
     pub rid: String,
-    /// The engine-side id that it was made for.
+    /// Id of the incarnation that the plan was made for.
     pub incarnation: String,
-    /// What it is.
+    /// How the turn is to run.
     pub plan: Plan,
-    /// Up to here the prompt is the session's.
+    /// Leading tokens that the prompt shares with the session's history.
     pub at: u64,
-    /// What the session has.
+    /// Tokens of the session's history.
     pub committed: u64,
-    /// What is appended to it.
+    /// Tokens that are appended to the session's history.
     pub sent: u64,
-    /// The whole prompt.
+    /// Tokens of the whole prompt.
     pub prompt: u64,
 }
 
-/// What became of a marked turn, once of each whose plan was told.
+/// How a marked turn ran. Reported once for each turn whose plan the shim told.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Became {
-    /// It went on from what its session has, id for id.
+    /// The turn continued the session's history, token id for token id.
     Trimmed,
-    /// It went on from it as text, with other ids.
+    /// Retokenized: the turn continued the session's history as text, but with other token ids.
     Healed,
-    /// It began a new incarnation: what its session had was another history, or is lost.
+    /// The turn started a new incarnation: the session's history was another one, or was lost.
     Reopened,
-    /// It ran beside its session, being another history.
+    /// The turn ran beside its session, because its prompt is another history.
     Diverged,
-    /// It ran beside its session, where it couldn't run.
+    /// The turn ran beside its session, because it couldn't run in it.
     Refused,
-    /// The shim refused it, because it doesn't continue a session that takes deltas.
+    /// The shim refused the turn, because it doesn't continue a session that takes deltas.
     NotContinued,
-    /// Its session is closed or lost meanwhile, or its client has left: how it ran isn't known.
+    /// Unknown: the session was closed or lost meanwhile, or the turn's client disconnected.
     Gone,
 }
 
 impl Became {
-    /// The name used in metrics.
+    /// Returns the name used in metrics.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {

@@ -1,5 +1,5 @@
-//! Room for whole histories: which sessions are pinned for them without being asked, and how many
-//! tokens a turn of theirs may come to.
+//! Room for full histories: when the agent pins a session on its own, and how far its turns may
+//! grow.
 
 use std::time::Instant;
 
@@ -8,24 +8,27 @@ use proto::{id::SessionKey, load::Retention};
 use super::ASTRAY_MAX;
 use crate::session::table::{Need, Table};
 
-/// What an answer without a limit takes at least in a session that nobody asked to pin: the engine
-/// itself keeps room for no more of it. What goes beyond is in the account when the turn has ended,
-/// and in what the pin budget leaves of the pool until then.
+/// Tokens reserved at least for an answer without a limit, in a session that the agent pinned on
+/// its own. SGLang itself reserves no more than this for such an answer. A longer answer grows into
+/// the part of the pool that the pin budget leaves free, and is counted when the turn has ended.
 const ANSWER_TOKENS: u64 = 4096;
-/// And so often what its longest answer had: who reasons at length does it again.
+/// The reservation is also at least this many times the session's longest answer so far. A session
+/// that reasons at length usually does so again.
 const LONGEST_ANSWER_FACTOR: u64 = 2;
-/// Templates put some around what is added.
+/// Tokens that a chat template may put around what a turn adds.
 const TEMPLATE_TOKENS: u64 = 32;
-/// A session holds its row while it is idle too. Those that nobody asked to pin leave this part of
-/// the rows to turns that run, or the batch would starve beside a pool that has room.
+/// A session holds its row while it is idle too. Sessions that the agent pins on its own use only
+/// rows up to this part of all rows. Else running turns would lack rows while the pool has room.
 const ROWS_LEFT_DIVISOR: u32 = 2;
-/// Bytes of text that are taken for a token: English and code have 3.5 to 4.5. A text with fewer is
-/// found by the shim, which refuses what room was not kept for and says how much it takes.
+/// Bytes of text that are counted as one token, to estimate prompts: English and code have 3.5 to
+/// 4.5. If a text has fewer, the shim refuses a prompt beyond the reserved room and reports its
+/// size.
 const BYTES_PER_TOKEN: u64 = 3;
 
 impl Table {
-    /// Is this the moment to pin a session whose client has asked for nothing? It comes back soon,
-    /// its histories can be trimmed, and there is room without taking anyone's.
+    /// Whether to pin a session now whose client asked for no retention. It must come back soon,
+    /// its full histories must be trimmable, and it must fit without taking room from other
+    /// sessions.
     pub(in super::super) fn pins_now(&self, now: Instant, key: &SessionKey, need: Need) -> bool {
         let session = &self.sessions[key];
         let wants = self.rules.auto_pin
@@ -48,7 +51,7 @@ impl Table {
         free && left && self.fits(key, self.whole_target(key, need))
     }
 
-    /// Would the pin budget hold this session at so many tokens?
+    /// Whether the session fits into the pin budget and the pool if it holds `target` tokens.
     pub(super) fn fits(&self, key: &SessionKey, target: u64) -> bool {
         let session = &self.sessions[key];
         let held_now = match session.retention {
@@ -66,7 +69,7 @@ impl Table {
         held - held_now + self.pages_of(target) <= max.min(room)
     }
 
-    /// Tokens that a whole history may come to, its answer included.
+    /// Returns the most tokens that a full history and its answer may have.
     pub(in super::super) fn whole_target(&self, key: &SessionKey, need: Need) -> u64 {
         let context = self.engine.context_tokens;
         let tokens = self.whole_tokens(key, need);
@@ -82,8 +85,8 @@ impl Table {
         need.answer_tokens.unwrap_or(unlimited)
     }
 
-    /// Tokens that a whole history may have: what was sent before is known, what was added is
-    /// estimated, and the shim holds it to that.
+    /// Returns the most tokens that a full history may have. The tokens sent before are known, the
+    /// added ones are estimated, and the shim enforces the result.
     pub(super) fn whole_tokens(&self, key: &SessionKey, need: Need) -> u64 {
         let bound = need.prompt_tokens;
         let tokens = match self.sessions[key].whole.measured {

@@ -1,5 +1,7 @@
-//! A whole history that isn't what its session has: the shim asks, the session's KV goes to the
-//! tree, and another incarnation takes the turn, or none does.
+//! Full histories that don't continue their session: a new incarnation takes the turn, or none
+//! does.
+//!
+//! The shim asks first. The old incarnation's KV then goes to the radix tree.
 
 use std::time::Instant;
 
@@ -10,27 +12,30 @@ use crate::session::table::{
     Deltas, Effect, Need, Phase, Record, Session, Stage, Table, Ticket, Why,
 };
 
-/// A prompt that has less of the session than this part is beside the matter, if the next one goes
-/// on from it; if not, its history was made short.
+/// A diverged prompt is an aside if it shares less than this part (one over this divisor) of the
+/// session's history. If the next turn diverges too, the prompts aren't asides: the client has
+/// shortened its history.
 const ASIDE_DIVISOR: u64 = 4;
 
 impl Planned {
-    /// Little of what the session has: a title for the conversation, say, or a history made short.
+    /// Whether the prompt shares little of the session's history. It asks for a title of the
+    /// conversation, say, or is a shortened history.
     fn is_aside(&self) -> bool {
         self.plan == Plan::Diverged && self.at < self.committed / ASIDE_DIVISOR
     }
 }
 
 impl Table {
-    /// Whether a history differs only because the last answer holds end tokens that its text
-    /// doesn't show. The session is opened again with the history, and keeps its pin.
+    /// Whether the prompt differs only because the last answer holds end tokens that its text
+    /// doesn't show. Such a session is opened again with the new history and keeps its pin.
     pub(super) fn hides_ends(&self, key: &SessionKey, planned: &Planned) -> bool {
         let from = self.sessions[key].whole.hides_ends_from;
         planned.plan == Plan::Diverged && from.is_some_and(|from| planned.at >= from)
     }
 
-    /// The shim asks what is to become of a turn that can't run in its session as it is. An
-    /// [`Effect::Run`] follows; without one the shim goes on by itself after two seconds.
+    /// Handles the shim's question about a turn that can't run in its session as planned. An
+    /// [`Effect::Run`] with the answer follows. Without an answer, the shim decides by itself after
+    /// two seconds.
     pub fn asked(&mut self, now: Instant, question: u64, planned: &Planned) {
         let rid = &planned.rid;
         let Some(key) = self.marked_session(rid) else {
@@ -54,7 +59,7 @@ impl Table {
         let aside = session.is_auto() && planned.is_aside() && session.whole.astray == 1;
         let tired = session.is_auto() && session.whole.astray > ASTRAY_MAX;
         let stays = must_continue && !too_large;
-        // The last turn of a session is inside while the session waits to close.
+        // A closing session may still run its last turn in more room.
         let runs = session.phase == Phase::Open
             || (session.phase == Phase::Closing && must_continue && too_large);
         if !runs || aside || stays || (!fits && !session.is_auto()) {
@@ -70,7 +75,7 @@ impl Table {
         self.debug_check();
     }
 
-    /// Gives what the session has to the tree, then takes another incarnation or none.
+    /// Gives the session's KV to the radix tree, then swaps the incarnation.
     fn give_up(&mut self, now: Instant, rid: &str, key: &SessionKey) {
         let from_nothing = self.tickets[rid].from_nothing;
         let (holds, dp_rank) = self.change(key, |session| {
@@ -84,7 +89,8 @@ impl Table {
         self.swap(now, rid, key);
     }
 
-    /// The session's KV has gone to the tree, or can't; true where a turn waits for that.
+    /// Continues the swap after the demotion of the old incarnation. `done`: its KV is in the radix
+    /// tree now. Returns false if no turn of the session waits for that.
     pub(in super::super) fn swaps(&mut self, now: Instant, key: &SessionKey, done: bool) -> bool {
         let Some(rid) = self.asking(key) else { return false };
         if done {
@@ -110,7 +116,7 @@ impl Table {
         let ticket = self.tickets.get_mut(rid).expect("the caller has it");
         (ticket.from_nothing, ticket.incarnation) = (false, incarnation.clone());
         self.marked(rid).replaced_deltas = deltas == Deltas::Taken;
-        // What was free when it asked may be others' by now.
+        // The room that was free when the shim asked may be taken by now.
         let room =
             |target: &u64| matches!(self.rows_short(dp_rank), Ok(None)) && self.fits(key, *target);
         let reopens = self.tickets[rid].marked.as_ref().and_then(|marked| marked.reopens);
@@ -124,7 +130,8 @@ impl Table {
         self.journal(Record::Turn { incarnation, rid: rid.to_owned() });
     }
 
-    /// An open's answer, where a turn of the session is inside already: true where that is so.
+    /// Handles the answer to an open that was requested for a turn inside the engine. Returns false
+    /// if no turn of the session is inside.
     pub(in super::super) fn reopened(
         &mut self,
         now: Instant,
@@ -139,7 +146,7 @@ impl Table {
             _ => self.runs_as_it_came(key),
         }
         if !opened && self.sessions[key].phase == Phase::Closing {
-            // What may be open there is being closed under the id that it had.
+            // The old incarnation may be open at the engine; it is being closed under its old id.
             self.reincarnate(key);
             self.change(key, Session::emptied);
         } else if !opened {
@@ -148,7 +155,8 @@ impl Table {
         true
     }
 
-    /// Nothing of it is at the engine; what may be is being closed.
+    /// Leaves a session without an incarnation at the engine, after none could be opened. An
+    /// incarnation that may be open there is already being closed.
     fn not_reopened(&mut self, now: Instant, key: &SessionKey) {
         if self.sessions[key].is_auto() {
             self.unpin_closed(now, key);
@@ -167,7 +175,7 @@ impl Table {
         }
     }
 
-    /// The turn of this session that waits for an answer.
+    /// Returns the id of the session's turn whose question is not answered yet.
     fn asking(&self, key: &SessionKey) -> Option<String> {
         let asks = |ticket: &Ticket| {
             ticket.key.as_ref() == Some(key)
@@ -185,7 +193,7 @@ impl Table {
         }
     }
 
-    /// Whoever asks is told to go on without the session.
+    /// Tells the shim not to run the turn in its session, if a question about one is open.
     pub(in super::super) fn runs_as_it_came(&mut self, key: &SessionKey) {
         let Some(rid) = self.asking(key) else { return };
         if let Some(question) = self.marked(&rid).question.take() {
