@@ -44,7 +44,8 @@ pub enum Guard {
     /// Nothing is appended after a retracted turn (taken out of the batch) until the history is
     /// verified.
     RetractionSuspect,
-    /// A session is doubted if the prompt that the engine ran isn't its history plus what was sent.
+    /// A session's history becomes uncertain if the engine's prompt isn't that history plus what
+    /// was sent.
     HistoryChecked,
     /// A session becomes suspect after a full history for which the shim reported no plan.
     PlanTold,

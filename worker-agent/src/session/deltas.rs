@@ -8,9 +8,9 @@ use super::{Appends, Error, Guard, Guards, Phase, Session, Why};
 /// to the history it has.
 ///
 /// A delta is computed on the right context only if its client knows the engine's history. So each
-/// life of a session is of one of two kinds. Either it belongs to clients that send deltas, and
-/// nothing replaces its history; or its history may be replaced, and it takes no deltas. A life
-/// lasts from when the session is opened until it is closed or opened again.
+/// life of a session under its key is of one of two kinds. Either it belongs to clients that send
+/// deltas, and nothing replaces its history; or its history may be replaced, and it takes no
+/// deltas.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Deltas {
     /// The session takes no deltas: no client opened this life of it, or a full history replaced

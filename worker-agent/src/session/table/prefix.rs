@@ -1,5 +1,6 @@
-//! Finds sessions whose prompts have a volatile prefix: an early text that differs from turn to
-//! turn.
+//! Finds sessions whose prompts have a volatile prefix.
+//!
+//! A volatile prefix is a text early in the prompts that differs from turn to turn.
 
 use proto::{id::SessionKey, load::VolatilePrefix};
 

@@ -124,9 +124,12 @@ impl Table {
         true
     }
 
-    /// Whether a session's KV may be taken. A session that its client pinned loses KV only when it
-    /// was idle for a while, and never to a session that the agent pinned on its own. The latter
-    /// loses KV at once to all other turns, and when it was idle for a while to its own kind.
+    /// Whether `taker` may have a session's KV. The session must be pinned and at rest.
+    ///
+    /// `Taker::Anyone` may take KV from a session that the agent pinned on its own at any time, and
+    /// from a session that its client pinned after `demote_idle` without a turn. `Taker::Unasked`
+    /// may take KV only from a session that the agent pinned on its own, after `demote_idle`
+    /// without a turn.
     fn may_take(&self, now: Instant, session: &Session, taker: Taker) -> bool {
         let pinned = session.retention == Retention::Pinned && session.phase == Phase::Open;
         if !self.rules.guards.hold(Guard::ReclaimIdleOnly) {

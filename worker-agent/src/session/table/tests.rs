@@ -1,5 +1,7 @@
-//! What the table promises, case by case. Under random use, and against an engine that misbehaves,
-//! it is driven by the simulation in the `tests` crate.
+//! Tests of the table's promises, case by case.
+//!
+//! The simulation in the `tests` crate drives the table with random events, against an engine that
+//! misbehaves.
 
 mod engine;
 mod mixed;
@@ -370,7 +372,7 @@ fn of_a_session_only_what_is_not_there_has_to_be_computed() {
     let before = rig.now;
     rig.pin_holding("s", 200);
     rig.wait(Duration::from_millis(1));
-    // The text's length is a bound in bytes; a history's last token never had KV.
+    // The length of the text is a bound in bytes. The history's last token never had KV.
     let need = Need { prompt_tokens: 80, answer_tokens: Some(1), ..Need::default() };
     rig.turn_that_needs(&delta("s"), need).inside();
     assert_eq!(rig.table.unseen_tokens(0, before), 21);

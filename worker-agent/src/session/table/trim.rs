@@ -1,5 +1,4 @@
-//! Full histories on pinned sessions: automatic pins, room for their turns, and what the shim
-//! reports.
+//! Full histories on pinned sessions.
 //!
 //! A client that sends its full history with each turn can still use a pinned session's KV: after
 //! the engine's tokenizer, the shim removes the tokens that the session already has. This module

@@ -1,4 +1,4 @@
-//! The engine's side: opens and closes under way, what others left or hold there, restarts, time.
+//! What the engine does: opens and closes under way, foreign and inherited sessions, restarts.
 
 use super::*;
 

@@ -5,7 +5,8 @@ use super::{
     *,
 };
 
-/// A pinned session that a client opened, and that has taken a delta: it has 32 tokens.
+/// Returns a rig with a pinned session that a client opened and that has taken a delta. Its history
+/// has 32 tokens.
 fn appended_to() -> Rig {
     let mut rig = trimming();
     rig.pin_holding("s", 31);
@@ -21,7 +22,8 @@ fn opening() -> Claim {
 }
 
 impl Rig {
-    /// The shim refuses a turn; the engine answers with an error.
+    /// Lets the shim refuse a turn, and the engine answer it with an error. Returns the turn's
+    /// error.
     fn refused_by_shim(&mut self, turn: &Inside, plan: Plan, at: u64, prompt: u64) -> Error {
         let (rid, incarnation) = (turn.rid.clone(), self.incarnation_of(turn));
         let planned = Planned { rid, incarnation, plan, at, committed: 32, sent: 0, prompt };
@@ -32,7 +34,7 @@ impl Rig {
         self.unfit.remove(&turn.rid).expect("its client is told")
     }
 
-    /// A full history that takes another incarnation.
+    /// Runs a full history that diverges from the session, in a new incarnation.
     fn reopens(&mut self, claim: &Claim) {
         let turn = whole(self, claim, 100).inside();
         self.question(&turn, Plan::Diverged, 30);
@@ -148,7 +150,7 @@ fn who_only_opened_a_session_hears_of_it_when_another_clients_history_began_it()
     }
 }
 
-/// A full history in so many tokens, by the route that takes it without a shim too.
+/// Asks to run a full history of `tokens` tokens on `/generate`, which takes it without a shim too.
 fn whole_by_generate(rig: &mut Rig, claim: &Claim, tokens: u64) -> rig::Answer {
     let need =
         Need { prompt_tokens: tokens, answer_tokens: Some(8), exact: true, ..Need::default() };
@@ -173,7 +175,8 @@ fn nothing_is_appended_to_a_history_that_replaced_another_until_it_is_closed_and
 
 #[test]
 fn a_session_that_a_full_history_began_takes_no_delta() {
-    // Its key may have been another's before: expired, or on an agent that has gone.
+    // Another client may have used the same key before, in a session that expired or on a lost
+    // agent.
     let mut rig = trimming();
     let began = whole(&mut rig, &pinned("s"), 90).inside();
     assert_eq!(rig.table.get(&key("s")).unwrap().turns, 0);

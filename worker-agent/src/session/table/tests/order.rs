@@ -1,4 +1,4 @@
-//! Who comes first, and who hears what late: turns and answers that meet each other.
+//! The order of turns and answers: which turn runs first, and what late or lost answers do.
 
 use super::*;
 
@@ -23,7 +23,7 @@ fn turns_of_one_session_run_in_the_order_they_were_claimed() {
     rig.pin("s");
     let first = claim(&mut rig, &delta("s"));
     let second = claim(&mut rig, &delta("s"));
-    // The first one's body is still being read.
+    // The body of the first turn is still being read.
     rig.table.admit(rig.now, &second, SMALL);
     rig.carry_out();
     rig.table.admit(rig.now, &first, SMALL);
@@ -71,7 +71,7 @@ fn what_was_estimated_of_others_is_over_when_a_shim_names_them() {
     assert_eq!(rig.table.totals(0).foreign_tokens, 0);
 }
 
-/// What the shim's table says of a session that has given its KV up.
+/// Returns the shim's report of a session whose KV is in the radix tree.
 fn without_kv(id: String, history_tokens: u64) -> Seen {
     let (row, allocated_tokens, in_flight, full) = (false, 0, false, true);
     Seen { id, row, allocated_tokens, history_tokens, in_flight, full }
@@ -91,7 +91,7 @@ fn a_demotion_whose_answer_was_lost_is_settled() {
 
     let id = rig.demotes[0].clone();
     let who = rig.table.by_incarnation[&id].clone();
-    // Its event was lost; a full table follows.
+    // The shim's report of the demotion was lost; its full session table arrives later.
     rig.table.seen(rig.now, 0, &without_kv(id, 21));
     assert_eq!(rig.table.get(&who).unwrap().phase, Phase::Demoted);
 }
@@ -200,7 +200,7 @@ fn a_chat_without_a_limit_goes_where_the_engine_would_run_it() {
         let turn = rig.turn_that_needs(&Claim { open: id != "a", ..delta(id) }, need).inside();
         rig.end(&turn, finished(92_000, 1));
     }
-    // 276,000 pinned, 124,000 free; SGLang wants 1,000 + min(rest, 4,096).
+    // 276,000 tokens are pinned and 124,000 free. SGLang needs 1,000 + min(rest, 4,096) tokens.
     let chat = Need { prompt_tokens: 1000, answer_tokens: None, ..Need::default() };
     let first = rig.ask(None, None, Appends::Never, chat);
     let small = rig.plain(10);
@@ -214,7 +214,7 @@ fn a_verified_session_has_no_lost_turn() {
     let id = rig.pin_holding("s", 20);
     let turn = rig.turn(&delta("s")).inside();
     rig.end(&turn, Outcome::Lost);
-    // It was aborted: the engine has given the row back.
+    // The turn was aborted, so the engine has given the row back.
     rig.table.looking(0);
     rig.table.seen(rig.now, 0, &without_kv(id, 21));
     rig.carry_out();

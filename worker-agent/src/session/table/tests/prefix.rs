@@ -1,4 +1,4 @@
-//! Texts early in prompts that differ from turn to turn.
+//! Volatile prefixes: texts early in a session's prompts that differ from turn to turn.
 
 use proto::load::{PromptPlace, PromptRole, VolatilePrefix};
 
@@ -7,7 +7,7 @@ use super::{
     *,
 };
 
-/// A chat whose system message has a text that differs with `nonce`.
+/// Returns the start of a chat whose system message differs with `nonce`.
 fn chat(nonce: usize) -> PromptStart {
     let mut start = PromptStart::default();
     start.push(PromptRole::System, 0, 0, &[format!("nonce {nonce}").as_bytes()]);
@@ -20,7 +20,8 @@ impl Rig {
         self.table.get(&key(id)).unwrap().volatile_prefix()
     }
 
-    /// A turn inside that the shim finds to differ from its session at a token, and its end.
+    /// Lets the shim report that a running turn diverges from its session at token `at`, and ends
+    /// the turn.
     fn diverges(&mut self, turn: &Inside, at: u64) {
         let (rid, incarnation) = (turn.rid.clone(), self.incarnation_of(turn));
         let (plan, committed, sent, prompt) = (Plan::Diverged, 148, 0, 160);

@@ -1,4 +1,4 @@
-//! A table, an engine that does as it is asked, and short ways to say what clients do.
+//! A test rig: a session table, an obedient engine, and short methods for what clients do.
 
 use std::time::Duration;
 
@@ -6,7 +6,7 @@ use proto::load::{Retention, VolatilePrefix};
 
 use super::*;
 
-/// A turn that was let in.
+/// An admitted turn.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Inside {
     pub(super) rid: String,
@@ -19,7 +19,7 @@ impl Inside {
     }
 }
 
-/// What became of a turn that asked to go in.
+/// The table's answer to a turn that asked for admission.
 #[derive(Debug, PartialEq)]
 pub(super) enum Answer {
     In(Inside),
@@ -50,30 +50,31 @@ impl Answer {
     }
 }
 
-/// A table, and an engine that opens what it is asked to and closes when the test says so.
+/// A session table, and an engine that opens what it is asked to open and closes when the test says
+/// so.
 pub(super) struct Rig {
     pub(super) table: Table,
     pub(super) now: Instant,
     pub(super) rids: u32,
-    /// Closes that the engine was asked for.
+    /// Closes that the table requested from the engine.
     pub(super) closes: Vec<Close>,
     pub(super) demotes: Vec<String>,
     pub(super) looks: Vec<Option<String>>,
     pub(super) journal: Vec<Record>,
-    /// Turns and opens that came out of the queue.
+    /// Turns and opens that left the queue for the engine.
     pub(super) admitted: HashMap<String, Turn>,
     pub(super) refused: HashMap<String, Error>,
-    /// Opens that wait for the test's word; none: each is a yes.
+    /// Opens that wait until the test answers them. `None`: each open succeeds at once.
     pub(super) opens: Option<Vec<String>>,
-    /// What was answered to the shim's questions: number, session, bound.
+    /// Answers to the shim's questions: question number, incarnation, and the most prompt tokens.
     pub(super) runs: Vec<(u64, Option<String>, u64)>,
-    /// How turns ran, where that was told after they went in.
+    /// How turns ran, if that was reported after their admission.
     pub(super) rans: HashMap<String, Ran>,
     /// Turns that the shim refused, and why.
     pub(super) unfit: HashMap<String, Error>,
-    /// How the prompts of turns to come begin.
+    /// The beginning of the prompts of later turns.
     pub(super) start: PromptStart,
-    /// Volatile prefixes that the table told of.
+    /// Volatile prefixes that the table reported.
     pub(super) volatile: Vec<VolatilePrefix>,
 }
 
@@ -207,7 +208,7 @@ impl Rig {
         self.table.get(&key(id)).unwrap().incarnation.clone()
     }
 
-    /// A pinned session that holds so many tokens.
+    /// Opens a pinned session and runs one turn of `tokens` prompt tokens in it.
     pub(super) fn pin_holding(&mut self, id: &str, tokens: u64) -> String {
         let incarnation = self.pin(id);
         let need =
@@ -223,7 +224,7 @@ impl Rig {
         closed
     }
 
-    /// The engine confirms every close it was asked for.
+    /// Lets the engine confirm every close that it was asked for.
     pub(super) fn engine_closes(&mut self) {
         for close in std::mem::take(&mut self.closes) {
             self.table.closed(self.now, &close.incarnation, Closed::Confirmed);

@@ -1,8 +1,8 @@
-//! Whole histories on pinned sessions.
+//! Full histories on pinned sessions.
 
 use super::*;
 
-/// Sessions that come back soon are pinned, and the shim trims and demotes.
+/// Returns a rig whose agent pins sessions on its own and whose shim trims and demotes.
 pub(super) fn trimming() -> Rig {
     let mut rig = Rig::with(Rules { auto_pin: true, ..rules() }, engine(1));
     rig.table.shim_up(0, true);
@@ -10,7 +10,7 @@ pub(super) fn trimming() -> Rig {
     rig
 }
 
-/// A turn that holds a whole history in so many bytes, and asks for 8 tokens.
+/// Asks to run a turn that holds a full history of `bytes` bytes and wants an answer of 8 tokens.
 pub(super) fn whole(rig: &mut Rig, claim: &Claim, bytes: u64) -> rig::Answer {
     let need = Need { prompt_tokens: bytes, answer_tokens: Some(8), ..Need::default() };
     let key = claim.key().unwrap();
@@ -22,7 +22,7 @@ pub(super) fn auto(id: &str) -> Claim {
 }
 
 impl Rig {
-    /// The shim's last word on a turn.
+    /// Reports the shim's final plan for a turn.
     pub(super) fn plan(
         &mut self,
         turn: &Inside,
@@ -35,7 +35,7 @@ impl Rig {
         let planned = Planned { rid, incarnation, plan, at: 0, committed, sent, prompt };
         let told = self.table.planned(self.now, &planned).expect("it is told once");
         self.carry_out();
-        // What is counted is what the client is told.
+        // The counted result must match what the client is told.
         let ran = self.rans.get(&turn.rid);
         match told.0 {
             Became::Trimmed | Became::Healed => assert_eq!(ran, Some(&Ran::Pinned)),
@@ -48,7 +48,7 @@ impl Rig {
         told
     }
 
-    /// Its question.
+    /// Asks the shim's question about a turn.
     pub(super) fn question(&mut self, turn: &Inside, plan: Plan, prompt: u64) {
         let (rid, incarnation) = (turn.rid.clone(), turn.incarnation().to_owned());
         let planned = Planned { rid, incarnation, plan, at: 0, committed: 0, sent: 0, prompt };
@@ -61,7 +61,8 @@ impl Rig {
         self.table.get(key).unwrap().incarnation.clone()
     }
 
-    /// A turn of so many prompt tokens and an answer of 8, in a session or beside it.
+    /// Runs and ends a turn of `prompt` tokens and an answer of 8, of which the session has
+    /// `committed`.
     pub(super) fn runs(&mut self, turn: &Inside, committed: u64, prompt: u64) -> Became {
         let (became, _) = self.plan(turn, Plan::Trimmed, committed, prompt - committed);
         self.end(turn, finished(prompt, 8));
@@ -72,7 +73,7 @@ impl Rig {
         self.table.get(&key(id)).unwrap().retention
     }
 
-    /// A session that its second turn has pinned: it has 148 tokens.
+    /// Runs two turns of a session, of which the second pins it. Its history then has 148 tokens.
     pub(super) fn pinned_by_itself(&mut self, id: &str) -> String {
         let first = whole(self, &auto(id), 400).inside();
         self.end(&first, finished(100, 8));
@@ -223,7 +224,7 @@ fn a_session_that_diverges_every_turn_is_left_to_the_tree() {
     assert_eq!(rig.table.get(&key("s")).unwrap().history_tokens, history);
 }
 
-/// The engine's own account of a session that was asked for.
+/// Reports the shim's full session table, which was requested, with one session.
 pub(super) fn seen(rig: &mut Rig, id: &str, history_tokens: u64) {
     rig.table.looking(0);
     let allocated_tokens = history_tokens - 1;
@@ -327,8 +328,8 @@ fn a_session_nobody_asked_to_pin_gives_way_when_it_grows_beyond_the_room() {
 
 #[test]
 fn an_answer_whose_end_was_ignored_costs_its_session_no_pin() {
-    // The client's text lacks the end tokens that the answer holds: it differs inside the answer,
-    // or, where the client edits what it sends, before it.
+    // The client's text lacks end tokens that the answer holds, so the prompt diverges inside the
+    // answer. If the client also edits its history, the prompt diverges before the answer.
     for (at, keeps) in [(145, true), (139, false)] {
         let mut rig = trimming();
         rig.pinned_by_itself("s");

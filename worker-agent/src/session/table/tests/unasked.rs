@@ -1,4 +1,4 @@
-//! Pins that nobody asked for: what they must not cost anyone, and what may go wrong with them.
+//! Pins that the agent sets on its own: what they must not cost other sessions, and how they fail.
 
 use super::{
     trim::{auto, seen, tokens_max, trimming, whole},
@@ -108,7 +108,8 @@ fn a_small_request_beside_does_not_cost_the_session_its_pin() {
     let next = whole(&mut rig, &auto("s"), 2390).inside();
     assert!(tokens_max(&next).is_some());
     rig.runs(&next, 644, 660);
-    // One after the other too: a title, then the conversation goes on.
+    // An aside may also run between two turns: a request for a title, then the conversation
+    // continues.
     let title = whole(&mut rig, &auto("s"), 60).inside();
     let (rid, incarnation) = (title.rid.clone(), title.incarnation().to_owned());
     let diverged = Plan::Diverged;
@@ -177,7 +178,7 @@ fn what_can_never_run_in_its_session_is_left_to_the_tree() {
                 break;
             }
             if asks {
-                // Another adapter each time.
+                // The shim asks about each turn, as if each turn used another LoRA adapter.
                 rig.question(&turn, Plan::Refused, 150);
                 rig.demoted();
                 rig.engine_closes();
@@ -214,7 +215,8 @@ fn nothing_is_appended_after_a_turn_that_the_engine_may_have_run() {
     rig.runs(&first, 0, 100);
     let turn = whole(&mut rig, &auto("s"), 340).inside();
     rig.plan(&turn, Plan::Trimmed, 108, 10);
-    // A route may make an error of the client's of what the shim has cut off.
+    // After the shim trimmed the prompt, a route may report a client error although the engine ran
+    // it.
     rig.end(&turn, Outcome::Refused);
     assert_eq!(rig.looks, [Some(turn.rid.clone())], "aborted, then looked at");
     seen(&mut rig, turn.turn.session.as_ref().unwrap().incarnation.clone().as_str(), 108);

@@ -1,5 +1,4 @@
-//! Room for full histories: when the agent pins a session on its own, and how far its turns may
-//! grow.
+//! Room for full histories: which sessions the agent pins on its own, and what their turns reserve.
 
 use std::time::Instant;
 

@@ -1,7 +1,7 @@
-//! Full histories that don't continue their session: a new incarnation takes the turn, or none
-//! does.
+//! Full histories that don't continue their session, and the incarnations that replace it for them.
 //!
-//! The shim asks first. The old incarnation's KV then goes to the radix tree.
+//! The shim asks first. The old incarnation's KV then goes to the radix tree, and a new incarnation
+//! takes the turn, or none does.
 
 use std::time::Instant;
 
