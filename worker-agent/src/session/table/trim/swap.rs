@@ -1,4 +1,4 @@
-//! Full histories that don't continue their session, and the incarnations that replace it for them.
+//! Full histories that diverge from their session, and the swap to a new incarnation.
 //!
 //! The shim asks first. The old incarnation's KV then goes to the radix tree, and a new incarnation
 //! takes the turn, or none does.
