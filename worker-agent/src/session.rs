@@ -153,16 +153,16 @@ enum Phase {
     Opening,
     Open,
     /// The shim was asked to give the session's KV to the radix tree. If it has not answered at
-    /// `until`, the session is closed.
+    /// `until`, the session is closed at the engine.
     Demoting {
         until: Instant,
     },
     /// The engine has the session's history. Its KV is in the radix tree, where it can be evicted,
     /// and the session holds no row.
     Demoted,
-    /// After a turn's end, the agent isn't sure what history the engine has. The shim's session
-    /// table, if `asked` for since then, decides. If none arrives before `until`, the session is
-    /// closed.
+    /// After a turn's end, the agent isn't sure what history the engine has. A session table that
+    /// the shim was asked for since then (`asked`) decides. If none arrives before `until`, the
+    /// session is closed at the engine.
     Suspect {
         expected: Expected,
         until: Instant,

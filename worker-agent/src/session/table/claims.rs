@@ -100,8 +100,8 @@ impl Table {
         Ok(())
     }
 
-    /// Removes a session that has no turns and is to be opened again, or whose rank no longer
-    /// exists.
+    /// Removes a session without turns if it can't continue and is to be opened again, or if its
+    /// rank no longer exists.
     fn make_way(&mut self, key: &SessionKey, open: bool) {
         let ranks = self.engine.ranks.len();
         let Some(session) = self.sessions.get(key) else { return };
