@@ -1,6 +1,7 @@
-//! The task that owns the sessions and the ledger, and the handle through which everyone else asks.
-//! It decides, with the pure [`session::Table`]; what must be done at the engine it gives to tasks
-//! of their own, whose answers come back as messages. It never waits for the engine itself.
+//! The task that owns the sessions and the ledger, and the handle for sending it requests.
+//!
+//! The owner task decides with the pure [`session::Table`]. It never waits for the engine: each
+//! engine call runs in a separate task, whose result comes back as a message.
 
 mod owner;
 
@@ -30,16 +31,16 @@ use crate::{
     },
 };
 
-/// Requests to the owner that wait their turn. It answers in microseconds; a full mailbox makes
-/// callers wait, which bounds memory.
+/// The maximum number of requests that wait in the owner's mailbox. The owner handles each in
+/// microseconds. When the mailbox is full, callers wait, which bounds memory.
 const MAILBOX: usize = 1024;
-/// Why the agent said no.
+/// Why the agent refuses a request.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// The session table's reason.
+    /// The session table refuses the request.
     #[error(transparent)]
     Session(#[from] session::Error),
-    /// The engine can't take turns now.
+    /// The engine can't take turns now. The text is the reason.
     #[error("the engine can't be used: {0}")]
     EngineDown(String),
     /// The agent is shutting down.
@@ -47,41 +48,41 @@ pub enum Error {
     Stopping,
 }
 
-/// A change to one session, as watchers hear it.
+/// A change to one session, sent to all watchers.
 #[derive(Debug, Clone)]
 pub enum Change {
-    /// Opened, or anything about it differs.
+    /// The session was opened, or something about it changed.
     Upsert(Box<Session>),
-    /// Forgotten.
+    /// The session was removed from the table.
     Removed(SessionKey),
 }
 
-/// What a new watcher starts from, and how it hears the rest. The table is that of the moment from
-/// which on `changes` has every change.
+/// A new watcher's starting point and its sources of later changes. `changes` contains every change
+/// made after `sessions` was read.
 #[derive(Debug)]
 pub struct Watch {
-    /// Every session.
+    /// All sessions.
     pub sessions: Vec<Session>,
-    /// What happens from now on.
+    /// All later changes to sessions.
     pub changes: broadcast::Receiver<Change>,
-    /// The newest report.
+    /// The newest load report.
     pub report: watch::Receiver<Arc<LoadReport>>,
-    /// The newest description; none until the engine was reached.
+    /// The newest description; `None` until the agent has reached the engine.
     pub description: watch::Receiver<Option<Arc<Description>>>,
 }
 
-/// What the engine's follower tells.
+/// A message from the task that follows the engine's state.
 #[derive(Debug)]
 pub enum EngineNews {
-    /// The engine answers, as this instance.
+    /// The engine answers. The facts name its instance.
     Up(Box<Info>),
     /// A load sample.
     Sample(Sample),
-    /// It doesn't answer.
+    /// The engine doesn't answer.
     Down {
-        /// Why, for an operator.
+        /// The reason, as a text for operators.
         reason: String,
-        /// Its process is gone, not just slow.
+        /// Whether the engine's process has ended, as opposed to answering slowly.
         gone: bool,
     },
 }
@@ -139,51 +140,53 @@ enum Message {
     },
 }
 
-/// An audit of one rank's pages, as asked for.
+/// The result of a requested audit of one rank's pages.
 #[derive(Debug)]
 pub struct RankPages {
-    /// The totals, and what is wrong.
+    /// The totals and the findings.
     pub pages: PageAudit,
-    /// Who holds pages, the largest first; with the session's key where it is the agent's.
+    /// The sessions that hold pages, largest first. The key is `None` for a session that isn't the
+    /// agent's.
     pub sessions: Vec<(Option<SessionKey>, SessionPages)>,
 }
 
-/// A turn that may go to the engine.
+/// A turn that may now be sent to the engine.
 #[derive(Debug)]
 pub struct Admitted {
-    /// What it needs on its way.
+    /// The session, rank and limits to send the turn with.
     pub turn: Turn,
-    /// How it runs, told before its answer begins; none without a session.
+    /// Receives how the turn runs, before its answer begins; `None` for a turn without a session.
     pub ran: Option<oneshot::Receiver<Told>>,
 }
 
-/// What is told of a turn that was let in: how it runs, or why the engine's shim refuses it.
+/// How an admitted turn runs, or why the engine's shim refuses it.
 pub type Told = Result<Ran, session::Error>;
 
-/// The end of a turn, on its way to the owner.
+/// The end of a turn, as sent to the owner.
 #[derive(Debug)]
 struct End {
     rid: String,
     outcome: Outcome,
 }
 
-/// A turn's claim: on its session before its body is read, and on room in the engine once it is
-/// admitted. It is ended exactly once: by [`Lease::finish`], or by being dropped.
+/// A turn's claim on its session, taken before the turn's body is read, and on room in the engine
+/// once the turn is admitted. The claim ends exactly once: in [`Lease::finish`] or when the lease
+/// is dropped.
 #[derive(Debug)]
 pub struct Lease {
-    /// The engine's name for the turn.
+    /// The turn's request id inside the engine.
     pub rid: String,
-    /// The model's vocabulary, if known.
+    /// The size of the model's vocabulary, if known.
     pub vocabulary: Option<u32>,
     agent: AgentHandle,
     sent: bool,
-    /// Room for the end in the owner's queue, taken when the turn began: ending never waits.
+    /// A reserved place for the end in the owner's queue, so that ending a turn never waits.
     end: Option<mpsc::OwnedPermit<End>>,
 }
 
 impl Lease {
-    /// Waits until the engine has room for the turn; answers with what the turn needs on its way.
-    /// For a session's first turn this includes opening it at the engine.
+    /// Waits until the engine has room for the turn, and returns what the turn is sent with.
+    /// For a session's first turn this includes opening the session at the engine.
     ///
     /// # Errors
     /// See [`Error`].
@@ -192,18 +195,19 @@ impl Lease {
         self.agent.ask(|reply| Message::Admit { rid, need, start, reply }).await?
     }
 
-    /// The turn's client has gone: it is being aborted, and its end awaited.
+    /// Reports that the turn's client is gone. The caller aborts the turn and waits for its end.
     pub async fn abandoned(&self) {
-        // An owner that is gone has ended the process's work already.
+        // If the owner task has ended, so has the process's work: nothing is left to report to.
         let _ = self.agent.mailbox.send(Message::Abandoned(self.rid.clone())).await;
     }
 
-    /// From now on the engine may have seen the turn: an end nobody saw is a lost one.
+    /// Marks the turn as sent: the engine may have it. From now on, dropping the lease reports
+    /// [`Outcome::Lost`].
     pub fn sent(&mut self) {
         self.sent = true;
     }
 
-    /// Ends the turn.
+    /// Ends the turn with this outcome.
     pub fn finish(mut self, outcome: Outcome) {
         self.end_with(outcome);
     }
@@ -222,7 +226,7 @@ impl Drop for Lease {
     }
 }
 
-/// How everyone but the owner task reaches the sessions.
+/// The handle by which all other tasks send requests to the owner task.
 #[derive(Debug, Clone)]
 pub struct AgentHandle {
     mailbox: mpsc::Sender<Message>,
@@ -242,7 +246,7 @@ impl AgentHandle {
         self.ask(|reply| Message::Claim { claim, rank, appends, reply }).await?
     }
 
-    /// Opens a session, or answers with the one that is open.
+    /// Opens a session, and returns it. Returns the existing session if it is already open.
     ///
     /// # Errors
     /// See [`Error`].
@@ -256,37 +260,38 @@ impl AgentHandle {
         self.ask(|reply| Message::Open { key, retention, idle_max, rank, reply }).await?
     }
 
-    /// Closes a session; answers whether that waits for a running turn.
+    /// Closes a session. Returns whether the close waits for a running turn.
     ///
     /// # Errors
-    /// When there is none.
+    /// If no session has this key.
     pub async fn close(&self, key: SessionKey) -> Result<bool, Error> {
         self.ask(|reply| Message::Close { key, reply }).await?
     }
 
-    /// Looks at the pages of a rank now.
+    /// Requests a page audit of a rank now.
     ///
     /// # Errors
-    /// When the agent is stopping; then why there is no audit.
+    /// The outer error: the agent is stopping. The inner error: why there is no audit.
     pub async fn audit(&self, dp_rank: u32) -> Result<Result<RankPages, audit::Error>, Error> {
         self.ask(|reply| Message::Audit { dp_rank, reply }).await
     }
 
-    /// Starts to watch.
+    /// Returns the current state and subscribes to changes.
     ///
     /// # Errors
-    /// When the agent is stopping.
+    /// If the agent is stopping.
     pub async fn watch(&self) -> Result<Watch, Error> {
         self.ask(Message::Watch).await
     }
 
-    /// Tells what the engine said.
+    /// Sends the owner news of the engine.
     pub async fn engine(&self, news: EngineNews) {
-        // An owner that is gone has ended the process's work already.
+        // If the owner task has ended, so has the process's work: nothing is left to report to.
         let _ = self.mailbox.send(Message::Engine(news)).await;
     }
 
-    /// Takes nothing new, lets turns run up to `limit`, then aborts them, and closes every session.
+    /// Refuses new requests, lets running turns go on for up to `limit`, aborts the rest, and
+    /// closes all sessions. Returns when the drain is complete.
     pub async fn drain(&self, limit: Duration) {
         let _ = self.ask(|done| Message::Drain { limit, done }).await;
     }
@@ -301,44 +306,45 @@ impl AgentHandle {
     }
 }
 
-/// What the owner starts from.
+/// What the owner task needs to start.
 #[derive(Debug)]
 pub struct Setup {
-    /// Name of the agent.
+    /// The name of the agent.
     pub agent_id: String,
-    /// Number of this process.
+    /// The epoch of this agent process.
     pub epoch: u64,
-    /// Port for turns, for the description.
+    /// The port for turns, published in the description.
     pub data_port: u16,
-    /// The engine to call.
+    /// The client of the engine.
     pub engine: Engine,
-    /// The GPUs beside the engine.
+    /// The GPUs that the engine runs on.
     pub gpus: Gpus,
-    /// What to let in.
+    /// The limits on admission.
     pub limits: Limits,
-    /// How sessions and turns are kept.
+    /// The rules of the session table.
     pub rules: Rules,
-    /// What outlives the process.
+    /// The journal of open sessions, which outlives the process.
     pub journal: Journal,
-    /// Commands for the shim inside the engine.
+    /// Sends commands to the shim inside the engine.
     pub shim: ShimHandle,
-    /// Answers for the trimmer inside it.
+    /// Answers questions of the trimmer inside the engine.
     pub trim: TrimHandle,
-    /// Where long prompts wait; none where they aren't computed in pieces.
+    /// The queues of staged prefill; `None` if it is off.
     pub lanes: Option<Arc<Lanes>>,
-    /// Counts.
+    /// The agent's metrics.
     pub metrics: Metrics,
-    /// The pages of every rank are audited this often; none: only on demand.
+    /// The interval between page audits of each rank; `None`: only on demand.
     pub audit_interval: Option<Duration>,
-    /// Where engines publish their row tables, the rank to follow; empty: nowhere.
+    /// The base path of the row tables that engines publish for audits from this process; empty:
+    /// none.
     pub audit_table: PathBuf,
-    /// An engine that runs nothing for so long while turns wait is stuck.
+    /// An engine is stuck if turns wait and nothing runs for this long.
     pub stall_max: Duration,
-    /// Longest time between reports.
+    /// The longest time between two load reports.
     pub report_interval: Duration,
 }
 
-/// Starts the owner task.
+/// Starts the owner task, and returns its handle.
 #[must_use]
 pub fn start(
     setup: Setup,

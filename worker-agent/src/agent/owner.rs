@@ -1,6 +1,7 @@
-//! The owner task: takes one message after the other, tells the table, carries out what comes out
-//! of it, and publishes what changed. What must be done at the engine it gives to tasks of their
-//! own, whose answers come back as messages.
+//! The owner task: handles messages one after the other.
+//!
+//! For each message it updates the session table, carries out the resulting effects, and publishes
+//! what changed. Each engine call runs in a separate task, whose result comes back as a message.
 
 mod audit;
 mod engine;
@@ -33,14 +34,15 @@ use crate::{
     shim::{News, trim::News as TrimNews},
 };
 
-/// Session changes a watcher may be behind before it must watch again.
+/// The maximum number of session changes that a watcher may lag behind; beyond it the watcher must
+/// subscribe again.
 const CHANGES_BEHIND_MAX: usize = 8192;
-/// Reports are at least this far apart, so that a burst of turns is one report.
+/// The shortest time between two reports, so that a burst of turns produces one report.
 const REPORT_GAP: Duration = Duration::from_millis(20);
-/// While a drain's time is up, what runs is aborted this often.
+/// The interval between aborts of the remaining turns after a drain's deadline.
 const ABORT_AGAIN: Duration = Duration::from_millis(500);
 
-/// Everything the task owns.
+/// The state of the owner task.
 pub(super) struct Owner {
     setup: Setup,
     tasks: Tasks,
@@ -49,11 +51,11 @@ pub(super) struct Owner {
     ledger: Ledger,
     progress: Progress,
     info: Option<Box<Info>>,
-    /// Why the engine can't take turns; none while it can.
+    /// Why the engine can't take turns; `None` while it can.
     down: Option<String>,
-    /// Why it gets on with nothing; none while it does.
+    /// Why the engine makes no progress; `None` while it does.
     stuck: Option<String>,
-    /// Who waits for a turn to be admitted, or a session to be open, by the id they wait under.
+    /// Callers that wait for a turn's admission or for a session's opening, by request id.
     waiters: HashMap<String, Waiter>,
     ends: mpsc::Sender<End>,
     ended: Option<mpsc::Receiver<End>>,
@@ -61,17 +63,17 @@ pub(super) struct Owner {
     report: watch::Sender<Arc<LoadReport>>,
     description: watch::Sender<Option<Arc<Description>>>,
     draining: Option<Drain>,
-    /// Ranks whose shim answers, and whether it demotes.
+    /// The ranks with a connected shim, and whether that shim can demote sessions.
     shims: HashMap<u32, bool>,
-    /// The version of SGLang whose trimmer answers.
+    /// The SGLang version reported by a connected trimmer that works; `None` without one.
     trims: Option<String>,
-    /// Who waits to hear how a turn runs.
+    /// Exchanges that wait to learn how their turn runs, by request id.
     plans: HashMap<String, oneshot::Sender<Told>>,
     audits: Audits,
     audit_waiters: Vec<audit::Waiter>,
-    /// Of ranks that are audited from this process.
+    /// The threads that audit ranks from this process, by DP rank.
     remotes: HashMap<u32, Remote>,
-    /// Places of volatile prefixes that a warning has named.
+    /// The places of volatile prefixes for which a warning was logged.
     warned_places: HashSet<Option<PromptPlace>>,
     dirty: bool,
     reported: Instant,
@@ -92,7 +94,8 @@ impl Waiter {
 }
 
 struct Drain {
-    /// From then on what runs is aborted, again and again: an abort may come before its turn.
+    /// From this time on the running turns are aborted, repeatedly: the engine forgets an abort
+    /// that arrives before its turn.
     deadline: Instant,
     done: Option<oneshot::Sender<()>>,
 }
@@ -103,7 +106,7 @@ fn now() -> Instant {
 
 impl Owner {
     pub(super) fn new(setup: Setup, tasks: Tasks, handle: AgentHandle) -> Self {
-        // Before the engine was reached there are no ranks, so nothing can be let in.
+        // Until the engine is reached no ranks are known, so no turn can be admitted.
         let engine = session::Engine {
             ranks: vec![],
             page_tokens: 1,
@@ -160,9 +163,10 @@ impl Owner {
             let wake = self.next_deadline();
             tokio::select! {
                 biased;
-                // What was planned comes before what came of it.
+                // A turn's plan must be handled before its end.
                 Some(news) = trim_news.recv() => self.trim_news(news),
-                // Ends next: a client that has its answer may send the next turn at once.
+                // Ends come before requests: a client that has its answer may send the next turn at
+                // once.
                 Some(end) = ended.recv() => {
                     debug!(rid = end.rid, outcome = ?end.outcome, "turn ended");
                     self.waiters.remove(&end.rid);
@@ -183,7 +187,7 @@ impl Owner {
         }
     }
 
-    /// When something is due without anyone asking.
+    /// Returns the time at which something is due without a message.
     fn next_deadline(&self) -> Instant {
         let gap = if self.dirty { REPORT_GAP } else { self.setup.report_interval };
         let drain = self.draining.as_ref().filter(|drain| drain.done.is_some());
@@ -218,7 +222,7 @@ impl Owner {
             }
             Message::Look { dp_rank } => {
                 self.table.looking(dp_rank);
-                // Without an answer the doubt ends by itself.
+                // If the shim can't be asked, the suspect sessions are resolved by their deadline.
                 let _ = self.setup.shim.sample_now(dp_rank);
             }
             Message::Abandoned(rid) => self.table.abandon(now(), &rid),
@@ -264,7 +268,7 @@ impl Owner {
         appends: Appends,
     ) -> Result<Lease, Error> {
         self.usable()?;
-        // Room for the turn's end, taken before its beginning: ending never waits.
+        // Reserves the place for the turn's end now, so that ending the turn never waits.
         let Ok(end) = self.ends.clone().try_reserve_owned() else {
             let detail = "too many wait or run already".to_owned();
             return Err(session::Error::Short { what: "turns", detail }.into());
@@ -294,7 +298,7 @@ impl Owner {
         }
     }
 
-    /// Does what the table wants done, in its order.
+    /// Carries out the table's effects in order.
     fn carry_out(&mut self) {
         let effects = self.table.take_effects();
         self.dirty |= !effects.is_empty();
@@ -314,7 +318,8 @@ impl Owner {
                     }
                 }
                 Effect::Open { incarnation, idle_max } => match &unwritten {
-                    // What the next agent couldn't find is not opened.
+                    // A session that isn't in the journal must not be opened: the next agent could
+                    // not find it to close it.
                     Some(why) => self.told(incarnation, Opened::No(why.clone())),
                     None => self.open_at_engine(incarnation, idle_max),
                 },
@@ -337,7 +342,8 @@ impl Owner {
         }
     }
 
-    /// A caller that has gone drops its lease, which ends the turn.
+    /// Tells the waiting caller that its turn is admitted or its session open. A caller that is
+    /// gone has dropped its lease, which ends the turn.
     fn admitted(&mut self, rid: &str, turn: Turn) {
         match self.waiters.remove(rid) {
             Some(Waiter::Turn(reply)) => {
@@ -373,7 +379,7 @@ impl Owner {
         self.down.clone().map_or(Ok(()), |reason| Err(Error::EngineDown(reason)))
     }
 
-    /// Tells watchers about one session.
+    /// Sends the session's current state to the watchers.
     fn touched(&self, key: &SessionKey) {
         if self.changes.receiver_count() == 0 {
             return;
@@ -389,7 +395,7 @@ impl Owner {
         let gpus = self.setup.gpus.now();
         let interval = self.setup.report_interval;
         let health = Health {
-            // A board that fails takes the engine with it: the first of these is the cause.
+            // A failed GPU stops the engine too, so the first reason in this order is the cause.
             unhealthy: [&gpus.unhealthy, &self.down, &self.stuck]
                 .into_iter()
                 .find_map(Clone::clone),
@@ -411,7 +417,7 @@ impl Owner {
         self.report.send_replace(Arc::new(report));
         self.reported = now;
         self.dirty = false;
-        // Which devices the engine runs on may be found later than the engine.
+        // The engine's devices may become known later than the engine itself.
         let ranks = self.ledger.ranks(now, &gpus);
         let described = self.description.borrow().as_ref().is_none_or(|all| all.ranks == ranks);
         if !described {
@@ -419,14 +425,14 @@ impl Owner {
         }
     }
 
-    /// Says what is known of the engine by now, if it was reached.
+    /// Publishes the description again, if the engine was reached.
     fn describe_again(&self) {
         if let Some(info) = &self.info {
             self.description.send_replace(Some(Arc::new(self.describe(info))));
         }
     }
 
-    /// Ends the drain when nothing is left, aborts what runs when its time is up.
+    /// Completes the drain when nothing is left, and aborts running turns after the deadline.
     fn drain_step(&mut self, now: Instant) {
         let Some(drain) = &mut self.draining else { return };
         let running = self.table.inside().count();
@@ -443,7 +449,7 @@ impl Owner {
             let engine = self.setup.engine.clone();
             let rids: Vec<String> = self.table.inside().map(str::to_owned).collect();
             self.tasks.spawn(async move {
-                // The Responses API's turns have their own prefix there.
+                // The engine prefixes the request ids of the Responses API with `resp_`.
                 let named = rids.iter().flat_map(|rid| [rid.clone(), format!("resp_{rid}")]);
                 for rid in named {
                     if let Err(error) = engine.abort(&rid).await {
@@ -455,7 +461,7 @@ impl Owner {
     }
 }
 
-/// A session as shown outside.
+/// Returns the public view of a session.
 fn shown(key: &SessionKey, session: &session::Session, now: Instant) -> Session {
     Session {
         key: key.clone(),
@@ -472,7 +478,8 @@ fn shown(key: &SessionKey, session: &session::Session, now: Instant) -> Session 
     }
 }
 
-/// A turn's id: random, so that it never is the beginning of another one.
+/// Returns a new request id. Ids are random, so that none is a prefix of another: the engine aborts
+/// by prefix.
 fn rid() -> String {
     let rid = format!("{:016x}{:016x}", fastrand::u64(..), fastrand::u64(..));
     debug_assert_eq!(rid.len(), crate::request::RID_BYTES);

@@ -1,5 +1,6 @@
-//! The owner's dealings with page audits: asks the shims when it is time or when someone wants to
-//! know, and acts on what they find.
+//! The owner's handling of page audits: requests them when they are due or asked for.
+//!
+//! It also acts on the findings, and answers the callers that wait for an audit.
 
 use std::{
     collections::HashMap,
@@ -19,10 +20,10 @@ use crate::{
     shim::Audited,
 };
 
-/// Who may wait for audits at once.
+/// The maximum number of callers that wait for audits at the same time.
 const WAITERS_MAX: usize = 64;
 
-/// Someone who wants to know now.
+/// A caller that waits for an audit.
 pub(super) struct Waiter {
     dp_rank: u32,
     number: u64,
@@ -49,7 +50,8 @@ impl Owner {
             self.answer_waiters(dp_rank, number, &Err(Error::Late));
         }
         for (dp_rank, number) in self.audits.due(now) {
-            // Who wants to know now wants all of it, which only the engine's process knows.
+            // Periodic audits may run in this process, which sees only rows. Audits on demand are
+            // always made inside the engine, which knows all pages.
             let here = self.remotes.get(&dp_rank).is_some_and(|remote| remote.ask(number));
             if !here {
                 self.ask_for_audit(dp_rank, number);
@@ -57,14 +59,14 @@ impl Owner {
         }
     }
 
-    /// Has the rank audited from this process, where the settings want it.
+    /// Starts the thread that audits the rank from this process, if the settings ask for it.
     pub(super) fn audit_from_here(&mut self, dp_rank: u32) {
         if self.setup.audit_table.as_os_str().is_empty() {
             return;
         }
         let mailbox = self.handle.mailbox.clone();
         let answer = move |answer| {
-            // An owner that is gone has ended the process's work already.
+            // If the owner task has ended, so has the process's work: nothing is left to report to.
             let _ = mailbox.blocking_send(Message::RemoteAudit { dp_rank, answer });
         };
         match Remote::start(&self.setup.audit_table, dp_rank, answer) {
@@ -94,7 +96,8 @@ impl Owner {
         }
     }
 
-    /// A shim that can't be asked says so by going, or is late.
+    /// Requests an audit from the rank's shim. If the shim can't be asked, the audit fails when the
+    /// shim's connection closes or when the audit is late.
     fn ask_for_audit(&self, dp_rank: u32, number: u64) {
         let _ = self.setup.shim.audit(dp_rank, number);
     }
@@ -126,7 +129,8 @@ impl Owner {
         self.answer_waiters(dp_rank, audited.number, &answer);
     }
 
-    /// What was found before is shown with its age where it has one; a gauge has none.
+    /// Counts a failed audit. The report keeps showing the last audit with its age; the gauges have
+    /// no age, so they are removed.
     fn no_audit(&mut self, dp_rank: u32, outcome: &'static str, error: &Error) {
         if self.audits.failed(dp_rank, error) {
             warn!(dp_rank, %error, "no audit of the engine's pages");
@@ -135,7 +139,7 @@ impl Owner {
         self.setup.metrics.pages(dp_rank, None);
     }
 
-    /// Answers all who asked for it no later than with this number.
+    /// Answers all callers whose request has this number or a lower one.
     fn answer_waiters(&mut self, dp_rank: u32, number: u64, answer: &Result<Audit, Error>) {
         let waiting = std::mem::take(&mut self.audit_waiters);
         let (mine, others) = waiting
@@ -157,7 +161,7 @@ impl Owner {
     }
 }
 
-/// One line per kind of fault, whenever they change.
+/// Logs one error per kind of fault. Call only when the findings change.
 fn complain(dp_rank: u32, audit: &Audit) {
     for finding in audit.pages.faults() {
         let at: Vec<i64> = finding.named.iter().map(|one| one.at).collect();

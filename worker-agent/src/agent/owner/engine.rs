@@ -1,5 +1,6 @@
-//! The owner's dealings with the engine: what it asks of it, in tasks of their own whose answers
-//! come back as messages, and what it learns from the engine's follower.
+//! The owner's engine calls, and its handling of news about the engine.
+//!
+//! Each call runs in a separate task, whose result comes back as a message.
 
 use std::{sync::Arc, time::Duration};
 
@@ -14,8 +15,9 @@ use crate::{
     session::{Close, Closed, Load, Opened},
 };
 
-/// The engine's own limit on idle sessions is so much longer than the agent's, for the case that no
-/// agent ever comes back. The engine counts from a turn's start, so a turn has to fit.
+/// How much longer the engine's idle limit for sessions is than the agent's. The engine's limit is
+/// a fallback, for the case that no agent ever returns. The engine counts from the start of a turn,
+/// so the longest turn must fit in.
 const ENGINE_BACKSTOP: Duration = Duration::from_secs(24 * 3600);
 
 impl Owner {
@@ -31,7 +33,7 @@ impl Owner {
         });
     }
 
-    /// Tells the table of an open's fate in the next round.
+    /// Reports the result of an open as a message, without calling the engine.
     pub(super) fn told(&self, incarnation: String, opened: Opened) {
         let mailbox = self.handle.mailbox.clone();
         self.tasks.spawn(async move {
@@ -68,7 +70,8 @@ impl Owner {
             EngineNews::Down { reason, gone } => {
                 match &self.down {
                     None => error!(reason, gone, "engine down"),
-                    // Asked twice a second, it is down for the same reason most times.
+                    // The engine is polled twice a second and mostly fails for the same reason; log
+                    // only changes.
                     Some(before) if *before != reason => warn!(reason, "the engine can't be used"),
                     Some(_) => {}
                 }
@@ -80,7 +83,7 @@ impl Owner {
         }
     }
 
-    /// The engine's process has ended, and every session's KV and history with it.
+    /// Handles the end of the engine's process, which loses every session's KV and history.
     fn engine_gone(&mut self) {
         let Some(info) = self.info.take() else { return };
         let sessions = self.table.iter().count();
@@ -98,7 +101,7 @@ impl Owner {
             self.take_over(&info);
             self.ask_shims();
             info!(version = info.facts.version, ranks = info.rows.len(), "engine up");
-            // Who hears of the new ranks must find them in the newest report.
+            // A watcher that learns of the new ranks must find them in the newest report.
             self.publish(now());
             self.description.send_replace(Some(Arc::new(self.describe(&info))));
         }
@@ -106,7 +109,7 @@ impl Owner {
         self.down = None;
     }
 
-    /// Closes what an earlier agent left open in this engine process.
+    /// Closes the sessions that an earlier agent process left open in this engine process.
     fn take_over(&mut self, info: &Info) {
         let left = self.setup.journal.left(&info.facts.instance);
         let record = Record::Engine { instance: info.facts.instance.clone() };
@@ -122,8 +125,9 @@ impl Owner {
     }
 }
 
-/// One attempt at a close. A tag holds nothing, so its close is done when it was said; a shim tells
-/// by itself when a session is really gone, and where it hasn't, the engine is asked.
+/// Tries once to close a session at the engine. A tagged session holds nothing, so its close is
+/// complete once the engine has acknowledged it. If shims report when a session's KV is freed, the
+/// first attempt relies on that report. Later attempts, and those without a shim, ask the engine.
 async fn close_once(engine: &Engine, close: &Close, shim_tells: bool) -> Closed {
     let rid = close.rid.as_deref();
     let word = |gone| if gone { Closed::Confirmed } else { Closed::Kept };

@@ -1,12 +1,12 @@
-//! What the owner tells of a text early in a session's prompts that differs from turn to turn.
+//! Logs and counts volatile prefixes: early prompt texts that differ from turn to turn.
 
 use proto::{id::SessionKey, load::VolatilePrefix};
 use tracing::{debug, warn};
 
 use super::Owner;
 
-/// Places that are warned of in the life of a process. One client or gateway behaves alike in all
-/// of its sessions, so a place is named once.
+/// The maximum number of places to warn about in the life of a process. A client or gateway behaves
+/// alike in all its sessions, so each place is warned about once.
 const WARNED_PLACES_MAX: usize = 16;
 
 impl Owner {

@@ -1,5 +1,7 @@
-//! What the owner does with the shim's news: exact figures for the ledger, sessions and closes for
-//! the table. Without a shim all of it comes from slower sources.
+//! The owner's handling of news from the shim inside the engine.
+//!
+//! The shim reports exact figures for the ledger, and session states and closes for the table.
+//! Without a shim this information comes from slower sources.
 
 use std::time::Duration;
 
@@ -14,10 +16,12 @@ use crate::{
     shim::{Hello, News, RankFacts, SessionFacts, Sessions, codec::SESSIONS_MAX},
 };
 
-/// A session that the engine has only just left is asked for again after this long.
+/// The pause before a demotion is requested again, if the session's last turn has not left all of
+/// the engine's queues.
 const DEMOTE_AGAIN: Duration = Duration::from_millis(20);
 
-/// What is to be seen needs a step or two of the engine's.
+/// The pause before the shim is asked for its session table: the state to look for appears after
+/// one or two engine steps.
 const LOOK_AFTER: Duration = Duration::from_millis(20);
 
 impl Owner {
@@ -43,7 +47,7 @@ impl Owner {
             News::Committed { id, history_tokens, retracted, .. } => {
                 self.table.committed(&id, history_tokens.into(), retracted);
             }
-            // The table of sessions that follows them says what they lead to.
+            // The session table that follows these events shows their result.
             News::Opened { .. } | News::Aborted { .. } => {}
         }
     }
@@ -66,11 +70,12 @@ impl Owner {
         self.ledger.page_is(*dp_rank, hello.page_bytes);
     }
 
-    /// An engine that was only just reached may have a shim that spoke before it.
+    /// Registers the connected shims again: one may have connected before the agent reached the
+    /// engine.
     pub(super) fn ask_shims(&mut self) {
         for (&dp_rank, &demotes) in &self.shims {
             self.table.shim_up(dp_rank, demotes);
-            // One that has gone says so itself.
+            // If this shim is gone, a `News::Down` follows.
             let _ = self.setup.shim.sample_now(dp_rank);
         }
     }
@@ -109,16 +114,16 @@ impl Owner {
     fn demoted(&mut self, dp_rank: u32, id: String, refusal: Option<&str>) {
         match refusal {
             None => self.table.demoted(now(), &id, true),
-            // The turn before has ended for its client, and not yet in every queue of the engine.
+            // The previous turn has ended for its client, but is still in a queue of the engine.
             Some("busy" | "in_flight") => {
                 let shim = self.setup.shim.clone();
                 self.tasks.spawn(async move {
                     tokio::time::sleep(DEMOTE_AGAIN).await;
-                    // A shim that can't be asked leaves it to the session's deadline.
+                    // If the shim can't be asked, the session's deadline ends the demotion.
                     let _ = shim.demote(dp_rank, &id);
                 });
             }
-            // A first turn that was aborted left nothing to demote.
+            // The session's first turn was aborted and left no KV, so there is nothing to demote.
             Some("no_kv") => self.table.demoted(now(), &id, true),
             Some(reason) => {
                 warn!(incarnation = id, reason, "the engine's shim did not demote a session");
@@ -127,7 +132,8 @@ impl Owner {
         }
     }
 
-    /// Asks for the engine's account of a rank, once a turn that may be inside was aborted.
+    /// Requests the session table of a rank's shim. If a turn may still be inside the engine, it is
+    /// aborted first; otherwise there is a short pause.
     pub(super) fn look(&self, dp_rank: u32, rid: Option<String>) {
         let (engine, mailbox) = (self.setup.engine.clone(), self.handle.mailbox.clone());
         self.tasks.spawn(async move {

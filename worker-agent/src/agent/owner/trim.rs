@@ -1,5 +1,7 @@
-//! What the owner does with what the trimmer inside the engine tells: plans of whole histories for
-//! the table, its answers back, and to each turn's exchange how the turn runs.
+//! The owner's handling of news from the trimmer inside the engine.
+//!
+//! Plans of full histories go to the session table, the table's answers go back to the trimmer, and
+//! each turn's exchange is told how the turn runs.
 
 use tokio::sync::oneshot;
 use tracing::{debug, info, warn};
@@ -53,14 +55,15 @@ impl Owner {
             }
             return;
         };
-        // What diverged is told as what it is then; that it did is counted here.
+        // The plan that follows the answer no longer says that the history diverged; count it here.
         if plan == Plan::Diverged {
             self.setup.metrics.diverged(told.at.into());
         }
         self.table.asked(now(), question, &planned);
     }
 
-    /// Answers the trimmer. One that has gone, or waits no more, goes on by itself.
+    /// Answers the trimmer's question. If the trimmer is gone or no longer waits, it proceeds
+    /// without an answer.
     pub(super) fn run_in(&self, question: u64, incarnation: Option<&str>, tokens_max: u64) {
         let tokens_max = u32::try_from(tokens_max).unwrap_or(u32::MAX);
         if let Err(error) = self.setup.trim.run(question, incarnation, tokens_max) {
@@ -83,7 +86,8 @@ impl Owner {
         }
     }
 
-    /// For a turn that was just let in: how it runs, or where that will be told.
+    /// Returns the receiver that tells how an admitted turn runs. If that is known already, the
+    /// receiver has it at once.
     pub(super) fn ran_of(&mut self, rid: &str, known: Option<Ran>) -> oneshot::Receiver<Told> {
         let (tells, told) = oneshot::channel();
         self.plans.insert(rid.to_owned(), tells);
