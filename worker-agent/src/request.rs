@@ -1,5 +1,7 @@
-//! A turn's body on its way to the engine: refused where the engine would crash, answer 500 or harm
-//! another session; else the client's bytes with only Berth's keys replaced. Pure.
+//! Checks the body of a turn and rewrites it for the engine. Pure.
+//!
+//! A body is refused if the engine would crash, answer 500, or harm another session. Otherwise the
+//! engine gets the client's bytes with only Berth's keys replaced.
 
 mod start;
 
@@ -22,38 +24,38 @@ use crate::{
     session::{Need, PromptStart, Turn},
 };
 
-/// Bytes of a turn's id: fixed, because the engine aborts by prefix.
+/// The length of a turn's id in bytes. It is fixed because the engine aborts by prefix.
 pub const RID_BYTES: usize = 32;
 
-/// A body that was read and found good: what the engine gets of it, and what it may need there.
+/// A body that passed all checks, and what its turn needs from the engine.
 #[derive(Debug)]
 pub struct Asked {
     kind: Kind,
-    /// The stretches of the client's body, and where the agent's members go.
+    /// The parts of the client's body to keep, and where the agent's members are inserted.
     pieces: Vec<Piece>,
-    /// What it may need.
+    /// Upper bounds of what the turn needs.
     pub need: Need,
-    /// How its prompt begins; nothing outside of a session.
+    /// How the prompt begins; empty for a turn without a session.
     pub start: PromptStart,
-    /// The client's own request id.
+    /// The request id that the client chose.
     pub client_rid: Option<String>,
-    /// One prompt and one answer, so that the turn's id names exactly one request.
+    /// Whether there is one prompt and one answer, so that the turn's id names exactly one request.
     pub single: bool,
 }
 
-/// What the engine generates at most where `/generate` is asked for nothing else.
+/// The engine's default limit of generated tokens on `/generate`.
 const ANSWER_TOKENS: u64 = 128;
-/// The same of `/v1/completions`.
+/// The engine's default limit of generated tokens on `/v1/completions`.
 const COMPLETION_TOKENS: u64 = 16;
-/// Tokens that a template may put around messages, beyond what their JSON takes in bytes.
+/// The tokens that a chat template may add around messages, beyond the bytes of their JSON.
 const TEMPLATE_TOKENS: u64 = 256;
-/// Stands for the agent's members until they are known.
+/// The placeholder for the agent's members until their values are known.
 const MEMBERS: &str = "@";
 
-/// Reads and checks a turn's body, before the turn waits for anything.
+/// Parses and checks the body of a turn.
 ///
 /// # Errors
-/// 400 that says what to change.
+/// A refusal with status 400 that says what to change.
 pub fn read(
     kind: Kind,
     bytes: &Bytes,
@@ -89,7 +91,7 @@ pub fn read(
 }
 
 impl Asked {
-    /// The body for the engine: the client's bytes with only Berth's keys replaced.
+    /// Returns the body for the engine: the client's bytes with only Berth's keys replaced.
     #[must_use]
     pub fn body(&self, bytes: &Bytes, turn: &Turn, rid: &str) -> Vec<Bytes> {
         let members = added_members(self.kind, turn, rid);
@@ -101,8 +103,9 @@ impl Asked {
     }
 }
 
-/// Upper bounds of what a turn may need. A text has at most a token per byte, and one more where
-/// the tokenizer begins it; whole bodies bound what their messages take.
+/// Returns upper bounds of what a turn needs. A text has at most one token per byte, plus the token
+/// that the tokenizer may put first. For routes with messages, the length of the whole body is the
+/// bound.
 fn need(kind: Kind, object: &Object<'_>, body_bytes: usize) -> Need {
     if kind != Kind::Generate {
         let limits = ["max_completion_tokens", "max_tokens", "max_output_tokens"];
@@ -110,7 +113,7 @@ fn need(kind: Kind, object: &Object<'_>, body_bytes: usize) -> Need {
         let number = |key: &&str| object.get(key).and_then(|value| value.get().parse().ok());
         return Need {
             prompt_tokens: body_bytes as u64 + TEMPLATE_TOKENS,
-            // The engine's own where completions ask for nothing else.
+            // If a request to `/v1/completions` sets no limit, the engine uses its own default.
             answer_tokens: limits.iter().find_map(number).or(default),
             exact: false,
             endless: object.get("ignore_eos").is_some_and(|value| value.get() == "true"),
@@ -121,7 +124,7 @@ fn need(kind: Kind, object: &Object<'_>, body_bytes: usize) -> Need {
     let sampling = sampling.and_then(|params| Object::parse(params.get().as_bytes()).ok());
     let answer_tokens = match sampling.as_ref().and_then(|params| params.get("max_new_tokens")) {
         None => Some(ANSWER_TOKENS),
-        // `null` is as many as fit.
+        // `null` means as many tokens as fit.
         Some(limit) => limit.get().parse().ok(),
     };
     let ids = object.get("input_ids").filter(|ids| ids.get().starts_with('['));
@@ -130,7 +133,7 @@ fn need(kind: Kind, object: &Object<'_>, body_bytes: usize) -> Need {
     let endless = sampling.as_ref().and_then(|params| params.get("ignore_eos"));
     let endless = endless.is_some_and(|value| value.get() == "true");
     if ["image_data", "video_data", "audio_data"].iter().any(|key| set(key).is_some()) {
-        // What they become is known to the engine alone; the context bounds it.
+        // Only the engine knows how many tokens the media become; the context length is the bound.
         let prompt_tokens = u64::from(u32::MAX);
         return Need { prompt_tokens, answer_tokens, exact: false, endless, resident_tokens: 0 };
     }
@@ -154,17 +157,17 @@ fn need(kind: Kind, object: &Object<'_>, body_bytes: usize) -> Need {
     }
 }
 
-/// The JSON members by which the engine learns whose turn it is and where to run it.
+/// Returns the JSON members that tell the engine the turn's id, its session and its DP rank.
 fn added_members(kind: Kind, turn: &Turn, rid: &str) -> String {
     let mut members = vec![];
     if let Some(key) = kind.rid_key() {
-        // The Responses API shows this id to clients, who know its ids by their beginning.
+        // The Responses API returns this id to clients, which expect its ids to have this prefix.
         let prefix = if kind == Kind::Responses { "resp_" } else { "" };
         members.push(format!(r#""{key}":"{prefix}{rid}""#));
     }
     if let Some(session) = &turn.session {
         let id = &session.incarnation;
-        // The retention of one that the shim may trim is how it runs if it doesn't.
+        // For a turn that the shim may trim, this is how the turn runs if the shim doesn't trim it.
         match session.retention {
             Retention::Pinned => members.push(format!(r#""session_params":{{"id":"{id}"}}"#)),
             Retention::Tagged if kind.tags() => members.push(format!(r#""session_id":"{id}""#)),
@@ -180,8 +183,8 @@ fn malformed(error: &body::Error) -> Refusal {
     Refusal::bad_request("malformed_json", format!("{error}: {source}"))
 }
 
-/// Keys the engine doesn't know it answers with 500; the others reach into an earlier turn's
-/// history.
+/// Refuses unsupported keys of `session_params`. The engine answers 500 to keys that it doesn't
+/// know; `offset`, `replace` and `drop_previous_output` change the history of earlier turns.
 fn check_session_params(object: &Object<'_>) -> Result<(), Refusal> {
     let Some(params) = object.get("session_params").filter(|params| params.get() != "null") else {
         return Ok(());
@@ -209,8 +212,9 @@ fn check_session_params(object: &Object<'_>) -> Result<(), Refusal> {
     Ok(())
 }
 
-/// Ids outside the vocabulary end the engine's process. A prompt is text, ids, or lists of either;
-/// the engine's own parser also turns `true` and `"1"` into ids, so anything mixed is refused.
+/// Refuses invalid token ids. Ids outside the vocabulary crash the engine's process. A prompt is
+/// text, ids, or lists of either. The engine's own parser also converts `true` and `"1"` to ids, so
+/// mixed lists are refused.
 fn check_ids(kind: Kind, object: &Object<'_>, vocabulary: Option<u32>) -> Result<(), Refusal> {
     let Some(value) = kind.ids_key().and_then(|key| object.get(key)) else { return Ok(()) };
     if !value.get().starts_with('[') {
@@ -231,14 +235,14 @@ fn check_ids(kind: Kind, object: &Object<'_>, vocabulary: Option<u32>) -> Result
 
 const OUTSIDE: &str = "is outside the vocabulary";
 
-/// Checks a list of ids, or of lists of ids, without keeping any.
+/// A visitor that checks a list of ids, or of lists of ids, without storing it.
 #[derive(Clone, Copy)]
 struct Ids {
     limit: u64,
     texts: bool,
 }
 
-/// What an element of a prompt is.
+/// The kind of one element of a prompt.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Element {
     Id,
@@ -266,7 +270,7 @@ impl<'de> Visitor<'de> for Ids {
     }
 
     fn visit_i64<E: de::Error>(self, id: i64) -> Result<Element, E> {
-        // Only negative numbers come here.
+        // The deserializer calls this only for negative numbers.
         self.visit_u64(u64::MAX).map_err(|_: E| {
             let last = self.limit - 1;
             E::custom(format_args!("token id {id} {OUTSIDE}, whose ids are 0 to {last}"))
@@ -299,13 +303,13 @@ impl<'de> DeserializeSeed<'de> for Ids {
     }
 }
 
-/// The first byte inside an array.
+/// Returns the first byte inside an array, without white space.
 fn first_inside(value: &RawValue) -> Option<u8> {
     let inner = value.get().strip_prefix('[')?;
     inner.bytes().find(|byte| !byte.is_ascii_whitespace())
 }
 
-/// One prompt, one answer.
+/// Whether the body asks for one answer to one prompt.
 fn is_single(kind: Kind, object: &Object<'_>) -> bool {
     let many = |value: Option<&RawValue>| value.is_some_and(|n| !matches!(n.get(), "1" | "null"));
     let lists =
@@ -318,7 +322,7 @@ fn is_single(kind: Kind, object: &Object<'_>) -> bool {
                 .and_then(|params| Object::parse(params.get().as_bytes()).ok())
                 .is_some_and(|params| many(params.get("n")));
             let texts = object.get("text").is_some_and(|text| text.get().starts_with('['));
-            // Embeddings take the place of the prompt that a session would append.
+            // Embeddings replace the prompt, so a session has nothing to append.
             let embeds = object.get("input_embeds").is_some_and(|embeds| embeds.get() != "null");
             !list && !n && !texts && !embeds && !lists("input_ids", |byte| byte == b'[')
         }
@@ -331,7 +335,7 @@ fn is_single(kind: Kind, object: &Object<'_>) -> bool {
     }
 }
 
-/// Outside text, short enough for a message or a log line.
+/// Shortens a client's text for use in a message or a log line.
 fn clip(text: &str) -> String {
     text.chars().take(64).collect()
 }

@@ -1,9 +1,11 @@
-//! The way of a turn through the agent: claim the session, read the body, put Berth's keys in, send
-//! it, pass the answer through, and hold the session's gate until the *engine* has ended the turn,
+//! The path of a turn through the agent.
+//!
+//! The agent claims the session, reads the body, inserts Berth's keys, sends the turn to the engine
+//! and passes the answer through. It holds the session until the *engine* has ended the turn,
 //! whatever the client does.
 //!
-//! The answer's bytes are never changed. A client that goes away leaves its turn to a task that
-//! aborts it at the engine and waits for the engine's word.
+//! The answer's bytes are never changed. If the client disconnects, a task aborts the turn at the
+//! engine and waits for the engine to end it.
 
 mod exchange;
 
@@ -42,7 +44,8 @@ use crate::{
     session::{self, Need, Turn},
 };
 
-/// Headers that belong to one connection, or that tell the engine what only the agent may tell it.
+/// Request headers that are not forwarded: those that belong to one connection, and those by which
+/// only the agent may instruct the engine.
 const NOT_FORWARDED: [HeaderName; 12] = [
     header::CONNECTION,
     header::TRANSFER_ENCODING,
@@ -53,47 +56,50 @@ const NOT_FORWARDED: [HeaderName; 12] = [
     header::UPGRADE,
     header::EXPECT,
     header::PROXY_AUTHORIZATION,
-    // A compressed answer could not be followed.
+    // The agent must read the answer to see its end, which a compressed answer hides.
     header::ACCEPT_ENCODING,
     HeaderName::from_static("keep-alive"),
-    // Wins over the body's rank at the OpenAI routes.
+    // At the OpenAI routes this header takes precedence over the body's DP rank.
     HeaderName::from_static("x-data-parallel-rank"),
 ];
 
-/// On a pinned turn's answer: KV reserved for it beyond its history, tokens. A turn that named no
-/// limit has the engine's own.
+/// Response header of a pinned turn: the tokens of KV reserved for the turn beyond the session's
+/// history. For a turn without a token limit this is as much as the engine allows.
 const GROWTH: HeaderName = HeaderName::from_static("x-berth-growth-tokens");
-/// On a session's turn's answer: how it ran.
+/// Response header of a session's turn: how the turn ran, as [`session::Ran`] names it.
 const RAN: HeaderName = HeaderName::from_static("x-berth-session-turn");
-/// To the engine, of a whole history: the most tokens it may have to be trimmed, the session, and
-/// the turn.
+/// Request header to the engine for a turn with a full history. The value is the maximum number of
+/// prompt tokens with which the shim may trim the turn, the session's id in the engine, and the
+/// turn's id.
 const TRIM: HeaderName = HeaderName::from_static("x-override-berth-trim");
-/// To the engine, beside [`TRIM`]: the turn continues its session's history or is refused. A shim
-/// that doesn't know the header runs the turn beside the session; the session then takes no delta.
+/// Request header to the engine, sent with [`TRIM`]: the turn must continue its session's history,
+/// or is refused. A shim that doesn't know the header runs such a turn outside the session; the
+/// session then accepts no more delta turns.
 const MUST_CONTINUE: HeaderName = HeaderName::from_static("x-override-berth-must-continue");
 
-/// What every turn needs.
+/// Shared state of all turns.
 #[derive(Debug, Clone)]
 pub struct Turns {
-    /// Who lets turns in.
+    /// Admits turns.
     pub agent: AgentHandle,
-    /// Where they go.
+    /// The engine that turns are sent to.
     pub engine: Engine,
-    /// Bodies in memory.
+    /// The limit on request bodies in memory.
     pub budget: BodyBudget,
-    /// A turn that takes longer is aborted.
+    /// The time limit of a turn, after which it is aborted.
     pub turn_max: Duration,
-    /// Wakes the engine's follower.
+    /// Wakes the task that follows the engine's state.
     pub look: Arc<Notify>,
-    /// For turns whose client has gone.
+    /// Runs the turns of clients that have disconnected.
     pub tasks: Tasks,
-    /// Counts.
+    /// The agent's metrics.
     pub metrics: Metrics,
 }
 
 impl Turns {
-    /// A turn did not get through. No other turn may meet a successor of the engine before the
-    /// owner knows of it.
+    /// Reports that a turn could not be sent to the engine. If the engine refuses connections, this
+    /// waits until the owner has the news, so that no turn reaches a restarted engine before the
+    /// owner knows that the old process is gone.
     async fn engine_failed(&self, error: &hyper_util::client::legacy::Error) {
         if engine::refused(error) {
             let reason = "the engine accepts no connections".to_owned();
@@ -103,7 +109,7 @@ impl Turns {
     }
 }
 
-/// The data port's routes.
+/// Returns the router for the data port.
 pub fn app(turns: Turns, lane: Option<SlowLane>) -> Router {
     let mut app = Router::new();
     if let Some(lane) = lane {
@@ -135,7 +141,8 @@ async fn answer(turns: Turns, route: Route, request: Request) -> Response {
     }
 }
 
-/// A turn of the agent's own, without a session, on its way as those of routers are.
+/// Sends a turn of the agent itself, without a session. It takes the same path as turns from
+/// routers.
 pub(crate) async fn generate(
     turns: &Turns,
     dp_rank: u32,
@@ -161,13 +168,13 @@ async fn pass(turns: &Turns, route: Route, request: Request) -> Result<Response,
     let claim = Claim::from_headers(&parts.headers).map_err(bad)?;
     let rank = claim::rank(&parts.headers).map_err(bad)?;
     let resident_tokens = claim::resident_tokens(&parts.headers).map_err(bad)?;
-    // The session is claimed before the body is read: a second turn hears so at once, and a slow
-    // upload can't slip in between.
+    // The session is claimed before the body is read. So a second turn is refused at once, and no
+    // other turn can start during a slow upload.
     let in_session = claim.is_some();
     let claimed = turns.agent.claim(claim, rank, route.kind.appends()).await;
     let mut lease = claimed.map_err(|error| refusal(&error))?;
     let held = turns.budget.read(body).await?;
-    // Refused or not is settled before the turn waits for room, or takes anyone's.
+    // The body is checked before the turn waits for room or takes room from other sessions.
     let mut asked = read(route.kind, &held.bytes, in_session, lease.vocabulary).await?;
     let need = Need { resident_tokens, ..asked.need };
     let start = std::mem::take(&mut asked.start);
@@ -208,12 +215,13 @@ async fn pass(turns: &Turns, route: Route, request: Request) -> Result<Response,
     Ok(response)
 }
 
-/// Tells the shim, which reads it after the engine's tokenizer, what to do with a full history.
+/// Adds the headers that tell the shim how to handle a full history. The shim reads them after the
+/// engine's tokenizer has run.
 fn mark_for_shim(headers: &mut HeaderMap, turn: &Turn, rid: &str) {
     let Some(session) = &turn.session else { return };
     let Some(trim) = session.trim else { return };
     let mark = format!("{} {} {rid}", trim.tokens_max, session.incarnation);
-    // Names of agents are plain ASCII.
+    // This can't fail: agent ids are plain ASCII.
     let Ok(mark) = HeaderValue::from_str(&mark) else { return };
     headers.insert(TRIM, mark);
     if trim.must_continue {
@@ -226,8 +234,8 @@ fn must_continue(turn: &Turn) -> bool {
     trim.is_some_and(|trim| trim.must_continue)
 }
 
-/// Bodies of coding agents' prompts are read in under half a millisecond; larger ones would hold up
-/// every other turn of the thread.
+/// The largest body that is parsed on the current thread. Prompts of coding agents of this size are
+/// parsed in under half a millisecond; larger ones would delay all other turns on the thread.
 const READ_HERE_BYTES_MAX: usize = 128 * 1024;
 
 async fn read(
@@ -245,7 +253,7 @@ async fn read(
     read.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))
 }
 
-/// Keys in a compressed body can't be replaced by byte range.
+/// Refuses a compressed body: its keys can't be replaced by byte range.
 fn check_encoding(headers: &HeaderMap) -> Result<(), Refusal> {
     match headers.get(header::CONTENT_ENCODING) {
         Some(encoding) if encoding != "identity" => Err(Refusal::new(
@@ -257,12 +265,12 @@ fn check_encoding(headers: &HeaderMap) -> Result<(), Refusal> {
     }
 }
 
-/// The Responses API's ids begin with its own prefix.
+/// Returns the turn's id as the engine knows it. Ids of the Responses API have a prefix.
 fn engine_rid(kind: Kind, rid: &str) -> String {
     if kind == Kind::Responses { format!("resp_{rid}") } else { rid.to_owned() }
 }
 
-/// A request that is no turn: nothing to claim, nothing to count.
+/// Passes on a request that is not a turn. It needs no claim and isn't counted.
 async fn pass_through(
     turns: &Turns,
     parts: &http::request::Parts,
@@ -296,7 +304,7 @@ fn forwarded(headers: &HeaderMap) -> HeaderMap {
     out
 }
 
-/// The engine's status and headers, less what belongs to its connection.
+/// Returns the engine's status and headers, without the headers of its connection.
 fn answer_head(mut head: http::response::Parts) -> http::response::Parts {
     let hop_by_hop = [
         header::CONNECTION,
@@ -323,7 +331,7 @@ fn respond(head: http::response::Parts, exchange: Exchange) -> Response {
     Response::from_parts(head, Body::new(exchange))
 }
 
-/// The one mapping from the agent's reasons to HTTP.
+/// Maps the agent's errors to HTTP. This is the only such mapping.
 #[must_use]
 pub fn refusal(error: &agent::Error) -> Refusal {
     use session::Error as E;
@@ -391,7 +399,8 @@ fn timed_out() -> Refusal {
     )
 }
 
-/// A body in parts of known length, with whatever must live until it is sent.
+/// A body made of parts whose total length is known. It also owns a value that must live until the
+/// body is sent.
 struct Parts<H> {
     parts: std::collections::VecDeque<Bytes>,
     left: u64,

@@ -1,5 +1,7 @@
-//! The beginning of a prompt as hashes, from a parsed body: `tools`, `system` or `instructions`,
-//! and the first messages. Pure. A prompt that is a single text has no blocks.
+//! Reads the beginning of a prompt as hashes, from a parsed body. Pure.
+//!
+//! It covers `tools`, then `system` or `instructions`, then the first messages. A prompt that is a
+//! single text has no blocks.
 
 use std::fmt;
 
@@ -51,7 +53,7 @@ fn push_messages(start: &mut PromptStart, list: &RawValue) {
         let role = role(get("role").map(RawValue::get));
         match get("content").filter(|content| content.get() != "null") {
             Some(content) => push_content(start, role, number, content),
-            // A call of a tool, for example.
+            // For example, an assistant's message that only calls a tool.
             None => push_block(start, role, (number, 0), message),
         }
         !start.is_full()
@@ -68,8 +70,8 @@ fn push_content(start: &mut PromptStart, role: PromptRole, message: usize, conte
     });
 }
 
-/// Clients move `cache_control` from turn to turn, and write the same text now as a string and now
-/// as a list with one block. Neither changes the prompt.
+/// Adds a block, without the differences that don't change the prompt: clients move `cache_control`
+/// from turn to turn, and write the same text either as a string or as a list of one block.
 fn push_block(
     start: &mut PromptStart,
     role: PromptRole,
@@ -100,10 +102,10 @@ fn role(name: Option<&str>) -> PromptRole {
     }
 }
 
-/// Visits the first elements of a list while `visit` returns true, at most [`BLOCKS_MAX`]. What
-/// comes after them is not read, so that a long history costs nothing.
+/// Visits the elements of a list in order while `visit` returns true, at most [`BLOCKS_MAX`]. The
+/// rest is not parsed, so the length of the history doesn't matter.
 fn each<'a>(list: &'a RawValue, visit: impl FnMut(usize, &'a RawValue) -> bool) {
-    // The parser's only error is that it was stopped: the body was read to its end before.
+    // The only possible error is that parsing stopped early: the body was parsed to its end before.
     let _ = serde_json::Deserializer::from_str(list.get()).deserialize_seq(Each(visit));
 }
 

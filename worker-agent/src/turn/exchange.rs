@@ -1,5 +1,7 @@
-//! One turn while it is inside the engine: follows the answer, gives the lease back with the
-//! engine's last word, and outlives a client that goes away.
+//! One turn while it is inside the engine.
+//!
+//! An exchange reads the engine's answer, and ends the turn's lease when the engine ends the turn.
+//! It continues in a task if the client disconnects.
 
 use std::{
     collections::VecDeque,
@@ -26,49 +28,52 @@ use crate::{
     session::Outcome,
 };
 
-/// While a turn's end is waited for, its abort is sent this often: an abort that comes before the
-/// engine has registered the turn is forgotten there.
+/// The interval between aborts while the end of a turn is awaited. The engine forgets an abort that
+/// arrives before it has registered the turn.
 const ABORT_AGAIN: Duration = Duration::from_millis(500);
-/// The engine looks every 4 s whether the client of an answer that doesn't stream is still there.
+/// The longest time the engine takes to notice a closed connection. For an answer that isn't
+/// streamed, it checks every 4 s.
 const HANGUP_SEEN_WITHIN: Duration = Duration::from_secs(5);
-/// Some routes say their first words before they make tokens of the prompt. The shim's word comes
-/// after that, and after two seconds at the latest where it asks the agent first.
+/// The time limit for the shim's plan once the answer has begun. Some routes send their first event
+/// before they tokenize the prompt. The shim reports its plan after tokenization, or up to two
+/// seconds later if it asks the agent a question first.
 const TOLD_WITHIN: Duration = Duration::from_millis(2_500);
-/// The shim's word on a turn that must continue its session is waited for this long: it may ask the
-/// agent for room and wait for two seconds, after making tokens of a long prompt.
+/// The time limit for the shim's plan of a turn that must continue its session. The shim may need
+/// to tokenize a long prompt and then wait two seconds for the agent's answer.
 const REFUSED_WITHIN: Duration = Duration::from_secs(10);
-/// The same where the engine has answered with an error already. The shim tells its plan before, so
-/// the word is there, or the error is of another kind.
+/// The same limit if the engine has already answered with an error. The shim reports a refusal
+/// before the engine's error, so either the report arrives at once or the error has another cause.
 const REFUSAL_TOLD_WITHIN: Duration = Duration::from_millis(500);
-/// The engine's own answer to a turn that its shim has refused.
+/// The time limit for the engine's own answer to a turn that its shim has refused.
 const ENGINE_ANSWERS_WITHIN: Duration = Duration::from_secs(1);
-/// First words are a few events; what says more has begun to answer.
+/// The maximum number of pieces of the answer to hold back until the shim's plan is known. A route
+/// that answers before tokenization sends only a few events.
 const EARLY_MAX: usize = 16;
 
-/// One turn inside the engine: its answer on the way back, and the lease that its end gives back.
+/// One turn inside the engine: reads its answer, and owns the lease.
 ///
-/// Dropped before its end, because the client has gone or the time is up, it lives on in a task
-/// that sees the turn to its end.
+/// If an exchange is dropped before the turn's end (the client disconnected or the time limit
+/// passed), a task takes over and waits for the turn's end.
 pub(super) struct Exchange {
     rid: String,
     lease: Option<Lease>,
     upstream: Option<Upstream>,
-    /// Pieces of the answer that came before it was known how the turn runs.
+    /// Pieces of the answer that were read before it was known how the turn runs.
     early: VecDeque<Piece>,
     scanner: Scanner,
     status: StatusCode,
     deadline: Pin<Box<Sleep>>,
     started: tokio::time::Instant,
-    /// An abort by `rid` ends this turn and its answer says so.
+    /// Whether an abort by `rid` ends this turn, so that its answer confirms the end.
     confirms: bool,
-    /// Its client has gone: from now on it is nobody's but its own task's.
+    /// Whether the client has disconnected, so that a task reads the rest of the answer.
     abandoned: bool,
-    /// The engine's shim refuses the turn, so nothing of it ran.
+    /// Whether the engine's shim refuses the turn, so that the engine ran nothing of it.
     refused: bool,
     turns: Turns,
 }
 
-/// What an answer's body yields.
+/// An item of an answer's body: a frame, an error, or `None` at the end.
 type Piece = Option<Result<Frame<Bytes>, hyper::Error>>;
 
 enum Upstream {
@@ -77,7 +82,8 @@ enum Upstream {
 }
 
 impl Exchange {
-    /// A turn on its way. `confirms`: an abort by `rid` ends it, and its answer says so.
+    /// Creates the exchange of a turn that is being sent. `confirms`: whether an abort by `rid`
+    /// ends the turn and its answer shows that.
     pub(super) fn new(
         turns: Turns,
         rid: String,
@@ -101,12 +107,12 @@ impl Exchange {
         }
     }
 
-    /// The engine's name for the turn.
+    /// The turn's id inside the engine.
     pub(super) fn rid(&self) -> &str {
         &self.rid
     }
 
-    /// Waits for the answer's head.
+    /// Waits for the head of the answer.
     pub(super) async fn head(&mut self) -> Result<http::response::Parts, Refusal> {
         let Some(Upstream::Head(response)) = &mut self.upstream else {
             unreachable!("a new exchange waits for its head")
@@ -127,10 +133,12 @@ impl Exchange {
         }
     }
 
-    /// How the turn runs, or why the shim refuses it. The engine answers some routes before it
-    /// knows, so this waits for the shim's word, until the answer goes on without it. The word on a
-    /// turn that `must_continue` its session's history is waited for though the answer goes on: an
-    /// engine whose shim refuses a turn answers with an error of its own.
+    /// Returns how the turn runs or why the shim refuses it; `None` if that is unknown.
+    ///
+    /// The engine answers some routes before the shim has decided. So this holds back the beginning
+    /// of the answer until the shim reports its plan, within limits. If the engine answers with an
+    /// error, this waits only for a turn that `must_continue` its session's history: when the shim
+    /// refuses a turn, the engine answers with an error of its own.
     pub(super) async fn ran(
         &mut self,
         told: Option<oneshot::Receiver<Told>>,
@@ -167,9 +175,9 @@ impl Exchange {
         }
     }
 
-    /// Reads the engine's own answer to a turn that the shim refuses, so that the session is free
-    /// for the next turn when the client hears of it. An engine that doesn't end the turn is dealt
-    /// with as after a client that has gone.
+    /// Reads the engine's own answer to a turn that the shim refuses. When the client then learns
+    /// of the refusal, the session is free for its next turn. If the engine doesn't end the turn in
+    /// time, the turn is aborted like that of a disconnected client.
     pub(super) async fn refuse(mut self) {
         self.refused = true;
         let drained = async {
@@ -177,7 +185,7 @@ impl Exchange {
                 self.drain_step().await;
             }
         };
-        // What is left is wound down by a task of its own.
+        // On timeout, dropping `self` starts the task that aborts the turn.
         let _ = tokio::time::timeout(ENGINE_ANSWERS_WITHIN, drained).await;
     }
 
@@ -193,7 +201,7 @@ impl Exchange {
 
     fn finish(&mut self, outcome: Outcome) {
         let outcome = match outcome {
-            // A stream tells of it by an event of its own, after a head that says 200.
+            // A stream reports the refusal as an event, after a head with status 200.
             Outcome::Lost if self.refused => Outcome::Refused,
             Outcome::Finished(usage) if self.abandoned => Outcome::Unheard(usage),
             outcome => outcome,
@@ -207,7 +215,8 @@ impl Exchange {
         }
     }
 
-    /// A turn whose answer broke off may still run, for nobody.
+    /// Aborts a turn whose answer broke off: it may still run, though its client can't get the
+    /// answer.
     fn abort_unseen(&self) {
         let (engine, rid) = (self.turns.engine.clone(), self.rid.clone());
         self.turns.tasks.spawn(async move {
@@ -217,8 +226,8 @@ impl Exchange {
         });
     }
 
-    /// Follows the answer's next piece; the lease goes back *before* the last bytes go out, so that
-    /// a client that has them can send its next turn.
+    /// Handles the next piece of the answer. The lease ends *before* the last bytes are sent, so
+    /// that a client that has them can send its next turn.
     fn follow(&mut self, frame: Option<Result<&Frame<Bytes>, &hyper::Error>>) {
         match frame {
             Some(Ok(frame)) => {
@@ -234,7 +243,8 @@ impl Exchange {
             }
             None => {
                 self.upstream = None;
-                // A stream that ends without its last event has been cut off, however cleanly.
+                // A stream that ends without its final event was cut off, even if the connection
+                // closed cleanly.
                 let whole = self.scanner.is_whole() || !self.status.is_success();
                 let outcome = self.scanner.outcome(self.status);
                 self.finish(if whole { outcome } else { Outcome::Lost });
@@ -242,8 +252,8 @@ impl Exchange {
         }
     }
 
-    /// Sees a turn without a client to its end: abort, and wait for the engine's word, however long
-    /// it takes. A turn that the engine doesn't end is reported, not forgotten.
+    /// Aborts a turn whose client disconnected, and waits for the engine to end it, without a time
+    /// limit. The session table reports a turn that the engine doesn't end.
     async fn wind_down(mut self) {
         if let Some(lease) = &self.lease {
             lease.abandoned().await;
@@ -251,8 +261,8 @@ impl Exchange {
         if self.confirms {
             self.abort_and_drain().await;
         } else {
-            // Without a name to abort it by, hanging up is what ends it; the engine looks for that
-            // at a pace of its own.
+            // The engine knows no id by which this turn could be aborted. Closing the connection
+            // aborts it; the engine checks for that periodically.
             self.upstream = None;
             tokio::time::sleep(HANGUP_SEEN_WITHIN).await;
         }
@@ -298,7 +308,8 @@ impl Exchange {
 
 impl Drop for Exchange {
     fn drop(&mut self) {
-        // One that is dropped again is dropped by a runtime that ends: no task would run.
+        // If `abandoned` is set, the runtime is shutting down and drops its tasks; a new task would
+        // not run.
         if self.lease.is_none() || self.upstream.is_none() || self.abandoned {
             return;
         }
@@ -352,14 +363,15 @@ impl http_body::Body for Exchange {
 
     fn size_hint(&self) -> SizeHint {
         match &self.upstream {
-            // Its own hint lacks what was taken out already.
+            // The body's own hint doesn't include pieces that were already taken out of it.
             Some(Upstream::Body(body)) if self.early.is_empty() => body.size_hint(),
             _ => SizeHint::default(),
         }
     }
 }
 
-/// An answer that ends without its end: the client's connection is cut, so that it can tell.
+/// The error of an answer that ends early. The client's connection is closed without a proper end,
+/// so that the client notices.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub(super) struct BrokenOff(&'static str);
