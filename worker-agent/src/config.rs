@@ -1,4 +1,6 @@
-//! Settings: a TOML file, then environment, then flags. Every default is here with its reason.
+//! The agent's settings, their defaults and the reasons for the defaults.
+//!
+//! Settings come from a TOML file, the environment and flags; later sources take precedence.
 
 use std::{net::SocketAddr, os::unix::fs::MetadataExt as _, path::PathBuf, time::Duration};
 
@@ -12,14 +14,14 @@ use crate::{
     show::{AuditArgs, kv::KvArgs},
 };
 
-/// How long the agent waits for the end of an aborted turn. The engine acknowledges an abort after
-/// the step that runs, which takes seconds at most.
+/// How long the agent waits for the engine to end an aborted turn. The engine acknowledges an abort
+/// after its current step, which takes seconds at most.
 pub const ABORT_MAX: Duration = Duration::from_secs(15);
 
-/// Longest name of an agent; it is a part of what the engine knows sessions by.
+/// The longest name of an agent, in bytes. The name is part of session ids inside the engine.
 pub const WORKER_ID_BYTES_MAX: usize = 128;
 
-/// Command line and environment.
+/// Command-line flags, and the environment variables read with them.
 #[derive(Debug, Parser)]
 #[command(
     name = "berth-agent",
@@ -28,25 +30,25 @@ pub const WORKER_ID_BYTES_MAX: usize = 128;
     args_conflicts_with_subcommands = true
 )]
 pub struct Args {
-    /// Something else than to run an agent.
+    /// What to do instead of running an agent.
     #[command(subcommand)]
     pub command: Option<Command>,
     /// Settings file (TOML).
     #[arg(long)]
     pub config: Option<PathBuf>,
-    /// The engine beside this agent, e.g. http://127.0.0.1:30000
+    /// URL of the engine beside this agent, e.g. http://127.0.0.1:30000
     #[arg(long)]
     pub engine: Option<String>,
     /// Name of this agent, unique in the fleet. Default: the control address.
     #[arg(long, env = "WORKER_ID")]
     pub worker_id: Option<String>,
-    /// Where turns come in.
+    /// Address to serve turns on.
     #[arg(long)]
     pub data_addr: Option<SocketAddr>,
-    /// Where routers connect (gRPC).
+    /// Address that routers connect to (gRPC).
     #[arg(long)]
     pub control_addr: Option<SocketAddr>,
-    /// Metrics, health and readiness.
+    /// Address for metrics, health and readiness.
     #[arg(long)]
     pub admin_addr: Option<SocketAddr>,
     /// Checks the settings, prints them and exits.
@@ -54,88 +56,94 @@ pub struct Args {
     pub check_config: bool,
 }
 
-/// What can be asked of a running agent.
+/// Commands that query a running agent.
 #[derive(Debug, Subcommand)]
 pub enum Command {
-    /// Says who holds each page of the engine's KV pool; exit status 1 if anything is wrong
+    /// Shows which session holds each page of the engine's KV pool; exit status 1 if anything is
+    /// wrong
     Audit(AuditArgs),
-    /// Says which blocks are resident on the engine, as routers are told
+    /// Shows which blocks are resident on the engine, as routers are told
     Kv(KvArgs),
 }
 
-/// Effective settings.
+/// The settings in effect.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Config {
     /// The engine's base URL.
     pub engine: String,
-    /// Name of this agent, unique in the fleet; empty: the control address.
+    /// The name of this agent, unique in the fleet; empty: the control address.
     pub worker_id: String,
-    /// Turns (HTTP).
+    /// The address for turns (HTTP).
     pub data_addr: SocketAddr,
-    /// Routers (gRPC).
+    /// The address for routers (gRPC).
     pub control_addr: SocketAddr,
-    /// Metrics and health (HTTP).
+    /// The address for metrics and health (HTTP).
     pub admin_addr: SocketAddr,
-    /// A report goes out at least this often; it is the heartbeat routers judge the agent by.
+    /// The longest time between two load reports. Routers use the reports as heartbeats.
     pub report_interval_ms: u64,
-    /// The engine's `/v1/loads` is read this often.
+    /// The interval at which the engine's `/v1/loads` is read.
     pub load_interval_ms: u64,
-    /// Time for an engine's answer to a control call.
+    /// The time limit for the engine's answer to a control call.
     pub engine_call_ms_max: u64,
-    /// A turn that takes longer is aborted.
+    /// The time limit of a turn, after which it is aborted.
     pub turn_ms_max: u64,
-    /// How long running turns may go on at shutdown.
+    /// How long running turns may continue at shutdown.
     pub drain_ms_max: u64,
-    /// A session without a turn for so long is closed.
+    /// A session without a turn for this long is closed.
     pub session_idle_ms_max: u64,
-    /// Rows of each rank that pinned sessions never take.
+    /// The number of request rows of each rank that pinned sessions never take.
     pub rows_reserve: u32,
-    /// Share of each rank's pool that pinned sessions may hold.
+    /// The share of each rank's pool that pinned sessions may hold, from 0 to 1.
     pub pin_budget_ratio: f64,
-    /// A pinned session idle for so long gives up its KV when someone needs the room.
+    /// After this idle time, a pinned session's KV is released if other sessions need the room.
     pub demote_idle_ms: u64,
-    /// Sessions that come back soon are pinned without being asked, where the shim can trim the
-    /// whole histories that their clients send. Idle for `demote_idle_ms`, they give their KV up.
+    /// Whether to pin sessions automatically. This applies to sessions whose next turns usually
+    /// come soon, if the shim can trim the full histories that their clients send. Such a session's
+    /// KV may be released after `demote_idle_ms` of idle time.
     pub auto_pin: bool,
-    /// Long prompts are computed before their turns in pieces that take the engine so long, so that
-    /// short ones wait for one at most; 0: every prompt goes to the engine whole.
+    /// The time the engine takes for one stage of staged prefill. A long prompt is computed in
+    /// stages before its turn, so that a short prompt waits for at most one stage. 0 disables it:
+    /// every prompt is sent to the engine at once.
     pub piece_ms: u64,
-    /// Turns inside the engine at once, per rank; beyond it they wait.
+    /// The maximum number of turns inside the engine, per rank; further turns wait.
     pub turns_in_flight_max: u32,
-    /// Turns that wait for room in the engine; beyond it 429.
+    /// The maximum number of turns that wait for room in the engine; further turns get 429.
     pub turns_queued_max: usize,
-    /// Turns of one session that may wait behind the one that runs; 0: they get 409.
+    /// The maximum number of turns of one session that wait behind its running turn; further turns
+    /// get 409.
     pub turns_queued_per_session_max: u32,
-    /// A turn that waited so long gets 429.
+    /// The longest time a turn waits for room; then it gets 429.
     pub queue_wait_ms_max: u64,
-    /// An engine that runs nothing for so long while turns wait in it is stuck.
+    /// An engine is stuck if turns wait in it and it runs nothing for this long.
     pub stall_ms_max: u64,
-    /// The engine's shim looks at every page of the pool this often; 0: only on demand.
+    /// The interval at which every page of the pool is audited; 0: only on demand.
     pub audit_interval_s: u64,
-    /// The shortest time between two requests, after lost KV events, for the engine's radix tree.
+    /// The shortest time between two requests to publish the engine's radix tree again, after KV
+    /// events were lost.
     pub republish_interval_ms: u64,
-    /// Where the engine publishes its row table (BERTH_KV_TABLE in its environment), for audits
-    /// from this process by CUDA IPC; empty: they are made inside the engine.
+    /// The path at which the engine publishes its row table (BERTH_KV_TABLE in its environment),
+    /// for audits from the agent's process by CUDA IPC; empty: audits are made inside the engine.
     pub audit_table: PathBuf,
-    /// Where the journal of open sessions and the shim's socket are; the same for every agent of an
-    /// engine. Empty: `/tmp/berth-<uid>`.
+    /// The folder of the journal of open sessions and of the shim's socket. It must be the same for
+    /// every agent of an engine. Empty: `/tmp/berth-<uid>`.
     pub state_dir: PathBuf,
-    /// Where the engine's shim finds this agent. Empty: `engine-<port>.sock` in `state_dir`, which
-    /// is where the shim looks by itself as long as `state_dir` is empty too.
+    /// The path of the socket on which the agent listens for the engine's shim. Empty:
+    /// `engine-<port>.sock` in `state_dir`. The shim finds that path without configuration if
+    /// `state_dir` is empty too.
     pub shim_socket: PathBuf,
-    /// Longest request body.
+    /// The longest request body.
     pub body_bytes_max: usize,
-    /// Request bodies in memory at once, together.
+    /// The total bytes of request bodies in memory.
     pub body_bytes_in_flight_max: usize,
-    /// Size of the model's vocabulary; 0: read from the model's config.json.
+    /// The size of the model's vocabulary; 0: read from the model's config.json.
     pub vocabulary: u32,
-    /// The engine's GPUs or MIG slices, by UUID, NVML's index or PCI address; empty: those that its
-    /// processes run on, where the shim tells them.
+    /// The engine's GPUs or MIG slices, by UUID, NVML index or PCI address; empty: the devices that
+    /// the engine's processes run on, if the shim reports those processes.
     pub devices: Vec<String>,
-    /// NVML's library, where the loader doesn't find the driver's by itself.
+    /// The path of the NVML library; empty: the loader finds the driver's own.
     pub nvml_library: PathBuf,
-    /// Reads the GPUs' performance counters too.
+    /// Whether to read the GPUs' performance counters too.
     pub gpm: bool,
 }
 
@@ -147,43 +155,47 @@ impl Default for Config {
             data_addr: SocketAddr::from(([127, 0, 0, 1], 31000)),
             control_addr: SocketAddr::from(([127, 0, 0, 1], 31001)),
             admin_addr: SocketAddr::from(([127, 0, 0, 1], 31002)),
-            // Routers call a worker stale after 3 s: six reports.
+            // Routers consider a worker stale after 3 s, which is six missed reports.
             report_interval_ms: 500,
             // The engine answers from a snapshot in under a millisecond.
             load_interval_ms: 200,
-            // `/server_info` asks the scheduler, which may be inside a long prefill step.
+            // `/server_info` asks the scheduler, which may be in a long prefill step.
             engine_call_ms_max: 10_000,
-            // Agents' longest generations take tens of minutes.
+            // The longest generations of coding agents take tens of minutes.
             turn_ms_max: 3_600_000,
             drain_ms_max: 30_000,
-            // 99.5 % of a coding agent's turns resume within the hour.
+            // 99.5 % of a coding agent's turns follow within an hour of the previous turn.
             session_idle_ms_max: 3_600_000,
-            // With no free row the engine stops for good; one is the least that can't.
+            // If all rows are held, the engine stops for good. One free row is the least that
+            // prevents it.
             rows_reserve: 1,
-            // The rest is room for what runs.
+            // The rest of the pool is for running turns.
             pin_budget_ratio: 0.7,
-            // 87 % of a coding agent's turns resume within it.
+            // 87 % of a coding agent's turns follow the previous turn within this time.
             demote_idle_ms: 120_000,
-            // It guarantees what the radix tree only makes likely, and takes no one's room for it.
+            // A pin guarantees the reuse that the radix tree only makes likely, and yields its room
+            // to others.
             auto_pin: true,
-            // Attention isn't lost in it. In `berth-sim`, where a piece costs its prompt 10 ms for
-            // another request, 0.4 s loses more by those, and 0.8 s more by waiting.
+            // A user's attention doesn't wander in this time. In `berth-sim`, where each stage
+            // costs its prompt 10 ms for another request, a value of 0.4 s loses more to that cost,
+            // and 0.8 s loses more to waiting.
             piece_ms: 600,
-            // Above any engine's useful batch, below its row count.
+            // More than any engine's useful batch size, and less than its number of rows.
             turns_in_flight_max: 512,
-            // Ten seconds' worth for an engine that ends 100 turns a second.
+            // Ten seconds of work for an engine that ends 100 turns per second.
             turns_queued_max: 1024,
             turns_queued_per_session_max: 0,
-            // Clients of agents give up after a minute or two.
+            // Clients of coding agents give up after a minute or two.
             queue_wait_ms_max: 60_000,
             // Longer than any prefill step.
             stall_ms_max: 10_000,
-            // A look costs the scheduler's thread well under a millisecond.
+            // An audit takes well under a millisecond of the scheduler's thread.
             audit_interval_s: 10,
-            // With pages of one token, a tree of a million tokens takes 1.4 s of the engine's
-            // scheduler, which is 5 % of this. With pages of 16 tokens it takes 0.1 s.
+            // With one token per page, publishing a tree of a million tokens takes 1.4 s of the
+            // engine's scheduler, which is 5 % of this interval. With 16 tokens per page it takes
+            // 0.1 s.
             republish_interval_ms: 30_000,
-            // A CUDA context costs some 0.5 GiB of the GPU.
+            // Audits from the agent need a CUDA context, which takes about 0.5 GiB of GPU memory.
             audit_table: PathBuf::new(),
             state_dir: PathBuf::new(),
             shim_socket: PathBuf::new(),
@@ -192,14 +204,14 @@ impl Default for Config {
             vocabulary: 0,
             devices: vec![],
             nvml_library: PathBuf::new(),
-            // A second reader can disturb DCGM's, which most fleets run.
+            // Most fleets run DCGM, whose readings a second reader can disturb.
             gpm: false,
         }
     }
 }
 
 impl Config {
-    /// Puts file, environment and flags together and checks the whole.
+    /// Combines the settings file, the environment and the flags, and checks the result.
     ///
     /// # Errors
     /// All problems at once.
@@ -215,7 +227,7 @@ impl Config {
         if problems.is_empty() { Ok(config) } else { Err(Problems(problems)) }
     }
 
-    /// `state_dir`, or what stands for it.
+    /// Returns the state folder: `state_dir`, or its default.
     #[must_use]
     pub fn state_dir(&self) -> PathBuf {
         if !self.state_dir.as_os_str().is_empty() {
@@ -225,7 +237,7 @@ impl Config {
         PathBuf::from(format!("/tmp/berth-{uid}"))
     }
 
-    /// `shim_socket`, or what stands for it.
+    /// Returns the path of the shim's socket: `shim_socket`, or its default.
     #[must_use]
     pub fn shim_socket(&self) -> PathBuf {
         if !self.shim_socket.as_os_str().is_empty() {
@@ -234,7 +246,8 @@ impl Config {
         self.state_dir().join(format!("engine-{}.sock", self.engine_port()))
     }
 
-    /// The engine's port: what the shim inside it knows of its address, and what names its files.
+    /// Returns the engine's port. The agent's files for the engine are named by it, because the
+    /// port is all that the shim inside the engine knows of the engine's address.
     #[must_use]
     pub fn engine_port(&self) -> u16 {
         self.engine_uri().port_u16().unwrap_or(80)
@@ -292,24 +305,25 @@ impl Config {
         }
     }
 
-    /// The engine's base URL.
+    /// Returns the engine's base URL.
     #[must_use]
     pub fn engine_uri(&self) -> Uri {
         self.engine.parse().expect("checked when the settings were loaded")
     }
 }
 
-/// Milliseconds of a setting as a duration.
+/// Converts a setting in milliseconds to a duration.
 #[must_use]
 pub fn ms(value: u64) -> Duration {
     Duration::from_millis(value)
 }
 
-/// The engine's API key: a secret, so from the environment alone. Files and secret stores like to
-/// end it with a line's end, which isn't part of it; an empty one is none.
+/// Returns the engine's API key as a header value, or `None` if it is unset or empty. As a secret,
+/// it is read only from the environment. White space around it is removed, because files and secret
+/// stores often add a line feed.
 ///
 /// # Errors
-/// Where a header can't carry it. Going on without it would be answered 401 for ever.
+/// If a header can't carry the key. Without it the engine would answer 401 to every request.
 pub fn engine_api_key() -> Result<Option<HeaderValue>, &'static str> {
     let unusable = "BERTH_ENGINE_API_KEY has characters that a header can't carry: set it to what \
                     the engine's --api-key is";

@@ -1,4 +1,4 @@
-//! The agent's metrics: plain handles, base units, labels from small sets.
+//! The agent's metrics, in base units, with small sets of label values.
 
 use std::time::Duration;
 
@@ -12,12 +12,13 @@ use proto::load::{Figure, LoadReport, PageAudit, PageClasses};
 
 use crate::session::{Became, Event, Outcome, Ran};
 
-/// Seconds from 1 ms to 65 s, doubling: prefills span that range.
+/// Creates a histogram with buckets from 1 ms to 65 s, each twice the previous: prefills span that
+/// range.
 fn seconds() -> Histogram {
     Histogram::new((0..17).map(|step| 0.001 * f64::from(1 << step)))
 }
 
-/// All handles; clones share them.
+/// All metrics of the agent. Clones share the same values.
 #[derive(Debug, Clone)]
 pub struct Metrics {
     turns: Family<OutcomeLabel, Counter>,
@@ -42,14 +43,14 @@ pub struct Metrics {
     volatile_prefixes: Family<RoleLabel, Counter>,
 }
 
-/// What became of a piece of a long prompt.
+/// The result of one stage of staged prefill.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Piece {
-    /// The engine has it.
+    /// The engine computed the stage.
     Computed,
-    /// The same, but what was before it had been evicted meanwhile.
+    /// The engine computed the stage, but earlier stages of the prompt had been evicted by then.
     Evicted,
-    /// The engine gave no answer, or refused.
+    /// The engine refused the stage or didn't answer.
     Failed,
 }
 
@@ -102,13 +103,13 @@ struct FigureLabel {
 }
 
 impl Metrics {
-    /// Registers everything under `registry`.
+    /// Creates all metrics and registers them in `registry`.
     pub fn new(registry: &mut Registry) -> Self {
         let metrics = Self {
             turns: Family::default(),
             refusals: Family::default(),
             first_byte: seconds(),
-            // From 0.5 ms to 5.4 s, in steps of a half: closes take milliseconds.
+            // From 0.5 ms to 5.6 s, each bucket 1.5 times the previous: closes take milliseconds.
             close: Histogram::new((0..24).map(|step| 0.000_5 * 1.5_f64.powi(step))),
             turn: seconds(),
             ranks: Family::default(),
@@ -118,10 +119,11 @@ impl Metrics {
             pages: Family::default(),
             faults: Family::default(),
             audits: Family::default(),
-            // From 50 us to 0.2 s, doubling: above a millisecond it is felt.
+            // From 50 us to 0.2 s, each bucket twice the previous: above a millisecond, users
+            // notice the pause.
             audit_step: Histogram::new((0..13).map(|step| 0.000_05 * f64::from(1 << step))),
             plans: Family::default(),
-            // Token counts from 64 to 1 M, four times each.
+            // Token counts from 64 to 1 M, each bucket four times the previous.
             diverged_at: Histogram::new((0..8).map(|step| 64.0 * 4_f64.powi(step))),
             spared_tokens: Counter::default(),
             session_turns: Family::default(),
@@ -174,27 +176,27 @@ impl Metrics {
         metrics
     }
 
-    /// A turn was refused here.
+    /// Counts a turn that the agent refused.
     pub fn refused(&self, code: &'static str) {
         self.refusals.get_or_create(&CodeLabel { code }).inc();
     }
 
-    /// Something happened to a session.
+    /// Counts an event of a session.
     pub fn happened(&self, event: Event) {
         self.events.get_or_create(&EventLabel { event: event.as_str() }).inc();
     }
 
-    /// The engine freed what a session held.
+    /// Records how long the engine took to free what a closed session held.
     pub fn freed(&self, after: Duration) {
         self.close.observe(after.as_secs_f64());
     }
 
-    /// The head of an answer came.
+    /// Records the time from sending a turn to the head of its answer.
     pub fn first_byte(&self, after: Duration) {
         self.first_byte.observe(after.as_secs_f64());
     }
 
-    /// A turn ended.
+    /// Counts the end of a turn, and records how long the turn took.
     pub fn ended(&self, outcome: Outcome, after: Duration) {
         let outcome = match outcome {
             Outcome::Finished(_) => "finished",
@@ -208,28 +210,29 @@ impl Metrics {
         self.turn.observe(after.as_secs_f64());
     }
 
-    /// A whole history was compared with its session, which had so many tokens of it.
+    /// Counts a full history that was compared with its session, and the tokens of it that the
+    /// session already had.
     pub fn planned(&self, became: Became, spared_tokens: u64) {
         self.plans.get_or_create(&PlanLabel { plan: became.as_str() }).inc();
         self.spared_tokens.inc_by(spared_tokens);
     }
 
-    /// One was found to be another from this token on.
+    /// Records at which token a full history diverged from its session.
     pub fn diverged(&self, at_tokens: u64) {
         self.diverged_at.observe(at_tokens as f64);
     }
 
-    /// It is known how a session's turn runs.
+    /// Counts how a session's turn runs.
     pub fn ran(&self, ran: Ran) {
         self.session_turns.get_or_create(&KindLabel { kind: ran.as_str() }).inc();
     }
 
-    /// A session's prompts were found to have a volatile prefix; `role` is its place.
+    /// Counts a session whose prompts have a volatile prefix. `role` is where in the prompt it is.
     pub fn volatile_prefix(&self, role: &'static str) {
         self.volatile_prefixes.get_or_create(&RoleLabel { role }).inc();
     }
 
-    /// A piece of a long prompt has ended, for which so many tokens were computed.
+    /// Counts a stage of staged prefill that has ended, and the tokens computed in it.
     pub fn piece(&self, became: Piece, tokens: u64) {
         let outcome = match became {
             Piece::Computed => "computed",
@@ -240,18 +243,18 @@ impl Metrics {
         self.lane_tokens.inc_by(tokens);
     }
 
-    /// Something became of an audit.
+    /// Counts an audit by its outcome.
     pub fn audited(&self, outcome: &'static str) {
         self.audits.get_or_create(&OutcomeLabel { outcome }).inc();
     }
 
-    /// An audit took so much of the scheduler's thread.
+    /// Records how much time of the engine's scheduler thread an audit took.
     pub fn audit_step(&self, spent: Duration) {
         self.audit_step.observe(spent.as_secs_f64());
     }
 
-    /// A rank's newest audit, or that there is none any more. A kind of fault that an audit could
-    /// not look for has no line.
+    /// Sets the gauges of a rank's newest audit; `None` removes them. A kind of fault that the
+    /// audit could not check has no gauge.
     pub fn pages(&self, dp_rank: u32, audit: Option<&PageAudit>) {
         let classes = audit.and_then(|audit| audit.classes);
         let class = |value: fn(&PageClasses) -> u64| classes.as_ref().map(value);
@@ -273,7 +276,7 @@ impl Metrics {
         }
     }
 
-    /// A report was published.
+    /// Sets the gauges of the published load report.
     pub fn reported(&self, report: &LoadReport) {
         self.engine_up.set(i64::from(report.unhealthy.is_none()));
         self.restart_required.set(i64::from(report.restart_required.is_some()));
@@ -317,7 +320,7 @@ impl Metrics {
     }
 }
 
-/// An absent figure has no line, so that nobody reads it as zero.
+/// Sets a gauge. An absent value removes it, so that it isn't read as zero.
 fn set<L>(family: &Family<L, Gauge>, label: &L, value: Option<u64>)
 where
     L: Clone + std::hash::Hash + Eq,
