@@ -1,5 +1,8 @@
-//! One rank's publisher: connects, hears, asks for what was missed, and connects again. It moves
-//! messages into [`Rank`] and what comes out of it to watchers; it decides nothing about them.
+//! The connection to the publisher of one rank's KV events.
+//!
+//! It connects, receives messages, requests a replay of missed ones, and connects again after an
+//! error. It passes messages to [`Rank`] and the resulting changes to watchers. All decisions about
+//! the messages are made in [`Rank`].
 
 use std::{ops::ControlFlow, sync::Arc, time::Duration};
 
@@ -17,21 +20,23 @@ use super::{
     zmtp::{Connection, Error, Kind},
 };
 
-/// Pause before connecting again, doubled up to the longer one.
+/// The pause before connecting again. It doubles after each failure, up to the maximum.
 const RETRY_MIN: Duration = Duration::from_millis(100);
 const RETRY_MAX: Duration = Duration::from_secs(5);
-/// A publisher answers questions between messages, at least every tenth of a second.
+/// The time limit for the first message of a replay. A publisher looks for replay requests between
+/// messages, at least every 100 ms.
 const ANSWER_MAX: Duration = Duration::from_secs(5);
-/// An answer that has begun comes without pauses; one that stops was cut short.
+/// The time limit for each further message of a replay. A replay is sent without pauses; one that
+/// stops is incomplete.
 const ANSWER_REST_MAX: Duration = Duration::from_millis(500);
-/// A connection that lasted for so long was one: the next is tried at once.
+/// A connection that lasted longer than this resets the pause to its minimum.
 const LASTING: Duration = Duration::from_secs(30);
-/// After this long without a message it is asked whether there was one.
+/// After this long without a message, the publisher is asked whether a message was missed.
 const QUIET: Duration = Duration::from_secs(2);
-/// The number by which a publisher says that it has no more.
+/// The message number that marks the end of a replay.
 const END: [u8; 8] = [0xff; 8];
 
-/// Where a rank publishes.
+/// The addresses at which a rank publishes.
 #[derive(Debug)]
 pub(super) struct Source {
     pub(super) dp_rank: u32,
@@ -40,19 +45,20 @@ pub(super) struct Source {
     pub(super) topic: String,
 }
 
-/// A rank with its engine's end and its watchers.
+/// Follows the KV events of one rank, and answers snapshot requests of its watchers.
 pub(super) struct Follower {
     pub(super) source: Source,
     pub(super) rank: Rank,
     pub(super) shared: Arc<Shared>,
     pub(super) snapshots: mpsc::Receiver<oneshot::Sender<Snapshot>>,
     asked_tree: Option<Instant>,
-    /// When the publisher was asked for messages, or last said one that was asked for.
+    /// When a replay was last requested, or its last message received.
     answered: Instant,
     has_warned: bool,
 }
 
-/// Answers, as long as anyone may ask, that nothing is known, and why.
+/// Answers snapshot requests with the reason why nothing is known. Returns when no further request
+/// can come.
 pub(super) async fn answer_unknown(
     why: &str,
     shared: &Shared,
@@ -74,7 +80,7 @@ impl Follower {
         Self { source, rank, shared, snapshots, asked_tree: None, answered, has_warned: false }
     }
 
-    /// Follows the publisher until nobody wants to know any more.
+    /// Follows the publisher until nobody can request snapshots any more.
     pub(super) async fn run(mut self) {
         let mut pause = RETRY_MIN;
         loop {
@@ -99,7 +105,7 @@ impl Follower {
             self.shared.metrics.gone(dp_rank);
             self.shared.board.tell(dp_rank, What::Anew);
             let unknown = answer_unknown(&why, &self.shared, &mut self.snapshots);
-            // Unless nobody can ask any more.
+            // If the timeout has not passed, no further request can come.
             if tokio::time::timeout(pause, unknown).await.is_ok() {
                 return;
             }
@@ -111,14 +117,16 @@ impl Follower {
         let mut events = Connection::open(&self.source.address, Kind::Sub).await?;
         events.subscribe(self.source.topic.as_bytes()).await?;
         let Some(address) = &self.source.replay else { return Ok((events, None)) };
-        // Its address is told by its port alone; without it only what is missed is lost.
+        // Only the port of the replay address is known for certain, so connecting may fail. Without
+        // a replay socket, only missed messages are lost.
         let replay = Connection::open(address, Kind::Dealer).await.inspect_err(|error| {
             warn!(dp_rank = self.source.dp_rank, %error, address, "missed KV events can't be had");
         });
         Ok((events, replay.ok()))
     }
 
-    /// Follows one connection to its end; breaks where nobody wants to know any more.
+    /// Follows one connection until an error, which it returns. Breaks if nobody can request
+    /// snapshots any more.
     async fn follow(
         &mut self,
         mut events: Connection,
@@ -129,7 +137,7 @@ impl Follower {
         if let Err(error) = self.take(steps, &mut replay).await {
             return ControlFlow::Continue(error);
         }
-        // None: the publisher was asked whether there was anything, and there was nothing.
+        // When the last message came; `None` after a replay has shown that nothing was missed.
         let mut heard = Some(Instant::now());
         loop {
             let deadline = match self.rank.is_asking() {
@@ -172,7 +180,7 @@ impl Follower {
                     self.ask_tree();
                     continue;
                 }
-                // A shim that has come may be asked at once.
+                // A shim has connected: request the tree at once.
                 true = shim.changed(), if tree.is_some() => {
                     self.asked_tree = None;
                     continue;
@@ -191,11 +199,12 @@ impl Follower {
     fn answer(&mut self, reply: oneshot::Sender<Snapshot>) {
         let unread = || "the engine's KV events are being read".to_owned();
         let changes = self.rank.snapshot().ok_or_else(unread);
-        // This task alone tells of the rank: no news of it come in between.
+        // Only this task writes changes of this rank, so none can come between the snapshot and its
+        // number.
         let _ = reply.send(Snapshot { changes, at: self.shared.board.next() });
     }
 
-    /// Carries out what a rank wants.
+    /// Carries out the steps that a rank returns.
     async fn take(
         &mut self,
         steps: Vec<Step>,
@@ -230,7 +239,8 @@ impl Follower {
         self.asked_tree.map_or_else(Instant::now, |asked| asked + interval)
     }
 
-    /// Asks the shim to have the tree published anew. It comes as other events do.
+    /// Asks the shim to publish the engine's radix tree again. The tree arrives as normal KV
+    /// events.
     fn ask_tree(&mut self) {
         let dp_rank = self.source.dp_rank;
         self.asked_tree = Some(Instant::now());
@@ -248,7 +258,7 @@ impl Follower {
     }
 }
 
-/// The next message that was asked for, or that there are no more.
+/// Returns the next message of a replay, or `None` at its end.
 async fn replayed(replay: &mut Option<Connection>) -> Result<Option<(u64, Vec<u8>)>, Error> {
     let Some(replay) = replay else { return std::future::pending().await };
     let mut frames = replay.receive().await?;
@@ -262,7 +272,7 @@ async fn replayed(replay: &mut Option<Connection>) -> Result<Option<(u64, Vec<u8
     numbered(frames).map(Some)
 }
 
-/// The number and the payload of topic, number, payload.
+/// Returns the number and the payload of a message with the frames topic, number, payload.
 #[expect(clippy::needless_pass_by_value, reason = "frames end here, and their buffer with them")]
 fn numbered(frames: Vec<Bytes>) -> Result<(u64, Vec<u8>), Error> {
     let [_, number, payload] = &frames[..] else { return Err(Error::Frame) };

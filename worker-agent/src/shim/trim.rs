@@ -1,9 +1,13 @@
-//! The agent's end of the trimmer's socket: the shim in the engine's first process, which takes off
-//! a whole prompt what its session holds. It tells of each plan before the engine gets the turn,
-//! and asks where another session, or more room in this one, could help.
+//! The agent's end of the trimmer's socket.
 //!
-//! [`listen`] makes the socket, beside the shim's. No plan is lost or overtaken while the receiver
-//! is slow: then nothing more is read, and the trimmer drops its oldest plans. Decides nothing.
+//! The trimmer is the part of the shim that runs in the engine's first process. It removes from a
+//! full history the tokens that the turn's session already holds. It reports the plan of each turn
+//! before the engine gets the turn. If another session, or more room in this one, could help, it
+//! asks a question first.
+//!
+//! [`listen`] creates the socket, beside the shim's. No plan that was read is lost or reordered: if
+//! the receiver is slow, reading stops, and the trimmer drops its oldest plans. This module decides
+//! nothing.
 
 mod talk;
 
@@ -16,85 +20,88 @@ use self::talk::Plans;
 use super::{Error, codec::Command, peers::Peers};
 pub use crate::session::Plan;
 
-/// What the trimmer says first: who it is, and whether it trims.
+/// The trimmer's first message: its identity, and whether it trims.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Trimmer {
-    /// The engine's first process, as it knows itself: by its number in its own pid namespace.
+    /// The process id of the engine's first process, in that process's own pid namespace.
     pub pid: u32,
-    /// The same in the agent's, by the kernel's word. None: it isn't seen from there.
+    /// The same process in the agent's pid namespace, as reported by the kernel. `None` if the
+    /// process isn't visible there.
     pub seen_pid: Option<u32>,
-    /// Random token of the engine's first process: another one is another engine.
+    /// A random token of the engine's first process. It differs between engine processes.
     pub instance: u128,
-    /// SGLang's version.
+    /// The version of SGLang.
     pub sglang: String,
-    /// The shim's version.
+    /// The version of the shim.
     pub shim: String,
-    /// Why nothing is trimmed, where nothing is. No turn is planned any more then.
+    /// Why the trimmer trims nothing; `None` while it works. Once it is set, no more turns are
+    /// planned.
     pub inert: Option<String>,
 }
 
-/// What the trimmer makes of one marked turn's prompt.
+/// The trimmer's plan for a marked turn.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Planned {
-    /// The question that [`TrimHandle::run`] answers: the turn waits for it. `None`: this is the
-    /// turn's last plan, and the engine gets the turn now. There is one of each turn that the
-    /// engine makes tokens of and whose client waits for that.
+    /// The number of the question that [`TrimHandle::run`] answers, while the turn waits. `None`:
+    /// this plan is final, and the engine gets the turn now. There is exactly one final plan for
+    /// each marked turn, if the engine tokenizes it and its client doesn't disconnect before that.
     pub question: Option<u64>,
     /// See [`Plan`].
     pub plan: Plan,
-    /// Tokens that the prompt has in common with the session, from the first on.
+    /// The number of leading tokens that the prompt and the session share.
     pub at: u32,
-    /// Tokens of the session before the turn, as the engine counts them.
+    /// The number of tokens of the session before the turn, as the engine counts them.
     pub committed: u32,
-    /// Tokens that are appended to them; 0 unless trimmed or healed. The engine will count
-    /// `committed + sent` prompt tokens.
+    /// The number of tokens to append to the session; 0 unless the plan is trimmed or healed. The
+    /// engine will count `committed + sent` prompt tokens.
     pub sent: u32,
-    /// Tokens of the whole prompt, or what the engine would count of it in the session where that
-    /// is too much and more; 0 where it wasn't looked at.
+    /// The number of tokens of the whole prompt. If the engine would count more in the session and
+    /// that is too many, it is that larger number. 0 if the prompt was not examined.
     pub prompt: u32,
-    /// The session it was planned for, by its id in the engine.
+    /// The id in the engine of the session that the plan is for.
     pub session: String,
-    /// The turn's request.
+    /// The id of the turn's request.
     pub rid: String,
-    /// Why it was refused, and why a question was of no help; for people. Empty where all is well.
+    /// Why the plan is a refusal, or why a question didn't help, as a text for operators. Empty if
+    /// neither applies.
     pub why: String,
 }
 
-/// What is told. `Up` is the first and `Down` the last of each connection.
+/// A message about the trimmer. On each connection `Up` is the first and `Down` the last.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum News {
     /// The trimmer has connected.
     Up(Trimmer),
-    /// A turn was planned.
+    /// The trimmer has made a plan for a turn.
     Planned(Planned),
-    /// The trimmer has gone, or was replaced, or said nonsense. Plans may have been lost with it,
-    /// and questions without an answer get none.
+    /// The trimmer disconnected, was replaced, or violated the protocol. Plans may be lost with the
+    /// connection, and open questions need no answer any more.
     Down {
-        /// For people.
+        /// The reason, as a text for operators.
         reason: String,
     },
 }
 
-/// Answers the trimmer's questions.
+/// Sends answers to the trimmer's questions.
 #[derive(Debug, Clone)]
 pub struct TrimHandle {
     peers: Peers,
 }
 
 impl TrimHandle {
-    /// Answers a question: the turn is planned anew for this session, in which its prompt may have
-    /// so many tokens at most; without one it runs as it came.
+    /// Answers a question. The trimmer plans the turn again for `session`, where its prompt may
+    /// have at most `tokens_max` tokens. Without a session, the turn runs unchanged.
     ///
     /// # Errors
-    /// When there is no trimmer, or it doesn't listen.
+    /// If no trimmer is connected, its queue is full, or the session's id is too long.
     pub fn run(&self, question: u64, session: Option<&str>, tokens_max: u32) -> Result<(), Error> {
         let session = session.unwrap_or_default().to_owned();
         self.peers.command(talk::DP_RANK, &Command::Run { question, tokens_max, session })
     }
 }
 
-/// Listens for the trimmer at the shim's path with `.trim` behind it, as [`super::listen`] does for
-/// shims. There is one at a time: a newer one replaces the older.
+/// Listens for the trimmer at the path of the shim's socket plus `.trim`, as [`super::listen`] does
+/// for shims. Only one trimmer is connected at a time: a newer one replaces the older.
 ///
 /// # Errors
 /// See [`Error`].

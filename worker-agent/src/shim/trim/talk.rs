@@ -1,4 +1,4 @@
-//! What the trimmer says, and the one plan of it that the receiver hasn't taken yet. Pure.
+//! Decodes the trimmer's messages, and keeps the one plan that the receiver hasn't taken yet. Pure.
 
 use std::time::Instant;
 
@@ -13,10 +13,10 @@ use super::{
 const TRIMMER: u8 = 4;
 const PLANNED: u8 = 5;
 
-/// Nothing is trimmed with more ranks than this one.
+/// The trimmer's rank. It trims only if the engine has a single DP rank.
 pub(super) const DP_RANK: u32 = 0;
 
-/// See the module.
+/// The state of one connection: the plan that the receiver hasn't taken yet.
 #[derive(Debug, Default)]
 pub(super) struct Plans {
     waiting: Option<Planned>,
@@ -24,9 +24,10 @@ pub(super) struct Plans {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Message {
-    /// Once, first.
+    /// The first message of a connection; sent only once.
     Trimmer(Trimmer),
-    /// Before the engine gets a marked turn, and where a question is to be answered first.
+    /// A plan. A final one comes before the engine gets a marked turn, and one with a question
+    /// before that.
     Planned(Planned),
 }
 
@@ -77,7 +78,7 @@ impl Talk for Plans {
 fn trimmer(body: &mut Body<'_>) -> Result<Trimmer, codec::Error> {
     Ok(Trimmer {
         pid: body.u32()?,
-        // The socket knows it.
+        // Set later from the socket's peer credentials.
         seen_pid: None,
         instance: u128::from_le_bytes(body.array()?),
         sglang: body.string()?,

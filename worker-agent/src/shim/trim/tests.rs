@@ -1,4 +1,4 @@
-//! The trimmer's socket, against trimmers that write the protocol's bytes by hand.
+//! Tests of the trimmer's socket, with trimmers that send the protocol's bytes directly.
 
 use std::{
     io::{Read as _, Write as _},
@@ -41,14 +41,14 @@ impl House {
         tokio::time::timeout(SOON, self.news.recv()).await.expect("news in time").expect("news")
     }
 
-    /// The instance of a working trimmer that comes next.
+    /// Waits for a working trimmer to connect. Returns the first byte of its instance.
     async fn up(&mut self) -> u8 {
         let News::Up(trimmer) = self.next().await else { panic!("not up") };
         assert_eq!((trimmer.seen_pid, trimmer.inert), (Some(std::process::id()), None));
         trimmer.instance.to_le_bytes()[0]
     }
 
-    /// Why the trimmer isn't followed any more.
+    /// Waits for the trimmer's connection to end. Returns the reason.
     async fn down(&mut self) -> String {
         match self.next().await {
             News::Down { reason } => reason,
@@ -64,7 +64,7 @@ impl TrimmerEnd {
         self.0.write_all(&framed(kind, body)).unwrap();
     }
 
-    /// What it reads next, so many bytes.
+    /// Reads the next `N` bytes.
     async fn reads<const N: usize>(&self) -> [u8; N] {
         let mut stream = self.0.try_clone().unwrap();
         stream.set_read_timeout(Some(SOON)).unwrap();
@@ -81,7 +81,7 @@ fn framed(kind: u8, body: &[u8]) -> Vec<u8> {
     [&length, &[codec::VERSION, kind][..], body].concat()
 }
 
-/// A plan of the session `s`, trimmed to half.
+/// The body of a plan for the session `s`, with half of the prompt trimmed.
 fn planned(number: u64, prompt: u32) -> Vec<u8> {
     let numbers = [prompt / 2, prompt / 2, prompt - prompt / 2, prompt].map(u32::to_le_bytes);
     let texts = ["s", "rid", ""].map(text).concat();
@@ -133,7 +133,7 @@ async fn a_newer_trimmer_replaces_even_one_that_is_deaf() {
     let mut house = House::new("trim-again", 16);
     let _deaf = house.trimmer(1, "");
     assert_eq!(house.up().await, 1);
-    // Until its socket is full, and as many wait as may.
+    // Send until the socket and the queue of commands are full.
     let long = "s".repeat(512);
     let busy = loop {
         if let Err(error) = house.handle.run(1, Some(&long), 1) {
@@ -181,7 +181,7 @@ async fn a_slow_receiver_stops_the_reading_and_misses_no_plan() {
     let mut house = House::new("trim-slow", 1);
     let mut trimmer = house.trimmer(1, "");
     trimmer.0.set_write_timeout(Some(Duration::from_millis(300))).unwrap();
-    // Ends when the socket is full: nobody takes the news, so nobody reads any more.
+    // Ends when the socket is full: the receiver takes no news, so the agent stops reading.
     let sent = tokio::task::spawn_blocking(move || {
         let whole = |prompt: &u32| trimmer.0.write_all(&framed(5, &planned(0, *prompt))).is_ok();
         (0..100_000).take_while(whole).count()

@@ -1,4 +1,5 @@
-//! The trimmer's frames: what its own encoder writes is read, and nothing that isn't one is.
+//! Tests of the trimmer's frames: the shim's own encoder is understood, and invalid frames
+//! rejected.
 
 use proptest::prelude::*;
 
@@ -7,7 +8,8 @@ use super::{
     *,
 };
 
-/// Prints, by the shim's own code, the frames that [`frames_of_the_trimmer`] expects, in hex.
+/// A script that prints, as hex, the shim's encoding of the frames that [`frames_of_the_trimmer`]
+/// returns.
 const ENCODE: &str = r#"
 from berth_shim import wire
 print(wire.trimmer(7, bytes(range(16)), "0.5.23", "0.1.0", "").hex())
@@ -66,7 +68,7 @@ fn no_socket_reads_what_belongs_to_the_other() {
         let trimmers = all_of(Plans::decode, &frame).err() != unknown;
         assert_eq!((shims, trimmers), ((1..=3).contains(&kind), (4..=5).contains(&kind)));
     }
-    // A plan that isn't in the table.
+    // A plan number that the protocol doesn't define.
     let planned = [&[codec::VERSION, 5][..], &[0; 24], &[5], &[0; 6]].concat();
     assert_eq!(all_of(Plans::decode, &framed(&planned)), Err(codec::Error::Value));
 }
