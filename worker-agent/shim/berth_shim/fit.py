@@ -1,10 +1,12 @@
-"""What can be trimmed: which engines, which requests, and the engine's tokenizer as `trim.Text`."""
+"""Decides which engines and requests can be trimmed, and wraps the engine's tokenizer as
+`trim.Text`.
+"""
 
 from collections.abc import Sequence
 from typing import Any
 
-# Fields of a tokenised request that a streaming session drops or reads otherwise than a whole
-# prompt's turn does.
+# Fields of a tokenized request that a streaming session drops, or interprets differently than a
+# request with the whole prompt does.
 _UNFIT = (
     "mm_inputs", "input_embeds", "token_type_ids", "positional_embed_overrides", "kv_hints",
     "multi_item_delimiter_indices", "token_indices_to_pool", "return_indexer_topk",
@@ -14,15 +16,15 @@ _UNFIT = (
 
 
 def untrimmable() -> str:
-    """Why nothing can be trimmed in this engine; empty when it can."""
+    """Returns why nothing can be trimmed in this engine; empty if trimming is possible."""
     from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving
 
     serving = get_serving()
     reasons = {
         "streaming sessions are off": not serving.enable_streaming_session,
-        # Each would know a part of a session's turns.
+        # Each worker would see only some of a session's turns.
         "there are several tokenizer workers": serving.tokenizer_worker_num > 1,
-        # A session's context is on one of them, and nothing here says on which.
+        # A session's context is on one of the ranks, and this process can't tell which.
         "there are several DP ranks": get_parallel().num_dp_ranks > 1,
         "prefill and decode are apart": get_disagg().disaggregation_mode != "null",
         "prompts are truncated": serving.allow_auto_truncate,
@@ -31,7 +33,7 @@ def untrimmable() -> str:
 
 
 def unfit(tokenized: Any) -> str:
-    """Why this request can't be a session's turn; empty when it can."""
+    """Returns why this request can't be a turn of a session; empty if it can."""
     if tokenized.input_ids is None:
         return "it has no token ids"
     for field in _UNFIT:
@@ -45,17 +47,20 @@ def unfit(tokenized: Any) -> str:
 
 
 def tie(tokenized: Any) -> tuple:
-    """What its KV depends on beside the tokens."""
+    """Returns everything besides the tokens that the request's KV depends on."""
     return tokenized.lora_id, tokenized.extra_key, tokenized.cache_salt
 
 
 class Words:
-    """A fast tokenizer of `transformers`, both ways without adding or dropping anything."""
+    """A fast tokenizer of `transformers`, which encodes and decodes without adding or dropping
+    anything.
+    """
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
         added = tokenizer.added_tokens_decoder
-        # One that must stand alone depends on its neighbours.
+        # Special tokens that split a text regardless of their neighbours. A `single_word` token is
+        # left out, because whether it matches depends on its neighbours.
         self.specials = frozenset(id for id, token in added.items() if not token.single_word)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -68,5 +73,5 @@ class Words:
 
 
 def words(tokenizer: Any) -> Words | None:
-    """None where drift can't be proven harmless."""
+    """Returns the tokenizer as `Words`, or None if drift can't be proven harmless with it."""
     return Words(tokenizer) if getattr(tokenizer, "is_fast", False) else None

@@ -1,6 +1,7 @@
-"""All sessions' transcripts, bounded: who has been idle longest gives way. Pure.
+"""The transcripts of all sessions, with a bound on their size. Pure.
 
-A session whose ids had to go is one whose context isn't known: its turns are refused, not guessed.
+At the bound, the session that has been idle longest loses its transcript's ids. The context of that
+session is then unknown, and its turns are refused.
 """
 
 from collections.abc import Callable
@@ -8,15 +9,15 @@ from typing import Any
 
 from .trim import Transcript
 
-# A row of the request table each; SGLang has at most 4096 by default.
+# Each session takes a row of the request table; SGLang has at most 4096 by default.
 SESSIONS_MAX = 4096
-# 8 bytes a token: 128 MiB for a hundred and sixty sessions of 100,000 tokens. The engine itself
-# keeps the same ids two or three times over.
+# At 8 bytes per token these are 128 MiB: 160 sessions of 100,000 tokens. The engine itself keeps
+# the same ids two or three times.
 TOKENS_MAX = 1 << 24
 
 
 class Transcripts:
-    """By session id, in the order of their last use. Only sessions that were opened are known."""
+    """Transcripts by session id, least recently used first. Contains only opened sessions."""
 
     def __init__(self, sessions_max: int = SESSIONS_MAX, tokens_max: int = TOKENS_MAX):
         self._sessions_max, self._tokens_max = sessions_max, tokens_max
@@ -30,7 +31,7 @@ class Transcripts:
         return id in self._all
 
     def open(self, id: str) -> None:
-        """A new life of the session, with no context."""
+        """Adds the session with an empty context. Discards an earlier session with this id."""
         self.close(id)
         if len(self._all) >= self._sessions_max:
             idle = (other for other, known in self._all.items() if known.turn is None)
@@ -42,11 +43,14 @@ class Transcripts:
             self._tokens -= len(known)
 
     def get(self, id: str) -> Transcript | None:
-        """To look at; changes go through `change`."""
+        """Returns the transcript for reading. To change it, use `change`."""
         return self._all.get(id)
 
     def change(self, id: str, by: Callable[[Transcript], Any]) -> Any:
-        """Uses the session's transcript now, and keeps the bound. None where there is none."""
+        """Applies `by` to the transcript, marks the session as used, and enforces the bound.
+
+        Returns the result of `by`, or None if the session is unknown.
+        """
         if (known := self._all.pop(id, None)) is None:
             return None
         self._all[id] = known

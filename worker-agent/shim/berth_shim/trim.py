@@ -1,42 +1,48 @@
-"""What of a whole prompt a streaming session hasn't got yet. Pure: token ids in, a plan out.
+"""Finds the part of a prompt that a streaming session lacks. Pure: token ids in, a plan out.
 
-A client that resends its whole history gets a turn that costs only what is new: the engine appends
-what follows the session's committed context, and nothing else. A `Transcript` is that context as
-the client's prompts write it. A plan against it is one of
+A client that sends its full history with each turn should pay only for the new part. The engine
+appends to the session's committed context whatever it is sent, and nothing else. A `Transcript` is
+that context as the client's prompts write it. Comparing a prompt with it gives one of these plans:
 
-- `Trimmed`: the prompt begins with the very ids, and goes on; the rest is to be appended.
-- `Healed`: the ids differ where answers were tokenised anew, but it is proven to be the same text.
-- `Diverged`: it is another text from this token on, or nothing follows. Nothing may be appended.
-- `TooLong`: it could be trimmed or healed, but there isn't room for so many tokens.
-- `Nothing`: nobody can tell, and why.
+- `Trimmed`: the prompt starts with exactly the transcript's ids; the rest is to be appended.
+- `Healed`: the ids differ where the client's text of an answer was retokenized, but the text is
+  proven to be the same; the rest is to be appended.
+- `Diverged`: from some token on the text differs, or nothing follows. Nothing may be appended.
+- `TooLong`: the prompt could be trimmed or healed, but has more tokens than there is room for.
+- `Nothing`: the comparison isn't possible, for a stated reason.
 
-Drift. An answer's ids are the model's choice; the client sends its text back, and the tokenizer
-writes it in its own way. The committed ids stand for that text where three things hold. Between two
-special tokens, what the tokenizer makes of the decoded committed ids is, id for id, what stands in
-the prompt: so the texts are equal, and decoding has lost nothing. A replacement character proves
-nothing and is a divergence. And the cut, where the prompt goes on, is safe: both sides encode alone
-as they do together. A special token on either side of it makes them independent; else the rest up
-to the next special token must encode, alone, to the ids that the prompt has there. What is appended
-is always the prompt's own ids.
+Drift: the model chooses the ids of an answer. The client sends the answer back as text, and the
+tokenizer may encode that text with other ids. The prompt continues the committed ids if three
+conditions hold:
 
-A transcript keeps the prompt's ids and not the engine's, once they were proven to be the same text:
-so no drift has to be proven twice. The two may differ in length; `committed` counts the engine's.
+- Between each two special tokens, decoding the committed ids and encoding the resulting text gives
+  exactly the ids in the prompt. Then the texts are equal, and decoding has lost nothing.
+- The decoded text has no replacement character, which could stand for anything.
+- The texts before and after the cut, where the rest of the prompt begins, encode separately to the
+  same ids as together. This is so if a special token is on either side of the cut. Otherwise the
+  rest, up to the next special token, must encode on its own to the ids that the prompt has there.
+
+Only the prompt's own ids are ever appended.
+
+After drift was proven harmless, the transcript keeps the prompt's ids instead of the engine's, so
+the same drift needn't be proven again. The two may differ in length; `committed` is the engine's.
 
 What the engine commits (SGLang 0.5.23; `Session`, `StreamingSession`, `update_finish_state`,
 `output_streamer.accept`, `release_req`):
 
-- Context of the next turn: the last turn's prompt, its `output_ids[:max_new_tokens]`, what is sent.
-- A turn that finishes commits `output_ids[:finished_len]`. That is cut behind the stop token or
-  EOS, behind the token that completed a stop string (which the text doesn't show), at
-  `max_new_tokens`, and before what speculative decoding made beyond. The tokenizer's side is sent
-  exactly these ids. With `max_new_tokens` 0 there are none.
-- A running or waiting turn that is aborted, or refused, commits nothing: the context is that of the
-  turn before; of a first turn, nothing at all.
-- But retraction commits prompt and partial answer. A turn that goes on and finishes commits anew,
-  as if nothing had been. One that is aborted afterwards leaves in the context what it had made by
-  then; how much isn't told. So an abort is without effect only if no retraction came before it.
-- Appending strips one BOS in front of what is sent, if the session has a context.
-- A flush and a demotion lose KV, never the context. A session that is closed has none.
+- The context of a turn is the previous turn's prompt, then its `output_ids[:max_new_tokens]`. The
+  turn's own tokens follow.
+- A turn that finishes commits `output_ids[:finished_len]`. This ends after the stop token or EOS,
+  after the token that completed a stop string (which the text doesn't show), at `max_new_tokens`,
+  and before extra tokens of speculative decoding. The tokenizer's process receives exactly these
+  ids. With `max_new_tokens` 0 there are none.
+- A running or waiting turn that is aborted or refused commits nothing: the context stays that of
+  the previous turn, or empty after a first turn.
+- But retraction commits the prompt and the partial answer. If the turn then continues and finishes,
+  it commits as usual. If it is aborted after a retraction, the context keeps what it had generated
+  by then, and its length isn't reported. So an abort has no effect only without a retraction.
+- Appending removes one BOS from the start of the new tokens, if the session has a context.
+- A flush or a demotion loses the KV but not the context. Closing a session loses both.
 """
 
 from array import array
@@ -44,17 +50,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-# Proving drift encodes what lies behind the last special token that both have: mostly an answer.
-# 16384 tokens take some 20 ms; more isn't an answer that drifted but another history.
+# Proving drift encodes the text after the last special token that both sides share, usually one
+# answer. 16384 tokens take about 20 ms. A longer difference is another history, not drift.
 DRIFT_TOKENS_MAX = 16_384
-# Of a prompt, where nobody bounds it: more than any engine's pool.
+# The default bound on a prompt's tokens: more than any engine's pool.
 TOKENS_MAX = (1 << 32) - 1
 
 
 class Text(Protocol):
-    """The tokenizer: both ways without adding or dropping anything."""
+    """A tokenizer that encodes and decodes without adding or dropping anything."""
 
-    # Tokens that split a text before anything else does.
+    # The tokens at which a text is split before any other tokenization.
     specials: frozenset[int]
 
     def decode(self, ids: Sequence[int]) -> str: ...
@@ -64,7 +70,7 @@ class Text(Protocol):
 
 @dataclass(frozen=True)
 class Trimmed:
-    """The first `at` tokens are the session's; the rest is to be appended to the committed ones."""
+    """The first `at` tokens equal the transcript; append `rest` to the `committed` tokens."""
 
     at: int
     committed: int
@@ -73,7 +79,9 @@ class Trimmed:
 
 @dataclass(frozen=True)
 class Healed:
-    """As trimmed; from `at` on the prompt differs in its tokens, but not in its text."""
+    """Append `rest` as with `Trimmed`. The prompt's ids differ from token `at` on, but not its
+    text.
+    """
 
     at: int
     committed: int
@@ -82,7 +90,7 @@ class Healed:
 
 @dataclass(frozen=True)
 class Diverged:
-    """The first `at` tokens are the session's; then it is another text, or the prompt ends."""
+    """The first `at` tokens equal the transcript; then the text differs, or the prompt ends."""
 
     at: int
     committed: int
@@ -90,7 +98,7 @@ class Diverged:
 
 @dataclass(frozen=True)
 class TooLong:
-    """As trimmed or healed, but the engine would count so many tokens, and may not."""
+    """Could be trimmed or healed, but the engine would count `tokens`, which is over the limit."""
 
     at: int
     committed: int
@@ -99,7 +107,7 @@ class TooLong:
 
 @dataclass(frozen=True)
 class Nothing:
-    """Nobody can tell, for this reason. `elsewhere` someone may: in another session."""
+    """The comparison isn't possible. `elsewhere`: another session could take the turn."""
 
     why: str
     elsewhere: bool = False
@@ -109,25 +117,25 @@ Plan = Trimmed | Healed | Diverged | TooLong | Nothing
 
 
 def askable(plan: Plan) -> bool:
-    """Could it be a better one for another session, or for this one with more room?"""
+    """Whether another session, or more room in this one, could give a better plan."""
     return isinstance(plan, Diverged | TooLong) or isinstance(plan, Nothing) and plan.elsewhere
 
 
 @dataclass(frozen=True)
 class Finished:
-    """The engine has ended the turn well; these are all ids of its answer."""
+    """The engine finished the turn; `answer` has all ids of its answer."""
 
     answer: Sequence[int]
 
 
 @dataclass(frozen=True)
 class RolledBack:
-    """It was aborted or refused, never retracted: as if it hadn't been."""
+    """The turn was aborted or refused without a retraction, so it changed nothing."""
 
 
 @dataclass(frozen=True)
 class Lost:
-    """Nobody knows what of it the engine has kept."""
+    """It is unknown how much of the turn the engine has committed."""
 
 
 Outcome = Finished | RolledBack | Lost
@@ -137,37 +145,40 @@ class Turn:
     """A turn inside the engine."""
 
     def __init__(self, prompt: array, tokens: int):
-        # The whole prompt as the client has it.
+        # The full prompt as the client sent it.
         self.prompt = prompt
-        # What the engine must count of it; another figure is another context.
+        # The number of prompt tokens the engine must count. A different count means another
+        # context.
         self.prompt_tokens = tokens
 
 
 class Transcript:
-    """One session's context. A prompt that is handed in is kept, so nobody else may change it."""
+    """The context of one session. Keeps the prompts passed to it; the caller must not change them
+    afterwards.
+    """
 
     def __init__(self) -> None:
         self._said = array("q")
         self._committed = 0
         self._lost = False
-        # What the KV depends on beside the tokens (adapter, salt): of one session always the same.
+        # What the KV depends on besides the tokens (adapter, salt). It is the same for all turns.
         self._tie: object = None
         self.turn: Turn | None = None
 
     def __len__(self) -> int:
-        """Ids kept here."""
+        """Returns the number of ids kept here."""
         return len(self._said)
 
     @property
     def committed(self) -> int:
-        """Tokens of the context, as the engine counts them."""
+        """The number of tokens of the context, as the engine counts them."""
         return self._committed
 
     def plan(
         self, prompt: array, text: Text | None, tie: object = None, tokens_max: int = TOKENS_MAX
     ) -> Plan:
-        """What to do with this whole prompt, of which the engine may count so many tokens. Without
-        a tokenizer nothing is healed."""
+        """Compares a full prompt with the context. The engine may count at most `tokens_max` tokens
+        of it. Without a tokenizer, no drift can be healed."""
         if refusal := self._refusal(tie):
             return refusal
         plan = self._compared(prompt, text)
@@ -187,14 +198,15 @@ class Transcript:
         return Diverged(at, self._committed)
 
     def begin(self, prompt: array, rest: array, tie: object = None) -> Turn:
-        """The rest of this prompt goes to the engine, by a plan of this moment."""
+        """Starts a turn with this prompt; the engine gets `rest`. The plan must be current."""
         assert self.turn is None, "a turn begins in a session that has one"
         self._tie = tie
         self.turn = Turn(prompt, self._committed + len(rest))
         return self.turn
 
     def append(self, ids: array, bos: int | None, tie: object = None) -> Turn | None:
-        """A client of the engine's own appends these ids. None when nobody can tell to what."""
+        """Starts a turn whose client sends only new ids. If the context is unknown, another turn runs
+        or the tie differs, returns None, and the context is unknown from then on."""
         if self._refusal(tie):
             self.lose()
             return None
@@ -203,7 +215,7 @@ class Transcript:
         return self.begin(self._said + ids, ids, tie)
 
     def commit(self, turn: Turn, outcome: Outcome) -> None:
-        """The engine's last word on the turn. One that isn't this life's means nothing."""
+        """Applies the end of a turn. Ignored if the session was opened again since it began."""
         if turn is not self.turn:
             return
         self.turn = None
@@ -215,7 +227,7 @@ class Transcript:
             self.lose()
 
     def lose(self) -> None:
-        """From here on nobody knows what the context is; a turn that runs doesn't change that."""
+        """Makes the context unknown for good. The end of a running turn doesn't change that."""
         self.turn = None
         self._lost = True
         self._said = array("q")
@@ -238,16 +250,17 @@ class Transcript:
 
 
 def guarded(rest: array, committed: int, bos: int | None) -> array:
-    """What to send so that the engine appends the rest: it strips one BOS, if it has a context."""
+    """Returns what to send so that the engine appends all of `rest`: with a context, the engine
+    removes one leading BOS, so a second one is added."""
     if committed and len(rest) and rest[0] == bos:
         return array("q", [bos]) + rest
     return rest
 
 
 def common(a: array, b: array) -> int:
-    """How many leading items are the same."""
+    """Returns the number of leading items that are equal."""
     low, high = 0, min(len(a), len(b))
-    # Comparing slices is C's work, an item at a time Python's.
+    # Slices are compared in C, which is much faster than comparing items in Python.
     a, b = memoryview(a), memoryview(b)
     while low < high:
         middle = (low + high + 1) // 2
@@ -259,8 +272,8 @@ def common(a: array, b: array) -> int:
 
 
 def _drift(said: array, prompt: array, at: int, text: Text) -> int | None:
-    """Where the prompt goes on, if all that was said stands before it as the same text. The two are
-    the same up to `at`."""
+    """Returns the cut, where the rest of the prompt begins, if the prompt before it has the same
+    text as `said`; else None. The first `at` ids must be equal."""
     first = len(said) - DRIFT_TOKENS_MAX
     while at >= first and at > 0 and said[at - 1] not in text.specials:
         at -= 1
@@ -280,7 +293,7 @@ def _drift(said: array, prompt: array, at: int, text: Text) -> int | None:
         i, j = end + 1, j + 1
     if j >= len(prompt):
         return None
-    # Right behind a special token, or right before one.
+    # A special token is just before the cut, or just after it.
     if i == len(said) or prompt[j] in text.specials:
         return j
     rest = prompt[j : _special(prompt, j, text)]
@@ -290,7 +303,7 @@ def _drift(said: array, prompt: array, at: int, text: Text) -> int | None:
 
 
 def _special(ids: array, begin: int, text: Text) -> int:
-    """The first special token's place from there on, or the end."""
+    """Returns the position of the first special token from `begin` on, or the end of the ids."""
     for place in range(begin, len(ids)):
         if ids[place] in text.specials:
             return place
@@ -298,7 +311,7 @@ def _special(ids: array, begin: int, text: Text) -> int:
 
 
 def _encoded(ids: array, text: Text) -> list[int] | None:
-    """What the tokenizer makes of the ids' text. None when that isn't their whole text."""
+    """Decodes the ids and encodes the text again. Returns None if the text is incomplete."""
     if not ids:
         return []
     decoded = text.decode(ids)

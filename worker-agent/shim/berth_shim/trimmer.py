@@ -1,18 +1,24 @@
-"""Trims whole prompts where the engine tokenises them, so that they run as turns of a streaming
-session: after the engine's own template and tokenizer, before its scheduler.
+"""Trims full histories where the engine tokenizes them, so that they run as turns of a streaming
+session. This happens after the engine's own template and tokenizer, and before its scheduler.
 
-A request asks for it by the header `x-override-berth-trim: <tokens_max> <session> [<rid>]`, its
-mark. That names an open streaming session, in which the prompt may have so many tokens, as the
-agent has kept room for no more; and the turn, as the agent calls it. A header, because it is the one
-thing that all of the engine's routes hand on; under this prefix, because neither router nor agent
-lets a client's through. Without it, or where the trimmer can't help, a request runs as it came; but one that has the
-header `x-override-berth-must-continue` too, and whose prompt doesn't continue the session, is refused:
-other clients append to that session and rely on what it has. `trim`
-decides, `transcripts` remembers, this talks with the engine and tells the agent of each plan before
-the engine gets the turn. Where another session or more room could help, it asks first.
+A request asks for trimming by its mark, the header
+`x-override-berth-trim: <tokens_max> <session> [<rid>]`. `<session>` names an open streaming
+session. There the prompt may have at most `<tokens_max>` tokens, for which the agent has reserved
+room. `<rid>` is the agent's id of the turn. The mark is a header, because headers are the only
+thing that all of the engine's routes pass on. Clients can't forge it: router and agent remove all
+client headers that begin with `x-override-`.
 
-It never raises into the engine but for one thing: an answer to another context than the client's is
-cut off. On the first error of its own it stops for good, and says why.
+A request without a mark runs unchanged, and so does one that can't be trimmed. The exception is a
+request with the header `x-override-berth-must-continue`: if its prompt doesn't continue the
+session, it is refused, because other clients append to that session and rely on its history.
+
+`trim` makes the plans and `transcripts` keeps the contexts. This module connects them to the
+engine, and reports each plan to the agent before the engine gets the turn. If another session or
+more room could help, it asks the agent first.
+
+The trimmer raises errors into the engine in two cases only: to refuse such a request, and to break
+off an answer that was computed on another context than the client's. On its first internal error
+it stops trimming for good and reports why.
 """
 
 import asyncio
@@ -34,14 +40,14 @@ from .trim import (
 
 HEADER = b"x-override-berth-trim"
 MUST_CONTINUE = b"x-override-berth-must-continue"
-# Where a request carries its mark, and later its turn, through the engine.
+# The attributes of an engine request that hold its mark, and later its running turn.
 _ASKED, _RUNS = "berth_trim", "berth_turn"
-# The agent opens an incarnation in milliseconds. One that doesn't answer isn't well, and the turn
-# waits for it.
+# The time limit for the agent's answer, during which the turn waits. The agent opens an incarnation
+# in milliseconds, so a longer wait means that it is in trouble.
 ANSWER_SECONDS_MAX = 2.0
-# Plans that wait for the agent to read; a plan is a few hundred bytes.
+# The maximum number of plans waiting for the agent to read them. A plan has a few hundred bytes.
 PLANS_MAX = 256
-# Between looks whether an agent that didn't read does again.
+# The interval of checks whether an agent that stopped reading has resumed.
 FLUSH_SECONDS = 0.1
 
 _MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager."
@@ -53,28 +59,29 @@ _log = logging.getLogger(__name__)
 
 
 class Mark(NamedTuple):
-    """Where a turn may run; nowhere, if the session's name is empty."""
+    """Where a turn may run. An empty session name means that the mark could not be read, or that
+    the turn is to run unchanged."""
 
     tokens_max: int
     session: str
-    # The agent's name for the turn; not every route takes it as the request's own.
+    # The agent's id of the turn. Not every route uses it as the id of the request.
     rid: str = ""
-    # The prompt continues the session, or the request is refused.
+    # Whether to refuse the request if its prompt doesn't continue the session.
     must_continue: bool = False
 
 
 class NotContinued(ValueError):
-    """The prompt doesn't continue a session that takes appended turns. The engine answers the request
-    with 400 and this text; the agent's answer to its client says more."""
+    """The prompt doesn't continue a session that takes delta turns. The engine answers the request
+    with 400 and this text; the agent gives its client a more detailed answer."""
 
 
 class OtherContext(RuntimeError):
-    """The engine has run a turn on another context than the client's."""
+    """The engine ran a turn on another context than the client's."""
 
 
 @dataclass
 class _Running:
-    """A turn that is with the engine, and the engine's own record of it."""
+    """A turn that was handed to the engine, with the engine's own state of it."""
 
     session: str
     turn: Turn
@@ -82,25 +89,27 @@ class _Running:
 
 
 class Trimmer:
-    """The hooks of the process that tokenises."""
+    """The hooks in the engine process that tokenizes."""
 
     def __init__(self, instance: bytes, shim: str) -> None:
         self._instance, self._shim = instance, shim
-        # Until the engine's tokenizer is there.
+        # Why nothing is trimmed; empty while the trimmer works. This first reason holds until the
+        # engine's tokenizer is available.
         self._inert = "it hasn't started"
         self._sglang = ""
         self._session_params: Any = None
         self._text: Text | None = None
         self._bos: int | None = None
         self._transcripts = Transcripts()
-        # The last turn of each session that has one.
+        # The latest turn of each session, until its end is committed.
         self._running: dict[str, _Running] = {}
         self._link: Link | None = None
         self._connection = 0
         self._plans: deque[bytes] = deque(maxlen=PLANS_MAX)
         self._flushing = False
         self._questions: dict[int, asyncio.Future[Mark]] = {}
-        # An answer that was meant for another engine's question finds none of that number here.
+        # The number of the last question. It starts at a random value, so that an answer to a
+        # question of another engine process matches none of this one.
         self._number = int.from_bytes(instance[:4], "little") << 32
 
     def hook(self, version: str, known: bool) -> None:
@@ -110,7 +119,8 @@ class Trimmer:
             self._start(manager, version, known)
 
         HookRegistry.register(_MANAGER + "__init__", started, HookType.AFTER)
-        # What stands in its place before several: somebody has to say that nothing is trimmed.
+        # With several tokenizer workers, this class replaces the manager. The hook on it reports
+        # that nothing is trimmed.
         HookRegistry.register(_ROUTER + "__init__", started, HookType.AFTER)
         if not known:
             return
@@ -139,14 +149,14 @@ class Trimmer:
             self._fail("start", error)
 
     def ready(self, tokenizer: Any, session_params: Any) -> None:
-        """With the engine's tokenizer, and its type for naming a session to its scheduler."""
+        """Enables trimming. `session_params` is the engine's type for a request's session."""
         self._session_params = session_params
         self._text = words(tokenizer)
         self._bos = getattr(tokenizer, "bos_token_id", None)
         self._inert = ""
 
     def meet(self, path: str, named: bool) -> None:
-        """Looks for the agent there; `named` if the operator said so."""
+        """Starts connecting to the agent. `named`: the operator set the path."""
         self._link = Link(path + ".trim", named, self._hello())
         self._link.start()
 
@@ -154,7 +164,7 @@ class Trimmer:
         return wire.trimmer(os.getpid(), self._instance, self._sglang, self._shim, self._inert)
 
     def _fail(self, where: str, error: Exception) -> None:
-        """Trims nothing more, and says so. Turns that run are answered as they are."""
+        """Stops all trimming and reports why. Turns that already run are answered unchanged."""
         self._inert = f"{where}: {type(error).__name__}: {error}"
         self._transcripts = Transcripts()
         self._running.clear()
@@ -162,7 +172,7 @@ class Trimmer:
         if self._link is not None:
             self._link.say(self._hello())
 
-    # The sessions.
+    # Opening and closing sessions.
 
     async def _open(self, original: Original, manager: Any, asked: Any, *a: Any, **k: Any) -> Any:
         id = await original(manager, asked, *a, **k)
@@ -176,7 +186,7 @@ class Trimmer:
         self._transcripts.close(asked.session_id)
         return await original(manager, asked, *a, **k)
 
-    # A request's way: it enters, is tokenised, is answered.
+    # The hooks of a request, in order: it enters, is tokenized, and is answered.
 
     def _enter(
         self, original: Original, manager: Any, asked: Any, request: Any = None, *a: Any, **k: Any
@@ -208,13 +218,14 @@ class Trimmer:
         return original(manager, asked)
 
     async def _planned(self, original: Original, manager: Any, asked: Any, mark: Mark) -> Any:
-        """A whole prompt, which may become a turn of this session, or of one the agent names."""
+        """Tokenizes a marked request, and turns it into a turn of the session that its mark or the
+        agent names, if its prompt allows that."""
         tokenized = await original(manager, asked)
         runs_inside = False
         try:
             plan, why = self._plan(manager, tokenized, mark), ""
             prompt = len(tokenized.input_ids or ())
-            # Another session is of no use to a prompt that must continue this one; more room is.
+            # A prompt that must continue this session can't use another one, but can use more room.
             if isinstance(plan, TooLong) or (askable(plan) and not mark.must_continue):
                 other, why = await self._ask(_message(plan, mark, asked.rid, prompt))
                 _hear_aborts_again(manager, asked.rid)
@@ -232,7 +243,7 @@ class Trimmer:
         return tokenized
 
     async def _appended(self, original: Original, manager: Any, asked: Any, session: str) -> Any:
-        """A turn of only new tokens: it runs as it came, and the transcript hears of it."""
+        """Tokenizes a request with only new tokens, which runs unchanged, and records its turn."""
         tokenized = await original(manager, asked)
         try:
             self._settle_the_last(manager, session)
@@ -265,7 +276,7 @@ class Trimmer:
         params = self._session_params(id=session)
         turn = self._transcripts.change(session, lambda it: it.begin(prompt, plan.rest, bound))
         self._runs(manager, asked, session, turn)
-        # Nothing fails from here on: a request is changed wholly or not at all.
+        # The request is changed completely or not at all: nothing after this line can fail.
         tokenized.input_ids, tokenized.session_params, tokenized.session_id = sent, params, None
 
     def _runs(self, manager: Any, asked: Any, session: str, turn: Turn) -> None:
@@ -282,7 +293,8 @@ class Trimmer:
         return self._watched(original(manager, asked, *a, **k), running)
 
     async def _watched(self, answer: AsyncIterator[Any], running: _Running) -> AsyncIterator[Any]:
-        """Commits before it hands the last piece on: who doesn't stream asks for no other."""
+        """Commits the turn before yielding the last item: the engine requests no further item of an
+        answer that isn't streamed."""
         try:
             async for piece in answer:
                 self._see(running, piece["meta_info"])
@@ -294,7 +306,7 @@ class Trimmer:
         try:
             finish = said["finish_reason"]
             right = said.get("prompt_tokens") == running.turn.prompt_tokens
-            # What is refused is run as a prompt of one token.
+            # The engine runs a request that it refuses as a prompt of one token.
             if right or (finish and finish["type"] == "abort"):
                 if finish:
                     self._commit(running, _outcome(running, said))
@@ -309,7 +321,7 @@ class Trimmer:
         )
 
     def _settle_the_last(self, manager: Any, session: str) -> None:
-        """Commits a turn whose end nobody waited for: its client had gone."""
+        """Commits the session's last turn if its client disconnected before the end was seen."""
         running = self._running.get(session)
         if running is None:
             return
@@ -325,20 +337,20 @@ class Trimmer:
             del self._running[running.session]
         self._transcripts.change(running.session, lambda it: it.commit(running.turn, outcome))
 
-    # The agent.
+    # Messages to and from the agent.
 
     def _tell(self, planned: wire.Planned) -> None:
         if self._link is None or not self._link.connected:
             return
         if self._connection != self._link.connections:
-            # Who would have read these has gone.
+            # The plans for an earlier connection have no reader any more.
             self._connection = self._link.connections
             self._plans.clear()
         self._plans.append(wire.planned(planned))
         self._flush()
 
     def _flush(self) -> None:
-        """Hands over what the socket takes, and the rest when it takes more."""
+        """Sends waiting plans until the socket is full. Schedules another try if it is."""
         while self._link.ready() and self._plans:
             self._link.send(self._plans.popleft(), self._connection)
         if not self._flushing and self._link.connected and not self._link.ready():
@@ -353,11 +365,11 @@ class Trimmer:
             self._fail("flush", error)
 
     async def _ask(self, planned: wire.Planned) -> tuple[Mark | None, str]:
-        """Where the turn is to run instead, or why nowhere else."""
+        """Asks the agent where to run the turn. Returns None and the reason if nowhere else."""
         if self._link is None or not self._link.connected:
             return None, "no agent is there"
         loop = asyncio.get_running_loop()
-        # Adding what is there already replaces it.
+        # Adding a reader that is already there replaces it.
         loop.add_reader(self._link.wake_read, self._hear)
         self._number += 1
         number, answer = self._number, loop.create_future()
@@ -380,17 +392,18 @@ class Trimmer:
 
 
 def _hear_aborts_again(manager: Any, rid: str) -> None:
-    """An abort that came while the agent was asked went to a scheduler that hadn't this turn yet,
-    and the engine passes no second one on. The agent repeats its own until the turn ends."""
+    """Lets the engine pass on another abort of this request. An abort during a question went to the
+    scheduler before the turn did, and the engine passes on only the first. The agent repeats its
+    aborts until the turn ends."""
     state = manager.rid_to_state.get(rid)
     if getattr(state, "abort_sent", False):
         state.abort_sent = False
 
 
 def _outcome(running: _Running, said: dict[str, Any]) -> Outcome:
-    """By the engine's last words on a turn."""
+    """Returns how a turn ended, from the last item of the engine's answer."""
     if said["finish_reason"]["type"] == "abort":
-        # One that was taken from the queue has no figure: it may have run before.
+        # Without `num_retractions` the turn was aborted in the queue, and may have run before.
         return RolledBack() if said.get("num_retractions") == 0 else Lost()
     answer = running.state.output_ids
     return Finished(answer) if len(answer) == said["completion_tokens"] else Lost()
@@ -404,7 +417,8 @@ def _mark(header: bytes) -> Mark:
 
 
 def _message(plan: Plan, mark: Mark, rid: str, prompt: int = 0, why: str = "") -> wire.Planned:
-    """What the agent is told of it. A prompt that is too long has what the engine would count."""
+    """Returns the message to the agent about a plan. For a prompt that is too long, `prompt` is at
+    least what the engine would count."""
     kinds = {Trimmed: wire.TRIMMED, Healed: wire.HEALED, Diverged: wire.DIVERGED}
     kind = kinds.get(type(plan), wire.REFUSED)
     at, committed = getattr(plan, "at", 0), getattr(plan, "committed", 0)

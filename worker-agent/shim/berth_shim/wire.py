@@ -1,13 +1,13 @@
-"""The bytes between the shim and the agent: frames on a unix stream socket. Pure, no I/O.
+"""The protocol between the shim and the agent: frames on a unix stream socket. Pure, no I/O.
 
-A frame is `u32` length of what follows (2 to FRAME_BYTES_MAX), `u8` protocol version, `u8` kind,
-body. Integers are unsigned and little-endian; `str` is a `u16` length and that much UTF-8; `bool`
-is one byte, 0 or 1; a list is a `u16` count and its items.
+A frame is a `u32` length of the rest (2 to FRAME_BYTES_MAX), a `u8` protocol version, a `u8` kind,
+and the body. Integers are unsigned and little-endian; `str` is a `u16` length and that many bytes
+of UTF-8; `bool` is one byte, 0 or 1; a list is a `u16` count and its items.
 
 | kind | frame | direction | body |
 |---|---|---|---|
-| 1 | hello | to agent | the hello's fields in the order below |
-| 2 | update | to agent | the head's fields, then the lists of events, gone ids, sessions |
+| 1 | hello | to agent | the fields of the hello in the order below |
+| 2 | update | to agent | the fields of the head, then the lists of events, gone ids, sessions |
 | 3 | audit | to agent | number u64, nanoseconds u64, refusal str, list of names str, report |
 | 4 | trimmer | to agent | pid u32, instance 16 bytes; sglang, shim, inert str each |
 | 5 | planned | to agent | number u64; at, committed, sent, prompt u32 each; plan u8; |
@@ -20,35 +20,38 @@ is one byte, 0 or 1; a list is a `u16` count and its items.
 
 | field of hello | type | means |
 |---|---|---|
-| pid, dp_rank, page_size | u32 each | the scheduler's process, its rank, tokens of a page |
+| pid, dp_rank, page_size | u32 each | the scheduler's process, its rank, tokens per page |
 | total, rows_total | u64, u32 | the pool in tokens; the rows of the request table |
 | instance | 16 bytes | random token of the engine process |
 | sglang, shim | str each | versions |
 | inert | str | why the shim reads nothing; empty while it works |
-| undemotable | str | why no session can be demoted here; empty where they can |
-| unauditable | str | why the pool's pages can't be audited here; empty where they can |
-| unpublishable | str | why the radix tree can't be published again; empty where it can |
-| device | str | where the pool lies: a GPU's UUID as CUDA has it, else torch's name of the device |
-| page_bytes | u64 | bytes of a page's KV on this rank, by its buffers; 0 where they aren't known |
+| undemotable | str | why no session can be demoted here; empty if sessions can be |
+| unauditable | str | why the pool's pages can't be audited here; empty if they can be |
+| unpublishable | str | why the radix tree can't be published again; empty if it can be |
+| device | str | the device of the pool: a GPU's UUID as CUDA has it, else torch's device name |
+| page_bytes | u64 | bytes of a page's KV on this rank, from its buffers; 0 if unknown |
 
-The audit's number is the asker's; the nanoseconds are what it took of the scheduler's thread. Its
-report is what `libberth_kv` made, passed on as it is: a session's number in it is its place in the
-names, and what has no name is a turn without a session. An audit with a refusal has no names and no
-report.
+An audit has the number of the request it answers; the nanoseconds are its time on the scheduler's
+thread. Its report is the unchanged output of `libberth_kv`: a session's number in it is its index
+in the names, and a number without a name is a turn without a session. An audit with a refusal has
+neither names nor a report.
 
-The process that tokenises has a socket of its own, whose path ends in `.trim`. Frames 4, 5 and 20
-are said there, the others never; 4 comes first, and says in `inert` why nothing is trimmed. Frame 5
-comes before the engine gets the turn, for each marked one exactly once with the number 0. Its plan
-is 1 trimmed, 2 healed, 3 diverged, 4 refused; `session` is the one it was planned for. Up to `at`
-the prompt is the session's, token for token; `committed` is the engine's length of the session,
-`sent` what is appended to it, so that the engine counts both together, `prompt` the whole prompt's,
-or what the engine would count of one that is too long. `why` has the reason of a refusal, and why
-nobody could help.
+The process that tokenizes has a socket of its own, whose path ends in `.trim`. Frames 4, 5 and 20
+are sent only there, the others only on the first socket. Frame 4 comes first; its `inert` says why
+nothing is trimmed. Frame 5 reports the plan of a marked turn before the engine gets the turn,
+exactly once per turn with the number 0:
 
-Another number is a question, what to do with a turn that another session could help, or more room
-in this one. It is followed by the plan that holds. `run` answers it with the open streaming session
-that is to have the turn and the tokens its prompt may have there, or with an empty name to let it
-run as it came.
+- `plan` is 1 trimmed, 2 healed, 3 diverged, 4 refused; `session` is the session it is for.
+- `at` is the number of leading tokens that the prompt and the session share.
+- `committed` is the session's length as the engine counts it, and `sent` the number of tokens to
+  append. The engine counts `committed + sent` prompt tokens.
+- `prompt` is the length of the whole prompt, or what the engine would count if that is too long.
+- `why` is the reason of a refusal, and why a question didn't help.
+
+A frame 5 with another number is a question: another session, or more room in this one, could help
+the turn. The final plan follows later. Frame 20 answers the question. It has the open streaming
+session to run the turn in and the maximum number of tokens of its prompt there, or an empty name to
+let the turn run unchanged.
 """
 
 import struct
@@ -60,10 +63,10 @@ VERSION = 4
 FRAME_BYTES_MAX = 1 << 20
 EVENTS_MAX = 256
 SESSIONS_MAX = 512
-# Longer names are counted in the sums, but not named. Berth's own have at most 172 bytes, whatever
-# ids clients choose: the agent's build checks that they fit.
+# Sessions with longer names are included in the sums, but not listed. Berth's own names have at
+# most 172 bytes, whatever ids clients choose; the agent's build checks that they fit.
 NAME_BYTES_MAX = 512
-# As many names of that length leave half a frame for the report.
+# This many names of that length leave half a frame for the report.
 AUDIT_NAMES_MAX = 1000
 AUDIT_BYTES_MAX = FRAME_BYTES_MAX // 2
 
@@ -85,11 +88,11 @@ _RUN = struct.Struct("<QI")
 
 
 class Malformed(Exception):
-    """A frame that is not of this protocol."""
+    """A frame that violates this protocol."""
 
 
 class Hello(NamedTuple):
-    """Who speaks."""
+    """The first frame: who the shim is, and what it can do."""
 
     pid: int
     dp_rank: int
@@ -108,7 +111,7 @@ class Hello(NamedTuple):
 
 
 class Head(NamedTuple):
-    """The numbers of an update, in the order of the wire."""
+    """The numbers of an update, in the order of the protocol."""
 
     seq: int
     events_lost: int
@@ -129,7 +132,7 @@ class Head(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """A session, in the order of the wire."""
+    """The state of a session, in the order of the protocol."""
 
     flags: int
     allocated: int
@@ -139,7 +142,7 @@ class Facts(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """What was made of a marked turn, in the order of the wire."""
+    """The plan of a marked turn, in the order of the protocol."""
 
     number: int
     at: int
@@ -153,7 +156,7 @@ class Planned(NamedTuple):
 
 
 class Run(NamedTuple):
-    """The answer to a question."""
+    """The agent's answer to a question."""
 
     number: int
     tokens_max: int
@@ -161,7 +164,7 @@ class Run(NamedTuple):
 
 
 def nameable(id: Any) -> bool:
-    """Can the session be told of by its name?"""
+    """Whether the session's id can be sent: a text of at most NAME_BYTES_MAX bytes."""
     try:
         return isinstance(id, str) and len(id.encode()) <= NAME_BYTES_MAX
     except UnicodeEncodeError:
@@ -171,7 +174,7 @@ def nameable(id: Any) -> bool:
 def _str(text: str) -> bytes:
     raw = text.encode(errors="replace")
     if len(raw) > NAME_BYTES_MAX:
-        # Cut between characters, so that what is left is UTF-8.
+        # Cut between characters, so that the rest is valid UTF-8.
         raw = raw[:NAME_BYTES_MAX].decode(errors="ignore").encode()
     return _COUNT.pack(len(raw)) + raw
 
@@ -191,7 +194,7 @@ def update(
     gone: Sequence[str],
     sessions: Sequence[tuple[str, Facts]],
 ) -> bytes:
-    """The lists have at most EVENTS_MAX, SESSIONS_MAX and SESSIONS_MAX items."""
+    """Encodes an update. The lists have at most EVENTS_MAX, SESSIONS_MAX, SESSIONS_MAX items."""
     parts = [_HEAD.pack(*head), _COUNT.pack(len(events)), *events, _COUNT.pack(len(gone))]
     parts += map(_str, gone)
     parts.append(_COUNT.pack(len(sessions)))
@@ -203,7 +206,7 @@ def update(
 def audited(
     number: int, spent_ns: int, refusal: str, names: Sequence[str], report: bytes
 ) -> bytes:
-    """The names are as many as AUDIT_NAMES_MAX, and the report has AUDIT_BYTES_MAX at most."""
+    """Encodes an audit: at most AUDIT_NAMES_MAX names, and a report of AUDIT_BYTES_MAX bytes."""
     parts = [_NUMBER.pack(number), _NUMBER.pack(spent_ns), _str(refusal)]
     parts += [_COUNT.pack(len(names)), *map(_str, names), report]
     return _frame(AUDITED, b"".join(parts))
@@ -243,8 +246,8 @@ def demoted(id: str, refusal: str) -> bytes:
 
 
 def commands(buffer: bytearray) -> Iterable[tuple[int, Any]]:
-    """Takes the whole frames from the front of the buffer: the kind, and a demotion's session, an
-    audit's number, or what to run."""
+    """Takes all complete frames from the front of the buffer. Yields the kind of each with its
+    content: a demotion's session, an audit's number, or a `Run`."""
     while len(buffer) >= 4:
         length = int.from_bytes(buffer[:4], "little")
         if not 2 <= length <= FRAME_BYTES_MAX:
