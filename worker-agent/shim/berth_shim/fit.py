@@ -1,6 +1,4 @@
-"""Decides which engines and requests can be trimmed, and wraps the engine's tokenizer as
-`trim.Text`.
-"""
+"""Which engines and requests can be trimmed, and the engine's tokenizer as `trim.Text`."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -8,7 +8,7 @@ that context as the client's prompts write it. Comparing a prompt with it gives 
 - `Healed`: the ids differ where the client's text of an answer was retokenized, but the text is
   proven to be the same; the rest is to be appended.
 - `Diverged`: from some token on the text differs, or nothing follows. Nothing may be appended.
-- `TooLong`: the prompt could be trimmed or healed, but has more tokens than there is room for.
+- `TooLong`: the plan would be one of the first two, but there isn't room for so many tokens.
 - `Nothing`: the comparison isn't possible, for a stated reason.
 
 Drift: the model chooses the ids of an answer. The client sends the answer back as text, and the
@@ -98,7 +98,7 @@ class Diverged:
 
 @dataclass(frozen=True)
 class TooLong:
-    """Could be trimmed or healed, but the engine would count `tokens`, which is over the limit."""
+    """Like `Trimmed` or `Healed`, but the engine would count `tokens`, which is over the limit."""
 
     at: int
     committed: int
@@ -178,7 +178,7 @@ class Transcript:
         self, prompt: array, text: Text | None, tie: object = None, tokens_max: int = TOKENS_MAX
     ) -> Plan:
         """Compares a full prompt with the context. The engine may count at most `tokens_max` tokens
-        of it. Without a tokenizer, no drift can be healed."""
+        of it. Without a tokenizer, no drift can be proven harmless."""
         if refusal := self._refusal(tie):
             return refusal
         plan = self._compared(prompt, text)

@@ -41,7 +41,8 @@ are sent only there, the others only on the first socket. Frame 4 comes first; i
 nothing is trimmed. Frame 5 reports the plan of a marked turn before the engine gets the turn,
 exactly once per turn with the number 0:
 
-- `plan` is 1 trimmed, 2 healed, 3 diverged, 4 refused; `session` is the session it is for.
+- `plan` is 1 trimmed, 2 retokenized (`HEALED`), 3 diverged, 4 refused.
+- `session` is the session that the plan is for.
 - `at` is the number of leading tokens that the prompt and the session share.
 - `committed` is the session's length as the engine counts it, and `sent` the number of tokens to
   append. The engine counts `committed + sent` prompt tokens.
@@ -92,7 +93,7 @@ class Malformed(Exception):
 
 
 class Hello(NamedTuple):
-    """The first frame: who the shim is, and what it can do."""
+    """The first frame: the shim's identity and abilities."""
 
     pid: int
     dp_rank: int

@@ -52,8 +52,8 @@ pub struct Planned {
     pub at: u32,
     /// The number of tokens of the session before the turn, as the engine counts them.
     pub committed: u32,
-    /// The number of tokens to append to the session; 0 unless the plan is trimmed or healed. The
-    /// engine will count `committed + sent` prompt tokens.
+    /// The number of tokens to append to the session; 0 unless the plan is `Trimmed` or
+    /// `Healed`. The engine will count `committed + sent` prompt tokens.
     pub sent: u32,
     /// The number of tokens of the whole prompt. If the engine would count more in the session and
     /// that is too many, it is that larger number. 0 if the prompt was not examined.

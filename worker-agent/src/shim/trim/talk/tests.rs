@@ -1,5 +1,4 @@
-//! Tests of the trimmer's frames: the shim's own encoder is understood, and invalid frames
-//! rejected.
+//! Tests of decoding the trimmer's frames: valid ones from the shim's own encoder, and invalid ones.
 
 use proptest::prelude::*;
 
