@@ -205,8 +205,8 @@ class Transcript:
         return self.turn
 
     def append(self, ids: array, bos: int | None, tie: object = None) -> Turn | None:
-        """Starts a turn whose client sends only new ids. If the context is unknown, another turn runs
-        or the tie differs, returns None, and the context is unknown from then on."""
+        """Starts a turn whose client sends only new ids. If the context is unknown, another turn
+        runs or the tie differs, returns None, and the context is unknown from then on."""
         if self._refusal(tie):
             self.lose()
             return None

@@ -1,4 +1,4 @@
-//! Tests of decoding the trimmer's frames: valid ones from the shim's own encoder, and invalid ones.
+//! Tests of decoding the trimmer's frames: the shim encoder's own, and invalid ones.
 
 use proptest::prelude::*;
 
