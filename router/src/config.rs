@@ -1,7 +1,7 @@
-//! The router's settings: one flat TOML file, a few flags and environment variables for what
-//! differs from host to host. Every default is a documented constant.
+//! The router's settings: one flat TOML file, environment variables and a few flags.
 //!
-//! It decides nothing but what is a legal setting; it opens no socket.
+//! Environment variables and flags are for what differs from host to host. Every default is a
+//! documented constant. This module only decides which settings are legal; it opens no socket.
 
 use std::{
     collections::BTreeSet,
@@ -15,35 +15,44 @@ use http::Uri;
 use proto::process::settings::{self, Problems};
 use serde::{Deserialize, Serialize};
 
-/// Agents one router follows. Each costs a connection and a task; a fleet beyond it wants several
-/// routers.
+/// The most agents that one router follows. Each agent costs a connection and a task; a larger
+/// fleet needs several routers.
 pub const WORKERS_MAX: usize = 1024;
 
-/// Where clients send turns: loopback, so that nothing is exposed by accident.
+/// The default address for clients: loopback, so that nothing is exposed by accident.
 pub const DATA_ADDR: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), 8080);
-/// Where the operator looks.
+/// The default address for operators (metrics and health).
 pub const ADMIN_ADDR: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), 8081);
-/// A transcript of 1M tokens is about 5 MiB of JSON, images in it ten times that.
+/// The default largest request body: a transcript of 1M tokens is about 5 MiB of JSON, with images
+/// ten times that.
 pub const BODY_BYTES_MAX: usize = 64 << 20;
-/// Eight of the largest bodies, or a thousand usual ones.
+/// The default bytes of all request bodies in memory: eight of the largest bodies, or a thousand
+/// usual bodies.
 pub const BODY_BYTES_IN_FLIGHT_MAX: usize = 512 << 20;
-/// Six reports of 500 ms: fewer would call a busy agent stale, more would trust a dead one.
+/// The default age at which a worker is stale: six load reports of 500 ms. A shorter time would
+/// call a busy agent stale; a longer time would trust a dead agent.
 pub const LOAD_REPORT_AGE_MS_MAX: u64 = 3_000;
-/// Reasoning turns of half an hour exist; longer ones are stuck.
+/// The default time limit of a turn: reasoning turns of half an hour exist; longer turns are stuck.
 pub const TURN_MS_MAX: u64 = 30 * 60 * 1000;
-/// Inside one data centre a connection takes under 1 ms; a lost SYN is resent after 1 s.
+/// The default time limit of connecting: inside one data centre a connection takes under 1 ms; a
+/// lost SYN is sent again after 1 s.
 pub const CONNECT_MS_MAX: u64 = 1_000;
-/// Most turns end within it; what does not is cut when the process ends.
+/// The default time limit of draining: most turns end within 30 s. Longer turns are cut off when
+/// the process ends.
 pub const DRAIN_MS_MAX: u64 = 30_000;
-/// As long as an agent remembers an idle session by default.
+/// The default time that the router remembers an idle session: as long as an agent does by default.
 pub const AFFINITY_IDLE_MS_MAX: u64 = 60 * 60 * 1000;
-/// A user doesn't notice less, and a move leaves KV behind that is in the way for minutes.
+/// The default least gain of a move: users don't notice less, and a move leaves KV behind that
+/// occupies the old worker for minutes.
 pub const REBIND_GAIN_MS_MIN: u64 = 500;
-/// About 600 bytes each in view and affinity together: 60 MiB at the bound.
+/// The default most sessions: about 600 bytes each in view and affinity together, 60 MiB at the
+/// bound.
 pub const SESSIONS_MAX: usize = 100_000;
-/// Some 8 bytes for a block on a worker: 60 million of them, 480 pools of 8 million tokens.
+/// The default memory of the overlap index: about 8 bytes for a block on a worker, so 60 million
+/// blocks, or 480 pools of 8 million tokens.
 pub const OVERLAP_BYTES_MAX: usize = 512 << 20;
-/// Each has a connection of some 40 KiB here and one to an agent: 160 MiB at the bound.
+/// The default most turns in flight: each has a connection of about 40 KiB here and one to an
+/// agent, 160 MiB at the bound.
 pub const TURNS_IN_FLIGHT_MAX: usize = 4_096;
 
 /// What the router does with a volatile preamble (see [`crate::preamble`]).
@@ -57,7 +66,7 @@ pub enum Preamble {
     Keep,
 }
 
-/// All settings, effective and checked by [`Config::problems`].
+/// All settings as they take effect. [`Config::problems`] checks them.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Config {
@@ -67,27 +76,29 @@ pub struct Config {
     pub data_addr: SocketAddr,
     /// Address for `/metrics`, `/healthz`, `/readyz`, `/config`.
     pub admin_addr: SocketAddr,
-    /// Largest request body; beyond it the answer is 413.
+    /// Largest request body in bytes; a larger body is answered with 413.
     pub body_bytes_max: usize,
-    /// Request bodies in memory together; beyond it the answer is 503.
+    /// Bytes of all request bodies in memory; a body beyond that is answered with 503.
     pub body_bytes_in_flight_max: usize,
-    /// A worker not heard for longer gets no new session.
+    /// A worker whose last load report is older than this gets no new sessions.
     pub load_report_age_ms_max: u64,
-    /// One turn's time from its arrival to the end of its answer, retry included.
+    /// Time limit of a turn, from its arrival to the end of its answer, retry included.
     pub turn_ms_max: u64,
-    /// Time to connect to an agent, and to wait at the start for the agents' first tables.
+    /// Time limit of connecting to an agent, and of waiting at the start for the agents' first
+    /// session tables.
     pub connect_ms_max: u64,
-    /// Time for running turns to end once the process was told to stop.
+    /// Time for running turns to end after the process was told to stop.
     pub drain_ms_max: u64,
-    /// A session without a turn for longer is placed anew unless its agent remembers it.
+    /// A session without a turn for longer than this is placed again, unless its agent remembers
+    /// it.
     pub affinity_idle_ms_max: u64,
-    /// A session moves to another worker when a turn costs less there by this much.
+    /// A session moves to another worker if its turn is faster there by at least this time.
     pub rebind_gain_ms_min: u64,
-    /// Sessions remembered, in affinity and of each agent's table.
+    /// Most sessions remembered, in affinity and of each agent's table.
     pub sessions_max: usize,
-    /// Memory of the index of resident blocks; beyond it the oldest are forgotten.
+    /// Most bytes of the index of resident blocks; beyond that the oldest blocks are forgotten.
     pub overlap_bytes_max: usize,
-    /// Turns at once; beyond it the answer is 429.
+    /// Most turns at once; a turn beyond that is answered with 429.
     pub turns_in_flight_max: usize,
     /// Whether the router removes a preamble that a coding agent changes with each request.
     pub preamble: Preamble,
@@ -115,14 +126,14 @@ impl Default for Config {
     }
 }
 
-/// The command line. What it leaves out comes from the file, then from the defaults.
+/// The command line. Settings that it leaves out come from the file, then from the defaults.
 #[derive(Debug, Default, Parser)]
 #[command(name = "berth-router", version, about = "Places turns on workers, sticky to their KV.")]
 pub struct Args {
-    /// Settings, TOML.
+    /// Path of the settings file (TOML).
     #[arg(long, env = "BERTH_ROUTER_CONFIG")]
     pub config: Option<PathBuf>,
-    /// Control port of a worker agent, `http://host:port`; once per agent.
+    /// Control port of a worker agent, `http://host:port`; give the flag once per agent.
     #[arg(long = "worker", env = "BERTH_ROUTER_WORKERS", value_delimiter = ',')]
     pub workers: Vec<String>,
     /// Address for clients.
@@ -131,16 +142,16 @@ pub struct Args {
     /// Address for metrics and health.
     #[arg(long, env = "BERTH_ROUTER_ADMIN_ADDR")]
     pub admin_addr: Option<String>,
-    /// Check the settings, show the effective ones and end.
+    /// Check the settings, print the effective settings and exit.
     #[arg(long)]
     pub check_config: bool,
 }
 
 impl Config {
-    /// Reads file and command line.
+    /// Reads the settings from the file and the command line, and checks them.
     ///
     /// # Errors
-    /// All that is wrong, at once.
+    /// All problems of the settings at once.
     pub fn load(args: &Args) -> Result<Self, Problems> {
         let (mut config, mut problems) = settings::load::<Self>(args.config.as_deref());
         if !args.workers.is_empty() {
@@ -152,7 +163,7 @@ impl Config {
         if problems.is_empty() { Ok(config) } else { Err(Problems(problems)) }
     }
 
-    /// What is wrong with these settings, a sentence each.
+    /// Returns the problems of these settings, a sentence each.
     #[must_use]
     pub fn problems(&self) -> Vec<String> {
         let mut problems = vec![];
@@ -177,7 +188,8 @@ impl Config {
             ("affinity_idle_ms_max", self.affinity_idle_ms_max),
             ("rebind_gain_ms_min", self.rebind_gain_ms_min),
         ];
-        // A year: longer is a mistake of unit, and every deadline must fit the clock.
+        // At most a year: a longer time is a mistake of unit, and every deadline must fit the
+        // clock.
         let year_ms = 366 * 24 * 3600 * 1000;
         for (key, value) in times.into_iter().chain([("drain_ms_max", self.drain_ms_max + 1)]) {
             if value == 0 || value > year_ms {
@@ -191,7 +203,7 @@ impl Config {
                 problems.push(format!("{key}: must be 1 to 2^40"));
             }
         }
-        // More than a process has file descriptors for, as a rule.
+        // A process usually has fewer file descriptors than this bound.
         if !(1..=1 << 16).contains(&self.turns_in_flight_max) {
             problems.push("turns_in_flight_max: must be 1 to 65536".to_owned());
         }
@@ -226,10 +238,10 @@ impl Config {
     }
 }
 
-/// Host and port of a control address.
+/// Returns host and port of an agent's control address.
 ///
 /// # Errors
-/// Says what is wrong, as the end of a sentence.
+/// When the address isn't `http://host:port`. The error is the end of a sentence about the address.
 pub(crate) fn control_authority(worker: &str) -> Result<http::uri::Authority, &'static str> {
     let uri: Uri = worker.parse().map_err(|_| "is no address")?;
     if uri.scheme_str() != Some("http") {

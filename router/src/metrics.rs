@@ -1,6 +1,7 @@
-//! The router's metrics: plain handles, base units, labels that are small enums. States of workers
-//! and report ages are read from the view when they are scraped, because they change with time
-//! alone.
+//! The router's metrics: plain handles, base units, labels that are small enums.
+//!
+//! The states of workers and the ages of load reports are read from the view at each scrape,
+//! because they change with time alone.
 
 use std::{sync::Arc, time::Duration};
 
@@ -23,7 +24,7 @@ use crate::{
     view::{View, WorkerState},
 };
 
-/// One label with a value from a small fixed set.
+/// A label `reason`, with a value from a small fixed set.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub(crate) struct Reasoned {
     reason: &'static str,
@@ -49,18 +50,18 @@ struct InState {
     state: &'static str,
 }
 
-/// How a turn that was placed ended.
+/// How a placed turn ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Outcome {
-    /// The answer was 2xx and ran to its end.
+    /// The answer's status was 2xx, and its body ran to its end.
     Ok,
-    /// The engine or the agent answered with an error, passed on.
+    /// The engine or the agent answered with an error, which the router passed on.
     ErrorAnswer,
-    /// No answer came from the worker, or it broke off.
+    /// The worker gave no answer, or the answer broke off.
     WorkerFailed,
-    /// The turn's time ran out.
+    /// The turn's time limit was reached.
     TimedOut,
-    /// The client left before the end.
+    /// The client left before the answer's end.
     ClientGone,
 }
 
@@ -76,20 +77,20 @@ impl Outcome {
     }
 }
 
-/// What became of having a long prompt computed before its turn.
+/// How computing a long prompt before its turn (staged prefill) ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Laned {
-    /// All but a piece of it is.
+    /// The prompt is computed, except for at most a chunk.
     Computed,
-    /// Some of it is, or was and is evicted again.
+    /// A part of the prompt is computed, or was computed and evicted again.
     Partly,
-    /// It took too long.
+    /// The computation took too long.
     Late,
-    /// The agent would not.
+    /// The agent refused, or its answer doesn't say how much of the prompt is left.
     Refused,
     /// The agent gave no answer.
     Failed,
-    /// Its token ids can't be told.
+    /// The prompt's token ids are unknown.
     NoIds,
 }
 
@@ -106,7 +107,7 @@ impl Laned {
     }
 }
 
-/// All handles.
+/// All handles of the router's metrics.
 #[derive(Debug, Clone)]
 pub(crate) struct Metrics {
     placements: Family<Reasoned, Counter>,
@@ -195,7 +196,7 @@ impl Metrics {
     }
 }
 
-/// Reads the view at each scrape.
+/// Collects metrics of workers and sessions from the view at each scrape.
 #[derive(Debug)]
 pub(crate) struct FleetCollector(pub(crate) Arc<View>);
 
@@ -231,7 +232,7 @@ impl Collector for FleetCollector {
     }
 }
 
-/// Reads the index of resident blocks at each scrape.
+/// Collects metrics of the index of resident blocks at each scrape.
 #[derive(Debug)]
 pub(crate) struct ResidencyCollector {
     pub(crate) view: Arc<View>,

@@ -1,8 +1,10 @@
-//! The bytes of a turn: the request to an agent, its answer back to the client, and the body that
-//! carries both while holding the turn's lease. Nothing is buffered, nothing is rewritten.
+//! Carries the bytes of a turn: the request to an agent, and the answer back to the client.
 //!
-//! Cancellation is drop: hyper drops the answer's body when the client is gone, that drops the
-//! connection to the agent, and the agent sees it.
+//! The answer's body holds the turn's lease until it ends. Answers are not buffered, and no byte of
+//! a body is changed here.
+//!
+//! A turn is cancelled by dropping it: when the client is gone, hyper drops the answer's body,
+//! which drops the connection to the agent, and the agent notices.
 
 use std::{
     pin::Pin,
@@ -30,12 +32,12 @@ use crate::{
     worker,
 };
 
-/// On an answer: `agent/rank` that made it.
+/// Header of an answer: the worker that answered, as `agent/rank`.
 pub(crate) const WORKER: HeaderName = HeaderName::from_static("x-berth-worker");
-/// On an answer: why that worker was chosen.
+/// Header of an answer: why that worker was chosen.
 pub(crate) const PLACEMENT: HeaderName = HeaderName::from_static("x-berth-placement");
 
-/// Meant for one connection only, or decided by this hop.
+/// Headers that are meant for one connection only, or that this hop sets itself.
 const HOP_BY_HOP: [HeaderName; 10] = [
     header::CONNECTION,
     HeaderName::from_static("keep-alive"),
@@ -48,40 +50,40 @@ const HOP_BY_HOP: [HeaderName; 10] = [
     header::UPGRADE,
     header::CONTENT_LENGTH,
 ];
-/// The engine's own routing headers: placement is not the client's.
+/// Prefix of, and one of, the engine's own routing headers. Clients don't decide the placement.
 const ENGINE_RANK: HeaderName = HeaderName::from_static("x-data-parallel-rank");
 const ENGINE_OVERRIDE: &str = "x-override-";
 
 /// Why a worker gave no answer.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
-    /// The connection could not be made: nothing was sent.
+    /// The connection could not be made, so nothing was sent.
     #[error("worker {worker} can't be reached")]
     Connect {
         worker: String,
         #[source]
         source: hyper_util::client::legacy::Error,
     },
-    /// The request may have been taken, no answer came.
+    /// The request may have reached the worker, but no answer came.
     #[error("worker {worker} broke off before its answer began")]
     BrokenOff {
         worker: String,
         #[source]
         source: hyper_util::client::legacy::Error,
     },
-    /// The turn's time ran out.
+    /// The turn's time limit was reached.
     #[error("the turn took longer than turn_ms_max before its answer began")]
     TimedOut,
 }
 
 impl Error {
-    /// Whether the turn can safely be sent again: only where nothing of it was sent.
+    /// Whether the turn can safely be sent again: only if no part of it was sent.
     pub(crate) fn retry(&self) -> bool {
         matches!(self, Self::Connect { .. })
     }
 }
 
-/// A request as it came, ready to be sent more than once.
+/// A client's request, which can be sent more than once.
 #[derive(Debug)]
 pub(crate) struct Outbound {
     pub(crate) method: Method,
@@ -89,14 +91,15 @@ pub(crate) struct Outbound {
     pub(crate) headers: HeaderMap,
     pub(crate) body: Bytes,
     pub(crate) turn_id: u64,
-    /// Its answer's first byte is somebody's wait for a token.
+    /// Whether the time to the answer's first byte is counted as a wait for a token.
     pub(crate) timed: bool,
     pub(crate) arrived: Instant,
     pub(crate) deadline: Instant,
 }
 
-/// Body bytes that give their share of the budget back when the last slice of them is gone: that
-/// is when the answer begins, as until then the turn may have to be sent elsewhere.
+/// Converts a body to `Bytes` that give their share of the budget back when their last slice is
+/// dropped. That happens when the answer begins; until then the turn may have to be sent to another
+/// worker.
 pub(crate) fn held_bytes(body: HeldBody) -> Bytes {
     struct Owner(HeldBody);
     impl AsRef<[u8]> for Owner {
@@ -107,7 +110,7 @@ pub(crate) fn held_bytes(body: HeldBody) -> Bytes {
     Bytes::from_owner(Owner(body))
 }
 
-/// Removes what the client may not say to an agent.
+/// Removes the headers that a client may not send to an agent.
 pub(crate) fn strip_request(headers: &mut HeaderMap) {
     strip_hop_by_hop(headers);
     for name in claim::TRUSTED {
@@ -184,7 +187,7 @@ pub(crate) fn turn_header(turn_id: u64) -> HeaderValue {
     HeaderValue::from_str(&format!("{turn_id:016x}")).expect("hex digits are legal")
 }
 
-/// Whether the answer is the agent's own "not now", given before anything ran.
+/// Whether the answer is a refusal by the agent itself (429 or 503), given before anything ran.
 pub(crate) fn is_refused_for_now(response: &Response<Incoming>) -> bool {
     response.headers().contains_key(claim::REFUSAL)
         && matches!(
@@ -193,7 +196,7 @@ pub(crate) fn is_refused_for_now(response: &Response<Incoming>) -> bool {
         )
 }
 
-/// The answer for the client: the agent's, with where it came from.
+/// Builds the client's answer: the agent's answer, with headers for the worker and the placement.
 pub(crate) fn answer(
     shared: &Arc<Shared>,
     outbound: &Outbound,
@@ -219,7 +222,7 @@ pub(crate) fn answer(
     if let Ok(name) = HeaderValue::from_str(&decided.name) {
         parts.headers.insert(WORKER, name);
     }
-    // Version and extensions are this hop's.
+    // Version and extensions belong to a single hop, so they are not passed on.
     parts.version = http::Version::HTTP_11;
     parts.extensions.clear();
     let ok = parts.status.is_success();
@@ -240,7 +243,7 @@ pub(crate) fn answer(
     Response::from_parts(parts, axum::body::Body::new(body))
 }
 
-/// Counts one turn as placed and not ended.
+/// Counts a turn as in flight until it is dropped.
 #[derive(Debug)]
 pub(crate) struct Running(Arc<Shared>);
 
@@ -273,15 +276,15 @@ impl Drop for Held {
     }
 }
 
-/// The answer's body.
+/// The body of an answer.
 #[derive(Debug)]
 struct TurnBody {
     inner: Incoming,
     deadline: Pin<Box<Sleep>>,
-    /// Until the first byte has come.
+    /// When the turn arrived; None after the answer's first byte.
     arrived: Option<Instant>,
-    /// Given back with the last frame at the latest: a client that has the whole answer may send
-    /// its next turn at once, and must find the session free.
+    /// Released with the last frame at the latest: a client that has the whole answer may send its
+    /// next turn at once, and must find the session free.
     held: Option<Held>,
     timed: bool,
     ok: bool,
@@ -295,7 +298,7 @@ impl TurnBody {
     }
 }
 
-/// Why an answer was cut.
+/// Why an answer was cut off.
 #[derive(Debug, thiserror::Error)]
 enum Cut {
     #[error("the turn took longer than turn_ms_max")]
@@ -350,7 +353,7 @@ impl Body for TurnBody {
     }
 
     fn is_end_stream(&self) -> bool {
-        // An answer without a body is never polled: hyper drops it, which ends the turn too.
+        // An answer without a body is never polled: hyper drops it, which also ends the turn.
         self.inner.is_end_stream()
     }
 

@@ -1,8 +1,10 @@
-//! What a client's request says about its session: identity, lifecycle, meaning. Pure; it reads a
-//! few members of the body and changes nothing.
+//! Reads what a client's request says about its session: id, lifecycle, delta or full history.
 //!
-//! Identity is the first that applies: `nvext.session_control` in the body, `x-berth-session-id`,
-//! the native headers of coding agents, `session_id` or `session_params.id` in the body.
+//! This module is pure. It reads a few members of the body and changes nothing.
+//!
+//! The session's id is taken from the first source that applies: `nvext.session_control` in the
+//! body, `x-berth-session-id`, the native headers of coding agents, `session_id` or
+//! `session_params.id` in the body.
 
 use http::{HeaderMap, HeaderName, header};
 use proto::{
@@ -15,18 +17,18 @@ use xxhash_rust::xxh3::xxh3_128;
 
 use crate::prompt::Prompt;
 
-/// Names the session.
+/// Header: the session's id.
 pub const SESSION_ID: HeaderName = HeaderName::from_static("x-berth-session-id");
-/// `1`: the body holds only what is new.
+/// Header: `1` means that the body holds only the tokens that are new in this turn.
 pub const DELTA: HeaderName = HeaderName::from_static("x-berth-delta");
-/// `true`: the session closes when this turn has ended.
+/// Header: `true` means that the session closes when this turn has ended.
 pub const FINAL: HeaderName = HeaderName::from_static("x-berth-session-final");
-/// `pinned`, `tagged`, `none` or `auto`, for a session's first turn.
+/// Header: the retention for a session's first turn; `pinned`, `tagged`, `none` or `auto`.
 pub const RETENTION: HeaderName = HeaderName::from_static("x-berth-retention");
 
 const CLAUDE_SESSION: HeaderName = HeaderName::from_static("x-claude-code-session-id");
 const CLAUDE_AGENT: HeaderName = HeaderName::from_static("x-claude-code-agent-id");
-/// Codex, OpenCode, Dynamo.
+/// Session headers of Codex, OpenCode and Dynamo, in this order.
 const NATIVE: [HeaderName; 3] = [
     HeaderName::from_static("thread-id"),
     HeaderName::from_static("x-session-id"),
@@ -39,27 +41,28 @@ const PARENTS: [HeaderName; 3] = [
 ];
 const API_KEY: HeaderName = HeaderName::from_static("x-api-key");
 
-/// Ten years: longer is a mistake, and it must fit the agent's clock.
+/// The longest idle time that a client may set: ten years, in seconds. A longer time is a mistake,
+/// and the time must fit the agent's clock.
 const TIMEOUT_SECONDS_MAX: f64 = 315_360_000.0;
 
-/// What was wrong with a request.
+/// Why a request can't be read.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// Not one JSON object.
+    /// The body is not one JSON object.
     #[error("{0}; send one JSON object")]
     Body(#[from] body::Error),
-    /// A session id out of bounds.
+    /// The length of a session id is out of bounds.
     #[error("{0}; send an id of that length")]
     SessionId(#[from] id::Error),
-    /// A field or header of a wrong kind.
+    /// A field or header has a wrong type or value.
     #[error("{field} must be {want}")]
     Field {
-        /// Which.
+        /// The name of the field or header.
         field: &'static str,
-        /// What it has to be.
+        /// The values that are allowed.
         want: &'static str,
     },
-    /// Delta meaning without a session.
+    /// The request is a delta turn but names no session.
     #[error("{DELTA} is set but no session is named; add {SESSION_ID}")]
     DeltaWithoutSession,
 }
@@ -67,50 +70,50 @@ pub enum Error {
 /// What the client wants done with a session by this turn.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Ask {
-    /// Whose turn.
+    /// The session's key.
     pub key: SessionKey,
-    /// For the first turn; None leaves it to the agent.
+    /// The retention for the session's first turn; None lets the agent choose.
     pub retention: Option<Retention>,
-    /// The body holds only what is new.
+    /// Whether the body holds only the tokens that are new in this turn.
     pub delta: bool,
-    /// The client opens the session with this turn.
+    /// Whether the client opens the session with this turn.
     pub open: bool,
-    /// The session closes when the turn has ended.
+    /// Whether the session closes when this turn has ended.
     pub close: bool,
-    /// Placement only: the agent is told nothing.
+    /// Whether the session is a placement only: the agent gets no claim for it.
     pub bind: bool,
-    /// Milliseconds without a turn until it is closed.
+    /// The time without a turn after which the session is closed, in milliseconds.
     pub idle_ms_max: Option<u64>,
 }
 
-/// What routing needs of a turn.
+/// The parts of a turn that routing needs.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Turn {
-    /// None: a turn on its own.
+    /// What the turn does to its session; None for a turn without a session.
     pub session: Option<Ask>,
-    /// The session that spawned this one.
+    /// The session that started this one.
     pub parent: Option<SessionKey>,
-    /// The client's `prompt_cache_key`, digested: a placement key, never a session.
+    /// The digest of the client's `prompt_cache_key`. Used for placement, never as a session's id.
     pub cache_key: Option<SessionKey>,
     /// The model named in the body.
     pub model: Option<String>,
-    /// Where the body has its prompt.
+    /// The place of the prompt in the body.
     pub prompt: Prompt,
-    /// Of the body.
+    /// The length of the body in bytes.
     pub body_bytes: u64,
 }
 
-/// The caller's principal.
+/// Returns the principal of the request's sender: a digest of the credential, or `anonymous`.
 #[must_use]
 pub fn principal(headers: &HeaderMap) -> String {
     let credential = headers.get(header::AUTHORIZATION).or_else(|| headers.get(API_KEY));
     id::principal_of(credential.map(http::HeaderValue::as_bytes))
 }
 
-/// The session named in the headers: what a claim before the body can go by.
+/// Returns the session named in the headers, which the router can check before it reads the body.
 ///
 /// # Errors
-/// When the id is out of bounds or not UTF-8.
+/// When the id's length is out of bounds, or the id is not UTF-8.
 pub fn header_session(headers: &HeaderMap, principal: &str) -> Result<Option<SessionKey>, Error> {
     if let Some(id) = text(headers, &SESSION_ID)? {
         return Ok(Some(SessionKey::new(principal, id)?));
@@ -130,15 +133,16 @@ pub fn header_session(headers: &HeaderMap, principal: &str) -> Result<Option<Ses
     Ok(None)
 }
 
-/// Reads a whole turn.
+/// Reads a turn from its headers and its whole body.
 ///
 /// # Errors
-/// When the body is no object, or names a session in a way that can't be meant.
+/// When the body is not one JSON object, a session id or a field is invalid, or a delta turn names
+/// no session.
 pub fn read(headers: &HeaderMap, body: &[u8], principal: &str) -> Result<Turn, Error> {
     read_object(headers, &Object::parse(body)?, principal)
 }
 
-/// Reads a whole turn from a parsed body.
+/// Reads a turn from its headers and its parsed body.
 ///
 /// # Errors
 /// When a session id or a field is invalid, or a delta turn names no session.
@@ -166,7 +170,8 @@ pub fn read_object(
         None => None,
         Some(key) => {
             let open = action == Action::Open;
-            // Deltas append to private KV: a session opened by one has to be pinned.
+            // A delta appends to the session's private KV, so a session that a delta opens must be
+            // pinned.
             let retention = retention.or((open && delta).then_some(Retention::Pinned));
             Some(Ask {
                 key,
@@ -180,7 +185,7 @@ pub fn read_object(
         }
     };
     let cache_key = text_member(object, "prompt_cache_key").and_then(|key| {
-        // Digested, because it has no bound of its own.
+        // The digest bounds the length: the client's key has no bound of its own.
         SessionKey::new(principal, format!("{:032x}", xxh3_128(key.as_bytes()))).ok()
     });
     Ok(Turn {
@@ -193,10 +198,10 @@ pub fn read_object(
     })
 }
 
-/// Reads the idle time a client gave in seconds.
+/// Converts an idle time that a client gave in seconds to milliseconds; null is None.
 ///
 /// # Errors
-/// When it isn't a positive number; `field` is named.
+/// When the value isn't a positive number of at most ten years. The error names `field`.
 pub fn idle_ms(value: &Value, field: &'static str) -> Result<Option<u64>, Error> {
     if value.is_null() {
         return Ok(None);
@@ -210,10 +215,10 @@ pub fn idle_ms(value: &Value, field: &'static str) -> Result<Option<u64>, Error>
     Ok(Some(u64::try_from(milliseconds).expect("ten years fit").max(1)))
 }
 
-/// Reads the name of a retention; `auto` is None.
+/// Returns the retention called `name`; None for `auto`.
 ///
 /// # Errors
-/// When it is none of them; `field` is named.
+/// When there is no such retention. The error names `field`.
 pub fn retention_named(name: &str, field: &'static str) -> Result<Option<Retention>, Error> {
     match name {
         "auto" => Ok(None),
@@ -232,7 +237,7 @@ enum Action {
     Bind,
 }
 
-/// `nvext.session_control`.
+/// The body's member `nvext.session_control`.
 struct Control {
     session_id: String,
     action: Action,
@@ -285,7 +290,7 @@ fn value(raw: &RawValue) -> Value {
     serde_json::from_str(raw.get()).unwrap_or(Value::Null)
 }
 
-/// A string member; null counts as absent.
+/// Reads a string member; null counts as absent.
 fn string(body: &Object<'_>, key: &str, field: &'static str) -> Result<Option<String>, Error> {
     match body.get(key).map(value) {
         None | Some(Value::Null) => Ok(None),
@@ -294,7 +299,7 @@ fn string(body: &Object<'_>, key: &str, field: &'static str) -> Result<Option<St
     }
 }
 
-/// A string member of no consequence if it is anything else: the engine will say so.
+/// Reads a string member. Any other type counts as absent, because the engine reports the mistake.
 fn text_member(body: &Object<'_>, key: &str) -> Option<String> {
     serde_json::from_str(body.get(key)?.get()).ok()
 }
@@ -322,10 +327,11 @@ fn retention(headers: &HeaderMap) -> Result<Option<Retention>, Error> {
     }
 }
 
-/// A hint: what is wrong with it is not worth an answer.
+/// Returns the session that started this one. An invalid value is ignored, because the parent is
+/// only a hint for placement.
 fn parent(headers: &HeaderMap, principal: &str) -> Option<SessionKey> {
     let named = PARENTS.iter().find_map(|name| text(headers, name).ok().flatten());
-    // A sub-agent's parent is the session without the agent's id.
+    // A sub-agent's parent is the session named without the sub-agent's id.
     let id = match named {
         Some(id) => id,
         None if headers.contains_key(&CLAUDE_AGENT) => text(headers, &CLAUDE_SESSION).ok()??,
@@ -356,7 +362,7 @@ mod tests {
 
     #[test]
     fn identity_is_the_first_source_that_applies() {
-        // Each source beats all below it.
+        // Each source has priority over the sources below it.
         let sources: [(&'static str, &str, &str); 9] = [
             ("", r#""nvext":{"session_control":{"session_id":"control"}}"#, "control"),
             ("x-berth-session-id", "berth", "berth"),

@@ -1,5 +1,8 @@
-//! One turn from its head to its answer: admit, claim, read, cut out a volatile preamble, decide,
-//! have a long prompt computed in stages, send, and send again after a failure if that is safe.
+//! Runs one turn, from its request head to its answer.
+//!
+//! The steps, in order: admit, claim, read the body, cut out a volatile preamble, decide on a
+//! worker, compute a long prompt in stages, and send. A turn is sent a second time after a failure
+//! only if that is safe.
 
 use std::sync::Arc;
 
@@ -29,16 +32,16 @@ use crate::{
     worker,
 };
 
-/// What a route's requests are.
+/// The kind of a route's requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
-    /// They belong to sessions.
+    /// Requests that belong to sessions.
     Turn,
-    /// Any worker can answer them; they leave no KV behind.
+    /// Requests that any worker can answer and that leave no KV behind.
     Plain,
 }
 
-/// Runs one turn.
+/// Runs one turn and returns its answer.
 pub(crate) async fn run(
     shared: Arc<Shared>,
     kind: Kind,
@@ -84,8 +87,8 @@ pub(crate) async fn run(
     Box::pin(send(&shared, &turn, &outbound, decided, permit)).await
 }
 
-/// Reads a turn, and removes a volatile preamble from its body. Every later step, a second sending
-/// included, uses the body without the preamble.
+/// Reads a turn, and removes a volatile preamble from its body. Every later step uses the body
+/// without the preamble, also when the turn is sent a second time.
 fn read(
     shared: &Shared,
     kind: Kind,
@@ -126,8 +129,8 @@ fn preamble(shared: &Shared, kind: Kind, path: &str, body: &Object<'_>) -> Optio
     Some(cut)
 }
 
-/// Refuses before the body is read what can't run now. Never touches the slot of the turn that
-/// runs; the agent's gate stays the authority.
+/// Refuses a turn that can't run now, before its body is read: its session closes, or is busy with
+/// another turn. Doesn't change the state of the running turn. The agent's own check still decides.
 async fn claim_early(shared: &Shared, key: &SessionKey) -> Result<(), Refusal> {
     let view = shared.settled_view().await;
     match shared.standing(key, &view) {
@@ -137,8 +140,8 @@ async fn claim_early(shared: &Shared, key: &SessionKey) -> Result<(), Refusal> {
     }
 }
 
-/// A client that opens a lost session again with its whole history gets a new one: the remains of
-/// the old are closed first.
+/// Closes the remains of a lost session when the client opens the session again with its full
+/// history. The client then gets a new session.
 async fn make_way(shared: &Arc<Shared>, ask: &Ask) -> Result<(), Refusal> {
     let Standing::Lost { worker, .. } = shared.patient_standing(&ask.key).await else {
         return Ok(());
@@ -170,7 +173,7 @@ async fn send(
     let (decided, answered) = match second {
         Some(second) => {
             pending.at(second.worker);
-            // The first answer, if any, is dropped with its connection here.
+            // Dropping the first answer, if there is one, drops its connection.
             drop(first);
             let answered = outbound.send(shared, &second).await;
             (second, answered)
@@ -211,10 +214,12 @@ fn finish(
     }
 }
 
-/// A turn that was sent and not answered yet. Dropped like that, it counts as left by its client,
-/// and the session of a last turn is closed by the router: no agent may have heard of the close.
-/// Once an agent answered, the close is its own business. A turn that the router itself refused was
-/// never accepted and closes nothing.
+/// A turn that was sent and isn't answered yet.
+///
+/// If it is dropped in this state, it counts as abandoned by its client. If it was also the
+/// session's last turn, the router closes the session, because perhaps no agent received the
+/// request to close it. After an agent has answered, the agent closes the session itself. A turn
+/// that the router itself refuses was never accepted and closes nothing.
 struct Pending {
     shared: Arc<Shared>,
     close: Option<(SessionKey, WorkerRef)>,
