@@ -1,9 +1,11 @@
-//! The top level of a JSON request body, by byte range: which members it has, where each begins and
-//! ends, and the body with the members that Berth owns replaced. Nothing else is ever touched: no
-//! number is reformatted, no key reordered, no whitespace lost.
+//! Reads the top level of a JSON request body by byte range, and replaces the members Berth owns.
 //!
-//! JSON parsers take the *last* of duplicate keys and decode escapes in keys, so an owned key is
-//! removed wherever and however often it is written at the top level; nested ones are the client's.
+//! [`Object`] says which members the body has, and where each begins and ends. Every other byte
+//! stays: no number is reformatted, no key reordered, no whitespace lost.
+//!
+//! JSON parsers take the *last* of duplicate keys and decode escapes in keys. So an owned key is
+//! removed from the top level wherever and however often it is written there. Nested members belong
+//! to the client.
 //!
 //! [`first_element`] reads the first element of an array and not the rest of the array.
 
@@ -15,11 +17,11 @@ use serde::{
 };
 use serde_json::value::RawValue;
 
-/// Top-level members a body may have. Real requests have under 60; the bound keeps a body of tiny
-/// members from costing a multiple of its size.
+/// The most top-level members of a body. Real requests have under 60; without the bound, a body of
+/// tiny members would need a multiple of its size in memory.
 pub const MEMBERS_MAX: usize = 4096;
 
-/// The top-level keys whose values Berth decides. A client's are never forwarded.
+/// The top-level keys whose values Berth decides. A client's values are never forwarded.
 pub const OWNED_KEYS: [&str; 11] = [
     "session_params",
     "session_id",
@@ -38,45 +40,45 @@ pub const OWNED_KEYS: [&str; 11] = [
 /// Why a body was refused.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// Not JSON, or JSON that isn't an object.
+    /// The body is not JSON, or is JSON but not an object.
     #[error("the body is not a JSON object")]
     NotAnObject(#[source] serde_json::Error),
 }
 
-/// One top-level member.
+/// A top-level member of a JSON object.
 #[derive(Debug)]
 pub struct Member<'a> {
     /// The key with its escapes decoded.
     pub key: String,
     /// The value as written.
     pub value: &'a RawValue,
-    /// Where the value ends, as an offset into the body.
+    /// The end of the value, as an offset into the body.
     end: usize,
 }
 
 impl Member<'_> {
-    /// Where the value lies, as offsets into the body.
+    /// Returns the range of the value, as offsets into the body.
     #[must_use]
     pub fn range(&self) -> Range<usize> {
         self.end - self.value.get().len()..self.end
     }
 }
 
-/// A JSON object, parsed one level deep and checked to its end.
+/// A JSON object whose members are known. The whole text is checked to be valid JSON.
 #[derive(Debug)]
 pub struct Object<'a> {
     bytes: &'a [u8],
-    /// Offset just after the opening brace.
+    /// The offset just after the opening brace.
     start: usize,
     members: Vec<Member<'a>>,
 }
 
-/// A stretch of a rewritten body.
+/// A part of a rewritten body.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Piece {
-    /// Bytes of the original.
+    /// A range of bytes of the original body.
     Kept(Range<usize>),
-    /// Bytes that are Berth's.
+    /// New text, written by Berth.
     New(String),
 }
 
@@ -84,7 +86,7 @@ impl<'a> Object<'a> {
     /// Reads the whole text, so that malformed JSON is refused here and not by the engine.
     ///
     /// # Errors
-    /// When it isn't one JSON object, or has over [`MEMBERS_MAX`] members.
+    /// When the text isn't one JSON object, or the object has more than [`MEMBERS_MAX`] members.
     pub fn parse(bytes: &'a [u8]) -> Result<Self, Error> {
         let start = bytes.iter().position(|&byte| byte == b'{').map_or(0, |at| at + 1);
         let mut parser = serde_json::Deserializer::from_slice(bytes);
@@ -95,7 +97,7 @@ impl<'a> Object<'a> {
             .into_iter()
             .map(|(key, value)| {
                 let text = value.get();
-                // The value borrows from `bytes`, so its address says where it lies.
+                // The value borrows from `bytes`, so its address gives its offset.
                 let end = text.as_ptr() as usize - origin + text.len();
                 Member { key, value, end }
             })
@@ -103,13 +105,13 @@ impl<'a> Object<'a> {
         Ok(Self { bytes, start, members })
     }
 
-    /// The text from which the object was read.
+    /// Returns the text from which the object was read.
     #[must_use]
     pub fn bytes(&self) -> &'a [u8] {
         self.bytes
     }
 
-    /// The value that parsers would take for `key`: the last one.
+    /// Returns the value of `key`. Of duplicate keys the last counts, as for other parsers.
     #[must_use]
     pub fn get(&self, key: &str) -> Option<&'a RawValue> {
         self.members.iter().rev().find(|member| member.key == key).map(|member| member.value)
@@ -129,14 +131,14 @@ impl<'a> Object<'a> {
         range
     }
 
-    /// All members in the order in which they were written, duplicates included.
+    /// Returns all members in the order in which they were written, duplicates included.
     #[must_use]
     pub fn members(&self) -> &[Member<'a>] {
         &self.members
     }
 
-    /// The body without any member named in `owned`, and with `added` (members as JSON text,
-    /// comma separated, without braces; may be empty) at its end.
+    /// Returns the body without the members named in `owned`, and with `added` at its end. `added`
+    /// is JSON text of members separated by commas, without braces; it may be empty.
     #[must_use]
     pub fn rewrite(&self, owned: &[&str], added: &str) -> Vec<Piece> {
         let mut pieces = vec![Piece::Kept(0..self.start)];
@@ -148,7 +150,8 @@ impl<'a> Object<'a> {
             if owned.contains(&member.key.as_str()) {
                 continue;
             }
-            // What follows a removed first member begins with the comma that parted them.
+            // If the first members were removed, the next member's text begins with the comma that
+            // separated them.
             let skip = if kept == 0 { self.leading_comma(&stretch) } else { 0 };
             push_kept(&mut pieces, stretch.start + skip..stretch.end);
             kept += 1;
@@ -197,7 +200,7 @@ pub fn first_element(array: &RawValue) -> Option<Element<'_>> {
     Some(Element { value, with_comma, is_only })
 }
 
-/// Adds a stretch, joined to the one before where they touch.
+/// Appends a range of the original, and joins it to the last piece if they touch.
 fn push_kept(pieces: &mut Vec<Piece>, range: Range<usize>) {
     match pieces.last_mut() {
         Some(Piece::Kept(last)) if last.end == range.start => last.end = range.end,
@@ -205,7 +208,7 @@ fn push_kept(pieces: &mut Vec<Piece>, range: Range<usize>) {
     }
 }
 
-/// Collects the members of one object without looking into their values.
+/// Collects the members of one object without parsing their values.
 struct Members;
 
 impl<'de> Visitor<'de> for Members {
@@ -229,7 +232,7 @@ impl<'de> Visitor<'de> for Members {
     }
 }
 
-/// The text of pieces over the body they were made from.
+/// Returns the rewritten body: the text of `pieces` over the original `bytes`.
 #[must_use]
 pub fn assemble(bytes: &[u8], pieces: &[Piece]) -> Vec<u8> {
     let mut out = Vec::with_capacity(bytes.len() + 128);
@@ -330,7 +333,7 @@ mod tests {
         assert!(Object::parse(format!("{{{many}}}").as_bytes()).is_err());
     }
 
-    /// Arbitrary JSON objects, with owned keys among the keys.
+    /// Generates JSON objects in which some keys are owned keys.
     fn objects() -> impl Strategy<Value = Vec<(String, Value)>> {
         let key = prop_oneof![
             3 => "[a-z\"\\\\é ]{0,6}",

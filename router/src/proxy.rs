@@ -50,7 +50,7 @@ const HOP_BY_HOP: [HeaderName; 10] = [
     header::UPGRADE,
     header::CONTENT_LENGTH,
 ];
-/// Prefix of, and one of, the engine's own routing headers. Clients don't decide the placement.
+/// The engine's own routing headers, which are removed: clients don't decide the placement.
 const ENGINE_RANK: HeaderName = HeaderName::from_static("x-data-parallel-rank");
 const ENGINE_OVERRIDE: &str = "x-override-";
 

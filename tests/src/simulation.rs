@@ -1,10 +1,11 @@
-//! The agent's session table against the engine's mechanics, over virtual time: seeded clients,
-//! faults and strangers, and every promise checked after every step.
+//! A simulation of the agent's session table with clients, faults and foreign users of the engine.
 //!
-//! Real are [`worker_agent::session::Table`], the guards, the reading of answers, and the engine's
-//! core. Made here is what surrounds them: a shell that carries out effects as the agent's owner
-//! does, a network that loses answers, clients that keep their own transcripts. The same seed gives
-//! the same events; nothing here sleeps or reads a clock.
+//! Everything happens in virtual time, at random from a seed, and every promise is checked after
+//! every event. The code under test is real: [`worker_agent::session::Table`], the guards, the
+//! reading of answers, and the engine simulator's core. The simulation adds what surrounds them: a
+//! shell that carries out effects as the agent's owner task does, a network that loses answers, and
+//! clients that keep their own transcripts. The same seed gives the same events. Nothing here
+//! sleeps or reads a clock.
 
 mod answers;
 mod calls;
@@ -29,58 +30,59 @@ use worker_agent::guard::Guards;
 
 use self::world::World;
 
-/// A run that kept every promise.
+/// The result of a run that kept every promise.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Clean {
-    /// Events that happened.
+    /// The number of events in the run.
     pub steps: u64,
-    /// Digest of the whole trace: equal seeds give equal ones.
+    /// The digest of the whole trace. Equal seeds give equal digests.
     pub trace: u64,
-    /// Turns by what became of them.
+    /// How the run's turns and processes ended.
     pub turns: Tally,
 }
 
-/// What happened in a run, so that a test can tell that its world is not an empty one.
+/// Counts of what happened in a run, so that a test can check that the run was not trivial.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Tally {
-    /// Answered, and right.
+    /// Turns that were answered correctly.
     pub answered: u64,
-    /// Refused by the agent, by code.
+    /// Turns that the agent refused, by error code.
     pub refused: std::collections::BTreeMap<String, u64>,
-    /// Left by their clients.
+    /// Turns whose clients left.
     pub left: u64,
-    /// Ended without the engine's word.
+    /// Turns that ended without an answer from the engine.
     pub lost: u64,
-    /// Taken out of the batch and put back.
+    /// Turns that the engine retracted: took out of the batch and queued again.
     pub retracted: u64,
-    /// Turns of pinned sessions among those.
+    /// Retracted turns of pinned sessions.
     pub retracted_pinned: u64,
     /// Times the engine kept a session half closed and had to be restarted.
     pub restarted: u64,
-    /// Whole histories that ran in a session.
+    /// Turns with a full history that the shim trimmed and ran in a session.
     pub trimmed: u64,
     /// Sessions opened at the engine.
     pub opened: u64,
     /// Times an agent was killed.
     pub agents_killed: u64,
-    /// Times the engine was.
+    /// Times the engine was killed.
     pub engines_killed: u64,
 }
 
 /// A promise that was broken.
 #[derive(Debug)]
 pub struct Broken {
-    /// The seed.
+    /// The seed of the run.
     pub seed: u64,
-    /// The event it broke at.
+    /// The number of the event that broke the promise.
     pub step: u64,
-    /// Which promise.
+    /// A description of the broken promise.
     pub what: String,
-    /// What happened before, oldest first.
+    /// The last events before it, oldest first.
     pub trace: Vec<String>,
 }
 
-/// Plays one seed. `base` is where virtual time begins; `echo` prints every event.
+/// Plays the run of one seed. `base` is the start of virtual time; `echo` is called with every
+/// event's text.
 ///
 /// # Errors
 /// The first promise that was broken.
@@ -91,7 +93,8 @@ pub fn play(
     echo: Option<fn(&str)>,
 ) -> Result<Clean, Box<Broken>> {
     let mut world = World::new(seed, guards, base, echo);
-    // A broken promise panics, in the table's and the engine's own checks as in those made here.
+    // A broken promise panics, in the checks of the table and the engine as in the simulation's
+    // own.
     match catch_unwind(AssertUnwindSafe(|| world.run())) {
         Ok(()) => Ok(Clean {
             steps: world.trace.steps(),

@@ -1,4 +1,4 @@
-//! `/v1/sessions`, and SGLang's `/open_session` and `/close_session`: JSON in and out only.
+//! The session routes: `/v1/sessions`, and SGLang's `/open_session` and `/close_session`.
 
 use std::sync::Arc;
 
@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 use super::{Desk, conclude, errors};
 use crate::{control::Opening, request, sessions::Seen, shared::Shared};
 
-/// `POST /v1/sessions`.
+/// The body of `POST /v1/sessions`.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 struct OpenBody {
@@ -25,7 +25,7 @@ struct OpenBody {
     timeout: Value,
 }
 
-/// SGLang's. Other members are the engine's business and left alone.
+/// The body of SGLang's `/open_session`. Other members are for the engine and are ignored here.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 struct SglangOpenBody {
@@ -112,7 +112,7 @@ async fn try_sglang_open(shared: &Arc<Shared>, request: Request) -> Result<Respo
     let opening = opening(&parts.headers, asked.session_id, retention, &asked.timeout)?;
     let opened = shared.open(opening).await?;
     if !opened.new {
-        // SGLang's own shape, which its clients look for.
+        // The shape of SGLang's own error, which its clients look for.
         let message = "Failed to open the session: one with this id is still open. Close it first.";
         let body = json!({ "error": { "message": message } });
         return Ok((StatusCode::BAD_REQUEST, Json(body)).into_response());
@@ -130,7 +130,7 @@ async fn try_sglang_close(shared: &Arc<Shared>, request: Request) -> Result<Resp
     let asked: SglangCloseBody = read(shared, body, false).await?;
     match shared.close(key(&parts.headers, asked.session_id)?).await {
         Err(refusal) if refusal.status != StatusCode::NOT_FOUND => Err(refusal),
-        // The engine answers 200 to the close of what it doesn't know.
+        // The engine also answers 200 to closing a session that it doesn't know.
         Ok(()) | Err(_) => Ok(StatusCode::OK.into_response()),
     }
 }
@@ -173,7 +173,7 @@ fn refuse(error: request::Error) -> Refusal {
     errors::request(&error)
 }
 
-/// A session as its owner sees it.
+/// Returns a session as JSON, as its owner sees it.
 fn shown(shared: &Shared, seen: &Seen) -> Value {
     let worker = shared.view.load().name(seen.worker);
     let id = seen.key.id();

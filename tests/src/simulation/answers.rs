@@ -1,4 +1,4 @@
-//! The engine's answers as the agent's data port reads them, by its own scanner.
+//! Reads the engine's answers as the agent's data port does, with the agent's own scanner.
 
 use http::StatusCode;
 use serde_json::json;
@@ -6,8 +6,9 @@ use worker_agent::{answer::Scanner, session::Outcome};
 
 use crate::engine_sim::request::{Finish, Output};
 
-/// Reads the engine's last word as the data port does, from an answer of `/generate` or of a route
-/// that says less: chats tell neither where a turn was aborted nor whether it was retracted.
+/// Returns the outcome that the data port reads from the end of the engine's answer. The answer is
+/// one of `/generate`, or of a chat route. A chat answer says less: neither where a turn was
+/// aborted nor whether it was retracted.
 pub(super) fn read(chat: bool, streams: bool, output: &Output, completion: usize) -> Outcome {
     let (kind, message, status) = match &output.finish {
         Some(Finish::Abort { message, queued: true, .. }) => ("abort", Some(message), None),
@@ -35,7 +36,8 @@ pub(super) fn read(chat: bool, streams: bool, output: &Output, completion: usize
     let mut scanner = Scanner::new(None);
     let whole = scanner.push(answer.to_string().as_bytes());
     assert!(whole, "the answer is whole JSON");
-    // Without a stream an error is an HTTP status; in a stream the status has gone out before.
+    // Without streaming, an error is an HTTP status. In a stream, the status was sent before the
+    // error.
     let status = status.filter(|_| !streams).and_then(|code| StatusCode::from_u16(code).ok());
     scanner.outcome(status.unwrap_or(StatusCode::OK))
 }

@@ -1,5 +1,6 @@
-//! What the agent asks of the engine besides turns: opens, closes and aborts, each a call of its
-//! own whose request or answer may be lost.
+//! The agent's calls to the engine besides turns: opens, closes and aborts.
+//!
+//! Each call's request or answer may be lost.
 
 use std::time::Duration;
 
@@ -10,7 +11,7 @@ use super::{
     world::{Event, World},
 };
 
-/// The agent's own limit on a call.
+/// The agent's own time limit of a call.
 const CALL_MAX: Duration = Duration::from_secs(2);
 const OPEN_BACKSTOP: Duration = Duration::from_secs(86_400);
 const PROBE_BACKSTOP: Duration = Duration::from_secs(60);
@@ -27,14 +28,15 @@ pub(super) enum Task {
     Abort {
         rid: String,
     },
-    /// The abort that goes before the shim is asked for its table.
+    /// The abort before the shim is asked for its session table.
     Look {
         dp_rank: u32,
         rid: Option<String>,
     },
 }
 
-/// Where a close is: the engine's word on it is had by opening the same id again.
+/// The step that a close has reached. After the close, the agent opens the same id again (the
+/// probe), because only the answer to that says whether the engine has closed the session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Step {
     Abort,
@@ -43,15 +45,15 @@ pub(super) enum Step {
     CloseProbe,
 }
 
-/// How a call came back.
+/// The answer to a call, as the agent sees it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Answer {
     Yes,
-    /// A client error.
+    /// The engine answered with a client error.
     No,
-    /// It may have been done.
+    /// The answer was lost; the engine may have carried out the call.
     Lost,
-    /// Nobody listens.
+    /// No engine process listens.
     Unreachable,
 }
 
@@ -64,7 +66,8 @@ impl World {
         self.at(CALL_MAX, Event::CallAnswered(call, Answer::Lost));
         let lost = self.plan.faults.call_lost;
         if !self.odds(lost / 2) {
-            // Less than a new agent takes to start: it never overtakes what the last one asked.
+            // Shorter than the start of a new agent, so that a new agent's calls never overtake
+            // those of the last agent.
             let latency = self.between(0, 8);
             self.at(latency, Event::CallReachesEngine(call));
         }
@@ -76,7 +79,7 @@ impl World {
     }
 
     pub(super) fn call_reaches_engine(&mut self, call: CallId) {
-        // Of a dead agent's calls those on the wire still arrive; they are kept for that.
+        // Calls that a killed agent had already sent still arrive; they are kept for that.
         let Some((_, task)) = self.calls.get(&call).cloned() else { return };
         if self.engine.is_none() {
             return self.engine_answers(call, Answer::Unreachable);
@@ -109,7 +112,7 @@ impl World {
         }
     }
 
-    /// Every rank opens, the first one's answer is the engine's.
+    /// Opens a session on every rank. The engine's answer is that of one rank, chosen at random.
     fn open_inside(&mut self, call: CallId, id: &str, backstop: Duration) {
         let answers = self.rng.usize(..self.plan.ranks as usize);
         self.push_all(|rank| Command::Open {

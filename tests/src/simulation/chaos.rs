@@ -1,5 +1,4 @@
-//! What goes wrong: processes that are killed, an engine that gets slow, strangers who use the
-//! engine beside the agent.
+//! The faults: killed processes, a slow engine, and foreign users of the engine.
 
 use std::time::Duration;
 
@@ -84,14 +83,14 @@ impl World {
         }
     }
 
-    /// A rank where nothing happens now.
+    /// Returns a rank where nothing runs or waits at this moment.
     fn quiet_rank(&mut self) -> Option<usize> {
         let rank = self.rng.usize(..self.plan.ranks as usize);
         let engine = self.engine.as_ref()?;
         engine.ranks[rank].is_quiet().then_some(rank)
     }
 
-    /// Nothing of an earlier agent is left in the rank: nobody knows how much that holds.
+    /// Whether the rank has no sessions of an earlier agent. The amount that they hold is unknown.
     fn knows_all(&self, rank: usize) -> bool {
         let own = self.agent.as_ref().map(|agent| prefix(agent.epoch));
         let (Some(own), Some(engine)) = (own, &self.engine) else { return false };
@@ -100,7 +99,7 @@ impl World {
         facts.sessions.iter().all(|session| known(&session.id))
     }
 
-    /// Somebody opens a session of their own in the engine, if what is left allows it.
+    /// Opens a foreign session ("stranger") in the engine, if the capacity that is left allows it.
     fn stranger_comes(&mut self) {
         let Some(rank) = self.quiet_rank() else { return };
         let number = u32::try_from(rank).expect("few ranks");
@@ -142,7 +141,7 @@ impl World {
         self.strangers.remove(id);
     }
 
-    /// Somebody runs a turn in a session of the agent's.
+    /// Runs a foreign turn ("meddler") in one of the agent's sessions.
     fn meddle(&mut self) {
         let Some(rank) = self.quiet_rank() else { return };
         let Some(engine) = &self.engine else { return };
@@ -164,7 +163,7 @@ impl World {
         self.meddled.insert(id, 0);
     }
 
-    /// Runs one turn of one token in a session, where nothing else runs.
+    /// Runs a turn of one token in a session, on a rank where nothing else runs.
     fn run_at_once(&mut self, rank: usize, id: &str, input_ids: Vec<u32>) {
         let params = SessionParams { id: id.to_owned(), ..SessionParams::default() };
         let rid = format!("x{:08}", self.number());
@@ -180,7 +179,7 @@ impl World {
         let core = &mut engine.ranks[rank].core;
         core.submit(now, submit);
         while core.step(now).is_some() {}
-        // What didn't fit is gone without a trace.
+        // A turn that didn't fit is removed without a trace.
         core.abort(&rid, false);
     }
 }
