@@ -1,5 +1,6 @@
-//! The promises, checked from what the engine really holds and what clients really got; never from
-//! the table's own view alone.
+//! Checks the promises against what the engine really holds and what clients really received.
+//!
+//! No check relies on the table's own view alone.
 
 use std::time::Duration;
 
@@ -13,21 +14,22 @@ use super::{
 };
 use crate::engine_sim::core::{PoolFacts, answers};
 
-/// A rank with something to do that does nothing for so long is wedged.
+/// A rank that has work but makes no progress for this long is wedged.
 const STUCK: Duration = Duration::from_secs(8);
-/// A turn's client hears something within this, whatever happens.
+/// The client of a turn receives something within this time, whatever happens.
 const ANSWERED_WITHIN: Duration = Duration::from_secs(200);
-/// A close is through within this, lost answers included.
+/// A close is complete within this time, even if answers are lost.
 const CLOSED_WITHIN: Duration = Duration::from_secs(25);
-/// Times the engine says, every 250 ms, that a turn is inside a session that is to close.
+/// How often the engine may say that a turn runs in a session that is to close. It is asked every
+/// 250 ms.
 const KEPT_MAX: u32 = 6;
-/// After the last client: longest idle time, repeats of what is lost, backstops.
+/// The end of the run after the last client: longest idle time, repeats of lost calls, backstops.
 const OVER_WITHIN: Duration = Duration::from_secs(400);
-/// Deadlines are kept to this.
+/// The most time by which a deadline may be missed.
 const LATE: Duration = Duration::from_millis(50);
 
 impl World {
-    /// After every event.
+    /// Checks the table and the account of pinned tokens. Called after every event.
     pub(super) fn check(&mut self) {
         let Some(agent) = &self.agent else { return };
         agent.table.check_invariants();
@@ -40,7 +42,7 @@ impl World {
         }
     }
 
-    /// After everything that a rank did.
+    /// Checks a rank of the engine. Called after everything that the rank did.
     pub(super) fn check_rank(&self, rank: usize) {
         let Some(engine) = &self.engine else { return };
         let core = &engine.ranks[rank].core;
@@ -59,19 +61,20 @@ impl World {
         assert!(free >= reserve, "{rows} of {} rows are held, {reserve} stay free", facts.rows);
     }
 
-    /// The engine has said that this one is closed. With several ranks it says so with the first
-    /// one's word: another may close it a step later, or keep it half closed for good.
+    /// Whether the engine has confirmed that this session is closed. With several ranks, the word
+    /// of one rank confirms it: another rank may close the session a step later, or keep it half
+    /// closed for good.
     fn is_confirmed(&self, id: &str) -> bool {
         self.plan.ranks > 1 && self.confirmed.contains(id)
     }
 
-    /// What the engine really pins is in the table's account, and that is within the budget.
+    /// Checks that the table accounts for what the engine really pins, within the budget.
     fn check_account(&self, rank: u32, facts: &PoolFacts) {
         let Some(agent) = &self.agent else { return };
         let totals = agent.table.totals(rank);
         let own = prefix(agent.epoch);
         let page = self.plan.core.page_size;
-        // What an earlier agent left holds an amount nobody knows, and so does a meddler's doing.
+        // Sessions of an earlier agent and sessions with a meddler's turn hold an unknown amount.
         let counted = facts.sessions.iter().filter(|session| {
             let ours = !self.is_confirmed(&session.id)
                 && session.id.starts_with(&own)
@@ -86,7 +89,7 @@ impl World {
             facts.sessions
         );
         let max = self.plan.pin_tokens_max;
-        // A meddler's turn grows a session beyond what was reserved for it.
+        // A meddler's turn can grow a session beyond its reservation.
         let closing = self.closing.keys().any(|id| self.meddled.contains_key(id));
         let open = facts.sessions.iter().any(|one| self.meddled.contains_key(&one.id));
         let meddled = closing || open;
@@ -101,14 +104,14 @@ impl World {
         }
     }
 
-    /// A turn has come into the engine.
+    /// Checks a turn that has entered a rank's scheduler.
     pub(super) fn check_entered(&self, rank: usize, id: TurnId) {
         let turn = &self.turns[&id];
         let Some(incarnation) = turn.incarnation() else { return };
         let Some(engine) = &self.engine else { return };
         let alone = turn.is_pinned() || turn.claim.as_ref().is_some_and(|(claim, _)| claim.open);
-        // A tag's lost turn can't be waited for, and does no harm.
-        // What runs beside a pinned session's turn isn't in the session.
+        // Lost turns of tagged sessions don't count: the agent can't wait for them, and they do no
+        // harm. Turns that run concurrently with a pinned session's turn are not in the session.
         let counts = |other: &&Turn| other.is_pinned() || (other.connected && !turn.is_pinned());
         let same = |other: &TurnId| {
             let other = Some(&self.turns[other]).filter(counts);
@@ -124,7 +127,7 @@ impl World {
         }
     }
 
-    /// The agent asks for a close.
+    /// Checks that no turn of the session runs when the agent asks for a close.
     pub(super) fn check_close(&mut self, close: &Close) {
         let mut turns = self.turns.values();
         let runs = turns.any(|turn| {
@@ -139,8 +142,8 @@ impl World {
         }
     }
 
-    /// The engine keeps a session that was to close. While a turn of it is inside that is soon
-    /// over, because the turn was aborted first.
+    /// Checks a session that the engine keeps although it was told to close it. A turn in the
+    /// session can't delay the close for long, because the agent aborted the turn first.
     pub(super) fn check_kept(&mut self, incarnation: &str) {
         let ranks = self.engine.iter().flat_map(|engine| &engine.ranks);
         let mut facts = ranks.map(|rank| rank.core.facts());
@@ -152,14 +155,15 @@ impl World {
         assert!(*kept <= KEPT_MAX, "the close of {incarnation} waits for a turn nobody aborts");
     }
 
-    /// Only the engine's own flaw, a session that stays half closed after a retraction, needs it to
-    /// be restarted; the supervisor does that.
+    /// Restarts the engine where an operator's supervisor would. Only a defect of the engine makes
+    /// that necessary: a retraction can leave a session half closed.
     fn supervise(&mut self) {
         let now = self.instant();
         let required = self.agent.as_ref().and_then(|agent| agent.table.restart_required(now));
         let ranks = self.engine.iter().flat_map(|engine| &engine.ranks);
         let retracted: u64 = ranks.clone().map(|rank| rank.core.gauges().retracted).sum();
-        // With several ranks another one's word hides it from the agent; an operator finds it.
+        // With several ranks, another rank's word can hide this from the agent; then an operator
+        // finds it.
         let mut sessions = ranks.flat_map(|rank| rank.core.facts().sessions);
         let half = sessions.any(|one| one.closing && !one.inflight && self.is_confirmed(&one.id));
         let hidden = half && retracted > 0;
@@ -171,7 +175,7 @@ impl World {
         self.kill_engine();
     }
 
-    /// What a client hears is the agent's own word on its session, or an answer.
+    /// Checks the client's reply: it is an answer, or the agent's own word on its session.
     pub(super) fn check_reply(&mut self, id: TurnId, reply: &Reply) {
         match reply {
             Reply::Refused(error) => {
@@ -188,8 +192,8 @@ impl World {
         }
     }
 
-    /// What the client of a turn hears that the shim refused: the agent's word, or the engine's own
-    /// where the shim's plan was lost.
+    /// Returns the error that the client of a turn refused by the shim receives: the agent's, or
+    /// the engine's own error if the shim's plan was lost.
     pub(super) fn unfit(&self, id: TurnId) -> session::Error {
         let turn = &self.turns[&id];
         let told = turn.unfit.clone();
@@ -197,14 +201,15 @@ impl World {
         told.unwrap_or(session::Error::NotContinued { detail: "was refused".to_owned() })
     }
 
-    /// An answer that was finished is right for its client.
+    /// Checks that a finished answer is right for its client.
     pub(super) fn check_answer(&mut self, id: TurnId, tokens: &[u32], usage: Option<Usage>) {
         let turn = &self.turns[&id];
         let right = answers(&turn.context, tokens, self.plan.core.eos_per_mille);
         let meddled = turn.incarnation().and_then(|id| self.meddled.get_mut(id));
         if let Some(since) = meddled {
             *since += 1;
-            // The first answer can't be saved: nobody knew before it.
+            // The first answer after a meddler's turn can't be saved: the agent couldn't know of
+            // the turn.
             assert!(*since == 1 || right, "a history that isn't the client's was gone on with");
             return;
         }
@@ -216,7 +221,7 @@ impl World {
         self.tally.answered += 1;
     }
 
-    /// What only time shows.
+    /// Checks the promises about time. Called once a second.
     pub(super) fn tick(&mut self) {
         self.at(Duration::from_secs(1), Event::Tick);
         let now = self.now;
@@ -224,7 +229,8 @@ impl World {
             let facts = rank.core.facts();
             let waits = facts.waiting > 0 && facts.running == 0;
             // A session that a retraction left half closed keeps its KV until the supervisor
-            // restarts the engine. An agent that took over doesn't know how much KV that is.
+            // restarts the engine. An agent that took over from another doesn't know how much KV
+            // that is.
             let half = facts.sessions.iter().any(|one| one.closing && !one.inflight);
             let half = half && rank.core.gauges().retracted > 0;
             let until_restart = self.plan.rules.stuck_after * u32::from(half);
@@ -260,7 +266,8 @@ impl World {
         }
     }
 
-    /// Everybody has gone: nothing is held, nothing is counted, everyone has heard.
+    /// Checks the end of the run: nothing is held or counted, and every client has received
+    /// something.
     pub(super) fn check_end(&mut self) {
         let agent = self.agent.as_ref().expect("it ends with an agent");
         assert_eq!(agent.table.inside().count(), 0, "a turn is inside for ever");

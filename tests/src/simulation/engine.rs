@@ -1,5 +1,7 @@
-//! The engine's process in virtual time: a core per DP rank, what waits for the end of its step,
-//! and whose requests are inside.
+//! The engine's process in virtual time.
+//!
+//! It has a core of the engine simulator for each DP rank, and the commands that wait for the end
+//! of the rank's step.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -11,9 +13,9 @@ use crate::engine_sim::{
     request::{Output, ReqKey, Submit},
 };
 
-/// A turn, numbered by the world.
+/// The number of a turn in this run.
 pub(super) type TurnId = u64;
-/// A call to the engine that isn't a turn.
+/// The number of a call to the engine that isn't a turn.
 pub(super) type CallId = u64;
 
 #[derive(Debug)]
@@ -24,7 +26,7 @@ pub(super) enum Command {
     Abort(String),
 }
 
-/// What comes out of a rank.
+/// What a rank reports after a step.
 #[derive(Debug)]
 pub(super) enum Said {
     Ended {
@@ -37,7 +39,7 @@ pub(super) enum Said {
         call: CallId,
         done: bool,
     },
-    /// A turn is in the scheduler now.
+    /// A turn has entered the scheduler.
     Entered(TurnId),
 }
 
@@ -51,13 +53,13 @@ struct Live {
 #[derive(Debug)]
 pub(super) struct Rank {
     pub(super) core: Core,
-    /// Outputs of the step that runs, and when it ends.
+    /// The outputs of the step that runs now, and when it ends.
     pending: Option<(Duration, Vec<Output>)>,
     inbox: VecDeque<Command>,
     live: BTreeMap<ReqKey, Live>,
-    /// When it last got on with anything.
+    /// When the rank last made progress.
     pub(super) moved: Duration,
-    /// When it is to be looked at next.
+    /// When the rank is due next.
     pub(super) wake: Option<Duration>,
 }
 
@@ -77,13 +79,13 @@ impl Rank {
         self.inbox.push_back(command);
     }
 
-    /// Nothing runs, waits or arrives.
+    /// Whether nothing runs, waits or arrives at the rank.
     pub(super) fn is_quiet(&self) -> bool {
         let facts = self.core.facts();
         self.pending.is_none() && self.inbox.is_empty() && facts.running + facts.waiting == 0
     }
 
-    /// Turns inside, by the world's own count.
+    /// Returns the turns in the rank by the simulation's own count.
     pub(super) fn inside(&self) -> impl Iterator<Item = TurnId> {
         self.live.values().map(|live| live.turn)
     }
@@ -96,7 +98,7 @@ impl Rank {
         self.live.values().any(|live| live.rid == rid) || self.inbox.iter().any(queued)
     }
 
-    /// Calls that die unanswered with the process.
+    /// Returns the calls that get no answer if the process dies.
     pub(super) fn unanswered(&self) -> Vec<CallId> {
         let reply = |command: &Command| match command {
             Command::Open { reply, .. } => *reply,
@@ -105,7 +107,7 @@ impl Rank {
         self.inbox.iter().filter_map(reply).collect()
     }
 
-    /// Does what is due; `wake` says when there is more to do.
+    /// Does everything that is due, and sets `wake` to when the rank is due next.
     pub(super) fn advance(&mut self, now: Duration) -> Vec<Said> {
         let mut said = Vec::new();
         if let Some((due, outputs)) = self.pending.take() {

@@ -1,4 +1,4 @@
-//! The journal's meaning, without its file: what outlives an agent that is killed.
+//! The journal's content without its file: what survives when an agent is killed.
 
 use std::collections::BTreeMap;
 
@@ -31,7 +31,7 @@ impl Journal {
         }
     }
 
-    /// What is open in this engine process.
+    /// Returns what is open in this engine process.
     pub(super) fn left(&self, instance: &str) -> BTreeMap<String, Left> {
         let same = self.instance.as_deref() == Some(instance);
         if same { self.open.clone() } else { BTreeMap::new() }

@@ -1,4 +1,4 @@
-//! What a seed decides before anything happens: the engine, the agent's settings, the faults.
+//! What a seed decides before the run: the engine, the agent's settings, the faults.
 
 use std::time::Duration;
 
@@ -19,43 +19,44 @@ pub(super) struct Plan {
     pub(super) pin_tokens_max: u64,
     pub(super) turns_max: u32,
     pub(super) rules: Rules,
-    /// The shim tells what is inside the engine.
+    /// Whether the shim reports which sessions the engine holds.
     pub(super) shim: bool,
-    /// It takes idle sessions' KV when asked.
+    /// Whether the shim frees idle sessions' KV when asked.
     pub(super) demotes: bool,
-    /// It trims whole histories, which it does on one rank only.
+    /// Whether the shim trims full histories, which it does only on one rank.
     pub(super) trims: bool,
-    /// Most clients mix deltas and whole histories, and the shim's words on them are often lost.
+    /// Whether most clients mix deltas and full histories, and many of the shim's messages about
+    /// them are lost.
     pub(super) mixes: bool,
     pub(super) users: usize,
     /// How long clients act.
     pub(super) acts_for: Duration,
-    /// The agent is drained at the end; else its sessions expire.
+    /// Whether the agent is drained at the end. If not, its sessions expire.
     pub(super) drains: bool,
-    /// Answers may outgrow what the engine has reserved for them.
+    /// Whether answers may be longer than what the engine reserves for them.
     pub(super) tight: bool,
     pub(super) faults: Faults,
 }
 
-/// Chances are in thousandths.
+/// How often each fault happens. Numbers are chances in thousandths.
 #[derive(Debug, Clone)]
 pub(super) struct Faults {
     pub(super) client_leaves: u32,
     pub(super) reply_lost: u32,
     pub(super) call_lost: u32,
     pub(super) connection_breaks: u32,
-    /// The engine never notices a broken connection; else it does, late.
+    /// The engine never notices a broken connection; otherwise it notices late.
     pub(super) break_unnoticed: u32,
     pub(super) agent_killed: bool,
-    /// At one of its effects.
+    /// An agent is killed before it carries out an effect.
     pub(super) killed_at_effect: u32,
     pub(super) engine_killed: bool,
     pub(super) engine_slow: bool,
-    /// A plan that the shim tells, or a question it asks, gets lost.
+    /// A plan or question that the shim sends to the agent is lost.
     pub(super) plan_lost: u32,
-    /// Others use the engine too.
+    /// Others use the engine too, with sessions of their own.
     pub(super) strangers: bool,
-    /// Somebody runs turns in the agent's own sessions.
+    /// Others run turns in the agent's sessions.
     pub(super) meddler: bool,
 }
 
@@ -86,11 +87,12 @@ impl Faults {
 impl Plan {
     pub(super) fn new(rng: &mut Rng, guards: Guards) -> Plan {
         let page_size = if rng.bool() { 1 } else { 16 };
-        // Where the engine lets in what may not fit, it takes turns out of the batch again.
+        // An engine that accepts turns that may not fit retracts turns from the batch.
         let tight = rng.u32(..4) == 0;
         let pools = [512, 768, 1024, 2048, 2048, 4096, 8192];
         let pool = *rng.choice(if tight { &pools[..2] } else { &pools }).expect("some");
-        // What the whole pool doesn't hold with the engine's rounding waits there for ever.
+        // A turn that needs more than the whole pool, with the engine's rounding, waits there for
+        // ever.
         let context_len = (*rng.choice(&[256, 512, 1024]).expect("some")).min(pool - 64);
         let core = CoreConfig {
             page_size,
@@ -147,7 +149,7 @@ impl Plan {
         }
     }
 
-    /// What the agent makes of the engine's facts.
+    /// Returns the engine's facts as the agent's table gets them.
     pub(super) fn engine(&self) -> Engine {
         let capacity = Capacity {
             rows: u32::try_from(self.core.max_running_requests).expect("few rows"),

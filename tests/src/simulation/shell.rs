@@ -1,5 +1,8 @@
-//! The agent's process: the table, and what its owner task does around it, in the same order. Where
-//! there is a shim it tells what is inside the engine, and demotes.
+//! The agent's process: the session table, and what its owner task does around it, in the same
+//! order.
+//!
+//! If the engine has a shim, the shim reports which sessions are inside the engine, and frees their
+//! KV when asked.
 
 use std::{
     collections::BTreeSet,
@@ -17,7 +20,7 @@ use super::{
     world::{Event, World},
 };
 
-/// How often the follower looks, and how soon again while the engine is down.
+/// How often the agent's follower checks the engine; `RETRY` is the time while the engine is down.
 const LOOK: Duration = Duration::from_secs(1);
 const RETRY: Duration = Duration::from_millis(500);
 const SHIM_TELLS: Duration = Duration::from_millis(200);
@@ -26,14 +29,15 @@ const SHIM_TELLS: Duration = Duration::from_millis(200);
 pub(super) struct Agent {
     pub(super) epoch: u64,
     pub(super) table: Table,
-    /// The engine process it deals with; none before it was reached or once it has gone.
+    /// The engine process that the agent follows; None before the first and after a process has
+    /// ended.
     pub(super) instance: Option<u64>,
-    /// The engine takes no turns, as far as it knows.
+    /// Whether the engine takes no turns, as far as the agent knows.
     pub(super) down: bool,
     pub(super) draining: bool,
-    /// Who waits to hear of an admission, by id: a turn, or a user's open.
+    /// The ids of turns and opens that wait for their admission.
     pub(super) waiters: BTreeSet<String>,
-    /// What the shim told of last, by rank.
+    /// The sessions that the shim reported last, by rank.
     seen: BTreeSet<(u32, String)>,
     wake: Option<Instant>,
 }
@@ -44,7 +48,7 @@ impl Agent {
     }
 }
 
-/// Every agent process has a prefix of its own.
+/// Returns the prefix of an agent process's incarnations. Every agent process has its own.
 pub(super) fn prefix(epoch: u64) -> String {
     format!("berth-a-{epoch:04x}")
 }
@@ -81,7 +85,7 @@ impl World {
         self.agent.as_ref().is_some_and(|agent| agent.epoch == epoch)
     }
 
-    /// Tells the table something and does what comes out of it.
+    /// Calls the table through `tell`, then carries out the table's effects.
     pub(super) fn tell<T>(&mut self, tell: impl FnOnce(&mut Table, Instant) -> T) -> Option<T> {
         let now = self.instant();
         let agent = self.agent.as_mut()?;
@@ -156,7 +160,8 @@ impl World {
         }
     }
 
-    /// The follower: is the engine there, is it the same one, what does it hold?
+    /// The agent's follower checks whether the engine is there, whether it is the same process, and
+    /// how loaded it is.
     pub(super) fn look(&mut self, epoch: u64) {
         if !self.is_epoch(epoch) {
             return;
@@ -191,7 +196,7 @@ impl World {
         }
     }
 
-    /// The agent finds that nobody listens.
+    /// Handles the agent's finding that no engine process listens.
     pub(super) fn engine_down(&mut self) {
         let Some(agent) = &mut self.agent else { return };
         agent.down = true;
@@ -234,7 +239,7 @@ impl World {
         }
     }
 
-    /// The shim takes a session's KV between two steps, and says so; or that it can't.
+    /// The shim frees a session's KV between two steps of the engine, and reports whether it could.
     pub(super) fn demotes(&mut self, dp_rank: u32, incarnation: &str) {
         let Some(engine) = &mut self.engine else { return };
         let done = engine.ranks[dp_rank as usize].core.demote(incarnation);
@@ -242,7 +247,7 @@ impl World {
         self.tell(|table, now| table.demoted(now, incarnation, done));
     }
 
-    /// The shim tells of every streaming session inside, and of those that are there no more.
+    /// The shim reports every streaming session in the engine, and sessions that have gone.
     pub(super) fn shim_tells(&mut self, epoch: u64) {
         if !self.is_epoch(epoch) {
             return;
@@ -251,7 +256,8 @@ impl World {
         self.tell_seen(false);
     }
 
-    /// What the shim sees at this moment: all of it because it was asked, or what changed.
+    /// Reports what the shim sees at this moment. `full` marks the reply to a request for the whole
+    /// session table.
     pub(super) fn tell_seen(&mut self, full: bool) {
         let (Some(agent), Some(engine)) = (&self.agent, &self.engine) else { return };
         if agent.instance != Some(engine.instance) {
@@ -284,7 +290,7 @@ impl World {
         }
     }
 
-    /// The agent's process ends, as by kill -9.
+    /// Ends the agent's process at once, as kill -9 does.
     pub(super) fn kill_agent(&mut self, why: &str) {
         let Some(agent) = self.agent.take() else { return };
         self.tally.agents_killed += 1;
@@ -299,7 +305,8 @@ impl World {
         self.at(pause, Event::AgentStarts);
     }
 
-    /// A claim's or an open's waiter hears its verdict; false if nobody waits.
+    /// Removes the waiter of a turn or open that is admitted or refused. Returns false if there is
+    /// none.
     pub(super) fn waited(&mut self, rid: &str) -> bool {
         self.agent.as_mut().is_some_and(|agent| agent.waiters.remove(rid))
     }

@@ -1,8 +1,8 @@
-//! What happened: the last events for a reader, a digest of all for comparison.
+//! The trace of a run: the last events for a reader, a digest of all events for comparison.
 
 use std::{collections::VecDeque, time::Duration};
 
-/// Events shown with a broken promise.
+/// How many events are shown with a broken promise.
 const SHOWN: usize = 30;
 
 #[derive(Debug)]

@@ -1,6 +1,8 @@
-//! The shim in the engine's first process: what it makes of marked turns, before the scheduler gets
-//! them, as `trimmer.py` does. It knows each session's context, tells the agent of its plans on a
-//! wire of its own, and asks where another session could help.
+//! The shim in the engine's first process: it plans marked turns, as `trimmer.py` does.
+//!
+//! It handles a marked turn before the scheduler gets it. It knows each session's context, sends
+//! its plans to the agent on a connection of its own, and asks the agent if another session could
+//! help.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -13,13 +15,13 @@ use super::{
 };
 use crate::engine_sim::{request::Finish, request::Output, tokenizer::BOS};
 
-/// It doesn't wait longer for the agent.
+/// How long the shim waits for the agent's answer.
 const ANSWER_MAX: Duration = Duration::from_secs(2);
 
-/// It goes with the engine's process.
+/// The shim's state, which ends with the engine's process.
 #[derive(Debug, Default)]
 pub(super) struct Trimmer {
-    /// What each streaming session has; none where nobody knows.
+    /// The context of each streaming session; None if it is unknown.
     contexts: BTreeMap<String, Option<Vec<u32>>>,
     questions: BTreeMap<u64, Question>,
 }
@@ -27,23 +29,24 @@ pub(super) struct Trimmer {
 #[derive(Debug)]
 struct Question {
     turn: TurnId,
-    /// The plan, if nobody answers.
+    /// The plan that counts if no answer comes.
     planned: Planned,
     must_continue: bool,
 }
 
-/// Where a turn goes, and how much of it.
+/// Where a turn runs, and which of its tokens are sent.
 struct Goes {
     planned: Planned,
     rest: Vec<u32>,
-    /// It asks first.
+    /// Whether the shim asks the agent first.
     asks: bool,
-    /// It runs in the session, or not at all.
+    /// Whether the turn runs in the session or not at all.
     must_continue: bool,
 }
 
 impl Trimmer {
-    /// A new life of a session, without a context. One that was open already stays as it is.
+    /// Adds a newly opened session, without a context. A session that was open already keeps its
+    /// context.
     pub(super) fn opened(&mut self, id: &str) {
         self.contexts.entry(id.to_owned()).or_insert_with(|| Some(Vec::new()));
     }
@@ -52,7 +55,7 @@ impl Trimmer {
         self.contexts.remove(id);
     }
 
-    /// Somebody else has run a turn in it.
+    /// Marks a session's context as unknown, because a foreign turn ran in it.
     pub(super) fn lose(&mut self, id: &str) {
         self.contexts.insert(id.to_owned(), None);
     }
@@ -89,16 +92,16 @@ impl Trimmer {
         }
     }
 
-    /// The engine's last word on a turn of this session.
+    /// Updates the session's context at the end of a turn.
     pub(super) fn ended(&mut self, id: &str, sent: &[u32], output: &Output, tokens: &[u32]) {
         let Some(context) = self.contexts.get_mut(id) else { return };
         match &output.finish {
-            // What was taken out of the batch may have been committed before.
+            // A retracted turn's tokens may have been committed before the abort.
             Some(Finish::Abort { .. }) if output.retractions > 0 => *context = None,
             Some(Finish::Abort { .. }) => {}
             _ => {
                 if let Some(context) = context {
-                    // Where there is history, the engine drops what a tokenizer puts in front.
+                    // If the session has a history, the engine drops a leading BOS token.
                     let doubled = !context.is_empty() && sent.first() == Some(&BOS);
                     context.extend_from_slice(&sent[usize::from(doubled)..]);
                     context.extend_from_slice(tokens);
@@ -109,7 +112,7 @@ impl Trimmer {
 }
 
 impl World {
-    /// A marked turn has come to the engine's first process.
+    /// Plans a marked turn that has reached the engine's first process.
     pub(super) fn plan_turn(&mut self, id: TurnId, incarnation: &str, trim: Trim) {
         let turn = &self.turns[&id];
         let goes = self.trimmer.plan(&turn.rid, incarnation, &turn.ids, trim);
@@ -137,7 +140,7 @@ impl World {
         }
     }
 
-    /// The agent answers a question.
+    /// Sends the agent's answer to a question of the shim.
     pub(super) fn run_in(&mut self, question: u64, incarnation: Option<String>, tokens_max: u64) {
         self.note(|| format!("question {question}: run in {incarnation:?}, {tokens_max} tokens"));
         let latency = self.between(0, 4);
@@ -160,7 +163,7 @@ impl World {
         self.planned(asked.turn, again.unwrap_or(as_it_came));
     }
 
-    /// The plan is told, and the scheduler gets the turn.
+    /// Tells the agent the plan, and gives the turn to the scheduler.
     fn planned(&mut self, id: TurnId, goes: Goes) {
         let Goes { planned, rest, must_continue, .. } = goes;
         let inside = matches!(planned.plan, Plan::Trimmed | Plan::Healed);
@@ -175,7 +178,7 @@ impl World {
         let lost = self.odds(lost);
         self.turn(id).plan_lost |= lost;
         if !lost {
-            // Told before the engine gets it; the agent may hear of it later all the same.
+            // The plan is sent before the engine gets the turn, but the agent may receive it later.
             let latency = self.between(0, 2);
             let instance = self.instances;
             self.at(latency, Event::Planned { instance, planned });
@@ -186,7 +189,8 @@ impl World {
         self.submit(id);
     }
 
-    /// The agent tells a turn's client that the shim has refused the turn: nothing of it may run.
+    /// Handles the agent's message to a client that the shim has refused its turn. No part of the
+    /// turn may run.
     pub(super) fn check_unfit(&mut self, rid: &str, error: &Error) {
         self.note(|| format!("{rid} is unfit: {error}"));
         let turn = self.turns.values_mut().find(|turn| turn.rid == rid).expect("turns are kept");
@@ -195,8 +199,9 @@ impl World {
         turn.unfit = Some(error.clone());
     }
 
-    /// Whoever appends to a session relies on what it has: a history that differs takes another
-    /// session's place only where its client says that it may.
+    /// Checks that a session with deltas is replaced only with its client's consent. A client that
+    /// appends relies on what the session holds, so a different history may replace it only if the
+    /// turn opens the session.
     fn check_reopened(&self, turn: &Turn, old: &str, new: &str) {
         let opens = turn.claim.as_ref().is_some_and(|(claim, _)| claim.open);
         let relied_on = old != new && self.appended_to.contains(old);

@@ -1,5 +1,7 @@
-//! A turn's way: from its client to the agent, into the engine and back, as the agent's data port
-//! takes it: claimed before its body is read, admitted, sent, followed to the engine's last word.
+//! Runs a turn from its client through the agent into the engine and back, as the data port does.
+//!
+//! A turn is claimed before its body is read, then admitted, sent, and followed until the engine
+//! ends it.
 
 use std::time::Duration;
 
@@ -17,21 +19,22 @@ use crate::engine_sim::{
     tokenizer::BOS,
 };
 
-/// A turn without a client is aborted this often until it ends.
+/// How often the agent aborts a turn without a client until the turn ends.
 const ABORT_AGAIN: Duration = Duration::from_millis(500);
-/// A plan has come by then, unless it is lost.
+/// The time within which the shim's plan reaches the agent, unless it is lost.
 const PLAN_HEARD: Duration = Duration::from_millis(5);
-/// The engine looks this often whether the client of an answer that doesn't stream is there.
+/// How often the engine checks whether the client of an answer without streaming is still
+/// connected.
 const HANGUP_SEEN: Duration = Duration::from_secs(4);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Stage {
-    /// On its way to the agent.
+    /// On the way to the agent.
     Coming,
-    /// Claimed; its body is being read.
+    /// Claimed; the body is being read.
     Claimed,
     Queued,
-    /// Let in, not sent yet.
+    /// Admitted, but not sent yet.
     Admitted,
     /// Sent to the engine.
     Sent,
@@ -51,14 +54,14 @@ pub(super) enum Ended {
     Unfit,
 }
 
-/// What a client hears in the end.
+/// What the client receives at the end of a turn.
 #[derive(Debug, Clone)]
 pub(super) enum Reply {
     Answer,
     Refused(session::Error),
-    /// The engine refused or gave up.
+    /// The engine refused the turn or gave it up.
     Engine(String),
-    /// Its connection to the agent broke.
+    /// The client's connection to the agent broke.
     Broken,
     Unusable,
 }
@@ -74,31 +77,32 @@ pub(super) struct Turn {
     pub(super) streams: bool,
     pub(super) exact: bool,
     pub(super) rank: Option<u32>,
-    /// Another client sent it, which has a copy of the conversation of its own.
+    /// Whether a second client sent the turn, from a different copy of the conversation.
     pub(super) foreign: bool,
-    /// The shim's last plan for it never reached the agent.
+    /// Whether the shim's last plan for the turn never reached the agent.
     pub(super) plan_lost: bool,
-    /// The agent has waited for the plan of a turn that the shim refused.
+    /// Whether the agent has waited for the plan of a turn that the shim refused.
     pub(super) awaited_plan: bool,
-    /// Why its client hears that the shim refused it.
+    /// The error that the agent gives the client because the shim refused the turn.
     pub(super) unfit: Option<session::Error>,
     pub(super) begun: Duration,
     pub(super) queued: Duration,
     pub(super) stage: Stage,
-    /// Its client still waits for the answer.
+    /// Whether the client still waits for the answer.
     pub(super) client: bool,
     pub(super) reply: Option<Reply>,
     pub(super) admitted: Option<session::Turn>,
-    /// What its client takes the answer to be computed against; known from its admission on.
+    /// The context that the client expects the answer to be computed from. Known from the admission
+    /// on.
     pub(super) context: Vec<u32>,
-    /// Its connection to the engine holds.
+    /// Whether the connection to the engine holds.
     pub(super) connected: bool,
-    /// The engine's process has it.
+    /// Whether the engine's process has received the turn.
     pub(super) arrived: bool,
-    /// The session that its whole history was trimmed for, and what is sent of it.
+    /// The session in which the trimmed turn runs; `sent` are the tokens that it sends there.
     pub(super) runs_in: Option<String>,
     pub(super) sent: Vec<u32>,
-    /// When it came in at the scheduler, and whether it is there.
+    /// When the turn entered the scheduler; `inside` says whether it is still there.
     pub(super) entered: Option<Duration>,
     pub(super) inside: bool,
 }
@@ -187,7 +191,7 @@ impl World {
         }
         let prompt_tokens = turn.ids.len() as u64;
         let need = Need {
-            // A text has at most as many tokens as bytes, and one more.
+            // A text has at most one token more than it has bytes.
             prompt_tokens: if turn.exact { prompt_tokens } else { prompt_tokens * 2 + 1 },
             answer_tokens: Some(turn.max_new as u64),
             exact: turn.exact,
@@ -216,7 +220,7 @@ impl World {
         if pinned && turn.delta() {
             context.clone_from(&self.users[turn.user].session);
         }
-        // Where there is history, the engine drops what a tokenizer puts in front.
+        // If the session has a history, the engine drops a leading BOS token.
         let doubled = !context.is_empty() && turn.ids.first() == Some(&BOS);
         context.extend_from_slice(&turn.ids[usize::from(doubled)..]);
         let turn = self.turn(id);
@@ -237,7 +241,7 @@ impl World {
         let breaks = self.plan.faults.connection_breaks;
         let latency = self.latency();
         if self.odds(breaks / 3) {
-            // The engine closed the idle connection just then; the turn never arrives.
+            // The engine closed the idle connection at that moment, so the turn never arrives.
             self.turn(id).connected = false;
             return self.at(latency, Event::TurnEnds(id, Box::new(Ended::Broken)));
         }
@@ -267,7 +271,7 @@ impl World {
         }
     }
 
-    /// The scheduler gets the turn, or what is left of it.
+    /// Gives the turn, or the part that the shim left of it, to the scheduler.
     pub(super) fn submit(&mut self, id: TurnId) {
         let turn = &self.turns[&id];
         let admitted = turn.admitted.as_ref().expect("only admitted turns are sent");
@@ -294,7 +298,7 @@ impl World {
         self.push(rank, Command::Turn { turn: id, submit: Box::new(submit) });
     }
 
-    /// The scheduler has taken a turn in.
+    /// Notes that the scheduler has accepted a turn.
     pub(super) fn entered(&mut self, rank: usize, id: TurnId) {
         let now = self.now;
         let turn = self.turn(id);
@@ -304,7 +308,7 @@ impl World {
         self.check_entered(rank, id);
     }
 
-    /// The engine has ended a turn.
+    /// Handles the engine's end of a turn.
     pub(super) fn engine_ended(&mut self, id: TurnId, output: Output, tokens: Vec<u32>) {
         let turn = self.turn(id);
         turn.inside = false;
@@ -324,7 +328,7 @@ impl World {
         if self.turn(id).connected {
             let leaves = self.plan.faults.client_leaves;
             if self.odds(leaves / 4) {
-                // Just before the answer is there.
+                // The client leaves just before the answer arrives.
                 self.at(Duration::ZERO, Event::ClientLeaves(id));
             }
             self.turn_ends_soon(id, Ended::Answered { output, tokens });
@@ -336,7 +340,7 @@ impl World {
         self.at(latency, Event::TurnEnds(id, Box::new(ended)));
     }
 
-    /// The connection between agent and engine breaks; the engine notices late, if at all.
+    /// Breaks the connection between agent and engine. The engine notices late, if at all.
     pub(super) fn connection_breaks(&mut self, id: TurnId) {
         let turn = &self.turns[&id];
         let Some(entered) = turn.entered.filter(|_| turn.connected && turn.inside) else { return };
@@ -345,7 +349,8 @@ impl World {
         self.turn(id).connected = false;
         self.turn_ends_soon(id, Ended::Broken);
         let unnoticed = self.plan.faults.break_unnoticed;
-        // Of a lost turn the agent aborts only a pinned session's; the others rely on the engine.
+        // The agent itself aborts a lost turn only if its session is pinned. For other lost turns
+        // the engine has to notice the broken connection.
         if !pinned || !self.odds(unnoticed) {
             self.engine_notices(rid, streams, entered);
         }
@@ -364,7 +369,7 @@ impl World {
         self.at(after, Event::EngineNotices { instance, rid });
     }
 
-    /// The engine's process has ended: a turn inside ends with its connection.
+    /// Ends a turn's connection because the engine's process has ended.
     pub(super) fn turn_cut_off(&mut self, id: TurnId) {
         let turn = self.turn(id);
         turn.inside = false;
@@ -374,7 +379,8 @@ impl World {
         }
     }
 
-    /// The agent's process has ended: so have the connections on both sides.
+    /// Ends a turn's connections to its client and to the engine because the agent's process has
+    /// ended.
     pub(super) fn turn_orphaned(&mut self, id: TurnId) {
         let turn = &self.turns[&id];
         if matches!(turn.stage, Stage::Coming | Stage::Over) {
@@ -393,7 +399,7 @@ impl World {
         }
     }
 
-    /// What the agent makes of a turn's end.
+    /// Handles a turn's end as the agent does, and replies to the client.
     pub(super) fn turn_ends(&mut self, id: TurnId, ended: Ended) {
         let turn = &self.turns[&id];
         if turn.stage != Stage::Sent {
@@ -401,13 +407,13 @@ impl World {
         }
         let (rid, client) = (turn.rid.clone(), turn.client);
         if matches!(ended, Ended::Unfit) && !turn.awaited_plan {
-            // The shim has told its plan before; the agent waits for it.
+            // The shim has sent its plan before; the agent waits for it.
             self.turn(id).awaited_plan = true;
             return self.at(PLAN_HEARD, Event::TurnEnds(id, Box::new(ended)));
         }
         let outcome = match &ended {
             Ended::Answered { output, tokens } => {
-                // Who sends a whole history in words may do it by any route.
+                // A full history in text may come by any route, so also by a chat route.
                 let chat = turn.is_marked() && !turn.exact;
                 read(chat, turn.streams, output, tokens.len())
             }
@@ -457,7 +463,7 @@ impl World {
         match stage {
             Stage::Coming | Stage::Over => {}
             Stage::Claimed | Stage::Queued | Stage::Admitted => {
-                // Its lease is dropped before anything was sent.
+                // The turn's lease is dropped before anything is sent.
                 self.turn(id).stage = Stage::Over;
                 self.tell(|table, now| table.end(now, &rid, Outcome::Refused));
             }
@@ -477,7 +483,7 @@ impl World {
         }
     }
 
-    /// A client's answer goes out.
+    /// Sends the reply to the turn's client.
     pub(super) fn reply(&mut self, id: TurnId, reply: Reply) {
         self.turn(id).reply = Some(reply);
         let latency = self.latency();

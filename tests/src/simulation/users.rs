@@ -1,5 +1,7 @@
-//! Clients: each has a conversation, its own transcript of it, and two routers to send it through,
-//! so that its turns may overlap. They make mistakes and leave at any moment.
+//! The clients of the simulation.
+//!
+//! Each client has a conversation, its own transcript of it, and two routers to send it through, so
+//! that its turns may overlap. Clients make mistakes and leave at any moment.
 
 use std::time::Duration;
 
@@ -19,16 +21,16 @@ use crate::engine_sim::tokenizer::BOS;
 pub(super) enum Habit {
     /// Sends deltas to a pinned session.
     Pinned,
-    /// Sends whole histories, in a session that is only inferred.
+    /// Sends full histories, in a session whose id the router infers.
     Tagged,
-    /// Sends whole histories, one turn at a time.
+    /// Sends full histories, one turn at a time.
     Alone,
-    /// Sends whole histories to a pinned session.
+    /// Sends full histories to a pinned session.
     Whole,
-    /// Sends deltas and whole histories to a pinned session, beside another client that has a copy
-    /// of the conversation of its own, and sends it whole.
+    /// Sends deltas and full histories to a pinned session. A second client sends full histories to
+    /// the same session, from a different copy of the conversation.
     Mixed,
-    /// No session.
+    /// Sends turns without a session.
     Plain,
 }
 
@@ -36,27 +38,27 @@ pub(super) enum Habit {
 pub(super) struct User {
     number: usize,
     habit: Habit,
-    /// Conversations so far; each has an id of its own.
+    /// The number of conversations so far. Each conversation has its own session id.
     conversation: u32,
-    /// What was said: prompts and answers the client got.
+    /// The conversation: prompts, and answers that the client received.
     transcript: Vec<u32>,
-    /// Of that, what the session at the agent is known to hold.
+    /// The part of the transcript that the agent's session is known to hold.
     pub(super) session: Vec<u32>,
-    /// The session isn't open, as far as the client knows.
+    /// Whether the session isn't open, as far as the client knows.
     must_open: bool,
-    /// It was told to close the session before it opens it again.
+    /// Whether the client was told to close the session before it opens the session again.
     must_close: bool,
-    /// Turns whose end it waits for.
+    /// The number of turns whose end the client waits for.
     waits: usize,
-    /// An open it waits for, by id.
+    /// The id of an open that the client waits for.
     pub(super) opening: Option<String>,
-    /// It lost an answer that the agent had given: only a new session is safe.
+    /// Whether the client lost an answer that the agent had given. Then only a new session is safe.
     lost_answer: bool,
 }
 
 impl User {
     pub(super) fn new(number: usize, plan: &Plan, rng: &mut Rng) -> User {
-        // Every world has plain turns beside pinned sessions.
+        // Every run has turns without a session beside pinned sessions.
         let habits = [
             Habit::Pinned,
             Habit::Pinned,
@@ -74,7 +76,7 @@ impl User {
                 1 => Habit::Plain,
                 _ if plan.mixes && rng.u32(..4) > 0 => Habit::Mixed,
                 _ => match *rng.choice(&habits).expect("some") {
-                    // Where nobody trims, they are refused from the second turn on.
+                    // If the shim doesn't trim, full histories are refused from the second turn on.
                     Habit::Whole | Habit::Mixed if !plan.trims => Habit::Tagged,
                     habit => habit,
                 },
@@ -95,7 +97,7 @@ impl User {
         SessionKey::new("principal", id).expect("short")
     }
 
-    /// Starts over under another id; what was there is left to expire.
+    /// Starts a conversation with a new id. The old session is left to expire.
     fn start_over(&mut self, keep_transcript: bool) {
         self.conversation += 1;
         self.session.clear();
@@ -106,13 +108,13 @@ impl User {
         }
     }
 
-    /// The session is gone; the transcript isn't.
+    /// Notes that the session is gone. The transcript stays.
     fn session_gone(&mut self) {
         self.session.clear();
         self.must_open = true;
     }
 
-    /// The agent has passed a finished answer on.
+    /// Notes a finished answer that the agent has passed on.
     pub(super) fn answered(&mut self, turn: &Turn, tokens: &[u32]) {
         let Some((claim, key)) = &turn.claim else { return };
         if *key != self.key() || turn.foreign {
@@ -120,7 +122,7 @@ impl User {
         }
         let mut whole = turn.context.clone();
         whole.extend_from_slice(tokens);
-        // Whether it ran beside the session is not for the client to know.
+        // The client can't know whether its turn ran beside the session.
         if turn.is_pinned() || matches!(self.habit, Habit::Pinned | Habit::Mixed) {
             self.session.clone_from(&whole);
             self.must_open = claim.close;
@@ -229,7 +231,7 @@ impl World {
     }
 
     fn rid(&mut self) -> String {
-        // All of one length: none is the beginning of another.
+        // All ids have the same length, so none is the beginning of another.
         format!("r{:08}", self.number())
     }
 
@@ -259,7 +261,7 @@ impl World {
         let (habit, waits, key) = (user.habit, user.waits, user.key());
         let opens = user.must_open;
         let first = opens && user.transcript.is_empty();
-        // A second turn while one is under way, as another router would send it.
+        // A second turn while another is running, as another router would send it.
         let overlaps = waits > 0 || user.opening.is_some();
         let over = opens && !first && matches!(habit, Habit::Pinned | Habit::Mixed);
         if overlaps && (over || user.lost_answer || self.rng.u32(..5) > 0) {
@@ -268,7 +270,7 @@ impl World {
         let mut claim = Claim::of(&key);
         claim.close = self.rng.u32(..25) == 0;
         let new = self.words(40);
-        // Where whole histories are taken, one on a pinned session is no mistake.
+        // If the shim trims, a full history on a pinned session is allowed.
         let wrong = self.rng.u32(..if self.plan.trims { 6 } else { 30 }) == 0;
         self.may_edit(number);
         // A client that mixes knows which turn holds what.
@@ -285,12 +287,14 @@ impl World {
         ids.extend(new);
         match habit {
             Habit::Pinned => {
-                // A wrong one sends its whole history, or appends to what was never opened.
+                // A wrong turn sends its full history, or a delta to a session that was never
+                // opened.
                 claim.delta = !wrong || opens;
                 claim.open = opens && !wrong;
                 claim.retention = claim.open.then_some(Retention::Pinned);
                 if claim.delta && !wrong && self.rng.u32(..20) == 0 && !user.session.is_empty() {
-                    // A tokenizer put one in front: the engine drops it where there is history.
+                    // A tokenizer's leading BOS token, which the engine drops if the session has a
+                    // history.
                     ids.insert(0, BOS);
                 }
             }
@@ -307,8 +311,8 @@ impl World {
         self.send(number, Some((claim, key)), ids);
     }
 
-    /// A turn of the other client: its copy of the conversation differs from what the session has
-    /// at some token, so that it can't continue the session.
+    /// Sends a turn of the second client. Its copy of the conversation differs from the session's
+    /// at some token, so it can't continue the session.
     fn foreign_turn(&mut self, number: usize) {
         let user = &self.users[number];
         if user.must_open || user.opening.is_some() {
@@ -325,8 +329,8 @@ impl World {
         self.turn(id).foreign = true;
     }
 
-    /// Who sends everything may change what was said: a last answer asked for again, a reasoning
-    /// left out, a history made short.
+    /// Sometimes changes the transcript of a client that sends full histories: such clients
+    /// regenerate a last answer, leave out reasoning, or shorten the history.
     fn may_edit(&mut self, number: usize) {
         let whole = matches!(self.users[number].habit, Habit::Tagged | Habit::Alone | Habit::Whole);
         if !whole || self.rng.u32(..10) > 0 {
@@ -379,8 +383,8 @@ impl World {
         id
     }
 
-    /// A client has gone while the agent still had its turn: to it, the turn never was. If the
-    /// agent's answer was already out, only a new session is safe.
+    /// Notes that the client has left while the agent still had its turn, so for the client the
+    /// turn never happened. If the agent had already answered, only a new session is safe.
     pub(super) fn user_left(&mut self, id: TurnId) {
         let turn = &self.turns[&id];
         let (number, answered) = (turn.user, matches!(turn.reply, Some(Reply::Answer)));
@@ -429,7 +433,7 @@ impl World {
                 }
                 _ => {}
             },
-            // The agent may have died with what it knew.
+            // The agent may have died, and with it what it knew of the session.
             Reply::Broken if matches!(user.habit, Habit::Pinned | Habit::Mixed) => {
                 user.lost_answer = true;
             }
@@ -437,13 +441,13 @@ impl World {
         }
     }
 
-    /// Ways to tell how long a client has waited.
+    /// Returns how long a client has waited for this turn.
     pub(super) fn waited_for(&self, turn: &Turn) -> Duration {
         self.now - turn.begun
     }
 }
 
-/// A history that lacks a piece, or doesn't.
+/// Returns a history without a random part, which may be empty.
 fn edited(mut ids: Vec<u32>, rng: &mut Rng) -> Vec<u32> {
     let from = rng.usize(..=ids.len());
     let until = rng.usize(from..=ids.len());

@@ -1,4 +1,4 @@
-//! The world: virtual time, what is due in it, and who is in it.
+//! The simulated world: virtual time, the events that are due, and everything that takes part.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -21,11 +21,12 @@ use super::{
     users::User,
 };
 
-/// So long after the last client everything is over that the engine itself would end: a probe's
-/// backstop, a session's longest idle time and turn. Its backstop for sessions is far beyond.
+/// How long after the last client everything has ended that the engine ends by itself: a probe's
+/// backstop, and a session's longest idle time and turn. The engine's backstop for sessions is far
+/// longer.
 const OVER_AFTER: Duration = Duration::from_secs(300);
 
-/// What happens at a point in time.
+/// What happens at a point of virtual time.
 #[derive(Debug)]
 pub(super) enum Event {
     UserActs(usize),
@@ -51,7 +52,7 @@ pub(super) enum Event {
     EngineStarts,
     AgentStarts,
     AgentWakes(u64),
-    /// The agent's follower looks at the engine.
+    /// The agent's follower checks the engine.
     Look(u64),
     Sampled {
         epoch: u64,
@@ -63,7 +64,7 @@ pub(super) enum Event {
         dp_rank: u32,
         incarnation: String,
     },
-    /// The trimmer's words to the agent, and the agent's to it.
+    /// Messages between the shim's trimmer and the agent.
     Planned {
         instance: u64,
         planned: Planned,
@@ -83,11 +84,11 @@ pub(super) enum Event {
         id: String,
     },
     Tick,
-    /// Clients stop, faults too.
+    /// Clients stop, and faults stop too.
     Calm,
 }
 
-/// The engine's process; none while it is down.
+/// The engine's process. There is none while the engine is down.
 #[derive(Debug)]
 pub(super) struct Process {
     pub(super) instance: u64,
@@ -108,15 +109,17 @@ pub(super) struct World {
     pub(super) agent: Option<Agent>,
     pub(super) epochs: u64,
     pub(super) journal: Journal,
-    /// Calls not answered yet, with the agent process that waits.
+    /// Calls without an answer so far, each with the epoch of the agent process that waits.
     pub(super) calls: BTreeMap<CallId, (u64, Task)>,
     pub(super) turns: BTreeMap<TurnId, Turn>,
     pub(super) users: Vec<User>,
-    /// Closes asked of the engine: since when, and how often it said that a turn is inside.
+    /// Closes that the agent asked for: since when, and how often the engine said that a turn runs
+    /// in the session.
     pub(super) closing: BTreeMap<String, (Duration, u32)>,
-    /// Closes the engine has confirmed.
+    /// Incarnations whose close the engine has confirmed.
     pub(super) confirmed: BTreeSet<String>,
-    /// Incarnations somebody else ran a turn in, and own answers since.
+    /// Incarnations in which a meddler ran a turn, and the number of the agent's own answers since
+    /// then.
     pub(super) meddled: BTreeMap<String, u32>,
     /// Incarnations to which the engine has appended a delta.
     pub(super) appended_to: BTreeSet<String>,
@@ -157,7 +160,7 @@ impl World {
         }
     }
 
-    /// Plays until everything is over; panics at the first broken promise.
+    /// Runs until everything is over. Panics at the first broken promise.
     pub(super) fn run(&mut self) {
         let plan = format!("{:?}", self.plan);
         self.note(|| plan);
@@ -181,7 +184,7 @@ impl World {
         }
     }
 
-    /// In virtual time, for the table.
+    /// Returns the virtual time as an `Instant`, for the table.
     pub(super) fn instant(&self) -> Instant {
         self.base + self.now
     }
@@ -191,23 +194,24 @@ impl World {
         self.due.insert((self.now + after, number), event);
     }
 
-    /// A number used once.
+    /// Returns a number that is used only once.
     pub(super) fn number(&mut self) -> u64 {
         self.numbers += 1;
         self.numbers
     }
 
-    /// Milliseconds between two bounds, with microseconds, so that little coincides.
+    /// Returns a random time between two bounds in milliseconds. It has microseconds, so that few
+    /// events coincide.
     pub(super) fn between(&mut self, from_ms: u64, to_ms: u64) -> Duration {
         Duration::from_micros(self.rng.u64(from_ms * 1000..=to_ms * 1000))
     }
 
-    /// Time on the wire.
+    /// Returns the time that a message is on the wire.
     pub(super) fn latency(&mut self) -> Duration {
         if self.rng.u32(..20) == 0 { self.between(10, 200) } else { self.between(0, 8) }
     }
 
-    /// Does something of this chance, in thousandths, happen? Nothing does once it is calm.
+    /// Returns true with a chance of `per_mille` thousandths; always false once the world is calm.
     pub(super) fn odds(&mut self, per_mille: u32) -> bool {
         !self.calm && per_mille > 0 && self.rng.u32(..1000) < per_mille
     }
@@ -279,7 +283,7 @@ impl World {
         }
     }
 
-    /// What the engine's front process does with an abort: it drops what it doesn't know.
+    /// Aborts a turn as the engine's front process does, which ignores an id that it doesn't know.
     pub(super) fn abort_inside(&mut self, rid: &str) {
         let knows = |engine: &Process| engine.ranks.iter().any(|rank| rank.knows(rid));
         if self.engine.as_ref().is_some_and(knows) {
@@ -330,7 +334,8 @@ impl World {
             && self.is_clean(agent)
     }
 
-    /// Strangers are forgotten, and a close's own probe has left the engine.
+    /// Whether the agent has forgotten foreign sessions, and the probes of closes have left the
+    /// engine.
     fn is_clean(&self, agent: &Agent) -> bool {
         let forgot = |rank| agent.table.totals(rank).foreign_tokens == 0;
         let core = |rank: &Rank| rank.core.facts().sessions.is_empty();
