@@ -1,5 +1,8 @@
-//! KV events of the engine simulator as a subscriber notices them: on the wire, to libzmq, and when
-//! batches go astray on purpose. What is in them the conformance suite compares with the engine's.
+//! The engine simulator's KV events as a subscriber sees them.
+//!
+//! Covered are the bytes on the wire, a subscriber with libzmq, and batches that the simulator
+//! loses or reorders on purpose. The conformance suite compares the events' content with the
+//! engine's.
 
 use serde_json::{Value, json};
 use std::{
@@ -22,7 +25,7 @@ use tokio::{
     time::{Instant, timeout},
 };
 
-/// A socket of a subscriber or a dealer: messages as lists of frames.
+/// A subscriber's or dealer's socket. A message is a list of frames.
 struct Socket(TcpStream);
 
 impl Socket {
@@ -43,7 +46,8 @@ impl Socket {
         socket
     }
 
-    /// Returns once the subscription counts: heartbeats are answered in order.
+    /// Subscribes, and returns when the subscription has taken effect: the publisher answers the
+    /// heartbeat only after that, because it reads in order.
     async fn subscribe(port: u64) -> Socket {
         let mut socket = Socket::connect(port, "SUB").await;
         socket.0.write_all(b"\x00\x01\x01\x04\x08\x04PING\0\0!").await.expect("a peer");
@@ -77,7 +81,7 @@ impl Socket {
         }
     }
 
-    /// The next batch's number and content.
+    /// Returns the number and content of the next batch.
     async fn batch(&mut self) -> (u64, Vec<u8>) {
         batch(&self.message().await)
     }
@@ -117,7 +121,7 @@ impl Engine {
         Socket::subscribe(self.port("endpoint_port_base") + rank).await
     }
 
-    /// Stores two pages, which makes one batch.
+    /// Makes the engine store two pages, which it publishes in one batch.
     async fn store(&self, token: u32, rank: u64) {
         let body = json!({
             "input_ids": vec![token; 32], "sampling_params": {"max_new_tokens": 1},
@@ -128,7 +132,7 @@ impl Engine {
         assert_eq!(answer.status, 200, "{}", answer.text());
     }
 
-    /// What is kept from a number on.
+    /// Returns the batches that the publisher has kept, from number `from` on.
     async fn replay(&self, from: u64) -> Vec<(u64, Vec<u8>)> {
         let mut dealer = Socket::connect(self.port("replay_endpoint_port_base"), "DEALER").await;
         let request = [&[1, 0, 0, 8][..], &from.to_be_bytes()].concat();
@@ -232,7 +236,7 @@ async fn each_rank_publishes_its_own_beside_the_first_one_s_port() {
     let (mut first, mut second) = (engine.subscribe(0).await, engine.subscribe(1).await);
     engine.store(1, 1).await;
     engine.store(2, 0).await;
-    // The rank is the last byte.
+    // The payload's last byte is the rank.
     let ranks = (first.batch().await.1.pop(), second.batch().await.1.pop());
     assert_eq!(ranks, (Some(0), Some(1)));
 }
@@ -244,7 +248,7 @@ async fn older_releases_sent_arrays() {
     let mut live = engine.subscribe(0).await;
     engine.store(1, 0).await;
     let (_, payload) = live.batch().await;
-    // One event, of seven fields, the first of which is a text of eleven bytes.
+    // One event of seven fields; the first field is a text of eleven bytes.
     assert_eq!(payload[10..13], [0x91, 0x97, 0xab]);
     assert!(!has(&payload, "block_hashes"));
 }
@@ -257,7 +261,7 @@ async fn what_cannot_be_simulated_is_refused() {
     assert!(error.to_string().contains("set bind"), "{error}");
 }
 
-/// The engine's own environment has libzmq.
+/// Returns the Python of the engine's own environment, if it has libzmq.
 fn python_with_libzmq() -> Option<PathBuf> {
     let named = std::env::var_os("BERTH_SGLANG_HOME").map(PathBuf::from);
     let cache = || Some(Path::new(&std::env::var_os("HOME")?).join(".cache/berth/sglang-0.5.23"));
@@ -303,7 +307,8 @@ async fn libzmq_hears_it() {
         .spawn()
         .expect("python has just run");
     let mut ended = Box::pin(child.wait_with_output());
-    // What is published before libzmq has subscribed is lost on it, as on anyone.
+    // A batch that is published before libzmq has subscribed never reaches it, so publish until it
+    // ends.
     let mut turns = 0;
     let output = loop {
         tokio::select! {

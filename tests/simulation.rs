@@ -1,4 +1,4 @@
-//! Plays the simulation over many seeds, then takes each guard away in turn: a promise must break.
+//! Runs the simulation for many seeds, then without each guard in turn: then a promise must break.
 //!
 //! `cargo test -p tests --test simulation -- --seeds 4096`, `--seed 17 --trace`, `--guard Expiry`.
 
@@ -18,19 +18,20 @@ use worker_agent::guard::{Guard, Guards};
 
 #[derive(Debug, Parser)]
 struct Options {
-    /// How many seeds.
+    /// How many seeds to run.
     #[arg(long, default_value_t = 256)]
     seeds: u64,
-    /// One seed alone.
+    /// Run only this seed.
     #[arg(long)]
     seed: Option<u64>,
-    /// Without this guard.
+    /// Run without this guard.
     #[arg(long, value_parser = guard)]
     guard: Option<Guard>,
     /// Print every event.
     #[arg(long)]
     trace: bool,
-    /// What `cargo test` may pass: a filter, flags of the harness this test doesn't have.
+    /// Arguments that `cargo test` may pass: a filter, and flags of the harness that this test
+    /// lacks.
     #[arg(hide = true, trailing_var_arg = true, allow_hyphen_values = true)]
     rest: Vec<String>,
 }
@@ -42,7 +43,8 @@ fn guard(name: &str) -> Result<Guard, String> {
 
 fn main() -> ExitCode {
     let options = Options::parse();
-    // A broken promise is a panic, and is told of by the seed it broke in.
+    // A broken promise is a panic; the seed in which it broke is reported instead of the panic's
+    // text.
     std::panic::set_hook(Box::new(|_| ()));
     let guards = options.guard.map_or_else(Guards::default, Guards::without);
     if let Some(seed) = options.seed {
@@ -142,7 +144,8 @@ fn summary(cleans: &BTreeMap<u64, Clean>) {
     println!("refused: {refused:?}");
 }
 
-/// Plays seeds from 0 on, on all processors; the lowest one that breaks decides.
+/// Runs all seeds from 0 on, on all processors. Of the seeds that break a promise, the lowest is
+/// reported.
 fn many(seeds: u64, guards: Guards) -> Result<BTreeMap<u64, Clean>, Box<Broken>> {
     let next = AtomicU64::new(0);
     let end = AtomicU64::new(seeds);

@@ -1,4 +1,4 @@
-//! The rules of CONTRIBUTING.md that a program can check.
+//! Checks the rules of CONTRIBUTING.md that a program can check.
 
 use std::{
     fs,
@@ -15,7 +15,7 @@ fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("tests/ lies in the root").to_owned()
 }
 
-/// The files that are part of the project: tracked ones, and new ones that git doesn't ignore.
+/// Returns the project's files: tracked files, and new files that git doesn't ignore.
 fn files() -> Vec<String> {
     let list = Command::new("git")
         .args(["ls-files", "--cached", "--others", "--exclude-standard"])
@@ -36,12 +36,12 @@ fn rust_files() -> Vec<(String, String)> {
     files().into_iter().filter(|file| file.ends_with(".rs")).map(read).collect()
 }
 
-/// The part of a file before its tests.
+/// Returns the part of a file before its tests.
 fn without_tests(text: &str) -> &str {
     text.split("\n#[cfg(test)]\nmod tests").next().expect("split yields at least one part")
 }
 
-/// Is the whole file tests?
+/// Whether the whole file consists of tests.
 fn is_test(file: &str) -> bool {
     let in_package = file.split_once('/').is_some_and(|(top, rest)| {
         (top == "tests" && !rest.contains('/')) || rest.starts_with("tests/")
@@ -49,7 +49,7 @@ fn is_test(file: &str) -> bool {
     in_package || file.ends_with("/tests.rs")
 }
 
-/// Fails with all findings at once.
+/// Fails if there are findings, and shows all of them.
 fn report(findings: &[String]) {
     assert!(findings.is_empty(), "\n{}\n", findings.join("\n"));
 }
@@ -91,7 +91,7 @@ fn functions_and_lines_are_short() {
                 _ => {}
             }
         }
-        // Test data may be wide.
+        // Lines of test data may be wider.
         let text = if is_test(&file) { "" } else { without_tests(&text) };
         for (number, line) in (1..).zip(text.lines()) {
             if line.chars().count() > COLUMNS_MAX {
@@ -102,7 +102,7 @@ fn functions_and_lines_are_short() {
     report(&findings);
 }
 
-/// Does a function with a body of more than this line begin here?
+/// Whether a function with a body of more than one line begins in this line.
 fn is_function(line: &str) -> bool {
     let words = line.split_whitespace();
     let before: Vec<&str> = words.take_while(|word| *word != "fn").collect();
@@ -115,7 +115,7 @@ fn is_function(line: &str) -> bool {
 
 #[test]
 fn nothing_names_a_machine() {
-    // Written apart, so that this file isn't its own finding.
+    // The paths are joined from parts, so that this test doesn't report its own file.
     let roots = ["/ho".to_owned() + "me/", "/wo".to_owned() + "rk/", "/ro".to_owned() + "ot/"];
     let mut findings = vec![];
     for file in files() {
