@@ -1,14 +1,16 @@
-"""Whole histories by unchanged clients, as pinned sessions.
+"""Tests full histories of unchanged clients, as pinned sessions.
 
-OpenAI's and Anthropic's own Python clients, told nothing but a URL and two headers, hold
-conversations of ten turns: by each API, streamed and not, with tools, stop strings, edits and
-reasoning. Each is held without a session twice, which shows how far answers vary by themselves,
-then tagged, pinned, and some as the agent thinks best. The answers must be the same; where an
-answer's spelling was healed, so that the engine's prompt isn't the client's token for token, they
-must be the engine's own to those very tokens. The engine writes down each prompt and each context:
-no turn may run on another text than its client's, nor compute again what its session has.
+OpenAI's and Anthropic's own Python clients are configured with a URL and two headers only. They
+hold conversations of ten turns by each API, streamed and not, with tools, stop strings, edits and
+reasoning. Each conversation is held twice without a session, which shows how far answers vary by
+themselves; then tagged, then pinned, and some with the retention that the agent chooses. The
+answers must be the same. If an answer was retokenized, so that the engine's prompt has other
+tokens than the client's, the answers must be the engine's own to exactly those tokens. The engine
+writes down each prompt and each context: no turn may run on another text than its client's, nor
+compute again what its session has.
 
-In an engine of its own, with the chat model, and the parsers for tools and reasoning.
+These tests run in an engine of their own, with the chat model and the parsers for tools and
+reasoning.
 """
 
 import json
@@ -33,7 +35,7 @@ from lane.runner import equal, one_of, problem_of, test
 from lane.turns import delete_session, new_id
 
 RETENTIONS = ("tagged", "pinned", "auto")
-# Each conversation by each API that can hold it, and by each streamed and not.
+# Each conversation, with the APIs that can hold it, streamed or not.
 HELD: list[tuple[Script, str, bool]] = [
     *((questions, api, stream) for api in APIS for stream in (False, True)),
     (tools, "chat", False), (tools, "chat", True),
@@ -46,17 +48,17 @@ HELD: list[tuple[Script, str, bool]] = [
 
 @dataclass(frozen=True)
 class Turn:
-    """One, as its client and the engine saw it."""
+    """A turn, as its client and the engine saw it."""
 
     said: Said
-    # Its retention, as told to the client.
+    # The retention, as reported to the client.
     kind: str
-    # The engine's prompt is the client's in its text, not in its tokens.
+    # Whether the turn was retokenized: the prompt's text is the client's, but its tokens are not.
     healed: bool = False
 
 
 class House:
-    """An engine with its agent and a router of their own, and what the engine writes down."""
+    """An engine with an agent and a router of its own, and what the engine writes down."""
 
     def __init__(self, fleet: Fleet, name: str = "clients"):
         folder = fleet.folder / name
@@ -92,7 +94,7 @@ class House:
         self.start_over()
 
     def stop(self) -> None:
-        """At once: what is left at the engine goes with it."""
+        """Stops all processes at once. Sessions that are left at the engine end with it."""
         for process in self.fleet.processes():
             process.stop(0)
 
@@ -107,17 +109,17 @@ class House:
         return clients.headers.get("x-berth-session-turn", "")
 
     def agent_counts(self) -> dict[tuple[str, str], int]:
-        """Counters with one label, by name and label."""
+        """Returns the agent's counters that have one label, by name and label."""
         text = wire.get(f"http://{self.fleet.agent_admin}/metrics").body.decode()
         found = re.findall(r'^berth_agent_(\w+)\{\w+="(\w+)"\} (\d+)$', text, re.MULTILINE)
         return {(name, label): int(count) for name, label, count in found}
 
     def start_over(self) -> None:
-        """After a conversation that was left in its midst."""
+        """Skips what the engine wrote about a conversation that was left before its end."""
         self._read = self.contexts.stat().st_size
 
     def wrote(self) -> tuple[list[int], dict | None]:
-        """Of the only turn since the last look: its whole prompt, and its session's context."""
+        """Returns whole prompt and session's context of the only turn since the last call."""
         with self.contexts.open() as file:
             file.seek(self._read)
             lines = [json.loads(line) for line in file]
@@ -135,7 +137,7 @@ class Held:
         self.house, self.retention = house, retention
         self.talk = Talk(api, stream, house.words)
         self.script = script
-        # Tokens of each engine-side session after its last turn.
+        # The committed tokens of each session in the engine after its last turn.
         self.committed: dict[str, int] = {}
         self.turns: list[Turn] = []
 
@@ -169,7 +171,7 @@ class Held:
         if self.retention == "pinned" or (self.retention == "auto" and self.turns):
             return "reopened" if step.edited else "pinned"
         if self.retention:
-            # The engine takes no tag by messages.
+            # The engine accepts no tag on `/v1/messages`.
             return "none" if self.talk.api == "messages" else "tagged"
         return ""
 
@@ -195,7 +197,7 @@ class Held:
         return Turn(said, kind, healed=True)
 
     def _answered_alone(self, prompt: list[int], answer: list[int], ask: Ask, where: str) -> None:
-        """The same ids as one prompt without a session."""
+        """Checks the answer against the same ids sent as one prompt without a session."""
         params = {"max_new_tokens": len(answer), "temperature": 0, "logit_bias": ask.bias}
         request = {"input_ids": prompt, "sampling_params": params}
         alone = wire.post(f"{self.house.fleet.engine_url}/generate", request).json()
@@ -204,7 +206,7 @@ class Held:
 
 
 def differing(turns: list[Turn], plain: list[Turn]) -> list[str]:
-    """Turns that answered otherwise, as long as the engine had the same tokens."""
+    """Returns the turns whose answers differ, up to the first turn that was retokenized."""
     found = []
     for number, (turn, other) in enumerate(zip(turns, plain, strict=True)):
         if turn.healed:
@@ -216,7 +218,7 @@ def differing(turns: list[Turn], plain: list[Turn]) -> list[str]:
 
 
 def hold(house: House, script: Script, api: str, stream: bool, seen: Counter[str]) -> None:
-    """Without a session twice, tagged, pinned, some as the agent likes: the same answers."""
+    """Holds a conversation with each retention, and checks that the answers are the same."""
 
     def held(retention: str) -> list[Turn]:
         return Held(house, api, stream, script, retention).run()
@@ -234,7 +236,7 @@ def hold(house: House, script: Script, api: str, stream: bool, seen: Counter[str
 
 
 def counted_alike(house: House, seen: Counter[str]) -> None:
-    """The agent has counted what the clients were told."""
+    """Checks that the agent's counters equal what the clients were told."""
     counts = house.agent_counts()
     ran = {kind: counts.get(("session_turns_total", kind), 0) for kind in ("pinned", "reopened")}
     equal(ran, {kind: seen[kind] for kind in ran}, "turns by kind")

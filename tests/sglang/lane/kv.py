@@ -1,8 +1,8 @@
-"""What the agent tells of resident blocks is what the engine's radix tree holds: after conversations,
-evictions and a flush, after messages that were lost, and beside an engine that ran before it.
+"""Tests that the resident blocks an agent reports are the blocks of its engine's radix tree.
 
-In an engine of its own, in which a plugin lists the tree, drops messages of the publisher's, and
-empties the buffer from which it repeats them.
+They are compared after conversations, evictions, a flush and lost messages, and with an engine that
+ran before its agent. These tests run in an engine of their own, with a plugin that lists the tree,
+drops messages of the publisher, and empties the buffer from which the publisher repeats them.
 """
 
 import json
@@ -48,7 +48,7 @@ FACTORS = _factors()
 
 
 def blocks_of(tokens: list[int]) -> list[str]:
-    """A prompt's routing blocks, by the rule in proto/src/block.rs, without its code."""
+    """Returns a prompt's routing blocks, computed independently of proto/src/block.rs."""
     last = xxhash.xxh3_64_intdigest(bytes([1]) + BLOCK.to_bytes(4, "little") + bytes(3)) | 7
     blocks = []
     for begin in range(0, len(tokens) - BLOCK + 1, BLOCK):
@@ -62,7 +62,7 @@ def blocks_of(tokens: list[int]) -> list[str]:
 
 
 def told(fleet: Fleet) -> set[str] | str:
-    """The only rank's blocks as routers are told, or why they aren't."""
+    """Returns the blocks of the only rank as routers get them, or why there are none."""
     command = [str(fleet.bin_dir / "berth-agent"), "kv", "--json", "--control-addr"]
     done = subprocess.run(
         [*command, fleet.agent_control], capture_output=True, text=True, timeout=AUDIT_SECONDS_MAX
@@ -73,7 +73,7 @@ def told(fleet: Fleet) -> set[str] | str:
 
 
 def held(fleet: Planted) -> set[str]:
-    """Blocks of the tree as it is."""
+    """Returns the blocks that are in the tree now."""
     fleet.plant("tree")
     paths: list[list[int]] = json.loads(fleet.file.with_suffix(".tree").read_text())
     return {block for path in paths for block in blocks_of(path)}
@@ -112,7 +112,7 @@ def what_is_told_is_what_the_tree_holds(fleet: Fleet) -> None:
 
 
 def _converse(fleet: Fleet, letter: str, turns: int = 2) -> None:
-    """A conversation that begins like all others."""
+    """Runs a conversation that begins like all others."""
     history = text_of(200) + letter * 30
     for number in range(turns):
         generate(fleet, history, 20)
@@ -134,7 +134,7 @@ def wait_asked(fleet: Fleet, before: float) -> None:
 
 
 def _change_while_published(fleet: Planted) -> None:
-    """Long nodes are split, evicted, and come again between two pieces of them."""
+    """Has long nodes split, evicted and stored again between two chunks of publishing them."""
     fleet.plant("slowly", str(max(1, 32 // fleet.page_size)))
     for letter in ROUNDS:
         known = [text_of(900) for _ in range(3)]

@@ -4,7 +4,7 @@ A delta is a turn that holds only new tokens; the engine appends them to the his
 history that differs must not replace that history while a client relies on it. Each client here
 keeps its own transcript in token ids and compares `prompt_tokens` and the answer with it.
 
-In an engine of its own, with the chat model, where the shim trims.
+These tests run in an engine of their own, with the chat model, in which the shim trims.
 """
 
 from collections.abc import Iterator
@@ -25,12 +25,12 @@ EXPIRY_SECONDS_MAX = 60
 
 @dataclass
 class Client:
-    """A client of one session, with its own transcript."""
+    """A client of a session, with its own transcript."""
 
     house: House
     id: str
     transcript: list[int] = field(default_factory=list)
-    # What the session holds of the transcript, as the client believes.
+    # The number of transcript tokens that the session holds, as the client believes.
     held: int = 0
 
     def ids(self, text: str) -> list[int]:
@@ -49,20 +49,20 @@ class Client:
         equal(delete_session(self.house.fleet, self.id).status, 204, "the status of the close")
 
     def delta(self, text: str) -> None:
-        """A turn that must be answered, on this client's transcript."""
+        """Sends a delta, which must be answered on this client's transcript."""
         self.transcript += self.ids(text)
         sent = self.transcript[self.held :]
         self._checked(self._generate(sent, session_params={"id": self.id}))
 
     def full(self, text: str, **more: Any) -> str:
-        """A full history that must be answered. Returns how it ran."""
+        """Sends a full history, which must be answered. Returns how it ran."""
         self.transcript += self.ids(text)
         answer = self._generate(self.transcript, session_id=self.id, **more)
         self._checked(answer)
         return answer.headers["x-berth-session-turn"]
 
     def begins(self) -> None:
-        """A full history begins a pinned session; no one opens it."""
+        """Begins a pinned session with a full history, without opening the session before."""
         request = self._body(self.ids("Another story"), session_id=self.id)
         url = f"{self.house.fleet.router_url}/generate"
         answer = wire.post(url, request, {"x-berth-retention": "pinned"})
@@ -109,7 +109,7 @@ def house_of(fleet: Fleet) -> Iterator[House]:
 
 
 def client(house: House, other: Client | None = None) -> Client:
-    """A client of a session of its own, or of the other client's."""
+    """Returns a client of a new session, or of the other client's session."""
     return Client(house, other.id if other else new_id("mixed"))
 
 
@@ -160,7 +160,7 @@ def every_route_refuses_it(house: House) -> None:
             url = f"{house.fleet.router_url}{path}"
             answer = wire.post(url, body | {"stream": stream}, named)
             first.refused("whole_history", answer)
-            # The session is free for its next turn when the refusal is heard.
+            # The session is free for its next turn as soon as the client receives the refusal.
             first.delta(f" After {path} too.")
     first.closes()
 
@@ -231,8 +231,8 @@ def what_an_agents_successor_began_is_not_appended_to(house: House) -> None:
 
 
 def answers_that_ignore_their_end_cost_no_pin(house: House) -> None:
-    """Load generators set `ignore_eos`: the answers then hold end tokens that their text lacks, so
-    each history differs inside the answer before."""
+    """Load generators set `ignore_eos`. Their answers hold end tokens that the answers' text lacks,
+    so each history differs from the session's context inside the last answer."""
     session, messages, ran = new_id("endless"), [], []
     url = f"{house.fleet.router_url}/v1/chat/completions"
     for number in range(8):

@@ -1,4 +1,4 @@
-"""Tests Claude Code's changing preamble, with which no turn would find its prompt in the cache.
+"""Tests Claude Code's volatile preamble, with which no turn would find its prompt in the cache.
 
 Anthropic's own Python client sends what Claude Code sends: its headers, tools, `cache_control`,
 `metadata.user_id`, and a system prompt of 5,000 tokens. The first block of the system prompt is a

@@ -1,9 +1,9 @@
-"""Whole histories as turns of a streaming session, by the shim inside the engine; no agent.
+"""Tests full histories as turns of a streaming session, trimmed by the shim, without an agent.
 
-In an engine of its own, with the chat model, which writes down each whole prompt and each session's
-context. After every turn that was trimmed the context is, id for id, the prompt and the answer, or
-where an answer's spelling was healed the same text; the answer is the engine's own to that context;
-and nothing of the session was computed again. Where a history was edited, nothing is appended.
+The engine runs for these tests only, with the chat model. It writes down each whole prompt and each
+session's context. After every trimmed turn, the context is the prompt and the answer: the same ids,
+or the same text if an answer was retokenized. The answer is the engine's own to that context.
+Nothing of the session was computed again. After an edit of the history, nothing is appended.
 """
 
 import json
@@ -26,12 +26,12 @@ from lane.turns import at_once, new_id
 TURNS = 10
 TOKENS = 24
 LET = "the agent lets it run as it came"
-# Between requests, so that the conversations differ from the first page on.
+# Questions. Conversations differ from the first page on, by the session ids in their prompts.
 ASKED = ("Which ships are in?", "And then, you say?", "", "What was that again, and why?")
 
 
 class Engine:
-    """The engine, and what is heard of it."""
+    """The engine, and what it reports."""
 
     def __init__(self, fleet: Fleet):
         self.folder = fleet.folder / "trim"
@@ -43,7 +43,7 @@ class Engine:
         env |= {
             "PYTHONPATH": f"{PLUGIN}:{env['PYTHONPATH']}",
             "BERTH_CONTEXTS": str(self.contexts),
-            # Of several running turns, every third step takes one back into the queue.
+            # While several turns run, every third step retracts one of them into the queue.
             "SGLANG_TEST_RETRACT": "true",
         }
         self.page_size = fleet.page_size
@@ -70,30 +70,30 @@ class Engine:
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
     def wrote(self, rid: str, what: str) -> list[int] | None:
-        """The whole prompt, or the context after the turn, of this request."""
+        """Returns the request's `whole` prompt, or the `context` after its turn."""
         lines = map(json.loads, self.contexts.read_text().splitlines())
         found = [line[what] for line in lines if line["rid"] == rid and what in line]
         return found[-1] if found else None
 
 
 class Conversation:
-    """A client that resends everything by one route, in one session."""
+    """A client that resends its full history by one route, in one session."""
 
     def __init__(self, engine: Engine, api: str, stream: bool):
         self.engine, self.api, self.stream = engine, api, stream
         self.session = engine.open()
         self.chats = api not in ("generate", "completions")
-        # Messages where the route has them, else the text so far.
+        # Messages if the route has them, otherwise the text so far.
         self.messages: list[dict] = []
         self.system = f"{self.session}: you are the harbour master."
         self.said = f"{self.system}\n"
         self.tools: list[dict] = []
         self.count = 0
-        # Was an answer's spelling healed, so that ids differ from the prompt's?
+        # Whether an answer was retokenized, so that the context's ids differ from the prompt's.
         self.healed = False
-        # An abort has given the KV to the radix tree: the next turn finds whole pages of it.
+        # Whether an abort has moved the KV to the radix tree: the next turn finds whole pages.
         self.in_tree = False
-        # Do others run beside it? Then it may be retracted, and computed again.
+        # Whether other turns run too. A turn may then be retracted and computed again.
         self.crowded = False
 
     def body(self, tokens: int, **more: object) -> dict:
@@ -123,7 +123,7 @@ class Conversation:
         self.said += reply.text
 
     def asks(self, tokens: int = TOKENS, session: str | None = None, **more: object) -> Reply:
-        """One turn. It is checked, whatever was made of it."""
+        """Sends a turn and checks its answer, whatever the plan was."""
         body = self.body(tokens, **more)
         reply = send(self.engine.url, self.api, body, session or self.session, self.stream)
         plan = self.plan
@@ -158,7 +158,7 @@ class Conversation:
         elif plan.committed and reply.prompt_tokens and not self.crowded:
             allowed = (plan.committed - 1, plan.committed)
             one_of(reply.cached_tokens, allowed, f"turn {self.count}: cached tokens, {plan}")
-        # The same ids as one prompt without a session.
+        # The same ids, sent as one prompt without a session.
         params = {"max_new_tokens": len(answer), "temperature": 0}
         if not self.chats:
             params["logit_bias"] = {str(engine.turn_end): -100}
@@ -171,7 +171,7 @@ class Conversation:
             equal(reply.prompt_tokens, plain.prompt_tokens, f"turn {self.count}: prompt tokens")
 
     def goes_on(self, *plans: str) -> Reply:
-        """A turn that adds a question, and is expected to be planned so."""
+        """Sends a turn with a new question, whose plan must be one of `plans`."""
         self.says(ASKED[self.count % len(ASKED)])
         reply = self.asks()
         one_of(self.plan.plan, plans or ("trimmed", "healed"), f"turn {self.count}: {self.plan}")
@@ -180,7 +180,7 @@ class Conversation:
 
 
 def ten_turns(engine: Engine) -> None:
-    """By every route, streamed and not."""
+    """Holds ten turns by every route, with and without streaming."""
     seen = {"trimmed": 0, "healed": 0}
     for api in ("generate", "completions", "chat", "messages", "responses"):
         for stream in (False, True):
@@ -219,7 +219,7 @@ def a_stop_string_is_in_the_context_and_not_in_the_text(engine: Engine) -> None:
 
 
 def edits_append_nothing(engine: Engine) -> None:
-    """The last answer asked for again, another system prompt, a summary in the history's place."""
+    """Edits: regenerates the last answer, changes the system prompt, summarizes the history."""
     for api in ("chat", "messages", "completions"):
         conversation = Conversation(engine, api, stream=False)
         for _ in range(3):
@@ -241,7 +241,7 @@ def edits_append_nothing(engine: Engine) -> None:
         conversation.said, conversation.system = f"{kept[2]} All was said.", kept[2]
         conversation.goes_on("diverged")
 
-        # The session is where it was.
+        # The session's context is unchanged.
         conversation.messages, conversation.said, conversation.system = list(kept[0]), *kept[1:]
         conversation.count = 3
         conversation.goes_on()
@@ -256,7 +256,7 @@ def tools_and_empty_contents(engine: Engine) -> None:
     conversation.tools = [{"type": "function", "function": function}]
     conversation.goes_on()
     conversation.goes_on()
-    # What the client makes of an answer: two calls at once, in the template's own form.
+    # The client's form of an answer: two calls at once, in the template's own form.
     call = {"name": "weather", "arguments": json.dumps({"place": "the harbour"})}
     conversation.messages[-1:] = [
         {"role": "assistant", "content": None, "tool_calls": [
@@ -340,7 +340,7 @@ def slowly(engine: Engine) -> Iterator[None]:
 
 
 def _vanish(engine: Engine, conversation: Conversation, pieces: int) -> None:
-    """Asks for a long answer and leaves in its midst."""
+    """Requests a long answer and disconnects before its end."""
     more = {"ignore_eos": True, "model": MODEL, "temperature": 0, "stream": True}
     headers = mark(conversation.session)
     url = f"{engine.url}/v1/chat/completions"
@@ -361,7 +361,7 @@ def _ask_until_it_is_over(conversation: Conversation) -> Reply:
 
 
 def only_new_tokens_beside_whole_prompts(engine: Engine) -> None:
-    """A client of SGLang's own sessions and one that resends all, in the same session."""
+    """Two clients share a session: one sends new tokens only (SGLang's way), one full histories."""
     conversation = Conversation(engine, "generate", stream=False)
     conversation.goes_on()
     params = {"max_new_tokens": 5, "temperature": 0, "logit_bias": {str(engine.turn_end): -100}}
@@ -379,7 +379,7 @@ def only_new_tokens_beside_whole_prompts(engine: Engine) -> None:
 
 
 def begin_tokens_stay(engine: Engine) -> None:
-    """The engine strips one in front of what is appended."""
+    """The engine drops a BOS token at the beginning of what is appended."""
     conversation = Conversation(engine, "generate", stream=False)
     conversation.said = f"<|bos|>{conversation.said}"
     conversation.goes_on()
@@ -442,7 +442,7 @@ def the_agent_names_another_session(engine: Engine) -> None:
 
 
 def more_room_is_asked_for(engine: Engine) -> None:
-    """The prompt is counted inside the engine: only there is it known to be too long."""
+    """The engine tokenizes the prompt, so only the engine can tell that it is too long."""
     conversation = Conversation(engine, "chat", stream=False)
     conversation.goes_on()
     before, room = conversation.plan, conversation.plan.prompt
@@ -454,7 +454,7 @@ def more_room_is_asked_for(engine: Engine) -> None:
         engine.listener.answer = lambda _: ""
         asked, held = engine.listener.questions(conversation.session)[-1], conversation.plan
         equal((asked.plan, asked.sent), ("refused", 0), f"it asks: {asked}")
-        # As the answer before was spelled.
+        # `healed` if the previous answer was retokenized.
         runs = ("trimmed", "healed") if answer else ("refused",)
         one_of(held.plan, runs, f"of {answer}: {held}")
         assert asked.prompt > room >= before.prompt, f"too long: {asked}"
