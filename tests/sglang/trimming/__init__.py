@@ -1,1 +1,1 @@
-"""The shim's trimming core against a model of the engine, for random conversations. No SGLang."""
+"""Tests the shim's trimming with random conversations, against a model of the engine."""

@@ -1,9 +1,9 @@
-"""What the hooks cost: of a turn that isn't trimmed, and of one with a prompt of 100,000 tokens.
+"""Measures what the hooks cost for a turn that isn't trimmed and for a prompt of 100,000 tokens.
 
     python -m trimming.cost      from tests/sglang
 
-Medians and 99th percentiles of the thread's own time, with the wrapper that SGLang's hook registry
-puts around each hook.
+The figures are medians and 99th percentiles of the thread's own time. They include the wrapper
+that SGLang's hook registry puts around each hook.
 """
 
 import functools
@@ -71,7 +71,8 @@ def untrimmed(trimmer: Trimmer) -> None:
 
 
 def long(trimmer: Trimmer, differs_at: int | None) -> list[float]:
-    """A turn of a session with that history: planned, begun, committed."""
+    """Plans, begins and commits a turn of a session with a long history. Returns microseconds, one
+    figure for each repetition."""
     said = array("q", [5, 6, 7, 8, 9] * (PROMPT // 5))
     said[-ANSWER - 1] = 1
     prompt = said + array("q", [1]) + array("q", [5, 6] * (NEW // 2))

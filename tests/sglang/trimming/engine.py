@@ -1,7 +1,8 @@
-"""SGLang's `TokenizerManager` as far as the trimmer's hooks see it, over `model.EngineSession`.
+"""A model of SGLang's `TokenizerManager` as the trimmer's hooks see it.
 
-Written from SGLang's: what a request carries, when its state is kept, what each piece of an answer
-says. One turn is stepped by hand, so that a test can stop it anywhere.
+It uses `model.EngineSession` and follows SGLang's code: what a request carries, when its state is
+kept, and what each piece of an answer contains. A test steps each turn by hand, so that it can stop
+the turn anywhere.
 """
 
 from array import array
@@ -13,7 +14,7 @@ from .model import BOS, EngineSession, ToyText
 
 
 class Tokenizer(ToyText):
-    """As `transformers` has it."""
+    """The toy tokenizer with the attributes of a tokenizer of `transformers`."""
 
     is_fast = True
     bos_token_id = BOS
@@ -27,8 +28,8 @@ class Tokenizer(ToyText):
 
 
 class Request:
-    """A body of `/generate`, and the HTTP request it came with. It is marked by a session, with
-    room for so many tokens, or by whatever else the header has."""
+    """A body of `/generate`, and the HTTP request that brings it. The header's mark names a session
+    and the most tokens it has room for; `mark` sets any other mark."""
 
     def __init__(
         self, text: str, session: str | None = None, rid: str = "r", tokens_max: int = 1 << 20,
@@ -48,7 +49,8 @@ class Request:
 
 
 class Manager:
-    """The engine, seen from its tokenizer. The originals of the hooked methods."""
+    """The engine as its tokenizer's process sees it. Its methods are the originals of the hooked
+    methods."""
 
     def __init__(self) -> None:
         self.rid_to_state: dict[str, Any] = {}
@@ -74,7 +76,7 @@ class Manager:
         return SimpleNamespace(**(plain | more))
 
     async def batch(self, asked: Request, _request: Any = None) -> None:
-        """Tokenises and sends each by itself; nothing of it is hooked."""
+        """Tokenizes and sends each request of a batch. Nothing in a batch is hooked."""
 
     def arrive(self, asked: Request) -> Any:
         state = SimpleNamespace(
@@ -85,7 +87,7 @@ class Manager:
         return state
 
     def send(self, tokenized: Any) -> None:
-        """To the scheduler."""
+        """Sends a turn to the scheduler."""
         self.sent = tokenized
         self.rid_to_state[tokenized.rid].dispatched = True
         if tokenized.session_params is not None:
@@ -95,7 +97,8 @@ class Manager:
             self.prompt = list(tokenized.input_ids)
 
     def generate(self, rid: str, ids: list[int], finish: str | None = None, **more: Any) -> None:
-        """The scheduler has made these; with a finish, they were the last."""
+        """Adds tokens that the scheduler has generated. With `finish`, they are the turn's last
+        tokens."""
         state = self.rid_to_state[rid]
         state.output_ids += ids
         params = self.sent.session_params

@@ -1,6 +1,6 @@
-"""What the trimming core is held against: a toy tokenizer that drifts, and the engine's sessions.
+"""Models for the trimming tests: a toy tokenizer that drifts, and the engine's sessions.
 
-The engine is written from what SGLang does (`Session`, `StreamingSession`), not from our core.
+The engine's model follows SGLang's code (`Session`, `StreamingSession`), not the shim's.
 """
 
 from array import array
@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 BEGIN, TURN_BEGIN, TURN_END, CALL = SPECIALS = ("<b>", "<s>", "<e>", "<c>")
-# Words of two and three bytes make drift: an answer may spell them otherwise. The halves of `é` are
-# no text by themselves, and `\ufffd` is what a client gets to see of one.
+# Pieces of two and three bytes cause drift: an answer may spell its text in other tokens than the
+# tokenizer does. A half of `é` is no text by itself; a client sees `\ufffd` in its place.
 PIECES = [
     *(bytes([byte]) for byte in sorted({*b"ab \n", *"é\ufffd".encode()})),
     b"ab", b"ba", b"aab", b" a", b" b", b"\n\n", "é".encode(), "\ufffd".encode(),
-    # As some tokenizers have it: the first word of a text is another one. So what stands behind a
-    # cut can be written otherwise alone than where it stands.
+    # Some tokenizers have a separate id for the first word of a text. So text after a cut may get
+    # other ids when it is tokenized alone.
     b"b", b"ba",
 ]
 FIRST_PIECE = len(SPECIALS)
@@ -25,7 +25,8 @@ FIRST_WORDS = {PIECES[-2]: ID_COUNT - 2, PIECES[-1]: ID_COUNT - 1}
 
 
 class ToyText:
-    """Longest piece first, between special tokens: so an id depends on what stands around it."""
+    """Encodes the longest piece first, between special tokens, so an id depends on the text around
+    it."""
 
     specials = frozenset(range(FIRST_PIECE))
 
@@ -46,24 +47,24 @@ class ToyText:
 
 
 def raw(ids: Sequence[int]) -> bytes:
-    """The very bytes, which is what two texts are compared by."""
+    """Returns the exact bytes of the ids' text, by which two texts are compared."""
     named = [special.encode() for special in SPECIALS] + PIECES
     return b"".join(named[id] for id in ids)
 
 
 @dataclass
 class EngineSession:
-    """A streaming session: what stands before the next turn, and the turn that runs."""
+    """A streaming session: the context before the next turn, and the turn that runs."""
 
     context: list[int] = field(default_factory=list)
     prompt: list[int] | None = None
     answer: list[int] = field(default_factory=list)
     retracted: bool = False
-    # What the KV was made with, beside its tokens.
+    # The adapter with which the KV was computed.
     adapter: str | None = None
 
     def accept(self, ids: Sequence[int], adapter: str | None) -> list[int]:
-        """The whole prompt of a turn that brings these ids."""
+        """Begins a turn that brings these ids. Returns the turn's whole prompt."""
         assert self.prompt is None, "an overlapping turn reached the engine"
         ids = list(ids)
         if self.context and ids and ids[0] == BOS:
@@ -82,7 +83,8 @@ class EngineSession:
         self.retracted = True
 
     def finish(self, stop: int) -> list[int]:
-        """Ends well, behind that many ids. Returns what the client's side is sent."""
+        """Ends the turn successfully after `stop` ids of its answer. Returns the ids that are sent
+        out."""
         sent = self.answer[:stop]
         self.context = self.prompt + sent
         self.prompt = None

@@ -1,5 +1,4 @@
-"""Takes the rules of trimming and of publishing the tree away, one after the other: the tests must
-notice each.
+"""Removes each rule of trimming and of publishing the tree in turn; the tests must notice each.
 
     python -m trimming.mutations      from tests/sglang, with hypothesis installed
 """
@@ -14,7 +13,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parents[1]
 SHIM = HERE.parents[1] / "worker-agent/shim"
 
-# Whoever fails needn't be made smaller.
+# Failing examples needn't be shrunk.
 RUN = """
 import sys, unittest
 from hypothesis import Phase, settings
@@ -25,7 +24,7 @@ raise SystemExit(not unittest.TextTestRunner(failfast=True).run(suite).wasSucces
 """
 TRIMMING = ["trimming.test_trimmer", "trimming.test_asked", "trimming.test_trim"]
 REPUBLISHING = ["trimming.test_republish"]
-# The rule, the file, what stands there, what stands there instead.
+# For each rule: its name, the file, the text of the rule, and the text that replaces it.
 MUTATIONS = [
     (
         "an answer to another context is cut off", "trimmer",
@@ -419,7 +418,7 @@ MUTATIONS = [
 
 
 def unnoticed(file: str, old: str, new: str) -> bool:
-    """Do the tests pass without the rule?"""
+    """Returns whether the tests pass without the rule."""
     with tempfile.TemporaryDirectory() as folder:
         shim = Path(folder) / "berth_shim"
         shutil.copytree(SHIM / "berth_shim", shim)

@@ -1,7 +1,8 @@
-"""What the agent hears of marked turns, and what it is asked: exactly one plan holds of each, and
-it is asked before only where another session, or more room in this one, could help.
+"""Tests which plans the trimmer sends to the agent, and which questions it asks the agent.
 
-The agent is the lane's `trim_listener`, on a socket.
+For each marked turn, exactly one plan holds. The agent is asked first only if another session, or
+more room in this session, could help. The agent here is the integration suite's `trim_listener`,
+on a socket.
 """
 
 import asyncio
@@ -35,7 +36,7 @@ IMPATIENT = patch.object(trimmer, "ANSWER_SECONDS_MAX", 0.05)
 
 
 class AskedHouse(House):
-    """With an agent."""
+    """The trimmer in an engine, with an agent."""
 
     def __init__(self, folder: str, instance: bytes = bytes(16)) -> None:
         self.manager, self.trimmer = Manager(), Trimmer(instance, "0")
@@ -49,7 +50,8 @@ class AskedHouse(House):
             await asyncio.sleep(0)
 
     async def asks(self, asked: Request) -> Any:
-        """Up to the scheduler's door. Returns the answer's pieces, None of a batch."""
+        """Runs a request until it would go to the scheduler. Returns the pieces of the answer, or
+        None for a batch."""
         if asked.fields.get("batch"):
             await self.trimmer._enter(self._batched, self.manager, asked, asked.http)
             return None
@@ -59,7 +61,7 @@ class AskedHouse(House):
         await self.trimmer._batch(Manager.batch, manager, asked)
 
     async def answered(self, asked: Request) -> Plan:
-        """A whole turn; the plan of it that holds."""
+        """Runs a whole turn. Returns the plan that holds for the turn."""
         if (pieces := await self.asks(asked)) is not None:
             self.manager.generate(asked.rid, ANSWER, "length")
             await anext(pieces)
@@ -210,7 +212,7 @@ class TestAsked(unittest.TestCase):
     async def test_the_room_that_it_asks_for_is_enough(self, house: AskedHouse) -> None:
         await house.open()
         pieces = await house.begin(Request("<s>a<e>", "s", "first"))
-        # The client's prompt has it in one token.
+        # The client's prompt has these two tokens' text in one token.
         house.manager.generate("first", LETTERS[:2], "length")
         await anext(pieces)
 
@@ -291,7 +293,7 @@ class TestAsked(unittest.TestCase):
         self.assertEqual(len(numbers), 3)
 
 
-# What a client sends next, how it is marked, what the agent answers.
+# What a client sends next, how the turn is marked, and what the agent answers.
 TURNS = st.fixed_dictionaries({
     "text": st.sampled_from(("goes on", "goes on", "the same", "another")),
     "marked": st.sampled_from(("well", "well", "well", "closed", "wrong")),
@@ -303,7 +305,8 @@ TURNS = st.fixed_dictionaries({
 
 
 class TestOnePlanHolds(unittest.TestCase):
-    """Whatever comes: told before the engine gets the turn, and what the engine gets."""
+    """For any sequence of turns: the plan is sent before the engine gets the turn, and the engine
+    gets what the plan says."""
 
     def test_exactly_one_plan_holds_of_each_marked_turn(self) -> None:
         names = map(str, itertools.count())
@@ -372,7 +375,7 @@ async def conversation(house: AskedHouse, turns: list[dict[str, Any]], names: An
             if pieces is not None:
                 assert manager.sent.session_params is None, "it runs as it came"
                 assert house.sent == text
-    # What comes afterwards has overtaken nothing.
+    # This turn's plan comes after all earlier plans, so none of them is still on its way.
     await house.answered(Request("<s>", mark="wrong", rid=f"r{next(names)}"))
     for rid in told:
         assert len(agent.plans(rid)) == 1, "exactly one plan holds"

@@ -1,5 +1,7 @@
-"""The tree published again by pieces: whatever happens to the tree between two of them, the agent
-knows nothing that isn't so, and all that is once the last one is through. And no piece takes long.
+"""Tests publishing the tree again in chunks, while the tree changes between two chunks.
+
+The agent never knows a page that isn't resident. After the last chunk it knows every page that is.
+No chunk takes long.
 """
 
 import sys
@@ -28,7 +30,7 @@ STEPS = st.one_of(CHANGES, OURS)
 
 
 class Clock:
-    """Time passes with what is done."""
+    """A clock that advances with the work that is done."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -41,7 +43,7 @@ class Clock:
 
 
 class House:
-    """A scheduler with a tree, and an agent that has missed all of it."""
+    """A scheduler with a tree, and an agent that has missed all of the tree's events."""
 
     def __init__(self, page_size: int, page_seconds: float) -> None:
         self.clock, self.agent, self.woken = Clock(), Follower(), 0
@@ -75,7 +77,7 @@ class House:
             getattr(self.tree, what)(how)
 
     def piece(self) -> float:
-        """How long it took."""
+        """Publishes a chunk. Returns the seconds that it took."""
         begin, woken = self.clock.now, self.woken
         self.republisher.go_on()
         assert not self.republisher.refusal, self.republisher.refusal
@@ -83,7 +85,7 @@ class House:
         return self.clock.now - begin
 
     def finish(self) -> list[float]:
-        """How long each piece took."""
+        """Publishes the remaining chunks. Returns the seconds that each took."""
         pieces = []
         while self.republisher.runs:
             pieces.append(self.piece())
@@ -117,7 +119,7 @@ class TestRepublish(unittest.TestCase):
         ):
             for step in before:
                 house.step(*step)
-            # What came until now was missed.
+            # The agent has missed all events until now.
             house.publish()
             house.agent = Follower()
             house.republisher.begin()
@@ -188,7 +190,7 @@ class TestRepublish(unittest.TestCase):
         self.assertEqual(len(house.agent.knows()), 200)
 
     def test_one_long_node_comes_as_one_run_of_pages(self) -> None:
-        """An event for each part would cost its followers more than the pages."""
+        """A separate event for each part would cost the agent more than the pages themselves."""
         house = self.house(1)
         house.tree.insert([*range(500)], None)
         house.tree.kv_events.queue.clear()

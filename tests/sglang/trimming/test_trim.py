@@ -1,8 +1,10 @@
-"""For random histories, edits and outcomes: what the engine's context is after a turn is the
-client's prompt and the answer, to the byte; nothing is appended to anything else.
+"""Tests trimming with random histories, edits and outcomes.
 
-A client talks chat or plain text, resends everything each time, and edits as clients do. The engine
-is `model.EngineSession`, or SGLang in the lane's `trim` tests.
+After a turn, the engine's context is the client's prompt and the answer, equal to the byte. A turn
+is never appended to any other context.
+
+A client sends chats or plain text, resends everything each time, and edits as clients do. The
+engine is `model.EngineSession`; the `trim` tests of the integration suite use SGLang.
 """
 
 import unittest
@@ -40,7 +42,8 @@ class Conversation(RuleBasedStateMachine):
     @initialize(chat=st.booleans(), system=TEXTS, bos=st.booleans())
     def begin(self, chat: bool, system: str, bos: bool) -> None:
         self.chat, self.bos = chat, bos
-        # What the client resends: text before the first answer, an answer, text after it, ...
+        # The parts that the client resends: text before the first answer, an answer, text after it,
+        # and so on.
         self.parts: list[str] = [system]
         self.engine, self.text = EngineSession(), ToyText()
         self.transcripts = Transcripts(tokens_max=400)
@@ -57,7 +60,7 @@ class Conversation(RuleBasedStateMachine):
 
     @rule(said=TEXTS, special=st.sampled_from(("", "", *SPECIALS)))
     def goes_on(self, said: str, special: str) -> None:
-        """What looks like a special token becomes one, wherever it comes from."""
+        """Text that looks like a special token becomes one, wherever it comes from."""
         self.parts.append(special + said)
 
     @rule(place=st.integers(0, 3), said=TEXTS)
@@ -72,7 +75,7 @@ class Conversation(RuleBasedStateMachine):
     def compacts(self, summary: str) -> None:
         self.parts = [self.parts[0], summary]
 
-    # A turn, in its steps.
+    # The steps of a turn.
 
     @precondition(lambda self: self.turn is None)
     @rule(
@@ -80,7 +83,8 @@ class Conversation(RuleBasedStateMachine):
         room=st.one_of(st.none(), st.none(), st.integers(-3, 3)),
     )
     def asks(self, heals: bool, adapter: str | None, room: int | None = None) -> None:
-        """With no bound, or with room for some tokens more or less than the prompt's."""
+        """Begins a turn, without a bound, or with a bound some tokens above or below the prompt's
+        length."""
         prompt = self.prompt()
         transcript = self.transcripts.get(SESSION)
         before = raw(self.engine.context)
@@ -88,7 +92,7 @@ class Conversation(RuleBasedStateMachine):
         text = self.text if heals else None
         plan = transcript.plan(prompt, text, adapter, tokens_max)
         event(type(plan).__name__)
-        # As no turn runs, another session or more room could help whatever can't be trimmed.
+        # No turn runs, so another session or more room could help any prompt that can't be trimmed.
         assert askable(plan) != isinstance(plan, Trimmed | Healed)
         if isinstance(plan, TooLong):
             assert plan.tokens > tokens_max
@@ -124,7 +128,7 @@ class Conversation(RuleBasedStateMachine):
     @precondition(lambda self: self.turn is None)
     @rule(said=TEXTS, bos=st.booleans())
     def appends(self, said: str, bos: bool) -> None:
-        """Another client sends only what is new, and this one hears of it."""
+        """Another client sends only its new tokens, and the shim notices them."""
         ids = ids_of((BEGIN if bos else "") + said)
         if not (len(ids) or self.engine.context):
             return
@@ -153,7 +157,8 @@ class Conversation(RuleBasedStateMachine):
     @precondition(lambda self: self.turn is not None)
     @rule(over=st.integers(0, 3), ends=st.booleans(), keeps=st.booleans())
     def finishes(self, over: int, ends: bool, keeps: bool) -> None:
-        """At its limit, or by the token that ends a turn; beyond it, speculation overshot."""
+        """Ends the turn at its limit, or by the token that ends a turn. Speculation may have
+        generated `over` tokens beyond the end."""
         if ends:
             self.engine.generate([TURN_END_ID])
         stop = len(self.engine.answer)
@@ -170,7 +175,8 @@ class Conversation(RuleBasedStateMachine):
     @precondition(lambda self: self.turn is None)
     @rule(said=TEXTS, ids=ANSWERS, ends=st.booleans())
     def has_a_whole_turn(self, said: str, ids: list[int], ends: bool) -> None:
-        """As most of them go. A session that diverged is opened again, with everything."""
+        """Runs a whole turn, as most turns run. A diverged session is reopened with the full
+        history."""
         self.parts.append(said)
         self.asks(heals=True, adapter=None)
         if self.turn is None:
@@ -194,7 +200,7 @@ class Conversation(RuleBasedStateMachine):
         self.transcripts.open(SESSION)
         self.engine = EngineSession()
         if stale is not None:
-            # The end of a turn of the life before.
+            # The end of a turn from before the session was reopened.
             self.transcripts.change(SESSION, lambda it: it.commit(stale, Finished([FIRST_PIECE])))
 
     @invariant()
@@ -215,7 +221,7 @@ TestConversation = Conversation.TestCase
 
 
 class TestDrift(unittest.TestCase):
-    """An answer that is spelled otherwise when it comes back."""
+    """Answers whose text gets other tokens when the client sends it back."""
 
     @settings(max_examples=500, deadline=None, database=None, print_blob=True)
     @given(asked=TEXTS, ids=WORDS, ends=st.booleans(), more=TEXTS)
@@ -274,7 +280,7 @@ class TestDrift(unittest.TestCase):
 
 
 class TestBos(unittest.TestCase):
-    """The engine strips one of what is appended to a context."""
+    """The engine drops a BOS token at the beginning of what is appended to a context."""
 
     def test_a_begin_token_behind_the_context_reaches_it(self) -> None:
         transcript, engine = Transcript(), EngineSession()
@@ -287,7 +293,7 @@ class TestBos(unittest.TestCase):
 
 
 class TestOthers(unittest.TestCase):
-    """Turns that aren't the trimmer's."""
+    """Turns that the trimmer didn't plan."""
 
     def test_a_turn_beside_one_that_runs_makes_the_context_unknown(self) -> None:
         transcript, prompt = Transcript(), ids_of("a")
@@ -299,7 +305,8 @@ class TestOthers(unittest.TestCase):
 
 
 class TestBounds(unittest.TestCase):
-    """The oldest idle one gives way, and is refused afterwards."""
+    """At the bound, the session that was idle longest is dropped, and its turns are refused
+    afterwards."""
 
     def test_who_was_idle_longest_gives_way(self) -> None:
         transcripts = Transcripts(sessions_max=3, tokens_max=10)

@@ -1,5 +1,7 @@
-"""The hooks around the engine's tokenizer: a request that isn't meant for them, or that they can't
-help, runs as it came, and no answer comes of another context than the client's."""
+"""Tests the hooks around the engine's tokenizer.
+
+A request that the hooks aren't meant for, or can't help, runs unchanged. No answer is computed
+from another context than the client's."""
 
 import asyncio
 import unittest
@@ -16,7 +18,7 @@ ANSWER = ToyText().encode("ab")
 
 
 class House:
-    """The trimmer in an engine, as SGLang's hook registry ties them together."""
+    """The trimmer in an engine, connected as SGLang's hook registry does."""
 
     def __init__(self) -> None:
         self.manager, self.trimmer = Manager(), Trimmer(bytes(16), "0")
@@ -31,7 +33,7 @@ class House:
         await self.trimmer._close(Manager.close_session, self.manager, asked)
 
     async def tokenize(self, asked: Request) -> Any:
-        """As `generate_request` does up to the scheduler's door."""
+        """Runs a request as `generate_request` does, until it would go to the scheduler."""
 
         async def entered(manager: Manager, asked: Request, _http: Any) -> Any:
             manager.arrive(asked)
@@ -44,7 +46,7 @@ class House:
         return self.trimmer._wait(Manager.wait, self.manager, asked, None)
 
     async def turn(self, text: str, session: str | None = "s", **more: Any) -> str:
-        """A whole one. Returns the text that the engine ran on."""
+        """Runs a whole turn. Returns the text that the engine ran on."""
         asked = Request(text, session, **more)
         answer = await self.begin(asked)
         prompt = list(self.manager.prompt)
@@ -155,7 +157,7 @@ class TestTrimmer(unittest.TestCase):
     async def test_an_answer_to_another_context_is_cut_off(self, house: House) -> None:
         await house.open()
         await house.turn("<s>a<e>")
-        # Behind the trimmer's back.
+        # Change the session without the trimmer's knowledge.
         house.manager.sessions["s"].context += [4, 4]
         asked = Request("<s>a<e>ab<s>b", "s", "wrong")
         answer = await house.begin(asked)

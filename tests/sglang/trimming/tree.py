@@ -1,6 +1,7 @@
-"""The engine's radix tree and its recorder of KV events, and whoever follows these, as far as
-publishing the tree again goes. Written from SGLang's `UnifiedTreeCore` and `KVCacheEventRecorder`,
-and from `worker-agent/src/kv/pages.rs`.
+"""Models of the engine's radix tree, its recorder of KV events, and an agent that follows them.
+
+They cover what publishing the tree again needs. They follow SGLang's `UnifiedTreeCore` and
+`KVCacheEventRecorder`, and `worker-agent/src/kv/pages.rs`.
 """
 
 import hashlib
@@ -12,13 +13,13 @@ from types import SimpleNamespace
 from typing import Any
 
 GPU, CPU = "GPU", "CPU_PINNED"
-# Where the shim finds the tiers' names.
+# The module in which the shim finds the names of the tiers.
 MODULE = "sglang.srt.disaggregation.kv_events"
 MEDIA = SimpleNamespace(StorageMedium=SimpleNamespace(GPU=GPU, CPU=CPU))
 
 
 class Key:
-    """Tokens of whole pages, and a tenant's salt."""
+    """The tokens of whole pages, and a tenant's salt."""
 
     def __init__(self, tokens: array, salt: str | None):
         self.token_ids, self.cache_salt = tokens, salt
@@ -40,7 +41,8 @@ class Key:
 
 @dataclass(eq=False)
 class Node:
-    """Some pages. Plain ones are named by `hash_value`, salted ones by `event_hash_value`."""
+    """A node of some pages. `hash_value` names pages without a salt, `event_hash_value` pages with
+    one."""
 
     id: int
     parent: "Node | None"
@@ -61,14 +63,15 @@ class Node:
 
 
 class Recorder:
-    """The engine's queue of events."""
+    """The engine's queue of KV events."""
 
     def __init__(self, page_size: int, cost: Callable[[], None]):
         self._page_size, self._cost = page_size, cost
         self.queue: list[tuple[Any, ...]] = []
 
     def record_store(self, node: Any, medium: str = GPU) -> None:
-        """Page by page; what follows the last one at once becomes one event with it."""
+        """Records the node page by page. A page that directly follows the last event's pages joins
+        it."""
         salted = node.key.cache_salt is not None
         hashes, before = _names(node, salted), None
         if node.parent.parent is not None:
@@ -101,7 +104,7 @@ def _number(name: str) -> int:
 
 
 class Tree:
-    """Prompts come, and their pages go: each change with its events."""
+    """The engine's radix tree. Each change records its KV events."""
 
     def __init__(self, page_size: int, cost: Callable[[], None] = lambda: None):
         self.page_size, self.kv_events = page_size, Recorder(page_size, cost)
@@ -120,7 +123,7 @@ class Tree:
         return found[1:]
 
     def truth(self) -> set[tuple[int, str]]:
-        """Each page that is resident, and where."""
+        """Returns each resident page with its tier."""
         tiers = ((GPU, lambda node: node.device), (CPU, lambda node: node.host))
         return {
             (_number(name), medium)
@@ -128,10 +131,11 @@ class Tree:
             for name in _names(node, node.key.cache_salt is not None)
         }
 
-    # What turns do.
+    # Changes by turns.
 
     def match(self, tokens: list[int], salt: str | None) -> tuple[Node, Key]:
-        """The node at which they end to be known, made by a split where there is none; the rest."""
+        """Returns the node at which the known prefix of `tokens` ends, and the rest of the tokens.
+        A node is split if the prefix ends inside it."""
         whole = len(tokens) // self.page_size * self.page_size
         node, key = self.root_node, Key(array("q", tokens[:whole]), salt)
         while len(key) and (child := node.children.get(key.child_key(self.page_size))):
@@ -159,7 +163,7 @@ class Tree:
         return way[::-1]
 
     def _split(self, child: Node, length: int) -> Node:
-        """A new node takes the beginning; the old one stays what it is at its end."""
+        """Splits a node. A new node takes the first tokens; the old node keeps its id."""
         pages = length // self.page_size
         events = child.event_hash_value
         first = Node(
@@ -187,14 +191,15 @@ class Tree:
             return plain, None
         return plain, list(chained(parent.event_hash_value[-1] if parent.parent else salt))
 
-    # What room and the host's memory do. Each takes the number of one that it can be done to.
+    # Changes by eviction and by the host's memory. Each applies to one of the possible nodes,
+    # chosen by `number`.
 
     def _one(self, number: int, fits: Callable[[Node], bool]) -> Node | None:
         fitting = [node for node in self.nodes() if fits(node)]
         return fitting[number % len(fitting)] if fitting else None
 
     def evict(self, number: int) -> None:
-        """From the device: a node behind which nothing is on it."""
+        """Evicts from the device a node that has no child there."""
         node = self._one(number, lambda node: node.device and not any(
             child.device for child in node.children.values()
         ) and (node.host or not node.children))
@@ -222,7 +227,7 @@ class Tree:
             self.kv_events.record_store(node, GPU)
 
     def forget(self, number: int) -> None:
-        """From the host: a leaf, or what is on the device too."""
+        """Removes from the host a leaf, or a node that is on the device too."""
         node = self._one(number, lambda node: node.host and (node.device or not node.children))
         if node is not None:
             self.kv_events.record_remove(node, CPU)
@@ -231,13 +236,15 @@ class Tree:
                 self._remove(node)
 
     def _remove(self, node: Node) -> None:
-        """As in the engine, its way up stays, and one from the device looks as if it still were."""
+        """Removes a node. As in the engine, the node keeps its parent, and a node removed from the
+        device still looks resident."""
         assert not node.children
         del node.parent.children[node.key.child_key(self.page_size)]
 
 
 class Follower:
-    """An agent, as `Pages` there: a page behind one that it doesn't know means nothing to it."""
+    """An agent that follows the events, as the agent's `Pages` does. It ignores pages whose
+    previous page it doesn't know."""
 
     def __init__(self) -> None:
         self._pages: dict[int, tuple[int | None, tuple[int, ...], set[str]]] = {}
@@ -274,7 +281,7 @@ class Follower:
             self._settle(name)
 
     def _settle(self, name: int | None) -> None:
-        """What is nowhere, and has nothing behind it, is forgotten."""
+        """Forgets pages that are in no tier and that no known page follows."""
         while name in self._pages and not self._pages[name][2] and not self._behind.get(name):
             before = self._pages.pop(name)[0]
             if before is not None:

@@ -1,7 +1,7 @@
-//! The agent's process: the session table, and what its owner task does around it, in the same
-//! order.
+//! The agent's process: the session table, and what its owner task does around it.
 //!
-//! If the engine has a shim, the shim reports which sessions are inside the engine, and frees their
+//! The simulated owner task does everything in the same order as the real task. If the engine has a
+//! shim, the shim reports which sessions are inside the engine, and frees their KV when asked.
 //! KV when asked.
 
 use std::{
