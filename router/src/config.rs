@@ -1,6 +1,6 @@
 //! The router's settings: one flat TOML file, environment variables and a few flags.
 //!
-//! Environment variables and flags are for what differs from host to host. Every default is a
+//! Environment variables and flags are for settings that differ from host to host. Every default is a
 //! documented constant. This module only decides which settings are legal; it opens no socket.
 
 use std::{

@@ -60,7 +60,7 @@ class Conversation(RuleBasedStateMachine):
 
     @rule(said=TEXTS, special=st.sampled_from(("", "", *SPECIALS)))
     def goes_on(self, said: str, special: str) -> None:
-        """Text that looks like a special token becomes one, wherever it comes from."""
+        """Adds text. Text that looks like a special token becomes one, from any source."""
         self.parts.append(special + said)
 
     @rule(place=st.integers(0, 3), said=TEXTS)
@@ -128,7 +128,7 @@ class Conversation(RuleBasedStateMachine):
     @precondition(lambda self: self.turn is None)
     @rule(said=TEXTS, bos=st.booleans())
     def appends(self, said: str, bos: bool) -> None:
-        """Another client sends only its new tokens, and the shim notices them."""
+        """Another client sends new tokens only. In plain text, this client resends them later."""
         ids = ids_of((BEGIN if bos else "") + said)
         if not (len(ids) or self.engine.context):
             return

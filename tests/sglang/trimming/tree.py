@@ -199,7 +199,7 @@ class Tree:
         return fitting[number % len(fitting)] if fitting else None
 
     def evict(self, number: int) -> None:
-        """Evicts from the device a node that has no child there."""
+        """Evicts from the device a node that has no children on the device."""
         node = self._one(number, lambda node: node.device and not any(
             child.device for child in node.children.values()
         ) and (node.host or not node.children))

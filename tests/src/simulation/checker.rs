@@ -20,8 +20,8 @@ const STUCK: Duration = Duration::from_secs(8);
 const ANSWERED_WITHIN: Duration = Duration::from_secs(200);
 /// A close is complete within this time, even if answers are lost.
 const CLOSED_WITHIN: Duration = Duration::from_secs(25);
-/// How often the engine may say that a turn runs in a session that is to close. It is asked every
-/// 250 ms.
+/// How often the engine may say that a turn runs in a session that is to close. The agent asks
+/// every 250 ms.
 const KEPT_MAX: u32 = 6;
 /// The end of the run after the last client: longest idle time, repeats of lost calls, backstops.
 const OVER_WITHIN: Duration = Duration::from_secs(400);

@@ -21,7 +21,7 @@ use crate::engine_sim::tokenizer::BOS;
 pub(super) enum Habit {
     /// Sends deltas to a pinned session.
     Pinned,
-    /// Sends full histories, in a session whose id the router infers.
+    /// Sends full histories, in a session that a turn begins without an open.
     Tagged,
     /// Sends full histories, one turn at a time.
     Alone,
@@ -122,7 +122,7 @@ impl User {
         }
         let mut whole = turn.context.clone();
         whole.extend_from_slice(tokens);
-        // The client can't know whether its turn ran beside the session.
+        // The client can't know whether its turn ran in the session or concurrently with it.
         if turn.is_pinned() || matches!(self.habit, Habit::Pinned | Habit::Mixed) {
             self.session.clone_from(&whole);
             self.must_open = claim.close;

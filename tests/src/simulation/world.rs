@@ -21,9 +21,9 @@ use super::{
     users::User,
 };
 
-/// How long after the last client everything has ended that the engine ends by itself: a probe's
-/// backstop, and a session's longest idle time and turn. The engine's backstop for sessions is far
-/// longer.
+/// The time after the last client by which the engine has ended what it ends by itself. It covers a
+/// probe's backstop, and a session's longest idle time and turn. The engine's backstop for sessions
+/// is far longer.
 const OVER_AFTER: Duration = Duration::from_secs(300);
 
 /// What happens at a point of virtual time.
