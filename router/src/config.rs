@@ -1,7 +1,7 @@
 //! The router's settings: one flat TOML file, environment variables and a few flags.
 //!
-//! Environment variables and flags are for settings that differ from host to host. Every default is a
-//! documented constant. This module only decides which settings are legal; it opens no socket.
+//! Environment variables and flags are for settings that differ from host to host. Every default is
+//! a documented constant. This module only decides which settings are legal; it opens no socket.
 
 use std::{
     collections::BTreeSet,
