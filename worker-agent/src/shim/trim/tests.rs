@@ -116,7 +116,7 @@ async fn plans_arrive_and_questions_are_answered() {
     ];
     assert_eq!(trimmer.reads::<43>().await[..], wanted.concat());
     drop(trimmer);
-    assert!(house.down().await.contains("gone"));
+    assert!(house.down().await.contains("disconnected"));
 }
 
 #[tokio::test]
@@ -192,5 +192,5 @@ async fn a_slow_receiver_stops_the_reading_and_misses_no_plan() {
     for prompt in 0..sent {
         assert_eq!(prompt_of(&house.next().await), u32::try_from(prompt).unwrap());
     }
-    assert!(house.down().await.contains("gone"));
+    assert!(house.down().await.contains("disconnected"));
 }
