@@ -119,8 +119,7 @@ impl Metrics {
             pages: Family::default(),
             faults: Family::default(),
             audits: Family::default(),
-            // From 50 us to 0.2 s, each bucket twice the previous: above a millisecond, users
-            // notice the pause.
+            // From 50 us to 0.2 s, each bucket twice the previous: users notice a millisecond.
             audit_step: Histogram::new((0..13).map(|step| 0.000_05 * f64::from(1 << step))),
             plans: Family::default(),
             // Token counts from 64 to 1 M, each bucket four times the previous.

@@ -182,6 +182,8 @@ def a_client_may_open_it_anew(house: House) -> None:
     equal(second.full(" goes on."), "pinned", "how the full history ran")
     second.closes()
     third = client(house, first)
+    pinned = {"session_id": first.id, "retention": "pinned"}
+    wire.post(f"{house.fleet.router_url}/v1/sessions", pinned)
     equal(third.full("A story", nvext=opening), "pinned", "how the first turn ran")
     third.delta(" goes on.")
     third.closes()
@@ -190,8 +192,8 @@ def a_client_may_open_it_anew(house: House) -> None:
 def what_a_full_history_replaced_takes_no_delta(house: House) -> None:
     first = client(house)
     opening = {"session_control": {"session_id": first.id, "action": "open"}}
-    named = {"retention": "pinned"}
-    wire.post(f"{house.fleet.router_url}/v1/sessions", named | {"session_id": first.id})
+    pinned = {"session_id": first.id, "retention": "pinned"}
+    wire.post(f"{house.fleet.router_url}/v1/sessions", pinned)
     first.full("The harbour master counts the ships", nvext=opening)
     first.delta(" one by one")
     first.closes()

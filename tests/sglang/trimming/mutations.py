@@ -255,13 +255,13 @@ MUTATIONS = [
     ),
     (
         "a plan that holds says for which session", "trimmer",
-        "mark = other._replace(rid=mark.rid)\n"
+        "mark = other._replace(rid=mark.rid, must_continue=mark.must_continue)\n"
         "                    plan = self._plan(manager, tokenized, mark)",
         "plan = self._plan(manager, tokenized, other)",
     ),
     (
         "a plan that holds says for which turn", "trimmer",
-        "mark = other._replace(rid=mark.rid)",
+        "mark = other._replace(rid=mark.rid, must_continue=mark.must_continue)",
         "mark = other",
     ),
     (
