@@ -43,7 +43,7 @@ enum Place {
 }
 
 impl Place {
-    fn of(path: &str) -> Option<Self> {
+    fn for_path(path: &str) -> Option<Self> {
         match path {
             "/v1/messages" => Some(Self::System),
             "/v1/chat/completions" => Some(Self::FirstMessage),
@@ -78,7 +78,7 @@ impl Cut {
 /// the first block or message of the system prompt.
 #[must_use]
 pub fn find(path: &str, body: &Object<'_>) -> Option<Cut> {
-    let place = Place::of(path)?;
+    let place = Place::for_path(path)?;
     let (client, part) = match place {
         Place::System => {
             let found = Found::at(place, body.get("system")?)?;

@@ -85,7 +85,7 @@ pub fn read(
     let mut owned = OWNED_KEYS.to_vec();
     owned.extend(rid_key);
     let pieces = object.rewrite(&owned, MEMBERS);
-    let start = if in_session { start::of(kind, &object) } else { PromptStart::default() };
+    let start = if in_session { start::read_start(kind, &object) } else { PromptStart::default() };
     let need = need(kind, &object, bytes.len());
     Ok(Asked { kind, pieces, need, start, client_rid, single })
 }

@@ -74,7 +74,7 @@ const RAN: HeaderName = HeaderName::from_static("x-berth-session-turn");
 const TRIM: HeaderName = HeaderName::from_static("x-override-berth-trim");
 /// Request header to the engine, sent with [`TRIM`]: the turn must continue its session's history,
 /// or is refused. A shim that doesn't know the header runs such a turn outside the session; the
-/// session then accepts no more delta turns.
+/// agent then aborts the turn.
 const MUST_CONTINUE: HeaderName = HeaderName::from_static("x-override-berth-must-continue");
 
 /// Shared state of all turns.
