@@ -1,5 +1,6 @@
 """Ordinary requests that kill the engine, and how its port behaves while the engine dies."""
 
+import contextlib
 import socket
 import time
 
@@ -59,9 +60,11 @@ def two_first_turns_in_one_batch(engine: Engine) -> None:
     engine.until("all rows are taken", lambda: engine.load()["num_running_reqs"] == ROWS)
     both = [engine.pending(session, ids(20, 30 + n), 4) for n in range(2)]
     engine.until_queued(2)
-    for turn in busy:
-        turn.end()
     dies(engine, None)
+    for turn in busy:
+        # Its answer may have been on its way when the engine died.
+        with contextlib.suppress(OSError):
+            turn.end(1).good()
     for turn in both:
         try:
             reply = turn.end(1)
