@@ -309,7 +309,7 @@ async fn a_slow_watcher_of_a_large_cache_delays_no_report_and_is_cut_alone() {
 
     let mut slow = house.watcher_with_window(WINDOW_BYTES).await;
     slow.until("the beginning", |known| !known.blocks.is_empty()).await;
-    assert!(slow.blocks.len() < all, "it came in one piece");
+    assert!(slow.blocks.len() < all, "it came in one part");
     // While the slow watcher reads nothing, a third watcher receives everything and reports
     // continue.
     let control = format!("http://{}", house.agent.control);

@@ -299,8 +299,8 @@ fn corrupt(rng: &mut Rng, r2t: &mut [i32], rows: &mut [LiveRow], ld: usize, pool
 fn free_list(rng: &mut Rng, pool: Pool) -> Vec<i64> {
     let mut list: Vec<i64> = Vec::new();
     let npages = i64::from(pool.npages);
-    let pieces = if rng.u32(0..16) == 0 { 0 } else { rng.u32(1..60) };
-    for _ in 0..pieces {
+    let parts = if rng.u32(0..16) == 0 { 0 } else { rng.u32(1..60) };
+    for _ in 0..parts {
         let start = rng.i64(0..npages);
         list.extend((start..npages).take(rng.usize(0..40)));
         match rng.u32(0..20) {

@@ -265,12 +265,12 @@ mod tests {
         Scheme::plain(BlockTokens::for_page(page_tokens).unwrap())
     }
 
-    fn hashed(scheme: &Scheme<'_>, pieces: &[&[u32]]) -> Vec<BlockHash> {
+    fn hashed(scheme: &Scheme<'_>, parts: &[&[u32]]) -> Vec<BlockHash> {
         let (mut chain, mut hashes) = (Chain::new(scheme), vec![]);
-        for piece in pieces {
-            chain.push(piece, &mut hashes);
+        for part in parts {
+            chain.push(part, &mut hashes);
         }
-        let tokens: usize = pieces.iter().map(|piece| piece.len()).sum();
+        let tokens: usize = parts.iter().map(|part| part.len()).sum();
         assert_eq!(chain.tokens(), tokens as u64);
         hashes
     }
@@ -353,13 +353,13 @@ mod tests {
             let mut cuts: Vec<usize> = cuts.into_iter().map(|cut| cut.min(tokens.len())).collect();
             cuts.extend([0, tokens.len()]);
             cuts.sort_unstable();
-            let pieces: Vec<&[u32]> = cuts.windows(2).map(|ends| &tokens[ends[0]..ends[1]]).collect();
-            let hashes = hashed(&scheme, &pieces);
+            let parts: Vec<&[u32]> = cuts.windows(2).map(|ends| &tokens[ends[0]..ends[1]]).collect();
+            let hashes = hashed(&scheme, &parts);
             prop_assert_eq!(&hashes, &by_the_rule(&scheme, &tokens));
             let (mut resumed, mut chain) = (vec![], Chain::new(&scheme));
-            for piece in pieces {
+            for part in parts {
                 chain = Chain::resume(scheme.block_tokens, chain.last(), chain.tokens(), chain.sum());
-                chain.push(piece, &mut resumed);
+                chain.push(part, &mut resumed);
             }
             prop_assert_eq!(&resumed, &hashes);
             let mut parent = None;

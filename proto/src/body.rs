@@ -75,7 +75,7 @@ pub struct Object<'a> {
 
 /// A part of a rewritten body.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Piece {
+pub enum Part {
     /// A range of bytes of the original body.
     Kept(Range<usize>),
     /// New text, written by Berth.
@@ -140,8 +140,8 @@ impl<'a> Object<'a> {
     /// Returns the body without the members named in `owned`, and with `added` at its end. `added`
     /// is JSON text of members separated by commas, without braces; it may be empty.
     #[must_use]
-    pub fn rewrite(&self, owned: &[&str], added: &str) -> Vec<Piece> {
-        let mut pieces = vec![Piece::Kept(0..self.start)];
+    pub fn rewrite(&self, owned: &[&str], added: &str) -> Vec<Part> {
+        let mut parts = vec![Part::Kept(0..self.start)];
         let mut from = self.start;
         let mut kept = 0_usize;
         for member in &self.members {
@@ -153,15 +153,15 @@ impl<'a> Object<'a> {
             // If the first members were removed, the next member's text begins with the comma that
             // separated them.
             let skip = if kept == 0 { self.leading_comma(&stretch) } else { 0 };
-            push_kept(&mut pieces, stretch.start + skip..stretch.end);
+            push_kept(&mut parts, stretch.start + skip..stretch.end);
             kept += 1;
         }
         if !added.is_empty() {
             let comma = if kept == 0 { "" } else { "," };
-            pieces.push(Piece::New(format!("{comma}{added}")));
+            parts.push(Part::New(format!("{comma}{added}")));
         }
-        push_kept(&mut pieces, from..self.bytes.len());
-        pieces
+        push_kept(&mut parts, from..self.bytes.len());
+        parts
     }
 
     fn leading_comma(&self, stretch: &Range<usize>) -> usize {
@@ -200,11 +200,11 @@ pub fn first_element(array: &RawValue) -> Option<Element<'_>> {
     Some(Element { value, with_comma, is_only })
 }
 
-/// Appends a range of the original, and joins it to the last piece if they touch.
-fn push_kept(pieces: &mut Vec<Piece>, range: Range<usize>) {
-    match pieces.last_mut() {
-        Some(Piece::Kept(last)) if last.end == range.start => last.end = range.end,
-        _ => pieces.push(Piece::Kept(range)),
+/// Appends a range of the original, and joins it to the last part if they touch.
+fn push_kept(parts: &mut Vec<Part>, range: Range<usize>) {
+    match parts.last_mut() {
+        Some(Part::Kept(last)) if last.end == range.start => last.end = range.end,
+        _ => parts.push(Part::Kept(range)),
     }
 }
 
@@ -232,14 +232,14 @@ impl<'de> Visitor<'de> for Members {
     }
 }
 
-/// Returns the rewritten body: the text of `pieces` over the original `bytes`.
+/// Returns the rewritten body: the text of `parts` over the original `bytes`.
 #[must_use]
-pub fn assemble(bytes: &[u8], pieces: &[Piece]) -> Vec<u8> {
+pub fn assemble(bytes: &[u8], parts: &[Part]) -> Vec<u8> {
     let mut out = Vec::with_capacity(bytes.len() + 128);
-    for piece in pieces {
-        match piece {
-            Piece::Kept(range) => out.extend_from_slice(&bytes[range.clone()]),
-            Piece::New(text) => out.extend_from_slice(text.as_bytes()),
+    for part in parts {
+        match part {
+            Part::Kept(range) => out.extend_from_slice(&bytes[range.clone()]),
+            Part::New(text) => out.extend_from_slice(text.as_bytes()),
         }
     }
     out

@@ -6,7 +6,7 @@
 //! - [`v1`]: the wire messages, generated from `schema/agent/v1/agent.proto`.
 //! - [`id`]: validated identifiers.
 //! - [`kv`]: an agent's messages about resident blocks.
-//! - [`lane`]: staged prefill: how a router asks an agent to compute a long prompt in stages.
+//! - [`staged_prefill`]: how a router asks an agent to compute a long prompt in stages.
 //! - [`load`]: load report, description and sessions as domain types; impossible values are
 //!   rejected.
 //! - [`model`]: how tokenizer and chat template files are named and hashed.
@@ -21,10 +21,10 @@ pub mod body;
 pub mod claim;
 pub mod id;
 pub mod kv;
-pub mod lane;
 pub mod load;
 pub mod model;
 pub mod process;
+pub mod staged_prefill;
 pub mod table;
 
 /// The generated messages and services of `berth.agent.v1`.

@@ -305,19 +305,19 @@ pub struct RankLoad {
     /// Prompt tokens admitted and not yet computed, without those known to be cached.
     pub prefill_backlog_tokens: Option<Figure>,
     /// The queue of staged prefills; absent if the agent doesn't stage prompts.
-    pub lane: Option<Lane>,
+    pub staged_prefill: Option<StagedPrefill>,
 }
 
 /// Long prompts waiting to be computed in stages before their turns; shorter prompts run in
 /// between.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
-pub struct Lane {
+pub struct StagedPrefill {
     /// Tokens of all waiting prompts that are neither computed nor in the engine.
     pub tokens: u64,
     /// Number of prompts.
     pub prompts: u32,
     /// Tokens per stage, at the engine's measured rate.
-    pub piece_tokens: u64,
+    pub stage_tokens: u64,
 }
 
 /// One load report of an agent.

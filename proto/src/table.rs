@@ -1,6 +1,6 @@
 //! The hash table of an index of blocks or pages, with eight bytes per entry.
 //!
-//! It maps a key, 24 bits of a hash, to a run and a place in the run. A run is an unbranched piece
+//! It maps a key, 24 bits of a hash, to a run and a place in the run. A run is an unbranched part
 //! of a chain of blocks. The table stores no full hashes. It proposes entries, and its caller,
 //! which stores the runs, decides which proposal is right.
 //!
@@ -33,7 +33,7 @@ const ONES: u64 = 0x0001_0101_0101_0101;
 /// memory unused: 11 to 14 bytes per entry.
 const SHARD_SMALL: usize = 512;
 
-/// The number of a run: a piece of a chain without a branch. 0 is no run.
+/// The number of a run: an unbranched part of a chain. 0 is no run.
 pub type RunId = u32;
 
 /// Entries, divided into shards by the low bits of the key.

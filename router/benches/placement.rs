@@ -14,8 +14,8 @@ use proto::{
     block::{BlockHash, after},
     id::{Digest, SessionKey},
     load::{
-        Description, EngineFacts, Figure, Lane, LoadReport, Rank, RankLoad, Retention, Session,
-        SessionState, Source,
+        Description, EngineFacts, Figure, LoadReport, Rank, RankLoad, Retention, Session,
+        SessionState, Source, StagedPrefill,
     },
 };
 use router::{
@@ -84,10 +84,10 @@ fn report(agent: usize) -> LoadReport {
         pages: None,
         prefill_tokens_per_s: figure(20_000),
         prefill_backlog_tokens: figure(agent * 7919 % 20_000),
-        lane: Some(Lane {
+        staged_prefill: Some(StagedPrefill {
             tokens: (agent * 104_729 % 100_000) as u64,
             prompts: 2,
-            piece_tokens: 8_000,
+            stage_tokens: 8_000,
         }),
     };
     LoadReport {

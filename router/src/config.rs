@@ -153,7 +153,7 @@ impl Config {
     /// # Errors
     /// All problems of the settings at once.
     pub fn load(args: &Args) -> Result<Self, Problems> {
-        let (mut config, mut problems) = settings::load::<Self>(args.config.as_deref());
+        let (mut config, mut problems) = settings::load::<Self>(args.config.as_deref(), &[]);
         if !args.workers.is_empty() {
             config.workers.clone_from(&args.workers);
         }
@@ -286,13 +286,13 @@ mod tests {
         let args = Args { workers: vec!["http://a:1".into()], ..Args::default() };
         let config = Config::load(&args).unwrap();
         assert_eq!(config.workers, ["http://a:1"]);
-        let (shown, problems) = settings::parse::<Config>(&settings::show(&config));
+        let (shown, problems) = settings::parse::<Config>(&settings::show(&config), &[]);
         assert_eq!((shown, problems), (config, vec![]));
     }
 
     #[test]
     fn preambles_are_stripped_or_kept_and_nothing_else() {
-        let of = |text: &str| settings::parse::<Config>(text);
+        let of = |text: &str| settings::parse::<Config>(text, &[]);
         assert_eq!(of("").0.preamble, Preamble::Strip);
         assert_eq!(of("preamble = \"keep\"").0.preamble, Preamble::Keep);
         let (_, problems) = of("preamble = \"leave\"");

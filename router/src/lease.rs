@@ -17,8 +17,8 @@ pub struct InFlight {
     opens: AtomicU32,
     unanswered_tokens: AtomicU64,
     coming_tokens: AtomicU64,
-    lane_tokens: AtomicU64,
-    lane_prompts: AtomicU32,
+    staged_prefill_tokens: AtomicU64,
+    staged_prefill_prompts: AtomicU32,
 }
 
 /// The values of [`InFlight`] at one moment.
@@ -34,8 +34,8 @@ pub struct Counts {
     /// end.
     pub coming_tokens: u64,
     /// Prompt tokens in staged prefill, and the number of prompts they belong to.
-    pub lane_tokens: u64,
-    pub lane_prompts: u32,
+    pub staged_prefill_tokens: u64,
+    pub staged_prefill_prompts: u32,
 }
 
 impl InFlight {
@@ -66,8 +66,8 @@ impl InFlight {
             opens: self.opens(),
             unanswered_tokens: self.unanswered_tokens(),
             coming_tokens: self.coming_tokens(),
-            lane_tokens: self.lane_tokens.load(Ordering::Relaxed),
-            lane_prompts: self.lane_prompts.load(Ordering::Relaxed),
+            staged_prefill_tokens: self.staged_prefill_tokens.load(Ordering::Relaxed),
+            staged_prefill_prompts: self.staged_prefill_prompts.load(Ordering::Relaxed),
         }
     }
 
@@ -90,7 +90,7 @@ pub struct Lease {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Prompt {
     /// In staged prefill. The turn itself is not sent yet.
-    InLane,
+    InStagedPrefill,
     /// Sent, with this many tokens to compute.
     Sent(u64),
     /// Computed: the answer has begun.
@@ -115,12 +115,12 @@ impl Lease {
     }
 
     /// Records that the prompt goes through staged prefill before the turn is sent.
-    pub fn enter_lane(&mut self) {
-        self.set(Prompt::InLane);
+    pub fn begin_staged_prefill(&mut self) {
+        self.set(Prompt::InStagedPrefill);
     }
 
     /// Records that the turn is sent, with at most `tokens_max` prompt tokens to compute.
-    pub fn leave_lane(&mut self, tokens_max: u64) {
+    pub fn end_staged_prefill(&mut self, tokens_max: u64) {
         self.set(Prompt::Sent(self.tokens.min(tokens_max)));
     }
 
@@ -132,9 +132,9 @@ impl Lease {
     fn set(&mut self, prompt: Prompt) {
         let Self { count, tokens, .. } = &*self;
         match prompt {
-            Prompt::InLane => {
-                count.lane_tokens.fetch_add(*tokens, Ordering::Relaxed);
-                count.lane_prompts.fetch_add(1, Ordering::Relaxed);
+            Prompt::InStagedPrefill => {
+                count.staged_prefill_tokens.fetch_add(*tokens, Ordering::Relaxed);
+                count.staged_prefill_prompts.fetch_add(1, Ordering::Relaxed);
             }
             Prompt::Sent(left) => {
                 count.unanswered_tokens.fetch_add(left, Ordering::Relaxed);
@@ -142,9 +142,9 @@ impl Lease {
             Prompt::Answered => {}
         }
         match std::mem::replace(&mut self.prompt, prompt) {
-            Prompt::InLane => {
-                self.count.lane_tokens.fetch_sub(self.tokens, Ordering::Relaxed);
-                self.count.lane_prompts.fetch_sub(1, Ordering::Relaxed);
+            Prompt::InStagedPrefill => {
+                self.count.staged_prefill_tokens.fetch_sub(self.tokens, Ordering::Relaxed);
+                self.count.staged_prefill_prompts.fetch_sub(1, Ordering::Relaxed);
             }
             Prompt::Sent(left) => {
                 self.count.unanswered_tokens.fetch_sub(left, Ordering::Relaxed);
@@ -192,18 +192,21 @@ mod tests {
     }
 
     #[test]
-    fn a_prompt_in_the_slow_lane_is_in_nobodys_way_until_its_turn_is_sent() {
+    fn a_prompt_in_staged_prefill_delays_no_other_turn_until_its_turn_is_sent() {
         let count = Arc::new(InFlight::default());
         let mut lease = Lease::acquire(&count, 700);
-        lease.enter_lane();
+        lease.begin_staged_prefill();
         let there = count.counts();
         assert_eq!((there.unanswered_tokens, there.coming_tokens), (0, 700));
-        assert_eq!((there.lane_tokens, there.lane_prompts), (700, 1));
-        lease.leave_lane(40);
+        assert_eq!((there.staged_prefill_tokens, there.staged_prefill_prompts), (700, 1));
+        lease.end_staged_prefill(40);
         let sent = count.counts();
-        assert_eq!((sent.unanswered_tokens, sent.lane_tokens, sent.lane_prompts), (40, 0, 0));
+        assert_eq!(
+            (sent.unanswered_tokens, sent.staged_prefill_tokens, sent.staged_prefill_prompts),
+            (40, 0, 0)
+        );
         let mut given_up = Lease::acquire(&count, 9);
-        given_up.enter_lane();
+        given_up.begin_staged_prefill();
         drop((lease, given_up));
         assert_eq!(count.counts(), Counts::default());
     }

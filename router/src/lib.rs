@@ -11,9 +11,9 @@
 //! These modules do I/O or hold state: `worker` follows an agent's load stream and `kv` its
 //! resident blocks, with pauses from `backoff`; `view::task` publishes snapshots; `models` fetches
 //! tokenizers; `blocks` counts a turn's blocks on each worker; `decide` combines status, placement
-//! and lease; `lane` has long prompts computed in stages; `turn` and `proxy` move the bytes;
-//! `sessions` and `control` open and close sessions; `api` has the routes; [`lease`] counts what is
-//! in flight.
+//! and lease; `staged_prefill` has long prompts computed in stages; `turn` and `proxy` move the
+//! bytes; `sessions` and `control` open and close sessions; `api` has the routes; [`lease`] counts
+//! what is in flight.
 
 pub mod affinity;
 mod api;
@@ -25,7 +25,6 @@ mod decide;
 pub mod follow;
 pub mod known;
 mod kv;
-mod lane;
 pub mod lease;
 mod metrics;
 mod models;
@@ -38,6 +37,7 @@ mod recent;
 pub mod request;
 mod sessions;
 mod shared;
+mod staged_prefill;
 #[cfg(test)]
 mod testing;
 mod turn;

@@ -79,7 +79,7 @@ impl Outcome {
 
 /// How computing a long prompt before its turn (staged prefill) ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Laned {
+pub(crate) enum StagedPrefillEnd {
     /// The prompt is computed, except for at most a chunk.
     Computed,
     /// A part of the prompt is computed, or was computed and evicted again.
@@ -94,7 +94,7 @@ pub(crate) enum Laned {
     NoIds,
 }
 
-impl Laned {
+impl StagedPrefillEnd {
     pub(crate) fn as_str(self) -> &'static str {
         match self {
             Self::Computed => "computed",
@@ -114,7 +114,7 @@ pub(crate) struct Metrics {
     turns: Family<Ended, Counter>,
     refusals: Family<Coded, Counter>,
     retries: Family<Reasoned, Counter>,
-    laned: Family<Ended, Counter>,
+    staged_prefills: Family<Ended, Counter>,
     preambles: Family<WrittenBy, Counter>,
     first_byte: Histogram,
     pub(crate) streams: Gauge,
@@ -129,7 +129,7 @@ impl Metrics {
             turns: Family::default(),
             refusals: Family::default(),
             retries: Family::default(),
-            laned: Family::default(),
+            staged_prefills: Family::default(),
             preambles: Family::default(),
             // A cached turn answers in 20 ms, a long prefill in a minute.
             first_byte: Histogram::new([
@@ -144,8 +144,9 @@ impl Metrics {
         registry.register("turns", "Placed turns ended, by outcome", metrics.turns.clone());
         registry.register("refusals", "Refusals by the router, by code", metrics.refusals.clone());
         registry.register("retries", "Turns tried on a second worker", metrics.retries.clone());
-        let help = "Long prompts by what became of computing them in pieces before their turns";
-        registry.register("slow_lane", help, metrics.laned.clone());
+        let help =
+            "Long prompts computed in stages before their turns (staged prefill), by outcome";
+        registry.register("staged_prefills", help, metrics.staged_prefills.clone());
         let help = "Volatile preambles removed from request bodies, by the client that writes them";
         registry.register("preambles_removed", help, metrics.preambles.clone());
         registry.register_with_unit(
@@ -182,8 +183,8 @@ impl Metrics {
         self.retries.get_or_create(&Reasoned { reason }).inc();
     }
 
-    pub(crate) fn laned(&self, laned: Laned) {
-        self.laned.get_or_create(&Ended { outcome: laned.as_str() }).inc();
+    pub(crate) fn staged_prefill_ended(&self, end: StagedPrefillEnd) {
+        self.staged_prefills.get_or_create(&Ended { outcome: end.as_str() }).inc();
     }
 
     /// Counts a removed preamble. Returns how many of this client's were removed before.

@@ -4,7 +4,7 @@
 //! by its hash and a worker by a dense number. [`Shared`] wraps it for many reading threads and one
 //! writer.
 //!
-//! - `tree`: the blocks, as runs (pieces of a chain without a branch), and how much of each run
+//! - `tree`: the blocks, as runs (unbranched parts of a chain), and how much of each run
 //!   every worker holds. A [`proto::table`] finds the run of a block.
 //! - `holders`: how much of one run each worker holds.
 //! - `slots`: numbers that stand for workers in the tree, so that a worker can be removed at once.
@@ -39,7 +39,7 @@ pub const WORKERS_MAX: usize = 16_384;
 pub struct Stats {
     /// Number of distinct blocks.
     pub blocks: u64,
-    /// Number of runs: pieces of chains without a branch.
+    /// Number of runs: unbranched parts of chains.
     pub runs: u64,
     /// Memory in use, in bytes.
     pub bytes: u64,

@@ -218,8 +218,8 @@ pub fn settled(question: &Question<'_>, view: &ClusterView, now: Instant) -> Opt
     let ahead_ms = |seen| u128::from(cost::ahead_ms(question, view, seen, now));
     let lately = |at: Instant| now.saturating_duration_since(at) < IDLE_SETTLED_MAX;
     let Sticky { ended, new_tokens, .. } = sticky(question)?;
-    let is_long = |piece_tokens| new_tokens.is_none_or(|tokens| tokens > piece_tokens);
-    if !ended.is_some_and(lately) || home.piece_tokens().is_some_and(is_long) {
+    let is_long = |stage_tokens| new_tokens.is_none_or(|tokens| tokens > stage_tokens);
+    if !ended.is_some_and(lately) || home.stage_tokens().is_some_and(is_long) {
         return None;
     }
     let own_ms = ahead_ms(home);

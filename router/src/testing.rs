@@ -70,7 +70,7 @@ pub(crate) fn report(ranks: &[(u32, u64)]) -> LoadReport {
         pages: None,
         prefill_tokens_per_s: None,
         prefill_backlog_tokens: None,
-        lane: None,
+        staged_prefill: None,
     };
     LoadReport {
         interval: Duration::from_millis(500),

@@ -22,12 +22,12 @@ use crate::{
     config::Preamble,
     decide::{self, Decided},
     known::Standing,
-    lane,
     metrics::Outcome,
     preamble,
     proxy::{self, Outbound, Running},
     request::{self, Ask, Turn},
     shared::{Shared, now},
+    staged_prefill,
     view::WorkerRef,
     worker,
 };
@@ -157,7 +157,7 @@ async fn send(
     permit: OwnedSemaphorePermit,
 ) -> Result<Response, Refusal> {
     let mut pending = Pending::new(shared, turn, decided.worker);
-    lane::run(shared, turn, outbound, &mut decided).await;
+    staged_prefill::run(shared, turn, outbound, &mut decided).await;
     let first = outbound.send(shared, &decided).await;
     let why = match &first {
         Ok(response) if proxy::is_refused_for_now(response) => Some("refused"),

@@ -21,7 +21,6 @@ use crate::{
     engine::{Engine, Info, Sample},
     gpu::Gpus,
     journal::Journal,
-    lane::Lanes,
     ledger::Limits,
     metrics::Metrics,
     session::{self, Appends, Closed, Need, Opened, Outcome, PromptStart, Ran, Rules, Turn},
@@ -29,6 +28,7 @@ use crate::{
         News, ShimHandle,
         trim::{self, TrimHandle},
     },
+    staged_prefill::Queues,
 };
 
 /// The maximum number of requests that wait in the owner's mailbox. The owner handles each in
@@ -330,7 +330,7 @@ pub struct Setup {
     /// Answers questions of the trimmer inside the engine.
     pub trim: TrimHandle,
     /// The queues of staged prefill; `None` if it is off.
-    pub lanes: Option<Arc<Lanes>>,
+    pub queues: Option<Arc<Queues>>,
     /// The agent's metrics.
     pub metrics: Metrics,
     /// The interval between page audits of each rank; `None`: only on demand.

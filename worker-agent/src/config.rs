@@ -20,6 +20,8 @@ pub const ABORT_MAX: Duration = Duration::from_secs(15);
 
 /// The longest name of an agent, in bytes. The name is part of session ids inside the engine.
 pub const WORKER_ID_BYTES_MAX: usize = 128;
+/// Renamed settings: the old name, which is refused, and the new one.
+const RENAMED: [(&str, &str); 1] = [("piece_ms", "prefill_stage_ms")];
 
 /// Command-line flags, and the environment variables read with them.
 #[derive(Debug, Parser)]
@@ -105,7 +107,7 @@ pub struct Config {
     /// The time the engine takes for one stage of staged prefill. A long prompt is computed in
     /// stages before its turn, so that a short prompt waits for at most one stage. 0 disables it:
     /// every prompt is sent to the engine at once.
-    pub piece_ms: u64,
+    pub prefill_stage_ms: u64,
     /// The maximum number of turns inside the engine, per rank; further turns wait.
     pub turns_in_flight_max: u32,
     /// The maximum number of turns that wait for room in the engine; further turns get 429.
@@ -179,7 +181,7 @@ impl Default for Config {
             // A user's attention doesn't wander in this time. In `berth-sim`, where each stage
             // costs its prompt 10 ms for another request, a value of 0.4 s loses more to that cost,
             // and 0.8 s loses more to waiting.
-            piece_ms: 600,
+            prefill_stage_ms: 600,
             // More than any engine's useful batch size, and less than its number of rows.
             turns_in_flight_max: 512,
             // Ten seconds of work for an engine that ends 100 turns per second.
@@ -216,7 +218,7 @@ impl Config {
     /// # Errors
     /// All problems at once.
     pub fn load(args: Args) -> Result<Self, Problems> {
-        let (mut config, mut problems) = settings::load::<Self>(args.config.as_deref());
+        let (mut config, mut problems) = settings::load::<Self>(args.config.as_deref(), &RENAMED);
         config.engine = args.engine.unwrap_or(config.engine);
         config.worker_id = args.worker_id.unwrap_or(config.worker_id);
         config.data_addr = args.data_addr.unwrap_or(config.data_addr);
@@ -282,7 +284,7 @@ impl Config {
         }
         let republish = (100..=7 * 86_400_000).contains(&self.republish_interval_ms);
         need(republish, "republish_interval_ms must be 100 to 7 days");
-        need(self.piece_ms <= 60_000, "piece_ms must be 0 to 60000");
+        need(self.prefill_stage_ms <= 60_000, "prefill_stage_ms must be 0 to 60000");
         let can = self.audit_table.as_os_str().is_empty() || cfg!(feature = "cuda");
         need(can, "audit_table needs an agent with CUDA: cargo build --features cuda");
         need(self.audit_interval_s <= 86_400, "audit_interval_s must be 0 to 86400");

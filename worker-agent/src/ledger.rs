@@ -287,7 +287,7 @@ impl Ledger {
             pages: None,
             prefill_tokens_per_s: None,
             prefill_backlog_tokens: None,
-            lane: None,
+            staged_prefill: None,
         }
     }
 

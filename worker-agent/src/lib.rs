@@ -5,7 +5,7 @@
 //!
 //! A turn takes this path: [`turn`] claims its session from [`agent`], whose [`session`] table
 //! decides. [`request`] adds Berth's keys to the body, [`engine`] sends it, and [`answer`] scans
-//! the response; then the turn's lease ends. If a router requested staged prefill, [`lane`]
+//! the response; then the turn's lease ends. If the router requested it, [`staged_prefill`] has
 //! computed most of the prompt before. [`follow`] monitors the engine, [`ledger`] keeps the account
 //! of the pool, [`grpc`] reports to routers, and [`model`] finds the tokenizer files.
 //!
@@ -22,7 +22,6 @@ pub mod grpc;
 pub mod guard;
 pub mod journal;
 pub mod kv;
-pub mod lane;
 pub mod ledger;
 pub mod metrics;
 pub mod model;
@@ -32,6 +31,8 @@ pub mod route;
 pub mod session;
 pub mod shim;
 pub mod show;
+pub mod staged_prefill;
+pub mod staged_prefill_queue;
 pub mod turn;
 
 use std::{sync::Arc, time::Duration};
@@ -54,11 +55,11 @@ use crate::{
     gpu::Gpus,
     guard::Guards,
     journal::Journal,
-    lane::{Lanes, SlowLane},
     ledger::Limits,
     metrics::Metrics,
     session::Rules,
     shim::ShimHandle,
+    staged_prefill::{Queues, Runner},
     turn::Turns,
 };
 
@@ -145,7 +146,7 @@ pub async fn run(
     let engine = engine_of(&config);
     say_start(&config, &listeners)?;
     let gpus = gpu::watch((&config).into())?;
-    let (agent, shim, lanes) =
+    let (agent, shim, queues) =
         start_agent(&config, &gpus, &listeners, epoch, &engine, &metrics, &tasks)?;
     let republish_interval = ms(config.republish_interval_ms);
     let kv_metrics = kv::metrics::Metrics::new(&mut registry);
@@ -183,9 +184,9 @@ pub async fn run(
         metrics,
     };
     let turns_max = limits(&config).turns_everywhere_max() + config.turns_queued_max;
-    let turns_max = (turns_max + lane::order::PROMPTS_MAX).min(TURNS_CONNECTED_MAX);
-    let lane = slow_lane(lanes, &turns).await;
-    let data = server::serve(data, turn::app(turns, lane), turns_max, tasks.clone());
+    let turns_max = (turns_max + staged_prefill_queue::PROMPTS_MAX).min(TURNS_CONNECTED_MAX);
+    let staged_prefill = staged_prefill_runner(queues, &turns).await;
+    let data = server::serve(data, turn::app(turns, staged_prefill), turns_max, tasks.clone());
     tasks.essential("data port", data);
 
     tokio::select! {
@@ -237,7 +238,7 @@ fn start_agent(
     engine: &Engine,
     metrics: &Metrics,
     tasks: &Tasks,
-) -> Result<(AgentHandle, ShimHandle, Option<Arc<Lanes>>), Error> {
+) -> Result<(AgentHandle, ShimHandle, Option<Arc<Queues>>), Error> {
     let control = listeners.control.local_addr()?;
     let agent_id = match config.worker_id.as_str() {
         "" => control.to_string(),
@@ -260,7 +261,8 @@ fn start_agent(
     let shim = shim::listen(&config.shim_socket(), news, tasks)?;
     let (plans, trim_news) = mpsc::channel(TRIM_NEWS);
     let trim = shim::trim::listen(&config.shim_socket(), plans, tasks)?;
-    let lanes = (config.piece_ms > 0).then(|| Arc::new(Lanes::new(config.piece_ms)));
+    let queues =
+        (config.prefill_stage_ms > 0).then(|| Arc::new(Queues::new(config.prefill_stage_ms)));
     let setup = agent::Setup {
         shim: shim.clone(),
         trim,
@@ -272,7 +274,7 @@ fn start_agent(
         limits: limits(config),
         rules,
         journal,
-        lanes: lanes.clone(),
+        queues: queues.clone(),
         metrics: metrics.clone(),
         audit_table: config.audit_table.clone(),
         audit_interval: (config.audit_interval_s > 0)
@@ -280,13 +282,13 @@ fn start_agent(
         stall_max: ms(config.stall_ms_max),
         report_interval: ms(config.report_interval_ms),
     };
-    Ok((agent::start(setup, shim_news, trim_news, tasks), shim, lanes))
+    Ok((agent::start(setup, shim_news, trim_news, tasks), shim, queues))
 }
 
-async fn slow_lane(lanes: Option<Arc<Lanes>>, turns: &Turns) -> Option<SlowLane> {
+async fn staged_prefill_runner(queues: Option<Arc<Queues>>, turns: &Turns) -> Option<Runner> {
     let watch = turns.agent.watch().await.ok()?;
-    Some(SlowLane {
-        lanes: lanes?,
+    Some(Runner {
+        queues: queues?,
         turns: turns.clone(),
         report: watch.report,
         description: watch.description,

@@ -38,14 +38,14 @@ pub struct Metrics {
     diverged_at: Histogram,
     spared_tokens: Counter,
     session_turns: Family<KindLabel, Counter>,
-    lane_pieces: Family<OutcomeLabel, Counter>,
-    lane_tokens: Counter,
+    staged_prefill_stages: Family<OutcomeLabel, Counter>,
+    staged_prefill_tokens: Counter,
     volatile_prefixes: Family<RoleLabel, Counter>,
 }
 
 /// The result of one stage of staged prefill.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Piece {
+pub enum StageOutcome {
     /// The engine computed the stage.
     Computed,
     /// The engine computed the stage, but earlier stages of the prompt had been evicted by then.
@@ -126,8 +126,8 @@ impl Metrics {
             diverged_at: Histogram::new((0..8).map(|step| 64.0 * 4_f64.powi(step))),
             spared_tokens: Counter::default(),
             session_turns: Family::default(),
-            lane_pieces: Family::default(),
-            lane_tokens: Counter::default(),
+            staged_prefill_stages: Family::default(),
+            staged_prefill_tokens: Counter::default(),
             volatile_prefixes: Family::default(),
         };
         registry.register("turns", "Turns ended, by how", metrics.turns.clone());
@@ -165,10 +165,10 @@ impl Metrics {
         registry.register("trim_spared_tokens", help, metrics.spared_tokens.clone());
         let help = "Turns of sessions, by how they ran";
         registry.register("session_turns", help, metrics.session_turns.clone());
-        let help = "Pieces of long prompts computed ahead of their turns, by what became of them";
-        registry.register("lane_pieces", help, metrics.lane_pieces.clone());
-        let help = "Tokens computed in pieces of long prompts";
-        registry.register("lane_tokens", help, metrics.lane_tokens.clone());
+        let help = "Stages of long prompts computed before their turns, by outcome";
+        registry.register("staged_prefill_stages", help, metrics.staged_prefill_stages.clone());
+        let help = "Tokens computed in stages of long prompts";
+        registry.register("staged_prefill_tokens", help, metrics.staged_prefill_tokens.clone());
         let help = "Sessions found with a text early in their prompts that differs from turn to \
                     turn, once per session and place, by the text's role in the body";
         registry.register("volatile_prefixes", help, metrics.volatile_prefixes.clone());
@@ -232,14 +232,14 @@ impl Metrics {
     }
 
     /// Counts a stage of staged prefill that has ended, and the tokens computed in it.
-    pub fn piece(&self, became: Piece, tokens: u64) {
+    pub fn stage(&self, became: StageOutcome, tokens: u64) {
         let outcome = match became {
-            Piece::Computed => "computed",
-            Piece::Evicted => "evicted",
-            Piece::Failed => "failed",
+            StageOutcome::Computed => "computed",
+            StageOutcome::Evicted => "evicted",
+            StageOutcome::Failed => "failed",
         };
-        self.lane_pieces.get_or_create(&OutcomeLabel { outcome }).inc();
-        self.lane_tokens.inc_by(tokens);
+        self.staged_prefill_stages.get_or_create(&OutcomeLabel { outcome }).inc();
+        self.staged_prefill_tokens.inc_by(tokens);
     }
 
     /// Counts an audit by its outcome.
@@ -302,11 +302,13 @@ impl Metrics {
             self.set_value(rank.dp_rank, "sessions", count(rank.sessions));
             self.set_value(rank.dp_rank, "turns_running", count(rank.turns_running));
             self.set_value(rank.dp_rank, "turns_queued", count(rank.turns_queued));
-            self.set_value(rank.dp_rank, "lane_tokens", rank.lane.map(|lane| lane.tokens));
-            let prompts = rank.lane.map(|lane| lane.prompts.into());
-            self.set_value(rank.dp_rank, "lane_prompts", prompts);
-            let piece = rank.lane.map(|lane| lane.piece_tokens);
-            self.set_value(rank.dp_rank, "lane_piece_tokens", piece);
+            let staged = rank.staged_prefill;
+            let tokens = staged.map(|staged| staged.tokens);
+            self.set_value(rank.dp_rank, "staged_prefill_tokens", tokens);
+            let prompts = staged.map(|staged| staged.prompts.into());
+            self.set_value(rank.dp_rank, "staged_prefill_prompts", prompts);
+            let stage = staged.map(|staged| staged.stage_tokens);
+            self.set_value(rank.dp_rank, "staged_prefill_stage_tokens", stage);
         }
     }
 

@@ -9,7 +9,7 @@ use std::fmt;
 
 use bytes::Bytes;
 use proto::{
-    body::{self, OWNED_KEYS, Object, Piece},
+    body::{self, OWNED_KEYS, Object, Part},
     load::Retention,
     process::refusal::Refusal,
 };
@@ -32,7 +32,7 @@ pub const RID_BYTES: usize = 32;
 pub struct Asked {
     kind: Kind,
     /// The parts of the client's body to keep, and where the agent's members are inserted.
-    pieces: Vec<Piece>,
+    parts: Vec<Part>,
     /// Upper bounds of what the turn needs.
     pub need: Need,
     /// How the prompt begins; empty for a turn without a session.
@@ -84,10 +84,10 @@ pub fn read(
     let client_rid = rid_key.and_then(|key| object.get(key)).map(|rid| clip(rid.get()));
     let mut owned = OWNED_KEYS.to_vec();
     owned.extend(rid_key);
-    let pieces = object.rewrite(&owned, MEMBERS);
+    let parts = object.rewrite(&owned, MEMBERS);
     let start = if in_session { start::read_start(kind, &object) } else { PromptStart::default() };
     let need = need(kind, &object, bytes.len());
-    Ok(Asked { kind, pieces, need, start, client_rid, single })
+    Ok(Asked { kind, parts, need, start, client_rid, single })
 }
 
 impl Asked {
@@ -95,9 +95,9 @@ impl Asked {
     #[must_use]
     pub fn body(&self, bytes: &Bytes, turn: &Turn, rid: &str) -> Vec<Bytes> {
         let members = added_members(self.kind, turn, rid);
-        let parts = self.pieces.iter().map(|piece| match piece {
-            Piece::Kept(range) => bytes.slice(range.clone()),
-            Piece::New(text) => Bytes::from(text.replacen(MEMBERS, &members, 1)),
+        let parts = self.parts.iter().map(|part| match part {
+            Part::Kept(range) => bytes.slice(range.clone()),
+            Part::New(text) => Bytes::from(text.replacen(MEMBERS, &members, 1)),
         });
         parts.collect()
     }

@@ -37,11 +37,11 @@ use self::exchange::Exchange;
 use crate::{
     agent::{self, Admitted, AgentHandle, EngineNews},
     engine::{self, Engine},
-    lane::SlowLane,
     metrics::Metrics,
     request::{self, Asked},
     route::{GENERATE, Kind, ROUTES, Route},
     session::{self, Need, Turn},
+    staged_prefill::Runner,
 };
 
 /// Request headers that are not forwarded: those that belong to one connection, and those by which
@@ -110,11 +110,11 @@ impl Turns {
 }
 
 /// Returns the router for the data port.
-pub fn app(turns: Turns, lane: Option<SlowLane>) -> Router {
+pub fn app(turns: Turns, staged_prefill: Option<Runner>) -> Router {
     let mut app = Router::new();
-    if let Some(lane) = lane {
-        let serve = move |request: Request| async move { lane.answer(request).await };
-        app = app.route(proto::lane::PATH, post(serve));
+    if let Some(staged_prefill) = staged_prefill {
+        let serve = move |request: Request| async move { staged_prefill.answer(request).await };
+        app = app.route(proto::staged_prefill::PATH, post(serve));
     }
     for route in ROUTES {
         let method = MethodFilter::try_from(route.kind.method()).expect("GET and POST are methods");

@@ -7,9 +7,9 @@ mod device;
 use std::time::Duration;
 
 use super::{
-    Description, Device, EngineFacts, Error, Figure, Lane, LoadReport, ModelFiles, PageAudit,
+    Description, Device, EngineFacts, Error, Figure, LoadReport, ModelFiles, PageAudit,
     PromptPlace, PromptRole, Rank, RankLoad, Retention, Session, SessionState, Source,
-    VolatilePrefix,
+    StagedPrefill, VolatilePrefix,
 };
 use crate::v1;
 
@@ -317,17 +317,19 @@ impl TryFrom<v1::RankLoad> for RankLoad {
             pages: wire.pages.map(PageAudit::try_from).transpose()?,
             prefill_tokens_per_s: figure(wire.prefill_tokens_per_s)?,
             prefill_backlog_tokens: figure(wire.prefill_backlog_tokens)?,
-            lane: wire.lane.map(|v1::Lane { tokens, prompts, piece_tokens }| Lane {
-                tokens,
-                prompts,
-                piece_tokens,
-            }),
+            staged_prefill: wire.staged_prefill.map(
+                |v1::StagedPrefill { tokens, prompts, stage_tokens }| StagedPrefill {
+                    tokens,
+                    prompts,
+                    stage_tokens,
+                },
+            ),
         };
         if load.prefill_tokens_per_s.is_some_and(|rate| rate.value == 0) {
             return Err(impossible("prefill_tokens_per_s", 0_u32));
         }
-        if load.lane.is_some_and(|lane| lane.piece_tokens == 0) {
-            return Err(impossible("piece_tokens", 0_u32));
+        if load.staged_prefill.is_some_and(|staged_prefill| staged_prefill.stage_tokens == 0) {
+            return Err(impossible("stage_tokens", 0_u32));
         }
         at_most("pool_used_tokens", load.pool_used_tokens, load.pool_total_tokens)?;
         at_most("pinned_tokens", load.pinned_tokens, load.pool_total_tokens)?;
@@ -367,11 +369,13 @@ impl From<RankLoad> for v1::RankLoad {
             pages: load.pages.map(Into::into),
             prefill_tokens_per_s: load.prefill_tokens_per_s.map(Into::into),
             prefill_backlog_tokens: load.prefill_backlog_tokens.map(Into::into),
-            lane: load.lane.map(|Lane { tokens, prompts, piece_tokens }| v1::Lane {
-                tokens,
-                prompts,
-                piece_tokens,
-            }),
+            staged_prefill: load.staged_prefill.map(
+                |StagedPrefill { tokens, prompts, stage_tokens }| v1::StagedPrefill {
+                    tokens,
+                    prompts,
+                    stage_tokens,
+                },
+            ),
         }
     }
 }
@@ -436,7 +440,11 @@ mod tests {
             pages: None,
             prefill_tokens_per_s: Some(tokens(20_000)),
             prefill_backlog_tokens: Some(tokens(0)),
-            lane: (dp_rank == 0).then_some(Lane { tokens: 9, prompts: 2, piece_tokens: 4 }),
+            staged_prefill: (dp_rank == 0).then_some(StagedPrefill {
+                tokens: 9,
+                prompts: 2,
+                stage_tokens: 4,
+            }),
         };
         LoadReport {
             interval: Duration::from_millis(500),

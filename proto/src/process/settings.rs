@@ -26,17 +26,24 @@ impl std::error::Error for Problems {}
 /// Reads a flat settings struct whose keys all have defaults.
 ///
 /// Returns the settings and their problems. An invalid key keeps its default and is reported, so
-/// one run shows every problem. The caller adds its own checks and then decides.
-pub fn load<T: DeserializeOwned + Default>(path: Option<&Path>) -> (T, Vec<String>) {
+/// one run shows every problem. The caller adds its own checks and then decides. `renamed` holds
+/// the old and the new name of each renamed key; the old name is a problem.
+pub fn load<T: DeserializeOwned + Default>(
+    path: Option<&Path>,
+    renamed: &[(&str, &str)],
+) -> (T, Vec<String>) {
     let Some(path) = path else { return (T::default(), vec![]) };
     match std::fs::read_to_string(path) {
-        Ok(text) => parse(&text),
+        Ok(text) => parse(&text, renamed),
         Err(error) => (T::default(), vec![format!("{} can't be read: {error}", path.display())]),
     }
 }
 
 /// Does the same as [`load`], from text.
-pub fn parse<T: DeserializeOwned + Default>(text: &str) -> (T, Vec<String>) {
+pub fn parse<T: DeserializeOwned + Default>(
+    text: &str,
+    renamed: &[(&str, &str)],
+) -> (T, Vec<String>) {
     let table: toml::Table = match text.parse() {
         Ok(table) => table,
         Err(error) => return (T::default(), vec![format!("not TOML: {error}")]),
@@ -44,6 +51,10 @@ pub fn parse<T: DeserializeOwned + Default>(text: &str) -> (T, Vec<String>) {
     let mut good = toml::Table::new();
     let mut problems = vec![];
     for (key, value) in table {
+        if let Some((_, new)) = renamed.iter().find(|(old, _)| *old == key) {
+            problems.push(format!("{key}: renamed to {new}"));
+            continue;
+        }
         let alone = toml::Table::from_iter([(key.clone(), value.clone())]);
         match T::deserialize(alone) {
             Ok(_) => drop(good.insert(key, value)),
@@ -82,7 +93,7 @@ mod tests {
     #[test]
     fn every_wrong_key_is_reported_and_good_ones_are_kept() {
         let text = "name = \"y\"\ninterval_ms = -1\nintervall_ms = 5\nother = true\n";
-        let (settings, problems) = parse::<Example>(text);
+        let (settings, problems) = parse::<Example>(text, &[]);
         assert_eq!(settings.name, "y");
         assert_eq!(settings.interval_ms, 7);
         assert_eq!(problems.len(), 3, "{problems:?}");
@@ -90,8 +101,16 @@ mod tests {
     }
 
     #[test]
+    fn the_old_name_of_a_renamed_key_is_refused_with_the_new_name() {
+        let renamed = [("pause_ms", "interval_ms")];
+        let (settings, problems) = parse::<Example>("pause_ms = 9\n", &renamed);
+        assert_eq!(settings.interval_ms, 7);
+        assert_eq!(problems, ["pause_ms: renamed to interval_ms"]);
+    }
+
+    #[test]
     fn a_missing_file_is_a_problem_not_a_default() {
-        let (_, problems) = load::<Example>(Some(Path::new("/nonexistent/berth.toml")));
+        let (_, problems) = load::<Example>(Some(Path::new("/nonexistent/berth.toml")), &[]);
         assert_eq!(problems.len(), 1);
     }
 }

@@ -94,7 +94,7 @@ fn load_shown(load: &RankLoad, reported: Option<Duration>) -> Value {
         "rows_total": figure(load.rows_total),
         "prefill_tokens_per_s": figure(load.prefill_tokens_per_s),
         "prefill_backlog_tokens": figure(load.prefill_backlog_tokens),
-        "lane": load.lane,
+        "staged_prefill": load.staged_prefill,
         "sessions": load.sessions,
         "devices": devices,
         "pages": load.pages.clone().map(|pages| {

@@ -2,7 +2,7 @@
 //!
 //! The tree knows slots, not workers, and has no bound on memory.
 //!
-//! A run is a piece of a chain without a branch. A hash identifies its whole prefix, so two chains
+//! A run is an unbranched part of a chain. A hash identifies its whole prefix, so two chains
 //! that agree at one block agree in all blocks before it. To compare a run with a prompt, their
 //! last common position is compared first, and bisection finds the difference if they differ there.
 //! A holder has a prefix of a run: its cut is the number of blocks in it. When a holder would have
@@ -29,7 +29,7 @@ pub(super) const ROOT: RunId = 0;
 /// such a run takes about 20 µs.
 const RUN_BLOCKS_MAX: usize = PLACES as usize;
 /// Number of parts into which a range is divided per step of the search for a difference.
-const PIECES: usize = 8;
+const STRIDES: usize = 8;
 /// Bytes that the allocator uses for itself per allocation.
 const ALLOCATION_BYTES: usize = 16;
 
@@ -49,7 +49,7 @@ pub(super) enum Stopped {
     Elsewhere,
 }
 
-/// A piece of a chain without a branch. One cache line, because a look-up reads one for each run it
+/// An unbranched part of a chain. One cache line, because a look-up reads one for each run it
 /// passes.
 #[derive(Debug, Default)]
 #[repr(align(64))]
@@ -207,8 +207,8 @@ fn matching(ours: &[BlockHash], theirs: &[BlockHash]) -> usize {
     while same < differs {
         // Eight parts instead of two: the ends of the parts are independent reads, not a chain of
         // them.
-        let step = (differs - same) / PIECES + 1;
-        let ends = (1..PIECES).map(|piece| same + piece * step - 1);
+        let step = (differs - same) / STRIDES + 1;
+        let ends = (1..STRIDES).map(|stride| same + stride * step - 1);
         let equal = |at: usize| at < differs && ours[at] == theirs[at];
         same += step * ends.map(|at| usize::from(equal(at))).sum::<usize>();
         differs = differs.min(same + step - 1);

@@ -20,7 +20,7 @@
 
 use std::time::Instant;
 
-use proto::{lane::PREFILL_TOKENS_PER_S_ASSUMED, load::RankLoad};
+use proto::{load::RankLoad, staged_prefill::PREFILL_TOKENS_PER_S_ASSUMED};
 use serde::Serialize;
 
 use super::{Question, Sticky, TURN_TOKENS_ASSUMED};
@@ -55,7 +55,7 @@ const BLOCKING_MS_MAX: u64 = 2_500;
 /// As [`BLOCKING_MS_MAX`], on workers with staged prefill. Most turns there wait for half a stage,
 /// and long prompts still wait for seconds. In `berth-sim`, on half of the conversations, 1 s was
 /// one or two percent better than 0, 0.2, 0.4 and 2.5 s.
-const BLOCKING_LANE_MS_MAX: u64 = 1_000;
+const BLOCKING_STAGED_MS_MAX: u64 = 1_000;
 
 /// Wait in milliseconds above which impatience is counted: people lose attention after ten seconds.
 const PATIENCE_MS: u64 = 10_000;
@@ -176,7 +176,7 @@ pub(super) fn within(
         Some(millis(displaced, tokens_per_s))
     });
     let blocking_max =
-        if seen.piece_tokens().is_some() { BLOCKING_LANE_MS_MAX } else { BLOCKING_MS_MAX };
+        if seen.stage_tokens().is_some() { BLOCKING_STAGED_MS_MAX } else { BLOCKING_MS_MAX };
     let blocking_ms = prefill_ms.map(|prefill_ms| blocking_ms(prefill_ms, blocking_max, wanted));
     let parts = [
         soon_ms,
@@ -238,7 +238,7 @@ fn queue(
     let backlog_tokens = seen
         .backlog_tokens(tokens_per_s, now)
         .max(untold_tokens)
-        .saturating_add(lane_tokens(seen, uncached));
+        .saturating_add(staged_prefill_tokens(seen, uncached));
     let turns = seen.turns();
     let batch_ms = batch_ms(turns, seen.turns_max());
     let queued_ms = millis(backlog_tokens, tokens_per_s).saturating_add(batch_ms);
@@ -250,10 +250,10 @@ fn queue(
 /// Returns the tokens in staged prefill that are computed before a prompt with `uncached` tokens. A
 /// prompt of one stage at most waits for none. A longer one waits for all prompts with fewer tokens
 /// left. The lengths are not reported, so the bound is that each has at most `uncached` tokens.
-fn lane_tokens(seen: Seen<'_>, uncached: u64) -> u64 {
-    let needs_it = seen.piece_tokens().is_some_and(|piece_tokens| uncached > piece_tokens);
-    let lane = if needs_it { seen.lane() } else { None };
-    lane.map_or(0, |lane| lane.tokens.min(uncached.saturating_mul(lane.prompts.into())))
+fn staged_prefill_tokens(seen: Seen<'_>, uncached: u64) -> u64 {
+    let needs_it = seen.stage_tokens().is_some_and(|stage_tokens| uncached > stage_tokens);
+    let staged = if needs_it { seen.staged_prefill() } else { None };
+    staged.map_or(0, |staged| staged.tokens.min(uncached.saturating_mul(staged.prompts.into())))
 }
 
 /// Returns the milliseconds until the prompt fits into the pool beside the running turns.

@@ -1,7 +1,7 @@
-//! Tests of placement through `place`. `lane` covers staged prefill, `random` random fleets.
+//! Tests of placement through `place`; `random` places on random fleets.
 
-mod lane;
 mod random;
+mod staged_prefill;
 
 use std::{
     collections::BTreeMap,
@@ -475,9 +475,9 @@ fn a_long_prompt_goes_where_fewer_turns_will_come_and_wait() {
     assert_eq!(placed(&state, &once, later).0, 1);
     let short = Question { prompt: prompt(1_000, &overlap), ..once };
     assert!(figures(&state, &short, later, 0).blocking_ms < Some(5));
-    tell(&mut state, 0, |rank| rank.lane = lane::with(0, 0), later);
-    let pieces = figures(&state, &once, later, 0).blocking_ms;
-    assert!(pieces > Some(0) && pieces < busy.blocking_ms, "{pieces:?} {busy:?}");
+    tell(&mut state, 0, |rank| rank.staged_prefill = staged_prefill::with(0, 0), later);
+    let parts = figures(&state, &once, later, 0).blocking_ms;
+    assert!(parts > Some(0) && parts < busy.blocking_ms, "{parts:?} {busy:?}");
 }
 
 #[test]

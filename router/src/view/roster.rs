@@ -12,7 +12,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::load::{Figure, Lane, RankLoad, Retention};
+use proto::load::{Figure, RankLoad, Retention, StagedPrefill};
 
 use super::{Agent, WorkerRef, WorkerState, demand::Wanted};
 use crate::lease::{Counts, InFlight};
@@ -40,7 +40,7 @@ struct Line {
     reported: Option<Instant>,
     prefill_tokens_per_s: Option<NonZeroU64>,
     backlog: Option<Figure>,
-    lane: Option<LaneLine>,
+    staged_prefill: Option<StagedPrefillLine>,
     waiting: u64,
     turns: u32,
     turns_max: u32,
@@ -57,10 +57,10 @@ struct Line {
 /// The reported queue of staged prefills, minus what this router had in it when the report arrived.
 /// Adding what this router has in it now gives the current queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct LaneLine {
+struct StagedPrefillLine {
     tokens: i64,
     prompts: i32,
-    piece_tokens: NonZeroU32,
+    stage_tokens: NonZeroU32,
 }
 
 /// A worker's row together with this router's current in-flight counts on the worker.
@@ -154,7 +154,8 @@ impl Line {
             reported: agent.report.as_ref().map(|(_, at)| *at),
             prefill_tokens_per_s: told(|load| load.prefill_tokens_per_s).and_then(NonZeroU64::new),
             backlog,
-            lane: load.and_then(|load| LaneLine::new(load.lane?, at_report)),
+            staged_prefill: load
+                .and_then(|load| StagedPrefillLine::new(load.staged_prefill?, at_report)),
             waiting: load.filter(|_| backlog.is_none()).map_or(0, waiting),
             turns: load.map_or(0, |load| load.turns_running),
             turns_max: load.map_or(0, |load| load.turns_running_max),
@@ -170,14 +171,15 @@ impl Line {
     }
 }
 
-impl LaneLine {
-    fn new(reported: Lane, at_report: Counts) -> Option<Self> {
+impl StagedPrefillLine {
+    fn new(reported: StagedPrefill, at_report: Counts) -> Option<Self> {
         let tokens = |tokens: u64| i64::try_from(tokens).unwrap_or(i64::MAX);
         let prompts = |prompts: u32| i32::try_from(prompts).unwrap_or(i32::MAX);
         Some(Self {
-            tokens: tokens(reported.tokens).saturating_sub(tokens(at_report.lane_tokens)),
-            prompts: prompts(reported.prompts).saturating_sub(prompts(at_report.lane_prompts)),
-            piece_tokens: u32::try_from(reported.piece_tokens)
+            tokens: tokens(reported.tokens).saturating_sub(tokens(at_report.staged_prefill_tokens)),
+            prompts: prompts(reported.prompts)
+                .saturating_sub(prompts(at_report.staged_prefill_prompts)),
+            stage_tokens: u32::try_from(reported.stage_tokens)
                 .map_or(Some(NonZeroU32::MAX), NonZeroU32::new)?,
         })
     }
@@ -243,20 +245,20 @@ impl<'a> Seen<'a> {
 
     /// Returns the tokens of one prefill stage, or `None` if the worker doesn't stage prefills.
     #[must_use]
-    pub fn piece_tokens(self) -> Option<u64> {
-        self.line.lane.map(|lane| lane.piece_tokens.get().into())
+    pub fn stage_tokens(self) -> Option<u64> {
+        self.line.staged_prefill.map(|staged_prefill| staged_prefill.stage_tokens.get().into())
     }
 
     /// Returns the worker's queue of staged prefills: the reported one, corrected by the prompts
     /// that this router has added and removed since. `None` if the worker doesn't stage prefills.
     #[must_use]
-    pub fn lane(self) -> Option<Lane> {
-        let LaneLine { tokens, prompts, piece_tokens } = self.line.lane?;
+    pub fn staged_prefill(self) -> Option<StagedPrefill> {
+        let StagedPrefillLine { tokens, prompts, stage_tokens } = self.line.staged_prefill?;
         let now = self.in_flight.counts();
-        Some(Lane {
-            tokens: now.lane_tokens.saturating_add_signed(tokens),
-            prompts: now.lane_prompts.saturating_add_signed(prompts),
-            piece_tokens: piece_tokens.get().into(),
+        Some(StagedPrefill {
+            tokens: now.staged_prefill_tokens.saturating_add_signed(tokens),
+            prompts: now.staged_prefill_prompts.saturating_add_signed(prompts),
+            stage_tokens: stage_tokens.get().into(),
         })
     }
 

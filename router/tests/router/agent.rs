@@ -408,7 +408,7 @@ async fn turn(State(inner): State<Arc<Inner>>, request: Request) -> Response {
     if wait.as_deref() == Some(b"head") {
         inner.release.acquire().await.unwrap().forget();
     }
-    let (send, pieces) = mpsc::channel::<Result<Bytes, std::io::Error>>(1);
+    let (send, parts) = mpsc::channel::<Result<Bytes, std::io::Error>>(1);
     let half = body.len() / 2;
     let (first, second) = (body.slice(..half), body.slice(half..));
     inner.clone().tasks.spawn(async move {
@@ -432,7 +432,7 @@ async fn turn(State(inner): State<Arc<Inner>>, request: Request) -> Response {
         .header("x-engine", "yes")
         .header("connection", "x-secret")
         .header("x-secret", "hop")
-        .body(Body::from_stream(ReceiverStream::new(pieces)))
+        .body(Body::from_stream(ReceiverStream::new(parts)))
         .unwrap()
 }
 

@@ -119,8 +119,8 @@ async fn a_client_that_leaves_mid_answer_is_seen_by_the_agent_and_frees_the_sess
     let router = Router::start(&[&a]).await;
     let headers: Headers<'_> = &[("x-berth-session-id", "s"), ("x-test-wait", "tail")];
     let mut answer = router.begin(Method::POST, "/v1/completions", headers, "{\"a\":1}").await;
-    let piece = answer.body_mut().frame().await.unwrap().unwrap();
-    assert!(piece.data_ref().is_some(), "the first piece arrives while the second waits");
+    let part = answer.body_mut().frame().await.unwrap().unwrap();
+    assert!(part.data_ref().is_some(), "the first part arrives while the second waits");
     drop(answer);
     until("the agent sees the end", async || a.inner.cut.load(Ordering::Relaxed) == 1).await;
     until("nothing is in flight", async || {

@@ -52,7 +52,7 @@ struct Prefill {
     stored: Vec<u32>,
     /// The end of the chunk that is being computed.
     until: Option<Time>,
-    piece_tokens: u64,
+    chunk_done_tokens: u64,
 }
 
 /// A turn whose prompt has been computed.
@@ -149,7 +149,7 @@ impl Engine {
         let left = |prefill: &Prefill| {
             let done = prefill.until.map_or(0, |until| {
                 let left_tokens = tokens_in(until.saturating_sub(now));
-                prefill.piece_tokens.saturating_sub(left_tokens)
+                prefill.chunk_done_tokens.saturating_sub(left_tokens)
             });
             prefill.tokens_left - done
         };
@@ -179,18 +179,18 @@ impl Engine {
             self.admit(pool);
         }
         let prefill = self.prefills.front_mut()?;
-        let piece = prefill.tokens_left.min(self.chunk_tokens.unwrap_or(u64::MAX));
-        let until = now + PREFILL_FIXED + prefill_time(piece);
-        (prefill.piece_tokens, prefill.until) = (piece, Some(until));
+        let chunk = prefill.tokens_left.min(self.chunk_tokens.unwrap_or(u64::MAX));
+        let until = now + PREFILL_FIXED + prefill_time(chunk);
+        (prefill.chunk_done_tokens, prefill.until) = (chunk, Some(until));
         Some(until)
     }
 
     /// Ends the chunk under way. Returns the turn if its prompt is complete.
-    pub fn piece_done(&mut self, now: Time) -> Option<Begun> {
-        let mut prefill = self.prefills.pop_front().expect("a piece of work was under way");
-        assert_eq!(prefill.until, Some(now), "pieces end when they said");
+    pub fn chunk_done(&mut self, now: Time) -> Option<Begun> {
+        let mut prefill = self.prefills.pop_front().expect("a chunk was under way");
+        assert_eq!(prefill.until, Some(now), "chunks end when they said");
         prefill.until = None;
-        prefill.tokens_left -= prefill.piece_tokens;
+        prefill.tokens_left -= prefill.chunk_done_tokens;
         if prefill.tokens_left > 0 {
             self.prefills.push_back(prefill);
             return None;
@@ -240,7 +240,7 @@ impl Engine {
             tokens_left,
             stored,
             until: None,
-            piece_tokens: 0,
+            chunk_done_tokens: 0,
         });
     }
 
@@ -300,7 +300,7 @@ mod tests {
         let mut begun = vec![];
         while let Some(until) = engine.step(now, pool) {
             now = until;
-            if let Some(one) = engine.piece_done(now) {
+            if let Some(one) = engine.chunk_done(now) {
                 begun.push((one.job.turn, one.matched_tokens, now));
             }
         }
@@ -316,7 +316,7 @@ mod tests {
         assert_eq!(engine.step(Time::ZERO, &mut pool), Some(102 * MS));
         assert_eq!(engine.step(50 * MS, &mut pool), None, "one at a time");
         assert_eq!(engine.backlog_tokens(52 * MS), 2_000 + 1_000);
-        let first = engine.piece_done(102 * MS).unwrap();
+        let first = engine.chunk_done(102 * MS).unwrap();
         assert_eq!((first.matched_tokens, first.done_at), (0, (102 + 1_020) * MS));
         assert_eq!(first.stored, [0, 1, 2, 3]);
         assert_eq!(work(&mut engine, &mut pool, 102 * MS), [(1, 1_500, (102 + 27) * MS)]);
@@ -324,12 +324,12 @@ mod tests {
     }
 
     #[test]
-    fn pieces_let_a_short_prompt_pass_a_long_one() {
+    fn chunks_let_a_short_prompt_pass_a_long_one() {
         let (mut engine, mut pool) = (Engine::new(500, Some(1_000)), Pool::new(1_000));
         engine.arrive(job(0, &[0, 1, 2, 3, 4, 5, 6, 7], 4_000));
         assert!(engine.step(Time::ZERO, &mut pool).is_some());
         engine.arrive(job(1, &[9], 500));
-        assert!(engine.piece_done(52 * MS).is_none());
+        assert!(engine.chunk_done(52 * MS).is_none());
         let order: Vec<usize> =
             work(&mut engine, &mut pool, 52 * MS).iter().map(|one| one.0).collect();
         assert_eq!(order, [1, 0]);
@@ -361,7 +361,7 @@ mod tests {
             while let Some(until) = engine.step(now, &mut pool) {
                 let computed = (until - now - PREFILL_FIXED).as_micros() / 50;
                 now = until;
-                let begun = engine.piece_done(now).unwrap();
+                let begun = engine.chunk_done(now).unwrap();
                 prop_assert_eq!(begun.job.turn, next);
                 prop_assert_eq!(u128::from(begun.job.input_tokens - begun.matched_tokens), computed);
                 engine.leave(&begun.job, Class::Plain, &mut pool);

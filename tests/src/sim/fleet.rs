@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use proto::load::Lane;
+use proto::load::StagedPrefill;
 
 use super::corpus::Chain;
 
@@ -31,7 +31,7 @@ pub struct Worker {
     /// The prompt tokens sent there and not computed, without the computed part of started prompts.
     pub backlog_tokens: u64,
     /// The load of the worker's staged prefill; `None` if its agent doesn't stage prefills.
-    pub lane: Option<Lane>,
+    pub staged_prefill: Option<StagedPrefill>,
     /// The blocks held by the worker's turns and pins.
     pub active_blocks: u64,
     /// The free blocks of the pool.
@@ -81,7 +81,7 @@ impl Fleet {
             outstanding: 0,
             pending_tokens: 0,
             backlog_tokens: 0,
-            lane: None,
+            staged_prefill: None,
             active_blocks: 0,
             free_blocks: pool_blocks,
             pool_blocks,
@@ -137,11 +137,15 @@ impl Fleet {
     #[must_use]
     pub fn tokens_before(&self, worker: usize, ask: &Ask<'_>) -> u64 {
         let own = self.uncached_tokens(worker, ask);
-        let Worker { backlog_tokens, lane, .. } = self.workers[worker];
+        let Worker { backlog_tokens, staged_prefill, .. } = self.workers[worker];
         // As in placement: a prompt that needs no staging overtakes all prompts in the staging
         // queue.
-        let lane = lane.filter(|lane| own > lane.piece_tokens);
-        backlog_tokens + lane.map_or(0, |lane| lane.tokens.min(own * u64::from(lane.prompts)))
+        let staged_prefill =
+            staged_prefill.filter(|staged_prefill| own > staged_prefill.stage_tokens);
+        backlog_tokens
+            + staged_prefill.map_or(0, |staged_prefill| {
+                staged_prefill.tokens.min(own * u64::from(staged_prefill.prompts))
+            })
     }
 
     /// Records a report of a worker's stored and removed blocks.

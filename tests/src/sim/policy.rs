@@ -187,7 +187,7 @@ impl Kind {
     /// Whether agents stage the prefill of long prompts: with Berth, and with the bounds that it is
     /// compared to.
     #[must_use]
-    pub fn has_lanes(self) -> bool {
+    pub fn has_staged_prefill(self) -> bool {
         matches!(
             self,
             Self::Berth | Self::Ideal | Self::Told | Self::Pooled | Self::PooledClairvoyant

@@ -4,8 +4,8 @@
 
 mod faults;
 mod foresight;
-mod lane;
 mod sessions;
+mod staged_prefill;
 
 use self::foresight::Foresight;
 use std::{
@@ -32,12 +32,12 @@ enum Event {
     User,
     Turn { play: usize },
     Again { turn: usize, play: usize },
-    PieceDone { worker: usize, life: u32 },
+    ChunkDone { worker: usize, life: u32 },
     TurnDone { turn: usize, worker: usize, life: u32 },
     Blocks { worker: usize, life: u32, stored: Vec<u32>, removed: Vec<u32> },
     Close { play: usize },
     Condition { worker: usize, to: Change },
-    Piece { worker: usize, life: u32 },
+    Stage { worker: usize, life: u32 },
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -80,7 +80,7 @@ struct World {
     tells_ends: bool,
     lives: Vec<u32>,
     /// The staging queue of each engine; empty if prompts are not staged.
-    lanes: Vec<lane::Lane>,
+    staged_prefills: Vec<staged_prefill::StagedPrefills>,
     fleet: Fleet,
     turns: Vec<Turn>,
     /// The worker of each session's previous turn.
@@ -104,7 +104,7 @@ pub fn run(corpus: &Arc<Corpus>, options: &Options, kind: Kind, seed: u64) -> Ta
         _ => vec![Pool::new(told); options.workers],
     };
     let fleet = Fleet::new(options.workers, told, corpus.block_tokens);
-    let lanes = if kind.has_lanes() { options.workers } else { 0 };
+    let staged_prefills = if kind.has_staged_prefill() { options.workers } else { 0 };
     let mut policy = kind.build(seed, options.mode, &fleet);
     let mut world = World {
         corpus: Arc::clone(corpus),
@@ -115,7 +115,9 @@ pub fn run(corpus: &Arc<Corpus>, options: &Options, kind: Kind, seed: u64) -> Ta
         plays: Plays::new(corpus, options, seed),
         engines: (0..options.workers).map(|_| engine()).collect(),
         lives: vec![0; options.workers],
-        lanes: (0..lanes).map(|_| lane::Lane::default()).collect(),
+        staged_prefills: (0..staged_prefills)
+            .map(|_| staged_prefill::StagedPrefills::default())
+            .collect(),
         fleet,
         turns: Vec::new(),
         last: HashMap::new(),
@@ -180,9 +182,9 @@ impl World {
                 self.send(self.turns.len() - 1, play, policy);
             }
             Event::Again { turn, play } => self.send(turn, play, policy),
-            Event::PieceDone { worker, life } if life == self.lives[worker] => {
-                match self.engines[worker].piece_done(self.now) {
-                    Some(begun) if begun.job.is_ahead => self.piece_done(worker, begun, policy),
+            Event::ChunkDone { worker, life } if life == self.lives[worker] => {
+                match self.engines[worker].chunk_done(self.now) {
+                    Some(begun) if begun.job.is_ahead => self.stage_done(worker, begun, policy),
                     Some(begun) => self.begin(worker, begun, policy),
                     None => {}
                 }
@@ -194,17 +196,17 @@ impl World {
             Event::Blocks { worker, life, stored, removed } if life == self.lives[worker] => {
                 self.hear_blocks(worker, &stored, &removed, policy);
             }
-            Event::Piece { worker, life } if life == self.lives[worker] => {
-                self.next_piece(worker);
+            Event::Stage { worker, life } if life == self.lives[worker] => {
+                self.next_stage(worker);
                 self.go_on(worker, policy);
             }
             Event::Close { play } => self.close(play, policy),
             Event::Condition { worker, to } => self.change(worker, to, policy),
             // Events of an engine that has crashed since are ignored.
-            Event::PieceDone { .. }
+            Event::ChunkDone { .. }
             | Event::TurnDone { .. }
             | Event::Blocks { .. }
-            | Event::Piece { .. } => {}
+            | Event::Stage { .. } => {}
         }
     }
 
@@ -229,8 +231,8 @@ impl World {
         for (seen, engine) in self.fleet.workers.iter_mut().zip(&self.engines) {
             seen.backlog_tokens = engine.backlog_tokens(self.now);
         }
-        for (seen, lane) in self.fleet.workers.iter_mut().zip(&self.lanes) {
-            seen.lane = Some(lane.load());
+        for (seen, staged) in self.fleet.workers.iter_mut().zip(&self.staged_prefills) {
+            seen.staged_prefill = Some(staged.load());
         }
         let Choice { worker, leaves, is_known } = policy.place(&ask, &self.fleet);
         assert!(self.fleet.takes(worker, &ask), "placed on a worker that doesn't take it");
@@ -273,7 +275,7 @@ impl World {
         loop {
             let engine = &mut self.engines[worker];
             if let Some(until) = engine.step(self.now, &mut self.pools[pool]) {
-                self.schedule(until, Event::PieceDone { worker, life: self.lives[worker] });
+                self.schedule(until, Event::ChunkDone { worker, life: self.lives[worker] });
             }
             let engine = &self.engines[worker];
             // If only pins hold blocks, the oldest pin is dropped by force.

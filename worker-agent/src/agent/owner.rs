@@ -408,7 +408,7 @@ impl Owner {
         let mut report = self.ledger.report(now, &self.table, &gpus, interval, health);
         for rank in &mut report.ranks {
             rank.pages = self.audits.last(rank.dp_rank).map(|audit| audit.reported(now));
-            rank.lane = self.setup.lanes.as_ref().map(|lanes| lanes.load(rank));
+            rank.staged_prefill = self.setup.queues.as_ref().map(|queues| queues.load(rank));
         }
         let before = self.report.borrow().restart_required.is_some();
         if let (false, Some(reason)) = (before, &report.restart_required) {

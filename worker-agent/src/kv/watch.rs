@@ -106,14 +106,14 @@ impl Events {
         changes: impl Iterator<Item = Change>,
     ) -> Result<(), Ended> {
         let (mut message, mut bytes) = (vec![], 0);
-        for piece in changes.flat_map(pieces) {
-            let size = piece.wire_bytes();
+        for part in changes.flat_map(parts) {
+            let size = part.wire_bytes();
             if bytes + size > CHANGES_BYTES_MAX {
                 self.send(std::mem::take(&mut message)).await?;
                 bytes = 0;
             }
             bytes += size;
-            message.push(v1::KvChange::from(RankChange { dp_rank, change: piece }));
+            message.push(v1::KvChange::from(RankChange { dp_rank, change: part }));
         }
         if message.is_empty() { Ok(()) } else { self.send(message).await }
     }
@@ -137,7 +137,7 @@ impl Events {
 }
 
 /// Splits a change into parts that each fit into a message.
-fn pieces(change: Change) -> Vec<Change> {
+fn parts(change: Change) -> Vec<Change> {
     const BLOCKS: usize = CHANGES_BYTES_MAX / size_of::<u64>() - 16;
     match change {
         Change::Stored { tier, parent, blocks } if blocks.len() > BLOCKS => {

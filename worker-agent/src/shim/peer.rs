@@ -182,8 +182,8 @@ impl Connection {
             }
         };
         // Messages that came before the end are valid: report them first.
-        while let Some(piece) = talk.pop() {
-            if news.send(piece).await.is_err() {
+        while let Some(part) = talk.pop() {
+            if news.send(part).await.is_err() {
                 break;
             }
         }
@@ -208,7 +208,7 @@ impl Connection {
             biased;
             () = replaced.cancelled() => Err(Ended::Replaced),
             permit = news.reserve(), if !talk.is_empty() => match (permit, talk.pop()) {
-                (Ok(permit), Some(piece)) => { permit.send(piece); Ok(()) }
+                (Ok(permit), Some(part)) => { permit.send(part); Ok(()) }
                 _ => Err(Ended::Unwanted),
             },
             ready = writing.writable(), if !unsent.is_empty() => {

@@ -46,7 +46,7 @@ const REFUSED_WITHIN: Duration = Duration::from_secs(10);
 const REFUSAL_TOLD_WITHIN: Duration = Duration::from_millis(500);
 /// The time limit for the engine's own answer to a turn that its shim has refused.
 const ENGINE_ANSWERS_WITHIN: Duration = Duration::from_secs(1);
-/// The maximum number of pieces of the answer to hold back until the shim's plan is known. A route
+/// The maximum number of frames of the answer to hold back until the shim's plan is known. A route
 /// that answers before tokenization sends only a few events.
 const EARLY_MAX: usize = 16;
 
@@ -59,7 +59,7 @@ pub(super) struct Exchange {
     lease: Option<Lease>,
     upstream: Option<Upstream>,
     /// Pieces of the answer that were read before it was known how the turn runs.
-    early: VecDeque<Piece>,
+    early: VecDeque<BodyFrame>,
     scanner: Scanner,
     status: StatusCode,
     deadline: Pin<Box<Sleep>>,
@@ -74,7 +74,7 @@ pub(super) struct Exchange {
 }
 
 /// An item of an answer's body: a frame, an error, or `None` at the end.
-type Piece = Option<Result<Frame<Bytes>, hyper::Error>>;
+type BodyFrame = Option<Result<Frame<Bytes>, hyper::Error>>;
 
 enum Upstream {
     Head(ResponseFuture),
@@ -161,9 +161,9 @@ impl Exchange {
             tokio::select! {
                 biased;
                 told = &mut told => return told.ok(),
-                piece = body.frame(), if reads => {
-                    reads = piece.is_some();
-                    self.early.push_back(piece);
+                frame = body.frame(), if reads => {
+                    reads = frame.is_some();
+                    self.early.push_back(frame);
                     reads &= self.early.len() < EARLY_MAX;
                     if !reads && !must_continue {
                         return told.try_recv().ok();
@@ -226,7 +226,7 @@ impl Exchange {
         });
     }
 
-    /// Handles the next piece of the answer. The lease ends *before* the last bytes are sent, so
+    /// Handles the next frame of the answer. The lease ends *before* the last bytes are sent, so
     /// that a client that has them can send its next turn.
     fn follow(&mut self, frame: Option<Result<&Frame<Bytes>, &hyper::Error>>) {
         match frame {
@@ -297,7 +297,7 @@ impl Exchange {
             },
             Some(Upstream::Body(body)) => {
                 let frame = match self.early.pop_front() {
-                    Some(piece) => piece,
+                    Some(frame) => frame,
                     None => body.frame().await,
                 };
                 self.follow(frame.as_ref().map(Result::as_ref));
@@ -346,7 +346,7 @@ impl http_body::Body for Exchange {
         }
         let Some(Upstream::Body(body)) = &mut this.upstream else { return Poll::Ready(None) };
         let frame = match this.early.pop_front() {
-            Some(piece) => piece,
+            Some(frame) => frame,
             None => ready!(Pin::new(body).poll_frame(context)),
         };
         this.follow(frame.as_ref().map(Result::as_ref));
@@ -363,7 +363,7 @@ impl http_body::Body for Exchange {
 
     fn size_hint(&self) -> SizeHint {
         match &self.upstream {
-            // The body's own hint doesn't include pieces that were already taken out of it.
+            // The body's own hint doesn't include frames that were already taken out of it.
             Some(Upstream::Body(body)) if self.early.is_empty() => body.size_hint(),
             _ => SizeHint::default(),
         }

@@ -117,7 +117,7 @@ impl World {
         let running = self.turns.iter_mut().filter(|turn| turn.worker == worker);
         lost.extend(running.filter_map(|turn| turn.running.take()));
         lost.retain(|job| !job.is_ahead);
-        lost.extend(self.empty_lane(worker));
+        lost.extend(self.empty_staged_prefill(worker));
         self.sessions.crash(worker);
         self.fleet.forget(worker);
         self.look(worker, policy);

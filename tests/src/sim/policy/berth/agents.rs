@@ -137,7 +137,7 @@ pub(super) fn report(worker: &Worker, fleet: &Fleet) -> LoadReport {
             pages: None,
             prefill_tokens_per_s: Some(figure(PREFILL_TOKENS_PER_S)),
             prefill_backlog_tokens: Some(figure(worker.backlog_tokens)),
-            lane: worker.lane,
+            staged_prefill: worker.staged_prefill,
         }],
         unhealthy: None,
         draining: worker.condition == Condition::Draining,

@@ -1,8 +1,8 @@
 //! Staged prefill, the router's side: has long prompts computed in stages before their turns.
 //!
-//! A long prompt would keep its worker busy for long, so the agent computes it in stages first (see
-//! [`proto::lane`]). This is for the benefit of other turns: if it fails, the turn is sent as
-//! usual.
+//! A long prompt would keep its worker busy for long, so the agent computes it in stages first
+//! (see [`proto::staged_prefill`]). This is for the benefit of other turns: if it fails, the turn
+//! is sent as usual.
 //!
 //! It is used only if the token ids are certainly the engine's own and the worker reports its
 //! blocks. Ids made from text are certain once an agent has reported a block of that text.
@@ -15,12 +15,12 @@ use std::{
 use bytes::Bytes;
 use http::{HeaderValue, Method, Request, Uri};
 use http_body_util::Full;
-use proto::{claim, lane};
+use proto::{claim, staged_prefill};
 use tracing::debug;
 
 use crate::{
     decide::Decided,
-    metrics::Laned,
+    metrics::StagedPrefillEnd,
     proxy::{self, Outbound},
     request::Turn,
     shared::{Shared, now},
@@ -30,7 +30,7 @@ use crate::{
 /// Longest time that a prompt is in staged prefill before its turn is sent anyway. Too many such
 /// prompts are queued then, or the engine is stuck, and the turn needs a queue that bounds its
 /// wait.
-const LANE_MAX: Duration = Duration::from_secs(60);
+const STAGED_PREFILL_MAX: Duration = Duration::from_secs(60);
 
 /// Has a long prompt computed in stages. Returns when the turn may be sent.
 pub(crate) async fn run(
@@ -39,24 +39,26 @@ pub(crate) async fn run(
     outbound: &Outbound,
     decided: &mut Decided,
 ) {
-    let Some(Long { resident_tokens, piece_tokens }) = long(shared, decided) else { return };
-    decided.lease.enter_lane();
-    let laned = match ids(shared, turn, outbound, decided).await {
-        None => Err(Laned::NoIds),
-        Some(ids) => compute(shared, outbound, decided, lane::encode(&ids), resident_tokens).await,
+    let Some(Long { resident_tokens, stage_tokens }) = long(shared, decided) else { return };
+    decided.lease.begin_staged_prefill();
+    let end = match ids(shared, turn, outbound, decided).await {
+        None => Err(StagedPrefillEnd::NoIds),
+        Some(ids) => {
+            compute(shared, outbound, decided, staged_prefill::encode(&ids), resident_tokens).await
+        }
     };
-    decided.lease.leave_lane(laned.unwrap_or(u64::MAX));
-    if let (Ok(left_tokens), Some(blocks)) = (laned, &decided.blocks) {
+    decided.lease.end_staged_prefill(end.unwrap_or(u64::MAX));
+    if let (Ok(left_tokens), Some(blocks)) = (end, &decided.blocks) {
         decided.resident_tokens = Some(blocks.prompt().tokens.saturating_sub(left_tokens));
     }
     // While staged, the turn was unknown to its worker, where the session may have been closed.
     if let (Some(hold), Some(claim)) = (&decided.hold, &mut decided.claim) {
         claim.close |= hold.is_closing();
     }
-    shared.metrics.laned(match laned {
-        Ok(left_tokens) if left_tokens > piece_tokens => Laned::Partly,
-        Ok(_) => Laned::Computed,
-        Err(laned) => laned,
+    shared.metrics.staged_prefill_ended(match end {
+        Ok(left_tokens) if left_tokens > stage_tokens => StagedPrefillEnd::Partly,
+        Ok(_) => StagedPrefillEnd::Computed,
+        Err(end) => end,
     });
 }
 
@@ -64,12 +66,12 @@ pub(crate) async fn run(
 struct Long {
     /// Tokens that are already resident on the worker.
     resident_tokens: u64,
-    piece_tokens: u64,
+    stage_tokens: u64,
 }
 
 fn long(shared: &Shared, decided: &Decided) -> Option<Long> {
     let view = shared.view.load();
-    let piece_tokens = view.roster().get(decided.worker)?.piece_tokens()?;
+    let stage_tokens = view.roster().get(decided.worker)?.stage_tokens()?;
     // Turns behind a turn that opens its session wait at the agent. They must not reach the agent
     // before it.
     let facts = view.agent(decided.worker).facts.as_ref()?;
@@ -82,8 +84,8 @@ fn long(shared: &Shared, decided: &Decided) -> Option<Long> {
     let uncached_tokens = blocks.prompt().tokens - resident_tokens;
     // KV that is private to a session is in no reported block and needn't be computed.
     let is_placed_so = decided.lease.tokens() == uncached_tokens;
-    (is_placed_so && uncached_tokens > piece_tokens)
-        .then_some(Long { resident_tokens, piece_tokens })
+    (is_placed_so && uncached_tokens > stage_tokens)
+        .then_some(Long { resident_tokens, stage_tokens })
 }
 
 async fn ids(
@@ -106,11 +108,11 @@ async fn compute(
     decided: &Decided,
     ids: Bytes,
     resident_tokens: u64,
-) -> Result<u64, Laned> {
+) -> Result<u64, StagedPrefillEnd> {
     let uri = Uri::builder()
         .scheme("http")
         .authority(&*decided.authority)
-        .path_and_query(lane::PATH)
+        .path_and_query(staged_prefill::PATH)
         .build()
         .expect("authority and path were parsed before");
     let mut request = Request::new(Full::new(ids));
@@ -122,24 +124,26 @@ async fn compute(
     headers.insert(claim::RESIDENT, HeaderValue::from(resident_tokens));
     let asked = now();
     let answer = shared.client.request(request);
-    let limit = outbound.deadline.min(asked + LANE_MAX);
-    let laned = match tokio::time::timeout_at(limit.into(), answer).await {
-        Ok(Ok(response)) => lane::left_tokens(response.headers()).ok_or(Laned::Refused),
+    let limit = outbound.deadline.min(asked + STAGED_PREFILL_MAX);
+    let end = match tokio::time::timeout_at(limit.into(), answer).await {
+        Ok(Ok(response)) => {
+            staged_prefill::left_tokens(response.headers()).ok_or(StagedPrefillEnd::Refused)
+        }
         Ok(Err(error)) => {
             debug!(worker = decided.name, error = worker::chain(&error), "staged prefill failed");
-            Err(Laned::Failed)
+            Err(StagedPrefillEnd::Failed)
         }
-        Err(_) => Err(Laned::Late),
+        Err(_) => Err(StagedPrefillEnd::Late),
     };
     debug!(
         turn = format!("{:016x}", outbound.turn_id),
         worker = decided.name,
         resident_tokens,
-        left = ?laned,
+        left = ?end,
         took_ms = millis_since(asked),
         "staged prefill ended"
     );
-    laned
+    end
 }
 
 fn millis_since(at: Instant) -> u64 {

@@ -1,19 +1,19 @@
 //! Tests of placement on workers that stage the prefills of long prompts.
 
-use proto::load::Lane;
+use proto::load::StagedPrefill;
 
 use super::*;
 
 /// Tokens per stage of an engine with the rate measured.
-const PIECE_TOKENS: u64 = 8_000;
+const STAGE_TOKENS: u64 = 8_000;
 
 /// Returns a queue of staged prefills with this many tokens and prompts.
-pub(super) fn with(tokens: u64, prompts: u32) -> Option<Lane> {
-    Some(Lane { tokens, prompts, piece_tokens: PIECE_TOKENS })
+pub(super) fn with(tokens: u64, prompts: u32) -> Option<StagedPrefill> {
+    Some(StagedPrefill { tokens, prompts, stage_tokens: STAGE_TOKENS })
 }
 
 #[test]
-fn a_settled_sessions_prompt_is_looked_at_where_it_may_be_for_the_slow_lane() {
+fn a_settled_sessions_prompt_is_examined_where_staged_prefill_may_take_it() {
     let now = start();
     let mut state = engines(2, now);
     let settles = |state: &State, new_tokens: Option<u64>| {
@@ -22,29 +22,29 @@ fn a_settled_sessions_prompt_is_looked_at_where_it_may_be_for_the_slow_lane() {
         settled(&ask, &state.snapshot(), now).is_some()
     };
     assert!(settles(&state, None), "there is no staged prefill");
-    tell(&mut state, 0, |rank| rank.lane = with(0, 0), now);
-    assert!(settles(&state, Some(PIECE_TOKENS)));
-    assert!(!settles(&state, Some(PIECE_TOKENS + 1)));
+    tell(&mut state, 0, |rank| rank.staged_prefill = with(0, 0), now);
+    assert!(settles(&state, Some(STAGE_TOKENS)));
+    assert!(!settles(&state, Some(STAGE_TOKENS + 1)));
     assert!(!settles(&state, None), "the new tokens are unknown");
 }
 
 #[test]
-fn prompts_in_the_slow_lane_are_no_wait_for_shorter_ones() {
+fn prompts_in_staged_prefill_are_no_wait_for_shorter_prompts() {
     let now = start();
     let mut state = engines(2, now);
-    tell(&mut state, 1, |rank| rank.lane = with(60_000, 3), now);
+    tell(&mut state, 1, |rank| rank.staged_prefill = with(60_000, 3), now);
     let overlap = resident(&[0, 0]);
     let wait_ms = |state: &State, tokens: u64| {
         let ask = Question { prompt: prompt(tokens, &overlap), ..question(1) };
         figures(state, &ask, now, 1).wait_ms
     };
-    assert_eq!(wait_ms(&state, PIECE_TOKENS), 0, "one stage at most");
+    assert_eq!(wait_ms(&state, STAGE_TOKENS), 0, "one stage at most");
     assert_eq!(wait_ms(&state, 16_000), 2_400, "three shorter prompts at most");
     assert_eq!(wait_ms(&state, 40_000), 3_000, "all staged prompts");
     // Prompts that this router has queued since the report count until their turns are sent.
     let mut lease = sent(&state, 1, 20_000);
-    lease.enter_lane();
+    lease.begin_staged_prefill();
     assert_eq!(wait_ms(&state, 40_000), 4_000);
-    lease.leave_lane(2_000);
+    lease.end_staged_prefill(2_000);
     assert_eq!(wait_ms(&state, 40_000), 3_100);
 }

@@ -12,7 +12,7 @@ use bytes::Bytes;
 use http::{HeaderMap, HeaderName};
 
 /// Path on the agent's data port that takes prompts to stage, beside the engine's routes.
-pub const PATH: &str = "/berth/lane";
+pub const PATH: &str = "/berth/staged-prefill";
 
 /// Answer header: the number of the prompt's tokens that are not in the engine's cache.
 pub const LEFT: HeaderName = HeaderName::from_static("x-berth-left-tokens");
@@ -22,15 +22,16 @@ pub const LEFT: HeaderName = HeaderName::from_static("x-berth-left-tokens");
 pub const PREFILL_TOKENS_PER_S_ASSUMED: u64 = 10_000;
 /// Smallest stage, in tokens. Each forward pass has a fixed cost, which would dominate smaller
 /// stages.
-const PIECE_TOKENS_MIN: u64 = 256;
+const STAGE_TOKENS_MIN: u64 = 256;
 
 /// Bytes per token id.
 const ID_BYTES: usize = 4;
 
-/// Returns the tokens of a stage that takes `piece_ms` at `tokens_per_s` prefill tokens per second.
+/// Returns the tokens of a stage that takes `prefill_stage_ms` milliseconds at `tokens_per_s`
+/// prefill tokens per second.
 #[must_use]
-pub fn piece_tokens(piece_ms: u64, tokens_per_s: u64) -> u64 {
-    (tokens_per_s.saturating_mul(piece_ms) / 1000).max(PIECE_TOKENS_MIN)
+pub fn stage_tokens(prefill_stage_ms: u64, tokens_per_s: u64) -> u64 {
+    (tokens_per_s.saturating_mul(prefill_stage_ms) / 1000).max(STAGE_TOKENS_MIN)
 }
 
 /// Encodes token ids as a request body.
@@ -60,9 +61,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_piece_is_what_the_engine_computes_in_its_time() {
-        assert_eq!(piece_tokens(600, 20_000), 12_000);
-        assert_eq!(piece_tokens(600, 1), PIECE_TOKENS_MIN);
+    fn a_stage_has_the_tokens_that_the_engine_computes_in_its_time() {
+        assert_eq!(stage_tokens(600, 20_000), 12_000);
+        assert_eq!(stage_tokens(600, 1), STAGE_TOKENS_MIN);
     }
 
     proptest! {

@@ -15,7 +15,7 @@ pub struct Ticket(u64);
 
 /// The prompts of one rank.
 #[derive(Debug, Clone, Default)]
-pub struct Order {
+pub struct Queue {
     /// The last measured prefill rate. All prompts are compared by the same rate; with different
     /// ones, two prompts could each be preferred to the other.
     tokens_per_s: u64,
@@ -32,7 +32,7 @@ struct Prompt {
     left_tokens: u64,
 }
 
-impl Order {
+impl Queue {
     /// Sets the measured prefill rate, in tokens per second.
     pub fn measured(&mut self, tokens_per_s: u64) {
         self.tokens_per_s = tokens_per_s;
@@ -71,9 +71,9 @@ impl Order {
     ///
     /// # Panics
     /// When another stage is in the engine.
-    pub fn begin(&mut self, ticket: Ticket, piece_tokens: u64) {
+    pub fn begin(&mut self, ticket: Ticket, stage_tokens: u64) {
         assert_eq!(self.under_way, None, "one stage at a time");
-        self.under_way = Some((ticket, piece_tokens));
+        self.under_way = Some((ticket, stage_tokens));
     }
 
     /// Marks the stage as computed. `left_tokens` of its prompt are left.
@@ -123,41 +123,41 @@ mod tests {
     const MS: Duration = Duration::from_millis(1);
 
     #[test]
-    fn a_shorter_prompt_goes_first_between_two_pieces_of_a_longer_one() {
-        let mut order = Order { tokens_per_s: RATE, ..Order::default() };
-        let long = order.enter(10_000, MS).unwrap();
-        assert_eq!(order.first(), Some(long));
-        order.begin(long, 400);
-        let short = order.enter(1_000, 2 * MS).unwrap();
-        assert_eq!(order.first(), None, "a running stage is not disturbed");
-        assert_eq!(order.load(), (10_600, 2));
-        order.computed(long, 9_600);
-        assert_eq!(order.first(), Some(short));
-        order.begin(short, 400);
-        order.leave(short);
-        assert_eq!((order.first(), order.load()), (Some(long), (9_600, 1)));
+    fn a_shorter_prompt_goes_first_between_two_stages_of_a_longer_one() {
+        let mut queue = Queue { tokens_per_s: RATE, ..Queue::default() };
+        let long = queue.enter(10_000, MS).unwrap();
+        assert_eq!(queue.first(), Some(long));
+        queue.begin(long, 400);
+        let short = queue.enter(1_000, 2 * MS).unwrap();
+        assert_eq!(queue.first(), None, "a running stage is not disturbed");
+        assert_eq!(queue.load(), (10_600, 2));
+        queue.computed(long, 9_600);
+        assert_eq!(queue.first(), Some(short));
+        queue.begin(short, 400);
+        queue.leave(short);
+        assert_eq!((queue.first(), queue.load()), (Some(long), (9_600, 1)));
     }
 
     #[test]
     fn who_has_waited_twice_its_own_time_goes_before_newcomers() {
-        let mut order = Order { tokens_per_s: RATE, ..Order::default() };
-        let long = order.enter(1_000, Duration::ZERO).unwrap();
-        let _newcomer = order.enter(1, 2_000 * MS).unwrap();
-        assert_eq!(order.first(), Some(long));
-        order.leave(long);
-        let long = order.enter(1_000, Duration::ZERO).unwrap();
-        order.leave(long);
-        let long = order.enter(1_010, Duration::ZERO).unwrap();
-        assert_ne!(order.first(), Some(long), "not before that");
+        let mut queue = Queue { tokens_per_s: RATE, ..Queue::default() };
+        let long = queue.enter(1_000, Duration::ZERO).unwrap();
+        let _newcomer = queue.enter(1, 2_000 * MS).unwrap();
+        assert_eq!(queue.first(), Some(long));
+        queue.leave(long);
+        let long = queue.enter(1_000, Duration::ZERO).unwrap();
+        queue.leave(long);
+        let long = queue.enter(1_010, Duration::ZERO).unwrap();
+        assert_ne!(queue.first(), Some(long), "not before that");
     }
 
     #[test]
-    fn a_full_lane_takes_no_more() {
-        let mut order = Order { tokens_per_s: RATE, ..Order::default() };
-        let tickets: Vec<_> = (0..PROMPTS_MAX).map(|_| order.enter(1, MS).unwrap()).collect();
-        assert_eq!(order.enter(1, MS), None);
-        order.leave(tickets[7]);
-        assert!(order.enter(1, MS).is_some());
+    fn a_full_queue_takes_no_more() {
+        let mut queue = Queue { tokens_per_s: RATE, ..Queue::default() };
+        let tickets: Vec<_> = (0..PROMPTS_MAX).map(|_| queue.enter(1, MS).unwrap()).collect();
+        assert_eq!(queue.enter(1, MS), None);
+        queue.leave(tickets[7]);
+        assert!(queue.enter(1, MS).is_some());
     }
 
     proptest! {
@@ -165,21 +165,21 @@ mod tests {
         /// engine.
         #[test]
         fn somebody_is_next(does in prop::collection::vec((0..5_u8, 0..9_usize, 0..5_000_u64), 1..80)) {
-            let (mut order, mut inside) = (Order::default(), Vec::new());
-            order.measured(RATE);
+            let (mut queue, mut inside) = (Queue::default(), Vec::new());
+            queue.measured(RATE);
             for (at, (what, which, tokens)) in does.into_iter().enumerate() {
                 let now = MS * u32::try_from(at).unwrap();
                 match what {
-                    0 | 1 => inside.extend(order.enter(tokens, now)),
-                    2 => if let Some(first) = order.first() { order.begin(first, tokens) },
-                    3 if which < inside.len() => order.computed(inside[which], tokens),
-                    4 if which < inside.len() => order.leave(inside.remove(which)),
+                    0 | 1 => inside.extend(queue.enter(tokens, now)),
+                    2 => if let Some(first) = queue.first() { queue.begin(first, tokens) },
+                    3 if which < inside.len() => queue.computed(inside[which], tokens),
+                    4 if which < inside.len() => queue.leave(inside.remove(which)),
                     _ => {}
                 }
-                order.check_invariants();
-                let free = order.under_way.is_none() && !inside.is_empty();
-                prop_assert_eq!(order.first().is_some(), free);
-                prop_assert_eq!(order.load().1, inside.len());
+                queue.check_invariants();
+                let free = queue.under_way.is_none() && !inside.is_empty();
+                prop_assert_eq!(queue.first().is_some(), free);
+                prop_assert_eq!(queue.load().1, inside.len());
             }
         }
     }

@@ -6,7 +6,7 @@
 
 use bytes::Bytes;
 use http::Method;
-use proto::lane::{PATH, encode};
+use proto::staged_prefill::{PATH, encode};
 use serde_json::{Value, json};
 use tests::{
     cluster::{Agent, Router, agent_config, eventually, ready, router_config},
@@ -28,7 +28,7 @@ struct House {
 }
 
 impl House {
-    async fn new(piece_ms: u64, core: impl FnOnce(&mut CoreConfig)) -> House {
+    async fn new(prefill_stage_ms: u64, core: impl FnOnce(&mut CoreConfig)) -> House {
         let mut config = Config { kv_events: Some(KvEventsConfig::local()), ..Config::default() };
         config.core.page_size = PAGE_TOKENS;
         config.core.max_total_tokens = 1 << 17;
@@ -38,7 +38,8 @@ impl House {
         let web = Web::default();
         let engine = EngineSim::start_local(config).await.unwrap();
         let settings = agent_config(&engine.url(), "w0");
-        let agent = Agent::start(worker_agent::config::Config { piece_ms, ..settings }).unwrap();
+        let agent =
+            Agent::start(worker_agent::config::Config { prefill_stage_ms, ..settings }).unwrap();
         ready(&web, agent.admin).await;
         let router = Router::start(router_config(&[&agent])).await.unwrap();
         ready(&web, router.admin).await;
@@ -64,13 +65,13 @@ impl House {
     }
 
     /// Sends a staging request directly to the agent.
-    async fn lane(&self, headers: &[(&str, &str)], body: Bytes) -> Answer {
+    async fn stage(&self, headers: &[(&str, &str)], body: Bytes) -> Answer {
         self.web.ask(Method::POST, &self.agent.url(PATH), headers, body).await.unwrap()
     }
 
-    async fn lanes_prompts(&self) -> Value {
+    async fn prompts_staged(&self) -> Value {
         let workers = self.web.get(&self.router.url("/v1/workers")).await.unwrap().json();
-        workers["workers"][0]["load"]["lane"]["prompts"].clone()
+        workers["workers"][0]["load"]["staged_prefill"]["prompts"].clone()
     }
 }
 
@@ -93,38 +94,38 @@ fn prompt(kind: u32, tokens: u32) -> Vec<u32> {
 }
 
 #[tokio::test]
-async fn a_long_prompt_is_computed_in_pieces_and_answered_as_if_it_were_not() {
-    let (piecewise, whole) = (House::new(600, |_| {}).await, House::new(0, |_| {}).await);
+async fn a_long_prompt_is_computed_in_stages_and_answered_as_if_it_were_not() {
+    let (staged, whole) = (House::new(600, |_| {}).await, House::new(0, |_| {}).await);
     let long = prompt(1, 10_000);
-    let (answer, plain) = tokio::join!(piecewise.turn(&long), whole.turn(&long));
+    let (answer, plain) = tokio::join!(staged.turn(&long), whole.turn(&long));
     assert_eq!(answer.json()["output_ids"], plain.json()["output_ids"]);
-    let seen = piecewise.seen();
-    let (sent, pieces) = seen.split_last().unwrap();
+    let seen = staged.seen();
+    let (sent, stages) = seen.split_last().unwrap();
     assert_eq!((sent, whole.seen()), (&long, vec![long.clone()]));
-    assert!(!pieces.is_empty(), "nothing was computed before");
-    assert!(pieces.iter().all(|piece| long.starts_with(piece)));
-    assert!(pieces.is_sorted_by(|one, next| one.len() < next.len()));
+    assert!(!stages.is_empty(), "nothing was computed before");
+    assert!(stages.iter().all(|stage| long.starts_with(stage)));
+    assert!(stages.is_sorted_by(|one, next| one.len() < next.len()));
     // Everything except the turn's own part was resident, in whole pages.
-    let before = pieces.last().unwrap().len();
+    let before = stages.last().unwrap().len();
     assert_eq!((answer.meta("cached_tokens"), before % PAGE_TOKENS), (Some(before as u64), 0));
-    assert!(long.len() - before <= 6_000, "{before} is more than a piece from the end");
+    assert!(long.len() - before <= 6_000, "{before} is more than a stage from the end");
 
     // Resident tokens aren't computed again: the next turn needs no stage, although its prompt is
     // long.
     let mut next = long.clone();
     next.extend(prompt(2, 100));
     eventually("its blocks are told", || async {
-        let workers = piecewise.web.get(&piecewise.router.url("/v1/workers")).await.unwrap().json();
+        let workers = staged.web.get(&staged.router.url("/v1/workers")).await.unwrap().json();
         let blocks = workers["workers"][0]["kv"]["resident_blocks"].as_u64();
         (blocks == Some(10_000 / 64)).then_some(())
     })
     .await;
-    piecewise.turn(&next).await;
-    assert_eq!(piecewise.seen().len(), seen.len() + 1);
+    staged.turn(&next).await;
+    assert_eq!(staged.seen().len(), seen.len() + 1);
 }
 
 #[tokio::test]
-async fn a_session_that_has_just_spoken_takes_the_lane_when_it_has_much_to_say() {
+async fn a_session_that_has_just_spoken_is_staged_when_its_prompt_is_long() {
     let house = House::new(600, |_| {}).await;
     let headers = [("x-berth-session-id", "grows")];
     let url = house.router.url("/generate");
@@ -145,7 +146,7 @@ async fn a_session_that_has_just_spoken_takes_the_lane_when_it_has_much_to_say()
 }
 
 #[tokio::test]
-async fn a_session_closed_while_its_turn_is_in_the_lane_ends_with_the_turn() {
+async fn a_session_closed_while_its_turn_is_staged_ends_with_the_turn() {
     let house = House::new(600, |_| {}).await;
     let (web, url) = (house.web.clone(), house.router.url("/generate"));
     let sent = body(&prompt(1, 14_000));
@@ -153,7 +154,7 @@ async fn a_session_closed_while_its_turn_is_in_the_lane_ends_with_the_turn() {
     waiting.spawn(async move {
         web.post(&url, &[("x-berth-session-id", "closed")], &sent).await.unwrap()
     });
-    eventually("a piece of it", || async { (!house.seen().is_empty()).then_some(()) }).await;
+    eventually("a stage of it", || async { (!house.seen().is_empty()).then_some(()) }).await;
     let session = house.router.url("/v1/sessions/closed");
     house.web.ask(Method::DELETE, &session, &[], "").await.unwrap();
     let answer = waiting.join_next().await.unwrap().unwrap();
@@ -167,24 +168,26 @@ async fn a_session_closed_while_its_turn_is_in_the_lane_ends_with_the_turn() {
 }
 
 #[tokio::test]
-async fn a_short_prompt_passes_a_long_one_and_whoever_hangs_up_leaves_the_lane() {
+async fn a_short_prompt_passes_a_long_one_and_a_client_that_hangs_up_leaves_the_queue() {
     let house = House::new(600, |_| {}).await;
     // Half a minute of prefill.
     let long = prompt(1, 60_000);
     let (web, url, sent) = (house.web.clone(), house.router.url("/generate"), long.clone());
     let mut waiting = JoinSet::new();
     waiting.spawn(async move { turn(&web, &url, &sent).await });
-    eventually("a piece of it", || async { (!house.seen().is_empty()).then_some(()) }).await;
+    eventually("a stage of it", || async { (!house.seen().is_empty()).then_some(()) }).await;
     let short = house.turn(&prompt(2, 100)).await;
     assert_eq!(short.meta("cached_tokens"), Some(0));
     assert!(!house.seen().contains(&long), "the short one waited for the long one");
     eventually("the router to hear of it", || async {
-        (house.lanes_prompts().await == 1).then_some(())
+        (house.prompts_staged().await == 1).then_some(())
     })
     .await;
     waiting.abort_all();
-    eventually("an empty lane", || async { (house.lanes_prompts().await == 0).then_some(()) })
-        .await;
+    eventually("no prompt in staged prefill", || async {
+        (house.prompts_staged().await == 0).then_some(())
+    })
+    .await;
     // The client has disconnected, so the long prompt must not reach the engine.
     house.turn(&prompt(3, 100)).await;
     assert!(!house.seen().contains(&long));
@@ -197,7 +200,7 @@ async fn a_long_prompt_is_answered_once_where_others_fill_the_pool_meanwhile() {
     let (web, url, sent) = (house.web.clone(), house.router.url("/generate"), long.clone());
     let mut waiting = JoinSet::new();
     waiting.spawn(async move { turn(&web, &url, &sent).await });
-    eventually("a piece of it", || async { (!house.seen().is_empty()).then_some(()) }).await;
+    eventually("a stage of it", || async { (!house.seen().is_empty()).then_some(()) }).await;
     for kind in 2..8 {
         house.turn(&prompt(kind, 2_000)).await;
     }
@@ -211,38 +214,41 @@ async fn an_agent_takes_prompts_that_its_engine_can_compute_and_no_others() {
     let house = House::new(600, |_| {}).await;
     let refused = |answer: Answer| (answer.status.as_u16(), answer.code());
     let ids = encode(&prompt(1, 9_000));
-    assert_eq!(refused(house.lane(&[], ids.slice(1..)).await), (400, "lane".to_owned()));
+    assert_eq!(refused(house.stage(&[], ids.slice(1..)).await), (400, "staged_prefill".to_owned()));
     let headers = [("x-berth-resident-tokens", "many")];
-    assert_eq!(refused(house.lane(&headers, ids.clone()).await), (400, "lane".to_owned()));
+    assert_eq!(
+        refused(house.stage(&headers, ids.clone()).await),
+        (400, "staged_prefill".to_owned())
+    );
     let headers = [("x-berth-rank", "1")];
-    assert_eq!(refused(house.lane(&headers, ids.clone()).await), (400, "no_rank".to_owned()));
+    assert_eq!(refused(house.stage(&headers, ids.clone()).await), (400, "no_rank".to_owned()));
     let outside = encode(&[vec![320], vec![0; 9_000]].concat());
     let code = "token_out_of_vocabulary".to_owned();
-    assert_eq!(refused(house.lane(&[], outside).await), (400, code));
+    assert_eq!(refused(house.stage(&[], outside).await), (400, code));
     let long = encode(&prompt(1, (1 << 16) + 1));
-    assert_eq!(refused(house.lane(&[], long).await), (400, "lane".to_owned()));
+    assert_eq!(refused(house.stage(&[], long).await), (400, "staged_prefill".to_owned()));
     assert!(house.seen().is_empty(), "none of these reached the engine");
 
     // Short prompts, and tokens that the router reports as resident, need no stage.
-    assert_eq!(house.lane(&[], encode(&prompt(1, 200))).await.status, 204);
+    assert_eq!(house.stage(&[], encode(&prompt(1, 200))).await.status, 204);
     let headers = [("x-berth-resident-tokens", "8900")];
-    assert_eq!(house.lane(&headers, ids.clone()).await.status, 204);
+    assert_eq!(house.stage(&headers, ids.clone()).await.status, 204);
     assert!(house.seen().is_empty());
-    assert_eq!(house.lane(&[], ids.clone()).await.status, 204);
+    assert_eq!(house.stage(&[], ids.clone()).await.status, 204);
     assert!(!house.seen().is_empty());
 
     house.engine.kill();
     eventually("the engine's end to be known", || async {
-        let answer = house.lane(&[], encode(&prompt(2, 9_000))).await;
+        let answer = house.stage(&[], encode(&prompt(2, 9_000))).await;
         (answer.code() == "engine_down").then_some(())
     })
     .await;
 }
 
 #[tokio::test]
-async fn without_a_slow_lane_there_is_none() {
+async fn without_a_stage_time_nothing_is_staged() {
     let house = House::new(0, |_| {}).await;
-    assert_eq!(house.lanes_prompts().await, Value::Null);
-    let answer = house.lane(&[], encode(&prompt(1, 6_000))).await;
+    assert_eq!(house.prompts_staged().await, Value::Null);
+    let answer = house.stage(&[], encode(&prompt(1, 6_000))).await;
     assert_eq!((answer.status.as_u16(), answer.code()), (404, "unknown_route".to_owned()));
 }

@@ -1,12 +1,10 @@
 //! Staged prefill: computes a long prompt before its turn, in stages. Short prompts run in between.
 //!
-//! See [`proto::lane`] for the reasons and for what is sent. At most one stage per rank is in the
-//! engine; [`order`] decides which prompt is next. A stage is a turn of its own that generates one
-//! token without a session. Like any other turn it is admitted, waits for room, is counted and can
-//! be aborted. It leaves its KV in the engine's cache. The caller may disconnect at any time; what
-//! is computed stays cached.
-
-pub mod order;
+//! See [`proto::staged_prefill`] for the reasons and for what is sent. At most one stage per rank
+//! is in the engine; [`Queue`] decides which prompt is next. A stage is a turn of its own that
+//! generates one token without a session. Like any other turn it is admitted, waits for room, is
+//! counted and can be aborted. It leaves its KV in the engine's cache. The caller may disconnect at
+//! any time; what is computed stays cached.
 
 use std::{
     collections::BTreeMap,
@@ -23,17 +21,17 @@ use http_body_util::{BodyExt, Limited};
 use parking_lot::Mutex;
 use proto::{
     claim,
-    lane::{LEFT, PREFILL_TOKENS_PER_S_ASSUMED, decode, piece_tokens},
-    load::{Description, Lane, LoadReport, RankLoad},
+    load::{Description, LoadReport, RankLoad, StagedPrefill},
     process::{budget::HeldBody, refusal::Refusal},
+    staged_prefill::{LEFT, PREFILL_TOKENS_PER_S_ASSUMED, decode, stage_tokens},
 };
 use serde::Deserialize;
 use tokio::sync::{Notify, watch};
 use tracing::debug;
 
-use self::order::{Order, Ticket};
 use crate::{
-    metrics::Piece,
+    metrics::StageOutcome,
+    staged_prefill_queue::{Queue, Ticket},
     turn::{self, Turns},
 };
 
@@ -42,38 +40,38 @@ const ANSWER_BYTES_MAX: usize = 1 << 20;
 /// The time limit of a stage, including its waits for room and in the engine's queue. Without the
 /// limit, a prompt that has no room would block prompts that have. After it the caller sends the
 /// turn itself.
-const PIECE_MAX: Duration = Duration::from_secs(10);
+const STAGE_MAX: Duration = Duration::from_secs(10);
 
 /// The prompts in staged prefill, on all ranks. Load reports read them too.
 #[derive(Debug)]
-pub struct Lanes {
-    piece_ms: u64,
-    ranks: Mutex<BTreeMap<u32, Order>>,
+pub struct Queues {
+    prefill_stage_ms: u64,
+    ranks: Mutex<BTreeMap<u32, Queue>>,
     /// Notified when another prompt may be next.
     moved: Notify,
 }
 
-impl Lanes {
-    /// Creates empty queues. A stage takes the engine about `piece_ms` milliseconds.
+impl Queues {
+    /// Creates empty queues. A stage takes the engine about `prefill_stage_ms` milliseconds.
     #[must_use]
-    pub fn new(piece_ms: u64) -> Self {
-        Self { piece_ms, ranks: Mutex::default(), moved: Notify::new() }
+    pub fn new(prefill_stage_ms: u64) -> Self {
+        Self { prefill_stage_ms, ranks: Mutex::default(), moved: Notify::new() }
     }
 
     /// Returns what waits on a rank. `rank` gives the prefill rate, which sets the size of a stage.
     #[must_use]
-    pub fn load(&self, rank: &RankLoad) -> Lane {
-        let (tokens, prompts) = self.ranks.lock().get(&rank.dp_rank).map_or((0, 0), Order::load);
-        let piece_tokens = piece_tokens(self.piece_ms, tokens_per_s(rank));
-        Lane { tokens, prompts: u32::try_from(prompts).unwrap_or(u32::MAX), piece_tokens }
+    pub fn load(&self, rank: &RankLoad) -> StagedPrefill {
+        let (tokens, prompts) = self.ranks.lock().get(&rank.dp_rank).map_or((0, 0), Queue::load);
+        let stage_tokens = stage_tokens(self.prefill_stage_ms, tokens_per_s(rank));
+        StagedPrefill { tokens, prompts: u32::try_from(prompts).unwrap_or(u32::MAX), stage_tokens }
     }
 
-    fn with<T>(&self, dp_rank: u32, change: impl FnOnce(&mut Order) -> T) -> T {
+    fn with<T>(&self, dp_rank: u32, change: impl FnOnce(&mut Queue) -> T) -> T {
         let mut ranks = self.ranks.lock();
-        let order = ranks.entry(dp_rank).or_default();
-        let changed = change(order);
+        let queue = ranks.entry(dp_rank).or_default();
+        let changed = change(queue);
         if cfg!(debug_assertions) {
-            order.check_invariants();
+            queue.check_invariants();
         }
         drop(ranks);
         self.moved.notify_waiters();
@@ -84,26 +82,26 @@ impl Lanes {
 /// One prompt's place in its rank's queue. Dropping it leaves the queue.
 #[derive(Debug)]
 struct Place<'a> {
-    lanes: &'a Lanes,
+    queues: &'a Queues,
     dp_rank: u32,
     ticket: Ticket,
 }
 
 impl Place<'_> {
-    /// Waits until this prompt is next, and begins the stage that `piece` returns. Returns `None`
-    /// if `piece` returns `None`.
-    async fn next<T>(&self, piece: impl Fn() -> Option<(u64, T)>) -> Option<T> {
+    /// Waits until this prompt is next, and begins the stage that `stage` returns. Returns `None`
+    /// if `stage` returns `None`.
+    async fn next<T>(&self, stage: impl Fn() -> Option<(u64, T)>) -> Option<T> {
         loop {
-            let mut moved = std::pin::pin!(self.lanes.moved.notified());
+            let mut moved = std::pin::pin!(self.queues.moved.notified());
             // From here on no notification is missed.
             moved.as_mut().enable();
             {
-                let mut ranks = self.lanes.ranks.lock();
-                let order = ranks.entry(self.dp_rank).or_default();
-                if order.first() == Some(self.ticket) {
-                    let (tokens, piece) = piece()?;
-                    order.begin(self.ticket, tokens);
-                    return Some(piece);
+                let mut ranks = self.queues.ranks.lock();
+                let queue = ranks.entry(self.dp_rank).or_default();
+                if queue.first() == Some(self.ticket) {
+                    let (tokens, stage) = stage()?;
+                    queue.begin(self.ticket, tokens);
+                    return Some(stage);
                 }
             }
             moved.await;
@@ -111,21 +109,21 @@ impl Place<'_> {
     }
 
     fn computed(&self, left_tokens: u64) {
-        self.lanes.with(self.dp_rank, |order| order.computed(self.ticket, left_tokens));
+        self.queues.with(self.dp_rank, |queue| queue.computed(self.ticket, left_tokens));
     }
 }
 
 impl Drop for Place<'_> {
     fn drop(&mut self) {
-        self.lanes.with(self.dp_rank, |order| order.leave(self.ticket));
+        self.queues.with(self.dp_rank, |queue| queue.leave(self.ticket));
     }
 }
 
 /// Computes prompts ahead of their turns.
 #[derive(Debug, Clone)]
-pub struct SlowLane {
+pub struct Runner {
     /// The queues, shared with the reporter of loads.
-    pub lanes: Arc<Lanes>,
+    pub queues: Arc<Queues>,
     /// The path of a stage through the agent.
     pub turns: Turns,
     /// The engine's load.
@@ -160,21 +158,21 @@ impl Prompt {
         serde_json::to_string(&ids).expect("numbers serialise")
     }
 
-    /// Returns where a stage of `piece_tokens` ends, or `None` if the rest is left to the turn
+    /// Returns where a stage of `stage_tokens` ends, or `None` if the rest is left to the turn
     /// itself.
-    fn end(&self, piece_tokens: u64) -> Option<usize> {
-        if self.left() <= piece_tokens {
+    fn end(&self, stage_tokens: u64) -> Option<usize> {
+        if self.left() <= stage_tokens {
             return None;
         }
         // This fits in a usize: more tokens than this are left.
-        let end = self.resident + usize::try_from(piece_tokens).ok()?;
+        let end = self.resident + usize::try_from(stage_tokens).ok()?;
         // Only full pages are cached.
         let end = (end / self.page_tokens * self.page_tokens).max(self.resident + self.page_tokens);
         (end < self.tokens).then_some(end)
     }
 }
 
-impl SlowLane {
+impl Runner {
     /// Computes a prompt until less than a stage is left. The answer says how many tokens are left.
     pub async fn answer(&self, request: Request) -> Response {
         match self.serve(request).await {
@@ -193,8 +191,8 @@ impl SlowLane {
 
     async fn serve(&self, request: Request) -> Result<u64, Refusal> {
         let mut prompt = self.read(request).await?;
-        let (piece, tokens_per_s) = self.piece(prompt.dp_rank)?;
-        if prompt.end(piece).is_some() {
+        let (stage, tokens_per_s) = self.stage(prompt.dp_rank)?;
+        if prompt.end(stage).is_some() {
             let place = self.enter(&prompt, tokens_per_s)?;
             self.compute(&mut prompt, &place).await?;
         }
@@ -203,7 +201,7 @@ impl SlowLane {
 
     async fn read(&self, request: Request) -> Result<Prompt, Refusal> {
         let (parts, body) = request.into_parts();
-        let bad = |what: String| Refusal::bad_request("lane", what);
+        let bad = |what: String| Refusal::bad_request("staged_prefill", what);
         let dp_rank = claim::rank(&parts.headers).map_err(|error| bad(error.to_string()))?;
         let resident = claim::resident_tokens(&parts.headers);
         let resident = resident.map_err(|error| bad(error.to_string()))?;
@@ -233,23 +231,24 @@ impl SlowLane {
         loop {
             // While other prompts were computed, the rate may have changed, or the engine may have
             // gone.
-            let (_, tokens_per_s) = self.piece(prompt.dp_rank)?;
-            self.lanes.with(prompt.dp_rank, |order| order.measured(tokens_per_s));
-            let piece = || {
-                let (piece_tokens, _) = self.piece(prompt.dp_rank).ok()?;
-                let end = prompt.end(piece_tokens)?;
+            let (_, tokens_per_s) = self.stage(prompt.dp_rank)?;
+            self.queues.with(prompt.dp_rank, |queue| queue.measured(tokens_per_s));
+            let stage = || {
+                let (stage_tokens, _) = self.stage(prompt.dp_rank).ok()?;
+                let end = prompt.end(stage_tokens)?;
                 Some(((end - prompt.resident) as u64, end))
             };
-            let Some(end) = place.next(piece).await else { return Ok(()) };
-            let computed = tokio::time::timeout(PIECE_MAX, self.piece_of(prompt, end)).await;
+            let Some(end) = place.next(stage).await else { return Ok(()) };
+            let computed = tokio::time::timeout(STAGE_MAX, self.compute_stage(prompt, end)).await;
             let cached = computed.unwrap_or_else(|_| Err(late()));
-            let cached = cached.inspect_err(|_| self.turns.metrics.piece(Piece::Failed, 0))?;
+            let cached =
+                cached.inspect_err(|_| self.turns.metrics.stage(StageOutcome::Failed, 0))?;
             // The pool had no room to keep the earlier stages' KV, which nothing holds. Before the
             // first stage the same means that the router overestimated what is resident.
             let gone = cached.saturating_add(prompt.page_tokens) < prompt.resident;
             let evicted = gone && !is_first;
-            let became = if evicted { Piece::Evicted } else { Piece::Computed };
-            self.turns.metrics.piece(became, end.saturating_sub(cached) as u64);
+            let became = if evicted { StageOutcome::Evicted } else { StageOutcome::Computed };
+            self.turns.metrics.stage(became, end.saturating_sub(cached) as u64);
             (prompt.resident, is_first) = (end, false);
             place.computed(prompt.left());
             if evicted {
@@ -259,7 +258,7 @@ impl SlowLane {
     }
 
     /// Sends the prompt's beginning to the engine. Returns how many of its tokens were cached.
-    async fn piece_of(&self, prompt: &Prompt, end: usize) -> Result<usize, Refusal> {
+    async fn compute_stage(&self, prompt: &Prompt, end: usize) -> Result<usize, Refusal> {
         #[derive(Deserialize)]
         struct Answer {
             meta_info: Meta,
@@ -280,26 +279,26 @@ impl SlowLane {
         let answer = serde_json::from_slice::<Answer>(&bytes).ok().filter(|_| status.is_success());
         answer.map(|answer| answer.meta_info.cached_tokens).ok_or_else(|| {
             let text = format!("a prefill stage failed with {status}; send the turn itself");
-            Refusal::new(StatusCode::BAD_GATEWAY, "lane_failed", text)
+            Refusal::new(StatusCode::BAD_GATEWAY, "staged_prefill_failed", text)
         })
     }
 
     fn enter(&self, prompt: &Prompt, tokens_per_s: u64) -> Result<Place<'_>, Refusal> {
         let now = tokio::time::Instant::now().into_std().saturating_duration_since(self.start);
-        let ticket = self.lanes.with(prompt.dp_rank, |order| {
-            order.measured(tokens_per_s);
-            order.enter(prompt.left(), now)
+        let ticket = self.queues.with(prompt.dp_rank, |queue| {
+            queue.measured(tokens_per_s);
+            queue.enter(prompt.left(), now)
         });
         let ticket = ticket.ok_or_else(|| {
             let text = "too many prompts wait on this worker; send the turn itself";
-            Refusal::new(StatusCode::TOO_MANY_REQUESTS, "lane_full", text)
+            Refusal::new(StatusCode::TOO_MANY_REQUESTS, "staged_prefill_full", text)
                 .retry_after(Duration::from_secs(1))
         })?;
-        Ok(Place { lanes: &self.lanes, dp_rank: prompt.dp_rank, ticket })
+        Ok(Place { queues: &self.queues, dp_rank: prompt.dp_rank, ticket })
     }
 
     /// Returns the current size of a stage, and the prefill rate in tokens per second.
-    fn piece(&self, dp_rank: u32) -> Result<(u64, u64), Refusal> {
+    fn stage(&self, dp_rank: u32) -> Result<(u64, u64), Refusal> {
         let report = self.report.borrow();
         if let Some(reason) = &report.unhealthy {
             return Err(down(reason));
@@ -309,7 +308,7 @@ impl SlowLane {
             Refusal::bad_request("no_rank", text)
         })?;
         let tokens_per_s = tokens_per_s(rank);
-        Ok((piece_tokens(self.lanes.piece_ms, tokens_per_s), tokens_per_s))
+        Ok((stage_tokens(self.queues.prefill_stage_ms, tokens_per_s), tokens_per_s))
     }
 }
 
@@ -319,7 +318,7 @@ fn tokens_per_s(rank: &RankLoad) -> u64 {
 
 fn late() -> Refusal {
     let text = "a prefill stage took over 10 s: no room, or a long queue; send the turn itself";
-    Refusal::new(StatusCode::SERVICE_UNAVAILABLE, "lane_late", text)
+    Refusal::new(StatusCode::SERVICE_UNAVAILABLE, "staged_prefill_late", text)
 }
 
 fn down(reason: &str) -> Refusal {

@@ -1,13 +1,13 @@
-//! A worker's staged prefill: the agent's own order of long prompts, over the modelled engine.
+//! A worker's staged prefill: the agent's own queue of long prompts, over the modelled engine.
 //!
 //! This module replaces the agent's shell, without sockets.
 
 use std::time::Duration;
 
-use proto::{lane, load};
+use proto::{load, staged_prefill};
 use worker_agent::{
     config::Config,
-    lane::order::{Order, Ticket},
+    staged_prefill_queue::{Queue, Ticket},
 };
 
 use super::{Event, World};
@@ -18,12 +18,12 @@ use crate::sim::{
 };
 
 /// The time from the end of a stage until the engine has the next: one answer and one request.
-const BETWEEN_PIECES: Duration = Duration::from_millis(10);
+const BETWEEN_STAGES: Duration = Duration::from_millis(10);
 
 /// The prompts whose prefill is staged before their turns.
 #[derive(Debug, Default)]
-pub(super) struct Lane {
-    order: Order,
+pub(super) struct StagedPrefills {
+    queue: Queue,
     prompts: Vec<Prompt>,
     /// The turns that have left the staging queue and are on their way to the engine.
     leaving: Vec<Job>,
@@ -36,17 +36,17 @@ struct Prompt {
     resident_tokens: u64,
 }
 
-impl Lane {
+impl StagedPrefills {
     /// Returns the load for reports.
-    pub(super) fn load(&self) -> load::Lane {
-        let (tokens, prompts) = self.order.load();
-        let prompts = u32::try_from(prompts).expect("a lane has few prompts");
-        load::Lane { tokens, prompts, piece_tokens: piece_tokens() }
+    pub(super) fn load(&self) -> load::StagedPrefill {
+        let (tokens, prompts) = self.queue.load();
+        let prompts = u32::try_from(prompts).expect("a queue has few prompts");
+        load::StagedPrefill { tokens, prompts, stage_tokens: stage_tokens() }
     }
 
     fn leave(&mut self, at: usize) -> Job {
         let Prompt { ticket, turn, .. } = self.prompts.remove(at);
-        self.order.leave(ticket);
+        self.queue.leave(ticket);
         turn
     }
 
@@ -56,12 +56,12 @@ impl Lane {
 
     /// Returns the next stage for the engine, unless a stage is in the engine.
     fn next(&mut self, block_tokens: u64) -> Option<Job> {
-        let ticket = self.order.first()?;
+        let ticket = self.queue.first()?;
         let prompt = self.prompts.iter().find(|prompt| prompt.ticket == ticket);
         let Prompt { turn, resident_tokens, .. } = prompt.expect("the first is in the queue");
         let blocks = end(*resident_tokens, block_tokens) / block_tokens;
         let tokens = blocks * block_tokens - resident_tokens;
-        self.order.begin(ticket, tokens);
+        self.queue.begin(ticket, tokens);
         let chain = turn.chain[..usize::try_from(blocks).expect("prompts fit memory")].to_vec();
         Some(Job {
             is_ahead: true,
@@ -75,13 +75,13 @@ impl Lane {
 }
 
 /// Returns the tokens of a stage, by the agents' default settings.
-fn piece_tokens() -> u64 {
-    lane::piece_tokens(Config::default().piece_ms, PREFILL_TOKENS_PER_S)
+fn stage_tokens() -> u64 {
+    staged_prefill::stage_tokens(Config::default().prefill_stage_ms, PREFILL_TOKENS_PER_S)
 }
 
 /// Returns the token position at which a stage ends.
 fn end(resident_tokens: u64, block_tokens: u64) -> u64 {
-    let end = resident_tokens + piece_tokens();
+    let end = resident_tokens + stage_tokens();
     end / block_tokens * block_tokens
 }
 
@@ -89,16 +89,17 @@ impl World {
     /// Delivers a placed turn to its worker; a prompt that is known to be long is staged.
     pub(super) fn arrive(&mut self, worker: usize, turn: Job, is_known: bool) {
         let resident_tokens = turn.input_tokens - turn.expected_tokens;
-        let takes = is_known && !self.lanes.is_empty() && self.is_long(&turn, resident_tokens);
+        let takes =
+            is_known && !self.staged_prefills.is_empty() && self.is_long(&turn, resident_tokens);
         let ticket = takes.then(|| {
-            let order = &mut self.lanes[worker].order;
-            order.measured(PREFILL_TOKENS_PER_S);
-            order.enter(turn.expected_tokens, self.now)
+            let queue = &mut self.staged_prefills[worker].queue;
+            queue.measured(PREFILL_TOKENS_PER_S);
+            queue.enter(turn.expected_tokens, self.now)
         });
         match ticket.flatten() {
             Some(ticket) => {
-                self.lanes[worker].prompts.push(Prompt { ticket, turn, resident_tokens });
-                self.next_piece(worker);
+                self.staged_prefills[worker].prompts.push(Prompt { ticket, turn, resident_tokens });
+                self.next_stage(worker);
             }
             None => self.engines[worker].arrive(turn),
         }
@@ -111,51 +112,51 @@ impl World {
         // Tokens after the last full block can't be matched later, so the turn itself computes
         // them.
         let found = turn.chain.len() as u64 * self.corpus.block_tokens;
-        left > piece_tokens() && end <= found
+        left > stage_tokens() && end <= found
     }
 
     /// Gives the engine the turns that have left the queue, and the next stage if it has none.
-    pub(super) fn next_piece(&mut self, worker: usize) {
-        for turn in std::mem::take(&mut self.lanes[worker].leaving) {
+    pub(super) fn next_stage(&mut self, worker: usize) {
+        for turn in std::mem::take(&mut self.staged_prefills[worker].leaving) {
             self.engines[worker].arrive(turn);
         }
-        if let Some(piece) = self.lanes[worker].next(self.corpus.block_tokens) {
-            self.engines[worker].arrive(piece);
+        if let Some(stage) = self.staged_prefills[worker].next(self.corpus.block_tokens) {
+            self.engines[worker].arrive(stage);
         }
     }
 
     /// Handles a computed stage: its KV stays, and its turn may follow.
-    pub(super) fn piece_done(&mut self, worker: usize, piece: Begun, policy: &mut dyn Policy) {
-        let Begun { job, matched_tokens, stored, .. } = piece;
+    pub(super) fn stage_done(&mut self, worker: usize, stage: Begun, policy: &mut dyn Policy) {
+        let Begun { job, matched_tokens, stored, .. } = stage;
         let computed = job.input_tokens - matched_tokens;
         self.tally.prefilled_tokens[worker] += computed;
         self.turns[job.turn].ahead_tokens += computed;
         let pool = self.pool_of(worker);
         self.engines[worker].leave(&job, Class::Plain, &mut self.pools[pool]);
         self.tell_blocks(worker, stored, vec![], policy);
-        let lane = &mut self.lanes[worker];
-        let inside = lane.prompts.iter().position(|prompt| prompt.turn.turn == job.turn);
+        let staged = &mut self.staged_prefills[worker];
+        let inside = staged.prompts.iter().position(|prompt| prompt.turn.turn == job.turn);
         let at = inside.expect("a prompt leaves with its last stage");
-        let before = std::mem::replace(&mut lane.prompts[at].resident_tokens, job.input_tokens);
+        let before = std::mem::replace(&mut staged.prompts[at].resident_tokens, job.input_tokens);
         let evicted = matched_tokens + self.corpus.block_tokens < before;
-        let (left, ticket) = (lane.left(at), lane.prompts[at].ticket);
-        lane.order.computed(ticket, left);
-        let prompt = &self.lanes[worker].prompts[at];
+        let (left, ticket) = (staged.left(at), staged.prompts[at].ticket);
+        staged.queue.computed(ticket, left);
+        let prompt = &self.staged_prefills[worker].prompts[at];
         if evicted || !self.is_long(&prompt.turn, prompt.resident_tokens) {
-            let turn = self.lanes[worker].leave(at);
-            self.lanes[worker].leaving.push(Job { expected_tokens: left, ..turn });
+            let turn = self.staged_prefills[worker].leave(at);
+            self.staged_prefills[worker].leaving.push(Job { expected_tokens: left, ..turn });
         }
         let life = self.lives[worker];
-        self.schedule(self.now + BETWEEN_PIECES, Event::Piece { worker, life });
+        self.schedule(self.now + BETWEEN_STAGES, Event::Stage { worker, life });
     }
 
     /// Removes and returns the turns in the staging queue of a crashed worker.
-    pub(super) fn empty_lane(&mut self, worker: usize) -> Vec<Job> {
-        let lane = self.lanes.get_mut(worker).map(std::mem::take);
-        let inside = |lane: Lane| {
-            let waiting = lane.prompts.into_iter().map(|prompt| prompt.turn);
-            waiting.chain(lane.leaving)
+    pub(super) fn empty_staged_prefill(&mut self, worker: usize) -> Vec<Job> {
+        let staged = self.staged_prefills.get_mut(worker).map(std::mem::take);
+        let inside = |staged: StagedPrefills| {
+            let waiting = staged.prompts.into_iter().map(|prompt| prompt.turn);
+            waiting.chain(staged.leaving)
         };
-        lane.into_iter().flat_map(inside).collect()
+        staged.into_iter().flat_map(inside).collect()
     }
 }
