@@ -14,7 +14,7 @@ from conformance.cases import Case
 from conformance.differences import Difference, listed
 from conformance.engine import PORTS, Engine
 from conformance.groups import GROUPS
-from lane.processes import Failed, free_ports
+from integration.processes import Failed, free_ports
 
 # Importing a module registers its cases; they run in this order.
 from conformance import (  # noqa: F401

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from conformance.engine import Engine
-from lane.runner import problem_of
+from integration.runner import problem_of
 
 Run = Callable[[Engine], None]
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from conformance.engine import Engine, ids
 from conformance.groups import TAGS, Group
-from lane.turns import at_once, new_id
+from integration.turns import at_once, new_id
 
 ROUNDS = 6
 SESSIONS = 8

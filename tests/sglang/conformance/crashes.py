@@ -8,7 +8,7 @@ from conformance.cases import case
 from conformance.engine import Engine, Flow, body, ids
 from conformance.groups import ROWS
 from conformance.refusals import in_session
-from lane.runner import equal
+from integration.runner import equal
 
 # Seconds for which the engine collects diagnostics before it exits.
 DYING_SECONDS = 5

@@ -15,11 +15,11 @@ from typing import Any
 
 from conformance.differences import Difference
 from conformance.groups import Group
-from lane import wire
-from lane.fleet import ENGINE_START_SECONDS_MAX, ENGINE_STOP_SECONDS_MAX, launch_engine
-from lane.processes import Process, answers_200, wait_until
-from lane.runner import equal
-from lane.turns import new_id
+from integration import wire
+from integration.fleet import ENGINE_START_SECONDS_MAX, ENGINE_STOP_SECONDS_MAX, launch_engine
+from integration.processes import Process, answers_200, wait_until
+from integration.runner import equal
+from integration.turns import new_id
 
 WAIT_SECONDS_MAX = 60
 # Ports of each engine: HTTP, KV events, and the replay of KV events.

@@ -4,7 +4,7 @@ import time
 
 from conformance.cases import case
 from conformance.engine import Engine, ids
-from lane.runner import equal
+from integration.runner import equal
 
 
 REPORT_SECONDS_MAX = 20

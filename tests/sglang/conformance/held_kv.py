@@ -2,7 +2,7 @@
 
 from conformance.cases import case
 from conformance.engine import Engine, ids
-from lane.runner import equal
+from integration.runner import equal
 
 
 def ceil(tokens: int, page: int) -> int:

@@ -8,7 +8,7 @@ from conformance.cases import case
 from conformance.engine import Engine, Reply, body, ids
 from conformance.groups import ROWS
 from conformance.refusals import in_session
-from lane.runner import equal
+from integration.runner import equal
 
 # Seconds between the engine's checks whether the client of an unstreamed turn is still connected.
 POLL_SECONDS = 4

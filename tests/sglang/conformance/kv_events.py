@@ -7,8 +7,8 @@ from conformance.cases import case
 from conformance.engine import Engine, ids
 from conformance.groups import EVENTS_KEPT, TOPIC
 from conformance.kv_wire import Batch, Socket, replay
-from lane.runner import equal
-from lane.turns import new_id
+from integration.runner import equal
+from integration.turns import new_id
 
 # Tokens of a prompt of which four fill the pool; a fifth evicts one of them.
 CHAIN = 480

@@ -5,7 +5,7 @@ import time
 from conformance.cases import case
 from conformance.engine import Engine, ids
 from conformance.refusals import in_session
-from lane.runner import equal
+from integration.runner import equal
 
 # The reaper pauses for one second; a loaded machine takes several times that.
 REAP_SECONDS_MAX = 30

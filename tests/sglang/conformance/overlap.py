@@ -3,7 +3,7 @@
 from conformance.cases import case
 from conformance.engine import Engine, ids
 from conformance.refusals import in_session
-from lane.runner import equal
+from integration.runner import equal
 
 FIRST = ids(40, 1)
 SECOND = ids(40, 2)

@@ -3,9 +3,9 @@
 from conformance.cases import case
 from conformance.engine import Engine, Flow, body, ids
 from conformance.refusals import in_session
-from lane import wire
-from lane.runner import equal
-from lane.turns import at_once
+from integration import wire
+from integration.runner import equal
+from integration.turns import at_once
 
 # Tokens of an answer. Four such turns don't fit in the pool together; each one alone does.
 TOKENS = 850

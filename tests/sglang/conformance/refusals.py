@@ -11,8 +11,8 @@ from typing import Any
 from conformance.cases import case
 from conformance.engine import Engine, Flow, Reply, body, ids
 from conformance.groups import CONTEXT_TOKENS, INPUT_TOKENS_MAX
-from lane import wire
-from lane.runner import equal
+from integration import wire
+from integration.runner import equal
 
 OPEN = {"capacity_of_str_len": 1000, "streaming": True}
 STILL_OPEN = "Failed to open the session. Check if a session with the same id is still open."

@@ -2,8 +2,8 @@
 
 from conformance.cases import case
 from conformance.engine import Engine, Reply, ids
-from lane.runner import equal
-from lane.turns import at_once, new_id
+from integration.runner import equal
+from integration.turns import at_once, new_id
 
 # Tokens of a prompt of which four fill the pool; a fifth evicts one of them.
 CHAIN = 480

@@ -4,8 +4,8 @@ from typing import Any
 
 from conformance.cases import case
 from conformance.engine import Engine, Reply, body, ids
-from lane.runner import equal
-from lane.turns import at_once
+from integration.runner import equal
+from integration.turns import at_once
 
 BOS = 256
 LOGPROB_MODES: tuple[dict, ...] = (

@@ -4,7 +4,7 @@ from conformance.cases import case
 from conformance.engine import Engine, ids
 from conformance.groups import ROWS
 from conformance.refusals import in_session
-from lane.runner import equal
+from integration.runner import equal
 
 
 def fill_rows(engine: Engine, count: int) -> list[str]:

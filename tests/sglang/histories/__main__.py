@@ -20,9 +20,9 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from lane import wire
-from lane.fleet import MODEL, Fleet, binaries
-from lane.processes import Failed
+from integration import wire
+from integration.fleet import MODEL, Fleet, binaries
+from integration.processes import Failed
 
 RETENTIONS = ("none", "tagged", "pinned", "auto")
 # Without the plan of reopened sessions, which is one of the kinds below.

@@ -9,7 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from lane.processes import Failed
+from integration.processes import Failed
 from soak import bare, guarded
 from soak.engine import Dead
 from soak.house import POOL_TOKENS

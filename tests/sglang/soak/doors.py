@@ -9,8 +9,8 @@ import json
 import random
 from typing import Any, Protocol
 
-from lane import wire
-from lane.fleet import Fleet
+from integration import wire
+from integration.fleet import Fleet
 from soak.talk import Talk
 from soak.wire import Call, Reply, read
 

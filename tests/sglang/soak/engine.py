@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from lane import wire
+from integration import wire
 
 # The engine is asked only while nothing else runs, so even a second is long.
 ANSWER_SECONDS_MAX = 60

@@ -7,8 +7,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from lane.fleet import CONTEXT_TOKENS, Fleet, binaries, start_engine, wait_engine
-from lane.processes import Process, free_ports, shim_env
+from integration.fleet import CONTEXT_TOKENS, Fleet, binaries, start_engine, wait_engine
+from integration.processes import Process, free_ports, shim_env
 from soak.tokens import VOCABULARY
 
 ROWS = 8

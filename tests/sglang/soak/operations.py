@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from lane.wire import Stream
+from integration.wire import Stream
 from soak import tokens, wire
 from soak.doors import Door
 from soak.talk import Left, Talk

@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from lane import wire
-from lane.fleet import Fleet
-from lane.pages import differences
+from integration import wire
+from integration.fleet import Fleet
+from integration.pages import differences
 from soak.engine import side_by_side
 from soak.oracle import Oracle, Turn, Verdict
 from soak.wire import read

@@ -8,7 +8,7 @@ import random
 import time
 from collections.abc import Iterator
 
-from lane.wire import Stream
+from integration.wire import Stream
 from soak import tokens, wire
 from soak.doors import Door
 from soak.engine import Engine

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from lane import wire as lane_wire
+from integration import wire as lane_wire
 from soak.engine import chosen_logprobs
 
 ABORTED = 499  # Shown for an aborted turn to which the engine gives no status.

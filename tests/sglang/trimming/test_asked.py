@@ -20,7 +20,7 @@ from berth_shim import trimmer
 from berth_shim.trimmer import NotContinued, Trimmer
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from lane.trim_listener import Plan, TrimListener
+from integration.trim_listener import Plan, TrimListener
 
 from .engine import Manager, Request, Tokenizer
 from .model import ids_of, raw

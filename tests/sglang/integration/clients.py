@@ -1,0 +1,269 @@
+"""Tests full histories of unchanged clients, as pinned sessions.
+
+OpenAI's and Anthropic's own Python clients are configured with a URL and two headers only. They
+hold conversations of ten turns by each API, streamed and not, with tools, stop strings, edits and
+reasoning. Each conversation is held twice without a session, which shows how far answers vary by
+themselves; then tagged, then pinned, and some with the retention that the agent chooses. The
+answers must be the same. If an answer was retokenized, so that the engine's prompt has other
+tokens than the client's, the answers must be the engine's own to exactly those tokens. The engine
+writes down each prompt and each context: no turn may run on another text than its client's, nor
+compute again what its session has.
+
+These tests run in an engine of their own, with the chat model and the parsers for tools and
+reasoning.
+"""
+
+import json
+import re
+import time
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from integration import wire
+from integration.client_apis import APIS, CREDENTIAL, Ask, Clients, Said
+from integration.client_talks import (
+    TURNS, Script, Step, Talk, Words, edits, questions, stops_and_thoughts, tools,
+)
+from integration.fleet import Fleet, engine_home
+from integration.planted import PLUGIN
+from integration.processes import shim_env
+from integration.runner import equal, one_of, problem_of, test
+from integration.turns import delete_session, new_id
+
+RETENTIONS = ("tagged", "pinned", "auto")
+# Each conversation, with the APIs that can hold it, streamed or not.
+HELD: list[tuple[Script, str, bool]] = [
+    *((questions, api, stream) for api in APIS for stream in (False, True)),
+    (tools, "chat", False), (tools, "chat", True),
+    (tools, "responses", True), (tools, "messages", False),
+    (edits, "chat", True), (edits, "completions", False), (edits, "messages", True),
+    (stops_and_thoughts, "chat", False), (stops_and_thoughts, "chat", True),
+    (stops_and_thoughts, "completions", True), (stops_and_thoughts, "messages", False),
+]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A turn, as its client and the engine saw it."""
+
+    said: Said
+    # The retention, as reported to the client.
+    kind: str
+    # Whether the turn was retokenized: the prompt's text is the client's, but its tokens are not.
+    healed: bool = False
+
+
+class House:
+    """An engine with an agent and a router of its own, and what the engine writes down."""
+
+    def __init__(self, fleet: Fleet, name: str = "clients"):
+        folder = fleet.folder / name
+        folder.mkdir(exist_ok=True)
+        self.fleet = Fleet(folder, fleet.bin_dir, fleet.page_size, worker=name)
+        self.contexts = folder / "contexts.jsonl"
+        self._read = 0
+        made = engine_home() / "chat-model/tokenizer.json"
+        self.tokenizer = Tokenizer.from_file(str(made.resolve()))
+        self.words = Words(self.tokenizer)
+
+    def start(
+        self, env: dict[str, str] | None = None, flags: tuple[str, ...] = (), **more: Any
+    ) -> None:
+        """Starts engine, agent and router. The engine gets `env`, `flags`, and `more` arguments of
+        `start_engine`."""
+        shim = shim_env(self.fleet.shim_socket, self.fleet.bin_dir)
+        env = (env or {}) | {
+            "PYTHONPATH": f"{PLUGIN}:{shim['PYTHONPATH']}",
+            "BERTH_CONTEXTS": str(self.contexts),
+        }
+        all_flags = [
+            "--chat-template", str(Path(__file__).with_name("clients.jinja")),
+            "--tool-call-parser", "qwen25",
+            "--reasoning-parser", "qwen3",
+            *flags,
+        ]
+        self.fleet.start_engine(env, model="chat-model", more=all_flags, **more)
+        self.fleet.start_agent(settings=f'shim_socket = "{self.fleet.shim_socket}"\n')
+        self.fleet.start_router()
+        self.fleet.wait_placing()
+        self.fleet.wait_trimming()
+        self.start_over()
+
+    def stop(self) -> None:
+        """Stops all processes at once. Sessions that are left at the engine end with it."""
+        for process in self.fleet.processes():
+            process.stop(0)
+
+    def text(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+    def clients(self, retention: str, session: str) -> Clients:
+        headers = {"x-berth-session-id": session, "x-berth-retention": retention}
+        return Clients(self.fleet.router_url, headers if retention else {})
+
+    def kind(self, clients: Clients) -> str:
+        return clients.headers.get("x-berth-session-turn", "")
+
+    def agent_counts(self) -> dict[tuple[str, str], int]:
+        """Returns the agent's counters that have one label, by name and label."""
+        text = wire.get(f"http://{self.fleet.agent_admin}/metrics").body.decode()
+        found = re.findall(r'^berth_agent_(\w+)\{\w+="(\w+)"\} (\d+)$', text, re.MULTILINE)
+        return {(name, label): int(count) for name, label, count in found}
+
+    def start_over(self) -> None:
+        """Skips what the engine wrote about a conversation that was left before its end."""
+        self._read = self.contexts.stat().st_size
+
+    def wrote(self) -> tuple[list[int], dict | None]:
+        """Returns whole prompt and session's context of the only turn since the last call."""
+        with self.contexts.open() as file:
+            file.seek(self._read)
+            lines = [json.loads(line) for line in file]
+            self._read = file.tell()
+        [whole] = [line for line in lines if "whole" in line]
+        contexts = [line for line in lines if "context" in line]
+        assert len(contexts) <= 1, f"one turn has {len(contexts)} contexts"
+        return whole["whole"], contexts[0] if contexts else None
+
+
+class Held:
+    """A conversation while it is held."""
+
+    def __init__(self, house: House, api: str, stream: bool, script: Script, retention: str):
+        self.house, self.retention = house, retention
+        self.talk = Talk(api, stream, house.words)
+        self.script = script
+        # The committed tokens of each session in the engine after its last turn.
+        self.committed: dict[str, int] = {}
+        self.turns: list[Turn] = []
+
+    def run(self) -> list[Turn]:
+        session = new_id("clients")
+        clients = self.house.clients(self.retention, session)
+        for step in self.script(self.talk):
+            talk = self.talk
+            said = clients.ask(talk.api, talk.stream, talk.system, talk.history, step.ask)
+            self.turns.append(self._judged(said, self.house.kind(clients), step))
+            talk.heard(said)
+        clients.close()
+        if self.retention:
+            closed = delete_session(self.house.fleet, session, CREDENTIAL)
+            equal(closed.status, 204, "the status of the close")
+        equal(len(self.turns), TURNS, "turns")
+        return self.turns
+
+    def _judged(self, said: Said, kind: str, step: Step) -> Turn:
+        where = f"turn {len(self.turns)}, {said}"
+        whole, context = self.house.wrote()
+        equal(kind, self._expected(step), f"the turn's kind, {where}")
+        equal(context is None, kind not in ("pinned", "reopened"), f"it ran beside, {where}")
+        if context is None:
+            if said.prompt_tokens:
+                equal(said.prompt_tokens, len(whole), f"prompt tokens, {where}")
+            return Turn(said, kind)
+        return self._in_its_session(said, kind, step, whole, context)
+
+    def _expected(self, step: Step) -> str:
+        if self.retention == "pinned" or (self.retention == "auto" and self.turns):
+            return "reopened" if step.edited else "pinned"
+        if self.retention:
+            # The engine accepts no tag on `/v1/messages`.
+            return "none" if self.talk.api == "messages" else "tagged"
+        return ""
+
+    def _in_its_session(
+        self, said: Said, kind: str, step: Step, whole: list[int], context: dict
+    ) -> Turn:
+        where = f"turn {len(self.turns)}, {said}"
+        ids, committed = context["context"], self.committed.get(context["session"])
+        # Without figures the answer was empty: the token that ends a turn, and nothing else.
+        tokens = said.prompt_tokens or len(ids) - 1
+        prompt, answer = ids[:tokens], ids[tokens:]
+        begins = step.edited or len(self.committed) == 0
+        equal(committed is None, begins, f"an incarnation begins, {where}")
+        if committed is not None and said.prompt_tokens:
+            allowed = (committed - 1, committed)
+            one_of(said.cached_tokens, allowed, f"cached tokens, {where}")
+        self.committed[context["session"]] = len(ids)
+        if prompt == whole:
+            return Turn(said, kind)
+        equal(self.house.text(prompt), self.house.text(whole), f"the context's text, {where}")
+        if not (step.ask.regex or step.ask.forced or step.ask.stop):
+            self._answered_alone(prompt, answer, step.ask, where)
+        return Turn(said, kind, healed=True)
+
+    def _answered_alone(self, prompt: list[int], answer: list[int], ask: Ask, where: str) -> None:
+        """Checks the answer against the same ids sent as one prompt without a session."""
+        params = {"max_new_tokens": len(answer), "temperature": 0, "logit_bias": ask.bias}
+        request = {"input_ids": prompt, "sampling_params": params}
+        alone = wire.post(f"{self.house.fleet.engine_url}/generate", request).json()
+        self.house.wrote()
+        equal(alone["output_ids"], answer, f"the answer to the healed context, {where}")
+
+
+def differing(turns: list[Turn], plain: list[Turn]) -> list[str]:
+    """Returns the turns whose answers differ, up to the first turn that was retokenized."""
+    found = []
+    for number, (turn, other) in enumerate(zip(turns, plain, strict=True)):
+        if turn.healed:
+            break
+        same = replace(other.said, cached_tokens=turn.said.cached_tokens)
+        if turn.said != same:
+            found.append(f"turn {number}: {turn.said}, without a session {other.said}")
+    return found
+
+
+def hold(house: House, script: Script, api: str, stream: bool, seen: Counter[str]) -> None:
+    """Holds a conversation with each retention, and checks that the answers are the same."""
+
+    def held(retention: str) -> list[Turn]:
+        return Held(house, api, stream, script, retention).run()
+
+    plain = held("")
+    noise = len(differing(held(""), plain))
+    seen["noise"] += noise
+    asked_for = ("tagged", "pinned") if stream or script is not questions else RETENTIONS
+    for retention in asked_for:
+        turns = held(retention)
+        found = differing(turns, plain)
+        assert len(found) <= noise, f"{retention}, with {noise} turns of noise: {found[0]}"
+        seen.update(turn.kind for turn in turns)
+        seen["healed"] += sum(turn.healed for turn in turns)
+
+
+def counted_alike(house: House, seen: Counter[str]) -> None:
+    """Checks that the agent's counters equal what the clients were told."""
+    counts = house.agent_counts()
+    ran = {kind: counts.get(("session_turns_total", kind), 0) for kind in ("pinned", "reopened")}
+    equal(ran, {kind: seen[kind] for kind in ran}, "turns by kind")
+    names = ("trimmed", "healed", "reopened", "diverged", "refused", "gone")
+    plans = {plan: counts.get(("trim_turns_total", plan), 0) for plan in names}
+    equal(plans["trimmed"] + plans["healed"], ran["pinned"], f"pinned turns, of {plans}")
+    equal(plans["reopened"], ran["reopened"], f"turns of fresh incarnations, of {plans}")
+    equal(plans["gone"], 0, f"turns gone before their plans, of {plans}")
+    assert plans["healed"] > 0, f"both kinds of plans: {plans}"
+
+
+@test
+def whole_histories_of_unchanged_clients_are_pinned_turns(fleet: Fleet) -> None:
+    house = House(fleet)
+    try:
+        house.start()
+        problems, seen = [], Counter()
+        for script, api, stream in HELD:
+            begin = time.monotonic()
+            problem = problem_of(lambda: hold(house, script, api, stream, seen))
+            name = f"{script.__name__} by {api}{', streamed' if stream else ''}"
+            mark = "FAILED" if problem else "ok"
+            print(f"    {name}  {mark}  ({time.monotonic() - begin:.1f} s)", flush=True)
+            problems += [f"{name}: {problem}"] if problem else []
+            house.start_over()
+        print(f"    {dict(seen)}", flush=True)
+        assert not problems, "\n".join(problems)
+        counted_alike(house, seen)
+    finally:
+        house.stop()

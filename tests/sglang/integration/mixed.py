@@ -1,0 +1,252 @@
+"""Deltas and full histories on one pinned session: no turn is answered on another context.
+
+A delta is a turn that holds only new tokens; the engine appends them to the history it has. A full
+history that differs must not replace that history while a client relies on it. Each client here
+keeps its own transcript in token ids and compares `prompt_tokens` and the answer with it.
+
+These tests run in an engine of their own, with the chat model, in which the shim trims.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from integration import wire
+from integration.clients import House
+from integration.fleet import MODEL, Fleet
+from integration.processes import wait_until
+from integration.runner import equal, test
+from integration.turns import delete_session, new_id
+
+ANSWER_TOKENS = 12
+EXPIRY_SECONDS_MAX = 60
+
+
+@dataclass
+class Client:
+    """A client of a session, with its own transcript."""
+
+    house: House
+    id: str
+    transcript: list[int] = field(default_factory=list)
+    # The number of transcript tokens that the session holds, as the client believes.
+    held: int = 0
+
+    def ids(self, text: str) -> list[int]:
+        return self.house.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def post(self, path: str, body: dict) -> wire.Answer:
+        return wire.post(f"{self.house.fleet.router_url}{path}", body)
+
+    def opens(self, **more: Any) -> None:
+        request = {"capacity_of_str_len": 1, "session_id": self.id, "streaming": True, **more}
+        answer = self.post("/open_session", request)
+        equal(answer.status, 200, f"the status of the open, {answer}")
+        self.held = 0
+
+    def closes(self) -> None:
+        equal(delete_session(self.house.fleet, self.id).status, 204, "the status of the close")
+
+    def delta(self, text: str) -> None:
+        """Sends a delta, which must be answered on this client's transcript."""
+        self.transcript += self.ids(text)
+        sent = self.transcript[self.held :]
+        self._checked(self._generate(sent, session_params={"id": self.id}))
+
+    def full(self, text: str, **more: Any) -> str:
+        """Sends a full history, which must be answered. Returns how it ran."""
+        self.transcript += self.ids(text)
+        answer = self._generate(self.transcript, session_id=self.id, **more)
+        self._checked(answer)
+        return answer.headers["x-berth-session-turn"]
+
+    def begins(self) -> None:
+        """Begins a pinned session with a full history, without opening the session before."""
+        request = self._body(self.ids("Another story"), session_id=self.id)
+        url = f"{self.house.fleet.router_url}/generate"
+        answer = wire.post(url, request, {"x-berth-retention": "pinned"})
+        equal(answer.status, 200, f"the status of {answer}")
+
+    def _checked(self, answer: wire.Answer) -> None:
+        equal(answer.status, 200, f"the status of {answer}")
+        said = answer.json()
+        own = len(self.transcript)
+        equal(said["meta_info"]["prompt_tokens"], own, "prompt tokens: the client's transcript")
+        engine_url = self.house.fleet.engine_url
+        alone = wire.post(f"{engine_url}/generate", self._body(self.transcript)).json()
+        equal(said["output_ids"], alone["output_ids"], "the answer to the client's transcript")
+        self.transcript += said["output_ids"]
+        self.held = len(self.transcript)
+
+    def refused(self, code: str, answer: wire.Answer) -> None:
+        equal(answer.status, 409, f"the status of {answer}")
+        equal(answer.json()["error"]["code"], code, "the code")
+
+    def refused_delta(self, code: str) -> None:
+        sent = self.ids(" and then?")
+        self.refused(code, self._generate(sent, session_params={"id": self.id}))
+
+    def refused_full(self, code: str, transcript: list[int], **more: Any) -> None:
+        self.refused(code, self._generate(transcript, session_id=self.id, **more))
+
+    def _generate(self, ids: list[int], **more: Any) -> wire.Answer:
+        return self.post("/generate", self._body(ids, **more))
+
+    def _body(self, ids: list[int], **more: Any) -> dict:
+        params = {"max_new_tokens": ANSWER_TOKENS, "temperature": 0}
+        return {"input_ids": ids, "sampling_params": params, **more}
+
+
+@contextmanager
+def house_of(fleet: Fleet) -> Iterator[House]:
+    house = House(fleet, "mixed")
+    try:
+        house.start()
+        yield house
+    finally:
+        house.stop()
+
+
+def client(house: House, other: Client | None = None) -> Client:
+    """Returns a client of a new session, or of the other client's session."""
+    return Client(house, other.id if other else new_id("mixed"))
+
+
+def used_to_deltas(house: House) -> Client:
+    first = client(house)
+    first.opens()
+    first.delta("The harbour master counts the ships that lie at the quay")
+    first.delta(" and writes them into the book that nobody reads")
+    return first
+
+
+@test
+def no_full_history_takes_the_place_of_what_clients_append_to(fleet: Fleet) -> None:
+    with house_of(fleet) as house:
+        a_history_that_differs_is_refused(house)
+        every_route_refuses_it(house)
+        a_history_that_continues_goes_on(house)
+        a_client_may_open_it_anew(house)
+        what_a_full_history_replaced_takes_no_delta(house)
+        what_expired_is_not_appended_to(house)
+        what_an_agents_successor_began_is_not_appended_to(house)
+        answers_that_ignore_their_end_cost_no_pin(house)
+
+
+def a_history_that_differs_is_refused(house: House) -> None:
+    first = used_to_deltas(house)
+    other = client(house, first).ids("Another story begins with another word, and goes on")
+    first.refused_full("whole_history", other)
+    first.delta(" except the gulls.")
+    first.refused_full("whole_history", first.transcript[:-3] + other)
+    first.refused_full("whole_history", first.transcript)
+    first.delta(" They read it twice.")
+    first.closes()
+
+
+def every_route_refuses_it(house: House) -> None:
+    first = used_to_deltas(house)
+    named = {"x-berth-session-id": first.id}
+    messages = [{"role": "user", "content": "Tell me another story."}]
+    chat = {"model": MODEL, "max_tokens": ANSWER_TOKENS, "messages": messages}
+    text = {"model": MODEL, "max_tokens": ANSWER_TOKENS, "prompt": "Another story."}
+    asked = {"model": MODEL, "max_output_tokens": ANSWER_TOKENS, "input": "Another story."}
+    for path, body in (
+        ("/v1/chat/completions", chat), ("/v1/completions", text), ("/v1/responses", asked),
+        ("/v1/messages", chat),
+    ):
+        for stream in (False, True):
+            url = f"{house.fleet.router_url}{path}"
+            answer = wire.post(url, body | {"stream": stream}, named)
+            first.refused("whole_history", answer)
+            # The session is free for its next turn as soon as the client receives the refusal.
+            first.delta(f" After {path} too.")
+    first.closes()
+
+
+def a_history_that_continues_goes_on(house: House) -> None:
+    first = used_to_deltas(house)
+    equal(first.full(" except the gulls."), "pinned", "how the full history ran")
+    first.delta(" They read it twice.")
+    equal(first.full(" And again."), "pinned", "how the full history ran")
+    first.closes()
+
+
+def a_client_may_open_it_anew(house: House) -> None:
+    first = used_to_deltas(house)
+    second = client(house, first)
+    opening = {"session_control": {"session_id": first.id, "action": "open"}}
+    equal(second.full("Another story", nvext=opening), "reopened", "how the full history ran")
+    first.refused_delta("delta_needs_open")
+    equal(second.full(" goes on."), "pinned", "how the full history ran")
+    second.closes()
+    third = client(house, first)
+    pinned = {"session_id": first.id, "retention": "pinned"}
+    wire.post(f"{house.fleet.router_url}/v1/sessions", pinned)
+    equal(third.full("A story", nvext=opening), "pinned", "how the first turn ran")
+    third.delta(" goes on.")
+    third.closes()
+
+
+def what_a_full_history_replaced_takes_no_delta(house: House) -> None:
+    first = client(house)
+    opening = {"session_control": {"session_id": first.id, "action": "open"}}
+    pinned = {"session_id": first.id, "retention": "pinned"}
+    wire.post(f"{house.fleet.router_url}/v1/sessions", pinned)
+    first.full("The harbour master counts the ships", nvext=opening)
+    first.delta(" one by one")
+    first.closes()
+    first.opens()
+    other = client(house, first)
+    equal(other.full("Another story"), "pinned", "how the other history ran")
+    first.refused_delta("delta_needs_open")
+    other.closes()
+    first.opens()
+    first.delta(" and the gulls.")
+    first.closes()
+
+
+def what_expired_is_not_appended_to(house: House) -> None:
+    first = client(house)
+    first.opens(timeout=1)
+    first.delta("The harbour master counts the ships")
+    url = f"{house.fleet.router_url}/v1/sessions/{first.id}"
+    gone = lambda: wire.get(url).status == 404  # noqa: E731
+    wait_until(house.fleet.agent, "rid of the session", gone, EXPIRY_SECONDS_MAX)
+    other = client(house, first)
+    other.begins()
+    first.refused_delta("delta_needs_open")
+    first.closes()
+
+
+def what_an_agents_successor_began_is_not_appended_to(house: House) -> None:
+    first = used_to_deltas(house)
+    house.fleet.stop_agent()
+    house.fleet.start_agent(settings=f'shim_socket = "{house.fleet.shim_socket}"\n')
+    house.fleet.wait_placing()
+    house.fleet.wait_trimming()
+    other = client(house, first)
+    other.begins()
+    first.refused_delta("delta_needs_open")
+    first.closes()
+
+
+def answers_that_ignore_their_end_cost_no_pin(house: House) -> None:
+    """Load generators set `ignore_eos`. Their answers hold end tokens that the answers' text lacks,
+    so each history differs from the session's context inside the last answer."""
+    session, messages, ran = new_id("endless"), [], []
+    url = f"{house.fleet.router_url}/v1/chat/completions"
+    for number in range(8):
+        messages.append({"role": "user", "content": f"What is number {number} on the list?"})
+        endless = {"ignore_eos": True} if number < 6 else {}
+        body = {"model": MODEL, "max_tokens": 40, "temperature": 0, "messages": messages, **endless}
+        answer = wire.post(url, body, {"x-berth-session-id": session})
+        equal(answer.status, 200, f"the status of {answer}")
+        ran.append(answer.headers["x-berth-session-turn"])
+        said = answer.json()["choices"][0]["message"]["content"]
+        messages.append({"role": "assistant", "content": said or ""})
+    print(f"    eight turns, six of them with ignore_eos: {' '.join(ran)}", flush=True)
+    assert "reopened" in ran, "no answer held an end token"
+    equal(ran[-1], "pinned", "how the last turn ran")
+    equal(set(ran[1:]) - {"pinned", "reopened"}, set(), "how later turns ran")

@@ -1,0 +1,94 @@
+"""Turns without a session pass through, on every route and by the clients that people use."""
+
+import anthropic
+import openai
+
+from integration import wire
+from integration.fleet import MODEL, WORKER, Fleet
+from integration.runner import equal, test
+from integration.turns import at_engine, chat_tokens, generate
+
+QUESTION = [{"role": "user", "content": "What is a berth?"}]
+# The client no longer has a parameter for the temperature; the engine still has one.
+MESSAGE = dict(model=MODEL, messages=QUESTION, max_tokens=9, extra_body={"temperature": 0})
+
+
+def openai_client(fleet: Fleet) -> openai.OpenAI:
+    base = f"{fleet.router_url}/v1"
+    return openai.OpenAI(base_url=base, api_key="integration", max_retries=0, timeout=60)
+
+
+def anthropic_client(fleet: Fleet) -> anthropic.Anthropic:
+    base = fleet.router_url
+    return anthropic.Anthropic(base_url=base, api_key="integration", max_retries=0, timeout=60)
+
+
+@test
+def a_generate_turn(fleet: Fleet) -> None:
+    turn = generate(fleet, "Ships lie here.", 12)
+    equal(turn.prompt_tokens, 15, "prompt tokens")
+    equal(turn.output_ids, at_engine(fleet, "Ships lie here.", 12).output_ids, "the answer")
+
+
+@test
+def a_chat_turn_by_the_openai_client(fleet: Fleet) -> None:
+    answer = openai_client(fleet).chat.completions.create(
+        model=MODEL, messages=QUESTION, max_tokens=9, temperature=0, extra_body={"ignore_eos": True}
+    )
+    equal(answer.usage.prompt_tokens, chat_tokens(QUESTION), "prompt tokens")
+    equal(answer.usage.completion_tokens, 9, "completion tokens")
+    equal(len(answer.choices[0].message.content), 9, "the answer's length")
+
+
+@test
+def a_streamed_chat_turn_by_the_openai_client(fleet: Fleet) -> None:
+    client = openai_client(fleet)
+    call = dict(model=MODEL, messages=QUESTION, max_tokens=9, temperature=0)
+    whole = client.chat.completions.create(**call).choices[0].message.content
+    parts, usage = [], None
+    stream = client.chat.completions.create(
+        **call, stream=True, stream_options={"include_usage": True}
+    )
+    for chunk in stream:
+        usage = chunk.usage or usage
+        parts += [choice.delta.content or "" for choice in chunk.choices]
+    equal("".join(parts), whole, "the streamed answer")
+    equal(usage.prompt_tokens, chat_tokens(QUESTION), "prompt tokens")
+
+
+@test
+def a_completion_by_the_openai_client(fleet: Fleet) -> None:
+    answer = openai_client(fleet).completions.create(
+        model=MODEL, prompt="Ships lie here.", max_tokens=12, temperature=0
+    )
+    equal(answer.usage.prompt_tokens, 15, "prompt tokens")
+    equal(answer.choices[0].text, at_engine(fleet, "Ships lie here.", 12).text, "the answer")
+
+
+@test
+def a_message_by_the_anthropic_client(fleet: Fleet) -> None:
+    answer = anthropic_client(fleet).messages.create(**MESSAGE)
+    usage = answer.usage
+    read = usage.input_tokens + (usage.cache_read_input_tokens or 0)
+    equal(read, chat_tokens(QUESTION), "prompt tokens")
+    equal(usage.output_tokens, 9, "completion tokens")
+
+
+@test
+def a_streamed_message_by_the_anthropic_client(fleet: Fleet) -> None:
+    client = anthropic_client(fleet)
+    whole = client.messages.create(**MESSAGE).content[0].text
+    with client.messages.stream(**MESSAGE) as stream:
+        equal("".join(stream.text_stream), whole, "the streamed answer")
+
+
+@test
+def the_models(fleet: Fleet) -> None:
+    equal([model.id for model in openai_client(fleet).models.list()], [MODEL], "the models")
+
+
+@test
+def the_workers(fleet: Fleet) -> None:
+    answer = wire.get(f"{fleet.router_url}/v1/workers")
+    equal(answer.status, 200, f"the status of {answer}")
+    assert f'"{WORKER}' in answer.body.decode(), f"no worker {WORKER!r} in {answer}"

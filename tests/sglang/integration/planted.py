@@ -1,0 +1,131 @@
+"""Faults planted in a real engine's pool: the page audit finds each and names its sessions.
+
+No turn runs on these sessions any more. The engine is one of its own, and of no use afterwards.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from integration import wire
+from integration.fleet import Fleet, start_engine
+from integration.pages import audit, faults
+from integration.processes import shim_env, wait_until
+from integration.runner import equal, test
+from integration.shim import text_of
+from integration.turns import Pinned, body, refused
+from integration.with_shim import by_shim
+
+# The engine looks for the file between two steps. A step takes 0.1 s on a busy machine.
+PLANT_SECONDS_MAX = 30
+MEET_SECONDS_MAX = 30
+
+PLUGIN = Path(__file__).resolve().parents[1] / "plant"
+
+
+class Planted(Fleet):
+    """A fleet whose engine plants the faults that a file names."""
+
+    @property
+    def file(self) -> Path:
+        return self.folder / "plant.json"
+
+    @property
+    def table(self) -> Path:
+        """The path where the engine publishes its rows; the rank is added at its end."""
+        return Path(f"/dev/shm/berth-integration-{os.getpid()}")
+
+    def start_engine(self) -> None:
+        env = shim_env(self.shim_socket, self.bin_dir)
+        env |= {
+            "PYTHONPATH": f"{PLUGIN}:{env['PYTHONPATH']}",
+            "BERTH_PLANT": str(self.file),
+            "BERTH_KV_TABLE": str(self.table),
+        }
+        self.engine, self.engine_url = start_engine(self.folder, self.page_size, env=env)
+        self.wait_engine()
+
+    def plant(self, fault: str, *sessions: str) -> None:
+        written = self.file.with_suffix(".new")
+        written.write_text(json.dumps({"fault": fault, "sessions": sessions}))
+        written.rename(self.file)
+        wait_until(self.engine, "planting", lambda: not self.file.exists(), PLANT_SECONDS_MAX)
+
+
+@contextmanager
+def planted(fleet: Fleet, name: str, settings: str = "") -> Iterator[Planted]:
+    """Starts a second fleet beside this one, whose shim is connected to its agent. `settings` are
+    further lines of the agent's settings file."""
+    folder = fleet.folder / name
+    folder.mkdir(exist_ok=True)
+    own = Planted(folder, fleet.bin_dir, fleet.page_size)
+    try:
+        own.start_engine()
+        own.start_agent(settings=f'shim_socket = "{own.shim_socket}"\n{settings}')
+        own.start_router()
+        wait_until(own.agent, "hearing from the shim", lambda: by_shim(own), MEET_SECONDS_MAX)
+        yield own
+    finally:
+        own.stop()
+        published(own).unlink(missing_ok=True)
+
+
+def _incarnation(fleet: Fleet, known: set[str]) -> str:
+    """The engine-side id of the session that was opened last."""
+    [new] = {one["incarnation"] for one in audit(fleet)["sessions"]} - known
+    known.add(new)
+    return new
+
+
+def published(fleet: Planted) -> Path:
+    return fleet.table.with_name(f"{fleet.table.name}-0")
+
+
+def _findings(fleet: Fleet) -> dict[str, Any]:
+    return {each["kind"]: each for each in faults(audit(fleet)["pages"])}
+
+
+def _turn(fleet: Fleet, session: Pinned) -> wire.Answer:
+    asked = body(" And now?", 5) | {"session_params": {"id": session.id}}
+    return wire.post(f"{fleet.router_url}/generate", asked)
+
+
+@test
+def what_is_planted_is_found_and_not_built_upon(fleet: Fleet) -> None:
+    with planted(fleet, "planted") as with_faults:
+        _check(with_faults)
+
+
+def _check(fleet: Planted) -> None:
+    known: set[str] = set()
+    sessions = []
+    for letter in "abcd":
+        session = Pinned(fleet)
+        # The answer is long because only the KV behind the prompt lies outside the radix tree.
+        session.turn(letter * 40 + text_of(10), 50)
+        sessions.append((session, _incarnation(fleet, known)))
+    (written, first), (sound, _), (one, third), (other, fourth) = sessions
+    equal(_findings(fleet), {}, "what is wrong before")
+    before = published(fleet).read_bytes()
+    sound.turn(" So?", 5)
+    assert published(fleet).read_bytes() != before, "no step of the turn was published"
+
+    fleet.plant("written", first)
+    found = _findings(fleet)
+    equal(list(found), ["changed"], "what is found after a write")
+    [named] = found["changed"]["named"]
+    equal(named["sessions"], [first], "whose page it was")
+    equal(refused(_turn(fleet, written), 409, "a turn on it"), "kv_corrupt", "the code")
+    sound.turn(" And you?", 10)
+
+    fleet.plant("aliased", third, fourth)
+    found = _findings(fleet)
+    equal(found["aliased"]["count"], 1, "pages that two sessions have")
+    [named] = found["aliased"]["named"]
+    equal(sorted(named["sessions"]), sorted([third, fourth]), "whose they are")
+    for session in (one, other):
+        equal(refused(_turn(fleet, session), 409, "a turn on it"), "kv_corrupt", "the code")
+    sound.turn(" And still?", 10)

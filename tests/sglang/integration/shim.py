@@ -1,0 +1,422 @@
+"""The shim inside the engine: what it reports is what the engine does.
+
+The engine always runs with the shim. These tests take the place of its agent and talk to the engine
+directly, so that nothing else changes the pool. `Listener` checks with every update that the five
+parts of the pool sum to its size.
+"""
+
+import os
+import statistics
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import Distribution
+from pathlib import Path
+
+from integration import wire
+from integration.fleet import POOL_TOKENS, ROWS, Fleet, start_engine, wait_engine
+from integration.listener import Listener, Session, Told
+from integration.processes import shim_env
+from integration.runner import equal, test
+from integration.turns import Turn, at_once, body, finished, new_id, quicken, slow_engine
+
+KNOWN_VERSION = "0.5.23"
+# The most events that the shim keeps until the agent reads them.
+EVENTS_MAX = 256
+
+
+class Direct:
+    """A streaming session opened directly at the engine."""
+
+    def __init__(self, fleet: Fleet, what: str = "shim"):
+        self.url = fleet.engine_url
+        self.id = new_id(what)
+        # The text that the engine holds; and for each turn, that text and the answer to it.
+        self.history = ""
+        self.turns: list[tuple[str, Turn]] = []
+        request = {"capacity_of_str_len": 100_000, "session_id": self.id, "streaming": True}
+        equal(wire.post(f"{self.url}/open_session", request).json(), self.id, "the session opened")
+        fleet.opened.append(self.id)
+
+    def __enter__(self) -> "Direct":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def send(self, text: str, tokens: int, rid: str | None = None) -> wire.Answer:
+        more = {"session_params": {"id": self.id}} | ({"rid": rid} if rid else {})
+        return wire.post(f"{self.url}/generate", body(text, tokens, **more))
+
+    def turn(self, text: str, tokens: int, rid: str | None = None) -> Turn:
+        turn = finished(self.send(text, tokens, rid))
+        self.history += text
+        equal(turn.prompt_tokens, len(self.history), "prompt tokens: the history and the new text")
+        self.turns.append((self.history, turn))
+        self.history += turn.text
+        return turn
+
+    def close(self) -> None:
+        wire.post(f"{self.url}/close_session", {"session_id": self.id})
+
+    def check_answers(self) -> None:
+        """Checks that each answer is the engine's own to the same text. Call it last, because it
+        leaves the text in the radix tree."""
+        for text, turn in self.turns:
+            alone = finished(wire.post(f"{self.url}/generate", body(text, turn.completion_tokens)))
+            equal(turn.output_ids, alone.output_ids, f"the answer to {text[-40:]!r}")
+
+
+def text_of(tokens: int) -> str:
+    """Returns a text of that many tokens that isn't cached."""
+    return (uuid.uuid4().hex * tokens)[:tokens]
+
+
+def whole_pages(fleet: Fleet, tokens: int) -> int:
+    return tokens // fleet.page_size * fleet.page_size
+
+
+def pages_up(fleet: Fleet, tokens: int) -> int:
+    return -(-tokens // fleet.page_size) * fleet.page_size
+
+
+@contextmanager
+def listening(fleet: Fleet, deaf: bool = False) -> Iterator[Listener]:
+    """Listens for the shim until it has connected, with nothing held in the pool."""
+    equal(fleet.baseline(), 0, "tokens held before the test")
+    with Listener(fleet.shim_socket, deaf) as listener:
+        listener.connected()
+        if not deaf:
+            listener.wait("the first update", lambda told: told.head)
+        yield listener
+
+
+def abort(fleet: Fleet, rid: str) -> None:
+    wire.post(f"{fleet.engine_url}/abort_request", {"rid": rid})
+
+
+def quiet(told: Told) -> bool:
+    """Whether nothing runs, waits or is uncached."""
+    return told.head.running == told.head.waiting == told.head.uncached == 0
+
+
+@test
+def it_says_who_it_is(fleet: Fleet) -> None:
+    with listening(fleet) as listener:
+        hello = listener.told.hello
+        reasons = (hello.inert, hello.undemotable, hello.unauditable)
+        equal(reasons, ("", "", ""), "why it doesn't work, or not wholly")
+        assert hello.device == "cpu" and hello.page_bytes > 0, f"where the pool lies: {hello}"
+        equal((hello.sglang, hello.dp_rank), (KNOWN_VERSION, 0), "version and rank")
+        equal(
+            (hello.page_size, hello.total, hello.rows_total), (fleet.page_size, POOL_TOKENS, ROWS),
+            "page size, pool and rows",
+        )
+        group = os.getpgid(hello.pid)
+        equal(group, fleet.engine.pid, "the process group of the pid it names")
+        [shim, *_] = shim_env(fleet.shim_socket, fleet.bin_dir)["PYTHONPATH"].split(":")
+        [folder] = Path(shim).glob("*.dist-info")
+        equal(hello.shim, Distribution.at(folder).version, "its version, as its metadata has it")
+
+
+@test
+def sessions_and_pool_are_told_to_the_token(fleet: Fleet) -> None:
+    with listening(fleet) as listener, Direct(fleet) as session:
+        equal(listener.event("opened", session.id), (True,), "opened")
+        protected = whole_pages(fleet, 40)
+        for turn, (history, rid) in enumerate([(60, "first"), (120, "second")]):
+            rid = new_id(rid)
+            session.turn(text_of(40), 20, rid)
+            equal(listener.event("committed", session.id), (rid, history, False), "committed")
+            told = listener.session(session.id, "the end of the turn", lambda s: not s.in_flight)
+            # The last token of an answer never goes through the model.
+            kv = history - 1
+            expected = Session(True, False, False, kv, kv, protected, history)
+            equal(told, expected, f"the session after turn {turn + 1}")
+            listener.wait("quiet", quiet)
+            head = listener.told.head
+            equal(head.held, pages_up(fleet, kv) - protected, "what sessions hold beside the tree")
+            equal((head.protected, head.rows_free), (protected, ROWS - 1), "protected, free rows")
+            used = head.total - head.available - head.evictable
+            equal(used, fleet.pool_used_tokens(), "used, as the engine's own /v1/loads has it")
+        session.close()
+        equal(listener.event("closed", session.id), (), "closed")
+        listener.wait("free rows", lambda told: told.head.rows_free == ROWS)
+        equal(listener.told.sessions, {}, "the sessions left")
+        equal(listener.told.head.held + listener.told.head.protected, 0, "tokens left")
+        equal(listener.told.head.recounts, 0, "sums that were found wrong")
+
+
+@test
+def a_turn_is_in_flight_and_a_close_waits_for_it(fleet: Fleet) -> None:
+    with listening(fleet) as listener, Direct(fleet) as session, slow_engine(fleet, 0.1):
+        def close_while_it_runs() -> None:
+            told = listener.session(
+                session.id, "a running turn", lambda s: s.in_flight and s.holds_row
+            )
+            equal(told.closing, False, "closing before the close")
+            listener.session(session.id, "growth", lambda s: s.allocated > told.allocated)
+            equal(listener.told.head.running, 1, "running requests")
+            session.close()
+            listener.session(session.id, "the close that waits", lambda s: s.closing)
+            assert ("closed", session.id) not in listener.told.events, "closed during its turn"
+            quicken(fleet)
+
+        at_once(lambda: session.turn(text_of(40), 60), close_while_it_runs)
+        equal(listener.event("committed", session.id)[1:], (100, False), "committed")
+        equal(listener.event("closed", session.id), (), "closed after its turn")
+        listener.wait("gone", lambda told: session.id not in told.sessions)
+
+
+@test
+def an_abort_lets_go_of_what_ran(fleet: Fleet) -> None:
+    with listening(fleet) as listener, Direct(fleet) as session:
+        session.turn(text_of(40), 20)
+        with slow_engine(fleet):
+            rid = new_id("abort")
+
+            def abort_it() -> None:
+                listener.session(session.id, "a running turn", lambda s: s.allocated > 80)
+                abort(fleet, rid)
+
+            answer, _ = at_once(lambda: session.send(text_of(20), 400, rid), abort_it)
+            equal(answer.json()["meta_info"]["finish_reason"]["type"], "abort", "the turn's end")
+        equal(listener.event("aborted", session.id), (True,), "aborted, its KV released")
+        told = listener.session(session.id, "the end", lambda s: not s.holds_row)
+        equal(told, Session(False, False, False, 0, 0, 0, 60), "the session, without the turn")
+        listener.wait("quiet", lambda told: quiet(told) and told.head.rows_free == ROWS)
+        # The abort put the session's KV into the radix tree, so the history is cached.
+        turn = session.turn("!?", 4)
+        equal(turn.cached_tokens, whole_pages(fleet, 60), "cached of the good history")
+
+
+@test
+def a_flush_takes_the_kv_and_leaves_the_history(fleet: Fleet) -> None:
+    with listening(fleet) as listener, Direct(fleet) as session:
+        session.turn(text_of(40), 20)
+        listener.wait("quiet", quiet)
+        fleet.flush()
+        told = listener.session(session.id, "the flush", lambda s: not s.holds_row)
+        equal(told, Session(False, False, False, 0, 0, 0, 60), "the session")
+        equal(listener.told.head.available, POOL_TOKENS, "free tokens")
+        equal(listener.told.head.recounts, 0, "sums that were found wrong")
+
+
+@test
+def an_agent_may_come_and_go(fleet: Fleet) -> None:
+    equal(fleet.baseline(), 0, "tokens held before the test")
+    with Direct(fleet) as session:
+        session.turn(text_of(40), 20)
+        instances = []
+        for round in range(2):
+            with Listener(fleet.shim_socket) as listener:
+                told = listener.session(session.id, "all there is", lambda s: s.holds_row)
+                equal(told.history, 60 + 20 * round, "its history")
+                instances.append(listener.told.hello.instance)
+                # Events are reported as they happen, too.
+                session.turn(text_of(5), 5)
+                equal(listener.event("committed", session.id)[1], 70 + 20 * round, "committed")
+            session.turn(text_of(5), 5)
+        equal(instances[0], instances[1], "the engine's instance")
+
+
+@test
+def a_deaf_agent_holds_nothing_up_and_hears_the_truth_later(fleet: Fleet) -> None:
+    with listening(fleet, deaf=True) as listener, Direct(fleet) as session:
+        # More than the socket's buffer takes, and then more events than the shim keeps.
+        for _ in range(3):
+            finished(session.send(text_of(5), 150))
+        for _ in range(EVENTS_MAX):
+            Direct(fleet, "brief").close()
+        listener.hear()
+        told = listener.wait("a loss", lambda told: told.head and told.head.events_lost and told)
+        listener.session(session.id, "the end", lambda s: s.history == 3 * 155 and not s.in_flight)
+        listener.wait("the closed gone", lambda told: list(told.sessions) == [session.id])
+        assert told.full_tables > 1, "no full table after the loss"
+        # No frame was torn: the sequence numbers went on, and the connection still works.
+        session.send(text_of(5), 5)
+        listener.session(session.id, "one more turn", lambda s: s.history == 3 * 155 + 10)
+
+
+@test
+def a_demoted_session_goes_on_where_it_was(fleet: Fleet) -> None:
+    with listening(fleet) as listener, Direct(fleet) as session:
+        equal(listener.demote("nobody"), "unknown", "the refusal of an unknown session")
+        equal(listener.demote(session.id), "no_kv", "the refusal of a session without KV")
+        session.turn(text_of(40), 20)
+        equal(listener.demote(session.id), "", "the refusal")
+        told = listener.session(session.id, "the demotion", lambda s: not s.holds_row)
+        equal(told, Session(False, False, False, 0, 0, 0, 60), "the demoted session")
+        listener.wait("quiet", lambda told: quiet(told) and told.head.rows_free == ROWS)
+        equal(fleet.pool_used_tokens(), 0, "tokens held")
+        equal(listener.demote(session.id), "no_kv", "the refusal of the second")
+        turn = session.turn(text_of(30), 20)
+        equal(turn.cached_tokens, whole_pages(fleet, 59), "cached: the history's whole pages")
+        turn = session.turn(text_of(30), 20)
+        equal(turn.cached_tokens, 109, "cached of a turn that was not demoted before")
+        session.check_answers()
+
+
+@test
+def only_an_idle_session_is_demoted(fleet: Fleet) -> None:
+    with listening(fleet) as listener, Direct(fleet) as session:
+        def demote_while_it_runs() -> None:
+            running = 45 + 40 + 3
+            listener.session(
+                session.id, "a running turn", lambda s: s.in_flight and s.allocated > running
+            )
+            equal(listener.demote(session.id), "in_flight", "the refusal during a turn")
+            # A refused overlapping turn clears the flag of the turn that runs: a flaw of SGLang.
+            equal(session.send("overlap", 1).status, 400, "the status of an overlapping turn")
+            listener.session(session.id, "the flag cleared", lambda s: not s.in_flight)
+            equal(listener.demote(session.id), "busy", "the refusal without the flag")
+            quicken(fleet)
+
+        session.turn(text_of(40), 5)
+        with slow_engine(fleet, 0.1):
+            at_once(lambda: session.turn(text_of(40), 60), demote_while_it_runs)
+        listener.wait("quiet", quiet)
+        equal(listener.demote(session.id), "", "the refusal afterwards")
+        session.check_answers()
+
+
+@test
+def a_turn_aborted_in_the_queue_leaves_nothing_to_demote(fleet: Fleet) -> None:
+    with listening(fleet) as listener, Direct(fleet) as session:
+        session.turn(text_of(40), 20)
+        rids = [new_id("plain") for _ in range(ROWS - 1)]
+
+        def abort_all() -> None:
+            listener.wait("a queued turn", lambda told: told.head.waiting)
+            abort(fleet, "queued-turn")
+            equal(listener.event("aborted", session.id), (False,), "aborted, its KV kept")
+            for rid in rids:
+                abort(fleet, rid)
+
+        def queue_it() -> None:
+            listener.wait("no free row", lambda told: told.head.rows_free == 0)
+            equal(session.send(text_of(30), 5, "queued-turn").json()["meta_info"]["finish_reason"]
+                  ["type"], "abort", "the turn's end")
+
+        def plain(rid: str) -> wire.Answer:
+            return wire.post(f"{fleet.engine_url}/generate", body(text_of(5), 400, rid=rid))
+
+        with slow_engine(fleet):
+            at_once(queue_it, abort_all, *(lambda rid=rid: plain(rid) for rid in rids))
+        listener.wait("quiet", quiet)
+        equal(listener.demote(session.id), "", "the refusal")
+        turn = session.turn(text_of(30), 20)
+        equal(turn.cached_tokens, whole_pages(fleet, 59), "cached: the history's whole pages")
+        session.check_answers()
+
+
+@test
+def fifty_demotions_keep_the_account(fleet: Fleet) -> None:
+    with listening(fleet) as listener:
+        sessions = [Direct(fleet) for _ in range(5)]
+        for round in range(10):
+            for place, session in enumerate(sessions):
+                before = max(0, len(session.history) - 1)
+                turn = session.turn(text_of(7 + place + round), 6)
+                if before:
+                    equal(turn.cached_tokens, whole_pages(fleet, before), "cached")
+            for session in sessions[round % 5:] + sessions[: round % 5]:
+                equal(listener.demote(session.id), "", "the refusal")
+            listener.wait("free rows", lambda told: told.head.rows_free == ROWS and quiet(told))
+            equal(fleet.pool_used_tokens(), 0, f"tokens held after round {round}")
+        equal(listener.told.head.recounts, 0, "sums that were found wrong")
+        for session in sessions:
+            session.check_answers()
+            session.close()
+        listener.wait("all closed", lambda told: not told.sessions)
+
+
+@test
+def a_sample_costs_the_same_with_200_sessions(fleet: Fleet) -> None:
+    with listening(fleet) as listener:
+        for others in (0, 200):
+            idle = [Direct(fleet, "idle") for _ in range(others)]
+            # Give KV to as many sessions as there are rows, less three.
+            for other in idle[: ROWS - 3]:
+                other.turn(text_of(5), 2)
+            with Direct(fleet) as session:
+                begin = len(listener.told.heads)
+                session.turn(text_of(40), 800)
+                listener.session(session.id, "the end", lambda s: s.history == 840)
+            heads = listener.resync().heads[begin:]
+            cost = sorted(
+                (b.samples_ns - a.samples_ns) / (b.samples - a.samples) / 1000
+                for a, b in zip(heads, heads[1:]) if b.samples > a.samples
+            )
+            assert len(cost) > 40, f"only {len(cost)} updates"
+            # With pages of one token each step is an update, so these are single samples. With
+            # larger pages each value is the mean over the steps of a page.
+            print(
+                f"    {others} other sessions: median {statistics.median(cost):.0f} us, "
+                f"p99 {cost[len(cost) * 99 // 100]:.0f} us a sample", flush=True,
+            )
+            equal(len(listener.told.sessions), others, "sessions told of")
+            for other in idle:
+                other.close()
+
+
+@test
+def a_hook_that_fails_silences_the_shim_and_not_the_engine(fleet: Fleet) -> None:
+    """Runs the shim in a process of its own, because no known request makes a hook fail."""
+    path = fleet.folder / "failing.sock"
+    env = shim_env(path, fleet.bin_dir)
+    code = (
+        "import sys, types, berth_shim\n"
+        "from berth_shim import wire\n"
+        "from berth_shim.link import Link\n"
+        "shim, batch = berth_shim._Shim(), object()\n"
+        "shim._hello = wire.Hello(1, 0, 1, 1, 1, bytes(16), '0.5.23', '0', '', '', '', '', '', 0)\n"
+        "shim._link = Link(sys.argv[1], True, wire.hello(shim._hello))\n"
+        "shim._link.start()\n"
+        "sys.stdin.readline()\n"
+        "def fail(batch): raise KeyError('gone in this version')\n"
+        "shim._sampler = types.SimpleNamespace(stepped=fail)\n"
+        "for _ in range(2): print(shim._step(lambda scheduler, batch: 'result', None, batch))\n"
+        "sys.stdin.readline()\n"
+    )
+    with Listener(path) as listener:
+        command = [sys.executable, "-B", "-c", code, str(path)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        with subprocess.Popen(command, env={**os.environ, **env}, **pipes) as process:
+            equal(listener.wait("hello", lambda told: told.hello).inert, "", "inert at first")
+            process.stdin.write("\n")
+            process.stdin.flush()
+            inert = listener.wait("inert", lambda told: told.hello and told.hello.inert)
+            equal(inert, "stepped: KeyError: 'gone in this version'", "why it is inert")
+            output, _ = process.communicate("\n", timeout=60)
+        equal(output.split(), ["result", "result"], "what the engine gets from its own function")
+
+
+@test
+def an_unknown_version_is_left_alone(fleet: Fleet) -> None:
+    folder = fleet.folder / "unknown"
+    folder.mkdir(exist_ok=True)
+    # Python runs this file first, so SGLang finds its version module loaded, with another version.
+    (folder / "sitecustomize.py").write_text(
+        "import sys, types\n"
+        "version = types.ModuleType('sglang._version')\n"
+        "version.__version__ = version.version = '0.5.99'\n"
+        "version.__version_tuple__ = version.version_tuple = (0, 5, 99)\n"
+        "sys.modules['sglang._version'] = version\n"
+    )
+    path = folder / "shim.sock"
+    env = shim_env(path, fleet.bin_dir)
+    env["PYTHONPATH"] = f"{folder}:{env['PYTHONPATH']}"
+    with Listener(path) as listener:
+        engine, url = start_engine(folder, fleet.page_size, env=env)
+        try:
+            wait_engine(engine, url)
+            hello = listener.wait("hello", lambda told: told.hello)
+            equal(hello.sglang, "0.5.99", "the version")
+            assert "0.5.99" in hello.inert and KNOWN_VERSION in hello.inert, hello.inert
+            finished(wire.post(f"{url}/generate", body("Hello", 5)))
+            equal(listener.told.heads, [], "updates of an inert shim")
+        finally:
+            engine.stop(0)

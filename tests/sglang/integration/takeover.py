@@ -1,0 +1,371 @@
+"""A killed agent leaves nothing behind, whatever it was doing: the next one closes its sessions.
+
+Each test kills the agent with SIGKILL while a tap holds exactly one step, checks what this leaves
+in the engine and in the journal, and starts the next agent. The state of the engine is taken from
+its own shim and from `/v1/loads`, not from Berth.
+"""
+
+import time
+
+from integration import wire
+from integration.fleet import ROWS, SETTLE_SECONDS_MAX, Fleet, free_addresses
+from integration.processes import answers_200, wait_until
+from integration.runner import equal, one_of, test
+from integration.succession import Succession, agent_figure, cut_off, succession
+from integration.turns import Pinned, body, generate, refused, slow_engine
+
+# At the slowed engine this answer takes longer than a takeover may.
+LONG_TOKENS = 1000
+HEARD_SECONDS_MAX = 30
+
+
+def idle_session(fleet: Fleet, text: str = "Keep this in mind. " * 10) -> Pinned:
+    session = Pinned(fleet)
+    session.turn(text, 20)
+    return session
+
+
+def running(agents: Succession) -> None:
+    """Waits until the only session has a running turn."""
+    agents.listener.wait(
+        "a running turn",
+        lambda told: told.head.running == 1
+        and any(session.in_flight and session.holds_row for session in told.sessions.values()),
+    )
+
+
+@test
+def an_open_was_not_yet_at_the_engine(fleet: Fleet) -> None:
+    with succession(fleet) as agents:
+        hold = agents.tap.hold_request("/open_session")
+        opened = agents.open()
+        agents.die(hold, journalled=1, inside=0)
+        cut_off(opened)
+        agents.succeed()
+
+
+@test
+def an_open_was_not_yet_answered(fleet: Fleet) -> None:
+    with succession(fleet) as agents:
+        hold = agents.tap.hold_answer("/open_session")
+        opened = agents.open()
+        agents.die(hold)
+        cut_off(opened)
+        agents.succeed()
+
+
+@test
+def a_session_was_open_without_a_turn(fleet: Fleet) -> None:
+    with succession(fleet) as agents:
+        Pinned(fleet)
+        agents.die()
+        agents.succeed()
+
+
+@test
+def a_session_was_idle_with_its_kv(fleet: Fleet) -> None:
+    with succession(fleet) as agents:
+        session = idle_session(fleet)
+        agents.die()
+        [left] = agents.inside().values()
+        assert left.holds_row and left.allocated >= len(session.history) - 1, f"it holds {left}"
+        agents.succeed()
+
+
+@test
+def a_turn_was_not_yet_at_the_engine(fleet: Fleet) -> None:
+    with succession(fleet) as agents:
+        session = idle_session(fleet)
+        hold = agents.tap.hold_request("/generate")
+        turn = agents.client(_whole_turn, fleet, session)
+        agents.die(hold)
+        cut_off(turn)
+        agents.succeed()
+
+
+@test
+def a_streamed_turn_ran(fleet: Fleet) -> None:
+    with succession(fleet) as agents:
+        session = idle_session(fleet)
+        with slow_engine(fleet):
+            stream = session.send(" Tell me all.", LONG_TOKENS, stream=True)
+            next(stream.events())
+            running(agents)
+            agents.die()
+            agents.start()
+            agents.finish()
+        agents.all_is_free()
+
+
+@test
+def a_streamed_turn_runs_on(fleet: Fleet) -> None:
+    with succession(fleet) as agents:
+        agents.tap.hides_ends = True
+        session = idle_session(fleet)
+        with slow_engine(fleet):
+            stream = session.send(" Tell me all.", LONG_TOKENS, stream=True)
+            next(stream.events())
+            running(agents)
+            agents.die()
+            equal(agents.listener.told.head.running, 1, "turns that run without an agent")
+            agents.start()
+            agents.finish()
+        agents.all_is_free()
+
+
+@test
+def a_whole_turn_ran(fleet: Fleet) -> None:
+    with succession(fleet) as agents:
+        session = idle_session(fleet)
+        with slow_engine(fleet):
+            turn = agents.client(_whole_turn, fleet, session)
+            running(agents)
+            agents.die()
+            cut_off(turn)
+            agents.start()
+            agents.finish()
+        agents.all_is_free()
+
+
+@test
+def a_turn_was_in_the_engines_queue(fleet: Fleet) -> None:
+    with succession(fleet) as agents, slow_engine(fleet, 0.08):
+        agents.tap.hides_ends = True
+        session = Pinned(fleet)
+        # Every row is taken for half a minute by turns that the agents don't know of.
+        others = [
+            wire.stream(f"{fleet.engine_url}/generate", body(f"{n:02} others", 300, stream=True))
+            for n in range(ROWS)
+        ]
+        agents.listener.wait("full rows", lambda told: told.head.running == ROWS)
+        turn = agents.client(_whole_turn, fleet, session)
+        agents.listener.wait(
+            "the turn in the queue",
+            lambda told: told.head.waiting == 1
+            and any(s.in_flight and not s.holds_row for s in told.sessions.values()),
+        )
+        agents.die()
+        cut_off(turn)
+        agents.start()
+        agents.finish()
+        head = agents.listener.told.head
+        equal((head.running, head.rows_free), (ROWS, 0), "the others' turns, and free rows")
+        for other in others:
+            other.vanish()
+        agents.all_is_free()
+
+
+@test
+def a_close_was_not_yet_at_the_engine(fleet: Fleet) -> None:
+    with succession(fleet) as agents:
+        session = idle_session(fleet)
+        hold = agents.tap.hold_request("/close_session")
+        session.close()
+        agents.die(hold)
+        agents.succeed()
+
+
+@test
+def a_close_was_not_yet_answered(fleet: Fleet) -> None:
+    with succession(fleet) as agents:
+        session = idle_session(fleet)
+        hold = agents.tap.hold_answer("/close_session")
+        session.close()
+        agents.die(hold, inside=0)
+        agents.succeed()
+
+
+@test
+def a_close_was_not_yet_confirmed(fleet: Fleet) -> None:
+    """The agent confirms a close by opening the session's id again, so the id is open once more."""
+    with succession(fleet) as agents:
+        session = idle_session(fleet)
+        hold = agents.tap.hold_answer("/open_session")
+        session.close()
+        agents.die(hold)
+        [left] = agents.inside().values()
+        equal((left.holds_row, left.history), (False, 0), "what the session's successor holds")
+        agents.succeed()
+
+
+@test
+def two_sessions_were_at_different_steps(fleet: Fleet) -> None:
+    with succession(fleet) as agents:
+        agents.tap.hides_ends = True
+        session = idle_session(fleet)
+        with slow_engine(fleet):
+            turn = agents.client(_whole_turn, fleet, session)
+            running(agents)
+            hold = agents.tap.hold_answer("/open_session")
+            opened = agents.open()
+            agents.die(hold, journalled=2, inside=2)
+            cut_off(turn)
+            cut_off(opened)
+            agents.start()
+            agents.finish()
+        agents.all_is_free()
+
+
+@test
+def the_next_agents_were_killed_too(fleet: Fleet) -> None:
+    with succession(fleet) as agents:
+        agents.tap.hides_ends = True
+        session = idle_session(fleet)
+        with slow_engine(fleet):
+            turn = agents.client(_whole_turn, fleet, session)
+            running(agents)
+            agents.die()
+            cut_off(turn)
+            hold = agents.tap.hold_request("/abort_request")
+            agents.start()
+            agents.die(hold)
+            equal(agents.listener.told.head.running, 1, "turns, before anyone has aborted one")
+            for hold, inside in (
+                (agents.tap.hold_request("/close_session"), 1),
+                (agents.tap.hold_answer("/close_session"), 0),
+                # The id is open once more, because the agent opened it to confirm the close.
+                (agents.tap.hold_answer("/open_session"), 1),
+            ):
+                agents.start()
+                agents.die(hold, inside=inside)
+        agents.succeed()
+
+
+@test
+def the_last_line_was_cut(fleet: Fleet) -> None:
+    """An incomplete line of the journal was never acted on. It spoils neither the lines before
+    it nor the lines that the next agent writes."""
+    with succession(fleet) as agents:
+        session = idle_session(fleet)
+        for path, kind in (("/generate", "turn"), ("/open_session", "opening")):
+            hold = agents.tap.hold_request(path)
+            asked = agents.client(_whole_turn, fleet, session) if kind == "turn" else agents.open()
+            agents.die(hold, journalled=1 if kind == "turn" else 2)
+            cut_off(asked)
+            text = agents.journal.read_text()
+            last = text.splitlines()[-1]
+            equal(last.split(" ")[0], kind, f"the kind of the journal's last line, {last!r}")
+            agents.journal.write_text(text[: -len(last) // 2])
+            agents.start()
+            agents.finish()
+            agents.all_is_free()
+            session = idle_session(fleet)
+        session.close()
+
+
+@test
+def the_engine_was_restarted_too(fleet: Fleet) -> None:
+    with succession(fleet) as agents:
+        idle_session(fleet)
+        agents.die()
+        fleet.kill_engine()
+        fleet.start_engine()
+        agents.tap.lead_to(fleet.engine_url)
+        agents.listener.connected()
+        before = len(agents.tap.exchanges("/close_session"))
+        agents.start()
+        agents.finish()
+        fleet.wait_placing()
+        after = len(agents.tap.exchanges("/close_session"))
+        equal(after, before, "closes of sessions that another engine had")
+        agents.all_is_free()
+
+
+@test
+def the_engine_was_out_of_reach_for_a_moment(fleet: Fleet) -> None:
+    """The agent takes its unreachable engine for ended; then the engine is back with all its
+    sessions. No agent dies here, and the journal is used all the same."""
+    with succession(fleet) as agents:
+        closing, left = idle_session(fleet), idle_session(fleet)
+        hold = agents.tap.hold_request("/close_session")
+        closing.close()
+        hold.wait()
+        agents.tap.refuse()
+        url = f"http://{fleet.agent_admin}/readyz"
+        wait_until(fleet.agent, "without its engine", lambda: not answers_200(url), SETTLE_SECONDS_MAX)
+        hold.drop()
+        equal(len(agents.inside()), 2, "sessions inside the engine")
+        agents.tap.take_again()
+        wait_until(fleet.agent, "back at its engine", lambda: answers_200(url), SETTLE_SECONDS_MAX)
+        agents.finish()
+        answer = wire.post(f"{fleet.router_url}/generate", _another(left))
+        code = refused(answer, 409, "a turn of the other session")
+        equal(code, "session_lost", "the code")
+        left.close()
+        agents.all_is_free()
+
+
+@test
+def a_second_agent_is_kept_off_until_the_first_has_gone(fleet: Fleet) -> None:
+    with succession(fleet) as agents:
+        session = idle_session(fleet)
+        written = agents.journal.read_text()
+        second = fleet.launch_agent("second", free_addresses(3), agents.tap.url)
+        equal(second.wait(SETTLE_SECONDS_MAX), 1, f"the second agent's exit status\n{second.log_tail()}")
+        said = second.log_tail(1)
+        assert "another agent is in charge of this engine" in said, f"it said: {said}"
+        equal(agents.journal.read_text(), written, "the first one's journal")
+        session.turn(" Still there?", 10)
+        agents.die()
+        agents.succeed()
+
+
+@test
+def an_open_during_the_takeover_waits_and_plain_turns_dont(fleet: Fleet) -> None:
+    with succession(fleet) as agents:
+        idle_session(fleet)
+        agents.die()
+        hold = agents.tap.hold_request("/close_session")
+        agents.start()
+        hold.wait()
+        fleet.wait_placing()
+        early = agents.client(Pinned, fleet)
+        wait_until(
+            fleet.agent, "asked for a session", lambda: agent_figure(fleet, "sessions") == 1,
+            SETTLE_SECONDS_MAX,
+        )
+        generate(fleet, "Meanwhile?", 6)
+        equal(agent_figure(fleet, "rows_held"), 1, "rows counted until the close")
+        equal(len(agents.left_open()), 1, "sessions that were opened or are yet to be closed")
+        assert not early.done(), f"the open didn't wait: {early.exception()}"
+        hold.let_go()
+        session = early.result()
+        session.turn("Thank you.", 10)
+        session.close()
+        agents.finish()
+        agents.all_is_free()
+
+
+@test
+def the_old_sessions_are_unknown_and_their_ids_start_anew(fleet: Fleet) -> None:
+    with succession(fleet) as agents:
+        sessions = [idle_session(fleet), Pinned(fleet)]
+        agents.die(journalled=2, inside=2)
+        agents.start()
+        begin = time.monotonic()
+        for session in sessions:
+            url = f"{fleet.router_url}/generate"
+            while (answer := wire.post(url, _another(session))).status == 503:
+                refused(answer, 503, "a turn before the router has heard of the new agent")
+                assert time.monotonic() < begin + HEARD_SECONDS_MAX, f"still {answer}"
+            one_of(answer.status, (404, 409), f"the status of a turn of an old session ({answer})")
+            refused(answer, answer.status, "a turn of an old session")
+        seconds = time.monotonic() - begin
+        print(f"    heard {seconds:.2f} s after the new agent was ready", flush=True)
+        for session in sessions:
+            # If the answer were 200 instead of 201, a client would assume that its history was
+            # kept.
+            again = Pinned(fleet, session.id)
+            again.turn("From the start, then.", 10)
+            again.close()
+        agents.finish()
+        agents.all_is_free()
+
+
+def _whole_turn(fleet: Fleet, session: Pinned) -> wire.Answer:
+    request = body(" Tell me all.", LONG_TOKENS, session_params={"id": session.id})
+    return wire.post(f"{fleet.router_url}/generate", request)
+
+
+def _another(session: Pinned) -> dict:
+    return body(" Where were we?", 6, session_params={"id": session.id})

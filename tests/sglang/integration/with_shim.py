@@ -1,0 +1,132 @@
+"""Tests with the shim: an exact ledger, confirmed closes, idle sessions that give up their KV.
+
+An idle session keeps its history. The suite's other tests run the agent without the shim's
+connection, on its slower sources. Each test here restarts the agent on the socket where the
+engine's shim looks for it, and afterwards without it.
+"""
+
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from integration import wire
+from integration.fleet import POOL_TOKENS, SETTLE_SECONDS_MAX, Fleet
+from integration.ledger import figures, wait_figures
+from integration.processes import wait_until
+from integration.runner import equal, test
+from integration.shim import Direct, text_of
+from integration.turns import Pinned, Turn, at_engine, finished, wait_session
+
+CLOSES = 200
+
+
+@contextmanager
+def with_shim(fleet: Fleet, settings: str = "") -> Iterator[None]:
+    """Connects the agent to the shim, with nothing in the pool."""
+    equal(fleet.wait_pool(0), 0, "what the tests before have left in the pool")
+    fleet.restart_agent(settings=f'shim_socket = "{fleet.shim_socket}"\n{settings}')
+    try:
+        wait_until(fleet.agent, "hearing from the shim", lambda: by_shim(fleet), SETTLE_SECONDS_MAX)
+        yield
+    finally:
+        fleet.restart_agent()
+
+
+def by_shim(fleet: Fleet) -> bool:
+    load = wire.get(f"{fleet.router_url}/v1/workers").json()["workers"][0]["load"]
+    return load["pool_used_tokens"]["source"] == "shim"
+
+
+@test
+def shared_prefixes_count_once(fleet: Fleet) -> None:
+    with with_shim(fleet):
+        sessions = [Pinned(fleet) for _ in range(3)]
+        for number, session in enumerate(sessions):
+            session.turn("The same beginning of all of them. " * 3 + str(number), 10)
+        used = fleet.pool_at_rest()
+        alone = sum(-(-(len(s.history) - 1) // fleet.page_size) for s in sessions)
+        assert 0 < used < alone * fleet.page_size, f"{used} tokens used: nothing is shared"
+        wait_figures(fleet, {"pinned_tokens": used, "pool_used_tokens": used, "rows_held": 3})
+        for session in sessions:
+            session.close()
+        wait_figures(fleet, {"pinned_tokens": 0, "pool_used_tokens": 0, "rows_held": 0})
+
+
+@test
+def sessions_of_others_are_seen(fleet: Fleet) -> None:
+    with with_shim(fleet):
+        with Direct(fleet) as foreign:
+            foreign.turn(text_of(40), 20)
+            pages = -(-59 // fleet.page_size) * fleet.page_size
+            wait_figures(fleet, {"foreign_tokens": pages, "pinned_tokens": pages, "rows_held": 1})
+        wait_figures(fleet, {"foreign_tokens": 0, "pinned_tokens": 0, "rows_held": 0})
+
+
+@test
+def an_idle_session_gives_its_kv_up_and_keeps_its_history(fleet: Fleet) -> None:
+    budget = 800 / POOL_TOKENS
+    with with_shim(fleet, f"demote_idle_ms = 1\npin_budget_ratio = {budget}\n"):
+        idle, other = Pinned(fleet), Pinned(fleet)
+        idle.turn(text_of(400), 20)
+        other.turn(text_of(500), 20)
+        wait_session(fleet, idle.id, "state", "demoted")
+        wait_figures(fleet, {"rows_held": 1})
+        time.sleep(0.01)
+        # Now the other session has to give up its KV.
+        text = " Where were we?"
+        turn = finished(wire.post(f"{fleet.router_url}/generate", {
+            "text": text, "session_params": {"id": idle.id},
+            "sampling_params": {"max_new_tokens": 10, "temperature": 0, "ignore_eos": True},
+        }))
+        whole = idle.history + text
+        equal(turn.prompt_tokens, len(whole), "prompt tokens: the whole history")
+        pages = (len(idle.history) - 1) // fleet.page_size * fleet.page_size
+        equal(turn.cached_tokens, pages, "cached tokens: the history's whole pages, from the tree")
+        _same_answer(fleet, whole, turn)
+        wait_session(fleet, other.id, "state", "demoted")
+        for session in (idle, other):
+            session.close()
+
+
+def _same_answer(fleet: Fleet, whole: str, turn: Turn) -> None:
+    alone = at_engine(fleet, whole, turn.completion_tokens)
+    equal(turn.output_ids, alone.output_ids, "the answer to the whole history")
+
+
+@test
+def what_is_closed_is_free_at_once(fleet: Fleet) -> None:
+    with with_shim(fleet):
+        before = _closes(fleet)
+        for _ in range(CLOSES):
+            session = Pinned(fleet)
+            session.turn("Short.", 4)
+            session.close()
+        equal(fleet.wait_pool(0), 0, "tokens held by closed sessions")
+
+        def confirmed() -> int:
+            after = _closes(fleet)
+            counts.update({limit: after[limit] - before.get(limit, 0) for limit in after})
+            return counts.get(float("inf"), 0)
+
+        counts: dict[float, int] = {}
+        # The engine has closed all sessions; the shim's last confirmations may still be on the way.
+        wait_until(
+            fleet.agent, "told of its closes", lambda: confirmed() >= CLOSES, SETTLE_SECONDS_MAX
+        )
+        equal(counts[float("inf")], CLOSES, "closes that were confirmed")
+        shown = ", ".join(f"p{share} within {_within(counts, share) * 1000:.1f} ms" for share in (50, 99))
+        print(f"    {CLOSES} closes: {shown}", flush=True)
+
+
+def _closes(fleet: Fleet) -> dict[float, int]:
+    """The number of closes by the most seconds they took, by the agent's own account."""
+    text = wire.get(f"http://{fleet.agent_admin}/metrics").body.decode()
+    found = re.findall(r'berth_agent_close_seconds_bucket\{le="([^"]+)"\} (\d+)', text)
+    return {float(limit.replace("+Inf", "inf")): int(count) for limit, count in found}
+
+
+def _within(counts: dict[float, int], share: int) -> float:
+    """Returns the smallest bound in seconds that this percentage of the closes kept."""
+    needed = counts[float("inf")] * share / 100
+    return min(limit for limit, count in counts.items() if count >= needed)
