@@ -38,7 +38,7 @@ from integration import (  # noqa: F401
     preamble,
     takeover,
     overlap,
-    pieces,
+    stages,
     ends,
 )
 

@@ -95,18 +95,18 @@ def chat(clients: Clients, stream: bool, system: str, history: list[dict], ask: 
         thought = getattr(message, "reasoning_content", None) or ""
         return _said(message.content, thought, calls, choice.finish_reason, answer.usage)
     text, thought, finish, usage = "", "", "", None
-    pieces: dict[int, list[str]] = {}
+    calls: dict[int, list[str]] = {}
     for chunk in answer:
         usage = chunk.usage or usage
         for choice in chunk.choices:
             finish = choice.finish_reason or finish
             text += choice.delta.content or ""
             thought += getattr(choice.delta, "reasoning_content", None) or ""
-            for piece in choice.delta.tool_calls or []:
-                found = pieces.setdefault(piece.index, ["", ""])
-                found[0] += piece.function.name or ""
-                found[1] += piece.function.arguments or ""
-    return _said(text, thought, pieces.values(), finish, usage)
+            for delta in choice.delta.tool_calls or []:
+                found = calls.setdefault(delta.index, ["", ""])
+                found[0] += delta.function.name or ""
+                found[1] += delta.function.arguments or ""
+    return _said(text, thought, calls.values(), finish, usage)
 
 
 def completions(clients: Clients, stream: bool, system: str, history: list[dict], ask: Ask) -> Said:

@@ -43,8 +43,8 @@ def tree_of_one_node(page_size: int) -> UnifiedTreeCore:
     return tree
 
 
-def pieces(page_size: int, clock: Callable[[], float]) -> list[float]:
-    """Publishes a tree again. Returns the milliseconds of each step."""
+def chunk_times(page_size: int, clock: Callable[[], float]) -> list[float]:
+    """Publishes a tree again. Returns the milliseconds of each chunk."""
     tree = tree_of_one_node(page_size)
     publisher = SimpleNamespace(
         enable_kv_cache_events=True, publish_kv_events=lambda: tree.kv_events.take() and None
@@ -68,7 +68,7 @@ def main() -> None:
     for page_size in (1, 16):
         # Other load on the machine shows in `perf_counter`, but not in `thread_time`.
         for clock in (time.thread_time, time.perf_counter):
-            runs = [pieces(page_size, clock) for _ in range(TIMES)]
+            runs = [chunk_times(page_size, clock) for _ in range(TIMES)]
             longest = ", ".join(f"{max(run):.1f}" for run in runs)
             print(
                 f"pages of {page_size:2}, {clock.__name__:12}: {len(runs[-1])} steps, "

@@ -281,7 +281,7 @@ def an_aborted_turn_leaves_no_trace(engine: Engine) -> None:
     conversation.goes_on()
     conversation.says("A long one.")
     with slowly(engine):
-        _vanish(engine, conversation, pieces=4)
+        _vanish(engine, conversation, chunks=4)
     running = conversation.plan
     conversation.in_tree = True
     reply = _ask_until_it_is_over(conversation)
@@ -313,7 +313,7 @@ def an_abort_after_a_retraction_leaves_nobody_knows_what(engine: Engine) -> None
         conversation.says("A long one.")
         with slowly(engine):
             beside = [lambda: wire.post(f"{engine.url}/generate", noise)] * 3
-            at_once(*beside, lambda: _vanish(engine, conversation, pieces=12))
+            at_once(*beside, lambda: _vanish(engine, conversation, chunks=12))
         running = conversation.plan
         conversation.in_tree = True
         _ask_until_it_is_over(conversation)
@@ -339,14 +339,14 @@ def slowly(engine: Engine) -> Iterator[None]:
         equal(wire.post(url, {"forward_sleep_time": 0}).status, 200, "slow_down off")
 
 
-def _vanish(engine: Engine, conversation: Conversation, pieces: int) -> None:
+def _vanish(engine: Engine, conversation: Conversation, chunks: int) -> None:
     """Requests a long answer and disconnects before its end."""
     more = {"ignore_eos": True, "model": MODEL, "temperature": 0, "stream": True}
     headers = mark(conversation.session)
     url = f"{engine.url}/v1/chat/completions"
     vanishing = wire.stream(url, conversation.body(400, **more), headers)
     events = vanishing.events()
-    for _ in range(pieces):
+    for _ in range(chunks):
         next(events)
     vanishing.vanish()
 

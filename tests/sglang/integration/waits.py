@@ -96,21 +96,21 @@ def clients(url: str, options: argparse.Namespace) -> tuple[list[float], list[fl
 
 
 def measure(fleet: Fleet, options: argparse.Namespace) -> dict[int, list[tuple]]:
-    """Runs the rounds of both agents. Returns them by `piece_ms`, which is 0 without staged
+    """Runs the rounds of both agents. Returns them by `prefill_stage_ms`, which is 0 without staged
     prefill."""
     rounds: dict[int, list[tuple]] = {0: [], PIECE_MS: []}
     for number in range(options.rounds):
         order = (0, PIECE_MS) if number % 2 == 0 else (PIECE_MS, 0)
-        for piece_ms in order:
+        for prefill_stage_ms in order:
             shim = f'shim_socket = "{fleet.shim_socket}"\n'
-            fleet.restart_agent(settings=f"{shim}piece_ms = {piece_ms}\n")
+            fleet.restart_agent(settings=f"{shim}prefill_stage_ms = {prefill_stage_ms}\n")
             wait_until(fleet.router, "hearing of the engine's blocks",
                        lambda: known(fleet) == "live", BERTH_START_SECONDS_MAX)
             # The agent measures the engine's rate with this prompt, before anything counts.
             first_token_ms(fleet.router_url, prompt(options.long_tokens))
             short, long = clients(fleet.router_url, options)
-            rounds[piece_ms].append((short, long))
-            say(f"round {number + 1}, piece_ms {piece_ms}: {cells(short)} {cells(long)}")
+            rounds[prefill_stage_ms].append((short, long))
+            say(f"round {number + 1}, prefill_stage_ms {prefill_stage_ms}: {cells(short)} {cells(long)}")
     return rounds
 
 
@@ -131,9 +131,9 @@ def table(rounds: dict[int, list[tuple]]) -> str:
     head = f"{'':>9} {'prompts':>6} {'ttft p50':>8} {'p90':>8} {'mean':>8}"
     lines = [head]
     for kind, name in enumerate(("short", "long")):
-        for piece_ms, done in rounds.items():
+        for prefill_stage_ms, done in rounds.items():
             waits = [wait for one in done for wait in one[kind]]
-            lines.append(f"{name:>5} {piece_ms:>3}  {cells(waits)}")
+            lines.append(f"{name:>5} {prefill_stage_ms:>3}  {cells(waits)}")
         ratios = [
             statistics.mean(with_pieces[kind]) / statistics.mean(whole[kind])
             for whole, with_pieces in zip(rounds[0], rounds[PIECE_MS])

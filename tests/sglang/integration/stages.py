@@ -15,7 +15,7 @@ from integration.runner import equal, test
 from integration.turns import Turn, chat_body, chat_tokens, finished, sampling
 
 # The smallest stage that the agent uses; a prompt in the suite's small context has several.
-PIECE_TOKENS = 256
+STAGE_TOKENS = 256
 LONG_TOKENS = CONTEXT_TOKENS - 200
 
 
@@ -25,11 +25,11 @@ class House:
     def __init__(self, fleet: Fleet):
         self.fleet = fleet
 
-    def pieces(self) -> int:
-        return count(self.fleet.agent_admin, "berth_agent_lane_pieces", "computed")
+    def stages(self) -> int:
+        return count(self.fleet.agent_admin, "berth_agent_staged_prefill_stages", "computed")
 
-    def laned(self, outcome: str) -> int:
-        return count(self.fleet.router_admin, "berth_router_slow_lane", outcome)
+    def staged_prefills(self, outcome: str) -> int:
+        return count(self.fleet.router_admin, "berth_router_staged_prefills", outcome)
 
     def generate(self, url: str, ids: list[int]) -> Turn:
         request = {"input_ids": ids, "sampling_params": sampling(8)}
@@ -59,7 +59,7 @@ class House:
     def found(self, cached: int, tokens: int) -> None:
         """Checks that all of the prompt was in the cache but the part that the turn computes
         itself."""
-        least = tokens - PIECE_TOKENS - self.fleet.page_size
+        least = tokens - STAGE_TOKENS - self.fleet.page_size
         assert least <= cached < tokens, f"{cached} of {tokens} tokens were in the cache"
 
 
@@ -67,7 +67,7 @@ class House:
 def house(fleet: Fleet) -> Iterator[House]:
     shim = f'shim_socket = "{fleet.shim_socket}"\n'
     try:
-        fleet.restart_agent(settings=f"{shim}piece_ms = 1\n")
+        fleet.restart_agent(settings=f"{shim}prefill_stage_ms = 1\n")
         one = House(fleet)
         wait_until(fleet.router, "hearing of the engine's blocks",
                    lambda: one.kv()[0] == "live", BERTH_START_SECONDS_MAX)
@@ -92,12 +92,12 @@ def a_long_prompt_is_computed_before_its_turn_and_answered_the_same(fleet: Fleet
         ids = list(letters("A harbour by its ids", LONG_TOKENS).encode())
         alone = one.generate(fleet.engine_url, ids)
         one.forget()
-        before = one.pieces()
+        before = one.stages()
         turn = one.generate(fleet.router_url, ids)
         equal(turn.output_ids, alone.output_ids, "the answer")
         one.found(turn.cached_tokens, LONG_TOKENS)
-        pieces = one.pieces() - before
-        assert pieces >= LONG_TOKENS // (PIECE_TOKENS + 16) - 1, f"only {pieces} pieces"
+        stages = one.stages() - before
+        assert stages >= LONG_TOKENS // (STAGE_TOKENS + 16) - 1, f"only {stages} stages"
 
 
 @test
@@ -109,16 +109,16 @@ def a_chat_is_computed_before_its_turn_once_an_engine_has_told_its_beginning(fle
         one.forget()
         # No engine has published a block of this chat, so the router can't be sure of its token
         # ids.
-        before, pieces = one.laned("no_ids"), one.pieces()
+        before, stages = one.staged_prefills("no_ids"), one.stages()
         alone, _ = one.chat(fleet.router_url, long)
-        equal((one.laned("no_ids"), one.pieces()), (before + 1, pieces), "no ids, and pieces")
+        equal((one.staged_prefills("no_ids"), one.stages()), (before + 1, stages), "no ids, and stages")
         one.forget()
         one.chat(fleet.router_url, [system, {"role": "user", "content": "Who is in?"}])
         wait_until(fleet.router, "hearing of the system prompt",
                    lambda: one.kv()[1] >= 300 // 64, BERTH_START_SECONDS_MAX)
-        before, pieces = one.laned("computed"), one.pieces()
+        before, stages = one.staged_prefills("computed"), one.stages()
         answer, cached = one.chat(fleet.router_url, long)
         equal(answer, alone, "the answer")
         one.found(cached, tokens)
-        equal(one.laned("computed"), before + 1, "prompts computed before")
-        assert one.pieces() > pieces, "no piece was computed"
+        equal(one.staged_prefills("computed"), before + 1, "prompts computed before")
+        assert one.stages() > stages, "no stage was computed"
