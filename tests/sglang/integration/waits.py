@@ -35,7 +35,7 @@ FLAGS = [
 SHORT_TOKENS = 100
 SHORT_CLIENTS = 3
 # The agent's default.
-PIECE_MS = 600
+STAGE_MS = 600
 ANSWER_SECONDS_MAX = 300
 
 
@@ -98,9 +98,9 @@ def clients(url: str, options: argparse.Namespace) -> tuple[list[float], list[fl
 def measure(fleet: Fleet, options: argparse.Namespace) -> dict[int, list[tuple]]:
     """Runs the rounds of both agents. Returns them by `prefill_stage_ms`, which is 0 without staged
     prefill."""
-    rounds: dict[int, list[tuple]] = {0: [], PIECE_MS: []}
+    rounds: dict[int, list[tuple]] = {0: [], STAGE_MS: []}
     for number in range(options.rounds):
-        order = (0, PIECE_MS) if number % 2 == 0 else (PIECE_MS, 0)
+        order = (0, STAGE_MS) if number % 2 == 0 else (STAGE_MS, 0)
         for prefill_stage_ms in order:
             shim = f'shim_socket = "{fleet.shim_socket}"\n'
             fleet.restart_agent(settings=f"{shim}prefill_stage_ms = {prefill_stage_ms}\n")
@@ -110,7 +110,8 @@ def measure(fleet: Fleet, options: argparse.Namespace) -> dict[int, list[tuple]]
             first_token_ms(fleet.router_url, prompt(options.long_tokens))
             short, long = clients(fleet.router_url, options)
             rounds[prefill_stage_ms].append((short, long))
-            say(f"round {number + 1}, prefill_stage_ms {prefill_stage_ms}: {cells(short)} {cells(long)}")
+            setting = f"prefill_stage_ms {prefill_stage_ms}"
+            say(f"round {number + 1}, {setting}: {cells(short)} {cells(long)}")
     return rounds
 
 
@@ -135,8 +136,8 @@ def table(rounds: dict[int, list[tuple]]) -> str:
             waits = [wait for one in done for wait in one[kind]]
             lines.append(f"{name:>5} {prefill_stage_ms:>3}  {cells(waits)}")
         ratios = [
-            statistics.mean(with_pieces[kind]) / statistics.mean(whole[kind])
-            for whole, with_pieces in zip(rounds[0], rounds[PIECE_MS])
+            statistics.mean(staged[kind]) / statistics.mean(whole[kind])
+            for whole, staged in zip(rounds[0], rounds[STAGE_MS])
         ]
         lines.append(
             f"{name:>5}, mean with staged prefill by mean without: median of rounds "
