@@ -1,7 +1,7 @@
 //! The contract between a Berth router and a worker agent.
 //!
 //! It holds the gRPC schema and the domain types that both sides share. It depends on no other
-//! package of Berth and does no I/O, except in [`process`].
+//! package of Berth and does no I/O. Code that runs both processes is in the package `service`.
 //!
 //! - [`v1`]: the wire messages, generated from `schema/agent/v1/agent.proto`.
 //! - [`id`]: validated identifiers.
@@ -14,7 +14,6 @@
 //! - [`block`]: routing blocks, the unit in which both sides say which KV is resident where.
 //! - [`body`]: the top level of a JSON request body, by byte range.
 //! - [`table`]: the hash table on which both sides build their indexes of blocks.
-//! - [`process`]: operations code of both binaries: tasks, admin port, settings, refusals.
 
 pub mod block;
 pub mod body;
@@ -23,7 +22,6 @@ pub mod id;
 pub mod kv;
 pub mod load;
 pub mod model;
-pub mod process;
 pub mod staged_prefill;
 pub mod table;
 

@@ -15,7 +15,7 @@ use axum::{
     routing::{get, post},
 };
 use http::StatusCode;
-use proto::process::refusal::Refusal;
+use service::refusal::Refusal;
 
 use crate::{
     shared::Shared,

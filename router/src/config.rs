@@ -12,8 +12,8 @@ use std::{
 
 use clap::Parser;
 use http::Uri;
-use proto::process::settings::{self, Problems};
 use serde::{Deserialize, Serialize};
+use service::settings::{self, Problems};
 
 /// The most agents that one router follows. Each agent costs a connection and a task; a larger
 /// fleet needs several routers.

@@ -12,8 +12,8 @@ use proto::{
     claim::Claim,
     id::{Digest, SessionKey},
     load::Retention,
-    process::refusal::Refusal,
 };
+use service::refusal::Refusal;
 use tracing::debug;
 
 use crate::{

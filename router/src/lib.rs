@@ -56,7 +56,7 @@ use hyper_util::{
 };
 use parking_lot::Mutex;
 use prometheus_client::registry::Registry;
-use proto::process::{
+use service::{
     admin::{self, Admin},
     budget::BodyBudget,
     server,

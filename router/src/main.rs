@@ -4,11 +4,11 @@ use std::{io::Write as _, process::ExitCode};
 
 use anyhow::Context as _;
 use clap::Parser as _;
-use proto::process::{log, settings, signal, tasks::Tasks};
 use router::{
     Listeners,
     config::{Args, Config},
 };
+use service::{log, settings, signal, tasks::Tasks};
 
 fn main() -> ExitCode {
     let args = match Args::try_parse() {

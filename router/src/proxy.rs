@@ -18,10 +18,8 @@ use http::{HeaderMap, HeaderName, HeaderValue, Method, Response, StatusCode, Uri
 use http_body::{Body, Frame, SizeHint};
 use http_body_util::Full;
 use hyper::body::Incoming;
-use proto::{
-    claim::{self, Claim},
-    process::budget::HeldBody,
-};
+use proto::claim::{self, Claim};
+use service::budget::HeldBody;
 use tokio::{sync::OwnedSemaphorePermit, time::Sleep};
 
 use crate::{

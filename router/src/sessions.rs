@@ -10,8 +10,8 @@ use http::StatusCode;
 use proto::{
     id::SessionKey,
     load::{Retention, Session},
-    process::refusal::Refusal,
 };
+use service::refusal::Refusal;
 use tokio::sync::oneshot;
 use tonic::Code;
 

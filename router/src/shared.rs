@@ -13,10 +13,8 @@ use bytes::Bytes;
 use http_body_util::Full;
 use hyper_util::client::legacy::{Client, connect::HttpConnector};
 use parking_lot::Mutex;
-use proto::{
-    id::SessionKey,
-    process::{budget::BodyBudget, tasks::Tasks},
-};
+use proto::id::SessionKey;
+use service::{budget::BodyBudget, tasks::Tasks};
 use tokio::sync::{Semaphore, mpsc};
 
 use crate::{

@@ -9,11 +9,8 @@ use std::sync::Arc;
 use axum::response::Response;
 use http::{Method, request::Parts};
 use hyper::body::Incoming;
-use proto::{
-    body::Object,
-    id::SessionKey,
-    process::{budget::HeldBody, refusal::Refusal},
-};
+use proto::{body::Object, id::SessionKey};
+use service::{budget::HeldBody, refusal::Refusal};
 use tokio::sync::OwnedSemaphorePermit;
 use tracing::{debug, info, warn};
 

@@ -8,7 +8,7 @@ use std::{
     time::Duration,
 };
 
-use proto::process::tasks::Tasks;
+use service::tasks::Tasks;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use worker_agent::{Listeners, config::Config};
@@ -80,7 +80,7 @@ impl Agent {
             listeners.admin.local_addr()?,
         );
         let stop = CancellationToken::new();
-        let epoch = proto::process::epoch();
+        let epoch = service::epoch();
         let ended = tokio::spawn(worker_agent::run(config, listeners, epoch, stop.clone()));
         Ok(Self { data, control, admin, stop, ended, _state: state })
     }

@@ -11,8 +11,8 @@ use proto::{
     claim::Claim,
     id::SessionKey,
     load::{Description, LoadReport, PageAudit, Retention, Session},
-    process::tasks::Tasks,
 };
+use service::tasks::Tasks;
 use tokio::sync::{broadcast, mpsc, oneshot, watch};
 
 use self::owner::Owner;

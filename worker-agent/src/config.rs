@@ -6,8 +6,8 @@ use std::{net::SocketAddr, os::unix::fs::MetadataExt as _, path::PathBuf, time::
 
 use clap::{Parser, Subcommand};
 use http::{HeaderValue, Uri};
-use proto::process::settings::{self, Problems};
 use serde::{Deserialize, Serialize};
+use service::settings::{self, Problems};
 
 use crate::{
     gpu::select::Selector,

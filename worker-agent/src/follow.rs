@@ -8,8 +8,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::process::tasks::Tasks;
 use serde_json::Value;
+use service::tasks::Tasks;
 use tokio::sync::{Notify, watch};
 use tracing::{debug, info, warn};
 

@@ -10,9 +10,9 @@ use proto::{
     claim,
     id::SessionKey,
     load::Retention,
-    process::tasks::Tasks,
     v1::{self, load_event::Event, worker_agent_server as server},
 };
+use service::tasks::Tasks;
 use tokio::sync::{Semaphore, broadcast::error::RecvError, mpsc, watch};
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;

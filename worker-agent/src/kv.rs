@@ -25,7 +25,8 @@ mod zmtp;
 
 use std::{sync::Arc, time::Duration};
 
-use proto::{process::tasks::Tasks, v1};
+use proto::v1;
+use service::tasks::Tasks;
 use tokio::sync::{Semaphore, mpsc};
 use tokio_util::sync::CancellationToken;
 use tonic::Status;

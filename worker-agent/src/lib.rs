@@ -38,7 +38,7 @@ pub mod turn;
 use std::{sync::Arc, time::Duration};
 
 use prometheus_client::registry::Registry;
-use proto::process::{
+use service::{
     admin::{self, Admin},
     budget::BodyBudget,
     server, settings,

@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use clap::Parser;
-use proto::process::{log, settings};
+use service::{log, settings};
 use tokio_util::sync::CancellationToken;
 use worker_agent::{
     Listeners,
@@ -51,8 +51,8 @@ fn main() -> ExitCode {
 async fn run(config: Config) -> anyhow::Result<()> {
     let listeners = Listeners::bind(&config)?;
     let stop = CancellationToken::new();
-    let signalled = proto::process::signal::stop()?;
-    let epoch = proto::process::epoch();
+    let signalled = service::signal::stop()?;
+    let epoch = service::epoch();
     let running = worker_agent::run(config, listeners, epoch, stop.clone());
     let mut running = std::pin::pin!(running);
     tokio::select! {

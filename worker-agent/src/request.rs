@@ -11,13 +11,13 @@ use bytes::Bytes;
 use proto::{
     body::{self, OWNED_KEYS, Object, Part},
     load::Retention,
-    process::refusal::Refusal,
 };
 use serde::{
     Deserializer,
     de::{self, DeserializeSeed, SeqAccess, Visitor},
 };
 use serde_json::value::RawValue;
+use service::refusal::Refusal;
 
 use crate::{
     route::Kind,

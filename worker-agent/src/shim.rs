@@ -21,7 +21,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::process::tasks::Tasks;
+use service::tasks::Tasks;
 use tokio::sync::mpsc;
 
 use self::{codec::Command, outbox::Outbox, peers::Peers};

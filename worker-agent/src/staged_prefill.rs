@@ -22,10 +22,10 @@ use parking_lot::Mutex;
 use proto::{
     claim,
     load::{Description, LoadReport, RankLoad, StagedPrefill},
-    process::{budget::HeldBody, refusal::Refusal},
     staged_prefill::{LEFT, PREFILL_TOKENS_PER_S_ASSUMED, decode, stage_tokens},
 };
 use serde::Deserialize;
+use service::{budget::HeldBody, refusal::Refusal};
 use tokio::sync::{Notify, watch};
 use tracing::debug;
 

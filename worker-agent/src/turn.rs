@@ -26,10 +26,8 @@ use axum::{
 use bytes::Bytes;
 use http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header};
 use http_body::{Frame, SizeHint};
-use proto::{
-    claim::{self, Claim},
-    process::{budget::BodyBudget, refusal::Refusal, tasks::Tasks},
-};
+use proto::claim::{self, Claim};
+use service::{budget::BodyBudget, refusal::Refusal, tasks::Tasks};
 use tokio::sync::Notify;
 use tracing::{debug, warn};
 

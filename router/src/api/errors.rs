@@ -5,7 +5,8 @@
 use std::time::Duration;
 
 use http::StatusCode;
-use proto::{claim, process::refusal::Refusal};
+use proto::claim;
+use service::refusal::Refusal;
 
 use crate::{affinity::Full, placement::NoWorker, proxy, request};
 

@@ -6,8 +6,8 @@ use axum::{
     response::{IntoResponse as _, Response},
 };
 use http::StatusCode;
-use proto::process::refusal::Refusal;
 use serde_json::{Value, json};
+use service::refusal::Refusal;
 
 use super::{Desk, conclude};
 use crate::{placement::Figures, recent::Record, shared::now, view::ClusterView};

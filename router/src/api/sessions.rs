@@ -9,9 +9,10 @@ use axum::{
     response::{IntoResponse as _, Response},
 };
 use http::{HeaderMap, StatusCode};
-use proto::{id::SessionKey, load::Retention, process::refusal::Refusal};
+use proto::{id::SessionKey, load::Retention};
 use serde::Deserialize;
 use serde_json::{Value, json};
+use service::refusal::Refusal;
 
 use super::{Desk, conclude, errors};
 use crate::{control::Opening, request, sessions::Seen, shared::Shared};

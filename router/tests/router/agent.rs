@@ -29,7 +29,6 @@ use proto::{
     kv::{self, RankChange},
     load::{ModelFiles, Retention, Session, SessionState},
     model,
-    process::{refusal::Refusal, tasks::Tasks},
     v1::{
         self,
         load_event::Event,
@@ -37,6 +36,7 @@ use proto::{
         worker_agent_server::{WorkerAgent, WorkerAgentServer},
     },
 };
+use service::{refusal::Refusal, tasks::Tasks};
 use tokio::sync::{Semaphore, mpsc};
 use tokio_stream::{Stream, wrappers::ReceiverStream, wrappers::TcpListenerStream};
 use tonic::Status;

@@ -10,8 +10,8 @@ use hyper_util::{
     client::legacy::{Client, connect::HttpConnector},
     rt::TokioExecutor,
 };
-use proto::process::tasks::Tasks;
 use router::{Listeners, config::Config};
+use service::tasks::Tasks;
 use tokio::sync::oneshot;
 
 use crate::agent::Agent;

@@ -19,8 +19,8 @@ use proto::{
     claim::Claim,
     id::SessionKey,
     load::{Description, LoadReport, PromptPlace, Retention, Session},
-    process::tasks::Tasks,
 };
+use service::tasks::Tasks;
 use tokio::sync::{broadcast, mpsc, oneshot, watch};
 use tracing::{debug, error, info, warn};
 

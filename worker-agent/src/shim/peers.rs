@@ -2,7 +2,7 @@
 
 use std::{collections::HashMap, path::Path, sync::Arc};
 
-use proto::process::tasks::Tasks;
+use service::tasks::Tasks;
 use tokio::sync::{Semaphore, mpsc, watch};
 use tracing::warn;
 

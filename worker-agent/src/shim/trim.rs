@@ -13,7 +13,7 @@ mod talk;
 
 use std::path::Path;
 
-use proto::process::tasks::Tasks;
+use service::tasks::Tasks;
 use tokio::sync::mpsc;
 
 use self::talk::Plans;

@@ -17,7 +17,7 @@ use http_body::{Frame, SizeHint};
 use http_body_util::BodyExt;
 use hyper::body::Incoming;
 use hyper_util::client::legacy::ResponseFuture;
-use proto::process::refusal::Refusal;
+use service::refusal::Refusal;
 use tokio::{sync::oneshot, time::Sleep};
 use tracing::debug;
 

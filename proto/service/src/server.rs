@@ -15,7 +15,7 @@ use tokio::{net::TcpListener, sync::Semaphore};
 use tokio_io_timeout::TimeoutStream;
 use tracing::{debug, warn};
 
-use super::tasks::Tasks;
+use crate::tasks::Tasks;
 
 /// Bytes of a request's line and headers; longer ones are answered with 431.
 pub const HEADER_BYTES_MAX: usize = 32 * 1024;

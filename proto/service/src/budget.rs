@@ -10,7 +10,7 @@ use http_body::Body;
 use http_body_util::BodyExt;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-use super::refusal::Refusal;
+use crate::refusal::Refusal;
 
 /// Accounting unit. A semaphore is only guaranteed to count to 2^29, so the budget counts KiB.
 const UNIT_BYTES: usize = 1024;

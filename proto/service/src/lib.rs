@@ -1,7 +1,16 @@
 //! Operations code that the router and the agent share.
 //!
-//! Named tasks with one policy each, an HTTP server with limits, an admin port, settings, logs, and
-//! one format of refusal. No decision of the router or the agent is made here.
+//! It depends on `proto` and on no other package of Berth. No decision of the router or the agent is
+//! made here.
+//!
+//! - [`admin`]: the admin port with metrics, readiness and settings.
+//! - [`budget`]: the limit on request bodies in memory.
+//! - [`log`]: logs on standard error.
+//! - [`refusal`]: the format of every HTTP refusal.
+//! - [`server`]: an HTTP server with limits.
+//! - [`settings`]: settings from a TOML file.
+//! - [`signal`]: the signals that stop a process.
+//! - [`tasks`]: named tasks with one policy each.
 
 pub mod admin;
 pub mod budget;

@@ -7,8 +7,7 @@ use std::time::Duration;
 
 use axum::response::{IntoResponse, Response};
 use http::{HeaderValue, StatusCode, header};
-
-use crate::claim;
+use proto::claim;
 
 /// A refusal made by Berth itself, never by the engine.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
