@@ -302,7 +302,7 @@ async fn slices_are_devices_of_their_own_and_as_well_as_their_gpu() {
     let found = |snapshot: &Snapshot| snapshot.basis == Basis::Processes;
     let found = snapshot(&gpus, "the engine's slice", found).await;
     assert_eq!(ours(&found), ["MIG-2"]);
-    let device = &found.devices(tokio::time::Instant::now().into_std(), 0)[0];
+    let device = &found.devices(service::clock::now(), 0)[0];
     assert_eq!((device.parent_uuid.as_deref(), device.index), (Some("GPU-a"), Some(0)));
     assert_eq!(device.engine_bytes.map(|figure| figure.value), Some(GIB));
     assert_eq!((device.memory_total_bytes, device.power_milliwatts), (Some(16 * GIB), None));

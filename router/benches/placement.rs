@@ -159,7 +159,7 @@ fn question(digest: u64) -> Question<'static> {
 }
 
 fn placement(criterion: &mut Criterion) {
-    let now = tokio::time::Instant::now().into_std();
+    let now = service::clock::now();
     let mut group = criterion.benchmark_group("placement");
     for workers in [8, 32, 128, 1024] {
         let (view, index) = (fleet(workers, now), filled(workers));

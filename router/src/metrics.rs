@@ -203,7 +203,7 @@ pub(crate) struct FleetCollector(pub(crate) Arc<View>);
 
 impl Collector for FleetCollector {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
-        let now = tokio::time::Instant::now().into_std();
+        let now = service::clock::now();
         let view = self.0.load();
         let workers = Family::<InState, Gauge>::default();
         for state in WorkerState::ALL {

@@ -158,7 +158,7 @@ async fn made<T: Send + 'static>(
 }
 
 fn unix_s() -> u64 {
-    service::epoch() / 1_000_000_000
+    service::clock::unix_ns() / 1_000_000_000
 }
 
 /// When a failed fetch is tried again, and after how many tries.

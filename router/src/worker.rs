@@ -151,7 +151,7 @@ impl Watcher {
     }
 
     async fn tell(&self, update: Update) -> Result<(), ()> {
-        let now = tokio::time::Instant::now().into_std();
+        let now = service::clock::now();
         self.updates.send((self.agent, update, now)).await.map_err(drop)
     }
 }

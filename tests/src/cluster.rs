@@ -80,7 +80,7 @@ impl Agent {
             listeners.admin.local_addr()?,
         );
         let stop = CancellationToken::new();
-        let epoch = service::epoch();
+        let epoch = service::clock::unix_ns();
         let ended = tokio::spawn(worker_agent::run(config, listeners, epoch, stop.clone()));
         Ok(Self { data, control, admin, stop, ended, _state: state })
     }

@@ -278,7 +278,7 @@ mod tests {
     const INTERVAL: Duration = Duration::from_secs(10);
 
     fn start() -> Instant {
-        tokio::time::Instant::now().into_std()
+        service::clock::now()
     }
 
     /// A report of a pool of 100 pages, of which two sessions hold ten, with these findings.

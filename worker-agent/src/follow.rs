@@ -3,13 +3,10 @@
 //! It reads the engine's description when the engine answers, then samples its load, and detects
 //! when the engine is gone or has become another process. It decides nothing.
 
-use std::{
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::{sync::Arc, time::Duration};
 
 use serde_json::Value;
-use service::tasks::Tasks;
+use service::{clock::now, tasks::Tasks};
 use tokio::sync::{Notify, watch};
 use tracing::{debug, info, warn};
 
@@ -81,10 +78,6 @@ async fn look(follower: &Follower) -> Result<(Box<Info>, Sample), engine::Error>
     let (info, source, feed) = follower.engine.info().await?;
     follower.kv.feed(feed);
     Ok((Box::new(with_model(info, source, follower).await), first))
-}
-
-fn now() -> Instant {
-    tokio::time::Instant::now().into_std()
 }
 
 fn down(error: &engine::Error) -> EngineNews {

@@ -26,6 +26,7 @@ use std::{
 };
 
 use nvml_wrapper::Nvml;
+use service::clock::now;
 use tokio::sync::watch;
 use tracing::{error, info, warn};
 
@@ -137,10 +138,6 @@ pub fn watch(settings: Settings) -> std::io::Result<Gpus> {
     // The channel also ends if the thread ends because there is no NVML.
     let _ = first.recv_timeout(FIRST_MAX);
     Ok(Gpus { snapshot, schedulers: Arc::new(schedulers), wake })
-}
-
-fn now() -> Instant {
-    tokio::time::Instant::now().into_std()
 }
 
 /// The state of the GPU thread.

@@ -292,7 +292,7 @@ async fn staged_prefill_runner(queues: Option<Arc<Queues>>, turns: &Turns) -> Op
         turns: turns.clone(),
         report: watch.report,
         description: watch.description,
-        start: tokio::time::Instant::now().into_std(),
+        start: service::clock::now(),
     })
 }
 

@@ -52,7 +52,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
     let listeners = Listeners::bind(&config)?;
     let stop = CancellationToken::new();
     let signalled = service::signal::stop()?;
-    let epoch = service::epoch();
+    let epoch = service::clock::unix_ns();
     let running = worker_agent::run(config, listeners, epoch, stop.clone());
     let mut running = std::pin::pin!(running);
     tokio::select! {

@@ -71,7 +71,7 @@ mod tests {
 
     #[test]
     fn an_engine_that_runs_nothing_while_turns_wait_is_stuck() {
-        let start = tokio::time::Instant::now().into_std();
+        let start = service::clock::now();
         let at = |seconds| start + Duration::from_secs(seconds);
         let mut progress = Progress::default();
         assert_eq!(progress.sampled(&sample(at(0), 1, 0, 5), STALL), None);
@@ -84,7 +84,7 @@ mod tests {
 
     #[test]
     fn a_long_prefill_is_no_stall() {
-        let start = tokio::time::Instant::now().into_std();
+        let start = service::clock::now();
         let mut progress = Progress::default();
         for second in 0..100 {
             let at = start + Duration::from_secs(second);

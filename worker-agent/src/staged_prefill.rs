@@ -284,7 +284,7 @@ impl Runner {
     }
 
     fn enter(&self, prompt: &Prompt, tokens_per_s: u64) -> Result<Place<'_>, Refusal> {
-        let now = tokio::time::Instant::now().into_std().saturating_duration_since(self.start);
+        let now = service::clock::now().saturating_duration_since(self.start);
         let ticket = self.queues.with(prompt.dp_rank, |queue| {
             queue.measured(tokens_per_s);
             queue.enter(prompt.left(), now)

@@ -6,6 +6,7 @@ use std::{sync::Arc, time::Instant};
 
 use arc_swap::ArcSwap;
 use proto::load::Description;
+use service::clock::now;
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
@@ -136,8 +137,4 @@ async fn sleep_until(deadline: Option<Instant>) {
         Some(deadline) => tokio::time::sleep_until(deadline.into()).await,
         None => std::future::pending().await,
     }
-}
-
-fn now() -> Instant {
-    tokio::time::Instant::now().into_std()
 }

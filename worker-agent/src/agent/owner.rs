@@ -20,7 +20,7 @@ use proto::{
     id::SessionKey,
     load::{Description, LoadReport, PromptPlace, Retention, Session},
 };
-use service::tasks::Tasks;
+use service::{clock::now, tasks::Tasks};
 use tokio::sync::{broadcast, mpsc, oneshot, watch};
 use tracing::{debug, error, info, warn};
 
@@ -98,10 +98,6 @@ struct Drain {
     /// that arrives before its turn.
     deadline: Instant,
     done: Option<oneshot::Sender<()>>,
-}
-
-fn now() -> Instant {
-    tokio::time::Instant::now().into_std()
 }
 
 impl Owner {

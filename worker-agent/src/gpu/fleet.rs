@@ -336,16 +336,14 @@ impl Seen {
 
 #[cfg(test)]
 mod tests {
+    use service::clock::now;
+
     use super::{
         super::reading::{Memory, Process, Trouble},
         *,
     };
 
     const GIB: u64 = 1 << 30;
-
-    fn now() -> Instant {
-        tokio::time::Instant::now().into_std()
-    }
 
     fn gpu(index: u32) -> Identity {
         Identity { uuid: format!("GPU-{index}"), index, ..Identity::default() }

@@ -57,7 +57,7 @@ impl Collector for Devices {
         for metric in of_devices(&snapshot).into_iter().chain(of_pools(&report)) {
             metric.encode(&mut encoder)?;
         }
-        age(&snapshot, tokio::time::Instant::now().into_std(), &mut encoder)
+        age(&snapshot, service::clock::now(), &mut encoder)
     }
 }
 

@@ -245,7 +245,7 @@ mod tests {
     }
 
     fn pids(processes: &mut Processes, schedulers: &[Scheduler]) -> Vec<(u32, Option<u32>)> {
-        let now = tokio::time::Instant::now().into_std();
+        let now = service::clock::now();
         let (members, _) = processes.members(now, schedulers);
         let mut pids: Vec<_> = members.iter().map(|one| (one.pid, one.dp_rank)).collect();
         pids.sort_unstable();

@@ -99,7 +99,7 @@ mod tests {
     }
 
     fn start() -> Instant {
-        tokio::time::Instant::now().into_std()
+        service::clock::now()
     }
 
     fn told(rate: &Rate) -> Option<u64> {

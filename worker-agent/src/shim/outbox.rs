@@ -195,13 +195,9 @@ fn facts(dp_rank: u32, update: &Update, at: Instant) -> RankFacts {
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
+    use service::clock::now;
 
     use super::*;
-
-    #[expect(clippy::disallowed_methods, reason = "any instant does")]
-    fn now() -> Instant {
-        Instant::now()
-    }
 
     fn session(id: &str, history: u32) -> SessionFacts {
         SessionFacts { id: id.into(), history_tokens: history, ..SessionFacts::default() }

@@ -202,7 +202,7 @@ impl Connection {
         let Self { reading, writing, unsent } = self;
         while talk.accepts() {
             let Some(message) = reading.frames.next(T::decode)? else { break };
-            talk.take(message, tokio::time::Instant::now().into_std())?;
+            talk.take(message, service::clock::now())?;
         }
         tokio::select! {
             biased;

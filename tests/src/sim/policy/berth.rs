@@ -60,7 +60,7 @@ pub(super) struct Berth {
 impl Berth {
     pub(super) fn new(mode: Mode, fleet: &Fleet) -> Self {
         // Virtual time needs an `Instant` as its zero.
-        let start = tokio::time::Instant::now().into_std();
+        let start = service::clock::now();
         let mut state = agents::state(fleet.workers.len());
         for (agent, worker) in fleet.workers.iter().enumerate() {
             let description = agents::description(agent, 1, worker, fleet);

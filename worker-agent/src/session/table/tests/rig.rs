@@ -86,7 +86,7 @@ impl Rig {
     pub(super) fn with(rules: Rules, engine: Engine) -> Self {
         Self {
             table: Table::new(rules, engine),
-            now: tokio::time::Instant::now().into_std(),
+            now: service::clock::now(),
             rids: 0,
             closes: vec![],
             demotes: vec![],
