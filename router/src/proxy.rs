@@ -19,7 +19,7 @@ use http_body::{Body, Frame, SizeHint};
 use http_body_util::Full;
 use hyper::body::Incoming;
 use proto::claim::{self, Claim};
-use service::budget::HeldBody;
+use service::{budget::HeldBody, headers::remove_hop_by_hop};
 use tokio::{sync::OwnedSemaphorePermit, time::Sleep};
 
 use crate::{
@@ -34,23 +34,6 @@ use crate::{
 pub(crate) const WORKER: HeaderName = HeaderName::from_static("x-berth-worker");
 /// Header of an answer: why that worker was chosen.
 pub(crate) const PLACEMENT: HeaderName = HeaderName::from_static("x-berth-placement");
-
-/// Headers that are meant for one connection only, or that this hop sets itself.
-const HOP_BY_HOP: [HeaderName; 10] = [
-    header::CONNECTION,
-    HeaderName::from_static("keep-alive"),
-    HeaderName::from_static("proxy-connection"),
-    header::PROXY_AUTHENTICATE,
-    header::PROXY_AUTHORIZATION,
-    header::TE,
-    header::TRAILER,
-    header::TRANSFER_ENCODING,
-    header::UPGRADE,
-    header::CONTENT_LENGTH,
-];
-/// The engine's own routing headers, which are removed: clients don't decide the placement.
-const ENGINE_RANK: HeaderName = HeaderName::from_static("x-data-parallel-rank");
-const ENGINE_OVERRIDE: &str = "x-override-";
 
 /// Why a worker gave no answer.
 #[derive(Debug, thiserror::Error)]
@@ -106,35 +89,6 @@ pub(crate) fn held_bytes(body: HeldBody) -> Bytes {
         }
     }
     Bytes::from_owner(Owner(body))
-}
-
-/// Removes the headers that a client may not send to an agent.
-pub(crate) fn strip_request(headers: &mut HeaderMap) {
-    strip_hop_by_hop(headers);
-    for name in claim::TRUSTED {
-        headers.remove(name);
-    }
-    headers.remove(header::HOST);
-    headers.remove(header::EXPECT);
-    headers.remove(ENGINE_RANK);
-    let overrides: Vec<HeaderName> =
-        headers.keys().filter(|name| name.as_str().starts_with(ENGINE_OVERRIDE)).cloned().collect();
-    for name in overrides {
-        headers.remove(name);
-    }
-}
-
-fn strip_hop_by_hop(headers: &mut HeaderMap) {
-    let named: Vec<HeaderName> = headers
-        .get_all(header::CONNECTION)
-        .iter()
-        .filter_map(|value| value.to_str().ok())
-        .flat_map(|value| value.split(','))
-        .filter_map(|name| name.trim().parse().ok())
-        .collect();
-    for name in named.iter().chain(&HOP_BY_HOP) {
-        headers.remove(name);
-    }
 }
 
 impl Outbound {
@@ -214,7 +168,8 @@ pub(crate) fn answer(
         shared.whereabouts.taken(&blocks, decided.worker, &shared.view.load());
     }
     let (mut parts, inner) = response.into_parts();
-    strip_hop_by_hop(&mut parts.headers);
+    remove_hop_by_hop(&mut parts.headers);
+    parts.headers.remove(header::CONTENT_LENGTH);
     parts.headers.insert(claim::TURN, turn_header(outbound.turn_id));
     parts.headers.insert(PLACEMENT, HeaderValue::from_static(decided.reason.as_str()));
     if let Ok(name) = HeaderValue::from_str(&decided.name) {

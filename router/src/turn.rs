@@ -10,7 +10,7 @@ use axum::response::Response;
 use http::{Method, request::Parts};
 use hyper::body::Incoming;
 use proto::{body::Object, id::SessionKey};
-use service::{budget::HeldBody, refusal::Refusal};
+use service::{budget::HeldBody, headers::strip_request, refusal::Refusal};
 use tokio::sync::OwnedSemaphorePermit;
 use tracing::{debug, info, warn};
 
@@ -70,7 +70,7 @@ pub(crate) async fn run(
     let turn_id = shared.turn_id();
     let decided = shared.decide(&turn, turn_id, parts.uri.path(), &body).await?;
     let path = parts.uri.path_and_query().cloned();
-    proxy::strip_request(&mut parts.headers);
+    strip_request(&mut parts.headers);
     let outbound = Outbound {
         method: parts.method,
         path: path.unwrap_or_else(|| http::uri::PathAndQuery::from_static("/")),

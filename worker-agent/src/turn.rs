@@ -27,7 +27,12 @@ use bytes::Bytes;
 use http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header};
 use http_body::{Frame, SizeHint};
 use proto::claim::{self, Claim};
-use service::{budget::BodyBudget, refusal::Refusal, tasks::Tasks};
+use service::{
+    budget::BodyBudget,
+    headers::{remove_hop_by_hop, strip_request},
+    refusal::Refusal,
+    tasks::Tasks,
+};
 use tokio::sync::Notify;
 use tracing::{debug, warn};
 
@@ -41,25 +46,6 @@ use crate::{
     session::{self, Need, Turn},
     staged_prefill::Runner,
 };
-
-/// Request headers that are not forwarded: those that belong to one connection, and those by which
-/// only the agent may instruct the engine.
-const NOT_FORWARDED: [HeaderName; 12] = [
-    header::CONNECTION,
-    header::TRANSFER_ENCODING,
-    header::CONTENT_LENGTH,
-    header::HOST,
-    header::TE,
-    header::TRAILER,
-    header::UPGRADE,
-    header::EXPECT,
-    header::PROXY_AUTHORIZATION,
-    // The agent must read the answer to see its end, which a compressed answer hides.
-    header::ACCEPT_ENCODING,
-    HeaderName::from_static("keep-alive"),
-    // At the OpenAI routes this header takes precedence over the body's DP rank.
-    HeaderName::from_static("x-data-parallel-rank"),
-];
 
 /// Response header of a pinned turn: the tokens of KV reserved for the turn beyond the session's
 /// history. For a turn without a token limit this is as much as the engine allows.
@@ -287,35 +273,17 @@ fn upstream_request(parts: &http::request::Parts, body: Body) -> Request {
     let mut outgoing = Request::new(body);
     *outgoing.method_mut() = parts.method.clone();
     *outgoing.uri_mut() = parts.uri.clone();
-    *outgoing.headers_mut() = forwarded(&parts.headers);
+    let headers = outgoing.headers_mut();
+    headers.clone_from(&parts.headers);
+    strip_request(headers);
+    // The agent must read the answer to see its end, which a compressed answer hides.
+    headers.remove(header::ACCEPT_ENCODING);
     outgoing
-}
-
-fn forwarded(headers: &HeaderMap) -> HeaderMap {
-    let mut out = HeaderMap::with_capacity(headers.len());
-    for (name, value) in headers {
-        let ours = claim::TRUSTED.contains(name) || name.as_str().starts_with("x-override-");
-        if !ours && !NOT_FORWARDED.contains(name) {
-            out.append(name.clone(), value.clone());
-        }
-    }
-    out
 }
 
 /// Returns the engine's status and headers, without the headers of its connection.
 fn answer_head(mut head: http::response::Parts) -> http::response::Parts {
-    let hop_by_hop = [
-        header::CONNECTION,
-        header::TRANSFER_ENCODING,
-        header::TE,
-        header::TRAILER,
-        header::UPGRADE,
-        header::PROXY_AUTHENTICATE,
-        HeaderName::from_static("keep-alive"),
-    ];
-    for name in hop_by_hop {
-        head.headers.remove(name);
-    }
+    remove_hop_by_hop(&mut head.headers);
     head.version = http::Version::HTTP_11;
     head.extensions = http::Extensions::new();
     head

@@ -6,6 +6,7 @@
 //! - [`admin`]: the admin port with metrics, readiness and settings.
 //! - [`budget`]: the limit on request bodies in memory.
 //! - [`clock`]: monotonic time and the wall clock.
+//! - [`headers`]: the headers that a proxy must not pass on.
 //! - [`log`]: logs on standard error.
 //! - [`refusal`]: the format of every HTTP refusal.
 //! - [`server`]: an HTTP server with limits.
@@ -16,6 +17,7 @@
 pub mod admin;
 pub mod budget;
 pub mod clock;
+pub mod headers;
 pub mod log;
 pub mod refusal;
 pub mod server;
