@@ -363,6 +363,15 @@ pub enum Error {
     Id(#[from] id::Error),
 }
 
+impl EngineFacts {
+    /// Whether the engine serves `model`. An adapter is named `model:adapter`.
+    #[must_use]
+    pub fn serves(&self, model: &str) -> bool {
+        let base = model.split_once(':').map_or(model, |(base, _)| base);
+        self.models.iter().any(|served| served == model || served == base)
+    }
+}
+
 impl Retention {
     /// Returns the name used in JSON, headers and metrics.
     #[must_use]

@@ -8,7 +8,7 @@ use std::{collections::HashMap, sync::Arc};
 
 use bytes::Bytes;
 use parking_lot::Mutex;
-use proto::load::Description;
+use proto::load::{Description, EngineFacts};
 
 use crate::{
     kv::{Phase, Residency},
@@ -134,13 +134,9 @@ impl Whereabouts {
         view: &ClusterView,
     ) -> Option<TurnBlocks> {
         let route = Route::of(path)?;
-        let serves = |models: &[String]| {
-            turn.model.as_ref().is_none_or(|model| {
-                let base = model.split_once(':').map_or(&**model, |(base, _)| base);
-                models.iter().any(|served| served == model || served == base)
-            })
-        };
-        let serving = || view.workers().filter(|(_, _, of)| serves(&of.description.engine.models));
+        let serves =
+            |engine: &EngineFacts| turn.model.as_ref().is_none_or(|model| engine.serves(model));
+        let serving = || view.workers().filter(|(_, _, of)| serves(&of.description.engine));
         // Uses one engine's page size for all: engines of one model should have the same, and
         // blocks of another size are not compared.
         let (_, _, facts) = serving()

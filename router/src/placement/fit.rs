@@ -5,8 +5,6 @@
 
 use std::time::Instant;
 
-use proto::load::EngineFacts;
-
 use super::{Question, Reason};
 use crate::view::{ClusterView, WorkerState, roster::Seen};
 
@@ -107,13 +105,7 @@ fn offers(question: &Question<'_>, worker: Seen<'_>) -> bool {
 fn serves(question: &Question<'_>, view: &ClusterView, worker: Seen<'_>) -> bool {
     let Some(model) = question.model.filter(|_| !view.is_one_fleet()) else { return true };
     let facts = view.agent(worker.worker()).facts.as_ref();
-    facts.is_some_and(|facts| serves_model(&facts.description.engine, model))
-}
-
-/// Whether the engine serves a model. An adapter is named `model:adapter`.
-fn serves_model(engine: &EngineFacts, model: &str) -> bool {
-    let base = model.split_once(':').map_or(model, |(base, _)| base);
-    engine.models.iter().any(|served| served == model || served == base)
+    facts.is_some_and(|facts| facts.description.engine.serves(model))
 }
 
 /// Returns which requirement of the turn no worker fits.
@@ -124,7 +116,7 @@ fn missing(question: &Question<'_>, view: &ClusterView, now: Instant) -> NoWorke
         workers.map(|(_, _, facts)| &facts.description)
     };
     let model = question.model.filter(|_| !view.is_one_fleet());
-    let serving = || all().filter(|one| model.is_none_or(|name| serves_model(&one.engine, name)));
+    let serving = || all().filter(|one| model.is_none_or(|name| one.engine.serves(name)));
     match (question.model, question.retention) {
         _ if view.workers().next().is_none() => NoWorker::Unusable,
         _ if all().next().is_none() => NoWorker::Disaggregated,
