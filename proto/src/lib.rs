@@ -10,6 +10,7 @@
 //! - [`load`]: load report, description and sessions as domain types; impossible values are
 //!   rejected.
 //! - [`model`]: how tokenizer and chat template files are named and hashed.
+//! - [`route`]: the engine's routes that agent and router serve.
 //! - [`claim`]: the header in which a router tells an agent which session a turn belongs to.
 //! - [`block`]: routing blocks, the unit in which both sides say which KV is resident where.
 //! - [`body`]: the top level of a JSON request body, by byte range.
@@ -22,6 +23,7 @@ pub mod id;
 pub mod kv;
 pub mod load;
 pub mod model;
+pub mod route;
 pub mod staged_prefill;
 pub mod table;
 

@@ -15,30 +15,21 @@ use axum::{
     routing::{get, post},
 };
 use http::StatusCode;
+use proto::route::{Kind, ROUTES, Route};
 use service::refusal::Refusal;
 
-use crate::{
-    shared::Shared,
-    turn::{self, Kind},
-};
+use crate::{shared::Shared, turn};
 
 type Desk = State<Arc<Shared>>;
 
 /// Builds the router of all routes.
 pub(crate) fn app(shared: Arc<Shared>) -> Router {
-    let turns = post(|State(shared): Desk, request: Request| serve(shared, Kind::Turn, request));
-    let plain = post(|State(shared): Desk, request: Request| serve(shared, Kind::Plain, request));
-    Router::new()
-        .route("/v1/chat/completions", turns.clone())
-        .route("/v1/completions", turns.clone())
-        .route("/v1/responses", turns.clone())
-        .route("/v1/messages", turns.clone())
-        .route("/generate", turns)
-        .route("/v1/embeddings", plain.clone())
-        .route("/tokenize", plain.clone())
-        .route("/detokenize", plain)
-        .route("/v1/models", get(models::list))
-        .route("/v1/sessions", get(sessions::list).post(sessions::open))
+    let mut app = Router::new();
+    for Route { path, kind } in ROUTES {
+        let turns = post(move |State(shared): Desk, request: Request| serve(shared, kind, request));
+        app = app.route(path, if kind == Kind::Models { get(models::list) } else { turns });
+    }
+    app.route("/v1/sessions", get(sessions::list).post(sessions::open))
         .route("/v1/sessions/{id}", get(sessions::show).delete(sessions::close))
         .route("/open_session", get(sessions::sglang_open).post(sessions::sglang_open))
         .route("/close_session", get(sessions::sglang_close).post(sessions::sglang_close))

@@ -23,7 +23,10 @@ mod tests;
 use std::ops::Range;
 
 use bytes::{Bytes, BytesMut};
-use proto::body::{Object, first_element};
+use proto::{
+    body::{Object, first_element},
+    route::Kind,
+};
 use serde_json::value::RawValue;
 
 use self::pattern::Match;
@@ -44,10 +47,10 @@ enum Place {
 
 impl Place {
     fn for_path(path: &str) -> Option<Self> {
-        match path {
-            "/v1/messages" => Some(Self::System),
-            "/v1/chat/completions" => Some(Self::FirstMessage),
-            "/v1/responses" => Some(Self::Instructions),
+        match Kind::for_path(path)? {
+            Kind::Messages => Some(Self::System),
+            Kind::Chat => Some(Self::FirstMessage),
+            Kind::Responses => Some(Self::Instructions),
             _ => None,
         }
     }

@@ -26,6 +26,7 @@ use proto::{
     block::{BlockHash, BlockTokens, Chain, Scheme},
     body::Object,
     load::EngineFacts,
+    route::Kind,
 };
 
 use self::model::Model;
@@ -84,12 +85,12 @@ impl Route {
     /// Returns the route of a request's path, or `None` for a path that leaves no KV.
     #[must_use]
     pub fn of(path: &str) -> Option<Self> {
-        match path {
-            "/generate" => Some(Self::Generate),
-            "/v1/completions" => Some(Self::Completions),
-            "/v1/chat/completions" => Some(Self::Chat),
-            "/v1/messages" | "/v1/responses" => Some(Self::Other),
-            _ => None,
+        match Kind::for_path(path)? {
+            Kind::Generate => Some(Self::Generate),
+            Kind::Completions => Some(Self::Completions),
+            Kind::Chat => Some(Self::Chat),
+            Kind::Messages | Kind::Responses => Some(Self::Other),
+            Kind::Embeddings | Kind::Tokenizer | Kind::Models => None,
         }
     }
 

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use axum::response::Response;
 use http::{Method, request::Parts};
 use hyper::body::Incoming;
-use proto::{body::Object, id::SessionKey};
+use proto::{body::Object, id::SessionKey, route::Kind};
 use service::{budget::HeldBody, headers::strip_request, refusal::Refusal};
 use tokio::sync::OwnedSemaphorePermit;
 use tracing::{debug, info, warn};
@@ -29,15 +29,6 @@ use crate::{
     worker,
 };
 
-/// The kind of a route's requests.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Kind {
-    /// Requests that belong to sessions.
-    Turn,
-    /// Requests that any worker can answer and that leave no KV behind.
-    Plain,
-}
-
 /// Runs one turn and returns its answer.
 pub(crate) async fn run(
     shared: Arc<Shared>,
@@ -49,7 +40,7 @@ pub(crate) async fn run(
     let deadline = arrived + shared.config.turn_max();
     let permit = Arc::clone(&shared.turns).try_acquire_owned().map_err(|_| errors::turns_full())?;
     let principal = request::principal(&parts.headers);
-    if kind == Kind::Turn
+    if kind.is_generation()
         && let Some(key) =
             request::header_session(&parts.headers, &principal).map_err(|e| errors::request(&e))?
     {
@@ -77,7 +68,7 @@ pub(crate) async fn run(
         headers: parts.headers,
         body,
         turn_id,
-        timed: kind == Kind::Turn,
+        timed: kind.is_generation(),
         arrived,
         deadline,
     };
@@ -107,15 +98,16 @@ fn read(
         }
     };
     let turn = turn.map_err(refuse)?;
-    Ok(match kind {
-        Kind::Turn => turn,
-        Kind::Plain => Turn { model: turn.model, ..Turn::default() },
-    })
+    if kind.is_generation() {
+        return Ok(turn);
+    }
+    // Any worker can answer this request, and it leaves no KV behind.
+    Ok(Turn { model: turn.model, ..Turn::default() })
 }
 
 /// Returns the preamble to cut out of a turn's body, and counts it.
 fn preamble(shared: &Shared, kind: Kind, path: &str, body: &Object<'_>) -> Option<preamble::Cut> {
-    if kind != Kind::Turn || shared.config.preamble == Preamble::Keep {
+    if !kind.is_generation() || shared.config.preamble == Preamble::Keep {
         return None;
     }
     let cut = preamble::find(path, body)?;

@@ -11,6 +11,7 @@ use bytes::Bytes;
 use proto::{
     body::{self, OWNED_KEYS, Object, Part},
     load::Retention,
+    route::Kind,
 };
 use serde::{
     Deserializer,
@@ -19,10 +20,7 @@ use serde::{
 use serde_json::value::RawValue;
 use service::refusal::Refusal;
 
-use crate::{
-    route::Kind,
-    session::{Need, PromptStart, Turn},
-};
+use crate::session::{Need, PromptStart, Turn};
 
 /// The length of a turn's id in bytes. It is fixed because the engine aborts by prefix.
 pub const RID_BYTES: usize = 32;
@@ -170,7 +168,9 @@ fn added_members(kind: Kind, turn: &Turn, rid: &str) -> String {
         // For a turn that the shim may trim, this is how the turn runs if the shim doesn't trim it.
         match session.retention {
             Retention::Pinned => members.push(format!(r#""session_params":{{"id":"{id}"}}"#)),
-            Retention::Tagged if kind.tags() => members.push(format!(r#""session_id":"{id}""#)),
+            Retention::Tagged if kind.is_taggable() => {
+                members.push(format!(r#""session_id":"{id}""#))
+            }
             Retention::Tagged | Retention::None => {}
         }
     }
@@ -216,7 +216,7 @@ fn check_session_params(object: &Object<'_>) -> Result<(), Refusal> {
 /// text, ids, or lists of either. The engine's own parser also converts `true` and `"1"` to ids, so
 /// mixed lists are refused.
 fn check_ids(kind: Kind, object: &Object<'_>, vocabulary: Option<u32>) -> Result<(), Refusal> {
-    let Some(value) = kind.ids_key().and_then(|key| object.get(key)) else { return Ok(()) };
+    let Some(value) = kind.token_ids_key().and_then(|key| object.get(key)) else { return Ok(()) };
     if !value.get().starts_with('[') {
         return Ok(());
     }

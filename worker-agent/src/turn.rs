@@ -26,7 +26,10 @@ use axum::{
 use bytes::Bytes;
 use http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header};
 use http_body::{Frame, SizeHint};
-use proto::claim::{self, Claim};
+use proto::{
+    claim::{self, Claim},
+    route::{GENERATE, Kind, ROUTES, Route},
+};
 use service::{
     budget::BodyBudget,
     headers::{remove_hop_by_hop, strip_request},
@@ -42,7 +45,7 @@ use crate::{
     engine::{self, Engine},
     metrics::Metrics,
     request::{self, Asked},
-    route::{GENERATE, Kind, ROUTES, Route},
+    route::{actual_run, supported_appends},
     session::{self, Need, Turn},
     staged_prefill::Runner,
 };
@@ -155,7 +158,7 @@ async fn pass(turns: &Turns, route: Route, request: Request) -> Result<Response,
     // The session is claimed before the body is read. So a second turn is refused at once, and no
     // other turn can start during a slow upload.
     let in_session = claim.is_some();
-    let claimed = turns.agent.claim(claim, rank, route.kind.appends()).await;
+    let claimed = turns.agent.claim(claim, rank, supported_appends(route.kind)).await;
     let mut lease = claimed.map_err(|error| refusal(&error))?;
     let held = turns.budget.read(body).await?;
     // The body is checked before the turn waits for room or takes room from other sessions.
@@ -190,7 +193,7 @@ async fn pass(turns: &Turns, route: Route, request: Request) -> Result<Response,
         None => None,
     };
     let mut response = respond(head, exchange);
-    if let Some(ran) = ran.map(|ran| route.kind.shown(ran)) {
+    if let Some(ran) = ran.map(|ran| actual_run(route.kind, ran)) {
         response.headers_mut().insert(RAN, HeaderValue::from_static(ran.as_str()));
     }
     if let Some(growth) = turn.growth_tokens {

@@ -7,20 +7,20 @@ use axum::{
     extract::{Request, State},
     response::{IntoResponse as _, Response},
 };
+use proto::route::Kind;
 use serde_json::{Value, json};
 
 use super::{Desk, conclude, errors, serve};
 use crate::{
     placement::NoWorker,
     shared::now,
-    turn::Kind,
     view::{ClusterView, WorkerState},
 };
 
 pub(super) async fn list(State(shared): Desk, request: Request) -> Response {
     let view = shared.settled_view().await;
     if view.is_one_fleet() {
-        return serve(shared, Kind::Plain, request).await;
+        return serve(shared, Kind::Models, request).await;
     }
     let models = all(&view);
     if models.is_empty() {

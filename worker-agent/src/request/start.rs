@@ -5,17 +5,14 @@
 
 use std::fmt;
 
-use proto::{body::Object, load::PromptRole};
+use proto::{body::Object, load::PromptRole, route::Kind};
 use serde::{
     Deserializer,
     de::{SeqAccess, Visitor},
 };
 use serde_json::value::RawValue;
 
-use crate::{
-    route::Kind,
-    session::{BLOCKS_MAX, PromptStart},
-};
+use crate::session::{BLOCKS_MAX, PromptStart};
 
 /// Returns the first blocks of a prompt.
 pub(super) fn read_start(kind: Kind, object: &Object<'_>) -> PromptStart {
@@ -24,7 +21,7 @@ pub(super) fn read_start(kind: Kind, object: &Object<'_>) -> PromptStart {
         Kind::Messages => Some(("system", PromptRole::System)),
         Kind::Responses => Some(("instructions", PromptRole::Instructions)),
         Kind::Chat => None,
-        Kind::Generate | Kind::Completions | Kind::Embeddings | Kind::Tokenizer | Kind::Read => {
+        Kind::Generate | Kind::Completions | Kind::Embeddings | Kind::Tokenizer | Kind::Models => {
             return start;
         }
     };
