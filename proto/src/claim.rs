@@ -72,7 +72,7 @@ pub enum Error {
 impl Claim {
     /// Returns the claim of a plain turn of the session: no retention, delta, open or close.
     #[must_use]
-    pub fn of(key: &SessionKey) -> Self {
+    pub fn for_session(key: &SessionKey) -> Self {
         Self {
             principal: key.principal().to_owned(),
             id: key.id().to_owned(),
@@ -150,7 +150,7 @@ mod tests {
         #[test]
         fn any_valid_id_survives_the_header(id in "\\PC{1,40}|[\\x00-\\x7f]{1,200}") {
             let key = SessionKey::new("p", id).unwrap();
-            let claim = Claim { delta: true, ..Claim::of(&key) };
+            let claim = Claim { delta: true, ..Claim::for_session(&key) };
             let mut headers = HeaderMap::new();
             headers.insert(CLAIM, claim.to_header());
             let (read, read_key) = Claim::from_headers(&headers).unwrap().unwrap();

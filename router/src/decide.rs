@@ -362,7 +362,7 @@ impl Shared {
             open: ask.open,
             close: ask.close,
             idle_ms_max: ask.idle_ms_max,
-            ..Claim::of(&ask.key)
+            ..Claim::for_session(&ask.key)
         });
         self.metrics.placed(reason);
         let name = view.name(worker);

@@ -267,7 +267,7 @@ impl World {
         if overlaps && (over || user.lost_answer || self.rng.u32(..5) > 0) {
             return;
         }
-        let mut claim = Claim::of(&key);
+        let mut claim = Claim::for_session(&key);
         claim.close = self.rng.u32(..25) == 0;
         let new = self.words(40);
         // If the shim trims, a full history on a pinned session is allowed.
@@ -325,7 +325,7 @@ impl World {
             ids.truncate(self.rng.usize(at + 1..=ids.len()));
         }
         ids.extend(self.words(40));
-        let id = self.send(number, Some((Claim::of(&key), key)), ids);
+        let id = self.send(number, Some((Claim::for_session(&key), key)), ids);
         self.turn(id).foreign = true;
     }
 

@@ -135,7 +135,7 @@ impl Table {
         }
         self.make_way(key, true);
         let idle_ms_max = idle_max.map(|idle| u64::try_from(idle.as_millis()).unwrap_or(u64::MAX));
-        let claim = Claim { open: true, idle_ms_max, ..Claim::of(key) };
+        let claim = Claim { open: true, idle_ms_max, ..Claim::for_session(key) };
         match self.sessions.get_mut(key) {
             Some(session) if session.phase == Phase::Closing => return Err(Error::Closing),
             Some(session) if matches!(session.phase, Phase::Gone(_)) => return Err(Error::Busy),

@@ -63,11 +63,11 @@ fn finished(prompt_tokens: u64, completion_tokens: u64) -> Outcome {
 }
 
 fn pinned(id: &str) -> Claim {
-    Claim { retention: Some(Retention::Pinned), ..Claim::of(&key(id)) }
+    Claim { retention: Some(Retention::Pinned), ..Claim::for_session(&key(id)) }
 }
 
 fn delta(id: &str) -> Claim {
-    Claim { delta: true, ..Claim::of(&key(id)) }
+    Claim { delta: true, ..Claim::for_session(&key(id)) }
 }
 
 fn is_short(error: &Error, of: &str) -> bool {
@@ -179,7 +179,7 @@ fn rows_in_reserve_are_never_pinned() {
     }
     let refused = rig.open("d", Some(Retention::Pinned)).unwrap_err();
     assert!(is_short(&refused, "rows"), "{refused}");
-    rig.turn(&Claim::of(&key("d"))).inside();
+    rig.turn(&Claim::for_session(&key("d"))).inside();
     assert_eq!(rig.close("a"), Ok(false));
     let waiting = rig.turn(&Claim { open: true, ..delta("e") }).waits();
     rig.engine_closes();
@@ -382,7 +382,7 @@ fn of_a_session_only_what_is_not_there_has_to_be_computed() {
 fn a_turn_given_up_while_it_waits_leaves_nothing() {
     let mut rig = Rig::new();
     let inside: Vec<Inside> = (0..6).map(|_| rig.plain(1).inside()).collect();
-    let waits = rig.turn(&Claim::of(&key("s"))).waits();
+    let waits = rig.turn(&Claim::for_session(&key("s"))).waits();
     rig.table.end(rig.now, &waits, Outcome::Refused);
     inside.iter().for_each(|turn| rig.end(turn, Outcome::Finished(None)));
     assert_eq!(rig.table.totals(0), Totals { sessions: 1, ..Totals::default() });
@@ -509,7 +509,7 @@ fn a_delta_may_open_its_session() {
 fn a_delta_needs_a_pinned_history() {
     let mut rig = Rig::new();
     assert_eq!(rig.turn(&delta("s")).error(), Error::Unknown);
-    let turn = rig.turn(&Claim::of(&key("s"))).inside();
+    let turn = rig.turn(&Claim::for_session(&key("s"))).inside();
     rig.end(&turn, finished(20, 5));
     assert_eq!(rig.turn(&delta("s")).error(), Error::DeltaNeedsPinned(Retention::Tagged));
 }
@@ -517,12 +517,12 @@ fn a_delta_needs_a_pinned_history() {
 #[test]
 fn inferred_sessions_overlap_and_opened_ones_do_not() {
     let mut rig = Rig::new();
-    let inferred = Claim::of(&key("s"));
+    let inferred = Claim::for_session(&key("s"));
     let turns = [(); 2].map(|()| rig.turn(&inferred).inside());
     turns.iter().for_each(|turn| rig.end(turn, finished(20, 5)));
     rig.open("o", None).unwrap();
-    let _running = rig.turn(&Claim::of(&key("o"))).inside();
-    assert_eq!(rig.turn(&Claim::of(&key("o"))).error(), Error::Busy);
+    let _running = rig.turn(&Claim::for_session(&key("o"))).inside();
+    assert_eq!(rig.turn(&Claim::for_session(&key("o"))).error(), Error::Busy);
 }
 
 #[test]
@@ -532,11 +532,11 @@ fn a_full_table_forgets_the_longest_idle_inferred_session() {
     rig.open("opened", None).unwrap();
     for number in 1..rig.table.sessions_max {
         rig.wait(Duration::from_millis(1));
-        let turn = rig.turn(&Claim::of(&key(&number.to_string()))).inside();
+        let turn = rig.turn(&Claim::for_session(&key(&number.to_string()))).inside();
         rig.end(&turn, Outcome::Finished(None));
     }
     rig.wait(IDLE / 2);
-    rig.turn(&Claim::of(&key("new"))).inside();
+    rig.turn(&Claim::for_session(&key("new"))).inside();
     assert!(!rig.is_open("1"), "it was idle longest");
     assert!(rig.is_open("opened"), "its client asked for it");
     assert_eq!(rig.closes.len(), 1);
@@ -545,11 +545,11 @@ fn a_full_table_forgets_the_longest_idle_inferred_session() {
 #[test]
 fn an_explicit_open_takes_an_inferred_session_over() {
     let mut rig = Rig::new();
-    let turn = rig.turn(&Claim::of(&key("s"))).inside();
+    let turn = rig.turn(&Claim::for_session(&key("s"))).inside();
     rig.end(&turn, finished(20, 5));
     rig.open_for("s", None, Some(IDLE / 2)).unwrap();
-    let _running = rig.turn(&Claim::of(&key("s"))).inside();
-    assert_eq!(rig.turn(&Claim::of(&key("s"))).error(), Error::Busy);
+    let _running = rig.turn(&Claim::for_session(&key("s"))).inside();
+    assert_eq!(rig.turn(&Claim::for_session(&key("s"))).error(), Error::Busy);
     let other = rig.open("s", Some(Retention::Pinned));
     assert_eq!(other, Err(Error::OpenOtherwise(Retention::Tagged)));
     let mut rig = Rig::new();

@@ -136,14 +136,14 @@ fn an_engine_without_the_mode_says_what_it_offers() {
     let mut rig = Rig::with(rules(), Engine { retentions, ..engine(1) });
     let refused = rig.open("s", Some(Retention::Pinned)).unwrap_err();
     assert!(refused.to_string().contains("offers none"), "{refused}");
-    let turn = rig.turn(&Claim::of(&key("s"))).inside();
+    let turn = rig.turn(&Claim::for_session(&key("s"))).inside();
     assert_eq!(turn.turn.session.unwrap().retention, Retention::None, "auto falls back");
 }
 
 #[test]
 fn idle_time_counts_from_the_end_of_a_turn() {
     let mut rig = Rig::new();
-    let turn = rig.turn(&Claim::of(&key("s"))).inside();
+    let turn = rig.turn(&Claim::for_session(&key("s"))).inside();
     rig.wait(10 * IDLE);
     assert!(rig.is_open("s"), "a running session never expires");
     rig.end(&turn, finished(20, 5));
@@ -156,7 +156,7 @@ fn idle_time_counts_from_the_end_of_a_turn() {
 #[test]
 fn no_idle_time_is_too_long() {
     let mut rig = Rig::new();
-    let claim = Claim { idle_ms_max: Some(u64::MAX), ..Claim::of(&key("s")) };
+    let claim = Claim { idle_ms_max: Some(u64::MAX), ..Claim::for_session(&key("s")) };
     let turn = rig.turn(&claim).inside();
     rig.end(&turn, finished(20, 5));
     rig.open_for("o", None, Some(Duration::MAX)).unwrap();
@@ -167,7 +167,7 @@ fn no_idle_time_is_too_long() {
 #[test]
 fn an_engine_that_comes_back_smaller_keeps_no_session_on_a_rank_it_lost() {
     let mut rig = Rig::with(rules(), engine(2));
-    let claim = Claim::of(&key("s"));
+    let claim = Claim::for_session(&key("s"));
     let on_second = Some((&claim, &key("s")));
     let need = Need::default();
     let turn = rig.ask(on_second, Some(1), Appends::Possible, need).inside();
@@ -182,7 +182,7 @@ fn an_engine_restart_loses_pinned_sessions_and_forgives_others() {
     let mut rig = Rig::new();
     rig.pin_holding("p", 20);
     rig.pin_holding("closing", 20);
-    let turn = rig.turn(&Claim::of(&key("t"))).inside();
+    let turn = rig.turn(&Claim::for_session(&key("t"))).inside();
     let before = turn.incarnation().to_owned();
     rig.end(&turn, finished(20, 5));
     rig.close("closing").unwrap();
@@ -192,7 +192,7 @@ fn an_engine_restart_loses_pinned_sessions_and_forgives_others() {
     let held = (totals.rows_held, totals.pinned_tokens, totals.estimate_tokens);
     assert_eq!(held, (0, 0, 0), "no ghost is left in the ledger");
     assert_eq!(rig.turn(&delta("p")).error(), Error::Lost);
-    assert_ne!(rig.turn(&Claim::of(&key("t"))).inside().incarnation(), before);
+    assert_ne!(rig.turn(&Claim::for_session(&key("t"))).inside().incarnation(), before);
     assert_eq!(rig.close("p"), Ok(false));
     assert_eq!(rig.closes, [], "the engine has nothing to close");
     assert!(!rig.is_open("p"));

@@ -154,7 +154,7 @@ fn a_refused_turn_gives_the_row_back_that_it_would_have_taken() {
 fn claims_spread_over_ranks_before_their_bodies_are_there() {
     let mut rig = Rig::with(rules(), engine(2));
     for n in 0..10 {
-        let claim_ = Claim::of(&key(&format!("s{n}")));
+        let claim_ = Claim::for_session(&key(&format!("s{n}")));
         claim(&mut rig, &claim_);
     }
     let on_0 = rig.table.iter().filter(|(_, one)| one.dp_rank == 0).count();
@@ -164,10 +164,10 @@ fn claims_spread_over_ranks_before_their_bodies_are_there() {
 #[test]
 fn a_turn_that_opens_its_session_is_the_last_beside_another() {
     let mut rig = Rig::new();
-    rig.turn(&Claim::of(&key("s"))).inside();
-    let open = Claim { open: true, ..Claim::of(&key("s")) };
+    rig.turn(&Claim::for_session(&key("s"))).inside();
+    let open = Claim { open: true, ..Claim::for_session(&key("s")) };
     rig.turn(&open).inside();
-    let third = rig.turn(&Claim::of(&key("s")));
+    let third = rig.turn(&Claim::for_session(&key("s")));
     assert!(!matches!(third, Answer::In(_)), "opened, and three turns inside");
 }
 

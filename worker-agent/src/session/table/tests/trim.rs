@@ -18,7 +18,7 @@ pub(super) fn whole(rig: &mut Rig, claim: &Claim, bytes: u64) -> rig::Answer {
 }
 
 pub(super) fn auto(id: &str) -> Claim {
-    Claim::of(&key(id))
+    Claim::for_session(&key(id))
 }
 
 impl Rig {
