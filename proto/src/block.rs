@@ -92,23 +92,23 @@ impl BlockHash {
 
     /// Returns the group's key: the top bits of the hash of the group's first block.
     #[must_use]
-    pub fn group(self) -> u64 {
+    pub fn group_key(self) -> u64 {
         self.0 >> (64 - GROUP_BITS)
     }
 
     /// Returns the block's own key, taken from the hash bits between group and place.
     #[must_use]
-    pub fn own(self) -> u64 {
+    pub fn own_key(self) -> u64 {
         (self.0 & !GROUPS) >> (PLACE_BITS + OWN_BITS - GROUP_BITS)
     }
 
-    /// Returns whether this block can follow `parent`, or can be a prompt's first block. Only group
-    /// and place are compared: whoever computed the hashes answers for the rest.
+    /// Returns whether this block can follow `parent`, or can be a prompt's first block. Compares
+    /// only group and place: the other bits can't be checked without the block's tokens.
     #[must_use]
     pub fn can_follow(self, parent: Option<Self>) -> bool {
         let place = parent.map_or(0, |parent| (parent.place() + 1) % GROUP_BLOCKS);
-        let group = parent.filter(|_| place > 0).map_or(self.group(), Self::group);
-        self.place() == place && self.group() == group
+        let group = parent.filter(|_| place > 0).map_or(self.group_key(), Self::group_key);
+        self.place() == place && self.group_key() == group
     }
 }
 
@@ -175,7 +175,7 @@ impl Scheme<'_> {
 
 /// Returns the hash of the block after `parent`; `parent` is a block or a root.
 #[must_use]
-pub fn after(parent: BlockHash, local: u64) -> BlockHash {
+pub fn hash_after(parent: BlockHash, local: u64) -> BlockHash {
     let mut bytes = [0; 16];
     bytes[..8].copy_from_slice(&parent.0.to_le_bytes());
     bytes[8..].copy_from_slice(&local.to_le_bytes());
@@ -246,7 +246,7 @@ impl Chain {
             });
             self.filled += now.len();
             if self.filled == self.block_tokens {
-                self.last = after(self.last, self.sum);
+                self.last = hash_after(self.last, self.sum);
                 (self.blocks, self.filled, self.sum) = (self.blocks + 1, 0, 0);
                 hashes.push(self.last);
             }

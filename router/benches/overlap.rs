@@ -7,7 +7,7 @@
 use std::hint::black_box;
 
 use criterion::{BatchSize, BenchmarkId, Criterion, Throughput};
-use proto::block::{BlockHash, BlockTokens, Chain, Scheme, after};
+use proto::block::{BlockHash, BlockTokens, Chain, Scheme, hash_after};
 use router::overlap::{Index, Overlap, Shared, Tier};
 
 const SESSIONS_PER_WORKER: usize = 64;
@@ -24,7 +24,7 @@ fn scheme() -> Scheme<'static> {
 /// Returns a chain that leaves the shared one after `shared` blocks.
 fn chain(shared: usize, blocks: usize, session: usize) -> Vec<BlockHash> {
     let next = |last: &mut BlockHash, at: usize| {
-        *last = after(*last, if at < shared { 0 } else { 1 + session as u64 });
+        *last = hash_after(*last, if at < shared { 0 } else { 1 + session as u64 });
         Some(*last)
     };
     (0..blocks).scan(scheme().root(), next).collect()
@@ -57,7 +57,7 @@ fn look_up(criterion: &mut Criterion) {
         // middle.
         let grown = |id: usize| {
             let mut chain = sessions[id].1.clone();
-            chain.extend((0..TURN_BLOCKS as u64).map(|at| after(BlockHash(at), id as u64)));
+            chain.extend((0..TURN_BLOCKS as u64).map(|at| hash_after(BlockHash(at), id as u64)));
             chain
         };
         let forked = |id: usize| {

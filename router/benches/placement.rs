@@ -11,7 +11,7 @@ use std::{
 
 use criterion::{BenchmarkId, Criterion};
 use proto::{
-    block::{BlockHash, after},
+    block::{BlockHash, hash_after},
     id::{Digest, SessionKey},
     load::{
         Description, EngineFacts, Figure, LoadReport, Rank, RankLoad, Retention, Session,
@@ -130,7 +130,7 @@ fn fleet(workers: usize, now: Instant) -> ClusterView {
 
 fn chain(session: u64) -> Vec<BlockHash> {
     let next = |last: &mut BlockHash, at: usize| {
-        *last = after(*last, if at < SYSTEM_BLOCKS { 0 } else { 1 + session });
+        *last = hash_after(*last, if at < SYSTEM_BLOCKS { 0 } else { 1 + session });
         Some(*last)
     };
     (0..BLOCKS).scan(BlockHash(7), next).collect()

@@ -3,7 +3,7 @@
 use std::collections::{HashMap, HashSet};
 
 use proptest::prelude::*;
-use proto::block::{BlockHash, after};
+use proto::block::{BlockHash, hash_after};
 
 use super::*;
 
@@ -15,7 +15,7 @@ const ROOT: BlockHash = BlockHash(7);
 /// Returns the chain with one block per letter.
 fn chain(letters: &[u8]) -> Vec<BlockHash> {
     let next = |last: &mut BlockHash, letter: &u8| {
-        *last = after(*last, u64::from(*letter));
+        *last = hash_after(*last, u64::from(*letter));
         Some(*last)
     };
     letters.iter().scan(ROOT, next).collect()
@@ -30,7 +30,7 @@ fn long(letters: &[u8], blocks: usize, letter: u64) -> Vec<BlockHash> {
 
 fn extend(chain: &mut Vec<BlockHash>, blocks: usize, letter: u64) {
     while chain.len() < blocks {
-        chain.push(after(chain.last().copied().unwrap_or(ROOT), letter));
+        chain.push(hash_after(chain.last().copied().unwrap_or(ROOT), letter));
     }
 }
 
@@ -217,7 +217,7 @@ proptest! {
         let mut pool = vec![ROOT];
         for (parent, letter) in made {
             // Only two group keys, so that blocks of different chains seem to follow each other.
-            let hash = after(pool[parent.index(pool.len())], letter);
+            let hash = hash_after(pool[parent.index(pool.len())], letter);
             pool.push(BlockHash(hash.0 & !(0xff_fffe << 40)));
         }
         let mut index = Index::new(UNBOUNDED);

@@ -189,7 +189,7 @@ impl Run {
 
 /// Returns the key of a block's own table entry: the group's for the first block of a group.
 fn first_key(block: BlockHash) -> u64 {
-    if block.place() == 0 { block.group() } else { block.own() }
+    if block.place() == 0 { block.group_key() } else { block.own_key() }
 }
 
 fn cut_of(blocks: usize) -> u16 {
@@ -408,8 +408,8 @@ impl Tree {
                 |entry: Entry| Some((entry.run, self[entry.run].place(block, entry, after)?));
             self.table.find(key, found)
         };
-        let grouped = with(block.group(), block.place());
-        if block.place() == 0 { grouped } else { grouped.or_else(|| with(block.own(), 0)) }
+        let grouped = with(block.group_key(), block.place());
+        if block.place() == 0 { grouped } else { grouped.or_else(|| with(block.own_key(), 0)) }
     }
 
     /// Changes a run and updates the account of heap memory.

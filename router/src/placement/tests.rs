@@ -9,7 +9,7 @@ use std::{
 };
 
 use proto::{
-    block::{BlockHash, after},
+    block::{BlockHash, hash_after},
     id::{Digest, SessionKey},
     load::{Figure, LoadReport, RankLoad, Retention, Session, SessionState, Source},
 };
@@ -84,7 +84,7 @@ fn resident(tokens: &[u64]) -> Overlap {
     let (mut index, mut overlap) = (Index::new(1 << 26), Overlap::default());
     let most = tokens.iter().max().copied().unwrap_or(0) / BLOCK_TOKENS;
     let next = |last: &mut BlockHash, number| {
-        *last = after(*last, number);
+        *last = hash_after(*last, number);
         Some(*last)
     };
     let chain: Vec<BlockHash> = (0..most).scan(BlockHash(7), next).collect();

@@ -4,7 +4,7 @@
 //! on a second one.
 
 use dynamo_kv_router::protocols::{LocalBlockHash, compute_seq_hash_for_block};
-use proto::block::{BlockHash, BlockTokens, Scheme, after};
+use proto::block::{BlockHash, BlockTokens, Scheme, hash_after};
 
 /// The size of a workload.
 #[derive(Debug, Clone, Copy)]
@@ -178,7 +178,7 @@ fn blocks(local: &[LocalBlockHash]) -> Vec<Block> {
     let tokens = BlockTokens::for_page(64).expect("a page has 64 tokens");
     let mut ours = Scheme::plain(tokens).root();
     let block = |(local, peer): (&LocalBlockHash, u64)| {
-        ours = after(ours, local.0);
+        ours = hash_after(ours, local.0);
         Block { local: local.0, peer, ours }
     };
     local.iter().zip(compute_seq_hash_for_block(local)).map(block).collect()

@@ -6,7 +6,7 @@
 use std::collections::{HashMap, HashSet};
 
 use proptest::prelude::*;
-use proto::block::{Chain, after};
+use proto::block::{Chain, hash_after};
 
 use super::*;
 
@@ -27,7 +27,7 @@ fn prompt(letters: &[u8], page_tokens: u32) -> Prompt {
     for &letter in letters {
         for page in 0..pages_per_letter(page_tokens) {
             // Any chained hash will do: `Pages` doesn't check the engine's hashes.
-            last = after(last, u64::from(letter));
+            last = hash_after(last, u64::from(letter));
             pages.push(PageHash(last.0));
             let token = |at: u64| u64::from(letter) * 1000 + page as u64 * 7 + at % 13;
             tokens.extend((0..u64::from(page_tokens)).map(token));
@@ -299,7 +299,7 @@ fn a_block_takes_at_most_32_bytes_and_a_smaller_page_at_most_33() {
                 let mut last = BlockHash(7);
                 let page = |at: usize| {
                     let own = if at < system { 0 } else { 1 + conversation };
-                    last = after(last, own);
+                    last = hash_after(last, own);
                     PageHash(last.0)
                 };
                 let all: Vec<PageHash> = (0..system + (turns + 1) * turn).map(page).collect();

@@ -24,7 +24,8 @@ impl Names {
                 self.hashes.resize(at + 1, None);
                 self.before.resize(at + 1, NONE);
             }
-            last = *self.hashes[at].get_or_insert_with(|| block::after(last, u64::from(number)));
+            last =
+                *self.hashes[at].get_or_insert_with(|| block::hash_after(last, u64::from(number)));
             self.before[at] = before;
             before = number;
             named.push(last);
