@@ -9,7 +9,7 @@
 //! - [`staged_prefill`]: how a router asks an agent to compute a long prompt in stages.
 //! - [`load`]: load report, description and sessions as domain types; impossible values are
 //!   rejected.
-//! - [`model`]: how tokenizer and chat template files are named and hashed.
+//! - [`model_files`]: how tokenizer and chat template files are named and hashed.
 //! - [`route`]: the engine's routes that agent and router serve.
 //! - [`claim`]: the header in which a router tells an agent which session a turn belongs to.
 //! - [`block`]: routing blocks, the unit in which both sides say which KV is resident where.
@@ -22,7 +22,7 @@ pub mod claim;
 pub mod id;
 pub mod kv;
 pub mod load;
-pub mod model;
+pub mod model_files;
 pub mod route;
 pub mod staged_prefill;
 pub mod table;

@@ -7,7 +7,7 @@ use std::{collections::BTreeMap, time::Duration};
 use proto::{
     id::SessionKey,
     load::{ModelFiles, Retention, Session},
-    model::{self, Naming},
+    model_files::{self, FilesHasher},
     v1::{self, worker_agent_client::WorkerAgentClient},
 };
 use tonic::{
@@ -62,7 +62,7 @@ impl Control {
     /// Fetches the files of the agent's model, and checks their hash.
     pub(crate) async fn model_files(&self, named: ModelFiles) -> Result<Files, Status> {
         let other = || Status::internal("the files are not those that the agent described");
-        if named.bytes > model::BYTES_MAX {
+        if named.bytes > model_files::BYTES_MAX {
             return Err(Status::out_of_range("the files are larger than the router's limit"));
         }
         let request = v1::FetchModelFilesRequest { hash: named.hash.to_vec() };
@@ -70,24 +70,26 @@ impl Control {
         let mut parts = client.fetch_model_files(request).await?.into_inner();
         let (mut files, mut left) = (BTreeMap::<String, Vec<u8>>::new(), named.bytes);
         while let Some(part) = parts.message().await? {
-            if ![model::TOKENIZER, model::CONFIG, model::TEMPLATE].contains(&&*part.name) {
+            if ![model_files::TOKENIZER, model_files::CONFIG, model_files::TEMPLATE]
+                .contains(&&*part.name)
+            {
                 return Err(other());
             }
             left = left.checked_sub(part.data.len() as u64).ok_or_else(other)?;
             files.entry(part.name).or_default().extend(part.data);
         }
-        let mut naming = Naming::default();
+        let mut hasher = FilesHasher::default();
         for (name, data) in &files {
-            naming.file(name, data.len() as u64);
-            naming.data(data);
+            hasher.begin_file(name, data.len() as u64);
+            hasher.update(data);
         }
-        if naming.finish() != named {
+        if hasher.finish() != named {
             return Err(other());
         }
-        let template = files.remove(model::TEMPLATE).map(String::from_utf8).transpose();
+        let template = files.remove(model_files::TEMPLATE).map(String::from_utf8).transpose();
         Ok(Files {
-            tokenizer: files.remove(model::TOKENIZER).unwrap_or_default(),
-            config: files.remove(model::CONFIG).unwrap_or_default(),
+            tokenizer: files.remove(model_files::TOKENIZER).unwrap_or_default(),
+            config: files.remove(model_files::CONFIG).unwrap_or_default(),
             template: template.map_err(|_| other())?,
         })
     }

@@ -12,7 +12,7 @@ use std::{
 
 use proto::{
     load::ModelFiles,
-    model::{BYTES_MAX, CONFIG, Naming, PART_BYTES_MAX, TEMPLATE, TOKENIZER},
+    model_files::{BYTES_MAX, CONFIG, FilesHasher, PART_BYTES_MAX, TEMPLATE, TOKENIZER},
     v1::ModelFilePart,
 };
 use serde_json::Value;
@@ -219,7 +219,7 @@ fn read(
     files: &[(&'static str, Held)],
     mut take: impl FnMut(ModelFilePart) -> bool,
 ) -> Result<ModelFiles, Error> {
-    let (mut naming, mut left) = (Naming::default(), BYTES_MAX);
+    let (mut hasher, mut left) = (FilesHasher::default(), BYTES_MAX);
     for (name, held) in files {
         let (mut reader, bytes): (Box<dyn std::io::Read>, u64) = match held {
             Held::Text(text) => (Box::new(text.as_bytes()), text.len() as u64),
@@ -230,7 +230,7 @@ fn read(
             }
         };
         left = left.checked_sub(bytes).ok_or(Error::TooLarge)?;
-        naming.file(name, bytes);
+        hasher.begin_file(name, bytes);
         loop {
             let mut data = vec![];
             let part = reader.by_ref().take(PART_BYTES_MAX as u64).read_to_end(&mut data);
@@ -238,13 +238,13 @@ fn read(
             if data.is_empty() {
                 break;
             }
-            naming.data(&data);
+            hasher.update(&data);
             if !take(ModelFilePart { name: (*name).to_owned(), data }) {
-                return Ok(naming.finish());
+                return Ok(hasher.finish());
             }
         }
     }
-    Ok(naming.finish())
+    Ok(hasher.finish())
 }
 
 fn unread(path: &Path) -> impl FnOnce(std::io::Error) -> Error {

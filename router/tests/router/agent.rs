@@ -28,7 +28,7 @@ use proto::{
     id::SessionKey,
     kv::{self, RankChange},
     load::{ModelFiles, Retention, Session, SessionState},
-    model,
+    model_files,
     v1::{
         self,
         load_event::Event,
@@ -565,16 +565,16 @@ impl WorkerAgent for Service {
 
 /// The model's files, in the order of their names.
 const MODEL: [(&str, &[u8]); 3] = [
-    (model::TEMPLATE, include_bytes!("../../../tests/data/model/chat_template.jinja")),
-    (model::TOKENIZER, include_bytes!("../../../tests/data/model/tokenizer.json")),
-    (model::CONFIG, include_bytes!("../../../tests/data/model/tokenizer_config.json")),
+    (model_files::TEMPLATE, include_bytes!("../../../tests/data/model/chat_template.jinja")),
+    (model_files::TOKENIZER, include_bytes!("../../../tests/data/model/tokenizer.json")),
+    (model_files::CONFIG, include_bytes!("../../../tests/data/model/tokenizer_config.json")),
 ];
 
 fn named_model() -> ModelFiles {
-    let mut naming = model::Naming::default();
+    let mut hasher = model_files::FilesHasher::default();
     for (name, data) in MODEL {
-        naming.file(name, data.len() as u64);
-        naming.data(data);
+        hasher.begin_file(name, data.len() as u64);
+        hasher.update(data);
     }
-    naming.finish()
+    hasher.finish()
 }

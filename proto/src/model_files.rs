@@ -21,21 +21,21 @@ pub const CONFIG: &str = "tokenizer_config.json";
 /// Computes the identity of a set of files from their contents; files come in the order of their
 /// names.
 #[derive(Debug, Clone, Default)]
-pub struct Naming {
+pub struct FilesHasher {
     hash: Sha256,
     bytes: u64,
 }
 
-impl Naming {
-    /// Begins the next file.
-    pub fn file(&mut self, name: &str, bytes: u64) {
+impl FilesHasher {
+    /// Begins the next file, whose size is `bytes`.
+    pub fn begin_file(&mut self, name: &str, bytes: u64) {
         self.hash.update(name.as_bytes());
         self.hash.update(bytes.to_le_bytes());
         self.bytes += bytes;
     }
 
     /// Adds the next bytes of the current file.
-    pub fn data(&mut self, bytes: &[u8]) {
+    pub fn update(&mut self, bytes: &[u8]) {
         self.hash.update(bytes);
     }
 
@@ -50,21 +50,21 @@ impl Naming {
 mod tests {
     use super::*;
 
-    fn named(files: &[(&str, &str)]) -> ModelFiles {
-        let mut naming = Naming::default();
+    fn hashed(files: &[(&str, &str)]) -> ModelFiles {
+        let mut hasher = FilesHasher::default();
         for (name, text) in files {
-            naming.file(name, text.len() as u64);
-            naming.data(text.as_bytes());
+            hasher.begin_file(name, text.len() as u64);
+            hasher.update(text.as_bytes());
         }
-        naming.finish()
+        hasher.finish()
     }
 
     #[test]
-    fn other_contents_names_or_bounds_have_another_name() {
-        let files = named(&[("a", "xy"), ("b", "z")]);
-        assert_eq!((files, files.bytes), (named(&[("a", "xy"), ("b", "z")]), 3));
+    fn other_contents_names_or_bounds_have_another_hash() {
+        let files = hashed(&[("a", "xy"), ("b", "z")]);
+        assert_eq!((files, files.bytes), (hashed(&[("a", "xy"), ("b", "z")]), 3));
         for other in [&[("a", "x"), ("b", "yz")][..], &[("a", "xyz")], &[("a", "xy"), ("c", "z")]] {
-            assert_ne!(files.hash, named(other).hash, "{other:?}");
+            assert_ne!(files.hash, hashed(other).hash, "{other:?}");
         }
     }
 }
