@@ -286,7 +286,7 @@ mod tests {
         let args = Args { workers: vec!["http://a:1".into()], ..Args::default() };
         let config = Config::load(&args).unwrap();
         assert_eq!(config.workers, ["http://a:1"]);
-        let (shown, problems) = settings::parse::<Config>(&settings::show(&config), &[]);
+        let (shown, problems) = settings::parse::<Config>(&settings::to_toml(&config), &[]);
         assert_eq!((shown, problems), (config, vec![]));
     }
 

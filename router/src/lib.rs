@@ -147,14 +147,17 @@ pub async fn run(config: Config, listeners: Listeners, tasks: Tasks) -> Result<(
     }));
     let (ready, is_ready) = watch::channel(Err("starting".to_owned()));
     let admin =
-        Admin { registry: Arc::new(registry), ready: is_ready, config: settings::show(&config) };
+        Admin { registry: Arc::new(registry), ready: is_ready, config: settings::to_toml(&config) };
     // The admin port stays open during the drain, so that the drain can be watched.
     let admin_token = tokio_util::sync::CancellationToken::new();
     let _admin_ends = admin_token.clone().drop_guard();
     admin::start(admin, listeners.admin, admin_token).map_err(Error::Admin)?;
 
     let (updates, mailbox) = mpsc::channel(view::MAILBOX);
-    tasks.essential("view", view::run(state, mailbox, Arc::clone(&view), ready, tasks.token()));
+    tasks.spawn_essential(
+        "view",
+        view::run(state, mailbox, Arc::clone(&view), ready, tasks.token()),
+    );
     watch_agents(&config, &endpoints, &updates, &view, &residency, &tasks);
     let drain_max = config.drain_max();
     let shared = shared(config, view, residency, metrics, updates, &endpoints, &tasks);
@@ -162,7 +165,7 @@ pub async fn run(config: Config, listeners: Listeners, tasks: Tasks) -> Result<(
     info!(address = address.unwrap_or_default(), agents = endpoints.len(), "router listens");
     let turns_max = shared.config.turns_in_flight_max;
     let data = server::serve(listeners.data, api::app(shared), turns_max, tasks.clone());
-    tasks.essential("data", data);
+    tasks.spawn_essential("data", data);
     tasks.cancelled().await;
     info!(drain_ms_max = drain_max.as_millis(), "draining");
     let clean = tasks.stop(drain_max).await;

@@ -28,7 +28,7 @@ fn main() -> ExitCode {
         }
     };
     if args.check_config {
-        drop(write!(std::io::stdout(), "{}", settings::show(&config)));
+        drop(write!(std::io::stdout(), "{}", settings::to_toml(&config)));
         return ExitCode::SUCCESS;
     }
     log::init();
@@ -59,7 +59,7 @@ fn serve(config: Config) -> anyhow::Result<()> {
 }
 
 fn stop_on_signal(tasks: &Tasks) -> std::io::Result<()> {
-    let signalled = signal::stop()?;
+    let signalled = signal::stop_signal()?;
     let told = tasks.clone();
     tasks.spawn(async move {
         tokio::select! {

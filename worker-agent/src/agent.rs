@@ -355,6 +355,6 @@ pub fn start(
     let (mailbox, messages) = mpsc::channel(MAILBOX);
     let handle = AgentHandle { mailbox };
     let owner = Owner::new(setup, tasks.clone(), handle.clone());
-    tasks.essential("agent", owner.run(messages, shim_news, trim_news));
+    tasks.spawn_essential("agent", owner.run(messages, shim_news, trim_news));
     handle
 }

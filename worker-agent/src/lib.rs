@@ -158,7 +158,7 @@ pub async fn run(
     if let Ok(watch) = agent.watch().await {
         gpu::metrics::register(&mut registry, gpus.watch(), watch.report);
     }
-    let admin = Admin { registry: Arc::new(registry), ready, config: settings::show(&config) };
+    let admin = Admin { registry: Arc::new(registry), ready, config: settings::to_toml(&config) };
     admin::start(admin, listeners.admin, tasks.token())?;
 
     let look = Arc::new(Notify::new());
@@ -171,7 +171,7 @@ pub async fn run(
         vocabulary: (config.vocabulary > 0).then_some(config.vocabulary),
         files,
     };
-    tasks.essential("follow", follow::run(follower, tasks.clone()));
+    tasks.spawn_essential("follow", follow::run(follower, tasks.clone()));
     listeners.data.set_nonblocking(true)?;
     let data = tokio::net::TcpListener::from_std(listeners.data)?;
     let turns = Turns {
@@ -187,7 +187,7 @@ pub async fn run(
     let turns_max = (turns_max + staged_prefill_queue::PROMPTS_MAX).min(TURNS_CONNECTED_MAX);
     let staged_prefill = staged_prefill_runner(queues, &turns).await;
     let data = server::serve(data, turn::app(turns, staged_prefill), turns_max, tasks.clone());
-    tasks.essential("data port", data);
+    tasks.spawn_essential("data port", data);
 
     tokio::select! {
         () = stop.cancelled() => {
@@ -313,7 +313,7 @@ async fn readiness(
 ) -> watch::Receiver<Result<(), String>> {
     let (sender, ready) = watch::channel(Err("starting".to_owned()));
     let (agent, metrics, token) = (agent.clone(), metrics.clone(), tasks.token());
-    tasks.essential("readiness", async move {
+    tasks.spawn_essential("readiness", async move {
         let Ok(mut watch) = agent.watch().await else { return };
         loop {
             let report = watch.report.borrow_and_update().clone();

@@ -34,7 +34,7 @@ fn main() -> ExitCode {
         }
     };
     if check {
-        let shown = settings::show(&config);
+        let shown = settings::to_toml(&config);
         return if print(&shown) { ExitCode::SUCCESS } else { ExitCode::FAILURE };
     }
     log::init();
@@ -51,7 +51,7 @@ fn main() -> ExitCode {
 async fn run(config: Config) -> anyhow::Result<()> {
     let listeners = Listeners::bind(&config)?;
     let stop = CancellationToken::new();
-    let signalled = service::signal::stop()?;
+    let signalled = service::signal::stop_signal()?;
     let epoch = service::clock::unix_ns();
     let running = worker_agent::run(config, listeners, epoch, stop.clone());
     let mut running = std::pin::pin!(running);

@@ -18,8 +18,8 @@ const UNIT_BYTES: usize = 1024;
 /// Time within which a body must arrive: 64 MiB at 9 Mbit/s. Until then it holds budget, and in an
 /// agent the session's gate.
 pub const BODY_TIME_MAX: Duration = Duration::from_secs(60);
-/// Initial capacity of a body's buffer: enough for most agents' turns.
-const FIRST_BYTES: usize = 64 * 1024;
+/// Initial capacity of a body's buffer, in bytes: enough for most agents' turns.
+const BUFFER_BYTES_INITIAL: usize = 64 * 1024;
 
 /// The body budget of one process.
 #[derive(Debug, Clone)]
@@ -73,7 +73,7 @@ impl BodyBudget {
         }
         // Announced bytes reserve no budget: otherwise a few silent clients would take all of it.
         let mut share = self.reserve(1)?;
-        let mut bytes = BytesMut::with_capacity(announced.min(FIRST_BYTES));
+        let mut bytes = BytesMut::with_capacity(announced.min(BUFFER_BYTES_INITIAL));
         while let Some(frame) = body.frame().await {
             let frame = frame.map_err(|error| {
                 Refusal::bad_request("body_incomplete", format!("the body did not arrive: {error}"))

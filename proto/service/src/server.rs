@@ -19,9 +19,9 @@ use crate::tasks::Tasks;
 
 /// Bytes of a request's line and headers; longer ones are answered with 431.
 pub const HEADER_BYTES_MAX: usize = 32 * 1024;
-/// Connections beyond those with a turn: probes, lists, idle clients, and clients that are to get
-/// the refusal that there are too many turns.
-const CONNECTIONS_BESIDE: usize = 512;
+/// Connections allowed beyond one for each turn: for probes, lists, idle clients, and clients that
+/// get the refusal that there are too many turns.
+const CONNECTIONS_SPARE: usize = 512;
 /// Time within which a client must send its header, or the connection is closed.
 const HEADER_TIME_MAX: Duration = Duration::from_secs(30);
 /// Time a client may read nothing of its answer before the connection is closed. Such a client
@@ -36,7 +36,7 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// Each connection costs about 40 KiB while it reads. Further connections wait in the listen
 /// backlog.
 pub async fn serve(listener: TcpListener, app: Router, turns_max: usize, tasks: Tasks) {
-    let slots = Arc::new(Semaphore::new(turns_max.saturating_add(CONNECTIONS_BESIDE)));
+    let slots = Arc::new(Semaphore::new(turns_max.saturating_add(CONNECTIONS_SPARE)));
     let token = tasks.token();
     loop {
         let accepted = tokio::select! {

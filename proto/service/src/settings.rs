@@ -67,7 +67,7 @@ pub fn parse<T: DeserializeOwned + Default>(
 }
 
 /// Returns the effective settings as TOML, as `/config` shows them.
-pub fn show<T: Serialize>(settings: &T) -> String {
+pub fn to_toml<T: Serialize>(settings: &T) -> String {
     toml::to_string(settings).expect("settings are flat: strings, numbers and lists")
 }
 

@@ -8,7 +8,7 @@ use tokio::signal::unix::{SignalKind, signal};
 ///
 /// # Errors
 /// When the operating system rejects a handler.
-pub fn stop() -> std::io::Result<impl Future<Output = ()>> {
+pub fn stop_signal() -> std::io::Result<impl Future<Output = ()>> {
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
     Ok(async move {

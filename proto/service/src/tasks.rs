@@ -26,11 +26,11 @@ pub struct Tasks {
 impl Tasks {
     /// Runs a task that must not end before shutdown. Its end, also by panic, cancels all tasks.
     #[expect(clippy::disallowed_methods, reason = "this is the place that names tasks")]
-    pub fn essential<F>(&self, name: &'static str, task: F)
+    pub fn spawn_essential<F>(&self, name: &'static str, task: F)
     where
         F: Future<Output = ()> + Send + 'static,
     {
-        let guard = EndsProcess { tasks: self.clone(), name };
+        let guard = StopsProcess { tasks: self.clone(), name };
         let tracked = self.tracker.track_future(async move {
             task.await;
             drop(guard);
@@ -77,12 +77,12 @@ impl Tasks {
 }
 
 /// Stops the process when dropped at a task's end, whether the task returned or panicked.
-struct EndsProcess {
+struct StopsProcess {
     tasks: Tasks,
     name: &'static str,
 }
 
-impl Drop for EndsProcess {
+impl Drop for StopsProcess {
     fn drop(&mut self) {
         if !self.tasks.cancel.is_cancelled() {
             error!(task = self.name, "essential task ended, stopping");
@@ -99,7 +99,7 @@ mod tests {
     #[tokio::test]
     async fn the_end_of_an_essential_task_stops_the_process() {
         let tasks = Tasks::default();
-        tasks.essential("returns", async {});
+        tasks.spawn_essential("returns", async {});
         tasks.cancelled().await;
         assert!(!tasks.stop(Duration::from_secs(5)).await);
     }
@@ -107,7 +107,7 @@ mod tests {
     #[tokio::test]
     async fn a_panic_is_an_end_too() {
         let tasks = Tasks::default();
-        tasks.essential("panics", async { panic!("on purpose") });
+        tasks.spawn_essential("panics", async { panic!("on purpose") });
         tasks.cancelled().await;
         assert!(!tasks.stop(Duration::from_secs(5)).await);
     }
@@ -116,7 +116,7 @@ mod tests {
     async fn a_told_stop_is_clean_and_plain_tasks_may_end() {
         let tasks = Tasks::default();
         let token = tasks.token();
-        tasks.essential("waits", async move { token.cancelled().await });
+        tasks.spawn_essential("waits", async move { token.cancelled().await });
         tasks.spawn(async {});
         assert!(tasks.stop(Duration::from_secs(5)).await);
     }

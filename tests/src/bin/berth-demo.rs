@@ -56,7 +56,7 @@ fn main() -> ExitCode {
 #[tokio::main]
 async fn run(args: &Args) -> anyhow::Result<Summary> {
     let stop = CancellationToken::new();
-    let signalled = service::signal::stop()?;
+    let signalled = service::signal::stop_signal()?;
     let mut screen = Screen::new();
     let show = |workers: &[WorkerLine], report: &Report| screen.show(workers, report);
     let running = demo::run(Duration::from_secs(args.seconds), stop.clone(), show);

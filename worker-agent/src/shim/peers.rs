@@ -32,7 +32,7 @@ impl Peers {
     ) -> Result<Self, Error> {
         let socket = Socket::bind(path)?;
         let (peers, handle) = watch::channel(ByRank::new());
-        tasks.essential(T::NAME, accept::<T>(socket, Arc::new(peers), news, tasks.clone()));
+        tasks.spawn_essential(T::NAME, accept::<T>(socket, Arc::new(peers), news, tasks.clone()));
         Ok(Self(handle))
     }
 
