@@ -86,7 +86,7 @@ impl From<Tier> for v1::KvTier {
     }
 }
 
-fn tier(wire: i32) -> Result<Tier, Error> {
+fn read_tier(wire: i32) -> Result<Tier, Error> {
     match v1::KvTier::try_from(wire) {
         Ok(v1::KvTier::Device) => Ok(Tier::Device),
         Ok(v1::KvTier::Host) => Ok(Tier::Host),
@@ -94,11 +94,11 @@ fn tier(wire: i32) -> Result<Tier, Error> {
     }
 }
 
-fn to_wire(blocks: Vec<BlockHash>) -> Vec<u64> {
+fn write_blocks(blocks: Vec<BlockHash>) -> Vec<u64> {
     blocks.into_iter().map(|block| block.0).collect()
 }
 
-fn blocks(wire: Vec<u64>) -> Result<Vec<BlockHash>, Error> {
+fn read_blocks(wire: Vec<u64>) -> Result<Vec<BlockHash>, Error> {
     if wire.is_empty() {
         return Err(Error::Missing("blocks"));
     }
@@ -121,13 +121,14 @@ impl TryFrom<v1::KvChange> for RankChange {
                     .ok_or(Error::BlockTokens(reset.block_tokens))?,
             },
             Wire::Stored(stored) => Change::Stored {
-                tier: tier(stored.tier)?,
+                tier: read_tier(stored.tier)?,
                 parent: stored.parent.map(BlockHash),
-                blocks: blocks(stored.blocks)?,
+                blocks: read_blocks(stored.blocks)?,
             },
-            Wire::Removed(removed) => {
-                Change::Removed { tier: tier(removed.tier)?, blocks: blocks(removed.blocks)? }
-            }
+            Wire::Removed(removed) => Change::Removed {
+                tier: read_tier(removed.tier)?,
+                blocks: read_blocks(removed.blocks)?,
+            },
             Wire::Complete(v1::KvComplete {}) => Change::Complete,
         };
         Ok(Self { dp_rank: wire.dp_rank, change })
@@ -146,11 +147,11 @@ impl From<RankChange> for v1::KvChange {
             Change::Stored { tier, parent, blocks } => Wire::Stored(v1::KvStored {
                 tier: v1::KvTier::from(tier).into(),
                 parent: parent.map(|block| block.0),
-                blocks: to_wire(blocks),
+                blocks: write_blocks(blocks),
             }),
             Change::Removed { tier, blocks } => Wire::Removed(v1::KvRemoved {
                 tier: v1::KvTier::from(tier).into(),
-                blocks: to_wire(blocks),
+                blocks: write_blocks(blocks),
             }),
             Change::Complete => Wire::Complete(v1::KvComplete {}),
         };

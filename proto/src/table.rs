@@ -26,12 +26,12 @@ const SHARD_BITS: u32 = 6;
 /// about 100 µs each.
 const SHARDS: usize = 1 << SHARD_BITS;
 /// Entries per bucket. The eighth word of the cache line tells which entries may have a key.
-const BUCKET: usize = 7;
+const BUCKET_SLOTS: usize = 7;
 /// A one in each of the seven bytes of a bucket's control word that hold an entry's tag.
-const ONES: u64 = 0x0001_0101_0101_0101;
+const TAG_ONES: u64 = 0x0001_0101_0101_0101;
 /// Number of entries up to which a shard doubles. A larger shard grows by a quarter, to leave less
 /// memory unused: 11 to 14 bytes per entry.
-const SHARD_SMALL: usize = 512;
+const SHARD_DOUBLING_MAX: usize = 512;
 
 /// The number of a run: an unbranched part of a chain. 0 is no run.
 pub type RunId = u32;
@@ -56,7 +56,7 @@ struct Shard {
 struct Bucket {
     /// The tag of each entry from the lowest byte up, and the number of entries in the top byte.
     control: u64,
-    slots: [u64; BUCKET],
+    slots: [u64; BUCKET_SLOTS],
 }
 
 /// The position that an entry points to.
@@ -72,7 +72,7 @@ impl Entry {
     /// Makes the entry of a position at `depth` blocks from the root of its chain.
     #[must_use]
     pub fn new(run: RunId, depth: usize) -> Self {
-        Self { run, place: low(depth as u64) % PLACES }
+        Self { run, place: low_bits(depth as u64) % PLACES }
     }
 
     fn pack(self, key: u64) -> u64 {
@@ -80,8 +80,8 @@ impl Entry {
     }
 
     fn unpack(slot: u64) -> Self {
-        let run = low(slot >> PLACE_BITS) & ((1 << RUN_BITS) - 1);
-        Self { run, place: low(slot) % PLACES }
+        let run = low_bits(slot >> PLACE_BITS) & ((1 << RUN_BITS) - 1);
+        Self { run, place: low_bits(slot) % PLACES }
     }
 }
 
@@ -89,8 +89,8 @@ fn key_of(slot: u64) -> u64 {
     slot >> (64 - KEY_BITS)
 }
 
-fn shard(key: u64) -> usize {
-    low(key) as usize % SHARDS
+fn shard_index(key: u64) -> usize {
+    low_bits(key) as usize % SHARDS
 }
 
 /// Returns one byte of the key, which tells most keys of one bucket apart.
@@ -99,29 +99,29 @@ fn tag(key: u64) -> u64 {
 }
 
 #[expect(clippy::cast_possible_truncation, reason = "the caller wants low bits only")]
-fn low(word: u64) -> u32 {
+fn low_bits(word: u64) -> u32 {
     word as u32
 }
 
 impl Bucket {
     /// Returns the number of entries in use.
     fn len(&self) -> usize {
-        low(self.control >> 56) as usize
+        low_bits(self.control >> 56) as usize
     }
 
     fn is_full(&self) -> bool {
-        self.len() == BUCKET
+        self.len() == BUCKET_SLOTS
     }
 
     /// Returns the slots whose tag equals the key's, and rarely a slot whose tag differs.
     fn candidates(&self, key: u64) -> impl Iterator<Item = usize> {
-        let differs = self.control ^ (tag(key) * ONES);
+        let differs = self.control ^ (tag(key) * TAG_ONES);
         // The top bit of each byte that is zero in `differs`.
-        let mut same = differs.wrapping_sub(ONES) & !differs & (ONES << 7);
+        let mut same = differs.wrapping_sub(TAG_ONES) & !differs & (TAG_ONES << 7);
         std::iter::from_fn(move || {
             let at = same.trailing_zeros() as usize / 8;
             same &= same.wrapping_sub(1);
-            (at < BUCKET).then_some(at)
+            (at < BUCKET_SLOTS).then_some(at)
         })
     }
 
@@ -143,7 +143,7 @@ impl Bucket {
     }
 
     /// Removes the entry in slot `at` and returns it.
-    fn take(&mut self, at: usize) -> u64 {
+    fn remove_at(&mut self, at: usize) -> u64 {
         let last = self.len() - 1;
         let moved = self.control >> (8 * last) & 0xff;
         let cleared = self.control & !(0xff << (8 * at)) | moved << (8 * at);
@@ -156,11 +156,12 @@ impl Bucket {
 impl Shard {
     /// Returns the bucket a key belongs to. Buckets follow the order of keys, so growing is one
     /// sweep.
-    fn home(&self, key: u64) -> usize {
-        low(((key >> SHARD_BITS) * self.buckets.len() as u64) >> (KEY_BITS - SHARD_BITS)) as usize
+    fn home_bucket(&self, key: u64) -> usize {
+        low_bits(((key >> SHARD_BITS) * self.buckets.len() as u64) >> (KEY_BITS - SHARD_BITS))
+            as usize
     }
 
-    fn after(&self, at: usize) -> usize {
+    fn next_bucket(&self, at: usize) -> usize {
         if at + 1 == self.buckets.len() { 0 } else { at + 1 }
     }
 
@@ -168,10 +169,10 @@ impl Shard {
     /// full. Returns the bytes by which it grew.
     fn make_room(&mut self) -> usize {
         let buckets = self.buckets.len();
-        if (self.used + 1) * 5 <= buckets * BUCKET * 4 {
+        if (self.used + 1) * 5 <= buckets * BUCKET_SLOTS * 4 {
             return 0;
         }
-        let more = if self.used < SHARD_SMALL { buckets.max(2) } else { buckets / 4 };
+        let more = if self.used < SHARD_DOUBLING_MAX { buckets.max(2) } else { buckets / 4 };
         let old = std::mem::replace(&mut self.buckets, vec![Bucket::default(); buckets + more]);
         for slot in old.iter().flat_map(|bucket| &bucket.slots[..bucket.len()]) {
             self.put(*slot);
@@ -180,9 +181,9 @@ impl Shard {
     }
 
     fn put(&mut self, slot: u64) {
-        let mut at = self.home(key_of(slot));
+        let mut at = self.home_bucket(key_of(slot));
         while self.buckets[at].is_full() {
-            at = self.after(at);
+            at = self.next_bucket(at);
         }
         self.buckets[at].push(slot);
     }
@@ -192,7 +193,7 @@ impl Shard {
         if self.buckets.is_empty() {
             return None;
         }
-        let mut at = self.home(key_of(slot));
+        let mut at = self.home_bucket(key_of(slot));
         loop {
             let bucket = &self.buckets[at];
             if let Some(place) = bucket.position(slot) {
@@ -201,29 +202,29 @@ impl Shard {
             if !bucket.is_full() {
                 return None;
             }
-            at = self.after(at);
+            at = self.next_bucket(at);
         }
     }
 
     /// Removes an entry. If its bucket was full, moves back an entry that had overflowed from
     /// there.
-    fn take(&mut self, mut gap: usize, place: usize) {
+    fn remove_at(&mut self, mut gap: usize, place: usize) {
         self.used -= 1;
         let mut was_full = self.buckets[gap].is_full();
-        self.buckets[gap].take(place);
+        self.buckets[gap].remove_at(place);
         let mut at = gap;
         while was_full {
-            at = self.after(at);
+            at = self.next_bucket(at);
             was_full = self.buckets[at].is_full();
             let bucket = &self.buckets[at];
             let comes_back = bucket.slots[..bucket.len()].iter().position(|slot| {
-                let home = self.home(key_of(*slot));
+                let home = self.home_bucket(key_of(*slot));
                 // Whether the entry may move into the gap: its home isn't between the gap and its
                 // bucket.
                 if gap < at { home <= gap || at < home } else { home <= gap && at < home }
             });
             if let Some(place) = comes_back {
-                let slot = self.buckets[at].take(place);
+                let slot = self.buckets[at].remove_at(place);
                 self.buckets[gap].push(slot);
                 gap = at;
             }
@@ -258,11 +259,11 @@ impl Table {
 
     /// Returns the first result that `accept` gives for an entry stored under the key.
     pub fn find<T>(&self, key: u64, mut accept: impl FnMut(Entry) -> Option<T>) -> Option<T> {
-        let shard = &self.shards[shard(key)];
+        let shard = &self.shards[shard_index(key)];
         if shard.buckets.is_empty() {
             return None;
         }
-        let mut at = shard.home(key);
+        let mut at = shard.home_bucket(key);
         loop {
             let bucket = &shard.buckets[at];
             if let Some(found) = bucket.proposals(key).find_map(&mut accept) {
@@ -271,16 +272,16 @@ impl Table {
             if !bucket.is_full() {
                 return None;
             }
-            at = shard.after(at);
+            at = shard.next_bucket(at);
         }
     }
 
     /// Adds an entry, unless `is_known` accepts an entry already stored under the key. Returns
     /// whether the entry was added.
     pub fn insert(&mut self, key: u64, entry: Entry, is_known: impl Fn(Entry) -> bool) -> bool {
-        let shard = &mut self.shards[shard(key)];
+        let shard = &mut self.shards[shard_index(key)];
         self.bytes += shard.make_room();
-        let mut at = shard.home(key);
+        let mut at = shard.home_bucket(key);
         loop {
             let bucket = &mut shard.buckets[at];
             if bucket.proposals(key).any(&is_known) {
@@ -292,7 +293,7 @@ impl Table {
                 self.entries += 1;
                 return true;
             }
-            at = shard.after(at);
+            at = shard.next_bucket(at);
         }
     }
 
@@ -301,9 +302,9 @@ impl Table {
     /// # Panics
     /// When the entry isn't in the table.
     pub fn remove(&mut self, key: u64, entry: Entry) {
-        let shard = &mut self.shards[shard(key)];
+        let shard = &mut self.shards[shard_index(key)];
         let (at, place) = shard.position(entry.pack(key)).expect("the caller added this entry");
-        shard.take(at, place);
+        shard.remove_at(at, place);
         self.entries -= 1;
     }
 
@@ -312,7 +313,7 @@ impl Table {
     /// # Panics
     /// When the entry isn't in the table.
     pub fn rename(&mut self, key: u64, entry: Entry, run: RunId) {
-        let shard = &mut self.shards[shard(key)];
+        let shard = &mut self.shards[shard_index(key)];
         let (at, place) = shard.position(entry.pack(key)).expect("the caller added this entry");
         shard.buckets[at].slots[place] = Entry { run, ..entry }.pack(key);
     }
@@ -342,7 +343,7 @@ mod tests {
             steps in prop::collection::vec((0..5_u8, 0..60_u64), 1..600),
         ) {
             let homes = [0, 1, 1 << 17, (1 << 18) - 2, (1 << 18) - 1];
-            let key = |name: u64| homes[low(name) as usize % 5] << SHARD_BITS;
+            let key = |name: u64| homes[low_bits(name) as usize % 5] << SHARD_BITS;
             let mut table = Table::new();
             let mut map = HashMap::new();
             for (kind, name) in steps {
@@ -350,7 +351,7 @@ mod tests {
                     (u64::from(entry.place) == name).then_some(entry.run)
                 });
                 prop_assert_eq!(found, map.get(&name).copied());
-                let entry = |run| Entry { run, place: low(name) };
+                let entry = |run| Entry { run, place: low_bits(name) };
                 match (kind, found) {
                     (0 | 1, None) => {
                         prop_assert!(table.insert(key(name), entry(7), |_| false));

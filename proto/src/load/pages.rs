@@ -74,7 +74,7 @@ pub struct NamedFinding {
     pub sessions: Vec<String>,
 }
 
-fn at_most(field: &'static str, part: u64, whole: u64) -> Result<(), Error> {
+fn check_at_most(field: &'static str, part: u64, whole: u64) -> Result<(), Error> {
     if part > whole { Err(Error::Impossible { field, value: part }) } else { Ok(()) }
 }
 
@@ -82,7 +82,7 @@ impl TryFrom<v1::PageAudit> for PageAudit {
     type Error = Error;
 
     fn try_from(wire: v1::PageAudit) -> Result<Self, Error> {
-        at_most("held_pages", wire.held_pages, wire.pages)?;
+        check_at_most("held_pages", wire.held_pages, wire.pages)?;
         if let Some(classes) = &wire.classes {
             let parts = [
                 classes.free,
@@ -112,12 +112,12 @@ impl TryFrom<v1::PageAudit> for PageAudit {
                 corrupt: classes.corrupt,
             }),
             compared_pages: wire.compared_pages,
-            findings: wire.findings.into_iter().map(finding).collect(),
+            findings: wire.findings.into_iter().map(read_finding).collect(),
         })
     }
 }
 
-fn finding(wire: v1::PageFinding) -> PageFinding {
+fn read_finding(wire: v1::PageFinding) -> PageFinding {
     let named = wire.named.into_iter();
     let named = named.map(|one| NamedFinding { at: one.at, sessions: one.sessions });
     PageFinding { kind: wire.kind, count: wire.count, named: named.collect() }

@@ -78,11 +78,11 @@ impl From<Figure> for v1::Figure {
     }
 }
 
-fn figure(wire: Option<v1::Figure>) -> Result<Option<Figure>, Error> {
+fn read_figure(wire: Option<v1::Figure>) -> Result<Option<Figure>, Error> {
     wire.map(Figure::try_from).transpose()
 }
 
-fn devices(wire: Vec<v1::Device>) -> Result<Vec<Device>, Error> {
+fn read_devices(wire: Vec<v1::Device>) -> Result<Vec<Device>, Error> {
     wire.into_iter().map(Device::try_from).collect()
 }
 
@@ -137,7 +137,7 @@ impl TryFrom<v1::Rank> for Rank {
             dp_rank: wire.dp_rank,
             pool_tokens: wire.pool_tokens,
             rows: wire.rows,
-            devices: devices(wire.devices)?,
+            devices: read_devices(wire.devices)?,
         })
     }
 }
@@ -243,7 +243,7 @@ impl TryFrom<v1::Session> for Session {
             turns: wire.turns,
             turns_running: wire.turns_running,
             exclusive,
-            resident_tokens: figure(wire.resident_tokens)?,
+            resident_tokens: read_figure(wire.resident_tokens)?,
             idle: Duration::from_millis(wire.idle_ms),
             whole_history: wire.whole_history,
             volatile_prefix: wire.volatile_prefix.map(Into::into),
@@ -300,23 +300,23 @@ impl TryFrom<v1::RankLoad> for RankLoad {
             dp_rank: wire.dp_rank,
             turns_running: wire.turns_running,
             turns_running_max: wire.turns_running_max,
-            requests_running: figure(wire.requests_running)?,
-            requests_waiting: figure(wire.requests_waiting)?,
-            pool_used_tokens: figure(wire.pool_used_tokens)?,
-            pool_total_tokens: figure(wire.pool_total_tokens)?,
-            pinned_tokens: figure(wire.pinned_tokens)?,
-            resident_tokens_estimate: figure(wire.resident_tokens_estimate)?,
-            rows_held: figure(wire.rows_held)?,
-            rows_total: figure(wire.rows_total)?,
+            requests_running: read_figure(wire.requests_running)?,
+            requests_waiting: read_figure(wire.requests_waiting)?,
+            pool_used_tokens: read_figure(wire.pool_used_tokens)?,
+            pool_total_tokens: read_figure(wire.pool_total_tokens)?,
+            pinned_tokens: read_figure(wire.pinned_tokens)?,
+            resident_tokens_estimate: read_figure(wire.resident_tokens_estimate)?,
+            rows_held: read_figure(wire.rows_held)?,
+            rows_total: read_figure(wire.rows_total)?,
             sessions: wire.sessions,
-            devices: devices(wire.devices)?,
+            devices: read_devices(wire.devices)?,
             turns_queued: wire.turns_queued,
-            pool_available_tokens: figure(wire.pool_available_tokens)?,
-            pool_evictable_tokens: figure(wire.pool_evictable_tokens)?,
-            foreign_tokens: figure(wire.foreign_tokens)?,
+            pool_available_tokens: read_figure(wire.pool_available_tokens)?,
+            pool_evictable_tokens: read_figure(wire.pool_evictable_tokens)?,
+            foreign_tokens: read_figure(wire.foreign_tokens)?,
             pages: wire.pages.map(PageAudit::try_from).transpose()?,
-            prefill_tokens_per_s: figure(wire.prefill_tokens_per_s)?,
-            prefill_backlog_tokens: figure(wire.prefill_backlog_tokens)?,
+            prefill_tokens_per_s: read_figure(wire.prefill_tokens_per_s)?,
+            prefill_backlog_tokens: read_figure(wire.prefill_backlog_tokens)?,
             staged_prefill: wire.staged_prefill.map(
                 |v1::StagedPrefill { tokens, prompts, stage_tokens }| StagedPrefill {
                     tokens,
@@ -331,15 +331,19 @@ impl TryFrom<v1::RankLoad> for RankLoad {
         if load.staged_prefill.is_some_and(|staged_prefill| staged_prefill.stage_tokens == 0) {
             return Err(impossible("stage_tokens", 0_u32));
         }
-        at_most("pool_used_tokens", load.pool_used_tokens, load.pool_total_tokens)?;
-        at_most("pinned_tokens", load.pinned_tokens, load.pool_total_tokens)?;
-        at_most("foreign_tokens", load.foreign_tokens, load.pinned_tokens)?;
-        at_most("rows_held", load.rows_held, load.rows_total)?;
+        check_at_most("pool_used_tokens", load.pool_used_tokens, load.pool_total_tokens)?;
+        check_at_most("pinned_tokens", load.pinned_tokens, load.pool_total_tokens)?;
+        check_at_most("foreign_tokens", load.foreign_tokens, load.pinned_tokens)?;
+        check_at_most("rows_held", load.rows_held, load.rows_total)?;
         Ok(load)
     }
 }
 
-fn at_most(field: &'static str, part: Option<Figure>, whole: Option<Figure>) -> Result<(), Error> {
+fn check_at_most(
+    field: &'static str,
+    part: Option<Figure>,
+    whole: Option<Figure>,
+) -> Result<(), Error> {
     match (part, whole) {
         (Some(part), Some(whole)) if part.value > whole.value => Err(impossible(field, part.value)),
         _ => Ok(()),

@@ -1,6 +1,6 @@
 //! Conversion of a device from and to the wire format. An absent text is empty on the wire.
 
-use super::{Device, Error, at_most, figure, impossible};
+use super::{Device, Error, check_at_most, impossible, read_figure};
 use crate::v1;
 
 impl TryFrom<v1::Device> for Device {
@@ -25,21 +25,21 @@ impl TryFrom<v1::Device> for Device {
             memory_utilization_percent: wire.memory_utilization_percent,
             temperature_celsius: wire.temperature_celsius,
             power_milliwatts: wire.power_milliwatts,
-            engine_bytes: figure(wire.engine_bytes)?,
-            kv_pool_bytes: figure(wire.kv_pool_bytes)?,
-            kv_used_bytes: figure(wire.kv_used_bytes)?,
-            kv_pinned_bytes: figure(wire.kv_pinned_bytes)?,
-            kv_reclaimable_bytes: figure(wire.kv_reclaimable_bytes)?,
+            engine_bytes: read_figure(wire.engine_bytes)?,
+            kv_pool_bytes: read_figure(wire.kv_pool_bytes)?,
+            kv_used_bytes: read_figure(wire.kv_used_bytes)?,
+            kv_pinned_bytes: read_figure(wire.kv_pinned_bytes)?,
+            kv_reclaimable_bytes: read_figure(wire.kv_reclaimable_bytes)?,
             unhealthy: text(wire.unhealthy),
             age_ms: wire.age_ms,
         };
-        check(&device)?;
+        check_parts(&device)?;
         Ok(device)
     }
 }
 
 /// Checks that no part is larger than its whole.
-fn check(device: &Device) -> Result<(), Error> {
+fn check_parts(device: &Device) -> Result<(), Error> {
     let engine = device.engine_bytes.map(|figure| figure.value);
     for (field, part) in [
         ("memory_used_bytes", device.memory_used_bytes),
@@ -60,9 +60,9 @@ fn check(device: &Device) -> Result<(), Error> {
             return Err(impossible(field, percent));
         }
     }
-    at_most("kv_used_bytes", device.kv_used_bytes, device.kv_pool_bytes)?;
-    at_most("kv_pinned_bytes", device.kv_pinned_bytes, device.kv_pool_bytes)?;
-    at_most("kv_reclaimable_bytes", device.kv_reclaimable_bytes, device.kv_pool_bytes)
+    check_at_most("kv_used_bytes", device.kv_used_bytes, device.kv_pool_bytes)?;
+    check_at_most("kv_pinned_bytes", device.kv_pinned_bytes, device.kv_pool_bytes)?;
+    check_at_most("kv_reclaimable_bytes", device.kv_reclaimable_bytes, device.kv_pool_bytes)
 }
 
 impl From<Device> for v1::Device {
