@@ -1,7 +1,7 @@
 //! Operations code that the router and the agent share.
 //!
-//! It depends on `proto` and on no other package of Berth. It makes no decision of the router or the
-//! agent.
+//! It depends on `proto` and on no other package of Berth. It makes no decision of the router or of
+//! the agent.
 //!
 //! - [`admin`]: the admin port with metrics, readiness and settings.
 //! - [`budget`]: the limit on request bodies in memory.
