@@ -210,7 +210,7 @@ pub struct Session {
     /// Time since the end of the session's last turn.
     pub idle: Duration,
     /// The client sends its full history with each turn, so the session can continue on any worker.
-    pub whole_history: bool,
+    pub full_history: bool,
     /// A text early in the session's prompts that differs from turn to turn. None: not found.
     pub volatile_prefix: Option<VolatilePrefix>,
 }

@@ -110,7 +110,7 @@ fn session(agent: usize, number: usize) -> Session {
         exclusive: false,
         resident_tokens: figure(20_000 + agent * 331 % 100_000),
         idle: Duration::from_secs((agent * 37 + number * 101) as u64 % 900),
-        whole_history: false,
+        full_history: false,
         volatile_prefix: None,
     }
 }

@@ -445,7 +445,7 @@ fn admit(ask: &Ask, standing: &Standing, view: &ClusterView) -> Result<Place, Re
         }
         Standing::Open { worker, session, .. } => {
             let pinned = session.retention == Retention::Pinned;
-            let fixed = session.exclusive || (pinned && !session.whole_history);
+            let fixed = session.exclusive || (pinned && !session.full_history);
             let told_tokens = session.resident_tokens.map_or(0, |figure| figure.value);
             let held_tokens = if pinned { told_tokens } else { 0 };
             let sticky = Sticky { fixed, told_tokens, held_tokens, ..Sticky::at(*worker) };

@@ -120,7 +120,7 @@ fn of_table(one: Option<&Located>, view: &ClusterView, binding: Option<&Binding>
     let agent_up = view.agent(*worker).is_up();
     // A client that sends the full history can continue on any worker. A client that asked for the
     // pin may send a delta next.
-    let anywhere = session.whole_history && !session.exclusive;
+    let anywhere = session.full_history && !session.exclusive;
     let kept = session.retention == Retention::Pinned && !anywhere;
     let gone = !agent_up && kept;
     match session.state {
@@ -184,7 +184,7 @@ mod tests {
             exclusive: retention == Retention::Pinned,
             resident_tokens: None,
             idle: Duration::ZERO,
-            whole_history: false,
+            full_history: false,
             volatile_prefix: None,
         }
     }
@@ -244,7 +244,7 @@ mod tests {
     fn a_session_that_went_with_its_engine_goes_on_if_nobody_asked_to_pin_it() {
         let (mut state, affinity, now) = setup();
         let lost = session(Retention::Pinned, SessionState::Lost, 0);
-        let whole = Session { whole_history: true, exclusive: false, ..lost.clone() };
+        let whole = Session { full_history: true, exclusive: false, ..lost.clone() };
         state.apply(0, Update::Upsert(lost), now);
         assert!(matches!(of(&state, &affinity, now), Standing::Lost { .. }));
         state.apply(0, Update::Upsert(whole), now);

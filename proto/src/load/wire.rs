@@ -245,7 +245,7 @@ impl TryFrom<v1::Session> for Session {
             exclusive,
             resident_tokens: read_figure(wire.resident_tokens)?,
             idle: Duration::from_millis(wire.idle_ms),
-            whole_history: wire.whole_history,
+            full_history: wire.whole_history,
             volatile_prefix: wire.volatile_prefix.map(Into::into),
         })
     }
@@ -263,7 +263,7 @@ impl From<Session> for v1::Session {
             exclusive: session.exclusive,
             resident_tokens: session.resident_tokens.map(Into::into),
             idle_ms: u64::try_from(session.idle.as_millis()).unwrap_or(u64::MAX),
-            whole_history: session.whole_history,
+            whole_history: session.full_history,
             volatile_prefix: session.volatile_prefix.map(Into::into),
         }
     }

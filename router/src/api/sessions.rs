@@ -191,7 +191,7 @@ fn shown(shared: &Shared, seen: &Seen) -> Value {
         "turns": session.turns,
         "turns_running": session.turns_running,
         "exclusive": session.exclusive,
-        "whole_history": session.whole_history,
+        "whole_history": session.full_history,
         "resident_tokens": session.resident_tokens.map(|figure| figure.value),
         "resident_tokens_source": session.resident_tokens.map(|figure| figure.source),
         "idle_ms_at_report": idle_ms,

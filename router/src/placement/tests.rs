@@ -112,7 +112,7 @@ fn session(id: u64, tokens: u64, idle: Duration) -> Session {
         exclusive: false,
         resident_tokens: figure(tokens),
         idle,
-        whole_history: false,
+        full_history: false,
         volatile_prefix: None,
     }
 }

@@ -265,7 +265,7 @@ mod tests {
             exclusive: false,
             resident_tokens: Some(Figure { value: tokens, source: Source::Usage, age_ms: 0 }),
             idle: idle.unwrap_or_default(),
-            whole_history: false,
+            full_history: false,
             volatile_prefix: None,
         }
     }

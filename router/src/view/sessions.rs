@@ -167,7 +167,7 @@ mod tests {
             exclusive: false,
             resident_tokens: None,
             idle: std::time::Duration::ZERO,
-            whole_history: false,
+            full_history: false,
             volatile_prefix: None,
         }
     }

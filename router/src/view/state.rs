@@ -291,7 +291,7 @@ mod tests {
             exclusive: false,
             resident_tokens: None,
             idle: Duration::ZERO,
-            whole_history: false,
+            full_history: false,
             volatile_prefix: None,
         }
     }

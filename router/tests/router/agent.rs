@@ -327,7 +327,7 @@ impl Inner {
             exclusive: exclusive || retention == Retention::Pinned,
             resident_tokens: None,
             idle: Duration::ZERO,
-            whole_history: false,
+            full_history: false,
             volatile_prefix: None,
         }
     }

@@ -467,7 +467,7 @@ fn shown(key: &SessionKey, session: &session::Session, now: Instant) -> Session 
         turns: session.turns,
         turns_running: session.running,
         exclusive: session.exclusive,
-        whole_history: session.sends_whole(),
+        full_history: session.sends_whole(),
         volatile_prefix: session.volatile_prefix(),
         resident_tokens: crate::ledger::resident(session),
         idle: session.idle(now),

@@ -61,7 +61,7 @@ impl Known {
             exclusive: false,
             resident_tokens: self.resident_tokens.map(figure),
             idle: Duration::ZERO,
-            whole_history: false,
+            full_history: false,
             volatile_prefix: None,
         }
     }
