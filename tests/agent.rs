@@ -15,13 +15,13 @@ use tests::{
 };
 
 /// An engine, its agent and a client.
-struct House {
+struct Cluster {
     engine: EngineSim,
     agent: Agent,
     web: Web,
 }
 
-impl House {
+impl Cluster {
     async fn new() -> Self {
         Self::with(Config::default(), |_| {}).await
     }
@@ -34,9 +34,9 @@ impl House {
         let engine = EngineSim::start_local(engine).await.unwrap();
         let mut config = agent_config(&engine.url(), "w0");
         settings(&mut config);
-        let house = Self { engine, agent: Agent::start(config).unwrap(), web: Web::default() };
-        ready(&house.web, house.agent.admin).await;
-        house
+        let cluster = Self { engine, agent: Agent::start(config).unwrap(), web: Web::default() };
+        ready(&cluster.web, cluster.agent.admin).await;
+        cluster
     }
 
     async fn generate(&self, claim: Option<&Value>, body: &Value) -> Answer {
@@ -114,47 +114,47 @@ fn slow() -> Config {
 
 #[tokio::test]
 async fn pinned_turns_cost_only_their_new_tokens() {
-    let house = House::new().await;
-    let first = house.generate(Some(&pinned("s")), &turn("The quick brown fox jumps", 6)).await;
+    let cluster = Cluster::new().await;
+    let first = cluster.generate(Some(&pinned("s")), &turn("The quick brown fox jumps", 6)).await;
     assert_eq!(first.meta("prompt_tokens"), Some(25), "{}", first.text());
-    let second = house.generate(Some(&delta("s")), &turn(" over the", 6)).await;
+    let second = cluster.generate(Some(&delta("s")), &turn(" over the", 6)).await;
     assert_eq!((second.meta("prompt_tokens"), second.meta("cached_tokens")), (Some(40), Some(30)));
-    let third = house.generate(Some(&delta("s")), &streamed(" lazy", 4)).await;
+    let third = cluster.generate(Some(&delta("s")), &streamed(" lazy", 4)).await;
     assert!(third.text().ends_with("data: [DONE]\n\n"), "{}", third.text());
     assert!(third.text().contains("\"cached_tokens\":45"), "{}", third.text());
-    house.agent.stop().await.unwrap();
-    let facts = house.engine.pool(0).await.unwrap();
+    cluster.agent.stop().await.unwrap();
+    let facts = cluster.engine.pool(0).await.unwrap();
     assert_eq!((facts.used(), facts.sessions.len()), (0, 0), "the agent closed what it opened");
 }
 
 #[tokio::test]
 async fn the_next_turn_may_follow_the_last_byte_at_once() {
-    let house = House::new().await;
+    let cluster = Cluster::new().await;
     for number in 0..60 {
         let claim = if number == 0 { pinned("s") } else { delta("s") };
         let body = if number % 2 == 0 { streamed("ab", 2) } else { turn("ab", 2) };
-        let answer = house.generate(Some(&claim), &body).await;
+        let answer = cluster.generate(Some(&claim), &body).await;
         assert_eq!(answer.status, StatusCode::OK, "turn {number}: {}", answer.text());
     }
 }
 
 #[tokio::test]
 async fn a_second_turn_is_refused_at_once_and_harms_nothing() {
-    let house = House::new().await;
-    let alone = house.generate(None, &turn("hello there", 40)).await;
-    house.slow_down(1.0).await;
-    let first = house.start_stream(&pinned("s"), &streamed("hello there", 40)).await;
+    let cluster = Cluster::new().await;
+    let alone = cluster.generate(None, &turn("hello there", 40)).await;
+    cluster.slow_down(1.0).await;
+    let first = cluster.start_stream(&pinned("s"), &streamed("hello there", 40)).await;
     for _ in 0..3 {
-        let second = house.generate(Some(&delta("s")), &turn("x", 1)).await;
+        let second = cluster.generate(Some(&delta("s")), &turn("x", 1)).await;
         assert_eq!((second.status, second.code().as_str()), (StatusCode::CONFLICT, "session_busy"));
     }
-    house.slow_down(0.0).await;
+    cluster.slow_down(0.0).await;
     let rest = first.into_body().collect().await.unwrap().to_bytes();
     let last = String::from_utf8_lossy(&rest);
     let ids = alone.json()["output_ids"].to_string();
     assert!(last.contains(&ids), "the first turn's tokens changed: {last}");
     assert_eq!(
-        house.engine.bodies_seen("/generate").len(),
+        cluster.engine.bodies_seen("/generate").len(),
         2,
         "no refused turn reached the engine"
     );
@@ -162,12 +162,12 @@ async fn a_second_turn_is_refused_at_once_and_harms_nothing() {
 
 #[tokio::test]
 async fn the_gate_holds_until_the_engine_has_ended_a_vanished_client_s_turn() {
-    let house = House::with(slow(), |_| {}).await;
-    house.generate(Some(&pinned("s")), &turn("hello there", 2)).await;
-    drop(house.start_stream(&delta("s"), &streamed(" you", 500)).await);
+    let cluster = Cluster::with(slow(), |_| {}).await;
+    cluster.generate(Some(&pinned("s")), &turn("hello there", 2)).await;
+    drop(cluster.start_stream(&delta("s"), &streamed(" you", 500)).await);
     let next = eventually("the end of the aborted turn", || async {
-        let answer = house.generate(Some(&delta("s")), &turn(" me", 2)).await;
-        let running = house.engine.pool(0).await.unwrap().running;
+        let answer = cluster.generate(Some(&delta("s")), &turn(" me", 2)).await;
+        let running = cluster.engine.pool(0).await.unwrap().running;
         match answer.status {
             StatusCode::OK => Some(answer),
             StatusCode::CONFLICT => None,
@@ -180,15 +180,15 @@ async fn the_gate_holds_until_the_engine_has_ended_a_vanished_client_s_turn() {
 
 #[tokio::test]
 async fn a_vanished_client_of_a_whole_answer_is_aborted_too() {
-    let house = House::with(slow(), |_| {}).await;
-    house.generate(Some(&pinned("s")), &turn("hello there", 2)).await;
-    let url = house.agent.url("/generate");
+    let cluster = Cluster::with(slow(), |_| {}).await;
+    cluster.generate(Some(&pinned("s")), &turn("hello there", 2)).await;
+    let url = cluster.agent.url("/generate");
     let claim = delta("s").to_string();
     let headers = [("content-type", "application/json"), ("x-berth-session", claim.as_str())];
     let body = turn(" you", 500).to_string();
-    let answer = house.web.send(Method::POST, &url, &headers, body);
+    let answer = cluster.web.send(Method::POST, &url, &headers, body);
     let running = eventually("the turn inside the engine", || async {
-        (house.engine.pool(0).await.unwrap().running == 1).then_some(())
+        (cluster.engine.pool(0).await.unwrap().running == 1).then_some(())
     });
     // The client disconnects as soon as the turn runs.
     tokio::select! {
@@ -197,11 +197,11 @@ async fn a_vanished_client_of_a_whole_answer_is_aborted_too() {
         () = running => {}
     }
     eventually("a free engine", || async {
-        (house.engine.pool(0).await.unwrap().running == 0).then_some(())
+        (cluster.engine.pool(0).await.unwrap().running == 0).then_some(())
     })
     .await;
     let next = eventually("the gate", || async {
-        let answer = house.generate(Some(&delta("s")), &turn(" me", 2)).await;
+        let answer = cluster.generate(Some(&delta("s")), &turn(" me", 2)).await;
         (answer.status == StatusCode::OK).then_some(answer)
     })
     .await;
@@ -210,52 +210,52 @@ async fn a_vanished_client_of_a_whole_answer_is_aborted_too() {
 
 #[tokio::test]
 async fn a_close_with_a_turn_takes_effect_at_its_end() {
-    let house = House::with(slow(), |_| {}).await;
+    let cluster = Cluster::with(slow(), |_| {}).await;
     let mut closing = pinned("s");
     closing["close"] = true.into();
-    let stream = house.start_stream(&closing, &streamed("hello there", 30)).await;
-    let other = house.generate(Some(&delta("s")), &turn("x", 1)).await;
+    let stream = cluster.start_stream(&closing, &streamed("hello there", 30)).await;
+    let other = cluster.generate(Some(&delta("s")), &turn("x", 1)).await;
     assert_eq!(other.status, StatusCode::NOT_FOUND, "closing beats busy");
     let rest = stream.into_body().collect().await.unwrap().to_bytes();
     assert!(rest.ends_with(b"data: [DONE]\n\n"));
-    house.nothing_held().await;
+    cluster.nothing_held().await;
 }
 
 #[tokio::test]
 async fn a_close_with_a_turn_takes_effect_when_its_client_vanishes() {
-    let house = House::with(slow(), |_| {}).await;
+    let cluster = Cluster::with(slow(), |_| {}).await;
     let mut closing = pinned("s");
     closing["close"] = true.into();
-    drop(house.start_stream(&closing, &streamed("hello there", 500)).await);
-    house.nothing_held().await;
+    drop(cluster.start_stream(&closing, &streamed("hello there", 500)).await);
+    cluster.nothing_held().await;
 }
 
 #[tokio::test]
 async fn a_close_with_a_refused_turn_still_closes() {
-    let house = House::new().await;
-    house.generate(Some(&pinned("s")), &turn("hello there", 2)).await;
+    let cluster = Cluster::new().await;
+    cluster.generate(Some(&pinned("s")), &turn("hello there", 2)).await;
     let mut closing = delta("s");
     closing["close"] = true.into();
-    let refused = house.generate(Some(&closing), &json!({"text": ["a", "b"]})).await;
+    let refused = cluster.generate(Some(&closing), &json!({"text": ["a", "b"]})).await;
     assert_eq!(refused.code(), "batch_in_session");
-    house.nothing_held().await;
+    cluster.nothing_held().await;
 }
 
 #[tokio::test]
 async fn tagged_turns_are_tagged_by_incarnation_and_pass_untouched() {
-    let house = House::new().await;
+    let cluster = Cluster::new().await;
     let body = json!({"model": "tiny", "max_tokens": 4, "session_id": "evil", "rid": "evil",
         "messages": [{"role": "user", "content": "hello \u{e9}"}]});
-    let answer = house.post("/v1/chat/completions", Some(&claim("s")), &body).await;
+    let answer = cluster.post("/v1/chat/completions", Some(&claim("s")), &body).await;
     assert_eq!(answer.status, StatusCode::OK, "{}", answer.text());
-    let seen = house.engine.bodies_seen("/v1/chat/completions").pop().unwrap();
+    let seen = cluster.engine.bodies_seen("/v1/chat/completions").pop().unwrap();
     let seen: Value = serde_json::from_slice(&seen).unwrap();
     let tag = seen["session_id"].as_str().unwrap();
     assert!(tag.starts_with("berth-w0-"), "{tag}");
     assert_eq!(seen["messages"], body["messages"]);
     assert_eq!(seen["rid"].as_str().unwrap().len(), 32);
     assert_eq!(seen["routed_dp_rank"], 0);
-    let again = house.post("/v1/chat/completions", Some(&claim("s")), &body).await;
+    let again = cluster.post("/v1/chat/completions", Some(&claim("s")), &body).await;
     let usage = &again.json()["usage"];
     let cached = usage["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap();
     assert!(cached >= 16, "the same prompt again hits whole pages: {usage}");
@@ -263,7 +263,7 @@ async fn tagged_turns_are_tagged_by_incarnation_and_pass_untouched() {
 
 #[tokio::test]
 async fn refusals_come_from_the_agent_and_never_reach_the_engine() {
-    let house = House::new().await;
+    let cluster = Cluster::new().await;
     let cases = [
         (
             None,
@@ -288,25 +288,25 @@ async fn refusals_come_from_the_agent_and_never_reach_the_engine() {
         (Some(delta("unknown")), turn("a", 1), 404, "session_unknown"),
     ];
     for (claim, body, status, code) in cases {
-        let answer = house.generate(claim.as_ref(), &body).await;
+        let answer = cluster.generate(claim.as_ref(), &body).await;
         assert_eq!((answer.status.as_u16(), answer.code().as_str()), (status, code), "{body}");
         assert_eq!(answer.headers["x-berth-refusal"], code);
     }
     let chat = json!({"model": "tiny", "messages": [{"role": "user", "content": "a"}]});
-    house.generate(Some(&pinned("s")), &turn("hello", 1)).await;
-    let whole = house.post("/v1/chat/completions", Some(&pinned("s")), &chat).await;
+    cluster.generate(Some(&pinned("s")), &turn("hello", 1)).await;
+    let whole = cluster.post("/v1/chat/completions", Some(&pinned("s")), &chat).await;
     assert_eq!((whole.status.as_u16(), whole.code().as_str()), (409, "whole_history"));
-    assert_eq!(house.engine.bodies_seen("/generate").len(), 1);
-    let weights = house.post("/update_weights_from_disk", None, &json!({})).await;
+    assert_eq!(cluster.engine.bodies_seen("/generate").len(), 1);
+    let weights = cluster.post("/update_weights_from_disk", None, &json!({})).await;
     assert_eq!((weights.status.as_u16(), weights.code().as_str()), (404, "unknown_route"));
 }
 
 #[tokio::test]
 async fn bodies_have_a_limit() {
-    let house = House::with(Config::default(), |config| config.body_bytes_max = 2000).await;
-    let fits = house.generate(None, &turn(&"a".repeat(500), 1)).await;
+    let cluster = Cluster::with(Config::default(), |config| config.body_bytes_max = 2000).await;
+    let fits = cluster.generate(None, &turn(&"a".repeat(500), 1)).await;
     assert_eq!(fits.status, StatusCode::OK, "{}", fits.text());
-    let large = house.generate(None, &turn(&"a".repeat(3000), 1)).await;
+    let large = cluster.generate(None, &turn(&"a".repeat(3000), 1)).await;
     assert_eq!((large.status.as_u16(), large.code().as_str()), (413, "body_too_large"));
 }
 
@@ -318,14 +318,14 @@ fn assert_full(refused: &Answer, code: &str) {
 
 #[tokio::test]
 async fn a_full_worker_lets_a_turn_wait_for_room_and_refuses_the_next_at_once() {
-    let house = House::with(slow(), |config| {
+    let cluster = Cluster::with(slow(), |config| {
         config.turns_in_flight_max = 1;
         config.turns_queued_max = 1;
     })
     .await;
-    let running = house.start_stream(&claim("a"), &streamed("hello", 1000)).await;
+    let running = cluster.start_stream(&claim("a"), &streamed("hello", 1000)).await;
     let bodies = [turn("x", 1), turn("y", 1)];
-    let [one, two] = bodies.each_ref().map(|body| Box::pin(house.generate(None, body)));
+    let [one, two] = bodies.each_ref().map(|body| Box::pin(cluster.generate(None, body)));
     let (refused, waiting) = first_of(one, two).await;
     assert_full(&refused, "queue_places");
     drop(running);
@@ -342,25 +342,26 @@ async fn first_of<F: Future + Unpin>(mut one: F, mut two: F) -> (F::Output, F) {
 
 #[tokio::test]
 async fn a_turn_that_has_waited_for_room_long_enough_is_told_when_to_try_again() {
-    let house = House::with(slow(), |config| {
+    let cluster = Cluster::with(slow(), |config| {
         config.turns_in_flight_max = 1;
         config.queue_wait_ms_max = 300;
     })
     .await;
-    let _running = house.start_stream(&claim("a"), &streamed("hello", 1000)).await;
-    assert_full(&house.generate(None, &turn("x", 1)).await, "queue_time");
+    let _running = cluster.start_stream(&claim("a"), &streamed("hello", 1000)).await;
+    assert_full(&cluster.generate(None, &turn("x", 1)).await, "queue_time");
 }
 
 #[tokio::test]
 async fn pinned_sessions_never_take_the_last_row() {
-    let house = House::new().await;
+    let cluster = Cluster::new().await;
     for number in 0..7 {
-        let answer = house.generate(Some(&pinned(&format!("s{number}"))), &turn("hello", 1)).await;
+        let answer =
+            cluster.generate(Some(&pinned(&format!("s{number}"))), &turn("hello", 1)).await;
         assert_eq!(answer.status, StatusCode::OK, "{}", answer.text());
     }
-    let full = house.generate(Some(&pinned("s7")), &turn("hello", 1)).await;
+    let full = cluster.generate(Some(&pinned("s7")), &turn("hello", 1)).await;
     assert_eq!((full.status.as_u16(), full.code().as_str()), (429, "rows"));
-    let plain = house.generate(None, &turn("hello", 1)).await;
+    let plain = cluster.generate(None, &turn("hello", 1)).await;
     assert_eq!(plain.status, StatusCode::OK, "the engine still runs");
 }
 
@@ -370,13 +371,13 @@ async fn an_engine_that_is_down_is_503_and_its_return_is_noticed() {
     let engine = EngineSim::start(Config::default(), listener).unwrap();
     let addr = engine.addr();
     let agent = Agent::start(agent_config(&engine.url(), "w0")).unwrap();
-    let house = House { engine, agent, web: Web::default() };
-    ready(&house.web, house.agent.admin).await;
-    house.generate(Some(&pinned("s")), &turn("hello", 1)).await;
-    house.engine.kill();
-    house.engine.gone().await;
+    let cluster = Cluster { engine, agent, web: Web::default() };
+    ready(&cluster.web, cluster.agent.admin).await;
+    cluster.generate(Some(&pinned("s")), &turn("hello", 1)).await;
+    cluster.engine.kill();
+    cluster.engine.gone().await;
     let down = eventually("a refusal", || async {
-        let answer = house.generate(None, &turn("hello", 1)).await;
+        let answer = cluster.generate(None, &turn("hello", 1)).await;
         (answer.status == StatusCode::SERVICE_UNAVAILABLE).then_some(answer)
     })
     .await;
@@ -385,7 +386,7 @@ async fn an_engine_that_is_down_is_503_and_its_return_is_noticed() {
         eventually("the port", || async { tokio::net::TcpListener::bind(addr).await.ok() }).await;
     let _engine = EngineSim::start(Config::default(), listener).unwrap();
     let lost = eventually("the new engine", || async {
-        let answer = house.generate(Some(&delta("s")), &turn("hello", 1)).await;
+        let answer = cluster.generate(Some(&delta("s")), &turn("hello", 1)).await;
         (answer.status != StatusCode::SERVICE_UNAVAILABLE).then_some(answer)
     })
     .await;
@@ -414,20 +415,20 @@ async fn an_agent_starts_before_its_engine() {
 
 #[tokio::test]
 async fn idle_sessions_expire_and_leave_the_engine() {
-    let house = House::with(Config::default(), |config| config.session_idle_ms_max = 50).await;
-    house.generate(Some(&pinned("s")), &turn("hello", 1)).await;
-    house.nothing_held().await;
-    let late = house.generate(Some(&delta("s")), &turn("hello", 1)).await;
+    let cluster = Cluster::with(Config::default(), |config| config.session_idle_ms_max = 50).await;
+    cluster.generate(Some(&pinned("s")), &turn("hello", 1)).await;
+    cluster.nothing_held().await;
+    let late = cluster.generate(Some(&delta("s")), &turn("hello", 1)).await;
     assert_eq!(late.code(), "session_unknown");
 }
 
 #[tokio::test]
 async fn a_turn_over_its_time_is_cut_off_and_its_session_goes_on() {
-    let house = House::with(slow(), |config| config.turn_ms_max = 500).await;
+    let cluster = Cluster::with(slow(), |config| config.turn_ms_max = 500).await;
     // On a stalled machine, the short turns time out as well; they leave no trace either.
     let in_time = async |claim: Value, body: Value| {
         eventually("a turn in time", || async {
-            let answer = house.generate(Some(&claim), &body).await;
+            let answer = cluster.generate(Some(&claim), &body).await;
             match (answer.status, answer.code().as_str()) {
                 (StatusCode::OK, _) => Some(answer),
                 (StatusCode::CONFLICT, "session_busy")
@@ -438,7 +439,7 @@ async fn a_turn_over_its_time_is_cut_off_and_its_session_goes_on() {
         .await
     };
     in_time(pinned("s"), turn("hello there", 2)).await;
-    let late = house.generate(Some(&delta("s")), &turn(" you", 400)).await;
+    let late = cluster.generate(Some(&delta("s")), &turn(" you", 400)).await;
     assert_eq!((late.status.as_u16(), late.code().as_str()), (504, "turn_timeout"));
     let next = in_time(delta("s"), turn(" me", 2)).await;
     assert_eq!(next.meta("prompt_tokens"), Some(11 + 2 + 3), "{}", next.text());
@@ -446,22 +447,22 @@ async fn a_turn_over_its_time_is_cut_off_and_its_session_goes_on() {
 
 #[tokio::test]
 async fn a_dp_rank_is_chosen_once_and_kept() {
-    let house = House::with(Config { dp_size: 2, ..Config::default() }, |_| {}).await;
+    let cluster = Cluster::with(Config { dp_size: 2, ..Config::default() }, |_| {}).await;
     for id in ["a", "b"] {
-        house.generate(Some(&pinned(id)), &turn("hello there", 2)).await;
-        let next = house.generate(Some(&delta(id)), &turn(" you", 2)).await;
+        cluster.generate(Some(&pinned(id)), &turn("hello there", 2)).await;
+        let next = cluster.generate(Some(&delta(id)), &turn(" you", 2)).await;
         assert_eq!(next.meta("prompt_tokens"), Some(11 + 2 + 4), "another rank has no history");
     }
-    let held = [house.engine.pool(0).await.unwrap(), house.engine.pool(1).await.unwrap()];
+    let held = [cluster.engine.pool(0).await.unwrap(), cluster.engine.pool(1).await.unwrap()];
     assert_eq!(held.map(|facts| facts.held_rows), [1, 1], "the second session took the free rank");
 }
 
 #[tokio::test]
 async fn the_stream_tells_table_reports_and_changes_in_order() {
     use proto::v1::{self, load_event::Event, worker_agent_client::WorkerAgentClient};
-    let house = House::new().await;
-    house.generate(Some(&pinned("before")), &turn("hello", 1)).await;
-    let control = format!("http://{}", house.agent.control);
+    let cluster = Cluster::new().await;
+    cluster.generate(Some(&pinned("before")), &turn("hello", 1)).await;
+    let control = format!("http://{}", cluster.agent.control);
     let mut client = WorkerAgentClient::connect(control).await.unwrap();
     let mut events = client.watch_load(v1::WatchLoadRequest {}).await.unwrap().into_inner();
     let mut sequence = 0;
@@ -479,7 +480,7 @@ async fn the_stream_tells_table_reports_and_changes_in_order() {
     let Event::Sessions(table) = next().await else { panic!("the table second") };
     assert!(table.last);
     assert_eq!(table.sessions[0].key.as_ref().unwrap().id, "before");
-    house.generate(Some(&pinned("after")), &turn("hello", 1)).await;
+    cluster.generate(Some(&pinned("after")), &turn("hello", 1)).await;
     let (mut opened, mut counted) = (false, false);
     while !(opened && counted) {
         match next().await {
@@ -499,8 +500,8 @@ async fn the_stream_tells_table_reports_and_changes_in_order() {
 #[tokio::test]
 async fn opens_and_closes_over_grpc_say_what_is_short() {
     use proto::v1::{self, worker_agent_client::WorkerAgentClient};
-    let house = House::new().await;
-    let control = format!("http://{}", house.agent.control);
+    let cluster = Cluster::new().await;
+    let control = format!("http://{}", cluster.agent.control);
     let mut client = WorkerAgentClient::connect(control).await.unwrap();
     let key = |id: &str| Some(v1::SessionKey { principal: "p".into(), id: id.into() });
     let open = |id: &str| v1::OpenSessionRequest {
@@ -530,22 +531,23 @@ async fn opens_and_closes_over_grpc_say_what_is_short() {
 
 #[tokio::test]
 async fn a_wedge_that_others_cause_makes_the_worker_unhealthy_and_says_why() {
-    let house = House::with(Config::default(), |config| config.stall_ms_max = 300).await;
-    let engine = |path: &str| format!("{}{path}", house.engine.url());
+    let cluster = Cluster::with(Config::default(), |config| config.stall_ms_max = 300).await;
+    let engine = |path: &str| format!("{}{path}", cluster.engine.url());
     // Another client opens sessions directly on the engine, until they hold all of its rows.
     for number in 0..8 {
         let id = format!("someone-{number}");
         let open = json!({"capacity_of_str_len": 1, "session_id": id, "streaming": true});
-        house.web.post(&engine("/open_session"), &[], &open).await.unwrap();
+        cluster.web.post(&engine("/open_session"), &[], &open).await.unwrap();
         let mut first = turn("hello", 1);
         first["session_params"] = json!({"id": id});
-        let answer = house.web.post(&engine("/generate"), &[], &first).await.unwrap();
+        let answer = cluster.web.post(&engine("/generate"), &[], &first).await.unwrap();
         assert_eq!(answer.status, StatusCode::OK, "{}", answer.text());
     }
-    let ready_now = || async { house.web.get(&house.agent.admin_url("/readyz")).await.unwrap() };
+    let ready_now =
+        || async { cluster.web.get(&cluster.agent.admin_url("/readyz")).await.unwrap() };
     assert_eq!(ready_now().await.status, StatusCode::OK, "nothing waits yet");
     let body = turn("hello", 1);
-    let stuck = house.generate(None, &body);
+    let stuck = cluster.generate(None, &body);
     let unwedged = async {
         let reason = eventually("the worker's complaint", || async {
             let answer = ready_now().await;
@@ -554,7 +556,7 @@ async fn a_wedge_that_others_cause_makes_the_worker_unhealthy_and_says_why() {
         .await;
         assert!(reason.contains("1 requests wait") && reason.contains("close them"), "{reason}");
         let close = json!({"session_id": "someone-0"});
-        house.web.post(&engine("/close_session"), &[], &close).await.unwrap();
+        cluster.web.post(&engine("/close_session"), &[], &close).await.unwrap();
     };
     let (answer, ()) = tokio::join!(stuck, unwedged);
     assert_eq!(answer.status, StatusCode::OK, "one close lets it run");
@@ -563,27 +565,27 @@ async fn a_wedge_that_others_cause_makes_the_worker_unhealthy_and_says_why() {
 
 #[tokio::test]
 async fn tokens_that_others_hold_count_as_pinned() {
-    let house = House::new().await;
-    let engine = |path: &str| format!("{}{path}", house.engine.url());
+    let cluster = Cluster::new().await;
+    let engine = |path: &str| format!("{}{path}", cluster.engine.url());
     let open = json!({"capacity_of_str_len": 1, "session_id": "someone", "streaming": true});
-    house.web.post(&engine("/open_session"), &[], &open).await.unwrap();
+    cluster.web.post(&engine("/open_session"), &[], &open).await.unwrap();
     let mut first = turn(&"x".repeat(900), 1);
     first["session_params"] = json!({"id": "someone"});
-    house.web.post(&engine("/generate"), &[], &first).await.unwrap();
+    cluster.web.post(&engine("/generate"), &[], &first).await.unwrap();
     let metrics =
-        || async { house.web.get(&house.agent.admin_url("/metrics")).await.unwrap().text() };
+        || async { cluster.web.get(&cluster.agent.admin_url("/metrics")).await.unwrap().text() };
     eventually("the foreign tokens", || async {
         let line = "berth_agent_rank_load{dp_rank=\"0\",figure=\"foreign_tokens\"} 912";
         metrics().await.contains(line).then_some(())
     })
     .await;
-    let refused = house.generate(Some(&pinned("s")), &turn(&"y".repeat(500), 100)).await;
+    let refused = cluster.generate(Some(&pinned("s")), &turn(&"y".repeat(500), 100)).await;
     assert_eq!((refused.status.as_u16(), refused.code().as_str()), (429, "pin_tokens"));
 }
 
 #[tokio::test]
 async fn how_fast_prompts_are_computed_is_measured() {
-    let house = House::new().await;
+    let cluster = Cluster::new().await;
     let figure = |text: &str, name: &str| -> Option<u64> {
         let line = format!("berth_agent_rank_load{{dp_rank=\"0\",figure=\"{name}\"}} ");
         text.lines().find_map(|shown| shown.strip_prefix(&line))?.parse().ok()
@@ -591,8 +593,8 @@ async fn how_fast_prompts_are_computed_is_measured() {
     let prompts = std::cell::Cell::new(b'a');
     let rate = eventually("a rate", || async {
         let byte = char::from(prompts.replace(prompts.get() % b'z' + 1));
-        house.generate(None, &turn(&byte.to_string().repeat(900), 1)).await;
-        let text = house.web.get(&house.agent.admin_url("/metrics")).await.unwrap().text();
+        cluster.generate(None, &turn(&byte.to_string().repeat(900), 1)).await;
+        let text = cluster.web.get(&cluster.agent.admin_url("/metrics")).await.unwrap().text();
         figure(&text, "prefill_tokens_per_s").zip(figure(&text, "prefill_backlog_tokens"))
     })
     .await;

@@ -433,7 +433,7 @@ async fn a_driver_that_comes_after_the_agent_is_found() {
 }
 
 /// Router, agent and engine on a machine with GPUs.
-struct House {
+struct Cluster {
     _engine: EngineSim,
     agent: Agent,
     router: Router,
@@ -442,7 +442,7 @@ struct House {
     folder: tempfile::TempDir,
 }
 
-impl House {
+impl Cluster {
     async fn new(settings: impl FnOnce(&mut worker_agent::config::Config)) -> Self {
         let mut config = Config::default();
         // 1 GiB: the tiny model's KV has 512 bytes per token.
@@ -486,11 +486,11 @@ async fn worker(web: &Web, router: &Router, what: &str, fits: impl Fn(&Value) ->
 
 #[tokio::test]
 async fn without_nvml_the_worker_has_the_device_that_its_engine_names() {
-    let house = House::new(|_| {}).await;
-    let worker = house.worker("a report", |worker| !worker["load"].is_null()).await;
+    let cluster = Cluster::new(|_| {}).await;
+    let worker = cluster.worker("a report", |worker| !worker["load"].is_null()).await;
     assert_eq!(worker["load"]["devices"], json!([{"uuid": "cpu", "name": ""}]), "{worker}");
     assert_eq!(worker["state"], "fresh", "{worker}");
-    assert!(!house.metrics().await.contains("berth_agent_gpu"));
+    assert!(!cluster.metrics().await.contains("berth_agent_gpu"));
 }
 
 #[tokio::test]
@@ -507,8 +507,8 @@ async fn a_setting_that_names_no_gpu_here_makes_the_worker_unhealthy_and_says_wh
 /// Token counts of a pool of 1 GiB: half is free, an eighth is held by sessions.
 const POOL: Pool = Pool { total: 1 << 21, available: 1 << 20, evictable: 3 << 18, protected: 0 };
 
-fn speak(wrapper: &[&str], house: &House, dp_rank: u32) -> Option<Scheduler> {
-    Scheduler::speak(wrapper, &house.socket(), dp_rank, POOL)
+fn speak(wrapper: &[&str], cluster: &Cluster, dp_rank: u32) -> Option<Scheduler> {
+    Scheduler::speak(wrapper, &cluster.socket(), dp_rank, POOL)
         .inspect_err(|error| eprintln!("skipped: {error}"))
         .ok()
 }
@@ -516,9 +516,9 @@ fn speak(wrapper: &[&str], house: &House, dp_rank: u32) -> Option<Scheduler> {
 #[tokio::test]
 async fn an_engine_on_two_gpus_is_known_by_its_processes_and_its_pool_by_both() {
     let machine = Machine::new(&json!({ "0": {}, "1": {}, "2": {} })).unwrap();
-    let house = House::new(|config| config.nvml_library = machine.library()).await;
+    let cluster = Cluster::new(|config| config.nvml_library = machine.library()).await;
     let mut control = machine.loaded().await.unwrap();
-    let Some(first) = speak(&[], &house, 0) else { return };
+    let Some(first) = speak(&[], &cluster, 0) else { return };
     let second = Scheduler::silent("sglang::scheduler_TP1").unwrap();
     let on = |pid: u32, bytes: u64| json!([{"pid": pid, "bytes": bytes}, {"pid": 1, "bytes": GIB}]);
     let uses = |pid, bytes: u64| json!({"processes": on(pid, bytes), "memory_used": bytes + GIB});
@@ -529,7 +529,7 @@ async fn an_engine_on_two_gpus_is_known_by_its_processes_and_its_pool_by_both() 
         let described = count(&worker["rank"]["devices"]) == Some(2);
         described && worker["load"]["devices"][1]["engine_bytes"].is_object()
     };
-    let worker = house.worker("both GPUs", both).await;
+    let worker = cluster.worker("both GPUs", both).await;
     let devices = &worker["load"]["devices"];
     assert_eq!(count(devices), Some(2), "{devices}");
     let index = |at: usize| devices[at]["index"].as_u64();
@@ -545,7 +545,7 @@ async fn an_engine_on_two_gpus_is_known_by_its_processes_and_its_pool_by_both() 
         assert_eq!(bytes("kv_pinned_bytes"), (GIB / 8, "shim".into()));
         assert_eq!(bytes("kv_reclaimable_bytes"), (3 * GIB / 8, "shim".into()));
     }
-    let metrics = house.metrics().await;
+    let metrics = cluster.metrics().await;
     for line in [
         r#"berth_agent_gpu_kv_bytes{gpu_uuid="GPU-00000000-0000-0000-0000-000000000001",dp_rank="0",state="pinned"} 134217728.0"#,
         r#"berth_agent_gpu_kv_excess_bytes{gpu_uuid="GPU-00000000-0000-0000-0000-000000000001",dp_rank="0"} 0.0"#,
@@ -557,30 +557,30 @@ async fn an_engine_on_two_gpus_is_known_by_its_processes_and_its_pool_by_both() 
     assert!(!metrics.contains("0000-000000000000\""), "a GPU that isn't the engine's\n{metrics}");
     drop(first);
     let kept =
-        house.worker("its end", |worker| worker["load"]["devices"][0]["kv_used_bytes"].is_null());
+        cluster.worker("its end", |worker| worker["load"]["devices"][0]["kv_used_bytes"].is_null());
     assert_eq!(count(&kept.await["load"]["devices"]), Some(2), "where it was");
 }
 
 #[tokio::test]
 async fn an_engine_in_a_pid_namespace_of_its_own_is_found() {
     let machine = Machine::new(&json!({ "0": {}, "1": {} })).unwrap();
-    let house = House::new(|config| config.nvml_library = machine.library()).await;
+    let cluster = Cluster::new(|config| config.nvml_library = machine.library()).await;
     let mut control = machine.loaded().await.unwrap();
-    let Some(engine) = speak(&["unshare", "--pid", "--fork"], &house, 0) else { return };
+    let Some(engine) = speak(&["unshare", "--pid", "--fork"], &cluster, 0) else { return };
     assert_eq!(engine.own_pid, 1, "the first of its namespace");
     assert_ne!(engine.pid, 1);
     control.gpu(1, &json!({"processes": [{"pid": engine.pid, "bytes": GIB}]})).unwrap();
     let found = |worker: &Value| worker["load"]["devices"][0]["engine_bytes"]["value"] == GIB;
-    let worker = house.worker("the engine's GPU", found).await;
+    let worker = cluster.worker("the engine's GPU", found).await;
     assert_eq!(worker["load"]["devices"][0]["index"], 1, "{worker}");
 }
 
 #[tokio::test]
 async fn pids_of_another_namespace_are_nobody_s() {
     let machine = Machine::new(&json!({ "0": {} })).unwrap();
-    let house = House::new(|config| config.nvml_library = machine.library()).await;
+    let cluster = Cluster::new(|config| config.nvml_library = machine.library()).await;
     let mut control = machine.loaded().await.unwrap();
-    let Some(engine) = speak(&[], &house, 0) else { return };
+    let Some(engine) = speak(&[], &cluster, 0) else { return };
     // The driver names a pid that doesn't exist here, so all its pids may be of another namespace.
     let elsewhere =
         json!([{"pid": engine.pid, "bytes": GIB}, {"pid": 4_000_000_000_u32, "bytes": GIB}]);
@@ -590,7 +590,7 @@ async fn pids_of_another_namespace_are_nobody_s() {
     }
     control.gpu(0, &json!({"processes": elsewhere, "memory_used": 3 * GIB})).unwrap();
     let read = |worker: &Value| worker["load"]["devices"][0]["memory_used_bytes"] == 3 * GIB;
-    let worker = house.worker("the reading", read).await;
+    let worker = cluster.worker("the reading", read).await;
     assert_eq!(worker["load"]["devices"][0]["engine_bytes"], Value::Null, "{worker}");
 }
 
@@ -605,23 +605,23 @@ fn metrics_in(text: &str) -> BTreeSet<String> {
 #[tokio::test]
 async fn every_metric_is_documented_and_alerts_and_dashboard_ask_for_no_other() {
     let machine = Machine::new(&json!({ "0": busy() })).unwrap();
-    let house = House::new(|config| {
+    let cluster = Cluster::new(|config| {
         config.nvml_library = machine.library();
         config.gpm = true;
     })
     .await;
     let mut control = machine.loaded().await.unwrap();
-    let Some(engine) = speak(&[], &house, 0) else { return };
+    let Some(engine) = speak(&[], &cluster, 0) else { return };
     let fail = json!({"nvmlDeviceGetPcieReplayCounter": 999});
     let processes = json!([{"pid": engine.pid, "bytes": GIB}]);
     eventually("the XID", || {
         // The first event may come before the agent listens.
         control.xid(0, 31).unwrap();
-        let metrics = house.metrics();
+        let metrics = cluster.metrics();
         async move { metrics.await.contains("gpu_xids_total").then_some(()) }
     })
     .await;
-    let mut all = metrics_in(&house.metrics().await);
+    let mut all = metrics_in(&cluster.metrics().await);
     control.gpu(0, &json!({"processes": processes, "mps_processes": [], "fail": fail})).unwrap();
     let told = |metrics: &str| {
         ["kind=\"engine\"", "kv_excess", "reading_failures", "counters_ratio"]
@@ -629,7 +629,7 @@ async fn every_metric_is_documented_and_alerts_and_dashboard_ask_for_no_other() 
             .all(|part| metrics.contains(part))
     };
     let metrics = eventually("all figures", || async {
-        Some(house.metrics().await).filter(|metrics| told(metrics))
+        Some(cluster.metrics().await).filter(|metrics| told(metrics))
     });
     all.extend(metrics_in(&metrics.await));
 

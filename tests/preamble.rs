@@ -13,14 +13,14 @@ use tests::{
     web::Web,
 };
 
-struct House {
+struct Cluster {
     engine: EngineSim,
     router: Router,
     web: Web,
     _agent: Agent,
 }
 
-impl House {
+impl Cluster {
     async fn new(preamble: Preamble) -> Self {
         let web = Web::default();
         let engine = EngineSim::start_local(Config::default()).await.unwrap();
@@ -92,7 +92,7 @@ fn cases() -> Vec<(&'static str, String, String)> {
 
 #[tokio::test]
 async fn an_engine_gets_the_body_less_its_preamble_and_every_byte_where_it_is_kept() {
-    let (strips, keeps) = (House::new(Preamble::Strip).await, House::new(Preamble::Keep).await);
+    let (strips, keeps) = (Cluster::new(Preamble::Strip).await, Cluster::new(Preamble::Keep).await);
     for (path, body, left) in cases() {
         strips.send(path, &body).await;
         assert_eq!(strips.seen(path), left, "{path}");
@@ -117,9 +117,9 @@ async fn a_system_prompt_behind_a_changing_preamble_is_found_in_the_cache() {
         .to_string()
     };
     for (setting, finds) in [(Preamble::Strip, true), (Preamble::Keep, false)] {
-        let house = House::new(setting).await;
-        house.send("/v1/messages", &body(1)).await;
-        let cached = house.send("/v1/messages", &body(2)).await;
+        let cluster = Cluster::new(setting).await;
+        cluster.send("/v1/messages", &body(1)).await;
+        let cached = cluster.send("/v1/messages", &body(2)).await;
         let all = u64::try_from(prompt.len()).unwrap();
         assert_eq!(cached > all * 9 / 10, finds, "{cached} cached of {all}, {setting:?}");
     }

@@ -29,13 +29,13 @@ use tonic::{
 };
 
 /// An engine that publishes KV events, and its agent.
-struct House {
+struct Cluster {
     engine: EngineSim,
     agent: Agent,
     web: Web,
 }
 
-impl House {
+impl Cluster {
     async fn new(change: impl FnOnce(&mut Config)) -> Self {
         let mut config = Config { kv_events: Some(KvEventsConfig::local()), ..Config::default() };
         config.core.page_size = 16;
@@ -43,9 +43,9 @@ impl House {
         change(&mut config);
         let engine = EngineSim::start_local(config).await.unwrap();
         let agent = Agent::start(agent_config(&engine.url(), "w0")).unwrap();
-        let house = Self { engine, agent, web: Web::default() };
-        ready(&house.web, house.agent.admin).await;
-        house
+        let cluster = Self { engine, agent, web: Web::default() };
+        ready(&cluster.web, cluster.agent.admin).await;
+        cluster
     }
 
     /// Runs a turn whose answer is one token, which fills no page.
@@ -172,19 +172,19 @@ fn blocks_of(prompts: impl IntoIterator<Item = u32>) -> BTreeSet<BlockHash> {
 
 #[tokio::test]
 async fn what_turns_leave_is_told_and_what_a_flush_takes() {
-    let house = House::new(|_| {}).await;
-    house.turn(&prompt(0)).await;
-    let mut early = house.watcher().await;
+    let cluster = Cluster::new(|_| {}).await;
+    cluster.turn(&prompt(0)).await;
+    let mut early = cluster.watcher().await;
     early.until_blocks("the first turn", &blocks_of([0])).await;
     for number in 1..4 {
-        house.turn(&prompt(number)).await;
+        cluster.turn(&prompt(number)).await;
     }
     early.until_blocks("four turns", &blocks_of(0..4)).await;
-    let mut late = house.watcher().await;
+    let mut late = cluster.watcher().await;
     late.until_blocks("a snapshot", &blocks_of(0..4)).await;
-    house.flush().await;
+    cluster.flush().await;
     early.until_blocks("the flush", &BTreeSet::new()).await;
-    house.turn(&prompt(9)).await;
+    cluster.turn(&prompt(9)).await;
     for watcher in [&mut early, &mut late] {
         watcher.until_blocks("a turn after it", &blocks_of([9])).await;
     }
@@ -192,76 +192,76 @@ async fn what_turns_leave_is_told_and_what_a_flush_takes() {
 
 #[tokio::test]
 async fn what_is_evicted_is_told() {
-    let house = House::new(|config| config.core.max_total_tokens = 1024).await;
-    let mut watcher = house.watcher().await;
+    let cluster = Cluster::new(|config| config.core.max_total_tokens = 1024).await;
+    let mut watcher = cluster.watcher().await;
     for number in (0..20).step_by(2) {
-        house.turn(&prompt(number)).await;
+        cluster.turn(&prompt(number)).await;
     }
     watcher.until("the last turn", |known| known.blocks.is_superset(&blocks_of([18]))).await;
     assert!(watcher.blocks.len() * 64 <= 1024, "{} blocks in 1,024 tokens", watcher.blocks.len());
     // A second agent builds the same state from a replay of all messages.
-    let agent = Agent::start(agent_config(&house.engine.url(), "w1"));
+    let agent = Agent::start(agent_config(&cluster.engine.url(), "w1"));
     assert!(agent.is_ok(), "both have state of their own");
-    let other = House { agent: agent.unwrap(), ..house };
+    let other = Cluster { agent: agent.unwrap(), ..cluster };
     let mut anew = other.watcher().await;
     anew.until_blocks("a replay", &watcher.blocks).await;
 }
 
 #[tokio::test]
 async fn lost_messages_are_asked_for_again_also_the_last_ones() {
-    let house = House::new(|_| {}).await;
-    let mut watcher = house.watcher().await;
-    house.turn(&prompt(0)).await;
+    let cluster = Cluster::new(|_| {}).await;
+    let mut watcher = cluster.watcher().await;
+    cluster.turn(&prompt(0)).await;
     watcher.until_blocks("a turn", &blocks_of([0])).await;
-    house.engine.kv_fault(0, Fault::Drop(2)).await;
+    cluster.engine.kv_fault(0, Fault::Drop(2)).await;
     for number in 1..8 {
-        house.turn(&prompt(number)).await;
+        cluster.turn(&prompt(number)).await;
     }
     watcher.until_blocks("a gap to be filled", &blocks_of(0..8)).await;
-    house.engine.kv_fault(0, Fault::Drop(100)).await;
-    house.turn(&prompt(8)).await;
+    cluster.engine.kv_fault(0, Fault::Drop(100)).await;
+    cluster.turn(&prompt(8)).await;
     watcher.until_blocks("messages that nothing followed", &blocks_of(0..9)).await;
 }
 
 #[tokio::test]
 async fn what_nobody_has_any_more_is_not_made_up() {
-    let house = House::new(|_| {}).await;
-    let mut watcher = house.watcher().await;
-    house.turn(&prompt(0)).await;
+    let cluster = Cluster::new(|_| {}).await;
+    let mut watcher = cluster.watcher().await;
+    cluster.turn(&prompt(0)).await;
     watcher.until_blocks("a turn", &blocks_of([0])).await;
-    house.engine.kv_fault(0, Fault::Drop(1)).await;
-    house.turn(&prompt(2)).await;
-    house.engine.kv_fault(0, Fault::Forget).await;
-    house.turn(&prompt(4)).await;
-    house.turn(&prompt(6)).await;
+    cluster.engine.kv_fault(0, Fault::Drop(1)).await;
+    cluster.turn(&prompt(2)).await;
+    cluster.engine.kv_fault(0, Fault::Forget).await;
+    cluster.turn(&prompt(4)).await;
+    cluster.turn(&prompt(6)).await;
     // At least the last turn's blocks are known, perhaps some of the first two turns', and no
     // others.
     watcher.until("what came later", |known| known.blocks.is_superset(&blocks_of([6]))).await;
     assert!(watcher.blocks.is_subset(&blocks_of([0, 2, 4, 6])));
-    house.flush().await;
-    house.turn(&prompt(1)).await;
+    cluster.flush().await;
+    cluster.turn(&prompt(1)).await;
     watcher.until_blocks("a flush and a turn", &blocks_of([1])).await;
 }
 
 #[tokio::test]
 async fn a_dead_engine_holds_nothing_and_its_successor_is_followed() {
-    let mut house = House::new(|_| {}).await;
-    let mut watcher = house.watcher().await;
-    house.turn(&prompt(0)).await;
+    let mut cluster = Cluster::new(|_| {}).await;
+    let mut watcher = cluster.watcher().await;
+    cluster.turn(&prompt(0)).await;
     watcher.until_blocks("a turn", &blocks_of([0])).await;
-    house.engine.kill();
+    cluster.engine.kill();
     watcher.until("the end", |known| known.unknown.contains("no KV events")).await;
-    house.engine = house.engine.restart().await.unwrap();
-    ready(&house.web, house.agent.admin).await;
+    cluster.engine = cluster.engine.restart().await.unwrap();
+    ready(&cluster.web, cluster.agent.admin).await;
     watcher.until_blocks("an empty engine", &BTreeSet::new()).await;
-    house.turn(&prompt(3)).await;
+    cluster.turn(&prompt(3)).await;
     watcher.until_blocks("a turn", &blocks_of([3])).await;
 }
 
 #[tokio::test]
 async fn an_engine_without_a_publisher_is_told_with_what_to_do() {
-    let house = House::new(|config| config.kv_events = None).await;
-    let mut watcher = house.watcher().await;
+    let cluster = Cluster::new(|config| config.kv_events = None).await;
+    let mut watcher = cluster.watcher().await;
     watcher.until("the reason", |known| known.unknown.contains("--kv-events-config")).await;
 }
 
@@ -295,27 +295,27 @@ const BATCHES: usize = 800;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_slow_watcher_of_a_large_cache_delays_no_report_and_is_cut_alone() {
-    let house = House::new(|config| {
+    let cluster = Cluster::new(|config| {
         config.core.page_size = 64;
         config.core.max_total_tokens = 64 * BLOCKS as usize;
     })
     .await;
     for number in 0..BLOCKS / CHAIN {
-        house.engine.kv_publish(0, vec![Event::Stored(chain(number, CHAIN as usize))]);
+        cluster.engine.kv_publish(0, vec![Event::Stored(chain(number, CHAIN as usize))]);
     }
-    let mut fast = house.watcher().await;
+    let mut fast = cluster.watcher().await;
     let all = BLOCKS as usize;
     fast.until("all blocks", |known| known.blocks.len() == all).await;
 
-    let mut slow = house.watcher_with_window(WINDOW_BYTES).await;
+    let mut slow = cluster.watcher_with_window(WINDOW_BYTES).await;
     slow.until("the beginning", |known| !known.blocks.is_empty()).await;
     assert!(slow.blocks.len() < all, "it came in one part");
     // While the slow watcher reads nothing, a third watcher receives everything and reports
     // continue.
-    let control = format!("http://{}", house.agent.control);
+    let control = format!("http://{}", cluster.agent.control);
     let mut client = WorkerAgentClient::connect(control).await.unwrap();
     let mut reports = client.watch_load(v1::WatchLoadRequest {}).await.unwrap().into_inner();
-    let mut anew = house.watcher().await;
+    let mut anew = cluster.watcher().await;
     let mut heard = 0;
     while anew.blocks.len() < all || heard < 20 {
         tokio::select! {
@@ -335,7 +335,7 @@ async fn a_slow_watcher_of_a_large_cache_delays_no_report_and_is_cut_alone() {
     let pair = [removed, Event::Stored(stored)];
     let batch: Vec<Event> = std::iter::repeat_n(pair, CHANGES / 2).flatten().collect();
     for number in 0..BATCHES {
-        house.engine.kv_publish(0, batch.clone());
+        cluster.engine.kv_publish(0, batch.clone());
         if number % 8 == 7 {
             fast.until_heard(CHANGES * (number + 1)).await;
         }

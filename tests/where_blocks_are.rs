@@ -24,7 +24,7 @@ const SMALL: usize = 2048;
 /// The tokens of a pool that has room for a prompt while, by the last report, another still runs.
 const ROOMY: usize = 16_384;
 
-struct House {
+struct Cluster {
     engines: Vec<EngineSim>,
     agents: Vec<Agent>,
     router: Router,
@@ -32,8 +32,8 @@ struct House {
     page_tokens: u32,
 }
 
-impl House {
-    async fn new(count: usize, page_tokens: u32, pool_tokens: usize) -> House {
+impl Cluster {
+    async fn new(count: usize, page_tokens: u32, pool_tokens: usize) -> Cluster {
         let mut config = Config { kv_events: Some(KvEventsConfig::local()), ..Config::default() };
         config.core.page_size = page_tokens as usize;
         config.core.max_total_tokens = pool_tokens;
@@ -48,11 +48,11 @@ impl House {
         let router =
             Router::start(router_config(&agents.iter().collect::<Vec<_>>())).await.unwrap();
         ready(&web, router.admin).await;
-        let house = House { engines, agents, router, web, page_tokens };
+        let cluster = Cluster { engines, agents, router, web, page_tokens };
         for number in 0..count {
-            house.until_told(number, 0).await;
+            cluster.until_told(number, 0).await;
         }
-        house
+        cluster
     }
 
     /// Runs a turn of one token directly on an agent, past the router.
@@ -128,16 +128,16 @@ fn prompt(kind: u32, own: u32, tokens: u32) -> Vec<u32> {
 }
 
 async fn a_conversation_lands_where_its_system_prompt_is(page_tokens: u32) {
-    let house = House::new(3, page_tokens, ROOMY).await;
+    let cluster = Cluster::new(3, page_tokens, ROOMY).await;
     for (kind, number) in [(1, 2), (2, 0), (3, 1)] {
-        house.warm(number, &prompt(kind, 0, SYSTEM + 64)).await;
-        house.until_told(number, SYSTEM as usize / 64 + 1).await;
+        cluster.warm(number, &prompt(kind, 0, SYSTEM + 64)).await;
+        cluster.until_told(number, SYSTEM as usize / 64 + 1).await;
     }
     for (kind, number) in [(2, 0), (3, 1), (1, 2)] {
         let id = format!("s{kind}");
         let headers = [("x-berth-session-id", id.as_str())];
-        let turn = house.turn(&prompt(kind, 1, SYSTEM + 100), &headers).await;
-        let why = house.why(&turn).await;
+        let turn = cluster.turn(&prompt(kind, 1, SYSTEM + 100), &headers).await;
+        let why = cluster.why(&turn).await;
         assert_eq!(turn.headers["x-berth-worker"], format!("w{number}/0"), "kind {kind}: {why}");
         assert_eq!(turn.meta("cached_tokens"), Some(u64::from(SYSTEM)), "kind {kind}");
     }
@@ -156,32 +156,32 @@ async fn a_conversation_lands_where_its_system_prompt_is_in_pages_of_one_token()
 /// Checks the router's state after batches that stored and evicted chains were lost.
 #[tokio::test]
 async fn after_a_gap_the_router_knows_what_the_engine_has() {
-    let house = House::new(1, 16, SMALL).await;
+    let cluster = Cluster::new(1, 16, SMALL).await;
     // Four of these chains fill the pool.
     let chain = |kind| prompt(kind, 0, 480);
     for kind in 1..=3 {
-        house.warm(0, &chain(kind)).await;
+        cluster.warm(0, &chain(kind)).await;
     }
-    house.until_told(0, 3 * (480 / 64)).await;
-    house.engines[0].kv_fault(0, Fault::Drop(3)).await;
+    cluster.until_told(0, 3 * (480 / 64)).await;
+    cluster.engines[0].kv_fault(0, Fault::Drop(3)).await;
     for kind in 4..=7 {
-        house.warm(0, &chain(kind)).await;
+        cluster.warm(0, &chain(kind)).await;
     }
     // This turn raises the cache's block count to a new maximum, so a router that counts as many
     // blocks has received all events.
     let last = prompt(8, 0, 64);
-    house.warm(0, &last).await;
-    let resident = house.resident(0).await;
-    let mut expected: BTreeSet<_> = (4..=7).flat_map(|kind| house.blocks(&chain(kind))).collect();
-    expected.extend(house.blocks(&last));
+    cluster.warm(0, &last).await;
+    let resident = cluster.resident(0).await;
+    let mut expected: BTreeSet<_> = (4..=7).flat_map(|kind| cluster.blocks(&chain(kind))).collect();
+    expected.extend(cluster.blocks(&last));
     assert_eq!(resident, expected, "the oldest chains have made room");
-    house.until_told(0, resident.len()).await;
+    cluster.until_told(0, resident.len()).await;
     // The router counts as many blocks as the engine has, and knows all of its chains, so both sets
     // are equal.
     for kind in 4..=7 {
         // One more token, so that the whole chain can be matched; the token fills no page.
-        let turn = house.turn(&[chain(kind), vec![7]].concat(), &[]).await;
-        assert_eq!(house.overlap(&turn).await, 480 / 64 * 64, "chain {kind}");
+        let turn = cluster.turn(&[chain(kind), vec![7]].concat(), &[]).await;
+        assert_eq!(cluster.overlap(&turn).await, 480 / 64 * 64, "chain {kind}");
     }
 }
 
@@ -189,44 +189,44 @@ async fn after_a_gap_the_router_knows_what_the_engine_has() {
 /// the cache causes only more computation, never another answer.
 #[tokio::test]
 async fn lost_events_cost_recomputation_and_nothing_else() {
-    let house = House::new(1, 16, SMALL).await;
+    let cluster = Cluster::new(1, 16, SMALL).await;
     let chain = |kind| prompt(kind, 0, 480);
     let asked = |kind| [chain(kind), vec![7]].concat();
-    let first = house.turn(&asked(1), &[]).await;
+    let first = cluster.turn(&asked(1), &[]).await;
     for kind in 2..=4 {
-        house.warm(0, &chain(kind)).await;
+        cluster.warm(0, &chain(kind)).await;
     }
-    house.until_told(0, 4 * (480 / 64)).await;
+    cluster.until_told(0, 4 * (480 / 64)).await;
     // The event of the first chain's eviction is lost, and so is its replay.
-    house.engines[0].kv_fault(0, Fault::Lose(1)).await;
-    house.warm(0, &chain(5)).await;
-    house.warm(0, &chain(6)).await;
+    cluster.engines[0].kv_fault(0, Fault::Lose(1)).await;
+    cluster.warm(0, &chain(5)).await;
+    cluster.warm(0, &chain(6)).await;
     eventually("the loss to be known", || async {
-        (house.known(0).await["state"] == "snapshot").then_some(())
+        (cluster.known(0).await["state"] == "snapshot").then_some(())
     })
     .await;
     // The engine still has the chain, whether or not the router knows it.
-    let kept = house.turn(&asked(5), &[]).await;
-    assert_eq!((house.overlap(&kept).await, kept.meta("cached_tokens")), (0, Some(480)));
-    let gone = house.turn(&asked(1), &[]).await;
-    assert_eq!((house.overlap(&gone).await, gone.meta("cached_tokens")), (0, Some(0)));
+    let kept = cluster.turn(&asked(5), &[]).await;
+    assert_eq!((cluster.overlap(&kept).await, kept.meta("cached_tokens")), (0, Some(480)));
+    let gone = cluster.turn(&asked(1), &[]).await;
+    assert_eq!((cluster.overlap(&gone).await, gone.meta("cached_tokens")), (0, Some(0)));
     assert_eq!(gone.json()["output_ids"], first.json()["output_ids"]);
 }
 
 #[tokio::test]
 async fn a_restarted_engine_is_known_to_have_nothing() {
-    let mut house = House::new(1, 16, SMALL).await;
-    house.warm(0, &prompt(1, 0, SYSTEM + 64)).await;
-    house.until_told(0, 9).await;
-    let engine = house.engines.remove(0);
-    house.engines.push(engine.restart().await.unwrap());
-    house.until_told(0, 0).await;
+    let mut cluster = Cluster::new(1, 16, SMALL).await;
+    cluster.warm(0, &prompt(1, 0, SYSTEM + 64)).await;
+    cluster.until_told(0, 9).await;
+    let engine = cluster.engines.remove(0);
+    cluster.engines.push(engine.restart().await.unwrap());
+    cluster.until_told(0, 0).await;
     let turn = eventually("a turn", || async {
-        let url = house.router.url("/generate");
-        let answer = house.web.post(&url, &[], &body(&prompt(1, 1, SYSTEM + 64))).await.ok()?;
+        let url = cluster.router.url("/generate");
+        let answer = cluster.web.post(&url, &[], &body(&prompt(1, 1, SYSTEM + 64))).await.ok()?;
         (answer.status == 200).then_some(answer)
     })
     .await;
     assert_eq!(turn.meta("cached_tokens"), Some(0));
-    house.until_told(0, 9).await;
+    cluster.until_told(0, 9).await;
 }

@@ -57,7 +57,7 @@ class Turn:
     healed: bool = False
 
 
-class House:
+class Cluster:
     """An engine with an agent and a router of its own, and what the engine writes down."""
 
     def __init__(self, fleet: Fleet, name: str = "clients"):
@@ -133,9 +133,9 @@ class House:
 class Held:
     """A conversation while it is held."""
 
-    def __init__(self, house: House, api: str, stream: bool, script: Script, retention: str):
-        self.house, self.retention = house, retention
-        self.talk = Talk(api, stream, house.words)
+    def __init__(self, cluster: Cluster, api: str, stream: bool, script: Script, retention: str):
+        self.cluster, self.retention = cluster, retention
+        self.talk = Talk(api, stream, cluster.words)
         self.script = script
         # The committed tokens of each session in the engine after its last turn.
         self.committed: dict[str, int] = {}
@@ -143,22 +143,22 @@ class Held:
 
     def run(self) -> list[Turn]:
         session = new_id("clients")
-        clients = self.house.clients(self.retention, session)
+        clients = self.cluster.clients(self.retention, session)
         for step in self.script(self.talk):
             talk = self.talk
             said = clients.ask(talk.api, talk.stream, talk.system, talk.history, step.ask)
-            self.turns.append(self._judged(said, self.house.kind(clients), step))
+            self.turns.append(self._judged(said, self.cluster.kind(clients), step))
             talk.heard(said)
         clients.close()
         if self.retention:
-            closed = delete_session(self.house.fleet, session, CREDENTIAL)
+            closed = delete_session(self.cluster.fleet, session, CREDENTIAL)
             equal(closed.status, 204, "the status of the close")
         equal(len(self.turns), TURNS, "turns")
         return self.turns
 
     def _judged(self, said: Said, kind: str, step: Step) -> Turn:
         where = f"turn {len(self.turns)}, {said}"
-        whole, context = self.house.wrote()
+        whole, context = self.cluster.wrote()
         equal(kind, self._expected(step), f"the turn's kind, {where}")
         equal(context is None, kind not in ("pinned", "reopened"), f"it ran beside, {where}")
         if context is None:
@@ -191,7 +191,7 @@ class Held:
         self.committed[context["session"]] = len(ids)
         if prompt == whole:
             return Turn(said, kind)
-        equal(self.house.text(prompt), self.house.text(whole), f"the context's text, {where}")
+        equal(self.cluster.text(prompt), self.cluster.text(whole), f"the context's text, {where}")
         if not (step.ask.regex or step.ask.forced or step.ask.stop):
             self._answered_alone(prompt, answer, step.ask, where)
         return Turn(said, kind, healed=True)
@@ -200,8 +200,8 @@ class Held:
         """Checks the answer against the same ids sent as one prompt without a session."""
         params = {"max_new_tokens": len(answer), "temperature": 0, "logit_bias": ask.bias}
         request = {"input_ids": prompt, "sampling_params": params}
-        alone = wire.post(f"{self.house.fleet.engine_url}/generate", request).json()
-        self.house.wrote()
+        alone = wire.post(f"{self.cluster.fleet.engine_url}/generate", request).json()
+        self.cluster.wrote()
         equal(alone["output_ids"], answer, f"the answer to the healed context, {where}")
 
 
@@ -217,11 +217,11 @@ def differing(turns: list[Turn], plain: list[Turn]) -> list[str]:
     return found
 
 
-def hold(house: House, script: Script, api: str, stream: bool, seen: Counter[str]) -> None:
+def hold(cluster: Cluster, script: Script, api: str, stream: bool, seen: Counter[str]) -> None:
     """Holds a conversation with each retention, and checks that the answers are the same."""
 
     def held(retention: str) -> list[Turn]:
-        return Held(house, api, stream, script, retention).run()
+        return Held(cluster, api, stream, script, retention).run()
 
     plain = held("")
     noise = len(differing(held(""), plain))
@@ -235,9 +235,9 @@ def hold(house: House, script: Script, api: str, stream: bool, seen: Counter[str
         seen["healed"] += sum(turn.healed for turn in turns)
 
 
-def counted_alike(house: House, seen: Counter[str]) -> None:
+def counted_alike(cluster: Cluster, seen: Counter[str]) -> None:
     """Checks that the agent's counters equal what the clients were told."""
-    counts = house.agent_counts()
+    counts = cluster.agent_counts()
     ran = {kind: counts.get(("session_turns_total", kind), 0) for kind in ("pinned", "reopened")}
     equal(ran, {kind: seen[kind] for kind in ran}, "turns by kind")
     names = ("trimmed", "healed", "reopened", "diverged", "refused", "gone")
@@ -250,20 +250,20 @@ def counted_alike(house: House, seen: Counter[str]) -> None:
 
 @test
 def whole_histories_of_unchanged_clients_are_pinned_turns(fleet: Fleet) -> None:
-    house = House(fleet)
+    cluster = Cluster(fleet)
     try:
-        house.start()
+        cluster.start()
         problems, seen = [], Counter()
         for script, api, stream in HELD:
             begin = time.monotonic()
-            problem = problem_of(lambda: hold(house, script, api, stream, seen))
+            problem = problem_of(lambda: hold(cluster, script, api, stream, seen))
             name = f"{script.__name__} by {api}{', streamed' if stream else ''}"
             mark = "FAILED" if problem else "ok"
             print(f"    {name}  {mark}  ({time.monotonic() - begin:.1f} s)", flush=True)
             problems += [f"{name}: {problem}"] if problem else []
-            house.start_over()
+            cluster.start_over()
         print(f"    {dict(seen)}", flush=True)
         assert not problems, "\n".join(problems)
-        counted_alike(house, seen)
+        counted_alike(cluster, seen)
     finally:
-        house.stop()
+        cluster.stop()

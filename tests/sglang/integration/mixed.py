@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from integration import wire
-from integration.clients import House
+from integration.clients import Cluster
 from integration.fleet import MODEL, Fleet
 from integration.processes import wait_until
 from integration.runner import equal, test
@@ -27,17 +27,17 @@ EXPIRY_SECONDS_MAX = 60
 class Client:
     """A client of a session, with its own transcript."""
 
-    house: House
+    cluster: Cluster
     id: str
     transcript: list[int] = field(default_factory=list)
     # The number of transcript tokens that the session holds, as the client believes.
     held: int = 0
 
     def ids(self, text: str) -> list[int]:
-        return self.house.tokenizer.encode(text, add_special_tokens=False).ids
+        return self.cluster.tokenizer.encode(text, add_special_tokens=False).ids
 
     def post(self, path: str, body: dict) -> wire.Answer:
-        return wire.post(f"{self.house.fleet.router_url}{path}", body)
+        return wire.post(f"{self.cluster.fleet.router_url}{path}", body)
 
     def opens(self, **more: Any) -> None:
         request = {"capacity_of_str_len": 1, "session_id": self.id, "streaming": True, **more}
@@ -46,7 +46,7 @@ class Client:
         self.held = 0
 
     def closes(self) -> None:
-        equal(delete_session(self.house.fleet, self.id).status, 204, "the status of the close")
+        equal(delete_session(self.cluster.fleet, self.id).status, 204, "the status of the close")
 
     def delta(self, text: str) -> None:
         """Sends a delta, which must be answered on this client's transcript."""
@@ -64,7 +64,7 @@ class Client:
     def begins(self) -> None:
         """Begins a pinned session with a full history, without opening the session before."""
         request = self._body(self.ids("Another story"), session_id=self.id)
-        url = f"{self.house.fleet.router_url}/generate"
+        url = f"{self.cluster.fleet.router_url}/generate"
         answer = wire.post(url, request, {"x-berth-retention": "pinned"})
         equal(answer.status, 200, f"the status of {answer}")
 
@@ -73,7 +73,7 @@ class Client:
         said = answer.json()
         own = len(self.transcript)
         equal(said["meta_info"]["prompt_tokens"], own, "prompt tokens: the client's transcript")
-        engine_url = self.house.fleet.engine_url
+        engine_url = self.cluster.fleet.engine_url
         alone = wire.post(f"{engine_url}/generate", self._body(self.transcript)).json()
         equal(said["output_ids"], alone["output_ids"], "the answer to the client's transcript")
         self.transcript += said["output_ids"]
@@ -99,22 +99,22 @@ class Client:
 
 
 @contextmanager
-def house_of(fleet: Fleet) -> Iterator[House]:
-    house = House(fleet, "mixed")
+def cluster_of(fleet: Fleet) -> Iterator[Cluster]:
+    cluster = Cluster(fleet, "mixed")
     try:
-        house.start()
-        yield house
+        cluster.start()
+        yield cluster
     finally:
-        house.stop()
+        cluster.stop()
 
 
-def client(house: House, other: Client | None = None) -> Client:
+def client(cluster: Cluster, other: Client | None = None) -> Client:
     """Returns a client of a new session, or of the other client's session."""
-    return Client(house, other.id if other else new_id("mixed"))
+    return Client(cluster, other.id if other else new_id("mixed"))
 
 
-def used_to_deltas(house: House) -> Client:
-    first = client(house)
+def used_to_deltas(cluster: Cluster) -> Client:
+    first = client(cluster)
     first.opens()
     first.delta("The harbour master counts the ships that lie at the quay")
     first.delta(" and writes them into the book that nobody reads")
@@ -123,20 +123,20 @@ def used_to_deltas(house: House) -> Client:
 
 @test
 def no_full_history_takes_the_place_of_what_clients_append_to(fleet: Fleet) -> None:
-    with house_of(fleet) as house:
-        a_history_that_differs_is_refused(house)
-        every_route_refuses_it(house)
-        a_history_that_continues_goes_on(house)
-        a_client_may_open_it_anew(house)
-        what_a_full_history_replaced_takes_no_delta(house)
-        what_expired_is_not_appended_to(house)
-        what_an_agents_successor_began_is_not_appended_to(house)
-        answers_that_ignore_their_end_cost_no_pin(house)
+    with cluster_of(fleet) as cluster:
+        a_history_that_differs_is_refused(cluster)
+        every_route_refuses_it(cluster)
+        a_history_that_continues_goes_on(cluster)
+        a_client_may_open_it_anew(cluster)
+        what_a_full_history_replaced_takes_no_delta(cluster)
+        what_expired_is_not_appended_to(cluster)
+        what_an_agents_successor_began_is_not_appended_to(cluster)
+        answers_that_ignore_their_end_cost_no_pin(cluster)
 
 
-def a_history_that_differs_is_refused(house: House) -> None:
-    first = used_to_deltas(house)
-    other = client(house, first).ids("Another story begins with another word, and goes on")
+def a_history_that_differs_is_refused(cluster: Cluster) -> None:
+    first = used_to_deltas(cluster)
+    other = client(cluster, first).ids("Another story begins with another word, and goes on")
     first.refused_full("whole_history", other)
     first.delta(" except the gulls.")
     first.refused_full("whole_history", first.transcript[:-3] + other)
@@ -145,8 +145,8 @@ def a_history_that_differs_is_refused(house: House) -> None:
     first.closes()
 
 
-def every_route_refuses_it(house: House) -> None:
-    first = used_to_deltas(house)
+def every_route_refuses_it(cluster: Cluster) -> None:
+    first = used_to_deltas(cluster)
     named = {"x-berth-session-id": first.id}
     messages = [{"role": "user", "content": "Tell me another story."}]
     chat = {"model": MODEL, "max_tokens": ANSWER_TOKENS, "messages": messages}
@@ -157,7 +157,7 @@ def every_route_refuses_it(house: House) -> None:
         ("/v1/messages", chat),
     ):
         for stream in (False, True):
-            url = f"{house.fleet.router_url}{path}"
+            url = f"{cluster.fleet.router_url}{path}"
             answer = wire.post(url, body | {"stream": stream}, named)
             first.refused("whole_history", answer)
             # The session is free for its next turn as soon as the client receives the refusal.
@@ -165,40 +165,40 @@ def every_route_refuses_it(house: House) -> None:
     first.closes()
 
 
-def a_history_that_continues_goes_on(house: House) -> None:
-    first = used_to_deltas(house)
+def a_history_that_continues_goes_on(cluster: Cluster) -> None:
+    first = used_to_deltas(cluster)
     equal(first.full(" except the gulls."), "pinned", "how the full history ran")
     first.delta(" They read it twice.")
     equal(first.full(" And again."), "pinned", "how the full history ran")
     first.closes()
 
 
-def a_client_may_open_it_anew(house: House) -> None:
-    first = used_to_deltas(house)
-    second = client(house, first)
+def a_client_may_open_it_anew(cluster: Cluster) -> None:
+    first = used_to_deltas(cluster)
+    second = client(cluster, first)
     opening = {"session_control": {"session_id": first.id, "action": "open"}}
     equal(second.full("Another story", nvext=opening), "reopened", "how the full history ran")
     first.refused_delta("delta_needs_open")
     equal(second.full(" goes on."), "pinned", "how the full history ran")
     second.closes()
-    third = client(house, first)
+    third = client(cluster, first)
     pinned = {"session_id": first.id, "retention": "pinned"}
-    wire.post(f"{house.fleet.router_url}/v1/sessions", pinned)
+    wire.post(f"{cluster.fleet.router_url}/v1/sessions", pinned)
     equal(third.full("A story", nvext=opening), "pinned", "how the first turn ran")
     third.delta(" goes on.")
     third.closes()
 
 
-def what_a_full_history_replaced_takes_no_delta(house: House) -> None:
-    first = client(house)
+def what_a_full_history_replaced_takes_no_delta(cluster: Cluster) -> None:
+    first = client(cluster)
     opening = {"session_control": {"session_id": first.id, "action": "open"}}
     pinned = {"session_id": first.id, "retention": "pinned"}
-    wire.post(f"{house.fleet.router_url}/v1/sessions", pinned)
+    wire.post(f"{cluster.fleet.router_url}/v1/sessions", pinned)
     first.full("The harbour master counts the ships", nvext=opening)
     first.delta(" one by one")
     first.closes()
     first.opens()
-    other = client(house, first)
+    other = client(cluster, first)
     equal(other.full("Another story"), "pinned", "how the other history ran")
     first.refused_delta("delta_needs_open")
     other.closes()
@@ -207,36 +207,36 @@ def what_a_full_history_replaced_takes_no_delta(house: House) -> None:
     first.closes()
 
 
-def what_expired_is_not_appended_to(house: House) -> None:
-    first = client(house)
+def what_expired_is_not_appended_to(cluster: Cluster) -> None:
+    first = client(cluster)
     first.opens(timeout=1)
     first.delta("The harbour master counts the ships")
-    url = f"{house.fleet.router_url}/v1/sessions/{first.id}"
+    url = f"{cluster.fleet.router_url}/v1/sessions/{first.id}"
     gone = lambda: wire.get(url).status == 404  # noqa: E731
-    wait_until(house.fleet.agent, "rid of the session", gone, EXPIRY_SECONDS_MAX)
-    other = client(house, first)
+    wait_until(cluster.fleet.agent, "rid of the session", gone, EXPIRY_SECONDS_MAX)
+    other = client(cluster, first)
     other.begins()
     first.refused_delta("delta_needs_open")
     first.closes()
 
 
-def what_an_agents_successor_began_is_not_appended_to(house: House) -> None:
-    first = used_to_deltas(house)
-    house.fleet.stop_agent()
-    house.fleet.start_agent(settings=f'shim_socket = "{house.fleet.shim_socket}"\n')
-    house.fleet.wait_placing()
-    house.fleet.wait_trimming()
-    other = client(house, first)
+def what_an_agents_successor_began_is_not_appended_to(cluster: Cluster) -> None:
+    first = used_to_deltas(cluster)
+    cluster.fleet.stop_agent()
+    cluster.fleet.start_agent(settings=f'shim_socket = "{cluster.fleet.shim_socket}"\n')
+    cluster.fleet.wait_placing()
+    cluster.fleet.wait_trimming()
+    other = client(cluster, first)
     other.begins()
     first.refused_delta("delta_needs_open")
     first.closes()
 
 
-def answers_that_ignore_their_end_cost_no_pin(house: House) -> None:
+def answers_that_ignore_their_end_cost_no_pin(cluster: Cluster) -> None:
     """Load generators set `ignore_eos`. Their answers hold end tokens that the answers' text lacks,
     so each history differs from the session's context inside the last answer."""
     session, messages, ran = new_id("endless"), [], []
-    url = f"{house.fleet.router_url}/v1/chat/completions"
+    url = f"{cluster.fleet.router_url}/v1/chat/completions"
     for number in range(8):
         messages.append({"role": "user", "content": f"What is number {number} on the list?"})
         endless = {"ignore_eos": True} if number < 6 else {}

@@ -21,7 +21,7 @@ from make_chat_model import WORDS
 
 from integration import wire
 from integration.client_apis import Clients
-from integration.clients import House
+from integration.clients import Cluster
 from integration.fleet import BERTH_START_SECONDS_MAX, MODEL, Fleet
 from integration.processes import wait_until
 from integration.runner import equal, test
@@ -54,9 +54,9 @@ def preamble(version: str = "2.1.177.01c") -> str:
     )
 
 
-def system_prompt(house: House) -> str:
+def system_prompt(cluster: Cluster) -> str:
     """Returns a prompt of words that are one token each."""
-    encode = house.tokenizer.encode
+    encode = cluster.tokenizer.encode
     words = [word for word in WORDS if len(encode(f" {word}").ids) == 1]
     text = "".join(f" {word}" for word in random.Random(1).choices(words, k=SYSTEM_TOKENS))
     equal(len(encode(text).ids), SYSTEM_TOKENS, "tokens of the system prompt")
@@ -86,15 +86,15 @@ class Turn:
 class ClaudeCode:
     """A session of Claude Code, which resends its full history with each turn."""
 
-    def __init__(self, house: House, version: str = "2.1.177.01c"):
-        self.house, self.version = house, version
-        self.system = system_prompt(house)
+    def __init__(self, cluster: Cluster, version: str = "2.1.177.01c"):
+        self.cluster, self.version = cluster, version
+        self.system = system_prompt(cluster)
         self.id = new_id("claude")
         headers = {
             "user-agent": f"claude-cli/{version} (external, sdk-cli)", "x-app": "cli",
             "anthropic-beta": "claude-code-20250219", "x-claude-code-session-id": self.id,
         }
-        self.clients = Clients(house.fleet.router_url, headers)
+        self.clients = Clients(cluster.fleet.router_url, headers)
         self.history: list[dict] = []
 
     def turn(self, number: int) -> Turn:
@@ -120,11 +120,11 @@ class ClaudeCode:
         self.history.append({"role": "assistant", "content": [{"type": "text", "text": text}]})
         cached = answer.usage.cache_read_input_tokens or 0
         tokens = (answer.usage.input_tokens or 0) + cached
-        whole, context = self.house.wrote()
+        whole, context = self.cluster.wrote()
         if not context:
             equal(tokens, len(whole), "prompt tokens")
         return Turn(
-            json.loads(sent), text, self.house.kind(self.clients), tokens, cached, seconds, whole,
+            json.loads(sent), text, self.cluster.kind(self.clients), tokens, cached, seconds, whole,
             context["context"] if context else None,
         )
 
@@ -149,52 +149,52 @@ class ClaudeCode:
 
 @test
 def a_changing_preamble_costs_neither_the_cache_nor_the_pin(fleet: Fleet) -> None:
-    house = House(fleet, "preamble")
+    cluster = Cluster(fleet, "preamble")
     try:
-        house.start(env=LONGER, flags=FLAGS, pool_tokens=4 * CONTEXT_TOKENS)
-        _stripped(house)
+        cluster.start(env=LONGER, flags=FLAGS, pool_tokens=4 * CONTEXT_TOKENS)
+        _stripped(cluster)
         # The next session starts with an empty cache.
-        house.fleet.router.stop(BERTH_START_SECONDS_MAX)
-        house.fleet.start_router(settings='preamble = "keep"\n')
-        house.fleet.wait_placing()
-        house.fleet.wait_trimming()
-        house.start_over()
-        _kept(house)
+        cluster.fleet.router.stop(BERTH_START_SECONDS_MAX)
+        cluster.fleet.start_router(settings='preamble = "keep"\n')
+        cluster.fleet.wait_placing()
+        cluster.fleet.wait_trimming()
+        cluster.start_over()
+        _kept(cluster)
     finally:
-        house.stop()
+        cluster.stop()
 
 
-def _stripped(house: House) -> None:
-    first = ClaudeCode(house)
+def _stripped(cluster: Cluster) -> None:
+    first = ClaudeCode(cluster)
     turns = first.ten_turns("stripped")
     for number, turn in enumerate(turns[1:], 2):
         where = f"turn {number}: {turn.kind}, {turn.cached_tokens} of {turn.prompt_tokens} cached"
         equal(turn.kind, "pinned", f"how it ran, {where}")
         assert turn.share >= 0.97, where
-    _shared(house)
-    healed = sum(_answered_alone(house, turn) for turn in turns)
+    _shared(cluster)
+    healed = sum(_answered_alone(cluster, turn) for turn in turns)
     print(f"    answers are the engine's own, {healed} of them to a healed prompt", flush=True)
-    equal(_removed(house), TURNS + 2, "preambles that the router has counted")
+    equal(_removed(cluster), TURNS + 2, "preambles that the router has counted")
     first.close()
 
 
-def _shared(house: House) -> None:
+def _shared(cluster: Cluster) -> None:
     """Checks that other sessions find the system prompt in the cache: a session of another Claude
     Code, and a session through a gateway that turns messages into chats."""
-    least = SYSTEM_TOKENS - house.fleet.page_size
-    other = ClaudeCode(house, version="2.1.180.9f3")
+    least = SYSTEM_TOKENS - cluster.fleet.page_size
+    other = ClaudeCode(cluster, version="2.1.180.9f3")
     turn = other.turn(77)
     other.close()
-    gateway = Clients(house.fleet.router_url, {"x-session-id": new_id("gateway")})
+    gateway = Clients(cluster.fleet.router_url, {"x-session-id": new_id("gateway")})
     answer = gateway.openai.chat.completions.create(
         model=MODEL, temperature=0, max_tokens=4,
         messages=[
-            {"role": "system", "content": f"{preamble()}\n\n{system_prompt(house)}"},
+            {"role": "system", "content": f"{preamble()}\n\n{system_prompt(cluster)}"},
             {"role": "user", "content": "What is left to do?"},
         ],
     )
     gateway.close()
-    house.wrote()
+    cluster.wrote()
     by_chat = answer.usage.prompt_tokens_details.cached_tokens
     print(
         f"    first turns of others: {turn.cached_tokens} of {turn.prompt_tokens} cached by"
@@ -204,39 +204,39 @@ def _shared(house: House) -> None:
     assert by_chat >= least, f"{by_chat} cached of a gateway's first turn"
 
 
-def _answered_alone(house: House, turn: Turn) -> bool:
+def _answered_alone(cluster: Cluster, turn: Turn) -> bool:
     """Checks the answer against the engine's own. Returns whether the turn was retokenized: it ran
     on other tokens of the same text."""
     prompt = turn.context[: turn.prompt_tokens] if turn.context else turn.whole
     if prompt != turn.whole:
-        equal(house.text(prompt), house.text(turn.whole), "the context's text")
+        equal(cluster.text(prompt), cluster.text(turn.whole), "the context's text")
         answer = turn.context[turn.prompt_tokens:]
         params = {"max_new_tokens": len(answer), "temperature": 0}
         request = {"input_ids": prompt, "sampling_params": params}
-        alone = wire.post(f"{house.fleet.engine_url}/generate", request).json()
-        house.wrote()
+        alone = wire.post(f"{cluster.fleet.engine_url}/generate", request).json()
+        cluster.wrote()
         equal(alone["output_ids"], answer, "the answer to the healed context")
         return True
     without = turn.sent | {"system": turn.sent["system"][1:], "stream": False}
-    alone = wire.post(f"{house.fleet.engine_url}/v1/messages", without)
+    alone = wire.post(f"{cluster.fleet.engine_url}/v1/messages", without)
     equal(alone.status, 200, f"the status of {alone}")
-    whole, _ = house.wrote()
+    whole, _ = cluster.wrote()
     equal(whole, turn.whole, "the prompt without the preamble")
     text = "".join(block["text"] for block in alone.json()["content"])
     equal(turn.text, text, "the answer to the body without the preamble")
     return False
 
 
-def _removed(house: House) -> int:
-    text = wire.get(f"http://{house.fleet.router_admin}/metrics").body.decode()
+def _removed(cluster: Cluster) -> int:
+    text = wire.get(f"http://{cluster.fleet.router_admin}/metrics").body.decode()
     name = 'berth_router_preambles_removed_total{client="claude_code"} '
     return next(int(l.removeprefix(name)) for l in text.splitlines() if l.startswith(name))
 
 
-def _kept(house: House) -> None:
+def _kept(cluster: Cluster) -> None:
     """Checks that only the tokens before the preamble are cached. The session is pinned at first,
     and loses its pin when it has diverged three times."""
-    second = ClaudeCode(house)
+    second = ClaudeCode(cluster)
     turns = second.ten_turns("kept")
     second.close()
     for number, turn in enumerate(turns[1:], 2):

@@ -12,7 +12,7 @@ from pathlib import Path
 from integration.processes import Failed
 from soak import bare, guarded
 from soak.engine import Dead
-from soak.house import POOL_TOKENS
+from soak.cluster import POOL_TOKENS
 from soak.report import Verdicts
 
 

@@ -10,7 +10,7 @@ import argparse
 import http.client
 from pathlib import Path
 
-from soak import house, quiet
+from soak import cluster, quiet
 from soak.doors import Bare
 from soak.engine import Dead, Engine
 from soak.oracle import Oracle
@@ -36,9 +36,9 @@ def run(options: argparse.Namespace, folder: Path, verdicts: Verdicts) -> None:
 
 def _one(options: argparse.Namespace, folder: Path, seed: int, count: int) -> str | None:
     """Runs the workload of one seed on a fresh engine. Returns the first harm, or None."""
-    fleet = house.House(
+    fleet = cluster.Cluster(
         folder,
-        house.programs(options.simulated, guarded=False),
+        cluster.programs(options.simulated, guarded=False),
         options.page_size,
         simulated=options.simulated,
         pool_tokens=options.pool_tokens,
@@ -60,7 +60,7 @@ def _one(options: argparse.Namespace, folder: Path, seed: int, count: int) -> st
 
 
 def _round(
-    fleet: house.House, engine: Engine, workload: Workload, oracle: Oracle
+    fleet: cluster.Cluster, engine: Engine, workload: Workload, oracle: Oracle
 ) -> str | None:
     try:
         workload.round(ROUND)

@@ -4,7 +4,7 @@ import argparse
 from contextlib import ExitStack
 from pathlib import Path
 
-from soak import house, noise, operations, planted, quiet
+from soak import cluster, noise, operations, planted, quiet
 from soak.doors import Berth
 from soak.engine import Engine
 from soak.oracle import Oracle, Turn
@@ -22,7 +22,7 @@ MISSED_RATIO_MAX = 0.02
 
 
 def run(options: argparse.Namespace, folder: Path, verdicts: Verdicts, stack: ExitStack) -> None:
-    fleet = house.running_at(*options.at) if options.at else _started(options, folder, stack)
+    fleet = cluster.running_at(*options.at) if options.at else _started(options, folder, stack)
     engine = Engine(fleet.engine_url)
     measured = noise.measure(engine, options.seed)
     print(f"noise: {measured}", flush=True)
@@ -56,10 +56,10 @@ def run(options: argparse.Namespace, folder: Path, verdicts: Verdicts, stack: Ex
     _show_the_oracle(engine, oracle, found.turns, options.seed, verdicts)
 
 
-def _started(options: argparse.Namespace, folder: Path, stack: ExitStack) -> house.House:
-    fleet = house.House(
+def _started(options: argparse.Namespace, folder: Path, stack: ExitStack) -> cluster.Cluster:
+    fleet = cluster.Cluster(
         folder,
-        house.programs(options.simulated, guarded=True),
+        cluster.programs(options.simulated, guarded=True),
         options.page_size,
         simulated=options.simulated,
         pool_tokens=options.pool_tokens,
@@ -87,7 +87,7 @@ class _Found:
         self.wrong: list[str] = []
         self.turns: list[Turn] = []
 
-    def at_a_quiet_point(self, fleet: house.House, engine: Engine, done: int) -> None:
+    def at_a_quiet_point(self, fleet: cluster.Cluster, engine: Engine, done: int) -> None:
         self.points += 1
         at = f"after {done} operations: "
         self.alive += [at + problem for problem in quiet.alive(fleet)]
@@ -100,7 +100,7 @@ class _Found:
             self.pages += [at + problem for problem in quiet.pages(fleet)]
         print(f"  quiet {at}{used} tokens pinned, {len(problems)} figures differ", flush=True)
 
-    def with_all_closed(self, fleet: house.House, oracle: Oracle, workload: Workload) -> None:
+    def with_all_closed(self, fleet: cluster.Cluster, oracle: Oracle, workload: Workload) -> None:
         self.closes += 1
         at = f"after {workload.done} operations: "
         self.held += [at + problem for problem in quiet.baseline(fleet)]

@@ -16,7 +16,7 @@ POOL_TOKENS = 2048
 
 
 @dataclass
-class House(Fleet):
+class Cluster(Fleet):
     """A fleet of the integration suite whose engine has the soak's own size."""
 
     simulated: bool = False
@@ -66,9 +66,9 @@ def programs(simulated: bool, guarded: bool) -> Path:
     return binaries(names) if names else Path()
 
 
-def running_at(engine_url: str, router_url: str, agent_data: str, agent_admin: str) -> House:
+def running_at(engine_url: str, router_url: str, agent_data: str, agent_admin: str) -> Cluster:
     """A fleet that already runs, and that the soak doesn't stop."""
-    return House(
+    return Cluster(
         Path(),
         Path(),
         page_size=0,

@@ -19,14 +19,14 @@ use tests::{
     web::{Answer, Web},
 };
 
-struct House {
+struct Cluster {
     engines: Vec<EngineSim>,
     agents: Vec<Agent>,
     router: Router,
     web: Web,
 }
 
-impl House {
+impl Cluster {
     async fn new(count: usize) -> Self {
         Self::with(count, Config::default()).await
     }
@@ -123,38 +123,39 @@ const DELTA: (&str, &str) = ("x-berth-delta", "1");
 
 #[tokio::test]
 async fn a_pinned_session_lives_from_open_to_delete() {
-    let house = House::new(3).await;
-    house.open_pinned("s").await;
+    let cluster = Cluster::new(3).await;
+    cluster.open_pinned("s").await;
     let of = ("x-berth-session-id", "s");
-    let first = house.post("/generate", &[of, DELTA], &turn("The quick brown fox jumps", 6)).await;
+    let first =
+        cluster.post("/generate", &[of, DELTA], &turn("The quick brown fox jumps", 6)).await;
     assert_eq!(first.meta("prompt_tokens"), Some(25), "{}", first.text());
     let by_body = json!({"session_params": {"id": "s"}, "text": " over the",
         "sampling_params": {"max_new_tokens": 6, "temperature": 0, "ignore_eos": true}});
-    let second = house.post("/generate", &[], &by_body).await;
+    let second = cluster.post("/generate", &[], &by_body).await;
     assert_eq!((second.meta("prompt_tokens"), second.meta("cached_tokens")), (Some(40), Some(30)));
     let shown = eventually("two turns in the table", || async {
-        let shown = house.get("/v1/sessions/s").await.json();
+        let shown = cluster.get("/v1/sessions/s").await.json();
         (shown["turns"] == 2).then_some(shown)
     })
     .await;
     assert_eq!(shown["state"], "idle", "{shown}");
-    assert_eq!(house.delete("/v1/sessions/s").await.status, StatusCode::NO_CONTENT);
-    assert_eq!(house.delete("/v1/sessions/s").await.status, StatusCode::NOT_FOUND);
-    house.nothing_held().await;
+    assert_eq!(cluster.delete("/v1/sessions/s").await.status, StatusCode::NO_CONTENT);
+    assert_eq!(cluster.delete("/v1/sessions/s").await.status, StatusCode::NOT_FOUND);
+    cluster.nothing_held().await;
 }
 
 /// Clients disconnect or continue after the last event, without waiting for the connection's end.
 #[tokio::test]
 async fn the_next_turn_may_follow_the_last_event_at_once() {
-    let house = House::new(1).await;
-    house.open_pinned("s").await;
+    let cluster = Cluster::new(1).await;
+    cluster.open_pinned("s").await;
     let headers = [("content-type", "application/json"), ("x-berth-session-id", "s"), DELTA];
-    let url = house.router.url("/generate");
+    let url = cluster.router.url("/generate");
     let mut body = turn("ab", 2);
     body["stream"] = true.into();
     let mut kept = vec![];
     for number in 0..60 {
-        let sent = house.web.send(Method::POST, &url, &headers, body.to_string()).await;
+        let sent = cluster.web.send(Method::POST, &url, &headers, body.to_string()).await;
         let mut answer = sent.unwrap();
         assert_eq!(answer.status(), StatusCode::OK, "turn {number}");
         let mut seen = vec![];
@@ -169,14 +170,14 @@ async fn the_next_turn_may_follow_the_last_event_at_once() {
 
 #[tokio::test]
 async fn a_conversation_stays_where_its_kv_is() {
-    let house = House::new(3).await;
+    let cluster = Cluster::new(3).await;
     let mut messages = vec![("user".to_owned(), "hello there, how are you today?".to_owned())];
     let mut cached = vec![];
     for _ in 0..4 {
         let pairs: Vec<(&str, &str)> =
             messages.iter().map(|(role, text)| (role.as_str(), text.as_str())).collect();
         let headers = [("x-claude-code-session-id", "c1")];
-        let answer = house.post("/v1/chat/completions", &headers, &chat(&pairs)).await;
+        let answer = cluster.post("/v1/chat/completions", &headers, &chat(&pairs)).await;
         assert_eq!(answer.status, StatusCode::OK, "{}", answer.text());
         let usage = answer.json()["usage"].clone();
         cached.push(usage["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap_or(0));
@@ -186,12 +187,12 @@ async fn a_conversation_stays_where_its_kv_is() {
     }
     assert!(cached.windows(2).all(|pair| pair[0] < pair[1]), "the prefix is resident: {cached:?}");
     let seen = |engine: &EngineSim| engine.bodies_seen("/v1/chat/completions").len();
-    let turns: Vec<usize> = house.engines.iter().map(seen).collect();
+    let turns: Vec<usize> = cluster.engines.iter().map(seen).collect();
     assert_eq!(turns.iter().max(), Some(&4), "all on one worker: {turns:?}");
 }
 
 /// Sends seven turns of a growing chat. `edit` changes some of its messages before each turn.
-async fn chat_of_turns(house: &House, id: &str, edit: fn(&mut [(String, String)], usize)) {
+async fn chat_of_turns(cluster: &Cluster, id: &str, edit: fn(&mut [(String, String)], usize)) {
     let message = |role: &str, text: &str| (role.to_owned(), text.to_owned());
     let mut messages = vec![message("system", "secret words"), message("user", "hello there")];
     for turn in 0..7 {
@@ -199,7 +200,7 @@ async fn chat_of_turns(house: &House, id: &str, edit: fn(&mut [(String, String)]
         let pairs: Vec<(&str, &str)> =
             messages.iter().map(|(role, text)| (role.as_str(), text.as_str())).collect();
         let headers = [("x-claude-code-session-id", id)];
-        let answer = house.post("/v1/chat/completions", &headers, &chat(&pairs)).await;
+        let answer = cluster.post("/v1/chat/completions", &headers, &chat(&pairs)).await;
         assert_eq!(answer.status, StatusCode::OK, "{}", answer.text());
         messages.push(message("assistant", &format!("answer {turn}")));
         messages.push(message("user", &format!("question {turn}")));
@@ -208,7 +209,7 @@ async fn chat_of_turns(house: &House, id: &str, edit: fn(&mut [(String, String)]
 
 #[tokio::test]
 async fn a_system_block_that_changes_is_told_from_the_ones_beside_it() {
-    let house = House::new(1).await;
+    let cluster = Cluster::new(1).await;
     let mut messages = vec![json!({"role": "user", "content": "hello there"})];
     for turn in 0..4 {
         let moved = json!({"type": "ephemeral"});
@@ -222,7 +223,8 @@ async fn a_system_block_that_changes_is_told_from_the_ones_beside_it() {
         ]);
         let body =
             json!({"model": "tiny", "max_tokens": 4, "system": system, "messages": messages});
-        let answer = house.post("/v1/messages", &[("x-claude-code-session-id", "s")], &body).await;
+        let answer =
+            cluster.post("/v1/messages", &[("x-claude-code-session-id", "s")], &body).await;
         assert_eq!(answer.status, StatusCode::OK, "{}", answer.text());
         // Clients send every message except the newest as a plain string.
         let last = messages.last_mut().unwrap();
@@ -234,7 +236,7 @@ async fn a_system_block_that_changes_is_told_from_the_ones_beside_it() {
         "token_index": null, "role": "system", "message": 0, "block": 1, "turns": 3,
     });
     eventually("the changing block", || async {
-        let shown = house.get("/v1/sessions/s").await;
+        let shown = cluster.get("/v1/sessions/s").await;
         assert!(!shown.text().contains("secret"), "{}", shown.text());
         (shown.json()["volatile_prefix"] == found).then_some(())
     })
@@ -243,19 +245,19 @@ async fn a_system_block_that_changes_is_told_from_the_ones_beside_it() {
 
 #[tokio::test]
 async fn a_text_that_changes_early_in_the_prompts_is_named_by_its_place_alone() {
-    let house = House::new(1).await;
-    chat_of_turns(&house, "good", |_, _| {}).await;
+    let cluster = Cluster::new(1).await;
+    chat_of_turns(&cluster, "good", |_, _| {}).await;
     let late = |messages: &mut [(String, String)], turn: usize| {
         let last = messages.len() - 1;
         messages[last].1 = format!("another question {turn}");
     };
-    chat_of_turns(&house, "late", late).await;
+    chat_of_turns(&cluster, "late", late).await;
     let early = |messages: &mut [(String, String)], turn: usize| {
         messages[0].1 = format!("secret words {turn}");
     };
-    chat_of_turns(&house, "bad", early).await;
+    chat_of_turns(&cluster, "bad", early).await;
     let shown = eventually("every turn in the table", || async {
-        let shown = house.get("/v1/sessions/bad").await.json();
+        let shown = cluster.get("/v1/sessions/bad").await.json();
         (shown["turns"] == 7).then_some(shown)
     })
     .await;
@@ -263,14 +265,14 @@ async fn a_text_that_changes_early_in_the_prompts_is_named_by_its_place_alone() 
         "token_index": null, "role": "system", "message": 0, "block": 0, "turns": 6,
     });
     assert_eq!(shown["volatile_prefix"], found, "{shown}");
-    let list = house.get("/v1/sessions").await.text();
+    let list = cluster.get("/v1/sessions").await.text();
     assert!(!list.contains("secret") && list.contains("volatile_prefix"), "{list}");
     for id in ["good", "late"] {
-        let shown = house.get(&format!("/v1/sessions/{id}")).await.json();
+        let shown = cluster.get(&format!("/v1/sessions/{id}")).await.json();
         assert_eq!(shown["turns"], 7, "{shown}");
         assert_eq!(shown.get("volatile_prefix"), None, "{shown}");
     }
-    let metrics = house.web.get(&house.agents[0].admin_url("/metrics")).await.unwrap();
+    let metrics = cluster.web.get(&cluster.agents[0].admin_url("/metrics")).await.unwrap();
     let counted = r#"berth_agent_volatile_prefixes_total{role="system"} 1"#;
     assert!(metrics.text().contains(counted), "{}", metrics.text());
     let alerts = include_str!("../deploy/prometheus/sessions.yaml");
@@ -287,13 +289,13 @@ async fn a_chat_is_placed_by_its_engine_s_own_tokens() {
     let mut body = case["body"].clone();
     body["max_tokens"] = 2.into();
     let model_path = data.join("model").to_str().unwrap().to_owned();
-    let house = House::with(2, Config { model_path, ..Config::default() }).await;
+    let cluster = Cluster::with(2, Config { model_path, ..Config::default() }).await;
     // The router knows its agents before it has their model files.
     eventually("SGLang's own count of the chat's tokens", || async {
-        let answer = house.post("/v1/chat/completions", &[], &body).await;
+        let answer = cluster.post("/v1/chat/completions", &[], &body).await;
         assert_eq!(answer.status, StatusCode::OK, "{}", answer.text());
         let turn = answer.headers["x-berth-turn"].to_str().unwrap();
-        let why = house.get(&format!("/v1/placements/{turn}")).await.json();
+        let why = cluster.get(&format!("/v1/placements/{turn}")).await.json();
         let tokens = why["placements"][0]["uncached_tokens"].as_u64();
         (tokens == Some(case["ids"].as_array()?.len() as u64)).then_some(())
     })
@@ -302,12 +304,12 @@ async fn a_chat_is_placed_by_its_engine_s_own_tokens() {
 
 #[tokio::test]
 async fn new_sessions_spread_over_the_workers() {
-    let house = House::new(4).await;
+    let cluster = Cluster::new(4).await;
     for number in 0..8 {
-        house.open_pinned(&format!("s{number}")).await;
+        cluster.open_pinned(&format!("s{number}")).await;
     }
     let mut held = vec![];
-    for engine in &house.engines {
+    for engine in &cluster.engines {
         held.push(engine.pool(0).await.unwrap().sessions.len());
     }
     // Each worker gets two sessions, unless a load report crosses an open. Placement's own tests
@@ -317,13 +319,13 @@ async fn new_sessions_spread_over_the_workers() {
 
 #[tokio::test]
 async fn the_answer_s_bytes_are_the_engine_s() {
-    let house = House::new(1).await;
+    let cluster = Cluster::new(1).await;
     for stream in [false, true] {
         let mut body = chat(&[("user", "hello")]);
         body["stream"] = stream.into();
-        let through = house.post("/v1/chat/completions", &[], &body).await;
-        let url = format!("{}/v1/chat/completions", house.engines[0].url());
-        let direct = house.web.post(&url, &[], &body).await.unwrap();
+        let through = cluster.post("/v1/chat/completions", &[], &body).await;
+        let url = format!("{}/v1/chat/completions", cluster.engines[0].url());
+        let direct = cluster.web.post(&url, &[], &body).await.unwrap();
         assert_eq!(through.headers["content-type"], direct.headers["content-type"]);
         assert_eq!(shape(&through), shape(&direct), "stream: {stream}");
     }
@@ -345,15 +347,15 @@ fn shape(answer: &Answer) -> String {
 
 #[tokio::test]
 async fn owned_keys_are_the_agent_s_however_they_are_written() {
-    let house = House::new(1).await;
-    house.open_pinned("s").await;
+    let cluster = Cluster::new(1).await;
+    cluster.open_pinned("s").await;
     let body = concat!(
         r#"{ "rid":"evil", "text" : "a", "\u0072id":["evil"],"session_params":{"id":"evil"},"#,
         r#""routed_dp_rank":7,"nested":{"rid":"kept","session_id":"kept"},"session_id":"evil","#,
         r#""\u0073ession_id":"evil2","data_parallel_rank":9,"bootstrap_room":3,"#,
         r#""sampling_params":{"max_new_tokens":1}  }"#
     );
-    let url = house.router.url("/generate");
+    let url = cluster.router.url("/generate");
     let headers = [
         ("content-type", "application/json"),
         ("x-berth-session-id", "s"),
@@ -361,9 +363,9 @@ async fn owned_keys_are_the_agent_s_however_they_are_written() {
         ("x-berth-rank", "7"),
         ("x-data-parallel-rank", "7"),
     ];
-    let answer = house.web.ask(Method::POST, &url, &headers, body).await.unwrap();
+    let answer = cluster.web.ask(Method::POST, &url, &headers, body).await.unwrap();
     assert_eq!(answer.status, StatusCode::OK, "{}", answer.text());
-    let seen = house.engines[0].bodies_seen("/generate").pop().unwrap();
+    let seen = cluster.engines[0].bodies_seen("/generate").pop().unwrap();
     let seen = String::from_utf8(seen.to_vec()).unwrap();
     let kept = r#"{ "text" : "a","nested":{"rid":"kept","session_id":"kept"},"sampling_params":{"max_new_tokens":1},"rid":""#;
     assert!(seen.starts_with(kept), "{seen}");
@@ -374,22 +376,22 @@ async fn owned_keys_are_the_agent_s_however_they_are_written() {
 
 #[tokio::test]
 async fn bad_input_is_answered_with_what_to_do() {
-    let house = House::new(1).await;
-    let url = house.router.url("/v1/chat/completions");
+    let cluster = Cluster::new(1).await;
+    let url = cluster.router.url("/v1/chat/completions");
     let json = [("content-type", "application/json")];
-    let malformed = house.web.ask(Method::POST, &url, &json, "{\"a\":").await.unwrap();
+    let malformed = cluster.web.ask(Method::POST, &url, &json, "{\"a\":").await.unwrap();
     assert_eq!(malformed.status, StatusCode::BAD_REQUEST, "{}", malformed.text());
-    assert_eq!(house.get("/v1/sessions/nobody").await.status, StatusCode::NOT_FOUND);
+    assert_eq!(cluster.get("/v1/sessions/nobody").await.status, StatusCode::NOT_FOUND);
     let long = "x".repeat(257);
     let headers = [("x-berth-session-id", long.as_str())];
-    let refused = house.post("/v1/chat/completions", &headers, &chat(&[("user", "a")])).await;
+    let refused = cluster.post("/v1/chat/completions", &headers, &chat(&[("user", "a")])).await;
     assert_eq!((refused.status.as_u16(), refused.code().as_str()), (400, "invalid_session_id"));
     let unknown = json!({"session_params": {"id": "nobody"}, "text": "a"});
-    let refused = house.post("/generate", &[], &unknown).await;
+    let refused = cluster.post("/generate", &[], &unknown).await;
     assert_eq!((refused.status.as_u16(), refused.code().as_str()), (404, "session_unknown"));
-    house.open_pinned("s").await;
+    cluster.open_pinned("s").await;
     let headers = [("x-berth-session-id", "s")];
-    let refused = house.post("/v1/chat/completions", &headers, &chat(&[("user", "a")])).await;
+    let refused = cluster.post("/v1/chat/completions", &headers, &chat(&[("user", "a")])).await;
     assert_eq!((refused.status.as_u16(), refused.code().as_str()), (409, "whole_history"));
 }
 
@@ -397,39 +399,39 @@ async fn bad_input_is_answered_with_what_to_do() {
 async fn a_retention_the_engine_cannot_give_is_409_with_the_reason() {
     let mut config = Config::default();
     config.core.streaming_sessions = false;
-    let house = House::with(1, config).await;
+    let cluster = Cluster::with(1, config).await;
     let body = json!({"session_id": "s", "retention": "pinned"});
-    let refused = house.post("/v1/sessions", &[], &body).await;
+    let refused = cluster.post("/v1/sessions", &[], &body).await;
     assert_eq!((refused.status.as_u16(), refused.code().as_str()), (409, "retention_unavailable"));
     assert!(refused.text().contains("tagged"), "it says what is offered: {}", refused.text());
 }
 
 #[tokio::test]
 async fn an_agent_s_reason_not_to_open_a_session_is_the_client_s() {
-    let house = House::new(1).await;
-    house.open_pinned("s").await;
+    let cluster = Cluster::new(1).await;
+    cluster.open_pinned("s").await;
     let body = json!({"session_id": "s", "retention": "tagged"});
-    let refused = house.post("/v1/sessions", &[], &body).await;
+    let refused = cluster.post("/v1/sessions", &[], &body).await;
     let code = refused.code();
     assert_eq!((refused.status.as_u16(), code.as_str()), (409, "session_open_otherwise"));
 }
 
 #[tokio::test]
 async fn nobody_else_s_session() {
-    let house = House::new(1).await;
+    let cluster = Cluster::new(1).await;
     let (alice, bob) = (("authorization", "Bearer alice"), ("authorization", "Bearer bob"));
     let body = json!({"session_id": "s", "retention": "pinned"});
-    let opened = house.post("/v1/sessions", &[alice], &body).await;
+    let opened = cluster.post("/v1/sessions", &[alice], &body).await;
     assert_eq!(opened.status, StatusCode::CREATED, "{}", opened.text());
     let of = ("x-berth-session-id", "s");
-    let stolen = house.post("/generate", &[bob, of, DELTA], &turn("a", 1)).await;
+    let stolen = cluster.post("/generate", &[bob, of, DELTA], &turn("a", 1)).await;
     assert_eq!(stolen.status, StatusCode::NOT_FOUND, "{}", stolen.text());
-    let url = house.router.url("/v1/sessions/s");
-    let shown = house.web.ask(Method::GET, &url, &[bob], Body::empty()).await.unwrap();
+    let url = cluster.router.url("/v1/sessions/s");
+    let shown = cluster.web.ask(Method::GET, &url, &[bob], Body::empty()).await.unwrap();
     assert_eq!(shown.status, StatusCode::NOT_FOUND);
-    let closed = house.web.ask(Method::DELETE, &url, &[bob], Body::empty()).await.unwrap();
+    let closed = cluster.web.ask(Method::DELETE, &url, &[bob], Body::empty()).await.unwrap();
     assert_eq!(closed.status, StatusCode::NOT_FOUND);
-    let own = house.post("/generate", &[alice, of, DELTA], &turn("a", 1)).await;
+    let own = cluster.post("/generate", &[alice, of, DELTA], &turn("a", 1)).await;
     assert_eq!(own.status, StatusCode::OK, "{}", own.text());
 }
 
@@ -438,18 +440,18 @@ async fn a_second_turn_waits_where_the_agent_lets_it() {
     let settings = |agent: &mut worker_agent::config::Config| {
         agent.turns_queued_per_session_max = 1;
     };
-    let house = House::with_agents(1, Config::default(), settings).await;
-    house.open_pinned("s").await;
-    house.slow_down(1.0).await;
+    let cluster = Cluster::with_agents(1, Config::default(), settings).await;
+    cluster.open_pinned("s").await;
+    cluster.slow_down(1.0).await;
     let mut turns = tokio::task::JoinSet::new();
     for text in ["a", "bc", "def"] {
-        let (web, url) = (house.web.clone(), house.router.url("/generate"));
+        let (web, url) = (cluster.web.clone(), cluster.router.url("/generate"));
         let headers = [("x-berth-session-id", "s"), DELTA];
         turns.spawn(async move { web.post(&url, &headers, &turn(text, 20)).await.unwrap() });
     }
     let refused = turns.join_next().await.unwrap().unwrap();
     assert_eq!(refused.status, StatusCode::CONFLICT, "one runs, one waits, one is too many");
-    house.slow_down(0.0).await;
+    cluster.slow_down(0.0).await;
     let mut prompts = vec![];
     for answer in turns.join_all().await {
         assert_eq!(answer.status, StatusCode::OK, "{}", answer.text());
@@ -461,50 +463,51 @@ async fn a_second_turn_waits_where_the_agent_lets_it() {
 
 #[tokio::test]
 async fn a_restarted_router_and_a_second_one_know_every_session() {
-    let mut house = House::new(2).await;
-    house.open_pinned("s").await;
+    let mut cluster = Cluster::new(2).await;
+    cluster.open_pinned("s").await;
     let of = ("x-berth-session-id", "s");
-    house.post("/generate", &[of, DELTA], &turn("hello there", 2)).await;
-    let second = House::router(&house.agents, &house.web).await;
-    let shown = house.web.get(&second.url("/v1/sessions/s")).await.unwrap();
+    cluster.post("/generate", &[of, DELTA], &turn("hello there", 2)).await;
+    let second = Cluster::router(&cluster.agents, &cluster.web).await;
+    let shown = cluster.web.get(&second.url("/v1/sessions/s")).await.unwrap();
     assert_eq!(shown.status, StatusCode::OK, "the agents' tables told it");
     let mut body = turn(" you", 60);
     body["stream"] = true.into();
-    house.slow_down(1.0).await;
+    cluster.slow_down(1.0).await;
     let headers = [("content-type", "application/json"), of, DELTA];
-    let url = house.router.url("/generate");
-    let mut running = house.web.send(Method::POST, &url, &headers, body.to_string()).await.unwrap();
+    let url = cluster.router.url("/generate");
+    let mut running =
+        cluster.web.send(Method::POST, &url, &headers, body.to_string()).await.unwrap();
     assert!(running.body_mut().frame().await.unwrap().is_ok());
     let url = second.url("/generate");
-    let overlap = house.web.post(&url, &[of, DELTA], &turn("x", 1)).await.unwrap();
+    let overlap = cluster.web.post(&url, &[of, DELTA], &turn("x", 1)).await.unwrap();
     assert_eq!(overlap.status, StatusCode::CONFLICT, "one gate for all routers");
-    house.slow_down(0.0).await;
+    cluster.slow_down(0.0).await;
     running.into_body().collect().await.unwrap();
-    house.router.stop().await.unwrap();
-    house.router = second;
-    let next = house.post("/generate", &[of, DELTA], &turn(" me", 2)).await;
+    cluster.router.stop().await.unwrap();
+    cluster.router = second;
+    let next = cluster.post("/generate", &[of, DELTA], &turn(" me", 2)).await;
     assert_eq!(next.meta("prompt_tokens"), Some(11 + 2 + 4 + 60 + 3), "{}", next.text());
 }
 
 #[tokio::test]
 async fn a_lost_worker_s_sessions_move_or_say_that_they_cannot() {
-    let mut house = House::new(2).await;
+    let mut cluster = Cluster::new(2).await;
     let headers = [("x-session-id", "t")];
-    house.post("/v1/chat/completions", &headers, &chat(&[("user", "hello")])).await;
+    cluster.post("/v1/chat/completions", &headers, &chat(&[("user", "hello")])).await;
     for id in ["p0", "p1"] {
-        house.open_pinned(id).await;
+        cluster.open_pinned(id).await;
         let of = ("x-berth-session-id", id);
-        let first = house.post("/generate", &[of, DELTA], &turn("a", 1)).await;
+        let first = cluster.post("/generate", &[of, DELTA], &turn("a", 1)).await;
         assert_eq!(first.status, StatusCode::OK, "{}", first.text());
     }
     let seen = |engine: &EngineSim| engine.bodies_seen("/v1/chat/completions").len();
-    let home = house.engines.iter().position(|engine| seen(engine) == 1).unwrap();
-    let homed = house.engines[home].pool(0).await.unwrap().sessions.len();
-    house.agents.remove(home).stop().await.unwrap();
-    house.engines.remove(home).shutdown().await;
+    let home = cluster.engines.iter().position(|engine| seen(engine) == 1).unwrap();
+    let homed = cluster.engines[home].pool(0).await.unwrap().sessions.len();
+    cluster.agents.remove(home).stop().await.unwrap();
+    cluster.engines.remove(home).shutdown().await;
     let moved = eventually("the conversation's move", || async {
         let answer =
-            house.post("/v1/chat/completions", &headers, &chat(&[("user", "hello")])).await;
+            cluster.post("/v1/chat/completions", &headers, &chat(&[("user", "hello")])).await;
         (answer.status == StatusCode::OK).then_some(answer)
     })
     .await;
@@ -513,7 +516,7 @@ async fn a_lost_worker_s_sessions_move_or_say_that_they_cannot() {
     for id in ["p0", "p1"] {
         let of = ("x-berth-session-id", id);
         let answer = eventually("word of the session", || async {
-            let answer = house.post("/generate", &[of, DELTA], &turn("a", 1)).await;
+            let answer = cluster.post("/generate", &[of, DELTA], &turn("a", 1)).await;
             (answer.code() != "worker_unreachable").then_some(answer)
         })
         .await;
@@ -530,26 +533,26 @@ async fn a_lost_worker_s_sessions_move_or_say_that_they_cannot() {
 
 #[tokio::test]
 async fn after_an_engine_s_restart_tagged_sessions_go_on_and_pinned_ones_say_why_not() {
-    let mut house = House::new(1).await;
+    let mut cluster = Cluster::new(1).await;
     let headers = [("x-session-id", "t")];
-    house.post("/v1/chat/completions", &headers, &chat(&[("user", "hello")])).await;
-    house.open_pinned("p").await;
-    let engine = house.engines.remove(0);
+    cluster.post("/v1/chat/completions", &headers, &chat(&[("user", "hello")])).await;
+    cluster.open_pinned("p").await;
+    let engine = cluster.engines.remove(0);
     let addr = engine.addr();
     engine.shutdown().await;
     let listener =
         eventually("the port", || async { tokio::net::TcpListener::bind(addr).await.ok() }).await;
-    house.engines.push(EngineSim::start(Config::default(), listener).unwrap());
+    cluster.engines.push(EngineSim::start(Config::default(), listener).unwrap());
     eventually("the conversation", || async {
         let answer =
-            house.post("/v1/chat/completions", &headers, &chat(&[("user", "hello")])).await;
+            cluster.post("/v1/chat/completions", &headers, &chat(&[("user", "hello")])).await;
         assert_ne!(answer.status, StatusCode::CONFLICT, "{}", answer.text());
         (answer.status == StatusCode::OK).then_some(())
     })
     .await;
     let of = ("x-berth-session-id", "p");
     eventually("the loss to be known", || async {
-        let lost = house.post("/generate", &[of, DELTA], &turn("a", 1)).await;
+        let lost = cluster.post("/generate", &[of, DELTA], &turn("a", 1)).await;
         // Until the agent notices the restart, the new engine itself refuses the unknown session.
         assert_ne!(lost.status, StatusCode::OK, "{}", lost.text());
         ((lost.status.as_u16(), lost.code().as_str()) == (409, "session_lost")).then_some(())
@@ -559,15 +562,15 @@ async fn after_an_engine_s_restart_tagged_sessions_go_on_and_pinned_ones_say_why
 
 #[tokio::test]
 async fn concurrent_first_turns_of_a_session_are_one_decision() {
-    let house = House::new(4).await;
+    let cluster = Cluster::new(4).await;
     let headers = [("x-berth-session-id", "s")];
     let body = chat(&[("user", "hello")]);
-    let turns = (0..20).map(|_| house.post("/v1/chat/completions", &headers, &body));
+    let turns = (0..20).map(|_| cluster.post("/v1/chat/completions", &headers, &body));
     for answer in join_all(turns).await {
         assert_eq!(answer.status, StatusCode::OK, "{}", answer.text());
     }
     let seen = |engine: &EngineSim| engine.bodies_seen("/v1/chat/completions").len();
-    let turns: Vec<usize> = house.engines.iter().map(seen).collect();
+    let turns: Vec<usize> = cluster.engines.iter().map(seen).collect();
     assert_eq!(turns.iter().max(), Some(&20), "all on one worker: {turns:?}");
 }
 
@@ -591,50 +594,51 @@ async fn join_all<F: Future>(futures: impl IntoIterator<Item = F>) -> Vec<F::Out
 
 #[tokio::test]
 async fn sglang_s_own_session_calls_work_unchanged() {
-    let house = House::new(2).await;
+    let cluster = Cluster::new(2).await;
     let open = json!({"capacity_of_str_len": 1000, "session_id": "s1", "streaming": true});
-    let opened = house.post("/open_session", &[], &open).await;
+    let opened = cluster.post("/open_session", &[], &open).await;
     assert_eq!((opened.status.as_u16(), opened.text().as_str()), (200, "\"s1\""));
-    assert_eq!(house.post("/open_session", &[], &open).await.status, StatusCode::BAD_REQUEST);
+    assert_eq!(cluster.post("/open_session", &[], &open).await.status, StatusCode::BAD_REQUEST);
     let body = json!({"text": "hello", "session_params": {"id": "s1"},
         "sampling_params": {"max_new_tokens": 3, "ignore_eos": true}});
-    let first = house.post("/generate", &[], &body).await;
+    let first = cluster.post("/generate", &[], &body).await;
     assert_eq!(first.meta("prompt_tokens"), Some(5), "{}", first.text());
-    let second = house.post("/generate", &[], &body).await;
+    let second = cluster.post("/generate", &[], &body).await;
     assert_eq!(second.meta("prompt_tokens"), Some(13));
     let close = json!({"session_id": "s1"});
     for _ in 0..2 {
-        let closed = house.post("/close_session", &[], &close).await;
+        let closed = cluster.post("/close_session", &[], &close).await;
         assert_eq!((closed.status.as_u16(), closed.body.len()), (200, 0));
     }
-    house.nothing_held().await;
+    cluster.nothing_held().await;
 }
 
 #[tokio::test]
 async fn a_final_turn_closes_however_it_ends() {
     let mut config = Config::default();
     config.core.decode_ms_per_step = 20.0;
-    let house = House::with(1, config).await;
+    let cluster = Cluster::with(1, config).await;
     let last = [("x-berth-session-final", "true"), DELTA];
-    house.open_pinned("ends").await;
+    cluster.open_pinned("ends").await;
     let headers = [("x-berth-session-id", "ends"), last[0], last[1]];
-    let answer = house.post("/generate", &headers, &turn("hello", 2)).await;
+    let answer = cluster.post("/generate", &headers, &turn("hello", 2)).await;
     assert_eq!(answer.status, StatusCode::OK, "{}", answer.text());
-    house.nothing_held().await;
-    house.open_pinned("refused").await;
+    cluster.nothing_held().await;
+    cluster.open_pinned("refused").await;
     let headers = [("x-berth-session-id", "refused"), last[0], last[1]];
     let batch = json!({"text": ["a", "b"]});
-    house.post("/generate", &headers, &batch).await;
-    house.nothing_held().await;
-    let url = house.router.url("/generate");
-    house.open_pinned("vanishes").await;
+    cluster.post("/generate", &headers, &batch).await;
+    cluster.nothing_held().await;
+    let url = cluster.router.url("/generate");
+    cluster.open_pinned("vanishes").await;
     let headers = [("x-berth-session-id", "vanishes"), last[0], last[1]];
     let mut body = turn("hello", 500);
     body["stream"] = true.into();
-    let mut stream = house.web.send(Method::POST, &url, &headers, body.to_string()).await.unwrap();
+    let mut stream =
+        cluster.web.send(Method::POST, &url, &headers, body.to_string()).await.unwrap();
     assert!(stream.body_mut().frame().await.unwrap().is_ok());
     drop(stream);
-    house.nothing_held().await;
+    cluster.nothing_held().await;
 }
 
 #[tokio::test]
@@ -686,10 +690,10 @@ async fn real_conversations_replay_without_an_error() {
     config.core.max_total_tokens = 32_768;
     config.core.context_len = 8192;
     config.core.decode_ms_per_step = 0.2;
-    let house = House::with(2, config).await;
+    let cluster = Cluster::with(2, config).await;
     let trace = tokio::task::spawn_blocking(move || load::trace(&path)).await.unwrap().unwrap();
     let options = Options {
-        url: house.router.url(""),
+        url: cluster.router.url(""),
         api: Api::Chat,
         model: "tiny".into(),
         shape: Shape { scale: 0.02, context_tokens_max: Some(8000), output_tokens_max: Some(8) },
