@@ -20,15 +20,15 @@ use tokio::task::JoinSet;
 const TOKENS_PER_S: u32 = 2_000;
 const PAGE_TOKENS: usize = 16;
 
-struct House {
+struct Cluster {
     engine: EngineSim,
     agent: Agent,
     router: Router,
     web: Web,
 }
 
-impl House {
-    async fn new(prefill_stage_ms: u64, core: impl FnOnce(&mut CoreConfig)) -> House {
+impl Cluster {
+    async fn new(prefill_stage_ms: u64, core: impl FnOnce(&mut CoreConfig)) -> Cluster {
         let mut config = Config { kv_events: Some(KvEventsConfig::local()), ..Config::default() };
         config.core.page_size = PAGE_TOKENS;
         config.core.max_total_tokens = 1 << 17;
@@ -43,13 +43,13 @@ impl House {
         ready(&web, agent.admin).await;
         let router = Router::start(router_config(&[&agent])).await.unwrap();
         ready(&web, router.admin).await;
-        let house = House { engine, agent, router, web };
+        let cluster = Cluster { engine, agent, router, web };
         eventually("the engine's blocks are told", || async {
-            let workers = house.web.get(&house.router.url("/v1/workers")).await.unwrap().json();
+            let workers = cluster.web.get(&cluster.router.url("/v1/workers")).await.unwrap().json();
             (workers["workers"][0]["kv"]["state"] == "live").then_some(())
         })
         .await;
-        house
+        cluster
     }
 
     async fn turn(&self, prompt: &[u32]) -> Answer {
@@ -95,7 +95,7 @@ fn prompt(kind: u32, tokens: u32) -> Vec<u32> {
 
 #[tokio::test]
 async fn a_long_prompt_is_computed_in_stages_and_answered_as_if_it_were_not() {
-    let (staged, whole) = (House::new(600, |_| {}).await, House::new(0, |_| {}).await);
+    let (staged, whole) = (Cluster::new(600, |_| {}).await, Cluster::new(0, |_| {}).await);
     let long = prompt(1, 10_000);
     let (answer, plain) = tokio::join!(staged.turn(&long), whole.turn(&long));
     assert_eq!(answer.json()["output_ids"], plain.json()["output_ids"]);
@@ -126,14 +126,14 @@ async fn a_long_prompt_is_computed_in_stages_and_answered_as_if_it_were_not() {
 
 #[tokio::test]
 async fn a_session_that_has_just_spoken_is_staged_when_its_prompt_is_long() {
-    let house = House::new(600, |_| {}).await;
+    let cluster = Cluster::new(600, |_| {}).await;
     let headers = [("x-berth-session-id", "grows")];
-    let url = house.router.url("/generate");
+    let url = cluster.router.url("/generate");
     let mut history = prompt(1, 200);
     let turn = async |history: &[u32]| {
-        let answer = house.web.post(&url, &headers, &body(history)).await.unwrap();
+        let answer = cluster.web.post(&url, &headers, &body(history)).await.unwrap();
         assert_eq!(answer.status, 200, "{}", answer.text());
-        let before = house.seen().len();
+        let before = cluster.seen().len();
         (answer.headers["x-berth-placement"].clone(), before)
     };
     turn(&history).await;
@@ -147,99 +147,102 @@ async fn a_session_that_has_just_spoken_is_staged_when_its_prompt_is_long() {
 
 #[tokio::test]
 async fn a_session_closed_while_its_turn_is_staged_ends_with_the_turn() {
-    let house = House::new(600, |_| {}).await;
-    let (web, url) = (house.web.clone(), house.router.url("/generate"));
+    let cluster = Cluster::new(600, |_| {}).await;
+    let (web, url) = (cluster.web.clone(), cluster.router.url("/generate"));
     let sent = body(&prompt(1, 14_000));
     let mut waiting = JoinSet::new();
     waiting.spawn(async move {
         web.post(&url, &[("x-berth-session-id", "closed")], &sent).await.unwrap()
     });
-    eventually("a stage of it", || async { (!house.seen().is_empty()).then_some(()) }).await;
-    let session = house.router.url("/v1/sessions/closed");
-    house.web.ask(Method::DELETE, &session, &[], "").await.unwrap();
+    eventually("a stage of it", || async { (!cluster.seen().is_empty()).then_some(()) }).await;
+    let session = cluster.router.url("/v1/sessions/closed");
+    cluster.web.ask(Method::DELETE, &session, &[], "").await.unwrap();
     let answer = waiting.join_next().await.unwrap().unwrap();
     assert_eq!(answer.status, 200, "{}", answer.text());
     eventually("the session's end", || async {
-        let workers = house.web.get(&house.router.url("/v1/workers")).await.unwrap().json();
+        let workers = cluster.web.get(&cluster.router.url("/v1/workers")).await.unwrap().json();
         (workers["workers"][0]["load"]["sessions"] == 0).then_some(())
     })
     .await;
-    assert_eq!(house.web.get(&session).await.unwrap().status, 404);
+    assert_eq!(cluster.web.get(&session).await.unwrap().status, 404);
 }
 
 #[tokio::test]
 async fn a_short_prompt_passes_a_long_one_and_a_client_that_hangs_up_leaves_the_queue() {
-    let house = House::new(600, |_| {}).await;
+    let cluster = Cluster::new(600, |_| {}).await;
     // Half a minute of prefill.
     let long = prompt(1, 60_000);
-    let (web, url, sent) = (house.web.clone(), house.router.url("/generate"), long.clone());
+    let (web, url, sent) = (cluster.web.clone(), cluster.router.url("/generate"), long.clone());
     let mut waiting = JoinSet::new();
     waiting.spawn(async move { turn(&web, &url, &sent).await });
-    eventually("a stage of it", || async { (!house.seen().is_empty()).then_some(()) }).await;
-    let short = house.turn(&prompt(2, 100)).await;
+    eventually("a stage of it", || async { (!cluster.seen().is_empty()).then_some(()) }).await;
+    let short = cluster.turn(&prompt(2, 100)).await;
     assert_eq!(short.meta("cached_tokens"), Some(0));
-    assert!(!house.seen().contains(&long), "the short one waited for the long one");
+    assert!(!cluster.seen().contains(&long), "the short one waited for the long one");
     eventually("the router to hear of it", || async {
-        (house.prompts_staged().await == 1).then_some(())
+        (cluster.prompts_staged().await == 1).then_some(())
     })
     .await;
     waiting.abort_all();
     eventually("no prompt in staged prefill", || async {
-        (house.prompts_staged().await == 0).then_some(())
+        (cluster.prompts_staged().await == 0).then_some(())
     })
     .await;
     // The client has disconnected, so the long prompt must not reach the engine.
-    house.turn(&prompt(3, 100)).await;
-    assert!(!house.seen().contains(&long));
+    cluster.turn(&prompt(3, 100)).await;
+    assert!(!cluster.seen().contains(&long));
 }
 
 #[tokio::test]
 async fn a_long_prompt_is_answered_once_where_others_fill_the_pool_meanwhile() {
-    let house = House::new(600, |core| core.max_total_tokens = 12_288).await;
+    let cluster = Cluster::new(600, |core| core.max_total_tokens = 12_288).await;
     let long = prompt(1, 10_000);
-    let (web, url, sent) = (house.web.clone(), house.router.url("/generate"), long.clone());
+    let (web, url, sent) = (cluster.web.clone(), cluster.router.url("/generate"), long.clone());
     let mut waiting = JoinSet::new();
     waiting.spawn(async move { turn(&web, &url, &sent).await });
-    eventually("a stage of it", || async { (!house.seen().is_empty()).then_some(()) }).await;
+    eventually("a stage of it", || async { (!cluster.seen().is_empty()).then_some(()) }).await;
     for kind in 2..8 {
-        house.turn(&prompt(kind, 2_000)).await;
+        cluster.turn(&prompt(kind, 2_000)).await;
     }
     let answer = waiting.join_next().await.unwrap().unwrap();
     assert_eq!(answer.status, 200, "{}", answer.text());
-    assert_eq!(house.seen().iter().filter(|seen| **seen == long).count(), 1);
+    assert_eq!(cluster.seen().iter().filter(|seen| **seen == long).count(), 1);
 }
 
 #[tokio::test]
 async fn an_agent_takes_prompts_that_its_engine_can_compute_and_no_others() {
-    let house = House::new(600, |_| {}).await;
+    let cluster = Cluster::new(600, |_| {}).await;
     let refused = |answer: Answer| (answer.status.as_u16(), answer.code());
     let ids = encode(&prompt(1, 9_000));
-    assert_eq!(refused(house.stage(&[], ids.slice(1..)).await), (400, "staged_prefill".to_owned()));
+    assert_eq!(
+        refused(cluster.stage(&[], ids.slice(1..)).await),
+        (400, "staged_prefill".to_owned())
+    );
     let headers = [("x-berth-resident-tokens", "many")];
     assert_eq!(
-        refused(house.stage(&headers, ids.clone()).await),
+        refused(cluster.stage(&headers, ids.clone()).await),
         (400, "staged_prefill".to_owned())
     );
     let headers = [("x-berth-rank", "1")];
-    assert_eq!(refused(house.stage(&headers, ids.clone()).await), (400, "no_rank".to_owned()));
+    assert_eq!(refused(cluster.stage(&headers, ids.clone()).await), (400, "no_rank".to_owned()));
     let outside = encode(&[vec![320], vec![0; 9_000]].concat());
     let code = "token_out_of_vocabulary".to_owned();
-    assert_eq!(refused(house.stage(&[], outside).await), (400, code));
+    assert_eq!(refused(cluster.stage(&[], outside).await), (400, code));
     let long = encode(&prompt(1, (1 << 16) + 1));
-    assert_eq!(refused(house.stage(&[], long).await), (400, "staged_prefill".to_owned()));
-    assert!(house.seen().is_empty(), "none of these reached the engine");
+    assert_eq!(refused(cluster.stage(&[], long).await), (400, "staged_prefill".to_owned()));
+    assert!(cluster.seen().is_empty(), "none of these reached the engine");
 
     // Short prompts, and tokens that the router reports as resident, need no stage.
-    assert_eq!(house.stage(&[], encode(&prompt(1, 200))).await.status, 204);
+    assert_eq!(cluster.stage(&[], encode(&prompt(1, 200))).await.status, 204);
     let headers = [("x-berth-resident-tokens", "8900")];
-    assert_eq!(house.stage(&headers, ids.clone()).await.status, 204);
-    assert!(house.seen().is_empty());
-    assert_eq!(house.stage(&[], ids.clone()).await.status, 204);
-    assert!(!house.seen().is_empty());
+    assert_eq!(cluster.stage(&headers, ids.clone()).await.status, 204);
+    assert!(cluster.seen().is_empty());
+    assert_eq!(cluster.stage(&[], ids.clone()).await.status, 204);
+    assert!(!cluster.seen().is_empty());
 
-    house.engine.kill();
+    cluster.engine.kill();
     eventually("the engine's end to be known", || async {
-        let answer = house.stage(&[], encode(&prompt(2, 9_000))).await;
+        let answer = cluster.stage(&[], encode(&prompt(2, 9_000))).await;
         (answer.code() == "engine_down").then_some(())
     })
     .await;
@@ -247,8 +250,8 @@ async fn an_agent_takes_prompts_that_its_engine_can_compute_and_no_others() {
 
 #[tokio::test]
 async fn without_a_stage_time_nothing_is_staged() {
-    let house = House::new(0, |_| {}).await;
-    assert_eq!(house.prompts_staged().await, Value::Null);
-    let answer = house.stage(&[], encode(&prompt(1, 6_000))).await;
+    let cluster = Cluster::new(0, |_| {}).await;
+    assert_eq!(cluster.prompts_staged().await, Value::Null);
+    let answer = cluster.stage(&[], encode(&prompt(1, 6_000))).await;
     assert_eq!((answer.status.as_u16(), answer.code()), (404, "unknown_route".to_owned()));
 }

@@ -19,7 +19,7 @@ STAGE_TOKENS = 256
 LONG_TOKENS = CONTEXT_TOKENS - 200
 
 
-class House:
+class Cluster:
     """The suite's own fleet, with an agent that computes the smallest stages."""
 
     def __init__(self, fleet: Fleet):
@@ -64,11 +64,11 @@ class House:
 
 
 @contextmanager
-def house(fleet: Fleet) -> Iterator[House]:
+def cluster(fleet: Fleet) -> Iterator[Cluster]:
     shim = f'shim_socket = "{fleet.shim_socket}"\n'
     try:
         fleet.restart_agent(settings=f"{shim}prefill_stage_ms = 1\n")
-        one = House(fleet)
+        one = Cluster(fleet)
         wait_until(fleet.router, "hearing of the engine's blocks",
                    lambda: one.kv()[0] == "live", BERTH_START_SECONDS_MAX)
         yield one
@@ -88,7 +88,7 @@ def letters(of: str, tokens: int) -> str:
 
 @test
 def a_long_prompt_is_computed_before_its_turn_and_answered_the_same(fleet: Fleet) -> None:
-    with house(fleet) as one:
+    with cluster(fleet) as one:
         ids = list(letters("A harbour by its ids", LONG_TOKENS).encode())
         alone = one.generate(fleet.engine_url, ids)
         one.forget()
@@ -102,7 +102,7 @@ def a_long_prompt_is_computed_before_its_turn_and_answered_the_same(fleet: Fleet
 
 @test
 def a_chat_is_computed_before_its_turn_once_an_engine_has_told_its_beginning(fleet: Fleet) -> None:
-    with house(fleet) as one:
+    with cluster(fleet) as one:
         system = {"role": "system", "content": letters("A harbour by its words", 300)}
         long = [system, {"role": "user", "content": letters("The pilot", LONG_TOKENS - 400)}]
         tokens = chat_tokens(long)
