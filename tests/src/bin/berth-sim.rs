@@ -11,12 +11,12 @@ use tests::{
     replay::{load, trace::Trace},
     sim::{
         azure, compare,
-        corpus::{Choice, Corpus, Half},
-        made::Made,
-        options::{Churn, Close, Hearing, Mode, Options},
+        corpus::{ConversationFilter, Corpus, Half},
+        options::{Churn, Close, DeliveryFaults, Mode, SimOptions},
         plot,
-        policy::Kind,
-        report::{self, Summary},
+        policy::PolicyKind,
+        report::{self, PolicySummary},
+        synthetic::SyntheticWorkload,
     },
 };
 
@@ -28,14 +28,14 @@ const EX_USAGE: u8 = 64;
 #[command(name = "berth-sim", version)]
 struct Flags {
     /// A trace in the form of kv-cache-tester or Mooncake, or Azure's gzip CSV
-    #[arg(long, required_unless_present = "made")]
+    #[arg(long, required_unless_present = "synthetic")]
     trace: Option<PathBuf>,
     /// A synthetic workload instead of a trace
     #[arg(long, value_enum, conflicts_with = "trace")]
-    made: Option<Made>,
+    synthetic: Option<SyntheticWorkload>,
     /// The policies to compare [default: all]
     #[arg(long, value_enum, value_delimiter = ',')]
-    policies: Vec<Kind>,
+    policies: Vec<PolicyKind>,
     /// The number of concurrent users, if the trace has no arrival times
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=100_000))]
     users: u32,
@@ -104,20 +104,21 @@ struct Flags {
 /// The output of `--json`.
 #[derive(Debug, Serialize)]
 struct Output {
-    policies: Vec<Summary>,
+    policies: Vec<PolicySummary>,
     /// The bounds, except `ideal`, which is listed with the policies.
     #[serde(skip_serializing_if = "Vec::is_empty")]
-    bounds: Vec<Summary>,
+    bounds: Vec<PolicySummary>,
     /// The results with conversations of any length, if some were left out.
     #[serde(skip_serializing_if = "Option::is_none")]
-    policies_all_contexts: Option<Vec<Summary>>,
+    policies_all_contexts: Option<Vec<PolicySummary>>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    bounds_all_contexts: Option<Vec<Summary>>,
+    bounds_all_contexts: Option<Vec<PolicySummary>>,
 }
 
 /// Separates bounds from policies.
-fn parted(summaries: Vec<Summary>) -> (Vec<Summary>, Vec<Summary>) {
-    let is_bound = |one: &Summary| Kind::BOUNDS.iter().any(|kind| kind.as_str() == one.name);
+fn split_bounds(summaries: Vec<PolicySummary>) -> (Vec<PolicySummary>, Vec<PolicySummary>) {
+    let is_bound =
+        |one: &PolicySummary| PolicyKind::BOUNDS.iter().any(|kind| kind.as_str() == one.name);
     let (bounds, policies) = summaries.into_iter().partition(is_bound);
     (policies, bounds)
 }
@@ -149,9 +150,10 @@ fn is_closed_pipe(error: &anyhow::Error) -> bool {
 fn run(flags: &Flags) -> anyhow::Result<()> {
     let options = options(flags);
     let trace = trace(flags)?;
-    let kinds = if flags.policies.is_empty() { Kind::value_variants() } else { &flags.policies };
-    let table = |context_tokens_max: Option<u64>| -> anyhow::Result<(usize, Vec<Summary>)> {
-        let choice = Choice { context_tokens_max, half: flags.half };
+    let kinds =
+        if flags.policies.is_empty() { PolicyKind::value_variants() } else { &flags.policies };
+    let table = |context_tokens_max: Option<u64>| -> anyhow::Result<(usize, Vec<PolicySummary>)> {
+        let choice = ConversationFilter { context_tokens_max, half: flags.half };
         let corpus = Arc::new(Corpus::new(&trace, flags.block_tokens, choice));
         anyhow::ensure!(!corpus.roots.is_empty(), "no conversation is left to play");
         let summaries = compare::compare(&corpus, &options, kinds, flags.seeds);
@@ -168,11 +170,11 @@ fn run(flags: &Flags) -> anyhow::Result<()> {
         let title = format!("mean time to first token, {} users", flags.users);
         std::fs::write(path, plot::svg(&title, &policies)).context("the plot can't be written")?;
     }
-    let all = Corpus::roots_of(&trace, flags.half);
+    let all = Corpus::root_count(&trace, flags.half);
     let all_contexts = if played < all { Some(table(None)?.1) } else { None };
     if flags.json {
-        let (policies, bounds) = parted(policies);
-        let (policies_all_contexts, bounds_all_contexts) = all_contexts.map(parted).unzip();
+        let (policies, bounds) = split_bounds(policies);
+        let (policies_all_contexts, bounds_all_contexts) = all_contexts.map(split_bounds).unzip();
         let output = Output { policies, bounds, policies_all_contexts, bounds_all_contexts };
         writeln!(std::io::stdout(), "{}", serde_json::to_string(&output)?)?;
     }
@@ -181,8 +183,8 @@ fn run(flags: &Flags) -> anyhow::Result<()> {
 
 fn trace(flags: &Flags) -> anyhow::Result<Trace> {
     let Some(path) = &flags.trace else {
-        let made = flags.made.expect("the parser wants one of both");
-        return Ok(made.trace(flags.workers as usize));
+        let workload = flags.synthetic.expect("the parser wants one of both");
+        return Ok(workload.trace(flags.workers as usize));
     };
     let name = path.to_string_lossy();
     if name.ends_with(".csv.gz") {
@@ -192,8 +194,8 @@ fn trace(flags: &Flags) -> anyhow::Result<Trace> {
     }
 }
 
-fn options(flags: &Flags) -> Options {
-    let options = Options {
+fn options(flags: &Flags) -> SimOptions {
+    let options = SimOptions {
         workers: flags.workers as usize,
         pool_tokens: Some(flags.pool_tokens),
         users: flags.users as usize,
@@ -204,16 +206,16 @@ fn options(flags: &Flags) -> Options {
         mode: flags.mode,
         pin_budget_ratio: flags.pin_budget_ratio,
         chunk_tokens: flags.chunk_tokens,
-        hearing: Hearing {
+        delivery_faults: DeliveryFaults {
             lag: Duration::from_millis(flags.event_lag_ms),
             loss_ratio: flags.event_loss_ratio,
             close_loss_ratio: flags.close_loss_ratio,
             close_twice_ratio: flags.close_twice_ratio,
         },
         churn: flags.churn,
-        ..Options::default()
+        ..SimOptions::default()
     };
-    flags.made.map_or(options, |made| made.load(options))
+    flags.synthetic.map_or(options, |workload| workload.options(options))
 }
 
 /// Parses a block size; blocks of a trace are joined or split to this size.

@@ -12,26 +12,29 @@ use std::{
 
 use parking_lot::Mutex;
 
-use super::{corpus::Corpus, options::Options, policy::Kind, report::Summary, run, tally::Tally};
+use super::{
+    corpus::Corpus, options::SimOptions, policy::PolicyKind, report::PolicySummary, run,
+    stats::RunStats,
+};
 
 /// Runs each policy once per seed; returns summaries in the order of `kinds`.
 #[must_use]
 pub fn compare(
     corpus: &Arc<Corpus>,
-    options: &Options,
-    kinds: &[Kind],
+    options: &SimOptions,
+    kinds: &[PolicyKind],
     seeds: u64,
-) -> Vec<Summary> {
-    let plan: Vec<(Kind, u64)> =
+) -> Vec<PolicySummary> {
+    let plan: Vec<(PolicyKind, u64)> =
         kinds.iter().flat_map(|&kind| (0..seeds).map(move |seed| (kind, seed))).collect();
     let next = AtomicUsize::new(0);
-    let tallies: Vec<Mutex<Option<Tally>>> = plan.iter().map(|_| Mutex::default()).collect();
+    let results: Vec<Mutex<Option<RunStats>>> = plan.iter().map(|_| Mutex::default()).collect();
     let work = || {
         loop {
             let at = next.fetch_add(1, Ordering::Relaxed);
             let Some(&(kind, seed)) = plan.get(at) else { break };
-            let tally = run::run(corpus, options, kind, seed);
-            *tallies[at].lock() = Some(tally);
+            let stats = run::run(corpus, options, kind, seed);
+            *results[at].lock() = Some(stats);
         }
     };
     let threads = thread::available_parallelism().map_or(1, usize::from);
@@ -40,14 +43,15 @@ pub fn compare(
             scope.spawn(work);
         }
     });
-    let mut done =
-        tallies.into_iter().map(|one| one.into_inner().expect("every run of the plan was run"));
+    let mut done = results
+        .into_iter()
+        .map(|result| result.into_inner().expect("every run of the plan was run"));
     let per_kind = usize::try_from(seeds).expect("seeds are few");
     kinds
         .iter()
         .map(|kind| {
-            let of_kind: Vec<Tally> = done.by_ref().take(per_kind).collect();
-            Summary::new(kind.as_str(), &of_kind)
+            let of_kind: Vec<RunStats> = done.by_ref().take(per_kind).collect();
+            PolicySummary::new(kind.as_str(), &of_kind)
         })
         .collect()
 }

@@ -2,7 +2,7 @@
 //!
 //! Dense numbers let a pool be an array; two prompts share a prefix exactly where their numbers
 //! agree. A corpus is read-only after it is built, and all runs of all policies share one. It has
-//! no clock and no randomness: `plays` decides which session is played when.
+//! no clock and no randomness: `schedule` decides which session is played when.
 
 mod infer;
 
@@ -65,7 +65,7 @@ impl Chain {
 
 /// One turn.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Turn {
+pub struct SimTurn {
     /// The sending time since the trace's start; used only if the corpus is `timed`.
     pub at: Duration,
     /// The time between the previous answer and this turn.
@@ -80,7 +80,7 @@ pub struct Turn {
 
 /// A session that is started by a turn of another session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Child {
+pub struct ScriptChild {
     /// The parent's turn after which the child starts.
     pub after_turn: usize,
     /// Whether the parent's next turn waits for the child's end.
@@ -93,12 +93,12 @@ pub struct Child {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Script {
     /// The turns; at least one.
-    pub turns: Vec<Turn>,
+    pub turns: Vec<SimTurn>,
     /// The sessions that this session starts.
-    pub children: Vec<Child>,
+    pub children: Vec<ScriptChild>,
     /// The blocks that appeared first in this session and belong to no other session but its
     /// children.
-    pub own: Range<u32>,
+    pub own_blocks: Range<u32>,
     /// The first request of the conversation that this single request was inferred to continue; set
     /// only if the trace names no sessions.
     pub continues: Option<usize>,
@@ -124,7 +124,7 @@ pub struct Corpus {
 
 /// Selects the conversations of a trace to play.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Choice {
+pub struct ConversationFilter {
     /// The longest allowed prompt; sessions with a longer prompt are left out.
     pub context_tokens_max: Option<u64>,
     /// Which half of the conversations to use, by position.
@@ -144,48 +144,48 @@ impl Corpus {
     /// Numbers the blocks of a trace. `block_tokens` is a multiple or a divisor of the trace's
     /// block size.
     #[must_use]
-    pub fn new(trace: &Trace, block_tokens: u64, choice: Choice) -> Self {
-        let all = halved(trace, choice.half);
+    pub fn new(trace: &Trace, block_tokens: u64, choice: ConversationFilter) -> Self {
+        let all = select_half(trace, choice.half);
         let chosen: Vec<&Conversation> =
             all.filter(|conversation| fits(conversation, choice.context_tokens_max)).collect();
         match trace.form {
-            Form::Requests => Self::of_requests(&chosen, block_tokens),
+            Form::Requests => Self::from_requests(&chosen, block_tokens),
             Form::Conversations | Form::Prompts => {
-                Self::of_conversations(&chosen, block_tokens, choice.context_tokens_max)
+                Self::from_conversations(&chosen, block_tokens, choice.context_tokens_max)
             }
         }
     }
 
     /// Returns the number of conversations that would be played without a limit on prompts.
     #[must_use]
-    pub fn roots_of(trace: &Trace, half: Option<Half>) -> usize {
-        halved(trace, half).count()
+    pub fn root_count(trace: &Trace, half: Option<Half>) -> usize {
+        select_half(trace, half).count()
     }
 
     /// Builds a corpus of single requests. Their ids are global, so no session has blocks of its
     /// own.
-    fn of_requests(chosen: &[&Conversation], block_tokens: u64) -> Self {
+    fn from_requests(chosen: &[&Conversation], block_tokens: u64) -> Self {
         let mut numbers = Numbers::default();
         let mut scripts: Vec<Script> =
-            chosen.iter().map(|one| script(one, block_tokens, true, &mut numbers)).collect();
+            chosen.iter().map(|one| build_script(one, block_tokens, true, &mut numbers)).collect();
         for (script, first) in scripts.iter_mut().zip(infer::sessions(chosen)) {
             script.continues = Some(first);
-            script.own = 0..0;
+            script.own_blocks = 0..0;
         }
         let blocks = numbers.next;
         let roots = (0..scripts.len()).collect();
         Self { block_tokens, scripts, roots, timed: true, common_blocks: blocks, blocks }
     }
 
-    fn of_conversations(
+    fn from_conversations(
         chosen: &[&Conversation],
         block_tokens: u64,
         context_tokens_max: Option<u64>,
     ) -> Self {
         let mut numbers = Numbers::default();
         for conversation in chosen {
-            for one in family(conversation, context_tokens_max) {
-                shared_blocks(one, block_tokens, &mut numbers);
+            for one in with_children(conversation, context_tokens_max) {
+                number_shared_blocks(one, block_tokens, &mut numbers);
             }
         }
         let common_blocks = numbers.next;
@@ -193,14 +193,14 @@ impl Corpus {
         for conversation in chosen {
             let root = scripts.len();
             roots.push(root);
-            scripts.push(script(conversation, block_tokens, false, &mut numbers));
+            scripts.push(build_script(conversation, block_tokens, false, &mut numbers));
             for child in &conversation.children {
                 if !fits(&child.conversation, context_tokens_max) {
                     continue;
                 }
                 let number = scripts.len();
-                scripts.push(script(&child.conversation, block_tokens, false, &mut numbers));
-                scripts[root].children.push(Child {
+                scripts.push(build_script(&child.conversation, block_tokens, false, &mut numbers));
+                scripts[root].children.push(ScriptChild {
                     after_turn: child.beside_turn,
                     awaited: child.awaited,
                     script: number,
@@ -220,7 +220,7 @@ impl Corpus {
     /// Returns the number of `block` in the `pass`-th play of its session. Common blocks keep their
     /// number; a session's own blocks get new numbers in each pass.
     #[must_use]
-    pub fn numbered(&self, block: u32, pass: u32) -> u32 {
+    pub fn block_number(&self, block: u32, pass: u32) -> u32 {
         if block < self.common_blocks {
             block
         } else {
@@ -229,14 +229,14 @@ impl Corpus {
     }
 }
 
-fn halved(trace: &Trace, half: Option<Half>) -> impl Iterator<Item = &Conversation> {
+fn select_half(trace: &Trace, half: Option<Half>) -> impl Iterator<Item = &Conversation> {
     let wanted =
         move |at: usize| half.is_none_or(|half| at.is_multiple_of(2) == (half == Half::Tune));
     let all = trace.conversations.iter().enumerate();
     all.filter(move |(at, _)| wanted(*at)).map(|(_, conversation)| conversation)
 }
 
-fn family(
+fn with_children(
     conversation: &Conversation,
     context_tokens_max: Option<u64>,
 ) -> impl Iterator<Item = &Conversation> {
@@ -257,8 +257,8 @@ struct Numbers {
 }
 
 impl Numbers {
-    fn of(&mut self, before: u32, content: u64) -> u32 {
-        *self.known.entry((before, content)).or_insert_with(|| {
+    fn number(&mut self, parent: u32, content: u64) -> u32 {
+        *self.known.entry((parent, content)).or_insert_with(|| {
             self.next += 1;
             self.next - 1
         })
@@ -269,35 +269,35 @@ fn shared_content(conversation: &Conversation) -> u64 {
     mix(SHARED, conversation.shared.stream)
 }
 
-fn shared_blocks(conversation: &Conversation, block_tokens: u64, numbers: &mut Numbers) {
+fn number_shared_blocks(conversation: &Conversation, block_tokens: u64, numbers: &mut Numbers) {
     let longest = conversation.turns.iter().map(|turn| turn.prompt_tokens).max().unwrap_or(0);
-    let mut before = ROOT;
+    let mut parent = ROOT;
     for _ in 0..conversation.shared.tokens.min(longest) / block_tokens {
-        before = numbers.of(before, shared_content(conversation));
+        parent = numbers.number(parent, shared_content(conversation));
     }
 }
 
-fn script(
+fn build_script(
     conversation: &Conversation,
     block_tokens: u64,
     keep_tail: bool,
     numbers: &mut Numbers,
 ) -> Script {
     let first = numbers.next;
-    let turn = |turn: &trace::Turn| Turn {
+    let turn = |turn: &trace::Turn| SimTurn {
         at: turn.at,
         think: turn.think,
         input_tokens: turn.prompt_tokens,
         output_tokens: turn.output_tokens,
-        chain: chain(conversation, turn, block_tokens, keep_tail, numbers),
+        chain: build_chain(conversation, turn, block_tokens, keep_tail, numbers),
     };
     let turns = conversation.turns.iter().map(turn).collect();
-    Script { turns, children: Vec::new(), own: first..numbers.next, continues: None }
+    Script { turns, children: Vec::new(), own_blocks: first..numbers.next, continues: None }
 }
 
 /// Returns the turn's blocks. A partial last block can't be matched again, so it is left out unless
 /// `keep_tail` is set because the trace itself names it.
-fn chain(
+fn build_chain(
     conversation: &Conversation,
     turn: &trace::Turn,
     block_tokens: u64,
@@ -310,7 +310,7 @@ fn chain(
     let shared = conversation.shared.tokens / block_tokens;
     let count = if keep_tail { turn.prompt_tokens.div_ceil(block_tokens) } else { full };
     let mut chain = Chain::default();
-    let mut before = ROOT;
+    let mut parent = ROOT;
     for at in 0..count {
         let (start, end) = (at * block_tokens, ((at + 1) * block_tokens).min(turn.prompt_tokens));
         let content = if at < shared {
@@ -321,8 +321,8 @@ fn chain(
             let within = mix(scope, start % conversation.block_tokens);
             ids[index(first)..index(last)].iter().fold(within, |all, &id| mix(all, id))
         };
-        before = numbers.of(before, content);
-        chain.push(before);
+        parent = numbers.number(parent, content);
+        chain.push(parent);
     }
     chain
 }
@@ -357,7 +357,11 @@ mod tests {
 
     fn corpus(conversations: Vec<Conversation>, block_tokens: u64) -> Corpus {
         let trace = Trace { form: Form::Conversations, conversations, duplicates: 0 };
-        Corpus::new(&trace, block_tokens, Choice { context_tokens_max: None, half: None })
+        Corpus::new(
+            &trace,
+            block_tokens,
+            ConversationFilter { context_tokens_max: None, half: None },
+        )
     }
 
     fn blocks(corpus: &Corpus, script: usize, turn: usize) -> Vec<u32> {
@@ -375,7 +379,7 @@ mod tests {
         assert_eq!(blocks(&corpus, 0, 1), [0, 1, 2, 3]);
         assert_eq!(blocks(&corpus, 0, 2), [0, 4, 5], "another second block, and no tail");
         assert_eq!(blocks(&corpus, 1, 0), [0, 6, 7, 8]);
-        assert_eq!((corpus.numbered(0, 2), corpus.numbered(1, 2)), (0, 1 + 2 * 8));
+        assert_eq!((corpus.block_number(0, 2), corpus.block_number(1, 2)), (0, 1 + 2 * 8));
     }
 
     #[test]
@@ -396,7 +400,7 @@ mod tests {
             duplicates: 0,
         };
         let count = |context_tokens_max, half| {
-            Corpus::new(&trace, 64, Choice { context_tokens_max, half }).scripts.len()
+            Corpus::new(&trace, 64, ConversationFilter { context_tokens_max, half }).scripts.len()
         };
         assert_eq!(count(Some(192), None), 3);
         assert_eq!(count(None, Some(Half::Tune)), 2);

@@ -7,7 +7,7 @@
 
 use std::{collections::VecDeque, time::Duration};
 
-use super::pool::{Change, Class, Pool};
+use super::pool::{BlockPool, Change, Class};
 
 /// The fixed time of each prefill.
 const PREFILL_FIXED: Duration = Duration::from_millis(2);
@@ -39,7 +39,7 @@ pub struct Job {
     /// The prompt tokens that were not resident, as far as the router knew when it placed the turn.
     pub expected_tokens: u64,
     /// Whether this is a stage of a staged prefill: it only computes KV for a later turn.
-    pub is_ahead: bool,
+    pub is_stage: bool,
 }
 
 /// A prompt whose KV is being computed.
@@ -51,13 +51,13 @@ struct Prefill {
     /// The new blocks of the prompt, which can be matched once they are computed.
     stored: Vec<u32>,
     /// The end of the chunk that is being computed.
-    until: Option<Time>,
-    chunk_done_tokens: u64,
+    chunk_end: Option<Time>,
+    chunk_tokens: u64,
 }
 
 /// A turn whose prompt has been computed.
 #[derive(Debug)]
-pub struct Begun {
+pub struct ComputedPrompt {
     /// The turn.
     pub job: Job,
     /// The prompt tokens that were found in the pool.
@@ -107,19 +107,19 @@ impl Engine {
 
     /// Whether the turn would fit into an empty pool.
     #[must_use]
-    pub fn could_hold(&self, job: &Job, pool: &Pool) -> bool {
+    pub fn could_hold(&self, job: &Job, pool: &BlockPool) -> bool {
         job.chain.len() as u64 + self.transient_blocks(job) <= pool.capacity()
     }
 
     /// Puts a turn in the queue.
-    pub fn arrive(&mut self, job: Job) {
+    pub fn enqueue(&mut self, job: Job) {
         self.queued_tokens += job.expected_tokens;
         self.queue.push_back(job);
     }
 
     /// Returns the number of turns whose prefill hasn't started.
     #[must_use]
-    pub fn waiting(&self) -> usize {
+    pub fn queued(&self) -> usize {
         self.queue.len()
     }
 
@@ -147,9 +147,9 @@ impl Engine {
     #[must_use]
     pub fn backlog_tokens(&self, now: Time) -> u64 {
         let left = |prefill: &Prefill| {
-            let done = prefill.until.map_or(0, |until| {
+            let done = prefill.chunk_end.map_or(0, |until| {
                 let left_tokens = tokens_in(until.saturating_sub(now));
-                prefill.chunk_done_tokens.saturating_sub(left_tokens)
+                prefill.chunk_tokens.saturating_sub(left_tokens)
             });
             prefill.tokens_left - done
         };
@@ -164,14 +164,14 @@ impl Engine {
     }
 
     /// Returns the blocks removed since the last call.
-    pub fn take_removed(&mut self, pool: &mut Pool) -> Vec<u32> {
-        self.note_changes(pool);
+    pub fn take_removed(&mut self, pool: &mut BlockPool) -> Vec<u32> {
+        self.collect_changes(pool);
         std::mem::take(&mut self.removed)
     }
 
     /// Starts the next chunk of prefill if the engine is not computing; returns the chunk's end.
-    pub fn step(&mut self, now: Time, pool: &mut Pool) -> Option<Time> {
-        if self.prefills.iter().any(|prefill| prefill.until.is_some()) {
+    pub fn step(&mut self, now: Time, pool: &mut BlockPool) -> Option<Time> {
+        if self.prefills.iter().any(|prefill| prefill.chunk_end.is_some()) {
             return None;
         }
         let another = self.prefills.is_empty() || self.chunk_tokens.is_some();
@@ -181,16 +181,16 @@ impl Engine {
         let prefill = self.prefills.front_mut()?;
         let chunk = prefill.tokens_left.min(self.chunk_tokens.unwrap_or(u64::MAX));
         let until = now + PREFILL_FIXED + prefill_time(chunk);
-        (prefill.chunk_done_tokens, prefill.until) = (chunk, Some(until));
+        (prefill.chunk_tokens, prefill.chunk_end) = (chunk, Some(until));
         Some(until)
     }
 
     /// Ends the chunk under way. Returns the turn if its prompt is complete.
-    pub fn chunk_done(&mut self, now: Time) -> Option<Begun> {
+    pub fn chunk_done(&mut self, now: Time) -> Option<ComputedPrompt> {
         let mut prefill = self.prefills.pop_front().expect("a chunk was under way");
-        assert_eq!(prefill.until, Some(now), "chunks end when they said");
-        prefill.until = None;
-        prefill.tokens_left -= prefill.chunk_done_tokens;
+        assert_eq!(prefill.chunk_end, Some(now), "chunks end when they said");
+        prefill.chunk_end = None;
+        prefill.tokens_left -= prefill.chunk_tokens;
         if prefill.tokens_left > 0 {
             self.prefills.push_back(prefill);
             return None;
@@ -199,18 +199,18 @@ impl Engine {
         let each = DECODE + DECODE_EACH * self.decoding;
         let tokens = u32::try_from(prefill.job.output_tokens).expect("answers are below 2^26");
         let Prefill { job, matched_tokens, stored, .. } = prefill;
-        Some(Begun { job, matched_tokens, stored, done_at: now + each * tokens })
+        Some(ComputedPrompt { job, matched_tokens, stored, done_at: now + each * tokens })
     }
 
     /// Ends a turn; its blocks stay resident as `class`.
-    pub fn leave(&mut self, job: &Job, class: Class, pool: &mut Pool) {
+    pub fn finish(&mut self, job: &Job, class: Class, pool: &mut BlockPool) {
         self.decoding -= 1;
         let transient = self.transient_blocks(job);
-        pool.leave(&job.chain, transient, class);
+        pool.release(&job.chain, transient, class);
     }
 
     /// Loses all state; returns the turns that were not decoding yet.
-    pub fn crash(&mut self, pool: &mut Pool) -> Vec<Job> {
+    pub fn crash(&mut self, pool: &mut BlockPool) -> Vec<Job> {
         pool.clear();
         self.removed.clear();
         (self.decoding, self.queued_tokens) = (0, 0);
@@ -219,18 +219,18 @@ impl Engine {
     }
 
     /// Starts the first queued turn if the batch and the pool have room.
-    fn admit(&mut self, pool: &mut Pool) {
+    fn admit(&mut self, pool: &mut BlockPool) {
         let batch = self.decoding as usize + self.prefills.len();
         let Some(job) = self.queue.front() else { return };
         if batch >= DECODING_MAX as usize {
             return;
         }
-        let matched_tokens = self.matched(job, pool);
+        let matched_tokens = self.matched_tokens(job, pool);
         let transient = self.transient_blocks(job);
         if !pool.admit(&job.chain, transient) {
             return;
         }
-        let stored = self.note_changes(pool);
+        let stored = self.collect_changes(pool);
         let job = self.queue.pop_front().expect("it was there a few lines above");
         self.queued_tokens -= job.expected_tokens;
         let tokens_left = job.input_tokens - matched_tokens;
@@ -239,14 +239,14 @@ impl Engine {
             matched_tokens,
             tokens_left,
             stored,
-            until: None,
-            chunk_done_tokens: 0,
+            chunk_end: None,
+            chunk_tokens: 0,
         });
     }
 
     /// Records the pool's changes. Returns the stored blocks, which are reported only once they are
     /// computed.
-    fn note_changes(&mut self, pool: &mut Pool) -> Vec<u32> {
+    fn collect_changes(&mut self, pool: &mut BlockPool) -> Vec<u32> {
         let mut stored = Vec::new();
         for change in pool.take_changes() {
             match change {
@@ -257,7 +257,7 @@ impl Engine {
         stored
     }
 
-    fn matched(&self, job: &Job, pool: &Pool) -> u64 {
+    fn matched_tokens(&self, job: &Job, pool: &BlockPool) -> u64 {
         let blocks = pool.matched(job.chain.iter().copied());
         (u64::from(blocks) * self.block_tokens).min(job.input_tokens)
     }
@@ -290,13 +290,13 @@ mod tests {
             input_tokens,
             output_tokens: 100,
             expected_tokens: input_tokens,
-            is_ahead: false,
+            is_stage: false,
         }
     }
 
     /// Steps until no turn is left to start. Returns the turns in order of their starts, with their
     /// matched tokens and times.
-    fn work(engine: &mut Engine, pool: &mut Pool, mut now: Time) -> Vec<(usize, u64, Time)> {
+    fn work(engine: &mut Engine, pool: &mut BlockPool, mut now: Time) -> Vec<(usize, u64, Time)> {
         let mut begun = vec![];
         while let Some(until) = engine.step(now, pool) {
             now = until;
@@ -309,9 +309,9 @@ mod tests {
 
     #[test]
     fn a_prefill_takes_two_ms_and_its_tokens_and_the_next_waits_for_it() {
-        let (mut engine, mut pool) = (Engine::new(500, None), Pool::new(1_000));
-        engine.arrive(job(0, &[0, 1, 2, 3], 2_000));
-        engine.arrive(job(1, &[0, 1, 2, 9], 2_000));
+        let (mut engine, mut pool) = (Engine::new(500, None), BlockPool::new(1_000));
+        engine.enqueue(job(0, &[0, 1, 2, 3], 2_000));
+        engine.enqueue(job(1, &[0, 1, 2, 9], 2_000));
         assert_eq!(engine.backlog_tokens(Time::ZERO), 4_000);
         assert_eq!(engine.step(Time::ZERO, &mut pool), Some(102 * MS));
         assert_eq!(engine.step(50 * MS, &mut pool), None, "one at a time");
@@ -325,10 +325,10 @@ mod tests {
 
     #[test]
     fn chunks_let_a_short_prompt_pass_a_long_one() {
-        let (mut engine, mut pool) = (Engine::new(500, Some(1_000)), Pool::new(1_000));
-        engine.arrive(job(0, &[0, 1, 2, 3, 4, 5, 6, 7], 4_000));
+        let (mut engine, mut pool) = (Engine::new(500, Some(1_000)), BlockPool::new(1_000));
+        engine.enqueue(job(0, &[0, 1, 2, 3, 4, 5, 6, 7], 4_000));
         assert!(engine.step(Time::ZERO, &mut pool).is_some());
-        engine.arrive(job(1, &[9], 500));
+        engine.enqueue(job(1, &[9], 500));
         assert!(engine.chunk_done(52 * MS).is_none());
         let order: Vec<usize> =
             work(&mut engine, &mut pool, 52 * MS).iter().map(|one| one.0).collect();
@@ -337,14 +337,14 @@ mod tests {
 
     #[test]
     fn a_full_batch_and_a_held_pool_make_turns_wait() {
-        let (mut engine, mut pool) = (Engine::new(500, None), Pool::new(4));
-        engine.arrive(job(0, &[0, 1], 1_000));
-        engine.arrive(job(1, &[2, 3], 1_000));
+        let (mut engine, mut pool) = (Engine::new(500, None), BlockPool::new(4));
+        engine.enqueue(job(0, &[0, 1], 1_000));
+        engine.enqueue(job(1, &[2, 3], 1_000));
         let begun = work(&mut engine, &mut pool, Time::ZERO);
-        assert_eq!((begun.len(), engine.waiting()), (1, 1), "three of four blocks are held");
-        engine.leave(&job(0, &[0, 1], 1_000), Class::Plain, &mut pool);
+        assert_eq!((begun.len(), engine.queued()), (1, 1), "three of four blocks are held");
+        engine.finish(&job(0, &[0, 1], 1_000), Class::Plain, &mut pool);
         assert_eq!(work(&mut engine, &mut pool, 5_000 * MS).len(), 1);
-        assert!(!pool.has(1), "the idle leaf made room");
+        assert!(!pool.is_resident(1), "the idle leaf made room");
     }
 
     proptest! {
@@ -352,10 +352,10 @@ mod tests {
         fn turns_begin_in_order_and_every_token_is_matched_or_computed(
             jobs in prop::collection::vec((0..6_u32, 1..12_u32), 1..30),
         ) {
-            let (mut engine, mut pool) = (Engine::new(500, None), Pool::new(64));
+            let (mut engine, mut pool) = (Engine::new(500, None), BlockPool::new(64));
             for (turn, (first, count)) in jobs.iter().enumerate() {
                 let chain: Vec<u32> = (0..*count).map(|at| first * 100 + at).collect();
-                engine.arrive(job(turn, &chain, u64::from(*count) * 500 + 17));
+                engine.enqueue(job(turn, &chain, u64::from(*count) * 500 + 17));
             }
             let (mut now, mut next) = (Time::ZERO, 0);
             while let Some(until) = engine.step(now, &mut pool) {
@@ -364,7 +364,7 @@ mod tests {
                 let begun = engine.chunk_done(now).unwrap();
                 prop_assert_eq!(begun.job.turn, next);
                 prop_assert_eq!(u128::from(begun.job.input_tokens - begun.matched_tokens), computed);
-                engine.leave(&begun.job, Class::Plain, &mut pool);
+                engine.finish(&begun.job, Class::Plain, &mut pool);
                 pool.check_invariants();
                 next += 1;
             }

@@ -44,17 +44,17 @@ pub struct Worker {
 
 /// The turn to place.
 #[derive(Debug)]
-pub struct Ask<'a> {
+pub struct PlacementRequest<'a> {
     /// The turn's number.
     pub turn: usize,
     /// The session's number in this run.
     pub session: usize,
     /// Whether the session was inferred from blocks because no client named it.
-    pub guessed: bool,
+    pub is_inferred: bool,
     /// The session that started this session.
     pub parent: Option<usize>,
     /// The worker of the session's previous turn.
-    pub last: Option<usize>,
+    pub previous_worker: Option<usize>,
     /// The prompt's blocks.
     pub chain: &'a [u32],
     /// The tokens of the prompt.
@@ -93,12 +93,12 @@ impl Fleet {
     /// Returns the workers that accept new sessions; if there are none, the draining ones.
     #[must_use]
     pub fn usable(&self) -> Vec<usize> {
-        let of = |wanted: &[Condition]| -> Vec<usize> {
+        let with_condition = |wanted: &[Condition]| -> Vec<usize> {
             let all = self.workers.iter().enumerate();
             all.filter(|(_, worker)| wanted.contains(&worker.condition)).map(|(at, _)| at).collect()
         };
-        let up = of(&[Condition::Up]);
-        if up.is_empty() { of(&[Condition::Draining]) } else { up }
+        let up = with_condition(&[Condition::Up]);
+        if up.is_empty() { with_condition(&[Condition::Draining]) } else { up }
     }
 
     /// Whether the worker is down.
@@ -109,10 +109,12 @@ impl Fleet {
 
     /// Whether the worker accepts the turn; a draining worker accepts turns of its sessions.
     #[must_use]
-    pub fn takes(&self, worker: usize, ask: &Ask<'_>) -> bool {
+    pub fn accepts(&self, worker: usize, request: &PlacementRequest<'_>) -> bool {
         match self.workers[worker].condition {
             Condition::Up => true,
-            Condition::Draining => ask.last == Some(worker) || self.usable().contains(&worker),
+            Condition::Draining => {
+                request.previous_worker == Some(worker) || self.usable().contains(&worker)
+            }
             Condition::Down => false,
         }
     }
@@ -128,15 +130,15 @@ impl Fleet {
 
     /// Returns the prompt tokens that the worker would have to compute.
     #[must_use]
-    pub fn uncached_tokens(&self, worker: usize, ask: &Ask<'_>) -> u64 {
-        let matched = self.overlap(worker, ask.chain) * self.block_tokens;
-        ask.input_tokens - matched.min(ask.input_tokens)
+    pub fn uncached_tokens(&self, worker: usize, request: &PlacementRequest<'_>) -> u64 {
+        let matched = self.overlap(worker, request.chain) * self.block_tokens;
+        request.input_tokens - matched.min(request.input_tokens)
     }
 
     /// Returns the tokens that the worker computes before the turn's own.
     #[must_use]
-    pub fn tokens_before(&self, worker: usize, ask: &Ask<'_>) -> u64 {
-        let own = self.uncached_tokens(worker, ask);
+    pub fn tokens_before(&self, worker: usize, request: &PlacementRequest<'_>) -> u64 {
+        let own = self.uncached_tokens(worker, request);
         let Worker { backlog_tokens, staged_prefill, .. } = self.workers[worker];
         // As in placement: a prompt that needs no staging overtakes all prompts in the staging
         // queue.
@@ -149,7 +151,7 @@ impl Fleet {
     }
 
     /// Records a report of a worker's stored and removed blocks.
-    pub fn hear(&mut self, worker: usize, stored: &[u32], removed: &[u32]) {
+    pub fn record_blocks(&mut self, worker: usize, stored: &[u32], removed: &[u32]) {
         let resident = &mut self.workers[worker].resident;
         for &block in removed {
             if let Some(one) = resident.get_mut(block as usize) {
@@ -166,13 +168,13 @@ impl Fleet {
     }
 
     /// Forgets the blocks of a worker that is down.
-    pub fn forget(&mut self, worker: usize) {
+    pub fn forget_blocks(&mut self, worker: usize) {
         self.workers[worker].resident.clear();
     }
 }
 
 /// Returns a chain's block numbers in the `pass`-th play of its session.
 #[must_use]
-pub fn numbered(chain: &Chain, corpus: &super::corpus::Corpus, pass: u32) -> Vec<u32> {
-    chain.iter().map(|block| corpus.numbered(block, pass)).collect()
+pub fn block_numbers(chain: &Chain, corpus: &super::corpus::Corpus, pass: u32) -> Vec<u32> {
+    chain.iter().map(|block| corpus.block_number(block, pass)).collect()
 }

@@ -33,7 +33,7 @@ pub enum Churn {
 
 /// The faults in the delivery of block changes and session ends.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Hearing {
+pub struct DeliveryFaults {
     /// The delay between a change of blocks and its report to the router.
     pub lag: Duration,
     /// The share of block changes that are lost.
@@ -44,9 +44,9 @@ pub struct Hearing {
     pub close_twice_ratio: f64,
 }
 
-impl Hearing {
+impl DeliveryFaults {
     /// No delay, no loss, no duplicates.
-    pub const PERFECT: Self = Self {
+    pub const NONE: Self = Self {
         lag: Duration::ZERO,
         loss_ratio: 0.0,
         close_loss_ratio: 0.0,
@@ -56,7 +56,7 @@ impl Hearing {
 
 /// The options of a run except its policy and seed.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Options {
+pub struct SimOptions {
     /// The number of engines.
     pub workers: usize,
     /// The tokens of each pool; `None` for unlimited pools.
@@ -80,12 +80,12 @@ pub struct Options {
     /// The tokens of a prefill chunk, if prompts alternate; `None` for whole prompts.
     pub chunk_tokens: Option<u64>,
     /// The faults in what the router hears.
-    pub hearing: Hearing,
+    pub delivery_faults: DeliveryFaults,
     /// What happens to workers.
     pub churn: Churn,
 }
 
-impl Default for Options {
+impl Default for SimOptions {
     fn default() -> Self {
         Self {
             workers: 8,
@@ -99,7 +99,7 @@ impl Default for Options {
             mode: Mode::None,
             pin_budget_ratio: 0.5,
             chunk_tokens: None,
-            hearing: Hearing::PERFECT,
+            delivery_faults: DeliveryFaults::NONE,
             churn: Churn::None,
         }
     }

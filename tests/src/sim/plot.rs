@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use super::report::Summary;
+use super::report::PolicySummary;
 
 const BAR_HEIGHT: usize = 18;
 const ROW_HEIGHT: usize = 26;
@@ -13,8 +13,8 @@ const TOP: usize = 40;
 
 /// Returns an SVG document. The scale is logarithmic, because policies differ by factors.
 #[must_use]
-pub fn svg(title: &str, summaries: &[Summary]) -> String {
-    let mut sorted: Vec<&Summary> = summaries.iter().collect();
+pub fn svg(title: &str, summaries: &[PolicySummary]) -> String {
+    let mut sorted: Vec<&PolicySummary> = summaries.iter().collect();
     sorted.sort_by(|a, b| a.ttft_ms_mean.total_cmp(&b.ttft_ms_mean));
     let least = sorted.iter().map(|one| one.ttft_ms_mean_min).fold(f64::INFINITY, f64::min);
     let most = sorted.iter().map(|one| one.ttft_ms_mean_max).fold(1.0, f64::max);

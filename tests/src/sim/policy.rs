@@ -13,47 +13,47 @@ use std::time::Duration;
 
 use super::{
     engine::PREFILL_TOKENS_PER_S,
-    fleet::{Ask, Fleet},
+    fleet::{Fleet, PlacementRequest},
     options::Mode,
 };
 
 /// Decides which worker runs a turn.
 pub trait Policy {
     /// Returns a worker that accepts the turn.
-    fn place(&mut self, ask: &Ask<'_>, fleet: &Fleet) -> Choice;
+    fn place(&mut self, request: &PlacementRequest<'_>, fleet: &Fleet) -> PolicyChoice;
 
     /// Handles an event; the default ignores it.
-    fn hear(&mut self, _what: &Heard<'_>, _fleet: &Fleet) {}
+    fn observe(&mut self, _event: &PolicyEvent<'_>, _fleet: &Fleet) {}
 }
 
 /// A decision.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Choice {
+pub struct PolicyChoice {
     /// The worker that runs the turn.
     pub worker: usize,
     /// The worker that the session leaves; if closes free KV, that worker frees the session's.
-    pub leaves: Option<usize>,
+    pub left_worker: Option<usize>,
     /// Whether the policy looked at the prompt; only then may a long prompt be staged.
-    pub is_known: bool,
+    pub examined_prompt: bool,
 }
 
-impl From<usize> for Choice {
+impl From<usize> for PolicyChoice {
     fn from(worker: usize) -> Self {
-        Self { worker, leaves: None, is_known: true }
+        Self { worker, left_worker: None, examined_prompt: true }
     }
 }
 
 /// An event that a policy can observe.
 #[derive(Debug)]
-pub enum Heard<'a> {
+pub enum PolicyEvent<'a> {
     /// A turn was sent to the worker that the policy chose.
     Sent {
         /// The turn.
-        ask: &'a Ask<'a>,
+        request: &'a PlacementRequest<'a>,
         /// The worker.
         worker: usize,
         /// The worker that the session leaves.
-        leaves: Option<usize>,
+        left_worker: Option<usize>,
         /// The time.
         now: Duration,
     },
@@ -113,7 +113,7 @@ pub enum Heard<'a> {
 
 /// The policies and bounds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub enum Kind {
+pub enum PolicyKind {
     /// Berth's policy.
     Berth,
     /// Berth's policy over engines that never evict: a bound.
@@ -153,7 +153,7 @@ pub enum Kind {
     StickyTtft,
 }
 
-impl Kind {
+impl PolicyKind {
     /// The entries that are no policies but comparisons: a part of Berth, Berth with more
     /// knowledge, and one pool for all engines. Their results don't prove that no policy could do
     /// better.
@@ -226,10 +226,10 @@ const FULL_RATIO: f64 = 0.9;
 /// Returns the predicted time to first token in milliseconds: earlier prompts, this prompt, and the
 /// wait for room.
 #[expect(clippy::cast_precision_loss, reason = "tokens and blocks are far below 2^52")]
-fn ttft_ms(worker: usize, ask: &Ask<'_>, fleet: &Fleet) -> f64 {
+fn ttft_ms(worker: usize, request: &PlacementRequest<'_>, fleet: &Fleet) -> f64 {
     let facts = &fleet.workers[worker];
-    let tokens = fleet.tokens_before(worker, ask) + fleet.uncached_tokens(worker, ask);
-    let active = facts.active_blocks as f64 + ask.chain.len() as f64;
+    let tokens = fleet.tokens_before(worker, request) + fleet.uncached_tokens(worker, request);
+    let active = facts.active_blocks as f64 + request.chain.len() as f64;
     let over = active - FULL_RATIO * facts.pool_blocks as f64;
     tokens as f64 * 1e3 / PREFILL_TOKENS_PER_S as f64 + FULL_MS_EACH * over.max(0.0)
 }

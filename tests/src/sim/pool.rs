@@ -30,20 +30,20 @@ pub enum Change {
 
 #[derive(Debug, Clone, Copy)]
 struct Block {
-    before: u32,
-    after: u32,
+    previous: u32,
+    next: u32,
     holds: u32,
     resident: bool,
     class: Class,
 }
 
 const ABSENT: Block =
-    Block { before: NONE, after: NONE, holds: 0, resident: false, class: Class::Plain };
+    Block { previous: NONE, next: NONE, holds: 0, resident: false, class: Class::Plain };
 
 /// The idle blocks by the time of their next use; the last entry is evicted first.
 #[derive(Debug, Clone, Default)]
-struct Foreseen {
-    wanted: Vec<Duration>,
+struct NextUses {
+    next_use: Vec<Duration>,
     idle: BTreeSet<(Duration, u32)>,
 }
 
@@ -55,18 +55,18 @@ struct List {
 
 /// The KV pool of one worker.
 #[derive(Debug, Clone)]
-pub struct Pool {
+pub struct BlockPool {
     capacity: u64,
     blocks: Vec<Block>,
     idle: [List; 2],
-    foreseen: Option<Foreseen>,
+    next_uses: Option<NextUses>,
     resident: u64,
     held: u64,
     transient: u64,
     changes: Vec<Change>,
 }
 
-impl Pool {
+impl BlockPool {
     /// Creates an empty pool of `capacity` blocks.
     #[must_use]
     pub fn new(capacity: u64) -> Self {
@@ -74,7 +74,7 @@ impl Pool {
             capacity,
             blocks: Vec::new(),
             idle: [List { first: NONE, last: NONE }; 2],
-            foreseen: None,
+            next_uses: None,
             resident: 0,
             held: 0,
             transient: 0,
@@ -82,21 +82,21 @@ impl Pool {
         }
     }
 
-    /// Creates a pool that evicts the block whose next use, given by [`Self::foresee`], is the
+    /// Creates a pool that evicts the block whose next use, given by [`Self::set_next_use`], is the
     /// latest.
     #[must_use]
-    pub fn foreseeing(capacity: u64) -> Self {
-        Self { foreseen: Some(Foreseen::default()), ..Self::new(capacity) }
+    pub fn clairvoyant(capacity: u64) -> Self {
+        Self { next_uses: Some(NextUses::default()), ..Self::new(capacity) }
     }
 
     /// Records when a held block will be used next.
-    pub fn foresee(&mut self, block: u32, wanted: Duration) {
-        if let Some(foreseen) = &mut self.foreseen {
+    pub fn set_next_use(&mut self, block: u32, next_use: Duration) {
+        if let Some(next_uses) = &mut self.next_uses {
             let at = block as usize;
-            if at >= foreseen.wanted.len() {
-                foreseen.wanted.resize(at + 1, Duration::ZERO);
+            if at >= next_uses.next_use.len() {
+                next_uses.next_use.resize(at + 1, Duration::ZERO);
             }
-            foreseen.wanted[at] = wanted;
+            next_uses.next_use[at] = next_use;
         }
     }
 
@@ -126,7 +126,7 @@ impl Pool {
 
     /// Whether the block can be matched.
     #[must_use]
-    pub fn has(&self, block: u32) -> bool {
+    pub fn is_resident(&self, block: u32) -> bool {
         self.blocks.get(block as usize).is_some_and(|block| block.resident)
     }
 
@@ -134,7 +134,7 @@ impl Pool {
     pub fn matched(&self, chain: impl Iterator<Item = u32>) -> u32 {
         let mut count = 0;
         for block in chain {
-            if !self.has(block) {
+            if !self.is_resident(block) {
                 break;
             }
             count += 1;
@@ -160,15 +160,15 @@ impl Pool {
             return false;
         }
         for &block in chain {
-            if self.has(block) {
-                self.hold(block);
+            if self.is_resident(block) {
+                self.hold_block(block);
             }
         }
         for _ in self.free()..needed {
             self.evict();
         }
         for &block in chain {
-            if !self.has(block) {
+            if !self.is_resident(block) {
                 self.store(block);
             }
         }
@@ -177,9 +177,9 @@ impl Pool {
     }
 
     /// Releases what `admit` held; the chain's blocks become idle with `class`.
-    pub fn leave(&mut self, chain: &[u32], transient: u64, class: Class) {
+    pub fn release(&mut self, chain: &[u32], transient: u64, class: Class) {
         for &block in chain.iter().rev() {
-            self.release(block, class);
+            self.release_block(block, class);
         }
         self.transient -= transient;
     }
@@ -187,14 +187,14 @@ impl Pool {
     /// Holds the chain's blocks once more, as a pin.
     pub fn pin(&mut self, chain: &[u32]) {
         for &block in chain {
-            assert!(self.has(block), "only what a turn has just held is pinned");
-            self.hold(block);
+            assert!(self.is_resident(block), "only what a turn has just held is pinned");
+            self.hold_block(block);
         }
     }
 
     /// Frees the block unless it is held.
     pub fn discard(&mut self, block: u32) {
-        if self.has(block) && self.blocks[block as usize].holds == 0 {
+        if self.is_resident(block) && self.blocks[block as usize].holds == 0 {
             self.unlink(block);
             self.remove(block);
         }
@@ -202,8 +202,8 @@ impl Pool {
 
     /// Forgets everything, as a restarting engine does.
     pub fn clear(&mut self) {
-        let foreseen = self.foreseen.as_ref().map(|_| Foreseen::default());
-        *self = Self { foreseen, ..Self::new(self.capacity) };
+        let next_uses = self.next_uses.as_ref().map(|_| NextUses::default());
+        *self = Self { next_uses, ..Self::new(self.capacity) };
     }
 
     /// Takes the changes since the last call, in order.
@@ -222,7 +222,7 @@ impl Pool {
         self.changes.push(Change::Stored(block));
     }
 
-    fn hold(&mut self, block: u32) {
+    fn hold_block(&mut self, block: u32) {
         if self.blocks[block as usize].holds == 0 {
             self.unlink(block);
             self.held += 1;
@@ -230,7 +230,7 @@ impl Pool {
         self.blocks[block as usize].holds += 1;
     }
 
-    fn release(&mut self, block: u32, class: Class) {
+    fn release_block(&mut self, block: u32, class: Class) {
         let entry = &mut self.blocks[block as usize];
         assert!(entry.holds > 0, "a block was released twice");
         entry.holds -= 1;
@@ -242,8 +242,8 @@ impl Pool {
     }
 
     fn evict(&mut self) {
-        if let Some(foreseen) = &self.foreseen {
-            let &(_, block) = foreseen.idle.last().expect("the caller counted what can go");
+        if let Some(next_uses) = &self.next_uses {
+            let &(_, block) = next_uses.idle.last().expect("the caller counted what can go");
             self.unlink(block);
             self.remove(block);
             return;
@@ -262,59 +262,59 @@ impl Pool {
 
     /// Puts the block at the end of its idle list, as the most recently used.
     fn link(&mut self, block: u32) {
-        if let Some(Foreseen { wanted, idle }) = &mut self.foreseen {
-            let at = wanted.get(block as usize).copied().unwrap_or_default();
+        if let Some(NextUses { next_use, idle }) = &mut self.next_uses {
+            let at = next_use.get(block as usize).copied().unwrap_or_default();
             idle.insert((at, block));
             return;
         }
         let list = &mut self.idle[self.blocks[block as usize].class as usize];
-        let before = std::mem::replace(&mut list.last, block);
-        match before {
+        let previous = std::mem::replace(&mut list.last, block);
+        match previous {
             NONE => list.first = block,
-            before => self.blocks[before as usize].after = block,
+            previous => self.blocks[previous as usize].next = block,
         }
         let entry = &mut self.blocks[block as usize];
-        (entry.before, entry.after) = (before, NONE);
+        (entry.previous, entry.next) = (previous, NONE);
     }
 
     fn unlink(&mut self, block: u32) {
-        if let Some(Foreseen { wanted, idle }) = &mut self.foreseen {
-            let at = wanted.get(block as usize).copied().unwrap_or_default();
+        if let Some(NextUses { next_use, idle }) = &mut self.next_uses {
+            let at = next_use.get(block as usize).copied().unwrap_or_default();
             idle.remove(&(at, block));
             return;
         }
-        let Block { before, after, class, .. } = self.blocks[block as usize];
+        let Block { previous, next, class, .. } = self.blocks[block as usize];
         let list = &mut self.idle[class as usize];
-        match before {
-            NONE => list.first = after,
-            before => self.blocks[before as usize].after = after,
+        match previous {
+            NONE => list.first = next,
+            previous => self.blocks[previous as usize].next = next,
         }
         let list = &mut self.idle[class as usize];
-        match after {
-            NONE => list.last = before,
-            after => self.blocks[after as usize].before = before,
+        match next {
+            NONE => list.last = previous,
+            next => self.blocks[next as usize].previous = previous,
         }
     }
 
     /// Panics if the pool is inconsistent.
     pub fn check_invariants(&self) {
         assert!(self.resident + self.transient <= self.capacity, "over capacity");
-        let count = |wanted: fn(&Block) -> bool| {
-            self.blocks.iter().filter(|block| block.resident && wanted(block)).count() as u64
+        let count = |is_counted: fn(&Block) -> bool| {
+            self.blocks.iter().filter(|block| block.resident && is_counted(block)).count() as u64
         };
         assert_eq!(count(|_| true), self.resident);
         assert_eq!(count(|block| block.holds > 0), self.held);
-        let mut idle = self.foreseen.as_ref().map_or(0, |foreseen| foreseen.idle.len() as u64);
+        let mut idle = self.next_uses.as_ref().map_or(0, |next_uses| next_uses.idle.len() as u64);
         for (class, list) in self.idle.iter().enumerate() {
-            let (mut at, mut before) = (list.first, NONE);
+            let (mut at, mut previous) = (list.first, NONE);
             while at != NONE {
                 let block = &self.blocks[at as usize];
                 assert!(block.resident && block.holds == 0 && block.class as usize == class);
-                assert_eq!(block.before, before, "a broken list");
+                assert_eq!(block.previous, previous, "a broken list");
                 idle += 1;
-                (before, at) = (at, block.after);
+                (previous, at) = (at, block.next);
             }
-            assert_eq!(list.last, before, "a wrong end of a list");
+            assert_eq!(list.last, previous, "a wrong end of a list");
         }
         assert_eq!(idle, self.resident - self.held, "idle blocks outside the lists");
     }
@@ -328,57 +328,60 @@ mod tests {
 
     #[test]
     fn the_longest_unused_goes_first_and_its_leaves_before_its_root() {
-        let mut pool = Pool::new(4);
+        let mut pool = BlockPool::new(4);
         assert!(pool.admit(&[0, 1], 1));
-        pool.leave(&[0, 1], 1, Class::Plain);
+        pool.release(&[0, 1], 1, Class::Plain);
         assert!(pool.admit(&[2, 3], 0));
-        pool.leave(&[2, 3], 0, Class::Plain);
+        pool.release(&[2, 3], 0, Class::Plain);
         assert!(pool.admit(&[4], 0));
-        assert!(pool.has(0) && !pool.has(1), "the leaf of the older chain went");
+        assert!(pool.is_resident(0) && !pool.is_resident(1), "the leaf of the older chain went");
         assert_eq!(pool.matched([0, 1].into_iter()), 1);
     }
 
     #[test]
     fn tagged_blocks_go_after_plain_ones() {
-        let mut pool = Pool::new(3);
+        let mut pool = BlockPool::new(3);
         for (block, class) in [(0, Class::Tagged), (1, Class::Plain), (2, Class::Tagged)] {
             assert!(pool.admit(&[block], 0));
-            pool.leave(&[block], 0, class);
+            pool.release(&[block], 0, class);
         }
         assert!(pool.admit(&[3], 0));
-        assert!(pool.has(0) && !pool.has(1) && pool.has(2));
+        assert!(pool.is_resident(0) && !pool.is_resident(1) && pool.is_resident(2));
     }
 
     #[test]
     fn what_will_be_wanted_last_goes_first_where_that_is_known() {
-        let mut pool = Pool::foreseeing(4);
+        let mut pool = BlockPool::clairvoyant(4);
         let seconds = Duration::from_secs;
         assert!(pool.admit(&[0, 1], 0) && pool.admit(&[2, 3], 0));
-        for (block, wanted) in [(0, 9), (1, 9), (2, 5), (3, 700)] {
-            pool.foresee(block, seconds(wanted));
+        for (block, next_use) in [(0, 9), (1, 9), (2, 5), (3, 700)] {
+            pool.set_next_use(block, seconds(next_use));
         }
-        pool.leave(&[2, 3], 0, Class::Plain);
-        pool.leave(&[0, 1], 0, Class::Plain);
+        pool.release(&[2, 3], 0, Class::Plain);
+        pool.release(&[0, 1], 0, Class::Plain);
         pool.check_invariants();
         assert!(pool.admit(&[4, 5], 0));
-        assert!(!pool.has(3) && !pool.has(1), "the last wanted, then the leaf of the next");
-        assert!(pool.has(0) && pool.has(2));
+        assert!(
+            !pool.is_resident(3) && !pool.is_resident(1),
+            "the block with the latest next use, then the leaf of the next"
+        );
+        assert!(pool.is_resident(0) && pool.is_resident(2));
         pool.check_invariants();
     }
 
     #[test]
     fn what_is_held_is_never_evicted_and_a_refused_turn_changes_nothing() {
-        let mut pool = Pool::new(3);
+        let mut pool = BlockPool::new(3);
         assert!(pool.admit(&[0, 1], 0));
         assert!(!pool.admit(&[0, 2, 3], 0));
-        assert!(!pool.has(2) && pool.used() == 2);
-        pool.leave(&[0, 1], 0, Class::Plain);
+        assert!(!pool.is_resident(2) && pool.used() == 2);
+        pool.release(&[0, 1], 0, Class::Plain);
         assert!(pool.admit(&[0, 2, 3], 0));
         pool.discard(2);
-        assert!(pool.has(2), "a turn holds it");
-        pool.leave(&[0, 2, 3], 0, Class::Plain);
+        assert!(pool.is_resident(2), "a turn holds it");
+        pool.release(&[0, 2, 3], 0, Class::Plain);
         pool.discard(2);
-        assert!(!pool.has(2) && pool.free() == 1);
+        assert!(!pool.is_resident(2) && pool.free() == 1);
     }
 
     proptest! {
@@ -386,7 +389,7 @@ mod tests {
         fn invariants_hold_whatever_happens(
             ops in prop::collection::vec((0..4_u8, 0..30_u32, 1..8_u32, 0..3_u64), 0..80),
         ) {
-            let mut pool = Pool::new(16);
+            let mut pool = BlockPool::new(16);
             let mut running: Vec<(Vec<u32>, u64)> = vec![];
             let mut known = std::collections::BTreeSet::new();
             for (op, first, count, transient) in ops {
@@ -395,7 +398,7 @@ mod tests {
                     0 | 1 => {
                         let fits = u64::from(count) + transient;
                         if pool.admit(&chain, transient) {
-                            prop_assert!(chain.iter().all(|&block| pool.has(block)));
+                            prop_assert!(chain.iter().all(|&block| pool.is_resident(block)));
                             running.push((chain, transient));
                         } else {
                             prop_assert!(!running.is_empty() || fits > 16, "an idle pool has room");
@@ -404,7 +407,7 @@ mod tests {
                     2 if !running.is_empty() => {
                         let (chain, transient) = running.remove(first as usize % running.len());
                         let class = if count % 2 == 0 { Class::Tagged } else { Class::Plain };
-                        pool.leave(&chain, transient, class);
+                        pool.release(&chain, transient, class);
                     }
                     _ => pool.discard(first),
                 }

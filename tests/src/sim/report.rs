@@ -4,11 +4,11 @@ use std::fmt::Write as _;
 
 use serde::Serialize;
 
-use super::tally::Tally;
+use super::stats::RunStats;
 
 /// The results of one policy over all seeds; means over the seeds, unless the name says otherwise.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Summary {
+pub struct PolicySummary {
     /// The policy.
     pub name: &'static str,
     /// Mean milliseconds to the first token.
@@ -41,29 +41,29 @@ pub struct Summary {
     pub seeds: Vec<f64>,
 }
 
-impl Summary {
+impl PolicySummary {
     /// Summarizes the runs of one policy, one per seed.
     #[must_use]
-    pub fn new(name: &'static str, tallies: &[Tally]) -> Self {
-        let mean = |figure: &dyn Fn(&Tally) -> f64| {
-            tallies.iter().map(figure).sum::<f64>() / tallies.len().max(1) as f64
+    pub fn new(name: &'static str, stats: &[RunStats]) -> Self {
+        let mean = |figure: &dyn Fn(&RunStats) -> f64| {
+            stats.iter().map(figure).sum::<f64>() / stats.len().max(1) as f64
         };
-        let seeds: Vec<f64> = tallies.iter().map(Tally::ttft_ms_mean).collect();
+        let seeds: Vec<f64> = stats.iter().map(RunStats::ttft_ms_mean).collect();
         Self {
             name,
-            ttft_ms_mean: mean(&Tally::ttft_ms_mean),
+            ttft_ms_mean: mean(&RunStats::ttft_ms_mean),
             ttft_ms_mean_min: seeds.iter().copied().fold(f64::INFINITY, f64::min),
             ttft_ms_mean_max: seeds.iter().copied().fold(0.0, f64::max),
-            ttft_ms_p50: mean(&|tally| tally.ttft_ms_percentile(50)),
-            ttft_ms_p90: mean(&|tally| tally.ttft_ms_percentile(90)),
-            ttft_ms_p99: mean(&|tally| tally.ttft_ms_percentile(99)),
-            token_hit_ratio: mean(&Tally::token_hit_ratio),
-            prefill_imbalance: mean(&Tally::prefill_imbalance),
-            rebinds: mean(&|tally| tally.rebinds as f64),
-            wedges: mean(&|tally| tally.wedges as f64),
-            dropped: mean(&|tally| tally.dropped as f64),
-            retried: mean(&|tally| tally.retried as f64),
-            turns: mean(&|tally| tally.ttft.len() as f64),
+            ttft_ms_p50: mean(&|stats| stats.ttft_ms_percentile(50)),
+            ttft_ms_p90: mean(&|stats| stats.ttft_ms_percentile(90)),
+            ttft_ms_p99: mean(&|stats| stats.ttft_ms_percentile(99)),
+            token_hit_ratio: mean(&RunStats::token_hit_ratio),
+            prefill_imbalance: mean(&RunStats::prefill_imbalance),
+            rebinds: mean(&|stats| stats.rebinds as f64),
+            wedges: mean(&|stats| stats.wedges as f64),
+            dropped: mean(&|stats| stats.dropped as f64),
+            retried: mean(&|stats| stats.retried as f64),
+            turns: mean(&|stats| stats.ttft.len() as f64),
             seeds,
         }
     }
@@ -71,8 +71,8 @@ impl Summary {
 
 /// Formats a table, best mean first.
 #[must_use]
-pub fn table(summaries: &[Summary]) -> String {
-    let mut sorted: Vec<&Summary> = summaries.iter().collect();
+pub fn table(summaries: &[PolicySummary]) -> String {
+    let mut sorted: Vec<&PolicySummary> = summaries.iter().collect();
     sorted.sort_by(|a, b| a.ttft_ms_mean.total_cmp(&b.ttft_ms_mean));
     let mut text = String::new();
     let _ = writeln!(

@@ -1,7 +1,7 @@
 //! Policies that keep a session on its worker.
 
-use super::{Choice, Policy, least, plain::LeastLoaded, ttft_ms};
-use crate::sim::fleet::{Ask, Fleet};
+use super::{Policy, PolicyChoice, least, plain::LeastLoaded, ttft_ms};
+use crate::sim::fleet::{Fleet, PlacementRequest};
 
 /// Never moves a session; starts it on the least loaded worker.
 #[derive(Debug)]
@@ -14,10 +14,10 @@ impl Sticky {
 }
 
 impl Policy for Sticky {
-    fn place(&mut self, ask: &Ask<'_>, fleet: &Fleet) -> Choice {
-        match ask.last {
+    fn place(&mut self, request: &PlacementRequest<'_>, fleet: &Fleet) -> PolicyChoice {
+        match request.previous_worker {
             Some(last) if fleet.usable().contains(&last) => last.into(),
-            _ => self.0.place(ask, fleet),
+            _ => self.0.place(request, fleet),
         }
     }
 }
@@ -30,10 +30,10 @@ const ESCAPE_MS: f64 = 500.0;
 pub(super) struct StickyTtft;
 
 impl Policy for StickyTtft {
-    fn place(&mut self, ask: &Ask<'_>, fleet: &Fleet) -> Choice {
-        let ttft = |worker: usize| ttft_ms(worker, ask, fleet);
+    fn place(&mut self, request: &PlacementRequest<'_>, fleet: &Fleet) -> PolicyChoice {
+        let ttft = |worker: usize| ttft_ms(worker, request, fleet);
         let best = least(fleet, ttft);
-        match ask.last {
+        match request.previous_worker {
             Some(last) if fleet.usable().contains(&last) => {
                 if ttft(last) <= ttft(best) + ESCAPE_MS { last.into() } else { best.into() }
             }

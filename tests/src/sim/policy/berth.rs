@@ -24,10 +24,10 @@ use router::{
     view::{State, Update, WorkerRef},
 };
 
-use self::{agents::Known, names::Names};
-use super::{Choice, Heard, Policy};
+use self::{agents::KnownSession, names::BlockNames};
+use super::{Policy, PolicyChoice, PolicyEvent};
 use crate::sim::{
-    fleet::{Ask, Condition, Fleet},
+    fleet::{Condition, Fleet, PlacementRequest},
     options::Mode,
 };
 
@@ -46,9 +46,9 @@ pub(super) struct Berth {
     affinity: Affinity,
     index: Index,
     overlap: Overlap,
-    names: Names,
+    names: BlockNames,
     retention: Retention,
-    known: HashMap<usize, Known>,
+    known: HashMap<usize, KnownSession>,
     /// The expected tokens of the turn placed last.
     expected_tokens: u64,
     /// The lease of each running turn.
@@ -74,7 +74,7 @@ impl Berth {
             affinity: Affinity::new(SESSIONS_MAX, FORGOTTEN_AFTER),
             index: Index::new(INDEX_BYTES_MAX),
             overlap: Overlap::default(),
-            names: Names::default(),
+            names: BlockNames::default(),
             retention: if mode == Mode::Pinned { Retention::Pinned } else { Retention::Tagged },
             known: HashMap::new(),
             expected_tokens: 0,
@@ -100,13 +100,13 @@ impl Berth {
     }
 
     /// Returns the tokens that a turn adds to the session's previous prompt.
-    fn new_tokens(&self, ask: &Ask<'_>) -> Option<u64> {
-        let before = self.known.get(&ask.session).map(|known| known.input_tokens)?;
-        ask.input_tokens.checked_sub(before)
+    fn new_tokens(&self, request: &PlacementRequest<'_>) -> Option<u64> {
+        let before = self.known.get(&request.session).map(|known| known.input_tokens)?;
+        request.input_tokens.checked_sub(before)
     }
 
     /// Applies an agent's report of a session.
-    fn tell(&mut self, session: usize, worker: usize, state: SessionState, now: Instant) {
+    fn report_session(&mut self, session: usize, worker: usize, state: SessionState, now: Instant) {
         if let Some(known) = self.known.get(&session) {
             let update = Update::Upsert(known.session(self.retention, state));
             self.state.apply(worker, update, now);
@@ -114,17 +114,17 @@ impl Berth {
     }
 
     /// Closes sessions that were idle for too long, as agents do.
-    fn forget(&mut self, now: Duration) {
+    fn close_forgotten(&mut self, now: Duration) {
         while let Some(&(since, session)) = self.idle.first() {
             if now.saturating_sub(since) < FORGOTTEN_AFTER {
                 break;
             }
             self.idle.pop_first();
-            self.closed(session, now);
+            self.handle_close(session, now);
         }
     }
 
-    fn closed(&mut self, session: usize, now: Duration) {
+    fn handle_close(&mut self, session: usize, now: Duration) {
         let at = self.start + now;
         if let Some(known) = self.known.remove(&session) {
             self.idle.remove(&(known.idle_since, session));
@@ -135,31 +135,40 @@ impl Berth {
         }
     }
 
-    fn sent(&mut self, ask: &Ask<'_>, worker: usize, leaves: Option<usize>, now: Duration) {
+    fn handle_sent(
+        &mut self,
+        request: &PlacementRequest<'_>,
+        worker: usize,
+        left_worker: Option<usize>,
+        now: Duration,
+    ) {
         let at = self.start + now;
         let count = &self.state.agent_at(worker).in_flight[0];
-        self.leases.insert(ask.turn, Lease::acquire(count, self.expected_tokens));
-        if ask.guessed {
+        self.leases.insert(request.turn, Lease::acquire(count, self.expected_tokens));
+        if request.is_inferred {
             return;
         }
-        let known = self.known.entry(ask.session).or_insert_with(|| Known::new(ask.session));
-        self.idle.remove(&(known.idle_since, ask.session));
+        let known =
+            self.known.entry(request.session).or_insert_with(|| KnownSession::new(request.session));
+        self.idle.remove(&(known.idle_since, request.session));
         known.running += 1;
-        known.input_tokens = ask.input_tokens;
+        known.input_tokens = request.input_tokens;
         known.agents.insert(worker);
-        known.leaves = leaves.or(known.leaves);
+        known.left_worker = left_worker.or(known.left_worker);
         let key = known.key.clone();
-        self.affinity.begin(&key, agents::at(worker), false, at).expect("the table has room");
-        self.tell(ask.session, worker, SessionState::Running, at);
+        self.affinity
+            .begin(&key, agents::worker_ref(worker), false, at)
+            .expect("the table has room");
+        self.report_session(request.session, worker, SessionState::Running, at);
     }
 
-    fn began(&mut self, turn: usize, session: usize, now: Duration) {
+    fn handle_answer_start(&mut self, turn: usize, session: usize, now: Duration) {
         if let Some(lease) = self.leases.get_mut(&turn) {
             lease.answered();
         }
         if let Some(known) = self.known.get_mut(&session) {
             self.affinity.answered(&known.key);
-            if let Some(left) = known.leaves.take() {
+            if let Some(left) = known.left_worker.take() {
                 known.agents.remove(&left);
                 let removed = Update::Removed(known.key.clone());
                 self.state.apply(left, removed, self.start + now);
@@ -167,7 +176,7 @@ impl Berth {
         }
     }
 
-    fn ended(&mut self, turn: usize, session: usize, worker: usize, now: Duration) {
+    fn handle_turn_end(&mut self, turn: usize, session: usize, worker: usize, now: Duration) {
         let at = self.start + now;
         self.leases.remove(&turn);
         let Some(known) = self.known.get_mut(&session) else { return };
@@ -179,23 +188,23 @@ impl Berth {
             known.idle_since = now;
             self.idle.insert((now, session));
         }
-        self.tell(session, worker, SessionState::Idle, at);
+        self.report_session(session, worker, SessionState::Idle, at);
     }
 
-    fn blocks(&mut self, worker: usize, stored: &[u32], removed: &[u32]) {
-        let number = agents::at(worker).number().expect("workers have one rank");
-        self.index.remove(number, Tier::Device, &self.names.of_all(removed));
-        for (parent, blocks) in self.names.runs(stored) {
+    fn handle_blocks(&mut self, worker: usize, stored: &[u32], removed: &[u32]) {
+        let number = agents::worker_ref(worker).number().expect("workers have one rank");
+        self.index.remove(number, Tier::Device, &self.names.names(removed));
+        for (parent, blocks) in self.names.name_runs(stored) {
             self.index.store(number, Tier::Device, parent, &blocks);
         }
     }
 
-    fn condition(&mut self, worker: usize, fleet: &Fleet, now: Instant) {
+    fn handle_condition(&mut self, worker: usize, fleet: &Fleet, now: Instant) {
         let facts = &fleet.workers[worker];
         match facts.condition {
             Condition::Down => {
                 self.state.apply(worker, Update::Lost("its host is gone".to_owned()), now);
-                let number = agents::at(worker).number().expect("workers have one rank");
+                let number = agents::worker_ref(worker).number().expect("workers have one rank");
                 self.index.clear(number);
             }
             Condition::Draining => {}
@@ -211,19 +220,19 @@ impl Berth {
             }
             Condition::Up => {}
         }
-        self.report(worker, fleet, now);
+        self.report_load(worker, fleet, now);
     }
 
-    fn report(&mut self, worker: usize, fleet: &Fleet, now: Instant) {
+    fn report_load(&mut self, worker: usize, fleet: &Fleet, now: Instant) {
         let report = agents::report(&fleet.workers[worker], fleet);
         self.state.apply(worker, Update::Report(report), now);
     }
 }
 
 impl Policy for Berth {
-    fn place(&mut self, ask: &Ask<'_>, fleet: &Fleet) -> Choice {
-        self.forget(ask.now);
-        let now = self.start + ask.now;
+    fn place(&mut self, request: &PlacementRequest<'_>, fleet: &Fleet) -> PolicyChoice {
+        self.close_forgotten(request.now);
+        let now = self.start + request.now;
         for agent in 0..fleet.workers.len() {
             // Regular reports keep an idle worker's agent from becoming stale.
             self.state.apply(
@@ -232,15 +241,15 @@ impl Policy for Berth {
                 now,
             );
         }
-        let hashes = self.names.hash(ask.chain);
-        let key = agents::key(ask.session);
-        let new_tokens = self.new_tokens(ask);
-        let sticky = self.sticky(&key, now).filter(|_| !ask.guessed);
+        let hashes = self.names.name_chain(request.chain);
+        let key = agents::key(request.session);
+        let new_tokens = self.new_tokens(request);
+        let sticky = self.sticky(&key, now).filter(|_| !request.is_inferred);
         let sticky = sticky.map(|sticky| Sticky { new_tokens, ..sticky });
-        let parent = ask.parent.and_then(|parent| self.sticky(&agents::key(parent), now));
+        let parent = request.parent.and_then(|parent| self.sticky(&agents::key(parent), now));
         let bare = Question {
             digest: key.digest(),
-            returns: !ask.guessed,
+            returns: !request.is_inferred,
             sticky,
             prefer: parent.map(|parent| (parent.worker, Reason::Parent)),
             prompt: None,
@@ -253,16 +262,19 @@ impl Policy for Berth {
             // A worker that has just gone down refuses the turn, which then goes elsewhere.
             !fleet.is_down(placement.worker.agent)
         });
-        let is_known = placement.is_none();
+        let examined_prompt = placement.is_none();
         let placement = placement.unwrap_or_else(|| {
             self.index.look_up(&hashes, &mut self.overlap);
             let question = Question {
                 prompt: Some(Prompt {
-                    tokens: ask.input_tokens,
+                    tokens: request.input_tokens,
                     block_tokens: fleet.block_tokens,
                     overlap: &self.overlap,
                 }),
-                exclude: ask.last.filter(|&last| fleet.is_down(last)).map(agents::at),
+                exclude: request
+                    .previous_worker
+                    .filter(|&last| fleet.is_down(last))
+                    .map(agents::worker_ref),
                 ..bare
             };
             placement::place(&question, &view, now).expect("a run keeps at least one worker")
@@ -270,19 +282,29 @@ impl Policy for Berth {
         self.expected_tokens = placement.tokens_expected();
         let WorkerRef { agent: worker, .. } = placement.worker;
         let moved = placement.reason == Reason::Moved;
-        let leaves = sticky.filter(|_| moved).map(|sticky| sticky.worker.agent);
-        Choice { worker, leaves, is_known }
+        let left_worker = sticky.filter(|_| moved).map(|sticky| sticky.worker.agent);
+        PolicyChoice { worker, left_worker, examined_prompt }
     }
 
-    fn hear(&mut self, what: &Heard<'_>, fleet: &Fleet) {
-        match *what {
-            Heard::Sent { ask, worker, leaves, now } => self.sent(ask, worker, leaves, now),
-            Heard::Began { turn, session, now, .. } => self.began(turn, session, now),
-            Heard::Ended { turn, session, worker, now } => self.ended(turn, session, worker, now),
-            Heard::Closed { session, now } => self.closed(session, now),
-            Heard::Blocks { worker, stored, removed } => self.blocks(worker, stored, removed),
-            Heard::Condition { worker, now } => self.condition(worker, fleet, self.start + now),
-            Heard::Load { worker, now } => self.report(worker, fleet, self.start + now),
+    fn observe(&mut self, event: &PolicyEvent<'_>, fleet: &Fleet) {
+        match *event {
+            PolicyEvent::Sent { request, worker, left_worker, now } => {
+                self.handle_sent(request, worker, left_worker, now)
+            }
+            PolicyEvent::Began { turn, session, now, .. } => {
+                self.handle_answer_start(turn, session, now)
+            }
+            PolicyEvent::Ended { turn, session, worker, now } => {
+                self.handle_turn_end(turn, session, worker, now)
+            }
+            PolicyEvent::Closed { session, now } => self.handle_close(session, now),
+            PolicyEvent::Blocks { worker, stored, removed } => {
+                self.handle_blocks(worker, stored, removed)
+            }
+            PolicyEvent::Condition { worker, now } => {
+                self.handle_condition(worker, fleet, self.start + now)
+            }
+            PolicyEvent::Load { worker, now } => self.report_load(worker, fleet, self.start + now),
         }
     }
 }

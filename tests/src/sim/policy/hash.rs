@@ -1,9 +1,9 @@
 //! Hash rings: placement by the session's hash alone, whatever is resident.
 
-use super::{Choice, Policy};
+use super::{Policy, PolicyChoice};
 use crate::{
     replay::synth::mix,
-    sim::fleet::{Ask, Fleet},
+    sim::fleet::{Fleet, PlacementRequest},
 };
 
 /// The points of each worker on the ring; shares then differ by about an eighth.
@@ -31,13 +31,13 @@ impl Ring {
 }
 
 impl Policy for Ring {
-    fn place(&mut self, ask: &Ask<'_>, fleet: &Fleet) -> Choice {
+    fn place(&mut self, request: &PlacementRequest<'_>, fleet: &Fleet) -> PolicyChoice {
         let usable = fleet.usable();
         let turns: u32 = usable.iter().map(|&worker| fleet.workers[worker].outstanding).sum();
         // The mean includes the new turn.
         let mean = f64::from(turns + 1) / usable.len() as f64;
         let most = self.share_max.map_or(f64::INFINITY, |share| (share * mean).ceil());
-        let place = mix(ask.session as u64, 11);
+        let place = mix(request.session as u64, 11);
         let start = self.points.partition_point(|(point, _)| *point < place);
         let (before, after) = self.points.split_at(start);
         after

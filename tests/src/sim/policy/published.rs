@@ -2,8 +2,8 @@
 
 use std::collections::{HashMap, HashSet};
 
-use super::{Choice, Heard, Policy};
-use crate::sim::fleet::{Ask, Fleet};
+use super::{Policy, PolicyChoice, PolicyEvent};
+use crate::sim::fleet::{Fleet, PlacementRequest};
 
 /// Loads differ much if they differ by more than this many turns, and by more than the factor
 /// below.
@@ -24,35 +24,36 @@ impl CacheAware {
         Self { routed: vec![HashSet::new(); workers] }
     }
 
-    fn choose(&self, ask: &Ask<'_>, fleet: &Fleet) -> usize {
+    fn choose(&self, request: &PlacementRequest<'_>, fleet: &Fleet) -> usize {
         let usable = fleet.usable();
         let load = |worker: &usize| fleet.workers[*worker].outstanding;
         let most = usable.iter().map(load).max().unwrap_or(0);
         let fewest = usable.iter().map(load).min().unwrap_or(0);
         let uneven =
             most - fewest > BALANCE_TURNS && f64::from(most) > BALANCE_FACTOR * f64::from(fewest);
-        let by = |figure: &dyn Fn(&usize) -> (usize, usize)| {
+        let best_by = |figure: &dyn Fn(&usize) -> (usize, usize)| {
             usable.iter().copied().min_by_key(|worker| figure(worker)).expect("one is usable")
         };
         if uneven {
-            return by(&|worker| (load(worker) as usize, 0));
+            return best_by(&|worker| (load(worker) as usize, 0));
         }
         let matched = |worker: &usize| {
             let routed = &self.routed[*worker];
-            ask.chain.iter().take_while(|block| routed.contains(block)).count()
+            request.chain.iter().take_while(|block| routed.contains(block)).count()
         };
-        let longest = by(&|worker| (ask.chain.len() - matched(worker), self.routed[*worker].len()));
-        if matched(&longest) as f64 > MATCH_RATIO * ask.chain.len() as f64 {
+        let longest =
+            best_by(&|worker| (request.chain.len() - matched(worker), self.routed[*worker].len()));
+        if matched(&longest) as f64 > MATCH_RATIO * request.chain.len() as f64 {
             return longest;
         }
-        by(&|worker| (self.routed[*worker].len(), 0))
+        best_by(&|worker| (self.routed[*worker].len(), 0))
     }
 }
 
 impl Policy for CacheAware {
-    fn place(&mut self, ask: &Ask<'_>, fleet: &Fleet) -> Choice {
-        let worker = self.choose(ask, fleet);
-        self.routed[worker].extend(ask.chain);
+    fn place(&mut self, request: &PlacementRequest<'_>, fleet: &Fleet) -> PolicyChoice {
+        let worker = self.choose(request, fleet);
+        self.routed[worker].extend(request.chain);
         worker.into()
     }
 }
@@ -61,7 +62,7 @@ impl Policy for CacheAware {
 /// turn, plus the distinct blocks of its turns, with this one. Chooses a random worker of equals.
 #[derive(Debug)]
 pub(super) struct Dynamo {
-    lots: fastrand::Rng,
+    rng: fastrand::Rng,
     active: Vec<Active>,
 }
 
@@ -94,7 +95,7 @@ impl Active {
         }
     }
 
-    fn with(&self, chain: &[u32]) -> usize {
+    fn count_with(&self, chain: &[u32]) -> usize {
         let active = |block: &&u32| self.turns.get(**block as usize).is_some_and(|&n| n > 0);
         self.distinct + chain.len() - chain.iter().filter(active).count()
     }
@@ -102,31 +103,33 @@ impl Active {
 
 impl Dynamo {
     pub(super) fn new(seed: u64, workers: usize) -> Self {
-        Self { lots: fastrand::Rng::with_seed(seed), active: vec![Active::default(); workers] }
+        Self { rng: fastrand::Rng::with_seed(seed), active: vec![Active::default(); workers] }
     }
 }
 
 impl Policy for Dynamo {
-    fn place(&mut self, ask: &Ask<'_>, fleet: &Fleet) -> Choice {
+    fn place(&mut self, request: &PlacementRequest<'_>, fleet: &Fleet) -> PolicyChoice {
         let block = fleet.block_tokens as f64;
         let cost = |worker: usize| {
             let facts = &fleet.workers[worker];
-            let overlap = fleet.overlap(worker, ask.chain) as f64;
-            let prefill = (facts.pending_tokens + ask.input_tokens) as f64 / block - overlap;
-            prefill.max(0.0) + self.active[worker].with(ask.chain) as f64
+            let overlap = fleet.overlap(worker, request.chain) as f64;
+            let prefill = (facts.pending_tokens + request.input_tokens) as f64 / block - overlap;
+            prefill.max(0.0) + self.active[worker].count_with(request.chain) as f64
         };
         let usable = fleet.usable();
         let costs: Vec<f64> = usable.iter().map(|&worker| cost(worker)).collect();
         let least = costs.iter().copied().fold(f64::INFINITY, f64::min);
         let equals: Vec<usize> =
             (0..usable.len()).filter(|&at| costs[at] <= least).map(|at| usable[at]).collect();
-        equals[self.lots.usize(..equals.len())].into()
+        equals[self.rng.usize(..equals.len())].into()
     }
 
-    fn hear(&mut self, what: &Heard<'_>, _fleet: &Fleet) {
-        match what {
-            Heard::Sent { ask, worker, .. } => self.active[*worker].add(ask.turn, ask.chain),
-            Heard::Ended { turn, worker, .. } => self.active[*worker].remove(*turn),
+    fn observe(&mut self, event: &PolicyEvent<'_>, _fleet: &Fleet) {
+        match event {
+            PolicyEvent::Sent { request, worker, .. } => {
+                self.active[*worker].add(request.turn, request.chain)
+            }
+            PolicyEvent::Ended { turn, worker, .. } => self.active[*worker].remove(*turn),
             _ => {}
         }
     }

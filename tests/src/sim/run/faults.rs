@@ -2,11 +2,11 @@
 
 use std::time::Duration;
 
-use super::{Change, Condition, Event, World};
+use super::{Condition, ConditionChange, Event, World};
 use crate::sim::{
     engine::{Job, Time},
-    options::{Hearing, Options},
-    policy::{Heard, Policy},
+    options::{DeliveryFaults, SimOptions},
+    policy::{Policy, PolicyEvent},
 };
 
 /// The delay of a duplicate close.
@@ -18,23 +18,23 @@ const RETRY_DELAY: Duration = Duration::from_millis(100);
 
 /// Chooses randomly which reports are lost.
 #[derive(Debug)]
-pub(super) struct Faults {
-    hearing: Hearing,
-    lots: fastrand::Rng,
+pub(super) struct FaultSource {
+    delivery_faults: DeliveryFaults,
+    rng: fastrand::Rng,
 }
 
-impl Faults {
-    pub(super) fn new(hearing: Hearing, seed: u64) -> Self {
-        Self { hearing, lots: fastrand::Rng::with_seed(seed ^ 0xFA17) }
+impl FaultSource {
+    pub(super) fn new(delivery_faults: DeliveryFaults, seed: u64) -> Self {
+        Self { delivery_faults, rng: fastrand::Rng::with_seed(seed ^ 0xFA17) }
     }
 
     /// Returns when a close requested now is delivered: never, once or twice.
-    pub(super) fn close(&mut self, now: Time) -> Vec<Time> {
-        if self.happens(self.hearing.close_loss_ratio) {
+    pub(super) fn close_times(&mut self, now: Time) -> Vec<Time> {
+        if self.happens(self.delivery_faults.close_loss_ratio) {
             return vec![];
         }
         let mut times = vec![now];
-        if self.happens(self.hearing.close_twice_ratio) {
+        if self.happens(self.delivery_faults.close_twice_ratio) {
             times.push(now + TWICE_DELAY);
         }
         times
@@ -42,26 +42,26 @@ impl Faults {
 
     fn happens(&mut self, ratio: f64) -> bool {
         // Draws no random number for a ratio of 0, so that runs without faults are unaffected.
-        ratio > 0.0 && self.lots.f64() < ratio
+        ratio > 0.0 && self.rng.f64() < ratio
     }
 }
 
 /// Returns the churn: one worker crashes at a third of the run, another drains at half; both
 /// return.
-pub(super) fn churn(options: &Options) -> [(Time, usize, Change); 4] {
+pub(super) fn churn(options: &SimOptions) -> [(Time, usize, ConditionChange); 4] {
     let (crashed, drained) = (0, options.workers - 1);
     let (first, second) = (options.horizon / 3, options.horizon / 2);
     [
-        (first, crashed, Change::Crash),
-        (first + AWAY, crashed, Change::Return),
-        (second, drained, Change::Drain),
-        (second + AWAY, drained, Change::Return),
+        (first, crashed, ConditionChange::Crash),
+        (first + AWAY, crashed, ConditionChange::Return),
+        (second, drained, ConditionChange::Drain),
+        (second + AWAY, drained, ConditionChange::Return),
     ]
 }
 
 impl World {
     /// Reports a change of a worker's pool to the policy, with the configured delay and loss.
-    pub(super) fn tell_blocks(
+    pub(super) fn report_blocks(
         &mut self,
         worker: usize,
         stored: Vec<u32>,
@@ -71,59 +71,64 @@ impl World {
         if stored.is_empty() && removed.is_empty() {
             return;
         }
-        if self.faults.happens(self.options.hearing.loss_ratio) {
+        if self.faults.happens(self.options.delivery_faults.loss_ratio) {
             return;
         }
-        if self.options.hearing.lag.is_zero() {
-            self.hear_blocks(worker, &stored, &removed, policy);
+        if self.options.delivery_faults.lag.is_zero() {
+            self.deliver_blocks(worker, &stored, &removed, policy);
             return;
         }
-        let life = self.lives[worker];
-        let at = self.now + self.options.hearing.lag;
-        self.schedule(at, Event::Blocks { worker, life, stored, removed });
+        let epoch = self.epochs[worker];
+        let at = self.now + self.options.delivery_faults.lag;
+        self.push_event(at, Event::Blocks { worker, epoch, stored, removed });
     }
 
-    pub(super) fn hear_blocks(
+    pub(super) fn deliver_blocks(
         &mut self,
         worker: usize,
         stored: &[u32],
         removed: &[u32],
         policy: &mut dyn Policy,
     ) {
-        for worker in self.sharing(worker) {
-            self.fleet.hear(worker, stored, removed);
-            policy.hear(&Heard::Blocks { worker, stored, removed }, &self.fleet);
+        for worker in self.workers_with_pool_of(worker) {
+            self.fleet.record_blocks(worker, stored, removed);
+            policy.observe(&PolicyEvent::Blocks { worker, stored, removed }, &self.fleet);
         }
     }
 
     /// Applies a change of a worker's condition.
-    pub(super) fn change(&mut self, worker: usize, to: Change, policy: &mut dyn Policy) {
+    pub(super) fn change_condition(
+        &mut self,
+        worker: usize,
+        to: ConditionChange,
+        policy: &mut dyn Policy,
+    ) {
         self.fleet.workers[worker].condition = match to {
-            Change::Crash => Condition::Down,
-            Change::Drain => Condition::Draining,
-            Change::Return => Condition::Up,
+            ConditionChange::Crash => Condition::Down,
+            ConditionChange::Drain => Condition::Draining,
+            ConditionChange::Return => Condition::Up,
         };
-        if to == Change::Crash {
+        if to == ConditionChange::Crash {
             self.crash(worker, policy);
         }
-        policy.hear(&Heard::Condition { worker, now: self.now }, &self.fleet);
+        policy.observe(&PolicyEvent::Condition { worker, now: self.now }, &self.fleet);
     }
 
     /// Empties a crashed worker; its turns are sent again.
     fn crash(&mut self, worker: usize, policy: &mut dyn Policy) {
-        self.lives[worker] += 1;
-        let pool = self.pool_of(worker);
+        self.epochs[worker] += 1;
+        let pool = self.pool_index(worker);
         let mut lost = self.engines[worker].crash(&mut self.pools[pool]);
         let running = self.turns.iter_mut().filter(|turn| turn.worker == worker);
         lost.extend(running.filter_map(|turn| turn.running.take()));
-        lost.retain(|job| !job.is_ahead);
-        lost.extend(self.empty_staged_prefill(worker));
+        lost.retain(|job| !job.is_stage);
+        lost.extend(self.empty_staging_queue(worker));
         self.sessions.crash(worker);
-        self.fleet.forget(worker);
-        self.look(worker, policy);
+        self.fleet.forget_blocks(worker);
+        self.report_load(worker, policy);
         for Job { turn, play, .. } in lost {
-            self.tally.retried += 1;
-            self.schedule(self.now + RETRY_DELAY, Event::Again { turn, play });
+            self.stats.retried += 1;
+            self.push_event(self.now + RETRY_DELAY, Event::Retry { turn, play });
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::{collections::HashMap, sync::Arc, time::Duration};
 
-use crate::sim::{corpus::Corpus, engine::Time, options::Options, pool::Pool};
+use crate::sim::{corpus::Corpus, engine::Time, options::SimOptions, pool::BlockPool};
 
 /// For each session and block, the session's turns that use the block, in order.
 #[derive(Debug)]
@@ -13,25 +13,25 @@ pub(super) struct Foresight {
 }
 
 impl Foresight {
-    pub(super) fn new(corpus: &Arc<Corpus>, options: &Options) -> Self {
+    pub(super) fn new(corpus: &Arc<Corpus>, options: &SimOptions) -> Self {
         Self { corpus: Arc::clone(corpus), think_max: options.think_max, turns: HashMap::new() }
     }
 
     /// Tells the pool when the blocks of a session's ended turn will be used next. Blocks of other
     /// sessions, such as the system prompt's or a parent's, count as used at once.
-    pub(super) fn note(
+    pub(super) fn record_turn_end(
         &mut self,
         script: usize,
         turn: usize,
         pass: u32,
         now: Time,
-        pool: &mut Pool,
+        pool: &mut BlockPool,
     ) {
-        let one = &self.corpus.scripts[script];
+        let entry = &self.corpus.scripts[script];
         let turns = self.turns.entry(script).or_insert_with(|| {
             let mut turns: HashMap<u32, Vec<usize>> = HashMap::new();
-            for (number, turn) in one.turns.iter().enumerate() {
-                for block in turn.chain.iter().filter(|block| one.own.contains(block)) {
+            for (number, turn) in entry.turns.iter().enumerate() {
+                for block in turn.chain.iter().filter(|block| entry.own_blocks.contains(block)) {
                     turns.entry(block).or_default().push(number);
                 }
             }
@@ -40,19 +40,19 @@ impl Foresight {
         // Counts pauses only; the times of answers change no order within a session.
         let mut at = now;
         let mut due: Vec<Time> = vec![now; turn + 1];
-        for next in &one.turns[turn + 1..] {
+        for next in &entry.turns[turn + 1..] {
             at += next.think.min(self.think_max);
             due.push(at);
         }
-        for block in one.turns[turn].chain.iter() {
-            let wanted = match turns.get(&block) {
+        for block in entry.turns[turn].chain.iter() {
+            let next_use = match turns.get(&block) {
                 None => now,
                 Some(uses) => {
                     let next = uses.partition_point(|&used| used <= turn);
                     uses.get(next).map_or(Time::MAX, |&used| due[used])
                 }
             };
-            pool.foresee(self.corpus.numbered(block, pass), wanted);
+            pool.set_next_use(self.corpus.block_number(block, pass), next_use);
         }
     }
 }

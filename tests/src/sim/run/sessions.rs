@@ -5,9 +5,9 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use crate::sim::{
     corpus::Corpus,
     engine::{Engine, Job},
-    options::{Mode, Options},
-    plays::Plays,
-    pool::{Class, Pool},
+    options::{Mode, SimOptions},
+    pool::{BlockPool, Class},
+    schedule::Schedule,
 };
 
 /// A session's pin on one worker.
@@ -29,12 +29,13 @@ pub(super) struct Sessions {
     /// The pins, by worker and then by play.
     pins: Vec<BTreeMap<usize, Pin>>,
     pinned: Vec<u64>,
-    count: u64,
+    /// The number of pins set so far.
+    pins_set: u64,
 }
 
 impl Sessions {
     #[expect(clippy::cast_possible_truncation, reason = "a part of the pool is no larger than it")]
-    pub(super) fn new(options: &Options, pool_blocks: u64) -> Self {
+    pub(super) fn new(options: &SimOptions, pool_blocks: u64) -> Self {
         let budget = (pool_blocks as f64 * options.pin_budget_ratio) as u64;
         Self {
             mode: options.mode,
@@ -43,12 +44,12 @@ impl Sessions {
             visited: HashMap::new(),
             pins: (0..options.workers).map(|_| BTreeMap::new()).collect(),
             pinned: vec![0; options.workers],
-            count: 0,
+            pins_set: 0,
         }
     }
 
     /// Records that a turn of the session goes to the worker.
-    pub(super) fn sent(&mut self, play: usize, worker: usize) {
+    pub(super) fn record_sent(&mut self, play: usize, worker: usize) {
         self.visited.entry(play).or_default().insert(worker);
         if let Some(pin) = self.pins[worker].get_mut(&play) {
             pin.busy = true;
@@ -61,20 +62,26 @@ impl Sessions {
     }
 
     /// Handles the end of a turn: releases its blocks, which stay with the session's class or pin.
-    pub(super) fn ended(&mut self, job: &Job, worker: usize, engine: &mut Engine, pool: &mut Pool) {
+    pub(super) fn end_turn(
+        &mut self,
+        job: &Job,
+        worker: usize,
+        engine: &mut Engine,
+        pool: &mut BlockPool,
+    ) {
         if self.mode == Mode::Pinned {
             self.unpin(job.play, worker, pool);
             let blocks = job.chain.len() as u64;
             if self.pinned[worker] + blocks <= self.pin_blocks_max {
                 pool.pin(&job.chain);
-                self.count += 1;
+                self.pins_set += 1;
                 self.pinned[worker] += blocks;
-                let pin = Pin { chain: job.chain.clone(), since: self.count, busy: false };
+                let pin = Pin { chain: job.chain.clone(), since: self.pins_set, busy: false };
                 self.pins[worker].insert(job.play, pin);
             }
         }
         let class = if self.mode == Mode::Tagged { Class::Tagged } else { Class::Plain };
-        engine.leave(job, class, pool);
+        engine.finish(job, class, pool);
     }
 
     /// Ends the session on the worker: drops its pin and frees the blocks that only this session
@@ -84,27 +91,27 @@ impl Sessions {
         play: usize,
         corpus: &Corpus,
         worker: usize,
-        plays: &Plays,
-        pool: &mut Pool,
+        schedule: &Schedule,
+        pool: &mut BlockPool,
     ) {
         self.unpin(play, worker, pool);
-        let one = plays.get(play);
-        for block in corpus.scripts[one.script].own.clone() {
-            pool.discard(corpus.numbered(block, one.pass));
+        let entry = schedule.get(play);
+        for block in corpus.scripts[entry.script].own_blocks.clone() {
+            pool.discard(corpus.block_number(block, entry.pass));
         }
     }
 
     /// Drops the session's pin on the worker.
-    pub(super) fn unpin(&mut self, play: usize, worker: usize, pool: &mut Pool) {
+    pub(super) fn unpin(&mut self, play: usize, worker: usize, pool: &mut BlockPool) {
         if let Some(pin) = self.pins[worker].remove(&play) {
             self.pinned[worker] -= pin.chain.len() as u64;
-            pool.leave(&pin.chain, 0, Class::Plain);
+            pool.release(&pin.chain, 0, Class::Plain);
         }
     }
 
     /// Releases the worker's oldest pin, if possible of a session without a running turn. Returns
     /// false if there is no pin.
-    pub(super) fn release_oldest(&mut self, worker: usize, pool: &mut Pool) -> bool {
+    pub(super) fn release_oldest(&mut self, worker: usize, pool: &mut BlockPool) -> bool {
         let pins = self.pins[worker].iter();
         // When the engine is blocked, even the pin of a session with a queued turn may be released.
         let oldest = pins.min_by_key(|(_, pin)| (pin.busy, pin.since)).map(|(play, _)| *play);

@@ -21,7 +21,7 @@ use crate::sim::{
 
 /// The agents' knowledge of a session.
 #[derive(Debug)]
-pub(super) struct Known {
+pub(super) struct KnownSession {
     pub(super) key: SessionKey,
     /// The agents that list the session.
     pub(super) agents: BTreeSet<usize>,
@@ -32,10 +32,10 @@ pub(super) struct Known {
     pub(super) input_tokens: u64,
     pub(super) idle_since: Duration,
     /// The worker that the session leaves when its running turn's answer starts.
-    pub(super) leaves: Option<usize>,
+    pub(super) left_worker: Option<usize>,
 }
 
-impl Known {
+impl KnownSession {
     pub(super) fn new(session: usize) -> Self {
         Self {
             key: key(session),
@@ -45,7 +45,7 @@ impl Known {
             resident_tokens: None,
             input_tokens: 0,
             idle_since: Duration::ZERO,
-            leaves: None,
+            left_worker: None,
         }
     }
 
@@ -68,7 +68,7 @@ impl Known {
 }
 
 /// Returns an agent's worker; each agent has one rank.
-pub(super) fn at(agent: usize) -> WorkerRef {
+pub(super) fn worker_ref(agent: usize) -> WorkerRef {
     WorkerRef { agent, dp_rank: 0 }
 }
 

@@ -7,14 +7,14 @@ const NONE: u32 = u32::MAX;
 
 /// The names given so far, by block number.
 #[derive(Debug, Default)]
-pub(super) struct Names {
+pub(super) struct BlockNames {
     hashes: Vec<Option<BlockHash>>,
     before: Vec<u32>,
 }
 
-impl Names {
+impl BlockNames {
     /// Returns the names of a chain's blocks; a block has the same name in every chain.
-    pub(super) fn hash(&mut self, chain: &[u32]) -> Vec<BlockHash> {
+    pub(super) fn name_chain(&mut self, chain: &[u32]) -> Vec<BlockHash> {
         let page = BlockTokens::for_page(1).expect("pages of one token have blocks");
         let (mut last, mut before) = (Scheme::plain(page).root(), NONE);
         let mut named = Vec::with_capacity(chain.len());
@@ -34,22 +34,22 @@ impl Names {
     }
 
     /// Returns the names of blocks that were named before.
-    pub(super) fn of_all(&self, blocks: &[u32]) -> Vec<BlockHash> {
-        blocks.iter().map(|&number| self.of(number)).collect()
+    pub(super) fn names(&self, blocks: &[u32]) -> Vec<BlockHash> {
+        blocks.iter().map(|&number| self.name(number)).collect()
     }
 
     /// Groups blocks into runs of successive blocks. Each run comes with the name of the block
     /// before it.
-    pub(super) fn runs(&self, blocks: &[u32]) -> Vec<(Option<BlockHash>, Vec<BlockHash>)> {
+    pub(super) fn name_runs(&self, blocks: &[u32]) -> Vec<(Option<BlockHash>, Vec<BlockHash>)> {
         let mut runs: Vec<(Option<BlockHash>, Vec<BlockHash>)> = vec![];
         let mut last = None;
         for &number in blocks {
             let before = self.before[number as usize];
             match runs.last_mut() {
-                Some((_, run)) if last == Some(before) => run.push(self.of(number)),
+                Some((_, run)) if last == Some(before) => run.push(self.name(number)),
                 _ => {
-                    let parent = (before != NONE).then(|| self.of(before));
-                    runs.push((parent, vec![self.of(number)]));
+                    let parent = (before != NONE).then(|| self.name(before));
+                    runs.push((parent, vec![self.name(number)]));
                 }
             }
             last = Some(number);
@@ -57,7 +57,7 @@ impl Names {
         runs
     }
 
-    fn of(&self, number: u32) -> BlockHash {
+    fn name(&self, number: u32) -> BlockHash {
         self.hashes[number as usize].expect("a block was named when its turn was placed")
     }
 }

@@ -4,12 +4,12 @@
 
 use std::time::Duration;
 
-use super::options::Options;
+use super::options::SimOptions;
 use crate::replay::trace::{Blocks, Conversation, Form, Run, Shared, Trace, Turn};
 
 /// The choice of a synthetic workload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub enum Made {
+pub enum SyntheticWorkload {
     /// W4: 64 sessions within 10 s, all with one system prompt, whose KV the first session creates
     /// on its worker.
     Herd,
@@ -26,7 +26,7 @@ const HERD_SESSIONS: u32 = 64;
 /// The number of sessions per worker, one of them a giant.
 const SKEW_SESSIONS_EACH: u32 = 9;
 
-impl Made {
+impl SyntheticWorkload {
     /// Returns the workload as a trace.
     #[must_use]
     pub fn trace(self, workers: usize) -> Trace {
@@ -39,16 +39,16 @@ impl Made {
 
     /// Returns the options that play each session once, each by its own user.
     #[must_use]
-    pub fn load(self, base: Options) -> Options {
+    pub fn options(self, base: SimOptions) -> SimOptions {
         let seconds = Duration::from_secs;
         match self {
-            Self::Herd => Options {
+            Self::Herd => SimOptions {
                 users: HERD_SESSIONS as usize,
                 ramp: seconds(10),
                 horizon: seconds(120),
                 ..base
             },
-            Self::Skew => Options {
+            Self::Skew => SimOptions {
                 users: base.workers * SKEW_SESSIONS_EACH as usize,
                 ramp: seconds(60),
                 horizon: seconds(600),

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 /// The counts of one run.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct Tally {
+pub struct RunStats {
     /// The times to first token, in the order of first tokens.
     pub ttft: Vec<Duration>,
     /// The prompt tokens of turns whose answer started.
@@ -27,7 +27,7 @@ pub struct Tally {
     pub closed: u64,
 }
 
-impl Tally {
+impl RunStats {
     /// Creates zero counts for `workers` workers.
     #[must_use]
     pub fn new(workers: usize) -> Self {

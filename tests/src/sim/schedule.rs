@@ -5,7 +5,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use super::{corpus::Corpus, engine::Time, options::Options};
+use super::{corpus::Corpus, engine::Time, options::SimOptions};
 
 /// The delay between a turn and the children that it starts.
 const CHILD_DELAY: Duration = Duration::from_millis(500);
@@ -41,16 +41,16 @@ pub struct Play {
     /// The next turn.
     pub turn: usize,
     awaited_by_parent: bool,
-    awaits: u32,
+    awaited_children: u32,
     /// When the next turn is due, apart from awaited children; `None` while a turn runs.
     due: Option<Time>,
     /// Whether all turns have ended.
-    over: bool,
+    finished: bool,
 }
 
 /// All plays of a run.
 #[derive(Debug)]
-pub struct Plays {
+pub struct Schedule {
     corpus: Arc<Corpus>,
     think_max: Duration,
     order: Vec<usize>,
@@ -58,10 +58,10 @@ pub struct Plays {
     plays: Vec<Play>,
 }
 
-impl Plays {
+impl Schedule {
     /// Creates the schedule, in the order of `seed` or of the trace's times.
     #[must_use]
-    pub fn new(corpus: &Arc<Corpus>, options: &Options, seed: u64) -> Self {
+    pub fn new(corpus: &Arc<Corpus>, options: &SimOptions, seed: u64) -> Self {
         let mut order = corpus.roots.clone();
         if !corpus.timed {
             fastrand::Rng::with_seed(seed).shuffle(&mut order);
@@ -76,7 +76,7 @@ impl Plays {
     }
 
     /// Returns the initial events: users, spread over the ramp, or the requests of a timed trace.
-    pub fn start(&mut self, options: &Options) -> Vec<Due> {
+    pub fn start(&mut self, options: &SimOptions) -> Vec<Due> {
         if self.corpus.timed {
             let due = |play: usize| {
                 let at = self.corpus.scripts[play].turns[0].at.div_f64(options.rate);
@@ -97,7 +97,7 @@ impl Plays {
     }
 
     /// Starts a user's next session; returns its first turn.
-    pub fn begin(&mut self, now: Time) -> Due {
+    pub fn begin_session(&mut self, now: Time) -> Due {
         let pass = u32::try_from(self.next / self.order.len()).unwrap_or(u32::MAX);
         let script = self.order[self.next % self.order.len()];
         self.next += 1;
@@ -113,43 +113,43 @@ impl Plays {
     }
 
     /// Records the end of the play's turn; returns the events that follow.
-    pub fn ended(&mut self, play: usize, now: Time) -> Vec<Due> {
+    pub fn end_turn(&mut self, play: usize, now: Time) -> Vec<Due> {
         let mut dues = Vec::new();
         let Play { script, turn, pass, .. } = self.plays[play];
         let corpus = Arc::clone(&self.corpus);
         for child in &corpus.scripts[script].children {
             if child.after_turn == turn {
-                let mut one = Play::new(child.script, pass, Some(play));
-                one.awaited_by_parent = child.awaited;
-                self.plays[play].awaits += u32::from(child.awaited);
-                self.plays.push(one);
+                let mut started = Play::new(child.script, pass, Some(play));
+                started.awaited_by_parent = child.awaited;
+                self.plays[play].awaited_children += u32::from(child.awaited);
+                self.plays.push(started);
                 dues.push(Due::Turn { play: self.plays.len() - 1, at: now + CHILD_DELAY });
             }
         }
-        let one = &mut self.plays[play];
-        one.turn += 1;
-        match corpus.scripts[script].turns.get(one.turn) {
-            Some(next) => one.due = Some(now + next.think.min(self.think_max)),
-            None => one.over = true,
+        let entry = &mut self.plays[play];
+        entry.turn += 1;
+        match corpus.scripts[script].turns.get(entry.turn) {
+            Some(next) => entry.due = Some(now + next.think.min(self.think_max)),
+            None => entry.finished = true,
         }
-        self.go_on(play, now, &mut dues);
+        self.resume(play, now, &mut dues);
         dues
     }
 
     /// Continues a play that waits for no children: adds its next turn, or ends it and continues
     /// its parent.
-    fn go_on(&mut self, play: usize, now: Time, dues: &mut Vec<Due>) {
-        let one = &mut self.plays[play];
-        if one.awaits > 0 {
+    fn resume(&mut self, play: usize, now: Time, dues: &mut Vec<Due>) {
+        let entry = &mut self.plays[play];
+        if entry.awaited_children > 0 {
             return;
         }
-        if let Some(due) = one.due.take() {
+        if let Some(due) = entry.due.take() {
             dues.push(Due::Turn { play, at: due.max(now) });
-        } else if one.over {
-            match one.parent {
-                Some(parent) if one.awaited_by_parent => {
-                    self.plays[parent].awaits -= 1;
-                    self.go_on(parent, now, dues);
+        } else if entry.finished {
+            match entry.parent {
+                Some(parent) if entry.awaited_by_parent => {
+                    self.plays[parent].awaited_children -= 1;
+                    self.resume(parent, now, dues);
                 }
                 Some(_) => {}
                 None if self.corpus.timed => {}
@@ -167,9 +167,9 @@ impl Play {
             parent,
             turn: 0,
             awaited_by_parent: false,
-            awaits: 0,
+            awaited_children: 0,
             due: None,
-            over: false,
+            finished: false,
         }
     }
 }
