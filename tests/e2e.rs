@@ -13,8 +13,8 @@ use tests::{
     demo::WorkerLine,
     engine_sim::{Config, EngineSim},
     replay::{
-        Api, Control, Options, Report, SessionHeaders, Workload, drive, load, options::Pace,
-        shape::Shape,
+        Api, ReplayControl, ReplayOptions, Report, SessionHeaders, Workload, drive, load,
+        options::Pace, shape::Shape,
     },
     web::{Answer, Web},
 };
@@ -691,8 +691,9 @@ async fn real_conversations_replay_without_an_error() {
     config.core.context_len = 8192;
     config.core.decode_ms_per_step = 0.2;
     let cluster = Cluster::with(2, config).await;
-    let trace = tokio::task::spawn_blocking(move || load::trace(&path)).await.unwrap().unwrap();
-    let options = Options {
+    let trace =
+        tokio::task::spawn_blocking(move || load::read_trace(&path)).await.unwrap().unwrap();
+    let options = ReplayOptions {
         url: cluster.router.url(""),
         api: Api::Chat,
         model: "tiny".into(),
@@ -705,9 +706,10 @@ async fn real_conversations_replay_without_an_error() {
             ramp: Duration::ZERO,
         },
         turns_max: Some(200),
-        ..Options::default()
+        ..ReplayOptions::default()
     };
-    let report = drive(options, Workload::Trace(trace), Control::default(), |_| {}).await.unwrap();
+    let report =
+        drive(options, Workload::Trace(trace), ReplayControl::default(), |_| {}).await.unwrap();
     assert_eq!((report.turns, report.errors), (200, 0), "{:?}", report.errors_by_kind);
     assert!(report.cached_ratio > Some(0.5), "agents' prompts grow: {:?}", report.cached_ratio);
 }

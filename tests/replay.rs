@@ -21,9 +21,9 @@ use std::time::Duration;
 use tests::replay::options::Pace;
 use tests::replay::shape::Shape;
 use tests::replay::synth::{self, Salt};
-use tests::replay::trace::{Blocks, Child, Conversation, Form, Shared, Trace, Turn};
+use tests::replay::trace::{Blocks, Conversation, Form, Shared, Subagent, Trace, TraceTurn};
 use tests::replay::{
-    Api, Control, Options, Report, SessionHeaders, SessionOpen, Workload, drive, load,
+    Api, ReplayControl, ReplayOptions, Report, SessionHeaders, SessionOpen, Workload, drive, load,
 };
 use tokio::sync::Notify;
 
@@ -39,7 +39,7 @@ enum Fault {
 }
 
 #[derive(Debug, Clone)]
-struct Asked {
+struct RecordedTurn {
     session: Option<String>,
     parent: Option<String>,
     last: bool,
@@ -48,8 +48,8 @@ struct Asked {
 }
 
 #[derive(Debug, Default)]
-struct Seen {
-    turns: Vec<Asked>,
+struct Recorded {
+    turns: Vec<RecordedTurn>,
     opened: Vec<(String, String)>,
     closed: Vec<String>,
     /// The tokens committed per session that sends deltas.
@@ -59,7 +59,7 @@ struct Seen {
 #[derive(Debug, Default)]
 struct Server {
     faults: BTreeMap<usize, Fault>,
-    seen: Mutex<Seen>,
+    seen: Mutex<Recorded>,
     /// Notified when a turn hangs.
     hung: Notify,
 }
@@ -95,7 +95,7 @@ async fn close(State(server): State<Arc<Server>>, Path(id): Path<String>) -> Sta
 }
 
 async fn generate(State(server): State<Arc<Server>>, headers: HeaderMap, body: Bytes) -> Response {
-    let (asked, fault) = note(&server, &headers, &body);
+    let (asked, fault) = record_turn(&server, &headers, &body);
     let count = asked.body["sampling_params"]["max_new_tokens"].as_u64().unwrap();
     let sent = asked.body["input_ids"].as_array().unwrap().len() as u64;
     let mut prompt = sent;
@@ -121,7 +121,7 @@ async fn generate(State(server): State<Arc<Server>>, headers: HeaderMap, body: B
 }
 
 async fn chat(State(server): State<Arc<Server>>, headers: HeaderMap, body: Bytes) -> Response {
-    let (asked, fault) = note(&server, &headers, &body);
+    let (asked, fault) = record_turn(&server, &headers, &body);
     let count = asked.body["max_tokens"].as_u64().unwrap();
     let messages = asked.body["messages"].as_array().unwrap();
     let prompt: usize = messages.iter().map(|one| one["content"].as_str().unwrap().len()).sum();
@@ -132,9 +132,9 @@ async fn chat(State(server): State<Arc<Server>>, headers: HeaderMap, body: Bytes
     stream(&server, events, fault).await
 }
 
-fn note(server: &Server, headers: &HeaderMap, body: &[u8]) -> (Asked, Option<Fault>) {
+fn record_turn(server: &Server, headers: &HeaderMap, body: &[u8]) -> (RecordedTurn, Option<Fault>) {
     let text = |name: &str| headers.get(name).map(|value| value.to_str().unwrap().to_owned());
-    let asked = Asked {
+    let asked = RecordedTurn {
         session: text("x-berth-session-id"),
         parent: text("x-parent-session-id"),
         last: text("x-berth-session-final").is_some_and(|value| value == "true"),
@@ -169,7 +169,7 @@ async fn stream(server: &Server, events: Vec<Value>, fault: Option<Fault>) -> Re
 
 /// Returns a conversation of `turns` turns; each adds a block of 64 tokens.
 fn conversation(scope: u64, turns: u64) -> Conversation {
-    let turn = |index: u64| Turn {
+    let turn = |index: u64| TraceTurn {
         at: Duration::from_millis(10 * index),
         think: Duration::from_millis(1),
         prompt_tokens: 64 * (index + 2),
@@ -182,7 +182,7 @@ fn conversation(scope: u64, turns: u64) -> Conversation {
         scope: Some(scope),
         shared: Shared { stream: 0, tokens: 32 },
         turns: (0..turns).map(turn).collect(),
-        said: Vec::new(),
+        words: Vec::new(),
         children: Vec::new(),
     }
 }
@@ -191,18 +191,24 @@ fn workload(conversations: Vec<Conversation>) -> Workload {
     Workload::Trace(Trace { form: Form::Conversations, conversations, duplicates: 0 })
 }
 
-fn options(url: &str, api: Api) -> Options {
+fn options(url: &str, api: Api) -> ReplayOptions {
     let pace = Pace::Closed {
         users: 2,
         time_scale: 0.0,
         think_max: Duration::from_secs(1),
         ramp: Duration::ZERO,
     };
-    Options { url: url.to_owned(), api, pace, run_id: "t".to_owned(), ..Options::default() }
+    ReplayOptions {
+        url: url.to_owned(),
+        api,
+        pace,
+        run_id: "t".to_owned(),
+        ..ReplayOptions::default()
+    }
 }
 
-async fn run(options: Options, conversations: Vec<Conversation>) -> Report {
-    drive(options, workload(conversations), Control::default(), |_| {}).await.unwrap()
+async fn run(options: ReplayOptions, conversations: Vec<Conversation>) -> Report {
+    drive(options, workload(conversations), ReplayControl::default(), |_| {}).await.unwrap()
 }
 
 fn kinds(report: &Report) -> Vec<(&str, u64)> {
@@ -213,7 +219,7 @@ fn kinds(report: &Report) -> Vec<(&str, u64)> {
 async fn every_turn_is_sent_once_and_counted() {
     for (api, stream) in [(Api::Chat, true), (Api::Generate, true), (Api::Generate, false)] {
         let (server, url) = serve(&[]).await;
-        let options = Options { stream, ..options(&url, api) };
+        let options = ReplayOptions { stream, ..options(&url, api) };
         let report = run(options, (0..5).map(|scope| conversation(scope, 3)).collect()).await;
         assert_eq!((report.turns, report.errors), (15, 0), "{:?}", report.errors_by_kind);
         assert_eq!((report.conversations, report.conversations_finished), (5, 5));
@@ -233,7 +239,7 @@ async fn every_turn_is_sent_once_and_counted() {
 #[tokio::test]
 async fn the_last_turn_of_a_session_says_so() {
     let (server, url) = serve(&[]).await;
-    let options = Options {
+    let options = ReplayOptions {
         sessions: SessionHeaders::Final,
         session_open: Some(SessionOpen::Tagged),
         ..options(&url, Api::Chat)
@@ -251,7 +257,7 @@ async fn the_last_turn_of_a_session_says_so() {
 #[tokio::test]
 async fn pinned_sessions_get_only_new_tokens() {
     let (server, url) = serve(&[]).await;
-    let options = Options {
+    let options = ReplayOptions {
         sessions: SessionHeaders::Header,
         session_open: Some(SessionOpen::Pinned),
         ..options(&url, Api::Generate)
@@ -272,7 +278,7 @@ async fn pinned_sessions_get_only_new_tokens() {
 #[tokio::test]
 async fn a_lost_pinned_turn_begins_the_session_again() {
     let (server, url) = serve(&[(1, Fault::Truncate)]).await;
-    let options = Options {
+    let options = ReplayOptions {
         sessions: SessionHeaders::Header,
         session_open: Some(SessionOpen::Pinned),
         ..options(&url, Api::Generate)
@@ -314,7 +320,7 @@ async fn busy_servers_are_asked_again_so_often() {
     let bodies: Vec<Value> = server.seen.lock().turns.iter().map(|t| t.body.clone()).collect();
     assert_eq!((&bodies[0], &bodies[1]), (&bodies[2], &bodies[2]));
     let (_server, url) = serve(&[(0, Fault::Busy), (1, Fault::Busy)]).await;
-    let impatient = Options { retries_max: 1, ..options(&url, Api::Chat) };
+    let impatient = ReplayOptions { retries_max: 1, ..options(&url, Api::Chat) };
     let report = run(impatient, vec![conversation(0, 1)]).await;
     assert_eq!((report.retries, kinds(&report)), (1, vec![("status_429", 1)]));
 }
@@ -322,7 +328,7 @@ async fn busy_servers_are_asked_again_so_often() {
 #[tokio::test]
 async fn a_turn_budget_is_kept_and_sessions_are_closed() {
     let (server, url) = serve(&[]).await;
-    let options = Options {
+    let options = ReplayOptions {
         turns_max: Some(7),
         recycle: true,
         sessions: SessionHeaders::Final,
@@ -338,13 +344,13 @@ async fn a_turn_budget_is_kept_and_sessions_are_closed() {
 #[tokio::test]
 async fn a_stop_gives_up_what_hangs_and_closes_its_session() {
     let (server, url) = serve(&[(1, Fault::Hang)]).await;
-    let options = Options {
+    let options = ReplayOptions {
         grace: Duration::from_millis(50),
         sessions: SessionHeaders::Header,
         session_open: Some(SessionOpen::Auto),
         ..options(&url, Api::Chat)
     };
-    let control = Control::default();
+    let control = ReplayControl::default();
     let stop = async {
         server.hung.notified().await;
         assert_eq!(control.live.report(Duration::ZERO).in_flight, 1);
@@ -360,7 +366,7 @@ async fn a_stop_gives_up_what_hangs_and_closes_its_session() {
 async fn a_replay_ends_at_its_time() {
     let (_server, url) = serve(&[]).await;
     let duration_max = Some(Duration::from_millis(100));
-    let options = Options { duration_max, recycle: true, ..options(&url, Api::Chat) };
+    let options = ReplayOptions { duration_max, recycle: true, ..options(&url, Api::Chat) };
     let report = run(options, vec![conversation(0, 2)]).await;
     assert_eq!((report.errors, report.unfinished), (0, 0));
 }
@@ -371,7 +377,7 @@ async fn a_request_that_takes_too_long_is_a_timeout() {
     // Long enough for the second turn, which must be answered in time.
     let timeout = Duration::from_secs(4);
     let report =
-        run(Options { timeout, ..options(&url, Api::Chat) }, vec![conversation(0, 2)]).await;
+        run(ReplayOptions { timeout, ..options(&url, Api::Chat) }, vec![conversation(0, 2)]).await;
     assert_eq!((report.turns, kinds(&report)), (1, vec![("timeout", 1)]));
 }
 
@@ -380,8 +386,8 @@ async fn subagents_have_sessions_of_their_own_and_their_parents_wait() {
     let (server, url) = serve(&[]).await;
     let mut parent = conversation(0, 2);
     let conversation = conversation(0, 3);
-    parent.children.push(Child { beside_turn: 0, awaited: true, conversation });
-    let options = Options { sessions: SessionHeaders::Header, ..options(&url, Api::Chat) };
+    parent.children.push(Subagent { beside_turn: 0, awaited: true, conversation });
+    let options = ReplayOptions { sessions: SessionHeaders::Header, ..options(&url, Api::Chat) };
     let report = run(options, vec![parent]).await;
     assert_eq!((report.turns, report.conversations_finished), (5, 2));
     let seen = server.seen.lock();
@@ -396,9 +402,9 @@ async fn an_open_loop_drops_what_exceeds_its_bound() {
     let (server, url) = serve(&[(0, Fault::Hang)]).await;
     let pace = Pace::Open { rate: 1.0, arrival_gap: Duration::ZERO, outstanding_max: 1 };
     let grace = Duration::from_millis(50);
-    let options = Options { pace, grace, ..options(&url, Api::Chat) };
+    let options = ReplayOptions { pace, grace, ..options(&url, Api::Chat) };
     let conversations = (0..4).map(|scope| conversation(scope, 1)).collect();
-    let control = Control::default();
+    let control = ReplayControl::default();
     let stop = control.stop.clone();
     let stop_when_dropped = |report: &Report| {
         if report.dropped == 3 {
@@ -416,7 +422,8 @@ async fn an_open_loop_keeps_the_order_of_a_conversation() {
     let (server, url) = serve(&[]).await;
     let pace =
         Pace::Open { rate: 10.0, arrival_gap: Duration::from_millis(10), outstanding_max: 64 };
-    let options = Options { pace, sessions: SessionHeaders::Final, ..options(&url, Api::Generate) };
+    let options =
+        ReplayOptions { pace, sessions: SessionHeaders::Final, ..options(&url, Api::Generate) };
     let report = run(options, (0..4).map(|scope| conversation(scope, 4)).collect()).await;
     assert_eq!((report.turns, report.dropped, report.errors), (16, 0, 0));
     let mut lengths: BTreeMap<String, Vec<usize>> = BTreeMap::new();
@@ -430,8 +437,8 @@ async fn an_open_loop_keeps_the_order_of_a_conversation() {
 
 #[tokio::test]
 async fn contradicting_options_are_refused() {
-    let options = Options { vocab: 0, ..options("ftp://x", Api::Chat) };
-    let refused = drive(options, workload(Vec::new()), Control::default(), |_| {}).await;
+    let options = ReplayOptions { vocab: 0, ..options("ftp://x", Api::Chat) };
+    let refused = drive(options, workload(Vec::new()), ReplayControl::default(), |_| {}).await;
     assert_eq!(refused.unwrap_err().to_string().split("; ").count(), 2);
 }
 
@@ -481,7 +488,7 @@ fn real_traces_read_and_share_what_their_ids_share() {
         skip("no traces: neither BERTH_TRACES nor ../../shared/traces holds them");
         return;
     };
-    let agents = load::trace(&folder.join("claude_code.jsonl.gz")).unwrap();
+    let agents = load::read_trace(&folder.join("claude_code.jsonl.gz")).unwrap();
     assert_eq!(agents.form, Form::Conversations);
     assert_eq!(agents.conversations.len() as u64 + agents.duplicates, 337);
     assert!(agents.conversations.iter().map(|one| one.children.len()).sum::<usize>() > 0);
@@ -494,12 +501,12 @@ fn real_traces_read_and_share_what_their_ids_share() {
             assert_eq!(common, synth::shared_prefix(one, &pair[0], &pair[1], &shape));
         }
     }
-    let chats = load::trace(&folder.join("mooncake_conversation.jsonl.gz")).unwrap();
+    let chats = load::read_trace(&folder.join("mooncake_conversation.jsonl.gz")).unwrap();
     assert_eq!((chats.form, chats.conversations.len()), (Form::Requests, 12_031));
     // As published, all requests start with block 0.
     let first = |one: &Conversation| one.turns[0].blocks.get(0) == Some(0);
     assert!(chats.conversations.iter().all(first));
-    let agents = load::trace(&folder.join("lmcache_miniswe")).unwrap();
+    let agents = load::read_trace(&folder.join("lmcache_miniswe")).unwrap();
     assert_eq!((agents.form, agents.conversations.len()), (Form::Prompts, 10));
     // In the files, every third line is out of order.
     assert_eq!((agents.turns(), agents.edits()), (266, 0));

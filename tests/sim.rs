@@ -140,7 +140,7 @@ fn a_herd_behind_one_system_prompt_spreads() {
 #[test]
 fn one_endless_pool_finds_what_the_trace_repeats() {
     let Some(path) = trace("mooncake_conversation.jsonl.gz") else { return };
-    let corpus = Arc::new(Corpus::new(&load::trace(&path).unwrap(), 512, ALL));
+    let corpus = Arc::new(Corpus::new(&load::read_trace(&path).unwrap(), 512, ALL));
     // The rate is so low that no request comes before the request that it repeats is computed.
     let options = SimOptions { workers: 1, pool_tokens: None, rate: 0.05, ..SimOptions::default() };
     let stats = run(&corpus, &options, PolicyKind::RoundRobin, 0);

@@ -11,8 +11,8 @@ use crate::{
     cluster::{Agent, Router, agent_config, ready, router_config},
     engine_sim::{Config, EngineSim, core::PoolFacts},
     replay::{
-        self, Api, Control, Options, Report, SessionHeaders, SessionOpen, Workload, options::Pace,
-        shape::Shape,
+        self, Api, ReplayControl, ReplayOptions, Report, SessionHeaders, SessionOpen, Workload,
+        options::Pace, shape::Shape,
     },
     web::Web,
 };
@@ -37,7 +37,7 @@ const FREED_WITHIN: Duration = Duration::from_secs(30);
 
 /// The results of the demo.
 #[derive(Debug, Clone, Serialize)]
-pub struct Summary {
+pub struct DemoSummary {
     /// The turns answered.
     pub turns: u64,
     /// The turns and session calls that failed.
@@ -61,10 +61,10 @@ pub struct Summary {
     pub held_tokens_end: u64,
 }
 
-impl Summary {
+impl DemoSummary {
     /// Whether turns were answered, nothing failed and nothing leaked.
     #[must_use]
-    pub fn good(&self) -> bool {
+    pub fn is_good(&self) -> bool {
         self.turns > 0
             && self.errors == 0
             && self.sessions_leaked == 0
@@ -124,18 +124,22 @@ impl Demo {
     ///
     /// # Errors
     /// Fails if the options of the replay contradict each other.
-    pub async fn drive(&self, time: Duration, control: Control) -> Result<Report, replay::Error> {
-        let made = || Workload::Made { conversations: u64::MAX };
+    pub async fn drive(
+        &self,
+        time: Duration,
+        control: ReplayControl,
+    ) -> Result<Report, replay::Error> {
+        let workload = || Workload::Synthetic { conversations: u64::MAX };
         let pinned = options(self.url(), time, Api::Generate, SessionOpen::Pinned, PINNED_USERS);
         let tagged = options(self.url(), time, Api::Chat, SessionOpen::Tagged, TAGGED_USERS);
         let started = tokio::time::Instant::now();
         let both = tokio::join!(
-            replay::drive(pinned, made(), control.clone(), |_| {}),
-            replay::drive(tagged, made(), control.clone(), |_| {}),
+            replay::drive(pinned, workload(), control.clone(), |_| {}),
+            replay::drive(tagged, workload(), control.clone(), |_| {}),
         );
         both.0.and(both.1)?;
         // Both replays count into one live report, which is complete only now.
-        Ok(control.live.end(started.elapsed()))
+        Ok(control.live.final_report(started.elapsed()))
     }
 
     /// Returns the current state of the workers.
@@ -147,11 +151,11 @@ impl Demo {
         let mut lines = vec![];
         for (number, engine) in self.engines.iter().enumerate() {
             let name = format!("worker-{number}");
-            let of = |worker: &&serde_json::Value| {
+            let is_this = |worker: &&serde_json::Value| {
                 worker["worker"].as_str().is_some_and(|id| id.starts_with(&name))
             };
             let workers = ledger["workers"].as_array();
-            let ledger = workers.and_then(|workers| workers.iter().find(of)).cloned();
+            let ledger = workers.and_then(|workers| workers.iter().find(is_this)).cloned();
             if let Some(pool) = engine.pool(0).await {
                 lines.push(WorkerLine { name, pool, ledger: ledger.unwrap_or_default() });
             }
@@ -163,18 +167,18 @@ impl Demo {
     ///
     /// # Errors
     /// Fails if the router or an agent ended with an error.
-    pub async fn finish(self, report: &Report) -> anyhow::Result<Summary> {
+    pub async fn finish(self, report: &Report) -> anyhow::Result<DemoSummary> {
         self.router.stop().await?;
         // Checks before the agents close the remaining sessions: a leak is what the clients' closes
         // did not free.
-        let (sessions_leaked, held_tokens_end) = left(&self.engines).await;
+        let (sessions_leaked, held_tokens_end) = held_at_end(&self.engines).await;
         for agent in self.agents {
             agent.stop().await?;
         }
         for engine in self.engines {
             engine.shutdown().await;
         }
-        Ok(Summary {
+        Ok(DemoSummary {
             turns: report.turns,
             errors: report.errors,
             errors_by_kind: report.errors_by_kind.clone(),
@@ -190,7 +194,7 @@ impl Demo {
 }
 
 /// Returns the sessions and tokens that engines hold, once they are zero or after [`FREED_WITHIN`].
-async fn left(engines: &[EngineSim]) -> (u64, u64) {
+async fn held_at_end(engines: &[EngineSim]) -> (u64, u64) {
     let deadline = tokio::time::Instant::now() + FREED_WITHIN;
     loop {
         let (mut sessions, mut tokens) = (0, 0);
@@ -219,8 +223,14 @@ fn engine_config(number: usize) -> Config {
     config
 }
 
-fn options(url: String, time: Duration, api: Api, open: SessionOpen, users: usize) -> Options {
-    Options {
+fn options(
+    url: String,
+    time: Duration,
+    api: Api,
+    open: SessionOpen,
+    users: usize,
+) -> ReplayOptions {
+    ReplayOptions {
         url,
         api,
         model: "tiny".to_owned(),
@@ -241,7 +251,7 @@ fn options(url: String, time: Duration, api: Api, open: SessionOpen, users: usiz
             ramp: Duration::from_secs(1),
         },
         duration_max: Some(time),
-        ..Options::default()
+        ..ReplayOptions::default()
     }
 }
 
@@ -253,9 +263,9 @@ pub async fn run(
     time: Duration,
     stop: CancellationToken,
     mut show: impl FnMut(&[WorkerLine], &Report),
-) -> anyhow::Result<Summary> {
+) -> anyhow::Result<DemoSummary> {
     let demo = Demo::start().await?;
-    let control = Control { stop, ..Control::default() };
+    let control = ReplayControl { stop, ..ReplayControl::default() };
     let live = Arc::clone(&control.live);
     let started = tokio::time::Instant::now();
     let report = {

@@ -24,7 +24,7 @@ mod user;
 pub mod wire;
 pub mod workload;
 
-pub use drive::{Control, Error, drive};
-pub use options::{Api, Options, SessionHeaders, SessionOpen};
-pub use report::{Live, Report};
+pub use drive::{Error, ReplayControl, drive};
+pub use options::{Api, ReplayOptions, SessionHeaders, SessionOpen};
+pub use report::{LiveCounters, Report};
 pub use workload::Workload;

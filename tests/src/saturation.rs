@@ -11,7 +11,9 @@ use serde::Serialize;
 use crate::{
     cluster::{Agent, agent_config, ready},
     engine_sim::{Config, EngineSim},
-    replay::{self, Api, Control, Options, Report, Workload, options::Pace, shape::Shape},
+    replay::{
+        self, Api, ReplayControl, ReplayOptions, Report, Workload, options::Pace, shape::Shape,
+    },
     web::Web,
 };
 
@@ -68,8 +70,8 @@ pub async fn compare(
         for guarded in [false, true, true, false] {
             let url = if guarded { agent.url("") } else { engine.url() };
             let options = options(url, stretch, stretches.len() as u64);
-            let made = Workload::Made { conversations: u64::MAX };
-            let report = replay::drive(options, made, Control::default(), |_| {}).await?;
+            let workload = Workload::Synthetic { conversations: u64::MAX };
+            let report = replay::drive(options, workload, ReplayControl::default(), |_| {}).await?;
             let line = line(guarded, &report);
             show(&line);
             stretches.push(line);
@@ -93,8 +95,8 @@ fn line(guarded: bool, report: &Report) -> Stretch {
 }
 
 fn median(stretches: &[Stretch], guarded: bool) -> f64 {
-    let of = stretches.iter().filter(|stretch| stretch.guarded == guarded);
-    let mut rates: Vec<f64> = of.map(|stretch| stretch.tokens_per_s).collect();
+    let selected = stretches.iter().filter(|stretch| stretch.guarded == guarded);
+    let mut rates: Vec<f64> = selected.map(|stretch| stretch.tokens_per_s).collect();
     rates.sort_by(f64::total_cmp);
     rates[rates.len() / 2]
 }
@@ -110,8 +112,8 @@ fn engine_config() -> Config {
     config
 }
 
-fn options(url: String, stretch: Duration, seed: u64) -> Options {
-    Options {
+fn options(url: String, stretch: Duration, seed: u64) -> ReplayOptions {
+    ReplayOptions {
         url,
         api: Api::Chat,
         model: "tiny".to_owned(),
@@ -126,6 +128,6 @@ fn options(url: String, stretch: Duration, seed: u64) -> Options {
         // Each pair of periods has the same conversations.
         seed: seed / 2,
         duration_max: Some(stretch),
-        ..Options::default()
+        ..ReplayOptions::default()
     }
 }

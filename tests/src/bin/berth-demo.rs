@@ -12,7 +12,7 @@ use std::{
 use clap::Parser;
 use indicatif::{MultiProgress, ProgressBar, ProgressFinish, ProgressStyle};
 use tests::{
-    demo::{self, Summary, WorkerLine},
+    demo::{self, DemoSummary, WorkerLine},
     replay::Report,
 };
 use tokio_util::sync::CancellationToken;
@@ -43,8 +43,8 @@ fn main() -> ExitCode {
     };
     match run(&args) {
         Ok(summary) => {
-            let said = say(&args, &summary);
-            if said.is_ok() && summary.good() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+            let printed = print_summary(&args, &summary);
+            if printed.is_ok() && summary.is_good() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
         }
         Err(error) => {
             let _ = writeln!(std::io::stderr(), "berth-demo: {error:#}");
@@ -54,7 +54,7 @@ fn main() -> ExitCode {
 }
 
 #[tokio::main]
-async fn run(args: &Args) -> anyhow::Result<Summary> {
+async fn run(args: &Args) -> anyhow::Result<DemoSummary> {
     let stop = CancellationToken::new();
     let signalled = service::signal::stop_signal()?;
     let mut screen = Screen::new();
@@ -68,7 +68,7 @@ async fn run(args: &Args) -> anyhow::Result<Summary> {
     running.await
 }
 
-fn say(args: &Args, summary: &Summary) -> std::io::Result<()> {
+fn print_summary(args: &Args, summary: &DemoSummary) -> std::io::Result<()> {
     for (kind, count) in &summary.errors_by_kind {
         writeln!(std::io::stderr(), "failed {count} times: {kind}")?;
     }
@@ -76,7 +76,7 @@ fn say(args: &Args, summary: &Summary) -> std::io::Result<()> {
     if args.json {
         return writeln!(out, "{}", serde_json::to_string(summary)?);
     }
-    let Summary { turns, errors, ttft_ms_p50, ttft_ms_p99, cached_ratio, .. } = summary;
+    let DemoSummary { turns, errors, ttft_ms_p50, ttft_ms_p99, cached_ratio, .. } = summary;
     writeln!(out)?;
     writeln!(out, "turns            {turns}, {errors} failed")?;
     writeln!(out, "first token      {ttft_ms_p50:.1} ms median, {ttft_ms_p99:.1} ms p99")?;
@@ -87,7 +87,7 @@ fn say(args: &Args, summary: &Summary) -> std::io::Result<()> {
         summary.sessions_opened, summary.sessions_closed, summary.sessions_leaked
     )?;
     writeln!(out, "held at the end  {} tokens", summary.held_tokens_end)?;
-    let verdict = if summary.good() { "all as promised" } else { "NOT as promised" };
+    let verdict = if summary.is_good() { "all as promised" } else { "NOT as promised" };
     writeln!(out, "{verdict}")
 }
 

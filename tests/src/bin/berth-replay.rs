@@ -17,7 +17,7 @@ use tests::replay::options::Pace;
 use tests::replay::shape::Shape;
 use tests::replay::trace::Form;
 use tests::replay::{
-    Api, Control, Options, Report, SessionHeaders, SessionOpen, Workload, drive, load,
+    Api, ReplayControl, ReplayOptions, Report, SessionHeaders, SessionOpen, Workload, drive, load,
 };
 
 /// BSD's exit status for an invalid command line.
@@ -144,7 +144,7 @@ fn main() -> ExitCode {
         Ok(options) => options,
         Err(problems) => {
             for problem in problems {
-                say(&format!("berth-replay: {problem}"));
+                print_status(&format!("berth-replay: {problem}"));
             }
             return ExitCode::from(EX_USAGE);
         }
@@ -153,14 +153,14 @@ fn main() -> ExitCode {
         Ok(good) if good || flags.allow_errors => ExitCode::SUCCESS,
         Ok(_) => ExitCode::FAILURE,
         Err(error) => {
-            say(&format!("berth-replay: {error:#}"));
+            print_status(&format!("berth-replay: {error:#}"));
             ExitCode::FAILURE
         }
     }
 }
 
 /// Converts flags to options, or returns all problems of the flags.
-fn options(flags: &Flags) -> Result<Options, Vec<String>> {
+fn options(flags: &Flags) -> Result<ReplayOptions, Vec<String>> {
     let mut problems = Vec::new();
     let mut seconds = |name: &str, value: f64| {
         Duration::try_from_secs_f64(value)
@@ -184,8 +184,8 @@ fn options(flags: &Flags) -> Result<Options, Vec<String>> {
             ramp: seconds("ramp-s", flags.ramp_s.unwrap_or(0.0)),
         },
     };
-    let defaults = Options::default();
-    let options = Options {
+    let defaults = ReplayOptions::default();
+    let options = ReplayOptions {
         url: flags.url.clone(),
         api: flags.api,
         model: flags.model.clone(),
@@ -243,7 +243,7 @@ fn contradictions(flags: &Flags) -> Vec<String> {
     problems
 }
 
-fn workload(flags: &Flags, options: &Options) -> anyhow::Result<Workload> {
+fn workload(flags: &Flags, options: &ReplayOptions) -> anyhow::Result<Workload> {
     let Some(path) = &flags.trace else {
         let bounded = options.duration_max.is_some() || options.turns_max.is_some();
         let few = match options.pace {
@@ -251,10 +251,10 @@ fn workload(flags: &Flags, options: &Options) -> anyhow::Result<Workload> {
             Pace::Open { .. } => 8,
         };
         let conversations = flags.conversations.unwrap_or(if bounded { u64::MAX } else { few });
-        return Ok(Workload::Made { conversations });
+        return Ok(Workload::Synthetic { conversations });
     };
-    let trace = load::trace(path).context("the trace can't be replayed")?;
-    say(&format!(
+    let trace = load::read_trace(path).context("the trace can't be replayed")?;
+    print_status(&format!(
         "{}: {} conversations, {} turns, {} duplicates left out",
         path.display(),
         trace.conversations.len(),
@@ -263,13 +263,13 @@ fn workload(flags: &Flags, options: &Options) -> anyhow::Result<Workload> {
     ));
     if trace.form == Form::Prompts {
         let edits = trace.edits();
-        say(&format!("{edits} of the turns edit their history and send all of it again"));
+        print_status(&format!("{edits} of the turns edit their history and send all of it again"));
     }
     Ok(Workload::Trace(trace))
 }
 
 /// Runs the replay; returns true if nothing failed.
-fn replay(flags: &Flags, options: Options) -> anyhow::Result<bool> {
+fn replay(flags: &Flags, options: ReplayOptions) -> anyhow::Result<bool> {
     let workload = workload(flags, &options)?;
     let progress = Progress::new(flags, &options);
     let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -286,13 +286,17 @@ fn replay(flags: &Flags, options: Options) -> anyhow::Result<bool> {
     }
     out.flush()?;
     if report.turns == 0 {
-        say("berth-replay: no turn was answered");
+        print_status("berth-replay: no turn was answered");
     }
     Ok(report.errors == 0 && report.turns > 0)
 }
 
-async fn run(options: Options, workload: Workload, progress: &Progress) -> anyhow::Result<Report> {
-    let control = Control::default();
+async fn run(
+    options: ReplayOptions,
+    workload: Workload,
+    progress: &Progress,
+) -> anyhow::Result<Report> {
+    let control = ReplayControl::default();
     let stop = control.stop.clone();
     let driven = drive(options, workload, control, |report| progress.show(report));
     let mut driven = std::pin::pin!(driven);
@@ -317,7 +321,7 @@ struct Progress {
 }
 
 impl Progress {
-    fn new(flags: &Flags, options: &Options) -> Self {
+    fn new(flags: &Flags, options: &ReplayOptions) -> Self {
         let lines = flags.json || !std::io::stderr().is_terminal();
         let template = |text: &str| {
             ProgressStyle::with_template(text).unwrap_or_else(|_| ProgressStyle::default_bar())
@@ -341,12 +345,12 @@ impl Progress {
             self.bar.set_position(if self.by_time { done } else { report.turns });
             self.bar.set_message(report.line());
         } else if report.seconds % STATUS_EVERY_S < 1.0 {
-            say(&report.line());
+            print_status(&report.line());
         }
     }
 }
 
 /// Prints a line on stderr and ignores a failure.
-fn say(line: &str) {
+fn print_status(line: &str) {
     let _ = writeln!(std::io::stderr(), "{line}");
 }

@@ -27,7 +27,7 @@ fn main() -> ExitCode {
     let args = Args::parse();
     match run(&args) {
         Ok(comparison) => {
-            if say(&args, &comparison).is_ok() {
+            if print_comparison(&args, &comparison).is_ok() {
                 ExitCode::SUCCESS
             } else {
                 ExitCode::FAILURE
@@ -58,7 +58,7 @@ async fn run(args: &Args) -> anyhow::Result<Comparison> {
     saturation::compare(args.rounds, Duration::from_secs(args.seconds), show).await
 }
 
-fn say(args: &Args, comparison: &Comparison) -> anyhow::Result<()> {
+fn print_comparison(args: &Args, comparison: &Comparison) -> anyhow::Result<()> {
     let mut out = std::io::stdout().lock();
     writeln!(out, "goodput with the agent: {:.3} of the bare engine's", comparison.goodput_ratio)?;
     if args.json {

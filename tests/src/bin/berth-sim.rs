@@ -188,9 +188,9 @@ fn trace(flags: &Flags) -> anyhow::Result<Trace> {
     };
     let name = path.to_string_lossy();
     if name.ends_with(".csv.gz") {
-        azure::trace(path).with_context(|| path.display().to_string())
+        azure::read_trace(path).with_context(|| path.display().to_string())
     } else {
-        Ok(load::trace(path)?)
+        Ok(load::read_trace(path)?)
     }
 }
 

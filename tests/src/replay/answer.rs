@@ -3,13 +3,13 @@
 //! A stream has ended properly only with `[DONE]`. An abort inside a 200 is an error, whatever the
 //! status.
 
-use crate::replay::dialog::Reply;
+use crate::replay::dialog::AnswerContent;
 use crate::replay::options::Api;
 use serde::Deserialize;
 
 /// Why an answer failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Failure {
+pub enum AnswerFailure {
     /// The answer ended without its proper end.
     Truncated,
     /// The engine aborted the turn inside a 200.
@@ -22,7 +22,7 @@ pub enum Failure {
 
 /// What one event or body added to the answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Step {
+pub enum AnswerStep {
     /// No content or tokens, only a role, usage or a finish reason.
     Nothing,
     /// Content or tokens.
@@ -33,7 +33,7 @@ pub enum Step {
 
 /// An answer that is being received.
 #[derive(Debug)]
-pub struct Answer {
+pub struct ReplayAnswer {
     api: Api,
     text: String,
     ids: Vec<u32>,
@@ -46,9 +46,9 @@ pub struct Answer {
 
 /// An answer that ended properly.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Finished {
+pub struct FinishedAnswer {
     /// The part of the answer that the conversation needs.
-    pub reply: Reply,
+    pub reply: AnswerContent,
     /// The prompt tokens found in a cache, if the server reports them.
     pub cached_tokens: Option<u64>,
 }
@@ -110,7 +110,7 @@ struct Details {
     cached_tokens: Option<u64>,
 }
 
-impl Answer {
+impl ReplayAnswer {
     /// Creates an empty answer.
     pub fn new(api: Api) -> Self {
         Self {
@@ -126,47 +126,48 @@ impl Answer {
     }
 
     /// Reads the data of one event, or the `[DONE]` after the last event.
-    pub fn event(&mut self, data: &[u8]) -> Result<Step, Failure> {
+    pub fn read_event(&mut self, data: &[u8]) -> Result<AnswerStep, AnswerFailure> {
         if data == b"[DONE]" {
             self.done = true;
-            return Ok(Step::Done);
+            return Ok(AnswerStep::Done);
         }
         match self.api {
-            Api::Generate => self.generate(data),
-            Api::Chat => self.chat(data),
+            Api::Generate => self.read_generate(data),
+            Api::Chat => self.read_chat(data),
         }
     }
 
     /// Reads the complete body of an answer that isn't streamed.
-    pub fn body(&mut self, data: &[u8]) -> Result<(), Failure> {
-        self.event(data)?;
+    pub fn read_body(&mut self, data: &[u8]) -> Result<(), AnswerFailure> {
+        self.read_event(data)?;
         self.done = true;
         Ok(())
     }
 
     /// Returns the answer, if it has ended properly.
-    pub fn finish(self) -> Result<Finished, Failure> {
+    pub fn finish(self) -> Result<FinishedAnswer, AnswerFailure> {
         if !self.done {
-            return Err(Failure::Truncated);
+            return Err(AnswerFailure::Truncated);
         }
         let known = (self.ids.len() as u64).max(self.contents);
-        let reply = Reply {
+        let reply = AnswerContent {
             text: self.text,
             ids: self.ids,
             prompt_tokens: self.prompt_tokens.unwrap_or(0),
             output_tokens: self.output_tokens.unwrap_or(known),
         };
-        Ok(Finished { reply, cached_tokens: self.cached_tokens })
+        Ok(FinishedAnswer { reply, cached_tokens: self.cached_tokens })
     }
 
-    fn generate(&mut self, data: &[u8]) -> Result<Step, Failure> {
-        let event: GenerateEvent = serde_json::from_slice(data).map_err(|_| Failure::Unreadable)?;
+    fn read_generate(&mut self, data: &[u8]) -> Result<AnswerStep, AnswerFailure> {
+        let event: GenerateEvent =
+            serde_json::from_slice(data).map_err(|_| AnswerFailure::Unreadable)?;
         if event.error.is_some() {
-            return Err(Failure::ErrorEvent);
+            return Err(AnswerFailure::ErrorEvent);
         }
-        let meta = event.meta_info.ok_or(Failure::Unreadable)?;
+        let meta = event.meta_info.ok_or(AnswerFailure::Unreadable)?;
         if meta.finish_reason.is_some_and(|reason| reason.kind == "abort") {
-            return Err(Failure::Aborted);
+            return Err(AnswerFailure::Aborted);
         }
         self.prompt_tokens = meta.prompt_tokens.or(self.prompt_tokens);
         self.cached_tokens = meta.cached_tokens.or(self.cached_tokens);
@@ -186,13 +187,14 @@ impl Answer {
         }
         let grew = total > before;
         self.contents += u64::from(grew);
-        Ok(if grew { Step::Content } else { Step::Nothing })
+        Ok(if grew { AnswerStep::Content } else { AnswerStep::Nothing })
     }
 
-    fn chat(&mut self, data: &[u8]) -> Result<Step, Failure> {
-        let event: ChatEvent = serde_json::from_slice(data).map_err(|_| Failure::Unreadable)?;
+    fn read_chat(&mut self, data: &[u8]) -> Result<AnswerStep, AnswerFailure> {
+        let event: ChatEvent =
+            serde_json::from_slice(data).map_err(|_| AnswerFailure::Unreadable)?;
         if event.error.is_some() {
-            return Err(Failure::ErrorEvent);
+            return Err(AnswerFailure::ErrorEvent);
         }
         if let Some(usage) = event.usage {
             self.prompt_tokens = usage.prompt_tokens.or(self.prompt_tokens);
@@ -200,17 +202,17 @@ impl Answer {
             let cached = usage.prompt_tokens_details.and_then(|details| details.cached_tokens);
             self.cached_tokens = cached.or(self.cached_tokens);
         }
-        let Some(choice) = event.choices.into_iter().next() else { return Ok(Step::Nothing) };
+        let Some(choice) = event.choices.into_iter().next() else { return Ok(AnswerStep::Nothing) };
         if choice.finish_reason.as_deref() == Some("abort") {
-            return Err(Failure::Aborted);
+            return Err(AnswerFailure::Aborted);
         }
-        let Some(message) = choice.delta else { return Ok(Step::Nothing) };
+        let Some(message) = choice.delta else { return Ok(AnswerStep::Nothing) };
         let content = message.content.unwrap_or_default();
         let reasoning = message.reasoning_content.unwrap_or_default();
         self.text.push_str(&content);
         let grew = !content.is_empty() || !reasoning.is_empty();
         self.contents += u64::from(grew);
-        Ok(if grew { Step::Content } else { Step::Nothing })
+        Ok(if grew { AnswerStep::Content } else { AnswerStep::Nothing })
     }
 }
 
@@ -218,11 +220,11 @@ impl Answer {
 mod tests {
     use super::*;
 
-    fn read(api: Api, events: &[&str]) -> (Vec<Step>, Result<Finished, Failure>) {
-        let mut answer = Answer::new(api);
+    fn read(api: Api, events: &[&str]) -> (Vec<AnswerStep>, Result<FinishedAnswer, AnswerFailure>) {
+        let mut answer = ReplayAnswer::new(api);
         let mut steps = Vec::new();
         for event in events {
-            match answer.event(event.as_bytes()) {
+            match answer.read_event(event.as_bytes()) {
                 Ok(step) => steps.push(step),
                 Err(failure) => return (steps, Err(failure)),
             }
@@ -237,7 +239,7 @@ mod tests {
         let first = r#"{"text":"a","output_ids":[7],"meta_info":{"completion_tokens":1,
             "finish_reason":null}}"#;
         let (steps, repeated) = read(Api::Generate, &[first, last, "[DONE]"]);
-        assert_eq!(steps, [Step::Content, Step::Content, Step::Done]);
+        assert_eq!(steps, [AnswerStep::Content, AnswerStep::Content, AnswerStep::Done]);
         let rest = last.replace("[7,8,9]", "[8,9]");
         let (_, continued) = read(Api::Generate, &[first, &rest, "[DONE]"]);
         let finished = repeated.unwrap();
@@ -258,32 +260,32 @@ mod tests {
             "[DONE]",
         ];
         let (steps, finished) = read(Api::Chat, &events);
-        use Step::{Content, Done, Nothing};
+        use AnswerStep::{Content, Done, Nothing};
         assert_eq!(steps, [Nothing, Content, Content, Nothing, Done]);
         let finished = finished.unwrap();
         assert_eq!((finished.reply.text.as_str(), finished.cached_tokens), ("hey", Some(8)));
         let (_, cut) = read(Api::Chat, &events[..4]);
-        assert_eq!(cut, Err(Failure::Truncated));
+        assert_eq!(cut, Err(AnswerFailure::Truncated));
     }
 
     #[test]
     fn failures_inside_a_200_are_seen() {
         let abort = r#"{"text":"!","output_ids":[1],"meta_info":{"completion_tokens":1,
             "finish_reason":{"type":"abort","message":"Aborted","status_code":null}}}"#;
-        assert_eq!(read(Api::Generate, &[abort]).1, Err(Failure::Aborted));
+        assert_eq!(read(Api::Generate, &[abort]).1, Err(AnswerFailure::Aborted));
         let error = r#"{"error":{"message":"no","code":400}}"#;
-        assert_eq!(read(Api::Generate, &[error]).1, Err(Failure::ErrorEvent));
-        assert_eq!(read(Api::Chat, &[error]).1, Err(Failure::ErrorEvent));
-        assert_eq!(read(Api::Chat, &["<html>"]).1, Err(Failure::Unreadable));
-        assert_eq!(read(Api::Chat, &[r#"{"choices":[]}"#]).1, Err(Failure::Truncated));
+        assert_eq!(read(Api::Generate, &[error]).1, Err(AnswerFailure::ErrorEvent));
+        assert_eq!(read(Api::Chat, &[error]).1, Err(AnswerFailure::ErrorEvent));
+        assert_eq!(read(Api::Chat, &["<html>"]).1, Err(AnswerFailure::Unreadable));
+        assert_eq!(read(Api::Chat, &[r#"{"choices":[]}"#]).1, Err(AnswerFailure::Truncated));
     }
 
     #[test]
     fn a_whole_body_is_read_like_an_event() {
-        let mut answer = Answer::new(Api::Chat);
+        let mut answer = ReplayAnswer::new(Api::Chat);
         let body = br#"{"choices":[{"message":{"content":"hey"},"finish_reason":"stop"}],
             "usage":{"prompt_tokens":4,"completion_tokens":3}}"#;
-        answer.body(body).unwrap();
+        answer.read_body(body).unwrap();
         let finished = answer.finish().unwrap();
         assert_eq!((finished.reply.text.as_str(), finished.reply.output_tokens), ("hey", 3));
     }

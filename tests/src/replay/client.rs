@@ -3,14 +3,14 @@
 //! The client does not pace, retry or count. Dropping a call closes its connection, as a client
 //! that disconnects does.
 
-use crate::replay::answer::{self, Answer, Finished, Step};
-use crate::replay::options::{Api, Options};
+use crate::replay::answer::{AnswerFailure, AnswerStep, FinishedAnswer, ReplayAnswer};
+use crate::replay::options::{Api, ReplayOptions};
 use crate::replay::sse::Reader;
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, Method, Request, Response, header};
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Incoming;
-use hyper_util::client::legacy::Client as Pool;
+use hyper_util::client::legacy::Client as ConnectionPool;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
 use std::fmt;
@@ -31,7 +31,7 @@ const BODY_BYTES_MAX: usize = 64 << 20;
 /// A client of one server.
 #[derive(Debug)]
 pub struct Client {
-    pool: Pool<HttpConnector, Full<Bytes>>,
+    pool: ConnectionPool<HttpConnector, Full<Bytes>>,
     base: String,
     api: Api,
     stream: bool,
@@ -41,7 +41,7 @@ pub struct Client {
 
 /// The session fields of a turn's headers.
 #[derive(Debug, Clone, Copy)]
-pub struct Mark<'a> {
+pub struct TurnHeaders<'a> {
     /// The session's id.
     pub id: &'a str,
     /// The id of the parent session.
@@ -54,11 +54,11 @@ pub struct Mark<'a> {
 
 /// An answered turn, with times counted from the turn's first attempt.
 #[derive(Debug)]
-pub struct Measured {
+pub struct MeasuredTurn {
     /// The answer.
-    pub finished: Finished,
+    pub finished: FinishedAnswer,
     /// How the turn ran in its session, as Berth's answer reports it.
-    pub kind: Option<Kind>,
+    pub kind: Option<TurnKind>,
     /// The time until the first content.
     pub first_token: Option<Duration>,
     /// The times between contents.
@@ -70,7 +70,7 @@ pub struct Measured {
 /// How a turn ran in its session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Kind {
+pub enum TurnKind {
     /// In a session whose KV the engine holds.
     Pinned,
     /// In a new incarnation, which received the full history.
@@ -81,7 +81,7 @@ pub enum Kind {
     None,
 }
 
-impl fmt::Display for Kind {
+impl fmt::Display for TurnKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Pinned => "pinned",
@@ -92,8 +92,8 @@ impl fmt::Display for Kind {
     }
 }
 
-impl Kind {
-    fn of(headers: &HeaderMap) -> Option<Self> {
+impl TurnKind {
+    fn from_headers(headers: &HeaderMap) -> Option<Self> {
         match headers.get("x-berth-session-turn")?.as_bytes() {
             b"pinned" => Some(Self::Pinned),
             b"reopened" => Some(Self::Reopened),
@@ -106,7 +106,7 @@ impl Kind {
 
 /// Why a call failed. `Display` prints the name under which the failure is counted.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Failure {
+pub enum CallFailure {
     /// A status other than 2xx.
     Status {
         /// The status.
@@ -121,20 +121,20 @@ pub enum Failure {
     /// The call did not end within its time limit.
     Timeout,
     /// The answer failed.
-    Answer(answer::Failure),
+    Answer(AnswerFailure),
 }
 
-impl fmt::Display for Failure {
+impl fmt::Display for CallFailure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let kind = match self {
             Self::Status { status, .. } => return write!(f, "status_{status}"),
             Self::Connect => "connect",
             Self::Transport => "transport",
             Self::Timeout => "timeout",
-            Self::Answer(answer::Failure::Truncated) => "truncated",
-            Self::Answer(answer::Failure::Aborted) => "aborted",
-            Self::Answer(answer::Failure::ErrorEvent) => "error_event",
-            Self::Answer(answer::Failure::Unreadable) => "unreadable",
+            Self::Answer(AnswerFailure::Truncated) => "truncated",
+            Self::Answer(AnswerFailure::Aborted) => "aborted",
+            Self::Answer(AnswerFailure::ErrorEvent) => "error_event",
+            Self::Answer(AnswerFailure::Unreadable) => "unreadable",
         };
         f.write_str(kind)
     }
@@ -142,11 +142,11 @@ impl fmt::Display for Failure {
 
 impl Client {
     /// Creates a client of the server in `options`, which must be free of problems.
-    pub fn new(options: &Options) -> Self {
+    pub fn new(options: &ReplayOptions) -> Self {
         let mut connector = HttpConnector::new();
         connector.set_nodelay(true);
         connector.set_connect_timeout(Some(CONNECT_MAX));
-        let pool = Pool::builder(TokioExecutor::new())
+        let pool = ConnectionPool::builder(TokioExecutor::new())
             .pool_idle_timeout(IDLE_MAX)
             .pool_timer(TokioTimer::new())
             .build(connector);
@@ -168,55 +168,55 @@ impl Client {
 
     /// Sends a turn and reads its answer to the end; `since` is the time of the turn's first
     /// attempt.
-    pub async fn turn(
+    pub async fn send_turn(
         &self,
         body: Bytes,
-        mark: Option<Mark<'_>>,
+        session: Option<TurnHeaders<'_>>,
         since: Instant,
-    ) -> Result<Measured, Failure> {
+    ) -> Result<MeasuredTurn, CallFailure> {
         let path = match self.api {
             Api::Generate => "/generate",
             Api::Chat => "/v1/chat/completions",
         };
         let mut request = self.request(Method::POST, path, body);
-        if let Some(mark) = mark {
-            add_mark(request.headers_mut(), mark);
+        if let Some(session) = session {
+            add_headers(request.headers_mut(), session);
         }
         let answered = async {
             let response = self.send(request).await?;
-            let kind = Kind::of(response.headers());
+            let kind = TurnKind::from_headers(response.headers());
             let read = if self.stream {
                 self.read_stream(response.into_body(), since).await
             } else {
                 self.read_whole(response.into_body(), since).await
             };
-            let measured = read.map_err(Failure::Answer)?;
-            Ok(Measured { kind, ..measured })
+            let measured = read.map_err(CallFailure::Answer)?;
+            Ok(MeasuredTurn { kind, ..measured })
         };
-        tokio::time::timeout(self.timeout, answered).await.unwrap_or(Err(Failure::Timeout))
+        tokio::time::timeout(self.timeout, answered).await.unwrap_or(Err(CallFailure::Timeout))
     }
 
     /// Opens a session.
-    pub async fn open(&self, id: &str, retention: &str) -> Result<(), Failure> {
+    pub async fn open_session(&self, id: &str, retention: &str) -> Result<(), CallFailure> {
         let body = serde_json::json!({ "session_id": id, "retention": retention }).to_string();
         self.call(self.request(Method::POST, "/v1/sessions", body.into())).await
     }
 
     /// Closes a session.
-    pub async fn close(&self, id: &str) -> Result<(), Failure> {
-        let path = format!("/v1/sessions/{}", escaped(id));
+    pub async fn close_session(&self, id: &str) -> Result<(), CallFailure> {
+        let path = format!("/v1/sessions/{}", percent_encode(id));
         self.call(self.request(Method::DELETE, &path, Bytes::new())).await
     }
 
-    async fn call(&self, request: Request<Full<Bytes>>) -> Result<(), Failure> {
+    async fn call(&self, request: Request<Full<Bytes>>) -> Result<(), CallFailure> {
         let answered = async {
             let body = self.send(request).await?.into_body();
             // Reads the body to its end, so that the connection can be reused.
             let read = Limited::new(body, BODY_BYTES_MAX).collect().await;
-            read.map(|_| ()).map_err(|_| Failure::Answer(answer::Failure::Truncated))
+            read.map(|_| ()).map_err(|_| CallFailure::Answer(AnswerFailure::Truncated))
         };
         let limit = self.timeout.min(SESSION_CALL_MAX);
-        tokio::time::timeout(limit, answered).await.unwrap_or(Err(Failure::Timeout))
+        tokio::time::timeout(limit, answered).await.unwrap_or(Err(CallFailure::Timeout))
     }
 
     fn request(&self, method: Method, path: &str, body: Bytes) -> Request<Full<Bytes>> {
@@ -233,35 +233,35 @@ impl Client {
     }
 
     /// Sends a request; any status but 2xx is a failure.
-    async fn send(&self, request: Request<Full<Bytes>>) -> Result<Response<Incoming>, Failure> {
+    async fn send(&self, request: Request<Full<Bytes>>) -> Result<Response<Incoming>, CallFailure> {
         let response = self.pool.request(request).await.map_err(|error| {
-            if error.is_connect() { Failure::Connect } else { Failure::Transport }
+            if error.is_connect() { CallFailure::Connect } else { CallFailure::Transport }
         })?;
         if response.status().is_success() {
             return Ok(response);
         }
         let retry_after = response.headers().get(header::RETRY_AFTER);
         let retry_after = retry_after.and_then(|value| value.to_str().ok()).map(str::to_owned);
-        Err(Failure::Status { status: response.status().as_u16(), retry_after })
+        Err(CallFailure::Status { status: response.status().as_u16(), retry_after })
     }
 
     async fn read_stream(
         &self,
         mut body: Incoming,
         since: Instant,
-    ) -> Result<Measured, answer::Failure> {
+    ) -> Result<MeasuredTurn, AnswerFailure> {
         let mut reader = Reader::default();
-        let mut answer = Answer::new(self.api);
+        let mut answer = ReplayAnswer::new(self.api);
         let mut first_token = None;
         let mut gaps = Vec::new();
         let mut last = since;
         while let Some(frame) = body.frame().await {
-            let frame = frame.map_err(|_| answer::Failure::Truncated)?;
+            let frame = frame.map_err(|_| AnswerFailure::Truncated)?;
             let Some(chunk) = frame.data_ref() else { continue };
             let now = Instant::now();
-            reader.push(chunk).map_err(|_| answer::Failure::Unreadable)?;
+            reader.push(chunk).map_err(|_| AnswerFailure::Unreadable)?;
             while let Some(data) = reader.next_event() {
-                if answer.event(&data)? != Step::Content {
+                if answer.read_event(&data)? != AnswerStep::Content {
                     continue;
                 }
                 if first_token.is_none() {
@@ -273,41 +273,41 @@ impl Client {
             }
         }
         let finished = answer.finish()?;
-        Ok(Measured { finished, kind: None, first_token, gaps, total: since.elapsed() })
+        Ok(MeasuredTurn { finished, kind: None, first_token, gaps, total: since.elapsed() })
     }
 
     async fn read_whole(
         &self,
         body: Incoming,
         since: Instant,
-    ) -> Result<Measured, answer::Failure> {
+    ) -> Result<MeasuredTurn, AnswerFailure> {
         let read = Limited::new(body, BODY_BYTES_MAX).collect().await;
-        let whole = read.map_err(|_| answer::Failure::Truncated)?.to_bytes();
-        let mut answer = Answer::new(self.api);
-        answer.body(&whole)?;
+        let whole = read.map_err(|_| AnswerFailure::Truncated)?.to_bytes();
+        let mut answer = ReplayAnswer::new(self.api);
+        answer.read_body(&whole)?;
         let finished = answer.finish()?;
         let total = since.elapsed();
-        Ok(Measured { finished, kind: None, first_token: None, gaps: Vec::new(), total })
+        Ok(MeasuredTurn { finished, kind: None, first_token: None, gaps: Vec::new(), total })
     }
 }
 
-fn add_mark(headers: &mut HeaderMap, mark: Mark<'_>) {
+fn add_headers(headers: &mut HeaderMap, session: TurnHeaders<'_>) {
     let value = |text: &str| HeaderValue::from_str(text).expect("ids are visible ASCII");
-    headers.insert("x-berth-session-id", value(mark.id));
-    if let Some(parent) = mark.parent {
+    headers.insert("x-berth-session-id", value(session.id));
+    if let Some(parent) = session.parent {
         headers.insert("x-parent-session-id", value(parent));
     }
     let yes = HeaderValue::from_static("true");
-    if mark.last {
+    if session.last {
         headers.insert("x-berth-session-final", yes);
     }
-    if mark.delta {
+    if session.delta {
         headers.insert("x-berth-delta", HeaderValue::from_static("1"));
     }
 }
 
 /// Percent-encodes a path segment, except its unreserved bytes.
-fn escaped(id: &str) -> String {
+fn percent_encode(id: &str) -> String {
     let mut path = String::with_capacity(id.len());
     for byte in id.bytes() {
         if byte.is_ascii_alphanumeric() || b"-._~".contains(&byte) {

@@ -11,13 +11,13 @@
 use crate::replay::options::Api;
 use crate::replay::shape::Shape;
 use crate::replay::synth::{self, Salt};
-use crate::replay::trace::{Conversation, Follows, Said, Turn};
+use crate::replay::trace::{Conversation, HistoryChange, TraceTurn, TurnWords};
 use std::fmt::Write as _;
 use std::sync::Arc;
 
 /// The format of requests, common to all conversations.
 #[derive(Debug, Clone)]
-pub struct Style {
+pub struct RequestStyle {
     /// The API that the requests are for.
     pub api: Api,
     /// The scaling and limits of sizes.
@@ -49,7 +49,7 @@ pub struct Request {
 
 /// The part of an answer that the conversation needs.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Reply {
+pub struct AnswerContent {
     /// The text, for the chat API.
     pub text: String,
     /// The token ids, if the API returns them.
@@ -87,10 +87,10 @@ struct Patch {
 #[derive(Debug)]
 pub struct Dialog {
     conversation: Arc<Conversation>,
-    style: Arc<Style>,
+    style: Arc<RequestStyle>,
     salt: Salt,
     /// The index of the last turn sent, and its answer.
-    last: Option<(usize, Option<Reply>)>,
+    last: Option<(usize, Option<AnswerContent>)>,
     messages: Vec<Message>,
     patches: Vec<Patch>,
     /// The tokens that the engine holds for the pinned session; 0 for a new session.
@@ -99,7 +99,7 @@ pub struct Dialog {
 
 impl Dialog {
     /// Creates the state before the first turn.
-    pub fn new(conversation: Arc<Conversation>, style: Arc<Style>, salt: Salt) -> Self {
+    pub fn new(conversation: Arc<Conversation>, style: Arc<RequestStyle>, salt: Salt) -> Self {
         let (messages, patches) = (Vec::new(), Vec::new());
         Self { conversation, style, salt, last: None, messages, patches, committed: 0 }
     }
@@ -108,8 +108,8 @@ impl Dialog {
     pub fn request(&mut self, index: usize) -> Request {
         let conversation = Arc::clone(&self.conversation);
         let turn = &conversation.turns[index];
-        if self.style.api == Api::Chat && !conversation.said.is_empty() {
-            self.converse(&conversation.said[..=index]);
+        if self.style.api == Api::Chat && !conversation.words.is_empty() {
+            self.add_words(&conversation.words[..=index]);
             return Request { body: self.chat_body(turn, &[]), reopen: false };
         }
         let symbols = synth::symbols(&conversation, turn, &self.style.shape, self.salt);
@@ -127,7 +127,7 @@ impl Dialog {
     }
 
     /// Records the answer to the last requested turn.
-    pub fn answered(&mut self, reply: Reply) {
+    pub fn record_answer(&mut self, reply: AnswerContent) {
         self.committed = reply.prompt_tokens + reply.output_tokens;
         if let Some((_, slot)) = &mut self.last {
             *slot = Some(reply);
@@ -135,36 +135,36 @@ impl Dialog {
     }
 
     /// Adds the last turn's words, and before them the answer to the previous turn.
-    fn converse(&mut self, said: &[Said]) {
-        let index = said.len() - 1;
+    fn add_words(&mut self, words: &[TurnWords]) {
+        let index = words.len() - 1;
         let answered = self.last.replace((index, None)).and_then(|(_, reply)| reply);
         let message = |role, words: String| Message { role, start: 0, end: 0, words: Some(words) };
-        match said[index].follows {
-            Follows::On => {
-                let trace = &said[index.saturating_sub(1)].answer;
+        match words[index].history {
+            HistoryChange::Extended => {
+                let trace = &words[index.saturating_sub(1)].answer;
                 let answer = match (self.style.echo, answered) {
                     (true, reply) => reply.map(|reply| reply.text),
-                    (false, _) => Some(self.scaled(trace)),
+                    (false, _) => Some(self.scale_text(trace)),
                 };
                 self.messages.extend(answer.map(|text| message(Role::Assistant, text)));
             }
-            Follows::Again => return,
-            Follows::Anew => self.messages.clear(),
+            HistoryChange::Repeated => return,
+            HistoryChange::Replaced => self.messages.clear(),
         }
-        self.messages.push(message(Role::User, self.scaled(&said[index].text)));
+        self.messages.push(message(Role::User, self.scale_text(&words[index].text)));
     }
 
     /// Returns the beginning of a message, as long as the scale allows.
-    fn scaled(&self, text: &str) -> String {
+    fn scale_text(&self, text: &str) -> String {
         let characters = self.style.shape.tokens(text.chars().count() as u64);
         text.chars().take(usize::try_from(characters).unwrap_or(usize::MAX)).collect()
     }
 
     fn generate(
         &mut self,
-        turn: &Turn,
+        turn: &TraceTurn,
         symbols: &[u32],
-        append: Option<(&Turn, u64, Option<Reply>)>,
+        append: Option<(&TraceTurn, u64, Option<AnswerContent>)>,
     ) -> Request {
         let vocab = self.style.vocab;
         let first = append.is_none();
@@ -173,7 +173,7 @@ impl Dialog {
         if let Some((before, shared, reply)) = append {
             let before_tokens = self.style.shape.prompt_tokens(before);
             reopen &= reply.is_none() || shared * 2 < before_tokens || self.overflows(turn);
-            self.patch(before_tokens, shared, reply);
+            self.update_patches(before_tokens, shared, reply);
         }
         let mut ids: Vec<u32> = symbols.iter().map(|s| synth::token(*s, vocab)).collect();
         for patch in &self.patches {
@@ -192,13 +192,13 @@ impl Dialog {
 
     /// Whether the prompt (at least the session's tokens and one new token) and the answer exceed
     /// the context.
-    fn overflows(&self, turn: &Turn) -> bool {
+    fn overflows(&self, turn: &TraceTurn) -> bool {
         let shape = &self.style.shape;
         let prompt = shape.prompt_tokens(turn).max(self.committed + 1);
         shape.context_tokens_max.is_some_and(|max| prompt + shape.output_tokens(turn) > max)
     }
 
-    fn patch(&mut self, before_tokens: u64, shared: u64, reply: Option<Reply>) {
+    fn update_patches(&mut self, before_tokens: u64, shared: u64, reply: Option<AnswerContent>) {
         self.patches.retain_mut(|patch| {
             let kept = shared.saturating_sub(patch.start);
             patch.ids.truncate(usize::try_from(kept).unwrap_or(usize::MAX));
@@ -211,9 +211,9 @@ impl Dialog {
 
     fn chat(
         &mut self,
-        turn: &Turn,
+        turn: &TraceTurn,
         symbols: &[u32],
-        append: Option<(&Turn, u64, Option<Reply>)>,
+        append: Option<(&TraceTurn, u64, Option<AnswerContent>)>,
     ) -> Request {
         let length = symbols.len() as u64;
         match append {
@@ -221,18 +221,18 @@ impl Dialog {
                 let before_tokens = self.style.shape.prompt_tokens(before);
                 if shared >= before_tokens {
                     let output = self.style.shape.output_tokens(before);
-                    self.extend(before_tokens, output, length, reply);
+                    self.append_turn(before_tokens, output, length, reply);
                 } else {
-                    self.rewrite(shared, length);
+                    self.rewrite_messages(shared, length);
                 }
             }
-            None => self.rewrite(0, length),
+            None => self.rewrite_messages(0, length),
         }
         Request { body: self.chat_body(turn, symbols), reopen: false }
     }
 
     /// Adds the last answer and the client's next message.
-    fn extend(&mut self, start: u64, output: u64, length: u64, reply: Option<Reply>) {
+    fn append_turn(&mut self, start: u64, output: u64, length: u64, reply: Option<AnswerContent>) {
         if length <= start {
             // The trace repeats its prompt, and the replay does the same.
             return;
@@ -247,7 +247,7 @@ impl Dialog {
     }
 
     /// Keeps the messages of the shared prefix and sends the rest as one user message.
-    fn rewrite(&mut self, shared: u64, length: u64) {
+    fn rewrite_messages(&mut self, shared: u64, length: u64) {
         self.messages.retain(|message| message.start < shared);
         if self.messages.is_empty() {
             let front = self.style.shape.tokens(self.conversation.shared.tokens);
@@ -271,7 +271,7 @@ impl Dialog {
         self.messages.push(Message { role: Role::User, start, end: length, words: None });
     }
 
-    fn generate_body(&self, turn: &Turn, ids: &[u32]) -> String {
+    fn generate_body(&self, turn: &TraceTurn, ids: &[u32]) -> String {
         let mut body = String::with_capacity(ids.len() * 4 + 200);
         body.push_str("{\"input_ids\":[");
         for (index, id) in ids.iter().enumerate() {
@@ -289,8 +289,8 @@ impl Dialog {
         body
     }
 
-    fn chat_body(&self, turn: &Turn, symbols: &[u32]) -> String {
-        let mut body = format!("{{\"model\":{},\"messages\":[", quoted(&self.style.model));
+    fn chat_body(&self, turn: &TraceTurn, symbols: &[u32]) -> String {
+        let mut body = format!("{{\"model\":{},\"messages\":[", json_string(&self.style.model));
         for (index, message) in self.messages.iter().enumerate() {
             let role = match message.role {
                 Role::System => "system",
@@ -298,8 +298,13 @@ impl Dialog {
                 Role::Assistant => "assistant",
             };
             let content = message.words.as_deref().map_or_else(
-                || quoted(&synth::text(part(symbols, message), self.style.bytes_per_token)),
-                quoted,
+                || {
+                    json_string(&synth::text(
+                        message_symbols(symbols, message),
+                        self.style.bytes_per_token,
+                    ))
+                },
+                json_string,
             );
             let comma = if index == 0 { "" } else { "," };
             let _ = write!(body, "{comma}{{\"role\":\"{role}\",\"content\":{content}}}");
@@ -318,13 +323,13 @@ impl Dialog {
     }
 }
 
-fn part<'a>(symbols: &'a [u32], message: &Message) -> &'a [u32] {
+fn message_symbols<'a>(symbols: &'a [u32], message: &Message) -> &'a [u32] {
     let end = usize::try_from(message.end).unwrap_or(usize::MAX).min(symbols.len());
     let start = usize::try_from(message.start).unwrap_or(usize::MAX).min(end);
     &symbols[start..end]
 }
 
-fn quoted(text: &str) -> String {
+fn json_string(text: &str) -> String {
     serde_json::Value::from(text).to_string()
 }
 
@@ -338,7 +343,7 @@ mod tests {
     /// Returns a conversation with blocks of 10 tokens, 5 tokens of shared prefix, and answers of 4
     /// tokens.
     fn conversation(prompts: &[(&[u64], u64)]) -> Arc<Conversation> {
-        let turn = |(ids, tokens): &(&[u64], u64)| Turn {
+        let turn = |(ids, tokens): &(&[u64], u64)| TraceTurn {
             at: Duration::ZERO,
             think: Duration::ZERO,
             prompt_tokens: *tokens,
@@ -351,13 +356,13 @@ mod tests {
             scope: Some(0),
             shared: Shared { stream: 0, tokens: 5 },
             turns: prompts.iter().map(turn).collect(),
-            said: Vec::new(),
+            words: Vec::new(),
             children: Vec::new(),
         })
     }
 
     fn dialog(api: Api, delta: bool, prompts: &[(&[u64], u64)]) -> Dialog {
-        let style = Style {
+        let style = RequestStyle {
             api,
             shape: Shape { context_tokens_max: Some(100), ..Shape::default() },
             vocab: 256,
@@ -389,9 +394,9 @@ mod tests {
         messages.map(|one| (text(one, "role"), text(one, "content"))).collect()
     }
 
-    fn reply(text: &str, ids: &[u32], prompt_tokens: u64) -> Reply {
+    fn reply(text: &str, ids: &[u32], prompt_tokens: u64) -> AnswerContent {
         let output_tokens = ids.len() as u64;
-        Reply { text: text.to_owned(), ids: ids.to_vec(), prompt_tokens, output_tokens }
+        AnswerContent { text: text.to_owned(), ids: ids.to_vec(), prompt_tokens, output_tokens }
     }
 
     #[test]
@@ -399,7 +404,7 @@ mod tests {
         let turns: &[(&[u64], u64)] = &[(&[1, 2], 20), (&[1, 2, 3], 30), (&[1, 9, 3], 30)];
         let mut dialog = dialog(Api::Generate, false, turns);
         let first = ids(&dialog.request(0));
-        dialog.answered(reply("", &[900, 901, 902], 20));
+        dialog.record_answer(reply("", &[900, 901, 902], 20));
         let second = ids(&dialog.request(1));
         assert_eq!(&second[..20], &first[..]);
         assert_eq!(&second[20..23], &[900, 901, 902]);
@@ -417,13 +422,13 @@ mod tests {
         let mut dialog = dialog(Api::Generate, true, turns);
         let whole = dialog.request(0);
         assert_eq!((ids(&whole).len(), whole.reopen), (20, false));
-        dialog.answered(reply("", &[1, 2, 3, 4], 20));
+        dialog.record_answer(reply("", &[1, 2, 3, 4], 20));
         let appended = dialog.request(1);
         assert_eq!((ids(&appended).len(), appended.reopen), (30 - 24, false));
-        dialog.answered(reply("", &[1, 2, 3, 4], 30));
+        dialog.record_answer(reply("", &[1, 2, 3, 4], 30));
         let least = dialog.request(2);
         assert_eq!((ids(&least).len(), least.reopen), (1, false), "the least turn sends one token");
-        dialog.answered(reply("", &[1], 35));
+        dialog.record_answer(reply("", &[1], 35));
         let compacted = dialog.request(3);
         assert_eq!((ids(&compacted).len(), compacted.reopen), (10, true));
         let unanswered = dialog.request(4);
@@ -434,7 +439,7 @@ mod tests {
     fn a_pinned_session_that_outgrows_the_context_begins_again() {
         let mut dialog = dialog(Api::Generate, true, &[(&[1], 10), (&[1, 2], 20)]);
         dialog.request(0);
-        dialog.answered(reply("", &[1], 97));
+        dialog.record_answer(reply("", &[1], 97));
         let request = dialog.request(1);
         assert_eq!((ids(&request).len(), request.reopen), (20, true));
     }
@@ -447,7 +452,7 @@ mod tests {
         let roles: Vec<&str> = first.iter().map(|(role, _)| role.as_str()).collect();
         assert_eq!(roles, ["system", "user"]);
         assert_eq!((first[0].1.len(), first[1].1.len()), (5, 15));
-        dialog.answered(reply("said \"so\"", &[], 20));
+        dialog.record_answer(reply("said \"so\"", &[], 20));
         let second = messages(&dialog.request(1));
         assert_eq!(&second[..2], &first[..]);
         assert_eq!(second[2], ("assistant".to_owned(), "said \"so\"".to_owned()));
@@ -462,7 +467,7 @@ mod tests {
         let turns: &[(&[u64], u64)] = &[(&[1, 2], 20), (&[1, 2, 3], 30), (&[1, 7], 15), (&[1], 3)];
         let mut dialog = dialog(Api::Chat, false, turns);
         let first = messages(&dialog.request(0));
-        dialog.answered(reply("yes", &[], 20));
+        dialog.record_answer(reply("yes", &[], 20));
         dialog.request(1);
         let rewritten = messages(&dialog.request(2));
         assert_eq!(rewritten[0], first[0]);
@@ -474,23 +479,23 @@ mod tests {
 
     #[test]
     fn words_are_said_with_the_real_answers_between() {
-        let said = |follows, text: &str| Said {
-            follows,
+        let words = |history, text: &str| TurnWords {
+            history,
             text: text.to_owned(),
             answer: "told".to_owned(),
         };
-        let words = vec![
-            said(Follows::Anew, "abcdef"),
-            said(Follows::On, "gh"),
-            said(Follows::Again, ""),
-            said(Follows::On, ""),
-            said(Follows::Anew, "ijk"),
+        let turns_words = vec![
+            words(HistoryChange::Replaced, "abcdef"),
+            words(HistoryChange::Extended, "gh"),
+            words(HistoryChange::Repeated, ""),
+            words(HistoryChange::Extended, ""),
+            words(HistoryChange::Replaced, "ijk"),
         ];
         let play = |echo: bool| {
             let turns: [(&[u64], u64); 5] = [(&[1], 10); 5];
             let mut dialog = dialog(Api::Chat, false, &turns);
             let mut conversation = (*dialog.conversation).clone();
-            conversation.said = words.clone();
+            conversation.words = turns_words.clone();
             // The answers' lengths are scaled like the words.
             conversation.turns.iter_mut().for_each(|turn| turn.output_tokens = 8);
             let mut style = (*dialog.style).clone();
@@ -498,7 +503,10 @@ mod tests {
             (dialog.conversation, dialog.style) = (Arc::new(conversation), Arc::new(style));
             let turn = |index| {
                 let sent = messages(&dialog.request(index));
-                dialog.answered(Reply { text: format!("real {index}"), ..Reply::default() });
+                dialog.record_answer(AnswerContent {
+                    text: format!("real {index}"),
+                    ..AnswerContent::default()
+                });
                 sent.iter().map(|(role, text)| format!("{} {text}", &role[..1])).collect()
             };
             (0..5).map(turn).collect::<Vec<Vec<String>>>()

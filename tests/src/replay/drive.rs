@@ -1,11 +1,11 @@
 //! Replays a workload against a server: users or a schedule, stops, progress, the report.
 
 use crate::replay::client::Client;
-use crate::replay::options::{Options, Pace};
+use crate::replay::options::{Pace, ReplayOptions};
 use crate::replay::pace;
-use crate::replay::report::{Live, Report};
-use crate::replay::user::{self, Context, Schedule, Task};
-use crate::replay::workload::{Next, Source, Workload};
+use crate::replay::report::{LiveCounters, Report};
+use crate::replay::user::{self, Context, ConversationTask, TurnSchedule};
+use crate::replay::workload::{NextConversation, Source, Workload};
 use parking_lot::Mutex;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -25,9 +25,9 @@ const BETWEEN_CONVERSATIONS: Duration = Duration::from_secs(1);
 
 /// The handles of a replay: its counters and its stop signal.
 #[derive(Debug, Clone, Default)]
-pub struct Control {
+pub struct ReplayControl {
     /// The counters, readable at any time.
-    pub live: Arc<Live>,
+    pub live: Arc<LiveCounters>,
     /// Stops the replay; running turns may end within the grace time.
     pub stop: CancellationToken,
 }
@@ -46,9 +46,9 @@ pub enum Error {
 /// cancelled, whichever comes first. It returns only after it has tried to close every session it
 /// opened.
 pub async fn drive(
-    options: Options,
+    options: ReplayOptions,
     workload: Workload,
-    control: Control,
+    control: ReplayControl,
     on_progress: impl FnMut(&Report),
 ) -> Result<Report, Error> {
     let problems = options.problems();
@@ -58,7 +58,7 @@ pub async fn drive(
     let timed = matches!(options.pace, Pace::Open { .. });
     let (seed, recycle) = (options.seed, options.recycle);
     let source = Source::new(workload, options.shape, seed, recycle, timed);
-    control.live.losses(source.losses());
+    control.live.set_losses(source.losses());
     let source = Arc::new(Mutex::new(source));
     let hurry = control.stop.child_token();
     let context = Arc::new(Context {
@@ -77,13 +77,13 @@ pub async fn drive(
         Pace::Closed { users, time_scale, think_max, ramp } => {
             for index in 0..users {
                 let start = context.started + pace::user_start(index, users, ramp);
-                let schedule = Schedule::Closed { time_scale, think_max };
+                let schedule = TurnSchedule::Closed { time_scale, think_max };
                 tasks.spawn(closed_user(
                     Arc::clone(&context),
                     Arc::clone(&source),
                     start,
                     schedule,
-                    pace::think(BETWEEN_CONVERSATIONS, time_scale, think_max),
+                    pace::think_time(BETWEEN_CONVERSATIONS, time_scale, think_max),
                 ));
             }
         }
@@ -94,14 +94,14 @@ pub async fn drive(
         }
     }
     supervise(&context, &control, tasks, on_progress).await;
-    control.live.losses(source.lock().losses());
-    Ok(control.live.end(context.started.elapsed()))
+    control.live.set_losses(source.lock().losses());
+    Ok(control.live.final_report(context.started.elapsed()))
 }
 
 /// Waits for all tasks, stops them when their time is up, and reports progress.
 async fn supervise(
     context: &Context,
-    control: &Control,
+    control: &ReplayControl,
     mut tasks: JoinSet<()>,
     mut on_progress: impl FnMut(&Report),
 ) {
@@ -138,13 +138,13 @@ async fn closed_user(
     context: Arc<Context>,
     source: Arc<Mutex<Source>>,
     start: Instant,
-    schedule: Schedule,
+    schedule: TurnSchedule,
     between: Duration,
 ) {
     let mut begin = start;
     while context.sleep_until(begin).await {
-        let Some(next) = take(&source) else { return };
-        let task = task(&context, next);
+        let Some(next) = next_conversation(&source) else { return };
+        let task = make_task(&context, next);
         user::run(Arc::clone(&context), task, schedule.clone()).await;
         begin = Instant::now() + between;
     }
@@ -161,48 +161,48 @@ async fn open_arrivals(
     let mut running = JoinSet::new();
     let (timed, span) = {
         let source = source.lock();
-        (source.timed(), source.span())
+        (source.is_timed(), source.span())
     };
-    while let Some(next) = take(&source) {
+    while let Some(next) = next_conversation(&source) {
         let times = |number: u64| u32::try_from(number).unwrap_or(u32::MAX);
         let start = if timed {
-            context.started + pace::scheduled(span * times(next.salt.pass), rate)
+            context.started + pace::scheduled_time(span * times(next.salt.pass), rate)
         } else {
-            context.started + pace::scheduled(arrival_gap * times(next.number), rate)
+            context.started + pace::scheduled_time(arrival_gap * times(next.number), rate)
         };
-        let first = start + pace::scheduled(next.conversation.turns[0].at, rate);
+        let first = start + pace::scheduled_time(next.conversation.turns[0].at, rate);
         if !context.sleep_until(first).await {
             break;
         }
-        let schedule = Schedule::Open { start, rate, outstanding: Arc::clone(&outstanding) };
-        running.spawn(user::run(Arc::clone(&context), task(&context, next), schedule));
+        let schedule = TurnSchedule::Open { start, rate, outstanding: Arc::clone(&outstanding) };
+        running.spawn(user::run(Arc::clone(&context), make_task(&context, next), schedule));
         while running.len() >= CONVERSATIONS_MAX {
             if let Some(joined) = running.join_next().await {
-                finish(joined);
+                propagate_panic(joined);
             }
         }
         // Removes ended tasks during the run, so that only running conversations use memory.
         while let Some(joined) = running.try_join_next() {
-            finish(joined);
+            propagate_panic(joined);
         }
     }
     while let Some(joined) = running.join_next().await {
-        finish(joined);
+        propagate_panic(joined);
     }
 }
 
-fn finish(joined: Result<(), tokio::task::JoinError>) {
+fn propagate_panic(joined: Result<(), tokio::task::JoinError>) {
     if let Err(error) = joined {
         std::panic::resume_unwind(error.into_panic());
     }
 }
 
-fn take(source: &Mutex<Source>) -> Option<Next> {
-    source.lock().take()
+fn next_conversation(source: &Mutex<Source>) -> Option<NextConversation> {
+    source.lock().next_conversation()
 }
 
-fn task(context: &Context, next: Next) -> Task {
-    Task {
+fn make_task(context: &Context, next: NextConversation) -> ConversationTask {
+    ConversationTask {
         conversation: next.conversation,
         salt: next.salt,
         session: format!("{}-{}", context.options.run_id, next.number),

@@ -5,7 +5,7 @@
 //! depends only on the seed and its `index`, not on the conversations made before it.
 
 use crate::replay::synth::mix;
-use crate::replay::trace::{Blocks, Conversation, Run, Shared, Turn};
+use crate::replay::trace::{Blocks, Conversation, Run, Shared, TraceTurn};
 use std::time::Duration;
 
 /// The tokens of a synthetic block id, as in the corpus.
@@ -62,7 +62,7 @@ pub fn conversation(seed: u64, index: u64) -> Conversation {
     let mut prompt_tokens = draw(&mut rng, FIRST_TOKENS);
     let mut first_block = 0;
     let mut at = Duration::ZERO;
-    let mut made: Vec<Turn> = Vec::new();
+    let mut made: Vec<TraceTurn> = Vec::new();
     for position in 0..turns {
         let mut think = Duration::ZERO;
         if let Some(before) = made.last() {
@@ -78,7 +78,7 @@ pub fn conversation(seed: u64, index: u64) -> Conversation {
         let mut blocks = Blocks::default();
         blocks.push_run(Run { first: first_block, count: prompt_tokens.div_ceil(BLOCK_TOKENS) });
         let output_tokens = draw(&mut rng, OUTPUT_TOKENS);
-        made.push(Turn { at, think, prompt_tokens, output_tokens, blocks });
+        made.push(TraceTurn { at, think, prompt_tokens, output_tokens, blocks });
     }
     Conversation {
         id: format!("made-{index}"),
@@ -86,7 +86,7 @@ pub fn conversation(seed: u64, index: u64) -> Conversation {
         scope: Some(index),
         shared: Shared { stream: 0, tokens: SHARED_TOKENS },
         turns: made,
-        said: Vec::new(),
+        words: Vec::new(),
         children: Vec::new(),
     }
 }
@@ -119,7 +119,7 @@ mod tests {
     #[test]
     fn statistics_are_the_published_ones() {
         let conversations: Vec<_> = (0..1500).map(|index| conversation(1, index)).collect();
-        let turns: Vec<&Turn> = conversations.iter().flat_map(|c| &c.turns).collect();
+        let turns: Vec<&TraceTurn> = conversations.iter().flat_map(|c| &c.turns).collect();
         let mut lengths: Vec<u64> = conversations.iter().map(|c| c.turns.len() as u64).collect();
         near(&mut lengths, 50, 44.0, 0.15);
         near(&mut lengths, 90, 148.0, 0.15);

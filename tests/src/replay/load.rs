@@ -62,7 +62,7 @@ pub enum Error {
 }
 
 /// Reads the trace at `path`. The call blocks, so it is for start-up only.
-pub fn trace(path: &Path) -> Result<Trace, Error> {
+pub fn read_trace(path: &Path) -> Result<Trace, Error> {
     let mut reader = Records::default();
     let read_error = |source| Error::Read { path: path.to_owned(), source };
     if path.is_dir() {
@@ -76,13 +76,13 @@ pub fn trace(path: &Path) -> Result<Trace, Error> {
         // Sorts by name, because the order of a folder's listing depends on the file system.
         files.sort();
         for file in files {
-            reader.file(&file)?;
+            reader.read_file(&file)?;
         }
     } else {
-        reader.file(path)?;
+        reader.read_file(path)?;
     }
     let Records { form, mut conversations, prompts, duplicates, .. } = reader;
-    conversations.extend(texts::conversations(prompts));
+    conversations.extend(texts::group_conversations(prompts));
     match form {
         Some(form) => Ok(Trace { form, conversations, duplicates }),
         None => Err(Error::Empty { path: path.to_owned() }),
@@ -101,11 +101,11 @@ struct Records {
 }
 
 impl Records {
-    fn file(&mut self, path: &Path) -> Result<(), Error> {
-        if is_json(path) { self.whole(path) } else { self.lines(path) }
+    fn read_file(&mut self, path: &Path) -> Result<(), Error> {
+        if is_json(path) { self.read_whole(path) } else { self.read_lines(path) }
     }
 
-    fn whole(&mut self, path: &Path) -> Result<(), Error> {
+    fn read_whole(&mut self, path: &Path) -> Result<(), Error> {
         let mut text = String::new();
         open(path)?
             .take(RECORD_BYTES_MAX)
@@ -114,10 +114,10 @@ impl Records {
         if text.len() as u64 == RECORD_BYTES_MAX {
             return Err(Error::TooLong { path: path.to_owned(), line: 1 });
         }
-        self.record(path, 1, &text)
+        self.read_record(path, 1, &text)
     }
 
-    fn lines(&mut self, path: &Path) -> Result<(), Error> {
+    fn read_lines(&mut self, path: &Path) -> Result<(), Error> {
         let mut input = open(path)?;
         let mut text = String::new();
         for line in 1.. {
@@ -134,13 +134,13 @@ impl Records {
                 return Err(Error::TooLong { path: path.to_owned(), line });
             }
             if !text.trim().is_empty() {
-                self.record(path, line, &text)?;
+                self.read_record(path, line, &text)?;
             }
         }
         Ok(())
     }
 
-    fn record(&mut self, path: &Path, line: usize, text: &str) -> Result<(), Error> {
+    fn read_record(&mut self, path: &Path, line: usize, text: &str) -> Result<(), Error> {
         let wrong = |source: wire::Error| {
             // The JSON error counts lines inside a record of several lines.
             let within = match &source {
@@ -152,19 +152,19 @@ impl Records {
         };
         let form = match self.form {
             Some(form) => form,
-            None => wire::form(text).map_err(wrong)?,
+            None => wire::detect_form(text).map_err(wrong)?,
         };
         let read = match form {
-            Form::Conversations => wire::conversation(text, self.index).map(Some),
-            Form::Requests => wire::request(text, self.index).map(Some),
-            Form::Prompts => texts::prompt(text).map(|prompt| {
+            Form::Conversations => wire::parse_conversation(text, self.index).map(Some),
+            Form::Requests => wire::parse_request(text, self.index).map(Some),
+            Form::Prompts => texts::parse_prompt(text).map(|prompt| {
                 self.prompts.push(prompt);
                 None
             }),
         };
         let conversation = match read {
             Ok(conversation) => conversation,
-            Err(_) if wire::form(text).is_ok_and(|other| other != form) => {
+            Err(_) if wire::detect_form(text).is_ok_and(|other| other != form) => {
                 return Err(Error::Mixed { path: path.to_owned(), line });
             }
             Err(source) => return Err(wrong(source)),
@@ -243,10 +243,10 @@ mod tests {
         std::fs::write(folder.path().join("2.json"), &other).unwrap();
         std::fs::write(folder.path().join("3.json"), CONVERSATION).unwrap();
         std::fs::write(folder.path().join("README"), "not a record").unwrap();
-        let read = trace(&plain).unwrap();
+        let read = read_trace(&plain).unwrap();
         assert_eq!((read.conversations.len(), read.duplicates), (2, 1));
-        assert_eq!(read, trace(&packed).unwrap());
-        assert_eq!(read, trace(folder.path()).unwrap());
+        assert_eq!(read, read_trace(&packed).unwrap());
+        assert_eq!(read, read_trace(folder.path()).unwrap());
     }
 
     #[test]
@@ -260,18 +260,18 @@ mod tests {
         let lines = format!("{}\n{}\n", line("a", 2, "one\\n\\ntwo"), line("a", 1, "one"));
         std::fs::write(folder.path().join("a.jsonl"), lines).unwrap();
         std::fs::write(folder.path().join("LICENSE"), "not a record").unwrap();
-        let read = trace(folder.path()).unwrap();
+        let read = read_trace(folder.path()).unwrap();
         assert_eq!((read.form, read.turns(), read.edits()), (Form::Prompts, 3, 0));
         let ids: Vec<_> = read.conversations.iter().map(|one| one.id.as_str()).collect();
         assert_eq!(ids, ["a", "b"]);
-        assert_eq!(read.conversations[0].said[1].text, "two");
+        assert_eq!(read.conversations[0].words[1].text, "two");
     }
 
     #[test]
     fn errors_name_file_and_line() {
         let text = |lines: &str| {
             let (_keep, path) = file("t.jsonl", lines.as_bytes());
-            let error = format!("{:#}", anyhow::Error::from(trace(&path).unwrap_err()));
+            let error = format!("{:#}", anyhow::Error::from(read_trace(&path).unwrap_err()));
             error.replace(&path.display().to_string(), "t.jsonl")
         };
         let bad = REQUEST.replace("600", "0");
@@ -286,7 +286,7 @@ mod tests {
                 .starts_with("t.jsonl:1: bad record: not a record of this form: expected")
         );
         assert_eq!(text("\n"), "t.jsonl: contains no conversation and no request");
-        let missing = trace(Path::new("/nowhere/at/all")).unwrap_err();
+        let missing = read_trace(Path::new("/nowhere/at/all")).unwrap_err();
         assert_eq!(missing.to_string(), "/nowhere/at/all: cannot be read");
     }
 }

@@ -1,6 +1,6 @@
 //! The options of a replay, and the check for invalid combinations (a pure module).
 
-use crate::replay::dialog::Style;
+use crate::replay::dialog::RequestStyle;
 use crate::replay::shape::Shape;
 use std::time::Duration;
 
@@ -73,7 +73,7 @@ pub enum Pace {
 
 /// All options of a replay except its workload.
 #[derive(Debug, Clone)]
-pub struct Options {
+pub struct ReplayOptions {
     /// The server: `http://host:port`, with an optional path before the API's path.
     pub url: String,
     /// The HTTP API of the requests.
@@ -118,7 +118,7 @@ pub struct Options {
     pub retries_max: u32,
 }
 
-impl Default for Options {
+impl Default for ReplayOptions {
     fn default() -> Self {
         Self {
             url: String::new(),
@@ -151,7 +151,7 @@ impl Default for Options {
     }
 }
 
-impl Options {
+impl ReplayOptions {
     /// Returns all problems of the options; empty if the options are valid.
     pub fn problems(&self) -> Vec<String> {
         let mut problems = Vec::new();
@@ -203,8 +203,8 @@ impl Options {
     }
 
     /// Returns the format of request bodies.
-    pub fn style(&self) -> Style {
-        Style {
+    pub fn style(&self) -> RequestStyle {
+        RequestStyle {
             api: self.api,
             shape: self.shape,
             vocab: self.vocab,
@@ -224,14 +224,15 @@ mod tests {
 
     #[test]
     fn all_problems_are_said_together() {
-        let good = Options { url: "http://localhost:1".to_owned(), ..Options::default() };
+        let good =
+            ReplayOptions { url: "http://localhost:1".to_owned(), ..ReplayOptions::default() };
         assert_eq!(good.problems(), Vec::<String>::new());
-        let bad = Options {
+        let bad = ReplayOptions {
             url: "https://localhost".to_owned(),
             vocab: 0,
             session_open: Some(SessionOpen::Auto),
             recycle: true,
-            ..Options::default()
+            ..ReplayOptions::default()
         };
         assert_eq!(bad.problems().len(), 4);
     }

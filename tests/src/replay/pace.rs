@@ -6,7 +6,7 @@ use std::time::Duration;
 const RETRY_AFTER_MAX: Duration = Duration::from_secs(60);
 
 /// Returns the time between an answer and the next turn.
-pub fn think(recorded: Duration, time_scale: f64, max: Duration) -> Duration {
+pub fn think_time(recorded: Duration, time_scale: f64, max: Duration) -> Duration {
     // Compares before making a `Duration`, so that no scale overflows.
     let scaled = recorded.as_secs_f64() * time_scale;
     if scaled >= max.as_secs_f64() { max } else { Duration::from_secs_f64(scaled) }
@@ -19,7 +19,7 @@ pub fn user_start(index: usize, users: usize, ramp: Duration) -> Duration {
 }
 
 /// Returns when the trace's time `at` comes in a replay that runs `rate` times as fast.
-pub fn scheduled(at: Duration, rate: f64) -> Duration {
+pub fn scheduled_time(at: Duration, rate: f64) -> Duration {
     Duration::try_from_secs_f64(at.as_secs_f64() / rate).unwrap_or(Duration::MAX)
 }
 
@@ -42,17 +42,17 @@ mod tests {
 
     #[test]
     fn think_time_is_scaled_then_capped() {
-        assert_eq!(think(SECOND * 10, 0.5, SECOND * 60), SECOND * 5);
-        assert_eq!(think(SECOND * 10, 100.0, SECOND * 60), SECOND * 60);
-        assert_eq!(think(SECOND * 10, 0.0, SECOND * 60), Duration::ZERO);
-        assert_eq!(think(Duration::MAX, 1e6, SECOND), SECOND);
+        assert_eq!(think_time(SECOND * 10, 0.5, SECOND * 60), SECOND * 5);
+        assert_eq!(think_time(SECOND * 10, 100.0, SECOND * 60), SECOND * 60);
+        assert_eq!(think_time(SECOND * 10, 0.0, SECOND * 60), Duration::ZERO);
+        assert_eq!(think_time(Duration::MAX, 1e6, SECOND), SECOND);
     }
 
     #[test]
     fn users_start_evenly_spread() {
         let starts: Vec<_> = (0..4).map(|user| user_start(user, 4, SECOND * 8)).collect();
         assert_eq!(starts, [Duration::ZERO, SECOND * 2, SECOND * 4, SECOND * 6]);
-        assert_eq!(scheduled(SECOND * 10, 4.0), Duration::from_millis(2500));
+        assert_eq!(scheduled_time(SECOND * 10, 4.0), Duration::from_millis(2500));
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! The counters of a running replay, and its final report.
 
-use crate::replay::client::{Failure, Kind, Measured};
+use crate::replay::client::{CallFailure, MeasuredTurn, TurnKind};
 use crate::replay::workload::Losses;
 use hdrhistogram::Histogram;
 use parking_lot::Mutex;
@@ -28,7 +28,7 @@ pub struct Report {
     /// Failures by kind.
     pub errors_by_kind: BTreeMap<String, u64>,
     /// Turns by how they ran in their sessions, if Berth reports it.
-    pub turns_by_kind: BTreeMap<Kind, u64>,
+    pub turns_by_kind: BTreeMap<TurnKind, u64>,
     /// Retries after a 429 with `Retry-After`.
     pub retries: u64,
     /// Turns not sent because too many were in flight (open loop).
@@ -89,14 +89,14 @@ pub struct Report {
 
 /// The counters of a running replay; shared, and cheap to write.
 #[derive(Debug)]
-pub struct Live {
+pub struct LiveCounters {
     in_flight: AtomicU64,
     stats: Mutex<Stats>,
 }
 
 /// A turn in flight, counted until this value is dropped.
 #[derive(Debug)]
-pub struct InFlight<'a>(&'a Live);
+pub struct InFlight<'a>(&'a LiveCounters);
 
 #[derive(Debug)]
 struct Stats {
@@ -110,7 +110,7 @@ struct Stats {
 
 /// Events that are counted one by one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Event {
+pub enum ReplayEvent {
     /// A retry.
     Retry,
     /// A turn that was not sent.
@@ -129,7 +129,7 @@ pub enum Event {
     Closed,
 }
 
-impl Default for Live {
+impl Default for LiveCounters {
     fn default() -> Self {
         let histogram = || {
             let made = Histogram::new_with_bounds(1, MICROS_MAX, DIGITS);
@@ -147,7 +147,7 @@ impl Default for Live {
     }
 }
 
-impl Live {
+impl LiveCounters {
     /// Returns the report so far, at time `elapsed` after the start.
     pub fn report(&self, elapsed: Duration) -> Report {
         let mut report = self.stats.lock().report(elapsed);
@@ -156,7 +156,7 @@ impl Live {
     }
 
     /// Returns the final report, whose duration ends with the last turn.
-    pub(crate) fn end(&self, elapsed: Duration) -> Report {
+    pub(crate) fn final_report(&self, elapsed: Duration) -> Report {
         let stats = self.stats.lock();
         stats.report(stats.last_end.unwrap_or(elapsed))
     }
@@ -168,7 +168,7 @@ impl Live {
 
     /// Counts an answered turn. `sent_tokens` is its prompt length if the server doesn't report
     /// one.
-    pub(crate) fn turn(&self, measured: &Measured, sent_tokens: u64, now: Duration) {
+    pub(crate) fn count_turn(&self, measured: &MeasuredTurn, sent_tokens: u64, now: Duration) {
         let mut stats = self.stats.lock();
         let reply = &measured.finished.reply;
         let input = if reply.prompt_tokens > 0 { reply.prompt_tokens } else { sent_tokens };
@@ -193,35 +193,35 @@ impl Live {
     }
 
     /// Counts the tokens that a conversation holds at its end.
-    pub(crate) fn context(&self, tokens: u64) {
+    pub(crate) fn count_context(&self, tokens: u64) {
         self.stats.lock().counts.context_tokens += tokens;
     }
 
-    pub(crate) fn failure(&self, call: &str, failure: &Failure, now: Duration) {
+    pub(crate) fn count_failure(&self, call: &str, failure: &CallFailure, now: Duration) {
         let mut stats = self.stats.lock();
         stats.last_end = Some(now);
         stats.counts.errors += 1;
         *stats.counts.errors_by_kind.entry(format!("{call}{failure}")).or_default() += 1;
     }
 
-    pub(crate) fn event(&self, event: Event) {
+    pub(crate) fn count_event(&self, event: ReplayEvent) {
         let counts = &mut self.stats.lock().counts;
         let count = match event {
-            Event::Retry => &mut counts.retries,
-            Event::Dropped => &mut counts.dropped,
-            Event::Late => &mut counts.late,
-            Event::Unfinished => &mut counts.unfinished,
-            Event::Begun => &mut counts.conversations,
-            Event::Finished => &mut counts.conversations_finished,
-            Event::Opened => &mut counts.sessions_opened,
-            Event::Closed => &mut counts.sessions_closed,
+            ReplayEvent::Retry => &mut counts.retries,
+            ReplayEvent::Dropped => &mut counts.dropped,
+            ReplayEvent::Late => &mut counts.late,
+            ReplayEvent::Unfinished => &mut counts.unfinished,
+            ReplayEvent::Begun => &mut counts.conversations,
+            ReplayEvent::Finished => &mut counts.conversations_finished,
+            ReplayEvent::Opened => &mut counts.sessions_opened,
+            ReplayEvent::Closed => &mut counts.sessions_closed,
         };
         *count += 1;
     }
 
-    pub(crate) fn losses(&self, losses: Losses) {
+    pub(crate) fn set_losses(&self, losses: Losses) {
         let counts = &mut self.stats.lock().counts;
-        counts.conversations_cut = losses.cut;
+        counts.conversations_cut = losses.shortened;
         counts.turns_cut = losses.turns;
         counts.conversations_dropped = losses.dropped;
     }
@@ -344,14 +344,15 @@ fn round(value: f64) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::replay::answer::Finished;
-    use crate::replay::dialog::Reply;
+    use crate::replay::answer::FinishedAnswer;
+    use crate::replay::dialog::AnswerContent;
 
-    fn measured(millis: u64, cached_tokens: Option<u64>) -> Measured {
-        let reply = Reply { prompt_tokens: 100, output_tokens: 10, ..Reply::default() };
-        Measured {
-            finished: Finished { reply, cached_tokens },
-            kind: (millis > 90).then_some(Kind::Pinned),
+    fn measured(millis: u64, cached_tokens: Option<u64>) -> MeasuredTurn {
+        let reply =
+            AnswerContent { prompt_tokens: 100, output_tokens: 10, ..AnswerContent::default() };
+        MeasuredTurn {
+            finished: FinishedAnswer { reply, cached_tokens },
+            kind: (millis > 90).then_some(TurnKind::Pinned),
             first_token: Some(Duration::from_millis(millis)),
             gaps: vec![Duration::from_millis(5); 9],
             total: Duration::from_millis(millis + 45),
@@ -360,16 +361,20 @@ mod tests {
 
     #[test]
     fn figures_are_those_of_the_turns() {
-        let live = Live::default();
+        let live = LiveCounters::default();
         for millis in 1..=100 {
-            live.turn(&measured(millis, (millis <= 50).then_some(90)), 7, Duration::from_secs(10));
+            live.count_turn(
+                &measured(millis, (millis <= 50).then_some(90)),
+                7,
+                Duration::from_secs(10),
+            );
         }
-        live.failure("open_", &Failure::Timeout, Duration::from_secs(20));
-        let report = live.end(Duration::from_secs(30));
+        live.count_failure("open_", &CallFailure::Timeout, Duration::from_secs(20));
+        let report = live.final_report(Duration::from_secs(30));
         assert_eq!((report.turns, report.input_tokens, report.output_tokens), (100, 10_000, 1000));
         assert_eq!((report.seconds, report.turns_per_s, report.errors), (20.0, 5.0, 1));
         assert_eq!(report.errors_by_kind["open_timeout"], 1);
-        assert_eq!(report.turns_by_kind, BTreeMap::from([(Kind::Pinned, 10)]));
+        assert_eq!(report.turns_by_kind, BTreeMap::from([(TurnKind::Pinned, 10)]));
         assert!(report.table().contains("pinned 10"), "{}", report.table());
         // The ratio covers only the half of the answers that report cached tokens.
         assert_eq!(report.cached_ratio, Some(0.9));
@@ -381,7 +386,7 @@ mod tests {
 
     #[test]
     fn turns_in_flight_are_counted_until_their_drop() {
-        let live = Live::default();
+        let live = LiveCounters::default();
         let turn = live.begin_turn();
         assert_eq!(live.report(Duration::ZERO).in_flight, 1);
         drop(turn);

@@ -4,7 +4,7 @@
 //! becomes `tokens(p)` in every prompt, so two prompts that share a prefix in the trace also share
 //! the scaled prefix.
 
-use crate::replay::trace::{Conversation, Turn};
+use crate::replay::trace::{Conversation, TraceTurn};
 
 /// The conversion from a trace's sizes to the replay's.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -27,9 +27,9 @@ impl Default for Shape {
 #[derive(Debug, Clone, PartialEq)]
 pub enum Fit {
     /// All turns fit.
-    Whole(Conversation),
+    Complete(Conversation),
     /// Only the leading turns fit.
-    Cut {
+    Shortened {
         /// The turns that fit.
         conversation: Conversation,
         /// The number of turns removed, those of subagents included.
@@ -52,22 +52,22 @@ impl Shape {
     }
 
     /// Returns the scaled length of a turn's prompt; at least 1.
-    pub fn prompt_tokens(&self, turn: &Turn) -> u64 {
+    pub fn prompt_tokens(&self, turn: &TraceTurn) -> u64 {
         self.tokens(turn.prompt_tokens).max(1)
     }
 
     /// Returns the scaled and bounded length of a turn's answer; at least 1.
-    pub fn output_tokens(&self, turn: &Turn) -> u64 {
+    pub fn output_tokens(&self, turn: &TraceTurn) -> u64 {
         let scaled = self.tokens(turn.output_tokens).max(1);
         self.output_tokens_max.map_or(scaled, |max| scaled.min(max.max(1)))
     }
 
     /// Keeps the leading turns that fit the context.
     pub fn fit(&self, mut conversation: Conversation) -> Fit {
-        let Some(max) = self.context_tokens_max else { return Fit::Whole(conversation) };
+        let Some(max) = self.context_tokens_max else { return Fit::Complete(conversation) };
         let before = conversation.turns_total();
-        let fits = |turn: &Turn| self.prompt_tokens(turn) + self.output_tokens(turn) <= max;
-        let kept = |turns: &[Turn]| turns.iter().take_while(|turn| fits(turn)).count();
+        let fits = |turn: &TraceTurn| self.prompt_tokens(turn) + self.output_tokens(turn) <= max;
+        let kept = |turns: &[TraceTurn]| turns.iter().take_while(|turn| fits(turn)).count();
         let own = kept(&conversation.turns);
         if own == 0 {
             return Fit::Dropped;
@@ -78,8 +78,8 @@ impl Shape {
             child.beside_turn < own && !child.conversation.turns.is_empty()
         });
         match before - conversation.turns_total() {
-            0 => Fit::Whole(conversation),
-            turns => Fit::Cut { conversation, turns },
+            0 => Fit::Complete(conversation),
+            turns => Fit::Shortened { conversation, turns },
         }
     }
 }
@@ -91,7 +91,7 @@ mod tests {
     use std::time::Duration;
 
     fn conversation(prompts: &[u64]) -> Conversation {
-        let turn = |&tokens: &u64| Turn {
+        let turn = |&tokens: &u64| TraceTurn {
             at: Duration::ZERO,
             think: Duration::ZERO,
             prompt_tokens: tokens,
@@ -104,7 +104,7 @@ mod tests {
             scope: Some(0),
             shared: Shared::default(),
             turns: prompts.iter().map(turn).collect(),
-            said: Vec::new(),
+            words: Vec::new(),
             children: Vec::new(),
         }
     }
@@ -112,8 +112,9 @@ mod tests {
     #[test]
     fn too_long_conversations_are_cut_where_they_stop_fitting() {
         let shape = Shape { context_tokens_max: Some(100), ..Shape::default() };
-        assert!(matches!(shape.fit(conversation(&[10, 90])), Fit::Whole(_)));
-        let Fit::Cut { conversation: left, turns } = shape.fit(conversation(&[10, 91, 20])) else {
+        assert!(matches!(shape.fit(conversation(&[10, 90])), Fit::Complete(_)));
+        let Fit::Shortened { conversation: left, turns } = shape.fit(conversation(&[10, 91, 20]))
+        else {
             panic!("the second turn is one token too long")
         };
         assert_eq!((left.turns.len(), turns), (1, 2));

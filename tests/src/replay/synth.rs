@@ -5,7 +5,7 @@
 //! their block ids share, and local ids of different conversations never collide.
 
 use crate::replay::shape::Shape;
-use crate::replay::trace::{Conversation, Turn};
+use crate::replay::trace::{Conversation, TraceTurn};
 
 /// Namespace numbers that differ from those of conversations, which are their index.
 const GLOBAL: u64 = u64::MAX;
@@ -24,7 +24,12 @@ pub struct Salt {
 }
 
 /// Returns a prompt as one random number per token, to be read as token ids or as text.
-pub fn symbols(conversation: &Conversation, turn: &Turn, shape: &Shape, salt: Salt) -> Vec<u32> {
+pub fn symbols(
+    conversation: &Conversation,
+    turn: &TraceTurn,
+    shape: &Shape,
+    salt: Salt,
+) -> Vec<u32> {
     let length = shape.prompt_tokens(turn);
     let mut symbols = Vec::with_capacity(usize::try_from(length).unwrap_or(0));
     let front = shape.tokens(conversation.shared.tokens).min(length);
@@ -50,11 +55,17 @@ pub fn symbols(conversation: &Conversation, turn: &Turn, shape: &Shape, salt: Sa
 }
 
 /// Returns how many leading tokens two turns of a conversation have in common.
-pub fn shared_prefix(conversation: &Conversation, a: &Turn, b: &Turn, shape: &Shape) -> u64 {
+pub fn shared_prefix(
+    conversation: &Conversation,
+    a: &TraceTurn,
+    b: &TraceTurn,
+    shape: &Shape,
+) -> u64 {
     let shorter = shape.prompt_tokens(a).min(shape.prompt_tokens(b));
     // Blocks inside the shared prefix have the prefix's content, whatever their ids are.
     let hidden = conversation.shared.tokens / conversation.block_tokens;
-    let blocks = hidden + a.blocks.after(hidden).common(&b.blocks.after(hidden));
+    let blocks =
+        hidden + a.blocks.without_first(hidden).common_prefix(&b.blocks.without_first(hidden));
     let named = blocks * conversation.block_tokens;
     shape.tokens(named.max(conversation.shared.tokens)).min(shorter)
 }
@@ -104,8 +115,8 @@ mod tests {
     use proptest::prelude::*;
     use std::time::Duration;
 
-    fn turn(ids: &[u64], tokens: u64) -> Turn {
-        Turn {
+    fn turn(ids: &[u64], tokens: u64) -> TraceTurn {
+        TraceTurn {
             at: Duration::ZERO,
             think: Duration::ZERO,
             prompt_tokens: tokens,
@@ -121,7 +132,7 @@ mod tests {
             scope,
             shared: Shared { stream: 0, tokens: shared_tokens },
             turns: Vec::new(),
-            said: Vec::new(),
+            words: Vec::new(),
             children: Vec::new(),
         }
     }

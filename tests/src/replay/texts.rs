@@ -4,7 +4,9 @@
 //! message. The answers are kept apart, so that a replay can insert real ones. Sizes count
 //! characters.
 
-use crate::replay::trace::{Blocks, Conversation, Follows, Run, Said, Shared, Turn};
+use crate::replay::trace::{
+    Blocks, Conversation, HistoryChange, Run, Shared, TraceTurn, TurnWords,
+};
 use crate::replay::wire::Error;
 use serde::Deserialize;
 use std::time::Duration;
@@ -29,7 +31,7 @@ pub struct Prompt {
 }
 
 /// Parses a record.
-pub fn prompt(text: &str) -> Result<Prompt, Error> {
+pub fn parse_prompt(text: &str) -> Result<Prompt, Error> {
     let prompt: Prompt = serde_json::from_str(text).map_err(Error::Json)?;
     if prompt.input.is_empty() {
         return Err(Error::Value {
@@ -41,7 +43,7 @@ pub fn prompt(text: &str) -> Result<Prompt, Error> {
 }
 
 /// Groups requests into conversations, in the order of the conversations' first requests.
-pub fn conversations(prompts: Vec<Prompt>) -> Vec<Conversation> {
+pub fn group_conversations(prompts: Vec<Prompt>) -> Vec<Conversation> {
     let mut sessions: Vec<Vec<Prompt>> = Vec::new();
     let mut places = std::collections::HashMap::new();
     for prompt in prompts {
@@ -59,17 +61,17 @@ fn conversation(mut prompts: Vec<Prompt>, index: u64) -> Conversation {
     // Lines are written when answers end, and some answers end out of order.
     prompts.sort_by_key(|prompt| prompt.timestamp);
     let start = prompts[0].timestamp;
-    let (mut turns, mut said) = (Vec::<Turn>::new(), Vec::<Said>::new());
+    let (mut turns, mut words) = (Vec::<TraceTurn>::new(), Vec::<TurnWords>::new());
     let (mut first, mut tokens) = (0, 0);
     let mut before: Option<&Prompt> = None;
     for prompt in &prompts {
-        let (follows, text) = following(before, prompt);
-        match follows {
-            Follows::On => {
+        let (history, text) = compare_history(before, prompt);
+        match history {
+            HistoryChange::Extended => {
                 tokens += before.map_or(0, |before| length(&before.output)) + length(text);
             }
-            Follows::Again => {}
-            Follows::Anew => {
+            HistoryChange::Repeated => {}
+            HistoryChange::Replaced => {
                 first += u64::from(before.is_some()) * HISTORY_BLOCKS_MAX;
                 tokens = length(text);
             }
@@ -79,8 +81,8 @@ fn conversation(mut prompts: Vec<Prompt>, index: u64) -> Conversation {
         let at = Duration::from_micros(prompt.timestamp - start);
         let think = turns.last().map_or(Duration::ZERO, |last| at - last.at);
         let output_tokens = length(&prompt.output).max(1);
-        turns.push(Turn { at, think, prompt_tokens: tokens, output_tokens, blocks });
-        said.push(Said { follows, text: text.to_owned(), answer: prompt.output.clone() });
+        turns.push(TraceTurn { at, think, prompt_tokens: tokens, output_tokens, blocks });
+        words.push(TurnWords { history, text: text.to_owned(), answer: prompt.output.clone() });
         before = Some(prompt);
     }
     Conversation {
@@ -89,19 +91,19 @@ fn conversation(mut prompts: Vec<Prompt>, index: u64) -> Conversation {
         scope: Some(index),
         shared: Shared::default(),
         turns,
-        said,
+        words,
         children: Vec::new(),
     }
 }
 
 /// Returns how a prompt follows from the previous one, and its new text.
-fn following<'a>(before: Option<&Prompt>, prompt: &'a Prompt) -> (Follows, &'a str) {
+fn compare_history<'a>(before: Option<&Prompt>, prompt: &'a Prompt) -> (HistoryChange, &'a str) {
     let added = before.and_then(|before| prompt.input.strip_prefix(before.input.as_str()));
     match added {
-        None => (Follows::Anew, &prompt.input),
-        Some("") => (Follows::Again, ""),
+        None => (HistoryChange::Replaced, &prompt.input),
+        Some("") => (HistoryChange::Repeated, ""),
         // The client joins messages by empty lines.
-        Some(added) => (Follows::On, added.trim_start_matches('\n')),
+        Some(added) => (HistoryChange::Extended, added.trim_start_matches('\n')),
     }
 }
 
@@ -121,11 +123,11 @@ mod tests {
             })
             .to_string()
         };
-        conversations(prompts.iter().map(|one| prompt(&line(one)).unwrap()).collect())
+        group_conversations(prompts.iter().map(|one| parse_prompt(&line(one)).unwrap()).collect())
     }
 
-    fn said(conversation: &Conversation) -> Vec<(Follows, &str)> {
-        conversation.said.iter().map(|said| (said.follows, said.text.as_str())).collect()
+    fn history_and_text(conversation: &Conversation) -> Vec<(HistoryChange, &str)> {
+        conversation.words.iter().map(|words| (words.history, words.text.as_str())).collect()
     }
 
     #[test]
@@ -133,7 +135,10 @@ mod tests {
         let found =
             read(&[("a", 0, "Fix it."), ("b", 0, "Hm"), ("a", 2, "Fix it.\n\nFailed: 1\n")]);
         assert_eq!(found.iter().map(|one| one.id.as_str()).collect::<Vec<_>>(), ["a", "b"]);
-        assert_eq!(said(&found[0]), [(Follows::Anew, "Fix it."), (Follows::On, "Failed: 1\n")]);
+        assert_eq!(
+            history_and_text(&found[0]),
+            [(HistoryChange::Replaced, "Fix it."), (HistoryChange::Extended, "Failed: 1\n")]
+        );
         let turns = &found[0].turns;
         assert_eq!((turns[1].at, turns[1].think), (turns[1].think, Duration::from_secs(2)));
         // The second prompt includes the answer between the two messages.
@@ -145,7 +150,10 @@ mod tests {
     #[test]
     fn requests_are_taken_in_the_order_of_their_times() {
         let found = read(&[("a", 5, "1\n\n2"), ("a", 1, "1"), ("a", 9, "1\n\n2\n\n3")]);
-        assert_eq!(said(&found[0])[1..], [(Follows::On, "2"), (Follows::On, "3")]);
+        assert_eq!(
+            history_and_text(&found[0])[1..],
+            [(HistoryChange::Extended, "2"), (HistoryChange::Extended, "3")]
+        );
         assert_eq!(found[0].edits(), 0);
     }
 
@@ -153,21 +161,21 @@ mod tests {
     fn an_edited_history_is_begun_anew_and_counted() {
         let found = read(&[("a", 0, "1"), ("a", 1, "1"), ("a", 2, "1\n\n2"), ("a", 3, "Sum: 2")]);
         let expected = [
-            (Follows::Anew, "1"),
-            (Follows::Again, ""),
-            (Follows::On, "2"),
-            (Follows::Anew, "Sum: 2"),
+            (HistoryChange::Replaced, "1"),
+            (HistoryChange::Repeated, ""),
+            (HistoryChange::Extended, "2"),
+            (HistoryChange::Replaced, "Sum: 2"),
         ];
-        assert_eq!(said(&found[0]), expected);
+        assert_eq!(history_and_text(&found[0]), expected);
         assert_eq!(found[0].edits(), 2);
         let turns = &found[0].turns;
         assert_eq!(turns[0].blocks, turns[1].blocks);
-        assert_eq!(turns[2].blocks.common(&turns[3].blocks), 0);
+        assert_eq!(turns[2].blocks.common_prefix(&turns[3].blocks), 0);
     }
 
     #[test]
     fn what_is_no_request_is_said() {
-        let wrong = |text: &str| prompt(text).unwrap_err().to_string();
+        let wrong = |text: &str| parse_prompt(text).unwrap_err().to_string();
         assert_eq!(wrong("{}"), "not a record of this form");
         let empty = r#"{"timestamp":1,"input":"","output":"a","session_id":"s"}"#;
         assert_eq!(wrong(empty), "request: `input` is empty");

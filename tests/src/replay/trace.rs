@@ -77,7 +77,7 @@ impl Blocks {
     }
 
     /// Returns how many leading ids both lists have in common.
-    pub fn common(&self, other: &Self) -> u64 {
+    pub fn common_prefix(&self, other: &Self) -> u64 {
         let (mut ours, mut theirs) = (self.runs.iter(), other.runs.iter());
         let (mut a, mut b) = (ours.next().copied(), theirs.next().copied());
         let mut total = 0;
@@ -87,8 +87,8 @@ impl Blocks {
             }
             let both = left.count.min(right.count);
             total += both;
-            a = rest(left, both).or_else(|| ours.next().copied());
-            b = rest(right, both).or_else(|| theirs.next().copied());
+            a = remaining_run(left, both).or_else(|| ours.next().copied());
+            b = remaining_run(right, both).or_else(|| theirs.next().copied());
         }
         total
     }
@@ -105,7 +105,7 @@ impl Blocks {
     }
 
     /// Returns the list without its first `count` ids.
-    pub fn after(&self, count: u64) -> Self {
+    pub fn without_first(&self, count: u64) -> Self {
         let mut skip = count;
         let mut left = Self::default();
         for run in &self.runs {
@@ -118,13 +118,13 @@ impl Blocks {
 }
 
 /// Returns what is left of `run` after its first `taken` ids.
-fn rest(run: Run, taken: u64) -> Option<Run> {
+fn remaining_run(run: Run, taken: u64) -> Option<Run> {
     (taken < run.count).then(|| Run { first: run.first + taken, count: run.count - taken })
 }
 
 /// One request of the trace.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Turn {
+pub struct TraceTurn {
     /// The sending time since the conversation's start; for single requests, since the trace's
     /// start.
     pub at: Duration,
@@ -140,20 +140,20 @@ pub struct Turn {
 
 /// How a turn's history follows from the previous turn's history.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Follows {
+pub enum HistoryChange {
     /// The history continues with the answer and the user's message.
-    On,
+    Extended,
     /// The history is the same: the client asks for the last answer again.
-    Again,
+    Repeated,
     /// A new history, sent as one user message.
-    Anew,
+    Replaced,
 }
 
 /// A turn in words.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Said {
+pub struct TurnWords {
     /// How the history follows from the previous turn.
-    pub follows: Follows,
+    pub history: HistoryChange,
     /// The user's message.
     pub text: String,
     /// The answer.
@@ -181,16 +181,16 @@ pub struct Conversation {
     /// The shared prefix of the prompts.
     pub shared: Shared,
     /// The requests in order; at least one.
-    pub turns: Vec<Turn>,
+    pub turns: Vec<TraceTurn>,
     /// The turns in words: empty if the trace has no words, else at least one entry per turn.
-    pub said: Vec<Said>,
+    pub words: Vec<TurnWords>,
     /// The conversations of subagents that the turns start.
-    pub children: Vec<Child>,
+    pub children: Vec<Subagent>,
 }
 
 /// A subagent's conversation.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Child {
+pub struct Subagent {
     /// The index of the parent's turn that starts the subagent.
     pub beside_turn: usize,
     /// Whether the parent's next turn waits for the subagent's end.
@@ -243,8 +243,8 @@ impl Conversation {
 
     /// Returns the number of turns that don't simply continue the previous history.
     pub fn edits(&self) -> u64 {
-        let edited = |said: &&Said| said.follows != Follows::On;
-        self.said.iter().skip(1).filter(edited).count() as u64
+        let edited = |words: &&TurnWords| words.history != HistoryChange::Extended;
+        self.words.iter().skip(1).filter(edited).count() as u64
     }
 }
 
@@ -273,11 +273,11 @@ mod tests {
         ) {
             let expected = a.iter().zip(&b).take_while(|(x, y)| x == y).count() as u64;
             let (left, right) = (Blocks::from_ids(&a), Blocks::from_ids(&b));
-            prop_assert_eq!(left.common(&right), expected);
-            prop_assert_eq!(left.common(&left), left.len());
+            prop_assert_eq!(left.common_prefix(&right), expected);
+            prop_assert_eq!(left.common_prefix(&left), left.len());
             let kept = usize::try_from(cut).unwrap().min(a.len());
             prop_assert_eq!(left.truncated(cut), Blocks::from_ids(&a[..kept]));
-            prop_assert_eq!(left.after(cut), Blocks::from_ids(&a[kept..]));
+            prop_assert_eq!(left.without_first(cut), Blocks::from_ids(&a[kept..]));
         }
     }
 }

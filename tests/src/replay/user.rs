@@ -2,13 +2,13 @@
 //!
 //! The module `pace` makes all decisions about time, and `dialog` all decisions about contents.
 
-use crate::replay::client::{Client, Failure, Mark};
-use crate::replay::dialog::{Dialog, Request, Style};
-use crate::replay::options::{Options, SessionHeaders};
+use crate::replay::client::{CallFailure, Client, TurnHeaders};
+use crate::replay::dialog::{Dialog, Request, RequestStyle};
+use crate::replay::options::{ReplayOptions, SessionHeaders};
 use crate::replay::pace;
-use crate::replay::report::{Event, Live};
+use crate::replay::report::{LiveCounters, ReplayEvent};
 use crate::replay::synth::Salt;
-use crate::replay::trace::{Child, Conversation};
+use crate::replay::trace::{Conversation, Subagent};
 use bytes::Bytes;
 use std::future::Future;
 use std::pin::Pin;
@@ -31,10 +31,10 @@ const LATE: Duration = Duration::from_millis(100);
 /// The state that all conversations of a replay share.
 #[derive(Debug)]
 pub(crate) struct Context {
-    pub(crate) options: Options,
-    pub(crate) style: Arc<Style>,
+    pub(crate) options: ReplayOptions,
+    pub(crate) style: Arc<RequestStyle>,
     pub(crate) client: Client,
-    pub(crate) live: Arc<Live>,
+    pub(crate) live: Arc<LiveCounters>,
     pub(crate) started: Instant,
     /// Cancelled when no new turn may start.
     pub(crate) stop: CancellationToken,
@@ -49,14 +49,14 @@ pub(crate) struct Context {
 
 /// What determines when a conversation's turns are sent.
 #[derive(Debug, Clone)]
-pub(crate) enum Schedule {
+pub(crate) enum TurnSchedule {
     Closed { time_scale: f64, think_max: Duration },
     Open { start: Instant, rate: f64, outstanding: Arc<Semaphore> },
 }
 
 /// A conversation to run.
 #[derive(Debug)]
-pub(crate) struct Task {
+pub(crate) struct ConversationTask {
     pub(crate) conversation: Arc<Conversation>,
     pub(crate) salt: Salt,
     pub(crate) session: String,
@@ -95,45 +95,45 @@ async fn sleep_unless(stop: &CancellationToken, deadline: Instant) -> bool {
 /// this function recursively.
 pub(crate) fn run(
     context: Arc<Context>,
-    task: Task,
-    schedule: Schedule,
+    task: ConversationTask,
+    schedule: TurnSchedule,
 ) -> Pin<Box<dyn Future<Output = ()> + Send>> {
     Box::pin(async move {
         let mut awaited = JoinSet::new();
-        let mut beside = JoinSet::new();
-        context.live.event(Event::Begun);
-        let mut line = Line::new(Arc::clone(&context), &task);
+        let mut unawaited = JoinSet::new();
+        context.live.count_event(ReplayEvent::Begun);
+        let mut conversation_run = ConversationRun::new(Arc::clone(&context), &task);
         let mut pause = Duration::ZERO;
-        let mut whole = true;
+        let mut complete = true;
         for index in 0..task.conversation.turns.len() {
-            let ready = line.wait(index, &schedule, pause).await;
+            let ready = conversation_run.wait_for_turn(index, &schedule, pause).await;
             join(&mut awaited).await;
             if !ready {
-                whole = false;
+                complete = false;
                 break;
             }
-            pause = match line.paced_turn(index, &schedule).await {
-                Passed::Answered => Duration::ZERO,
-                Passed::Failed => FAILURE_PAUSE,
-                Passed::Skipped => continue,
-                Passed::Stopped => {
-                    whole = false;
+            pause = match conversation_run.send_paced_turn(index, &schedule).await {
+                TurnOutcome::Answered => Duration::ZERO,
+                TurnOutcome::Failed => FAILURE_PAUSE,
+                TurnOutcome::Skipped => continue,
+                TurnOutcome::Stopped => {
+                    complete = false;
                     break;
                 }
             };
             for (number, child) in task.conversation.children.iter().enumerate() {
                 if child.beside_turn == index {
-                    let set = if child.awaited { &mut awaited } else { &mut beside };
-                    set.spawn(child_run(Arc::clone(&context), &task, number, child, &schedule));
+                    let set = if child.awaited { &mut awaited } else { &mut unawaited };
+                    set.spawn(run_child(Arc::clone(&context), &task, number, child, &schedule));
                 }
             }
         }
         join(&mut awaited).await;
-        join(&mut beside).await;
-        context.live.context(line.context_tokens);
-        line.close().await;
-        if whole {
-            context.live.event(Event::Finished);
+        join(&mut unawaited).await;
+        context.live.count_context(conversation_run.context_tokens);
+        conversation_run.close().await;
+        if complete {
+            context.live.count_event(ReplayEvent::Finished);
         }
         if !pause.is_zero() {
             context.sleep_until(Instant::now() + pause).await;
@@ -150,27 +150,27 @@ async fn join(tasks: &mut JoinSet<()>) {
     }
 }
 
-fn child_run(
+fn run_child(
     context: Arc<Context>,
-    parent: &Task,
+    parent: &ConversationTask,
     number: usize,
-    child: &Child,
-    schedule: &Schedule,
+    child: &Subagent,
+    schedule: &TurnSchedule,
 ) -> impl Future<Output = ()> + Send + 'static {
-    let task = Task {
+    let task = ConversationTask {
         conversation: Arc::new(child.conversation.clone()),
         salt: parent.salt,
         session: format!("{}-s{number}", parent.session),
         parent: Some(parent.session.clone()),
     };
     let (delay, schedule) = match schedule.clone() {
-        Schedule::Closed { time_scale, think_max } => {
-            let delay = pace::think(CHILD_START, time_scale, think_max);
-            (delay, Schedule::Closed { time_scale, think_max })
+        TurnSchedule::Closed { time_scale, think_max } => {
+            let delay = pace::think_time(CHILD_START, time_scale, think_max);
+            (delay, TurnSchedule::Closed { time_scale, think_max })
         }
-        Schedule::Open { rate, outstanding, .. } => {
-            let start = Instant::now() + pace::scheduled(CHILD_START, rate);
-            (Duration::ZERO, Schedule::Open { start, rate, outstanding })
+        TurnSchedule::Open { rate, outstanding, .. } => {
+            let start = Instant::now() + pace::scheduled_time(CHILD_START, rate);
+            (Duration::ZERO, TurnSchedule::Open { start, rate, outstanding })
         }
     };
     async move {
@@ -182,7 +182,7 @@ fn child_run(
 
 /// The result of a turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Passed {
+enum TurnOutcome {
     Answered,
     Failed,
     /// Not sent, because too many requests were in flight.
@@ -192,7 +192,7 @@ enum Passed {
 }
 
 /// A conversation's state, including its session on the server.
-struct Line {
+struct ConversationRun {
     context: Arc<Context>,
     conversation: Arc<Conversation>,
     /// `None` only while a request is being made.
@@ -206,11 +206,11 @@ struct Line {
     open: bool,
     /// Whether the server may hold the session. Set before the opening is sent, because the session
     /// may be open even if the reply is lost.
-    owed: bool,
+    may_be_open: bool,
 }
 
-impl Line {
-    fn new(context: Arc<Context>, task: &Task) -> Self {
+impl ConversationRun {
+    fn new(context: Arc<Context>, task: &ConversationTask) -> Self {
         let conversation = Arc::clone(&task.conversation);
         let style = Arc::clone(&context.style);
         let dialog = Some(Dialog::new(Arc::clone(&conversation), style, task.salt));
@@ -224,50 +224,50 @@ impl Line {
             context_tokens: 0,
             reopened: 0,
             open: false,
-            owed: false,
+            may_be_open: false,
         }
     }
 
     /// Waits for a turn's time; returns false if the replay stops first.
-    async fn wait(&self, index: usize, schedule: &Schedule, pause: Duration) -> bool {
+    async fn wait_for_turn(&self, index: usize, schedule: &TurnSchedule, pause: Duration) -> bool {
         let turn = &self.conversation.turns[index];
         let now = Instant::now();
         let deadline = match schedule {
             // The pause before a conversation's first turn belongs to the user, not to the
             // conversation.
-            Schedule::Closed { .. } if index == 0 => now,
-            Schedule::Closed { time_scale, think_max } => {
-                now + pace::think(turn.think, *time_scale, *think_max).max(pause)
+            TurnSchedule::Closed { .. } if index == 0 => now,
+            TurnSchedule::Closed { time_scale, think_max } => {
+                now + pace::think_time(turn.think, *time_scale, *think_max).max(pause)
             }
-            Schedule::Open { start, rate, .. } => *start + pace::scheduled(turn.at, *rate),
+            TurnSchedule::Open { start, rate, .. } => *start + pace::scheduled_time(turn.at, *rate),
         };
         if index > 0 && now.saturating_duration_since(deadline) > LATE {
-            self.context.live.event(Event::Late);
+            self.context.live.count_event(ReplayEvent::Late);
         }
         self.context.sleep_until(deadline).await
     }
 
     /// Sends a turn if its schedule permits.
-    async fn paced_turn(&mut self, index: usize, schedule: &Schedule) -> Passed {
+    async fn send_paced_turn(&mut self, index: usize, schedule: &TurnSchedule) -> TurnOutcome {
         let _outstanding = match schedule {
-            Schedule::Closed { .. } => None,
-            Schedule::Open { outstanding, .. } => {
+            TurnSchedule::Closed { .. } => None,
+            TurnSchedule::Open { outstanding, .. } => {
                 let Ok(permit) = Arc::clone(outstanding).try_acquire_owned() else {
-                    self.context.live.event(Event::Dropped);
-                    return Passed::Skipped;
+                    self.context.live.count_event(ReplayEvent::Dropped);
+                    return TurnOutcome::Skipped;
                 };
                 Some(permit)
             }
         };
         if !self.context.take_turn() {
-            return Passed::Stopped;
+            return TurnOutcome::Stopped;
         }
-        self.turn(index).await
+        self.send_turn(index).await
     }
 
-    async fn turn(&mut self, index: usize) -> Passed {
+    async fn send_turn(&mut self, index: usize) -> TurnOutcome {
         let context = Arc::clone(&self.context);
-        let request = self.request(index).await;
+        let request = self.make_request(index).await;
         let begun = context.live.begin_turn();
         if request.reopen {
             self.close().await;
@@ -277,17 +277,17 @@ impl Line {
         let passed = tokio::select! {
             biased;
             () = context.kill.cancelled() => None,
-            passed = self.exchange(index, request.body.into(), since) => Some(passed),
+            passed = self.send_with_retries(index, request.body.into(), since) => Some(passed),
         };
         drop(begun);
         passed.unwrap_or_else(|| {
-            context.live.event(Event::Unfinished);
-            Passed::Stopped
+            context.live.count_event(ReplayEvent::Unfinished);
+            TurnOutcome::Stopped
         })
     }
 
     /// Makes the request on a blocking thread, because a long prompt takes milliseconds.
-    async fn request(&mut self, index: usize) -> Request {
+    async fn make_request(&mut self, index: usize) -> Request {
         let mut dialog = self.dialog.take().expect("put back below");
         let made = tokio::task::spawn_blocking(move || {
             let request = dialog.request(index);
@@ -302,91 +302,101 @@ impl Line {
     }
 
     /// Sends one turn with its retries, and opens the session first if needed.
-    async fn exchange(&mut self, index: usize, body: Bytes, since: Instant) -> Passed {
+    async fn send_with_retries(
+        &mut self,
+        index: usize,
+        body: Bytes,
+        since: Instant,
+    ) -> TurnOutcome {
         let context = Arc::clone(&self.context);
         let mut tried = 0;
         loop {
             let failure = match self.open().await {
                 Ok(()) => match self.try_turn(index, body.clone(), since).await {
-                    Ok(()) => return Passed::Answered,
+                    Ok(()) => return TurnOutcome::Answered,
                     Err(failure) => ("", failure),
                 },
                 Err(failure) => ("open_", failure),
             };
             let (call, failure) = failure;
             let Some(wait) = retry_in(&failure, tried, context.options.retries_max) else {
-                context.live.failure(call, &failure, context.started.elapsed());
-                return Passed::Failed;
+                context.live.count_failure(call, &failure, context.started.elapsed());
+                return TurnOutcome::Failed;
             };
-            context.live.event(Event::Retry);
+            context.live.count_event(ReplayEvent::Retry);
             tried += 1;
             if !sleep_unless(&context.hurry, Instant::now() + wait).await {
-                context.live.event(Event::Unfinished);
-                return Passed::Stopped;
+                context.live.count_event(ReplayEvent::Unfinished);
+                return TurnOutcome::Stopped;
             }
         }
     }
 
-    async fn try_turn(&mut self, index: usize, body: Bytes, since: Instant) -> Result<(), Failure> {
+    async fn try_turn(
+        &mut self,
+        index: usize,
+        body: Bytes,
+        since: Instant,
+    ) -> Result<(), CallFailure> {
         let context = &self.context;
         let options = &context.options;
         let last = index + 1 == self.conversation.turns.len();
         let closing = last && options.sessions == SessionHeaders::Final;
         let id = self.session_id();
-        let mark = (options.sessions != SessionHeaders::None).then_some(Mark {
+        let session_headers = (options.sessions != SessionHeaders::None).then_some(TurnHeaders {
             id: &id,
             parent: self.parent.as_deref(),
             last: closing,
             delta: context.style.delta,
         });
-        let measured = context.client.turn(body, mark, since).await?;
+        let measured = context.client.send_turn(body, session_headers, since).await?;
         let sent = context.style.shape.prompt_tokens(&self.conversation.turns[index]);
-        context.live.turn(&measured, sent, context.started.elapsed());
+        context.live.count_turn(&measured, sent, context.started.elapsed());
         let reply = &measured.finished.reply;
         self.context_tokens = reply.prompt_tokens + reply.output_tokens;
         if let Some(dialog) = &mut self.dialog {
-            dialog.answered(measured.finished.reply);
+            dialog.record_answer(measured.finished.reply);
         }
         if closing && std::mem::take(&mut self.open) {
-            self.owed = false;
-            context.live.event(Event::Closed);
+            self.may_be_open = false;
+            context.live.count_event(ReplayEvent::Closed);
         }
         Ok(())
     }
 
     /// Opens the session if the options ask for it and it isn't open.
-    async fn open(&mut self) -> Result<(), Failure> {
+    async fn open(&mut self) -> Result<(), CallFailure> {
         let Some(kind) = self.context.options.session_open.filter(|_| !self.open) else {
             return Ok(());
         };
-        self.owed = true;
-        let opened = self.context.client.open(&self.session_id(), kind.retention()).await;
-        if matches!(opened, Err(Failure::Status { .. })) {
-            self.owed = false;
+        self.may_be_open = true;
+        let opened = self.context.client.open_session(&self.session_id(), kind.retention()).await;
+        if matches!(opened, Err(CallFailure::Status { .. })) {
+            self.may_be_open = false;
         }
         opened?;
         self.open = true;
-        self.context.live.event(Event::Opened);
+        self.context.live.count_event(ReplayEvent::Opened);
         Ok(())
     }
 
     /// Closes the session if it may be open; the call completes even if the replay stops.
     async fn close(&mut self) {
         let counted = std::mem::take(&mut self.open);
-        if !std::mem::take(&mut self.owed) {
+        if !std::mem::take(&mut self.may_be_open) {
             return;
         }
-        match self.context.client.close(&self.session_id()).await {
+        match self.context.client.close_session(&self.session_id()).await {
             // A 404 means that the session is gone already, for example by expiry; this counts as
             // closed.
-            Ok(()) | Err(Failure::Status { status: 404, .. }) => {
+            Ok(()) | Err(CallFailure::Status { status: 404, .. }) => {
                 if counted {
-                    self.context.live.event(Event::Closed);
+                    self.context.live.count_event(ReplayEvent::Closed);
                 }
             }
             Err(failure) => {
                 let now = self.context.started.elapsed();
-                self.context.live.failure("close_", &failure, now);
+                self.context.live.count_failure("close_", &failure, now);
             }
         }
     }
@@ -400,11 +410,14 @@ impl Line {
     }
 }
 
-fn retry_in(failure: &Failure, tried: u32, max: u32) -> Option<Duration> {
+fn retry_in(failure: &CallFailure, tried: u32, max: u32) -> Option<Duration> {
     match failure {
-        Failure::Status { status, retry_after } => {
+        CallFailure::Status { status, retry_after } => {
             pace::retry_in(*status, retry_after.as_deref(), tried, max)
         }
-        Failure::Connect | Failure::Transport | Failure::Timeout | Failure::Answer(_) => None,
+        CallFailure::Connect
+        | CallFailure::Transport
+        | CallFailure::Timeout
+        | CallFailure::Answer(_) => None,
     }
 }

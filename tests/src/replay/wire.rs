@@ -3,7 +3,7 @@
 //! The form with words is parsed by `texts`. An error names the place inside the record; `load`
 //! adds file and line.
 
-use crate::replay::trace::{Blocks, Child, Conversation, Form, Run, Shared, Turn};
+use crate::replay::trace::{Blocks, Conversation, Form, Run, Shared, Subagent, TraceTurn};
 use serde::Deserialize;
 use std::time::Duration;
 
@@ -54,7 +54,7 @@ pub enum Error {
 }
 
 #[derive(Deserialize)]
-struct Marks {
+struct FormMarks {
     requests: Option<serde::de::IgnoredAny>,
     input_length: Option<serde::de::IgnoredAny>,
     input: Option<serde::de::IgnoredAny>,
@@ -104,32 +104,32 @@ struct RawRequest {
 }
 
 /// Returns the form of a record, from its content.
-pub fn form(text: &str) -> Result<Form, Error> {
-    let marks: Marks = serde_json::from_str(text).map_err(Error::Json)?;
+pub fn detect_form(text: &str) -> Result<Form, Error> {
+    let marks: FormMarks = serde_json::from_str(text).map_err(Error::Json)?;
     match marks {
-        Marks { requests: Some(_), .. } => Ok(Form::Conversations),
-        Marks { input_length: Some(_), .. } => Ok(Form::Requests),
-        Marks { input: Some(_), .. } => Ok(Form::Prompts),
+        FormMarks { requests: Some(_), .. } => Ok(Form::Conversations),
+        FormMarks { input_length: Some(_), .. } => Ok(Form::Requests),
+        FormMarks { input: Some(_), .. } => Ok(Form::Prompts),
         _ => Err(Error::UnknownForm),
     }
 }
 
 /// Parses a conversation. `index` is its position in the trace and becomes the namespace of its
 /// ids.
-pub fn conversation(text: &str, index: u64) -> Result<Conversation, Error> {
+pub fn parse_conversation(text: &str, index: u64) -> Result<Conversation, Error> {
     let raw: RawConversation = serde_json::from_str(text).map_err(Error::Json)?;
-    agent_conversation(raw, index)
+    convert_conversation(raw, index)
 }
 
 /// Parses a single request as a conversation of one turn.
-pub fn request(text: &str, index: u64) -> Result<Conversation, Error> {
+pub fn parse_request(text: &str, index: u64) -> Result<Conversation, Error> {
     let raw: RawRequest = serde_json::from_str(text).map_err(Error::Json)?;
     let place = "request";
     check_prompt(place, raw.input_length)?;
     let blocks = Blocks::from_ids(&raw.hash_ids);
     check_ids(place, &blocks)?;
-    let turn = Turn {
-        at: seconds(place, "timestamp", raw.timestamp / 1e3)?,
+    let turn = TraceTurn {
+        at: parse_seconds(place, "timestamp", raw.timestamp / 1e3)?,
         think: Duration::ZERO,
         prompt_tokens: raw.input_length,
         output_tokens: raw.output_length.max(1),
@@ -145,15 +145,15 @@ pub fn request(text: &str, index: u64) -> Result<Conversation, Error> {
         scope: None,
         shared: Shared::default(),
         turns,
-        said: Vec::new(),
+        words: Vec::new(),
         children: Vec::new(),
     })
 }
 
-fn agent_conversation(raw: RawConversation, index: u64) -> Result<Conversation, Error> {
+fn convert_conversation(raw: RawConversation, index: u64) -> Result<Conversation, Error> {
     let block_tokens = raw.block_size.unwrap_or(BLOCK_TOKENS_DEFAULT);
     if block_tokens == 0 || block_tokens > PROMPT_TOKENS_MAX {
-        return Err(value("conversation", format!("`block_size` is {block_tokens}")));
+        return Err(value_error("conversation", format!("`block_size` is {block_tokens}")));
     }
     let mut conversation = Conversation {
         id: raw.id.unwrap_or_else(|| format!("conversation-{index}")),
@@ -161,7 +161,7 @@ fn agent_conversation(raw: RawConversation, index: u64) -> Result<Conversation, 
         scope: Some(index),
         shared: Shared { stream: 0, tokens: shared_tokens(raw.tool_tokens, raw.system_tokens) },
         turns: Vec::new(),
-        said: Vec::new(),
+        words: Vec::new(),
         children: Vec::new(),
     };
     let mut api_end = None;
@@ -172,38 +172,38 @@ fn agent_conversation(raw: RawConversation, index: u64) -> Result<Conversation, 
             // The preceding call in the list started the subagent.
             subagents.push((conversation.turns.len().saturating_sub(1), place, entry));
         } else {
-            conversation.turns.push(turn(&place, &entry, &mut api_end)?);
+            conversation.turns.push(parse_turn(&place, &entry, &mut api_end)?);
         }
     }
     if conversation.turns.is_empty() {
-        return Err(value("conversation", "`requests` has no request".to_owned()));
+        return Err(value_error("conversation", "`requests` has no request".to_owned()));
     }
     complete_tails(&mut conversation.turns, block_tokens, UNNAMED_ID_FIRST);
     for (number, (beside_turn, place, entry)) in subagents.into_iter().enumerate() {
         // Subagents share the parent's ids, so their unnamed blocks get ids of their own.
         let unnamed = UNNAMED_ID_FIRST + ((number as u64 + 1) << 40);
-        if let Some(child) = subagent(&conversation, &place, entry, beside_turn, unnamed)? {
+        if let Some(child) = parse_subagent(&conversation, &place, entry, beside_turn, unnamed)? {
             conversation.children.push(child);
         }
     }
     Ok(conversation)
 }
 
-fn subagent(
+fn parse_subagent(
     parent: &Conversation,
     place: &str,
     entry: RawEntry,
     beside_turn: usize,
     unnamed_first: u64,
-) -> Result<Option<Child>, Error> {
+) -> Result<Option<Subagent>, Error> {
     let mut turns = Vec::new();
     let mut api_end = None;
     for (position, inner) in entry.requests.iter().enumerate() {
         let place = format!("{place}.requests[{position}]");
         if inner.kind.as_deref() == Some("subagent") {
-            return Err(value(&place, "a subagent inside a subagent".to_owned()));
+            return Err(value_error(&place, "a subagent inside a subagent".to_owned()));
         }
-        turns.push(turn(&place, inner, &mut api_end)?);
+        turns.push(parse_turn(&place, inner, &mut api_end)?);
     }
     let Some(first) = turns.first() else { return Ok(None) };
     // A subagent that starts with its parent's first block also has its parent's system prompt.
@@ -223,11 +223,11 @@ fn subagent(
         scope: parent.scope,
         shared,
         turns,
-        said: Vec::new(),
+        words: Vec::new(),
         children: Vec::new(),
     };
     let awaited = entry.status.as_deref().is_none_or(|status| status == "completed");
-    Ok(Some(Child { beside_turn, awaited, conversation }))
+    Ok(Some(Subagent { beside_turn, awaited, conversation }))
 }
 
 /// Returns the stream number of a kind of subagent (FNV-1a): never 0, and equal in all
@@ -245,38 +245,38 @@ fn shared_tokens(tool_tokens: u64, system_tokens: u64) -> u64 {
 }
 
 /// Parses a request. `api_end` carries the previous answer's end, for traces without think times.
-fn turn(place: &str, raw: &RawEntry, api_end: &mut Option<f64>) -> Result<Turn, Error> {
+fn parse_turn(place: &str, raw: &RawEntry, api_end: &mut Option<f64>) -> Result<TraceTurn, Error> {
     let missing = |field| Error::Missing { place: place.to_owned(), field };
     let prompt_tokens = raw.input.ok_or_else(|| missing("in"))?;
     let output_tokens = raw.output.ok_or_else(|| missing("out"))?;
     check_prompt(place, prompt_tokens)?;
     if output_tokens > PROMPT_TOKENS_MAX {
-        return Err(value(place, format!("`out` is {output_tokens} tokens")));
+        return Err(value_error(place, format!("`out` is {output_tokens} tokens")));
     }
     let blocks = match (&raw.hash_ids, &raw.hash_rle) {
         (Some(ids), _) => Blocks::from_ids(ids),
-        (None, Some(runs)) => from_runs(place, runs)?,
+        (None, Some(runs)) => blocks_from_runs(place, runs)?,
         (None, None) => return Err(missing("hash_ids` or `hash_rle")),
     };
     check_ids(place, &blocks)?;
     let at = raw.t.ok_or_else(|| missing("t"))?;
     let think = raw.think_time.unwrap_or_else(|| api_end.map_or(0.0, |end| (at - end).max(0.0)));
     *api_end = Some(at + raw.api_time.unwrap_or(0.0));
-    Ok(Turn {
-        at: seconds(place, "t", at)?,
-        think: seconds(place, "think_time", think)?,
+    Ok(TraceTurn {
+        at: parse_seconds(place, "t", at)?,
+        think: parse_seconds(place, "think_time", think)?,
         prompt_tokens,
         output_tokens: output_tokens.max(1),
         blocks,
     })
 }
 
-fn from_runs(place: &str, runs: &[(u64, u64)]) -> Result<Blocks, Error> {
+fn blocks_from_runs(place: &str, runs: &[(u64, u64)]) -> Result<Blocks, Error> {
     let mut blocks = Blocks::default();
     for &(first, count) in runs {
         if count > PROMPT_TOKENS_MAX || first >= UNNAMED_ID_FIRST {
             let problem = format!("`hash_rle` has the run [{first}, {count}]");
-            return Err(value(place, problem));
+            return Err(value_error(place, problem));
         }
         blocks.push_run(Run { first, count });
     }
@@ -285,29 +285,29 @@ fn from_runs(place: &str, runs: &[(u64, u64)]) -> Result<Blocks, Error> {
 
 fn check_prompt(place: &str, tokens: u64) -> Result<(), Error> {
     if tokens == 0 || tokens > PROMPT_TOKENS_MAX {
-        return Err(value(place, format!("a prompt of {tokens} tokens")));
+        return Err(value_error(place, format!("a prompt of {tokens} tokens")));
     }
     Ok(())
 }
 
 fn check_ids(place: &str, blocks: &Blocks) -> Result<(), Error> {
     if blocks.len() > PROMPT_TOKENS_MAX {
-        return Err(value(place, format!("{} block ids", blocks.len())));
+        return Err(value_error(place, format!("{} block ids", blocks.len())));
     }
     match blocks.runs().iter().find(|run| run.first >= UNNAMED_ID_FIRST) {
-        Some(run) => Err(value(place, format!("block id {} is out of range", run.first))),
+        Some(run) => Err(value_error(place, format!("block id {} is out of range", run.first))),
         None => Ok(()),
     }
 }
 
-fn seconds(place: &str, field: &str, seconds: f64) -> Result<Duration, Error> {
+fn parse_seconds(place: &str, field: &str, seconds: f64) -> Result<Duration, Error> {
     if !(0.0..SECONDS_MAX).contains(&seconds) {
-        return Err(value(place, format!("`{field}` is {seconds} s")));
+        return Err(value_error(place, format!("`{field}` is {seconds} s")));
     }
     Ok(Duration::from_secs_f64(seconds))
 }
 
-fn value(place: &str, problem: String) -> Error {
+fn value_error(place: &str, problem: String) -> Error {
     Error::Value { place: place.to_owned(), problem }
 }
 
@@ -316,7 +316,7 @@ fn value(place: &str, problem: String) -> Error {
 /// The conversation form names full blocks only. If the next turn extends this one, the remaining
 /// tokens are the beginning of the next turn's block at that place. Otherwise they get an unnamed
 /// block.
-fn complete_tails(turns: &mut [Turn], block_tokens: u64, unnamed_first: u64) {
+fn complete_tails(turns: &mut [TraceTurn], block_tokens: u64, unnamed_first: u64) {
     for index in (0..turns.len()).rev() {
         let needed = turns[index].prompt_tokens.div_ceil(block_tokens);
         let named = turns[index].blocks.len();
@@ -328,7 +328,7 @@ fn complete_tails(turns: &mut [Turn], block_tokens: u64, unnamed_first: u64) {
             continue;
         }
         let continued = turns.get(index + 1).and_then(|next| {
-            let extends = turns[index].blocks.common(&next.blocks) == named;
+            let extends = turns[index].blocks.common_prefix(&next.blocks) == named;
             next.blocks.get(named).filter(|_| extends)
         });
         let unnamed = unnamed_first + ((index as u64) << 16);
@@ -346,9 +346,9 @@ mod tests {
     use super::*;
 
     fn read(text: &str) -> Result<Conversation, String> {
-        let read = match form(text).map_err(|error| error.to_string())? {
-            Form::Requests => request,
-            _ => conversation,
+        let read = match detect_form(text).map_err(|error| error.to_string())? {
+            Form::Requests => parse_request,
+            _ => parse_conversation,
         };
         read(text, 0).map_err(|error| error.to_string())
     }

@@ -13,7 +13,7 @@ pub enum Workload {
     /// The conversations of a trace.
     Trace(Trace),
     /// Synthetic conversations.
-    Made {
+    Synthetic {
         /// The number of conversations.
         conversations: u64,
     },
@@ -23,7 +23,7 @@ pub enum Workload {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Losses {
     /// Conversations shortened because a prompt exceeded the context.
-    pub cut: u64,
+    pub shortened: u64,
     /// Turns lost by the shortening.
     pub turns: u64,
     /// Conversations of which not even the first turn fits.
@@ -32,7 +32,7 @@ pub struct Losses {
 
 /// A conversation to run, with the salt that separates its contents from those of its copies.
 #[derive(Debug, Clone)]
-pub struct Next {
+pub struct NextConversation {
     /// The conversation.
     pub conversation: Arc<Conversation>,
     /// The seed and the pass.
@@ -48,7 +48,7 @@ pub struct Source {
     shape: Shape,
     seed: u64,
     recycle: bool,
-    given: u64,
+    returned: u64,
     position: u64,
     pass: u64,
     losses: Losses,
@@ -57,7 +57,7 @@ pub struct Source {
 #[derive(Debug)]
 enum Supply {
     Ready { form: Form, conversations: Vec<Arc<Conversation>> },
-    Made { conversations: u64 },
+    Synthetic { conversations: u64 },
 }
 
 impl Source {
@@ -66,7 +66,7 @@ impl Source {
     pub fn new(workload: Workload, shape: Shape, seed: u64, recycle: bool, timed: bool) -> Self {
         let mut losses = Losses::default();
         let supply = match workload {
-            Workload::Made { conversations } => Supply::Made { conversations },
+            Workload::Synthetic { conversations } => Supply::Synthetic { conversations },
             Workload::Trace(trace) => {
                 let fitted = trace.conversations.into_iter();
                 let mut ready: Vec<_> =
@@ -79,7 +79,7 @@ impl Source {
                 Supply::Ready { form: trace.form, conversations: ready }
             }
         };
-        Self { supply, shape, seed, recycle, given: 0, position: 0, pass: 0, losses }
+        Self { supply, shape, seed, recycle, returned: 0, position: 0, pass: 0, losses }
     }
 
     /// Returns what the size limits removed from the conversations seen so far.
@@ -88,7 +88,7 @@ impl Source {
     }
 
     /// Whether the workload has a start time for each conversation.
-    pub fn timed(&self) -> bool {
+    pub fn is_timed(&self) -> bool {
         matches!(self.supply, Supply::Ready { form: Form::Requests, .. })
     }
 
@@ -98,48 +98,48 @@ impl Source {
             Supply::Ready { conversations, .. } => {
                 conversations.last().map_or(Duration::ZERO, |last| last.turns[0].at)
             }
-            Supply::Made { .. } => Duration::ZERO,
+            Supply::Synthetic { .. } => Duration::ZERO,
         }
     }
 
     /// Returns the next conversation, or `None` at the workload's end.
-    pub fn take(&mut self) -> Option<Next> {
-        let mut barren = 0;
+    pub fn next_conversation(&mut self) -> Option<NextConversation> {
+        let mut unusable = 0;
         loop {
             if self.position >= self.size() {
                 // After a pass without a usable conversation, further passes would loop forever.
-                if !self.recycle || barren >= self.size() {
+                if !self.recycle || unusable >= self.size() {
                     return None;
                 }
                 self.position = 0;
                 self.pass += 1;
             }
-            let found = self.at(self.position);
+            let found = self.conversation_at(self.position);
             self.position += 1;
             let Some(conversation) = found else {
-                barren += 1;
+                unusable += 1;
                 continue;
             };
-            let number = self.given;
-            self.given += 1;
+            let number = self.returned;
+            self.returned += 1;
             let salt = Salt { seed: self.seed, pass: self.pass };
-            return Some(Next { conversation, salt, number });
+            return Some(NextConversation { conversation, salt, number });
         }
     }
 
     fn size(&self) -> u64 {
         match &self.supply {
             Supply::Ready { conversations, .. } => conversations.len() as u64,
-            Supply::Made { conversations } => *conversations,
+            Supply::Synthetic { conversations } => *conversations,
         }
     }
 
-    fn at(&mut self, position: u64) -> Option<Arc<Conversation>> {
+    fn conversation_at(&mut self, position: u64) -> Option<Arc<Conversation>> {
         match &self.supply {
             Supply::Ready { conversations, .. } => {
                 conversations.get(usize::try_from(position).ok()?).map(Arc::clone)
             }
-            Supply::Made { .. } => {
+            Supply::Synthetic { .. } => {
                 let made = generate::conversation(self.seed, position);
                 fit(&self.shape, made, &mut self.losses)
             }
@@ -149,9 +149,9 @@ impl Source {
 
 fn fit(shape: &Shape, one: Conversation, losses: &mut Losses) -> Option<Arc<Conversation>> {
     match shape.fit(one) {
-        Fit::Whole(conversation) => Some(Arc::new(conversation)),
-        Fit::Cut { conversation, turns } => {
-            losses.cut += 1;
+        Fit::Complete(conversation) => Some(Arc::new(conversation)),
+        Fit::Shortened { conversation, turns } => {
+            losses.shortened += 1;
             losses.turns += turns;
             Some(Arc::new(conversation))
         }
@@ -171,7 +171,7 @@ mod tests {
         let trace = Trace { form: Form::Conversations, conversations, duplicates: 0 };
         let shape = Shape::default();
         let mut source = Source::new(Workload::Trace(trace), shape, seed, recycle, false);
-        let taken = std::iter::from_fn(|| source.take()).take(count);
+        let taken = std::iter::from_fn(|| source.next_conversation()).take(count);
         taken.map(|next| (next.conversation.id.clone(), next.salt.pass)).collect()
     }
 
@@ -196,9 +196,9 @@ mod tests {
     #[test]
     fn a_workload_that_fits_nowhere_ends() {
         let shape = Shape { context_tokens_max: Some(2), ..Shape::default() };
-        let made = Workload::Made { conversations: 3 };
-        let mut source = Source::new(made, shape, 0, true, false);
-        assert!(source.take().is_none());
+        let workload = Workload::Synthetic { conversations: 3 };
+        let mut source = Source::new(workload, shape, 0, true, false);
+        assert!(source.next_conversation().is_none());
         assert!(source.losses().dropped >= 3);
     }
 }

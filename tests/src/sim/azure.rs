@@ -10,7 +10,7 @@ use std::{
 
 use flate2::read::MultiGzDecoder;
 
-use crate::replay::trace::{Blocks, Conversation, Form, Run, Shared, Trace, Turn};
+use crate::replay::trace::{Blocks, Conversation, Form, Run, Shared, Trace, TraceTurn};
 
 /// The tokens of a block; the trace has no blocks of its own.
 const BLOCK_TOKENS: u64 = 512;
@@ -30,7 +30,7 @@ pub enum Error {
 ///
 /// # Errors
 /// Fails if the file can't be read or a line is malformed.
-pub fn trace(path: &Path) -> Result<Trace, Error> {
+pub fn read_trace(path: &Path) -> Result<Trace, Error> {
     let lines = BufReader::new(MultiGzDecoder::new(std::fs::File::open(path)?)).lines();
     let (mut conversations, mut start, mut blocks) = (Vec::new(), None, 0);
     for (number, line) in lines.enumerate().skip(1) {
@@ -46,14 +46,14 @@ pub fn trace(path: &Path) -> Result<Trace, Error> {
             block_tokens: BLOCK_TOKENS,
             scope: None,
             shared: Shared::default(),
-            turns: vec![Turn {
+            turns: vec![TraceTurn {
                 at: time.saturating_sub(start),
                 think: Duration::ZERO,
                 prompt_tokens,
                 output_tokens: output_tokens.max(1),
                 blocks: named,
             }],
-            said: Vec::new(),
+            words: Vec::new(),
             children: Vec::new(),
         });
     }

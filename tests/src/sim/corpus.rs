@@ -284,7 +284,7 @@ fn build_script(
     numbers: &mut Numbers,
 ) -> Script {
     let first = numbers.next;
-    let turn = |turn: &trace::Turn| SimTurn {
+    let turn = |turn: &trace::TraceTurn| SimTurn {
         at: turn.at,
         think: turn.think,
         input_tokens: turn.prompt_tokens,
@@ -299,7 +299,7 @@ fn build_script(
 /// `keep_tail` is set because the trace itself names it.
 fn build_chain(
     conversation: &Conversation,
-    turn: &trace::Turn,
+    turn: &trace::TraceTurn,
     block_tokens: u64,
     keep_tail: bool,
     numbers: &mut Numbers,
@@ -337,7 +337,7 @@ mod tests {
     use crate::replay::trace::{Blocks, Shared};
 
     fn conversation(scope: u64, shared_tokens: u64, turns: &[(u64, &[u64])]) -> Conversation {
-        let turn = |&(tokens, ids): &(u64, &[u64])| trace::Turn {
+        let turn = |&(tokens, ids): &(u64, &[u64])| trace::TraceTurn {
             at: Duration::ZERO,
             think: Duration::ZERO,
             prompt_tokens: tokens,
@@ -350,7 +350,7 @@ mod tests {
             scope: Some(scope),
             shared: Shared { stream: 0, tokens: shared_tokens },
             turns: turns.iter().map(turn).collect(),
-            said: Vec::new(),
+            words: Vec::new(),
             children: Vec::new(),
         }
     }

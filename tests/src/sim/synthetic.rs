@@ -5,7 +5,7 @@
 use std::time::Duration;
 
 use super::options::SimOptions;
-use crate::replay::trace::{Blocks, Conversation, Form, Run, Shared, Trace, Turn};
+use crate::replay::trace::{Blocks, Conversation, Form, Run, Shared, Trace, TraceTurn};
 
 /// The choice of a synthetic workload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -86,7 +86,7 @@ fn conversation(session: u64, shared_tokens: u64, sizes: &[u64]) -> Conversation
     let turn = |(number, &prompt_tokens): (u64, &u64)| {
         let mut blocks = Blocks::default();
         blocks.push_run(Run { first: 0, count: prompt_tokens.div_ceil(BLOCK_TOKENS) });
-        Turn {
+        TraceTurn {
             at: Duration::ZERO,
             think: Duration::from_secs(5 + (session * 7 + number * 13) % 30),
             prompt_tokens,
@@ -100,7 +100,7 @@ fn conversation(session: u64, shared_tokens: u64, sizes: &[u64]) -> Conversation
         scope: Some(session),
         shared: Shared { stream: 0, tokens: shared_tokens },
         turns: (0..).zip(sizes).map(turn).collect(),
-        said: Vec::new(),
+        words: Vec::new(),
         children: Vec::new(),
     }
 }
