@@ -48,18 +48,18 @@ fn main() -> ExitCode {
     std::panic::set_hook(Box::new(|_| ()));
     let guards = options.guard.map_or_else(Guards::default, Guards::without);
     if let Some(seed) = options.seed {
-        return one(seed, guards, options.trace);
+        return run_seed(seed, guards, options.trace);
     }
     if let Some(guard) = options.guard {
-        return match breaks(guard, options.seeds) {
-            Some(broken) => told(&broken),
+        return match find_break(guard, options.seeds) {
+            Some(broken) => report(&broken),
             None => {
                 println!("{guard:?} is not missed in {} seeds", options.seeds);
                 ExitCode::FAILURE
             }
         };
     }
-    all(options.seeds)
+    run_all(options.seeds)
 }
 
 #[expect(clippy::disallowed_methods, reason = "the world begins at some instant, whichever")]
@@ -67,28 +67,28 @@ fn base() -> Instant {
     Instant::now()
 }
 
-fn one(seed: u64, guards: Guards, trace: bool) -> ExitCode {
+fn run_seed(seed: u64, guards: Guards, trace: bool) -> ExitCode {
     let echo: fn(&str) = |line| println!("{line}");
     match play(seed, guards, base(), trace.then_some(echo)) {
         Ok(clean) => {
             println!("seed {seed}: {clean:?}");
             ExitCode::SUCCESS
         }
-        Err(broken) => told(&broken),
+        Err(broken) => report(&broken),
     }
 }
 
-fn told(broken: &Broken) -> ExitCode {
+fn report(broken: &Broken) -> ExitCode {
     broken.trace.iter().for_each(|line| println!("{line}"));
     println!("seed {} step {}: {}", broken.seed, broken.step, broken.what);
     ExitCode::FAILURE
 }
 
-fn all(seeds: u64) -> ExitCode {
+fn run_all(seeds: u64) -> ExitCode {
     let began = base();
-    let cleans = match many(seeds, Guards::default()) {
+    let cleans = match play_seeds(seeds, Guards::default()) {
         Ok(cleans) => cleans,
-        Err(broken) => return told(&broken),
+        Err(broken) => return report(&broken),
     };
     let steps: u64 = cleans.values().map(|clean| clean.steps).sum();
     println!("{seeds} seeds, {steps} events, no promise broken, {:?}", began.elapsed());
@@ -103,7 +103,7 @@ fn all(seeds: u64) -> ExitCode {
     let began = base();
     let mut missed = true;
     for guard in Guard::ALL {
-        match breaks(guard, 512) {
+        match find_break(guard, 512) {
             Some(Broken { seed, step, what, .. }) => {
                 let what: String =
                     what.lines().next().unwrap_or_default().chars().take(90).collect();
@@ -146,7 +146,7 @@ fn summary(cleans: &BTreeMap<u64, Clean>) {
 
 /// Runs all seeds from 0 on, on all processors. Of the seeds that break a promise, the lowest is
 /// reported.
-fn many(seeds: u64, guards: Guards) -> Result<BTreeMap<u64, Clean>, Box<Broken>> {
+fn play_seeds(seeds: u64, guards: Guards) -> Result<BTreeMap<u64, Clean>, Box<Broken>> {
     let next = AtomicU64::new(0);
     let end = AtomicU64::new(seeds);
     let base = base();
@@ -174,6 +174,6 @@ fn many(seeds: u64, guards: Guards) -> Result<BTreeMap<u64, Clean>, Box<Broken>>
     played.into_iter().map(|(seed, result)| Ok((seed, result?))).collect()
 }
 
-fn breaks(guard: Guard, seeds: u64) -> Option<Broken> {
-    many(seeds, Guards::without(guard)).err().map(|broken| *broken)
+fn find_break(guard: Guard, seeds: u64) -> Option<Broken> {
+    play_seeds(seeds, Guards::without(guard)).err().map(|broken| *broken)
 }

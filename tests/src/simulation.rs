@@ -38,12 +38,12 @@ pub struct Clean {
     /// The digest of the whole trace. Equal seeds give equal digests.
     pub trace: u64,
     /// How the run's turns and processes ended.
-    pub turns: Tally,
+    pub turns: RunCounts,
 }
 
 /// Counts of what happened in a run, so that a test can check that the run was not trivial.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Tally {
+pub struct RunCounts {
     /// Turns that were answered correctly.
     pub answered: u64,
     /// Turns that the agent refused, by error code.
@@ -99,7 +99,7 @@ pub fn play(
         Ok(()) => Ok(Clean {
             steps: world.trace.steps(),
             trace: world.trace.digest(),
-            turns: world.tally,
+            turns: world.counts,
         }),
         Err(panic) => Err(Box::new(Broken {
             seed,

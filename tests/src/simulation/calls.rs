@@ -23,13 +23,13 @@ pub(super) enum Task {
     },
     Close {
         close: Close,
-        step: Step,
+        step: CloseStep,
     },
     Abort {
         rid: String,
     },
     /// The abort before the shim is asked for its session table.
-    Look {
+    RequestTable {
         dp_rank: u32,
         rid: Option<String>,
     },
@@ -38,7 +38,7 @@ pub(super) enum Task {
 /// The step that a close has reached. After the close, the agent opens the same id again (the
 /// probe), because only the answer to that says whether the engine has closed the session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Step {
+pub(super) enum CloseStep {
     Abort,
     Close,
     Probe,
@@ -47,7 +47,7 @@ pub(super) enum Step {
 
 /// The answer to a call, as the agent sees it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Answer {
+pub(super) enum CallAnswer {
     Yes,
     /// The engine answered with a client error.
     No,
@@ -63,18 +63,18 @@ impl World {
         let epoch = agent.epoch;
         let call = self.number();
         self.calls.insert(call, (epoch, task));
-        self.at(CALL_MAX, Event::CallAnswered(call, Answer::Lost));
+        self.schedule(CALL_MAX, Event::CallAnswered(call, CallAnswer::Lost));
         let lost = self.plan.faults.call_lost;
         if !self.odds(lost / 2) {
             // Shorter than the start of a new agent, so that a new agent's calls never overtake
             // those of the last agent.
             let latency = self.between(0, 8);
-            self.at(latency, Event::CallReachesEngine(call));
+            self.schedule(latency, Event::CallReachesEngine(call));
         }
     }
 
     pub(super) fn close_at_engine(&mut self, close: Close) {
-        let step = if close.rid.is_some() { Step::Abort } else { Step::Close };
+        let step = if close.rid.is_some() { CloseStep::Abort } else { CloseStep::Close };
         self.call(Task::Close { close, step });
     }
 
@@ -82,32 +82,32 @@ impl World {
         // Calls that a killed agent had already sent still arrive; they are kept for that.
         let Some((_, task)) = self.calls.get(&call).cloned() else { return };
         if self.engine.is_none() {
-            return self.engine_answers(call, Answer::Unreachable);
+            return self.engine_answers(call, CallAnswer::Unreachable);
         }
         self.note(|| format!("engine gets {task:?}"));
         match task {
             Task::Open { incarnation } => self.open_inside(call, &incarnation, OPEN_BACKSTOP),
             Task::Abort { rid } => {
                 self.abort_inside(&rid);
-                self.engine_answers(call, Answer::Yes);
+                self.engine_answers(call, CallAnswer::Yes);
             }
-            Task::Look { rid, .. } => {
+            Task::RequestTable { rid, .. } => {
                 if let Some(rid) = rid {
                     self.abort_inside(&rid);
                 }
-                self.engine_answers(call, Answer::Yes);
+                self.engine_answers(call, CallAnswer::Yes);
             }
             Task::Close { close, step } => match step {
-                Step::Abort => {
+                CloseStep::Abort => {
                     self.abort_inside(close.rid.as_deref().expect("one to abort"));
-                    self.engine_answers(call, Answer::Yes);
+                    self.engine_answers(call, CallAnswer::Yes);
                 }
-                Step::Close | Step::CloseProbe => {
+                CloseStep::Close | CloseStep::CloseProbe => {
                     self.trimmer.closed(&close.incarnation);
                     self.push_all(|_| Command::Close(close.incarnation.clone()));
-                    self.engine_answers(call, Answer::Yes);
+                    self.engine_answers(call, CallAnswer::Yes);
                 }
-                Step::Probe => self.open_inside(call, &close.incarnation, PROBE_BACKSTOP),
+                CloseStep::Probe => self.open_inside(call, &close.incarnation, PROBE_BACKSTOP),
             },
         }
     }
@@ -122,18 +122,18 @@ impl World {
         });
     }
 
-    pub(super) fn engine_answers(&mut self, call: CallId, answer: Answer) {
+    pub(super) fn engine_answers(&mut self, call: CallId, answer: CallAnswer) {
         let lost = self.plan.faults.call_lost;
         let latency = self.latency();
         if self.odds(lost / 2) {
             self.note(|| format!("answer to call {call} is lost"));
-            self.at(latency, Event::CallAnswered(call, Answer::Lost));
+            self.schedule(latency, Event::CallAnswered(call, CallAnswer::Lost));
         } else {
-            self.at(latency, Event::CallAnswered(call, answer));
+            self.schedule(latency, Event::CallAnswered(call, answer));
         }
     }
 
-    pub(super) fn call_answered(&mut self, call: CallId, answer: Answer) {
+    pub(super) fn call_answered(&mut self, call: CallId, answer: CallAnswer) {
         let Some((epoch, task)) = self.calls.remove(&call) else { return };
         if !self.is_epoch(epoch) {
             return;
@@ -141,50 +141,50 @@ impl World {
         self.note(|| format!("agent hears {answer:?} to {task:?}"));
         match task {
             Task::Abort { .. } => {}
-            Task::Look { dp_rank, .. } => {
-                if answer == Answer::Yes {
-                    self.tell(|table, _| table.looking(dp_rank));
-                    self.tell_seen(true);
+            Task::RequestTable { dp_rank, .. } => {
+                if answer == CallAnswer::Yes {
+                    self.call_table(|table, _| table.looking(dp_rank));
+                    self.report_sessions(true);
                 }
             }
             Task::Open { incarnation } => {
                 let opened = match answer {
-                    Answer::Yes => Opened::Yes,
-                    Answer::No => Opened::No("refused".to_owned()),
-                    Answer::Unreachable => Opened::No("unreachable".to_owned()),
-                    Answer::Lost => Opened::Unknown("lost".to_owned()),
+                    CallAnswer::Yes => Opened::Yes,
+                    CallAnswer::No => Opened::No("refused".to_owned()),
+                    CallAnswer::Unreachable => Opened::No("unreachable".to_owned()),
+                    CallAnswer::Lost => Opened::Unknown("lost".to_owned()),
                 };
-                self.tally.opened += u64::from(opened == Opened::Yes);
-                self.tell(|table, now| table.opened(now, &incarnation, &opened));
+                self.counts.opened += u64::from(opened == Opened::Yes);
+                self.call_table(|table, now| table.opened(now, &incarnation, &opened));
             }
-            Task::Close { close, step } => self.close_goes_on(close, step, answer),
+            Task::Close { close, step } => self.continue_close(close, step, answer),
         }
     }
 
-    fn close_goes_on(&mut self, close: Close, step: Step, answer: Answer) {
+    fn continue_close(&mut self, close: Close, step: CloseStep, answer: CallAnswer) {
         let next = match (step, answer) {
-            (Step::Abort, Answer::Yes) => Some(Step::Close),
-            (Step::Close, Answer::Yes) if close.pinned => Some(Step::Probe),
-            (Step::Probe, Answer::Yes) => Some(Step::CloseProbe),
+            (CloseStep::Abort, CallAnswer::Yes) => Some(CloseStep::Close),
+            (CloseStep::Close, CallAnswer::Yes) if close.pinned => Some(CloseStep::Probe),
+            (CloseStep::Probe, CallAnswer::Yes) => Some(CloseStep::CloseProbe),
             _ => None,
         };
         if let Some(step) = next {
             return self.call(Task::Close { close, step });
         }
-        let last = step == Step::CloseProbe || (step == Step::Close && !close.pinned);
-        let done = last && answer == Answer::Yes;
+        let last = step == CloseStep::CloseProbe || (step == CloseStep::Close && !close.pinned);
+        let done = last && answer == CallAnswer::Yes;
         let closed = match (step, answer) {
             _ if done => Closed::Confirmed,
-            (Step::Probe, Answer::No) => Closed::Kept,
+            (CloseStep::Probe, CallAnswer::No) => Closed::Kept,
             _ => Closed::NotYet,
         };
         if done {
             self.closing.remove(&close.incarnation);
             self.confirmed.insert(close.incarnation.clone());
         }
-        if (step, answer) == (Step::Probe, Answer::No) {
+        if (step, answer) == (CloseStep::Probe, CallAnswer::No) {
             self.check_kept(&close.incarnation);
         }
-        self.tell(|table, now| table.closed(now, &close.incarnation, closed));
+        self.call_table(|table, now| table.closed(now, &close.incarnation, closed));
     }
 }

@@ -3,11 +3,11 @@
 use std::time::Duration;
 
 use super::{
-    calls::Answer,
+    calls::CallAnswer,
     engine::{Command, Rank},
     shell::prefix,
     trimmer::Trimmer,
-    world::{Event, Process, World},
+    world::{EngineProcess, Event, World},
 };
 use crate::engine_sim::request::{Sampling, SessionParams, SessionRef, Submit};
 
@@ -20,18 +20,18 @@ impl World {
         let instance = self.instances;
         let rank = |_| Rank::new(&self.plan.core, self.now);
         let ranks = (0..self.plan.ranks).map(rank).collect();
-        self.engine = Some(Process { instance, ranks });
+        self.engine = Some(EngineProcess { instance, ranks });
         self.trimmer = Trimmer::default();
         self.note(|| format!("engine {instance} starts"));
     }
 
     pub(super) fn kill_engine(&mut self) {
         let Some(engine) = self.engine.take() else { return };
-        self.tally.engines_killed += 1;
+        self.counts.engines_killed += 1;
         self.note(|| format!("engine {} is killed", engine.instance));
         for call in engine.ranks.iter().flat_map(Rank::unanswered) {
             let latency = self.latency();
-            self.at(latency, Event::CallAnswered(call, Answer::Lost));
+            self.schedule(latency, Event::CallAnswered(call, CallAnswer::Lost));
         }
         let turns: Vec<u64> = self.turns.keys().copied().collect();
         for turn in turns {
@@ -41,7 +41,7 @@ impl World {
         self.meddled.clear();
         self.closing.clear();
         let down = self.between(1_500, 6_000);
-        self.at(down, Event::EngineStarts);
+        self.schedule(down, Event::EngineStarts);
     }
 
     pub(super) fn fault(&mut self) {
@@ -49,7 +49,7 @@ impl World {
             return;
         }
         let pause = self.between(200, 1_500);
-        self.at(pause, Event::Fault);
+        self.schedule(pause, Event::Fault);
         let faults = self.plan.faults.clone();
         match self.rng.u32(..12) {
             0 if faults.agent_killed => self.kill_agent("by its host"),
@@ -79,7 +79,7 @@ impl World {
             && let Some(agent) = &mut self.agent
         {
             agent.draining = true;
-            self.tell(|table, now| table.drain(now));
+            self.call_table(|table, now| table.drain(now));
         }
     }
 
@@ -128,8 +128,8 @@ impl World {
         self.run_at_once(rank, &id, ids);
         self.strangers.insert(id.clone());
         let stays = self.between(500, 6_000);
-        self.at(stays, Event::StrangerLeaves { instance, id });
-        self.tell_seen(false);
+        self.schedule(stays, Event::StrangerLeaves { instance, id });
+        self.report_sessions(false);
     }
 
     pub(super) fn stranger_leaves(&mut self, instance: u64, id: &str) {

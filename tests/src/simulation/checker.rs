@@ -170,7 +170,7 @@ impl World {
         let hidden = hidden.then(|| "a session is half closed".to_owned());
         let Some(why) = required.or(hidden) else { return };
         assert!(retracted > 0, "{why}");
-        self.tally.restarted += 1;
+        self.counts.restarted += 1;
         self.note(|| format!("the supervisor restarts the engine: {why}"));
         self.kill_engine();
     }
@@ -180,7 +180,7 @@ impl World {
         match reply {
             Reply::Refused(error) => {
                 let code = worker_agent::turn::refusal(&error.clone().into()).code;
-                *self.tally.refused.entry(code.to_owned()).or_default() += 1;
+                *self.counts.refused.entry(code.to_owned()).or_default() += 1;
             }
             Reply::Engine(message) => {
                 let turn = &self.turns[&id];
@@ -194,7 +194,7 @@ impl World {
 
     /// Returns the error that the client of a turn refused by the shim receives: the agent's, or
     /// the engine's own error if the shim's plan was lost.
-    pub(super) fn unfit(&self, id: TurnId) -> session::Error {
+    pub(super) fn shim_refusal(&self, id: TurnId) -> session::Error {
         let turn = &self.turns[&id];
         let told = turn.unfit.clone();
         assert!(told.is_some() || turn.plan_lost, "nobody tells {} that it is refused", turn.rid);
@@ -218,12 +218,12 @@ impl World {
             let (told, own) = (usage.prompt_tokens, turn.context.len());
             assert_eq!(told, own as u64, "{} is told of another prompt than its own", turn.rid);
         }
-        self.tally.answered += 1;
+        self.counts.answered += 1;
     }
 
     /// Checks the promises about time. Called once a second.
     pub(super) fn tick(&mut self) {
-        self.at(Duration::from_secs(1), Event::Tick);
+        self.schedule(Duration::from_secs(1), Event::Tick);
         let now = self.now;
         for rank in self.engine.iter().flat_map(|engine| &engine.ranks) {
             let facts = rank.core.facts();

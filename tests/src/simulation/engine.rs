@@ -28,7 +28,7 @@ pub(super) enum Command {
 
 /// What a rank reports after a step.
 #[derive(Debug)]
-pub(super) enum Said {
+pub(super) enum RankEvent {
     Ended {
         turn: TurnId,
         output: Box<Output>,
@@ -108,7 +108,7 @@ impl Rank {
     }
 
     /// Does everything that is due, and sets `wake` to when the rank is due next.
-    pub(super) fn advance(&mut self, now: Duration) -> Vec<Said> {
+    pub(super) fn advance(&mut self, now: Duration) -> Vec<RankEvent> {
         let mut said = Vec::new();
         if let Some((due, outputs)) = self.pending.take() {
             if due > now {
@@ -132,7 +132,7 @@ impl Rank {
         said
     }
 
-    fn apply(&mut self, now: Duration, command: Command, said: &mut Vec<Said>) {
+    fn apply(&mut self, now: Duration, command: Command, said: &mut Vec<RankEvent>) {
         match command {
             Command::Turn { turn, submit } => {
                 if self.live.is_empty() {
@@ -141,11 +141,11 @@ impl Rank {
                 let rid = submit.rid.clone();
                 let key = self.core.submit(now, *submit);
                 self.live.insert(key, Live { turn, rid, tokens: Vec::new() });
-                said.push(Said::Entered(turn));
+                said.push(RankEvent::Entered(turn));
             }
             Command::Open { id, backstop, reply } => {
                 let done = self.core.open(now, &id, true, Some(backstop));
-                said.extend(reply.map(|call| Said::Opened { id, call, done }));
+                said.extend(reply.map(|call| RankEvent::Opened { id, call, done }));
             }
             Command::Close(id) => self.core.close(&id),
             Command::Abort(rid) => {
@@ -155,7 +155,7 @@ impl Rank {
         }
     }
 
-    fn deliver(&mut self, outputs: Vec<Output>, said: &mut Vec<Said>) {
+    fn deliver(&mut self, outputs: Vec<Output>, said: &mut Vec<RankEvent>) {
         for output in outputs {
             let Some(live) = self.live.get_mut(&output.key) else { continue };
             live.tokens.extend(output.token);
@@ -163,7 +163,7 @@ impl Rank {
                 && let Some(live) = self.live.remove(&output.key)
             {
                 let Live { turn, tokens, .. } = live;
-                said.push(Said::Ended { turn, output: Box::new(output), tokens });
+                said.push(RankEvent::Ended { turn, output: Box::new(output), tokens });
             }
         }
     }

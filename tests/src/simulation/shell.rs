@@ -2,7 +2,6 @@
 //!
 //! The simulated owner task does everything in the same order as the real task. If the engine has a
 //! shim, the shim reports which sessions are inside the engine, and frees their KV when asked.
-//! KV when asked.
 
 use std::{
     collections::BTreeSet,
@@ -26,7 +25,7 @@ const RETRY: Duration = Duration::from_millis(500);
 const SHIM_TELLS: Duration = Duration::from_millis(200);
 
 #[derive(Debug)]
-pub(super) struct Agent {
+pub(super) struct AgentProcess {
     pub(super) epoch: u64,
     pub(super) table: Table,
     /// The engine process that the agent follows; None before the first and after a process has
@@ -42,7 +41,7 @@ pub(super) struct Agent {
     wake: Option<Instant>,
 }
 
-impl Agent {
+impl AgentProcess {
     pub(super) fn follows(&self) -> bool {
         !self.down && self.instance.is_some()
     }
@@ -65,7 +64,7 @@ impl World {
             retentions: vec![],
         };
         self.note(|| format!("agent {epoch} starts"));
-        self.agent = Some(Agent {
+        self.agent = Some(AgentProcess {
             epoch,
             table: Table::new(rules, nothing),
             instance: None,
@@ -75,9 +74,9 @@ impl World {
             seen: BTreeSet::new(),
             wake: None,
         });
-        self.look(epoch);
+        self.check_engine(epoch);
         if self.plan.shim {
-            self.at(SHIM_TELLS, Event::ShimTells(epoch));
+            self.schedule(SHIM_TELLS, Event::ShimTells(epoch));
         }
     }
 
@@ -85,11 +84,14 @@ impl World {
         self.agent.as_ref().is_some_and(|agent| agent.epoch == epoch)
     }
 
-    /// Calls the table through `tell`, then carries out the table's effects.
-    pub(super) fn tell<T>(&mut self, tell: impl FnOnce(&mut Table, Instant) -> T) -> Option<T> {
+    /// Calls the table through `call`, then carries out the table's effects.
+    pub(super) fn call_table<T>(
+        &mut self,
+        call: impl FnOnce(&mut Table, Instant) -> T,
+    ) -> Option<T> {
         let now = self.instant();
         let agent = self.agent.as_mut()?;
-        let told = tell(&mut agent.table, now);
+        let told = call(&mut agent.table, now);
         agent.table.on_time(now);
         self.carry_out();
         Some(told)
@@ -118,13 +120,13 @@ impl World {
                     self.check_close(&close);
                     self.close_at_engine(close);
                 }
-                Effect::Look { dp_rank, rid } => self.call(Task::Look { dp_rank, rid }),
+                Effect::Look { dp_rank, rid } => self.call(Task::RequestTable { dp_rank, rid }),
                 Effect::Demote { dp_rank, incarnation } => {
                     let latency = self.between(0, 30);
-                    self.at(latency, Event::Demotes { dp_rank, incarnation });
+                    self.schedule(latency, Event::Demotes { dp_rank, incarnation });
                 }
                 Effect::Run { question, incarnation, tokens_max } => {
-                    self.run_in(question, incarnation, tokens_max);
+                    self.answer_question(question, incarnation, tokens_max);
                 }
                 Effect::Ran { .. } => {}
                 Effect::Unfit { rid, error } => self.check_unfit(&rid, &error),
@@ -146,7 +148,7 @@ impl World {
             let epoch = agent.epoch;
             if let Some(due) = due {
                 let after = due.saturating_duration_since(now).max(Duration::from_millis(1));
-                self.at(after, Event::AgentWakes(epoch));
+                self.schedule(after, Event::AgentWakes(epoch));
             }
         }
     }
@@ -156,19 +158,19 @@ impl World {
             if let Some(agent) = &mut self.agent {
                 agent.wake = None;
             }
-            self.tell(|_, _| ());
+            self.call_table(|_, _| ());
         }
     }
 
     /// The agent's follower checks whether the engine is there, whether it is the same process, and
     /// how loaded it is.
-    pub(super) fn look(&mut self, epoch: u64) {
+    pub(super) fn check_engine(&mut self, epoch: u64) {
         if !self.is_epoch(epoch) {
             return;
         }
         let Some(engine) = &self.engine else {
             self.engine_down();
-            return self.at(RETRY, Event::Look(epoch));
+            return self.schedule(RETRY, Event::CheckEngine(epoch));
         };
         let instance = engine.instance;
         let loads = engine.ranks.iter().map(|rank| {
@@ -182,17 +184,17 @@ impl World {
             agent.down = false;
         }
         let latency = self.latency();
-        self.at(latency, Event::Sampled { epoch, instance, loads });
-        self.at(LOOK, Event::Look(epoch));
+        self.schedule(latency, Event::Sampled { epoch, instance, loads });
+        self.schedule(LOOK, Event::CheckEngine(epoch));
     }
 
     pub(super) fn sampled(&mut self, epoch: u64, instance: u64, loads: &[(u64, u64)]) {
-        let knows = |agent: &Agent| agent.instance == Some(instance);
+        let knows = |agent: &AgentProcess| agent.instance == Some(instance);
         if !self.is_epoch(epoch) || !self.agent.as_ref().is_some_and(knows) {
             return;
         }
         for (rank, &(waiting, used_tokens)) in (0..).zip(loads) {
-            self.tell(|table, now| table.sampled(now, rank, Load { waiting, used_tokens }));
+            self.call_table(|table, now| table.sampled(now, rank, Load { waiting, used_tokens }));
         }
     }
 
@@ -204,7 +206,7 @@ impl World {
             self.note(|| "agent finds the engine gone".to_owned());
             let engine = self.plan.engine();
             self.closing.clear();
-            self.tell(|table, now| {
+            self.call_table(|table, now| {
                 table.trims(now, false);
                 table.engine_lost(now, engine);
             });
@@ -223,7 +225,7 @@ impl World {
             agent.instance = Some(instance);
             agent.down = false;
         }
-        self.tell(|table, now| {
+        self.call_table(|table, now| {
             let ranks = engine.ranks.len();
             table.engine_lost(now, engine);
             for (incarnation, left) in left {
@@ -235,7 +237,7 @@ impl World {
             table.trims(now, trims);
         });
         if shim {
-            self.tell_seen(true);
+            self.report_sessions(true);
         }
     }
 
@@ -244,7 +246,7 @@ impl World {
         let Some(engine) = &mut self.engine else { return };
         let done = engine.ranks[dp_rank as usize].core.demote(incarnation);
         self.note(|| format!("shim demotes {incarnation}: {done}"));
-        self.tell(|table, now| table.demoted(now, incarnation, done));
+        self.call_table(|table, now| table.demoted(now, incarnation, done));
     }
 
     /// The shim reports every streaming session in the engine, and sessions that have gone.
@@ -252,13 +254,13 @@ impl World {
         if !self.is_epoch(epoch) {
             return;
         }
-        self.at(SHIM_TELLS, Event::ShimTells(epoch));
-        self.tell_seen(false);
+        self.schedule(SHIM_TELLS, Event::ShimTells(epoch));
+        self.report_sessions(false);
     }
 
     /// Reports what the shim sees at this moment. `full` marks the reply to a request for the whole
     /// session table.
-    pub(super) fn tell_seen(&mut self, full: bool) {
+    pub(super) fn report_sessions(&mut self, full: bool) {
         let (Some(agent), Some(engine)) = (&self.agent, &self.engine) else { return };
         if agent.instance != Some(engine.instance) {
             return;
@@ -282,18 +284,18 @@ impl World {
         for (rank, id) in before.into_iter().flatten() {
             if !seen.iter().any(|(at, one)| *at == rank && one.id == id) {
                 self.closing.remove(&id);
-                self.tell(|table, now| table.vanished(now, rank, &id));
+                self.call_table(|table, now| table.vanished(now, rank, &id));
             }
         }
         for (rank, one) in seen {
-            self.tell(|table, now| table.seen(now, rank, &one));
+            self.call_table(|table, now| table.seen(now, rank, &one));
         }
     }
 
     /// Ends the agent's process at once, as kill -9 does.
     pub(super) fn kill_agent(&mut self, why: &str) {
         let Some(agent) = self.agent.take() else { return };
-        self.tally.agents_killed += 1;
+        self.counts.agents_killed += 1;
         self.note(|| format!("agent {} is killed {why}", agent.epoch));
         self.closing.clear();
         let turns: Vec<u64> = self.turns.keys().copied().collect();
@@ -302,7 +304,7 @@ impl World {
         }
         self.users.iter_mut().for_each(|user| user.opening = None);
         let pause = self.between(50, 3_000);
-        self.at(pause, Event::AgentStarts);
+        self.schedule(pause, Event::AgentStarts);
     }
 
     /// Removes the waiter of a turn or open that is admitted or refused. Returns false if there is

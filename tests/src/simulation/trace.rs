@@ -6,16 +6,16 @@ use std::{collections::VecDeque, time::Duration};
 const SHOWN: usize = 30;
 
 #[derive(Debug)]
-pub(super) struct Trace {
+pub(super) struct RunTrace {
     steps: u64,
     digest: u64,
     last: VecDeque<String>,
     echo: Option<fn(&str)>,
 }
 
-impl Trace {
-    pub(super) fn new(echo: Option<fn(&str)>) -> Trace {
-        Trace { steps: 0, digest: 0xcbf2_9ce4_8422_2325, last: VecDeque::new(), echo }
+impl RunTrace {
+    pub(super) fn new(echo: Option<fn(&str)>) -> RunTrace {
+        RunTrace { steps: 0, digest: 0xcbf2_9ce4_8422_2325, last: VecDeque::new(), echo }
     }
 
     pub(super) fn add(&mut self, now: Duration, text: &str) {

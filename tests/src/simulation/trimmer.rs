@@ -35,7 +35,7 @@ struct Question {
 }
 
 /// Where a turn runs, and which of its tokens are sent.
-struct Goes {
+struct RunPlan {
     planned: Planned,
     rest: Vec<u32>,
     /// Whether the shim asks the agent first.
@@ -60,13 +60,13 @@ impl Trimmer {
         self.contexts.insert(id.to_owned(), None);
     }
 
-    fn plan(&self, rid: &str, id: &str, ids: &[u32], trim: Trim) -> Goes {
+    fn plan(&self, rid: &str, id: &str, ids: &[u32], trim: Trim) -> RunPlan {
         let Trim { tokens_max, must_continue } = trim;
         let context = self.contexts.get(id).and_then(Option::as_ref);
         let same = context.map_or(0, |context| {
             context.iter().zip(ids).take_while(|(one, other)| one == other).count()
         });
-        let goes = |plan, committed: usize, rest: &[u32], asks| Goes {
+        let goes = |plan, committed: usize, rest: &[u32], asks| RunPlan {
             planned: Planned {
                 rid: rid.to_owned(),
                 at: same as u64,
@@ -117,7 +117,7 @@ impl World {
         let turn = &self.turns[&id];
         let goes = self.trimmer.plan(&turn.rid, incarnation, &turn.ids, trim);
         if !goes.asks || self.agent.is_none() {
-            return self.planned(id, goes);
+            return self.deliver_plan(id, goes);
         }
         let question = self.number();
         let planned = goes.planned.clone();
@@ -125,30 +125,35 @@ impl World {
         let must_continue = trim.must_continue;
         let asked = Question { turn: id, planned: goes.planned, must_continue };
         self.trimmer.questions.insert(question, asked);
-        self.at(ANSWER_MAX, Event::Answered { question, run: None });
+        self.schedule(ANSWER_MAX, Event::Answered { question, run: None });
         let lost = self.plan.faults.plan_lost;
         if !self.odds(lost) {
             let latency = self.between(0, 4);
             let instance = self.instances;
-            self.at(latency, Event::Asks { instance, question, planned });
+            self.schedule(latency, Event::Asks { instance, question, planned });
         }
     }
 
-    pub(super) fn asks(&mut self, instance: u64, question: u64, planned: &Planned) {
+    pub(super) fn deliver_question(&mut self, instance: u64, question: u64, planned: &Planned) {
         if self.is_instance(instance) {
-            self.tell(|table, now| table.asked(now, question, planned));
+            self.call_table(|table, now| table.asked(now, question, planned));
         }
     }
 
     /// Sends the agent's answer to a question of the shim.
-    pub(super) fn run_in(&mut self, question: u64, incarnation: Option<String>, tokens_max: u64) {
+    pub(super) fn answer_question(
+        &mut self,
+        question: u64,
+        incarnation: Option<String>,
+        tokens_max: u64,
+    ) {
         self.note(|| format!("question {question}: run in {incarnation:?}, {tokens_max} tokens"));
         let latency = self.between(0, 4);
         let run = incarnation.map(|incarnation| (incarnation, tokens_max));
-        self.at(latency, Event::Answered { question, run });
+        self.schedule(latency, Event::Answered { question, run });
     }
 
-    pub(super) fn answered(&mut self, question: u64, run: Option<(String, u64)>) {
+    pub(super) fn deliver_answer(&mut self, question: u64, run: Option<(String, u64)>) {
         let Some(asked) = self.trimmer.questions.remove(&question) else { return };
         let turn = &self.turns[&asked.turn];
         let must_continue = asked.must_continue;
@@ -159,17 +164,17 @@ impl World {
         };
         let again = run.map(plan);
         let planned = asked.planned;
-        let as_it_came = Goes { planned, rest: Vec::new(), asks: false, must_continue };
-        self.planned(asked.turn, again.unwrap_or(as_it_came));
+        let as_it_came = RunPlan { planned, rest: Vec::new(), asks: false, must_continue };
+        self.deliver_plan(asked.turn, again.unwrap_or(as_it_came));
     }
 
     /// Tells the agent the plan, and gives the turn to the scheduler.
-    fn planned(&mut self, id: TurnId, goes: Goes) {
-        let Goes { planned, rest, must_continue, .. } = goes;
+    fn deliver_plan(&mut self, id: TurnId, goes: RunPlan) {
+        let RunPlan { planned, rest, must_continue, .. } = goes;
         let inside = matches!(planned.plan, Plan::Trimmed | Plan::Healed);
         self.note(|| format!("turn {id}: {planned:?}"));
         if inside {
-            self.tally.trimmed += 1;
+            self.counts.trimmed += 1;
             let turn = self.turn(id);
             turn.runs_in = Some(planned.incarnation.clone());
             turn.sent = rest;
@@ -181,7 +186,7 @@ impl World {
             // The plan is sent before the engine gets the turn, but the agent may receive it later.
             let latency = self.between(0, 2);
             let instance = self.instances;
-            self.at(latency, Event::Planned { instance, planned });
+            self.schedule(latency, Event::Planned { instance, planned });
         }
         if must_continue && !inside {
             return self.turn_ends_soon(id, Ended::Unfit);
@@ -210,7 +215,7 @@ impl World {
 
     pub(super) fn plan_heard(&mut self, instance: u64, planned: &Planned) {
         if self.is_instance(instance) {
-            self.tell(|table, now| table.planned(now, planned));
+            self.call_table(|table, now| table.planned(now, planned));
         }
     }
 }

@@ -159,7 +159,7 @@ impl World {
         let asked = claim.as_ref().map(|(claim, key)| (claim, key));
         self.turn(id).stage = Stage::Claimed;
         let claimed =
-            self.tell(|table, now| table.claim(now, &rid, asked, rank, Appends::Possible));
+            self.call_table(|table, now| table.claim(now, &rid, asked, rank, Appends::Possible));
         let says = claim.as_ref().map(|(claim, _)| {
             let flag = |on, text| if on { text } else { "" };
             let delta = flag(claim.delta, " delta");
@@ -174,7 +174,7 @@ impl World {
         match claimed {
             Some(Ok(())) if self.agent.is_some() => {
                 let upload = self.between(0, 30);
-                self.at(upload, Event::BodyRead(id));
+                self.schedule(upload, Event::BodyRead(id));
             }
             Some(Err(error)) => {
                 self.turn(id).stage = Stage::Over;
@@ -204,7 +204,7 @@ impl World {
             agent.waiters.insert(rid.clone());
         }
         self.note(|| format!("admit {rid} {need:?}"));
-        self.tell(|table, now| table.admit(now, &rid, need));
+        self.call_table(|table, now| table.admit(now, &rid, need));
     }
 
     pub(super) fn admitted(&mut self, rid: &str, admitted: session::Turn) {
@@ -228,7 +228,7 @@ impl World {
         turn.stage = Stage::Admitted;
         turn.admitted = Some(admitted);
         let pause = self.between(0, 2);
-        self.at(pause, Event::TurnSent(id));
+        self.schedule(pause, Event::TurnSent(id));
     }
 
     pub(super) fn turn_sent(&mut self, id: TurnId) {
@@ -243,12 +243,12 @@ impl World {
         if self.odds(breaks / 3) {
             // The engine closed the idle connection at that moment, so the turn never arrives.
             self.turn(id).connected = false;
-            return self.at(latency, Event::TurnEnds(id, Box::new(Ended::Broken)));
+            return self.schedule(latency, Event::TurnEnds(id, Box::new(Ended::Broken)));
         }
-        self.at(latency, Event::TurnReachesEngine(id));
+        self.schedule(latency, Event::TurnReachesEngine(id));
         if self.odds(breaks) {
             let after = latency + self.between(5, 1_500);
-            self.at(after, Event::ConnectionBreaks(id));
+            self.schedule(after, Event::ConnectionBreaks(id));
         }
     }
 
@@ -314,7 +314,7 @@ impl World {
         turn.inside = false;
         let (rid, finish) = (turn.rid.clone(), output.finish.clone());
         let retracted = output.retractions;
-        self.tally.retracted += u64::from(retracted);
+        self.counts.retracted += u64::from(retracted);
         let turn = &self.turns[&id];
         let pinned = turn.is_pinned();
         if let Some(incarnation) = turn.incarnation().filter(|_| pinned) {
@@ -323,13 +323,13 @@ impl World {
                 self.appended_to.insert(incarnation.to_owned());
             }
         }
-        self.tally.retracted_pinned += u64::from(pinned && retracted > 0);
+        self.counts.retracted_pinned += u64::from(pinned && retracted > 0);
         self.note(|| format!("engine ends {rid}: {finish:?}, {retracted} retractions"));
         if self.turn(id).connected {
             let leaves = self.plan.faults.client_leaves;
             if self.odds(leaves / 4) {
                 // The client leaves just before the answer arrives.
-                self.at(Duration::ZERO, Event::ClientLeaves(id));
+                self.schedule(Duration::ZERO, Event::ClientLeaves(id));
             }
             self.turn_ends_soon(id, Ended::Answered { output, tokens });
         }
@@ -337,7 +337,7 @@ impl World {
 
     pub(super) fn turn_ends_soon(&mut self, id: TurnId, ended: Ended) {
         let latency = self.latency();
-        self.at(latency, Event::TurnEnds(id, Box::new(ended)));
+        self.schedule(latency, Event::TurnEnds(id, Box::new(ended)));
     }
 
     /// Breaks the connection between agent and engine. The engine notices late, if at all.
@@ -366,7 +366,7 @@ impl World {
             let polls = waited.div_ceil(HANGUP_SEEN.as_nanos()).max(1);
             entered + HANGUP_SEEN * u32::try_from(polls).unwrap_or(1) - self.now
         };
-        self.at(after, Event::EngineNotices { instance, rid });
+        self.schedule(after, Event::EngineNotices { instance, rid });
     }
 
     /// Ends a turn's connection because the engine's process has ended.
@@ -409,7 +409,7 @@ impl World {
         if matches!(ended, Ended::Unfit) && !turn.awaited_plan {
             // The shim has sent its plan before; the agent waits for it.
             self.turn(id).awaited_plan = true;
-            return self.at(PLAN_HEARD, Event::TurnEnds(id, Box::new(ended)));
+            return self.schedule(PLAN_HEARD, Event::TurnEnds(id, Box::new(ended)));
         }
         let outcome = match &ended {
             Ended::Answered { output, tokens } => {
@@ -426,12 +426,12 @@ impl World {
         };
         self.turn(id).stage = Stage::Over;
         self.note(|| format!("{rid} ends: {outcome:?}"));
-        self.tally.lost += u64::from(outcome == Outcome::Lost);
+        self.counts.lost += u64::from(outcome == Outcome::Lost);
         if let (Outcome::Finished(usage), Ended::Answered { tokens, .. }) = (&outcome, &ended) {
             self.check_answer(id, tokens, *usage);
             self.users[self.turns[&id].user].answered(&self.turns[&id], tokens);
         }
-        self.tell(|table, now| table.end(now, &rid, outcome));
+        self.call_table(|table, now| table.end(now, &rid, outcome));
         if !client {
             return;
         }
@@ -442,7 +442,7 @@ impl World {
             },
             Ended::Broken => Reply::Engine("the engine broke the answer off".to_owned()),
             Ended::Unreachable => Reply::Unusable,
-            Ended::Unfit => Reply::Refused(self.unfit(id)),
+            Ended::Unfit => Reply::Refused(self.shim_refusal(id)),
         };
         if matches!(reply, Reply::Unusable) {
             self.engine_down();
@@ -457,7 +457,7 @@ impl World {
         }
         turn.client = false;
         let (rid, stage) = (turn.rid.clone(), turn.stage);
-        self.tally.left += 1;
+        self.counts.left += 1;
         self.note(|| format!("client of {rid} leaves, {stage:?}"));
         self.user_left(id);
         match stage {
@@ -465,11 +465,11 @@ impl World {
             Stage::Claimed | Stage::Queued | Stage::Admitted => {
                 // The turn's lease is dropped before anything is sent.
                 self.turn(id).stage = Stage::Over;
-                self.tell(|table, now| table.end(now, &rid, Outcome::Refused));
+                self.call_table(|table, now| table.end(now, &rid, Outcome::Refused));
             }
             Stage::Sent => {
-                self.tell(|table, now| table.abandon(now, &rid));
-                self.at(Duration::ZERO, Event::AbortAgain(id));
+                self.call_table(|table, now| table.abandon(now, &rid));
+                self.schedule(Duration::ZERO, Event::AbortAgain(id));
             }
         }
     }
@@ -479,7 +479,7 @@ impl World {
         if turn.stage == Stage::Sent && turn.connected && self.agent.is_some() {
             let rid = turn.rid.clone();
             self.call(Task::Abort { rid });
-            self.at(ABORT_AGAIN, Event::AbortAgain(id));
+            self.schedule(ABORT_AGAIN, Event::AbortAgain(id));
         }
     }
 
@@ -487,6 +487,6 @@ impl World {
     pub(super) fn reply(&mut self, id: TurnId, reply: Reply) {
         self.turn(id).reply = Some(reply);
         let latency = self.latency();
-        self.at(latency, Event::ReplyArrives(id));
+        self.schedule(latency, Event::ReplyArrives(id));
     }
 }

@@ -144,7 +144,7 @@ impl World {
         } else {
             self.between(20, 1_500)
         };
-        self.at(think, Event::UserActs(number));
+        self.schedule(think, Event::UserActs(number));
         let user = &self.users[number];
         let (habit, waits, opening) = (user.habit, user.waits, user.opening.is_some());
         if habit == Habit::Plain {
@@ -184,7 +184,7 @@ impl World {
         self.users[number].must_close = false;
         self.note(|| format!("user {number} closes {}", key.id()));
         if self.agent.as_ref().is_some_and(|agent| !agent.down) {
-            self.tell(|table, now| table.close(now, &key));
+            self.call_table(|table, now| table.close(now, &key));
         }
     }
 
@@ -201,7 +201,8 @@ impl World {
         }
         self.users[number].opening = Some(rid.clone());
         let retention = Some(Retention::Pinned);
-        let opened = self.tell(|table, now| table.open(now, &rid, &key, retention, None, rank));
+        let opened =
+            self.call_table(|table, now| table.open(now, &rid, &key, retention, None, rank));
         if let Some(Err(error)) = opened {
             self.note(|| format!("{rid} refused: {error}"));
             self.waited(&rid);
@@ -373,12 +374,12 @@ impl World {
         self.users[number].waits += 1;
         self.turns.insert(id, turn);
         let latency = self.latency();
-        self.at(latency, Event::TurnArrives(id));
+        self.schedule(latency, Event::TurnArrives(id));
         let leaves = self.plan.faults.client_leaves;
         if self.odds(leaves) {
             let far = self.plan.tight || self.rng.bool();
             let after = if far { self.between(0, 5_000) } else { self.between(0, 300) };
-            self.at(after, Event::ClientLeaves(id));
+            self.schedule(after, Event::ClientLeaves(id));
         }
         id
     }

@@ -9,13 +9,13 @@ use fastrand::Rng;
 use worker_agent::{guard::Guards, session::Planned};
 
 use super::{
-    Tally,
-    calls::{Answer, Task},
-    engine::{CallId, Command, Rank, Said, TurnId},
+    RunCounts,
+    calls::{CallAnswer, Task},
+    engine::{CallId, Command, Rank, RankEvent, TurnId},
     journal::Journal,
     plan::Plan,
-    shell::Agent,
-    trace::Trace,
+    shell::AgentProcess,
+    trace::RunTrace,
     trimmer::Trimmer,
     turns::{Ended, Turn},
     users::User,
@@ -40,7 +40,7 @@ pub(super) enum Event {
     AbortAgain(TurnId),
     ConnectionBreaks(TurnId),
     CallReachesEngine(CallId),
-    CallAnswered(CallId, Answer),
+    CallAnswered(CallId, CallAnswer),
     EngineNotices {
         instance: u64,
         rid: String,
@@ -53,7 +53,7 @@ pub(super) enum Event {
     AgentStarts,
     AgentWakes(u64),
     /// The agent's follower checks the engine.
-    Look(u64),
+    CheckEngine(u64),
     Sampled {
         epoch: u64,
         instance: u64,
@@ -90,7 +90,7 @@ pub(super) enum Event {
 
 /// The engine's process. There is none while the engine is down.
 #[derive(Debug)]
-pub(super) struct Process {
+pub(super) struct EngineProcess {
     pub(super) instance: u64,
     pub(super) ranks: Vec<Rank>,
 }
@@ -103,10 +103,10 @@ pub(super) struct World {
     pub(super) now: Duration,
     due: BTreeMap<(Duration, u64), Event>,
     numbers: u64,
-    pub(super) engine: Option<Process>,
+    pub(super) engine: Option<EngineProcess>,
     pub(super) trimmer: Trimmer,
     pub(super) instances: u64,
-    pub(super) agent: Option<Agent>,
+    pub(super) agent: Option<AgentProcess>,
     pub(super) epochs: u64,
     pub(super) journal: Journal,
     /// Calls without an answer so far, each with the epoch of the agent process that waits.
@@ -125,8 +125,8 @@ pub(super) struct World {
     pub(super) appended_to: BTreeSet<String>,
     pub(super) strangers: BTreeSet<String>,
     pub(super) calm: bool,
-    pub(super) trace: Trace,
-    pub(super) tally: Tally,
+    pub(super) trace: RunTrace,
+    pub(super) counts: RunCounts,
 }
 
 impl World {
@@ -155,8 +155,8 @@ impl World {
             appended_to: BTreeSet::new(),
             strangers: BTreeSet::new(),
             calm: false,
-            trace: Trace::new(echo),
-            tally: Tally::default(),
+            trace: RunTrace::new(echo),
+            counts: RunCounts::default(),
         }
     }
 
@@ -168,15 +168,15 @@ impl World {
         self.agent_starts();
         for user in 0..self.users.len() {
             let start = self.between(50, 2_000);
-            self.at(start, Event::UserActs(user));
+            self.schedule(start, Event::UserActs(user));
         }
         let calm = self.plan.acts_for;
-        self.at(calm, Event::Calm);
-        self.at(Duration::from_secs(1), Event::Tick);
-        self.at(Duration::from_millis(700), Event::Fault);
+        self.schedule(calm, Event::Calm);
+        self.schedule(Duration::from_secs(1), Event::Tick);
+        self.schedule(Duration::from_millis(700), Event::Fault);
         while let Some(((at, _), event)) = self.due.pop_first() {
             self.now = at;
-            self.happen(event);
+            self.handle(event);
             self.check();
             if self.is_over() {
                 return self.check_end();
@@ -189,7 +189,7 @@ impl World {
         self.base + self.now
     }
 
-    pub(super) fn at(&mut self, after: Duration, event: Event) {
+    pub(super) fn schedule(&mut self, after: Duration, event: Event) {
         let number = self.number();
         self.due.insert((self.now + after, number), event);
     }
@@ -220,7 +220,7 @@ impl World {
         self.trace.add(self.now, &text());
     }
 
-    fn happen(&mut self, event: Event) {
+    fn handle(&mut self, event: Event) {
         match event {
             Event::UserActs(user) => self.user_acts(user),
             Event::TurnArrives(turn) => self.turn_arrives(turn),
@@ -248,15 +248,15 @@ impl World {
             Event::EngineStarts => self.engine_starts(),
             Event::AgentStarts => self.agent_starts(),
             Event::AgentWakes(epoch) => self.agent_wakes(epoch),
-            Event::Look(epoch) => self.look(epoch),
+            Event::CheckEngine(epoch) => self.check_engine(epoch),
             Event::Sampled { epoch, instance, loads } => self.sampled(epoch, instance, &loads),
             Event::ShimTells(epoch) => self.shim_tells(epoch),
             Event::Demotes { dp_rank, incarnation } => self.demotes(dp_rank, &incarnation),
             Event::Planned { instance, planned } => self.plan_heard(instance, &planned),
             Event::Asks { instance, question, planned } => {
-                self.asks(instance, question, &planned);
+                self.deliver_question(instance, question, &planned);
             }
-            Event::Answered { question, run } => self.answered(question, run),
+            Event::Answered { question, run } => self.deliver_answer(question, run),
             Event::Fault => self.fault(),
             Event::StrangerLeaves { instance, id } => self.stranger_leaves(instance, &id),
             Event::Tick => self.tick(),
@@ -285,7 +285,7 @@ impl World {
 
     /// Aborts a turn as the engine's front process does, which ignores an id that it doesn't know.
     pub(super) fn abort_inside(&mut self, rid: &str) {
-        let knows = |engine: &Process| engine.ranks.iter().any(|rank| rank.knows(rid));
+        let knows = |engine: &EngineProcess| engine.ranks.iter().any(|rank| rank.knows(rid));
         if self.engine.as_ref().is_some_and(knows) {
             self.push_all(|_| Command::Abort(rid.to_owned()));
         }
@@ -302,18 +302,20 @@ impl World {
             && let Some(wake) = wake
         {
             let after = wake.saturating_sub(self.now);
-            self.at(after, Event::RankWakes { instance, rank });
+            self.schedule(after, Event::RankWakes { instance, rank });
         }
         self.check_rank(rank);
         for said in said {
             match said {
-                Said::Entered(turn) => self.entered(rank, turn),
-                Said::Ended { turn, output, tokens } => self.engine_ended(turn, *output, tokens),
-                Said::Opened { id, call, done } => {
+                RankEvent::Entered(turn) => self.entered(rank, turn),
+                RankEvent::Ended { turn, output, tokens } => {
+                    self.engine_ended(turn, *output, tokens)
+                }
+                RankEvent::Opened { id, call, done } => {
                     if done {
                         self.trimmer.opened(&id);
                     }
-                    let answer = if done { Answer::Yes } else { Answer::No };
+                    let answer = if done { CallAnswer::Yes } else { CallAnswer::No };
                     self.engine_answers(call, answer);
                 }
             }
@@ -336,7 +338,7 @@ impl World {
 
     /// Whether the agent has forgotten foreign sessions, and the probes of closes have left the
     /// engine.
-    fn is_clean(&self, agent: &Agent) -> bool {
+    fn is_clean(&self, agent: &AgentProcess) -> bool {
         let forgot = |rank| agent.table.totals(rank).foreign_tokens == 0;
         let core = |rank: &Rank| rank.core.facts().sessions.is_empty();
         let probes = self.engine.iter().flat_map(|engine| &engine.ranks).all(core);
