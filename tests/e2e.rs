@@ -74,7 +74,7 @@ impl Cluster {
 
     async fn delete(&self, path: &str) -> Answer {
         let url = self.router.url(path);
-        self.web.ask(Method::DELETE, &url, &[], Body::empty()).await.unwrap()
+        self.web.request(Method::DELETE, &url, &[], Body::empty()).await.unwrap()
     }
 
     /// Opens a pinned session.
@@ -363,7 +363,7 @@ async fn owned_keys_are_the_agent_s_however_they_are_written() {
         ("x-berth-rank", "7"),
         ("x-data-parallel-rank", "7"),
     ];
-    let answer = cluster.web.ask(Method::POST, &url, &headers, body).await.unwrap();
+    let answer = cluster.web.request(Method::POST, &url, &headers, body).await.unwrap();
     assert_eq!(answer.status, StatusCode::OK, "{}", answer.text());
     let seen = cluster.engines[0].bodies_seen("/generate").pop().unwrap();
     let seen = String::from_utf8(seen.to_vec()).unwrap();
@@ -379,7 +379,7 @@ async fn bad_input_is_answered_with_what_to_do() {
     let cluster = Cluster::new(1).await;
     let url = cluster.router.url("/v1/chat/completions");
     let json = [("content-type", "application/json")];
-    let malformed = cluster.web.ask(Method::POST, &url, &json, "{\"a\":").await.unwrap();
+    let malformed = cluster.web.request(Method::POST, &url, &json, "{\"a\":").await.unwrap();
     assert_eq!(malformed.status, StatusCode::BAD_REQUEST, "{}", malformed.text());
     assert_eq!(cluster.get("/v1/sessions/nobody").await.status, StatusCode::NOT_FOUND);
     let long = "x".repeat(257);
@@ -427,9 +427,9 @@ async fn nobody_else_s_session() {
     let stolen = cluster.post("/generate", &[bob, of, DELTA], &turn("a", 1)).await;
     assert_eq!(stolen.status, StatusCode::NOT_FOUND, "{}", stolen.text());
     let url = cluster.router.url("/v1/sessions/s");
-    let shown = cluster.web.ask(Method::GET, &url, &[bob], Body::empty()).await.unwrap();
+    let shown = cluster.web.request(Method::GET, &url, &[bob], Body::empty()).await.unwrap();
     assert_eq!(shown.status, StatusCode::NOT_FOUND);
-    let closed = cluster.web.ask(Method::DELETE, &url, &[bob], Body::empty()).await.unwrap();
+    let closed = cluster.web.request(Method::DELETE, &url, &[bob], Body::empty()).await.unwrap();
     assert_eq!(closed.status, StatusCode::NOT_FOUND);
     let own = cluster.post("/generate", &[alice, of, DELTA], &turn("a", 1)).await;
     assert_eq!(own.status, StatusCode::OK, "{}", own.text());

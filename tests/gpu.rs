@@ -17,8 +17,8 @@ use serde_json::{Value, json};
 use tests::{
     cluster::{Agent, PATIENCE, Router, agent_config, eventually, ready, router_config},
     engine_sim::{Config, EngineSim},
-    nvml::{Control, Machine},
-    scheduler::{Pool, Scheduler},
+    nvml::{Machine, NvmlControl},
+    scheduler::{PoolTokens, Scheduler},
     web::Web,
 };
 use worker_agent::gpu::{self, Gpus, Settings, fleet::Snapshot, reading, select::Basis};
@@ -105,7 +105,7 @@ fn reloading(machine: &Machine, devices: &[&str]) -> Settings {
 }
 
 /// Returns a snapshot read through an NVML that was loaded after this call.
-async fn reloaded(gpus: &Gpus, control: &mut Control) -> Arc<Snapshot> {
+async fn reloaded(gpus: &Gpus, control: &mut NvmlControl) -> Arc<Snapshot> {
     let before = control.calls("nvmlInit_v2").unwrap();
     eventually("NVML to be loaded anew", || {
         let loaded = control.calls("nvmlInit_v2").unwrap() > before;
@@ -226,7 +226,7 @@ async fn what_a_board_does_not_know_is_asked_once_and_what_fails_is_counted() {
     gpu["fail"] = json!({"nvmlDeviceGetTemperature": 999});
     let machine = Machine::new(&json!({ "0": gpu })).unwrap();
     let gpus = gpu::watch(settings(&machine)).unwrap();
-    let mut control = machine.loaded().await.unwrap();
+    let mut control = machine.wait_until_loaded().await.unwrap();
     let failed = |snapshot: &Snapshot| snapshot.devices[0].failures["temperature"];
     let seen = snapshot(&gpus, "three looks", |snapshot| failed(snapshot) >= 3).await;
     assert_eq!(seen.devices[0].reading.temperature_celsius, None);
@@ -247,7 +247,7 @@ async fn an_xid_that_needs_a_reset_is_told_at_once_and_others_are_counted() {
     let machine = Machine::new(&json!({ "0": {}, "1": {} })).unwrap();
     let devices = vec!["1".parse().unwrap()];
     let gpus = gpu::watch(Settings { devices, ..settings(&machine) }).unwrap();
-    let mut control = machine.loaded().await.unwrap();
+    let mut control = machine.wait_until_loaded().await.unwrap();
     // An event before the GPU is watched is lost.
     eventually("the GPUs to be watched", || {
         let watched = control.calls("nvmlEventSetWait_v2").unwrap() >= 2;
@@ -288,7 +288,7 @@ async fn slices_are_devices_of_their_own_and_as_well_as_their_gpu() {
         json!({"uuid": "GPU-a", "mig": true, "slices": {"0": slice(0, 1), "2": slice(2, own)}});
     let machine = Machine::new(&json!({ "0": gpu })).unwrap();
     let gpus = gpu::watch(settings(&machine)).unwrap();
-    let mut control = machine.loaded().await.unwrap();
+    let mut control = machine.wait_until_loaded().await.unwrap();
     let unknown = gpus.now();
     let ours = |snapshot: &Snapshot| -> Vec<String> {
         let ours = snapshot.devices.iter().filter(|device| device.ours);
@@ -329,7 +329,7 @@ fn mute() -> Value {
 async fn a_lost_gpu_whose_calls_then_fail_otherwise_is_not_well_again() {
     let machine = Machine::new(&json!({ "0": {} })).unwrap();
     let gpus = gpu::watch(settings(&machine)).unwrap();
-    let mut control = machine.loaded().await.unwrap();
+    let mut control = machine.wait_until_loaded().await.unwrap();
     control.gpu(0, &json!({"lost": true})).unwrap();
     snapshot(&gpus, "the loss", |snapshot| snapshot.unhealthy.is_some()).await;
     control.gpu(0, &mute()).unwrap();
@@ -346,7 +346,7 @@ async fn a_lost_gpu_and_its_slices_stay_unhealthy_however_nvml_fails_to_find_the
     let gpu = json!({"uuid": "GPU-a", "mig": true, "slices": {"0": slice(0), "2": slice(2)}});
     let machine = Machine::new(&json!({ "0": gpu })).unwrap();
     let gpus = gpu::watch(reloading(&machine, &["MIG-2"])).unwrap();
-    let mut control = machine.loaded().await.unwrap();
+    let mut control = machine.wait_until_loaded().await.unwrap();
     control.gpu(0, &json!({"lost": true})).unwrap();
     snapshot(&gpus, "the loss", |snapshot| snapshot.unhealthy.is_some()).await;
     let uncounted = |code: u32| json!({"fail": {"nvmlDeviceGetCount_v2": code}});
@@ -375,7 +375,7 @@ async fn a_lost_gpu_and_its_slices_stay_unhealthy_however_nvml_fails_to_find_the
 async fn when_one_of_two_gpus_is_not_listed_any_more_the_other_stays_which_it_was() {
     let machine = Machine::new(&json!({ "0": {"uuid": "GPU-a"}, "1": {"uuid": "GPU-b"} })).unwrap();
     let gpus = gpu::watch(reloading(&machine, &[])).unwrap();
-    let mut control = machine.loaded().await.unwrap();
+    let mut control = machine.wait_until_loaded().await.unwrap();
     control.gpu(0, &json!({"lost": true})).unwrap();
     let lost = |snapshot: &Snapshot| snapshot.devices[0].unhealthy.is_some();
     snapshot(&gpus, "the loss", lost).await;
@@ -401,7 +401,7 @@ async fn when_one_of_two_gpus_is_not_listed_any_more_the_other_stays_which_it_wa
 async fn a_gpu_that_was_lost_before_the_agent_came_is_found_by_its_name_when_it_is_back() {
     let machine = Machine::new(&json!({ "0": {"uuid": "GPU-a", "lost": true} })).unwrap();
     let gpus = gpu::watch(reloading(&machine, &["GPU-a"])).unwrap();
-    let mut control = machine.loaded().await.unwrap();
+    let mut control = machine.wait_until_loaded().await.unwrap();
     assert!(reason(&gpus.now()).contains("no GPU here is GPU-a"), "{:?}", gpus.now());
     control.gpu(0, &json!({"lost": false})).unwrap();
     let back = snapshot(&gpus, "its return", |snapshot| snapshot.unhealthy.is_none()).await;
@@ -413,7 +413,7 @@ async fn a_gpu_that_answers_no_call_makes_its_worker_unhealthy_until_it_does() {
     let machine = Machine::new(&json!({ "0": {} })).unwrap();
     let gpus = gpu::watch(settings(&machine)).unwrap();
     assert_eq!(gpus.now().unhealthy, None);
-    let mut control = machine.loaded().await.unwrap();
+    let mut control = machine.wait_until_loaded().await.unwrap();
     control.gpu(0, &mute()).unwrap();
     let sick = snapshot(&gpus, "the failures", |snapshot| snapshot.unhealthy.is_some()).await;
     assert!(reason(&sick).contains("can't reach it"), "{sick:?}");
@@ -427,7 +427,7 @@ async fn a_driver_that_comes_after_the_agent_is_found() {
     let machine = Machine::without(&[], &not_loaded).unwrap();
     let gpus = gpu::watch(settings(&machine)).unwrap();
     assert!(gpus.now().devices.is_empty());
-    let mut control = machine.loaded().await.unwrap();
+    let mut control = machine.wait_until_loaded().await.unwrap();
     control.set(&json!({ "fail": { "nvmlInit_v2": 0 } })).unwrap();
     snapshot(&gpus, "the GPU", |snapshot| !snapshot.devices.is_empty()).await;
 }
@@ -505,10 +505,11 @@ async fn a_setting_that_names_no_gpu_here_makes_the_worker_unhealthy_and_says_wh
 }
 
 /// Token counts of a pool of 1 GiB: half is free, an eighth is held by sessions.
-const POOL: Pool = Pool { total: 1 << 21, available: 1 << 20, evictable: 3 << 18, protected: 0 };
+const POOL: PoolTokens =
+    PoolTokens { total: 1 << 21, available: 1 << 20, evictable: 3 << 18, protected: 0 };
 
-fn speak(wrapper: &[&str], cluster: &Cluster, dp_rank: u32) -> Option<Scheduler> {
-    Scheduler::speak(wrapper, &cluster.socket(), dp_rank, POOL)
+fn start_scheduler(wrapper: &[&str], cluster: &Cluster, dp_rank: u32) -> Option<Scheduler> {
+    Scheduler::start(wrapper, &cluster.socket(), dp_rank, POOL)
         .inspect_err(|error| eprintln!("skipped: {error}"))
         .ok()
 }
@@ -517,9 +518,9 @@ fn speak(wrapper: &[&str], cluster: &Cluster, dp_rank: u32) -> Option<Scheduler>
 async fn an_engine_on_two_gpus_is_known_by_its_processes_and_its_pool_by_both() {
     let machine = Machine::new(&json!({ "0": {}, "1": {}, "2": {} })).unwrap();
     let cluster = Cluster::new(|config| config.nvml_library = machine.library()).await;
-    let mut control = machine.loaded().await.unwrap();
-    let Some(first) = speak(&[], &cluster, 0) else { return };
-    let second = Scheduler::silent("sglang::scheduler_TP1").unwrap();
+    let mut control = machine.wait_until_loaded().await.unwrap();
+    let Some(first) = start_scheduler(&[], &cluster, 0) else { return };
+    let second = Scheduler::start_silent("sglang::scheduler_TP1").unwrap();
     let on = |pid: u32, bytes: u64| json!([{"pid": pid, "bytes": bytes}, {"pid": 1, "bytes": GIB}]);
     let uses = |pid, bytes: u64| json!({"processes": on(pid, bytes), "memory_used": bytes + GIB});
     control.gpu(1, &uses(first.pid, 8 * GIB)).unwrap();
@@ -565,8 +566,10 @@ async fn an_engine_on_two_gpus_is_known_by_its_processes_and_its_pool_by_both() 
 async fn an_engine_in_a_pid_namespace_of_its_own_is_found() {
     let machine = Machine::new(&json!({ "0": {}, "1": {} })).unwrap();
     let cluster = Cluster::new(|config| config.nvml_library = machine.library()).await;
-    let mut control = machine.loaded().await.unwrap();
-    let Some(engine) = speak(&["unshare", "--pid", "--fork"], &cluster, 0) else { return };
+    let mut control = machine.wait_until_loaded().await.unwrap();
+    let Some(engine) = start_scheduler(&["unshare", "--pid", "--fork"], &cluster, 0) else {
+        return;
+    };
     assert_eq!(engine.own_pid, 1, "the first of its namespace");
     assert_ne!(engine.pid, 1);
     control.gpu(1, &json!({"processes": [{"pid": engine.pid, "bytes": GIB}]})).unwrap();
@@ -579,8 +582,8 @@ async fn an_engine_in_a_pid_namespace_of_its_own_is_found() {
 async fn pids_of_another_namespace_are_nobody_s() {
     let machine = Machine::new(&json!({ "0": {} })).unwrap();
     let cluster = Cluster::new(|config| config.nvml_library = machine.library()).await;
-    let mut control = machine.loaded().await.unwrap();
-    let Some(engine) = speak(&[], &cluster, 0) else { return };
+    let mut control = machine.wait_until_loaded().await.unwrap();
+    let Some(engine) = start_scheduler(&[], &cluster, 0) else { return };
     // The driver names a pid that doesn't exist here, so all its pids may be of another namespace.
     let elsewhere =
         json!([{"pid": engine.pid, "bytes": GIB}, {"pid": 4_000_000_000_u32, "bytes": GIB}]);
@@ -610,8 +613,8 @@ async fn every_metric_is_documented_and_alerts_and_dashboard_ask_for_no_other() 
         config.gpm = true;
     })
     .await;
-    let mut control = machine.loaded().await.unwrap();
-    let Some(engine) = speak(&[], &cluster, 0) else { return };
+    let mut control = machine.wait_until_loaded().await.unwrap();
+    let Some(engine) = start_scheduler(&[], &cluster, 0) else { return };
     let fail = json!({"nvmlDeviceGetPcieReplayCounter": 999});
     let processes = json!([{"pid": engine.pid, "bytes": GIB}]);
     eventually("the XID", || {
@@ -676,7 +679,7 @@ async fn a_gpu_that_falls_off_the_bus_makes_the_worker_unhealthy_at_once_and_say
     let mut agent = Spawned(command.spawn().unwrap());
     let log = agent.0.stderr.take().unwrap();
     let starting = tokio::task::spawn_blocking(|| log_line(log, "agent starting")).await.unwrap();
-    let mut control = machine.loaded().await.unwrap();
+    let mut control = machine.wait_until_loaded().await.unwrap();
 
     let mut config = router_config(&[]);
     config.workers = vec![format!("http://{}", starting["control"].as_str().unwrap())];

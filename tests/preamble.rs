@@ -36,7 +36,7 @@ impl Cluster {
     async fn send(&self, path: &str, body: &str) -> u64 {
         let (url, body) = (self.router.url(path), body.to_owned());
         let headers = [("content-type", "application/json")];
-        let answer = self.web.ask(Method::POST, &url, &headers, body).await.unwrap();
+        let answer = self.web.request(Method::POST, &url, &headers, body).await.unwrap();
         assert_eq!(answer.status, StatusCode::OK, "{}", answer.text());
         let usage = answer.json()["usage"].clone();
         usage["cache_read_input_tokens"].as_u64().unwrap_or_default()

@@ -66,7 +66,7 @@ impl Cluster {
 
     /// Sends a staging request directly to the agent.
     async fn stage(&self, headers: &[(&str, &str)], body: Bytes) -> Answer {
-        self.web.ask(Method::POST, &self.agent.url(PATH), headers, body).await.unwrap()
+        self.web.request(Method::POST, &self.agent.url(PATH), headers, body).await.unwrap()
     }
 
     async fn prompts_staged(&self) -> Value {
@@ -156,7 +156,7 @@ async fn a_session_closed_while_its_turn_is_staged_ends_with_the_turn() {
     });
     eventually("a stage of it", || async { (!cluster.seen().is_empty()).then_some(()) }).await;
     let session = cluster.router.url("/v1/sessions/closed");
-    cluster.web.ask(Method::DELETE, &session, &[], "").await.unwrap();
+    cluster.web.request(Method::DELETE, &session, &[], "").await.unwrap();
     let answer = waiting.join_next().await.unwrap().unwrap();
     assert_eq!(answer.status, 200, "{}", answer.text());
     eventually("the session's end", || async {

@@ -18,7 +18,7 @@ pub mod tokenizer;
 
 use self::{
     core::{CoreConfig, PoolFacts},
-    http::{App, SeenLog},
+    http::{App, RequestLog},
     kv::{
         KvEventsConfig,
         publisher::{self, Listeners, Publisher},
@@ -29,7 +29,7 @@ use std::{io, net::SocketAddr, sync::Arc, time::Duration};
 use tokio::net::TcpListener;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
-pub use self::http::Seen;
+pub use self::http::SeenRequest;
 
 /// The SGLang version that is simulated.
 pub const VERSION: &str = "0.5.23";
@@ -78,8 +78,8 @@ impl Default for Config {
 pub struct EngineSim {
     addr: SocketAddr,
     app: Arc<App>,
-    seen: Arc<SeenLog>,
-    publishers: Vec<publisher::Handle>,
+    seen: Arc<RequestLog>,
+    publishers: Vec<publisher::PublisherHandle>,
     tasks: TaskTracker,
     killed: CancellationToken,
 }
@@ -93,7 +93,7 @@ impl EngineSim {
         let addr = listener.local_addr()?;
         let killed = CancellationToken::new();
         let tasks = TaskTracker::new();
-        let seen = Arc::new(SeenLog::new(config.requests_seen_max));
+        let seen = Arc::new(RequestLog::new(config.requests_seen_max));
         let publishers = publishers(&mut config, &tasks, &killed)?;
         let (owner, handle) = Owner::new(&config, &publishers, killed.clone());
         let app = Arc::new(App::new(config, handle, addr.port(), tasks.clone()));
@@ -123,7 +123,7 @@ impl EngineSim {
     }
 
     /// Publishes `batch` as a KV event batch that no turn caused.
-    pub fn kv_publish(&self, rank: usize, batch: Vec<kv::Event>) {
+    pub fn kv_publish(&self, rank: usize, batch: Vec<kv::KvEvent>) {
         if let Some(publisher) = self.publishers.get(rank) {
             publisher.publish(batch);
         }
@@ -166,13 +166,13 @@ impl EngineSim {
     }
 
     /// Returns the requests that reached the server, oldest first, with their exact bodies.
-    pub fn requests_seen(&self) -> Vec<Seen> {
-        self.seen.all()
+    pub fn requests_seen(&self) -> Vec<SeenRequest> {
+        self.seen.entries()
     }
 
     /// Returns the bodies of those [`EngineSim::requests_seen`] that were sent to `path`.
     pub fn bodies_seen(&self, path: &str) -> Vec<bytes::Bytes> {
-        self.seen.all().into_iter().filter(|s| s.path == path).map(|s| s.body).collect()
+        self.seen.entries().into_iter().filter(|s| s.path == path).map(|s| s.body).collect()
     }
 }
 
@@ -181,7 +181,7 @@ fn publishers(
     config: &mut Config,
     tasks: &TaskTracker,
     killed: &CancellationToken,
-) -> io::Result<Vec<publisher::Handle>> {
+) -> io::Result<Vec<publisher::PublisherHandle>> {
     let ranks = config.dp_size;
     let Some(events) = config.kv_events.as_mut().filter(|events| events.publisher != "null") else {
         return Ok(Vec::new());

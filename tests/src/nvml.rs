@@ -24,7 +24,7 @@ pub struct Machine {
 
 /// The control connection to a loaded library.
 #[derive(Debug)]
-pub struct Control {
+pub struct NvmlControl {
     stream: BufReader<UnixStream>,
 }
 
@@ -72,17 +72,17 @@ impl Machine {
     ///
     /// # Errors
     /// Fails if no process loads the library within [`PATIENCE`].
-    pub async fn loaded(&self) -> anyhow::Result<Control> {
+    pub async fn wait_until_loaded(&self) -> anyhow::Result<NvmlControl> {
         let listener = tokio::net::UnixListener::from_std(self.listener.try_clone()?)?;
         let (stream, _) = tokio::time::timeout(PATIENCE, listener.accept()).await??;
         let stream = stream.into_std()?;
         stream.set_nonblocking(false)?;
         stream.set_read_timeout(Some(PATIENCE))?;
-        Ok(Control { stream: BufReader::new(stream) })
+        Ok(NvmlControl { stream: BufReader::new(stream) })
     }
 }
 
-impl Control {
+impl NvmlControl {
     /// Changes one GPU. The change is in force when this returns.
     ///
     /// # Errors
@@ -96,7 +96,7 @@ impl Control {
     /// # Errors
     /// Fails if the library is gone or rejects the request.
     pub fn set(&mut self, patch: &Value) -> anyhow::Result<()> {
-        self.ask(&json!({ "set": patch })).map(drop)
+        self.request(&json!({ "set": patch })).map(drop)
     }
 
     /// Raises an XID on a GPU.
@@ -105,7 +105,7 @@ impl Control {
     /// Fails if the library is gone or rejects the request.
     pub fn xid(&mut self, gpu: u32, number: u64) -> anyhow::Result<()> {
         let event = json!({ "gpu": gpu, "kind": XID, "data": number });
-        self.ask(&json!({ "event": event })).map(drop)
+        self.request(&json!({ "event": event })).map(drop)
     }
 
     /// Returns how often a symbol was called.
@@ -113,11 +113,11 @@ impl Control {
     /// # Errors
     /// Fails if the library is gone or rejects the request.
     pub fn calls(&mut self, symbol: &str) -> anyhow::Result<u64> {
-        let answer = self.ask(&json!({ "calls": symbol }))?;
+        let answer = self.request(&json!({ "calls": symbol }))?;
         answer["calls"].as_u64().ok_or_else(|| anyhow::anyhow!("no count in {answer}"))
     }
 
-    fn ask(&mut self, request: &Value) -> anyhow::Result<Value> {
+    fn request(&mut self, request: &Value) -> anyhow::Result<Value> {
         writeln!(self.stream.get_mut(), "{request}")?;
         let mut line = String::new();
         self.stream.read_line(&mut line)?;

@@ -10,7 +10,7 @@ use std::{
 };
 
 /// The process: sends its reports, prints its pid, and ends with its standard input.
-const SPEAK: &str = r#"
+const PROGRAM: &str = r#"
 import os, socket, sys
 sys.path.insert(0, sys.argv[1])
 import wire
@@ -32,7 +32,7 @@ sys.stdin.read()
 
 /// The tokens of a rank's pool by state; sessions hold the rest.
 #[derive(Debug, Clone, Copy)]
-pub struct Pool {
+pub struct PoolTokens {
     /// All tokens.
     pub total: u64,
     /// Free tokens.
@@ -59,17 +59,17 @@ impl Scheduler {
     ///
     /// # Errors
     /// Fails if Python is missing or the wrapper doesn't work here.
-    pub fn speak(
+    pub fn start(
         wrapper: &[&str],
         socket: &Path,
         dp_rank: u32,
-        pool: Pool,
+        pool: PoolTokens,
     ) -> anyhow::Result<Self> {
         let shim =
             PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../worker-agent/shim/berth_shim");
         let numbers = [pool.total, pool.available, pool.evictable, pool.protected];
         let mut line: Vec<String> = wrapper.iter().map(|word| (*word).to_owned()).collect();
-        line.extend(["python3", "-B", "-c", SPEAK].map(str::to_owned));
+        line.extend(["python3", "-B", "-c", PROGRAM].map(str::to_owned));
         line.extend([shim, socket.to_owned()].map(|path| path.display().to_string()));
         line.push(dp_rank.to_string());
         line.extend(numbers.map(|number| number.to_string()));
@@ -81,10 +81,10 @@ impl Scheduler {
     fn spawn(command: &mut Command) -> anyhow::Result<Self> {
         let command = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn()?;
-        let mut said = String::new();
+        let mut line_read = String::new();
         let output = child.stdout.as_mut().expect("it is piped");
-        BufReader::new(output).read_line(&mut said)?;
-        let mut pids = said.split_whitespace().map(str::parse);
+        BufReader::new(output).read_line(&mut line_read)?;
+        let mut pids = line_read.split_whitespace().map(str::parse);
         if let (Some(Ok(pid)), Some(Ok(own_pid))) = (pids.next(), pids.next()) {
             return Ok(Self { child, pid, own_pid });
         }
@@ -96,7 +96,7 @@ impl Scheduler {
     ///
     /// # Errors
     /// Fails if the process can't be started.
-    pub fn silent(title: &str) -> anyhow::Result<Self> {
+    pub fn start_silent(title: &str) -> anyhow::Result<Self> {
         let mut command = Command::new("cat");
         let child = command.arg0(title).stdin(Stdio::piped()).stdout(Stdio::null()).spawn()?;
         let pid = child.id();

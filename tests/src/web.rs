@@ -79,7 +79,7 @@ impl Web {
     ///
     /// # Errors
     /// Fails if no answer arrives or the answer breaks off.
-    pub async fn ask(
+    pub async fn request(
         &self,
         method: Method,
         url: &str,
@@ -103,7 +103,7 @@ impl Web {
     ) -> anyhow::Result<Answer> {
         let mut all = vec![("content-type", "application/json")];
         all.extend_from_slice(headers);
-        self.ask(Method::POST, url, &all, body.to_string()).await
+        self.request(Method::POST, url, &all, body.to_string()).await
     }
 
     /// Sends a GET request.
@@ -111,6 +111,6 @@ impl Web {
     /// # Errors
     /// Fails if no answer arrives or the answer breaks off.
     pub async fn get(&self, url: &str) -> anyhow::Result<Answer> {
-        self.ask(Method::GET, url, &[], Body::empty()).await
+        self.request(Method::GET, url, &[], Body::empty()).await
     }
 }

@@ -7,10 +7,10 @@
 //! for good.
 
 use super::{
-    kv::event::Event,
-    pool::Pool,
+    kv::event::KvEvent,
+    pool::PagePool,
     radix::{NodeId, ROOT, Radix},
-    request::{Finish, Kind, Output, Req, ReqKey, SessionRef, Space, Step, Submit},
+    request::{EngineStep, Finish, Output, Req, ReqKey, RequestKind, SessionRef, Space, Submit},
     session::Session,
 };
 use std::{
@@ -25,7 +25,7 @@ mod ratio;
 mod schedule;
 
 pub use audit::{Gauges, PoolFacts, SessionFacts};
-pub use model::answers;
+pub use model::is_model_answer;
 use ratio::NewTokenRatio;
 
 /// The shortest time between two runs of the reaper, which closes expired sessions.
@@ -116,7 +116,7 @@ struct Row {
 #[derive(Debug)]
 pub struct Core {
     config: CoreConfig,
-    pool: Pool,
+    pool: PagePool,
     tree: Radix,
     rows: Vec<Option<Row>>,
     free_rows: Vec<usize>,
@@ -141,7 +141,7 @@ pub struct Core {
     forwards: u64,
     gauges: Gauges,
     /// The event batches that are ready to be published.
-    batches: Vec<Vec<Event>>,
+    batches: Vec<Vec<KvEvent>>,
     crashed: Option<&'static str>,
 }
 
@@ -152,7 +152,7 @@ impl Core {
         let pages = u32::try_from(pages).expect("a pool has fewer than 2^32 pages");
         let rows = config.max_running_requests;
         Core {
-            pool: Pool::new(pages, config.page_size),
+            pool: PagePool::new(pages, config.page_size),
             tree: Radix::new(config.page_size, config.kv_events),
             rows: vec![None; rows],
             free_rows: (0..rows).rev().collect(),
@@ -304,34 +304,34 @@ impl Core {
         rid: &str,
         session: SessionRef,
         input: Vec<u32>,
-    ) -> (Kind, Result<Vec<u32>, Finish>) {
+    ) -> (RequestKind, Result<Vec<u32>, Finish>) {
         let params = match session {
-            SessionRef::None => return (Kind::Plain, Ok(input)),
+            SessionRef::None => return (RequestKind::Plain, Ok(input)),
             SessionRef::Tagged(session) => {
                 if !self.config.session_radix_cache {
-                    return (Kind::Plain, Ok(input));
+                    return (RequestKind::Plain, Ok(input));
                 }
                 let life = self.tag_life(&session);
-                return (Kind::Tagged { session, life }, Ok(input));
+                return (RequestKind::Tagged { session, life }, Ok(input));
             }
             SessionRef::Controller(params) => params,
         };
         let id = &params.id;
         let Some(session) = self.sessions.get_mut(id) else {
             let message = format!("Invalid request: session id {id} does not exist");
-            return (Kind::Plain, Err(Finish::bad_request(message)));
+            return (RequestKind::Plain, Err(Finish::bad_request(message)));
         };
         if session.close_on_finish {
             let message = format!("Invalid request: close was requested for session {id}");
-            return (Kind::Plain, Err(Finish::bad_request(message)));
+            return (RequestKind::Plain, Err(Finish::bad_request(message)));
         }
         let prompt = session.create(now, rid, &params, input);
         // A refused turn of a streaming session stays attached to the session. This flaw of the
         // engine later clears the live turn's in-flight flag.
         let kind = match (session.streaming, prompt.is_ok()) {
-            (true, _) => Kind::Streaming { session: params.id },
-            (false, true) => Kind::Normal { session: params.id },
-            (false, false) => Kind::Plain,
+            (true, _) => RequestKind::Streaming { session: params.id },
+            (false, true) => RequestKind::Normal { session: params.id },
+            (false, false) => RequestKind::Plain,
         };
         (kind, prompt)
     }
@@ -363,13 +363,13 @@ impl Core {
             self.release_slot(&id);
         }
         let pages = self.tree.clear();
-        self.pool.give_back(pages);
+        self.pool.return_pages(pages);
         true
     }
 
     /// Runs one scheduler iteration. Returns `None` when nothing can be done; a wedged rank also
     /// returns `None` although requests wait.
-    pub fn step(&mut self, now: Duration) -> Option<Step> {
+    pub fn step(&mut self, now: Duration) -> Option<EngineStep> {
         if self.crashed.is_some() {
             return None;
         }
@@ -398,7 +398,7 @@ impl Core {
     /// Takes the event batches that were released since the last call. A batch is released with
     /// every prefill, every [`CoreConfig::decode_log_interval`] decode steps, and when the core
     /// becomes idle.
-    pub fn take_batches(&mut self) -> Vec<Vec<Event>> {
+    pub fn take_batches(&mut self) -> Vec<Vec<KvEvent>> {
         std::mem::take(&mut self.batches)
     }
 

@@ -5,7 +5,7 @@
 
 use super::{
     Config,
-    owner::{Handle, Progress, Turn},
+    owner::{EngineHandle, EngineTurn, Progress},
     request::Submit,
 };
 use axum::{
@@ -48,7 +48,7 @@ mod openai;
 
 /// A request as it reached the server.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Seen {
+pub struct SeenRequest {
     pub method: String,
     pub path: String,
     pub query: String,
@@ -58,27 +58,27 @@ pub struct Seen {
 
 /// A bounded log of the latest requests.
 #[derive(Debug)]
-pub(super) struct SeenLog {
+pub(super) struct RequestLog {
     max: usize,
-    seen: Mutex<VecDeque<Seen>>,
+    seen: Mutex<VecDeque<SeenRequest>>,
 }
 
-impl SeenLog {
-    pub(super) fn new(max: usize) -> SeenLog {
-        SeenLog { max, seen: Mutex::new(VecDeque::new()) }
+impl RequestLog {
+    pub(super) fn new(max: usize) -> RequestLog {
+        RequestLog { max, seen: Mutex::new(VecDeque::new()) }
     }
 
-    pub(super) fn all(&self) -> Vec<Seen> {
+    pub(super) fn entries(&self) -> Vec<SeenRequest> {
         self.seen.lock().iter().cloned().collect()
     }
 
-    fn push(&self, seen: Seen) {
+    fn push(&self, request: SeenRequest) {
         let mut log = self.seen.lock();
         if log.len() == self.max {
             log.pop_front();
         }
         if self.max > 0 {
-            log.push_back(seen);
+            log.push_back(request);
         }
     }
 }
@@ -87,7 +87,7 @@ impl SeenLog {
 #[derive(Debug)]
 pub(super) struct App {
     pub(super) config: Config,
-    pub(super) handle: Handle,
+    pub(super) handle: EngineHandle,
     tasks: TaskTracker,
     rng: Mutex<fastrand::Rng>,
     tickets: AtomicU64,
@@ -97,7 +97,7 @@ pub(super) struct App {
 type AppState = axum::extract::State<Arc<App>>;
 
 impl App {
-    pub(super) fn new(config: Config, handle: Handle, port: u16, tasks: TaskTracker) -> App {
+    pub(super) fn new(config: Config, handle: EngineHandle, port: u16, tasks: TaskTracker) -> App {
         // The port is part of the seed: engines with one seed on different ports make different
         // ids.
         let rng = Mutex::new(fastrand::Rng::with_seed(config.core.seed ^ (u64::from(port) << 32)));
@@ -123,7 +123,7 @@ impl App {
 #[derive(Debug)]
 struct Live {
     rid: String,
-    turn: Turn,
+    turn: EngineTurn,
     received: Instant,
     received_wall: f64,
 }
@@ -185,7 +185,7 @@ pub(super) fn router(app: Arc<App>) -> Router {
 pub(super) async fn serve(
     listener: TcpListener,
     router: Router,
-    seen: Arc<SeenLog>,
+    seen: Arc<RequestLog>,
     killed: CancellationToken,
 ) {
     let mut connections = JoinSet::new();
@@ -201,7 +201,7 @@ pub(super) async fn serve(
     }
 }
 
-async fn connection(stream: TcpStream, router: Router, seen: Arc<SeenLog>) {
+async fn connection(stream: TcpStream, router: Router, seen: Arc<RequestLog>) {
     // Sends small chunks at once, as the real server does.
     let _ = stream.set_nodelay(true);
     let service = hyper::service::service_fn(move |request| {
@@ -216,7 +216,7 @@ async fn connection(stream: TcpStream, router: Router, seen: Arc<SeenLog>) {
 async fn record_and_route(
     request: Request<hyper::body::Incoming>,
     router: Router,
-    seen: &SeenLog,
+    seen: &RequestLog,
 ) -> Response {
     let (parts, body) = request.into_parts();
     let Ok(body) = body.collect().await else {
@@ -226,7 +226,7 @@ async fn record_and_route(
     let header = |(name, value): (&header::HeaderName, &header::HeaderValue)| {
         (name.to_string(), String::from_utf8_lossy(value.as_bytes()).into_owned())
     };
-    seen.push(Seen {
+    seen.push(SeenRequest {
         method: parts.method.to_string(),
         path: parts.uri.path().to_owned(),
         query: parts.uri.query().unwrap_or_default().to_owned(),

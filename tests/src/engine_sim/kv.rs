@@ -11,7 +11,7 @@ pub(super) mod publisher;
 mod wire;
 mod zmtp;
 
-pub use event::{Event, Stored};
+pub use event::{KvEvent, Stored};
 pub use publisher::Fault;
 
 /// The engine's `--kv-events-config`, with the engine's key names. Keys that only a real message

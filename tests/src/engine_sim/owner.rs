@@ -4,7 +4,7 @@
 //! wait in the rank's inbox, as the real scheduler reads its socket between two steps. An idle task
 //! sleeps until a command arrives or the reaper is due.
 
-use self::rank::{Rank, RankCommand};
+use self::rank::{EngineRank, RankCommand};
 use super::{
     Config,
     core::{Core, Gauges, PoolFacts},
@@ -87,7 +87,7 @@ pub(super) struct OpenSession {
 /// A handle to the owner task. After a crash its calls never return; the caller's connection is
 /// dropped instead.
 #[derive(Clone, Debug)]
-pub(super) struct Handle {
+pub(super) struct EngineHandle {
     commands: mpsc::Sender<Command>,
     gone: mpsc::Sender<u64>,
     dp_size: usize,
@@ -95,7 +95,7 @@ pub(super) struct Handle {
 
 /// A live request, as its client sees it. Dropping the value reports that the client has gone.
 #[derive(Debug)]
-pub(super) struct Turn {
+pub(super) struct EngineTurn {
     pub(super) progress: watch::Receiver<Progress>,
     _guard: GoneGuard,
 }
@@ -114,19 +114,19 @@ impl Drop for GoneGuard {
     }
 }
 
-impl Handle {
+impl EngineHandle {
     pub(super) async fn turn(
         &self,
         ticket: u64,
         rank: Option<usize>,
         stream: bool,
         submit: Submit,
-    ) -> Turn {
+    ) -> EngineTurn {
         let place = self.gone.clone().reserve_owned().await.ok();
         let (sender, progress) = watch::channel(Progress::default());
         let new = NewTurn { ticket, rank, stream, submit, progress: sender };
         self.send(Command::Turn(Box::new(new))).await;
-        Turn { progress, _guard: GoneGuard { ticket, place } }
+        EngineTurn { progress, _guard: GoneGuard { ticket, place } }
     }
 
     pub(super) async fn open(&self, open: OpenSession) -> bool {
@@ -195,7 +195,7 @@ async fn or_never<T>(answer: oneshot::Receiver<T>) -> T {
 /// The state of the owner task.
 #[derive(Debug)]
 pub(super) struct Owner {
-    ranks: Vec<Rank>,
+    ranks: Vec<EngineRank>,
     commands: mpsc::Receiver<Command>,
     gone: mpsc::Receiver<u64>,
     killed: CancellationToken,
@@ -210,15 +210,15 @@ pub(super) struct Owner {
 impl Owner {
     pub(super) fn new(
         config: &Config,
-        publishers: &[publisher::Handle],
+        publishers: &[publisher::PublisherHandle],
         killed: CancellationToken,
-    ) -> (Owner, Handle) {
+    ) -> (Owner, EngineHandle) {
         let (sender, commands) = mpsc::channel(MAILBOX_MAX);
         let (gone_sender, gone) = mpsc::channel(LIVE_MAX);
         let start = Instant::now();
         let rank = |index| {
             let core = Core::new(config.core.clone());
-            Rank::new(index, core, publishers.get(index).cloned(), start)
+            EngineRank::new(index, core, publishers.get(index).cloned(), start)
         };
         let owner = Owner {
             ranks: (0..config.dp_size).map(rank).collect(),
@@ -231,7 +231,7 @@ impl Owner {
             crash_linger: config.crash_linger,
             leaving: BTreeMap::new(),
         };
-        (owner, Handle { commands: sender, gone: gone_sender, dp_size: config.dp_size })
+        (owner, EngineHandle { commands: sender, gone: gone_sender, dp_size: config.dp_size })
     }
 
     pub(super) async fn run(mut self) {
@@ -251,7 +251,7 @@ impl Owner {
                 let next = rank.advance(self.start, now);
                 wake = [wake, next].into_iter().flatten().min();
             }
-            if let Some(reason) = self.ranks.iter().find_map(Rank::crashed) {
+            if let Some(reason) = self.ranks.iter().find_map(EngineRank::crashed) {
                 tracing::warn!(reason, "engine crashed");
                 return self.linger().await;
             }
@@ -315,7 +315,7 @@ impl Owner {
             Command::Report(reply) => {
                 let now = Instant::now();
                 let time = rank_time(self.start, now);
-                let report = |rank: &mut Rank| {
+                let report = |rank: &mut EngineRank| {
                     rank.settle(time, now);
                     rank.report(now)
                 };

@@ -9,7 +9,7 @@ const BASE: u64 = 0x9e37_79b9_7f4a_7c15;
 
 /// The pages of one rank.
 #[derive(Debug)]
-pub(super) struct Pool {
+pub(super) struct PagePool {
     page_size: usize,
     slots: Vec<u32>,
     /// The digest of each page: the sum of (token + 1) x BASE^offset over its slots. `write`
@@ -21,13 +21,13 @@ pub(super) struct Pool {
     free: Vec<u32>,
 }
 
-impl Pool {
-    pub(super) fn new(pages: u32, page_size: usize) -> Pool {
+impl PagePool {
+    pub(super) fn new(pages: u32, page_size: usize) -> PagePool {
         assert!(page_size.is_power_of_two(), "page size {page_size} is not a power of two");
         let powers = std::iter::successors(Some(1u64), |p| Some(p.wrapping_mul(BASE)));
         let powers: Vec<u64> = powers.take(page_size).collect();
         let slots = (pages as usize + 1) * page_size;
-        Pool {
+        PagePool {
             page_size,
             slots: vec![0; slots],
             digests: vec![powers.iter().fold(0, |a, &p| a.wrapping_add(p)); pages as usize + 1],
@@ -50,11 +50,11 @@ impl Pool {
         tokens.div_ceil(self.page_size)
     }
 
-    pub(super) fn take(&mut self) -> Option<u32> {
+    pub(super) fn take_page(&mut self) -> Option<u32> {
         self.free.pop()
     }
 
-    pub(super) fn give_back(&mut self, pages: impl IntoIterator<Item = u32>) {
+    pub(super) fn return_pages(&mut self, pages: impl IntoIterator<Item = u32>) {
         self.free.extend(pages);
         debug_assert!(self.free.len() <= self.pages(), "more pages freed than exist");
     }
@@ -94,19 +94,19 @@ impl Pool {
 
 /// The digest of a token sequence outside the pool; equals the digest of a row with these tokens.
 #[derive(Debug)]
-pub(super) struct Digest {
+pub(super) struct TokenDigest {
     sum: u64,
     power: u64,
     len: u64,
 }
 
-impl Default for Digest {
-    fn default() -> Digest {
-        Digest { sum: 0, power: 1, len: 0 }
+impl Default for TokenDigest {
+    fn default() -> TokenDigest {
+        TokenDigest { sum: 0, power: 1, len: 0 }
     }
 }
 
-impl Digest {
+impl TokenDigest {
     pub(super) fn push(&mut self, token: u32) {
         let term = (u64::from(token) + 1).wrapping_mul(self.power);
         self.sum = self.sum.wrapping_add(term);
@@ -133,7 +133,7 @@ mod tests {
 
     #[test]
     fn digest_follows_contents() {
-        let mut pool = Pool::new(4, 4);
+        let mut pool = PagePool::new(4, 4);
         for at in 0..6 {
             pool.write(&[1, 2], at, 10 + u32::try_from(at).unwrap());
             pool.write(&[3, 4], at, 10 + u32::try_from(at).unwrap());
@@ -144,12 +144,12 @@ mod tests {
         pool.write(&[3], 2, 99);
         assert_eq!(pool.digest(&[1], 4), before);
         assert_ne!(pool.digest(&[1, 2], 6), pool.digest(&[3, 2], 6));
-        let mut small = Pool::new(6, 1);
+        let mut small = PagePool::new(6, 1);
         for at in 0..6 {
             small.write(&[6, 5, 4, 3, 2, 1], at, 10 + u32::try_from(at).unwrap());
         }
         assert_eq!(small.digest(&[6, 5, 4, 3, 2, 1], 6), pool.digest(&[1, 2], 6));
-        let mut bare = Digest::default();
+        let mut bare = TokenDigest::default();
         (0..6).for_each(|at| bare.push(10 + at));
         assert_eq!(bare.value(), pool.digest(&[1, 2], 6));
     }

@@ -8,8 +8,8 @@
 
 use super::{
     kv::{
-        event::{Event, Recorder},
-        hash::{self, Digest},
+        event::{KvEvent, Recorder},
+        hash::{self, BlockDigest},
     },
     request::Space,
 };
@@ -27,7 +27,7 @@ struct Node {
     pages: Vec<u32>,
     space: Space,
     /// The digest of each page; empty if events are disabled.
-    digests: Vec<Digest>,
+    digests: Vec<BlockDigest>,
     /// The children, keyed by the tokens of the child's first page.
     children: BTreeMap<Key, NodeId>,
     locks: u32,
@@ -74,8 +74,8 @@ impl Radix {
     }
 
     /// Takes the events recorded since the last call.
-    pub(super) fn take_events(&mut self) -> Vec<Event> {
-        self.events.as_mut().map(Recorder::take).unwrap_or_default()
+    pub(super) fn take_events(&mut self) -> Vec<KvEvent> {
+        self.events.as_mut().map(Recorder::take_events).unwrap_or_default()
     }
 
     /// Returns the number of locked pages, which eviction can't free.
@@ -227,7 +227,7 @@ impl Radix {
     pub(super) fn clear(&mut self) -> Vec<u32> {
         assert_eq!(self.locked_pages, 0, "a locked tree is not cleared");
         let pages = self.all_pages().collect();
-        let mut events = self.events.take();
+        let mut events = self.events.take_events();
         if let Some(events) = &mut events {
             events.cleared();
         }
@@ -263,7 +263,7 @@ impl Radix {
         tokens: &[u32],
         space: &Space,
         session_id: Option<&str>,
-    ) -> Vec<Digest> {
+    ) -> Vec<BlockDigest> {
         let Some(events) = &mut self.events else { return Vec::new() };
         let parent = self.nodes[&parent].digests.last();
         let seed = parent.copied().or_else(|| hash::seed(space));
@@ -412,9 +412,9 @@ mod tests {
             .take_events()
             .into_iter()
             .map(|event| match event {
-                Event::Stored(stored) => (stored.parent, stored.hashes),
-                Event::Removed { hashes, .. } => (None, hashes),
-                Event::Cleared => (None, vec![]),
+                KvEvent::Stored(stored) => (stored.parent, stored.hashes),
+                KvEvent::Removed { hashes, .. } => (None, hashes),
+                KvEvent::Cleared => (None, vec![]),
             })
             .collect();
         let removed = vec![one[2], other[2], one[0], one[1]];

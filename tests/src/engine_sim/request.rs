@@ -95,14 +95,14 @@ pub struct Output {
 
 /// The result of one scheduler iteration, which becomes visible after `busy`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Step {
+pub struct EngineStep {
     pub outputs: Vec<Output>,
     pub busy: Duration,
 }
 
 /// How the caches treat a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum RequestKind {
     Plain,
     Normal {
         session: String,
@@ -126,7 +126,7 @@ pub(super) struct Req {
     pub(super) sampling: Sampling,
     /// `max_new_tokens`, clamped to the context.
     pub(super) max_new: usize,
-    pub(super) kind: Kind,
+    pub(super) kind: RequestKind,
     pub(super) space: Space,
     /// The top-level `session_id`, even if it doesn't tag the KV.
     pub(super) session_id: Option<String>,
@@ -160,8 +160,8 @@ impl Req {
     /// Returns the session that must learn of this request's end.
     pub(super) fn controller_session(&self) -> Option<&str> {
         match &self.kind {
-            Kind::Normal { session } | Kind::Streaming { session } => Some(session),
-            Kind::Plain | Kind::Tagged { .. } => None,
+            RequestKind::Normal { session } | RequestKind::Streaming { session } => Some(session),
+            RequestKind::Plain | RequestKind::Tagged { .. } => None,
         }
     }
 }

@@ -12,7 +12,7 @@ use super::{
     turns::{Reply, Stage, Turn},
     world::{Event, World},
 };
-use crate::engine_sim::core::{PoolFacts, answers};
+use crate::engine_sim::core::{PoolFacts, is_model_answer};
 
 /// A rank that has work but makes no progress for this long is wedged.
 const STUCK: Duration = Duration::from_secs(8);
@@ -204,7 +204,7 @@ impl World {
     /// Checks that a finished answer is right for its client.
     pub(super) fn check_answer(&mut self, id: TurnId, tokens: &[u32], usage: Option<Usage>) {
         let turn = &self.turns[&id];
-        let right = answers(&turn.context, tokens, self.plan.core.eos_per_mille);
+        let right = is_model_answer(&turn.context, tokens, self.plan.core.eos_per_mille);
         let meddled = turn.incarnation().and_then(|id| self.meddled.get_mut(id));
         if let Some(since) = meddled {
             *since += 1;

@@ -10,7 +10,7 @@ use std::{
 
 use worker_agent::{
     journal::Record,
-    session::{self, Effect, Load, Rules, Seen, Table},
+    session::{self, Effect, Load, Rules, SeenRequest, Table},
 };
 
 use super::{
@@ -268,7 +268,7 @@ impl World {
         let mut seen = Vec::new();
         for (rank, at) in (0..).zip(&engine.ranks) {
             seen.extend(at.core.facts().sessions.into_iter().map(|session| {
-                let told = Seen {
+                let told = SeenRequest {
                     id: session.id,
                     row: session.row.is_some(),
                     allocated_tokens: session.alloc_tokens as u64,

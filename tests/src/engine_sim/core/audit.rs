@@ -1,7 +1,7 @@
 //! A rank's exact account, the delayed gauges of `/metrics`, and the core's invariants.
 
 use super::{
-    super::request::{Kind, ReqKey},
+    super::request::{ReqKey, RequestKind},
     Core,
 };
 use kernels::reference::{self, LiveRow, OWNER_SHARED};
@@ -162,8 +162,8 @@ impl Core {
     fn uncached_of(&self, key: ReqKey) -> usize {
         let req = &self.reqs[&key];
         let row = match &req.kind {
-            Kind::Streaming { session } => self.slots.get(session),
-            Kind::Plain | Kind::Normal { .. } | Kind::Tagged { .. } => None,
+            RequestKind::Streaming { session } => self.slots.get(session),
+            RequestKind::Plain | RequestKind::Normal { .. } | RequestKind::Tagged { .. } => None,
         };
         let record = row.and_then(|&row| self.rows[row].as_ref());
         req.fill_len().saturating_sub(record.map_or(0, |record| record.committed))

@@ -3,7 +3,7 @@
 use super::{
     super::{
         radix::Prefix,
-        request::{Finish, Kind, Output, ReqKey},
+        request::{Finish, Output, ReqKey, RequestKind},
     },
     Core, Row,
 };
@@ -27,7 +27,7 @@ impl Core {
     /// closed.
     fn tag_of(&self, key: ReqKey) -> Option<String> {
         match &self.reqs[&key].kind {
-            Kind::Tagged { session, life } if self.tags.get(session) == Some(life) => {
+            RequestKind::Tagged { session, life } if self.tags.get(session) == Some(life) => {
                 Some(session.clone())
             }
             _ => None,
@@ -62,7 +62,7 @@ impl Core {
         for (own, kept) in record.pages.iter_mut().zip(&cached.pages).skip(own_from) {
             if own != kept {
                 let duplicate = std::mem::replace(own, *kept);
-                self.pool.give_back([duplicate]);
+                self.pool.return_pages([duplicate]);
             }
         }
     }
@@ -71,7 +71,7 @@ impl Core {
     fn free_row(&mut self, row: usize) {
         let record = self.rows[row].take().expect("a row is freed once");
         let Row { mut pages, protected, lock, .. } = record;
-        self.pool.give_back(pages.drain(protected / self.config.page_size..));
+        self.pool.return_pages(pages.drain(protected / self.config.page_size..));
         self.tree.unlock(lock);
         self.free_rows.push(row);
     }
@@ -87,8 +87,8 @@ impl Core {
     pub(super) fn is_orphan(&self, key: ReqKey) -> bool {
         let req = &self.reqs[&key];
         match &req.kind {
-            Kind::Streaming { session } => self.slots.get(session).copied() != req.row,
-            Kind::Plain | Kind::Normal { .. } | Kind::Tagged { .. } => false,
+            RequestKind::Streaming { session } => self.slots.get(session).copied() != req.row,
+            RequestKind::Plain | RequestKind::Normal { .. } | RequestKind::Tagged { .. } => false,
         }
     }
 
@@ -96,7 +96,9 @@ impl Core {
         let req = &self.reqs[&key];
         let shared = match &req.kind {
             // All turns of a session share one history buffer, and each counts all of it.
-            Kind::Streaming { session } if req.refused.is_none() => self.sessions.get(session),
+            RequestKind::Streaming { session } if req.refused.is_none() => {
+                self.sessions.get(session)
+            }
             _ => None,
         };
         Output {
@@ -121,17 +123,17 @@ impl Core {
         let row = req.row.expect("a request that ran has a row");
         let seq = req.seq;
         match req.kind.clone() {
-            Kind::Streaming { .. } if aborted && !self.owns_prefix(key, row) => {
+            RequestKind::Streaming { .. } if aborted && !self.owns_prefix(key, row) => {
                 self.crashed = Some("pool memory leak detected");
                 return output;
             }
-            Kind::Streaming { session } if aborted => {
+            RequestKind::Streaming { session } if aborted => {
                 // All of the turn's KV, the aborted output included, moves to the evictable cache.
                 self.cache_row(key, row, seq, None);
                 self.release_slot(&session);
             }
-            Kind::Streaming { .. } => {}
-            Kind::Plain | Kind::Normal { .. } | Kind::Tagged { .. } => {
+            RequestKind::Streaming { .. } => {}
+            RequestKind::Plain | RequestKind::Normal { .. } | RequestKind::Tagged { .. } => {
                 let tag = if aborted { None } else { self.tag_of(key) };
                 self.cache_row(key, row, seq, tag.as_deref());
                 self.free_row(row);
@@ -215,7 +217,7 @@ impl Core {
         let req = self.reqs.get_mut(&key).expect("it runs");
         let row = req.row.take().expect("a running request has a row");
         let req = &self.reqs[&key];
-        if !matches!(req.kind, Kind::Streaming { .. }) {
+        if !matches!(req.kind, RequestKind::Streaming { .. }) {
             return self.free_row(row);
         }
         if let Some(id) = req.controller_session()

@@ -8,7 +8,7 @@ use super::super::{
 };
 
 /// Returns the token that follows a context with this digest and this last token.
-pub(super) fn next(digest: u64, last: u32, eos_per_mille: u32) -> u32 {
+pub(super) fn next_token(digest: u64, last: u32, eos_per_mille: u32) -> u32 {
     let lead = tokenizer::byte_id(0xc3);
     if last == lead {
         // The second byte of a letter from à to ÿ.
@@ -23,8 +23,8 @@ pub(super) fn next(digest: u64, last: u32, eos_per_mille: u32) -> u32 {
 }
 
 /// Whether `answer` is the beginning of a greedy answer to `context`.
-pub fn answers(context: &[u32], answer: &[u32], eos_per_mille: u32) -> bool {
-    let mut digest = pool::Digest::default();
+pub fn is_model_answer(context: &[u32], answer: &[u32], eos_per_mille: u32) -> bool {
+    let mut digest = pool::TokenDigest::default();
     context.iter().for_each(|&token| digest.push(token));
     let mut last = context.last().copied();
     answer.iter().all(|&token| {

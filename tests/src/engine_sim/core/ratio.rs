@@ -43,7 +43,7 @@ impl NewTokenRatio {
     }
 
     /// Returns the number of tokens to reserve out of `tokens`, rounded down.
-    pub(super) fn of(&self, tokens: usize) -> usize {
+    pub(super) fn scale(&self, tokens: usize) -> usize {
         tokens * self.current / ONE
     }
 }
@@ -55,14 +55,14 @@ mod tests {
     #[test]
     fn grows_bolder_until_a_retraction() {
         let mut ratio = NewTokenRatio::new(700);
-        assert_eq!(ratio.of(1000), 700);
+        assert_eq!(ratio.scale(1000), 700);
         for _ in 0..1000 {
             ratio.decay();
         }
-        assert_eq!(ratio.of(1000), 98);
+        assert_eq!(ratio.scale(1000), 98);
         ratio.retracted(2, 100, 279);
-        assert_eq!(ratio.of(1000), 500);
+        assert_eq!(ratio.scale(1000), 500);
         ratio.reset();
-        assert_eq!(ratio.of(1000), 700);
+        assert_eq!(ratio.scale(1000), 700);
     }
 }

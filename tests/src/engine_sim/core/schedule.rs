@@ -3,7 +3,7 @@
 use super::{
     super::{
         pool::scramble,
-        request::{Finish, Kind, Output, ReqKey, Step},
+        request::{EngineStep, Finish, Output, ReqKey, RequestKind},
         tokenizer::{EOS, VOCAB_SIZE},
     },
     Core, NodeId, REFUSED_OUTPUT, ROOT, Row, model,
@@ -130,14 +130,14 @@ impl Core {
 
     fn reserve_running(&self, key: ReqKey) -> usize {
         let full = self.reserve_output(key);
-        if self.reqs[&key].sampling.ignore_eos { full } else { self.ratio.of(full) }
+        if self.reqs[&key].sampling.ignore_eos { full } else { self.ratio.scale(full) }
     }
 
     /// Returns where the request starts: at its session's row, or after the longest cached prefix.
     fn locate(&mut self, key: ReqKey) -> (Vec<u32>, NodeId, Option<usize>, usize) {
         let req = self.reqs.get_mut(&key).expect("a queued request exists");
         let reach = req.fill_len() - 1;
-        if let Kind::Streaming { session } = &req.kind
+        if let RequestKind::Streaming { session } = &req.kind
             && let Some(&row) = self.slots.get(session)
         {
             if req.refused.is_none() {
@@ -147,7 +147,7 @@ impl Core {
             // The engine detaches the refused turn through the session's abort. This clears the
             // in-flight flag, even if the flag belongs to a running turn.
             let session = self.sessions.get_mut(session);
-            req.kind = Kind::Plain;
+            req.kind = RequestKind::Plain;
             if let Some(session) = session {
                 session.inflight = false;
             }
@@ -181,9 +181,9 @@ impl Core {
     }
 
     /// Runs a prefill batch.
-    pub(super) fn prefill(&mut self, batch: Vec<Extend>) -> Step {
+    pub(super) fn prefill(&mut self, batch: Vec<Extend>) -> EngineStep {
         let tokens: usize = batch.iter().map(|extend| extend.take).sum();
-        let mut step = Step { outputs: Vec::new(), busy: self.prefill_time(tokens) };
+        let mut step = EngineStep { outputs: Vec::new(), busy: self.prefill_time(tokens) };
         // All rows are allocated before anything runs, so two first turns of one session in a batch
         // both try to create its slot.
         self.reserve(tokens, batch.len());
@@ -233,7 +233,7 @@ impl Core {
         let short = pages.saturating_sub(self.pool.free_pages().len());
         if short > 0 {
             let evicted = self.tree.evict(short);
-            self.pool.give_back(evicted);
+            self.pool.return_pages(evicted);
         }
     }
 
@@ -251,8 +251,8 @@ impl Core {
         }
         req.seq = extend.start;
         let streaming = match &req.kind {
-            Kind::Streaming { session } => Some(session.clone()),
-            Kind::Plain | Kind::Normal { .. } | Kind::Tagged { .. } => None,
+            RequestKind::Streaming { session } => Some(session.clone()),
+            RequestKind::Plain | RequestKind::Normal { .. } | RequestKind::Tagged { .. } => None,
         };
         let row = match (extend.borrowed, &streaming) {
             (Some(row), _) if self.rows[row].is_none() => {
@@ -296,7 +296,7 @@ impl Core {
         let tail = record.pages.split_off(keep.min(record.pages.len()));
         record.alloc = tokens;
         record.committed = tokens;
-        self.pool.give_back(tail);
+        self.pool.return_pages(tail);
     }
 
     /// Allocates pages for the row's first `tokens`; admission has made sure that there is room.
@@ -305,7 +305,7 @@ impl Core {
         let need = self.pool.pages_of(tokens).saturating_sub(have);
         self.make_free(need);
         for _ in 0..need {
-            let page = self.pool.take().expect("admission reserved the pages");
+            let page = self.pool.take_page().expect("admission reserved the pages");
             self.row(row).pages.push(page);
         }
         let record = self.row(row);
@@ -336,7 +336,7 @@ impl Core {
     }
 
     /// Computes one output token for every running request.
-    pub(super) fn decode(&mut self) -> Step {
+    pub(super) fn decode(&mut self) -> EngineStep {
         let ms = self.config.decode_ms_per_step / 1000.0;
         let busy = Duration::try_from_secs_f64(ms).unwrap_or_default() + self.forward_sleep;
         let mut outputs = Vec::new();
@@ -371,7 +371,7 @@ impl Core {
             self.report_sessions();
             self.publish_events();
         }
-        Step { outputs, busy }
+        EngineStep { outputs, busy }
     }
 
     /// Retracts requests until the pool has room for the next decode step.
@@ -468,6 +468,6 @@ impl Core {
             digest = scramble(digest ^ scramble(self.config.seed ^ (key << 32)));
         }
         let last = req.fill_token(req.seq - 1);
-        model::next(digest, last, self.config.eos_per_mille)
+        model::next_token(digest, last, self.config.eos_per_mille)
     }
 }

@@ -297,7 +297,7 @@ fn sessions_that_run_out_of_room_stay_half_closed_with_what_they_made() {
         );
         core.step(T0);
     }
-    let ended = |step: Step| step.outputs.into_iter().find(|o| o.finish.is_some());
+    let ended = |step: EngineStep| step.outputs.into_iter().find(|o| o.finish.is_some());
     let end = std::iter::from_fn(|| core.step(T0)).find_map(ended).unwrap();
     assert!(message(&end).starts_with("Out of memory even after retracting"));
     core.abort("", true);

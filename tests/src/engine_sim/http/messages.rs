@@ -44,7 +44,7 @@ pub(super) async fn responses(State(app): AppState, headers: HeaderMap, body: By
         Err(response) => return *response,
     };
     if !streams(&body) {
-        return whole(&app, live, response_body).await;
+        return complete_response(&app, live, response_body).await;
     }
     stream_response(&app, live)
 }
@@ -70,7 +70,7 @@ pub(super) async fn messages(State(app): AppState, headers: HeaderMap, body: Byt
         Err(response) => return *response,
     };
     if !streams(&body) {
-        return whole(&app, live, message_body).await;
+        return complete_response(&app, live, message_body).await;
     }
     stream_message(&app, live)
 }
@@ -103,7 +103,11 @@ async fn submit(
     Ok(app.submit(rank, streams(body), submit).await)
 }
 
-async fn whole(app: &App, mut live: Live, render: fn(&App, &Live, &Progress) -> Value) -> Response {
+async fn complete_response(
+    app: &App,
+    mut live: Live,
+    render: fn(&App, &Live, &Progress) -> Value,
+) -> Response {
     let progress = live.end().await;
     refusal(&progress)
         .unwrap_or_else(|| json_response(StatusCode::OK, &render(app, &live, &progress)))

@@ -160,7 +160,7 @@ async fn run(
     if let Some(response) = refusal(&progress) {
         return response;
     }
-    json_response(StatusCode::OK, &whole(&app, &live, route, &progress))
+    json_response(StatusCode::OK, &complete_body(&app, &live, route, &progress))
 }
 
 /// Returns the HTTP error for a refused request, or `None`.
@@ -173,7 +173,7 @@ pub(super) fn refusal(progress: &Progress) -> Option<Response> {
     Some(object_error(status, kind, message))
 }
 
-fn whole(app: &App, live: &Live, route: Route, progress: &Progress) -> String {
+fn complete_body(app: &App, live: &Live, route: Route, progress: &Progress) -> String {
     let content = text(progress);
     let reason = progress.finish.as_ref().map(finish_reason);
     let matched = progress.finish.as_ref().map(matched_stop);

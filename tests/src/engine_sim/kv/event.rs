@@ -2,7 +2,7 @@
 
 use super::{
     super::request::Space,
-    hash::{self, Digest},
+    hash::{self, BlockDigest},
 };
 
 /// Pages that became resident, each page the successor of the page before it.
@@ -19,7 +19,7 @@ pub struct Stored {
 
 /// One event. All pages are in GPU memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Event {
+pub enum KvEvent {
     Stored(Stored),
     /// The extra key of the pages is not published, but events with different keys are not merged.
     Removed {
@@ -33,27 +33,27 @@ pub enum Event {
 /// `CoreConfig::decode_log_interval` decode steps and when idle, which bounds the queue.
 #[derive(Clone, Debug)]
 pub(in super::super) struct Recorder {
-    queue: Vec<Event>,
+    queue: Vec<KvEvent>,
 }
 
 impl Recorder {
     /// Creates a recorder with one `Cleared` event, because a starting engine clears its tree.
     pub(in super::super) fn new() -> Recorder {
-        Recorder { queue: vec![Event::Cleared] }
+        Recorder { queue: vec![KvEvent::Cleared] }
     }
 
     /// Records the new pages of one node; `parent` is the page before them.
     pub(in super::super) fn stored(
         &mut self,
-        parent: Option<&Digest>,
-        pages: &[Digest],
+        parent: Option<&BlockDigest>,
+        pages: &[BlockDigest],
         tokens: &[u32],
         space: &Space,
         session_id: Option<&str>,
     ) {
         let parent = parent.map(hash::name);
         let hashes = pages.iter().map(hash::name);
-        if let Some(Event::Stored(last)) = self.queue.last_mut()
+        if let Some(KvEvent::Stored(last)) = self.queue.last_mut()
             && parent.is_some()
             && last.hashes.last().copied() == parent
             && last.space == *space
@@ -63,7 +63,7 @@ impl Recorder {
             last.tokens.extend_from_slice(tokens);
             return;
         }
-        self.queue.push(Event::Stored(Stored {
+        self.queue.push(KvEvent::Stored(Stored {
             hashes: hashes.collect(),
             parent,
             tokens: tokens.to_vec(),
@@ -74,23 +74,23 @@ impl Recorder {
     }
 
     /// Records that a node's pages were evicted.
-    pub(in super::super) fn removed(&mut self, pages: &[Digest], space: &Space) {
+    pub(in super::super) fn removed(&mut self, pages: &[BlockDigest], space: &Space) {
         let removed = pages.iter().map(hash::name);
-        if let Some(Event::Removed { hashes, extra_key }) = self.queue.last_mut()
+        if let Some(KvEvent::Removed { hashes, extra_key }) = self.queue.last_mut()
             && *extra_key == space.extra_key
         {
             return hashes.extend(removed);
         }
         let extra_key = space.extra_key.clone();
-        self.queue.push(Event::Removed { hashes: removed.collect(), extra_key });
+        self.queue.push(KvEvent::Removed { hashes: removed.collect(), extra_key });
     }
 
     pub(in super::super) fn cleared(&mut self) {
-        self.queue.push(Event::Cleared);
+        self.queue.push(KvEvent::Cleared);
     }
 
     /// Takes the events recorded since the last call.
-    pub(in super::super) fn take(&mut self) -> Vec<Event> {
+    pub(in super::super) fn take_events(&mut self) -> Vec<KvEvent> {
         std::mem::take(&mut self.queue)
     }
 }
@@ -99,7 +99,7 @@ impl Recorder {
 mod tests {
     use super::*;
 
-    fn stored(recorder: &mut Recorder, chain: &[Digest], from: usize, session: Option<&str>) {
+    fn stored(recorder: &mut Recorder, chain: &[BlockDigest], from: usize, session: Option<&str>) {
         let parent = from.checked_sub(1).map(|at| &chain[at]);
         let tokens = [7, 8];
         recorder.stored(parent, &chain[from..=from], &tokens, &Space::default(), session);
@@ -109,34 +109,34 @@ mod tests {
     fn pages_that_follow_are_one_event() {
         let chain = hash::chain(None, &[1, 2, 3, 4, 5, 6], 2);
         let mut recorder = Recorder::new();
-        assert_eq!(recorder.take(), [Event::Cleared]);
+        assert_eq!(recorder.take_events(), [KvEvent::Cleared]);
         stored(&mut recorder, &chain, 0, None);
         stored(&mut recorder, &chain, 1, None);
         // Another session's page is not merged, although it follows the last page.
         stored(&mut recorder, &chain, 2, Some("s"));
         // The first page of a prompt has no parent, so it starts a new event.
         stored(&mut recorder, &chain, 0, Some("s"));
-        let events = recorder.take();
-        let pages = |event: &Event| match event {
-            Event::Stored(stored) => stored.hashes.len(),
-            Event::Removed { .. } | Event::Cleared => 0,
+        let events = recorder.take_events();
+        let pages = |event: &KvEvent| match event {
+            KvEvent::Stored(stored) => stored.hashes.len(),
+            KvEvent::Removed { .. } | KvEvent::Cleared => 0,
         };
         assert_eq!(events.iter().map(pages).collect::<Vec<_>>(), [2, 1, 1]);
-        assert!(recorder.take().is_empty());
+        assert!(recorder.take_events().is_empty());
     }
 
     #[test]
     fn removes_are_joined_but_for_their_extra_key() {
         let chain = hash::chain(None, &[1, 2, 3], 1);
         let mut recorder = Recorder::new();
-        recorder.take();
+        recorder.take_events();
         let other = Space { extra_key: Some("k".to_owned()), cache_salt: None };
         recorder.removed(&chain[..2], &Space::default());
         recorder.removed(&chain[2..], &Space::default());
         recorder.removed(&chain[..1], &other);
-        let counts = recorder.take().into_iter().map(|event| match event {
-            Event::Removed { hashes, .. } => hashes.len(),
-            Event::Stored(_) | Event::Cleared => 0,
+        let counts = recorder.take_events().into_iter().map(|event| match event {
+            KvEvent::Removed { hashes, .. } => hashes.len(),
+            KvEvent::Stored(_) | KvEvent::Cleared => 0,
         });
         assert_eq!(counts.collect::<Vec<_>>(), [3, 1]);
     }

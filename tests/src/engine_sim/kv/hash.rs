@@ -5,11 +5,11 @@ use sha2::{Digest as _, Sha256};
 
 /// A page's digest, the input of the next page's digest. The first eight bytes are the page's name
 /// in events.
-pub(in super::super) type Digest = [u8; 32];
+pub(in super::super) type BlockDigest = [u8; 32];
 
 /// Returns the digest to which the first page of a prefix is chained: none, unless the caller has a
 /// salt. An extra key separates prefixes in the tree but does not change their hashes.
-pub(in super::super) fn seed(space: &Space) -> Option<Digest> {
+pub(in super::super) fn seed(space: &Space) -> Option<BlockDigest> {
     let salt = space.cache_salt.as_ref()?;
     let tagged = Sha256::new().chain_update(b"sglang-cache-salt-v1\0");
     Some(tagged.chain_update(salt.as_bytes()).finalize().into())
@@ -17,17 +17,17 @@ pub(in super::super) fn seed(space: &Space) -> Option<Digest> {
 
 /// Returns the digests of the full pages of `tokens`, in order.
 pub(in super::super) fn chain(
-    mut previous: Option<Digest>,
+    mut previous: Option<BlockDigest>,
     tokens: &[u32],
     page_size: usize,
-) -> Vec<Digest> {
+) -> Vec<BlockDigest> {
     let page = |tokens: &[u32]| {
         let mut hash = Sha256::new();
         if let Some(previous) = previous {
             hash.update(previous);
         }
         tokens.iter().for_each(|token| hash.update(token.to_le_bytes()));
-        let digest: Digest = hash.finalize().into();
+        let digest: BlockDigest = hash.finalize().into();
         previous = Some(digest);
         digest
     };
@@ -35,7 +35,7 @@ pub(in super::super) fn chain(
 }
 
 /// Returns the name of a page in events.
-pub(in super::super) fn name(digest: &Digest) -> i64 {
+pub(in super::super) fn name(digest: &BlockDigest) -> i64 {
     let first = digest.first_chunk().expect("a digest has 32 bytes");
     i64::from_be_bytes(*first)
 }

@@ -3,7 +3,7 @@
 //! The publisher numbers and sends batches without reading their content. A subscriber that reads
 //! too slowly loses batches, as with the engine.
 
-use super::{super::http::wall_seconds, Endpoint, KvEventsConfig, event::Event, wire, zmtp};
+use super::{super::http::wall_seconds, Endpoint, KvEventsConfig, event::KvEvent, wire, zmtp};
 use bytes::Bytes;
 use parking_lot::Mutex;
 use std::{collections::VecDeque, io, net::TcpListener, sync::Arc, time::Duration};
@@ -90,16 +90,16 @@ fn bind_all(endpoint: &str, ranks: usize) -> io::Result<(String, Vec<TcpListener
 /// One task of a publisher; tasks are done in order.
 #[derive(Debug)]
 enum Item {
-    Batch(Vec<Event>),
+    Batch(Vec<KvEvent>),
     Fault(Fault),
 }
 
 /// A handle by which one rank sends batches to its publisher.
 #[derive(Clone, Debug)]
-pub(in super::super) struct Handle(mpsc::Sender<Item>);
+pub(in super::super) struct PublisherHandle(mpsc::Sender<Item>);
 
-impl Handle {
-    pub(in super::super) fn publish(&self, batch: Vec<Event>) {
+impl PublisherHandle {
+    pub(in super::super) fn publish(&self, batch: Vec<KvEvent>) {
         // A closed channel means that the engine has ended.
         if let Err(mpsc::error::TrySendError::Full(_)) = self.0.try_send(Item::Batch(batch)) {
             panic!("{QUEUE_MAX} batches wait for their publisher");
@@ -132,7 +132,10 @@ pub(in super::super) struct Publisher {
 }
 
 impl Publisher {
-    pub(in super::super) fn new(config: &KvEventsConfig, rank: usize) -> (Publisher, Handle) {
+    pub(in super::super) fn new(
+        config: &KvEventsConfig,
+        rank: usize,
+    ) -> (Publisher, PublisherHandle) {
         let (sender, items) = mpsc::channel(QUEUE_MAX);
         let publisher = Publisher {
             rank,
@@ -147,7 +150,7 @@ impl Publisher {
             to_drop: 0,
             to_lose: 0,
         };
-        (publisher, Handle(sender))
+        (publisher, PublisherHandle(sender))
     }
 
     /// Serves until the engine ends, then drops the listeners and connections.
@@ -210,7 +213,7 @@ impl Publisher {
 
     /// Numbers and keeps a batch. Returns the message to send, or `None` if a fault drops the
     /// batch.
-    fn number(&mut self, events: &[Event]) -> Option<Bytes> {
+    fn number(&mut self, events: &[KvEvent]) -> Option<Bytes> {
         let sequence = self.sequence;
         self.sequence += 1;
         if self.to_lose > 0 {

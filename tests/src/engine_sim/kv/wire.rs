@@ -1,11 +1,11 @@
 //! The MessagePack encoding of event batches, byte for byte as the engine's encoder makes it.
 
-use super::event::{Event, Stored};
+use super::event::{KvEvent, Stored};
 
 const MEDIUM: &str = "GPU";
 
 /// Encodes `[time, events, rank]`. Each event is a map, or an array as in older releases.
-pub(super) fn batch(time: f64, events: &[Event], rank: usize, arrays: bool) -> Vec<u8> {
+pub(super) fn batch(time: f64, events: &[KvEvent], rank: usize, arrays: bool) -> Vec<u8> {
     let mut out = Writer(Vec::new());
     out.array(3);
     out.float(time);
@@ -20,17 +20,17 @@ pub(super) fn batch(time: f64, events: &[Event], rank: usize, arrays: bool) -> V
 struct Writer(Vec<u8>);
 
 impl Writer {
-    fn map_event(&mut self, event: &Event) {
+    fn map_event(&mut self, event: &KvEvent) {
         match event {
-            Event::Stored(stored) => self.map_stored(stored),
-            Event::Removed { hashes, .. } => {
+            KvEvent::Stored(stored) => self.map_stored(stored),
+            KvEvent::Removed { hashes, .. } => {
                 self.map(3);
                 self.pair("type", "BlockRemoved");
                 self.text("block_hashes");
                 self.ints(hashes);
                 self.pair("medium", MEDIUM);
             }
-            Event::Cleared => {
+            KvEvent::Cleared => {
                 self.map(1);
                 self.pair("type", "AllBlocksCleared");
             }
@@ -61,9 +61,9 @@ impl Writer {
         }
     }
 
-    fn array_event(&mut self, event: &Event) {
+    fn array_event(&mut self, event: &KvEvent) {
         match event {
-            Event::Stored(stored) => {
+            KvEvent::Stored(stored) => {
                 self.array(7);
                 self.text("BlockStored");
                 self.ints(&stored.hashes);
@@ -73,13 +73,13 @@ impl Writer {
                 self.nil();
                 self.text(MEDIUM);
             }
-            Event::Removed { hashes, .. } => {
+            KvEvent::Removed { hashes, .. } => {
                 self.array(3);
                 self.text("BlockRemoved");
                 self.ints(hashes);
                 self.text(MEDIUM);
             }
-            Event::Cleared => {
+            KvEvent::Cleared => {
                 self.array(1);
                 self.text("AllBlocksCleared");
             }
@@ -171,7 +171,7 @@ mod tests {
         })
     }
 
-    fn events() -> [Event; 3] {
+    fn events() -> [KvEvent; 3] {
         let hashes = vec![-3_488_128_144_981_237_669, 5_674_439_469_042_975_057];
         let stored = Stored {
             hashes: hashes.clone(),
@@ -181,8 +181,8 @@ mod tests {
             space: Space::default(),
             session_id: Some("attr-1".to_owned()),
         };
-        let removed = Event::Removed { hashes: hashes[1..].to_vec(), extra_key: None };
-        [Event::Stored(stored), removed, Event::Cleared]
+        let removed = KvEvent::Removed { hashes: hashes[1..].to_vec(), extra_key: None };
+        [KvEvent::Stored(stored), removed, KvEvent::Cleared]
     }
 
     /// The expected bytes come from the engine's own encoder.

@@ -35,7 +35,7 @@ pub(super) enum RankCommand {
 
 /// A request that the rank has accepted and not finished.
 #[derive(Debug)]
-pub(super) struct Live {
+pub(super) struct LiveRequest {
     ticket: u64,
     rid: String,
     stream: bool,
@@ -44,26 +44,26 @@ pub(super) struct Live {
 }
 
 #[derive(Debug)]
-pub(super) struct Rank {
+pub(super) struct EngineRank {
     index: usize,
     core: Core,
     inbox: VecDeque<RankCommand>,
     /// The running step's end and its outputs.
     pending: Option<(Instant, Vec<Output>)>,
-    publisher: Option<publisher::Handle>,
-    live: HashMap<ReqKey, Live>,
+    publisher: Option<publisher::PublisherHandle>,
+    live: HashMap<ReqKey, LiveRequest>,
     totals: Totals,
     last_report: Instant,
 }
 
-impl Rank {
+impl EngineRank {
     pub(super) fn new(
         index: usize,
         core: Core,
-        publisher: Option<publisher::Handle>,
+        publisher: Option<publisher::PublisherHandle>,
         start: Instant,
-    ) -> Rank {
-        Rank {
+    ) -> EngineRank {
+        EngineRank {
             index,
             core,
             inbox: VecDeque::new(),
@@ -179,7 +179,7 @@ impl Rank {
                 progress.send_modify(|p| p.rank = self.index);
                 let key = self.core.submit(now, submit);
                 self.totals.requests += 1;
-                self.live.insert(key, Live { ticket, rid, stream, started: at, progress });
+                self.live.insert(key, LiveRequest { ticket, rid, stream, started: at, progress });
             }
             RankCommand::Open(open, reply) => {
                 let done = self.core.open(now, &open.id, open.streaming, open.timeout);
