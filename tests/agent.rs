@@ -161,7 +161,7 @@ async fn a_second_turn_is_refused_at_once_and_harms_nothing() {
 }
 
 #[tokio::test]
-async fn the_gate_holds_until_the_engine_has_ended_a_vanished_client_s_turn() {
+async fn a_vanished_client_s_turn_blocks_its_session_until_the_engine_ends_it() {
     let cluster = Cluster::with(slow(), |_| {}).await;
     cluster.generate(Some(&pinned("s")), &turn("hello there", 2)).await;
     drop(cluster.start_stream(&delta("s"), &streamed(" you", 500)).await);
@@ -179,7 +179,7 @@ async fn the_gate_holds_until_the_engine_has_ended_a_vanished_client_s_turn() {
 }
 
 #[tokio::test]
-async fn a_vanished_client_of_a_whole_answer_is_aborted_too() {
+async fn the_turn_of_a_vanished_client_without_streaming_is_aborted_too() {
     let cluster = Cluster::with(slow(), |_| {}).await;
     cluster.generate(Some(&pinned("s")), &turn("hello there", 2)).await;
     let url = cluster.agent.url("/generate");
@@ -326,14 +326,14 @@ async fn a_full_worker_lets_a_turn_wait_for_room_and_refuses_the_next_at_once() 
     let running = cluster.start_stream(&claim("a"), &streamed("hello", 1000)).await;
     let bodies = [turn("x", 1), turn("y", 1)];
     let [one, two] = bodies.each_ref().map(|body| Box::pin(cluster.generate(None, body)));
-    let (refused, waiting) = first_of(one, two).await;
+    let (refused, waiting) = race(one, two).await;
     assert_full(&refused, "queue_places");
     drop(running);
     assert_eq!(waiting.await.status, StatusCode::OK, "room came while it waited");
 }
 
 /// Returns the output of the future that ends first, and the other future.
-async fn first_of<F: Future + Unpin>(mut one: F, mut two: F) -> (F::Output, F) {
+async fn race<F: Future + Unpin>(mut one: F, mut two: F) -> (F::Output, F) {
     tokio::select! {
         first = &mut one => (first, two),
         first = &mut two => (first, one),
@@ -341,7 +341,7 @@ async fn first_of<F: Future + Unpin>(mut one: F, mut two: F) -> (F::Output, F) {
 }
 
 #[tokio::test]
-async fn a_turn_that_has_waited_for_room_long_enough_is_told_when_to_try_again() {
+async fn a_turn_that_waited_too_long_for_room_is_refused_with_retry_after() {
     let cluster = Cluster::with(slow(), |config| {
         config.turns_in_flight_max = 1;
         config.queue_wait_ms_max = 300;
@@ -458,7 +458,7 @@ async fn a_dp_rank_is_chosen_once_and_kept() {
 }
 
 #[tokio::test]
-async fn the_stream_tells_table_reports_and_changes_in_order() {
+async fn the_control_stream_sends_the_table_then_reports_and_changes_in_order() {
     use proto::v1::{self, load_event::Event, worker_agent_client::WorkerAgentClient};
     let cluster = Cluster::new().await;
     cluster.generate(Some(&pinned("before")), &turn("hello", 1)).await;
@@ -498,7 +498,7 @@ async fn the_stream_tells_table_reports_and_changes_in_order() {
 }
 
 #[tokio::test]
-async fn opens_and_closes_over_grpc_say_what_is_short() {
+async fn grpc_opens_and_closes_name_the_missing_resource() {
     use proto::v1::{self, worker_agent_client::WorkerAgentClient};
     let cluster = Cluster::new().await;
     let control = format!("http://{}", cluster.agent.control);
@@ -530,7 +530,7 @@ async fn opens_and_closes_over_grpc_say_what_is_short() {
 }
 
 #[tokio::test]
-async fn a_wedge_that_others_cause_makes_the_worker_unhealthy_and_says_why() {
+async fn a_wedge_caused_by_foreign_sessions_makes_the_worker_unhealthy_with_a_reason() {
     let cluster = Cluster::with(Config::default(), |config| config.stall_ms_max = 300).await;
     let engine = |path: &str| format!("{}{path}", cluster.engine.url());
     // Another client opens sessions directly on the engine, until they hold all of its rows.
@@ -564,7 +564,7 @@ async fn a_wedge_that_others_cause_makes_the_worker_unhealthy_and_says_why() {
 }
 
 #[tokio::test]
-async fn tokens_that_others_hold_count_as_pinned() {
+async fn tokens_of_foreign_sessions_count_as_pinned() {
     let cluster = Cluster::new().await;
     let engine = |path: &str| format!("{}{path}", cluster.engine.url());
     let open = json!({"capacity_of_str_len": 1, "session_id": "someone", "streaming": true});
@@ -584,7 +584,7 @@ async fn tokens_that_others_hold_count_as_pinned() {
 }
 
 #[tokio::test]
-async fn how_fast_prompts_are_computed_is_measured() {
+async fn the_prefill_speed_is_measured() {
     let cluster = Cluster::new().await;
     let figure = |text: &str, name: &str| -> Option<u64> {
         let line = format!("berth_agent_rank_load{{dp_rank=\"0\",figure=\"{name}\"}} ");
@@ -604,7 +604,7 @@ async fn how_fast_prompts_are_computed_is_measured() {
 }
 
 #[tokio::test]
-async fn the_next_agent_closes_what_a_killed_one_left() {
+async fn the_next_agent_closes_the_sessions_of_a_killed_one() {
     let state = tempfile::tempdir().unwrap();
     let engine = EngineSim::start_local(Config::default()).await.unwrap();
     let settings = || {

@@ -125,9 +125,9 @@ const DELTA: (&str, &str) = ("x-berth-delta", "1");
 async fn a_pinned_session_lives_from_open_to_delete() {
     let cluster = Cluster::new(3).await;
     cluster.open_pinned("s").await;
-    let of = ("x-berth-session-id", "s");
+    let session = ("x-berth-session-id", "s");
     let first =
-        cluster.post("/generate", &[of, DELTA], &turn("The quick brown fox jumps", 6)).await;
+        cluster.post("/generate", &[session, DELTA], &turn("The quick brown fox jumps", 6)).await;
     assert_eq!(first.meta("prompt_tokens"), Some(25), "{}", first.text());
     let by_body = json!({"session_params": {"id": "s"}, "text": " over the",
         "sampling_params": {"max_new_tokens": 6, "temperature": 0, "ignore_eos": true}});
@@ -208,7 +208,7 @@ async fn chat_of_turns(cluster: &Cluster, id: &str, edit: fn(&mut [(String, Stri
 }
 
 #[tokio::test]
-async fn a_system_block_that_changes_is_told_from_the_ones_beside_it() {
+async fn a_changing_system_block_is_reported_by_its_position() {
     let cluster = Cluster::new(1).await;
     let mut messages = vec![json!({"role": "user", "content": "hello there"})];
     for turn in 0..4 {
@@ -244,7 +244,7 @@ async fn a_system_block_that_changes_is_told_from_the_ones_beside_it() {
 }
 
 #[tokio::test]
-async fn a_text_that_changes_early_in_the_prompts_is_named_by_its_place_alone() {
+async fn a_volatile_prefix_is_reported_by_position_without_its_text() {
     let cluster = Cluster::new(1).await;
     chat_of_turns(&cluster, "good", |_, _| {}).await;
     let late = |messages: &mut [(String, String)], turn: usize| {
@@ -407,7 +407,7 @@ async fn a_retention_the_engine_cannot_give_is_409_with_the_reason() {
 }
 
 #[tokio::test]
-async fn an_agent_s_reason_not_to_open_a_session_is_the_client_s() {
+async fn the_client_receives_the_agent_s_reason_for_a_refused_open() {
     let cluster = Cluster::new(1).await;
     cluster.open_pinned("s").await;
     let body = json!({"session_id": "s", "retention": "tagged"});
@@ -417,26 +417,26 @@ async fn an_agent_s_reason_not_to_open_a_session_is_the_client_s() {
 }
 
 #[tokio::test]
-async fn nobody_else_s_session() {
+async fn a_session_is_unknown_to_other_principals() {
     let cluster = Cluster::new(1).await;
     let (alice, bob) = (("authorization", "Bearer alice"), ("authorization", "Bearer bob"));
     let body = json!({"session_id": "s", "retention": "pinned"});
     let opened = cluster.post("/v1/sessions", &[alice], &body).await;
     assert_eq!(opened.status, StatusCode::CREATED, "{}", opened.text());
-    let of = ("x-berth-session-id", "s");
-    let stolen = cluster.post("/generate", &[bob, of, DELTA], &turn("a", 1)).await;
+    let session = ("x-berth-session-id", "s");
+    let stolen = cluster.post("/generate", &[bob, session, DELTA], &turn("a", 1)).await;
     assert_eq!(stolen.status, StatusCode::NOT_FOUND, "{}", stolen.text());
     let url = cluster.router.url("/v1/sessions/s");
     let shown = cluster.web.request(Method::GET, &url, &[bob], Body::empty()).await.unwrap();
     assert_eq!(shown.status, StatusCode::NOT_FOUND);
     let closed = cluster.web.request(Method::DELETE, &url, &[bob], Body::empty()).await.unwrap();
     assert_eq!(closed.status, StatusCode::NOT_FOUND);
-    let own = cluster.post("/generate", &[alice, of, DELTA], &turn("a", 1)).await;
+    let own = cluster.post("/generate", &[alice, session, DELTA], &turn("a", 1)).await;
     assert_eq!(own.status, StatusCode::OK, "{}", own.text());
 }
 
 #[tokio::test]
-async fn a_second_turn_waits_where_the_agent_lets_it() {
+async fn a_second_turn_waits_if_the_agent_allows_it() {
     let settings = |agent: &mut worker_agent::config::Config| {
         agent.turns_queued_per_session_max = 1;
     };
@@ -465,39 +465,39 @@ async fn a_second_turn_waits_where_the_agent_lets_it() {
 async fn a_restarted_router_and_a_second_one_know_every_session() {
     let mut cluster = Cluster::new(2).await;
     cluster.open_pinned("s").await;
-    let of = ("x-berth-session-id", "s");
-    cluster.post("/generate", &[of, DELTA], &turn("hello there", 2)).await;
+    let session = ("x-berth-session-id", "s");
+    cluster.post("/generate", &[session, DELTA], &turn("hello there", 2)).await;
     let second = Cluster::router(&cluster.agents, &cluster.web).await;
     let shown = cluster.web.get(&second.url("/v1/sessions/s")).await.unwrap();
     assert_eq!(shown.status, StatusCode::OK, "the agents' tables told it");
     let mut body = turn(" you", 60);
     body["stream"] = true.into();
     cluster.slow_down(1.0).await;
-    let headers = [("content-type", "application/json"), of, DELTA];
+    let headers = [("content-type", "application/json"), session, DELTA];
     let url = cluster.router.url("/generate");
     let mut running =
         cluster.web.send(Method::POST, &url, &headers, body.to_string()).await.unwrap();
     assert!(running.body_mut().frame().await.unwrap().is_ok());
     let url = second.url("/generate");
-    let overlap = cluster.web.post(&url, &[of, DELTA], &turn("x", 1)).await.unwrap();
-    assert_eq!(overlap.status, StatusCode::CONFLICT, "one gate for all routers");
+    let overlap = cluster.web.post(&url, &[session, DELTA], &turn("x", 1)).await.unwrap();
+    assert_eq!(overlap.status, StatusCode::CONFLICT, "the agent checks turns of all routers");
     cluster.slow_down(0.0).await;
     running.into_body().collect().await.unwrap();
     cluster.router.stop().await.unwrap();
     cluster.router = second;
-    let next = cluster.post("/generate", &[of, DELTA], &turn(" me", 2)).await;
+    let next = cluster.post("/generate", &[session, DELTA], &turn(" me", 2)).await;
     assert_eq!(next.meta("prompt_tokens"), Some(11 + 2 + 4 + 60 + 3), "{}", next.text());
 }
 
 #[tokio::test]
-async fn a_lost_worker_s_sessions_move_or_say_that_they_cannot() {
+async fn sessions_of_a_lost_worker_move_or_are_refused() {
     let mut cluster = Cluster::new(2).await;
     let headers = [("x-session-id", "t")];
     cluster.post("/v1/chat/completions", &headers, &chat(&[("user", "hello")])).await;
     for id in ["p0", "p1"] {
         cluster.open_pinned(id).await;
-        let of = ("x-berth-session-id", id);
-        let first = cluster.post("/generate", &[of, DELTA], &turn("a", 1)).await;
+        let session = ("x-berth-session-id", id);
+        let first = cluster.post("/generate", &[session, DELTA], &turn("a", 1)).await;
         assert_eq!(first.status, StatusCode::OK, "{}", first.text());
     }
     let seen = |engine: &EngineSim| engine.bodies_seen("/v1/chat/completions").len();
@@ -514,9 +514,9 @@ async fn a_lost_worker_s_sessions_move_or_say_that_they_cannot() {
     assert_eq!(moved.headers["x-berth-worker"], format!("w{}/0", 1 - home));
     let mut lost = 0;
     for id in ["p0", "p1"] {
-        let of = ("x-berth-session-id", id);
+        let session = ("x-berth-session-id", id);
         let answer = eventually("word of the session", || async {
-            let answer = cluster.post("/generate", &[of, DELTA], &turn("a", 1)).await;
+            let answer = cluster.post("/generate", &[session, DELTA], &turn("a", 1)).await;
             (answer.code() != "worker_unreachable").then_some(answer)
         })
         .await;
@@ -532,7 +532,7 @@ async fn a_lost_worker_s_sessions_move_or_say_that_they_cannot() {
 }
 
 #[tokio::test]
-async fn after_an_engine_s_restart_tagged_sessions_go_on_and_pinned_ones_say_why_not() {
+async fn after_an_engine_restart_tagged_sessions_continue_and_pinned_ones_are_refused() {
     let mut cluster = Cluster::new(1).await;
     let headers = [("x-session-id", "t")];
     cluster.post("/v1/chat/completions", &headers, &chat(&[("user", "hello")])).await;
@@ -550,9 +550,9 @@ async fn after_an_engine_s_restart_tagged_sessions_go_on_and_pinned_ones_say_why
         (answer.status == StatusCode::OK).then_some(())
     })
     .await;
-    let of = ("x-berth-session-id", "p");
+    let session = ("x-berth-session-id", "p");
     eventually("the loss to be known", || async {
-        let lost = cluster.post("/generate", &[of, DELTA], &turn("a", 1)).await;
+        let lost = cluster.post("/generate", &[session, DELTA], &turn("a", 1)).await;
         // Until the agent notices the restart, the new engine itself refuses the unknown session.
         assert_ne!(lost.status, StatusCode::OK, "{}", lost.text());
         ((lost.status.as_u16(), lost.code().as_str()) == (409, "session_lost")).then_some(())

@@ -100,7 +100,7 @@ impl Caller {
         self.sim.pool(0).await.expect("the engine lives")
     }
 
-    async fn until(&self, what: &str, reached: impl Fn(&PoolFacts) -> bool) -> PoolFacts {
+    async fn wait_until(&self, what: &str, reached: impl Fn(&PoolFacts) -> bool) -> PoolFacts {
         let wait = async {
             loop {
                 let facts = self.pool().await;
@@ -276,7 +276,7 @@ async fn idle_sessions_on_all_rows_wedge_the_engine() {
     own["rid"] = json!("rid-0001");
     let waiting = async { engine.post("/generate", own).await };
     let rescue = async {
-        engine.until("queued", |facts| facts.waiting == 1).await;
+        engine.wait_until("queued", |facts| facts.waiting == 1).await;
         assert_eq!(engine.get("/health").await.status, 200);
         assert_eq!(engine.get("/ready").await.status, 200);
         let loads = engine.get("/v1/loads").await.json();
@@ -292,7 +292,7 @@ async fn idle_sessions_on_all_rows_wedge_the_engine() {
     };
     let (answer, ()) = tokio::join!(waiting, rescue);
     assert_eq!((answer.status, answer.meta("cached_tokens")), (200, json!(8)));
-    engine.until("reaped", |facts| facts.sessions.is_empty()).await;
+    engine.wait_until("reaped", |facts| facts.sessions.is_empty()).await;
     assert_eq!(engine.get("/flush_cache").await.status, 200);
     let facts = engine.pool().await;
     assert_eq!(facts.available, facts.total);
@@ -309,16 +309,16 @@ async fn aborts_of_running_and_queued_turns() {
     long["rid"] = json!("rid-running");
     let run = async { engine.post("/generate", long).await };
     let queued = async {
-        engine.until("running", |facts| facts.running == 1).await;
+        engine.wait_until("running", |facts| facts.running == 1).await;
         let fill = json!({ "text": "x", "rid": "rid-fill", "sampling_params": sampling(900) });
         let blocked = json!({ "text": "y", "rid": "rid-queue", "sampling_params": sampling(9) });
         let fill = async { engine.post("/generate", fill).await };
         let blocked = async {
-            engine.until("filled", |facts| facts.running == 2).await;
+            engine.wait_until("filled", |facts| facts.running == 2).await;
             engine.post("/generate", blocked).await
         };
         let abort = async {
-            engine.until("queued", |facts| facts.waiting == 1).await;
+            engine.wait_until("queued", |facts| facts.waiting == 1).await;
             let unknown = engine.post("/abort_request", json!({ "rid": "rid-q" })).await;
             assert_eq!((unknown.status, unknown.body.len()), (200, 0));
             for rid in ["rid-queue", "rid-running", "rid-fill"] {
@@ -392,9 +392,9 @@ async fn a_vanished_client_aborts_its_turn() {
         let mut body = turn("s", "hello", 500);
         body["stream"] = json!(stream);
         let connection = raw(&engine, &body).await;
-        engine.until("running", |facts| facts.running == 1).await;
+        engine.wait_until("running", |facts| facts.running == 1).await;
         drop(connection);
-        let facts = engine.until("aborted", |facts| facts.running == 0).await;
+        let facts = engine.wait_until("aborted", |facts| facts.running == 0).await;
         let session = facts.session("s").unwrap();
         assert_eq!((session.inflight, session.row, session.history_tokens), (false, None, 0));
         engine.close("s").await;
@@ -402,17 +402,17 @@ async fn a_vanished_client_aborts_its_turn() {
 }
 
 #[tokio::test]
-async fn what_ends_before_anyone_looks_for_its_client_counts_though_nobody_reads_it() {
+async fn a_turn_that_ends_before_the_engine_checks_its_client_is_committed() {
     let mut config = quick(CoreConfig::default());
     config.disconnect_poll = Duration::from_secs(3600);
     let engine = Caller::new(config).await;
     engine.post("/slow_down", json!({ "forward_sleep_time": 1.0 })).await;
     engine.open("short").await;
     let connection = raw(&engine, &turn("short", "hello", 10)).await;
-    engine.until("running", |facts| facts.running == 1).await;
+    engine.wait_until("running", |facts| facts.running == 1).await;
     drop(connection);
     engine.post("/slow_down", json!({ "forward_sleep_time": 0 })).await;
-    let facts = engine.until("ended", |facts| facts.running == 0).await;
+    let facts = engine.wait_until("ended", |facts| facts.running == 0).await;
     assert_eq!(facts.session("short").unwrap().history_tokens, 15);
 }
 
@@ -465,7 +465,7 @@ async fn timeouts_close_sessions() {
     });
     assert_eq!(engine.post("/open_session", body).await.status, 200);
     engine.turn("s", "hello", 4).await;
-    let facts = engine.until("reaped", |facts| facts.sessions.is_empty()).await;
+    let facts = engine.wait_until("reaped", |facts| facts.sessions.is_empty()).await;
     assert_eq!((facts.session_held, facts.free_rows), (0, 8));
 }
 
@@ -551,7 +551,9 @@ async fn a_busy_engine_loses_nothing() {
     while let Some(client) = timeout(WAIT, clients.join_next()).await.expect("all end") {
         client.unwrap();
     }
-    engine.until("quiet", |facts| facts.running + facts.waiting + facts.sessions.len() == 0).await;
+    engine
+        .wait_until("quiet", |facts| facts.running + facts.waiting + facts.sessions.len() == 0)
+        .await;
     assert_eq!(engine.get("/flush_cache").await.status, 200);
     let facts = engine.pool().await;
     assert_eq!((facts.available, facts.free_rows), (facts.total, facts.rows));

@@ -51,12 +51,12 @@ fn python_with_nvml() -> Option<PathBuf> {
     let home = |name: &str| std::env::var_os(name).map(PathBuf::from);
     let cache = home("XDG_CACHE_HOME").or_else(|| Some(home("HOME")?.join(".cache")));
     let installed = cache.map(|cache| cache.join("berth/sglang-0.5.23"));
-    let lane = home("BERTH_SGLANG_HOME").or(installed).map(|home| home.join("venv/bin/python"));
+    let suite = home("BERTH_SGLANG_HOME").or(installed).map(|home| home.join("venv/bin/python"));
     let imports = |python: &PathBuf| {
         let tried = Command::new(python).args(["-c", "import pynvml"]).output();
         tried.is_ok_and(|output| output.status.success())
     };
-    lane.into_iter().chain([PathBuf::from("python3")]).find(imports)
+    suite.into_iter().chain([PathBuf::from("python3")]).find(imports)
 }
 
 #[test]
@@ -107,7 +107,7 @@ fn reloading(machine: &Machine, devices: &[&str]) -> Settings {
 /// Returns a snapshot read through an NVML that was loaded after this call.
 async fn reloaded(gpus: &Gpus, control: &mut NvmlControl) -> Arc<Snapshot> {
     let before = control.calls("nvmlInit_v2").unwrap();
-    eventually("NVML to be loaded anew", || {
+    eventually("NVML to be loaded again", || {
         let loaded = control.calls("nvmlInit_v2").unwrap() > before;
         async move { loaded.then_some(()) }
     })
@@ -220,7 +220,7 @@ async fn a_driver_that_lacks_calls_takes_only_their_readings_away() {
 }
 
 #[tokio::test]
-async fn what_a_board_does_not_know_is_asked_once_and_what_fails_is_counted() {
+async fn unsupported_readings_are_queried_once_and_failures_are_counted() {
     let mut gpu = busy();
     gpu["power_milliwatts"] = Value::Null;
     gpu["fail"] = json!({"nvmlDeviceGetTemperature": 999});
@@ -228,7 +228,7 @@ async fn what_a_board_does_not_know_is_asked_once_and_what_fails_is_counted() {
     let gpus = gpu::watch(settings(&machine)).unwrap();
     let mut control = machine.wait_until_loaded().await.unwrap();
     let failed = |snapshot: &Snapshot| snapshot.devices[0].failures["temperature"];
-    let seen = snapshot(&gpus, "three looks", |snapshot| failed(snapshot) >= 3).await;
+    let seen = snapshot(&gpus, "three failed readings", |snapshot| failed(snapshot) >= 3).await;
     assert_eq!(seen.devices[0].reading.temperature_celsius, None);
     assert_eq!(seen.devices[0].failures.len(), 1, "{:?}", seen.devices[0].failures);
     assert_eq!(control.calls("nvmlDeviceGetPowerUsage").unwrap(), 1);
@@ -243,7 +243,7 @@ fn reason(snapshot: &Snapshot) -> &str {
 }
 
 #[tokio::test]
-async fn an_xid_that_needs_a_reset_is_told_at_once_and_others_are_counted() {
+async fn an_xid_that_needs_a_reset_is_reported_at_once_and_others_are_counted() {
     let machine = Machine::new(&json!({ "0": {}, "1": {} })).unwrap();
     let devices = vec!["1".parse().unwrap()];
     let gpus = gpu::watch(Settings { devices, ..settings(&machine) }).unwrap();
@@ -262,23 +262,24 @@ async fn an_xid_that_needs_a_reset_is_told_at_once_and_others_are_counted() {
     let told = |snapshot: &Snapshot| snapshot.devices[0].xids.contains_key(&62);
     assert_eq!(snapshot(&gpus, "another's XID", told).await.unhealthy, None, "not the engine's");
     control.xid(1, 62).unwrap();
-    let sick = snapshot(&gpus, "the engine's GPU", |snapshot| snapshot.unhealthy.is_some()).await;
+    let unhealthy =
+        snapshot(&gpus, "the engine's GPU", |snapshot| snapshot.unhealthy.is_some()).await;
     assert!(
-        reason(&sick).starts_with("GPU 1 (GPU-") && reason(&sick).contains("reset"),
-        "{sick:?}"
+        reason(&unhealthy).starts_with("GPU 1 (GPU-") && reason(&unhealthy).contains("reset"),
+        "{unhealthy:?}"
     );
     // The driver asks for a reset, then stops asking because the GPU was reset.
     control.gpu(1, &json!({"fields": {"230": 1}})).unwrap();
     let asked = |snapshot: &Snapshot| {
         snapshot.devices[1].reading.recovery == Some(reading::Recovery::Reset)
     };
-    snapshot(&gpus, "the driver's word", asked).await;
+    snapshot(&gpus, "the driver's request for a reset", asked).await;
     control.gpu(1, &json!({"fields": {"230": 0}})).unwrap();
-    snapshot(&gpus, "its being well again", |snapshot| snapshot.unhealthy.is_none()).await;
+    snapshot(&gpus, "the GPU to be healthy again", |snapshot| snapshot.unhealthy.is_none()).await;
 }
 
 #[tokio::test]
-async fn slices_are_devices_of_their_own_and_as_well_as_their_gpu() {
+async fn slices_are_separate_devices_with_the_health_of_their_gpu() {
     let slice = |number: u64, pid: u32| {
         json!({"uuid": format!("MIG-{number}"), "name": "NVIDIA H200 MIG 1g.18gb",
             "memory_total": 16 * GIB, "memory_used": 2 * GIB, "processes": [{"pid": pid, "bytes": GIB}]})
@@ -312,7 +313,7 @@ async fn slices_are_devices_of_their_own_and_as_well_as_their_gpu() {
 }
 
 #[tokio::test]
-async fn a_gpu_that_was_lost_before_the_agent_came_is_told() {
+async fn a_gpu_lost_before_the_agent_started_is_reported() {
     let machine = Machine::new(&json!({ "0": {"lost": true} })).unwrap();
     let gpus = gpu::watch(settings(&machine)).unwrap();
     let snapshot = gpus.now();
@@ -321,23 +322,23 @@ async fn a_gpu_that_was_lost_before_the_agent_came_is_told() {
 }
 
 /// Makes every call about the GPU fail with a code that gives no reason.
-fn mute() -> Value {
+fn failing_calls() -> Value {
     json!({"lost": false, "fail": {"*": 999}})
 }
 
 #[tokio::test]
-async fn a_lost_gpu_whose_calls_then_fail_otherwise_is_not_well_again() {
+async fn a_lost_gpu_stays_unhealthy_when_its_calls_fail_with_another_error() {
     let machine = Machine::new(&json!({ "0": {} })).unwrap();
     let gpus = gpu::watch(settings(&machine)).unwrap();
     let mut control = machine.wait_until_loaded().await.unwrap();
     control.gpu(0, &json!({"lost": true})).unwrap();
     snapshot(&gpus, "the loss", |snapshot| snapshot.unhealthy.is_some()).await;
-    control.gpu(0, &mute()).unwrap();
+    control.gpu(0, &failing_calls()).unwrap();
     let failing = |snapshot: &Snapshot| snapshot.devices[0].failures.get("memory") >= Some(&2);
-    let failing = snapshot(&gpus, "two looks at it", failing).await;
+    let failing = snapshot(&gpus, "two failed readings", failing).await;
     assert!(reason(&failing).contains("fell off the bus"), "{failing:?}");
     control.gpu(0, &json!({"fail": {"*": 0}})).unwrap();
-    snapshot(&gpus, "its return", |snapshot| snapshot.unhealthy.is_none()).await;
+    snapshot(&gpus, "the GPU's return", |snapshot| snapshot.unhealthy.is_none()).await;
 }
 
 #[tokio::test]
@@ -353,7 +354,7 @@ async fn a_lost_gpu_and_its_slices_stay_unhealthy_however_nvml_fails_to_find_the
     let of_it = |patch: Value| json!({"gpus": {"0": patch}});
     for failure in [
         json!({}),
-        of_it(mute()),
+        of_it(failing_calls()),
         of_it(json!({"fail": {"nvmlDeviceGetHandleByIndex_v2": 0}})),
         of_it(json!({"fail": {"nvmlDeviceGetUUID": 0}})),
         uncounted(999),
@@ -367,12 +368,12 @@ async fn a_lost_gpu_and_its_slices_stay_unhealthy_however_nvml_fails_to_find_the
         assert!(told, "{failure}: {seen:?}");
     }
     control.gpu(0, &json!({"hidden": false, "fail": {"*": 0}})).unwrap();
-    let back = snapshot(&gpus, "its return", |snapshot| snapshot.unhealthy.is_none()).await;
+    let back = snapshot(&gpus, "the GPU's return", |snapshot| snapshot.unhealthy.is_none()).await;
     assert_eq!(uuids(&back), ["GPU-a", "MIG-0", "MIG-2"]);
 }
 
 #[tokio::test]
-async fn when_one_of_two_gpus_is_not_listed_any_more_the_other_stays_which_it_was() {
+async fn a_gpu_keeps_its_identity_when_the_other_gpu_is_no_longer_listed() {
     let machine = Machine::new(&json!({ "0": {"uuid": "GPU-a"}, "1": {"uuid": "GPU-b"} })).unwrap();
     let gpus = gpu::watch(reloading(&machine, &[])).unwrap();
     let mut control = machine.wait_until_loaded().await.unwrap();
@@ -394,17 +395,17 @@ async fn when_one_of_two_gpus_is_not_listed_any_more_the_other_stays_which_it_wa
     })
     .await;
     control.gpu(0, &json!({"hidden": false, "lost": false})).unwrap();
-    snapshot(&gpus, "its return", |snapshot| !lost(snapshot)).await;
+    snapshot(&gpus, "the GPU's return", |snapshot| !lost(snapshot)).await;
 }
 
 #[tokio::test]
-async fn a_gpu_that_was_lost_before_the_agent_came_is_found_by_its_name_when_it_is_back() {
+async fn a_gpu_lost_before_the_agent_started_is_matched_by_its_uuid_when_it_returns() {
     let machine = Machine::new(&json!({ "0": {"uuid": "GPU-a", "lost": true} })).unwrap();
     let gpus = gpu::watch(reloading(&machine, &["GPU-a"])).unwrap();
     let mut control = machine.wait_until_loaded().await.unwrap();
     assert!(reason(&gpus.now()).contains("no GPU here is GPU-a"), "{:?}", gpus.now());
     control.gpu(0, &json!({"lost": false})).unwrap();
-    let back = snapshot(&gpus, "its return", |snapshot| snapshot.unhealthy.is_none()).await;
+    let back = snapshot(&gpus, "the GPU's return", |snapshot| snapshot.unhealthy.is_none()).await;
     assert_eq!((uuids(&back), back.devices[0].ours), (vec!["GPU-a"], true));
 }
 
@@ -414,15 +415,15 @@ async fn a_gpu_that_answers_no_call_makes_its_worker_unhealthy_until_it_does() {
     let gpus = gpu::watch(settings(&machine)).unwrap();
     assert_eq!(gpus.now().unhealthy, None);
     let mut control = machine.wait_until_loaded().await.unwrap();
-    control.gpu(0, &mute()).unwrap();
-    let sick = snapshot(&gpus, "the failures", |snapshot| snapshot.unhealthy.is_some()).await;
-    assert!(reason(&sick).contains("can't reach it"), "{sick:?}");
+    control.gpu(0, &failing_calls()).unwrap();
+    let unhealthy = snapshot(&gpus, "the failures", |snapshot| snapshot.unhealthy.is_some()).await;
+    assert!(reason(&unhealthy).contains("can't reach it"), "{unhealthy:?}");
     control.gpu(0, &json!({"fail": {"*": 0}})).unwrap();
-    snapshot(&gpus, "its return", |snapshot| snapshot.unhealthy.is_none()).await;
+    snapshot(&gpus, "the GPU's return", |snapshot| snapshot.unhealthy.is_none()).await;
 }
 
 #[tokio::test]
-async fn a_driver_that_comes_after_the_agent_is_found() {
+async fn a_driver_that_loads_after_the_agent_started_is_found() {
     let not_loaded = json!({ "gpus": { "0": {} }, "fail": { "nvmlInit_v2": 9 } });
     let machine = Machine::without(&[], &not_loaded).unwrap();
     let gpus = gpu::watch(settings(&machine)).unwrap();
@@ -579,7 +580,7 @@ async fn an_engine_in_a_pid_namespace_of_its_own_is_found() {
 }
 
 #[tokio::test]
-async fn pids_of_another_namespace_are_nobody_s() {
+async fn pids_of_another_namespace_match_no_engine() {
     let machine = Machine::new(&json!({ "0": {} })).unwrap();
     let cluster = Cluster::new(|config| config.nvml_library = machine.library()).await;
     let mut control = machine.wait_until_loaded().await.unwrap();
@@ -699,7 +700,7 @@ async fn a_gpu_that_falls_off_the_bus_makes_the_worker_unhealthy_at_once_and_say
     assert!(told.contains("fell off the bus"), "{shown}");
 
     control.gpu(0, &json!({"lost": false})).unwrap();
-    worker(&web, &router, "its return", fresh).await;
+    worker(&web, &router, "the GPU's return", fresh).await;
 }
 
 /// Returns the line of a JSON log with this message; later lines are read and dropped.

@@ -104,11 +104,11 @@ impl Engine {
         let config = Config { kv_events: Some(kv_events), dp_size, ..Config::default() };
         let sim = EngineSim::start_local(config).await.expect("free ports");
         let mut engine = Engine { sim, web: Web::default(), info: Value::Null };
-        engine.look().await;
+        engine.read_server_info().await;
         engine
     }
 
-    async fn look(&mut self) {
+    async fn read_server_info(&mut self) {
         let answer = self.web.get(&format!("{}/server_info", self.sim.url())).await;
         self.info = answer.expect("an answer").json()["kv_events"].clone();
     }
@@ -172,7 +172,7 @@ async fn a_lost_batch_leaves_a_gap_that_a_replay_fills() {
 }
 
 #[tokio::test]
-async fn what_is_forgotten_is_not_replayed() {
+async fn dropped_batches_are_not_replayed() {
     let engine = Engine::start(KvEventsConfig::local(), 1).await;
     let mut live = engine.subscribe(0).await;
     engine.store(1, 0).await;
@@ -200,7 +200,7 @@ async fn a_batch_that_is_lost_for_good_is_neither_sent_nor_replayed() {
 }
 
 #[tokio::test]
-async fn a_delayed_batch_comes_no_sooner() {
+async fn a_delayed_batch_arrives_after_its_delay() {
     let engine = Engine::start(KvEventsConfig::local(), 1).await;
     let mut live = engine.subscribe(0).await;
     let delay = Duration::from_millis(30);
@@ -220,7 +220,7 @@ async fn a_restarted_engine_counts_from_zero_at_the_same_ports() {
     let before = engine.info.clone();
     engine.sim = engine.sim.restart().await.expect("its ports are free again");
     assert_eq!(live.0.read(&mut [0]).await.ok().unwrap_or(0), 0, "the old connection has ended");
-    engine.look().await;
+    engine.read_server_info().await;
     assert_eq!(engine.info, before);
     let mut live = engine.subscribe(0).await;
     engine.store(1, 0).await;
@@ -242,7 +242,7 @@ async fn each_rank_publishes_its_own_beside_the_first_one_s_port() {
 }
 
 #[tokio::test]
-async fn older_releases_sent_arrays() {
+async fn older_releases_encode_events_as_arrays() {
     let config = KvEventsConfig { arrays: true, ..KvEventsConfig::local() };
     let engine = Engine::start(config, 1).await;
     let mut live = engine.subscribe(0).await;
@@ -254,7 +254,7 @@ async fn older_releases_sent_arrays() {
 }
 
 #[tokio::test]
-async fn what_cannot_be_simulated_is_refused() {
+async fn unsupported_configurations_are_refused() {
     let remote = KvEventsConfig { bind: None, ..KvEventsConfig::local() };
     let config = Config { kv_events: Some(remote), ..Config::default() };
     let error = EngineSim::start_local(config).await.expect_err("it would have to connect");
@@ -290,7 +290,7 @@ print(sub.recv_multipart()[1] > number)
 ";
 
 #[tokio::test]
-async fn libzmq_hears_it() {
+async fn libzmq_receives_the_events() {
     let Some(python) = python_with_libzmq() else {
         let reason = "skipped: no libzmq to ask; tests/sglang/install brings one";
         writeln!(std::io::stdout(), "{reason}").expect("a test has an output");

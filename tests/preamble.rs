@@ -91,7 +91,7 @@ fn cases() -> Vec<(&'static str, String, String)> {
 }
 
 #[tokio::test]
-async fn an_engine_gets_the_body_less_its_preamble_and_every_byte_where_it_is_kept() {
+async fn an_engine_gets_the_body_without_the_preamble_or_every_byte_if_it_is_kept() {
     let (strips, keeps) = (Cluster::new(Preamble::Strip).await, Cluster::new(Preamble::Keep).await);
     for (path, body, left) in cases() {
         strips.send(path, &body).await;

@@ -276,7 +276,7 @@ async fn pinned_sessions_get_only_new_tokens() {
 }
 
 #[tokio::test]
-async fn a_lost_pinned_turn_begins_the_session_again() {
+async fn a_lost_pinned_turn_reopens_the_session() {
     let (server, url) = serve(&[(1, Fault::Truncate)]).await;
     let options = ReplayOptions {
         sessions: SessionHeaders::Header,
@@ -303,7 +303,7 @@ async fn failures_are_told_apart() {
 }
 
 #[tokio::test]
-async fn nobody_listening_is_an_error_for_each_turn() {
+async fn an_unreachable_server_is_an_error_for_each_turn() {
     // A bound port that nobody else can get and that never listens.
     let held = tokio::net::TcpSocket::new_v4().unwrap();
     held.bind(SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
@@ -313,7 +313,7 @@ async fn nobody_listening_is_an_error_for_each_turn() {
 }
 
 #[tokio::test]
-async fn busy_servers_are_asked_again_so_often() {
+async fn busy_servers_are_retried_up_to_the_limit() {
     let (server, url) = serve(&[(0, Fault::Busy), (1, Fault::Busy)]).await;
     let report = run(options(&url, Api::Chat), vec![conversation(0, 2)]).await;
     assert_eq!((report.turns, report.errors, report.retries), (2, 0, 2));
@@ -342,7 +342,7 @@ async fn a_turn_budget_is_kept_and_sessions_are_closed() {
 }
 
 #[tokio::test]
-async fn a_stop_gives_up_what_hangs_and_closes_its_session() {
+async fn a_stop_abandons_a_hanging_turn_and_closes_its_session() {
     let (server, url) = serve(&[(1, Fault::Hang)]).await;
     let options = ReplayOptions {
         grace: Duration::from_millis(50),
@@ -447,7 +447,7 @@ fn binary(args: &[&str]) -> std::process::Output {
 }
 
 #[test]
-fn the_binary_says_all_that_is_wrong_with_its_flags() {
+fn the_binary_reports_all_problems_of_its_flags() {
     let args = ["--url=ftp://x", "--rate=1", "--users=3", "--vocab=0", "--grace-s=-1"];
     let output = binary(&args);
     assert_eq!(output.status.code(), Some(64));
@@ -483,7 +483,7 @@ fn traces() -> Option<PathBuf> {
 }
 
 #[test]
-fn real_traces_read_and_share_what_their_ids_share() {
+fn prompts_of_real_traces_share_the_prefixes_that_their_ids_share() {
     let Some(folder) = traces() else {
         skip("no traces: neither BERTH_TRACES nor ../../shared/traces holds them");
         return;

@@ -18,7 +18,7 @@ use tests::{
     cluster::{Agent, PATIENCE, agent_config, eventually, ready},
     engine_sim::{
         Config, EngineSim,
-        kv::{Event, Fault, KvEventsConfig, Stored},
+        kv::{Fault, KvEvent, KvEventsConfig, Stored},
         request::Space,
     },
     web::Web,
@@ -99,7 +99,7 @@ impl Watcher {
         Self { stream, next: 0, blocks, unknown, is_complete: false, changes: 0 }
     }
 
-    async fn hear(&mut self) -> Result<(), Status> {
+    async fn receive(&mut self) -> Result<(), Status> {
         let event = tokio::time::timeout(PATIENCE, self.stream.message()).await;
         let event = event
             .map_err(|_| Status::cancelled(format!("nothing came; {} known", self.blocks.len())));
@@ -127,7 +127,7 @@ impl Watcher {
                 let before = parent.is_none_or(|parent| self.blocks.contains(&parent));
                 assert!(before, "{parent:?} is not resident");
                 for block in blocks {
-                    assert!(self.blocks.insert(block), "{block:?} is told once");
+                    assert!(self.blocks.insert(block), "{block:?} is reported once");
                 }
             }
             Change::Removed { blocks, .. } => {
@@ -139,18 +139,18 @@ impl Watcher {
         }
     }
 
-    async fn until(&mut self, what: &str, is: impl Fn(&Self) -> bool) {
-        while !is(self) {
-            self.hear().await.unwrap_or_else(|status| panic!("before {what}: {status}"));
+    async fn wait_until(&mut self, what: &str, reached: impl Fn(&Self) -> bool) {
+        while !reached(self) {
+            self.receive().await.unwrap_or_else(|status| panic!("before {what}: {status}"));
         }
     }
 
-    async fn until_heard(&mut self, changes: usize) {
-        self.until("changes", |watcher| watcher.changes >= changes).await;
+    async fn wait_for_changes(&mut self, changes: usize) {
+        self.wait_until("changes", |watcher| watcher.changes >= changes).await;
     }
 
-    async fn until_blocks(&mut self, what: &str, blocks: &BTreeSet<BlockHash>) {
-        self.until(what, |watcher| watcher.is_complete && watcher.blocks == *blocks).await;
+    async fn wait_for_blocks(&mut self, what: &str, blocks: &BTreeSet<BlockHash>) {
+        self.wait_until(what, |watcher| watcher.is_complete && watcher.blocks == *blocks).await;
     }
 }
 
@@ -171,64 +171,64 @@ fn blocks_of(prompts: impl IntoIterator<Item = u32>) -> BTreeSet<BlockHash> {
 }
 
 #[tokio::test]
-async fn what_turns_leave_is_told_and_what_a_flush_takes() {
+async fn blocks_left_by_turns_and_removed_by_a_flush_are_reported() {
     let cluster = Cluster::new(|_| {}).await;
     cluster.turn(&prompt(0)).await;
     let mut early = cluster.watcher().await;
-    early.until_blocks("the first turn", &blocks_of([0])).await;
+    early.wait_for_blocks("the first turn", &blocks_of([0])).await;
     for number in 1..4 {
         cluster.turn(&prompt(number)).await;
     }
-    early.until_blocks("four turns", &blocks_of(0..4)).await;
+    early.wait_for_blocks("four turns", &blocks_of(0..4)).await;
     let mut late = cluster.watcher().await;
-    late.until_blocks("a snapshot", &blocks_of(0..4)).await;
+    late.wait_for_blocks("a snapshot", &blocks_of(0..4)).await;
     cluster.flush().await;
-    early.until_blocks("the flush", &BTreeSet::new()).await;
+    early.wait_for_blocks("the flush", &BTreeSet::new()).await;
     cluster.turn(&prompt(9)).await;
     for watcher in [&mut early, &mut late] {
-        watcher.until_blocks("a turn after it", &blocks_of([9])).await;
+        watcher.wait_for_blocks("a turn after it", &blocks_of([9])).await;
     }
 }
 
 #[tokio::test]
-async fn what_is_evicted_is_told() {
+async fn evicted_blocks_are_reported() {
     let cluster = Cluster::new(|config| config.core.max_total_tokens = 1024).await;
     let mut watcher = cluster.watcher().await;
     for number in (0..20).step_by(2) {
         cluster.turn(&prompt(number)).await;
     }
-    watcher.until("the last turn", |known| known.blocks.is_superset(&blocks_of([18]))).await;
+    watcher.wait_until("the last turn", |known| known.blocks.is_superset(&blocks_of([18]))).await;
     assert!(watcher.blocks.len() * 64 <= 1024, "{} blocks in 1,024 tokens", watcher.blocks.len());
     // A second agent builds the same state from a replay of all messages.
     let agent = Agent::start(agent_config(&cluster.engine.url(), "w1"));
     assert!(agent.is_ok(), "both have state of their own");
     let other = Cluster { agent: agent.unwrap(), ..cluster };
-    let mut anew = other.watcher().await;
-    anew.until_blocks("a replay", &watcher.blocks).await;
+    let mut third = other.watcher().await;
+    third.wait_for_blocks("a replay", &watcher.blocks).await;
 }
 
 #[tokio::test]
-async fn lost_messages_are_asked_for_again_also_the_last_ones() {
+async fn lost_messages_are_requested_again_also_the_last_ones() {
     let cluster = Cluster::new(|_| {}).await;
     let mut watcher = cluster.watcher().await;
     cluster.turn(&prompt(0)).await;
-    watcher.until_blocks("a turn", &blocks_of([0])).await;
+    watcher.wait_for_blocks("a turn", &blocks_of([0])).await;
     cluster.engine.kv_fault(0, Fault::Drop(2)).await;
     for number in 1..8 {
         cluster.turn(&prompt(number)).await;
     }
-    watcher.until_blocks("a gap to be filled", &blocks_of(0..8)).await;
+    watcher.wait_for_blocks("a gap to be filled", &blocks_of(0..8)).await;
     cluster.engine.kv_fault(0, Fault::Drop(100)).await;
     cluster.turn(&prompt(8)).await;
-    watcher.until_blocks("messages that nothing followed", &blocks_of(0..9)).await;
+    watcher.wait_for_blocks("messages that nothing followed", &blocks_of(0..9)).await;
 }
 
 #[tokio::test]
-async fn what_nobody_has_any_more_is_not_made_up() {
+async fn blocks_of_messages_that_are_lost_for_good_are_not_reported() {
     let cluster = Cluster::new(|_| {}).await;
     let mut watcher = cluster.watcher().await;
     cluster.turn(&prompt(0)).await;
-    watcher.until_blocks("a turn", &blocks_of([0])).await;
+    watcher.wait_for_blocks("a turn", &blocks_of([0])).await;
     cluster.engine.kv_fault(0, Fault::Drop(1)).await;
     cluster.turn(&prompt(2)).await;
     cluster.engine.kv_fault(0, Fault::Forget).await;
@@ -236,11 +236,11 @@ async fn what_nobody_has_any_more_is_not_made_up() {
     cluster.turn(&prompt(6)).await;
     // At least the last turn's blocks are known, perhaps some of the first two turns', and no
     // others.
-    watcher.until("what came later", |known| known.blocks.is_superset(&blocks_of([6]))).await;
+    watcher.wait_until("what came later", |known| known.blocks.is_superset(&blocks_of([6]))).await;
     assert!(watcher.blocks.is_subset(&blocks_of([0, 2, 4, 6])));
     cluster.flush().await;
     cluster.turn(&prompt(1)).await;
-    watcher.until_blocks("a flush and a turn", &blocks_of([1])).await;
+    watcher.wait_for_blocks("a flush and a turn", &blocks_of([1])).await;
 }
 
 #[tokio::test]
@@ -248,21 +248,21 @@ async fn a_dead_engine_holds_nothing_and_its_successor_is_followed() {
     let mut cluster = Cluster::new(|_| {}).await;
     let mut watcher = cluster.watcher().await;
     cluster.turn(&prompt(0)).await;
-    watcher.until_blocks("a turn", &blocks_of([0])).await;
+    watcher.wait_for_blocks("a turn", &blocks_of([0])).await;
     cluster.engine.kill();
-    watcher.until("the end", |known| known.unknown.contains("no KV events")).await;
+    watcher.wait_until("the end", |known| known.unknown.contains("no KV events")).await;
     cluster.engine = cluster.engine.restart().await.unwrap();
     ready(&cluster.web, cluster.agent.admin).await;
-    watcher.until_blocks("an empty engine", &BTreeSet::new()).await;
+    watcher.wait_for_blocks("an empty engine", &BTreeSet::new()).await;
     cluster.turn(&prompt(3)).await;
-    watcher.until_blocks("a turn", &blocks_of([3])).await;
+    watcher.wait_for_blocks("a turn", &blocks_of([3])).await;
 }
 
 #[tokio::test]
-async fn an_engine_without_a_publisher_is_told_with_what_to_do() {
+async fn an_engine_without_a_publisher_is_reported_with_a_remedy() {
     let cluster = Cluster::new(|config| config.kv_events = None).await;
     let mut watcher = cluster.watcher().await;
-    watcher.until("the reason", |known| known.unknown.contains("--kv-events-config")).await;
+    watcher.wait_until("the reason", |known| known.unknown.contains("--kv-events-config")).await;
 }
 
 /// Returns a chain of pages as the engine would store it; each page is one block.
@@ -294,56 +294,56 @@ const CHANGES: usize = 200;
 const BATCHES: usize = 800;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_slow_watcher_of_a_large_cache_delays_no_report_and_is_cut_alone() {
+async fn a_slow_watcher_of_a_large_cache_delays_no_report_and_only_it_is_disconnected() {
     let cluster = Cluster::new(|config| {
         config.core.page_size = 64;
         config.core.max_total_tokens = 64 * BLOCKS as usize;
     })
     .await;
     for number in 0..BLOCKS / CHAIN {
-        cluster.engine.kv_publish(0, vec![Event::Stored(chain(number, CHAIN as usize))]);
+        cluster.engine.kv_publish(0, vec![KvEvent::Stored(chain(number, CHAIN as usize))]);
     }
     let mut fast = cluster.watcher().await;
     let all = BLOCKS as usize;
-    fast.until("all blocks", |known| known.blocks.len() == all).await;
+    fast.wait_until("all blocks", |known| known.blocks.len() == all).await;
 
     let mut slow = cluster.watcher_with_window(WINDOW_BYTES).await;
-    slow.until("the beginning", |known| !known.blocks.is_empty()).await;
+    slow.wait_until("the beginning", |known| !known.blocks.is_empty()).await;
     assert!(slow.blocks.len() < all, "it came in one part");
     // While the slow watcher reads nothing, a third watcher receives everything and reports
     // continue.
     let control = format!("http://{}", cluster.agent.control);
     let mut client = WorkerAgentClient::connect(control).await.unwrap();
     let mut reports = client.watch_load(v1::WatchLoadRequest {}).await.unwrap().into_inner();
-    let mut anew = cluster.watcher().await;
-    let mut heard = 0;
-    while anew.blocks.len() < all || heard < 20 {
+    let mut third = cluster.watcher().await;
+    let mut reports_received = 0;
+    while third.blocks.len() < all || reports_received < 20 {
         tokio::select! {
             report = reports.message() => {
                 report.unwrap().expect("reports go on");
-                heard += 1;
+                reports_received += 1;
             }
-            told = anew.hear(), if anew.blocks.len() < all => told.unwrap(),
+            received = third.receive(), if third.blocks.len() < all => received.unwrap(),
         }
     }
     // More changes happen than the agent keeps for watchers; only the slow watcher misses some.
     fast.changes = 0;
     let first = chain(0, CHAIN as usize);
     let (last, parent) = (first.hashes[CHAIN as usize - 1], first.hashes[CHAIN as usize - 2]);
-    let removed = Event::Removed { hashes: vec![last], extra_key: None };
+    let removed = KvEvent::Removed { hashes: vec![last], extra_key: None };
     let stored = Stored { hashes: vec![last], parent: Some(parent), ..chain(0, 1) };
-    let pair = [removed, Event::Stored(stored)];
-    let batch: Vec<Event> = std::iter::repeat_n(pair, CHANGES / 2).flatten().collect();
+    let pair = [removed, KvEvent::Stored(stored)];
+    let batch: Vec<KvEvent> = std::iter::repeat_n(pair, CHANGES / 2).flatten().collect();
     for number in 0..BATCHES {
         cluster.engine.kv_publish(0, batch.clone());
         if number % 8 == 7 {
-            fast.until_heard(CHANGES * (number + 1)).await;
+            fast.wait_for_changes(CHANGES * (number + 1)).await;
         }
     }
-    let cut = loop {
-        if let Err(status) = slow.hear().await {
+    let disconnected = loop {
+        if let Err(status) = slow.receive().await {
             break status;
         }
     };
-    assert_eq!(cut.code(), Code::ResourceExhausted, "{cut}");
+    assert_eq!(disconnected.code(), Code::ResourceExhausted, "{disconnected}");
 }

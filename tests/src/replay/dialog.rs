@@ -400,7 +400,7 @@ mod tests {
     }
 
     #[test]
-    fn whole_prompts_hold_the_real_answers() {
+    fn full_prompts_contain_the_real_answers() {
         let turns: &[(&[u64], u64)] = &[(&[1, 2], 20), (&[1, 2, 3], 30), (&[1, 9, 3], 30)];
         let mut dialog = dialog(Api::Generate, false, turns);
         let first = ids(&dialog.request(0));
@@ -416,7 +416,7 @@ mod tests {
     }
 
     #[test]
-    fn pinned_turns_carry_what_follows_the_committed_tokens() {
+    fn pinned_turns_carry_only_tokens_after_the_committed_ones() {
         let turns: &[(&[u64], u64)] =
             &[(&[1, 2], 20), (&[1, 2, 3], 30), (&[1, 2, 3], 30), (&[8], 10), (&[8, 9], 20)];
         let mut dialog = dialog(Api::Generate, true, turns);
@@ -436,7 +436,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pinned_session_that_outgrows_the_context_begins_again() {
+    fn a_pinned_session_that_outgrows_the_context_is_reopened() {
         let mut dialog = dialog(Api::Generate, true, &[(&[1], 10), (&[1, 2], 20)]);
         dialog.request(0);
         dialog.record_answer(reply("", &[1], 97));
@@ -478,7 +478,7 @@ mod tests {
     }
 
     #[test]
-    fn words_are_said_with_the_real_answers_between() {
+    fn messages_in_words_alternate_with_the_real_answers() {
         let words = |history, text: &str| TurnWords {
             history,
             text: text.to_owned(),

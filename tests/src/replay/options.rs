@@ -223,7 +223,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn all_problems_are_said_together() {
+    fn all_problems_are_reported_together() {
         let good =
             ReplayOptions { url: "http://localhost:1".to_owned(), ..ReplayOptions::default() };
         assert_eq!(good.problems(), Vec::<String>::new());

@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn a_user_says_what_a_prompt_adds() {
+    fn the_user_message_is_the_text_that_a_prompt_adds() {
         let found =
             read(&[("a", 0, "Fix it."), ("b", 0, "Hm"), ("a", 2, "Fix it.\n\nFailed: 1\n")]);
         assert_eq!(found.iter().map(|one| one.id.as_str()).collect::<Vec<_>>(), ["a", "b"]);
@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn an_edited_history_is_begun_anew_and_counted() {
+    fn an_edited_history_is_replaced_and_counted() {
         let found = read(&[("a", 0, "1"), ("a", 1, "1"), ("a", 2, "1\n\n2"), ("a", 3, "Sum: 2")]);
         let expected = [
             (HistoryChange::Replaced, "1"),
@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_request_is_said() {
+    fn invalid_requests_are_reported() {
         let wrong = |text: &str| parse_prompt(text).unwrap_err().to_string();
         assert_eq!(wrong("{}"), "not a record of this form");
         let empty = r#"{"timestamp":1,"input":"","output":"a","session_id":"s"}"#;

@@ -384,7 +384,7 @@ mod tests {
     }
 
     #[test]
-    fn think_times_follow_from_the_clock_where_not_told() {
+    fn missing_think_times_follow_from_the_timestamps() {
         let conversation = read(&agent(
             r#"{"t":0,"in":64,"out":1,"hash_ids":[1],"api_time":2},
                {"t":5,"in":64,"out":1,"hash_ids":[1]},
@@ -396,7 +396,7 @@ mod tests {
     }
 
     #[test]
-    fn subagents_hang_on_the_turn_before_them() {
+    fn subagents_belong_to_the_turn_before_them() {
         let subagent = |first: u64, status: &str| {
             format!(
                 r#"{{"t":1,"type":"subagent","subagent_type":"Explore","status":"{status}",
@@ -426,7 +426,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_said_with_its_place() {
+    fn errors_name_the_place_in_the_record() {
         let wrong = |requests: &str| read(&agent(requests)).unwrap_err();
         assert_eq!(wrong(""), "conversation: `requests` has no request");
         let turn = r#"{"t":0,"in":64,"out":1,"hash_ids":[1]}"#;

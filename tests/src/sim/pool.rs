@@ -327,7 +327,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_longest_unused_goes_first_and_its_leaves_before_its_root() {
+    fn the_least_recently_used_chain_is_evicted_first_and_from_its_end() {
         let mut pool = BlockPool::new(4);
         assert!(pool.admit(&[0, 1], 1));
         pool.release(&[0, 1], 1, Class::Plain);
@@ -350,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn what_will_be_wanted_last_goes_first_where_that_is_known() {
+    fn a_clairvoyant_pool_evicts_the_block_with_the_latest_next_use() {
         let mut pool = BlockPool::clairvoyant(4);
         let seconds = Duration::from_secs;
         assert!(pool.admit(&[0, 1], 0) && pool.admit(&[2, 3], 0));
@@ -370,7 +370,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_held_is_never_evicted_and_a_refused_turn_changes_nothing() {
+    fn held_blocks_are_never_evicted_and_a_refused_turn_changes_nothing() {
         let mut pool = BlockPool::new(3);
         assert!(pool.admit(&[0, 1], 0));
         assert!(!pool.admit(&[0, 2, 3], 0));

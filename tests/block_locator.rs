@@ -50,13 +50,13 @@ impl Cluster {
         ready(&web, router.admin).await;
         let cluster = Cluster { engines, agents, router, web, page_tokens };
         for number in 0..count {
-            cluster.until_told(number, 0).await;
+            cluster.wait_for_report(number, 0).await;
         }
         cluster
     }
 
     /// Runs a turn of one token directly on an agent, past the router.
-    async fn warm(&self, number: usize, prompt: &[u32]) {
+    async fn fill_cache(&self, number: usize, prompt: &[u32]) {
         let url = self.agents[number].url("/generate");
         let answer = self.web.post(&url, &[], &body(prompt)).await.unwrap();
         assert_eq!(answer.status, 200, "{}", answer.text());
@@ -70,16 +70,16 @@ impl Cluster {
     }
 
     /// Returns what the router knows of a worker's blocks.
-    async fn known(&self, number: usize) -> Value {
+    async fn reported_kv(&self, number: usize) -> Value {
         let workers = self.web.get(&self.router.url("/v1/workers")).await.unwrap().json();
         let name = format!("w{number}");
         let mut all = workers["workers"].as_array().unwrap().iter();
         all.find(|worker| worker["agent"] == name).map_or(Value::Null, |its| its["kv"].clone())
     }
 
-    async fn until_told(&self, number: usize, blocks: usize) {
+    async fn wait_for_report(&self, number: usize, blocks: usize) {
         eventually(&format!("{blocks} blocks of worker {number}"), || async {
-            let known = self.known(number).await;
+            let known = self.reported_kv(number).await;
             (known["state"] == "live" && known["resident_blocks"] == blocks).then_some(())
         })
         .await;
@@ -99,7 +99,7 @@ impl Cluster {
     }
 
     /// Returns the router's record of a turn's placement.
-    async fn why(&self, turn: &Answer) -> Value {
+    async fn placement_record(&self, turn: &Answer) -> Value {
         let number = turn.headers["x-berth-turn"].to_str().unwrap();
         let url = self.router.url(&format!("/v1/placements/{number}"));
         self.web.get(&url).await.unwrap().json()["placements"][0].clone()
@@ -107,11 +107,11 @@ impl Cluster {
 
     /// Returns the resident tokens, as placement saw them, of the worker that got the turn.
     async fn overlap(&self, turn: &Answer) -> u64 {
-        let (why, worker) =
-            (self.why(turn).await, turn.headers["x-berth-worker"].to_str().unwrap());
-        let mut compared = why["compared"].as_array().unwrap().iter();
+        let (record, worker) =
+            (self.placement_record(turn).await, turn.headers["x-berth-worker"].to_str().unwrap());
+        let mut compared = record["compared"].as_array().unwrap().iter();
         let own = compared.find(|one| one["worker"] == worker).unwrap();
-        own["resident_tokens"].as_u64().unwrap_or_else(|| panic!("no overlap in {why}"))
+        own["resident_tokens"].as_u64().unwrap_or_else(|| panic!("no overlap in {record}"))
     }
 }
 
@@ -130,15 +130,15 @@ fn prompt(kind: u32, own: u32, tokens: u32) -> Vec<u32> {
 async fn a_conversation_lands_where_its_system_prompt_is(page_tokens: u32) {
     let cluster = Cluster::new(3, page_tokens, ROOMY).await;
     for (kind, number) in [(1, 2), (2, 0), (3, 1)] {
-        cluster.warm(number, &prompt(kind, 0, SYSTEM + 64)).await;
-        cluster.until_told(number, SYSTEM as usize / 64 + 1).await;
+        cluster.fill_cache(number, &prompt(kind, 0, SYSTEM + 64)).await;
+        cluster.wait_for_report(number, SYSTEM as usize / 64 + 1).await;
     }
     for (kind, number) in [(2, 0), (3, 1), (1, 2)] {
         let id = format!("s{kind}");
         let headers = [("x-berth-session-id", id.as_str())];
         let turn = cluster.turn(&prompt(kind, 1, SYSTEM + 100), &headers).await;
-        let why = cluster.why(&turn).await;
-        assert_eq!(turn.headers["x-berth-worker"], format!("w{number}/0"), "kind {kind}: {why}");
+        let record = cluster.placement_record(&turn).await;
+        assert_eq!(turn.headers["x-berth-worker"], format!("w{number}/0"), "kind {kind}: {record}");
         assert_eq!(turn.meta("cached_tokens"), Some(u64::from(SYSTEM)), "kind {kind}");
     }
 }
@@ -160,22 +160,22 @@ async fn after_a_gap_the_router_knows_what_the_engine_has() {
     // Four of these chains fill the pool.
     let chain = |kind| prompt(kind, 0, 480);
     for kind in 1..=3 {
-        cluster.warm(0, &chain(kind)).await;
+        cluster.fill_cache(0, &chain(kind)).await;
     }
-    cluster.until_told(0, 3 * (480 / 64)).await;
+    cluster.wait_for_report(0, 3 * (480 / 64)).await;
     cluster.engines[0].kv_fault(0, Fault::Drop(3)).await;
     for kind in 4..=7 {
-        cluster.warm(0, &chain(kind)).await;
+        cluster.fill_cache(0, &chain(kind)).await;
     }
     // This turn raises the cache's block count to a new maximum, so a router that counts as many
     // blocks has received all events.
     let last = prompt(8, 0, 64);
-    cluster.warm(0, &last).await;
+    cluster.fill_cache(0, &last).await;
     let resident = cluster.resident(0).await;
     let mut expected: BTreeSet<_> = (4..=7).flat_map(|kind| cluster.blocks(&chain(kind))).collect();
     expected.extend(cluster.blocks(&last));
     assert_eq!(resident, expected, "the oldest chains have made room");
-    cluster.until_told(0, resident.len()).await;
+    cluster.wait_for_report(0, resident.len()).await;
     // The router counts as many blocks as the engine has, and knows all of its chains, so both sets
     // are equal.
     for kind in 4..=7 {
@@ -194,15 +194,15 @@ async fn lost_events_cost_recomputation_and_nothing_else() {
     let asked = |kind| [chain(kind), vec![7]].concat();
     let first = cluster.turn(&asked(1), &[]).await;
     for kind in 2..=4 {
-        cluster.warm(0, &chain(kind)).await;
+        cluster.fill_cache(0, &chain(kind)).await;
     }
-    cluster.until_told(0, 4 * (480 / 64)).await;
+    cluster.wait_for_report(0, 4 * (480 / 64)).await;
     // The event of the first chain's eviction is lost, and so is its replay.
     cluster.engines[0].kv_fault(0, Fault::Lose(1)).await;
-    cluster.warm(0, &chain(5)).await;
-    cluster.warm(0, &chain(6)).await;
+    cluster.fill_cache(0, &chain(5)).await;
+    cluster.fill_cache(0, &chain(6)).await;
     eventually("the loss to be known", || async {
-        (cluster.known(0).await["state"] == "snapshot").then_some(())
+        (cluster.reported_kv(0).await["state"] == "snapshot").then_some(())
     })
     .await;
     // The engine still has the chain, whether or not the router knows it.
@@ -216,11 +216,11 @@ async fn lost_events_cost_recomputation_and_nothing_else() {
 #[tokio::test]
 async fn a_restarted_engine_is_known_to_have_nothing() {
     let mut cluster = Cluster::new(1, 16, SMALL).await;
-    cluster.warm(0, &prompt(1, 0, SYSTEM + 64)).await;
-    cluster.until_told(0, 9).await;
+    cluster.fill_cache(0, &prompt(1, 0, SYSTEM + 64)).await;
+    cluster.wait_for_report(0, 9).await;
     let engine = cluster.engines.remove(0);
     cluster.engines.push(engine.restart().await.unwrap());
-    cluster.until_told(0, 0).await;
+    cluster.wait_for_report(0, 0).await;
     let turn = eventually("a turn", || async {
         let url = cluster.router.url("/generate");
         let answer = cluster.web.post(&url, &[], &body(&prompt(1, 1, SYSTEM + 64))).await.ok()?;
@@ -228,5 +228,5 @@ async fn a_restarted_engine_is_known_to_have_nothing() {
     })
     .await;
     assert_eq!(turn.meta("cached_tokens"), Some(0));
-    cluster.until_told(0, 9).await;
+    cluster.wait_for_report(0, 9).await;
 }
