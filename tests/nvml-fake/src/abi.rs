@@ -1,4 +1,4 @@
-//! The C interface: pointers that callers pass, and macros that export functions.
+//! The C interface: pointers that callers pass, and NVML's return codes.
 //!
 //! All `unsafe` code of this package is in this file and in the exported symbols.
 
@@ -50,7 +50,7 @@ impl<T: Copy> Out<T> {
     }
 
     /// Returns the place of value `index`; the caller has declared more than `index` values.
-    pub(crate) fn at(&self, index: usize) -> Self {
+    pub(crate) fn offset(&self, index: usize) -> Self {
         Self(self.0.wrapping_add(index))
     }
 }
@@ -62,14 +62,14 @@ impl Out<c_char> {
             return Err(INSUFFICIENT_SIZE);
         }
         let mut bytes = text.bytes().chain([0]).enumerate();
-        bytes.try_for_each(|(index, byte)| self.at(index).put(byte.cast_signed()))
+        bytes.try_for_each(|(index, byte)| self.offset(index).put(byte.cast_signed()))
     }
 
     /// Reads a text passed in by the caller, of at most `bytes_max` bytes.
     pub(crate) fn read_text(&self, bytes_max: usize) -> Result<String, u32> {
         let mut text = String::new();
         for index in 0..bytes_max {
-            match self.at(index).get()?.cast_unsigned() {
+            match self.offset(index).get()?.cast_unsigned() {
                 0 => return Ok(text),
                 byte => text.push(char::from(byte)),
             }
@@ -85,27 +85,3 @@ pub(crate) fn fill(field: &mut [c_char], text: &str) {
         *place = byte.cast_signed();
     }
 }
-
-/// Exports functions. The body follows the arguments: with `|machine|` for a call about the whole
-/// system, with `|gpu|` for a call whose first argument is a device handle.
-macro_rules! export {
-    ($($name:ident($($arg:ident: $type:ty),*) |$machine:ident| $body:expr;)*) => {$(
-        // SAFETY: the name is NVML's, and no other library in a process that loads this one has it.
-        #[unsafe(no_mangle)]
-        pub(crate) extern "C" fn $name($($arg: $type),*) -> u32 {
-            $crate::machine::call(stringify!($name), |$machine| $body)
-        }
-    )*};
-}
-
-macro_rules! export_device {
-    ($($name:ident($($arg:ident: $type:ty),*) |$gpu:ident| $body:expr;)*) => {$(
-        // SAFETY: the name is NVML's, and no other library in a process that loads this one has it.
-        #[unsafe(no_mangle)]
-        pub(crate) extern "C" fn $name(device: usize, $($arg: $type),*) -> u32 {
-            $crate::machine::device_call(stringify!($name), device, |$gpu| $body)
-        }
-    )*};
-}
-
-pub(crate) use {export, export_device};

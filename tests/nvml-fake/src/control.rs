@@ -9,8 +9,6 @@ use std::{
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::machine::{self, Machine};
-
 /// A request of the test.
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -31,48 +29,32 @@ pub(crate) enum Request {
 /// The answer to a request, one line.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "snake_case")]
-enum Reply {
+pub(crate) enum Reply {
     Done,
     Calls(u64),
     Refused(String),
 }
 
-/// Serves the test that listens at `path`, if there is one, on a thread of its own.
-pub(crate) fn connect(path: &Path) {
+/// Serves the test that listens at `path`, if there is one, on a thread of its own. `carry_out` does
+/// what a request says.
+pub(crate) fn connect(path: &Path, carry_out: fn(Request) -> Reply) {
     if let Ok(stream) = UnixStream::connect(path) {
         let thread = std::thread::Builder::new().name("nvml-fake".into());
-        thread.spawn(move || serve(&stream)).expect("a thread can be started");
+        thread.spawn(move || serve(&stream, carry_out)).expect("a thread can be started");
     }
 }
 
 /// Serves requests until the test closes the connection.
-fn serve(mut stream: &UnixStream) {
+fn serve(mut stream: &UnixStream, carry_out: fn(Request) -> Reply) {
     for line in BufReader::new(stream).lines() {
         let Ok(line) = line else { return };
         let reply = match serde_json::from_str(&line) {
-            Ok(request) => machine::control(|machine| carry_out(machine, request)),
+            Ok(request) => carry_out(request),
             Err(error) => Reply::Refused(error.to_string()),
         };
         let reply = serde_json::to_string(&reply).expect("plain data always serialises");
         if writeln!(stream, "{reply}").is_err() {
             return;
         }
-    }
-}
-
-fn carry_out(machine: &mut Machine, request: Request) -> Reply {
-    match request {
-        Request::Set(patch) => match machine.state.patched(patch) {
-            Ok(state) => {
-                machine.state = state;
-                Reply::Done
-            }
-            Err(why) => Reply::Refused(why),
-        },
-        Request::Event { gpu, kind, data } => {
-            machine.sets.happen(gpu, kind, data);
-            Reply::Done
-        }
-        Request::Calls(symbol) => Reply::Calls(machine.calls(&symbol)),
     }
 }

@@ -9,9 +9,9 @@ use serde_json::Number;
 
 use crate::{
     abi::{
-        Answer, INSUFFICIENT_SIZE, INVALID_ARGUMENT, NOT_SUPPORTED, Out, VERSION_MISMATCH, export,
-        export_device, fill,
+        Answer, INSUFFICIENT_SIZE, INVALID_ARGUMENT, NOT_SUPPORTED, Out, VERSION_MISMATCH, fill,
     },
+    export::{export, export_device},
     machine::{Place, works},
     state::{Gpu, Process},
 };
@@ -78,7 +78,7 @@ export_device! {
     nvmlDeviceGetNumaNodeId(node: Out<c_uint>) |gpu| node.put_some(gpu.numa_node);
     nvmlDeviceGetFieldValues(count: c_int, values: Out<sys::nvmlFieldValue_t>) |gpu| {
         let count = usize::try_from(count).map_err(|_| INVALID_ARGUMENT)?;
-        (0..count).map(|index| values.at(index)).try_for_each(|place| {
+        (0..count).map(|index| values.offset(index)).try_for_each(|place| {
             let mut value = place.get()?;
             field(gpu, &mut value);
             place.put(value)
@@ -90,7 +90,7 @@ export_device! {
 export! {
     nvmlDeviceGetIndex(device: usize, index: Out<c_uint>) |machine| {
         works("nvmlDeviceGetIndex", &machine.device(device)?)?;
-        let gpu = Place::of(device)?.gpu;
+        let gpu = Place::from_handle(device)?.gpu;
         let place = machine.state.listed().position(|(listed, _)| listed == gpu);
         index.put(u32::try_from(place.ok_or(INVALID_ARGUMENT)?).map_err(|_| INVALID_ARGUMENT)?)
     };
@@ -123,7 +123,7 @@ fn processes(list: &[Process], count: &Out<c_uint>, infos: &Out<sys::nvmlProcess
         return Err(INSUFFICIENT_SIZE);
     }
     list.iter().enumerate().try_for_each(|(index, process)| {
-        infos.at(index).put(sys::nvmlProcessInfo_t {
+        infos.offset(index).put(sys::nvmlProcessInfo_t {
             pid: process.pid,
             usedGpuMemory: process.bytes.unwrap_or(NOT_AVAILABLE),
             gpuInstanceId: NO_INSTANCE,

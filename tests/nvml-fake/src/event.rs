@@ -1,7 +1,6 @@
-//! Events: event sets, registrations, and waits that block until an event happens.
+//! Calls about events: event sets, registrations, and waits that block until an event happens.
 
 use std::{
-    collections::{BTreeMap, VecDeque},
     ffi::{c_uint, c_ulonglong},
     time::Duration,
 };
@@ -9,44 +8,20 @@ use std::{
 use nvml_wrapper_sys::bindings as sys;
 
 use crate::{
-    abi::{Answer, GPU_IS_LOST, INVALID_ARGUMENT, NOT_SUPPORTED, Out, export},
+    abi::{Answer, GPU_IS_LOST, INVALID_ARGUMENT, NOT_SUPPORTED, Out},
+    event_sets::EventSet,
+    export::export,
     machine::{self, Machine, Place, works},
 };
 
 /// NVML's value for no MIG instance.
 const NO_INSTANCE: u32 = u32::MAX;
 
-/// The event sets that were created and not freed.
-#[derive(Debug, Default)]
-pub(crate) struct Sets {
-    sets: BTreeMap<usize, Set>,
-    made: usize,
-}
-
-#[derive(Debug, Default)]
-struct Set {
-    /// Registered event types, by GPU.
-    registered: BTreeMap<u32, u64>,
-    waiting: VecDeque<(u32, u64, u64)>,
-}
-
-impl Sets {
-    /// Queues an event in the sets that registered it. An event that no set registered is lost, as
-    /// with NVML.
-    pub(crate) fn happen(&mut self, gpu: u32, kind: u64, data: u64) {
-        for set in self.sets.values_mut() {
-            if set.registered.get(&gpu).is_some_and(|types| types & kind != 0) {
-                set.waiting.push_back((gpu, kind, data));
-            }
-        }
-    }
-}
-
 export! {
     nvmlEventSetCreate(set: Out<usize>) |machine| {
         let sets = &mut machine.sets;
         sets.made += 1;
-        sets.sets.insert(sets.made, Set::default());
+        sets.sets.insert(sets.made, EventSet::default());
         set.put(sets.made)
     };
     nvmlEventSetFree(set: usize) |machine| {
@@ -59,7 +34,7 @@ export! {
             return Err(NOT_SUPPORTED);
         }
         let set = machine.sets.sets.get_mut(&set).ok_or(INVALID_ARGUMENT)?;
-        *set.registered.entry(Place::of(device)?.gpu).or_default() |= types;
+        *set.registered.entry(Place::from_handle(device)?.gpu).or_default() |= types;
         Ok(())
     };
 }

@@ -1,4 +1,4 @@
-//! GPM: samples, and the metrics computed from two samples.
+//! Calls about GPM: samples, and the metrics computed from two samples.
 
 #![expect(non_snake_case, reason = "the names are NVML's")]
 
@@ -7,18 +7,10 @@ use std::{collections::BTreeMap, ffi::c_uint, ptr};
 use nvml_wrapper_sys::bindings as sys;
 
 use crate::{
-    abi::{INVALID_ARGUMENT, NOT_SUPPORTED, Out, VERSION_MISMATCH, export},
+    abi::{INVALID_ARGUMENT, NOT_SUPPORTED, Out, VERSION_MISMATCH},
+    export::export,
     machine::{Machine, works},
 };
-
-/// Samples that were allocated and not freed, each with its device and its number in order of
-/// taking.
-#[derive(Debug, Default)]
-pub(crate) struct Samples {
-    samples: BTreeMap<usize, Option<(usize, u64)>>,
-    made: usize,
-    taken: u64,
-}
 
 export! {
     nvmlGpmQueryDeviceSupport(device: usize, support: Out<sys::nvmlGpmSupport_t>) |machine| {
@@ -71,8 +63,8 @@ fn metrics(
     machine: &Machine,
     request: &sys::nvmlGpmMetricsGet_t,
 ) -> Result<BTreeMap<c_uint, f64>, u32> {
-    let sample = |of: sys::nvmlGpmSample_t| {
-        machine.samples.samples.get(&of.addr()).copied().flatten().ok_or(INVALID_ARGUMENT)
+    let sample = |handle: sys::nvmlGpmSample_t| {
+        machine.samples.samples.get(&handle.addr()).copied().flatten().ok_or(INVALID_ARGUMENT)
     };
     let ((device, first), (other, second)) = (sample(request.sample1)?, sample(request.sample2)?);
     if device != other || first >= second {

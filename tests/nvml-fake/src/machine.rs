@@ -8,9 +8,9 @@ use parking_lot::{Condvar, Mutex};
 
 use crate::{
     abi::{Answer, GPU_IS_LOST, INVALID_ARGUMENT, TIMEOUT, UNINITIALIZED},
-    control,
-    event::Sets,
-    gpm::Samples,
+    control::{self, Reply, Request},
+    event_sets::EventSets,
+    gpm_samples::GpmSamples,
     state::{Gpu, State},
 };
 
@@ -23,8 +23,8 @@ const PER_GPU: usize = 0x100;
 #[derive(Debug, Default)]
 pub(crate) struct Machine {
     pub(crate) state: State,
-    pub(crate) sets: Sets,
-    pub(crate) samples: Samples,
+    pub(crate) sets: EventSets,
+    pub(crate) samples: GpmSamples,
     initialised: u32,
     calls: BTreeMap<&'static str, u64>,
 }
@@ -48,7 +48,7 @@ impl Place {
         FIRST_HANDLE + self.gpu as usize * PER_GPU + slice
     }
 
-    pub(crate) fn of(handle: usize) -> Result<Self, u32> {
+    pub(crate) fn from_handle(handle: usize) -> Result<Self, u32> {
         let number = handle.checked_sub(FIRST_HANDLE).ok_or(INVALID_ARGUMENT)?;
         let small = |number: usize| u32::try_from(number).map_err(|_| INVALID_ARGUMENT);
         let slice = (number % PER_GPU).checked_sub(1).map(small).transpose()?;
@@ -59,7 +59,7 @@ impl Place {
 impl Machine {
     /// Returns the current readings of the device with this handle.
     pub(crate) fn device(&self, handle: usize) -> Result<Gpu, u32> {
-        let place = Place::of(handle)?;
+        let place = Place::from_handle(handle)?;
         let gpu = self.state.gpus.get(&place.gpu).ok_or(INVALID_ARGUMENT)?;
         match place.slice {
             None => Ok(gpu.clone()),
@@ -98,8 +98,8 @@ fn shared() -> &'static Shared {
     static SHARED: OnceLock<Shared> = OnceLock::new();
     SHARED.get_or_init(|| {
         let folder = own_folder();
-        let told = folder.as_ref().and_then(|at| std::fs::read(at.join("state.json")).ok());
-        let state = match told {
+        let initial = folder.as_ref().and_then(|at| std::fs::read(at.join("state.json")).ok());
+        let state = match initial {
             Some(text) => {
                 let patch = serde_json::from_slice(&text).expect("state.json is JSON");
                 State::default().patched(patch).expect("state.json is a state")
@@ -107,11 +107,31 @@ fn shared() -> &'static Shared {
             None => State::with_gpus(gpus_by_environment()),
         };
         if let Some(folder) = folder {
-            control::connect(&folder.join("control.sock"));
+            control::connect(&folder.join("control.sock"), |request| {
+                change(|machine| carry_out(machine, request))
+            });
         }
         let machine = Machine { state, ..Machine::default() };
         Shared { machine: Mutex::new(machine), changed: Condvar::new() }
     })
+}
+
+/// Does what the test requests.
+fn carry_out(machine: &mut Machine, request: Request) -> Reply {
+    match request {
+        Request::Set(patch) => match machine.state.patched(patch) {
+            Ok(state) => {
+                machine.state = state;
+                Reply::Done
+            }
+            Err(why) => Reply::Refused(why),
+        },
+        Request::Event { gpu, kind, data } => {
+            machine.sets.queue_event(gpu, kind, data);
+            Reply::Done
+        }
+        Request::Calls(symbol) => Reply::Calls(machine.calls(&symbol)),
+    }
 }
 
 fn gpus_by_environment() -> u32 {
@@ -194,7 +214,7 @@ pub(crate) fn wait(
 }
 
 /// Changes the machine from outside, and wakes the waiting calls.
-pub(crate) fn control<T>(body: impl FnOnce(&mut Machine) -> T) -> T {
+fn change<T>(body: impl FnOnce(&mut Machine) -> T) -> T {
     let Shared { machine, changed } = shared();
     let answer = body(&mut machine.lock());
     changed.notify_all();

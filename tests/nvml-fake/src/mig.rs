@@ -3,7 +3,8 @@
 use std::ffi::c_uint;
 
 use crate::{
-    abi::{INVALID_ARGUMENT, NOT_FOUND, NOT_SUPPORTED, Out, export, export_device},
+    abi::{INVALID_ARGUMENT, NOT_FOUND, NOT_SUPPORTED, Out},
+    export::{export, export_device},
     machine::{Place, works},
 };
 
@@ -31,7 +32,7 @@ export! {
             None => Err(NOT_SUPPORTED),
             _ if index >= SLICES_MAX => Err(INVALID_ARGUMENT),
             Some(true) if gpu.slices.contains_key(&index) => {
-                let place = Place { slice: Some(index), ..Place::of(device)? };
+                let place = Place { slice: Some(index), ..Place::from_handle(device)? };
                 slice.put(place.handle())
             }
             Some(_) => Err(NOT_FOUND),
@@ -41,13 +42,13 @@ export! {
         device: usize, parent: Out<usize>
     ) |machine| {
         works("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", &machine.device(device)?)?;
-        match Place::of(device)? {
+        match Place::from_handle(device)? {
             Place { slice: None, .. } => Err(INVALID_ARGUMENT),
             place => parent.put(Place { slice: None, ..place }.handle()),
         }
     };
     nvmlDeviceIsMigDeviceHandle(device: usize, is_slice: Out<c_uint>) |machine| {
         works("nvmlDeviceIsMigDeviceHandle", &machine.device(device)?)?;
-        is_slice.put(u32::from(Place::of(device)?.slice.is_some()))
+        is_slice.put(u32::from(Place::from_handle(device)?.slice.is_some()))
     };
 }

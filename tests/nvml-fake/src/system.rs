@@ -3,7 +3,8 @@
 use std::ffi::{c_char, c_int, c_uint};
 
 use crate::{
-    abi::{Answer, INVALID_ARGUMENT, NOT_FOUND, Out, export},
+    abi::{Answer, INVALID_ARGUMENT, NOT_FOUND, Out},
+    export::export,
     machine::{Machine, Place, works},
     state::Gpu,
 };

@@ -46,7 +46,12 @@ impl Row {
     }
 
     /// Builds a row from the figures of each round, where less is better.
-    fn of(name: String, unit: &'static str, rounds: &[Vec<f64>], target: Option<f64>) -> Self {
+    fn from_rounds(
+        name: String,
+        unit: &'static str,
+        rounds: &[Vec<f64>],
+        target: Option<f64>,
+    ) -> Self {
         let column = |at: usize| rounds.iter().map(|round| round[at]).collect::<Vec<_>>();
         let best = |round: &Vec<f64>| round[1..].iter().copied().fold(f64::INFINITY, f64::min);
         let mut ratios: Vec<f64> = rounds.iter().map(|round| best(round) / round[0]).collect();
@@ -87,10 +92,10 @@ fn look_up_target(shape: &workload::Shape) -> f64 {
 }
 
 fn rows(shape: &workload::Shape, rounds: &[Round]) -> Vec<Row> {
-    let row = |what: &str, of: fn(&Figures) -> f64, target: Option<f64>| {
+    let row = |what: &str, figure: fn(&Figures) -> f64, target: Option<f64>| {
         let figures: Vec<Vec<f64>> =
-            rounds.iter().map(|round| round.iter().map(of).collect()).collect();
-        Row::of(format!("{}: {what}", shape.name), "ns", &figures, target)
+            rounds.iter().map(|round| round.iter().map(figure).collect()).collect();
+        Row::from_rounds(format!("{}: {what}", shape.name), "ns", &figures, target)
     };
     vec![
         row("look-up p50", |f| f.look_up_p50, Some(look_up_target(shape))),
@@ -108,7 +113,7 @@ fn main() -> Result<ExitCode> {
             "--json" => as_json = true,
             "--rounds" => rounds = arguments.next().context("--rounds N")?.parse()?,
             "--memory" => {
-                println!("{}", memory::of(&arguments.next().context("--memory NAME")?)?);
+                println!("{}", memory::measure(&arguments.next().context("--memory NAME")?)?);
                 return Ok(ExitCode::SUCCESS);
             }
             other => anyhow::bail!("unknown argument {other}: use --json or --rounds N"),
@@ -131,10 +136,15 @@ fn main() -> Result<ExitCode> {
     }
     let hashed: Vec<Vec<f64>> = (0..rounds).map(|_| measure::hashing().to_vec()).collect();
     // The target is at most 1.5 times the peer's time.
-    table.push(Row::of("hashing 131,072 tokens".to_owned(), "µs", &hashed, Some(1.0 / 1.5)));
+    table.push(Row::from_rounds(
+        "hashing 131,072 tokens".to_owned(),
+        "µs",
+        &hashed,
+        Some(1.0 / 1.5),
+    ));
     let memory = (0..rounds).map(|_| Ok(memory::bytes_per_residency()?.to_vec()));
     let memory: Vec<Vec<f64>> = memory.collect::<Result<_>>()?;
-    table.push(Row::of("memory, a block on a worker".to_owned(), "B", &memory, Some(2.0)));
+    table.push(Row::from_rounds("memory, a block on a worker".to_owned(), "B", &memory, Some(2.0)));
     table[table.len() - 2..].iter().for_each(Row::print);
     println!("answers that differ: {differ}");
     let holds = differ == 0 && table.iter().all(Row::holds);

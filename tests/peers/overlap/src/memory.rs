@@ -25,16 +25,16 @@ pub fn bytes_per_residency() -> Result<[f64; 3]> {
 }
 
 /// Returns the bytes per resident block of one contender, measured in this process.
-pub fn of(name: &str) -> Result<f64> {
+pub fn measure(name: &str) -> Result<f64> {
     match name {
-        "berth" => grown::<Ours>(),
-        "compressed" => grown::<Compressed>(),
-        "plain" => grown::<Radix>(),
+        "berth" => measure_growth::<Ours>(),
+        "compressed" => measure_growth::<Compressed>(),
+        "plain" => measure_growth::<Radix>(),
         _ => bail!("unknown contender {name}: use berth, compressed or plain"),
     }
 }
 
-fn grown<C: Contender>() -> Result<f64> {
+fn measure_growth<C: Contender>() -> Result<f64> {
     let workload = Workload::new(MEMORY);
     let mut index = C::new();
     let before = resident_bytes()?;
