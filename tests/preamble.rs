@@ -1,5 +1,6 @@
-//! Volatile preambles through router, agent and simulated engine: the engine gets the client's body
-//! without its preamble, so turns share a prefix that the preamble would keep apart.
+//! End-to-end tests of volatile preambles, which the router removes from a turn's body.
+//!
+//! Without its preamble, a turn shares its prefix with the session's earlier turns.
 
 #![expect(clippy::unwrap_used, reason = "a test fails where it unwraps")]
 

@@ -35,8 +35,8 @@ pub(crate) enum Reply {
     Refused(String),
 }
 
-/// Serves the test that listens at `path`, if there is one, on a thread of its own. `carry_out` does
-/// what a request says.
+/// Serves the test that listens at `path`, if there is one, on a thread of its own. `carry_out`
+/// answers each request.
 pub(crate) fn connect(path: &Path, carry_out: fn(Request) -> Reply) {
     if let Ok(stream) = UnixStream::connect(path) {
         let thread = std::thread::Builder::new().name("nvml-fake".into());
