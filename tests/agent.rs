@@ -459,11 +459,10 @@ async fn a_dp_rank_is_chosen_once_and_kept() {
 
 #[tokio::test]
 async fn the_control_stream_sends_the_table_then_reports_and_changes_in_order() {
-    use proto::v1::{self, load_event::Event, worker_agent_client::WorkerAgentClient};
+    use proto::v1::{self, load_event::Event};
     let cluster = Cluster::new().await;
     cluster.generate(Some(&pinned("before")), &turn("hello", 1)).await;
-    let control = format!("http://{}", cluster.agent.control);
-    let mut client = WorkerAgentClient::connect(control).await.unwrap();
+    let mut client = cluster.agent.control_client().await.unwrap();
     let mut events = client.watch_load(v1::WatchLoadRequest {}).await.unwrap().into_inner();
     let mut sequence = 0;
     let mut next = async || {
@@ -499,10 +498,9 @@ async fn the_control_stream_sends_the_table_then_reports_and_changes_in_order() 
 
 #[tokio::test]
 async fn grpc_opens_and_closes_name_the_missing_resource() {
-    use proto::v1::{self, worker_agent_client::WorkerAgentClient};
+    use proto::v1;
     let cluster = Cluster::new().await;
-    let control = format!("http://{}", cluster.agent.control);
-    let mut client = WorkerAgentClient::connect(control).await.unwrap();
+    let mut client = cluster.agent.control_client().await.unwrap();
     let key = |id: &str| Some(v1::SessionKey { principal: "p".into(), id: id.into() });
     let open = |id: &str| v1::OpenSessionRequest {
         key: key(id),

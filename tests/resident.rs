@@ -67,9 +67,7 @@ impl Cluster {
     }
 
     async fn watcher(&self) -> Watcher {
-        let control = format!("http://{}", self.agent.control);
-        let client = WorkerAgentClient::connect(control).await.unwrap();
-        Watcher::new(client).await
+        Watcher::new(self.agent.control_client().await.unwrap()).await
     }
 
     /// Returns a watcher that receives at most `bytes` bytes before it reads.
@@ -312,8 +310,7 @@ async fn a_slow_watcher_of_a_large_cache_delays_no_report_and_only_it_is_disconn
     assert!(slow.blocks.len() < all, "it came in one part");
     // While the slow watcher reads nothing, a third watcher receives everything and reports
     // continue.
-    let control = format!("http://{}", cluster.agent.control);
-    let mut client = WorkerAgentClient::connect(control).await.unwrap();
+    let mut client = cluster.agent.control_client().await.unwrap();
     let mut reports = client.watch_load(v1::WatchLoadRequest {}).await.unwrap().into_inner();
     let mut third = cluster.watcher().await;
     let mut reports_received = 0;

@@ -8,9 +8,11 @@ use std::{
     time::Duration,
 };
 
+use proto::v1::worker_agent_client::WorkerAgentClient;
 use service::tasks::Tasks;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
+use tonic::transport::{Channel, Endpoint};
 use worker_agent::{Listeners, config::Config};
 
 /// The longest wait of a test for any state. A state is usually reached within seconds; a loaded
@@ -95,6 +97,15 @@ impl Agent {
     #[must_use]
     pub fn admin_url(&self, path: &str) -> String {
         format!("http://{}{path}", self.admin)
+    }
+
+    /// Connects to the control port, as a router does.
+    ///
+    /// # Errors
+    /// Fails if the port accepts no connection.
+    pub async fn control_client(&self) -> anyhow::Result<WorkerAgentClient<Channel>> {
+        let endpoint = Endpoint::from_shared(format!("http://{}", self.control))?;
+        Ok(WorkerAgentClient::new(endpoint.connect().await?))
     }
 
     /// Stops the agent as a signal would, and waits for its end.
