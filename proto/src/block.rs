@@ -276,7 +276,7 @@ mod tests {
     }
 
     /// The rule of the module's documentation, computed step by step.
-    fn by_the_rule(scheme: &Scheme<'_>, tokens: &[u32]) -> Vec<BlockHash> {
+    fn hashed_by_the_rule(scheme: &Scheme<'_>, tokens: &[u32]) -> Vec<BlockHash> {
         let (mut last, mut group, mut place) = (scheme.root().0, 0, 0);
         let blocks = tokens.chunks_exact(scheme.block_tokens.get() as usize);
         let hash = |block: &[u32]| {
@@ -297,7 +297,7 @@ mod tests {
     /// Agents and routers of different releases compare these hashes: they may change only with
     /// `VERSION`.
     #[test]
-    fn identities_are_what_they_were() {
+    fn block_hashes_stay_the_same_between_releases() {
         let tokens: Vec<u32> = (0..640).collect();
         let lora = Scheme { lora: Some("sql"), ..plain(16) };
         let spaced = Scheme { namespace: Some("a"), cache_salt: Some("b"), ..plain(16) };
@@ -324,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn schemes_share_nothing() {
+    fn different_schemes_have_different_roots() {
         let (a, b) = (Some("a"), Some("b"));
         let schemes = [
             plain(1),
@@ -344,7 +344,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn it_matters_not_how_a_prompt_arrives(
+        fn a_prompt_in_parts_has_the_same_hashes_as_in_one(
             tokens in prop::collection::vec(any::<u32>(), 0..900),
             cuts in prop::collection::vec(0..900_usize, 0..8),
             page_tokens in 1..=256_u32,
@@ -355,7 +355,7 @@ mod tests {
             cuts.sort_unstable();
             let parts: Vec<&[u32]> = cuts.windows(2).map(|ends| &tokens[ends[0]..ends[1]]).collect();
             let hashes = hashed(&scheme, &parts);
-            prop_assert_eq!(&hashes, &by_the_rule(&scheme, &tokens));
+            prop_assert_eq!(&hashes, &hashed_by_the_rule(&scheme, &tokens));
             let (mut resumed, mut chain) = (vec![], Chain::new(&scheme));
             for part in parts {
                 chain = Chain::resume(scheme.block_tokens, chain.last(), chain.tokens(), chain.sum());
@@ -370,7 +370,7 @@ mod tests {
         }
 
         #[test]
-        fn a_block_stands_for_all_before_it(
+        fn a_changed_token_changes_its_block_and_all_later_ones(
             tokens in prop::collection::vec(any::<u32>(), 192),
             at in 0..192_usize,
         ) {

@@ -281,13 +281,13 @@ mod tests {
     }
 
     #[test]
-    fn nothing_owned_leaves_every_byte() {
+    fn a_body_without_owned_keys_keeps_every_byte() {
         let body = "{\"z\": 1.50, \"a\":\"\\u00e9\\/\" ,\t\"z\":[ ]}";
         assert_eq!(rewritten(body, ""), body);
     }
 
     #[test]
-    fn the_last_duplicate_counts() {
+    fn the_last_of_duplicate_keys_counts() {
         let object = Object::parse(br#"{"a":1,"\u0061":2}"#).unwrap();
         assert_eq!(object.get("a").unwrap().get(), "2");
         assert!(object.get("b").is_none());
@@ -324,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_one_object_is_refused() {
+    fn text_that_is_not_one_object_is_refused() {
         for body in ["", "[]", "null", "{", "{\"a\":}", "{} x", "{\"a\":1,}", "{\"a\":\"\u{1}\"}"] {
             assert!(Object::parse(body.as_bytes()).is_err(), "{body:?} was taken");
         }
@@ -349,7 +349,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_parser_sees_the_same_body_but_for_owned_keys(members in objects(), pad in "[ \n\t]{0,3}") {
+        fn a_parser_reads_the_same_members_except_owned_keys(members in objects(), pad in "[ \n\t]{0,3}") {
             let text: Vec<String> = members
                 .iter()
                 .map(|(key, value)| format!("{pad}{}{pad}:{pad}{value}{pad}", Value::from(key.as_str())))

@@ -160,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn a_claim_that_says_too_much_or_too_little_is_refused() {
+    fn a_claim_with_unknown_or_missing_members_is_refused() {
         for text in
             ["", "{}", r#"{"principal":"p","id":""}"#, r#"{"principal":"p","id":"a","x":1}"#]
         {

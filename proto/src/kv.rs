@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn changes_survive_the_wire_within_their_size() {
+    fn changes_survive_the_wire_and_stay_within_wire_bytes() {
         for change in all() {
             let there = RankChange { dp_rank: 3, change: change.clone() };
             let wire = v1::KvChange::from(there.clone());
@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_is_refused() {
+    fn invalid_changes_are_refused() {
         use v1::kv_change::Change as Wire;
         let refused = |change| RankChange::try_from(v1::KvChange { dp_rank: 0, change });
         assert_eq!(refused(None), Err(Error::Missing("kind")));

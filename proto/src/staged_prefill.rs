@@ -68,7 +68,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn ids_travel(ids in prop::collection::vec(any::<u32>(), 0..50), cut in 1..4_usize) {
+        fn token_ids_survive_encoding(ids in prop::collection::vec(any::<u32>(), 0..50), cut in 1..4_usize) {
             let bytes = encode(&ids);
             prop_assert_eq!(decode(&bytes).map(Vec::from_iter), Some(ids.clone()));
             if !ids.is_empty() {

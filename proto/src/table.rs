@@ -328,7 +328,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_entry_keeps_what_it_was_given() {
+    fn an_entry_survives_packing() {
         let entry = Entry::new((1 << RUN_BITS) - 1, 5 * PLACES as usize + 17);
         assert_eq!(entry.place, 17);
         let slot = entry.pack((1 << KEY_BITS) - 1);
@@ -339,7 +339,7 @@ mod tests {
         /// All keys are in one shard and belong to its first and last buckets, so buckets fill up
         /// and overflow, also from the last bucket to the first.
         #[test]
-        fn it_holds_what_a_map_holds(
+        fn a_table_holds_the_same_entries_as_a_map(
             steps in prop::collection::vec((0..5_u8, 0..60_u64), 1..600),
         ) {
             let homes = [0, 1, 1 << 17, (1 << 18) - 2, (1 << 18) - 1];

@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_silent_client_takes_no_room_and_is_sent_away() {
+    async fn a_silent_client_takes_no_budget_and_is_refused() {
         let budget = BodyBudget::new(4 * UNIT_BYTES, 6 * UNIT_BYTES);
         let silent = budget.read(Silent);
         let busy = async {

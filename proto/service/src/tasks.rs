@@ -105,7 +105,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_panic_is_an_end_too() {
+    async fn a_panic_of_an_essential_task_stops_the_process() {
         let tasks = Tasks::default();
         tasks.spawn_essential("panics", async { panic!("on purpose") });
         tasks.cancelled().await;
@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_told_stop_is_clean_and_plain_tasks_may_end() {
+    async fn a_requested_stop_is_clean_and_other_tasks_may_end() {
         let tasks = Tasks::default();
         let token = tasks.token();
         tasks.spawn_essential("waits", async move { token.cancelled().await });

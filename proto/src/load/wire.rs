@@ -517,7 +517,7 @@ mod tests {
     }
 
     #[test]
-    fn a_volatile_prefix_survives_the_wire_and_a_role_of_a_newer_agent() {
+    fn a_volatile_prefix_survives_the_wire_and_an_unknown_role() {
         let place = PromptPlace { role: PromptRole::System, message: 0, block: 1 };
         let found = VolatilePrefix { token_index: Some(34), place: Some(place), turns: 3 };
         let mut wire = v1::VolatilePrefix::from(found);
