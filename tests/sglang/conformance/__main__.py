@@ -58,7 +58,7 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     with _print:
         print(text, flush=True)
 
@@ -82,21 +82,21 @@ def run_launch(group_cases: list[Case], engine: Engine, width: int) -> list[case
     results = []
     try:
         seconds = engine.launch()
-        say(f"{name}: ready after {seconds:.1f} s")
+        print_line(f"{name}: ready after {seconds:.1f} s")
         for case in group_cases:
             result = cases.run_one(case, engine)
             problem = "\n".join(f"    {line}" for line in (result.problem or "").splitlines())
-            say(result.line(width) + (f"\n{problem}" if problem else ""))
+            print_line(result.line(width) + (f"\n{problem}" if problem else ""))
             results.append(result)
     except Failed as error:
         missing = group_cases[len(results):]
-        say(f"{name}: {error}")
+        print_line(f"{name}: {error}")
         results += [cases.Result(case, 0.0, str(error)) for case in missing]
     finally:
         engine.stop()
     passed = sum(1 for result in results if not result.problem)
     seconds = time.monotonic() - begin
-    say(f"{name}: {passed} of {len(results)} passed, {seconds:.1f} s with the start")
+    print_line(f"{name}: {passed} of {len(results)} passed, {seconds:.1f} s with the start")
     return results
 
 
@@ -123,7 +123,7 @@ def measure_cost(options: argparse.Namespace) -> int:
         ]
         try:
             for engine in engines:
-                say(f"{engine.group.name} the flag: ready after {engine.launch():.1f} s")
+                print_line(f"{engine.group.name} the flag: ready after {engine.launch():.1f} s")
             cost.measure(*engines)
         finally:
             for engine in engines:
@@ -140,7 +140,7 @@ def main() -> int:
         print("\n".join(f"{case.group:8}  {case.name}" for case in chosen))
         return 0
     if not chosen:
-        say(f"no case name contains {options.k!r}; --list shows all names")
+        print_line(f"no case name contains {options.k!r}; --list shows all names")
         return 2
 
     folder = Path(tempfile.mkdtemp(prefix="berth-conformance-"))
@@ -167,13 +167,13 @@ def main() -> int:
     sound = {result.case.name for result in results if not result.problem}
     stale = unasked(differences, engines, sound)
     for line in stale:
-        say(line)
+        print_line(line)
     failed = sum(1 for result in results if result.problem) + len(stale)
     if failed:
-        say(f"the logs are in {folder}")
+        print_line(f"the logs are in {folder}")
     else:
         shutil.rmtree(folder, ignore_errors=True)
-    say(f"{time.monotonic() - begin:.0f} s in all")
+    print_line(f"{time.monotonic() - begin:.0f} s in all")
     print(f"{len(results) + len(stale) - failed} passed, {failed} failed", flush=True)
     return 1 if failed else 0
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from conformance.engine import Engine, ids
 from conformance.groups import TAGS, Group
-from integration.turns import at_once, new_id
+from integration.turns import new_id, run_together
 
 ROUNDS = 6
 SESSIONS = 8
@@ -45,7 +45,7 @@ def turns(engine: Engine) -> list[float]:
     for _ in range(TURNS):
         for place in range(SESSIONS):
             turn(place)
-    at_once(*[lambda p=place: turn(p) for place in range(SESSIONS)])
+    run_together(*[lambda p=place: turn(p) for place in range(SESSIONS)])
     for name in names:
         engine.close(name)
     return seconds

@@ -30,7 +30,7 @@ def dies(engine: Engine, flow: Flow | None) -> None:
         return False
 
     engine.until("no answer any more", is_silent)
-    answered = _word_of(engine)
+    answered = _last_word(engine)
     # A longer time means that the machine stalled, and the engine may have exited meanwhile.
     if time.monotonic() - lived < DYING_SECONDS:
         engine.expect("what a dying engine answers", answered, None)
@@ -101,7 +101,7 @@ def a_token_outside_the_vocabulary(engine: Engine) -> None:
     raise AssertionError(f"the request was answered: {reply}")
 
 
-def _word_of(engine: Engine) -> bytes | str | None:
+def _last_word(engine: Engine) -> bytes | str | None:
     """Returns what the engine sends within a second: the first byte, `b""` for the connection's
     end, the text of an error, or None for nothing."""
     try:

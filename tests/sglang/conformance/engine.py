@@ -52,7 +52,7 @@ class Reply:
     body: Any
 
     @classmethod
-    def of(cls, answer: wire.Answer) -> "Reply":
+    def from_answer(cls, answer: wire.Answer) -> "Reply":
         try:
             return cls(answer.status, answer.json())
         except ValueError:
@@ -238,7 +238,7 @@ class Engine:
         return wire.get(f"{self.url}{path}", seconds=seconds)
 
     def generate(self, request: dict, seconds: float = 60) -> Reply:
-        return Reply.of(self.post("/generate", request, seconds))
+        return Reply.from_answer(self.post("/generate", request, seconds))
 
     def turn(self, session: str | None, prompt: list[int], tokens: int, **more: Any) -> Reply:
         return self.generate(body(prompt, tokens, session, **more))

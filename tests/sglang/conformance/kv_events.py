@@ -309,7 +309,7 @@ def live_and_replayed_batches_are_the_same(engine: Engine) -> None:
         def hears() -> bool:
             engine.turn(None, ids(64, next(prompts)), 1).good()
             try:
-                heard.append(Batch.of(live.receive(0.5)))
+                heard.append(Batch.from_frames(live.receive(0.5)))
             except TimeoutError:
                 return False
             return True
@@ -320,7 +320,7 @@ def live_and_replayed_batches_are_the_same(engine: Engine) -> None:
         tape.end()
         kept = replay(engine.replay_port, heard[0].sequence)
         while heard[-1].sequence < kept[-1].sequence:
-            heard.append(Batch.of(live.receive(30)))
+            heard.append(Batch.from_frames(live.receive(30)))
         equal(heard, kept[: len(heard)], "what came, beside what is kept")
         equal({(batch.topic, batch.rank) for batch in heard}, {(TOPIC.encode(), 0)}, "whose it is")
         try:

@@ -83,7 +83,7 @@ class Batch:
     rank: int | None
 
     @classmethod
-    def of(cls, frames: list[bytes]) -> "Batch":
+    def from_frames(cls, frames: list[bytes]) -> "Batch":
         topic, sequence, payload = frames
         time, events, rank = unpack(payload)
         return cls(topic, int.from_bytes(sequence, "big"), time, events, rank)
@@ -97,7 +97,7 @@ def replay(port: int, first: int, seconds: float = 30) -> list[Batch]:
         batches = []
         while (frames := dealer.receive(seconds))[2] != REPLAY_END:
             assert frames[0] == b"", f"a reply without its empty frame: {frames}"
-            batches.append(Batch.of(frames[1:]))
+            batches.append(Batch.from_frames(frames[1:]))
         assert frames == [b"", b"", REPLAY_END, b""], f"the end of a replay: {frames}"
         return batches
     finally:

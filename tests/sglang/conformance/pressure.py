@@ -5,7 +5,7 @@ from conformance.engine import Engine, Flow, body, ids
 from conformance.refusals import in_session
 from integration import wire
 from integration.runner import equal
-from integration.turns import at_once
+from integration.turns import run_together
 
 # Tokens of an answer. Four such turns don't fit in the pool together; each one alone does.
 TOKENS = 850
@@ -131,8 +131,8 @@ def forced_retractions_change_no_answer(engine: Engine) -> None:
         engine.close(session)
     engine.until("flushed", lambda: engine.flush().status == 200)
     sessions = [engine.open() for _ in range(2)]
-    first = at_once(*[lambda n=n: engine.turn(sessions[n], ids(60, 2 * n), 30) for n in range(2)])
-    second = at_once(
+    first = run_together(*[lambda n=n: engine.turn(sessions[n], ids(60, 2 * n), 30) for n in range(2)])
+    second = run_together(
         *[lambda n=n: engine.turn(sessions[n], ids(20, 2 * n + 1), 30) for n in range(2)]
     )
     retractions = sum(reply.good().meta["num_retractions"] for reply in first + second)

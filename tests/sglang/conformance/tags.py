@@ -3,7 +3,7 @@
 from conformance.cases import case
 from conformance.engine import Engine, Reply, ids
 from integration.runner import equal
-from integration.turns import at_once, new_id
+from integration.turns import new_id, run_together
 
 # Tokens of a prompt of which four fill the pool; a fifth evicts one of them.
 CHAIN = 480
@@ -52,7 +52,7 @@ def turns_of_one_id_run_side_by_side(engine: Engine) -> None:
         engine.until("all three run", lambda: engine.load()["num_running_reqs"] == 3)
         ends = [flow.end().good() for flow in flows]
     equal([reply.completion for reply in ends], [100, 100, 100], "tokens")
-    alone = at_once(*[lambda n=n: engine.turn(None, ids(40, 1 + n), 100) for n in range(3)])
+    alone = run_together(*[lambda n=n: engine.turn(None, ids(40, 1 + n), 100) for n in range(3)])
     equal([r.output for r in ends], [r.output for r in alone], "the answers")
 
 

@@ -5,7 +5,7 @@ from typing import Any
 from conformance.cases import case
 from conformance.engine import Engine, Reply, body, ids
 from integration.runner import equal
-from integration.turns import at_once
+from integration.turns import run_together
 
 BOS = 256
 LOGPROB_MODES: tuple[dict, ...] = (
@@ -65,7 +65,7 @@ def k6_concurrent_sessions_leak_nothing(engine: Engine) -> None:
                 lambda s=session, salt=10 * place + turn: engine.turn(s, ids(10, salt), 6, **more)
                 for place, session in enumerate(sessions)
             ]
-            for reply in at_once(*calls):
+            for reply in run_together(*calls):
                 equal(reply.good().prompt, turn * 16 + 10, "prompt tokens")
         for session in sessions:
             engine.close(session)
@@ -84,7 +84,7 @@ def k7_sessions_and_plain_requests_under_stress(engine: Engine) -> None:
         calls += [
             lambda salt=200 + plain: engine.turn(None, ids(200, salt), 16) for plain in range(4)
         ]
-        for reply in at_once(*calls):
+        for reply in run_together(*calls):
             reply.good()
     for session in sessions:
         engine.close(session)
@@ -151,7 +151,7 @@ def k13_to_k16_aborts_under_chunked_prefill(engine: Engine) -> None:
         _k13_turns(engine, sessions, round)
         _k14_too_long(engine, sessions)
         recovery = [lambda s=s: engine.turn(s, ids(6, 3), 4) for s in sessions]
-        for reply in at_once(*recovery):
+        for reply in run_together(*recovery):
             assert reply.good().cached > 0, f"the history was computed again: {reply}"
     healthy(engine)
     for session in sessions:
@@ -165,12 +165,12 @@ def k13_to_k16_aborts_under_chunked_prefill(engine: Engine) -> None:
 def _k13_turns(engine: Engine, sessions: list[str], round: int) -> None:
     calls: list[Any] = [lambda s=s: engine.turn(s, ids(6, 2), 4) for s in sessions]
     calls += [lambda salt=salt: engine.turn(None, ids(40, salt), 4) for salt in (30, 31)]
-    for reply in at_once(*calls):
+    for reply in run_together(*calls):
         reply.good()
 
 
 def _k14_too_long(engine: Engine, sessions: list[str]) -> None:
-    for reply in at_once(*[lambda s=s: engine.turn(s, ids(600, 4), 4) for s in sessions]):
+    for reply in run_together(*[lambda s=s: engine.turn(s, ids(600, 4), 4) for s in sessions]):
         engine.expect("the status of a turn that is too long", reply.status, 400)
         words = ("maximum allowed length", "context length")
         assert any(word in reply.error for word in words), f"the refusal: {reply.error!r}"

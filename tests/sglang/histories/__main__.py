@@ -26,7 +26,7 @@ from integration.processes import Failed
 
 RETENTIONS = ("none", "tagged", "pinned", "auto")
 # Without the plan of reopened sessions, which is one of the kinds below.
-PLANS = ("trimmed", "healed", "diverged", "refused", "gone")
+PLANS = ("trimmed", "retokenized", "diverged", "refused", "gone")
 KINDS = ("pinned", "reopened", "tagged")
 # The tiny model's context, less some tokens for its template.
 CONTEXT_TOKENS = 4000
@@ -102,7 +102,7 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     print(f"histories: {text}", flush=True)
 
 
@@ -113,7 +113,7 @@ class Bench:
         folder.mkdir()
         self.options = options
         self.fleet = Fleet(folder, bin_dir, options.page_size, worker="histories")
-        say(f"starting an engine with a pool of {pool_tokens} tokens")
+        print_line(f"starting an engine with a pool of {pool_tokens} tokens")
         more = ["--context-length", "4096"]
         self.fleet.start_engine(model="chat-model", pool_tokens=pool_tokens, more=more)
         self.fleet.start_agent(settings=f'shim_socket = "{self.fleet.shim_socket}"\n{AGENT}')
@@ -144,7 +144,7 @@ class Bench:
         plans = self._plans()
         plans.subtract(before)
         row = Row(pool, retention, report, plans)
-        say(f"{report['seconds']:.0f} s: {' '.join(row.cells())} {report['errors_by_kind'] or ''}")
+        print_line(f"{report['seconds']:.0f} s: {' '.join(row.cells())} {report['errors_by_kind'] or ''}")
         return row
 
     def _plans(self) -> Counter[str]:
@@ -174,7 +174,7 @@ def measure(options: argparse.Namespace, folder: Path) -> list[Row]:
 
     at("endless", MEASURED_TOKENS, RETENTIONS)
     [working_set] = [row.report["context_tokens"] for row in rows if row.retention == "none"]
-    say(f"the working set has {working_set} tokens")
+    print_line(f"the working set has {working_set} tokens")
     for ratio in options.ratios:
         pages = round(working_set * ratio) // options.page_size
         at(f"{ratio:g} x", pages * options.page_size, RETENTIONS)
@@ -188,7 +188,7 @@ def on_term(_number: int, _frame: object) -> None:
 def main() -> int:
     options = arguments()
     if not options.histories.exists():
-        say(f"skipped: no trace at {options.histories}")
+        print_line(f"skipped: no trace at {options.histories}")
         return 0
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, on_term)
@@ -196,10 +196,10 @@ def main() -> int:
     try:
         print(table(measure(options, folder)), flush=True)
     except (Failed, OSError) as error:
-        say(f"{error}\nthe logs are in {folder}")
+        print_line(f"{error}\nthe logs are in {folder}")
         return 1
     except KeyboardInterrupt:
-        say("interrupted")
+        print_line("interrupted")
         return 130
     shutil.rmtree(folder, ignore_errors=True)
     return 0

@@ -29,7 +29,7 @@ from integration import (  # noqa: F401
     shim,
     with_shim,
     audit,
-    cuts,
+    snapshots,
     planted,
     kv,
     trim,
@@ -53,7 +53,7 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     print(f"integration: {text}", flush=True)
 
 
@@ -68,7 +68,7 @@ def main() -> int:
         print("\n".join(test.name for test in tests))
         return 0
     if not tests:
-        say(f"no test name contains {options.k!r}; --list shows all names")
+        print_line(f"no test name contains {options.k!r}; --list shows all names")
         return 2
 
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -86,19 +86,19 @@ def main() -> int:
             return 0
         fleet.start_agent()
         fleet.start_router()
-        say(f"agent and router ready; {time.monotonic() - begin:.0f} s in all")
+        print_line(f"agent and router ready; {time.monotonic() - begin:.0f} s in all")
         passed, failed = runner.run(tests, fleet, clean_up)
-        say(f"{time.monotonic() - begin:.0f} s with the start")
+        print_line(f"{time.monotonic() - begin:.0f} s with the start")
         status = 0 if failed == 0 else 1
         if options.keep:
             keep(fleet)
     except Failed as error:
-        say(str(error))
+        print_line(str(error))
         if fleet is None:
             return 1
         passed, failed = 0, len(tests)
     except KeyboardInterrupt:
-        say("interrupted")
+        print_line("interrupted")
         return 130
     finally:
         # A second Ctrl-C must not interrupt the cleanup.
@@ -109,14 +109,14 @@ def main() -> int:
         if status == 0 or options.only_engine:
             shutil.rmtree(folder, ignore_errors=True)
         else:
-            say(f"the logs are in {folder}")
+            print_line(f"the logs are in {folder}")
     print(f"{passed} passed, {failed} failed", flush=True)
     return status
 
 
 def keep(fleet: Fleet) -> None:
     """Prints the addresses of the running processes, and waits for Ctrl-C or TERM."""
-    say("running; Ctrl-C ends it")
+    print_line("running; Ctrl-C ends it")
     print(f"  engine  {fleet.engine_url}")
     if fleet.agent and fleet.router:
         print(f"  agent   http://{fleet.agent_data}  admin http://{fleet.agent_admin}")

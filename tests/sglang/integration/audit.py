@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from integration import wire
 from integration.fleet import SETTLE_SECONDS_MAX, Fleet
 from integration.ledger import figures, wait_figures
-from integration.pages import ask, audit, differences, faults, whole_pages
+from integration.pages import audit, differences, faults, run_audit_command, whole_pages
 from integration.processes import wait_until
 from integration.runner import equal, test
 from integration.shim import Direct, text_of
-from integration.turns import Pinned, finished
+from integration.turns import Pinned, finished_turn
 from integration.with_shim import with_shim
 
 AUDITS_MIN = 3
@@ -49,7 +49,7 @@ def it_equals_the_engines_account(fleet: Fleet) -> None:
         for session in sessions:
             session.turn(" And more of it, beyond a page.", 12)
         # A plain turn, whose KV is then in the radix tree alone.
-        finished(wire.post(f"{fleet.router_url}/generate", {
+        finished_turn(wire.post(f"{fleet.router_url}/generate", {
             "text": text_of(200), "sampling_params": {"max_new_tokens": 4, "temperature": 0},
         }))
         check(fleet)
@@ -120,7 +120,7 @@ def sealed_pages_are_compared(fleet: Fleet) -> None:
         session.close()
 
 
-def _told(fleet: Fleet) -> int:
+def _reported_pages(fleet: Fleet) -> int:
     [worker] = wire.get(f"{fleet.router_url}/v1/workers").json()["workers"]
     return worker["load"]["pages"]["held_pages"]
 
@@ -132,12 +132,12 @@ def it_is_shown_to_people_and_in_the_metrics(fleet: Fleet) -> None:
         session.turn(text_of(40), 10)
         with Direct(fleet) as foreign:
             foreign.turn(text_of(30), 5)
-            done = ask(fleet)
+            done = run_audit_command(fleet)
             equal(done.returncode, 0, "the exit status")
             assert f"not ours: {foreign.id}" in done.stdout, done.stdout
         wait_figures(fleet, {"rows_held": 1, "foreign_tokens": 0})
         pages = whole_pages(fleet, 49)
-        done = ask(fleet)
+        done = run_audit_command(fleet)
         assert "no faults" in done.stdout and f" {pages} held" in done.stdout, done.stdout
         text = wire.get(f"http://{fleet.agent_admin}/metrics").body.decode()
         for line in (
@@ -145,7 +145,10 @@ def it_is_shown_to_people_and_in_the_metrics(fleet: Fleet) -> None:
             'berth_agent_pool_page_faults{dp_rank="0",kind="leaked"} 0',
         ):
             assert line in text, f"no line {line!r} in {text}"
-        wait_until(fleet.router, "the audit's pages", lambda: _told(fleet) == pages, SETTLE_SECONDS_MAX)
+        wait_until(
+            fleet.router, "the audit's pages", lambda: _reported_pages(fleet) == pages,
+            SETTLE_SECONDS_MAX,
+        )
         spent, audits = (float(re.search(rf"audit_scheduler_seconds_{name} (\S+)", text)[1])
                          for name in ("sum", "count"))
         print(f"    {1e6 * spent / audits:.0f} us of the scheduler's thread per audit", flush=True)

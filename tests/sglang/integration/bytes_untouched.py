@@ -23,7 +23,7 @@ LEVEL = [
 TEXT = "The quick brown fox jumps over the lazy dog"
 
 
-def levelled(raw: bytes) -> bytes:
+def mask_ids_and_times(raw: bytes) -> bytes:
     for pattern, replacement in LEVEL:
         raw = pattern.sub(replacement, raw)
     return raw
@@ -47,11 +47,11 @@ def same(fleet: Fleet, path: str, request: Any, status: int = 200) -> None:
     equal(routed.status, status, f"the status of {path} ({routed})")
     kinds = [answer.headers.get("content-type") for answer in (routed, direct)]
     equal(kinds[0], kinds[1], f"{path}: the content type")
-    same_bytes(levelled(routed.body), levelled(direct.body), path)
+    same_bytes(mask_ids_and_times(routed.body), mask_ids_and_times(direct.body), path)
 
 
 @test
-def whole_answers(fleet: Fleet) -> None:
+def unstreamed_answers(fleet: Fleet) -> None:
     completion = {"model": MODEL, "prompt": TEXT, "max_tokens": 10, "temperature": 0}
     same(fleet, "/generate", body(TEXT, 10))
     same(fleet, "/v1/chat/completions", chat_body(TEXT, 10))
@@ -75,4 +75,4 @@ def the_engines_own_refusals(fleet: Fleet) -> None:
 def the_models(fleet: Fleet) -> None:
     direct = wire.get(f"{fleet.engine_url}/v1/models")
     routed = wire.get(f"{fleet.router_url}/v1/models")
-    same_bytes(levelled(routed.body), levelled(direct.body), "/v1/models")
+    same_bytes(mask_ids_and_times(routed.body), mask_ids_and_times(direct.body), "/v1/models")

@@ -14,7 +14,6 @@ import httpx
 import openai
 
 from integration.fleet import MODEL
-from integration.runner import equal
 
 SECONDS_MAX = 60
 KEY = "integration"
@@ -23,7 +22,7 @@ CREDENTIAL = {"authorization": f"Bearer {KEY}"}
 
 
 @dataclass(frozen=True)
-class Ask:
+class TurnOptions:
     """What a client asks for in one turn, besides the history."""
 
     tokens: int
@@ -37,7 +36,7 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Said:
+class ClientAnswer:
     """An answer as the client received it. Some APIs give no token counts for an empty streamed
     answer; the counts are 0 then."""
 
@@ -76,24 +75,28 @@ class Clients:
         self.openai.close()
         self.anthropic.close()
 
-    def ask(self, api: str, stream: bool, system: str, history: list[dict], ask: Ask) -> Said:
-        return APIS[api](self, stream, system, history, ask)
+    def send(
+        self, api: str, stream: bool, system: str, history: list[dict], options: TurnOptions
+    ) -> ClientAnswer:
+        return APIS[api](self, stream, system, history, options)
 
 
-def chat(clients: Clients, stream: bool, system: str, history: list[dict], ask: Ask) -> Said:
-    call = _sampling(ask) | _stream(stream) | {
+def chat(
+    clients: Clients, stream: bool, system: str, history: list[dict], options: TurnOptions
+) -> ClientAnswer:
+    call = _sampling(options) | _stream(stream) | {
         "messages": [{"role": "system", "content": system}, *history],
     }
-    if ask.tools:
-        functions = [{"type": "function", "function": tool} for tool in ask.tools]
-        call |= {"tools": functions, "tool_choice": "required" if ask.forced else "auto"}
+    if options.tools:
+        functions = [{"type": "function", "function": tool} for tool in options.tools]
+        call |= {"tools": functions, "tool_choice": "required" if options.forced else "auto"}
     answer = clients.openai.chat.completions.create(**call)
     if not stream:
         [choice] = answer.choices
         message = choice.message
         calls = [(c.function.name, c.function.arguments) for c in message.tool_calls or []]
         thought = getattr(message, "reasoning_content", None) or ""
-        return _said(message.content, thought, calls, choice.finish_reason, answer.usage)
+        return _client_answer(message.content, thought, calls, choice.finish_reason, answer.usage)
     text, thought, finish, usage = "", "", "", None
     calls: dict[int, list[str]] = {}
     for chunk in answer:
@@ -106,27 +109,32 @@ def chat(clients: Clients, stream: bool, system: str, history: list[dict], ask: 
                 found = calls.setdefault(delta.index, ["", ""])
                 found[0] += delta.function.name or ""
                 found[1] += delta.function.arguments or ""
-    return _said(text, thought, calls.values(), finish, usage)
+    return _client_answer(text, thought, calls.values(), finish, usage)
 
 
-def completions(clients: Clients, stream: bool, system: str, history: list[dict], ask: Ask) -> Said:
+def completions(
+    clients: Clients, stream: bool, system: str, history: list[dict], options: TurnOptions
+) -> ClientAnswer:
     said = [f"\n{one['content']}\n" if one["role"] == "user" else one["content"] for one in history]
     # This route applies no chat template, so the client writes the begin token.
     prompt = f"<|bos|>{system}" + "".join(said)
-    answer = clients.openai.completions.create(prompt=prompt, **_sampling(ask), **_stream(stream))
+    call = _sampling(options) | _stream(stream)
+    answer = clients.openai.completions.create(prompt=prompt, **call)
     if not stream:
         [choice] = answer.choices
-        return _said(choice.text, "", (), choice.finish_reason, answer.usage)
+        return _client_answer(choice.text, "", (), choice.finish_reason, answer.usage)
     text, finish, usage = "", "", None
     for chunk in answer:
         usage = chunk.usage or usage
         for choice in chunk.choices:
             text += choice.text
             finish = choice.finish_reason or finish
-    return _said(text, "", (), finish, usage)
+    return _client_answer(text, "", (), finish, usage)
 
 
-def responses(clients: Clients, stream: bool, system: str, history: list[dict], ask: Ask) -> Said:
+def responses(
+    clients: Clients, stream: bool, system: str, history: list[dict], options: TurnOptions
+) -> ClientAnswer:
     items: list[dict] = []
     for one in history:
         if one["role"] == "tool":
@@ -139,11 +147,11 @@ def responses(clients: Clients, stream: bool, system: str, history: list[dict], 
             items.append({"type": "function_call", "call_id": made["id"], **made["function"]})
     call: dict[str, Any] = {
         "model": MODEL, "temperature": 0, "instructions": system, "input": items, "store": False,
-        "max_output_tokens": ask.tokens, "stream": stream,
+        "max_output_tokens": options.tokens, "stream": stream,
     }
-    if ask.tools:
-        call["tools"] = [{"type": "function", **tool} for tool in ask.tools]
-        call["tool_choice"] = "required" if ask.forced else "auto"
+    if options.tools:
+        call["tools"] = [{"type": "function", **tool} for tool in options.tools]
+        call["tool_choice"] = "required" if options.forced else "auto"
     answer = clients.openai.responses.create(**call)
     if stream:
         # The last event holds the whole response.
@@ -152,26 +160,29 @@ def responses(clients: Clients, stream: bool, system: str, history: list[dict], 
     calls = [(one.name, one.arguments) for one in answer.output if one.type == "function_call"]
     usage = answer.usage
     cached = usage.input_tokens_details.cached_tokens if usage.input_tokens_details else 0
-    return Said(
+    return ClientAnswer(
         answer.output_text, "", tuple(calls), answer.status, usage.input_tokens, cached
     )
 
 
-def messages(clients: Clients, stream: bool, system: str, history: list[dict], ask: Ask) -> Said:
+def messages(
+    clients: Clients, stream: bool, system: str, history: list[dict], options: TurnOptions
+) -> ClientAnswer:
     call: dict[str, Any] = {
-        "model": MODEL, "system": system, "messages": _blocks(history), "max_tokens": ask.tokens,
+        "model": MODEL, "system": system, "messages": _blocks(history),
+        "max_tokens": options.tokens,
         # The client no longer has a parameter for the temperature; the engine still has one.
         "extra_body": {"temperature": 0},
     }
-    if ask.stop:
-        call["stop_sequences"] = list(ask.stop)
-    if ask.tools:
+    if options.stop:
+        call["stop_sequences"] = list(options.stop)
+    if options.tools:
         call["tools"] = [
             {"name": tool["name"], "description": tool["description"],
              "input_schema": tool["parameters"], "strict": True}
-            for tool in ask.tools
+            for tool in options.tools
         ]
-        call["tool_choice"] = {"type": "any" if ask.forced else "auto"}
+        call["tool_choice"] = {"type": "any" if options.forced else "auto"}
     if stream:
         with clients.anthropic.messages.stream(**call) as events:
             answer = events.get_final_message()
@@ -180,7 +191,7 @@ def messages(clients: Clients, stream: bool, system: str, history: list[dict], a
     text = "".join(block.text for block in answer.content if block.type == "text")
     used = [block for block in answer.content if block.type == "tool_use"]
     cached = answer.usage.cache_read_input_tokens or 0
-    return Said(
+    return ClientAnswer(
         text, "", tuple((block.name, json.dumps(block.input)) for block in used),
         answer.stop_reason, (answer.usage.input_tokens or 0) + cached, cached,
     )
@@ -209,26 +220,26 @@ def _blocks(history: list[dict]) -> list[dict]:
     return made
 
 
-def _sampling(ask: Ask) -> dict[str, Any]:
-    call: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": ask.tokens}
-    call |= {"stop": list(ask.stop)} if ask.stop else {}
-    call |= {"logit_bias": ask.bias} if ask.bias else {}
-    return call | ({"extra_body": {"regex": ask.regex}} if ask.regex else {})
+def _sampling(options: TurnOptions) -> dict[str, Any]:
+    call: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": options.tokens}
+    call |= {"stop": list(options.stop)} if options.stop else {}
+    call |= {"logit_bias": options.bias} if options.bias else {}
+    return call | ({"extra_body": {"regex": options.regex}} if options.regex else {})
 
 
 def _stream(stream: bool) -> dict[str, Any]:
     return {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
 
 
-def _said(
+def _client_answer(
     text: str | None, thought: str, calls: Iterable[Any], finish: str, usage: Any
-) -> Said:
+) -> ClientAnswer:
     details = usage.prompt_tokens_details
     cached = (details.cached_tokens or 0) if details else 0
     calls = tuple((name, arguments) for name, arguments in calls)
-    return Said(text or "", thought, calls, finish, usage.prompt_tokens, cached)
+    return ClientAnswer(text or "", thought, calls, finish, usage.prompt_tokens, cached)
 
 
-APIS: dict[str, Callable[[Clients, bool, str, list[dict], Ask], Said]] = {
+APIS: dict[str, Callable[[Clients, bool, str, list[dict], TurnOptions], ClientAnswer]] = {
     "chat": chat, "completions": completions, "responses": responses, "messages": messages,
 }

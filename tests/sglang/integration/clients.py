@@ -24,9 +24,9 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from integration import wire
-from integration.client_apis import APIS, CREDENTIAL, Ask, Clients, Said
-from integration.client_talks import (
-    TURNS, Script, Step, Talk, Words, edits, questions, stops_and_thoughts, tools,
+from integration.client_apis import APIS, CREDENTIAL, ClientAnswer, Clients, TurnOptions
+from integration.client_scripts import (
+    TURNS, Script, ScriptedClient, Step, TokenBiases, edits, questions, stops_and_thoughts, tools,
 )
 from integration.fleet import Fleet, engine_home
 from integration.planted import PLUGIN
@@ -36,7 +36,7 @@ from integration.turns import delete_session, new_id
 
 RETENTIONS = ("tagged", "pinned", "auto")
 # Each conversation, with the APIs that can hold it, streamed or not.
-HELD: list[tuple[Script, str, bool]] = [
+CONVERSATIONS: list[tuple[Script, str, bool]] = [
     *((questions, api, stream) for api in APIS for stream in (False, True)),
     (tools, "chat", False), (tools, "chat", True),
     (tools, "responses", True), (tools, "messages", False),
@@ -50,11 +50,11 @@ HELD: list[tuple[Script, str, bool]] = [
 class Turn:
     """A turn, as its client and the engine saw it."""
 
-    said: Said
+    said: ClientAnswer
     # The retention, as reported to the client.
     kind: str
     # Whether the turn was retokenized: the prompt's text is the client's, but its tokens are not.
-    healed: bool = False
+    retokenized: bool = False
 
 
 class Cluster:
@@ -68,7 +68,7 @@ class Cluster:
         self._read = 0
         made = engine_home() / "chat-model/tokenizer.json"
         self.tokenizer = Tokenizer.from_file(str(made.resolve()))
-        self.words = Words(self.tokenizer)
+        self.words = TokenBiases(self.tokenizer)
 
     def start(
         self, env: dict[str, str] | None = None, flags: tuple[str, ...] = (), **more: Any
@@ -91,7 +91,7 @@ class Cluster:
         self.fleet.start_router()
         self.fleet.wait_placing()
         self.fleet.wait_trimming()
-        self.start_over()
+        self.skip_written()
 
     def stop(self) -> None:
         """Stops all processes at once. Sessions that are left at the engine end with it."""
@@ -114,11 +114,11 @@ class Cluster:
         found = re.findall(r'^berth_agent_(\w+)\{\w+="(\w+)"\} (\d+)$', text, re.MULTILINE)
         return {(name, label): int(count) for name, label, count in found}
 
-    def start_over(self) -> None:
+    def skip_written(self) -> None:
         """Skips what the engine wrote about a conversation that was left before its end."""
         self._read = self.contexts.stat().st_size
 
-    def wrote(self) -> tuple[list[int], dict | None]:
+    def last_written(self) -> tuple[list[int], dict | None]:
         """Returns whole prompt and session's context of the only turn since the last call."""
         with self.contexts.open() as file:
             file.seek(self._read)
@@ -130,12 +130,12 @@ class Cluster:
         return whole["whole"], contexts[0] if contexts else None
 
 
-class Held:
+class HeldConversation:
     """A conversation while it is held."""
 
     def __init__(self, cluster: Cluster, api: str, stream: bool, script: Script, retention: str):
         self.cluster, self.retention = cluster, retention
-        self.talk = Talk(api, stream, cluster.words)
+        self.client = ScriptedClient(api, stream, cluster.words)
         self.script = script
         # The committed tokens of each session in the engine after its last turn.
         self.committed: dict[str, int] = {}
@@ -144,11 +144,13 @@ class Held:
     def run(self) -> list[Turn]:
         session = new_id("clients")
         clients = self.cluster.clients(self.retention, session)
-        for step in self.script(self.talk):
-            talk = self.talk
-            said = clients.ask(talk.api, talk.stream, talk.system, talk.history, step.ask)
-            self.turns.append(self._judged(said, self.cluster.kind(clients), step))
-            talk.heard(said)
+        for step in self.script(self.client):
+            client = self.client
+            said = clients.send(
+                client.api, client.stream, client.system, client.history, step.options
+            )
+            self.turns.append(self._check_turn(said, self.cluster.kind(clients), step))
+            client.add_answer(said)
         clients.close()
         if self.retention:
             closed = delete_session(self.cluster.fleet, session, CREDENTIAL)
@@ -156,27 +158,27 @@ class Held:
         equal(len(self.turns), TURNS, "turns")
         return self.turns
 
-    def _judged(self, said: Said, kind: str, step: Step) -> Turn:
+    def _check_turn(self, said: ClientAnswer, kind: str, step: Step) -> Turn:
         where = f"turn {len(self.turns)}, {said}"
-        whole, context = self.cluster.wrote()
-        equal(kind, self._expected(step), f"the turn's kind, {where}")
+        whole, context = self.cluster.last_written()
+        equal(kind, self._expected_kind(step), f"the turn's kind, {where}")
         equal(context is None, kind not in ("pinned", "reopened"), f"it ran beside, {where}")
         if context is None:
             if said.prompt_tokens:
                 equal(said.prompt_tokens, len(whole), f"prompt tokens, {where}")
             return Turn(said, kind)
-        return self._in_its_session(said, kind, step, whole, context)
+        return self._check_session_turn(said, kind, step, whole, context)
 
-    def _expected(self, step: Step) -> str:
+    def _expected_kind(self, step: Step) -> str:
         if self.retention == "pinned" or (self.retention == "auto" and self.turns):
             return "reopened" if step.edited else "pinned"
         if self.retention:
             # The engine accepts no tag on `/v1/messages`.
-            return "none" if self.talk.api == "messages" else "tagged"
+            return "none" if self.client.api == "messages" else "tagged"
         return ""
 
-    def _in_its_session(
-        self, said: Said, kind: str, step: Step, whole: list[int], context: dict
+    def _check_session_turn(
+        self, said: ClientAnswer, kind: str, step: Step, whole: list[int], context: dict
     ) -> Turn:
         where = f"turn {len(self.turns)}, {said}"
         ids, committed = context["context"], self.committed.get(context["session"])
@@ -192,24 +194,26 @@ class Held:
         if prompt == whole:
             return Turn(said, kind)
         equal(self.cluster.text(prompt), self.cluster.text(whole), f"the context's text, {where}")
-        if not (step.ask.regex or step.ask.forced or step.ask.stop):
-            self._answered_alone(prompt, answer, step.ask, where)
-        return Turn(said, kind, healed=True)
+        if not (step.options.regex or step.options.forced or step.options.stop):
+            self._check_answer_alone(prompt, answer, step.options, where)
+        return Turn(said, kind, retokenized=True)
 
-    def _answered_alone(self, prompt: list[int], answer: list[int], ask: Ask, where: str) -> None:
+    def _check_answer_alone(
+        self, prompt: list[int], answer: list[int], options: TurnOptions, where: str
+    ) -> None:
         """Checks the answer against the same ids sent as one prompt without a session."""
-        params = {"max_new_tokens": len(answer), "temperature": 0, "logit_bias": ask.bias}
+        params = {"max_new_tokens": len(answer), "temperature": 0, "logit_bias": options.bias}
         request = {"input_ids": prompt, "sampling_params": params}
         alone = wire.post(f"{self.cluster.fleet.engine_url}/generate", request).json()
-        self.cluster.wrote()
-        equal(alone["output_ids"], answer, f"the answer to the healed context, {where}")
+        self.cluster.last_written()
+        equal(alone["output_ids"], answer, f"the answer to the retokenized context, {where}")
 
 
 def differing(turns: list[Turn], plain: list[Turn]) -> list[str]:
     """Returns the turns whose answers differ, up to the first turn that was retokenized."""
     found = []
     for number, (turn, other) in enumerate(zip(turns, plain, strict=True)):
-        if turn.healed:
+        if turn.retokenized:
             break
         same = replace(other.said, cached_tokens=turn.said.cached_tokens)
         if turn.said != same:
@@ -217,53 +221,55 @@ def differing(turns: list[Turn], plain: list[Turn]) -> list[str]:
     return found
 
 
-def hold(cluster: Cluster, script: Script, api: str, stream: bool, seen: Counter[str]) -> None:
+def hold_conversation(
+    cluster: Cluster, script: Script, api: str, stream: bool, seen: Counter[str]
+) -> None:
     """Holds a conversation with each retention, and checks that the answers are the same."""
 
-    def held(retention: str) -> list[Turn]:
-        return Held(cluster, api, stream, script, retention).run()
+    def run_with(retention: str) -> list[Turn]:
+        return HeldConversation(cluster, api, stream, script, retention).run()
 
-    plain = held("")
-    noise = len(differing(held(""), plain))
+    plain = run_with("")
+    noise = len(differing(run_with(""), plain))
     seen["noise"] += noise
     asked_for = ("tagged", "pinned") if stream or script is not questions else RETENTIONS
     for retention in asked_for:
-        turns = held(retention)
+        turns = run_with(retention)
         found = differing(turns, plain)
         assert len(found) <= noise, f"{retention}, with {noise} turns of noise: {found[0]}"
         seen.update(turn.kind for turn in turns)
-        seen["healed"] += sum(turn.healed for turn in turns)
+        seen["retokenized"] += sum(turn.retokenized for turn in turns)
 
 
-def counted_alike(cluster: Cluster, seen: Counter[str]) -> None:
+def check_counters(cluster: Cluster, seen: Counter[str]) -> None:
     """Checks that the agent's counters equal what the clients were told."""
     counts = cluster.agent_counts()
     ran = {kind: counts.get(("session_turns_total", kind), 0) for kind in ("pinned", "reopened")}
     equal(ran, {kind: seen[kind] for kind in ran}, "turns by kind")
-    names = ("trimmed", "healed", "reopened", "diverged", "refused", "gone")
+    names = ("trimmed", "retokenized", "reopened", "diverged", "refused", "gone")
     plans = {plan: counts.get(("trim_turns_total", plan), 0) for plan in names}
-    equal(plans["trimmed"] + plans["healed"], ran["pinned"], f"pinned turns, of {plans}")
+    equal(plans["trimmed"] + plans["retokenized"], ran["pinned"], f"pinned turns, of {plans}")
     equal(plans["reopened"], ran["reopened"], f"turns of fresh incarnations, of {plans}")
     equal(plans["gone"], 0, f"turns gone before their plans, of {plans}")
-    assert plans["healed"] > 0, f"both kinds of plans: {plans}"
+    assert plans["retokenized"] > 0, f"both kinds of plans: {plans}"
 
 
 @test
-def whole_histories_of_unchanged_clients_are_pinned_turns(fleet: Fleet) -> None:
+def full_histories_of_unchanged_clients_are_pinned_turns(fleet: Fleet) -> None:
     cluster = Cluster(fleet)
     try:
         cluster.start()
         problems, seen = [], Counter()
-        for script, api, stream in HELD:
+        for script, api, stream in CONVERSATIONS:
             begin = time.monotonic()
-            problem = problem_of(lambda: hold(cluster, script, api, stream, seen))
+            problem = problem_of(lambda: hold_conversation(cluster, script, api, stream, seen))
             name = f"{script.__name__} by {api}{', streamed' if stream else ''}"
             mark = "FAILED" if problem else "ok"
             print(f"    {name}  {mark}  ({time.monotonic() - begin:.1f} s)", flush=True)
             problems += [f"{name}: {problem}"] if problem else []
-            cluster.start_over()
+            cluster.skip_written()
         print(f"    {dict(seen)}", flush=True)
         assert not problems, "\n".join(problems)
-        counted_alike(cluster, seen)
+        check_counters(cluster, seen)
     finally:
         cluster.stop()

@@ -5,7 +5,7 @@ import time
 from integration import wire
 from integration.fleet import AGENT_STOP_SECONDS_MAX, Fleet
 from integration.runner import equal, last_test, one_of, test
-from integration.turns import Pinned, body, chat_body, generate, refused
+from integration.turns import Pinned, body, chat_body, generate, refusal_code
 
 # A connection to a dead engine on this machine is refused at once. The bound is less than the 10 s
 # for which an agent waits for an engine's answer.
@@ -67,7 +67,7 @@ def a_dead_engine_is_answered_for_at_once(fleet: Fleet) -> None:
     answer = wire.post(f"{fleet.router_url}/generate", request, seconds=30)
     _in_time(begin, "a turn of the session")
     one_of(answer.status, (409, 503), f"the status of a turn of the session ({answer})")
-    refused(answer, answer.status, "a turn of the session")
+    refusal_code(answer, answer.status, "a turn of the session")
 
 
 def _long_turn(fleet: Fleet) -> wire.Stream:

@@ -164,7 +164,7 @@ class Fleet:
     def revive(self) -> None:
         """Restarts the whole fleet if one of its processes has ended."""
         if any(not process.alive() for process in self.processes()):
-            print("integration: something has ended; starting the fleet anew", flush=True)
+            print("integration: a process has ended; starting the fleet again", flush=True)
             self.stop()
             self.start_engine()
             self.start_agent()
@@ -176,7 +176,9 @@ class Fleet:
         for process in self.processes():
             seconds = limits.get(process.name, ROUTER_STOP_SECONDS_MAX)
             if process.alive() and process.stop(seconds) is None:
-                print(f"integration: {process.name} didn't end within {seconds} s of TERM", flush=True)
+                print(
+                    f"integration: {process.name} didn't end within {seconds} s of TERM", flush=True
+                )
             process.stop(0)
 
     def start_agent(self, engine_url: str | None = None, settings: str = "") -> None:

@@ -19,7 +19,7 @@ from integration.planted import Planted, planted
 from integration.processes import wait_until
 from integration.runner import test
 from integration.shim import text_of
-from integration.turns import Pinned, at_once, generate
+from integration.turns import Pinned, generate, run_together
 
 EQUAL_SECONDS_MAX = 60
 ASK_SECONDS_MAX = 30
@@ -61,18 +61,18 @@ def blocks_of(tokens: list[int]) -> list[str]:
     return blocks
 
 
-def told(fleet: Fleet) -> set[str] | str:
+def reported_blocks(fleet: Fleet) -> set[str] | str:
     """Returns the blocks of the only rank as routers get them, or why there are none."""
     command = [str(fleet.bin_dir / "berth-agent"), "kv", "--json", "--control-addr"]
     done = subprocess.run(
         [*command, fleet.agent_control], capture_output=True, text=True, timeout=AUDIT_SECONDS_MAX
     )
-    assert done.stdout, f"nothing was told: {done.stderr}"
+    assert done.stdout, f"nothing was reported: {done.stderr}"
     [rank] = json.loads(done.stdout)["ranks"]
     return rank.get("unknown") or set(rank["device"])
 
 
-def held(fleet: Planted) -> set[str]:
+def tree_blocks(fleet: Planted) -> set[str]:
     """Returns the blocks that are in the tree now."""
     fleet.plant("tree")
     paths: list[list[int]] = json.loads(fleet.file.with_suffix(".tree").read_text())
@@ -83,20 +83,20 @@ def wait_equal(fleet: Planted, what: str) -> set[str]:
     seen: dict[str, Any] = {}
 
     def equal() -> bool:
-        seen["told"], seen["held"] = told(fleet), held(fleet)
-        return seen["told"] == seen["held"]
+        seen["reported"], seen["in_tree"] = reported_blocks(fleet), tree_blocks(fleet)
+        return seen["reported"] == seen["in_tree"]
 
     try:
         wait_until(fleet.agent, f"right {what}", equal, EQUAL_SECONDS_MAX)
     except Exception as error:
-        known, real = seen["told"], seen["held"]
+        known, real = seen["reported"], seen["in_tree"]
         if isinstance(known, str):
-            raise AssertionError(f"{what}: nothing is told: {known}") from error
+            raise AssertionError(f"{what}: nothing is reported: {known}") from error
         raise AssertionError(
-            f"{what}: {len(real)} blocks are held and {len(known)} told; "
+            f"{what}: {len(real)} blocks are in the tree and {len(known)} are reported; "
             f"{len(real - known)} are missing, {len(known - real)} are not there"
         ) from error
-    return seen["told"]
+    return seen["reported"]
 
 
 def metric(fleet: Fleet, line: str) -> float:
@@ -106,7 +106,7 @@ def metric(fleet: Fleet, line: str) -> float:
 
 
 @test
-def what_is_told_is_what_the_tree_holds(fleet: Fleet) -> None:
+def reported_blocks_are_the_blocks_of_the_tree(fleet: Fleet) -> None:
     with planted(fleet, "kv", SETTINGS) as own:
         _check(own)
 
@@ -119,17 +119,17 @@ def _converse(fleet: Fleet, letter: str, turns: int = 2) -> None:
         history += f" {letter} and then {number}?" + text_of(90)
 
 
-def _converse_unheard(fleet: Planted, letter: str) -> None:
+def _converse_with_lost_events(fleet: Planted, letter: str) -> None:
     """Sends a conversation whose KV events are all lost, and can't be replayed."""
     fleet.plant("lost")
     _converse(fleet, letter)
     fleet.plant("heard")
 
 
-def wait_asked(fleet: Fleet, before: float) -> None:
+def wait_tree_requested(fleet: Fleet, before: float) -> None:
     """Waits until the agent has requested the tree more than `before` times."""
     wait_until(
-        fleet.agent, "asking for the tree", lambda: metric(fleet, ASKED) > before, ASK_SECONDS_MAX
+        fleet.agent, "requesting the tree", lambda: metric(fleet, ASKED) > before, ASK_SECONDS_MAX
     )
 
 
@@ -141,14 +141,14 @@ def _change_while_published(fleet: Planted) -> None:
         for text in known:
             generate(fleet, text, 4)
         asked = metric(fleet, ASKED)
-        _converse_unheard(fleet, letter)
+        _converse_with_lost_events(fleet, letter)
 
         def go_on(text: str) -> None:
             for tokens in range(800, 0, -100):
                 generate(fleet, text[:tokens] + text_of(300), 8)
 
-        at_once(*(partial(go_on, text) for text in known))
-        wait_asked(fleet, asked)
+        run_together(*(partial(go_on, text) for text in known))
+        wait_tree_requested(fleet, asked)
         wait_equal(fleet, "after changes while the tree was published")
         orphans = metric(fleet, ORPHANS)
         print(f"    {orphans:.0f} stores came behind what was still to be published", flush=True)
@@ -175,19 +175,19 @@ def _check(fleet: Planted) -> None:
     for letter in "ABCD":
         _converse(fleet, letter)
     wait_equal(fleet, "after a gap that the engine's buffer fills")
-    assert metric(fleet, ASKED) == 0, "the tree was asked for"
+    assert metric(fleet, ASKED) == 0, "the tree was requested"
 
-    _converse_unheard(fleet, "E")
+    _converse_with_lost_events(fleet, "E")
     for letter in "FG":
         _converse(fleet, letter)
-    wait_asked(fleet, 0)
+    wait_tree_requested(fleet, 0)
     wait_equal(fleet, "after a gap that nothing fills")
     _change_while_published(fleet)
 
     fleet.plant("forgotten")
     fleet.restart_agent(settings=f'shim_socket = "{fleet.shim_socket}"\n{SETTINGS}')
     assert len(wait_equal(fleet, "beside an engine that ran before")) > 6
-    assert metric(fleet, ASKED) >= 1, "the tree was not asked for"
+    assert metric(fleet, ASKED) >= 1, "the tree was not requested"
     _converse(fleet, "H")
     wait_equal(fleet, "after what came then")
 

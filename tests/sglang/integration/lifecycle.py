@@ -16,17 +16,17 @@ from integration.turns import (
     delete_session,
     generate,
     get_session,
-    last_of,
+    is_running,
+    last_turn,
     new_id,
     open_session,
-    quicken,
-    refused,
-    runs,
+    refusal_code,
+    restore_speed,
     slow_engine,
 )
 
 
-def gone(fleet: Fleet, id: str, seconds: float = 30) -> None:
+def wait_gone(fleet: Fleet, id: str, seconds: float = 30) -> None:
     deadline = time.monotonic() + seconds
     while (status := get_session(fleet, id).status) != 404 and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -68,7 +68,7 @@ def a_close_gives_the_pool_back(fleet: Fleet) -> None:
 
 
 @test
-def a_closed_id_starts_anew(fleet: Fleet) -> None:
+def a_closed_id_can_be_opened_again(fleet: Fleet) -> None:
     id = new_id("again")
     for _ in range(3):
         session = Pinned(fleet, id)
@@ -87,7 +87,7 @@ def the_final_turn_closes(fleet: Fleet) -> None:
         headers = {"x-berth-session-final": "true"}
         answer = wire.post(f"{fleet.router_url}/generate", request, headers)
         equal(answer.status, 200, f"the status of {answer}")
-        gone(fleet, session.id)
+        wait_gone(fleet, session.id)
     equal(fleet.wait_pool(before), before, "the pool's use")
 
 
@@ -101,7 +101,7 @@ def session_control_opens_and_closes(fleet: Fleet) -> None:
         answer = wire.post(url, request)
         equal(answer.status, 200, f"{action}: the status of {answer}")
         if found == 404:
-            gone(fleet, id)
+            wait_gone(fleet, id)
         equal(get_session(fleet, id).status, found, f"{action}: the status of the session")
 
 
@@ -115,10 +115,10 @@ def a_close_during_a_turn_waits_for_its_end(fleet: Fleet) -> None:
         running = session.send(text, 60, stream=True)
         next(running.events())
         equal(delete_session(fleet, session.id).status, 204, "the status of the close")
-        assert runs(fleet), "the close waited for the turn"
-        quicken(fleet)
-        session.check(text, 60, last_of(running))
-    gone(fleet, session.id)
+        assert is_running(fleet), "the close waited for the turn"
+        restore_speed(fleet)
+        session.check(text, 60, last_turn(running))
+    wait_gone(fleet, session.id)
     equal(fleet.wait_pool(before), before, "the pool's use")
 
 
@@ -132,7 +132,7 @@ def an_idle_session_is_closed_in_time(fleet: Fleet) -> None:
     # appended.
     request = body(" Too late.", 4, session_params={"id": session.id})
     answer = wire.post(f"{fleet.router_url}/generate", request)
-    equal(refused(answer, 404, "a turn after its end"), "session_unknown", "the code")
+    equal(refusal_code(answer, 404, "a turn after its end"), "session_unknown", "the code")
 
 
 @test

@@ -16,7 +16,7 @@ from typing import Any
 
 VERSION = 4
 # Messages come at once, or after some seconds on a loaded machine.
-TOLD_SECONDS_MAX = 60
+REPORTED_SECONDS_MAX = 60
 HEAD_NAMES = (
     "seq events_lost samples samples_ns recounts total available evictable protected held uncached"
 ).split()
@@ -65,7 +65,7 @@ class Session:
 
 
 @dataclass
-class Told:
+class ShimState:
     """Everything that one connection has reported so far."""
 
     hello: SimpleNamespace | None = None
@@ -96,7 +96,7 @@ class Listener:
         self._listening.listen(4)
         self._changed = threading.Condition()
         self._connection: socket.socket | None = None
-        self.told = Told()
+        self.state = ShimState()
         threading.Thread(target=self._accept, daemon=True).start()
 
     def __enter__(self) -> "Listener":
@@ -113,46 +113,48 @@ class Listener:
                     pass
                 each.close()
 
-    def hear(self) -> None:
+    def resume_reading(self) -> None:
         self._hears.set()
 
-    def connected(self, seconds: float = TOLD_SECONDS_MAX) -> None:
+    def connected(self, seconds: float = REPORTED_SECONDS_MAX) -> None:
         """Waits until the shim has connected; a deaf listener can wait for it too."""
         with self._changed:
             came = self._changed.wait_for(lambda: self._connection, seconds)
         assert came, f"no shim has connected within {seconds} s"
 
-    def wait(self, what: str, holds: Callable[[Told], Any], seconds: float = TOLD_SECONDS_MAX) -> Any:
+    def wait(
+        self, what: str, holds: Callable[[ShimState], Any], seconds: float = REPORTED_SECONDS_MAX
+    ) -> Any:
         """Waits until `holds` returns a true value for all that was told, and returns that
         value."""
         deadline = time.monotonic() + seconds
         with self._changed:
             while True:
-                told = self.told
-                if told.broken:
-                    raise told.broken
-                if found := holds(told):
+                state = self.state
+                if state.broken:
+                    raise state.broken
+                if found := holds(state):
                     return found
                 left = deadline - time.monotonic()
-                assert left > 0, f"not told within {seconds} s: {what}; last: {told.head}, " \
-                    f"{told.sessions}, {told.events[-5:]}"
+                assert left > 0, f"not reported within {seconds} s: {what}; last: {state.head}, " \
+                    f"{state.sessions}, {state.events[-5:]}"
                 self._changed.wait(left)
 
     def session(self, id: str, what: str, holds: Callable[[Session], Any]) -> Session:
         """Waits until `holds` is true for the session's state, and returns the state."""
         self.wait(
-            f"{what} of {id}", lambda told: id in told.sessions and holds(told.sessions[id])
+            f"{what} of {id}", lambda state: id in state.sessions and holds(state.sessions[id])
         )
-        return self.told.sessions[id]
+        return self.state.sessions[id]
 
     def event(self, kind: str, id: str) -> tuple:
         """Waits for an event of the session, removes it from the list, and returns its values."""
-        def find(told: Told) -> tuple | None:
-            return next((event for event in told.events if event[:2] == (kind, id)), None)
+        def find(state: ShimState) -> tuple | None:
+            return next((event for event in state.events if event[:2] == (kind, id)), None)
 
         found = self.wait(f"{kind} of {id}", find)
         with self._changed:
-            self.told.events.remove(found)
+            self.state.events.remove(found)
         return found[2:]
 
     def demote(self, id: str) -> str:
@@ -163,16 +165,16 @@ class Listener:
 
     def audit(self) -> SimpleNamespace:
         """Asks the shim for an audit of the pages. Returns its refusal, names and report."""
-        number = len(self.told.audits) + 1
+        number = len(self.state.audits) + 1
         self._command(18, struct.pack("<Q", number))
-        return self.wait("an audit", lambda told: told.audits.get(number))
+        return self.wait("an audit", lambda state: state.audits.get(number))
 
-    def resync(self) -> Told:
+    def resync(self) -> ShimState:
         """Asks the shim for a full session table, and waits for it."""
-        before = self.told.full_tables
+        before = self.state.full_tables
         self._command(17, b"")
-        self.wait("a full table", lambda told: told.full_tables > before)
-        return self.told
+        self.wait("a full table", lambda state: state.full_tables > before)
+        return self.state
 
     def _command(self, kind: int, body: bytes) -> None:
         self._connection.sendall(struct.pack("<IBB", 2 + len(body), VERSION, kind) + body)
@@ -183,36 +185,36 @@ class Listener:
                 connection, _ = self._listening.accept()
             except OSError:
                 return
-            told = Told()
+            state = ShimState()
             with self._changed:
-                self._connection, self.told = connection, told
+                self._connection, self.state = connection, state
                 self._changed.notify_all()
-            threading.Thread(target=self._read, args=(connection, told), daemon=True).start()
+            threading.Thread(target=self._read, args=(connection, state), daemon=True).start()
 
-    def _read(self, connection: socket.socket, told: Told) -> None:
+    def _read(self, connection: socket.socket, state: ShimState) -> None:
         self._hears.wait()
         try:
             with connection.makefile("rb") as stream:
                 while len(prefix := stream.read(4)) == 4:
                     frame = stream.read(int.from_bytes(prefix, "little"))
                     with self._changed:
-                        _apply(told, _Reader(frame))
+                        _apply(state, _Reader(frame))
                         self._changed.notify_all()
         except AssertionError as error:
-            told.broken = error
+            state.broken = error
         except OSError:
             pass
         with self._changed:
-            told.ended = True
+            state.ended = True
             self._changed.notify_all()
 
 
-def _apply(told: Told, frame: _Reader) -> None:
+def _apply(state: ShimState, frame: _Reader) -> None:
     version, kind = frame.number(1), frame.number(1)
     assert version == VERSION, f"the shim speaks version {version}"
-    assert (kind == 1) == (told.hello is None), f"frame {kind} and hello: {told.hello}"
+    assert (kind == 1) == (state.hello is None), f"frame {kind} and hello: {state.hello}"
     if kind == 1:
-        told.hello = SimpleNamespace(
+        state.hello = SimpleNamespace(
             pid=frame.number(4), dp_rank=frame.number(4), page_size=frame.number(4),
             total=frame.number(8), rows_total=frame.number(4), instance=frame.take(16),
             sglang=frame.text(), shim=frame.text(), inert=frame.text(), undemotable=frame.text(),
@@ -222,38 +224,38 @@ def _apply(told: Told, frame: _Reader) -> None:
     elif kind == 3:
         number, spent_ns, refusal = frame.number(8), frame.number(8), frame.text()
         names = [frame.text() for _ in range(frame.number(2))]
-        told.audits[number] = SimpleNamespace(
+        state.audits[number] = SimpleNamespace(
             refusal=refusal, names=names, report=frame.rest(), spent_ns=spent_ns
         )
     else:
         assert kind == 2, f"the shim sends a frame of kind {kind}"
-        _update(told, frame)
+        _update(state, frame)
     frame.end()
 
 
-def _update(told: Told, frame: _Reader) -> None:
+def _update(state: ShimState, frame: _Reader) -> None:
     values = {name: frame.number(8) for name in HEAD_NAMES}
     values |= {name: frame.number(4) for name in ROW_NAMES}
     head = SimpleNamespace(**values, full=frame.flag())
-    expected = told.head.seq + 1 if told.head else 0
+    expected = state.head.seq + 1 if state.head else 0
     assert head.seq == expected, f"update {head.seq} of the shim came where {expected} was due"
     pool = head.available + head.evictable + head.protected + head.held + head.uncached
     assert pool == head.total, f"the pool's parts don't sum to it: {head}"
-    told.events += [_event(frame) for _ in range(frame.number(2))]
+    state.events += [_event(frame) for _ in range(frame.number(2))]
     if head.full:
-        told.full_tables += 1
-        told.sessions.clear()
+        state.full_tables += 1
+        state.sessions.clear()
     for _ in range(frame.number(2)):
-        told.sessions.pop(frame.text(), None)
+        state.sessions.pop(frame.text(), None)
     for _ in range(frame.number(2)):
         id, flags = frame.text(), frame.number(1)
         assert flags < 8, f"unknown flags {flags}"
-        told.sessions[id] = Session(
+        state.sessions[id] = Session(
             bool(flags & 1), bool(flags & 2), bool(flags & 4),
             *(frame.number(4) for _ in range(4)),
         )
-    told.head = head
-    told.heads.append(head)
+    state.head = head
+    state.heads.append(head)
 
 
 def _event(frame: _Reader) -> tuple:

@@ -39,36 +39,36 @@ class Client:
     def post(self, path: str, body: dict) -> wire.Answer:
         return wire.post(f"{self.cluster.fleet.router_url}{path}", body)
 
-    def opens(self, **more: Any) -> None:
+    def open(self, **more: Any) -> None:
         request = {"capacity_of_str_len": 1, "session_id": self.id, "streaming": True, **more}
         answer = self.post("/open_session", request)
         equal(answer.status, 200, f"the status of the open, {answer}")
         self.held = 0
 
-    def closes(self) -> None:
+    def close(self) -> None:
         equal(delete_session(self.cluster.fleet, self.id).status, 204, "the status of the close")
 
-    def delta(self, text: str) -> None:
+    def send_delta(self, text: str) -> None:
         """Sends a delta, which must be answered on this client's transcript."""
         self.transcript += self.ids(text)
         sent = self.transcript[self.held :]
-        self._checked(self._generate(sent, session_params={"id": self.id}))
+        self._check_answer(self._generate(sent, session_params={"id": self.id}))
 
-    def full(self, text: str, **more: Any) -> str:
+    def send_full_history(self, text: str, **more: Any) -> str:
         """Sends a full history, which must be answered. Returns how it ran."""
         self.transcript += self.ids(text)
         answer = self._generate(self.transcript, session_id=self.id, **more)
-        self._checked(answer)
+        self._check_answer(answer)
         return answer.headers["x-berth-session-turn"]
 
-    def begins(self) -> None:
+    def begin_pinned(self) -> None:
         """Begins a pinned session with a full history, without opening the session before."""
         request = self._body(self.ids("Another story"), session_id=self.id)
         url = f"{self.cluster.fleet.router_url}/generate"
         answer = wire.post(url, request, {"x-berth-retention": "pinned"})
         equal(answer.status, 200, f"the status of {answer}")
 
-    def _checked(self, answer: wire.Answer) -> None:
+    def _check_answer(self, answer: wire.Answer) -> None:
         equal(answer.status, 200, f"the status of {answer}")
         said = answer.json()
         own = len(self.transcript)
@@ -79,16 +79,16 @@ class Client:
         self.transcript += said["output_ids"]
         self.held = len(self.transcript)
 
-    def refused(self, code: str, answer: wire.Answer) -> None:
+    def check_refused(self, code: str, answer: wire.Answer) -> None:
         equal(answer.status, 409, f"the status of {answer}")
         equal(answer.json()["error"]["code"], code, "the code")
 
-    def refused_delta(self, code: str) -> None:
+    def check_delta_refused(self, code: str) -> None:
         sent = self.ids(" and then?")
-        self.refused(code, self._generate(sent, session_params={"id": self.id}))
+        self.check_refused(code, self._generate(sent, session_params={"id": self.id}))
 
-    def refused_full(self, code: str, transcript: list[int], **more: Any) -> None:
-        self.refused(code, self._generate(transcript, session_id=self.id, **more))
+    def check_full_history_refused(self, code: str, transcript: list[int], **more: Any) -> None:
+        self.check_refused(code, self._generate(transcript, session_id=self.id, **more))
 
     def _generate(self, ids: list[int], **more: Any) -> wire.Answer:
         return self.post("/generate", self._body(ids, **more))
@@ -113,40 +113,40 @@ def client(cluster: Cluster, other: Client | None = None) -> Client:
     return Client(cluster, other.id if other else new_id("mixed"))
 
 
-def used_to_deltas(cluster: Cluster) -> Client:
+def client_with_deltas(cluster: Cluster) -> Client:
     first = client(cluster)
-    first.opens()
-    first.delta("The harbour master counts the ships that lie at the quay")
-    first.delta(" and writes them into the book that nobody reads")
+    first.open()
+    first.send_delta("The harbour master counts the ships that lie at the quay")
+    first.send_delta(" and writes them into the book that nobody reads")
     return first
 
 
 @test
-def no_full_history_takes_the_place_of_what_clients_append_to(fleet: Fleet) -> None:
+def no_full_history_replaces_a_session_with_deltas(fleet: Fleet) -> None:
     with cluster_of(fleet) as cluster:
         a_history_that_differs_is_refused(cluster)
-        every_route_refuses_it(cluster)
-        a_history_that_continues_goes_on(cluster)
-        a_client_may_open_it_anew(cluster)
-        what_a_full_history_replaced_takes_no_delta(cluster)
-        what_expired_is_not_appended_to(cluster)
-        what_an_agents_successor_began_is_not_appended_to(cluster)
-        answers_that_ignore_their_end_cost_no_pin(cluster)
+        every_route_refuses_a_different_history(cluster)
+        a_history_that_continues_is_appended(cluster)
+        a_client_may_reopen_its_session(cluster)
+        a_replaced_history_takes_no_delta(cluster)
+        an_expired_session_takes_no_delta(cluster)
+        a_session_begun_under_the_next_agent_takes_no_delta(cluster)
+        answers_with_ignore_eos_cost_no_pin(cluster)
 
 
 def a_history_that_differs_is_refused(cluster: Cluster) -> None:
-    first = used_to_deltas(cluster)
+    first = client_with_deltas(cluster)
     other = client(cluster, first).ids("Another story begins with another word, and goes on")
-    first.refused_full("whole_history", other)
-    first.delta(" except the gulls.")
-    first.refused_full("whole_history", first.transcript[:-3] + other)
-    first.refused_full("whole_history", first.transcript)
-    first.delta(" They read it twice.")
-    first.closes()
+    first.check_full_history_refused("whole_history", other)
+    first.send_delta(" except the gulls.")
+    first.check_full_history_refused("whole_history", first.transcript[:-3] + other)
+    first.check_full_history_refused("whole_history", first.transcript)
+    first.send_delta(" They read it twice.")
+    first.close()
 
 
-def every_route_refuses_it(cluster: Cluster) -> None:
-    first = used_to_deltas(cluster)
+def every_route_refuses_a_different_history(cluster: Cluster) -> None:
+    first = client_with_deltas(cluster)
     named = {"x-berth-session-id": first.id}
     messages = [{"role": "user", "content": "Tell me another story."}]
     chat = {"model": MODEL, "max_tokens": ANSWER_TOKENS, "messages": messages}
@@ -159,80 +159,81 @@ def every_route_refuses_it(cluster: Cluster) -> None:
         for stream in (False, True):
             url = f"{cluster.fleet.router_url}{path}"
             answer = wire.post(url, body | {"stream": stream}, named)
-            first.refused("whole_history", answer)
+            first.check_refused("whole_history", answer)
             # The session is free for its next turn as soon as the client receives the refusal.
-            first.delta(f" After {path} too.")
-    first.closes()
+            first.send_delta(f" After {path} too.")
+    first.close()
 
 
-def a_history_that_continues_goes_on(cluster: Cluster) -> None:
-    first = used_to_deltas(cluster)
-    equal(first.full(" except the gulls."), "pinned", "how the full history ran")
-    first.delta(" They read it twice.")
-    equal(first.full(" And again."), "pinned", "how the full history ran")
-    first.closes()
+def a_history_that_continues_is_appended(cluster: Cluster) -> None:
+    first = client_with_deltas(cluster)
+    equal(first.send_full_history(" except the gulls."), "pinned", "how the full history ran")
+    first.send_delta(" They read it twice.")
+    equal(first.send_full_history(" And again."), "pinned", "how the full history ran")
+    first.close()
 
 
-def a_client_may_open_it_anew(cluster: Cluster) -> None:
-    first = used_to_deltas(cluster)
+def a_client_may_reopen_its_session(cluster: Cluster) -> None:
+    first = client_with_deltas(cluster)
     second = client(cluster, first)
     opening = {"session_control": {"session_id": first.id, "action": "open"}}
-    equal(second.full("Another story", nvext=opening), "reopened", "how the full history ran")
-    first.refused_delta("delta_needs_open")
-    equal(second.full(" goes on."), "pinned", "how the full history ran")
-    second.closes()
+    ran = second.send_full_history("Another story", nvext=opening)
+    equal(ran, "reopened", "how the full history ran")
+    first.check_delta_refused("delta_needs_open")
+    equal(second.send_full_history(" goes on."), "pinned", "how the full history ran")
+    second.close()
     third = client(cluster, first)
     pinned = {"session_id": first.id, "retention": "pinned"}
     wire.post(f"{cluster.fleet.router_url}/v1/sessions", pinned)
-    equal(third.full("A story", nvext=opening), "pinned", "how the first turn ran")
-    third.delta(" goes on.")
-    third.closes()
+    equal(third.send_full_history("A story", nvext=opening), "pinned", "how the first turn ran")
+    third.send_delta(" goes on.")
+    third.close()
 
 
-def what_a_full_history_replaced_takes_no_delta(cluster: Cluster) -> None:
+def a_replaced_history_takes_no_delta(cluster: Cluster) -> None:
     first = client(cluster)
     opening = {"session_control": {"session_id": first.id, "action": "open"}}
     pinned = {"session_id": first.id, "retention": "pinned"}
     wire.post(f"{cluster.fleet.router_url}/v1/sessions", pinned)
-    first.full("The harbour master counts the ships", nvext=opening)
-    first.delta(" one by one")
-    first.closes()
-    first.opens()
+    first.send_full_history("The harbour master counts the ships", nvext=opening)
+    first.send_delta(" one by one")
+    first.close()
+    first.open()
     other = client(cluster, first)
-    equal(other.full("Another story"), "pinned", "how the other history ran")
-    first.refused_delta("delta_needs_open")
-    other.closes()
-    first.opens()
-    first.delta(" and the gulls.")
-    first.closes()
+    equal(other.send_full_history("Another story"), "pinned", "how the other history ran")
+    first.check_delta_refused("delta_needs_open")
+    other.close()
+    first.open()
+    first.send_delta(" and the gulls.")
+    first.close()
 
 
-def what_expired_is_not_appended_to(cluster: Cluster) -> None:
+def an_expired_session_takes_no_delta(cluster: Cluster) -> None:
     first = client(cluster)
-    first.opens(timeout=1)
-    first.delta("The harbour master counts the ships")
+    first.open(timeout=1)
+    first.send_delta("The harbour master counts the ships")
     url = f"{cluster.fleet.router_url}/v1/sessions/{first.id}"
     gone = lambda: wire.get(url).status == 404  # noqa: E731
     wait_until(cluster.fleet.agent, "rid of the session", gone, EXPIRY_SECONDS_MAX)
     other = client(cluster, first)
-    other.begins()
-    first.refused_delta("delta_needs_open")
-    first.closes()
+    other.begin_pinned()
+    first.check_delta_refused("delta_needs_open")
+    first.close()
 
 
-def what_an_agents_successor_began_is_not_appended_to(cluster: Cluster) -> None:
-    first = used_to_deltas(cluster)
+def a_session_begun_under_the_next_agent_takes_no_delta(cluster: Cluster) -> None:
+    first = client_with_deltas(cluster)
     cluster.fleet.stop_agent()
     cluster.fleet.start_agent(settings=f'shim_socket = "{cluster.fleet.shim_socket}"\n')
     cluster.fleet.wait_placing()
     cluster.fleet.wait_trimming()
     other = client(cluster, first)
-    other.begins()
-    first.refused_delta("delta_needs_open")
-    first.closes()
+    other.begin_pinned()
+    first.check_delta_refused("delta_needs_open")
+    first.close()
 
 
-def answers_that_ignore_their_end_cost_no_pin(cluster: Cluster) -> None:
+def answers_with_ignore_eos_cost_no_pin(cluster: Cluster) -> None:
     """Load generators set `ignore_eos`. Their answers hold end tokens that the answers' text lacks,
     so each history differs from the session's context inside the last answer."""
     session, messages, ran = new_id("endless"), [], []

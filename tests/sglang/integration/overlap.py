@@ -12,7 +12,7 @@ from integration import wire
 from integration.fleet import BERTH_START_SECONDS_MAX, Fleet
 from integration.processes import wait_until
 from integration.runner import equal, test
-from integration.turns import Turn, chat_body, delete_session, finished, new_id, sampling
+from integration.turns import Turn, chat_body, delete_session, finished_turn, new_id, sampling
 
 BLOCK_TOKENS = 64
 # So long that saving its prefill is worth more than an even load.
@@ -39,7 +39,7 @@ class Pair:
     def turn(self, ids: list[int], headers: dict | None = None) -> tuple[str, Turn]:
         """Sends a turn through the router. Returns the worker that took it, and its answer."""
         answer = wire.post(f"{self.router.router_url}/generate", request(ids), headers)
-        turn = finished(answer)
+        turn = finished_turn(answer)
         return answer.headers["x-berth-worker"].split("/")[0], turn
 
 
@@ -92,11 +92,11 @@ def turns_go_where_their_system_prompt_is(fleet: Fleet) -> None:
 
 
 def conversation_by_ids(both: Pair, there: Fleet, system: list[int]) -> None:
-    with heard(both, there):
+    with wait_for_blocks(both, there):
         # Sent directly to one agent, as another router may do.
         answer = wire.post(f"http://{there.agent_data}/generate",
                            request(system + list(b"Who is in?")))
-        cached = finished(answer).cached_tokens
+        cached = finished_turn(answer).cached_tokens
         assert cached < BLOCK_TOKENS, f"{cached} tokens of a prompt never seen were cached"
     session = new_id("second")
     worker, second = both.turn(system + list(b"Who is out?"), {"x-berth-session-id": session})
@@ -117,7 +117,7 @@ def chat(both: Pair, there: Fleet, system: str) -> None:
         equal(answer.status, 200, f"the status of {answer}")
         return answer
 
-    with heard(both, there):
+    with wait_for_blocks(both, there):
         ask(f"http://{there.agent_data}", "Who is in?")
     second = ask(both.router.router_url, "Who is out?")
     equal(second.headers["x-berth-worker"].split("/")[0], there.worker, "the worker of the chat")
@@ -126,7 +126,7 @@ def chat(both: Pair, there: Fleet, system: str) -> None:
 
 
 @contextmanager
-def heard(both: Pair, there: Fleet) -> Iterator[None]:
+def wait_for_blocks(both: Pair, there: Fleet) -> Iterator[None]:
     """Waits, after the block, until the router has heard of what was computed in it."""
     before = both.resident_blocks(there)
     yield

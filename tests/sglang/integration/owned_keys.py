@@ -8,7 +8,9 @@ session it doesn't know, both kinds of session at once) or under the client's re
 from integration import wire
 from integration.fleet import Fleet
 from integration.runner import equal, test
-from integration.turns import Pinned, Turn, at_engine, delete_session, finished, get_session, new_id
+from integration.turns import (
+    Pinned, Turn, delete_session, finished_turn, generate_at_engine, get_session, new_id,
+)
 
 FRONT = (
     '"rid":"hostile-1","routed_dp_rank":7,"bootstrap_room":1,"bootstrap_host":"nowhere",'
@@ -44,7 +46,7 @@ def in_a_pinned_session(fleet: Fleet) -> None:
     headers = {"x-berth-session-id": mine.id, "x-berth-delta": "1"}
     for text in ("Whose am I?", " Still yours?"):
         raw = hostile(generate_inner(text, 10), other.id, params=True)
-        turn = finished(wire.post(f"{fleet.router_url}/generate", raw, headers))
+        turn = finished_turn(wire.post(f"{fleet.router_url}/generate", raw, headers))
         mine.check(text, 10, turn)
         _rid(turn)
     other.turn(" Untouched.", 10)
@@ -56,8 +58,9 @@ def in_a_pinned_session(fleet: Fleet) -> None:
 def in_a_tagged_session(fleet: Fleet) -> None:
     mine, other = new_id("mine"), new_id("other")
     raw = hostile(generate_inner("Whose am I?", 10), other)
-    turn = finished(wire.post(f"{fleet.router_url}/generate", raw, {"x-berth-session-id": mine}))
-    equal(turn.text, at_engine(fleet, "Whose am I?", 10).text, "the answer")
+    answer = wire.post(f"{fleet.router_url}/generate", raw, {"x-berth-session-id": mine})
+    turn = finished_turn(answer)
+    equal(turn.text, generate_at_engine(fleet, "Whose am I?", 10).text, "the answer")
     _rid(turn)
     found = [get_session(fleet, id).status for id in (mine, other)]
     equal(found, [200, 404], "the sessions there are")
@@ -71,8 +74,8 @@ def without_a_session(fleet: Fleet) -> None:
         b'"sampling_params":{"max_new_tokens":8,"temperature":0,"ignore_eos":true},'
         b'"\\u0072id":"hostile-2","routed_dp_r\\u0061nk":7}'
     )
-    turn = finished(wire.post(f"{fleet.router_url}/generate", raw))
-    equal(turn.text, at_engine(fleet, "Nobody's.", 8).text, "the answer")
+    turn = finished_turn(wire.post(f"{fleet.router_url}/generate", raw))
+    equal(turn.text, generate_at_engine(fleet, "Nobody's.", 8).text, "the answer")
     _rid(turn)
 
 

@@ -10,7 +10,7 @@ from integration.fleet import Fleet
 AUDIT_SECONDS_MAX = 60
 
 
-def ask(fleet: Fleet, *more: str) -> subprocess.CompletedProcess:
+def run_audit_command(fleet: Fleet, *more: str) -> subprocess.CompletedProcess:
     command = [str(fleet.bin_dir / "berth-agent"), "audit", "--control-addr", fleet.agent_control]
     return subprocess.run(
         [*command, *more], capture_output=True, text=True, timeout=AUDIT_SECONDS_MAX
@@ -19,7 +19,7 @@ def ask(fleet: Fleet, *more: str) -> subprocess.CompletedProcess:
 
 def audit(fleet: Fleet) -> Any:
     """Runs an audit now and returns its report on the only rank."""
-    done = ask(fleet, "--json")
+    done = run_audit_command(fleet, "--json")
     assert done.stdout, f"no audit: {done.stderr}"
     [rank] = json.loads(done.stdout)["ranks"]
     assert "pages" in rank, f"no audit: {rank}"

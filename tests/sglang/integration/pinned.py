@@ -11,7 +11,7 @@ from integration.turns import (
     Turn,
     body,
     delete_session,
-    finished,
+    finished_turn,
     get_session,
     new_id,
     open_session,
@@ -60,8 +60,8 @@ def a_session_named_by_berth(fleet: Fleet) -> None:
     equal(opened["retention"], "pinned", "the retention")
     shown = get_session(fleet, id)
     equal(shown.status, 200, f"the status of {shown}")
-    first = finished(_turn(fleet, id, "one", 8))
-    second = finished(_turn(fleet, id, "two", 8))
+    first = finished_turn(_turn(fleet, id, "one", 8))
+    second = finished_turn(_turn(fleet, id, "two", 8))
     equal((first.prompt_tokens, second.prompt_tokens), (3, 3 + 8 + 3), "prompt tokens")
     equal(delete_session(fleet, id).status, 204, "the status of the close")
 
@@ -72,7 +72,7 @@ def a_turn_with_token_ids(fleet: Fleet) -> None:
     first = session.turn("hello", 8)
     ids = {"input_ids": [71] * 5, "session_params": {"id": session.id}}
     request = {key: value for key, value in body("", 8, **ids).items() if key != "text"}
-    second = finished(wire.post(f"{fleet.router_url}/generate", request))
+    second = finished_turn(wire.post(f"{fleet.router_url}/generate", request))
     session.check("h" * 5, 8, second)
     equal(first.completion_tokens, 8, "completion tokens")
     session.close()
@@ -89,7 +89,7 @@ def sglangs_own_flow_is_unchanged(fleet: Fleet) -> None:
     equal(opened.json(), id, "the answer to the open: the id as a JSON string")
     history = 0
     for place, text in enumerate(TEXTS):
-        turn: Turn = finished(_turn(fleet, id, text, 10))
+        turn: Turn = finished_turn(_turn(fleet, id, text, 10))
         equal(turn.prompt_tokens, history + len(text), f"turn {place}: prompt tokens")
         if place:
             assert turn.cached_tokens in (history - 1, history), f"cached: {turn.cached_tokens}"
@@ -106,7 +106,7 @@ def sglangs_open_without_an_id_gets_one(fleet: Fleet) -> None:
     )
     id = opened.json()
     assert isinstance(id, str) and id, f"no id in {opened}"
-    equal(finished(_turn(fleet, id, "one", 4)).prompt_tokens, 3, "prompt tokens")
+    equal(finished_turn(_turn(fleet, id, "one", 4)).prompt_tokens, 3, "prompt tokens")
     wire.post(f"{fleet.router_url}/close_session", {"session_id": id})
 
 

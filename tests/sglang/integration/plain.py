@@ -6,7 +6,7 @@ import openai
 from integration import wire
 from integration.fleet import MODEL, WORKER, Fleet
 from integration.runner import equal, test
-from integration.turns import at_engine, chat_tokens, generate
+from integration.turns import chat_tokens, generate, generate_at_engine
 
 QUESTION = [{"role": "user", "content": "What is a berth?"}]
 # The client no longer has a parameter for the temperature; the engine still has one.
@@ -27,7 +27,8 @@ def anthropic_client(fleet: Fleet) -> anthropic.Anthropic:
 def a_generate_turn(fleet: Fleet) -> None:
     turn = generate(fleet, "Ships lie here.", 12)
     equal(turn.prompt_tokens, 15, "prompt tokens")
-    equal(turn.output_ids, at_engine(fleet, "Ships lie here.", 12).output_ids, "the answer")
+    direct = generate_at_engine(fleet, "Ships lie here.", 12)
+    equal(turn.output_ids, direct.output_ids, "the answer")
 
 
 @test
@@ -62,7 +63,8 @@ def a_completion_by_the_openai_client(fleet: Fleet) -> None:
         model=MODEL, prompt="Ships lie here.", max_tokens=12, temperature=0
     )
     equal(answer.usage.prompt_tokens, 15, "prompt tokens")
-    equal(answer.choices[0].text, at_engine(fleet, "Ships lie here.", 12).text, "the answer")
+    direct = generate_at_engine(fleet, "Ships lie here.", 12)
+    equal(answer.choices[0].text, direct.text, "the answer")
 
 
 @test

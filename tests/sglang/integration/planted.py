@@ -16,7 +16,7 @@ from integration.pages import audit, faults
 from integration.processes import shim_env, wait_until
 from integration.runner import equal, test
 from integration.shim import text_of
-from integration.turns import Pinned, body, refused
+from integration.turns import Pinned, body, refusal_code
 from integration.with_shim import by_shim
 
 # The engine looks for the file between two steps. A step takes 0.1 s on a busy machine.
@@ -94,7 +94,7 @@ def _turn(fleet: Fleet, session: Pinned) -> wire.Answer:
 
 
 @test
-def what_is_planted_is_found_and_not_built_upon(fleet: Fleet) -> None:
+def planted_faults_are_found_and_their_sessions_take_no_turn(fleet: Fleet) -> None:
     with planted(fleet, "planted") as with_faults:
         _check(with_faults)
 
@@ -118,7 +118,7 @@ def _check(fleet: Planted) -> None:
     equal(list(found), ["changed"], "what is found after a write")
     [named] = found["changed"]["named"]
     equal(named["sessions"], [first], "whose page it was")
-    equal(refused(_turn(fleet, written), 409, "a turn on it"), "kv_corrupt", "the code")
+    equal(refusal_code(_turn(fleet, written), 409, "a turn on it"), "kv_corrupt", "the code")
     sound.turn(" And you?", 10)
 
     fleet.plant("aliased", third, fourth)
@@ -127,5 +127,5 @@ def _check(fleet: Planted) -> None:
     [named] = found["aliased"]["named"]
     equal(sorted(named["sessions"]), sorted([third, fourth]), "whose they are")
     for session in (one, other):
-        equal(refused(_turn(fleet, session), 409, "a turn on it"), "kv_corrupt", "the code")
+        equal(refusal_code(_turn(fleet, session), 409, "a turn on it"), "kv_corrupt", "the code")
     sound.turn(" And still?", 10)

@@ -23,7 +23,6 @@ from integration import wire
 from integration.client_apis import Clients
 from integration.clients import Cluster
 from integration.fleet import BERTH_START_SECONDS_MAX, MODEL, Fleet
-from integration.processes import wait_until
 from integration.runner import equal, test
 from integration.turns import new_id
 from integration.waits import LONGER
@@ -120,7 +119,7 @@ class ClaudeCode:
         self.history.append({"role": "assistant", "content": [{"type": "text", "text": text}]})
         cached = answer.usage.cache_read_input_tokens or 0
         tokens = (answer.usage.input_tokens or 0) + cached
-        whole, context = self.cluster.wrote()
+        whole, context = self.cluster.last_written()
         if not context:
             equal(tokens, len(whole), "prompt tokens")
         return Turn(
@@ -158,7 +157,7 @@ def a_changing_preamble_costs_neither_the_cache_nor_the_pin(fleet: Fleet) -> Non
         cluster.fleet.start_router(settings='preamble = "keep"\n')
         cluster.fleet.wait_placing()
         cluster.fleet.wait_trimming()
-        cluster.start_over()
+        cluster.skip_written()
         _kept(cluster)
     finally:
         cluster.stop()
@@ -172,8 +171,10 @@ def _stripped(cluster: Cluster) -> None:
         equal(turn.kind, "pinned", f"how it ran, {where}")
         assert turn.share >= 0.97, where
     _shared(cluster)
-    healed = sum(_answered_alone(cluster, turn) for turn in turns)
-    print(f"    answers are the engine's own, {healed} of them to a healed prompt", flush=True)
+    retokenized = sum(_check_answer_alone(cluster, turn) for turn in turns)
+    print(
+        f"    answers are the engine's own, {retokenized} of them to a retokenized prompt", flush=True
+    )
     equal(_removed(cluster), TURNS + 2, "preambles that the router has counted")
     first.close()
 
@@ -194,7 +195,7 @@ def _shared(cluster: Cluster) -> None:
         ],
     )
     gateway.close()
-    cluster.wrote()
+    cluster.last_written()
     by_chat = answer.usage.prompt_tokens_details.cached_tokens
     print(
         f"    first turns of others: {turn.cached_tokens} of {turn.prompt_tokens} cached by"
@@ -204,7 +205,7 @@ def _shared(cluster: Cluster) -> None:
     assert by_chat >= least, f"{by_chat} cached of a gateway's first turn"
 
 
-def _answered_alone(cluster: Cluster, turn: Turn) -> bool:
+def _check_answer_alone(cluster: Cluster, turn: Turn) -> bool:
     """Checks the answer against the engine's own. Returns whether the turn was retokenized: it ran
     on other tokens of the same text."""
     prompt = turn.context[: turn.prompt_tokens] if turn.context else turn.whole
@@ -214,13 +215,13 @@ def _answered_alone(cluster: Cluster, turn: Turn) -> bool:
         params = {"max_new_tokens": len(answer), "temperature": 0}
         request = {"input_ids": prompt, "sampling_params": params}
         alone = wire.post(f"{cluster.fleet.engine_url}/generate", request).json()
-        cluster.wrote()
-        equal(alone["output_ids"], answer, "the answer to the healed context")
+        cluster.last_written()
+        equal(alone["output_ids"], answer, "the answer to the retokenized context")
         return True
     without = turn.sent | {"system": turn.sent["system"][1:], "stream": False}
     alone = wire.post(f"{cluster.fleet.engine_url}/v1/messages", without)
     equal(alone.status, 200, f"the status of {alone}")
-    whole, _ = cluster.wrote()
+    whole, _ = cluster.last_written()
     equal(whole, turn.whole, "the prompt without the preamble")
     text = "".join(block["text"] for block in alone.json()["content"])
     equal(turn.text, text, "the answer to the body without the preamble")

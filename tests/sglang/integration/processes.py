@@ -24,7 +24,7 @@ class Failed(Exception):
     """A process didn't start, or ended too early. The text is for people."""
 
 
-def _die_with_the_lane() -> None:
+def _die_with_the_suite() -> None:
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
@@ -37,7 +37,9 @@ class Process:
     popen: subprocess.Popen = field(repr=False)
 
     @classmethod
-    def start(cls, name: str, command: list[str], folder: Path, env: dict | None = None) -> "Process":
+    def start(
+        cls, name: str, command: list[str], folder: Path, env: dict | None = None
+    ) -> "Process":
         log = folder / f"{name}.log"
         with log.open("ab") as out:
             popen = subprocess.Popen(
@@ -47,7 +49,7 @@ class Process:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **(env or {})},
                 process_group=0,
-                preexec_fn=_die_with_the_lane,
+                preexec_fn=_die_with_the_suite,
             )
         return cls(name, log, popen)
 
@@ -95,7 +97,7 @@ def wait_until(process: Process, what: str, ready: Callable[[], bool], seconds: 
     """Waits until `ready` is true, with a progress line every 10 s. Returns how many seconds it
     took."""
     begin = time.monotonic()
-    told = begin
+    printed = begin
     while True:
         now = time.monotonic()
         if ready():
@@ -107,8 +109,8 @@ def wait_until(process: Process, what: str, ready: Callable[[], bool], seconds: 
             )
         if now - begin > seconds:
             raise Failed(f"{process.name} is not {what} after {seconds:.0f} s:\n{process.log_tail()}")
-        if now - told >= 10:
-            told = now
+        if now - printed >= 10:
+            printed = now
             print(f"  {process.name}: not yet {what} after {now - begin:.0f} s", flush=True)
         time.sleep(0.1)
 

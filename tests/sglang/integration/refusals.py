@@ -12,17 +12,17 @@ from integration.runner import equal, test
 from integration.turns import (
     Pinned,
     Turn,
-    at_once,
     body,
     chat_body,
     delete_session,
     generate,
     get_session,
-    last_of,
+    is_running,
+    last_turn,
     new_id,
-    quicken,
-    refused,
-    runs,
+    refusal_code,
+    restore_speed,
+    run_together,
     sampling,
     slow_engine,
 )
@@ -38,7 +38,7 @@ def refuse_in_session(fleet: Fleet, cases: dict[str, dict], status: int = 400) -
         for stream in (False, True):
             sent = {**request, "session_params": params, "stream": stream}
             answer = wire.post(f"{fleet.router_url}/generate", sent)
-            refused(answer, status, f"{what}, stream {stream}")
+            refusal_code(answer, status, f"{what}, stream {stream}")
     session.turn(" A friend.", 10)
     session.close()
 
@@ -63,7 +63,7 @@ def several_answers_in_a_session(fleet: Fleet) -> None:
 
 
 @test
-def what_else_session_params_may_say(fleet: Fleet) -> None:
+def other_keys_of_session_params(fleet: Fleet) -> None:
     def params(**more: Any) -> dict:
         return body("one", 4, session_params=more)
 
@@ -83,7 +83,7 @@ OUTSIDE = ([320], [5000], [-1], [5, 6, 320], [2**31], [2**63], [1.5])
 def token_ids_outside_the_vocabulary(fleet: Fleet) -> None:
     for ids in OUTSIDE:
         request = {"input_ids": ids, "sampling_params": sampling(4)}
-        refused(wire.post(f"{fleet.router_url}/generate", request), 400, f"input_ids {ids}")
+        refusal_code(wire.post(f"{fleet.router_url}/generate", request), 400, f"input_ids {ids}")
     equal(generate(fleet, "Still here?", 4).prompt_tokens, 11, "prompt tokens")
 
 
@@ -116,11 +116,12 @@ def token_ids_outside_the_vocabulary_in_disguise(fleet: Fleet) -> None:
         b'{"input_ids":[[5],[5000]],"sampling_params":{"max_new_tokens":2}}',
     )
     for request in hidden:
-        refused(wire.post(f"{fleet.router_url}/generate", request), 400, repr(request))
+        refusal_code(wire.post(f"{fleet.router_url}/generate", request), 400, repr(request))
     # The engine accepts a prompt of token ids on this route too.
     for prompt in ([5000], [[5], [5000]]):
         request = {"model": "tiny", "prompt": prompt, "max_tokens": 2}
-        refused(wire.post(f"{fleet.router_url}/v1/completions", request), 400, f"prompt {prompt}")
+        answer = wire.post(f"{fleet.router_url}/v1/completions", request)
+        refusal_code(answer, 400, f"prompt {prompt}")
     equal(generate(fleet, "Still here?", 4).prompt_tokens, 11, "prompt tokens")
 
 
@@ -134,7 +135,7 @@ def malformed_json(fleet: Fleet) -> None:
             answer = wire.post(fleet.router_url + path, raw)
             equal(answer.status, 400, f"{path} {raw!r}: the status of {answer}")
         answer = wire.post(f"{fleet.router_url}/generate", raw, headers)
-        refused(answer, 400, f"{raw!r} in a session")
+        refusal_code(answer, 400, f"{raw!r} in a session")
     session.turn(" A friend.", 10)
     session.close()
 
@@ -142,8 +143,8 @@ def malformed_json(fleet: Fleet) -> None:
 @test
 def sessions_that_are_not_there(fleet: Fleet) -> None:
     id = new_id("never")
-    refused(get_session(fleet, id), 404, "GET")
-    refused(delete_session(fleet, id), 404, "DELETE")
+    refusal_code(get_session(fleet, id), 404, "GET")
+    refusal_code(delete_session(fleet, id), 404, "DELETE")
 
 
 @test
@@ -151,12 +152,13 @@ def a_session_id_of_more_than_256_bytes(fleet: Fleet) -> None:
     router = fleet.router_url
     for id in ("x" * 257, "ä" * 129):
         opened = wire.post(f"{router}/v1/sessions", {"session_id": id, "retention": "pinned"})
-        refused(opened, 400, "POST /v1/sessions")
-        refused(wire.post(f"{router}/generate", body("a", 2, session_id=id)), 400, "session_id")
+        refusal_code(opened, 400, "POST /v1/sessions")
+        answer = wire.post(f"{router}/generate", body("a", 2, session_id=id))
+        refusal_code(answer, 400, "session_id")
         in_params = body("a", 2, session_params={"id": id})
-        refused(wire.post(f"{router}/generate", in_params), 400, "session_params.id")
+        refusal_code(wire.post(f"{router}/generate", in_params), 400, "session_params.id")
     answer = wire.post(f"{router}/generate", body("a", 2), {"x-berth-session-id": "x" * 257})
-    refused(answer, 400, "x-berth-session-id")
+    refusal_code(answer, 400, "x-berth-session-id")
     # The longest id that is allowed works.
     session = Pinned(fleet, "y" * 256)
     session.turn("Just so.", 4)
@@ -164,7 +166,7 @@ def a_session_id_of_more_than_256_bytes(fleet: Fleet) -> None:
 
 
 @test
-def a_whole_history_on_a_pinned_session(fleet: Fleet) -> None:
+def a_full_history_on_a_pinned_session(fleet: Fleet) -> None:
     session = Pinned(fleet)
     session.turn("Who goes there?", 10)
     headers = {"x-berth-session-id": session.id}
@@ -174,7 +176,7 @@ def a_whole_history_on_a_pinned_session(fleet: Fleet) -> None:
         ("/v1/completions", completion),
         ("/generate", body("Who goes there?", 4)),
     ):
-        refused(wire.post(fleet.router_url + path, request, headers), 409, path)
+        refusal_code(wire.post(fleet.router_url + path, request, headers), 409, path)
     session.turn(" A friend.", 10)
     session.close()
 
@@ -193,10 +195,10 @@ def a_second_turn_while_one_runs(fleet: Fleet) -> None:
         # KV.
         for place in ("second", "third", "fourth"):
             answer = wire.post(f"{fleet.router_url}/generate", request)
-            refused(answer, 409, f"the {place} turn")
-            assert runs(fleet), f"the {place} turn waited before it was refused"
-        quicken(fleet)
-        session.check(text, 80, last_of(running))
+            refusal_code(answer, 409, f"the {place} turn")
+            assert is_running(fleet), f"the {place} turn waited before it was refused"
+        restore_speed(fleet)
+        session.check(text, 80, last_turn(running))
     session.turn(" A friend.", 10)
     session.close()
 
@@ -207,12 +209,12 @@ def a_second_turn_while_one_runs_unstreamed(fleet: Fleet) -> None:
     session = Pinned(fleet)
     request = body("Hello.", 40, session_params={"id": session.id})
     with slow_engine(fleet, 0.1):
-        answers = at_once(*[lambda: wire.post(f"{fleet.router_url}/generate", request)] * 3)
+        answers = run_together(*[lambda: wire.post(f"{fleet.router_url}/generate", request)] * 3)
     equal(sorted(answer.status for answer in answers), [200, 409, 409], "the statuses")
     for answer in answers:
         if answer.status == 200:
-            session.check("Hello.", 40, Turn.of(answer.json()))
+            session.check("Hello.", 40, Turn.from_answer(answer.json()))
         else:
-            refused(answer, 409, "an overlapping first turn")
+            refusal_code(answer, 409, "an overlapping first turn")
     session.turn(" And again.", 10)
     session.close()

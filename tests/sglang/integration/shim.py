@@ -17,10 +17,12 @@ from pathlib import Path
 
 from integration import wire
 from integration.fleet import POOL_TOKENS, ROWS, Fleet, start_engine, wait_engine
-from integration.listener import Listener, Session, Told
+from integration.listener import Listener, Session, ShimState
 from integration.processes import shim_env
 from integration.runner import equal, test
-from integration.turns import Turn, at_once, body, finished, new_id, quicken, slow_engine
+from integration.turns import (
+    Turn, body, finished_turn, new_id, restore_speed, run_together, slow_engine,
+)
 
 KNOWN_VERSION = "0.5.23"
 # The most events that the shim keeps until the agent reads them.
@@ -51,7 +53,7 @@ class Direct:
         return wire.post(f"{self.url}/generate", body(text, tokens, **more))
 
     def turn(self, text: str, tokens: int, rid: str | None = None) -> Turn:
-        turn = finished(self.send(text, tokens, rid))
+        turn = finished_turn(self.send(text, tokens, rid))
         self.history += text
         equal(turn.prompt_tokens, len(self.history), "prompt tokens: the history and the new text")
         self.turns.append((self.history, turn))
@@ -65,7 +67,8 @@ class Direct:
         """Checks that each answer is the engine's own to the same text. Call it last, because it
         leaves the text in the radix tree."""
         for text, turn in self.turns:
-            alone = finished(wire.post(f"{self.url}/generate", body(text, turn.completion_tokens)))
+            request = body(text, turn.completion_tokens)
+            alone = finished_turn(wire.post(f"{self.url}/generate", request))
             equal(turn.output_ids, alone.output_ids, f"the answer to {text[-40:]!r}")
 
 
@@ -89,7 +92,7 @@ def listening(fleet: Fleet, deaf: bool = False) -> Iterator[Listener]:
     with Listener(fleet.shim_socket, deaf) as listener:
         listener.connected()
         if not deaf:
-            listener.wait("the first update", lambda told: told.head)
+            listener.wait("the first update", lambda state: state.head)
         yield listener
 
 
@@ -97,15 +100,15 @@ def abort(fleet: Fleet, rid: str) -> None:
     wire.post(f"{fleet.engine_url}/abort_request", {"rid": rid})
 
 
-def quiet(told: Told) -> bool:
+def is_quiet(state: ShimState) -> bool:
     """Whether nothing runs, waits or is uncached."""
-    return told.head.running == told.head.waiting == told.head.uncached == 0
+    return state.head.running == state.head.waiting == state.head.uncached == 0
 
 
 @test
-def it_says_who_it_is(fleet: Fleet) -> None:
+def the_hello_describes_the_engine(fleet: Fleet) -> None:
     with listening(fleet) as listener:
-        hello = listener.told.hello
+        hello = listener.state.hello
         reasons = (hello.inert, hello.undemotable, hello.unauditable)
         equal(reasons, ("", "", ""), "why it doesn't work, or not wholly")
         assert hello.device == "cpu" and hello.page_bytes > 0, f"where the pool lies: {hello}"
@@ -122,7 +125,7 @@ def it_says_who_it_is(fleet: Fleet) -> None:
 
 
 @test
-def sessions_and_pool_are_told_to_the_token(fleet: Fleet) -> None:
+def sessions_and_pool_are_reported_to_the_token(fleet: Fleet) -> None:
     with listening(fleet) as listener, Direct(fleet) as session:
         equal(listener.event("opened", session.id), (True,), "opened")
         protected = whole_pages(fleet, 40)
@@ -135,18 +138,18 @@ def sessions_and_pool_are_told_to_the_token(fleet: Fleet) -> None:
             kv = history - 1
             expected = Session(True, False, False, kv, kv, protected, history)
             equal(told, expected, f"the session after turn {turn + 1}")
-            listener.wait("quiet", quiet)
-            head = listener.told.head
+            listener.wait("quiet", is_quiet)
+            head = listener.state.head
             equal(head.held, pages_up(fleet, kv) - protected, "what sessions hold beside the tree")
             equal((head.protected, head.rows_free), (protected, ROWS - 1), "protected, free rows")
             used = head.total - head.available - head.evictable
             equal(used, fleet.pool_used_tokens(), "used, as the engine's own /v1/loads has it")
         session.close()
         equal(listener.event("closed", session.id), (), "closed")
-        listener.wait("free rows", lambda told: told.head.rows_free == ROWS)
-        equal(listener.told.sessions, {}, "the sessions left")
-        equal(listener.told.head.held + listener.told.head.protected, 0, "tokens left")
-        equal(listener.told.head.recounts, 0, "sums that were found wrong")
+        listener.wait("free rows", lambda state: state.head.rows_free == ROWS)
+        equal(listener.state.sessions, {}, "the sessions left")
+        equal(listener.state.head.held + listener.state.head.protected, 0, "tokens left")
+        equal(listener.state.head.recounts, 0, "sums that were found wrong")
 
 
 @test
@@ -158,20 +161,20 @@ def a_turn_is_in_flight_and_a_close_waits_for_it(fleet: Fleet) -> None:
             )
             equal(told.closing, False, "closing before the close")
             listener.session(session.id, "growth", lambda s: s.allocated > told.allocated)
-            equal(listener.told.head.running, 1, "running requests")
+            equal(listener.state.head.running, 1, "running requests")
             session.close()
             listener.session(session.id, "the close that waits", lambda s: s.closing)
-            assert ("closed", session.id) not in listener.told.events, "closed during its turn"
-            quicken(fleet)
+            assert ("closed", session.id) not in listener.state.events, "closed during its turn"
+            restore_speed(fleet)
 
-        at_once(lambda: session.turn(text_of(40), 60), close_while_it_runs)
+        run_together(lambda: session.turn(text_of(40), 60), close_while_it_runs)
         equal(listener.event("committed", session.id)[1:], (100, False), "committed")
         equal(listener.event("closed", session.id), (), "closed after its turn")
-        listener.wait("gone", lambda told: session.id not in told.sessions)
+        listener.wait("gone", lambda state: session.id not in state.sessions)
 
 
 @test
-def an_abort_lets_go_of_what_ran(fleet: Fleet) -> None:
+def an_abort_releases_the_turn(fleet: Fleet) -> None:
     with listening(fleet) as listener, Direct(fleet) as session:
         session.turn(text_of(40), 20)
         with slow_engine(fleet):
@@ -181,12 +184,12 @@ def an_abort_lets_go_of_what_ran(fleet: Fleet) -> None:
                 listener.session(session.id, "a running turn", lambda s: s.allocated > 80)
                 abort(fleet, rid)
 
-            answer, _ = at_once(lambda: session.send(text_of(20), 400, rid), abort_it)
+            answer, _ = run_together(lambda: session.send(text_of(20), 400, rid), abort_it)
             equal(answer.json()["meta_info"]["finish_reason"]["type"], "abort", "the turn's end")
         equal(listener.event("aborted", session.id), (True,), "aborted, its KV released")
         told = listener.session(session.id, "the end", lambda s: not s.holds_row)
         equal(told, Session(False, False, False, 0, 0, 0, 60), "the session, without the turn")
-        listener.wait("quiet", lambda told: quiet(told) and told.head.rows_free == ROWS)
+        listener.wait("quiet", lambda state: is_quiet(state) and state.head.rows_free == ROWS)
         # The abort put the session's KV into the radix tree, so the history is cached.
         turn = session.turn("!?", 4)
         equal(turn.cached_tokens, whole_pages(fleet, 60), "cached of the good history")
@@ -196,12 +199,12 @@ def an_abort_lets_go_of_what_ran(fleet: Fleet) -> None:
 def a_flush_takes_the_kv_and_leaves_the_history(fleet: Fleet) -> None:
     with listening(fleet) as listener, Direct(fleet) as session:
         session.turn(text_of(40), 20)
-        listener.wait("quiet", quiet)
+        listener.wait("quiet", is_quiet)
         fleet.flush()
         told = listener.session(session.id, "the flush", lambda s: not s.holds_row)
         equal(told, Session(False, False, False, 0, 0, 0, 60), "the session")
-        equal(listener.told.head.available, POOL_TOKENS, "free tokens")
-        equal(listener.told.head.recounts, 0, "sums that were found wrong")
+        equal(listener.state.head.available, POOL_TOKENS, "free tokens")
+        equal(listener.state.head.recounts, 0, "sums that were found wrong")
 
 
 @test
@@ -214,7 +217,7 @@ def an_agent_may_come_and_go(fleet: Fleet) -> None:
             with Listener(fleet.shim_socket) as listener:
                 told = listener.session(session.id, "all there is", lambda s: s.holds_row)
                 equal(told.history, 60 + 20 * round, "its history")
-                instances.append(listener.told.hello.instance)
+                instances.append(listener.state.hello.instance)
                 # Events are reported as they happen, too.
                 session.turn(text_of(5), 5)
                 equal(listener.event("committed", session.id)[1], 70 + 20 * round, "committed")
@@ -223,25 +226,27 @@ def an_agent_may_come_and_go(fleet: Fleet) -> None:
 
 
 @test
-def a_deaf_agent_holds_nothing_up_and_hears_the_truth_later(fleet: Fleet) -> None:
+def an_agent_that_stops_reading_blocks_nothing_and_catches_up(fleet: Fleet) -> None:
     with listening(fleet, deaf=True) as listener, Direct(fleet) as session:
         # More than the socket's buffer takes, and then more events than the shim keeps.
         for _ in range(3):
-            finished(session.send(text_of(5), 150))
+            finished_turn(session.send(text_of(5), 150))
         for _ in range(EVENTS_MAX):
             Direct(fleet, "brief").close()
-        listener.hear()
-        told = listener.wait("a loss", lambda told: told.head and told.head.events_lost and told)
+        listener.resume_reading()
+        state = listener.wait(
+            "a loss", lambda state: state.head and state.head.events_lost and state
+        )
         listener.session(session.id, "the end", lambda s: s.history == 3 * 155 and not s.in_flight)
-        listener.wait("the closed gone", lambda told: list(told.sessions) == [session.id])
-        assert told.full_tables > 1, "no full table after the loss"
+        listener.wait("the closed gone", lambda state: list(state.sessions) == [session.id])
+        assert state.full_tables > 1, "no full table after the loss"
         # No frame was torn: the sequence numbers went on, and the connection still works.
         session.send(text_of(5), 5)
         listener.session(session.id, "one more turn", lambda s: s.history == 3 * 155 + 10)
 
 
 @test
-def a_demoted_session_goes_on_where_it_was(fleet: Fleet) -> None:
+def a_demoted_session_keeps_its_history(fleet: Fleet) -> None:
     with listening(fleet) as listener, Direct(fleet) as session:
         equal(listener.demote("nobody"), "unknown", "the refusal of an unknown session")
         equal(listener.demote(session.id), "no_kv", "the refusal of a session without KV")
@@ -249,7 +254,7 @@ def a_demoted_session_goes_on_where_it_was(fleet: Fleet) -> None:
         equal(listener.demote(session.id), "", "the refusal")
         told = listener.session(session.id, "the demotion", lambda s: not s.holds_row)
         equal(told, Session(False, False, False, 0, 0, 0, 60), "the demoted session")
-        listener.wait("quiet", lambda told: quiet(told) and told.head.rows_free == ROWS)
+        listener.wait("quiet", lambda state: is_quiet(state) and state.head.rows_free == ROWS)
         equal(fleet.pool_used_tokens(), 0, "tokens held")
         equal(listener.demote(session.id), "no_kv", "the refusal of the second")
         turn = session.turn(text_of(30), 20)
@@ -272,12 +277,12 @@ def only_an_idle_session_is_demoted(fleet: Fleet) -> None:
             equal(session.send("overlap", 1).status, 400, "the status of an overlapping turn")
             listener.session(session.id, "the flag cleared", lambda s: not s.in_flight)
             equal(listener.demote(session.id), "busy", "the refusal without the flag")
-            quicken(fleet)
+            restore_speed(fleet)
 
         session.turn(text_of(40), 5)
         with slow_engine(fleet, 0.1):
-            at_once(lambda: session.turn(text_of(40), 60), demote_while_it_runs)
-        listener.wait("quiet", quiet)
+            run_together(lambda: session.turn(text_of(40), 60), demote_while_it_runs)
+        listener.wait("quiet", is_quiet)
         equal(listener.demote(session.id), "", "the refusal afterwards")
         session.check_answers()
 
@@ -289,14 +294,14 @@ def a_turn_aborted_in_the_queue_leaves_nothing_to_demote(fleet: Fleet) -> None:
         rids = [new_id("plain") for _ in range(ROWS - 1)]
 
         def abort_all() -> None:
-            listener.wait("a queued turn", lambda told: told.head.waiting)
+            listener.wait("a queued turn", lambda state: state.head.waiting)
             abort(fleet, "queued-turn")
             equal(listener.event("aborted", session.id), (False,), "aborted, its KV kept")
             for rid in rids:
                 abort(fleet, rid)
 
         def queue_it() -> None:
-            listener.wait("no free row", lambda told: told.head.rows_free == 0)
+            listener.wait("no free row", lambda state: state.head.rows_free == 0)
             equal(session.send(text_of(30), 5, "queued-turn").json()["meta_info"]["finish_reason"]
                   ["type"], "abort", "the turn's end")
 
@@ -304,8 +309,8 @@ def a_turn_aborted_in_the_queue_leaves_nothing_to_demote(fleet: Fleet) -> None:
             return wire.post(f"{fleet.engine_url}/generate", body(text_of(5), 400, rid=rid))
 
         with slow_engine(fleet):
-            at_once(queue_it, abort_all, *(lambda rid=rid: plain(rid) for rid in rids))
-        listener.wait("quiet", quiet)
+            run_together(queue_it, abort_all, *(lambda rid=rid: plain(rid) for rid in rids))
+        listener.wait("quiet", is_quiet)
         equal(listener.demote(session.id), "", "the refusal")
         turn = session.turn(text_of(30), 20)
         equal(turn.cached_tokens, whole_pages(fleet, 59), "cached: the history's whole pages")
@@ -324,13 +329,15 @@ def fifty_demotions_keep_the_account(fleet: Fleet) -> None:
                     equal(turn.cached_tokens, whole_pages(fleet, before), "cached")
             for session in sessions[round % 5:] + sessions[: round % 5]:
                 equal(listener.demote(session.id), "", "the refusal")
-            listener.wait("free rows", lambda told: told.head.rows_free == ROWS and quiet(told))
+            listener.wait(
+                "free rows", lambda state: state.head.rows_free == ROWS and is_quiet(state)
+            )
             equal(fleet.pool_used_tokens(), 0, f"tokens held after round {round}")
-        equal(listener.told.head.recounts, 0, "sums that were found wrong")
+        equal(listener.state.head.recounts, 0, "sums that were found wrong")
         for session in sessions:
             session.check_answers()
             session.close()
-        listener.wait("all closed", lambda told: not told.sessions)
+        listener.wait("all closed", lambda state: not state.sessions)
 
 
 @test
@@ -342,7 +349,7 @@ def a_sample_costs_the_same_with_200_sessions(fleet: Fleet) -> None:
             for other in idle[: ROWS - 3]:
                 other.turn(text_of(5), 2)
             with Direct(fleet) as session:
-                begin = len(listener.told.heads)
+                begin = len(listener.state.heads)
                 session.turn(text_of(40), 800)
                 listener.session(session.id, "the end", lambda s: s.history == 840)
             heads = listener.resync().heads[begin:]
@@ -357,7 +364,7 @@ def a_sample_costs_the_same_with_200_sessions(fleet: Fleet) -> None:
                 f"    {others} other sessions: median {statistics.median(cost):.0f} us, "
                 f"p99 {cost[len(cost) * 99 // 100]:.0f} us a sample", flush=True,
             )
-            equal(len(listener.told.sessions), others, "sessions told of")
+            equal(len(listener.state.sessions), others, "sessions told of")
             for other in idle:
                 other.close()
 
@@ -385,10 +392,10 @@ def a_hook_that_fails_silences_the_shim_and_not_the_engine(fleet: Fleet) -> None
         command = [sys.executable, "-B", "-c", code, str(path)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         with subprocess.Popen(command, env={**os.environ, **env}, **pipes) as process:
-            equal(listener.wait("hello", lambda told: told.hello).inert, "", "inert at first")
+            equal(listener.wait("hello", lambda state: state.hello).inert, "", "inert at first")
             process.stdin.write("\n")
             process.stdin.flush()
-            inert = listener.wait("inert", lambda told: told.hello and told.hello.inert)
+            inert = listener.wait("inert", lambda state: state.hello and state.hello.inert)
             equal(inert, "stepped: KeyError: 'gone in this version'", "why it is inert")
             output, _ = process.communicate("\n", timeout=60)
         equal(output.split(), ["result", "result"], "what the engine gets from its own function")
@@ -413,10 +420,10 @@ def an_unknown_version_is_left_alone(fleet: Fleet) -> None:
         engine, url = start_engine(folder, fleet.page_size, env=env)
         try:
             wait_engine(engine, url)
-            hello = listener.wait("hello", lambda told: told.hello)
+            hello = listener.wait("hello", lambda state: state.hello)
             equal(hello.sglang, "0.5.99", "the version")
             assert "0.5.99" in hello.inert and KNOWN_VERSION in hello.inert, hello.inert
-            finished(wire.post(f"{url}/generate", body("Hello", 5)))
-            equal(listener.told.heads, [], "updates of an inert shim")
+            finished_turn(wire.post(f"{url}/generate", body("Hello", 5)))
+            equal(listener.state.heads, [], "updates of an inert shim")
         finally:
             engine.stop(0)

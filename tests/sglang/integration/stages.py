@@ -12,7 +12,7 @@ from integration import wire
 from integration.fleet import BERTH_START_SECONDS_MAX, CONTEXT_TOKENS, Fleet
 from integration.processes import wait_until
 from integration.runner import equal, test
-from integration.turns import Turn, chat_body, chat_tokens, finished, sampling
+from integration.turns import Turn, chat_body, chat_tokens, finished_turn, sampling
 
 # The smallest stage that the agent uses; a prompt in the suite's small context has several.
 STAGE_TOKENS = 256
@@ -33,7 +33,7 @@ class Cluster:
 
     def generate(self, url: str, ids: list[int]) -> Turn:
         request = {"input_ids": ids, "sampling_params": sampling(8)}
-        return finished(wire.post(f"{url}/generate", request))
+        return finished_turn(wire.post(f"{url}/generate", request))
 
     def chat(self, url: str, messages: list[dict]) -> tuple[str, int]:
         """Sends a chat. Returns its answer, and how many tokens of its prompt were in the cache."""
@@ -44,7 +44,7 @@ class Cluster:
         cached = said["usage"]["prompt_tokens_details"]["cached_tokens"]
         return said["choices"][0]["message"]["content"], cached
 
-    def forget(self) -> None:
+    def empty_cache(self) -> None:
         """Empties the engine's cache, and waits until the router has heard of it."""
         self.fleet.flush()
         wait_until(self.fleet.router, "hearing of the flush",
@@ -56,7 +56,7 @@ class Cluster:
         [worker] = wire.get(f"{self.fleet.router_url}/v1/workers").json()["workers"]
         return worker["kv"]["state"], worker["kv"]["resident_blocks"]
 
-    def found(self, cached: int, tokens: int) -> None:
+    def check_cached(self, cached: int, tokens: int) -> None:
         """Checks that all of the prompt was in the cache but the part that the turn computes
         itself."""
         least = tokens - STAGE_TOKENS - self.fleet.page_size
@@ -82,8 +82,8 @@ def count(admin: str, name: str, outcome: str) -> int:
     return int(found[1]) if found else 0
 
 
-def letters(of: str, tokens: int) -> str:
-    return (f"{of}, and the tide goes out again at four. " * 60)[:tokens]
+def letters(topic: str, tokens: int) -> str:
+    return (f"{topic}, and the tide goes out again at four. " * 60)[:tokens]
 
 
 @test
@@ -91,11 +91,11 @@ def a_long_prompt_is_computed_before_its_turn_and_answered_the_same(fleet: Fleet
     with cluster(fleet) as one:
         ids = list(letters("A harbour by its ids", LONG_TOKENS).encode())
         alone = one.generate(fleet.engine_url, ids)
-        one.forget()
+        one.empty_cache()
         before = one.stages()
         turn = one.generate(fleet.router_url, ids)
         equal(turn.output_ids, alone.output_ids, "the answer")
-        one.found(turn.cached_tokens, LONG_TOKENS)
+        one.check_cached(turn.cached_tokens, LONG_TOKENS)
         stages = one.stages() - before
         assert stages >= LONG_TOKENS // (STAGE_TOKENS + 16) - 1, f"only {stages} stages"
 
@@ -106,19 +106,19 @@ def a_chat_is_computed_before_its_turn_once_an_engine_has_told_its_beginning(fle
         system = {"role": "system", "content": letters("A harbour by its words", 300)}
         long = [system, {"role": "user", "content": letters("The pilot", LONG_TOKENS - 400)}]
         tokens = chat_tokens(long)
-        one.forget()
+        one.empty_cache()
         # No engine has published a block of this chat, so the router can't be sure of its token
         # ids.
         before, stages = one.staged_prefills("no_ids"), one.stages()
         alone, _ = one.chat(fleet.router_url, long)
         equal((one.staged_prefills("no_ids"), one.stages()), (before + 1, stages), "no ids, and stages")
-        one.forget()
+        one.empty_cache()
         one.chat(fleet.router_url, [system, {"role": "user", "content": "Who is in?"}])
         wait_until(fleet.router, "hearing of the system prompt",
                    lambda: one.kv()[1] >= 300 // 64, BERTH_START_SECONDS_MAX)
         before, stages = one.staged_prefills("computed"), one.stages()
         answer, cached = one.chat(fleet.router_url, long)
         equal(answer, alone, "the answer")
-        one.found(cached, tokens)
+        one.check_cached(cached, tokens)
         equal(one.staged_prefills("computed"), before + 1, "prompts computed before")
         assert one.stages() > stages, "no stage was computed"

@@ -16,7 +16,7 @@ from integration.listener import Listener, Session
 from integration.processes import wait_until
 from integration.runner import equal
 from integration.tap import Hold, Tap
-from integration.turns import Pinned, refused
+from integration.turns import Pinned, refusal_code
 
 # Shorter than the turn that a takeover must cut short.
 TAKEOVER_SECONDS_MAX = 25
@@ -51,7 +51,7 @@ class Succession:
                 found.discard(id)
         return found
 
-    def inside(self) -> dict[str, Session]:
+    def engine_sessions(self) -> dict[str, Session]:
         """The sessions inside the engine now, by the engine's own account."""
         return dict(self.listener.resync().sessions)
 
@@ -63,7 +63,7 @@ class Succession:
         request = {"retention": "pinned"}
         return self.client(wire.post, f"{self.fleet.router_url}/v1/sessions", request)
 
-    def die(self, hold: Hold | None = None, journalled: int = 1, inside: int = 1) -> None:
+    def kill_agent(self, hold: Hold | None = None, journalled: int = 1, inside: int = 1) -> None:
         """Kills the agent. The message that `hold` keeps never arrives. Checks that exactly so
         many sessions are left in the journal and inside the engine: with fewer, the test would
         show nothing."""
@@ -73,7 +73,7 @@ class Succession:
         if hold:
             hold.drop()
         equal(len(self.left_open()), journalled, "sessions that the journal has as open")
-        equal(len(self.inside()), inside, "sessions inside the engine")
+        equal(len(self.engine_sessions()), inside, "sessions inside the engine")
 
     def start(self) -> None:
         """Starts the next agent."""
@@ -84,27 +84,27 @@ class Succession:
         agrees."""
         agent = self.fleet.agent
         wait_until(agent, "done", lambda: not self.left_open(), TAKEOVER_SECONDS_MAX)
-        equal(self.inside(), {}, "sessions left inside the engine")
+        equal(self.engine_sessions(), {}, "sessions left inside the engine")
 
-    def all_is_free(self) -> None:
+    def check_all_free(self) -> None:
         """Checks that engine and agent agree that nothing is held, and that sessions work."""
-        self._nothing_is_held()
+        self._check_nothing_held()
         self.fleet.wait_placing()
         session = Pinned(self.fleet)
         session.turn("Is anybody here?", 10)
         session.turn(" Again?", 10)
-        equal(len(self.inside()), 1, "sessions inside the engine while one is open")
+        equal(len(self.engine_sessions()), 1, "sessions inside the engine while one is open")
         session.close()
-        self._nothing_is_held()
+        self._check_nothing_held()
 
-    def succeed(self) -> None:
+    def take_over(self) -> None:
         self.start()
         self.finish()
-        self.all_is_free()
+        self.check_all_free()
 
-    def _nothing_is_held(self) -> None:
+    def _check_nothing_held(self) -> None:
         equal(self.fleet.wait_pool(0), 0, "tokens held, by the engine's /v1/loads")
-        self.listener.wait("free rows", lambda told: told.head.rows_free == ROWS)
+        self.listener.wait("free rows", lambda state: state.head.rows_free == ROWS)
         self.fleet.wait_placing()
         wait_figures(self.fleet, {"pinned_tokens": 0, "rows_held": 0, "pool_used_tokens": 0})
 
@@ -119,13 +119,13 @@ def succession(fleet: Fleet) -> Iterator[Succession]:
             fleet.restart_agent(tap.url)
             listener.connected()
             agents = Succession(fleet, tap, listener, clients)
-            equal(agents.inside(), {}, "sessions inside the engine before the test")
+            equal(agents.engine_sessions(), {}, "sessions inside the engine before the test")
             try:
                 yield agents
             finally:
                 tap.let_all_go()
                 # Sessions that a takeover left open must not make another test fail.
-                for id in list(listener.told.sessions):
+                for id in list(listener.state.sessions):
                     if id.startswith(OURS):
                         wire.post(f"{fleet.engine_url}/close_session", {"session_id": id})
     finally:
@@ -133,11 +133,11 @@ def succession(fleet: Fleet) -> Iterator[Succession]:
         tap.close()
 
 
-def cut_off(answer: Future) -> None:
+def check_cut_off(answer: Future) -> None:
     """Checks that the client of a request that the agent's end cut off gets a refusal by Berth,
     and nothing from the engine."""
     answer = answer.result()
-    refused(answer, answer.status, "what the agent's end cut off")
+    refusal_code(answer, answer.status, "what the agent's end cut off")
     assert answer.status in (502, 503), f"the status of what the agent's end cut off: {answer}"
 
 

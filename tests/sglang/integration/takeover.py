@@ -11,12 +11,12 @@ from integration import wire
 from integration.fleet import ROWS, SETTLE_SECONDS_MAX, Fleet, free_addresses
 from integration.processes import answers_200, wait_until
 from integration.runner import equal, one_of, test
-from integration.succession import Succession, agent_figure, cut_off, succession
-from integration.turns import Pinned, body, generate, refused, slow_engine
+from integration.succession import Succession, agent_figure, check_cut_off, succession
+from integration.turns import Pinned, body, generate, refusal_code, slow_engine
 
 # At the slowed engine this answer takes longer than a takeover may.
 LONG_TOKENS = 1000
-HEARD_SECONDS_MAX = 30
+REPORTED_SECONDS_MAX = 30
 
 
 def idle_session(fleet: Fleet, text: str = "Keep this in mind. " * 10) -> Pinned:
@@ -29,8 +29,8 @@ def running(agents: Succession) -> None:
     """Waits until the only session has a running turn."""
     agents.listener.wait(
         "a running turn",
-        lambda told: told.head.running == 1
-        and any(session.in_flight and session.holds_row for session in told.sessions.values()),
+        lambda state: state.head.running == 1
+        and any(session.in_flight and session.holds_row for session in state.sessions.values()),
     )
 
 
@@ -39,9 +39,9 @@ def an_open_was_not_yet_at_the_engine(fleet: Fleet) -> None:
     with succession(fleet) as agents:
         hold = agents.tap.hold_request("/open_session")
         opened = agents.open()
-        agents.die(hold, journalled=1, inside=0)
-        cut_off(opened)
-        agents.succeed()
+        agents.kill_agent(hold, journalled=1, inside=0)
+        check_cut_off(opened)
+        agents.take_over()
 
 
 @test
@@ -49,27 +49,27 @@ def an_open_was_not_yet_answered(fleet: Fleet) -> None:
     with succession(fleet) as agents:
         hold = agents.tap.hold_answer("/open_session")
         opened = agents.open()
-        agents.die(hold)
-        cut_off(opened)
-        agents.succeed()
+        agents.kill_agent(hold)
+        check_cut_off(opened)
+        agents.take_over()
 
 
 @test
 def a_session_was_open_without_a_turn(fleet: Fleet) -> None:
     with succession(fleet) as agents:
         Pinned(fleet)
-        agents.die()
-        agents.succeed()
+        agents.kill_agent()
+        agents.take_over()
 
 
 @test
 def a_session_was_idle_with_its_kv(fleet: Fleet) -> None:
     with succession(fleet) as agents:
         session = idle_session(fleet)
-        agents.die()
-        [left] = agents.inside().values()
+        agents.kill_agent()
+        [left] = agents.engine_sessions().values()
         assert left.holds_row and left.allocated >= len(session.history) - 1, f"it holds {left}"
-        agents.succeed()
+        agents.take_over()
 
 
 @test
@@ -77,10 +77,10 @@ def a_turn_was_not_yet_at_the_engine(fleet: Fleet) -> None:
     with succession(fleet) as agents:
         session = idle_session(fleet)
         hold = agents.tap.hold_request("/generate")
-        turn = agents.client(_whole_turn, fleet, session)
-        agents.die(hold)
-        cut_off(turn)
-        agents.succeed()
+        turn = agents.client(_unstreamed_turn, fleet, session)
+        agents.kill_agent(hold)
+        check_cut_off(turn)
+        agents.take_over()
 
 
 @test
@@ -91,10 +91,10 @@ def a_streamed_turn_ran(fleet: Fleet) -> None:
             stream = session.send(" Tell me all.", LONG_TOKENS, stream=True)
             next(stream.events())
             running(agents)
-            agents.die()
+            agents.kill_agent()
             agents.start()
             agents.finish()
-        agents.all_is_free()
+        agents.check_all_free()
 
 
 @test
@@ -106,25 +106,25 @@ def a_streamed_turn_runs_on(fleet: Fleet) -> None:
             stream = session.send(" Tell me all.", LONG_TOKENS, stream=True)
             next(stream.events())
             running(agents)
-            agents.die()
-            equal(agents.listener.told.head.running, 1, "turns that run without an agent")
+            agents.kill_agent()
+            equal(agents.listener.state.head.running, 1, "turns that run without an agent")
             agents.start()
             agents.finish()
-        agents.all_is_free()
+        agents.check_all_free()
 
 
 @test
-def a_whole_turn_ran(fleet: Fleet) -> None:
+def an_unstreamed_turn_ran(fleet: Fleet) -> None:
     with succession(fleet) as agents:
         session = idle_session(fleet)
         with slow_engine(fleet):
-            turn = agents.client(_whole_turn, fleet, session)
+            turn = agents.client(_unstreamed_turn, fleet, session)
             running(agents)
-            agents.die()
-            cut_off(turn)
+            agents.kill_agent()
+            check_cut_off(turn)
             agents.start()
             agents.finish()
-        agents.all_is_free()
+        agents.check_all_free()
 
 
 @test
@@ -137,22 +137,22 @@ def a_turn_was_in_the_engines_queue(fleet: Fleet) -> None:
             wire.stream(f"{fleet.engine_url}/generate", body(f"{n:02} others", 300, stream=True))
             for n in range(ROWS)
         ]
-        agents.listener.wait("full rows", lambda told: told.head.running == ROWS)
-        turn = agents.client(_whole_turn, fleet, session)
+        agents.listener.wait("full rows", lambda state: state.head.running == ROWS)
+        turn = agents.client(_unstreamed_turn, fleet, session)
         agents.listener.wait(
             "the turn in the queue",
-            lambda told: told.head.waiting == 1
-            and any(s.in_flight and not s.holds_row for s in told.sessions.values()),
+            lambda state: state.head.waiting == 1
+            and any(s.in_flight and not s.holds_row for s in state.sessions.values()),
         )
-        agents.die()
-        cut_off(turn)
+        agents.kill_agent()
+        check_cut_off(turn)
         agents.start()
         agents.finish()
-        head = agents.listener.told.head
+        head = agents.listener.state.head
         equal((head.running, head.rows_free), (ROWS, 0), "the others' turns, and free rows")
         for other in others:
             other.vanish()
-        agents.all_is_free()
+        agents.check_all_free()
 
 
 @test
@@ -161,8 +161,8 @@ def a_close_was_not_yet_at_the_engine(fleet: Fleet) -> None:
         session = idle_session(fleet)
         hold = agents.tap.hold_request("/close_session")
         session.close()
-        agents.die(hold)
-        agents.succeed()
+        agents.kill_agent(hold)
+        agents.take_over()
 
 
 @test
@@ -171,8 +171,8 @@ def a_close_was_not_yet_answered(fleet: Fleet) -> None:
         session = idle_session(fleet)
         hold = agents.tap.hold_answer("/close_session")
         session.close()
-        agents.die(hold, inside=0)
-        agents.succeed()
+        agents.kill_agent(hold, inside=0)
+        agents.take_over()
 
 
 @test
@@ -182,10 +182,10 @@ def a_close_was_not_yet_confirmed(fleet: Fleet) -> None:
         session = idle_session(fleet)
         hold = agents.tap.hold_answer("/open_session")
         session.close()
-        agents.die(hold)
-        [left] = agents.inside().values()
+        agents.kill_agent(hold)
+        [left] = agents.engine_sessions().values()
         equal((left.holds_row, left.history), (False, 0), "what the session's successor holds")
-        agents.succeed()
+        agents.take_over()
 
 
 @test
@@ -194,16 +194,16 @@ def two_sessions_were_at_different_steps(fleet: Fleet) -> None:
         agents.tap.hides_ends = True
         session = idle_session(fleet)
         with slow_engine(fleet):
-            turn = agents.client(_whole_turn, fleet, session)
+            turn = agents.client(_unstreamed_turn, fleet, session)
             running(agents)
             hold = agents.tap.hold_answer("/open_session")
             opened = agents.open()
-            agents.die(hold, journalled=2, inside=2)
-            cut_off(turn)
-            cut_off(opened)
+            agents.kill_agent(hold, journalled=2, inside=2)
+            check_cut_off(turn)
+            check_cut_off(opened)
             agents.start()
             agents.finish()
-        agents.all_is_free()
+        agents.check_all_free()
 
 
 @test
@@ -212,14 +212,14 @@ def the_next_agents_were_killed_too(fleet: Fleet) -> None:
         agents.tap.hides_ends = True
         session = idle_session(fleet)
         with slow_engine(fleet):
-            turn = agents.client(_whole_turn, fleet, session)
+            turn = agents.client(_unstreamed_turn, fleet, session)
             running(agents)
-            agents.die()
-            cut_off(turn)
+            agents.kill_agent()
+            check_cut_off(turn)
             hold = agents.tap.hold_request("/abort_request")
             agents.start()
-            agents.die(hold)
-            equal(agents.listener.told.head.running, 1, "turns, before anyone has aborted one")
+            agents.kill_agent(hold)
+            equal(agents.listener.state.head.running, 1, "turns, before anyone has aborted one")
             for hold, inside in (
                 (agents.tap.hold_request("/close_session"), 1),
                 (agents.tap.hold_answer("/close_session"), 0),
@@ -227,8 +227,8 @@ def the_next_agents_were_killed_too(fleet: Fleet) -> None:
                 (agents.tap.hold_answer("/open_session"), 1),
             ):
                 agents.start()
-                agents.die(hold, inside=inside)
-        agents.succeed()
+                agents.kill_agent(hold, inside=inside)
+        agents.take_over()
 
 
 @test
@@ -239,16 +239,17 @@ def the_last_line_was_cut(fleet: Fleet) -> None:
         session = idle_session(fleet)
         for path, kind in (("/generate", "turn"), ("/open_session", "opening")):
             hold = agents.tap.hold_request(path)
-            asked = agents.client(_whole_turn, fleet, session) if kind == "turn" else agents.open()
-            agents.die(hold, journalled=1 if kind == "turn" else 2)
-            cut_off(asked)
+            turn = kind == "turn"
+            asked = agents.client(_unstreamed_turn, fleet, session) if turn else agents.open()
+            agents.kill_agent(hold, journalled=1 if kind == "turn" else 2)
+            check_cut_off(asked)
             text = agents.journal.read_text()
             last = text.splitlines()[-1]
             equal(last.split(" ")[0], kind, f"the kind of the journal's last line, {last!r}")
             agents.journal.write_text(text[: -len(last) // 2])
             agents.start()
             agents.finish()
-            agents.all_is_free()
+            agents.check_all_free()
             session = idle_session(fleet)
         session.close()
 
@@ -257,10 +258,10 @@ def the_last_line_was_cut(fleet: Fleet) -> None:
 def the_engine_was_restarted_too(fleet: Fleet) -> None:
     with succession(fleet) as agents:
         idle_session(fleet)
-        agents.die()
+        agents.kill_agent()
         fleet.kill_engine()
         fleet.start_engine()
-        agents.tap.lead_to(fleet.engine_url)
+        agents.tap.connect_to(fleet.engine_url)
         agents.listener.connected()
         before = len(agents.tap.exchanges("/close_session"))
         agents.start()
@@ -268,7 +269,7 @@ def the_engine_was_restarted_too(fleet: Fleet) -> None:
         fleet.wait_placing()
         after = len(agents.tap.exchanges("/close_session"))
         equal(after, before, "closes of sessions that another engine had")
-        agents.all_is_free()
+        agents.check_all_free()
 
 
 @test
@@ -284,15 +285,15 @@ def the_engine_was_out_of_reach_for_a_moment(fleet: Fleet) -> None:
         url = f"http://{fleet.agent_admin}/readyz"
         wait_until(fleet.agent, "without its engine", lambda: not answers_200(url), SETTLE_SECONDS_MAX)
         hold.drop()
-        equal(len(agents.inside()), 2, "sessions inside the engine")
+        equal(len(agents.engine_sessions()), 2, "sessions inside the engine")
         agents.tap.take_again()
         wait_until(fleet.agent, "back at its engine", lambda: answers_200(url), SETTLE_SECONDS_MAX)
         agents.finish()
         answer = wire.post(f"{fleet.router_url}/generate", _another(left))
-        code = refused(answer, 409, "a turn of the other session")
+        code = refusal_code(answer, 409, "a turn of the other session")
         equal(code, "session_lost", "the code")
         left.close()
-        agents.all_is_free()
+        agents.check_all_free()
 
 
 @test
@@ -306,15 +307,15 @@ def a_second_agent_is_kept_off_until_the_first_has_gone(fleet: Fleet) -> None:
         assert "another agent is in charge of this engine" in said, f"it said: {said}"
         equal(agents.journal.read_text(), written, "the first one's journal")
         session.turn(" Still there?", 10)
-        agents.die()
-        agents.succeed()
+        agents.kill_agent()
+        agents.take_over()
 
 
 @test
 def an_open_during_the_takeover_waits_and_plain_turns_dont(fleet: Fleet) -> None:
     with succession(fleet) as agents:
         idle_session(fleet)
-        agents.die()
+        agents.kill_agent()
         hold = agents.tap.hold_request("/close_session")
         agents.start()
         hold.wait()
@@ -333,23 +334,23 @@ def an_open_during_the_takeover_waits_and_plain_turns_dont(fleet: Fleet) -> None
         session.turn("Thank you.", 10)
         session.close()
         agents.finish()
-        agents.all_is_free()
+        agents.check_all_free()
 
 
 @test
-def the_old_sessions_are_unknown_and_their_ids_start_anew(fleet: Fleet) -> None:
+def the_old_sessions_are_unknown_and_their_ids_can_be_opened_again(fleet: Fleet) -> None:
     with succession(fleet) as agents:
         sessions = [idle_session(fleet), Pinned(fleet)]
-        agents.die(journalled=2, inside=2)
+        agents.kill_agent(journalled=2, inside=2)
         agents.start()
         begin = time.monotonic()
         for session in sessions:
             url = f"{fleet.router_url}/generate"
             while (answer := wire.post(url, _another(session))).status == 503:
-                refused(answer, 503, "a turn before the router has heard of the new agent")
-                assert time.monotonic() < begin + HEARD_SECONDS_MAX, f"still {answer}"
+                refusal_code(answer, 503, "a turn before the router has heard of the new agent")
+                assert time.monotonic() < begin + REPORTED_SECONDS_MAX, f"still {answer}"
             one_of(answer.status, (404, 409), f"the status of a turn of an old session ({answer})")
-            refused(answer, answer.status, "a turn of an old session")
+            refusal_code(answer, answer.status, "a turn of an old session")
         seconds = time.monotonic() - begin
         print(f"    heard {seconds:.2f} s after the new agent was ready", flush=True)
         for session in sessions:
@@ -359,10 +360,10 @@ def the_old_sessions_are_unknown_and_their_ids_start_anew(fleet: Fleet) -> None:
             again.turn("From the start, then.", 10)
             again.close()
         agents.finish()
-        agents.all_is_free()
+        agents.check_all_free()
 
 
-def _whole_turn(fleet: Fleet, session: Pinned) -> wire.Answer:
+def _unstreamed_turn(fleet: Fleet, session: Pinned) -> wire.Answer:
     request = body(" Tell me all.", LONG_TOKENS, session_params={"id": session.id})
     return wire.post(f"{fleet.router_url}/generate", request)
 

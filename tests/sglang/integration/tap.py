@@ -47,7 +47,7 @@ class Hold:
         what = "answer from" if self.answer else "request to"
         assert self._came.wait(seconds), f"no {what} {self.path} within {seconds} s"
 
-    def came(self) -> bool:
+    def has_come(self) -> bool:
         return self._came.is_set()
 
     def let_go(self) -> None:
@@ -62,7 +62,7 @@ class Hold:
             self._passes = passes
             self._decided.set()
 
-    def taken(self) -> None:
+    def mark_used(self) -> None:
         """Notes that the message has come. Called by the relay."""
         self._came.set()
 
@@ -78,7 +78,7 @@ class Tap:
     engine isn't told that the agent has gone, so its turns run on."""
 
     def __init__(self, engine_url: str):
-        self.lead_to(engine_url)
+        self.connect_to(engine_url)
         self.hides_ends = False
         self._connections: list[_Connection] = []
         self._holds: list[Hold] = []
@@ -87,7 +87,7 @@ class Tap:
         self._port = self._listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self._port}"
 
-    def lead_to(self, engine_url: str) -> None:
+    def connect_to(self, engine_url: str) -> None:
         """Sets the engine to which new connections lead."""
         parts = urlsplit(engine_url)
         self._engine = (parts.hostname, parts.port)
@@ -142,7 +142,8 @@ class Tap:
             raw = [(bytes(c.asked), bytes(c.answered)) for c in self._connections]
         found = []
         for asked, answered in raw:
-            for (ask_head, ask_body), (answer_head, answer_body) in zip(_cut(asked), _cut(answered)):
+            pairs = zip(_split_messages(asked), _split_messages(answered))
+            for (ask_head, ask_body), (answer_head, answer_body) in pairs:
                 line = ask_head.split(b"\r\n", 1)[0].decode()
                 if line.split(" ")[1].split("?")[0] == path:
                     status = int(answer_head.split(b" ", 2)[1])
@@ -209,13 +210,13 @@ class Tap:
         with self._lock:
             for hold in self._holds:
                 meant = hold.path == connection.path and hold.answer == answers
-                if meant and not hold.came():
-                    hold.taken()
+                if meant and not hold.has_come():
+                    hold.mark_used()
                     return hold
         return None
 
 
-def _cut(raw: bytes) -> list[tuple[bytes, bytes]]:
+def _split_messages(raw: bytes) -> list[tuple[bytes, bytes]]:
     """Splits the bytes of one direction of a connection into messages, each a head and a body.
     An unfinished message is left out."""
     messages = []

@@ -14,7 +14,7 @@ from integration.bytes_untouched import TEXT, same_bytes
 from integration.fleet import MODEL, Fleet
 from integration.runner import equal, test
 from integration.tap import Exchange, Tap
-from integration.turns import Pinned, body, chat_body, last_of
+from integration.turns import Pinned, body, chat_body, last_turn
 
 # The keys that Berth may add to a body, anywhere at its top level.
 OWNED = ("rid", "session_params", "session_id", "routed_dp_rank", "priority")
@@ -31,7 +31,9 @@ def tapped(fleet: Fleet) -> Iterator[Tap]:
         tap.close()
 
 
-def _post(fleet: Fleet, tap: Tap, path: str, request: object, headers: dict | None = None) -> Exchange:
+def _post(
+    fleet: Fleet, tap: Tap, path: str, request: object, headers: dict | None = None
+) -> Exchange:
     """Sends the request and checks the answer's status. Returns the exchange on the engine's
     side."""
     before = len(tap.exchanges(path))
@@ -83,7 +85,7 @@ def pinned_turns(fleet: Fleet) -> None:
         for text in ("Listen.", " And again."):
             before = len(tap.exchanges("/generate"))
             answer = session.send(text, 12, stream=True)
-            turn = last_of(answer)
+            turn = last_turn(answer)
             seen = tap.exchanges("/generate")
             equal(len(seen), before + 1, "exchanges with the engine for one turn")
             mine = [exchange for exchange in seen if exchange.answer_body == answer.raw]

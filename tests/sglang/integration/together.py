@@ -3,7 +3,7 @@
 from integration import wire
 from integration.fleet import Fleet
 from integration.runner import equal, test
-from integration.turns import Pinned, at_once, chat_body, delete_session, new_id, slow_engine
+from integration.turns import Pinned, chat_body, delete_session, new_id, run_together, slow_engine
 
 TALKS = (
     ("Rain on the quay.", " Wind from the west.", " Fog at night."),
@@ -30,7 +30,7 @@ def two_pinned_sessions_at_once(fleet: Fleet) -> None:
             session.turn(text, 60, stream=stream)
         session.close()
 
-    at_once(lambda: talk(TALKS[0], True), lambda: talk(TALKS[1], False))
+    run_together(lambda: talk(TALKS[0], True), lambda: talk(TALKS[1], False))
 
 
 @test
@@ -41,7 +41,7 @@ def six_sessions_at_once(fleet: Fleet) -> None:
             session.turn(f"Ship {number}, message {place}. ", 20, stream=bool(number % 2))
         session.close()
 
-    at_once(*[lambda number=number: talk(number) for number in range(6)])
+    run_together(*[lambda number=number: talk(number) for number in range(6)])
 
 
 @test
@@ -54,7 +54,7 @@ def a_tagged_session_runs_turns_side_by_side(fleet: Fleet) -> None:
 
     alone = [ask(question) for question in ("Who is in?", "Who is out?")]
     with slow_engine(fleet, 0.02):
-        both = at_once(lambda: ask("Who is in?"), lambda: ask("Who is out?"))
+        both = run_together(lambda: ask("Who is in?"), lambda: ask("Who is out?"))
     equal([answer.status for answer in both], [200, 200], "the statuses")
     equal([_said(answer) for answer in both], [_said(answer) for answer in alone], "the answers")
     delete_session(fleet, id)

@@ -19,15 +19,15 @@ from integration.fleet import MODEL, Fleet, engine_home, start_engine, wait_engi
 from integration.planted import PLUGIN
 from integration.processes import Process, shim_env
 from integration.runner import equal, one_of, problem_of, test
-from integration.talk import HEADER, Reply, mark, send
+from integration.routes import HEADER, Reply, mark, send
 from integration.trim_listener import Plan, TrimListener
-from integration.turns import at_once, new_id
+from integration.turns import new_id, run_together
 
 TURNS = 10
 TOKENS = 24
 LET = "the agent lets it run as it came"
 # Questions. Conversations differ from the first page on, by the session ids in their prompts.
-ASKED = ("Which ships are in?", "And then, you say?", "", "What was that again, and why?")
+QUESTIONS = ("Which ships are in?", "And then, you say?", "", "What was that again, and why?")
 
 
 class Engine:
@@ -69,7 +69,7 @@ class Engine:
     def text(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
-    def wrote(self, rid: str, what: str) -> list[int] | None:
+    def last_written(self, rid: str, what: str) -> list[int] | None:
         """Returns the request's `whole` prompt, or the `context` after its turn."""
         lines = map(json.loads, self.contexts.read_text().splitlines())
         found = [line[what] for line in lines if line["rid"] == rid and what in line]
@@ -86,11 +86,11 @@ class Conversation:
         # Messages if the route has them, otherwise the text so far.
         self.messages: list[dict] = []
         self.system = f"{self.session}: you are the harbour master."
-        self.said = f"{self.system}\n"
+        self.text_so_far = f"{self.system}\n"
         self.tools: list[dict] = []
         self.count = 0
         # Whether an answer was retokenized, so that the context's ids differ from the prompt's.
-        self.healed = False
+        self.retokenized = False
         # Whether an abort has moved the KV to the radix tree: the next turn finds whole pages.
         self.in_tree = False
         # Whether other turns run too. A turn may then be retracted and computed again.
@@ -101,9 +101,9 @@ class Conversation:
         bias = {str(self.engine.turn_end): -100}
         if self.api == "generate":
             params = {"max_new_tokens": tokens, "temperature": 0, "logit_bias": bias, **more}
-            return {"text": self.said, "sampling_params": params}
+            return {"text": self.text_so_far, "sampling_params": params}
         if self.api == "completions":
-            return {"prompt": self.said, "max_tokens": tokens, "logit_bias": bias, **more}
+            return {"prompt": self.text_so_far, "max_tokens": tokens, "logit_bias": bias, **more}
         if self.api == "responses":
             history = {"input": self.messages, "instructions": self.system, "store": False}
             return {**history, "max_output_tokens": tokens, **more}
@@ -114,21 +114,21 @@ class Conversation:
         tools = {"tools": self.tools} if self.tools else {}
         return {"messages": messages, "max_tokens": tokens, **tools, **more}
 
-    def says(self, text: str) -> None:
+    def add_question(self, text: str) -> None:
         self.messages.append({"role": "user", "content": text})
-        self.said += f"\n{text}\n"
+        self.text_so_far += f"\n{text}\n"
 
-    def heard(self, reply: Reply) -> None:
+    def add_answer(self, reply: Reply) -> None:
         self.messages.append({"role": "assistant", "content": reply.text})
-        self.said += reply.text
+        self.text_so_far += reply.text
 
-    def asks(self, tokens: int = TOKENS, session: str | None = None, **more: object) -> Reply:
+    def send_turn(self, tokens: int = TOKENS, session: str | None = None, **more: object) -> Reply:
         """Sends a turn and checks its answer, whatever the plan was."""
         body = self.body(tokens, **more)
         reply = send(self.engine.url, self.api, body, session or self.session, self.stream)
         plan = self.plan
         if plan.plan in ("diverged", "refused"):
-            equal(self.engine.wrote(plan.rid, "context"), None, f"a context after {plan}")
+            equal(self.engine.last_written(plan.rid, "context"), None, f"a context after {plan}")
             plain = send(self.engine.url, self.api, body, None, self.stream)
             equal(reply.text, plain.text, f"the answer as it came, {plan}")
         else:
@@ -142,13 +142,14 @@ class Conversation:
 
     def _check(self, plan: Plan, reply: Reply, body: dict) -> None:
         engine = self.engine
-        whole, context = engine.wrote(plan.rid, "whole"), engine.wrote(plan.rid, "context")
+        whole = engine.last_written(plan.rid, "whole")
+        context = engine.last_written(plan.rid, "context")
         assert whole and context, f"turn {self.count}: not written down, {plan}"
-        self.healed |= plan.plan == "healed"
+        self.retokenized |= plan.plan == "retokenized"
         # Without figures the answer was empty: the token that ends a turn, and nothing else.
         tokens = reply.prompt_tokens or len(context) - 1
         prompt, answer = context[:tokens], context[tokens:]
-        if self.healed:
+        if self.retokenized:
             equal(engine.text(prompt), engine.text(whole), f"turn {self.count}: the context's text")
         else:
             equal(prompt, whole, f"turn {self.count}: the context's ids")
@@ -165,54 +166,55 @@ class Conversation:
         request = {"input_ids": prompt, "sampling_params": params}
         alone = wire.post(f"{engine.url}/generate", request).json()
         equal(answer, alone["output_ids"], f"turn {self.count}: the answer, {plan}")
-        if not self.healed:
+        if not self.retokenized:
             plain = send(engine.url, self.api, body, None, self.stream)
             equal(reply.text, plain.text, f"turn {self.count}: the text without a session")
             equal(reply.prompt_tokens, plain.prompt_tokens, f"turn {self.count}: prompt tokens")
 
-    def goes_on(self, *plans: str) -> Reply:
+    def send_next_turn(self, *plans: str) -> Reply:
         """Sends a turn with a new question, whose plan must be one of `plans`."""
-        self.says(ASKED[self.count % len(ASKED)])
-        reply = self.asks()
-        one_of(self.plan.plan, plans or ("trimmed", "healed"), f"turn {self.count}: {self.plan}")
-        self.heard(reply)
+        self.add_question(QUESTIONS[self.count % len(QUESTIONS)])
+        reply = self.send_turn()
+        allowed = plans or ("trimmed", "retokenized")
+        one_of(self.plan.plan, allowed, f"turn {self.count}: {self.plan}")
+        self.add_answer(reply)
         return reply
 
 
 def ten_turns(engine: Engine) -> None:
     """Holds ten turns by every route, with and without streaming."""
-    seen = {"trimmed": 0, "healed": 0}
+    seen = {"trimmed": 0, "retokenized": 0}
     for api in ("generate", "completions", "chat", "messages", "responses"):
         for stream in (False, True):
             conversation = Conversation(engine, api, stream)
             for _ in range(TURNS):
-                conversation.goes_on()
+                conversation.send_next_turn()
                 seen[conversation.plan.plan] += 1
             engine.close(conversation.session)
     print(f"    {seen}", flush=True)
     assert min(seen.values()) > 0, f"both kinds of turns: {seen}"
 
 
-def cut_by_its_limit(engine: Engine) -> None:
+def answers_cut_off_by_their_limit(engine: Engine) -> None:
     for api in ("chat", "completions"):
         conversation = Conversation(engine, api, stream=False)
         for tokens in (1, 3, 2, 1):
-            conversation.says("Again, please.")
-            conversation.heard(conversation.asks(tokens))
-            one_of(conversation.plan.plan, ("trimmed", "healed"), "after a cut")
+            conversation.add_question("Again, please.")
+            conversation.add_answer(conversation.send_turn(tokens))
+            one_of(conversation.plan.plan, ("trimmed", "retokenized"), "after a cut")
         engine.close(conversation.session)
 
 
 def a_stop_string_is_in_the_context_and_not_in_the_text(engine: Engine) -> None:
     for stream in (False, True):
         conversation = Conversation(engine, "completions", stream)
-        conversation.says("Tell me.")
+        conversation.add_question("Tell me.")
         free = send(engine.url, "completions", conversation.body(TOKENS))
         stop = free.text.split(" ")[4]
-        reply = conversation.asks(stop=[f" {stop}"])
+        reply = conversation.send_turn(stop=[f" {stop}"])
         equal((reply.finish, conversation.plan.plan), ("stop", "trimmed"), "how it ended")
-        conversation.heard(reply)
-        conversation.goes_on("diverged")
+        conversation.add_answer(reply)
+        conversation.send_next_turn("diverged")
         left = conversation.plan.prompt - conversation.plan.at
         assert left < 40, f"it diverges where the stop string was: {conversation.plan}"
         engine.close(conversation.session)
@@ -223,28 +225,30 @@ def edits_append_nothing(engine: Engine) -> None:
     for api in ("chat", "messages", "completions"):
         conversation = Conversation(engine, api, stream=False)
         for _ in range(3):
-            conversation.goes_on()
+            conversation.send_next_turn()
         committed = conversation.plan.committed
-        kept = list(conversation.messages), conversation.said, conversation.system
+        kept = list(conversation.messages), conversation.text_so_far, conversation.system
 
         conversation.messages.pop()
-        conversation.said = conversation.said[: conversation.said.rindex("\n") + 1]
-        conversation.asks()
+        before_answer = conversation.text_so_far.rindex("\n") + 1
+        conversation.text_so_far = conversation.text_so_far[:before_answer]
+        conversation.send_turn()
         equal(conversation.plan.plan, "diverged", "the last answer again")
 
-        conversation.messages, conversation.said = list(kept[0]), f"Now {kept[1]}"
+        conversation.messages, conversation.text_so_far = list(kept[0]), f"Now {kept[1]}"
         conversation.system = f"Now {kept[2]}"
-        conversation.goes_on("diverged")
+        conversation.send_next_turn("diverged")
         assert conversation.plan.at < 16, f"where an edited beginning differs: {conversation.plan}"
 
         conversation.messages = [{"role": "user", "content": "All was said."}]
-        conversation.said, conversation.system = f"{kept[2]} All was said.", kept[2]
-        conversation.goes_on("diverged")
+        conversation.text_so_far, conversation.system = f"{kept[2]} All was said.", kept[2]
+        conversation.send_next_turn("diverged")
 
         # The session's context is unchanged.
-        conversation.messages, conversation.said, conversation.system = list(kept[0]), *kept[1:]
+        conversation.messages = list(kept[0])
+        conversation.text_so_far, conversation.system = kept[1:]
         conversation.count = 3
-        conversation.goes_on()
+        conversation.send_next_turn()
         assert conversation.plan.committed > committed, f"it goes on: {conversation.plan}"
         engine.close(conversation.session)
 
@@ -254,8 +258,8 @@ def tools_and_empty_contents(engine: Engine) -> None:
     parameters = {"type": "object", "properties": {"place": {"type": "string"}}}
     function = {"name": "weather", "description": "How it is there", "parameters": parameters}
     conversation.tools = [{"type": "function", "function": function}]
-    conversation.goes_on()
-    conversation.goes_on()
+    conversation.send_next_turn()
+    conversation.send_next_turn()
     # The client's form of an answer: two calls at once, in the template's own form.
     call = {"name": "weather", "arguments": json.dumps({"place": "the harbour"})}
     conversation.messages[-1:] = [
@@ -264,30 +268,30 @@ def tools_and_empty_contents(engine: Engine) -> None:
         ]},
         *({"role": "tool", "tool_call_id": f"call_{n}", "content": "rain"} for n in range(2)),
     ]
-    conversation.goes_on("diverged")
+    conversation.send_next_turn("diverged")
     again = Conversation(engine, "chat", stream=True)
     again.messages, again.tools = conversation.messages, conversation.tools
     for _ in range(3):
-        again.goes_on()
-    again.heard(Reply("", "stop", 0, 0))
-    again.goes_on()
+        again.send_next_turn()
+    again.add_answer(Reply("", "stop", 0, 0))
+    again.send_next_turn()
     for one in (conversation, again):
         engine.close(one.session)
 
 
 def an_aborted_turn_leaves_no_trace(engine: Engine) -> None:
     conversation = Conversation(engine, "chat", stream=True)
-    conversation.goes_on()
-    conversation.goes_on()
-    conversation.says("A long one.")
+    conversation.send_next_turn()
+    conversation.send_next_turn()
+    conversation.add_question("A long one.")
     with slowly(engine):
         _vanish(engine, conversation, chunks=4)
     running = conversation.plan
     conversation.in_tree = True
     reply = _ask_until_it_is_over(conversation)
     equal(conversation.plan.committed, running.committed, f"the context after it: {reply}")
-    conversation.heard(reply)
-    conversation.goes_on()
+    conversation.add_answer(reply)
+    conversation.send_next_turn()
     engine.close(conversation.session)
 
 
@@ -297,23 +301,24 @@ def retracted_turns_are_committed_once(engine: Engine) -> None:
             conversation = Conversation(engine, api, stream)
             conversation.crowded = True
             for _ in range(6):
-                conversation.goes_on()
+                conversation.send_next_turn()
             engine.close(conversation.session)
 
         return run
 
-    at_once(*(converse(api, stream) for api in ("chat", "generate") for stream in (False, True)))
+    ways = [(api, stream) for api in ("chat", "generate") for stream in (False, True)]
+    run_together(*(converse(api, stream) for api, stream in ways))
 
 
-def an_abort_after_a_retraction_leaves_nobody_knows_what(engine: Engine) -> None:
+def an_abort_after_a_retraction_leaves_an_unknown_context(engine: Engine) -> None:
     noise = {"text": "Noise", "sampling_params": {"max_new_tokens": 60, "ignore_eos": True}}
     for _ in range(5):
         conversation = Conversation(engine, "chat", stream=True)
-        conversation.goes_on()
-        conversation.says("A long one.")
+        conversation.send_next_turn()
+        conversation.add_question("A long one.")
         with slowly(engine):
             beside = [lambda: wire.post(f"{engine.url}/generate", noise)] * 3
-            at_once(*beside, lambda: _vanish(engine, conversation, chunks=12))
+            run_together(*beside, lambda: _vanish(engine, conversation, chunks=12))
         running = conversation.plan
         conversation.in_tree = True
         _ask_until_it_is_over(conversation)
@@ -354,22 +359,22 @@ def _vanish(engine: Engine, conversation: Conversation, chunks: int) -> None:
 def _ask_until_it_is_over(conversation: Conversation) -> Reply:
     deadline = time.monotonic() + 10
     while True:
-        reply = conversation.asks(1)
+        reply = conversation.send_turn(1)
         if conversation.plan.why != "a turn of the session runs" or time.monotonic() > deadline:
             return reply
         time.sleep(0.05)
 
 
-def only_new_tokens_beside_whole_prompts(engine: Engine) -> None:
+def deltas_beside_full_prompts(engine: Engine) -> None:
     """Two clients share a session: one sends new tokens only (SGLang's way), one full histories."""
     conversation = Conversation(engine, "generate", stream=False)
-    conversation.goes_on()
+    conversation.send_next_turn()
     params = {"max_new_tokens": 5, "temperature": 0, "logit_bias": {str(engine.turn_end): -100}}
     delta = {"text": "\nMore.", "session_params": {"id": conversation.session}}
     answer = wire.post(f"{engine.url}/generate", delta | {"sampling_params": params}).json()
-    conversation.said += "\nMore." + answer["text"]
-    conversation.healed = True
-    conversation.goes_on()
+    conversation.text_so_far += "\nMore." + answer["text"]
+    conversation.retokenized = True
+    conversation.send_next_turn()
     equal(
         conversation.plan.committed,
         answer["meta_info"]["prompt_tokens"] + answer["meta_info"]["completion_tokens"],
@@ -381,16 +386,16 @@ def only_new_tokens_beside_whole_prompts(engine: Engine) -> None:
 def begin_tokens_stay(engine: Engine) -> None:
     """The engine drops a BOS token at the beginning of what is appended."""
     conversation = Conversation(engine, "generate", stream=False)
-    conversation.said = f"<|bos|>{conversation.said}"
-    conversation.goes_on()
-    conversation.said += "<|bos|>"
-    conversation.heard(conversation.asks())
-    one_of(conversation.plan.plan, ("trimmed", "healed"), "with a begin token first")
-    conversation.goes_on()
+    conversation.text_so_far = f"<|bos|>{conversation.text_so_far}"
+    conversation.send_next_turn()
+    conversation.text_so_far += "<|bos|>"
+    conversation.add_answer(conversation.send_turn())
+    one_of(conversation.plan.plan, ("trimmed", "retokenized"), "with a begin token first")
+    conversation.send_next_turn()
     engine.close(conversation.session)
 
 
-def what_cannot_be_trimmed_is_said(engine: Engine) -> None:
+def untrimmable_prompts_are_reported(engine: Engine) -> None:
     session = engine.open()
     params = {"max_new_tokens": 3, "temperature": 0}
     for body, why in (
@@ -420,12 +425,12 @@ def what_cannot_be_trimmed_is_said(engine: Engine) -> None:
 
 def the_agent_names_another_session(engine: Engine) -> None:
     conversation = Conversation(engine, "chat", stream=False)
-    conversation.goes_on()
+    conversation.send_next_turn()
     conversation.system = "Another one now."
     fresh = engine.open()
     engine.listener.answer = lambda plan: fresh if plan.plan == "diverged" else ""
     try:
-        conversation.says("So?")
+        conversation.add_question("So?")
         body = conversation.body(TOKENS)
         reply = send(engine.url, "chat", body, conversation.session)
     finally:
@@ -434,57 +439,57 @@ def the_agent_names_another_session(engine: Engine) -> None:
     moved = engine.listener.plans(fresh)[-1]
     equal((asked.plan, moved.plan, moved.committed), ("diverged", "trimmed", 0), "the plans")
     engine.close(conversation.session)
-    conversation.session, conversation.healed = fresh, False
+    conversation.session, conversation.retokenized = fresh, False
     conversation._check(moved, reply, body)
-    conversation.heard(reply)
-    conversation.goes_on()
+    conversation.add_answer(reply)
+    conversation.send_next_turn()
     engine.close(fresh)
 
 
-def more_room_is_asked_for(engine: Engine) -> None:
+def more_room_is_requested(engine: Engine) -> None:
     """The engine tokenizes the prompt, so only the engine can tell that it is too long."""
     conversation = Conversation(engine, "chat", stream=False)
-    conversation.goes_on()
+    conversation.send_next_turn()
     before, room = conversation.plan, conversation.plan.prompt
     for answer in ("", conversation.session):
-        conversation.says("More, please.")
+        conversation.add_question("More, please.")
         engine.listener.answer = lambda _, answer=answer: answer
         body = conversation.body(TOKENS)
         reply = send(engine.url, "chat", body, conversation.session, tokens_max=room)
         engine.listener.answer = lambda _: ""
         asked, held = engine.listener.questions(conversation.session)[-1], conversation.plan
         equal((asked.plan, asked.sent), ("refused", 0), f"it asks: {asked}")
-        # `healed` if the previous answer was retokenized.
-        runs = ("trimmed", "healed") if answer else ("refused",)
+        # `retokenized` if the previous answer was retokenized.
+        runs = ("trimmed", "retokenized") if answer else ("refused",)
         one_of(held.plan, runs, f"of {answer}: {held}")
         assert asked.prompt > room >= before.prompt, f"too long: {asked}"
         if answer:
             conversation._check(held, reply, body)
         else:
-            equal(engine.wrote(held.rid, "context"), None, f"a context after {held}")
+            equal(engine.last_written(held.rid, "context"), None, f"a context after {held}")
             conversation.messages.pop()
     engine.close(conversation.session)
 
 
 CHECKS: list[Callable[[Engine], None]] = [
     ten_turns,
-    cut_by_its_limit,
+    answers_cut_off_by_their_limit,
     a_stop_string_is_in_the_context_and_not_in_the_text,
     edits_append_nothing,
     tools_and_empty_contents,
     an_aborted_turn_leaves_no_trace,
     retracted_turns_are_committed_once,
-    an_abort_after_a_retraction_leaves_nobody_knows_what,
-    only_new_tokens_beside_whole_prompts,
+    an_abort_after_a_retraction_leaves_an_unknown_context,
+    deltas_beside_full_prompts,
     begin_tokens_stay,
-    what_cannot_be_trimmed_is_said,
+    untrimmable_prompts_are_reported,
     the_agent_names_another_session,
-    more_room_is_asked_for,
+    more_room_is_requested,
 ]
 
 
 @test
-def whole_histories_run_as_turns(fleet: Fleet) -> None:
+def full_histories_run_as_turns(fleet: Fleet) -> None:
     engine = Engine(fleet)
     try:
         wait_engine(engine.process, engine.url)

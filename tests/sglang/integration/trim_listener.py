@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 VERSION = 4
-PLANS = {1: "trimmed", 2: "healed", 3: "diverged", 4: "refused"}
+PLANS = {1: "trimmed", 2: "retokenized", 3: "diverged", 4: "refused"}
 # The `tokens_max` of a prompt that isn't bounded.
 ROOM = 1 << 20
 
@@ -63,23 +63,23 @@ class TrimListener:
             assert self._changed.wait_for(lambda: self.inert is not None, seconds), "no hello"
             return self.inert
 
-    def plans(self, of: str, seconds: float = 60) -> list[Plan]:
+    def plans(self, name: str, seconds: float = 60) -> list[Plan]:
         """Waits for a final plan of this session or request. Returns all of them, oldest first."""
         deadline = time.monotonic() + seconds
         with self._changed:
             while True:
-                if found := self._heard(of, questions=False):
+                if found := self._matching(name, questions=False):
                     return found
                 left = deadline - time.monotonic()
-                assert self._changed.wait(left) if left > 0 else False, f"no plan of {of}"
+                assert self._changed.wait(left) if left > 0 else False, f"no plan of {name}"
 
-    def questions(self, of: str) -> list[Plan]:
+    def questions(self, name: str) -> list[Plan]:
         """Returns all questions of this session or request so far."""
         with self._changed:
-            return self._heard(of, questions=True)
+            return self._matching(name, questions=True)
 
-    def _heard(self, of: str, questions: bool) -> list[Plan]:
-        named = [plan for plan in self._plans if of in (plan.session, plan.rid)]
+    def _matching(self, name: str, questions: bool) -> list[Plan]:
+        named = [plan for plan in self._plans if name in (plan.session, plan.rid)]
         return [plan for plan in named if (plan.question > 0) == questions]
 
     def _run(self) -> None:
@@ -102,16 +102,16 @@ class TrimListener:
                     self._changed.notify_all()
                 continue
             assert kind == 5, f"the trimmer sends a frame of kind {kind}"
-            number, *counts, plan = struct.unpack("<QIIIIB", body[:25])
-            heard = Plan(number, PLANS[plan], *counts, *_texts(body[25:]))
+            number, *counts, kind_of_plan = struct.unpack("<QIIIIB", body[:25])
+            plan = Plan(number, PLANS[kind_of_plan], *counts, *_texts(body[25:]))
             with self._changed:
-                self._plans.append(heard)
+                self._plans.append(plan)
                 self._changed.notify_all()
-            if number and (session := self.answer(heard)) is not None:
+            if number and (session := self.answer(plan)) is not None:
                 raw = session.encode()
                 head = struct.pack("<BBQIH", VERSION, 20, number, self.tokens_max, len(raw))
-                said = head + raw
-                connection.sendall(struct.pack("<I", len(said)) + said)
+                message = head + raw
+                connection.sendall(struct.pack("<I", len(message)) + message)
 
 
 def _texts(body: bytes) -> list[str]:

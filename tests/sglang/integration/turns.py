@@ -18,7 +18,7 @@ from integration import wire
 from integration.fleet import MODEL, Fleet
 from integration.runner import equal, one_of
 
-HEARD_SECONDS_MAX = 30
+REPORTED_SECONDS_MAX = 30
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Turn:
     rid: str
 
     @classmethod
-    def of(cls, answer: dict) -> "Turn":
+    def from_answer(cls, answer: dict) -> "Turn":
         meta = answer["meta_info"]
         return cls(
             meta["prompt_tokens"],
@@ -75,27 +75,30 @@ def chat_tokens(messages: list[dict]) -> int:
     return said + 1 + len("assistant\n")
 
 
-def finished(answer: wire.Answer) -> Turn:
+def finished_turn(answer: wire.Answer) -> Turn:
     equal(answer.status, 200, f"the status of {answer}")
-    return Turn.of(answer.json())
+    return Turn.from_answer(answer.json())
 
 
-def last_of(stream: wire.Stream) -> Turn:
+def last_turn(stream: wire.Stream) -> Turn:
     """Reads the stream to its end, which must be `[DONE]`. Returns the last event before it."""
     equal(stream.status, 200, "the stream's status")
     events = list(stream.events())
     assert events and events[-1] == "[DONE]", f"the stream ended without [DONE]: {events[-1:]}"
-    return Turn.of(json.loads(events[-2]))
+    return Turn.from_answer(json.loads(events[-2]))
 
 
-def generate(fleet: Fleet, text: str, tokens: int, headers: dict | None = None, **more: Any) -> Turn:
-    return finished(wire.post(f"{fleet.router_url}/generate", body(text, tokens, **more), headers))
+def generate(
+    fleet: Fleet, text: str, tokens: int, headers: dict | None = None, **more: Any
+) -> Turn:
+    request = body(text, tokens, **more)
+    return finished_turn(wire.post(f"{fleet.router_url}/generate", request, headers))
 
 
-def at_engine(fleet: Fleet, text: str, tokens: int) -> Turn:
+def generate_at_engine(fleet: Fleet, text: str, tokens: int) -> Turn:
     """Returns the engine's own answer to the text as one prompt. A session must give the same
     answer."""
-    return finished(wire.post(f"{fleet.engine_url}/generate", body(text, tokens)))
+    return finished_turn(wire.post(f"{fleet.engine_url}/generate", body(text, tokens)))
 
 
 class Pinned:
@@ -110,7 +113,9 @@ class Pinned:
         opened = open_session(fleet, session_id=self.id, retention="pinned", **more)
         equal(opened["session_id"], self.id, "the id of the session opened")
 
-    def send(self, text: str, tokens: int, stream: bool = False, by_header: bool = False) -> wire.Stream:
+    def send(
+        self, text: str, tokens: int, stream: bool = False, by_header: bool = False
+    ) -> wire.Stream:
         """Sends a turn. Returns its answer while it is still arriving."""
         request, headers = body(text, tokens, stream=stream), {}
         if by_header:
@@ -122,11 +127,11 @@ class Pinned:
     def turn(self, text: str, tokens: int, stream: bool = False, by_header: bool = False) -> Turn:
         answer = self.send(text, tokens, stream, by_header)
         if stream:
-            turn = last_of(answer)
+            turn = last_turn(answer)
         else:
             raw = answer.rest()
             equal(answer.status, 200, f"the status of {raw[:500]!r}")
-            turn = Turn.of(json.loads(raw))
+            turn = Turn.from_answer(json.loads(raw))
         self.check(text, tokens, turn)
         return turn
 
@@ -137,9 +142,9 @@ class Pinned:
         equal(turn.completion_tokens, tokens, "completion tokens")
         if before:
             # The last token of an answer never went through the model itself.
-            one_of(turn.cached_tokens, (before - 1, before), "cached tokens: the whole history")
+            one_of(turn.cached_tokens, (before - 1, before), "cached tokens: the full history")
         self.history += text
-        equal(turn.text, at_engine(self.fleet, self.history, tokens).text, "the answer")
+        equal(turn.text, generate_at_engine(self.fleet, self.history, tokens).text, "the answer")
         self.history += turn.text
 
     def close(self) -> None:
@@ -163,12 +168,12 @@ def get_session(fleet: Fleet, id: str, headers: dict | None = None) -> wire.Answ
 def wait_session(fleet: Fleet, id: str, name: str, expected: Any) -> None:
     """Waits until the router shows `expected` as the session's `name`. The router gets it from the
     session's agent, so it lags."""
-    deadline = time.monotonic() + HEARD_SECONDS_MAX
+    deadline = time.monotonic() + REPORTED_SECONDS_MAX
     while (found := get_session(fleet, id).json().get(name)) != expected:
         if time.monotonic() > deadline:
             break
         time.sleep(0.05)
-    equal(found, expected, f"{name} of {id} {HEARD_SECONDS_MAX} s later")
+    equal(found, expected, f"{name} of {id} {REPORTED_SECONDS_MAX} s later")
 
 
 def delete_session(fleet: Fleet, id: str, headers: dict | None = None) -> wire.Answer:
@@ -188,7 +193,7 @@ def clean_up(fleet: Fleet) -> None:
         pass  # A process that has ended holds nothing.
 
 
-def refused(answer: wire.Answer, status: int, what: str) -> str:
+def refusal_code(answer: wire.Answer, status: int, what: str) -> str:
     """Checks that the refusal is Berth's own, by its form. Returns its code."""
     equal(answer.status, status, f"the status of {what} ({answer})")
     error = answer.json().get("error")
@@ -209,21 +214,21 @@ def slow_engine(fleet: Fleet, seconds: float = 0.03) -> Iterator[None]:
     try:
         yield
     finally:
-        quicken(fleet)
+        restore_speed(fleet)
 
 
-def quicken(fleet: Fleet) -> None:
+def restore_speed(fleet: Fleet) -> None:
     """Makes the engine fast again, once the test has done what needed a running turn."""
     url = f"{fleet.engine_url}/slow_down"
     equal(wire.post(url, {"forward_sleep_time": 0}).status, 200, "slow_down off")
 
 
-def runs(fleet: Fleet) -> bool:
+def is_running(fleet: Fleet) -> bool:
     """Returns whether a request runs in the engine, by the engine's own account."""
     return any(load["num_running_reqs"] for load in fleet.loads())
 
 
-def at_once(*calls: Callable[[], Any]) -> list[Any]:
+def run_together(*calls: Callable[[], Any]) -> list[Any]:
     """Runs the calls side by side, started together. Returns their results in order, or raises
     the first error."""
     results: list[Any] = [None] * len(calls)

@@ -10,8 +10,8 @@ import time
 
 from integration import wire
 from integration.fleet import Fleet
-from integration.runner import one_of, equal, test
-from integration.turns import Pinned, Turn, at_engine, body, slow_engine
+from integration.runner import equal, one_of, test
+from integration.turns import Pinned, Turn, body, generate_at_engine, slow_engine
 
 LOST_TEXT = " Say much."
 LOST_TOKENS = 100
@@ -30,14 +30,14 @@ def next_turn(fleet: Fleet, session: Pinned, text: str = " What was I saying?") 
             break
         time.sleep(0.1)
     equal(answer.status, 200, f"the status of the next turn ({answer})")
-    turn = Turn.of(answer.json())
+    turn = Turn.from_answer(answer.json())
 
     kept = session.history + LOST_TEXT
-    kept += at_engine(fleet, kept, LOST_TOKENS).text
+    kept += generate_at_engine(fleet, kept, LOST_TOKENS).text
     legal = {len(history + text): history for history in (session.history, kept)}
     one_of(turn.prompt_tokens, legal, "prompt tokens")
     whole = legal[turn.prompt_tokens] + text
-    equal(turn.text, at_engine(fleet, whole, 10).text, "the answer")
+    equal(turn.text, generate_at_engine(fleet, whole, 10).text, "the answer")
     session.history = whole + turn.text
     session.turn(" Go on.", 10)
     session.close()
@@ -86,7 +86,7 @@ def again_and_again(fleet: Fleet) -> None:
 
 
 @test
-def while_waiting_for_a_whole_answer(fleet: Fleet) -> None:
+def while_waiting_for_an_unstreamed_answer(fleet: Fleet) -> None:
     session = Pinned(fleet)
     session.turn("Listen to me.", 10)
     with slow_engine(fleet):

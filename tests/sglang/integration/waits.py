@@ -53,7 +53,7 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     print(f"waits: {text}", flush=True)
 
 
@@ -111,7 +111,7 @@ def measure(fleet: Fleet, options: argparse.Namespace) -> dict[int, list[tuple]]
             short, long = clients(fleet.router_url, options)
             rounds[prefill_stage_ms].append((short, long))
             setting = f"prefill_stage_ms {prefill_stage_ms}"
-            say(f"round {number + 1}, {setting}: {cells(short)} {cells(long)}")
+            print_line(f"round {number + 1}, {setting}: {cells(short)} {cells(long)}")
     return rounds
 
 
@@ -164,10 +164,10 @@ def main() -> int:
         fleet.wait_placing()
         print(table(measure(fleet, options)), flush=True)
     except (Failed, OSError) as error:
-        say(f"{error}\nthe logs are in {folder}")
+        print_line(f"{error}\nthe logs are in {folder}")
         return 1
     except KeyboardInterrupt:
-        say("interrupted")
+        print_line("interrupted")
         return 130
     finally:
         fleet.stop()

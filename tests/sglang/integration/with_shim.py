@@ -12,11 +12,11 @@ from contextlib import contextmanager
 
 from integration import wire
 from integration.fleet import POOL_TOKENS, SETTLE_SECONDS_MAX, Fleet
-from integration.ledger import figures, wait_figures
+from integration.ledger import wait_figures
 from integration.processes import wait_until
 from integration.runner import equal, test
 from integration.shim import Direct, text_of
-from integration.turns import Pinned, Turn, at_engine, finished, wait_session
+from integration.turns import Pinned, Turn, finished_turn, generate_at_engine, wait_session
 
 CLOSES = 200
 
@@ -75,7 +75,7 @@ def an_idle_session_gives_its_kv_up_and_keeps_its_history(fleet: Fleet) -> None:
         time.sleep(0.01)
         # Now the other session has to give up its KV.
         text = " Where were we?"
-        turn = finished(wire.post(f"{fleet.router_url}/generate", {
+        turn = finished_turn(wire.post(f"{fleet.router_url}/generate", {
             "text": text, "session_params": {"id": idle.id},
             "sampling_params": {"max_new_tokens": 10, "temperature": 0, "ignore_eos": True},
         }))
@@ -90,7 +90,7 @@ def an_idle_session_gives_its_kv_up_and_keeps_its_history(fleet: Fleet) -> None:
 
 
 def _same_answer(fleet: Fleet, whole: str, turn: Turn) -> None:
-    alone = at_engine(fleet, whole, turn.completion_tokens)
+    alone = generate_at_engine(fleet, whole, turn.completion_tokens)
     equal(turn.output_ids, alone.output_ids, "the answer to the whole history")
 
 

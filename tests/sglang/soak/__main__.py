@@ -11,7 +11,7 @@ from pathlib import Path
 
 from integration.processes import Failed
 from soak import bare, guarded
-from soak.engine import Dead
+from soak.engine import EngineDead
 from soak.cluster import POOL_TOKENS
 from soak.report import Verdicts
 
@@ -60,7 +60,7 @@ def main() -> int:
         if not options.guarded:
             bare.run(options, folder, verdicts)
         status = int(verdicts.failed > 0)
-    except (Failed, Dead, OSError) as error:
+    except (Failed, EngineDead, OSError) as error:
         verdicts.add("the soak runs to its end", [f"{type(error).__name__}: {error}"])
     except KeyboardInterrupt:
         print("soak: interrupted", flush=True)

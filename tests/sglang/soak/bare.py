@@ -11,8 +11,8 @@ import http.client
 from pathlib import Path
 
 from soak import cluster, quiet
-from soak.doors import Bare
-from soak.engine import Dead, Engine
+from soak.targets import BareTarget
+from soak.engine import Engine, EngineDead
 from soak.oracle import Oracle
 from soak.report import Report, Verdicts
 from soak.workload import Workload
@@ -24,14 +24,14 @@ COUNT_MAX = 100
 
 def run(options: argparse.Namespace, folder: Path, verdicts: Verdicts) -> None:
     count = min(options.count, COUNT_MAX)
-    told = []
+    tried = []
     for seed in range(options.seed, options.seed + SEEDS):
         harm = _one(options, folder, seed, count)
-        told.append(f"seed {seed}: {harm or f'no harm in {count} operations'}")
-        print(f"bare: {told[-1]}", flush=True)
+        tried.append(f"seed {seed}: {harm or f'no harm in {count} operations'}")
+        print(f"bare: {tried[-1]}", flush=True)
         if harm:
-            return verdicts.add("the same workload harms a bare engine", [], told[-1])
-    verdicts.add("the same workload harms a bare engine", told)
+            return verdicts.add("the same workload harms a bare engine", [], tried[-1])
+    verdicts.add("the same workload harms a bare engine", tried)
 
 
 def _one(options: argparse.Namespace, folder: Path, seed: int, count: int) -> str | None:
@@ -47,11 +47,11 @@ def _one(options: argparse.Namespace, folder: Path, seed: int, count: int) -> st
         fleet.start_engine()
         report = Report("bare")
         engine = Engine(fleet.engine_url)
-        workload = Workload(Bare(fleet), engine, seed, count, report)
+        workload = Workload(BareTarget(fleet), engine, seed, count, report)
         # A wrong answer differs by far more than the noise that the guarded phase measures.
         oracle = Oracle(engine, noise=0.01)
         harm = None
-        while workload.left() and not harm:
+        while workload.remaining() and not harm:
             harm = _round(fleet, engine, workload, oracle)
         print(report.table(), flush=True)
         return harm
@@ -65,12 +65,12 @@ def _round(
     try:
         workload.round(ROUND)
         engine.slow_down(0)
-    except (Dead, OSError, http.client.HTTPException):
+    except (EngineDead, OSError, http.client.HTTPException):
         pass  # The checks below find out what is wrong.
     at = f"after {workload.done} operations"
     if not fleet.engine.alive():
         return f"crashed {at}, exit status {fleet.engine.popen.returncode}"
-    if problem := quiet.answers(fleet.engine_url):
+    if problem := quiet.plain_turn_problem(fleet.engine_url):
         return f"{problem}, {at}"
     wrong, _ = quiet.judge(oracle, workload.take_turns())
     wrong += workload.report.problems

@@ -4,8 +4,8 @@ import argparse
 from contextlib import ExitStack
 from pathlib import Path
 
-from soak import cluster, noise, operations, planted, quiet
-from soak.doors import Berth
+from soak import cluster, noise, operations, tampering, quiet
+from soak.targets import BerthTarget
 from soak.engine import Engine
 from soak.oracle import Oracle, Turn
 from soak.report import Report, Verdicts
@@ -31,21 +31,21 @@ def run(options: argparse.Namespace, folder: Path, verdicts: Verdicts, stack: Ex
     print(f"mix: {mix}; {USERS} users, seed {options.seed}", flush=True)
 
     report = Report("berth")
-    workload = Workload(Berth(fleet), engine, options.seed, options.count, report)
+    workload = Workload(BerthTarget(fleet), engine, options.seed, options.count, report)
     found = _Found(audits=not (options.at or options.simulated))
     try:
         rounds = 0
-        while workload.left() and not found.alive:
+        while workload.remaining() and not found.serving:
             workload.round(ROUND)
             rounds += 1
-            found.at_a_quiet_point(fleet, engine, workload.done)
-            if not found.alive and (rounds % ROUNDS_TO_CLOSE == 0 or not workload.left()):
+            found.check_quiet_point(fleet, engine, workload.done)
+            if not found.serving and (rounds % ROUNDS_TO_CLOSE == 0 or not workload.remaining()):
                 workload.close_all()
-                found.with_all_closed(fleet, oracle, workload)
+                found.check_all_closed(fleet, oracle, workload)
     finally:
         print(report.table(), flush=True)
     verdicts.add("nothing happens that Berth promises doesn't", report.problems)
-    verdicts.add("the engine lives and answers at every quiet point", found.alive)
+    verdicts.add("the engine lives and answers at every quiet point", found.serving)
     verdicts.add("the ledger is the engine's own account", found.ledger, f"{found.points} points")
     if found.audits:
         verdicts.add("page by page too", found.pages, f"{found.points} points")
@@ -53,7 +53,7 @@ def run(options: argparse.Namespace, folder: Path, verdicts: Verdicts, stack: Ex
     detail = f"{len(found.turns)} judged, {found.ties} within the noise"
     verdicts.add("every answer is the one to its client's own context", found.wrong, detail)
     verdicts.add("the workload met what it is for", _unmet(report, options.count))
-    _show_the_oracle(engine, oracle, found.turns, options.seed, verdicts)
+    _check_the_oracle(engine, oracle, found.turns, options.seed, verdicts)
 
 
 def _started(options: argparse.Namespace, folder: Path, stack: ExitStack) -> cluster.Cluster:
@@ -81,29 +81,29 @@ class _Found:
         self.audits = audits
         self.pages: list[str] = []
         self.points = self.closes = self.ties = 0
-        self.alive: list[str] = []
+        self.serving: list[str] = []
         self.ledger: list[str] = []
         self.held: list[str] = []
         self.wrong: list[str] = []
         self.turns: list[Turn] = []
 
-    def at_a_quiet_point(self, fleet: cluster.Cluster, engine: Engine, done: int) -> None:
+    def check_quiet_point(self, fleet: cluster.Cluster, engine: Engine, done: int) -> None:
         self.points += 1
         at = f"after {done} operations: "
-        self.alive += [at + problem for problem in quiet.alive(fleet)]
-        if self.alive:
+        self.serving += [at + problem for problem in quiet.serving_problems(fleet)]
+        if self.serving:
             return
         engine.slow_down(0)
-        problems, used = quiet.ledger(fleet)
+        problems, used = quiet.ledger_problems(fleet)
         self.ledger += [at + problem for problem in problems]
         if self.audits:
-            self.pages += [at + problem for problem in quiet.pages(fleet)]
+            self.pages += [at + problem for problem in quiet.page_problems(fleet)]
         print(f"  quiet {at}{used} tokens pinned, {len(problems)} figures differ", flush=True)
 
-    def with_all_closed(self, fleet: cluster.Cluster, oracle: Oracle, workload: Workload) -> None:
+    def check_all_closed(self, fleet: cluster.Cluster, oracle: Oracle, workload: Workload) -> None:
         self.closes += 1
         at = f"after {workload.done} operations: "
-        self.held += [at + problem for problem in quiet.baseline(fleet)]
+        self.held += [at + problem for problem in quiet.held_after_close(fleet)]
         turns = workload.take_turns()
         wrong, ties = quiet.judge(oracle, turns)
         self.wrong += wrong
@@ -115,29 +115,29 @@ class _Found:
 def _unmet(report: Report, count: int) -> list[str]:
     """Returns what a run of this length must have met and hasn't: such a run shows nothing."""
     needed = {
-        "an overlapping turn refused": report.seen("overlapping turn", "409 session_busy"),
-        "a client that stopped": report.seen("stop", "left"),
-        "a client that vanished in a stream": report.seen("vanish in a stream", "left"),
-        "a client that vanished from a whole answer":
-            report.seen("vanish from a whole answer", "left"),
-        "a close during a turn": report.seen("close while a turn runs", "finished"),
-        "an expiry": report.seen("turn after the expiry", "404 session_unknown"),
-        "a client that stopped reading": report.seen("stall", "finished"),
-        "a tagged turn": report.seen("tagged", "finished"),
-        "a plain turn": report.seen("plain", "finished"),
-        "a turn that was too long": report.seen("too long", "413 turn_too_large"),
-        "a foreign id": report.seen("foreign id", "400 token_out_of_vocabulary"),
-        "a pin refused": report.seen_of_all(429),
+        "an overlapping turn refused": report.count_of("overlapping turn", "409 session_busy"),
+        "a client that stopped": report.count_of("stop", "left"),
+        "a client that vanished in a stream": report.count_of("vanish in a stream", "left"),
+        "a client that vanished from an unstreamed answer":
+            report.count_of("vanish from an unstreamed answer", "left"),
+        "a close during a turn": report.count_of("close while a turn runs", "finished"),
+        "an expiry": report.count_of("turn after the expiry", "404 session_unknown"),
+        "a client that stopped reading": report.count_of("stall", "finished"),
+        "a tagged turn": report.count_of("tagged", "finished"),
+        "a plain turn": report.count_of("plain", "finished"),
+        "a turn that was too long": report.count_of("too long", "413 turn_too_large"),
+        "a foreign id": report.count_of("foreign id", "400 token_out_of_vocabulary"),
+        "a pin refused": report.count_with_status(429),
     }
     if count < COUNT_FOR_ALL:
         return []
     return [f"not once: {what}" for what, times in needed.items() if not times]
 
 
-def _show_the_oracle(
+def _check_the_oracle(
     engine: Engine, oracle: Oracle, turns: list[Turn], seed: int, verdicts: Verdicts
 ) -> None:
-    caught = planted.plant(engine, oracle, turns, seed)
+    caught = tampering.tamper_and_judge(engine, oracle, turns, seed)
     seen, all_of_them = caught.total
     problems = []
     if not all_of_them:

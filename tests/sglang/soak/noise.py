@@ -10,7 +10,7 @@ import random
 from dataclasses import dataclass, field
 
 from soak import tokens
-from soak.engine import Engine, Greedy
+from soak.engine import Engine, GreedyAnswer
 
 PROMPT_TOKENS = (20, 33, 64, 100, 127, 200, 260, 333, 400, 480, 520, 600, 700, 777, 850, 900)
 ANSWER_TOKENS = 24
@@ -38,7 +38,7 @@ class Noise:
         fault."""
         return self.spread * MARGIN
 
-    def compare(self, what: str, alone: Greedy, other: Greedy) -> None:
+    def compare(self, what: str, alone: GreedyAnswer, other: GreedyAnswer) -> None:
         self.comparisons += 1
         pairs = list(zip(alone.output, other.output))
         same = next((at for at, (a, b) in enumerate(pairs) if a != b), len(pairs))

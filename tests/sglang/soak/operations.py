@@ -11,8 +11,8 @@ from contextlib import suppress
 
 from integration.wire import Stream
 from soak import tokens, wire
-from soak.doors import Door
-from soak.talk import Left, Talk
+from soak.targets import Target
+from soak.session import AbandonedTurn, ClientSession
 from soak.user import REOPEN, User
 
 # Tokens of an answer that lasts long enough to act while the turn runs.
@@ -25,56 +25,57 @@ TOO_LONG_TOKENS = 2100
 
 def turn(user: User) -> None:
     """Runs a pinned turn: streamed or not, as ids or text, short or long."""
-    if talk := user.ready("turn"):
-        user.turn("turn", talk)
+    if session := user.ready_session("turn"):
+        user.run_turn("turn", session)
 
 
 def tagged(user: User) -> None:
     """Runs a turn of a tagged session, which sends its full history."""
     if user.tagged and len(user.tagged.history) > 500:
-        user.door.close(user.tagged.id)
+        user.target.close(user.tagged.id)
         user.tagged = None
-    talk = user.tagged = user.tagged or user.new_talk()
-    delta, _ = user.words(talk)
-    body = user.body(talk.history + delta, user.chance.randint(4, 60), False)
-    call = user.door.tagged(user.chance, talk.id, body)
-    reply = wire.post(call, user.door.turn_seconds)
-    talk.open |= reply.finished
-    user.finished("tagged", talk, delta, reply)
+    session = user.tagged = user.tagged or user.new_session()
+    delta, _ = user.new_tokens(session)
+    body = user.body(session.history + delta, user.chance.randint(4, 60), False)
+    call = user.target.tagged(user.chance, session.id, body)
+    reply = wire.post(call, user.target.turn_seconds)
+    session.open |= reply.finished
+    user.finish_turn("tagged", session, delta, reply)
 
 
 def plain(user: User) -> None:
     """Runs a turn without a session."""
-    talk = Talk(f"{user.name}-plain")
-    prompt, as_text = user.words(talk, 300)
+    session = ClientSession(f"{user.name}-plain")
+    prompt, as_text = user.new_tokens(session, 300)
     body = user.body(prompt, user.chance.randint(4, 60), as_text)
-    reply = wire.post(user.door.plain(user.chance, body), user.door.turn_seconds)
-    user.finished("plain", talk, prompt, reply)
+    reply = wire.post(user.target.plain(user.chance, body), user.target.turn_seconds)
+    user.finish_turn("plain", session, prompt, reply)
 
 
 def overlap(user: User) -> None:
     """Sends two more turns while one runs: both are refused, and the first one goes on
     undisturbed."""
-    if not (talk := user.ready("overlap")):
+    if not (session := user.ready_session("overlap")):
         return
-    delta, _ = user.words(talk)
-    if not (begun := user.begin("overlap", talk, delta, user.chance.randint(*LONG_ANSWER))):
+    delta, _ = user.new_tokens(session)
+    count = user.chance.randint(*LONG_ANSWER)
+    if not (begun := user.start_stream("overlap", session, delta, count)):
         return
     late = []
     for _ in range(2):
         more = tokens.ids(user.chance, 5)
-        reply = user.ask(talk, more, 8)
+        reply = user.send_turn(session, more, 8)
         user.report.count("overlapping turn", reply.outcome)
         if reply.finished:
             late.append((more, reply))
         elif not reply.code:
-            user.wrong("overlap", f"{reply.outcome} {reply.message}")
-    if not user.finished("overlap", talk, delta, wire.end_of(*begun)):
+            user.report_broken("overlap", f"{reply.outcome} {reply.message}")
+    if not user.finish_turn("overlap", session, delta, wire.read_to_end(*begun)):
         return
     for more, reply in late:
         # Right only if this turn came after the end of the first, whose answer is then in its
         # prompt.
-        user.finished("overlap", talk, more, reply)
+        user.finish_turn("overlap", session, more, reply)
 
 
 def stop(user: User) -> None:
@@ -88,63 +89,63 @@ def vanish_stream(user: User) -> None:
 
 
 def _leave_stream(user: User, name: str, leave: Callable[[Stream], None]) -> None:
-    if not (talk := user.ready(name)):
+    if not (session := user.ready_session(name)):
         return
-    delta, _ = user.words(talk)
+    delta, _ = user.new_tokens(session)
     count = user.chance.randint(*LONG_ANSWER)
-    if not (begun := user.begin(name, talk, delta, count)):
+    if not (begun := user.start_stream(name, session, delta, count)):
         return
     stream, events = begun
     for _ in range(user.chance.randrange(8)):
         next(events, None)
     leave(stream)
-    talk.left = Left(delta, count)
+    session.abandoned = AbandonedTurn(delta, count)
     user.report.count(name, "left")
 
 
-def vanish_whole(user: User) -> None:
-    """Vanishes while it waits for a whole answer."""
-    name = "vanish from a whole answer"
-    if not (talk := user.ready(name)):
+def vanish_unstreamed(user: User) -> None:
+    """Vanishes while it waits for an unstreamed answer."""
+    name = "vanish from an unstreamed answer"
+    if not (session := user.ready_session(name)):
         return
-    delta, _ = user.words(talk)
+    delta, _ = user.new_tokens(session)
     count = user.chance.randint(*LONG_ANSWER)
-    call = user.call(talk, delta, count)
+    call = user.build_call(session, delta, count)
     try:
         reply = wire.post(call, user.chance.uniform(0.02, 0.8))
     except TimeoutError:
-        talk.left = Left(delta, count)
+        session.abandoned = AbandonedTurn(delta, count)
         user.report.count(name, "left")
         return
-    user.finished(name, talk, delta, reply)
+    user.finish_turn(name, session, delta, reply)
 
 
 def close(user: User) -> None:
-    if talk := user.ready("close"):
-        _close(user, "close", talk)
+    if session := user.ready_session("close"):
+        _close(user, "close", session)
 
 
 def close_running(user: User) -> None:
     """Closes a session while a turn runs. The close waits for the turn's proper end."""
     name = "close while a turn runs"
-    if not (talk := user.ready(name)):
+    if not (session := user.ready_session(name)):
         return
-    delta, _ = user.words(talk)
-    begun = user.begin(name, talk, delta, user.chance.randint(*LONG_ANSWER))
+    delta, _ = user.new_tokens(session)
+    begun = user.start_stream(name, session, delta, user.chance.randint(*LONG_ANSWER))
     if not begun:
         return
-    _close(user, name, talk)
-    if user.finished(name, talk, delta, wire.end_of(*begun)):
-        _gone(user, name, talk)
+    _close(user, name, session)
+    if user.finish_turn(name, session, delta, wire.read_to_end(*begun)):
+        _gone(user, name, session)
 
 
-def _close(user: User, name: str, talk: Talk) -> None:
-    reply = user.door.close(talk.id)
+def _close(user: User, name: str, session: ClientSession) -> None:
+    reply = user.target.close(session.id)
     user.report.count(name, f"closed {reply.status}")
     # Berth may have closed the session already, to make room.
     if reply.status not in (200, 204) and reply.code not in REOPEN:
-        user.wrong(name, f"a close: {reply.outcome} {reply.message}")
-    talk.open = False
+        user.report_broken(name, f"a close: {reply.outcome} {reply.message}")
+    session.open = False
     user.pinned = None
 
 
@@ -153,59 +154,60 @@ def expire(user: User) -> None:
     to."""
     if user.pinned:
         user.give_up(user.pinned)
-    talk = user.new_talk(IDLE_SECONDS)
-    if not user.turn("expire", talk):
+    session = user.new_session(IDLE_SECONDS)
+    if not user.run_turn("expire", session):
         return
-    _gone(user, "expire", talk)
-    reply = user.ask(talk, tokens.ids(user.chance, 5), 8)
+    _gone(user, "expire", session)
+    reply = user.send_turn(session, tokens.ids(user.chance, 5), 8)
     user.report.count("turn after the expiry", reply.outcome)
     if reply.code not in REOPEN:
-        user.wrong("expire", f"a turn after it: {reply.outcome} {reply.message}")
-    user.give_up(talk)
+        user.report_broken("expire", f"a turn after it: {reply.outcome} {reply.message}")
+    user.give_up(session)
 
 
-def _gone(user: User, name: str, talk: Talk) -> None:
+def _gone(user: User, name: str, session: ClientSession) -> None:
     deadline = time.monotonic() + GONE_SECONDS_MAX
-    while user.door.is_there(talk.id):
+    while user.target.is_there(session.id):
         if time.monotonic() > deadline:
-            return user.wrong(name, f"the session is still there after {GONE_SECONDS_MAX} s")
+            problem = f"the session is still there after {GONE_SECONDS_MAX} s"
+            return user.report_broken(name, problem)
         time.sleep(0.1)
 
 
 def stall(user: User) -> None:
     """Stops reading a stream for a while. The stream backs up, and the answer stays complete."""
-    if not (talk := user.ready("stall")):
+    if not (session := user.ready_session("stall")):
         return
-    delta, _ = user.words(talk)
+    delta, _ = user.new_tokens(session)
     count = user.chance.randint(*LONG_ANSWER)
-    if not (begun := user.begin("stall", talk, delta, count, small_buffer=True)):
+    if not (begun := user.start_stream("stall", session, delta, count, small_buffer=True)):
         return
     # This sleep doesn't wait for anything: it is what the client does.
     time.sleep(user.chance.uniform(0.3, 2.0))
-    user.finished("stall", talk, delta, wire.end_of(*begun))
+    user.finish_turn("stall", session, delta, wire.read_to_end(*begun))
 
 
 def too_long(user: User) -> None:
     """Sends more than the context holds: it is refused, and the session goes on as before."""
-    if talk := user.ready("too long"):
-        _refused_turn(user, "too long", talk, tokens.ids(user.chance, TOO_LONG_TOKENS))
+    if session := user.ready_session("too long"):
+        _refused_turn(user, "too long", session, tokens.ids(user.chance, TOO_LONG_TOKENS))
 
 
 def foreign(user: User) -> None:
     """Sends a token id outside the vocabulary, which ends an engine that it reaches."""
-    if talk := user.ready("foreign id"):
+    if session := user.ready_session("foreign id"):
         ids = [*tokens.ids(user.chance, 5), user.chance.choice(tokens.FOREIGN_IDS)]
-        _refused_turn(user, "foreign id", talk, ids)
+        _refused_turn(user, "foreign id", session, ids)
 
 
-def _refused_turn(user: User, name: str, talk: Talk, ids: list[int]) -> None:
-    reply = user.ask(talk, ids, 4)
+def _refused_turn(user: User, name: str, session: ClientSession, ids: list[int]) -> None:
+    reply = user.send_turn(session, ids, 4)
     user.report.count(name, reply.outcome)
     if reply.finished:
-        user.wrong(name, "it was taken")
-        user.give_up(talk)
+        user.report_broken(name, "it was taken")
+        user.give_up(session)
     elif reply.status not in (400, 413):
-        user.refused(name, talk, reply)
+        user.handle_refusal(name, session, reply)
 
 
 MIX: dict[Callable[[User], None], int] = {
@@ -215,7 +217,7 @@ MIX: dict[Callable[[User], None], int] = {
     overlap: 9,
     stop: 7,
     vanish_stream: 7,
-    vanish_whole: 7,
+    vanish_unstreamed: 7,
     close: 5,
     close_running: 5,
     expire: 3,
@@ -227,10 +229,10 @@ MIX: dict[Callable[[User], None], int] = {
 NAMES = {operation.__name__: operation for operation in MIX}
 
 
-def mix(door: Door) -> dict[Callable[[User], None], int]:
+def mix(target: Target) -> dict[Callable[[User], None], int]:
     """Returns the operations with their weights. The bare engine gets no foreign id, which would
     end it at once and hide all that sessions do."""
-    return {op: weight for op, weight in MIX.items() if door.guarded or op is not foreign}
+    return {op: weight for op, weight in MIX.items() if target.guarded or op is not foreign}
 
 
 def perform(user: User, operation: Callable[[User], None]) -> None:
@@ -238,9 +240,9 @@ def perform(user: User, operation: Callable[[User], None]) -> None:
     try:
         operation(user)
     except (OSError, http.client.HTTPException) as error:
-        user.wrong(operation.__name__, f"no answer: {type(error).__name__} {error}")
-        for talk in (user.pinned, user.tagged):
-            if talk:
+        user.report_broken(operation.__name__, f"no answer: {type(error).__name__} {error}")
+        for session in (user.pinned, user.tagged):
+            if session:
                 with suppress(OSError, http.client.HTTPException):
-                    user.door.close(talk.id)
+                    user.target.close(session.id)
         user.pinned = user.tagged = None

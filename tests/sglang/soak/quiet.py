@@ -24,7 +24,7 @@ SETTLED_SECONDS_MAX = 60
 FIGURE = re.compile(r'^berth_agent_rank_load\{[^}]*figure="([a-z_]+)"[^}]*\} (\d+)$', re.M)
 
 
-def answers(url: str) -> str | None:
+def plain_turn_problem(url: str) -> str | None:
     """Returns why a plain turn isn't answered in time, or None if it is."""
     body = {"text": "Still here?", "sampling_params": {"max_new_tokens": 4, "temperature": 0}}
     begin = time.monotonic()
@@ -38,11 +38,11 @@ def answers(url: str) -> str | None:
     return None if reply.status == 200 else f"a plain turn: {reply.outcome} {reply.message}"
 
 
-def alive(fleet: Fleet) -> list[str]:
+def serving_problems(fleet: Fleet) -> list[str]:
     """Returns the reasons why the fleet doesn't serve."""
     ended = [process.name for process in fleet.processes() if not process.alive()]
     places = {"engine": fleet.engine_url, "router": fleet.router_url}
-    asked = {name: answers(url) for name, url in places.items()}
+    asked = {name: plain_turn_problem(url) for name, url in places.items()}
     return [f"the {name} has ended" for name in ended] + [
         f"{name}: {problem}" for name, problem in asked.items() if problem
     ]
@@ -70,7 +70,7 @@ def engine_figures(fleet: Fleet) -> dict[str, int]:
     }
 
 
-def ledger(fleet: Fleet) -> tuple[list[str], int]:
+def ledger_problems(fleet: Fleet) -> tuple[list[str], int]:
     """Returns where Berth's figures differ from the engine's, and the tokens used."""
 
     def differ() -> Any:
@@ -83,12 +83,14 @@ def ledger(fleet: Fleet) -> tuple[list[str], int]:
         return (not wrong and idle), wrong, theirs
 
     (good, wrong, theirs) = _eventually(differ)
-    told = [f"{name} is {ours}, the engine says {value}" for name, (ours, value) in wrong.items()]
-    problems = [] if good else told or [f"the engine isn't idle: {theirs}"]
+    differing = [
+        f"{name} is {ours}, the engine says {value}" for name, (ours, value) in wrong.items()
+    ]
+    problems = [] if good else differing or [f"the engine isn't idle: {theirs}"]
     return problems, theirs["pool_used_tokens"]
 
 
-def pages(fleet: Fleet) -> list[str]:
+def page_problems(fleet: Fleet) -> list[str]:
     """Returns where the page audit differs from the engine's account."""
 
     def differ() -> Any:
@@ -98,7 +100,7 @@ def pages(fleet: Fleet) -> list[str]:
     return _eventually(differ)[1]
 
 
-def baseline(fleet: Fleet) -> list[str]:
+def held_after_close(fleet: Fleet) -> list[str]:
     """Returns what is still held although every session is closed."""
 
     def held() -> Any:

@@ -28,11 +28,11 @@ class Report:
         with self._lock:
             return list(self._problems)
 
-    def seen(self, operation: str, outcome: str) -> int:
+    def count_of(self, operation: str, outcome: str) -> int:
         with self._lock:
             return self._counts[operation, outcome]
 
-    def seen_of_all(self, status: int) -> int:
+    def count_with_status(self, status: int) -> int:
         """The number of answers with this status, over all operations."""
         with self._lock:
             counts = self._counts.items()

@@ -1,4 +1,4 @@
-"""Reads answers of `/generate`, from Berth or from the engine, streamed or whole."""
+"""Reads answers of `/generate`, from Berth or from the engine, streamed or not."""
 
 import http.client
 import json
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from integration import wire as lane_wire
+from integration import wire as integration_wire
 from soak.engine import chosen_logprobs
 
 ABORTED = 499  # Shown for an aborted turn to which the engine gives no status.
@@ -85,15 +85,15 @@ def _turn(status: int, answer: dict[str, Any]) -> Reply:
 
 
 def post(call: Call, seconds: float) -> Reply:
-    answer = lane_wire.post(call.url, call.body, call.headers, seconds)
+    answer = integration_wire.post(call.url, call.body, call.headers, seconds)
     return read(answer.status, answer.body)
 
 
-def stream(call: Call, seconds: float, small_buffer: bool = False) -> lane_wire.Stream:
+def stream(call: Call, seconds: float, small_buffer: bool = False) -> integration_wire.Stream:
     """Returns when the head of the answer has arrived. No event may take longer than `seconds`."""
     body = {**call.body, "stream": True}
     if not small_buffer:
-        return lane_wire.stream(call.url, body, call.headers, seconds)
+        return integration_wire.stream(call.url, body, call.headers, seconds)
     parts = urlsplit(call.url)
     connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=seconds)
     connection.sock = socket.socket()
@@ -102,10 +102,10 @@ def stream(call: Call, seconds: float, small_buffer: bool = False) -> lane_wire.
     connection.sock.connect((parts.hostname, parts.port))
     headers = {"content-type": "application/json", **call.headers}
     connection.request("POST", parts.path, json.dumps(body).encode(), headers)
-    return lane_wire.Stream(connection, connection.getresponse())
+    return integration_wire.Stream(connection, connection.getresponse())
 
 
-def end_of(stream: lane_wire.Stream, events: Iterator[str]) -> Reply:
+def read_to_end(stream: integration_wire.Stream, events: Iterator[str]) -> Reply:
     """Reads a stream that has begun to its end. Raises ConnectionError if it is cut off."""
     last = None
     for event in events:

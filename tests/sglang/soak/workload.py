@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from soak import operations
-from soak.doors import Door
+from soak.targets import Target
 from soak.engine import Engine
 from soak.oracle import Turn
 from soak.report import Report
@@ -23,17 +23,17 @@ SLOW_SECONDS = 0.008
 
 
 class Workload:
-    def __init__(self, door: Door, engine: Engine, seed: int, count: int, report: Report):
-        self.door = door
+    def __init__(self, target: Target, engine: Engine, seed: int, count: int, report: Report):
+        self.target = target
         self.report = report
         self.done = 0
         self._engine = engine
-        self._users = [User(number, seed, door, engine, report) for number in range(USERS)]
-        mix = operations.mix(door)
+        self._users = [User(number, seed, target, engine, report) for number in range(USERS)]
+        mix = operations.mix(target)
         drawn = random.Random(f"{seed} mix").choices(list(mix), list(mix.values()), k=count)
         self._drawn: list[Callable[[User], None]] = drawn
 
-    def left(self) -> int:
+    def remaining(self) -> int:
         return len(self._drawn) - self.done
 
     def round(self, count: int) -> None:
@@ -48,7 +48,7 @@ class Workload:
         self.done += len(dealt)
         turns = sum(len(user.turns) for user in self._users)
         print(
-            f"  {self.door.name}: {self.done} operations, {turns} turns to judge, "
+            f"  {self.target.name}: {self.done} operations, {turns} turns to judge, "
             f"{time.monotonic() - begin:.1f} s",
             flush=True,
         )

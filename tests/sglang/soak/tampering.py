@@ -12,41 +12,41 @@ from soak.engine import Engine, side_by_side
 from soak.oracle import Oracle, Turn
 from soak import tokens
 
-PLANTS = 200
+CASES = 200
 CONTEXT_TOKENS_MIN = 48
 # One changed token among 450 shows within about ten tokens of the answer.
 OUTPUT_TOKENS = 32
 
 
 @dataclass
-class Caught:
+class Detection:
     """The number of wrong contexts of each kind, and how many of them the oracle caught."""
 
-    planted: Counter[str] = field(default_factory=Counter)
+    tampered: Counter[str] = field(default_factory=Counter)
     caught: Counter[str] = field(default_factory=Counter)
 
     @property
     def total(self) -> tuple[int, int]:
-        return self.caught.total(), self.planted.total()
+        return self.caught.total(), self.tampered.total()
 
     def __str__(self) -> str:
-        kinds = [f"{kind} {self.caught[kind]}/{self.planted[kind]}" for kind in self.planted]
-        return f"{self.caught.total()} of {self.planted.total()} caught ({', '.join(kinds)})"
+        kinds = [f"{kind} {self.caught[kind]}/{self.tampered[kind]}" for kind in self.tampered]
+        return f"{self.caught.total()} of {self.tampered.total()} caught ({', '.join(kinds)})"
 
 
-def plant(engine: Engine, oracle: Oracle, turns: list[Turn], seed: int) -> Caught:
+def tamper_and_judge(engine: Engine, oracle: Oracle, turns: list[Turn], seed: int) -> Detection:
     chance = random.Random(f"{seed} planted")
     usable = [t for t in turns if len(t.context) >= CONTEXT_TOKENS_MIN and len(t.starts) >= 2]
-    cases = [_tamper(chance, usable, number) for number in range(PLANTS)] if usable else []
+    cases = [_tamper(chance, usable, number) for number in range(CASES)] if usable else []
 
     def caught(case: tuple[str, list[int], list[int]]) -> bool:
         _, context, wrong = case
         said = engine.greedy(wrong, OUTPUT_TOKENS)
         return not oracle.judge(context, said.output, said.logprobs).right
 
-    result = Caught()
+    result = Detection()
     for (kind, *_), seen in zip(cases, side_by_side(caught, cases)):
-        result.planted[kind] += 1
+        result.tampered[kind] += 1
         result.caught[kind] += seen
     return result
 

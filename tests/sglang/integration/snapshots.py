@@ -86,7 +86,7 @@ def every_row_is_held_by_someone_once(_fleet: Fleet) -> None:
 
 
 @test
-def there_is_no_cut_while_a_beam_search_runs(_fleet: Fleet) -> None:
+def there_is_no_snapshot_while_a_beam_search_runs(_fleet: Fleet) -> None:
     scheduler = _scheduler({}, {}, running=[_request(_kv(1), beam=object())])
     try:
         cut.take(scheduler)

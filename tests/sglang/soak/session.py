@@ -10,7 +10,7 @@ from soak.oracle import Turn
 
 
 @dataclass(frozen=True)
-class Left:
+class AbandonedTurn:
     """A turn whose client left before its end."""
 
     delta: list[int]
@@ -18,7 +18,7 @@ class Left:
 
 
 @dataclass
-class Talk:
+class ClientSession:
     id: str
     # The seconds without a turn after which the session is closed; None for the server's default.
     idle_seconds: float | None = None
@@ -28,10 +28,10 @@ class Talk:
     # Whether the session is open, as far as the client knows.
     open: bool = False
     # Whether the session's first turn opens it.
-    by_turn: bool = False
+    opened_by_turn: bool = False
     # How many tokens of the history have been sent to this incarnation.
     sent: int = 0
-    left: Left | None = None
+    abandoned: AbandonedTurn | None = None
 
     def unsent(self, delta: list[int]) -> list[int]:
         """Returns what a turn has to send: the delta, and after a reopen the full history before
@@ -43,7 +43,7 @@ class Talk:
         client's own."""
         self.open = False
         self.sent = 0
-        self.left = None
+        self.abandoned = None
 
     def kept(self, delta: list[int], prompt_tokens: int) -> bool | None:
         """Whether the turn that the client left was kept; None if neither history has that
@@ -51,8 +51,9 @@ class Talk:
         length = len(self.history) + len(delta)
         if prompt_tokens == length:
             return False
-        if self.left and prompt_tokens == length + len(self.left.delta) + self.left.tokens:
-            return True
+        if left := self.abandoned:
+            if prompt_tokens == length + len(left.delta) + left.tokens:
+                return True
         return None
 
     def add(
@@ -63,5 +64,5 @@ class Talk:
         context = self.history + delta
         self.history = context + output
         self.sent = len(self.history)
-        self.left = None
+        self.abandoned = None
         return Turn(what, self.id, context, output, logprobs, list(self.starts))

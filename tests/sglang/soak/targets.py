@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from integration import wire
 from integration.fleet import Fleet
-from soak.talk import Talk
+from soak.session import ClientSession
 from soak.wire import Call, Reply, read
 
 CONTROL_SECONDS_MAX = 20
@@ -21,7 +21,7 @@ TURN_SECONDS_MAX = 120
 BARE_TURN_SECONDS_MAX = 15
 
 
-class Door(Protocol):
+class Target(Protocol):
     """How clients reach their sessions, at Berth or at the engine."""
 
     name: str
@@ -30,25 +30,27 @@ class Door(Protocol):
     # The seconds after which a turn counts as hanging.
     turn_seconds: float
 
-    def open(self, talk: Talk) -> Reply: ...
+    def open(self, session: ClientSession) -> Reply: ...
 
     def close(self, id: str) -> Reply: ...
 
     def is_there(self, id: str) -> bool: ...
 
-    def pinned(self, chance: random.Random, talk: Talk, body: dict[str, Any]) -> Call: ...
+    def pinned(
+        self, chance: random.Random, session: ClientSession, body: dict[str, Any]
+    ) -> Call: ...
 
     def tagged(self, chance: random.Random, id: str, body: dict[str, Any]) -> Call: ...
 
     def plain(self, chance: random.Random, body: dict[str, Any]) -> Call: ...
 
 
-def _ask(method: str, url: str, body: Any = None) -> Reply:
+def _request(method: str, url: str, body: Any = None) -> Reply:
     answer = wire.request(method, url, body, seconds=CONTROL_SECONDS_MAX)
     return read(answer.status, answer.body)
 
 
-class Berth:
+class BerthTarget:
     """Through Berth: by the router, or by the agent's data port."""
 
     name = "berth"
@@ -59,29 +61,29 @@ class Berth:
         self._router = fleet.router_url
         self._agent = f"http://{fleet.agent_data}"
 
-    def open(self, talk: Talk) -> Reply:
-        asked = {"session_id": talk.id, "retention": "pinned", "timeout": talk.idle_seconds}
+    def open(self, session: ClientSession) -> Reply:
+        asked = {"session_id": session.id, "retention": "pinned", "timeout": session.idle_seconds}
         asked = {key: value for key, value in asked.items() if value is not None}
-        return _ask("POST", f"{self._router}/v1/sessions", asked)
+        return _request("POST", f"{self._router}/v1/sessions", asked)
 
     def close(self, id: str) -> Reply:
-        return _ask("DELETE", f"{self._router}/v1/sessions/{id}")
+        return _request("DELETE", f"{self._router}/v1/sessions/{id}")
 
     def is_there(self, id: str) -> bool:
-        return _ask("GET", f"{self._router}/v1/sessions/{id}").status != 404
+        return _request("GET", f"{self._router}/v1/sessions/{id}").status != 404
 
-    def pinned(self, chance: random.Random, talk: Talk, body: dict[str, Any]) -> Call:
-        if talk.by_turn and not talk.sent:
-            idle = {"idle_ms_max": int(talk.idle_seconds * 1000)} if talk.idle_seconds else {}
+    def pinned(self, chance: random.Random, session: ClientSession, body: dict[str, Any]) -> Call:
+        if session.opened_by_turn and not session.sent:
+            idle = {"idle_ms_max": int(session.idle_seconds * 1000)} if session.idle_seconds else {}
             opening = {"open": True, "retention": "pinned", **idle}
-            return self._claimed(talk.id, body, delta=True, **opening)
+            return self._claimed(session.id, body, delta=True, **opening)
         way = chance.randrange(3)
         if way == 0:
-            return Call(f"{self._router}/generate", {**body, "session_params": {"id": talk.id}})
+            return Call(f"{self._router}/generate", {**body, "session_params": {"id": session.id}})
         if way == 1:
-            headers = {"x-berth-session-id": talk.id, "x-berth-delta": "1"}
+            headers = {"x-berth-session-id": session.id, "x-berth-delta": "1"}
             return Call(f"{self._router}/generate", body, headers)
-        return self._claimed(talk.id, body, delta=True)
+        return self._claimed(session.id, body, delta=True)
 
     def tagged(self, chance: random.Random, id: str, body: dict[str, Any]) -> Call:
         if chance.random() < 0.5:
@@ -97,7 +99,7 @@ class Berth:
         return Call(f"{self._agent}/generate", body, {"x-berth-session": json.dumps(claim)})
 
 
-class Bare:
+class BareTarget:
     """Directly to the engine, where nothing is refused and nothing is counted."""
 
     name = "bare"
@@ -107,18 +109,19 @@ class Bare:
     def __init__(self, fleet: Fleet):
         self._engine = fleet.engine_url
 
-    def open(self, talk: Talk) -> Reply:
-        asked = {"session_id": talk.id, "capacity_of_str_len": 1000, "streaming": True}
-        return _ask("POST", f"{self._engine}/open_session", asked | {"timeout": talk.idle_seconds})
+    def open(self, session: ClientSession) -> Reply:
+        asked = {"session_id": session.id, "capacity_of_str_len": 1000, "streaming": True}
+        asked |= {"timeout": session.idle_seconds}
+        return _request("POST", f"{self._engine}/open_session", asked)
 
     def close(self, id: str) -> Reply:
-        return _ask("POST", f"{self._engine}/close_session", {"session_id": id})
+        return _request("POST", f"{self._engine}/close_session", {"session_id": id})
 
     def is_there(self, id: str) -> bool:
         return False  # The engine doesn't tell.
 
-    def pinned(self, chance: random.Random, talk: Talk, body: dict[str, Any]) -> Call:
-        return Call(f"{self._engine}/generate", {**body, "session_params": {"id": talk.id}})
+    def pinned(self, chance: random.Random, session: ClientSession, body: dict[str, Any]) -> Call:
+        return Call(f"{self._engine}/generate", {**body, "session_params": {"id": session.id}})
 
     def tagged(self, chance: random.Random, id: str, body: dict[str, Any]) -> Call:
         return Call(f"{self._engine}/generate", {**body, "session_id": id})
