@@ -643,7 +643,7 @@ async fn a_final_turn_closes_however_it_ends() {
 
 #[tokio::test]
 async fn without_a_worker_the_answer_is_503_and_comes_soon() {
-    // A bound port that nobody else can get and that never listens.
+    // A bound port that no other process can get and that never listens.
     let held = tokio::net::TcpSocket::new_v4().unwrap();
     held.bind(SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
     let mut config = router_config(&[]);

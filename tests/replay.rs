@@ -304,7 +304,7 @@ async fn failures_are_told_apart() {
 
 #[tokio::test]
 async fn an_unreachable_server_is_an_error_for_each_turn() {
-    // A bound port that nobody else can get and that never listens.
+    // A bound port that no other process can get and that never listens.
     let held = tokio::net::TcpSocket::new_v4().unwrap();
     held.bind(SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
     let url = format!("http://{}", held.local_addr().unwrap());

@@ -35,7 +35,7 @@ pub struct Agent {
 }
 
 /// Returns port 0 of a loopback address that no other call in this process returns. After its
-/// listener has ended, nobody else listens there, except that one process in 250 may use the same
+/// listener has ended, no other process listens there, except that one in 250 may use the same
 /// addresses.
 pub fn own_addr() -> SocketAddr {
     static NEXT: AtomicU16 = AtomicU16::new(1);

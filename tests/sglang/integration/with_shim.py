@@ -80,7 +80,7 @@ def an_idle_session_gives_its_kv_up_and_keeps_its_history(fleet: Fleet) -> None:
             "sampling_params": {"max_new_tokens": 10, "temperature": 0, "ignore_eos": True},
         }))
         whole = idle.history + text
-        equal(turn.prompt_tokens, len(whole), "prompt tokens: the whole history")
+        equal(turn.prompt_tokens, len(whole), "prompt tokens: the full history")
         pages = (len(idle.history) - 1) // fleet.page_size * fleet.page_size
         equal(turn.cached_tokens, pages, "cached tokens: the history's whole pages, from the tree")
         _same_answer(fleet, whole, turn)
@@ -91,7 +91,7 @@ def an_idle_session_gives_its_kv_up_and_keeps_its_history(fleet: Fleet) -> None:
 
 def _same_answer(fleet: Fleet, whole: str, turn: Turn) -> None:
     alone = generate_at_engine(fleet, whole, turn.completion_tokens)
-    equal(turn.output_ids, alone.output_ids, "the answer to the whole history")
+    equal(turn.output_ids, alone.output_ids, "the answer to the full history")
 
 
 @test

@@ -47,7 +47,7 @@ impl World {
         let Some(engine) = &self.engine else { return };
         let core = &engine.ranks[rank].core;
         if let Some(reason) = core.crashed() {
-            panic!("the engine died of what it was sent: {reason}");
+            panic!("a request killed the engine:{reason}");
         }
         core.check_invariants();
         let facts = core.facts();
@@ -58,7 +58,11 @@ impl World {
         let rows = ours.filter(|session| session.row.is_some()).count();
         let free = facts.rows - rows;
         let reserve = self.plan.rows_reserve as usize;
-        assert!(free >= reserve, "{rows} of {} rows are held, {reserve} stay free", facts.rows);
+        assert!(
+            free >= reserve,
+            "{rows} of {} rows are held, {reserve} must stay free",
+            facts.rows
+        );
     }
 
     /// Whether the engine has confirmed that this session is closed. With several ranks, the word
@@ -100,7 +104,10 @@ impl World {
                 facts.sessions.iter().filter(|one| one.row.is_some() && self.is_confirmed(&one.id));
             let (held, rows) =
                 (facts.held_rows - early.count(), facts.rows - self.plan.rows_reserve as usize);
-            assert!(held <= rows, "{held} rows are held, strangers' included, of {rows}");
+            assert!(
+                held <= rows,
+                "{held} rows are held with the strangers' sessions, {rows} may be"
+            );
         }
     }
 
@@ -135,7 +142,7 @@ impl World {
                 && turn.incarnation() == Some(&close.incarnation)
                 && turn.is_pinned()
         });
-        assert!(!runs, "a session is closed under its running turn");
+        assert!(!runs, "a session is closed while its turn runs");
         if close.pinned {
             let since = (self.now, 0);
             self.closing.entry(close.incarnation.clone()).or_insert(since);
@@ -152,7 +159,10 @@ impl World {
         let busy = facts.any(|facts| inflight(&facts));
         let Some((_, kept)) = self.closing.get_mut(incarnation).filter(|_| busy) else { return };
         *kept += 1;
-        assert!(*kept <= KEPT_MAX, "the close of {incarnation} waits for a turn nobody aborts");
+        assert!(
+            *kept <= KEPT_MAX,
+            "the close of {incarnation} waits for a turn that the agent doesn't abort"
+        );
     }
 
     /// Restarts the engine where an operator's supervisor would. Only a defect of the engine makes
@@ -186,7 +196,10 @@ impl World {
                 let turn = &self.turns[&id];
                 let pinned = turn.is_pinned();
                 let own = message.contains("session") || message.contains("Session");
-                assert!(!own || !pinned, "the engine had to refuse a turn: {message}");
+                assert!(
+                    !own || !pinned,
+                    "the engine instead of the agent refused a turn:{message}"
+                );
             }
             Reply::Answer | Reply::Broken | Reply::Unusable => {}
         }
@@ -197,7 +210,11 @@ impl World {
     pub(super) fn shim_refusal(&self, id: TurnId) -> session::Error {
         let turn = &self.turns[&id];
         let told = turn.unfit.clone();
-        assert!(told.is_some() || turn.plan_lost, "nobody tells {} that it is refused", turn.rid);
+        assert!(
+            told.is_some() || turn.plan_lost,
+            "the client of {} isn't told that the shim refused it",
+            turn.rid
+        );
         told.unwrap_or(session::Error::NotContinued { detail: "was refused".to_owned() })
     }
 
@@ -210,13 +227,20 @@ impl World {
             *since += 1;
             // The first answer after a meddler's turn can't be saved: the agent couldn't know of
             // the turn.
-            assert!(*since == 1 || right, "a history that isn't the client's was gone on with");
+            assert!(
+                *since == 1 || right,
+                "a session continued on a history that isn't the client's"
+            );
             return;
         }
-        assert!(right, "an answer against a wrong context: {}", turn.rid);
+        assert!(right, "an answer from a wrong context:{}", turn.rid);
         if let Some(usage) = usage.filter(|_| turn.delta()) {
             let (told, own) = (usage.prompt_tokens, turn.context.len());
-            assert_eq!(told, own as u64, "{} is told of another prompt than its own", turn.rid);
+            assert_eq!(
+                told, own as u64,
+                "{} is answered with the token count of another prompt",
+                turn.rid
+            );
         }
         self.counts.answered += 1;
     }
@@ -239,15 +263,15 @@ impl World {
         }
         for turn in self.turns.values().filter(|turn| turn.client) {
             let waited = self.waited_for(turn);
-            assert!(waited < ANSWERED_WITHIN, "{} hears nothing", turn.rid);
+            assert!(waited < ANSWERED_WITHIN, "the client of {} gets no answer", turn.rid);
             let queue_max = self.plan.rules.queue_wait_max + LATE;
             let late = turn.stage == Stage::Queued && turn.queued + queue_max < now;
-            assert!(!late, "{} waits in the queue for longer than it may", turn.rid);
+            assert!(!late, "{} waits in the queue for longer than the limit", turn.rid);
         }
         self.supervise();
         for (incarnation, (since, _)) in &self.closing {
             let late = self.agent.is_some() && *since + CLOSED_WITHIN < now;
-            assert!(!late, "the close of {incarnation} is not through");
+            assert!(!late, "the close of {incarnation} is overdue");
         }
         let over_at = self.plan.acts_for + OVER_WITHIN;
         if now > over_at {
@@ -256,21 +280,21 @@ impl World {
             let ranks = self.engine.iter().flat_map(|engine| &engine.ranks);
             let open: Vec<_> = ranks.flat_map(|rank| rank.core.facts().sessions).collect();
             let open: Vec<&str> = open.iter().map(|session| session.id.as_str()).collect();
-            panic!("all clients have gone, left are {kept:?}, in the engine {open:?}");
+            panic!("all clients are done, but the agent keeps {kept:?} and the engine {open:?}");
         }
         if let Some(agent) = &self.agent {
             let queued = (0..self.plan.ranks).filter(|_| agent.instance.is_some());
             let queued: u32 = queued.map(|rank| agent.table.totals(rank).turns_queued).sum();
             let max = self.plan.rules.turns_queued_max;
-            assert!(queued as usize <= max, "{queued} turns wait, {max} may");
+            assert!(queued as usize <= max, "{queued} turns wait, the limit is {max}");
         }
     }
 
     /// Checks the end of the run: nothing is held or counted, and every client has received
     /// something.
     pub(super) fn check_end(&mut self) {
-        let agent = self.agent.as_ref().expect("it ends with an agent");
-        assert_eq!(agent.table.inside().count(), 0, "a turn is inside for ever");
+        let agent = self.agent.as_ref().expect("the run ends with an agent");
+        assert_eq!(agent.table.inside().count(), 0, "a turn never leaves the engine");
         for rank in 0..self.plan.ranks {
             let totals = agent.table.totals(rank);
             assert_eq!(totals, Totals::default(), "the totals don't return to zero");
@@ -282,7 +306,7 @@ impl World {
             assert_eq!(open, Vec::<&str>::new(), "the engine keeps sessions");
             let kept = facts.sessions.iter().map(|session| session.alloc_tokens).sum::<usize>();
             let none = kept == 0 && (facts.held_rows, facts.used()) != (0, 0);
-            assert!(!none, "the engine keeps KV of no session: {facts:?}");
+            assert!(!none, "the engine keeps KV that belongs to no session: {facts:?}");
         }
     }
 }

@@ -200,7 +200,7 @@ impl World {
         self.note(|| format!("{rid} is unfit: {error}"));
         let turn = self.turns.values_mut().find(|turn| turn.rid == rid).expect("turns are kept");
         let runs = turn.inside || turn.runs_in.is_some();
-        assert!(!runs, "{rid} runs, and its client hears that it doesn't");
+        assert!(!runs, "{rid} runs although its client was told that it is refused");
         turn.unfit = Some(error.clone());
     }
 
@@ -210,7 +210,11 @@ impl World {
     fn check_reopened(&self, turn: &Turn, old: &str, new: &str) {
         let opens = turn.claim.as_ref().is_some_and(|(claim, _)| claim.open);
         let relied_on = old != new && self.appended_to.contains(old);
-        assert!(opens || !relied_on, "{} replaces what deltas were appended to", turn.rid);
+        assert!(
+            opens || !relied_on,
+            "{} replaces a history to which deltas were appended",
+            turn.rid
+        );
     }
 
     pub(super) fn plan_heard(&mut self, instance: u64, planned: &Planned) {

@@ -1,6 +1,6 @@
 //! The share of a running request's remaining output that admission reserves.
 //!
-//! The share falls with every decode step that finds room, and a retraction sets it anew.
+//! The share falls with every decode step that finds room, and a retraction raises it again.
 
 /// The ratio 1.0 in millionths.
 const ONE: usize = 1_000_000;
