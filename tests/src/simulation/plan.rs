@@ -34,7 +34,7 @@ pub(super) struct Plan {
     /// Whether the agent is drained at the end. If not, its sessions expire.
     pub(super) drains: bool,
     /// Whether answers may be longer than what the engine reserves for them.
-    pub(super) tight: bool,
+    pub(super) overlong_answers: bool,
     pub(super) faults: Faults,
 }
 
@@ -65,10 +65,10 @@ fn ms(ms: u64) -> Duration {
 }
 
 impl Faults {
-    fn new(rng: &mut Rng, tight: bool) -> Self {
+    fn new(rng: &mut Rng, overlong_answers: bool) -> Self {
         let odds = |rng: &mut Rng, max: u32| if rng.bool() { rng.u32(1..max) } else { 0 };
         Faults {
-            client_leaves: if tight { 400 } else { odds(rng, 300) },
+            client_leaves: if overlong_answers { 400 } else { odds(rng, 300) },
             reply_lost: odds(rng, 60),
             call_lost: odds(rng, 150),
             connection_breaks: odds(rng, 250),
@@ -88,9 +88,9 @@ impl Plan {
     pub(super) fn new(rng: &mut Rng, guards: Guards) -> Plan {
         let page_size = if rng.bool() { 1 } else { 16 };
         // An engine that accepts turns that may not fit retracts turns from the batch.
-        let tight = rng.u32(..4) == 0;
+        let overlong_answers = rng.u32(..4) == 0;
         let pools = [512, 768, 1024, 2048, 2048, 4096, 8192];
-        let pool = *rng.choice(if tight { &pools[..2] } else { &pools }).expect("some");
+        let pool = *rng.choice(if overlong_answers { &pools[..2] } else { &pools }).expect("some");
         // A turn that needs more than the whole pool, with the engine's rounding, waits there for
         // ever.
         let context_len = (*rng.choice(&[256, 512, 1024]).expect("some")).min(pool - 64);
@@ -103,8 +103,8 @@ impl Plan {
             streaming_sessions: true,
             session_radix_cache: rng.u32(..4) > 0,
             decode_log_interval: 40,
-            new_token_per_mille: if tight { 0 } else { 700 },
-            test_retract: tight && rng.bool(),
+            new_token_per_mille: if overlong_answers { 0 } else { 700 },
+            test_retract: overlong_answers && rng.bool(),
             prefill_tokens_per_s: *rng.choice(&[1_000.0, 5_000.0, 50_000.0]).expect("some"),
             decode_ms_per_step: *rng.choice(&[8.0, 20.0, 50.0, 100.0]).expect("some"),
             eos_per_mille: *rng.choice(&[0, 5, 30]).expect("some"),
@@ -122,7 +122,7 @@ impl Plan {
             auto_pin: rng.u32(..4) > 0,
             guards,
         };
-        let mut faults = Faults::new(rng, tight);
+        let mut faults = Faults::new(rng, overlong_answers);
         let share = rng.u64(35..=85);
         let ranks = if rng.u32(..3) == 0 { 2 } else { 1 };
         let trims = ranks == 1 && rng.u32(..4) > 0;
@@ -137,8 +137,8 @@ impl Plan {
             mixes,
             rows_reserve: rng.u32(1..=2),
             pin_tokens_max: core.total_tokens() as u64 * share / 100,
-            turns_max: if tight { 16 } else { rng.u32(2..=14) },
-            tight,
+            turns_max: if overlong_answers { 16 } else { rng.u32(2..=14) },
+            overlong_answers,
             core,
             rules,
             shim: rng.bool(),

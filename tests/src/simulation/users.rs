@@ -26,7 +26,7 @@ pub(super) enum Habit {
     /// Sends full histories, one turn at a time.
     Alone,
     /// Sends full histories to a pinned session.
-    Whole,
+    FullHistory,
     /// Sends deltas and full histories to a pinned session. A second client sends full histories to
     /// the same session, from a different copy of the conversation.
     Mixed,
@@ -66,7 +66,7 @@ impl User {
             Habit::Tagged,
             Habit::Alone,
             Habit::Plain,
-            Habit::Whole,
+            Habit::FullHistory,
             Habit::Mixed,
         ];
         User {
@@ -77,7 +77,7 @@ impl User {
                 _ if plan.mixes && rng.u32(..4) > 0 => Habit::Mixed,
                 _ => match *rng.choice(&habits).expect("some") {
                     // If the shim doesn't trim, full histories are refused from the second turn on.
-                    Habit::Whole | Habit::Mixed if !plan.trims => Habit::Tagged,
+                    Habit::FullHistory | Habit::Mixed if !plan.trims => Habit::Tagged,
                     habit => habit,
                 },
             },
@@ -148,7 +148,7 @@ impl World {
         let user = &self.users[number];
         let (habit, waits, opening) = (user.habit, user.waits, user.opening.is_some());
         if habit == Habit::Plain {
-            let often = if self.plan.tight { 2 } else { 5 };
+            let often = if self.plan.overlong_answers { 2 } else { 5 };
             let burst = if self.rng.u32(..often) == 0 { self.rng.usize(4..16) } else { 1 };
             (0..burst).for_each(|_| self.plain_turn(number));
             return;
@@ -244,7 +244,7 @@ impl World {
     fn answer_len(&mut self) -> usize {
         match self.rng.u32(..12) {
             0 | 11 => self.rng.usize(100..400),
-            1..9 if self.plan.tight => self.rng.usize(80..160),
+            1..9 if self.plan.overlong_answers => self.rng.usize(80..160),
             1..4 => self.rng.usize(1..4),
             _ => self.rng.usize(4..60),
         }
@@ -306,7 +306,7 @@ impl World {
             }
             Habit::Alone => claim.open = true,
             Habit::Tagged => claim.delta = wrong,
-            Habit::Whole => claim.retention = Some(Retention::Pinned),
+            Habit::FullHistory => claim.retention = Some(Retention::Pinned),
             Habit::Plain => {}
         }
         self.send(number, Some((claim, key)), ids);
@@ -333,7 +333,8 @@ impl World {
     /// Sometimes changes the transcript of a client that sends full histories: such clients
     /// regenerate a last answer, leave out reasoning, or shorten the history.
     fn may_edit(&mut self, number: usize) {
-        let whole = matches!(self.users[number].habit, Habit::Tagged | Habit::Alone | Habit::Whole);
+        let whole =
+            matches!(self.users[number].habit, Habit::Tagged | Habit::Alone | Habit::FullHistory);
         if !whole || self.rng.u32(..10) > 0 {
             return;
         }
@@ -349,7 +350,7 @@ impl World {
             claim,
             ids,
             max_new: self.answer_len(),
-            ignore_eos: !self.plan.tight && self.rng.bool(),
+            ignore_eos: !self.plan.overlong_answers && self.rng.bool(),
             streams: self.rng.bool(),
             exact: self.plan.faults.meddler || self.rng.bool(),
             rank,
@@ -377,7 +378,7 @@ impl World {
         self.schedule(latency, Event::TurnArrives(id));
         let leaves = self.plan.faults.client_leaves;
         if self.odds(leaves) {
-            let far = self.plan.tight || self.rng.bool();
+            let far = self.plan.overlong_answers || self.rng.bool();
             let after = if far { self.between(0, 5_000) } else { self.between(0, 300) };
             self.schedule(after, Event::ClientLeaves(id));
         }
