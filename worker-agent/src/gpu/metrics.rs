@@ -1,7 +1,7 @@
 //! Device metrics, made from the newest snapshot and load report at each scrape.
 //!
-//! An absent figure has no line, and a device that has gone leaves none. `deploy/README.md` maps
-//! these metrics to those of NVIDIA's exporter.
+//! An absent figure has no line, and a device that has gone leaves none.
+//! `deploy/docs/operations.md` maps these metrics to those of NVIDIA's exporter.
 
 mod table;
 
