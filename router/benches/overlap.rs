@@ -7,8 +7,8 @@
 use std::hint::black_box;
 
 use criterion::{BatchSize, BenchmarkId, Criterion, Throughput};
-use proto::block::{BlockHash, BlockTokens, Chain, Scheme, hash_after};
-use router::overlap::{Index, Overlap, Shared, Tier};
+use proto::block::{BlockHash, BlockTokens, Chain, Scheme, Tier, hash_after};
+use router::residency::index::{Index, Overlap, Shared};
 
 const SESSIONS_PER_WORKER: usize = 64;
 const SYSTEM_BLOCKS: usize = 32;

@@ -11,7 +11,7 @@ use std::{
 
 use criterion::{BenchmarkId, Criterion};
 use proto::{
-    block::{BlockHash, hash_after},
+    block::{BlockHash, Tier, hash_after},
     id::{Digest, SessionKey},
     load::{
         Description, EngineFacts, Figure, LoadReport, Rank, RankLoad, Retention, Session,
@@ -20,9 +20,12 @@ use proto::{
 };
 use router::{
     config::Config,
-    overlap::{Index, Overlap, Tier},
+    fleet::{
+        snapshot::{ClusterView, WorkerRef},
+        state::{State, Update},
+    },
     placement::{Prompt, Question, Sticky, place, settled},
-    view::{ClusterView, State, Update, WorkerRef},
+    residency::index::{Index, Overlap},
 };
 
 const BLOCK_TOKENS: u64 = 64;

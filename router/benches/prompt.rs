@@ -2,7 +2,10 @@
 
 use criterion::{BatchSize, Criterion, Throughput, criterion_group, criterion_main};
 use proto::{body::Object, load::EngineFacts};
-use router::prompt::{Engine, Prompt, Route, learned::Learned};
+use router::{
+    prompt::{Engine, Prompt, Route},
+    residency::learned::Learned,
+};
 
 const TOKENS: u32 = 131_072;
 

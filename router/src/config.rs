@@ -55,7 +55,7 @@ pub const OVERLAP_BYTES_MAX: usize = 512 << 20;
 /// agent, 160 MiB at the bound.
 pub const TURNS_IN_FLIGHT_MAX: usize = 4_096;
 
-/// What the router does with a volatile preamble (see [`crate::preamble`]).
+/// What the router does with a volatile preamble (see [`crate::turn::preamble`]).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Preamble {

@@ -2,47 +2,24 @@
 //!
 //! The router stores nothing on disk, and nothing in memory that it can't relearn from the agents.
 //!
-//! These modules are pure and take `now` as an argument: [`request`] (whose turn it is),
-//! [`preamble`] (which part of a prompt is a client's volatile preamble), [`follow`] (checks an
-//! agent's load stream), [`view`] (what is known of the fleet), [`affinity`] (what this router
-//! decided), [`known`] (a session's status, from both), [`prompt`] (a turn's routing blocks),
-//! [`overlap`] (which blocks are resident on which worker), [`placement`] (where a turn goes).
+//! Each module uses only those below it in this list:
 //!
-//! These modules do I/O or hold state: `worker` follows an agent's load stream and `kv` its
-//! resident blocks, with pauses from `backoff`; `view::task` publishes snapshots; `models` fetches
-//! tokenizers; `blocks` counts a turn's blocks on each worker; `decide` combines status, placement
-//! and lease; `staged_prefill` has long prompts computed in stages; `turn` and `proxy` move the
-//! bytes; `sessions` and `control` open and close sessions; `api` has the routes; [`lease`] counts
-//! what is in flight.
+//! - `http`: the routes of the data port, and errors as HTTP responses.
+//! - [`turn`]: one turn from its request to the end of its answer; opening and closing sessions.
+//! - [`placement`]: the worker for a turn. Pure.
+//! - [`residency`]: the blocks that are resident on each worker.
+//! - [`prompt`]: the blocks of a prompt, with the tokenizers of the engines' models.
+//! - [`fleet`]: the agents: their streams, their control ports, and the published snapshot.
 
-pub mod affinity;
-mod api;
 mod backoff;
-mod blocks;
 pub mod config;
-mod control;
-mod decide;
-pub mod follow;
-pub mod known;
-mod kv;
-pub mod lease;
+pub mod fleet;
+mod http;
 mod metrics;
-mod models;
-pub mod overlap;
 pub mod placement;
-pub mod preamble;
 pub mod prompt;
-mod proxy;
-mod recent;
-pub mod request;
-mod sessions;
-mod shared;
-mod staged_prefill;
-#[cfg(test)]
-mod testing;
-mod turn;
-pub mod view;
-mod worker;
+pub mod residency;
+pub mod turn;
 
 use std::{
     hash::RandomState,
@@ -68,17 +45,24 @@ use tonic::transport::Endpoint;
 use tracing::info;
 
 use crate::{
-    affinity::Affinity,
-    blocks::Whereabouts,
     config::Config,
-    control::Control,
-    kv::Residency,
+    fleet::{
+        connect::{self, Watcher},
+        control::Control,
+        state::{State, Update},
+        view::{self, View},
+    },
     metrics::{FleetCollector, Metrics, ResidencyCollector},
-    models::Models,
-    recent::Recent,
-    shared::Shared,
-    view::{State, Update, View},
-    worker::Watcher,
+    placement::{
+        affinity::Affinity,
+        recent::{self, Recent},
+    },
+    prompt::models::{self, Models},
+    residency::{
+        block_locator::Whereabouts,
+        kv_index::{self, Residency},
+    },
+    turn::shared::{self, Shared},
 };
 
 /// Longest time that an idle connection to an agent is kept. Agents close theirs after 30 s; a
@@ -164,7 +148,7 @@ pub async fn run(config: Config, listeners: Listeners, tasks: Tasks) -> Result<(
     let address = listeners.data.local_addr().map(|address| address.to_string());
     info!(address = address.unwrap_or_default(), agents = endpoints.len(), "router listens");
     let turns_max = shared.config.turns_in_flight_max;
-    let data = server::serve(listeners.data, api::app(shared), turns_max, tasks.clone());
+    let data = server::serve(listeners.data, http::app(shared), turns_max, tasks.clone());
     tasks.spawn_essential("data", data);
     tasks.cancelled().await;
     info!(drain_ms_max = drain_max.as_millis(), "draining");
@@ -175,7 +159,7 @@ pub async fn run(config: Config, listeners: Listeners, tasks: Tasks) -> Result<(
 
 fn endpoints(config: &Config) -> Result<Vec<Endpoint>, Error> {
     let endpoint = |control: &String| {
-        worker::endpoint(control, config.connect_max())
+        connect::endpoint(control, config.connect_max())
             .map_err(|source| Error::Control { control: control.clone(), source })
     };
     config.workers.iter().map(endpoint).collect()
@@ -199,7 +183,7 @@ fn watch_agents(
             view: Arc::clone(view),
         };
         tasks.spawn(watcher.run(tasks.token()));
-        let watcher = kv::Watcher {
+        let watcher = kv_index::Watcher {
             agent,
             endpoint: endpoint.clone(),
             connect_max: config.connect_max(),

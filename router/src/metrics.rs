@@ -19,9 +19,9 @@ use prometheus_client::{
 };
 
 use crate::{
-    kv::{Phase, Residency},
+    fleet::{snapshot::WorkerState, view::View},
     placement::Reason,
-    view::{View, WorkerState},
+    residency::{kv_index::Residency, kv_stream::Phase},
 };
 
 /// A label `reason`, with a value from a small fixed set.

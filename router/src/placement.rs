@@ -3,13 +3,16 @@
 //! A placement takes one snapshot of the fleet and returns a worker, the reason, and the figures
 //! that were compared. The same inputs give the same worker in every process.
 //!
-//! `fit` finds the workers that can take the turn. `cost` computes what the turn costs on each of
+//! `candidates` finds the workers that can take the turn. `cost` computes what the turn costs on each of
 //! them, in milliseconds. This module chooses. A session stays on its worker unless another is
 //! better by a gain that pays for the move. Among workers of equal cost, a new session goes to the
 //! one with fewer sessions, then to the one that a hash of session and worker prefers.
 
+pub mod affinity;
+mod candidates;
 mod cost;
-mod fit;
+pub(crate) mod recent;
+pub mod session_status;
 #[cfg(test)]
 mod tests;
 
@@ -22,10 +25,13 @@ use proto::{id::Digest, load::Retention};
 use serde::Serialize;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-pub use self::{cost::Figures, fit::NoWorker};
+pub use self::{candidates::NoWorker, cost::Figures};
 use crate::{
-    overlap::Overlap,
-    view::{ClusterView, WorkerRef, WorkerState, roster::Seen},
+    fleet::{
+        snapshot::{ClusterView, WorkerRef, WorkerState},
+        worker_table::Seen,
+    },
+    residency::index::Overlap,
 };
 
 /// Extra cost, in milliseconds, at which a child session still goes to its parent's worker. What
@@ -224,7 +230,7 @@ pub fn settled(question: &Question<'_>, view: &ClusterView, now: Instant) -> Opt
     }
     let own_ms = ahead_ms(home);
     let stays = own_ms <= gain_ms || {
-        let others = fit::candidates(question, view, now).ok()?.workers;
+        let others = candidates::candidates(question, view, now).ok()?.workers;
         !others.into_iter().any(|other| ahead_ms(other) + gain_ms < own_ms)
     };
     stays.then(|| Placement::unmoved(home.worker()))
@@ -248,7 +254,7 @@ pub fn place(
         Stay::May(home) => Some(home),
         Stay::No => None,
     };
-    let candidates = fit::candidates(question, view, now)?;
+    let candidates = candidates::candidates(question, view, now)?;
     let mut compared = Compared::default();
     for &seen in &candidates.workers {
         let worker = seen.worker();

@@ -8,14 +8,13 @@
 //! - `text`: stands in for a prompt whose tokens can't be made. Its bytes are the tokens, four
 //!   bytes each. Such blocks only match each other, so they find only what workers were given
 //!   before.
-//! - [`learned`]: which prompts each worker was given.
 //!
 //! Prompts whose KV the engine keeps apart (by adapter, extra key or cache salt) have different
 //! blocks. A turn with several prompts, or with only a delta, has no blocks.
 
 mod ids;
-pub mod learned;
 pub mod model;
+pub(crate) mod models;
 #[cfg(feature = "text")]
 mod segments;
 mod text;
@@ -155,8 +154,8 @@ pub struct Blocks {
     pub block_tokens: BlockTokens,
     /// The blocks' hashes, from the beginning of the prompt.
     pub hashes: Vec<BlockHash>,
-    /// Whether agents report the same blocks by these hashes. If not, only [`learned`] can know the
-    /// blocks.
+    /// Whether agents report the same blocks by these hashes. If not, only `residency::learned` can
+    /// know the blocks.
     pub exact: bool,
 }
 

@@ -4,6 +4,14 @@
 //! worker, compute a long prompt in stages, and send. A turn is sent a second time after a failure
 //! only if that is safe.
 
+mod decide;
+pub mod preamble;
+pub(crate) mod proxy;
+pub mod request;
+pub(crate) mod sessions;
+pub(crate) mod shared;
+mod staged_prefill;
+
 use std::sync::Arc;
 
 use axum::response::Response;
@@ -14,19 +22,18 @@ use service::{budget::HeldBody, headers::strip_request, refusal::Refusal};
 use tokio::sync::OwnedSemaphorePermit;
 use tracing::{debug, info, warn};
 
-use crate::{
-    api::errors,
-    config::Preamble,
-    decide::{self, Decided},
-    known::Standing,
-    metrics::Outcome,
-    preamble,
-    proxy::{self, Outbound, Running},
-    request::{self, Ask, Turn},
+use self::{
+    decide::Decided,
+    proxy::{Outbound, Running},
+    request::{Ask, Turn},
     shared::{Shared, now},
-    staged_prefill,
-    view::WorkerRef,
-    worker,
+};
+use crate::{
+    config::Preamble,
+    fleet::{connect, snapshot::WorkerRef},
+    http::errors,
+    metrics::Outcome,
+    placement::session_status::Standing,
 };
 
 /// Runs one turn and returns its answer.
@@ -195,7 +202,7 @@ fn finish(
             warn!(
                 turn = format!("{:016x}", outbound.turn_id),
                 worker = decided.name,
-                error = worker::chain(&error),
+                error = connect::chain(&error),
                 "turn failed"
             );
             Err(errors::proxy(&error))

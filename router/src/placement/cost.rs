@@ -24,10 +24,10 @@ use proto::{load::RankLoad, staged_prefill::PREFILL_TOKENS_PER_S_ASSUMED};
 use serde::Serialize;
 
 use super::{Question, Sticky, TURN_TOKENS_ASSUMED};
-use crate::view::{
-    ClusterView, WorkerRef,
-    demand::{Idle, Wanted},
-    roster::Seen,
+use crate::fleet::{
+    reuse_forecast::{Idle, Wanted},
+    snapshot::{ClusterView, WorkerRef},
+    worker_table::Seen,
 };
 
 /// Time for which a turn occupies its place in a full batch: 440 tokens at 20 ms.

@@ -9,17 +9,19 @@ use std::{
 };
 
 use proto::{
-    block::{BlockHash, hash_after},
+    block::{BlockHash, Tier, hash_after},
     id::{Digest, SessionKey},
     load::{Figure, LoadReport, RankLoad, Retention, Session, SessionState, Source},
 };
 
 use super::*;
 use crate::{
-    lease::Lease,
-    overlap::{Index, Tier},
-    testing::{description, fleet, report, start},
-    view::{State, Update},
+    fleet::{
+        lease::Lease,
+        state::{State, Update},
+        testing::{description, fleet, report, start},
+    },
+    residency::index::Index,
 };
 
 const POOL_TOKENS: u64 = 1_000_000;

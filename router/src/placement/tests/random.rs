@@ -74,7 +74,7 @@ proptest! {
         };
         let view = state.snapshot();
         let later = later + SECOND / 10;
-        let mut all: Vec<(_, Figures)> = fit::candidates(&ask, &view, later)
+        let mut all: Vec<(_, Figures)> = candidates::candidates(&ask, &view, later)
             .unwrap()
             .workers
             .into_iter()

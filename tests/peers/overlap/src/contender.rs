@@ -17,8 +17,8 @@ use dynamo_kv_router::{
         WorkerWithDpRank,
     },
 };
-use proto::block::BlockHash;
-use router::overlap::{Index, Overlap, Shared, Tier};
+use proto::block::{BlockHash, Tier};
+use router::residency::index::{Index, Overlap, Shared};
 use tokio::runtime::Runtime;
 
 use crate::workload::{Event, Kind, Query};

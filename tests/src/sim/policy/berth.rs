@@ -12,16 +12,22 @@ use std::{
 };
 
 use proto::{
+    block::Tier,
     id::SessionKey,
     load::{Retention, SessionState},
 };
 use router::{
-    affinity::Affinity,
-    known::{self, Standing},
-    lease::Lease,
-    overlap::{Index, Overlap, Tier},
-    placement::{self, Prompt, Question, Reason, Sticky},
-    view::{State, Update, WorkerRef},
+    fleet::{
+        lease::Lease,
+        snapshot::WorkerRef,
+        state::{State, Update},
+    },
+    placement::{
+        self, Prompt, Question, Reason, Sticky,
+        affinity::Affinity,
+        session_status::{self, Standing},
+    },
+    residency::index::{Index, Overlap},
 };
 
 use self::{agents::KnownSession, names::BlockNames};

@@ -11,7 +11,7 @@ use proto::{
 };
 use router::{
     config::Config,
-    view::{State, WorkerRef},
+    fleet::{snapshot::WorkerRef, state::State},
 };
 
 use crate::sim::{

@@ -1,0 +1,14 @@
+//! The fleet: the agents, their workers, and what they report.
+
+pub(crate) mod connect;
+pub(crate) mod control;
+pub mod lease;
+pub mod load_stream;
+pub mod reuse_forecast;
+pub mod sessions;
+pub mod snapshot;
+pub mod state;
+#[cfg(test)]
+pub(crate) mod testing;
+pub(crate) mod view;
+pub mod worker_table;

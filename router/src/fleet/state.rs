@@ -1,0 +1,414 @@
+//! The writer's side of the view: applies updates and makes snapshots.
+//!
+//! Pure; only the view task owns a [`State`].
+
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use proto::{
+    id::SessionKey,
+    load::{Description, LoadReport, Session},
+};
+
+use super::{
+    reuse_forecast::Demand,
+    sessions::Sessions,
+    snapshot::{Agent, ClusterView, Facts, Link, WorkerRef},
+    worker_table::Roster,
+};
+use crate::config::{Config, control_authority};
+
+/// A message from a worker task about its agent.
+#[derive(Debug)]
+pub enum Update {
+    /// A stream began. The description and the session table replace all that was known of the
+    /// agent.
+    Began {
+        /// The agent's description of itself.
+        description: Description,
+        /// All sessions of the agent.
+        sessions: Vec<Session>,
+    },
+    /// The engine restarted while the agent kept running.
+    Described(Description),
+    /// A load report arrived.
+    Report(LoadReport),
+    /// A session was opened or has changed.
+    Upsert(Session),
+    /// The agent forgot a session.
+    Removed(SessionKey),
+    /// The connection broke or could not be made; the reason.
+    Lost(String),
+    /// A turn couldn't connect to the data port; the reason.
+    Unreachable(String),
+}
+
+/// Number of load reports for which a data port counts as unreachable, about five seconds of them.
+/// After that, new sessions may try it again.
+const UNREACHABLE_REPORTS: u32 = 10;
+
+/// The current view, which updates change.
+#[derive(Debug)]
+pub struct State {
+    view: ClusterView,
+    demand: Demand,
+}
+
+impl State {
+    /// Creates a state in which no agent has been heard.
+    #[must_use]
+    pub fn new(config: &Config) -> Self {
+        let agent = |control: &String| {
+            Arc::new(Agent {
+                control: control.clone(),
+                link: Link::Dialing,
+                facts: None,
+                report: None,
+                heard: None,
+                unreachable: None,
+                in_flight: vec![],
+                in_flight_at_report: vec![],
+            })
+        };
+        let agents: Vec<_> = config.workers.iter().map(agent).collect();
+        let sessions = Sessions::new(agents.len(), config.sessions_max);
+        let view = ClusterView {
+            roster: Roster::new(agents.len()),
+            agents,
+            sessions,
+            wanted: Arc::default(),
+            one_fleet: true,
+            report_age_max: config.load_report_age_max(),
+            rebind_gain_min: config.rebind_gain_min(),
+        };
+        Self { view, demand: Demand::new(config.sessions_max) }
+    }
+
+    /// Returns a snapshot for readers.
+    #[must_use]
+    pub fn snapshot(&self) -> ClusterView {
+        self.view.clone()
+    }
+
+    /// Returns an agent's current state.
+    #[must_use]
+    pub fn agent_at(&self, index: usize) -> &Agent {
+        &self.view.agents[index]
+    }
+
+    /// Returns when the next worker becomes stale if its agent stays silent.
+    #[must_use]
+    pub fn next_deadline(&self, now: Instant) -> Option<Instant> {
+        let age_max = self.view.report_age_max;
+        self.view
+            .agents
+            .iter()
+            .filter(|agent| agent.is_up())
+            // One millisecond past the bound, because a worker at the bound is still fresh.
+            .filter_map(|agent| Some(agent.heard? + age_max + Duration::from_millis(1)))
+            .filter(|&deadline| deadline > now)
+            .min()
+    }
+
+    /// Applies one update. Returns a warning for the log if something had to be left out.
+    pub fn apply(&mut self, index: usize, update: Update, now: Instant) -> Option<String> {
+        let warning = match update {
+            Update::Began { description, sessions } => {
+                self.begin(index, description, sessions, now)
+            }
+            Update::Described(description) => self.describe(index, description, now),
+            // Sent by a duplicate agent id that was rejected; see `describe`.
+            Update::Report(_) | Update::Upsert(_) | Update::Removed(_)
+                if !self.view.agents[index].is_up() =>
+            {
+                None
+            }
+            Update::Report(report) => {
+                let agent = self.agent(index);
+                agent.in_flight_at_report =
+                    agent.in_flight.iter().map(|count| count.counts()).collect();
+                agent.report = Some((Arc::new(report), now));
+                let unreachable = agent.unreachable.take();
+                agent.unreachable =
+                    unreachable.filter(|(_, left)| *left > 1).map(|(why, left)| (why, left - 1));
+                None
+            }
+            Update::Upsert(session) => {
+                let worker = WorkerRef { agent: index, dp_rank: session.dp_rank };
+                self.demand.upsert(worker, &session, now);
+                let fit = self.view.sessions.upsert(index, session);
+                (!fit).then(|| "sessions_max is reached, a session is left out".to_owned())
+            }
+            Update::Removed(key) => {
+                self.demand.remove(index, &key, now);
+                self.view.sessions.remove(index, &key);
+                None
+            }
+            Update::Lost(why) => {
+                let agent = self.agent(index);
+                let since = match agent.link {
+                    Link::Lost { since, .. } => since,
+                    Link::Dialing | Link::Up => now,
+                };
+                agent.link = Link::Lost { since, why, twin: false };
+                // The figures belong to the stream that ended; a new stream brings new ones.
+                agent.report = None;
+                agent.unreachable = None;
+                self.lay(index);
+                #[cfg(debug_assertions)]
+                self.check_invariants();
+                return None;
+            }
+            Update::Unreachable(why) => {
+                let agent = self.agent(index);
+                // If the connection is lost too, only the loss is reported.
+                agent.unreachable = agent.is_up().then_some((why, UNREACHABLE_REPORTS));
+                self.lay(index);
+                return None;
+            }
+        };
+        self.agent(index).heard = Some(now);
+        self.lay(index);
+        if let Some(wanted) = self.demand.sum(self.view.agents.len(), now) {
+            self.view.wanted = Arc::new(wanted);
+            (0..self.view.agents.len()).for_each(|index| self.lay(index));
+        }
+        #[cfg(debug_assertions)]
+        self.check_invariants();
+        warning
+    }
+
+    /// Updates the agent's rows in the worker table.
+    fn lay(&mut self, index: usize) {
+        let view = &mut self.view;
+        let wanted = view.wanted.get(index).map_or(&[][..], Vec::as_slice);
+        view.roster.lay(index, &view.agents[index], wanted);
+    }
+
+    fn begin(
+        &mut self,
+        index: usize,
+        description: Description,
+        sessions: Vec<Session>,
+        now: Instant,
+    ) -> Option<String> {
+        let warning = self.describe(index, description, now);
+        let agent = self.agent(index);
+        if matches!(agent.link, Link::Lost { twin: true, .. }) {
+            return warning;
+        }
+        agent.link = Link::Up;
+        (agent.report, agent.unreachable) = (None, None);
+        self.demand.clear(index);
+        for session in &sessions {
+            let worker = WorkerRef { agent: index, dp_rank: session.dp_rank };
+            self.demand.upsert(worker, session, now);
+        }
+        let left = self.view.sessions.replace(index, sessions);
+        (left > 0).then(|| format!("sessions_max is reached, {left} sessions are left out"))
+    }
+
+    fn describe(&mut self, index: usize, description: Description, now: Instant) -> Option<String> {
+        let twin = self.view.agents.iter().enumerate().find(|(other, agent)| {
+            *other != index
+                && agent.is_up()
+                && agent
+                    .facts
+                    .as_ref()
+                    .is_some_and(|facts| facts.description.agent_id == description.agent_id)
+        });
+        if let Some((_, twin)) = twin {
+            // Listing one agent under two addresses would count its capacity twice.
+            let why = format!("{} has the same agent id, {}", twin.control, description.agent_id);
+            let agent = self.agent(index);
+            let held = std::mem::replace(&mut agent.link, Link::Up);
+            // The duplicate reconnects for as long as the other agent is there. Warn only once.
+            let (since, news) = match held {
+                Link::Lost { since, why: before, .. } => (since, before != why),
+                Link::Dialing | Link::Up => (now, true),
+            };
+            agent.link = Link::Lost { since, why: why.clone(), twin: true };
+            agent.report = None;
+            return news.then_some(why);
+        }
+        let agent = self.agent(index);
+        while agent.in_flight.len() < description.ranks.len() {
+            agent.in_flight.push(Arc::default());
+        }
+        agent.facts = Some(Facts {
+            data_authority: data_authority(&agent.control, description.data_port),
+            description: Arc::new(description),
+        });
+        let mut served = self.view.agents.iter().filter_map(|agent| agent.facts.as_ref());
+        let first = served.next().map(|facts| &facts.description.engine.models);
+        self.view.one_fleet = served.all(|facts| Some(&facts.description.engine.models) == first);
+        None
+    }
+
+    fn agent(&mut self, index: usize) -> &mut Agent {
+        Arc::make_mut(&mut self.view.agents[index])
+    }
+
+    /// Panics if parts of the view contradict each other.
+    pub fn check_invariants(&self) {
+        let wanted = |worker| *self.view.wanted(worker);
+        self.view.roster.check_invariants(&self.view.agents, wanted);
+        for agent in &self.view.agents {
+            if agent.is_up() {
+                let facts = agent.facts.as_ref().expect("an agent that is up was described");
+                assert!(agent.in_flight.len() >= facts.description.ranks.len());
+                assert!(agent.heard.is_some(), "an agent that is up was heard");
+            } else {
+                assert!(agent.report.is_none(), "figures of an agent that is not heard");
+            }
+        }
+    }
+}
+
+/// Returns the address of the data port. Its host is the one configured for the control port.
+fn data_authority(control: &str, port: u16) -> Arc<str> {
+    let authority = control_authority(control).expect("the settings were checked");
+    format!("{}:{port}", authority.host()).into()
+}
+
+#[cfg(test)]
+mod tests {
+    use proto::load::{Retention, SessionState};
+
+    use super::*;
+    use crate::fleet::{
+        snapshot::{WorkerRef, WorkerState},
+        testing::{description, fleet, report, start},
+    };
+
+    fn session(id: &str) -> Session {
+        Session {
+            key: SessionKey::new("p", id).unwrap(),
+            retention: Retention::Tagged,
+            state: SessionState::Idle,
+            dp_rank: 0,
+            turns: 0,
+            turns_running: 0,
+            exclusive: false,
+            resident_tokens: None,
+            idle: Duration::ZERO,
+            full_history: false,
+            volatile_prefix: None,
+        }
+    }
+
+    fn turns(state: &State) -> u32 {
+        let worker = WorkerRef { agent: 0, dp_rank: 0 };
+        state.snapshot().roster().get(worker).expect("the worker was heard").turns()
+    }
+
+    fn state_of(state: &State, agent: usize, now: Instant) -> WorkerState {
+        state.snapshot().state(WorkerRef { agent, dp_rank: 0 }, now)
+    }
+
+    #[test]
+    fn a_lost_agent_keeps_its_sessions_until_a_new_table_replaces_them() {
+        let now = start();
+        let mut state = fleet(&[(0, 0)], now);
+        state.apply(0, Update::Upsert(session("s")), now);
+        state.apply(0, Update::Lost("gone".to_owned()), now);
+        assert_eq!(state_of(&state, 0, now), WorkerState::Lost);
+        assert_eq!(state.snapshot().sessions.len(), 1);
+        let sessions = vec![session("t")];
+        let began = Update::Began { description: description("a0", 2, 1), sessions };
+        state.apply(0, began, now);
+        let view = state.snapshot();
+        assert_eq!(view.sessions.len(), 1);
+        assert!(view.sessions.locate(&SessionKey::new("p", "s").unwrap()).is_empty());
+        assert_eq!(state_of(&state, 0, now), WorkerState::Stale, "no report yet");
+    }
+
+    #[test]
+    fn in_flight_counts_survive_a_reconnect() {
+        let now = start();
+        let mut state = fleet(&[(0, 0)], now);
+        let lease =
+            crate::fleet::lease::Lease::acquire(&state.snapshot().agents[0].in_flight[0], 0);
+        state.apply(0, Update::Lost("gone".to_owned()), now);
+        let began = Update::Began { description: description("a0", 2, 2), sessions: vec![] };
+        state.apply(0, began, now);
+        assert_eq!(turns(&state), 1);
+        // The turn is both reported by the agent and in flight here, and counts once.
+        state.apply(0, Update::Report(report(&[(1, 0), (0, 0)])), now);
+        assert_eq!(turns(&state), 1);
+        drop(lease);
+        assert_eq!(turns(&state), 0);
+    }
+
+    #[test]
+    fn two_addresses_of_one_agent_count_once() {
+        let now = start();
+        let mut state = fleet(&[(0, 0), (0, 0)], now);
+        let twin = Update::Began { description: description("a0", 1, 1), sessions: vec![] };
+        assert!(state.apply(1, twin, now).is_some());
+        assert_eq!(state_of(&state, 1, now), WorkerState::Lost);
+        let turned_away = state.agent_at(1).link.clone();
+        let twin = Update::Began { description: description("a0", 1, 1), sessions: vec![] };
+        let later = now + Duration::from_secs(1);
+        assert_eq!(state.apply(1, twin, later), None, "the warning comes once");
+        assert_eq!(state.agent_at(1).link, turned_away, "the first loss is kept");
+        state.apply(1, Update::Report(report(&[(0, 0)])), now);
+        state.apply(1, Update::Upsert(session("s")), now);
+        assert!(state.snapshot().sessions.is_empty());
+        assert_eq!(state_of(&state, 0, now), WorkerState::Fresh);
+    }
+
+    #[test]
+    fn a_data_port_that_turns_do_not_reach_gets_no_newcomers_for_some_reports() {
+        let now = start();
+        let mut state = fleet(&[(0, 0)], now);
+        state.apply(0, Update::Unreachable("refused".to_owned()), now);
+        let (shown, reason) = state.agent_at(0).state(now, Duration::from_secs(3));
+        assert!(shown == WorkerState::Stale && reason.contains("refused"), "{reason}");
+        for _ in 0..UNREACHABLE_REPORTS {
+            assert_eq!(state_of(&state, 0, now), WorkerState::Stale);
+            state.apply(0, Update::Report(report(&[(0, 0)])), now);
+        }
+        assert_eq!(state_of(&state, 0, now), WorkerState::Fresh);
+        // A turn that fails while the agent is lost says nothing about the agent that comes back.
+        state.apply(0, Update::Lost("gone".to_owned()), now);
+        state.apply(0, Update::Unreachable("refused".to_owned()), now);
+        let began = Update::Began { description: description("a0", 2, 1), sessions: vec![] };
+        state.apply(0, began, now);
+        state.apply(0, Update::Report(report(&[(0, 0)])), now);
+        assert_eq!(state_of(&state, 0, now), WorkerState::Fresh);
+    }
+
+    #[test]
+    fn it_is_ready_when_every_agent_was_heard_or_failed_and_one_is_usable() {
+        let now = start();
+        let workers = vec!["http://a:1".to_owned(), "http://b:1".to_owned()];
+        let mut state = State::new(&Config { workers, ..Config::default() });
+        assert!(state.snapshot().ready(now).is_err());
+        let began = Update::Began { description: description("a", 1, 1), sessions: vec![] };
+        state.apply(0, began, now);
+        state.apply(1, Update::Lost("refused".to_owned()), now);
+        assert!(!state.snapshot().settled(), "its first report is missing");
+        state.apply(0, Update::Report(report(&[(0, 0)])), now);
+        assert_eq!(state.snapshot().ready(now), Ok(()));
+        let deadline = state.next_deadline(now).unwrap();
+        assert_eq!(state_of(&state, 0, deadline), WorkerState::Stale);
+        state.apply(0, Update::Lost("gone".to_owned()), now);
+        assert!(state.snapshot().ready(now).is_err());
+    }
+
+    #[test]
+    fn the_bound_on_sessions_is_told() {
+        let now = start();
+        let workers = vec!["http://a:1".to_owned()];
+        let config = Config { workers, sessions_max: 1, ..Config::default() };
+        let mut state = State::new(&config);
+        let sessions = vec![session("s"), session("t")];
+        let began = Update::Began { description: description("a", 1, 1), sessions };
+        assert!(state.apply(0, began, now).is_some());
+        assert!(state.apply(0, Update::Upsert(session("u")), now).is_some());
+        assert!(state.apply(0, Update::Upsert(session("s")), now).is_none());
+    }
+}

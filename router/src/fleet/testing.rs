@@ -1,0 +1,115 @@
+//! Helpers for unit tests: a starting time, and a fleet that was heard.
+
+use std::time::{Duration, Instant};
+
+use proto::{
+    id::Digest,
+    load::{Description, EngineFacts, Figure, LoadReport, Rank, RankLoad, Retention, Source},
+};
+
+use super::{
+    snapshot::WorkerRef,
+    state::{State, Update},
+};
+use crate::{
+    config::Config,
+    placement::{Placement, Question, place},
+};
+
+/// Returns a point in time for pure code.
+#[expect(clippy::disallowed_methods, reason = "tests of pure code need one instant to start from")]
+pub(crate) fn start() -> Instant {
+    Instant::now()
+}
+
+/// Returns the description of an agent with this many ranks.
+pub(crate) fn description(name: &str, epoch: u64, ranks: u32) -> Description {
+    let rank = |dp_rank| Rank { dp_rank, pool_tokens: 10_000, rows: 8, devices: vec![] };
+    Description {
+        agent_id: name.to_owned(),
+        epoch,
+        data_port: 9,
+        engine: EngineFacts {
+            version: String::new(),
+            models: vec!["m".to_owned()],
+            page_tokens: 1,
+            context_tokens: 1000,
+            vocabulary: None,
+            streaming_sessions: true,
+            radix_sessions: true,
+            instance: String::new(),
+            disaggregation: "null".to_owned(),
+        },
+        ranks: (0..ranks).map(rank).collect(),
+        retentions: vec![Retention::Pinned, Retention::Tagged, Retention::None],
+        turns_queued_per_session_max: 0,
+        model_files: None,
+        trims: vec![],
+    }
+}
+
+/// Returns a report with the running turns of each rank, and how many of its 10,000 tokens it uses.
+pub(crate) fn report(ranks: &[(u32, u64)]) -> LoadReport {
+    let figure = |value| Some(Figure { value, source: Source::Loads, age_ms: 0 });
+    let rank = |(dp_rank, (turns, used)): (u32, &(u32, u64))| RankLoad {
+        dp_rank,
+        turns_running: *turns,
+        turns_running_max: 64,
+        requests_running: None,
+        requests_waiting: None,
+        pool_used_tokens: figure(*used),
+        pool_total_tokens: figure(10_000),
+        pinned_tokens: figure(0),
+        resident_tokens_estimate: figure(0),
+        rows_held: None,
+        rows_total: None,
+        sessions: 0,
+        devices: vec![],
+        turns_queued: 0,
+        pool_available_tokens: None,
+        pool_evictable_tokens: None,
+        foreign_tokens: None,
+        pages: None,
+        prefill_tokens_per_s: None,
+        prefill_backlog_tokens: None,
+        staged_prefill: None,
+    };
+    LoadReport {
+        interval: Duration::from_millis(500),
+        ranks: (0..).zip(ranks).map(rank).collect(),
+        unhealthy: None,
+        draining: false,
+        restart_required: None,
+    }
+}
+
+/// Returns a fleet with one agent per load, each with one rank and heard at `now`.
+pub(crate) fn fleet(loads: &[(u32, u64)], now: Instant) -> State {
+    let workers = (0..loads.len()).map(|agent| format!("http://host{agent}:1")).collect();
+    let mut state = State::new(&Config { workers, ..Config::default() });
+    for (agent, load) in loads.iter().enumerate() {
+        let description = description(&format!("a{agent}"), 1, 1);
+        state.apply(agent, Update::Began { description, sessions: vec![] }, now);
+        state.apply(agent, Update::Report(report(&[*load])), now);
+    }
+    state
+}
+
+/// Returns a placement for which this many workers were compared.
+pub(crate) fn placement(compared: usize) -> Placement {
+    let worker = WorkerRef { agent: 0, dp_rank: 0 };
+    let view = fleet(&[(0, 0)], start()).snapshot();
+    let question = Question {
+        digest: Digest(1),
+        returns: false,
+        sticky: None,
+        prefer: None,
+        prompt: None,
+        retention: None,
+        model: None,
+        exclude: None,
+    };
+    let placed = place(&question, &view, start()).expect("the fleet has a worker");
+    let figures = vec![placed.figures[0]; compared];
+    Placement { worker, figures, ..placed }
+}

@@ -1,0 +1,68 @@
+//! The routes of the data port.
+
+pub(crate) mod errors;
+mod models;
+mod placements;
+mod sessions;
+mod workers;
+
+use std::sync::Arc;
+
+use axum::{
+    Router,
+    extract::{Request, State},
+    response::{IntoResponse as _, Response},
+    routing::{get, post},
+};
+use http::StatusCode;
+use proto::route::{Kind, ROUTES, Route};
+use service::refusal::Refusal;
+
+use crate::turn::{self, shared::Shared};
+
+type Desk = State<Arc<Shared>>;
+
+/// Builds the router of all routes.
+pub(crate) fn app(shared: Arc<Shared>) -> Router {
+    let mut app = Router::new();
+    for Route { path, kind } in ROUTES {
+        let turns = post(move |State(shared): Desk, request: Request| serve(shared, kind, request));
+        app = app.route(path, if kind == Kind::Models { get(models::list) } else { turns });
+    }
+    app.route("/v1/sessions", get(sessions::list).post(sessions::open))
+        .route("/v1/sessions/{id}", get(sessions::show).delete(sessions::close))
+        .route("/open_session", get(sessions::sglang_open).post(sessions::sglang_open))
+        .route("/close_session", get(sessions::sglang_close).post(sessions::sglang_close))
+        .route("/v1/workers", get(workers::list))
+        .route("/v1/placements/{turn}", get(placements::show))
+        .route("/health", get(|| async { StatusCode::OK }))
+        .fallback(unknown_route)
+        .method_not_allowed_fallback(wrong_method)
+        .with_state(shared)
+}
+
+async fn serve(shared: Arc<Shared>, kind: Kind, request: Request) -> Response {
+    let (parts, body) = request.into_parts();
+    let answer = Box::pin(turn::run(Arc::clone(&shared), kind, parts, body)).await;
+    conclude(&shared, answer)
+}
+
+/// Counts and logs refusals; the only place that does.
+fn conclude(shared: &Shared, answer: Result<Response, Refusal>) -> Response {
+    answer.unwrap_or_else(|refusal| {
+        shared.metrics.refused(refusal.code);
+        tracing::debug!(code = refusal.code, status = refusal.status.as_u16(), "refused");
+        refusal.into_response()
+    })
+}
+
+async fn unknown_route(State(shared): Desk) -> Response {
+    let message = "no such route; see the API reference";
+    conclude(&shared, Err(Refusal::new(StatusCode::NOT_FOUND, "route_unknown", message)))
+}
+
+async fn wrong_method(State(shared): Desk) -> Response {
+    let message = "this route doesn't support this method; see the API reference";
+    let refusal = Refusal::new(StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed", message);
+    conclude(&shared, Err(refusal))
+}

@@ -1,0 +1,53 @@
+//! `GET /v1/models`: the list of one engine, or of all models if the engines serve different ones.
+
+use std::collections::BTreeMap;
+
+use axum::{
+    Json,
+    extract::{Request, State},
+    response::{IntoResponse as _, Response},
+};
+use proto::route::Kind;
+use serde_json::{Value, json};
+
+use super::{Desk, conclude, errors, serve};
+use crate::{
+    fleet::snapshot::{ClusterView, WorkerState},
+    placement::NoWorker,
+    turn::shared::now,
+};
+
+pub(super) async fn list(State(shared): Desk, request: Request) -> Response {
+    let view = shared.settled_view().await;
+    if view.is_one_fleet() {
+        return serve(shared, Kind::Models, request).await;
+    }
+    let models = all(&view);
+    if models.is_empty() {
+        return conclude(&shared, Err(errors::no_worker(&NoWorker::Unusable)));
+    }
+    Json(json!({ "object": "list", "data": models })).into_response()
+}
+
+/// Lists the models in the form of an engine's own list, with only the fields that all workers
+/// share.
+fn all(view: &ClusterView) -> Vec<Value> {
+    let at = now();
+    let takes = |worker| matches!(view.state(worker, at), WorkerState::Fresh | WorkerState::Stale);
+    let mut models = BTreeMap::new();
+    for (.., facts) in view.workers().filter(|(worker, ..)| takes(*worker)) {
+        let engine = &facts.description.engine;
+        for name in &engine.models {
+            let context_tokens = models.entry(name.as_str()).or_insert(engine.context_tokens);
+            // A turn may go to any worker that serves the model, so the smallest context counts.
+            *context_tokens = engine.context_tokens.min(*context_tokens);
+        }
+    }
+    let shown = |(name, context_tokens): (&str, u32)| {
+        json!({
+            "id": name, "object": "model", "created": 0, "owned_by": "sglang", "root": name,
+            "max_model_len": context_tokens,
+        })
+    };
+    models.into_iter().map(shown).collect()
+}

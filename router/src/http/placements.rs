@@ -1,0 +1,57 @@
+//! `GET /v1/placements/{turn}`: shows why a turn went where it went.
+
+use axum::{
+    Json,
+    extract::{Path, State},
+    response::{IntoResponse as _, Response},
+};
+use http::StatusCode;
+use serde_json::{Value, json};
+use service::refusal::Refusal;
+
+use super::{Desk, conclude};
+use crate::{
+    fleet::snapshot::ClusterView,
+    placement::{Figures, recent::Record},
+    turn::shared::now,
+};
+
+pub(super) async fn show(State(shared): Desk, Path(turn): Path<String>) -> Response {
+    let records = u64::from_str_radix(&turn, 16)
+        .map(|turn| shared.recent.lock().of(turn).to_vec())
+        .unwrap_or_default();
+    if records.is_empty() {
+        return conclude(&shared, Err(unknown()));
+    }
+    let view = shared.view.load();
+    let placements: Vec<Value> = records.iter().map(|record| shown(record, &view)).collect();
+    Json(json!({ "turn": turn, "placements": placements })).into_response()
+}
+
+fn unknown() -> Refusal {
+    Refusal::new(
+        StatusCode::NOT_FOUND,
+        "placement_unknown",
+        "this router keeps no placement of this turn; ask soon after the turn, with the id of its \
+         answer's x-berth-turn header",
+    )
+}
+
+fn shown(record: &Record, view: &ClusterView) -> Value {
+    let Record { at, session, placement } = record;
+    let age = now().saturating_duration_since(*at).as_millis();
+    json!({
+        "worker": view.name(placement.worker),
+        "reason": placement.reason,
+        "session": session.map(|session| session.to_string()),
+        "uncached_tokens": placement.uncached_tokens,
+        "age_ms": u64::try_from(age).unwrap_or(u64::MAX),
+        "compared": placement.figures.iter().map(|one| figures(one, view)).collect::<Vec<_>>(),
+    })
+}
+
+fn figures(figures: &Figures, view: &ClusterView) -> Value {
+    let mut shown = serde_json::to_value(figures).expect("plain fields always serialise");
+    shown["worker"] = json!(view.name(figures.worker));
+    shown
+}

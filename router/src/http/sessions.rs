@@ -1,0 +1,206 @@
+//! The session routes: `/v1/sessions`, and SGLang's `/open_session` and `/close_session`.
+
+use std::sync::Arc;
+
+use axum::{
+    Json,
+    body::Body,
+    extract::{Path, Request, State},
+    response::{IntoResponse as _, Response},
+};
+use http::{HeaderMap, StatusCode};
+use proto::{id::SessionKey, load::Retention};
+use serde::Deserialize;
+use serde_json::{Value, json};
+use service::refusal::Refusal;
+
+use super::{Desk, conclude, errors};
+use crate::{
+    fleet::control::Opening,
+    turn::{request, sessions::Seen, shared::Shared},
+};
+
+/// The body of `POST /v1/sessions`.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+struct OpenBody {
+    session_id: Option<String>,
+    retention: Option<String>,
+    timeout: Value,
+}
+
+/// The body of SGLang's `/open_session`. Other members are for the engine and are ignored here.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+struct SglangOpenBody {
+    session_id: Option<String>,
+    streaming: Option<bool>,
+    timeout: Value,
+}
+
+#[derive(Debug, Default, Deserialize)]
+struct SglangCloseBody {
+    session_id: String,
+}
+
+pub(super) async fn open(State(shared): Desk, request: Request) -> Response {
+    let answer = Box::pin(try_open(&shared, request)).await;
+    conclude(&shared, answer)
+}
+
+async fn try_open(shared: &Arc<Shared>, request: Request) -> Result<Response, Refusal> {
+    let (parts, body) = request.into_parts();
+    let asked: OpenBody = read(shared, body, true).await?;
+    let opening = opening(
+        &parts.headers,
+        asked.session_id,
+        match &asked.retention {
+            None => None,
+            Some(name) => request::retention_named(name, "retention").map_err(refuse)?,
+        },
+        &asked.timeout,
+    )?;
+    let opened = shared.open(opening).await?;
+    let status = if opened.new { StatusCode::CREATED } else { StatusCode::OK };
+    let seen = Seen {
+        key: opened.session.key.clone(),
+        worker: opened.worker,
+        session: Some(opened.session),
+        lost: false,
+    };
+    Ok((status, Json(shown(shared, &seen))).into_response())
+}
+
+pub(super) async fn list(State(shared): Desk, headers: HeaderMap) -> Response {
+    let (seen, more) = shared.list(&request::principal(&headers)).await;
+    let sessions: Vec<Value> = seen.iter().map(|seen| shown(&shared, seen)).collect();
+    Json(json!({ "sessions": sessions, "more": more })).into_response()
+}
+
+pub(super) async fn show(
+    State(shared): Desk,
+    Path(id): Path<String>,
+    headers: HeaderMap,
+) -> Response {
+    let answer = match key(&headers, id) {
+        Ok(key) => match shared.see(&key).await {
+            Some(seen) => Ok(Json(shown(&shared, &seen)).into_response()),
+            None => Err(errors::session_unknown()),
+        },
+        Err(refusal) => Err(refusal),
+    };
+    conclude(&shared, answer)
+}
+
+pub(super) async fn close(
+    State(shared): Desk,
+    Path(id): Path<String>,
+    headers: HeaderMap,
+) -> Response {
+    let answer = match key(&headers, id) {
+        Ok(key) => shared.close(key).await,
+        Err(refusal) => Err(refusal),
+    };
+    conclude(&shared, answer.map(|()| StatusCode::NO_CONTENT.into_response()))
+}
+
+pub(super) async fn sglang_open(State(shared): Desk, request: Request) -> Response {
+    let answer = Box::pin(try_sglang_open(&shared, request)).await;
+    conclude(&shared, answer)
+}
+
+async fn try_sglang_open(shared: &Arc<Shared>, request: Request) -> Result<Response, Refusal> {
+    let (parts, body) = request.into_parts();
+    let asked: SglangOpenBody = read(shared, body, true).await?;
+    let retention = asked.streaming.unwrap_or(false).then_some(Retention::Pinned);
+    let opening = opening(&parts.headers, asked.session_id, retention, &asked.timeout)?;
+    let opened = shared.open(opening).await?;
+    if !opened.new {
+        // The shape of SGLang's own error, which its clients look for.
+        let message = "Failed to open the session: one with this id is still open. Close it first.";
+        let body = json!({ "error": { "message": message } });
+        return Ok((StatusCode::BAD_REQUEST, Json(body)).into_response());
+    }
+    Ok(Json(Value::from(opened.session.key.id())).into_response())
+}
+
+pub(super) async fn sglang_close(State(shared): Desk, request: Request) -> Response {
+    let answer = Box::pin(try_sglang_close(&shared, request)).await;
+    conclude(&shared, answer)
+}
+
+async fn try_sglang_close(shared: &Arc<Shared>, request: Request) -> Result<Response, Refusal> {
+    let (parts, body) = request.into_parts();
+    let asked: SglangCloseBody = read(shared, body, false).await?;
+    match shared.close(key(&parts.headers, asked.session_id)?).await {
+        Err(refusal) if refusal.status != StatusCode::NOT_FOUND => Err(refusal),
+        // The engine also answers 200 to closing a session that it doesn't know.
+        Ok(()) | Err(_) => Ok(StatusCode::OK.into_response()),
+    }
+}
+
+fn opening(
+    headers: &HeaderMap,
+    id: Option<String>,
+    retention: Option<Retention>,
+    timeout: &Value,
+) -> Result<Opening, Refusal> {
+    let id = id.unwrap_or_else(|| format!("{:032x}", fastrand::u128(..)));
+    Ok(Opening {
+        key: key(headers, id)?,
+        retention,
+        idle_ms_max: request::idle_ms(timeout, "timeout").map_err(refuse)?,
+    })
+}
+
+fn key(headers: &HeaderMap, id: String) -> Result<SessionKey, Refusal> {
+    SessionKey::new(request::principal(headers), id)
+        .map_err(|error| refuse(request::Error::from(error)))
+}
+
+async fn read<T: for<'de> Deserialize<'de> + Default>(
+    shared: &Shared,
+    body: Body,
+    may_be_empty: bool,
+) -> Result<T, Refusal> {
+    let held = shared.budget.read(body).await?;
+    if held.bytes.is_empty() && may_be_empty {
+        return Ok(T::default());
+    }
+    serde_json::from_slice(&held.bytes).map_err(|error| {
+        Refusal::bad_request("invalid_json", format!("the body is wrong: {error}"))
+    })
+}
+
+#[expect(clippy::needless_pass_by_value, reason = "it is the argument of map_err")]
+fn refuse(error: request::Error) -> Refusal {
+    errors::request(&error)
+}
+
+/// Returns a session as JSON, as its owner sees it.
+fn shown(shared: &Shared, seen: &Seen) -> Value {
+    let worker = shared.view.load().name(seen.worker);
+    let id = seen.key.id();
+    let Some(session) = &seen.session else {
+        return json!({ "session_id": id, "worker": worker, "state": "bound" });
+    };
+    let state = if seen.lost { json!("lost") } else { json!(session.state) };
+    let idle_ms = u64::try_from(session.idle.as_millis()).unwrap_or(u64::MAX);
+    let mut shown = json!({
+        "session_id": id,
+        "worker": worker,
+        "retention": session.retention.as_str(),
+        "state": state,
+        "turns": session.turns,
+        "turns_running": session.turns_running,
+        "exclusive": session.exclusive,
+        "whole_history": session.full_history,
+        "resident_tokens": session.resident_tokens.map(|figure| figure.value),
+        "resident_tokens_source": session.resident_tokens.map(|figure| figure.source),
+        "idle_ms_at_report": idle_ms,
+    });
+    if let Some(found) = &session.volatile_prefix {
+        shown["volatile_prefix"] = json!(found);
+    }
+    shown
+}

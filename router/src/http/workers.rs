@@ -1,0 +1,150 @@
+//! `GET /v1/workers`: the figures of each worker and device, each with its source and age.
+
+use std::time::{Duration, Instant};
+
+use axum::{
+    Json,
+    extract::State,
+    response::{IntoResponse as _, Response},
+};
+use proto::load::{Device, Figure, PageAudit, Rank, RankLoad};
+use serde_json::{Value, json};
+
+use super::Desk;
+use crate::{
+    fleet::{
+        snapshot::{Agent, ClusterView, Facts, WorkerRef},
+        worker_table::Seen,
+    },
+    residency::kv_index::Known,
+    turn::shared::now,
+};
+
+pub(super) async fn list(State(shared): Desk) -> Response {
+    let view = shared.view.load();
+    let now = now();
+    let workers: Vec<Value> = view
+        .workers()
+        .map(|(worker, agent, facts)| {
+            let kv = shared.residency.of(worker);
+            shown(&view, worker, agent, facts, &kv, now)
+        })
+        .collect();
+    let unheard: Vec<Value> = view
+        .agents
+        .iter()
+        .filter(|agent| agent.facts.is_none())
+        .map(|agent| {
+            let (state, reason) = agent.state(now, view.report_age_max());
+            json!({ "control": agent.control, "state": state, "reason": reason })
+        })
+        .collect();
+    Json(json!({ "workers": workers, "unheard": unheard })).into_response()
+}
+
+fn shown(
+    view: &ClusterView,
+    worker: WorkerRef,
+    agent: &Agent,
+    facts: &Facts,
+    kv: &Known,
+    now: Instant,
+) -> Value {
+    let (state, reason) = agent.state(now, view.report_age_max());
+    let reported = agent.report.as_ref().map(|(_, at)| now.saturating_duration_since(*at));
+    let in_flight = agent.in_flight.get(worker.dp_rank as usize).map_or(0, |count| count.turns());
+    json!({
+        "worker": view.name(worker),
+        "agent": facts.description.agent_id,
+        "dp_rank": worker.dp_rank,
+        "control": agent.control,
+        "data": &*facts.data_authority,
+        "state": state,
+        "reason": reason,
+        "heartbeat_age_ms": agent.heard.map(|at| millis(now.saturating_duration_since(at))),
+        "report_age_ms": reported.map(millis),
+        "restart_required": agent.report.as_ref().map(|(report, _)| &report.restart_required),
+        "turns_in_flight_here": in_flight,
+        "turns_estimate": view.roster().get(worker).map(Seen::turns),
+        "load": agent.rank_load(worker.dp_rank).map(|load| load_shown(load, reported)),
+        "kv": kv,
+        "engine": facts.description.engine,
+        "retentions": facts.description.retentions,
+        "trims": facts.description.trims,
+        "rank": facts.description.ranks.get(worker.dp_rank as usize).map(rank_shown),
+    })
+}
+
+fn load_shown(load: &RankLoad, reported: Option<Duration>) -> Value {
+    let since = reported.map_or(0, millis);
+    let figure = |figure: Option<Figure>| figure.map(|figure| aged(figure, since));
+    let devices: Vec<Value> =
+        load.devices.iter().map(|device| device_shown(device, since)).collect();
+    json!({
+        "turns_running": load.turns_running,
+        "turns_running_max": load.turns_running_max,
+        "turns_queued": load.turns_queued,
+        "requests_running": figure(load.requests_running),
+        "requests_waiting": figure(load.requests_waiting),
+        "pool_used_tokens": figure(load.pool_used_tokens),
+        "pool_total_tokens": figure(load.pool_total_tokens),
+        "pool_available_tokens": figure(load.pool_available_tokens),
+        "pool_evictable_tokens": figure(load.pool_evictable_tokens),
+        "pinned_tokens": figure(load.pinned_tokens),
+        "foreign_tokens": figure(load.foreign_tokens),
+        "resident_tokens_estimate": figure(load.resident_tokens_estimate),
+        "rows_held": figure(load.rows_held),
+        "rows_total": figure(load.rows_total),
+        "prefill_tokens_per_s": figure(load.prefill_tokens_per_s),
+        "prefill_backlog_tokens": figure(load.prefill_backlog_tokens),
+        "staged_prefill": load.staged_prefill,
+        "sessions": load.sessions,
+        "devices": devices,
+        "pages": load.pages.clone().map(|pages| {
+            let age_ms = u64::from(pages.age_ms) + since;
+            PageAudit { age_ms: u32::try_from(age_ms).unwrap_or(u32::MAX), ..pages }
+        }),
+    })
+}
+
+fn rank_shown(rank: &Rank) -> Value {
+    let devices: Vec<Value> = rank.devices.iter().map(|device| device_shown(device, 0)).collect();
+    json!({
+        "dp_rank": rank.dp_rank,
+        "pool_tokens": rank.pool_tokens,
+        "rows": rank.rows,
+        "devices": devices,
+    })
+}
+
+/// Returns all that is known of a device.
+fn device_shown(device: &Device, since: u64) -> Value {
+    let mut shown = serde_json::to_value(device).expect("plain fields always serialise");
+    let fields = shown.as_object_mut().expect("a struct is an object");
+    for (name, figure) in [
+        ("engine_bytes", device.engine_bytes),
+        ("kv_pool_bytes", device.kv_pool_bytes),
+        ("kv_used_bytes", device.kv_used_bytes),
+        ("kv_pinned_bytes", device.kv_pinned_bytes),
+        ("kv_reclaimable_bytes", device.kv_reclaimable_bytes),
+    ] {
+        if let Some(figure) = figure {
+            fields.insert(name.to_owned(), aged(figure, since));
+        }
+    }
+    if let Some(age_ms) = device.age_ms {
+        fields.insert("age_ms".to_owned(), (u64::from(age_ms) + since).into());
+    }
+    fields.retain(|_, value| !value.is_null());
+    shown
+}
+
+/// Returns a figure whose age includes the time since the report arrived.
+fn aged(figure: Figure, since: u64) -> Value {
+    let Figure { value, source, age_ms } = figure;
+    json!({ "value": value, "source": source, "age_ms": u64::from(age_ms) + since })
+}
+
+fn millis(duration: Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+}

@@ -1,0 +1,124 @@
+//! The last placements, to answer why a turn went where it went. Pure.
+//!
+//! The oldest are removed first. The bound is on the number of compared figures, because a
+//! placement over 1,000 workers takes as much memory as 1,000 over one.
+
+use std::{
+    collections::{HashMap, VecDeque},
+    time::Instant,
+};
+
+use proto::id::Digest;
+
+use super::Placement;
+
+/// Maximum number of figures kept. At about 150 bytes each they take 10 MiB; for 32 workers they
+/// are the last 2,000 turns.
+pub(crate) const FIGURES_MAX: usize = 1 << 16;
+
+/// One placement decision.
+#[derive(Debug, Clone)]
+pub(crate) struct Record {
+    /// When the turn was placed.
+    pub(crate) at: Instant,
+    /// The digest of the turn's session.
+    pub(crate) session: Option<Digest>,
+    /// The decision and the figures compared for it.
+    pub(crate) placement: Placement,
+}
+
+/// The last placements by turn. A turn that was retried has several.
+#[derive(Debug)]
+pub(crate) struct Recent {
+    by_turn: HashMap<u64, Vec<Record>>,
+    /// The turn of each record, oldest first.
+    order: VecDeque<u64>,
+    /// Sum of the records' weights.
+    weight: usize,
+    weight_max: usize,
+}
+
+/// Returns the weight of a record: one, so that a placement without figures counts too, plus its
+/// figures.
+fn weight(record: &Record) -> usize {
+    1 + record.placement.figures.len()
+}
+
+impl Recent {
+    /// Creates an empty history with at most `figures_max` figures.
+    #[must_use]
+    pub(crate) fn new(figures_max: usize) -> Self {
+        Self { by_turn: HashMap::new(), order: VecDeque::new(), weight: 0, weight_max: figures_max }
+    }
+
+    /// Adds a decision.
+    pub(crate) fn note(&mut self, turn: u64, record: Record) {
+        self.weight += weight(&record);
+        self.by_turn.entry(turn).or_default().push(record);
+        self.order.push_back(turn);
+        while self.weight > self.weight_max {
+            let Some(oldest) = self.order.pop_front() else { break };
+            let records = self.by_turn.get_mut(&oldest).expect("each turn in order has records");
+            self.weight -= weight(&records.remove(0));
+            if records.is_empty() {
+                self.by_turn.remove(&oldest);
+            }
+        }
+        #[cfg(debug_assertions)]
+        self.check_invariants();
+    }
+
+    /// Returns a turn's decisions, oldest first. Empty if none are kept.
+    #[must_use]
+    pub(crate) fn of(&self, turn: u64) -> &[Record] {
+        self.by_turn.get(&turn).map_or(&[], Vec::as_slice)
+    }
+
+    /// Checks the bound and the sums.
+    ///
+    /// # Panics
+    /// If an invariant is broken.
+    #[cfg(any(test, debug_assertions))]
+    fn check_invariants(&self) {
+        let records = || self.by_turn.values().flatten();
+        assert_eq!(self.weight, records().map(weight).sum::<usize>());
+        assert_eq!(self.order.len(), records().count());
+        assert!(self.weight <= self.weight_max);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fleet::testing::{placement, start};
+
+    fn record(figures: usize) -> Record {
+        Record { at: start(), session: None, placement: placement(figures) }
+    }
+
+    #[test]
+    fn the_last_placements_are_kept_by_turn() {
+        let mut recent = Recent::new(20);
+        recent.note(7, record(4));
+        recent.note(8, record(0));
+        recent.note(7, record(3));
+        assert_eq!((recent.of(7).len(), recent.of(8).len(), recent.of(9).len()), (2, 1, 0));
+        // Their weights sum up to 10. The next record exceeds the bound, so the first one of turn 7
+        // goes.
+        recent.note(9, record(10));
+        assert_eq!((recent.of(7).len(), recent.of(8).len(), recent.of(9).len()), (1, 1, 1));
+        recent.note(10, record(19));
+        assert_eq!((recent.of(7).len(), recent.of(8).len(), recent.of(9).len()), (0, 0, 0));
+        assert_eq!(recent.of(10).len(), 1);
+    }
+
+    #[test]
+    fn a_placement_larger_than_all_that_is_kept_is_not() {
+        let mut recent = Recent::new(3);
+        recent.note(1, record(2));
+        recent.note(2, record(3));
+        assert!(recent.of(1).is_empty() && recent.of(2).is_empty());
+        recent.note(3, record(0));
+        assert_eq!(recent.of(3).len(), 1);
+    }
+}

@@ -1,0 +1,340 @@
+//! Determines the status of one session from the agents' tables and this router's bindings. Pure.
+//!
+//! The tables take precedence if they have the session. A binding takes precedence while its turn
+//! runs, or if this router acted on the session within the tables' lag: the tables may not show
+//! that action yet.
+
+use std::{cmp::Reverse, sync::Arc, time::Instant};
+
+use proto::{
+    id::SessionKey,
+    load::{Retention, Session, SessionState},
+};
+
+use super::affinity::{Binding, Closing, TABLE_LAG};
+use crate::fleet::{
+    sessions::Located,
+    snapshot::{ClusterView, WorkerRef},
+};
+
+/// The status of a session.
+#[derive(Debug, Clone)]
+pub enum Standing {
+    /// Neither an agent nor this router knows the session.
+    Unknown,
+    /// This router placed the session, and no agent has reported it.
+    Bound {
+        /// The worker that gets the session's turns.
+        worker: WorkerRef,
+        /// Whether a turn runs or has just ended, so that the agent's report may be on its way.
+        recent: bool,
+        /// Whether the session is a placement only, as the client asked, without state in the
+        /// engine.
+        placement_only: bool,
+        /// Whether the session takes one turn at a time and a turn runs.
+        busy: bool,
+    },
+    /// An agent has the session.
+    Open {
+        /// The worker that has the session.
+        worker: WorkerRef,
+        /// The session as last reported.
+        session: Arc<Session>,
+        /// Whether the session takes one turn at a time and a turn runs.
+        busy: bool,
+    },
+    /// The session closes when its running turn ends.
+    Closing,
+    /// The session's KV and history are gone: its engine restarted, or it is pinned on an agent
+    /// that can't be reached.
+    Lost {
+        /// The worker that had the session.
+        worker: WorkerRef,
+        /// Whether the agent is connected and reports the loss; false if the agent itself is
+        /// unreachable.
+        agent_up: bool,
+    },
+}
+
+/// Determines a session's status from the view and this router's binding.
+#[must_use]
+pub fn standing(
+    key: &SessionKey,
+    view: &ClusterView,
+    binding: Option<&Binding>,
+    now: Instant,
+) -> Standing {
+    let located = view.sessions.locate(key);
+    match binding.map_or(Closing::No, |binding| binding.closing) {
+        Closing::Asked => return Standing::Closing,
+        Closing::Closed { at, deferred } if now.saturating_duration_since(at) <= TABLE_LAG => {
+            let ends = |one: &Located| {
+                matches!(one.session.state, SessionState::Running | SessionState::Closing)
+            };
+            let runs = binding.is_some_and(|binding| binding.turns > 0) || located.iter().any(ends);
+            return if deferred && runs { Standing::Closing } else { Standing::Unknown };
+        }
+        // The lag has passed, so the tables are up to date.
+        Closing::Closed { .. } => {
+            return of_table(best(located.iter(), view, None), view, None);
+        }
+        Closing::No => {}
+    }
+    let Some(binding) = binding else {
+        return of_table(best(located.iter(), view, None), view, None);
+    };
+    let reborn = binding.is_reborn(now);
+    // Entries that were lost or closing before this router reopened the session are ignored.
+    let history = |one: &Located| {
+        reborn
+            && one.worker.agent == binding.worker.agent
+            && matches!(one.session.state, SessionState::Lost | SessionState::Closing)
+    };
+    let current = || located.iter().filter(|one| !history(one));
+    let at_binding = current().any(|one| one.worker.agent == binding.worker.agent);
+    let opened = binding.just_opened(view.agent(binding.worker).epoch(), now);
+    let fresh_deed = binding.is_recent(now) || opened.is_some();
+    if !at_binding && fresh_deed && view.agent(binding.worker).is_up() {
+        return of_binding(binding, opened, now);
+    }
+    match best(current(), view, Some(binding.worker)) {
+        None => of_binding(binding, opened, now),
+        one => of_table(one, view, Some(binding)),
+    }
+}
+
+fn of_binding(binding: &Binding, opened: Option<&Arc<Session>>, now: Instant) -> Standing {
+    let (worker, busy) = (binding.worker, binding.is_busy());
+    match opened {
+        Some(session) => Standing::Open { worker, session: Arc::clone(session), busy },
+        None => Standing::Bound {
+            worker,
+            recent: binding.is_recent(now),
+            placement_only: binding.placement_only,
+            busy,
+        },
+    }
+}
+
+fn of_table(one: Option<&Located>, view: &ClusterView, binding: Option<&Binding>) -> Standing {
+    let Some(Located { worker, session }) = one else { return Standing::Unknown };
+    let agent_up = view.agent(*worker).is_up();
+    // A client that sends the full history can continue on any worker. A client that asked for the
+    // pin may send a delta next.
+    let anywhere = session.full_history && !session.exclusive;
+    let kept = session.retention == Retention::Pinned && !anywhere;
+    let gone = !agent_up && kept;
+    match session.state {
+        SessionState::Closing => return Standing::Closing,
+        // Other sessions only lose cached KV: their agent, or another, takes the next turn.
+        SessionState::Lost if kept => {
+            return Standing::Lost { worker: *worker, agent_up };
+        }
+        _ if gone => return Standing::Lost { worker: *worker, agent_up },
+        _ => {}
+    }
+    let busy = session.exclusive && binding.is_some_and(|binding| binding.unanswered > 0);
+    Standing::Open { worker: *worker, session: Arc::clone(session), busy }
+}
+
+/// Returns the entry to use if several agents have the session: that of a connected agent, then
+/// that of the bound worker, then one that isn't lost, then the one used last.
+fn best<'a>(
+    located: impl Iterator<Item = &'a Located>,
+    view: &ClusterView,
+    bound: Option<WorkerRef>,
+) -> Option<&'a Located> {
+    located.max_by_key(|one| {
+        (
+            view.agent(one.worker).is_up(),
+            bound.is_some_and(|bound| bound.agent == one.worker.agent),
+            one.session.state != SessionState::Lost,
+            Reverse(one.session.idle),
+            Reverse(one.worker),
+        )
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::{
+        fleet::{
+            state::{State, Update},
+            testing::{description, fleet, start},
+        },
+        placement::affinity::{Affinity, Opened},
+    };
+
+    fn key() -> SessionKey {
+        SessionKey::new("p", "s").unwrap()
+    }
+
+    fn at(agent: usize) -> WorkerRef {
+        WorkerRef { agent, dp_rank: 0 }
+    }
+
+    fn session(retention: Retention, state: SessionState, turns_running: u32) -> Session {
+        Session {
+            key: key(),
+            retention,
+            state,
+            dp_rank: 0,
+            turns: 1,
+            turns_running,
+            exclusive: retention == Retention::Pinned,
+            resident_tokens: None,
+            idle: Duration::ZERO,
+            full_history: false,
+            volatile_prefix: None,
+        }
+    }
+
+    fn idle(retention: Retention) -> Update {
+        Update::Upsert(session(retention, SessionState::Idle, 0))
+    }
+
+    fn opened(state: &State, now: Instant) -> Opened {
+        let session = Arc::new(session(Retention::Pinned, SessionState::Idle, 0));
+        Opened { session, epoch: state.snapshot().agent(at(0)).epoch(), at: now }
+    }
+
+    fn of(state: &State, affinity: &Affinity, now: Instant) -> Standing {
+        standing(&key(), &state.snapshot(), affinity.get(&key(), now), now)
+    }
+
+    fn worker(standing: &Standing) -> usize {
+        match standing {
+            Standing::Open { worker, .. } | Standing::Bound { worker, .. } => worker.agent,
+            other => panic!("nowhere: {other:?}"),
+        }
+    }
+
+    fn setup() -> (State, Affinity, Instant) {
+        let now = start();
+        (fleet(&[(0, 0), (0, 0)], now), Affinity::new(8, Duration::from_secs(60)), now)
+    }
+
+    #[test]
+    fn a_first_turn_under_way_binds_before_any_table_knows() {
+        let (mut state, mut affinity, now) = setup();
+        assert!(matches!(of(&state, &affinity, now), Standing::Unknown));
+        affinity.begin(&key(), at(1), false, now).unwrap();
+        assert_eq!(worker(&of(&state, &affinity, now)), 1);
+        // An old entry on another agent doesn't replace the binding.
+        state.apply(0, idle(Retention::Tagged), now);
+        assert_eq!(worker(&of(&state, &affinity, now)), 1);
+        affinity.end(&key(), now);
+        let later = now + TABLE_LAG + Duration::from_secs(1);
+        assert_eq!(worker(&of(&state, &affinity, later)), 0, "the tables count after the lag");
+    }
+
+    #[test]
+    fn an_open_counts_until_the_table_has_had_its_time() {
+        let (state, mut affinity, now) = setup();
+        affinity.opened(at(0), opened(&state, now), now).unwrap();
+        assert!(matches!(of(&state, &affinity, now), Standing::Open { .. }));
+        let later = now + TABLE_LAG + Duration::from_secs(1);
+        assert!(matches!(
+            of(&state, &affinity, later),
+            Standing::Bound { recent: false, placement_only: false, .. }
+        ));
+    }
+
+    #[test]
+    fn a_session_that_went_with_its_engine_goes_on_if_nobody_asked_to_pin_it() {
+        let (mut state, affinity, now) = setup();
+        let lost = session(Retention::Pinned, SessionState::Lost, 0);
+        let whole = Session { full_history: true, exclusive: false, ..lost.clone() };
+        state.apply(0, Update::Upsert(lost), now);
+        assert!(matches!(of(&state, &affinity, now), Standing::Lost { .. }));
+        state.apply(0, Update::Upsert(whole), now);
+        assert!(matches!(of(&state, &affinity, now), Standing::Open { .. }));
+    }
+
+    #[test]
+    fn what_the_agent_before_has_opened_is_not_open() {
+        let (mut state, mut affinity, now) = setup();
+        affinity.opened(at(0), opened(&state, now), now).unwrap();
+        let began = Update::Began { description: description("a0", 2, 1), sessions: vec![] };
+        state.apply(0, began, now);
+        assert!(matches!(of(&state, &affinity, now), Standing::Bound { recent: false, .. }));
+        affinity.opened(at(0), opened(&state, now), now).unwrap();
+        assert!(matches!(of(&state, &affinity, now), Standing::Open { .. }));
+    }
+
+    #[test]
+    fn a_close_hides_the_session_from_the_moment_it_is_asked() {
+        let (mut state, mut affinity, now) = setup();
+        state.apply(0, idle(Retention::Tagged), now);
+        affinity.close_asked(&key(), at(0), now).unwrap();
+        assert!(matches!(of(&state, &affinity, now), Standing::Closing));
+        affinity.closed(&key(), false, now);
+        assert!(matches!(of(&state, &affinity, now), Standing::Unknown));
+        let running = session(Retention::Tagged, SessionState::Running, 1);
+        state.apply(0, Update::Upsert(running), now);
+        affinity.closed(&key(), true, now);
+        assert!(matches!(of(&state, &affinity, now), Standing::Closing));
+        state.apply(0, Update::Removed(key()), now);
+        assert!(matches!(of(&state, &affinity, now), Standing::Unknown));
+    }
+
+    #[test]
+    fn a_session_opened_anew_is_not_judged_by_its_life_before() {
+        let (mut state, mut affinity, now) = setup();
+        let lost = session(Retention::Pinned, SessionState::Lost, 0);
+        state.apply(0, Update::Upsert(lost.clone()), now);
+        assert!(matches!(of(&state, &affinity, now), Standing::Lost { agent_up: true, .. }));
+        affinity.close_asked(&key(), at(0), now).unwrap();
+        affinity.closed(&key(), false, now);
+        affinity.begin(&key(), at(0), false, now).unwrap();
+        assert!(matches!(of(&state, &affinity, now), Standing::Bound { .. }));
+        affinity.end(&key(), now);
+        assert!(matches!(of(&state, &affinity, now), Standing::Bound { .. }));
+        state.apply(0, idle(Retention::Pinned), now);
+        assert!(matches!(of(&state, &affinity, now), Standing::Open { .. }));
+        // The session is lost again, after the table's lag.
+        state.apply(0, Update::Upsert(lost), now);
+        let later = now + TABLE_LAG + Duration::from_secs(1);
+        assert!(matches!(of(&state, &affinity, later), Standing::Lost { .. }));
+    }
+
+    #[test]
+    fn only_a_turn_whose_answer_has_not_begun_is_surely_running() {
+        let (mut state, mut affinity, now) = setup();
+        let running = session(Retention::Pinned, SessionState::Running, 1);
+        state.apply(0, Update::Upsert(running), now);
+        let busy = |affinity: &Affinity| match of(&state, affinity, now) {
+            Standing::Open { busy, .. } => busy,
+            other => panic!("{other:?}"),
+        };
+        assert!(!busy(&affinity), "another router's turn may have ended since");
+        affinity.begin(&key(), at(0), false, now).unwrap();
+        assert!(busy(&affinity), "the answer has not begun");
+        affinity.answered(&key());
+        assert!(!busy(&affinity), "the client may have the whole answer already");
+        affinity.end(&key(), now);
+        assert!(!busy(&affinity));
+    }
+
+    #[test]
+    fn pinned_sessions_of_a_lost_agent_are_lost_and_tagged_ones_are_not() {
+        let (mut state, affinity, now) = setup();
+        state.apply(0, idle(Retention::Pinned), now);
+        state.apply(0, Update::Lost("gone".to_owned()), now);
+        assert!(matches!(of(&state, &affinity, now), Standing::Lost { agent_up: false, .. }));
+        state.apply(1, idle(Retention::Tagged), now);
+        assert_eq!(worker(&of(&state, &affinity, now)), 1, "a connected agent's entry is used");
+        state.apply(1, Update::Lost("gone".to_owned()), now);
+        // The agent comes back as the same process, and its table is relearned.
+        let sessions = vec![session(Retention::Pinned, SessionState::Idle, 0)];
+        state.apply(0, Update::Began { description: description("a0", 1, 1), sessions }, now);
+        assert_eq!(worker(&of(&state, &affinity, now)), 0);
+        // The agent comes back as a new process, which knows no sessions.
+        let began = Update::Began { description: description("a0", 2, 1), sessions: vec![] };
+        state.apply(0, began, now);
+        assert_eq!(worker(&of(&state, &affinity, now)), 1);
+    }
+}

@@ -1,0 +1,186 @@
+//! Finds a turn's blocks and how many of them each worker has.
+//!
+//! The counts are those that agents report. For workers whose agent reports none, they are what
+//! this router gave the worker before. This module combines `prompt`, `models`, `kv` and the
+//! learned prompts; placement turns the counts into costs.
+
+use std::{collections::HashMap, sync::Arc};
+
+use bytes::Bytes;
+use parking_lot::Mutex;
+use proto::load::{Description, EngineFacts};
+
+use super::{index::Overlap, kv_index::Residency, kv_stream::Phase, learned::Learned};
+use crate::{
+    fleet::snapshot::{ClusterView, WorkerRef},
+    placement,
+    prompt::{Blocks, Route, models::Models},
+    turn::request::Turn,
+};
+
+/// Divisor for the memory of learned blocks, compared with the index of reported blocks. They are
+/// only the blocks that this router has sent, not all resident ones.
+const LEARNED_PARTS: usize = 4;
+
+/// A turn's blocks and how many of them each worker has.
+#[derive(Debug)]
+pub(crate) struct TurnBlocks {
+    blocks: Blocks,
+    overlap: Overlap,
+}
+
+impl TurnBlocks {
+    /// Returns the prompt in the form that placement takes.
+    pub(crate) fn prompt(&self) -> placement::Prompt<'_> {
+        placement::Prompt {
+            tokens: self.blocks.tokens,
+            block_tokens: u64::from(self.blocks.block_tokens.get()),
+            overlap: &self.overlap,
+        }
+    }
+}
+
+/// Knows which worker has which blocks, as far as that is reported or learned.
+#[derive(Debug)]
+pub(crate) struct Whereabouts {
+    told: Arc<Residency>,
+    models: Arc<Models>,
+    /// A leaf lock, held for microseconds.
+    given: Mutex<Given>,
+}
+
+/// The prompts that this router gave to workers.
+#[derive(Debug)]
+struct Given {
+    learned: Learned,
+    /// By worker number: the engine process that got the prompts. A restarted engine has none of
+    /// them.
+    engines: HashMap<usize, String>,
+}
+
+impl Whereabouts {
+    /// Creates it with the reported blocks, and nothing learned yet.
+    pub(crate) fn new(told: Arc<Residency>, models: Arc<Models>, bytes_max: usize) -> Self {
+        let given =
+            Given { learned: Learned::new(bytes_max / LEARNED_PARTS), engines: HashMap::new() };
+        Self { told, models, given: Mutex::new(given) }
+    }
+
+    /// Whether the worker's agent reports all resident blocks.
+    pub(crate) fn is_told(&self, worker: WorkerRef) -> bool {
+        worker.number().is_some_and(|number| self.told.is_live(number))
+    }
+
+    /// Whether it is known which of the turn's blocks the worker has, so that a count of 0 means
+    /// none.
+    pub(crate) fn counts(&self, turn: &TurnBlocks, worker: WorkerRef) -> bool {
+        let Some(number) = worker.number() else { return false };
+        self.is_told_of(turn, worker) || turn.overlap.device(number) > 0
+    }
+
+    /// Whether the worker's agent reports blocks under the same hashes as the turn's.
+    fn is_told_of(&self, turn: &TurnBlocks, worker: WorkerRef) -> bool {
+        let block_tokens = turn.blocks.block_tokens.get();
+        turn.blocks.exact && self.told.of(worker).phase == Phase::Live { block_tokens }
+    }
+
+    /// Returns the leading prompt tokens that the worker has by its agent's report. `None` if the
+    /// agent doesn't report them, so that it is unknown what the worker must compute.
+    pub(crate) fn told_tokens(&self, turn: &TurnBlocks, worker: WorkerRef) -> Option<u64> {
+        let number = worker.number().filter(|_| self.is_told_of(turn, worker))?;
+        let Blocks { tokens, block_tokens, .. } = turn.blocks;
+        let blocks = u64::from(turn.overlap.device(number));
+        Some((blocks * u64::from(block_tokens.get())).min(tokens))
+    }
+
+    /// Returns the token ids of a placed turn's prompt, if they are certainly the engine's own.
+    ///
+    /// Returns `None` if they aren't, if making them takes too long, or if the engine keeps the
+    /// prompt's KV apart by anything else.
+    pub(crate) async fn ids(
+        &self,
+        turn: &Turn,
+        path: &str,
+        body: &Bytes,
+        blocks: &TurnBlocks,
+        description: &Description,
+    ) -> Option<Vec<u32>> {
+        let route = Route::of(path)?;
+        // The engine may tokenize text differently, unless an agent has reported a block of it.
+        if turn.prompt.is_text(route, body) && !self.has_told(&blocks.blocks) {
+            return None;
+        }
+        let ids = self.models.ids(&turn.prompt, route, body, description).await?;
+        let is_same = u64::try_from(ids.len()) == Ok(blocks.blocks.tokens);
+        is_same.then_some(ids)
+    }
+
+    /// Whether any agent has reported the first of these blocks.
+    fn has_told(&self, blocks: &Blocks) -> bool {
+        let mut overlap = Overlap::default();
+        self.told.look_up(&blocks.hashes[..blocks.hashes.len().min(1)], &mut overlap);
+        overlap.is_found()
+    }
+
+    /// Makes the turn's blocks and counts them on each worker. Returns `None` if its prompt has no
+    /// blocks or no engine is known yet.
+    pub(crate) async fn of(
+        &self,
+        turn: &Turn,
+        path: &str,
+        body: &Bytes,
+        view: &ClusterView,
+    ) -> Option<TurnBlocks> {
+        let route = Route::of(path)?;
+        let serves =
+            |engine: &EngineFacts| turn.model.as_ref().is_none_or(|model| engine.serves(model));
+        let serving = || view.workers().filter(|(_, _, of)| serves(&of.description.engine));
+        // Uses one engine's page size for all: engines of one model should have the same, and
+        // blocks of another size are not compared.
+        let (_, _, facts) = serving()
+            .find(|(_, agent, of)| agent.is_up() && of.description.model_files.is_some())
+            .or_else(|| serving().next())
+            .or_else(|| view.workers().next())?;
+        let engine = &facts.description;
+        let blocks = self.models.blocks(&turn.prompt, route, body, engine).await?;
+        let overlap = self.overlap(&blocks, view);
+        Some(TurnBlocks { blocks, overlap })
+    }
+
+    fn overlap(&self, blocks: &Blocks, view: &ClusterView) -> Overlap {
+        let mut overlap = Overlap::default();
+        // The hashes of inexact blocks have a meaning only within this router.
+        let is_told = |number| blocks.exact && self.told.is_live(number);
+        if blocks.exact {
+            self.told.look_up(&blocks.hashes, &mut overlap);
+        }
+        let numbers = || view.workers().filter_map(|(worker, ..)| worker.number());
+        if !numbers().all(is_told) {
+            let mut given = Overlap::default();
+            self.given.lock().learned.look_up(&blocks.hashes, &mut given);
+            overlap.replace(&given, |number| !is_told(number));
+        }
+        overlap
+    }
+
+    /// Records that a worker has taken the turn, so that it will have the turn's blocks.
+    pub(crate) fn taken(&self, turn: &TurnBlocks, worker: WorkerRef, view: &ClusterView) {
+        let Some(number) = worker.number() else { return };
+        if turn.blocks.exact && self.told.is_live(number) {
+            // The worker's agent will report the blocks.
+            return;
+        }
+        let Some(facts) = view.agent(worker).facts.as_ref() else { return };
+        let description = &facts.description;
+        let rank = description.ranks.get(worker.dp_rank as usize);
+        let pool_tokens = rank.map_or(0, |rank| rank.pool_tokens);
+        let instance = &description.engine.instance;
+        let mut given = self.given.lock();
+        let Given { learned, engines } = &mut *given;
+        if engines.get(&number) != Some(instance) {
+            learned.clear(number);
+            engines.insert(number, instance.clone());
+        }
+        learned.given(number, pool_tokens, &turn.blocks);
+    }
+}

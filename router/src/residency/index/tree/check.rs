@@ -1,0 +1,76 @@
+//! Checks the invariants of the tree.
+
+use std::collections::{HashMap, HashSet};
+
+use proto::{
+    block::Tier,
+    table::{Entry, RunId},
+};
+
+use super::{super::worker_set::Holders, Children, ROOT, RUN_BLOCKS_MAX, Tree};
+
+impl Tree {
+    /// Checks all runs, the table and the counts.
+    ///
+    /// # Panics
+    /// If an invariant is broken, with its description.
+    pub(in super::super) fn check_invariants(&self) {
+        let free: HashSet<RunId> = self.free.iter().copied().collect();
+        assert_eq!(free.len(), self.free.len(), "a run is in the free list only once");
+        let ids = (1..self.runs.len()).map(|at| RunId::try_from(at).expect("ids are u32"));
+        let used: Vec<RunId> = ids.filter(|run| !free.contains(run)).collect();
+        let mut children: HashMap<RunId, Children> = HashMap::new();
+        let (mut blocks, mut heap_bytes, mut host) = (0, 0, 0);
+        let mut held = vec![0; self.held.len()];
+        for &run in &used {
+            self.check_run(run);
+            let of = &self[run];
+            children.entry(of.parent).or_default().add(run);
+            blocks += of.blocks.len();
+            heap_bytes += of.heap_bytes();
+            for tier in [Tier::Device, Tier::Host] {
+                for hold in of.holders(tier).into_iter().flat_map(Holders::iter) {
+                    held[usize::from(hold.slot)] += u64::from(hold.cut);
+                    host += if tier == Tier::Host { u64::from(hold.cut) } else { 0 };
+                }
+            }
+        }
+        for run in used.iter().copied().chain([ROOT]) {
+            let (own, found) = (self.children[run as usize], children.remove(&run));
+            let found = found.unwrap_or_default();
+            assert_eq!((own.count, own.xor), (found.count, found.xor), "children of run {run}");
+        }
+        let leaves: HashSet<RunId> =
+            used.iter().copied().filter(|&run| self.children[run as usize].count == 0).collect();
+        assert_eq!(self.ages.iter().collect::<HashSet<_>>(), leaves, "the list has all leaves");
+        assert_eq!(self.ages.iter().count(), leaves.len(), "the list has each leaf once");
+        let entries =
+            used.iter().map(|&run| self[run].entries(run, 0..self[run].blocks.len()).count());
+        assert_eq!(self.table.entries(), entries.sum::<usize>(), "number of table entries");
+        assert_eq!(self.blocks, blocks, "distinct blocks");
+        assert_eq!(self.heap_bytes, heap_bytes, "memory of runs");
+        assert_eq!((&self.held, self.host_blocks), (&held, host), "resident blocks");
+    }
+
+    fn check_run(&self, run: RunId) {
+        let of = &self[run];
+        let len = of.blocks.len();
+        assert!((1..=RUN_BLOCKS_MAX).contains(&len), "run {run} has {len} blocks");
+        assert!(of.covered() <= len, "no holder has more of run {run} than its blocks");
+        let parent = &self[of.parent];
+        let start = parent.start as usize + parent.blocks.len();
+        assert_eq!(of.start as usize, start, "run {run} begins where its parent ends");
+        if self.children[run as usize].count == 0 {
+            assert_eq!(of.covered(), len, "a holder has the last block of leaf run {run}");
+        }
+        assert!(of.host.as_ref().is_none_or(|host| !host.is_empty()), "run {run}: empty host");
+        for (at, key, entry) in of.entries(run, 0..len) {
+            let own = |found: Entry| (found == entry).then_some(());
+            assert!(self.table.find(key, own).is_some(), "block {at} of run {run} is in the table");
+        }
+        for (at, &block) in of.blocks.iter().enumerate() {
+            let (found, place) = self.find(block).expect("every block is found");
+            assert_eq!(self[found].blocks[place], block, "block {at} of run {run}");
+        }
+    }
+}

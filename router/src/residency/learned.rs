@@ -1,0 +1,306 @@
+//! Remembers which prompts each worker was given, for agents that don't report resident blocks.
+//!
+//! Pure. The result is a guess, because the engine evicts on its own. For each worker, this module
+//! forgets as an engine would: when the prompts exceed the pool's tokens, the end of the one unused
+//! for longest goes first.
+//!
+//! A worker's prompts are kept as stretches: consecutive blocks without a branch. A new prompt adds
+//! one stretch with the blocks that weren't known before. So a conversation has one stretch per
+//! turn, and its next turn takes one step per stretch. An [`Index`] of this module's own finds
+//! which worker has how much of a prompt.
+
+use std::collections::{BTreeSet, HashMap};
+
+use proto::block::{BlockHash, Tier};
+
+use super::index::{Index, Overlap};
+use crate::prompt::Blocks;
+
+/// The prompts that all workers were given.
+#[derive(Debug)]
+pub struct Learned {
+    index: Index,
+    workers: Vec<Worker>,
+    /// Number of prompts given so far; serves as the time of use.
+    now: u64,
+}
+
+/// The prompts that one worker was given: a tree whose edges are stretches.
+#[derive(Debug, Default)]
+struct Worker {
+    stretches: HashMap<Id, Stretch>,
+    by_first: HashMap<BlockHash, Id>,
+    /// The stretches that no other follows, longest unused first.
+    ends: BTreeSet<(u64, Id)>,
+    tokens: u64,
+    next: Id,
+}
+
+/// The id of a stretch, never reused for the same worker.
+type Id = u64;
+
+#[derive(Debug)]
+struct Stretch {
+    blocks: Box<[BlockHash]>,
+    block_tokens: u64,
+    before: Option<Id>,
+    /// Number of stretches that follow this one.
+    after: u32,
+    used: u64,
+}
+
+impl Learned {
+    /// Creates an empty memory whose index holds about `bytes_max` bytes at most.
+    #[must_use]
+    pub fn new(bytes_max: usize) -> Self {
+        Self { index: Index::new(bytes_max), workers: vec![], now: 0 }
+    }
+
+    /// Counts the leading blocks of a prompt that each worker was given.
+    pub fn look_up(&self, chain: &[BlockHash], overlap: &mut Overlap) {
+        self.index.look_up(chain, overlap);
+    }
+
+    /// Records that a worker with a pool of `pool_tokens` tokens was given a prompt.
+    ///
+    /// # Panics
+    /// If `worker` is not below [`super::index::WORKERS_MAX`].
+    pub fn given(&mut self, worker: usize, pool_tokens: u64, prompt: &Blocks) {
+        if self.workers.len() <= worker {
+            self.workers.resize_with(worker + 1, Worker::default);
+        }
+        self.now += 1;
+        let block_tokens = u64::from(prompt.block_tokens.get());
+        let fitting = usize::try_from(pool_tokens / block_tokens).unwrap_or(usize::MAX);
+        let chain = &prompt.hashes[..prompt.hashes.len().min(fitting)];
+        let of = &mut self.workers[worker];
+        let (known, before) = of.walk(chain, self.now);
+        if !chain.is_empty() {
+            // Stores the whole chain, as the index may have dropped known blocks when memory was
+            // short.
+            self.index.store(worker, Tier::Device, None, chain);
+        }
+        if known < chain.len() {
+            of.insert(&chain[known..], block_tokens, before, self.now);
+        }
+        while of.tokens > pool_tokens {
+            let Some(blocks) = of.remove_oldest() else { break };
+            self.index.remove(worker, Tier::Device, &blocks);
+        }
+        if cfg!(debug_assertions) {
+            self.workers[worker].check_invariants();
+        }
+    }
+
+    /// Forgets all prompts of a worker that was lost or whose engine restarted.
+    pub fn clear(&mut self, worker: usize) {
+        if let Some(of) = self.workers.get_mut(worker) {
+            *of = Worker::default();
+            self.index.clear(worker);
+        }
+    }
+
+    /// Returns the number of tokens that a worker was given and that are not forgotten.
+    #[must_use]
+    pub fn tokens(&self, worker: usize) -> u64 {
+        self.workers.get(worker).map_or(0, |of| of.tokens)
+    }
+
+    /// Checks all workers and the index, for tests.
+    ///
+    /// # Panics
+    /// If an invariant is broken, with its description.
+    pub fn check_invariants(&self) {
+        self.index.check_invariants();
+        self.workers.iter().for_each(Worker::check_invariants);
+    }
+}
+
+impl Worker {
+    /// Marks the known part of a chain as used now. Returns its number of blocks and its last
+    /// stretch.
+    fn walk(&mut self, chain: &[BlockHash], now: u64) -> (usize, Option<Id>) {
+        let (mut known, mut last) = (0, None);
+        while let Some(&id) = chain.get(known).and_then(|first| self.by_first.get(first)) {
+            let stretch = self.stretches.get_mut(&id).expect("by_first names stretches");
+            if stretch.after == 0 {
+                self.ends.remove(&(stretch.used, id));
+                self.ends.insert((now, id));
+            }
+            let used = std::mem::replace(&mut stretch.used, now);
+            let pairs = stretch.blocks.iter().zip(&chain[known..]);
+            let equal = pairs.take_while(|(one, two)| one == two).count();
+            known += equal;
+            if equal < stretch.blocks.len() {
+                return (known, Some(self.split(id, equal, used)));
+            }
+            last = Some(id);
+        }
+        (known, last)
+    }
+
+    /// Splits a stretch after its first `blocks` blocks. Returns the first part's id. The second
+    /// part keeps `used` as its time of use.
+    fn split(&mut self, id: Id, blocks: usize, used: u64) -> Id {
+        let first_id = self.new_id();
+        let second = self.stretches.get_mut(&id).expect("the stretch was just found");
+        if second.after == 0 {
+            self.ends.remove(&(second.used, id));
+            self.ends.insert((used, id));
+        }
+        let first = Stretch {
+            blocks: second.blocks[..blocks].into(),
+            block_tokens: second.block_tokens,
+            before: second.before.replace(first_id),
+            after: 1,
+            used: std::mem::replace(&mut second.used, used),
+        };
+        second.blocks = second.blocks[blocks..].into();
+        self.by_first.insert(first.blocks[0], first_id);
+        self.by_first.insert(second.blocks[0], id);
+        self.stretches.insert(first_id, first);
+        first_id
+    }
+
+    fn insert(&mut self, blocks: &[BlockHash], block_tokens: u64, before: Option<Id>, now: u64) {
+        let id = self.new_id();
+        if let Some(before) = before {
+            let stretch = self.stretches.get_mut(&before).expect("the walk has just found it");
+            if stretch.after == 0 {
+                self.ends.remove(&(stretch.used, before));
+            }
+            stretch.after += 1;
+        }
+        self.tokens += blocks.len() as u64 * block_tokens;
+        self.ends.insert((now, id));
+        self.by_first.insert(blocks[0], id);
+        let stretch = Stretch { blocks: blocks.into(), block_tokens, before, after: 0, used: now };
+        self.stretches.insert(id, stretch);
+    }
+
+    /// Removes the end that was unused for longest. Returns its blocks.
+    fn remove_oldest(&mut self) -> Option<Box<[BlockHash]>> {
+        let (_, id) = self.ends.pop_first()?;
+        let gone = self.stretches.remove(&id).expect("an end is a stretch");
+        self.by_first.remove(&gone.blocks[0]);
+        self.tokens -= gone.blocks.len() as u64 * gone.block_tokens;
+        if let Some(before) = gone.before {
+            let stretch = self.stretches.get_mut(&before).expect("followers are removed first");
+            stretch.after -= 1;
+            if stretch.after == 0 {
+                self.ends.insert((stretch.used, before));
+            }
+        }
+        Some(gone.blocks)
+    }
+
+    fn new_id(&mut self) -> Id {
+        self.next += 1;
+        self.next
+    }
+
+    fn check_invariants(&self) {
+        let tokens = |stretch: &Stretch| stretch.blocks.len() as u64 * stretch.block_tokens;
+        assert_eq!(self.tokens, self.stretches.values().map(tokens).sum::<u64>());
+        let mut after: HashMap<Id, u32> = HashMap::new();
+        for (id, stretch) in &self.stretches {
+            assert_eq!(self.by_first[&stretch.blocks[0]], *id);
+            let is_end = self.ends.contains(&(stretch.used, *id));
+            assert_eq!(is_end, stretch.after == 0, "ends are the stretches that none follows");
+            if let Some(before) = stretch.before {
+                assert!(self.stretches[&before].used >= stretch.used, "used before a follower");
+                *after.entry(before).or_default() += 1;
+            }
+        }
+        for (id, stretch) in &self.stretches {
+            assert_eq!(stretch.after, after.get(id).copied().unwrap_or(0));
+        }
+        let ends = self.stretches.values().filter(|stretch| stretch.after == 0).count();
+        assert_eq!((self.ends.len(), self.by_first.len()), (ends, self.stretches.len()));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use proto::block::{BlockTokens, Chain, Scheme};
+
+    use super::*;
+
+    const BLOCK: u64 = 64;
+
+    fn prompt(tokens: &[u32]) -> Blocks {
+        let scheme = Scheme::plain(BlockTokens::for_page(1).unwrap());
+        let (mut chain, mut hashes) = (Chain::new(&scheme), vec![]);
+        for token in tokens {
+            chain.push(&[*token; 64], &mut hashes);
+        }
+        let block_tokens = scheme.block_tokens;
+        Blocks { tokens: chain.tokens(), block_tokens, hashes, exact: false }
+    }
+
+    fn found(learned: &Learned, worker: usize, tokens: &[u32]) -> u32 {
+        let mut overlap = Overlap::default();
+        learned.look_up(&prompt(tokens).hashes, &mut overlap);
+        overlap.device(worker)
+    }
+
+    #[test]
+    fn a_worker_is_known_by_what_it_was_given_until_it_restarts() {
+        let mut learned = Learned::new(1 << 20);
+        learned.given(3, 1000 * BLOCK, &prompt(&[1, 2, 3]));
+        learned.given(0, 1000 * BLOCK, &prompt(&[1, 9]));
+        assert_eq!([0, 1, 3].map(|worker| found(&learned, worker, &[1, 2, 3, 4])), [1, 0, 3]);
+        learned.clear(3);
+        assert_eq!([0, 3].map(|worker| found(&learned, worker, &[1, 2])), [1, 0]);
+        learned.given(3, 1000 * BLOCK, &prompt(&[1]));
+        assert_eq!(found(&learned, 3, &[1, 2]), 1);
+    }
+
+    #[test]
+    fn what_was_unused_longest_goes_when_the_pool_would_be_full() {
+        let mut learned = Learned::new(1 << 20);
+        for tokens in [&[1, 2][..], &[1, 3, 4], &[5], &[1, 2]] {
+            learned.given(0, 5 * BLOCK, &prompt(tokens));
+        }
+        learned.given(0, 5 * BLOCK, &prompt(&[6]));
+        let left = [&[1, 2][..], &[1, 3, 4], &[5], &[6]].map(|tokens| found(&learned, 0, tokens));
+        assert_eq!(left, [2, 1, 1, 1], "the end of the second prompt was forgotten");
+        learned.given(0, 5 * BLOCK, &prompt(&[7, 8, 9, 10, 11, 12, 13]));
+        assert_eq!(found(&learned, 0, &[7, 8, 9, 10, 11, 12, 13]), 5, "what the pool holds");
+        assert_eq!(learned.tokens(0), 5 * BLOCK);
+    }
+
+    proptest! {
+        /// A worker's known prompts are prefixes of given ones and fit into its pool, and the
+        /// prompt given last is known as far as it fits.
+        #[test]
+        fn no_worker_has_more_than_its_pool_or_what_it_was_not_given(
+            prompts in prop::collection::vec(
+                (0..3_usize, prop::collection::vec(0..3_u32, 0..8), any::<bool>()), 1..60),
+            pool in 1..20_u64,
+        ) {
+            let mut learned = Learned::new(1 << 20);
+            let mut given: Vec<Vec<Vec<u32>>> = vec![vec![]; 3];
+            for (worker, tokens, restarts) in prompts {
+                if restarts && tokens.len() < 2 {
+                    learned.clear(worker);
+                    given[worker].clear();
+                }
+                learned.given(worker, pool * BLOCK, &prompt(&tokens));
+                given[worker].push(tokens.clone());
+                learned.check_invariants();
+                prop_assert!(learned.tokens(worker) <= pool * BLOCK);
+                let fits = u64::from(found(&learned, worker, &tokens));
+                prop_assert_eq!(fits, pool.min(tokens.len() as u64));
+                for tokens in &given[worker] {
+                    let alike = |other: &Vec<u32>| {
+                        other.iter().zip(tokens).take_while(|(one, two)| one == two).count()
+                    };
+                    let most = given[worker].iter().map(alike).max().unwrap_or(0);
+                    prop_assert!(found(&learned, worker, tokens) as usize <= most);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,503 @@
+//! Decides where a turn goes, and sends nothing.
+//!
+//! Status, placement, binding and lease are one step under the affinity lock, so that concurrent
+//! first turns of a session get one worker.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use http::StatusCode;
+use parking_lot::MutexGuard;
+use proto::{
+    claim::Claim,
+    id::{Digest, SessionKey},
+    load::Retention,
+};
+use service::refusal::Refusal;
+use tracing::debug;
+
+use super::{
+    request::{Ask, Turn},
+    shared::{Shared, now},
+};
+use crate::{
+    fleet::{
+        lease::Lease,
+        snapshot::{ClusterView, WorkerRef},
+    },
+    http::errors,
+    placement::{
+        self, Figures, Placement, Question, Reason, Sticky,
+        affinity::{Affinity, Closing},
+        recent::Record,
+        session_status::{self, Standing},
+    },
+    residency::block_locator::TurnBlocks,
+};
+
+/// A placed turn and everything it holds.
+#[derive(Debug)]
+pub(crate) struct Decided {
+    pub(crate) worker: WorkerRef,
+    pub(crate) name: String,
+    pub(crate) authority: Arc<str>,
+    pub(crate) reason: Reason,
+    /// The claim that is sent to the agent as a header.
+    pub(crate) claim: Option<Claim>,
+    /// Whether the turn may go to another worker if this one refuses it.
+    pub(crate) movable: bool,
+    pub(crate) lease: Lease,
+    pub(crate) hold: Option<Hold>,
+    /// The blocks of the turn's prompt, which the worker has once it has taken the turn.
+    pub(crate) blocks: Option<TurnBlocks>,
+    /// Leading prompt tokens resident on the worker, if known.
+    pub(crate) resident_tokens: Option<u64>,
+}
+
+/// Holds a session's binding while a turn runs.
+#[derive(Debug)]
+pub(crate) struct Hold {
+    shared: Arc<Shared>,
+    key: SessionKey,
+    /// Whether the agent closes the session when this turn ends.
+    closes: bool,
+    /// Whether the affinity table was told that the answer began.
+    answered: bool,
+    /// The worker that the session left for a better one.
+    left: Option<WorkerRef>,
+    /// Size of the turn's body, in bytes.
+    body_bytes: u64,
+}
+
+impl Hold {
+    /// Marks the turn as its session's last. From its end on, the session counts as unknown until
+    /// the agent's table shows the close.
+    pub(crate) fn close_at_end(&mut self) {
+        self.closes = true;
+    }
+
+    /// Whether the session was closed after its turn was placed, when the worker didn't know of the
+    /// turn yet.
+    pub(crate) fn is_closing(&self) -> bool {
+        let affinity = self.shared.affinity.lock();
+        affinity.get(&self.key, now()).is_some_and(|binding| binding.closing != Closing::No)
+    }
+
+    /// Handles the head of the answer. `taken` is false if the agent refused the turn.
+    pub(crate) fn answered(&mut self, taken: bool) {
+        self.count_answer();
+        if taken {
+            self.shared.affinity.lock().note_body(&self.key, self.body_bytes);
+        }
+        let Some(left) = self.left.take().filter(|_| taken) else { return };
+        // Another turn of the session may still run on the old worker, or have moved back to it.
+        let is_away = self
+            .shared
+            .affinity
+            .lock()
+            .get(&self.key, now())
+            .is_some_and(|binding| binding.turns == 1 && binding.worker.agent != left.agent);
+        if is_away {
+            // The session's KV on the old worker has no use; once closed, it is evicted first.
+            self.shared.close_detached(self.key.clone(), left);
+        }
+    }
+
+    fn count_answer(&mut self) {
+        if !std::mem::replace(&mut self.answered, true) {
+            self.shared.affinity.lock().answered(&self.key);
+        }
+    }
+}
+
+impl Drop for Hold {
+    fn drop(&mut self) {
+        self.count_answer();
+        let mut affinity = self.shared.affinity.lock();
+        affinity.end(&self.key, now());
+        if self.closes {
+            affinity.closed(&self.key, false, now());
+        }
+    }
+}
+
+/// What the session's status means for placing its turn.
+struct Place {
+    sticky: Option<Sticky>,
+    /// Whether no other worker can take it: the session is pinned or takes one turn at a time.
+    fixed: bool,
+    /// The retention with which another worker must open the session, if the client opened it.
+    open_as: Option<Retention>,
+}
+
+/// What is known of a turn's prompt when it is placed.
+#[derive(Debug, Clone, Copy)]
+enum Prompt<'a> {
+    /// The prompt wasn't read. That takes time and may be unnecessary.
+    NotAsked,
+    /// The prompt's blocks. `None` if no blocks can be made of it.
+    Asked(Option<&'a TurnBlocks>),
+}
+
+/// Rough number of bytes per token in a body: JSON with prose and code.
+const TOKEN_BYTES: u64 = 4;
+
+/// The result of one attempt to decide.
+enum Step {
+    Decided(Box<Decided>),
+    /// The decision depends on what the prompt costs on each worker.
+    WantsPrompt,
+}
+
+impl Shared {
+    /// Places a turn. Reads its prompt only if the session's worker can't be settled without it.
+    pub(crate) async fn decide(
+        self: &Arc<Self>,
+        turn: &Turn,
+        turn_id: u64,
+        path: &str,
+        body: &Bytes,
+    ) -> Result<Decided, Refusal> {
+        if let Step::Decided(decided) = self.try_decide(turn, turn_id, Prompt::NotAsked)? {
+            return Ok(*decided);
+        }
+        // Runs without the lock: a long prompt takes milliseconds, and other sessions must go on.
+        let blocks = self.whereabouts.of(turn, path, body, &self.view.load()).await;
+        match self.try_decide(turn, turn_id, Prompt::Asked(blocks.as_ref()))? {
+            Step::Decided(decided) => {
+                let told = |blocks| self.whereabouts.told_tokens(blocks, decided.worker);
+                let resident_tokens = blocks.as_ref().and_then(told);
+                Ok(Decided { blocks, resident_tokens, ..*decided })
+            }
+            Step::WantsPrompt => unreachable!("the prompt was given"),
+        }
+    }
+
+    fn try_decide(
+        self: &Arc<Self>,
+        turn: &Turn,
+        turn_id: u64,
+        prompt: Prompt<'_>,
+    ) -> Result<Step, Refusal> {
+        let view = self.view.load();
+        let prefer = self.preferred(turn, &view);
+        let blocks = match prompt {
+            Prompt::NotAsked => None,
+            Prompt::Asked(blocks) => blocks,
+        };
+        let base = Question {
+            digest: Digest(turn_id),
+            returns: turn.session.as_ref().is_some_and(|ask| !ask.close),
+            sticky: None,
+            prefer,
+            prompt: blocks.map(TurnBlocks::prompt),
+            retention: None,
+            model: turn.model.as_deref(),
+            exclude: None,
+        };
+        let step = match &turn.session {
+            None => match prompt {
+                Prompt::NotAsked => Step::WantsPrompt,
+                Prompt::Asked(_) => {
+                    let placement = self.place(&base, &view)?;
+                    let decided = self.decided(turn, turn_id, &view, placement, None, true);
+                    Step::Decided(Box::new(decided))
+                }
+            },
+            Some(ask) => self.decide_session(turn, turn_id, ask, base, prompt, &view)?,
+        };
+        if let Step::Decided(decided) = &step {
+            self.remember_cache_key(turn, decided.worker);
+        }
+        Ok(step)
+    }
+
+    /// Places a turn on another worker after the first could not take it. `None` if there is no
+    /// other worker or the session can't move.
+    pub(crate) fn decide_again(
+        self: &Arc<Self>,
+        turn: &Turn,
+        turn_id: u64,
+        first: &mut Decided,
+    ) -> Option<Decided> {
+        if !first.movable {
+            return None;
+        }
+        let view = self.view.load();
+        let ask = turn.session.as_ref();
+        let mut affinity = self.affinity.lock();
+        // Another turn may have moved the session in the meantime. Then this turn follows it.
+        let bound = ask
+            .and_then(|ask| affinity.get(&ask.key, now()))
+            .map(|binding| binding.worker)
+            .filter(|worker| *worker != first.worker);
+        let question = Question {
+            digest: ask.map_or(Digest(turn_id), |ask| ask.key.digest()),
+            returns: ask.is_some_and(|ask| !ask.close),
+            sticky: Some(bound.unwrap_or(first.worker)).filter(|_| ask.is_some()).map(Sticky::at),
+            prefer: None,
+            prompt: None,
+            retention: ask.and_then(|ask| ask.retention),
+            model: turn.model.as_deref(),
+            exclude: Some(first.worker),
+        };
+        let placement = placement::place(&question, &view, now()).ok()?;
+        if placement.worker == first.worker {
+            return None;
+        }
+        if let Some(ask) = ask {
+            affinity.rebind(&ask.key, placement.worker);
+        }
+        if let Some(hold) = &mut first.hold {
+            // The move failed, so the session may still need its KV on the worker it left.
+            hold.left = None;
+        }
+        drop(affinity);
+        // The hold goes with the turn. The lease doesn't, as it counts on one worker.
+        let second = self.decided(turn, turn_id, &view, placement, first.hold.take(), true);
+        Some(Decided { blocks: first.blocks.take(), ..second })
+    }
+
+    fn decide_session(
+        self: &Arc<Self>,
+        turn: &Turn,
+        turn_id: u64,
+        ask: &Ask,
+        base: Question<'_>,
+        prompt: Prompt<'_>,
+        view: &ClusterView,
+    ) -> Result<Step, Refusal> {
+        let mut affinity = self.affinity.lock();
+        let standing =
+            session_status::standing(&ask.key, view, affinity.get(&ask.key, now()), now());
+        let Place { mut sticky, fixed, open_as } = admit(ask, &standing, view)?;
+        if let (Some(sticky), Some(binding)) = (&mut sticky, affinity.get(&ask.key, now())) {
+            sticky.moved = binding.moved;
+            let ended = if binding.turns > 0 { Some(now()) } else { binding.ended };
+            sticky.ended = ended.filter(|_| self.whereabouts.is_told(sticky.worker));
+            // A binding without a turn has no body size to compare with.
+            let before = Some(binding.body_bytes).filter(|&bytes| bytes > 0);
+            let new_bytes = before.and_then(|before| turn.body_bytes.checked_sub(before));
+            sticky.new_tokens = new_bytes.map(|bytes| bytes / TOKEN_BYTES);
+            // The KV of a running turn isn't resident yet, and the load there is the turn itself.
+            sticky.fixed |= binding.turns > 0 || binding.exclusive || ask.delta;
+        }
+        // A worker whose blocks are unknown would seem to have none: place without the prompt.
+        let is_counted = |blocks: &TurnBlocks| {
+            sticky.is_none_or(|sticky| self.whereabouts.counts(blocks, sticky.worker))
+        };
+        let base = match prompt {
+            Prompt::Asked(Some(blocks)) if !is_counted(blocks) => Question { prompt: None, ..base },
+            _ => base,
+        };
+        let question = Question {
+            digest: ask.key.digest(),
+            sticky,
+            retention: if sticky.is_none() { ask.retention } else { None },
+            ..base
+        };
+        let placement = match prompt {
+            Prompt::NotAsked => match placement::settled(&question, view, now()) {
+                Some(settled) => settled,
+                None => return Ok(Step::WantsPrompt),
+            },
+            Prompt::Asked(_) => self.place(&question, view)?,
+        };
+        if let Some(Sticky { worker, fixed: true, .. }) = sticky
+            && worker != placement.worker
+            && ask.delta
+        {
+            // On another worker there is no history that a delta could be appended to.
+            return Err(lost(&view.name(worker), false));
+        }
+        let exclusive = ask.open || ask.retention == Some(Retention::Pinned);
+        let mut hold = self.hold(&mut affinity, ask, placement.worker, exclusive)?;
+        hold.body_bytes = turn.body_bytes;
+        if placement.reason == Reason::Moved {
+            hold.left = sticky.map(|sticky| sticky.worker);
+        }
+        drop(affinity);
+        let moved = sticky.is_some_and(|sticky| sticky.worker != placement.worker);
+        let mut decided = self.decided(turn, turn_id, view, placement, Some(hold), !fixed);
+        if let (true, Some(retention), Some(claim)) = (moved, open_as, &mut decided.claim) {
+            claim.open = true;
+            claim.retention = claim.retention.or(Some(retention));
+        }
+        Ok(Step::Decided(Box::new(decided)))
+    }
+
+    fn hold(
+        self: &Arc<Self>,
+        affinity: &mut MutexGuard<'_, Affinity>,
+        ask: &Ask,
+        worker: WorkerRef,
+        exclusive: bool,
+    ) -> Result<Hold, Refusal> {
+        affinity.begin(&ask.key, worker, exclusive, now()).map_err(errors::full)?;
+        affinity.set_placement_only(&ask.key, ask.bind);
+        Ok(Hold {
+            shared: Arc::clone(self),
+            key: ask.key.clone(),
+            closes: false,
+            answered: false,
+            left: None,
+            body_bytes: 0,
+        })
+    }
+
+    fn place(&self, question: &Question<'_>, view: &ClusterView) -> Result<Placement, Refusal> {
+        placement::place(question, view, now()).map_err(|none| errors::no_worker(&none))
+    }
+
+    fn decided(
+        &self,
+        turn: &Turn,
+        turn_id: u64,
+        view: &ClusterView,
+        placement: Placement,
+        hold: Option<Hold>,
+        movable: bool,
+    ) -> Decided {
+        let tokens = placement.tokens_expected();
+        let Placement { worker, reason, ref figures, .. } = placement;
+        let agent = view.agent(worker);
+        let facts = agent.facts.as_ref().expect("a placed worker was described");
+        let ask = turn.session.as_ref();
+        let claim = ask.filter(|ask| !ask.bind).map(|ask| Claim {
+            retention: ask.retention,
+            delta: ask.delta,
+            open: ask.open,
+            close: ask.close,
+            idle_ms_max: ask.idle_ms_max,
+            ..Claim::for_session(&ask.key)
+        });
+        self.metrics.placed(reason);
+        let name = view.name(worker);
+        debug!(
+            worker = name,
+            reason = reason.as_str(),
+            session = ask.map(|ask| tracing::field::display(ask.key.digest())),
+            figures = ?named(figures, view),
+            "turn placed"
+        );
+        let session = ask.map(|ask| ask.key.digest());
+        self.recent.lock().note(turn_id, Record { at: now(), session, placement });
+        Decided {
+            worker,
+            name,
+            authority: Arc::clone(&facts.data_authority),
+            reason,
+            claim,
+            movable: movable && !ask.is_some_and(|ask| ask.delta),
+            lease: Lease::acquire(&agent.in_flight[worker.dp_rank as usize], tokens),
+            hold,
+            blocks: None,
+            resident_tokens: None,
+        }
+    }
+
+    /// Returns the worker of the parent session, or else the worker of the turn's cache key.
+    fn preferred(&self, turn: &Turn, view: &ClusterView) -> Option<(WorkerRef, Reason)> {
+        if let Some(parent) = &turn.parent
+            && let Standing::Open { worker, .. } | Standing::Bound { worker, .. } =
+                self.standing(parent, view)
+        {
+            return Some((worker, Reason::Parent));
+        }
+        let cache_key = turn.cache_key.as_ref()?;
+        let cache_keys = self.cache_keys.lock();
+        Some((cache_keys.get(cache_key, now())?.worker, Reason::CacheKey))
+    }
+
+    fn remember_cache_key(&self, turn: &Turn, worker: WorkerRef) {
+        let Some(key) = &turn.cache_key else { return };
+        let mut cache_keys = self.cache_keys.lock();
+        // Renews the binding by a turn that ends at once. A full table doesn't store the key.
+        if cache_keys.begin(key, worker, false, now()).is_ok() {
+            cache_keys.end(key, now());
+        }
+    }
+}
+
+/// Returns the compared figures with their workers' names, for the log.
+fn named(figures: &[Figures], view: &ClusterView) -> Vec<(String, Figures)> {
+    figures.iter().map(|one| (view.name(one.worker), *one)).collect()
+}
+
+/// Checks whether the session's status allows the turn, and returns what it means for placement.
+fn admit(ask: &Ask, standing: &Standing, view: &ClusterView) -> Result<Place, Refusal> {
+    let delta_on_nothing = ask.delta && !ask.open;
+    match standing {
+        Standing::Closing => Err(closing()),
+        Standing::Lost { worker, agent_up } => Err(lost(&view.name(*worker), *agent_up)),
+        busy if is_busy(busy, view) => Err(self::busy()),
+        Standing::Unknown | Standing::Bound { recent: false, .. } if delta_on_nothing => {
+            Err(Refusal::new(
+                StatusCode::NOT_FOUND,
+                "session_unknown",
+                "this turn is a delta, but no session is open under its id; open the session first \
+                 with POST /v1/sessions, or send the full history without delta meaning",
+            ))
+        }
+        Standing::Unknown => Ok(Place {
+            sticky: None,
+            // No worker has any state of the session yet.
+            fixed: false,
+            open_as: None,
+        }),
+        Standing::Bound { worker, busy, .. } => {
+            // A turn of the session runs on the worker, so this turn must follow it there.
+            let sticky = Some(Sticky { fixed: *busy, ..Sticky::at(*worker) });
+            Ok(Place { sticky, fixed: *busy, open_as: None })
+        }
+        Standing::Open { worker, session, .. } => {
+            let pinned = session.retention == Retention::Pinned;
+            let fixed = session.exclusive || (pinned && !session.full_history);
+            let told_tokens = session.resident_tokens.map_or(0, |figure| figure.value);
+            let held_tokens = if pinned { told_tokens } else { 0 };
+            let sticky = Sticky { fixed, told_tokens, held_tokens, ..Sticky::at(*worker) };
+            let sticky = Some(sticky);
+            Ok(Place { sticky, fixed, open_as: session.exclusive.then_some(session.retention) })
+        }
+    }
+}
+
+/// Whether a turn runs that this one can't wait for. If turns may queue, the agent decides instead.
+pub(crate) fn is_busy(standing: &Standing, view: &ClusterView) -> bool {
+    let (Standing::Open { busy: true, worker, .. } | Standing::Bound { busy: true, worker, .. }) =
+        standing
+    else {
+        return false;
+    };
+    let facts = view.agent(*worker).facts.as_ref();
+    facts.is_none_or(|facts| facts.description.turns_queued_per_session_max == 0)
+}
+
+pub(crate) fn busy() -> Refusal {
+    Refusal::new(
+        StatusCode::CONFLICT,
+        "session_busy",
+        "this session takes one turn at a time and a turn is running; send this turn when that one \
+         has ended",
+    )
+}
+
+pub(crate) fn closing() -> Refusal {
+    Refusal::new(
+        StatusCode::NOT_FOUND,
+        "session_closing",
+        "this session is closing; wait until its last turn has ended, then open it again",
+    )
+}
+
+fn lost(worker: &str, agent_up: bool) -> Refusal {
+    let whats_gone = if agent_up { "whose engine restarted" } else { "which can't be reached" };
+    Refusal::new(
+        StatusCode::CONFLICT,
+        "session_lost",
+        format!(
+            "the session's KV and history were on worker {worker}, {whats_gone}; open the session \
+             again and send the full history"
+        ),
+    )
+}

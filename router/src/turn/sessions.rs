@@ -1,0 +1,301 @@
+//! Opens, closes and looks up sessions for clients.
+//!
+//! The agents hold the sessions. The router chooses the worker and remembers what the agents'
+//! tables can't show yet. Opens and closes run in tasks of their own: if a client leaves in the
+//! middle, no session may be left behind, and a close must still happen.
+
+use std::{collections::BTreeMap, sync::Arc};
+
+use http::StatusCode;
+use proto::{
+    id::SessionKey,
+    load::{Retention, Session},
+};
+use service::refusal::Refusal;
+use tokio::sync::oneshot;
+use tonic::Code;
+
+use super::{
+    decide,
+    shared::{Shared, now},
+};
+use crate::{
+    fleet::{control::Opening, snapshot::WorkerRef},
+    http::errors,
+    placement::{
+        self, Question, Sticky, affinity,
+        session_status::{self, Standing},
+    },
+};
+
+/// Maximum number of sessions in a list. A caller with more is told that the list is incomplete.
+pub(crate) const LIST_MAX: usize = 1000;
+
+/// A session as shown to its owner.
+#[derive(Debug, Clone)]
+pub(crate) struct Seen {
+    pub(crate) key: SessionKey,
+    pub(crate) worker: WorkerRef,
+    /// `None` if the session is placed but no agent has reported it.
+    pub(crate) session: Option<Arc<Session>>,
+    pub(crate) lost: bool,
+}
+
+/// The result of an open.
+#[derive(Debug)]
+pub(crate) struct Opened {
+    pub(crate) worker: WorkerRef,
+    pub(crate) session: Arc<Session>,
+    /// Whether the session was not open before.
+    pub(crate) new: bool,
+}
+
+impl Shared {
+    /// Opens a session, or returns the one that is already open.
+    pub(crate) async fn open(self: &Arc<Self>, opening: Opening) -> Result<Opened, Refusal> {
+        let shared = Arc::clone(self);
+        self.detached(async move { Box::pin(shared.open_now(opening)).await }).await
+    }
+
+    /// Closes a session. Returns once the agent has agreed; a turn may still be running then.
+    pub(crate) async fn close(self: &Arc<Self>, key: SessionKey) -> Result<(), Refusal> {
+        self.settled_view().await;
+        // Recorded before the first await, so that the second of two closes finds the session
+        // closing.
+        let (worker, bound_only) = {
+            let view = self.view.load();
+            let mut affinity = self.affinity.lock();
+            let at = now();
+            let standing = session_status::standing(&key, &view, affinity.get(&key, at), at);
+            let (worker, bound_only) = match standing {
+                // A binding to a worker whose agent has forgotten the session is not a session.
+                Standing::Unknown
+                | Standing::Closing
+                | Standing::Bound { recent: false, placement_only: false, .. } => {
+                    return Err(errors::session_unknown());
+                }
+                Standing::Bound { worker, placement_only, .. } => (worker, placement_only),
+                Standing::Open { worker, .. } | Standing::Lost { worker, .. } => (worker, false),
+            };
+            affinity.close_asked(&key, worker, at).map_err(errors::full)?;
+            (worker, bound_only)
+        };
+        let shared = Arc::clone(self);
+        self.detached(async move { shared.close_now(&key, worker, bound_only).await }).await
+    }
+
+    /// Returns one session of its owner.
+    pub(crate) async fn see(&self, key: &SessionKey) -> Option<Seen> {
+        let view = self.settled_view().await;
+        self.seen(key, self.standing(key, &view))
+    }
+
+    /// Returns the owner's sessions, ordered by id, and whether there are more than [`LIST_MAX`].
+    pub(crate) async fn list(&self, principal: &str) -> (Vec<Seen>, bool) {
+        let view = self.settled_view().await;
+        let mut keys: BTreeMap<String, SessionKey> = view
+            .sessions
+            .iter()
+            .map(|one| &one.session.key)
+            .filter(|key| key.principal() == principal)
+            .map(|key| (key.id().to_owned(), key.clone()))
+            .collect();
+        {
+            let affinity = self.affinity.lock();
+            let bound = affinity.of_principal(principal, now());
+            keys.extend(bound.map(|key| (key.id().to_owned(), key.clone())));
+        }
+        let mut seen = keys.into_values().filter_map(|key| {
+            let standing = self.standing(&key, &view);
+            self.seen(&key, standing)
+        });
+        let listed = seen.by_ref().take(LIST_MAX).collect();
+        (listed, seen.next().is_some())
+    }
+
+    /// Closes what is left of a lost session, so that it can be opened again.
+    pub(crate) async fn bury(&self, key: &SessionKey, worker: WorkerRef) -> Result<(), Refusal> {
+        let closed = self.controls[worker.agent].close(key).await;
+        match closed {
+            Err(status) if !matches!(status.code(), Code::NotFound | Code::Unavailable) => {
+                return Err(errors::status(&status));
+            }
+            Ok(_) | Err(_) => {}
+        }
+        let mut affinity = self.affinity.lock();
+        // Hides the session until the agent's table shows the close, or while the agent is gone.
+        if affinity.close_asked(key, worker, now()).is_ok() {
+            affinity.closed(key, false, now());
+        }
+        Ok(())
+    }
+
+    fn seen(&self, key: &SessionKey, standing: Standing) -> Option<Seen> {
+        let key = key.clone();
+        match standing {
+            Standing::Unknown
+            | Standing::Closing
+            | Standing::Bound { recent: false, placement_only: false, .. } => None,
+            Standing::Bound { worker, .. } => {
+                Some(Seen { key, worker, session: None, lost: false })
+            }
+            Standing::Open { worker, session, .. } => {
+                Some(Seen { key, worker, session: Some(session), lost: false })
+            }
+            Standing::Lost { worker, .. } => {
+                let view = self.view.load();
+                let located = view.sessions.locate(&key);
+                let session = located.iter().find(|one| one.worker == worker);
+                let session = session.map(|one| Arc::clone(&one.session));
+                Some(Seen { key, worker, session, lost: true })
+            }
+        }
+    }
+
+    async fn open_now(self: Arc<Self>, opening: Opening) -> Result<Opened, Refusal> {
+        let key = &opening.key;
+        if let Standing::Lost { worker, .. } = self.patient_standing(key).await {
+            self.bury(key, worker).await?;
+        }
+        let (first, was_open, moves) = self.place_open(&opening, None)?;
+        let answered = self.controls[first.agent].open(&opening, first.dp_rank).await;
+        let (worker, answered) = match answered {
+            // The agent is full or unreachable. Try one other worker, unless the session is tied to
+            // this one.
+            Err(status)
+                if moves
+                    && matches!(status.code(), Code::ResourceExhausted | Code::Unavailable) =>
+            {
+                match self.place_open(&opening, Some(first)) {
+                    Ok((second, ..)) => {
+                        self.metrics.retried("open");
+                        let control = &self.controls[second.agent];
+                        (second, control.open(&opening, second.dp_rank).await)
+                    }
+                    Err(_) => (first, Err(status)),
+                }
+            }
+            answered => (first, answered),
+        };
+        let epoch = self.view.load().agent(worker).epoch();
+        let mut affinity = self.affinity.lock();
+        affinity.end(key, now());
+        match answered {
+            Ok(session) => {
+                let worker = WorkerRef { dp_rank: session.dp_rank, ..worker };
+                let new = !was_open && session.turns == 0;
+                let session = Arc::new(session);
+                let opened = affinity::Opened { session: Arc::clone(&session), epoch, at: now() };
+                affinity.opened(worker, opened, now()).map_err(errors::full)?;
+                Ok(Opened { worker, session, new })
+            }
+            Err(status) => {
+                if !was_open {
+                    affinity.forget(key);
+                }
+                Err(errors::status(&status))
+            }
+        }
+    }
+
+    /// Chooses where to open a session and holds the binding, so that turns sent meanwhile go there
+    /// too. With `exclude`, moves a binding that is already held. Returns the worker, whether the
+    /// session was open, and whether it may go to another worker.
+    fn place_open(
+        &self,
+        opening: &Opening,
+        exclude: Option<WorkerRef>,
+    ) -> Result<(WorkerRef, bool, bool), Refusal> {
+        let key = &opening.key;
+        let view = self.view.load();
+        let at = now();
+        let mut affinity = self.affinity.lock();
+        let standing = session_status::standing(key, &view, affinity.get(key, at), at);
+        let (bound, was_open) = match standing {
+            Standing::Closing => {
+                let closing = decide::closing();
+                return Err(Refusal { status: StatusCode::CONFLICT, ..closing });
+            }
+            Standing::Unknown | Standing::Lost { .. } => (None, false),
+            Standing::Bound { worker, .. } => (Some(worker), false),
+            Standing::Open { worker, .. } => (Some(worker), true),
+        };
+        let pinned = opening.retention == Some(Retention::Pinned);
+        let sticky = bound
+            .filter(|_| exclude.is_none())
+            .map(|worker| Sticky { fixed: was_open && pinned, ..Sticky::at(worker) });
+        let question = Question {
+            digest: key.digest(),
+            returns: true,
+            sticky,
+            prefer: None,
+            // An open has no prompt.
+            prompt: None,
+            retention: if was_open { None } else { opening.retention },
+            model: None,
+            exclude,
+        };
+        let placement =
+            placement::place(&question, &view, at).map_err(|none| errors::no_worker(&none))?;
+        self.metrics.placed(placement.reason);
+        if bound.is_none() {
+            view.agent(placement.worker).in_flight[placement.worker.dp_rank as usize].note_open();
+        }
+        match exclude {
+            None => {
+                affinity.begin(key, placement.worker, false, at).map_err(errors::full)?;
+                // An open isn't a turn, so it doesn't make the session busy.
+                affinity.answered(key);
+            }
+            Some(_) => affinity.rebind(key, placement.worker),
+        }
+        Ok((placement.worker, was_open, bound.is_none()))
+    }
+
+    async fn close_now(
+        self: Arc<Self>,
+        key: &SessionKey,
+        worker: WorkerRef,
+        bound_only: bool,
+    ) -> Result<(), Refusal> {
+        // Closes copies that the session left on other workers, too. Otherwise one could reappear.
+        let view = self.view.load();
+        let others = view.sessions.locate(key).iter().map(|one| one.worker);
+        others
+            .filter(|other| other.agent != worker.agent && view.agent(*other).is_up())
+            .for_each(|other| self.close_detached(key.clone(), other));
+        let answered = self.controls[worker.agent].close(key).await;
+        let mut affinity = self.affinity.lock();
+        match answered {
+            Ok(deferred) => {
+                affinity.closed(key, deferred, now());
+                Ok(())
+            }
+            Err(status) if status.code() == Code::NotFound => {
+                affinity.closed(key, false, now());
+                // Only the router held the placement; the agent had nothing to close.
+                if bound_only { Ok(()) } else { Err(errors::session_unknown()) }
+            }
+            Err(status) => {
+                affinity.close_failed(key);
+                Err(errors::status(&status))
+            }
+        }
+    }
+
+    /// Runs `work` to its end in a task, even if the caller goes away.
+    async fn detached<T: Send + 'static>(
+        &self,
+        work: impl Future<Output = Result<T, Refusal>> + Send + 'static,
+    ) -> Result<T, Refusal> {
+        let (answer, answered) = oneshot::channel();
+        self.tasks.spawn(async move {
+            // Fails if the client is gone; then nobody waits for the answer.
+            drop(answer.send(work.await));
+        });
+        answered.await.unwrap_or_else(|_| {
+            let message = "the router failed; see its log";
+            Err(Refusal::new(StatusCode::INTERNAL_SERVER_ERROR, "internal", message))
+        })
+    }
+}
