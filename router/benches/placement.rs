@@ -21,8 +21,9 @@ use proto::{
 use router::{
     config::Config,
     fleet::{
-        snapshot::{ClusterView, WorkerRef},
+        snapshot::ClusterView,
         state::{State, Update},
+        worker::WorkerRef,
     },
     placement::{Prompt, Question, Sticky, place, settled},
     residency::index::{Index, Overlap},

@@ -1,5 +1,6 @@
 //! The fleet: the agents, their workers, and what they report.
 
+pub mod agent;
 pub(crate) mod connect;
 pub(crate) mod control;
 pub mod lease;
@@ -11,4 +12,5 @@ pub mod state;
 #[cfg(test)]
 pub(crate) mod testing;
 pub(crate) mod view;
+pub mod worker;
 pub mod worker_table;

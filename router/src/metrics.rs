@@ -19,7 +19,7 @@ use prometheus_client::{
 };
 
 use crate::{
-    fleet::{snapshot::WorkerState, view::View},
+    fleet::{view::View, worker::WorkerState},
     placement::Reason,
     residency::{kv_index::Residency, kv_stream::Phase},
 };

@@ -3,10 +3,10 @@
 //! A placement takes one snapshot of the fleet and returns a worker, the reason, and the figures
 //! that were compared. The same inputs give the same worker in every process.
 //!
-//! `candidates` finds the workers that can take the turn. `cost` computes what the turn costs on each of
-//! them, in milliseconds. This module chooses. A session stays on its worker unless another is
-//! better by a gain that pays for the move. Among workers of equal cost, a new session goes to the
-//! one with fewer sessions, then to the one that a hash of session and worker prefers.
+//! `candidates` finds the workers that can take the turn. `cost` computes what the turn costs on
+//! each of them, in milliseconds. This module chooses. A session stays on its worker unless another
+//! is better by a gain that pays for the move. Among workers of equal cost, a new session goes to
+//! the one with fewer sessions, then to the one that a hash of session and worker prefers.
 
 pub mod affinity;
 mod candidates;
@@ -28,7 +28,8 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 pub use self::{candidates::NoWorker, cost::Figures};
 use crate::{
     fleet::{
-        snapshot::{ClusterView, WorkerRef, WorkerState},
+        snapshot::ClusterView,
+        worker::{WorkerRef, WorkerState},
         worker_table::Seen,
     },
     residency::index::Overlap,

@@ -30,7 +30,7 @@ use self::{
 };
 use crate::{
     config::Preamble,
-    fleet::{connect, snapshot::WorkerRef},
+    fleet::{connect, worker::WorkerRef},
     http::errors,
     metrics::Outcome,
     placement::session_status::Standing,

@@ -13,7 +13,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::transport::Endpoint;
 use tracing::debug;
 
-use super::{load_stream::Follow, snapshot::Link, state::Update, view::View};
+use super::{agent::Link, load_stream::Follow, state::Update, view::View};
 use crate::backoff::Backoff;
 
 /// Number of load reports, about ten seconds of them, for which the stream of a duplicate agent id

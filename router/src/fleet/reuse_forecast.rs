@@ -19,7 +19,7 @@ use proto::{
 };
 
 use self::returns::Returns;
-use super::snapshot::WorkerRef;
+use super::worker::WorkerRef;
 
 /// Greatest age of the sums. Within it a decision shifts them by one session in a hundred. Summing
 /// 100,000 sessions takes a millisecond.

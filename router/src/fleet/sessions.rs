@@ -7,7 +7,7 @@ use std::{collections::HashMap, sync::Arc};
 
 use proto::{id::SessionKey, load::Session};
 
-use super::snapshot::WorkerRef;
+use super::worker::WorkerRef;
 
 /// With 100,000 sessions a shard holds 400 of them, so a change copies 400 small entries.
 const SHARDS: usize = 256;

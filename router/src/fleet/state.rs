@@ -13,9 +13,11 @@ use proto::{
 };
 
 use super::{
+    agent::{Agent, Facts, Link},
     reuse_forecast::Demand,
     sessions::Sessions,
-    snapshot::{Agent, ClusterView, Facts, Link, WorkerRef},
+    snapshot::ClusterView,
+    worker::WorkerRef,
     worker_table::Roster,
 };
 use crate::config::{Config, control_authority};
@@ -279,8 +281,8 @@ mod tests {
 
     use super::*;
     use crate::fleet::{
-        snapshot::{WorkerRef, WorkerState},
         testing::{description, fleet, report, start},
+        worker::{WorkerRef, WorkerState},
     };
 
     fn session(id: &str) -> Session {

@@ -8,8 +8,8 @@ use proto::{
 };
 
 use super::{
-    snapshot::WorkerRef,
     state::{State, Update},
+    worker::WorkerRef,
 };
 use crate::{
     config::Config,

@@ -12,7 +12,8 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use super::{
-    snapshot::{Agent, ClusterView, Link},
+    agent::{Agent, Link},
+    snapshot::ClusterView,
     state::{State, Update},
 };
 

@@ -15,9 +15,10 @@ use std::{
 use proto::load::{Figure, RankLoad, Retention, StagedPrefill};
 
 use super::{
+    agent::Agent,
     lease::{Counts, InFlight},
     reuse_forecast::Wanted,
-    snapshot::{Agent, WorkerRef, WorkerState},
+    worker::{WorkerRef, WorkerState},
 };
 
 /// A table with one row for each worker ever heard, ordered by agent, then by rank.

@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 
 use super::{Desk, conclude, errors, serve};
 use crate::{
-    fleet::snapshot::{ClusterView, WorkerState},
+    fleet::{snapshot::ClusterView, worker::WorkerState},
     placement::NoWorker,
     turn::shared::now,
 };

@@ -13,7 +13,9 @@ use serde_json::{Value, json};
 use super::Desk;
 use crate::{
     fleet::{
-        snapshot::{Agent, ClusterView, Facts, WorkerRef},
+        agent::{Agent, Facts},
+        snapshot::ClusterView,
+        worker::WorkerRef,
         worker_table::Seen,
     },
     residency::kv_index::Known,

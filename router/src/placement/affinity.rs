@@ -14,7 +14,7 @@ use std::{
 
 use proto::{id::SessionKey, load::Session};
 
-use crate::fleet::snapshot::WorkerRef;
+use crate::fleet::worker::WorkerRef;
 
 /// How long an agent's table may lag behind this router's own actions. Changes arrive within
 /// milliseconds; this is the longest silence for which an agent is not yet stale.

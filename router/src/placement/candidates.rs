@@ -6,10 +6,7 @@
 use std::time::Instant;
 
 use super::{Question, Reason};
-use crate::fleet::{
-    snapshot::{ClusterView, WorkerState},
-    worker_table::Seen,
-};
+use crate::fleet::{snapshot::ClusterView, worker::WorkerState, worker_table::Seen};
 
 /// Why no worker can take the turn.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

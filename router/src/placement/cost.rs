@@ -26,7 +26,8 @@ use serde::Serialize;
 use super::{Question, Sticky, TURN_TOKENS_ASSUMED};
 use crate::fleet::{
     reuse_forecast::{Idle, Wanted},
-    snapshot::{ClusterView, WorkerRef},
+    snapshot::ClusterView,
+    worker::WorkerRef,
     worker_table::Seen,
 };
 

@@ -12,10 +12,7 @@ use proto::{
 };
 
 use super::affinity::{Binding, Closing, TABLE_LAG};
-use crate::fleet::{
-    sessions::Located,
-    snapshot::{ClusterView, WorkerRef},
-};
+use crate::fleet::{sessions::Located, snapshot::ClusterView, worker::WorkerRef};
 
 /// The status of a session.
 #[derive(Debug, Clone)]

@@ -12,7 +12,7 @@ use proto::load::{Description, EngineFacts};
 
 use super::{index::Overlap, kv_index::Residency, kv_stream::Phase, learned::Learned};
 use crate::{
-    fleet::snapshot::{ClusterView, WorkerRef},
+    fleet::{snapshot::ClusterView, worker::WorkerRef},
     placement,
     prompt::{Blocks, Route, models::Models},
     turn::request::Turn,

@@ -25,13 +25,14 @@ use self::{
     slots::Slots,
     tree::{Holder, Stopped, Tree},
 };
+use crate::fleet::worker::WORKER_NUMBERS_MAX;
 
 /// Runs swept at each change while a slot has ended. Sweeping 100,000 runs takes 6,000 changes and
 /// adds less than a microsecond to each.
 const SWEEP_RUNS: usize = 16;
 /// Maximum number of workers. A worker may need three slots: one that is read, one for a snapshot,
 /// and one that is being swept.
-pub const WORKERS_MAX: usize = 16_384;
+pub const WORKERS_MAX: usize = WORKER_NUMBERS_MAX;
 
 /// Figures of the index. The last three count since the index was created.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

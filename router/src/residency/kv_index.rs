@@ -26,7 +26,7 @@ use super::{
 };
 use crate::{
     backoff::Backoff,
-    fleet::{connect::chain, snapshot::WorkerRef},
+    fleet::{connect::chain, worker::WorkerRef},
 };
 
 /// Maximum number of blocks in one change to the index: look-ups wait about 20 µs for such a

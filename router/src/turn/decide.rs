@@ -21,10 +21,7 @@ use super::{
     shared::{Shared, now},
 };
 use crate::{
-    fleet::{
-        lease::Lease,
-        snapshot::{ClusterView, WorkerRef},
-    },
+    fleet::{lease::Lease, snapshot::ClusterView, worker::WorkerRef},
     http::errors,
     placement::{
         self, Figures, Placement, Question, Reason, Sticky,

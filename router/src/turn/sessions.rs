@@ -20,7 +20,7 @@ use super::{
     shared::{Shared, now},
 };
 use crate::{
-    fleet::{control::Opening, snapshot::WorkerRef},
+    fleet::{control::Opening, worker::WorkerRef},
     http::errors,
     placement::{
         self, Question, Sticky, affinity,

@@ -20,10 +20,7 @@ use tokio::sync::{Semaphore, mpsc};
 use crate::{
     config::Config,
     fleet::{
-        control::Control,
-        snapshot::{ClusterView, WorkerRef},
-        state::Update,
-        view::View,
+        control::Control, snapshot::ClusterView, state::Update, view::View, worker::WorkerRef,
     },
     metrics::Metrics,
     placement::{
@@ -101,7 +98,7 @@ impl Shared {
         let view = self.settled_view().await;
         let standing = self.standing(key, &view);
         let Standing::Lost { worker, agent_up: false } = standing else { return standing };
-        let crate::fleet::snapshot::Link::Lost { since, .. } = view.agent(worker).link else {
+        let crate::fleet::agent::Link::Lost { since, .. } = view.agent(worker).link else {
             return standing;
         };
         let limit = since + self.config.connect_max();

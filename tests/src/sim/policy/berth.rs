@@ -19,8 +19,8 @@ use proto::{
 use router::{
     fleet::{
         lease::Lease,
-        snapshot::WorkerRef,
         state::{State, Update},
+        worker::WorkerRef,
     },
     placement::{
         self, Prompt, Question, Reason, Sticky,

@@ -11,7 +11,7 @@ use proto::{
 };
 use router::{
     config::Config,
-    fleet::{snapshot::WorkerRef, state::State},
+    fleet::{state::State, worker::WorkerRef},
 };
 
 use crate::sim::{

@@ -1,0 +1,151 @@
+//! What the router knows about one agent, and the state of its workers that follows. Pure.
+
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use proto::load::{Description, LoadReport, RankLoad};
+
+use super::{
+    lease::{Counts, InFlight},
+    worker::WorkerState,
+};
+
+/// What the router knows about one agent.
+#[derive(Debug, Clone)]
+pub struct Agent {
+    /// Address of the agent's control port, as configured.
+    pub control: String,
+    /// State of the connection to the control port.
+    pub link: Link,
+    /// The agent's description. `None` until the agent was first heard; kept when the connection is
+    /// lost.
+    pub facts: Option<Facts>,
+    /// The agent's last load report, and when it arrived by this process's clock.
+    pub report: Option<(Arc<LoadReport>, Instant)>,
+    /// When the last message of any kind arrived from the agent.
+    pub heard: Option<Instant>,
+    /// Set when a turn couldn't connect to the agent's data port: the reason, and the number of
+    /// further load reports for which the data port counts as unreachable.
+    pub unreachable: Option<(String, u32)>,
+    /// This router's in-flight counts, one per rank. Kept across reconnects.
+    pub in_flight: Vec<Arc<InFlight>>,
+    /// Values of `in_flight` at the moment the last load report arrived.
+    pub in_flight_at_report: Vec<Counts>,
+}
+
+/// An agent's description of itself, and the address that takes its turns.
+#[derive(Debug, Clone)]
+pub struct Facts {
+    /// The description as the agent sent it.
+    pub description: Arc<Description>,
+    /// Host and port of the data port, which takes turns.
+    pub data_authority: Arc<str>,
+}
+
+/// State of the connection to an agent's control port.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Link {
+    /// The agent was never heard, and no connection attempt has failed yet.
+    Dialing,
+    /// Description and session table have arrived, and the stream is open.
+    Up,
+    /// The last connection attempt failed, or the stream broke.
+    Lost {
+        /// When the loss was first noticed.
+        since: Instant,
+        /// The reason, for an operator.
+        why: String,
+        /// The agent answers but is rejected as a duplicate agent id: an agent at another address
+        /// has the same id.
+        twin: bool,
+    },
+}
+
+impl Agent {
+    /// Returns the agent's id, or its control address while the id is unknown.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        self.facts.as_ref().map_or(&self.control, |facts| &facts.description.agent_id)
+    }
+
+    /// Returns the epoch of the agent process that was heard last, or `None` before the first.
+    #[must_use]
+    pub fn epoch(&self) -> Option<u64> {
+        self.facts.as_ref().map(|facts| facts.description.epoch)
+    }
+
+    /// Whether the agent's stream is open.
+    #[must_use]
+    pub fn is_up(&self) -> bool {
+        self.link == Link::Up
+    }
+
+    /// Returns the state that the agent's workers have at `now`, and the reason in words.
+    #[must_use]
+    pub fn state(&self, now: Instant, report_age_max: Duration) -> (WorkerState, String) {
+        let state = self.state_heard().aged(self.heard, now, report_age_max);
+        let age = self.heard.map_or(Duration::MAX, |heard| now.saturating_duration_since(heard));
+        let reason = match (state, &self.link, &self.report) {
+            (WorkerState::Lost, Link::Lost { why, .. }, _) => why.clone(),
+            (WorkerState::Lost, ..) => "not heard yet".to_owned(),
+            (WorkerState::Stale, _, None) => "no load report yet".to_owned(),
+            (WorkerState::Stale, ..) => match &self.unreachable {
+                Some((why, _)) => {
+                    format!("turns don't reach its data port: {why}; is it open to this host?")
+                }
+                None => format!("silent for {} ms", age.as_millis()),
+            },
+            (WorkerState::Unhealthy, _, Some((report, _))) => {
+                report.unhealthy.clone().unwrap_or_default()
+            }
+            (WorkerState::Draining, ..) => "draining".to_owned(),
+            (WorkerState::Disaggregated, ..) => format!(
+                "its engine runs in {} mode and takes no whole turns; start it without \
+                 --disaggregation-mode, as pairs are not served yet",
+                self.disaggregation().unwrap_or_default()
+            ),
+            (WorkerState::Fresh | WorkerState::Unhealthy, ..) => String::new(),
+        };
+        (state, reason)
+    }
+
+    /// Returns the state without regard to how long the agent has been silent.
+    pub(super) fn state_heard(&self) -> WorkerState {
+        match (&self.link, &self.report) {
+            (Link::Dialing | Link::Lost { .. }, _) => WorkerState::Lost,
+            (Link::Up, _) if self.disaggregation().is_some() => WorkerState::Disaggregated,
+            (Link::Up, None) => WorkerState::Stale,
+            (Link::Up, Some((report, _))) if report.unhealthy.is_some() => WorkerState::Unhealthy,
+            (Link::Up, Some((report, _))) if report.draining => WorkerState::Draining,
+            (Link::Up, Some(_)) if self.unreachable.is_some() => WorkerState::Stale,
+            (Link::Up, Some(_)) => WorkerState::Fresh,
+        }
+    }
+
+    /// Returns `prefill` or `decode` if the engine does only that.
+    fn disaggregation(&self) -> Option<&str> {
+        let mode = self.facts.as_ref()?.description.engine.disaggregation.as_str();
+        matches!(mode, "prefill" | "decode").then_some(mode)
+    }
+
+    /// Returns how long the connection has been lost. `None` if it isn't lost, or if the agent was
+    /// never heard.
+    #[must_use]
+    pub fn lost_for(&self, now: Instant) -> Option<Duration> {
+        match &self.link {
+            Link::Lost { since, .. } if self.facts.is_some() => {
+                Some(now.saturating_duration_since(*since))
+            }
+            Link::Lost { .. } | Link::Dialing | Link::Up => None,
+        }
+    }
+
+    /// Returns the last reported load of a rank.
+    #[must_use]
+    pub fn rank_load(&self, dp_rank: u32) -> Option<&RankLoad> {
+        let (report, _) = self.report.as_ref()?;
+        report.ranks.get(usize::try_from(dp_rank).ok()?)
+    }
+}

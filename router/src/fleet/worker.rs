@@ -1,0 +1,90 @@
+//! A worker's identity and its state. Pure.
+
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+
+use crate::config::WORKERS_MAX;
+
+/// Number of ranks per agent that have a number in the overlap index. A node has eight GPUs.
+const RANKS_INDEXED: usize = 16;
+/// Upper bound of the workers' numbers in the overlap index.
+pub const WORKER_NUMBERS_MAX: usize = WORKERS_MAX * RANKS_INDEXED;
+
+/// Identifies a worker by its agent's position in the configuration and its rank. The same in every
+/// snapshot, even if the agent changes its name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
+pub struct WorkerRef {
+    /// Index of the agent in the configured list.
+    pub agent: usize,
+    /// The engine's data-parallel rank.
+    pub dp_rank: u32,
+}
+
+impl WorkerRef {
+    /// Returns the worker's number in the overlap index, or `None` for a rank beyond
+    /// `RANKS_INDEXED`.
+    #[must_use]
+    pub fn number(self) -> Option<usize> {
+        let rank = self.dp_rank as usize;
+        (rank < RANKS_INDEXED).then_some(self.agent * RANKS_INDEXED + rank)
+    }
+}
+
+/// What turns a worker may take now.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum WorkerState {
+    /// The agent was heard within `load_report_age_ms_max`: the worker takes all turns.
+    Fresh,
+    /// The agent is connected but was silent for too long, has sent no load report yet, or has a
+    /// data port that turns can't reach. The worker takes no new sessions.
+    Stale,
+    /// The agent is not connected, or was never heard.
+    Lost,
+    /// The engine can't take turns.
+    Unhealthy,
+    /// The worker takes no new sessions and finishes running turns.
+    Draining,
+    /// The engine only prefills or only decodes: a turn sent to this worker alone would fail.
+    Disaggregated,
+}
+
+impl WorkerState {
+    /// All states, for metrics.
+    pub const ALL: [Self; 6] = [
+        Self::Fresh,
+        Self::Stale,
+        Self::Lost,
+        Self::Unhealthy,
+        Self::Draining,
+        Self::Disaggregated,
+    ];
+
+    /// Returns the state's name in JSON and metrics.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Fresh => "fresh",
+            Self::Stale => "stale",
+            Self::Lost => "lost",
+            Self::Unhealthy => "unhealthy",
+            Self::Draining => "draining",
+            Self::Disaggregated => "disaggregated",
+        }
+    }
+
+    /// Returns `Stale` if the agent was silent for longer than `report_age_max`, else the state
+    /// itself. `Lost` and `Disaggregated` never become stale.
+    pub(super) fn aged(
+        self,
+        heard: Option<Instant>,
+        now: Instant,
+        report_age_max: Duration,
+    ) -> Self {
+        let age = heard.map(|heard| now.saturating_duration_since(heard));
+        let silent = age.is_none_or(|age| age > report_age_max);
+        let ages = !matches!(self, Self::Lost | Self::Disaggregated);
+        if silent && ages { Self::Stale } else { self }
+    }
+}
