@@ -62,7 +62,7 @@ use crate::{
         block_locator::Whereabouts,
         kv_index::{self, Residency},
     },
-    turn::shared::{self, Shared},
+    turn::shared::Shared,
 };
 
 /// Longest time that an idle connection to an agent is kept. Agents close theirs after 30 s; a
@@ -236,7 +236,7 @@ fn shared(
         tasks: tasks.clone(),
         budget: BodyBudget::new(config.body_bytes_max, config.body_bytes_in_flight_max),
         turns: Arc::new(Semaphore::new(config.turns_in_flight_max)),
-        settle_by: shared::now() + config.connect_max(),
+        settle_by: service::clock::now() + config.connect_max(),
         turn_key: RandomState::new(),
         turn_next: AtomicU64::new(0),
         config,

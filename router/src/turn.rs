@@ -18,7 +18,7 @@ use axum::response::Response;
 use http::{Method, request::Parts};
 use hyper::body::Incoming;
 use proto::{body::Object, id::SessionKey, route::Kind};
-use service::{budget::HeldBody, headers::strip_request, refusal::Refusal};
+use service::{budget::HeldBody, clock::now, headers::strip_request, refusal::Refusal};
 use tokio::sync::OwnedSemaphorePermit;
 use tracing::{debug, info, warn};
 
@@ -26,7 +26,7 @@ use self::{
     decide::Decided,
     proxy::{Outbound, Running},
     request::{Ask, Turn},
-    shared::{Shared, now},
+    shared::Shared,
 };
 use crate::{
     config::Preamble,

@@ -9,12 +9,12 @@ use axum::{
 };
 use proto::route::Kind;
 use serde_json::{Value, json};
+use service::clock::now;
 
 use super::{Desk, conclude, errors, serve};
 use crate::{
     fleet::{snapshot::ClusterView, worker::WorkerState},
     placement::NoWorker,
-    turn::shared::now,
 };
 
 pub(super) async fn list(State(shared): Desk, request: Request) -> Response {

@@ -7,13 +7,12 @@ use axum::{
 };
 use http::StatusCode;
 use serde_json::{Value, json};
-use service::refusal::Refusal;
+use service::{clock::now, refusal::Refusal};
 
 use super::{Desk, conclude};
 use crate::{
     fleet::snapshot::ClusterView,
     placement::{Figures, recent::Record},
-    turn::shared::now,
 };
 
 pub(super) async fn show(State(shared): Desk, Path(turn): Path<String>) -> Response {

@@ -9,6 +9,7 @@ use axum::{
 };
 use proto::load::{Device, Figure, PageAudit, Rank, RankLoad};
 use serde_json::{Value, json};
+use service::clock::now;
 
 use super::Desk;
 use crate::{
@@ -19,7 +20,6 @@ use crate::{
         worker_table::Seen,
     },
     residency::kv_index::Known,
-    turn::shared::now,
 };
 
 pub(super) async fn list(State(shared): Desk) -> Response {

@@ -12,6 +12,7 @@ use std::{
 use arc_swap::ArcSwap;
 use bytes::Bytes;
 use proto::load::{Description, ModelFiles};
+use service::clock::now;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
@@ -20,10 +21,7 @@ use super::{
     Blocks, Engine, Prompt, Route,
     model::{Files, Model},
 };
-use crate::{
-    fleet::{connect::chain, control::Control, snapshot::ClusterView, view::View},
-    turn::shared::now,
-};
+use crate::fleet::{connect::chain, control::Control, snapshot::ClusterView, view::View};
 
 /// Maximum number of models. One with 150,000 tokens takes about 100 MiB. The text of further
 /// models is hashed instead of tokenized.

@@ -13,12 +13,12 @@ use proto::{
     id::{Digest, SessionKey},
     load::Retention,
 };
-use service::refusal::Refusal;
+use service::{clock::now, refusal::Refusal};
 use tracing::debug;
 
 use super::{
     request::{Ask, Turn},
-    shared::{Shared, now},
+    shared::Shared,
 };
 use crate::{
     fleet::{lease::Lease, snapshot::ClusterView, worker::WorkerRef},

@@ -19,12 +19,12 @@ use http_body::{Body, Frame, SizeHint};
 use http_body_util::Full;
 use hyper::body::Incoming;
 use proto::claim::{self, Claim};
-use service::{budget::HeldBody, headers::remove_hop_by_hop};
+use service::{budget::HeldBody, clock::now, headers::remove_hop_by_hop};
 use tokio::{sync::OwnedSemaphorePermit, time::Sleep};
 
 use super::{
     decide::{Decided, Hold},
-    shared::{Shared, now},
+    shared::Shared,
 };
 use crate::{
     fleet::{connect, lease::Lease},

@@ -11,14 +11,11 @@ use proto::{
     id::SessionKey,
     load::{Retention, Session},
 };
-use service::refusal::Refusal;
+use service::{clock::now, refusal::Refusal};
 use tokio::sync::oneshot;
 use tonic::Code;
 
-use super::{
-    decide,
-    shared::{Shared, now},
-};
+use super::{decide, shared::Shared};
 use crate::{
     fleet::{control::Opening, worker::WorkerRef},
     http::errors,

@@ -14,7 +14,7 @@ use http_body_util::Full;
 use hyper_util::client::legacy::{Client, connect::HttpConnector};
 use parking_lot::Mutex;
 use proto::id::SessionKey;
-use service::{budget::BodyBudget, tasks::Tasks};
+use service::{budget::BodyBudget, clock::now, tasks::Tasks};
 use tokio::sync::{Semaphore, mpsc};
 
 use crate::{
@@ -122,8 +122,4 @@ impl Shared {
             }
         });
     }
-}
-
-pub(crate) fn now() -> Instant {
-    tokio::time::Instant::now().into_std()
 }

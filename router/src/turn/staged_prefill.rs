@@ -16,13 +16,14 @@ use bytes::Bytes;
 use http::{HeaderValue, Method, Request, Uri};
 use http_body_util::Full;
 use proto::{claim, staged_prefill};
+use service::clock::now;
 use tracing::debug;
 
 use super::{
     decide::Decided,
     proxy::{self, Outbound},
     request::Turn,
-    shared::{Shared, now},
+    shared::Shared,
 };
 use crate::{fleet::connect, metrics::StagedPrefillEnd};
 
