@@ -25,8 +25,11 @@ use router::{
         state::{State, Update},
         worker::WorkerRef,
     },
-    placement::{Prompt, Question, Sticky, place, settled},
-    residency::index::{Index, Overlap},
+    placement::{Question, Sticky, place, settled},
+    residency::{
+        PromptOverlap,
+        index::{Index, Overlap},
+    },
 };
 
 const BLOCK_TOKENS: u64 = 64;
@@ -174,7 +177,7 @@ fn placement(criterion: &mut Criterion) {
             bencher.iter(|| {
                 at = (at + 1) % workers;
                 index.look_up(black_box(&chains[at]), &mut overlap);
-                let prompt = Prompt {
+                let prompt = PromptOverlap {
                     tokens: BLOCKS as u64 * BLOCK_TOKENS,
                     block_tokens: BLOCK_TOKENS,
                     overlap: &overlap,

@@ -66,9 +66,9 @@ fn blocks(c: &mut Criterion) {
 fn next_turn(c: &mut Criterion) {
     use std::cell::Cell;
 
-    use router::prompt::model::{Files, Model};
+    use router::{fleet::tokenizer_files::TokenizerFiles, prompt::model::Model};
 
-    let model = Model::new(&Files {
+    let model = Model::new(&TokenizerFiles {
         tokenizer: include_bytes!("../../tests/data/model/tokenizer.json").to_vec(),
         config: include_bytes!("../../tests/data/model/tokenizer_config.json").to_vec(),
         template: Some(include_str!("../../tests/data/model/chat_template.jinja").to_owned()),

@@ -1,6 +1,7 @@
 //! The fleet: the agents, their workers, and what they report.
 
 pub mod agent;
+pub(crate) mod collector;
 pub(crate) mod connect;
 pub(crate) mod control;
 pub mod lease;
@@ -11,6 +12,7 @@ pub mod snapshot;
 pub mod state;
 #[cfg(test)]
 pub(crate) mod testing;
+pub mod tokenizer_files;
 pub(crate) mod view;
 pub mod worker;
 pub mod worker_table;

@@ -47,12 +47,13 @@ use tracing::info;
 use crate::{
     config::Config,
     fleet::{
+        collector::FleetCollector,
         connect::{self, Watcher},
         control::Control,
         state::{State, Update},
         view::{self, View},
     },
-    metrics::{FleetCollector, Metrics, ResidencyCollector},
+    metrics::Metrics,
     placement::{
         affinity::Affinity,
         recent::{self, Recent},
@@ -60,6 +61,7 @@ use crate::{
     prompt::models::{self, Models},
     residency::{
         block_locator::Whereabouts,
+        collector::ResidencyCollector,
         kv_index::{self, Residency},
     },
     turn::shared::Shared,

@@ -1,27 +1,14 @@
 //! The router's metrics: plain handles, base units, labels that are small enums.
 //!
-//! The states of workers and the ages of load reports are read from the view at each scrape,
-//! because they change with time alone.
+//! Metrics that change with time alone are read at each scrape, by the collectors in `fleet` and
+//! `residency`.
 
-use std::{sync::Arc, time::Duration};
+use std::time::Duration;
 
 use prometheus_client::{
-    collector::Collector,
-    encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric},
-    metrics::{
-        MetricType,
-        counter::{ConstCounter, Counter},
-        family::Family,
-        gauge::{ConstGauge, Gauge},
-        histogram::Histogram,
-    },
+    encoding::EncodeLabelSet,
+    metrics::{counter::Counter, family::Family, gauge::Gauge, histogram::Histogram},
     registry::{Registry, Unit},
-};
-
-use crate::{
-    fleet::{view::View, worker::WorkerState},
-    placement::Reason,
-    residency::{kv_index::Residency, kv_stream::Phase},
 };
 
 /// A label `reason`, with a value from a small fixed set.
@@ -46,8 +33,8 @@ struct WrittenBy {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct InState {
-    state: &'static str,
+pub(crate) struct StateLabel {
+    pub(crate) state: &'static str,
 }
 
 /// How a placed turn ended.
@@ -167,8 +154,8 @@ impl Metrics {
         metrics
     }
 
-    pub(crate) fn placed(&self, reason: Reason) {
-        self.placements.get_or_create(&Reasoned { reason: reason.as_str() }).inc();
+    pub(crate) fn placed(&self, reason: &'static str) {
+        self.placements.get_or_create(&Reasoned { reason }).inc();
     }
 
     pub(crate) fn ended(&self, outcome: Outcome) {
@@ -194,98 +181,5 @@ impl Metrics {
 
     pub(crate) fn first_byte(&self, after: Duration) {
         self.first_byte.observe(after.as_secs_f64());
-    }
-}
-
-/// Collects metrics of workers and sessions from the view at each scrape.
-#[derive(Debug)]
-pub(crate) struct FleetCollector(pub(crate) Arc<View>);
-
-impl Collector for FleetCollector {
-    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
-        let now = service::clock::now();
-        let view = self.0.load();
-        let workers = Family::<InState, Gauge>::default();
-        for state in WorkerState::ALL {
-            workers.get_or_create(&InState { state: state.as_str() }).set(0);
-        }
-        for (worker, ..) in view.workers() {
-            let state = view.state(worker, now).as_str();
-            workers.get_or_create(&InState { state }).inc();
-        }
-        let gauge = MetricType::Gauge;
-        workers.encode(encoder.encode_descriptor("workers", "Workers by state", None, gauge)?)?;
-        let ages = view.agents.iter().filter_map(|agent| agent.report.as_ref());
-        let oldest = ages
-            .map(|(_, at)| now.saturating_duration_since(*at).as_secs_f64())
-            .fold(0.0_f64, f64::max);
-        let help = "Age of the oldest load report of a connected agent";
-        let unit = Unit::Seconds;
-        ConstGauge::new(oldest).encode(encoder.encode_descriptor(
-            "report_age_max",
-            help,
-            Some(&unit),
-            gauge,
-        )?)?;
-        let sessions = i64::try_from(view.sessions.len()).unwrap_or(i64::MAX);
-        let help = "Sessions in the agents' tables";
-        ConstGauge::new(sessions).encode(encoder.encode_descriptor("sessions", help, None, gauge)?)
-    }
-}
-
-/// Collects metrics of the index of resident blocks at each scrape.
-#[derive(Debug)]
-pub(crate) struct ResidencyCollector {
-    pub(crate) view: Arc<View>,
-    pub(crate) residency: Arc<Residency>,
-}
-
-impl Collector for ResidencyCollector {
-    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
-        let stats = self.residency.stats();
-        let gauge = |value: u64| ConstGauge::new(i64::try_from(value).unwrap_or(i64::MAX));
-        let gauges = MetricType::Gauge;
-        let help = "Distinct blocks known to be resident somewhere";
-        gauge(stats.blocks).encode(encoder.encode_descriptor(
-            "overlap_blocks",
-            help,
-            None,
-            gauges,
-        )?)?;
-        let help = "Memory of the index of resident blocks";
-        let unit = Unit::Bytes;
-        gauge(stats.bytes).encode(encoder.encode_descriptor(
-            "overlap_index",
-            help,
-            Some(&unit),
-            gauges,
-        )?)?;
-        for (name, help, value) in [
-            ("overlap_blocks_dropped", "Blocks forgotten because memory was short", stats.dropped),
-            ("overlap_blocks_orphaned", "Blocks without a known parent, left out", stats.orphans),
-            (
-                "overlap_contradictions",
-                "Blocks reported with two different prefixes",
-                stats.contradictions,
-            ),
-        ] {
-            let counter = MetricType::Counter;
-            ConstCounter::new(value)
-                .encode(encoder.encode_descriptor(name, help, None, counter)?)?;
-        }
-        let workers = Family::<InState, Gauge>::default();
-        for state in ["live", "snapshot", "unknown"] {
-            workers.get_or_create(&InState { state }).set(0);
-        }
-        for (worker, ..) in self.view.load().workers() {
-            let state = match self.residency.of(worker).phase {
-                Phase::Live { .. } => "live",
-                Phase::Snapshot { .. } => "snapshot",
-                Phase::Unknown { .. } => "unknown",
-            };
-            workers.get_or_create(&InState { state }).inc();
-        }
-        let help = "Workers by what is known of their resident blocks";
-        workers.encode(encoder.encode_descriptor("overlap_workers", help, None, gauges)?)
     }
 }

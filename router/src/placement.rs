@@ -32,7 +32,7 @@ use crate::{
         worker::{WorkerRef, WorkerState},
         worker_table::Seen,
     },
-    residency::index::Overlap,
+    residency::PromptOverlap,
 };
 
 /// Extra cost, in milliseconds, at which a child session still goes to its parent's worker. What
@@ -140,17 +140,6 @@ impl Sticky {
     }
 }
 
-/// A prompt whose tokens are known, and how much of it is resident on each worker.
-#[derive(Debug, Clone, Copy)]
-pub struct Prompt<'a> {
-    /// Number of tokens in the prompt.
-    pub tokens: u64,
-    /// Number of tokens in a block of `overlap`.
-    pub block_tokens: u64,
-    /// Number of resident leading blocks by worker.
-    pub overlap: &'a Overlap,
-}
-
 /// A turn to be placed.
 #[derive(Debug, Clone, Copy)]
 pub struct Question<'a> {
@@ -163,7 +152,7 @@ pub struct Question<'a> {
     /// A worker to prefer, if it costs at most the reason's slack more than the best.
     pub prefer: Option<(WorkerRef, Reason)>,
     /// The turn's prompt. If `None`, its tokens are unknown and the load alone decides.
-    pub prompt: Option<Prompt<'a>>,
+    pub prompt: Option<PromptOverlap<'a>>,
     /// The retention that a new session asks for.
     pub retention: Option<Retention>,
     /// The model that the request body names.

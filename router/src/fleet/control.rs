@@ -15,7 +15,7 @@ use tonic::{
     transport::{Channel, Endpoint},
 };
 
-use crate::prompt::model::Files;
+use super::tokenizer_files::TokenizerFiles;
 
 /// Longest time for a call. An engine opens a session in under 1 ms once it reads its queue, but a
 /// long prefill keeps it from reading for seconds.
@@ -60,7 +60,7 @@ impl Control {
     }
 
     /// Fetches the files of the agent's model, and checks their hash.
-    pub(crate) async fn model_files(&self, named: ModelFiles) -> Result<Files, Status> {
+    pub(crate) async fn model_files(&self, named: ModelFiles) -> Result<TokenizerFiles, Status> {
         let other = || Status::internal("the files are not those that the agent described");
         if named.bytes > model_files::BYTES_MAX {
             return Err(Status::out_of_range("the files are larger than the router's limit"));
@@ -87,7 +87,7 @@ impl Control {
             return Err(other());
         }
         let template = files.remove(model_files::TEMPLATE).map(String::from_utf8).transpose();
-        Ok(Files {
+        Ok(TokenizerFiles {
             tokenizer: files.remove(model_files::TOKENIZER).unwrap_or_default(),
             config: files.remove(model_files::CONFIG).unwrap_or_default(),
             template: template.map_err(|_| other())?,

@@ -21,7 +21,7 @@ use crate::{
         state::{State, Update},
         testing::{description, fleet, report, start},
     },
-    residency::index::Index,
+    residency::index::{Index, Overlap},
 };
 
 const POOL_TOKENS: u64 = 1_000_000;
@@ -99,8 +99,8 @@ fn resident(tokens: &[u64]) -> Overlap {
     overlap
 }
 
-fn prompt(tokens: u64, overlap: &Overlap) -> Option<Prompt<'_>> {
-    Some(Prompt { tokens, block_tokens: BLOCK_TOKENS, overlap })
+fn prompt(tokens: u64, overlap: &Overlap) -> Option<PromptOverlap<'_>> {
+    Some(PromptOverlap { tokens, block_tokens: BLOCK_TOKENS, overlap })
 }
 
 fn session(id: u64, tokens: u64, idle: Duration) -> Session {

@@ -28,18 +28,6 @@ pub use self::absent::{Error, Model};
 pub use self::tokens::{Error, Model};
 use super::{Blocks, Route};
 
-/// The files of one model, as an agent sends them.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Files {
-    /// `tokenizer.json`.
-    pub tokenizer: Vec<u8>,
-    /// `tokenizer_config.json`; empty if there is none.
-    pub config: Vec<u8>,
-    /// `chat_template.jinja`; `None` if the engine doesn't make prompts from messages by a
-    /// template.
-    pub template: Option<String>,
-}
-
 /// A request whose prompt is text or messages, for which a model makes tokens.
 pub(super) struct Ask<'a> {
     pub(super) route: Route,

@@ -17,11 +17,11 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use super::{
-    Blocks, Engine, Prompt, Route,
-    model::{Files, Model},
+use super::{Blocks, Engine, Prompt, Route, model::Model};
+use crate::fleet::{
+    connect::chain, control::Control, snapshot::ClusterView, tokenizer_files::TokenizerFiles,
+    view::View,
 };
-use crate::fleet::{connect::chain, control::Control, snapshot::ClusterView, view::View};
 
 /// Maximum number of models. One with 150,000 tokens takes about 100 MiB. The text of further
 /// models is hashed instead of tokenized.
@@ -251,7 +251,7 @@ enum Error {
 
 async fn fetch(control: &Control, files: ModelFiles) -> Result<Model, Error> {
     let fetched = tokio::time::timeout(FETCH_MAX, control.model_files(files)).await;
-    let files: Files = fetched.map_err(|_| Error::Late)?.map_err(Error::Fetch)?;
+    let files: TokenizerFiles = fetched.map_err(|_| Error::Late)?.map_err(Error::Fetch)?;
     let made = tokio::task::spawn_blocking(move || Model::new(&files));
     Ok(made.await.map_err(Error::Panicked)??)
 }

@@ -10,12 +10,12 @@ use bytes::Bytes;
 use parking_lot::Mutex;
 use proto::load::{Description, EngineFacts};
 
-use super::{index::Overlap, kv_index::Residency, kv_stream::Phase, learned::Learned};
+use super::{
+    PromptOverlap, index::Overlap, kv_index::Residency, kv_stream::Phase, learned::Learned,
+};
 use crate::{
     fleet::{snapshot::ClusterView, worker::WorkerRef},
-    placement,
-    prompt::{Blocks, Route, models::Models},
-    turn::request::Turn,
+    prompt::{Blocks, Prompt, Route, models::Models},
 };
 
 /// Divisor for the memory of learned blocks, compared with the index of reported blocks. They are
@@ -31,8 +31,8 @@ pub(crate) struct TurnBlocks {
 
 impl TurnBlocks {
     /// Returns the prompt in the form that placement takes.
-    pub(crate) fn prompt(&self) -> placement::Prompt<'_> {
-        placement::Prompt {
+    pub(crate) fn prompt(&self) -> PromptOverlap<'_> {
+        PromptOverlap {
             tokens: self.blocks.tokens,
             block_tokens: u64::from(self.blocks.block_tokens.get()),
             overlap: &self.overlap,
@@ -99,7 +99,7 @@ impl Whereabouts {
     /// prompt's KV apart by anything else.
     pub(crate) async fn ids(
         &self,
-        turn: &Turn,
+        prompt: &Prompt,
         path: &str,
         body: &Bytes,
         blocks: &TurnBlocks,
@@ -107,10 +107,10 @@ impl Whereabouts {
     ) -> Option<Vec<u32>> {
         let route = Route::of(path)?;
         // The engine may tokenize text differently, unless an agent has reported a block of it.
-        if turn.prompt.is_text(route, body) && !self.has_told(&blocks.blocks) {
+        if prompt.is_text(route, body) && !self.has_told(&blocks.blocks) {
             return None;
         }
-        let ids = self.models.ids(&turn.prompt, route, body, description).await?;
+        let ids = self.models.ids(prompt, route, body, description).await?;
         let is_same = u64::try_from(ids.len()) == Ok(blocks.blocks.tokens);
         is_same.then_some(ids)
     }
@@ -126,14 +126,14 @@ impl Whereabouts {
     /// blocks or no engine is known yet.
     pub(crate) async fn of(
         &self,
-        turn: &Turn,
+        prompt: &Prompt,
+        model: Option<&str>,
         path: &str,
         body: &Bytes,
         view: &ClusterView,
     ) -> Option<TurnBlocks> {
         let route = Route::of(path)?;
-        let serves =
-            |engine: &EngineFacts| turn.model.as_ref().is_none_or(|model| engine.serves(model));
+        let serves = |engine: &EngineFacts| model.is_none_or(|model| engine.serves(model));
         let serving = || view.workers().filter(|(_, _, of)| serves(&of.description.engine));
         // Uses one engine's page size for all: engines of one model should have the same, and
         // blocks of another size are not compared.
@@ -142,7 +142,7 @@ impl Whereabouts {
             .or_else(|| serving().next())
             .or_else(|| view.workers().next())?;
         let engine = &facts.description;
-        let blocks = self.models.blocks(&turn.prompt, route, body, engine).await?;
+        let blocks = self.models.blocks(prompt, route, body, engine).await?;
         let overlap = self.overlap(&blocks, view);
         Some(TurnBlocks { blocks, overlap })
     }

@@ -159,7 +159,10 @@ impl Shared {
             return Ok(*decided);
         }
         // Runs without the lock: a long prompt takes milliseconds, and other sessions must go on.
-        let blocks = self.whereabouts.of(turn, path, body, &self.view.load()).await;
+        let blocks = self
+            .whereabouts
+            .of(&turn.prompt, turn.model.as_deref(), path, body, &self.view.load())
+            .await;
         match self.try_decide(turn, turn_id, Prompt::Asked(blocks.as_ref()))? {
             Step::Decided(decided) => {
                 let told = |blocks| self.whereabouts.told_tokens(blocks, decided.worker);
@@ -368,7 +371,7 @@ impl Shared {
             idle_ms_max: ask.idle_ms_max,
             ..Claim::for_session(&ask.key)
         });
-        self.metrics.placed(reason);
+        self.metrics.placed(reason.as_str());
         let name = view.name(worker);
         debug!(
             worker = name,

@@ -234,7 +234,7 @@ impl Shared {
         };
         let placement =
             placement::place(&question, &view, at).map_err(|none| errors::no_worker(&none))?;
-        self.metrics.placed(placement.reason);
+        self.metrics.placed(placement.reason.as_str());
         if bound.is_none() {
             view.agent(placement.worker).in_flight[placement.worker.dp_rank as usize].note_open();
         }

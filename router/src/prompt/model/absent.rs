@@ -1,6 +1,7 @@
 //! Stands in for the model in a router without the feature `text`, which can't tokenize text.
 
-use super::{Ask, Blocks, Files};
+use super::{Ask, Blocks};
+use crate::fleet::tokenizer_files::TokenizerFiles;
 
 /// A model; without the feature `text` there can't be one.
 #[derive(Debug)]
@@ -16,7 +17,7 @@ impl Model {
     ///
     /// # Errors
     /// Always.
-    pub fn new(_: &Files) -> Result<Self, Error> {
+    pub fn new(_: &TokenizerFiles) -> Result<Self, Error> {
         Err(Error)
     }
 

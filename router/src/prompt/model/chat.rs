@@ -6,9 +6,11 @@
 use minijinja::Value;
 use serde::Deserialize;
 
+/// Name of the template variable that holds the Unix time in seconds.
+pub(super) const UNIX_S: &str = "berth_unix_s";
 /// Names that the template call sets itself, so that a request must not set them.
 const RESERVED: [&str; 9] = [
-    super::template::NOW,
+    UNIX_S,
     "messages",
     "conversation",
     "tools",

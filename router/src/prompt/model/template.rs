@@ -10,13 +10,14 @@ use minijinja::{
 };
 use minijinja_contrib::pycompat::unknown_method_callback;
 
-use super::{chat::Chat, python};
+use super::{
+    chat::{Chat, UNIX_S},
+    python,
+};
 
 /// Maximum number of steps in one rendering. A conversation of a thousand messages takes 100,000.
 const STEPS_MAX: u64 = 2_000_000;
 const NAME: &str = "chat";
-/// Name of the variable that holds the time for the helpers.
-pub(super) const NOW: &str = "berth_unix_s";
 /// The end of the year 9999, in Unix seconds.
 const NOW_MAX: u64 = 253_402_300_799;
 const SECONDS_PER_DAY: u64 = 86_400;
@@ -82,7 +83,7 @@ impl Template {
             ("tools", chat.tools()),
             ("documents", Value::from(())),
             ("add_generation_prompt", Value::from(true)),
-            (NOW, Value::from(unix_s)),
+            (UNIX_S, Value::from(unix_s)),
         ];
         let given = given.into_iter().map(|(name, value)| (name.to_owned(), value));
         // The request's values come last and take precedence, as in Python's call.
@@ -153,7 +154,7 @@ fn raise_exception(message: &Value) -> Result<Value, Error> {
 
 /// Returns the date. It is the engine's date if both clocks are set to UTC.
 fn strftime_now(state: &State<'_, '_>, format: &str) -> Result<String, Error> {
-    let now = state.lookup(NOW).and_then(|now| u64::try_from(now).ok()).unwrap_or_default();
+    let now = state.lookup(UNIX_S).and_then(|now| u64::try_from(now).ok()).unwrap_or_default();
     // The template may have changed the time; the bound limits the loop over the years.
     let now = now.min(NOW_MAX);
     let (days, seconds) = (now / SECONDS_PER_DAY, now % SECONDS_PER_DAY);

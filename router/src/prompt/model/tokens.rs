@@ -11,8 +11,11 @@ use proto::block::Chain;
 use serde_json::Value;
 use tokenizers::{AddedToken, Tokenizer};
 
-use super::{Ask, Blocks, Files, Route, chat::Request, template::Template};
-use crate::prompt::segments::{Segments, Walk, cut};
+use super::{Ask, Blocks, Route, chat::Request, template::Template};
+use crate::{
+    fleet::tokenizer_files::TokenizerFiles,
+    prompt::segments::{Segments, Walk, cut},
+};
 
 /// Memory for what was tokenized, per model: conversations of 200 million tokens in messages of
 /// 200.
@@ -57,7 +60,7 @@ impl Model {
     ///
     /// # Errors
     /// If the files can't be read.
-    pub fn new(files: &Files) -> Result<Self, Error> {
+    pub fn new(files: &TokenizerFiles) -> Result<Self, Error> {
         let mut tokenizer = Tokenizer::from_bytes(&files.tokenizer).map_err(Error::Tokenizer)?;
         // The engine uses neither truncation nor padding, whatever the file says.
         tokenizer.with_truncation(None).map_err(Error::Tokenizer)?.with_padding(None);

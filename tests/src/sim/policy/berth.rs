@@ -23,11 +23,14 @@ use router::{
         worker::WorkerRef,
     },
     placement::{
-        self, Prompt, Question, Reason, Sticky,
+        self, Question, Reason, Sticky,
         affinity::Affinity,
         session_status::{self, Standing},
     },
-    residency::index::{Index, Overlap},
+    residency::{
+        PromptOverlap,
+        index::{Index, Overlap},
+    },
 };
 
 use self::{agents::KnownSession, names::BlockNames};
@@ -272,8 +275,8 @@ impl Policy for Berth {
         let placement = placement.unwrap_or_else(|| {
             self.index.look_up(&hashes, &mut self.overlap);
             let question = Question {
-                prompt: Some(Prompt {
-                    tokens: request.input_tokens,
+                prompt: Some(PromptOverlap {
+                    tokens: ask.input_tokens,
                     block_tokens: fleet.block_tokens,
                     overlap: &self.overlap,
                 }),

@@ -28,7 +28,7 @@ struct Case<'a> {
 }
 
 fn model(template: Option<&str>) -> Model {
-    Model::new(&Files {
+    Model::new(&TokenizerFiles {
         tokenizer: data!("model/tokenizer.json").to_vec(),
         config: data!("model/tokenizer_config.json").to_vec(),
         template: template.map(str::to_owned),
