@@ -1,6 +1,6 @@
 //! The routes of the data port.
 
-pub(crate) mod errors;
+mod errors;
 mod models;
 mod placements;
 mod sessions;
@@ -44,7 +44,7 @@ pub(crate) fn app(shared: Arc<Shared>) -> Router {
 async fn serve(shared: Arc<Shared>, kind: Kind, request: Request) -> Response {
     let (parts, body) = request.into_parts();
     let answer = Box::pin(turn::run(Arc::clone(&shared), kind, parts, body)).await;
-    conclude(&shared, answer)
+    conclude(&shared, answer.map_err(errors::refusal))
 }
 
 /// Counts and logs refusals; the only place that does.
@@ -57,12 +57,9 @@ fn conclude(shared: &Shared, answer: Result<Response, Refusal>) -> Response {
 }
 
 async fn unknown_route(State(shared): Desk) -> Response {
-    let message = "no such route; see the API reference";
-    conclude(&shared, Err(Refusal::new(StatusCode::NOT_FOUND, "route_unknown", message)))
+    conclude(&shared, Err(errors::route_unknown()))
 }
 
 async fn wrong_method(State(shared): Desk) -> Response {
-    let message = "this route doesn't support this method; see the API reference";
-    let refusal = Refusal::new(StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed", message);
-    conclude(&shared, Err(refusal))
+    conclude(&shared, Err(errors::method_not_allowed()))
 }

@@ -5,6 +5,7 @@
 //! only if that is safe.
 
 mod decide;
+pub(crate) mod error;
 pub mod preamble;
 pub(crate) mod proxy;
 pub mod request;
@@ -18,12 +19,13 @@ use axum::response::Response;
 use http::{Method, request::Parts};
 use hyper::body::Incoming;
 use proto::{body::Object, id::SessionKey, route::Kind};
-use service::{budget::HeldBody, clock::now, headers::strip_request, refusal::Refusal};
+use service::{budget::HeldBody, clock::now, headers::strip_request};
 use tokio::sync::OwnedSemaphorePermit;
 use tracing::{debug, info, warn};
 
 use self::{
     decide::Decided,
+    error::{Error, NoAnswer},
     proxy::{Outbound, Running},
     request::{Ask, Turn},
     shared::Shared,
@@ -31,7 +33,6 @@ use self::{
 use crate::{
     config::Preamble,
     fleet::{connect, worker::WorkerRef},
-    http::errors,
     metrics::Outcome,
     placement::session_status::Standing,
 };
@@ -42,20 +43,19 @@ pub(crate) async fn run(
     kind: Kind,
     mut parts: Parts,
     body: axum::body::Body,
-) -> Result<Response, Refusal> {
+) -> Result<Response, Error> {
     let arrived = now();
     let deadline = arrived + shared.config.turn_max();
-    let permit = Arc::clone(&shared.turns).try_acquire_owned().map_err(|_| errors::turns_full())?;
+    let permit = Arc::clone(&shared.turns).try_acquire_owned().map_err(|_| Error::TurnsFull)?;
     let principal = request::principal(&parts.headers);
     if kind.is_generation()
-        && let Some(key) =
-            request::header_session(&parts.headers, &principal).map_err(|e| errors::request(&e))?
+        && let Some(key) = request::header_session(&parts.headers, &principal)?
     {
         claim_early(&shared, &key).await?;
     }
     let mut held = match tokio::time::timeout_at(deadline.into(), shared.budget.read(body)).await {
         Ok(body) => body?,
-        Err(_) => return Err(errors::body_late()),
+        Err(_) => return Err(Error::BodyLate),
     };
     shared.metrics.request_bytes.inc_by(held.bytes.len() as u64);
     let turn = read(&shared, kind, &parts, &mut held, &principal)?;
@@ -90,12 +90,11 @@ fn read(
     parts: &Parts,
     held: &mut HeldBody,
     principal: &str,
-) -> Result<Turn, Refusal> {
+) -> Result<Turn, Error> {
     if parts.method == Method::GET {
         return Ok(Turn::default());
     }
-    let refuse = |error: request::Error| errors::request(&error);
-    let object = Object::parse(&held.bytes).map_err(|error| refuse(error.into()))?;
+    let object = Object::parse(&held.bytes).map_err(request::Error::from)?;
     let headers = &parts.headers;
     let turn = match preamble(shared, kind, parts.uri.path(), &object) {
         None => request::read_object(headers, &object, principal),
@@ -104,7 +103,7 @@ fn read(
             request::read(headers, &held.bytes, principal)
         }
     };
-    let turn = turn.map_err(refuse)?;
+    let turn = turn?;
     if kind.is_generation() {
         return Ok(turn);
     }
@@ -127,18 +126,18 @@ fn preamble(shared: &Shared, kind: Kind, path: &str, body: &Object<'_>) -> Optio
 
 /// Refuses a turn that can't run now, before its body is read: its session closes, or is busy with
 /// another turn. Doesn't change the state of the running turn. The agent's own check still decides.
-async fn claim_early(shared: &Shared, key: &SessionKey) -> Result<(), Refusal> {
+async fn claim_early(shared: &Shared, key: &SessionKey) -> Result<(), Error> {
     let view = shared.settled_view().await;
     match shared.standing(key, &view) {
-        Standing::Closing => Err(decide::closing()),
-        busy if decide::is_busy(&busy, &view) => Err(decide::busy()),
+        Standing::Closing => Err(Error::TurnWhileClosing),
+        busy if decide::is_busy(&busy, &view) => Err(Error::SessionBusy),
         _ => Ok(()),
     }
 }
 
 /// Closes the remains of a lost session when the client opens the session again with its full
 /// history. The client then gets a new session.
-async fn make_way(shared: &Arc<Shared>, ask: &Ask) -> Result<(), Refusal> {
+async fn make_way(shared: &Arc<Shared>, ask: &Ask) -> Result<(), Error> {
     let Standing::Lost { worker, .. } = shared.patient_standing(&ask.key).await else {
         return Ok(());
     };
@@ -151,7 +150,7 @@ async fn send(
     outbound: &Outbound,
     mut decided: Decided,
     permit: OwnedSemaphorePermit,
-) -> Result<Response, Refusal> {
+) -> Result<Response, Error> {
     let mut pending = Pending::new(shared, turn, decided.worker);
     staged_prefill::run(shared, turn, outbound, &mut decided).await;
     let first = outbound.send(shared, &decided).await;
@@ -185,8 +184,8 @@ fn finish(
     decided: Decided,
     permit: OwnedSemaphorePermit,
     mut pending: Pending,
-    answered: Result<http::Response<Incoming>, proxy::Error>,
-) -> Result<Response, Refusal> {
+    answered: Result<http::Response<Incoming>, NoAnswer>,
+) -> Result<Response, Error> {
     match answered {
         Ok(response) => {
             let running = pending.answered();
@@ -194,10 +193,8 @@ fn finish(
         }
         Err(error) => {
             pending.outcome = Some(match error {
-                proxy::Error::TimedOut => Outcome::TimedOut,
-                proxy::Error::Connect { .. } | proxy::Error::BrokenOff { .. } => {
-                    Outcome::WorkerFailed
-                }
+                NoAnswer::TimedOut => Outcome::TimedOut,
+                NoAnswer::Connect { .. } | NoAnswer::BrokenOff { .. } => Outcome::WorkerFailed,
             });
             warn!(
                 turn = format!("{:016x}", outbound.turn_id),
@@ -205,7 +202,7 @@ fn finish(
                 error = connect::chain(&error),
                 "turn failed"
             );
-            Err(errors::proxy(&error))
+            Err(error.into())
         }
     }
 }

@@ -9,14 +9,45 @@ use proto::claim;
 use service::refusal::Refusal;
 
 use crate::{
-    placement::{NoWorker, affinity::Full},
-    turn::{proxy, request},
+    placement::NoWorker,
+    turn::{
+        error::{Error, NoAnswer},
+        request,
+    },
 };
 
 /// Retry delay for clients. A worker's restart or the end of a turn takes about that long.
 const RETRY_AFTER: Duration = Duration::from_secs(1);
 
-pub(crate) fn request(error: &request::Error) -> Refusal {
+/// Converts the error of a turn, or of an open or close of a session.
+pub(super) fn refusal(error: Error) -> Refusal {
+    let message = error.to_string();
+    match error {
+        Error::Body(refusal) => refusal,
+        Error::Request(error) => request(&error),
+        Error::NoWorker(error) => no_worker(&error),
+        Error::Agent(status) => agent(&status),
+        Error::NoAnswer(error) => no_answer(&error),
+        Error::TurnsFull => Refusal::new(StatusCode::TOO_MANY_REQUESTS, "turns_in_flight", message)
+            .retry_after(RETRY_AFTER),
+        Error::SessionsFull(_) => {
+            Refusal::new(StatusCode::TOO_MANY_REQUESTS, "sessions_full", message)
+                .retry_after(RETRY_AFTER)
+        }
+        Error::BodyLate => Refusal::new(StatusCode::REQUEST_TIMEOUT, "body_late", message),
+        Error::SessionUnknown | Error::DeltaWithoutHistory => {
+            Refusal::new(StatusCode::NOT_FOUND, "session_unknown", message)
+        }
+        Error::SessionBusy => Refusal::new(StatusCode::CONFLICT, "session_busy", message),
+        Error::TurnWhileClosing => Refusal::new(StatusCode::NOT_FOUND, "session_closing", message),
+        Error::OpenWhileClosing => Refusal::new(StatusCode::CONFLICT, "session_closing", message),
+        Error::SessionLost { .. } => Refusal::new(StatusCode::CONFLICT, "session_lost", message),
+        Error::Internal => Refusal::new(StatusCode::INTERNAL_SERVER_ERROR, "internal", message),
+    }
+}
+
+/// Converts the error of a request that can't be read.
+pub(super) fn request(error: &request::Error) -> Refusal {
     let code = match error {
         request::Error::Body(_) => "invalid_json",
         request::Error::SessionId(_) => "invalid_session_id",
@@ -26,7 +57,8 @@ pub(crate) fn request(error: &request::Error) -> Refusal {
     Refusal::bad_request(code, error.to_string())
 }
 
-pub(crate) fn no_worker(error: &NoWorker) -> Refusal {
+/// Converts a placement that found no worker.
+pub(super) fn no_worker(error: &NoWorker) -> Refusal {
     let message = error.to_string();
     match error {
         NoWorker::Unusable => Refusal::new(StatusCode::SERVICE_UNAVAILABLE, "no_worker", message)
@@ -41,35 +73,20 @@ pub(crate) fn no_worker(error: &NoWorker) -> Refusal {
     }
 }
 
-pub(crate) fn full(error: Full) -> Refusal {
-    Refusal::new(StatusCode::TOO_MANY_REQUESTS, "sessions_full", format!("{error}; try again"))
-        .retry_after(RETRY_AFTER)
-}
-
-pub(crate) fn turns_full() -> Refusal {
-    let message = "the router has turns_in_flight_max turns in flight; try again";
-    Refusal::new(StatusCode::TOO_MANY_REQUESTS, "turns_in_flight", message).retry_after(RETRY_AFTER)
-}
-
-pub(crate) fn body_late() -> Refusal {
-    let message = "the request body did not arrive within turn_ms_max; send it faster";
-    Refusal::new(StatusCode::REQUEST_TIMEOUT, "body_late", message)
-}
-
-pub(crate) fn proxy(error: &proxy::Error) -> Refusal {
+fn no_answer(error: &NoAnswer) -> Refusal {
     match error {
-        proxy::Error::Connect { .. } => {
+        NoAnswer::Connect { .. } => {
             let message = "the worker can't be reached; try again";
             Refusal::new(StatusCode::SERVICE_UNAVAILABLE, "worker_unreachable", message)
                 .retry_after(RETRY_AFTER)
         }
-        proxy::Error::BrokenOff { .. } => Refusal::new(
+        NoAnswer::BrokenOff { .. } => Refusal::new(
             StatusCode::BAD_GATEWAY,
             "worker_broke_off",
             "the worker closed the connection before its answer began; the turn may have run, so \
              check before you send it again",
         ),
-        proxy::Error::TimedOut => Refusal::new(
+        NoAnswer::TimedOut => Refusal::new(
             StatusCode::GATEWAY_TIMEOUT,
             "turn_timeout",
             "the answer did not begin within turn_ms_max; send a shorter prompt or raise the limit",
@@ -102,7 +119,7 @@ const TOLD: [&str; 19] = [
 ];
 
 /// Converts an agent's gRPC error.
-pub(crate) fn status(status: &tonic::Status) -> Refusal {
+fn agent(status: &tonic::Status) -> Refusal {
     let message = status.message().to_owned();
     let told = status.metadata().as_ref().get(claim::REFUSAL);
     let told = told.and_then(|told| TOLD.into_iter().find(|code| told == code));
@@ -116,7 +133,7 @@ pub(crate) fn status(status: &tonic::Status) -> Refusal {
             let refusal = Refusal::new(StatusCode::CONFLICT, code, message);
             if code == "session_closing" { refusal.retry_after(RETRY_AFTER) } else { refusal }
         }
-        tonic::Code::NotFound => session_unknown(),
+        tonic::Code::NotFound => refusal(Error::SessionUnknown),
         tonic::Code::InvalidArgument => Refusal::bad_request("invalid_field", message),
         tonic::Code::DeadlineExceeded => {
             Refusal::new(StatusCode::GATEWAY_TIMEOUT, "worker_timeout", message)
@@ -128,14 +145,35 @@ pub(crate) fn status(status: &tonic::Status) -> Refusal {
             Refusal::new(StatusCode::SERVICE_UNAVAILABLE, code, message).retry_after(RETRY_AFTER)
         }
         _ => {
-            tracing::warn!(code = ?status.code(), message, "agent failed");
             let message = "the worker failed; see the router's log";
             Refusal::new(StatusCode::BAD_GATEWAY, "worker_failed", message)
         }
     }
 }
 
-pub(crate) fn session_unknown() -> Refusal {
-    let message = "no session is open under this id; open it with POST /v1/sessions";
-    Refusal::new(StatusCode::NOT_FOUND, "session_unknown", message)
+/// Refuses a path that the router doesn't serve.
+pub(super) fn route_unknown() -> Refusal {
+    let message = "no such route; see the API reference";
+    Refusal::new(StatusCode::NOT_FOUND, "route_unknown", message)
+}
+
+/// Refuses a method that the route doesn't have.
+pub(super) fn method_not_allowed() -> Refusal {
+    let message = "this route doesn't support this method; see the API reference";
+    Refusal::new(StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed", message)
+}
+
+/// Refuses to explain a turn whose placement is not kept, or not any longer.
+pub(super) fn placement_unknown() -> Refusal {
+    Refusal::new(
+        StatusCode::NOT_FOUND,
+        "placement_unknown",
+        "this router keeps no placement of this turn; ask soon after the turn, with the id of its \
+         answer's x-berth-turn header",
+    )
+}
+
+/// Refuses a body of a session route that is not the JSON expected there.
+pub(super) fn body_invalid(error: &serde_json::Error) -> Refusal {
+    Refusal::bad_request("invalid_json", format!("the body is wrong: {error}"))
 }

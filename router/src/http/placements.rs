@@ -5,11 +5,10 @@ use axum::{
     extract::{Path, State},
     response::{IntoResponse as _, Response},
 };
-use http::StatusCode;
 use serde_json::{Value, json};
-use service::{clock::now, refusal::Refusal};
+use service::clock::now;
 
-use super::{Desk, conclude};
+use super::{Desk, conclude, errors};
 use crate::{
     fleet::snapshot::ClusterView,
     placement::{Figures, recent::Record},
@@ -20,20 +19,11 @@ pub(super) async fn show(State(shared): Desk, Path(turn): Path<String>) -> Respo
         .map(|turn| shared.recent.lock().of(turn).to_vec())
         .unwrap_or_default();
     if records.is_empty() {
-        return conclude(&shared, Err(unknown()));
+        return conclude(&shared, Err(errors::placement_unknown()));
     }
     let view = shared.view.load();
     let placements: Vec<Value> = records.iter().map(|record| shown(record, &view)).collect();
     Json(json!({ "turn": turn, "placements": placements })).into_response()
-}
-
-fn unknown() -> Refusal {
-    Refusal::new(
-        StatusCode::NOT_FOUND,
-        "placement_unknown",
-        "this router keeps no placement of this turn; ask soon after the turn, with the id of its \
-         answer's x-berth-turn header",
-    )
 }
 
 fn shown(record: &Record, view: &ClusterView) -> Value {

@@ -17,7 +17,7 @@ use service::refusal::Refusal;
 use super::{Desk, conclude, errors};
 use crate::{
     fleet::control::Opening,
-    turn::{request, sessions::Seen, shared::Shared},
+    turn::{error::Error, request, sessions::Seen, shared::Shared},
 };
 
 /// The body of `POST /v1/sessions`.
@@ -60,7 +60,7 @@ async fn try_open(shared: &Arc<Shared>, request: Request) -> Result<Response, Re
         },
         &asked.timeout,
     )?;
-    let opened = shared.open(opening).await?;
+    let opened = shared.open(opening).await.map_err(errors::refusal)?;
     let status = if opened.new { StatusCode::CREATED } else { StatusCode::OK };
     let seen = Seen {
         key: opened.session.key.clone(),
@@ -85,7 +85,7 @@ pub(super) async fn show(
     let answer = match key(&headers, id) {
         Ok(key) => match shared.see(&key).await {
             Some(seen) => Ok(Json(shown(&shared, &seen)).into_response()),
-            None => Err(errors::session_unknown()),
+            None => Err(errors::refusal(Error::SessionUnknown)),
         },
         Err(refusal) => Err(refusal),
     };
@@ -98,7 +98,7 @@ pub(super) async fn close(
     headers: HeaderMap,
 ) -> Response {
     let answer = match key(&headers, id) {
-        Ok(key) => shared.close(key).await,
+        Ok(key) => shared.close(key).await.map_err(errors::refusal),
         Err(refusal) => Err(refusal),
     };
     conclude(&shared, answer.map(|()| StatusCode::NO_CONTENT.into_response()))
@@ -114,7 +114,7 @@ async fn try_sglang_open(shared: &Arc<Shared>, request: Request) -> Result<Respo
     let asked: SglangOpenBody = read(shared, body, true).await?;
     let retention = asked.streaming.unwrap_or(false).then_some(Retention::Pinned);
     let opening = opening(&parts.headers, asked.session_id, retention, &asked.timeout)?;
-    let opened = shared.open(opening).await?;
+    let opened = shared.open(opening).await.map_err(errors::refusal)?;
     if !opened.new {
         // The shape of SGLang's own error, which its clients look for.
         let message = "Failed to open the session: one with this id is still open. Close it first.";
@@ -132,7 +132,8 @@ pub(super) async fn sglang_close(State(shared): Desk, request: Request) -> Respo
 async fn try_sglang_close(shared: &Arc<Shared>, request: Request) -> Result<Response, Refusal> {
     let (parts, body) = request.into_parts();
     let asked: SglangCloseBody = read(shared, body, false).await?;
-    match shared.close(key(&parts.headers, asked.session_id)?).await {
+    let closed = shared.close(key(&parts.headers, asked.session_id)?).await;
+    match closed.map_err(errors::refusal) {
         Err(refusal) if refusal.status != StatusCode::NOT_FOUND => Err(refusal),
         // The engine also answers 200 to closing a session that it doesn't know.
         Ok(()) | Err(_) => Ok(StatusCode::OK.into_response()),
@@ -167,9 +168,7 @@ async fn read<T: for<'de> Deserialize<'de> + Default>(
     if held.bytes.is_empty() && may_be_empty {
         return Ok(T::default());
     }
-    serde_json::from_slice(&held.bytes).map_err(|error| {
-        Refusal::bad_request("invalid_json", format!("the body is wrong: {error}"))
-    })
+    serde_json::from_slice(&held.bytes).map_err(|error| errors::body_invalid(&error))
 }
 
 #[expect(clippy::needless_pass_by_value, reason = "it is the argument of map_err")]

@@ -79,7 +79,7 @@ pub enum Closing {
 
 /// The table is full, and every binding is held by a running turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("all sessions_max sessions have turns in flight")]
+#[error("all sessions_max sessions have turns in flight; try again")]
 pub struct Full;
 
 /// The affinity table.

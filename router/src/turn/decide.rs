@@ -6,23 +6,22 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use http::StatusCode;
 use parking_lot::MutexGuard;
 use proto::{
     claim::Claim,
     id::{Digest, SessionKey},
     load::Retention,
 };
-use service::{clock::now, refusal::Refusal};
+use service::clock::now;
 use tracing::debug;
 
 use super::{
+    error::Error,
     request::{Ask, Turn},
     shared::Shared,
 };
 use crate::{
     fleet::{lease::Lease, snapshot::ClusterView, worker::WorkerRef},
-    http::errors,
     placement::{
         self, Figures, Placement, Question, Reason, Sticky,
         affinity::{Affinity, Closing},
@@ -154,7 +153,7 @@ impl Shared {
         turn_id: u64,
         path: &str,
         body: &Bytes,
-    ) -> Result<Decided, Refusal> {
+    ) -> Result<Decided, Error> {
         if let Step::Decided(decided) = self.try_decide(turn, turn_id, Prompt::NotAsked)? {
             return Ok(*decided);
         }
@@ -178,7 +177,7 @@ impl Shared {
         turn: &Turn,
         turn_id: u64,
         prompt: Prompt<'_>,
-    ) -> Result<Step, Refusal> {
+    ) -> Result<Step, Error> {
         let view = self.view.load();
         let prefer = self.preferred(turn, &view);
         let blocks = match prompt {
@@ -199,7 +198,7 @@ impl Shared {
             None => match prompt {
                 Prompt::NotAsked => Step::WantsPrompt,
                 Prompt::Asked(_) => {
-                    let placement = self.place(&base, &view)?;
+                    let placement = placement::place(&base, &view, now())?;
                     let decided = self.decided(turn, turn_id, &view, placement, None, true);
                     Step::Decided(Box::new(decided))
                 }
@@ -266,7 +265,7 @@ impl Shared {
         base: Question<'_>,
         prompt: Prompt<'_>,
         view: &ClusterView,
-    ) -> Result<Step, Refusal> {
+    ) -> Result<Step, Error> {
         let mut affinity = self.affinity.lock();
         let standing =
             session_status::standing(&ask.key, view, affinity.get(&ask.key, now()), now());
@@ -301,14 +300,14 @@ impl Shared {
                 Some(settled) => settled,
                 None => return Ok(Step::WantsPrompt),
             },
-            Prompt::Asked(_) => self.place(&question, view)?,
+            Prompt::Asked(_) => placement::place(&question, view, now())?,
         };
         if let Some(Sticky { worker, fixed: true, .. }) = sticky
             && worker != placement.worker
             && ask.delta
         {
             // On another worker there is no history that a delta could be appended to.
-            return Err(lost(&view.name(worker), false));
+            return Err(Error::SessionLost { worker: view.name(worker), agent_up: false });
         }
         let exclusive = ask.open || ask.retention == Some(Retention::Pinned);
         let mut hold = self.hold(&mut affinity, ask, placement.worker, exclusive)?;
@@ -332,8 +331,8 @@ impl Shared {
         ask: &Ask,
         worker: WorkerRef,
         exclusive: bool,
-    ) -> Result<Hold, Refusal> {
-        affinity.begin(&ask.key, worker, exclusive, now()).map_err(errors::full)?;
+    ) -> Result<Hold, Error> {
+        affinity.begin(&ask.key, worker, exclusive, now())?;
         affinity.set_placement_only(&ask.key, ask.bind);
         Ok(Hold {
             shared: Arc::clone(self),
@@ -343,10 +342,6 @@ impl Shared {
             left: None,
             body_bytes: 0,
         })
-    }
-
-    fn place(&self, question: &Question<'_>, view: &ClusterView) -> Result<Placement, Refusal> {
-        placement::place(question, view, now()).map_err(|none| errors::no_worker(&none))
     }
 
     fn decided(
@@ -425,19 +420,16 @@ fn named(figures: &[Figures], view: &ClusterView) -> Vec<(String, Figures)> {
 }
 
 /// Checks whether the session's status allows the turn, and returns what it means for placement.
-fn admit(ask: &Ask, standing: &Standing, view: &ClusterView) -> Result<Place, Refusal> {
+fn admit(ask: &Ask, standing: &Standing, view: &ClusterView) -> Result<Place, Error> {
     let delta_on_nothing = ask.delta && !ask.open;
     match standing {
-        Standing::Closing => Err(closing()),
-        Standing::Lost { worker, agent_up } => Err(lost(&view.name(*worker), *agent_up)),
-        busy if is_busy(busy, view) => Err(self::busy()),
+        Standing::Closing => Err(Error::TurnWhileClosing),
+        Standing::Lost { worker, agent_up } => {
+            Err(Error::SessionLost { worker: view.name(*worker), agent_up: *agent_up })
+        }
+        busy if is_busy(busy, view) => Err(Error::SessionBusy),
         Standing::Unknown | Standing::Bound { recent: false, .. } if delta_on_nothing => {
-            Err(Refusal::new(
-                StatusCode::NOT_FOUND,
-                "session_unknown",
-                "this turn is a delta, but no session is open under its id; open the session first \
-                 with POST /v1/sessions, or send the full history without delta meaning",
-            ))
+            Err(Error::DeltaWithoutHistory)
         }
         Standing::Unknown => Ok(Place {
             sticky: None,
@@ -471,33 +463,4 @@ pub(crate) fn is_busy(standing: &Standing, view: &ClusterView) -> bool {
     };
     let facts = view.agent(*worker).facts.as_ref();
     facts.is_none_or(|facts| facts.description.turns_queued_per_session_max == 0)
-}
-
-pub(crate) fn busy() -> Refusal {
-    Refusal::new(
-        StatusCode::CONFLICT,
-        "session_busy",
-        "this session takes one turn at a time and a turn is running; send this turn when that one \
-         has ended",
-    )
-}
-
-pub(crate) fn closing() -> Refusal {
-    Refusal::new(
-        StatusCode::NOT_FOUND,
-        "session_closing",
-        "this session is closing; wait until its last turn has ended, then open it again",
-    )
-}
-
-fn lost(worker: &str, agent_up: bool) -> Refusal {
-    let whats_gone = if agent_up { "whose engine restarted" } else { "which can't be reached" };
-    Refusal::new(
-        StatusCode::CONFLICT,
-        "session_lost",
-        format!(
-            "the session's KV and history were on worker {worker}, {whats_gone}; open the session \
-             again and send the full history"
-        ),
-    )
 }

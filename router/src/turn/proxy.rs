@@ -24,6 +24,7 @@ use tokio::{sync::OwnedSemaphorePermit, time::Sleep};
 
 use super::{
     decide::{Decided, Hold},
+    error::NoAnswer,
     shared::Shared,
 };
 use crate::{
@@ -35,35 +36,6 @@ use crate::{
 pub(crate) const WORKER: HeaderName = HeaderName::from_static("x-berth-worker");
 /// Header of an answer: why that worker was chosen.
 pub(crate) const PLACEMENT: HeaderName = HeaderName::from_static("x-berth-placement");
-
-/// Why a worker gave no answer.
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum Error {
-    /// The connection could not be made, so nothing was sent.
-    #[error("worker {worker} can't be reached")]
-    Connect {
-        worker: String,
-        #[source]
-        source: hyper_util::client::legacy::Error,
-    },
-    /// The request may have reached the worker, but no answer came.
-    #[error("worker {worker} broke off before its answer began")]
-    BrokenOff {
-        worker: String,
-        #[source]
-        source: hyper_util::client::legacy::Error,
-    },
-    /// The turn's time limit was reached.
-    #[error("the turn took longer than turn_ms_max before its answer began")]
-    TimedOut,
-}
-
-impl Error {
-    /// Whether the turn can safely be sent again: only if no part of it was sent.
-    pub(crate) fn retry(&self) -> bool {
-        matches!(self, Self::Connect { .. })
-    }
-}
 
 /// A client's request, which can be sent more than once.
 #[derive(Debug)]
@@ -121,17 +93,17 @@ impl Outbound {
         &self,
         shared: &Shared,
         decided: &Decided,
-    ) -> Result<Response<Incoming>, Error> {
+    ) -> Result<Response<Incoming>, NoAnswer> {
         let answer = shared.client.request(self.request(decided));
         let name = || decided.name.clone();
         match tokio::time::timeout_at(self.deadline.into(), answer).await {
             Ok(Ok(response)) => Ok(response),
             Ok(Err(source)) if source.is_connect() => {
                 shared.note_unreachable(decided.worker, connect::chain(&source));
-                Err(Error::Connect { worker: name(), source })
+                Err(NoAnswer::Connect { worker: name(), source })
             }
-            Ok(Err(source)) => Err(Error::BrokenOff { worker: name(), source }),
-            Err(_) => Err(Error::TimedOut),
+            Ok(Err(source)) => Err(NoAnswer::BrokenOff { worker: name(), source }),
+            Err(_) => Err(NoAnswer::TimedOut),
         }
     }
 }

@@ -6,19 +6,17 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use http::StatusCode;
 use proto::{
     id::SessionKey,
     load::{Retention, Session},
 };
-use service::{clock::now, refusal::Refusal};
+use service::clock::now;
 use tokio::sync::oneshot;
 use tonic::Code;
 
-use super::{decide, shared::Shared};
+use super::{error::Error, shared::Shared};
 use crate::{
     fleet::{control::Opening, worker::WorkerRef},
-    http::errors,
     placement::{
         self, Question, Sticky, affinity,
         session_status::{self, Standing},
@@ -49,13 +47,13 @@ pub(crate) struct Opened {
 
 impl Shared {
     /// Opens a session, or returns the one that is already open.
-    pub(crate) async fn open(self: &Arc<Self>, opening: Opening) -> Result<Opened, Refusal> {
+    pub(crate) async fn open(self: &Arc<Self>, opening: Opening) -> Result<Opened, Error> {
         let shared = Arc::clone(self);
         self.detached(async move { Box::pin(shared.open_now(opening)).await }).await
     }
 
     /// Closes a session. Returns once the agent has agreed; a turn may still be running then.
-    pub(crate) async fn close(self: &Arc<Self>, key: SessionKey) -> Result<(), Refusal> {
+    pub(crate) async fn close(self: &Arc<Self>, key: SessionKey) -> Result<(), Error> {
         self.settled_view().await;
         // Recorded before the first await, so that the second of two closes finds the session
         // closing.
@@ -69,12 +67,12 @@ impl Shared {
                 Standing::Unknown
                 | Standing::Closing
                 | Standing::Bound { recent: false, placement_only: false, .. } => {
-                    return Err(errors::session_unknown());
+                    return Err(Error::SessionUnknown);
                 }
                 Standing::Bound { worker, placement_only, .. } => (worker, placement_only),
                 Standing::Open { worker, .. } | Standing::Lost { worker, .. } => (worker, false),
             };
-            affinity.close_asked(&key, worker, at).map_err(errors::full)?;
+            affinity.close_asked(&key, worker, at)?;
             (worker, bound_only)
         };
         let shared = Arc::clone(self);
@@ -111,11 +109,11 @@ impl Shared {
     }
 
     /// Closes what is left of a lost session, so that it can be opened again.
-    pub(crate) async fn bury(&self, key: &SessionKey, worker: WorkerRef) -> Result<(), Refusal> {
+    pub(crate) async fn bury(&self, key: &SessionKey, worker: WorkerRef) -> Result<(), Error> {
         let closed = self.controls[worker.agent].close(key).await;
         match closed {
             Err(status) if !matches!(status.code(), Code::NotFound | Code::Unavailable) => {
-                return Err(errors::status(&status));
+                return Err(Error::agent(status));
             }
             Ok(_) | Err(_) => {}
         }
@@ -149,7 +147,7 @@ impl Shared {
         }
     }
 
-    async fn open_now(self: Arc<Self>, opening: Opening) -> Result<Opened, Refusal> {
+    async fn open_now(self: Arc<Self>, opening: Opening) -> Result<Opened, Error> {
         let key = &opening.key;
         if let Standing::Lost { worker, .. } = self.patient_standing(key).await {
             self.bury(key, worker).await?;
@@ -183,14 +181,14 @@ impl Shared {
                 let new = !was_open && session.turns == 0;
                 let session = Arc::new(session);
                 let opened = affinity::Opened { session: Arc::clone(&session), epoch, at: now() };
-                affinity.opened(worker, opened, now()).map_err(errors::full)?;
+                affinity.opened(worker, opened, now())?;
                 Ok(Opened { worker, session, new })
             }
             Err(status) => {
                 if !was_open {
                     affinity.forget(key);
                 }
-                Err(errors::status(&status))
+                Err(Error::agent(status))
             }
         }
     }
@@ -202,7 +200,7 @@ impl Shared {
         &self,
         opening: &Opening,
         exclude: Option<WorkerRef>,
-    ) -> Result<(WorkerRef, bool, bool), Refusal> {
+    ) -> Result<(WorkerRef, bool, bool), Error> {
         let key = &opening.key;
         let view = self.view.load();
         let at = now();
@@ -210,8 +208,7 @@ impl Shared {
         let standing = session_status::standing(key, &view, affinity.get(key, at), at);
         let (bound, was_open) = match standing {
             Standing::Closing => {
-                let closing = decide::closing();
-                return Err(Refusal { status: StatusCode::CONFLICT, ..closing });
+                return Err(Error::OpenWhileClosing);
             }
             Standing::Unknown | Standing::Lost { .. } => (None, false),
             Standing::Bound { worker, .. } => (Some(worker), false),
@@ -232,15 +229,14 @@ impl Shared {
             model: None,
             exclude,
         };
-        let placement =
-            placement::place(&question, &view, at).map_err(|none| errors::no_worker(&none))?;
+        let placement = placement::place(&question, &view, at)?;
         self.metrics.placed(placement.reason.as_str());
         if bound.is_none() {
             view.agent(placement.worker).in_flight[placement.worker.dp_rank as usize].note_open();
         }
         match exclude {
             None => {
-                affinity.begin(key, placement.worker, false, at).map_err(errors::full)?;
+                affinity.begin(key, placement.worker, false, at)?;
                 // An open isn't a turn, so it doesn't make the session busy.
                 affinity.answered(key);
             }
@@ -254,7 +250,7 @@ impl Shared {
         key: &SessionKey,
         worker: WorkerRef,
         bound_only: bool,
-    ) -> Result<(), Refusal> {
+    ) -> Result<(), Error> {
         // Closes copies that the session left on other workers, too. Otherwise one could reappear.
         let view = self.view.load();
         let others = view.sessions.locate(key).iter().map(|one| one.worker);
@@ -271,11 +267,11 @@ impl Shared {
             Err(status) if status.code() == Code::NotFound => {
                 affinity.closed(key, false, now());
                 // Only the router held the placement; the agent had nothing to close.
-                if bound_only { Ok(()) } else { Err(errors::session_unknown()) }
+                if bound_only { Ok(()) } else { Err(Error::SessionUnknown) }
             }
             Err(status) => {
                 affinity.close_failed(key);
-                Err(errors::status(&status))
+                Err(Error::agent(status))
             }
         }
     }
@@ -283,16 +279,13 @@ impl Shared {
     /// Runs `work` to its end in a task, even if the caller goes away.
     async fn detached<T: Send + 'static>(
         &self,
-        work: impl Future<Output = Result<T, Refusal>> + Send + 'static,
-    ) -> Result<T, Refusal> {
+        work: impl Future<Output = Result<T, Error>> + Send + 'static,
+    ) -> Result<T, Error> {
         let (answer, answered) = oneshot::channel();
         self.tasks.spawn(async move {
             // Fails if the client is gone; then nobody waits for the answer.
             drop(answer.send(work.await));
         });
-        answered.await.unwrap_or_else(|_| {
-            let message = "the router failed; see its log";
-            Err(Refusal::new(StatusCode::INTERNAL_SERVER_ERROR, "internal", message))
-        })
+        answered.await.unwrap_or(Err(Error::Internal))
     }
 }

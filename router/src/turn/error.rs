@@ -1,0 +1,120 @@
+//! Why a turn, or an open or close of a session, is refused.
+
+use service::refusal::Refusal;
+use tonic::{Code, Status};
+
+use super::request;
+use crate::placement::{NoWorker, affinity::Full};
+
+/// Why a turn, or an open or close of a session, is refused. Each message is for the client.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Error {
+    /// The router has as many turns in flight as it may have.
+    #[error("the router has turns_in_flight_max turns in flight; try again")]
+    TurnsFull,
+    /// The body is too large, incomplete or late, or exceeds the budget for bodies.
+    #[error(transparent)]
+    Body(#[from] Refusal),
+    /// The body did not arrive within the turn's time limit.
+    #[error("the request body did not arrive within turn_ms_max; send it faster")]
+    BodyLate,
+    /// The request's headers or body are invalid.
+    #[error(transparent)]
+    Request(#[from] request::Error),
+    /// No worker can take the turn or the session.
+    #[error(transparent)]
+    NoWorker(#[from] NoWorker),
+    /// The affinity table has no room for the session.
+    #[error(transparent)]
+    SessionsFull(#[from] Full),
+    /// A close names a session that is not open.
+    #[error("no session is open under this id; open it with POST /v1/sessions")]
+    SessionUnknown,
+    /// A delta turn names a session that is not open.
+    #[error(
+        "this turn is a delta, but no session is open under its id; open the session first with \
+         POST /v1/sessions, or send the full history without delta meaning"
+    )]
+    DeltaWithoutHistory,
+    /// The session takes one turn at a time, and a turn is running.
+    #[error(
+        "this session takes one turn at a time and a turn is running; send this turn when that one \
+         has ended"
+    )]
+    SessionBusy,
+    /// A turn came while its session closes.
+    #[error("this session is closing; wait until its last turn has ended, then open it again")]
+    TurnWhileClosing,
+    /// An open came while its session closes.
+    #[error("this session is closing; wait until its last turn has ended, then open it again")]
+    OpenWhileClosing,
+    /// The session's KV and history are gone.
+    #[error(
+        "the session's KV and history were on worker {worker}, {}; open the session again and send \
+         the full history",
+        if *.agent_up { "whose engine restarted" } else { "which can't be reached" }
+    )]
+    SessionLost {
+        /// Name of the worker that had the session.
+        worker: String,
+        /// Whether the agent is connected.
+        agent_up: bool,
+    },
+    /// The agent refused or failed a call on its control port.
+    #[error("{}", .0.message())]
+    Agent(Status),
+    /// The agent gave no answer to the turn.
+    #[error(transparent)]
+    NoAnswer(#[from] NoAnswer),
+    /// A task of the router panicked.
+    #[error("the router failed; see its log")]
+    Internal,
+}
+
+impl Error {
+    /// Converts an agent's gRPC error. Logs an error that no client can act on.
+    pub(super) fn agent(status: Status) -> Self {
+        let is_known = matches!(
+            status.code(),
+            Code::ResourceExhausted
+                | Code::FailedPrecondition
+                | Code::NotFound
+                | Code::InvalidArgument
+                | Code::DeadlineExceeded
+                | Code::Unavailable
+        );
+        if !is_known {
+            tracing::warn!(code = ?status.code(), message = status.message(), "agent failed");
+        }
+        Self::Agent(status)
+    }
+}
+
+/// Why a worker gave no answer.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum NoAnswer {
+    /// The connection could not be made, so nothing was sent.
+    #[error("worker {worker} can't be reached")]
+    Connect {
+        worker: String,
+        #[source]
+        source: hyper_util::client::legacy::Error,
+    },
+    /// The request may have reached the worker, but no answer came.
+    #[error("worker {worker} broke off before its answer began")]
+    BrokenOff {
+        worker: String,
+        #[source]
+        source: hyper_util::client::legacy::Error,
+    },
+    /// The turn's time limit was reached.
+    #[error("the turn took longer than turn_ms_max before its answer began")]
+    TimedOut,
+}
+
+impl NoAnswer {
+    /// Whether the turn can safely be sent again: only if no part of it was sent.
+    pub(crate) fn retry(&self) -> bool {
+        matches!(self, Self::Connect { .. })
+    }
+}
