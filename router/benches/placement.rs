@@ -21,7 +21,7 @@ use proto::{
 use router::{
     config::Config,
     fleet::{
-        snapshot::ClusterView,
+        snapshot::Snapshot,
         state::{State, Update},
         worker::WorkerRef,
     },
@@ -122,7 +122,7 @@ fn session(agent: usize, number: usize) -> Session {
     }
 }
 
-fn fleet(workers: usize, now: Instant) -> ClusterView {
+fn fleet(workers: usize, now: Instant) -> Snapshot {
     let workers_named = (0..workers).map(|agent| format!("http://host{agent}:1")).collect();
     let mut state = State::new(&Config { workers: workers_named, ..Config::default() });
     for agent in 0..workers {

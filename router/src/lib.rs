@@ -48,7 +48,7 @@ use crate::{
     config::Config,
     fleet::{
         collector::FleetCollector,
-        connect::{self, Watcher},
+        connect::{self, LoadWatcher},
         control::Control,
         state::{State, Update},
         view::{self, View},
@@ -176,7 +176,7 @@ fn watch_agents(
     tasks: &Tasks,
 ) {
     for (agent, endpoint) in endpoints.iter().enumerate() {
-        let watcher = Watcher {
+        let watcher = LoadWatcher {
             agent,
             endpoint: endpoint.clone(),
             connect_max: config.connect_max(),

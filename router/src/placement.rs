@@ -28,9 +28,9 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 pub use self::{candidates::NoWorker, cost::Figures};
 use crate::{
     fleet::{
-        snapshot::ClusterView,
+        snapshot::Snapshot,
         worker::{WorkerRef, WorkerState},
-        worker_table::Seen,
+        worker_table::WorkerStats,
     },
     residency::PromptOverlap,
 };
@@ -192,7 +192,7 @@ enum Stay<'a> {
     /// The turn must go to this worker, whatever it costs.
     Must(WorkerRef),
     /// The turn goes to this worker if no other is better.
-    May(Seen<'a>),
+    May(WorkerStats<'a>),
     /// The session has no worker, or its worker can't take the turn.
     No,
 }
@@ -204,14 +204,14 @@ enum Stay<'a> {
 /// decide with the prompt, or if the prompt may need staged prefill. The prompt is tokenized only
 /// then.
 #[must_use]
-pub fn settled(question: &Question<'_>, view: &ClusterView, now: Instant) -> Option<Placement> {
+pub fn settled(question: &Question<'_>, view: &Snapshot, now: Instant) -> Option<Placement> {
     let home = match stay(question, view, now) {
         Stay::Must(worker) => return Some(Placement::unmoved(worker)),
         Stay::May(home) => home,
         Stay::No => return None,
     };
     let gain_ms = gain_min(question, view, now).as_millis();
-    let ahead_ms = |seen| u128::from(cost::ahead_ms(question, view, seen, now));
+    let ahead_ms = |stats| u128::from(cost::ahead_ms(question, view, stats, now));
     let lately = |at: Instant| now.saturating_duration_since(at) < IDLE_SETTLED_MAX;
     let Sticky { ended, new_tokens, .. } = sticky(question)?;
     let is_long = |stage_tokens| new_tokens.is_none_or(|tokens| tokens > stage_tokens);
@@ -232,7 +232,7 @@ pub fn settled(question: &Question<'_>, view: &ClusterView, now: Instant) -> Opt
 /// If no worker fits. The error says what the workers offer instead.
 pub fn place(
     question: &Question<'_>,
-    view: &ClusterView,
+    view: &Snapshot,
     now: Instant,
 ) -> Result<Placement, NoWorker> {
     let stays = match stay(question, view, now) {
@@ -246,8 +246,8 @@ pub fn place(
     };
     let candidates = candidates::candidates(question, view, now)?;
     let mut compared = Compared::default();
-    for &seen in &candidates.workers {
-        let worker = seen.worker();
+    for &stats in &candidates.workers {
+        let worker = stats.worker();
         // An agent runs a session's turns on the rank that has it, whichever rank the router sends
         // them to.
         let other_rank = |home: WorkerRef| home.agent == worker.agent && home != worker;
@@ -255,7 +255,7 @@ pub fn place(
             continue;
         }
         let rank = || rendezvous(question.digest, view, worker);
-        if let Some(figures) = cost::within(question, view, seen, compared.cost_ms_max(), now) {
+        if let Some(figures) = cost::within(question, view, stats, compared.cost_ms_max(), now) {
             compared.offer(figures, rank);
         }
     }
@@ -270,8 +270,9 @@ pub fn place(
             _ => Err(NoWorker::Unusable),
         };
     };
-    let mut cost_there =
-        |seen: Seen<'_>| compared.of(seen.worker(), || cost::of(question, view, seen, now));
+    let mut cost_there = |stats: WorkerStats<'_>| {
+        compared.of(stats.worker(), || cost::of(question, view, stats, now))
+    };
     let (worker, reason) = match stays {
         // The session's worker may be stale: it takes no new sessions, but its cost is compared.
         Some(home) => {
@@ -286,8 +287,10 @@ pub fn place(
             let preferred = question.prefer.filter(|(worker, reason)| {
                 let slack_ms =
                     if *reason == Reason::Parent { PARENT_SLACK_MS } else { CACHE_KEY_SLACK_MS };
-                let seen = candidates.workers.iter().find(|seen| seen.worker() == *worker);
-                seen.is_some_and(|seen| cost_there(*seen) <= best.cost_ms.saturating_add(slack_ms))
+                let stats = candidates.workers.iter().find(|stats| stats.worker() == *worker);
+                stats.is_some_and(|stats| {
+                    cost_there(*stats) <= best.cost_ms.saturating_add(slack_ms)
+                })
             });
             preferred.unwrap_or((best.worker, candidates.reason(question)))
         }
@@ -300,13 +303,13 @@ fn sticky(question: &Question<'_>) -> Option<Sticky> {
     question.sticky.filter(|sticky| question.exclude != Some(sticky.worker))
 }
 
-fn stay<'a>(question: &Question<'_>, view: &'a ClusterView, now: Instant) -> Stay<'a> {
+fn stay<'a>(question: &Question<'_>, view: &'a Snapshot, now: Instant) -> Stay<'a> {
     let Some(Sticky { worker, fixed, .. }) = sticky(question) else { return Stay::No };
     let blinks = view.agent(worker).lost_for(now).is_some_and(|time| time < BLINK_MAX);
     if blinks {
         return Stay::Must(worker);
     }
-    let Some(home) = view.roster().get(worker) else { return Stay::No };
+    let Some(home) = view.worker_table().get(worker) else { return Stay::No };
     match home.state(now, view.report_age_max()) {
         WorkerState::Lost | WorkerState::Disaggregated => Stay::No,
         _ if fixed => Stay::Must(worker),
@@ -316,7 +319,7 @@ fn stay<'a>(question: &Question<'_>, view: &'a ClusterView, now: Instant) -> Sta
 }
 
 /// Returns the least gain for which the session moves.
-fn gain_min(question: &Question<'_>, view: &ClusterView, now: Instant) -> Duration {
+fn gain_min(question: &Question<'_>, view: &Snapshot, now: Instant) -> Duration {
     let lately = |at: Instant| now.saturating_duration_since(at) < MOVED_LATELY;
     let again = question.sticky.and_then(|sticky| sticky.moved).is_some_and(lately);
     view.rebind_gain_min() * if again { 2 } else { 1 }
@@ -324,7 +327,7 @@ fn gain_min(question: &Question<'_>, view: &ClusterView, now: Instant) -> Durati
 
 /// Returns the worker's rank for a digest; the highest wins. All routers agree on it, and a worker
 /// that is added or removed moves only its own share of the sessions.
-fn rendezvous(digest: Digest, view: &ClusterView, worker: WorkerRef) -> u64 {
+fn rendezvous(digest: Digest, view: &Snapshot, worker: WorkerRef) -> u64 {
     let seed = digest.0.rotate_left(32) ^ u64::from(worker.dp_rank);
     xxh3_64_with_seed(view.agent(worker).name().as_bytes(), seed)
 }

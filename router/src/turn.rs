@@ -199,7 +199,7 @@ fn finish(
             warn!(
                 turn = format!("{:016x}", outbound.turn_id),
                 worker = decided.name,
-                error = connect::chain(&error),
+                error = connect::describe_error(&error),
                 "turn failed"
             );
             Err(error.into())

@@ -8,7 +8,7 @@ use std::{
 use proto::load::{Description, LoadReport, RankLoad};
 
 use super::{
-    lease::{Counts, InFlight},
+    lease::{InFlight, InFlightCounts},
     worker::WorkerState,
 };
 
@@ -32,7 +32,7 @@ pub struct Agent {
     /// This router's in-flight counts, one per rank. Kept across reconnects.
     pub in_flight: Vec<Arc<InFlight>>,
     /// Values of `in_flight` at the moment the last load report arrived.
-    pub in_flight_at_report: Vec<Counts>,
+    pub in_flight_at_report: Vec<InFlightCounts>,
 }
 
 /// An agent's description of itself, and the address that takes its turns.
@@ -59,7 +59,7 @@ pub enum Link {
         why: String,
         /// The agent answers but is rejected as a duplicate agent id: an agent at another address
         /// has the same id.
-        twin: bool,
+        duplicate_id: bool,
     },
 }
 

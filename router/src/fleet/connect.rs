@@ -13,13 +13,13 @@ use tokio_util::sync::CancellationToken;
 use tonic::transport::Endpoint;
 use tracing::debug;
 
-use super::{agent::Link, load_stream::Follow, state::Update, view::View};
+use super::{agent::Link, load_stream::LoadStream, state::Update, view::View};
 use crate::backoff::Backoff;
 
 /// Number of load reports, about ten seconds of them, for which the stream of a duplicate agent id
 /// is kept open. The other agent may be about to leave, and reconnecting transfers the whole
 /// session table.
-const TURNED_AWAY_REPORTS: u32 = 20;
+const REJECTED_REPORTS_MAX: u32 = 20;
 
 /// A host that dies silently is noticed after the sum of these two: about when its silence makes
 /// its workers stale.
@@ -28,7 +28,7 @@ const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The task that follows one agent.
 #[derive(Debug)]
-pub(crate) struct Watcher {
+pub(crate) struct LoadWatcher {
     pub(crate) agent: usize,
     pub(crate) endpoint: Endpoint,
     pub(crate) connect_max: Duration,
@@ -53,27 +53,27 @@ pub(crate) fn endpoint(
         .tcp_nodelay(true))
 }
 
-impl Watcher {
+impl LoadWatcher {
     /// Follows the agent until it is cancelled.
     pub(crate) async fn run(self, token: CancellationToken) {
         tokio::select! {
             biased;
             () = token.cancelled() => {}
-            () = self.follow_forever() => {}
+            () = self.run_forever() => {}
         }
     }
 
-    async fn follow_forever(self) {
+    async fn run_forever(self) {
         let mut backoff = Backoff::default();
         loop {
-            let mut follow = Follow::new(self.sessions_max);
-            let why = self.follow_once(&mut follow).await;
+            let mut checker = LoadStream::new(self.sessions_max);
+            let why = self.follow_once(&mut checker).await;
             debug!(agent = self.agent, why, "stream ended");
-            let taken = follow.is_live() && self.turned_away().is_none();
-            if self.tell(Update::Lost(why)).await.is_err() {
+            let was_accepted = checker.is_live() && self.rejection().is_none();
+            if self.send(Update::Lost(why)).await.is_err() {
                 return;
             }
-            if taken {
+            if was_accepted {
                 backoff.reset();
             }
             backoff.rest().await;
@@ -81,20 +81,20 @@ impl Watcher {
     }
 
     /// Follows one stream to its end. Returns why it ended.
-    async fn follow_once(&self, follow: &mut Follow) -> String {
+    async fn follow_once(&self, checker: &mut LoadStream) -> String {
         // The limit includes name resolution and the HTTP/2 handshake; the connector's own doesn't.
-        let first_word = async {
-            let channel = self.endpoint.connect().await.map_err(|error| chain(&error))?;
+        let open_stream = async {
+            let channel = self.endpoint.connect().await.map_err(|error| describe_error(&error))?;
             let mut client = WorkerAgentClient::new(channel);
             let stream = client.watch_load(WatchLoadRequest {}).await;
             stream.map_err(|status| format!("{:?}: {}", status.code(), status.message()))
         };
-        let mut stream = match tokio::time::timeout(self.connect_max, first_word).await {
+        let mut stream = match tokio::time::timeout(self.connect_max, open_stream).await {
             Ok(Ok(response)) => response.into_inner(),
             Ok(Err(why)) => return why,
             Err(_) => return format!("no answer within {} ms", self.connect_max.as_millis()),
         };
-        let (mut heard, mut away) = (false, 0);
+        let (mut heard, mut reports_while_rejected) = (false, 0);
         loop {
             let next = stream.message();
             let mut next = std::pin::pin!(next);
@@ -106,7 +106,7 @@ impl Watcher {
                         // The agent waits for its engine. Until then it counts as lost, so that no
                         // turn waits for it.
                         let why = "the agent has not reached its engine yet".to_owned();
-                        if self.tell(Update::Lost(why)).await.is_err() {
+                        if self.send(Update::Lost(why)).await.is_err() {
                             return "the view ended".to_owned();
                         }
                     }
@@ -119,20 +119,20 @@ impl Watcher {
                 Ok(None) => return "the agent ended the stream".to_owned(),
                 Err(status) => return format!("{:?}: {}", status.code(), status.message()),
             };
-            match follow.accept(event) {
+            match checker.accept(event) {
                 Ok(None) => {}
                 Ok(Some(update)) => {
-                    away += u32::from(matches!(update, Update::Report(_)));
-                    if self.tell(update).await.is_err() {
+                    reports_while_rejected += u32::from(matches!(update, Update::Report(_)));
+                    if self.send(update).await.is_err() {
                         return "the view ended".to_owned();
                     }
                 }
-                Err(error) => return chain(&error),
+                Err(error) => return describe_error(&error),
             }
-            match self.turned_away() {
-                Some(why) if away >= TURNED_AWAY_REPORTS => return why,
+            match self.rejection() {
+                Some(why) if reports_while_rejected >= REJECTED_REPORTS_MAX => return why,
                 Some(_) => {}
-                None => away = 0,
+                None => reports_while_rejected = 0,
             }
         }
     }
@@ -140,21 +140,21 @@ impl Watcher {
     /// Returns the reason if the view rejects this agent as a duplicate agent id. Once the other
     /// agent is gone, this one is needed with its whole session table, so its stream must start
     /// again.
-    fn turned_away(&self) -> Option<String> {
+    fn rejection(&self) -> Option<String> {
         match &self.view.load().agents[self.agent].link {
-            Link::Lost { why, twin: true, .. } => Some(why.clone()),
+            Link::Lost { why, duplicate_id: true, .. } => Some(why.clone()),
             Link::Lost { .. } | Link::Dialing | Link::Up => None,
         }
     }
 
-    async fn tell(&self, update: Update) -> Result<(), ()> {
+    async fn send(&self, update: Update) -> Result<(), ()> {
         let now = service::clock::now();
         self.updates.send((self.agent, update, now)).await.map_err(drop)
     }
 }
 
 /// Formats an error and its sources on one line.
-pub(crate) fn chain(error: &dyn std::error::Error) -> String {
+pub(crate) fn describe_error(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut source = error.source();
     while let Some(cause) = source {

@@ -27,7 +27,7 @@ pub(crate) struct Control(WorkerAgentClient<Channel>);
 
 /// A request to open a session.
 #[derive(Debug, Clone)]
-pub(crate) struct Opening {
+pub(crate) struct OpenRequest {
     pub(crate) key: SessionKey,
     pub(crate) retention: Option<Retention>,
     pub(crate) idle_ms_max: Option<u64>,
@@ -39,7 +39,11 @@ impl Control {
     }
 
     /// Opens the session on the rank, or returns the one that is already open.
-    pub(crate) async fn open(&self, opening: &Opening, dp_rank: u32) -> Result<Session, Status> {
+    pub(crate) async fn open(
+        &self,
+        opening: &OpenRequest,
+        dp_rank: u32,
+    ) -> Result<Session, Status> {
         let request = v1::OpenSessionRequest {
             key: Some((&opening.key).into()),
             retention: opening.retention.map_or(0, Retention::to_wire),

@@ -23,7 +23,7 @@ pub struct InFlight {
 
 /// The values of [`InFlight`] at one moment.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Counts {
+pub struct InFlightCounts {
     /// Number of turns in flight.
     pub turns: u32,
     /// Number of sessions that this router ever asked the worker to open; wraps around.
@@ -60,8 +60,8 @@ impl InFlight {
     }
 
     /// Returns all counts.
-    pub fn counts(&self) -> Counts {
-        Counts {
+    pub fn counts(&self) -> InFlightCounts {
+        InFlightCounts {
             turns: self.turns(),
             opens: self.opens(),
             unanswered_tokens: self.unanswered_tokens(),
@@ -80,15 +80,15 @@ impl InFlight {
 /// One turn in flight.
 #[derive(Debug)]
 pub struct Lease {
-    count: Arc<InFlight>,
+    in_flight: Arc<InFlight>,
     /// Prompt tokens that the worker was expected to compute when the turn was placed.
     tokens: u64,
-    prompt: Prompt,
+    prompt: PromptState,
 }
 
 /// The state of a turn's prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Prompt {
+enum PromptState {
     /// In staged prefill. The turn itself is not sent yet.
     InStagedPrefill,
     /// Sent, with this many tokens to compute.
@@ -101,11 +101,11 @@ impl Lease {
     /// Counts one turn until the lease is dropped. `tokens` are the prompt tokens that the worker
     /// has to compute, as far as they are known.
     #[must_use]
-    pub fn acquire(count: &Arc<InFlight>, tokens: u64) -> Self {
-        count.turns.fetch_add(1, Ordering::Relaxed);
-        count.unanswered_tokens.fetch_add(tokens, Ordering::Relaxed);
-        count.coming_tokens.fetch_add(tokens, Ordering::Relaxed);
-        Self { count: Arc::clone(count), tokens, prompt: Prompt::Sent(tokens) }
+    pub fn acquire(in_flight: &Arc<InFlight>, tokens: u64) -> Self {
+        in_flight.turns.fetch_add(1, Ordering::Relaxed);
+        in_flight.unanswered_tokens.fetch_add(tokens, Ordering::Relaxed);
+        in_flight.coming_tokens.fetch_add(tokens, Ordering::Relaxed);
+        Self { in_flight: Arc::clone(in_flight), tokens, prompt: PromptState::Sent(tokens) }
     }
 
     /// Returns the prompt tokens that the worker had to compute when the turn was placed.
@@ -116,40 +116,40 @@ impl Lease {
 
     /// Records that the prompt goes through staged prefill before the turn is sent.
     pub fn begin_staged_prefill(&mut self) {
-        self.set(Prompt::InStagedPrefill);
+        self.set(PromptState::InStagedPrefill);
     }
 
     /// Records that the turn is sent, with at most `tokens_max` prompt tokens to compute.
     pub fn end_staged_prefill(&mut self, tokens_max: u64) {
-        self.set(Prompt::Sent(self.tokens.min(tokens_max)));
+        self.set(PromptState::Sent(self.tokens.min(tokens_max)));
     }
 
     /// Records that the answer has begun, so that the prompt is computed.
     pub fn answered(&mut self) {
-        self.set(Prompt::Answered);
+        self.set(PromptState::Answered);
     }
 
-    fn set(&mut self, prompt: Prompt) {
-        let Self { count, tokens, .. } = &*self;
+    fn set(&mut self, prompt: PromptState) {
+        let Self { in_flight, tokens, .. } = &*self;
         match prompt {
-            Prompt::InStagedPrefill => {
-                count.staged_prefill_tokens.fetch_add(*tokens, Ordering::Relaxed);
-                count.staged_prefill_prompts.fetch_add(1, Ordering::Relaxed);
+            PromptState::InStagedPrefill => {
+                in_flight.staged_prefill_tokens.fetch_add(*tokens, Ordering::Relaxed);
+                in_flight.staged_prefill_prompts.fetch_add(1, Ordering::Relaxed);
             }
-            Prompt::Sent(left) => {
-                count.unanswered_tokens.fetch_add(left, Ordering::Relaxed);
+            PromptState::Sent(left) => {
+                in_flight.unanswered_tokens.fetch_add(left, Ordering::Relaxed);
             }
-            Prompt::Answered => {}
+            PromptState::Answered => {}
         }
         match std::mem::replace(&mut self.prompt, prompt) {
-            Prompt::InStagedPrefill => {
-                self.count.staged_prefill_tokens.fetch_sub(self.tokens, Ordering::Relaxed);
-                self.count.staged_prefill_prompts.fetch_sub(1, Ordering::Relaxed);
+            PromptState::InStagedPrefill => {
+                self.in_flight.staged_prefill_tokens.fetch_sub(self.tokens, Ordering::Relaxed);
+                self.in_flight.staged_prefill_prompts.fetch_sub(1, Ordering::Relaxed);
             }
-            Prompt::Sent(left) => {
-                self.count.unanswered_tokens.fetch_sub(left, Ordering::Relaxed);
+            PromptState::Sent(left) => {
+                self.in_flight.unanswered_tokens.fetch_sub(left, Ordering::Relaxed);
             }
-            Prompt::Answered => {}
+            PromptState::Answered => {}
         }
     }
 }
@@ -157,8 +157,8 @@ impl Lease {
 impl Drop for Lease {
     fn drop(&mut self) {
         self.answered();
-        self.count.coming_tokens.fetch_sub(self.tokens, Ordering::Relaxed);
-        let before = self.count.turns.fetch_sub(1, Ordering::Relaxed);
+        self.in_flight.coming_tokens.fetch_sub(self.tokens, Ordering::Relaxed);
+        let before = self.in_flight.turns.fetch_sub(1, Ordering::Relaxed);
         debug_assert!(before > 0, "a lease was dropped twice");
     }
 }
@@ -169,45 +169,51 @@ mod tests {
 
     #[test]
     fn a_lease_counts_until_it_is_dropped() {
-        let count = Arc::new(InFlight::default());
-        let first = Lease::acquire(&count, 0);
-        let second = Lease::acquire(&count, 0);
-        assert_eq!(count.turns(), 2);
+        let in_flight = Arc::new(InFlight::default());
+        let first = Lease::acquire(&in_flight, 0);
+        let second = Lease::acquire(&in_flight, 0);
+        assert_eq!(in_flight.turns(), 2);
         drop(first);
-        assert_eq!(count.turns(), 1);
+        assert_eq!(in_flight.turns(), 1);
         drop(second);
-        assert_eq!(count.counts(), Counts::default());
+        assert_eq!(in_flight.counts(), InFlightCounts::default());
     }
 
     #[test]
     fn a_prompt_is_computed_when_its_answer_begins_and_its_kv_comes_until_the_end() {
-        let count = Arc::new(InFlight::default());
-        let mut lease = Lease::acquire(&count, 700);
-        let _never_answered = Lease::acquire(&count, 50);
+        let in_flight = Arc::new(InFlight::default());
+        let mut lease = Lease::acquire(&in_flight, 700);
+        let _never_answered = Lease::acquire(&in_flight, 50);
         lease.answered();
         lease.answered();
-        assert_eq!((count.counts().unanswered_tokens, count.counts().coming_tokens), (50, 750));
+        assert_eq!(
+            (in_flight.counts().unanswered_tokens, in_flight.counts().coming_tokens),
+            (50, 750)
+        );
         drop(lease);
-        assert_eq!((count.counts().unanswered_tokens, count.counts().coming_tokens), (50, 50));
+        assert_eq!(
+            (in_flight.counts().unanswered_tokens, in_flight.counts().coming_tokens),
+            (50, 50)
+        );
     }
 
     #[test]
     fn a_prompt_in_staged_prefill_delays_no_other_turn_until_its_turn_is_sent() {
-        let count = Arc::new(InFlight::default());
-        let mut lease = Lease::acquire(&count, 700);
+        let in_flight = Arc::new(InFlight::default());
+        let mut lease = Lease::acquire(&in_flight, 700);
         lease.begin_staged_prefill();
-        let there = count.counts();
+        let there = in_flight.counts();
         assert_eq!((there.unanswered_tokens, there.coming_tokens), (0, 700));
         assert_eq!((there.staged_prefill_tokens, there.staged_prefill_prompts), (700, 1));
         lease.end_staged_prefill(40);
-        let sent = count.counts();
+        let sent = in_flight.counts();
         assert_eq!(
             (sent.unanswered_tokens, sent.staged_prefill_tokens, sent.staged_prefill_prompts),
             (40, 0, 0)
         );
-        let mut given_up = Lease::acquire(&count, 9);
+        let mut given_up = Lease::acquire(&in_flight, 9);
         given_up.begin_staged_prefill();
         drop((lease, given_up));
-        assert_eq!(count.counts(), Counts::default());
+        assert_eq!(in_flight.counts(), InFlightCounts::default());
     }
 }

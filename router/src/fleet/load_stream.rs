@@ -36,7 +36,7 @@ pub enum Error {
     Order(&'static str),
     /// An event that can't be decoded.
     #[error("received an invalid event")]
-    Nonsense(#[from] load::Error),
+    Invalid(#[from] load::Error),
 }
 
 /// The position in the stream.
@@ -49,14 +49,14 @@ enum Phase {
 
 /// Checks one stream.
 #[derive(Debug)]
-pub struct Follow {
+pub struct LoadStream {
     phase: Phase,
     epoch: u64,
     next: u64,
     sessions_max: usize,
 }
 
-impl Follow {
+impl LoadStream {
     /// Creates the checker for a new stream. Keeps one session more than `sessions_max` of its
     /// table at most, so that the view notices the excess.
     #[must_use]
@@ -198,27 +198,27 @@ mod tests {
         Event::Report(report(&vec![(0, 0); ranks]).into())
     }
 
-    fn live() -> Follow {
-        let mut follow = Follow::new(10);
-        assert!(follow.accept(event(5, 0, described(5))).unwrap().is_none());
-        assert!(follow.accept(event(5, 1, table(&["a"], 0, false))).unwrap().is_none());
-        assert!(!follow.is_live());
-        let began = follow.accept(event(5, 2, table(&["b"], 1, true))).unwrap();
+    fn live() -> LoadStream {
+        let mut stream = LoadStream::new(10);
+        assert!(stream.accept(event(5, 0, described(5))).unwrap().is_none());
+        assert!(stream.accept(event(5, 1, table(&["a"], 0, false))).unwrap().is_none());
+        assert!(!stream.is_live());
+        let began = stream.accept(event(5, 2, table(&["b"], 1, true))).unwrap();
         let Some(Update::Began { sessions, .. }) = began else { panic!("{began:?}") };
         assert_eq!(sessions.len(), 2);
-        assert!(follow.is_live());
-        follow
+        assert!(stream.is_live());
+        stream
     }
 
     #[test]
     fn a_stream_in_order_is_followed() {
-        let mut follow = live();
+        let mut stream = live();
         assert!(matches!(
-            follow.accept(event(5, 3, reported(2))).unwrap(),
+            stream.accept(event(5, 3, reported(2))).unwrap(),
             Some(Update::Report(_))
         ));
         assert!(matches!(
-            follow.accept(event(5, 4, described(5))).unwrap(),
+            stream.accept(event(5, 4, described(5))).unwrap(),
             Some(Update::Described(_))
         ));
     }
@@ -238,21 +238,21 @@ mod tests {
             let text = format!("{event:?}");
             assert!(live().accept(event).is_err(), "taken: {text}");
         }
-        assert!(Follow::new(10).accept(event(5, 0, table(&[], 0, true))).is_err());
-        assert!(Follow::new(10).accept(event(5, 1, described(5))).is_err());
-        let mut early = Follow::new(10);
+        assert!(LoadStream::new(10).accept(event(5, 0, table(&[], 0, true))).is_err());
+        assert!(LoadStream::new(10).accept(event(5, 1, described(5))).is_err());
+        let mut early = LoadStream::new(10);
         early.accept(event(5, 0, described(5))).unwrap();
         assert!(early.accept(event(5, 1, reported(2))).is_err());
-        let mut foreign = Follow::new(10);
+        let mut foreign = LoadStream::new(10);
         foreign.accept(event(5, 0, described(5))).unwrap();
         assert!(foreign.accept(event(5, 1, table(&["a"], 2, true))).is_err());
     }
 
     #[test]
     fn a_table_beyond_the_bound_is_cut() {
-        let mut follow = Follow::new(1);
-        follow.accept(event(5, 0, described(5))).unwrap();
-        let began = follow.accept(event(5, 1, table(&["a", "b", "c"], 0, true))).unwrap();
+        let mut stream = LoadStream::new(1);
+        stream.accept(event(5, 0, described(5))).unwrap();
+        let began = stream.accept(event(5, 1, table(&["a", "b", "c"], 0, true))).unwrap();
         let Some(Update::Began { sessions, .. }) = began else { panic!("{began:?}") };
         assert_eq!(sessions.len(), 2, "one more than the bound");
     }

@@ -25,18 +25,18 @@ use super::worker::WorkerRef;
 /// 100,000 sessions takes a millisecond.
 const SUM_AGE_MAX: Duration = Duration::from_millis(250);
 /// Half-life of abandoned KV. Pools turn over in minutes, so eviction takes it in that time.
-const LEFT_FADES: Duration = Duration::from_secs(150);
+const ABANDONED_HALF_LIFE: Duration = Duration::from_secs(150);
 /// Rate at which a session with a running turn sends its next turn, in millionths per second. The
 /// next turn comes within half a minute: an answer takes 10 s, and the median pause is 10 s.
 const RUNNING_MICRO_PER_S: u64 = 33_000;
 /// Upper bounds of the idle-time classes, in seconds. The last class has no bound.
-const IDLE_S: [u64; CLASSES - 1] = [10, 30, 60, 120, 300, 600, 1800];
+const IDLE_BOUNDS_S: [u64; IDLE_CLASSES - 1] = [10, 30, 60, 120, 300, 600, 1800];
 /// Number of idle-time classes.
-pub const CLASSES: usize = 8;
+pub const IDLE_CLASSES: usize = 8;
 
 /// KV of the sessions in one idle-time class.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Idle {
+pub struct IdleClass {
     /// Upper bound of the resident tokens.
     pub tokens: u64,
     /// Tokens expected to be used again: each session's, weighed by its probability to return.
@@ -45,32 +45,32 @@ pub struct Idle {
 
 /// The reuse forecast of one worker.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Wanted {
+pub struct ReuseDemand {
     /// All tokens expected to be used again, plus abandoned tokens that are not evicted yet.
     pub tokens: u64,
     /// Turns that the worker's sessions will send, in millionths per second.
     pub turns_micro_per_s: u64,
     /// Sessions without a running turn, by idle-time class, shortest idle first.
-    pub idle: [Idle; CLASSES],
+    pub idle: [IdleClass; IDLE_CLASSES],
 }
 
-impl Wanted {
+impl ReuseDemand {
     /// The forecast of a worker without sessions.
     pub const NOTHING: Self = Self {
         tokens: 0,
         turns_micro_per_s: 0,
-        idle: [Idle { tokens: 0, wanted_tokens: 0 }; CLASSES],
+        idle: [IdleClass { tokens: 0, wanted_tokens: 0 }; IDLE_CLASSES],
     };
 }
 
 /// Tracks where sessions are, how long they are idle, and what KV they abandoned.
 #[derive(Debug, Clone)]
-pub struct Demand {
+pub struct ReuseForecast {
     sessions_max: usize,
     sessions: HashMap<Digest, Entry>,
-    left: HashMap<WorkerRef, Left>,
+    abandoned: HashMap<WorkerRef, Abandoned>,
     returns: Returns,
-    summed: Option<Instant>,
+    summed_at: Option<Instant>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -80,39 +80,39 @@ struct Entry {
     /// `None` while a turn runs.
     idle_since: Option<Instant>,
     /// The worker that the session moved away from, and the tokens it abandoned there.
-    left: Option<(WorkerRef, u64)>,
+    abandoned: Option<(WorkerRef, u64)>,
 }
 
 /// KV that sessions abandoned on a worker, and when that was computed.
 #[derive(Debug, Clone, Copy)]
-struct Left {
+struct Abandoned {
     tokens: u64,
     at: Instant,
 }
 
-impl Left {
-    fn faded(&self, now: Instant) -> u64 {
+impl Abandoned {
+    /// Returns the abandoned tokens that are assumed not to be evicted yet.
+    fn tokens_left(&self, now: Instant) -> u64 {
         let age_ms = now.saturating_duration_since(self.at).as_millis();
-        let halves = age_ms / LEFT_FADES.as_millis();
-        // Halves every `LEFT_FADES`, with linear interpolation in between. Integers only, so that
-        // all routers agree.
-        let start = self.tokens >> u32::try_from(halves).unwrap_or(u32::MAX).min(63);
-        let part_ms = u64::try_from(age_ms % LEFT_FADES.as_millis()).unwrap_or(0);
-        let fades_ms = u64::try_from(LEFT_FADES.as_millis()).unwrap_or(u64::MAX);
-        start - (start / 2).saturating_mul(part_ms) / fades_ms
+        let half_lives = age_ms / ABANDONED_HALF_LIFE.as_millis();
+        // Linear interpolation between two half-lives. Integers only, so that all routers agree.
+        let start = self.tokens >> u32::try_from(half_lives).unwrap_or(u32::MAX).min(63);
+        let part_ms = u64::try_from(age_ms % ABANDONED_HALF_LIFE.as_millis()).unwrap_or(0);
+        let half_life_ms = u64::try_from(ABANDONED_HALF_LIFE.as_millis()).unwrap_or(u64::MAX);
+        start - (start / 2).saturating_mul(part_ms) / half_life_ms
     }
 }
 
-impl Demand {
+impl ReuseForecast {
     /// Creates an empty forecast for at most `sessions_max` sessions. Further sessions are ignored.
     #[must_use]
     pub fn new(sessions_max: usize) -> Self {
         Self {
             sessions_max,
             sessions: HashMap::new(),
-            left: HashMap::new(),
+            abandoned: HashMap::new(),
             returns: Returns::default(),
-            summed: None,
+            summed_at: None,
         }
     }
 
@@ -128,26 +128,27 @@ impl Demand {
         if before.is_none() && self.sessions.len() >= self.sessions_max {
             return;
         }
-        let mut entry = Entry { worker, tokens: 0, idle_since, left: None };
+        let mut entry = Entry { worker, tokens: 0, idle_since, abandoned: None };
         if let Some(before) = before {
-            let is_old =
-                before.idle_since.is_none_or(|since| idle_since.is_some_and(|told| told <= since));
-            if before.worker.agent != worker.agent && !runs && is_old {
+            let is_late = before
+                .idle_since
+                .is_none_or(|since| idle_since.is_some_and(|reported| reported <= since));
+            if before.worker.agent != worker.agent && !runs && is_late {
                 // A late report from the worker that the session has left.
                 return;
             }
             if let (Some(since), true) = (before.idle_since, runs) {
-                self.returns.returned(now.saturating_duration_since(since));
+                self.returns.record_return(now.saturating_duration_since(since));
             }
             if before.worker == worker {
-                (entry.tokens, entry.left) = (before.tokens, before.left);
+                (entry.tokens, entry.abandoned) = (before.tokens, before.abandoned);
             } else {
-                self.leave(before.worker, before.tokens, now);
-                entry.left = Some((before.worker, before.tokens));
+                self.abandon(before.worker, before.tokens, now);
+                entry.abandoned = Some((before.worker, before.tokens));
             }
         }
         if let Some(tokens) = session.resident_tokens.map(|figure| figure.value) {
-            self.leave(worker, entry.tokens.saturating_sub(tokens), now);
+            self.abandon(worker, entry.tokens.saturating_sub(tokens), now);
             entry.tokens = tokens;
         }
         self.sessions.insert(digest, entry);
@@ -158,53 +159,53 @@ impl Demand {
     pub fn remove(&mut self, agent: usize, key: &SessionKey, now: Instant) {
         let digest = key.digest();
         self.forget(agent, digest, now);
-        let left = self
+        let abandoned = self
             .sessions
             .get_mut(&digest)
-            .and_then(|entry| entry.left.take_if(|(worker, _)| worker.agent == agent));
-        if let Some((worker, tokens)) = left
-            && let Some(rest) = self.left.get_mut(&worker)
+            .and_then(|entry| entry.abandoned.take_if(|(worker, _)| worker.agent == agent));
+        if let Some((worker, tokens)) = abandoned
+            && let Some(rest) = self.abandoned.get_mut(&worker)
         {
-            *rest = Left { tokens: rest.faded(now).saturating_sub(tokens), at: now };
+            *rest = Abandoned { tokens: rest.tokens_left(now).saturating_sub(tokens), at: now };
         }
     }
 
     /// Discards everything known of an agent whose session table is about to be sent again.
     pub fn clear(&mut self, agent: usize) {
         self.sessions.retain(|_, entry| entry.worker.agent != agent);
-        self.left.retain(|worker, _| worker.agent != agent);
+        self.abandoned.retain(|worker, _| worker.agent != agent);
     }
 
     /// Returns the forecasts by agent and rank, or `None` if the last sums are recent enough.
     /// Trailing ranks without demand are left out.
-    pub fn sum(&mut self, agents: usize, now: Instant) -> Option<Vec<Vec<Wanted>>> {
-        let age = self.summed.map(|at| now.saturating_duration_since(at));
+    pub fn sum(&mut self, agents: usize, now: Instant) -> Option<Vec<Vec<ReuseDemand>>> {
+        let age = self.summed_at.map(|at| now.saturating_duration_since(at));
         if age.is_some_and(|age| age < SUM_AGE_MAX) {
             return None;
         }
-        self.summed = Some(now);
+        self.summed_at = Some(now);
         let idle = |entry: &Entry| Some(now.saturating_duration_since(entry.idle_since?));
-        self.returns.fit(self.sessions.values().filter_map(idle), now);
-        let mut sums: Vec<Vec<Wanted>> = vec![vec![]; agents];
+        self.returns.update_estimate(self.sessions.values().filter_map(idle), now);
+        let mut sums: Vec<Vec<ReuseDemand>> = vec![vec![]; agents];
         for entry in self.sessions.values() {
-            let wanted = of(&mut sums, entry.worker);
+            let demand = demand_on(&mut sums, entry.worker);
             let Some(idle) = idle(entry) else {
-                wanted.tokens = wanted.tokens.saturating_add(entry.tokens);
-                wanted.turns_micro_per_s += RUNNING_MICRO_PER_S;
+                demand.tokens = demand.tokens.saturating_add(entry.tokens);
+                demand.turns_micro_per_s += RUNNING_MICRO_PER_S;
                 continue;
             };
             let chance_milli = self.returns.chance_milli(idle);
             let wanted_tokens = entry.tokens.saturating_mul(chance_milli) / 1000;
-            wanted.turns_micro_per_s += self.returns.rate_micro(idle);
-            let class = &mut wanted.idle[class_of(idle)];
+            demand.turns_micro_per_s += self.returns.rate_micro(idle);
+            let class = &mut demand.idle[idle_class(idle)];
             class.tokens = class.tokens.saturating_add(entry.tokens);
             class.wanted_tokens = class.wanted_tokens.saturating_add(wanted_tokens);
-            wanted.tokens = wanted.tokens.saturating_add(wanted_tokens);
+            demand.tokens = demand.tokens.saturating_add(wanted_tokens);
         }
-        self.left.retain(|_, left| left.faded(now) > 0);
-        for (worker, left) in &self.left {
-            let wanted = of(&mut sums, *worker);
-            wanted.tokens = wanted.tokens.saturating_add(left.faded(now));
+        self.abandoned.retain(|_, abandoned| abandoned.tokens_left(now) > 0);
+        for (worker, abandoned) in &self.abandoned {
+            let demand = demand_on(&mut sums, *worker);
+            demand.tokens = demand.tokens.saturating_add(abandoned.tokens_left(now));
         }
         Some(sums)
     }
@@ -215,30 +216,32 @@ impl Demand {
         {
             self.sessions.remove(&digest);
             if let Some(since) = entry.idle_since {
-                self.returns.gave_up(now.saturating_duration_since(since));
+                self.returns.record_end(now.saturating_duration_since(since));
             }
         }
     }
 
-    fn leave(&mut self, worker: WorkerRef, tokens: u64, now: Instant) {
+    fn abandon(&mut self, worker: WorkerRef, tokens: u64, now: Instant) {
         if tokens > 0 {
-            let before = self.left.get(&worker).map_or(0, |left| left.faded(now));
-            self.left.insert(worker, Left { tokens: before.saturating_add(tokens), at: now });
+            let before =
+                self.abandoned.get(&worker).map_or(0, |abandoned| abandoned.tokens_left(now));
+            self.abandoned
+                .insert(worker, Abandoned { tokens: before.saturating_add(tokens), at: now });
         }
     }
 }
 
-fn of(sums: &mut [Vec<Wanted>], worker: WorkerRef) -> &mut Wanted {
+fn demand_on(sums: &mut [Vec<ReuseDemand>], worker: WorkerRef) -> &mut ReuseDemand {
     let ranks = &mut sums[worker.agent];
     let rank = worker.dp_rank as usize;
     if ranks.len() <= rank {
-        ranks.resize(rank + 1, Wanted::default());
+        ranks.resize(rank + 1, ReuseDemand::default());
     }
     &mut ranks[rank]
 }
 
-fn class_of(idle: Duration) -> usize {
-    IDLE_S.partition_point(|&bound| bound <= idle.as_secs())
+fn idle_class(idle: Duration) -> usize {
+    IDLE_BOUNDS_S.partition_point(|&bound| bound <= idle.as_secs())
 }
 
 #[cfg(test)]
@@ -270,89 +273,89 @@ mod tests {
         }
     }
 
-    fn sums(demand: &mut Demand, now: Instant) -> [Wanted; 2] {
-        let sums = demand.sum(2, now).expect("the previous sums are old");
+    fn sums(forecast: &mut ReuseForecast, now: Instant) -> [ReuseDemand; 2] {
+        let sums = forecast.sum(2, now).expect("the previous sums are old");
         [0, 1].map(|agent| sums[agent].first().copied().unwrap_or_default())
     }
 
     #[test]
     fn sessions_have_a_bound() {
-        let (mut demand, now) = (Demand::new(2), start());
+        let (mut forecast, now) = (ReuseForecast::new(2), start());
         for id in ["a", "b", "c", "a"] {
-            demand.upsert(at(0), &session(id, 100, None), now);
+            forecast.upsert(at(0), &session(id, 100, None), now);
         }
-        assert_eq!(demand.sum(1, now).unwrap()[0][0].tokens, 200);
+        assert_eq!(forecast.sum(1, now).unwrap()[0][0].tokens, 200);
     }
 
     #[test]
     fn a_worker_that_was_away_does_not_take_back_what_idles_elsewhere_since() {
-        let (mut demand, now) = (Demand::new(10), start());
-        demand.upsert(at(0), &session("s", 100, Some(Duration::ZERO)), now);
+        let (mut forecast, now) = (ReuseForecast::new(10), start());
+        forecast.upsert(at(0), &session("s", 100, Some(Duration::ZERO)), now);
         let later = now + MINUTE;
-        demand.upsert(at(1), &session("s", 100, None), later);
-        demand.upsert(at(1), &session("s", 120, Some(Duration::ZERO)), later + MINUTE);
+        forecast.upsert(at(1), &session("s", 100, None), later);
+        forecast.upsert(at(1), &session("s", 120, Some(Duration::ZERO)), later + MINUTE);
         // The first worker sends its table again; there the session has been idle for longer.
-        demand.upsert(at(0), &session("s", 100, Some(2 * MINUTE)), later + MINUTE);
-        demand.remove(0, &SessionKey::new("p", "s").unwrap(), later + MINUTE);
-        let sums = demand.sum(2, later + MINUTE).unwrap();
+        forecast.upsert(at(0), &session("s", 100, Some(2 * MINUTE)), later + MINUTE);
+        forecast.remove(0, &SessionKey::new("p", "s").unwrap(), later + MINUTE);
+        let sums = forecast.sum(2, later + MINUTE).unwrap();
         assert_eq!(sums[1][0].idle[0].tokens, 120);
     }
 
     #[test]
     fn what_runs_is_wanted_in_full_and_what_idles_by_its_chance() {
         let now = start();
-        let mut demand = Demand::new(1000);
-        demand.upsert(at(0), &session("runs", 50_000, None), now);
-        demand.upsert(at(1), &session("idles", 50_000, Some(20 * MINUTE)), now);
-        let [runs, idles] = sums(&mut demand, now);
-        assert_eq!((runs.tokens, runs.idle), (50_000, [Idle::default(); CLASSES]));
+        let mut forecast = ReuseForecast::new(1000);
+        forecast.upsert(at(0), &session("runs", 50_000, None), now);
+        forecast.upsert(at(1), &session("idles", 50_000, Some(20 * MINUTE)), now);
+        let [runs, idles] = sums(&mut forecast, now);
+        assert_eq!((runs.tokens, runs.idle), (50_000, [IdleClass::default(); IDLE_CLASSES]));
         assert!(idles.tokens > 10_000 && idles.tokens < 45_000, "{idles:?}");
-        let twenty_minutes = idles.idle[CLASSES - 2];
+        let twenty_minutes = idles.idle[IDLE_CLASSES - 2];
         assert_eq!((twenty_minutes.tokens, twenty_minutes.wanted_tokens), (50_000, idles.tokens));
     }
 
     #[test]
     fn a_session_counts_where_it_ran_last_and_what_it_left_fades() {
         let now = start();
-        let mut demand = Demand::new(1000);
-        demand.upsert(at(0), &session("s", 80_000, Some(Duration::ZERO)), now);
-        demand.upsert(at(1), &session("s", 0, None), now);
+        let mut forecast = ReuseForecast::new(1000);
+        forecast.upsert(at(0), &session("s", 80_000, Some(Duration::ZERO)), now);
+        forecast.upsert(at(1), &session("s", 0, None), now);
         // The worker that the session has left reports it again, though it is no longer there.
-        demand.upsert(at(0), &session("s", 80_000, Some(MINUTE)), now);
-        assert_eq!(sums(&mut demand, now)[0].tokens, 80_000, "not evicted at first");
-        let later = now + 2 * LEFT_FADES;
-        assert_eq!(sums(&mut demand, later)[0].tokens, 20_000);
-        demand.remove(0, &session("s", 0, None).key, later);
-        assert_eq!(sums(&mut demand, later + MINUTE)[0].tokens, 0, "closed, so evicted first");
+        forecast.upsert(at(0), &session("s", 80_000, Some(MINUTE)), now);
+        assert_eq!(sums(&mut forecast, now)[0].tokens, 80_000, "not evicted at first");
+        let later = now + 2 * ABANDONED_HALF_LIFE;
+        assert_eq!(sums(&mut forecast, later)[0].tokens, 20_000);
+        forecast.remove(0, &session("s", 0, None).key, later);
+        assert_eq!(sums(&mut forecast, later + MINUTE)[0].tokens, 0, "closed, so evicted first");
     }
 
     #[test]
     fn a_rewritten_history_leaves_its_tokens_and_a_closed_session_none() {
         let now = start();
-        let mut demand = Demand::new(1000);
-        demand.upsert(at(0), &session("s", 90_000, None), now);
-        demand.upsert(at(0), &session("s", 30_000, None), now);
-        assert_eq!(sums(&mut demand, now)[0].tokens, 90_000, "60,000 of them are abandoned");
-        demand.remove(0, &session("s", 0, None).key, now);
-        let later = now + 30 * LEFT_FADES;
-        assert_eq!(sums(&mut demand, later)[0].tokens, 0);
+        let mut forecast = ReuseForecast::new(1000);
+        forecast.upsert(at(0), &session("s", 90_000, None), now);
+        forecast.upsert(at(0), &session("s", 30_000, None), now);
+        assert_eq!(sums(&mut forecast, now)[0].tokens, 90_000, "60,000 of them are abandoned");
+        forecast.remove(0, &session("s", 0, None).key, now);
+        let later = now + 30 * ABANDONED_HALF_LIFE;
+        assert_eq!(sums(&mut forecast, later)[0].tokens, 0);
     }
 
     #[test]
     fn an_agent_that_begins_anew_is_forgotten() {
         let now = start();
-        let mut demand = Demand::new(1000);
-        demand.upsert(at(0), &session("s", 90_000, None), now);
-        demand.clear(0);
-        assert_eq!(sums(&mut demand, now)[0], Wanted::default());
+        let mut forecast = ReuseForecast::new(1000);
+        forecast.upsert(at(0), &session("s", 90_000, None), now);
+        forecast.clear(0);
+        assert_eq!(sums(&mut forecast, now)[0], ReuseDemand::default());
     }
 
     #[test]
     fn sums_are_not_made_for_every_word() {
         let now = start();
-        let mut demand = Demand::new(1000);
-        assert!(demand.sum(1, now).is_some());
-        assert!(demand.sum(1, now + SUM_AGE_MAX / 2).is_none());
-        assert!(demand.sum(1, now + SUM_AGE_MAX).is_some());
+        let mut forecast = ReuseForecast::new(1000);
+        assert!(forecast.sum(1, now).is_some());
+        assert!(forecast.sum(1, now + SUM_AGE_MAX / 2).is_none());
+        assert!(forecast.sum(1, now + SUM_AGE_MAX).is_some());
     }
 }

@@ -14,14 +14,14 @@ const SHARDS: usize = 256;
 
 /// A session and the worker whose agent reported it.
 #[derive(Debug, Clone)]
-pub struct Located {
+pub struct ReportedSession {
     /// The worker that has the session.
     pub worker: WorkerRef,
     /// The session as last reported.
     pub session: Arc<Session>,
 }
 
-type Shard = HashMap<Arc<SessionKey>, Vec<Located>>;
+type Shard = HashMap<Arc<SessionKey>, Vec<ReportedSession>>;
 
 /// All sessions by key. A key is on more than one agent only after a lost connection or a race
 /// between two routers.
@@ -30,28 +30,28 @@ pub struct Sessions {
     shards: Vec<Arc<Shard>>,
     /// Number of sessions of each agent.
     counts: Vec<usize>,
-    of_agent_max: usize,
+    agent_sessions_max: usize,
 }
 
 impl Sessions {
-    /// Creates an empty table for `agents` agents with at most `of_agent_max` sessions each.
+    /// Creates an empty table for `agents` agents with at most `agent_sessions_max` sessions each.
     #[must_use]
-    pub fn new(agents: usize, of_agent_max: usize) -> Self {
+    pub fn new(agents: usize, agent_sessions_max: usize) -> Self {
         Self {
             shards: (0..SHARDS).map(|_| Arc::default()).collect(),
             counts: vec![0; agents],
-            of_agent_max,
+            agent_sessions_max,
         }
     }
 
     /// Returns the entries of all agents for the key.
     #[must_use]
-    pub fn locate(&self, key: &SessionKey) -> &[Located] {
+    pub fn locate(&self, key: &SessionKey) -> &[ReportedSession] {
         self.shards[shard_of(key)].get(key).map_or(&[], Vec::as_slice)
     }
 
     /// Iterates over all entries, in no particular order.
-    pub fn iter(&self) -> impl Iterator<Item = &Located> {
+    pub fn iter(&self) -> impl Iterator<Item = &ReportedSession> {
         self.shards.iter().flat_map(|shard| shard.values().flatten())
     }
 
@@ -70,7 +70,7 @@ impl Sessions {
     /// Adds or replaces the agent's entry. Returns false if the agent is at its bound.
     pub fn upsert(&mut self, agent: usize, session: Session) -> bool {
         let at = shard_of(&session.key);
-        let full = self.counts[agent] >= self.of_agent_max;
+        let full = self.counts[agent] >= self.agent_sessions_max;
         let worker = WorkerRef { agent, dp_rank: session.dp_rank };
         let held = self.shards[at]
             .get(&session.key)
@@ -79,15 +79,15 @@ impl Sessions {
             return false;
         }
         let shard = Arc::make_mut(&mut self.shards[at]);
-        let located = Located { worker, session: Arc::new(session) };
-        match shard.get_mut(&located.session.key) {
+        let reported = ReportedSession { worker, session: Arc::new(session) };
+        match shard.get_mut(&reported.session.key) {
             Some(all) => match all.iter_mut().find(|one| one.worker.agent == agent) {
-                Some(one) => *one = located,
-                None => all.push(located),
+                Some(one) => *one = reported,
+                None => all.push(reported),
             },
             None => {
-                let key = Arc::new(located.session.key.clone());
-                shard.insert(key, vec![located]);
+                let key = Arc::new(reported.session.key.clone());
+                shard.insert(key, vec![reported]);
             }
         }
         self.counts[agent] += usize::from(!held);

@@ -1,9 +1,9 @@
 //! The router's view of its fleet: agents, workers, load reports and session locations.
 //!
 //! [`State`](super::state::State) is the writer's side. It is pure, and only the view task owns it.
-//! Readers load a [`ClusterView`], an immutable snapshot, and use it for a whole decision. Request
-//! tasks write only the in-flight counts, which are the same atomics in every snapshot. Nothing is
-//! stored on disk: the router relearns all of it from the agents.
+//! Readers load a [`Snapshot`], which never changes, and use it for a whole decision. Request tasks
+//! write only the in-flight counts, which are the same atomics in every snapshot. Nothing is stored
+//! on disk: the router relearns all of it from the agents.
 
 use std::{
     sync::Arc,
@@ -12,31 +12,31 @@ use std::{
 
 use super::{
     agent::{Agent, Facts, Link},
-    reuse_forecast::Wanted,
+    reuse_forecast::ReuseDemand,
     sessions::Sessions,
     worker::{WorkerRef, WorkerState},
-    worker_table::Roster,
+    worker_table::WorkerTable,
 };
 
 /// An immutable snapshot of the fleet.
 #[derive(Debug, Clone)]
-pub struct ClusterView {
+pub struct Snapshot {
     /// All configured agents, in configured order.
     pub agents: Vec<Arc<Agent>>,
     /// Where each session is, by session key.
     pub sessions: Sessions,
     /// The worker figures that every decision reads.
-    pub(super) roster: Roster,
+    pub(super) worker_table: WorkerTable,
     /// KV that sessions are expected to use again, indexed by agent, then by rank.
-    pub(super) wanted: Arc<Vec<Vec<Wanted>>>,
+    pub(super) reuse_demands: Arc<Vec<Vec<ReuseDemand>>>,
     /// Whether all agents serve the same models. If so, a turn may go to any of them, whatever
     /// model it names.
-    pub(super) one_fleet: bool,
+    pub(super) same_models: bool,
     pub(super) report_age_max: Duration,
     pub(super) rebind_gain_min: Duration,
 }
 
-impl ClusterView {
+impl Snapshot {
     /// Iterates over the workers of all agents that were ever heard, by agent, then by rank.
     pub fn workers(&self) -> impl Iterator<Item = (WorkerRef, &Agent, &Facts)> {
         self.agents.iter().enumerate().flat_map(|(index, agent)| {
@@ -56,29 +56,29 @@ impl ClusterView {
 
     /// Returns the worker table: the figures that decisions read of all workers ever heard.
     #[must_use]
-    pub fn roster(&self) -> &Roster {
-        &self.roster
+    pub fn worker_table(&self) -> &WorkerTable {
+        &self.worker_table
     }
 
     /// Returns what turns the worker may take at `now`.
     #[must_use]
     pub fn state(&self, worker: WorkerRef, now: Instant) -> WorkerState {
-        let seen = self.roster.get(worker);
-        seen.map_or(WorkerState::Lost, |seen| seen.state(now, self.report_age_max))
+        let stats = self.worker_table.get(worker);
+        stats.map_or(WorkerState::Lost, |stats| stats.state(now, self.report_age_max))
     }
 
     /// Returns the KV on the worker that sessions are expected to use again.
     #[must_use]
-    pub fn wanted(&self, worker: WorkerRef) -> &Wanted {
-        let ranks = self.wanted.get(worker.agent);
-        let wanted = ranks.and_then(|ranks| ranks.get(worker.dp_rank as usize));
-        wanted.unwrap_or(&Wanted::NOTHING)
+    pub fn reuse_demand(&self, worker: WorkerRef) -> &ReuseDemand {
+        let ranks = self.reuse_demands.get(worker.agent);
+        let demand = ranks.and_then(|ranks| ranks.get(worker.dp_rank as usize));
+        demand.unwrap_or(&ReuseDemand::NOTHING)
     }
 
     /// Whether all agents serve the same models.
     #[must_use]
-    pub fn is_one_fleet(&self) -> bool {
-        self.one_fleet
+    pub fn serves_same_models(&self) -> bool {
+        self.same_models
     }
 
     /// Returns the least predicted gain for which a session moves to another worker.

@@ -14,11 +14,11 @@ use proto::{
 
 use super::{
     agent::{Agent, Facts, Link},
-    reuse_forecast::Demand,
+    reuse_forecast::ReuseForecast,
     sessions::Sessions,
-    snapshot::ClusterView,
+    snapshot::Snapshot,
     worker::WorkerRef,
-    worker_table::Roster,
+    worker_table::WorkerTable,
 };
 use crate::config::{Config, control_authority};
 
@@ -54,8 +54,8 @@ const UNREACHABLE_REPORTS: u32 = 10;
 /// The current view, which updates change.
 #[derive(Debug)]
 pub struct State {
-    view: ClusterView,
-    demand: Demand,
+    view: Snapshot,
+    forecast: ReuseForecast,
 }
 
 impl State {
@@ -76,21 +76,21 @@ impl State {
         };
         let agents: Vec<_> = config.workers.iter().map(agent).collect();
         let sessions = Sessions::new(agents.len(), config.sessions_max);
-        let view = ClusterView {
-            roster: Roster::new(agents.len()),
+        let view = Snapshot {
+            worker_table: WorkerTable::new(agents.len()),
             agents,
             sessions,
-            wanted: Arc::default(),
-            one_fleet: true,
+            reuse_demands: Arc::default(),
+            same_models: true,
             report_age_max: config.load_report_age_max(),
             rebind_gain_min: config.rebind_gain_min(),
         };
-        Self { view, demand: Demand::new(config.sessions_max) }
+        Self { view, forecast: ReuseForecast::new(config.sessions_max) }
     }
 
     /// Returns a snapshot for readers.
     #[must_use]
-    pub fn snapshot(&self) -> ClusterView {
+    pub fn snapshot(&self) -> Snapshot {
         self.view.clone()
     }
 
@@ -139,12 +139,12 @@ impl State {
             }
             Update::Upsert(session) => {
                 let worker = WorkerRef { agent: index, dp_rank: session.dp_rank };
-                self.demand.upsert(worker, &session, now);
+                self.forecast.upsert(worker, &session, now);
                 let fit = self.view.sessions.upsert(index, session);
                 (!fit).then(|| "sessions_max is reached, a session is left out".to_owned())
             }
             Update::Removed(key) => {
-                self.demand.remove(index, &key, now);
+                self.forecast.remove(index, &key, now);
                 self.view.sessions.remove(index, &key);
                 None
             }
@@ -154,11 +154,11 @@ impl State {
                     Link::Lost { since, .. } => since,
                     Link::Dialing | Link::Up => now,
                 };
-                agent.link = Link::Lost { since, why, twin: false };
+                agent.link = Link::Lost { since, why, duplicate_id: false };
                 // The figures belong to the stream that ended; a new stream brings new ones.
                 agent.report = None;
                 agent.unreachable = None;
-                self.lay(index);
+                self.update_rows(index);
                 #[cfg(debug_assertions)]
                 self.check_invariants();
                 return None;
@@ -167,15 +167,15 @@ impl State {
                 let agent = self.agent(index);
                 // If the connection is lost too, only the loss is reported.
                 agent.unreachable = agent.is_up().then_some((why, UNREACHABLE_REPORTS));
-                self.lay(index);
+                self.update_rows(index);
                 return None;
             }
         };
         self.agent(index).heard = Some(now);
-        self.lay(index);
-        if let Some(wanted) = self.demand.sum(self.view.agents.len(), now) {
-            self.view.wanted = Arc::new(wanted);
-            (0..self.view.agents.len()).for_each(|index| self.lay(index));
+        self.update_rows(index);
+        if let Some(demands) = self.forecast.sum(self.view.agents.len(), now) {
+            self.view.reuse_demands = Arc::new(demands);
+            (0..self.view.agents.len()).for_each(|index| self.update_rows(index));
         }
         #[cfg(debug_assertions)]
         self.check_invariants();
@@ -183,10 +183,10 @@ impl State {
     }
 
     /// Updates the agent's rows in the worker table.
-    fn lay(&mut self, index: usize) {
+    fn update_rows(&mut self, index: usize) {
         let view = &mut self.view;
-        let wanted = view.wanted.get(index).map_or(&[][..], Vec::as_slice);
-        view.roster.lay(index, &view.agents[index], wanted);
+        let demands = view.reuse_demands.get(index).map_or(&[][..], Vec::as_slice);
+        view.worker_table.update(index, &view.agents[index], demands);
     }
 
     fn begin(
@@ -198,22 +198,22 @@ impl State {
     ) -> Option<String> {
         let warning = self.describe(index, description, now);
         let agent = self.agent(index);
-        if matches!(agent.link, Link::Lost { twin: true, .. }) {
+        if matches!(agent.link, Link::Lost { duplicate_id: true, .. }) {
             return warning;
         }
         agent.link = Link::Up;
         (agent.report, agent.unreachable) = (None, None);
-        self.demand.clear(index);
+        self.forecast.clear(index);
         for session in &sessions {
             let worker = WorkerRef { agent: index, dp_rank: session.dp_rank };
-            self.demand.upsert(worker, session, now);
+            self.forecast.upsert(worker, session, now);
         }
         let left = self.view.sessions.replace(index, sessions);
         (left > 0).then(|| format!("sessions_max is reached, {left} sessions are left out"))
     }
 
     fn describe(&mut self, index: usize, description: Description, now: Instant) -> Option<String> {
-        let twin = self.view.agents.iter().enumerate().find(|(other, agent)| {
+        let duplicate = self.view.agents.iter().enumerate().find(|(other, agent)| {
             *other != index
                 && agent.is_up()
                 && agent
@@ -221,9 +221,10 @@ impl State {
                     .as_ref()
                     .is_some_and(|facts| facts.description.agent_id == description.agent_id)
         });
-        if let Some((_, twin)) = twin {
+        if let Some((_, duplicate)) = duplicate {
             // Listing one agent under two addresses would count its capacity twice.
-            let why = format!("{} has the same agent id, {}", twin.control, description.agent_id);
+            let why =
+                format!("{} has the same agent id, {}", duplicate.control, description.agent_id);
             let agent = self.agent(index);
             let held = std::mem::replace(&mut agent.link, Link::Up);
             // The duplicate reconnects for as long as the other agent is there. Warn only once.
@@ -231,7 +232,7 @@ impl State {
                 Link::Lost { since, why: before, .. } => (since, before != why),
                 Link::Dialing | Link::Up => (now, true),
             };
-            agent.link = Link::Lost { since, why: why.clone(), twin: true };
+            agent.link = Link::Lost { since, why: why.clone(), duplicate_id: true };
             agent.report = None;
             return news.then_some(why);
         }
@@ -245,7 +246,7 @@ impl State {
         });
         let mut served = self.view.agents.iter().filter_map(|agent| agent.facts.as_ref());
         let first = served.next().map(|facts| &facts.description.engine.models);
-        self.view.one_fleet = served.all(|facts| Some(&facts.description.engine.models) == first);
+        self.view.same_models = served.all(|facts| Some(&facts.description.engine.models) == first);
         None
     }
 
@@ -255,8 +256,8 @@ impl State {
 
     /// Panics if parts of the view contradict each other.
     pub fn check_invariants(&self) {
-        let wanted = |worker| *self.view.wanted(worker);
-        self.view.roster.check_invariants(&self.view.agents, wanted);
+        let demand = |worker| *self.view.reuse_demand(worker);
+        self.view.worker_table.check_invariants(&self.view.agents, demand);
         for agent in &self.view.agents {
             if agent.is_up() {
                 let facts = agent.facts.as_ref().expect("an agent that is up was described");
@@ -303,7 +304,7 @@ mod tests {
 
     fn turns(state: &State) -> u32 {
         let worker = WorkerRef { agent: 0, dp_rank: 0 };
-        state.snapshot().roster().get(worker).expect("the worker was heard").turns()
+        state.snapshot().worker_table().get(worker).expect("the worker was heard").turns()
     }
 
     fn state_of(state: &State, agent: usize, now: Instant) -> WorkerState {
@@ -348,13 +349,13 @@ mod tests {
     fn two_addresses_of_one_agent_count_once() {
         let now = start();
         let mut state = fleet(&[(0, 0), (0, 0)], now);
-        let twin = Update::Began { description: description("a0", 1, 1), sessions: vec![] };
-        assert!(state.apply(1, twin, now).is_some());
+        let duplicate = Update::Began { description: description("a0", 1, 1), sessions: vec![] };
+        assert!(state.apply(1, duplicate, now).is_some());
         assert_eq!(state_of(&state, 1, now), WorkerState::Lost);
         let turned_away = state.agent_at(1).link.clone();
-        let twin = Update::Began { description: description("a0", 1, 1), sessions: vec![] };
+        let duplicate = Update::Began { description: description("a0", 1, 1), sessions: vec![] };
         let later = now + Duration::from_secs(1);
-        assert_eq!(state.apply(1, twin, later), None, "the warning comes once");
+        assert_eq!(state.apply(1, duplicate, later), None, "the warning comes once");
         assert_eq!(state.agent_at(1).link, turned_away, "the first loss is kept");
         state.apply(1, Update::Report(report(&[(0, 0)])), now);
         state.apply(1, Update::Upsert(session("s")), now);

@@ -13,7 +13,7 @@ use tracing::{info, warn};
 
 use super::{
     agent::{Agent, Link},
-    snapshot::ClusterView,
+    snapshot::Snapshot,
     state::{State, Update},
 };
 
@@ -24,16 +24,16 @@ pub(crate) const MAILBOX: usize = 1024;
 /// The published snapshot, and a signal for its changes.
 #[derive(Debug)]
 pub(crate) struct View {
-    current: ArcSwap<ClusterView>,
+    current: ArcSwap<Snapshot>,
     changed: watch::Sender<()>,
 }
 
 impl View {
-    pub(crate) fn new(first: ClusterView) -> Self {
+    pub(crate) fn new(first: Snapshot) -> Self {
         Self { current: ArcSwap::from_pointee(first), changed: watch::Sender::new(()) }
     }
 
-    pub(crate) fn load(&self) -> Arc<ClusterView> {
+    pub(crate) fn load(&self) -> Arc<Snapshot> {
         self.current.load_full()
     }
 
@@ -42,8 +42,8 @@ impl View {
     pub(crate) async fn wait_for(
         &self,
         limit: Instant,
-        mut predicate: impl FnMut(&ClusterView) -> bool,
-    ) -> Arc<ClusterView> {
+        mut predicate: impl FnMut(&Snapshot) -> bool,
+    ) -> Arc<Snapshot> {
         let mut changed = self.changed.subscribe();
         loop {
             // Reset before the snapshot is loaded, so that a change after loading ends the wait.
@@ -59,7 +59,7 @@ impl View {
         }
     }
 
-    fn publish(&self, view: ClusterView) {
+    fn publish(&self, view: Snapshot) {
         self.current.store(Arc::new(view));
         self.changed.send_replace(());
     }

@@ -16,16 +16,16 @@ use proto::load::{Figure, RankLoad, Retention, StagedPrefill};
 
 use super::{
     agent::Agent,
-    lease::{Counts, InFlight},
-    reuse_forecast::Wanted,
+    lease::{InFlight, InFlightCounts},
+    reuse_forecast::ReuseDemand,
     worker::{WorkerRef, WorkerState},
 };
 
 /// A table with one row for each worker ever heard, ordered by agent, then by rank.
 #[derive(Debug, Clone)]
-pub struct Roster {
-    lines: Vec<Line>,
-    /// In-flight counts of the workers in `lines`. A separate array, because a snapshot copies the
+pub struct WorkerTable {
+    rows: Vec<Row>,
+    /// In-flight counts of the workers in `rows`. A separate array, because a snapshot copies the
     /// rows but shares the counts.
     in_flight: Arc<Vec<Arc<InFlight>>>,
     /// Index of each agent's first row, followed by the number of rows.
@@ -34,7 +34,7 @@ pub struct Roster {
 
 /// A row: what the agent reported of one worker, as far as decisions need it. Three cache lines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Line {
+struct Row {
     worker: WorkerRef,
     /// The worker's state without regard to how long its agent has been silent.
     state: WorkerState,
@@ -44,7 +44,7 @@ struct Line {
     reported: Option<Instant>,
     prefill_tokens_per_s: Option<NonZeroU64>,
     backlog: Option<Figure>,
-    staged_prefill: Option<StagedPrefillLine>,
+    staged_prefill: Option<StagedPrefillBase>,
     waiting: u64,
     turns: u32,
     turns_max: u32,
@@ -55,13 +55,13 @@ struct Line {
     pool_tokens: Option<NonZeroU64>,
     used_tokens: Option<u64>,
     wanted_tokens: u64,
-    rows: Option<(u64, NonZeroU64)>,
+    request_rows: Option<(u64, NonZeroU64)>,
 }
 
 /// The reported queue of staged prefills, minus what this router had in it when the report arrived.
 /// Adding what this router has in it now gives the current queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct StagedPrefillLine {
+struct StagedPrefillBase {
     tokens: i64,
     prompts: i32,
     stage_tokens: NonZeroU32,
@@ -69,50 +69,50 @@ struct StagedPrefillLine {
 
 /// A worker's row together with this router's current in-flight counts on the worker.
 #[derive(Debug, Clone, Copy)]
-pub struct Seen<'a> {
-    line: &'a Line,
+pub struct WorkerStats<'a> {
+    row: &'a Row,
     in_flight: &'a InFlight,
 }
 
-impl Roster {
+impl WorkerTable {
     /// Creates an empty table for `agents` agents.
     pub(super) fn new(agents: usize) -> Self {
-        Self { lines: vec![], in_flight: Arc::default(), starts: vec![0; agents + 1] }
+        Self { rows: vec![], in_flight: Arc::default(), starts: vec![0; agents + 1] }
     }
 
-    /// Rewrites an agent's rows. `wanted` has the reuse forecast of each of its ranks.
-    pub(super) fn lay(&mut self, index: usize, agent: &Agent, wanted: &[Wanted]) {
+    /// Rewrites an agent's rows. `demands` has the reuse forecast of each of its ranks.
+    pub(super) fn update(&mut self, index: usize, agent: &Agent, demands: &[ReuseDemand]) {
         let ranks = agent.facts.as_ref().map_or(0, |facts| facts.description.ranks.len());
-        let place = self.place(index);
-        if ranks != place.len() {
+        let rows_of_agent = self.rows_of_agent(index);
+        if ranks != rows_of_agent.len() {
             let counts = agent.in_flight.iter().take(ranks).cloned();
-            drop(Arc::make_mut(&mut self.in_flight).splice(place.clone(), counts));
+            drop(Arc::make_mut(&mut self.in_flight).splice(rows_of_agent.clone(), counts));
             for start in &mut self.starts[index + 1..] {
-                *start = *start + ranks - place.len();
+                *start = *start + ranks - rows_of_agent.len();
             }
         }
-        let wanted = wanted.iter().chain(iter::repeat(&Wanted::NOTHING));
-        let lines = (0..)
-            .zip(wanted)
+        let demands = demands.iter().chain(iter::repeat(&ReuseDemand::NOTHING));
+        let rows = (0..)
+            .zip(demands)
             .take(ranks)
-            .map(|(dp_rank, wanted)| Line::new(WorkerRef { agent: index, dp_rank }, agent, wanted));
-        drop(self.lines.splice(place, lines));
+            .map(|(dp_rank, demand)| Row::new(WorkerRef { agent: index, dp_rank }, agent, demand));
+        drop(self.rows.splice(rows_of_agent, rows));
     }
 
     /// Iterates over all workers.
-    pub fn workers(&self) -> impl ExactSizeIterator<Item = Seen<'_>> {
-        let all = self.lines.iter().zip(self.in_flight.iter());
-        all.map(|(line, in_flight)| Seen { line, in_flight })
+    pub fn workers(&self) -> impl ExactSizeIterator<Item = WorkerStats<'_>> {
+        let all = self.rows.iter().zip(self.in_flight.iter());
+        all.map(|(row, in_flight)| WorkerStats { row, in_flight })
     }
 
     /// Returns one worker, or `None` if it was never heard.
     #[must_use]
-    pub fn get(&self, worker: WorkerRef) -> Option<Seen<'_>> {
-        let at = self.place(worker.agent).nth(worker.dp_rank as usize)?;
-        Some(Seen { line: &self.lines[at], in_flight: &self.in_flight[at] })
+    pub fn get(&self, worker: WorkerRef) -> Option<WorkerStats<'_>> {
+        let at = self.rows_of_agent(worker.agent).nth(worker.dp_rank as usize)?;
+        Some(WorkerStats { row: &self.rows[at], in_flight: &self.in_flight[at] })
     }
 
-    fn place(&self, agent: usize) -> Range<usize> {
+    fn rows_of_agent(&self, agent: usize) -> Range<usize> {
         self.starts[agent]..self.starts[agent + 1]
     }
 
@@ -120,33 +120,34 @@ impl Roster {
     pub(super) fn check_invariants(
         &self,
         agents: &[Arc<Agent>],
-        wanted: impl Fn(WorkerRef) -> Wanted,
+        demand: impl Fn(WorkerRef) -> ReuseDemand,
     ) {
         assert_eq!((self.starts.len(), self.starts[0]), (agents.len() + 1, 0));
-        assert_eq!(self.starts[agents.len()], self.lines.len());
-        assert_eq!(self.in_flight.len(), self.lines.len());
+        assert_eq!(self.starts[agents.len()], self.rows.len());
+        assert_eq!(self.in_flight.len(), self.rows.len());
         for (index, agent) in agents.iter().enumerate() {
             let ranks = agent.facts.as_ref().map_or(0, |facts| facts.description.ranks.len());
-            assert_eq!(self.place(index).len(), ranks);
-            for (dp_rank, at) in (0..).zip(self.place(index)) {
+            assert_eq!(self.rows_of_agent(index).len(), ranks);
+            for (dp_rank, at) in (0..).zip(self.rows_of_agent(index)) {
                 let worker = WorkerRef { agent: index, dp_rank };
-                assert_eq!(self.lines[at], Line::new(worker, agent, &wanted(worker)));
+                assert_eq!(self.rows[at], Row::new(worker, agent, &demand(worker)));
                 assert!(Arc::ptr_eq(&self.in_flight[at], &agent.in_flight[dp_rank as usize]));
             }
         }
     }
 }
 
-impl Line {
-    fn new(worker: WorkerRef, agent: &Agent, wanted: &Wanted) -> Self {
+impl Row {
+    fn new(worker: WorkerRef, agent: &Agent, demand: &ReuseDemand) -> Self {
         let load = agent.rank_load(worker.dp_rank);
-        let told = |figure: fn(&RankLoad) -> Option<Figure>| Some(load.and_then(figure)?.value);
+        let reported_value =
+            |figure: fn(&RankLoad) -> Option<Figure>| Some(load.and_then(figure)?.value);
         let backlog = load.and_then(|load| load.prefill_backlog_tokens);
         let waiting = |load: &RankLoad| {
             let in_engine = load.requests_waiting.map_or(0, |figure| figure.value);
             in_engine.saturating_add(load.turns_queued.into())
         };
-        let rows_total = told(|load| load.rows_total).and_then(NonZeroU64::new);
+        let rows_total = reported_value(|load| load.rows_total).and_then(NonZeroU64::new);
         let offered = agent.facts.iter().flat_map(|facts| &facts.description.retentions);
         let at_report = agent.in_flight_at_report.get(worker.dp_rank as usize);
         let at_report = at_report.copied().unwrap_or_default();
@@ -156,10 +157,11 @@ impl Line {
             retentions: offered.fold(0, |bits, retention| bits | bit(*retention)),
             heard: agent.heard,
             reported: agent.report.as_ref().map(|(_, at)| *at),
-            prefill_tokens_per_s: told(|load| load.prefill_tokens_per_s).and_then(NonZeroU64::new),
+            prefill_tokens_per_s: reported_value(|load| load.prefill_tokens_per_s)
+                .and_then(NonZeroU64::new),
             backlog,
             staged_prefill: load
-                .and_then(|load| StagedPrefillLine::new(load.staged_prefill?, at_report)),
+                .and_then(|load| StagedPrefillBase::new(load.staged_prefill?, at_report)),
             waiting: load.filter(|_| backlog.is_none()).map_or(0, waiting),
             turns: load.map_or(0, |load| load.turns_running),
             turns_max: load.map_or(0, |load| load.turns_running_max),
@@ -167,16 +169,17 @@ impl Line {
             turns_at_report: at_report.turns,
             opens_at_report: at_report.opens,
             unanswered_tokens_at_report: at_report.unanswered_tokens,
-            pool_tokens: told(|load| load.pool_total_tokens).and_then(NonZeroU64::new),
-            used_tokens: told(|load| load.pool_used_tokens).max(told(|load| load.pinned_tokens)),
-            wanted_tokens: wanted.tokens,
-            rows: told(|load| load.rows_held).zip(rows_total),
+            pool_tokens: reported_value(|load| load.pool_total_tokens).and_then(NonZeroU64::new),
+            used_tokens: reported_value(|load| load.pool_used_tokens)
+                .max(reported_value(|load| load.pinned_tokens)),
+            wanted_tokens: demand.tokens,
+            request_rows: reported_value(|load| load.rows_held).zip(rows_total),
         }
     }
 }
 
-impl StagedPrefillLine {
-    fn new(reported: StagedPrefill, at_report: Counts) -> Option<Self> {
+impl StagedPrefillBase {
+    fn new(reported: StagedPrefill, at_report: InFlightCounts) -> Option<Self> {
         let tokens = |tokens: u64| i64::try_from(tokens).unwrap_or(i64::MAX);
         let prompts = |prompts: u32| i32::try_from(prompts).unwrap_or(i32::MAX);
         Some(Self {
@@ -189,30 +192,30 @@ impl StagedPrefillLine {
     }
 }
 
-impl<'a> Seen<'a> {
+impl<'a> WorkerStats<'a> {
     /// Returns which worker this is.
     #[must_use]
     pub fn worker(self) -> WorkerRef {
-        self.line.worker
+        self.row.worker
     }
 
     /// Returns what turns the worker may take, where silence beyond `report_age_max` makes it
     /// stale.
     #[must_use]
     pub fn state(self, now: Instant, report_age_max: Duration) -> WorkerState {
-        self.line.state.aged(self.line.heard, now, report_age_max)
+        self.row.state.aged(self.row.heard, now, report_age_max)
     }
 
     /// Whether the worker offers this retention.
     #[must_use]
     pub fn offers(self, retention: Retention) -> bool {
-        self.line.retentions & bit(retention) != 0
+        self.row.retentions & bit(retention) != 0
     }
 
     /// Returns the measured prefill rate in tokens per second, or `None` if it wasn't measured.
     #[must_use]
     pub fn prefill_tokens_per_s(self) -> Option<u64> {
-        self.line.prefill_tokens_per_s.map(NonZeroU64::get)
+        self.row.prefill_tokens_per_s.map(NonZeroU64::get)
     }
 
     /// Returns the number of turns on the worker: the reported number, corrected by the turns that
@@ -220,14 +223,14 @@ impl<'a> Seen<'a> {
     #[must_use]
     pub fn turns(self) -> u32 {
         let now = self.in_flight.turns();
-        let Line { turns, turns_at_report, .. } = self.line;
+        let Row { turns, turns_at_report, .. } = self.row;
         turns.saturating_add(now).saturating_sub(*turns_at_report).max(now)
     }
 
     /// Returns the most turns the worker runs at once; 0 if not reported.
     #[must_use]
     pub fn turns_max(self) -> u32 {
-        self.line.turns_max
+        self.row.turns_max
     }
 
     /// Returns the prompt tokens that are computed before a turn sent now. That is the reported
@@ -237,27 +240,27 @@ impl<'a> Seen<'a> {
     #[must_use]
     pub fn backlog_tokens(self, tokens_per_s: u64, now: Instant) -> u64 {
         let own = self.in_flight.unanswered_tokens();
-        let Line { backlog: Some(figure), reported: Some(at), .. } = self.line else {
+        let Row { backlog: Some(figure), reported: Some(at), .. } = self.row else {
             return own;
         };
         let age = now.saturating_duration_since(*at).as_millis() + u128::from(figure.age_ms);
         let age_ms = u64::try_from(age).unwrap_or(u64::MAX);
         let computed = tokens_per_s.saturating_mul(age_ms) / 1000;
         let left = figure.value.saturating_sub(computed);
-        left.saturating_add(own.saturating_sub(self.line.unanswered_tokens_at_report))
+        left.saturating_add(own.saturating_sub(self.row.unanswered_tokens_at_report))
     }
 
     /// Returns the tokens of one prefill stage, or `None` if the worker doesn't stage prefills.
     #[must_use]
     pub fn stage_tokens(self) -> Option<u64> {
-        self.line.staged_prefill.map(|staged_prefill| staged_prefill.stage_tokens.get().into())
+        self.row.staged_prefill.map(|staged_prefill| staged_prefill.stage_tokens.get().into())
     }
 
     /// Returns the worker's queue of staged prefills: the reported one, corrected by the prompts
     /// that this router has added and removed since. `None` if the worker doesn't stage prefills.
     #[must_use]
     pub fn staged_prefill(self) -> Option<StagedPrefill> {
-        let StagedPrefillLine { tokens, prompts, stage_tokens } = self.line.staged_prefill?;
+        let StagedPrefillBase { tokens, prompts, stage_tokens } = self.row.staged_prefill?;
         let now = self.in_flight.counts();
         Some(StagedPrefill {
             tokens: now.staged_prefill_tokens.saturating_add_signed(tokens),
@@ -270,38 +273,38 @@ impl<'a> Seen<'a> {
     /// reports the backlog.
     #[must_use]
     pub fn waiting_untold(self) -> u64 {
-        self.line.waiting
+        self.row.waiting
     }
 
     /// Returns the size of the KV pool in tokens.
     #[must_use]
     pub fn pool_tokens(self) -> Option<u64> {
-        self.line.pool_tokens.map(NonZeroU64::get)
+        self.row.pool_tokens.map(NonZeroU64::get)
     }
 
     /// Returns the KV that eviction can't take, in tokens.
     #[must_use]
     pub fn used_tokens(self) -> Option<u64> {
-        self.line.used_tokens
+        self.row.used_tokens
     }
 
     /// Returns the KV that sessions are expected to use again, in tokens.
     #[must_use]
     pub fn wanted_tokens(self) -> u64 {
-        self.line.wanted_tokens
+        self.row.wanted_tokens
     }
 
-    /// Returns the rows held by pinned sessions, and all rows.
+    /// Returns the engine's request rows that pinned sessions hold, and all of its request rows.
     #[must_use]
-    pub fn rows(self) -> Option<(u64, u64)> {
-        self.line.rows.map(|(held, total)| (held, total.get()))
+    pub fn request_rows(self) -> Option<(u64, u64)> {
+        self.row.request_rows.map(|(held, total)| (held, total.get()))
     }
 
     /// Returns the number of open sessions, including those this router opened since the last
     /// report.
     #[must_use]
     pub fn sessions(self) -> u32 {
-        self.line.sessions.saturating_add(self.opens_since_report())
+        self.row.sessions.saturating_add(self.opens_since_report())
     }
 
     /// Returns the KV, in tokens, that this router's turns in flight will add and that no session
@@ -314,7 +317,7 @@ impl<'a> Seen<'a> {
     /// Returns the number of sessions that this router opened there since the last report.
     #[must_use]
     pub fn opens_since_report(self) -> u32 {
-        self.in_flight.opens().wrapping_sub(self.line.opens_at_report)
+        self.in_flight.opens().wrapping_sub(self.row.opens_at_report)
     }
 }
 
@@ -335,8 +338,8 @@ mod tests {
 
     /// A decision over a thousand workers costs as much as reading their rows.
     #[test]
-    fn a_line_has_three_cache_lines() {
-        assert!(size_of::<Line>() <= 192, "{}", size_of::<Line>());
+    fn a_row_has_three_cache_lines() {
+        assert!(size_of::<Row>() <= 192, "{}", size_of::<Row>());
     }
 
     #[test]
@@ -352,12 +355,12 @@ mod tests {
             let loads: Vec<_> = (10..).take(ranks as usize).map(|turns| (turns, 0)).collect();
             state.apply(0, Update::Report(report(&loads)), now);
             let view = state.snapshot();
-            let turns: Vec<u32> = view.roster().workers().map(Seen::turns).collect();
+            let turns: Vec<u32> = view.worker_table().workers().map(WorkerStats::turns).collect();
             let expected: Vec<u32> = loads.iter().map(|load| load.0).chain([2, 4]).collect();
             assert_eq!(turns, expected);
-            let seen = view.roster().get(last).expect("the worker was heard");
-            assert_eq!((seen.worker(), seen.backlog_tokens(1, now)), (last, 70));
-            assert!(view.roster().get(WorkerRef { agent: 0, dp_rank: ranks }).is_none());
+            let stats = view.worker_table().get(last).expect("the worker was heard");
+            assert_eq!((stats.worker(), stats.backlog_tokens(1, now)), (last, 70));
+            assert!(view.worker_table().get(WorkerRef { agent: 0, dp_rank: ranks }).is_none());
         }
     }
 }

@@ -13,13 +13,13 @@ use service::clock::now;
 
 use super::{Desk, conclude, errors, serve};
 use crate::{
-    fleet::{snapshot::ClusterView, worker::WorkerState},
+    fleet::{snapshot::Snapshot, worker::WorkerState},
     placement::NoWorker,
 };
 
 pub(super) async fn list(State(shared): Desk, request: Request) -> Response {
     let view = shared.settled_view().await;
-    if view.is_one_fleet() {
+    if view.serves_same_models() {
         return serve(shared, Kind::Models, request).await;
     }
     let models = all(&view);
@@ -31,7 +31,7 @@ pub(super) async fn list(State(shared): Desk, request: Request) -> Response {
 
 /// Lists the models in the form of an engine's own list, with only the fields that all workers
 /// share.
-fn all(view: &ClusterView) -> Vec<Value> {
+fn all(view: &Snapshot) -> Vec<Value> {
     let at = now();
     let takes = |worker| matches!(view.state(worker, at), WorkerState::Fresh | WorkerState::Stale);
     let mut models = BTreeMap::new();

@@ -10,7 +10,7 @@ use service::clock::now;
 
 use super::{Desk, conclude, errors};
 use crate::{
-    fleet::snapshot::ClusterView,
+    fleet::snapshot::Snapshot,
     placement::{Figures, recent::Record},
 };
 
@@ -26,7 +26,7 @@ pub(super) async fn show(State(shared): Desk, Path(turn): Path<String>) -> Respo
     Json(json!({ "turn": turn, "placements": placements })).into_response()
 }
 
-fn shown(record: &Record, view: &ClusterView) -> Value {
+fn shown(record: &Record, view: &Snapshot) -> Value {
     let Record { at, session, placement } = record;
     let age = now().saturating_duration_since(*at).as_millis();
     json!({
@@ -39,7 +39,7 @@ fn shown(record: &Record, view: &ClusterView) -> Value {
     })
 }
 
-fn figures(figures: &Figures, view: &ClusterView) -> Value {
+fn figures(figures: &Figures, view: &Snapshot) -> Value {
     let mut shown = serde_json::to_value(figures).expect("plain fields always serialise");
     shown["worker"] = json!(view.name(figures.worker));
     shown

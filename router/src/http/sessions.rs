@@ -16,7 +16,7 @@ use service::refusal::Refusal;
 
 use super::{Desk, conclude, errors};
 use crate::{
-    fleet::control::Opening,
+    fleet::control::OpenRequest,
     turn::{error::Error, request, sessions::Seen, shared::Shared},
 };
 
@@ -145,9 +145,9 @@ fn opening(
     id: Option<String>,
     retention: Option<Retention>,
     timeout: &Value,
-) -> Result<Opening, Refusal> {
+) -> Result<OpenRequest, Refusal> {
     let id = id.unwrap_or_else(|| format!("{:032x}", fastrand::u128(..)));
-    Ok(Opening {
+    Ok(OpenRequest {
         key: key(headers, id)?,
         retention,
         idle_ms_max: request::idle_ms(timeout, "timeout").map_err(refuse)?,

@@ -15,9 +15,9 @@ use super::Desk;
 use crate::{
     fleet::{
         agent::{Agent, Facts},
-        snapshot::ClusterView,
+        snapshot::Snapshot,
         worker::WorkerRef,
-        worker_table::Seen,
+        worker_table::WorkerStats,
     },
     residency::kv_index::Known,
 };
@@ -45,7 +45,7 @@ pub(super) async fn list(State(shared): Desk) -> Response {
 }
 
 fn shown(
-    view: &ClusterView,
+    view: &Snapshot,
     worker: WorkerRef,
     agent: &Agent,
     facts: &Facts,
@@ -67,7 +67,7 @@ fn shown(
         "report_age_ms": reported.map(millis),
         "restart_required": agent.report.as_ref().map(|(report, _)| &report.restart_required),
         "turns_in_flight_here": in_flight,
-        "turns_estimate": view.roster().get(worker).map(Seen::turns),
+        "turns_estimate": view.worker_table().get(worker).map(WorkerStats::turns),
         "load": agent.rank_load(worker.dp_rank).map(|load| load_shown(load, reported)),
         "kv": kv,
         "engine": facts.description.engine,

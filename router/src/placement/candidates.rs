@@ -6,7 +6,7 @@
 use std::time::Instant;
 
 use super::{Question, Reason};
-use crate::fleet::{snapshot::ClusterView, worker::WorkerState, worker_table::Seen};
+use crate::fleet::{snapshot::Snapshot, worker::WorkerState, worker_table::WorkerStats};
 
 /// Why no worker can take the turn.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -42,7 +42,7 @@ pub enum NoWorker {
 #[derive(Debug)]
 pub(super) struct Candidates<'a> {
     /// All fresh workers; if there are none, all stale ones.
-    pub(super) workers: Vec<Seen<'a>>,
+    pub(super) workers: Vec<WorkerStats<'a>>,
     /// Whether all of them are stale.
     pub(super) stale: bool,
     /// Whether the fleet has only one worker.
@@ -64,10 +64,10 @@ impl Candidates<'_> {
 /// Finds the workers that can take the turn.
 pub(super) fn candidates<'a>(
     question: &Question<'_>,
-    view: &'a ClusterView,
+    view: &'a Snapshot,
     now: Instant,
 ) -> Result<Candidates<'a>, NoWorker> {
-    let workers = view.roster().workers();
+    let workers = view.worker_table().workers();
     let known = workers.len();
     let (mut fresh, mut stale) = (Vec::with_capacity(known), vec![]);
     let mut fitting = 0;
@@ -98,24 +98,24 @@ pub(super) fn candidates<'a>(
     Ok(Candidates { workers, stale: all_stale, only: known == 1 })
 }
 
-fn offers(question: &Question<'_>, worker: Seen<'_>) -> bool {
+fn offers(question: &Question<'_>, worker: WorkerStats<'_>) -> bool {
     question.retention.is_none_or(|asked| worker.offers(asked))
 }
 
-fn serves(question: &Question<'_>, view: &ClusterView, worker: Seen<'_>) -> bool {
-    let Some(model) = question.model.filter(|_| !view.is_one_fleet()) else { return true };
+fn serves(question: &Question<'_>, view: &Snapshot, worker: WorkerStats<'_>) -> bool {
+    let Some(model) = question.model.filter(|_| !view.serves_same_models()) else { return true };
     let facts = view.agent(worker.worker()).facts.as_ref();
     facts.is_some_and(|facts| facts.description.engine.serves(model))
 }
 
 /// Returns which requirement of the turn no worker fits.
-fn missing(question: &Question<'_>, view: &ClusterView, now: Instant) -> NoWorker {
+fn missing(question: &Question<'_>, view: &Snapshot, now: Instant) -> NoWorker {
     let whole = |worker| view.state(worker, now) != WorkerState::Disaggregated;
     let all = || {
         let workers = view.workers().filter(move |(worker, ..)| whole(*worker));
         workers.map(|(_, _, facts)| &facts.description)
     };
-    let model = question.model.filter(|_| !view.is_one_fleet());
+    let model = question.model.filter(|_| !view.serves_same_models());
     let serving = || all().filter(|one| model.is_none_or(|name| one.engine.serves(name)));
     match (question.model, question.retention) {
         _ if view.workers().next().is_none() => NoWorker::Unusable,

@@ -25,10 +25,10 @@ use serde::Serialize;
 
 use super::{Question, Sticky, TURN_TOKENS_ASSUMED};
 use crate::fleet::{
-    reuse_forecast::{Idle, Wanted},
-    snapshot::ClusterView,
+    reuse_forecast::{IdleClass, ReuseDemand},
+    snapshot::Snapshot,
     worker::WorkerRef,
-    worker_table::Seen,
+    worker_table::WorkerStats,
 };
 
 /// Time for which a turn occupies its place in a full batch: 440 tokens at 20 ms.
@@ -134,33 +134,33 @@ struct Room {
 /// Computes the cost of the turn on a worker.
 pub(super) fn of(
     question: &Question<'_>,
-    view: &ClusterView,
-    seen: Seen<'_>,
+    view: &Snapshot,
+    stats: WorkerStats<'_>,
     now: Instant,
 ) -> Figures {
-    within(question, view, seen, u64::MAX, now).expect("no cost is above u64::MAX")
+    within(question, view, stats, u64::MAX, now).expect("no cost is above u64::MAX")
 }
 
 /// Computes the cost of the turn on a worker; `None` if it is above `cost_ms_max`. Of a thousand
 /// workers, most exceed it by the figures in their table rows alone, so their reports are not read.
 pub(super) fn within(
     question: &Question<'_>,
-    view: &ClusterView,
-    seen: Seen<'_>,
+    view: &Snapshot,
+    stats: WorkerStats<'_>,
     cost_ms_max: u64,
     now: Instant,
 ) -> Option<Figures> {
-    let worker = seen.worker();
+    let worker = stats.worker();
     let prompt = question.prompt;
     let own = own(question, worker);
     let uncached = uncached(question, worker);
     let Queue { tokens_per_s, backlog_tokens, turns, wait_ms } =
-        queue(question, own, uncached.unwrap_or(TURN_TOKENS_ASSUMED), view, seen, now);
+        queue(question, own, uncached.unwrap_or(TURN_TOKENS_ASSUMED), view, stats, now);
     let interference_ms = u64::from(turns) * INTERFERENCE_MS_EACH;
     let prefill_ms = uncached.map(|tokens| millis(tokens, tokens_per_s));
     let soon_ms = wait_ms.saturating_add(prefill_ms.unwrap_or(0));
     let impatience_ms = impatience_ms(soon_ms);
-    let room = room(own, seen);
+    let room = room(own, stats);
     let context = prompt.map_or(0, |prompt| prompt.tokens).saturating_add(room.growth_tokens);
     let kept = if question.returns || prompt.is_none() { context } else { 0 };
     let crowding_ms =
@@ -169,16 +169,16 @@ pub(super) fn within(
     if on_its_line.into_iter().fold(0, u64::saturating_add) > cost_ms_max {
         return None;
     }
-    let wanted = view.wanted(worker);
+    let demand = view.reuse_demand(worker);
     let displacement_ms = uncached.and_then(|uncached| {
         let needed = uncached + ANSWER_TOKENS;
         let load = view.agent(worker).rank_load(worker.dp_rank)?;
-        let displaced = displaced_tokens(load, wanted, room.pool_tokens?, needed)?;
+        let displaced = displaced_tokens(load, demand, room.pool_tokens?, needed)?;
         Some(millis(displaced, tokens_per_s))
     });
     let blocking_max =
-        if seen.stage_tokens().is_some() { BLOCKING_STAGED_MS_MAX } else { BLOCKING_MS_MAX };
-    let blocking_ms = prefill_ms.map(|prefill_ms| blocking_ms(prefill_ms, blocking_max, wanted));
+        if stats.stage_tokens().is_some() { BLOCKING_STAGED_MS_MAX } else { BLOCKING_MS_MAX };
+    let blocking_ms = prefill_ms.map(|prefill_ms| blocking_ms(prefill_ms, blocking_max, demand));
     let parts = [
         soon_ms,
         displacement_ms.unwrap_or(0),
@@ -199,25 +199,25 @@ pub(super) fn within(
         impatience_ms,
         resident_tokens: prompt.zip(uncached).map(|(prompt, uncached)| prompt.tokens - uncached),
         backlog_tokens,
-        prefill_tokens_per_s: seen.prefill_tokens_per_s(),
+        prefill_tokens_per_s: stats.prefill_tokens_per_s(),
         turns,
-        turns_max: seen.turns_max(),
+        turns_max: stats.turns_max(),
         waiting: waiting(view, worker),
         wanted_tokens: room.wanted_tokens,
         pool_tokens: room.pool_tokens,
-        sessions: seen.sessions(),
+        sessions: stats.sessions(),
     })
 }
 
 /// Returns the wait and the slowdown of the turn on a worker that has all of its prompt resident.
 pub(super) fn ahead_ms(
     question: &Question<'_>,
-    view: &ClusterView,
-    seen: Seen<'_>,
+    view: &Snapshot,
+    stats: WorkerStats<'_>,
     now: Instant,
 ) -> u64 {
-    let own = own(question, seen.worker());
-    let Queue { turns, wait_ms, .. } = queue(question, own, 0, view, seen, now);
+    let own = own(question, stats.worker());
+    let Queue { turns, wait_ms, .. } = queue(question, own, 0, view, stats, now);
     let slowed_ms = u64::from(turns) * INTERFERENCE_MS_EACH;
     wait_ms.saturating_add(impatience_ms(wait_ms)).saturating_add(slowed_ms)
 }
@@ -230,30 +230,30 @@ fn queue(
     question: &Question<'_>,
     own: Own,
     uncached: u64,
-    view: &ClusterView,
-    seen: Seen<'_>,
+    view: &Snapshot,
+    stats: WorkerStats<'_>,
     now: Instant,
 ) -> Queue {
-    let tokens_per_s = seen.prefill_tokens_per_s().unwrap_or(PREFILL_TOKENS_PER_S_ASSUMED);
-    let untold_tokens = seen.waiting_untold().saturating_mul(TURN_TOKENS_ASSUMED);
-    let backlog_tokens = seen
+    let tokens_per_s = stats.prefill_tokens_per_s().unwrap_or(PREFILL_TOKENS_PER_S_ASSUMED);
+    let untold_tokens = stats.waiting_untold().saturating_mul(TURN_TOKENS_ASSUMED);
+    let backlog_tokens = stats
         .backlog_tokens(tokens_per_s, now)
         .max(untold_tokens)
-        .saturating_add(staged_prefill_tokens(seen, uncached));
-    let turns = seen.turns();
-    let batch_ms = batch_ms(turns, seen.turns_max());
+        .saturating_add(staged_prefill_tokens(stats, uncached));
+    let turns = stats.turns();
+    let batch_ms = batch_ms(turns, stats.turns_max());
     let queued_ms = millis(backlog_tokens, tokens_per_s).saturating_add(batch_ms);
     // Running turns end while the backlog is computed, so the two waits overlap.
-    let wait_ms = queued_ms.max(room_ms(question, own, view, seen, backlog_tokens));
+    let wait_ms = queued_ms.max(room_ms(question, own, view, stats, backlog_tokens));
     Queue { tokens_per_s, backlog_tokens, turns, wait_ms }
 }
 
 /// Returns the tokens in staged prefill that are computed before a prompt with `uncached` tokens. A
 /// prompt of one stage at most waits for none. A longer one waits for all prompts with fewer tokens
 /// left. The lengths are not reported, so the bound is that each has at most `uncached` tokens.
-fn staged_prefill_tokens(seen: Seen<'_>, uncached: u64) -> u64 {
-    let needs_it = seen.stage_tokens().is_some_and(|stage_tokens| uncached > stage_tokens);
-    let staged = if needs_it { seen.staged_prefill() } else { None };
+fn staged_prefill_tokens(stats: WorkerStats<'_>, uncached: u64) -> u64 {
+    let needs_it = stats.stage_tokens().is_some_and(|stage_tokens| uncached > stage_tokens);
+    let staged = if needs_it { stats.staged_prefill() } else { None };
     staged.map_or(0, |staged| staged.tokens.min(uncached.saturating_mul(staged.prompts.into())))
 }
 
@@ -267,11 +267,11 @@ fn staged_prefill_tokens(seen: Seen<'_>, uncached: u64) -> u64 {
 fn room_ms(
     question: &Question<'_>,
     own: Own,
-    view: &ClusterView,
-    seen: Seen<'_>,
+    view: &Snapshot,
+    stats: WorkerStats<'_>,
     backlog_tokens: u64,
 ) -> u64 {
-    let (Some(pool), Some(used)) = (seen.pool_tokens(), seen.used_tokens()) else { return 0 };
+    let (Some(pool), Some(used)) = (stats.pool_tokens(), stats.used_tokens()) else { return 0 };
     let grown = |sticky: Sticky| sticky.told_tokens.saturating_add(TURN_TOKENS_ASSUMED);
     let context = question.prompt.map(|prompt| prompt.tokens).or(question.sticky.map(grown));
     let Some(context) = context else { return 0 };
@@ -280,21 +280,21 @@ fn room_ms(
     if over == 0 || used == 0 {
         return 0;
     }
-    let worker = seen.worker();
+    let worker = stats.worker();
     let load = view.agent(worker).rank_load(worker.dp_rank);
     let pinned = load.and_then(|load| load.pinned_tokens).map_or(0, |figure| figure.value);
     let ends = used.saturating_sub(pinned);
     if over >= ends { TURN_MS_ASSUMED } else { TURN_MS_ASSUMED.saturating_mul(over) / ends }
 }
 
-fn room(own: Own, seen: Seen<'_>) -> Room {
-    let opens = seen.opens_since_report();
-    let (pool_tokens, used) = (seen.pool_tokens(), seen.used_tokens());
+fn room(own: Own, stats: WorkerStats<'_>) -> Room {
+    let opens = stats.opens_since_report();
+    let (pool_tokens, used) = (stats.pool_tokens(), stats.used_tokens());
     let part = pool_tokens.map_or(u64::MAX, |pool| pool / GROWTH_POOL_PARTS);
     let growth_tokens = GROWTH_TOKENS.min(part);
-    let wanted_tokens = seen
+    let wanted_tokens = stats
         .wanted_tokens()
-        .saturating_add(seen.coming_tokens())
+        .saturating_add(stats.coming_tokens())
         .saturating_add(u64::from(opens) * growth_tokens)
         .saturating_sub(own.tokens)
         .max(used.unwrap_or(0).saturating_sub(own.held_tokens));
@@ -303,7 +303,7 @@ fn room(own: Own, seen: Seen<'_>) -> Room {
         // An unknown pool counts as full.
         _ => WHOLE_MILLI,
     };
-    let full_milli = full_milli.max(rows_milli(seen.rows(), opens));
+    let full_milli = full_milli.max(rows_milli(stats.request_rows(), opens));
     Room { pool_tokens, growth_tokens, wanted_tokens, full_milli }
 }
 
@@ -325,7 +325,7 @@ fn own(question: &Question<'_>, worker: WorkerRef) -> Own {
     })
 }
 
-fn waiting(view: &ClusterView, worker: WorkerRef) -> Option<u64> {
+fn waiting(view: &Snapshot, worker: WorkerRef) -> Option<u64> {
     Some(view.agent(worker).rank_load(worker.dp_rank)?.requests_waiting?.value)
 }
 
@@ -342,7 +342,7 @@ pub(super) fn uncached(question: &Question<'_>, worker: WorkerRef) -> Option<u64
 /// Free room is used first, then half of the KV without a session, then the KV of sessions, longest
 /// idle first. An agent reports for each session what it had when its last turn ended. If these sum
 /// up to more than is evictable, the excess was evicted before.
-fn displaced_tokens(load: &RankLoad, wanted: &Wanted, pool: u64, needed: u64) -> Option<u64> {
+fn displaced_tokens(load: &RankLoad, demand: &ReuseDemand, pool: u64, needed: u64) -> Option<u64> {
     let used = load.pool_used_tokens?.value;
     let evictable = match (load.pool_evictable_tokens, load.pool_available_tokens) {
         (Some(evictable), _) => evictable.value,
@@ -352,12 +352,12 @@ fn displaced_tokens(load: &RankLoad, wanted: &Wanted, pool: u64, needed: u64) ->
         }
     };
     let free = pool.saturating_sub(used).saturating_sub(evictable);
-    let owned: u64 = wanted.idle.iter().map(|idle| idle.tokens).fold(0, u64::saturating_add);
+    let owned: u64 = demand.idle.iter().map(|idle| idle.tokens).fold(0, u64::saturating_add);
     let unwanted = evictable.saturating_sub(owned) / UNWANTED_DIVISOR;
     let mut needed = needed.saturating_sub(free).saturating_sub(unwanted);
     let mut gone = owned.saturating_sub(evictable);
     let mut displaced = 0;
-    for Idle { tokens, wanted_tokens } in wanted.idle.iter().rev() {
+    for IdleClass { tokens, wanted_tokens } in demand.idle.iter().rev() {
         if needed == 0 {
             break;
         }
@@ -373,8 +373,8 @@ fn displaced_tokens(load: &RankLoad, wanted: &Wanted, pool: u64, needed: u64) ->
 }
 
 /// Returns the total wait of turns that arrive during a prefill of `prefill_ms`.
-fn blocking_ms(prefill_ms: u64, each_ms_max: u64, wanted: &Wanted) -> u64 {
-    let turns_micro = wanted.turns_micro_per_s.saturating_mul(prefill_ms) / 1000;
+fn blocking_ms(prefill_ms: u64, each_ms_max: u64, demand: &ReuseDemand) -> u64 {
+    let turns_micro = demand.turns_micro_per_s.saturating_mul(prefill_ms) / 1000;
     turns_micro.saturating_mul((prefill_ms / 2).min(each_ms_max)) / 1_000_000
 }
 

@@ -12,7 +12,7 @@ use proto::{
 };
 
 use super::affinity::{Binding, Closing, TABLE_LAG};
-use crate::fleet::{sessions::Located, snapshot::ClusterView, worker::WorkerRef};
+use crate::fleet::{sessions::ReportedSession, snapshot::Snapshot, worker::WorkerRef};
 
 /// The status of a session.
 #[derive(Debug, Clone)]
@@ -57,7 +57,7 @@ pub enum Standing {
 #[must_use]
 pub fn standing(
     key: &SessionKey,
-    view: &ClusterView,
+    view: &Snapshot,
     binding: Option<&Binding>,
     now: Instant,
 ) -> Standing {
@@ -65,7 +65,7 @@ pub fn standing(
     match binding.map_or(Closing::No, |binding| binding.closing) {
         Closing::Asked => return Standing::Closing,
         Closing::Closed { at, deferred } if now.saturating_duration_since(at) <= TABLE_LAG => {
-            let ends = |one: &Located| {
+            let ends = |one: &ReportedSession| {
                 matches!(one.session.state, SessionState::Running | SessionState::Closing)
             };
             let runs = binding.is_some_and(|binding| binding.turns > 0) || located.iter().any(ends);
@@ -82,7 +82,7 @@ pub fn standing(
     };
     let reborn = binding.is_reborn(now);
     // Entries that were lost or closing before this router reopened the session are ignored.
-    let history = |one: &Located| {
+    let history = |one: &ReportedSession| {
         reborn
             && one.worker.agent == binding.worker.agent
             && matches!(one.session.state, SessionState::Lost | SessionState::Closing)
@@ -113,8 +113,8 @@ fn of_binding(binding: &Binding, opened: Option<&Arc<Session>>, now: Instant) ->
     }
 }
 
-fn of_table(one: Option<&Located>, view: &ClusterView, binding: Option<&Binding>) -> Standing {
-    let Some(Located { worker, session }) = one else { return Standing::Unknown };
+fn of_table(one: Option<&ReportedSession>, view: &Snapshot, binding: Option<&Binding>) -> Standing {
+    let Some(ReportedSession { worker, session }) = one else { return Standing::Unknown };
     let agent_up = view.agent(*worker).is_up();
     // A client that sends the full history can continue on any worker. A client that asked for the
     // pin may send a delta next.
@@ -137,10 +137,10 @@ fn of_table(one: Option<&Located>, view: &ClusterView, binding: Option<&Binding>
 /// Returns the entry to use if several agents have the session: that of a connected agent, then
 /// that of the bound worker, then one that isn't lost, then the one used last.
 fn best<'a>(
-    located: impl Iterator<Item = &'a Located>,
-    view: &ClusterView,
+    located: impl Iterator<Item = &'a ReportedSession>,
+    view: &Snapshot,
     bound: Option<WorkerRef>,
-) -> Option<&'a Located> {
+) -> Option<&'a ReportedSession> {
     located.max_by_key(|one| {
         (
             view.agent(one.worker).is_up(),

@@ -19,7 +19,7 @@ use tracing::{info, warn};
 
 use super::{Blocks, Engine, Prompt, Route, model::Model};
 use crate::fleet::{
-    connect::chain, control::Control, snapshot::ClusterView, tokenizer_files::TokenizerFiles,
+    connect::describe_error, control::Control, snapshot::Snapshot, tokenizer_files::TokenizerFiles,
     view::View,
 };
 
@@ -46,7 +46,7 @@ const REST_MAX: Duration = Duration::from_secs(60);
 type Hash = [u8; 32];
 type Held = HashMap<Hash, Arc<Model>>;
 /// The files that agents describe, and the connected agents that have them.
-type Wanted = BTreeMap<Hash, (ModelFiles, Vec<usize>)>;
+type Described = BTreeMap<Hash, (ModelFiles, Vec<usize>)>;
 
 /// The models that are loaded now.
 #[derive(Debug)]
@@ -124,10 +124,10 @@ impl Models {
         self.held.load().contains_key(hash)
     }
 
-    fn keep(&self, wanted: &Wanted) {
+    fn keep(&self, described: &Described) {
         let held = self.held.load();
-        if !held.keys().all(|hash| wanted.contains_key(hash)) {
-            let kept = held.iter().filter(|(hash, _)| wanted.contains_key(*hash));
+        if !held.keys().all(|hash| described.contains_key(hash)) {
+            let kept = held.iter().filter(|(hash, _)| described.contains_key(*hash));
             self.held
                 .store(Arc::new(kept.map(|(hash, model)| (*hash, Arc::clone(model))).collect()));
         }
@@ -182,18 +182,18 @@ pub(crate) async fn run(
 async fn follow(models: &Models, view: &View, controls: &[Control]) {
     let mut failures: HashMap<Hash, Failure> = HashMap::new();
     loop {
-        let wanted = wanted(&view.load());
-        models.keep(&wanted);
-        failures.retain(|hash, _| wanted.contains_key(hash));
+        let described = described(&view.load());
+        models.keep(&described);
+        failures.retain(|hash, _| described.contains_key(hash));
         let due = |hash: &Hash| failures.get(hash).is_none_or(|failure| failure.again <= now());
-        let next = wanted
+        let next = described
             .iter()
             .find(|(hash, (_, agents))| !agents.is_empty() && !models.has(hash) && due(hash));
         let Some((hash, (files, agents))) = next else {
             // Nothing to fetch. Waits for a change in the view, or for the next retry.
             let later = now() + Duration::from_secs(3600);
             let again = failures.values().map(|failure| failure.again).fold(later, Instant::min);
-            view.wait_for(again, |view| self::wanted(view) != wanted).await;
+            view.wait_for(again, |view| self::described(view) != described).await;
             continue;
         };
         let tries = failures.get(hash).map_or(0, |failure| failure.tries);
@@ -205,7 +205,7 @@ async fn follow(models: &Models, view: &View, controls: &[Control]) {
                 models.add(*hash, model);
             }
             Err(error) => {
-                warn!(agent, error = chain(&error), "loading the tokenizer failed");
+                warn!(agent, error = describe_error(&error), "loading the tokenizer failed");
                 let rest = failures.get(hash).map_or(REST_MIN, |failure| failure.rest * 2);
                 let rest = rest.min(REST_MAX);
                 failures.insert(*hash, Failure { again: now() + rest, rest, tries: tries + 1 });
@@ -214,22 +214,22 @@ async fn follow(models: &Models, view: &View, controls: &[Control]) {
     }
 }
 
-fn wanted(view: &ClusterView) -> Wanted {
-    let mut wanted = Wanted::new();
+fn described(view: &Snapshot) -> Described {
+    let mut described = Described::new();
     for (at, agent) in view.agents.iter().enumerate() {
         let facts = agent.facts.as_ref();
         if let Some(files) = facts.and_then(|facts| facts.description.model_files) {
-            let (_, agents) = wanted.entry(files.hash).or_insert_with(|| (files, vec![]));
+            let (_, agents) = described.entry(files.hash).or_insert_with(|| (files, vec![]));
             // A disconnected agent keeps its model loaded, but files can't be fetched from it.
             if agent.is_up() {
                 agents.push(at);
             }
         }
     }
-    while wanted.len() > MODELS_MAX {
-        wanted.pop_last();
+    while described.len() > MODELS_MAX {
+        described.pop_last();
     }
-    wanted
+    described
 }
 
 /// Why a model could not be loaded.

@@ -14,7 +14,7 @@ use super::{
     PromptOverlap, index::Overlap, kv_index::Residency, kv_stream::Phase, learned::Learned,
 };
 use crate::{
-    fleet::{snapshot::ClusterView, worker::WorkerRef},
+    fleet::{snapshot::Snapshot, worker::WorkerRef},
     prompt::{Blocks, Prompt, Route, models::Models},
 };
 
@@ -130,7 +130,7 @@ impl Whereabouts {
         model: Option<&str>,
         path: &str,
         body: &Bytes,
-        view: &ClusterView,
+        view: &Snapshot,
     ) -> Option<TurnBlocks> {
         let route = Route::of(path)?;
         let serves = |engine: &EngineFacts| model.is_none_or(|model| engine.serves(model));
@@ -147,7 +147,7 @@ impl Whereabouts {
         Some(TurnBlocks { blocks, overlap })
     }
 
-    fn overlap(&self, blocks: &Blocks, view: &ClusterView) -> Overlap {
+    fn overlap(&self, blocks: &Blocks, view: &Snapshot) -> Overlap {
         let mut overlap = Overlap::default();
         // The hashes of inexact blocks have a meaning only within this router.
         let is_told = |number| blocks.exact && self.told.is_live(number);
@@ -164,7 +164,7 @@ impl Whereabouts {
     }
 
     /// Records that a worker has taken the turn, so that it will have the turn's blocks.
-    pub(crate) fn taken(&self, turn: &TurnBlocks, worker: WorkerRef, view: &ClusterView) {
+    pub(crate) fn taken(&self, turn: &TurnBlocks, worker: WorkerRef, view: &Snapshot) {
         let Some(number) = worker.number() else { return };
         if turn.blocks.exact && self.told.is_live(number) {
             // The worker's agent will report the blocks.

@@ -26,7 +26,7 @@ use super::{
 };
 use crate::{
     backoff::Backoff,
-    fleet::{connect::chain, worker::WorkerRef},
+    fleet::{connect::describe_error, worker::WorkerRef},
 };
 
 /// Maximum number of blocks in one change to the index: look-ups wait about 20 µs for such a
@@ -201,7 +201,7 @@ impl Watcher {
     /// Follows one stream to its end. Returns why it ended.
     async fn follow_once(&self, follow: &mut Follow) -> String {
         let first_word = async {
-            let channel = self.endpoint.connect().await.map_err(|error| chain(&error))?;
+            let channel = self.endpoint.connect().await.map_err(|error| describe_error(&error))?;
             let client = WorkerAgentClient::new(channel);
             let mut client = client.max_decoding_message_size(MESSAGE_BYTES_MAX);
             let stream = client.watch_kv(WatchKvRequest {}).await;
@@ -220,7 +220,7 @@ impl Watcher {
             };
             let changes = match follow.accept(event) {
                 Ok(changes) => changes,
-                Err(error) => return chain(&error),
+                Err(error) => return describe_error(&error),
             };
             for change in changes {
                 self.residency.apply(self.agent, change);

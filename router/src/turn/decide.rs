@@ -21,7 +21,7 @@ use super::{
     shared::Shared,
 };
 use crate::{
-    fleet::{lease::Lease, snapshot::ClusterView, worker::WorkerRef},
+    fleet::{lease::Lease, snapshot::Snapshot, worker::WorkerRef},
     placement::{
         self, Figures, Placement, Question, Reason, Sticky,
         affinity::{Affinity, Closing},
@@ -264,7 +264,7 @@ impl Shared {
         ask: &Ask,
         base: Question<'_>,
         prompt: Prompt<'_>,
-        view: &ClusterView,
+        view: &Snapshot,
     ) -> Result<Step, Error> {
         let mut affinity = self.affinity.lock();
         let standing =
@@ -348,7 +348,7 @@ impl Shared {
         &self,
         turn: &Turn,
         turn_id: u64,
-        view: &ClusterView,
+        view: &Snapshot,
         placement: Placement,
         hold: Option<Hold>,
         movable: bool,
@@ -392,7 +392,7 @@ impl Shared {
     }
 
     /// Returns the worker of the parent session, or else the worker of the turn's cache key.
-    fn preferred(&self, turn: &Turn, view: &ClusterView) -> Option<(WorkerRef, Reason)> {
+    fn preferred(&self, turn: &Turn, view: &Snapshot) -> Option<(WorkerRef, Reason)> {
         if let Some(parent) = &turn.parent
             && let Standing::Open { worker, .. } | Standing::Bound { worker, .. } =
                 self.standing(parent, view)
@@ -415,12 +415,12 @@ impl Shared {
 }
 
 /// Returns the compared figures with their workers' names, for the log.
-fn named(figures: &[Figures], view: &ClusterView) -> Vec<(String, Figures)> {
+fn named(figures: &[Figures], view: &Snapshot) -> Vec<(String, Figures)> {
     figures.iter().map(|one| (view.name(one.worker), *one)).collect()
 }
 
 /// Checks whether the session's status allows the turn, and returns what it means for placement.
-fn admit(ask: &Ask, standing: &Standing, view: &ClusterView) -> Result<Place, Error> {
+fn admit(ask: &Ask, standing: &Standing, view: &Snapshot) -> Result<Place, Error> {
     let delta_on_nothing = ask.delta && !ask.open;
     match standing {
         Standing::Closing => Err(Error::TurnWhileClosing),
@@ -455,7 +455,7 @@ fn admit(ask: &Ask, standing: &Standing, view: &ClusterView) -> Result<Place, Er
 }
 
 /// Whether a turn runs that this one can't wait for. If turns may queue, the agent decides instead.
-pub(crate) fn is_busy(standing: &Standing, view: &ClusterView) -> bool {
+pub(crate) fn is_busy(standing: &Standing, view: &Snapshot) -> bool {
     let (Standing::Open { busy: true, worker, .. } | Standing::Bound { busy: true, worker, .. }) =
         standing
     else {

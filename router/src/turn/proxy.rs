@@ -99,7 +99,7 @@ impl Outbound {
         match tokio::time::timeout_at(self.deadline.into(), answer).await {
             Ok(Ok(response)) => Ok(response),
             Ok(Err(source)) if source.is_connect() => {
-                shared.note_unreachable(decided.worker, connect::chain(&source));
+                shared.note_unreachable(decided.worker, connect::describe_error(&source));
                 Err(NoAnswer::Connect { worker: name(), source })
             }
             Ok(Err(source)) => Err(NoAnswer::BrokenOff { worker: name(), source }),

@@ -16,7 +16,7 @@ use tonic::Code;
 
 use super::{error::Error, shared::Shared};
 use crate::{
-    fleet::{control::Opening, worker::WorkerRef},
+    fleet::{control::OpenRequest, worker::WorkerRef},
     placement::{
         self, Question, Sticky, affinity,
         session_status::{self, Standing},
@@ -47,7 +47,7 @@ pub(crate) struct Opened {
 
 impl Shared {
     /// Opens a session, or returns the one that is already open.
-    pub(crate) async fn open(self: &Arc<Self>, opening: Opening) -> Result<Opened, Error> {
+    pub(crate) async fn open(self: &Arc<Self>, opening: OpenRequest) -> Result<Opened, Error> {
         let shared = Arc::clone(self);
         self.detached(async move { Box::pin(shared.open_now(opening)).await }).await
     }
@@ -147,7 +147,7 @@ impl Shared {
         }
     }
 
-    async fn open_now(self: Arc<Self>, opening: Opening) -> Result<Opened, Error> {
+    async fn open_now(self: Arc<Self>, opening: OpenRequest) -> Result<Opened, Error> {
         let key = &opening.key;
         if let Standing::Lost { worker, .. } = self.patient_standing(key).await {
             self.bury(key, worker).await?;
@@ -198,7 +198,7 @@ impl Shared {
     /// session was open, and whether it may go to another worker.
     fn place_open(
         &self,
-        opening: &Opening,
+        opening: &OpenRequest,
         exclude: Option<WorkerRef>,
     ) -> Result<(WorkerRef, bool, bool), Error> {
         let key = &opening.key;

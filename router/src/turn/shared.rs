@@ -19,9 +19,7 @@ use tokio::sync::{Semaphore, mpsc};
 
 use crate::{
     config::Config,
-    fleet::{
-        control::Control, snapshot::ClusterView, state::Update, view::View, worker::WorkerRef,
-    },
+    fleet::{control::Control, snapshot::Snapshot, state::Update, view::View, worker::WorkerRef},
     metrics::Metrics,
     placement::{
         affinity::Affinity,
@@ -77,16 +75,16 @@ impl Shared {
     }
 
     /// Returns the view once every agent was heard or failed. Waits only just after the start.
-    pub(crate) async fn settled_view(&self) -> Arc<ClusterView> {
+    pub(crate) async fn settled_view(&self) -> Arc<Snapshot> {
         let view = self.view.load();
         if view.settled() || now() >= self.settle_by {
             return view;
         }
-        self.view.wait_for(self.settle_by, ClusterView::settled).await
+        self.view.wait_for(self.settle_by, Snapshot::settled).await
     }
 
     /// Returns the status of a session.
-    pub(crate) fn standing(&self, key: &SessionKey, view: &ClusterView) -> Standing {
+    pub(crate) fn standing(&self, key: &SessionKey, view: &Snapshot) -> Standing {
         let now = now();
         let affinity = self.affinity.lock();
         session_status::standing(key, view, affinity.get(key, now), now)

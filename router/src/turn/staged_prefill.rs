@@ -71,7 +71,7 @@ struct Long {
 
 fn long(shared: &Shared, decided: &Decided) -> Option<Long> {
     let view = shared.view.load();
-    let stage_tokens = view.roster().get(decided.worker)?.stage_tokens()?;
+    let stage_tokens = view.worker_table().get(decided.worker)?.stage_tokens()?;
     // Turns behind a turn that opens its session wait at the agent. They must not reach the agent
     // before it.
     let facts = view.agent(decided.worker).facts.as_ref()?;
@@ -130,7 +130,11 @@ async fn compute(
             staged_prefill::left_tokens(response.headers()).ok_or(StagedPrefillEnd::Refused)
         }
         Ok(Err(error)) => {
-            debug!(worker = decided.name, error = connect::chain(&error), "staged prefill failed");
+            debug!(
+                worker = decided.name,
+                error = connect::describe_error(&error),
+                "staged prefill failed"
+            );
             Err(StagedPrefillEnd::Failed)
         }
         Err(_) => Err(StagedPrefillEnd::Late),

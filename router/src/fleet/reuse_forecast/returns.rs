@@ -27,7 +27,7 @@ const LAST_TURN_RATIO: f64 = 1.0 / 65.0;
 /// Number of observations beyond which old ones are halved. A fleet's habits change within days.
 const OBSERVATIONS_MAX: f64 = 20_000.0;
 /// How often the estimate is renewed. It takes hundreds of gaps to change it.
-const FIT_AGE_MAX: Duration = Duration::from_secs(5);
+const ESTIMATE_AGE_MAX: Duration = Duration::from_secs(5);
 
 /// The observations, and the estimate made from them.
 #[derive(Debug, Clone)]
@@ -35,22 +35,22 @@ pub(super) struct Returns {
     /// By class: number of idle times that ended in it by a return.
     returned: [f64; CLASSES],
     /// By class: number of idle times that ended in it without a return.
-    gave_up: [f64; CLASSES],
+    ended: [f64; CLASSES],
     /// By class: probability, in thousandths, that a session that reached the class returns.
     chance_milli: [u64; CLASSES],
     /// By class: rate at which such a session returns, in millionths per second.
     rate_micro: [u64; CLASSES],
-    fitted: Option<Instant>,
+    estimated_at: Option<Instant>,
 }
 
 impl Default for Returns {
     fn default() -> Self {
         let mut returns = Self {
             returned: [0.0; CLASSES],
-            gave_up: [0.0; CLASSES],
+            ended: [0.0; CLASSES],
             chance_milli: [0; CLASSES],
             rate_micro: [0; CLASSES],
-            fitted: None,
+            estimated_at: None,
         };
         returns.estimate(&[0.0; CLASSES]);
         returns
@@ -59,28 +59,28 @@ impl Default for Returns {
 
 impl Returns {
     /// Records that a session returned after being idle for `idle`.
-    pub(super) fn returned(&mut self, idle: Duration) {
+    pub(super) fn record_return(&mut self, idle: Duration) {
         self.returned[class_of(idle)] += 1.0;
         if self.returned.iter().sum::<f64>() > OBSERVATIONS_MAX {
-            for count in self.returned.iter_mut().chain(&mut self.gave_up) {
+            for count in self.returned.iter_mut().chain(&mut self.ended) {
                 *count /= 2.0;
             }
         }
     }
 
     /// Records that a session was closed or forgotten after being idle for `idle`.
-    pub(super) fn gave_up(&mut self, idle: Duration) {
-        self.gave_up[class_of(idle)] += 1.0;
+    pub(super) fn record_end(&mut self, idle: Duration) {
+        self.ended[class_of(idle)] += 1.0;
     }
 
     /// Renews the estimate if it is old. `idle` has the idle times of the sessions that are idle
     /// now.
-    pub(super) fn fit(&mut self, idle: impl Iterator<Item = Duration>, now: Instant) {
-        let age = self.fitted.map(|at| now.saturating_duration_since(at));
-        if age.is_some_and(|age| age < FIT_AGE_MAX) {
+    pub(super) fn update_estimate(&mut self, idle: impl Iterator<Item = Duration>, now: Instant) {
+        let age = self.estimated_at.map(|at| now.saturating_duration_since(at));
+        if age.is_some_and(|age| age < ESTIMATE_AGE_MAX) {
             return;
         }
-        self.fitted = Some(now);
+        self.estimated_at = Some(now);
         let mut waiting = [0.0; CLASSES];
         for idle in idle {
             waiting[class_of(idle)] += 1.0;
@@ -108,11 +108,11 @@ impl Returns {
         let mut beyond = 0.0;
         let mut chance = 0.0;
         for class in (0..CLASSES).rev() {
-            let reached = beyond + self.returned[class] + self.gave_up[class];
+            let reached = beyond + self.returned[class] + self.ended[class];
             let prior = PRIOR_SESSIONS * prior_hazard(class);
             let returns = (self.returned[class] + prior) / (reached + PRIOR_SESSIONS);
-            let gives_up = self.gave_up[class] / (reached + PRIOR_SESSIONS);
-            chance = returns + (1.0 - returns - gives_up) * chance;
+            let ends = self.ended[class] / (reached + PRIOR_SESSIONS);
+            chance = returns + (1.0 - returns - ends) * chance;
             self.chance_milli[class] = (chance * 1e3).round() as u64;
             self.rate_micro[class] = (returns * 1e6 / width_s(class)).round() as u64;
             // A session that waits in this class has passed all classes before it.
@@ -161,13 +161,13 @@ mod tests {
     fn a_fleet_that_always_returns_within_a_minute_is_believed() {
         let mut returns = Returns::default();
         for _ in 0..500 {
-            returns.returned(Duration::from_secs(50));
+            returns.record_return(Duration::from_secs(50));
         }
         // Sessions that ended and were forgotten.
         for _ in 0..100 {
-            returns.gave_up(Duration::from_secs(3600));
+            returns.record_end(Duration::from_secs(3600));
         }
-        returns.fit(std::iter::empty(), start());
+        returns.update_estimate(std::iter::empty(), start());
         assert!(chance(&returns, 40) > 750, "{}", chance(&returns, 40));
         assert!(chance(&returns, 600) < 120, "{}", chance(&returns, 600));
     }
@@ -176,9 +176,9 @@ mod tests {
     fn returns_come_at_the_pace_that_was_seen() {
         let mut returns = Returns::default();
         for _ in 0..10_000 {
-            returns.returned(Duration::from_secs(50));
+            returns.record_return(Duration::from_secs(50));
         }
-        returns.fit(std::iter::empty(), start());
+        returns.update_estimate(std::iter::empty(), start());
         let rate = |seconds| returns.rate_micro(Duration::from_secs(seconds));
         assert!((45_000..=50_000).contains(&rate(50)), "all return within 20 s: {}", rate(50));
         assert!(rate(20) < 500 && rate(1_000) < 5_000, "{} {}", rate(20), rate(1_000));
@@ -188,10 +188,10 @@ mod tests {
     fn what_is_closed_says_nothing_about_those_that_stay() {
         let mut returns = Returns::default();
         for _ in 0..500 {
-            returns.returned(Duration::from_secs(300));
-            returns.gave_up(Duration::ZERO);
+            returns.record_return(Duration::from_secs(300));
+            returns.record_end(Duration::ZERO);
         }
-        returns.fit(std::iter::empty(), start());
+        returns.update_estimate(std::iter::empty(), start());
         assert!(chance(&returns, 240) > 950, "{}", chance(&returns, 240));
     }
 
@@ -199,10 +199,10 @@ mod tests {
     fn chances_fall_the_longer_a_session_is_idle() {
         let mut returns = Returns::default();
         for gap in 0..2_000_u64 {
-            returns.returned(Duration::from_secs(gap * gap % 4_001));
-            returns.gave_up(Duration::from_secs(gap * 7 % 9_001));
+            returns.record_return(Duration::from_secs(gap * gap % 4_001));
+            returns.record_end(Duration::from_secs(gap * 7 % 9_001));
         }
-        returns.fit([Duration::from_secs(5000)].into_iter(), start());
+        returns.update_estimate([Duration::from_secs(5000)].into_iter(), start());
         // All but the last class, which no session reached.
         let reached = &BOUNDS_S[..CLASSES - 1];
         let all: Vec<u64> = reached.iter().map(|&bound| chance(&returns, bound)).collect();

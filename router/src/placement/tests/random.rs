@@ -78,8 +78,8 @@ proptest! {
             .unwrap()
             .workers
             .into_iter()
-            .map(|seen| {
-                let one = cost::of(&ask, &view, seen, later);
+            .map(|stats| {
+                let one = cost::of(&ask, &view, stats, later);
                 let rank = Reverse(rendezvous(ask.digest, &view, one.worker));
                 ((one.cost_ms, one.sessions, rank), one)
             })
