@@ -8,7 +8,7 @@ use std::hint::black_box;
 
 use criterion::{BatchSize, BenchmarkId, Criterion, Throughput};
 use proto::block::{BlockHash, BlockTokens, Chain, Scheme, Tier, hash_after};
-use router::residency::index::{Index, Overlap, Shared};
+use router::residency::index::{Index, Overlap, SharedIndex};
 
 const SESSIONS_PER_WORKER: usize = 64;
 const SYSTEM_BLOCKS: usize = 32;
@@ -51,7 +51,7 @@ fn look_up(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("look_up");
     for workers in [8, 32, 128, 1024] {
         let sessions = sessions(workers);
-        let index = Shared::new(filled(&sessions));
+        let index = SharedIndex::new(filled(&sessions));
         let mut overlap = Overlap::default();
         // `grown` prompts continue at the end of their session; `forked` ones leave it in the
         // middle.

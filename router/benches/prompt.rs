@@ -3,8 +3,8 @@
 use criterion::{BatchSize, Criterion, Throughput, criterion_group, criterion_main};
 use proto::{body::Object, load::EngineFacts};
 use router::{
-    prompt::{Engine, Prompt, Route},
-    residency::learned::Learned,
+    prompt::{Engine, Prompt, PromptForm},
+    residency::learned::LearnedPrompts,
 };
 
 const TOKENS: u32 = 131_072;
@@ -40,11 +40,11 @@ fn chat_body() -> String {
 
 fn blocks(c: &mut Criterion) {
     let facts = facts();
-    let engine = Engine::of(&facts).expect("pages of one token have blocks");
+    let engine = Engine::from_facts(&facts).expect("pages of one token have blocks");
     let mut group = c.benchmark_group("prompt");
     group.throughput(Throughput::Elements(TOKENS.into()));
     for (name, route, body) in
-        [("ids", Route::Generate, ids_body()), ("text", Route::Chat, chat_body())]
+        [("ids", PromptForm::Generate, ids_body()), ("text", PromptForm::Chat, chat_body())]
     {
         let read = || Prompt::find(&Object::parse(body.as_bytes()).expect("the body is an object"));
         let prompt = read();
@@ -55,9 +55,9 @@ fn blocks(c: &mut Criterion) {
     }
     let body = ids_body();
     let prompt = Prompt::find(&Object::parse(body.as_bytes()).expect("the body is an object"));
-    let blocks = prompt.blocks(Route::Generate, body.as_bytes(), &engine).expect("it has ids");
-    let mut learned = Learned::new(64 << 20);
-    group.bench_function("given_again", |b| b.iter(|| learned.given(0, 1_000_000, &blocks)));
+    let blocks = prompt.blocks(PromptForm::Generate, body.as_bytes(), &engine).expect("it has ids");
+    let mut learned = LearnedPrompts::new(64 << 20);
+    group.bench_function("given_again", |b| b.iter(|| learned.record(0, 1_000_000, &blocks)));
     group.finish();
 }
 
@@ -75,7 +75,8 @@ fn next_turn(c: &mut Criterion) {
     })
     .expect("the tests' model can be read");
     let facts = facts();
-    let engine = Engine::of(&facts).expect("pages of one token have blocks").with(&model, 0);
+    let engine =
+        Engine::from_facts(&facts).expect("pages of one token have blocks").with_model(&model, 0);
     let words = "the session keeps its turns on the worker that holds the pages of its prompt. ";
     let message = |at: usize, text: &str| {
         let role = ["user", "assistant"][at % 2];
@@ -85,11 +86,11 @@ fn next_turn(c: &mut Criterion) {
     let body = |messages: &[serde_json::Value]| {
         serde_json::json!({"model": "m", "messages": messages}).to_string()
     };
-    let ask = |body: &str| {
+    let make_blocks = |body: &str| {
         let prompt = Prompt::find(&Object::parse(body.as_bytes()).expect("the body is an object"));
-        prompt.blocks(Route::Chat, body.as_bytes(), &engine).expect("a chat has blocks")
+        prompt.blocks(PromptForm::Chat, body.as_bytes(), &engine).expect("a chat has blocks")
     };
-    let old = ask(&body(&messages));
+    let old = make_blocks(&body(&messages));
     assert!(old.exact, "the conversation was tokenized");
     let mut group = c.benchmark_group(format!("chat of {} tokens", old.tokens));
     let turn = Cell::new(1_000);
@@ -101,11 +102,11 @@ fn next_turn(c: &mut Criterion) {
             messages.pop();
             body
         };
-        b.iter_batched(next, |body| ask(&body), BatchSize::LargeInput);
+        b.iter_batched(next, |body| make_blocks(&body), BatchSize::LargeInput);
     });
     group.bench_function("same turn", |b| {
         let body = body(&messages);
-        b.iter(|| ask(&body));
+        b.iter(|| make_blocks(&body));
     });
     group.bench_function("first turn", |b| {
         let next = || {
@@ -114,7 +115,7 @@ fn next_turn(c: &mut Criterion) {
             let first = message(turn.get(), words);
             body(&[&[first], &messages[1..]].concat())
         };
-        b.iter_batched(next, |body| ask(&body), BatchSize::LargeInput);
+        b.iter_batched(next, |body| make_blocks(&body), BatchSize::LargeInput);
     });
     group.finish();
 }

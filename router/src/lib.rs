@@ -60,9 +60,9 @@ use crate::{
     },
     prompt::models::{self, Models},
     residency::{
-        block_locator::Whereabouts,
-        collector::ResidencyCollector,
-        kv_index::{self, Residency},
+        block_locator::BlockLocator,
+        collector::KvIndexCollector,
+        kv_index::{self, KvIndex},
     },
     turn::shared::Shared,
 };
@@ -126,10 +126,10 @@ pub async fn run(config: Config, listeners: Listeners, tasks: Tasks) -> Result<(
     let mut registry = Registry::with_prefix("berth_router");
     let metrics = Metrics::new(&mut registry);
     registry.register_collector(Box::new(FleetCollector(Arc::clone(&view))));
-    let residency = Arc::new(Residency::new(endpoints.len(), config.overlap_bytes_max));
-    registry.register_collector(Box::new(ResidencyCollector {
+    let kv_index = Arc::new(KvIndex::new(endpoints.len(), config.overlap_bytes_max));
+    registry.register_collector(Box::new(KvIndexCollector {
         view: Arc::clone(&view),
-        residency: Arc::clone(&residency),
+        kv_index: Arc::clone(&kv_index),
     }));
     let (ready, is_ready) = watch::channel(Err("starting".to_owned()));
     let admin =
@@ -144,9 +144,9 @@ pub async fn run(config: Config, listeners: Listeners, tasks: Tasks) -> Result<(
         "view",
         view::run(state, mailbox, Arc::clone(&view), ready, tasks.token()),
     );
-    watch_agents(&config, &endpoints, &updates, &view, &residency, &tasks);
+    watch_agents(&config, &endpoints, &updates, &view, &kv_index, &tasks);
     let drain_max = config.drain_max();
-    let shared = shared(config, view, residency, metrics, updates, &endpoints, &tasks);
+    let shared = shared(config, view, kv_index, metrics, updates, &endpoints, &tasks);
     let address = listeners.data.local_addr().map(|address| address.to_string());
     info!(address = address.unwrap_or_default(), agents = endpoints.len(), "router listens");
     let turns_max = shared.config.turns_in_flight_max;
@@ -172,7 +172,7 @@ fn watch_agents(
     endpoints: &[Endpoint],
     updates: &mpsc::Sender<(usize, Update, Instant)>,
     view: &Arc<View>,
-    residency: &Arc<Residency>,
+    kv_index: &Arc<KvIndex>,
     tasks: &Tasks,
 ) {
     for (agent, endpoint) in endpoints.iter().enumerate() {
@@ -185,11 +185,11 @@ fn watch_agents(
             view: Arc::clone(view),
         };
         tasks.spawn(watcher.run(tasks.token()));
-        let watcher = kv_index::Watcher {
+        let watcher = kv_index::KvWatcher {
             agent,
             endpoint: endpoint.clone(),
             connect_max: config.connect_max(),
-            residency: Arc::clone(residency),
+            kv_index: Arc::clone(kv_index),
         };
         tasks.spawn(watcher.run(tasks.token()));
     }
@@ -198,7 +198,7 @@ fn watch_agents(
 fn shared(
     config: Config,
     view: Arc<View>,
-    residency: Arc<Residency>,
+    kv_index: Arc<KvIndex>,
     metrics: Metrics,
     updates: mpsc::Sender<(usize, Update, Instant)>,
     endpoints: &[Endpoint],
@@ -226,8 +226,8 @@ fn shared(
     }
     Arc::new(Shared {
         view,
-        whereabouts: Whereabouts::new(Arc::clone(&residency), models, config.overlap_bytes_max),
-        residency,
+        block_locator: BlockLocator::new(Arc::clone(&kv_index), models, config.overlap_bytes_max),
+        kv_index,
         affinity: affinity(),
         cache_keys: affinity(),
         recent: Mutex::new(Recent::new(recent::FIGURES_MAX)),

@@ -63,13 +63,13 @@ const KEYS: [&str; 27] = [
 /// Members with which the engine's tokens are more than those of the text or the ids.
 const MEDIA: [&str; 4] = ["input_embeds", "image_data", "video_data", "audio_data"];
 /// Members with which the engine recomputes resident parts of a prompt, or reports less for them.
-const WHOLE: [&str; 3] = ["logprob_start_len", "echo", "return_hidden_states"];
+const RECOMPUTES: [&str; 3] = ["logprob_start_len", "echo", "return_hidden_states"];
 /// Members with which the engine builds a prompt that differs from what [`model`] builds.
-const UNUSUAL: [&str; 4] = ["reasoning", "thinking", "continue_final_message", "suffix"];
+const UNSUPPORTED: [&str; 4] = ["reasoning", "thinking", "continue_final_message", "suffix"];
 
 /// The form of a route's body.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Route {
+pub enum PromptForm {
     /// SGLang's own route: ids or a text.
     Generate,
     /// OpenAI's completions: ids or a text.
@@ -80,10 +80,10 @@ pub enum Route {
     Other,
 }
 
-impl Route {
-    /// Returns the route of a request's path, or `None` for a path that leaves no KV.
+impl PromptForm {
+    /// Returns the form of the bodies for a path, or `None` for a path that leaves no KV.
     #[must_use]
-    pub fn of(path: &str) -> Option<Self> {
+    pub fn for_path(path: &str) -> Option<Self> {
         match Kind::for_path(path)? {
             Kind::Generate => Some(Self::Generate),
             Kind::Completions => Some(Self::Completions),
@@ -126,7 +126,7 @@ impl<'a> Engine<'a> {
     /// Creates the engine's entry from the engine's facts. `None` if there are no blocks for the
     /// engine's page size.
     #[must_use]
-    pub fn of(facts: &'a EngineFacts) -> Option<Self> {
+    pub fn from_facts(facts: &'a EngineFacts) -> Option<Self> {
         Some(Self {
             block_tokens: BlockTokens::for_page(facts.page_tokens).ok()?,
             context_tokens: facts.context_tokens.into(),
@@ -139,7 +139,7 @@ impl<'a> Engine<'a> {
     /// Adds the model that makes the engine's tokens from text, and the time: some templates show
     /// the date.
     #[must_use]
-    pub fn with(self, model: &'a Model, unix_s: u64) -> Self {
+    pub fn with_model(self, model: &'a Model, unix_s: u64) -> Self {
         Self { model: Some(model), unix_s, ..self }
     }
 }
@@ -159,9 +159,9 @@ pub struct Blocks {
     pub exact: bool,
 }
 
-/// What the engine keeps a prompt's KV apart by.
+/// What separates a prompt's KV in the engine's cache from the KV of equal tokens.
 #[derive(Debug, Default, PartialEq, Eq)]
-struct Apart {
+struct CacheNamespace {
     lora: Option<String>,
     extra_key: Option<String>,
     cache_salt: Option<String>,
@@ -189,20 +189,20 @@ impl Prompt {
     /// # Panics
     /// If `body` is not the body in which the prompt was found.
     #[must_use]
-    pub fn blocks(&self, route: Route, body: &[u8], engine: &Engine<'_>) -> Option<Blocks> {
+    pub fn blocks(&self, form: PromptForm, body: &[u8], engine: &Engine<'_>) -> Option<Blocks> {
         let body = std::str::from_utf8(body).expect("the body was read as JSON");
         if self.get(body, "session_params").is_some() {
             return None;
         }
-        let apart = self.apart(route, body, engine)?;
-        let key = if route == Route::Completions { "prompt" } else { "input_ids" };
+        let cache_namespace = self.cache_namespace(form, body, engine)?;
+        let key = if form == PromptForm::Completions { "prompt" } else { "input_ids" };
         let array = self.get(body, key).filter(|json| json.starts_with('['));
-        match array.filter(|_| route != Route::Other) {
+        match array.filter(|_| form != PromptForm::Other) {
             Some(_) if MEDIA.iter().any(|key| self.get(body, key).is_some()) => None,
-            Some(array) => ids_blocks(array, &apart, engine),
+            Some(array) => ids_blocks(array, &cache_namespace, engine),
             None => self
-                .model_blocks(route, body, &apart, engine)
-                .or_else(|| self.text_blocks(route, body, &apart, engine)),
+                .model_blocks(form, body, &cache_namespace, engine)
+                .or_else(|| self.text_blocks(form, body, &cache_namespace, engine)),
         }
     }
 
@@ -215,56 +215,72 @@ impl Prompt {
     /// # Panics
     /// If `body` is not the body in which the prompt was found.
     #[must_use]
-    pub fn ids(&self, route: Route, body: &[u8], engine: &Engine<'_>) -> Option<Vec<u32>> {
+    pub fn token_ids(
+        &self,
+        form: PromptForm,
+        body: &[u8],
+        engine: &Engine<'_>,
+    ) -> Option<Vec<u32>> {
         let text = std::str::from_utf8(body).expect("the body was read as JSON");
-        let apart = self.apart(route, text, engine)?;
-        if self.get(text, "session_params").is_some() || apart != Apart::default() {
+        let cache_namespace = self.cache_namespace(form, text, engine)?;
+        if self.get(text, "session_params").is_some()
+            || cache_namespace != CacheNamespace::default()
+        {
             return None;
         }
-        if WHOLE.iter().any(|key| self.get(text, key).is_some_and(|json| json != "false")) {
+        if RECOMPUTES.iter().any(|key| self.get(text, key).is_some_and(|json| json != "false")) {
             return None;
         }
-        if self.is_text(route, body) {
-            return self.ask_model(route, text, &apart, engine, |model, ask| model.ids(ask));
+        if self.is_text(form, body) {
+            return self.with_text_model(
+                form,
+                text,
+                &cache_namespace,
+                engine,
+                |model, text_prompt| model.token_ids(text_prompt),
+            );
         }
         if MEDIA.iter().any(|key| self.get(text, key).is_some()) {
             return None;
         }
-        let key = if route == Route::Completions { "prompt" } else { "input_ids" };
+        let key = if form == PromptForm::Completions { "prompt" } else { "input_ids" };
         serde_json::from_str(self.get(text, key)?).ok()
     }
 
     fn model_blocks(
         &self,
-        route: Route,
+        form: PromptForm,
         body: &str,
-        apart: &Apart,
+        cache_namespace: &CacheNamespace,
         engine: &Engine<'_>,
     ) -> Option<Blocks> {
-        let blocks = self.ask_model(route, body, apart, engine, |model, ask| model.blocks(ask))?;
-        Some(Blocks { exact: apart.extra_key.is_none(), ..blocks })
+        let blocks =
+            self.with_text_model(form, body, cache_namespace, engine, |model, text_prompt| {
+                model.blocks(text_prompt)
+            })?;
+        Some(Blocks { exact: cache_namespace.extra_key.is_none(), ..blocks })
     }
 
-    fn ask_model<T>(
+    fn with_text_model<T>(
         &self,
-        route: Route,
+        form: PromptForm,
         body: &str,
-        apart: &Apart,
+        cache_namespace: &CacheNamespace,
         engine: &Engine<'_>,
-        what: impl FnOnce(&Model, &model::Ask<'_>) -> Option<T>,
+        use_model: impl FnOnce(&Model, &model::TextPrompt<'_>) -> Option<T>,
     ) -> Option<T> {
         let set = |key: &&&str| self.get(body, key).is_some_and(|json| json != "false");
-        if MEDIA.iter().chain(&UNUSUAL).any(|key| set(&key)) {
+        if MEDIA.iter().chain(&UNSUPPORTED).any(|key| set(&key)) {
             return None;
         }
-        let ask = model::Ask {
-            route,
+        let text_prompt = model::TextPrompt {
+            form,
             member: &|key| self.get(body, key),
-            scheme: apart.scheme(engine.block_tokens),
+            scheme: cache_namespace.scheme(engine.block_tokens),
             tokens_max: engine.context_tokens,
             unix_s: engine.unix_s,
         };
-        what(engine.model?, &ask)
+        use_model(engine.model?, &text_prompt)
     }
 
     /// Whether the prompt is text that must be tokenized.
@@ -272,45 +288,52 @@ impl Prompt {
     /// # Panics
     /// If `body` is not the body in which the prompt was found.
     #[must_use]
-    pub fn is_text(&self, route: Route, body: &[u8]) -> bool {
+    pub fn is_text(&self, form: PromptForm, body: &[u8]) -> bool {
         let is_array = |key: &str| {
             let found = self.members.iter().find(|(known, _)| *known == key);
             found.is_some_and(|(_, range)| body[range.start] == b'[')
         };
-        !is_array(if route == Route::Completions { "prompt" } else { "input_ids" })
+        !is_array(if form == PromptForm::Completions { "prompt" } else { "input_ids" })
     }
 
     fn text_blocks(
         &self,
-        route: Route,
+        form: PromptForm,
         body: &str,
-        apart: &Apart,
+        cache_namespace: &CacheNamespace,
         engine: &Engine<'_>,
     ) -> Option<Blocks> {
-        let texts: Vec<&str> = route.texts().iter().filter_map(|key| self.get(body, key)).collect();
-        let single = matches!(route, Route::Generate | Route::Completions);
+        let texts: Vec<&str> = form.texts().iter().filter_map(|key| self.get(body, key)).collect();
+        let single = matches!(form, PromptForm::Generate | PromptForm::Completions);
         if texts.is_empty() || single && !texts[0].starts_with('"') {
             return None;
         }
         // A mark that no client sets by accident keeps these blocks apart from blocks of ids.
-        let namespace = format!("\u{1}{}", apart.extra_key.as_deref().unwrap_or_default());
-        let scheme = Scheme { namespace: Some(&namespace), ..apart.scheme(engine.block_tokens) };
+        let namespace =
+            format!("\u{1}{}", cache_namespace.extra_key.as_deref().unwrap_or_default());
+        let scheme =
+            Scheme { namespace: Some(&namespace), ..cache_namespace.scheme(engine.block_tokens) };
         let (mut chain, mut hashes) = (Chain::new(&scheme), vec![]);
         text::push(&texts, engine.context_tokens, &mut chain, &mut hashes);
         let block_tokens = engine.block_tokens;
         Some(Blocks { tokens: chain.tokens(), block_tokens, hashes, exact: false })
     }
 
-    /// Returns what keeps the prompt's KV apart, or `None` if that can't be known or the turn has
-    /// several prompts.
-    fn apart(&self, route: Route, body: &str, engine: &Engine<'_>) -> Option<Apart> {
+    /// Returns what separates the prompt's KV from other KV, or `None` if that can't be known or
+    /// the turn has several prompts.
+    fn cache_namespace(
+        &self,
+        form: PromptForm,
+        body: &str,
+        engine: &Engine<'_>,
+    ) -> Option<CacheNamespace> {
         let text = |key| match self.get(body, key) {
             None => Some(None),
             Some(json) => serde_json::from_str(json).ok().map(non_empty),
         };
-        let model = if route == Route::Generate { None } else { text("model")? };
+        let model = if form == PromptForm::Generate { None } else { text("model")? };
         let adapter = model.and_then(|model| adapter(&model, engine.models));
-        Some(Apart {
+        Some(CacheNamespace {
             lora: adapter.or(text("lora_path")?),
             extra_key: text("extra_key")?,
             cache_salt: text("cache_salt")?,
@@ -323,7 +346,7 @@ impl Prompt {
     }
 }
 
-impl Apart {
+impl CacheNamespace {
     fn scheme(&self, block_tokens: BlockTokens) -> Scheme<'_> {
         Scheme {
             block_tokens,
@@ -334,8 +357,12 @@ impl Apart {
     }
 }
 
-fn ids_blocks(array: &str, apart: &Apart, engine: &Engine<'_>) -> Option<Blocks> {
-    let scheme = apart.scheme(engine.block_tokens);
+fn ids_blocks(
+    array: &str,
+    cache_namespace: &CacheNamespace,
+    engine: &Engine<'_>,
+) -> Option<Blocks> {
+    let scheme = cache_namespace.scheme(engine.block_tokens);
     let (mut chain, mut hashes) = (Chain::new(&scheme), vec![]);
     ids::push(array, engine.context_tokens, &mut chain, &mut hashes).ok()?;
     Some(Blocks {
@@ -344,7 +371,7 @@ fn ids_blocks(array: &str, apart: &Apart, engine: &Engine<'_>) -> Option<Blocks>
         hashes,
         // KV events don't contain the extra key, so no agent can tell these blocks from those
         // without it.
-        exact: apart.extra_key.is_none(),
+        exact: cache_namespace.extra_key.is_none(),
     })
 }
 
@@ -374,17 +401,17 @@ mod tests {
         Engine { block_tokens, context_tokens: 100_000, models, model: None, unix_s: 0 }
     }
 
-    fn blocks(route: Route, body: &str) -> Option<Blocks> {
+    fn blocks(form: PromptForm, body: &str) -> Option<Blocks> {
         let prompt = Prompt::find(&Object::parse(body.as_bytes()).unwrap());
-        prompt.blocks(route, body.as_bytes(), &engine(&["m:1".to_owned()]))
+        prompt.blocks(form, body.as_bytes(), &engine(&["m:1".to_owned()]))
     }
 
     fn ids(tokens: u32) -> String {
         format!("{:?}", (0..tokens).collect::<Vec<u32>>())
     }
 
-    fn of_ids(rest: &str) -> Option<Blocks> {
-        blocks(Route::Generate, &format!(r#"{{"input_ids":{}{rest}}}"#, ids(130)))
+    fn blocks_of_ids(rest: &str) -> Option<Blocks> {
+        blocks(PromptForm::Generate, &format!(r#"{{"input_ids":{}{rest}}}"#, ids(130)))
     }
 
     /// Returns the number of leading blocks that two prompts have in common.
@@ -404,21 +431,25 @@ mod tests {
             hashes,
             exact: true,
         };
-        assert_eq!(of_ids(""), Some(want.clone()));
-        assert_eq!(of_ids(r#","text":"x","extra_key":"","lora_path":null"#), Some(want.clone()));
+        assert_eq!(blocks_of_ids(""), Some(want.clone()));
+        assert_eq!(
+            blocks_of_ids(r#","text":"x","extra_key":"","lora_path":null"#),
+            Some(want.clone())
+        );
         let body = format!(r#"{{"model":"m:1","prompt":{}}}"#, ids(130));
-        assert_eq!(blocks(Route::Completions, &body), Some(want.clone()));
+        assert_eq!(blocks(PromptForm::Completions, &body), Some(want.clone()));
         let body = format!(r#"{{"input_ids":[1],"model":"m:1","input_ids":{}}}"#, ids(130));
-        assert_eq!(blocks(Route::Chat, &body), Some(want));
+        assert_eq!(blocks(PromptForm::Chat, &body), Some(want));
     }
 
     #[test]
     fn a_prompt_is_computed_before_its_turn_only_where_its_ids_are_all_there_is_to_it() {
-        let made = |route: Route, body: &str| {
+        let made = |form: PromptForm, body: &str| {
             let prompt = Prompt::find(&Object::parse(body.as_bytes()).unwrap());
-            prompt.ids(route, body.as_bytes(), &engine(&["m".to_owned()]))
+            prompt.token_ids(form, body.as_bytes(), &engine(&["m".to_owned()]))
         };
-        let with = |rest: &str| made(Route::Generate, &format!(r#"{{"input_ids":[7,8]{rest}}}"#));
+        let with =
+            |rest: &str| made(PromptForm::Generate, &format!(r#"{{"input_ids":[7,8]{rest}}}"#));
         for rest in ["", r#","cache_salt":"","lora_path":null"#, r#","echo":false"#] {
             assert_eq!(with(rest), Some(vec![7, 8]), "{rest}");
         }
@@ -433,15 +464,15 @@ mod tests {
         ] {
             assert_eq!(with(rest), None, "{rest}");
         }
-        assert_eq!(made(Route::Completions, r#"{"prompt":[7],"model":"m"}"#), Some(vec![7]));
-        assert_eq!(made(Route::Completions, r#"{"prompt":[7],"model":"m:adapter"}"#), None);
-        assert_eq!(made(Route::Completions, r#"{"prompt":[[7],[8]]}"#), None, "two prompts");
-        assert_eq!(made(Route::Generate, r#"{"text":"no model makes tokens of it"}"#), None);
+        assert_eq!(made(PromptForm::Completions, r#"{"prompt":[7],"model":"m"}"#), Some(vec![7]));
+        assert_eq!(made(PromptForm::Completions, r#"{"prompt":[7],"model":"m:adapter"}"#), None);
+        assert_eq!(made(PromptForm::Completions, r#"{"prompt":[[7],[8]]}"#), None, "two prompts");
+        assert_eq!(made(PromptForm::Generate, r#"{"text":"no model makes tokens of it"}"#), None);
     }
 
     #[test]
     fn what_the_engine_keeps_apart_has_blocks_apart() {
-        let plain = of_ids("").unwrap();
+        let plain = blocks_of_ids("").unwrap();
         let mut seen = vec![plain.hashes[0]];
         for rest in [
             r#","lora_path":"a""#,
@@ -449,14 +480,14 @@ mod tests {
             r#","cache_salt":"a""#,
             r#","lora_path":"a","cache_salt":"a""#,
         ] {
-            let apart = of_ids(rest).unwrap();
-            assert!(!seen.contains(&apart.hashes[0]), "{rest}");
-            assert_eq!(apart.exact, !rest.contains("extra_key"), "{rest}");
-            seen.push(apart.hashes[0]);
+            let separate = blocks_of_ids(rest).unwrap();
+            assert!(!seen.contains(&separate.hashes[0]), "{rest}");
+            assert_eq!(separate.exact, !rest.contains("extra_key"), "{rest}");
+            seen.push(separate.hashes[0]);
         }
         let model = |model: &str| {
             let body = format!(r#"{{"model":"{model}","prompt":{}}}"#, ids(64));
-            blocks(Route::Completions, &body).unwrap().hashes[0]
+            blocks(PromptForm::Completions, &body).unwrap().hashes[0]
         };
         assert_eq!(model("m:1"), plain.hashes[0], "a served name has no adapter");
         assert_eq!(model("m:1:a"), seen[1]);
@@ -472,7 +503,7 @@ mod tests {
             r#","image_data":"x""#,
             r#","input_embeds":[[0.1]]"#,
         ] {
-            assert_eq!(of_ids(rest), None, "{rest}");
+            assert_eq!(blocks_of_ids(rest), None, "{rest}");
         }
         let many = ids(100_001);
         let generate = [
@@ -483,10 +514,10 @@ mod tests {
             &format!(r#"{{"input_ids":{many}}}"#),
         ];
         for body in generate {
-            assert_eq!(blocks(Route::Generate, body), None, "{:.60}", body);
+            assert_eq!(blocks(PromptForm::Generate, body), None, "{:.60}", body);
         }
-        assert_eq!(blocks(Route::Completions, r#"{"prompt":["a"]}"#), None);
-        assert_eq!(blocks(Route::Chat, r#"{"prompt":"a"}"#), None);
+        assert_eq!(blocks(PromptForm::Completions, r#"{"prompt":["a"]}"#), None);
+        assert_eq!(blocks(PromptForm::Chat, r#"{"prompt":"a"}"#), None);
     }
 
     fn chat(turns: usize, tail: &str) -> String {
@@ -501,14 +532,14 @@ mod tests {
     #[test]
     fn a_conversation_that_grows_keeps_its_blocks() {
         let (one, two) = (chat(5, ""), chat(7, ""));
-        let one = blocks(Route::Chat, &one).unwrap();
-        let two = blocks(Route::Chat, &two).unwrap();
+        let one = blocks(PromptForm::Chat, &one).unwrap();
+        let two = blocks(PromptForm::Chat, &two).unwrap();
         assert!(!one.exact && one.hashes.len() > 5 && two.hashes.len() > one.hashes.len());
         assert_eq!(common(&one, &two), one.hashes.len());
-        let other = blocks(Route::Chat, &chat(5, "").replace("\"f\"", "\"g\"")).unwrap();
+        let other = blocks(PromptForm::Chat, &chat(5, "").replace("\"f\"", "\"g\"")).unwrap();
         assert_eq!(common(&one, &other), 0, "the tools differ");
         let salted = chat(5, "").replace("\"n\":1", "\"cache_salt\":\"a\"");
-        assert_eq!(common(&one, &blocks(Route::Chat, &salted).unwrap()), 0);
+        assert_eq!(common(&one, &blocks(PromptForm::Chat, &salted).unwrap()), 0);
     }
 
     #[test]
@@ -516,14 +547,18 @@ mod tests {
         let with = |image: &str| {
             let url = format!("data:image/png;base64,{}", image.repeat(100_000));
             let part = serde_json::json!({"type": "image_url", "image_url": {"url": url}});
-            blocks(Route::Chat, &chat(6, &format!(r#",{{"content":[{part}]}}"#))).unwrap()
+            blocks(PromptForm::Chat, &chat(6, &format!(r#",{{"content":[{part}]}}"#))).unwrap()
         };
-        let (one, two, none) = (with("A"), with("B"), blocks(Route::Chat, &chat(6, "")).unwrap());
+        let (one, two, none) =
+            (with("A"), with("B"), blocks(PromptForm::Chat, &chat(6, "")).unwrap());
         assert!(one.tokens < none.tokens + 64, "{} {}", one.tokens, none.tokens);
         assert_eq!(common(&one, &none), none.hashes.len());
         let follows = |image: &str| {
             let url = format!("data:,{image}");
-            blocks(Route::Chat, &chat(6, "").replacen("0 é", &format!(r#"","i":"{url}","t":""#), 1))
+            blocks(
+                PromptForm::Chat,
+                &chat(6, "").replacen("0 é", &format!(r#"","i":"{url}","t":""#), 1),
+            )
         };
         assert_eq!(common(&follows("A").unwrap(), &follows("B").unwrap()), 0);
         assert_eq!(one.tokens, two.tokens);
@@ -542,8 +577,8 @@ mod tests {
                 format!("{:?}:{value}", KEYS[key])
             });
             let body = format!("{{{}}}", members.collect::<Vec<_>>().join(","));
-            for route in [Route::Generate, Route::Completions, Route::Chat, Route::Other] {
-                if let Some(blocks) = blocks(route, &body) {
+            for form in [PromptForm::Generate, PromptForm::Completions, PromptForm::Chat, PromptForm::Other] {
+                if let Some(blocks) = blocks(form, &body) {
                     prop_assert_eq!(blocks.hashes.len() as u64, blocks.tokens / 64);
                 }
             }

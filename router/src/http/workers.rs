@@ -19,7 +19,7 @@ use crate::{
         worker::WorkerRef,
         worker_table::WorkerStats,
     },
-    residency::kv_index::Known,
+    residency::kv_index::WorkerKv,
 };
 
 pub(super) async fn list(State(shared): Desk) -> Response {
@@ -28,7 +28,7 @@ pub(super) async fn list(State(shared): Desk) -> Response {
     let workers: Vec<Value> = view
         .workers()
         .map(|(worker, agent, facts)| {
-            let kv = shared.residency.of(worker);
+            let kv = shared.kv_index.worker_kv(worker);
             shown(&view, worker, agent, facts, &kv, now)
         })
         .collect();
@@ -49,7 +49,7 @@ fn shown(
     worker: WorkerRef,
     agent: &Agent,
     facts: &Facts,
-    kv: &Known,
+    kv: &WorkerKv,
     now: Instant,
 ) -> Value {
     let (state, reason) = agent.state(now, view.report_age_max());

@@ -23,14 +23,14 @@ use std::fmt;
 use proto::block::Scheme;
 
 #[cfg(not(feature = "text"))]
-pub use self::absent::{Error, Model};
+pub use self::absent::{AbsentModel as Model, Error};
 #[cfg(feature = "text")]
 pub use self::tokens::{Error, Model};
-use super::{Blocks, Route};
+use super::{Blocks, PromptForm};
 
 /// A request whose prompt is text or messages, for which a model makes tokens.
-pub(super) struct Ask<'a> {
-    pub(super) route: Route,
+pub(super) struct TextPrompt<'a> {
+    pub(super) form: PromptForm,
     /// Returns a member of the body as JSON.
     pub(super) member: &'a dyn Fn(&str) -> Option<&'a str>,
     pub(super) scheme: Scheme<'a>,
@@ -39,9 +39,9 @@ pub(super) struct Ask<'a> {
     pub(super) unix_s: u64,
 }
 
-impl fmt::Debug for Ask<'_> {
+impl fmt::Debug for TextPrompt<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         // Prompts must not appear in a log.
-        f.debug_struct("Ask").field("route", &self.route).finish_non_exhaustive()
+        f.debug_struct("TextPrompt").field("form", &self.form).finish_non_exhaustive()
     }
 }

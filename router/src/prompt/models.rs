@@ -17,7 +17,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use super::{Blocks, Engine, Prompt, Route, model::Model};
+use super::{Blocks, Engine, Prompt, PromptForm, model::Model};
 use crate::fleet::{
     connect::describe_error, control::Control, snapshot::Snapshot, tokenizer_files::TokenizerFiles,
     view::View,
@@ -27,12 +27,12 @@ use crate::fleet::{
 /// models is hashed instead of tokenized.
 const MODELS_MAX: usize = 8;
 /// Maximum number of prompts tokenized at once.
-const PROMPTS_MAX: usize = 8;
+const PROMPTS_AT_ONCE_MAX: usize = 8;
 /// Longest time that a turn waits before its prompt is tokenized. After that, its blocks are made
 /// from the text itself.
-const WAIT_MAX: Duration = Duration::from_millis(50);
+const PERMIT_WAIT_MAX: Duration = Duration::from_millis(50);
 /// Longest time for tokenizing a prompt. 100,000 new tokens take a fifth of it.
-const MADE_MAX: Duration = Duration::from_secs(1);
+const TOKENIZE_MAX: Duration = Duration::from_secs(1);
 /// Largest body that is tokenized, in bytes. A transcript of 1M tokens is about 5 MiB of JSON.
 const BODY_BYTES_MAX: usize = 16 << 20;
 /// Most bytes per token of the context: a larger body can't be a prompt that fits.
@@ -40,25 +40,25 @@ const BYTES_PER_TOKEN: usize = 16;
 /// Longest time for fetching a model: 64 MiB over a slow link from a slow disk.
 const FETCH_MAX: Duration = Duration::from_secs(120);
 /// Shortest and longest wait before a failed fetch is tried again.
-const REST_MIN: Duration = Duration::from_secs(1);
-const REST_MAX: Duration = Duration::from_secs(60);
+const PAUSE_MIN: Duration = Duration::from_secs(1);
+const PAUSE_MAX: Duration = Duration::from_secs(60);
 
 type Hash = [u8; 32];
-type Held = HashMap<Hash, Arc<Model>>;
+type LoadedModels = HashMap<Hash, Arc<Model>>;
 /// The files that agents describe, and the connected agents that have them.
 type Described = BTreeMap<Hash, (ModelFiles, Vec<usize>)>;
 
 /// The models that are loaded now.
 #[derive(Debug)]
 pub(crate) struct Models {
-    held: ArcSwap<Held>,
-    prompts: Arc<Semaphore>,
+    loaded: ArcSwap<LoadedModels>,
+    permits: Arc<Semaphore>,
 }
 
 impl Models {
     /// Creates an empty set of models.
     pub(crate) fn new() -> Self {
-        Self { held: ArcSwap::default(), prompts: Arc::new(Semaphore::new(PROMPTS_MAX)) }
+        Self { loaded: ArcSwap::default(), permits: Arc::new(Semaphore::new(PROMPTS_AT_ONCE_MAX)) }
     }
 
     /// Makes a prompt's blocks for the engine described. Uses the engine's model if it is loaded
@@ -66,91 +66,91 @@ impl Models {
     pub(crate) async fn blocks(
         &self,
         prompt: &Prompt,
-        route: Route,
+        form: PromptForm,
         body: &Bytes,
         description: &Description,
     ) -> Option<Blocks> {
         let engine = &description.engine;
-        let files = description.model_files.filter(|_| prompt.is_text(route, body));
+        let files = description.model_files.filter(|_| prompt.is_text(form, body));
         // Reading messages takes many times their size in memory.
         let bytes_max = BODY_BYTES_MAX.min(BYTES_PER_TOKEN * engine.context_tokens as usize);
         let files = files.filter(|_| body.len() <= bytes_max);
-        let model = files.and_then(|files| self.held.load().get(&files.hash).cloned());
+        let model = files.and_then(|files| self.loaded.load().get(&files.hash).cloned());
         let permit = match model {
             None => None,
             Some(model) => {
-                let permit = Arc::clone(&self.prompts).acquire_owned();
-                let permit = tokio::time::timeout(WAIT_MAX, permit).await;
+                let permit = Arc::clone(&self.permits).acquire_owned();
+                let permit = tokio::time::timeout(PERMIT_WAIT_MAX, permit).await;
                 permit.ok().and_then(Result::ok).map(|permit| (model, permit))
             }
         };
         let Some((model, permit)) = permit else {
-            return prompt.blocks(route, body, &Engine::of(engine)?);
+            return prompt.blocks(form, body, &Engine::from_facts(engine)?);
         };
         let (prompt, body, engine) = (prompt.clone(), body.clone(), engine.clone());
         // If it takes too long, the thread runs on and keeps its permit; the turn is placed without
         // blocks.
-        made(permit, move || {
-            prompt.blocks(route, &body, &Engine::of(&engine)?.with(&model, unix_s()))
+        run_blocking(permit, move || {
+            prompt.blocks(form, &body, &Engine::from_facts(&engine)?.with_model(&model, unix_s()))
         })
         .await
     }
 
     /// Returns a prompt's token ids as the engine described makes them, if that is possible soon
     /// enough.
-    pub(crate) async fn ids(
+    pub(crate) async fn token_ids(
         &self,
         prompt: &Prompt,
-        route: Route,
+        form: PromptForm,
         body: &Bytes,
         description: &Description,
     ) -> Option<Vec<u32>> {
         let files = description.model_files;
-        let model = files.and_then(|files| self.held.load().get(&files.hash).cloned());
-        let permit = Arc::clone(&self.prompts).acquire_owned();
-        let permit = tokio::time::timeout(WAIT_MAX, permit).await.ok()?.ok()?;
+        let model = files.and_then(|files| self.loaded.load().get(&files.hash).cloned());
+        let permit = Arc::clone(&self.permits).acquire_owned();
+        let permit = tokio::time::timeout(PERMIT_WAIT_MAX, permit).await.ok()?.ok()?;
         let (prompt, body, engine) = (prompt.clone(), body.clone(), description.engine.clone());
-        made(permit, move || {
-            let engine = Engine::of(&engine)?;
+        run_blocking(permit, move || {
+            let engine = Engine::from_facts(&engine)?;
             match &model {
-                Some(model) => prompt.ids(route, &body, &engine.with(model, unix_s())),
-                None => prompt.ids(route, &body, &engine),
+                Some(model) => prompt.token_ids(form, &body, &engine.with_model(model, unix_s())),
+                None => prompt.token_ids(form, &body, &engine),
             }
         })
         .await
     }
 
     fn has(&self, hash: &Hash) -> bool {
-        self.held.load().contains_key(hash)
+        self.loaded.load().contains_key(hash)
     }
 
-    fn keep(&self, described: &Described) {
-        let held = self.held.load();
-        if !held.keys().all(|hash| described.contains_key(hash)) {
-            let kept = held.iter().filter(|(hash, _)| described.contains_key(*hash));
-            self.held
+    fn retain_described(&self, described: &Described) {
+        let loaded = self.loaded.load();
+        if !loaded.keys().all(|hash| described.contains_key(hash)) {
+            let kept = loaded.iter().filter(|(hash, _)| described.contains_key(*hash));
+            self.loaded
                 .store(Arc::new(kept.map(|(hash, model)| (*hash, Arc::clone(model))).collect()));
         }
     }
 
-    fn add(&self, hash: Hash, model: Model) {
-        let mut held = Held::clone(&self.held.load());
-        held.insert(hash, Arc::new(model));
-        self.held.store(Arc::new(held));
+    fn insert(&self, hash: Hash, model: Model) {
+        let mut loaded = LoadedModels::clone(&self.loaded.load());
+        loaded.insert(hash, Arc::new(model));
+        self.loaded.store(Arc::new(loaded));
     }
 }
 
 /// Runs `make` on a blocking thread. Returns `None` if that fails or takes longer than
-/// [`MADE_MAX`].
-async fn made<T: Send + 'static>(
+/// [`TOKENIZE_MAX`].
+async fn run_blocking<T: Send + 'static>(
     permit: OwnedSemaphorePermit,
     make: impl FnOnce() -> Option<T> + Send + 'static,
 ) -> Option<T> {
-    let made = tokio::task::spawn_blocking(move || {
+    let task = tokio::task::spawn_blocking(move || {
         let _permit = permit;
         make()
     });
-    tokio::time::timeout(MADE_MAX, made).await.ok()?.ok().flatten()
+    tokio::time::timeout(TOKENIZE_MAX, task).await.ok()?.ok().flatten()
 }
 
 fn unix_s() -> u64 {
@@ -160,8 +160,8 @@ fn unix_s() -> u64 {
 /// When a failed fetch is tried again, and after how many tries.
 #[derive(Debug)]
 struct Failure {
-    again: Instant,
-    rest: Duration,
+    retry_at: Instant,
+    pause: Duration,
     tries: usize,
 }
 
@@ -175,25 +175,26 @@ pub(crate) async fn run(
     tokio::select! {
         biased;
         () = token.cancelled() => {}
-        () = follow(&models, &view, &controls) => {}
+        () = fetch_forever(&models, &view, &controls) => {}
     }
 }
 
-async fn follow(models: &Models, view: &View, controls: &[Control]) {
+async fn fetch_forever(models: &Models, view: &View, controls: &[Control]) {
     let mut failures: HashMap<Hash, Failure> = HashMap::new();
     loop {
         let described = described(&view.load());
-        models.keep(&described);
+        models.retain_described(&described);
         failures.retain(|hash, _| described.contains_key(hash));
-        let due = |hash: &Hash| failures.get(hash).is_none_or(|failure| failure.again <= now());
+        let due = |hash: &Hash| failures.get(hash).is_none_or(|failure| failure.retry_at <= now());
         let next = described
             .iter()
             .find(|(hash, (_, agents))| !agents.is_empty() && !models.has(hash) && due(hash));
         let Some((hash, (files, agents))) = next else {
             // Nothing to fetch. Waits for a change in the view, or for the next retry.
             let later = now() + Duration::from_secs(3600);
-            let again = failures.values().map(|failure| failure.again).fold(later, Instant::min);
-            view.wait_for(again, |view| self::described(view) != described).await;
+            let retry_at =
+                failures.values().map(|failure| failure.retry_at).fold(later, Instant::min);
+            view.wait_for(retry_at, |view| self::described(view) != described).await;
             continue;
         };
         let tries = failures.get(hash).map_or(0, |failure| failure.tries);
@@ -202,13 +203,14 @@ async fn follow(models: &Models, view: &View, controls: &[Control]) {
             Ok(model) => {
                 info!(bytes = files.bytes, agent, "tokenizer loaded");
                 failures.remove(hash);
-                models.add(*hash, model);
+                models.insert(*hash, model);
             }
             Err(error) => {
                 warn!(agent, error = describe_error(&error), "loading the tokenizer failed");
-                let rest = failures.get(hash).map_or(REST_MIN, |failure| failure.rest * 2);
-                let rest = rest.min(REST_MAX);
-                failures.insert(*hash, Failure { again: now() + rest, rest, tries: tries + 1 });
+                let pause = failures.get(hash).map_or(PAUSE_MIN, |failure| failure.pause * 2);
+                let pause = pause.min(PAUSE_MAX);
+                failures
+                    .insert(*hash, Failure { retry_at: now() + pause, pause, tries: tries + 1 });
             }
         }
     }
@@ -252,6 +254,6 @@ enum Error {
 async fn fetch(control: &Control, files: ModelFiles) -> Result<Model, Error> {
     let fetched = tokio::time::timeout(FETCH_MAX, control.model_files(files)).await;
     let files: TokenizerFiles = fetched.map_err(|_| Error::Late)?.map_err(Error::Fetch)?;
-    let made = tokio::task::spawn_blocking(move || Model::new(&files));
-    Ok(made.await.map_err(Error::Panicked)??)
+    let task = tokio::task::spawn_blocking(move || Model::new(&files));
+    Ok(task.await.map_err(Error::Panicked)??)
 }

@@ -206,7 +206,7 @@ mod tests {
     #[test]
     fn what_is_used_is_kept_and_what_is_new_is_all_that_costs() {
         let mut known = Segments::new(4 * (ENTRY_BYTES + 8));
-        let mut ask = |text: &str| {
+        let mut new_segments = |text: &str| {
             let marks = ["<a>".to_owned()];
             let segments = cut(text, &marks);
             let mut walk = start();
@@ -216,10 +216,18 @@ mod tests {
             }
             segments.len() - from
         };
-        assert_eq!(ask("<a>1<a>2"), 2);
-        assert_eq!(ask("<a>1<a>2<a>3"), 1);
-        assert_eq!([ask("<a>4"), ask("<a>1<a>2<a>3"), ask("<a>5"), ask("<a>6")], [1, 0, 1, 1]);
-        assert_eq!(ask("<a>1"), 0, "used later than 4 and 5");
-        assert_eq!(ask("<a>4"), 1);
+        assert_eq!(new_segments("<a>1<a>2"), 2);
+        assert_eq!(new_segments("<a>1<a>2<a>3"), 1);
+        assert_eq!(
+            [
+                new_segments("<a>4"),
+                new_segments("<a>1<a>2<a>3"),
+                new_segments("<a>5"),
+                new_segments("<a>6")
+            ],
+            [1, 0, 1, 1]
+        );
+        assert_eq!(new_segments("<a>1"), 0, "used later than 4 and 5");
+        assert_eq!(new_segments("<a>4"), 1);
     }
 }

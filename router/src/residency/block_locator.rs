@@ -11,16 +11,16 @@ use parking_lot::Mutex;
 use proto::load::{Description, EngineFacts};
 
 use super::{
-    PromptOverlap, index::Overlap, kv_index::Residency, kv_stream::Phase, learned::Learned,
+    PromptOverlap, index::Overlap, kv_index::KvIndex, kv_stream::KvPhase, learned::LearnedPrompts,
 };
 use crate::{
     fleet::{snapshot::Snapshot, worker::WorkerRef},
-    prompt::{Blocks, Prompt, Route, models::Models},
+    prompt::{Blocks, Prompt, PromptForm, models::Models},
 };
 
 /// Divisor for the memory of learned blocks, compared with the index of reported blocks. They are
 /// only the blocks that this router has sent, not all resident ones.
-const LEARNED_PARTS: usize = 4;
+const LEARNED_BYTES_DIVISOR: usize = 4;
 
 /// A turn's blocks and how many of them each worker has.
 #[derive(Debug)]
@@ -42,54 +42,61 @@ impl TurnBlocks {
 
 /// Knows which worker has which blocks, as far as that is reported or learned.
 #[derive(Debug)]
-pub(crate) struct Whereabouts {
-    told: Arc<Residency>,
+pub(crate) struct BlockLocator {
+    reported: Arc<KvIndex>,
     models: Arc<Models>,
     /// A leaf lock, held for microseconds.
-    given: Mutex<Given>,
+    sent: Mutex<SentPrompts>,
 }
 
-/// The prompts that this router gave to workers.
+/// The prompts that this router sent to workers.
 #[derive(Debug)]
-struct Given {
-    learned: Learned,
-    /// By worker number: the engine process that got the prompts. A restarted engine has none of
-    /// them.
+struct SentPrompts {
+    learned: LearnedPrompts,
+    /// By worker number: the id of the engine process that got the prompts. A restarted engine has
+    /// none of them.
     engines: HashMap<usize, String>,
 }
 
-impl Whereabouts {
+impl BlockLocator {
     /// Creates it with the reported blocks, and nothing learned yet.
-    pub(crate) fn new(told: Arc<Residency>, models: Arc<Models>, bytes_max: usize) -> Self {
-        let given =
-            Given { learned: Learned::new(bytes_max / LEARNED_PARTS), engines: HashMap::new() };
-        Self { told, models, given: Mutex::new(given) }
+    pub(crate) fn new(reported: Arc<KvIndex>, models: Arc<Models>, bytes_max: usize) -> Self {
+        let sent = SentPrompts {
+            learned: LearnedPrompts::new(bytes_max / LEARNED_BYTES_DIVISOR),
+            engines: HashMap::new(),
+        };
+        Self { reported, models, sent: Mutex::new(sent) }
     }
 
     /// Whether the worker's agent reports all resident blocks.
-    pub(crate) fn is_told(&self, worker: WorkerRef) -> bool {
-        worker.number().is_some_and(|number| self.told.is_live(number))
+    pub(crate) fn reports_blocks(&self, worker: WorkerRef) -> bool {
+        worker.number().is_some_and(|number| self.reported.is_live(number))
     }
 
     /// Whether it is known which of the turn's blocks the worker has, so that a count of 0 means
     /// none.
-    pub(crate) fn counts(&self, turn: &TurnBlocks, worker: WorkerRef) -> bool {
+    pub(crate) fn is_known_on(&self, turn_blocks: &TurnBlocks, worker: WorkerRef) -> bool {
         let Some(number) = worker.number() else { return false };
-        self.is_told_of(turn, worker) || turn.overlap.device(number) > 0
+        self.reports_same_blocks(turn_blocks, worker) || turn_blocks.overlap.device(number) > 0
     }
 
     /// Whether the worker's agent reports blocks under the same hashes as the turn's.
-    fn is_told_of(&self, turn: &TurnBlocks, worker: WorkerRef) -> bool {
-        let block_tokens = turn.blocks.block_tokens.get();
-        turn.blocks.exact && self.told.of(worker).phase == Phase::Live { block_tokens }
+    fn reports_same_blocks(&self, turn_blocks: &TurnBlocks, worker: WorkerRef) -> bool {
+        let block_tokens = turn_blocks.blocks.block_tokens.get();
+        turn_blocks.blocks.exact
+            && self.reported.worker_kv(worker).phase == KvPhase::Live { block_tokens }
     }
 
     /// Returns the leading prompt tokens that the worker has by its agent's report. `None` if the
     /// agent doesn't report them, so that it is unknown what the worker must compute.
-    pub(crate) fn told_tokens(&self, turn: &TurnBlocks, worker: WorkerRef) -> Option<u64> {
-        let number = worker.number().filter(|_| self.is_told_of(turn, worker))?;
-        let Blocks { tokens, block_tokens, .. } = turn.blocks;
-        let blocks = u64::from(turn.overlap.device(number));
+    pub(crate) fn reported_tokens(
+        &self,
+        turn_blocks: &TurnBlocks,
+        worker: WorkerRef,
+    ) -> Option<u64> {
+        let number = worker.number().filter(|_| self.reports_same_blocks(turn_blocks, worker))?;
+        let Blocks { tokens, block_tokens, .. } = turn_blocks.blocks;
+        let blocks = u64::from(turn_blocks.overlap.device(number));
         Some((blocks * u64::from(block_tokens.get())).min(tokens))
     }
 
@@ -97,7 +104,7 @@ impl Whereabouts {
     ///
     /// Returns `None` if they aren't, if making them takes too long, or if the engine keeps the
     /// prompt's KV apart by anything else.
-    pub(crate) async fn ids(
+    pub(crate) async fn token_ids(
         &self,
         prompt: &Prompt,
         path: &str,
@@ -105,26 +112,26 @@ impl Whereabouts {
         blocks: &TurnBlocks,
         description: &Description,
     ) -> Option<Vec<u32>> {
-        let route = Route::of(path)?;
+        let form = PromptForm::for_path(path)?;
         // The engine may tokenize text differently, unless an agent has reported a block of it.
-        if prompt.is_text(route, body) && !self.has_told(&blocks.blocks) {
+        if prompt.is_text(form, body) && !self.is_first_block_reported(&blocks.blocks) {
             return None;
         }
-        let ids = self.models.ids(prompt, route, body, description).await?;
-        let is_same = u64::try_from(ids.len()) == Ok(blocks.blocks.tokens);
-        is_same.then_some(ids)
+        let token_ids = self.models.token_ids(prompt, form, body, description).await?;
+        let is_same = u64::try_from(token_ids.len()) == Ok(blocks.blocks.tokens);
+        is_same.then_some(token_ids)
     }
 
     /// Whether any agent has reported the first of these blocks.
-    fn has_told(&self, blocks: &Blocks) -> bool {
+    fn is_first_block_reported(&self, blocks: &Blocks) -> bool {
         let mut overlap = Overlap::default();
-        self.told.look_up(&blocks.hashes[..blocks.hashes.len().min(1)], &mut overlap);
+        self.reported.look_up(&blocks.hashes[..blocks.hashes.len().min(1)], &mut overlap);
         overlap.is_found()
     }
 
     /// Makes the turn's blocks and counts them on each worker. Returns `None` if its prompt has no
     /// blocks or no engine is known yet.
-    pub(crate) async fn of(
+    pub(crate) async fn locate(
         &self,
         prompt: &Prompt,
         model: Option<&str>,
@@ -132,17 +139,17 @@ impl Whereabouts {
         body: &Bytes,
         view: &Snapshot,
     ) -> Option<TurnBlocks> {
-        let route = Route::of(path)?;
+        let form = PromptForm::for_path(path)?;
         let serves = |engine: &EngineFacts| model.is_none_or(|model| engine.serves(model));
-        let serving = || view.workers().filter(|(_, _, of)| serves(&of.description.engine));
+        let serving = || view.workers().filter(|(_, _, facts)| serves(&facts.description.engine));
         // Uses one engine's page size for all: engines of one model should have the same, and
         // blocks of another size are not compared.
         let (_, _, facts) = serving()
-            .find(|(_, agent, of)| agent.is_up() && of.description.model_files.is_some())
+            .find(|(_, agent, facts)| agent.is_up() && facts.description.model_files.is_some())
             .or_else(|| serving().next())
             .or_else(|| view.workers().next())?;
         let engine = &facts.description;
-        let blocks = self.models.blocks(prompt, route, body, engine).await?;
+        let blocks = self.models.blocks(prompt, form, body, engine).await?;
         let overlap = self.overlap(&blocks, view);
         Some(TurnBlocks { blocks, overlap })
     }
@@ -150,23 +157,23 @@ impl Whereabouts {
     fn overlap(&self, blocks: &Blocks, view: &Snapshot) -> Overlap {
         let mut overlap = Overlap::default();
         // The hashes of inexact blocks have a meaning only within this router.
-        let is_told = |number| blocks.exact && self.told.is_live(number);
+        let reports_blocks = |number| blocks.exact && self.reported.is_live(number);
         if blocks.exact {
-            self.told.look_up(&blocks.hashes, &mut overlap);
+            self.reported.look_up(&blocks.hashes, &mut overlap);
         }
         let numbers = || view.workers().filter_map(|(worker, ..)| worker.number());
-        if !numbers().all(is_told) {
-            let mut given = Overlap::default();
-            self.given.lock().learned.look_up(&blocks.hashes, &mut given);
-            overlap.replace(&given, |number| !is_told(number));
+        if !numbers().all(reports_blocks) {
+            let mut sent = Overlap::default();
+            self.sent.lock().learned.look_up(&blocks.hashes, &mut sent);
+            overlap.take_counts(&sent, |number| !reports_blocks(number));
         }
         overlap
     }
 
     /// Records that a worker has taken the turn, so that it will have the turn's blocks.
-    pub(crate) fn taken(&self, turn: &TurnBlocks, worker: WorkerRef, view: &Snapshot) {
+    pub(crate) fn record_sent(&self, turn_blocks: &TurnBlocks, worker: WorkerRef, view: &Snapshot) {
         let Some(number) = worker.number() else { return };
-        if turn.blocks.exact && self.told.is_live(number) {
+        if turn_blocks.blocks.exact && self.reported.is_live(number) {
             // The worker's agent will report the blocks.
             return;
         }
@@ -175,12 +182,12 @@ impl Whereabouts {
         let rank = description.ranks.get(worker.dp_rank as usize);
         let pool_tokens = rank.map_or(0, |rank| rank.pool_tokens);
         let instance = &description.engine.instance;
-        let mut given = self.given.lock();
-        let Given { learned, engines } = &mut *given;
+        let mut sent = self.sent.lock();
+        let SentPrompts { learned, engines } = &mut *sent;
         if engines.get(&number) != Some(instance) {
             learned.clear(number);
             engines.insert(number, instance.clone());
         }
-        learned.given(number, pool_tokens, &turn.blocks);
+        learned.record(number, pool_tokens, &turn_blocks.blocks);
     }
 }

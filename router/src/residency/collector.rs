@@ -14,19 +14,19 @@ use prometheus_client::{
     registry::Unit,
 };
 
-use super::{kv_index::Residency, kv_stream::Phase};
+use super::{kv_index::KvIndex, kv_stream::KvPhase};
 use crate::{fleet::view::View, metrics::StateLabel};
 
 /// Collects metrics of the index of resident blocks at each scrape.
 #[derive(Debug)]
-pub(crate) struct ResidencyCollector {
+pub(crate) struct KvIndexCollector {
     pub(crate) view: Arc<View>,
-    pub(crate) residency: Arc<Residency>,
+    pub(crate) kv_index: Arc<KvIndex>,
 }
 
-impl Collector for ResidencyCollector {
+impl Collector for KvIndexCollector {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
-        let stats = self.residency.stats();
+        let stats = self.kv_index.stats();
         let gauge = |value: u64| ConstGauge::new(i64::try_from(value).unwrap_or(i64::MAX));
         let gauges = MetricType::Gauge;
         let help = "Distinct blocks known to be resident somewhere";
@@ -62,10 +62,10 @@ impl Collector for ResidencyCollector {
             workers.get_or_create(&StateLabel { state }).set(0);
         }
         for (worker, ..) in self.view.load().workers() {
-            let state = match self.residency.of(worker).phase {
-                Phase::Live { .. } => "live",
-                Phase::Snapshot { .. } => "snapshot",
-                Phase::Unknown { .. } => "unknown",
+            let state = match self.kv_index.worker_kv(worker).phase {
+                KvPhase::Live { .. } => "live",
+                KvPhase::Snapshot { .. } => "snapshot",
+                KvPhase::Unknown { .. } => "unknown",
             };
             workers.get_or_create(&StateLabel { state }).inc();
         }

@@ -1,8 +1,8 @@
 //! The overlap index: which leading blocks of a prompt are resident on which worker.
 //!
 //! Pure. A single writer applies changes and snapshots; look-ups only read. The index knows a block
-//! by its hash and a worker by a dense number. [`Shared`] wraps it for many reading threads and one
-//! writer.
+//! by its hash and a worker by a dense number. [`SharedIndex`] wraps it for many reading threads
+//! and one writer.
 //!
 //! - `tree`: the blocks, as runs (unbranched parts of a chain), and how much of each run
 //!   every worker holds. A [`proto::table`] finds the run of a block.
@@ -20,7 +20,7 @@ mod worker_set;
 
 use proto::block::{BlockHash, Tier};
 
-pub use self::shared::Shared;
+pub use self::shared::SharedIndex;
 use self::{
     slots::Slots,
     tree::{Holder, Stopped, Tree},
@@ -36,7 +36,7 @@ pub const WORKERS_MAX: usize = WORKER_NUMBERS_MAX;
 
 /// Figures of the index. The last three count since the index was created.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Stats {
+pub struct IndexStats {
     /// Number of distinct blocks.
     pub blocks: u64,
     /// Number of runs: unbranched parts of chains.
@@ -75,13 +75,13 @@ impl Overlap {
     /// Returns the number of leading blocks resident on the worker's device.
     #[must_use]
     pub fn device(&self, worker: usize) -> u32 {
-        self.of(worker, &self.device)
+        self.depth(worker, &self.device)
     }
 
     /// Returns the number of leading blocks resident on the worker's device or host.
     #[must_use]
     pub fn either(&self, worker: usize) -> u32 {
-        self.of(worker, if self.either.is_empty() { &self.device } else { &self.either })
+        self.depth(worker, if self.either.is_empty() { &self.device } else { &self.either })
     }
 
     /// Whether any worker has the first block on its device.
@@ -91,7 +91,7 @@ impl Overlap {
     }
 
     /// Takes over the other answer's counts for the workers that `is_taken` selects.
-    pub fn replace(&mut self, other: &Self, is_taken: impl Fn(usize) -> bool) {
+    pub fn take_counts(&mut self, other: &Self, is_taken: impl Fn(usize) -> bool) {
         let workers = self.slots.len().max(other.slots.len());
         let counts = |of: fn(&Self, usize) -> u32| {
             let one = |worker| of(if is_taken(worker) { other } else { self }, worker);
@@ -102,7 +102,7 @@ impl Overlap {
         *self = Self { slots, device, either };
     }
 
-    fn of(&self, worker: usize, depths: &[u32]) -> u32 {
+    fn depth(&self, worker: usize, depths: &[u32]) -> u32 {
         let slot = self.slots.get(worker).copied();
         slot.and_then(|slot| depths.get(usize::from(slot))).copied().unwrap_or(0)
     }
@@ -148,7 +148,7 @@ impl Index {
         blocks: &[BlockHash],
     ) {
         assert!(worker < WORKERS_MAX, "a worker's number is below WORKERS_MAX");
-        let (slot, more) = self.slots.of_or_new(worker);
+        let (slot, more) = self.slots.write_slot_or_new(worker);
         if more {
             self.tree.add_slot();
         }
@@ -162,7 +162,7 @@ impl Index {
 
     /// Records that a worker no longer has `blocks`. Blocks that it didn't have are ignored.
     pub fn remove(&mut self, worker: usize, tier: Tier, blocks: &[BlockHash]) {
-        if let Some(slot) = self.slots.of(worker) {
+        if let Some(slot) = self.slots.write_slot(worker) {
             self.tree.remove(Holder { slot, tier }, blocks);
         }
         self.keep_bounds();
@@ -181,7 +181,7 @@ impl Index {
     /// If `worker` is not below [`WORKERS_MAX`].
     pub fn begin_snapshot(&mut self, worker: usize) {
         assert!(worker < WORKERS_MAX, "a worker's number is below WORKERS_MAX");
-        if self.slots.begin(worker) {
+        if self.slots.begin_snapshot(worker) {
             self.tree.add_slot();
         }
         self.keep_bounds();
@@ -189,20 +189,20 @@ impl Index {
 
     /// Completes the snapshot, which replaces the worker's previous blocks.
     pub fn finish_snapshot(&mut self, worker: usize) {
-        self.slots.finish(worker);
+        self.slots.finish_snapshot(worker);
         self.keep_bounds();
     }
 
     /// Returns the number of blocks resident on a worker, on both tiers.
     #[must_use]
     pub fn resident(&self, worker: usize) -> u64 {
-        self.slots.read(worker).map_or(0, |slot| self.tree.held(slot))
+        self.slots.read_slot(worker).map_or(0, |slot| self.tree.resident_blocks(slot))
     }
 
     /// Returns the figures of the index.
     #[must_use]
-    pub fn stats(&self) -> Stats {
-        Stats {
+    pub fn stats(&self) -> IndexStats {
+        IndexStats {
             blocks: self.tree.blocks() as u64,
             runs: self.tree.runs() as u64,
             bytes: self.bytes() as u64,
@@ -236,7 +236,7 @@ impl Index {
     }
 
     fn sweep(&mut self) {
-        if !self.slots.any_ended() {
+        if !self.slots.has_ended() {
             return;
         }
         let Self { tree, slots, swept, .. } = self;
@@ -244,7 +244,7 @@ impl Index {
         *swept += SWEEP_RUNS;
         if *swept >= tree.places() {
             *swept = 0;
-            slots.reuse(|slot| tree.held(slot) == 0);
+            slots.free_ended(|slot| tree.resident_blocks(slot) == 0);
         }
     }
 }

@@ -21,8 +21,8 @@ use tonic::transport::Endpoint;
 use tracing::{debug, info};
 
 use super::{
-    index::{Index, Overlap, Shared, Stats},
-    kv_stream::{Follow, Phase},
+    index::{Index, IndexStats, Overlap, SharedIndex},
+    kv_stream::{KvPhase, KvStream},
 };
 use crate::{
     backoff::Backoff,
@@ -37,10 +37,10 @@ const MESSAGE_BYTES_MAX: usize = 1 << 20;
 
 /// The overlap index, and the state of each agent's stream.
 #[derive(Debug)]
-pub(crate) struct Residency {
-    index: Shared,
+pub(crate) struct KvIndex {
+    index: SharedIndex,
     /// The stream of each agent. The mutexes are leaf locks.
-    feeds: Vec<Mutex<Feed>>,
+    stream_states: Vec<Mutex<StreamState>>,
     /// By worker number: whether all of the worker's blocks are known. Placement reads it for every
     /// worker.
     live: Vec<AtomicBool>,
@@ -48,29 +48,29 @@ pub(crate) struct Residency {
 
 /// The state of one agent's stream.
 #[derive(Debug, Default)]
-struct Feed {
+struct StreamState {
     /// The phase of each rank; empty while there is no stream.
-    phases: HashMap<u32, Phase>,
+    phases: HashMap<u32, KvPhase>,
     /// Why there is no stream.
-    down: Option<String>,
+    lost: Option<String>,
 }
 
 /// What is known of one worker's resident blocks.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub(crate) struct Known {
+pub(crate) struct WorkerKv {
     #[serde(flatten)]
-    pub(crate) phase: Phase,
+    pub(crate) phase: KvPhase,
     /// Number of resident blocks, on the device or the host.
     pub(crate) resident_blocks: u64,
 }
 
-impl Residency {
+impl KvIndex {
     /// Creates an empty index for `agents` agents, of about `bytes_max` bytes at most.
     pub(crate) fn new(agents: usize, bytes_max: usize) -> Self {
-        let feed = || Mutex::new(Feed::default());
+        let stream_state = || Mutex::new(StreamState::default());
         Self {
-            index: Shared::new(Index::new(bytes_max)),
-            feeds: std::iter::repeat_with(feed).take(agents).collect(),
+            index: SharedIndex::new(Index::new(bytes_max)),
+            stream_states: std::iter::repeat_with(stream_state).take(agents).collect(),
             live: std::iter::repeat_with(AtomicBool::default)
                 .take(WorkerRef { agent: agents, dp_rank: 0 }.number().unwrap_or(0))
                 .collect(),
@@ -88,20 +88,21 @@ impl Residency {
     }
 
     /// Returns what is known of a worker's resident blocks.
-    pub(crate) fn of(&self, worker: WorkerRef) -> Known {
-        let unknown = |reason: &str| Phase::Unknown { reason: reason.to_owned() };
+    pub(crate) fn worker_kv(&self, worker: WorkerRef) -> WorkerKv {
+        let unknown = |reason: &str| KvPhase::Unknown { reason: reason.to_owned() };
         let phase = {
-            let feed = self.feeds[worker.agent].lock();
-            let down = feed.down.as_deref().unwrap_or("the agent has sent no block event yet");
-            let phase = feed.phases.get(&worker.dp_rank).cloned();
-            phase.unwrap_or_else(|| unknown(down))
+            let stream_state = self.stream_states[worker.agent].lock();
+            let lost =
+                stream_state.lost.as_deref().unwrap_or("the agent has sent no block event yet");
+            let phase = stream_state.phases.get(&worker.dp_rank).cloned();
+            phase.unwrap_or_else(|| unknown(lost))
         };
         let blocks = |number| self.index.read(|index| index.resident(number));
-        Known { phase, resident_blocks: worker.number().map_or(0, blocks) }
+        WorkerKv { phase, resident_blocks: worker.number().map_or(0, blocks) }
     }
 
     /// Returns the figures of the index.
-    pub(crate) fn stats(&self) -> Stats {
+    pub(crate) fn stats(&self) -> IndexStats {
         self.index.read(Index::stats)
     }
 
@@ -138,11 +139,11 @@ impl Residency {
     }
 
     /// Discards all blocks of an agent whose stream is lost: they can't be trusted any longer.
-    fn forget(&self, agent: usize, why: String) {
+    fn discard_agent(&self, agent: usize, why: String) {
         let ranks: Vec<u32> = {
-            let mut feed = self.feeds[agent].lock();
-            feed.down = Some(why);
-            feed.phases.drain().map(|(rank, _)| rank).collect()
+            let mut stream_state = self.stream_states[agent].lock();
+            stream_state.lost = Some(why);
+            stream_state.phases.drain().map(|(rank, _)| rank).collect()
         };
         for dp_rank in ranks {
             if let Some(number) = (WorkerRef { agent, dp_rank }).number() {
@@ -159,55 +160,55 @@ impl Residency {
 
 /// The task that follows the stream of one agent.
 #[derive(Debug)]
-pub(crate) struct Watcher {
+pub(crate) struct KvWatcher {
     pub(crate) agent: usize,
     pub(crate) endpoint: Endpoint,
     pub(crate) connect_max: Duration,
-    pub(crate) residency: std::sync::Arc<Residency>,
+    pub(crate) kv_index: std::sync::Arc<KvIndex>,
 }
 
-impl Watcher {
+impl KvWatcher {
     /// Follows the agent's stream until it is cancelled.
     pub(crate) async fn run(self, token: CancellationToken) {
         tokio::select! {
             biased;
             () = token.cancelled() => {}
-            () = self.follow_forever() => {}
+            () = self.run_forever() => {}
         }
     }
 
-    async fn follow_forever(&self) {
-        let (mut backoff, mut told) = (Backoff::default(), String::new());
+    async fn run_forever(&self) {
+        let (mut backoff, mut logged) = (Backoff::default(), String::new());
         loop {
-            let mut follow = Follow::default();
-            let why = self.follow_once(&mut follow).await;
+            let mut checker = KvStream::default();
+            let why = self.follow_once(&mut checker).await;
             debug!(agent = self.agent, why, "stream of resident blocks ended");
-            if !follow.phases().values().any(|phase| matches!(phase, Phase::Live { .. })) {
+            if !checker.phases().values().any(|phase| matches!(phase, KvPhase::Live { .. })) {
                 // No rank was live, so the blocks are unknown. After a live stream breaks, its
                 // blocks are kept while the task reconnects at once.
-                if why != told {
+                if why != logged {
                     info!(agent = self.agent, why, "resident blocks are unknown");
-                    told.clone_from(&why);
+                    logged.clone_from(&why);
                 }
-                self.residency.forget(self.agent, why);
+                self.kv_index.discard_agent(self.agent, why);
             } else {
                 backoff.reset();
-                told.clear();
+                logged.clear();
             }
             backoff.rest().await;
         }
     }
 
     /// Follows one stream to its end. Returns why it ended.
-    async fn follow_once(&self, follow: &mut Follow) -> String {
-        let first_word = async {
+    async fn follow_once(&self, checker: &mut KvStream) -> String {
+        let open_stream = async {
             let channel = self.endpoint.connect().await.map_err(|error| describe_error(&error))?;
             let client = WorkerAgentClient::new(channel);
             let mut client = client.max_decoding_message_size(MESSAGE_BYTES_MAX);
             let stream = client.watch_kv(WatchKvRequest {}).await;
             stream.map_err(|status| format!("{:?}: {}", status.code(), status.message()))
         };
-        let mut stream = match tokio::time::timeout(self.connect_max, first_word).await {
+        let mut stream = match tokio::time::timeout(self.connect_max, open_stream).await {
             Ok(Ok(response)) => response.into_inner(),
             Ok(Err(why)) => return why,
             Err(_) => return format!("no answer within {} ms", self.connect_max.as_millis()),
@@ -218,16 +219,16 @@ impl Watcher {
                 Ok(None) => return "the agent ended the stream".to_owned(),
                 Err(status) => return format!("{:?}: {}", status.code(), status.message()),
             };
-            let changes = match follow.accept(event) {
+            let changes = match checker.accept(event) {
                 Ok(changes) => changes,
                 Err(error) => return describe_error(&error),
             };
             for change in changes {
-                self.residency.apply(self.agent, change);
+                self.kv_index.apply(self.agent, change);
             }
-            let mut feed = self.residency.feeds[self.agent].lock();
-            feed.down = None;
-            feed.phases.clone_from(follow.phases());
+            let mut stream_state = self.kv_index.stream_states[self.agent].lock();
+            stream_state.lost = None;
+            stream_state.phases.clone_from(checker.phases());
         }
     }
 }
@@ -243,52 +244,52 @@ mod tests {
         (from..to).map(|place| BlockHash((1 << 40) | (place % 8) | (place / 8 * 8) << 3)).collect()
     }
 
-    fn on(agent: usize, change: Change) -> (usize, RankChange) {
+    fn rank_0_change(agent: usize, change: Change) -> (usize, RankChange) {
         (agent, RankChange { dp_rank: 0, change })
     }
 
-    fn overlap(residency: &Residency, chain: &[BlockHash], agent: usize) -> u32 {
+    fn overlap(kv_index: &KvIndex, chain: &[BlockHash], agent: usize) -> u32 {
         let mut overlap = Overlap::default();
-        residency.look_up(chain, &mut overlap);
+        kv_index.look_up(chain, &mut overlap);
         overlap.device(WorkerRef { agent, dp_rank: 0 }.number().unwrap())
     }
 
     #[test]
     fn a_snapshot_counts_when_it_is_complete_and_what_failed_is_forgotten() {
-        let residency = Residency::new(2, 1 << 20);
+        let kv_index = KvIndex::new(2, 1 << 20);
         let chain = blocks(0, 8);
         let reset = || Change::Reset { block_tokens: BlockTokens::for_page(1).unwrap() };
         let stored =
             Change::Stored { tier: Tier::Device, parent: None, blocks: chain[..5].to_vec() };
-        for (agent, change) in [on(1, reset()), on(1, stored.clone())] {
-            residency.apply(agent, change);
+        for (agent, change) in [rank_0_change(1, reset()), rank_0_change(1, stored.clone())] {
+            kv_index.apply(agent, change);
         }
-        assert_eq!(overlap(&residency, &chain, 1), 0);
-        residency.apply(1, RankChange { dp_rank: 0, change: Change::Complete });
-        assert_eq!((overlap(&residency, &chain, 1), overlap(&residency, &chain, 0)), (5, 0));
-        residency.feeds[1].lock().phases.insert(0, Phase::Live { block_tokens: 64 });
+        assert_eq!(overlap(&kv_index, &chain, 1), 0);
+        kv_index.apply(1, RankChange { dp_rank: 0, change: Change::Complete });
+        assert_eq!((overlap(&kv_index, &chain, 1), overlap(&kv_index, &chain, 0)), (5, 0));
+        kv_index.stream_states[1].lock().phases.insert(0, KvPhase::Live { block_tokens: 64 });
         let worker = WorkerRef { agent: 1, dp_rank: 0 };
-        let known = Known { phase: Phase::Live { block_tokens: 64 }, resident_blocks: 5 };
-        assert_eq!(residency.of(worker), known);
-        residency.forget(1, "it is gone".to_owned());
-        assert_eq!(overlap(&residency, &chain, 1), 0);
-        let phase = Phase::Unknown { reason: "it is gone".to_owned() };
-        assert_eq!(residency.of(worker), Known { phase, resident_blocks: 0 });
+        let known = WorkerKv { phase: KvPhase::Live { block_tokens: 64 }, resident_blocks: 5 };
+        assert_eq!(kv_index.worker_kv(worker), known);
+        kv_index.discard_agent(1, "it is gone".to_owned());
+        assert_eq!(overlap(&kv_index, &chain, 1), 0);
+        let phase = KvPhase::Unknown { reason: "it is gone".to_owned() };
+        assert_eq!(kv_index.worker_kv(worker), WorkerKv { phase, resident_blocks: 0 });
     }
 
     #[test]
     fn a_long_store_is_one_chain_however_it_is_cut() {
-        let residency = Residency::new(1, 64 << 20);
+        let kv_index = KvIndex::new(1, 64 << 20);
         let scheme = proto::block::Scheme::plain(BlockTokens::for_page(1).unwrap());
         let (mut chain, mut hashes) = (proto::block::Chain::new(&scheme), vec![]);
         let tokens: Vec<u32> = (0..64 * 3 * 512 + 64).collect();
         chain.push(&tokens, &mut hashes);
         let stored = Change::Stored { tier: Tier::Device, parent: None, blocks: hashes.clone() };
-        residency.apply(0, RankChange { dp_rank: 0, change: stored });
-        assert_eq!(overlap(&residency, &hashes, 0), 3 * 512 + 1);
+        kv_index.apply(0, RankChange { dp_rank: 0, change: stored });
+        assert_eq!(overlap(&kv_index, &hashes, 0), 3 * 512 + 1);
         let last = hashes[1..].to_vec();
         let removed = Change::Removed { tier: Tier::Device, blocks: last };
-        residency.apply(0, RankChange { dp_rank: 0, change: removed });
-        assert_eq!(overlap(&residency, &hashes, 0), 1);
+        kv_index.apply(0, RankChange { dp_rank: 0, change: removed });
+        assert_eq!(overlap(&kv_index, &hashes, 0), 1);
     }
 }

@@ -43,13 +43,13 @@ pub(super) enum Error {
     Ranks,
     /// An event that can't be decoded.
     #[error("received an invalid event")]
-    Nonsense(#[from] kv::Error),
+    Invalid(#[from] kv::Error),
 }
 
 /// What is known of the blocks of one rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(tag = "state", rename_all = "snake_case")]
-pub(crate) enum Phase {
+pub(crate) enum KvPhase {
     /// Part of the snapshot has arrived.
     Snapshot {
         /// Tokens per block.
@@ -69,13 +69,13 @@ pub(crate) enum Phase {
 
 /// Checks one stream.
 #[derive(Debug, Default)]
-pub(super) struct Follow {
+pub(super) struct KvStream {
     epoch: u64,
     next: u64,
-    phases: HashMap<u32, Phase>,
+    phases: HashMap<u32, KvPhase>,
 }
 
-impl Follow {
+impl KvStream {
     /// Checks the next event and returns its changes, in order.
     ///
     /// # Errors
@@ -92,7 +92,7 @@ impl Follow {
         let mut changes = Vec::with_capacity(event.changes.len());
         for wire in event.changes {
             let change = RankChange::try_from(wire)?;
-            self.note(&change)?;
+            self.check(&change)?;
             changes.push(change);
         }
         Ok(changes)
@@ -100,24 +100,24 @@ impl Follow {
 
     /// Returns the phase of each rank. Ranks without any event are absent.
     #[must_use]
-    pub(super) fn phases(&self) -> &HashMap<u32, Phase> {
+    pub(super) fn phases(&self) -> &HashMap<u32, KvPhase> {
         &self.phases
     }
 
-    fn note(&mut self, RankChange { dp_rank, change }: &RankChange) -> Result<(), Error> {
+    fn check(&mut self, RankChange { dp_rank, change }: &RankChange) -> Result<(), Error> {
         let before = self.phases.get(dp_rank);
-        let live = |block_tokens: BlockTokens| block_tokens.get();
+        let tokens = |block_tokens: BlockTokens| block_tokens.get();
         let after = match (change, before) {
             (Change::Reset { block_tokens }, _) => {
-                Phase::Snapshot { block_tokens: live(*block_tokens) }
+                KvPhase::Snapshot { block_tokens: tokens(*block_tokens) }
             }
-            (Change::Unknown { why }, _) => Phase::Unknown { reason: why.clone() },
-            (Change::Complete, Some(Phase::Snapshot { block_tokens })) => {
-                Phase::Live { block_tokens: *block_tokens }
+            (Change::Unknown { why }, _) => KvPhase::Unknown { reason: why.clone() },
+            (Change::Complete, Some(KvPhase::Snapshot { block_tokens })) => {
+                KvPhase::Live { block_tokens: *block_tokens }
             }
             (
                 Change::Stored { .. } | Change::Removed { .. },
-                Some(Phase::Snapshot { .. } | Phase::Live { .. }),
+                Some(KvPhase::Snapshot { .. } | KvPhase::Live { .. }),
             ) => return Ok(()),
             _ => return Err(Error::Order(*dp_rank)),
         };
@@ -150,33 +150,33 @@ mod tests {
 
     #[test]
     fn a_rank_is_live_after_its_snapshot() {
-        let mut follow = Follow::default();
+        let mut stream = KvStream::default();
         let first = vec![(1, reset()), (1, stored())];
-        assert_eq!(follow.accept(event(5, 0, first)).unwrap().len(), 2);
-        assert_eq!(follow.phases()[&1], Phase::Snapshot { block_tokens: 64 });
-        follow.accept(event(5, 1, vec![(1, Change::Complete), (1, stored())])).unwrap();
-        assert_eq!(follow.phases()[&1], Phase::Live { block_tokens: 64 });
+        assert_eq!(stream.accept(event(5, 0, first)).unwrap().len(), 2);
+        assert_eq!(stream.phases()[&1], KvPhase::Snapshot { block_tokens: 64 });
+        stream.accept(event(5, 1, vec![(1, Change::Complete), (1, stored())])).unwrap();
+        assert_eq!(stream.phases()[&1], KvPhase::Live { block_tokens: 64 });
         let lost = Change::Unknown { why: "no events came".to_owned() };
-        follow.accept(event(5, 2, vec![(1, lost)])).unwrap();
-        assert_eq!(follow.accept(event(5, 3, vec![(1, stored())])), Err(Error::Order(1)));
+        stream.accept(event(5, 2, vec![(1, lost)])).unwrap();
+        assert_eq!(stream.accept(event(5, 3, vec![(1, stored())])), Err(Error::Order(1)));
     }
 
     #[test]
     fn what_is_out_of_order_ends_the_stream() {
-        let mut follow = Follow::default();
-        assert_eq!(follow.accept(event(5, 1, vec![])), Err(Error::Gap { want: 0, got: 1 }));
-        assert_eq!(follow.accept(event(5, 0, vec![(0, stored())])), Err(Error::Order(0)));
-        let mut follow = Follow::default();
-        follow.accept(event(5, 0, vec![(0, reset()), (0, Change::Complete)])).unwrap();
-        assert_eq!(follow.accept(event(6, 1, vec![])), Err(Error::Epoch { from: 5, to: 6 }));
-        assert_eq!(follow.accept(event(5, 1, vec![(0, Change::Complete)])), Err(Error::Order(0)));
+        let mut stream = KvStream::default();
+        assert_eq!(stream.accept(event(5, 1, vec![])), Err(Error::Gap { want: 0, got: 1 }));
+        assert_eq!(stream.accept(event(5, 0, vec![(0, stored())])), Err(Error::Order(0)));
+        let mut stream = KvStream::default();
+        stream.accept(event(5, 0, vec![(0, reset()), (0, Change::Complete)])).unwrap();
+        assert_eq!(stream.accept(event(6, 1, vec![])), Err(Error::Epoch { from: 5, to: 6 }));
+        assert_eq!(stream.accept(event(5, 1, vec![(0, Change::Complete)])), Err(Error::Order(0)));
     }
 
     #[test]
     fn ranks_have_a_bound() {
-        let mut follow = Follow::default();
+        let mut stream = KvStream::default();
         let ranks = u32::try_from(RANKS_MAX).unwrap();
-        follow.accept(event(5, 0, (0..ranks).map(|rank| (rank, reset())).collect())).unwrap();
-        assert_eq!(follow.accept(event(5, 1, vec![(ranks, reset())])), Err(Error::Ranks));
+        stream.accept(event(5, 0, (0..ranks).map(|rank| (rank, reset())).collect())).unwrap();
+        assert_eq!(stream.accept(event(5, 1, vec![(ranks, reset())])), Err(Error::Ranks));
     }
 }

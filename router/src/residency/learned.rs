@@ -18,20 +18,20 @@ use crate::prompt::Blocks;
 
 /// The prompts that all workers were given.
 #[derive(Debug)]
-pub struct Learned {
+pub struct LearnedPrompts {
     index: Index,
-    workers: Vec<Worker>,
+    workers: Vec<WorkerPrompts>,
     /// Number of prompts given so far; serves as the time of use.
     now: u64,
 }
 
 /// The prompts that one worker was given: a tree whose edges are stretches.
 #[derive(Debug, Default)]
-struct Worker {
+struct WorkerPrompts {
     stretches: HashMap<Id, Stretch>,
     by_first: HashMap<BlockHash, Id>,
     /// The stretches that no other follows, longest unused first.
-    ends: BTreeSet<(u64, Id)>,
+    leaves: BTreeSet<(u64, Id)>,
     tokens: u64,
     next: Id,
 }
@@ -49,7 +49,7 @@ struct Stretch {
     used: u64,
 }
 
-impl Learned {
+impl LearnedPrompts {
     /// Creates an empty memory whose index holds about `bytes_max` bytes at most.
     #[must_use]
     pub fn new(bytes_max: usize) -> Self {
@@ -65,26 +65,26 @@ impl Learned {
     ///
     /// # Panics
     /// If `worker` is not below [`super::index::WORKERS_MAX`].
-    pub fn given(&mut self, worker: usize, pool_tokens: u64, prompt: &Blocks) {
+    pub fn record(&mut self, worker: usize, pool_tokens: u64, prompt: &Blocks) {
         if self.workers.len() <= worker {
-            self.workers.resize_with(worker + 1, Worker::default);
+            self.workers.resize_with(worker + 1, WorkerPrompts::default);
         }
         self.now += 1;
         let block_tokens = u64::from(prompt.block_tokens.get());
         let fitting = usize::try_from(pool_tokens / block_tokens).unwrap_or(usize::MAX);
         let chain = &prompt.hashes[..prompt.hashes.len().min(fitting)];
-        let of = &mut self.workers[worker];
-        let (known, before) = of.walk(chain, self.now);
+        let prompts = &mut self.workers[worker];
+        let (known, before) = prompts.mark_used(chain, self.now);
         if !chain.is_empty() {
             // Stores the whole chain, as the index may have dropped known blocks when memory was
             // short.
             self.index.store(worker, Tier::Device, None, chain);
         }
         if known < chain.len() {
-            of.insert(&chain[known..], block_tokens, before, self.now);
+            prompts.insert(&chain[known..], block_tokens, before, self.now);
         }
-        while of.tokens > pool_tokens {
-            let Some(blocks) = of.remove_oldest() else { break };
+        while prompts.tokens > pool_tokens {
+            let Some(blocks) = prompts.remove_oldest() else { break };
             self.index.remove(worker, Tier::Device, &blocks);
         }
         if cfg!(debug_assertions) {
@@ -94,8 +94,8 @@ impl Learned {
 
     /// Forgets all prompts of a worker that was lost or whose engine restarted.
     pub fn clear(&mut self, worker: usize) {
-        if let Some(of) = self.workers.get_mut(worker) {
-            *of = Worker::default();
+        if let Some(prompts) = self.workers.get_mut(worker) {
+            *prompts = WorkerPrompts::default();
             self.index.clear(worker);
         }
     }
@@ -103,7 +103,7 @@ impl Learned {
     /// Returns the number of tokens that a worker was given and that are not forgotten.
     #[must_use]
     pub fn tokens(&self, worker: usize) -> u64 {
-        self.workers.get(worker).map_or(0, |of| of.tokens)
+        self.workers.get(worker).map_or(0, |prompts| prompts.tokens)
     }
 
     /// Checks all workers and the index, for tests.
@@ -112,27 +112,27 @@ impl Learned {
     /// If an invariant is broken, with its description.
     pub fn check_invariants(&self) {
         self.index.check_invariants();
-        self.workers.iter().for_each(Worker::check_invariants);
+        self.workers.iter().for_each(WorkerPrompts::check_invariants);
     }
 }
 
-impl Worker {
+impl WorkerPrompts {
     /// Marks the known part of a chain as used now. Returns its number of blocks and its last
     /// stretch.
-    fn walk(&mut self, chain: &[BlockHash], now: u64) -> (usize, Option<Id>) {
+    fn mark_used(&mut self, chain: &[BlockHash], now: u64) -> (usize, Option<Id>) {
         let (mut known, mut last) = (0, None);
         while let Some(&id) = chain.get(known).and_then(|first| self.by_first.get(first)) {
             let stretch = self.stretches.get_mut(&id).expect("by_first names stretches");
             if stretch.after == 0 {
-                self.ends.remove(&(stretch.used, id));
-                self.ends.insert((now, id));
+                self.leaves.remove(&(stretch.used, id));
+                self.leaves.insert((now, id));
             }
             let used = std::mem::replace(&mut stretch.used, now);
             let pairs = stretch.blocks.iter().zip(&chain[known..]);
-            let equal = pairs.take_while(|(one, two)| one == two).count();
-            known += equal;
-            if equal < stretch.blocks.len() {
-                return (known, Some(self.split(id, equal, used)));
+            let matching = pairs.take_while(|(one, two)| one == two).count();
+            known += matching;
+            if matching < stretch.blocks.len() {
+                return (known, Some(self.split(id, matching, used)));
             }
             last = Some(id);
         }
@@ -145,8 +145,8 @@ impl Worker {
         let first_id = self.new_id();
         let second = self.stretches.get_mut(&id).expect("the stretch was just found");
         if second.after == 0 {
-            self.ends.remove(&(second.used, id));
-            self.ends.insert((used, id));
+            self.leaves.remove(&(second.used, id));
+            self.leaves.insert((used, id));
         }
         let first = Stretch {
             blocks: second.blocks[..blocks].into(),
@@ -167,12 +167,12 @@ impl Worker {
         if let Some(before) = before {
             let stretch = self.stretches.get_mut(&before).expect("the walk has just found it");
             if stretch.after == 0 {
-                self.ends.remove(&(stretch.used, before));
+                self.leaves.remove(&(stretch.used, before));
             }
             stretch.after += 1;
         }
         self.tokens += blocks.len() as u64 * block_tokens;
-        self.ends.insert((now, id));
+        self.leaves.insert((now, id));
         self.by_first.insert(blocks[0], id);
         let stretch = Stretch { blocks: blocks.into(), block_tokens, before, after: 0, used: now };
         self.stretches.insert(id, stretch);
@@ -180,7 +180,7 @@ impl Worker {
 
     /// Removes the end that was unused for longest. Returns its blocks.
     fn remove_oldest(&mut self) -> Option<Box<[BlockHash]>> {
-        let (_, id) = self.ends.pop_first()?;
+        let (_, id) = self.leaves.pop_first()?;
         let gone = self.stretches.remove(&id).expect("an end is a stretch");
         self.by_first.remove(&gone.blocks[0]);
         self.tokens -= gone.blocks.len() as u64 * gone.block_tokens;
@@ -188,7 +188,7 @@ impl Worker {
             let stretch = self.stretches.get_mut(&before).expect("followers are removed first");
             stretch.after -= 1;
             if stretch.after == 0 {
-                self.ends.insert((stretch.used, before));
+                self.leaves.insert((stretch.used, before));
             }
         }
         Some(gone.blocks)
@@ -205,8 +205,8 @@ impl Worker {
         let mut after: HashMap<Id, u32> = HashMap::new();
         for (id, stretch) in &self.stretches {
             assert_eq!(self.by_first[&stretch.blocks[0]], *id);
-            let is_end = self.ends.contains(&(stretch.used, *id));
-            assert_eq!(is_end, stretch.after == 0, "ends are the stretches that none follows");
+            let is_leaf = self.leaves.contains(&(stretch.used, *id));
+            assert_eq!(is_leaf, stretch.after == 0, "ends are the stretches that none follows");
             if let Some(before) = stretch.before {
                 assert!(self.stretches[&before].used >= stretch.used, "used before a follower");
                 *after.entry(before).or_default() += 1;
@@ -215,8 +215,8 @@ impl Worker {
         for (id, stretch) in &self.stretches {
             assert_eq!(stretch.after, after.get(id).copied().unwrap_or(0));
         }
-        let ends = self.stretches.values().filter(|stretch| stretch.after == 0).count();
-        assert_eq!((self.ends.len(), self.by_first.len()), (ends, self.stretches.len()));
+        let leaves = self.stretches.values().filter(|stretch| stretch.after == 0).count();
+        assert_eq!((self.leaves.len(), self.by_first.len()), (leaves, self.stretches.len()));
     }
 }
 
@@ -239,7 +239,7 @@ mod tests {
         Blocks { tokens: chain.tokens(), block_tokens, hashes, exact: false }
     }
 
-    fn found(learned: &Learned, worker: usize, tokens: &[u32]) -> u32 {
+    fn found(learned: &LearnedPrompts, worker: usize, tokens: &[u32]) -> u32 {
         let mut overlap = Overlap::default();
         learned.look_up(&prompt(tokens).hashes, &mut overlap);
         overlap.device(worker)
@@ -247,26 +247,26 @@ mod tests {
 
     #[test]
     fn a_worker_is_known_by_what_it_was_given_until_it_restarts() {
-        let mut learned = Learned::new(1 << 20);
-        learned.given(3, 1000 * BLOCK, &prompt(&[1, 2, 3]));
-        learned.given(0, 1000 * BLOCK, &prompt(&[1, 9]));
+        let mut learned = LearnedPrompts::new(1 << 20);
+        learned.record(3, 1000 * BLOCK, &prompt(&[1, 2, 3]));
+        learned.record(0, 1000 * BLOCK, &prompt(&[1, 9]));
         assert_eq!([0, 1, 3].map(|worker| found(&learned, worker, &[1, 2, 3, 4])), [1, 0, 3]);
         learned.clear(3);
         assert_eq!([0, 3].map(|worker| found(&learned, worker, &[1, 2])), [1, 0]);
-        learned.given(3, 1000 * BLOCK, &prompt(&[1]));
+        learned.record(3, 1000 * BLOCK, &prompt(&[1]));
         assert_eq!(found(&learned, 3, &[1, 2]), 1);
     }
 
     #[test]
     fn what_was_unused_longest_goes_when_the_pool_would_be_full() {
-        let mut learned = Learned::new(1 << 20);
+        let mut learned = LearnedPrompts::new(1 << 20);
         for tokens in [&[1, 2][..], &[1, 3, 4], &[5], &[1, 2]] {
-            learned.given(0, 5 * BLOCK, &prompt(tokens));
+            learned.record(0, 5 * BLOCK, &prompt(tokens));
         }
-        learned.given(0, 5 * BLOCK, &prompt(&[6]));
+        learned.record(0, 5 * BLOCK, &prompt(&[6]));
         let left = [&[1, 2][..], &[1, 3, 4], &[5], &[6]].map(|tokens| found(&learned, 0, tokens));
         assert_eq!(left, [2, 1, 1, 1], "the end of the second prompt was forgotten");
-        learned.given(0, 5 * BLOCK, &prompt(&[7, 8, 9, 10, 11, 12, 13]));
+        learned.record(0, 5 * BLOCK, &prompt(&[7, 8, 9, 10, 11, 12, 13]));
         assert_eq!(found(&learned, 0, &[7, 8, 9, 10, 11, 12, 13]), 5, "what the pool holds");
         assert_eq!(learned.tokens(0), 5 * BLOCK);
     }
@@ -280,14 +280,14 @@ mod tests {
                 (0..3_usize, prop::collection::vec(0..3_u32, 0..8), any::<bool>()), 1..60),
             pool in 1..20_u64,
         ) {
-            let mut learned = Learned::new(1 << 20);
+            let mut learned = LearnedPrompts::new(1 << 20);
             let mut given: Vec<Vec<Vec<u32>>> = vec![vec![]; 3];
             for (worker, tokens, restarts) in prompts {
                 if restarts && tokens.len() < 2 {
                     learned.clear(worker);
                     given[worker].clear();
                 }
-                learned.given(worker, pool * BLOCK, &prompt(&tokens));
+                learned.record(worker, pool * BLOCK, &prompt(&tokens));
                 given[worker].push(tokens.clone());
                 learned.check_invariants();
                 prop_assert!(learned.tokens(worker) <= pool * BLOCK);

@@ -159,13 +159,13 @@ impl Shared {
         }
         // Runs without the lock: a long prompt takes milliseconds, and other sessions must go on.
         let blocks = self
-            .whereabouts
-            .of(&turn.prompt, turn.model.as_deref(), path, body, &self.view.load())
+            .block_locator
+            .locate(&turn.prompt, turn.model.as_deref(), path, body, &self.view.load())
             .await;
         match self.try_decide(turn, turn_id, Prompt::Asked(blocks.as_ref()))? {
             Step::Decided(decided) => {
-                let told = |blocks| self.whereabouts.told_tokens(blocks, decided.worker);
-                let resident_tokens = blocks.as_ref().and_then(told);
+                let reported = |blocks| self.block_locator.reported_tokens(blocks, decided.worker);
+                let resident_tokens = blocks.as_ref().and_then(reported);
                 Ok(Decided { blocks, resident_tokens, ..*decided })
             }
             Step::WantsPrompt => unreachable!("the prompt was given"),
@@ -273,7 +273,7 @@ impl Shared {
         if let (Some(sticky), Some(binding)) = (&mut sticky, affinity.get(&ask.key, now())) {
             sticky.moved = binding.moved;
             let ended = if binding.turns > 0 { Some(now()) } else { binding.ended };
-            sticky.ended = ended.filter(|_| self.whereabouts.is_told(sticky.worker));
+            sticky.ended = ended.filter(|_| self.block_locator.reports_blocks(sticky.worker));
             // A binding without a turn has no body size to compare with.
             let before = Some(binding.body_bytes).filter(|&bytes| bytes > 0);
             let new_bytes = before.and_then(|before| turn.body_bytes.checked_sub(before));
@@ -283,7 +283,7 @@ impl Shared {
         }
         // A worker whose blocks are unknown would seem to have none: place without the prompt.
         let is_counted = |blocks: &TurnBlocks| {
-            sticky.is_none_or(|sticky| self.whereabouts.counts(blocks, sticky.worker))
+            sticky.is_none_or(|sticky| self.block_locator.is_known_on(blocks, sticky.worker))
         };
         let base = match prompt {
             Prompt::Asked(Some(blocks)) if !is_counted(blocks) => Question { prompt: None, ..base },

@@ -138,7 +138,7 @@ pub(crate) fn answer(
         }
     }
     if let Some(blocks) = decided.blocks.take().filter(|_| response.status().is_success()) {
-        shared.whereabouts.taken(&blocks, decided.worker, &shared.view.load());
+        shared.block_locator.record_sent(&blocks, decided.worker, &shared.view.load());
     }
     let (mut parts, inner) = response.into_parts();
     remove_hop_by_hop(&mut parts.headers);

@@ -26,7 +26,7 @@ use crate::{
         recent::Recent,
         session_status::{self, Standing},
     },
-    residency::{block_locator::Whereabouts, kv_index::Residency},
+    residency::{block_locator::BlockLocator, kv_index::KvIndex},
 };
 
 /// The HTTP client for turns, with one connection pool for all agents.
@@ -36,8 +36,8 @@ pub(crate) type Upstream = Client<HttpConnector, Full<Bytes>>;
 pub(crate) struct Shared {
     pub(crate) config: Config,
     pub(crate) view: Arc<View>,
-    pub(crate) residency: Arc<Residency>,
-    pub(crate) whereabouts: Whereabouts,
+    pub(crate) kv_index: Arc<KvIndex>,
+    pub(crate) block_locator: BlockLocator,
     /// A leaf lock, as is the next field. Held for one decision, never across an await, never both
     /// at once.
     pub(crate) affinity: Mutex<Affinity>,

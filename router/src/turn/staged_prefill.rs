@@ -98,7 +98,7 @@ async fn ids(
     let facts = view.agent(decided.worker).facts.as_ref()?;
     let (path, body) = (outbound.path.path(), &outbound.body);
     let blocks = decided.blocks.as_ref()?;
-    shared.whereabouts.ids(&turn.prompt, path, body, blocks, &facts.description).await
+    shared.block_locator.token_ids(&turn.prompt, path, body, blocks, &facts.description).await
 }
 
 /// Sends the ids to the agent. Returns how many tokens the turn itself still has to compute.

@@ -1,18 +1,18 @@
 //! Stands in for the model in a router without the feature `text`, which can't tokenize text.
 
-use super::{Ask, Blocks};
+use super::{Blocks, TextPrompt};
 use crate::fleet::tokenizer_files::TokenizerFiles;
 
 /// A model; without the feature `text` there can't be one.
 #[derive(Debug)]
-pub enum Model {}
+pub enum AbsentModel {}
 
 /// The router was built without the feature `text`.
 #[derive(Debug, thiserror::Error)]
 #[error("this router was built without the feature \"text\"")]
 pub struct Error;
 
-impl Model {
+impl AbsentModel {
     /// Always fails.
     ///
     /// # Errors
@@ -21,13 +21,19 @@ impl Model {
         Err(Error)
     }
 
-    pub(in crate::prompt) fn blocks(&self, ask: &Ask<'_>) -> Option<Blocks> {
+    pub(in crate::prompt) fn blocks(&self, text_prompt: &TextPrompt<'_>) -> Option<Blocks> {
         // Uses the fields that are otherwise unused without the feature.
-        let _ = (ask.route, (ask.member)(""), ask.scheme, ask.tokens_max, ask.unix_s);
+        let _ = (
+            text_prompt.form,
+            (text_prompt.member)(""),
+            text_prompt.scheme,
+            text_prompt.tokens_max,
+            text_prompt.unix_s,
+        );
         match *self {}
     }
 
-    pub(in crate::prompt) fn ids(&self, _: &Ask<'_>) -> Option<Vec<u32>> {
+    pub(in crate::prompt) fn token_ids(&self, _: &TextPrompt<'_>) -> Option<Vec<u32>> {
         match *self {}
     }
 }

@@ -11,7 +11,7 @@ use proto::block::Chain;
 use serde_json::Value;
 use tokenizers::{AddedToken, Tokenizer};
 
-use super::{Ask, Blocks, Route, chat::Request, template::Template};
+use super::{Blocks, PromptForm, TextPrompt, chat::Request, template::Template};
 use crate::{
     fleet::tokenizer_files::TokenizerFiles,
     prompt::segments::{Segments, Walk, cut},
@@ -86,15 +86,15 @@ impl Model {
 
     /// Makes a request's blocks. Returns `None` if the prompt can't be made as the engine makes it,
     /// or is longer than the engine takes.
-    pub(in crate::prompt) fn blocks(&self, ask: &Ask<'_>) -> Option<Blocks> {
-        let (text, lead) = self.text(ask)?;
-        self.text_blocks(&text, lead, ask)
+    pub(in crate::prompt) fn blocks(&self, text_prompt: &TextPrompt<'_>) -> Option<Blocks> {
+        let (text, lead) = self.text(text_prompt)?;
+        self.text_blocks(&text, lead, text_prompt)
     }
 
     /// Makes a request's token ids, without reusing earlier results. Returns `None` if
     /// [`Self::blocks`] does, or if the text is too long.
-    pub(in crate::prompt) fn ids(&self, ask: &Ask<'_>) -> Option<Vec<u32>> {
-        let (text, lead) = self.text(ask)?;
+    pub(in crate::prompt) fn token_ids(&self, text_prompt: &TextPrompt<'_>) -> Option<Vec<u32>> {
+        let (text, lead) = self.text(text_prompt)?;
         if text.len() > NEW_BYTES_MAX {
             return None;
         }
@@ -106,23 +106,23 @@ impl Model {
     }
 
     /// Returns the text of a request's prompt, and the tokens that precede it.
-    fn text(&self, ask: &Ask<'_>) -> Option<(String, &[u32])> {
-        match ask.route {
-            Route::Generate | Route::Completions => {
-                let json = (ask.member)(ask.route.texts().first()?)?;
+    fn text(&self, text_prompt: &TextPrompt<'_>) -> Option<(String, &[u32])> {
+        match text_prompt.form {
+            PromptForm::Generate | PromptForm::Completions => {
+                let json = (text_prompt.member)(text_prompt.form.texts().first()?)?;
                 Some((serde_json::from_str(json).ok()?, &self.lead))
             }
-            Route::Chat => {
+            PromptForm::Chat => {
                 let request = Request {
-                    messages: (ask.member)("messages")?,
-                    tools: (ask.member)("tools"),
-                    tool_choice: (ask.member)("tool_choice"),
-                    values: (ask.member)("chat_template_kwargs"),
-                    reasoning_effort: (ask.member)("reasoning_effort"),
+                    messages: (text_prompt.member)("messages")?,
+                    tools: (text_prompt.member)("tools"),
+                    tool_choice: (text_prompt.member)("tool_choice"),
+                    values: (text_prompt.member)("chat_template_kwargs"),
+                    reasoning_effort: (text_prompt.member)("reasoning_effort"),
                 };
-                Some((self.render(&request, ask.unix_s)?, &[]))
+                Some((self.render(&request, text_prompt.unix_s)?, &[]))
             }
-            Route::Other => None,
+            PromptForm::Other => None,
         }
     }
 
@@ -137,9 +137,14 @@ impl Model {
             .ok()
     }
 
-    fn text_blocks(&self, text: &str, lead: &[u32], ask: &Ask<'_>) -> Option<Blocks> {
-        let tokens_max = ask.tokens_max;
-        let (mut chain, mut hashes) = (Chain::new(&ask.scheme), vec![]);
+    fn text_blocks(
+        &self,
+        text: &str,
+        lead: &[u32],
+        text_prompt: &TextPrompt<'_>,
+    ) -> Option<Blocks> {
+        let tokens_max = text_prompt.tokens_max;
+        let (mut chain, mut hashes) = (Chain::new(&text_prompt.scheme), vec![]);
         chain.push(lead, &mut hashes);
         let mut walk = Walk::new(chain, hashes);
         let segments = cut(text, &self.marks);
@@ -155,7 +160,7 @@ impl Model {
             self.segments.lock().learn(&mut walk, segment, tokens.get_ids());
         }
         let tokens = walk.chain.tokens() + left_bytes / TOKEN_BYTES;
-        let (block_tokens, hashes) = (ask.scheme.block_tokens, walk.hashes);
+        let (block_tokens, hashes) = (text_prompt.scheme.block_tokens, walk.hashes);
         // The engine refuses a longer prompt, which then leaves no KV.
         (tokens <= tokens_max).then_some(Blocks { tokens, block_tokens, hashes, exact: true })
     }

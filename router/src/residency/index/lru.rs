@@ -9,7 +9,7 @@ const NONE: RunId = 0;
 
 /// The list. It doesn't record which runs it contains; callers must know.
 #[derive(Debug)]
-pub(super) struct Ages {
+pub(super) struct Lru {
     links: Vec<Link>,
     oldest: RunId,
     newest: RunId,
@@ -21,7 +21,7 @@ struct Link {
     newer: RunId,
 }
 
-impl Ages {
+impl Lru {
     pub(super) fn new() -> Self {
         Self { links: vec![Link::default()], oldest: NONE, newest: NONE }
     }

@@ -14,9 +14,9 @@ const TRIES: usize = 64;
 
 /// An index that many threads can read.
 #[derive(Debug)]
-pub struct Shared(RwLock<Index>);
+pub struct SharedIndex(RwLock<Index>);
 
-impl Shared {
+impl SharedIndex {
     /// Wraps an index.
     #[must_use]
     pub fn new(index: Index) -> Self {

@@ -38,37 +38,37 @@ impl Slots {
     }
 
     /// Returns the slot that look-ups read for a worker.
-    pub(super) fn read(&self, worker: usize) -> Option<u16> {
+    pub(super) fn read_slot(&self, worker: usize) -> Option<u16> {
         self.current.get(worker).copied().filter(|&slot| slot != NONE)
     }
 
     /// Returns the slot that a worker's changes are written to, if it has one.
-    pub(super) fn of(&self, worker: usize) -> Option<u16> {
+    pub(super) fn write_slot(&self, worker: usize) -> Option<u16> {
         let next = self.next.get(worker).copied().filter(|&slot| slot != NONE);
-        next.or_else(|| self.read(worker))
+        next.or_else(|| self.read_slot(worker))
     }
 
-    /// Like [`Self::of`], but assigns a slot to a new worker. Also returns whether the number of
-    /// slots grew.
-    pub(super) fn of_or_new(&mut self, worker: usize) -> (u16, bool) {
-        if let Some(slot) = self.of(worker) {
+    /// Like [`Self::write_slot`], but assigns a slot to a new worker. Also returns whether the
+    /// number of slots grew.
+    pub(super) fn write_slot_or_new(&mut self, worker: usize) -> (u16, bool) {
+        if let Some(slot) = self.write_slot(worker) {
             return (slot, false);
         }
-        let (slot, more) = self.take();
+        let (slot, more) = self.allocate();
         set(&mut self.current, worker, slot);
         (slot, more)
     }
 
     /// Begins a snapshot of a worker. Returns whether the number of slots grew.
-    pub(super) fn begin(&mut self, worker: usize) -> bool {
+    pub(super) fn begin_snapshot(&mut self, worker: usize) -> bool {
         self.end_next(worker);
-        let (slot, more) = self.take();
+        let (slot, more) = self.allocate();
         set(&mut self.next, worker, slot);
         more
     }
 
     /// Completes the worker's snapshot, if one was begun.
-    pub(super) fn finish(&mut self, worker: usize) {
+    pub(super) fn finish_snapshot(&mut self, worker: usize) {
         let Some(slot) = self.next.get(worker).copied().filter(|&slot| slot != NONE) else {
             return;
         };
@@ -84,7 +84,7 @@ impl Slots {
     }
 
     /// Whether the tree has to be swept of ended slots.
-    pub(super) fn any_ended(&self) -> bool {
+    pub(super) fn has_ended(&self) -> bool {
         self.ended_count > 0
     }
 
@@ -93,7 +93,7 @@ impl Slots {
     }
 
     /// Frees the ended slots that the tree no longer contains.
-    pub(super) fn reuse(&mut self, is_empty: impl Fn(u16) -> bool) {
+    pub(super) fn free_ended(&mut self, is_empty: impl Fn(u16) -> bool) {
         for (slot, ended) in (0..NONE).zip(&mut self.ended) {
             if *ended && is_empty(slot) {
                 *ended = false;
@@ -103,7 +103,7 @@ impl Slots {
         }
     }
 
-    fn take(&mut self) -> (u16, bool) {
+    fn allocate(&mut self) -> (u16, bool) {
         if let Some(slot) = self.free.pop() {
             return (slot, false);
         }

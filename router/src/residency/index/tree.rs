@@ -2,11 +2,11 @@
 //!
 //! The tree knows slots, not workers, and has no bound on memory.
 //!
-//! A run is an unbranched part of a chain. A hash identifies its whole prefix, so two chains
-//! that agree at one block agree in all blocks before it. To compare a run with a prompt, their
-//! last common position is compared first, and bisection finds the difference if they differ there.
-//! A holder has a prefix of a run: its cut is the number of blocks in it. When a holder would have
-//! a hole inside a run, the run is split there.
+//! A run is an unbranched part of a chain. A hash identifies its whole prefix, so two chains that
+//! agree at one block agree in all blocks before it. To compare a run with a prompt, their last
+//! common position is compared first, and bisection finds the difference if they differ there. A
+//! holder has a prefix of a run: its prefix length is the number of blocks in it. When a holder
+//! would have a hole inside a run, the run is split there.
 //!
 //! The table has an entry for the first block of each group, which leads to the other blocks of the
 //! group in the same run. Blocks of a run before its first complete group have an entry each.
@@ -21,7 +21,7 @@ use proto::{
     table::{Entry, PLACES, RunId, Table},
 };
 
-use super::{lru::Ages, worker_set::Holders};
+use super::{lru::Lru, worker_set::WorkerSet};
 
 /// The empty run at which all chains begin.
 pub(super) const ROOT: RunId = 0;
@@ -55,8 +55,8 @@ pub(super) enum Stopped {
 #[repr(align(64))]
 pub(super) struct Run {
     blocks: Vec<BlockHash>,
-    device: Holders,
-    host: Option<Box<Holders>>,
+    device: WorkerSet,
+    host: Option<Box<WorkerSet>>,
     /// Number of blocks before this run in its chain.
     start: u32,
     parent: RunId,
@@ -83,7 +83,7 @@ pub(super) struct Tree {
     runs: Vec<Run>,
     children: Vec<Children>,
     /// All leaf runs, ordered by last use.
-    ages: Ages,
+    lru: Lru,
     table: Table,
     free: Vec<RunId>,
     /// Number of distinct blocks.
@@ -91,7 +91,7 @@ pub(super) struct Tree {
     /// Heap memory owned by the runs, in bytes.
     heap_bytes: usize,
     /// Resident blocks by slot, both tiers.
-    held: Vec<u64>,
+    resident_blocks: Vec<u64>,
     /// Resident blocks on hosts, over all slots.
     host_blocks: u64,
 }
@@ -112,7 +112,7 @@ impl IndexMut<RunId> for Tree {
 
 impl Run {
     fn heap_bytes(&self) -> usize {
-        let host = self.host.as_ref().map_or(0, |host| host.bytes() + size_of::<Holders>());
+        let host = self.host.as_ref().map_or(0, |host| host.bytes() + size_of::<WorkerSet>());
         let blocks = match self.blocks.capacity() {
             0 => 0,
             capacity => capacity * size_of::<BlockHash>() + ALLOCATION_BYTES,
@@ -120,14 +120,14 @@ impl Run {
         blocks + self.device.bytes() + host
     }
 
-    fn holders(&self, tier: Tier) -> Option<&Holders> {
+    fn holders(&self, tier: Tier) -> Option<&WorkerSet> {
         match tier {
             Tier::Device => Some(&self.device),
             Tier::Host => self.host.as_deref(),
         }
     }
 
-    fn cut(&self, holder: Holder) -> usize {
+    fn prefix_len(&self, holder: Holder) -> usize {
         self.holders(holder.tier).map_or(0, |holders| usize::from(holders.get(holder.slot)))
     }
 
@@ -139,7 +139,7 @@ impl Run {
     }
 
     /// Returns the number of blocks before the run's first group begins.
-    fn alone(&self) -> usize {
+    fn ungrouped(&self) -> usize {
         let before = (GROUP_BLOCKS - self.start as usize % GROUP_BLOCKS) % GROUP_BLOCKS;
         before.min(self.blocks.len())
     }
@@ -150,11 +150,11 @@ impl Run {
         run: RunId,
         range: Range<usize>,
     ) -> impl Iterator<Item = (usize, u64, Entry)> {
-        let alone = self.alone();
-        let from = range.start.max(alone);
-        let groups = alone + (from - alone).next_multiple_of(GROUP_BLOCKS);
-        let places =
-            (range.start..range.end.min(alone)).chain((groups..range.end).step_by(GROUP_BLOCKS));
+        let ungrouped = self.ungrouped();
+        let from = range.start.max(ungrouped);
+        let groups = ungrouped + (from - ungrouped).next_multiple_of(GROUP_BLOCKS);
+        let places = (range.start..range.end.min(ungrouped))
+            .chain((groups..range.end).step_by(GROUP_BLOCKS));
         places.map(move |at| {
             (at, first_key(self.blocks[at]), Entry::new(run, self.start as usize + at))
         })
@@ -162,23 +162,25 @@ impl Run {
 
     /// Returns the number of leading blocks that at least one holder has.
     fn covered(&self) -> usize {
-        let host = self.host.as_ref().map_or(0, |host| host.max());
-        usize::from(self.device.max().max(host))
+        let host = self.host.as_ref().map_or(0, |host| host.longest());
+        usize::from(self.device.longest().max(host))
     }
 
     /// Returns the number of resident blocks, summed over all holders.
-    fn residents(&self) -> u64 {
-        let of = |holders: &Holders| holders.iter().map(|hold| u64::from(hold.cut)).sum::<u64>();
-        of(&self.device) + self.host.as_deref().map_or(0, of)
+    fn resident_count(&self) -> u64 {
+        let count = |holders: &WorkerSet| {
+            holders.iter().map(|hold| u64::from(hold.prefix_len)).sum::<u64>()
+        };
+        count(&self.device) + self.host.as_deref().map_or(0, count)
     }
 
-    fn set_cut(&mut self, holder: Holder, cut: usize, slots: usize) {
-        let cut = cut_of(cut);
+    fn set_prefix_len(&mut self, holder: Holder, prefix_len: usize, slots: usize) {
+        let prefix_len = to_prefix_len(prefix_len);
         match holder.tier {
-            Tier::Device => self.device.set(holder.slot, cut, slots),
+            Tier::Device => self.device.set(holder.slot, prefix_len, slots),
             Tier::Host => {
                 let host = self.host.get_or_insert_default();
-                host.set(holder.slot, cut, slots);
+                host.set(holder.slot, prefix_len, slots);
                 if host.is_empty() {
                     self.host = None;
                 }
@@ -192,13 +194,13 @@ fn first_key(block: BlockHash) -> u64 {
     if block.place() == 0 { block.group_key() } else { block.own_key() }
 }
 
-fn cut_of(blocks: usize) -> u16 {
+fn to_prefix_len(blocks: usize) -> u16 {
     u16::try_from(blocks).expect("a run has at most 4,096 blocks")
 }
 
 /// Returns the number of leading blocks that two slices have in common. Both begin at the same
 /// depth.
-fn matching(ours: &[BlockHash], theirs: &[BlockHash]) -> usize {
+fn common_len(ours: &[BlockHash], theirs: &[BlockHash]) -> usize {
     let both = ours.len().min(theirs.len());
     if both == 0 || ours[both - 1] == theirs[both - 1] {
         return both;
@@ -221,12 +223,12 @@ impl Tree {
         Self {
             runs: vec![Run::default()],
             children: vec![Children::default()],
-            ages: Ages::new(),
+            lru: Lru::new(),
             table: Table::new(),
             free: vec![],
             blocks: 0,
             heap_bytes: 0,
-            held: vec![],
+            resident_blocks: vec![],
             host_blocks: 0,
         }
     }
@@ -250,19 +252,19 @@ impl Tree {
     pub(super) fn bytes(&self) -> usize {
         let beside = size_of::<Children>() * self.children.capacity()
             + size_of::<RunId>() * self.free.capacity()
-            + size_of::<u64>() * self.held.capacity();
+            + size_of::<u64>() * self.resident_blocks.capacity();
         let runs = size_of::<Run>() * self.runs.capacity();
-        runs + beside + self.ages.bytes() + self.table.bytes() + self.heap_bytes
+        runs + beside + self.lru.bytes() + self.table.bytes() + self.heap_bytes
     }
 
     /// Adds an entry for a new slot.
     pub(super) fn add_slot(&mut self) {
-        self.held.push(0);
+        self.resident_blocks.push(0);
     }
 
     /// Returns the number of a slot's resident blocks, on both tiers.
-    pub(super) fn held(&self, slot: u16) -> u64 {
-        self.held[usize::from(slot)]
+    pub(super) fn resident_blocks(&self, slot: u16) -> u64 {
+        self.resident_blocks[usize::from(slot)]
     }
 
     /// Returns the number of blocks resident on hosts, over all slots.
@@ -278,15 +280,15 @@ impl Tree {
             let begins = |entry: Entry| {
                 let run = &self[entry.run];
                 let matched =
-                    if run.start as usize == depth { matching(&run.blocks, rest) } else { 0 };
+                    if run.start as usize == depth { common_len(&run.blocks, rest) } else { 0 };
                 (matched > 0).then_some((run, matched))
             };
             let Some((run, matched)) = self.table.find(first_key(rest[0]), begins) else { return };
-            run.device.credit(run.start, cut_of(matched), device);
+            run.device.add_depths(run.start, to_prefix_len(matched), device);
             if !either.is_empty() {
-                run.device.credit(run.start, cut_of(matched), either);
+                run.device.add_depths(run.start, to_prefix_len(matched), either);
                 if let Some(host) = &run.host {
-                    host.credit(run.start, cut_of(matched), either);
+                    host.add_depths(run.start, to_prefix_len(matched), either);
                 }
             }
             if matched < run.blocks.len() {
@@ -315,11 +317,11 @@ impl Tree {
         while let Some(&first) = rest.first() {
             let inside = &self[place.run].blocks[place.blocks..];
             if !inside.is_empty() {
-                let same = matching(inside, rest);
+                let same = common_len(inside, rest);
                 if same == 0 {
                     place.run = self.split(place.run, place.blocks).0;
                 } else {
-                    place = self.hold(holder, place, same);
+                    place = self.extend_prefix(holder, place, same);
                     rest = &rest[same..];
                 }
                 continue;
@@ -362,13 +364,13 @@ impl Tree {
         for at in from..(from + runs).min(self.runs.len()) {
             let mut ending = vec![];
             for tier in [Tier::Device, Tier::Host] {
-                let holds = self.runs[at].holders(tier).into_iter().flat_map(Holders::iter);
+                let holds = self.runs[at].holders(tier).into_iter().flat_map(WorkerSet::iter);
                 let ended = holds.filter(|hold| ends(hold.slot));
                 ending.extend(ended.map(|hold| Holder { slot: hold.slot, tier }));
             }
             let run = RunId::try_from(at).expect("the number of a run is a RunId");
             for &holder in &ending {
-                self.set_cut(run, holder, 0);
+                self.set_prefix_len(run, holder, 0);
             }
             if !ending.is_empty() {
                 self.settle(run);
@@ -378,21 +380,21 @@ impl Tree {
 
     /// Removes the leaf run that was used longest ago. Returns how many resident blocks it had.
     pub(super) fn drop_oldest(&mut self) -> Option<u64> {
-        let run = self.ages.oldest()?;
+        let run = self.lru.oldest()?;
         let parent = self[run].parent;
-        let dropped = self[run].residents();
+        let dropped = self[run].resident_count();
         for tier in [Tier::Device, Tier::Host] {
             let holds: Vec<_> =
-                self[run].holders(tier).into_iter().flat_map(Holders::iter).collect();
+                self[run].holders(tier).into_iter().flat_map(WorkerSet::iter).collect();
             for hold in holds {
-                self.set_cut(run, Holder { slot: hold.slot, tier }, 0);
+                self.set_prefix_len(run, Holder { slot: hold.slot, tier }, 0);
             }
         }
         self.settle(run);
         // The parent was used no later than the run that followed it.
         if parent != ROOT && self.children[parent as usize].count == 0 && self.is_used(parent) {
-            self.ages.remove(parent);
-            self.ages.push_oldest(parent);
+            self.lru.remove(parent);
+            self.lru.push_oldest(parent);
         }
         Some(dropped)
     }
@@ -421,58 +423,58 @@ impl Tree {
         result
     }
 
-    fn set_cut(&mut self, run: RunId, holder: Holder, cut: usize) {
-        let slots = self.held.len();
-        let before = self[run].cut(holder) as u64;
-        let held = &mut self.held[usize::from(holder.slot)];
-        *held = *held + cut as u64 - before;
+    fn set_prefix_len(&mut self, run: RunId, holder: Holder, prefix_len: usize) {
+        let slots = self.resident_blocks.len();
+        let before = self[run].prefix_len(holder) as u64;
+        let resident_blocks = &mut self.resident_blocks[usize::from(holder.slot)];
+        *resident_blocks = *resident_blocks + prefix_len as u64 - before;
         if holder.tier == Tier::Host {
-            self.host_blocks = self.host_blocks + cut as u64 - before;
+            self.host_blocks = self.host_blocks + prefix_len as u64 - before;
         }
-        self.change(run, |run| run.set_cut(holder, cut, slots));
+        self.change(run, |run| run.set_prefix_len(holder, prefix_len, slots));
     }
 
     /// Records that a holder has the `blocks` blocks after a place inside a run. Returns the place
     /// after them.
-    fn hold(&mut self, holder: Holder, place: Place, blocks: usize) -> Place {
+    fn extend_prefix(&mut self, holder: Holder, place: Place, blocks: usize) -> Place {
         let Place { run, blocks: from } = place;
-        let (to, cut) = (from + blocks, self[run].cut(holder));
-        if cut < from {
+        let (to, prefix_len) = (from + blocks, self[run].prefix_len(holder));
+        if prefix_len < from {
             let (_, tail) = self.split(run, from);
-            self.set_cut(tail, holder, blocks);
+            self.set_prefix_len(tail, holder, blocks);
             self.touch(tail);
             return Place { run: tail, blocks };
         }
-        if cut < to {
-            self.set_cut(run, holder, to);
+        if prefix_len < to {
+            self.set_prefix_len(run, holder, to);
         }
         self.touch(run);
         // The new blocks may have filled a hole before the child run.
-        let whole = cut < to && to == self[run].blocks.len();
+        let whole = prefix_len < to && to == self[run].blocks.len();
         Place { run: if whole { self.join(run) } else { run }, blocks: to }
     }
 
     /// Marks a leaf run as the most recently used.
     fn touch(&mut self, run: RunId) {
         if self.children[run as usize].count == 0 {
-            self.ages.touch(run);
+            self.lru.touch(run);
         }
     }
 
     /// Records that a holder no longer has blocks `from..to` of a run. Returns how many of them it
     /// had.
     fn release(&mut self, holder: Holder, run: RunId, from: usize, to: usize) -> usize {
-        let cut = self[run].cut(holder);
-        let to = to.min(cut);
+        let prefix_len = self[run].prefix_len(holder);
+        let to = to.min(prefix_len);
         if from >= to {
             return 0;
         }
         let mut run = run;
-        if to < cut {
+        if to < prefix_len {
             // The holder keeps the blocks from `to` on: they become a run of their own.
             run = self.split(run, to).0;
         }
-        self.set_cut(run, holder, from);
+        self.set_prefix_len(run, holder, from);
         self.settle(run);
         to - from
     }

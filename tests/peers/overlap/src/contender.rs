@@ -18,7 +18,7 @@ use dynamo_kv_router::{
     },
 };
 use proto::block::{BlockHash, Tier};
-use router::residency::index::{Index, Overlap, Shared};
+use router::residency::index::{Index, Overlap, SharedIndex};
 use tokio::runtime::Runtime;
 
 use crate::workload::{Event, Kind, Query};
@@ -44,7 +44,7 @@ pub trait Contender {
 
 /// Berth's index.
 pub struct Ours {
-    index: Shared,
+    index: SharedIndex,
     overlap: Overlap,
 }
 
@@ -58,7 +58,7 @@ impl Contender for Ours {
     type Event = OurEvent;
 
     fn new() -> Self {
-        Self { index: Shared::new(Index::new(usize::MAX)), overlap: Overlap::default() }
+        Self { index: SharedIndex::new(Index::new(usize::MAX)), overlap: Overlap::default() }
     }
 
     fn event(_: u64, event: Event) -> OurEvent {

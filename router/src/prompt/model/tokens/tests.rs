@@ -51,22 +51,22 @@ fn facts(context_tokens: u32) -> EngineFacts {
 }
 
 /// Returns the token ids that a router sends to an agent.
-fn ids(model: &Model, route: Route, body: &str) -> Option<Vec<u32>> {
+fn ids(model: &Model, form: PromptForm, body: &str) -> Option<Vec<u32>> {
     let facts = facts(100_000);
-    let engine = Engine::of(&facts).unwrap().with(model, 0);
+    let engine = Engine::from_facts(&facts).unwrap().with_model(model, 0);
     let prompt = Prompt::find(&Object::parse(body.as_bytes()).unwrap());
-    prompt.ids(route, body.as_bytes(), &engine)
+    prompt.token_ids(form, body.as_bytes(), &engine)
 }
 
 /// Returns the blocks that a router makes of a body.
-fn blocks(model: &Model, route: Route, body: &str) -> Option<Blocks> {
+fn blocks(model: &Model, form: PromptForm, body: &str) -> Option<Blocks> {
     let facts = facts(100_000);
-    let engine = Engine::of(&facts).unwrap().with(model, 0);
+    let engine = Engine::from_facts(&facts).unwrap().with_model(model, 0);
     let prompt = Prompt::find(&Object::parse(body.as_bytes()).unwrap());
-    prompt.blocks(route, body.as_bytes(), &engine)
+    prompt.blocks(form, body.as_bytes(), &engine)
 }
 
-fn of_ids(ids: &[u32]) -> Blocks {
+fn blocks_of_ids(ids: &[u32]) -> Blocks {
     let scheme = Scheme::plain(BlockTokens::for_page(1).unwrap());
     let (mut chain, mut hashes) = (Chain::new(&scheme), vec![]);
     chain.push(ids, &mut hashes);
@@ -98,14 +98,14 @@ fn prompts_are_those_that_sglang_makes() {
             .as_ref()
             .map(|name| serde_json::from_str(truth.get(name).unwrap().get()).unwrap());
         let model = model(template.as_deref());
-        let route = if template.is_some() { Route::Chat } else { Route::Generate };
-        let found = blocks(&model, route, body.get()).filter(|blocks| blocks.exact);
-        if found != ids.as_deref().map(of_ids) {
+        let form = if template.is_some() { PromptForm::Chat } else { PromptForm::Generate };
+        let found = blocks(&model, form, body.get()).filter(|blocks| blocks.exact);
+        if found != ids.as_deref().map(blocks_of_ids) {
             let want = ids.as_ref().map(|ids| model.tokenizer.decode(ids, false).unwrap());
             wrong.push(format!("{case}\n{want:?}\n{:?}", rendered(&model, body.get())));
         }
         // The ids must be right too, as an agent has the engine compute them.
-        assert_eq!(self::ids(&model, route, body.get()), *ids, "{case}");
+        assert_eq!(self::ids(&model, form, body.get()), *ids, "{case}");
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n\n"));
     assert!(cases.len() > 40, "prompts.json has all cases");
@@ -138,7 +138,7 @@ fn the_date_is_the_one_it_is_asked_at() {
 #[test]
 fn what_can_t_be_followed_is_told_by_its_text() {
     let model = model(Some(CHATML));
-    let exact = |body: &Value| blocks(&model, Route::Chat, &body.to_string()).unwrap().exact;
+    let exact = |body: &Value| blocks(&model, PromptForm::Chat, &body.to_string()).unwrap().exact;
     let messages = json!([{"role": "user", "content": "u"}]);
     assert!(exact(&json!({"messages": messages})));
     let image =
@@ -153,14 +153,14 @@ fn what_can_t_be_followed_is_told_by_its_text() {
     ] {
         assert!(!exact(&body), "{body}");
     }
-    assert!(!blocks(&self::model(None), Route::Chat, &chat(&["a".into()])).unwrap().exact);
-    assert!(!blocks(&model, Route::Other, &chat(&["a".into()])).unwrap().exact);
+    assert!(!blocks(&self::model(None), PromptForm::Chat, &chat(&["a".into()])).unwrap().exact);
+    assert!(!blocks(&model, PromptForm::Other, &chat(&["a".into()])).unwrap().exact);
 }
 
 #[test]
 fn a_template_that_never_ends_is_stopped() {
     let endless = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}";
-    assert!(!blocks(&model(Some(endless)), Route::Chat, &chat(&["a".into()])).unwrap().exact);
+    assert!(!blocks(&model(Some(endless)), PromptForm::Chat, &chat(&["a".into()])).unwrap().exact);
 }
 
 proptest! {
@@ -176,8 +176,8 @@ proptest! {
             let body = chat(&texts[..turns]);
             let whole = rendered(&model, &body).unwrap();
             let ids = model.tokenizer.encode(whole, false).unwrap();
-            prop_assert_eq!(blocks(&model, Route::Chat, &body), Some(of_ids(ids.get_ids())));
-            prop_assert_eq!(self::ids(&model, Route::Chat, &body), Some(ids.get_ids().to_vec()));
+            prop_assert_eq!(blocks(&model, PromptForm::Chat, &body), Some(blocks_of_ids(ids.get_ids())));
+            prop_assert_eq!(self::ids(&model, PromptForm::Chat, &body), Some(ids.get_ids().to_vec()));
         }
     }
 }

@@ -7,7 +7,7 @@ use proto::{
     table::{Entry, RunId},
 };
 
-use super::{super::worker_set::Holders, Children, ROOT, RUN_BLOCKS_MAX, Tree};
+use super::{super::worker_set::WorkerSet, Children, ROOT, RUN_BLOCKS_MAX, Tree};
 
 impl Tree {
     /// Checks all runs, the table and the counts.
@@ -21,17 +21,17 @@ impl Tree {
         let used: Vec<RunId> = ids.filter(|run| !free.contains(run)).collect();
         let mut children: HashMap<RunId, Children> = HashMap::new();
         let (mut blocks, mut heap_bytes, mut host) = (0, 0, 0);
-        let mut held = vec![0; self.held.len()];
+        let mut resident_blocks = vec![0; self.resident_blocks.len()];
         for &run in &used {
             self.check_run(run);
-            let of = &self[run];
-            children.entry(of.parent).or_default().add(run);
-            blocks += of.blocks.len();
-            heap_bytes += of.heap_bytes();
+            let this = &self[run];
+            children.entry(this.parent).or_default().add(run);
+            blocks += this.blocks.len();
+            heap_bytes += this.heap_bytes();
             for tier in [Tier::Device, Tier::Host] {
-                for hold in of.holders(tier).into_iter().flat_map(Holders::iter) {
-                    held[usize::from(hold.slot)] += u64::from(hold.cut);
-                    host += if tier == Tier::Host { u64::from(hold.cut) } else { 0 };
+                for hold in this.holders(tier).into_iter().flat_map(WorkerSet::iter) {
+                    resident_blocks[usize::from(hold.slot)] += u64::from(hold.prefix_len);
+                    host += if tier == Tier::Host { u64::from(hold.prefix_len) } else { 0 };
                 }
             }
         }
@@ -42,33 +42,37 @@ impl Tree {
         }
         let leaves: HashSet<RunId> =
             used.iter().copied().filter(|&run| self.children[run as usize].count == 0).collect();
-        assert_eq!(self.ages.iter().collect::<HashSet<_>>(), leaves, "the list has all leaves");
-        assert_eq!(self.ages.iter().count(), leaves.len(), "the list has each leaf once");
+        assert_eq!(self.lru.iter().collect::<HashSet<_>>(), leaves, "the list has all leaves");
+        assert_eq!(self.lru.iter().count(), leaves.len(), "the list has each leaf once");
         let entries =
             used.iter().map(|&run| self[run].entries(run, 0..self[run].blocks.len()).count());
         assert_eq!(self.table.entries(), entries.sum::<usize>(), "number of table entries");
         assert_eq!(self.blocks, blocks, "distinct blocks");
         assert_eq!(self.heap_bytes, heap_bytes, "memory of runs");
-        assert_eq!((&self.held, self.host_blocks), (&held, host), "resident blocks");
+        assert_eq!(
+            (&self.resident_blocks, self.host_blocks),
+            (&resident_blocks, host),
+            "resident blocks"
+        );
     }
 
     fn check_run(&self, run: RunId) {
-        let of = &self[run];
-        let len = of.blocks.len();
+        let this = &self[run];
+        let len = this.blocks.len();
         assert!((1..=RUN_BLOCKS_MAX).contains(&len), "run {run} has {len} blocks");
-        assert!(of.covered() <= len, "no holder has more of run {run} than its blocks");
-        let parent = &self[of.parent];
+        assert!(this.covered() <= len, "no holder has more of run {run} than its blocks");
+        let parent = &self[this.parent];
         let start = parent.start as usize + parent.blocks.len();
-        assert_eq!(of.start as usize, start, "run {run} begins where its parent ends");
+        assert_eq!(this.start as usize, start, "run {run} begins where its parent ends");
         if self.children[run as usize].count == 0 {
-            assert_eq!(of.covered(), len, "a holder has the last block of leaf run {run}");
+            assert_eq!(this.covered(), len, "a holder has the last block of leaf run {run}");
         }
-        assert!(of.host.as_ref().is_none_or(|host| !host.is_empty()), "run {run}: empty host");
-        for (at, key, entry) in of.entries(run, 0..len) {
+        assert!(this.host.as_ref().is_none_or(|host| !host.is_empty()), "run {run}: empty host");
+        for (at, key, entry) in this.entries(run, 0..len) {
             let own = |found: Entry| (found == entry).then_some(());
             assert!(self.table.find(key, own).is_some(), "block {at} of run {run} is in the table");
         }
-        for (at, &block) in of.blocks.iter().enumerate() {
+        for (at, &block) in this.blocks.iter().enumerate() {
             let (found, place) = self.find(block).expect("every block is found");
             assert_eq!(self[found].blocks[place], block, "block {at} of run {run}");
         }

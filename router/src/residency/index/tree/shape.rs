@@ -1,6 +1,7 @@
 //! Creates, extends, splits, joins and removes runs.
 //!
-//! The caller says what is held. These functions keep blocks, table, children and ages consistent.
+//! The caller says what is held. These functions keep blocks, table, children and LRU list
+//! consistent.
 
 use std::ops::Range;
 
@@ -10,8 +11,8 @@ use proto::{
 };
 
 use super::{
-    super::worker_set::{Hold, Holders},
-    Children, Holder, Place, ROOT, RUN_BLOCKS_MAX, Run, Stopped, Tree, cut_of,
+    super::worker_set::{SlotPrefix, WorkerSet},
+    Children, Holder, Place, ROOT, RUN_BLOCKS_MAX, Run, Stopped, Tree, to_prefix_len,
 };
 
 impl Tree {
@@ -25,7 +26,7 @@ impl Tree {
     ) -> Result<Place, Stopped> {
         let Place { run: last, blocks: end } = place;
         let is_leaf = last != ROOT && self.children[last as usize].count == 0;
-        let grows = is_leaf && end < RUN_BLOCKS_MAX && self[last].cut(holder) == end;
+        let grows = is_leaf && end < RUN_BLOCKS_MAX && self[last].prefix_len(holder) == end;
         let (run, at) = if grows { (last, end) } else { (self.add_after(last), 0) };
         let fit = &blocks[..blocks.len().min(RUN_BLOCKS_MAX - at)];
         self.change(run, |run| {
@@ -35,13 +36,13 @@ impl Tree {
             }
             run.blocks.extend_from_slice(fit);
         });
-        let end = self.enter(run, at);
+        let end = self.add_to_table(run, at);
         self.blocks += end - at;
         self.change(run, |run| run.blocks.truncate(end));
         if end == 0 {
             self.drop_leaf(run);
         } else {
-            self.set_cut(run, holder, end);
+            self.set_prefix_len(run, holder, end);
             self.touch(run);
         }
         if end < at + fit.len() { Err(Stopped::Elsewhere) } else { Ok(Place { run, blocks: end }) }
@@ -49,16 +50,17 @@ impl Tree {
 
     /// Adds a run's blocks from place `from` on to the table. Stops at a block that can't follow
     /// its predecessor or is already known. Returns the place where it stopped, or the run's end.
-    fn enter(&mut self, run: RunId, from: usize) -> usize {
+    fn add_to_table(&mut self, run: RunId, from: usize) -> usize {
         let Self { table, runs, .. } = self;
-        let of = &runs[run as usize];
-        let before = if from > 0 { &of.blocks[..from] } else { &runs[of.parent as usize].blocks };
+        let this = &runs[run as usize];
+        let before =
+            if from > 0 { &this.blocks[..from] } else { &runs[this.parent as usize].blocks };
         let mut parent = before.last().copied();
         let follows = |&&block: &&BlockHash| block.can_follow(parent.replace(block));
-        let end = from + of.blocks[from..].iter().take_while(follows).count();
-        for (at, key, entry) in of.entries(run, from..end) {
+        let end = from + this.blocks[from..].iter().take_while(follows).count();
+        for (at, key, entry) in this.entries(run, from..end) {
             let is_known =
-                |known: Entry| runs[known.run as usize].place(of.blocks[at], known, 0).is_some();
+                |known: Entry| runs[known.run as usize].place(this.blocks[at], known, 0).is_some();
             if !table.insert(key, entry, is_known) {
                 return at;
             }
@@ -71,11 +73,11 @@ impl Tree {
         let start = self[parent].start as usize + self[parent].blocks.len();
         let start = u32::try_from(start).expect("no prompt has four billion blocks");
         if parent != ROOT && self.children[parent as usize].count == 0 {
-            self.ages.remove(parent);
+            self.lru.remove(parent);
         }
         let run = self.add(Run { start, parent, ..Run::default() });
         self.children[parent as usize].add(run);
-        self.ages.push_newest(run);
+        self.lru.push_newest(run);
         run
     }
 
@@ -124,15 +126,15 @@ impl Tree {
 
         let mut first = self.change(run, std::mem::take);
         // If the split divides a group, the group's entry stays with the head.
-        let parted = at >= first.alone();
+        let splits_group = at >= first.ungrouped();
         let second = first.split_off(at, head);
         let parent = first.parent;
         self.change(head, |run| *run = first);
         self.change(tail, |run| *run = second);
-        if parted {
+        if splits_group {
             let Self { table, runs, .. } = self;
             let second = &runs[tail as usize];
-            for (_, key, entry) in second.entries(tail, 0..second.alone()) {
+            for (_, key, entry) in second.entries(tail, 0..second.ungrouped()) {
                 table.insert(key, entry, |_| false);
             }
         }
@@ -143,7 +145,7 @@ impl Tree {
             self.children[parent as usize].xor ^= run ^ head;
         } else {
             // The run was a leaf. Now its tail is the leaf.
-            self.ages.replace(run, tail);
+            self.lru.replace(run, tail);
         }
         (head, tail)
     }
@@ -157,8 +159,8 @@ impl Tree {
         }
         let (len, more) = (self[run].blocks.len(), self[child].blocks.len());
         let no_holes = |tier: Tier| {
-            let mut holds = self[child].holders(tier).into_iter().flat_map(Holders::iter);
-            holds.all(|hold| self[run].cut(Holder { slot: hold.slot, tier }) == len)
+            let mut holds = self[child].holders(tier).into_iter().flat_map(WorkerSet::iter);
+            holds.all(|hold| self[run].prefix_len(Holder { slot: hold.slot, tier }) == len)
         };
         if len + more > RUN_BLOCKS_MAX || !no_holes(Tier::Device) || !no_holes(Tier::Host) {
             return run;
@@ -166,11 +168,11 @@ impl Tree {
         let children = self.children[child as usize];
         let child_stays = children.count > 0 || more > len;
         let (stays, goes) = if child_stays { (child, run) } else { (run, child) };
-        if self[run].alone() < len {
+        if self[run].ungrouped() < len {
             // The group that the split had divided is in one run again.
             let Self { table, runs, .. } = self;
             let second = &runs[child as usize];
-            for (_, key, entry) in second.entries(child, 0..second.alone()) {
+            for (_, key, entry) in second.entries(child, 0..second.ungrouped()) {
                 table.remove(key, entry);
             }
         }
@@ -179,11 +181,11 @@ impl Tree {
             let parent = self[run].parent;
             self.children[parent as usize].xor ^= run ^ child;
         } else {
-            let kept = if self[run].alone() < len { self[child].alone() } else { 0 };
+            let kept = if self[run].ungrouped() < len { self[child].ungrouped() } else { 0 };
             self.rename(child, kept..more, run);
-            self.ages.replace(child, run);
+            self.lru.replace(child, run);
         }
-        let slots = self.held.len();
+        let slots = self.resident_blocks.len();
         let mut whole = self.change(run, std::mem::take);
         let second = self.change(child, std::mem::take);
         whole.absorb(&second, slots);
@@ -204,7 +206,7 @@ impl Tree {
                 return;
             }
             let covered = self[run].covered();
-            self.cut_off(run, covered);
+            self.truncate_run(run, covered);
             let parent = self[run].parent;
             if covered > 0 {
                 self.join(parent);
@@ -218,24 +220,24 @@ impl Tree {
     /// Removes an empty leaf run from the tree.
     fn drop_leaf(&mut self, run: RunId) {
         let parent = self[run].parent;
-        self.ages.remove(run);
+        self.lru.remove(run);
         self.discard(run);
         self.children[parent as usize].remove(run);
         if parent != ROOT && self.children[parent as usize].count == 0 {
-            self.ages.push_newest(parent);
+            self.lru.push_newest(parent);
         }
     }
 
-    fn cut_off(&mut self, run: RunId, len: usize) {
+    fn truncate_run(&mut self, run: RunId, len: usize) {
         let Self { table, runs, .. } = self;
-        let of = &runs[run as usize];
-        if len == of.blocks.len() {
+        let this = &runs[run as usize];
+        if len == this.blocks.len() {
             return;
         }
-        for (_, key, entry) in of.entries(run, len..of.blocks.len()) {
+        for (_, key, entry) in this.entries(run, len..this.blocks.len()) {
             table.remove(key, entry);
         }
-        self.blocks -= of.blocks.len() - len;
+        self.blocks -= this.blocks.len() - len;
         self.change(run, |run| {
             run.blocks.truncate(len);
             if run.blocks.capacity() > 2 * len {
@@ -262,8 +264,8 @@ impl Run {
         self.blocks.shrink_to_fit();
         let host = self.host.as_deref_mut().map(|host| part(host, at));
         let device = part(&mut self.device, at);
-        let boxed = |host: Holders| (!host.is_empty()).then(|| Box::new(host));
-        let start = self.start + u32::from(cut_of(at));
+        let boxed = |host: WorkerSet| (!host.is_empty()).then(|| Box::new(host));
+        let start = self.start + u32::from(to_prefix_len(at));
         Self { blocks, device, host: host.and_then(boxed), start, parent: head }
     }
 
@@ -273,19 +275,20 @@ impl Run {
         self.blocks.reserve_exact(other.blocks.len());
         self.blocks.extend_from_slice(&other.blocks);
         for tier in [Tier::Device, Tier::Host] {
-            for hold in other.holders(tier).into_iter().flat_map(Holders::iter) {
+            for hold in other.holders(tier).into_iter().flat_map(WorkerSet::iter) {
                 let holder = Holder { slot: hold.slot, tier };
-                self.set_cut(holder, len + usize::from(hold.cut), slots);
+                self.set_prefix_len(holder, len + usize::from(hold.prefix_len), slots);
             }
         }
     }
 }
 
 /// Keeps the holders of the first `at` blocks. Returns those of the other blocks.
-fn part(holders: &mut Holders, at: usize) -> Holders {
-    let at = cut_of(at);
-    let others = |hold: Hold| Hold { cut: hold.cut.saturating_sub(at), ..hold };
-    let after = holders.iter().map(others).filter(|hold| hold.cut > 0).collect();
-    holders.shorten(at);
+fn part(holders: &mut WorkerSet, at: usize) -> WorkerSet {
+    let at = to_prefix_len(at);
+    let others =
+        |hold: SlotPrefix| SlotPrefix { prefix_len: hold.prefix_len.saturating_sub(at), ..hold };
+    let after = holders.iter().map(others).filter(|hold| hold.prefix_len > 0).collect();
+    holders.limit_prefix_lens(at);
     after
 }
