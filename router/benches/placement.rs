@@ -25,7 +25,7 @@ use router::{
         state::{State, Update},
         worker::WorkerRef,
     },
-    placement::{Question, Sticky, place, settled},
+    placement::{PlacementRequest, Sticky, place, place_without_prompt},
     residency::{
         PromptOverlap,
         index::{Index, Overlap},
@@ -152,8 +152,8 @@ fn filled(workers: usize) -> Index {
     index
 }
 
-fn question(digest: u64) -> Question<'static> {
-    Question {
+fn request(digest: u64) -> PlacementRequest<'static> {
+    PlacementRequest {
         digest: Digest(digest),
         returns: true,
         sticky: None,
@@ -182,7 +182,7 @@ fn placement(criterion: &mut Criterion) {
                     block_tokens: BLOCK_TOKENS,
                     overlap: &overlap,
                 };
-                let ask = Question { prompt: Some(prompt), ..question(at as u64) };
+                let ask = PlacementRequest { prompt: Some(prompt), ..request(at as u64) };
                 place(&ask, &view, now).expect("there are workers")
             });
         });
@@ -191,11 +191,15 @@ fn placement(criterion: &mut Criterion) {
                 at = (at + 1) % workers;
                 let worker = WorkerRef { agent: at, dp_rank: 0 };
                 let sticky = Some(Sticky {
-                    ended: Some(now),
+                    last_turn_ended: Some(now),
                     new_tokens: Some(4_000),
-                    ..Sticky::at(worker)
+                    ..Sticky::new(worker)
                 });
-                settled(&black_box(Question { sticky, ..question(at as u64) }), &view, now)
+                place_without_prompt(
+                    &black_box(PlacementRequest { sticky, ..request(at as u64) }),
+                    &view,
+                    now,
+                )
             });
         });
     }

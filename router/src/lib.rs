@@ -56,7 +56,7 @@ use crate::{
     metrics::Metrics,
     placement::{
         affinity::Affinity,
-        recent::{self, Recent},
+        recent::{self, RecentPlacements},
     },
     prompt::models::{self, Models},
     residency::{
@@ -230,7 +230,7 @@ fn shared(
         kv_index,
         affinity: affinity(),
         cache_keys: affinity(),
-        recent: Mutex::new(Recent::new(recent::FIGURES_MAX)),
+        recent: Mutex::new(RecentPlacements::new(recent::FIGURES_MAX)),
         client,
         updates,
         controls,

@@ -43,7 +43,7 @@ pub const PARENT_SLACK_MS: u64 = 250;
 pub const CACHE_KEY_SLACK_MS: u64 = 150;
 /// Time after a move in which a session needs twice the gain to move again. Its own turn may have
 /// caused the load it moved away from, and a session must not bounce between two workers.
-const MOVED_LATELY: Duration = Duration::from_secs(60);
+const MOVED_RECENTLY: Duration = Duration::from_secs(60);
 /// Number of compared workers that a placement reports, besides the session's own and the preferred
 /// one. They show why the chosen worker was better; a list of a thousand workers would not help.
 const FIGURES_MAX: usize = 8;
@@ -57,7 +57,7 @@ const IDLE_SETTLED_MAX: Duration = Duration::from_secs(60);
 /// Time for which a lost connection is ignored. A control stream that ends is reconnected within
 /// this time, and turns still work. A worker that is really gone refuses the turn, which is then
 /// placed elsewhere.
-const BLINK_MAX: Duration = Duration::from_secs(1);
+const RECONNECT_MAX: Duration = Duration::from_secs(1);
 
 /// Why a worker was chosen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
@@ -112,13 +112,14 @@ pub struct Sticky {
     /// When the session's last turn ended, or now while a turn runs. `None` if that is unknown, or
     /// if the worker doesn't report its blocks: then each prompt has to be read, to remember its
     /// blocks.
-    pub ended: Option<Instant>,
+    pub last_turn_ended: Option<Instant>,
     /// When the session moved to this worker from another.
-    pub moved: Option<Instant>,
+    pub moved_at: Option<Instant>,
     /// Tokens of the session's KV on the worker, as its agent reports it.
-    pub told_tokens: u64,
-    /// The part of `told_tokens` that is private to the session: pinned, and in no reported block.
-    pub held_tokens: u64,
+    pub reported_tokens: u64,
+    /// The part of `reported_tokens` that is private to the session: pinned, and in no reported
+    /// block.
+    pub private_tokens: u64,
     /// Rough number of tokens that this turn adds to the previous one. `None` if that is unknown,
     /// or if this turn is shorter, so that its history is another.
     pub new_tokens: Option<u64>,
@@ -127,14 +128,14 @@ pub struct Sticky {
 impl Sticky {
     /// Creates an entry for a worker, with nothing else known.
     #[must_use]
-    pub fn at(worker: WorkerRef) -> Self {
+    pub fn new(worker: WorkerRef) -> Self {
         Self {
             worker,
             fixed: false,
-            ended: None,
-            moved: None,
-            told_tokens: 0,
-            held_tokens: 0,
+            last_turn_ended: None,
+            moved_at: None,
+            reported_tokens: 0,
+            private_tokens: 0,
             new_tokens: None,
         }
     }
@@ -142,7 +143,7 @@ impl Sticky {
 
 /// A turn to be placed.
 #[derive(Debug, Clone, Copy)]
-pub struct Question<'a> {
+pub struct PlacementRequest<'a> {
     /// Chooses among workers of equal cost: the digest of the session, or else of the turn.
     pub digest: Digest,
     /// Whether more turns will follow that begin with this turn's prompt and answer.
@@ -176,7 +177,7 @@ pub struct Placement {
 }
 
 impl Placement {
-    fn unmoved(worker: WorkerRef) -> Self {
+    fn stay_on(worker: WorkerRef) -> Self {
         Self { worker, reason: Reason::Sticky, uncached_tokens: None, figures: vec![] }
     }
 
@@ -204,26 +205,30 @@ enum Stay<'a> {
 /// decide with the prompt, or if the prompt may need staged prefill. The prompt is tokenized only
 /// then.
 #[must_use]
-pub fn settled(question: &Question<'_>, view: &Snapshot, now: Instant) -> Option<Placement> {
-    let home = match stay(question, view, now) {
-        Stay::Must(worker) => return Some(Placement::unmoved(worker)),
+pub fn place_without_prompt(
+    request: &PlacementRequest<'_>,
+    view: &Snapshot,
+    now: Instant,
+) -> Option<Placement> {
+    let home = match stay(request, view, now) {
+        Stay::Must(worker) => return Some(Placement::stay_on(worker)),
         Stay::May(home) => home,
         Stay::No => return None,
     };
-    let gain_ms = gain_min(question, view, now).as_millis();
-    let ahead_ms = |stats| u128::from(cost::ahead_ms(question, view, stats, now));
-    let lately = |at: Instant| now.saturating_duration_since(at) < IDLE_SETTLED_MAX;
-    let Sticky { ended, new_tokens, .. } = sticky(question)?;
+    let gain_ms = gain_min(request, view, now).as_millis();
+    let queue_cost_ms = |stats| u128::from(cost::queue_cost_ms(request, view, stats, now));
+    let is_recent = |at: Instant| now.saturating_duration_since(at) < IDLE_SETTLED_MAX;
+    let Sticky { last_turn_ended, new_tokens, .. } = sticky(request)?;
     let is_long = |stage_tokens| new_tokens.is_none_or(|tokens| tokens > stage_tokens);
-    if !ended.is_some_and(lately) || home.stage_tokens().is_some_and(is_long) {
+    if !last_turn_ended.is_some_and(is_recent) || home.stage_tokens().is_some_and(is_long) {
         return None;
     }
-    let own_ms = ahead_ms(home);
+    let own_ms = queue_cost_ms(home);
     let stays = own_ms <= gain_ms || {
-        let others = candidates::candidates(question, view, now).ok()?.workers;
-        !others.into_iter().any(|other| ahead_ms(other) + gain_ms < own_ms)
+        let others = candidates::find_candidates(request, view, now).ok()?.workers;
+        !others.into_iter().any(|other| queue_cost_ms(other) + gain_ms < own_ms)
     };
-    stays.then(|| Placement::unmoved(home.worker()))
+    stays.then(|| Placement::stay_on(home.worker()))
 }
 
 /// Places a turn.
@@ -231,20 +236,20 @@ pub fn settled(question: &Question<'_>, view: &Snapshot, now: Instant) -> Option
 /// # Errors
 /// If no worker fits. The error says what the workers offer instead.
 pub fn place(
-    question: &Question<'_>,
+    request: &PlacementRequest<'_>,
     view: &Snapshot,
     now: Instant,
 ) -> Result<Placement, NoWorker> {
-    let stays = match stay(question, view, now) {
-        Stay::Must(worker) => return Ok(Placement::unmoved(worker)),
+    let stays = match stay(request, view, now) {
+        Stay::Must(worker) => return Ok(Placement::stay_on(worker)),
         // Without a prompt the costs of a move are unknown, so the session stays.
-        Stay::May(home) if question.prompt.is_none() => {
-            return Ok(Placement::unmoved(home.worker()));
+        Stay::May(home) if request.prompt.is_none() => {
+            return Ok(Placement::stay_on(home.worker()));
         }
         Stay::May(home) => Some(home),
         Stay::No => None,
     };
-    let candidates = candidates::candidates(question, view, now)?;
+    let candidates = candidates::find_candidates(request, view, now)?;
     let mut compared = Compared::default();
     for &stats in &candidates.workers {
         let worker = stats.worker();
@@ -254,9 +259,11 @@ pub fn place(
         if stays.is_some_and(|home| other_rank(home.worker())) {
             continue;
         }
-        let rank = || rendezvous(question.digest, view, worker);
-        if let Some(figures) = cost::within(question, view, stats, compared.cost_ms_max(), now) {
-            compared.offer(figures, rank);
+        let rank = || rendezvous(request.digest, view, worker);
+        if let Some(figures) =
+            cost::compute_up_to(request, view, stats, compared.cost_ms_max(), now)
+        {
+            compared.insert(figures, rank);
         }
     }
     let Some(best) = compared.best() else {
@@ -265,26 +272,26 @@ pub fn place(
             let state = view.state(worker, now);
             !matches!(state, WorkerState::Lost | WorkerState::Disaggregated)
         };
-        return match sticky(question) {
-            Some(Sticky { worker, .. }) if answers(worker) => Ok(Placement::unmoved(worker)),
+        return match sticky(request) {
+            Some(Sticky { worker, .. }) if answers(worker) => Ok(Placement::stay_on(worker)),
             _ => Err(NoWorker::Unusable),
         };
     };
     let mut cost_there = |stats: WorkerStats<'_>| {
-        compared.of(stats.worker(), || cost::of(question, view, stats, now))
+        compared.cost_on(stats.worker(), || cost::compute(request, view, stats, now))
     };
     let (worker, reason) = match stays {
         // The session's worker may be stale: it takes no new sessions, but its cost is compared.
         Some(home) => {
             let gain = Duration::from_millis(cost_there(home).saturating_sub(best.cost_ms));
-            match gain > gain_min(question, view, now) {
+            match gain > gain_min(request, view, now) {
                 true => (best.worker, Reason::Moved),
                 false => (home.worker(), Reason::Sticky),
             }
         }
-        None if question.sticky.is_some() => (best.worker, Reason::Rebound),
+        None if request.sticky.is_some() => (best.worker, Reason::Rebound),
         None => {
-            let preferred = question.prefer.filter(|(worker, reason)| {
+            let preferred = request.prefer.filter(|(worker, reason)| {
                 let slack_ms =
                     if *reason == Reason::Parent { PARENT_SLACK_MS } else { CACHE_KEY_SLACK_MS };
                 let stats = candidates.workers.iter().find(|stats| stats.worker() == *worker);
@@ -292,21 +299,21 @@ pub fn place(
                     cost_there(*stats) <= best.cost_ms.saturating_add(slack_ms)
                 })
             });
-            preferred.unwrap_or((best.worker, candidates.reason(question)))
+            preferred.unwrap_or((best.worker, candidates.reason(request)))
         }
     };
-    let uncached_tokens = cost::uncached(question, worker);
+    let uncached_tokens = cost::uncached_tokens(request, worker);
     Ok(Placement { worker, reason, uncached_tokens, figures: compared.figures })
 }
 
-fn sticky(question: &Question<'_>) -> Option<Sticky> {
-    question.sticky.filter(|sticky| question.exclude != Some(sticky.worker))
+fn sticky(request: &PlacementRequest<'_>) -> Option<Sticky> {
+    request.sticky.filter(|sticky| request.exclude != Some(sticky.worker))
 }
 
-fn stay<'a>(question: &Question<'_>, view: &'a Snapshot, now: Instant) -> Stay<'a> {
-    let Some(Sticky { worker, fixed, .. }) = sticky(question) else { return Stay::No };
-    let blinks = view.agent(worker).lost_for(now).is_some_and(|time| time < BLINK_MAX);
-    if blinks {
+fn stay<'a>(request: &PlacementRequest<'_>, view: &'a Snapshot, now: Instant) -> Stay<'a> {
+    let Some(Sticky { worker, fixed, .. }) = sticky(request) else { return Stay::No };
+    let is_reconnecting = view.agent(worker).lost_for(now).is_some_and(|time| time < RECONNECT_MAX);
+    if is_reconnecting {
         return Stay::Must(worker);
     }
     let Some(home) = view.worker_table().get(worker) else { return Stay::No };
@@ -319,9 +326,9 @@ fn stay<'a>(question: &Question<'_>, view: &'a Snapshot, now: Instant) -> Stay<'
 }
 
 /// Returns the least gain for which the session moves.
-fn gain_min(question: &Question<'_>, view: &Snapshot, now: Instant) -> Duration {
-    let lately = |at: Instant| now.saturating_duration_since(at) < MOVED_LATELY;
-    let again = question.sticky.and_then(|sticky| sticky.moved).is_some_and(lately);
+fn gain_min(request: &PlacementRequest<'_>, view: &Snapshot, now: Instant) -> Duration {
+    let is_recent = |at: Instant| now.saturating_duration_since(at) < MOVED_RECENTLY;
+    let again = request.sticky.and_then(|sticky| sticky.moved_at).is_some_and(is_recent);
     view.rebind_gain_min() * if again { 2 } else { 1 }
 }
 
@@ -341,7 +348,7 @@ struct Compared {
 }
 
 impl Compared {
-    fn offer(&mut self, figures: Figures, rank: impl Fn() -> u64) {
+    fn insert(&mut self, figures: Figures, rank: impl Fn() -> u64) {
         let full = self.order.len() == FIGURES_MAX;
         if full && self.order.last().is_some_and(|last| figures.cost_ms > last.0) {
             return;
@@ -370,7 +377,7 @@ impl Compared {
     }
 
     /// Returns the cost on one worker. Adds its figures to those shown if they are missing.
-    fn of(&mut self, worker: WorkerRef, figures: impl FnOnce() -> Figures) -> u64 {
+    fn cost_on(&mut self, worker: WorkerRef, figures: impl FnOnce() -> Figures) -> u64 {
         if let Some(one) = self.figures.iter().find(|one| one.worker == worker) {
             return one.cost_ms;
         }

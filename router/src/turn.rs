@@ -34,7 +34,7 @@ use crate::{
     config::Preamble,
     fleet::{connect, worker::WorkerRef},
     metrics::Outcome,
-    placement::session_status::Standing,
+    placement::session_status::SessionStatus,
 };
 
 /// Runs one turn and returns its answer.
@@ -128,8 +128,8 @@ fn preamble(shared: &Shared, kind: Kind, path: &str, body: &Object<'_>) -> Optio
 /// another turn. Doesn't change the state of the running turn. The agent's own check still decides.
 async fn claim_early(shared: &Shared, key: &SessionKey) -> Result<(), Error> {
     let view = shared.settled_view().await;
-    match shared.standing(key, &view) {
-        Standing::Closing => Err(Error::TurnWhileClosing),
+    match shared.session_status(key, &view) {
+        SessionStatus::Closing => Err(Error::TurnWhileClosing),
         busy if decide::is_busy(&busy, &view) => Err(Error::SessionBusy),
         _ => Ok(()),
     }
@@ -138,7 +138,8 @@ async fn claim_early(shared: &Shared, key: &SessionKey) -> Result<(), Error> {
 /// Closes the remains of a lost session when the client opens the session again with its full
 /// history. The client then gets a new session.
 async fn make_way(shared: &Arc<Shared>, ask: &Ask) -> Result<(), Error> {
-    let Standing::Lost { worker, .. } = shared.patient_standing(&ask.key).await else {
+    let SessionStatus::Lost { worker, .. } = shared.session_status_after_reconnect(&ask.key).await
+    else {
         return Ok(());
     };
     if ask.open && !ask.delta { shared.bury(&ask.key, worker).await } else { Ok(()) }

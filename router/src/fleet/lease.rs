@@ -16,7 +16,7 @@ pub struct InFlight {
     turns: AtomicU32,
     opens: AtomicU32,
     unanswered_tokens: AtomicU64,
-    coming_tokens: AtomicU64,
+    incoming_tokens: AtomicU64,
     staged_prefill_tokens: AtomicU64,
     staged_prefill_prompts: AtomicU32,
 }
@@ -32,7 +32,7 @@ pub struct InFlightCounts {
     pub unanswered_tokens: u64,
     /// Tokens of KV that the turns in flight will add. No session table shows them before the turns
     /// end.
-    pub coming_tokens: u64,
+    pub incoming_tokens: u64,
     /// Prompt tokens in staged prefill, and the number of prompts they belong to.
     pub staged_prefill_tokens: u64,
     pub staged_prefill_prompts: u32,
@@ -55,8 +55,8 @@ impl InFlight {
     }
 
     /// Returns the tokens of KV that the turns in flight will add.
-    pub fn coming_tokens(&self) -> u64 {
-        self.coming_tokens.load(Ordering::Relaxed)
+    pub fn incoming_tokens(&self) -> u64 {
+        self.incoming_tokens.load(Ordering::Relaxed)
     }
 
     /// Returns all counts.
@@ -65,7 +65,7 @@ impl InFlight {
             turns: self.turns(),
             opens: self.opens(),
             unanswered_tokens: self.unanswered_tokens(),
-            coming_tokens: self.coming_tokens(),
+            incoming_tokens: self.incoming_tokens(),
             staged_prefill_tokens: self.staged_prefill_tokens.load(Ordering::Relaxed),
             staged_prefill_prompts: self.staged_prefill_prompts.load(Ordering::Relaxed),
         }
@@ -104,7 +104,7 @@ impl Lease {
     pub fn acquire(in_flight: &Arc<InFlight>, tokens: u64) -> Self {
         in_flight.turns.fetch_add(1, Ordering::Relaxed);
         in_flight.unanswered_tokens.fetch_add(tokens, Ordering::Relaxed);
-        in_flight.coming_tokens.fetch_add(tokens, Ordering::Relaxed);
+        in_flight.incoming_tokens.fetch_add(tokens, Ordering::Relaxed);
         Self { in_flight: Arc::clone(in_flight), tokens, prompt: PromptState::Sent(tokens) }
     }
 
@@ -157,7 +157,7 @@ impl Lease {
 impl Drop for Lease {
     fn drop(&mut self) {
         self.answered();
-        self.in_flight.coming_tokens.fetch_sub(self.tokens, Ordering::Relaxed);
+        self.in_flight.incoming_tokens.fetch_sub(self.tokens, Ordering::Relaxed);
         let before = self.in_flight.turns.fetch_sub(1, Ordering::Relaxed);
         debug_assert!(before > 0, "a lease was dropped twice");
     }
@@ -187,12 +187,12 @@ mod tests {
         lease.answered();
         lease.answered();
         assert_eq!(
-            (in_flight.counts().unanswered_tokens, in_flight.counts().coming_tokens),
+            (in_flight.counts().unanswered_tokens, in_flight.counts().incoming_tokens),
             (50, 750)
         );
         drop(lease);
         assert_eq!(
-            (in_flight.counts().unanswered_tokens, in_flight.counts().coming_tokens),
+            (in_flight.counts().unanswered_tokens, in_flight.counts().incoming_tokens),
             (50, 50)
         );
     }
@@ -203,7 +203,7 @@ mod tests {
         let mut lease = Lease::acquire(&in_flight, 700);
         lease.begin_staged_prefill();
         let there = in_flight.counts();
-        assert_eq!((there.unanswered_tokens, there.coming_tokens), (0, 700));
+        assert_eq!((there.unanswered_tokens, there.incoming_tokens), (0, 700));
         assert_eq!((there.staged_prefill_tokens, there.staged_prefill_prompts), (700, 1));
         lease.end_staged_prefill(40);
         let sent = in_flight.counts();

@@ -102,7 +102,7 @@ impl Snapshot {
     /// Whether each configured agent has either sent its session table and a load report, or failed
     /// to connect.
     #[must_use]
-    pub fn settled(&self) -> bool {
+    pub fn is_settled(&self) -> bool {
         self.agents.iter().all(|agent| match agent.link {
             Link::Dialing => false,
             Link::Up => agent.report.is_some(),
@@ -115,7 +115,7 @@ impl Snapshot {
     /// # Errors
     /// Returns the reason as a sentence for the operator.
     pub fn ready(&self, now: Instant) -> Result<(), String> {
-        if !self.settled() {
+        if !self.is_settled() {
             return Err("waiting for the first load report of every agent".to_owned());
         }
         let usable = self.workers().any(|(worker, ..)| {

@@ -393,7 +393,7 @@ mod tests {
         let began = Update::Began { description: description("a", 1, 1), sessions: vec![] };
         state.apply(0, began, now);
         state.apply(1, Update::Lost("refused".to_owned()), now);
-        assert!(!state.snapshot().settled(), "its first report is missing");
+        assert!(!state.snapshot().is_settled(), "its first report is missing");
         state.apply(0, Update::Report(report(&[(0, 0)])), now);
         assert_eq!(state.snapshot().ready(now), Ok(()));
         let deadline = state.next_deadline(now).unwrap();

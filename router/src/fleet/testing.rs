@@ -2,19 +2,12 @@
 
 use std::time::{Duration, Instant};
 
-use proto::{
-    id::Digest,
-    load::{Description, EngineFacts, Figure, LoadReport, Rank, RankLoad, Retention, Source},
+use proto::load::{
+    Description, EngineFacts, Figure, LoadReport, Rank, RankLoad, Retention, Source,
 };
 
-use super::{
-    state::{State, Update},
-    worker::WorkerRef,
-};
-use crate::{
-    config::Config,
-    placement::{Placement, Question, place},
-};
+use super::state::{State, Update};
+use crate::config::Config;
 
 /// Returns a point in time for pure code.
 #[expect(clippy::disallowed_methods, reason = "tests of pure code need one instant to start from")]
@@ -93,23 +86,4 @@ pub(crate) fn fleet(loads: &[(u32, u64)], now: Instant) -> State {
         state.apply(agent, Update::Report(report(&[*load])), now);
     }
     state
-}
-
-/// Returns a placement for which this many workers were compared.
-pub(crate) fn placement(compared: usize) -> Placement {
-    let worker = WorkerRef { agent: 0, dp_rank: 0 };
-    let view = fleet(&[(0, 0)], start()).snapshot();
-    let question = Question {
-        digest: Digest(1),
-        returns: false,
-        sticky: None,
-        prefer: None,
-        prompt: None,
-        retention: None,
-        model: None,
-        exclude: None,
-    };
-    let placed = place(&question, &view, start()).expect("the fleet has a worker");
-    let figures = vec![placed.figures[0]; compared];
-    Placement { worker, figures, ..placed }
 }

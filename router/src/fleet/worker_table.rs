@@ -272,7 +272,7 @@ impl<'a> WorkerStats<'a> {
     /// Returns the number of waiting requests whose prompt tokens are unknown; 0 if the agent
     /// reports the backlog.
     #[must_use]
-    pub fn waiting_untold(self) -> u64 {
+    pub fn waiting_without_tokens(self) -> u64 {
         self.row.waiting
     }
 
@@ -310,8 +310,8 @@ impl<'a> WorkerStats<'a> {
     /// Returns the KV, in tokens, that this router's turns in flight will add and that no session
     /// table shows yet.
     #[must_use]
-    pub fn coming_tokens(self) -> u64 {
-        self.in_flight.coming_tokens()
+    pub fn incoming_tokens(self) -> u64 {
+        self.in_flight.incoming_tokens()
     }
 
     /// Returns the number of sessions that this router opened there since the last report.

@@ -11,12 +11,12 @@ use service::clock::now;
 use super::{Desk, conclude, errors};
 use crate::{
     fleet::snapshot::Snapshot,
-    placement::{Figures, recent::Record},
+    placement::{Figures, recent::PlacementRecord},
 };
 
 pub(super) async fn show(State(shared): Desk, Path(turn): Path<String>) -> Response {
     let records = u64::from_str_radix(&turn, 16)
-        .map(|turn| shared.recent.lock().of(turn).to_vec())
+        .map(|turn| shared.recent.lock().placements(turn).to_vec())
         .unwrap_or_default();
     if records.is_empty() {
         return conclude(&shared, Err(errors::placement_unknown()));
@@ -26,8 +26,8 @@ pub(super) async fn show(State(shared): Desk, Path(turn): Path<String>) -> Respo
     Json(json!({ "turn": turn, "placements": placements })).into_response()
 }
 
-fn shown(record: &Record, view: &Snapshot) -> Value {
-    let Record { at, session, placement } = record;
+fn shown(record: &PlacementRecord, view: &Snapshot) -> Value {
+    let PlacementRecord { at, session, placement } = record;
     let age = now().saturating_duration_since(*at).as_millis();
     json!({
         "worker": view.name(placement.worker),

@@ -33,15 +33,15 @@ pub struct Binding {
     /// Whether the session takes one turn at a time, as the client asked.
     pub exclusive: bool,
     /// When the last turn through this router ended.
-    pub ended: Option<Instant>,
+    pub last_turn_ended: Option<Instant>,
     /// The agent's answer to an open. It counts for [`TABLE_LAG`].
-    pub opened: Option<Opened>,
+    pub opened: Option<OpenAnswer>,
     /// The state of a close through this router.
     pub closing: Closing,
     /// When a turn last moved the session to another worker.
-    pub moved: Option<Instant>,
+    pub moved_at: Option<Instant>,
     /// When the session was last reopened after a close.
-    pub reborn: Option<Instant>,
+    pub reopened: Option<Instant>,
     /// Whether the client asked for placement only. No agent will ever report such a session.
     pub placement_only: bool,
     /// Size of the body of the session's last turn, in bytes.
@@ -52,7 +52,7 @@ pub struct Binding {
 
 /// An agent's positive answer to an open.
 #[derive(Debug)]
-pub struct Opened {
+pub struct OpenAnswer {
     /// The session as the agent answered.
     pub session: Arc<Session>,
     /// The agent's epoch. Sessions of another epoch are gone.
@@ -87,9 +87,9 @@ pub struct Full;
 pub struct Affinity {
     bindings: HashMap<SessionKey, Binding>,
     idle: BTreeMap<(Instant, u64), SessionKey>,
-    next: u64,
+    next_number: u64,
     idle_max: Duration,
-    size_max: usize,
+    bindings_max: usize,
 }
 
 impl Binding {
@@ -107,14 +107,14 @@ impl Binding {
     #[must_use]
     pub fn is_recent(&self, now: Instant) -> bool {
         let within = |at: Instant| now.saturating_duration_since(at) <= TABLE_LAG;
-        self.turns > 0 || self.ended.is_some_and(within)
+        self.turns > 0 || self.last_turn_ended.is_some_and(within)
     }
 
     /// Whether the session was reopened within the tables' lag, so that a table may still show its
     /// previous life.
     #[must_use]
-    pub fn is_reborn(&self, now: Instant) -> bool {
-        self.reborn.is_some_and(|at| now.saturating_duration_since(at) <= TABLE_LAG)
+    pub fn was_reopened(&self, now: Instant) -> bool {
+        self.reopened.is_some_and(|at| now.saturating_duration_since(at) <= TABLE_LAG)
     }
 
     /// Returns the answer to an open within the tables' lag, if the agent still has this epoch.
@@ -128,8 +128,14 @@ impl Binding {
 impl Affinity {
     /// Creates an empty table.
     #[must_use]
-    pub fn new(size_max: usize, idle_max: Duration) -> Self {
-        Self { bindings: HashMap::new(), idle: BTreeMap::new(), next: 0, idle_max, size_max }
+    pub fn new(bindings_max: usize, idle_max: Duration) -> Self {
+        Self {
+            bindings: HashMap::new(),
+            idle: BTreeMap::new(),
+            next_number: 0,
+            idle_max,
+            bindings_max,
+        }
     }
 
     /// Returns the binding, unless it was idle for too long.
@@ -158,15 +164,15 @@ impl Affinity {
         if binding.closing != Closing::No {
             binding.closing = Closing::No;
             binding.exclusive = false;
-            binding.reborn = Some(now);
+            binding.reopened = Some(now);
         }
         if std::mem::replace(&mut binding.worker, worker) != worker {
-            binding.moved = Some(now);
+            binding.moved_at = Some(now);
         }
         binding.exclusive |= exclusive;
         binding.turns += 1;
         binding.unanswered += 1;
-        self.settle(key, now);
+        self.update_idle_order(key, now);
         Ok(())
     }
 
@@ -184,8 +190,8 @@ impl Affinity {
         assert!(binding.turns > 0, "a turn ended twice");
         binding.turns -= 1;
         binding.unanswered = binding.unanswered.min(binding.turns);
-        binding.ended = Some(now);
-        self.settle(key, now);
+        binding.last_turn_ended = Some(now);
+        self.update_idle_order(key, now);
     }
 
     /// Sets whether the client wants nothing but placement for the session.
@@ -214,18 +220,23 @@ impl Affinity {
     ///
     /// # Errors
     /// If the table is full of sessions with running turns.
-    pub fn opened(&mut self, worker: WorkerRef, opened: Opened, now: Instant) -> Result<(), Full> {
+    pub fn opened(
+        &mut self,
+        worker: WorkerRef,
+        opened: OpenAnswer,
+        now: Instant,
+    ) -> Result<(), Full> {
         let (session, key) = (&opened.session, opened.session.key.clone());
         let binding = self.entry(&key, worker, now)?;
         binding.worker = worker;
         binding.exclusive = session.exclusive;
         if binding.closing != Closing::No {
             binding.closing = Closing::No;
-            binding.reborn = Some(now);
+            binding.reopened = Some(now);
         }
         binding.placement_only = false;
         binding.opened = Some(opened);
-        self.settle(&key, now);
+        self.update_idle_order(&key, now);
         Ok(())
     }
 
@@ -241,7 +252,7 @@ impl Affinity {
         now: Instant,
     ) -> Result<(), Full> {
         self.entry(key, worker, now)?.closing = Closing::Asked;
-        self.settle(key, now);
+        self.update_idle_order(key, now);
         Ok(())
     }
 
@@ -252,7 +263,7 @@ impl Affinity {
             binding.opened = None;
             binding.exclusive = false;
         }
-        self.settle(key, now);
+        self.update_idle_order(key, now);
     }
 
     /// Records that the agent could not be asked, so the session stays as it was.
@@ -266,15 +277,15 @@ impl Affinity {
     pub fn forget(&mut self, key: &SessionKey) {
         let Some(binding) = self.bindings.get(key) else { return };
         if binding.turns == 0 {
-            if let Some(place) = binding.idle {
-                self.idle.remove(&place);
+            if let Some(idle_place) = binding.idle {
+                self.idle.remove(&idle_place);
             }
             self.bindings.remove(key);
         }
     }
 
     /// Iterates over the keys of one principal's bindings.
-    pub fn of_principal<'a>(
+    pub fn keys_of_principal<'a>(
         &'a self,
         principal: &'a str,
         now: Instant,
@@ -305,7 +316,7 @@ impl Affinity {
     ) -> Result<&mut Binding, Full> {
         self.expire(now);
         if !self.bindings.contains_key(key) {
-            if self.bindings.len() >= self.size_max {
+            if self.bindings.len() >= self.bindings_max {
                 let (_, oldest) = self.idle.pop_first().ok_or(Full)?;
                 self.bindings.remove(&oldest);
             }
@@ -314,11 +325,11 @@ impl Affinity {
                 turns: 0,
                 unanswered: 0,
                 exclusive: false,
-                ended: None,
+                last_turn_ended: None,
                 opened: None,
                 closing: Closing::No,
-                moved: None,
-                reborn: None,
+                moved_at: None,
+                reopened: None,
                 placement_only: false,
                 body_bytes: 0,
                 idle: None,
@@ -341,16 +352,16 @@ impl Affinity {
 
     /// Puts the binding at the end of the idle order, or takes it out of the order while a turn
     /// runs.
-    fn settle(&mut self, key: &SessionKey, now: Instant) {
+    fn update_idle_order(&mut self, key: &SessionKey, now: Instant) {
         let Some(binding) = self.bindings.get_mut(key) else { return };
-        if let Some(place) = binding.idle.take() {
-            self.idle.remove(&place);
+        if let Some(idle_place) = binding.idle.take() {
+            self.idle.remove(&idle_place);
         }
         if binding.turns == 0 {
-            self.next += 1;
-            let place = (now, self.next);
-            binding.idle = Some(place);
-            self.idle.insert(place, key.clone());
+            self.next_number += 1;
+            let idle_place = (now, self.next_number);
+            binding.idle = Some(idle_place);
+            self.idle.insert(idle_place, key.clone());
         }
         #[cfg(test)]
         self.check_invariants();
@@ -358,12 +369,12 @@ impl Affinity {
 
     /// Panics if the table contradicts itself.
     pub fn check_invariants(&self) {
-        assert!(self.bindings.len() <= self.size_max, "over the bound");
+        assert!(self.bindings.len() <= self.bindings_max, "over the bound");
         let mut idle = 0;
         for (key, binding) in &self.bindings {
             assert_eq!(binding.turns == 0, binding.idle.is_some(), "held but in the idle order");
-            if let Some(place) = &binding.idle {
-                assert_eq!(self.idle.get(place), Some(key), "another key's place");
+            if let Some(idle_place) = &binding.idle {
+                assert_eq!(self.idle.get(idle_place), Some(key), "another key's place");
                 idle += 1;
             }
         }

@@ -5,7 +5,7 @@
 
 use std::time::Instant;
 
-use super::{Question, Reason};
+use super::{PlacementRequest, Reason};
 use crate::fleet::{snapshot::Snapshot, worker::WorkerState, worker_table::WorkerStats};
 
 /// Why no worker can take the turn.
@@ -51,8 +51,8 @@ pub(super) struct Candidates<'a> {
 
 impl Candidates<'_> {
     /// Returns the reason for a placement that only the cost decided.
-    pub(super) fn reason(&self, question: &Question<'_>) -> Reason {
-        match question.prompt {
+    pub(super) fn reason(&self, request: &PlacementRequest<'_>) -> Reason {
+        match request.prompt {
             _ if self.stale => Reason::StaleView,
             _ if self.only => Reason::OnlyWorker,
             Some(_) => Reason::LeastCost,
@@ -62,23 +62,23 @@ impl Candidates<'_> {
 }
 
 /// Finds the workers that can take the turn.
-pub(super) fn candidates<'a>(
-    question: &Question<'_>,
+pub(super) fn find_candidates<'a>(
+    request: &PlacementRequest<'_>,
     view: &'a Snapshot,
     now: Instant,
 ) -> Result<Candidates<'a>, NoWorker> {
     let workers = view.worker_table().workers();
     let known = workers.len();
     let (mut fresh, mut stale) = (Vec::with_capacity(known), vec![]);
-    let mut fitting = 0;
+    let mut suitable = 0;
     for worker in workers {
         let state = worker.state(now, view.report_age_max());
-        let whole = state != WorkerState::Disaggregated;
-        if !whole || !serves(question, view, worker) || !offers(question, worker) {
+        let runs_whole_turns = state != WorkerState::Disaggregated;
+        if !runs_whole_turns || !serves(request, view, worker) || !offers(request, worker) {
             continue;
         }
-        fitting += 1;
-        if question.exclude == Some(worker.worker()) {
+        suitable += 1;
+        if request.exclude == Some(worker.worker()) {
             continue;
         }
         match state {
@@ -90,49 +90,49 @@ pub(super) fn candidates<'a>(
             | WorkerState::Disaggregated => {}
         }
     }
-    if fitting == 0 {
-        return Err(missing(question, view, now));
+    if suitable == 0 {
+        return Err(explain_none(request, view, now));
     }
     let all_stale = fresh.is_empty();
     let workers = if all_stale { stale } else { fresh };
     Ok(Candidates { workers, stale: all_stale, only: known == 1 })
 }
 
-fn offers(question: &Question<'_>, worker: WorkerStats<'_>) -> bool {
-    question.retention.is_none_or(|asked| worker.offers(asked))
+fn offers(request: &PlacementRequest<'_>, worker: WorkerStats<'_>) -> bool {
+    request.retention.is_none_or(|asked| worker.offers(asked))
 }
 
-fn serves(question: &Question<'_>, view: &Snapshot, worker: WorkerStats<'_>) -> bool {
-    let Some(model) = question.model.filter(|_| !view.serves_same_models()) else { return true };
+fn serves(request: &PlacementRequest<'_>, view: &Snapshot, worker: WorkerStats<'_>) -> bool {
+    let Some(model) = request.model.filter(|_| !view.serves_same_models()) else { return true };
     let facts = view.agent(worker.worker()).facts.as_ref();
     facts.is_some_and(|facts| facts.description.engine.serves(model))
 }
 
 /// Returns which requirement of the turn no worker fits.
-fn missing(question: &Question<'_>, view: &Snapshot, now: Instant) -> NoWorker {
-    let whole = |worker| view.state(worker, now) != WorkerState::Disaggregated;
+fn explain_none(request: &PlacementRequest<'_>, view: &Snapshot, now: Instant) -> NoWorker {
+    let runs_whole_turns = |worker| view.state(worker, now) != WorkerState::Disaggregated;
     let all = || {
-        let workers = view.workers().filter(move |(worker, ..)| whole(*worker));
+        let workers = view.workers().filter(move |(worker, ..)| runs_whole_turns(*worker));
         workers.map(|(_, _, facts)| &facts.description)
     };
-    let model = question.model.filter(|_| !view.serves_same_models());
+    let model = request.model.filter(|_| !view.serves_same_models());
     let serving = || all().filter(|one| model.is_none_or(|name| one.engine.serves(name)));
-    match (question.model, question.retention) {
+    match (request.model, request.retention) {
         _ if view.workers().next().is_none() => NoWorker::Unusable,
         _ if all().next().is_none() => NoWorker::Disaggregated,
         (Some(model), _) if serving().next().is_none() => {
             let names = all().flat_map(|one| one.engine.models.iter().map(String::as_str));
-            NoWorker::Model { model: model.to_owned(), offered: listed(names.collect()) }
+            NoWorker::Model { model: model.to_owned(), offered: join_sorted(names.collect()) }
         }
         (_, Some(asked)) => {
             let names = serving().flat_map(|one| one.retentions.iter().map(|way| way.as_str()));
-            NoWorker::Retention { asked: asked.as_str(), offered: listed(names.collect()) }
+            NoWorker::Retention { asked: asked.as_str(), offered: join_sorted(names.collect()) }
         }
         (_, None) => NoWorker::Unusable,
     }
 }
 
-fn listed(mut names: Vec<&str>) -> String {
+fn join_sorted(mut names: Vec<&str>) -> String {
     names.sort_unstable();
     names.dedup();
     names.join(", ")

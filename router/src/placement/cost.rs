@@ -23,7 +23,7 @@ use std::time::Instant;
 use proto::{load::RankLoad, staged_prefill::PREFILL_TOKENS_PER_S_ASSUMED};
 use serde::Serialize;
 
-use super::{Question, Sticky, TURN_TOKENS_ASSUMED};
+use super::{PlacementRequest, Sticky, TURN_TOKENS_ASSUMED};
 use crate::fleet::{
     reuse_forecast::{IdleClass, ReuseDemand},
     snapshot::Snapshot,
@@ -132,37 +132,37 @@ struct Room {
 }
 
 /// Computes the cost of the turn on a worker.
-pub(super) fn of(
-    question: &Question<'_>,
+pub(super) fn compute(
+    request: &PlacementRequest<'_>,
     view: &Snapshot,
     stats: WorkerStats<'_>,
     now: Instant,
 ) -> Figures {
-    within(question, view, stats, u64::MAX, now).expect("no cost is above u64::MAX")
+    compute_up_to(request, view, stats, u64::MAX, now).expect("no cost is above u64::MAX")
 }
 
 /// Computes the cost of the turn on a worker; `None` if it is above `cost_ms_max`. Of a thousand
 /// workers, most exceed it by the figures in their table rows alone, so their reports are not read.
-pub(super) fn within(
-    question: &Question<'_>,
+pub(super) fn compute_up_to(
+    request: &PlacementRequest<'_>,
     view: &Snapshot,
     stats: WorkerStats<'_>,
     cost_ms_max: u64,
     now: Instant,
 ) -> Option<Figures> {
     let worker = stats.worker();
-    let prompt = question.prompt;
-    let own = own(question, worker);
-    let uncached = uncached(question, worker);
+    let prompt = request.prompt;
+    let own = own(request, worker);
+    let uncached_tokens = uncached_tokens(request, worker);
     let Queue { tokens_per_s, backlog_tokens, turns, wait_ms } =
-        queue(question, own, uncached.unwrap_or(TURN_TOKENS_ASSUMED), view, stats, now);
+        queue(request, own, uncached_tokens.unwrap_or(TURN_TOKENS_ASSUMED), view, stats, now);
     let interference_ms = u64::from(turns) * INTERFERENCE_MS_EACH;
-    let prefill_ms = uncached.map(|tokens| millis(tokens, tokens_per_s));
+    let prefill_ms = uncached_tokens.map(|tokens| millis(tokens, tokens_per_s));
     let soon_ms = wait_ms.saturating_add(prefill_ms.unwrap_or(0));
     let impatience_ms = impatience_ms(soon_ms);
     let room = room(own, stats);
     let context = prompt.map_or(0, |prompt| prompt.tokens).saturating_add(room.growth_tokens);
-    let kept = if question.returns || prompt.is_none() { context } else { 0 };
+    let kept = if request.returns || prompt.is_none() { context } else { 0 };
     let crowding_ms =
         millis(kept, tokens_per_s).saturating_mul(room.full_milli) / WHOLE_MILLI / CROWDING_DIVISOR;
     let on_its_line = [soon_ms, interference_ms, crowding_ms, impatience_ms];
@@ -170,8 +170,8 @@ pub(super) fn within(
         return None;
     }
     let demand = view.reuse_demand(worker);
-    let displacement_ms = uncached.and_then(|uncached| {
-        let needed = uncached + ANSWER_TOKENS;
+    let displacement_ms = uncached_tokens.and_then(|uncached_tokens| {
+        let needed = uncached_tokens + ANSWER_TOKENS;
         let load = view.agent(worker).rank_load(worker.dp_rank)?;
         let displaced = displaced_tokens(load, demand, room.pool_tokens?, needed)?;
         Some(millis(displaced, tokens_per_s))
@@ -197,7 +197,9 @@ pub(super) fn within(
         blocking_ms,
         interference_ms,
         impatience_ms,
-        resident_tokens: prompt.zip(uncached).map(|(prompt, uncached)| prompt.tokens - uncached),
+        resident_tokens: prompt
+            .zip(uncached_tokens)
+            .map(|(prompt, uncached_tokens)| prompt.tokens - uncached_tokens),
         backlog_tokens,
         prefill_tokens_per_s: stats.prefill_tokens_per_s(),
         turns,
@@ -210,14 +212,14 @@ pub(super) fn within(
 }
 
 /// Returns the wait and the slowdown of the turn on a worker that has all of its prompt resident.
-pub(super) fn ahead_ms(
-    question: &Question<'_>,
+pub(super) fn queue_cost_ms(
+    request: &PlacementRequest<'_>,
     view: &Snapshot,
     stats: WorkerStats<'_>,
     now: Instant,
 ) -> u64 {
-    let own = own(question, stats.worker());
-    let Queue { turns, wait_ms, .. } = queue(question, own, 0, view, stats, now);
+    let own = own(request, stats.worker());
+    let Queue { turns, wait_ms, .. } = queue(request, own, 0, view, stats, now);
     let slowed_ms = u64::from(turns) * INTERFERENCE_MS_EACH;
     wait_ms.saturating_add(impatience_ms(wait_ms)).saturating_add(slowed_ms)
 }
@@ -227,34 +229,37 @@ fn impatience_ms(soon_ms: u64) -> u64 {
 }
 
 fn queue(
-    question: &Question<'_>,
-    own: Own,
-    uncached: u64,
+    request: &PlacementRequest<'_>,
+    own: OwnKv,
+    uncached_tokens: u64,
     view: &Snapshot,
     stats: WorkerStats<'_>,
     now: Instant,
 ) -> Queue {
     let tokens_per_s = stats.prefill_tokens_per_s().unwrap_or(PREFILL_TOKENS_PER_S_ASSUMED);
-    let untold_tokens = stats.waiting_untold().saturating_mul(TURN_TOKENS_ASSUMED);
+    let waiting_tokens_assumed = stats.waiting_without_tokens().saturating_mul(TURN_TOKENS_ASSUMED);
     let backlog_tokens = stats
         .backlog_tokens(tokens_per_s, now)
-        .max(untold_tokens)
-        .saturating_add(staged_prefill_tokens(stats, uncached));
+        .max(waiting_tokens_assumed)
+        .saturating_add(staged_prefill_tokens(stats, uncached_tokens));
     let turns = stats.turns();
     let batch_ms = batch_ms(turns, stats.turns_max());
     let queued_ms = millis(backlog_tokens, tokens_per_s).saturating_add(batch_ms);
     // Running turns end while the backlog is computed, so the two waits overlap.
-    let wait_ms = queued_ms.max(room_ms(question, own, view, stats, backlog_tokens));
+    let wait_ms = queued_ms.max(room_ms(request, own, view, stats, backlog_tokens));
     Queue { tokens_per_s, backlog_tokens, turns, wait_ms }
 }
 
-/// Returns the tokens in staged prefill that are computed before a prompt with `uncached` tokens. A
-/// prompt of one stage at most waits for none. A longer one waits for all prompts with fewer tokens
-/// left. The lengths are not reported, so the bound is that each has at most `uncached` tokens.
-fn staged_prefill_tokens(stats: WorkerStats<'_>, uncached: u64) -> u64 {
-    let needs_it = stats.stage_tokens().is_some_and(|stage_tokens| uncached > stage_tokens);
+/// Returns the tokens in staged prefill that are computed before a prompt with `uncached_tokens`
+/// tokens. A prompt of one stage at most waits for none. A longer one waits for all prompts with
+/// fewer tokens left. The lengths are not reported, so the bound is that each has at most
+/// `uncached_tokens` tokens.
+fn staged_prefill_tokens(stats: WorkerStats<'_>, uncached_tokens: u64) -> u64 {
+    let needs_it = stats.stage_tokens().is_some_and(|stage_tokens| uncached_tokens > stage_tokens);
     let staged = if needs_it { stats.staged_prefill() } else { None };
-    staged.map_or(0, |staged| staged.tokens.min(uncached.saturating_mul(staged.prompts.into())))
+    staged.map_or(0, |staged| {
+        staged.tokens.min(uncached_tokens.saturating_mul(staged.prompts.into()))
+    })
 }
 
 /// Returns the milliseconds until the prompt fits into the pool beside the running turns.
@@ -265,17 +270,17 @@ fn staged_prefill_tokens(stats: WorkerStats<'_>, uncached: u64) -> u64 {
 /// assumed to take as long as a turn. Returns 0 if the prompt, the pool or its use is unknown; a
 /// worker with an unknown pool counts as crowded instead.
 fn room_ms(
-    question: &Question<'_>,
-    own: Own,
+    request: &PlacementRequest<'_>,
+    own: OwnKv,
     view: &Snapshot,
     stats: WorkerStats<'_>,
     backlog_tokens: u64,
 ) -> u64 {
     let (Some(pool), Some(used)) = (stats.pool_tokens(), stats.used_tokens()) else { return 0 };
-    let grown = |sticky: Sticky| sticky.told_tokens.saturating_add(TURN_TOKENS_ASSUMED);
-    let context = question.prompt.map(|prompt| prompt.tokens).or(question.sticky.map(grown));
+    let grown = |sticky: Sticky| sticky.reported_tokens.saturating_add(TURN_TOKENS_ASSUMED);
+    let context = request.prompt.map(|prompt| prompt.tokens).or(request.sticky.map(grown));
     let Some(context) = context else { return 0 };
-    let brings = context.saturating_sub(own.held_tokens).saturating_add(ANSWER_TOKENS);
+    let brings = context.saturating_sub(own.private_tokens).saturating_add(ANSWER_TOKENS);
     let over = used.saturating_add(brings).saturating_add(backlog_tokens).saturating_sub(pool);
     if over == 0 || used == 0 {
         return 0;
@@ -287,17 +292,17 @@ fn room_ms(
     if over >= ends { TURN_MS_ASSUMED } else { TURN_MS_ASSUMED.saturating_mul(over) / ends }
 }
 
-fn room(own: Own, stats: WorkerStats<'_>) -> Room {
+fn room(own: OwnKv, stats: WorkerStats<'_>) -> Room {
     let opens = stats.opens_since_report();
     let (pool_tokens, used) = (stats.pool_tokens(), stats.used_tokens());
     let part = pool_tokens.map_or(u64::MAX, |pool| pool / GROWTH_POOL_PARTS);
     let growth_tokens = GROWTH_TOKENS.min(part);
     let wanted_tokens = stats
         .wanted_tokens()
-        .saturating_add(stats.coming_tokens())
+        .saturating_add(stats.incoming_tokens())
         .saturating_add(u64::from(opens) * growth_tokens)
         .saturating_sub(own.tokens)
-        .max(used.unwrap_or(0).saturating_sub(own.held_tokens));
+        .max(used.unwrap_or(0).saturating_sub(own.private_tokens));
     let full_milli = match (pool_tokens, used) {
         (Some(pool), Some(_)) => share_milli(wanted_tokens, pool),
         // An unknown pool counts as full.
@@ -309,19 +314,19 @@ fn room(own: Own, stats: WorkerStats<'_>) -> Room {
 
 /// The session's own KV on a worker, which doesn't crowd the session out.
 #[derive(Debug, Clone, Copy, Default)]
-struct Own {
+struct OwnKv {
     /// Tokens as the agent reports them. The reuse forecast contains them, and this turn is the
     /// reuse.
     tokens: u64,
     /// The part that can't be evicted.
-    held_tokens: u64,
+    private_tokens: u64,
 }
 
-fn own(question: &Question<'_>, worker: WorkerRef) -> Own {
-    let there = question.sticky.filter(|sticky| sticky.worker == worker);
-    there.map_or(Own::default(), |Sticky { told_tokens: tokens, held_tokens, .. }| Own {
+fn own(request: &PlacementRequest<'_>, worker: WorkerRef) -> OwnKv {
+    let there = request.sticky.filter(|sticky| sticky.worker == worker);
+    there.map_or(OwnKv::default(), |Sticky { reported_tokens: tokens, private_tokens, .. }| OwnKv {
         tokens,
-        held_tokens,
+        private_tokens,
     })
 }
 
@@ -330,10 +335,10 @@ fn waiting(view: &Snapshot, worker: WorkerRef) -> Option<u64> {
 }
 
 /// Returns the prompt tokens that the worker has to compute; `None` if the prompt is unknown.
-pub(super) fn uncached(question: &Question<'_>, worker: WorkerRef) -> Option<u64> {
-    let prompt = question.prompt?;
+pub(super) fn uncached_tokens(request: &PlacementRequest<'_>, worker: WorkerRef) -> Option<u64> {
+    let prompt = request.prompt?;
     let blocks = worker.number().map_or(0, |number| prompt.overlap.device(number));
-    let held = own(question, worker).held_tokens;
+    let held = own(request, worker).private_tokens;
     Some(prompt.tokens.saturating_sub(held.max(u64::from(blocks) * prompt.block_tokens)))
 }
 

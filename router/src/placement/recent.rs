@@ -18,7 +18,7 @@ pub(crate) const FIGURES_MAX: usize = 1 << 16;
 
 /// One placement decision.
 #[derive(Debug, Clone)]
-pub(crate) struct Record {
+pub(crate) struct PlacementRecord {
     /// When the turn was placed.
     pub(crate) at: Instant,
     /// The digest of the turn's session.
@@ -29,8 +29,8 @@ pub(crate) struct Record {
 
 /// The last placements by turn. A turn that was retried has several.
 #[derive(Debug)]
-pub(crate) struct Recent {
-    by_turn: HashMap<u64, Vec<Record>>,
+pub(crate) struct RecentPlacements {
+    by_turn: HashMap<u64, Vec<PlacementRecord>>,
     /// The turn of each record, oldest first.
     order: VecDeque<u64>,
     /// Sum of the records' weights.
@@ -40,11 +40,11 @@ pub(crate) struct Recent {
 
 /// Returns the weight of a record: one, so that a placement without figures counts too, plus its
 /// figures.
-fn weight(record: &Record) -> usize {
+fn weight(record: &PlacementRecord) -> usize {
     1 + record.placement.figures.len()
 }
 
-impl Recent {
+impl RecentPlacements {
     /// Creates an empty history with at most `figures_max` figures.
     #[must_use]
     pub(crate) fn new(figures_max: usize) -> Self {
@@ -52,7 +52,7 @@ impl Recent {
     }
 
     /// Adds a decision.
-    pub(crate) fn note(&mut self, turn: u64, record: Record) {
+    pub(crate) fn add(&mut self, turn: u64, record: PlacementRecord) {
         self.weight += weight(&record);
         self.by_turn.entry(turn).or_default().push(record);
         self.order.push_back(turn);
@@ -70,7 +70,7 @@ impl Recent {
 
     /// Returns a turn's decisions, oldest first. Empty if none are kept.
     #[must_use]
-    pub(crate) fn of(&self, turn: u64) -> &[Record] {
+    pub(crate) fn placements(&self, turn: u64) -> &[PlacementRecord] {
         self.by_turn.get(&turn).map_or(&[], Vec::as_slice)
     }
 
@@ -90,35 +90,65 @@ impl Recent {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::fleet::testing::{placement, start};
+    use crate::{
+        fleet::testing::{fleet, start},
+        placement::{PlacementRequest, place},
+    };
 
-    fn record(figures: usize) -> Record {
-        Record { at: start(), session: None, placement: placement(figures) }
+    /// Returns a placement for which this many workers were compared.
+    fn placement(compared: usize) -> Placement {
+        let view = fleet(&[(0, 0)], start()).snapshot();
+        let request = PlacementRequest {
+            digest: Digest(1),
+            returns: false,
+            sticky: None,
+            prefer: None,
+            prompt: None,
+            retention: None,
+            model: None,
+            exclude: None,
+        };
+        let placed = place(&request, &view, start()).expect("the fleet has a worker");
+        let figures = vec![placed.figures[0]; compared];
+        Placement { figures, ..placed }
+    }
+
+    fn record(figures: usize) -> PlacementRecord {
+        PlacementRecord { at: start(), session: None, placement: placement(figures) }
     }
 
     #[test]
     fn the_last_placements_are_kept_by_turn() {
-        let mut recent = Recent::new(20);
-        recent.note(7, record(4));
-        recent.note(8, record(0));
-        recent.note(7, record(3));
-        assert_eq!((recent.of(7).len(), recent.of(8).len(), recent.of(9).len()), (2, 1, 0));
+        let mut recent = RecentPlacements::new(20);
+        recent.add(7, record(4));
+        recent.add(8, record(0));
+        recent.add(7, record(3));
+        assert_eq!(
+            (recent.placements(7).len(), recent.placements(8).len(), recent.placements(9).len()),
+            (2, 1, 0)
+        );
         // Their weights sum up to 10. The next record exceeds the bound, so the first one of turn 7
         // goes.
-        recent.note(9, record(10));
-        assert_eq!((recent.of(7).len(), recent.of(8).len(), recent.of(9).len()), (1, 1, 1));
-        recent.note(10, record(19));
-        assert_eq!((recent.of(7).len(), recent.of(8).len(), recent.of(9).len()), (0, 0, 0));
-        assert_eq!(recent.of(10).len(), 1);
+        recent.add(9, record(10));
+        assert_eq!(
+            (recent.placements(7).len(), recent.placements(8).len(), recent.placements(9).len()),
+            (1, 1, 1)
+        );
+        recent.add(10, record(19));
+        assert_eq!(
+            (recent.placements(7).len(), recent.placements(8).len(), recent.placements(9).len()),
+            (0, 0, 0)
+        );
+        assert_eq!(recent.placements(10).len(), 1);
     }
 
     #[test]
     fn a_placement_larger_than_all_that_is_kept_is_not() {
-        let mut recent = Recent::new(3);
-        recent.note(1, record(2));
-        recent.note(2, record(3));
-        assert!(recent.of(1).is_empty() && recent.of(2).is_empty());
-        recent.note(3, record(0));
-        assert_eq!(recent.of(3).len(), 1);
+        let mut recent = RecentPlacements::new(3);
+        recent.add(1, record(2));
+        recent.add(2, record(3));
+        assert!(recent.placements(1).is_empty() && recent.placements(2).is_empty());
+        recent.add(3, record(0));
+        assert_eq!(recent.placements(3).len(), 1);
     }
 }

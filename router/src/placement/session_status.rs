@@ -16,7 +16,7 @@ use crate::fleet::{sessions::ReportedSession, snapshot::Snapshot, worker::Worker
 
 /// The status of a session.
 #[derive(Debug, Clone)]
-pub enum Standing {
+pub enum SessionStatus {
     /// Neither an agent nor this router knows the session.
     Unknown,
     /// This router placed the session, and no agent has reported it.
@@ -55,56 +55,60 @@ pub enum Standing {
 
 /// Determines a session's status from the view and this router's binding.
 #[must_use]
-pub fn standing(
+pub fn determine_status(
     key: &SessionKey,
     view: &Snapshot,
     binding: Option<&Binding>,
     now: Instant,
-) -> Standing {
+) -> SessionStatus {
     let located = view.sessions.locate(key);
     match binding.map_or(Closing::No, |binding| binding.closing) {
-        Closing::Asked => return Standing::Closing,
+        Closing::Asked => return SessionStatus::Closing,
         Closing::Closed { at, deferred } if now.saturating_duration_since(at) <= TABLE_LAG => {
             let ends = |one: &ReportedSession| {
                 matches!(one.session.state, SessionState::Running | SessionState::Closing)
             };
             let runs = binding.is_some_and(|binding| binding.turns > 0) || located.iter().any(ends);
-            return if deferred && runs { Standing::Closing } else { Standing::Unknown };
+            return if deferred && runs { SessionStatus::Closing } else { SessionStatus::Unknown };
         }
         // The lag has passed, so the tables are up to date.
         Closing::Closed { .. } => {
-            return of_table(best(located.iter(), view, None), view, None);
+            return status_from_table(preferred_entry(located.iter(), view, None), view, None);
         }
         Closing::No => {}
     }
     let Some(binding) = binding else {
-        return of_table(best(located.iter(), view, None), view, None);
+        return status_from_table(preferred_entry(located.iter(), view, None), view, None);
     };
-    let reborn = binding.is_reborn(now);
+    let was_reopened = binding.was_reopened(now);
     // Entries that were lost or closing before this router reopened the session are ignored.
-    let history = |one: &ReportedSession| {
-        reborn
+    let is_previous_life = |one: &ReportedSession| {
+        was_reopened
             && one.worker.agent == binding.worker.agent
             && matches!(one.session.state, SessionState::Lost | SessionState::Closing)
     };
-    let current = || located.iter().filter(|one| !history(one));
-    let at_binding = current().any(|one| one.worker.agent == binding.worker.agent);
+    let current_entries = || located.iter().filter(|one| !is_previous_life(one));
+    let at_binding = current_entries().any(|one| one.worker.agent == binding.worker.agent);
     let opened = binding.just_opened(view.agent(binding.worker).epoch(), now);
-    let fresh_deed = binding.is_recent(now) || opened.is_some();
-    if !at_binding && fresh_deed && view.agent(binding.worker).is_up() {
-        return of_binding(binding, opened, now);
+    let acted_recently = binding.is_recent(now) || opened.is_some();
+    if !at_binding && acted_recently && view.agent(binding.worker).is_up() {
+        return status_from_binding(binding, opened, now);
     }
-    match best(current(), view, Some(binding.worker)) {
-        None => of_binding(binding, opened, now),
-        one => of_table(one, view, Some(binding)),
+    match preferred_entry(current_entries(), view, Some(binding.worker)) {
+        None => status_from_binding(binding, opened, now),
+        one => status_from_table(one, view, Some(binding)),
     }
 }
 
-fn of_binding(binding: &Binding, opened: Option<&Arc<Session>>, now: Instant) -> Standing {
+fn status_from_binding(
+    binding: &Binding,
+    opened: Option<&Arc<Session>>,
+    now: Instant,
+) -> SessionStatus {
     let (worker, busy) = (binding.worker, binding.is_busy());
     match opened {
-        Some(session) => Standing::Open { worker, session: Arc::clone(session), busy },
-        None => Standing::Bound {
+        Some(session) => SessionStatus::Open { worker, session: Arc::clone(session), busy },
+        None => SessionStatus::Bound {
             worker,
             recent: binding.is_recent(now),
             placement_only: binding.placement_only,
@@ -113,30 +117,34 @@ fn of_binding(binding: &Binding, opened: Option<&Arc<Session>>, now: Instant) ->
     }
 }
 
-fn of_table(one: Option<&ReportedSession>, view: &Snapshot, binding: Option<&Binding>) -> Standing {
-    let Some(ReportedSession { worker, session }) = one else { return Standing::Unknown };
+fn status_from_table(
+    one: Option<&ReportedSession>,
+    view: &Snapshot,
+    binding: Option<&Binding>,
+) -> SessionStatus {
+    let Some(ReportedSession { worker, session }) = one else { return SessionStatus::Unknown };
     let agent_up = view.agent(*worker).is_up();
     // A client that sends the full history can continue on any worker. A client that asked for the
     // pin may send a delta next.
-    let anywhere = session.full_history && !session.exclusive;
-    let kept = session.retention == Retention::Pinned && !anywhere;
-    let gone = !agent_up && kept;
+    let can_continue_anywhere = session.whole_history && !session.exclusive;
+    let needs_its_worker = session.retention == Retention::Pinned && !can_continue_anywhere;
+    let is_unreachable = !agent_up && needs_its_worker;
     match session.state {
-        SessionState::Closing => return Standing::Closing,
+        SessionState::Closing => return SessionStatus::Closing,
         // Other sessions only lose cached KV: their agent, or another, takes the next turn.
-        SessionState::Lost if kept => {
-            return Standing::Lost { worker: *worker, agent_up };
+        SessionState::Lost if needs_its_worker => {
+            return SessionStatus::Lost { worker: *worker, agent_up };
         }
-        _ if gone => return Standing::Lost { worker: *worker, agent_up },
+        _ if is_unreachable => return SessionStatus::Lost { worker: *worker, agent_up },
         _ => {}
     }
     let busy = session.exclusive && binding.is_some_and(|binding| binding.unanswered > 0);
-    Standing::Open { worker: *worker, session: Arc::clone(session), busy }
+    SessionStatus::Open { worker: *worker, session: Arc::clone(session), busy }
 }
 
 /// Returns the entry to use if several agents have the session: that of a connected agent, then
 /// that of the bound worker, then one that isn't lost, then the one used last.
-fn best<'a>(
+fn preferred_entry<'a>(
     located: impl Iterator<Item = &'a ReportedSession>,
     view: &Snapshot,
     bound: Option<WorkerRef>,
@@ -162,7 +170,7 @@ mod tests {
             state::{State, Update},
             testing::{description, fleet, start},
         },
-        placement::affinity::{Affinity, Opened},
+        placement::affinity::{Affinity, OpenAnswer},
     };
 
     fn key() -> SessionKey {
@@ -193,18 +201,20 @@ mod tests {
         Update::Upsert(session(retention, SessionState::Idle, 0))
     }
 
-    fn opened(state: &State, now: Instant) -> Opened {
+    fn opened(state: &State, now: Instant) -> OpenAnswer {
         let session = Arc::new(session(Retention::Pinned, SessionState::Idle, 0));
-        Opened { session, epoch: state.snapshot().agent(at(0)).epoch(), at: now }
+        OpenAnswer { session, epoch: state.snapshot().agent(at(0)).epoch(), at: now }
     }
 
-    fn of(state: &State, affinity: &Affinity, now: Instant) -> Standing {
-        standing(&key(), &state.snapshot(), affinity.get(&key(), now), now)
+    fn status(state: &State, affinity: &Affinity, now: Instant) -> SessionStatus {
+        determine_status(&key(), &state.snapshot(), affinity.get(&key(), now), now)
     }
 
-    fn worker(standing: &Standing) -> usize {
-        match standing {
-            Standing::Open { worker, .. } | Standing::Bound { worker, .. } => worker.agent,
+    fn worker(status: &SessionStatus) -> usize {
+        match status {
+            SessionStatus::Open { worker, .. } | SessionStatus::Bound { worker, .. } => {
+                worker.agent
+            }
             other => panic!("nowhere: {other:?}"),
         }
     }
@@ -217,26 +227,26 @@ mod tests {
     #[test]
     fn a_first_turn_under_way_binds_before_any_table_knows() {
         let (mut state, mut affinity, now) = setup();
-        assert!(matches!(of(&state, &affinity, now), Standing::Unknown));
+        assert!(matches!(status(&state, &affinity, now), SessionStatus::Unknown));
         affinity.begin(&key(), at(1), false, now).unwrap();
-        assert_eq!(worker(&of(&state, &affinity, now)), 1);
+        assert_eq!(worker(&status(&state, &affinity, now)), 1);
         // An old entry on another agent doesn't replace the binding.
         state.apply(0, idle(Retention::Tagged), now);
-        assert_eq!(worker(&of(&state, &affinity, now)), 1);
+        assert_eq!(worker(&status(&state, &affinity, now)), 1);
         affinity.end(&key(), now);
         let later = now + TABLE_LAG + Duration::from_secs(1);
-        assert_eq!(worker(&of(&state, &affinity, later)), 0, "the tables count after the lag");
+        assert_eq!(worker(&status(&state, &affinity, later)), 0, "the tables count after the lag");
     }
 
     #[test]
     fn an_open_counts_until_the_table_has_had_its_time() {
         let (state, mut affinity, now) = setup();
         affinity.opened(at(0), opened(&state, now), now).unwrap();
-        assert!(matches!(of(&state, &affinity, now), Standing::Open { .. }));
+        assert!(matches!(status(&state, &affinity, now), SessionStatus::Open { .. }));
         let later = now + TABLE_LAG + Duration::from_secs(1);
         assert!(matches!(
-            of(&state, &affinity, later),
-            Standing::Bound { recent: false, placement_only: false, .. }
+            status(&state, &affinity, later),
+            SessionStatus::Bound { recent: false, placement_only: false, .. }
         ));
     }
 
@@ -246,9 +256,9 @@ mod tests {
         let lost = session(Retention::Pinned, SessionState::Lost, 0);
         let whole = Session { full_history: true, exclusive: false, ..lost.clone() };
         state.apply(0, Update::Upsert(lost), now);
-        assert!(matches!(of(&state, &affinity, now), Standing::Lost { .. }));
+        assert!(matches!(status(&state, &affinity, now), SessionStatus::Lost { .. }));
         state.apply(0, Update::Upsert(whole), now);
-        assert!(matches!(of(&state, &affinity, now), Standing::Open { .. }));
+        assert!(matches!(status(&state, &affinity, now), SessionStatus::Open { .. }));
     }
 
     #[test]
@@ -257,9 +267,12 @@ mod tests {
         affinity.opened(at(0), opened(&state, now), now).unwrap();
         let began = Update::Began { description: description("a0", 2, 1), sessions: vec![] };
         state.apply(0, began, now);
-        assert!(matches!(of(&state, &affinity, now), Standing::Bound { recent: false, .. }));
+        assert!(matches!(
+            status(&state, &affinity, now),
+            SessionStatus::Bound { recent: false, .. }
+        ));
         affinity.opened(at(0), opened(&state, now), now).unwrap();
-        assert!(matches!(of(&state, &affinity, now), Standing::Open { .. }));
+        assert!(matches!(status(&state, &affinity, now), SessionStatus::Open { .. }));
     }
 
     #[test]
@@ -267,15 +280,15 @@ mod tests {
         let (mut state, mut affinity, now) = setup();
         state.apply(0, idle(Retention::Tagged), now);
         affinity.close_asked(&key(), at(0), now).unwrap();
-        assert!(matches!(of(&state, &affinity, now), Standing::Closing));
+        assert!(matches!(status(&state, &affinity, now), SessionStatus::Closing));
         affinity.closed(&key(), false, now);
-        assert!(matches!(of(&state, &affinity, now), Standing::Unknown));
+        assert!(matches!(status(&state, &affinity, now), SessionStatus::Unknown));
         let running = session(Retention::Tagged, SessionState::Running, 1);
         state.apply(0, Update::Upsert(running), now);
         affinity.closed(&key(), true, now);
-        assert!(matches!(of(&state, &affinity, now), Standing::Closing));
+        assert!(matches!(status(&state, &affinity, now), SessionStatus::Closing));
         state.apply(0, Update::Removed(key()), now);
-        assert!(matches!(of(&state, &affinity, now), Standing::Unknown));
+        assert!(matches!(status(&state, &affinity, now), SessionStatus::Unknown));
     }
 
     #[test]
@@ -283,19 +296,22 @@ mod tests {
         let (mut state, mut affinity, now) = setup();
         let lost = session(Retention::Pinned, SessionState::Lost, 0);
         state.apply(0, Update::Upsert(lost.clone()), now);
-        assert!(matches!(of(&state, &affinity, now), Standing::Lost { agent_up: true, .. }));
+        assert!(matches!(
+            status(&state, &affinity, now),
+            SessionStatus::Lost { agent_up: true, .. }
+        ));
         affinity.close_asked(&key(), at(0), now).unwrap();
         affinity.closed(&key(), false, now);
         affinity.begin(&key(), at(0), false, now).unwrap();
-        assert!(matches!(of(&state, &affinity, now), Standing::Bound { .. }));
+        assert!(matches!(status(&state, &affinity, now), SessionStatus::Bound { .. }));
         affinity.end(&key(), now);
-        assert!(matches!(of(&state, &affinity, now), Standing::Bound { .. }));
+        assert!(matches!(status(&state, &affinity, now), SessionStatus::Bound { .. }));
         state.apply(0, idle(Retention::Pinned), now);
-        assert!(matches!(of(&state, &affinity, now), Standing::Open { .. }));
+        assert!(matches!(status(&state, &affinity, now), SessionStatus::Open { .. }));
         // The session is lost again, after the table's lag.
         state.apply(0, Update::Upsert(lost), now);
         let later = now + TABLE_LAG + Duration::from_secs(1);
-        assert!(matches!(of(&state, &affinity, later), Standing::Lost { .. }));
+        assert!(matches!(status(&state, &affinity, later), SessionStatus::Lost { .. }));
     }
 
     #[test]
@@ -303,8 +319,8 @@ mod tests {
         let (mut state, mut affinity, now) = setup();
         let running = session(Retention::Pinned, SessionState::Running, 1);
         state.apply(0, Update::Upsert(running), now);
-        let busy = |affinity: &Affinity| match of(&state, affinity, now) {
-            Standing::Open { busy, .. } => busy,
+        let busy = |affinity: &Affinity| match status(&state, affinity, now) {
+            SessionStatus::Open { busy, .. } => busy,
             other => panic!("{other:?}"),
         };
         assert!(!busy(&affinity), "another router's turn may have ended since");
@@ -321,17 +337,20 @@ mod tests {
         let (mut state, affinity, now) = setup();
         state.apply(0, idle(Retention::Pinned), now);
         state.apply(0, Update::Lost("gone".to_owned()), now);
-        assert!(matches!(of(&state, &affinity, now), Standing::Lost { agent_up: false, .. }));
+        assert!(matches!(
+            status(&state, &affinity, now),
+            SessionStatus::Lost { agent_up: false, .. }
+        ));
         state.apply(1, idle(Retention::Tagged), now);
-        assert_eq!(worker(&of(&state, &affinity, now)), 1, "a connected agent's entry is used");
+        assert_eq!(worker(&status(&state, &affinity, now)), 1, "a connected agent's entry is used");
         state.apply(1, Update::Lost("gone".to_owned()), now);
         // The agent comes back as the same process, and its table is relearned.
         let sessions = vec![session(Retention::Pinned, SessionState::Idle, 0)];
         state.apply(0, Update::Began { description: description("a0", 1, 1), sessions }, now);
-        assert_eq!(worker(&of(&state, &affinity, now)), 0);
+        assert_eq!(worker(&status(&state, &affinity, now)), 0);
         // The agent comes back as a new process, which knows no sessions.
         let began = Update::Began { description: description("a0", 2, 1), sessions: vec![] };
         state.apply(0, began, now);
-        assert_eq!(worker(&of(&state, &affinity, now)), 1);
+        assert_eq!(worker(&status(&state, &affinity, now)), 1);
     }
 }

@@ -29,8 +29,8 @@ const TOKENS_PER_S: u64 = 20_000;
 const BLOCK_TOKENS: u64 = 64;
 const SECOND: Duration = Duration::from_secs(1);
 
-fn question(digest: u64) -> Question<'static> {
-    Question {
+fn request(digest: u64) -> PlacementRequest<'static> {
+    PlacementRequest {
         digest: Digest(digest),
         returns: true,
         sticky: None,
@@ -47,7 +47,7 @@ fn at(agent: usize) -> WorkerRef {
 }
 
 fn stays(agent: usize) -> Option<Sticky> {
-    Some(Sticky::at(at(agent)))
+    Some(Sticky::new(at(agent)))
 }
 
 fn figure(value: u64) -> Option<Figure> {
@@ -119,13 +119,13 @@ fn session(id: u64, tokens: u64, idle: Duration) -> Session {
     }
 }
 
-fn placed(state: &State, question: &Question<'_>, now: Instant) -> (usize, Reason) {
-    let placement = place(question, &state.snapshot(), now).unwrap();
+fn placed(state: &State, request: &PlacementRequest<'_>, now: Instant) -> (usize, Reason) {
+    let placement = place(request, &state.snapshot(), now).unwrap();
     (placement.worker.agent, placement.reason)
 }
 
-fn figures(state: &State, question: &Question<'_>, now: Instant, agent: usize) -> Figures {
-    let placement = place(question, &state.snapshot(), now).unwrap();
+fn figures(state: &State, request: &PlacementRequest<'_>, now: Instant, agent: usize) -> Figures {
+    let placement = place(request, &state.snapshot(), now).unwrap();
     *placement.figures.iter().find(|one| one.worker == at(agent)).expect("the agent was compared")
 }
 
@@ -139,7 +139,7 @@ fn tokens_become_milliseconds_at_the_measured_rate() {
     let mut state = engines(2, now);
     tell(&mut state, 1, |rank| rank.prefill_backlog_tokens = figure(50_000), now);
     let overlap = resident(&[0, 6_400]);
-    let ask = Question { prompt: prompt(40_000, &overlap), ..question(1) };
+    let ask = PlacementRequest { prompt: prompt(40_000, &overlap), ..request(1) };
     let one = figures(&state, &ask, now, 0);
     assert_eq!((one.wait_ms, one.prefill_ms), (0, Some(2_000)), "40,000 tokens at 20,000/s");
     let other = figures(&state, &ask, now, 1);
@@ -159,8 +159,8 @@ fn what_the_worker_has_computed_since_its_report_is_no_wait() {
     let now = start();
     let mut state = engines(1, now);
     tell(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(50_000), now);
-    assert_eq!(figures(&state, &question(1), now + SECOND, 0).wait_ms, 1_500);
-    assert_eq!(figures(&state, &question(1), now + 3 * SECOND, 0).wait_ms, 0);
+    assert_eq!(figures(&state, &request(1), now + SECOND, 0).wait_ms, 1_500);
+    assert_eq!(figures(&state, &request(1), now + 3 * SECOND, 0).wait_ms, 0);
 }
 
 #[test]
@@ -168,7 +168,7 @@ fn turns_sent_since_the_report_count() {
     let now = start();
     let state = engines(2, now);
     let overlap = resident(&[12_800, 12_800]);
-    let ask = Question { prompt: prompt(20_000, &overlap), ..question(1) };
+    let ask = PlacementRequest { prompt: prompt(20_000, &overlap), ..request(1) };
     let (first, _) = placed(&state, &ask, now);
     let lease = sent(&state, first, 7_200);
     let after = figures(&state, &ask, now, first);
@@ -188,7 +188,7 @@ fn a_turn_in_the_report_is_not_counted_twice() {
         rank.prefill_backlog_tokens = figure(10_000);
     };
     tell(&mut state, 0, told, now);
-    let one = figures(&state, &question(1), now, 0);
+    let one = figures(&state, &request(1), now, 0);
     assert_eq!((one.backlog_tokens, one.turns), (10_000, 1));
 }
 
@@ -200,7 +200,7 @@ fn sixty_four_sessions_with_one_system_prompt_spread() {
     let overlap = resident(&[14_976, 0, 0, 0, 0, 0, 0, 0]);
     let (mut leases, mut computed) = (vec![], [0; 8]);
     for digest in 0..64 {
-        let ask = Question { prompt: prompt(18_000, &overlap), ..question(digest) };
+        let ask = PlacementRequest { prompt: prompt(18_000, &overlap), ..request(digest) };
         let placement = place(&ask, &state.snapshot(), now).unwrap();
         let (agent, tokens) = (placement.worker.agent, placement.uncached_tokens.unwrap());
         leases.push(sent(&state, agent, tokens));
@@ -217,7 +217,7 @@ fn a_herd_spreads_after_its_prompts_are_computed_too() {
     let overlap = resident(&[14_976, 0, 0, 0]);
     let mut counts = [0; 4];
     for digest in 0..32 {
-        let ask = Question { prompt: prompt(18_000, &overlap), ..question(digest) };
+        let ask = PlacementRequest { prompt: prompt(18_000, &overlap), ..request(digest) };
         // Each turn ends before the next one comes, so only the kept KV differs between workers.
         let at = now + SECOND * u32::try_from(digest).unwrap();
         for agent in 0..4 {
@@ -235,18 +235,18 @@ fn a_session_moves_for_the_gain_and_not_for_less() {
     let now = start();
     let mut state = engines(2, now);
     let overlap = resident(&[19_200, 19_200]);
-    let ask = Question { prompt: prompt(19_200, &overlap), sticky: stays(0), ..question(1) };
+    let ask = PlacementRequest { prompt: prompt(19_200, &overlap), sticky: stays(0), ..request(1) };
     tell(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(9_900), now);
     assert_eq!(placed(&state, &ask, now), (0, Reason::Sticky), "495 ms");
     tell(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(10_100), now);
     assert_eq!(placed(&state, &ask, now), (1, Reason::Moved), "505 ms");
     // A session that has just moved needs twice the gain.
-    let lately = Sticky { moved: Some(now), ..Sticky::at(at(0)) };
-    let again = Question { sticky: Some(lately), ..ask };
+    let is_recent = Sticky { moved_at: Some(now), ..Sticky::new(at(0)) };
+    let again = PlacementRequest { sticky: Some(is_recent), ..ask };
     assert_eq!(placed(&state, &again, now), (0, Reason::Sticky));
     tell(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(20_100), now);
     assert_eq!(placed(&state, &again, now), (1, Reason::Moved));
-    let later = now + MOVED_LATELY;
+    let later = now + MOVED_RECENTLY;
     tell(&mut state, 1, |_| {}, later);
     tell(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(10_100), later);
     assert_eq!(placed(&state, &again, later), (1, Reason::Moved));
@@ -257,12 +257,14 @@ fn a_session_stays_where_its_kv_is_unless_the_queue_is_longer_than_computing_it_
     let now = start();
     let mut state = engines(2, now);
     let overlap = resident(&[96_000, 0]);
-    let ask = Question { prompt: prompt(100_000, &overlap), sticky: stays(0), ..question(1) };
+    let ask =
+        PlacementRequest { prompt: prompt(100_000, &overlap), sticky: stays(0), ..request(1) };
     tell(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(60_000), now);
     assert_eq!(placed(&state, &ask, now), (0, Reason::Sticky), "3 s wait, 4.8 s to recompute");
     tell(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(200_000), now);
     assert_eq!(placed(&state, &ask, now), (1, Reason::Moved));
-    let fixed = Question { sticky: stays(0).map(|one| Sticky { fixed: true, ..one }), ..ask };
+    let fixed =
+        PlacementRequest { sticky: stays(0).map(|one| Sticky { fixed: true, ..one }), ..ask };
     assert_eq!(placed(&state, &fixed, now), (0, Reason::Sticky));
 }
 
@@ -271,10 +273,11 @@ fn what_a_session_holds_for_itself_keeps_it_where_it_is() {
     let now = start();
     let mut state = engines(2, now);
     let overlap = resident(&[0, 19_200]);
-    let ask = Question { prompt: prompt(100_000, &overlap), sticky: stays(0), ..question(1) };
+    let ask =
+        PlacementRequest { prompt: prompt(100_000, &overlap), sticky: stays(0), ..request(1) };
     assert_eq!(placed(&state, &ask, now), (1, Reason::Moved), "only blocks are counted");
-    let holds = Sticky { held_tokens: 96_000, ..Sticky::at(at(0)) };
-    let ask = Question { sticky: Some(holds), ..ask };
+    let holds = Sticky { private_tokens: 96_000, ..Sticky::new(at(0)) };
+    let ask = PlacementRequest { sticky: Some(holds), ..ask };
     let placement = place(&ask, &state.snapshot(), now).unwrap();
     assert_eq!((placement.worker, placement.uncached_tokens), (at(0), Some(4_000)));
     tell(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(200_000), now);
@@ -285,7 +288,7 @@ fn what_a_session_holds_for_itself_keeps_it_where_it_is() {
 fn a_session_whose_prompt_is_unknown_stays_while_its_worker_can_take_it() {
     let now = start();
     let mut state = fleet(&[(60, 9_000), (0, 0)], now);
-    let mut ask = Question { sticky: stays(0), ..question(1) };
+    let mut ask = PlacementRequest { sticky: stays(0), ..request(1) };
     assert_eq!(placed(&state, &ask, now), (0, Reason::Sticky));
     let stale = now + 4 * SECOND;
     state.apply(1, Update::Report(report(&[(0, 0)])), stale);
@@ -301,7 +304,7 @@ fn a_session_whose_prompt_is_unknown_stays_while_its_worker_can_take_it() {
     assert_eq!(placed(&state, &ask, stale), (0, Reason::Sticky), "no other worker is usable");
     state.apply(0, Update::Lost("gone".to_owned()), stale);
     assert_eq!(placed(&state, &ask, stale), (0, Reason::Sticky), "lost only just now");
-    let later = stale + BLINK_MAX;
+    let later = stale + RECONNECT_MAX;
     assert_eq!(place(&ask, &state.snapshot(), later), Err(NoWorker::Unusable));
 }
 
@@ -309,29 +312,30 @@ fn a_session_whose_prompt_is_unknown_stays_while_its_worker_can_take_it() {
 fn a_session_is_settled_without_its_prompt_unless_a_queue_speaks_for_another_worker() {
     let now = start();
     let mut state = engines(2, now);
-    let here = Sticky { ended: Some(now), ..Sticky::at(at(0)) };
-    let ask = Question { sticky: Some(here), ..question(1) };
-    let mut settles = |own: u64, other: u64, ask: &Question<'_>| {
+    let here = Sticky { last_turn_ended: Some(now), ..Sticky::new(at(0)) };
+    let ask = PlacementRequest { sticky: Some(here), ..request(1) };
+    let mut settles = |own: u64, other: u64, ask: &PlacementRequest<'_>| {
         tell(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(own), now);
         tell(&mut state, 1, |rank| rank.prefill_backlog_tokens = figure(other), now);
-        let settled = settled(ask, &state.snapshot(), now)?;
-        assert_eq!((settled.worker, settled.reason), (at(0), Reason::Sticky));
-        Some(settled.tokens_expected())
+        let placement = place_without_prompt(ask, &state.snapshot(), now)?;
+        assert_eq!((placement.worker, placement.reason), (at(0), Reason::Sticky));
+        Some(placement.tokens_expected())
     };
     assert_eq!(settles(9_900, 0, &ask), Some(TURN_TOKENS_ASSUMED), "a gain of 495 ms is too small");
     assert_eq!(settles(10_100, 0, &ask), None, "a gain of 505 ms may be enough");
     assert_eq!(settles(60_000, 51_000, &ask), Some(TURN_TOKENS_ASSUMED), "both have a queue");
-    let fixed = Question { sticky: Some(Sticky { fixed: true, ..here }), ..ask };
+    let fixed = PlacementRequest { sticky: Some(Sticky { fixed: true, ..here }), ..ask };
     assert_eq!(settles(60_000, 0, &fixed), Some(TURN_TOKENS_ASSUMED));
-    let moved = Question { sticky: Some(Sticky { moved: Some(now), ..here }), ..ask };
+    let moved = PlacementRequest { sticky: Some(Sticky { moved_at: Some(now), ..here }), ..ask };
     assert_eq!(settles(19_900, 0, &moved), Some(TURN_TOKENS_ASSUMED), "twice the gain is needed");
-    let untold = Question { sticky: stays(0), ..ask };
+    let untold = PlacementRequest { sticky: stays(0), ..ask };
     assert_eq!(settles(0, 0, &untold), None, "the prompt must be read to learn it");
     let ended = now.checked_sub(IDLE_SETTLED_MAX).unwrap();
-    let idle = Question { sticky: Some(Sticky { ended: Some(ended), ..here }), ..ask };
+    let idle =
+        PlacementRequest { sticky: Some(Sticky { last_turn_ended: Some(ended), ..here }), ..ask };
     assert_eq!(settles(0, 0, &idle), None, "some of its KV may be gone");
-    assert_eq!(settles(0, 0, &question(1)), None, "a new session is always compared");
-    let refused = Question { exclude: Some(at(0)), ..ask };
+    assert_eq!(settles(0, 0, &request(1)), None, "a new session is always compared");
+    let refused = PlacementRequest { exclude: Some(at(0)), ..ask };
     assert_eq!(settles(0, 0, &refused), None);
 }
 
@@ -345,7 +349,7 @@ fn the_best_few_are_shown_and_the_sessions_own() {
         tell(&mut state, agent, |rank| rank.prefill_backlog_tokens = backlog, now);
     }
     let overlap = resident(&[]);
-    let ask = Question { prompt: prompt(640, &overlap), sticky: stays(0), ..question(1) };
+    let ask = PlacementRequest { prompt: prompt(640, &overlap), sticky: stays(0), ..request(1) };
     let shown = place(&ask, &state.snapshot(), now).unwrap().figures;
     let agents: Vec<usize> = shown.iter().map(|one| one.worker.agent).collect();
     assert_eq!(agents, [39, 38, 37, 36, 35, 34, 33, 32, 0]);
@@ -356,14 +360,14 @@ fn stale_workers_take_new_sessions_only_when_all_are_stale() {
     let now = start();
     let mut state = fleet(&[(0, 0), (9, 9_000)], now);
     let later = now + 4 * SECOND;
-    assert_eq!(placed(&state, &question(1), later), (0, Reason::StaleView));
+    assert_eq!(placed(&state, &request(1), later), (0, Reason::StaleView));
     state.apply(1, Update::Report(report(&[(9, 9_000)])), later);
-    assert_eq!(placed(&state, &question(1), later), (1, Reason::LeastLoaded));
+    assert_eq!(placed(&state, &request(1), later), (1, Reason::LeastLoaded));
     let mut draining = report(&[(0, 0)]);
     draining.draining = true;
     state.apply(0, Update::Report(draining), later);
-    assert_eq!(placed(&state, &question(1), later).0, 1);
-    let excluded = Question { exclude: Some(at(1)), ..question(1) };
+    assert_eq!(placed(&state, &request(1), later).0, 1);
+    let excluded = PlacementRequest { exclude: Some(at(1)), ..request(1) };
     assert_eq!(place(&excluded, &state.snapshot(), later), Err(NoWorker::Unusable));
 }
 
@@ -374,7 +378,8 @@ fn a_session_on_a_stale_worker_is_compared_and_none_moves_to_one() {
     let overlap = resident(&[19_200, 19_200]);
     let later = now + 4 * SECOND;
     tell(&mut state, 1, |rank| rank.prefill_backlog_tokens = figure(40_000), later);
-    let mut ask = Question { prompt: prompt(19_200, &overlap), sticky: stays(0), ..question(1) };
+    let mut ask =
+        PlacementRequest { prompt: prompt(19_200, &overlap), sticky: stays(0), ..request(1) };
     assert_eq!(placed(&state, &ask, later), (0, Reason::Sticky), "the other has a queue");
     ask.sticky = stays(1);
     assert_eq!(placed(&state, &ask, later), (1, Reason::Sticky), "the other is stale");
@@ -394,13 +399,16 @@ fn an_engine_that_does_half_of_a_turn_gets_none() {
     // Silence doesn't turn it into a stale worker, which would take turns if all others are stale.
     let later = now + 60 * SECOND;
     for id in 0..20 {
-        assert_eq!(placed(&state, &question(id), now).0, 1, "session {id}");
-        assert_eq!(placed(&state, &question(id), later), (1, Reason::StaleView), "session {id}");
+        assert_eq!(placed(&state, &request(id), now).0, 1, "session {id}");
+        assert_eq!(placed(&state, &request(id), later), (1, Reason::StaleView), "session {id}");
     }
-    let home = Question { sticky: stays(0), ..question(1) };
+    let home = PlacementRequest { sticky: stays(0), ..request(1) };
     assert_eq!(placed(&state, &home, now), (1, Reason::Rebound));
     let fixed = home.sticky.map(|sticky| Sticky { fixed: true, ..sticky });
-    assert_eq!(placed(&state, &Question { sticky: fixed, ..home }, now), (1, Reason::Rebound));
+    assert_eq!(
+        placed(&state, &PlacementRequest { sticky: fixed, ..home }, now),
+        (1, Reason::Rebound)
+    );
     halve(&mut state, 1, "decode");
     let view = state.snapshot();
     assert_eq!(place(&home, &view, later), Err(NoWorker::Disaggregated));
@@ -415,7 +423,7 @@ fn a_newcomer_goes_where_less_is_kept() {
     let now = start();
     let mut state = engines(2, now);
     let overlap = resident(&[]);
-    let ask = Question { prompt: prompt(20_000, &overlap), ..question(3) };
+    let ask = PlacementRequest { prompt: prompt(20_000, &overlap), ..request(3) };
     let (first, _) = placed(&state, &ask, now);
     for id in 0..4 {
         state.apply(first, Update::Upsert(session(id, 100_000, Duration::ZERO)), now);
@@ -423,7 +431,7 @@ fn a_newcomer_goes_where_less_is_kept() {
     tell(&mut state, first, |rank| rank.pool_evictable_tokens = figure(400_000), now + SECOND);
     assert_eq!(placed(&state, &ask, now + SECOND).0, 1 - first);
     // A request without a following turn keeps no KV on the worker.
-    let once = Question { returns: false, ..ask };
+    let once = PlacementRequest { returns: false, ..ask };
     assert_eq!(figures(&state, &once, now + SECOND, first).crowding_ms, 0);
 }
 
@@ -444,7 +452,7 @@ fn kv_of_sessions_that_will_return_is_not_evicted_for_nothing() {
     }
     let later = now + SECOND;
     tell(&mut state, 1, full, later);
-    let once = Question { prompt: prompt(60_000, &overlap), returns: false, ..question(1) };
+    let once = PlacementRequest { prompt: prompt(60_000, &overlap), returns: false, ..request(1) };
     let (free, taken) = (figures(&state, &once, later, 0), figures(&state, &once, later, 1));
     assert_eq!(free.displacement_ms, Some(0));
     assert!(taken.displacement_ms > Some(300), "{taken:?}");
@@ -471,11 +479,11 @@ fn a_long_prompt_goes_where_fewer_turns_will_come_and_wait() {
     let later = now + SECOND;
     tell(&mut state, 0, |_| {}, later);
     let overlap = resident(&[]);
-    let once = Question { prompt: prompt(80_000, &overlap), returns: false, ..question(1) };
+    let once = PlacementRequest { prompt: prompt(80_000, &overlap), returns: false, ..request(1) };
     let (busy, quiet) = (figures(&state, &once, later, 0), figures(&state, &once, later, 1));
     assert!(busy.blocking_ms > Some(500) && quiet.blocking_ms < Some(200), "{busy:?} {quiet:?}");
     assert_eq!(placed(&state, &once, later).0, 1);
-    let short = Question { prompt: prompt(1_000, &overlap), ..once };
+    let short = PlacementRequest { prompt: prompt(1_000, &overlap), ..once };
     assert!(figures(&state, &short, later, 0).blocking_ms < Some(5));
     tell(&mut state, 0, |rank| rank.staged_prefill = staged_prefill::with(0, 0), later);
     let parts = figures(&state, &once, later, 0).blocking_ms;
@@ -490,12 +498,12 @@ fn what_is_unknown_counts_as_taken_and_is_seen_to_be_unknown() {
     unknown.ranks[0].pool_used_tokens = None;
     unknown.ranks[0].pinned_tokens = None;
     state.apply(1, Update::Report(unknown), now);
-    assert_eq!(placed(&state, &question(1), now), (0, Reason::LeastLoaded));
+    assert_eq!(placed(&state, &request(1), now), (0, Reason::LeastLoaded));
     let overlap = resident(&[]);
-    let ask = Question { prompt: prompt(1_000, &overlap), ..question(1) };
+    let ask = PlacementRequest { prompt: prompt(1_000, &overlap), ..request(1) };
     let one = figures(&state, &ask, now, 1);
     assert_eq!((one.prefill_tokens_per_s, one.displacement_ms), (None, None));
-    let blind = figures(&state, &question(1), now, 0);
+    let blind = figures(&state, &request(1), now, 0);
     assert_eq!((blind.prefill_ms, blind.resident_tokens), (None, None));
 }
 
@@ -506,8 +514,8 @@ fn requests_that_wait_in_the_engine_are_a_wait_where_nobody_tells_their_tokens()
     let mut waiting = report(&[(0, 0)]);
     waiting.ranks[0].requests_waiting = figure(3);
     state.apply(0, Update::Report(waiting), now);
-    assert_eq!(placed(&state, &question(1), now).0, 1);
-    assert_eq!(figures(&state, &question(1), now, 0).wait_ms, 1_200);
+    assert_eq!(placed(&state, &request(1), now).0, 1);
+    assert_eq!(figures(&state, &request(1), now, 0).wait_ms, 1_200);
 }
 
 #[test]
@@ -515,12 +523,12 @@ fn a_full_batch_and_pinned_rows_cost() {
     let now = start();
     let mut state = engines(2, now);
     tell(&mut state, 0, |rank| rank.turns_running = 64, now);
-    assert!(figures(&state, &question(1), now, 0).wait_ms > 100);
+    assert!(figures(&state, &request(1), now, 0).wait_ms > 100);
     let full = |rank: &mut RankLoad| {
         (rank.rows_held, rank.rows_total) = (figure(60), figure(64));
     };
     tell(&mut state, 0, full, now);
-    assert_eq!(placed(&state, &question(1), now).0, 1);
+    assert_eq!(placed(&state, &request(1), now).0, 1);
 }
 
 #[test]
@@ -528,7 +536,7 @@ fn a_prompt_that_does_not_fit_beside_running_turns_waits_for_some_of_them() {
     let now = start();
     let mut state = engines(2, now);
     let overlap = resident(&[]);
-    let long = Question { prompt: prompt(599_000, &overlap), returns: false, ..question(1) };
+    let long = PlacementRequest { prompt: prompt(599_000, &overlap), returns: false, ..request(1) };
     tell(&mut state, 0, |rank| rank.pool_used_tokens = figure(400_000), now);
     assert_eq!(figures(&state, &long, now, 0).wait_ms, 0, "the prompt just fits");
     tell(&mut state, 0, |rank| rank.pool_used_tokens = figure(500_000), now);
@@ -546,11 +554,11 @@ fn a_prompt_that_does_not_fit_beside_running_turns_waits_for_some_of_them() {
     assert_eq!(figures(&state, &long, now, 0).wait_ms, 5_012);
     tell(&mut state, 1, |rank| rank.prefill_backlog_tokens = figure(40_000), now);
     assert_eq!(placed(&state, &long, now).0, 1, "a queue of two seconds costs less");
-    let short = Question { prompt: prompt(10_000, &overlap), ..long };
+    let short = PlacementRequest { prompt: prompt(10_000, &overlap), ..long };
     assert_eq!(placed(&state, &short, now).0, 0, "a short prompt has room");
     // The session needn't bring the KV that it already holds on the worker.
-    let holds = Sticky { held_tokens: 400_000, ..Sticky::at(at(0)) };
-    let own = Question { sticky: Some(holds), ..long };
+    let holds = Sticky { private_tokens: 400_000, ..Sticky::new(at(0)) };
+    let own = PlacementRequest { sticky: Some(holds), ..long };
     assert_eq!(figures(&state, &own, now, 0).wait_ms, 50, "only the backlog counts");
     // Pinned KV isn't freed when turns end.
     let pinned = |rank: &mut RankLoad| {
@@ -559,12 +567,16 @@ fn a_prompt_that_does_not_fit_beside_running_turns_waits_for_some_of_them() {
     tell(&mut state, 0, pinned, now);
     assert_eq!(figures(&state, &long, now, 0).wait_ms, 10_000);
     // A session is not settled on a worker without room for it.
-    let lately = Sticky { told_tokens: 300_000, ended: Some(now), ..Sticky::at(at(0)) };
-    let bare = Question { sticky: Some(lately), prompt: None, ..long };
+    let is_recent =
+        Sticky { reported_tokens: 300_000, last_turn_ended: Some(now), ..Sticky::new(at(0)) };
+    let bare = PlacementRequest { sticky: Some(is_recent), prompt: None, ..long };
     let view = state.snapshot();
-    assert_eq!(settled(&bare, &view, now), None);
-    let small = Sticky { told_tokens: 100_000, ..lately };
-    assert!(settled(&Question { sticky: Some(small), ..bare }, &view, now).is_some());
+    assert_eq!(place_without_prompt(&bare, &view, now), None);
+    let small = Sticky { reported_tokens: 100_000, ..is_recent };
+    assert!(
+        place_without_prompt(&PlacementRequest { sticky: Some(small), ..bare }, &view, now)
+            .is_some()
+    );
 }
 
 #[test]
@@ -575,10 +587,11 @@ fn a_session_is_not_crowded_out_by_its_own_kv() {
     state.apply(0, Update::Upsert(session(1, 500_000, Duration::ZERO)), now);
     let later = now + SECOND;
     tell(&mut state, 0, |rank| rank.pool_evictable_tokens = figure(500_000), later);
-    let told = Sticky { told_tokens: 500_000, ..Sticky::at(at(0)) };
-    let ask = Question { prompt: prompt(500_000, &overlap), sticky: Some(told), ..question(1) };
+    let told = Sticky { reported_tokens: 500_000, ..Sticky::new(at(0)) };
+    let ask =
+        PlacementRequest { prompt: prompt(500_000, &overlap), sticky: Some(told), ..request(1) };
     assert_eq!(figures(&state, &ask, later, 0).crowding_ms, 0, "the pool has only its own KV");
-    let other = Question { sticky: None, ..ask };
+    let other = PlacementRequest { sticky: None, ..ask };
     assert!(figures(&state, &other, later, 0).crowding_ms > 5_000, "it is full for others");
     state.apply(0, Update::Upsert(session(2, 200_000, Duration::ZERO)), later);
     let later = later + SECOND;
@@ -586,7 +599,7 @@ fn a_session_is_not_crowded_out_by_its_own_kv() {
     let crowding_ms = figures(&state, &ask, later, 0).crowding_ms;
     assert!((2_000..4_000).contains(&crowding_ms), "{crowding_ms} for the second session's KV");
     // A long prompt doesn't reduce what is counted of other sessions' KV.
-    let grows = Question { prompt: prompt(900_000, &overlap), ..ask };
+    let grows = PlacementRequest { prompt: prompt(900_000, &overlap), ..ask };
     let [long, short] = [&grows, &ask].map(|one| figures(&state, one, later, 0).wanted_tokens);
     assert_eq!(long, short);
 }
@@ -596,7 +609,7 @@ fn what_lies_beyond_patience_counts_fourfold() {
     let now = start();
     let mut state = engines(2, now);
     let overlap = resident(&[0, 0]);
-    let ask = Question { prompt: prompt(100_000, &overlap), returns: false, ..question(1) };
+    let ask = PlacementRequest { prompt: prompt(100_000, &overlap), returns: false, ..request(1) };
     let of = |state: &State, agent| {
         let one = figures(state, &ask, now, agent);
         (one.wait_ms, one.prefill_ms, one.impatience_ms)
@@ -614,7 +627,7 @@ fn what_lies_beyond_patience_counts_fourfold() {
     tell(&mut state, 1, |rank| rank.pool_evictable_tokens = figure(POOL_TOKENS), later);
     assert_eq!(placed(&state, &ask, later).0, 0);
     tell(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(120_000), later);
-    let long = Question { prompt: prompt(300_000, &overlap), ..ask };
+    let long = PlacementRequest { prompt: prompt(300_000, &overlap), ..ask };
     let each = [0, 1].map(|agent| figures(&state, &long, later, agent));
     let [spares, takes] = each.map(|one| one.cost_ms - one.impatience_ms);
     assert!(spares < takes, "{each:?}");
@@ -626,8 +639,8 @@ fn turns_beside_it_cost_a_little() {
     let now = start();
     let mut state = engines(2, now);
     tell(&mut state, 0, |rank| rank.turns_running = 10, now);
-    assert_eq!(placed(&state, &question(1), now).0, 1);
-    assert_eq!(figures(&state, &question(1), now, 0).interference_ms, 50);
+    assert_eq!(placed(&state, &request(1), now).0, 1);
+    assert_eq!(figures(&state, &request(1), now, 0).interference_ms, 50);
 }
 
 #[test]
@@ -636,7 +649,7 @@ fn sessions_opened_since_the_report_count() {
     let state = fleet(&[(0, 0), (0, 0), (0, 0)], now);
     let mut opened = [0; 3];
     for digest in 0..9 {
-        let (agent, _) = placed(&state, &question(digest), now);
+        let (agent, _) = placed(&state, &request(digest), now);
         state.snapshot().agents[agent].in_flight[0].note_open();
         opened[agent] += 1;
     }
@@ -649,8 +662,8 @@ fn equals_are_chosen_by_digest_alike_everywhere_and_evenly() {
     let state = fleet(&[(0, 0); 4], now);
     let mut counts = BTreeMap::new();
     for digest in 0..400 {
-        let chosen = placed(&state, &question(digest), now);
-        assert_eq!(chosen, placed(&fleet(&[(0, 0); 4], now), &question(digest), now));
+        let chosen = placed(&state, &request(digest), now);
+        assert_eq!(chosen, placed(&fleet(&[(0, 0); 4], now), &request(digest), now));
         *counts.entry(chosen.0).or_insert(0) += 1;
     }
     assert!(counts.len() == 4 && counts.values().all(|&count| count > 60), "{counts:?}");
@@ -660,8 +673,8 @@ fn equals_are_chosen_by_digest_alike_everywhere_and_evenly() {
 fn a_parents_worker_is_preferred_within_its_slack() {
     let now = start();
     let mut state = engines(2, now);
-    let mut ask = Question { prefer: Some((at(0), Reason::Parent)), ..question(1) };
-    let mut queue = |tokens: u64, ask: &Question<'_>| {
+    let mut ask = PlacementRequest { prefer: Some((at(0), Reason::Parent)), ..request(1) };
+    let mut queue = |tokens: u64, ask: &PlacementRequest<'_>| {
         tell(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(tokens), now);
         placed(&state, ask, now)
     };
@@ -676,7 +689,7 @@ fn a_parents_worker_is_preferred_within_its_slack() {
 fn the_model_matters_only_where_models_differ() {
     let now = start();
     let mut state = fleet(&[(0, 0), (0, 9_000)], now);
-    let mut ask = Question { model: Some("other"), ..question(1) };
+    let mut ask = PlacementRequest { model: Some("other"), ..request(1) };
     assert_eq!(placed(&state, &ask, now).0, 0, "all serve one model, so any name is taken");
     let mut other = description("a1", 2, 1);
     other.engine.models = vec!["other".to_owned()];
@@ -697,6 +710,6 @@ fn the_model_matters_only_where_models_differ() {
 #[test]
 fn the_only_worker_and_none() {
     let now = start();
-    assert_eq!(placed(&fleet(&[(0, 0)], now), &question(1), now), (0, Reason::OnlyWorker));
-    assert_eq!(place(&question(1), &fleet(&[], now).snapshot(), now), Err(NoWorker::Unusable));
+    assert_eq!(placed(&fleet(&[(0, 0)], now), &request(1), now), (0, Reason::OnlyWorker));
+    assert_eq!(place(&request(1), &fleet(&[], now).snapshot(), now), Err(NoWorker::Unusable));
 }

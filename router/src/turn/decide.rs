@@ -23,10 +23,10 @@ use super::{
 use crate::{
     fleet::{lease::Lease, snapshot::Snapshot, worker::WorkerRef},
     placement::{
-        self, Figures, Placement, Question, Reason, Sticky,
+        self, Figures, Placement, PlacementRequest, Reason, Sticky,
         affinity::{Affinity, Closing},
-        recent::Record,
-        session_status::{self, Standing},
+        recent::PlacementRecord,
+        session_status::{self, SessionStatus},
     },
     residency::block_locator::TurnBlocks,
 };
@@ -184,7 +184,7 @@ impl Shared {
             Prompt::NotAsked => None,
             Prompt::Asked(blocks) => blocks,
         };
-        let base = Question {
+        let base = PlacementRequest {
             digest: Digest(turn_id),
             returns: turn.session.as_ref().is_some_and(|ask| !ask.close),
             sticky: None,
@@ -230,17 +230,17 @@ impl Shared {
             .and_then(|ask| affinity.get(&ask.key, now()))
             .map(|binding| binding.worker)
             .filter(|worker| *worker != first.worker);
-        let question = Question {
+        let request = PlacementRequest {
             digest: ask.map_or(Digest(turn_id), |ask| ask.key.digest()),
             returns: ask.is_some_and(|ask| !ask.close),
-            sticky: Some(bound.unwrap_or(first.worker)).filter(|_| ask.is_some()).map(Sticky::at),
+            sticky: Some(bound.unwrap_or(first.worker)).filter(|_| ask.is_some()).map(Sticky::new),
             prefer: None,
             prompt: None,
             retention: ask.and_then(|ask| ask.retention),
             model: turn.model.as_deref(),
             exclude: Some(first.worker),
         };
-        let placement = placement::place(&question, &view, now()).ok()?;
+        let placement = placement::place(&request, &view, now()).ok()?;
         if placement.worker == first.worker {
             return None;
         }
@@ -262,18 +262,19 @@ impl Shared {
         turn: &Turn,
         turn_id: u64,
         ask: &Ask,
-        base: Question<'_>,
+        base: PlacementRequest<'_>,
         prompt: Prompt<'_>,
         view: &Snapshot,
     ) -> Result<Step, Error> {
         let mut affinity = self.affinity.lock();
-        let standing =
-            session_status::standing(&ask.key, view, affinity.get(&ask.key, now()), now());
-        let Place { mut sticky, fixed, open_as } = admit(ask, &standing, view)?;
+        let status =
+            session_status::determine_status(&ask.key, view, affinity.get(&ask.key, now()), now());
+        let Place { mut sticky, fixed, open_as } = admit(ask, &status, view)?;
         if let (Some(sticky), Some(binding)) = (&mut sticky, affinity.get(&ask.key, now())) {
-            sticky.moved = binding.moved;
-            let ended = if binding.turns > 0 { Some(now()) } else { binding.ended };
-            sticky.ended = ended.filter(|_| self.block_locator.reports_blocks(sticky.worker));
+            sticky.moved_at = binding.moved_at;
+            let ended = if binding.turns > 0 { Some(now()) } else { binding.last_turn_ended };
+            sticky.last_turn_ended =
+                ended.filter(|_| self.block_locator.reports_blocks(sticky.worker));
             // A binding without a turn has no body size to compare with.
             let before = Some(binding.body_bytes).filter(|&bytes| bytes > 0);
             let new_bytes = before.and_then(|before| turn.body_bytes.checked_sub(before));
@@ -286,21 +287,23 @@ impl Shared {
             sticky.is_none_or(|sticky| self.block_locator.is_known_on(blocks, sticky.worker))
         };
         let base = match prompt {
-            Prompt::Asked(Some(blocks)) if !is_counted(blocks) => Question { prompt: None, ..base },
+            Prompt::Asked(Some(blocks)) if !is_counted(blocks) => {
+                PlacementRequest { prompt: None, ..base }
+            }
             _ => base,
         };
-        let question = Question {
+        let request = PlacementRequest {
             digest: ask.key.digest(),
             sticky,
             retention: if sticky.is_none() { ask.retention } else { None },
             ..base
         };
         let placement = match prompt {
-            Prompt::NotAsked => match placement::settled(&question, view, now()) {
-                Some(settled) => settled,
+            Prompt::NotAsked => match placement::place_without_prompt(&request, view, now()) {
+                Some(placement) => placement,
                 None => return Ok(Step::WantsPrompt),
             },
-            Prompt::Asked(_) => placement::place(&question, view, now())?,
+            Prompt::Asked(_) => placement::place(&request, view, now())?,
         };
         if let Some(Sticky { worker, fixed: true, .. }) = sticky
             && worker != placement.worker
@@ -376,7 +379,7 @@ impl Shared {
             "turn placed"
         );
         let session = ask.map(|ask| ask.key.digest());
-        self.recent.lock().note(turn_id, Record { at: now(), session, placement });
+        self.recent.lock().add(turn_id, PlacementRecord { at: now(), session, placement });
         Decided {
             worker,
             name,
@@ -394,8 +397,8 @@ impl Shared {
     /// Returns the worker of the parent session, or else the worker of the turn's cache key.
     fn preferred(&self, turn: &Turn, view: &Snapshot) -> Option<(WorkerRef, Reason)> {
         if let Some(parent) = &turn.parent
-            && let Standing::Open { worker, .. } | Standing::Bound { worker, .. } =
-                self.standing(parent, view)
+            && let SessionStatus::Open { worker, .. } | SessionStatus::Bound { worker, .. } =
+                self.session_status(parent, view)
         {
             return Some((worker, Reason::Parent));
         }
@@ -420,34 +423,34 @@ fn named(figures: &[Figures], view: &Snapshot) -> Vec<(String, Figures)> {
 }
 
 /// Checks whether the session's status allows the turn, and returns what it means for placement.
-fn admit(ask: &Ask, standing: &Standing, view: &Snapshot) -> Result<Place, Error> {
+fn admit(ask: &Ask, status: &SessionStatus, view: &Snapshot) -> Result<Place, Error> {
     let delta_on_nothing = ask.delta && !ask.open;
-    match standing {
-        Standing::Closing => Err(Error::TurnWhileClosing),
-        Standing::Lost { worker, agent_up } => {
+    match status {
+        SessionStatus::Closing => Err(Error::TurnWhileClosing),
+        SessionStatus::Lost { worker, agent_up } => {
             Err(Error::SessionLost { worker: view.name(*worker), agent_up: *agent_up })
         }
         busy if is_busy(busy, view) => Err(Error::SessionBusy),
-        Standing::Unknown | Standing::Bound { recent: false, .. } if delta_on_nothing => {
+        SessionStatus::Unknown | SessionStatus::Bound { recent: false, .. } if delta_on_nothing => {
             Err(Error::DeltaWithoutHistory)
         }
-        Standing::Unknown => Ok(Place {
+        SessionStatus::Unknown => Ok(Place {
             sticky: None,
             // No worker has any state of the session yet.
             fixed: false,
             open_as: None,
         }),
-        Standing::Bound { worker, busy, .. } => {
+        SessionStatus::Bound { worker, busy, .. } => {
             // A turn of the session runs on the worker, so this turn must follow it there.
-            let sticky = Some(Sticky { fixed: *busy, ..Sticky::at(*worker) });
+            let sticky = Some(Sticky { fixed: *busy, ..Sticky::new(*worker) });
             Ok(Place { sticky, fixed: *busy, open_as: None })
         }
-        Standing::Open { worker, session, .. } => {
+        SessionStatus::Open { worker, session, .. } => {
             let pinned = session.retention == Retention::Pinned;
-            let fixed = session.exclusive || (pinned && !session.full_history);
-            let told_tokens = session.resident_tokens.map_or(0, |figure| figure.value);
-            let held_tokens = if pinned { told_tokens } else { 0 };
-            let sticky = Sticky { fixed, told_tokens, held_tokens, ..Sticky::at(*worker) };
+            let fixed = session.exclusive || (pinned && !session.whole_history);
+            let reported_tokens = session.resident_tokens.map_or(0, |figure| figure.value);
+            let private_tokens = if pinned { reported_tokens } else { 0 };
+            let sticky = Sticky { fixed, reported_tokens, private_tokens, ..Sticky::new(*worker) };
             let sticky = Some(sticky);
             Ok(Place { sticky, fixed, open_as: session.exclusive.then_some(session.retention) })
         }
@@ -455,9 +458,9 @@ fn admit(ask: &Ask, standing: &Standing, view: &Snapshot) -> Result<Place, Error
 }
 
 /// Whether a turn runs that this one can't wait for. If turns may queue, the agent decides instead.
-pub(crate) fn is_busy(standing: &Standing, view: &Snapshot) -> bool {
-    let (Standing::Open { busy: true, worker, .. } | Standing::Bound { busy: true, worker, .. }) =
-        standing
+pub(crate) fn is_busy(status: &SessionStatus, view: &Snapshot) -> bool {
+    let (SessionStatus::Open { busy: true, worker, .. }
+    | SessionStatus::Bound { busy: true, worker, .. }) = status
     else {
         return false;
     };

@@ -18,8 +18,8 @@ use super::{error::Error, shared::Shared};
 use crate::{
     fleet::{control::OpenRequest, worker::WorkerRef},
     placement::{
-        self, Question, Sticky, affinity,
-        session_status::{self, Standing},
+        self, PlacementRequest, Sticky, affinity,
+        session_status::{self, SessionStatus},
     },
 };
 
@@ -61,16 +61,18 @@ impl Shared {
             let view = self.view.load();
             let mut affinity = self.affinity.lock();
             let at = now();
-            let standing = session_status::standing(&key, &view, affinity.get(&key, at), at);
-            let (worker, bound_only) = match standing {
+            let status = session_status::determine_status(&key, &view, affinity.get(&key, at), at);
+            let (worker, bound_only) = match status {
                 // A binding to a worker whose agent has forgotten the session is not a session.
-                Standing::Unknown
-                | Standing::Closing
-                | Standing::Bound { recent: false, placement_only: false, .. } => {
+                SessionStatus::Unknown
+                | SessionStatus::Closing
+                | SessionStatus::Bound { recent: false, placement_only: false, .. } => {
                     return Err(Error::SessionUnknown);
                 }
-                Standing::Bound { worker, placement_only, .. } => (worker, placement_only),
-                Standing::Open { worker, .. } | Standing::Lost { worker, .. } => (worker, false),
+                SessionStatus::Bound { worker, placement_only, .. } => (worker, placement_only),
+                SessionStatus::Open { worker, .. } | SessionStatus::Lost { worker, .. } => {
+                    (worker, false)
+                }
             };
             affinity.close_asked(&key, worker, at)?;
             (worker, bound_only)
@@ -82,7 +84,7 @@ impl Shared {
     /// Returns one session of its owner.
     pub(crate) async fn see(&self, key: &SessionKey) -> Option<Seen> {
         let view = self.settled_view().await;
-        self.seen(key, self.standing(key, &view))
+        self.seen(key, self.session_status(key, &view))
     }
 
     /// Returns the owner's sessions, ordered by id, and whether there are more than [`LIST_MAX`].
@@ -97,12 +99,12 @@ impl Shared {
             .collect();
         {
             let affinity = self.affinity.lock();
-            let bound = affinity.of_principal(principal, now());
+            let bound = affinity.keys_of_principal(principal, now());
             keys.extend(bound.map(|key| (key.id().to_owned(), key.clone())));
         }
         let mut seen = keys.into_values().filter_map(|key| {
-            let standing = self.standing(&key, &view);
-            self.seen(&key, standing)
+            let status = self.session_status(&key, &view);
+            self.seen(&key, status)
         });
         let listed = seen.by_ref().take(LIST_MAX).collect();
         (listed, seen.next().is_some())
@@ -125,19 +127,19 @@ impl Shared {
         Ok(())
     }
 
-    fn seen(&self, key: &SessionKey, standing: Standing) -> Option<Seen> {
+    fn seen(&self, key: &SessionKey, status: SessionStatus) -> Option<Seen> {
         let key = key.clone();
-        match standing {
-            Standing::Unknown
-            | Standing::Closing
-            | Standing::Bound { recent: false, placement_only: false, .. } => None,
-            Standing::Bound { worker, .. } => {
+        match status {
+            SessionStatus::Unknown
+            | SessionStatus::Closing
+            | SessionStatus::Bound { recent: false, placement_only: false, .. } => None,
+            SessionStatus::Bound { worker, .. } => {
                 Some(Seen { key, worker, session: None, lost: false })
             }
-            Standing::Open { worker, session, .. } => {
+            SessionStatus::Open { worker, session, .. } => {
                 Some(Seen { key, worker, session: Some(session), lost: false })
             }
-            Standing::Lost { worker, .. } => {
+            SessionStatus::Lost { worker, .. } => {
                 let view = self.view.load();
                 let located = view.sessions.locate(&key);
                 let session = located.iter().find(|one| one.worker == worker);
@@ -149,7 +151,7 @@ impl Shared {
 
     async fn open_now(self: Arc<Self>, opening: OpenRequest) -> Result<Opened, Error> {
         let key = &opening.key;
-        if let Standing::Lost { worker, .. } = self.patient_standing(key).await {
+        if let SessionStatus::Lost { worker, .. } = self.session_status_after_reconnect(key).await {
             self.bury(key, worker).await?;
         }
         let (first, was_open, moves) = self.place_open(&opening, None)?;
@@ -180,7 +182,8 @@ impl Shared {
                 let worker = WorkerRef { dp_rank: session.dp_rank, ..worker };
                 let new = !was_open && session.turns == 0;
                 let session = Arc::new(session);
-                let opened = affinity::Opened { session: Arc::clone(&session), epoch, at: now() };
+                let opened =
+                    affinity::OpenAnswer { session: Arc::clone(&session), epoch, at: now() };
                 affinity.opened(worker, opened, now())?;
                 Ok(Opened { worker, session, new })
             }
@@ -205,20 +208,20 @@ impl Shared {
         let view = self.view.load();
         let at = now();
         let mut affinity = self.affinity.lock();
-        let standing = session_status::standing(key, &view, affinity.get(key, at), at);
-        let (bound, was_open) = match standing {
-            Standing::Closing => {
+        let status = session_status::determine_status(key, &view, affinity.get(key, at), at);
+        let (bound, was_open) = match status {
+            SessionStatus::Closing => {
                 return Err(Error::OpenWhileClosing);
             }
-            Standing::Unknown | Standing::Lost { .. } => (None, false),
-            Standing::Bound { worker, .. } => (Some(worker), false),
-            Standing::Open { worker, .. } => (Some(worker), true),
+            SessionStatus::Unknown | SessionStatus::Lost { .. } => (None, false),
+            SessionStatus::Bound { worker, .. } => (Some(worker), false),
+            SessionStatus::Open { worker, .. } => (Some(worker), true),
         };
         let pinned = opening.retention == Some(Retention::Pinned);
         let sticky = bound
             .filter(|_| exclude.is_none())
-            .map(|worker| Sticky { fixed: was_open && pinned, ..Sticky::at(worker) });
-        let question = Question {
+            .map(|worker| Sticky { fixed: was_open && pinned, ..Sticky::new(worker) });
+        let request = PlacementRequest {
             digest: key.digest(),
             returns: true,
             sticky,
@@ -229,7 +232,7 @@ impl Shared {
             model: None,
             exclude,
         };
-        let placement = placement::place(&question, &view, at)?;
+        let placement = placement::place(&request, &view, at)?;
         self.metrics.placed(placement.reason.as_str());
         if bound.is_none() {
             view.agent(placement.worker).in_flight[placement.worker.dp_rank as usize].note_open();

@@ -23,8 +23,8 @@ use crate::{
     metrics::Metrics,
     placement::{
         affinity::Affinity,
-        recent::Recent,
-        session_status::{self, Standing},
+        recent::RecentPlacements,
+        session_status::{self, SessionStatus},
     },
     residency::{block_locator::BlockLocator, kv_index::KvIndex},
 };
@@ -44,7 +44,7 @@ pub(crate) struct Shared {
     /// The worker of each `prompt_cache_key`.
     pub(crate) cache_keys: Mutex<Affinity>,
     /// The reasons of the last placements. A leaf lock, too.
-    pub(crate) recent: Mutex<Recent>,
+    pub(crate) recent: Mutex<RecentPlacements>,
     pub(crate) client: Upstream,
     /// Sends the view what turns find out about agents.
     pub(crate) updates: mpsc::Sender<(usize, Update, Instant)>,
@@ -77,34 +77,34 @@ impl Shared {
     /// Returns the view once every agent was heard or failed. Waits only just after the start.
     pub(crate) async fn settled_view(&self) -> Arc<Snapshot> {
         let view = self.view.load();
-        if view.settled() || now() >= self.settle_by {
+        if view.is_settled() || now() >= self.settle_by {
             return view;
         }
-        self.view.wait_for(self.settle_by, Snapshot::settled).await
+        self.view.wait_for(self.settle_by, Snapshot::is_settled).await
     }
 
     /// Returns the status of a session.
-    pub(crate) fn standing(&self, key: &SessionKey, view: &Snapshot) -> Standing {
+    pub(crate) fn session_status(&self, key: &SessionKey, view: &Snapshot) -> SessionStatus {
         let now = now();
         let affinity = self.affinity.lock();
-        session_status::standing(key, view, affinity.get(key, now), now)
+        session_status::determine_status(key, view, affinity.get(key, now), now)
     }
 
     /// Like [`Self::standing`], but first waits for the agent of a pinned session if the connection
     /// was just lost. A short interruption must not cost the session its history.
-    pub(crate) async fn patient_standing(&self, key: &SessionKey) -> Standing {
+    pub(crate) async fn session_status_after_reconnect(&self, key: &SessionKey) -> SessionStatus {
         let view = self.settled_view().await;
-        let standing = self.standing(key, &view);
-        let Standing::Lost { worker, agent_up: false } = standing else { return standing };
+        let status = self.session_status(key, &view);
+        let SessionStatus::Lost { worker, agent_up: false } = status else { return status };
         let crate::fleet::agent::Link::Lost { since, .. } = view.agent(worker).link else {
-            return standing;
+            return status;
         };
         let limit = since + self.config.connect_max();
         if now() >= limit {
-            return standing;
+            return status;
         }
         let view = self.view.wait_for(limit, |view| view.agent(worker).is_up()).await;
-        self.standing(key, &view)
+        self.session_status(key, &view)
     }
 
     /// Closes a session at an agent, in a task that doesn't depend on the caller: the turn or

@@ -31,7 +31,7 @@ proptest! {
             }
         }
         let overlap = resident(&resident_tokens[..loads.len()]);
-        let ask = Question { prompt: prompt(60_000, &overlap), ..question(digest) };
+        let ask = PlacementRequest { prompt: prompt(60_000, &overlap), ..request(digest) };
         let view = Arc::new(state.snapshot());
         let placement = place(&ask, &view, later).unwrap();
         prop_assert_eq!(&place(&ask, &view, later).unwrap(), &placement);
@@ -66,20 +66,20 @@ proptest! {
             leases.extend((0..load.sent).map(|_| Lease::acquire(count, 3_000)));
         }
         let overlap = resident(&resident_tokens[..loads.len()]);
-        let ask = Question {
+        let ask = PlacementRequest {
             returns,
             sticky: home.and_then(|home| stays(home % loads.len())),
             prompt: prompt(60_000, &overlap).filter(|_| has_prompt),
-            ..question(digest)
+            ..request(digest)
         };
         let view = state.snapshot();
         let later = later + SECOND / 10;
-        let mut all: Vec<(_, Figures)> = candidates::candidates(&ask, &view, later)
+        let mut all: Vec<(_, Figures)> = candidates::find_candidates(&ask, &view, later)
             .unwrap()
             .workers
             .into_iter()
             .map(|stats| {
-                let one = cost::of(&ask, &view, stats, later);
+                let one = cost::compute(&ask, &view, stats, later);
                 let rank = Reverse(rendezvous(ask.digest, &view, one.worker));
                 ((one.cost_ms, one.sessions, rank), one)
             })

@@ -17,9 +17,9 @@ fn a_settled_sessions_prompt_is_examined_where_staged_prefill_may_take_it() {
     let now = start();
     let mut state = engines(2, now);
     let settles = |state: &State, new_tokens: Option<u64>| {
-        let here = Sticky { ended: Some(now), new_tokens, ..Sticky::at(at(0)) };
-        let ask = Question { sticky: Some(here), ..question(1) };
-        settled(&ask, &state.snapshot(), now).is_some()
+        let here = Sticky { last_turn_ended: Some(now), new_tokens, ..Sticky::new(at(0)) };
+        let ask = PlacementRequest { sticky: Some(here), ..request(1) };
+        place_without_prompt(&ask, &state.snapshot(), now).is_some()
     };
     assert!(settles(&state, None), "there is no staged prefill");
     tell(&mut state, 0, |rank| rank.staged_prefill = with(0, 0), now);
@@ -35,7 +35,7 @@ fn prompts_in_staged_prefill_are_no_wait_for_shorter_prompts() {
     tell(&mut state, 1, |rank| rank.staged_prefill = with(60_000, 3), now);
     let overlap = resident(&[0, 0]);
     let wait_ms = |state: &State, tokens: u64| {
-        let ask = Question { prompt: prompt(tokens, &overlap), ..question(1) };
+        let ask = PlacementRequest { prompt: prompt(tokens, &overlap), ..request(1) };
         figures(state, &ask, now, 1).wait_ms
     };
     assert_eq!(wait_ms(&state, STAGE_TOKENS), 0, "one stage at most");

@@ -23,9 +23,9 @@ use router::{
         worker::WorkerRef,
     },
     placement::{
-        self, Question, Reason, Sticky,
+        self, PlacementRequest, Reason, Sticky,
         affinity::Affinity,
-        session_status::{self, Standing},
+        session_status::{self, SessionStatus},
     },
     residency::{
         PromptOverlap,
@@ -95,16 +95,25 @@ impl Berth {
     /// Returns where a session is, as the router sees it.
     fn sticky(&self, key: &SessionKey, now: Instant) -> Option<Sticky> {
         let binding = self.affinity.get(key, now);
-        let moved = binding.and_then(|binding| binding.moved);
-        let ended = binding.and_then(|one| if one.turns > 0 { Some(now) } else { one.ended });
-        match known::standing(key, &self.state.snapshot(), binding, now) {
-            Standing::Open { worker, session, .. } => {
+        let moved = binding.and_then(|binding| binding.moved_at);
+        let ended =
+            binding.and_then(|one| if one.turns > 0 { Some(now) } else { one.last_turn_ended });
+        match session_status::determine_status(key, &self.state.snapshot(), binding, now) {
+            SessionStatus::Open { worker, session, .. } => {
                 let fixed = session.exclusive || session.retention == Retention::Pinned;
-                let told_tokens = session.resident_tokens.map_or(0, |figure| figure.value);
-                Some(Sticky { fixed, ended, moved, told_tokens, ..Sticky::at(worker) })
+                let reported_tokens = session.resident_tokens.map_or(0, |figure| figure.value);
+                Some(Sticky {
+                    fixed,
+                    last_turn_ended: ended,
+                    moved_at: moved,
+                    reported_tokens,
+                    ..Sticky::new(worker)
+                })
             }
-            Standing::Bound { worker, .. } => Some(Sticky { ended, moved, ..Sticky::at(worker) }),
-            Standing::Unknown | Standing::Closing | Standing::Lost { .. } => None,
+            SessionStatus::Bound { worker, .. } => {
+                Some(Sticky { last_turn_ended: ended, moved_at: moved, ..Sticky::new(worker) })
+            }
+            SessionStatus::Unknown | SessionStatus::Closing | SessionStatus::Lost { .. } => None,
         }
     }
 
@@ -255,8 +264,8 @@ impl Policy for Berth {
         let new_tokens = self.new_tokens(request);
         let sticky = self.sticky(&key, now).filter(|_| !request.is_inferred);
         let sticky = sticky.map(|sticky| Sticky { new_tokens, ..sticky });
-        let parent = request.parent.and_then(|parent| self.sticky(&agents::key(parent), now));
-        let bare = Question {
+        let parent = ask.parent.and_then(|parent| self.sticky(&agents::key(parent), now));
+        let bare = PlacementRequest {
             digest: key.digest(),
             returns: !request.is_inferred,
             sticky,
@@ -267,14 +276,14 @@ impl Policy for Berth {
             exclude: None,
         };
         let view = self.state.snapshot();
-        let placement = placement::settled(&bare, &view, now).filter(|placement| {
+        let placement = placement::place_without_prompt(&bare, &view, now).filter(|placement| {
             // A worker that has just gone down refuses the turn, which then goes elsewhere.
             !fleet.is_down(placement.worker.agent)
         });
         let examined_prompt = placement.is_none();
         let placement = placement.unwrap_or_else(|| {
             self.index.look_up(&hashes, &mut self.overlap);
-            let question = Question {
+            let request = PlacementRequest {
                 prompt: Some(PromptOverlap {
                     tokens: ask.input_tokens,
                     block_tokens: fleet.block_tokens,
@@ -286,7 +295,7 @@ impl Policy for Berth {
                     .map(agents::worker_ref),
                 ..bare
             };
-            placement::place(&question, &view, now).expect("a run keeps at least one worker")
+            placement::place(&request, &view, now).expect("a run keeps at least one worker")
         });
         self.expected_tokens = placement.tokens_expected();
         let WorkerRef { agent: worker, .. } = placement.worker;
