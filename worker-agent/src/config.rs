@@ -2,6 +2,8 @@
 //!
 //! Settings come from a TOML file, the environment and flags; later sources take precedence.
 
+pub mod selector;
+
 use std::{net::SocketAddr, os::unix::fs::MetadataExt as _, path::PathBuf, time::Duration};
 
 use clap::{Parser, Subcommand};
@@ -9,10 +11,7 @@ use http::{HeaderValue, Uri};
 use serde::{Deserialize, Serialize};
 use service::settings::{self, Problems};
 
-use crate::{
-    gpu::select::Selector,
-    show::{AuditArgs, kv::KvArgs},
-};
+use self::selector::Selector;
 
 /// How long the agent waits for the engine to end an aborted turn. The engine acknowledges an abort
 /// after its current step, which takes seconds at most.
@@ -66,6 +65,31 @@ pub enum Command {
     Audit(AuditArgs),
     /// Shows which blocks are resident on the engine, as routers are told
     Kv(KvArgs),
+}
+
+/// The arguments of `berth-agent audit`.
+#[derive(Debug, clap::Args)]
+pub struct AuditArgs {
+    /// The control address of the agent.
+    #[arg(long, default_value = "127.0.0.1:31001")]
+    pub control_addr: SocketAddr,
+    /// DP rank; all ranks if not given.
+    #[arg(long)]
+    pub rank: Option<u32>,
+    /// Prints JSON.
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// The arguments of `berth-agent kv`.
+#[derive(Debug, clap::Args)]
+pub struct KvArgs {
+    /// The control address of the agent.
+    #[arg(long, default_value = "127.0.0.1:31001")]
+    pub control_addr: SocketAddr,
+    /// Prints JSON, with the hash of every block.
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// The settings in effect.

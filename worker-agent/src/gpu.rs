@@ -35,8 +35,9 @@ use self::{
     nvml::{Board, Event},
     process::{Processes, Scheduler},
     reading::Identity,
-    select::{Basis, Selector},
+    select::Basis,
 };
+use crate::config::{Config, selector::Selector};
 
 /// The time between two readings. Utilization is itself averaged over up to a second.
 const INTERVAL: Duration = Duration::from_secs(1);
@@ -277,8 +278,8 @@ impl Shell {
     }
 }
 
-impl From<&crate::config::Config> for Settings {
-    fn from(config: &crate::config::Config) -> Self {
+impl From<&Config> for Settings {
+    fn from(config: &Config) -> Self {
         let devices = config.devices.iter();
         Self {
             devices: devices.filter_map(|device| device.parse().ok()).collect(),

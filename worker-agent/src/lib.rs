@@ -3,40 +3,36 @@
 //! It owns the engine's KV sessions, passes turns through, accounts for the KV pool, and reports to
 //! routers.
 //!
-//! A turn takes this path: [`turn`] claims its session from [`agent`], whose [`session`] table
-//! decides. [`request`] adds Berth's keys to the body, [`engine`] sends it, and [`answer`] scans
-//! the response; then the turn's lease ends. If the router requested it, [`staged_prefill`] has
-//! computed most of the prompt before. [`follow`] monitors the engine, [`ledger`] keeps the account
-//! of the pool, [`grpc`] reports to routers, and [`model`] finds the tokenizer files.
+//! A turn takes this path: [`data_port::turn`] claims its session from the [`owner`] task, whose
+//! [`session`] table decides. [`data_port::request`] adds Berth's keys to the body, [`engine`] sends
+//! it, and [`data_port::response_scanner`] scans the response; then the turn's lease ends. If the
+//! router requested it, [`staged_prefill`] has computed most of the prompt before.
+//! [`owner::engine_monitor`] monitors the engine, [`ledger`] keeps the account of the pool,
+//! [`control_port`] reports to routers, and [`engine::model_files`] finds the tokenizer files.
 //!
 //! Not in this crate: placement, other workers, prompts and transcripts.
 
-pub mod agent;
-pub mod answer;
 pub mod audit;
+pub mod cli;
 pub mod config;
+pub mod control_port;
+pub mod data_port;
 pub mod engine;
-pub mod follow;
 pub mod gpu;
-pub mod grpc;
 pub mod guard;
-pub mod journal;
-pub mod kv;
+pub mod incarnation;
+pub mod kv_events;
 pub mod ledger;
 pub mod metrics;
-pub mod model;
-pub mod progress;
-pub mod request;
-pub mod route;
+pub mod owner;
 pub mod session;
 pub mod shim;
-pub mod show;
 pub mod staged_prefill;
 pub mod staged_prefill_queue;
-pub mod turn;
 
 use std::{sync::Arc, time::Duration};
 
+use axum::Router;
 use prometheus_client::registry::Registry;
 use service::{
     admin::{self, Admin},
@@ -48,19 +44,18 @@ use tokio::sync::{Notify, mpsc, watch};
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    agent::AgentHandle,
     config::{Config, ms},
+    data_port::Turns,
     engine::Engine,
-    follow::Follower,
     gpu::Gpus,
     guard::Guards,
-    journal::Journal,
     ledger::Limits,
     metrics::Metrics,
-    session::Rules,
+    owner::{AgentHandle, engine_monitor::Follower},
+    session::{Rules, journal::Journal},
     shim::ShimHandle,
-    staged_prefill::{Queues, Runner},
-    turn::Turns,
+    staged_prefill::Runner,
+    staged_prefill_queue::Queues,
 };
 
 /// The maximum number of client connections: more than eight GPUs run and queue by default. A
@@ -117,7 +112,7 @@ pub enum Error {
     },
     /// The journal can't be used, or another agent holds it.
     #[error(transparent)]
-    Journal(#[from] journal::Error),
+    Journal(#[from] session::journal::Error),
     /// The shim's socket can't be created.
     #[error(transparent)]
     Shim(#[from] shim::Error),
@@ -149,11 +144,11 @@ pub async fn run(
     let (agent, shim, queues) =
         start_agent(&config, &gpus, &listeners, epoch, &engine, &metrics, &tasks)?;
     let republish_interval = ms(config.republish_interval_ms);
-    let kv_metrics = kv::metrics::Metrics::new(&mut registry);
-    let kv = kv::Setup { epoch, shim, republish_interval, metrics: kv_metrics };
-    let kv = kv::start(kv, tasks.token())?;
+    let kv_metrics = kv_events::metrics::Metrics::new(&mut registry);
+    let kv = kv_events::Setup { epoch, shim, republish_interval, metrics: kv_metrics };
+    let kv = kv_events::start(kv, tasks.token())?;
     let (files, found) = watch::channel(None);
-    grpc::start(agent.clone(), kv.clone(), epoch, found, listeners.control, tasks.token())?;
+    control_port::start(agent.clone(), kv.clone(), epoch, found, listeners.control, tasks.token())?;
     let ready = readiness(&agent, &metrics, &tasks).await;
     if let Ok(watch) = agent.watch().await {
         gpu::metrics::register(&mut registry, gpus.watch(), watch.report);
@@ -171,7 +166,7 @@ pub async fn run(
         vocabulary: (config.vocabulary > 0).then_some(config.vocabulary),
         files,
     };
-    tasks.spawn_essential("follow", follow::run(follower, tasks.clone()));
+    tasks.essential("follow", owner::engine_monitor::run(follower, tasks.clone()));
     listeners.data.set_nonblocking(true)?;
     let data = tokio::net::TcpListener::from_std(listeners.data)?;
     let turns = Turns {
@@ -185,9 +180,10 @@ pub async fn run(
     };
     let turns_max = limits(&config).turns_everywhere_max() + config.turns_queued_max;
     let turns_max = (turns_max + staged_prefill_queue::PROMPTS_MAX).min(TURNS_CONNECTED_MAX);
-    let staged_prefill = staged_prefill_runner(queues, &turns).await;
-    let data = server::serve(data, turn::app(turns, staged_prefill), turns_max, tasks.clone());
-    tasks.spawn_essential("data port", data);
+    let runner = staged_prefill_runner(queues, &turns).await;
+    let staged_prefill = runner.map_or_else(Router::new, Runner::routes);
+    let data = server::serve(data, data_port::app(turns, staged_prefill), turns_max, tasks.clone());
+    tasks.essential("data port", data);
 
     tokio::select! {
         () = stop.cancelled() => {
@@ -245,7 +241,7 @@ fn start_agent(
         id => id.to_owned(),
     };
     let rules = Rules {
-        prefix: session::prefix(&agent_id, epoch),
+        prefix: incarnation::prefix(&agent_id, epoch),
         idle_max: ms(config.session_idle_ms_max),
         demote_idle: ms(config.demote_idle_ms),
         turns_queued_per_session_max: config.turns_queued_per_session_max,
@@ -263,7 +259,7 @@ fn start_agent(
     let trim = shim::trim::listen(&config.shim_socket(), plans, tasks)?;
     let queues =
         (config.prefill_stage_ms > 0).then(|| Arc::new(Queues::new(config.prefill_stage_ms)));
-    let setup = agent::Setup {
+    let setup = owner::Setup {
         shim: shim.clone(),
         trim,
         agent_id,
@@ -282,7 +278,7 @@ fn start_agent(
         stall_max: ms(config.stall_ms_max),
         report_interval: ms(config.report_interval_ms),
     };
-    Ok((agent::start(setup, shim_news, trim_news, tasks), shim, queues))
+    Ok((owner::start(setup, shim_news, trim_news, tasks), shim, queues))
 }
 
 async fn staged_prefill_runner(queues: Option<Arc<Queues>>, turns: &Turns) -> Option<Runner> {

@@ -10,8 +10,6 @@ use prometheus_client::{
 };
 use proto::load::{Figure, LoadReport, PageAudit, PageClasses};
 
-use crate::session::{Became, Event, Outcome, Ran};
-
 /// Creates a histogram with buckets from 1 ms to 65 s, each twice the previous: prefills span that
 /// range.
 fn seconds() -> Histogram {
@@ -181,8 +179,8 @@ impl Metrics {
     }
 
     /// Counts an event of a session.
-    pub fn happened(&self, event: Event) {
-        self.events.get_or_create(&EventLabel { event: event.as_str() }).inc();
+    pub fn happened(&self, event: &'static str) {
+        self.events.get_or_create(&EventLabel { event }).inc();
     }
 
     /// Records how long the engine took to free what a closed session held.
@@ -196,23 +194,15 @@ impl Metrics {
     }
 
     /// Counts the end of a turn, and records how long the turn took.
-    pub fn ended(&self, outcome: Outcome, after: Duration) {
-        let outcome = match outcome {
-            Outcome::Finished(_) => "finished",
-            Outcome::Unheard(_) => "unheard",
-            Outcome::Aborted => "aborted",
-            Outcome::Refused => "refused",
-            Outcome::Partial => "partial",
-            Outcome::Lost => "lost",
-        };
+    pub fn ended(&self, outcome: &'static str, after: Duration) {
         self.turns.get_or_create(&OutcomeLabel { outcome }).inc();
         self.turn.observe(after.as_secs_f64());
     }
 
     /// Counts a full history that was compared with its session, and the tokens of it that the
     /// session already had.
-    pub fn planned(&self, became: Became, spared_tokens: u64) {
-        self.plans.get_or_create(&PlanLabel { plan: became.as_str() }).inc();
+    pub fn planned(&self, plan: &'static str, spared_tokens: u64) {
+        self.plans.get_or_create(&PlanLabel { plan }).inc();
         self.spared_tokens.inc_by(spared_tokens);
     }
 
@@ -222,8 +212,8 @@ impl Metrics {
     }
 
     /// Counts how a session's turn runs.
-    pub fn ran(&self, ran: Ran) {
-        self.session_turns.get_or_create(&KindLabel { kind: ran.as_str() }).inc();
+    pub fn ran(&self, kind: &'static str) {
+        self.session_turns.get_or_create(&KindLabel { kind }).inc();
     }
 
     /// Counts a session whose prompts have a volatile prefix. `role` is where in the prompt it is.

@@ -5,6 +5,7 @@
 
 mod deltas;
 mod error;
+pub mod journal;
 mod prefix;
 mod table;
 mod turn;
@@ -16,21 +17,17 @@ use proto::{
     load::{Retention, SessionState, VolatilePrefix},
 };
 
-use self::deltas::{Deltas, check_appends, check_turn};
+use self::{
+    deltas::{Deltas, check_appends, check_turn},
+    journal::Record,
+};
 pub use self::{
     error::Error,
     prefix::{BLOCKS_MAX, PrefixTracker, PromptStart},
-    table::{Became, Load, Plan, Planned, Seen, Table},
+    table::{Became, Load, Planned, Seen, Table},
     turn::{Appends, Need, Outcome, Ran, Trim, Turn, TurnSession, Usage},
 };
-use crate::{
-    config::WORKER_ID_BYTES_MAX,
-    guard::{Guard, Guards},
-    journal::Record,
-};
-
-/// The most bytes in an incarnation id: a [`prefix`], a hyphen, and a number of 20 digits.
-pub const INCARNATION_BYTES_MAX: usize = "berth-".len() + WORKER_ID_BYTES_MAX + 17 + 21;
+use crate::guard::{Guard, Guards};
 
 /// The capacity of one rank.
 #[derive(Debug, Clone, Copy)]
@@ -61,17 +58,11 @@ pub struct Engine {
     pub retentions: Vec<Retention>,
 }
 
-/// Returns the beginning of all incarnation ids of one agent process, from the worker's id and the
-/// process's epoch.
-#[must_use]
-pub fn prefix(worker_id: &str, epoch: u64) -> String {
-    format!("berth-{worker_id}-{epoch:x}")
-}
-
 /// Settings of the table. Fields of the same names in the agent's settings say more.
 #[derive(Debug, Clone)]
 pub struct Rules {
-    /// The [`prefix`] of incarnation ids; different for every agent process that uses the engine.
+    /// The [`prefix`](crate::incarnation::prefix) of incarnation ids; different for every agent
+    /// process that uses the engine.
     pub prefix: String,
     /// Idle limit of a session whose client asked for none.
     pub idle_max: Duration,

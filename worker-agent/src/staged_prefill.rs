@@ -1,38 +1,38 @@
 //! Staged prefill: computes a long prompt before its turn, in stages. Short prompts run in between.
 //!
 //! See [`proto::staged_prefill`] for the reasons and for what is sent. At most one stage per rank
-//! is in the engine; [`Queue`] decides which prompt is next. A stage is a turn of its own that
+//! is in the engine; [`Queues`] decides which prompt is next. A stage is a turn of its own that
 //! generates one token without a session. Like any other turn it is admitted, waits for room, is
 //! counted and can be aborted. It leaves its KV in the engine's cache. The caller may disconnect at
 //! any time; what is computed stays cached.
 
 use std::{
-    collections::BTreeMap,
     sync::Arc,
     time::{Duration, Instant},
 };
 
 use axum::{
+    Router,
     extract::Request,
     response::{IntoResponse, Response},
+    routing::post,
 };
 use http::{HeaderValue, StatusCode};
 use http_body_util::{BodyExt, Limited};
-use parking_lot::Mutex;
 use proto::{
     claim,
-    load::{Description, LoadReport, RankLoad, StagedPrefill},
-    staged_prefill::{LEFT, PREFILL_TOKENS_PER_S_ASSUMED, decode, stage_tokens},
+    load::{Description, LoadReport},
+    process::{budget::HeldBody, refusal::Refusal},
+    staged_prefill::{LEFT, PATH, decode},
 };
 use serde::Deserialize;
-use service::{budget::HeldBody, refusal::Refusal};
-use tokio::sync::{Notify, watch};
+use tokio::sync::watch;
 use tracing::debug;
 
 use crate::{
+    data_port::{self, Turns},
     metrics::StageOutcome,
-    staged_prefill_queue::{Queue, Ticket},
-    turn::{self, Turns},
+    staged_prefill_queue::{Place, Queues, prefill_tokens_per_s},
 };
 
 /// The maximum bytes of the engine's answer to a stage: one token and its metadata.
@@ -41,83 +41,6 @@ const ANSWER_BYTES_MAX: usize = 1 << 20;
 /// limit, a prompt that has no room would block prompts that have. After it the caller sends the
 /// turn itself.
 const STAGE_MAX: Duration = Duration::from_secs(10);
-
-/// The prompts in staged prefill, on all ranks. Load reports read them too.
-#[derive(Debug)]
-pub struct Queues {
-    prefill_stage_ms: u64,
-    ranks: Mutex<BTreeMap<u32, Queue>>,
-    /// Notified when another prompt may be next.
-    moved: Notify,
-}
-
-impl Queues {
-    /// Creates empty queues. A stage takes the engine about `prefill_stage_ms` milliseconds.
-    #[must_use]
-    pub fn new(prefill_stage_ms: u64) -> Self {
-        Self { prefill_stage_ms, ranks: Mutex::default(), moved: Notify::new() }
-    }
-
-    /// Returns what waits on a rank. `rank` gives the prefill rate, which sets the size of a stage.
-    #[must_use]
-    pub fn load(&self, rank: &RankLoad) -> StagedPrefill {
-        let (tokens, prompts) = self.ranks.lock().get(&rank.dp_rank).map_or((0, 0), Queue::load);
-        let stage_tokens = stage_tokens(self.prefill_stage_ms, tokens_per_s(rank));
-        StagedPrefill { tokens, prompts: u32::try_from(prompts).unwrap_or(u32::MAX), stage_tokens }
-    }
-
-    fn with<T>(&self, dp_rank: u32, change: impl FnOnce(&mut Queue) -> T) -> T {
-        let mut ranks = self.ranks.lock();
-        let queue = ranks.entry(dp_rank).or_default();
-        let changed = change(queue);
-        if cfg!(debug_assertions) {
-            queue.check_invariants();
-        }
-        drop(ranks);
-        self.moved.notify_waiters();
-        changed
-    }
-}
-
-/// One prompt's place in its rank's queue. Dropping it leaves the queue.
-#[derive(Debug)]
-struct Place<'a> {
-    queues: &'a Queues,
-    dp_rank: u32,
-    ticket: Ticket,
-}
-
-impl Place<'_> {
-    /// Waits until this prompt is next, and begins the stage that `stage` returns. Returns `None`
-    /// if `stage` returns `None`.
-    async fn next<T>(&self, stage: impl Fn() -> Option<(u64, T)>) -> Option<T> {
-        loop {
-            let mut moved = std::pin::pin!(self.queues.moved.notified());
-            // From here on no notification is missed.
-            moved.as_mut().enable();
-            {
-                let mut ranks = self.queues.ranks.lock();
-                let queue = ranks.entry(self.dp_rank).or_default();
-                if queue.first() == Some(self.ticket) {
-                    let (tokens, stage) = stage()?;
-                    queue.begin(self.ticket, tokens);
-                    return Some(stage);
-                }
-            }
-            moved.await;
-        }
-    }
-
-    fn computed(&self, left_tokens: u64) {
-        self.queues.with(self.dp_rank, |queue| queue.computed(self.ticket, left_tokens));
-    }
-}
-
-impl Drop for Place<'_> {
-    fn drop(&mut self) {
-        self.queues.with(self.dp_rank, |queue| queue.leave(self.ticket));
-    }
-}
 
 /// Computes prompts ahead of their turns.
 #[derive(Debug, Clone)]
@@ -173,8 +96,15 @@ impl Prompt {
 }
 
 impl Runner {
+    /// Returns the route of the data port on which routers request staged prefill.
+    #[must_use]
+    pub fn routes(self) -> Router<Turns> {
+        let serve = move |request: Request| async move { self.answer(request).await };
+        Router::new().route(PATH, post(serve))
+    }
+
     /// Computes a prompt until less than a stage is left. The answer says how many tokens are left.
-    pub async fn answer(&self, request: Request) -> Response {
+    async fn answer(&self, request: Request) -> Response {
         match self.serve(request).await {
             Ok(left_tokens) => {
                 let mut answer = StatusCode::NO_CONTENT.into_response();
@@ -232,7 +162,7 @@ impl Runner {
             // While other prompts were computed, the rate may have changed, or the engine may have
             // gone.
             let (_, tokens_per_s) = self.stage(prompt.dp_rank)?;
-            self.queues.with(prompt.dp_rank, |queue| queue.measured(tokens_per_s));
+            self.queues.measured(prompt.dp_rank, tokens_per_s);
             let stage = || {
                 let (stage_tokens, _) = self.stage(prompt.dp_rank).ok()?;
                 let end = prompt.end(stage_tokens)?;
@@ -272,7 +202,7 @@ impl Runner {
         let sampling = r#"{"max_new_tokens":1,"temperature":0}"#;
         let body = format!(r#"{{"input_ids":{ids},"sampling_params":{sampling}}}"#);
         let resident = prompt.resident as u64;
-        let response = turn::generate(&self.turns, prompt.dp_rank, resident, body).await?;
+        let response = data_port::generate(&self.turns, prompt.dp_rank, resident, body).await?;
         let status = response.status();
         let read = Limited::new(response.into_body(), ANSWER_BYTES_MAX).collect().await;
         let bytes = read.map(http_body_util::Collected::to_bytes).unwrap_or_default();
@@ -284,17 +214,13 @@ impl Runner {
     }
 
     fn enter(&self, prompt: &Prompt, tokens_per_s: u64) -> Result<Place<'_>, Refusal> {
-        let now = service::clock::now().saturating_duration_since(self.start);
-        let ticket = self.queues.with(prompt.dp_rank, |queue| {
-            queue.measured(tokens_per_s);
-            queue.enter(prompt.left(), now)
-        });
-        let ticket = ticket.ok_or_else(|| {
+        let now = tokio::time::Instant::now().into_std().saturating_duration_since(self.start);
+        let place = self.queues.enter(prompt.dp_rank, prompt.left(), tokens_per_s, now);
+        place.ok_or_else(|| {
             let text = "too many prompts wait on this worker; send the turn itself";
             Refusal::new(StatusCode::TOO_MANY_REQUESTS, "staged_prefill_full", text)
                 .retry_after(Duration::from_secs(1))
-        })?;
-        Ok(Place { queues: &self.queues, dp_rank: prompt.dp_rank, ticket })
+        })
     }
 
     /// Returns the current size of a stage, and the prefill rate in tokens per second.
@@ -307,13 +233,9 @@ impl Runner {
             let text = format!("there is no DP rank {dp_rank}; ask for one of /v1/workers");
             Refusal::bad_request("no_rank", text)
         })?;
-        let tokens_per_s = tokens_per_s(rank);
-        Ok((stage_tokens(self.queues.prefill_stage_ms, tokens_per_s), tokens_per_s))
+        let tokens_per_s = prefill_tokens_per_s(rank);
+        Ok((self.queues.stage_tokens(tokens_per_s), tokens_per_s))
     }
-}
-
-fn tokens_per_s(rank: &RankLoad) -> u64 {
-    rank.prefill_tokens_per_s.map_or(PREFILL_TOKENS_PER_S_ASSUMED, |figure| figure.value)
 }
 
 fn late() -> Refusal {

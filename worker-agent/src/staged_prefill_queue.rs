@@ -4,7 +4,11 @@
 //! that a prompt has waited counts as computed: a newcomer never passes a prompt that has already
 //! waited twice its own computing time.
 
+mod shared;
+
 use std::time::Duration;
+
+pub use self::shared::{Place, Queues, prefill_tokens_per_s};
 
 /// The maximum number of prompts at once. A router waits for the answer to each.
 pub const PROMPTS_MAX: usize = 256;

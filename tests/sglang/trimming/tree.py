@@ -1,7 +1,7 @@
 """Models of the engine's radix tree, its recorder of KV events, and an agent that follows them.
 
 They cover what publishing the tree again needs. They follow SGLang's `UnifiedTreeCore` and
-`KVCacheEventRecorder`, and `worker-agent/src/kv/pages.rs`.
+`KVCacheEventRecorder`, and `worker-agent/src/kv_events/pages.rs`.
 """
 
 import hashlib

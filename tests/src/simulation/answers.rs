@@ -2,7 +2,7 @@
 
 use http::StatusCode;
 use serde_json::json;
-use worker_agent::{answer::Scanner, session::Outcome};
+use worker_agent::{data_port::response_scanner::Scanner, session::Outcome};
 
 use crate::engine_sim::request::{Finish, Output};
 

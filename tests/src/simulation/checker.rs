@@ -189,8 +189,8 @@ impl World {
     pub(super) fn check_reply(&mut self, id: TurnId, reply: &Reply) {
         match reply {
             Reply::Refused(error) => {
-                let code = worker_agent::turn::refusal(&error.clone().into()).code;
-                *self.counts.refused.entry(code.to_owned()).or_default() += 1;
+                let code = worker_agent::data_port::refusal(&error.clone().into()).code;
+                *self.tally.refused.entry(code.to_owned()).or_default() += 1;
             }
             Reply::Engine(message) => {
                 let turn = &self.turns[&id];

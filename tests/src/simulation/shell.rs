@@ -8,10 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use worker_agent::{
-    journal::Record,
-    session::{self, Effect, Load, Rules, SeenRequest, Table},
-};
+use worker_agent::session::{self, Effect, Load, Rules, Seen, Table, journal::Record};
 
 use super::{
     calls::Task,

@@ -6,7 +6,10 @@
 
 use std::{collections::BTreeMap, time::Duration};
 
-use worker_agent::session::{Error, Plan, Planned, Trim};
+use worker_agent::{
+    session::{Error, Planned, Trim},
+    shim::trim::Plan,
+};
 
 use super::{
     engine::TurnId,

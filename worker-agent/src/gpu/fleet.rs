@@ -14,8 +14,9 @@ use super::{
     health::Health,
     process::Member,
     reading::{Identity, Reading},
-    select::{self, Basis, Selection, Selector},
+    select::{self, Basis, Selection},
 };
+use crate::config::selector::Selector;
 
 /// The maximum number of different XIDs counted per board; about 170 exist.
 const XIDS_MAX: usize = 256;

@@ -41,14 +41,14 @@ use proto::{claim::Claim, id::SessionKey};
 use self::{closing::Closing, engine::Book, trim::Marked};
 use super::{
     Appends, Capacity, Close, Closed, Deltas, Effect, Engine, Error, Event, Expected, Guard, Need,
-    Opened, Outcome, Phase, PrefixTracker, PromptStart, Ran, Rules, Session, Totals, Trim, Turn,
-    TurnSession, Usage, Whole, Why, check_appends, check_turn,
+    Opened, Outcome, Phase, PrefixTracker, PromptStart, Ran, Record, Rules, Session, Totals, Trim,
+    Turn, TurnSession, Usage, Whole, Why, check_appends, check_turn,
 };
-use crate::journal::Record;
+use crate::shim::trim::Plan;
 
 pub use self::{
     engine::{Load, Seen},
-    trim::{Became, Plan, Planned},
+    trim::{Became, Planned},
 };
 
 /// The most sessions in one table. A session takes less than 1 KiB here, so a flood of session ids

@@ -117,6 +117,21 @@ pub enum Outcome {
     Lost,
 }
 
+impl Outcome {
+    /// Returns the name used in metrics.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Finished(_) => "finished",
+            Self::Unheard(_) => "unheard",
+            Self::Aborted => "aborted",
+            Self::Refused => "refused",
+            Self::Partial => "partial",
+            Self::Lost => "lost",
+        }
+    }
+}
+
 /// What a route can carry to a pinned session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Appends {

@@ -38,7 +38,7 @@
 use std::{str, time::Duration};
 
 use super::{Audited, Hello, SessionFacts};
-use crate::session::INCARNATION_BYTES_MAX;
+use crate::incarnation::INCARNATION_BYTES_MAX;
 
 /// The version of the protocol. A shim with another version is refused.
 pub const VERSION: u8 = 4;

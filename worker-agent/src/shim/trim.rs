@@ -18,7 +18,6 @@ use tokio::sync::mpsc;
 
 use self::talk::Plans;
 use super::{Error, codec::Command, peers::Peers};
-pub use crate::session::Plan;
 
 /// The trimmer's first message: its identity, and whether it trims.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -37,6 +36,19 @@ pub struct Trimmer {
     /// Why the trimmer trims nothing; `None` while it works. Once it is set, no more turns are
     /// planned.
     pub inert: Option<String>,
+}
+
+/// How the shim plans to run a marked turn.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Plan {
+    /// The prompt continues the session's history, token id for token id.
+    Trimmed,
+    /// Retokenized: the prompt continues the session's history as text, but with other token ids.
+    Healed,
+    /// The prompt is another history than the session's.
+    Diverged,
+    /// The turn can't run in the session.
+    Refused,
 }
 
 /// The trimmer's plan for a marked turn.

@@ -13,7 +13,7 @@ use super::{
     board::{Board, Failure, failure},
     out_of_reach, trouble,
 };
-use crate::gpu::select::PciAddress;
+use crate::config::selector::PciAddress;
 
 /// Returns all devices: each GPU, followed by its MIG slices. Includes devices of `known` that
 /// can't be reached any more.

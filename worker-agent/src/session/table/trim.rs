@@ -20,12 +20,13 @@ use std::time::{Duration, Instant};
 
 use proto::{id::SessionKey, load::Retention};
 
-pub use self::plan::{Became, Plan, Planned};
+pub use self::plan::{Became, Planned};
 use super::{
     Deltas, Effect, Expected, Guard, Need, Outcome, Phase, Ran, Session, Stage, Table, Ticket,
     Trim, Usage,
     reclaim::{Shortage, Taker},
 };
+use crate::shim::trim::Plan;
 
 /// The longest divergence streak after which the agent still pins a session on its own. In a longer
 /// streak, the client edits what it sends (drops reasoning, say) or its prompts can't be trimmed,

@@ -5,7 +5,7 @@ use std::{path::Path, process::Command as Process};
 use proptest::prelude::*;
 
 use super::*;
-use crate::{config::WORKER_ID_BYTES_MAX, session::prefix};
+use crate::{config::WORKER_ID_BYTES_MAX, incarnation::prefix};
 
 /// Prints the frames of [`frames_of_the_shim`] in hex, encoded by the shim's own code.
 const ENCODE: &str = r#"

@@ -1,17 +1,6 @@
 //! The shim's plan for a full history, and how the turn ran.
 
-/// How the shim plans to run a marked turn.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Plan {
-    /// The prompt continues the session's history, token id for token id.
-    Trimmed,
-    /// Retokenized: the prompt continues the session's history as text, but with other token ids.
-    Healed,
-    /// The prompt is another history than the session's.
-    Diverged,
-    /// The turn can't run in the session.
-    Refused,
-}
+use crate::shim::trim::Plan;
 
 /// A plan for one turn. Figures are in tokens.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -10,9 +10,8 @@ use std::{
 use tokio::sync::oneshot;
 use tracing::{error, warn};
 
-use super::{Owner, now};
+use super::{Owner, RankPages, handle::Message, now};
 use crate::{
-    agent::{Message, RankPages},
     audit::{
         Audit, Error,
         remote::{Answer, Found, Remote, key_of},

@@ -1,11 +1,6 @@
-//! The task that owns the sessions and the ledger, and the handle for sending it requests.
-//!
-//! The owner task decides with the pure [`session::Table`]. It never waits for the engine: each
-//! engine call runs in a separate task, whose result comes back as a message.
+//! The handle by which other tasks send requests to the owner task, and what it sends and returns.
 
-mod owner;
-
-use std::{path::PathBuf, sync::Arc, time::Duration};
+use std::{sync::Arc, time::Duration};
 
 use proto::{
     claim::Claim,
@@ -15,25 +10,12 @@ use proto::{
 use service::tasks::Tasks;
 use tokio::sync::{broadcast, mpsc, oneshot, watch};
 
-use self::owner::Owner;
 use crate::{
     audit::{self, SessionPages},
-    engine::{Engine, Info, Sample},
-    gpu::Gpus,
-    journal::Journal,
-    ledger::Limits,
-    metrics::Metrics,
-    session::{self, Appends, Closed, Need, Opened, Outcome, PromptStart, Ran, Rules, Turn},
-    shim::{
-        News, ShimHandle,
-        trim::{self, TrimHandle},
-    },
-    staged_prefill::Queues,
+    engine::{Info, Sample},
+    session::{self, Appends, Closed, Need, Opened, Outcome, PromptStart, Ran, Turn},
 };
 
-/// The maximum number of requests that wait in the owner's mailbox. The owner handles each in
-/// microseconds. When the mailbox is full, callers wait, which bounds memory.
-const MAILBOX: usize = 1024;
 /// Why the agent refuses a request.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
@@ -87,8 +69,9 @@ pub enum EngineNews {
     },
 }
 
+/// A message to the owner task.
 #[derive(Debug)]
-enum Message {
+pub(super) enum Message {
     Claim {
         claim: Option<(Claim, SessionKey)>,
         rank: Option<u32>,
@@ -164,9 +147,9 @@ pub type Told = Result<Ran, session::Error>;
 
 /// The end of a turn, as sent to the owner.
 #[derive(Debug)]
-struct End {
-    rid: String,
-    outcome: Outcome,
+pub(super) struct End {
+    pub(super) rid: String,
+    pub(super) outcome: Outcome,
 }
 
 /// A turn's claim on its session, taken before the turn's body is read, and on room in the engine
@@ -178,10 +161,10 @@ pub struct Lease {
     pub rid: String,
     /// The size of the model's vocabulary, if known.
     pub vocabulary: Option<u32>,
-    agent: AgentHandle,
-    sent: bool,
+    pub(super) agent: AgentHandle,
+    pub(super) sent: bool,
     /// A reserved place for the end in the owner's queue, so that ending a turn never waits.
-    end: Option<mpsc::OwnedPermit<End>>,
+    pub(super) end: Option<mpsc::OwnedPermit<End>>,
 }
 
 impl Lease {
@@ -229,7 +212,7 @@ impl Drop for Lease {
 /// The handle by which all other tasks send requests to the owner task.
 #[derive(Debug, Clone)]
 pub struct AgentHandle {
-    mailbox: mpsc::Sender<Message>,
+    pub(super) mailbox: mpsc::Sender<Message>,
 }
 
 impl AgentHandle {
@@ -304,57 +287,4 @@ impl AgentHandle {
         self.mailbox.send(message(reply)).await.map_err(|_| Error::Stopping)?;
         answer.await.map_err(|_| Error::Stopping)
     }
-}
-
-/// What the owner task needs to start.
-#[derive(Debug)]
-pub struct Setup {
-    /// The name of the agent.
-    pub agent_id: String,
-    /// The epoch of this agent process.
-    pub epoch: u64,
-    /// The port for turns, published in the description.
-    pub data_port: u16,
-    /// The client of the engine.
-    pub engine: Engine,
-    /// The GPUs that the engine runs on.
-    pub gpus: Gpus,
-    /// The limits on admission.
-    pub limits: Limits,
-    /// The rules of the session table.
-    pub rules: Rules,
-    /// The journal of open sessions, which outlives the process.
-    pub journal: Journal,
-    /// Sends commands to the shim inside the engine.
-    pub shim: ShimHandle,
-    /// Answers questions of the trimmer inside the engine.
-    pub trim: TrimHandle,
-    /// The queues of staged prefill; `None` if it is off.
-    pub queues: Option<Arc<Queues>>,
-    /// The agent's metrics.
-    pub metrics: Metrics,
-    /// The interval between page audits of each rank; `None`: only on demand.
-    pub audit_interval: Option<Duration>,
-    /// The base path of the row tables that engines publish for audits from this process; empty:
-    /// none.
-    pub audit_table: PathBuf,
-    /// An engine is stuck if turns wait and nothing runs for this long.
-    pub stall_max: Duration,
-    /// The longest time between two load reports.
-    pub report_interval: Duration,
-}
-
-/// Starts the owner task, and returns its handle.
-#[must_use]
-pub fn start(
-    setup: Setup,
-    shim_news: mpsc::Receiver<News>,
-    trim_news: mpsc::Receiver<trim::News>,
-    tasks: &Tasks,
-) -> AgentHandle {
-    let (mailbox, messages) = mpsc::channel(MAILBOX);
-    let handle = AgentHandle { mailbox };
-    let owner = Owner::new(setup, tasks.clone(), handle.clone());
-    tasks.spawn_essential("agent", owner.run(messages, shim_news, trim_news));
-    handle
 }

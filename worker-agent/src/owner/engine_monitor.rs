@@ -10,11 +10,10 @@ use service::{clock::now, tasks::Tasks};
 use tokio::sync::{Notify, watch};
 use tracing::{debug, info, warn};
 
+use super::{AgentHandle, EngineNews};
 use crate::{
-    agent::{AgentHandle, EngineNews},
-    engine::{self, Engine, Info, Sample},
-    kv::KvHandle,
-    model,
+    engine::{self, Engine, Info, Sample, model_files},
+    kv_events::KvHandle,
 };
 
 /// The pause between attempts to reach an engine that is down.
@@ -39,7 +38,7 @@ pub struct Follower {
     /// The size of the vocabulary, if the settings state it.
     pub vocabulary: Option<u32>,
     /// Receives the model's tokenizer files.
-    pub files: watch::Sender<Option<Arc<model::Files>>>,
+    pub files: watch::Sender<Option<Arc<model_files::Files>>>,
 }
 
 /// Monitors the engine until the tasks are cancelled.
@@ -133,11 +132,15 @@ fn may_be_another(last: &Sample, next: &Sample) -> bool {
 }
 
 /// Completes the engine's description with facts from its model's files.
-async fn with_model(mut info: Info, source: Option<model::Source>, follower: &Follower) -> Info {
+async fn with_model(
+    mut info: Info,
+    source: Option<model_files::Source>,
+    follower: &Follower,
+) -> Info {
     // The files may be large or on a slow disk, so they are read on a blocking thread.
     let read = tokio::task::spawn_blocking(move || {
-        let (source, hub) = (source?, model::hub());
-        Some((vocabulary(&source), model::Files::find(&source, hub.as_deref())))
+        let (source, hub) = (source?, model_files::hub());
+        Some((vocabulary(&source), model_files::Files::find(&source, hub.as_deref())))
     });
     let (vocabulary, files) = read.await.ok().flatten().unzip();
     info.facts.vocabulary = follower.vocabulary.or(vocabulary.flatten());
@@ -159,8 +162,8 @@ async fn with_model(mut info: Info, source: Option<model::Source>, follower: &Fo
 }
 
 /// Reads the vocabulary's size from the model's config, because the engine doesn't report it.
-fn vocabulary(source: &model::Source) -> Option<u32> {
-    let folder = source.folder(model::hub().as_deref())?;
+fn vocabulary(source: &model_files::Source) -> Option<u32> {
+    let folder = source.folder(model_files::hub().as_deref())?;
     let text = std::fs::read_to_string(folder.join("config.json")).ok()?;
     let config: Value = serde_json::from_str(&text).ok()?;
     // Multimodal models have the text model's values one level down.

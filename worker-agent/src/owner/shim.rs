@@ -7,9 +7,8 @@ use std::time::Duration;
 
 use tracing::{info, warn};
 
-use super::{Owner, now};
+use super::{Owner, handle::Message, now};
 use crate::{
-    agent::Message,
     gpu::process::Scheduler,
     ledger::Facts,
     session::{Load, Seen},

@@ -1,12 +1,9 @@
 //! `berth-agent audit`: asks a running agent to audit its engine's pages, and prints the result.
 //!
-//! The output is a table for people or JSON for programs. [`kv`] has the command `berth-agent kv`.
+//! The output is a table for people or JSON for programs.
 
-pub mod kv;
+use std::{fmt::Write as _, time::Duration};
 
-use std::{fmt::Write as _, net::SocketAddr, time::Duration};
-
-use clap::Args;
 use proto::{
     id::SessionKey,
     load::PageAudit,
@@ -15,49 +12,11 @@ use proto::{
 use serde_json::{Value, json};
 use tonic::transport::Endpoint;
 
+use super::{Error, Shown};
+use crate::config::AuditArgs;
+
 /// The time limit for the answer. A step of the engine takes seconds at most.
 const ANSWER_MAX: Duration = Duration::from_secs(60);
-
-/// The arguments of `berth-agent audit`.
-#[derive(Debug, Args)]
-pub struct AuditArgs {
-    /// The control address of the agent.
-    #[arg(long, default_value = "127.0.0.1:31001")]
-    control_addr: SocketAddr,
-    /// DP rank; all ranks if not given.
-    #[arg(long)]
-    rank: Option<u32>,
-    /// Prints JSON.
-    #[arg(long)]
-    json: bool,
-}
-
-/// Why there is no result to print.
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    /// No agent answers at the address.
-    #[error("no agent answers at {0}; give its control address with --control-addr")]
-    Unreachable(SocketAddr, #[source] tonic::transport::Error),
-    /// The agent refused, for this reason.
-    #[error("the agent refused: {0}")]
-    Refused(String),
-    /// The agent's audit is invalid.
-    #[error("the agent's answer is invalid; install the same version of both")]
-    Senseless(#[from] proto::load::Error),
-    /// The agent's resident blocks are invalid.
-    #[error("the agent's answer is invalid; install the same version of both")]
-    SenselessKv(#[from] proto::kv::Error),
-}
-
-/// The output of a command, and whether everything is in order: no rank refused and no fault was
-/// found.
-#[derive(Debug)]
-pub struct Shown {
-    /// The text to print, in complete lines.
-    pub text: String,
-    /// Whether everything is in order.
-    pub sound: bool,
-}
 
 /// The audit of one rank, or the reason why there is none.
 struct Rank {

@@ -19,10 +19,11 @@ use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status};
 
 use crate::{
-    agent::{self, AgentHandle, Change, RankPages, Watch},
-    audit,
-    kv::KvHandle,
-    model, session, turn,
+    audit, data_port,
+    engine::model_files,
+    kv_events::KvHandle,
+    owner::{self, AgentHandle, Change, RankPages, Watch},
+    session,
 };
 
 /// The number of sessions in one part of the session table.
@@ -46,7 +47,7 @@ struct Service {
     agent: AgentHandle,
     kv: KvHandle,
     epoch: u64,
-    files: watch::Receiver<Option<Arc<model::Files>>>,
+    files: watch::Receiver<Option<Arc<model_files::Files>>>,
     fetches: Arc<Semaphore>,
     tasks: Tasks,
 }
@@ -60,7 +61,7 @@ pub fn start(
     agent: AgentHandle,
     kv: KvHandle,
     epoch: u64,
-    files: watch::Receiver<Option<Arc<model::Files>>>,
+    files: watch::Receiver<Option<Arc<model_files::Files>>>,
     listener: std::net::TcpListener,
     token: CancellationToken,
 ) -> std::io::Result<SocketAddr> {
@@ -103,11 +104,11 @@ pub fn start(
 
 /// Maps the agent's errors to gRPC. As gRPC has few codes, the data port's refusal code is sent
 /// along as metadata.
-fn status(error: &agent::Error) -> Status {
+fn status(error: &owner::Error) -> Status {
     use session::Error as E;
     let text = error.to_string();
     let mut status = match error {
-        agent::Error::Session(reason) => match reason {
+        owner::Error::Session(reason) => match reason {
             E::Unknown => Status::not_found(text),
             E::Short { .. } => Status::resource_exhausted(text),
             E::NoRank(_) => Status::invalid_argument(text),
@@ -128,9 +129,9 @@ fn status(error: &agent::Error) -> Status {
             | E::HistoryUnknown => Status::failed_precondition(text),
             E::OpenFailed(_) | E::EngineLost | E::Stopping => Status::unavailable(text),
         },
-        agent::Error::EngineDown(_) | agent::Error::Stopping => Status::unavailable(text),
+        owner::Error::EngineDown(_) | owner::Error::Stopping => Status::unavailable(text),
     };
-    let code = HeaderValue::from_static(turn::refusal(error).code);
+    let code = HeaderValue::from_static(data_port::refusal(error).code);
     status.metadata_mut().as_mut().insert(claim::REFUSAL, code);
     status
 }

@@ -12,7 +12,10 @@ use serde::{
 };
 use serde_json::value::RawValue;
 
-use crate::session::{BLOCKS_MAX, PromptStart};
+use crate::{
+    data_port::routes::Kind,
+    session::{BLOCKS_MAX, PromptStart},
+};
 
 /// Returns the first blocks of a prompt.
 pub(super) fn read_start(kind: Kind, object: &Object<'_>) -> PromptStart {

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use crate::engine::{RankSample, Sample};
+use super::{RankSample, Sample};
 
 /// Watches the load samples of one engine.
 #[derive(Debug, Default)]

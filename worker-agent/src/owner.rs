@@ -1,16 +1,22 @@
-//! The owner task: handles messages one after the other.
+//! The owner task: owns the sessions and the ledger, and handles messages one after the other.
 //!
-//! For each message it updates the session table, carries out the resulting effects, and publishes
-//! what changed. Each engine call runs in a separate task, whose result comes back as a message.
+//! It decides with the pure [`session::Table`]. For each message it updates the table, carries out
+//! the resulting effects, and publishes what changed. It never waits for the engine: each engine
+//! call runs in a separate task, whose result comes back as a message.
 
-mod audit;
+mod audit_desk;
+mod drain;
 mod engine;
-mod prefix;
+pub mod engine_monitor;
+mod handle;
+mod reporter;
 mod shim;
 mod trim;
+mod volatile_prefix;
 
 use std::{
     collections::{HashMap, HashSet},
+    path::PathBuf,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -22,28 +28,94 @@ use proto::{
 };
 use service::{clock::now, tasks::Tasks};
 use tokio::sync::{broadcast, mpsc, oneshot, watch};
-use tracing::{debug, error, info, warn};
+use tracing::{debug, error, info};
 
-use super::{Admitted, AgentHandle, Change, End, Error, Lease, Message, Setup, Told, Watch};
+pub use self::handle::{
+    Admitted, AgentHandle, Change, EngineNews, Error, Lease, RankPages, Told, Watch,
+};
+use self::{
+    drain::Drain,
+    handle::{End, Message},
+    reporter::shown,
+};
 use crate::{
     audit::{Audits, remote::Remote},
-    engine::Info,
-    ledger::{Health, Ledger},
-    progress::Progress,
-    session::{self, Appends, Effect, Opened, Table, Turn},
-    shim::{News, trim::News as TrimNews},
+    engine::{Engine, Info, stall_detector::Progress},
+    gpu::Gpus,
+    ledger::{Health, Ledger, Limits},
+    metrics::Metrics,
+    session::{self, Appends, Effect, Opened, Rules, Table, Turn, journal::Journal},
+    shim::{
+        News, ShimHandle,
+        trim::{self as shim_trim, TrimHandle},
+    },
+    staged_prefill_queue::Queues,
 };
 
+/// The maximum number of requests that wait in the owner's mailbox. The owner handles each in
+/// microseconds. When the mailbox is full, callers wait, which bounds memory.
+const MAILBOX: usize = 1024;
 /// The maximum number of session changes that a watcher may lag behind; beyond it the watcher must
 /// subscribe again.
 const CHANGES_BEHIND_MAX: usize = 8192;
 /// The shortest time between two reports, so that a burst of turns produces one report.
 const REPORT_GAP: Duration = Duration::from_millis(20);
-/// The interval between aborts of the remaining turns after a drain's deadline.
-const ABORT_AGAIN: Duration = Duration::from_millis(500);
+
+/// What the owner task needs to start.
+#[derive(Debug)]
+pub struct Setup {
+    /// The name of the agent.
+    pub agent_id: String,
+    /// The epoch of this agent process.
+    pub epoch: u64,
+    /// The port for turns, published in the description.
+    pub data_port: u16,
+    /// The client of the engine.
+    pub engine: Engine,
+    /// The GPUs that the engine runs on.
+    pub gpus: Gpus,
+    /// The limits on admission.
+    pub limits: Limits,
+    /// The rules of the session table.
+    pub rules: Rules,
+    /// The journal of open sessions, which outlives the process.
+    pub journal: Journal,
+    /// Sends commands to the shim inside the engine.
+    pub shim: ShimHandle,
+    /// Answers questions of the trimmer inside the engine.
+    pub trim: TrimHandle,
+    /// The queues of staged prefill; `None` if it is off.
+    pub queues: Option<Arc<Queues>>,
+    /// The agent's metrics.
+    pub metrics: Metrics,
+    /// The interval between page audits of each rank; `None`: only on demand.
+    pub audit_interval: Option<Duration>,
+    /// The base path of the row tables that engines publish for audits from this process; empty:
+    /// none.
+    pub audit_table: PathBuf,
+    /// An engine is stuck if turns wait and nothing runs for this long.
+    pub stall_max: Duration,
+    /// The longest time between two load reports.
+    pub report_interval: Duration,
+}
+
+/// Starts the owner task, and returns its handle.
+#[must_use]
+pub fn start(
+    setup: Setup,
+    shim_news: mpsc::Receiver<News>,
+    trim_news: mpsc::Receiver<shim_trim::News>,
+    tasks: &Tasks,
+) -> AgentHandle {
+    let (mailbox, messages) = mpsc::channel(MAILBOX);
+    let handle = AgentHandle { mailbox };
+    let owner = Owner::new(setup, tasks.clone(), handle.clone());
+    tasks.essential("agent", owner.run(messages, shim_news, trim_news));
+    handle
+}
 
 /// The state of the owner task.
-pub(super) struct Owner {
+struct Owner {
     setup: Setup,
     tasks: Tasks,
     handle: AgentHandle,
@@ -70,7 +142,7 @@ pub(super) struct Owner {
     /// Exchanges that wait to learn how their turn runs, by request id.
     plans: HashMap<String, oneshot::Sender<Told>>,
     audits: Audits,
-    audit_waiters: Vec<audit::Waiter>,
+    audit_waiters: Vec<audit_desk::Waiter>,
     /// The threads that audit ranks from this process, by DP rank.
     remotes: HashMap<u32, Remote>,
     /// The places of volatile prefixes for which a warning was logged.
@@ -93,15 +165,12 @@ impl Waiter {
     }
 }
 
-struct Drain {
-    /// From this time on the running turns are aborted, repeatedly: the engine forgets an abort
-    /// that arrives before its turn.
-    deadline: Instant,
-    done: Option<oneshot::Sender<()>>,
+fn now() -> Instant {
+    tokio::time::Instant::now().into_std()
 }
 
 impl Owner {
-    pub(super) fn new(setup: Setup, tasks: Tasks, handle: AgentHandle) -> Self {
+    fn new(setup: Setup, tasks: Tasks, handle: AgentHandle) -> Self {
         // Until the engine is reached no ranks are known, so no turn can be admitted.
         let engine = session::Engine {
             ranks: vec![],
@@ -146,11 +215,11 @@ impl Owner {
         }
     }
 
-    pub(super) async fn run(
+    async fn run(
         mut self,
         mut messages: mpsc::Receiver<Message>,
         mut shim_news: mpsc::Receiver<News>,
-        mut trim_news: mpsc::Receiver<TrimNews>,
+        mut trim_news: mpsc::Receiver<shim_trim::News>,
     ) {
         let mut ended = self.ended.take().expect("taken once, here");
         let mut gpus = self.setup.gpus.watch();
@@ -332,7 +401,7 @@ impl Owner {
                 Effect::VolatilePrefix(key, found) => self.volatile_prefix(&key, found),
                 Effect::Happened(key, event) => {
                     info!(session = %key.digest(), event = event.as_str(), "session event");
-                    self.setup.metrics.happened(event);
+                    self.setup.metrics.happened(event.as_str());
                 }
             }
         }
@@ -354,130 +423,21 @@ impl Owner {
         }
     }
 
-    fn describe(&self, info: &Info) -> Description {
-        Description {
-            agent_id: self.setup.agent_id.clone(),
-            epoch: self.setup.epoch,
-            data_port: self.setup.data_port,
-            engine: info.facts.clone(),
-            ranks: self.ledger.ranks(now(), &self.setup.gpus.now()),
-            retentions: info.retentions(),
-            turns_queued_per_session_max: self.setup.rules.turns_queued_per_session_max,
-            model_files: info.model_files,
-            trims: self.trims.iter().cloned().collect(),
-        }
-    }
-
     fn usable(&self) -> Result<(), Error> {
         if self.draining.is_some() {
             return Err(Error::Stopping);
         }
         self.down.clone().map_or(Ok(()), |reason| Err(Error::EngineDown(reason)))
     }
-
-    /// Sends the session's current state to the watchers.
-    fn touched(&self, key: &SessionKey) {
-        if self.changes.receiver_count() == 0 {
-            return;
-        }
-        let change = match self.table.get(key) {
-            Some(session) => Change::Upsert(Box::new(shown(key, session, now()))),
-            None => Change::Removed(key.clone()),
-        };
-        let _ = self.changes.send(change);
-    }
-
-    fn publish(&mut self, now: Instant) {
-        let gpus = self.setup.gpus.now();
-        let interval = self.setup.report_interval;
-        let health = Health {
-            // A failed GPU stops the engine too, so the first reason in this order is the cause.
-            unhealthy: [&gpus.unhealthy, &self.down, &self.stuck]
-                .into_iter()
-                .find_map(Clone::clone),
-            draining: self.draining.is_some(),
-            restart_required: self
-                .table
-                .restart_required(now)
-                .or_else(|| self.audits.restart_required(now)),
-        };
-        let mut report = self.ledger.report(now, &self.table, &gpus, interval, health);
-        for rank in &mut report.ranks {
-            rank.pages = self.audits.last(rank.dp_rank).map(|audit| audit.reported(now));
-            rank.staged_prefill = self.setup.queues.as_ref().map(|queues| queues.load(rank));
-        }
-        let before = self.report.borrow().restart_required.is_some();
-        if let (false, Some(reason)) = (before, &report.restart_required) {
-            error!(reason, "engine restart required");
-        }
-        self.report.send_replace(Arc::new(report));
-        self.reported = now;
-        self.dirty = false;
-        // The engine's devices may become known later than the engine itself.
-        let ranks = self.ledger.ranks(now, &gpus);
-        let described = self.description.borrow().as_ref().is_none_or(|all| all.ranks == ranks);
-        if !described {
-            self.describe_again();
-        }
-    }
-
-    /// Publishes the description again, if the engine was reached.
-    fn describe_again(&self) {
-        if let Some(info) = &self.info {
-            self.description.send_replace(Some(Arc::new(self.describe(info))));
-        }
-    }
-
-    /// Completes the drain when nothing is left, and aborts running turns after the deadline.
-    fn drain_step(&mut self, now: Instant) {
-        let Some(drain) = &mut self.draining else { return };
-        let running = self.table.inside().count();
-        let gone = self.info.is_none() && running == 0;
-        if running + self.table.pending() == 0 || gone {
-            if let Some(done) = drain.done.take() {
-                let _ = done.send(());
-            }
-            return;
-        }
-        if now >= drain.deadline {
-            drain.deadline = now + ABORT_AGAIN;
-            warn!(turns = running, "drain time is up, aborting turns");
-            let engine = self.setup.engine.clone();
-            let rids: Vec<String> = self.table.inside().map(str::to_owned).collect();
-            self.tasks.spawn(async move {
-                // The engine prefixes the request ids of the Responses API with `resp_`.
-                let named = rids.iter().flat_map(|rid| [rid.clone(), format!("resp_{rid}")]);
-                for rid in named {
-                    if let Err(error) = engine.abort(&rid).await {
-                        warn!(rid, %error, "abort did not get through");
-                    }
-                }
-            });
-        }
-    }
 }
 
-/// Returns the public view of a session.
-fn shown(key: &SessionKey, session: &session::Session, now: Instant) -> Session {
-    Session {
-        key: key.clone(),
-        retention: session.retention,
-        state: session.state(),
-        dp_rank: session.dp_rank,
-        turns: session.turns,
-        turns_running: session.running,
-        exclusive: session.exclusive,
-        full_history: session.sends_whole(),
-        volatile_prefix: session.volatile_prefix(),
-        resident_tokens: crate::ledger::resident(session),
-        idle: session.idle(now),
-    }
-}
+/// The length of a turn's id in bytes. It is fixed because the engine aborts by prefix.
+const RID_BYTES: usize = 32;
 
 /// Returns a new request id. Ids are random, so that none is a prefix of another: the engine aborts
 /// by prefix.
 fn rid() -> String {
     let rid = format!("{:016x}{:016x}", fastrand::u64(..), fastrand::u64(..));
-    debug_assert_eq!(rid.len(), crate::request::RID_BYTES);
+    debug_assert_eq!(rid.len(), RID_BYTES);
     rid
 }

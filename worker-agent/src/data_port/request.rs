@@ -3,7 +3,7 @@
 //! A body is refused if the engine would crash, answer 500, or harm another session. Otherwise the
 //! engine gets the client's bytes with only Berth's keys replaced.
 
-mod start;
+mod prompt_start;
 
 use std::fmt;
 
@@ -20,10 +20,8 @@ use serde::{
 use serde_json::value::RawValue;
 use service::refusal::Refusal;
 
+use super::routes::Kind;
 use crate::session::{Need, PromptStart, Turn};
-
-/// The length of a turn's id in bytes. It is fixed because the engine aborts by prefix.
-pub const RID_BYTES: usize = 32;
 
 /// A body that passed all checks, and what its turn needs from the engine.
 #[derive(Debug)]
@@ -83,7 +81,8 @@ pub fn read(
     let mut owned = OWNED_KEYS.to_vec();
     owned.extend(rid_key);
     let parts = object.rewrite(&owned, MEMBERS);
-    let start = if in_session { start::read_start(kind, &object) } else { PromptStart::default() };
+    let start =
+        if in_session { prompt_start::read_start(kind, &object) } else { PromptStart::default() };
     let need = need(kind, &object, bytes.len());
     Ok(Asked { kind, parts, need, start, client_rid, single })
 }

@@ -7,8 +7,6 @@
 //! The answer's bytes are never changed. If the client disconnects, a task aborts the turn at the
 //! engine and waits for the engine to end it.
 
-mod exchange;
-
 use std::{
     pin::Pin,
     sync::Arc,
@@ -16,13 +14,7 @@ use std::{
     time::Duration,
 };
 
-use axum::{
-    Router,
-    body::Body,
-    extract::{DefaultBodyLimit, Request, State},
-    response::{IntoResponse, Response},
-    routing::{MethodFilter, on, post},
-};
+use axum::{body::Body, extract::Request, response::Response};
 use bytes::Bytes;
 use http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header};
 use http_body::{Frame, SizeHint};
@@ -37,23 +29,25 @@ use service::{
     tasks::Tasks,
 };
 use tokio::sync::Notify;
-use tracing::{debug, warn};
+use tracing::debug;
 
-use self::exchange::Exchange;
+use super::{
+    exchange::Exchange,
+    refusals::{refusal, timed_out, unreachable},
+    request::{self, Asked},
+    routes::{GENERATE, Kind, Route},
+};
 use crate::{
-    agent::{self, Admitted, AgentHandle, EngineNews},
     engine::{self, Engine},
     metrics::Metrics,
-    request::{self, Asked},
-    route::{actual_run, supported_appends},
-    session::{self, Need, Turn},
-    staged_prefill::Runner,
+    owner::{Admitted, AgentHandle, EngineNews},
+    session::{Need, Turn},
 };
 
 /// Response header of a pinned turn: the tokens of KV reserved for the turn beyond the session's
 /// history. For a turn without a token limit this is as much as the engine allows.
 const GROWTH: HeaderName = HeaderName::from_static("x-berth-growth-tokens");
-/// Response header of a session's turn: how the turn ran, as [`session::Ran`] names it.
+/// Response header of a session's turn: how the turn ran, as [`Ran`](crate::session::Ran) names it.
 const RAN: HeaderName = HeaderName::from_static("x-berth-session-turn");
 /// Request header to the engine for a turn with a full history. The value is the maximum number of
 /// prompt tokens with which the shim may trim the turn, the session's id in the engine, and the
@@ -87,7 +81,7 @@ impl Turns {
     /// Reports that a turn could not be sent to the engine. If the engine refuses connections, this
     /// waits until the owner has the news, so that no turn reaches a restarted engine before the
     /// owner knows that the old process is gone.
-    async fn engine_failed(&self, error: &hyper_util::client::legacy::Error) {
+    pub(super) async fn engine_failed(&self, error: &hyper_util::client::legacy::Error) {
         if engine::refused(error) {
             let reason = "the engine accepts no connections".to_owned();
             self.agent.engine(EngineNews::Down { reason, gone: true }).await;
@@ -96,41 +90,12 @@ impl Turns {
     }
 }
 
-/// Returns the router for the data port.
-pub fn app(turns: Turns, staged_prefill: Option<Runner>) -> Router {
-    let mut app = Router::new();
-    if let Some(staged_prefill) = staged_prefill {
-        let serve = move |request: Request| async move { staged_prefill.answer(request).await };
-        app = app.route(proto::staged_prefill::PATH, post(serve));
-    }
-    for route in ROUTES {
-        let method = MethodFilter::try_from(route.kind.method()).expect("GET and POST are methods");
-        let serve = move |State(turns): State<Turns>, request: Request| async move {
-            answer(turns, route, request).await
-        };
-        app = app.route(route.path, on(method, serve));
-    }
-    app.fallback(unknown_route).layer(DefaultBodyLimit::disable()).with_state(turns)
-}
-
-async fn unknown_route() -> Refusal {
-    Refusal::new(StatusCode::NOT_FOUND, "unknown_route", "the agent doesn't serve this route")
-}
-
-async fn answer(turns: Turns, route: Route, request: Request) -> Response {
-    match pass(&turns, route, request).await {
-        Ok(response) => response,
-        Err(refusal) => {
-            debug!(route = route.path, %refusal, "turn refused");
-            turns.metrics.refused(refusal.code);
-            refusal.into_response()
-        }
-    }
-}
-
 /// Sends a turn of the agent itself, without a session. It takes the same path as turns from
 /// routers.
-pub(crate) async fn generate(
+///
+/// # Errors
+/// Why the turn was refused, or could not be sent.
+pub async fn generate(
     turns: &Turns,
     dp_rank: u32,
     resident_tokens: u64,
@@ -145,7 +110,11 @@ pub(crate) async fn generate(
     pass(turns, GENERATE, request).await
 }
 
-async fn pass(turns: &Turns, route: Route, request: Request) -> Result<Response, Refusal> {
+pub(super) async fn pass(
+    turns: &Turns,
+    route: Route,
+    request: Request,
+) -> Result<Response, Refusal> {
     let (parts, body) = request.into_parts();
     if !route.kind.is_turn() {
         return pass_through(turns, &parts, body).await;
@@ -298,74 +267,6 @@ fn respond(head: http::response::Parts, exchange: Exchange) -> Response {
         head.headers.insert("x-berth-rid", rid);
     }
     Response::from_parts(head, Body::new(exchange))
-}
-
-/// Maps the agent's errors to HTTP. This is the only such mapping.
-#[must_use]
-pub fn refusal(error: &agent::Error) -> Refusal {
-    use session::Error as E;
-    let conflict = |code| Refusal::new(StatusCode::CONFLICT, code, error.to_string());
-    let busy = |code, after| {
-        Refusal::new(StatusCode::TOO_MANY_REQUESTS, code, error.to_string()).retry_after(after)
-    };
-    let down = |code| {
-        Refusal::new(StatusCode::SERVICE_UNAVAILABLE, code, error.to_string())
-            .retry_after(Duration::from_secs(2))
-    };
-    match error {
-        agent::Error::Session(reason) => match reason {
-            E::Unknown => Refusal::new(
-                StatusCode::NOT_FOUND,
-                "session_unknown",
-                "there is no such session; open it first",
-            ),
-            E::Closing => conflict("session_closing").retry_after(Duration::from_secs(1)),
-            E::Busy => conflict("session_busy"),
-            E::NotOffered { .. } => conflict("retention_unavailable"),
-            E::HasHistory => conflict("session_open"),
-            E::NotAfterThat => conflict("turn_before_failed"),
-            E::OpenOtherwise(_) => conflict("session_open_otherwise"),
-            E::DeltaNeedsPinned(_) => conflict("delta_needs_pinned"),
-            E::WholeHistory | E::NotContinued { .. } => conflict("whole_history"),
-            E::DeltaNeedsOpen => conflict("delta_needs_open"),
-            E::Lost => conflict("session_lost"),
-            E::HistoryUnknown => conflict("history_unknown"),
-            E::Reclaimed => conflict("session_reclaimed"),
-            E::KvCorrupt => conflict("kv_corrupt"),
-            E::TooLarge { .. } => {
-                Refusal::new(StatusCode::PAYLOAD_TOO_LARGE, "turn_too_large", error.to_string())
-            }
-            E::OpenFailed(_) => down("open_failed"),
-            E::EngineLost => down("engine_lost"),
-            E::Stopping => down("stopping"),
-            E::Short { what, .. } => busy(what, Duration::from_secs(1)),
-            E::NoRank(_) => Refusal::bad_request("no_rank", error.to_string()),
-        },
-        agent::Error::EngineDown(_) => down("engine_down"),
-        agent::Error::Stopping => down("stopping"),
-    }
-}
-
-fn unreachable(error: &hyper_util::client::legacy::Error) -> Refusal {
-    warn!(error = error as &dyn std::error::Error, "engine unreachable");
-    let (status, code, text) = if error.is_connect() {
-        (StatusCode::SERVICE_UNAVAILABLE, "engine_down", "the engine accepts no connections")
-    } else {
-        (
-            StatusCode::BAD_GATEWAY,
-            "engine_lost",
-            "the engine closed the connection before its answer was complete",
-        )
-    };
-    Refusal::new(status, code, text).retry_after(Duration::from_secs(2))
-}
-
-fn timed_out() -> Refusal {
-    Refusal::new(
-        StatusCode::GATEWAY_TIMEOUT,
-        "turn_timeout",
-        "the turn took longer than turn_ms_max and was aborted",
-    )
 }
 
 /// A body made of parts whose total length is known. It also owns a value that must live until the

@@ -6,13 +6,10 @@ use std::{sync::Arc, time::Duration};
 
 use tracing::{error, info, warn};
 
-use super::{Owner, now};
+use super::{EngineNews, Owner, handle::Message, now};
 use crate::{
-    agent::{EngineNews, Message},
-    engine::{Engine, Info},
-    journal::Record,
-    progress::Progress,
-    session::{Close, Closed, Load, Opened},
+    engine::{Engine, Info, stall_detector::Progress},
+    session::{Close, Closed, Load, Opened, journal::Record},
 };
 
 /// How much longer the engine's idle limit for sessions is than the agent's. The engine's limit is

@@ -2,11 +2,9 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    net::SocketAddr,
     time::Duration,
 };
 
-use clap::Args;
 use proto::{
     block::{BlockHash, Tier},
     kv::{Change, RankChange},
@@ -16,20 +14,10 @@ use serde_json::{Value, json};
 use tonic::transport::{Channel, Endpoint};
 
 use super::{Error, Shown};
+use crate::config::KvArgs;
 
 /// The time limit for receiving all ranks' snapshots.
 const ANSWER_MAX: Duration = Duration::from_secs(60);
-
-/// The arguments of `berth-agent kv`.
-#[derive(Debug, Args)]
-pub struct KvArgs {
-    /// The control address of the agent.
-    #[arg(long, default_value = "127.0.0.1:31001")]
-    control_addr: SocketAddr,
-    /// Prints JSON, with the hash of every block.
-    #[arg(long)]
-    json: bool,
-}
 
 /// The blocks of one rank received so far.
 #[derive(Debug, Default)]

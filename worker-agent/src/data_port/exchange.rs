@@ -21,10 +21,13 @@ use service::refusal::Refusal;
 use tokio::{sync::oneshot, time::Sleep};
 use tracing::debug;
 
-use super::{Turns, timed_out, unreachable};
+use super::{
+    Turns,
+    refusals::{timed_out, unreachable},
+    response_scanner::Scanner,
+};
 use crate::{
-    agent::{Lease, Told},
-    answer::Scanner,
+    owner::{Lease, Told},
     session::Outcome,
 };
 
@@ -207,7 +210,7 @@ impl Exchange {
             outcome => outcome,
         };
         if let Some(lease) = self.lease.take() {
-            self.turns.metrics.ended(outcome, self.started.elapsed());
+            self.turns.metrics.ended(outcome.as_str(), self.started.elapsed());
             lease.finish(outcome);
             if outcome == Outcome::Lost && self.confirms && !self.abandoned {
                 self.abort_unseen();

@@ -6,11 +6,10 @@
 use tokio::sync::oneshot;
 use tracing::{debug, info, warn};
 
-use super::{Owner, now};
+use super::{Owner, Told, now};
 use crate::{
-    agent::Told,
-    session::{self, Plan, Planned, Ran},
-    shim::trim,
+    session::{self, Planned, Ran},
+    shim::trim::{self, Plan},
 };
 
 impl Owner {
@@ -51,7 +50,7 @@ impl Owner {
         debug!(rid = told.rid, ?plan, at, why, asks = told.question.is_some(), "history compared");
         let Some(question) = told.question else {
             if let Some((became, spared)) = self.table.planned(now(), &planned) {
-                self.setup.metrics.planned(became, spared);
+                self.setup.metrics.planned(became.as_str(), spared);
             }
             return;
         };
@@ -73,7 +72,7 @@ impl Owner {
 
     /// Tells a turn's exchange how it runs.
     pub(super) fn ran(&mut self, rid: &str, ran: Ran) {
-        self.setup.metrics.ran(ran);
+        self.setup.metrics.ran(ran.as_str());
         if let Some(waits) = self.plans.remove(rid) {
             let _ = waits.send(Ok(ran));
         }

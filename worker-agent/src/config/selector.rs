@@ -1,0 +1,70 @@
+//! The entries of the setting `devices`: a UUID, an NVML index or a PCI address.
+
+use std::{fmt, str::FromStr};
+
+/// One entry of the setting `devices`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Selector {
+    /// The UUID of a GPU or of a MIG slice.
+    Uuid(String),
+    /// The index of a GPU in NVML.
+    Index(u32),
+    /// The PCI address of a GPU.
+    Pci(PciAddress),
+}
+
+/// A PCI address: domain, bus, device, function.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PciAddress(u32, u8, u8, u8);
+
+/// The text is none of the three forms of a selector.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0:?} is no GPU: give a UUID (GPU-… or MIG-…), an index, or a PCI address")]
+pub struct Error(String);
+
+impl FromStr for PciAddress {
+    type Err = Error;
+
+    /// Parses `0000:1b:00.0`, with a domain of four or eight digits, or `1b:00.0`.
+    fn from_str(text: &str) -> Result<Self, Error> {
+        let error = || Error(text.to_owned());
+        let byte = |text: &str| u8::from_str_radix(text, 16).map_err(|_| error());
+        let (place, function) = text.rsplit_once('.').ok_or_else(error)?;
+        let (place, device) = place.rsplit_once(':').ok_or_else(error)?;
+        let (domain, bus) = place.rsplit_once(':').unwrap_or(("0", place));
+        let domain = u32::from_str_radix(domain, 16).map_err(|_| error())?;
+        Ok(Self(domain, byte(bus)?, byte(device)?, byte(function)?))
+    }
+}
+
+impl fmt::Display for PciAddress {
+    /// Formats the address as in `/sys/bus/pci/devices`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self(domain, bus, device, function) = self;
+        write!(f, "{domain:04x}:{bus:02x}:{device:02x}.{function:x}")
+    }
+}
+
+impl FromStr for Selector {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Error> {
+        if text.starts_with("GPU-") || text.starts_with("MIG-") {
+            return Ok(Self::Uuid(text.to_owned()));
+        }
+        if let Ok(index) = text.parse() {
+            return Ok(Self::Index(index));
+        }
+        text.parse().map(Self::Pci)
+    }
+}
+
+impl fmt::Display for Selector {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Uuid(uuid) => f.write_str(uuid),
+            Self::Index(index) => index.fmt(f),
+            Self::Pci(address) => address.fmt(f),
+        }
+    }
+}

@@ -1,0 +1,79 @@
+//! The refusals of the data port: how the agent's errors map to HTTP.
+
+use std::time::Duration;
+
+use http::StatusCode;
+use proto::process::refusal::Refusal;
+use tracing::warn;
+
+use crate::{owner, session};
+
+/// Maps the agent's errors to HTTP. This is the only such mapping.
+#[must_use]
+pub fn refusal(error: &owner::Error) -> Refusal {
+    use session::Error as E;
+    let conflict = |code| Refusal::new(StatusCode::CONFLICT, code, error.to_string());
+    let busy = |code, after| {
+        Refusal::new(StatusCode::TOO_MANY_REQUESTS, code, error.to_string()).retry_after(after)
+    };
+    let down = |code| {
+        Refusal::new(StatusCode::SERVICE_UNAVAILABLE, code, error.to_string())
+            .retry_after(Duration::from_secs(2))
+    };
+    match error {
+        owner::Error::Session(reason) => match reason {
+            E::Unknown => Refusal::new(
+                StatusCode::NOT_FOUND,
+                "session_unknown",
+                "there is no such session; open it first",
+            ),
+            E::Closing => conflict("session_closing").retry_after(Duration::from_secs(1)),
+            E::Busy => conflict("session_busy"),
+            E::NotOffered { .. } => conflict("retention_unavailable"),
+            E::HasHistory => conflict("session_open"),
+            E::NotAfterThat => conflict("turn_before_failed"),
+            E::OpenOtherwise(_) => conflict("session_open_otherwise"),
+            E::DeltaNeedsPinned(_) => conflict("delta_needs_pinned"),
+            E::WholeHistory | E::NotContinued { .. } => conflict("whole_history"),
+            E::DeltaNeedsOpen => conflict("delta_needs_open"),
+            E::Lost => conflict("session_lost"),
+            E::HistoryUnknown => conflict("history_unknown"),
+            E::Reclaimed => conflict("session_reclaimed"),
+            E::KvCorrupt => conflict("kv_corrupt"),
+            E::TooLarge { .. } => {
+                Refusal::new(StatusCode::PAYLOAD_TOO_LARGE, "turn_too_large", error.to_string())
+            }
+            E::OpenFailed(_) => down("open_failed"),
+            E::EngineLost => down("engine_lost"),
+            E::Stopping => down("stopping"),
+            E::Short { what, .. } => busy(what, Duration::from_secs(1)),
+            E::NoRank(_) => Refusal::bad_request("no_rank", error.to_string()),
+        },
+        owner::Error::EngineDown(_) => down("engine_down"),
+        owner::Error::Stopping => down("stopping"),
+    }
+}
+
+/// Returns the refusal of a turn that could not be sent to the engine.
+pub(super) fn unreachable(error: &hyper_util::client::legacy::Error) -> Refusal {
+    warn!(error = error as &dyn std::error::Error, "engine unreachable");
+    let (status, code, text) = if error.is_connect() {
+        (StatusCode::SERVICE_UNAVAILABLE, "engine_down", "the engine accepts no connections")
+    } else {
+        (
+            StatusCode::BAD_GATEWAY,
+            "engine_lost",
+            "the engine closed the connection before its answer was complete",
+        )
+    };
+    Refusal::new(status, code, text).retry_after(Duration::from_secs(2))
+}
+
+/// Returns the refusal of a turn that passed its time limit.
+pub(super) fn timed_out() -> Refusal {
+    Refusal::new(
+        StatusCode::GATEWAY_TIMEOUT,
+        "turn_timeout",
+        "the turn took longer than turn_ms_max and was aborted",
+    )
+}

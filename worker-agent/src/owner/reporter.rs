@@ -1,0 +1,102 @@
+//! The owner's reports: publishes load reports, descriptions and changed sessions to the watchers.
+
+use std::{sync::Arc, time::Instant};
+
+use proto::{
+    id::SessionKey,
+    load::{Description, Session},
+};
+use tracing::error;
+
+use super::{Change, Owner, now};
+use crate::{
+    engine::Info,
+    ledger::{self, Health},
+    session,
+};
+
+impl Owner {
+    pub(super) fn describe(&self, info: &Info) -> Description {
+        Description {
+            agent_id: self.setup.agent_id.clone(),
+            epoch: self.setup.epoch,
+            data_port: self.setup.data_port,
+            engine: info.facts.clone(),
+            ranks: self.ledger.ranks(now(), &self.setup.gpus.now()),
+            retentions: info.retentions(),
+            turns_queued_per_session_max: self.setup.rules.turns_queued_per_session_max,
+            model_files: info.model_files,
+            trims: self.trims.iter().cloned().collect(),
+        }
+    }
+
+    /// Sends the session's current state to the watchers.
+    pub(super) fn touched(&self, key: &SessionKey) {
+        if self.changes.receiver_count() == 0 {
+            return;
+        }
+        let change = match self.table.get(key) {
+            Some(session) => Change::Upsert(Box::new(shown(key, session, now()))),
+            None => Change::Removed(key.clone()),
+        };
+        let _ = self.changes.send(change);
+    }
+
+    pub(super) fn publish(&mut self, now: Instant) {
+        let gpus = self.setup.gpus.now();
+        let interval = self.setup.report_interval;
+        let health = Health {
+            // A failed GPU stops the engine too, so the first reason in this order is the cause.
+            unhealthy: [&gpus.unhealthy, &self.down, &self.stuck]
+                .into_iter()
+                .find_map(Clone::clone),
+            draining: self.draining.is_some(),
+            restart_required: self
+                .table
+                .restart_required(now)
+                .or_else(|| self.audits.restart_required(now)),
+        };
+        let mut report = self.ledger.report(now, &self.table, &gpus, interval, health);
+        for rank in &mut report.ranks {
+            rank.pages = self.audits.last(rank.dp_rank).map(|audit| audit.reported(now));
+            rank.staged_prefill = self.setup.queues.as_ref().map(|queues| queues.load(rank));
+        }
+        let before = self.report.borrow().restart_required.is_some();
+        if let (false, Some(reason)) = (before, &report.restart_required) {
+            error!(reason, "engine restart required");
+        }
+        self.report.send_replace(Arc::new(report));
+        self.reported = now;
+        self.dirty = false;
+        // The engine's devices may become known later than the engine itself.
+        let ranks = self.ledger.ranks(now, &gpus);
+        let described = self.description.borrow().as_ref().is_none_or(|all| all.ranks == ranks);
+        if !described {
+            self.describe_again();
+        }
+    }
+
+    /// Publishes the description again, if the engine was reached.
+    pub(super) fn describe_again(&self) {
+        if let Some(info) = &self.info {
+            self.description.send_replace(Some(Arc::new(self.describe(info))));
+        }
+    }
+}
+
+/// Returns the public view of a session.
+pub(super) fn shown(key: &SessionKey, session: &session::Session, now: Instant) -> Session {
+    Session {
+        key: key.clone(),
+        retention: session.retention,
+        state: session.state(),
+        dp_rank: session.dp_rank,
+        turns: session.turns,
+        turns_running: session.running,
+        exclusive: session.exclusive,
+        whole_history: session.sends_whole(),
+        volatile_prefix: session.volatile_prefix(),
+        resident_tokens: ledger::resident(session),
+        idle: session.idle(now),
+    }
+}
