@@ -25,7 +25,7 @@ pub enum Error {
 /// The output of a command, and whether everything is in order: no rank refused and no fault was
 /// found.
 #[derive(Debug)]
-pub struct Shown {
+pub struct CommandOutput {
     /// The text to print, in complete lines.
     pub text: String,
     /// Whether everything is in order.

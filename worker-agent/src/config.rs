@@ -33,7 +33,7 @@ const RENAMED: [(&str, &str); 1] = [("piece_ms", "prefill_stage_ms")];
 pub struct Args {
     /// What to do instead of running an agent.
     #[command(subcommand)]
-    pub command: Option<Command>,
+    pub command: Option<CliCommand>,
     /// Settings file (TOML).
     #[arg(long)]
     pub config: Option<PathBuf>,
@@ -59,7 +59,7 @@ pub struct Args {
 
 /// Commands that query a running agent.
 #[derive(Debug, Subcommand)]
-pub enum Command {
+pub enum CliCommand {
     /// Shows which session holds each page of the engine's KV pool; exit status 1 if anything is
     /// wrong
     Audit(AuditArgs),

@@ -23,7 +23,8 @@ use tracing::debug;
 use self::routes::{ROUTES, Route};
 pub use self::{
     refusals::refusal,
-    turn::{Turns, generate},
+    routes::app,
+    turn::{TurnContext, generate},
 };
 
 /// Returns the router for the data port: the turns' routes, and `more` routes.

@@ -9,11 +9,11 @@ use std::{
 
 use proto::load::{Device, Figure, LoadReport, Rank, RankLoad, Retention, Source};
 
-use self::prefill::Rate;
+use self::prefill::PrefillRate;
 use crate::{
     engine::{Info, RankSample, Sample},
     gpu::{fleet::Snapshot, kv::Pool},
-    session::{self, Capacity, Session, Table, Totals},
+    session::{self, RankCapacity, RankTotals, Session, Table},
 };
 
 pub mod prefill;
@@ -56,14 +56,14 @@ pub struct Ledger {
     page_bytes: HashMap<u32, u64>,
     sample: Option<Sample>,
     /// The prefill rate of each rank.
-    prefill: Vec<Rate>,
+    prefill: Vec<PrefillRate>,
     /// The shim's figures, for ranks that have a shim.
-    facts: HashMap<u32, Facts>,
+    facts: HashMap<u32, PoolFacts>,
 }
 
 /// A rank's pool as the shim reads it, exact at one scheduler step. In tokens, unless noted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Facts {
+pub struct PoolFacts {
     /// Free.
     pub available: u64,
     /// Cached and evictable.
@@ -84,7 +84,7 @@ pub struct Facts {
 
 /// The state of the agent and its engine, apart from what they hold.
 #[derive(Debug, Clone, Default)]
-pub struct Health {
+pub struct AgentHealth {
     /// Why the engine can't take turns; `None` if it can.
     pub unhealthy: Option<String>,
     /// Whether the agent takes no new sessions.
@@ -112,23 +112,23 @@ impl Ledger {
 
     /// Sets the description of an engine process and forgets the previous process. Returns what the
     /// session table needs of it.
-    pub fn engine(&mut self, info: &Info) -> session::Engine {
+    pub fn engine(&mut self, info: &Info) -> session::EngineCapacity {
         self.sizes = info.rows.iter().map(|&rows| (rows, info.pool_tokens)).collect();
         self.sizes.truncate(RANKS_MAX as usize);
         self.device.clone_from(&info.device);
         self.pool_bytes.clone_from(&info.pool_bytes);
         self.page_tokens = info.facts.page_tokens.max(1);
         self.sample = None;
-        self.prefill = vec![Rate::default(); self.sizes.len()];
+        self.prefill = vec![PrefillRate::default(); self.sizes.len()];
         self.facts.clear();
-        let ranks = self.sizes.iter().map(|&(rows, tokens)| Capacity {
+        let ranks = self.sizes.iter().map(|&(rows, tokens)| RankCapacity {
             rows,
             rows_reserve: self.limits.rows_reserve,
             pool_tokens: tokens,
             pin_tokens_max: share(tokens, self.limits.pin_budget_ratio),
             turns_max: self.limits.turns_max,
         });
-        session::Engine {
+        session::EngineCapacity {
             ranks: ranks.collect(),
             page_tokens: u64::from(info.facts.page_tokens),
             context_tokens: u64::from(info.facts.context_tokens),
@@ -148,7 +148,7 @@ impl Ledger {
     }
 
     /// Sets a rank's figures from the shim; `None` when the shim has disconnected.
-    pub fn seen(&mut self, dp_rank: u32, facts: Option<Facts>) {
+    pub fn seen(&mut self, dp_rank: u32, facts: Option<PoolFacts>) {
         match facts {
             Some(facts) => drop(self.facts.insert(dp_rank, facts)),
             None => drop(self.facts.remove(&dp_rank)),
@@ -195,7 +195,7 @@ impl Ledger {
         table: &Table,
         gpus: &Snapshot,
         interval: Duration,
-        health: Health,
+        health: AgentHealth,
     ) -> LoadReport {
         let ranks = (0..).zip(&self.sizes).map(|(dp_rank, &size)| {
             let sample = self.sample.as_ref().and_then(|sample| {
@@ -225,10 +225,10 @@ impl Ledger {
         dp_rank: u32,
         (rows, pool): (u32, u64),
         sample: Option<(&RankSample, u32)>,
-        facts: Option<(&Facts, u32)>,
-        totals: &Totals,
+        facts: Option<(&PoolFacts, u32)>,
+        totals: &RankTotals,
     ) -> RankLoad {
-        let shim = |value: fn(&Facts) -> u64| {
+        let shim = |value: fn(&PoolFacts) -> u64| {
             facts.map(|(facts, age_ms)| Figure {
                 value: value(facts).min(pool),
                 source: Source::Shim,
@@ -293,7 +293,7 @@ impl Ledger {
 
     /// Adds the rank's prefill rate and its backlog of prompt tokens.
     fn show_prefill(&self, now: Instant, table: &Table, load: &mut RankLoad) {
-        let rate = self.prefill.get(load.dp_rank as usize).and_then(Rate::tokens_per_s);
+        let rate = self.prefill.get(load.dp_rank as usize).and_then(PrefillRate::tokens_per_s);
         load.prefill_tokens_per_s = rate.map(|(value, at)| Figure {
             value,
             source: Source::Loads,
@@ -303,7 +303,7 @@ impl Ledger {
         let rank = sample.ranks.iter().find(|rank| rank.dp_rank == load.dp_rank);
         let waiting = rank.and_then(|rank| rank.num_waiting_uncached_tokens);
         load.prefill_backlog_tokens = waiting.map(|waiting| Figure {
-            value: waiting.saturating_add(table.unseen_tokens(load.dp_rank, sample.at)),
+            value: waiting.saturating_add(table.unsampled_prompt_tokens(load.dp_rank, sample.at)),
             source: Source::Loads,
             age_ms: age_ms(now, sample.at),
         });

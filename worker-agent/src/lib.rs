@@ -45,13 +45,13 @@ use tokio_util::sync::CancellationToken;
 
 use crate::{
     config::{Config, ms},
-    data_port::Turns,
+    data_port::TurnContext,
     engine::Engine,
     gpu::Gpus,
     guard::Guards,
     ledger::Limits,
     metrics::Metrics,
-    owner::{AgentHandle, engine_monitor::Follower},
+    owner::{AgentHandle, engine_monitor::EngineMonitor},
     session::{Rules, journal::Journal},
     shim::ShimHandle,
     staged_prefill::Runner,
@@ -157,7 +157,7 @@ pub async fn run(
     admin::start(admin, listeners.admin, tasks.token())?;
 
     let look = Arc::new(Notify::new());
-    let follower = Follower {
+    let follower = EngineMonitor {
         engine: engine.clone(),
         agent: agent.clone(),
         kv,
@@ -169,7 +169,7 @@ pub async fn run(
     tasks.essential("follow", owner::engine_monitor::run(follower, tasks.clone()));
     listeners.data.set_nonblocking(true)?;
     let data = tokio::net::TcpListener::from_std(listeners.data)?;
-    let turns = Turns {
+    let turns = TurnContext {
         agent: agent.clone(),
         engine,
         budget: BodyBudget::new(config.body_bytes_max, config.body_bytes_in_flight_max),
@@ -259,7 +259,7 @@ fn start_agent(
     let trim = shim::trim::listen(&config.shim_socket(), plans, tasks)?;
     let queues =
         (config.prefill_stage_ms > 0).then(|| Arc::new(Queues::new(config.prefill_stage_ms)));
-    let setup = owner::Setup {
+    let setup = owner::OwnerSetup {
         shim: shim.clone(),
         trim,
         agent_id,
@@ -281,7 +281,7 @@ fn start_agent(
     Ok((owner::start(setup, shim_news, trim_news, tasks), shim, queues))
 }
 
-async fn staged_prefill_runner(queues: Option<Arc<Queues>>, turns: &Turns) -> Option<Runner> {
+async fn staged_prefill_runner(queues: Option<Arc<Queues>>, turns: &TurnContext) -> Option<Runner> {
     let watch = turns.agent.watch().await.ok()?;
     Some(Runner {
         queues: queues?,

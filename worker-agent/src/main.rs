@@ -7,8 +7,8 @@ use service::{log, settings};
 use tokio_util::sync::CancellationToken;
 use worker_agent::{
     Listeners,
-    cli::{self, Shown},
-    config::{Args, Command, Config},
+    cli::{self, CommandOutput},
+    config::{Args, CliCommand, Config},
 };
 
 fn main() -> ExitCode {
@@ -21,8 +21,8 @@ fn main() -> ExitCode {
         }
     };
     match &args.command {
-        Some(Command::Audit(args)) => return shown(cli::audit::audit(args)),
-        Some(Command::Kv(args)) => return shown(cli::kv::kv(args)),
+        Some(CliCommand::Audit(args)) => return shown(cli::audit::audit(args)),
+        Some(CliCommand::Kv(args)) => return shown(cli::kv::kv(args)),
         None => {}
     }
     let check = args.check_config;
@@ -63,7 +63,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
 }
 
 #[tokio::main(flavor = "current_thread")]
-async fn shown(asked: impl Future<Output = Result<Shown, cli::Error>>) -> ExitCode {
+async fn shown(asked: impl Future<Output = Result<CommandOutput, cli::Error>>) -> ExitCode {
     match asked.await {
         Ok(shown) if print(&shown.text) && shown.sound => ExitCode::SUCCESS,
         Ok(_) => ExitCode::FAILURE,

@@ -31,20 +31,20 @@ use tokio::sync::{broadcast, mpsc, oneshot, watch};
 use tracing::{debug, error, info};
 
 pub use self::handle::{
-    Admitted, AgentHandle, Change, EngineNews, Error, Lease, RankPages, Told, Watch,
+    Admitted, AgentHandle, Change, EngineNews, Error, Lease, RankPages, RunModeResult, Watch,
 };
 use self::{
     drain::Drain,
-    handle::{End, Message},
+    handle::{OwnerMessage, TurnEnd},
     reporter::shown,
 };
 use crate::{
     audit::{Audits, remote::Remote},
     engine::{Engine, Info, stall_detector::Progress},
     gpu::Gpus,
-    ledger::{Health, Ledger, Limits},
+    ledger::{AgentHealth, Ledger, Limits},
     metrics::Metrics,
-    session::{self, Appends, Effect, Opened, Rules, Table, Turn, journal::Journal},
+    session::{self, Effect, OpenResult, PinnedInput, Rules, Table, Turn, journal::Journal},
     shim::{
         News, ShimHandle,
         trim::{self as shim_trim, TrimHandle},
@@ -63,7 +63,7 @@ const REPORT_GAP: Duration = Duration::from_millis(20);
 
 /// What the owner task needs to start.
 #[derive(Debug)]
-pub struct Setup {
+pub struct OwnerSetup {
     /// The name of the agent.
     pub agent_id: String,
     /// The epoch of this agent process.
@@ -102,7 +102,7 @@ pub struct Setup {
 /// Starts the owner task, and returns its handle.
 #[must_use]
 pub fn start(
-    setup: Setup,
+    setup: OwnerSetup,
     shim_news: mpsc::Receiver<News>,
     trim_news: mpsc::Receiver<shim_trim::News>,
     tasks: &Tasks,
@@ -116,7 +116,7 @@ pub fn start(
 
 /// The state of the owner task.
 struct Owner {
-    setup: Setup,
+    setup: OwnerSetup,
     tasks: Tasks,
     handle: AgentHandle,
     table: Table,
@@ -129,8 +129,8 @@ struct Owner {
     stuck: Option<String>,
     /// Callers that wait for a turn's admission or for a session's opening, by request id.
     waiters: HashMap<String, Waiter>,
-    ends: mpsc::Sender<End>,
-    ended: Option<mpsc::Receiver<End>>,
+    ends: mpsc::Sender<TurnEnd>,
+    ended: Option<mpsc::Receiver<TurnEnd>>,
     changes: broadcast::Sender<Change>,
     report: watch::Sender<Arc<LoadReport>>,
     description: watch::Sender<Option<Arc<Description>>>,
@@ -140,7 +140,7 @@ struct Owner {
     /// The SGLang version reported by a connected trimmer that works; `None` without one.
     trims: Option<String>,
     /// Exchanges that wait to learn how their turn runs, by request id.
-    plans: HashMap<String, oneshot::Sender<Told>>,
+    plans: HashMap<String, oneshot::Sender<RunModeResult>>,
     audits: Audits,
     audit_waiters: Vec<audit_desk::Waiter>,
     /// The threads that audit ranks from this process, by DP rank.
@@ -170,9 +170,9 @@ fn now() -> Instant {
 }
 
 impl Owner {
-    fn new(setup: Setup, tasks: Tasks, handle: AgentHandle) -> Self {
+    fn new(setup: OwnerSetup, tasks: Tasks, handle: AgentHandle) -> Self {
         // Until the engine is reached no ranks are known, so no turn can be admitted.
-        let engine = session::Engine {
+        let engine = session::EngineCapacity {
             ranks: vec![],
             page_tokens: 1,
             context_tokens: 0,
@@ -183,7 +183,7 @@ impl Owner {
         let (ends, ended) = mpsc::channel(turns_max);
         let ledger = Ledger::new(setup.limits);
         let down = Some("the engine has not answered yet".to_owned());
-        let health = Health { unhealthy: down.clone(), ..Health::default() };
+        let health = AgentHealth { unhealthy: down.clone(), ..AgentHealth::default() };
         let gpus = setup.gpus.now();
         let report = ledger.report(now(), &table, &gpus, setup.report_interval, health);
         Self {
@@ -217,7 +217,7 @@ impl Owner {
 
     async fn run(
         mut self,
-        mut messages: mpsc::Receiver<Message>,
+        mut messages: mpsc::Receiver<OwnerMessage>,
         mut shim_news: mpsc::Receiver<News>,
         mut trim_news: mpsc::Receiver<shim_trim::News>,
     ) {
@@ -236,7 +236,7 @@ impl Owner {
                     debug!(rid = end.rid, outcome = ?end.outcome, "turn ended");
                     self.waiters.remove(&end.rid);
                     self.plans.remove(&end.rid);
-                    self.table.end(now(), &end.rid, end.outcome);
+                    self.table.end_turn(now(), &end.rid, end.outcome);
                     self.dirty = true;
                 }
                 message = messages.recv() => match message {
@@ -256,13 +256,13 @@ impl Owner {
     fn next_deadline(&self) -> Instant {
         let gap = if self.dirty { REPORT_GAP } else { self.setup.report_interval };
         let drain = self.draining.as_ref().filter(|drain| drain.done.is_some());
-        let others = [self.table.next_due(), self.audits.next_due()];
+        let others = [self.table.next_deadline(), self.audits.next_due()];
         let others = others.into_iter().chain([drain.map(|drain| drain.deadline)]).flatten();
         others.fold(self.reported + gap, Instant::min)
     }
 
     fn on_time(&mut self, now: Instant) {
-        self.table.on_time(now);
+        self.table.run_deadlines(now);
         self.audit_on_time(now);
         self.carry_out();
         self.drain_step(now);
@@ -272,34 +272,34 @@ impl Owner {
         }
     }
 
-    fn handle(&mut self, message: Message) {
+    fn handle(&mut self, message: OwnerMessage) {
         self.dirty = true;
         match message {
-            Message::Claim { claim, rank, appends, reply } => {
+            OwnerMessage::Claim { claim, rank, pinned_input, reply } => {
                 let claim = claim.as_ref().map(|(claim, key)| (claim, key));
-                drop(reply.send(self.claim(claim, rank, appends)));
+                drop(reply.send(self.claim(claim, rank, pinned_input)));
             }
-            Message::Admit { rid, need, start, reply } => {
-                self.table.begins(&rid, start);
+            OwnerMessage::Admit { rid, need, start, reply } => {
+                self.table.set_prompt_start(&rid, start);
                 if self.table.admit(now(), &rid, need) {
                     self.waiters.insert(rid, Waiter::Turn(reply));
                 }
             }
-            Message::Look { dp_rank } => {
-                self.table.looking(dp_rank);
+            OwnerMessage::Look { dp_rank } => {
+                self.table.mark_table_requested(dp_rank);
                 // If the shim can't be asked, the suspect sessions are resolved by their deadline.
                 let _ = self.setup.shim.sample_now(dp_rank);
             }
-            Message::Abandoned(rid) => self.table.abandon(now(), &rid),
-            Message::Open { key, retention, idle_max, rank, reply } => {
+            OwnerMessage::Abandoned(rid) => self.table.abandon_turn(now(), &rid),
+            OwnerMessage::Open { key, retention, idle_max, rank, reply } => {
                 self.open(key, retention, idle_max, rank, reply);
             }
-            Message::Close { key, reply } => {
-                let closed = self.table.close(now(), &key).map_err(Error::from);
+            OwnerMessage::Close { key, reply } => {
+                let closed = self.table.close_session(now(), &key).map_err(Error::from);
                 let _ = reply.send(closed);
             }
-            Message::Audit { dp_rank, reply } => self.audit(dp_rank, reply),
-            Message::Watch(reply) => {
+            OwnerMessage::Audit { dp_rank, reply } => self.audit(dp_rank, reply),
+            OwnerMessage::Watch(reply) => {
                 let at = now();
                 let watch = Watch {
                     sessions: self.table.iter().map(|(key, s)| shown(key, s, at)).collect(),
@@ -309,16 +309,16 @@ impl Owner {
                 };
                 let _ = reply.send(watch);
             }
-            Message::Engine(news) => self.news(news),
-            Message::Opened { incarnation, opened } => {
-                self.table.opened(now(), &incarnation, &opened);
+            OwnerMessage::Engine(news) => self.news(news),
+            OwnerMessage::Opened { incarnation, opened } => {
+                self.table.handle_open_result(now(), &incarnation, &opened);
             }
-            Message::Closed { incarnation, closed } => {
-                self.table.closed(now(), &incarnation, closed);
+            OwnerMessage::Closed { incarnation, closed } => {
+                self.table.handle_close_result(now(), &incarnation, closed);
             }
-            Message::RemoteAudit { dp_rank, answer } => self.remote_audited(dp_rank, answer),
-            Message::Drain { limit, done } => {
-                info!(turns = self.table.inside().count(), "draining");
+            OwnerMessage::RemoteAudit { dp_rank, answer } => self.remote_audited(dp_rank, answer),
+            OwnerMessage::Drain { limit, done } => {
+                info!(turns = self.table.rids_inside().count(), "draining");
                 let drain = Drain { deadline: now() + limit, done: Some(done) };
                 self.draining = Some(drain);
                 self.table.drain(now());
@@ -330,7 +330,7 @@ impl Owner {
         &mut self,
         claim: Option<(&Claim, &SessionKey)>,
         rank: Option<u32>,
-        appends: Appends,
+        pinned_input: PinnedInput,
     ) -> Result<Lease, Error> {
         self.usable()?;
         // Reserves the place for the turn's end now, so that ending the turn never waits.
@@ -339,7 +339,7 @@ impl Owner {
             return Err(session::Error::Short { what: "turns", detail }.into());
         };
         let rid = rid();
-        self.table.claim(now(), &rid, claim, rank, appends)?;
+        self.table.claim(now(), &rid, claim, rank, pinned_input)?;
         let vocabulary = self.info.as_ref().and_then(|info| info.facts.vocabulary);
         Ok(Lease { rid, vocabulary, agent: self.handle.clone(), sent: false, end: Some(end) })
     }
@@ -354,7 +354,7 @@ impl Owner {
     ) {
         let rid = rid();
         let opened = self.usable().and_then(|()| {
-            let opened = self.table.open(now(), &rid, &key, retention, idle_max, rank);
+            let opened = self.table.open_session(now(), &rid, &key, retention, idle_max, rank);
             opened.map_err(Error::from)
         });
         match opened {
@@ -385,17 +385,17 @@ impl Owner {
                 Effect::Open { incarnation, idle_max } => match &unwritten {
                     // A session that isn't in the journal must not be opened: the next agent could
                     // not find it to close it.
-                    Some(why) => self.told(incarnation, Opened::No(why.clone())),
+                    Some(why) => self.told(incarnation, OpenResult::No(why.clone())),
                     None => self.open_at_engine(incarnation, idle_max),
                 },
                 Effect::Close(close) => self.close_at_engine(close),
                 Effect::Look { dp_rank, rid } => self.look(dp_rank, rid),
                 Effect::Demote { dp_rank, incarnation } => self.demote(dp_rank, &incarnation),
-                Effect::Run { question, incarnation, tokens_max } => {
+                Effect::AnswerQuestion { question, incarnation, tokens_max } => {
                     self.run_in(question, incarnation.as_deref(), tokens_max);
                 }
-                Effect::Ran { rid, ran } => self.ran(&rid, ran),
-                Effect::Unfit { rid, error } => self.unfit(&rid, error),
+                Effect::RunModeKnown { rid, run_mode } => self.ran(&rid, ran),
+                Effect::RefusedByShim { rid, error } => self.unfit(&rid, error),
                 Effect::Touched(key) => self.touched(&key),
                 Effect::Freed(after) => self.setup.metrics.freed(after),
                 Effect::VolatilePrefix(key, found) => self.volatile_prefix(&key, found),

@@ -24,14 +24,14 @@ use self::{
 pub use self::{
     error::Error,
     prefix::{BLOCKS_MAX, PrefixTracker, PromptStart},
-    table::{Became, Load, Planned, Seen, Table},
-    turn::{Appends, Need, Outcome, Ran, Trim, Turn, TurnSession, Usage},
+    table::{Load, SessionReport, Table, TrimOutcome, TrimPlan},
+    turn::{Need, Outcome, PinnedInput, RunMode, TrimRequest, Turn, TurnSession, Usage},
 };
 use crate::guard::{Guard, Guards};
 
 /// The capacity of one rank.
 #[derive(Debug, Clone, Copy)]
-pub struct Capacity {
+pub struct RankCapacity {
     /// The number of request rows.
     pub rows: u32,
     /// Rows that pinned sessions must leave free. The engine stops for good when sessions hold all
@@ -47,9 +47,9 @@ pub struct Capacity {
 
 /// Facts about the engine that the table needs.
 #[derive(Debug, Clone)]
-pub struct Engine {
+pub struct EngineCapacity {
     /// The capacity of each DP rank, by rank number.
-    pub ranks: Vec<Capacity>,
+    pub ranks: Vec<RankCapacity>,
     /// Page size of the KV pool in tokens; at least 1.
     pub page_tokens: u64,
     /// The most tokens of a prompt plus its answer.
@@ -125,7 +125,7 @@ pub struct Session {
     /// A number that tells this session from earlier sessions with the same key.
     born: u64,
     /// What the agent knows of the full histories that the client sends.
-    whole: Whole,
+    whole: FullHistory,
     /// Whether the session takes delta turns.
     deltas: Deltas,
     /// Beginnings of the session's prompts, compared from turn to turn.
@@ -155,25 +155,25 @@ enum Phase {
     /// the shim was asked for since then (`asked`) decides. If none arrives before `until`, the
     /// session is closed at the engine.
     Suspect {
-        expected: Expected,
+        expected: ExpectedHistory,
         until: Instant,
         asked: bool,
     },
     /// The session closes when its last running turn has ended.
     Closing,
     /// The engine has nothing of the session any more. The agent keeps it to tell its client why.
-    Gone(Why),
+    Gone(GoneReason),
 }
 
 /// The history, in tokens, that the shim must report to clear a suspect session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Expected {
+enum ExpectedHistory {
     Exactly(u64),
     /// The engine ran the right prompt, but the length of its answer is unknown.
     AtLeast(u64),
 }
 
-impl Expected {
+impl ExpectedHistory {
     fn is(self, history_tokens: u64) -> bool {
         match self {
             Self::Exactly(tokens) => history_tokens == tokens,
@@ -184,7 +184,7 @@ impl Expected {
 
 /// What the agent knows of the full histories that a session's client sends.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-struct Whole {
+struct FullHistory {
     /// Whether the last turn held a full history. If so, nothing is lost when the engine's history
     /// is.
     sends: bool,
@@ -212,7 +212,7 @@ struct Whole {
 
 /// Why a session can't continue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Why {
+enum GoneReason {
     EngineRestarted,
     HistoryUnknown,
     /// Pages of the session's KV also belong to others, or others wrote to them.
@@ -238,19 +238,19 @@ pub enum Effect {
         error: Error,
     },
     /// Journals the incarnation, then opens it at the engine. The owner reports the result with
-    /// [`Table::opened`].
+    /// [`Table::handle_open_result`].
     Open {
         /// The incarnation id.
         incarnation: String,
         /// The session's idle limit.
         idle_max: Duration,
     },
-    /// Closes an incarnation at the engine. The owner reports the result with [`Table::closed`].
-    Close(Close),
+    /// Closes an incarnation at the engine. The owner reports the result with [`Table::handle_close_result`].
+    Close(CloseRequest),
     /// Writes a record to the journal before the next effect is carried out.
     Journal(Record),
     /// Aborts the turn `rid`, if any, then requests the shim's full session table. The owner calls
-    /// [`Table::looking`] at the request and [`Table::seen`] with the answer.
+    /// [`Table::mark_table_requested`] at the request and [`Table::handle_session_report`] with the answer.
     Look {
         /// The rank that holds the suspect session.
         dp_rank: u32,
@@ -258,7 +258,7 @@ pub enum Effect {
         rid: Option<String>,
     },
     /// Asks the shim to give a session's KV to the radix tree. The owner reports the result with
-    /// [`Table::demoted`].
+    /// [`Table::handle_demote_result`].
     Demote {
         /// The rank that holds the session.
         dp_rank: u32,
@@ -267,7 +267,7 @@ pub enum Effect {
     },
     /// Answers a question of the shim: how to run a full history that can't run in its session as
     /// planned.
-    Run {
+    AnswerQuestion {
         /// The number of the question.
         question: u64,
         /// The incarnation to run the turn in. `None`: the turn does not run in its session.
@@ -276,15 +276,15 @@ pub enum Effect {
         tokens_max: u64,
     },
     /// Reports how a turn runs, once that is known.
-    Ran {
+    RunModeKnown {
         /// The turn's id.
         rid: String,
         /// How the turn runs.
-        ran: Ran,
+        run_mode: RunMode,
     },
     /// Reports that the shim refuses an admitted turn, because its full history doesn't continue
-    /// its session. The turn's client gets the error; [`Table::end`] follows.
-    Unfit {
+    /// its session. The turn's client gets the error; [`Table::end_turn`] follows.
+    RefusedByShim {
         /// The turn's id.
         rid: String,
         /// Why the shim refuses the turn.
@@ -299,12 +299,12 @@ pub enum Effect {
     /// turn.
     VolatilePrefix(SessionKey, VolatilePrefix),
     /// Reports an event of a session, for logs and metrics.
-    Happened(SessionKey, Event),
+    Happened(SessionKey, SessionEvent),
 }
 
 /// A change of a session that its client did not ask for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Event {
+pub enum SessionEvent {
     /// The session's idle limit has passed.
     Expired,
     /// The session's KV was given to the radix tree: other sessions needed the room, or it was
@@ -323,7 +323,7 @@ pub enum Event {
     EngineLost,
 }
 
-impl Event {
+impl SessionEvent {
     /// Returns the name used in metrics and logs.
     #[must_use]
     pub fn as_str(self) -> &'static str {
@@ -341,7 +341,7 @@ impl Event {
 
 /// A request to close an incarnation at the engine.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Close {
+pub struct CloseRequest {
     /// The incarnation id.
     pub incarnation: String,
     /// Id of a turn that may still be inside the engine; it is aborted first.
@@ -355,7 +355,7 @@ pub struct Close {
 
 /// The result of an open request.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Opened {
+pub enum OpenResult {
     /// The engine opened the session.
     Yes,
     /// The engine refused, or was not asked; with the reason.
@@ -366,7 +366,7 @@ pub enum Opened {
 
 /// The result of a close request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Closed {
+pub enum CloseResult {
     /// The engine has freed what the session held.
     Confirmed,
     /// The engine reports that the session still exists.
@@ -377,7 +377,7 @@ pub enum Closed {
 
 /// Totals of the sessions and turns of one rank.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Totals {
+pub struct RankTotals {
     /// The number of sessions in the table.
     pub sessions: u32,
     /// The number of request rows that pinned sessions hold.
@@ -423,7 +423,7 @@ impl Session {
         match self.phase {
             Phase::Planned | Phase::Opening => SessionState::Opening,
             Phase::Closing => SessionState::Closing,
-            Phase::Gone(Why::EngineRestarted) => SessionState::Lost,
+            Phase::Gone(GoneReason::EngineRestarted) => SessionState::Lost,
             _ if self.running > 0 => SessionState::Running,
             Phase::Demoted => SessionState::Demoted,
             // The client learns with its next turn if the session can't continue.

@@ -30,7 +30,7 @@ use tokio::sync::watch;
 use tracing::debug;
 
 use crate::{
-    data_port::{self, Turns},
+    data_port::{self, TurnContext},
     metrics::StageOutcome,
     staged_prefill_queue::{Place, Queues, prefill_tokens_per_s},
 };
@@ -48,7 +48,7 @@ pub struct Runner {
     /// The queues, shared with the reporter of loads.
     pub queues: Arc<Queues>,
     /// The path of a stage through the agent.
-    pub turns: Turns,
+    pub turns: TurnContext,
     /// The engine's load.
     pub report: watch::Receiver<Arc<LoadReport>>,
     /// The engine's description; `None` until the engine was reached.
@@ -98,7 +98,7 @@ impl Prompt {
 impl Runner {
     /// Returns the route of the data port on which routers request staged prefill.
     #[must_use]
-    pub fn routes(self) -> Router<Turns> {
+    pub fn routes(self) -> Router<TurnContext> {
         let serve = move |request: Request| async move { self.answer(request).await };
         Router::new().route(PATH, post(serve))
     }

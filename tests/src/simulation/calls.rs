@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use worker_agent::session::{Close, Closed, Opened};
+use worker_agent::session::{CloseRequest, CloseResult, OpenResult};
 
 use super::{
     engine::{CallId, Command},
@@ -22,8 +22,8 @@ pub(super) enum Task {
         incarnation: String,
     },
     Close {
-        close: Close,
-        step: CloseStep,
+        close: CloseRequest,
+        step: Step,
     },
     Abort {
         rid: String,
@@ -73,8 +73,8 @@ impl World {
         }
     }
 
-    pub(super) fn close_at_engine(&mut self, close: Close) {
-        let step = if close.rid.is_some() { CloseStep::Abort } else { CloseStep::Close };
+    pub(super) fn close_at_engine(&mut self, close: CloseRequest) {
+        let step = if close.rid.is_some() { Step::Abort } else { Step::Close };
         self.call(Task::Close { close, step });
     }
 
@@ -141,27 +141,27 @@ impl World {
         self.note(|| format!("agent hears {answer:?} to {task:?}"));
         match task {
             Task::Abort { .. } => {}
-            Task::RequestTable { dp_rank, .. } => {
-                if answer == CallAnswer::Yes {
-                    self.call_table(|table, _| table.looking(dp_rank));
-                    self.report_sessions(true);
+            Task::Look { dp_rank, .. } => {
+                if answer == Answer::Yes {
+                    self.tell(|table, _| table.mark_table_requested(dp_rank));
+                    self.tell_seen(true);
                 }
             }
             Task::Open { incarnation } => {
                 let opened = match answer {
-                    CallAnswer::Yes => Opened::Yes,
-                    CallAnswer::No => Opened::No("refused".to_owned()),
-                    CallAnswer::Unreachable => Opened::No("unreachable".to_owned()),
-                    CallAnswer::Lost => Opened::Unknown("lost".to_owned()),
+                    Answer::Yes => OpenResult::Yes,
+                    Answer::No => OpenResult::No("refused".to_owned()),
+                    Answer::Unreachable => OpenResult::No("unreachable".to_owned()),
+                    Answer::Lost => OpenResult::Unknown("lost".to_owned()),
                 };
-                self.counts.opened += u64::from(opened == Opened::Yes);
-                self.call_table(|table, now| table.opened(now, &incarnation, &opened));
+                self.tally.opened += u64::from(opened == OpenResult::Yes);
+                self.tell(|table, now| table.handle_open_result(now, &incarnation, &opened));
             }
             Task::Close { close, step } => self.continue_close(close, step, answer),
         }
     }
 
-    fn continue_close(&mut self, close: Close, step: CloseStep, answer: CallAnswer) {
+    fn close_goes_on(&mut self, close: CloseRequest, step: Step, answer: Answer) {
         let next = match (step, answer) {
             (CloseStep::Abort, CallAnswer::Yes) => Some(CloseStep::Close),
             (CloseStep::Close, CallAnswer::Yes) if close.pinned => Some(CloseStep::Probe),
@@ -174,9 +174,9 @@ impl World {
         let last = step == CloseStep::CloseProbe || (step == CloseStep::Close && !close.pinned);
         let done = last && answer == CallAnswer::Yes;
         let closed = match (step, answer) {
-            _ if done => Closed::Confirmed,
-            (CloseStep::Probe, CallAnswer::No) => Closed::Kept,
-            _ => Closed::NotYet,
+            _ if done => CloseResult::Confirmed,
+            (Step::Probe, Answer::No) => CloseResult::Kept,
+            _ => CloseResult::NotYet,
         };
         if done {
             self.closing.remove(&close.incarnation);
@@ -185,6 +185,6 @@ impl World {
         if (step, answer) == (CloseStep::Probe, CallAnswer::No) {
             self.check_kept(&close.incarnation);
         }
-        self.call_table(|table, now| table.closed(now, &close.incarnation, closed));
+        self.tell(|table, now| table.handle_close_result(now, &close.incarnation, closed));
     }
 }

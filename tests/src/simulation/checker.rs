@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use worker_agent::session::{self, Close, Totals, Usage};
+use worker_agent::session::{self, CloseRequest, RankTotals, Usage};
 
 use super::{
     engine::TurnId,
@@ -135,7 +135,7 @@ impl World {
     }
 
     /// Checks that no turn of the session runs when the agent asks for a close.
-    pub(super) fn check_close(&mut self, close: &Close) {
+    pub(super) fn check_close(&mut self, close: &CloseRequest) {
         let mut turns = self.turns.values();
         let runs = turns.any(|turn| {
             turn.stage == Stage::Sent
@@ -293,8 +293,8 @@ impl World {
     /// Checks the end of the run: nothing is held or counted, and every client has received
     /// something.
     pub(super) fn check_end(&mut self) {
-        let agent = self.agent.as_ref().expect("the run ends with an agent");
-        assert_eq!(agent.table.inside().count(), 0, "a turn never leaves the engine");
+        let agent = self.agent.as_ref().expect("it ends with an agent");
+        assert_eq!(agent.table.rids_inside().count(), 0, "a turn is inside for ever");
         for rank in 0..self.plan.ranks {
             let totals = agent.table.totals(rank);
             assert_eq!(totals, Totals::default(), "the totals don't return to zero");

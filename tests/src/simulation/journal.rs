@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use worker_agent::session::journal::{Left, Record};
+use worker_agent::session::journal::{LeftOpen, Record};
 
 #[derive(Debug, Default)]
 pub(super) struct Journal {

@@ -6,7 +6,7 @@ use fastrand::Rng;
 use proto::load::Retention;
 use worker_agent::{
     guard::Guards,
-    session::{Capacity, Engine, Rules},
+    session::{EngineCapacity, RankCapacity, Rules},
 };
 
 use crate::engine_sim::core::CoreConfig;

@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use worker_agent::session::{self, Effect, Load, Rules, Seen, Table, journal::Record};
+use worker_agent::session::{self, Effect, Load, Rules, SessionReport, Table, journal::Record};
 
 use super::{
     calls::Task,
@@ -54,7 +54,7 @@ impl World {
         self.epochs += 1;
         let epoch = self.epochs;
         let rules = Rules { prefix: prefix(epoch), ..self.plan.rules.clone() };
-        let nothing = session::Engine {
+        let nothing = session::EngineCapacity {
             ranks: vec![],
             page_tokens: 1,
             context_tokens: 0,
@@ -88,8 +88,8 @@ impl World {
     ) -> Option<T> {
         let now = self.instant();
         let agent = self.agent.as_mut()?;
-        let told = call(&mut agent.table, now);
-        agent.table.on_time(now);
+        let told = tell(&mut agent.table, now);
+        agent.table.run_deadlines(now);
         self.carry_out();
         Some(told)
     }
@@ -122,11 +122,11 @@ impl World {
                     let latency = self.between(0, 30);
                     self.schedule(latency, Event::Demotes { dp_rank, incarnation });
                 }
-                Effect::Run { question, incarnation, tokens_max } => {
-                    self.answer_question(question, incarnation, tokens_max);
+                Effect::AnswerQuestion { question, incarnation, tokens_max } => {
+                    self.run_in(question, incarnation, tokens_max);
                 }
-                Effect::Ran { .. } => {}
-                Effect::Unfit { rid, error } => self.check_unfit(&rid, &error),
+                Effect::RunModeKnown { .. } => {}
+                Effect::RefusedByShim { rid, error } => self.check_unfit(&rid, &error),
                 Effect::Freed(_)
                 | Effect::Happened(..)
                 | Effect::Touched(_)
@@ -139,7 +139,7 @@ impl World {
     fn schedule_wake(&mut self) {
         let now = self.instant();
         let Some(agent) = &mut self.agent else { return };
-        let due = agent.table.next_due();
+        let due = agent.table.next_deadline();
         if due != agent.wake {
             agent.wake = due;
             let epoch = agent.epoch;
@@ -191,7 +191,7 @@ impl World {
             return;
         }
         for (rank, &(waiting, used_tokens)) in (0..).zip(loads) {
-            self.call_table(|table, now| table.sampled(now, rank, Load { waiting, used_tokens }));
+            self.tell(|table, now| table.handle_load(now, rank, Load { waiting, used_tokens }));
         }
     }
 
@@ -203,9 +203,9 @@ impl World {
             self.note(|| "agent finds the engine gone".to_owned());
             let engine = self.plan.engine();
             self.closing.clear();
-            self.call_table(|table, now| {
-                table.trims(now, false);
-                table.engine_lost(now, engine);
+            self.tell(|table, now| {
+                table.set_trimming(now, false);
+                table.handle_engine_lost(now, engine);
             });
         }
     }
@@ -224,14 +224,14 @@ impl World {
         }
         self.call_table(|table, now| {
             let ranks = engine.ranks.len();
-            table.engine_lost(now, engine);
+            table.handle_engine_lost(now, engine);
             for (incarnation, left) in left {
-                table.inherit(now, incarnation, left.dp_rank, left.rid);
+                table.inherit_incarnation(now, incarnation, left.dp_rank, left.rid);
             }
             for rank in (0..).take(if shim { ranks } else { 0 }) {
-                table.shim_up(rank, demotes);
+                table.handle_shim_up(rank, demotes);
             }
-            table.trims(now, trims);
+            table.set_trimming(now, trims);
         });
         if shim {
             self.report_sessions(true);
@@ -243,7 +243,7 @@ impl World {
         let Some(engine) = &mut self.engine else { return };
         let done = engine.ranks[dp_rank as usize].core.demote(incarnation);
         self.note(|| format!("shim demotes {incarnation}: {done}"));
-        self.call_table(|table, now| table.demoted(now, incarnation, done));
+        self.tell(|table, now| table.handle_demote_result(now, incarnation, done));
     }
 
     /// The shim reports every streaming session in the engine, and sessions that have gone.
@@ -265,7 +265,7 @@ impl World {
         let mut seen = Vec::new();
         for (rank, at) in (0..).zip(&engine.ranks) {
             seen.extend(at.core.facts().sessions.into_iter().map(|session| {
-                let told = SeenRequest {
+                let told = SessionReport {
                     id: session.id,
                     row: session.row.is_some(),
                     allocated_tokens: session.alloc_tokens as u64,
@@ -281,11 +281,11 @@ impl World {
         for (rank, id) in before.into_iter().flatten() {
             if !seen.iter().any(|(at, one)| *at == rank && one.id == id) {
                 self.closing.remove(&id);
-                self.call_table(|table, now| table.vanished(now, rank, &id));
+                self.tell(|table, now| table.handle_session_gone(now, rank, &id));
             }
         }
         for (rank, one) in seen {
-            self.call_table(|table, now| table.seen(now, rank, &one));
+            self.tell(|table, now| table.handle_session_report(now, rank, &one));
         }
     }
 

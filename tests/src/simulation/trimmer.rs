@@ -7,7 +7,7 @@
 use std::{collections::BTreeMap, time::Duration};
 
 use worker_agent::{
-    session::{Error, Planned, Trim},
+    session::{Error, TrimPlan, TrimRequest},
     shim::trim::Plan,
 };
 
@@ -33,13 +33,13 @@ pub(super) struct Trimmer {
 struct Question {
     turn: TurnId,
     /// The plan that counts if no answer comes.
-    planned: Planned,
+    planned: TrimPlan,
     must_continue: bool,
 }
 
 /// Where a turn runs, and which of its tokens are sent.
-struct RunPlan {
-    planned: Planned,
+struct Goes {
+    planned: TrimPlan,
     rest: Vec<u32>,
     /// Whether the shim asks the agent first.
     asks: bool,
@@ -63,14 +63,14 @@ impl Trimmer {
         self.contexts.insert(id.to_owned(), None);
     }
 
-    fn plan(&self, rid: &str, id: &str, ids: &[u32], trim: Trim) -> RunPlan {
-        let Trim { tokens_max, must_continue } = trim;
+    fn plan(&self, rid: &str, id: &str, ids: &[u32], trim: TrimRequest) -> Goes {
+        let TrimRequest { tokens_max, must_continue } = trim;
         let context = self.contexts.get(id).and_then(Option::as_ref);
         let same = context.map_or(0, |context| {
             context.iter().zip(ids).take_while(|(one, other)| one == other).count()
         });
-        let goes = |plan, committed: usize, rest: &[u32], asks| RunPlan {
-            planned: Planned {
+        let goes = |plan, committed: usize, rest: &[u32], asks| Goes {
+            planned: TrimPlan {
                 rid: rid.to_owned(),
                 at: same as u64,
                 incarnation: id.to_owned(),
@@ -116,7 +116,7 @@ impl Trimmer {
 
 impl World {
     /// Plans a marked turn that has reached the engine's first process.
-    pub(super) fn plan_turn(&mut self, id: TurnId, incarnation: &str, trim: Trim) {
+    pub(super) fn plan_turn(&mut self, id: TurnId, incarnation: &str, trim: TrimRequest) {
         let turn = &self.turns[&id];
         let goes = self.trimmer.plan(&turn.rid, incarnation, &turn.ids, trim);
         if !goes.asks || self.agent.is_none() {
@@ -137,9 +137,9 @@ impl World {
         }
     }
 
-    pub(super) fn deliver_question(&mut self, instance: u64, question: u64, planned: &Planned) {
+    pub(super) fn asks(&mut self, instance: u64, question: u64, planned: &TrimPlan) {
         if self.is_instance(instance) {
-            self.call_table(|table, now| table.asked(now, question, planned));
+            self.tell(|table, now| table.handle_question(now, question, planned));
         }
     }
 
@@ -162,7 +162,7 @@ impl World {
         let must_continue = asked.must_continue;
         let plan = |(id, tokens_max): (String, u64)| {
             self.check_reopened(turn, &asked.planned.incarnation, &id);
-            let trim = Trim { tokens_max, must_continue };
+            let trim = TrimRequest { tokens_max, must_continue };
             self.trimmer.plan(&turn.rid, &id, &turn.ids, trim)
         };
         let again = run.map(plan);
@@ -220,9 +220,9 @@ impl World {
         );
     }
 
-    pub(super) fn plan_heard(&mut self, instance: u64, planned: &Planned) {
+    pub(super) fn plan_heard(&mut self, instance: u64, planned: &TrimPlan) {
         if self.is_instance(instance) {
-            self.call_table(|table, now| table.planned(now, planned));
+            self.tell(|table, now| table.handle_plan(now, planned));
         }
     }
 }

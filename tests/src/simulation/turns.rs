@@ -6,7 +6,7 @@
 use std::time::Duration;
 
 use proto::{claim::Claim, id::SessionKey, load::Retention};
-use worker_agent::session::{self, Appends, Need, Outcome};
+use worker_agent::session::{self, Need, Outcome, PinnedInput};
 
 use super::{
     answers::read,
@@ -158,8 +158,9 @@ impl World {
         }
         let asked = claim.as_ref().map(|(claim, key)| (claim, key));
         self.turn(id).stage = Stage::Claimed;
-        let claimed =
-            self.call_table(|table, now| table.claim(now, &rid, asked, rank, Appends::Possible));
+        let claimed = self.tell(|table, now| {
+            table.claim(now, &rid, asked, rank, PinnedInput::DeltasAndHistories)
+        });
         let says = claim.as_ref().map(|(claim, _)| {
             let flag = |on, text| if on { text } else { "" };
             let delta = flag(claim.delta, " delta");
@@ -431,7 +432,7 @@ impl World {
             self.check_answer(id, tokens, *usage);
             self.users[self.turns[&id].user].answered(&self.turns[&id], tokens);
         }
-        self.call_table(|table, now| table.end(now, &rid, outcome));
+        self.tell(|table, now| table.end_turn(now, &rid, outcome));
         if !client {
             return;
         }
@@ -465,11 +466,11 @@ impl World {
             Stage::Claimed | Stage::Queued | Stage::Admitted => {
                 // The turn's lease is dropped before anything is sent.
                 self.turn(id).stage = Stage::Over;
-                self.call_table(|table, now| table.end(now, &rid, Outcome::Refused));
+                self.tell(|table, now| table.end_turn(now, &rid, Outcome::Refused));
             }
             Stage::Sent => {
-                self.call_table(|table, now| table.abandon(now, &rid));
-                self.schedule(Duration::ZERO, Event::AbortAgain(id));
+                self.tell(|table, now| table.abandon_turn(now, &rid));
+                self.at(Duration::ZERO, Event::AbortAgain(id));
             }
         }
     }

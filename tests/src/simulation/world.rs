@@ -6,7 +6,7 @@ use std::{
 };
 
 use fastrand::Rng;
-use worker_agent::{guard::Guards, session::Planned};
+use worker_agent::{guard::Guards, session::TrimPlan};
 
 use super::{
     RunCounts,
@@ -67,12 +67,12 @@ pub(super) enum Event {
     /// Messages between the shim's trimmer and the agent.
     Planned {
         instance: u64,
-        planned: Planned,
+        planned: TrimPlan,
     },
     Asks {
         instance: u64,
         question: u64,
-        planned: Planned,
+        planned: TrimPlan,
     },
     Answered {
         question: u64,
@@ -328,7 +328,7 @@ impl World {
         self.calm
             && self.turns.values().all(Turn::is_over)
             && table.iter().count() == 0
-            && table.pending() == 0
+            && table.pending_count() == 0
             && self.calls.is_empty()
             && self.engine.is_some()
             && agent.follows()

@@ -12,7 +12,7 @@ use proto::{
 use serde_json::{Value, json};
 use tonic::transport::Endpoint;
 
-use super::{Error, Shown};
+use super::{CommandOutput, Error};
 use crate::config::AuditArgs;
 
 /// The time limit for the answer. A step of the engine takes seconds at most.
@@ -28,7 +28,7 @@ struct Rank {
 ///
 /// # Errors
 /// See [`Error`].
-pub async fn audit(args: &AuditArgs) -> Result<Shown, Error> {
+pub async fn audit(args: &AuditArgs) -> Result<CommandOutput, Error> {
     let addr = args.control_addr;
     let endpoint = Endpoint::from_shared(format!("http://{addr}")).expect("an address makes a URL");
     let channel = endpoint.timeout(ANSWER_MAX).connect().await;
@@ -44,7 +44,7 @@ pub async fn audit(args: &AuditArgs) -> Result<Shown, Error> {
     let sound =
         |rank: &Rank| rank.audit.as_ref().is_ok_and(|(pages, _)| pages.faults().count() == 0);
     let text = if args.json { as_json(&ranks) } else { ranks.iter().map(table).collect() };
-    Ok(Shown { text, sound: ranks.iter().all(sound) })
+    Ok(CommandOutput { text, sound: ranks.iter().all(sound) })
 }
 
 fn rank(wire: v1::RankAudit) -> Result<Rank, Error> {

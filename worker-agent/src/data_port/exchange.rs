@@ -22,12 +22,12 @@ use tokio::{sync::oneshot, time::Sleep};
 use tracing::debug;
 
 use super::{
-    Turns,
+    TurnContext,
     refusals::{timed_out, unreachable},
     response_scanner::Scanner,
 };
 use crate::{
-    owner::{Lease, Told},
+    owner::{Lease, RunModeResult},
     session::Outcome,
 };
 
@@ -73,7 +73,7 @@ pub(super) struct Exchange {
     abandoned: bool,
     /// Whether the engine's shim refuses the turn, so that the engine ran nothing of it.
     refused: bool,
-    turns: Turns,
+    turns: TurnContext,
 }
 
 /// An item of an answer's body: a frame, an error, or `None` at the end.
@@ -88,7 +88,7 @@ impl Exchange {
     /// Creates the exchange of a turn that is being sent. `confirms`: whether an abort by `rid`
     /// ends the turn and its answer shows that.
     pub(super) fn new(
-        turns: Turns,
+        turns: TurnContext,
         rid: String,
         lease: Lease,
         answer: ResponseFuture,
@@ -144,10 +144,10 @@ impl Exchange {
     /// refuses a turn, the engine answers with an error of its own.
     pub(super) async fn ran(
         &mut self,
-        told: Option<oneshot::Receiver<Told>>,
+        told: Option<oneshot::Receiver<RunModeResult>>,
         status: StatusCode,
         must_continue: bool,
-    ) -> Option<Told> {
+    ) -> Option<RunModeResult> {
         let mut told = told?;
         let Some(Upstream::Body(body)) = &mut self.upstream else { return told.try_recv().ok() };
         let mut reads = status.is_success();

@@ -25,7 +25,7 @@ use crate::session::{Need, PromptStart, Turn};
 
 /// A body that passed all checks, and what its turn needs from the engine.
 #[derive(Debug)]
-pub struct Asked {
+pub struct ParsedRequest {
     kind: Kind,
     /// The parts of the client's body to keep, and where the agent's members are inserted.
     parts: Vec<Part>,
@@ -57,7 +57,7 @@ pub fn read(
     bytes: &Bytes,
     in_session: bool,
     vocabulary: Option<u32>,
-) -> Result<Asked, Refusal> {
+) -> Result<ParsedRequest, Refusal> {
     let object = Object::parse(bytes).map_err(|error| malformed(&error))?;
     check_session_params(&object)?;
     check_ids(kind, &object, vocabulary)?;
@@ -84,10 +84,10 @@ pub fn read(
     let start =
         if in_session { prompt_start::read_start(kind, &object) } else { PromptStart::default() };
     let need = need(kind, &object, bytes.len());
-    Ok(Asked { kind, parts, need, start, client_rid, single })
+    Ok(ParsedRequest { kind, parts, need, start, client_rid, single })
 }
 
-impl Asked {
+impl ParsedRequest {
     /// Returns the body for the engine: the client's bytes with only Berth's keys replaced.
     #[must_use]
     pub fn body(&self, bytes: &Bytes, turn: &Turn, rid: &str) -> Vec<Bytes> {

@@ -2,21 +2,52 @@
 
 use proto::route::Kind;
 
-use crate::session::{Appends, Ran};
+use super::turn::{self, TurnContext};
+use crate::session::{PinnedInput, RunMode};
+
+/// Returns the router for the data port: the turns' routes, and `more` routes.
+pub fn app(turns: TurnContext, more: Router<TurnContext>) -> Router {
+    let mut app = more;
+    for route in ROUTES {
+        let method = MethodFilter::try_from(route.kind.method()).expect("GET and POST are methods");
+        let serve = move |State(turns): State<TurnContext>, request: Request| async move {
+            answer(turns, route, request).await
+        };
+        app = app.route(route.path, on(method, serve));
+    }
+    app.fallback(unknown_route).layer(DefaultBodyLimit::disable()).with_state(turns)
+}
+
+async fn unknown_route() -> Refusal {
+    Refusal::new(StatusCode::NOT_FOUND, "unknown_route", "the agent doesn't serve this route")
+}
+
+async fn answer(turns: TurnContext, route: Route, request: Request) -> Response {
+    match turn::pass(&turns, route, request).await {
+        Ok(response) => response,
+        Err(refusal) => {
+            debug!(route = route.path, %refusal, "turn refused");
+            turns.metrics.refused(refusal.code);
+            refusal.into_response()
+        }
+    }
+}
 
 /// Returns which turns of a pinned session the route supports. The OpenAI routes accept
 /// `session_params` and silently ignore it.
 #[must_use]
-pub fn supported_appends(kind: Kind) -> Appends {
+pub fn pinned_input(kind: Kind) -> PinnedInput {
     match kind {
-        Kind::Generate => Appends::Possible,
-        Kind::Chat | Kind::Completions | Kind::Responses | Kind::Messages => Appends::Trimmed,
-        Kind::Embeddings | Kind::Tokenizer | Kind::Models => Appends::Never,
+        Kind::Generate => PinnedInput::DeltasAndHistories,
+        Kind::Chat | Kind::Completions | Kind::Responses | Kind::Messages => {
+            PinnedInput::FullHistories
+        }
+        Kind::Embeddings | Kind::Tokenizer | Kind::Models => PinnedInput::Nothing,
     }
 }
 
 /// Returns how the turn really ran: untagged, if the route supports no tag.
 #[must_use]
-pub fn actual_run(kind: Kind, ran: Ran) -> Ran {
-    if ran == Ran::Tagged && !kind.is_taggable() { Ran::Untagged } else { ran }
+pub fn actual_run(kind: Kind, ran: RunMode) -> RunMode {
+    if ran == RunMode::Tagged && !kind.is_taggable() { RunMode::Untagged } else { ran }
 }

@@ -34,8 +34,8 @@ use tracing::debug;
 use super::{
     exchange::Exchange,
     refusals::{refusal, timed_out, unreachable},
-    request::{self, Asked},
-    routes::{GENERATE, Kind, Route},
+    request::{self, ParsedRequest},
+    routes::{actual_run, pinned_input},
 };
 use crate::{
     engine::{self, Engine},
@@ -47,7 +47,7 @@ use crate::{
 /// Response header of a pinned turn: the tokens of KV reserved for the turn beyond the session's
 /// history. For a turn without a token limit this is as much as the engine allows.
 const GROWTH: HeaderName = HeaderName::from_static("x-berth-growth-tokens");
-/// Response header of a session's turn: how the turn ran, as [`Ran`](crate::session::Ran) names it.
+/// Response header of a session's turn: how the turn ran, as [`RunMode`](crate::session::RunMode) names it.
 const RAN: HeaderName = HeaderName::from_static("x-berth-session-turn");
 /// Request header to the engine for a turn with a full history. The value is the maximum number of
 /// prompt tokens with which the shim may trim the turn, the session's id in the engine, and the
@@ -60,7 +60,7 @@ const MUST_CONTINUE: HeaderName = HeaderName::from_static("x-override-berth-must
 
 /// Shared state of all turns.
 #[derive(Debug, Clone)]
-pub struct Turns {
+pub struct TurnContext {
     /// Admits turns.
     pub agent: AgentHandle,
     /// The engine that turns are sent to.
@@ -77,7 +77,7 @@ pub struct Turns {
     pub metrics: Metrics,
 }
 
-impl Turns {
+impl TurnContext {
     /// Reports that a turn could not be sent to the engine. If the engine refuses connections, this
     /// waits until the owner has the news, so that no turn reaches a restarted engine before the
     /// owner knows that the old process is gone.
@@ -96,7 +96,7 @@ impl Turns {
 /// # Errors
 /// Why the turn was refused, or could not be sent.
 pub async fn generate(
-    turns: &Turns,
+    turns: &TurnContext,
     dp_rank: u32,
     resident_tokens: u64,
     body: String,
@@ -111,7 +111,7 @@ pub async fn generate(
 }
 
 pub(super) async fn pass(
-    turns: &Turns,
+    turns: &TurnContext,
     route: Route,
     request: Request,
 ) -> Result<Response, Refusal> {
@@ -127,7 +127,7 @@ pub(super) async fn pass(
     // The session is claimed before the body is read. So a second turn is refused at once, and no
     // other turn can start during a slow upload.
     let in_session = claim.is_some();
-    let claimed = turns.agent.claim(claim, rank, supported_appends(route.kind)).await;
+    let claimed = turns.agent.claim(claim, rank, pinned_input(route.kind)).await;
     let mut lease = claimed.map_err(|error| refusal(&error))?;
     let held = turns.budget.read(body).await?;
     // The body is checked before the turn waits for room or takes room from other sessions.
@@ -199,7 +199,7 @@ async fn read(
     bytes: &Bytes,
     in_session: bool,
     vocabulary: Option<u32>,
-) -> Result<Asked, Refusal> {
+) -> Result<ParsedRequest, Refusal> {
     if bytes.len() <= READ_HERE_BYTES_MAX {
         return request::read(kind, bytes, in_session, vocabulary);
     }
@@ -228,7 +228,7 @@ fn engine_rid(kind: Kind, rid: &str) -> String {
 
 /// Passes on a request that is not a turn. It needs no claim and isn't counted.
 async fn pass_through(
-    turns: &Turns,
+    turns: &TurnContext,
     parts: &http::request::Parts,
     body: Body,
 ) -> Result<Response, Refusal> {

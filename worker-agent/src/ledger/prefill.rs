@@ -21,7 +21,7 @@ const FS_PER_US: u128 = 1_000_000_000;
 
 /// The prefill rate of one rank.
 #[derive(Debug, Clone, Default)]
-pub struct Rate {
+pub struct PrefillRate {
     /// The counters at the last sample: tokens and microseconds.
     last: Option<(u64, u64)>,
     /// Tokens measured, at most [`WINDOW_TOKENS`].
@@ -31,7 +31,7 @@ pub struct Rate {
     measured: Option<Instant>,
 }
 
-impl Rate {
+impl PrefillRate {
     /// Takes the engine's counters. If they have decreased, the engine was restarted and measuring
     /// begins again.
     pub fn sampled(&mut self, at: Instant, tokens_total: u64, busy_us_total: u64) {
@@ -91,7 +91,7 @@ mod tests {
     }
 
     impl Counters {
-        fn prefill(&mut self, rate: &mut Rate, at: Instant, tokens: u64) {
+        fn prefill(&mut self, rate: &mut PrefillRate, at: Instant, tokens: u64) {
             self.tokens += tokens;
             self.busy_us += 10_000 + 50 * tokens;
             rate.sampled(at, self.tokens, self.busy_us);
@@ -102,13 +102,13 @@ mod tests {
         service::clock::now()
     }
 
-    fn told(rate: &Rate) -> Option<u64> {
+    fn told(rate: &PrefillRate) -> Option<u64> {
         rate.tokens_per_s().map(|(rate, _)| rate)
     }
 
     #[test]
     fn too_few_tokens_tell_no_rate() {
-        let (mut rate, mut counters, at) = (Rate::default(), Counters::default(), start());
+        let (mut rate, mut counters, at) = (PrefillRate::default(), Counters::default(), start());
         rate.sampled(at, 0, 0);
         counters.prefill(&mut rate, at, 1000);
         assert_eq!(told(&rate), None);
@@ -118,14 +118,14 @@ mod tests {
 
     #[test]
     fn what_was_there_before_the_first_sample_is_no_measure() {
-        let mut rate = Rate::default();
+        let mut rate = PrefillRate::default();
         rate.sampled(start(), 1_000_000, 1);
         assert_eq!(told(&rate), None);
     }
 
     #[test]
     fn tiny_prompts_do_not_make_an_engine_slow() {
-        let (mut rate, mut counters, at) = (Rate::default(), Counters::default(), start());
+        let (mut rate, mut counters, at) = (PrefillRate::default(), Counters::default(), start());
         rate.sampled(at, 0, 0);
         counters.prefill(&mut rate, at, 20_000);
         let alone = told(&rate).unwrap();
@@ -142,7 +142,7 @@ mod tests {
     #[test]
     fn a_slower_engine_is_noticed_within_some_long_prompts() {
         let at = start();
-        let mut rate = Rate::default();
+        let mut rate = PrefillRate::default();
         let (mut tokens, mut busy_us) = (0, 0);
         rate.sampled(at, 0, 0);
         for us in [50, 50, 50, 50, 200, 200, 200, 200] {
@@ -156,7 +156,7 @@ mod tests {
 
     #[test]
     fn the_window_s_end_costs_less_than_a_token() {
-        let mut rate = Rate::default();
+        let mut rate = PrefillRate::default();
         rate.sampled(start(), 0, 0);
         rate.sampled(start(), WINDOW_TOKENS + 1, 1000);
         let exact = (WINDOW_TOKENS + 1) * 1000;
@@ -166,7 +166,7 @@ mod tests {
 
     #[test]
     fn a_restart_begins_anew() {
-        let (mut rate, mut counters, at) = (Rate::default(), Counters::default(), start());
+        let (mut rate, mut counters, at) = (PrefillRate::default(), Counters::default(), start());
         rate.sampled(at, 0, 0);
         counters.prefill(&mut rate, at, 20_000);
         rate.sampled(at, 300, 50_000_000);
@@ -177,7 +177,7 @@ mod tests {
 
     #[test]
     fn a_rate_is_as_old_as_its_last_stretch() {
-        let (mut rate, mut counters, at) = (Rate::default(), Counters::default(), start());
+        let (mut rate, mut counters, at) = (PrefillRate::default(), Counters::default(), start());
         rate.sampled(at, 0, 0);
         counters.prefill(&mut rate, at, 20_000);
         counters.prefill(&mut rate, at + Duration::from_secs(9), 10);
@@ -191,7 +191,7 @@ mod tests {
         fn it_lies_between_what_was_measured(
             stretches in prop::collection::vec((256..200_000_u64, 1_000..10_000_000_u64), 1..40),
         ) {
-            let (mut rate, at) = (Rate::default(), start());
+            let (mut rate, at) = (PrefillRate::default(), start());
             let (mut tokens, mut busy_us) = (7, 7);
             rate.sampled(at, tokens, busy_us);
             let (mut low, mut high) = (u64::MAX, 0);

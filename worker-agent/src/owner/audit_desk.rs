@@ -10,7 +10,7 @@ use std::{
 use tokio::sync::oneshot;
 use tracing::{error, warn};
 
-use super::{Owner, RankPages, handle::Message, now};
+use super::{Owner, RankPages, handle::OwnerMessage};
 use crate::{
     audit::{
         Audit, Error,
@@ -66,7 +66,7 @@ impl Owner {
         let mailbox = self.handle.mailbox.clone();
         let answer = move |answer| {
             // If the owner task has ended, so has the process's work: nothing is left to report to.
-            let _ = mailbox.blocking_send(Message::RemoteAudit { dp_rank, answer });
+            let _ = mailbox.blocking_send(OwnerMessage::RemoteAudit { dp_rank, answer });
         };
         match Remote::start(&self.setup.audit_table, dp_rank, answer) {
             Ok(remote) => drop(self.remotes.insert(dp_rank, remote)),
@@ -120,7 +120,7 @@ impl Owner {
                     complain(dp_rank, audit);
                 }
                 for incarnation in audit.corrupt_sessions() {
-                    self.table.corrupt(now(), incarnation);
+                    self.table.handle_corruption(now(), incarnation);
                 }
             }
             Err(error) => self.no_audit(dp_rank, "refused", error),
@@ -152,7 +152,7 @@ impl Owner {
 
     fn named(&self, audit: &Audit) -> RankPages {
         let sessions = audit.sessions.iter();
-        let key = |incarnation: &str| self.table.key_of(incarnation).cloned();
+        let key = |incarnation: &str| self.table.session_key(incarnation).cloned();
         RankPages {
             pages: audit.pages(now()),
             sessions: sessions.map(|one| (key(&one.incarnation), one.clone())).collect(),

@@ -22,9 +22,9 @@ impl Owner {
     /// Completes the drain when nothing is left, and aborts running turns after the deadline.
     pub(super) fn drain_step(&mut self, now: Instant) {
         let Some(drain) = &mut self.draining else { return };
-        let running = self.table.inside().count();
+        let running = self.table.rids_inside().count();
         let gone = self.info.is_none() && running == 0;
-        if running + self.table.pending() == 0 || gone {
+        if running + self.table.pending_count() == 0 || gone {
             if let Some(done) = drain.done.take() {
                 let _ = done.send(());
             }
@@ -34,7 +34,7 @@ impl Owner {
             drain.deadline = now + ABORT_AGAIN;
             warn!(turns = running, "drain time is up, aborting turns");
             let engine = self.setup.engine.clone();
-            let rids: Vec<String> = self.table.inside().map(str::to_owned).collect();
+            let rids: Vec<String> = self.table.rids_inside().map(str::to_owned).collect();
             self.tasks.spawn(async move {
                 // The engine prefixes the request ids of the Responses API with `resp_`.
                 let named = rids.iter().flat_map(|rid| [rid.clone(), format!("resp_{rid}")]);

@@ -6,10 +6,10 @@ use std::{sync::Arc, time::Duration};
 
 use tracing::{error, info, warn};
 
-use super::{EngineNews, Owner, handle::Message, now};
+use super::{EngineNews, Owner, handle::OwnerMessage};
 use crate::{
     engine::{Engine, Info, stall_detector::Progress},
-    session::{Close, Closed, Load, Opened, journal::Record},
+    session::{CloseRequest, CloseResult, Load, OpenResult, journal::Record},
 };
 
 /// How much longer the engine's idle limit for sessions is than the agent's. The engine's limit is
@@ -22,29 +22,29 @@ impl Owner {
         let (engine, mailbox) = (self.setup.engine.clone(), self.handle.mailbox.clone());
         self.tasks.spawn(async move {
             let opened = match engine.open_session(&incarnation, idle_max + ENGINE_BACKSTOP).await {
-                Ok(()) => Opened::Yes,
-                Err(error) if error.is_ambiguous() => Opened::Unknown(error.to_string()),
-                Err(error) => Opened::No(error.to_string()),
+                Ok(()) => OpenResult::Yes,
+                Err(error) if error.is_ambiguous() => OpenResult::Unknown(error.to_string()),
+                Err(error) => OpenResult::No(error.to_string()),
             };
-            let _ = mailbox.send(Message::Opened { incarnation, opened }).await;
+            let _ = mailbox.send(OwnerMessage::Opened { incarnation, opened }).await;
         });
     }
 
     /// Reports the result of an open as a message, without calling the engine.
-    pub(super) fn told(&self, incarnation: String, opened: Opened) {
+    pub(super) fn told(&self, incarnation: String, opened: OpenResult) {
         let mailbox = self.handle.mailbox.clone();
         self.tasks.spawn(async move {
-            let _ = mailbox.send(Message::Opened { incarnation, opened }).await;
+            let _ = mailbox.send(OwnerMessage::Opened { incarnation, opened }).await;
         });
     }
 
-    pub(super) fn close_at_engine(&self, close: Close) {
+    pub(super) fn close_at_engine(&self, close: CloseRequest) {
         let (engine, mailbox) = (self.setup.engine.clone(), self.handle.mailbox.clone());
         let tells = self.info.as_ref().is_some_and(|info| self.shims.len() == info.rows.len());
         self.tasks.spawn(async move {
             let closed = close_once(&engine, &close, tells).await;
             let incarnation = close.incarnation;
-            let _ = mailbox.send(Message::Closed { incarnation, closed }).await;
+            let _ = mailbox.send(OwnerMessage::Closed { incarnation, closed }).await;
         });
     }
 
@@ -60,7 +60,7 @@ impl Owner {
                 for rank in &sample.ranks {
                     let load =
                         Load { waiting: rank.num_waiting_reqs, used_tokens: rank.num_used_tokens };
-                    self.table.sampled(sample.at, rank.dp_rank, load);
+                    self.table.handle_load(sample.at, rank.dp_rank, load);
                 }
                 self.ledger.sampled(sample);
             }
@@ -85,7 +85,7 @@ impl Owner {
         let Some(info) = self.info.take() else { return };
         let sessions = self.table.iter().count();
         warn!(sessions, "the engine's process is gone, its sessions are lost");
-        self.table.engine_lost(now(), self.ledger.engine(&info));
+        self.table.handle_engine_lost(now(), self.ledger.engine(&info));
         self.progress = Progress::default();
         self.stuck = None;
     }
@@ -94,7 +94,7 @@ impl Owner {
         let known = self.info.as_ref().map(|info| &info.facts.instance);
         if known != Some(&info.facts.instance) {
             self.engine_gone();
-            self.table.engine_lost(now(), self.ledger.engine(&info));
+            self.table.handle_engine_lost(now(), self.ledger.engine(&info));
             self.take_over(&info);
             self.ask_shims();
             info!(version = info.facts.version, ranks = info.rows.len(), "engine up");
@@ -117,7 +117,7 @@ impl Owner {
             warn!(sessions = left.len(), "closing what an earlier agent left open");
         }
         for (incarnation, left) in left {
-            self.table.inherit(now(), incarnation, left.dp_rank, left.rid);
+            self.table.inherit_incarnation(now(), incarnation, left.dp_rank, left.rid);
         }
     }
 }
@@ -125,16 +125,18 @@ impl Owner {
 /// Tries once to close a session at the engine. A tagged session holds nothing, so its close is
 /// complete once the engine has acknowledged it. If shims report when a session's KV is freed, the
 /// first attempt relies on that report. Later attempts, and those without a shim, ask the engine.
-async fn close_once(engine: &Engine, close: &Close, shim_tells: bool) -> Closed {
+async fn close_once(engine: &Engine, close: &CloseRequest, shim_tells: bool) -> CloseResult {
     let rid = close.rid.as_deref();
-    let word = |gone| if gone { Closed::Confirmed } else { Closed::Kept };
+    let word = |gone| if gone { CloseResult::Confirmed } else { CloseResult::Kept };
     let closed = match (close.pinned, shim_tells && !close.again) {
-        (false, _) => engine.close_session(&close.incarnation).await.map(|()| Closed::Confirmed),
-        (true, true) => engine.close(&close.incarnation, rid).await.map(|()| Closed::NotYet),
+        (false, _) => {
+            engine.close_session(&close.incarnation).await.map(|()| CloseResult::Confirmed)
+        }
+        (true, true) => engine.close(&close.incarnation, rid).await.map(|()| CloseResult::NotYet),
         (true, false) => engine.close_surely(&close.incarnation, rid).await.map(word),
     };
     closed.unwrap_or_else(|error| {
         warn!(incarnation = close.incarnation, %error, "close did not get through");
-        Closed::NotYet
+        CloseResult::NotYet
     })
 }

@@ -24,7 +24,7 @@ const FAILURES_MAX: u32 = 3;
 
 /// What the monitor needs.
 #[derive(Debug, Clone)]
-pub struct Follower {
+pub struct EngineMonitor {
     /// The engine.
     pub engine: Engine,
     /// Receives the engine's news.
@@ -42,7 +42,7 @@ pub struct Follower {
 }
 
 /// Monitors the engine until the tasks are cancelled.
-pub async fn run(follower: Follower, tasks: Tasks) {
+pub async fn run(follower: EngineMonitor, tasks: Tasks) {
     let token = tasks.token();
     tokio::select! {
         () = token.cancelled() => {}
@@ -50,7 +50,7 @@ pub async fn run(follower: Follower, tasks: Tasks) {
     }
 }
 
-async fn follow(follower: &Follower) {
+async fn follow(follower: &EngineMonitor) {
     loop {
         match look(follower).await {
             Ok((info, first)) => {
@@ -72,7 +72,7 @@ async fn follow(follower: &Follower) {
 /// Reads the engine's first load sample, then its description. The sample is required: an engine
 /// without one would go up and down again and again, and receive turns in between. It is read
 /// first, so that the description is not that of an older process than the sample.
-async fn look(follower: &Follower) -> Result<(Box<Info>, Sample), engine::Error> {
+async fn look(follower: &EngineMonitor) -> Result<(Box<Info>, Sample), engine::Error> {
     let first = follower.engine.sample(now).await?;
     let (info, source, feed) = follower.engine.info().await?;
     follower.kv.feed(feed);
@@ -85,7 +85,7 @@ fn down(error: &engine::Error) -> EngineNews {
 
 /// Samples the load until the engine fails to answer, and returns that. Returns `None` when the
 /// engine may have become another process.
-async fn sample(follower: &Follower, first: Sample) -> Option<EngineNews> {
+async fn sample(follower: &EngineMonitor, first: Sample) -> Option<EngineNews> {
     let mut ticks = tokio::time::interval(follower.interval);
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     let mut failures = 0;
@@ -135,7 +135,7 @@ fn may_be_another(last: &Sample, next: &Sample) -> bool {
 async fn with_model(
     mut info: Info,
     source: Option<model_files::Source>,
-    follower: &Follower,
+    follower: &EngineMonitor,
 ) -> Info {
     // The files may be large or on a slow disk, so they are read on a blocking thread.
     let read = tokio::task::spawn_blocking(move || {

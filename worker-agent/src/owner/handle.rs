@@ -13,7 +13,9 @@ use tokio::sync::{broadcast, mpsc, oneshot, watch};
 use crate::{
     audit::{self, SessionPages},
     engine::{Info, Sample},
-    session::{self, Appends, Closed, Need, Opened, Outcome, PromptStart, Ran, Turn},
+    session::{
+        self, CloseResult, Need, OpenResult, Outcome, PinnedInput, PromptStart, RunMode, Turn,
+    },
 };
 
 /// Why the agent refuses a request.
@@ -71,11 +73,11 @@ pub enum EngineNews {
 
 /// A message to the owner task.
 #[derive(Debug)]
-pub(super) enum Message {
+pub(super) enum OwnerMessage {
     Claim {
         claim: Option<(Claim, SessionKey)>,
         rank: Option<u32>,
-        appends: Appends,
+        pinned_input: PinnedInput,
         reply: oneshot::Sender<Result<Lease, Error>>,
     },
     Admit {
@@ -107,11 +109,11 @@ pub(super) enum Message {
     Engine(EngineNews),
     Opened {
         incarnation: String,
-        opened: Opened,
+        opened: OpenResult,
     },
     Closed {
         incarnation: String,
-        closed: Closed,
+        closed: CloseResult,
     },
     RemoteAudit {
         dp_rank: u32,
@@ -139,15 +141,15 @@ pub struct Admitted {
     /// The session, rank and limits to send the turn with.
     pub turn: Turn,
     /// Receives how the turn runs, before its answer begins; `None` for a turn without a session.
-    pub ran: Option<oneshot::Receiver<Told>>,
+    pub ran: Option<oneshot::Receiver<RunModeResult>>,
 }
 
 /// How an admitted turn runs, or why the engine's shim refuses it.
-pub type Told = Result<Ran, session::Error>;
+pub type RunModeResult = Result<RunMode, session::Error>;
 
 /// The end of a turn, as sent to the owner.
 #[derive(Debug)]
-pub(super) struct End {
+pub(super) struct TurnEnd {
     pub(super) rid: String,
     pub(super) outcome: Outcome,
 }
@@ -164,7 +166,7 @@ pub struct Lease {
     pub(super) agent: AgentHandle,
     pub(super) sent: bool,
     /// A reserved place for the end in the owner's queue, so that ending a turn never waits.
-    pub(super) end: Option<mpsc::OwnedPermit<End>>,
+    pub(super) end: Option<mpsc::OwnedPermit<TurnEnd>>,
 }
 
 impl Lease {
@@ -175,13 +177,13 @@ impl Lease {
     /// See [`Error`].
     pub async fn admitted(&self, need: Need, start: PromptStart) -> Result<Admitted, Error> {
         let rid = self.rid.clone();
-        self.agent.ask(|reply| Message::Admit { rid, need, start, reply }).await?
+        self.agent.ask(|reply| OwnerMessage::Admit { rid, need, start, reply }).await?
     }
 
     /// Reports that the turn's client is gone. The caller aborts the turn and waits for its end.
     pub async fn abandoned(&self) {
         // If the owner task has ended, so has the process's work: nothing is left to report to.
-        let _ = self.agent.mailbox.send(Message::Abandoned(self.rid.clone())).await;
+        let _ = self.agent.mailbox.send(OwnerMessage::Abandoned(self.rid.clone())).await;
     }
 
     /// Marks the turn as sent: the engine may have it. From now on, dropping the lease reports
@@ -198,7 +200,7 @@ impl Lease {
     fn end_with(&mut self, outcome: Outcome) {
         if let Some(end) = self.end.take() {
             let rid = std::mem::take(&mut self.rid);
-            end.send(End { rid, outcome });
+            end.send(TurnEnd { rid, outcome });
         }
     }
 }
@@ -212,7 +214,7 @@ impl Drop for Lease {
 /// The handle by which all other tasks send requests to the owner task.
 #[derive(Debug, Clone)]
 pub struct AgentHandle {
-    pub(super) mailbox: mpsc::Sender<Message>,
+    pub(super) mailbox: mpsc::Sender<OwnerMessage>,
 }
 
 impl AgentHandle {
@@ -224,9 +226,9 @@ impl AgentHandle {
         &self,
         claim: Option<(Claim, SessionKey)>,
         rank: Option<u32>,
-        appends: Appends,
+        pinned_input: PinnedInput,
     ) -> Result<Lease, Error> {
-        self.ask(|reply| Message::Claim { claim, rank, appends, reply }).await?
+        self.ask(|reply| OwnerMessage::Claim { claim, rank, pinned_input, reply }).await?
     }
 
     /// Opens a session, and returns it. Returns the existing session if it is already open.
@@ -240,7 +242,7 @@ impl AgentHandle {
         idle_max: Option<Duration>,
         rank: Option<u32>,
     ) -> Result<Session, Error> {
-        self.ask(|reply| Message::Open { key, retention, idle_max, rank, reply }).await?
+        self.ask(|reply| OwnerMessage::Open { key, retention, idle_max, rank, reply }).await?
     }
 
     /// Closes a session. Returns whether the close waits for a running turn.
@@ -248,7 +250,7 @@ impl AgentHandle {
     /// # Errors
     /// If no session has this key.
     pub async fn close(&self, key: SessionKey) -> Result<bool, Error> {
-        self.ask(|reply| Message::Close { key, reply }).await?
+        self.ask(|reply| OwnerMessage::Close { key, reply }).await?
     }
 
     /// Requests a page audit of a rank now.
@@ -256,7 +258,7 @@ impl AgentHandle {
     /// # Errors
     /// The outer error: the agent is stopping. The inner error: why there is no audit.
     pub async fn audit(&self, dp_rank: u32) -> Result<Result<RankPages, audit::Error>, Error> {
-        self.ask(|reply| Message::Audit { dp_rank, reply }).await
+        self.ask(|reply| OwnerMessage::Audit { dp_rank, reply }).await
     }
 
     /// Returns the current state and subscribes to changes.
@@ -264,24 +266,24 @@ impl AgentHandle {
     /// # Errors
     /// If the agent is stopping.
     pub async fn watch(&self) -> Result<Watch, Error> {
-        self.ask(Message::Watch).await
+        self.ask(OwnerMessage::Watch).await
     }
 
     /// Sends the owner news of the engine.
     pub async fn engine(&self, news: EngineNews) {
         // If the owner task has ended, so has the process's work: nothing is left to report to.
-        let _ = self.mailbox.send(Message::Engine(news)).await;
+        let _ = self.mailbox.send(OwnerMessage::Engine(news)).await;
     }
 
     /// Refuses new requests, lets running turns go on for up to `limit`, aborts the rest, and
     /// closes all sessions. Returns when the drain is complete.
     pub async fn drain(&self, limit: Duration) {
-        let _ = self.ask(|done| Message::Drain { limit, done }).await;
+        let _ = self.ask(|done| OwnerMessage::Drain { limit, done }).await;
     }
 
     async fn ask<T>(
         &self,
-        message: impl FnOnce(oneshot::Sender<T>) -> Message,
+        message: impl FnOnce(oneshot::Sender<T>) -> OwnerMessage,
     ) -> Result<T, Error> {
         let (reply, answer) = oneshot::channel();
         self.mailbox.send(message(reply)).await.map_err(|_| Error::Stopping)?;

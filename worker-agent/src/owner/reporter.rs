@@ -11,7 +11,7 @@ use tracing::error;
 use super::{Change, Owner, now};
 use crate::{
     engine::Info,
-    ledger::{self, Health},
+    ledger::{self, AgentHealth},
     session,
 };
 
@@ -45,7 +45,7 @@ impl Owner {
     pub(super) fn publish(&mut self, now: Instant) {
         let gpus = self.setup.gpus.now();
         let interval = self.setup.report_interval;
-        let health = Health {
+        let health = AgentHealth {
             // A failed GPU stops the engine too, so the first reason in this order is the cause.
             unhealthy: [&gpus.unhealthy, &self.down, &self.stuck]
                 .into_iter()

@@ -7,11 +7,11 @@ use std::time::Duration;
 
 use tracing::{info, warn};
 
-use super::{Owner, handle::Message, now};
+use super::{Owner, handle::OwnerMessage};
 use crate::{
     gpu::process::Scheduler,
-    ledger::Facts,
-    session::{Load, Seen},
+    ledger::PoolFacts,
+    session::{Load, SessionReport},
     shim::{Hello, News, RankFacts, SessionFacts, Sessions, codec::SESSIONS_MAX},
 };
 
@@ -30,7 +30,7 @@ impl Owner {
             News::Up(hello) => self.shim_up(&hello),
             News::Facts(facts) => self.facts(&facts),
             News::Sessions(sessions) => self.sessions(sessions),
-            News::Closed { dp_rank, id } => self.table.vanished(now(), dp_rank, &id),
+            News::Closed { dp_rank, id } => self.table.handle_session_gone(now(), dp_rank, &id),
             News::Demoted { dp_rank, id, refusal } => {
                 self.demoted(dp_rank, id, refusal.as_deref());
             }
@@ -41,10 +41,10 @@ impl Owner {
                 self.ledger.page_is(dp_rank, None);
                 self.shims.remove(&dp_rank);
                 self.ledger.seen(dp_rank, None);
-                self.table.shim_down(now(), dp_rank);
+                self.table.handle_shim_down(now(), dp_rank);
             }
             News::Committed { id, history_tokens, retracted, .. } => {
-                self.table.committed(&id, history_tokens.into(), retracted);
+                self.table.handle_commit(&id, history_tokens.into(), retracted);
             }
             // The session table that follows these events shows their result.
             News::Opened { .. } | News::Aborted { .. } => {}
@@ -60,7 +60,7 @@ impl Owner {
         }
         info!(dp_rank, pid, sglang, shim, undemotable, "the engine's shim is there");
         self.shims.insert(*dp_rank, undemotable.is_none());
-        self.table.shim_up(*dp_rank, undemotable.is_none());
+        self.table.handle_shim_up(*dp_rank, undemotable.is_none());
         if let Some(reason) = unauditable {
             info!(dp_rank, reason, "the engine's pages can't be audited");
         }
@@ -73,14 +73,14 @@ impl Owner {
     /// engine.
     pub(super) fn ask_shims(&mut self) {
         for (&dp_rank, &demotes) in &self.shims {
-            self.table.shim_up(dp_rank, demotes);
+            self.table.handle_shim_up(dp_rank, demotes);
             // If this shim is gone, a `News::Down` follows.
             let _ = self.setup.shim.sample_now(dp_rank);
         }
     }
 
     fn facts(&mut self, facts: &RankFacts) {
-        let of = Facts {
+        let of = PoolFacts {
             available: facts.available_tokens,
             evictable: facts.evictable_tokens,
             protected: facts.protected_tokens,
@@ -93,26 +93,26 @@ impl Owner {
         self.ledger.seen(facts.dp_rank, Some(of));
         let used_tokens = of.protected.saturating_add(of.held).saturating_add(of.uncached);
         let load = Load { waiting: of.waiting, used_tokens };
-        self.table.sampled(now(), facts.dp_rank, load);
+        self.table.handle_load(now(), facts.dp_rank, load);
     }
 
     fn sessions(&mut self, sessions: Sessions) {
         let Sessions { dp_rank, full, changed, gone } = sessions;
         if full && changed.len() < SESSIONS_MAX {
             let there: Vec<&str> = changed.iter().map(|session| session.id.as_str()).collect();
-            self.table.seen_all(now(), dp_rank, &there);
+            self.table.handle_session_table(now(), dp_rank, &there);
         }
         for session in changed {
-            self.table.seen(now(), dp_rank, &seen(session, full));
+            self.table.handle_session_report(now(), dp_rank, &seen(session, full));
         }
         for id in gone {
-            self.table.vanished(now(), dp_rank, &id);
+            self.table.handle_session_gone(now(), dp_rank, &id);
         }
     }
 
     fn demoted(&mut self, dp_rank: u32, id: String, refusal: Option<&str>) {
         match refusal {
-            None => self.table.demoted(now(), &id, true),
+            None => self.table.handle_demote_result(now(), &id, true),
             // The previous turn has ended for its client, but is still in a queue of the engine.
             Some("busy" | "in_flight") => {
                 let shim = self.setup.shim.clone();
@@ -123,10 +123,10 @@ impl Owner {
                 });
             }
             // The session's first turn was aborted and left no KV, so there is nothing to demote.
-            Some("no_kv") => self.table.demoted(now(), &id, true),
+            Some("no_kv") => self.table.handle_demote_result(now(), &id, true),
             Some(reason) => {
                 warn!(incarnation = id, reason, "the engine's shim did not demote a session");
-                self.table.demoted(now(), &id, false);
+                self.table.handle_demote_result(now(), &id, false);
             }
         }
     }
@@ -145,19 +145,19 @@ impl Owner {
                     }
                 }
             }
-            let _ = mailbox.send(Message::Look { dp_rank }).await;
+            let _ = mailbox.send(OwnerMessage::Look { dp_rank }).await;
         });
     }
 
     pub(super) fn demote(&mut self, dp_rank: u32, incarnation: &str) {
         if self.setup.shim.demote(dp_rank, incarnation).is_err() {
-            self.table.demoted(now(), incarnation, false);
+            self.table.handle_demote_result(now(), incarnation, false);
         }
     }
 }
 
-fn seen(session: SessionFacts, full: bool) -> Seen {
-    Seen {
+fn seen(session: SessionFacts, full: bool) -> SessionReport {
+    SessionReport {
         id: session.id,
         row: session.holds_row,
         allocated_tokens: u64::from(session.allocated_tokens),

@@ -6,9 +6,9 @@
 use tokio::sync::oneshot;
 use tracing::{debug, info, warn};
 
-use super::{Owner, Told, now};
+use super::{Owner, RunModeResult};
 use crate::{
-    session::{self, Planned, Ran},
+    session::{self, RunMode, TrimPlan},
     shim::trim::{self, Plan},
 };
 
@@ -22,12 +22,12 @@ impl Owner {
                     Some(reason) => info!(sglang, reason, "no whole histories are trimmed"),
                 }
                 let trims = inert.is_none().then_some(sglang);
-                self.table.trims(now(), trims.is_some());
+                self.table.set_trimming(now(), trims.is_some());
                 self.trims = trims;
             }
             trim::News::Down { reason } => {
                 warn!(reason, "the engine's trimmer has gone");
-                self.table.trims(now(), false);
+                self.table.set_trimming(now(), false);
                 self.trims = None;
             }
             trim::News::Planned(told) => return self.planned(&told),
@@ -37,7 +37,7 @@ impl Owner {
 
     fn planned(&mut self, told: &trim::Planned) {
         let plan = told.plan;
-        let planned = Planned {
+        let planned = TrimPlan {
             rid: told.rid.clone(),
             incarnation: told.session.clone(),
             at: told.at.into(),
@@ -49,7 +49,7 @@ impl Owner {
         let (at, why) = (told.at, &told.why);
         debug!(rid = told.rid, ?plan, at, why, asks = told.question.is_some(), "history compared");
         let Some(question) = told.question else {
-            if let Some((became, spared)) = self.table.planned(now(), &planned) {
+            if let Some((became, spared)) = self.table.handle_plan(now(), &planned) {
                 self.setup.metrics.planned(became.as_str(), spared);
             }
             return;
@@ -58,7 +58,7 @@ impl Owner {
         if plan == Plan::Diverged {
             self.setup.metrics.diverged(told.at.into());
         }
-        self.table.asked(now(), question, &planned);
+        self.table.handle_question(now(), question, &planned);
     }
 
     /// Answers the trimmer's question. If the trimmer is gone or no longer waits, it proceeds
@@ -71,7 +71,7 @@ impl Owner {
     }
 
     /// Tells a turn's exchange how it runs.
-    pub(super) fn ran(&mut self, rid: &str, ran: Ran) {
+    pub(super) fn ran(&mut self, rid: &str, ran: RunMode) {
         self.setup.metrics.ran(ran.as_str());
         if let Some(waits) = self.plans.remove(rid) {
             let _ = waits.send(Ok(ran));
@@ -87,7 +87,11 @@ impl Owner {
 
     /// Returns the receiver that tells how an admitted turn runs. If that is known already, the
     /// receiver has it at once.
-    pub(super) fn ran_of(&mut self, rid: &str, known: Option<Ran>) -> oneshot::Receiver<Told> {
+    pub(super) fn ran_of(
+        &mut self,
+        rid: &str,
+        known: Option<RunMode>,
+    ) -> oneshot::Receiver<RunModeResult> {
         let (tells, told) = oneshot::channel();
         self.plans.insert(rid.to_owned(), tells);
         if let Some(ran) = known {

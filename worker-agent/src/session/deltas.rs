@@ -2,7 +2,7 @@
 
 use proto::{claim::Claim, load::Retention};
 
-use super::{Appends, Error, Guard, Guards, Phase, Session, Why};
+use super::{Error, GoneReason, Guard, Guards, Phase, PinnedInput, Session};
 
 /// Whether a session takes delta turns: turns that hold only new tokens, which the engine appends
 /// to the history it has.
@@ -43,7 +43,7 @@ impl Session {
 pub(super) fn check_turn(
     session: &Session,
     claim: &Claim,
-    appends: Appends,
+    pinned_input: PinnedInput,
     trims: bool,
     guards: Guards,
 ) -> Result<(), Error> {
@@ -57,14 +57,14 @@ pub(super) fn check_turn(
         // Checked before `Busy`: a closing session exists only for its running turn.
         Phase::Closing => return Err(Error::Unknown),
         Phase::Gone(_) if anew => {}
-        Phase::Gone(Why::EngineRestarted)
+        Phase::Gone(GoneReason::EngineRestarted)
             if session.retention == Retention::Pinned && guards.hold(Guard::LostRefused) =>
         {
             return Err(Error::Lost);
         }
-        Phase::Gone(Why::HistoryUnknown) => return Err(Error::HistoryUnknown),
-        Phase::Gone(Why::Reclaimed) => return Err(Error::Reclaimed),
-        Phase::Gone(Why::KvCorrupt) => return Err(Error::KvCorrupt),
+        Phase::Gone(GoneReason::HistoryUnknown) => return Err(Error::HistoryUnknown),
+        Phase::Gone(GoneReason::Reclaimed) => return Err(Error::Reclaimed),
+        Phase::Gone(GoneReason::KvCorrupt) => return Err(Error::KvCorrupt),
         _ if session.corrupt && !anew => return Err(Error::KvCorrupt),
         _ => {}
     }
@@ -88,7 +88,7 @@ pub(super) fn check_turn(
     let told = session.turns > 0 && guards.hold(Guard::DeltaOnly);
     // The engine may have committed a turn of which the agent saw no successful end.
     let history = told || (session.history_tokens > 0 && guards.hold(Guard::DeltaOnly));
-    check_appends(claim.delta, history, appends, trims)?;
+    check_appends(claim.delta, history, pinned_input, trims)?;
     // A full history is correct whatever history the session has; an opening delta is not.
     if told && claim.open && claim.delta {
         return Err(Error::HasHistory);
@@ -100,13 +100,13 @@ pub(super) fn check_turn(
 pub(super) fn check_appends(
     delta: bool,
     history: bool,
-    appends: Appends,
+    pinned_input: PinnedInput,
     trims: bool,
 ) -> Result<(), Error> {
-    match appends {
+    match pinned_input {
         // If the session has no history, a full history and a delta are the same.
-        Appends::Possible if delta || !history || trims => Ok(()),
-        Appends::Trimmed if !delta && trims => Ok(()),
+        PinnedInput::DeltasAndHistories if delta || !history || trims => Ok(()),
+        PinnedInput::FullHistories if !delta && trims => Ok(()),
         _ => Err(Error::WholeHistory),
     }
 }

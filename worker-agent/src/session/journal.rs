@@ -25,7 +25,7 @@ const LINES_MIN: usize = 4096;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Record {
     /// The engine process that all following records refer to.
-    Engine {
+    EngineCapacity {
         /// The process's identity.
         instance: String,
     },
@@ -52,7 +52,7 @@ pub enum Record {
 
 /// An incarnation that was left open.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Left {
+pub struct LeftOpen {
     /// The rank that holds the KV.
     pub dp_rank: u32,
     /// The request id of the newest turn, which may still run.
@@ -91,7 +91,7 @@ pub struct Journal {
 #[derive(Debug, Default, PartialEq, Eq)]
 struct State {
     instance: Option<String>,
-    open: BTreeMap<String, Left>,
+    open: BTreeMap<String, LeftOpen>,
 }
 
 impl State {
@@ -105,7 +105,7 @@ impl State {
                 }
             }
             Record::Opening { incarnation, dp_rank } => {
-                let left = Left { dp_rank: *dp_rank, rid: None };
+                let left = LeftOpen { dp_rank: *dp_rank, rid: None };
                 self.open.insert(incarnation.clone(), left);
             }
             Record::Turn { incarnation, rid } => {
@@ -205,7 +205,7 @@ impl Journal {
     /// Returns the incarnations left open in the engine process `instance`. Empty if the journal is
     /// about another process.
     #[must_use]
-    pub fn left(&self, instance: &str) -> BTreeMap<String, Left> {
+    pub fn left(&self, instance: &str) -> BTreeMap<String, LeftOpen> {
         let same = self.state.instance.as_deref() == Some(instance);
         if same { self.state.open.clone() } else { BTreeMap::new() }
     }
@@ -273,7 +273,7 @@ mod tests {
         }
         drop(journal);
         let left = open(dir.path()).left("E");
-        let want = Left { dp_rank: 1, rid: Some("r2".into()) };
+        let want = LeftOpen { dp_rank: 1, rid: Some("r2".into()) };
         assert_eq!(left, BTreeMap::from([("b".to_owned(), want)]));
         assert!(open(dir.path()).left("F").is_empty(), "another process has none of them");
     }

@@ -7,7 +7,7 @@
 //! - [`Table::claim`] claims the turn's session before the turn's body is read.
 //! - [`Table::admit`] puts the turn into the queue, with the room that it needs.
 //! - An effect reports that the turn is admitted or refused.
-//! - [`Table::end`] ends the turn.
+//! - [`Table::end_turn`] ends the turn.
 //!
 //! The table promises the following. `check_invariants` or the simulation asserts each promise:
 //! - At most one turn of an exclusive session is inside the engine.
@@ -38,17 +38,18 @@ use std::{
 
 use proto::{claim::Claim, id::SessionKey};
 
-use self::{closing::Closing, engine::Book, trim::Marked};
+use self::{closing::PendingClose, engine::RankAccount, trim::TrimTurn};
 use super::{
-    Appends, Capacity, Close, Closed, Deltas, Effect, Engine, Error, Event, Expected, Guard, Need,
-    Opened, Outcome, Phase, PrefixTracker, PromptStart, Ran, Record, Rules, Session, Totals, Trim,
-    Turn, TurnSession, Usage, Whole, Why, check_appends, check_turn,
+    CloseRequest, CloseResult, Deltas, Effect, EngineCapacity, Error, ExpectedHistory, FullHistory,
+    GoneReason, Guard, Need, OpenResult, Outcome, Phase, PinnedInput, PrefixTracker, PromptStart,
+    RankCapacity, RankTotals, Record, Rules, RunMode, Session, SessionEvent, TrimRequest, Turn,
+    TurnSession, Usage, check_appends, check_turn,
 };
 use crate::shim::trim::Plan;
 
 pub use self::{
-    engine::{Load, Seen},
-    trim::{Became, Planned},
+    engine::{Load, SessionReport},
+    trim::{TrimOutcome, TrimPlan},
 };
 
 /// The most sessions in one table. A session takes less than 1 KiB here, so a flood of session ids
@@ -59,10 +60,10 @@ const SESSIONS_MAX: usize = 16_384;
 #[derive(Debug)]
 pub struct Table {
     rules: Rules,
-    engine: Engine,
+    engine: EngineCapacity,
     /// The account of each rank. Includes ranks that no longer exist, as turns there may still have
     /// to end.
-    books: Vec<Book>,
+    accounts: Vec<RankAccount>,
     /// Ordered by key, so that the same events always produce the same effects.
     sessions: BTreeMap<SessionKey, Session>,
     by_incarnation: HashMap<String, SessionKey>,
@@ -70,7 +71,7 @@ pub struct Table {
     /// Ids of the tickets that wait for room, oldest first.
     queue: VecDeque<String>,
     /// Incarnations whose close the engine has not confirmed, by incarnation id.
-    closing: BTreeMap<String, Closing>,
+    closing: BTreeMap<String, PendingClose>,
     effects: Vec<Effect>,
     incarnations: u64,
     born: u64,
@@ -88,9 +89,9 @@ struct Ticket {
     /// The claim on a session. `None` for a turn without a session.
     claim: Option<Claim>,
     key: Option<SessionKey>,
-    appends: Appends,
+    pinned_input: PinnedInput,
     dp_rank: u32,
-    stage: Stage,
+    stage: TicketState,
     /// When the ticket entered its present stage.
     since: Instant,
     need: Need,
@@ -114,11 +115,11 @@ struct Ticket {
     /// Whether the turn counts as a turn of a pinned session.
     pinned: bool,
     /// Set if the turn holds a full history for the shim to trim.
-    marked: Option<Marked>,
+    marked: Option<TrimTurn>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Stage {
+enum TicketState {
     /// The turn's body is being read.
     Claimed,
     /// The turn waits for room.
@@ -130,11 +131,17 @@ enum Stage {
 
 impl Ticket {
     /// Returns a ticket without a session.
-    fn new(now: Instant, stage: Stage, appends: Appends, dp_rank: u32, order: u64) -> Self {
+    fn new(
+        now: Instant,
+        stage: TicketState,
+        pinned_input: PinnedInput,
+        dp_rank: u32,
+        order: u64,
+    ) -> Self {
         Self {
             claim: None,
             key: None,
-            appends,
+            pinned_input,
             dp_rank,
             stage,
             since: now,
@@ -156,12 +163,12 @@ impl Ticket {
 impl Table {
     /// Returns an empty table.
     #[must_use]
-    pub fn new(rules: Rules, engine: Engine) -> Self {
-        let books = engine.ranks.iter().map(|_| Book::default()).collect();
+    pub fn new(rules: Rules, engine: EngineCapacity) -> Self {
+        let accounts = engine.ranks.iter().map(|_| RankAccount::default()).collect();
         Self {
             rules,
             engine,
-            books,
+            accounts,
             sessions: BTreeMap::new(),
             by_incarnation: HashMap::new(),
             tickets: BTreeMap::new(),
@@ -182,7 +189,7 @@ impl Table {
     ///
     /// # Errors
     /// [`Error::Unknown`] if the session doesn't exist or is already closing.
-    pub fn close(&mut self, now: Instant, key: &SessionKey) -> Result<bool, Error> {
+    pub fn close_session(&mut self, now: Instant, key: &SessionKey) -> Result<bool, Error> {
         self.begin_close(now, key)?;
         self.pump(now);
         self.debug_check();
@@ -213,13 +220,13 @@ impl Table {
         self.refuse_waiting(now, &Error::Stopping);
         let keys: Vec<SessionKey> = self.sessions.keys().cloned().collect();
         // `close` fails only for a session that is already closing.
-        keys.iter().for_each(|key| drop(self.close(now, key)));
+        keys.iter().for_each(|key| drop(self.close_session(now, key)));
     }
 
     /// Does what is due now: closes sessions whose idle limit has passed, ends what a suspect
     /// session or a demotion has waited for too long, repeats closes, and refuses turns that waited
     /// too long.
-    pub fn on_time(&mut self, now: Instant) {
+    pub fn run_deadlines(&mut self, now: Instant) {
         if self.due_from.is_some_and(|due| due <= now) {
             self.expire(now);
         }
@@ -248,12 +255,12 @@ impl Table {
         for key in keys {
             let phase = self.sessions[&key].phase;
             if matches!(phase, Phase::Suspect { .. }) {
-                self.retire(now, &key, Why::HistoryUnknown);
+                self.retire(now, &key, GoneReason::HistoryUnknown);
             } else if matches!(phase, Phase::Demoting { .. }) {
-                self.retire(now, &key, Why::Reclaimed);
+                self.retire(now, &key, GoneReason::Reclaimed);
             } else if guards.hold(Guard::Expiry) {
-                self.effects.push(Effect::Happened(key.clone(), Event::Expired));
-                let _ = self.close(now, &key);
+                self.effects.push(Effect::Happened(key.clone(), SessionEvent::Expired));
+                let _ = self.close_session(now, &key);
             }
         }
         self.demote_idle(now);
@@ -265,9 +272,9 @@ impl Table {
         self.pump(now);
     }
 
-    /// Returns when [`Self::on_time`] must be called next.
+    /// Returns when [`Self::run_deadlines`] must be called next.
     #[must_use]
-    pub fn next_due(&self) -> Option<Instant> {
+    pub fn next_deadline(&self) -> Option<Instant> {
         let front = self.queue.front().map(|rid| self.tickets[rid].since);
         let waited = front.map(|since| since + self.rules.queue_wait_max);
         let repeats = self.closing.values().filter_map(|one| one.due).min();
@@ -292,15 +299,15 @@ impl Table {
     }
 
     /// Returns the ids of the turns inside the engine.
-    pub fn inside(&self) -> impl Iterator<Item = &str> {
-        let inside = self.tickets.iter().filter(|(_, ticket)| ticket.stage == Stage::Inside);
+    pub fn rids_inside(&self) -> impl Iterator<Item = &str> {
+        let inside = self.tickets.iter().filter(|(_, ticket)| ticket.stage == TicketState::Inside);
         inside.map(|(rid, _)| rid.as_str())
     }
 
     /// Returns the number of closes that the engine has not confirmed, plus sessions that are
     /// opening or closing.
     #[must_use]
-    pub fn pending(&self) -> usize {
+    pub fn pending_count(&self) -> usize {
         let opening = |session: &&Session| matches!(session.phase, Phase::Opening | Phase::Closing);
         self.closing.len() + self.sessions.values().filter(opening).count()
     }
@@ -317,10 +324,10 @@ impl Table {
     fn change<T>(&mut self, key: &SessionKey, change: impl FnOnce(&mut Session) -> T) -> T {
         let page = self.engine.page_tokens;
         let session = self.sessions.get_mut(key).expect("the caller has seen it");
-        let book = &mut self.books[session.dp_rank as usize];
-        book.remove(session, page);
+        let account = &mut self.accounts[session.dp_rank as usize];
+        account.remove(session, page);
         let result = change(session);
-        book.add(session, page);
+        account.add(session, page);
         self.touch(key);
         result
     }
@@ -329,7 +336,7 @@ impl Table {
     /// begun.
     fn remove(&mut self, key: &SessionKey) {
         let session = self.sessions.remove(key).expect("the caller has seen it");
-        self.books[session.dp_rank as usize].remove(&session, self.engine.page_tokens);
+        self.accounts[session.dp_rank as usize].remove(&session, self.engine.page_tokens);
         self.by_incarnation.remove(&session.incarnation);
         self.touch(key);
     }
@@ -353,12 +360,12 @@ impl Table {
         rids.iter().for_each(|rid| self.refuse(now, rid, error.clone()));
     }
 
-    fn capacity(&self, dp_rank: u32) -> Result<&Capacity, Error> {
+    fn capacity(&self, dp_rank: u32) -> Result<&RankCapacity, Error> {
         self.engine.ranks.get(dp_rank as usize).ok_or(Error::NoRank(dp_rank))
     }
 
-    fn book(&mut self, dp_rank: u32) -> &mut Book {
-        &mut self.books[dp_rank as usize]
+    fn account(&mut self, dp_rank: u32) -> &mut RankAccount {
+        &mut self.accounts[dp_rank as usize]
     }
 
     fn touch(&mut self, key: &SessionKey) {
@@ -373,7 +380,7 @@ impl Table {
         self.effects.push(Effect::Journal(record));
     }
 
-    /// Makes sure that [`Self::on_time`] looks at the session at its next deadline.
+    /// Makes sure that [`Self::run_deadlines`] looks at the session at its next deadline.
     fn watch(&mut self, key: &SessionKey) {
         let session = &self.sessions[key];
         let due = session.last_end + session.idle_max;

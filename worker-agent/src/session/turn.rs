@@ -16,12 +16,12 @@ pub struct Turn {
     pub growth_tokens: Option<u64>,
     /// How the turn runs. `None` if the shim must first compare its prompt with the session's
     /// history.
-    pub ran: Option<Ran>,
+    pub ran: Option<RunMode>,
 }
 
 /// How a session's turn ran.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Ran {
+pub enum RunMode {
     /// In the session's own KV: the engine computed only the new tokens.
     Pinned,
     /// As the first turn of a new incarnation: the session's history was not what the client sent.
@@ -32,7 +32,7 @@ pub enum Ran {
     Untagged,
 }
 
-impl Ran {
+impl RunMode {
     /// Returns the name used in headers and metrics.
     #[must_use]
     pub fn as_str(self) -> &'static str {
@@ -56,12 +56,12 @@ pub struct TurnSession {
     pub retention: Retention,
     /// Set if the turn holds a full history, which the engine's shim trims to the tokens that the
     /// session lacks.
-    pub trim: Option<Trim>,
+    pub trim: Option<TrimRequest>,
 }
 
 /// What the shim is told about a turn that holds a full history.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Trim {
+pub struct TrimRequest {
     /// The most prompt tokens with which the turn may run in the session. If the prompt has more,
     /// it runs outside the session.
     pub tokens_max: u64,
@@ -134,7 +134,7 @@ impl Outcome {
 
 /// What a route can carry to a pinned session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Appends {
+pub enum PinnedInput {
     /// Deltas, and full histories where the shim trims them or the session has no history:
     /// `/generate` with one prompt, which the engine appends.
     Possible,

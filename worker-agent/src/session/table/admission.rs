@@ -11,10 +11,10 @@ use std::time::Instant;
 use proto::{id::SessionKey, load::Retention};
 
 use super::{
-    Deltas, Effect, Error, Guard, Need, Phase, Ran, Record, Stage, Table, Ticket, Trim, Turn,
-    TurnSession, check_turn,
-    engine::Book,
-    reclaim::{Shortage, Taker},
+    Deltas, Effect, Error, Guard, Need, Phase, Record, RunMode, Table, Ticket, TicketState,
+    TrimRequest, Turn, TurnSession, check_turn,
+    engine::RankAccount,
+    reclaim::{Requester, Shortage},
 };
 
 /// The most turns that the engine gets beyond those it can run now, so that it never waits for the
@@ -28,7 +28,7 @@ enum Verdict {
     Wait,
     /// The ticket waits for room that running turns will free. Plain turns behind it on this rank
     /// wait too.
-    InLine,
+    WaitInLine,
     Refuse(Error),
 }
 
@@ -37,12 +37,12 @@ impl Table {
     /// follows, at once or when there is room. Returns false if the turn was given up meanwhile.
     pub fn admit(&mut self, now: Instant, rid: &str, need: Need) -> bool {
         let Some(ticket) = self.tickets.get_mut(rid) else { return false };
-        ticket.stage = Stage::Queued;
+        ticket.stage = TicketState::Queued;
         ticket.since = now;
         ticket.need = need;
         let dp_rank = ticket.dp_rank;
-        self.book(dp_rank).claimed -= 1;
-        self.book(dp_rank).totals.turns_queued += 1;
+        self.account(dp_rank).claimed -= 1;
+        self.account(dp_rank).totals.turns_queued += 1;
         self.queue.push_back(rid.to_owned());
         self.pump(now);
         let max = self.rules.turns_queued_max;
@@ -57,8 +57,8 @@ impl Table {
 
     /// Decides on every waiting ticket, oldest first.
     pub(super) fn pump(&mut self, now: Instant) {
-        let mut in_line = vec![false; self.books.len()];
-        self.books.iter_mut().for_each(Book::look_again);
+        let mut in_line = vec![false; self.accounts.len()];
+        self.accounts.iter_mut().for_each(RankAccount::look_again);
         let mut at = 0;
         while let Some(rid) = self.queue.get(at).cloned() {
             let dp_rank = self.tickets[&rid].dp_rank as usize;
@@ -73,7 +73,7 @@ impl Table {
                 }
                 Verdict::Refuse(error) => self.refuse(now, &rid, error),
                 Verdict::Wait => at += 1,
-                Verdict::InLine => {
+                Verdict::WaitInLine => {
                     in_line[dp_rank] = true;
                     at += 1;
                 }
@@ -92,10 +92,10 @@ impl Table {
         let guards = self.rules.guards;
         let session = self.sessions.get(&key).filter(|session| session.born == ticket.born);
         let session = session.ok_or(Error::Unknown)?;
-        if let (Some(claim), true) = (&ticket.claim, stage != Stage::Open) {
-            check_turn(session, claim, ticket.appends, self.trims, guards)?;
+        if let (Some(claim), true) = (&ticket.claim, stage != TicketState::Open) {
+            check_turn(session, claim, ticket.pinned_input, self.trims, guards)?;
         }
-        let beside = stage != Stage::Open && self.runs_beside_another(&key);
+        let beside = stage != TicketState::Open && self.runs_beside_another(&key);
         let session = &self.sessions[&key];
         if ticket.orphaned && guards.hold(Guard::LostEndSuspect) {
             return Err(Error::NotAfterThat);
@@ -106,7 +106,7 @@ impl Table {
         if beside && session.phase != Phase::Closing {
             return Ok(self.plain_verdict(now, rid, need, in_line || full));
         }
-        let whole = stage != Stage::Open && !self.tickets[rid].is_delta();
+        let whole = stage != TicketState::Open && !self.tickets[rid].is_delta();
         if whole && session.running == 0 && self.prepare(now, &key, need) {
             return Ok(Verdict::Wait);
         }
@@ -116,8 +116,10 @@ impl Table {
             Phase::Opening | Phase::Demoting { .. } | Phase::Suspect { .. } => {
                 return Ok(Verdict::Wait);
             }
-            Phase::Closing | Phase::Gone(_) if stage == Stage::Open => return Err(Error::Unknown),
-            _ if stage == Stage::Open => return Ok(Verdict::Admit),
+            Phase::Closing | Phase::Gone(_) if stage == TicketState::Open => {
+                return Err(Error::Unknown);
+            }
+            _ if stage == TicketState::Open => return Ok(Verdict::Admit),
             _ => {}
         }
         if session.exclusive && session.running > 0 && guards.hold(Guard::OneTurn) {
@@ -171,9 +173,9 @@ impl Table {
         let before = |one: &Ticket| {
             one.born == ticket.born
                 && one.order < ticket.order
-                && matches!(one.stage, Stage::Claimed | Stage::Queued)
+                && matches!(one.stage, TicketState::Claimed | TicketState::Queued)
         };
-        ticket.stage != Stage::Open && self.tickets.values().any(before)
+        ticket.stage != TicketState::Open && self.tickets.values().any(before)
     }
 
     /// Opens a pinned session that the engine doesn't know yet, if a row and some of the pin budget
@@ -249,7 +251,7 @@ impl Table {
 
     fn plain_verdict(&mut self, now: Instant, rid: &str, need: Need, in_line: bool) -> Verdict {
         if in_line {
-            return Verdict::InLine;
+            return Verdict::WaitInLine;
         }
         let dp_rank = self.tickets[rid].dp_rank;
         let capacity = self.engine.ranks[dp_rank as usize];
@@ -263,15 +265,15 @@ impl Table {
                 // Reclaim only for the first such turn of each pass. If nothing can be reclaimed,
                 // the turn waits until sessions close. Turns that fit may pass it, but turns that
                 // would pin more may not.
-                if self.book(dp_rank).first_to_wait_for_pins(tokens) {
+                if self.account(dp_rank).first_to_wait_for_pins(tokens) {
                     let shortage = Shortage::Tokens { short: over, held, max: held - over };
-                    self.reclaim(now, dp_rank, &shortage, Taker::Anyone);
+                    self.reclaim(now, dp_rank, &shortage, Requester::Client);
                 }
                 return Verdict::Wait;
             }
         }
-        if !self.books[dp_rank as usize].engine_has_room(&capacity, AHEAD) {
-            return Verdict::InLine;
+        if !self.accounts[dp_rank as usize].engine_has_room(&capacity, AHEAD) {
+            return Verdict::WaitInLine;
         }
         let ticket = self.tickets.get_mut(rid).expect("the caller has it");
         ticket.large_tokens = large.then_some(tokens);
@@ -285,7 +287,7 @@ impl Table {
         shortage: Shortage,
     ) -> Result<Verdict, Error> {
         let session = &self.sessions[key];
-        let taker = if session.is_auto() { Taker::Unasked } else { Taker::Anyone };
+        let taker = if session.is_auto() { Requester::AutoPin } else { Requester::Client };
         if self.reclaim(now, session.dp_rank, &shortage, taker) {
             return Ok(Verdict::Wait);
         }
@@ -295,7 +297,7 @@ impl Table {
     fn let_in(&mut self, now: Instant, rid: &str) {
         let ticket = &self.tickets[rid];
         let (dp_rank, key) = (ticket.dp_rank, ticket.key.clone());
-        let (opens, closes) = (ticket.stage == Stage::Open, ticket.closes());
+        let (opens, closes) = (ticket.stage == TicketState::Open, ticket.closes());
         let mut turn = Turn { session: None, dp_rank, growth_tokens: None, ran: None };
         if let Some(key) = &key {
             let session = &self.sessions[key];
@@ -357,11 +359,11 @@ impl Table {
         if delta || !self.trims {
             // Without a shim that trims, a full history is admitted only if the session has none.
             self.history_begins_with(rid, key);
-            turn.ran = Some(Ran::Pinned);
+            turn.ran = Some(RunMode::Pinned);
             return;
         }
         let retention = self.unpinned(&self.sessions[key]);
-        let trim: Trim = self.mark(rid, key);
+        let trim: TrimRequest = self.mark(rid, key);
         let named = turn.session.as_mut().expect("a pinned turn has one");
         (named.retention, named.trim) = (retention, Some(trim));
     }
@@ -369,17 +371,17 @@ impl Table {
     /// Counts a turn as inside the engine.
     fn enter(&mut self, now: Instant, rid: &str, turn: &Turn) {
         let ticket = self.tickets.get_mut(rid).expect("the caller has it");
-        ticket.stage = Stage::Inside;
+        ticket.stage = TicketState::Inside;
         ticket.since = now;
         if let Some(session) = &turn.session {
             ticket.incarnation.clone_from(&session.incarnation);
         }
         let (dp_rank, large) = (ticket.dp_rank, ticket.large_tokens);
         let rows = self.engine.ranks[dp_rank as usize].rows;
-        let book = self.book(dp_rank);
-        book.totals.turns_queued -= 1;
-        book.totals.turns_running += 1;
-        book.entered(turn.growth_tokens.is_some(), large, rows);
+        let account = self.account(dp_rank);
+        account.totals.turns_queued -= 1;
+        account.totals.turns_running += 1;
+        account.entered(turn.growth_tokens.is_some(), large, rows);
     }
 
     /// Refuses a turn that is not inside the engine, and forgets it.
@@ -394,16 +396,16 @@ impl Table {
         let ticket = self.tickets.remove(rid).expect("the caller has it");
         self.queue.retain(|one| one != rid);
         match ticket.stage {
-            Stage::Queued => self.book(ticket.dp_rank).totals.turns_queued -= 1,
-            Stage::Claimed => self.book(ticket.dp_rank).claimed -= 1,
-            Stage::Open | Stage::Inside => {}
+            TicketState::Queued => self.account(ticket.dp_rank).totals.turns_queued -= 1,
+            TicketState::Claimed => self.account(ticket.dp_rank).claimed -= 1,
+            TicketState::Open | TicketState::Inside => {}
         }
         self.orphan_followers(&ticket);
         let Some(key) = ticket.key.clone() else { return };
         if self.sessions.get(&key).is_none_or(|session| session.born != ticket.born) {
             return;
         }
-        if ticket.stage != Stage::Open {
+        if ticket.stage != TicketState::Open {
             self.change(&key, |session| session.waiting -= 1);
         }
         // A session with waiting turns doesn't expire; its idle limit may have passed meanwhile.

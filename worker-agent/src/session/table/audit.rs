@@ -2,21 +2,21 @@
 
 use proto::load::Retention;
 
-use super::{Guard, Phase, Stage, Table, engine::Book};
-use crate::session::Totals;
+use super::{Guard, Phase, Table, TicketState, engine::RankAccount};
+use crate::session::RankTotals;
 
 impl Table {
     /// Returns the totals of one rank.
     #[must_use]
-    pub fn totals(&self, dp_rank: u32) -> Totals {
-        self.books[dp_rank as usize].totals
+    pub fn totals(&self, dp_rank: u32) -> RankTotals {
+        self.accounts[dp_rank as usize].totals
     }
 
     /// Checks the table's promises. Panics if one is broken.
     pub fn check_invariants(&self) {
         assert!(self.sessions.len() <= self.sessions_max, "too many sessions");
         self.check_ids();
-        for dp_rank in (0_u32..).take(self.books.len()) {
+        for dp_rank in (0_u32..).take(self.accounts.len()) {
             self.check_rank(dp_rank);
         }
         let guards = self.rules.guards;
@@ -33,11 +33,15 @@ impl Table {
                 of.filter(|ticket| ticket.key.as_ref() == Some(key)).count()
             };
             if guards.hold(Guard::EndAcknowledged) {
-                let waiting = mine(Stage::Claimed) + mine(Stage::Queued);
+                let waiting = mine(TicketState::Claimed) + mine(TicketState::Queued);
                 assert_eq!(session.waiting as usize, waiting, "a claim isn't counted");
-                assert_eq!(session.running as usize, mine(Stage::Inside), "a turn isn't counted");
+                assert_eq!(
+                    session.running as usize,
+                    mine(TicketState::Inside),
+                    "a turn isn't counted"
+                );
                 let inside = self.tickets.values().filter(|ticket| {
-                    ticket.stage == Stage::Inside
+                    ticket.stage == TicketState::Inside
                         && ticket.pinned
                         && ticket.incarnation == session.incarnation
                 });
@@ -63,7 +67,7 @@ impl Table {
 
     /// Checks that a rank's totals match a fresh count and are within their bounds.
     fn check_rank(&self, dp_rank: u32) {
-        let mut counted = Book::default();
+        let mut counted = RankAccount::default();
         let of_rank = self.sessions.values().filter(|session| session.dp_rank == dp_rank);
         of_rank.for_each(|session| counted.add(session, self.engine.page_tokens));
         let kept = self.totals(dp_rank);
@@ -84,8 +88,8 @@ impl Table {
             let count = of_rank.filter(|ticket| ticket.stage == stage).count();
             u32::try_from(count).expect("bounded")
         };
-        counted.totals.turns_running = staged(Stage::Inside);
-        counted.totals.turns_queued = staged(Stage::Queued);
+        counted.totals.turns_running = staged(TicketState::Inside);
+        counted.totals.turns_queued = staged(TicketState::Queued);
         assert_eq!(counted.totals, kept, "the running totals have drifted");
         let Some(capacity) = self.engine.ranks.get(dp_rank as usize) else { return };
         assert!(kept.turns_running <= capacity.turns_max, "too many turns inside");

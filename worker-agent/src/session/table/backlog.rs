@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use proto::load::Retention;
 
-use super::{Stage, Table, Ticket};
+use super::{Table, Ticket, TicketState};
 
 /// Bytes of text counted as one token if tokens weren't counted: about four in English, less in
 /// code. Needs taken from bodies are upper bounds; this figure is an estimate.
@@ -16,14 +16,14 @@ impl Table {
     /// Returns the prompt tokens that a rank has yet to compute and that no load sample before
     /// `seen` shows. Leaves out tokens whose KV is resident, as far as that is known.
     #[must_use]
-    pub fn unseen_tokens(&self, dp_rank: u32, seen: Instant) -> u64 {
+    pub fn unsampled_prompt_tokens(&self, dp_rank: u32, seen: Instant) -> u64 {
         let unseen = |ticket: &&Ticket| {
             ticket.dp_rank == dp_rank
                 && match ticket.stage {
-                    Stage::Queued => true,
-                    Stage::Inside => ticket.since > seen,
+                    TicketState::Queued => true,
+                    TicketState::Inside => ticket.since > seen,
                     // A claimed turn's body isn't known yet, and an open is not a turn.
-                    Stage::Claimed | Stage::Open => false,
+                    TicketState::Claimed | TicketState::Open => false,
                 }
         };
         let turns = self.tickets.values().filter(unseen);

@@ -11,7 +11,7 @@ const ANSWER_AHEAD: u64 = 4096;
 impl Table {
     /// Returns how many tokens of the pool pinned sessions may hold beside large plain turns.
     pub(super) fn room_to_pin(&self, dp_rank: u32, pool: u64) -> u64 {
-        let large = self.books[dp_rank as usize].largest();
+        let large = self.accounts[dp_rank as usize].largest();
         let held = self.rules.guards.hold(Guard::LargeTurnWaits);
         let room = if held { pool.saturating_sub(large) } else { pool };
         // The engine needs free more than one page beyond a turn's need.

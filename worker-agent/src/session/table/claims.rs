@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 use proto::{claim::Claim, id::SessionKey, load::Retention};
 
 use super::{
-    Appends, Deltas, Error, Guard, Opened, Phase, PrefixTracker, Record, Session, Stage, Table,
-    Ticket, Whole, check_appends, check_turn, closing::Closing,
+    Deltas, Error, FullHistory, Guard, OpenResult, Phase, PinnedInput, PrefixTracker, Record,
+    Session, Table, Ticket, TicketState, check_appends, check_turn, closing::PendingClose,
 };
 
 /// The longest idle limit that a client can ask for. A longer one is a mistake, and must not
@@ -15,7 +15,7 @@ const IDLE_MAX: Duration = Duration::from_secs(365 * 86_400);
 
 impl Table {
     /// Claims a turn's session before the turn's body is read, so that a second turn is refused at
-    /// once while another one runs. [`Self::admit`] or [`Self::end`] must follow.
+    /// once while another one runs. [`Self::admit`] or [`Self::end_turn`] must follow.
     ///
     /// # Errors
     /// See [`Error`]; a refused claim changes nothing.
@@ -25,12 +25,12 @@ impl Table {
         rid: &str,
         asked: Option<(&Claim, &SessionKey)>,
         rank: Option<u32>,
-        appends: Appends,
+        pinned_input: PinnedInput,
     ) -> Result<(), Error> {
         let (claim, key, dp_rank, born) = match asked {
             None => (None, None, self.choose_rank(rank, None)?, 0),
             Some((claim, key)) => {
-                self.claim_session(now, claim, key, rank, appends)?;
+                self.claim_session(now, claim, key, rank, pinned_input)?;
                 let session = self.sessions.get_mut(key).expect("just claimed");
                 session.waiting += 1;
                 session.idle_max = claim.idle_ms_max.map_or(session.idle_max, idle_max_of);
@@ -38,8 +38,8 @@ impl Table {
             }
         };
         self.claims += 1;
-        self.book(dp_rank).claimed += 1;
-        let mut ticket = Ticket::new(now, Stage::Claimed, appends, dp_rank, self.claims);
+        self.account(dp_rank).claimed += 1;
+        let mut ticket = Ticket::new(now, TicketState::Claimed, pinned_input, dp_rank, self.claims);
         (ticket.claim, ticket.key, ticket.born) = (claim, key, born);
         let before = self.tickets.insert(rid.to_owned(), ticket);
         assert!(before.is_none(), "a turn's id is used twice");
@@ -53,7 +53,7 @@ impl Table {
         claim: &Claim,
         key: &SessionKey,
         rank: Option<u32>,
-        appends: Appends,
+        pinned_input: PinnedInput,
     ) -> Result<(), Error> {
         // A delta relies on the session's history. If that is gone, the delta must not start an
         // empty session.
@@ -67,7 +67,7 @@ impl Table {
             let wanted = claim.retention.or(claim.delta.then_some(Retention::Pinned));
             let retention = self.retention(wanted)?;
             match retention {
-                Retention::Pinned => check_appends(claim.delta, false, appends, self.trims)?,
+                Retention::Pinned => check_appends(claim.delta, false, pinned_input, self.trims)?,
                 Retention::Tagged | Retention::None if claim.delta => {
                     return Err(Error::DeltaNeedsPinned(retention));
                 }
@@ -79,7 +79,7 @@ impl Table {
         }
         let (guards, behind) = (self.rules.guards, self.rules.turns_queued_per_session_max);
         let session = self.sessions.get_mut(key).expect("there is one now");
-        check_turn(session, claim, appends, self.trims, guards)?;
+        check_turn(session, claim, pinned_input, self.trims, guards)?;
         let before = session.running + session.waiting;
         let alone = session.exclusive || session.opened;
         if alone && before > behind && guards.hold(Guard::OneTurn) {
@@ -119,7 +119,7 @@ impl Table {
     ///
     /// # Errors
     /// See [`Error`].
-    pub fn open(
+    pub fn open_session(
         &mut self,
         now: Instant,
         rid: &str,
@@ -164,7 +164,13 @@ impl Table {
             }
         }
         let (dp_rank, born) = (self.sessions[key].dp_rank, self.sessions[key].born);
-        let mut ticket = Ticket::new(now, Stage::Open, Appends::Possible, dp_rank, self.claims);
+        let mut ticket = Ticket::new(
+            now,
+            TicketState::Open,
+            PinnedInput::DeltasAndHistories,
+            dp_rank,
+            self.claims,
+        );
         (ticket.claim, ticket.key, ticket.born) = (Some(claim), Some(key.clone()), born);
         self.tickets.insert(rid.to_owned(), ticket);
         self.queue.push_back(rid.to_owned());
@@ -174,13 +180,13 @@ impl Table {
     }
 
     /// Handles the engine's answer to an [`super::Effect::Open`].
-    pub fn opened(&mut self, now: Instant, incarnation: &str, opened: &Opened) {
+    pub fn handle_open_result(&mut self, now: Instant, incarnation: &str, opened: &OpenResult) {
         let key = self
             .by_incarnation
             .get(incarnation)
             .cloned()
             .filter(|key| matches!(self.sessions[key].phase, Phase::Opening | Phase::Closing));
-        if *opened == Opened::Yes
+        if *opened == OpenResult::Yes
             && let Some(key) = &key
         {
             self.change(key, |session| {
@@ -195,9 +201,9 @@ impl Table {
         } else {
             // The session is gone, or the open failed. An incarnation that may be open at the
             // engine must be closed.
-            let sure = matches!(opened, Opened::No(_));
+            let sure = matches!(opened, OpenResult::No(_));
             if !sure && self.rules.guards.hold(Guard::UnknownOpenClosed) {
-                self.start_close(incarnation.to_owned(), Closing::empty(now));
+                self.start_close(incarnation.to_owned(), PendingClose::empty(now));
             } else {
                 self.journal(Record::Closed { incarnation: incarnation.to_owned() });
             }
@@ -209,7 +215,9 @@ impl Table {
                     self.pump(now);
                     return self.debug_check();
                 }
-                let (Opened::No(why) | Opened::Unknown(why)) = opened else { unreachable!() };
+                let (OpenResult::No(why) | OpenResult::Unknown(why)) = opened else {
+                    unreachable!()
+                };
                 let error = Error::OpenFailed(why.clone());
                 self.drop_session(now, &key, &error);
             }
@@ -250,7 +258,7 @@ impl Table {
             corrupt: false,
             lost_rid: None,
             born: self.born,
-            whole: Whole::default(),
+            whole: FullHistory::default(),
             deltas: if claim.open { Deltas::Allowed } else { Deltas::Refused },
             prefix: PrefixTracker::default(),
             phase: if pinned { Phase::Planned } else { Phase::Open },
@@ -259,7 +267,7 @@ impl Table {
         };
         self.watch_until(now + session.idle_max);
         let page = self.engine.page_tokens;
-        self.book(dp_rank).add(&session, page);
+        self.account(dp_rank).add(&session, page);
         self.by_incarnation.insert(session.incarnation.clone(), key.clone());
         self.sessions.insert(key.clone(), session);
         self.touch(key);
@@ -271,7 +279,7 @@ impl Table {
     fn make_room(&mut self, now: Instant) -> bool {
         let inferred = self.sessions.iter().filter(|(_, one)| !one.exclusive && one.can_expire());
         let longest = inferred.min_by_key(|(_, one)| one.last_end).map(|(key, _)| key.clone());
-        longest.is_some_and(|key| self.close(now, &key).is_ok())
+        longest.is_some_and(|key| self.close_session(now, &key).is_ok())
     }
 
     pub(super) fn retention(&self, wanted: Option<Retention>) -> Result<Retention, Error> {
@@ -297,7 +305,7 @@ impl Table {
         let burden = |dp_rank: &u32| {
             let totals = self.totals(*dp_rank);
             let held = if retention == Some(Retention::Pinned) { totals.rows_held } else { 0 };
-            let claimed = self.books[*dp_rank as usize].claimed;
+            let claimed = self.accounts[*dp_rank as usize].claimed;
             let turns = totals.turns_running + totals.turns_queued + claimed;
             (held, turns, totals.pinned_tokens + totals.estimate_tokens)
         };

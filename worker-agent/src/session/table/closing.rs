@@ -9,7 +9,8 @@ use std::time::{Duration, Instant};
 use proto::{id::SessionKey, load::Retention};
 
 use super::{
-    Close, Closed, Effect, Error, Event, Expected, Guard, Phase, Record, Session, Table, Why,
+    CloseRequest, CloseResult, Effect, Error, ExpectedHistory, GoneReason, Guard, Phase, Record,
+    Session, SessionEvent, Table,
 };
 
 /// The shortest time after which an unconfirmed close is repeated. The engine itself handles
@@ -23,7 +24,7 @@ const VERIFIED_WITHIN: Duration = Duration::from_secs(5);
 
 /// A close that the engine has not confirmed.
 #[derive(Debug)]
-pub(super) struct Closing {
+pub(super) struct PendingClose {
     pub(super) dp_rank: u32,
     pub(super) row: bool,
     /// KV tokens of the incarnation, in whole pages.
@@ -39,7 +40,7 @@ pub(super) struct Closing {
     pub(super) kept: bool,
 }
 
-impl Closing {
+impl PendingClose {
     /// Returns the close of an incarnation that holds nothing, if it is open at all.
     pub(super) fn empty(now: Instant) -> Self {
         Self {
@@ -58,7 +59,7 @@ impl Closing {
 impl Table {
     /// Takes over an incarnation that an earlier agent process left open: closes it, and counts its
     /// row until the close is confirmed.
-    pub fn inherit(
+    pub fn inherit_incarnation(
         &mut self,
         now: Instant,
         incarnation: String,
@@ -69,7 +70,8 @@ impl Table {
             return;
         }
         let dp_rank = if (dp_rank as usize) < self.engine.ranks.len() { dp_rank } else { 0 };
-        let row = Closing { dp_rank, row: true, rid, inherited: true, ..Closing::empty(now) };
+        let row =
+            PendingClose { dp_rank, row: true, rid, inherited: true, ..PendingClose::empty(now) };
         self.start_close(incarnation, row);
         self.debug_check();
     }
@@ -81,10 +83,10 @@ impl Table {
 
     /// Handles the engine's answer to an [`Effect::Close`], or the shim's report of a closed
     /// session.
-    pub fn closed(&mut self, now: Instant, incarnation: &str, closed: Closed) {
+    pub fn handle_close_result(&mut self, now: Instant, incarnation: &str, closed: CloseResult) {
         let Some(closing) = self.closing.get_mut(incarnation) else { return };
-        closing.kept |= closed == Closed::Kept;
-        if closed != Closed::Confirmed && self.rules.guards.hold(Guard::CloseRepeated) {
+        closing.kept |= closed == CloseResult::Kept;
+        if closed != CloseResult::Confirmed && self.rules.guards.hold(Guard::CloseRepeated) {
             // The longer a close takes, the less often it is repeated.
             let waited = now.saturating_duration_since(closing.since);
             closing.due = Some(now + (waited / 4).clamp(CLOSE_AGAIN, CLOSE_AGAIN_MAX));
@@ -119,12 +121,12 @@ impl Table {
 
     /// Closes a pinned session at the engine, but keeps it in the table: its client is told why at
     /// its next turn.
-    pub(super) fn retire(&mut self, now: Instant, key: &SessionKey, why: Why) {
+    pub(super) fn retire(&mut self, now: Instant, key: &SessionKey, why: GoneReason) {
         let event = match why {
-            Why::Reclaimed => Event::Reclaimed,
-            Why::HistoryUnknown => Event::Doubted,
-            Why::KvCorrupt => Event::Corrupt,
-            Why::EngineRestarted => Event::EngineLost,
+            GoneReason::Reclaimed => SessionEvent::Reclaimed,
+            GoneReason::HistoryUnknown => SessionEvent::Doubted,
+            GoneReason::KvCorrupt => SessionEvent::Corrupt,
+            GoneReason::EngineRestarted => SessionEvent::EngineLost,
         };
         self.effects.push(Effect::Happened(key.clone(), event));
         self.runs_as_it_came(key);
@@ -141,10 +143,15 @@ impl Table {
     /// Makes a session suspect after a turn's end left its history uncertain: the shim's session
     /// table decides. Without a shim, or without an expected history, closes the session at the
     /// engine.
-    pub(super) fn doubt(&mut self, now: Instant, key: &SessionKey, expected: Option<Expected>) {
-        let verifies = self.books[self.sessions[key].dp_rank as usize].verifies();
+    pub(super) fn doubt(
+        &mut self,
+        now: Instant,
+        key: &SessionKey,
+        expected: Option<ExpectedHistory>,
+    ) {
+        let verifies = self.accounts[self.sessions[key].dp_rank as usize].verifies();
         let (true, Some(expected)) = (verifies, expected) else {
-            return self.retire(now, key, Why::HistoryUnknown);
+            return self.retire(now, key, GoneReason::HistoryUnknown);
         };
         let until = now + VERIFIED_WITHIN;
         let (dp_rank, rid) = self.change(key, |session| {
@@ -157,7 +164,7 @@ impl Table {
 
     /// Handles an audit's finding that pages of a session's KV also belong to others, or that
     /// others wrote to them. No further turn runs on them; a running turn ends first.
-    pub fn corrupt(&mut self, now: Instant, incarnation: &str) {
+    pub fn handle_corruption(&mut self, now: Instant, incarnation: &str) {
         let Some(key) = self.by_incarnation.get(incarnation).cloned() else { return };
         self.change(&key, |session| session.corrupt = true);
         self.retire_corrupt(now, &key);
@@ -170,13 +177,13 @@ impl Table {
         let Some(session) = self.sessions.get(key) else { return };
         let over = matches!(session.phase, Phase::Closing | Phase::Gone(_));
         if session.corrupt && session.running == 0 && !over {
-            self.retire(now, key, Why::KvCorrupt);
+            self.retire(now, key, GoneReason::KvCorrupt);
         }
     }
 
     /// Returns the session with this incarnation.
     #[must_use]
-    pub fn key_of(&self, incarnation: &str) -> Option<&SessionKey> {
+    pub fn session_key(&self, incarnation: &str) -> Option<&SessionKey> {
         self.by_incarnation.get(incarnation)
     }
 
@@ -189,37 +196,39 @@ impl Table {
                 let row = session.row;
                 let tokens = if row { self.pages_of(held) } else { 0 };
                 let (dp_rank, rid) = (session.dp_rank, session.lost_rid.clone());
-                let closing = Closing { dp_rank, row, tokens, rid, ..Closing::empty(now) };
+                let closing =
+                    PendingClose { dp_rank, row, tokens, rid, ..PendingClose::empty(now) };
                 self.start_close(incarnation, closing);
             }
             Retention::Tagged => {
-                let close = Close { incarnation, rid: None, pinned: false, again: false };
+                let close = CloseRequest { incarnation, rid: None, pinned: false, again: false };
                 self.effects.push(Effect::Close(close));
             }
             Retention::None => {}
         }
     }
 
-    pub(super) fn start_close(&mut self, incarnation: String, closing: Closing) {
+    pub(super) fn start_close(&mut self, incarnation: String, closing: PendingClose) {
         if self.closing.contains_key(&incarnation) {
             return;
         }
         if self.rules.guards.hold(Guard::CountedUntilClosed) {
-            let book = self.book(closing.dp_rank);
-            book.totals.rows_held += u32::from(closing.row);
-            book.totals.pinned_tokens += closing.tokens;
+            let account = self.account(closing.dp_rank);
+            account.totals.rows_held += u32::from(closing.row);
+            account.totals.pinned_tokens += closing.tokens;
         }
         let rid = closing.rid.clone();
-        let close = Close { incarnation: incarnation.clone(), rid, pinned: true, again: false };
+        let close =
+            CloseRequest { incarnation: incarnation.clone(), rid, pinned: true, again: false };
         self.effects.push(Effect::Close(close));
         self.closing.insert(incarnation, closing);
     }
 
-    fn uncount(&mut self, closing: &Closing) {
+    fn uncount(&mut self, closing: &PendingClose) {
         if self.rules.guards.hold(Guard::CountedUntilClosed) {
-            let book = self.book(closing.dp_rank);
-            book.totals.rows_held -= u32::from(closing.row);
-            book.totals.pinned_tokens -= closing.tokens;
+            let account = self.account(closing.dp_rank);
+            account.totals.rows_held -= u32::from(closing.row);
+            account.totals.pinned_tokens -= closing.tokens;
         }
     }
 
@@ -227,7 +236,7 @@ impl Table {
         for (incarnation, closing) in &mut self.closing {
             if closing.due.take_if(|due| *due <= now).is_some() {
                 let (incarnation, rid) = (incarnation.clone(), closing.rid.clone());
-                let close = Close { incarnation, rid, pinned: true, again: true };
+                let close = CloseRequest { incarnation, rid, pinned: true, again: true };
                 self.effects.push(Effect::Close(close));
             }
         }
@@ -247,7 +256,7 @@ impl Table {
     pub fn restart_required(&self, now: Instant) -> Option<String> {
         let late = |since: Instant| since + self.rules.stuck_after <= now;
         // If the engine can't be asked, it isn't at fault.
-        let stays = |one: &&Closing| one.kept && late(one.since);
+        let stays = |one: &&PendingClose| one.kept && late(one.since);
         let closes = self.closing.values().filter(stays).count();
         if closes > 0 {
             return Some(format!(

@@ -4,33 +4,33 @@ use std::time::Instant;
 
 use proto::{id::SessionKey, load::Retention};
 
-use super::{Expected, Guard, Outcome, Phase, Stage, Table, Ticket, Usage};
+use super::{ExpectedHistory, Guard, Outcome, Phase, Table, Ticket, TicketState, Usage};
 
 impl Table {
     /// Handles a client's disconnect during its turn. The turn is being aborted, and stays inside
     /// until the engine acknowledges its end.
-    pub fn abandon(&mut self, now: Instant, rid: &str) {
+    pub fn abandon_turn(&mut self, now: Instant, rid: &str) {
         let Some(ticket) = self.tickets.get_mut(rid) else { return };
-        if ticket.stage != Stage::Inside {
+        if ticket.stage != TicketState::Inside {
             return;
         }
         ticket.abandoned.get_or_insert(now);
         if !self.rules.guards.hold(Guard::EndAcknowledged) {
-            self.end(now, rid, Outcome::Aborted);
+            self.end_turn(now, rid, Outcome::Aborted);
         }
     }
 
     /// Ends a claimed turn at any stage, and closes its session if the claim asked for that. Does
     /// nothing if the turn has already ended.
-    pub fn end(&mut self, now: Instant, rid: &str, outcome: Outcome) {
+    pub fn end_turn(&mut self, now: Instant, rid: &str, outcome: Outcome) {
         let Some(ticket) = self.tickets.get(rid) else { return };
-        if ticket.stage != Stage::Inside {
+        if ticket.stage != TicketState::Inside {
             self.forget(now, rid);
             self.pump(now);
             return self.debug_check();
         }
         let ticket = self.tickets.remove(rid).expect("just seen");
-        self.book(ticket.dp_rank).left(ticket.pinned, ticket.large_tokens);
+        self.account(ticket.dp_rank).left(ticket.pinned, ticket.large_tokens);
         if !matches!(outcome, Outcome::Finished(_)) {
             self.orphan_followers(&ticket);
         }
@@ -68,7 +68,7 @@ impl Table {
             one.orphaned |= delta
                 && one.born == ticket.born
                 && one.order > ticket.order
-                && one.stage != Stage::Inside;
+                && one.stage != TicketState::Inside;
         }
     }
 
@@ -136,12 +136,12 @@ impl Table {
                     // plan. The usage that a route reports may be lower: one route subtracts its
                     // template's tokens.
                     let planned = ticket.marked.as_ref().and_then(|one| one.prompt_tokens);
-                    self.doubt(now, key, planned.map(Expected::AtLeast));
+                    self.doubt(now, key, planned.map(ExpectedHistory::AtLeast));
                 } else if retracted && guards.hold(Guard::RetractionSuspect) {
                     // The engine commits a partial answer when it retracts a turn from its batch,
                     // so only the engine knows the final history.
                     let history_tokens = self.sessions[key].history_tokens;
-                    self.doubt(now, key, Some(Expected::Exactly(history_tokens)));
+                    self.doubt(now, key, Some(ExpectedHistory::Exactly(history_tokens)));
                 }
             }
             Outcome::Unheard(usage) => {
@@ -154,7 +154,7 @@ impl Table {
                 // The reserved tokens stay counted until the shim's session table or a close
                 // settles the session.
                 if open {
-                    self.doubt(now, key, Some(Expected::Exactly(before)));
+                    self.doubt(now, key, Some(ExpectedHistory::Exactly(before)));
                 }
             }
             Outcome::Partial => self.change(key, |session| session.reserved_tokens = 0),
@@ -165,7 +165,7 @@ impl Table {
                 if open && guards.hold(Guard::LostEndSuspect) {
                     // If the engine committed nothing of the turn, its history is the one the
                     // client knows.
-                    self.doubt(now, key, Some(Expected::Exactly(before)));
+                    self.doubt(now, key, Some(ExpectedHistory::Exactly(before)));
                 }
             }
         }

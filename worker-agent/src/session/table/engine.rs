@@ -8,7 +8,8 @@ use std::{
 use proto::id::SessionKey;
 
 use super::{
-    Capacity, Closed, Effect, Engine, Error, Event, Guard, Phase, Session, Table, Totals, Why,
+    CloseResult, Effect, EngineCapacity, Error, GoneReason, Guard, Phase, RankCapacity, RankTotals,
+    Session, SessionEvent, Table,
 };
 
 /// The most foreign sessions that are tracked per rank. Further ones are not counted.
@@ -27,7 +28,7 @@ pub struct Load {
 
 /// One session inside the engine, as the shim reports it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Seen {
+pub struct SessionReport {
     /// The session's id inside the engine.
     pub id: String,
     /// Whether the session holds a request row.
@@ -44,8 +45,8 @@ pub struct Seen {
 
 /// The account of one rank.
 #[derive(Debug, Default)]
-pub(super) struct Book {
-    pub(super) totals: Totals,
+pub(super) struct RankAccount {
+    pub(super) totals: RankTotals,
     /// The number of turns whose body is being read.
     pub(super) claimed: u32,
     /// KV tokens needed by the largest turn that waits for pinned sessions to give up room; 0 if
@@ -71,7 +72,7 @@ struct Shim {
     demotes: bool,
 }
 
-impl Book {
+impl RankAccount {
     pub(super) fn add(&mut self, session: &Session, page: u64) {
         let (rows, pinned, estimate) = weight(session, page);
         self.totals.sessions += 1;
@@ -144,7 +145,7 @@ impl Book {
 
     /// Whether the engine can run one more plain turn now, or would have at most `ahead` turns
     /// waiting.
-    pub(super) fn engine_has_room(&self, capacity: &Capacity, ahead: u64) -> bool {
+    pub(super) fn engine_has_room(&self, capacity: &RankCapacity, ahead: u64) -> bool {
         let rows = u64::from(capacity.rows.saturating_sub(self.totals.rows_held));
         let waiting = self.waiting.map_or(0, |waiting| u64::try_from(waiting).unwrap_or(0));
         self.plain < rows + ahead && waiting < ahead
@@ -173,31 +174,31 @@ fn weight(session: &Session, page: u64) -> (u32, u64, u64) {
 
 impl Table {
     /// Handles an engine's load sample for one rank.
-    pub fn sampled(&mut self, now: Instant, dp_rank: u32, load: Load) {
+    pub fn handle_load(&mut self, now: Instant, dp_rank: u32, load: Load) {
         let pending = self.closing.values().any(|one| one.dp_rank == dp_rank);
         let guards = self.rules.guards;
-        let Some(book) = self.books.get_mut(dp_rank as usize) else { return };
-        book.waiting = Some(i64::try_from(load.waiting).unwrap_or(i64::MAX));
-        let idle = book.totals.turns_running == 0 && !pending;
-        let quiet = idle.then(|| *book.quiet.get_or_insert(now));
-        book.quiet = quiet;
+        let Some(account) = self.accounts.get_mut(dp_rank as usize) else { return };
+        account.waiting = Some(i64::try_from(load.waiting).unwrap_or(i64::MAX));
+        let idle = account.totals.turns_running == 0 && !pending;
+        let quiet = idle.then(|| *account.quiet.get_or_insert(now));
+        account.quiet = quiet;
         let settled = quiet.is_some_and(|since| since + SETTLED <= now);
-        if book.shim.is_none() && settled && guards.hold(Guard::ForeignCounted) {
+        if account.shim.is_none() && settled && guards.hold(Guard::ForeignCounted) {
             // Tokens that can't be evicted and that none of the agent's sessions hold are foreign.
-            let own = book.totals.pinned_tokens - book.totals.foreign_tokens;
+            let own = account.totals.pinned_tokens - account.totals.foreign_tokens;
             let pool = self.engine.ranks.get(dp_rank as usize).map_or(0, |rank| rank.pool_tokens);
             let foreign = load.used_tokens.min(pool).saturating_sub(own);
-            book.totals.pinned_tokens = own + foreign;
-            book.totals.foreign_tokens = foreign;
+            account.totals.pinned_tokens = own + foreign;
+            account.totals.foreign_tokens = foreign;
         }
         self.pump(now);
         self.debug_check();
     }
 
     /// Marks that the shim of `dp_rank` is connected.
-    pub fn shim_up(&mut self, dp_rank: u32, demotes: bool) {
-        if let Some(book) = self.books.get_mut(dp_rank as usize) {
-            book.shim = Some(Shim { demotes });
+    pub fn handle_shim_up(&mut self, dp_rank: u32, demotes: bool) {
+        if let Some(account) = self.accounts.get_mut(dp_rank as usize) {
+            account.shim = Some(Shim { demotes });
             // The shim reports each foreign session, which replaces the estimate from load samples.
             self.count_foreign(dp_rank);
         }
@@ -205,7 +206,7 @@ impl Table {
 
     /// Marks that a full session table was requested from the shim of `dp_rank`. The reply decides
     /// about suspect sessions.
-    pub fn looking(&mut self, dp_rank: u32) {
+    pub fn mark_table_requested(&mut self, dp_rank: u32) {
         for session in self.sessions.values_mut().filter(|one| one.dp_rank == dp_rank) {
             if let Phase::Suspect { asked, .. } = &mut session.phase {
                 *asked = true;
@@ -215,10 +216,10 @@ impl Table {
 
     /// Handles the loss of the shim's connection for `dp_rank`: discards what it reported, and
     /// closes every session that was waiting for its answer.
-    pub fn shim_down(&mut self, now: Instant, dp_rank: u32) {
-        let Some(book) = self.books.get_mut(dp_rank as usize) else { return };
-        book.shim = None;
-        book.foreign.clear();
+    pub fn handle_shim_down(&mut self, now: Instant, dp_rank: u32) {
+        let Some(account) = self.accounts.get_mut(dp_rank as usize) else { return };
+        account.shim = None;
+        account.foreign.clear();
         self.count_foreign(dp_rank);
         let waits = |one: &Session| {
             one.dp_rank == dp_rank
@@ -232,14 +233,18 @@ impl Table {
             .collect();
         for key in keys {
             let demoting = matches!(self.sessions[&key].phase, Phase::Demoting { .. });
-            self.retire(now, &key, if demoting { Why::Reclaimed } else { Why::HistoryUnknown });
+            self.retire(
+                now,
+                &key,
+                if demoting { GoneReason::Reclaimed } else { GoneReason::HistoryUnknown },
+            );
         }
         self.pump(now);
         self.debug_check();
     }
 
     /// Handles the shim's report of one session.
-    pub fn seen(&mut self, now: Instant, dp_rank: u32, seen: &Seen) {
+    pub fn handle_session_report(&mut self, now: Instant, dp_rank: u32, seen: &SessionReport) {
         if let Some(key) = self.by_incarnation.get(&seen.id).cloned() {
             // The session is open on every rank, but its history is on one rank only.
             if self.sessions[&key].dp_rank == dp_rank {
@@ -251,16 +256,16 @@ impl Table {
             return;
         }
         let page = self.engine.page_tokens;
-        let Some(book) = self.books.get_mut(dp_rank as usize) else { return };
-        if book.foreign.len() < FOREIGN_MAX || book.foreign.contains_key(&seen.id) {
+        let Some(account) = self.accounts.get_mut(dp_rank as usize) else { return };
+        if account.foreign.len() < FOREIGN_MAX || account.foreign.contains_key(&seen.id) {
             let tokens = seen.allocated_tokens.next_multiple_of(page);
-            book.foreign.insert(seen.id.clone(), (seen.row, tokens));
+            account.foreign.insert(seen.id.clone(), (seen.row, tokens));
         }
         self.count_foreign(dp_rank);
         self.debug_check();
     }
 
-    fn seen_own(&mut self, now: Instant, key: &SessionKey, seen: &Seen) {
+    fn seen_own(&mut self, now: Instant, key: &SessionKey, seen: &SessionReport) {
         match &mut self.sessions.get_mut(key).expect("the caller has it").phase {
             // The uncertain turn has not ended yet, so the table must be requested again.
             Phase::Suspect { asked, .. } if *asked && seen.full && seen.in_flight => {
@@ -271,7 +276,7 @@ impl Table {
             // A report from before the request may describe the state before the uncertain turn.
             &mut Phase::Suspect { expected, asked: true, .. } if seen.full => {
                 if expected.is(seen.history_tokens) {
-                    self.effects.push(Effect::Happened(key.clone(), Event::Verified));
+                    self.effects.push(Effect::Happened(key.clone(), SessionEvent::Verified));
                     self.change(key, |session| {
                         session.phase = if seen.row { Phase::Open } else { Phase::Demoted };
                         session.row = seen.row;
@@ -283,12 +288,12 @@ impl Table {
                     // The session has a deadline of its own again.
                     self.watch(key);
                 } else {
-                    self.retire(now, key, Why::HistoryUnknown);
+                    self.retire(now, key, GoneReason::HistoryUnknown);
                 }
                 self.pump(now);
             }
             Phase::Demoting { .. } if !seen.row && !seen.in_flight => {
-                self.demoted(now, &seen.id, true)
+                self.handle_demote_result(now, &seen.id, true)
             }
             _ => {}
         }
@@ -301,16 +306,16 @@ impl Table {
     }
 
     /// Handles the end of a full session table: `there` are all sessions that the shim sees.
-    pub fn seen_all(&mut self, now: Instant, dp_rank: u32, there: &[&str]) {
+    pub fn handle_session_table(&mut self, now: Instant, dp_rank: u32, there: &[&str]) {
         let closing = self.closing.iter().filter(|(_, one)| one.dp_rank == dp_rank);
-        let foreign = self.books.get(dp_rank as usize).map(|book| &book.foreign);
+        let foreign = self.accounts.get(dp_rank as usize).map(|account| &account.foreign);
         let known = closing.map(|(id, _)| id).chain(foreign.into_iter().flat_map(HashMap::keys));
         let gone: Vec<String> = known.filter(|id| !there.contains(&id.as_str())).cloned().collect();
-        gone.iter().for_each(|id| self.vanished(now, dp_rank, id));
+        gone.iter().for_each(|id| self.handle_session_gone(now, dp_rank, id));
     }
 
     /// Handles the shim's report that a session is closed in the engine.
-    pub fn vanished(&mut self, now: Instant, dp_rank: u32, id: &str) {
+    pub fn handle_session_gone(&mut self, now: Instant, dp_rank: u32, id: &str) {
         // The engine closes the session on every rank, but its row and KV were on one.
         if let Some(key) = self.by_incarnation.get(id).cloned()
             && self.sessions[&key].dp_rank == dp_rank
@@ -318,13 +323,13 @@ impl Table {
             && matches!(self.sessions[&key].phase, Phase::Open | Phase::Demoted)
         {
             // Another client of the engine closed the session.
-            self.retire(now, &key, Why::HistoryUnknown);
+            self.retire(now, &key, GoneReason::HistoryUnknown);
         }
         if self.closing.get(id).is_some_and(|one| one.dp_rank == dp_rank) {
-            self.closed(now, id, Closed::Confirmed);
+            self.handle_close_result(now, id, CloseResult::Confirmed);
         }
-        let Some(book) = self.books.get_mut(dp_rank as usize) else { return };
-        if book.foreign.remove(id).is_some() {
+        let Some(account) = self.accounts.get_mut(dp_rank as usize) else { return };
+        if account.foreign.remove(id).is_some() {
             self.count_foreign(dp_rank);
             self.pump(now);
             self.debug_check();
@@ -335,30 +340,30 @@ impl Table {
         if !self.rules.guards.hold(Guard::ForeignCounted) {
             return;
         }
-        let book = self.book(dp_rank);
-        let totals = &mut book.totals;
+        let account = self.account(dp_rank);
+        let totals = &mut account.totals;
         totals.rows_held -= totals.foreign_rows;
         totals.pinned_tokens -= totals.foreign_tokens;
-        totals.foreign_rows = book.foreign.values().map(|(row, _)| u32::from(*row)).sum();
-        totals.foreign_tokens = book.foreign.values().map(|(_, tokens)| tokens).sum();
+        totals.foreign_rows = account.foreign.values().map(|(row, _)| u32::from(*row)).sum();
+        totals.foreign_tokens = account.foreign.values().map(|(_, tokens)| tokens).sum();
         totals.rows_held += totals.foreign_rows;
         totals.pinned_tokens += totals.foreign_tokens;
     }
 
     /// Handles the loss of the engine process, and with it of every row, KV token and history.
-    pub fn engine_lost(&mut self, now: Instant, engine: Engine) {
+    pub fn handle_engine_lost(&mut self, now: Instant, engine: EngineCapacity) {
         self.refuse_waiting(now, &Error::EngineLost);
         self.forget_closes();
-        for dp_rank in 0..self.books.len() {
-            let book = &mut self.books[dp_rank];
-            book.foreign.clear();
-            (book.waiting, book.quiet, book.shim) = (None, None, None);
+        for dp_rank in 0..self.accounts.len() {
+            let account = &mut self.accounts[dp_rank];
+            account.foreign.clear();
+            (account.waiting, account.quiet, account.shim) = (None, None, None);
             self.count_foreign(u32::try_from(dp_rank).expect("few ranks"));
         }
         let keys: Vec<SessionKey> = self.sessions.keys().cloned().collect();
         for key in &keys {
-            if self.sessions[key].phase != Phase::Gone(Why::EngineRestarted) {
-                self.effects.push(Effect::Happened(key.clone(), Event::EngineLost));
+            if self.sessions[key].phase != Phase::Gone(GoneReason::EngineRestarted) {
+                self.effects.push(Effect::Happened(key.clone(), SessionEvent::EngineLost));
             }
             // A running turn still ends under its old incarnation id; an idle session gets a new
             // one.
@@ -367,7 +372,7 @@ impl Table {
             }
             self.change(key, |session| {
                 if session.phase != Phase::Closing {
-                    session.phase = Phase::Gone(Why::EngineRestarted);
+                    session.phase = Phase::Gone(GoneReason::EngineRestarted);
                 }
                 session.row = false;
                 session.resident_tokens = 0;
@@ -386,7 +391,7 @@ impl Table {
             }
         }
         // Turns of a rank that no longer exists must still end, so the rank's account stays.
-        self.books.resize_with(ranks.max(self.books.len()), Book::default);
+        self.accounts.resize_with(ranks.max(self.accounts.len()), RankAccount::default);
         self.engine = engine;
         self.debug_check();
     }

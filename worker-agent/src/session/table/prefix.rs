@@ -4,11 +4,11 @@
 
 use proto::{id::SessionKey, load::VolatilePrefix};
 
-use super::{Effect, Plan, Planned, PromptStart, Table};
+use super::{Effect, Plan, PromptStart, Table, TrimPlan};
 
 impl Table {
     /// Records how a claimed turn's prompt begins. Must be called before [`Table::admit`].
-    pub fn begins(&mut self, rid: &str, start: PromptStart) {
+    pub fn set_prompt_start(&mut self, rid: &str, start: PromptStart) {
         if let Some(ticket) = self.tickets.get_mut(rid) {
             ticket.start = start;
         }
@@ -28,7 +28,7 @@ impl Table {
     }
 
     /// Handles the shim's comparison for a turn that can't run in its session as planned.
-    pub(super) fn diverged_at(&mut self, key: &SessionKey, planned: &Planned) {
+    pub(super) fn diverged_at(&mut self, key: &SessionKey, planned: &TrimPlan) {
         if planned.plan != Plan::Diverged {
             return;
         }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use proto::{id::SessionKey, load::Retention};
 
-use super::{Effect, Error, Event, Guard, Phase, Session, Table, Why};
+use super::{Effect, Error, GoneReason, Guard, Phase, Session, SessionEvent, Table};
 
 /// The resource that a turn or session lacks, with the figures for its error message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -22,7 +22,7 @@ pub(super) enum Shortage {
 
 /// The kind of turn that needs the room.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Taker {
+pub(super) enum Requester {
     /// A turn of a session that its client asked to pin, or a plain turn.
     Anyone,
     /// A turn of a session that the agent pinned on its own.
@@ -88,7 +88,7 @@ impl Table {
         now: Instant,
         dp_rank: u32,
         shortage: &Shortage,
-        taker: Taker,
+        taker: Requester,
     ) -> bool {
         let (mut rows, mut tokens) = match *shortage {
             Shortage::Rows { held, max } => (u64::from(held - max.min(held)) + 1, 0),
@@ -126,19 +126,19 @@ impl Table {
 
     /// Whether `taker` may have a session's KV. The session must be pinned and at rest.
     ///
-    /// `Taker::Anyone` may take KV from a session that the agent pinned on its own at any time, and
-    /// from a session that its client pinned after `demote_idle` without a turn. `Taker::Unasked`
+    /// `Requester::Client` may take KV from a session that the agent pinned on its own at any time, and
+    /// from a session that its client pinned after `demote_idle` without a turn. `Requester::AutoPin`
     /// may take KV only from a session that the agent pinned on its own, after `demote_idle`
     /// without a turn.
-    fn may_take(&self, now: Instant, session: &Session, taker: Taker) -> bool {
+    fn may_take(&self, now: Instant, session: &Session, taker: Requester) -> bool {
         let pinned = session.retention == Retention::Pinned && session.phase == Phase::Open;
         if !self.rules.guards.hold(Guard::ReclaimIdleOnly) {
             return pinned;
         }
         let idle = session.idle(now) >= self.rules.demote_idle;
         let takes = match taker {
-            Taker::Anyone => idle || session.is_auto(),
-            Taker::Unasked => idle && session.is_auto(),
+            Requester::Client => idle || session.is_auto(),
+            Requester::AutoPin => idle && session.is_auto(),
         };
         pinned && session.can_expire() && takes
     }
@@ -147,8 +147,8 @@ impl Table {
     pub(super) fn take_kv(&mut self, now: Instant, key: &SessionKey) {
         let session = &self.sessions[key];
         let dp_rank = session.dp_rank;
-        if !self.books[dp_rank as usize].demotes() {
-            return self.retire(now, key, Why::Reclaimed);
+        if !self.accounts[dp_rank as usize].demotes() {
+            return self.retire(now, key, GoneReason::Reclaimed);
         }
         let incarnation = session.incarnation.clone();
         let until = now + DEMOTED_WITHIN;
@@ -167,7 +167,7 @@ impl Table {
     }
 
     /// Handles the shim's answer to an [`Effect::Demote`].
-    pub fn demoted(&mut self, now: Instant, incarnation: &str, done: bool) {
+    pub fn handle_demote_result(&mut self, now: Instant, incarnation: &str, done: bool) {
         let Some(key) = self.by_incarnation.get(incarnation).cloned() else { return };
         if !matches!(self.sessions[&key].phase, Phase::Demoting { .. }) {
             return;
@@ -175,14 +175,14 @@ impl Table {
         if self.swaps(now, &key, done) {
             // The demotion was part of an incarnation swap, which continues now.
         } else if done {
-            self.effects.push(Effect::Happened(key.clone(), Event::Demoted));
+            self.effects.push(Effect::Happened(key.clone(), SessionEvent::Demoted));
             self.change(&key, |session| {
                 session.phase = Phase::Demoted;
                 session.row = false;
                 session.resident_tokens = 0;
             });
         } else {
-            self.retire(now, &key, Why::Reclaimed);
+            self.retire(now, &key, GoneReason::Reclaimed);
         }
         self.pump(now);
         self.debug_check();

@@ -24,8 +24,8 @@ const DEMOTE: Duration = Duration::from_secs(20);
 const QUEUE: Duration = Duration::from_secs(10);
 const STUCK: Duration = Duration::from_secs(30);
 
-fn engine(ranks: usize) -> Engine {
-    let capacity = Capacity {
+fn engine(ranks: usize) -> EngineCapacity {
+    let capacity = RankCapacity {
         rows: 4,
         rows_reserve: 1,
         pool_tokens: 1440,
@@ -33,7 +33,12 @@ fn engine(ranks: usize) -> Engine {
         turns_max: 6,
     };
     let retentions = vec![Retention::Pinned, Retention::Tagged, Retention::None];
-    Engine { ranks: vec![capacity; ranks], page_tokens: 16, context_tokens: 1200, retentions }
+    EngineCapacity {
+        ranks: vec![capacity; ranks],
+        page_tokens: 16,
+        context_tokens: 1200,
+        retentions,
+    }
 }
 
 fn rules() -> Rules {
@@ -122,11 +127,12 @@ fn a_close_waits_for_the_turn_and_shuts_the_door_meanwhile() {
     assert_eq!(rig.open("s", None), Err(Error::Closing));
     assert_eq!(rig.closes, [], "the turn still runs");
     rig.end(&turn, finished(10, 1));
-    let close = Close { incarnation: incarnation.clone(), rid: None, pinned: true, again: false };
+    let close =
+        CloseRequest { incarnation: incarnation.clone(), rid: None, pinned: true, again: false };
     assert_eq!(rig.closes, [close]);
     assert_eq!(rig.table.totals(0).rows_held, 1, "held until the engine has confirmed");
     rig.engine_closes();
-    assert_eq!(rig.table.totals(0), Totals::default());
+    assert_eq!(rig.table.totals(0), RankTotals::default());
     assert_ne!(rig.pin("s"), incarnation, "a new life has a new id");
 }
 
@@ -138,12 +144,12 @@ fn a_close_is_repeated_until_it_is_confirmed_and_then_the_engine_is_to_blame() {
     let first = rig.closes.pop().unwrap();
     rig.wait(IDLE);
     assert_eq!(rig.closes, [], "an answer is awaited");
-    rig.table.closed(rig.now, &incarnation, Closed::NotYet);
+    rig.table.handle_close_result(rig.now, &incarnation, CloseResult::NotYet);
     assert_eq!(rig.table.restart_required(rig.now), None, "its answer was only lost");
-    rig.table.closed(rig.now, &incarnation, Closed::Kept);
-    let due = rig.table.next_due().unwrap();
+    rig.table.handle_close_result(rig.now, &incarnation, CloseResult::Kept);
+    let due = rig.table.next_deadline().unwrap();
     rig.wait(due - rig.now);
-    assert_eq!(rig.closes, [Close { again: true, ..first }]);
+    assert_eq!(rig.closes, [CloseRequest { again: true, ..first }]);
     assert_eq!(rig.table.totals(0).rows_held, 1);
     let reason = rig.table.restart_required(rig.now).expect("it took longer than it may");
     assert!(reason.contains("half closed"), "{reason}");
@@ -277,14 +283,14 @@ fn idle_sessions_give_way_the_least_worth_keeping_first() {
 #[test]
 fn with_the_shim_a_session_gives_up_its_kv_and_keeps_its_history() {
     let mut rig = Rig::new();
-    rig.table.shim_up(0, true);
+    rig.table.handle_shim_up(0, true);
     let idle = rig.pin_holding("idle", 600);
     rig.wait(DEMOTE);
     rig.pin("new");
     let need = Need { prompt_tokens: 500, answer_tokens: Some(1), exact: true, ..Need::default() };
     let waiting = rig.turn_that_needs(&delta("new"), need).waits();
     assert_eq!((&rig.demotes, &rig.closes), (&vec![idle.clone()], &vec![]));
-    rig.table.demoted(rig.now, &idle, true);
+    rig.table.handle_demote_result(rig.now, &idle, true);
     rig.carry_out();
     let turn = rig.answer(waiting).inside();
     rig.end(&turn, finished(500, 1));
@@ -293,7 +299,7 @@ fn with_the_shim_a_session_gives_up_its_kv_and_keeps_its_history() {
     rig.wait(DEMOTE);
     let waiting = rig.turn(&delta("idle")).waits();
     let newer = rig.demotes.pop().unwrap();
-    rig.table.demoted(rig.now, &newer, true);
+    rig.table.handle_demote_result(rig.now, &newer, true);
     rig.carry_out();
     rig.answer(waiting).inside();
 }
@@ -356,14 +362,14 @@ fn prompts_that_the_engine_has_not_shown_are_counted() {
     rig.wait(Duration::from_millis(1));
     let inside: Vec<Inside> = (0..6).map(|_| rig.plain(20).inside()).collect();
     let waiting = rig.plain(40).waits();
-    assert_eq!(rig.table.unseen_tokens(0, before), 160);
-    assert_eq!(rig.table.unseen_tokens(0, rig.now), 40, "the engine was looked at since");
+    assert_eq!(rig.table.unsampled_prompt_tokens(0, before), 160);
+    assert_eq!(rig.table.unsampled_prompt_tokens(0, rig.now), 40, "the engine was looked at since");
     let need = Need { prompt_tokens: 90, exact: true, resident_tokens: 64, ..Need::default() };
-    rig.ask(None, None, Appends::Never, need).waits();
-    assert_eq!(rig.table.unseen_tokens(0, rig.now), 66, "what is resident isn't computed");
+    rig.ask(None, None, PinnedInput::Nothing, need).waits();
+    assert_eq!(rig.table.unsampled_prompt_tokens(0, rig.now), 66, "what is resident isn't computed");
     rig.end(&inside[0], Outcome::Finished(None));
     rig.answer(waiting).inside();
-    assert_eq!(rig.table.unseen_tokens(0, rig.now), 26);
+    assert_eq!(rig.table.unsampled_prompt_tokens(0, rig.now), 26);
 }
 
 #[test]
@@ -375,7 +381,7 @@ fn of_a_session_only_what_is_not_there_has_to_be_computed() {
     // The length of the text is a bound in bytes. The history's last token never had KV.
     let need = Need { prompt_tokens: 80, answer_tokens: Some(1), ..Need::default() };
     rig.turn_that_needs(&delta("s"), need).inside();
-    assert_eq!(rig.table.unseen_tokens(0, before), 21);
+    assert_eq!(rig.table.unsampled_prompt_tokens(0, before), 21);
 }
 
 #[test]
@@ -383,9 +389,9 @@ fn a_turn_given_up_while_it_waits_leaves_nothing() {
     let mut rig = Rig::new();
     let inside: Vec<Inside> = (0..6).map(|_| rig.plain(1).inside()).collect();
     let waits = rig.turn(&Claim::for_session(&key("s"))).waits();
-    rig.table.end(rig.now, &waits, Outcome::Refused);
+    rig.table.end_turn(rig.now, &waits, Outcome::Refused);
     inside.iter().for_each(|turn| rig.end(turn, Outcome::Finished(None)));
-    assert_eq!(rig.table.totals(0), Totals { sessions: 1, ..Totals::default() });
+    assert_eq!(rig.table.totals(0), RankTotals { sessions: 1, ..RankTotals::default() });
     assert_eq!(rig.table.get(&key("s")).unwrap().waiting, 0);
 }
 
@@ -417,7 +423,7 @@ fn nothing_is_appended_to_a_history_in_doubt() {
 
 #[test]
 fn the_shim_settles_what_only_the_engine_knows() {
-    let seen = |id: &str, history_tokens, in_flight| Seen {
+    let seen = |id: &str, history_tokens, in_flight| SessionReport {
         id: id.into(),
         row: true,
         allocated_tokens: history_tokens,
@@ -427,22 +433,22 @@ fn the_shim_settles_what_only_the_engine_knows() {
     };
     for (history_tokens, good) in [(25, true), (38, false)] {
         let mut rig = Rig::new();
-        rig.table.shim_up(0, true);
+        rig.table.handle_shim_up(0, true);
         let incarnation = rig.pin_holding("s", 24);
         let turn = rig.turn(&delta("s")).inside();
         rig.end(&turn, Outcome::Lost);
         let next = rig.turn(&delta("s")).waits();
-        rig.table.seen(rig.now, 0, &seen(&incarnation, 25, false));
+        rig.table.handle_session_report(rig.now, 0, &seen(&incarnation, 25, false));
         rig.carry_out();
         assert!(!rig.admitted.contains_key(&next), "what was true before the doubt proves nothing");
         assert_eq!(rig.looks, [Some(turn.rid.clone())], "the lost turn is aborted first");
-        rig.table.looking(0);
-        rig.table.seen(rig.now, 0, &seen(&incarnation, 25, true));
+        rig.table.mark_table_requested(0);
+        rig.table.handle_session_report(rig.now, 0, &seen(&incarnation, 25, true));
         rig.carry_out();
         assert!(rig.refused.is_empty(), "the lost turn may still commit");
         assert_eq!(rig.looks.pop(), Some(None), "the shim is asked again");
-        rig.table.looking(0);
-        rig.table.seen(rig.now, 0, &seen(&incarnation, history_tokens, false));
+        rig.table.mark_table_requested(0);
+        rig.table.handle_session_report(rig.now, 0, &seen(&incarnation, history_tokens, false));
         rig.carry_out();
         match good {
             true => drop(rig.answer(next).inside()),
@@ -454,7 +460,7 @@ fn the_shim_settles_what_only_the_engine_knows() {
 #[test]
 fn a_doubt_that_nobody_settles_is_a_no() {
     let mut rig = Rig::new();
-    rig.table.shim_up(0, true);
+    rig.table.handle_shim_up(0, true);
     rig.pin_holding("s", 24);
     let turn = rig.turn(&delta("s")).inside();
     rig.end(&turn, Outcome::Lost);
@@ -481,9 +487,9 @@ fn a_whole_history_never_reaches_a_pinned_session() {
     let first = rig.turn(&Claim { open: true, ..pinned("s") }).inside();
     rig.end(&first, finished(20, 5));
     assert_eq!(rig.turn(&pinned("s")).error(), Error::WholeHistory);
-    let on_chat = rig.ask(Some((&delta("s"), &key("s"))), None, Appends::Never, need);
+    let on_chat = rig.ask(Some((&delta("s"), &key("s"))), None, PinnedInput::Nothing, need);
     assert_eq!(on_chat.error(), Error::WholeHistory, "chat would drop the session silently");
-    let on_chat = rig.ask(Some((&pinned("new"), &key("new"))), None, Appends::Never, need);
+    let on_chat = rig.ask(Some((&pinned("new"), &key("new"))), None, PinnedInput::Nothing, need);
     assert_eq!(on_chat.error(), Error::WholeHistory);
     assert!(!rig.is_open("new"), "a refused turn opens nothing");
 }

@@ -7,7 +7,7 @@
 //!
 //! A marked turn (see [`super::TurnSession::trim`]) counts as a turn of a pinned session until the
 //! shim has reported its plan. The turn then runs in the session, or beside it on the radix tree.
-//! If a new incarnation could help, the shim asks and waits for an [`Effect::Run`]. The old
+//! If a new incarnation could help, the shim asks and waits for an [`Effect::AnswerQuestion`]. The old
 //! incarnation's KV goes to the radix tree first, so that the turn finds there what it still
 //! shares.
 
@@ -20,11 +20,11 @@ use std::time::{Duration, Instant};
 
 use proto::{id::SessionKey, load::Retention};
 
-pub use self::plan::{Became, Planned};
+pub use self::plan::{TrimOutcome, TrimPlan};
 use super::{
-    Deltas, Effect, Expected, Guard, Need, Outcome, Phase, Ran, Session, Stage, Table, Ticket,
-    Trim, Usage,
-    reclaim::{Shortage, Taker},
+    Deltas, Effect, ExpectedHistory, Guard, Need, Outcome, Phase, RunMode, Session, Table, Ticket,
+    TicketState, TrimRequest, Usage,
+    reclaim::{Requester, Shortage},
 };
 use crate::shim::trim::Plan;
 
@@ -38,7 +38,7 @@ const PIN_AGAIN_AFTER: Duration = Duration::from_secs(30);
 
 /// A turn inside the engine that holds a full history, which the shim compares with the session's.
 #[derive(Debug)]
-pub(super) struct Marked {
+pub(super) struct TrimTurn {
     /// Prompt tokens for which room is reserved.
     tokens_max: u64,
     /// Whether the turn may run only if its prompt continues the session's history.
@@ -89,7 +89,7 @@ impl Ticket {
 
 impl Table {
     /// Sets whether the shim trims full histories from now on.
-    pub fn trims(&mut self, now: Instant, trims: bool) {
+    pub fn set_trimming(&mut self, now: Instant, trims: bool) {
         self.trims = trims;
         self.pump(now);
         self.debug_check();
@@ -107,10 +107,10 @@ impl Table {
     }
 
     /// Returns how the session's turns run outside its pinned KV.
-    pub(super) fn unpinned_ran(&self, key: &SessionKey) -> Ran {
+    pub(super) fn unpinned_ran(&self, key: &SessionKey) -> RunMode {
         match self.unpinned(&self.sessions[key]) {
-            Retention::Tagged => Ran::Tagged,
-            _ => Ran::Untagged,
+            Retention::Tagged => RunMode::Tagged,
+            _ => RunMode::Untagged,
         }
     }
 
@@ -174,7 +174,7 @@ impl Table {
     pub(super) fn is_idle_auto(&self, session: &Session) -> bool {
         let pinned = session.is_auto() && session.retention == Retention::Pinned && session.row;
         let rests = pinned && session.phase == Phase::Open && session.can_expire();
-        rests && self.books[session.dp_rank as usize].demotes()
+        rests && self.accounts[session.dp_rank as usize].demotes()
     }
 
     /// Prepares a session that has lost everything at the engine for a turn with its full history.
@@ -195,7 +195,7 @@ impl Table {
     /// turn. Returns true if its KV goes to the radix tree first, so that the turn must wait.
     pub(super) fn gives_way(&mut self, now: Instant, key: &SessionKey) -> bool {
         let session = &self.sessions[key];
-        let demotes = self.books[session.dp_rank as usize].demotes();
+        let demotes = self.accounts[session.dp_rank as usize].demotes();
         if session.row && session.history_tokens > 0 && demotes {
             self.take_kv(now, key);
             return true;
@@ -205,14 +205,14 @@ impl Table {
     }
 
     /// Marks an admitted turn for trimming. Returns what the shim is told.
-    pub(super) fn mark(&mut self, rid: &str, key: &SessionKey) -> Trim {
+    pub(super) fn mark(&mut self, rid: &str, key: &SessionKey) -> TrimRequest {
         let tokens_max = self.whole_tokens(key, self.tickets[rid].need);
         let opens = self.tickets[rid].is_opening();
         let guarded = self.rules.guards.hold(Guard::FullHistoryContinues);
         let session = self.sessions.get_mut(key).expect("the caller has seen it");
         let reopened = std::mem::take(&mut session.whole.anew);
         let must_continue = session.deltas == Deltas::Taken && !opens && guarded;
-        let marked = Marked {
+        let marked = TrimTurn {
             tokens_max,
             must_continue,
             too_large: false,
@@ -226,19 +226,19 @@ impl Table {
             committed_tokens: None,
         };
         self.tickets.get_mut(rid).expect("the caller has it").marked = Some(marked);
-        Trim { tokens_max, must_continue }
+        TrimRequest { tokens_max, must_continue }
     }
 
     /// Returns the session of a marked turn that is inside the engine and has no plan yet.
     fn marked_session(&self, rid: &str) -> Option<SessionKey> {
         let ticket = self.tickets.get(rid)?;
-        let inside = ticket.stage == Stage::Inside && ticket.awaits_plan();
+        let inside = ticket.stage == TicketState::Inside && ticket.awaits_plan();
         let key = ticket.key.clone().filter(|_| inside)?;
         let same = self.sessions.get(&key).is_some_and(|session| session.born == ticket.born);
         same.then_some(key)
     }
 
-    fn marked(&mut self, rid: &str) -> &mut Marked {
+    fn marked(&mut self, rid: &str) -> &mut TrimTurn {
         let ticket = self.tickets.get_mut(rid).expect("the caller has it");
         ticket.marked.as_mut().expect("the caller has seen it")
     }
@@ -247,24 +247,24 @@ impl Table {
     ///
     /// Returns what became of the turn, and how many tokens the engine need not compute again
     /// because of its session. Returns `None` if that was reported before.
-    pub fn planned(&mut self, now: Instant, planned: &Planned) -> Option<(Became, u64)> {
+    pub fn handle_plan(&mut self, now: Instant, planned: &TrimPlan) -> Option<(TrimOutcome, u64)> {
         let Some(key) = self.marked_session(&planned.rid) else {
             let known = self.tickets.get(&planned.rid).is_some_and(|ticket| !ticket.awaits_plan());
-            return (!known).then_some((Became::Gone, 0));
+            return (!known).then_some((TrimOutcome::Gone, 0));
         };
         let rid = &planned.rid;
         self.marked(rid).question = None;
         let mine = self.sessions[&key].incarnation == planned.incarnation;
         let became = match planned.plan {
             // The incarnation was closed or lost meanwhile; the turn's end settles the rest.
-            Plan::Trimmed | Plan::Healed if !mine => (Became::Gone, 0),
-            Plan::Trimmed => self.runs_inside(rid, &key, planned, Became::Trimmed),
-            Plan::Healed => self.runs_inside(rid, &key, planned, Became::Healed),
+            Plan::Trimmed | Plan::Healed if !mine => (TrimOutcome::Gone, 0),
+            Plan::Trimmed => self.runs_inside(rid, &key, planned, TrimOutcome::Trimmed),
+            Plan::Healed => self.runs_inside(rid, &key, planned, TrimOutcome::Healed),
             Plan::Diverged | Plan::Refused if self.marked(rid).must_continue => {
                 self.not_continued(&key, rid, planned)
             }
-            Plan::Diverged => self.runs_beside(now, &key, planned, Became::Diverged),
-            Plan::Refused => self.runs_beside(now, &key, planned, Became::Refused),
+            Plan::Diverged => self.runs_beside(now, &key, planned, TrimOutcome::Diverged),
+            Plan::Refused => self.runs_beside(now, &key, planned, TrimOutcome::Refused),
         };
         self.pump(now);
         self.debug_check();
@@ -275,14 +275,17 @@ impl Table {
         &mut self,
         rid: &str,
         key: &SessionKey,
-        planned: &Planned,
-        became: Became,
-    ) -> (Became, u64) {
+        planned: &TrimPlan,
+        became: TrimOutcome,
+    ) -> (TrimOutcome, u64) {
         let prompt_tokens = planned.committed.saturating_add(planned.sent);
         let marked = self.marked(rid);
         marked.prompt_tokens = Some(prompt_tokens);
-        let (ran, became) =
-            if marked.reopened { (Ran::Reopened, Became::Reopened) } else { (Ran::Pinned, became) };
+        let (ran, became) = if marked.reopened {
+            (RunMode::Reopened, TrimOutcome::Reopened)
+        } else {
+            (RunMode::Pinned, became)
+        };
         let ticket = &self.tickets[rid];
         let (need, from_nothing) = (ticket.need, ticket.from_nothing);
         let answer = self.answer_tokens(key, need);
@@ -296,7 +299,7 @@ impl Table {
             }
         });
         self.history_begins_with(rid, key);
-        self.effects.push(Effect::Ran { rid: rid.to_owned(), ran });
+        self.effects.push(Effect::RunModeKnown { rid: rid.to_owned(), ran });
         (became, if from_nothing { 0 } else { planned.committed })
     }
 
@@ -304,18 +307,18 @@ impl Table {
         &mut self,
         now: Instant,
         key: &SessionKey,
-        planned: &Planned,
-        became: Became,
-    ) -> (Became, u64) {
+        planned: &TrimPlan,
+        became: TrimOutcome,
+    ) -> (TrimOutcome, u64) {
         let rid = &planned.rid;
         let ticket = self.tickets.get_mut(rid).expect("the caller has it");
         ticket.pinned = false;
         let asked = ticket.marked.as_ref().is_some_and(|marked| marked.asked);
         let (dp_rank, from_nothing) = (ticket.dp_rank, ticket.from_nothing);
         let need = Need { prompt_tokens: planned.prompt, exact: true, ..ticket.need };
-        self.book(dp_rank).turned_plain();
+        self.account(dp_rank).turned_plain();
         let ran = self.unpinned_ran(key);
-        self.effects.push(Effect::Ran { rid: rid.clone(), ran });
+        self.effects.push(Effect::RunModeKnown { rid: rid.clone(), ran });
         if self.sessions[key].retention == Retention::Pinned {
             self.undo(key, from_nothing);
             let counts = !asked && !self.hides_ends(key, planned);
@@ -337,7 +340,7 @@ impl Table {
         }
         let ticket = self.tickets.get_mut(rid).expect("the caller has it");
         ticket.large_tokens = Some(tokens);
-        self.book(dp_rank).turned_large(tokens);
+        self.account(dp_rank).turned_large(tokens);
         let mut over = self.over(dp_rank, tokens, capacity.pool_tokens);
         let session = &self.sessions[key];
         let holds = session.retention == Retention::Pinned && session.row;
@@ -348,7 +351,7 @@ impl Table {
         if over > 0 {
             let held = self.totals(dp_rank).pinned_tokens;
             let shortage = Shortage::Tokens { short: over, held, max: held - over.min(held) };
-            self.reclaim(now, dp_rank, &shortage, Taker::Anyone);
+            self.reclaim(now, dp_rank, &shortage, Requester::Client);
         }
     }
 
@@ -373,7 +376,7 @@ impl Table {
     /// Handles the shim's report that a turn became history of `incarnation`, which now has
     /// `history_tokens`. If the turn was `retracted`, the engine will resume it from there and the
     /// figure isn't final.
-    pub fn committed(&mut self, incarnation: &str, history_tokens: u64, retracted: bool) {
+    pub fn handle_commit(&mut self, incarnation: &str, history_tokens: u64, retracted: bool) {
         let mut tickets = self.tickets.values_mut();
         let found = tickets.find(|ticket| ticket.pinned && ticket.incarnation == incarnation);
         if let Some(marked) = found.and_then(|ticket| ticket.marked.as_mut()) {
@@ -454,7 +457,7 @@ impl Table {
             }
         });
         if open {
-            self.doubt(now, key, Some(Expected::AtLeast(0)));
+            self.doubt(now, key, Some(ExpectedHistory::AtLeast(0)));
         }
         true
     }

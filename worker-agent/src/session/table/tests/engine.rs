@@ -9,10 +9,10 @@ fn a_session_closed_while_it_opens_waits_for_the_engine_alone() {
     rig.open("s", Some(Retention::Pinned)).unwrap();
     assert_eq!(rig.close("s"), Ok(true));
     let incarnation = rig.opens.as_mut().unwrap().pop().unwrap();
-    assert_eq!(rig.table.next_due().map(|due| due > rig.now), Some(true), "no busy waiting");
-    rig.table.opened(rig.now, &incarnation, &Opened::Yes);
+    assert_eq!(rig.table.next_deadline().map(|due| due > rig.now), Some(true), "no busy waiting");
+    rig.table.handle_open_result(rig.now, &incarnation, &OpenResult::Yes);
     rig.carry_out();
-    assert_eq!(rig.closes, [Close { incarnation, rid: None, pinned: true, again: false }]);
+    assert_eq!(rig.closes, [CloseRequest { incarnation, rid: None, pinned: true, again: false }]);
 }
 
 #[test]
@@ -22,10 +22,10 @@ fn a_session_opened_for_a_turn_that_was_given_up_closes_unless_another_wants_it(
         rig.opens = Some(vec![]);
         let opening = Claim { open: true, ..delta("s") };
         let left = rig.turn(&opening).waits();
-        rig.table.end(rig.now, &left, Outcome::Aborted);
+        rig.table.end_turn(rig.now, &left, Outcome::Aborted);
         let again = wanted.then(|| rig.turn(&opening).waits());
         let incarnation = rig.opens.as_mut().unwrap().pop().unwrap();
-        rig.table.opened(rig.now, &incarnation, &Opened::Yes);
+        rig.table.handle_open_result(rig.now, &incarnation, &OpenResult::Yes);
         rig.carry_out();
         assert_eq!(rig.closes.len(), usize::from(!wanted));
         assert_eq!(rig.is_open("s"), wanted);
@@ -38,13 +38,13 @@ fn a_session_opened_for_a_turn_that_was_given_up_closes_unless_another_wants_it(
 #[test]
 fn an_open_that_may_have_happened_is_closed() {
     for (opened, closes) in
-        [(Opened::Unknown("lost".into()), 1), (Opened::No("the engine says no".into()), 0)]
+        [(OpenResult::Unknown("lost".into()), 1), (OpenResult::No("the engine says no".into()), 0)]
     {
         let mut rig = Rig::new();
         rig.opens = Some(vec![]);
         let waiting = rig.turn(&Claim { open: true, ..delta("s") }).waits();
         let incarnation = rig.opens.as_mut().unwrap().pop().unwrap();
-        rig.table.opened(rig.now, &incarnation, &opened);
+        rig.table.handle_open_result(rig.now, &incarnation, &opened);
         rig.carry_out();
         assert!(matches!(rig.answer(waiting).error(), Error::OpenFailed(_)));
         assert_eq!(rig.closes.len(), closes, "{opened:?}");
@@ -57,7 +57,7 @@ fn an_open_that_may_have_happened_is_closed() {
 #[test]
 fn nothing_reaches_the_engine_before_the_journal() {
     let mut rig = Rig::new();
-    rig.table.open(rig.now, "r", &key("s"), Some(Retention::Pinned), None, None).unwrap();
+    rig.table.open_session(rig.now, "r", &key("s"), Some(Retention::Pinned), None, None).unwrap();
     let effects = rig.table.take_effects();
     let at = |find: fn(&Effect) -> bool| effects.iter().position(find).unwrap();
     let journal = at(|effect| matches!(effect, Effect::Journal(Record::Opening { .. })));
@@ -77,9 +77,9 @@ fn an_engine_that_seems_gone_leaves_its_closes_in_the_journal() {
 #[test]
 fn what_an_earlier_agent_left_is_closed_before_anything_is_pinned() {
     let mut rig = Rig::new();
-    rig.table.inherit(rig.now, "berth-a-0-7".into(), 0, Some("r".into()));
+    rig.table.inherit_incarnation(rig.now, "berth-a-0-7".into(), 0, Some("r".into()));
     rig.carry_out();
-    let close = Close {
+    let close = CloseRequest {
         incarnation: "berth-a-0-7".into(),
         rid: Some("r".into()),
         pinned: true,
@@ -96,23 +96,23 @@ fn what_an_earlier_agent_left_is_closed_before_anything_is_pinned() {
 fn sessions_of_others_count_as_pinned() {
     let mut rig = Rig::new();
     let load = Load { waiting: 0, used_tokens: 800 };
-    rig.table.sampled(rig.now, 0, load);
+    rig.table.handle_load(rig.now, 0, load);
     rig.wait(Duration::from_secs(1));
-    rig.table.sampled(rig.now, 0, load);
+    rig.table.handle_load(rig.now, 0, load);
     assert_eq!(rig.table.totals(0).foreign_tokens, 800);
     rig.pin("s");
     let need = Need { prompt_tokens: 300, answer_tokens: Some(1), exact: true, ..Need::default() };
     let refused = rig.turn_that_needs(&delta("s"), need).error();
     assert!(is_short(&refused, "pin_tokens"), "{refused}");
-    rig.table.sampled(rig.now, 0, Load { waiting: 0, used_tokens: 0 });
+    rig.table.handle_load(rig.now, 0, Load { waiting: 0, used_tokens: 0 });
     rig.turn_that_needs(&delta("s"), need).inside();
 }
 
 #[test]
 fn the_shim_names_sessions_of_others() {
     let mut rig = Rig::new();
-    rig.table.shim_up(0, false);
-    let foreign = Seen {
+    rig.table.handle_shim_up(0, false);
+    let foreign = SessionReport {
         id: "someone".into(),
         row: true,
         allocated_tokens: 90,
@@ -120,20 +120,20 @@ fn the_shim_names_sessions_of_others() {
         in_flight: false,
         full: false,
     };
-    rig.table.seen(rig.now, 0, &foreign);
+    rig.table.handle_session_report(rig.now, 0, &foreign);
     let totals = rig.table.totals(0);
     assert_eq!((totals.foreign_rows, totals.foreign_tokens, totals.rows_held), (1, 96, 1));
     rig.pin("a");
     rig.pin("b");
     assert!(is_short(&rig.open("c", Some(Retention::Pinned)).unwrap_err(), "rows"));
-    rig.table.vanished(rig.now, 0, "someone");
+    rig.table.handle_session_gone(rig.now, 0, "someone");
     rig.pin("c");
 }
 
 #[test]
 fn an_engine_without_the_mode_says_what_it_offers() {
     let retentions = vec![Retention::None];
-    let mut rig = Rig::with(rules(), Engine { retentions, ..engine(1) });
+    let mut rig = Rig::with(rules(), EngineCapacity { retentions, ..engine(1) });
     let refused = rig.open("s", Some(Retention::Pinned)).unwrap_err();
     assert!(refused.to_string().contains("offers none"), "{refused}");
     let turn = rig.turn(&Claim::for_session(&key("s"))).inside();
@@ -170,10 +170,10 @@ fn an_engine_that_comes_back_smaller_keeps_no_session_on_a_rank_it_lost() {
     let claim = Claim::for_session(&key("s"));
     let on_second = Some((&claim, &key("s")));
     let need = Need::default();
-    let turn = rig.ask(on_second, Some(1), Appends::Possible, need).inside();
+    let turn = rig.ask(on_second, Some(1), PinnedInput::DeltasAndHistories, need).inside();
     rig.engine_restarts(engine(1));
     rig.end(&turn, Outcome::Lost);
-    let next = rig.ask(on_second, None, Appends::Possible, need).inside();
+    let next = rig.ask(on_second, None, PinnedInput::DeltasAndHistories, need).inside();
     assert_eq!(next.turn.dp_rank, 0, "it starts anew where there is a rank");
 }
 
@@ -231,6 +231,6 @@ fn a_drain_refuses_what_waits_and_closes_what_is_open() {
     assert_eq!(rig.answer(waits).error(), Error::Stopping);
     inside.iter().for_each(|turn| rig.end(turn, Outcome::Finished(None)));
     rig.engine_closes();
-    assert_eq!(rig.table.totals(0), Totals::default());
-    assert_eq!(rig.table.pending(), 0);
+    assert_eq!(rig.table.totals(0), RankTotals::default());
+    assert_eq!(rig.table.pending_count(), 0);
 }

@@ -26,9 +26,9 @@ impl Rig {
     /// error.
     fn refused_by_shim(&mut self, turn: &Inside, plan: Plan, at: u64, prompt: u64) -> Error {
         let (rid, incarnation) = (turn.rid.clone(), self.incarnation_of(turn));
-        let planned = Planned { rid, incarnation, plan, at, committed: 32, sent: 0, prompt };
-        let told = self.table.planned(self.now, &planned);
-        assert_eq!(told, Some((Became::NotContinued, 0)));
+        let planned = TrimPlan { rid, incarnation, plan, at, committed: 32, sent: 0, prompt };
+        let told = self.table.handle_plan(self.now, &planned);
+        assert_eq!(told, Some((TrimOutcome::NotContinued, 0)));
         self.carry_out();
         self.end(turn, Outcome::Refused);
         self.unfit.remove(&turn.rid).expect("its client is told")
@@ -40,7 +40,7 @@ impl Rig {
         self.question(&turn, Plan::Diverged, 30);
         self.demoted();
         self.engine_closes();
-        assert_eq!(self.runs(&turn, 0, 30), Became::Reopened);
+        assert_eq!(self.runs(&turn, 0, 30), TrimOutcome::Reopened);
     }
 }
 
@@ -71,8 +71,8 @@ fn whatever_the_engine_says_of_a_turn_that_the_shim_refused_its_session_is_as_it
         let other = whole(&mut rig, &auto("s"), 100).inside();
         let (rid, incarnation) = (other.rid.clone(), rig.incarnation_of(&other));
         let (plan, committed) = (Plan::Diverged, 32);
-        let planned = Planned { rid, incarnation, plan, at: 9, committed, sent: 0, prompt: 30 };
-        rig.table.planned(rig.now, &planned);
+        let planned = TrimPlan { rid, incarnation, plan, at: 9, committed, sent: 0, prompt: 30 };
+        rig.table.handle_plan(rig.now, &planned);
         rig.end(&other, outcome);
         assert_eq!((rig.looks.len(), rig.closes.len()), (0, 0), "{outcome:?}");
         rig.turn(&delta("s")).inside();
@@ -83,7 +83,7 @@ fn whatever_the_engine_says_of_a_turn_that_the_shim_refused_its_session_is_as_it
 fn a_full_history_that_continues_a_session_of_deltas_runs_in_it() {
     let mut rig = appended_to();
     let on = whole(&mut rig, &auto("s"), 100).inside();
-    assert_eq!(rig.runs(&on, 32, 40), Became::Trimmed);
+    assert_eq!(rig.runs(&on, 32, 40), TrimOutcome::Trimmed);
     let next = rig.turn(&delta("s")).inside();
     rig.end(&next, finished(56, 8));
     let again = whole(&mut rig, &auto("s"), 200).inside();
@@ -111,7 +111,7 @@ fn the_last_turn_of_a_session_of_deltas_gets_room_too() {
     rig.question(&last, Plan::Refused, 60);
     let (_, incarnation, tokens_max) = rig.runs.pop().unwrap();
     assert_eq!((incarnation.as_deref(), tokens_max), (Some(last.incarnation()), 60));
-    assert_eq!(rig.runs(&last, 32, 60), Became::Trimmed);
+    assert_eq!(rig.runs(&last, 32, 60), TrimOutcome::Trimmed);
     rig.engine_closes();
     assert!(!rig.is_open("s"));
 }
@@ -139,7 +139,7 @@ fn who_appends_hears_of_it_when_another_client_opens_the_session_anew() {
 fn who_only_opened_a_session_hears_of_it_when_another_clients_history_began_it() {
     for trims in [true, false] {
         let mut rig = trimming();
-        rig.table.trims(rig.now, trims);
+        rig.table.set_trimming(rig.now, trims);
         rig.pin("s");
         let other = whole_by_generate(&mut rig, &auto("s"), 30).inside();
         if trims {
@@ -195,13 +195,13 @@ fn a_session_of_deltas_that_is_gone_is_not_begun_anew_by_a_full_history() {
             rig.engine_restarts(engine(1));
         } else {
             let incarnation = rig.table.get(&key("s")).unwrap().incarnation.clone();
-            rig.table.corrupt(rig.now, &incarnation);
+            rig.table.handle_corruption(rig.now, &incarnation);
             rig.carry_out();
         }
         assert_eq!(whole(&mut rig, &auto("s"), 100).error(), why);
         assert_eq!(rig.turn(&delta("s")).error(), why);
         rig.engine_closes();
-        rig.table.shim_up(0, true);
+        rig.table.handle_shim_up(0, true);
         let anew = whole(&mut rig, &Claim { retention: Some(Retention::Pinned), ..opening() }, 100);
         let anew = anew.inside();
         rig.runs(&anew, 0, 30);

@@ -13,7 +13,9 @@ const SMALL: Need = Need {
 fn claim(rig: &mut Rig, claim: &Claim) -> String {
     let rid = rig.rid();
     let key = claim.key().unwrap();
-    rig.table.claim(rig.now, &rid, Some((claim, &key)), None, Appends::Possible).unwrap();
+    rig.table
+        .claim(rig.now, &rid, Some((claim, &key)), None, PinnedInput::DeltasAndHistories)
+        .unwrap();
     rid
 }
 
@@ -50,9 +52,10 @@ fn a_delta_that_waited_is_not_appended_where_the_one_before_left_nothing() {
 #[test]
 fn a_burst_is_not_held_back_while_the_engine_has_rows() {
     let mut wide = engine(1);
-    wide.ranks[0] = Capacity { rows: 256, turns_max: 512, pool_tokens: 100_000, ..wide.ranks[0] };
+    wide.ranks[0] =
+        RankCapacity { rows: 256, turns_max: 512, pool_tokens: 100_000, ..wide.ranks[0] };
     let mut rig = Rig::with(Rules { turns_queued_max: 1024, ..rules() }, wide);
-    rig.table.sampled(rig.now, 0, Load { waiting: 0, used_tokens: 0 });
+    rig.table.handle_load(rig.now, 0, Load { waiting: 0, used_tokens: 0 });
     let held = (0..64).filter(|_| matches!(rig.plain(16), Answer::Waits(_))).count();
     assert_eq!(held, 0, "of 64 turns for an idle engine of 256 rows");
 }
@@ -60,39 +63,39 @@ fn a_burst_is_not_held_back_while_the_engine_has_rows() {
 #[test]
 fn what_was_estimated_of_others_is_over_when_a_shim_names_them() {
     let mut rig = Rig::new();
-    rig.table.sampled(rig.now, 0, Load { waiting: 0, used_tokens: 500 });
+    rig.table.handle_load(rig.now, 0, Load { waiting: 0, used_tokens: 500 });
     rig.now += Duration::from_secs(1);
-    rig.table.sampled(rig.now, 0, Load { waiting: 0, used_tokens: 500 });
+    rig.table.handle_load(rig.now, 0, Load { waiting: 0, used_tokens: 500 });
     assert_eq!(rig.table.totals(0).foreign_tokens, 500);
-    rig.table.shim_up(0, true);
-    rig.table.seen_all(rig.now, 0, &[]);
+    rig.table.handle_shim_up(0, true);
+    rig.table.handle_session_table(rig.now, 0, &[]);
     rig.now += Duration::from_secs(1);
-    rig.table.sampled(rig.now, 0, Load { waiting: 0, used_tokens: 0 });
+    rig.table.handle_load(rig.now, 0, Load { waiting: 0, used_tokens: 0 });
     assert_eq!(rig.table.totals(0).foreign_tokens, 0);
 }
 
 /// Returns the shim's report of a session whose KV is in the radix tree.
-fn without_kv(id: String, history_tokens: u64) -> Seen {
+fn without_kv(id: String, history_tokens: u64) -> SessionReport {
     let (row, allocated_tokens, in_flight, full) = (false, 0, false, true);
-    Seen { id, row, allocated_tokens, history_tokens, in_flight, full }
+    SessionReport { id, row, allocated_tokens, history_tokens, in_flight, full }
 }
 
 #[test]
 fn a_demotion_whose_answer_was_lost_is_settled() {
     let mut rig = Rig::new();
-    rig.table.shim_up(0, true);
+    rig.table.handle_shim_up(0, true);
     rig.pin_holding("a", 20);
     rig.pin("b");
     rig.pin("c");
     rig.wait(DEMOTE);
     rig.now += Duration::from_millis(1);
-    let _ = rig.table.open(rig.now, "o", &key("d"), Some(Retention::Pinned), None, None);
+    let _ = rig.table.open_session(rig.now, "o", &key("d"), Some(Retention::Pinned), None, None);
     rig.carry_out();
 
     let id = rig.demotes[0].clone();
     let who = rig.table.by_incarnation[&id].clone();
     // The shim's report of the demotion was lost; its full session table arrives later.
-    rig.table.seen(rig.now, 0, &without_kv(id, 21));
+    rig.table.handle_session_report(rig.now, 0, &without_kv(id, 21));
     assert_eq!(rig.table.get(&who).unwrap().phase, Phase::Demoted);
 }
 
@@ -107,11 +110,11 @@ fn opens_are_bounded_too() {
 #[test]
 fn a_close_asked_twice_is_counted_once() {
     let mut rig = Rig::new();
-    rig.table.inherit(rig.now, "berth-a-0-1".into(), 0, None);
-    rig.table.opened(rig.now, "berth-a-0-1", &Opened::Unknown("lost".into()));
+    rig.table.inherit_incarnation(rig.now, "berth-a-0-1".into(), 0, None);
+    rig.table.handle_open_result(rig.now, "berth-a-0-1", &OpenResult::Unknown("lost".into()));
     rig.carry_out();
     rig.engine_closes();
-    assert_eq!(rig.table.totals(0), Totals::default());
+    assert_eq!(rig.table.totals(0), RankTotals::default());
 }
 
 #[test]
@@ -120,8 +123,8 @@ fn an_engine_restart_is_told_once() {
     rig.pin("s");
     let mut told = 0;
     for _ in 0..2 {
-        rig.table.engine_lost(rig.now, engine(1));
-        let lost = |one: &&Effect| matches!(one, Effect::Happened(_, Event::EngineLost));
+        rig.table.handle_engine_lost(rig.now, engine(1));
+        let lost = |one: &&Effect| matches!(one, Effect::Happened(_, SessionEvent::EngineLost));
         told += rig.table.take_effects().iter().filter(lost).count();
     }
     assert_eq!(told, 1);
@@ -130,9 +133,9 @@ fn an_engine_restart_is_told_once() {
 #[test]
 fn a_session_that_someone_else_closed_is_not_appended_to() {
     let mut rig = Rig::new();
-    rig.table.shim_up(0, true);
+    rig.table.handle_shim_up(0, true);
     let id = rig.pin_holding("s", 20);
-    rig.table.vanished(rig.now, 0, &id);
+    rig.table.handle_session_gone(rig.now, 0, &id);
     rig.carry_out();
     assert_eq!(rig.table.totals(0).rows_held, 0);
     assert!(!matches!(rig.turn(&delta("s")), Answer::In(_)));
@@ -186,7 +189,7 @@ fn a_large_turn_that_waits_is_not_overtaken_by_growing_pins() {
 fn a_chat_without_a_limit_goes_where_the_engine_would_run_it() {
     let mut real = engine(1);
     real.context_tokens = 131_072;
-    real.ranks[0] = Capacity {
+    real.ranks[0] = RankCapacity {
         rows: 256,
         rows_reserve: 1,
         pool_tokens: 400_000,
@@ -202,7 +205,7 @@ fn a_chat_without_a_limit_goes_where_the_engine_would_run_it() {
     }
     // 276,000 tokens are pinned and 124,000 free. SGLang needs 1,000 + min(rest, 4,096) tokens.
     let chat = Need { prompt_tokens: 1000, answer_tokens: None, ..Need::default() };
-    let first = rig.ask(None, None, Appends::Never, chat);
+    let first = rig.ask(None, None, PinnedInput::Nothing, chat);
     let small = rig.plain(10);
     assert!(matches!((&first, &small), (Answer::In(_), Answer::In(_))), "{first:?} {small:?}");
 }
@@ -210,13 +213,13 @@ fn a_chat_without_a_limit_goes_where_the_engine_would_run_it() {
 #[test]
 fn a_verified_session_has_no_lost_turn() {
     let mut rig = Rig::new();
-    rig.table.shim_up(0, true);
+    rig.table.handle_shim_up(0, true);
     let id = rig.pin_holding("s", 20);
     let turn = rig.turn(&delta("s")).inside();
     rig.end(&turn, Outcome::Lost);
     // The turn was aborted, so the engine has given the row back.
-    rig.table.looking(0);
-    rig.table.seen(rig.now, 0, &without_kv(id, 21));
+    rig.table.mark_table_requested(0);
+    rig.table.handle_session_report(rig.now, 0, &without_kv(id, 21));
     rig.carry_out();
     assert_eq!(rig.table.get(&key("s")).unwrap().lost_rid, None);
     assert_eq!(rig.table.totals(0).rows_held, 0);
@@ -236,9 +239,9 @@ fn nothing_runs_on_kv_that_an_audit_found_corrupt() {
     let (idle, busy) = (rig.pin_holding("idle", 20), rig.pin_holding("busy", 20));
     let turn = rig.turn(&delta("busy")).inside();
     let next = rig.turn(&delta("busy")).waits();
-    rig.table.corrupt(rig.now, "nobody-1");
-    rig.table.corrupt(rig.now, &idle);
-    rig.table.corrupt(rig.now, &busy);
+    rig.table.handle_corruption(rig.now, "nobody-1");
+    rig.table.handle_corruption(rig.now, &idle);
+    rig.table.handle_corruption(rig.now, &busy);
     rig.carry_out();
     let closed: Vec<&str> = rig.closes.iter().map(|close| close.incarnation.as_str()).collect();
     assert_eq!(closed, [idle.as_str()], "a turn that runs ends first");

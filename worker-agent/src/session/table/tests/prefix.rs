@@ -25,8 +25,8 @@ impl Rig {
     fn diverges(&mut self, turn: &Inside, at: u64) {
         let (rid, incarnation) = (turn.rid.clone(), self.incarnation_of(turn));
         let (plan, committed, sent, prompt) = (Plan::Diverged, 148, 0, 160);
-        let planned = Planned { rid, incarnation, plan, at, committed, sent, prompt };
-        self.table.asked(self.now, 7, &planned);
+        let planned = TrimPlan { rid, incarnation, plan, at, committed, sent, prompt };
+        self.table.handle_question(self.now, 7, &planned);
         self.carry_out();
         self.demoted();
         let answer = self.runs.pop().expect("an answer").1;
@@ -81,10 +81,10 @@ fn without_a_shim_the_place_is_told_and_refused_turns_do_not_count() {
         let turn = rig.turn(&auto("s")).inside();
         rig.start = chat(100 + nonce);
         rig.table
-            .claim(rig.now, "gone", Some((&auto("s"), &key("s"))), None, Appends::Trimmed)
+            .claim(rig.now, "gone", Some((&auto("s"), &key("s"))), None, PinnedInput::FullHistories)
             .unwrap();
-        rig.table.begins("gone", rig.start.clone());
-        rig.table.end(rig.now, "gone", Outcome::Refused);
+        rig.table.set_prompt_start("gone", rig.start.clone());
+        rig.table.end_turn(rig.now, "gone", Outcome::Refused);
         rig.end(&turn, finished(100, 8));
     }
     assert_eq!(rig.found("s"), None, "two differences");

@@ -57,7 +57,7 @@ pub(super) struct Rig {
     pub(super) now: Instant,
     pub(super) rids: u32,
     /// Closes that the table requested from the engine.
-    pub(super) closes: Vec<Close>,
+    pub(super) closes: Vec<CloseRequest>,
     pub(super) demotes: Vec<String>,
     pub(super) looks: Vec<Option<String>>,
     pub(super) journal: Vec<Record>,
@@ -69,7 +69,7 @@ pub(super) struct Rig {
     /// Answers to the shim's questions: question number, incarnation, and the most prompt tokens.
     pub(super) runs: Vec<(u64, Option<String>, u64)>,
     /// How turns ran, if that was reported after their admission.
-    pub(super) rans: HashMap<String, Ran>,
+    pub(super) rans: HashMap<String, RunMode>,
     /// Turns that the shim refused, and why.
     pub(super) unfit: HashMap<String, Error>,
     /// The beginning of the prompts of later turns.
@@ -83,7 +83,7 @@ impl Rig {
         Self::with(rules(), engine(1))
     }
 
-    pub(super) fn with(rules: Rules, engine: Engine) -> Self {
+    pub(super) fn with(rules: Rules, engine: EngineCapacity) -> Self {
         Self {
             table: Table::new(rules, engine),
             now: service::clock::now(),
@@ -117,16 +117,16 @@ impl Rig {
                     Effect::Close(close) => self.closes.push(close),
                     Effect::Demote { incarnation, .. } => self.demotes.push(incarnation),
                     Effect::Look { rid, .. } => self.looks.push(rid),
-                    Effect::Run { question, incarnation, tokens_max } => {
+                    Effect::AnswerQuestion { question, incarnation, tokens_max } => {
                         self.runs.push((question, incarnation, tokens_max));
                     }
-                    Effect::Ran { rid, ran } => drop(self.rans.insert(rid, ran)),
-                    Effect::Unfit { rid, error } => drop(self.unfit.insert(rid, error)),
+                    Effect::RunModeKnown { rid, run_mode } => drop(self.rans.insert(rid, ran)),
+                    Effect::RefusedByShim { rid, error } => drop(self.unfit.insert(rid, error)),
                     Effect::VolatilePrefix(_, found) => self.volatile.push(found),
                     Effect::Touched(_) | Effect::Happened(..) | Effect::Freed(_) => {}
                     Effect::Open { incarnation, .. } => match &mut self.opens {
                         Some(opens) => opens.push(incarnation),
-                        None => self.table.opened(self.now, &incarnation, &Opened::Yes),
+                        None => self.table.handle_open_result(self.now, &incarnation, &OpenResult::Yes),
                     },
                 }
             }
@@ -147,27 +147,27 @@ impl Rig {
 
     pub(super) fn turn_that_needs(&mut self, claim: &Claim, need: Need) -> Answer {
         let key = claim.key().unwrap();
-        self.ask(Some((claim, &key)), None, Appends::Possible, need)
+        self.ask(Some((claim, &key)), None, PinnedInput::DeltasAndHistories, need)
     }
 
     pub(super) fn plain(&mut self, tokens: u64) -> Answer {
         let need =
             Need { prompt_tokens: tokens, answer_tokens: Some(0), exact: true, ..Need::default() };
-        self.ask(None, None, Appends::Never, need)
+        self.ask(None, None, PinnedInput::Nothing, need)
     }
 
     pub(super) fn ask(
         &mut self,
         claim: Option<(&Claim, &SessionKey)>,
         rank: Option<u32>,
-        appends: Appends,
+        pinned_input: PinnedInput,
         need: Need,
     ) -> Answer {
         let rid = self.rid();
-        if let Err(error) = self.table.claim(self.now, &rid, claim, rank, appends) {
+        if let Err(error) = self.table.claim(self.now, &rid, claim, rank, pinned_input) {
             return Answer::No(error);
         }
-        self.table.begins(&rid, self.start.clone());
+        self.table.set_prompt_start(&rid, self.start.clone());
         self.table.admit(self.now, &rid, need);
         self.carry_out();
         self.answer(rid)
@@ -183,7 +183,7 @@ impl Rig {
     }
 
     pub(super) fn end(&mut self, turn: &Inside, outcome: Outcome) {
-        self.table.end(self.now, &turn.rid, outcome);
+        self.table.end_turn(self.now, &turn.rid, outcome);
         self.carry_out();
     }
 
@@ -198,7 +198,7 @@ impl Rig {
         idle_max: Option<Duration>,
     ) -> Result<(), Error> {
         let rid = self.rid();
-        self.table.open(self.now, &rid, &key(id), retention, idle_max, None)?;
+        self.table.open_session(self.now, &rid, &key(id), retention, idle_max, None)?;
         self.carry_out();
         self.refused.remove(&rid).map_or(Ok(()), Err)
     }
@@ -219,7 +219,7 @@ impl Rig {
     }
 
     pub(super) fn close(&mut self, id: &str) -> Result<bool, Error> {
-        let closed = self.table.close(self.now, &key(id));
+        let closed = self.table.close_session(self.now, &key(id));
         self.carry_out();
         closed
     }
@@ -227,19 +227,19 @@ impl Rig {
     /// Lets the engine confirm every close that it was asked for.
     pub(super) fn engine_closes(&mut self) {
         for close in std::mem::take(&mut self.closes) {
-            self.table.closed(self.now, &close.incarnation, Closed::Confirmed);
+            self.table.handle_close_result(self.now, &close.incarnation, CloseResult::Confirmed);
         }
         self.carry_out();
     }
 
     pub(super) fn wait(&mut self, time: Duration) {
         self.now += time;
-        self.table.on_time(self.now);
+        self.table.run_deadlines(self.now);
         self.carry_out();
     }
 
-    pub(super) fn engine_restarts(&mut self, engine: Engine) {
-        self.table.engine_lost(self.now, engine);
+    pub(super) fn engine_restarts(&mut self, engine: EngineCapacity) {
+        self.table.handle_engine_lost(self.now, engine);
         self.carry_out();
     }
 

@@ -5,8 +5,8 @@ use super::*;
 /// Returns a rig whose agent pins sessions on its own and whose shim trims and demotes.
 pub(super) fn trimming() -> Rig {
     let mut rig = Rig::with(Rules { auto_pin: true, ..rules() }, engine(1));
-    rig.table.shim_up(0, true);
-    rig.table.trims(rig.now, true);
+    rig.table.handle_shim_up(0, true);
+    rig.table.set_trimming(rig.now, true);
     rig
 }
 
@@ -14,7 +14,7 @@ pub(super) fn trimming() -> Rig {
 pub(super) fn whole(rig: &mut Rig, claim: &Claim, bytes: u64) -> rig::Answer {
     let need = Need { prompt_tokens: bytes, answer_tokens: Some(8), ..Need::default() };
     let key = claim.key().unwrap();
-    rig.ask(Some((claim, &key)), None, Appends::Trimmed, need)
+    rig.ask(Some((claim, &key)), None, PinnedInput::FullHistories, need)
 }
 
 pub(super) fn auto(id: &str) -> Claim {
@@ -29,21 +29,21 @@ impl Rig {
         plan: Plan,
         committed: u64,
         sent: u64,
-    ) -> (Became, u64) {
+    ) -> (TrimOutcome, u64) {
         let (rid, incarnation) = (turn.rid.clone(), self.incarnation_of(turn));
         let prompt = committed + sent;
-        let planned = Planned { rid, incarnation, plan, at: 0, committed, sent, prompt };
-        let told = self.table.planned(self.now, &planned).expect("it is told once");
+        let planned = TrimPlan { rid, incarnation, plan, at: 0, committed, sent, prompt };
+        let told = self.table.handle_plan(self.now, &planned).expect("it is told once");
         self.carry_out();
         // The counted result must match what the client is told.
         let ran = self.rans.get(&turn.rid);
         match told.0 {
-            Became::Trimmed | Became::Healed => assert_eq!(ran, Some(&Ran::Pinned)),
-            Became::Reopened => assert_eq!(ran, Some(&Ran::Reopened)),
-            Became::Diverged | Became::Refused => {
-                assert!(matches!(ran, Some(Ran::Tagged | Ran::Untagged)), "{ran:?}");
+            TrimOutcome::Trimmed | TrimOutcome::Healed => assert_eq!(ran, Some(&RunMode::Pinned)),
+            TrimOutcome::Reopened => assert_eq!(ran, Some(&RunMode::Reopened)),
+            TrimOutcome::Diverged | TrimOutcome::Refused => {
+                assert!(matches!(ran, Some(RunMode::Tagged | RunMode::Untagged)), "{ran:?}");
             }
-            Became::NotContinued | Became::Gone => assert_eq!(ran, None),
+            TrimOutcome::NotContinued | TrimOutcome::Gone => assert_eq!(ran, None),
         }
         told
     }
@@ -51,8 +51,8 @@ impl Rig {
     /// Asks the shim's question about a turn.
     pub(super) fn question(&mut self, turn: &Inside, plan: Plan, prompt: u64) {
         let (rid, incarnation) = (turn.rid.clone(), turn.incarnation().to_owned());
-        let planned = Planned { rid, incarnation, plan, at: 0, committed: 0, sent: 0, prompt };
-        self.table.asked(self.now, 7, &planned);
+        let planned = TrimPlan { rid, incarnation, plan, at: 0, committed: 0, sent: 0, prompt };
+        self.table.handle_question(self.now, 7, &planned);
         self.carry_out();
     }
 
@@ -63,7 +63,7 @@ impl Rig {
 
     /// Runs and ends a turn of `prompt` tokens and an answer of 8, of which the session has
     /// `committed`.
-    pub(super) fn runs(&mut self, turn: &Inside, committed: u64, prompt: u64) -> Became {
+    pub(super) fn runs(&mut self, turn: &Inside, committed: u64, prompt: u64) -> TrimOutcome {
         let (became, _) = self.plan(turn, Plan::Trimmed, committed, prompt - committed);
         self.end(turn, finished(prompt, 8));
         became
@@ -84,7 +84,7 @@ impl Rig {
 
     pub(super) fn demoted(&mut self) {
         for incarnation in std::mem::take(&mut self.demotes) {
-            self.table.demoted(self.now, &incarnation, true);
+            self.table.handle_demote_result(self.now, &incarnation, true);
         }
         self.carry_out();
     }
@@ -98,7 +98,7 @@ pub(super) fn tokens_max(turn: &Inside) -> Option<u64> {
 fn a_session_that_comes_back_is_pinned_and_computes_only_what_is_new() {
     let mut rig = trimming();
     let first = whole(&mut rig, &auto("s"), 400).inside();
-    assert_eq!((first.turn.ran, tokens_max(&first)), (Some(Ran::Tagged), None), "who knows");
+    assert_eq!((first.turn.ran, tokens_max(&first)), (Some(RunMode::Tagged), None), "who knows");
     rig.end(&first, finished(100, 8));
     let second = whole(&mut rig, &auto("s"), 430).inside();
     assert_eq!(
@@ -108,10 +108,10 @@ fn a_session_that_comes_back_is_pinned_and_computes_only_what_is_new() {
     );
     assert_eq!(tokens_max(&second), Some(150), "what it was, and what 30 bytes more may be");
     rig.runs(&second, 0, 120);
-    assert_eq!(rig.rans[&second.rid], Ran::Pinned);
+    assert_eq!(rig.rans[&second.rid], RunMode::Pinned);
     let third = whole(&mut rig, &auto("s"), 460).inside();
     let spared = 128;
-    assert_eq!(rig.plan(&third, Plan::Trimmed, 128, 20), (Became::Trimmed, spared));
+    assert_eq!(rig.plan(&third, Plan::Trimmed, 128, 20), (TrimOutcome::Trimmed, spared));
     rig.end(&third, finished(148, 8));
     let session = rig.table.get(&key("s")).unwrap();
     assert_eq!((session.history_tokens, session.resident_tokens), (156, 155));
@@ -131,7 +131,7 @@ fn nothing_is_pinned_unasked_that_is_cold_or_has_no_room_or_no_shim() {
     };
     assert!(pinned_after(|_| {}, 430));
     assert!(!pinned_after(|rig| rig.wait(DEMOTE + Duration::from_secs(1)), 430), "it was away");
-    assert!(!pinned_after(|rig| rig.table.trims(rig.now, false), 430), "nobody trims");
+    assert!(!pinned_after(|rig| rig.table.set_trimming(rig.now, false), 430), "nobody trims");
     assert!(!pinned_after(|_| {}, 3000), "it may need more than the pin budget");
     assert!(!pinned_after(|rig| drop(rig.pin_holding("other", 900)), 430), "others hold it");
     assert!(pinned_after(|rig| drop(rig.pin("a")), 430));
@@ -145,7 +145,7 @@ fn a_turn_beside_another_runs_on_the_tree_and_is_not_history() {
     rig.pinned_by_itself("s");
     let inside = whole(&mut rig, &auto("s"), 460).inside();
     let beside = whole(&mut rig, &auto("s"), 470).inside();
-    assert_eq!((beside.turn.ran, tokens_max(&beside)), (Some(Ran::Tagged), None));
+    assert_eq!((beside.turn.ran, tokens_max(&beside)), (Some(RunMode::Tagged), None));
     rig.plan(&inside, Plan::Trimmed, 148, 10);
     rig.end(&beside, finished(170, 8));
     rig.end(&inside, finished(158, 8));
@@ -165,10 +165,10 @@ fn a_history_that_diverged_takes_another_incarnation_when_the_old_ones_kv_is_in_
     assert_ne!(fresh, old);
     assert_eq!(rig.runs, [(7, Some(fresh), 190)], "with the bound that it was marked with");
     assert!(rig.closes.iter().any(|close| close.incarnation == old), "{:?}", rig.closes);
-    assert_eq!(rig.runs(&turn, 0, 150), Became::Reopened, "trimmed, says the shim");
+    assert_eq!(rig.runs(&turn, 0, 150), TrimOutcome::Reopened, "trimmed, says the shim");
     rig.engine_closes();
     let next = whole(&mut rig, &auto("s"), 480).inside();
-    assert_eq!(rig.runs(&next, 158, 170), Became::Trimmed);
+    assert_eq!(rig.runs(&next, 158, 170), TrimOutcome::Trimmed);
     assert_eq!(rig.table.totals(0).rows_held, 1, "the old one holds nothing");
 }
 
@@ -179,16 +179,16 @@ fn a_plan_for_what_is_gone_or_told_again_is_of_no_turn() {
     let turn = whole(&mut rig, &auto("s"), 460).inside();
     let (rid, incarnation) = (turn.rid.clone(), rig.incarnation_of(&turn));
     let (committed, sent, prompt) = (148, 12, 160);
-    let told = Planned { rid, incarnation, plan: Plan::Trimmed, at: 148, committed, sent, prompt };
-    let other = Planned { incarnation: "another's".to_owned(), ..told.clone() };
-    let left = Planned { rid: "who left".to_owned(), ..told.clone() };
-    let gone = Some((Became::Gone, 0));
-    assert_eq!([&other, &left].map(|one| rig.table.planned(rig.now, one)), [gone, gone]);
-    assert_eq!(rig.table.planned(rig.now, &told), Some((Became::Trimmed, 148)));
-    let against = Planned { plan: Plan::Diverged, ..told.clone() };
-    assert_eq!([&told, &against].map(|one| rig.table.planned(rig.now, one)), [None, None]);
+    let told = TrimPlan { rid, incarnation, plan: Plan::Trimmed, at: 148, committed, sent, prompt };
+    let other = TrimPlan { incarnation: "another's".to_owned(), ..told.clone() };
+    let left = TrimPlan { rid: "who left".to_owned(), ..told.clone() };
+    let gone = Some((TrimOutcome::Gone, 0));
+    assert_eq!([&other, &left].map(|one| rig.table.handle_plan(rig.now, one)), [gone, gone]);
+    assert_eq!(rig.table.handle_plan(rig.now, &told), Some((TrimOutcome::Trimmed, 148)));
+    let against = TrimPlan { plan: Plan::Diverged, ..told.clone() };
+    assert_eq!([&told, &against].map(|one| rig.table.handle_plan(rig.now, one)), [None, None]);
     rig.carry_out();
-    assert_eq!(rig.rans[&turn.rid], Ran::Pinned);
+    assert_eq!(rig.rans[&turn.rid], RunMode::Pinned);
     rig.end(&turn, finished(160, 8));
     assert_eq!(rig.table.get(&key("s")).unwrap().history_tokens, 168);
 }
@@ -212,8 +212,8 @@ fn a_session_that_diverges_every_turn_is_left_to_the_tree() {
         if answer.is_some() {
             rig.runs(&asks, 0, 150);
         } else {
-            assert_eq!(rig.plan(&asks, Plan::Diverged, 0, 0), (Became::Diverged, 0));
-            assert_eq!(rig.rans[&asks.rid], Ran::Tagged);
+            assert_eq!(rig.plan(&asks, Plan::Diverged, 0, 0), (TrimOutcome::Diverged, 0));
+            assert_eq!(rig.rans[&asks.rid], RunMode::Tagged);
             rig.end(&asks, finished(151, 8));
             history = 159;
         }
@@ -226,11 +226,11 @@ fn a_session_that_diverges_every_turn_is_left_to_the_tree() {
 
 /// Reports the shim's full session table, which was requested, with one session.
 pub(super) fn seen(rig: &mut Rig, id: &str, history_tokens: u64) {
-    rig.table.looking(0);
+    rig.table.mark_table_requested(0);
     let allocated_tokens = history_tokens - 1;
     let (id, row, in_flight, full) = (id.to_owned(), true, false, true);
-    let seen = Seen { id, row, allocated_tokens, history_tokens, in_flight, full };
-    rig.table.seen(rig.now, 0, &seen);
+    let seen = SessionReport { id, row, allocated_tokens, history_tokens, in_flight, full };
+    rig.table.handle_session_report(rig.now, 0, &seen);
     rig.carry_out();
 }
 
@@ -255,8 +255,8 @@ fn an_answer_without_usage_is_measured_by_the_shim() {
     let mut rig = trimming();
     let incarnation = rig.pinned_by_itself("s");
     let turn = whole(&mut rig, &auto("s"), 460).inside();
-    assert_eq!(rig.plan(&turn, Plan::Healed, 148, 12), (Became::Healed, 148));
-    rig.table.committed(&incarnation, 165, false);
+    assert_eq!(rig.plan(&turn, Plan::Healed, 148, 12), (TrimOutcome::Healed, 148));
+    rig.table.handle_commit(&incarnation, 165, false);
     rig.end(&turn, Outcome::Finished(None));
     assert_eq!(rig.table.get(&key("s")).unwrap().history_tokens, 165);
     assert!(rig.looks.is_empty());
@@ -270,7 +270,7 @@ fn an_answer_without_usage_is_measured_by_the_shim() {
 fn more_tokens_than_room_was_kept_for_are_let_in_only_where_there_is_room() {
     for (prompt, fits) in [(300, true), (1050, false)] {
         let mut rig = trimming();
-        rig.table.open(rig.now, "o", &key("s"), Some(Retention::Pinned), None, None).unwrap();
+        rig.table.open_session(rig.now, "o", &key("s"), Some(Retention::Pinned), None, None).unwrap();
         rig.carry_out();
         let turn = whole(&mut rig, &auto("s"), 300).inside();
         assert_eq!(tokens_max(&turn), Some(100), "a first history is estimated");
@@ -291,11 +291,11 @@ fn an_explicitly_pinned_session_takes_whole_histories_and_begins_anew_when_its_o
     rig.runs(&first, 0, 90);
     assert_eq!(rig.retention("s"), Retention::Pinned);
     assert_eq!(whole(&mut rig, &delta("s"), 300).error(), Error::WholeHistory, "not by this route");
-    rig.table.engine_lost(rig.now, engine(1));
+    rig.table.handle_engine_lost(rig.now, engine(1));
     rig.carry_out();
     let again = whole(&mut rig, &auto("s"), 330).inside();
-    assert_eq!(rig.runs(&again, 0, 100), Became::Reopened);
-    rig.table.trims(rig.now, false);
+    assert_eq!(rig.runs(&again, 0, 100), TrimOutcome::Reopened);
+    rig.table.set_trimming(rig.now, false);
     assert_eq!(whole(&mut rig, &auto("s"), 340).error(), Error::WholeHistory, "nobody trims");
 }
 
@@ -312,7 +312,7 @@ fn a_question_is_answered_however_the_session_ends_meanwhile() {
     rig.end(&turn, finished(150, 8));
     rig.engine_closes();
     assert!(!rig.is_open("s"));
-    assert_eq!(rig.table.totals(0), Totals::default());
+    assert_eq!(rig.table.totals(0), RankTotals::default());
 }
 
 #[test]
@@ -323,7 +323,7 @@ fn a_session_nobody_asked_to_pin_gives_way_when_it_grows_beyond_the_room() {
     let turn = whole(&mut rig, &auto("s"), 640).waits();
     rig.demoted();
     let turn = rig.answer(turn).inside();
-    assert_eq!((turn.turn.ran, rig.retention("s")), (Some(Ran::Tagged), Retention::Tagged));
+    assert_eq!((turn.turn.ran, rig.retention("s")), (Some(RunMode::Tagged), Retention::Tagged));
 }
 
 #[test]
@@ -338,7 +338,8 @@ fn an_answer_whose_end_was_ignored_costs_its_session_no_pin() {
         for turn in 0..6 {
             let need = Need { prompt_tokens: 460 + turn, endless: true, ..Need::default() };
             let need = Need { answer_tokens: Some(8), ..need };
-            let asks = rig.ask(Some((&claim, &key)), None, Appends::Trimmed, need).inside();
+            let asks =
+                rig.ask(Some((&claim, &key)), None, PinnedInput::FullHistories, need).inside();
             if tokens_max(&asks).is_none() {
                 break;
             }
@@ -346,8 +347,8 @@ fn an_answer_whose_end_was_ignored_costs_its_session_no_pin() {
             let (plan, committed) = (Plan::Diverged, 148);
             if turn > 0 {
                 let planned =
-                    Planned { rid, incarnation, plan, at, committed, sent: 0, prompt: 150 };
-                rig.table.asked(rig.now, 7, &planned);
+                    TrimPlan { rid, incarnation, plan, at, committed, sent: 0, prompt: 150 };
+                rig.table.handle_question(rig.now, 7, &planned);
                 rig.carry_out();
                 rig.demoted();
                 rig.engine_closes();

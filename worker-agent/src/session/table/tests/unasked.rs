@@ -13,13 +13,13 @@ fn a_session_that_cannot_be_opened_goes_on_unpinned() {
     rig.end(&first, finished(100, 8));
     let second = whole(&mut rig, &auto("s"), 430).waits();
     let incarnation = rig.opens.as_mut().unwrap().pop().unwrap();
-    rig.table.opened(rig.now, &incarnation, &Opened::No("disk full".into()));
+    rig.table.handle_open_result(rig.now, &incarnation, &OpenResult::No("disk full".into()));
     rig.carry_out();
     let second = rig.answer(second).inside();
-    assert_eq!(second.turn.ran, Some(Ran::Tagged));
+    assert_eq!(second.turn.ran, Some(RunMode::Tagged));
     rig.end(&second, finished(110, 8));
     let third = whole(&mut rig, &auto("s"), 460).inside();
-    assert_eq!(third.turn.ran, Some(Ran::Tagged), "it isn't tried again at once");
+    assert_eq!(third.turn.ran, Some(RunMode::Tagged), "it isn't tried again at once");
 }
 
 #[test]
@@ -32,12 +32,12 @@ fn a_close_while_another_incarnation_opens_leaves_nothing() {
     rig.demoted();
     let incarnation = rig.opens.as_mut().unwrap().pop().unwrap();
     rig.close("s").unwrap();
-    rig.table.opened(rig.now, &incarnation, &Opened::Unknown("timeout".into()));
+    rig.table.handle_open_result(rig.now, &incarnation, &OpenResult::Unknown("timeout".into()));
     rig.carry_out();
     rig.end(&turn, finished(150, 8));
     rig.engine_closes();
     rig.engine_closes();
-    assert_eq!(rig.table.totals(0), Totals::default());
+    assert_eq!(rig.table.totals(0), RankTotals::default());
 }
 
 #[test]
@@ -75,7 +75,7 @@ fn an_answer_that_nobody_heard_costs_its_session_nothing() {
     rig.plan(&turn, Plan::Trimmed, 148, 12);
     rig.end(&turn, Outcome::Unheard(Some(usage(160, 8))));
     let meanwhile = whole(&mut rig, &auto("s"), 480).inside();
-    assert_eq!(meanwhile.turn.ran, Some(Ran::Tagged), "it doesn't wait for the doubt's end");
+    assert_eq!(meanwhile.turn.ran, Some(RunMode::Tagged), "it doesn't wait for the doubt's end");
     rig.end(&meanwhile, finished(165, 8));
     seen(&mut rig, &incarnation, 168);
     let next = whole(&mut rig, &auto("s"), 480).inside();
@@ -89,9 +89,9 @@ fn a_trimmed_turn_counts_as_the_tokens_that_are_computed() {
     let before = rig.now;
     rig.now += Duration::from_millis(1);
     let turn = whole(&mut rig, &auto("s"), 640).inside();
-    assert!(rig.table.unseen_tokens(0, before) <= 160 - 147);
+    assert!(rig.table.unsampled_prompt_tokens(0, before) <= 160 - 147);
     rig.plan(&turn, Plan::Trimmed, 148, 12);
-    assert_eq!(rig.table.unseen_tokens(0, before), 160 - 147);
+    assert_eq!(rig.table.unsampled_prompt_tokens(0, before), 160 - 147);
 }
 
 #[test]
@@ -114,15 +114,15 @@ fn a_small_request_beside_does_not_cost_the_session_its_pin() {
     let (rid, incarnation) = (title.rid.clone(), title.incarnation().to_owned());
     let diverged = Plan::Diverged;
     let planned =
-        Planned { rid, incarnation, plan: diverged, at: 5, committed: 668, sent: 0, prompt: 20 };
-    rig.table.asked(rig.now, 7, &planned);
+        TrimPlan { rid, incarnation, plan: diverged, at: 5, committed: 668, sent: 0, prompt: 20 };
+    rig.table.handle_question(rig.now, 7, &planned);
     rig.carry_out();
     assert_eq!(rig.runs.pop().unwrap().1, None);
     rig.plan(&title, diverged, 0, 0);
     rig.end(&title, finished(20, 8));
     let next = whole(&mut rig, &auto("s"), 2420).inside();
     let all_it_had = 668;
-    assert_eq!(rig.plan(&next, Plan::Trimmed, 668, 10), (Became::Trimmed, all_it_had));
+    assert_eq!(rig.plan(&next, Plan::Trimmed, 668, 10), (TrimOutcome::Trimmed, all_it_had));
 }
 
 #[test]
@@ -200,11 +200,11 @@ fn what_can_never_run_in_its_session_is_left_to_the_tree() {
 fn a_trimmer_that_goes_takes_no_kv_with_it() {
     let mut rig = trimming();
     let incarnation = rig.pinned_by_itself("s");
-    rig.table.trims(rig.now, false);
+    rig.table.set_trimming(rig.now, false);
     let turn = whole(&mut rig, &auto("s"), 460).waits();
     assert_eq!(rig.demotes, [incarnation.as_str()], "to the tree, not away");
     rig.demoted();
-    assert_eq!(rig.answer(turn).inside().turn.ran, Some(Ran::Tagged));
+    assert_eq!(rig.answer(turn).inside().turn.ran, Some(RunMode::Tagged));
 }
 
 #[test]
@@ -234,7 +234,7 @@ fn a_late_plan_is_its_own_turns() {
     let next = whole(&mut rig, &auto("s"), 340).inside();
     rig.plan(&refused, Plan::Refused, 0, 110);
     rig.runs(&next, 108, 118);
-    assert_eq!(rig.rans[&next.rid], Ran::Pinned);
+    assert_eq!(rig.rans[&next.rid], RunMode::Pinned);
     assert_eq!(rig.table.get(&key("s")).unwrap().history_tokens, 126);
 }
 
@@ -242,8 +242,8 @@ fn a_late_plan_is_its_own_turns() {
 fn a_whole_history_that_waited_begins_anew_whatever_comes_behind_it() {
     let rules = Rules { auto_pin: true, turns_queued_per_session_max: 2, ..rules() };
     let mut rig = Rig::with(rules, engine(1));
-    rig.table.shim_up(0, true);
-    rig.table.trims(rig.now, true);
+    rig.table.handle_shim_up(0, true);
+    rig.table.set_trimming(rig.now, true);
     rig.pin("s");
     let first = whole(&mut rig, &Claim { open: true, ..auto("s") }, 300).inside();
     rig.runs(&first, 0, 100);
@@ -287,7 +287,7 @@ fn a_turn_that_was_stopped_may_have_waited_and_its_session_keeps_row_and_kv_unti
     assert_eq!(rig.looks.len(), 1);
     seen(&mut rig, &incarnation, 148);
     let next = whole(&mut rig, &auto("s"), 460).inside();
-    assert_eq!(rig.plan(&next, Plan::Trimmed, 148, 12), (Became::Trimmed, 148));
+    assert_eq!(rig.plan(&next, Plan::Trimmed, 148, 12), (TrimOutcome::Trimmed, 148));
 }
 
 #[test]
@@ -298,7 +298,7 @@ fn what_the_engine_made_of_a_lost_first_turn_is_history_nobody_may_append_to() {
     rig.plan(&first, Plan::Trimmed, 0, 90);
     rig.end(&first, Outcome::Lost);
     seen(&mut rig, &incarnation, 98);
-    rig.table.trims(rig.now, false);
+    rig.table.set_trimming(rig.now, false);
     assert_eq!(rig.turn(&auto("s")).error(), Error::WholeHistory);
 }
 
@@ -326,7 +326,7 @@ fn a_route_that_counts_a_prompt_otherwise_costs_its_session_nothing() {
     seen(&mut rig, &incarnation, 168);
     let next = whole(&mut rig, &auto("s"), 480).inside();
     assert_eq!(next.incarnation(), incarnation);
-    assert_eq!(rig.plan(&next, Plan::Trimmed, 168, 12), (Became::Trimmed, 168));
+    assert_eq!(rig.plan(&next, Plan::Trimmed, 168, 12), (TrimOutcome::Trimmed, 168));
 }
 
 #[test]
@@ -336,16 +336,16 @@ fn who_answers_at_length_is_pinned_only_with_room_for_it() {
     let rank = &mut roomy.ranks[0];
     (rank.rows, rank.pool_tokens, rank.pin_tokens_max) = (16, 100_000, 70_000);
     let mut rig = Rig::with(Rules { auto_pin: true, ..rules() }, roomy);
-    rig.table.shim_up(0, true);
-    rig.table.trims(rig.now, true);
+    rig.table.handle_shim_up(0, true);
+    rig.table.set_trimming(rig.now, true);
     let need = Need { prompt_tokens: 400, answer_tokens: None, ..Need::default() };
     for (id, answer, pins) in [("short", 900, true), ("long", 30_000, true), ("too", 36_000, false)]
     {
         let claim = auto(id);
         let key = claim.key().unwrap();
-        let first = rig.ask(Some((&claim, &key)), None, Appends::Trimmed, need).inside();
+        let first = rig.ask(Some((&claim, &key)), None, PinnedInput::FullHistories, need).inside();
         rig.end(&first, finished(100, answer));
-        let second = rig.ask(Some((&claim, &key)), None, Appends::Trimmed, need).inside();
+        let second = rig.ask(Some((&claim, &key)), None, PinnedInput::FullHistories, need).inside();
         assert_eq!(tokens_max(&second).is_some(), pins, "{id}");
         if pins {
             rig.plan(&second, Plan::Trimmed, 0, 100);

@@ -4,7 +4,7 @@
 
 use proto::id::SessionKey;
 
-use super::{Became, Plan, Planned};
+use super::{Plan, TrimOutcome, TrimPlan};
 use crate::session::table::{Deltas, Effect, Error, Table, Ticket};
 
 impl Ticket {
@@ -45,8 +45,8 @@ impl Table {
         &mut self,
         key: &SessionKey,
         rid: &str,
-        planned: &Planned,
-    ) -> (Became, u64) {
+        planned: &TrimPlan,
+    ) -> (TrimOutcome, u64) {
         let marked = self.marked(rid);
         marked.unfit = true;
         let unasked = planned.plan == Plan::Refused && planned.prompt > marked.tokens_max;
@@ -68,7 +68,7 @@ impl Table {
             };
             Error::NotContinued { detail }
         };
-        self.effects.push(Effect::Unfit { rid: rid.to_owned(), error });
-        (Became::NotContinued, 0)
+        self.effects.push(Effect::RefusedByShim { rid: rid.to_owned(), error });
+        (TrimOutcome::NotContinued, 0)
     }
 }

@@ -4,7 +4,7 @@ use crate::shim::trim::Plan;
 
 /// A plan for one turn. Figures are in tokens.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Planned {
+pub struct TrimPlan {
     /// The turn's id.
     pub rid: String,
     /// Id of the incarnation that the plan was made for.
@@ -23,7 +23,7 @@ pub struct Planned {
 
 /// How a marked turn ran. Reported once for each turn whose plan the shim told.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Became {
+pub enum TrimOutcome {
     /// The turn continued the session's history, token id for token id.
     Trimmed,
     /// Retokenized: the turn continued the session's history as text, but with other token ids.
@@ -40,7 +40,7 @@ pub enum Became {
     Gone,
 }
 
-impl Became {
+impl TrimOutcome {
     /// Returns the name used in metrics.
     #[must_use]
     pub fn as_str(self) -> &'static str {

@@ -37,7 +37,7 @@ impl Table {
             && session.whole.sends
             && session.whole.astray <= ASTRAY_MAX
             && session.whole.pin_after.is_none_or(|after| after <= now)
-            && self.books[session.dp_rank as usize].demotes()
+            && self.accounts[session.dp_rank as usize].demotes()
             && self.engine.retentions.contains(&Retention::Pinned);
         let hot = session.turns > 0 && session.idle(now) <= self.rules.demote_idle;
         let alone = session.running == 0 && session.waiting == 1;

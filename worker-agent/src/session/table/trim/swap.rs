@@ -7,9 +7,9 @@ use std::time::Instant;
 
 use proto::id::SessionKey;
 
-use super::{ASTRAY_MAX, Plan, Planned};
+use super::{ASTRAY_MAX, Plan, TrimPlan};
 use crate::session::table::{
-    Deltas, Effect, Need, Phase, Record, Session, Stage, Table, Ticket, Why,
+    Deltas, Effect, GoneReason, Need, Phase, Record, Session, Table, Ticket, TicketState,
 };
 
 /// A diverged prompt is an aside if it shares less than this part (one over this divisor) of the
@@ -17,7 +17,7 @@ use crate::session::table::{
 /// shortened its history.
 const ASIDE_DIVISOR: u64 = 4;
 
-impl Planned {
+impl TrimPlan {
     /// Whether the prompt shares little of the session's history. It asks for a title of the
     /// conversation, say, or is a shortened history.
     fn is_aside(&self) -> bool {
@@ -28,18 +28,22 @@ impl Planned {
 impl Table {
     /// Whether the prompt differs only because the last answer holds end tokens that its text
     /// doesn't show. Such a session is opened again with the new history and keeps its pin.
-    pub(super) fn hides_ends(&self, key: &SessionKey, planned: &Planned) -> bool {
+    pub(super) fn hides_ends(&self, key: &SessionKey, planned: &TrimPlan) -> bool {
         let from = self.sessions[key].whole.hides_ends_from;
         planned.plan == Plan::Diverged && from.is_some_and(|from| planned.at >= from)
     }
 
     /// Handles the shim's question about a turn that can't run in its session as planned. An
-    /// [`Effect::Run`] with the answer follows. Without an answer, the shim decides by itself after
+    /// [`Effect::AnswerQuestion`] with the answer follows. Without an answer, the shim decides by itself after
     /// two seconds.
-    pub fn asked(&mut self, now: Instant, question: u64, planned: &Planned) {
+    pub fn handle_question(&mut self, now: Instant, question: u64, planned: &TrimPlan) {
         let rid = &planned.rid;
         let Some(key) = self.marked_session(rid) else {
-            self.effects.push(Effect::Run { question, incarnation: None, tokens_max: 0 });
+            self.effects.push(Effect::AnswerQuestion {
+                question,
+                incarnation: None,
+                tokens_max: 0,
+            });
             return;
         };
         self.diverged_at(&key, planned);
@@ -83,7 +87,7 @@ impl Table {
             session.row &= session.history_tokens > 0 && !from_nothing;
             (session.row, session.dp_rank as usize)
         });
-        if holds && self.books[dp_rank].demotes() {
+        if holds && self.accounts[dp_rank].demotes() {
             return self.take_kv(now, key);
         }
         self.swap(now, rid, key);
@@ -164,12 +168,13 @@ impl Table {
             self.reincarnate(key);
             self.change(key, |session| {
                 session.emptied();
-                session.phase = Phase::Gone(Why::HistoryUnknown);
+                session.phase = Phase::Gone(GoneReason::HistoryUnknown);
             });
             self.watch(key);
         }
         let (session, born) = (&self.sessions[key], self.sessions[key].born);
-        let inside = |ticket: &&mut Ticket| ticket.born == born && ticket.stage == Stage::Inside;
+        let inside =
+            |ticket: &&mut Ticket| ticket.born == born && ticket.stage == TicketState::Inside;
         for ticket in self.tickets.values_mut().filter(inside) {
             ticket.incarnation.clone_from(&session.incarnation);
         }
@@ -189,7 +194,7 @@ impl Table {
         let marked = self.marked(rid);
         let tokens_max = marked.tokens_max;
         if let Some(question) = marked.question.take() {
-            self.effects.push(Effect::Run { question, incarnation, tokens_max });
+            self.effects.push(Effect::AnswerQuestion { question, incarnation, tokens_max });
         }
     }
 
@@ -197,7 +202,11 @@ impl Table {
     pub(in super::super) fn runs_as_it_came(&mut self, key: &SessionKey) {
         let Some(rid) = self.asking(key) else { return };
         if let Some(question) = self.marked(&rid).question.take() {
-            self.effects.push(Effect::Run { question, incarnation: None, tokens_max: 0 });
+            self.effects.push(Effect::AnswerQuestion {
+                question,
+                incarnation: None,
+                tokens_max: 0,
+            });
         }
     }
 }
