@@ -29,5 +29,5 @@ pub struct CommandOutput {
     /// The text to print, in complete lines.
     pub text: String,
     /// Whether everything is in order.
-    pub sound: bool,
+    pub is_sound: bool,
 }

@@ -27,7 +27,7 @@ use crate::{
 };
 
 /// The number of sessions in one part of the session table.
-const TABLE_PART: usize = 1000;
+const SESSIONS_PER_PART: usize = 1000;
 /// The maximum number of queued events for one watcher. A watcher that reads too slowly fills this
 /// queue, falls behind in the queue of changes, and is disconnected.
 const EVENTS: usize = 64;
@@ -104,7 +104,7 @@ pub fn start(
 
 /// Maps the agent's errors to gRPC. As gRPC has few codes, the data port's refusal code is sent
 /// along as metadata.
-fn status(error: &owner::Error) -> Status {
+fn to_status(error: &owner::Error) -> Status {
     use session::Error as E;
     let text = error.to_string();
     let mut status = match error {
@@ -136,7 +136,7 @@ fn status(error: &owner::Error) -> Status {
     status
 }
 
-fn key(wire: Option<v1::SessionKey>) -> Result<SessionKey, Status> {
+fn parse_key(wire: Option<v1::SessionKey>) -> Result<SessionKey, Status> {
     let wire = wire.ok_or_else(|| Status::invalid_argument("the session key is missing"))?;
     wire.try_into().map_err(|error: proto::id::Error| Status::invalid_argument(error.to_string()))
 }
@@ -147,7 +147,7 @@ impl server::WorkerAgent for Service {
         &self,
         _: Request<v1::DescribeRequest>,
     ) -> Result<Response<v1::Description>, Status> {
-        let watch = self.agent.watch().await.map_err(|error| status(&error))?;
+        let watch = self.agent.watch().await.map_err(|error| to_status(&error))?;
         let description = watch.description.borrow().clone();
         let missing = || Status::unavailable("the engine has not answered yet");
         let description = description.ok_or_else(missing)?;
@@ -168,16 +168,17 @@ impl server::WorkerAgent for Service {
         };
         let idle_max =
             (request.idle_ms_max > 0).then(|| Duration::from_millis(request.idle_ms_max));
-        let opened = self.agent.open(key(request.key)?, retention, idle_max, request.dp_rank);
-        Ok(Response::new(opened.await.map_err(|error| status(&error))?.into()))
+        let opened =
+            self.agent.open_session(parse_key(request.key)?, retention, idle_max, request.dp_rank);
+        Ok(Response::new(opened.await.map_err(|error| to_status(&error))?.into()))
     }
 
     async fn close_session(
         &self,
         request: Request<v1::CloseSessionRequest>,
     ) -> Result<Response<v1::CloseSessionResponse>, Status> {
-        let closed = self.agent.close(key(request.into_inner().key)?).await;
-        let deferred = closed.map_err(|error| status(&error))?;
+        let closed = self.agent.close_session(parse_key(request.into_inner().key)?).await;
+        let deferred = closed.map_err(|error| to_status(&error))?;
         Ok(Response::new(v1::CloseSessionResponse { deferred }))
     }
 
@@ -185,7 +186,7 @@ impl server::WorkerAgent for Service {
         &self,
         _: Request<v1::ListSessionsRequest>,
     ) -> Result<Response<v1::ListSessionsResponse>, Status> {
-        let watch = self.agent.watch().await.map_err(|error| status(&error))?;
+        let watch = self.agent.watch().await.map_err(|error| to_status(&error))?;
         let sessions = watch.sessions.into_iter().map(Into::into).collect();
         Ok(Response::new(v1::ListSessionsResponse { sessions }))
     }
@@ -196,7 +197,7 @@ impl server::WorkerAgent for Service {
         &self,
         _: Request<v1::WatchLoadRequest>,
     ) -> Result<Response<Self::WatchLoadStream>, Status> {
-        let watch = self.agent.watch().await.map_err(|error| status(&error))?;
+        let watch = self.agent.watch().await.map_err(|error| to_status(&error))?;
         let (sender, receiver) = mpsc::channel(EVENTS);
         let events = Events { sender, epoch: self.epoch, sequence: 0 };
         let token = self.tasks.token();
@@ -204,7 +205,7 @@ impl server::WorkerAgent for Service {
             tokio::select! {
                 biased;
                 () = token.cancelled() => {}
-                _ = stream(watch, events) => {}
+                _ = stream_events(watch, events) => {}
             }
         });
         Ok(Response::new(ReceiverStream::new(receiver)))
@@ -214,7 +215,7 @@ impl server::WorkerAgent for Service {
         &self,
         request: Request<v1::AuditRequest>,
     ) -> Result<Response<v1::AuditResponse>, Status> {
-        let watch = self.agent.watch().await.map_err(|error| status(&error))?;
+        let watch = self.agent.watch().await.map_err(|error| to_status(&error))?;
         let known = watch.report.borrow().ranks.len();
         let dp_ranks: Vec<u32> = match request.into_inner().dp_rank {
             Some(dp_rank) => vec![dp_rank],
@@ -222,7 +223,7 @@ impl server::WorkerAgent for Service {
         };
         let mut ranks = vec![];
         for dp_rank in dp_ranks {
-            let audit = self.agent.audit(dp_rank).await.map_err(|error| status(&error))?;
+            let audit = self.agent.audit(dp_rank).await.map_err(|error| to_status(&error))?;
             ranks.push(rank_audit(dp_rank, audit));
         }
         Ok(Response::new(v1::AuditResponse { ranks }))
@@ -302,25 +303,25 @@ struct Events {
 }
 
 /// The watcher has disconnected.
-struct Gone;
+struct WatcherGone;
 
 impl Events {
-    async fn send(&mut self, event: Event) -> Result<(), Gone> {
+    async fn send(&mut self, event: Event) -> Result<(), WatcherGone> {
         let event =
             v1::LoadEvent { epoch: self.epoch, sequence: self.sequence, event: Some(event) };
         self.sequence += 1;
-        self.sender.send(Ok(event)).await.map_err(|_| Gone)
+        self.sender.send(Ok(event)).await.map_err(|_| WatcherGone)
     }
 }
 
 /// Sends the description, the session table, and then all changes, until the watcher disconnects or
 /// falls behind.
-async fn stream(mut watch: Watch, mut events: Events) -> Result<(), Gone> {
+async fn stream_events(mut watch: Watch, mut events: Events) -> Result<(), WatcherGone> {
     let described = tokio::select! {
         biased;
-        () = events.sender.closed() => return Err(Gone),
+        () = events.sender.closed() => return Err(WatcherGone),
         described = watch.description.wait_for(Option::is_some) => {
-            described.map_err(|_| Gone)?.clone()
+            described.map_err(|_| WatcherGone)?.clone()
         }
     };
     let description = described.expect("`wait_for` returned `Some`");
@@ -330,23 +331,23 @@ async fn stream(mut watch: Watch, mut events: Events) -> Result<(), Gone> {
     loop {
         let event = tokio::select! {
             biased;
-            () = events.sender.closed() => return Err(Gone),
+            () = events.sender.closed() => return Err(WatcherGone),
             changed = watch.description.changed() => {
-                changed.map_err(|_| Gone)?;
+                changed.map_err(|_| WatcherGone)?;
                 let description = watch.description.borrow_and_update().clone();
                 let Some(description) = description else { continue };
                 Event::Description((*description).clone().into())
             }
-            report = newest(&mut watch.report) => {
-                Event::Report((*report.ok_or(Gone)?).clone().into())
+            report = next_value(&mut watch.report) => {
+                Event::Report((*report.ok_or(WatcherGone)?).clone().into())
             }
             change = watch.changes.recv() => match change {
-                Ok(change) => Event::Change(wire(change)),
-                Err(RecvError::Closed) => return Err(Gone),
+                Ok(change) => Event::Change(to_wire(change)),
+                Err(RecvError::Closed) => return Err(WatcherGone),
                 Err(RecvError::Lagged(missed)) => {
                     let text = format!("the watcher missed {missed} session changes; watch again");
                     let _ = events.sender.send(Err(Status::resource_exhausted(text))).await;
-                    return Err(Gone);
+                    return Err(WatcherGone);
                 }
             },
         };
@@ -354,15 +355,18 @@ async fn stream(mut watch: Watch, mut events: Events) -> Result<(), Gone> {
     }
 }
 
-async fn newest<T: Clone>(receiver: &mut watch::Receiver<T>) -> Option<T> {
+async fn next_value<T: Clone>(receiver: &mut watch::Receiver<T>) -> Option<T> {
     receiver.changed().await.ok()?;
     Some(receiver.borrow_and_update().clone())
 }
 
-async fn send_table(sessions: Vec<proto::load::Session>, events: &mut Events) -> Result<(), Gone> {
+async fn send_table(
+    sessions: Vec<proto::load::Session>,
+    events: &mut Events,
+) -> Result<(), WatcherGone> {
     let mut rest: Vec<v1::Session> = sessions.into_iter().map(Into::into).collect();
     loop {
-        let after = rest.split_off(rest.len().min(TABLE_PART));
+        let after = rest.split_off(rest.len().min(SESSIONS_PER_PART));
         let last = after.is_empty();
         events.send(Event::Sessions(v1::SessionTable { sessions: rest, last })).await?;
         if last {
@@ -372,7 +376,7 @@ async fn send_table(sessions: Vec<proto::load::Session>, events: &mut Events) ->
     }
 }
 
-fn wire(change: Change) -> v1::SessionChange {
+fn to_wire(change: Change) -> v1::SessionChange {
     use v1::session_change::Change as Wire;
     let change = match change {
         Change::Upsert(session) => Wire::Upsert((*session).into()),

@@ -24,7 +24,7 @@ use self::routes::{ROUTES, Route};
 pub use self::{
     refusals::refusal,
     routes::app,
-    turn::{TurnContext, generate},
+    turn::{TurnContext, send_own_turn},
 };
 
 /// Returns the router for the data port: the turns' routes, and `more` routes.

@@ -48,9 +48,9 @@ pub enum Guard {
     /// was sent.
     HistoryChecked,
     /// A session becomes suspect after a full history for which the shim reported no plan.
-    PlanTold,
+    PlanReported,
     /// A session whose history may lack turns that its client knows takes no delta.
-    BehindRefused,
+    ClientAheadRefused,
     /// Neither a full history nor a delta that opens the session is appended to an existing
     /// history.
     DeltaOnly,
@@ -98,8 +98,8 @@ impl Guard {
         Self::UnheardSuspect,
         Self::RetractionSuspect,
         Self::HistoryChecked,
-        Self::PlanTold,
-        Self::BehindRefused,
+        Self::PlanReported,
+        Self::ClientAheadRefused,
         Self::DeltaOnly,
         Self::FullHistoryContinues,
         Self::DeltaNeedsOpen,

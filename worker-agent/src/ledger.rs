@@ -112,7 +112,7 @@ impl Ledger {
 
     /// Sets the description of an engine process and forgets the previous process. Returns what the
     /// session table needs of it.
-    pub fn engine(&mut self, info: &Info) -> session::EngineCapacity {
+    pub fn set_engine(&mut self, info: &Info) -> session::EngineCapacity {
         self.sizes = info.rows.iter().map(|&rows| (rows, info.pool_tokens)).collect();
         self.sizes.truncate(RANKS_MAX as usize);
         self.device.clone_from(&info.device);
@@ -137,18 +137,18 @@ impl Ledger {
     }
 
     /// Takes a load sample of the engine.
-    pub fn sampled(&mut self, sample: Sample) {
+    pub fn record_sample(&mut self, sample: Sample) {
         for rank in &sample.ranks {
             let rate = self.prefill.get_mut(rank.dp_rank as usize);
             if let (Some(rate), Some(busy_us)) = (rate, rank.total_prefill_busy_us) {
-                rate.sampled(sample.at, rank.total_prefill_uncached_tokens, busy_us);
+                rate.record_sample(sample.at, rank.total_prefill_uncached_tokens, busy_us);
             }
         }
         self.sample = Some(sample);
     }
 
     /// Sets a rank's figures from the shim; `None` when the shim has disconnected.
-    pub fn seen(&mut self, dp_rank: u32, facts: Option<PoolFacts>) {
+    pub fn set_shim_facts(&mut self, dp_rank: u32, facts: Option<PoolFacts>) {
         match facts {
             Some(facts) => drop(self.facts.insert(dp_rank, facts)),
             None => drop(self.facts.remove(&dp_rank)),
@@ -156,7 +156,7 @@ impl Ledger {
     }
 
     /// Sets the bytes of a rank's page as its shim reports them; `None` if unknown.
-    pub fn page_is(&mut self, dp_rank: u32, bytes: Option<u64>) {
+    pub fn set_page_bytes(&mut self, dp_rank: u32, bytes: Option<u64>) {
         match bytes {
             Some(bytes) => drop(self.page_bytes.insert(dp_rank, bytes)),
             None => drop(self.page_bytes.remove(&dp_rank)),
@@ -165,7 +165,7 @@ impl Ledger {
 
     /// Returns the description of the ranks for routers, including device names.
     #[must_use]
-    pub fn ranks(&self, now: Instant, gpus: &Snapshot) -> Vec<Rank> {
+    pub fn describe_ranks(&self, now: Instant, gpus: &Snapshot) -> Vec<Rank> {
         let named = |device: Device| Device {
             uuid: device.uuid,
             name: device.name,
@@ -204,10 +204,10 @@ impl Ledger {
             });
             let facts = self.facts.get(&dp_rank).map(|facts| (facts, age_ms(now, facts.at)));
             let totals = table.totals(dp_rank);
-            let mut load = self.rank(dp_rank, size, sample, facts, &totals);
-            self.show_prefill(now, table, &mut load);
+            let mut load = self.rank_load(dp_rank, size, sample, facts, &totals);
+            self.add_prefill_figures(now, table, &mut load);
             load.devices = self.devices(now, dp_rank, gpus);
-            self.show_pool(&mut load, size.1, gpus);
+            self.add_pool_bytes(&mut load, size.1, gpus);
             load
         });
         LoadReport {
@@ -220,7 +220,7 @@ impl Ledger {
         }
     }
 
-    fn rank(
+    fn rank_load(
         &self,
         dp_rank: u32,
         (rows, pool): (u32, u64),
@@ -254,7 +254,7 @@ impl Ledger {
         let foreign = totals.foreign_tokens.min(pinned.value);
         let foreign_from = if facts.is_some() { Source::Shim } else { Source::Estimate };
         let pinned_tokens = pinned.value;
-        let estimate = totals.estimate_tokens.min(pool - pinned_tokens);
+        let estimate = totals.tree_tokens_estimate.min(pool - pinned_tokens);
         RankLoad {
             dp_rank,
             turns_running: totals.turns_running,
@@ -283,7 +283,7 @@ impl Ledger {
                 source: foreign_from,
                 age_ms: 0,
             }),
-            // Set by the page audit, by `show_prefill`, and by staged prefill.
+            // Set by the page audit, by `add_prefill_figures`, and by staged prefill.
             pages: None,
             prefill_tokens_per_s: None,
             prefill_backlog_tokens: None,
@@ -292,7 +292,7 @@ impl Ledger {
     }
 
     /// Adds the rank's prefill rate and its backlog of prompt tokens.
-    fn show_prefill(&self, now: Instant, table: &Table, load: &mut RankLoad) {
+    fn add_prefill_figures(&self, now: Instant, table: &Table, load: &mut RankLoad) {
         let rate = self.prefill.get(load.dp_rank as usize).and_then(PrefillRate::tokens_per_s);
         load.prefill_tokens_per_s = rate.map(|(value, at)| Figure {
             value,
@@ -319,13 +319,13 @@ impl Ledger {
     }
 
     /// Adds the pool's bytes to each device, if the pool is known to be on it.
-    fn show_pool(&self, load: &mut RankLoad, tokens: u64, gpus: &Snapshot) {
-        let by_buffers = self.page_bytes.get(&load.dp_rank).map(|bytes| {
+    fn add_pool_bytes(&self, load: &mut RankLoad, tokens: u64, gpus: &Snapshot) {
+        let from_buffers = self.page_bytes.get(&load.dp_rank).map(|bytes| {
             let pages = tokens / u64::from(self.page_tokens);
             (bytes.saturating_mul(pages), Source::Shim)
         });
-        let by_word = self.pool_bytes.get(load.dp_rank as usize).copied().flatten();
-        let known = by_buffers.or(by_word.map(|bytes| (bytes, Source::ServerInfo)));
+        let from_description = self.pool_bytes.get(load.dp_rank as usize).copied().flatten();
+        let known = from_buffers.or(from_description.map(|bytes| (bytes, Source::ServerInfo)));
         let here = gpus.holds_pool(load.dp_rank, self.sizes.len());
         let Some((bytes, source)) = known.filter(|_| here) else { return };
         let pool = Pool { bytes, tokens, source };
@@ -337,7 +337,7 @@ impl Ledger {
 
 /// Returns the tokens that a session holds. The source follows from its retention.
 #[must_use]
-pub fn resident(session: &Session) -> Option<Figure> {
+pub fn resident_figure(session: &Session) -> Option<Figure> {
     let source = match session.retention {
         Retention::Pinned => Source::Usage,
         Retention::Tagged | Retention::None => Source::Estimate,

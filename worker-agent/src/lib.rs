@@ -4,9 +4,9 @@
 //! routers.
 //!
 //! A turn takes this path: [`data_port::turn`] claims its session from the [`owner`] task, whose
-//! [`session`] table decides. [`data_port::request`] adds Berth's keys to the body, [`engine`] sends
-//! it, and [`data_port::response_scanner`] scans the response; then the turn's lease ends. If the
-//! router requested it, [`staged_prefill`] has computed most of the prompt before.
+//! [`session`] table decides. [`data_port::request`] adds Berth's keys to the body, [`engine`]
+//! sends it, and [`data_port::response_scanner`] scans the response; then the turn's lease ends. If
+//! the router requested it, [`staged_prefill`] has computed most of the prompt before.
 //! [`owner::engine_monitor`] monitors the engine, [`ledger`] keeps the account of the pool,
 //! [`control_port`] reports to routers, and [`engine::model_files`] finds the tokenizer files.
 //!
@@ -138,8 +138,8 @@ pub async fn run(
     let tasks = Tasks::default();
     let mut registry = Registry::with_prefix("berth_agent");
     let metrics = Metrics::new(&mut registry);
-    let engine = engine_of(&config);
-    say_start(&config, &listeners)?;
+    let engine = engine_client(&config);
+    log_start(&config, &listeners)?;
     let gpus = gpu::watch((&config).into())?;
     let (agent, shim, queues) =
         start_agent(&config, &gpus, &listeners, epoch, &engine, &metrics, &tasks)?;
@@ -149,40 +149,41 @@ pub async fn run(
     let kv = kv_events::start(kv, tasks.token())?;
     let (files, found) = watch::channel(None);
     control_port::start(agent.clone(), kv.clone(), epoch, found, listeners.control, tasks.token())?;
-    let ready = readiness(&agent, &metrics, &tasks).await;
+    let ready = track_readiness(&agent, &metrics, &tasks).await;
     if let Ok(watch) = agent.watch().await {
         gpu::metrics::register(&mut registry, gpus.watch(), watch.report);
     }
     let admin = Admin { registry: Arc::new(registry), ready, config: settings::to_toml(&config) };
     admin::start(admin, listeners.admin, tasks.token())?;
 
-    let look = Arc::new(Notify::new());
-    let follower = EngineMonitor {
+    let wake_monitor = Arc::new(Notify::new());
+    let monitor = EngineMonitor {
         engine: engine.clone(),
-        agent: agent.clone(),
+        owner: agent.clone(),
         kv,
         interval: ms(config.load_interval_ms),
-        look: Arc::clone(&look),
+        wake: Arc::clone(&wake_monitor),
         vocabulary: (config.vocabulary > 0).then_some(config.vocabulary),
         files,
     };
-    tasks.essential("follow", owner::engine_monitor::run(follower, tasks.clone()));
+    tasks.essential("follow", owner::engine_monitor::run(monitor, tasks.clone()));
     listeners.data.set_nonblocking(true)?;
     let data = tokio::net::TcpListener::from_std(listeners.data)?;
-    let turns = TurnContext {
+    let context = TurnContext {
         agent: agent.clone(),
         engine,
-        budget: BodyBudget::new(config.body_bytes_max, config.body_bytes_in_flight_max),
+        body_budget: BodyBudget::new(config.body_bytes_max, config.body_bytes_in_flight_max),
         turn_max: ms(config.turn_ms_max),
-        look,
+        wake_monitor,
         tasks: tasks.clone(),
         metrics,
     };
     let turns_max = limits(&config).turns_everywhere_max() + config.turns_queued_max;
     let turns_max = (turns_max + staged_prefill_queue::PROMPTS_MAX).min(TURNS_CONNECTED_MAX);
-    let runner = staged_prefill_runner(queues, &turns).await;
+    let runner = staged_prefill_runner(queues, &context).await;
     let staged_prefill = runner.map_or_else(Router::new, Runner::routes);
-    let data = server::serve(data, data_port::app(turns, staged_prefill), turns_max, tasks.clone());
+    let data =
+        server::serve(data, data_port::app(context, staged_prefill), turns_max, tasks.clone());
     tasks.essential("data port", data);
 
     tokio::select! {
@@ -199,7 +200,7 @@ pub async fn run(
     if tasks.stop(STOP_MAX).await { Ok(()) } else { Err(Error::TaskEnded) }
 }
 
-fn engine_of(config: &Config) -> Engine {
+fn engine_client(config: &Config) -> Engine {
     Engine::new(
         config.engine_uri(),
         config::engine_api_key().expect("checked when the settings were loaded"),
@@ -208,7 +209,7 @@ fn engine_of(config: &Config) -> Engine {
     )
 }
 
-fn say_start(config: &Config, listeners: &Listeners) -> Result<(), Error> {
+fn log_start(config: &Config, listeners: &Listeners) -> Result<(), Error> {
     let (data, control) = (listeners.data.local_addr()?, listeners.control.local_addr()?);
     tracing::info!(
         version = env!("CARGO_PKG_VERSION"),
@@ -281,11 +282,14 @@ fn start_agent(
     Ok((owner::start(setup, shim_news, trim_news, tasks), shim, queues))
 }
 
-async fn staged_prefill_runner(queues: Option<Arc<Queues>>, turns: &TurnContext) -> Option<Runner> {
-    let watch = turns.agent.watch().await.ok()?;
+async fn staged_prefill_runner(
+    queues: Option<Arc<Queues>>,
+    context: &TurnContext,
+) -> Option<Runner> {
+    let watch = context.agent.watch().await.ok()?;
     Some(Runner {
         queues: queues?,
-        turns: turns.clone(),
+        context: context.clone(),
         report: watch.report,
         description: watch.description,
         start: service::clock::now(),
@@ -302,7 +306,7 @@ fn limits(config: &Config) -> Limits {
 
 /// Starts a task that updates readiness (ready while the engine answers) and metrics from load
 /// reports.
-async fn readiness(
+async fn track_readiness(
     agent: &AgentHandle,
     metrics: &Metrics,
     tasks: &Tasks,
@@ -313,7 +317,7 @@ async fn readiness(
         let Ok(mut watch) = agent.watch().await else { return };
         loop {
             let report = watch.report.borrow_and_update().clone();
-            metrics.reported(&report);
+            metrics.set_load(&report);
             let state = match (&report.unhealthy, report.draining) {
                 (Some(reason), _) => Err(reason.clone()),
                 (None, true) => Err("draining".to_owned()),

@@ -21,15 +21,15 @@ fn main() -> ExitCode {
         }
     };
     match &args.command {
-        Some(CliCommand::Audit(args)) => return shown(cli::audit::audit(args)),
-        Some(CliCommand::Kv(args)) => return shown(cli::kv::kv(args)),
+        Some(CliCommand::Audit(args)) => return run_command(cli::audit::run(args)),
+        Some(CliCommand::Kv(args)) => return run_command(cli::kv::run(args)),
         None => {}
     }
     let check = args.check_config;
     let config = match Config::load(args) {
         Ok(config) => config,
         Err(problems) => {
-            complain(&problems);
+            print_error(&problems);
             return ExitCode::from(settings::EXIT_USAGE);
         }
     };
@@ -41,7 +41,7 @@ fn main() -> ExitCode {
     match run(config) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            complain(&format_args!("{error:#}"));
+            print_error(&format_args!("{error:#}"));
             ExitCode::FAILURE
         }
     }
@@ -63,12 +63,12 @@ async fn run(config: Config) -> anyhow::Result<()> {
 }
 
 #[tokio::main(flavor = "current_thread")]
-async fn shown(asked: impl Future<Output = Result<CommandOutput, cli::Error>>) -> ExitCode {
-    match asked.await {
-        Ok(shown) if print(&shown.text) && shown.sound => ExitCode::SUCCESS,
+async fn run_command(command: impl Future<Output = Result<CommandOutput, cli::Error>>) -> ExitCode {
+    match command.await {
+        Ok(output) if print(&output.text) && output.is_sound => ExitCode::SUCCESS,
         Ok(_) => ExitCode::FAILURE,
         Err(error) => {
-            complain(&format_args!("{:#}", anyhow::Error::from(error)));
+            print_error(&format_args!("{:#}", anyhow::Error::from(error)));
             ExitCode::FAILURE
         }
     }
@@ -78,7 +78,7 @@ fn print(text: &str) -> bool {
     std::io::Write::write_all(&mut std::io::stdout(), text.as_bytes()).is_ok()
 }
 
-fn complain(what: &dyn std::fmt::Display) {
+fn print_error(what: &dyn std::fmt::Display) {
     // If standard error is gone too, nothing can be reported.
     let _ =
         std::io::Write::write_fmt(&mut std::io::stderr(), format_args!("berth-agent: {what}\n"));

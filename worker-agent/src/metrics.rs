@@ -32,7 +32,7 @@ pub struct Metrics {
     faults: Family<FaultLabel, Gauge>,
     audits: Family<OutcomeLabel, Counter>,
     audit_step: Histogram,
-    plans: Family<PlanLabel, Counter>,
+    trim_turns: Family<PlanLabel, Counter>,
     diverged_at: Histogram,
     spared_tokens: Counter,
     session_turns: Family<KindLabel, Counter>,
@@ -119,7 +119,7 @@ impl Metrics {
             audits: Family::default(),
             // From 50 us to 0.2 s, each bucket twice the previous: users notice a millisecond.
             audit_step: Histogram::new((0..13).map(|step| 0.000_05 * f64::from(1 << step))),
-            plans: Family::default(),
+            trim_turns: Family::default(),
             // Token counts from 64 to 1 M, each bucket four times the previous.
             diverged_at: Histogram::new((0..8).map(|step| 64.0 * 4_f64.powi(step))),
             spared_tokens: Counter::default(),
@@ -156,7 +156,7 @@ impl Metrics {
         registry.register_with_unit("audit_scheduler", help, Unit::Seconds, step);
         let help = "Turns with whole histories on pinned sessions, each once, by what became of \
                     it; of gone ones nobody knows, their sessions went meanwhile";
-        registry.register("trim_turns", help, metrics.plans.clone());
+        registry.register("trim_turns", help, metrics.trim_turns.clone());
         let help = "Tokens up to which a history was the session's where it diverged from it";
         registry.register("trim_diverged_at_tokens", help, metrics.diverged_at.clone());
         let help = "Tokens of whole histories that pinned sessions had already";
@@ -174,56 +174,56 @@ impl Metrics {
     }
 
     /// Counts a turn that the agent refused.
-    pub fn refused(&self, code: &'static str) {
+    pub fn count_refusal(&self, code: &'static str) {
         self.refusals.get_or_create(&CodeLabel { code }).inc();
     }
 
     /// Counts an event of a session.
-    pub fn happened(&self, event: &'static str) {
+    pub fn count_session_event(&self, event: &'static str) {
         self.events.get_or_create(&EventLabel { event }).inc();
     }
 
     /// Records how long the engine took to free what a closed session held.
-    pub fn freed(&self, after: Duration) {
+    pub fn record_close(&self, after: Duration) {
         self.close.observe(after.as_secs_f64());
     }
 
     /// Records the time from sending a turn to the head of its answer.
-    pub fn first_byte(&self, after: Duration) {
+    pub fn record_first_byte(&self, after: Duration) {
         self.first_byte.observe(after.as_secs_f64());
     }
 
     /// Counts the end of a turn, and records how long the turn took.
-    pub fn ended(&self, outcome: &'static str, after: Duration) {
+    pub fn record_turn_end(&self, outcome: &'static str, after: Duration) {
         self.turns.get_or_create(&OutcomeLabel { outcome }).inc();
         self.turn.observe(after.as_secs_f64());
     }
 
     /// Counts a full history that was compared with its session, and the tokens of it that the
     /// session already had.
-    pub fn planned(&self, plan: &'static str, spared_tokens: u64) {
-        self.plans.get_or_create(&PlanLabel { plan }).inc();
+    pub fn count_trim(&self, plan: &'static str, spared_tokens: u64) {
+        self.trim_turns.get_or_create(&PlanLabel { plan }).inc();
         self.spared_tokens.inc_by(spared_tokens);
     }
 
     /// Records at which token a full history diverged from its session.
-    pub fn diverged(&self, at_tokens: u64) {
+    pub fn record_divergence(&self, at_tokens: u64) {
         self.diverged_at.observe(at_tokens as f64);
     }
 
     /// Counts how a session's turn runs.
-    pub fn ran(&self, kind: &'static str) {
+    pub fn count_run_mode(&self, kind: &'static str) {
         self.session_turns.get_or_create(&KindLabel { kind }).inc();
     }
 
     /// Counts a session whose prompts have a volatile prefix. `role` is where in the prompt it is.
-    pub fn volatile_prefix(&self, role: &'static str) {
+    pub fn count_volatile_prefix(&self, role: &'static str) {
         self.volatile_prefixes.get_or_create(&RoleLabel { role }).inc();
     }
 
     /// Counts a stage of staged prefill that has ended, and the tokens computed in it.
-    pub fn stage(&self, became: StageOutcome, tokens: u64) {
-        let outcome = match became {
+    pub fn count_stage(&self, outcome: StageOutcome, tokens: u64) {
+        let outcome = match outcome {
             StageOutcome::Computed => "computed",
             StageOutcome::Evicted => "evicted",
             StageOutcome::Failed => "failed",
@@ -233,18 +233,18 @@ impl Metrics {
     }
 
     /// Counts an audit by its outcome.
-    pub fn audited(&self, outcome: &'static str) {
+    pub fn count_audit(&self, outcome: &'static str) {
         self.audits.get_or_create(&OutcomeLabel { outcome }).inc();
     }
 
     /// Records how much time of the engine's scheduler thread an audit took.
-    pub fn audit_step(&self, spent: Duration) {
+    pub fn record_audit_step(&self, spent: Duration) {
         self.audit_step.observe(spent.as_secs_f64());
     }
 
     /// Sets the gauges of a rank's newest audit; `None` removes them. A kind of fault that the
     /// audit could not check has no gauge.
-    pub fn pages(&self, dp_rank: u32, audit: Option<&PageAudit>) {
+    pub fn set_pages(&self, dp_rank: u32, audit: Option<&PageAudit>) {
         let classes = audit.and_then(|audit| audit.classes);
         let class = |value: fn(&PageClasses) -> u64| classes.as_ref().map(value);
         for (state, pages) in [
@@ -266,7 +266,7 @@ impl Metrics {
     }
 
     /// Sets the gauges of the published load report.
-    pub fn reported(&self, report: &LoadReport) {
+    pub fn set_load(&self, report: &LoadReport) {
         self.engine_up.set(i64::from(report.unhealthy.is_none()));
         self.restart_required.set(i64::from(report.restart_required.is_some()));
         for rank in &report.ranks {

@@ -31,16 +31,16 @@ use tokio::sync::{broadcast, mpsc, oneshot, watch};
 use tracing::{debug, error, info};
 
 pub use self::handle::{
-    Admitted, AgentHandle, Change, EngineNews, Error, Lease, RankPages, RunModeResult, Watch,
+    AdmittedTurn, AgentHandle, Change, EngineNews, Error, Lease, RankPages, RunModeResult, Watch,
 };
 use self::{
     drain::Drain,
     handle::{OwnerMessage, TurnEnd},
-    reporter::shown,
+    reporter::session_view,
 };
 use crate::{
     audit::{Audits, remote::Remote},
-    engine::{Engine, Info, stall_detector::Progress},
+    engine::{Engine, Info, stall_detector::StallDetector},
     gpu::Gpus,
     ledger::{AgentHealth, Ledger, Limits},
     metrics::Metrics,
@@ -121,38 +121,38 @@ struct Owner {
     handle: AgentHandle,
     table: Table,
     ledger: Ledger,
-    progress: Progress,
-    info: Option<Box<Info>>,
+    stall_detector: StallDetector,
+    engine_info: Option<Box<Info>>,
     /// Why the engine can't take turns; `None` while it can.
-    down: Option<String>,
+    down_reason: Option<String>,
     /// Why the engine makes no progress; `None` while it does.
-    stuck: Option<String>,
+    stuck_reason: Option<String>,
     /// Callers that wait for a turn's admission or for a session's opening, by request id.
     waiters: HashMap<String, Waiter>,
-    ends: mpsc::Sender<TurnEnd>,
-    ended: Option<mpsc::Receiver<TurnEnd>>,
+    end_sender: mpsc::Sender<TurnEnd>,
+    end_receiver: Option<mpsc::Receiver<TurnEnd>>,
     changes: broadcast::Sender<Change>,
     report: watch::Sender<Arc<LoadReport>>,
     description: watch::Sender<Option<Arc<Description>>>,
-    draining: Option<Drain>,
+    drain: Option<Drain>,
     /// The ranks with a connected shim, and whether that shim can demote sessions.
-    shims: HashMap<u32, bool>,
+    shim_can_demote: HashMap<u32, bool>,
     /// The SGLang version reported by a connected trimmer that works; `None` without one.
-    trims: Option<String>,
+    trimmer_version: Option<String>,
     /// Exchanges that wait to learn how their turn runs, by request id.
-    plans: HashMap<String, oneshot::Sender<RunModeResult>>,
+    run_mode_waiters: HashMap<String, oneshot::Sender<RunModeResult>>,
     audits: Audits,
     audit_waiters: Vec<audit_desk::Waiter>,
     /// The threads that audit ranks from this process, by DP rank.
-    remotes: HashMap<u32, Remote>,
+    remote_audits: HashMap<u32, Remote>,
     /// The places of volatile prefixes for which a warning was logged.
     warned_places: HashSet<Option<PromptPlace>>,
     dirty: bool,
-    reported: Instant,
+    last_report: Instant,
 }
 
 enum Waiter {
-    Turn(oneshot::Sender<Result<Admitted, Error>>),
+    Turn(oneshot::Sender<Result<AdmittedTurn, Error>>),
     Open(SessionKey, oneshot::Sender<Result<Session, Error>>),
 }
 
@@ -191,26 +191,26 @@ impl Owner {
             handle,
             table,
             ledger,
-            progress: Progress::default(),
-            info: None,
-            down,
-            stuck: None,
+            stall_detector: StallDetector::default(),
+            engine_info: None,
+            down_reason: down,
+            stuck_reason: None,
             waiters: HashMap::new(),
-            ends,
-            ended: Some(ended),
+            end_sender: ends,
+            end_receiver: Some(ended),
             changes: broadcast::Sender::new(CHANGES_BEHIND_MAX),
             report: watch::Sender::new(Arc::new(report)),
             description: watch::Sender::new(None),
-            draining: None,
-            shims: HashMap::new(),
-            trims: None,
-            plans: HashMap::new(),
+            drain: None,
+            shim_can_demote: HashMap::new(),
+            trimmer_version: None,
+            run_mode_waiters: HashMap::new(),
             audits: Audits::new(setup.audit_interval),
             audit_waiters: vec![],
-            remotes: HashMap::new(),
+            remote_audits: HashMap::new(),
             warned_places: HashSet::new(),
             dirty: true,
-            reported: now(),
+            last_report: now(),
             setup,
         }
     }
@@ -221,7 +221,7 @@ impl Owner {
         mut shim_news: mpsc::Receiver<News>,
         mut trim_news: mpsc::Receiver<shim_trim::News>,
     ) {
-        let mut ended = self.ended.take().expect("taken once, here");
+        let mut ended = self.end_receiver.take().expect("taken once, here");
         let mut gpus = self.setup.gpus.watch();
         let token = self.tasks.token();
         loop {
@@ -229,50 +229,50 @@ impl Owner {
             tokio::select! {
                 biased;
                 // A turn's plan must be handled before its end.
-                Some(news) = trim_news.recv() => self.trim_news(news),
+                Some(news) = trim_news.recv() => self.handle_trim_news(news),
                 // Ends come before requests: a client that has its answer may send the next turn at
                 // once.
                 Some(end) = ended.recv() => {
                     debug!(rid = end.rid, outcome = ?end.outcome, "turn ended");
                     self.waiters.remove(&end.rid);
-                    self.plans.remove(&end.rid);
+                    self.run_mode_waiters.remove(&end.rid);
                     self.table.end_turn(now(), &end.rid, end.outcome);
                     self.dirty = true;
                 }
                 message = messages.recv() => match message {
-                    Some(message) => self.handle(message),
+                    Some(message) => self.handle_message(message),
                     None => return,
                 },
-                Some(news) = shim_news.recv() => self.shim_news(news),
+                Some(news) = shim_news.recv() => self.handle_shim_news(news),
                 Ok(()) = gpus.changed() => self.dirty = true,
                 () = tokio::time::sleep_until(wake.into()) => {}
                 () = token.cancelled() => return,
             }
-            self.on_time(now());
+            self.run_deadlines(now());
         }
     }
 
     /// Returns the time at which something is due without a message.
     fn next_deadline(&self) -> Instant {
         let gap = if self.dirty { REPORT_GAP } else { self.setup.report_interval };
-        let drain = self.draining.as_ref().filter(|drain| drain.done.is_some());
+        let drain = self.drain.as_ref().filter(|drain| drain.done.is_some());
         let others = [self.table.next_deadline(), self.audits.next_due()];
         let others = others.into_iter().chain([drain.map(|drain| drain.deadline)]).flatten();
-        others.fold(self.reported + gap, Instant::min)
+        others.fold(self.last_report + gap, Instant::min)
     }
 
-    fn on_time(&mut self, now: Instant) {
+    fn run_deadlines(&mut self, now: Instant) {
         self.table.run_deadlines(now);
-        self.audit_on_time(now);
-        self.carry_out();
-        self.drain_step(now);
+        self.run_audit_deadlines(now);
+        self.carry_out_effects();
+        self.advance_drain(now);
         let gap = if self.dirty { REPORT_GAP } else { self.setup.report_interval };
-        if now >= self.reported + gap {
-            self.publish(now);
+        if now >= self.last_report + gap {
+            self.publish_report(now);
         }
     }
 
-    fn handle(&mut self, message: OwnerMessage) {
+    fn handle_message(&mut self, message: OwnerMessage) {
         self.dirty = true;
         match message {
             OwnerMessage::Claim { claim, rank, pinned_input, reply } => {
@@ -285,12 +285,12 @@ impl Owner {
                     self.waiters.insert(rid, Waiter::Turn(reply));
                 }
             }
-            OwnerMessage::Look { dp_rank } => {
+            OwnerMessage::RequestShimTable { dp_rank } => {
                 self.table.mark_table_requested(dp_rank);
                 // If the shim can't be asked, the suspect sessions are resolved by their deadline.
                 let _ = self.setup.shim.sample_now(dp_rank);
             }
-            OwnerMessage::Abandoned(rid) => self.table.abandon_turn(now(), &rid),
+            OwnerMessage::Abandon(rid) => self.table.abandon_turn(now(), &rid),
             OwnerMessage::Open { key, retention, idle_max, rank, reply } => {
                 self.open(key, retention, idle_max, rank, reply);
             }
@@ -298,29 +298,31 @@ impl Owner {
                 let closed = self.table.close_session(now(), &key).map_err(Error::from);
                 let _ = reply.send(closed);
             }
-            OwnerMessage::Audit { dp_rank, reply } => self.audit(dp_rank, reply),
+            OwnerMessage::Audit { dp_rank, reply } => self.request_audit(dp_rank, reply),
             OwnerMessage::Watch(reply) => {
                 let at = now();
                 let watch = Watch {
-                    sessions: self.table.iter().map(|(key, s)| shown(key, s, at)).collect(),
+                    sessions: self.table.iter().map(|(key, s)| session_view(key, s, at)).collect(),
                     changes: self.changes.subscribe(),
                     report: self.report.subscribe(),
                     description: self.description.subscribe(),
                 };
                 let _ = reply.send(watch);
             }
-            OwnerMessage::Engine(news) => self.news(news),
-            OwnerMessage::Opened { incarnation, opened } => {
-                self.table.handle_open_result(now(), &incarnation, &opened);
+            OwnerMessage::Engine(news) => self.handle_engine_news(news),
+            OwnerMessage::OpenResult { incarnation, result } => {
+                self.table.handle_open_result(now(), &incarnation, &result);
             }
-            OwnerMessage::Closed { incarnation, closed } => {
-                self.table.handle_close_result(now(), &incarnation, closed);
+            OwnerMessage::CloseResult { incarnation, result } => {
+                self.table.handle_close_result(now(), &incarnation, result);
             }
-            OwnerMessage::RemoteAudit { dp_rank, answer } => self.remote_audited(dp_rank, answer),
+            OwnerMessage::RemoteAudit { dp_rank, answer } => {
+                self.handle_remote_audit(dp_rank, answer)
+            }
             OwnerMessage::Drain { limit, done } => {
                 info!(turns = self.table.rids_inside().count(), "draining");
                 let drain = Drain { deadline: now() + limit, done: Some(done) };
-                self.draining = Some(drain);
+                self.drain = Some(drain);
                 self.table.drain(now());
             }
         }
@@ -332,16 +334,16 @@ impl Owner {
         rank: Option<u32>,
         pinned_input: PinnedInput,
     ) -> Result<Lease, Error> {
-        self.usable()?;
+        self.check_usable()?;
         // Reserves the place for the turn's end now, so that ending the turn never waits.
-        let Ok(end) = self.ends.clone().try_reserve_owned() else {
+        let Ok(end) = self.end_sender.clone().try_reserve_owned() else {
             let detail = "too many wait or run already".to_owned();
             return Err(session::Error::Short { what: "turns", detail }.into());
         };
-        let rid = rid();
+        let rid = new_rid();
         self.table.claim(now(), &rid, claim, rank, pinned_input)?;
-        let vocabulary = self.info.as_ref().and_then(|info| info.facts.vocabulary);
-        Ok(Lease { rid, vocabulary, agent: self.handle.clone(), sent: false, end: Some(end) })
+        let vocabulary = self.engine_info.as_ref().and_then(|info| info.facts.vocabulary);
+        Ok(Lease { rid, vocabulary, agent: self.handle.clone(), is_sent: false, end: Some(end) })
     }
 
     fn open(
@@ -352,8 +354,8 @@ impl Owner {
         rank: Option<u32>,
         reply: oneshot::Sender<Result<Session, Error>>,
     ) {
-        let rid = rid();
-        let opened = self.usable().and_then(|()| {
+        let rid = new_rid();
+        let opened = self.check_usable().and_then(|()| {
             let opened = self.table.open_session(now(), &rid, &key, retention, idle_max, rank);
             opened.map_err(Error::from)
         });
@@ -364,13 +366,13 @@ impl Owner {
     }
 
     /// Carries out the table's effects in order.
-    fn carry_out(&mut self) {
+    fn carry_out_effects(&mut self) {
         let effects = self.table.take_effects();
         self.dirty |= !effects.is_empty();
         let mut unwritten = None;
         for effect in effects {
             match effect {
-                Effect::Admitted { rid, turn } => self.admitted(&rid, turn),
+                Effect::Admitted { rid, turn } => self.tell_admitted(&rid, turn),
                 Effect::Refused { rid, error } => {
                     if let Some(waiter) = self.waiters.remove(&rid) {
                         waiter.refuse(error.into());
@@ -385,23 +387,23 @@ impl Owner {
                 Effect::Open { incarnation, idle_max } => match &unwritten {
                     // A session that isn't in the journal must not be opened: the next agent could
                     // not find it to close it.
-                    Some(why) => self.told(incarnation, OpenResult::No(why.clone())),
+                    Some(why) => self.report_open_result(incarnation, OpenResult::No(why.clone())),
                     None => self.open_at_engine(incarnation, idle_max),
                 },
                 Effect::Close(close) => self.close_at_engine(close),
-                Effect::Look { dp_rank, rid } => self.look(dp_rank, rid),
+                Effect::RequestShimTable { dp_rank, rid } => self.request_shim_table(dp_rank, rid),
                 Effect::Demote { dp_rank, incarnation } => self.demote(dp_rank, &incarnation),
                 Effect::AnswerQuestion { question, incarnation, tokens_max } => {
-                    self.run_in(question, incarnation.as_deref(), tokens_max);
+                    self.answer_question(question, incarnation.as_deref(), tokens_max);
                 }
-                Effect::RunModeKnown { rid, run_mode } => self.ran(&rid, ran),
-                Effect::RefusedByShim { rid, error } => self.unfit(&rid, error),
-                Effect::Touched(key) => self.touched(&key),
-                Effect::Freed(after) => self.setup.metrics.freed(after),
+                Effect::RunModeKnown { rid, run_mode } => self.tell_run_mode(&rid, run_mode),
+                Effect::RefusedByShim { rid, error } => self.tell_refused_by_shim(&rid, error),
+                Effect::SessionChanged(key) => self.publish_session(&key),
+                Effect::Freed(after) => self.setup.metrics.record_close(after),
                 Effect::VolatilePrefix(key, found) => self.volatile_prefix(&key, found),
-                Effect::Happened(key, event) => {
+                Effect::SessionEvent(key, event) => {
                     info!(session = %key.digest(), event = event.as_str(), "session event");
-                    self.setup.metrics.happened(event.as_str());
+                    self.setup.metrics.count_session_event(event.as_str());
                 }
             }
         }
@@ -409,25 +411,27 @@ impl Owner {
 
     /// Tells the waiting caller that its turn is admitted or its session open. A caller that is
     /// gone has dropped its lease, which ends the turn.
-    fn admitted(&mut self, rid: &str, turn: Turn) {
+    fn tell_admitted(&mut self, rid: &str, turn: Turn) {
         match self.waiters.remove(rid) {
             Some(Waiter::Turn(reply)) => {
-                let ran = turn.session.is_some().then(|| self.ran_of(rid, turn.ran));
-                drop(reply.send(Ok(Admitted { turn, ran })));
+                let run_mode =
+                    turn.session.is_some().then(|| self.run_mode_receiver(rid, turn.run_mode));
+                drop(reply.send(Ok(AdmittedTurn { turn, run_mode })));
             }
             Some(Waiter::Open(key, reply)) => {
-                let session = self.table.get(&key).map(|session| shown(&key, session, now()));
+                let session =
+                    self.table.get(&key).map(|session| session_view(&key, session, now()));
                 let _ = reply.send(session.ok_or(session::Error::Unknown.into()));
             }
             None => {}
         }
     }
 
-    fn usable(&self) -> Result<(), Error> {
-        if self.draining.is_some() {
+    fn check_usable(&self) -> Result<(), Error> {
+        if self.drain.is_some() {
             return Err(Error::Stopping);
         }
-        self.down.clone().map_or(Ok(()), |reason| Err(Error::EngineDown(reason)))
+        self.down_reason.clone().map_or(Ok(()), |reason| Err(Error::EngineDown(reason)))
     }
 }
 
@@ -436,7 +440,7 @@ const RID_BYTES: usize = 32;
 
 /// Returns a new request id. Ids are random, so that none is a prefix of another: the engine aborts
 /// by prefix.
-fn rid() -> String {
+fn new_rid() -> String {
     let rid = format!("{:016x}{:016x}", fastrand::u64(..), fastrand::u64(..));
     debug_assert_eq!(rid.len(), RID_BYTES);
     rid

@@ -90,7 +90,7 @@ pub struct Session {
     /// How the engine keeps the session's KV.
     pub retention: Retention,
     /// The retention that the client asked for. `None`: the agent decides.
-    wanted: Option<Retention>,
+    requested_retention: Option<Retention>,
     /// The rank that holds the session's KV.
     pub dp_rank: u32,
     /// Id of the session's present incarnation inside the engine.
@@ -100,9 +100,9 @@ pub struct Session {
     /// The number of finished turns.
     pub turns: u64,
     /// The number of turns inside the engine.
-    pub running: u32,
+    pub turns_running: u32,
     /// The number of claimed turns that are not inside the engine yet.
-    pub waiting: u32,
+    pub turns_waiting: u32,
     /// Tokens of the history that the engine has committed: prompts and answers of finished turns.
     pub history_tokens: u64,
     /// KV tokens that a pinned session holds, or that another session may still have in the radix
@@ -111,27 +111,27 @@ pub struct Session {
     /// KV tokens that the session may hold when its running turn ends, history included.
     reserved_tokens: u64,
     /// Whether a client opened the session. Once no turn runs, such a session becomes exclusive.
-    opened: bool,
+    opened_by_client: bool,
     /// Created by a turn that has not reached the engine yet; no client opened the session
     /// explicitly.
     unused: bool,
     /// Whether the session occupies a request row (or will, with its next turn) and KV that only
     /// closing or demoting it frees.
-    row: bool,
+    holds_row: bool,
     /// Id of a turn whose end the agent did not see. That turn may still be inside the engine.
     lost_rid: Option<String>,
     /// Whether an audit found the session's KV corrupt.
     corrupt: bool,
     /// A number that tells this session from earlier sessions with the same key.
-    born: u64,
+    generation: u64,
     /// What the agent knows of the full histories that the client sends.
-    whole: FullHistory,
+    full_history: FullHistory,
     /// Whether the session takes delta turns.
     deltas: Deltas,
     /// Beginnings of the session's prompts, compared from turn to turn.
-    prefix: PrefixTracker,
+    prefix_tracker: PrefixTracker,
     phase: Phase,
-    last_end: Instant,
+    last_turn_end: Instant,
     idle_max: Duration,
 }
 
@@ -152,12 +152,12 @@ enum Phase {
     /// and the session holds no row.
     Demoted,
     /// After a turn's end, the agent isn't sure what history the engine has. A session table that
-    /// the shim was asked for since then (`asked`) decides. If none arrives before `until`, the
-    /// session is closed at the engine.
+    /// the shim was asked for since then (`table_requested`) decides. If none arrives before
+    /// `until`, the session is closed at the engine.
     Suspect {
         expected: ExpectedHistory,
         until: Instant,
-        asked: bool,
+        table_requested: bool,
     },
     /// The session closes when its last running turn has ended.
     Closing,
@@ -174,7 +174,7 @@ enum ExpectedHistory {
 }
 
 impl ExpectedHistory {
-    fn is(self, history_tokens: u64) -> bool {
+    fn matches(self, history_tokens: u64) -> bool {
         match self {
             Self::Exactly(tokens) => history_tokens == tokens,
             Self::AtLeast(tokens) => history_tokens >= tokens,
@@ -187,27 +187,27 @@ impl ExpectedHistory {
 struct FullHistory {
     /// Whether the last turn held a full history. If so, nothing is lost when the engine's history
     /// is.
-    sends: bool,
+    is_sent: bool,
     /// For the last full history: the upper bound on its tokens that was taken from its body, and
     /// the real tokens of its prompt and answer.
-    measured: Option<(u64, u64)>,
+    last_measured: Option<(u64, u64)>,
     /// Tokens of the longest answer so far.
-    answer_tokens_max: u64,
+    longest_answer_tokens: u64,
     /// The divergence streak: turns in a row that could not continue the engine's history.
-    astray: u32,
+    divergence_streak: u32,
     /// Token index in the history where the last answer begins, if its turn ignored the end of its
     /// answer (`ignore_eos`). Such an answer may hold end tokens that its text doesn't show, so the
     /// next history differs from there on although its client has changed nothing.
-    hides_ends_from: Option<u64>,
+    hidden_end_tokens_from: Option<u64>,
     /// The agent does not pin the session again before this time, because the session lost its pin
     /// or found no room for it.
-    pin_after: Option<Instant>,
+    no_pin_before: Option<Instant>,
     /// Whether the session's next full history starts an incarnation that replaces an earlier one.
-    anew: bool,
+    reopened: bool,
     /// Whether the client's history may have turns that the engine's history lacks: a turn ran
     /// beside the session, or a new incarnation has not had its first turn. Deltas are refused
     /// meanwhile.
-    behind: bool,
+    client_ahead: bool,
 }
 
 /// Why a session can't continue.
@@ -245,13 +245,15 @@ pub enum Effect {
         /// The session's idle limit.
         idle_max: Duration,
     },
-    /// Closes an incarnation at the engine. The owner reports the result with [`Table::handle_close_result`].
+    /// Closes an incarnation at the engine. The owner reports the result with
+    /// [`Table::handle_close_result`].
     Close(CloseRequest),
     /// Writes a record to the journal before the next effect is carried out.
     Journal(Record),
     /// Aborts the turn `rid`, if any, then requests the shim's full session table. The owner calls
-    /// [`Table::mark_table_requested`] at the request and [`Table::handle_session_report`] with the answer.
-    Look {
+    /// [`Table::mark_table_requested`] at the request and [`Table::handle_session_report`] with the
+    /// answer.
+    RequestShimTable {
         /// The rank that holds the suspect session.
         dp_rank: u32,
         /// Id of a turn that may still be inside the engine.
@@ -291,7 +293,7 @@ pub enum Effect {
         error: Error,
     },
     /// Reports that a session has changed or was forgotten.
-    Touched(SessionKey),
+    SessionChanged(SessionKey),
     /// Reports that the engine has freed what an incarnation held, and the time since the close was
     /// first requested.
     Freed(Duration),
@@ -299,7 +301,7 @@ pub enum Effect {
     /// turn.
     VolatilePrefix(SessionKey, VolatilePrefix),
     /// Reports an event of a session, for logs and metrics.
-    Happened(SessionKey, SessionEvent),
+    SessionEvent(SessionKey, SessionEvent),
 }
 
 /// A change of a session that its client did not ask for.
@@ -350,7 +352,7 @@ pub struct CloseRequest {
     /// needs no confirmation.
     pub pinned: bool,
     /// Whether this repeats a close that was not confirmed.
-    pub again: bool,
+    pub is_repeat: bool,
 }
 
 /// The result of an open request.
@@ -385,7 +387,7 @@ pub struct RankTotals {
     /// KV tokens that pinned sessions hold or have reserved, in whole pages.
     pub pinned_tokens: u64,
     /// Estimated KV tokens that unpinned sessions have in the radix tree.
-    pub estimate_tokens: u64,
+    pub tree_tokens_estimate: u64,
     /// The number of turns inside the engine.
     pub turns_running: u32,
     /// The number of turns that wait for room.
@@ -399,22 +401,22 @@ pub struct RankTotals {
 
 impl Session {
     /// Whether the agent chooses the session's retention, because the client asked for none.
-    fn is_auto(&self) -> bool {
-        self.wanted.is_none()
+    fn has_auto_retention(&self) -> bool {
+        self.requested_retention.is_none()
     }
 
     /// Whether the session can continue at any engine, because its clients send their full history
     /// with each turn. After a delta that is impossible: only the session's engine has its history.
     #[must_use]
-    pub fn sends_whole(&self) -> bool {
-        self.whole.sends && self.deltas != Deltas::Taken
+    pub fn sends_full_histories(&self) -> bool {
+        self.full_history.is_sent && self.deltas != Deltas::Taken
     }
 
     /// Returns the volatile prefix of the session's prompts, if one was found: a text early in them
     /// that differs from turn to turn.
     #[must_use]
     pub fn volatile_prefix(&self) -> Option<VolatilePrefix> {
-        self.prefix.found()
+        self.prefix_tracker.found()
     }
 
     /// Returns the state that the agent reports to routers and clients.
@@ -424,7 +426,7 @@ impl Session {
             Phase::Planned | Phase::Opening => SessionState::Opening,
             Phase::Closing => SessionState::Closing,
             Phase::Gone(GoneReason::EngineRestarted) => SessionState::Lost,
-            _ if self.running > 0 => SessionState::Running,
+            _ if self.turns_running > 0 => SessionState::Running,
             Phase::Demoted => SessionState::Demoted,
             // The client learns with its next turn if the session can't continue.
             Phase::Open | Phase::Demoting { .. } | Phase::Suspect { .. } | Phase::Gone(_) => {
@@ -436,26 +438,26 @@ impl Session {
     /// Whether the session's idle time counts towards its idle limit.
     fn can_expire(&self) -> bool {
         let at_rest = matches!(self.phase, Phase::Open | Phase::Demoted | Phase::Gone(_));
-        self.running == 0 && self.waiting == 0 && at_rest
+        self.turns_running == 0 && self.turns_waiting == 0 && at_rest
     }
 
     /// Whether the engine opened the session for turns that were all refused or given up.
     fn is_left_unused(&self) -> bool {
-        self.unused && self.row && self.phase == Phase::Open && self.waiting == 0
+        self.unused && self.holds_row && self.phase == Phase::Open && self.turns_waiting == 0
     }
 
     /// Resets the figures of a session that has nothing at the engine, or gets a new incarnation.
-    fn emptied(&mut self) {
+    fn clear_figures(&mut self) {
         self.history_tokens = 0;
         self.resident_tokens = 0;
         self.reserved_tokens = 0;
-        self.row = false;
+        self.holds_row = false;
         self.corrupt = false;
         self.lost_rid = None;
     }
 
     /// Updates the session's figures after a finished turn.
-    fn grown(&mut self, usage: Usage) {
+    fn record_usage(&mut self, usage: Usage) {
         let total = usage.prompt_tokens.saturating_add(usage.completion_tokens);
         self.history_tokens = total;
         // The engine computes the KV of an answer's last token only in the next turn.
@@ -465,6 +467,10 @@ impl Session {
     /// Returns the time since the end of the last turn; zero while a turn runs.
     #[must_use]
     pub fn idle(&self, now: Instant) -> Duration {
-        if self.running > 0 { Duration::ZERO } else { now.saturating_duration_since(self.last_end) }
+        if self.turns_running > 0 {
+            Duration::ZERO
+        } else {
+            now.saturating_duration_since(self.last_turn_end)
+        }
     }
 }

@@ -48,7 +48,7 @@ pub struct Runner {
     /// The queues, shared with the reporter of loads.
     pub queues: Arc<Queues>,
     /// The path of a stage through the agent.
-    pub turns: TurnContext,
+    pub context: TurnContext,
     /// The engine's load.
     pub report: watch::Receiver<Arc<LoadReport>>,
     /// The engine's description; `None` until the engine was reached.
@@ -113,7 +113,7 @@ impl Runner {
             }
             Err(refusal) => {
                 debug!(%refusal, "refused staged prefill of a prompt");
-                self.turns.metrics.refused(refusal.code);
+                self.context.metrics.count_refusal(refusal.code);
                 refusal.into_response()
             }
         }
@@ -135,7 +135,7 @@ impl Runner {
         let dp_rank = claim::rank(&parts.headers).map_err(|error| bad(error.to_string()))?;
         let resident = claim::resident_tokens(&parts.headers);
         let resident = resident.map_err(|error| bad(error.to_string()))?;
-        let body = self.turns.budget.read(body).await?;
+        let body = self.context.body_budget.read(body).await?;
         let tokens = decode(&body.bytes).map(|ids| ids.len()).ok_or_else(|| {
             bad("the body holds no token ids; send four little-endian bytes each".to_owned())
         })?;
@@ -171,14 +171,14 @@ impl Runner {
             let Some(end) = place.next(stage).await else { return Ok(()) };
             let computed = tokio::time::timeout(STAGE_MAX, self.compute_stage(prompt, end)).await;
             let cached = computed.unwrap_or_else(|_| Err(late()));
-            let cached =
-                cached.inspect_err(|_| self.turns.metrics.stage(StageOutcome::Failed, 0))?;
+            let cached = cached
+                .inspect_err(|_| self.context.metrics.count_stage(StageOutcome::Failed, 0))?;
             // The pool had no room to keep the earlier stages' KV, which nothing holds. Before the
             // first stage the same means that the router overestimated what is resident.
             let gone = cached.saturating_add(prompt.page_tokens) < prompt.resident;
             let evicted = gone && !is_first;
-            let became = if evicted { StageOutcome::Evicted } else { StageOutcome::Computed };
-            self.turns.metrics.stage(became, end.saturating_sub(cached) as u64);
+            let outcome = if evicted { StageOutcome::Evicted } else { StageOutcome::Computed };
+            self.context.metrics.count_stage(outcome, end.saturating_sub(cached) as u64);
             (prompt.resident, is_first) = (end, false);
             place.computed(prompt.left());
             if evicted {
@@ -202,7 +202,8 @@ impl Runner {
         let sampling = r#"{"max_new_tokens":1,"temperature":0}"#;
         let body = format!(r#"{{"input_ids":{ids},"sampling_params":{sampling}}}"#);
         let resident = prompt.resident as u64;
-        let response = data_port::generate(&self.turns, prompt.dp_rank, resident, body).await?;
+        let response =
+            data_port::send_own_turn(&self.context, prompt.dp_rank, resident, body).await?;
         let status = response.status();
         let read = Limited::new(response.into_body(), ANSWER_BYTES_MAX).collect().await;
         let bytes = read.map(http_body_util::Collected::to_bytes).unwrap_or_default();

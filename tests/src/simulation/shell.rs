@@ -117,7 +117,7 @@ impl World {
                     self.check_close(&close);
                     self.close_at_engine(close);
                 }
-                Effect::Look { dp_rank, rid } => self.call(Task::RequestTable { dp_rank, rid }),
+                Effect::RequestShimTable { dp_rank, rid } => self.call(Task::Look { dp_rank, rid }),
                 Effect::Demote { dp_rank, incarnation } => {
                     let latency = self.between(0, 30);
                     self.schedule(latency, Event::Demotes { dp_rank, incarnation });
@@ -128,8 +128,8 @@ impl World {
                 Effect::RunModeKnown { .. } => {}
                 Effect::RefusedByShim { rid, error } => self.check_unfit(&rid, &error),
                 Effect::Freed(_)
-                | Effect::Happened(..)
-                | Effect::Touched(_)
+                | Effect::SessionEvent(..)
+                | Effect::SessionChanged(_)
                 | Effect::VolatilePrefix(..) => {}
             }
         }
@@ -267,11 +267,11 @@ impl World {
             seen.extend(at.core.facts().sessions.into_iter().map(|session| {
                 let told = SessionReport {
                     id: session.id,
-                    row: session.row.is_some(),
+                    holds_row: session.row.is_some(),
                     allocated_tokens: session.alloc_tokens as u64,
                     history_tokens: session.history_tokens as u64,
                     in_flight: session.inflight,
-                    full,
+                    from_full_table: full,
                 };
                 (rank, told)
             }));

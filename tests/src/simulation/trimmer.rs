@@ -172,9 +172,9 @@ impl World {
     }
 
     /// Tells the agent the plan, and gives the turn to the scheduler.
-    fn deliver_plan(&mut self, id: TurnId, goes: RunPlan) {
-        let RunPlan { planned, rest, must_continue, .. } = goes;
-        let inside = matches!(planned.plan, Plan::Trimmed | Plan::Healed);
+    fn planned(&mut self, id: TurnId, goes: Goes) {
+        let Goes { planned, rest, must_continue, .. } = goes;
+        let inside = matches!(planned.plan, Plan::Trimmed | Plan::Retokenized);
         self.note(|| format!("turn {id}: {planned:?}"));
         if inside {
             self.counts.trimmed += 1;

@@ -201,7 +201,8 @@ impl World {
         }
         self.users[number].opening = Some(rid.clone());
         let retention = Some(Retention::Pinned);
-        let opened = self.tell(|table, now| table.open_session(now, &rid, &key, retention, None, rank));
+        let opened =
+            self.tell(|table, now| table.open_session(now, &rid, &key, retention, None, rank));
         if let Some(Err(error)) = opened {
             self.note(|| format!("{rid} refused: {error}"));
             self.waited(&rid);

@@ -28,7 +28,7 @@ struct Rank {
 ///
 /// # Errors
 /// See [`Error`].
-pub async fn audit(args: &AuditArgs) -> Result<CommandOutput, Error> {
+pub async fn run(args: &AuditArgs) -> Result<CommandOutput, Error> {
     let addr = args.control_addr;
     let endpoint = Endpoint::from_shared(format!("http://{addr}")).expect("an address makes a URL");
     let channel = endpoint.timeout(ANSWER_MAX).connect().await;
@@ -36,7 +36,8 @@ pub async fn audit(args: &AuditArgs) -> Result<CommandOutput, Error> {
     let request = v1::AuditRequest { dp_rank: args.rank };
     let answer = WorkerAgentClient::new(channel).audit(request).await;
     let answer = answer.map_err(|status| Error::Refused(status.message().to_owned()))?;
-    let ranks: Result<Vec<Rank>, Error> = answer.into_inner().ranks.into_iter().map(rank).collect();
+    let ranks: Result<Vec<Rank>, Error> =
+        answer.into_inner().ranks.into_iter().map(parse_rank).collect();
     let ranks = ranks?;
     if ranks.is_empty() {
         return Err(Error::Refused("the engine has not answered yet".into()));
@@ -44,10 +45,10 @@ pub async fn audit(args: &AuditArgs) -> Result<CommandOutput, Error> {
     let sound =
         |rank: &Rank| rank.audit.as_ref().is_ok_and(|(pages, _)| pages.faults().count() == 0);
     let text = if args.json { as_json(&ranks) } else { ranks.iter().map(table).collect() };
-    Ok(CommandOutput { text, sound: ranks.iter().all(sound) })
+    Ok(CommandOutput { text, is_sound: ranks.iter().all(sound) })
 }
 
-fn rank(wire: v1::RankAudit) -> Result<Rank, Error> {
+fn parse_rank(wire: v1::RankAudit) -> Result<Rank, Error> {
     let audit = match wire.pages {
         Some(pages) if wire.refusal.is_empty() => Ok((pages.try_into()?, wire.sessions)),
         _ => Err(wire.refusal),

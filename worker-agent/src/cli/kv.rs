@@ -62,7 +62,7 @@ impl Rank {
 ///
 /// # Errors
 /// See [`Error`].
-pub async fn kv(args: &KvArgs) -> Result<CommandOutput, Error> {
+pub async fn run(args: &KvArgs) -> Result<CommandOutput, Error> {
     let addr = args.control_addr;
     let endpoint = Endpoint::from_shared(format!("http://{addr}")).expect("an address makes a URL");
     let channel = endpoint.connect_timeout(ANSWER_MAX).connect().await;
@@ -70,7 +70,7 @@ pub async fn kv(args: &KvArgs) -> Result<CommandOutput, Error> {
     let late = || Error::Refused(format!("no complete snapshot within {} s", ANSWER_MAX.as_secs()));
     let ranks = tokio::time::timeout(ANSWER_MAX, ranks(channel)).await.map_err(|_| late())??;
     let text = if args.json { as_json(&ranks) } else { table(&ranks) };
-    Ok(CommandOutput { text, sound: ranks.values().all(|rank| rank.is_complete) })
+    Ok(CommandOutput { text, is_sound: ranks.values().all(|rank| rank.is_complete) })
 }
 
 async fn ranks(channel: Channel) -> Result<BTreeMap<u32, Rank>, Error> {

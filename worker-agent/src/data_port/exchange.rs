@@ -23,7 +23,7 @@ use tracing::debug;
 
 use super::{
     TurnContext,
-    refusals::{timed_out, unreachable},
+    refusals::{timeout_refusal, unreachable_refusal},
     response_scanner::Scanner,
 };
 use crate::{
@@ -40,18 +40,18 @@ const HANGUP_SEEN_WITHIN: Duration = Duration::from_secs(5);
 /// The time limit for the shim's plan once the answer has begun. Some routes send their first event
 /// before they tokenize the prompt. The shim reports its plan after tokenization, or up to two
 /// seconds later if it asks the agent a question first.
-const TOLD_WITHIN: Duration = Duration::from_millis(2_500);
+const PLAN_WITHIN: Duration = Duration::from_millis(2_500);
 /// The time limit for the shim's plan of a turn that must continue its session. The shim may need
 /// to tokenize a long prompt and then wait two seconds for the agent's answer.
-const REFUSED_WITHIN: Duration = Duration::from_secs(10);
+const MUST_CONTINUE_PLAN_WITHIN: Duration = Duration::from_secs(10);
 /// The same limit if the engine has already answered with an error. The shim reports a refusal
 /// before the engine's error, so either the report arrives at once or the error has another cause.
-const REFUSAL_TOLD_WITHIN: Duration = Duration::from_millis(500);
+const PLAN_AFTER_ERROR_WITHIN: Duration = Duration::from_millis(500);
 /// The time limit for the engine's own answer to a turn that its shim has refused.
 const ENGINE_ANSWERS_WITHIN: Duration = Duration::from_secs(1);
 /// The maximum number of frames of the answer to hold back until the shim's plan is known. A route
 /// that answers before tokenization sends only a few events.
-const EARLY_MAX: usize = 16;
+const EARLY_FRAMES_MAX: usize = 16;
 
 /// One turn inside the engine: reads its answer, and owns the lease.
 ///
@@ -62,18 +62,18 @@ pub(super) struct Exchange {
     lease: Option<Lease>,
     upstream: Option<Upstream>,
     /// Pieces of the answer that were read before it was known how the turn runs.
-    early: VecDeque<BodyFrame>,
+    early_frames: VecDeque<BodyFrame>,
     scanner: Scanner,
     status: StatusCode,
     deadline: Pin<Box<Sleep>>,
     started: tokio::time::Instant,
     /// Whether an abort by `rid` ends this turn, so that its answer confirms the end.
-    confirms: bool,
+    abort_confirms_end: bool,
     /// Whether the client has disconnected, so that a task reads the rest of the answer.
     abandoned: bool,
     /// Whether the engine's shim refuses the turn, so that the engine ran nothing of it.
     refused: bool,
-    turns: TurnContext,
+    context: TurnContext,
 }
 
 /// An item of an answer's body: a frame, an error, or `None` at the end.
@@ -85,28 +85,28 @@ enum Upstream {
 }
 
 impl Exchange {
-    /// Creates the exchange of a turn that is being sent. `confirms`: whether an abort by `rid`
-    /// ends the turn and its answer shows that.
+    /// Creates the exchange of a turn that is being sent. `abort_confirms_end`: whether an abort by
+    /// `rid` ends the turn and its answer shows that.
     pub(super) fn new(
-        turns: TurnContext,
+        context: TurnContext,
         rid: String,
         lease: Lease,
         answer: ResponseFuture,
-        confirms: bool,
+        abort_confirms_end: bool,
     ) -> Self {
         Self {
             rid,
             lease: Some(lease),
             upstream: Some(Upstream::Head(answer)),
-            early: VecDeque::new(),
+            early_frames: VecDeque::new(),
             scanner: Scanner::new(None),
             status: StatusCode::OK,
-            deadline: Box::pin(tokio::time::sleep(turns.turn_max)),
+            deadline: Box::pin(tokio::time::sleep(context.turn_max)),
             started: tokio::time::Instant::now(),
-            confirms,
+            abort_confirms_end,
             abandoned: false,
             refused: false,
-            turns,
+            context,
         }
     }
 
@@ -116,22 +116,22 @@ impl Exchange {
     }
 
     /// Waits for the head of the answer.
-    pub(super) async fn head(&mut self) -> Result<http::response::Parts, Refusal> {
+    pub(super) async fn wait_for_head(&mut self) -> Result<http::response::Parts, Refusal> {
         let Some(Upstream::Head(response)) = &mut self.upstream else {
             unreachable!("a new exchange waits for its head")
         };
         let response = tokio::select! {
             biased;
             response = response => response,
-            () = &mut self.deadline => return Err(timed_out()),
+            () = &mut self.deadline => return Err(timeout_refusal()),
         };
         match response {
-            Ok(response) => Ok(self.arrived(response)),
+            Ok(response) => Ok(self.begin_response(response)),
             Err(error) => {
                 self.upstream = None;
                 self.finish(if error.is_connect() { Outcome::Refused } else { Outcome::Lost });
-                self.turns.engine_failed(&error).await;
-                Err(unreachable(&error))
+                self.context.engine_failed(&error).await;
+                Err(unreachable_refusal(&error))
             }
         }
     }
@@ -142,7 +142,7 @@ impl Exchange {
     /// of the answer until the shim reports its plan, within limits. If the engine answers with an
     /// error, this waits only for a turn that `must_continue` its session's history: when the shim
     /// refuses a turn, the engine answers with an error of its own.
-    pub(super) async fn ran(
+    pub(super) async fn wait_for_run_mode(
         &mut self,
         told: Option<oneshot::Receiver<RunModeResult>>,
         status: StatusCode,
@@ -155,9 +155,9 @@ impl Exchange {
             return told.try_recv().ok();
         }
         let late = tokio::time::sleep(match (reads, must_continue) {
-            (false, _) => REFUSAL_TOLD_WITHIN,
-            (true, true) => REFUSED_WITHIN,
-            (true, false) => TOLD_WITHIN,
+            (false, _) => PLAN_AFTER_ERROR_WITHIN,
+            (true, true) => MUST_CONTINUE_PLAN_WITHIN,
+            (true, false) => PLAN_WITHIN,
         });
         tokio::pin!(late);
         loop {
@@ -166,13 +166,13 @@ impl Exchange {
                 told = &mut told => return told.ok(),
                 frame = body.frame(), if reads => {
                     reads = frame.is_some();
-                    self.early.push_back(frame);
-                    reads &= self.early.len() < EARLY_MAX;
+                    self.early_frames.push_back(frame);
+                    reads &= self.early_frames.len() < EARLY_FRAMES_MAX;
                     if !reads && !must_continue {
                         return told.try_recv().ok();
                     }
                 }
-                () = &mut late, if !reads || !self.early.is_empty() => return None,
+                () = &mut late, if !reads || !self.early_frames.is_empty() => return None,
                 () = &mut self.deadline => return None,
             }
         }
@@ -181,20 +181,20 @@ impl Exchange {
     /// Reads the engine's own answer to a turn that the shim refuses. When the client then learns
     /// of the refusal, the session is free for its next turn. If the engine doesn't end the turn in
     /// time, the turn is aborted like that of a disconnected client.
-    pub(super) async fn refuse(mut self) {
+    pub(super) async fn finish_refused(mut self) {
         self.refused = true;
         let drained = async {
             while self.upstream.is_some() {
-                self.drain_step().await;
+                self.read_next().await;
             }
         };
         // On timeout, dropping `self` starts the task that aborts the turn.
         let _ = tokio::time::timeout(ENGINE_ANSWERS_WITHIN, drained).await;
     }
 
-    fn arrived(&mut self, response: http::Response<Incoming>) -> http::response::Parts {
+    fn begin_response(&mut self, response: http::Response<Incoming>) -> http::response::Parts {
         let (head, body) = response.into_parts();
-        self.turns.metrics.first_byte(self.started.elapsed());
+        self.context.metrics.record_first_byte(self.started.elapsed());
         self.status = head.status;
         let kind = head.headers.get(header::CONTENT_TYPE);
         self.scanner = Scanner::new(kind.map(HeaderValue::as_bytes));
@@ -210,9 +210,9 @@ impl Exchange {
             outcome => outcome,
         };
         if let Some(lease) = self.lease.take() {
-            self.turns.metrics.ended(outcome.as_str(), self.started.elapsed());
+            self.context.metrics.record_turn_end(outcome.as_str(), self.started.elapsed());
             lease.finish(outcome);
-            if outcome == Outcome::Lost && self.confirms && !self.abandoned {
+            if outcome == Outcome::Lost && self.abort_confirms_end && !self.abandoned {
                 self.abort_unseen();
             }
         }
@@ -221,8 +221,8 @@ impl Exchange {
     /// Aborts a turn whose answer broke off: it may still run, though its client can't get the
     /// answer.
     fn abort_unseen(&self) {
-        let (engine, rid) = (self.turns.engine.clone(), self.rid.clone());
-        self.turns.tasks.spawn(async move {
+        let (engine, rid) = (self.context.engine.clone(), self.rid.clone());
+        self.context.tasks.spawn(async move {
             if let Err(error) = engine.abort(&rid).await {
                 debug!(rid, %error, "abort did not get through");
             }
@@ -231,7 +231,7 @@ impl Exchange {
 
     /// Handles the next frame of the answer. The lease ends *before* the last bytes are sent, so
     /// that a client that has them can send its next turn.
-    fn follow(&mut self, frame: Option<Result<&Frame<Bytes>, &hyper::Error>>) {
+    fn scan_frame(&mut self, frame: Option<Result<&Frame<Bytes>, &hyper::Error>>) {
         match frame {
             Some(Ok(frame)) => {
                 let terminal = frame.data_ref().is_some_and(|data| self.scanner.push(data));
@@ -248,7 +248,7 @@ impl Exchange {
                 self.upstream = None;
                 // A stream that ends without its final event was cut off, even if the connection
                 // closed cleanly.
-                let whole = self.scanner.is_whole() || !self.status.is_success();
+                let whole = self.scanner.is_complete() || !self.status.is_success();
                 let outcome = self.scanner.outcome(self.status);
                 self.finish(if whole { outcome } else { Outcome::Lost });
             }
@@ -259,9 +259,9 @@ impl Exchange {
     /// limit. The session table reports a turn that the engine doesn't end.
     async fn wind_down(mut self) {
         if let Some(lease) = &self.lease {
-            lease.abandoned().await;
+            lease.report_abandoned().await;
         }
-        if self.confirms {
+        if self.abort_confirms_end {
             self.abort_and_drain().await;
         } else {
             // The engine knows no id by which this turn could be aborted. Closing the connection
@@ -273,12 +273,12 @@ impl Exchange {
     }
 
     async fn abort_and_drain(&mut self) {
-        let (engine, rid) = (self.turns.engine.clone(), self.rid.clone());
+        let (engine, rid) = (self.context.engine.clone(), self.rid.clone());
         let mut again = tokio::time::interval(ABORT_AGAIN);
         while self.upstream.is_some() {
             tokio::select! {
                 biased;
-                () = self.drain_step() => {}
+                () = self.read_next() => {}
                 _ = again.tick() => {
                     if let Err(error) = engine.abort(&rid).await {
                         debug!(rid, %error, "abort did not get through");
@@ -288,22 +288,22 @@ impl Exchange {
         }
     }
 
-    async fn drain_step(&mut self) {
+    async fn read_next(&mut self) {
         match &mut self.upstream {
             None => {}
             Some(Upstream::Head(response)) => match response.await {
-                Ok(response) => drop(self.arrived(response)),
+                Ok(response) => drop(self.begin_response(response)),
                 Err(_) => {
                     self.upstream = None;
                     self.finish(Outcome::Lost);
                 }
             },
             Some(Upstream::Body(body)) => {
-                let frame = match self.early.pop_front() {
+                let frame = match self.early_frames.pop_front() {
                     Some(frame) => frame,
                     None => body.frame().await,
                 };
-                self.follow(frame.as_ref().map(Result::as_ref));
+                self.scan_frame(frame.as_ref().map(Result::as_ref));
             }
         }
     }
@@ -320,46 +320,46 @@ impl Drop for Exchange {
             rid: std::mem::take(&mut self.rid),
             lease: self.lease.take(),
             upstream: self.upstream.take(),
-            early: std::mem::take(&mut self.early),
+            early_frames: std::mem::take(&mut self.early_frames),
             scanner: std::mem::replace(&mut self.scanner, Scanner::new(None)),
             status: self.status,
             deadline: Box::pin(tokio::time::sleep(Duration::ZERO)),
             started: self.started,
-            confirms: self.confirms,
+            abort_confirms_end: self.abort_confirms_end,
             abandoned: true,
             refused: self.refused,
-            turns: self.turns.clone(),
+            context: self.context.clone(),
         };
         debug!(rid = abandoned.rid, "turn left by its client");
-        self.turns.tasks.spawn(abandoned.wind_down());
+        self.context.tasks.spawn(abandoned.wind_down());
     }
 }
 
 impl http_body::Body for Exchange {
     type Data = Bytes;
-    type Error = BrokenOff;
+    type Error = AnswerBroken;
 
     fn poll_frame(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, BrokenOff>>> {
+    ) -> Poll<Option<Result<Frame<Bytes>, AnswerBroken>>> {
         let this = &mut *self;
         if this.lease.is_some() && this.deadline.as_mut().poll(context).is_ready() {
-            return Poll::Ready(Some(Err(BrokenOff("the turn took longer than turn_ms_max"))));
+            return Poll::Ready(Some(Err(AnswerBroken("the turn took longer than turn_ms_max"))));
         }
         let Some(Upstream::Body(body)) = &mut this.upstream else { return Poll::Ready(None) };
-        let frame = match this.early.pop_front() {
+        let frame = match this.early_frames.pop_front() {
             Some(frame) => frame,
             None => ready!(Pin::new(body).poll_frame(context)),
         };
-        this.follow(frame.as_ref().map(Result::as_ref));
-        let broken = |_| BrokenOff("the engine broke the answer off");
+        this.scan_frame(frame.as_ref().map(Result::as_ref));
+        let broken = |_| AnswerBroken("the engine broke the answer off");
         Poll::Ready(frame.map(|frame| frame.map_err(broken)))
     }
 
     fn is_end_stream(&self) -> bool {
         match &self.upstream {
-            Some(Upstream::Body(body)) => self.early.is_empty() && body.is_end_stream(),
+            Some(Upstream::Body(body)) => self.early_frames.is_empty() && body.is_end_stream(),
             _ => true,
         }
     }
@@ -367,7 +367,7 @@ impl http_body::Body for Exchange {
     fn size_hint(&self) -> SizeHint {
         match &self.upstream {
             // The body's own hint doesn't include frames that were already taken out of it.
-            Some(Upstream::Body(body)) if self.early.is_empty() => body.size_hint(),
+            Some(Upstream::Body(body)) if self.early_frames.is_empty() => body.size_hint(),
             _ => SizeHint::default(),
         }
     }
@@ -377,4 +377,4 @@ impl http_body::Body for Exchange {
 /// so that the client notices.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
-pub(super) struct BrokenOff(&'static str);
+pub(super) struct AnswerBroken(&'static str);

@@ -55,7 +55,7 @@ pub fn refusal(error: &owner::Error) -> Refusal {
 }
 
 /// Returns the refusal of a turn that could not be sent to the engine.
-pub(super) fn unreachable(error: &hyper_util::client::legacy::Error) -> Refusal {
+pub(super) fn unreachable_refusal(error: &hyper_util::client::legacy::Error) -> Refusal {
     warn!(error = error as &dyn std::error::Error, "engine unreachable");
     let (status, code, text) = if error.is_connect() {
         (StatusCode::SERVICE_UNAVAILABLE, "engine_down", "the engine accepts no connections")
@@ -70,7 +70,7 @@ pub(super) fn unreachable(error: &hyper_util::client::legacy::Error) -> Refusal 
 }
 
 /// Returns the refusal of a turn that passed its time limit.
-pub(super) fn timed_out() -> Refusal {
+pub(super) fn timeout_refusal() -> Refusal {
     Refusal::new(
         StatusCode::GATEWAY_TIMEOUT,
         "turn_timeout",

@@ -32,7 +32,7 @@ pub struct ParsedRequest {
     /// Upper bounds of what the turn needs.
     pub need: Need,
     /// How the prompt begins; empty for a turn without a session.
-    pub start: PromptStart,
+    pub prompt_start: PromptStart,
     /// The request id that the client chose.
     pub client_rid: Option<String>,
     /// Whether there is one prompt and one answer, so that the turn's id names exactly one request.
@@ -52,7 +52,7 @@ const MEMBERS: &str = "@";
 ///
 /// # Errors
 /// A refusal with status 400 that says what to change.
-pub fn read(
+pub fn parse(
     kind: Kind,
     bytes: &Bytes,
     in_session: bool,
@@ -81,10 +81,13 @@ pub fn read(
     let mut owned = OWNED_KEYS.to_vec();
     owned.extend(rid_key);
     let parts = object.rewrite(&owned, MEMBERS);
-    let start =
-        if in_session { prompt_start::read_start(kind, &object) } else { PromptStart::default() };
-    let need = need(kind, &object, bytes.len());
-    Ok(ParsedRequest { kind, parts, need, start, client_rid, single })
+    let prompt_start = if in_session {
+        prompt_start::read_prompt_start(kind, &object)
+    } else {
+        PromptStart::default()
+    };
+    let need = read_need(kind, &object, bytes.len());
+    Ok(ParsedRequest { kind, parts, need, prompt_start, client_rid, single })
 }
 
 impl ParsedRequest {
@@ -103,7 +106,7 @@ impl ParsedRequest {
 /// Returns upper bounds of what a turn needs. A text has at most one token per byte, plus the token
 /// that the tokenizer may put first. For routes with messages, the length of the whole body is the
 /// bound.
-fn need(kind: Kind, object: &Object<'_>, body_bytes: usize) -> Need {
+fn read_need(kind: Kind, object: &Object<'_>, body_bytes: usize) -> Need {
     if kind != Kind::Generate {
         let limits = ["max_completion_tokens", "max_tokens", "max_output_tokens"];
         let default = (kind == Kind::Completions).then_some(COMPLETION_TOKENS);
@@ -113,7 +116,7 @@ fn need(kind: Kind, object: &Object<'_>, body_bytes: usize) -> Need {
             // If a request to `/v1/completions` sets no limit, the engine uses its own default.
             answer_tokens: limits.iter().find_map(number).or(default),
             exact: false,
-            endless: object.get("ignore_eos").is_some_and(|value| value.get() == "true"),
+            ignores_eos: object.get("ignore_eos").is_some_and(|value| value.get() == "true"),
             resident_tokens: 0,
         };
     }
@@ -127,19 +130,25 @@ fn need(kind: Kind, object: &Object<'_>, body_bytes: usize) -> Need {
     let ids = object.get("input_ids").filter(|ids| ids.get().starts_with('['));
     let single = |ids: &&RawValue| first_inside(ids) != Some(b'[');
     let set = |key: &str| object.get(key).filter(|value| value.get() != "null");
-    let endless = sampling.as_ref().and_then(|params| params.get("ignore_eos"));
-    let endless = endless.is_some_and(|value| value.get() == "true");
+    let ignores_eos = sampling.as_ref().and_then(|params| params.get("ignore_eos"));
+    let ignores_eos = ignores_eos.is_some_and(|value| value.get() == "true");
     if ["image_data", "video_data", "audio_data"].iter().any(|key| set(key).is_some()) {
         // Only the engine knows how many tokens the media become; the context length is the bound.
         let prompt_tokens = u64::from(u32::MAX);
-        return Need { prompt_tokens, answer_tokens, exact: false, endless, resident_tokens: 0 };
+        return Need {
+            prompt_tokens,
+            answer_tokens,
+            exact: false,
+            ignores_eos,
+            resident_tokens: 0,
+        };
     }
     match (ids.filter(single), set("text")) {
         (Some(ids), None) => {
             let commas = ids.get().bytes().filter(|byte| *byte == b',').count() as u64;
             let some = first_inside(ids).is_some_and(|byte| byte != b']');
             let prompt_tokens = commas + u64::from(some);
-            Need { prompt_tokens, answer_tokens, exact: true, endless, resident_tokens: 0 }
+            Need { prompt_tokens, answer_tokens, exact: true, ignores_eos, resident_tokens: 0 }
         }
         (_, text) => {
             let text = text.or(ids).map_or(0, |text| text.get().len() as u64);
@@ -147,7 +156,7 @@ fn need(kind: Kind, object: &Object<'_>, body_bytes: usize) -> Need {
                 prompt_tokens: text + 1,
                 answer_tokens,
                 exact: false,
-                endless,
+                ignores_eos,
                 resident_tokens: 0,
             }
         }
@@ -221,7 +230,9 @@ fn check_ids(kind: Kind, object: &Object<'_>, vocabulary: Option<u32>) -> Result
     }
     let limit = vocabulary.map_or(u64::from(u32::MAX), u64::from);
     let texts = kind != Kind::Generate;
-    match serde_json::Deserializer::from_str(value.get()).deserialize_any(Ids { limit, texts }) {
+    match serde_json::Deserializer::from_str(value.get())
+        .deserialize_any(IdsVisitor { limit, texts })
+    {
         Ok(_) => Ok(()),
         Err(error) => {
             let text = error.to_string();
@@ -236,7 +247,7 @@ const OUTSIDE: &str = "is outside the vocabulary";
 
 /// A visitor that checks a list of ids, or of lists of ids, without storing it.
 #[derive(Clone, Copy)]
-struct Ids {
+struct IdsVisitor {
     limit: u64,
     texts: bool,
 }
@@ -249,7 +260,7 @@ enum Element {
     List,
 }
 
-impl<'de> Visitor<'de> for Ids {
+impl<'de> Visitor<'de> for IdsVisitor {
     type Value = Element;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -294,7 +305,7 @@ impl<'de> Visitor<'de> for Ids {
     }
 }
 
-impl<'de> DeserializeSeed<'de> for Ids {
+impl<'de> DeserializeSeed<'de> for IdsVisitor {
     type Value = Element;
 
     fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Element, D::Error> {
@@ -353,13 +364,13 @@ mod tests {
             retention,
             trim: None,
         });
-        Turn { session, dp_rank: 1, growth_tokens: None, ran: None }
+        Turn { session, dp_rank: 1, growth_tokens: None, run_mode: None }
     }
 
     fn sent(kind: Kind, retention: Option<Retention>, body: &str) -> Result<Value, &'static str> {
         let bytes = Bytes::copy_from_slice(body.as_bytes());
-        let asked = read(kind, &bytes, retention.is_some(), Some(320));
-        let body = asked.map_err(|refusal| refusal.code)?.body(&bytes, &turn(retention), "R");
+        let parsed = parse(kind, &bytes, retention.is_some(), Some(320));
+        let body = parsed.map_err(|refusal| refusal.code)?.body(&bytes, &turn(retention), "R");
         Ok(serde_json::from_slice(&body.concat()).unwrap())
     }
 
@@ -447,20 +458,24 @@ mod tests {
     #[test]
     fn what_a_turn_may_need_is_never_underestimated() {
         let of = |kind, body: &'static str| {
-            let need = read(kind, &Bytes::from_static(body.as_bytes()), false, None).unwrap().need;
+            let need = parse(kind, &Bytes::from_static(body.as_bytes()), false, None).unwrap().need;
             (need.prompt_tokens, need.answer_tokens, need.exact)
         };
         let generate = |body| of(Kind::Generate, body);
         assert_eq!(generate(r#"{"input_ids":[1, 2,3]}"#), (3, Some(128), true));
         assert_eq!(generate(r#"{"input_ids":[ ]}"#), (0, Some(128), true));
         let nulls = r#"{"text":null,"input_ids":[1,2,3],"image_data":null}"#;
-        assert_eq!(generate(nulls), (3, Some(128), true), "what clients write for what they lack");
+        assert_eq!(
+            generate(nulls),
+            (3, Some(128), true),
+            "what clients write for what they lack"
+        );
         let (prompt, _, exact) = generate(r#"{"text":"a","image_data":"http://x"}"#);
         assert!(prompt > 1_000_000 && !exact, "a picture may take any number: {prompt}");
         let limited = r#"{"input_ids":[7],"sampling_params":{"max_new_tokens":9}}"#;
         assert_eq!(generate(limited), (1, Some(9), true));
-        let endless = r#"{"input_ids":[7],"sampling_params":{"max_new_tokens":null}}"#;
-        assert_eq!(generate(endless), (1, None, true), "up to the context");
+        let ignores_eos = r#"{"input_ids":[7],"sampling_params":{"max_new_tokens":null}}"#;
+        assert_eq!(generate(ignores_eos), (1, None, true), "up to the context");
         let (prompt, _, exact) = generate(r#"{"text":"abcd"}"#);
         assert!(prompt >= 5 && !exact, "a token per byte, and a beginning: {prompt}");
         let (prompt, answer, _) = of(Kind::Chat, r#"{"messages":[],"max_tokens":5}"#);
@@ -472,8 +487,8 @@ mod tests {
     #[test]
     fn an_unknown_vocabulary_still_refuses_what_no_model_has() {
         let bytes = Bytes::from_static(br#"{"input_ids":[5000]}"#);
-        assert!(read(Kind::Generate, &bytes, false, None).is_ok());
+        assert!(parse(Kind::Generate, &bytes, false, None).is_ok());
         let bytes = Bytes::from_static(br#"{"input_ids":[-1]}"#);
-        assert!(read(Kind::Generate, &bytes, false, None).is_err());
+        assert!(parse(Kind::Generate, &bytes, false, None).is_err());
     }
 }

@@ -45,7 +45,7 @@ struct Found {
     completion: Option<u64>,
     cached: Option<u64>,
     /// Cached tokens, in an API that excludes them from the prompt count.
-    cached_apart: Option<u64>,
+    cached_excluded: Option<u64>,
     retractions: u64,
     aborted: bool,
     queued_abort: bool,
@@ -62,7 +62,7 @@ impl Scanner {
         let framing = if events {
             Framing::Events { line: Line::Field(0), payload: 0, done: 0 }
         } else {
-            Framing::Whole
+            Framing::SingleValue
         };
         Self { framing, json: Json::default(), found: Found::default(), terminal: false }
     }
@@ -71,7 +71,7 @@ impl Scanner {
     /// value, `[DONE]`, or the API's closing event.
     pub fn push(&mut self, bytes: &[u8]) -> bool {
         match self.framing {
-            Framing::Whole => {
+            Framing::SingleValue => {
                 self.json.push(bytes, &mut self.found);
                 self.terminal |= self.json.complete;
             }
@@ -124,7 +124,7 @@ impl Scanner {
 
     /// Whether the response is complete.
     #[must_use]
-    pub fn is_whole(&self) -> bool {
+    pub fn is_complete(&self) -> bool {
         self.terminal
     }
 
@@ -154,14 +154,14 @@ impl Scanner {
         if found.error {
             return Outcome::Lost;
         }
-        let apart = found.cached_apart.unwrap_or(0);
+        let apart = found.cached_excluded.unwrap_or(0);
         // A prompt has at least one token. A stream that began before the count was known reports
         // 0.
         let prompt = found.prompt.map(|prompt| prompt + apart).filter(|prompt| *prompt > 0);
         let usage = prompt.zip(found.completion).map(|(prompt, completion)| Usage {
             prompt_tokens: prompt,
             completion_tokens: completion,
-            cached_tokens: found.cached.or(found.cached_apart),
+            cached_tokens: found.cached.or(found.cached_excluded),
             retractions: found.retractions,
         });
         Outcome::Finished(usage)
@@ -186,7 +186,7 @@ enum Key {
     Prompt,
     Completion,
     Cached,
-    CachedApart,
+    CachedExcluded,
     Details,
     Retractions,
     FinishReason,
@@ -199,14 +199,14 @@ enum Key {
 }
 
 impl Key {
-    fn of(text: &[u8]) -> Self {
+    fn from_text(text: &[u8]) -> Self {
         match text {
             b"meta_info" => Self::MetaInfo,
             b"usage" => Self::Usage,
             b"prompt_tokens" | b"input_tokens" => Self::Prompt,
             b"completion_tokens" | b"output_tokens" => Self::Completion,
             b"cached_tokens" => Self::Cached,
-            b"cache_read_input_tokens" => Self::CachedApart,
+            b"cache_read_input_tokens" => Self::CachedExcluded,
             b"prompt_tokens_details" | b"input_tokens_details" => Self::Details,
             b"num_retractions" => Self::Retractions,
             b"finish_reason" => Self::FinishReason,
@@ -356,7 +356,7 @@ impl Json {
         }
         let Some(level) = self.stack.last_mut() else { return };
         if level.at_key {
-            level.key = Key::of(text.get());
+            level.key = Key::from_text(text.get());
             level.at_key = false;
             return;
         }
@@ -394,7 +394,7 @@ impl Json {
         match path.as_slice() {
             [Key::MetaInfo | Key::Usage, Key::Prompt] => found.prompt = Some(value),
             [Key::MetaInfo | Key::Usage, Key::Completion] => found.completion = Some(value),
-            [Key::Usage, Key::CachedApart] => found.cached_apart = Some(value),
+            [Key::Usage, Key::CachedExcluded] => found.cached_excluded = Some(value),
             [Key::MetaInfo | Key::Usage, Key::Cached] | [Key::Usage, Key::Details, Key::Cached] => {
                 found.cached = Some(value)
             }

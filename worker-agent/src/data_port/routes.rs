@@ -6,28 +6,28 @@ use super::turn::{self, TurnContext};
 use crate::session::{PinnedInput, RunMode};
 
 /// Returns the router for the data port: the turns' routes, and `more` routes.
-pub fn app(turns: TurnContext, more: Router<TurnContext>) -> Router {
+pub fn app(context: TurnContext, more: Router<TurnContext>) -> Router {
     let mut app = more;
     for route in ROUTES {
         let method = MethodFilter::try_from(route.kind.method()).expect("GET and POST are methods");
-        let serve = move |State(turns): State<TurnContext>, request: Request| async move {
-            answer(turns, route, request).await
+        let serve = move |State(context): State<TurnContext>, request: Request| async move {
+            respond(context, route, request).await
         };
         app = app.route(route.path, on(method, serve));
     }
-    app.fallback(unknown_route).layer(DefaultBodyLimit::disable()).with_state(turns)
+    app.fallback(unknown_route).layer(DefaultBodyLimit::disable()).with_state(context)
 }
 
 async fn unknown_route() -> Refusal {
     Refusal::new(StatusCode::NOT_FOUND, "unknown_route", "the agent doesn't serve this route")
 }
 
-async fn answer(turns: TurnContext, route: Route, request: Request) -> Response {
-    match turn::pass(&turns, route, request).await {
+async fn respond(context: TurnContext, route: Route, request: Request) -> Response {
+    match turn::serve_turn(&context, route, request).await {
         Ok(response) => response,
         Err(refusal) => {
             debug!(route = route.path, %refusal, "turn refused");
-            turns.metrics.refused(refusal.code);
+            context.metrics.count_refusal(refusal.code);
             refusal.into_response()
         }
     }
@@ -48,6 +48,6 @@ pub fn pinned_input(kind: Kind) -> PinnedInput {
 
 /// Returns how the turn really ran: untagged, if the route supports no tag.
 #[must_use]
-pub fn actual_run(kind: Kind, ran: RunMode) -> RunMode {
-    if ran == RunMode::Tagged && !kind.is_taggable() { RunMode::Untagged } else { ran }
+pub fn actual_run_mode(kind: Kind, run_mode: RunMode) -> RunMode {
+    if run_mode == RunMode::Tagged && !kind.is_taggable() { RunMode::Untagged } else { run_mode }
 }

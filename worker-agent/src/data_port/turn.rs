@@ -33,30 +33,31 @@ use tracing::debug;
 
 use super::{
     exchange::Exchange,
-    refusals::{refusal, timed_out, unreachable},
+    refusals::{refusal, timeout_refusal, unreachable_refusal},
     request::{self, ParsedRequest},
-    routes::{actual_run, pinned_input},
+    routes::{actual_run_mode, pinned_input},
 };
 use crate::{
     engine::{self, Engine},
     metrics::Metrics,
-    owner::{Admitted, AgentHandle, EngineNews},
+    owner::{AdmittedTurn, AgentHandle, EngineNews},
     session::{Need, Turn},
 };
 
 /// Response header of a pinned turn: the tokens of KV reserved for the turn beyond the session's
 /// history. For a turn without a token limit this is as much as the engine allows.
-const GROWTH: HeaderName = HeaderName::from_static("x-berth-growth-tokens");
-/// Response header of a session's turn: how the turn ran, as [`RunMode`](crate::session::RunMode) names it.
-const RAN: HeaderName = HeaderName::from_static("x-berth-session-turn");
+const GROWTH_HEADER: HeaderName = HeaderName::from_static("x-berth-growth-tokens");
+/// Response header of a session's turn: how the turn ran, as [`RunMode`](crate::session::RunMode)
+/// names it.
+const RUN_MODE_HEADER: HeaderName = HeaderName::from_static("x-berth-session-turn");
 /// Request header to the engine for a turn with a full history. The value is the maximum number of
 /// prompt tokens with which the shim may trim the turn, the session's id in the engine, and the
 /// turn's id.
-const TRIM: HeaderName = HeaderName::from_static("x-override-berth-trim");
-/// Request header to the engine, sent with [`TRIM`]: the turn must continue its session's history,
-/// or is refused. A shim that doesn't know the header runs such a turn outside the session; the
-/// agent then aborts the turn.
-const MUST_CONTINUE: HeaderName = HeaderName::from_static("x-override-berth-must-continue");
+const TRIM_HEADER: HeaderName = HeaderName::from_static("x-override-berth-trim");
+/// Request header to the engine, sent with [`TRIM_HEADER`]: the turn must continue its session's
+/// history, or is refused. A shim that doesn't know the header runs such a turn outside the
+/// session; the agent then aborts the turn.
+const MUST_CONTINUE_HEADER: HeaderName = HeaderName::from_static("x-override-berth-must-continue");
 
 /// Shared state of all turns.
 #[derive(Debug, Clone)]
@@ -66,11 +67,11 @@ pub struct TurnContext {
     /// The engine that turns are sent to.
     pub engine: Engine,
     /// The limit on request bodies in memory.
-    pub budget: BodyBudget,
+    pub body_budget: BodyBudget,
     /// The time limit of a turn, after which it is aborted.
     pub turn_max: Duration,
     /// Wakes the task that follows the engine's state.
-    pub look: Arc<Notify>,
+    pub wake_monitor: Arc<Notify>,
     /// Runs the turns of clients that have disconnected.
     pub tasks: Tasks,
     /// The agent's metrics.
@@ -84,9 +85,9 @@ impl TurnContext {
     pub(super) async fn engine_failed(&self, error: &hyper_util::client::legacy::Error) {
         if engine::refused(error) {
             let reason = "the engine accepts no connections".to_owned();
-            self.agent.engine(EngineNews::Down { reason, gone: true }).await;
+            self.agent.report_engine(EngineNews::Down { reason, gone: true }).await;
         }
-        self.look.notify_one();
+        self.wake_monitor.notify_one();
     }
 }
 
@@ -95,8 +96,8 @@ impl TurnContext {
 ///
 /// # Errors
 /// Why the turn was refused, or could not be sent.
-pub async fn generate(
-    turns: &TurnContext,
+pub async fn send_own_turn(
+    context: &TurnContext,
     dp_rank: u32,
     resident_tokens: u64,
     body: String,
@@ -107,17 +108,17 @@ pub async fn generate(
         .header(claim::RESIDENT, resident_tokens)
         .body(Body::from(body))
         .expect("a route's path and a number are legal");
-    pass(turns, GENERATE, request).await
+    serve_turn(context, GENERATE, request).await
 }
 
-pub(super) async fn pass(
-    turns: &TurnContext,
+pub(super) async fn serve_turn(
+    context: &TurnContext,
     route: Route,
     request: Request,
 ) -> Result<Response, Refusal> {
     let (parts, body) = request.into_parts();
     if !route.kind.is_turn() {
-        return pass_through(turns, &parts, body).await;
+        return pass_through(context, &parts, body).await;
     }
     check_encoding(&parts.headers)?;
     let bad = |error: claim::Error| Refusal::bad_request("claim", error.to_string());
@@ -127,65 +128,66 @@ pub(super) async fn pass(
     // The session is claimed before the body is read. So a second turn is refused at once, and no
     // other turn can start during a slow upload.
     let in_session = claim.is_some();
-    let claimed = turns.agent.claim(claim, rank, pinned_input(route.kind)).await;
+    let claimed = context.agent.claim(claim, rank, pinned_input(route.kind)).await;
     let mut lease = claimed.map_err(|error| refusal(&error))?;
-    let held = turns.budget.read(body).await?;
+    let held = context.body_budget.read(body).await?;
     // The body is checked before the turn waits for room or takes room from other sessions.
-    let mut asked = read(route.kind, &held.bytes, in_session, lease.vocabulary).await?;
-    let need = Need { resident_tokens, ..asked.need };
-    let start = std::mem::take(&mut asked.start);
-    let admitted = lease.admitted(need, start).await.map_err(|error| refusal(&error))?;
-    let Admitted { turn, ran } = admitted;
-    let body = asked.body(&held.bytes, &turn, &lease.rid);
+    let mut parsed = parse_body(route.kind, &held.bytes, in_session, lease.vocabulary).await?;
+    let need = Need { resident_tokens, ..parsed.need };
+    let prompt_start = std::mem::take(&mut parsed.prompt_start);
+    let admitted =
+        lease.wait_for_admission(need, prompt_start).await.map_err(|error| refusal(&error))?;
+    let AdmittedTurn { turn, run_mode } = admitted;
+    let body = parsed.body(&held.bytes, &turn, &lease.rid);
     debug!(
         rid = lease.rid,
-        client_rid = asked.client_rid,
+        client_rid = parsed.client_rid,
         turn = parts.headers.get(claim::TURN).and_then(|turn| turn.to_str().ok()),
         route = route.path,
         "turn begins"
     );
-    let mut outgoing = upstream_request(&parts, Body::new(Parts::new(body, Some(held))));
-    mark_for_shim(outgoing.headers_mut(), &turn, &lease.rid);
-    lease.sent();
-    let confirms = asked.single && route.kind.rid_key().is_some();
+    let mut outgoing = engine_request(&parts, Body::new(BodyParts::new(body, Some(held))));
+    add_shim_headers(outgoing.headers_mut(), &turn, &lease.rid);
+    lease.mark_sent();
+    let abort_confirms_end = parsed.single && route.kind.rid_key().is_some();
     let rid = engine_rid(route.kind, &lease.rid);
-    let answer = turns.engine.send(outgoing);
-    let mut exchange = Exchange::new(turns.clone(), rid, lease, answer, confirms);
-    let head = exchange.head().await?;
-    let must_continue = must_continue(&turn);
-    let ran = match exchange.ran(ran, head.status, must_continue).await {
+    let answer = context.engine.send(outgoing);
+    let mut exchange = Exchange::new(context.clone(), rid, lease, answer, abort_confirms_end);
+    let head = exchange.wait_for_head().await?;
+    let must_continue = requires_continuation(&turn);
+    let run_mode = match exchange.wait_for_run_mode(run_mode, head.status, must_continue).await {
         Some(Err(error)) => {
-            exchange.refuse().await;
+            exchange.finish_refused().await;
             return Err(refusal(&error.into()));
         }
-        Some(Ok(ran)) => Some(ran),
+        Some(Ok(run_mode)) => Some(run_mode),
         None => None,
     };
-    let mut response = respond(head, exchange);
-    if let Some(ran) = ran.map(|ran| actual_run(route.kind, ran)) {
-        response.headers_mut().insert(RAN, HeaderValue::from_static(ran.as_str()));
+    let mut response = client_response(head, exchange);
+    if let Some(run_mode) = run_mode.map(|mode| actual_run_mode(route.kind, mode)) {
+        response.headers_mut().insert(RUN_MODE_HEADER, HeaderValue::from_static(run_mode.as_str()));
     }
     if let Some(growth) = turn.growth_tokens {
-        response.headers_mut().insert(GROWTH, growth.into());
+        response.headers_mut().insert(GROWTH_HEADER, growth.into());
     }
     Ok(response)
 }
 
 /// Adds the headers that tell the shim how to handle a full history. The shim reads them after the
 /// engine's tokenizer has run.
-fn mark_for_shim(headers: &mut HeaderMap, turn: &Turn, rid: &str) {
+fn add_shim_headers(headers: &mut HeaderMap, turn: &Turn, rid: &str) {
     let Some(session) = &turn.session else { return };
     let Some(trim) = session.trim else { return };
     let mark = format!("{} {} {rid}", trim.tokens_max, session.incarnation);
     // This can't fail: agent ids are plain ASCII.
     let Ok(mark) = HeaderValue::from_str(&mark) else { return };
-    headers.insert(TRIM, mark);
+    headers.insert(TRIM_HEADER, mark);
     if trim.must_continue {
-        headers.insert(MUST_CONTINUE, HeaderValue::from_static("1"));
+        headers.insert(MUST_CONTINUE_HEADER, HeaderValue::from_static("1"));
     }
 }
 
-fn must_continue(turn: &Turn) -> bool {
+fn requires_continuation(turn: &Turn) -> bool {
     let trim = turn.session.as_ref().and_then(|session| session.trim);
     trim.is_some_and(|trim| trim.must_continue)
 }
@@ -194,19 +196,19 @@ fn must_continue(turn: &Turn) -> bool {
 /// parsed in under half a millisecond; larger ones would delay all other turns on the thread.
 const READ_HERE_BYTES_MAX: usize = 128 * 1024;
 
-async fn read(
+async fn parse_body(
     kind: Kind,
     bytes: &Bytes,
     in_session: bool,
     vocabulary: Option<u32>,
 ) -> Result<ParsedRequest, Refusal> {
     if bytes.len() <= READ_HERE_BYTES_MAX {
-        return request::read(kind, bytes, in_session, vocabulary);
+        return request::parse(kind, bytes, in_session, vocabulary);
     }
     let bytes = bytes.clone();
-    let read = move || request::read(kind, &bytes, in_session, vocabulary);
-    let read = tokio::task::spawn_blocking(read).await;
-    read.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))
+    let parse = move || request::parse(kind, &bytes, in_session, vocabulary);
+    let parsed = tokio::task::spawn_blocking(parse).await;
+    parsed.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))
 }
 
 /// Refuses a compressed body: its keys can't be replaced by byte range.
@@ -228,20 +230,21 @@ fn engine_rid(kind: Kind, rid: &str) -> String {
 
 /// Passes on a request that is not a turn. It needs no claim and isn't counted.
 async fn pass_through(
-    turns: &TurnContext,
+    context: &TurnContext,
     parts: &http::request::Parts,
     body: Body,
 ) -> Result<Response, Refusal> {
-    let held = turns.budget.read(body).await?;
+    let held = context.body_budget.read(body).await?;
     let bytes = held.bytes.clone();
-    let outgoing = upstream_request(parts, Body::new(Parts::new(vec![bytes], Some(held))));
-    let sent = tokio::time::timeout(turns.turn_max, turns.engine.send(outgoing)).await;
-    let response = sent.map_err(|_| timed_out())?.map_err(|error| unreachable(&error))?;
+    let outgoing = engine_request(parts, Body::new(BodyParts::new(vec![bytes], Some(held))));
+    let sent = tokio::time::timeout(context.turn_max, context.engine.send(outgoing)).await;
+    let response =
+        sent.map_err(|_| timeout_refusal())?.map_err(|error| unreachable_refusal(&error))?;
     let (head, body) = response.into_parts();
-    Ok(Response::from_parts(answer_head(head), Body::new(body)))
+    Ok(Response::from_parts(response_head(head), Body::new(body)))
 }
 
-fn upstream_request(parts: &http::request::Parts, body: Body) -> Request {
+fn engine_request(parts: &http::request::Parts, body: Body) -> Request {
     let mut outgoing = Request::new(body);
     *outgoing.method_mut() = parts.method.clone();
     *outgoing.uri_mut() = parts.uri.clone();
@@ -254,15 +257,15 @@ fn upstream_request(parts: &http::request::Parts, body: Body) -> Request {
 }
 
 /// Returns the engine's status and headers, without the headers of its connection.
-fn answer_head(mut head: http::response::Parts) -> http::response::Parts {
+fn response_head(mut head: http::response::Parts) -> http::response::Parts {
     remove_hop_by_hop(&mut head.headers);
     head.version = http::Version::HTTP_11;
     head.extensions = http::Extensions::new();
     head
 }
 
-fn respond(head: http::response::Parts, exchange: Exchange) -> Response {
-    let mut head = answer_head(head);
+fn client_response(head: http::response::Parts, exchange: Exchange) -> Response {
+    let mut head = response_head(head);
     if let Ok(rid) = HeaderValue::from_str(exchange.rid()) {
         head.headers.insert("x-berth-rid", rid);
     }
@@ -271,20 +274,20 @@ fn respond(head: http::response::Parts, exchange: Exchange) -> Response {
 
 /// A body made of parts whose total length is known. It also owns a value that must live until the
 /// body is sent.
-struct Parts<H> {
+struct BodyParts<H> {
     parts: std::collections::VecDeque<Bytes>,
     left: u64,
     _held: Option<H>,
 }
 
-impl<H> Parts<H> {
+impl<H> BodyParts<H> {
     fn new(parts: Vec<Bytes>, held: Option<H>) -> Self {
         let left = parts.iter().map(|part| part.len() as u64).sum();
         Self { parts: parts.into(), left, _held: held }
     }
 }
 
-impl<H: Unpin> http_body::Body for Parts<H> {
+impl<H: Unpin> http_body::Body for BodyParts<H> {
     type Data = Bytes;
     type Error = std::convert::Infallible;
 

@@ -6,14 +6,14 @@ use super::{RankSample, Sample};
 
 /// Watches the load samples of one engine.
 #[derive(Debug, Default)]
-pub struct Progress {
+pub struct StallDetector {
     /// For each stalled rank: since when nothing has moved, and its prefill counter at that time.
     stalled: Vec<Option<(Instant, u64)>>,
 }
 
-impl Progress {
+impl StallDetector {
     /// Takes a sample. Returns the reason if a rank has been stalled for `stall_max`.
-    pub fn sampled(&mut self, sample: &Sample, stall_max: Duration) -> Option<String> {
+    pub fn check_sample(&mut self, sample: &Sample, stall_max: Duration) -> Option<String> {
         self.stalled.resize(sample.ranks.len(), None);
         let mut stuck = None;
         for (rank, stalled) in sample.ranks.iter().zip(&mut self.stalled) {
@@ -73,22 +73,22 @@ mod tests {
     fn an_engine_that_runs_nothing_while_turns_wait_is_stuck() {
         let start = service::clock::now();
         let at = |seconds| start + Duration::from_secs(seconds);
-        let mut progress = Progress::default();
-        assert_eq!(progress.sampled(&sample(at(0), 1, 0, 5), STALL), None);
-        assert_eq!(progress.sampled(&sample(at(9), 1, 0, 5), STALL), None);
-        let reason = progress.sampled(&sample(at(10), 3, 0, 5), STALL).unwrap();
+        let mut detector = StallDetector::default();
+        assert_eq!(detector.check_sample(&sample(at(0), 1, 0, 5), STALL), None);
+        assert_eq!(detector.check_sample(&sample(at(9), 1, 0, 5), STALL), None);
+        let reason = detector.check_sample(&sample(at(10), 3, 0, 5), STALL).unwrap();
         assert!(reason.contains("3 requests wait"), "{reason}");
-        assert_eq!(progress.sampled(&sample(at(11), 3, 1, 5), STALL), None, "it runs again");
-        assert_eq!(progress.sampled(&sample(at(12), 3, 0, 5), STALL), None, "and counts anew");
+        assert_eq!(detector.check_sample(&sample(at(11), 3, 1, 5), STALL), None, "it runs again");
+        assert_eq!(detector.check_sample(&sample(at(12), 3, 0, 5), STALL), None, "and counts anew");
     }
 
     #[test]
     fn a_long_prefill_is_no_stall() {
         let start = service::clock::now();
-        let mut progress = Progress::default();
+        let mut detector = StallDetector::default();
         for second in 0..100 {
             let at = start + Duration::from_secs(second);
-            assert_eq!(progress.sampled(&sample(at, 2, 0, second / 5), STALL), None);
+            assert_eq!(detector.check_sample(&sample(at, 2, 0, second / 5), STALL), None);
         }
     }
 }

@@ -6,8 +6,8 @@
 use super::reading::Identity;
 use crate::config::selector::Selector;
 
-/// Whether an entry of the setting `devices` matches a device. A slice is matched by its own UUID, or
-/// together with all slices of its GPU.
+/// Whether an entry of the setting `devices` matches a device. A slice is matched by its own UUID,
+/// or together with all slices of its GPU.
 fn is_named(selector: &Selector, identity: &Identity) -> bool {
     match selector {
         Selector::Uuid(uuid) => *uuid == identity.uuid || *uuid == identity.board(),

@@ -34,7 +34,7 @@ pub struct PrefillRate {
 impl PrefillRate {
     /// Takes the engine's counters. If they have decreased, the engine was restarted and measuring
     /// begins again.
-    pub fn sampled(&mut self, at: Instant, tokens_total: u64, busy_us_total: u64) {
+    pub fn record_sample(&mut self, at: Instant, tokens_total: u64, busy_us_total: u64) {
         let now = (tokens_total, busy_us_total);
         let Some((tokens_before, busy_before)) = self.last.replace(now) else { return };
         let tokens = tokens_total.checked_sub(tokens_before);
@@ -94,7 +94,7 @@ mod tests {
         fn prefill(&mut self, rate: &mut PrefillRate, at: Instant, tokens: u64) {
             self.tokens += tokens;
             self.busy_us += 10_000 + 50 * tokens;
-            rate.sampled(at, self.tokens, self.busy_us);
+            rate.record_sample(at, self.tokens, self.busy_us);
         }
     }
 
@@ -109,7 +109,7 @@ mod tests {
     #[test]
     fn too_few_tokens_tell_no_rate() {
         let (mut rate, mut counters, at) = (PrefillRate::default(), Counters::default(), start());
-        rate.sampled(at, 0, 0);
+        rate.record_sample(at, 0, 0);
         counters.prefill(&mut rate, at, 1000);
         assert_eq!(told(&rate), None);
         counters.prefill(&mut rate, at, 1000);
@@ -119,14 +119,14 @@ mod tests {
     #[test]
     fn what_was_there_before_the_first_sample_is_no_measure() {
         let mut rate = PrefillRate::default();
-        rate.sampled(start(), 1_000_000, 1);
+        rate.record_sample(start(), 1_000_000, 1);
         assert_eq!(told(&rate), None);
     }
 
     #[test]
     fn tiny_prompts_do_not_make_an_engine_slow() {
         let (mut rate, mut counters, at) = (PrefillRate::default(), Counters::default(), start());
-        rate.sampled(at, 0, 0);
+        rate.record_sample(at, 0, 0);
         counters.prefill(&mut rate, at, 20_000);
         let alone = told(&rate).unwrap();
         for _ in 0..1000 {
@@ -144,11 +144,11 @@ mod tests {
         let at = start();
         let mut rate = PrefillRate::default();
         let (mut tokens, mut busy_us) = (0, 0);
-        rate.sampled(at, 0, 0);
+        rate.record_sample(at, 0, 0);
         for us in [50, 50, 50, 50, 200, 200, 200, 200] {
             tokens += 100_000;
             busy_us += 100_000 * us;
-            rate.sampled(at, tokens, busy_us);
+            rate.record_sample(at, tokens, busy_us);
         }
         let now = told(&rate).unwrap();
         assert!((5_000..7_000).contains(&now), "{now}");
@@ -157,8 +157,8 @@ mod tests {
     #[test]
     fn the_window_s_end_costs_less_than_a_token() {
         let mut rate = PrefillRate::default();
-        rate.sampled(start(), 0, 0);
-        rate.sampled(start(), WINDOW_TOKENS + 1, 1000);
+        rate.record_sample(start(), 0, 0);
+        rate.record_sample(start(), WINDOW_TOKENS + 1, 1000);
         let exact = (WINDOW_TOKENS + 1) * 1000;
         let told = told(&rate).unwrap();
         assert!((exact - 1..=exact).contains(&told), "{told} of {exact}");
@@ -167,18 +167,18 @@ mod tests {
     #[test]
     fn a_restart_begins_anew() {
         let (mut rate, mut counters, at) = (PrefillRate::default(), Counters::default(), start());
-        rate.sampled(at, 0, 0);
+        rate.record_sample(at, 0, 0);
         counters.prefill(&mut rate, at, 20_000);
-        rate.sampled(at, 300, 50_000_000);
+        rate.record_sample(at, 300, 50_000_000);
         assert_eq!(told(&rate), None);
-        rate.sampled(at, 10_300, 51_000_000);
+        rate.record_sample(at, 10_300, 51_000_000);
         assert_eq!(told(&rate), Some(10_000));
     }
 
     #[test]
     fn a_rate_is_as_old_as_its_last_stretch() {
         let (mut rate, mut counters, at) = (PrefillRate::default(), Counters::default(), start());
-        rate.sampled(at, 0, 0);
+        rate.record_sample(at, 0, 0);
         counters.prefill(&mut rate, at, 20_000);
         counters.prefill(&mut rate, at + Duration::from_secs(9), 10);
         assert_eq!(rate.tokens_per_s().map(|(_, measured)| measured), Some(at));
@@ -193,12 +193,12 @@ mod tests {
         ) {
             let (mut rate, at) = (PrefillRate::default(), start());
             let (mut tokens, mut busy_us) = (7, 7);
-            rate.sampled(at, tokens, busy_us);
+            rate.record_sample(at, tokens, busy_us);
             let (mut low, mut high) = (u64::MAX, 0);
             for (more, us) in stretches {
                 tokens += more;
                 busy_us += us;
-                rate.sampled(at, tokens, busy_us);
+                rate.record_sample(at, tokens, busy_us);
                 let own = more * 1_000_000 / us;
                 (low, high) = (low.min(own), high.max(own));
                 prop_assert!(rate.is_sound());

@@ -30,36 +30,40 @@ pub(super) struct Waiter {
 }
 
 impl Owner {
-    pub(super) fn audit(&mut self, dp_rank: u32, reply: oneshot::Sender<Result<RankPages, Error>>) {
+    pub(super) fn request_audit(
+        &mut self,
+        dp_rank: u32,
+        reply: oneshot::Sender<Result<RankPages, Error>>,
+    ) {
         if self.audit_waiters.len() >= WAITERS_MAX {
             return drop(reply.send(Err(Error::Busy)));
         }
         match self.audits.ask(now(), dp_rank) {
             Ok(number) => {
                 self.audit_waiters.push(Waiter { dp_rank, number, reply });
-                self.ask_for_audit(dp_rank, number);
+                self.send_audit_request(dp_rank, number);
             }
             Err(error) => drop(reply.send(Err(error))),
         }
     }
 
-    pub(super) fn audit_on_time(&mut self, now: Instant) {
+    pub(super) fn run_audit_deadlines(&mut self, now: Instant) {
         for (dp_rank, number) in self.audits.late(now) {
-            self.no_audit(dp_rank, "late", &Error::Late);
+            self.record_failed_audit(dp_rank, "late", &Error::Late);
             self.answer_waiters(dp_rank, number, &Err(Error::Late));
         }
         for (dp_rank, number) in self.audits.due(now) {
             // Periodic audits may run in this process, which sees only rows. Audits on demand are
             // always made inside the engine, which knows all pages.
-            let here = self.remotes.get(&dp_rank).is_some_and(|remote| remote.ask(number));
+            let here = self.remote_audits.get(&dp_rank).is_some_and(|remote| remote.ask(number));
             if !here {
-                self.ask_for_audit(dp_rank, number);
+                self.send_audit_request(dp_rank, number);
             }
         }
     }
 
     /// Starts the thread that audits the rank from this process, if the settings ask for it.
-    pub(super) fn audit_from_here(&mut self, dp_rank: u32) {
+    pub(super) fn start_remote_audits(&mut self, dp_rank: u32) {
         if self.setup.audit_table.as_os_str().is_empty() {
             return;
         }
@@ -69,12 +73,12 @@ impl Owner {
             let _ = mailbox.blocking_send(OwnerMessage::RemoteAudit { dp_rank, answer });
         };
         match Remote::start(&self.setup.audit_table, dp_rank, answer) {
-            Ok(remote) => drop(self.remotes.insert(dp_rank, remote)),
+            Ok(remote) => drop(self.remote_audits.insert(dp_rank, remote)),
             Err(error) => warn!(dp_rank, %error, "no thread to audit from"),
         }
     }
 
-    pub(super) fn remote_audited(&mut self, dp_rank: u32, answer: Answer) {
+    pub(super) fn handle_remote_audit(&mut self, dp_rank: u32, answer: Answer) {
         let Answer { number, found } = answer;
         match found {
             Ok(Found { report, keys }) => {
@@ -85,57 +89,60 @@ impl Owner {
                 let name = |key: &u64| names.get(key).copied().unwrap_or_default().to_owned();
                 let names = keys.iter().map(name).collect();
                 let spent = Duration::ZERO;
-                self.audited(dp_rank, &Audited { number, spent, refusal: None, names, report });
+                self.handle_audit_result(
+                    dp_rank,
+                    &Audited { number, spent, refusal: None, names, report },
+                );
             }
             Err(reason) => {
                 warn!(dp_rank, reason, "no audit from this process; the engine's own makes them");
-                self.remotes.remove(&dp_rank);
-                self.ask_for_audit(dp_rank, number);
+                self.remote_audits.remove(&dp_rank);
+                self.send_audit_request(dp_rank, number);
             }
         }
     }
 
     /// Requests an audit from the rank's shim. If the shim can't be asked, the audit fails when the
     /// shim's connection closes or when the audit is late.
-    fn ask_for_audit(&self, dp_rank: u32, number: u64) {
+    fn send_audit_request(&self, dp_rank: u32, number: u64) {
         let _ = self.setup.shim.audit(dp_rank, number);
     }
 
-    pub(super) fn audit_down(&mut self, dp_rank: u32) {
+    pub(super) fn stop_audits(&mut self, dp_rank: u32) {
         self.audits.down(dp_rank);
-        self.remotes.remove(&dp_rank);
-        self.setup.metrics.pages(dp_rank, None);
+        self.remote_audits.remove(&dp_rank);
+        self.setup.metrics.set_pages(dp_rank, None);
         self.answer_waiters(dp_rank, u64::MAX, &Err(Error::NoShim(dp_rank)));
     }
 
-    pub(super) fn audited(&mut self, dp_rank: u32, audited: &Audited) {
+    pub(super) fn handle_audit_result(&mut self, dp_rank: u32, audited: &Audited) {
         let before = self.audits.last(dp_rank).map(|audit| audit.pages.findings.clone());
         let answer = self.audits.answered(now(), dp_rank, audited).cloned();
         match &answer {
             Ok(audit) => {
-                self.setup.metrics.audited("done");
-                self.setup.metrics.audit_step(audited.spent);
-                self.setup.metrics.pages(dp_rank, Some(&audit.pages));
+                self.setup.metrics.count_audit("done");
+                self.setup.metrics.record_audit_step(audited.spent);
+                self.setup.metrics.set_pages(dp_rank, Some(&audit.pages));
                 if before.as_ref() != Some(&audit.pages.findings) {
-                    complain(dp_rank, audit);
+                    log_faults(dp_rank, audit);
                 }
                 for incarnation in audit.corrupt_sessions() {
                     self.table.handle_corruption(now(), incarnation);
                 }
             }
-            Err(error) => self.no_audit(dp_rank, "refused", error),
+            Err(error) => self.record_failed_audit(dp_rank, "refused", error),
         }
         self.answer_waiters(dp_rank, audited.number, &answer);
     }
 
     /// Counts a failed audit. The report keeps showing the last audit with its age; the gauges have
     /// no age, so they are removed.
-    fn no_audit(&mut self, dp_rank: u32, outcome: &'static str, error: &Error) {
+    fn record_failed_audit(&mut self, dp_rank: u32, outcome: &'static str, error: &Error) {
         if self.audits.failed(dp_rank, error) {
             warn!(dp_rank, %error, "no audit of the engine's pages");
         }
-        self.setup.metrics.audited(outcome);
-        self.setup.metrics.pages(dp_rank, None);
+        self.setup.metrics.count_audit(outcome);
+        self.setup.metrics.set_pages(dp_rank, None);
     }
 
     /// Answers all callers whose request has this number or a lower one.
@@ -146,11 +153,11 @@ impl Owner {
             .partition(|waiter| waiter.dp_rank == dp_rank && waiter.number <= number);
         self.audit_waiters = others;
         for waiter in mine {
-            let _ = waiter.reply.send(answer.clone().map(|audit| self.named(&audit)));
+            let _ = waiter.reply.send(answer.clone().map(|audit| self.with_session_keys(&audit)));
         }
     }
 
-    fn named(&self, audit: &Audit) -> RankPages {
+    fn with_session_keys(&self, audit: &Audit) -> RankPages {
         let sessions = audit.sessions.iter();
         let key = |incarnation: &str| self.table.session_key(incarnation).cloned();
         RankPages {
@@ -161,7 +168,7 @@ impl Owner {
 }
 
 /// Logs one error per kind of fault. Call only when the findings change.
-fn complain(dp_rank: u32, audit: &Audit) {
+fn log_faults(dp_rank: u32, audit: &Audit) {
     for finding in audit.pages.faults() {
         let at: Vec<i64> = finding.named.iter().map(|one| one.at).collect();
         let (kind, count) = (&finding.kind, finding.count);

@@ -20,10 +20,10 @@ pub(super) struct Drain {
 
 impl Owner {
     /// Completes the drain when nothing is left, and aborts running turns after the deadline.
-    pub(super) fn drain_step(&mut self, now: Instant) {
-        let Some(drain) = &mut self.draining else { return };
+    pub(super) fn advance_drain(&mut self, now: Instant) {
+        let Some(drain) = &mut self.drain else { return };
         let running = self.table.rids_inside().count();
-        let gone = self.info.is_none() && running == 0;
+        let gone = self.engine_info.is_none() && running == 0;
         if running + self.table.pending_count() == 0 || gone {
             if let Some(done) = drain.done.take() {
                 let _ = done.send(());

@@ -8,7 +8,7 @@ use tracing::{error, info, warn};
 
 use super::{EngineNews, Owner, handle::OwnerMessage};
 use crate::{
-    engine::{Engine, Info, stall_detector::Progress},
+    engine::{Engine, Info, stall_detector::StallDetector},
     session::{CloseRequest, CloseResult, Load, OpenResult, journal::Record},
 };
 
@@ -21,94 +21,97 @@ impl Owner {
     pub(super) fn open_at_engine(&self, incarnation: String, idle_max: Duration) {
         let (engine, mailbox) = (self.setup.engine.clone(), self.handle.mailbox.clone());
         self.tasks.spawn(async move {
-            let opened = match engine.open_session(&incarnation, idle_max + ENGINE_BACKSTOP).await {
+            let result = match engine.open_session(&incarnation, idle_max + ENGINE_BACKSTOP).await {
                 Ok(()) => OpenResult::Yes,
                 Err(error) if error.is_ambiguous() => OpenResult::Unknown(error.to_string()),
                 Err(error) => OpenResult::No(error.to_string()),
             };
-            let _ = mailbox.send(OwnerMessage::Opened { incarnation, opened }).await;
+            let _ = mailbox.send(OwnerMessage::OpenResult { incarnation, result }).await;
         });
     }
 
     /// Reports the result of an open as a message, without calling the engine.
-    pub(super) fn told(&self, incarnation: String, opened: OpenResult) {
+    pub(super) fn report_open_result(&self, incarnation: String, result: OpenResult) {
         let mailbox = self.handle.mailbox.clone();
         self.tasks.spawn(async move {
-            let _ = mailbox.send(OwnerMessage::Opened { incarnation, opened }).await;
+            let _ = mailbox.send(OwnerMessage::OpenResult { incarnation, result }).await;
         });
     }
 
     pub(super) fn close_at_engine(&self, close: CloseRequest) {
         let (engine, mailbox) = (self.setup.engine.clone(), self.handle.mailbox.clone());
-        let tells = self.info.as_ref().is_some_and(|info| self.shims.len() == info.rows.len());
+        let tells = self
+            .engine_info
+            .as_ref()
+            .is_some_and(|info| self.shim_can_demote.len() == info.rows.len());
         self.tasks.spawn(async move {
-            let closed = close_once(&engine, &close, tells).await;
+            let result = close_once(&engine, &close, tells).await;
             let incarnation = close.incarnation;
-            let _ = mailbox.send(OwnerMessage::Closed { incarnation, closed }).await;
+            let _ = mailbox.send(OwnerMessage::CloseResult { incarnation, result }).await;
         });
     }
 
-    pub(super) fn news(&mut self, news: EngineNews) {
+    pub(super) fn handle_engine_news(&mut self, news: EngineNews) {
         match news {
-            EngineNews::Up(info) => self.engine_up(info),
+            EngineNews::Up(info) => self.handle_engine_up(info),
             EngineNews::Sample(sample) => {
-                let stuck = self.progress.sampled(&sample, self.setup.stall_max);
-                if let (None, Some(reason)) = (&self.stuck, &stuck) {
+                let stuck = self.stall_detector.check_sample(&sample, self.setup.stall_max);
+                if let (None, Some(reason)) = (&self.stuck_reason, &stuck) {
                     error!(reason, "engine stuck");
                 }
-                self.stuck = stuck;
+                self.stuck_reason = stuck;
                 for rank in &sample.ranks {
                     let load =
                         Load { waiting: rank.num_waiting_reqs, used_tokens: rank.num_used_tokens };
                     self.table.handle_load(sample.at, rank.dp_rank, load);
                 }
-                self.ledger.sampled(sample);
+                self.ledger.record_sample(sample);
             }
             EngineNews::Down { reason, gone } => {
-                match &self.down {
+                match &self.down_reason {
                     None => error!(reason, gone, "engine down"),
                     // The engine is polled twice a second and mostly fails for the same reason; log
                     // only changes.
                     Some(before) if *before != reason => warn!(reason, "the engine can't be used"),
                     Some(_) => {}
                 }
-                self.down = Some(reason);
+                self.down_reason = Some(reason);
                 if gone {
-                    self.engine_gone();
+                    self.handle_engine_gone();
                 }
             }
         }
     }
 
     /// Handles the end of the engine's process, which loses every session's KV and history.
-    fn engine_gone(&mut self) {
-        let Some(info) = self.info.take() else { return };
+    fn handle_engine_gone(&mut self) {
+        let Some(info) = self.engine_info.take() else { return };
         let sessions = self.table.iter().count();
         warn!(sessions, "the engine's process is gone, its sessions are lost");
-        self.table.handle_engine_lost(now(), self.ledger.engine(&info));
-        self.progress = Progress::default();
-        self.stuck = None;
+        self.table.handle_engine_lost(now(), self.ledger.set_engine(&info));
+        self.stall_detector = StallDetector::default();
+        self.stuck_reason = None;
     }
 
-    fn engine_up(&mut self, info: Box<Info>) {
-        let known = self.info.as_ref().map(|info| &info.facts.instance);
+    fn handle_engine_up(&mut self, info: Box<Info>) {
+        let known = self.engine_info.as_ref().map(|info| &info.facts.instance);
         if known != Some(&info.facts.instance) {
-            self.engine_gone();
-            self.table.handle_engine_lost(now(), self.ledger.engine(&info));
-            self.take_over(&info);
-            self.ask_shims();
+            self.handle_engine_gone();
+            self.table.handle_engine_lost(now(), self.ledger.set_engine(&info));
+            self.close_left_sessions(&info);
+            self.register_shims_again();
             info!(version = info.facts.version, ranks = info.rows.len(), "engine up");
             // A watcher that learns of the new ranks must find them in the newest report.
-            self.publish(now());
+            self.publish_report(now());
             self.description.send_replace(Some(Arc::new(self.describe(&info))));
         }
-        self.info = Some(info);
-        self.down = None;
+        self.engine_info = Some(info);
+        self.down_reason = None;
     }
 
     /// Closes the sessions that an earlier agent process left open in this engine process.
-    fn take_over(&mut self, info: &Info) {
-        let left = self.setup.journal.left(&info.facts.instance);
+    fn close_left_sessions(&mut self, info: &Info) {
+        let left = self.setup.journal.left_open(&info.facts.instance);
         let record = Record::Engine { instance: info.facts.instance.clone() };
         if let Err(error) = self.setup.journal.write(&record) {
             error!(%error, "the journal can't be written");
@@ -128,7 +131,7 @@ impl Owner {
 async fn close_once(engine: &Engine, close: &CloseRequest, shim_tells: bool) -> CloseResult {
     let rid = close.rid.as_deref();
     let word = |gone| if gone { CloseResult::Confirmed } else { CloseResult::Kept };
-    let closed = match (close.pinned, shim_tells && !close.again) {
+    let closed = match (close.pinned, shim_tells && !close.is_repeat) {
         (false, _) => {
             engine.close_session(&close.incarnation).await.map(|()| CloseResult::Confirmed)
         }

@@ -28,13 +28,13 @@ pub struct EngineMonitor {
     /// The engine.
     pub engine: Engine,
     /// Receives the engine's news.
-    pub agent: AgentHandle,
+    pub owner: AgentHandle,
     /// Receives the address of the engine's KV events.
     pub kv: KvHandle,
     /// The time between samples.
     pub interval: Duration,
     /// Notified when a turn found the engine gone.
-    pub look: Arc<Notify>,
+    pub wake: Arc<Notify>,
     /// The size of the vocabulary, if the settings state it.
     pub vocabulary: Option<u32>,
     /// Receives the model's tokenizer files.
@@ -42,28 +42,28 @@ pub struct EngineMonitor {
 }
 
 /// Monitors the engine until the tasks are cancelled.
-pub async fn run(follower: EngineMonitor, tasks: Tasks) {
+pub async fn run(monitor: EngineMonitor, tasks: Tasks) {
     let token = tasks.token();
     tokio::select! {
         () = token.cancelled() => {}
-        () = follow(&follower) => {}
+        () = monitor_engine(&monitor) => {}
     }
 }
 
-async fn follow(follower: &EngineMonitor) {
+async fn monitor_engine(monitor: &EngineMonitor) {
     loop {
-        match look(follower).await {
+        match read_engine(monitor).await {
             Ok((info, first)) => {
-                follower.agent.engine(EngineNews::Up(info)).await;
-                follower.agent.engine(EngineNews::Sample(first.clone())).await;
-                if let Some(down) = sample(follower, first).await {
-                    follower.agent.engine(down).await;
+                monitor.owner.report_engine(EngineNews::Up(info)).await;
+                monitor.owner.report_engine(EngineNews::Sample(first.clone())).await;
+                if let Some(down) = sample_until_down(monitor, first).await {
+                    monitor.owner.report_engine(down).await;
                 }
             }
             Err(error) => {
                 debug!(%error, "can't reach the engine");
-                follower.agent.engine(down(&error)).await;
-                let _ = tokio::time::timeout(RETRY, follower.look.notified()).await;
+                monitor.owner.report_engine(down_news(&error)).await;
+                let _ = tokio::time::timeout(RETRY, monitor.wake.notified()).await;
             }
         }
     }
@@ -72,21 +72,21 @@ async fn follow(follower: &EngineMonitor) {
 /// Reads the engine's first load sample, then its description. The sample is required: an engine
 /// without one would go up and down again and again, and receive turns in between. It is read
 /// first, so that the description is not that of an older process than the sample.
-async fn look(follower: &EngineMonitor) -> Result<(Box<Info>, Sample), engine::Error> {
-    let first = follower.engine.sample(now).await?;
-    let (info, source, feed) = follower.engine.info().await?;
-    follower.kv.feed(feed);
-    Ok((Box::new(with_model(info, source, follower).await), first))
+async fn read_engine(monitor: &EngineMonitor) -> Result<(Box<Info>, Sample), engine::Error> {
+    let first = monitor.engine.sample(now).await?;
+    let (info, source, feed) = monitor.engine.info().await?;
+    monitor.kv.feed(feed);
+    Ok((Box::new(add_model_facts(info, source, monitor).await), first))
 }
 
-fn down(error: &engine::Error) -> EngineNews {
+fn down_news(error: &engine::Error) -> EngineNews {
     EngineNews::Down { reason: error.to_string(), gone: error.is_gone() }
 }
 
 /// Samples the load until the engine fails to answer, and returns that. Returns `None` when the
 /// engine may have become another process.
-async fn sample(follower: &EngineMonitor, first: Sample) -> Option<EngineNews> {
-    let mut ticks = tokio::time::interval(follower.interval);
+async fn sample_until_down(monitor: &EngineMonitor, first: Sample) -> Option<EngineNews> {
+    let mut ticks = tokio::time::interval(monitor.interval);
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     let mut failures = 0;
     let mut last = first;
@@ -94,23 +94,23 @@ async fn sample(follower: &EngineMonitor, first: Sample) -> Option<EngineNews> {
         tokio::select! {
             biased;
             // Whatever the turn saw, reading the description again shows the current state.
-            () = follower.look.notified() => return None,
+            () = monitor.wake.notified() => return None,
             _ = ticks.tick() => {}
         }
-        match follower.engine.sample(now).await {
+        match monitor.engine.sample(now).await {
             Ok(sample) => {
                 failures = 0;
-                if may_be_another(&last, &sample) {
+                if may_be_another_process(&last, &sample) {
                     return None;
                 }
                 last = sample.clone();
-                follower.agent.engine(EngineNews::Sample(sample)).await;
+                monitor.owner.report_engine(EngineNews::Sample(sample)).await;
             }
             Err(error) => {
                 failures += 1;
                 warn!(%error, failures, "can't sample the engine's load");
                 if failures >= FAILURES_MAX || error.is_gone() {
-                    return Some(down(&error));
+                    return Some(down_news(&error));
                 }
                 if error.is_broken() {
                     // The connection may have led to a process that has ended: check which process
@@ -124,7 +124,7 @@ async fn sample(follower: &EngineMonitor, first: Sample) -> Option<EngineNews> {
 
 /// Whether the next sample may come from another process: a counter that only grows has decreased,
 /// or the connection is new, as it is after a quick restart.
-fn may_be_another(last: &Sample, next: &Sample) -> bool {
+fn may_be_another_process(last: &Sample, next: &Sample) -> bool {
     let total = |sample: &Sample| -> u64 {
         sample.ranks.iter().map(|rank| rank.total_prefill_uncached_tokens).sum()
     };
@@ -132,18 +132,18 @@ fn may_be_another(last: &Sample, next: &Sample) -> bool {
 }
 
 /// Completes the engine's description with facts from its model's files.
-async fn with_model(
+async fn add_model_facts(
     mut info: Info,
     source: Option<model_files::Source>,
-    follower: &EngineMonitor,
+    monitor: &EngineMonitor,
 ) -> Info {
     // The files may be large or on a slow disk, so they are read on a blocking thread.
     let read = tokio::task::spawn_blocking(move || {
         let (source, hub) = (source?, model_files::hub());
-        Some((vocabulary(&source), model_files::Files::find(&source, hub.as_deref())))
+        Some((read_vocabulary(&source), model_files::Files::find(&source, hub.as_deref())))
     });
     let (vocabulary, files) = read.await.ok().flatten().unzip();
-    info.facts.vocabulary = follower.vocabulary.or(vocabulary.flatten());
+    info.facts.vocabulary = monitor.vocabulary.or(vocabulary.flatten());
     if info.facts.vocabulary.is_none() {
         warn!("the model's vocabulary is unknown: set `vocabulary`, or token ids are not checked");
     }
@@ -157,12 +157,12 @@ async fn with_model(
         None => None,
     };
     info.model_files = files.as_ref().map(|files| files.named());
-    follower.files.send_replace(files);
+    monitor.files.send_replace(files);
     info
 }
 
 /// Reads the vocabulary's size from the model's config, because the engine doesn't report it.
-fn vocabulary(source: &model_files::Source) -> Option<u32> {
+fn read_vocabulary(source: &model_files::Source) -> Option<u32> {
     let folder = source.folder(model_files::hub().as_deref())?;
     let text = std::fs::read_to_string(folder.join("config.json")).ok()?;
     let config: Value = serde_json::from_str(&text).ok()?;

@@ -84,10 +84,10 @@ pub(super) enum OwnerMessage {
         rid: String,
         need: Need,
         start: PromptStart,
-        reply: oneshot::Sender<Result<Admitted, Error>>,
+        reply: oneshot::Sender<Result<AdmittedTurn, Error>>,
     },
-    Abandoned(String),
-    Look {
+    Abandon(String),
+    RequestShimTable {
         dp_rank: u32,
     },
     Open {
@@ -107,13 +107,13 @@ pub(super) enum OwnerMessage {
     },
     Watch(oneshot::Sender<Watch>),
     Engine(EngineNews),
-    Opened {
+    OpenResult {
         incarnation: String,
-        opened: OpenResult,
+        result: OpenResult,
     },
-    Closed {
+    CloseResult {
         incarnation: String,
-        closed: CloseResult,
+        result: CloseResult,
     },
     RemoteAudit {
         dp_rank: u32,
@@ -137,11 +137,11 @@ pub struct RankPages {
 
 /// A turn that may now be sent to the engine.
 #[derive(Debug)]
-pub struct Admitted {
+pub struct AdmittedTurn {
     /// The session, rank and limits to send the turn with.
     pub turn: Turn,
     /// Receives how the turn runs, before its answer begins; `None` for a turn without a session.
-    pub ran: Option<oneshot::Receiver<RunModeResult>>,
+    pub run_mode: Option<oneshot::Receiver<RunModeResult>>,
 }
 
 /// How an admitted turn runs, or why the engine's shim refuses it.
@@ -164,7 +164,7 @@ pub struct Lease {
     /// The size of the model's vocabulary, if known.
     pub vocabulary: Option<u32>,
     pub(super) agent: AgentHandle,
-    pub(super) sent: bool,
+    pub(super) is_sent: bool,
     /// A reserved place for the end in the owner's queue, so that ending a turn never waits.
     pub(super) end: Option<mpsc::OwnedPermit<TurnEnd>>,
 }
@@ -175,21 +175,25 @@ impl Lease {
     ///
     /// # Errors
     /// See [`Error`].
-    pub async fn admitted(&self, need: Need, start: PromptStart) -> Result<Admitted, Error> {
+    pub async fn wait_for_admission(
+        &self,
+        need: Need,
+        start: PromptStart,
+    ) -> Result<AdmittedTurn, Error> {
         let rid = self.rid.clone();
-        self.agent.ask(|reply| OwnerMessage::Admit { rid, need, start, reply }).await?
+        self.agent.request(|reply| OwnerMessage::Admit { rid, need, start, reply }).await?
     }
 
     /// Reports that the turn's client is gone. The caller aborts the turn and waits for its end.
-    pub async fn abandoned(&self) {
+    pub async fn report_abandoned(&self) {
         // If the owner task has ended, so has the process's work: nothing is left to report to.
-        let _ = self.agent.mailbox.send(OwnerMessage::Abandoned(self.rid.clone())).await;
+        let _ = self.agent.mailbox.send(OwnerMessage::Abandon(self.rid.clone())).await;
     }
 
     /// Marks the turn as sent: the engine may have it. From now on, dropping the lease reports
     /// [`Outcome::Lost`].
-    pub fn sent(&mut self) {
-        self.sent = true;
+    pub fn mark_sent(&mut self) {
+        self.is_sent = true;
     }
 
     /// Ends the turn with this outcome.
@@ -207,7 +211,7 @@ impl Lease {
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        self.end_with(if self.sent { Outcome::Lost } else { Outcome::Refused });
+        self.end_with(if self.is_sent { Outcome::Lost } else { Outcome::Refused });
     }
 }
 
@@ -228,29 +232,29 @@ impl AgentHandle {
         rank: Option<u32>,
         pinned_input: PinnedInput,
     ) -> Result<Lease, Error> {
-        self.ask(|reply| OwnerMessage::Claim { claim, rank, pinned_input, reply }).await?
+        self.request(|reply| OwnerMessage::Claim { claim, rank, pinned_input, reply }).await?
     }
 
     /// Opens a session, and returns it. Returns the existing session if it is already open.
     ///
     /// # Errors
     /// See [`Error`].
-    pub async fn open(
+    pub async fn open_session(
         &self,
         key: SessionKey,
         retention: Option<Retention>,
         idle_max: Option<Duration>,
         rank: Option<u32>,
     ) -> Result<Session, Error> {
-        self.ask(|reply| OwnerMessage::Open { key, retention, idle_max, rank, reply }).await?
+        self.request(|reply| OwnerMessage::Open { key, retention, idle_max, rank, reply }).await?
     }
 
     /// Closes a session. Returns whether the close waits for a running turn.
     ///
     /// # Errors
     /// If no session has this key.
-    pub async fn close(&self, key: SessionKey) -> Result<bool, Error> {
-        self.ask(|reply| OwnerMessage::Close { key, reply }).await?
+    pub async fn close_session(&self, key: SessionKey) -> Result<bool, Error> {
+        self.request(|reply| OwnerMessage::Close { key, reply }).await?
     }
 
     /// Requests a page audit of a rank now.
@@ -258,7 +262,7 @@ impl AgentHandle {
     /// # Errors
     /// The outer error: the agent is stopping. The inner error: why there is no audit.
     pub async fn audit(&self, dp_rank: u32) -> Result<Result<RankPages, audit::Error>, Error> {
-        self.ask(|reply| OwnerMessage::Audit { dp_rank, reply }).await
+        self.request(|reply| OwnerMessage::Audit { dp_rank, reply }).await
     }
 
     /// Returns the current state and subscribes to changes.
@@ -266,11 +270,11 @@ impl AgentHandle {
     /// # Errors
     /// If the agent is stopping.
     pub async fn watch(&self) -> Result<Watch, Error> {
-        self.ask(OwnerMessage::Watch).await
+        self.request(OwnerMessage::Watch).await
     }
 
     /// Sends the owner news of the engine.
-    pub async fn engine(&self, news: EngineNews) {
+    pub async fn report_engine(&self, news: EngineNews) {
         // If the owner task has ended, so has the process's work: nothing is left to report to.
         let _ = self.mailbox.send(OwnerMessage::Engine(news)).await;
     }
@@ -278,10 +282,10 @@ impl AgentHandle {
     /// Refuses new requests, lets running turns go on for up to `limit`, aborts the rest, and
     /// closes all sessions. Returns when the drain is complete.
     pub async fn drain(&self, limit: Duration) {
-        let _ = self.ask(|done| OwnerMessage::Drain { limit, done }).await;
+        let _ = self.request(|done| OwnerMessage::Drain { limit, done }).await;
     }
 
-    async fn ask<T>(
+    async fn request<T>(
         &self,
         message: impl FnOnce(oneshot::Sender<T>) -> OwnerMessage,
     ) -> Result<T, Error> {

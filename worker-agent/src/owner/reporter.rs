@@ -22,35 +22,35 @@ impl Owner {
             epoch: self.setup.epoch,
             data_port: self.setup.data_port,
             engine: info.facts.clone(),
-            ranks: self.ledger.ranks(now(), &self.setup.gpus.now()),
+            ranks: self.ledger.describe_ranks(now(), &self.setup.gpus.now()),
             retentions: info.retentions(),
             turns_queued_per_session_max: self.setup.rules.turns_queued_per_session_max,
             model_files: info.model_files,
-            trims: self.trims.iter().cloned().collect(),
+            trims: self.trimmer_version.iter().cloned().collect(),
         }
     }
 
     /// Sends the session's current state to the watchers.
-    pub(super) fn touched(&self, key: &SessionKey) {
+    pub(super) fn publish_session(&self, key: &SessionKey) {
         if self.changes.receiver_count() == 0 {
             return;
         }
         let change = match self.table.get(key) {
-            Some(session) => Change::Upsert(Box::new(shown(key, session, now()))),
+            Some(session) => Change::Upsert(Box::new(session_view(key, session, now()))),
             None => Change::Removed(key.clone()),
         };
         let _ = self.changes.send(change);
     }
 
-    pub(super) fn publish(&mut self, now: Instant) {
+    pub(super) fn publish_report(&mut self, now: Instant) {
         let gpus = self.setup.gpus.now();
         let interval = self.setup.report_interval;
         let health = AgentHealth {
             // A failed GPU stops the engine too, so the first reason in this order is the cause.
-            unhealthy: [&gpus.unhealthy, &self.down, &self.stuck]
+            unhealthy: [&gpus.unhealthy, &self.down_reason, &self.stuck_reason]
                 .into_iter()
                 .find_map(Clone::clone),
-            draining: self.draining.is_some(),
+            draining: self.drain.is_some(),
             restart_required: self
                 .table
                 .restart_required(now)
@@ -66,37 +66,37 @@ impl Owner {
             error!(reason, "engine restart required");
         }
         self.report.send_replace(Arc::new(report));
-        self.reported = now;
+        self.last_report = now;
         self.dirty = false;
         // The engine's devices may become known later than the engine itself.
-        let ranks = self.ledger.ranks(now, &gpus);
+        let ranks = self.ledger.describe_ranks(now, &gpus);
         let described = self.description.borrow().as_ref().is_none_or(|all| all.ranks == ranks);
         if !described {
-            self.describe_again();
+            self.publish_description();
         }
     }
 
     /// Publishes the description again, if the engine was reached.
-    pub(super) fn describe_again(&self) {
-        if let Some(info) = &self.info {
+    pub(super) fn publish_description(&self) {
+        if let Some(info) = &self.engine_info {
             self.description.send_replace(Some(Arc::new(self.describe(info))));
         }
     }
 }
 
 /// Returns the public view of a session.
-pub(super) fn shown(key: &SessionKey, session: &session::Session, now: Instant) -> Session {
+pub(super) fn session_view(key: &SessionKey, session: &session::Session, now: Instant) -> Session {
     Session {
         key: key.clone(),
         retention: session.retention,
         state: session.state(),
         dp_rank: session.dp_rank,
         turns: session.turns,
-        turns_running: session.running,
+        turns_running: session.turns_running,
         exclusive: session.exclusive,
-        whole_history: session.sends_whole(),
+        whole_history: session.sends_full_histories(),
         volatile_prefix: session.volatile_prefix(),
-        resident_tokens: ledger::resident(session),
+        resident_tokens: ledger::resident_figure(session),
         idle: session.idle(now),
     }
 }

@@ -24,23 +24,23 @@ const DEMOTE_AGAIN: Duration = Duration::from_millis(20);
 const LOOK_AFTER: Duration = Duration::from_millis(20);
 
 impl Owner {
-    pub(super) fn shim_news(&mut self, news: News) {
+    pub(super) fn handle_shim_news(&mut self, news: News) {
         self.dirty = true;
         match news {
-            News::Up(hello) => self.shim_up(&hello),
-            News::Facts(facts) => self.facts(&facts),
-            News::Sessions(sessions) => self.sessions(sessions),
+            News::Up(hello) => self.handle_shim_up(&hello),
+            News::Facts(facts) => self.record_facts(&facts),
+            News::Sessions(sessions) => self.record_sessions(sessions),
             News::Closed { dp_rank, id } => self.table.handle_session_gone(now(), dp_rank, &id),
             News::Demoted { dp_rank, id, refusal } => {
-                self.demoted(dp_rank, id, refusal.as_deref());
+                self.handle_demote_result(dp_rank, id, refusal.as_deref());
             }
-            News::Audited { dp_rank, audited } => self.audited(dp_rank, &audited),
+            News::Audited { dp_rank, audited } => self.handle_audit_result(dp_rank, &audited),
             News::Down { dp_rank, reason } => {
                 warn!(dp_rank, reason, "the engine's shim has gone");
-                self.audit_down(dp_rank);
-                self.ledger.page_is(dp_rank, None);
-                self.shims.remove(&dp_rank);
-                self.ledger.seen(dp_rank, None);
+                self.stop_audits(dp_rank);
+                self.ledger.set_page_bytes(dp_rank, None);
+                self.shim_can_demote.remove(&dp_rank);
+                self.ledger.set_shim_facts(dp_rank, None);
                 self.table.handle_shim_down(now(), dp_rank);
             }
             News::Committed { id, history_tokens, retracted, .. } => {
@@ -51,7 +51,7 @@ impl Owner {
         }
     }
 
-    fn shim_up(&mut self, hello: &Hello) {
+    fn handle_shim_up(&mut self, hello: &Hello) {
         let Hello { pid, dp_rank, sglang, shim, inert, undemotable, unauditable, .. } = hello;
         self.setup.gpus.runs(Scheduler { dp_rank: *dp_rank, pid: hello.seen_pid, own_pid: *pid });
         if let Some(reason) = inert {
@@ -59,28 +59,28 @@ impl Owner {
             return;
         }
         info!(dp_rank, pid, sglang, shim, undemotable, "the engine's shim is there");
-        self.shims.insert(*dp_rank, undemotable.is_none());
+        self.shim_can_demote.insert(*dp_rank, undemotable.is_none());
         self.table.handle_shim_up(*dp_rank, undemotable.is_none());
         if let Some(reason) = unauditable {
             info!(dp_rank, reason, "the engine's pages can't be audited");
         }
         self.audits.up(now(), *dp_rank, unauditable.clone());
-        self.audit_from_here(*dp_rank);
-        self.ledger.page_is(*dp_rank, hello.page_bytes);
+        self.start_remote_audits(*dp_rank);
+        self.ledger.set_page_bytes(*dp_rank, hello.page_bytes);
     }
 
     /// Registers the connected shims again: one may have connected before the agent reached the
     /// engine.
-    pub(super) fn ask_shims(&mut self) {
-        for (&dp_rank, &demotes) in &self.shims {
+    pub(super) fn register_shims_again(&mut self) {
+        for (&dp_rank, &demotes) in &self.shim_can_demote {
             self.table.handle_shim_up(dp_rank, demotes);
             // If this shim is gone, a `News::Down` follows.
             let _ = self.setup.shim.sample_now(dp_rank);
         }
     }
 
-    fn facts(&mut self, facts: &RankFacts) {
-        let of = PoolFacts {
+    fn record_facts(&mut self, facts: &RankFacts) {
+        let pool_facts = PoolFacts {
             available: facts.available_tokens,
             evictable: facts.evictable_tokens,
             protected: facts.protected_tokens,
@@ -90,27 +90,30 @@ impl Owner {
             waiting: u64::from(facts.waiting),
             at: facts.at,
         };
-        self.ledger.seen(facts.dp_rank, Some(of));
-        let used_tokens = of.protected.saturating_add(of.held).saturating_add(of.uncached);
-        let load = Load { waiting: of.waiting, used_tokens };
+        self.ledger.set_shim_facts(facts.dp_rank, Some(pool_facts));
+        let used_tokens = pool_facts
+            .protected
+            .saturating_add(pool_facts.held)
+            .saturating_add(pool_facts.uncached);
+        let load = Load { waiting: pool_facts.waiting, used_tokens };
         self.table.handle_load(now(), facts.dp_rank, load);
     }
 
-    fn sessions(&mut self, sessions: Sessions) {
+    fn record_sessions(&mut self, sessions: Sessions) {
         let Sessions { dp_rank, full, changed, gone } = sessions;
         if full && changed.len() < SESSIONS_MAX {
             let there: Vec<&str> = changed.iter().map(|session| session.id.as_str()).collect();
             self.table.handle_session_table(now(), dp_rank, &there);
         }
         for session in changed {
-            self.table.handle_session_report(now(), dp_rank, &seen(session, full));
+            self.table.handle_session_report(now(), dp_rank, &session_report(session, full));
         }
         for id in gone {
             self.table.handle_session_gone(now(), dp_rank, &id);
         }
     }
 
-    fn demoted(&mut self, dp_rank: u32, id: String, refusal: Option<&str>) {
+    fn handle_demote_result(&mut self, dp_rank: u32, id: String, refusal: Option<&str>) {
         match refusal {
             None => self.table.handle_demote_result(now(), &id, true),
             // The previous turn has ended for its client, but is still in a queue of the engine.
@@ -133,7 +136,7 @@ impl Owner {
 
     /// Requests the session table of a rank's shim. If a turn may still be inside the engine, it is
     /// aborted first; otherwise there is a short pause.
-    pub(super) fn look(&self, dp_rank: u32, rid: Option<String>) {
+    pub(super) fn request_shim_table(&self, dp_rank: u32, rid: Option<String>) {
         let (engine, mailbox) = (self.setup.engine.clone(), self.handle.mailbox.clone());
         self.tasks.spawn(async move {
             match rid {
@@ -145,7 +148,7 @@ impl Owner {
                     }
                 }
             }
-            let _ = mailbox.send(OwnerMessage::Look { dp_rank }).await;
+            let _ = mailbox.send(OwnerMessage::RequestShimTable { dp_rank }).await;
         });
     }
 
@@ -156,13 +159,13 @@ impl Owner {
     }
 }
 
-fn seen(session: SessionFacts, full: bool) -> SessionReport {
+fn session_report(session: SessionFacts, full: bool) -> SessionReport {
     SessionReport {
         id: session.id,
-        row: session.holds_row,
+        holds_row: session.holds_row,
         allocated_tokens: u64::from(session.allocated_tokens),
         history_tokens: u64::from(session.history_tokens),
         in_flight: session.in_flight,
-        full,
+        from_full_table: full,
     }
 }

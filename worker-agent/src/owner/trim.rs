@@ -13,7 +13,7 @@ use crate::{
 };
 
 impl Owner {
-    pub(super) fn trim_news(&mut self, news: trim::News) {
+    pub(super) fn handle_trim_news(&mut self, news: trim::News) {
         self.dirty = true;
         match news {
             trim::News::Up(trim::Trimmer { sglang, shim, inert, .. }) => {
@@ -23,19 +23,19 @@ impl Owner {
                 }
                 let trims = inert.is_none().then_some(sglang);
                 self.table.set_trimming(now(), trims.is_some());
-                self.trims = trims;
+                self.trimmer_version = trims;
             }
             trim::News::Down { reason } => {
                 warn!(reason, "the engine's trimmer has gone");
                 self.table.set_trimming(now(), false);
-                self.trims = None;
+                self.trimmer_version = None;
             }
-            trim::News::Planned(told) => return self.planned(&told),
+            trim::News::Planned(told) => return self.handle_plan(&told),
         }
-        self.describe_again();
+        self.publish_description();
     }
 
-    fn planned(&mut self, told: &trim::Planned) {
+    fn handle_plan(&mut self, told: &trim::Planned) {
         let plan = told.plan;
         let planned = TrimPlan {
             rid: told.rid.clone(),
@@ -50,20 +50,25 @@ impl Owner {
         debug!(rid = told.rid, ?plan, at, why, asks = told.question.is_some(), "history compared");
         let Some(question) = told.question else {
             if let Some((became, spared)) = self.table.handle_plan(now(), &planned) {
-                self.setup.metrics.planned(became.as_str(), spared);
+                self.setup.metrics.count_trim(became.as_str(), spared);
             }
             return;
         };
         // The plan that follows the answer no longer says that the history diverged; count it here.
         if plan == Plan::Diverged {
-            self.setup.metrics.diverged(told.at.into());
+            self.setup.metrics.record_divergence(told.at.into());
         }
         self.table.handle_question(now(), question, &planned);
     }
 
     /// Answers the trimmer's question. If the trimmer is gone or no longer waits, it proceeds
     /// without an answer.
-    pub(super) fn run_in(&self, question: u64, incarnation: Option<&str>, tokens_max: u64) {
+    pub(super) fn answer_question(
+        &self,
+        question: u64,
+        incarnation: Option<&str>,
+        tokens_max: u64,
+    ) {
         let tokens_max = u32::try_from(tokens_max).unwrap_or(u32::MAX);
         if let Err(error) = self.setup.trim.run(question, incarnation, tokens_max) {
             debug!(%error, "the trimmer can't be answered");
@@ -71,32 +76,32 @@ impl Owner {
     }
 
     /// Tells a turn's exchange how it runs.
-    pub(super) fn ran(&mut self, rid: &str, ran: RunMode) {
-        self.setup.metrics.ran(ran.as_str());
-        if let Some(waits) = self.plans.remove(rid) {
-            let _ = waits.send(Ok(ran));
+    pub(super) fn tell_run_mode(&mut self, rid: &str, run_mode: RunMode) {
+        self.setup.metrics.count_run_mode(run_mode.as_str());
+        if let Some(waiter) = self.run_mode_waiters.remove(rid) {
+            let _ = waiter.send(Ok(run_mode));
         }
     }
 
     /// Tells a turn's exchange that the shim refuses the turn.
-    pub(super) fn unfit(&mut self, rid: &str, error: session::Error) {
-        if let Some(waits) = self.plans.remove(rid) {
-            let _ = waits.send(Err(error));
+    pub(super) fn tell_refused_by_shim(&mut self, rid: &str, error: session::Error) {
+        if let Some(waiter) = self.run_mode_waiters.remove(rid) {
+            let _ = waiter.send(Err(error));
         }
     }
 
     /// Returns the receiver that tells how an admitted turn runs. If that is known already, the
     /// receiver has it at once.
-    pub(super) fn ran_of(
+    pub(super) fn run_mode_receiver(
         &mut self,
         rid: &str,
         known: Option<RunMode>,
     ) -> oneshot::Receiver<RunModeResult> {
-        let (tells, told) = oneshot::channel();
-        self.plans.insert(rid.to_owned(), tells);
-        if let Some(ran) = known {
-            self.ran(rid, ran);
+        let (sender, receiver) = oneshot::channel();
+        self.run_mode_waiters.insert(rid.to_owned(), sender);
+        if let Some(run_mode) = known {
+            self.tell_run_mode(rid, run_mode);
         }
-        told
+        receiver
     }
 }

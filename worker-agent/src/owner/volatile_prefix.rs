@@ -13,7 +13,7 @@ impl Owner {
     pub(super) fn volatile_prefix(&mut self, key: &SessionKey, found: VolatilePrefix) {
         let place = found.place;
         let role = place.map_or("prompt", |place| place.role.as_str());
-        self.setup.metrics.volatile_prefix(role);
+        self.setup.metrics.count_volatile_prefix(role);
         let (message, block) = (place.map(|place| place.message), place.map(|place| place.block));
         let (session, token_index) = (key.digest(), found.token_index);
         let room = self.warned_places.len() < WARNED_PLACES_MAX;

@@ -25,7 +25,7 @@ pub(super) enum Deltas {
 impl Session {
     /// Whether the session has no history and no turn that could become history.
     pub(super) fn is_fresh(&self) -> bool {
-        let on_its_way = self.running > 0 || self.waiting > 0;
+        let on_its_way = self.turns_running > 0 || self.turns_waiting > 0;
         self.turns == 0 && self.history_tokens == 0 && !on_its_way
     }
 
@@ -52,7 +52,7 @@ pub(super) fn check_turn(
     // session is opened again.
     let relied_on = session.deltas == Deltas::Taken && guards.hold(Guard::FullHistoryContinues);
     let replaceable = claim.open || !relied_on;
-    let anew = !claim.delta && (trims || session.is_auto()) && replaceable;
+    let anew = !claim.delta && (trims || session.has_auto_retention()) && replaceable;
     match session.phase {
         // Checked before `Busy`: a closing session exists only for its running turn.
         Phase::Closing => return Err(Error::Unknown),
@@ -68,7 +68,7 @@ pub(super) fn check_turn(
         _ if session.corrupt && !anew => return Err(Error::KvCorrupt),
         _ => {}
     }
-    if session.is_auto() || session.retention != Retention::Pinned {
+    if session.has_auto_retention() || session.retention != Retention::Pinned {
         // If the agent pinned the session on its own, its clients send full histories, so it takes
         // no deltas.
         let kept = match session.retention {
@@ -82,7 +82,7 @@ pub(super) fn check_turn(
     if claim.delta && refused && guards.hold(Guard::DeltaNeedsOpen) {
         return Err(Error::DeltaNeedsOpen);
     }
-    if claim.delta && session.whole.behind && guards.hold(Guard::BehindRefused) {
+    if claim.delta && session.full_history.client_ahead && guards.hold(Guard::ClientAheadRefused) {
         return Err(Error::HistoryUnknown);
     }
     let told = session.turns > 0 && guards.hold(Guard::DeltaOnly);

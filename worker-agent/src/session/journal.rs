@@ -205,7 +205,7 @@ impl Journal {
     /// Returns the incarnations left open in the engine process `instance`. Empty if the journal is
     /// about another process.
     #[must_use]
-    pub fn left(&self, instance: &str) -> BTreeMap<String, LeftOpen> {
+    pub fn left_open(&self, instance: &str) -> BTreeMap<String, LeftOpen> {
         let same = self.state.instance.as_deref() == Some(instance);
         if same { self.state.open.clone() } else { BTreeMap::new() }
     }
@@ -285,7 +285,7 @@ mod tests {
         for record in [engine("E"), opening("a"), engine("F"), opening("b")] {
             journal.write(&record).unwrap();
         }
-        assert_eq!(journal.left("F").keys().collect::<Vec<_>>(), ["b"]);
+        assert_eq!(journal.left_open("F").keys().collect::<Vec<_>>(), ["b"]);
     }
 
     #[test]

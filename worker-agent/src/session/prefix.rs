@@ -150,7 +150,7 @@ impl PrefixTracker {
 
     /// Records the start of a full history that goes to the engine. Returns a volatile prefix if
     /// this turn reveals one.
-    pub fn begins(&mut self, start: PromptStart) -> Option<VolatilePrefix> {
+    pub fn record_start(&mut self, start: PromptStart) -> Option<VolatilePrefix> {
         if start.blocks.is_empty() {
             self.step = Step::Text;
             return None;
@@ -181,7 +181,7 @@ impl PrefixTracker {
     /// Records the shim's report that the newest prompt shares its first `at` tokens with the
     /// session's history. `grew`: the prompt has more tokens than the history, as a continued one
     /// would. Returns a volatile prefix if this turn reveals one.
-    pub fn diverged(&mut self, at: u64, grew: bool) -> Option<VolatilePrefix> {
+    pub fn record_divergence(&mut self, at: u64, grew: bool) -> Option<VolatilePrefix> {
         match self.step {
             Step::Text if grew && at < EARLY_TOKENS => self.count(None, Some(at)),
             Step::Changed(place) => {
@@ -199,7 +199,7 @@ impl PrefixTracker {
     }
 
     /// Records the shim's report that the newest prompt continues the session's history.
-    pub fn continued(&mut self) {
+    pub fn record_continuation(&mut self) {
         if self.step == Step::Text {
             self.streak = None;
         }
@@ -318,7 +318,8 @@ mod tests {
     #[test]
     fn a_changing_first_block_is_found_with_the_third_difference_and_told_once() {
         let mut tracker = PrefixTracker::default();
-        let told: Vec<_> = turns(changing, 6).into_iter().map(|one| tracker.begins(one)).collect();
+        let told: Vec<_> =
+            turns(changing, 6).into_iter().map(|one| tracker.record_start(one)).collect();
         let found =
             VolatilePrefix { token_index: None, place: place(PromptRole::System, 0, 0), turns: 3 };
         assert_eq!(told, [None, None, None, Some(found), None, None]);
@@ -331,13 +332,13 @@ mod tests {
         let mut all = turns(changing, 6).into_iter();
         for at in [35, 34] {
             let one = all.next().unwrap();
-            assert_eq!(tracker.begins(one), None);
-            assert_eq!(tracker.diverged(at, true), None, "the block is what counts");
+            assert_eq!(tracker.record_start(one), None);
+            assert_eq!(tracker.record_divergence(at, true), None, "the block is what counts");
         }
-        assert_eq!(tracker.begins(all.next().unwrap()), None);
-        assert_eq!(tracker.begins(all.next().unwrap()).unwrap().token_index, Some(34));
-        assert_eq!(tracker.begins(all.next().unwrap()), None);
-        tracker.diverged(33, true);
+        assert_eq!(tracker.record_start(all.next().unwrap()), None);
+        assert_eq!(tracker.record_start(all.next().unwrap()).unwrap().token_index, Some(34));
+        assert_eq!(tracker.record_start(all.next().unwrap()), None);
+        tracker.record_divergence(33, true);
         assert_eq!(tracker.found().unwrap().token_index, Some(33));
     }
 
@@ -346,7 +347,7 @@ mod tests {
         let mut tracker = PrefixTracker::default();
         let mut all = turns(changing, 4);
         all.insert(2, all[1].clone());
-        assert!(all.into_iter().all(|one| tracker.begins(one).is_none()));
+        assert!(all.into_iter().all(|one| tracker.record_start(one).is_none()));
         assert_eq!(tracker.found(), None);
     }
 
@@ -360,8 +361,8 @@ mod tests {
         {
             let mut tracker = PrefixTracker::default();
             for (number, one) in turns(system, 6).into_iter().enumerate() {
-                tracker.begins(one);
-                tracker.begins(aside(number));
+                tracker.record_start(one);
+                tracker.record_start(aside(number));
             }
             assert_eq!(tracker.found().is_some(), is_found);
         }
@@ -373,9 +374,12 @@ mod tests {
         for number in 0..9 {
             let text = format!("task {number}");
             let answer = format!("answer {number}");
-            tracker.begins(prompt(["You", "help."], &[&text, &answer, "go on"][..1 + number % 2]));
+            tracker.record_start(prompt(
+                ["You", "help."],
+                &[&text, &answer, "go on"][..1 + number % 2],
+            ));
             let text = format!("other task {number}");
-            tracker.begins(prompt(["You", &text], &[&text]));
+            tracker.record_start(prompt(["You", &text], &[&text]));
         }
         assert_eq!(tracker.found(), None);
     }
@@ -387,7 +391,7 @@ mod tests {
         for number in 0..6 {
             let tail = format!("{long} {number}");
             let late = format!("late {number}");
-            tracker.begins(prompt(["You help.", &tail], &["u0", &late, "u1"]));
+            tracker.record_start(prompt(["You help.", &tail], &["u0", &late, "u1"]));
         }
         assert_eq!(tracker.found(), None);
     }
@@ -403,7 +407,7 @@ mod tests {
         };
         let mut tracker = PrefixTracker::default();
         for number in 0..4 {
-            tracker.begins(turn(number));
+            tracker.record_start(turn(number));
         }
         assert_eq!(tracker.found().unwrap().place, place(PromptRole::Tools, 0, 0));
     }
@@ -413,8 +417,8 @@ mod tests {
         let found = |ats: &[(u64, bool)]| {
             let mut tracker = PrefixTracker::default();
             let told = ats.iter().filter_map(|(at, grew)| {
-                tracker.begins(PromptStart::default());
-                tracker.diverged(*at, *grew)
+                tracker.record_start(PromptStart::default());
+                tracker.record_divergence(*at, *grew)
             });
             told.last()
         };
@@ -426,9 +430,9 @@ mod tests {
         assert_eq!(found(&[(34, false); 4]), None, "short prompts that share a beginning");
         let mut tracker = PrefixTracker::default();
         for _ in 0..4 {
-            tracker.begins(PromptStart::default());
-            tracker.diverged(34, true);
-            tracker.continued();
+            tracker.record_start(PromptStart::default());
+            tracker.record_divergence(34, true);
+            tracker.record_continuation();
         }
         assert_eq!(tracker.found(), None, "it went on in between");
     }
@@ -448,7 +452,7 @@ mod tests {
                 // The last message may still be edited, as when a user interrupts an answer.
                 let mut messages: Vec<&str> = texts[..length].iter().map(String::as_str).collect();
                 messages.push(late);
-                prop_assert_eq!(tracker.begins(prompt(["You", "help."], &messages)), None);
+                prop_assert_eq!(tracker.record_start(prompt(["You", "help."], &messages)), None);
             }
         }
 
@@ -468,7 +472,7 @@ mod tests {
                 let grown = (0..=turn).map(|number| format!("m{number}"));
                 let texts: Vec<String> = texts.into_iter().chain(grown).collect();
                 let texts: Vec<&str> = texts.iter().map(String::as_str).collect();
-                tracker.begins(prompt([texts[0], texts[1]], &texts[2..]));
+                tracker.record_start(prompt([texts[0], texts[1]], &texts[2..]));
             }
             let found = tracker.found().expect("it changed three times in a row");
             let wanted = match at {

@@ -28,6 +28,7 @@ mod closing;
 mod ends;
 mod engine;
 mod prefix;
+mod rank_account;
 mod reclaim;
 mod trim;
 
@@ -38,7 +39,7 @@ use std::{
 
 use proto::{claim::Claim, id::SessionKey};
 
-use self::{closing::PendingClose, engine::RankAccount, trim::TrimTurn};
+use self::{closing::PendingClose, rank_account::RankAccount, trim::TrimTurn};
 use super::{
     CloseRequest, CloseResult, Deltas, Effect, EngineCapacity, Error, ExpectedHistory, FullHistory,
     GoneReason, Guard, Need, OpenResult, Outcome, Phase, PinnedInput, PrefixTracker, PromptStart,
@@ -71,16 +72,16 @@ pub struct Table {
     /// Ids of the tickets that wait for room, oldest first.
     queue: VecDeque<String>,
     /// Incarnations whose close the engine has not confirmed, by incarnation id.
-    closing: BTreeMap<String, PendingClose>,
+    pending_closes: BTreeMap<String, PendingClose>,
     effects: Vec<Effect>,
-    incarnations: u64,
-    born: u64,
-    claims: u64,
+    incarnation_count: u64,
+    generation_count: u64,
+    claim_count: u64,
     sessions_max: usize,
     /// No session has a deadline before this time. `None`: no session has a deadline.
-    due_from: Option<Instant>,
+    earliest_deadline: Option<Instant>,
     /// Whether the shim trims full histories.
-    trims: bool,
+    shim_trims: bool,
 }
 
 /// A turn between its claim and its end, or a client that waits for its session to open.
@@ -91,31 +92,32 @@ struct Ticket {
     key: Option<SessionKey>,
     pinned_input: PinnedInput,
     dp_rank: u32,
-    stage: TicketState,
+    state: TicketState,
     /// When the ticket entered its present stage.
     since: Instant,
     need: Need,
     /// The beginning of the turn's prompt, until the turn is admitted.
-    start: PromptStart,
-    /// `Session::born` of the claimed session. Tells it from later sessions with the same key.
-    born: u64,
+    prompt_start: PromptStart,
+    /// `Session::generation` of the claimed session. Tells it from later sessions with the same
+    /// key.
+    generation: u64,
     /// Id of the incarnation that the turn runs in.
     incarnation: String,
     /// KV tokens that the turn may need, if the pool can't hold them beside a full pin budget.
     large_tokens: Option<u64>,
     /// When the client disconnected, if the turn's end at the engine is still awaited.
-    abandoned: Option<Instant>,
+    abandoned_since: Option<Instant>,
     /// Position among all claims. The turns of a session are admitted in this order, no matter how
     /// long their bodies take to arrive.
-    order: u64,
+    claim_order: u64,
     /// Whether the session held no KV when the turn was admitted.
-    from_nothing: bool,
+    had_no_kv: bool,
     /// Whether an earlier turn, which this delta was to follow, did not become history.
     orphaned: bool,
     /// Whether the turn counts as a turn of a pinned session.
     pinned: bool,
     /// Set if the turn holds a full history for the shim to trim.
-    marked: Option<TrimTurn>,
+    trim_turn: Option<TrimTurn>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -133,29 +135,29 @@ impl Ticket {
     /// Returns a ticket without a session.
     fn new(
         now: Instant,
-        stage: TicketState,
+        state: TicketState,
         pinned_input: PinnedInput,
         dp_rank: u32,
-        order: u64,
+        claim_order: u64,
     ) -> Self {
         Self {
             claim: None,
             key: None,
             pinned_input,
             dp_rank,
-            stage,
+            state,
             since: now,
             need: Need::default(),
-            start: PromptStart::default(),
-            born: 0,
+            prompt_start: PromptStart::default(),
+            generation: 0,
             incarnation: String::new(),
             large_tokens: None,
-            abandoned: None,
-            order,
-            from_nothing: false,
+            abandoned_since: None,
+            claim_order,
+            had_no_kv: false,
             orphaned: false,
             pinned: false,
-            marked: None,
+            trim_turn: None,
         }
     }
 }
@@ -173,14 +175,14 @@ impl Table {
             by_incarnation: HashMap::new(),
             tickets: BTreeMap::new(),
             queue: VecDeque::new(),
-            closing: BTreeMap::new(),
+            pending_closes: BTreeMap::new(),
             effects: vec![],
-            incarnations: 0,
-            born: 0,
-            claims: 0,
+            incarnation_count: 0,
+            generation_count: 0,
+            claim_count: 0,
             sessions_max: SESSIONS_MAX,
-            due_from: None,
-            trims: false,
+            earliest_deadline: None,
+            shim_trims: false,
         }
     }
 
@@ -200,13 +202,17 @@ impl Table {
         let session = self.sessions.get(key).ok_or(Error::Unknown)?;
         match session.phase {
             Phase::Closing => return Err(Error::Unknown),
-            Phase::Planned if session.running == 0 => self.drop_session(now, key, &Error::Unknown),
-            Phase::Gone(_) if session.running == 0 => self.drop_session(now, key, &Error::Unknown),
+            Phase::Planned if session.turns_running == 0 => {
+                self.drop_session(now, key, &Error::Unknown)
+            }
+            Phase::Gone(_) if session.turns_running == 0 => {
+                self.drop_session(now, key, &Error::Unknown)
+            }
             _ => {
                 // If the engine is still opening the session, its answer triggers the close.
                 let opening = session.phase == Phase::Opening;
-                self.runs_as_it_came(key);
-                self.change(key, |session| session.phase = Phase::Closing);
+                self.answer_outside(key);
+                self.change_session(key, |session| session.phase = Phase::Closing);
                 if !opening {
                     self.close_if_due(now, key);
                 }
@@ -227,28 +233,29 @@ impl Table {
     /// session or a demotion has waited for too long, repeats closes, and refuses turns that waited
     /// too long.
     pub fn run_deadlines(&mut self, now: Instant) {
-        if self.due_from.is_some_and(|due| due <= now) {
-            self.expire(now);
+        if self.earliest_deadline.is_some_and(|due| due <= now) {
+            self.expire_sessions(now);
         }
         self.repeat_closes(now);
-        self.time_out(now);
+        self.refuse_late(now);
     }
 
     /// Returns when the session's next deadline is.
-    fn due_of(&self, session: &Session) -> Option<Instant> {
+    fn session_deadline(&self, session: &Session) -> Option<Instant> {
         if let Phase::Suspect { until, .. } | Phase::Demoting { until } = session.phase {
             return Some(until);
         }
-        let demote = self.is_idle_auto(session).then(|| session.last_end + self.rules.demote_idle);
-        let expire = session.can_expire().then(|| session.last_end + session.idle_max);
+        let demote =
+            self.is_idle_auto(session).then(|| session.last_turn_end + self.rules.demote_idle);
+        let expire = session.can_expire().then(|| session.last_turn_end + session.idle_max);
         [demote, expire].into_iter().flatten().min()
     }
 
-    fn expire(&mut self, now: Instant) {
+    fn expire_sessions(&mut self, now: Instant) {
         let guards = self.rules.guards;
         let due = |session: &Session| match session.phase {
             Phase::Suspect { until, .. } | Phase::Demoting { until } => until <= now,
-            _ => session.can_expire() && session.last_end + session.idle_max <= now,
+            _ => session.can_expire() && session.last_turn_end + session.idle_max <= now,
         };
         let keys: Vec<SessionKey> =
             self.sessions.iter().filter(|(_, one)| due(one)).map(|(key, _)| key.clone()).collect();
@@ -259,16 +266,16 @@ impl Table {
             } else if matches!(phase, Phase::Demoting { .. }) {
                 self.retire(now, &key, GoneReason::Reclaimed);
             } else if guards.hold(Guard::Expiry) {
-                self.effects.push(Effect::Happened(key.clone(), SessionEvent::Expired));
+                self.effects.push(Effect::SessionEvent(key.clone(), SessionEvent::Expired));
                 let _ = self.close_session(now, &key);
             }
         }
         self.demote_idle(now);
-        let next = self.sessions.values().filter_map(|session| self.due_of(session));
+        let next = self.sessions.values().filter_map(|session| self.session_deadline(session));
         // A session may be overdue because a turn that kept it was refused just now: its deadline
         // stays the next one. With the guard off, overdue sessions stay and are left out.
         let goes = |due: &Instant| *due > now || guards.hold(Guard::Expiry);
-        self.due_from = next.filter(goes).min();
+        self.earliest_deadline = next.filter(goes).min();
         self.pump(now);
     }
 
@@ -277,8 +284,8 @@ impl Table {
     pub fn next_deadline(&self) -> Option<Instant> {
         let front = self.queue.front().map(|rid| self.tickets[rid].since);
         let waited = front.map(|since| since + self.rules.queue_wait_max);
-        let repeats = self.closing.values().filter_map(|one| one.due).min();
-        [self.due_from, waited, repeats].into_iter().flatten().min()
+        let repeats = self.pending_closes.values().filter_map(|one| one.repeat_at).min();
+        [self.earliest_deadline, waited, repeats].into_iter().flatten().min()
     }
 
     /// Returns what must be done now, in order.
@@ -300,7 +307,7 @@ impl Table {
 
     /// Returns the ids of the turns inside the engine.
     pub fn rids_inside(&self) -> impl Iterator<Item = &str> {
-        let inside = self.tickets.iter().filter(|(_, ticket)| ticket.stage == TicketState::Inside);
+        let inside = self.tickets.iter().filter(|(_, ticket)| ticket.state == TicketState::Inside);
         inside.map(|(rid, _)| rid.as_str())
     }
 
@@ -309,36 +316,36 @@ impl Table {
     #[must_use]
     pub fn pending_count(&self) -> usize {
         let opening = |session: &&Session| matches!(session.phase, Phase::Opening | Phase::Closing);
-        self.closing.len() + self.sessions.values().filter(opening).count()
+        self.pending_closes.len() + self.sessions.values().filter(opening).count()
     }
 
     fn next_incarnation(&mut self, key: &SessionKey) -> String {
         if !self.rules.guards.hold(Guard::FreshIncarnation) {
             return format!("{}-{}", self.rules.prefix, key.digest());
         }
-        self.incarnations += 1;
-        format!("{}-{}", self.rules.prefix, self.incarnations)
+        self.incarnation_count += 1;
+        format!("{}-{}", self.rules.prefix, self.incarnation_count)
     }
 
     /// Changes a session and updates the totals of its rank.
-    fn change<T>(&mut self, key: &SessionKey, change: impl FnOnce(&mut Session) -> T) -> T {
+    fn change_session<T>(&mut self, key: &SessionKey, change: impl FnOnce(&mut Session) -> T) -> T {
         let page = self.engine.page_tokens;
         let session = self.sessions.get_mut(key).expect("the caller has seen it");
         let account = &mut self.accounts[session.dp_rank as usize];
-        account.remove(session, page);
+        account.remove_session(session, page);
         let result = change(session);
-        account.add(session, page);
-        self.touch(key);
+        account.add_session(session, page);
+        self.report_change(key);
         result
     }
 
     /// Removes a session from the table. The engine must hold nothing of it, or its close must have
     /// begun.
-    fn remove(&mut self, key: &SessionKey) {
+    fn remove_session(&mut self, key: &SessionKey) {
         let session = self.sessions.remove(key).expect("the caller has seen it");
-        self.accounts[session.dp_rank as usize].remove(&session, self.engine.page_tokens);
+        self.accounts[session.dp_rank as usize].remove_session(&session, self.engine.page_tokens);
         self.by_incarnation.remove(&session.incarnation);
-        self.touch(key);
+        self.report_change(key);
     }
 
     /// Gives a session a new incarnation id, so that a late close of the old incarnation can't hit
@@ -354,10 +361,10 @@ impl Table {
     /// Removes a session of which the engine holds nothing, or whose close has begun, and refuses
     /// the turns that wait for it.
     fn drop_session(&mut self, now: Instant, key: &SessionKey, error: &Error) {
-        self.remove(key);
+        self.remove_session(key);
         let waits = |rid: &&String| self.tickets[*rid].key.as_ref() == Some(key);
         let rids: Vec<String> = self.queue.iter().filter(waits).cloned().collect();
-        rids.iter().for_each(|rid| self.refuse(now, rid, error.clone()));
+        rids.iter().for_each(|rid| self.refuse_ticket(now, rid, error.clone()));
     }
 
     fn capacity(&self, dp_rank: u32) -> Result<&RankCapacity, Error> {
@@ -368,27 +375,28 @@ impl Table {
         &mut self.accounts[dp_rank as usize]
     }
 
-    fn touch(&mut self, key: &SessionKey) {
+    fn report_change(&mut self, key: &SessionKey) {
         // Consecutive changes of one session are reported once.
-        let again = matches!(self.effects.last(), Some(Effect::Touched(last)) if last == key);
+        let again =
+            matches!(self.effects.last(), Some(Effect::SessionChanged(last)) if last == key);
         if !again {
-            self.effects.push(Effect::Touched(key.clone()));
+            self.effects.push(Effect::SessionChanged(key.clone()));
         }
     }
 
-    fn journal(&mut self, record: Record) {
+    fn write_journal(&mut self, record: Record) {
         self.effects.push(Effect::Journal(record));
     }
 
     /// Makes sure that [`Self::run_deadlines`] looks at the session at its next deadline.
-    fn watch(&mut self, key: &SessionKey) {
+    fn schedule(&mut self, key: &SessionKey) {
         let session = &self.sessions[key];
-        let due = session.last_end + session.idle_max;
-        self.watch_until(self.due_of(session).map_or(due, |early| early.min(due)));
+        let due = session.last_turn_end + session.idle_max;
+        self.schedule_at(self.session_deadline(session).map_or(due, |early| early.min(due)));
     }
 
-    fn watch_until(&mut self, due: Instant) {
-        self.due_from = Some(self.due_from.map_or(due, |before| before.min(due)));
+    fn schedule_at(&mut self, due: Instant) {
+        self.earliest_deadline = Some(self.earliest_deadline.map_or(due, |before| before.min(due)));
     }
 
     fn debug_check(&self) {

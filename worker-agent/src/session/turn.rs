@@ -16,7 +16,7 @@ pub struct Turn {
     pub growth_tokens: Option<u64>,
     /// How the turn runs. `None` if the shim must first compare its prompt with the session's
     /// history.
-    pub ran: Option<RunMode>,
+    pub run_mode: Option<RunMode>,
 }
 
 /// How a session's turn ran.
@@ -81,7 +81,7 @@ pub struct Need {
     pub exact: bool,
     /// Whether the turn ignores the end of its answer (`ignore_eos`), so that the engine reserves
     /// room for the longest answer.
-    pub endless: bool,
+    pub ignores_eos: bool,
     /// Leading prompt tokens that are in the engine's cache, as the sender of the turn says. The
     /// engine doesn't compute them, but they need room all the same.
     pub resident_tokens: u64,

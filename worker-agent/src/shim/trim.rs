@@ -44,7 +44,7 @@ pub enum Plan {
     /// The prompt continues the session's history, token id for token id.
     Trimmed,
     /// Retokenized: the prompt continues the session's history as text, but with other token ids.
-    Healed,
+    Retokenized,
     /// The prompt is another history than the session's.
     Diverged,
     /// The turn can't run in the session.
@@ -65,7 +65,7 @@ pub struct Planned {
     /// The number of tokens of the session before the turn, as the engine counts them.
     pub committed: u32,
     /// The number of tokens to append to the session; 0 unless the plan is `Trimmed` or
-    /// `Healed`. The engine will count `committed + sent` prompt tokens.
+    /// `Retokenized`. The engine will count `committed + sent` prompt tokens.
     pub sent: u32,
     /// The number of tokens of the whole prompt. If the engine would count more in the session and
     /// that is too many, it is that larger number. 0 if the prompt was not examined.

@@ -18,7 +18,7 @@ use crate::{
 };
 
 /// Returns the first blocks of a prompt.
-pub(super) fn read_start(kind: Kind, object: &Object<'_>) -> PromptStart {
+pub(super) fn read_prompt_start(kind: Kind, object: &Object<'_>) -> PromptStart {
     let mut start = PromptStart::default();
     let beside = match kind {
         Kind::Messages => Some(("system", PromptRole::System)),
@@ -137,7 +137,7 @@ mod tests {
 
     fn start(kind: Kind, body: &Value) -> PromptStart {
         let bytes = body.to_string();
-        read_start(kind, &Object::parse(bytes.as_bytes()).unwrap())
+        read_prompt_start(kind, &Object::parse(bytes.as_bytes()).unwrap())
     }
 
     #[test]

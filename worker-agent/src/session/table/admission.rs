@@ -13,7 +13,7 @@ use proto::{id::SessionKey, load::Retention};
 use super::{
     Deltas, Effect, Error, Guard, Need, Phase, Record, RunMode, Table, Ticket, TicketState,
     TrimRequest, Turn, TurnSession, check_turn,
-    engine::RankAccount,
+    rank_account::RankAccount,
     reclaim::{Requester, Shortage},
 };
 
@@ -37,7 +37,7 @@ impl Table {
     /// follows, at once or when there is room. Returns false if the turn was given up meanwhile.
     pub fn admit(&mut self, now: Instant, rid: &str, need: Need) -> bool {
         let Some(ticket) = self.tickets.get_mut(rid) else { return false };
-        ticket.stage = TicketState::Queued;
+        ticket.state = TicketState::Queued;
         ticket.since = now;
         ticket.need = need;
         let dp_rank = ticket.dp_rank;
@@ -49,7 +49,7 @@ impl Table {
         let full = self.queue.len() > max && self.rules.guards.hold(Guard::QueueBound);
         if full && self.queue.back().is_some_and(|last| last == rid) {
             let detail = format!("{max} wait already");
-            self.refuse(now, rid, Error::Short { what: "queue_places", detail });
+            self.refuse_ticket(now, rid, Error::Short { what: "queue_places", detail });
         }
         self.debug_check();
         true
@@ -58,20 +58,20 @@ impl Table {
     /// Decides on every waiting ticket, oldest first.
     pub(super) fn pump(&mut self, now: Instant) {
         let mut in_line = vec![false; self.accounts.len()];
-        self.accounts.iter_mut().for_each(RankAccount::look_again);
+        self.accounts.iter_mut().for_each(RankAccount::start_pass);
         let mut at = 0;
         while let Some(rid) = self.queue.get(at).cloned() {
             let dp_rank = self.tickets[&rid].dp_rank as usize;
-            let verdict = match self.verdict(now, &rid, in_line[dp_rank]) {
+            let verdict = match self.decide_ticket(now, &rid, in_line[dp_rank]) {
                 Ok(verdict) => verdict,
                 Err(error) => Verdict::Refuse(error),
             };
             match verdict {
                 Verdict::Admit => {
                     self.queue.remove(at);
-                    self.let_in(now, &rid);
+                    self.admit_ticket(now, &rid);
                 }
-                Verdict::Refuse(error) => self.refuse(now, &rid, error),
+                Verdict::Refuse(error) => self.refuse_ticket(now, &rid, error),
                 Verdict::Wait => at += 1,
                 Verdict::WaitInLine => {
                     in_line[dp_rank] = true;
@@ -81,38 +81,39 @@ impl Table {
         }
     }
 
-    fn verdict(&mut self, now: Instant, rid: &str, in_line: bool) -> Result<Verdict, Error> {
+    fn decide_ticket(&mut self, now: Instant, rid: &str, in_line: bool) -> Result<Verdict, Error> {
         let ticket = &self.tickets[rid];
-        let (dp_rank, need, stage) = (ticket.dp_rank, ticket.need, ticket.stage);
+        let (dp_rank, need, stage) = (ticket.dp_rank, ticket.need, ticket.state);
         let capacity = *self.capacity(dp_rank)?;
         let full = self.totals(dp_rank).turns_running >= capacity.turns_max;
         let Some(key) = ticket.key.clone() else {
-            return Ok(self.plain_verdict(now, rid, need, in_line || full));
+            return Ok(self.decide_plain(now, rid, need, in_line || full));
         };
         let guards = self.rules.guards;
-        let session = self.sessions.get(&key).filter(|session| session.born == ticket.born);
+        let session =
+            self.sessions.get(&key).filter(|session| session.generation == ticket.generation);
         let session = session.ok_or(Error::Unknown)?;
         if let (Some(claim), true) = (&ticket.claim, stage != TicketState::Open) {
-            check_turn(session, claim, ticket.pinned_input, self.trims, guards)?;
+            check_turn(session, claim, ticket.pinned_input, self.shim_trims, guards)?;
         }
-        let beside = stage != TicketState::Open && self.runs_beside_another(&key);
+        let beside = stage != TicketState::Open && self.must_run_beside(&key);
         let session = &self.sessions[&key];
         if ticket.orphaned && guards.hold(Guard::LostEndSuspect) {
             return Err(Error::NotAfterThat);
         }
-        if session.waiting > 1 && session.exclusive && self.comes_after_another(ticket) {
+        if session.turns_waiting > 1 && session.exclusive && self.has_earlier_claim(ticket) {
             return Ok(Verdict::Wait);
         }
         if beside && session.phase != Phase::Closing {
-            return Ok(self.plain_verdict(now, rid, need, in_line || full));
+            return Ok(self.decide_plain(now, rid, need, in_line || full));
         }
         let whole = stage != TicketState::Open && !self.tickets[rid].is_delta();
-        if whole && session.running == 0 && self.prepare(now, &key, need) {
+        if whole && session.turns_running == 0 && self.prepare_for_full_history(now, &key, need) {
             return Ok(Verdict::Wait);
         }
         let session = &self.sessions[&key];
         match session.phase {
-            Phase::Planned => return self.plan(now, &key),
+            Phase::Planned => return self.open_planned(now, &key),
             Phase::Opening | Phase::Demoting { .. } | Phase::Suspect { .. } => {
                 return Ok(Verdict::Wait);
             }
@@ -122,75 +123,75 @@ impl Table {
             _ if stage == TicketState::Open => return Ok(Verdict::Admit),
             _ => {}
         }
-        if session.exclusive && session.running > 0 && guards.hold(Guard::OneTurn) {
+        if session.exclusive && session.turns_running > 0 && guards.hold(Guard::OneTurn) {
             return Ok(Verdict::Wait);
         }
         if session.retention != Retention::Pinned {
-            return Ok(self.plain_verdict(now, rid, need, in_line || full));
+            return Ok(self.decide_plain(now, rid, need, in_line || full));
         }
         if full {
             return Ok(Verdict::Wait);
         }
-        let (auto, delta) = (session.is_auto(), self.tickets[rid].is_delta());
-        match self.pinned_verdict(now, &key, need, delta) {
+        let (auto, delta) = (session.has_auto_retention(), self.tickets[rid].is_delta());
+        match self.decide_pinned(now, &key, need, delta) {
             // A session that the agent pinned on its own gives way, and its turn runs on the radix
             // tree.
-            Err(_) if auto && self.gives_way(now, &key) => Ok(Verdict::Wait),
-            Err(_) if auto => Ok(self.plain_verdict(now, rid, need, in_line)),
+            Err(_) if auto && self.yield_pin(now, &key) => Ok(Verdict::Wait),
+            Err(_) if auto => Ok(self.decide_plain(now, rid, need, in_line)),
             verdict => verdict,
         }
     }
 
     /// Whether a turn must run on the radix tree, beside its session: the agent pinned the session
     /// on its own, and another turn is inside or left the history uncertain.
-    fn runs_beside_another(&self, key: &SessionKey) -> bool {
+    fn must_run_beside(&self, key: &SessionKey) -> bool {
         let session = &self.sessions[key];
-        let shared = session.is_auto() && !session.exclusive;
-        let taken = session.running > 0 || matches!(session.phase, Phase::Suspect { .. });
+        let shared = session.has_auto_retention() && !session.exclusive;
+        let taken = session.turns_running > 0 || matches!(session.phase, Phase::Suspect { .. });
         shared && session.retention == Retention::Pinned && taken
     }
 
     /// Prepares a session without running turns for a full history, and pins it if that pays.
     /// Returns true if the turn must wait for the KV to go to the radix tree.
-    fn prepare(&mut self, now: Instant, key: &SessionKey, need: Need) -> bool {
+    fn prepare_for_full_history(&mut self, now: Instant, key: &SessionKey, need: Need) -> bool {
         let session = &self.sessions[key];
-        let pinned = session.is_auto() && session.retention == Retention::Pinned;
+        let pinned = session.has_auto_retention() && session.retention == Retention::Pinned;
         match session.phase {
-            Phase::Gone(_) => self.begin_anew(now, key),
-            Phase::Planned | Phase::Open | Phase::Demoted if pinned && self.is_useless_pin(key) => {
-                return self.gives_way(now, key);
+            Phase::Gone(_) => self.start_over(now, key),
+            Phase::Planned | Phase::Open | Phase::Demoted if pinned && self.is_pin_useless(key) => {
+                return self.yield_pin(now, key);
             }
             _ => {}
         }
-        if self.sessions[key].phase == Phase::Open && self.pins_now(now, key, need) {
+        if self.sessions[key].phase == Phase::Open && self.should_pin(now, key, need) {
             self.pin(now, key);
         }
         false
     }
 
     /// Whether an earlier claimed turn of the same session is not inside yet.
-    fn comes_after_another(&self, ticket: &Ticket) -> bool {
+    fn has_earlier_claim(&self, ticket: &Ticket) -> bool {
         let before = |one: &Ticket| {
-            one.born == ticket.born
-                && one.order < ticket.order
-                && matches!(one.stage, TicketState::Claimed | TicketState::Queued)
+            one.generation == ticket.generation
+                && one.claim_order < ticket.claim_order
+                && matches!(one.state, TicketState::Claimed | TicketState::Queued)
         };
-        ticket.stage != TicketState::Open && self.tickets.values().any(before)
+        ticket.state != TicketState::Open && self.tickets.values().any(before)
     }
 
     /// Opens a pinned session that the engine doesn't know yet, if a row and some of the pin budget
     /// are free. Otherwise reclaims room or refuses.
-    fn plan(&mut self, now: Instant, key: &SessionKey) -> Result<Verdict, Error> {
+    fn open_planned(&mut self, now: Instant, key: &SessionKey) -> Result<Verdict, Error> {
         let dp_rank = self.sessions[key].dp_rank;
-        if self.takes_over() {
+        if self.is_taking_over() {
             // Wait until the previous agent's sessions are closed: what the engine holds is unknown
             // before.
             return Ok(Verdict::Wait);
         }
-        if let Some(shortage) = self.rows_short(dp_rank)? {
+        if let Some(shortage) = self.row_shortage(dp_rank)? {
             return self.reclaim_or_refuse(now, key, shortage);
         }
-        let (held, max) = self.pins(dp_rank)?;
+        let (held, max) = self.pinned_and_budget(dp_rank)?;
         if held >= max && self.rules.guards.hold(Guard::PinBudget) {
             let shortage = Shortage::Tokens { short: held - max + 1, held, max };
             return self.reclaim_or_refuse(now, key, shortage);
@@ -202,23 +203,23 @@ impl Table {
     /// Journals the session's incarnation and asks the engine to open it. The caller has checked
     /// that a row is free.
     pub(super) fn begin_open(&mut self, key: &SessionKey) {
-        let (incarnation, idle_max, dp_rank) = self.change(key, |session| {
+        let (incarnation, idle_max, dp_rank) = self.change_session(key, |session| {
             session.phase = Phase::Opening;
-            session.row = true;
+            session.holds_row = true;
             (session.incarnation.clone(), session.idle_max, session.dp_rank)
         });
         let record = Record::Opening { incarnation: incarnation.clone(), dp_rank };
         let open = Effect::Open { incarnation, idle_max };
         if self.rules.guards.hold(Guard::JournalFirst) {
-            self.journal(record);
+            self.write_journal(record);
             self.effects.push(open);
         } else {
             self.effects.push(open);
-            self.journal(record);
+            self.write_journal(record);
         }
     }
 
-    fn pinned_verdict(
+    fn decide_pinned(
         &mut self,
         now: Instant,
         key: &SessionKey,
@@ -228,14 +229,15 @@ impl Table {
         let guards = self.rules.guards;
         let session = &self.sessions[key];
         let dp_rank = session.dp_rank;
-        let held_now = if session.row { self.pages_of(session.resident_tokens) } else { 0 };
-        let target = self.pages_of(self.target_of(key, need, delta));
-        if !session.row
-            && let Some(shortage) = self.rows_short(dp_rank)?
+        let held_now =
+            if session.holds_row { self.round_to_pages(session.resident_tokens) } else { 0 };
+        let target = self.round_to_pages(self.kv_target(key, need, delta));
+        if !session.holds_row
+            && let Some(shortage) = self.row_shortage(dp_rank)?
         {
             return self.reclaim_or_refuse(now, key, shortage);
         }
-        let (held, max) = self.pins(dp_rank)?;
+        let (held, max) = self.pinned_and_budget(dp_rank)?;
         if target > max && guards.hold(Guard::PinBudget) {
             return Err(Error::TooLarge { need: target, max });
         }
@@ -249,13 +251,13 @@ impl Table {
         Ok(Verdict::Admit)
     }
 
-    fn plain_verdict(&mut self, now: Instant, rid: &str, need: Need, in_line: bool) -> Verdict {
+    fn decide_plain(&mut self, now: Instant, rid: &str, need: Need, in_line: bool) -> Verdict {
         if in_line {
             return Verdict::WaitInLine;
         }
         let dp_rank = self.tickets[rid].dp_rank;
         let capacity = self.engine.ranks[dp_rank as usize];
-        let tokens = self.wanted_by_engine(need).min(capacity.pool_tokens);
+        let tokens = self.tokens_engine_needs(need).min(capacity.pool_tokens);
         let large = tokens > capacity.pool_tokens - capacity.pin_tokens_max;
         let large = large && self.rules.guards.hold(Guard::LargeTurnWaits);
         if large {
@@ -265,14 +267,14 @@ impl Table {
                 // Reclaim only for the first such turn of each pass. If nothing can be reclaimed,
                 // the turn waits until sessions close. Turns that fit may pass it, but turns that
                 // would pin more may not.
-                if self.account(dp_rank).first_to_wait_for_pins(tokens) {
+                if self.account(dp_rank).note_wait_for_pins(tokens) {
                     let shortage = Shortage::Tokens { short: over, held, max: held - over };
                     self.reclaim(now, dp_rank, &shortage, Requester::Client);
                 }
                 return Verdict::Wait;
             }
         }
-        if !self.accounts[dp_rank as usize].engine_has_room(&capacity, AHEAD) {
+        if !self.accounts[dp_rank as usize].has_engine_room(&capacity, AHEAD) {
             return Verdict::WaitInLine;
         }
         let ticket = self.tickets.get_mut(rid).expect("the caller has it");
@@ -287,38 +289,43 @@ impl Table {
         shortage: Shortage,
     ) -> Result<Verdict, Error> {
         let session = &self.sessions[key];
-        let taker = if session.is_auto() { Requester::AutoPin } else { Requester::Client };
+        let taker =
+            if session.has_auto_retention() { Requester::AutoPin } else { Requester::Client };
         if self.reclaim(now, session.dp_rank, &shortage, taker) {
             return Ok(Verdict::Wait);
         }
         Err(shortage.into())
     }
 
-    fn let_in(&mut self, now: Instant, rid: &str) {
+    fn admit_ticket(&mut self, now: Instant, rid: &str) {
         let ticket = &self.tickets[rid];
         let (dp_rank, key) = (ticket.dp_rank, ticket.key.clone());
-        let (opens, closes) = (ticket.stage == TicketState::Open, ticket.closes());
-        let mut turn = Turn { session: None, dp_rank, growth_tokens: None, ran: None };
+        let (opens, closes) = (ticket.state == TicketState::Open, ticket.closes_session());
+        let mut turn = Turn { session: None, dp_rank, growth_tokens: None, run_mode: None };
         if let Some(key) = &key {
             let session = &self.sessions[key];
-            let beside = !opens && self.runs_beside_another(key);
+            let beside = !opens && self.must_run_beside(key);
             let pinned = session.retention == Retention::Pinned && !beside;
             turn.session = Some(TurnSession {
                 key: key.clone(),
                 incarnation: session.incarnation.clone(),
-                retention: if pinned { session.retention } else { self.unpinned(session) },
+                retention: if pinned {
+                    session.retention
+                } else {
+                    self.unpinned_retention(session)
+                },
                 trim: None,
             });
             if pinned && !opens {
-                self.let_in_pinned(rid, key, &mut turn);
+                self.admit_pinned(rid, key, &mut turn);
             } else {
-                turn.ran = Some(self.unpinned_ran(key));
+                turn.run_mode = Some(self.unpinned_run_mode(key));
             }
             if !opens {
-                self.compare_start(rid, key, beside);
-                self.change(key, |session| {
-                    session.waiting -= 1;
-                    session.running += 1;
+                self.compare_prompt_start(rid, key, beside);
+                self.change_session(key, |session| {
+                    session.turns_waiting -= 1;
+                    session.turns_running += 1;
                     session.unused = false;
                     if closes {
                         session.phase = Phase::Closing;
@@ -334,44 +341,44 @@ impl Table {
         if opens {
             self.tickets.remove(rid);
         } else {
-            self.enter(now, rid, &turn);
+            self.count_as_inside(now, rid, &turn);
         }
         self.effects.push(Effect::Admitted { rid: rid.to_owned(), turn });
     }
 
-    fn let_in_pinned(&mut self, rid: &str, key: &SessionKey, turn: &mut Turn) {
+    fn admit_pinned(&mut self, rid: &str, key: &SessionKey, turn: &mut Turn) {
         let ticket = &self.tickets[rid];
         let (need, delta) = (ticket.need, ticket.is_delta());
-        let target = self.target_of(key, need, delta);
+        let target = self.kv_target(key, need, delta);
         let session = &self.sessions[key];
         turn.growth_tokens = Some(target.saturating_sub(session.history_tokens));
         let incarnation = session.incarnation.clone();
-        let held = self.change(key, |session| {
+        let held = self.change_session(key, |session| {
             if delta {
                 session.deltas = Deltas::Taken;
             }
             session.reserved_tokens = target;
-            std::mem::replace(&mut session.row, true)
+            std::mem::replace(&mut session.holds_row, true)
         });
         let ticket = self.tickets.get_mut(rid).expect("the caller has it");
-        (ticket.pinned, ticket.from_nothing) = (true, !held);
-        self.journal(Record::Turn { incarnation, rid: rid.to_owned() });
-        if delta || !self.trims {
+        (ticket.pinned, ticket.had_no_kv) = (true, !held);
+        self.write_journal(Record::Turn { incarnation, rid: rid.to_owned() });
+        if delta || !self.shim_trims {
             // Without a shim that trims, a full history is admitted only if the session has none.
-            self.history_begins_with(rid, key);
-            turn.ran = Some(RunMode::Pinned);
+            self.update_deltas(rid, key);
+            turn.run_mode = Some(RunMode::Pinned);
             return;
         }
-        let retention = self.unpinned(&self.sessions[key]);
-        let trim: TrimRequest = self.mark(rid, key);
+        let retention = self.unpinned_retention(&self.sessions[key]);
+        let trim: TrimRequest = self.mark_for_trimming(rid, key);
         let named = turn.session.as_mut().expect("a pinned turn has one");
         (named.retention, named.trim) = (retention, Some(trim));
     }
 
     /// Counts a turn as inside the engine.
-    fn enter(&mut self, now: Instant, rid: &str, turn: &Turn) {
+    fn count_as_inside(&mut self, now: Instant, rid: &str, turn: &Turn) {
         let ticket = self.tickets.get_mut(rid).expect("the caller has it");
-        ticket.stage = TicketState::Inside;
+        ticket.state = TicketState::Inside;
         ticket.since = now;
         if let Some(session) = &turn.session {
             ticket.incarnation.clone_from(&session.incarnation);
@@ -381,40 +388,40 @@ impl Table {
         let account = self.account(dp_rank);
         account.totals.turns_queued -= 1;
         account.totals.turns_running += 1;
-        account.entered(turn.growth_tokens.is_some(), large, rows);
+        account.count_start(turn.growth_tokens.is_some(), large, rows);
     }
 
     /// Refuses a turn that is not inside the engine, and forgets it.
-    pub(super) fn refuse(&mut self, now: Instant, rid: &str, error: Error) {
-        self.forget(now, rid);
+    pub(super) fn refuse_ticket(&mut self, now: Instant, rid: &str, error: Error) {
+        self.forget_ticket(now, rid);
         self.effects.push(Effect::Refused { rid: rid.to_owned(), error });
     }
 
     /// Removes a turn that is not inside the engine from the table, the queue and all counts. If
     /// the turn also asked to close its session, the close still takes effect.
-    pub(super) fn forget(&mut self, now: Instant, rid: &str) {
+    pub(super) fn forget_ticket(&mut self, now: Instant, rid: &str) {
         let ticket = self.tickets.remove(rid).expect("the caller has it");
         self.queue.retain(|one| one != rid);
-        match ticket.stage {
+        match ticket.state {
             TicketState::Queued => self.account(ticket.dp_rank).totals.turns_queued -= 1,
             TicketState::Claimed => self.account(ticket.dp_rank).claimed -= 1,
             TicketState::Open | TicketState::Inside => {}
         }
         self.orphan_followers(&ticket);
         let Some(key) = ticket.key.clone() else { return };
-        if self.sessions.get(&key).is_none_or(|session| session.born != ticket.born) {
+        if self.sessions.get(&key).is_none_or(|session| session.generation != ticket.generation) {
             return;
         }
-        if ticket.stage != TicketState::Open {
-            self.change(&key, |session| session.waiting -= 1);
+        if ticket.state != TicketState::Open {
+            self.change_session(&key, |session| session.turns_waiting -= 1);
         }
         // A session with waiting turns doesn't expire; its idle limit may have passed meanwhile.
-        self.watch(&key);
-        let waits = |other: &Ticket| other.born == ticket.born && other.key.is_some();
+        self.schedule(&key);
+        let waits = |other: &Ticket| other.generation == ticket.generation && other.key.is_some();
         let planned = self.sessions[&key].phase == Phase::Planned;
         if planned && !self.tickets.values().any(waits) {
-            self.remove(&key);
-        } else if ticket.closes() {
+            self.remove_session(&key);
+        } else if ticket.closes_session() {
             // `begin_close` fails only for a session that is already closing.
             let _ = self.begin_close(now, &key);
         } else {
@@ -425,12 +432,12 @@ impl Table {
     /// Refuses everything in the queue.
     pub(super) fn refuse_waiting(&mut self, now: Instant, error: &Error) {
         while let Some(rid) = self.queue.front().cloned() {
-            self.refuse(now, &rid, error.clone());
+            self.refuse_ticket(now, &rid, error.clone());
         }
     }
 
     /// Refuses turns that have waited too long.
-    pub(super) fn time_out(&mut self, now: Instant) {
+    pub(super) fn refuse_late(&mut self, now: Instant) {
         let max = self.rules.queue_wait_max;
         let mut refused = false;
         while let Some(rid) = self.queue.front().cloned() {
@@ -440,7 +447,7 @@ impl Table {
             }
             refused = true;
             let detail = format!("it waited {} ms for room", max.as_millis());
-            self.refuse(now, &rid, Error::Short { what: "queue_time", detail });
+            self.refuse_ticket(now, &rid, Error::Short { what: "queue_time", detail });
         }
         if refused {
             self.pump(now);

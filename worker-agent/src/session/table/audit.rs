@@ -2,7 +2,7 @@
 
 use proto::load::Retention;
 
-use super::{Guard, Phase, Table, TicketState, engine::RankAccount};
+use super::{Guard, Phase, Table, TicketState, rank_account::RankAccount};
 use crate::session::RankTotals;
 
 impl Table {
@@ -21,27 +21,27 @@ impl Table {
         }
         let guards = self.rules.guards;
         for (key, session) in &self.sessions {
-            let alone = !session.exclusive || session.running <= 1;
+            let alone = !session.exclusive || session.turns_running <= 1;
             assert!(alone || !guards.hold(Guard::OneTurn), "two turns of one are inside");
             let shared = session.retention == Retention::Pinned && !session.exclusive;
-            assert!(!shared || session.is_auto(), "pinned by its client, and shared");
+            assert!(!shared || session.has_auto_retention(), "pinned by its client, and shared");
             let left = session.is_left_unused();
             assert!(!left, "{key:?} was opened for a turn that never went in, and is still there");
             let mine = |stage| {
-                let of = self.tickets.values().filter(move |ticket| ticket.stage == stage);
-                let of = of.filter(|ticket| ticket.born == session.born);
+                let of = self.tickets.values().filter(move |ticket| ticket.state == stage);
+                let of = of.filter(|ticket| ticket.generation == session.generation);
                 of.filter(|ticket| ticket.key.as_ref() == Some(key)).count()
             };
             if guards.hold(Guard::EndAcknowledged) {
                 let waiting = mine(TicketState::Claimed) + mine(TicketState::Queued);
-                assert_eq!(session.waiting as usize, waiting, "a claim isn't counted");
+                assert_eq!(session.turns_waiting as usize, waiting, "a claim isn't counted");
                 assert_eq!(
-                    session.running as usize,
+                    session.turns_running as usize,
                     mine(TicketState::Inside),
                     "a turn isn't counted"
                 );
                 let inside = self.tickets.values().filter(|ticket| {
-                    ticket.stage == TicketState::Inside
+                    ticket.state == TicketState::Inside
                         && ticket.pinned
                         && ticket.incarnation == session.incarnation
                 });
@@ -53,7 +53,7 @@ impl Table {
 
     fn check_ids(&self) {
         let mut ids: Vec<&String> = self.sessions.values().map(|s| &s.incarnation).collect();
-        ids.extend(self.closing.keys());
+        ids.extend(self.pending_closes.keys());
         let count = ids.len();
         ids.sort_unstable();
         ids.dedup();
@@ -69,12 +69,12 @@ impl Table {
     fn check_rank(&self, dp_rank: u32) {
         let mut counted = RankAccount::default();
         let of_rank = self.sessions.values().filter(|session| session.dp_rank == dp_rank);
-        of_rank.for_each(|session| counted.add(session, self.engine.page_tokens));
+        of_rank.for_each(|session| counted.add_session(session, self.engine.page_tokens));
         let kept = self.totals(dp_rank);
         let mut inherited = 0;
-        for one in self.closing.values().filter(|one| one.dp_rank == dp_rank) {
+        for one in self.pending_closes.values().filter(|one| one.dp_rank == dp_rank) {
             if self.rules.guards.hold(Guard::CountedUntilClosed) {
-                counted.totals.rows_held += u32::from(one.row);
+                counted.totals.rows_held += u32::from(one.holds_row);
                 counted.totals.pinned_tokens += one.tokens;
             }
             inherited += u32::from(one.inherited);
@@ -85,7 +85,7 @@ impl Table {
         counted.totals.pinned_tokens += kept.foreign_tokens;
         let staged = |stage| {
             let of_rank = self.tickets.values().filter(|ticket| ticket.dp_rank == dp_rank);
-            let count = of_rank.filter(|ticket| ticket.stage == stage).count();
+            let count = of_rank.filter(|ticket| ticket.state == stage).count();
             u32::try_from(count).expect("bounded")
         };
         counted.totals.turns_running = staged(TicketState::Inside);
@@ -97,7 +97,7 @@ impl Table {
         let own = kept.rows_held - kept.foreign_rows - inherited;
         let reserved = self.rules.guards.hold(Guard::RowsReserve);
         assert!(own <= rows_max || !reserved, "pinned sessions took the reserved rows");
-        let planned = |one: &&super::Session| one.phase == Phase::Planned && one.running > 0;
+        let planned = |one: &&super::Session| one.phase == Phase::Planned && one.turns_running > 0;
         assert!(!self.sessions.values().any(|one| planned(&one)), "a turn runs in no session");
     }
 }

@@ -19,7 +19,7 @@ impl Table {
     pub fn unsampled_prompt_tokens(&self, dp_rank: u32, seen: Instant) -> u64 {
         let unseen = |ticket: &&Ticket| {
             ticket.dp_rank == dp_rank
-                && match ticket.stage {
+                && match ticket.state {
                     TicketState::Queued => true,
                     TicketState::Inside => ticket.since > seen,
                     // A claimed turn's body isn't known yet, and an open is not a turn.
@@ -27,20 +27,20 @@ impl Table {
                 }
         };
         let turns = self.tickets.values().filter(unseen);
-        turns.map(|ticket| self.to_compute(ticket)).fold(0, u64::saturating_add)
+        turns.map(|ticket| self.tokens_to_compute(ticket)).fold(0, u64::saturating_add)
     }
 
-    fn to_compute(&self, ticket: &Ticket) -> u64 {
+    fn tokens_to_compute(&self, ticket: &Ticket) -> u64 {
         let need = ticket.need;
         let divisor = if need.exact { 1 } else { BYTES_PER_TOKEN };
         let sent = need.prompt_tokens / divisor;
         let session = ticket.key.as_ref().and_then(|key| self.sessions.get(key));
-        let session = session.filter(|session| session.born == ticket.born);
+        let session = session.filter(|session| session.generation == ticket.generation);
         let tokens = match session {
             None => sent.saturating_sub(need.resident_tokens),
             // A full history includes the tokens that its session already has.
-            Some(session) if ticket.pinned && ticket.is_marked() => {
-                let planned = ticket.to_compute(session.resident_tokens);
+            Some(session) if ticket.pinned && ticket.is_trim_turn() => {
+                let planned = ticket.tokens_to_compute(session.resident_tokens);
                 planned.unwrap_or(sent.saturating_sub(session.resident_tokens))
             }
             Some(session) if session.retention == Retention::Pinned && !ticket.is_delta() => {

@@ -11,7 +11,7 @@ const ANSWER_AHEAD: u64 = 4096;
 impl Table {
     /// Returns how many tokens of the pool pinned sessions may hold beside large plain turns.
     pub(super) fn room_to_pin(&self, dp_rank: u32, pool: u64) -> u64 {
-        let large = self.accounts[dp_rank as usize].largest();
+        let large = self.accounts[dp_rank as usize].largest_turn_tokens();
         let held = self.rules.guards.hold(Guard::LargeTurnWaits);
         let room = if held { pool.saturating_sub(large) } else { pool };
         // The engine needs free more than one page beyond a turn's need.
@@ -19,13 +19,13 @@ impl Table {
     }
 
     /// Returns the most KV tokens that a pinned session may hold after a turn.
-    pub(super) fn target_of(&self, key: &SessionKey, need: Need, delta: bool) -> u64 {
+    pub(super) fn kv_target(&self, key: &SessionKey, need: Need, delta: bool) -> u64 {
         let (session, guards) = (&self.sessions[key], self.rules.guards);
         if !guards.hold(Guard::GrowthReserved) {
             return session.resident_tokens;
         }
-        if !delta && self.trims {
-            return self.whole_target(key, need).max(session.resident_tokens);
+        if !delta && self.shim_trims {
+            return self.full_history_target(key, need).max(session.resident_tokens);
         }
         // A history whose KV is not resident is computed again and needs room.
         let before = if guards.hold(Guard::HistoryReserved) {
@@ -40,16 +40,16 @@ impl Table {
 
     /// Returns the tokens that the engine needs free before it starts a plain turn: the prompt in
     /// whole pages, the part of the answer that it reserves, and more than one page beyond them.
-    pub(super) fn wanted_by_engine(&self, need: Need) -> u64 {
+    pub(super) fn tokens_engine_needs(&self, need: Need) -> u64 {
         let (context, page) = (self.engine.context_tokens, self.engine.page_tokens);
         let prompt = need.prompt_tokens.min(context);
-        let ahead = if need.endless { context } else { ANSWER_AHEAD };
+        let ahead = if need.ignores_eos { context } else { ANSWER_AHEAD };
         let answer = need.answer_tokens.unwrap_or(context).min(context - prompt).min(ahead);
-        self.pages_of(prompt) + answer + page + 1
+        self.round_to_pages(prompt) + answer + page + 1
     }
 
     /// Returns the shortage of rows if one more pinned session would use a reserved row.
-    pub(super) fn rows_short(&self, dp_rank: u32) -> Result<Option<Shortage>, Error> {
+    pub(super) fn row_shortage(&self, dp_rank: u32) -> Result<Option<Shortage>, Error> {
         let capacity = self.capacity(dp_rank)?;
         let reserve =
             if self.rules.guards.hold(Guard::RowsReserve) { capacity.rows_reserve } else { 0 };
@@ -59,12 +59,12 @@ impl Table {
     }
 
     /// Returns the tokens that pinned sessions hold or have reserved, and the pin budget.
-    pub(super) fn pins(&self, dp_rank: u32) -> Result<(u64, u64), Error> {
+    pub(super) fn pinned_and_budget(&self, dp_rank: u32) -> Result<(u64, u64), Error> {
         Ok((self.totals(dp_rank).pinned_tokens, self.capacity(dp_rank)?.pin_tokens_max))
     }
 
     /// Rounds tokens up to whole pages, as pinned sessions hold whole pages.
-    pub(super) fn pages_of(&self, tokens: u64) -> u64 {
+    pub(super) fn round_to_pages(&self, tokens: u64) -> u64 {
         tokens.next_multiple_of(self.engine.page_tokens)
     }
 }

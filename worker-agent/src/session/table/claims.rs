@@ -27,20 +27,21 @@ impl Table {
         rank: Option<u32>,
         pinned_input: PinnedInput,
     ) -> Result<(), Error> {
-        let (claim, key, dp_rank, born) = match asked {
+        let (claim, key, dp_rank, generation) = match asked {
             None => (None, None, self.choose_rank(rank, None)?, 0),
             Some((claim, key)) => {
                 self.claim_session(now, claim, key, rank, pinned_input)?;
                 let session = self.sessions.get_mut(key).expect("just claimed");
-                session.waiting += 1;
-                session.idle_max = claim.idle_ms_max.map_or(session.idle_max, idle_max_of);
-                (Some(claim.clone()), Some(key.clone()), session.dp_rank, session.born)
+                session.turns_waiting += 1;
+                session.idle_max = claim.idle_ms_max.map_or(session.idle_max, bounded_idle_max);
+                (Some(claim.clone()), Some(key.clone()), session.dp_rank, session.generation)
             }
         };
-        self.claims += 1;
+        self.claim_count += 1;
         self.account(dp_rank).claimed += 1;
-        let mut ticket = Ticket::new(now, TicketState::Claimed, pinned_input, dp_rank, self.claims);
-        (ticket.claim, ticket.key, ticket.born) = (claim, key, born);
+        let mut ticket =
+            Ticket::new(now, TicketState::Claimed, pinned_input, dp_rank, self.claim_count);
+        (ticket.claim, ticket.key, ticket.generation) = (claim, key, generation);
         let before = self.tickets.insert(rid.to_owned(), ticket);
         assert!(before.is_none(), "a turn's id is used twice");
         self.debug_check();
@@ -57,7 +58,7 @@ impl Table {
     ) -> Result<(), Error> {
         // A delta relies on the session's history. If that is gone, the delta must not start an
         // empty session.
-        self.make_way(key, claim.open && !claim.delta);
+        self.remove_if_unusable(key, claim.open && !claim.delta);
         if !self.sessions.contains_key(key) {
             if claim.delta && !claim.open {
                 return Err(Error::Unknown);
@@ -65,27 +66,30 @@ impl Table {
             // A client that opens a session with a delta will send only new tokens, which needs a
             // pinned session.
             let wanted = claim.retention.or(claim.delta.then_some(Retention::Pinned));
-            let retention = self.retention(wanted)?;
+            let retention = self.choose_retention(wanted)?;
             match retention {
-                Retention::Pinned => check_appends(claim.delta, false, pinned_input, self.trims)?,
+                Retention::Pinned => {
+                    check_appends(claim.delta, false, pinned_input, self.shim_trims)?
+                }
                 Retention::Tagged | Retention::None if claim.delta => {
                     return Err(Error::DeltaNeedsPinned(retention));
                 }
                 _ => {}
             }
             let dp_rank = self.choose_rank(rank, Some(retention))?;
-            self.insert(now, key, (wanted, retention), dp_rank, claim)?;
+            self.insert_session(now, key, (wanted, retention), dp_rank, claim)?;
             self.sessions.get_mut(key).expect("just inserted").unused = true;
         }
         let (guards, behind) = (self.rules.guards, self.rules.turns_queued_per_session_max);
         let session = self.sessions.get_mut(key).expect("there is one now");
-        check_turn(session, claim, pinned_input, self.trims, guards)?;
-        let before = session.running + session.waiting;
-        let alone = session.exclusive || session.opened;
+        check_turn(session, claim, pinned_input, self.shim_trims, guards)?;
+        let before = session.turns_running + session.turns_waiting;
+        let alone = session.exclusive || session.opened_by_client;
         if alone && before > behind && guards.hold(Guard::OneTurn) {
             return Err(Error::Busy);
         }
-        session.whole.sends = !claim.delta && (self.trims || session.is_auto());
+        session.full_history.is_sent =
+            !claim.delta && (self.shim_trims || session.has_auto_retention());
         if matches!(session.phase, Phase::Gone(_)) && session.retention != Retention::Pinned {
             // Only evictable KV was lost, so the session continues and recomputes it.
             session.phase = Phase::Open;
@@ -95,21 +99,21 @@ impl Table {
         }
         // Turns that already run side by side continue. The first turn that is claimed after they
         // ended makes the session exclusive.
-        session.opened |= claim.open;
-        session.exclusive |= session.opened && before == 0;
+        session.opened_by_client |= claim.open;
+        session.exclusive |= session.opened_by_client && before == 0;
         Ok(())
     }
 
     /// Removes a session without turns if it can't continue and is to be opened again, or if its
     /// rank no longer exists.
-    fn make_way(&mut self, key: &SessionKey, open: bool) {
+    fn remove_if_unusable(&mut self, key: &SessionKey, open: bool) {
         let ranks = self.engine.ranks.len();
         let Some(session) = self.sessions.get(key) else { return };
-        let at_rest = session.running == 0 && session.waiting == 0;
+        let at_rest = session.turns_running == 0 && session.turns_waiting == 0;
         let homeless = session.dp_rank as usize >= ranks;
         let gone = matches!(session.phase, Phase::Gone(_));
         if at_rest && (homeless || (open && gone)) {
-            self.remove(key);
+            self.remove_session(key);
         }
     }
 
@@ -133,45 +137,46 @@ impl Table {
             let detail = format!("{max} wait already");
             return Err(Error::Short { what: "queue_places", detail });
         }
-        self.make_way(key, true);
+        self.remove_if_unusable(key, true);
         let idle_ms_max = idle_max.map(|idle| u64::try_from(idle.as_millis()).unwrap_or(u64::MAX));
         let claim = Claim { open: true, idle_ms_max, ..Claim::for_session(key) };
         match self.sessions.get_mut(key) {
             Some(session) if session.phase == Phase::Closing => return Err(Error::Closing),
             Some(session) if matches!(session.phase, Phase::Gone(_)) => return Err(Error::Busy),
             Some(session) => {
-                let alone = session.running + session.waiting == 0;
-                if let Some(wanted) = retention.filter(|_| session.is_auto() && alone) {
+                let alone = session.turns_running + session.turns_waiting == 0;
+                if let Some(wanted) = retention.filter(|_| session.has_auto_retention() && alone) {
                     // The client's choice replaces the agent's.
-                    self.decide(now, key, wanted);
+                    self.apply_requested_retention(now, key, wanted);
                 }
                 let session = self.sessions.get_mut(key).expect("just seen");
-                let shared = session.is_auto() && session.retention == Retention::Pinned;
+                let shared = session.has_auto_retention() && session.retention == Retention::Pinned;
                 if retention.is_some_and(|wanted| wanted != session.retention || shared) {
                     return Err(Error::OpenOtherwise(session.retention));
                 }
-                session.opened = true;
+                session.opened_by_client = true;
                 session.unused = false;
                 session.open_for_deltas();
-                session.exclusive |= session.running + session.waiting <= 1;
+                session.exclusive |= session.turns_running + session.turns_waiting <= 1;
                 session.idle_max = idle_max.map_or(session.idle_max, |max| max.min(IDLE_MAX));
-                self.watch(key);
+                self.schedule(key);
             }
             None => {
-                let kept = self.retention(retention)?;
+                let kept = self.choose_retention(retention)?;
                 let dp_rank = self.choose_rank(rank, Some(kept))?;
-                self.insert(now, key, (retention, kept), dp_rank, &claim)?;
+                self.insert_session(now, key, (retention, kept), dp_rank, &claim)?;
             }
         }
-        let (dp_rank, born) = (self.sessions[key].dp_rank, self.sessions[key].born);
+        let (dp_rank, generation) = (self.sessions[key].dp_rank, self.sessions[key].generation);
         let mut ticket = Ticket::new(
             now,
             TicketState::Open,
             PinnedInput::DeltasAndHistories,
             dp_rank,
-            self.claims,
+            self.claim_count,
         );
-        (ticket.claim, ticket.key, ticket.born) = (Some(claim), Some(key.clone()), born);
+        (ticket.claim, ticket.key, ticket.generation) =
+            (Some(claim), Some(key.clone()), generation);
         self.tickets.insert(rid.to_owned(), ticket);
         self.queue.push_back(rid.to_owned());
         self.pump(now);
@@ -189,15 +194,15 @@ impl Table {
         if *opened == OpenResult::Yes
             && let Some(key) = &key
         {
-            self.change(key, |session| {
+            self.change_session(key, |session| {
                 if session.phase == Phase::Opening {
                     session.phase = Phase::Open;
                 }
             });
-            self.watch(key);
+            self.schedule(key);
             self.close_if_due(now, key);
             self.close_unused(now, key);
-            self.reopened(now, key, true);
+            self.finish_reopen(now, key, true);
         } else {
             // The session is gone, or the open failed. An incarnation that may be open at the
             // engine must be closed.
@@ -205,13 +210,15 @@ impl Table {
             if !sure && self.rules.guards.hold(Guard::UnknownOpenClosed) {
                 self.start_close(incarnation.to_owned(), PendingClose::empty(now));
             } else {
-                self.journal(Record::Closed { incarnation: incarnation.to_owned() });
+                self.write_journal(Record::Closed { incarnation: incarnation.to_owned() });
             }
-            if let Some(key) = key.filter(|key| !self.reopened(now, key, false)) {
-                if self.sessions[&key].is_auto() && self.sessions[&key].phase == Phase::Opening {
+            if let Some(key) = key.filter(|key| !self.finish_reopen(now, key, false)) {
+                if self.sessions[&key].has_auto_retention()
+                    && self.sessions[&key].phase == Phase::Opening
+                {
                     // The agent pinned this session on its own, so its turns continue without the
                     // pin.
-                    self.unpin_closed(now, &key);
+                    self.unpin_without_close(now, &key);
                     self.pump(now);
                     return self.debug_check();
                 }
@@ -226,7 +233,7 @@ impl Table {
         self.debug_check();
     }
 
-    fn insert(
+    fn insert_session(
         &mut self,
         now: Instant,
         key: &SessionKey,
@@ -234,55 +241,55 @@ impl Table {
         dp_rank: u32,
         claim: &Claim,
     ) -> Result<(), Error> {
-        if self.sessions.len() >= self.sessions_max && !self.make_room(now) {
+        if self.sessions.len() >= self.sessions_max && !self.close_longest_idle(now) {
             let detail = format!("{} are open; close some", self.sessions_max);
             return Err(Error::Short { what: "sessions", detail });
         }
         let pinned = retention == Retention::Pinned;
-        self.born += 1;
+        self.generation_count += 1;
         let session = Session {
             retention,
-            wanted,
+            requested_retention: wanted,
             dp_rank,
             incarnation: self.next_incarnation(key),
             exclusive: pinned || claim.open,
             turns: 0,
-            running: 0,
-            waiting: 0,
+            turns_running: 0,
+            turns_waiting: 0,
             history_tokens: 0,
             resident_tokens: 0,
             reserved_tokens: 0,
-            opened: claim.open,
+            opened_by_client: claim.open,
             unused: false,
-            row: false,
+            holds_row: false,
             corrupt: false,
             lost_rid: None,
-            born: self.born,
-            whole: FullHistory::default(),
+            generation: self.generation_count,
+            full_history: FullHistory::default(),
             deltas: if claim.open { Deltas::Allowed } else { Deltas::Refused },
-            prefix: PrefixTracker::default(),
+            prefix_tracker: PrefixTracker::default(),
             phase: if pinned { Phase::Planned } else { Phase::Open },
-            last_end: now,
-            idle_max: claim.idle_ms_max.map_or(self.rules.idle_max, idle_max_of),
+            last_turn_end: now,
+            idle_max: claim.idle_ms_max.map_or(self.rules.idle_max, bounded_idle_max),
         };
-        self.watch_until(now + session.idle_max);
+        self.schedule_at(now + session.idle_max);
         let page = self.engine.page_tokens;
-        self.account(dp_rank).add(&session, page);
+        self.account(dp_rank).add_session(&session, page);
         self.by_incarnation.insert(session.incarnation.clone(), key.clone());
         self.sessions.insert(key.clone(), session);
-        self.touch(key);
+        self.report_change(key);
         Ok(())
     }
 
     /// Closes the session that was idle longest among those that no client opened. Its client has
     /// no right to it, and finds its KV in the radix tree if it comes back soon.
-    fn make_room(&mut self, now: Instant) -> bool {
+    fn close_longest_idle(&mut self, now: Instant) -> bool {
         let inferred = self.sessions.iter().filter(|(_, one)| !one.exclusive && one.can_expire());
-        let longest = inferred.min_by_key(|(_, one)| one.last_end).map(|(key, _)| key.clone());
+        let longest = inferred.min_by_key(|(_, one)| one.last_turn_end).map(|(key, _)| key.clone());
         longest.is_some_and(|key| self.close_session(now, &key).is_ok())
     }
 
-    pub(super) fn retention(&self, wanted: Option<Retention>) -> Result<Retention, Error> {
+    pub(super) fn choose_retention(&self, wanted: Option<Retention>) -> Result<Retention, Error> {
         let offered = &self.engine.retentions;
         let Some(wanted) = wanted else {
             let tagged = offered.contains(&Retention::Tagged);
@@ -307,12 +314,12 @@ impl Table {
             let held = if retention == Some(Retention::Pinned) { totals.rows_held } else { 0 };
             let claimed = self.accounts[*dp_rank as usize].claimed;
             let turns = totals.turns_running + totals.turns_queued + claimed;
-            (held, turns, totals.pinned_tokens + totals.estimate_tokens)
+            (held, turns, totals.pinned_tokens + totals.tree_tokens_estimate)
         };
         (0..count).min_by_key(burden).ok_or(Error::NoRank(0))
     }
 }
 
-fn idle_max_of(idle_ms: u64) -> Duration {
+fn bounded_idle_max(idle_ms: u64) -> Duration {
     Duration::from_millis(idle_ms).min(IDLE_MAX)
 }

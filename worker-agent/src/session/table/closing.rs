@@ -26,7 +26,7 @@ const VERIFIED_WITHIN: Duration = Duration::from_secs(5);
 #[derive(Debug)]
 pub(super) struct PendingClose {
     pub(super) dp_rank: u32,
-    pub(super) row: bool,
+    pub(super) holds_row: bool,
     /// KV tokens of the incarnation, in whole pages.
     pub(super) tokens: u64,
     /// Id of a turn that may still be inside the engine.
@@ -35,9 +35,9 @@ pub(super) struct PendingClose {
     pub(super) inherited: bool,
     pub(super) since: Instant,
     /// When to repeat the close; `None` while an answer is awaited.
-    pub(super) due: Option<Instant>,
+    pub(super) repeat_at: Option<Instant>,
     /// Whether the engine has reported that the session still exists.
-    pub(super) kept: bool,
+    pub(super) kept_by_engine: bool,
 }
 
 impl PendingClose {
@@ -45,13 +45,13 @@ impl PendingClose {
     pub(super) fn empty(now: Instant) -> Self {
         Self {
             dp_rank: 0,
-            row: false,
+            holds_row: false,
             tokens: 0,
             rid: None,
             inherited: false,
             since: now,
-            due: None,
-            kept: false,
+            repeat_at: None,
+            kept_by_engine: false,
         }
     }
 }
@@ -70,32 +70,37 @@ impl Table {
             return;
         }
         let dp_rank = if (dp_rank as usize) < self.engine.ranks.len() { dp_rank } else { 0 };
-        let row =
-            PendingClose { dp_rank, row: true, rid, inherited: true, ..PendingClose::empty(now) };
-        self.start_close(incarnation, row);
+        let pending = PendingClose {
+            dp_rank,
+            holds_row: true,
+            rid,
+            inherited: true,
+            ..PendingClose::empty(now)
+        };
+        self.start_close(incarnation, pending);
         self.debug_check();
     }
 
     /// Whether an incarnation of an earlier agent process is not closed yet.
-    pub(super) fn takes_over(&self) -> bool {
-        self.closing.values().any(|one| one.inherited)
+    pub(super) fn is_taking_over(&self) -> bool {
+        self.pending_closes.values().any(|one| one.inherited)
     }
 
     /// Handles the engine's answer to an [`Effect::Close`], or the shim's report of a closed
     /// session.
     pub fn handle_close_result(&mut self, now: Instant, incarnation: &str, closed: CloseResult) {
-        let Some(closing) = self.closing.get_mut(incarnation) else { return };
-        closing.kept |= closed == CloseResult::Kept;
+        let Some(closing) = self.pending_closes.get_mut(incarnation) else { return };
+        closing.kept_by_engine |= closed == CloseResult::Kept;
         if closed != CloseResult::Confirmed && self.rules.guards.hold(Guard::CloseRepeated) {
             // The longer a close takes, the less often it is repeated.
             let waited = now.saturating_duration_since(closing.since);
-            closing.due = Some(now + (waited / 4).clamp(CLOSE_AGAIN, CLOSE_AGAIN_MAX));
+            closing.repeat_at = Some(now + (waited / 4).clamp(CLOSE_AGAIN, CLOSE_AGAIN_MAX));
             return;
         }
-        let closing = self.closing.remove(incarnation).expect("just seen");
-        self.uncount(&closing);
+        let closing = self.pending_closes.remove(incarnation).expect("just seen");
+        self.uncount_close(&closing);
         self.effects.push(Effect::Freed(now.saturating_duration_since(closing.since)));
-        self.journal(Record::Closed { incarnation: incarnation.to_owned() });
+        self.write_journal(Record::Closed { incarnation: incarnation.to_owned() });
         self.pump(now);
         self.debug_check();
     }
@@ -103,7 +108,7 @@ impl Table {
     /// Closes and removes a closing session when no turn of it is inside the engine any more.
     pub(super) fn close_if_due(&mut self, now: Instant, key: &SessionKey) {
         let Some(session) = self.sessions.get(key) else { return };
-        if session.phase != Phase::Closing || session.running > 0 {
+        if session.phase != Phase::Closing || session.turns_running > 0 {
             return;
         }
         self.close_at_engine(now, key);
@@ -128,45 +133,45 @@ impl Table {
             GoneReason::KvCorrupt => SessionEvent::Corrupt,
             GoneReason::EngineRestarted => SessionEvent::EngineLost,
         };
-        self.effects.push(Effect::Happened(key.clone(), event));
-        self.runs_as_it_came(key);
+        self.effects.push(Effect::SessionEvent(key.clone(), event));
+        self.answer_outside(key);
         self.close_at_engine(now, key);
         self.reincarnate(key);
-        self.change(key, |session| {
+        self.change_session(key, |session| {
             session.phase = Phase::Gone(why);
-            session.emptied();
+            session.clear_figures();
         });
         let session = &self.sessions[key];
-        self.watch_until(session.last_end + session.idle_max);
+        self.schedule_at(session.last_turn_end + session.idle_max);
     }
 
     /// Makes a session suspect after a turn's end left its history uncertain: the shim's session
     /// table decides. Without a shim, or without an expected history, closes the session at the
     /// engine.
-    pub(super) fn doubt(
+    pub(super) fn make_suspect(
         &mut self,
         now: Instant,
         key: &SessionKey,
         expected: Option<ExpectedHistory>,
     ) {
-        let verifies = self.accounts[self.sessions[key].dp_rank as usize].verifies();
+        let verifies = self.accounts[self.sessions[key].dp_rank as usize].can_verify();
         let (true, Some(expected)) = (verifies, expected) else {
             return self.retire(now, key, GoneReason::HistoryUnknown);
         };
         let until = now + VERIFIED_WITHIN;
-        let (dp_rank, rid) = self.change(key, |session| {
-            session.phase = Phase::Suspect { expected, until, asked: false };
+        let (dp_rank, rid) = self.change_session(key, |session| {
+            session.phase = Phase::Suspect { expected, until, table_requested: false };
             (session.dp_rank, session.lost_rid.clone())
         });
-        self.effects.push(Effect::Look { dp_rank, rid });
-        self.watch_until(until);
+        self.effects.push(Effect::RequestShimTable { dp_rank, rid });
+        self.schedule_at(until);
     }
 
     /// Handles an audit's finding that pages of a session's KV also belong to others, or that
     /// others wrote to them. No further turn runs on them; a running turn ends first.
     pub fn handle_corruption(&mut self, now: Instant, incarnation: &str) {
         let Some(key) = self.by_incarnation.get(incarnation).cloned() else { return };
-        self.change(&key, |session| session.corrupt = true);
+        self.change_session(&key, |session| session.corrupt = true);
         self.retire_corrupt(now, &key);
         self.pump(now);
         self.debug_check();
@@ -176,7 +181,7 @@ impl Table {
     pub(super) fn retire_corrupt(&mut self, now: Instant, key: &SessionKey) {
         let Some(session) = self.sessions.get(key) else { return };
         let over = matches!(session.phase, Phase::Closing | Phase::Gone(_));
-        if session.corrupt && session.running == 0 && !over {
+        if session.corrupt && session.turns_running == 0 && !over {
             self.retire(now, key, GoneReason::KvCorrupt);
         }
     }
@@ -193,15 +198,16 @@ impl Table {
         match session.retention {
             Retention::Pinned => {
                 let held = session.resident_tokens.max(session.reserved_tokens);
-                let row = session.row;
-                let tokens = if row { self.pages_of(held) } else { 0 };
+                let holds_row = session.holds_row;
+                let tokens = if holds_row { self.round_to_pages(held) } else { 0 };
                 let (dp_rank, rid) = (session.dp_rank, session.lost_rid.clone());
                 let closing =
-                    PendingClose { dp_rank, row, tokens, rid, ..PendingClose::empty(now) };
+                    PendingClose { dp_rank, holds_row, tokens, rid, ..PendingClose::empty(now) };
                 self.start_close(incarnation, closing);
             }
             Retention::Tagged => {
-                let close = CloseRequest { incarnation, rid: None, pinned: false, again: false };
+                let close =
+                    CloseRequest { incarnation, rid: None, pinned: false, is_repeat: false };
                 self.effects.push(Effect::Close(close));
             }
             Retention::None => {}
@@ -209,34 +215,34 @@ impl Table {
     }
 
     pub(super) fn start_close(&mut self, incarnation: String, closing: PendingClose) {
-        if self.closing.contains_key(&incarnation) {
+        if self.pending_closes.contains_key(&incarnation) {
             return;
         }
         if self.rules.guards.hold(Guard::CountedUntilClosed) {
             let account = self.account(closing.dp_rank);
-            account.totals.rows_held += u32::from(closing.row);
+            account.totals.rows_held += u32::from(closing.holds_row);
             account.totals.pinned_tokens += closing.tokens;
         }
         let rid = closing.rid.clone();
         let close =
-            CloseRequest { incarnation: incarnation.clone(), rid, pinned: true, again: false };
+            CloseRequest { incarnation: incarnation.clone(), rid, pinned: true, is_repeat: false };
         self.effects.push(Effect::Close(close));
-        self.closing.insert(incarnation, closing);
+        self.pending_closes.insert(incarnation, closing);
     }
 
-    fn uncount(&mut self, closing: &PendingClose) {
+    fn uncount_close(&mut self, closing: &PendingClose) {
         if self.rules.guards.hold(Guard::CountedUntilClosed) {
             let account = self.account(closing.dp_rank);
-            account.totals.rows_held -= u32::from(closing.row);
+            account.totals.rows_held -= u32::from(closing.holds_row);
             account.totals.pinned_tokens -= closing.tokens;
         }
     }
 
     pub(super) fn repeat_closes(&mut self, now: Instant) {
-        for (incarnation, closing) in &mut self.closing {
-            if closing.due.take_if(|due| *due <= now).is_some() {
+        for (incarnation, closing) in &mut self.pending_closes {
+            if closing.repeat_at.take_if(|due| *due <= now).is_some() {
                 let (incarnation, rid) = (incarnation.clone(), closing.rid.clone());
-                let close = CloseRequest { incarnation, rid, pinned: true, again: true };
+                let close = CloseRequest { incarnation, rid, pinned: true, is_repeat: true };
                 self.effects.push(Effect::Close(close));
             }
         }
@@ -245,8 +251,8 @@ impl Table {
     /// Forgets all unconfirmed closes, because the engine process seems to have ended. The journal
     /// keeps them until another process is there, in case the same process answers again.
     pub(super) fn forget_closes(&mut self) {
-        for closing in std::mem::take(&mut self.closing).into_values() {
-            self.uncount(&closing);
+        for closing in std::mem::take(&mut self.pending_closes).into_values() {
+            self.uncount_close(&closing);
         }
     }
 
@@ -256,15 +262,15 @@ impl Table {
     pub fn restart_required(&self, now: Instant) -> Option<String> {
         let late = |since: Instant| since + self.rules.stuck_after <= now;
         // If the engine can't be asked, it isn't at fault.
-        let stays = |one: &&PendingClose| one.kept && late(one.since);
-        let closes = self.closing.values().filter(stays).count();
+        let stays = |one: &&PendingClose| one.kept_by_engine && late(one.since);
+        let closes = self.pending_closes.values().filter(stays).count();
         if closes > 0 {
             return Some(format!(
                 "the engine keeps {closes} sessions half closed; their rows and KV come back only \
                  when it restarts"
             ));
         }
-        let abandoned = self.tickets.values().filter_map(|ticket| ticket.abandoned);
+        let abandoned = self.tickets.values().filter_map(|ticket| ticket.abandoned_since);
         let turns = abandoned.filter(|since| late(*since)).count();
         (turns > 0).then(|| {
             format!("the engine doesn't end {turns} aborted turns; restart it to free their rows")

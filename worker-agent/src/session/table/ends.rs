@@ -11,10 +11,10 @@ impl Table {
     /// until the engine acknowledges its end.
     pub fn abandon_turn(&mut self, now: Instant, rid: &str) {
         let Some(ticket) = self.tickets.get_mut(rid) else { return };
-        if ticket.stage != TicketState::Inside {
+        if ticket.state != TicketState::Inside {
             return;
         }
-        ticket.abandoned.get_or_insert(now);
+        ticket.abandoned_since.get_or_insert(now);
         if !self.rules.guards.hold(Guard::EndAcknowledged) {
             self.end_turn(now, rid, Outcome::Aborted);
         }
@@ -24,32 +24,32 @@ impl Table {
     /// nothing if the turn has already ended.
     pub fn end_turn(&mut self, now: Instant, rid: &str, outcome: Outcome) {
         let Some(ticket) = self.tickets.get(rid) else { return };
-        if ticket.stage != TicketState::Inside {
-            self.forget(now, rid);
+        if ticket.state != TicketState::Inside {
+            self.forget_ticket(now, rid);
             self.pump(now);
             return self.debug_check();
         }
         let ticket = self.tickets.remove(rid).expect("just seen");
-        self.account(ticket.dp_rank).left(ticket.pinned, ticket.large_tokens);
+        self.account(ticket.dp_rank).count_end(ticket.pinned, ticket.large_tokens);
         if !matches!(outcome, Outcome::Finished(_)) {
             self.orphan_followers(&ticket);
         }
         if let Some(key) = &ticket.key
-            && self.sessions.get(key).is_some_and(|session| session.born == ticket.born)
+            && self.sessions.get(key).is_some_and(|session| session.generation == ticket.generation)
         {
-            self.change(key, |session| {
-                session.running -= 1;
-                session.last_end = now;
+            self.change_session(key, |session| {
+                session.turns_running -= 1;
+                session.last_turn_end = now;
             });
-            self.watch(key);
+            self.schedule(key);
             // If the engine restarted during the turn, the session has nothing left to update.
             let mine = self.sessions[key].incarnation == ticket.incarnation;
             if mine && !matches!(self.sessions[key].phase, Phase::Gone(_)) {
-                self.settle(now, key, rid, &ticket, outcome);
+                self.settle_end(now, key, rid, &ticket, outcome);
             }
             self.retire_corrupt(now, key);
             if self.sessions.contains_key(key) {
-                self.watch(key);
+                self.schedule(key);
             }
             self.close_if_due(now, key);
         }
@@ -66,13 +66,13 @@ impl Table {
         for one in self.tickets.values_mut() {
             let delta = one.claim.as_ref().is_some_and(|claim| claim.delta && !claim.open);
             one.orphaned |= delta
-                && one.born == ticket.born
-                && one.order > ticket.order
-                && one.stage != TicketState::Inside;
+                && one.generation == ticket.generation
+                && one.claim_order > ticket.claim_order
+                && one.state != TicketState::Inside;
         }
     }
 
-    fn settle(
+    fn settle_end(
         &mut self,
         now: Instant,
         key: &SessionKey,
@@ -80,25 +80,25 @@ impl Table {
         ticket: &Ticket,
         outcome: Outcome,
     ) {
-        if ticket.is_unfit() {
-            return self.undo(key, ticket.from_nothing);
+        if ticket.is_refused_by_shim() {
+            return self.undo_admission(key, ticket.had_no_kv);
         }
-        let outcome = self.measured(key, ticket, outcome);
+        let outcome = self.measure_full_history(key, ticket, outcome);
         let pinned = self.sessions[key].retention == Retention::Pinned;
         if ticket.pinned && pinned {
-            if !self.settle_marked(now, key, (rid, ticket), outcome) {
+            if !self.settle_uncertain_trim(now, key, (rid, ticket), outcome) {
                 self.settle_pinned(now, key, rid, ticket, outcome);
             }
             return;
         }
         let beside = pinned;
         if let Outcome::Finished(usage) | Outcome::Unheard(usage) = outcome {
-            self.change(key, |session| {
+            self.change_session(key, |session| {
                 session.turns += 1;
                 // A turn that ran beside a pinned session doesn't change the session's history.
-                session.whole.behind |= beside;
+                session.full_history.client_ahead |= beside;
                 if let Some(usage) = usage.filter(|_| !beside) {
-                    session.grown(usage);
+                    session.record_usage(usage);
                 }
             });
         }
@@ -116,75 +116,75 @@ impl Table {
         let before = self.sessions[key].history_tokens;
         let open = self.sessions[key].phase == Phase::Open;
         match outcome {
-            Outcome::Refused => self.undo(key, ticket.from_nothing),
+            Outcome::Refused => self.undo_admission(key, ticket.had_no_kv),
             // The engine rolls the history back and gives the session's KV to its radix tree.
-            Outcome::Aborted => self.change(key, |session| {
-                session.row = false;
+            Outcome::Aborted => self.change_session(key, |session| {
+                session.holds_row = false;
                 session.reserved_tokens = 0;
                 session.resident_tokens = 0;
                 session.phase = if open { Phase::Demoted } else { session.phase };
             }),
             Outcome::Finished(usage) => {
-                self.grow(key, usage);
-                self.note_ends(key, ticket, usage);
+                self.record_growth(key, usage);
+                self.note_hidden_end_tokens(key, ticket, usage);
                 let retracted = usage.is_some_and(|usage| usage.retractions > 0);
                 if !open {
-                } else if usage.is_none_or(|usage| !ticket.follows(before, usage))
+                } else if usage.is_none_or(|usage| !ticket.follows_history(before, usage))
                     && guards.hold(Guard::HistoryChecked)
                 {
                     // For a planned turn, the shim has compared the engine's own count with the
                     // plan. The usage that a route reports may be lower: one route subtracts its
                     // template's tokens.
-                    let planned = ticket.marked.as_ref().and_then(|one| one.prompt_tokens);
-                    self.doubt(now, key, planned.map(ExpectedHistory::AtLeast));
+                    let planned = ticket.trim_turn.as_ref().and_then(|one| one.prompt_tokens);
+                    self.make_suspect(now, key, planned.map(ExpectedHistory::AtLeast));
                 } else if retracted && guards.hold(Guard::RetractionSuspect) {
                     // The engine commits a partial answer when it retracts a turn from its batch,
                     // so only the engine knows the final history.
                     let history_tokens = self.sessions[key].history_tokens;
-                    self.doubt(now, key, Some(ExpectedHistory::Exactly(history_tokens)));
+                    self.make_suspect(now, key, Some(ExpectedHistory::Exactly(history_tokens)));
                 }
             }
             Outcome::Unheard(usage) => {
-                self.grow(key, usage);
+                self.record_growth(key, usage);
                 if open && guards.hold(Guard::UnheardSuspect) {
-                    self.doubt(now, key, None);
+                    self.make_suspect(now, key, None);
                 }
             }
             Outcome::Partial if guards.hold(Guard::RetractionSuspect) => {
                 // The reserved tokens stay counted until the shim's session table or a close
                 // settles the session.
                 if open {
-                    self.doubt(now, key, Some(ExpectedHistory::Exactly(before)));
+                    self.make_suspect(now, key, Some(ExpectedHistory::Exactly(before)));
                 }
             }
-            Outcome::Partial => self.change(key, |session| session.reserved_tokens = 0),
+            Outcome::Partial => self.change_session(key, |session| session.reserved_tokens = 0),
             Outcome::Lost => {
                 if guards.hold(Guard::AbortBeforeClose) {
-                    self.change(key, |session| session.lost_rid = Some(rid.to_owned()));
+                    self.change_session(key, |session| session.lost_rid = Some(rid.to_owned()));
                 }
                 if open && guards.hold(Guard::LostEndSuspect) {
                     // If the engine committed nothing of the turn, its history is the one the
                     // client knows.
-                    self.doubt(now, key, Some(ExpectedHistory::Exactly(before)));
+                    self.make_suspect(now, key, Some(ExpectedHistory::Exactly(before)));
                 }
             }
         }
     }
 
     /// Records where an answer begins if its text may hide end tokens (`ignore_eos`).
-    fn note_ends(&mut self, key: &SessionKey, ticket: &Ticket, usage: Option<Usage>) {
-        let endless = usage.filter(|_| ticket.need.endless);
+    fn note_hidden_end_tokens(&mut self, key: &SessionKey, ticket: &Ticket, usage: Option<Usage>) {
+        let ignores_eos = usage.filter(|_| ticket.need.ignores_eos);
         let session = self.sessions.get_mut(key).expect("the caller has seen it");
-        session.whole.hides_ends_from = endless.map(|usage| usage.prompt_tokens);
+        session.full_history.hidden_end_tokens_from = ignores_eos.map(|usage| usage.prompt_tokens);
     }
 
-    fn grow(&mut self, key: &SessionKey, usage: Option<Usage>) {
-        self.change(key, |session| {
+    fn record_growth(&mut self, key: &SessionKey, usage: Option<Usage>) {
+        self.change_session(key, |session| {
             session.turns += 1;
             session.reserved_tokens = 0;
-            session.whole.behind = false;
+            session.full_history.client_ahead = false;
             if let Some(usage) = usage {
-                session.grown(usage);
+                session.record_usage(usage);
             }
         });
     }
@@ -192,14 +192,14 @@ impl Table {
 
 impl Ticket {
     /// Whether the turn's claim asks to close the session after the turn.
-    pub(super) fn closes(&self) -> bool {
+    pub(super) fn closes_session(&self) -> bool {
         self.claim.as_ref().is_some_and(|claim| claim.close)
     }
 
     /// Whether the prompt that the engine ran is the `before` tokens of history plus what the turn
     /// sent.
-    fn follows(&self, before: u64, usage: Usage) -> bool {
-        if let Some(planned) = self.marked.as_ref().and_then(|marked| marked.prompt_tokens) {
+    fn follows_history(&self, before: u64, usage: Usage) -> bool {
+        if let Some(planned) = self.trim_turn.as_ref().and_then(|turn| turn.prompt_tokens) {
             return usage.prompt_tokens == planned;
         }
         let Some(sent) = usage.prompt_tokens.checked_sub(before) else { return false };

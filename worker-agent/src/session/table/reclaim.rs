@@ -95,16 +95,18 @@ impl Table {
             Shortage::Tokens { short, .. } => (0, short),
         };
         // Room that is already being freed counts first.
-        let (rows_due, tokens_due) = self.coming_back(now, dp_rank);
+        let (rows_due, tokens_due) = self.room_being_freed(now, dp_rank);
         rows = rows.saturating_sub(rows_due);
         tokens = tokens.saturating_sub(tokens_due);
         let mut idle: Vec<((bool, u64), SessionKey, u64)> = self
             .sessions
             .iter()
-            .filter(|(_, session)| session.dp_rank == dp_rank && self.may_take(now, session, taker))
+            .filter(|(_, session)| {
+                session.dp_rank == dp_rank && self.is_reclaimable(now, session, taker)
+            })
             .map(|(key, session)| {
-                let held = self.pages_of(session.resident_tokens);
-                ((!session.is_auto(), worth(session, now, shortage)), key.clone(), held)
+                let held = self.round_to_pages(session.resident_tokens);
+                ((!session.has_auto_retention(), worth(session, now, shortage)), key.clone(), held)
             })
             .collect();
         let enough = idle.len() as u64 >= rows
@@ -119,51 +121,51 @@ impl Table {
             }
             rows = rows.saturating_sub(1);
             tokens = tokens.saturating_sub(held);
-            self.take_kv(now, &key);
+            self.release_kv(now, &key);
         }
         true
     }
 
     /// Whether `taker` may have a session's KV. The session must be pinned and at rest.
     ///
-    /// `Requester::Client` may take KV from a session that the agent pinned on its own at any time, and
-    /// from a session that its client pinned after `demote_idle` without a turn. `Requester::AutoPin`
-    /// may take KV only from a session that the agent pinned on its own, after `demote_idle`
-    /// without a turn.
-    fn may_take(&self, now: Instant, session: &Session, taker: Requester) -> bool {
+    /// `Requester::Client` may take KV from a session that the agent pinned on its own at any time,
+    /// and from a session that its client pinned after `demote_idle` without a turn.
+    /// `Requester::AutoPin` may take KV only from a session that the agent pinned on its own, after
+    /// `demote_idle` without a turn.
+    fn is_reclaimable(&self, now: Instant, session: &Session, taker: Requester) -> bool {
         let pinned = session.retention == Retention::Pinned && session.phase == Phase::Open;
         if !self.rules.guards.hold(Guard::ReclaimIdleOnly) {
             return pinned;
         }
         let idle = session.idle(now) >= self.rules.demote_idle;
         let takes = match taker {
-            Requester::Client => idle || session.is_auto(),
-            Requester::AutoPin => idle && session.is_auto(),
+            Requester::Client => idle || session.has_auto_retention(),
+            Requester::AutoPin => idle && session.has_auto_retention(),
         };
         pinned && session.can_expire() && takes
     }
 
     /// Gives a session's KV to the radix tree, or closes the session if the shim can't do that.
-    pub(super) fn take_kv(&mut self, now: Instant, key: &SessionKey) {
+    pub(super) fn release_kv(&mut self, now: Instant, key: &SessionKey) {
         let session = &self.sessions[key];
         let dp_rank = session.dp_rank;
-        if !self.accounts[dp_rank as usize].demotes() {
+        if !self.accounts[dp_rank as usize].can_demote() {
             return self.retire(now, key, GoneReason::Reclaimed);
         }
         let incarnation = session.incarnation.clone();
         let until = now + DEMOTED_WITHIN;
-        self.change(key, |session| session.phase = Phase::Demoting { until });
+        self.change_session(key, |session| session.phase = Phase::Demoting { until });
         self.effects.push(Effect::Demote { dp_rank, incarnation });
-        self.watch_until(until);
+        self.schedule_at(until);
     }
 
     /// Demotes sessions that the agent pinned on its own and that did not come back soon. In the
     /// radix tree, the engine evicts what is used least.
     pub(super) fn demote_idle(&mut self, now: Instant) {
-        let due = |session: &Session| session.last_end + self.rules.demote_idle <= now;
+        let due = |session: &Session| session.last_turn_end + self.rules.demote_idle <= now;
         let idle = self.sessions.iter().filter(|(_, one)| self.is_idle_auto(one) && due(one));
         let keys: Vec<SessionKey> = idle.map(|(key, _)| key.clone()).collect();
-        keys.iter().for_each(|key| self.take_kv(now, key));
+        keys.iter().for_each(|key| self.release_kv(now, key));
     }
 
     /// Handles the shim's answer to an [`Effect::Demote`].
@@ -172,13 +174,13 @@ impl Table {
         if !matches!(self.sessions[&key].phase, Phase::Demoting { .. }) {
             return;
         }
-        if self.swaps(now, &key, done) {
-            // The demotion was part of an incarnation swap, which continues now.
+        if self.continue_reopen(now, &key, done) {
+            // The demotion was part of a reopening, which continues now.
         } else if done {
-            self.effects.push(Effect::Happened(key.clone(), SessionEvent::Demoted));
-            self.change(&key, |session| {
+            self.effects.push(Effect::SessionEvent(key.clone(), SessionEvent::Demoted));
+            self.change_session(&key, |session| {
                 session.phase = Phase::Demoted;
-                session.row = false;
+                session.holds_row = false;
                 session.resident_tokens = 0;
             });
         } else {
@@ -189,17 +191,17 @@ impl Table {
     }
 
     /// Returns the rows and tokens that demotions and closes under way will free.
-    fn coming_back(&self, now: Instant, dp_rank: u32) -> (u64, u64) {
+    fn room_being_freed(&self, now: Instant, dp_rank: u32) -> (u64, u64) {
         let demoting = self.sessions.values().filter(|session| {
             session.dp_rank == dp_rank && matches!(session.phase, Phase::Demoting { .. })
         });
-        let demoting = demoting.map(|session| (1, self.pages_of(session.resident_tokens)));
+        let demoting = demoting.map(|session| (1, self.round_to_pages(session.resident_tokens)));
         // A close that is stuck may never free anything.
         let closing = self
             .closing
             .values()
             .filter(|one| one.dp_rank == dp_rank && now < one.since + self.rules.stuck_after);
-        let closing = closing.map(|one| (u64::from(one.row), one.tokens));
+        let closing = closing.map(|one| (u64::from(one.holds_row), one.tokens));
         demoting.chain(closing).fold((0, 0), |sum, one| (sum.0 + one.0, sum.1 + one.1))
     }
 }

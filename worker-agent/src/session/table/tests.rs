@@ -127,8 +127,12 @@ fn a_close_waits_for_the_turn_and_shuts_the_door_meanwhile() {
     assert_eq!(rig.open("s", None), Err(Error::Closing));
     assert_eq!(rig.closes, [], "the turn still runs");
     rig.end(&turn, finished(10, 1));
-    let close =
-        CloseRequest { incarnation: incarnation.clone(), rid: None, pinned: true, again: false };
+    let close = CloseRequest {
+        incarnation: incarnation.clone(),
+        rid: None,
+        pinned: true,
+        is_repeat: false,
+    };
     assert_eq!(rig.closes, [close]);
     assert_eq!(rig.table.totals(0).rows_held, 1, "held until the engine has confirmed");
     rig.engine_closes();
@@ -149,7 +153,7 @@ fn a_close_is_repeated_until_it_is_confirmed_and_then_the_engine_is_to_blame() {
     rig.table.handle_close_result(rig.now, &incarnation, CloseResult::Kept);
     let due = rig.table.next_deadline().unwrap();
     rig.wait(due - rig.now);
-    assert_eq!(rig.closes, [CloseRequest { again: true, ..first }]);
+    assert_eq!(rig.closes, [CloseRequest { is_repeat: true, ..first }]);
     assert_eq!(rig.table.totals(0).rows_held, 1);
     let reason = rig.table.restart_required(rig.now).expect("it took longer than it may");
     assert!(reason.contains("half closed"), "{reason}");
@@ -224,8 +228,9 @@ fn growth_is_reserved_before_the_turn_and_given_back_after_it() {
 fn what_no_budget_holds_is_refused_for_good() {
     let mut rig = Rig::new();
     rig.pin("s");
-    let endless = Need { prompt_tokens: 8, answer_tokens: None, exact: true, ..Need::default() };
-    let refused = rig.turn_that_needs(&delta("s"), endless).error();
+    let ignores_eos =
+        Need { prompt_tokens: 8, answer_tokens: None, exact: true, ..Need::default() };
+    let refused = rig.turn_that_needs(&delta("s"), ignores_eos).error();
     assert_eq!(refused, Error::TooLarge { need: 1200, max: 1008 }, "as far as the context");
 }
 
@@ -366,7 +371,11 @@ fn prompts_that_the_engine_has_not_shown_are_counted() {
     assert_eq!(rig.table.unsampled_prompt_tokens(0, rig.now), 40, "the engine was looked at since");
     let need = Need { prompt_tokens: 90, exact: true, resident_tokens: 64, ..Need::default() };
     rig.ask(None, None, PinnedInput::Nothing, need).waits();
-    assert_eq!(rig.table.unsampled_prompt_tokens(0, rig.now), 66, "what is resident isn't computed");
+    assert_eq!(
+        rig.table.unsampled_prompt_tokens(0, rig.now),
+        66,
+        "what is resident isn't computed"
+    );
     rig.end(&inside[0], Outcome::Finished(None));
     rig.answer(waiting).inside();
     assert_eq!(rig.table.unsampled_prompt_tokens(0, rig.now), 26);
@@ -425,11 +434,11 @@ fn nothing_is_appended_to_a_history_in_doubt() {
 fn the_shim_settles_what_only_the_engine_knows() {
     let seen = |id: &str, history_tokens, in_flight| SessionReport {
         id: id.into(),
-        row: true,
+        holds_row: true,
         allocated_tokens: history_tokens,
         history_tokens,
         in_flight,
-        full: true,
+        from_full_table: true,
     };
     for (history_tokens, good) in [(25, true), (38, false)] {
         let mut rig = Rig::new();

@@ -92,7 +92,7 @@ fn planned(body: &mut Body<'_>) -> Result<Planned, codec::Error> {
     let (at, committed, sent, prompt) = (body.u32()?, body.u32()?, body.u32()?, body.u32()?);
     let plan = match body.u8()? {
         1 => Plan::Trimmed,
-        2 => Plan::Healed,
+        2 => Plan::Retokenized,
         3 => Plan::Diverged,
         4 => Plan::Refused,
         _ => return Err(codec::Error::Value),

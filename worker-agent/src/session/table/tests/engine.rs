@@ -12,7 +12,10 @@ fn a_session_closed_while_it_opens_waits_for_the_engine_alone() {
     assert_eq!(rig.table.next_deadline().map(|due| due > rig.now), Some(true), "no busy waiting");
     rig.table.handle_open_result(rig.now, &incarnation, &OpenResult::Yes);
     rig.carry_out();
-    assert_eq!(rig.closes, [CloseRequest { incarnation, rid: None, pinned: true, again: false }]);
+    assert_eq!(
+        rig.closes,
+        [CloseRequest { incarnation, rid: None, pinned: true, is_repeat: false }]
+    );
 }
 
 #[test]
@@ -83,7 +86,7 @@ fn what_an_earlier_agent_left_is_closed_before_anything_is_pinned() {
         incarnation: "berth-a-0-7".into(),
         rid: Some("r".into()),
         pinned: true,
-        again: false,
+        is_repeat: false,
     };
     assert_eq!(rig.closes, [close]);
     let waiting = rig.turn(&Claim { open: true, ..delta("s") }).waits();
@@ -114,11 +117,11 @@ fn the_shim_names_sessions_of_others() {
     rig.table.handle_shim_up(0, false);
     let foreign = SessionReport {
         id: "someone".into(),
-        row: true,
+        holds_row: true,
         allocated_tokens: 90,
         history_tokens: 91,
         in_flight: false,
-        full: false,
+        from_full_table: false,
     };
     rig.table.handle_session_report(rig.now, 0, &foreign);
     let totals = rig.table.totals(0);
@@ -189,7 +192,7 @@ fn an_engine_restart_loses_pinned_sessions_and_forgives_others() {
     rig.closes.clear();
     rig.engine_restarts(engine(1));
     let totals = rig.table.totals(0);
-    let held = (totals.rows_held, totals.pinned_tokens, totals.estimate_tokens);
+    let held = (totals.rows_held, totals.pinned_tokens, totals.tree_tokens_estimate);
     assert_eq!(held, (0, 0, 0), "no ghost is left in the ledger");
     assert_eq!(rig.turn(&delta("p")).error(), Error::Lost);
     assert_ne!(rig.turn(&Claim::for_session(&key("t"))).inside().incarnation(), before);

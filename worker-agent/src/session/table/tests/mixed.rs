@@ -88,7 +88,7 @@ fn a_full_history_that_continues_a_session_of_deltas_runs_in_it() {
     rig.end(&next, finished(56, 8));
     let again = whole(&mut rig, &auto("s"), 200).inside();
     assert!(must_continue(&again), "it has taken deltas still");
-    assert!(!rig.table.get(&key("s")).unwrap().sends_whole(), "it can't go on elsewhere");
+    assert!(!rig.table.get(&key("s")).unwrap().sends_full_histories(), "it can't go on elsewhere");
 }
 
 #[test]

@@ -6,7 +6,7 @@ const SMALL: Need = Need {
     prompt_tokens: 8,
     answer_tokens: Some(8),
     exact: true,
-    endless: false,
+    ignores_eos: false,
     resident_tokens: 0,
 };
 
@@ -76,8 +76,8 @@ fn what_was_estimated_of_others_is_over_when_a_shim_names_them() {
 
 /// Returns the shim's report of a session whose KV is in the radix tree.
 fn without_kv(id: String, history_tokens: u64) -> SessionReport {
-    let (row, allocated_tokens, in_flight, full) = (false, 0, false, true);
-    SessionReport { id, row, allocated_tokens, history_tokens, in_flight, full }
+    let (holds_row, allocated_tokens, in_flight, from_full_table) = (false, 0, false, true);
+    SessionReport { id, holds_row, allocated_tokens, history_tokens, in_flight, from_full_table }
 }
 
 #[test]
@@ -124,7 +124,7 @@ fn an_engine_restart_is_told_once() {
     let mut told = 0;
     for _ in 0..2 {
         rig.table.handle_engine_lost(rig.now, engine(1));
-        let lost = |one: &&Effect| matches!(one, Effect::Happened(_, SessionEvent::EngineLost));
+        let lost = |one: &&Effect| matches!(one, Effect::SessionEvent(_, SessionEvent::EngineLost));
         told += rig.table.take_effects().iter().filter(lost).count();
     }
     assert_eq!(told, 1);

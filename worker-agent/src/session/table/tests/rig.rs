@@ -116,17 +116,19 @@ impl Rig {
                     Effect::Journal(record) => self.journal.push(record),
                     Effect::Close(close) => self.closes.push(close),
                     Effect::Demote { incarnation, .. } => self.demotes.push(incarnation),
-                    Effect::Look { rid, .. } => self.looks.push(rid),
+                    Effect::RequestShimTable { rid, .. } => self.looks.push(rid),
                     Effect::AnswerQuestion { question, incarnation, tokens_max } => {
                         self.runs.push((question, incarnation, tokens_max));
                     }
                     Effect::RunModeKnown { rid, run_mode } => drop(self.rans.insert(rid, ran)),
                     Effect::RefusedByShim { rid, error } => drop(self.unfit.insert(rid, error)),
                     Effect::VolatilePrefix(_, found) => self.volatile.push(found),
-                    Effect::Touched(_) | Effect::Happened(..) | Effect::Freed(_) => {}
+                    Effect::SessionChanged(_) | Effect::SessionEvent(..) | Effect::Freed(_) => {}
                     Effect::Open { incarnation, .. } => match &mut self.opens {
                         Some(opens) => opens.push(incarnation),
-                        None => self.table.handle_open_result(self.now, &incarnation, &OpenResult::Yes),
+                        None => {
+                            self.table.handle_open_result(self.now, &incarnation, &OpenResult::Yes)
+                        }
                     },
                 }
             }

@@ -38,7 +38,9 @@ impl Rig {
         // The counted result must match what the client is told.
         let ran = self.rans.get(&turn.rid);
         match told.0 {
-            TrimOutcome::Trimmed | TrimOutcome::Healed => assert_eq!(ran, Some(&RunMode::Pinned)),
+            TrimOutcome::Trimmed | TrimOutcome::Retokenized => {
+                assert_eq!(ran, Some(&RunMode::Pinned))
+            }
             TrimOutcome::Reopened => assert_eq!(ran, Some(&RunMode::Reopened)),
             TrimOutcome::Diverged | TrimOutcome::Refused => {
                 assert!(matches!(ran, Some(RunMode::Tagged | RunMode::Untagged)), "{ran:?}");
@@ -98,7 +100,11 @@ pub(super) fn tokens_max(turn: &Inside) -> Option<u64> {
 fn a_session_that_comes_back_is_pinned_and_computes_only_what_is_new() {
     let mut rig = trimming();
     let first = whole(&mut rig, &auto("s"), 400).inside();
-    assert_eq!((first.turn.ran, tokens_max(&first)), (Some(RunMode::Tagged), None), "who knows");
+    assert_eq!(
+        (first.turn.run_mode, tokens_max(&first)),
+        (Some(RunMode::Tagged), None),
+        "who knows"
+    );
     rig.end(&first, finished(100, 8));
     let second = whole(&mut rig, &auto("s"), 430).inside();
     assert_eq!(
@@ -145,7 +151,7 @@ fn a_turn_beside_another_runs_on_the_tree_and_is_not_history() {
     rig.pinned_by_itself("s");
     let inside = whole(&mut rig, &auto("s"), 460).inside();
     let beside = whole(&mut rig, &auto("s"), 470).inside();
-    assert_eq!((beside.turn.ran, tokens_max(&beside)), (Some(RunMode::Tagged), None));
+    assert_eq!((beside.turn.run_mode, tokens_max(&beside)), (Some(RunMode::Tagged), None));
     rig.plan(&inside, Plan::Trimmed, 148, 10);
     rig.end(&beside, finished(170, 8));
     rig.end(&inside, finished(158, 8));
@@ -228,8 +234,15 @@ fn a_session_that_diverges_every_turn_is_left_to_the_tree() {
 pub(super) fn seen(rig: &mut Rig, id: &str, history_tokens: u64) {
     rig.table.mark_table_requested(0);
     let allocated_tokens = history_tokens - 1;
-    let (id, row, in_flight, full) = (id.to_owned(), true, false, true);
-    let seen = SessionReport { id, row, allocated_tokens, history_tokens, in_flight, full };
+    let (id, holds_row, in_flight, from_full_table) = (id.to_owned(), true, false, true);
+    let seen = SessionReport {
+        id,
+        holds_row,
+        allocated_tokens,
+        history_tokens,
+        in_flight,
+        from_full_table,
+    };
     rig.table.handle_session_report(rig.now, 0, &seen);
     rig.carry_out();
 }
@@ -255,7 +268,7 @@ fn an_answer_without_usage_is_measured_by_the_shim() {
     let mut rig = trimming();
     let incarnation = rig.pinned_by_itself("s");
     let turn = whole(&mut rig, &auto("s"), 460).inside();
-    assert_eq!(rig.plan(&turn, Plan::Healed, 148, 12), (TrimOutcome::Healed, 148));
+    assert_eq!(rig.plan(&turn, Plan::Retokenized, 148, 12), (TrimOutcome::Retokenized, 148));
     rig.table.handle_commit(&incarnation, 165, false);
     rig.end(&turn, Outcome::Finished(None));
     assert_eq!(rig.table.get(&key("s")).unwrap().history_tokens, 165);
@@ -270,7 +283,9 @@ fn an_answer_without_usage_is_measured_by_the_shim() {
 fn more_tokens_than_room_was_kept_for_are_let_in_only_where_there_is_room() {
     for (prompt, fits) in [(300, true), (1050, false)] {
         let mut rig = trimming();
-        rig.table.open_session(rig.now, "o", &key("s"), Some(Retention::Pinned), None, None).unwrap();
+        rig.table
+            .open_session(rig.now, "o", &key("s"), Some(Retention::Pinned), None, None)
+            .unwrap();
         rig.carry_out();
         let turn = whole(&mut rig, &auto("s"), 300).inside();
         assert_eq!(tokens_max(&turn), Some(100), "a first history is estimated");
@@ -323,7 +338,10 @@ fn a_session_nobody_asked_to_pin_gives_way_when_it_grows_beyond_the_room() {
     let turn = whole(&mut rig, &auto("s"), 640).waits();
     rig.demoted();
     let turn = rig.answer(turn).inside();
-    assert_eq!((turn.turn.ran, rig.retention("s")), (Some(RunMode::Tagged), Retention::Tagged));
+    assert_eq!(
+        (turn.turn.run_mode, rig.retention("s")),
+        (Some(RunMode::Tagged), Retention::Tagged)
+    );
 }
 
 #[test]
@@ -336,7 +354,7 @@ fn an_answer_whose_end_was_ignored_costs_its_session_no_pin() {
         let claim = auto("s");
         let key = claim.key().unwrap();
         for turn in 0..6 {
-            let need = Need { prompt_tokens: 460 + turn, endless: true, ..Need::default() };
+            let need = Need { prompt_tokens: 460 + turn, ignores_eos: true, ..Need::default() };
             let need = Need { answer_tokens: Some(8), ..need };
             let asks =
                 rig.ask(Some((&claim, &key)), None, PinnedInput::FullHistories, need).inside();

@@ -16,10 +16,10 @@ fn a_session_that_cannot_be_opened_goes_on_unpinned() {
     rig.table.handle_open_result(rig.now, &incarnation, &OpenResult::No("disk full".into()));
     rig.carry_out();
     let second = rig.answer(second).inside();
-    assert_eq!(second.turn.ran, Some(RunMode::Tagged));
+    assert_eq!(second.turn.run_mode, Some(RunMode::Tagged));
     rig.end(&second, finished(110, 8));
     let third = whole(&mut rig, &auto("s"), 460).inside();
-    assert_eq!(third.turn.ran, Some(RunMode::Tagged), "it isn't tried again at once");
+    assert_eq!(third.turn.run_mode, Some(RunMode::Tagged), "it isn't tried again at once");
 }
 
 #[test]
@@ -75,7 +75,11 @@ fn an_answer_that_nobody_heard_costs_its_session_nothing() {
     rig.plan(&turn, Plan::Trimmed, 148, 12);
     rig.end(&turn, Outcome::Unheard(Some(usage(160, 8))));
     let meanwhile = whole(&mut rig, &auto("s"), 480).inside();
-    assert_eq!(meanwhile.turn.ran, Some(RunMode::Tagged), "it doesn't wait for the doubt's end");
+    assert_eq!(
+        meanwhile.turn.run_mode,
+        Some(RunMode::Tagged),
+        "it doesn't wait for the doubt's end"
+    );
     rig.end(&meanwhile, finished(165, 8));
     seen(&mut rig, &incarnation, 168);
     let next = whole(&mut rig, &auto("s"), 480).inside();
@@ -204,7 +208,7 @@ fn a_trimmer_that_goes_takes_no_kv_with_it() {
     let turn = whole(&mut rig, &auto("s"), 460).waits();
     assert_eq!(rig.demotes, [incarnation.as_str()], "to the tree, not away");
     rig.demoted();
-    assert_eq!(rig.answer(turn).inside().turn.ran, Some(RunMode::Tagged));
+    assert_eq!(rig.answer(turn).inside().turn.run_mode, Some(RunMode::Tagged));
 }
 
 #[test]

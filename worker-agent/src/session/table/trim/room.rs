@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use proto::{id::SessionKey, load::Retention};
 
-use super::ASTRAY_MAX;
+use super::DIVERGENCE_STREAK_MAX;
 use crate::session::table::{Need, Table};
 
 /// Tokens reserved at least for an answer without a limit, in a session that the agent pinned on
@@ -28,67 +28,68 @@ impl Table {
     /// Whether to pin a session now whose client asked for no retention. It must come back soon,
     /// its full histories must be trimmable, and it must fit without taking room from other
     /// sessions.
-    pub(in super::super) fn pins_now(&self, now: Instant, key: &SessionKey, need: Need) -> bool {
+    pub(in super::super) fn should_pin(&self, now: Instant, key: &SessionKey, need: Need) -> bool {
         let session = &self.sessions[key];
         let wants = self.rules.auto_pin
-            && self.trims
-            && session.is_auto()
+            && self.shim_trims
+            && session.has_auto_retention()
             && session.retention != Retention::Pinned
-            && session.whole.sends
-            && session.whole.astray <= ASTRAY_MAX
-            && session.whole.pin_after.is_none_or(|after| after <= now)
-            && self.accounts[session.dp_rank as usize].demotes()
+            && session.full_history.is_sent
+            && session.full_history.divergence_streak <= DIVERGENCE_STREAK_MAX
+            && session.full_history.no_pin_before.is_none_or(|after| after <= now)
+            && self.accounts[session.dp_rank as usize].can_demote()
             && self.engine.retentions.contains(&Retention::Pinned);
         let hot = session.turns > 0 && session.idle(now) <= self.rules.demote_idle;
-        let alone = session.running == 0 && session.waiting == 1;
-        if !(wants && hot && alone) || self.takes_over() {
+        let alone = session.turns_running == 0 && session.turns_waiting == 1;
+        if !(wants && hot && alone) || self.is_taking_over() {
             return false;
         }
-        let free = matches!(self.rows_short(session.dp_rank), Ok(None));
+        let free = matches!(self.row_shortage(session.dp_rank), Ok(None));
         let rows = self.capacity(session.dp_rank).map_or(0, |capacity| capacity.rows);
         let left = self.totals(session.dp_rank).rows_held < rows / ROWS_LEFT_DIVISOR;
-        free && left && self.fits(key, self.whole_target(key, need))
+        free && left && self.fits_pinned(key, self.full_history_target(key, need))
     }
 
     /// Whether the session fits into the pin budget and the pool if it holds `target` tokens.
-    pub(super) fn fits(&self, key: &SessionKey, target: u64) -> bool {
+    pub(super) fn fits_pinned(&self, key: &SessionKey, target: u64) -> bool {
         let session = &self.sessions[key];
         let held_now = match session.retention {
-            Retention::Pinned if session.row => {
-                self.pages_of(session.resident_tokens.max(session.reserved_tokens))
+            Retention::Pinned if session.holds_row => {
+                self.round_to_pages(session.resident_tokens.max(session.reserved_tokens))
             }
             _ => 0,
         };
         let (Ok((held, max)), Ok(capacity)) =
-            (self.pins(session.dp_rank), self.capacity(session.dp_rank))
+            (self.pinned_and_budget(session.dp_rank), self.capacity(session.dp_rank))
         else {
             return false;
         };
         let room = self.room_to_pin(session.dp_rank, capacity.pool_tokens);
-        held - held_now + self.pages_of(target) <= max.min(room)
+        held - held_now + self.round_to_pages(target) <= max.min(room)
     }
 
     /// Returns the most tokens that a full history and its answer may have.
-    pub(in super::super) fn whole_target(&self, key: &SessionKey, need: Need) -> u64 {
+    pub(in super::super) fn full_history_target(&self, key: &SessionKey, need: Need) -> u64 {
         let context = self.engine.context_tokens;
-        let tokens = self.whole_tokens(key, need);
-        tokens.saturating_add(self.answer_tokens(key, need)).min(context)
+        let tokens = self.full_history_tokens(key, need);
+        tokens.saturating_add(self.reserved_answer_tokens(key, need)).min(context)
     }
 
-    pub(super) fn answer_tokens(&self, key: &SessionKey, need: Need) -> u64 {
+    pub(super) fn reserved_answer_tokens(&self, key: &SessionKey, need: Need) -> u64 {
         let context = self.engine.context_tokens;
         let session = &self.sessions[key];
-        let longest = session.whole.answer_tokens_max.saturating_mul(LONGEST_ANSWER_FACTOR);
+        let longest =
+            session.full_history.longest_answer_tokens.saturating_mul(LONGEST_ANSWER_FACTOR);
         let likely = longest.max(ANSWER_TOKENS).min(context);
-        let unlimited = if session.is_auto() { likely } else { context };
+        let unlimited = if session.has_auto_retention() { likely } else { context };
         need.answer_tokens.unwrap_or(unlimited)
     }
 
     /// Returns the most tokens that a full history may have. The tokens sent before are known, the
     /// added ones are estimated, and the shim enforces the result.
-    pub(super) fn whole_tokens(&self, key: &SessionKey, need: Need) -> u64 {
+    pub(super) fn full_history_tokens(&self, key: &SessionKey, need: Need) -> u64 {
         let bound = need.prompt_tokens;
-        let tokens = match self.sessions[key].whole.measured {
+        let tokens = match self.sessions[key].full_history.last_measured {
             _ if need.exact => bound,
             Some((before, tokens)) => {
                 let added = bound.saturating_sub(before).div_ceil(BYTES_PER_TOKEN);

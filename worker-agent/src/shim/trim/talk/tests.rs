@@ -46,7 +46,7 @@ fn frames_of_the_trimmer() -> Vec<Message> {
         Message::Trimmer(works),
         Message::Trimmer(inert),
         planned(Plan::Trimmed, None),
-        planned(Plan::Healed, None),
+        planned(Plan::Retokenized, None),
         planned(Plan::Diverged, Some(1 << 40)),
         planned(Plan::Refused, Some(1 << 40)),
     ]

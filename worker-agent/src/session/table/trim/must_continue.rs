@@ -9,8 +9,8 @@ use crate::session::table::{Deltas, Effect, Error, Table, Ticket};
 
 impl Ticket {
     /// Whether the shim has refused the turn, so that it does not run.
-    pub(in super::super) fn is_unfit(&self) -> bool {
-        self.marked.as_ref().is_some_and(|marked| marked.unfit)
+    pub(in super::super) fn is_refused_by_shim(&self) -> bool {
+        self.trim_turn.as_ref().is_some_and(|turn| turn.refused_by_shim)
     }
 
     /// Whether the client opens the session with this turn.
@@ -26,10 +26,10 @@ impl Table {
     /// history replaced one that other clients append to: they must hear of that. A session that
     /// was opened before takes no deltas if another client's full history becomes its first: the
     /// client that opened it doesn't know that history.
-    pub(in super::super) fn history_begins_with(&mut self, rid: &str, key: &SessionKey) {
+    pub(in super::super) fn update_deltas(&mut self, rid: &str, key: &SessionKey) {
         let ticket = &self.tickets[rid];
-        let (opens, marked) = (ticket.is_opening(), ticket.marked.as_ref());
-        let replaced_deltas = marked.is_some_and(|marked| marked.replaced_deltas);
+        let (opens, trim_turn) = (ticket.is_opening(), ticket.trim_turn.as_ref());
+        let replaced_deltas = trim_turn.is_some_and(|turn| turn.replaced_deltas);
         let session = self.sessions.get_mut(key).expect("the caller has seen it");
         let empty = session.history_tokens == 0;
         session.deltas = match session.deltas {
@@ -41,25 +41,25 @@ impl Table {
 
     /// Handles a turn that the shim refuses because it doesn't continue its session. The turn does
     /// not run, and the session stays as it is.
-    pub(super) fn not_continued(
+    pub(super) fn refuse_not_continued(
         &mut self,
         key: &SessionKey,
         rid: &str,
-        planned: &TrimPlan,
+        plan: &TrimPlan,
     ) -> (TrimOutcome, u64) {
-        let marked = self.marked(rid);
-        marked.unfit = true;
-        let unasked = planned.plan == Plan::Refused && planned.prompt > marked.tokens_max;
-        let error = if marked.too_large || unasked {
+        let trim_turn = self.trim_turn_mut(rid);
+        trim_turn.refused_by_shim = true;
+        let unasked = plan.decision == Plan::Refused && plan.prompt_tokens > trim_turn.tokens_max;
+        let error = if trim_turn.too_large || unasked {
             let sent = self.tickets[rid].need.prompt_tokens;
             let session = self.sessions.get_mut(key).expect("the caller has seen it");
             // A retry then asks for that much room, or is told that the budget can never hold it.
-            session.whole.measured = Some((sent, planned.prompt));
-            let detail = format!("this full history has {} tokens", planned.prompt);
+            session.full_history.last_measured = Some((sent, plan.prompt_tokens));
+            let detail = format!("this full history has {} tokens", plan.prompt_tokens);
             Error::Short { what: "pin_tokens", detail }
         } else {
-            let (at, committed) = (planned.at, planned.committed);
-            let detail = match planned.plan {
+            let (at, committed) = (plan.shared_tokens, plan.committed_tokens);
+            let detail = match plan.decision {
                 Plan::Diverged if at < committed => {
                     format!("differs from the session's {committed} tokens at token {at}")
                 }

@@ -2,7 +2,7 @@
 
 use crate::shim::trim::Plan;
 
-/// A plan for one turn. Figures are in tokens.
+/// The shim's plan for one trim turn.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TrimPlan {
     /// The turn's id.
@@ -10,24 +10,24 @@ pub struct TrimPlan {
     /// Id of the incarnation that the plan was made for.
     pub incarnation: String,
     /// How the turn is to run.
-    pub plan: Plan,
+    pub decision: Plan,
     /// Leading tokens that the prompt shares with the session's history.
-    pub at: u64,
+    pub shared_tokens: u64,
     /// Tokens of the session's history.
-    pub committed: u64,
+    pub committed_tokens: u64,
     /// Tokens that are appended to the session's history.
-    pub sent: u64,
+    pub appended_tokens: u64,
     /// Tokens of the whole prompt.
-    pub prompt: u64,
+    pub prompt_tokens: u64,
 }
 
-/// How a marked turn ran. Reported once for each turn whose plan the shim told.
+/// What became of a trim turn. Reported once for each turn for which the shim reported a plan.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TrimOutcome {
     /// The turn continued the session's history, token id for token id.
     Trimmed,
     /// Retokenized: the turn continued the session's history as text, but with other token ids.
-    Healed,
+    Retokenized,
     /// The turn started a new incarnation: the session's history was another one, or was lost.
     Reopened,
     /// The turn ran beside its session, because its prompt is another history.
@@ -46,7 +46,7 @@ impl TrimOutcome {
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Trimmed => "trimmed",
-            Self::Healed => "healed",
+            Self::Retokenized => "retokenized",
             Self::Reopened => "reopened",
             Self::Diverged => "diverged",
             Self::Refused => "refused",
