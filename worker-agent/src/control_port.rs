@@ -110,16 +110,16 @@ fn to_status(error: &owner::Error) -> Status {
     let mut status = match error {
         owner::Error::Session(reason) => match reason {
             E::Unknown => Status::not_found(text),
-            E::Short { .. } => Status::resource_exhausted(text),
+            E::OutOfRoom { .. } => Status::resource_exhausted(text),
             E::NoRank(_) => Status::invalid_argument(text),
             E::Closing
             | E::Busy
-            | E::NotOffered { .. }
+            | E::RetentionUnavailable { .. }
             | E::HasHistory
-            | E::NotAfterThat
-            | E::OpenOtherwise(_)
+            | E::PredecessorFailed
+            | E::OpenWithOtherRetention(_)
             | E::DeltaNeedsPinned(_)
-            | E::WholeHistory
+            | E::PinnedInputRefused
             | E::NotContinued { .. }
             | E::DeltaNeedsOpen
             | E::Lost

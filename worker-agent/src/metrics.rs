@@ -128,47 +128,54 @@ impl Metrics {
             staged_prefill_tokens: Counter::default(),
             volatile_prefixes: Family::default(),
         };
-        registry.register("turns", "Turns ended, by how", metrics.turns.clone());
-        registry.register("refusals", "Turns refused by the agent", metrics.refusals.clone());
-        let help = "From sending a turn to the head of its answer";
+        registry.register("turns", "Turns that have ended, by outcome", metrics.turns.clone());
+        registry.register(
+            "refusals",
+            "Turns that the agent refused, by refusal code",
+            metrics.refusals.clone(),
+        );
+        let help = "Time from sending a turn to the engine until the head of its answer";
         let first_byte = metrics.first_byte.clone();
         registry.register_with_unit("time_to_first_byte", help, Unit::Seconds, first_byte);
-        let help = "From asking for a session's close to the engine's having freed it";
+        let help =
+            "Time from the request to close a session until the engine has freed what it held";
         registry.register_with_unit("close", help, Unit::Seconds, metrics.close.clone());
-        let help = "From sending a turn to the engine's last word";
+        let help = "Time from sending a turn to the engine until the engine has ended it";
         registry.register_with_unit("turn", help, Unit::Seconds, metrics.turn.clone());
         let help = "Figures of the load report: tokens, rows, turns, sessions";
         registry.register("rank_load", help, metrics.ranks.clone());
-        let help = "1 while the engine answers and gets on, and its devices work";
+        let help = "1 while the engine answers and makes progress, and its devices work; else 0";
         registry.register("engine_up", help, metrics.engine_up.clone());
-        let help = "1 while only a restart of the engine gives back what it holds";
+        let help =
+            "1 while only a restart of the engine frees the rows or pages that it holds; else 0";
         registry.register("engine_restart_required", help, metrics.restart_required.clone());
-        let help = "What happened to sessions without their clients' doing";
+        let help = "Changes of sessions that their clients did not ask for, by event";
         registry.register("session_events", help, metrics.events.clone());
-        let help = "Pages of the KV pool by who holds them, by the newest audit";
+        let help = "Pages of the KV pool in the newest audit, by state";
         registry.register("pool_pages", help, metrics.pages.clone());
-        let help = "Faults that the newest audit found in the pool's pages; 0 in a sound engine";
+        let help =
+            "Faults that the newest audit found in the pool's pages, by kind; 0 without a fault";
         registry.register("pool_page_faults", help, metrics.faults.clone());
-        let help = "Page audits, by what became of them";
+        let help = "Page audits, by outcome";
         registry.register("audits", help, metrics.audits.clone());
-        let help = "What a page audit took of the engine's scheduler thread";
+        let help = "Time that a page audit took on the engine's scheduler thread";
         let step = metrics.audit_step.clone();
         registry.register_with_unit("audit_scheduler", help, Unit::Seconds, step);
-        let help = "Turns with whole histories on pinned sessions, each once, by what became of \
-                    it; of gone ones nobody knows, their sessions went meanwhile";
+        let help = "Turns with full histories on pinned sessions, each counted once, by outcome; \
+                    gone: unknown, because the session was closed or lost meanwhile";
         registry.register("trim_turns", help, metrics.trim_turns.clone());
-        let help = "Tokens up to which a history was the session's where it diverged from it";
+        let help = "Leading tokens that a diverged full history shared with its session";
         registry.register("trim_diverged_at_tokens", help, metrics.diverged_at.clone());
-        let help = "Tokens of whole histories that pinned sessions had already";
+        let help = "Tokens of full histories that pinned sessions already held";
         registry.register("trim_spared_tokens", help, metrics.spared_tokens.clone());
-        let help = "Turns of sessions, by how they ran";
+        let help = "Turns of sessions, by run mode";
         registry.register("session_turns", help, metrics.session_turns.clone());
         let help = "Stages of long prompts computed before their turns, by outcome";
         registry.register("staged_prefill_stages", help, metrics.staged_prefill_stages.clone());
         let help = "Tokens computed in stages of long prompts";
         registry.register("staged_prefill_tokens", help, metrics.staged_prefill_tokens.clone());
-        let help = "Sessions found with a text early in their prompts that differs from turn to \
-                    turn, once per session and place, by the text's role in the body";
+        let help = "Sessions with a volatile prefix: an early text in their prompts that differs \
+                    from turn to turn. Counted once per session and place, by the text's role";
         registry.register("volatile_prefixes", help, metrics.volatile_prefixes.clone());
         metrics
     }

@@ -338,7 +338,7 @@ impl Owner {
         // Reserves the place for the turn's end now, so that ending the turn never waits.
         let Ok(end) = self.end_sender.clone().try_reserve_owned() else {
             let detail = "too many wait or run already".to_owned();
-            return Err(session::Error::Short { what: "turns", detail }.into());
+            return Err(session::Error::OutOfRoom { resource: "turns", detail }.into());
         };
         let rid = new_rid();
         self.table.claim(now(), &rid, claim, rank, pinned_input)?;

@@ -430,7 +430,9 @@ impl World {
                     user.session_gone();
                     user.must_close = true;
                 }
-                Error::DeltaNeedsPinned(_) | Error::OpenOtherwise(_) | Error::HasHistory => {
+                Error::DeltaNeedsPinned(_)
+                | Error::OpenWithOtherRetention(_)
+                | Error::HasHistory => {
                     user.start_over(true);
                 }
                 _ => {}

@@ -465,11 +465,7 @@ mod tests {
         assert_eq!(generate(r#"{"input_ids":[1, 2,3]}"#), (3, Some(128), true));
         assert_eq!(generate(r#"{"input_ids":[ ]}"#), (0, Some(128), true));
         let nulls = r#"{"text":null,"input_ids":[1,2,3],"image_data":null}"#;
-        assert_eq!(
-            generate(nulls),
-            (3, Some(128), true),
-            "what clients write for what they lack"
-        );
+        assert_eq!(generate(nulls), (3, Some(128), true), "what clients write for what they lack");
         let (prompt, _, exact) = generate(r#"{"text":"a","image_data":"http://x"}"#);
         assert!(prompt > 1_000_000 && !exact, "a picture may take any number: {prompt}");
         let limited = r#"{"input_ids":[7],"sampling_params":{"max_new_tokens":9}}"#;

@@ -18,15 +18,15 @@ impl Owner {
         match news {
             trim::News::Up(trim::Trimmer { sglang, shim, inert, .. }) => {
                 match &inert {
-                    None => info!(sglang, shim, "whole histories can be trimmed"),
-                    Some(reason) => info!(sglang, reason, "no whole histories are trimmed"),
+                    None => info!(sglang, shim, "the shim trims full histories"),
+                    Some(reason) => info!(sglang, reason, "the shim trims no full histories"),
                 }
                 let trims = inert.is_none().then_some(sglang);
                 self.table.set_trimming(now(), trims.is_some());
                 self.trimmer_version = trims;
             }
             trim::News::Down { reason } => {
-                warn!(reason, "the engine's trimmer has gone");
+                warn!(reason, "the engine's trimmer has disconnected");
                 self.table.set_trimming(now(), false);
                 self.trimmer_version = None;
             }

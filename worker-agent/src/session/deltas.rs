@@ -107,6 +107,6 @@ pub(super) fn check_appends(
         // If the session has no history, a full history and a delta are the same.
         PinnedInput::DeltasAndHistories if delta || !history || trims => Ok(()),
         PinnedInput::FullHistories if !delta && trims => Ok(()),
-        _ => Err(Error::WholeHistory),
+        _ => Err(Error::PinnedInputRefused),
     }
 }

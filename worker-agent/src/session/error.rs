@@ -16,29 +16,33 @@ pub enum Error {
     Busy,
     /// The engine's flags don't allow the requested retention.
     #[error("this engine doesn't offer {} sessions; it offers {offered}", .wanted.as_str())]
-    NotOffered {
+    RetentionUnavailable {
         /// The requested retention.
         wanted: Retention,
         /// Names of the retentions that the engine offers.
         offered: String,
     },
     /// The session is already open with another retention than requested.
-    #[error("this session is open and {}; close it first, or open it as it is", .0.as_str())]
-    OpenOtherwise(Retention),
+    #[error(
+        "this session is already open as {}; close it first, or open it with that retention",
+        .0.as_str()
+    )]
+    OpenWithOtherRetention(Retention),
     /// A delta was sent to a session that is not pinned.
     #[error(
-        "only a pinned session takes turns that hold just the new tokens; this one is {}: send \
-         the whole history",
+        "only a pinned session takes turns that hold just the new tokens, and this session is {}; \
+         send the full history",
         .0.as_str()
     )]
     DeltaNeedsPinned(Retention),
-    /// A full history was sent to a pinned session that would append it.
+    /// A pinned session can't take this turn: the engine would append its full history, or the
+    /// turn's route can't carry a delta.
     #[error(
-        "this session is pinned: the engine appends what a turn sends. Only new tokens go to \
-         /generate, with `session_params` or `x-berth-delta: 1`; whole histories go anywhere where \
-         the engine's shim trims them; else open the session tagged"
+        "this session is pinned, so the engine appends what a turn sends; send only the new tokens, \
+         to /generate with `session_params` or `x-berth-delta: 1`, or a full history where the \
+         engine's shim trims full histories, or open the session tagged"
     )]
-    WholeHistory,
+    PinnedInputRefused,
     /// A full history doesn't continue the history of a session that takes deltas.
     #[error(
         "this session takes turns that hold just the new tokens, and this full history {detail}, \
@@ -51,35 +55,36 @@ pub enum Error {
     },
     /// A delta was sent to a session whose history the client may not know.
     #[error(
-        "this turn holds just the new tokens, but the session's history is a full history that \
-         began it or replaced what it had; close the session, open it and send everything"
+        "this turn holds just the new tokens, but another turn's full history began or replaced \
+         the session's history; close the session, open it and send the full history"
     )]
     DeltaNeedsOpen,
     /// A delta that opens its session was sent to a session that already has a history.
     #[error(
-        "this session is open and has a history, so this turn can't be the one that opens it; send \
-         what is new without opening it, or close it first"
+        "this session is open and has a history, so this turn can't open it; send what is new \
+         without opening the session, or close it first"
     )]
     HasHistory,
     /// The engine restarted and lost the session's history.
-    #[error("the engine restarted and lost this session; open it again and send the whole history")]
+    #[error("the engine restarted and lost this session; open it again and send the full history")]
     Lost,
     /// The agent isn't sure of the engine's history, because it did not see how an earlier turn
     /// ended.
     #[error(
-        "the end of an earlier turn was not seen, so the engine's history is unknown; close the \
-         session, open it again and send the whole history"
+        "the agent did not see the end of an earlier turn, so the engine's history is unknown; \
+         close the session, open it again and send the full history"
     )]
     HistoryUnknown,
     /// Pages of the session's KV also belong to others, or others wrote to them.
     #[error(
         "an audit found this session's KV corrupt in the engine, so it was closed; open it again \
-         and send the whole history"
+         and send the full history"
     )]
     KvCorrupt,
     /// The session was closed because other sessions needed the room.
     #[error(
-        "this session was idle and its room was needed; open it again and send the whole history"
+        "this session was idle and was closed to make room for others; open it again and send the \
+         full history"
     )]
     Reclaimed,
     /// The engine did not open the session; with the reason.
@@ -87,8 +92,8 @@ pub enum Error {
     OpenFailed(String),
     /// The turn may need more tokens than the whole pin budget.
     #[error(
-        "this turn may need {need} tokens of KV and pinned sessions have {max} together: lower \
-         max_new_tokens, send less, or open the session tagged"
+        "this turn may need {need} tokens of KV, but all pinned sessions together may hold {max}; \
+         lower max_new_tokens, send less, or open the session tagged"
     )]
     TooLarge {
         /// The most tokens the session may come to hold, history included.
@@ -97,26 +102,26 @@ pub enum Error {
         max: u64,
     },
     /// The engine was lost while the turn waited.
-    #[error("the engine went away while the turn waited")]
+    #[error("the engine was lost while the turn waited; try again")]
     EngineLost,
     /// The agent is shutting down.
     #[error("this agent is shutting down; use another worker")]
     Stopping,
     /// An earlier turn, which this delta was to follow, did not become history.
     #[error(
-        "this turn waited behind one that did not become history, so what it adds to isn't there; \
-         send it again when the session is as it should be"
+        "this turn waited for an earlier turn, which did not become history, so the history that it \
+         continues doesn't exist; send the earlier turn again first"
     )]
-    NotAfterThat,
+    PredecessorFailed,
     /// A bounded resource has no room for the turn now.
-    #[error("{what} are short: {detail}")]
-    Short {
+    #[error("{resource} are short: {detail}")]
+    OutOfRoom {
         /// The stable name of the resource.
-        what: &'static str,
+        resource: &'static str,
         /// The figures, for people.
         detail: String,
     },
     /// The requested DP rank doesn't exist.
-    #[error("there is no DP rank {0}")]
+    #[error("there is no DP rank {0}; use a rank that the engine has")]
     NoRank(u32),
 }

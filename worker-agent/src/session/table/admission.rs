@@ -49,7 +49,7 @@ impl Table {
         let full = self.queue.len() > max && self.rules.guards.hold(Guard::QueueBound);
         if full && self.queue.back().is_some_and(|last| last == rid) {
             let detail = format!("{max} wait already");
-            self.refuse_ticket(now, rid, Error::Short { what: "queue_places", detail });
+            self.refuse_ticket(now, rid, Error::OutOfRoom { resource: "queue_places", detail });
         }
         self.debug_check();
         true
@@ -99,7 +99,7 @@ impl Table {
         let beside = stage != TicketState::Open && self.must_run_beside(&key);
         let session = &self.sessions[&key];
         if ticket.orphaned && guards.hold(Guard::LostEndSuspect) {
-            return Err(Error::NotAfterThat);
+            return Err(Error::PredecessorFailed);
         }
         if session.turns_waiting > 1 && session.exclusive && self.has_earlier_claim(ticket) {
             return Ok(Verdict::Wait);
@@ -447,7 +447,7 @@ impl Table {
             }
             refused = true;
             let detail = format!("it waited {} ms for room", max.as_millis());
-            self.refuse_ticket(now, &rid, Error::Short { what: "queue_time", detail });
+            self.refuse_ticket(now, &rid, Error::OutOfRoom { resource: "queue_time", detail });
         }
         if refused {
             self.pump(now);

@@ -135,7 +135,7 @@ impl Table {
         let max = self.rules.turns_queued_max;
         if self.queue.len() >= max && self.rules.guards.hold(Guard::QueueBound) {
             let detail = format!("{max} wait already");
-            return Err(Error::Short { what: "queue_places", detail });
+            return Err(Error::OutOfRoom { resource: "queue_places", detail });
         }
         self.remove_if_unusable(key, true);
         let idle_ms_max = idle_max.map(|idle| u64::try_from(idle.as_millis()).unwrap_or(u64::MAX));
@@ -152,7 +152,7 @@ impl Table {
                 let session = self.sessions.get_mut(key).expect("just seen");
                 let shared = session.has_auto_retention() && session.retention == Retention::Pinned;
                 if retention.is_some_and(|wanted| wanted != session.retention || shared) {
-                    return Err(Error::OpenOtherwise(session.retention));
+                    return Err(Error::OpenWithOtherRetention(session.retention));
                 }
                 session.opened_by_client = true;
                 session.unused = false;
@@ -243,7 +243,7 @@ impl Table {
     ) -> Result<(), Error> {
         if self.sessions.len() >= self.sessions_max && !self.close_longest_idle(now) {
             let detail = format!("{} are open; close some", self.sessions_max);
-            return Err(Error::Short { what: "sessions", detail });
+            return Err(Error::OutOfRoom { resource: "sessions", detail });
         }
         let pinned = retention == Retention::Pinned;
         self.generation_count += 1;
@@ -299,7 +299,7 @@ impl Table {
             return Ok(wanted);
         }
         let names: Vec<&str> = offered.iter().map(|mode| mode.as_str()).collect();
-        Err(Error::NotOffered { wanted, offered: names.join(", ") })
+        Err(Error::RetentionUnavailable { wanted, offered: names.join(", ") })
     }
 
     /// Returns the requested rank, or the least loaded rank if none was requested. Load is compared

@@ -31,7 +31,7 @@ pub(super) enum Requester {
 
 impl From<Shortage> for Error {
     fn from(shortage: Shortage) -> Self {
-        let (what, detail) = match shortage {
+        let (resource, detail) = match shortage {
             Shortage::Rows { held, max } => {
                 ("rows", format!("pinned sessions hold {held} of {max}; close some"))
             }
@@ -40,7 +40,7 @@ impl From<Shortage> for Error {
                 ("pin_tokens", format!("{detail}; close some"))
             }
         };
-        Self::Short { what, detail }
+        Self::OutOfRoom { resource, detail }
     }
 }
 

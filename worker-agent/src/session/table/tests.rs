@@ -76,7 +76,7 @@ fn delta(id: &str) -> Claim {
 }
 
 fn is_short(error: &Error, of: &str) -> bool {
-    matches!(error, Error::Short { what, .. } if *what == of)
+    matches!(error, Error::OutOfRoom { resource, .. } if *what == of)
 }
 
 #[test]
@@ -495,11 +495,11 @@ fn a_whole_history_never_reaches_a_pinned_session() {
     let need = Need::default();
     let first = rig.turn(&Claim { open: true, ..pinned("s") }).inside();
     rig.end(&first, finished(20, 5));
-    assert_eq!(rig.turn(&pinned("s")).error(), Error::WholeHistory);
+    assert_eq!(rig.turn(&pinned("s")).error(), Error::PinnedInputRefused);
     let on_chat = rig.ask(Some((&delta("s"), &key("s"))), None, PinnedInput::Nothing, need);
-    assert_eq!(on_chat.error(), Error::WholeHistory, "chat would drop the session silently");
+    assert_eq!(on_chat.error(), Error::PinnedInputRefused, "chat would drop the session silently");
     let on_chat = rig.ask(Some((&pinned("new"), &key("new"))), None, PinnedInput::Nothing, need);
-    assert_eq!(on_chat.error(), Error::WholeHistory);
+    assert_eq!(on_chat.error(), Error::PinnedInputRefused);
     assert!(!rig.is_open("new"), "a refused turn opens nothing");
 }
 
@@ -566,7 +566,7 @@ fn an_explicit_open_takes_an_inferred_session_over() {
     let _running = rig.turn(&Claim::for_session(&key("s"))).inside();
     assert_eq!(rig.turn(&Claim::for_session(&key("s"))).error(), Error::Busy);
     let other = rig.open("s", Some(Retention::Pinned));
-    assert_eq!(other, Err(Error::OpenOtherwise(Retention::Tagged)));
+    assert_eq!(other, Err(Error::OpenWithOtherRetention(Retention::Tagged)));
     let mut rig = Rig::new();
     rig.open_for("s", None, Some(IDLE / 2)).unwrap();
     rig.wait(IDLE / 2);

@@ -305,13 +305,17 @@ fn an_explicitly_pinned_session_takes_whole_histories_and_begins_anew_when_its_o
     let first = whole(&mut rig, &Claim { open: true, ..auto("s") }, 300).inside();
     rig.runs(&first, 0, 90);
     assert_eq!(rig.retention("s"), Retention::Pinned);
-    assert_eq!(whole(&mut rig, &delta("s"), 300).error(), Error::WholeHistory, "not by this route");
+    assert_eq!(
+        whole(&mut rig, &delta("s"), 300).error(),
+        Error::PinnedInputRefused,
+        "not by this route"
+    );
     rig.table.handle_engine_lost(rig.now, engine(1));
     rig.carry_out();
     let again = whole(&mut rig, &auto("s"), 330).inside();
     assert_eq!(rig.runs(&again, 0, 100), TrimOutcome::Reopened);
     rig.table.set_trimming(rig.now, false);
-    assert_eq!(whole(&mut rig, &auto("s"), 340).error(), Error::WholeHistory, "nobody trims");
+    assert_eq!(whole(&mut rig, &auto("s"), 340).error(), Error::PinnedInputRefused, "nobody trims");
 }
 
 #[test]

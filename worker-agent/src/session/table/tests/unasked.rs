@@ -303,7 +303,7 @@ fn what_the_engine_made_of_a_lost_first_turn_is_history_nobody_may_append_to() {
     rig.end(&first, Outcome::Lost);
     seen(&mut rig, &incarnation, 98);
     rig.table.set_trimming(rig.now, false);
-    assert_eq!(rig.turn(&auto("s")).error(), Error::WholeHistory);
+    assert_eq!(rig.turn(&auto("s")).error(), Error::PinnedInputRefused);
 }
 
 #[test]

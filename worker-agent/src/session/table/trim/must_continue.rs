@@ -56,7 +56,7 @@ impl Table {
             // A retry then asks for that much room, or is told that the budget can never hold it.
             session.full_history.last_measured = Some((sent, plan.prompt_tokens));
             let detail = format!("this full history has {} tokens", plan.prompt_tokens);
-            Error::Short { what: "pin_tokens", detail }
+            Error::OutOfRoom { resource: "pin_tokens", detail }
         } else {
             let (at, committed) = (plan.shared_tokens, plan.committed_tokens);
             let detail = match plan.decision {
