@@ -18,7 +18,7 @@ use proto::{
 };
 
 use self::{
-    deltas::{Deltas, check_appends, check_turn},
+    deltas::{Deltas, check_pinned_input, check_turn},
     journal::Record,
 };
 pub use self::{

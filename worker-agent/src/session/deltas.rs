@@ -25,8 +25,8 @@ pub(super) enum Deltas {
 impl Session {
     /// Whether the session has no history and no turn that could become history.
     pub(super) fn is_fresh(&self) -> bool {
-        let on_its_way = self.turns_running > 0 || self.turns_waiting > 0;
-        self.turns == 0 && self.history_tokens == 0 && !on_its_way
+        let has_turns = self.turns_running > 0 || self.turns_waiting > 0;
+        self.turns == 0 && self.history_tokens == 0 && !has_turns
     }
 
     /// Lets a session take deltas when a client opens it, if it has no history yet. A history that
@@ -39,24 +39,25 @@ impl Session {
     }
 }
 
-/// Checks whether a session can take this turn now. `trims`: whether the shim trims full histories.
+/// Checks whether a session can take this turn now. `shim_trims`: whether the shim trims full
+/// histories.
 pub(super) fn check_turn(
     session: &Session,
     claim: &Claim,
     pinned_input: PinnedInput,
-    trims: bool,
+    shim_trims: bool,
     guards: Guards,
 ) -> Result<(), Error> {
     // A client that sends its full history loses nothing when the engine's history is gone. But
     // clients that send deltas rely on that history and must hear that it is gone, unless the
     // session is opened again.
-    let relied_on = session.deltas == Deltas::Taken && guards.hold(Guard::FullHistoryContinues);
-    let replaceable = claim.open || !relied_on;
-    let anew = !claim.delta && (trims || session.has_auto_retention()) && replaceable;
+    let is_relied_on = session.deltas == Deltas::Taken && guards.hold(Guard::FullHistoryContinues);
+    let replaceable = claim.open || !is_relied_on;
+    let starts_over = !claim.delta && (shim_trims || session.has_auto_retention()) && replaceable;
     match session.phase {
         // Checked before `Busy`: a closing session exists only for its running turn.
         Phase::Closing => return Err(Error::Unknown),
-        Phase::Gone(_) if anew => {}
+        Phase::Gone(_) if starts_over => {}
         Phase::Gone(GoneReason::EngineRestarted)
             if session.retention == Retention::Pinned && guards.hold(Guard::LostRefused) =>
         {
@@ -65,7 +66,7 @@ pub(super) fn check_turn(
         Phase::Gone(GoneReason::HistoryUnknown) => return Err(Error::HistoryUnknown),
         Phase::Gone(GoneReason::Reclaimed) => return Err(Error::Reclaimed),
         Phase::Gone(GoneReason::KvCorrupt) => return Err(Error::KvCorrupt),
-        _ if session.corrupt && !anew => return Err(Error::KvCorrupt),
+        _ if session.corrupt && !starts_over => return Err(Error::KvCorrupt),
         _ => {}
     }
     if session.has_auto_retention() || session.retention != Retention::Pinned {
@@ -85,28 +86,28 @@ pub(super) fn check_turn(
     if claim.delta && session.full_history.client_ahead && guards.hold(Guard::ClientAheadRefused) {
         return Err(Error::HistoryUnknown);
     }
-    let told = session.turns > 0 && guards.hold(Guard::DeltaOnly);
+    let had_turns = session.turns > 0 && guards.hold(Guard::DeltaOnly);
     // The engine may have committed a turn of which the agent saw no successful end.
-    let history = told || (session.history_tokens > 0 && guards.hold(Guard::DeltaOnly));
-    check_appends(claim.delta, history, pinned_input, trims)?;
+    let has_history = had_turns || (session.history_tokens > 0 && guards.hold(Guard::DeltaOnly));
+    check_pinned_input(claim.delta, has_history, pinned_input, shim_trims)?;
     // A full history is correct whatever history the session has; an opening delta is not.
-    if told && claim.open && claim.delta {
+    if had_turns && claim.open && claim.delta {
         return Err(Error::HasHistory);
     }
     Ok(())
 }
 
 /// Checks whether the turn's route can carry it to a pinned session.
-pub(super) fn check_appends(
-    delta: bool,
-    history: bool,
+pub(super) fn check_pinned_input(
+    is_delta: bool,
+    has_history: bool,
     pinned_input: PinnedInput,
-    trims: bool,
+    shim_trims: bool,
 ) -> Result<(), Error> {
     match pinned_input {
         // If the session has no history, a full history and a delta are the same.
-        PinnedInput::DeltasAndHistories if delta || !history || trims => Ok(()),
-        PinnedInput::FullHistories if !delta && trims => Ok(()),
+        PinnedInput::DeltasAndHistories if is_delta || !has_history || shim_trims => Ok(()),
+        PinnedInput::FullHistories if !is_delta && shim_trims => Ok(()),
         _ => Err(Error::PinnedInputRefused),
     }
 }

@@ -26,7 +26,7 @@ const EARLY_TOKENS: u64 = 4096;
 /// begin with equal tokens.
 const NEAR_TOKENS: u64 = 16;
 /// The number of turns in a row that must differ at one place before the place is reported.
-const TURNS: u64 = 3;
+const STREAK_TURNS_MIN: u64 = 3;
 
 /// The place of a block in the request body: a [`PromptPlace`] in four bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -56,18 +56,18 @@ pub struct PromptStart {
 /// Compares the beginnings of one session's prompts, to find a volatile prefix.
 #[derive(Debug, Clone, Default)]
 pub struct PrefixTracker {
-    last: Vec<Block>,
-    /// Prompts in a row that belong to another conversation than `last`.
-    strangers: u32,
+    last_blocks: Vec<Block>,
+    /// Prompts in a row that belong to another conversation than `last_blocks`.
+    stranger_count: u32,
     /// How the newest prompt relates to the one before.
-    step: Step,
+    relation: Relation,
     streak: Option<Streak>,
     found: Option<VolatilePrefix>,
 }
 
 /// How a prompt relates to the one before.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-enum Step {
+enum Relation {
     /// The prompt has no blocks, so only the shim can compare it.
     #[default]
     Text,
@@ -152,60 +152,63 @@ impl PrefixTracker {
     /// this turn reveals one.
     pub fn record_start(&mut self, start: PromptStart) -> Option<VolatilePrefix> {
         if start.blocks.is_empty() {
-            self.step = Step::Text;
+            self.relation = Relation::Text;
             return None;
         }
-        self.step = compare(&self.last, &start.blocks);
-        let found = match self.step {
-            Step::Text | Step::Same => {
+        self.relation = compare(&self.last_blocks, &start.blocks);
+        let found = match self.relation {
+            Relation::Text | Relation::Same => {
                 self.streak = None;
                 None
             }
-            Step::Changed(place) => self.count(Some(place), None),
-            // The prompt may be for a title, or of a subagent; the next turn may continue `last`.
-            Step::Stranger if self.strangers == 0 => {
-                self.strangers = 1;
+            Relation::Changed(place) => self.extend_streak(Some(place), None),
+            // The prompt may be for a title, or of a subagent; the next turn may continue `last_blocks`.
+            Relation::Stranger if self.stranger_count == 0 => {
+                self.stranger_count = 1;
                 return None;
             }
-            Step::Stranger => {
+            Relation::Stranger => {
                 self.streak = None;
                 None
             }
         };
-        self.strangers = 0;
-        self.last = start.blocks;
+        self.stranger_count = 0;
+        self.last_blocks = start.blocks;
         self.debug_check();
         found
     }
 
-    /// Records the shim's report that the newest prompt shares its first `at` tokens with the
+    /// Records the shim's report that the newest prompt shares its first `shared_tokens` tokens with the
     /// session's history. `grew`: the prompt has more tokens than the history, as a continued one
     /// would. Returns a volatile prefix if this turn reveals one.
-    pub fn record_divergence(&mut self, at: u64, grew: bool) -> Option<VolatilePrefix> {
-        match self.step {
-            Step::Text if grew && at < EARLY_TOKENS => self.count(None, Some(at)),
-            Step::Changed(place) => {
+    pub fn record_divergence(&mut self, shared_tokens: u64, grew: bool) -> Option<VolatilePrefix> {
+        match self.relation {
+            Relation::Text if grew && shared_tokens < EARLY_TOKENS => {
+                self.extend_streak(None, Some(shared_tokens))
+            }
+            Relation::Changed(place) => {
                 let streak = self.streak.as_mut().filter(|streak| streak.place == Some(place))?;
-                streak.token_index = least(streak.token_index, Some(at));
+                streak.token_index = lesser(streak.token_index, Some(shared_tokens));
                 let token_index = streak.token_index;
-                let found = self.found.as_mut().filter(|found| found.place == shown(Some(place)));
+                let found =
+                    self.found.as_mut().filter(|found| found.place == prompt_place(Some(place)));
                 if let Some(found) = found {
-                    found.token_index = least(found.token_index, token_index);
+                    found.token_index = lesser(found.token_index, token_index);
                 }
                 None
             }
-            Step::Text | Step::Same | Step::Stranger => None,
+            Relation::Text | Relation::Same | Relation::Stranger => None,
         }
     }
 
     /// Records the shim's report that the newest prompt continues the session's history.
     pub fn record_continuation(&mut self) {
-        if self.step == Step::Text {
+        if self.relation == Relation::Text {
             self.streak = None;
         }
     }
 
-    fn count(&mut self, place: Option<Place>, at: Option<u64>) -> Option<VolatilePrefix> {
+    fn extend_streak(&mut self, place: Option<Place>, at: Option<u64>) -> Option<VolatilePrefix> {
         let near = |streak: &Streak| match (streak.token_index, at) {
             (Some(before), Some(now)) => before.abs_diff(now) <= NEAR_TOKENS,
             _ => true,
@@ -213,18 +216,18 @@ impl PrefixTracker {
         let before = self.streak.filter(|streak| streak.place == place && near(streak));
         let streak = Streak {
             place,
-            token_index: least(before.and_then(|streak| streak.token_index), at),
+            token_index: lesser(before.and_then(|streak| streak.token_index), at),
             turns: before.map_or(1, |streak| streak.turns + 1),
         };
         self.streak = Some(streak);
         match &mut self.found {
-            Some(found) if found.place == shown(place) => {
+            Some(found) if found.place == prompt_place(place) => {
                 found.turns += 1;
-                found.token_index = least(found.token_index, streak.token_index);
+                found.token_index = lesser(found.token_index, streak.token_index);
                 None
             }
-            found if streak.turns >= TURNS => {
-                let (place, token_index) = (shown(place), streak.token_index);
+            found if streak.turns >= STREAK_TURNS_MIN => {
+                let (place, token_index) = (prompt_place(place), streak.token_index);
                 *found = Some(VolatilePrefix { token_index, place, turns: streak.turns });
                 *found
             }
@@ -234,36 +237,39 @@ impl PrefixTracker {
 
     fn debug_check(&self) {
         if cfg!(debug_assertions) {
-            assert!(self.last.len() <= BLOCKS_MAX, "more blocks are kept than the bound allows");
-            assert!(self.strangers <= 1, "a second stranger is the new history");
-            let turns = self.found.map_or(TURNS, |found| found.turns);
-            assert!(turns >= TURNS, "a place was reported too early");
+            assert!(
+                self.last_blocks.len() <= BLOCKS_MAX,
+                "more blocks are kept than the bound allows"
+            );
+            assert!(self.stranger_count <= 1, "a second stranger is the new history");
+            let turns = self.found.map_or(STREAK_TURNS_MIN, |found| found.turns);
+            assert!(turns >= STREAK_TURNS_MIN, "a place was reported too early");
         }
     }
 }
 
 /// Compares two prompts' blocks. If they differ early, an equal message at the same place after the
 /// difference shows that both belong to one conversation.
-fn compare(before: &[Block], now: &[Block]) -> Step {
+fn compare(before: &[Block], now: &[Block]) -> Relation {
     let mut pairs = before.iter().zip(now);
     let Some(at) = pairs.position(|(old, new)| (old.place, old.hash) != (new.place, new.hash))
     else {
-        return Step::Same;
+        return Relation::Same;
     };
     if !now[at].early {
-        return Step::Same;
+        return Relation::Same;
     }
     let mut later = now[at + 1..].iter().filter(|block| block.is_message());
-    let goes_on =
+    let same_conversation =
         later.any(|new| before.iter().any(|old| (old.place, old.hash) == (new.place, new.hash)));
-    if goes_on { Step::Changed(now[at].place) } else { Step::Stranger }
+    if same_conversation { Relation::Changed(now[at].place) } else { Relation::Stranger }
 }
 
-fn least(one: Option<u64>, other: Option<u64>) -> Option<u64> {
+fn lesser(one: Option<u64>, other: Option<u64>) -> Option<u64> {
     one.into_iter().chain(other).min()
 }
 
-fn shown(place: Option<Place>) -> Option<PromptPlace> {
+fn prompt_place(place: Option<Place>) -> Option<PromptPlace> {
     place.map(|Place { role, message, block }| PromptPlace {
         role,
         message: message.into(),

@@ -44,7 +44,7 @@ use super::{
     CloseRequest, CloseResult, Deltas, Effect, EngineCapacity, Error, ExpectedHistory, FullHistory,
     GoneReason, Guard, Need, OpenResult, Outcome, Phase, PinnedInput, PrefixTracker, PromptStart,
     RankCapacity, RankTotals, Record, Rules, RunMode, Session, SessionEvent, TrimRequest, Turn,
-    TurnSession, Usage, check_appends, check_turn,
+    TurnSession, Usage, check_pinned_input, check_turn,
 };
 use crate::shim::trim::Plan;
 
@@ -225,7 +225,7 @@ impl Table {
     pub fn drain(&mut self, now: Instant) {
         self.refuse_waiting(now, &Error::Stopping);
         let keys: Vec<SessionKey> = self.sessions.keys().cloned().collect();
-        // `close` fails only for a session that is already closing.
+        // `close_session` fails only for a session that is already closing.
         keys.iter().for_each(|key| drop(self.close_session(now, key)));
     }
 
@@ -246,7 +246,7 @@ impl Table {
             return Some(until);
         }
         let demote =
-            self.is_idle_auto(session).then(|| session.last_turn_end + self.rules.demote_idle);
+            self.is_idle_auto_pin(session).then(|| session.last_turn_end + self.rules.demote_idle);
         let expire = session.can_expire().then(|| session.last_turn_end + session.idle_max);
         [demote, expire].into_iter().flatten().min()
     }
@@ -389,13 +389,15 @@ impl Table {
     }
 
     /// Makes sure that [`Self::run_deadlines`] looks at the session at its next deadline.
-    fn schedule(&mut self, key: &SessionKey) {
+    fn schedule_deadline(&mut self, key: &SessionKey) {
         let session = &self.sessions[key];
         let due = session.last_turn_end + session.idle_max;
-        self.schedule_at(self.session_deadline(session).map_or(due, |early| early.min(due)));
+        self.schedule_deadline_at(
+            self.session_deadline(session).map_or(due, |early| early.min(due)),
+        );
     }
 
-    fn schedule_at(&mut self, due: Instant) {
+    fn schedule_deadline_at(&mut self, due: Instant) {
         self.earliest_deadline = Some(self.earliest_deadline.map_or(due, |before| before.min(due)));
     }
 

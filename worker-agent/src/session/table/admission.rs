@@ -81,22 +81,24 @@ impl Table {
         }
     }
 
+    /// Decides on one waiting ticket. `in_line`: an earlier plain turn waits for room on this rank.
     fn decide_ticket(&mut self, now: Instant, rid: &str, in_line: bool) -> Result<Verdict, Error> {
         let ticket = &self.tickets[rid];
-        let (dp_rank, need, stage) = (ticket.dp_rank, ticket.need, ticket.state);
+        let (dp_rank, need) = (ticket.dp_rank, ticket.need);
+        let is_turn = ticket.state != TicketState::Open;
         let capacity = *self.capacity(dp_rank)?;
-        let full = self.totals(dp_rank).turns_running >= capacity.turns_max;
+        let at_turn_limit = self.totals(dp_rank).turns_running >= capacity.turns_max;
         let Some(key) = ticket.key.clone() else {
-            return Ok(self.decide_plain(now, rid, need, in_line || full));
+            return Ok(self.decide_plain(now, rid, need, in_line || at_turn_limit));
         };
         let guards = self.rules.guards;
         let session =
             self.sessions.get(&key).filter(|session| session.generation == ticket.generation);
         let session = session.ok_or(Error::Unknown)?;
-        if let (Some(claim), true) = (&ticket.claim, stage != TicketState::Open) {
+        if let (Some(claim), true) = (&ticket.claim, is_turn) {
             check_turn(session, claim, ticket.pinned_input, self.shim_trims, guards)?;
         }
-        let beside = stage != TicketState::Open && self.must_run_beside(&key);
+        let beside = is_turn && self.must_run_beside(&key);
         let session = &self.sessions[&key];
         if ticket.orphaned && guards.hold(Guard::LostEndSuspect) {
             return Err(Error::PredecessorFailed);
@@ -105,10 +107,13 @@ impl Table {
             return Ok(Verdict::Wait);
         }
         if beside && session.phase != Phase::Closing {
-            return Ok(self.decide_plain(now, rid, need, in_line || full));
+            return Ok(self.decide_plain(now, rid, need, in_line || at_turn_limit));
         }
-        let whole = stage != TicketState::Open && !self.tickets[rid].is_delta();
-        if whole && session.turns_running == 0 && self.prepare_for_full_history(now, &key, need) {
+        let is_full_history = is_turn && !self.tickets[rid].is_delta();
+        if is_full_history
+            && session.turns_running == 0
+            && self.prepare_for_full_history(now, &key, need)
+        {
             return Ok(Verdict::Wait);
         }
         let session = &self.sessions[&key];
@@ -117,27 +122,25 @@ impl Table {
             Phase::Opening | Phase::Demoting { .. } | Phase::Suspect { .. } => {
                 return Ok(Verdict::Wait);
             }
-            Phase::Closing | Phase::Gone(_) if stage == TicketState::Open => {
-                return Err(Error::Unknown);
-            }
-            _ if stage == TicketState::Open => return Ok(Verdict::Admit),
+            Phase::Closing | Phase::Gone(_) if !is_turn => return Err(Error::Unknown),
+            _ if !is_turn => return Ok(Verdict::Admit),
             _ => {}
         }
         if session.exclusive && session.turns_running > 0 && guards.hold(Guard::OneTurn) {
             return Ok(Verdict::Wait);
         }
         if session.retention != Retention::Pinned {
-            return Ok(self.decide_plain(now, rid, need, in_line || full));
+            return Ok(self.decide_plain(now, rid, need, in_line || at_turn_limit));
         }
-        if full {
+        if at_turn_limit {
             return Ok(Verdict::Wait);
         }
-        let (auto, delta) = (session.has_auto_retention(), self.tickets[rid].is_delta());
-        match self.decide_pinned(now, &key, need, delta) {
+        let (is_auto, is_delta) = (session.has_auto_retention(), self.tickets[rid].is_delta());
+        match self.decide_pinned(now, &key, need, is_delta) {
             // A session that the agent pinned on its own gives way, and its turn runs on the radix
             // tree.
-            Err(_) if auto && self.yield_pin(now, &key) => Ok(Verdict::Wait),
-            Err(_) if auto => Ok(self.decide_plain(now, rid, need, in_line)),
+            Err(_) if is_auto && self.yield_pin(now, &key) => Ok(Verdict::Wait),
+            Err(_) if is_auto => Ok(self.decide_plain(now, rid, need, in_line)),
             verdict => verdict,
         }
     }
@@ -219,6 +222,7 @@ impl Table {
         }
     }
 
+    /// Decides on a turn that runs in its pinned session, whose growth must be reserved.
     fn decide_pinned(
         &mut self,
         now: Instant,
@@ -251,6 +255,7 @@ impl Table {
         Ok(Verdict::Admit)
     }
 
+    /// Decides on a turn that runs on the radix tree.
     fn decide_plain(&mut self, now: Instant, rid: &str, need: Need, in_line: bool) -> Verdict {
         if in_line {
             return Verdict::WaitInLine;
@@ -289,14 +294,15 @@ impl Table {
         shortage: Shortage,
     ) -> Result<Verdict, Error> {
         let session = &self.sessions[key];
-        let taker =
+        let requester =
             if session.has_auto_retention() { Requester::AutoPin } else { Requester::Client };
-        if self.reclaim(now, session.dp_rank, &shortage, taker) {
+        if self.reclaim(now, session.dp_rank, &shortage, requester) {
             return Ok(Verdict::Wait);
         }
         Err(shortage.into())
     }
 
+    /// Admits a ticket: its turn goes to the engine, or its session is open.
     fn admit_ticket(&mut self, now: Instant, rid: &str) {
         let ticket = &self.tickets[rid];
         let (dp_rank, key) = (ticket.dp_rank, ticket.key.clone());
@@ -346,6 +352,8 @@ impl Table {
         self.effects.push(Effect::Admitted { rid: rid.to_owned(), turn });
     }
 
+    /// Reserves what a turn of a pinned session may grow to, and completes what the turn is sent
+    /// with.
     fn admit_pinned(&mut self, rid: &str, key: &SessionKey, turn: &mut Turn) {
         let ticket = &self.tickets[rid];
         let (need, delta) = (ticket.need, ticket.is_delta());
@@ -416,7 +424,7 @@ impl Table {
             self.change_session(&key, |session| session.turns_waiting -= 1);
         }
         // A session with waiting turns doesn't expire; its idle limit may have passed meanwhile.
-        self.schedule(&key);
+        self.schedule_deadline(&key);
         let waits = |other: &Ticket| other.generation == ticket.generation && other.key.is_some();
         let planned = self.sessions[&key].phase == Phase::Planned;
         if planned && !self.tickets.values().any(waits) {

@@ -22,22 +22,31 @@ impl Table {
         let guards = self.rules.guards;
         for (key, session) in &self.sessions {
             let alone = !session.exclusive || session.turns_running <= 1;
-            assert!(alone || !guards.hold(Guard::OneTurn), "two turns of one are inside");
+            assert!(
+                alone || !guards.hold(Guard::OneTurn),
+                "two turns of one exclusive session are inside"
+            );
             let shared = session.retention == Retention::Pinned && !session.exclusive;
-            assert!(!shared || session.has_auto_retention(), "pinned by its client, and shared");
+            assert!(
+                !shared || session.has_auto_retention(),
+                "a session that its client pinned is shared"
+            );
             let left = session.is_left_unused();
-            assert!(!left, "{key:?} was opened for a turn that never went in, and is still there");
-            let mine = |stage| {
-                let of = self.tickets.values().filter(move |ticket| ticket.state == stage);
-                let of = of.filter(|ticket| ticket.generation == session.generation);
-                of.filter(|ticket| ticket.key.as_ref() == Some(key)).count()
+            assert!(
+                !left,
+                "{key:?} was opened for a turn that never reached the engine, and is still open"
+            );
+            let count_in = |state| {
+                let tickets = self.tickets.values().filter(move |ticket| ticket.state == state);
+                let own = tickets.filter(|ticket| ticket.generation == session.generation);
+                own.filter(|ticket| ticket.key.as_ref() == Some(key)).count()
             };
             if guards.hold(Guard::EndAcknowledged) {
-                let waiting = mine(TicketState::Claimed) + mine(TicketState::Queued);
+                let waiting = count_in(TicketState::Claimed) + count_in(TicketState::Queued);
                 assert_eq!(session.turns_waiting as usize, waiting, "a claim isn't counted");
                 assert_eq!(
                     session.turns_running as usize,
-                    mine(TicketState::Inside),
+                    count_in(TicketState::Inside),
                     "a turn isn't counted"
                 );
                 let inside = self.tickets.values().filter(|ticket| {
@@ -60,9 +69,16 @@ impl Table {
         let fresh = self.rules.guards.hold(Guard::FreshIncarnation);
         assert!(ids.len() == count || !fresh, "an incarnation is used twice");
         for (incarnation, key) in &self.by_incarnation {
-            assert_eq!(&self.sessions[key].incarnation, incarnation, "the index points elsewhere");
+            assert_eq!(
+                &self.sessions[key].incarnation, incarnation,
+                "`by_incarnation` names another session"
+            );
         }
-        assert_eq!(self.by_incarnation.len(), self.sessions.len(), "a session isn't indexed");
+        assert_eq!(
+            self.by_incarnation.len(),
+            self.sessions.len(),
+            "a session is not in `by_incarnation`"
+        );
     }
 
     /// Checks that a rank's totals match a fresh count and are within their bounds.
@@ -83,14 +99,14 @@ impl Table {
         counted.totals.foreign_tokens = kept.foreign_tokens;
         counted.totals.rows_held += kept.foreign_rows;
         counted.totals.pinned_tokens += kept.foreign_tokens;
-        let staged = |stage| {
+        let count_in = |state| {
             let of_rank = self.tickets.values().filter(|ticket| ticket.dp_rank == dp_rank);
-            let count = of_rank.filter(|ticket| ticket.state == stage).count();
+            let count = of_rank.filter(|ticket| ticket.state == state).count();
             u32::try_from(count).expect("bounded")
         };
-        counted.totals.turns_running = staged(TicketState::Inside);
-        counted.totals.turns_queued = staged(TicketState::Queued);
-        assert_eq!(counted.totals, kept, "the running totals have drifted");
+        counted.totals.turns_running = count_in(TicketState::Inside);
+        counted.totals.turns_queued = count_in(TicketState::Queued);
+        assert_eq!(counted.totals, kept, "the totals differ from a fresh count");
         let Some(capacity) = self.engine.ranks.get(dp_rank as usize) else { return };
         assert!(kept.turns_running <= capacity.turns_max, "too many turns inside");
         let rows_max = capacity.rows.saturating_sub(capacity.rows_reserve);
@@ -98,6 +114,9 @@ impl Table {
         let reserved = self.rules.guards.hold(Guard::RowsReserve);
         assert!(own <= rows_max || !reserved, "pinned sessions took the reserved rows");
         let planned = |one: &&super::Session| one.phase == Phase::Planned && one.turns_running > 0;
-        assert!(!self.sessions.values().any(|one| planned(&one)), "a turn runs in no session");
+        assert!(
+            !self.sessions.values().any(|one| planned(&one)),
+            "a turn runs in a session that isn't open"
+        );
     }
 }

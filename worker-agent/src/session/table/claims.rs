@@ -6,7 +6,7 @@ use proto::{claim::Claim, id::SessionKey, load::Retention};
 
 use super::{
     Deltas, Error, FullHistory, Guard, OpenResult, Phase, PinnedInput, PrefixTracker, Record,
-    Session, Table, Ticket, TicketState, check_appends, check_turn, closing::PendingClose,
+    Session, Table, Ticket, TicketState, check_pinned_input, check_turn, closing::PendingClose,
 };
 
 /// The longest idle limit that a client can ask for. A longer one is a mistake, and must not
@@ -23,11 +23,11 @@ impl Table {
         &mut self,
         now: Instant,
         rid: &str,
-        asked: Option<(&Claim, &SessionKey)>,
+        session_claim: Option<(&Claim, &SessionKey)>,
         rank: Option<u32>,
         pinned_input: PinnedInput,
     ) -> Result<(), Error> {
-        let (claim, key, dp_rank, generation) = match asked {
+        let (claim, key, dp_rank, generation) = match session_claim {
             None => (None, None, self.choose_rank(rank, None)?, 0),
             Some((claim, key)) => {
                 self.claim_session(now, claim, key, rank, pinned_input)?;
@@ -69,7 +69,7 @@ impl Table {
             let retention = self.choose_retention(wanted)?;
             match retention {
                 Retention::Pinned => {
-                    check_appends(claim.delta, false, pinned_input, self.shim_trims)?
+                    check_pinned_input(claim.delta, false, pinned_input, self.shim_trims)?
                 }
                 Retention::Tagged | Retention::None if claim.delta => {
                     return Err(Error::DeltaNeedsPinned(retention));
@@ -80,12 +80,12 @@ impl Table {
             self.insert_session(now, key, (wanted, retention), dp_rank, claim)?;
             self.sessions.get_mut(key).expect("just inserted").unused = true;
         }
-        let (guards, behind) = (self.rules.guards, self.rules.turns_queued_per_session_max);
+        let (guards, queued_max) = (self.rules.guards, self.rules.turns_queued_per_session_max);
         let session = self.sessions.get_mut(key).expect("there is one now");
         check_turn(session, claim, pinned_input, self.shim_trims, guards)?;
-        let before = session.turns_running + session.turns_waiting;
-        let alone = session.exclusive || session.opened_by_client;
-        if alone && before > behind && guards.hold(Guard::OneTurn) {
+        let turns_before = session.turns_running + session.turns_waiting;
+        let is_sequential = session.exclusive || session.opened_by_client;
+        if is_sequential && turns_before > queued_max && guards.hold(Guard::OneTurn) {
             return Err(Error::Busy);
         }
         session.full_history.is_sent =
@@ -100,19 +100,19 @@ impl Table {
         // Turns that already run side by side continue. The first turn that is claimed after they
         // ended makes the session exclusive.
         session.opened_by_client |= claim.open;
-        session.exclusive |= session.opened_by_client && before == 0;
+        session.exclusive |= session.opened_by_client && turns_before == 0;
         Ok(())
     }
 
     /// Removes a session without turns if it can't continue and is to be opened again, or if its
     /// rank no longer exists.
-    fn remove_if_unusable(&mut self, key: &SessionKey, open: bool) {
+    fn remove_if_unusable(&mut self, key: &SessionKey, opens: bool) {
         let ranks = self.engine.ranks.len();
         let Some(session) = self.sessions.get(key) else { return };
         let at_rest = session.turns_running == 0 && session.turns_waiting == 0;
-        let homeless = session.dp_rank as usize >= ranks;
+        let lost_its_rank = session.dp_rank as usize >= ranks;
         let gone = matches!(session.phase, Phase::Gone(_));
-        if at_rest && (homeless || (open && gone)) {
+        if at_rest && (lost_its_rank || (opens && gone)) {
             self.remove_session(key);
         }
     }
@@ -144,8 +144,10 @@ impl Table {
             Some(session) if session.phase == Phase::Closing => return Err(Error::Closing),
             Some(session) if matches!(session.phase, Phase::Gone(_)) => return Err(Error::Busy),
             Some(session) => {
-                let alone = session.turns_running + session.turns_waiting == 0;
-                if let Some(wanted) = retention.filter(|_| session.has_auto_retention() && alone) {
+                let has_no_turns = session.turns_running + session.turns_waiting == 0;
+                if let Some(wanted) =
+                    retention.filter(|_| session.has_auto_retention() && has_no_turns)
+                {
                     // The client's choice replaces the agent's.
                     self.apply_requested_retention(now, key, wanted);
                 }
@@ -159,12 +161,12 @@ impl Table {
                 session.open_for_deltas();
                 session.exclusive |= session.turns_running + session.turns_waiting <= 1;
                 session.idle_max = idle_max.map_or(session.idle_max, |max| max.min(IDLE_MAX));
-                self.schedule(key);
+                self.schedule_deadline(key);
             }
             None => {
-                let kept = self.choose_retention(retention)?;
-                let dp_rank = self.choose_rank(rank, Some(kept))?;
-                self.insert_session(now, key, (retention, kept), dp_rank, &claim)?;
+                let chosen = self.choose_retention(retention)?;
+                let dp_rank = self.choose_rank(rank, Some(chosen))?;
+                self.insert_session(now, key, (retention, chosen), dp_rank, &claim)?;
             }
         }
         let (dp_rank, generation) = (self.sessions[key].dp_rank, self.sessions[key].generation);
@@ -185,13 +187,13 @@ impl Table {
     }
 
     /// Handles the engine's answer to an [`super::Effect::Open`].
-    pub fn handle_open_result(&mut self, now: Instant, incarnation: &str, opened: &OpenResult) {
+    pub fn handle_open_result(&mut self, now: Instant, incarnation: &str, result: &OpenResult) {
         let key = self
             .by_incarnation
             .get(incarnation)
             .cloned()
             .filter(|key| matches!(self.sessions[key].phase, Phase::Opening | Phase::Closing));
-        if *opened == OpenResult::Yes
+        if *result == OpenResult::Yes
             && let Some(key) = &key
         {
             self.change_session(key, |session| {
@@ -199,15 +201,15 @@ impl Table {
                     session.phase = Phase::Open;
                 }
             });
-            self.schedule(key);
+            self.schedule_deadline(key);
             self.close_if_due(now, key);
             self.close_unused(now, key);
             self.finish_reopen(now, key, true);
         } else {
             // The session is gone, or the open failed. An incarnation that may be open at the
             // engine must be closed.
-            let sure = matches!(opened, OpenResult::No(_));
-            if !sure && self.rules.guards.hold(Guard::UnknownOpenClosed) {
+            let is_closed = matches!(result, OpenResult::No(_));
+            if !is_closed && self.rules.guards.hold(Guard::UnknownOpenClosed) {
                 self.start_close(incarnation.to_owned(), PendingClose::empty(now));
             } else {
                 self.write_journal(Record::Closed { incarnation: incarnation.to_owned() });
@@ -237,7 +239,7 @@ impl Table {
         &mut self,
         now: Instant,
         key: &SessionKey,
-        (wanted, retention): (Option<Retention>, Retention),
+        (requested, retention): (Option<Retention>, Retention),
         dp_rank: u32,
         claim: &Claim,
     ) -> Result<(), Error> {
@@ -249,7 +251,7 @@ impl Table {
         self.generation_count += 1;
         let session = Session {
             retention,
-            requested_retention: wanted,
+            requested_retention: requested,
             dp_rank,
             incarnation: self.next_incarnation(key),
             exclusive: pinned || claim.open,
@@ -272,7 +274,7 @@ impl Table {
             last_turn_end: now,
             idle_max: claim.idle_ms_max.map_or(self.rules.idle_max, bounded_idle_max),
         };
-        self.schedule_at(now + session.idle_max);
+        self.schedule_deadline_at(now + session.idle_max);
         let page = self.engine.page_tokens;
         self.account(dp_rank).add_session(&session, page);
         self.by_incarnation.insert(session.incarnation.clone(), key.clone());
@@ -284,9 +286,10 @@ impl Table {
     /// Closes the session that was idle longest among those that no client opened. Its client has
     /// no right to it, and finds its KV in the radix tree if it comes back soon.
     fn close_longest_idle(&mut self, now: Instant) -> bool {
-        let inferred = self.sessions.iter().filter(|(_, one)| !one.exclusive && one.can_expire());
-        let longest = inferred.min_by_key(|(_, one)| one.last_turn_end).map(|(key, _)| key.clone());
-        longest.is_some_and(|key| self.close_session(now, &key).is_ok())
+        let unopened = self.sessions.iter().filter(|(_, one)| !one.exclusive && one.can_expire());
+        let longest_idle =
+            unopened.min_by_key(|(_, one)| one.last_turn_end).map(|(key, _)| key.clone());
+        longest_idle.is_some_and(|key| self.close_session(now, &key).is_ok())
     }
 
     pub(super) fn choose_retention(&self, wanted: Option<Retention>) -> Result<Retention, Error> {
@@ -309,14 +312,14 @@ impl Table {
         if let Some(rank) = rank {
             return if rank < count { Ok(rank) } else { Err(Error::NoRank(rank)) };
         }
-        let burden = |dp_rank: &u32| {
+        let load = |dp_rank: &u32| {
             let totals = self.totals(*dp_rank);
             let held = if retention == Some(Retention::Pinned) { totals.rows_held } else { 0 };
             let claimed = self.accounts[*dp_rank as usize].claimed;
             let turns = totals.turns_running + totals.turns_queued + claimed;
             (held, turns, totals.pinned_tokens + totals.tree_tokens_estimate)
         };
-        (0..count).min_by_key(burden).ok_or(Error::NoRank(0))
+        (0..count).min_by_key(load).ok_or(Error::NoRank(0))
     }
 }
 

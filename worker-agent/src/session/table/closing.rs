@@ -88,10 +88,10 @@ impl Table {
 
     /// Handles the engine's answer to an [`Effect::Close`], or the shim's report of a closed
     /// session.
-    pub fn handle_close_result(&mut self, now: Instant, incarnation: &str, closed: CloseResult) {
+    pub fn handle_close_result(&mut self, now: Instant, incarnation: &str, result: CloseResult) {
         let Some(closing) = self.pending_closes.get_mut(incarnation) else { return };
-        closing.kept_by_engine |= closed == CloseResult::Kept;
-        if closed != CloseResult::Confirmed && self.rules.guards.hold(Guard::CloseRepeated) {
+        closing.kept_by_engine |= result == CloseResult::Kept;
+        if result != CloseResult::Confirmed && self.rules.guards.hold(Guard::CloseRepeated) {
             // The longer a close takes, the less often it is repeated.
             let waited = now.saturating_duration_since(closing.since);
             closing.repeat_at = Some(now + (waited / 4).clamp(CLOSE_AGAIN, CLOSE_AGAIN_MAX));
@@ -126,8 +126,8 @@ impl Table {
 
     /// Closes a pinned session at the engine, but keeps it in the table: its client is told why at
     /// its next turn.
-    pub(super) fn retire(&mut self, now: Instant, key: &SessionKey, why: GoneReason) {
-        let event = match why {
+    pub(super) fn retire(&mut self, now: Instant, key: &SessionKey, reason: GoneReason) {
+        let event = match reason {
             GoneReason::Reclaimed => SessionEvent::Reclaimed,
             GoneReason::HistoryUnknown => SessionEvent::Doubted,
             GoneReason::KvCorrupt => SessionEvent::Corrupt,
@@ -138,11 +138,11 @@ impl Table {
         self.close_at_engine(now, key);
         self.reincarnate(key);
         self.change_session(key, |session| {
-            session.phase = Phase::Gone(why);
+            session.phase = Phase::Gone(reason);
             session.clear_figures();
         });
         let session = &self.sessions[key];
-        self.schedule_at(session.last_turn_end + session.idle_max);
+        self.schedule_deadline_at(session.last_turn_end + session.idle_max);
     }
 
     /// Makes a session suspect after a turn's end left its history uncertain: the shim's session
@@ -164,7 +164,7 @@ impl Table {
             (session.dp_rank, session.lost_rid.clone())
         });
         self.effects.push(Effect::RequestShimTable { dp_rank, rid });
-        self.schedule_at(until);
+        self.schedule_deadline_at(until);
     }
 
     /// Handles an audit's finding that pages of a session's KV also belong to others, or that
@@ -180,8 +180,8 @@ impl Table {
     /// Closes a corrupt session at the engine once no turn of it runs.
     pub(super) fn retire_corrupt(&mut self, now: Instant, key: &SessionKey) {
         let Some(session) = self.sessions.get(key) else { return };
-        let over = matches!(session.phase, Phase::Closing | Phase::Gone(_));
-        if session.corrupt && session.turns_running == 0 && !over {
+        let is_over = matches!(session.phase, Phase::Closing | Phase::Gone(_));
+        if session.corrupt && session.turns_running == 0 && !is_over {
             self.retire(now, key, GoneReason::KvCorrupt);
         }
     }
@@ -262,8 +262,8 @@ impl Table {
     pub fn restart_required(&self, now: Instant) -> Option<String> {
         let late = |since: Instant| since + self.rules.stuck_after <= now;
         // If the engine can't be asked, it isn't at fault.
-        let stays = |one: &&PendingClose| one.kept_by_engine && late(one.since);
-        let closes = self.pending_closes.values().filter(stays).count();
+        let is_stuck = |one: &&PendingClose| one.kept_by_engine && late(one.since);
+        let closes = self.pending_closes.values().filter(is_stuck).count();
         if closes > 0 {
             return Some(format!(
                 "the engine keeps {closes} sessions half closed; their rows and KV come back only \

@@ -41,15 +41,15 @@ impl Table {
                 session.turns_running -= 1;
                 session.last_turn_end = now;
             });
-            self.schedule(key);
+            self.schedule_deadline(key);
             // If the engine restarted during the turn, the session has nothing left to update.
-            let mine = self.sessions[key].incarnation == ticket.incarnation;
-            if mine && !matches!(self.sessions[key].phase, Phase::Gone(_)) {
+            let is_current = self.sessions[key].incarnation == ticket.incarnation;
+            if is_current && !matches!(self.sessions[key].phase, Phase::Gone(_)) {
                 self.settle_end(now, key, rid, &ticket, outcome);
             }
             self.retire_corrupt(now, key);
             if self.sessions.contains_key(key) {
-                self.schedule(key);
+                self.schedule_deadline(key);
             }
             self.close_if_due(now, key);
         }
@@ -91,6 +91,7 @@ impl Table {
             }
             return;
         }
+        // In a pinned session, only a turn that ran beside it gets here.
         let beside = pinned;
         if let Outcome::Finished(usage) | Outcome::Unheard(usage) = outcome {
             self.change_session(key, |session| {
@@ -113,8 +114,8 @@ impl Table {
         outcome: Outcome,
     ) {
         let guards = self.rules.guards;
-        let before = self.sessions[key].history_tokens;
-        let open = self.sessions[key].phase == Phase::Open;
+        let history_before = self.sessions[key].history_tokens;
+        let is_open = self.sessions[key].phase == Phase::Open;
         match outcome {
             Outcome::Refused => self.undo_admission(key, ticket.had_no_kv),
             // The engine rolls the history back and gives the session's KV to its radix tree.
@@ -122,14 +123,14 @@ impl Table {
                 session.holds_row = false;
                 session.reserved_tokens = 0;
                 session.resident_tokens = 0;
-                session.phase = if open { Phase::Demoted } else { session.phase };
+                session.phase = if is_open { Phase::Demoted } else { session.phase };
             }),
             Outcome::Finished(usage) => {
                 self.record_growth(key, usage);
                 self.note_hidden_end_tokens(key, ticket, usage);
                 let retracted = usage.is_some_and(|usage| usage.retractions > 0);
-                if !open {
-                } else if usage.is_none_or(|usage| !ticket.follows_history(before, usage))
+                if !is_open {
+                } else if usage.is_none_or(|usage| !ticket.follows_history(history_before, usage))
                     && guards.hold(Guard::HistoryChecked)
                 {
                     // For a planned turn, the shim has compared the engine's own count with the
@@ -146,15 +147,15 @@ impl Table {
             }
             Outcome::Unheard(usage) => {
                 self.record_growth(key, usage);
-                if open && guards.hold(Guard::UnheardSuspect) {
+                if is_open && guards.hold(Guard::UnheardSuspect) {
                     self.make_suspect(now, key, None);
                 }
             }
             Outcome::Partial if guards.hold(Guard::RetractionSuspect) => {
                 // The reserved tokens stay counted until the shim's session table or a close
                 // settles the session.
-                if open {
-                    self.make_suspect(now, key, Some(ExpectedHistory::Exactly(before)));
+                if is_open {
+                    self.make_suspect(now, key, Some(ExpectedHistory::Exactly(history_before)));
                 }
             }
             Outcome::Partial => self.change_session(key, |session| session.reserved_tokens = 0),
@@ -162,10 +163,10 @@ impl Table {
                 if guards.hold(Guard::AbortBeforeClose) {
                     self.change_session(key, |session| session.lost_rid = Some(rid.to_owned()));
                 }
-                if open && guards.hold(Guard::LostEndSuspect) {
+                if is_open && guards.hold(Guard::LostEndSuspect) {
                     // If the engine committed nothing of the turn, its history is the one the
                     // client knows.
-                    self.make_suspect(now, key, Some(ExpectedHistory::Exactly(before)));
+                    self.make_suspect(now, key, Some(ExpectedHistory::Exactly(history_before)));
                 }
             }
         }
@@ -196,15 +197,15 @@ impl Ticket {
         self.claim.as_ref().is_some_and(|claim| claim.close)
     }
 
-    /// Whether the prompt that the engine ran is the `before` tokens of history plus what the turn
-    /// sent.
-    fn follows_history(&self, before: u64, usage: Usage) -> bool {
+    /// Whether the prompt that the engine ran is the `history_tokens` of the session plus what the
+    /// turn sent.
+    fn follows_history(&self, history_tokens: u64, usage: Usage) -> bool {
         if let Some(planned) = self.trim_turn.as_ref().and_then(|turn| turn.prompt_tokens) {
             return usage.prompt_tokens == planned;
         }
-        let Some(sent) = usage.prompt_tokens.checked_sub(before) else { return false };
+        let Some(sent) = usage.prompt_tokens.checked_sub(history_tokens) else { return false };
         // The engine drops the leading BOS token of a prompt that it appends to a history.
-        let bos_dropped = before > 0 && sent + 1 == self.need.prompt_tokens;
+        let bos_dropped = history_tokens > 0 && sent + 1 == self.need.prompt_tokens;
         !self.need.exact || sent == self.need.prompt_tokens || bos_dropped
     }
 }

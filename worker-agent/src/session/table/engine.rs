@@ -105,11 +105,8 @@ impl Table {
             .collect();
         for key in keys {
             let demoting = matches!(self.sessions[&key].phase, Phase::Demoting { .. });
-            self.retire(
-                now,
-                &key,
-                if demoting { GoneReason::Reclaimed } else { GoneReason::HistoryUnknown },
-            );
+            let reason = if demoting { GoneReason::Reclaimed } else { GoneReason::HistoryUnknown };
+            self.retire(now, &key, reason);
         }
         self.pump(now);
         self.debug_check();
@@ -162,7 +159,7 @@ impl Table {
                         session.lost_rid = None;
                     });
                     // The session has a deadline of its own again.
-                    self.schedule(key);
+                    self.schedule_deadline(key);
                 } else {
                     self.retire(now, key, GoneReason::HistoryUnknown);
                 }

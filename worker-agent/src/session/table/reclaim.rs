@@ -47,7 +47,7 @@ impl From<Shortage> for Error {
 /// How long the pauses between a coding agent's turns are: pairs of seconds, and the share of
 /// pauses that are longer, in thousandths. From 1,300 recorded conversations; see the design notes
 /// on idle time.
-const GAPS: [(u64, u64); 8] =
+const PAUSES: [(u64, u64); 8] =
     [(0, 1000), (10, 500), (30, 270), (60, 200), (120, 130), (300, 70), (600, 40), (3600, 5)];
 /// What counts as "soon": a session that resumes later than this would have been worth demoting.
 const SOON: Duration = Duration::from_secs(120);
@@ -57,25 +57,25 @@ const SOON: Duration = Duration::from_secs(120);
 const DEMOTED_WITHIN: Duration = Duration::from_secs(5);
 
 /// Returns the chance, in thousandths, that a session idle for `idle` resumes within `SOON`.
-pub(super) fn resumes_soon(idle: Duration) -> u64 {
-    let longer = gaps_longer_than(idle);
+pub(super) fn resume_chance(idle: Duration) -> u64 {
+    let longer = share_of_longer_pauses(idle);
     if longer == 0 {
         return 0;
     }
-    1000 - gaps_longer_than(idle + SOON).saturating_mul(1000) / longer
+    1000 - share_of_longer_pauses(idle + SOON).saturating_mul(1000) / longer
 }
 
 /// Returns the share of pauses longer than `idle`, in millionths, interpolated linearly between the
-/// points of `GAPS`.
-fn gaps_longer_than(idle: Duration) -> u64 {
+/// points of `PAUSES`.
+fn share_of_longer_pauses(idle: Duration) -> u64 {
     let at = u64::try_from(idle.as_millis()).unwrap_or(u64::MAX);
-    for pair in GAPS.windows(2) {
+    for pair in PAUSES.windows(2) {
         let ((from, high), (to, low)) = (pair[0], pair[1]);
         if at < to * 1000 {
             return high * 1000 - (high - low) * 1000 * (at - from * 1000) / ((to - from) * 1000);
         }
     }
-    let (last, share) = GAPS[GAPS.len() - 1];
+    let (last, share) = PAUSES[PAUSES.len() - 1];
     // Beyond the last point the share halves each time the duration doubles.
     share * 1000 * last * 1000 / at.max(1)
 }
@@ -88,7 +88,7 @@ impl Table {
         now: Instant,
         dp_rank: u32,
         shortage: &Shortage,
-        taker: Requester,
+        requester: Requester,
     ) -> bool {
         let (mut rows, mut tokens) = match *shortage {
             Shortage::Rows { held, max } => (u64::from(held - max.min(held)) + 1, 0),
@@ -102,11 +102,15 @@ impl Table {
             .sessions
             .iter()
             .filter(|(_, session)| {
-                session.dp_rank == dp_rank && self.is_reclaimable(now, session, taker)
+                session.dp_rank == dp_rank && self.is_reclaimable(now, session, requester)
             })
             .map(|(key, session)| {
                 let held = self.round_to_pages(session.resident_tokens);
-                ((!session.has_auto_retention(), worth(session, now, shortage)), key.clone(), held)
+                (
+                    (!session.has_auto_retention(), keep_value(session, now, shortage)),
+                    key.clone(),
+                    held,
+                )
             })
             .collect();
         let enough = idle.len() as u64 >= rows
@@ -126,19 +130,19 @@ impl Table {
         true
     }
 
-    /// Whether `taker` may have a session's KV. The session must be pinned and at rest.
+    /// Whether `requester` may have a session's KV. The session must be pinned and at rest.
     ///
     /// `Requester::Client` may take KV from a session that the agent pinned on its own at any time,
     /// and from a session that its client pinned after `demote_idle` without a turn.
     /// `Requester::AutoPin` may take KV only from a session that the agent pinned on its own, after
     /// `demote_idle` without a turn.
-    fn is_reclaimable(&self, now: Instant, session: &Session, taker: Requester) -> bool {
+    fn is_reclaimable(&self, now: Instant, session: &Session, requester: Requester) -> bool {
         let pinned = session.retention == Retention::Pinned && session.phase == Phase::Open;
         if !self.rules.guards.hold(Guard::ReclaimIdleOnly) {
             return pinned;
         }
         let idle = session.idle(now) >= self.rules.demote_idle;
-        let takes = match taker {
+        let takes = match requester {
             Requester::Client => idle || session.has_auto_retention(),
             Requester::AutoPin => idle && session.has_auto_retention(),
         };
@@ -156,14 +160,14 @@ impl Table {
         let until = now + DEMOTED_WITHIN;
         self.change_session(key, |session| session.phase = Phase::Demoting { until });
         self.effects.push(Effect::Demote { dp_rank, incarnation });
-        self.schedule_at(until);
+        self.schedule_deadline_at(until);
     }
 
     /// Demotes sessions that the agent pinned on its own and that did not come back soon. In the
     /// radix tree, the engine evicts what is used least.
     pub(super) fn demote_idle(&mut self, now: Instant) {
         let due = |session: &Session| session.last_turn_end + self.rules.demote_idle <= now;
-        let idle = self.sessions.iter().filter(|(_, one)| self.is_idle_auto(one) && due(one));
+        let idle = self.sessions.iter().filter(|(_, one)| self.is_idle_auto_pin(one) && due(one));
         let keys: Vec<SessionKey> = idle.map(|(key, _)| key.clone()).collect();
         keys.iter().for_each(|key| self.release_kv(now, key));
     }
@@ -208,8 +212,8 @@ impl Table {
 
 /// Returns how much keeping an idle session's KV is worth: history tokens times the chance that the
 /// session resumes soon. If tokens are short, this is divided by the tokens that the session holds.
-fn worth(session: &Session, now: Instant, shortage: &Shortage) -> u64 {
-    let saved = resumes_soon(session.idle(now)) * session.history_tokens;
+fn keep_value(session: &Session, now: Instant, shortage: &Shortage) -> u64 {
+    let saved = resume_chance(session.idle(now)) * session.history_tokens;
     match shortage {
         Shortage::Rows { .. } => saved,
         Shortage::Tokens { .. } => saved * 1000 / session.resident_tokens.max(1),

@@ -146,7 +146,7 @@ impl Table {
             session.clear_figures();
             session.full_history.no_pin_before = Some(now + PIN_AGAIN_AFTER);
         });
-        self.schedule(key);
+        self.schedule_deadline(key);
     }
 
     /// Applies the retention that a client asks for to a session whose retention the agent chose.
@@ -179,7 +179,7 @@ impl Table {
 
     /// Whether the agent pinned the session on its own, no turn of it runs or waits, and the shim
     /// can demote it.
-    pub(super) fn is_idle_auto(&self, session: &Session) -> bool {
+    pub(super) fn is_idle_auto_pin(&self, session: &Session) -> bool {
         let pinned = session.has_auto_retention()
             && session.retention == Retention::Pinned
             && session.holds_row;

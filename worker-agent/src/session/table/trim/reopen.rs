@@ -62,22 +62,21 @@ impl Table {
             self.change_session(&key, |session| session.full_history.divergence_streak += 1);
         }
         let session = &self.sessions[&key];
-        let aside = session.has_auto_retention()
-            && plan.is_aside()
-            && session.full_history.divergence_streak == 1;
-        let tired = session.has_auto_retention()
-            && session.full_history.divergence_streak > DIVERGENCE_STREAK_MAX;
-        let stays = must_continue && !too_large;
+        let is_auto = session.has_auto_retention();
+        let streak = session.full_history.divergence_streak;
+        let is_aside = is_auto && plan.is_aside() && streak == 1;
+        let streak_too_long = is_auto && streak > DIVERGENCE_STREAK_MAX;
+        let keeps_history = must_continue && !too_large;
         // A closing session may still run its last turn in more room.
-        let runs = session.phase == Phase::Open
+        let can_run = session.phase == Phase::Open
             || (session.phase == Phase::Closing && must_continue && too_large);
-        if !runs || aside || stays || (!fits && !session.has_auto_retention()) {
+        if !can_run || is_aside || keeps_history || (!fits && !is_auto) {
             self.answer_outside(&key);
         } else if too_large && fits {
             self.change_session(&key, |session| session.reserved_tokens = target);
             self.answer_inside(rid, &key);
         } else {
-            self.trim_turn_mut(rid).reopen_tokens = (fits && !tired).then_some(target);
+            self.trim_turn_mut(rid).reopen_tokens = (fits && !streak_too_long).then_some(target);
             self.release_before_reopen(now, rid, &key);
         }
         self.pump(now);
@@ -117,6 +116,7 @@ impl Table {
         true
     }
 
+    /// Closes the old incarnation and opens a new one for the turn, if there is room for it.
     fn reopen(&mut self, now: Instant, rid: &str, key: &SessionKey) {
         self.close_at_engine(now, key);
         self.reincarnate(key);
@@ -131,11 +131,11 @@ impl Table {
         (ticket.had_no_kv, ticket.incarnation) = (false, incarnation.clone());
         self.trim_turn_mut(rid).replaced_deltas = deltas == Deltas::Taken;
         // The room that was free when the shim asked may be taken by now.
-        let room = |target: &u64| {
+        let has_room = |target: &u64| {
             matches!(self.row_shortage(dp_rank), Ok(None)) && self.fits_pinned(key, *target)
         };
-        let reopens = self.tickets[rid].trim_turn.as_ref().and_then(|turn| turn.reopen_tokens);
-        let Some(target) = reopens.filter(room) else {
+        let wanted = self.tickets[rid].trim_turn.as_ref().and_then(|turn| turn.reopen_tokens);
+        let Some(target) = wanted.filter(has_room) else {
             self.answer_outside(key);
             return self.leave_without_incarnation(now, key);
         };
@@ -182,7 +182,7 @@ impl Table {
                 session.clear_figures();
                 session.phase = Phase::Gone(GoneReason::HistoryUnknown);
             });
-            self.schedule(key);
+            self.schedule_deadline(key);
         }
         let (session, generation) = (&self.sessions[key], self.sessions[key].generation);
         let inside = |ticket: &&mut Ticket| {
@@ -202,6 +202,7 @@ impl Table {
         self.tickets.iter().find(|(_, ticket)| asks(ticket)).map(|(rid, _)| rid.clone())
     }
 
+    /// Tells the shim to run the turn in its session, if its question is still open.
     fn answer_inside(&mut self, rid: &str, key: &SessionKey) {
         let incarnation = Some(self.sessions[key].incarnation.clone());
         let trim_turn = self.trim_turn_mut(rid);

@@ -30,7 +30,7 @@ impl Table {
     /// sessions.
     pub(in super::super) fn should_pin(&self, now: Instant, key: &SessionKey, need: Need) -> bool {
         let session = &self.sessions[key];
-        let wants = self.rules.auto_pin
+        let may_pin = self.rules.auto_pin
             && self.shim_trims
             && session.has_auto_retention()
             && session.retention != Retention::Pinned
@@ -39,15 +39,15 @@ impl Table {
             && session.full_history.no_pin_before.is_none_or(|after| after <= now)
             && self.accounts[session.dp_rank as usize].can_demote()
             && self.engine.retentions.contains(&Retention::Pinned);
-        let hot = session.turns > 0 && session.idle(now) <= self.rules.demote_idle;
-        let alone = session.turns_running == 0 && session.turns_waiting == 1;
-        if !(wants && hot && alone) || self.is_taking_over() {
+        let comes_back_soon = session.turns > 0 && session.idle(now) <= self.rules.demote_idle;
+        let is_only_turn = session.turns_running == 0 && session.turns_waiting == 1;
+        if !(may_pin && comes_back_soon && is_only_turn) || self.is_taking_over() {
             return false;
         }
-        let free = matches!(self.row_shortage(session.dp_rank), Ok(None));
+        let row_is_free = matches!(self.row_shortage(session.dp_rank), Ok(None));
         let rows = self.capacity(session.dp_rank).map_or(0, |capacity| capacity.rows);
-        let left = self.totals(session.dp_rank).rows_held < rows / ROWS_LEFT_DIVISOR;
-        free && left && self.fits_pinned(key, self.full_history_target(key, need))
+        let rows_are_left = self.totals(session.dp_rank).rows_held < rows / ROWS_LEFT_DIVISOR;
+        row_is_free && rows_are_left && self.fits_pinned(key, self.full_history_target(key, need))
     }
 
     /// Whether the session fits into the pin budget and the pool if it holds `target` tokens.
