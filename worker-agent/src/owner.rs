@@ -136,7 +136,7 @@ struct Owner {
     description: watch::Sender<Option<Arc<Description>>>,
     drain: Option<Drain>,
     /// The ranks with a connected shim, and whether that shim can demote sessions.
-    shim_can_demote: HashMap<u32, bool>,
+    connected_shims: HashMap<u32, bool>,
     /// The SGLang version reported by a connected trimmer that works; `None` without one.
     trimmer_version: Option<String>,
     /// Exchanges that wait to learn how their turn runs, by request id.
@@ -202,7 +202,7 @@ impl Owner {
             report: watch::Sender::new(Arc::new(report)),
             description: watch::Sender::new(None),
             drain: None,
-            shim_can_demote: HashMap::new(),
+            connected_shims: HashMap::new(),
             trimmer_version: None,
             run_mode_waiters: HashMap::new(),
             audits: Audits::new(setup.audit_interval),
@@ -279,8 +279,8 @@ impl Owner {
                 let claim = claim.as_ref().map(|(claim, key)| (claim, key));
                 drop(reply.send(self.claim(claim, rank, pinned_input)));
             }
-            OwnerMessage::Admit { rid, need, start, reply } => {
-                self.table.set_prompt_start(&rid, start);
+            OwnerMessage::Admit { rid, need, prompt_start, reply } => {
+                self.table.set_prompt_start(&rid, prompt_start);
                 if self.table.admit(now(), &rid, need) {
                     self.waiters.insert(rid, Waiter::Turn(reply));
                 }
@@ -328,6 +328,7 @@ impl Owner {
         }
     }
 
+    /// Claims a turn's session, and returns the turn's lease.
     fn claim(
         &mut self,
         claim: Option<(&Claim, &SessionKey)>,
@@ -346,6 +347,7 @@ impl Owner {
         Ok(Lease { rid, vocabulary, agent: self.handle.clone(), is_sent: false, end: Some(end) })
     }
 
+    /// Opens a session; `reply` gets it once it is open.
     fn open(
         &mut self,
         key: SessionKey,
@@ -369,7 +371,7 @@ impl Owner {
     fn carry_out_effects(&mut self) {
         let effects = self.table.take_effects();
         self.dirty |= !effects.is_empty();
-        let mut unwritten = None;
+        let mut journal_error = None;
         for effect in effects {
             match effect {
                 Effect::Admitted { rid, turn } => self.tell_admitted(&rid, turn),
@@ -381,13 +383,15 @@ impl Owner {
                 Effect::Journal(record) => {
                     if let Err(error) = self.setup.journal.write(&record) {
                         error!(%error, "the journal can't be written");
-                        unwritten = Some(error.to_string());
+                        journal_error = Some(error.to_string());
                     }
                 }
-                Effect::Open { incarnation, idle_max } => match &unwritten {
+                Effect::Open { incarnation, idle_max } => match &journal_error {
                     // A session that isn't in the journal must not be opened: the next agent could
                     // not find it to close it.
-                    Some(why) => self.report_open_result(incarnation, OpenResult::No(why.clone())),
+                    Some(reason) => {
+                        self.report_open_result(incarnation, OpenResult::No(reason.clone()));
+                    }
                     None => self.open_at_engine(incarnation, idle_max),
                 },
                 Effect::Close(close) => self.close_at_engine(close),
@@ -400,7 +404,7 @@ impl Owner {
                 Effect::RefusedByShim { rid, error } => self.tell_refused_by_shim(&rid, error),
                 Effect::SessionChanged(key) => self.publish_session(&key),
                 Effect::Freed(after) => self.setup.metrics.record_close(after),
-                Effect::VolatilePrefix(key, found) => self.volatile_prefix(&key, found),
+                Effect::VolatilePrefix(key, found) => self.report_volatile_prefix(&key, found),
                 Effect::SessionEvent(key, event) => {
                     info!(session = %key.digest(), event = event.as_str(), "session event");
                     self.setup.metrics.count_session_event(event.as_str());
@@ -427,6 +431,7 @@ impl Owner {
         }
     }
 
+    /// Refuses a request while the agent drains or the engine is down.
     fn check_usable(&self) -> Result<(), Error> {
         if self.drain.is_some() {
             return Err(Error::Stopping);

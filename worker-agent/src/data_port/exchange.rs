@@ -224,7 +224,7 @@ impl Exchange {
         let (engine, rid) = (self.context.engine.clone(), self.rid.clone());
         self.context.tasks.spawn(async move {
             if let Err(error) = engine.abort(&rid).await {
-                debug!(rid, %error, "abort did not get through");
+                debug!(rid, %error, "can't abort a turn at the engine");
             }
         });
     }
@@ -240,7 +240,7 @@ impl Exchange {
                 }
             }
             Some(Err(error)) => {
-                debug!(rid = self.rid, %error, "answer broke off");
+                debug!(rid = self.rid, %error, "the engine's answer broke off");
                 self.upstream = None;
                 self.finish(Outcome::Lost);
             }
@@ -281,7 +281,7 @@ impl Exchange {
                 () = self.read_next() => {}
                 _ = again.tick() => {
                     if let Err(error) = engine.abort(&rid).await {
-                        debug!(rid, %error, "abort did not get through");
+                        debug!(rid, %error, "can't abort a turn at the engine");
                     }
                 }
             }
@@ -330,7 +330,7 @@ impl Drop for Exchange {
             refused: self.refused,
             context: self.context.clone(),
         };
-        debug!(rid = abandoned.rid, "turn left by its client");
+        debug!(rid = abandoned.rid, "the client of a turn has disconnected");
         self.context.tasks.spawn(abandoned.wind_down());
     }
 }

@@ -74,7 +74,9 @@ impl Owner {
         };
         match Remote::start(&self.setup.audit_table, dp_rank, answer) {
             Ok(remote) => drop(self.remote_audits.insert(dp_rank, remote)),
-            Err(error) => warn!(dp_rank, %error, "no thread to audit from"),
+            Err(error) => {
+                warn!(dp_rank, %error, "can't start the thread for audits from this process")
+            }
         }
     }
 
@@ -95,7 +97,10 @@ impl Owner {
                 );
             }
             Err(reason) => {
-                warn!(dp_rank, reason, "no audit from this process; the engine's own makes them");
+                warn!(
+                    dp_rank,
+                    reason, "audits from this process failed; the engine's shim makes them instead"
+                );
                 self.remote_audits.remove(&dp_rank);
                 self.send_audit_request(dp_rank, number);
             }
@@ -139,7 +144,7 @@ impl Owner {
     /// no age, so they are removed.
     fn record_failed_audit(&mut self, dp_rank: u32, outcome: &'static str, error: &Error) {
         if self.audits.failed(dp_rank, error) {
-            warn!(dp_rank, %error, "no audit of the engine's pages");
+            warn!(dp_rank, %error, "can't audit the engine's pages");
         }
         self.setup.metrics.count_audit(outcome);
         self.setup.metrics.set_pages(dp_rank, None);
@@ -172,6 +177,6 @@ fn log_faults(dp_rank: u32, audit: &Audit) {
     for finding in audit.pages.faults() {
         let at: Vec<i64> = finding.named.iter().map(|one| one.at).collect();
         let (kind, count) = (&finding.kind, finding.count);
-        error!(dp_rank, kind, count, ?at, "the engine's pages are not as they should be");
+        error!(dp_rank, kind, count, ?at, "a page audit found a fault in the engine's KV pool");
     }
 }

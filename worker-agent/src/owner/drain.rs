@@ -32,7 +32,7 @@ impl Owner {
         }
         if now >= drain.deadline {
             drain.deadline = now + ABORT_AGAIN;
-            warn!(turns = running, "drain time is up, aborting turns");
+            warn!(turns = running, "the drain's time limit has passed; aborting turns");
             let engine = self.setup.engine.clone();
             let rids: Vec<String> = self.table.rids_inside().map(str::to_owned).collect();
             self.tasks.spawn(async move {
@@ -40,7 +40,7 @@ impl Owner {
                 let named = rids.iter().flat_map(|rid| [rid.clone(), format!("resp_{rid}")]);
                 for rid in named {
                     if let Err(error) = engine.abort(&rid).await {
-                        warn!(rid, %error, "abort did not get through");
+                        warn!(rid, %error, "can't abort a turn at the engine");
                     }
                 }
             });

@@ -40,12 +40,12 @@ impl Owner {
 
     pub(super) fn close_at_engine(&self, close: CloseRequest) {
         let (engine, mailbox) = (self.setup.engine.clone(), self.handle.mailbox.clone());
-        let tells = self
+        let shims_report = self
             .engine_info
             .as_ref()
-            .is_some_and(|info| self.shim_can_demote.len() == info.rows.len());
+            .is_some_and(|info| self.connected_shims.len() == info.rows.len());
         self.tasks.spawn(async move {
-            let result = close_once(&engine, &close, tells).await;
+            let result = close_once(&engine, &close, shims_report).await;
             let incarnation = close.incarnation;
             let _ = mailbox.send(OwnerMessage::CloseResult { incarnation, result }).await;
         });
@@ -87,7 +87,7 @@ impl Owner {
     fn handle_engine_gone(&mut self) {
         let Some(info) = self.engine_info.take() else { return };
         let sessions = self.table.iter().count();
-        warn!(sessions, "the engine's process is gone, its sessions are lost");
+        warn!(sessions, "the engine's process has ended; its sessions are lost");
         self.table.handle_engine_lost(now(), self.ledger.set_engine(&info));
         self.stall_detector = StallDetector::default();
         self.stuck_reason = None;
@@ -117,7 +117,7 @@ impl Owner {
             error!(%error, "the journal can't be written");
         }
         if !left.is_empty() {
-            warn!(sessions = left.len(), "closing what an earlier agent left open");
+            warn!(sessions = left.len(), "closing the sessions that an earlier agent left open");
         }
         for (incarnation, left) in left {
             self.table.inherit_incarnation(now(), incarnation, left.dp_rank, left.rid);
@@ -128,18 +128,18 @@ impl Owner {
 /// Tries once to close a session at the engine. A tagged session holds nothing, so its close is
 /// complete once the engine has acknowledged it. If shims report when a session's KV is freed, the
 /// first attempt relies on that report. Later attempts, and those without a shim, ask the engine.
-async fn close_once(engine: &Engine, close: &CloseRequest, shim_tells: bool) -> CloseResult {
+async fn close_once(engine: &Engine, close: &CloseRequest, shims_report: bool) -> CloseResult {
     let rid = close.rid.as_deref();
-    let word = |gone| if gone { CloseResult::Confirmed } else { CloseResult::Kept };
-    let closed = match (close.pinned, shim_tells && !close.is_repeat) {
+    let confirmed = |gone| if gone { CloseResult::Confirmed } else { CloseResult::Kept };
+    let closed = match (close.pinned, shims_report && !close.is_repeat) {
         (false, _) => {
             engine.close_session(&close.incarnation).await.map(|()| CloseResult::Confirmed)
         }
         (true, true) => engine.close(&close.incarnation, rid).await.map(|()| CloseResult::NotYet),
-        (true, false) => engine.close_surely(&close.incarnation, rid).await.map(word),
+        (true, false) => engine.close_surely(&close.incarnation, rid).await.map(confirmed),
     };
     closed.unwrap_or_else(|error| {
-        warn!(incarnation = close.incarnation, %error, "close did not get through");
+        warn!(incarnation = close.incarnation, %error, "can't close a session at the engine");
         CloseResult::NotYet
     })
 }

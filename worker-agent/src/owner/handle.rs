@@ -83,7 +83,7 @@ pub(super) enum OwnerMessage {
     Admit {
         rid: String,
         need: Need,
-        start: PromptStart,
+        prompt_start: PromptStart,
         reply: oneshot::Sender<Result<AdmittedTurn, Error>>,
     },
     Abandon(String),
@@ -178,10 +178,10 @@ impl Lease {
     pub async fn wait_for_admission(
         &self,
         need: Need,
-        start: PromptStart,
+        prompt_start: PromptStart,
     ) -> Result<AdmittedTurn, Error> {
         let rid = self.rid.clone();
-        self.agent.request(|reply| OwnerMessage::Admit { rid, need, start, reply }).await?
+        self.agent.request(|reply| OwnerMessage::Admit { rid, need, prompt_start, reply }).await?
     }
 
     /// Reports that the turn's client is gone. The caller aborts the turn and waits for its end.

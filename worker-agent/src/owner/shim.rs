@@ -21,7 +21,7 @@ const DEMOTE_AGAIN: Duration = Duration::from_millis(20);
 
 /// The pause before the shim is asked for its session table: the state to look for appears after
 /// one or two engine steps.
-const LOOK_AFTER: Duration = Duration::from_millis(20);
+const TABLE_REQUEST_PAUSE: Duration = Duration::from_millis(20);
 
 impl Owner {
     pub(super) fn handle_shim_news(&mut self, news: News) {
@@ -36,10 +36,10 @@ impl Owner {
             }
             News::Audited { dp_rank, audited } => self.handle_audit_result(dp_rank, &audited),
             News::Down { dp_rank, reason } => {
-                warn!(dp_rank, reason, "the engine's shim has gone");
+                warn!(dp_rank, reason, "the engine's shim has disconnected");
                 self.stop_audits(dp_rank);
                 self.ledger.set_page_bytes(dp_rank, None);
-                self.shim_can_demote.remove(&dp_rank);
+                self.connected_shims.remove(&dp_rank);
                 self.ledger.set_shim_facts(dp_rank, None);
                 self.table.handle_shim_down(now(), dp_rank);
             }
@@ -58,8 +58,8 @@ impl Owner {
             warn!(dp_rank, pid, sglang, reason, "the engine's shim is inert");
             return;
         }
-        info!(dp_rank, pid, sglang, shim, undemotable, "the engine's shim is there");
-        self.shim_can_demote.insert(*dp_rank, undemotable.is_none());
+        info!(dp_rank, pid, sglang, shim, undemotable, "the engine's shim has connected");
+        self.connected_shims.insert(*dp_rank, undemotable.is_none());
         self.table.handle_shim_up(*dp_rank, undemotable.is_none());
         if let Some(reason) = unauditable {
             info!(dp_rank, reason, "the engine's pages can't be audited");
@@ -72,7 +72,7 @@ impl Owner {
     /// Registers the connected shims again: one may have connected before the agent reached the
     /// engine.
     pub(super) fn register_shims_again(&mut self) {
-        for (&dp_rank, &demotes) in &self.shim_can_demote {
+        for (&dp_rank, &demotes) in &self.connected_shims {
             self.table.handle_shim_up(dp_rank, demotes);
             // If this shim is gone, a `News::Down` follows.
             let _ = self.setup.shim.sample_now(dp_rank);
@@ -140,10 +140,10 @@ impl Owner {
         let (engine, mailbox) = (self.setup.engine.clone(), self.handle.mailbox.clone());
         self.tasks.spawn(async move {
             match rid {
-                None => tokio::time::sleep(LOOK_AFTER).await,
+                None => tokio::time::sleep(TABLE_REQUEST_PAUSE).await,
                 Some(rid) => {
                     if let Err(error) = engine.abort(&rid).await {
-                        warn!(rid, %error, "abort did not get through");
+                        warn!(rid, %error, "can't abort a turn at the engine");
                         return;
                     }
                 }

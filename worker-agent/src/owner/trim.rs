@@ -21,44 +21,49 @@ impl Owner {
                     None => info!(sglang, shim, "the shim trims full histories"),
                     Some(reason) => info!(sglang, reason, "the shim trims no full histories"),
                 }
-                let trims = inert.is_none().then_some(sglang);
-                self.table.set_trimming(now(), trims.is_some());
-                self.trimmer_version = trims;
+                self.trimmer_version = inert.is_none().then_some(sglang);
+                self.table.set_trimming(now(), self.trimmer_version.is_some());
             }
             trim::News::Down { reason } => {
                 warn!(reason, "the engine's trimmer has disconnected");
                 self.table.set_trimming(now(), false);
                 self.trimmer_version = None;
             }
-            trim::News::Planned(told) => return self.handle_plan(&told),
+            trim::News::Planned(report) => return self.handle_plan(&report),
         }
         self.publish_description();
     }
 
-    fn handle_plan(&mut self, told: &trim::Planned) {
-        let plan = told.plan;
-        let planned = TrimPlan {
-            rid: told.rid.clone(),
-            incarnation: told.session.clone(),
-            at: told.at.into(),
-            plan,
-            committed: told.committed.into(),
-            sent: told.sent.into(),
-            prompt: told.prompt.into(),
+    fn handle_plan(&mut self, report: &trim::Planned) {
+        let decision = report.plan;
+        let plan = TrimPlan {
+            rid: report.rid.clone(),
+            incarnation: report.session.clone(),
+            decision,
+            shared_tokens: report.at.into(),
+            committed_tokens: report.committed.into(),
+            appended_tokens: report.sent.into(),
+            prompt_tokens: report.prompt.into(),
         };
-        let (at, why) = (told.at, &told.why);
-        debug!(rid = told.rid, ?plan, at, why, asks = told.question.is_some(), "history compared");
-        let Some(question) = told.question else {
-            if let Some((became, spared)) = self.table.handle_plan(now(), &planned) {
-                self.setup.metrics.count_trim(became.as_str(), spared);
+        debug!(
+            rid = report.rid,
+            plan = ?decision,
+            shared_tokens = report.at,
+            reason = report.why,
+            asks = report.question.is_some(),
+            "the shim has compared a full history"
+        );
+        let Some(question) = report.question else {
+            if let Some((outcome, spared_tokens)) = self.table.handle_plan(now(), &plan) {
+                self.setup.metrics.count_trim(outcome.as_str(), spared_tokens);
             }
             return;
         };
         // The plan that follows the answer no longer says that the history diverged; count it here.
-        if plan == Plan::Diverged {
-            self.setup.metrics.record_divergence(told.at.into());
+        if decision == Plan::Diverged {
+            self.setup.metrics.record_divergence(report.at.into());
         }
-        self.table.handle_question(now(), question, &planned);
+        self.table.handle_question(now(), question, &plan);
     }
 
     /// Answers the trimmer's question. If the trimmer is gone or no longer waits, it proceeds
@@ -71,7 +76,7 @@ impl Owner {
     ) {
         let tokens_max = u32::try_from(tokens_max).unwrap_or(u32::MAX);
         if let Err(error) = self.setup.trim.run(question, incarnation, tokens_max) {
-            debug!(%error, "the trimmer can't be answered");
+            debug!(%error, "can't answer the trimmer's question");
         }
     }
 
@@ -95,11 +100,11 @@ impl Owner {
     pub(super) fn run_mode_receiver(
         &mut self,
         rid: &str,
-        known: Option<RunMode>,
+        known_mode: Option<RunMode>,
     ) -> oneshot::Receiver<RunModeResult> {
         let (sender, receiver) = oneshot::channel();
         self.run_mode_waiters.insert(rid.to_owned(), sender);
-        if let Some(run_mode) = known {
+        if let Some(run_mode) = known_mode {
             self.tell_run_mode(rid, run_mode);
         }
         receiver

@@ -10,7 +10,7 @@ use super::Owner;
 const WARNED_PLACES_MAX: usize = 16;
 
 impl Owner {
-    pub(super) fn volatile_prefix(&mut self, key: &SessionKey, found: VolatilePrefix) {
+    pub(super) fn report_volatile_prefix(&mut self, key: &SessionKey, found: VolatilePrefix) {
         let place = found.place;
         let role = place.map_or("prompt", |place| place.role.as_str());
         self.setup.metrics.count_volatile_prefix(role);

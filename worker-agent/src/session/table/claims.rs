@@ -224,10 +224,10 @@ impl Table {
                     self.pump(now);
                     return self.debug_check();
                 }
-                let (OpenResult::No(why) | OpenResult::Unknown(why)) = opened else {
+                let (OpenResult::No(reason) | OpenResult::Unknown(reason)) = result else {
                     unreachable!()
                 };
-                let error = Error::OpenFailed(why.clone());
+                let error = Error::OpenFailed(reason.clone());
                 self.drop_session(now, &key, &error);
             }
         }
