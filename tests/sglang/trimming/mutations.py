@@ -22,7 +22,7 @@ settings.load_profile("found")
 suite = unittest.defaultTestLoader.loadTestsFromNames(sys.argv[1:])
 raise SystemExit(not unittest.TextTestRunner(failfast=True).run(suite).wasSuccessful())
 """
-TRIMMING = ["trimming.test_trimmer", "trimming.test_asked", "trimming.test_trim"]
+TRIMMING = ["trimming.test_trimmer", "trimming.test_questions", "trimming.test_trim"]
 REPUBLISHING = ["trimming.test_republish"]
 # For each rule: its name, the file, the text of the rule, and the text that replaces it.
 MUTATIONS = [
@@ -72,12 +72,12 @@ MUTATIONS = [
         "if False:",
     ),
     (
-        "media and the like don't fit", "fit",
+        "media and the like don't fit", "eligibility",
         "if getattr(tokenized, field, None):",
         "if False:",
     ),
     (
-        "the prompt's log probabilities don't fit", "fit",
+        "the prompt's log probabilities don't fit", "eligibility",
         "if tokenized.return_logprob and",
         "if False and",
     ),

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from . import cut, wire
+from . import snapshot, wire
 from .buffers import buffers, device
 from .library import Failed, Library, Pages
 
@@ -47,7 +47,7 @@ class Auditor:
         self.device, self.ordinal = device(scheduler)
         parts = buffers(scheduler)
         self.page_bytes = sum(buffer.page_bytes for buffer in parts)
-        if refusal := cut.unauditable(scheduler):
+        if refusal := snapshot.unauditable(scheduler):
             raise Failed(refusal)
         self._pages = Library().pages(
             page_tokens=scheduler.page_size,
@@ -121,7 +121,7 @@ class Auditor:
     def _begin(self) -> None:
         if self.refusal:
             raise Failed(self.refusal)
-        self._running = _Audit(self._number, cut.take(self._scheduler), self._pages)
+        self._running = _Audit(self._number, snapshot.take(self._scheduler), self._pages)
         self._number = None
         digest = DIGEST_BYTES_MAX if self.ordinal >= 0 else HOST_DIGEST_BYTES_MAX
         self._pages.begin(self._running.cut, self.stream(), digest)
@@ -130,7 +130,7 @@ class Auditor:
         audit = self._running
         if audit.thread is None:
             if self._pages.gathered():
-                audit.account(cut.rows_of(self._scheduler)[1], self._wake)
+                audit.account(snapshot.rows_of(self._scheduler)[1], self._wake)
         elif not audit.thread.is_alive():
             names, spent_ns, report = audit.cut.names, audit.spent_ns, audit.report()
             self._running = None
@@ -150,7 +150,7 @@ class Auditor:
 class _Audit:
     """One running audit."""
 
-    def __init__(self, number: int, taken: cut.Cut, pages: Pages):
+    def __init__(self, number: int, taken: snapshot.Cut, pages: Pages):
         # None when no agent waits for the answer any more.
         self.number: int | None = number
         self.cut = taken
@@ -159,13 +159,13 @@ class _Audit:
         self._pages = pages
         self._report: bytes | Failed = Failed("the audit's thread has ended without a result")
 
-    def account(self, rows_now: list[cut.Row], done: Callable[[], None]) -> None:
+    def account(self, rows_now: list[snapshot.Row], done: Callable[[], None]) -> None:
         self.thread = threading.Thread(
             target=self._work, args=(rows_now, done), name="berth-audit", daemon=True
         )
         self.thread.start()
 
-    def _work(self, rows_now: list[cut.Row], done: Callable[[], None]) -> None:
+    def _work(self, rows_now: list[snapshot.Row], done: Callable[[], None]) -> None:
         try:
             self._report = self._pages.finish(rows_now)
         except Failed as error:

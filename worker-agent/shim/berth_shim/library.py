@@ -14,7 +14,7 @@ from .buffers import Buffer
 from .wire import AUDIT_BYTES_MAX
 
 if TYPE_CHECKING:
-    from .cut import Cut, Row
+    from .snapshot import Cut, Row
 
 ABI = 1
 NAME, KERNELS = "libberth_kv.so", "kv_account.fatbin"

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from . import cut
+from . import snapshot
 from .library import Library, RowTable
 
 # The number of table versions kept. A reader that falls this many steps behind must read again.
@@ -46,7 +46,7 @@ class Publisher:
     def done(self) -> None:
         """Must be called after a step's last change."""
         if self._open:
-            names, rows = cut.rows_of(self._scheduler)
+            names, rows = snapshot.rows_of(self._scheduler)
             keys = [key_of(name) for name in names] + [0] * (len(rows) - len(names))
             self._table.done(rows, keys, self._stream())
             self._open = False

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from . import wire
-from .fit import tie, unfit, untrimmable, words
+from .eligibility import tie, unfit, untrimmable, words
 from .link import Link, socket_path
 from .transcripts import Transcripts
 from .trim import (
