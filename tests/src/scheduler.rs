@@ -25,7 +25,7 @@ head = wire.Head(**blank(wire.Head))._replace(
     rows_total=8, rows_free=8, full=True)
 link = socket.socket(socket.AF_UNIX)
 link.connect(socket_path)
-link.sendall(wire.hello(hello) + wire.update(head, [], [], []))
+link.sendall(wire.encode_hello(hello) + wire.encode_update(head, [], [], []))
 print(os.readlink("/proc/self"), os.getpid(), flush=True)
 sys.stdin.read()
 "#;

@@ -380,12 +380,12 @@ def a_hook_that_fails_silences_the_shim_and_not_the_engine(fleet: Fleet) -> None
         "from berth_shim.link import Link\n"
         "shim, batch = berth_shim._Shim(), object()\n"
         "shim._hello = wire.Hello(1, 0, 1, 1, 1, bytes(16), '0.5.23', '0', '', '', '', '', '', 0)\n"
-        "shim._link = Link(sys.argv[1], True, wire.hello(shim._hello))\n"
+        "shim._link = Link(sys.argv[1], True, wire.encode_hello(shim._hello))\n"
         "shim._link.start()\n"
         "sys.stdin.readline()\n"
         "def fail(batch): raise KeyError('gone in this version')\n"
-        "shim._sampler = types.SimpleNamespace(stepped=fail)\n"
-        "for _ in range(2): print(shim._step(lambda scheduler, batch: 'result', None, batch))\n"
+        "shim._sampler = types.SimpleNamespace(end_step=fail)\n"
+        "for _ in range(2): print(shim._around_step(lambda scheduler, batch: 'result', None, batch))\n"
         "sys.stdin.readline()\n"
     )
     with Listener(path) as listener:
@@ -395,8 +395,8 @@ def a_hook_that_fails_silences_the_shim_and_not_the_engine(fleet: Fleet) -> None
             equal(listener.wait("hello", lambda state: state.hello).inert, "", "inert at first")
             process.stdin.write("\n")
             process.stdin.flush()
-            inert = listener.wait("inert", lambda state: state.hello and state.hello.inert)
-            equal(inert, "stepped: KeyError: 'gone in this version'", "why it is inert")
+            inert = listener.wait("inert", lambda told: told.hello and told.hello.inert)
+            equal(inert, "end_step: KeyError: 'gone in this version'", "why it is inert")
             output, _ = process.communicate("\n", timeout=60)
         equal(output.split(), ["result", "result"], "what the engine gets from its own function")
 

@@ -15,7 +15,7 @@ from integration.runner import equal, test
 sys.path.append(str(Path(__file__).resolve().parents[3] / "worker-agent/shim"))
 
 from berth_shim import snapshot  # noqa: E402
-from berth_shim.library import Failed  # noqa: E402
+from berth_shim.library import AuditError  # noqa: E402
 
 COMMITTED = 48
 
@@ -54,10 +54,10 @@ def _one(inflight: bool = False, **queues: Any) -> tuple[Any, Any, Any]:
 @test
 def only_what_no_turn_may_still_write_is_sealed(_fleet: Fleet) -> None:
     idle, _, _ = _one()
-    [row] = snapshot.rows_of(idle)[1]
+    [row] = snapshot.list_rows(idle)[1]
     equal(row.sealed_tokens, COMMITTED - 1, "sealed of an idle session")
     running, _, _ = _one(inflight=True)
-    equal(snapshot.rows_of(running)[1][0].sealed_tokens, 0, "sealed while a turn is in flight")
+    equal(snapshot.list_rows(running)[1][0].sealed_tokens, 0, "sealed while a turn is in flight")
     # In all three cases the session's flag says idle, but a turn may still write: a turn has ended
     # and is in the batch that the device still works on, a turn was put back into the queue, or
     # another turn was refused beside a running one.
@@ -65,7 +65,7 @@ def only_what_no_turn_may_still_write_is_sealed(_fleet: Fleet) -> None:
         scheduler, session, kv = _one()
         queued = [_request(kv, session)]
         scheduler = _scheduler({"s": session}, scheduler.tree_cache.session.slots, **{queue: queued})
-        names, rows = snapshot.rows_of(scheduler)
+        names, rows = snapshot.list_rows(scheduler)
         equal([row.sealed_tokens for row in rows], [0], f"sealed, with a turn in {queue}")
         equal((names, rows[0].version == row.version), (["s"], False), "its name; the same version")
 
@@ -79,7 +79,7 @@ def every_row_is_held_by_someone_once(_fleet: Fleet) -> None:
         {"s": session}, {"s": SimpleNamespace(kv=kv), "empty": SimpleNamespace(kv=_kv(None))},
         running=[turn, plain], launched=[plain], waiting=[waiting], chunked=chunked,
     )
-    names, rows = snapshot.rows_of(scheduler)
+    names, rows = snapshot.list_rows(scheduler)
     equal(names, ["s"], "the named sessions")
     equal([row.row for row in rows], [1, 2, 3], "rows")
     equal([row.session for row in rows], [0, 1, 2], "who holds them")
@@ -89,8 +89,8 @@ def every_row_is_held_by_someone_once(_fleet: Fleet) -> None:
 def there_is_no_snapshot_while_a_beam_search_runs(_fleet: Fleet) -> None:
     scheduler = _scheduler({}, {}, running=[_request(_kv(1), beam=object())])
     try:
-        snapshot.take(scheduler)
-    except Failed as error:
+        snapshot.take_snapshot(scheduler)
+    except AuditError as error:
         assert "beam" in str(error), error
     else:
-        raise AssertionError("rows without a request were left out of a cut")
+        raise AssertionError("rows without a request were left out of a snapshot")

@@ -54,9 +54,9 @@ def chunk_times(page_size: int, clock: Callable[[], float]) -> list[float]:
     republisher = Republisher(scheduler, lambda: None)
     republisher.begin()
     spent = []
-    while republisher.runs:
+    while republisher.is_running:
         begin = clock()
-        republisher.go_on()
+        republisher.publish_chunk()
         spent.append((clock() - begin) * 1000)
     assert not republisher.refusal, republisher.refusal
     return spent

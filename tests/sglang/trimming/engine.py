@@ -1,7 +1,7 @@
 """A model of SGLang's `TokenizerManager` as the trimmer's hooks see it.
 
 It uses `model.EngineSession` and follows SGLang's code: what a request carries, when its state is
-kept, and what each piece of an answer contains. A test steps each turn by hand, so that it can stop
+kept, and what each item of an answer contains. A test steps each turn by hand, so that it can stop
 the turn anywhere.
 """
 
@@ -10,15 +10,15 @@ from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
-from .model import BOS, EngineSession, ToyText
+from .model import BOS, EngineSession, ToyTokenizer
 
 
-class Tokenizer(ToyText):
+class Tokenizer(ToyTokenizer):
     """The toy tokenizer with the attributes of a tokenizer of `transformers`."""
 
     is_fast = True
     bos_token_id = BOS
-    added_tokens_decoder = {id: SimpleNamespace(single_word=False) for id in ToyText.specials}
+    added_tokens_decoder = {id: SimpleNamespace(single_word=False) for id in ToyTokenizer.specials}
 
     def decode(self, ids: list[int], **_: Any) -> str:
         return super().decode(ids)
@@ -57,33 +57,34 @@ class Manager:
         self.sessions: dict[str, EngineSession] = {}
         self.sent: Any = None
 
-    async def open_session(self, asked: Any) -> str | None:
-        self.sessions[asked.session_id] = EngineSession()
-        return asked.session_id
+    async def open_session(self, body: Any) -> str | None:
+        self.sessions[body.session_id] = EngineSession()
+        return body.session_id
 
-    async def close_session(self, asked: Any) -> None:
-        self.sessions.pop(asked.session_id, None)
+    async def close_session(self, body: Any) -> None:
+        self.sessions.pop(body.session_id, None)
 
-    async def tokenize(self, asked: Request) -> Any:
-        params = asked.session_params
-        plain = dict(
-            rid=asked.rid, input_ids=array("q", ToyText().encode(asked.text)), mm_inputs=None,
-            session_id=None, session_params=SimpleNamespace(**params) if params else None,
+    async def tokenize(self, request: Request) -> Any:
+        params = request.session_params
+        defaults = dict(
+            rid=request.rid, input_ids=array("q", ToyTokenizer().encode(request.text)),
+            mm_inputs=None, session_id=None,
+            session_params=SimpleNamespace(**params) if params else None,
             sampling_params=SimpleNamespace(), return_logprob=False, logprob_start_len=-1,
             lora_id=None, extra_key=None, cache_salt=None,
         )
-        more = {name: value for name, value in asked.fields.items() if name != "session_params"}
-        return SimpleNamespace(**(plain | more))
+        more = {name: value for name, value in request.fields.items() if name != "session_params"}
+        return SimpleNamespace(**(defaults | more))
 
-    async def batch(self, asked: Request, _request: Any = None) -> None:
+    async def batch(self, request: Request, _http: Any = None) -> None:
         """Tokenizes and sends each request of a batch. Nothing in a batch is hooked."""
 
-    def arrive(self, asked: Request) -> Any:
+    def arrive(self, request: Request) -> Any:
         state = SimpleNamespace(
-            finished=False, dispatched=False, out_list=[], output_ids=[], obj=asked,
+            finished=False, dispatched=False, out_list=[], output_ids=[], obj=request,
             prompt_token_ids=None, abort_sent=False,
         )
-        self.rid_to_state[asked.rid] = state
+        self.rid_to_state[request.rid] = state
         return state
 
     def send(self, tokenized: Any) -> None:
@@ -109,23 +110,23 @@ class Manager:
                 session.abort()
             elif finish:
                 session.finish(len(session.answer))
-        said = {
+        meta_info = {
             "prompt_tokens": len(self.prompt), "completion_tokens": len(state.output_ids),
             "num_retractions": 0, "finish_reason": {"type": finish} if finish else None, **more,
         }
-        state.out_list.append({"output_ids": list(state.output_ids), "meta_info": said})
+        state.out_list.append({"output_ids": list(state.output_ids), "meta_info": meta_info})
         if finish:
             state.finished = True
             del self.rid_to_state[rid]
 
-    def wait(self, asked: Request, _request: Any = None) -> AsyncIterator[Any]:
-        return self._pieces(self.rid_to_state[asked.rid])
+    def wait(self, request: Request, _http: Any = None) -> AsyncIterator[Any]:
+        return self._answer(self.rid_to_state[request.rid])
 
-    async def _pieces(self, state: Any) -> AsyncIterator[Any]:
+    async def _answer(self, state: Any) -> AsyncIterator[Any]:
         while True:
-            pieces, state.out_list = state.out_list, []
-            for piece in pieces:
-                yield piece
+            items, state.out_list = state.out_list, []
+            for item in items:
+                yield item
             if state.finished:
                 return
-            assert pieces, "a test waits for what nobody makes"
+            assert items, "a test waits for tokens that were not generated"

@@ -24,7 +24,7 @@ ID_COUNT = FIRST_PIECE + len(PIECES)
 FIRST_WORDS = {PIECES[-2]: ID_COUNT - 2, PIECES[-1]: ID_COUNT - 1}
 
 
-class ToyText:
+class ToyTokenizer:
     """Encodes the longest piece first, between special tokens, so an id depends on the text around
     it."""
 
@@ -48,8 +48,8 @@ class ToyText:
 
 def raw(ids: Sequence[int]) -> bytes:
     """Returns the exact bytes of the ids' text, by which two texts are compared."""
-    named = [special.encode() for special in SPECIALS] + PIECES
-    return b"".join(named[id] for id in ids)
+    texts = [special.encode() for special in SPECIALS] + PIECES
+    return b"".join(texts[id] for id in ids)
 
 
 @dataclass
@@ -97,4 +97,4 @@ class EngineSession:
 
 
 def ids_of(text: str) -> array:
-    return array("q", ToyText().encode(text))
+    return array("q", ToyTokenizer().encode(text))

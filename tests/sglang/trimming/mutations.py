@@ -27,129 +27,129 @@ REPUBLISHING = ["trimming.test_republish"]
 # For each rule: its name, the file, the text of the rule, and the text that replaces it.
 MUTATIONS = [
     (
-        "an answer to another context is cut off", "trimmer",
-        "right = said.get(\"prompt_tokens\") == running.turn.prompt_tokens",
-        "right = True",
+        "an answer computed on another context is broken off", "trimmer",
+        "is_right = meta_info.get(\"prompt_tokens\") == running.turn.prompt_tokens",
+        "is_right = True",
     ),
     (
-        "a prompt that must continue its session and doesn't is refused", "trimmer",
+        "a prompt that must continue its session, but doesn't, is refused", "trimmer",
         "if mark.must_continue and not runs_inside:",
         "if False:",
     ),
     (
-        "a prompt that must continue its session takes no other", "trimmer",
-        "(askable(plan) and not mark.must_continue)",
-        "askable(plan)",
+        "a prompt that must continue its session runs in no other", "trimmer",
+        "(is_improvable(plan) and not mark.must_continue)",
+        "is_improvable(plan)",
     ),
     (
-        "what the agent answers doesn't lift the refusal", "trimmer",
+        "the agent's answer doesn't lift the obligation to continue the session", "trimmer",
         "mark = other._replace(rid=mark.rid, must_continue=mark.must_continue)",
         "mark = other._replace(rid=mark.rid)",
     ),
     (
-        "an abort is without effect only if nothing was retracted", "trimmer",
-        "if said.get(\"num_retractions\") == 0 else Lost()",
+        "an abort changes nothing only if the turn was not retracted before", "trimmer",
+        "if meta_info.get(\"num_retractions\") == 0 else Lost()",
         "if True else Lost()",
     ),
     (
-        "an abort during a question is heard again", "trimmer",
+        "an abort during a question can be repeated", "trimmer",
         "        state.abort_sent = False\n",
         "        pass\n",
     ),
     (
-        "an end that nobody waited for is committed", "trimmer",
+        "a turn whose client has disconnected is committed", "trimmer",
         "        if state.finished:\n",
         "        if False:\n",
     ),
     (
-        "a turn that never left is over", "trimmer",
+        "a turn that never reached the scheduler has ended", "trimmer",
         "elif not state.dispatched and",
         "elif False and",
     ),
     (
-        "who resends the prompt's ids resends all", "trimmer",
-        "if asked.return_prompt_token_ids:",
+        "a client that wants the prompt's ids gets all of them", "trimmer",
+        "if body.return_prompt_token_ids:",
         "if False:",
     ),
     (
-        "media and the like don't fit", "eligibility",
+        "a request with media is not trimmed", "eligibility",
         "if getattr(tokenized, field, None):",
         "if False:",
     ),
     (
-        "the prompt's log probabilities don't fit", "eligibility",
+        "a request for the prompt's log probabilities is not trimmed", "eligibility",
         "if tokenized.return_logprob and",
         "if False and",
     ),
     (
-        "the prompt begins with what was said", "trim",
-        "prompt[:at] == said",
+        "the prompt starts with the transcript's ids", "trim",
+        "prompt[:shared] == ids",
         "True",
     ),
     (
-        "something must follow", "trim",
-        "if len(prompt) > at and",
-        "if len(prompt) >= at and",
+        "new tokens must follow the transcript", "trim",
+        "if len(prompt) > shared and",
+        "if len(prompt) >= shared and",
     ),
     (
-        "something must follow drift", "trim",
-        "if j >= len(prompt):\n        return None",
+        "new tokens must follow a retokenized transcript", "trim",
+        "if cut >= len(prompt):\n        return None",
         "pass",
     ),
     (
-        "equal text, id for id", "trim",
-        "part is None or list(prompt[j : j + len(part)]) != part",
+        "text is equal only if it encodes to the prompt's ids", "trim",
+        "part is None or list(prompt[cut : cut + len(part)]) != part",
         "part is None",
     ),
     (
-        "a special token is itself", "trim",
-        "or prompt[j] != said[end]",
+        "a special token equals only itself", "trim",
+        "or prompt[cut] != ids[end]",
         "",
     ),
     (
-        "a replacement character proves nothing", "trim",
+        "a replacement character proves no equal text", "trim",
         "if \"\\ufffd\" in decoded",
         "if False",
     ),
     (
-        "the cut is safe", "trim",
-        "or _encoded(rest, text) != list(rest)",
+        "the texts on both sides of the cut encode independently", "trim",
+        "or _reencode(rest, tokenizer) != list(rest)",
         "",
     ),
     (
-        "drift is healed from a special token on", "trim",
-        "while at >= first and at > 0 and said[at - 1] not in text.specials",
+        "text is compared from a special token on", "trim",
+        "while start >= earliest and start > 0 and ids[start - 1] not in tokenizer.specials",
         "while False",
     ),
     (
-        "what drifted long ago is another history", "trim",
-        "if at < first:",
+        "a long difference is another history", "trim",
+        "if start < earliest:",
         "if False:",
     ),
     (
-        "one turn at a time", "trim",
-        "if self.turn is not None:\n            return Nothing",
-        "if 0:\n            return Nothing",
+        "a session runs one turn at a time", "trim",
+        "if self.turn is not None:\n            return Refused",
+        "if 0:\n            return Refused",
     ),
     (
-        "one adapter, one salt", "trim",
-        "if self._committed and tie != self._tie:",
+        "a session has one adapter and one salt", "trim",
+        "if self._committed and namespace != self._cache_namespace:",
         "if False:",
     ),
     (
         "a finished turn's answer is committed", "trim",
-        "self._said.extend(outcome.answer)",
+        "self._ids.extend(outcome.answer)",
         "pass",
     ),
     (
         "a finished turn's prompt is committed", "trim",
-        "self._said = turn.prompt\n",
+        "self._ids = turn.prompt\n",
         "pass\n",
     ),
     (
-        "the engine's count, not the prompt's", "trim",
+        "the committed length is the engine's, not the prompt's", "trim",
         "self._committed = turn.prompt_tokens + len(outcome.answer)",
-        "self._committed = len(self._said)",
+        "self._committed = len(self._ids)",
     ),
     (
         "an aborted turn isn't committed", "trim",
@@ -158,266 +158,266 @@ MUTATIONS = [
         "        if isinstance(outcome, Finished):",
     ),
     (
-        "a retracted and aborted turn loses all", "trim",
+        "a turn aborted after a retraction makes the context unknown", "trim",
         "elif isinstance(outcome, Lost):",
         "elif False:",
     ),
     (
-        "the end of another life means nothing", "trim",
+        "the end of a turn from before a reopening is ignored", "trim",
         "if turn is not self.turn:\n            return",
         "if False:\n            return",
     ),
     (
-        "the engine strips a BOS of what is sent", "trim",
+        "the engine removes a BOS token from what is appended", "trim",
         "if committed and len(rest) and rest[0] == bos:",
         "if False:",
     ),
     (
-        "the engine strips a BOS of what others send", "trim",
+        "the engine removes a BOS token from what other clients append", "trim",
         "if self._committed and len(ids) and ids[0] == bos:",
         "if False:",
     ),
     (
-        "only a session with a context strips", "trim",
+        "the engine removes a BOS token only if the session has a context", "trim",
         "if self._committed and len(ids) and ids[0] == bos:",
         "if len(ids) and ids[0] == bos:",
     ),
     (
-        "others' overlapping turn loses all", "trim",
-        "if self._refusal(tie):\n            self.lose()",
-        "if self._refusal(tie):\n            pass",
+        "an overlapping turn of another client makes the context unknown", "trim",
+        "if self._refusal(namespace):\n            self.discard_context()",
+        "if self._refusal(namespace):\n            pass",
     ),
     (
-        "a prompt has room, or is too long", "trim",
+        "a prompt longer than its room is refused", "trim",
         "return plan if tokens <= tokens_max",
         "return plan if True",
     ),
     (
-        "as many as there is room for have room", "trim",
+        "a prompt exactly as long as its room is accepted", "trim",
         "return plan if tokens <= tokens_max",
         "return plan if tokens < tokens_max",
     ),
     (
-        "what the engine will count must have room", "trim",
+        "the room must hold what the engine will count", "trim",
         "tokens = plan.committed + len(plan.rest)",
         "tokens = len(prompt)",
     ),
     (
-        "the room that is asked for is what the engine will count", "trimmer",
+        "a question asks for the room that the engine will need", "trimmer",
         "prompt = max(prompt, plan.tokens)",
         "pass",
     ),
     (
-        "of what diverged it is asked", "trim",
-        "isinstance(plan, Diverged | TooLong) or",
-        "isinstance(plan, TooLong) or",
+        "the agent is asked about a diverged prompt", "trim",
+        "isinstance(plan, Diverged | TooLong)",
+        "isinstance(plan, TooLong)",
     ),
     (
-        "of what is too long it is asked", "trim",
-        "isinstance(plan, Diverged | TooLong) or",
-        "isinstance(plan, Diverged) or",
+        "the agent is asked about a prompt that is too long", "trim",
+        "isinstance(plan, Diverged | TooLong)",
+        "isinstance(plan, Diverged)",
     ),
     (
-        "of what another session could help it is asked", "trim",
-        "isinstance(plan, Nothing) and plan.elsewhere",
-        "False",
+        "the agent is asked if another session could run the turn", "trim",
+        "return plan.can_run_elsewhere",
+        "return False",
     ),
     (
-        "of nothing else it is asked", "trim",
-        "isinstance(plan, Nothing) and plan.elsewhere",
-        "isinstance(plan, Nothing)",
+        "the agent is asked about no other refusal", "trim",
+        "return plan.can_run_elsewhere",
+        "return True",
     ),
     (
-        "another session could help where the context isn't known", "trim",
-        "the session's context isn't known\", elsewhere=True)",
+        "another session could run a turn whose context is unknown", "trim",
+        "the session's context isn't known\", can_run_elsewhere=True)",
         "the session's context isn't known\")",
     ),
     (
-        "another session could help another adapter", "trim",
-        "another adapter or salt than the session's\", elsewhere=True)",
+        "another session could run a turn with another adapter", "trim",
+        "another adapter or salt than the session's\", can_run_elsewhere=True)",
         "another adapter or salt than the session's\")",
     ),
     (
-        "another session could help where none is open", "trimmer",
-        "\"no such session is open\", elsewhere=True",
+        "another session could run a turn whose session is not open", "trimmer",
+        "\"no such session is open\", can_run_elsewhere=True",
         "\"no such session is open\"",
     ),
     (
-        "none could help where a turn runs", "trim",
+        "no other session gets a turn whose session runs one", "trim",
         "\"a turn of the session runs\")",
-        "\"a turn of the session runs\", elsewhere=True)",
+        "\"a turn of the session runs\", can_run_elsewhere=True)",
     ),
     (
-        "one who asks is told all the same which plan holds", "trimmer",
-        "            self._tell(_message(plan, mark, asked.rid, prompt, why))",
+        "the final plan is sent after a question, too", "trimmer",
+        "            self._send_plan(_plan_message(plan, mark, body.rid, prompt, why))",
         "            if not why:\n"
-        "                self._tell(_message(plan, mark, asked.rid, prompt, why))",
+        "                self._send_plan(_plan_message(plan, mark, body.rid, prompt, why))",
     ),
     (
-        "a plan that holds says for which session", "trimmer",
+        "a final plan names its session", "trimmer",
         "mark = other._replace(rid=mark.rid, must_continue=mark.must_continue)\n"
-        "                    plan = self._plan(manager, tokenized, mark)",
-        "plan = self._plan(manager, tokenized, other)",
+        "                    plan = self._make_plan(manager, tokenized, mark)",
+        "plan = self._make_plan(manager, tokenized, other)",
     ),
     (
-        "a plan that holds says for which turn", "trimmer",
+        "a final plan names its turn", "trimmer",
         "mark = other._replace(rid=mark.rid, must_continue=mark.must_continue)",
         "mark = other",
     ),
     (
-        "a plan is told under the agent's name for its turn", "trimmer",
+        "a plan carries the agent's id of the turn", "trimmer",
         "rid = mark.rid or rid\n",
         "rid = rid\n",
     ),
     (
-        "planned anew, a prompt has the answer's room", "trimmer",
-        "answer.set_result(Mark(what.tokens_max, what.session))",
-        "answer.set_result(Mark(1 << 31, what.session))",
+        "after an answer, a prompt has the answer's room", "trimmer",
+        "answer.set_result(Mark(run.tokens_max, run.session))",
+        "answer.set_result(Mark(1 << 31, run.session))",
     ),
     (
-        "a mark has room for a prompt", "trimmer",
+        "a prompt has the room that its mark says", "trimmer",
         "mark = Mark(int(tokens), session) if readable",
         "mark = Mark(1 << 31, session) if readable",
     ),
     (
-        "a mark that can't be read names no session", "trimmer",
+        "an unreadable mark names no session", "trimmer",
         "mark = Mark(int(tokens), session) if readable else Mark(0, \"\")",
         "mark = Mark(int(tokens), session) if readable else Mark(1 << 31, tokens)",
     ),
     (
-        "a mark that can't be read is no question", "trimmer",
+        "an unreadable mark is refused without a question", "trimmer",
         "if not mark.session:",
         "if False:",
     ),
     (
-        "why nobody helped is said", "trimmer",
+        "a plan says why a question didn't help", "trimmer",
         "reasons = [getattr(plan, \"why\", \"\"), why]",
         "reasons = [getattr(plan, \"why\", \"\")]",
     ),
     (
-        "what is appended is said", "trimmer",
+        "a plan says how many tokens are appended", "trimmer",
         "sent = len(getattr(plan, \"rest\", ()))",
         "sent = 0",
     ),
     (
-        "an answer to another engine means nothing", "trimmer",
-        "self._number = int.from_bytes(instance[:4], \"little\") << 32",
-        "self._number = 0",
+        "an answer to another engine process is ignored", "trimmer",
+        "self._last_question = int.from_bytes(instance[:4], \"little\") << 32",
+        "self._last_question = 0",
     ),
     (
-        "who reads again hears the rest", "trimmer",
-        "if not self._flushing and self._link.connected and not self._link.ready():",
+        "an agent that reads again gets the waiting plans", "trimmer",
+        "if not self._flush_scheduled and self._link.is_connected and not self._link.flush():",
         "if False:",
     ),
     (
-        "tokens are bounded", "transcripts",
+        "the tokens of all transcripts are bounded", "transcripts",
         "        self._make_room()\n",
         "",
     ),
     (
-        "sessions are bounded", "transcripts",
-        "if len(self._all) >= self._sessions_max:",
+        "the number of transcripts is bounded", "transcripts",
+        "if len(self._by_id) >= self._sessions_max:",
         "if False:",
     ),
     (
-        "an idle session gives way first", "transcripts",
+        "idle sessions are forgotten first", "transcripts",
         "for idle in (True, False)",
         "for idle in (False, True)",
     ),
     (
-        "a session opened again has no context", "transcripts",
+        "a reopened session has no context", "transcripts",
         "        self.close(id)\n        if len",
-        "        if id in self._all:\n            return\n        if len",
+        "        if id in self._by_id:\n            return\n        if len",
     ),
     (
-        "a long node is published by parts", "republish",
+        "a long node is published in parts", "republish",
         "PART_PAGES = 64",
         "PART_PAGES = 1 << 30",
     ),
     (
-        "a piece ends within a node", "republish",
+        "a chunk may end inside a node", "republish",
         "if time.perf_counter() >= end:\n                    return False",
         "if False:\n                    return False",
     ),
     (
-        "a piece ends between nodes", "republish",
+        "a chunk may end between nodes", "republish",
         "if time.perf_counter() >= end:\n                break",
         "if False:\n                break",
     ),
     (
-        "a part follows the page before it", "republish",
+        "a part names the page before it as its parent", "republish",
         "    if begin:\n",
         "    if False:\n",
     ),
     (
-        "a tenant's part follows a page of his", "republish",
+        "a salted part names a salted parent page", "republish",
         "event_hash_value=event_hashes[before]",
         "event_hash_value=hashes[before]",
     ),
     (
-        "a tenant's pages have names of his", "republish",
+        "salted pages keep their salted hashes", "republish",
         "event_hash_value=event_hashes[begin:end] or None",
         "event_hash_value=hashes[begin:end] or None",
     ),
     (
-        "what is behind a node comes after it", "republish",
-        "self._nodes += node.children.values()",
+        "children are published after their node", "republish",
+        "self._pending_nodes += node.children.values()",
         "pass",
     ),
     (
-        "what was put before a node by a split comes first", "republish",
-        "return way[::-1]",
-        "return way[:1]",
+        "a node inserted by a split is published first", "republish",
+        "return path[::-1]",
+        "return path[:1]",
     ),
     (
-        "what is gone isn't told", "republish",
+        "removed nodes are not published", "republish",
         "if parent.children.get(node.key.child_key(self._tree.page_size)) is node:",
         "if True:",
     ),
     (
-        "what is left before a node that is gone comes", "republish",
-        "                way.append(node)\n",
-        "                way.append(node)\n            else:\n                return []\n",
+        "the remaining ancestors of a removed node are published", "republish",
+        "                path.append(node)\n",
+        "                path.append(node)\n            else:\n                return []\n",
     ),
     (
-        "what was flushed isn't told", "republish",
+        "flushed nodes are not published", "republish",
         "if self._root is not self._tree.root_node:",
         "if False:",
     ),
     (
-        "where a node ends nothing of it is done", "republish",
-        "        self._done = 0\n        return True",
+        "the page count is reset at the end of a path", "republish",
+        "        self._pages_done = 0\n        return True",
         "        return True",
     ),
     (
-        "what is done of one node isn't of the next", "republish",
-        "self._done -= pages",
+        "one node's pages don't count for the next node", "republish",
+        "self._pages_done -= pages",
         "pass",
     ),
     (
-        "who begins again has done nothing", "republish",
-        "self._published, self._done = self._tree.root_node, set(), 0",
-        "self._published = self._tree.root_node, set()",
+        "a restart resets the page count", "republish",
+        "self._published_ids, self._pages_done = self._tree.root_node, set(), 0",
+        "self._published_ids = self._tree.root_node, set()",
     ),
     (
-        "who begins again has published nothing", "republish",
-        "self._root, self._published, self._done = self._tree.root_node, set(), 0",
-        "self._root, self._done = self._tree.root_node, 0",
+        "a restart forgets the published nodes", "republish",
+        "self._root, self._published_ids, self._pages_done = self._tree.root_node, set(), 0",
+        "self._root, self._pages_done = self._tree.root_node, 0",
     ),
     (
-        "what is on the host alone isn't on the device", "republish",
+        "a node only in host memory is not published as on the device", "republish",
         "if not node.evicted:",
         "if True:",
     ),
     (
-        "what is on the host is told", "republish",
+        "a node in host memory is published as there", "republish",
         "if node.backuped:",
         "if False:",
     ),
 ]
 
 
-def unnoticed(file: str, old: str, new: str) -> bool:
+def tests_pass_without(file: str, old: str, new: str) -> bool:
     """Returns whether the tests pass without the rule."""
     with tempfile.TemporaryDirectory() as folder:
         shim = Path(folder) / "berth_shim"
@@ -434,13 +434,13 @@ def unnoticed(file: str, old: str, new: str) -> bool:
 
 
 def main() -> int:
-    left = 0
+    unnoticed = 0
     for rule, file, old, new in MUTATIONS:
-        passed = unnoticed(file, old, new)
-        left += passed
-        print(f"{'NOT NOTICED' if passed else 'noticed':12} {rule}", flush=True)
-    print(f"{len(MUTATIONS) - left} of {len(MUTATIONS)} noticed")
-    return 1 if left else 0
+        is_unnoticed = tests_pass_without(file, old, new)
+        unnoticed += is_unnoticed
+        print(f"{'NOT NOTICED' if is_unnoticed else 'noticed':12} {rule}", flush=True)
+    print(f"{len(MUTATIONS) - unnoticed} of {len(MUTATIONS)} noticed")
+    return 1 if unnoticed else 0
 
 
 if __name__ == "__main__":

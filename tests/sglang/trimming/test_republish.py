@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 from berth_shim import republish
-from berth_shim.republish import PIECE_SECONDS, Republisher
+from berth_shim.republish import CHUNK_SECONDS, Republisher
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
@@ -25,7 +25,7 @@ CHANGES = st.one_of(
     st.tuples(st.just("match"), PROMPTS),
     st.tuples(st.sampled_from(["evict", "evict", "back_up", "load_back", "forget"]), NUMBERS),
 )
-OURS = st.sampled_from([("piece", 0), ("piece", 0), ("reset", 0), ("begin", 0)])
+OURS = st.sampled_from([("chunk", 0), ("chunk", 0), ("reset", 0), ("begin", 0)])
 STEPS = st.one_of(CHANGES, OURS)
 
 
@@ -42,7 +42,7 @@ class Clock:
         self.now += seconds
 
 
-class House:
+class Harness:
     """A scheduler with a tree, and an agent that has missed all of the tree's events."""
 
     def __init__(self, page_size: int, page_seconds: float) -> None:
@@ -67,8 +67,8 @@ class House:
     def step(self, what: str, how: object) -> None:
         if what == "begin":
             self.republisher.begin()
-        elif what == "piece":
-            self.piece()
+        elif what == "chunk":
+            self.chunk()
         elif what == "reset":
             self.tree.reset()
         elif what in ("insert", "match"):
@@ -76,30 +76,30 @@ class House:
         else:
             getattr(self.tree, what)(how)
 
-    def piece(self) -> float:
+    def chunk(self) -> float:
         """Publishes a chunk. Returns the seconds that it took."""
         begin, woken = self.clock.now, self.woken
-        self.republisher.go_on()
+        self.republisher.publish_chunk()
         assert not self.republisher.refusal, self.republisher.refusal
-        assert self.woken - woken == self.republisher.runs, "an idle scheduler sleeps on"
+        assert self.woken - woken == self.republisher.is_running, "an idle scheduler must be woken"
         return self.clock.now - begin
 
     def finish(self) -> list[float]:
         """Publishes the remaining chunks. Returns the seconds that each took."""
-        pieces = []
-        while self.republisher.runs:
-            pieces.append(self.piece())
-        return pieces
+        chunks = []
+        while self.republisher.is_running:
+            chunks.append(self.chunk())
+        return chunks
 
 
 class TestRepublish(unittest.TestCase):
     def setUp(self) -> None:
         self.enterContext(patch.dict(sys.modules, {MODULE: MEDIA}))
 
-    def house(self, page_size: int, page_seconds: float = 0.0) -> House:
-        house = House(page_size, page_seconds)
-        self.enterContext(patch.object(republish, "time", house.clock))
-        return house
+    def harness(self, page_size: int, page_seconds: float = 0.0) -> Harness:
+        harness = Harness(page_size, page_seconds)
+        self.enterContext(patch.object(republish, "time", harness.clock))
+        return harness
 
     @settings(max_examples=1500, deadline=None)
     @given(
@@ -107,95 +107,96 @@ class TestRepublish(unittest.TestCase):
         between=st.lists(STEPS, max_size=30),
         page_size=st.integers(1, 2),
         part_pages=st.integers(1, 3),
-        piece_pages=st.integers(1, 4),
+        chunk_pages=st.integers(1, 4),
     )
     def test_the_agent_knows_what_is_resident(
-        self, before, between, page_size, part_pages, piece_pages
+        self, before, between, page_size, part_pages, chunk_pages
     ) -> None:
-        house = House(page_size, PIECE_SECONDS / piece_pages)
+        harness = Harness(page_size, CHUNK_SECONDS / chunk_pages)
         with (
-            patch.object(republish, "time", house.clock),
+            patch.object(republish, "time", harness.clock),
             patch.object(republish, "PART_PAGES", part_pages),
         ):
             for step in before:
-                house.step(*step)
+                harness.step(*step)
             # The agent has missed all events until now.
-            house.publish()
-            house.agent = Follower()
-            house.republisher.begin()
-            event(f"nodes at first: {len(house.tree.nodes()) // 3 * 3}")
+            harness.publish()
+            harness.agent = Follower()
+            harness.republisher.begin()
+            event(f"nodes at first: {len(harness.tree.nodes()) // 3 * 3}")
             for step in between:
-                house.step(*step)
-                house.publish()
-                self.assertLessEqual(house.agent.knows(), house.tree.truth(), "said, and not so")
-            house.finish()
-        self.assertEqual(house.agent.knows(), house.tree.truth())
+                harness.step(*step)
+                harness.publish()
+                known = harness.agent.known()
+                self.assertLessEqual(known, harness.tree.truth(), "a false claim")
+            harness.finish()
+        self.assertEqual(harness.agent.known(), harness.tree.truth())
 
-    def test_what_is_left_of_a_node_that_was_split_and_then_evicted_is_not_left_out(self) -> None:
-        house = self.house(1)
-        house.tree.insert([1] * 100, None)
-        house.republisher.begin()
-        house.tree.insert([1] * 50 + [2] * 50, None)
-        [first] = house.tree.root_node.children.values()
+    def test_the_rest_of_a_node_that_was_split_and_evicted_is_published(self) -> None:
+        harness = self.harness(1)
+        harness.tree.insert([1] * 100, None)
+        harness.republisher.begin()
+        harness.tree.insert([1] * 50 + [2] * 50, None)
+        [first] = harness.tree.root_node.children.values()
         [old, _] = first.children.values()
-        house.tree.evict(0)
-        self.assertNotIn(old, house.tree.nodes())
-        house.finish()
-        self.assertEqual(len(house.agent.knows()), 100)
+        harness.tree.evict(0)
+        self.assertNotIn(old, harness.tree.nodes())
+        harness.finish()
+        self.assertEqual(len(harness.agent.known()), 100)
 
-    def test_pages_done_of_a_node_that_has_gone_are_not_done_of_the_next(self) -> None:
-        house = self.house(1, PIECE_SECONDS)
-        house.tree.insert([2] * 100, None)
-        house.tree.insert([1] * 100, None)
-        house.republisher.begin()
-        house.piece()
-        house.tree.insert([1] * 10 + [3] * 20, None)
-        first = next(one for one in house.tree.nodes() if len(one.hash_value) == 10)
+    def test_published_pages_of_a_removed_node_dont_count_for_the_next(self) -> None:
+        harness = self.harness(1, CHUNK_SECONDS)
+        harness.tree.insert([2] * 100, None)
+        harness.tree.insert([1] * 100, None)
+        harness.republisher.begin()
+        harness.chunk()
+        harness.tree.insert([1] * 10 + [3] * 20, None)
+        first = next(one for one in harness.tree.nodes() if len(one.hash_value) == 10)
         old = next(one for one in first.children.values() if len(one.hash_value) == 90)
-        house.tree.evict(1)
-        self.assertNotIn(old, house.tree.nodes())
-        house.finish()
-        house.publish()
-        self.assertEqual(house.agent.knows(), house.tree.truth())
+        harness.tree.evict(1)
+        self.assertNotIn(old, harness.tree.nodes())
+        harness.finish()
+        harness.publish()
+        self.assertEqual(harness.agent.known(), harness.tree.truth())
 
-    def test_no_piece_takes_longer_than_its_time_and_a_part(self) -> None:
+    def test_no_chunk_takes_longer_than_its_time_and_a_part(self) -> None:
         page_seconds = 5e-6
         for page_size in (1, 16):
-            house = self.house(page_size, page_seconds)
-            house.tree.insert([*range(128_000)], None)
-            house.publish()
-            house.agent = Follower()
-            house.republisher.begin()
-            pieces = house.finish()
-            self.assertLess(max(pieces), PIECE_SECONDS * 1.25)
-            self.assertGreater(min(pieces[:-1]), PIECE_SECONDS - page_seconds)
-            self.assertEqual(house.agent.knows(), house.tree.truth())
+            harness = self.harness(page_size, page_seconds)
+            harness.tree.insert([*range(128_000)], None)
+            harness.publish()
+            harness.agent = Follower()
+            harness.republisher.begin()
+            chunks = harness.finish()
+            self.assertLess(max(chunks), CHUNK_SECONDS * 1.25)
+            self.assertGreater(min(chunks[:-1]), CHUNK_SECONDS - page_seconds)
+            self.assertEqual(harness.agent.known(), harness.tree.truth())
 
-    def test_a_piece_gets_on_where_the_way_to_its_node_alone_takes_longer(self) -> None:
-        house = self.house(1)
-        house.tree.insert([1] * 200, None)
-        house.republisher.begin()
+    def test_a_chunk_makes_progress_even_if_finding_its_node_takes_longer(self) -> None:
+        harness = self.harness(1)
+        harness.tree.insert([1] * 200, None)
+        harness.republisher.begin()
         child_key = Key.child_key
 
         def slow(key: Key, page_size: int) -> object:
-            house.clock.take(PIECE_SECONDS)
+            harness.clock.take(CHUNK_SECONDS)
             return child_key(key, page_size)
 
         with patch.object(Key, "child_key", slow):
-            pieces = 0
-            while house.republisher.runs:
-                house.piece()
-                pieces += 1
-                self.assertLess(pieces, 10, "it gets nowhere")
-        self.assertEqual(len(house.agent.knows()), 200)
+            chunks = 0
+            while harness.republisher.is_running:
+                harness.chunk()
+                chunks += 1
+                self.assertLess(chunks, 10, "no progress")
+        self.assertEqual(len(harness.agent.known()), 200)
 
-    def test_one_long_node_comes_as_one_run_of_pages(self) -> None:
+    def test_one_long_node_is_one_run_of_pages(self) -> None:
         """A separate event for each part would cost the agent more than the pages themselves."""
-        house = self.house(1)
-        house.tree.insert([*range(500)], None)
-        house.tree.kv_events.queue.clear()
+        harness = self.harness(1)
+        harness.tree.insert([*range(500)], None)
+        harness.tree.kv_events.queue.clear()
         heard: list = []
-        with patch.object(house.agent, "hear", heard.extend):
-            house.republisher.begin()
-            house.finish()
+        with patch.object(harness.agent, "hear", heard.extend):
+            harness.republisher.begin()
+            harness.finish()
         self.assertEqual([kind for kind, *_ in heard], ["cleared", "stored"])

@@ -12,8 +12,8 @@ from array import array
 
 from berth_shim.transcripts import Transcripts
 from berth_shim.trim import (
-    DRIFT_TOKENS_MAX, TOKENS_MAX, Diverged, Finished, Healed, Lost, Nothing, RolledBack, TooLong,
-    Transcript, Trimmed, askable, guarded,
+    DRIFT_TOKENS_MAX, TOKENS_MAX, Diverged, Finished, Lost, Refused, Retokenized, RolledBack,
+    TooLong, Transcript, Trimmed, guard_bos, is_improvable,
 )
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from .model import (
     BEGIN, BOS, FIRST_PIECE, ID_COUNT, PIECES, SPECIALS, TURN_BEGIN, TURN_END, TURN_END_ID,
-    EngineSession, ToyText, ids_of, raw,
+    EngineSession, ToyTokenizer, ids_of, raw,
 )
 
 TEXTS = st.text(alphabet="ab \né\ufffd", max_size=6)
@@ -45,7 +45,7 @@ class Conversation(RuleBasedStateMachine):
         # The parts that the client resends: text before the first answer, an answer, text after it,
         # and so on.
         self.parts: list[str] = [system]
-        self.engine, self.text = EngineSession(), ToyText()
+        self.engine, self.tokenizer = EngineSession(), ToyTokenizer()
         self.transcripts = Transcripts(tokens_max=400)
         self.transcripts.open(SESSION)
         self.turn = None
@@ -79,51 +79,52 @@ class Conversation(RuleBasedStateMachine):
 
     @precondition(lambda self: self.turn is None)
     @rule(
-        heals=st.booleans(), adapter=st.sampled_from((None, None, None, "lora")),
+        has_tokenizer=st.booleans(), adapter=st.sampled_from((None, None, None, "lora")),
         room=st.one_of(st.none(), st.none(), st.integers(-3, 3)),
     )
-    def asks(self, heals: bool, adapter: str | None, room: int | None = None) -> None:
+    def asks(self, has_tokenizer: bool, adapter: str | None, room: int | None = None) -> None:
         """Begins a turn, without a bound, or with a bound some tokens above or below the prompt's
         length."""
         prompt = self.prompt()
         transcript = self.transcripts.get(SESSION)
         before = raw(self.engine.context)
         tokens_max = TOKENS_MAX if room is None else max(0, len(prompt) + room)
-        text = self.text if heals else None
-        plan = transcript.plan(prompt, text, adapter, tokens_max)
+        tokenizer = self.tokenizer if has_tokenizer else None
+        plan = transcript.plan(prompt, tokenizer, adapter, tokens_max)
         event(type(plan).__name__)
         # No turn runs, so another session or more room could help any prompt that can't be trimmed.
-        assert askable(plan) != isinstance(plan, Trimmed | Healed)
+        assert is_improvable(plan) != isinstance(plan, Trimmed | Retokenized)
         if isinstance(plan, TooLong):
             assert plan.tokens > tokens_max
-            one_less = transcript.plan(prompt, text, adapter, plan.tokens - 1)
-            assert one_less == plan, "there is room for fewer"
+            one_less = transcript.plan(prompt, tokenizer, adapter, plan.tokens - 1)
+            assert one_less == plan, "it asked for more room than needed"
             tokens_max = plan.tokens
-            plan = transcript.plan(prompt, text, adapter, tokens_max)
-            assert isinstance(plan, Trimmed | Healed), "with as much room as it said"
+            plan = transcript.plan(prompt, tokenizer, adapter, tokens_max)
+            assert isinstance(plan, Trimmed | Retokenized), "the room asked for is too small"
         if isinstance(plan, Diverged):
             longer = raw(prompt).startswith(before) and len(raw(prompt)) > len(before)
             ids = list(prompt[: len(self.engine.context)]) == self.engine.context
             assert not (longer and ids), f"refused although it only goes on: {plan}"
-            assert plan.at <= len(prompt)
-        if not isinstance(plan, Trimmed | Healed):
+            assert plan.shared_tokens <= len(prompt)
+        if not isinstance(plan, Trimmed | Retokenized):
             return
-        whole = list(prompt)
-        sent = guarded(plan.rest, plan.committed, BOS)
+        full = list(prompt)
+        sent = guard_bos(plan.rest, plan.committed, BOS)
         assert plan.committed == len(self.engine.context), "the engine's count of its context"
         assert len(plan.rest), "a turn that brings nothing"
         reached = self.engine.accept(sent, adapter)
-        assert raw(reached) == raw(whole), f"another context than the client's: {plan}"
+        assert raw(reached) == raw(full), f"another context than the client's: {plan}"
         assert len(reached) <= tokens_max, "more than there is room for"
-        if isinstance(plan, Healed) and "\ufffd" not in self.text.decode(plan.rest):
-            alone = self.text.encode(self.text.decode(plan.rest))
+        if isinstance(plan, Retokenized) and "\ufffd" not in self.tokenizer.decode(plan.rest):
+            alone = self.tokenizer.encode(self.tokenizer.decode(plan.rest))
             assert alone == list(plan.rest), "a cut where the sides depend on each other"
-        begun = lambda it: it.begin(prompt, plan.rest, adapter)
-        self.turn = self.transcripts.change(SESSION, begun)
+        self.turn = self.transcripts.change(
+            SESSION, lambda it: it.begin(prompt, plan.rest, adapter)
+        )
         assert self.turn.prompt_tokens == len(reached), "the count the engine will report"
-        overlap = transcript.plan(array("q", whole), self.text, adapter)
-        assert isinstance(overlap, Nothing), "a second turn beside one that runs"
-        assert not askable(overlap), "no other session is to have it"
+        overlap = transcript.plan(array("q", full), self.tokenizer, adapter)
+        assert isinstance(overlap, Refused), "a second turn beside one that runs"
+        assert not is_improvable(overlap), "the turn of a busy session went to another one"
 
     @precondition(lambda self: self.turn is None)
     @rule(said=TEXTS, bos=st.booleans())
@@ -139,7 +140,7 @@ class Conversation(RuleBasedStateMachine):
         if self.turn is None:
             self.engine.abort()
             return
-        assert raw(self.turn.prompt) == raw(reached), "what was appended to, and what"
+        assert raw(self.turn.prompt) == raw(reached), "another prompt than the engine's"
         assert self.turn.prompt_tokens == len(reached)
         if before and not self.chat:
             self.parts.append(said)
@@ -170,11 +171,11 @@ class Conversation(RuleBasedStateMachine):
         self.turn = None
         if keeps:
             shown = sent[:-1] if ends else sent
-            self.parts.append(self.text.decode(shown))
+            self.parts.append(self.tokenizer.decode(shown))
 
     @precondition(lambda self: self.turn is None)
     @rule(said=TEXTS, ids=ANSWERS, ends=st.booleans())
-    def has_a_whole_turn(self, said: str, ids: list[int], ends: bool) -> None:
+    def runs_a_complete_turn(self, said: str, ids: list[int], ends: bool) -> None:
         """Runs a whole turn, as most turns run. A diverged session is reopened with the full
         history."""
         self.parts.append(said)
@@ -211,7 +212,7 @@ class Conversation(RuleBasedStateMachine):
         transcript = self.transcripts.get(SESSION)
         if isinstance(transcript.plan(array("q"), None, self.engine.adapter), Diverged):
             assert transcript.committed == len(self.engine.context), "the engine's count"
-            assert raw(transcript._said) == raw(self.engine.context), "another text than is there"
+            assert raw(transcript._ids) == raw(self.engine.context), "not the engine's text"
 
 
 Conversation.TestCase.settings = settings(
@@ -225,44 +226,44 @@ class TestDrift(unittest.TestCase):
 
     @settings(max_examples=500, deadline=None, database=None, print_blob=True)
     @given(asked=TEXTS, ids=WORDS, ends=st.booleans(), more=TEXTS)
-    def test_a_chat_goes_on_whatever_its_answers_spelling(
+    def test_a_chat_goes_on_however_its_answers_were_tokenized(
         self, asked: str, ids: list[int], ends: bool, more: str
     ) -> None:
-        text, transcript = ToyText(), Transcript()
+        tokenizer, transcript = ToyTokenizer(), Transcript()
         first = f"{TURN_BEGIN}{asked}{TURN_END}\n{TURN_BEGIN}"
         prompt = ids_of(first)
         turn = transcript.begin(prompt, prompt)
         transcript.commit(turn, Finished([*ids, TURN_END_ID] if ends else ids))
-        whole = f"{first}{text.decode(ids)}{TURN_END}\n{TURN_BEGIN}{more}"
-        plan = transcript.plan(ids_of(whole), text)
-        self.assertIsInstance(plan, Trimmed | Healed)
+        resent = f"{first}{tokenizer.decode(ids)}{TURN_END}\n{TURN_BEGIN}{more}"
+        plan = transcript.plan(ids_of(resent), tokenizer)
+        self.assertIsInstance(plan, Trimmed | Retokenized)
         self.assertEqual(raw(plan.rest), f"{'' if ends else TURN_END}\n{TURN_BEGIN}{more}".encode())
 
-    def test_a_cut_in_plain_text_is_safe_only_where_the_rest_reads_alone_as_it_does_there(
+    def test_a_cut_in_plain_text_is_safe_only_if_the_rest_encodes_alone_to_the_same_ids(
         self,
     ) -> None:
         transcript, prompt = Transcript(), ids_of("a")
         transcript.commit(transcript.begin(prompt, prompt), Finished(LETTERS[:2]))
-        self.assertIsInstance(transcript.plan(ids_of("aab a"), ToyText()), Healed)
-        self.assertIsInstance(transcript.plan(ids_of("aabba"), ToyText()), Diverged)
+        self.assertIsInstance(transcript.plan(ids_of("aab a"), ToyTokenizer()), Retokenized)
+        self.assertIsInstance(transcript.plan(ids_of("aabba"), ToyTokenizer()), Diverged)
 
-    def test_another_special_token_is_another_text(self) -> None:
+    def test_texts_with_different_special_tokens_differ(self) -> None:
         transcript, prompt = Transcript(), ids_of("a")
         answer = Finished([*LETTERS[:2], TURN_END_ID])
         transcript.commit(transcript.begin(prompt, prompt), answer)
-        for mark, plan in ((TURN_END, Healed), (TURN_BEGIN, Diverged)):
-            self.assertIsInstance(transcript.plan(ids_of(f"aab{mark}\n"), ToyText()), plan)
+        for mark, plan in ((TURN_END, Retokenized), (TURN_BEGIN, Diverged)):
+            self.assertIsInstance(transcript.plan(ids_of(f"aab{mark}\n"), ToyTokenizer()), plan)
 
-    def test_the_same_text_again_brings_nothing(self) -> None:
+    def test_a_prompt_that_adds_nothing_diverges(self) -> None:
         for end in ([], [TURN_END_ID]):
             transcript, prompt = Transcript(), ids_of("a")
             turn = transcript.begin(prompt, prompt)
             transcript.commit(turn, Finished([*LETTERS[:2], *end]))
             again = ids_of("aab" + TURN_END * len(end))
-            self.assertIsInstance(transcript.plan(again, ToyText()), Diverged)
+            self.assertIsInstance(transcript.plan(again, ToyTokenizer()), Diverged)
 
-    def test_another_history_is_not_decoded(self) -> None:
-        class Costly(ToyText):
+    def test_a_long_difference_is_not_decoded(self) -> None:
+        class Costly(ToyTokenizer):
             def decode(self, ids: object) -> str:
                 raise AssertionError("decoded")
 
@@ -275,32 +276,33 @@ class TestDrift(unittest.TestCase):
     def test_without_a_tokenizer_ids_must_be_equal(self) -> None:
         transcript, prompt = Transcript(), ids_of("a")
         transcript.commit(transcript.begin(prompt, prompt), Finished([LETTERS[0], LETTERS[1]]))
-        self.assertIsInstance(transcript.plan(ids_of("aab" + TURN_END), ToyText()), Healed)
-        self.assertIsInstance(transcript.plan(ids_of("aab" + TURN_END), None), Diverged)
+        again = ids_of("aab" + TURN_END)
+        self.assertIsInstance(transcript.plan(again, ToyTokenizer()), Retokenized)
+        self.assertIsInstance(transcript.plan(again, None), Diverged)
 
 
 class TestBos(unittest.TestCase):
     """The engine drops a BOS token at the beginning of what is appended to a context."""
 
-    def test_a_begin_token_behind_the_context_reaches_it(self) -> None:
+    def test_a_begin_token_after_the_context_is_kept(self) -> None:
         transcript, engine = Transcript(), EngineSession()
-        for whole in (f"{BEGIN}a", f"{BEGIN}a{BEGIN}b", f"{BEGIN}a{BEGIN}b{BEGIN}{BEGIN}a"):
-            plan = transcript.plan(ids_of(whole), ToyText())
-            reached = engine.accept(guarded(plan.rest, plan.committed, BOS), None)
-            self.assertEqual(raw(reached), whole.encode())
-            transcript.commit(transcript.begin(ids_of(whole), plan.rest), Finished([]))
+        for text in (f"{BEGIN}a", f"{BEGIN}a{BEGIN}b", f"{BEGIN}a{BEGIN}b{BEGIN}{BEGIN}a"):
+            plan = transcript.plan(ids_of(text), ToyTokenizer())
+            reached = engine.accept(guard_bos(plan.rest, plan.committed, BOS), None)
+            self.assertEqual(raw(reached), text.encode())
+            transcript.commit(transcript.begin(ids_of(text), plan.rest), Finished([]))
             engine.finish(0)
 
 
 class TestOthers(unittest.TestCase):
     """Turns that the trimmer didn't plan."""
 
-    def test_a_turn_beside_one_that_runs_makes_the_context_unknown(self) -> None:
+    def test_an_overlapping_turn_makes_the_context_unknown(self) -> None:
         transcript, prompt = Transcript(), ids_of("a")
         turn = transcript.begin(prompt, prompt)
         self.assertIsNone(transcript.append(ids_of("b"), BOS))
         transcript.commit(turn, Finished(LETTERS))
-        self.assertIsInstance(transcript.plan(ids_of("a"), ToyText()), Nothing)
+        self.assertIsInstance(transcript.plan(ids_of("a"), ToyTokenizer()), Refused)
         transcript.check_invariants()
 
 
@@ -308,7 +310,7 @@ class TestBounds(unittest.TestCase):
     """At the bound, the session that was idle longest is dropped, and its turns are refused
     afterwards."""
 
-    def test_who_was_idle_longest_gives_way(self) -> None:
+    def test_the_session_idle_longest_is_dropped(self) -> None:
         transcripts = Transcripts(sessions_max=3, tokens_max=10)
         prompt = ids_of("a b")
         for id in ("runs", "old", "new"):
@@ -318,7 +320,7 @@ class TestBounds(unittest.TestCase):
             if id == "runs":
                 transcripts.change(id, lambda it: it.begin(prompt[:], prompt))
             transcripts.check_invariants()
-        self.assertIsInstance(transcripts.get("old").plan(prompt, None), Nothing)
+        self.assertIsInstance(transcripts.get("old").plan(prompt, None), Refused)
         self.assertIsInstance(transcripts.get("new").plan(prompt, None), Diverged)
         self.assertTrue(len(transcripts.get("runs")))
         transcripts.open("fourth")

@@ -254,7 +254,7 @@ class Follower:
         for kind, *what in events:
             getattr(self, f"_{kind}")(*what)
 
-    def knows(self) -> set[tuple[int, str]]:
+    def known(self) -> set[tuple[int, str]]:
         return {(name, tier) for name, (_, _, tiers) in self._pages.items() for tier in tiers}
 
     def _cleared(self) -> None:

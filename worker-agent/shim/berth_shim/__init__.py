@@ -36,14 +36,14 @@ def register() -> None:
     module; loading the module in other processes would cost them seconds. The process that
     tokenizes is the first one, which has no parent process."""
     if "sglang.srt.managers.scheduler" in sys.modules:
-        _Shim().hook()
+        _Shim().install_hooks()
     if multiprocessing.parent_process() is None:
         import sglang
 
         from .trimmer import Trimmer
 
         version = sglang.__version__
-        Trimmer(_INSTANCE, __version__).hook(version, version in SGLANG_VERSIONS)
+        Trimmer(_INSTANCE, __version__).install_hooks(version, version in SGLANG_VERSIONS)
 
 
 class _Shim:
@@ -55,49 +55,56 @@ class _Shim:
         self._link: Link | None = None
         self._hello: wire.Hello | None = None
         self._in_step = self._in_finish = False
-        self._stepped = self._quiet(lambda _, batch, *a, **k: self._say("stepped", batch))
+        self._end_step = self._contain_errors(
+            lambda _, batch, *a, **k: self._call("end_step", batch)
+        )
 
-    def hook(self) -> None:
+    def install_hooks(self) -> None:
         import sglang
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
         def after(target: str, hook: Callable[..., None]) -> None:
-            HookRegistry.register(target, self._quiet(hook), HookType.AFTER)
+            HookRegistry.register(target, self._contain_errors(hook), HookType.AFTER)
 
         known = sglang.__version__ in SGLANG_VERSIONS
         after(_SCHEDULER + "__init__", lambda _, scheduler, *a, **k: self._start(scheduler, known))
         if not known:
             return
-        HookRegistry.register(_SCHEDULER + "process_batch_result", self._step, HookType.AROUND)
+
+        def around(target: str, hook: Callable[..., Any]) -> None:
+            HookRegistry.register(target, hook, HookType.AROUND)
+
+        around(_SCHEDULER + "process_batch_result", self._around_step)
         HookRegistry.register(
             _SCHEDULER + "process_input_requests",
-            self._quiet(lambda *a, **k: self._commands()),
+            self._contain_errors(lambda *a, **k: self._before_requests()),
             HookType.BEFORE,
         )
-        after(_SCHEDULER + "publish_load_snapshot", lambda *a, **k: self._idle())
-        after(_CONTROLLER + "open", lambda result, _, request, *a, **k: self._say(
-            "opened", request.session_id, result.success) if request.streaming else None)
-        after(_CONTROLLER + "_close", lambda _, controller, id, *a, **k: self._say(
-            "touched" if id in controller.sessions else "closed", id))
-        after(_SESSION + "create_req", lambda _, session, *a, **k: self._of(session, "touched"))
-        after(_SESSION + "finish_req", lambda _, session, request, *a, **k: self._of(
-            session, "committed", request))
-        after(_SESSION + "abort_req", lambda _, session, *a, **k: self._of(
-            session, "aborted", self._in_finish))
-        HookRegistry.register(_SLOTS + "try_cache_finished_req", self._finish, HookType.AROUND)
-        after(_TREE + "reset", lambda *a, **k: self._say("flushed"))
+        after(_SCHEDULER + "publish_load_snapshot", lambda *a, **k: self._after_load_snapshot())
+        after(_CONTROLLER + "open", lambda result, _, request, *a, **k: self._call(
+            "report_open", request.session_id, result.success) if request.streaming else None)
+        after(_CONTROLLER + "_close", lambda _, controller, id, *a, **k: self._call(
+            "mark_touched" if id in controller.sessions else "report_close", id))
+        after(_SESSION + "create_req", lambda _, session, *a, **k: self._call_for(
+            session, "mark_touched"))
+        after(_SESSION + "finish_req", lambda _, session, request, *a, **k: self._call_for(
+            session, "report_commit", request))
+        after(_SESSION + "abort_req", lambda _, session, *a, **k: self._call_for(
+            session, "report_abort", self._in_finish))
+        around(_SLOTS + "try_cache_finished_req", self._around_finish)
+        after(_TREE + "reset", lambda *a, **k: self._call("report_flush"))
 
-    def _quiet(self, hook: Callable[..., Any]) -> Callable[..., None]:
+    def _contain_errors(self, hook: Callable[..., Any]) -> Callable[..., None]:
         """Wraps a hook so that it raises nothing and returns None: another value would replace the
         engine's own result."""
 
-        def quiet(*values: Any, **named: Any) -> None:
+        def contained(*values: Any, **named: Any) -> None:
             try:
                 hook(*values, **named)
             except Exception as error:
                 self._fail("hook", error)
 
-        return quiet
+        return contained
 
     def _start(self, scheduler: Any, known: bool) -> None:
         import sglang
@@ -110,7 +117,7 @@ class _Shim:
             "", "", "", "", 0,
         )
         try:
-            hello, reports = _describe(scheduler, hello)
+            hello, reports = _complete_hello(scheduler, hello)
         except Exception as error:
             # If the rank is unknown, so is whether this process reports. Reporting twice is better
             # than never.
@@ -119,15 +126,15 @@ class _Shim:
             return
         try:
             self._hello = hello
-            self._link = Link(*socket_path(scheduler.server_args.port), wire.hello(hello))
+            self._link = Link(*socket_path(scheduler.server_args.port), wire.encode_hello(hello))
             if not hello.inert:
-                self._watch(scheduler)
+                self._start_sampler(scheduler)
         except Exception as error:
             self._fail("start", error)
         if self._link is not None:
             self._link.start()
 
-    def _watch(self, scheduler: Any) -> None:
+    def _start_sampler(self, scheduler: Any) -> None:
         from .audit import Auditor
         from .republish import Republisher
         from .sampler import Sampler
@@ -140,24 +147,24 @@ class _Shim:
             device=auditor.device,
             page_bytes=auditor.page_bytes,
         )
-        self._link.greet(wire.hello(self._hello))
-        undemotable = self._hello.undemotable
-        self._sampler = Sampler(scheduler, self._link, undemotable, auditor, republisher)
-        self._sampler.publish(self._hello.dp_rank)
+        self._link.set_hello(wire.encode_hello(self._hello))
+        refusal = self._hello.undemotable
+        self._sampler = Sampler(scheduler, self._link, refusal, auditor, republisher)
+        self._sampler.start_publishing_rows(self._hello.dp_rank)
         # An idle scheduler with `--sleep-on-idle` sleeps on its sockets for up to a second.
         if poller := getattr(scheduler.idle_sleeper, "poller", None):
-            poller.register(self._link.wake_read, 1)  # POLLIN, without importing zmq for it.
+            poller.register(self._link.wake_receiver, 1)  # POLLIN, without importing zmq for it.
 
-    def _step(self, original: Callable[..., Any], *values: Any, **named: Any) -> Any:
+    def _around_step(self, original: Callable[..., Any], *values: Any, **named: Any) -> Any:
         self._in_step = True
         try:
             result = original(*values, **named)
         finally:
             self._in_step = False
-        self._stepped(*values, **named)
+        self._end_step(*values, **named)
         return result
 
-    def _finish(self, original: Callable[..., Any], *a: Any, **k: Any) -> Any:
+    def _around_finish(self, original: Callable[..., Any], *a: Any, **k: Any) -> Any:
         # An abort inside this call concerns a turn that was running, so its slot is gone.
         self._in_finish = True
         try:
@@ -165,42 +172,44 @@ class _Shim:
         finally:
             self._in_finish = False
 
-    def _idle(self) -> None:
+    def _after_load_snapshot(self) -> None:
         # Within a step this is called before the results are in.
         if not self._in_step:
-            self._say("idle")
+            self._call("sample_idle")
 
-    def _commands(self) -> None:
-        if self._sampler is not None and self._sampler.publishes:
-            self._say("step_begins")
-        if self._sampler is not None and self._sampler.asked:
-            self._say("commands")
+    def _before_requests(self) -> None:
+        if self._sampler is not None and self._sampler.is_publishing_rows:
+            self._call("begin_step")
+        if self._sampler is not None and self._sampler.has_work:
+            self._call("run_commands")
 
-    def _of(self, session: Any, what: str, *values: Any) -> None:
+    def _call_for(self, session: Any, method: str, *values: Any) -> None:
+        """Calls the sampler's method with a streaming session's id and the values."""
         if self._sampler is not None and session.streaming:
-            self._say(what, session.session_id, *values)
+            self._call(method, session.session_id, *values)
 
-    def _say(self, what: str, *values: Any) -> None:
+    def _call(self, method: str, *values: Any) -> None:
+        """Calls the sampler's method. An error stops the shim."""
         if self._sampler is None:
             return
         try:
-            getattr(self._sampler, what)(*values)
+            getattr(self._sampler, method)(*values)
         except Exception as error:
-            self._fail(what, error)
+            self._fail(method, error)
 
     def _fail(self, where: str, error: Exception) -> None:
         """Stops reading for good, and reports why."""
         self._sampler = None
         if self._link is not None:
             self._hello = self._hello._replace(inert=_reason(where, error))
-            self._link.say(wire.hello(self._hello))
+            self._link.reconnect(wire.encode_hello(self._hello))
 
 
-def _describe(scheduler: Any, hello: wire.Hello) -> tuple[wire.Hello, bool]:
+def _complete_hello(scheduler: Any, hello: wire.Hello) -> tuple[wire.Hello, bool]:
     """Completes the hello, and returns whether this process reports for its DP rank."""
     from sglang.srt.runtime_context import get_parallel
 
-    from .demotion import undemotable
+    from .demotion import demotion_refusal
 
     parallel = get_parallel()
     reports = (parallel.pp_rank, parallel.attn_tp_rank, parallel.attn_cp_rank) == (0, 0, 0)
@@ -214,7 +223,7 @@ def _describe(scheduler: Any, hello: wire.Hello) -> tuple[wire.Hello, bool]:
         page_size=scheduler.page_size,
         total=scheduler.max_total_num_tokens,
         rows_total=scheduler.req_to_token_pool.size,
-        undemotable=undemotable(scheduler),
+        undemotable=demotion_refusal(scheduler),
     ), reports
 
 

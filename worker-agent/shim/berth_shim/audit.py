@@ -13,7 +13,7 @@ from typing import Any
 
 from . import snapshot, wire
 from .buffers import buffers, device
-from .library import Failed, Library, Pages
+from .library import AuditError, Library, PageAudits
 
 # The bytes of KV digested per audit. They take a tenth of a millisecond of a GPU's memory
 # bandwidth, or some milliseconds of the scheduler's processor if the pool is in host memory. The
@@ -28,76 +28,77 @@ class Auditor:
     def __init__(self, scheduler: Any, wake: Callable[[], None]):
         self._scheduler = scheduler
         self._wake = wake
-        self._number: int | None = None
+        self._requested: int | None = None
         self._running: _Audit | None = None
-        self._frame: bytes | None = None
-        self._pages: Pages | None = None
+        self._answer: bytes | None = None
+        self._audits: PageAudits | None = None
         self.ordinal = -1
         # What the hello tells the agent about the pool; `refusal` is empty if audits are possible.
         self.device, self.page_bytes, self.refusal = "", 0, ""
         try:
-            self._open()
-        except Failed as error:
+            self._open_library()
+        except AuditError as error:
             self.refusal = str(error)
         except Exception as error:
             self.refusal = f"{type(error).__name__}: {error}"
 
-    def _open(self) -> None:
+    def _open_library(self) -> None:
         scheduler = self._scheduler
         self.device, self.ordinal = device(scheduler)
-        parts = buffers(scheduler)
-        self.page_bytes = sum(buffer.page_bytes for buffer in parts)
-        if refusal := snapshot.unauditable(scheduler):
-            raise Failed(refusal)
-        self._pages = Library().pages(
+        kv_buffers = buffers(scheduler)
+        self.page_bytes = sum(buffer.page_bytes for buffer in kv_buffers)
+        if refusal := snapshot.audit_refusal(scheduler):
+            raise AuditError(refusal)
+        self._audits = Library().open_audits(
             page_tokens=scheduler.page_size,
             pages=scheduler.max_total_num_tokens // scheduler.page_size,
             rows=scheduler.req_to_token_pool.req_to_token,
-            buffers=parts,
+            buffers=kv_buffers,
             ordinal=self.ordinal,
         )
 
-    def ask(self, number: int) -> None:
+    def request(self, number: int) -> None:
         """Requests an audit. Only the latest request is answered."""
-        self._number = number
+        self._requested = number
 
-    def forget(self) -> None:
+    def forget_request(self) -> None:
         """Drops the request and the answer: the agent that asked has disconnected."""
-        self._number = self._frame = None
+        self._requested = self._answer = None
         if self._running is not None:
             self._running.number = None
 
     @property
-    def asked(self) -> bool:
+    def is_requested(self) -> bool:
         """Whether a requested audit has not begun."""
-        return self._number is not None and self._running is None
+        return self._requested is not None and self._running is None
 
     def begin(self) -> None:
         """Begins the requested audit. Must be called before a step's requests are handled, when no
         step is half done."""
-        if self.asked:
-            self._try(self._begin)
+        if self.is_requested:
+            self._run_guarded(self._begin)
 
-    def go_on(self) -> None:
+    def advance(self) -> None:
         """Continues the running audit. May be called after any step."""
         if self._running is not None:
-            self._try(self._go_on)
+            self._run_guarded(self._advance)
 
     @property
-    def answered(self) -> bool:
+    def has_answer(self) -> bool:
         """Whether an answer is ready."""
-        return self._frame is not None
+        return self._answer is not None
 
-    def take(self) -> bytes:
+    def take_answer(self) -> bytes:
         """Takes the answer's frame."""
-        frame, self._frame = self._frame, None
+        frame, self._answer = self._answer, None
         return frame
 
-    def _try(self, step: Callable[[], None]) -> None:
+    def _run_guarded(self, step: Callable[[], None]) -> None:
+        """Runs a part of an audit. Adds its time to the audit, and turns errors into refusals."""
         begin = time.perf_counter_ns()
         try:
             step()
-        except Failed as error:
+        except AuditError as error:
             self._refuse(str(error))
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
@@ -109,33 +110,34 @@ class Auditor:
             self._running.spent_ns += time.perf_counter_ns() - begin
 
     def _refuse(self, reason: str) -> None:
-        number = self._running.number if self._running else self._number
+        number = self._running.number if self._running else self._requested
         if self._running is not None:
-            self._pages.abandon()
+            self._audits.abandon()
         else:
-            self._number = None
+            self._requested = None
         self._running = None
         if number is not None:
-            self._frame = wire.audited(number, 0, reason, [], b"")
+            self._answer = wire.encode_audit(number, 0, reason, [], b"")
 
     def _begin(self) -> None:
         if self.refusal:
-            raise Failed(self.refusal)
-        self._running = _Audit(self._number, snapshot.take(self._scheduler), self._pages)
-        self._number = None
+            raise AuditError(self.refusal)
+        taken = snapshot.take_snapshot(self._scheduler)
+        self._running = _Audit(self._requested, taken, self._audits)
+        self._requested = None
         digest = DIGEST_BYTES_MAX if self.ordinal >= 0 else HOST_DIGEST_BYTES_MAX
-        self._pages.begin(self._running.cut, self.stream(), digest)
+        self._audits.begin(self._running.snapshot, self.stream(), digest)
 
-    def _go_on(self) -> None:
+    def _advance(self) -> None:
         audit = self._running
         if audit.thread is None:
-            if self._pages.gathered():
-                audit.account(snapshot.rows_of(self._scheduler)[1], self._wake)
+            if self._audits.is_copied():
+                audit.start_accounting(snapshot.list_rows(self._scheduler)[1], self._wake)
         elif not audit.thread.is_alive():
-            names, spent_ns, report = audit.cut.names, audit.spent_ns, audit.report()
+            names, spent_ns, report = audit.snapshot.names, audit.spent_ns, audit.report()
             self._running = None
             if audit.number is not None:
-                self._frame = wire.audited(audit.number, spent_ns, "", names, report)
+                self._answer = wire.encode_audit(audit.number, spent_ns, "", names, report)
 
     def stream(self) -> int:
         """Returns the scheduler's CUDA stream, which orders the audit after the work that makes
@@ -150,29 +152,31 @@ class Auditor:
 class _Audit:
     """One running audit."""
 
-    def __init__(self, number: int, taken: snapshot.Cut, pages: Pages):
+    def __init__(self, number: int, taken: snapshot.Snapshot, audits: PageAudits):
         # None when no agent waits for the answer any more.
         self.number: int | None = number
-        self.cut = taken
+        self.snapshot = taken
         self.spent_ns = 0
         self.thread: threading.Thread | None = None
-        self._pages = pages
-        self._report: bytes | Failed = Failed("the audit's thread has ended without a result")
+        self._audits = audits
+        self._report: bytes | AuditError = AuditError(
+            "the audit's thread has ended without a result"
+        )
 
-    def account(self, rows_now: list[snapshot.Row], done: Callable[[], None]) -> None:
+    def start_accounting(self, rows_now: list[snapshot.Row], done: Callable[[], None]) -> None:
         self.thread = threading.Thread(
-            target=self._work, args=(rows_now, done), name="berth-audit", daemon=True
+            target=self._account, args=(rows_now, done), name="berth-audit", daemon=True
         )
         self.thread.start()
 
-    def _work(self, rows_now: list[snapshot.Row], done: Callable[[], None]) -> None:
+    def _account(self, rows_now: list[snapshot.Row], done: Callable[[], None]) -> None:
         try:
-            self._report = self._pages.finish(rows_now)
-        except Failed as error:
+            self._report = self._audits.finish(rows_now)
+        except AuditError as error:
             self._report = error
         done()
 
     def report(self) -> bytes:
-        if isinstance(self._report, Failed):
+        if isinstance(self._report, AuditError):
             raise self._report
         return self._report

@@ -10,7 +10,7 @@ requests are handled.
 
 Ranks that share a session (tensor, pipeline or context parallelism) would have to demote it in the
 same step, but only one of them receives the agent's commands. For these and other configurations in
-which demotion was never tested on an engine, `undemotable` returns a reason.
+which demotion was never tested on an engine, `demotion_refusal` returns a reason.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 from .requests import live_requests
 
 
-def undemotable(scheduler: Any) -> str:
+def demotion_refusal(scheduler: Any) -> str:
     """Returns why no session of this engine can be demoted; empty if sessions can be."""
     from sglang.srt.runtime_context import get_parallel, get_serving, get_spec
 

@@ -1,11 +1,11 @@
-"""Which engines and requests can be trimmed, and the engine's tokenizer as `trim.Text`."""
+"""Which engines and requests can be trimmed, and the engine's tokenizer as `trim.Tokenizer`."""
 
 from collections.abc import Sequence
 from typing import Any
 
 # Fields of a tokenized request that a streaming session drops, or interprets differently than a
 # request with the whole prompt does.
-_UNFIT = (
+_UNSUPPORTED_FIELDS = (
     "mm_inputs", "input_embeds", "token_type_ids", "positional_embed_overrides", "kv_hints",
     "multi_item_delimiter_indices", "token_indices_to_pool", "return_indexer_topk",
     "return_flat_raw_top_logprobs", "return_hidden_states", "return_routed_experts",
@@ -13,7 +13,7 @@ _UNFIT = (
 )
 
 
-def untrimmable() -> str:
+def engine_refusal() -> str:
     """Returns why nothing can be trimmed in this engine; empty if trimming is possible."""
     from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving
 
@@ -30,11 +30,11 @@ def untrimmable() -> str:
     return next((reason for reason, applies in reasons.items() if applies), "")
 
 
-def unfit(tokenized: Any) -> str:
+def request_refusal(tokenized: Any) -> str:
     """Returns why this request can't be a turn of a session; empty if it can."""
     if tokenized.input_ids is None:
         return "it has no token ids"
-    for field in _UNFIT:
+    for field in _UNSUPPORTED_FIELDS:
         if getattr(tokenized, field, None):
             return f"it has {field}"
     if tokenized.return_logprob and (tokenized.logprob_start_len or 0) >= 0:
@@ -44,12 +44,12 @@ def unfit(tokenized: Any) -> str:
     return ""
 
 
-def tie(tokenized: Any) -> tuple:
+def cache_namespace(tokenized: Any) -> tuple:
     """Returns everything besides the tokens that the request's KV depends on."""
     return tokenized.lora_id, tokenized.extra_key, tokenized.cache_salt
 
 
-class Words:
+class FastTokenizer:
     """A fast tokenizer of `transformers`, which encodes and decodes without adding or dropping
     anything.
     """
@@ -70,6 +70,6 @@ class Words:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
 
-def words(tokenizer: Any) -> Words | None:
-    """Returns the tokenizer as `Words`, or None if drift can't be proven harmless with it."""
-    return Words(tokenizer) if getattr(tokenizer, "is_fast", False) else None
+def fast_tokenizer(tokenizer: Any) -> FastTokenizer | None:
+    """Returns the engine's tokenizer, or None if drift can't be proven harmless with it."""
+    return FastTokenizer(tokenizer) if getattr(tokenizer, "is_fast", False) else None

@@ -14,13 +14,13 @@ from .buffers import Buffer
 from .wire import AUDIT_BYTES_MAX
 
 if TYPE_CHECKING:
-    from .snapshot import Cut, Row
+    from .snapshot import Snapshot, Row
 
 ABI = 1
 NAME, KERNELS = "libberth_kv.so", "kv_account.fatbin"
 
 
-class Failed(Exception):
+class AuditError(Exception):
     """An audit is not possible; the text is for an operator."""
 
 
@@ -47,11 +47,11 @@ class _List(Structure):
     _fields_ = [("addr", c_uint64), ("n", c_uint64)]
 
 
-class _Cut(Structure):
+class _Snapshot(Structure):
     _fields_ = [
         ("rows", POINTER(_Row)), ("keys", POINTER(c_uint64)), ("free", POINTER(_List)),
         ("tree", POINTER(_List)), ("nrows", c_uint32), ("nsessions", c_uint32),
-        ("nfree", c_uint32), ("whole", c_uint32), ("digest_pages_max", c_uint32),
+        ("nfree", c_uint32), ("complete", c_uint32), ("digest_pages_max", c_uint32),
         ("zero", c_uint32), ("stream", c_uint64),
     ]
 
@@ -71,20 +71,22 @@ class Library:
         path = os.environ.get("BERTH_KV_LIBRARY") or str(Path(__file__).parent / NAME)
         self._kernels = os.environ.get("BERTH_KV_FATBIN") or str(Path(path).parent / KERNELS)
         try:
-            self._calls = ctypes.CDLL(path)
+            self._functions = ctypes.CDLL(path)
         except OSError as error:
-            raise Failed(f"{error}; build kernels/capi, and set BERTH_KV_LIBRARY") from None
+            raise AuditError(f"{error}; build kernels/capi, and set BERTH_KV_LIBRARY") from None
         self._declare()
-        if (abi := self._calls.berth_kv_abi()) != ABI:
-            raise Failed(f"{path} has ABI {abi}, the shim {ABI}: install the same version of both")
+        if (abi := self._functions.berth_kv_abi()) != ABI:
+            raise AuditError(
+                f"{path} has ABI {abi}, the shim {ABI}: install the same version of both"
+            )
 
     def _declare(self) -> None:
-        calls, uint32s, uint64s = self._calls, POINTER(c_uint32), POINTER(c_uint64)
-        of = {
+        functions, uint32s, uint64s = self._functions, POINTER(c_uint32), POINTER(c_uint64)
+        signatures = {
             "abi": (c_uint32, []),
             "error": (c_char_p, []),
             "open": (c_int32, [POINTER(_Pool), c_char_p, uint64s]),
-            "begin": (c_int32, [c_uint64, POINTER(_Cut)]),
+            "begin": (c_int32, [c_uint64, POINTER(_Snapshot)]),
             "ready": (c_int32, [c_uint64]),
             "finish": (c_int64, [c_uint64, uint32s, uint64s, c_uint32, c_void_p, c_uint64]),
             "abandon": (c_int32, [c_uint64]),
@@ -94,13 +96,13 @@ class Library:
             "table_begin": (c_int32, [c_uint64, c_uint64]),
             "table_done": (c_int32, [c_uint64, POINTER(_TableRow), c_uint32, c_uint64]),
         }
-        for name, (result, arguments) in of.items():
-            call = getattr(calls, f"berth_kv_{name}")
-            call.restype, call.argtypes = result, arguments
+        for name, (result, arguments) in signatures.items():
+            function = getattr(functions, f"berth_kv_{name}")
+            function.restype, function.argtypes = result, arguments
 
-    def pages(
+    def open_audits(
         self, page_tokens: int, pages: int, rows: Any, buffers: Sequence[Buffer], ordinal: int
-    ) -> "Pages":
+    ) -> "PageAudits":
         """Opens a pool for audits; `rows` is the engine's request table, a tensor."""
         pool = _Pool(
             page_tokens, pages + 1, rows.data_ptr(), rows.shape[0], rows.stride(0),
@@ -108,11 +110,11 @@ class Library:
         )
         handle = c_uint64()
         kernels = self._kernels.encode() if ordinal >= 0 else None
-        self.check(self._calls.berth_kv_open(pool, kernels, handle))
+        self.check(self._functions.berth_kv_open(pool, kernels, handle))
         page_bytes = sum(buffer.page_bytes for buffer in buffers)
-        return Pages(self, self._calls, handle, page_bytes)
+        return PageAudits(self, self._functions, handle, page_bytes)
 
-    def row_table(
+    def open_row_table(
         self, page_tokens: int, pages: int, rows: Any, ordinal: int, path: str, tables: int
     ) -> "RowTable":
         """Opens a table of the live rows in the file at `path`, which must be in memory (tmpfs)."""
@@ -121,84 +123,84 @@ class Library:
         )
         handle = c_uint64()
         kernels = self._kernels.encode() if ordinal >= 0 else None
-        self.check(self._calls.berth_kv_table_open(
+        self.check(self._functions.berth_kv_table_open(
             pool, kernels, path.encode(), tables, rows.shape[0], handle
         ))
-        return RowTable(self, self._calls, handle)
+        return RowTable(self, self._functions, handle)
 
-    def check(self, answer: int) -> int:
-        """Returns a call's result. Raises the library's error if it is negative."""
-        if answer < 0:
-            raise Failed(self._calls.berth_kv_error().decode(errors="replace"))
-        return answer
+    def check(self, result: int) -> int:
+        """Returns the result of a call. Raises the library's error if the result is negative."""
+        if result < 0:
+            raise AuditError(self._functions.berth_kv_error().decode(errors="replace"))
+        return result
 
 
-class Pages:
-    """Audits of one pool, one at a time: `begin`, wait for `gathered`, then `finish`."""
+class PageAudits:
+    """Audits of one pool, one at a time: `begin`, wait for `is_copied`, then `finish`."""
 
-    def __init__(self, library: Library, calls: Any, handle: c_uint64, page_bytes: int):
+    def __init__(self, library: Library, functions: Any, handle: c_uint64, page_bytes: int):
         self._library = library
-        self._calls = calls
+        self._functions = functions
         self._handle = handle
         self._page_bytes = page_bytes
         self._buffer = ctypes.create_string_buffer(AUDIT_BYTES_MAX)
 
-    def begin(self, cut: "Cut", stream: int, digest_bytes_max: int) -> None:
+    def begin(self, snapshot: "Snapshot", stream: int, digest_bytes_max: int) -> None:
         """Starts to copy the snapshot, on a stream of the library's own, after the work queued on
         `stream`."""
-        rows = (_Row * len(cut.rows))(*(
+        rows = (_Row * len(snapshot.rows))(*(
             (row.row, row.tokens, row.session, row.sealed_tokens, row.protected_tokens, 0,
              row.version)
-            for row in cut.rows
+            for row in snapshot.rows
         ))
-        keys = (c_uint64 * len(cut.rows))(*(row.key for row in cut.rows))
+        keys = (c_uint64 * len(snapshot.rows))(*(row.key for row in snapshot.rows))
         digest_pages_max = digest_bytes_max // self._page_bytes if self._page_bytes else 0
-        self._library.check(self._calls.berth_kv_begin(self._handle, _Cut(
-            rows, keys, ctypes.pointer(_list(cut.free)), ctypes.pointer(_list(cut.tree)),
-            len(rows), len(keys), 1, 1, digest_pages_max, 0, stream,
+        free, tree = _id_list(snapshot.free), _id_list(snapshot.tree)
+        self._library.check(self._functions.berth_kv_begin(self._handle, _Snapshot(
+            rows, keys, ctypes.pointer(free), ctypes.pointer(tree), len(rows),
+            len(keys), 1, 1, digest_pages_max, 0, stream,
         )))
 
-    def gathered(self) -> bool:
+    def is_copied(self) -> bool:
         """Whether the copy is complete."""
-        return bool(self._library.check(self._calls.berth_kv_ready(self._handle)))
+        return bool(self._library.check(self._functions.berth_kv_ready(self._handle)))
 
     def finish(self, rows_now: "Sequence[Row]") -> bytes:
         """Returns the report. Blocks until the device is done, but releases the GIL."""
         rows = (c_uint32 * len(rows_now))(*(row.row for row in rows_now))
         versions = (c_uint64 * len(rows_now))(*(row.version for row in rows_now))
-        size = self._library.check(self._calls.berth_kv_finish(
+        size = self._library.check(self._functions.berth_kv_finish(
             self._handle, rows, versions, len(rows_now), self._buffer, len(self._buffer)
         ))
         return self._buffer.raw[:size]
 
-
     def abandon(self) -> None:
         """Gives up the running audit."""
-        self._calls.berth_kv_abandon(self._handle)
+        self._functions.berth_kv_abandon(self._handle)
 
 
 class RowTable:
-    """Publishes the live rows of each step: `begin` before the step, `done` after it."""
+    """Publishes the live rows of each step: `begin_step` before the step, `end_step` after it."""
 
-    def __init__(self, library: Library, calls: Any, handle: c_uint64):
+    def __init__(self, library: Library, functions: Any, handle: c_uint64):
         self._library = library
-        self._calls = calls
+        self._functions = functions
         self._handle = handle
 
-    def begin(self, stream: int) -> None:
+    def begin_step(self, stream: int) -> None:
         """Marks the table as changing. Must come before the step's first change on the stream."""
-        self._library.check(self._calls.berth_kv_table_begin(self._handle, stream))
+        self._library.check(self._functions.berth_kv_table_begin(self._handle, stream))
 
-    def done(self, live: "Sequence[Row]", keys: Sequence[int], stream: int) -> None:
+    def end_step(self, live: "Sequence[Row]", keys: Sequence[int], stream: int) -> None:
         """Writes the rows after the step's last change on the stream. `keys` is indexed by session
         number."""
         rows = (_TableRow * len(live))(*(
             (row.row, row.tokens, row.session, 0, row.version, keys[row.session]) for row in live
         ))
         self._library.check(
-            self._calls.berth_kv_table_done(self._handle, rows, len(rows), stream)
+            self._functions.berth_kv_table_done(self._handle, rows, len(rows), stream)
         )
 
 
-def _list(ids: Any) -> _List:
+def _id_list(ids: Any) -> _List:
     return _List(ids.data_ptr(), ids.numel())

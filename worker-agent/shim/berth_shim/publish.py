@@ -17,13 +17,13 @@ from .library import Library, RowTable
 TABLES = 8
 
 
-def path_of(dp_rank: int) -> str:
+def table_path(dp_rank: int) -> str:
     """Returns the file for this rank's rows; empty if they are not published."""
     path = os.environ.get("BERTH_KV_TABLE", "")
     return f"{path}-{dp_rank}" if path else ""
 
 
-class Publisher:
+class RowPublisher:
     """Publishes the rows of one scheduler. If a step's end was not seen, it ends when the next step
     begins."""
 
@@ -32,26 +32,26 @@ class Publisher:
         pages = scheduler.max_total_num_tokens // scheduler.page_size
         self._scheduler = scheduler
         self._stream = stream
-        self._open = False
-        self._table: RowTable = Library().row_table(
+        self._in_step = False
+        self._table: RowTable = Library().open_row_table(
             scheduler.page_size, pages, table, ordinal, path, TABLES
         )
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Must be called before a step's first change."""
-        self.done()
-        self._table.begin(self._stream())
-        self._open = True
+        self.end_step()
+        self._table.begin_step(self._stream())
+        self._in_step = True
 
-    def done(self) -> None:
+    def end_step(self) -> None:
         """Must be called after a step's last change."""
-        if self._open:
-            names, rows = snapshot.rows_of(self._scheduler)
-            keys = [key_of(name) for name in names] + [0] * (len(rows) - len(names))
-            self._table.done(rows, keys, self._stream())
-            self._open = False
+        if self._in_step:
+            names, rows = snapshot.list_rows(self._scheduler)
+            keys = [session_key(name) for name in names] + [0] * (len(rows) - len(names))
+            self._table.end_step(rows, keys, self._stream())
+            self._in_step = False
 
 
-def key_of(name: str) -> int:
+def session_key(name: str) -> int:
     """Returns the key by which the agent knows a session."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")

@@ -11,11 +11,11 @@ from typing import Any
 
 from . import demotion, wire
 from .audit import Auditor
-from .library import Failed
+from .library import AuditError
 from .link import Link
-from .publish import Publisher, path_of
+from .publish import RowPublisher, table_path
 from .republish import Republisher
-from .table import Table, answer_tokens
+from .table import SessionTable, answer_tokens
 
 # The sampling interval of an idle scheduler while no hook is called. Without `--sleep-on-idle` an
 # idle scheduler spins.
@@ -32,7 +32,7 @@ class Sampler:
         self,
         scheduler: Any,
         link: Link,
-        undemotable: str,
+        demotion_refusal: str,
         auditor: Auditor,
         republisher: Republisher,
     ):
@@ -40,195 +40,197 @@ class Sampler:
         self._link = link
         self._auditor = auditor
         self._republisher = republisher
-        self._publisher: Publisher | None = None
-        self._undemotable = undemotable
-        self._table = Table(scheduler)
-        self._connection = 0
+        self._row_publisher: RowPublisher | None = None
+        self._demotion_refusal = demotion_refusal
+        self._table = SessionTable(scheduler)
+        self._connection_number = 0
         self._events: list[bytes] = []
         self._events_lost = 0
-        self._full = True
+        self._full_update_due = True
         self._seq = 0
         self._samples = self._samples_ns = self._recounts = 0
-        self._told: wire.Head | None = None
+        self._head_sent: wire.Head | None = None
         # The uncached tokens that a recount on an idle engine didn't explain. Another recount
         # wouldn't help.
         self._unexplained = 0
-        self._sampled_at = self._running_at = 0.0
+        self._sampled_at_seconds = self._running_read_at_seconds = 0.0
 
     # Called by the hooks.
 
-    def touched(self, id: str) -> None:
-        if self._link.connected:
+    def mark_touched(self, id: str) -> None:
+        if self._link.is_connected:
             self._table.touched.add(id)
 
-    def opened(self, id: str, ok: bool) -> None:
-        self._event(id, wire.opened, ok)
+    def report_open(self, id: str, ok: bool) -> None:
+        self._queue_event(id, wire.encode_opened, ok)
 
-    def closed(self, id: str) -> None:
-        self._event(id, wire.closed)
+    def report_close(self, id: str) -> None:
+        self._queue_event(id, wire.encode_closed)
 
-    def committed(self, id: str, request: Any) -> None:
-        """The turn became part of the session's history: it ended, or was retracted to the
-        queue."""
+    def report_commit(self, id: str, request: Any) -> None:
+        """Reports that a turn became part of the session's history: it ended, or was retracted to
+        the queue."""
         history = len(request.origin_input_ids) + answer_tokens(request)
-        self._event(id, wire.committed, str(request.rid), history, not request.finished())
+        retracted = not request.finished()
+        self._queue_event(id, wire.encode_committed, str(request.rid), history, retracted)
 
-    def aborted(self, id: str, released: bool) -> None:
-        self._event(id, wire.aborted, released)
+    def report_abort(self, id: str, released: bool) -> None:
+        self._queue_event(id, wire.encode_aborted, released)
 
-    def flushed(self) -> None:
-        self._full = True
+    def report_flush(self) -> None:
+        self._full_update_due = True
 
-    def _event(self, id: str, make: Callable[..., bytes], *values: Any) -> None:
-        if not self._link.connected or not wire.nameable(id):
+    def _queue_event(self, id: str, encode: Callable[..., bytes], *values: Any) -> None:
+        if not self._link.is_connected or not wire.is_nameable(id):
             return
-        self._renew()
+        self._reset_if_reconnected()
         self._table.touched.add(id)
         if len(self._events) < wire.EVENTS_MAX:
-            self._events.append(make(id, *values))
+            self._events.append(encode(id, *values))
         else:
             self._events_lost += 1
-            self._full = True
+            self._full_update_due = True
 
-    def publish(self, dp_rank: int) -> None:
+    def start_publishing_rows(self, dp_rank: int) -> None:
         """Starts publishing rows if a table file is configured."""
-        if path := path_of(dp_rank):
+        if path := table_path(dp_rank):
             try:
                 auditor = self._auditor
-                self._publisher = Publisher(
+                self._row_publisher = RowPublisher(
                     self._scheduler, path, auditor.ordinal, auditor.stream
                 )
-            except Failed as error:
+            except AuditError as error:
                 # This goes to the engine's log. An agent that finds no table has the audit made in
                 # the engine.
-                logging.getLogger(__name__).warning("no row table at %s: %s", path, error)
+                logging.getLogger(__name__).warning("can't publish rows to %s: %s", path, error)
 
     # Called from the scheduler's loop.
 
     @property
-    def publishes(self) -> bool:
+    def is_publishing_rows(self) -> bool:
         """Whether rows are published after each step."""
-        return self._publisher is not None
+        return self._row_publisher is not None
 
-    def step_begins(self) -> None:
-        """A step begins, and may change rows."""
-        self._publisher.begin()
+    def begin_step(self) -> None:
+        """Must be called before a step changes rows, if rows are published."""
+        self._row_publisher.begin_step()
 
     @property
-    def asked(self) -> bool:
+    def has_work(self) -> bool:
         """Whether commands, an audit or a chunk of the tree are waiting to be done."""
-        return self._link.asked or self._auditor.asked or self._republisher.runs
+        return self._link.has_commands or self._auditor.is_requested or self._republisher.is_running
 
-    def commands(self) -> None:
+    def run_commands(self) -> None:
         """Carries out the agent's commands. Called before a step's requests are handled."""
-        self._renew()
-        for kind, what in self._link.take_commands():
+        self._reset_if_reconnected()
+        for kind, argument in self._link.take_commands():
             if kind == wire.SAMPLE_NOW:
-                self._full = True
+                self._full_update_due = True
             elif kind == wire.AUDIT:
-                self._auditor.ask(what)
+                self._auditor.request(argument)
             elif kind == wire.REPUBLISH:
                 self._republisher.begin()
             else:
-                refusal = self._undemotable or demotion.demote(self._scheduler, what)
-                self._event(what, wire.demoted, refusal)
+                refusal = self._demotion_refusal or demotion.demote(self._scheduler, argument)
+                self._queue_event(argument, wire.encode_demoted, refusal)
         self._auditor.begin()
-        self._republisher.go_on()
+        self._republisher.publish_chunk()
 
-    def idle(self) -> None:
+    def sample_idle(self) -> None:
         """Called between steps and while idle."""
-        if self._publisher is not None:
-            self._publisher.done()
-        self._audit()
-        if not self._link.connected:
+        if self._row_publisher is not None:
+            self._row_publisher.end_step()
+        self._advance_audit()
+        if not self._link.is_connected:
             return
         begin = time.perf_counter_ns()
         now = begin / 1e9
-        news = self._full or self._table.touched or self._events
-        if news or now - self._sampled_at >= IDLE_SECONDS:
+        changed = self._full_update_due or self._table.touched or self._events
+        if changed or now - self._sampled_at_seconds >= IDLE_SECONDS:
             self._sample(begin)
 
-    def stepped(self, batch: Any) -> None:
+    def end_step(self, batch: Any) -> None:
         """Called when a step's results are in."""
-        if self._publisher is not None:
-            self._publisher.done()
-        if not self._link.connected:
+        if self._row_publisher is not None:
+            self._row_publisher.end_step()
+        if not self._link.is_connected:
             return
         begin = time.perf_counter_ns()
         now = begin / 1e9
         # A prefill takes rows and moves prefixes into the tree; decoding only adds tokens.
-        if batch.forward_mode.is_extend() or now - self._running_at >= RUNNING_SECONDS:
-            self._running_at = now
+        if batch.forward_mode.is_extend() or now - self._running_read_at_seconds >= RUNNING_SECONDS:
+            self._running_read_at_seconds = now
             for request in batch.reqs:
                 session = request.session
                 if session is not None and session.streaming:
                     self._table.touched.add(session.session_id)
         self._sample(begin)
-        self._audit()
+        self._advance_audit()
 
-    def _audit(self) -> None:
-        self._auditor.go_on()
-        if not self._auditor.answered:
+    def _advance_audit(self) -> None:
+        self._auditor.advance()
+        if not self._auditor.has_answer:
             return
         # Clears the wake-up byte that the audit's thread has sent.
-        self._link.hush()
-        if not self._link.connected:
-            self._auditor.forget()
-        elif self._link.ready():
-            self._link.send(self._auditor.take(), self._connection)
+        self._link.clear_wake()
+        if not self._link.is_connected:
+            self._auditor.forget_request()
+        elif self._link.flush():
+            self._link.send(self._auditor.take_answer(), self._connection_number)
 
     def _sample(self, begin: int) -> None:
         """Samples the pool. `begin` is the performance counter when the hook was called, in ns."""
-        if not self._link.ready():
+        if not self._link.flush():
             return
-        self._sampled_at = begin / 1e9
-        self._renew()
-        head = self._look()
+        self._sampled_at_seconds = begin / 1e9
+        self._reset_if_reconnected()
+        head = self._read_state()
         if head.uncached not in (0, self._unexplained) and self._scheduler.is_fully_idle():
             # Nothing runs, so nothing should be uncached: a hook has missed a change.
             self._recounts += 1
-            self._full = True
-            head = self._look()
+            self._full_update_due = True
+            head = self._read_state()
             self._unexplained = head.uncached
-        if self._full or self._events or head != self._told:
-            self._tell(head)
-        while self._table.pending() and self._link.ready():
-            self._tell(head)
+        if self._full_update_due or self._events or head != self._head_sent:
+            self._send_update(head)
+        while self._table.has_changes() and self._link.flush():
+            self._send_update(head)
         self._samples += 1
         self._samples_ns += time.perf_counter_ns() - begin
 
-    def _renew(self) -> None:
+    def _reset_if_reconnected(self) -> None:
         """Resets what was sent if another agent has connected since."""
-        if self._connection != self._link.connections:
-            self._connection = self._link.connections
-            self._auditor.forget()
-            self._full, self._seq, self._told = True, 0, None
+        if self._connection_number != self._link.connection_number:
+            self._connection_number = self._link.connection_number
+            self._auditor.forget_request()
+            self._full_update_due, self._seq, self._head_sent = True, 0, None
             self._events.clear()
 
-    def _look(self) -> wire.Head:
-        if self._full:
+    def _read_state(self) -> wire.Head:
+        if self._full_update_due:
             self._table.rebuild()
-        self._table.look()
-        return self._head()
+        self._table.read_touched()
+        return self._read_head()
 
-    def _tell(self, head: wire.Head) -> None:
-        gone, changed = self._table.take()
-        full = head._replace(
+    def _send_update(self, head: wire.Head) -> None:
+        ended, changed = self._table.take_changes()
+        complete = head._replace(
             seq=self._seq,
             events_lost=self._events_lost,
             samples=self._samples,
             samples_ns=self._samples_ns,
             recounts=self._recounts,
             uncached=max(0, head.uncached),
-            full=self._full,
+            full=self._full_update_due,
         )
-        self._link.send(wire.update(full, self._events, gone, changed), self._connection)
+        frame = wire.encode_update(complete, self._events, ended, changed)
+        self._link.send(frame, self._connection_number)
         self._seq += 1
-        self._told = head
-        self._full = False
+        self._head_sent = head
+        self._full_update_due = False
         self._events.clear()
 
-    def _head(self) -> wire.Head:
+    def _read_head(self) -> wire.Head:
         """Reads the pool's figures. Fields that only count messages stay zero, so that two heads
         can be compared."""
         scheduler, tree = self._scheduler, self._scheduler.tree_cache
@@ -250,8 +252,8 @@ class Sampler:
             available=pool.full_available_size,
             evictable=pool.full_evictable_size,
             protected=protected,
-            held=self._table.held,
-            uncached=pool.full_capacity - cached - self._table.held,
+            held=self._table.held_tokens,
+            uncached=pool.full_capacity - cached - self._table.held_tokens,
             rows_total=rows.size,
             rows_free=rows.available_size(),
             running=len(scheduler.running_batch.reqs),

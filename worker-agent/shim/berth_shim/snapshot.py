@@ -7,9 +7,9 @@ stays the same, the entries that the snapshot names stay the same.
 
 from typing import Any, NamedTuple
 
-from .library import Failed
+from .library import AuditError
 from .requests import live_requests
-from .wire import AUDIT_NAMES_MAX, nameable
+from .wire import AUDIT_NAMES_MAX, is_nameable
 
 _U64 = (1 << 64) - 1
 
@@ -30,7 +30,7 @@ class Row(NamedTuple):
     protected_tokens: int
 
 
-class Cut(NamedTuple):
+class Snapshot(NamedTuple):
     """`free` holds page ids, `tree` token slots, both as int64 on the pool's device. They live as
     long as the snapshot; the engine never writes to them."""
 
@@ -40,7 +40,7 @@ class Cut(NamedTuple):
     tree: Any
 
 
-def unauditable(scheduler: Any) -> str:
+def audit_refusal(scheduler: Any) -> str:
     """Returns why the pool's pages can't be audited; empty if they can. For every other
     configuration it was checked that each page belongs to a row, is free, or is in the tree."""
     allocator = scheduler.token_to_kv_pool_allocator
@@ -67,22 +67,22 @@ def unauditable(scheduler: Any) -> str:
     return next((reason for reason, applies in reasons.items() if applies), "")
 
 
-def take(scheduler: Any) -> Cut:
+def take_snapshot(scheduler: Any) -> Snapshot:
     """Takes a snapshot. Must be called between two steps, on the scheduler's thread.
 
     Fails while a beam search runs, because its rows belong to no request."""
     if any(request.beam_group is not None for request in live_requests(scheduler)):
-        raise Failed("a beam search is running; ask again later")
-    names, rows = rows_of(scheduler)
+        raise AuditError("a beam search is running; ask again later")
+    names, rows = list_rows(scheduler)
     allocator, tree = scheduler.token_to_kv_pool_allocator, scheduler.tree_cache
     try:
         # Walks the whole tree; in Python, if the tree's core is in Python.
-        return Cut(names, rows, allocator.get_all_free_pages(), tree.all_values_flatten())
+        return Snapshot(names, rows, allocator.get_all_free_pages(), tree.all_values_flatten())
     except RecursionError:
-        raise Failed("the radix tree is too deep to walk; ask again later") from None
+        raise AuditError("the radix tree is too deep to walk; ask again later") from None
 
 
-def rows_of(scheduler: Any) -> tuple[list[str], list[Row]]:
+def list_rows(scheduler: Any) -> tuple[list[str], list[Row]]:
     """Returns the session names and the rows held now. Sessions whose names are too long or too
     many have rows of their own, but no name."""
     generations = scheduler.req_to_token_pool.req_generation.tolist()
@@ -93,8 +93,8 @@ def rows_of(scheduler: Any) -> tuple[list[str], list[Row]]:
     # own flag is not enough: refusing a second turn clears it while the first one runs.
     busy = {id(request.session) for request in live if request.session is not None}
     held = [(name, slot.kv) for name, slot in slots.items() if slot.kv.holds_kv]
-    held.sort(key=lambda one: not nameable(one[0]))
-    names = [name for name, _ in held[:AUDIT_NAMES_MAX] if nameable(name)]
+    held.sort(key=lambda one: not is_nameable(one[0]))
+    names = [name for name, _ in held[:AUDIT_NAMES_MAX] if is_nameable(name)]
     rows, seen = [], set()
     for name, kv in held:
         seen.add(kv.req_pool_idx)

@@ -10,74 +10,74 @@ from typing import Any
 from . import wire
 
 
-class Table:
+class SessionTable:
     """Reads `session_controller.sessions` and the streaming sessions' slots of one scheduler."""
 
     def __init__(self, scheduler: Any):
         self._sessions = scheduler.session_controller.sessions
         self._slots = scheduler.tree_cache.session.slots
-        self._page = scheduler.tree_cache.page_size
-        self._known: dict[str, wire.Facts] = {}
-        self._held: dict[str, int] = {}
+        self._page_size = scheduler.tree_cache.page_size
+        self._facts_by_id: dict[str, wire.SessionFacts] = {}
+        self._held_by_id: dict[str, int] = {}
         # The ids of sessions to read, of changed ones to report, and of ended ones to report.
         self.touched: set[str] = set()
         self._changed: dict[str, None] = {}
-        self._gone: dict[str, None] = {}
+        self._ended: dict[str, None] = {}
         # Tokens that sessions hold outside the radix tree, in whole pages.
-        self.held = 0
+        self.held_tokens = 0
 
     def rebuild(self) -> None:
         """Forgets everything and marks every session as touched."""
-        self._known.clear()
-        self._held.clear()
+        self._facts_by_id.clear()
+        self._held_by_id.clear()
         self._changed.clear()
-        self._gone.clear()
-        self.held = 0
+        self._ended.clear()
+        self.held_tokens = 0
         self.touched = {id for id, session in self._sessions.items() if session.streaming}
         # A slot without a session would be a leak in the engine, which the sum must show.
         self.touched.update(self._slots)
 
-    def look(self) -> None:
+    def read_touched(self) -> None:
         """Reads the touched sessions."""
         for id in self.touched:
             slot = self._slots.get(id)
             kv = slot.kv if slot is not None and slot.kv.holds_kv else None
-            self._hold(id, self._private(kv))
+            self._set_held(id, self._private_tokens(kv))
             session = self._sessions.get(id)
             if session is None or not session.streaming:
-                if self._known.pop(id, None) is not None:
+                if self._facts_by_id.pop(id, None) is not None:
                     self._changed.pop(id, None)
-                    self._gone[id] = None
+                    self._ended[id] = None
                 continue
-            facts = _facts(session, kv)
-            if self._known.get(id) != facts and wire.nameable(id):
-                self._known[id] = facts
-                self._gone.pop(id, None)
+            facts = _read_facts(session, kv)
+            if self._facts_by_id.get(id) != facts and wire.is_nameable(id):
+                self._facts_by_id[id] = facts
+                self._ended.pop(id, None)
                 self._changed[id] = None
         self.touched.clear()
 
-    def pending(self) -> bool:
-        return bool(self._changed or self._gone)
+    def has_changes(self) -> bool:
+        return bool(self._changed or self._ended)
 
-    def take(self) -> tuple[list[str], list[tuple[str, wire.Facts]]]:
+    def take_changes(self) -> tuple[list[str], list[tuple[str, wire.SessionFacts]]]:
         """Takes the next part to report: ids of ended sessions, and changed sessions."""
-        gone = _first(self._gone)
-        changed = [(id, self._known[id]) for id in _first(self._changed)]
-        return gone, changed
+        ended = _take_first(self._ended)
+        changed = [(id, self._facts_by_id[id]) for id in _take_first(self._changed)]
+        return ended, changed
 
-    def _private(self, kv: Any) -> int:
+    def _private_tokens(self, kv: Any) -> int:
         if kv is None:
             return 0
-        pages = -(-kv.kv_allocated_len // self._page)
-        return pages * self._page - kv.cache_protected_len
+        pages = -(-kv.kv_allocated_len // self._page_size)
+        return pages * self._page_size - kv.cache_protected_len
 
-    def _hold(self, id: str, tokens: int) -> None:
-        self.held += tokens - self._held.pop(id, 0)
+    def _set_held(self, id: str, tokens: int) -> None:
+        self.held_tokens += tokens - self._held_by_id.pop(id, 0)
         if tokens:
-            self._held[id] = tokens
+            self._held_by_id[id] = tokens
 
 
-def _facts(session: Any, kv: Any) -> wire.Facts:
+def _read_facts(session: Any, kv: Any) -> wire.SessionFacts:
     flags = (
         (wire.HOLDS_ROW if kv is not None else 0)
         | (wire.IN_FLIGHT if session._inflight else 0)
@@ -85,8 +85,8 @@ def _facts(session: Any, kv: Any) -> wire.Facts:
     )
     history = history_tokens(session)
     if kv is None:
-        return wire.Facts(flags, 0, 0, 0, history)
-    return wire.Facts(
+        return wire.SessionFacts(flags, 0, 0, 0, history)
+    return wire.SessionFacts(
         flags, kv.kv_allocated_len, kv.kv_committed_len, kv.cache_protected_len, history
     )
 
@@ -105,7 +105,7 @@ def answer_tokens(request: Any) -> int:
     return min(len(request.output_ids), request.sampling_params.max_new_tokens)
 
 
-def _first(ids: dict[str, None]) -> list[str]:
+def _take_first(ids: dict[str, None]) -> list[str]:
     taken = []
     while ids and len(taken) < wire.SESSIONS_MAX:
         id = next(iter(ids))

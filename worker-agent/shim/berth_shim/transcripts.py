@@ -21,57 +21,57 @@ class Transcripts:
 
     def __init__(self, sessions_max: int = SESSIONS_MAX, tokens_max: int = TOKENS_MAX):
         self._sessions_max, self._tokens_max = sessions_max, tokens_max
-        self._all: dict[str, Transcript] = {}
+        self._by_id: dict[str, Transcript] = {}
         self._tokens = 0
 
     def __len__(self) -> int:
-        return len(self._all)
+        return len(self._by_id)
 
     def __contains__(self, id: str) -> bool:
-        return id in self._all
+        return id in self._by_id
 
     def open(self, id: str) -> None:
         """Adds the session with an empty context. Discards an earlier session with this id."""
         self.close(id)
-        if len(self._all) >= self._sessions_max:
-            idle = (other for other, known in self._all.items() if known.turn is None)
-            self.close(next(idle, next(iter(self._all))))
-        self._all[id] = Transcript()
+        if len(self._by_id) >= self._sessions_max:
+            idle = (other for other, transcript in self._by_id.items() if transcript.turn is None)
+            self.close(next(idle, next(iter(self._by_id))))
+        self._by_id[id] = Transcript()
 
     def close(self, id: str) -> None:
-        if known := self._all.pop(id, None):
-            self._tokens -= len(known)
+        if transcript := self._by_id.pop(id, None):
+            self._tokens -= len(transcript)
 
     def get(self, id: str) -> Transcript | None:
         """Returns the transcript for reading. To change it, use `change`."""
-        return self._all.get(id)
+        return self._by_id.get(id)
 
-    def change(self, id: str, by: Callable[[Transcript], Any]) -> Any:
-        """Applies `by` to the transcript, marks the session as used, and enforces the bound.
+    def change(self, id: str, apply: Callable[[Transcript], Any]) -> Any:
+        """Calls `apply` with the transcript, marks the session as used, and enforces the bound.
 
-        Returns the result of `by`, or None if the session is unknown.
+        Returns the result of `apply`, or None if the session is unknown.
         """
-        if (known := self._all.pop(id, None)) is None:
+        if (transcript := self._by_id.pop(id, None)) is None:
             return None
-        self._all[id] = known
-        before = len(known)
-        result = by(known)
-        self._tokens += len(known) - before
+        self._by_id[id] = transcript
+        before = len(transcript)
+        result = apply(transcript)
+        self._tokens += len(transcript) - before
         self._make_room()
         return result
 
     def _make_room(self) -> None:
         for idle in (True, False):
-            for known in self._all.values():
+            for transcript in self._by_id.values():
                 if self._tokens <= self._tokens_max:
                     return
-                if (known.turn is None) == idle:
-                    self._tokens -= len(known)
-                    known.lose()
+                if (transcript.turn is None) == idle:
+                    self._tokens -= len(transcript)
+                    transcript.discard_context()
 
     def check_invariants(self) -> None:
-        assert self._tokens == sum(map(len, self._all.values())), "the sum is another"
+        assert self._tokens == sum(map(len, self._by_id.values())), "not the transcripts' sum"
         assert self._tokens <= self._tokens_max, "more tokens than the bound"
-        assert len(self._all) <= self._sessions_max, "more sessions than the bound"
-        for known in self._all.values():
-            known.check_invariants()
+        assert len(self._by_id) <= self._sessions_max, "more sessions than the bound"
+        for transcript in self._by_id.values():
+            transcript.check_invariants()

@@ -5,11 +5,11 @@ appends to the session's committed context whatever it is sent, and nothing else
 that context as the client's prompts write it. Comparing a prompt with it gives one of these plans:
 
 - `Trimmed`: the prompt starts with exactly the transcript's ids; the rest is to be appended.
-- `Healed`: the ids differ where the client's text of an answer was retokenized, but the text is
-  proven to be the same; the rest is to be appended.
+- `Retokenized`: the ids differ where the client's text of an answer was retokenized, but the text
+  is proven to be the same; the rest is to be appended.
 - `Diverged`: from some token on the text differs, or nothing follows. Nothing may be appended.
 - `TooLong`: the plan would be one of the first two, but there isn't room for so many tokens.
-- `Nothing`: the comparison isn't possible, for a stated reason.
+- `Refused`: the comparison isn't possible, for a stated reason.
 
 Drift: the model chooses the ids of an answer. The client sends the answer back as text, and the
 tokenizer may encode that text with other ids. The prompt continues the committed ids if three
@@ -57,7 +57,7 @@ DRIFT_TOKENS_MAX = 16_384
 TOKENS_MAX = (1 << 32) - 1
 
 
-class Text(Protocol):
+class Tokenizer(Protocol):
     """A tokenizer that encodes and decodes without adding or dropping anything."""
 
     # The tokens at which a text is split before any other tokenization.
@@ -70,55 +70,63 @@ class Text(Protocol):
 
 @dataclass(frozen=True)
 class Trimmed:
-    """The first `at` tokens equal the transcript; append `rest` to the `committed` tokens."""
+    """The first `shared_tokens` tokens equal the transcript's. `rest` is to be appended to the
+    `committed` tokens.
+    """
 
-    at: int
+    shared_tokens: int
     committed: int
     rest: array
 
 
 @dataclass(frozen=True)
-class Healed:
-    """Append `rest` as with `Trimmed`. The prompt's ids differ from token `at` on, but not its
-    text.
+class Retokenized:
+    """`rest` is to be appended, as with `Trimmed`. After the first `shared_tokens` tokens the ids
+    differ from the transcript's, but the text is the same.
     """
 
-    at: int
+    shared_tokens: int
     committed: int
     rest: array
 
 
 @dataclass(frozen=True)
 class Diverged:
-    """The first `at` tokens equal the transcript; then the text differs, or the prompt ends."""
+    """The first `shared_tokens` tokens equal the transcript's. Then the text differs, or the prompt
+    ends.
+    """
 
-    at: int
+    shared_tokens: int
     committed: int
 
 
 @dataclass(frozen=True)
 class TooLong:
-    """Like `Trimmed` or `Healed`, but the engine would count `tokens`, which is over the limit."""
+    """Like `Trimmed` or `Retokenized`, but the engine would count `tokens` prompt tokens, which is
+    over the limit.
+    """
 
-    at: int
+    shared_tokens: int
     committed: int
     tokens: int
 
 
 @dataclass(frozen=True)
-class Nothing:
-    """The comparison isn't possible. `elsewhere`: another session could take the turn."""
+class Refused:
+    """The comparison isn't possible. `can_run_elsewhere`: another session could take the turn."""
 
     why: str
-    elsewhere: bool = False
+    can_run_elsewhere: bool = False
 
 
-Plan = Trimmed | Healed | Diverged | TooLong | Nothing
+Plan = Trimmed | Retokenized | Diverged | TooLong | Refused
 
 
-def askable(plan: Plan) -> bool:
+def is_improvable(plan: Plan) -> bool:
     """Whether another session, or more room in this one, could give a better plan."""
-    return isinstance(plan, Diverged | TooLong) or isinstance(plan, Nothing) and plan.elsewhere
+    if isinstance(plan, Refused):
+        return plan.can_run_elsewhere
+    return isinstance(plan, Diverged | TooLong)
 
 
 @dataclass(frozen=True)
@@ -144,12 +152,12 @@ Outcome = Finished | RolledBack | Lost
 class Turn:
     """A turn inside the engine."""
 
-    def __init__(self, prompt: array, tokens: int):
+    def __init__(self, prompt: array, prompt_tokens: int):
         # The full prompt as the client sent it.
         self.prompt = prompt
         # The number of prompt tokens the engine must count. A different count means another
         # context.
-        self.prompt_tokens = tokens
+        self.prompt_tokens = prompt_tokens
 
 
 class Transcript:
@@ -158,16 +166,16 @@ class Transcript:
     """
 
     def __init__(self) -> None:
-        self._said = array("q")
+        self._ids = array("q")
         self._committed = 0
-        self._lost = False
+        self._is_lost = False
         # What the KV depends on besides the tokens (adapter, salt). It is the same for all turns.
-        self._tie: object = None
+        self._cache_namespace: object = None
         self.turn: Turn | None = None
 
     def __len__(self) -> int:
         """Returns the number of ids kept here."""
-        return len(self._said)
+        return len(self._ids)
 
     @property
     def committed(self) -> int:
@@ -175,44 +183,51 @@ class Transcript:
         return self._committed
 
     def plan(
-        self, prompt: array, text: Text | None, tie: object = None, tokens_max: int = TOKENS_MAX
+        self,
+        prompt: array,
+        tokenizer: Tokenizer | None,
+        namespace: object = None,
+        tokens_max: int = TOKENS_MAX,
     ) -> Plan:
         """Compares a full prompt with the context. The engine may count at most `tokens_max` tokens
         of it. Without a tokenizer, no drift can be proven harmless."""
-        if refusal := self._refusal(tie):
+        if refusal := self._refusal(namespace):
             return refusal
-        plan = self._compared(prompt, text)
+        plan = self._compare(prompt, tokenizer)
         if isinstance(plan, Diverged):
             return plan
         tokens = plan.committed + len(plan.rest)
-        return plan if tokens <= tokens_max else TooLong(plan.at, plan.committed, tokens)
+        return plan if tokens <= tokens_max else TooLong(plan.shared_tokens, plan.committed, tokens)
 
-    def _compared(self, prompt: array, text: Text | None) -> Trimmed | Healed | Diverged:
-        said = self._said
-        at = len(said)
-        if len(prompt) > at and prompt[:at] == said:
-            return Trimmed(at, self._committed, prompt[at:])
-        at = common(said, prompt)
-        if text is not None and (cut := _drift(said, prompt, at, text)):
-            return Healed(at, self._committed, prompt[cut:])
-        return Diverged(at, self._committed)
+    def _compare(
+        self, prompt: array, tokenizer: Tokenizer | None
+    ) -> Trimmed | Retokenized | Diverged:
+        ids = self._ids
+        shared = len(ids)
+        if len(prompt) > shared and prompt[:shared] == ids:
+            return Trimmed(shared, self._committed, prompt[shared:])
+        shared = common_prefix_len(ids, prompt)
+        if tokenizer is not None and (cut := _find_cut(ids, prompt, shared, tokenizer)):
+            return Retokenized(shared, self._committed, prompt[cut:])
+        return Diverged(shared, self._committed)
 
-    def begin(self, prompt: array, rest: array, tie: object = None) -> Turn:
+    def begin(self, prompt: array, rest: array, namespace: object = None) -> Turn:
         """Starts a turn with this prompt; the engine gets `rest`. The plan must be current."""
         assert self.turn is None, "a turn begins in a session that has one"
-        self._tie = tie
+        self._cache_namespace = namespace
         self.turn = Turn(prompt, self._committed + len(rest))
         return self.turn
 
-    def append(self, ids: array, bos: int | None, tie: object = None) -> Turn | None:
+    def append(self, ids: array, bos: int | None, namespace: object = None) -> Turn | None:
         """Starts a turn whose client sends only new ids. If the context is unknown, another turn
-        runs or the tie differs, returns None, and the context is unknown from then on."""
-        if self._refusal(tie):
-            self.lose()
+        runs or the cache namespace differs, returns None, and the context is unknown from then on.
+        """
+        if self._refusal(namespace):
+            self.discard_context()
             return None
         if self._committed and len(ids) and ids[0] == bos:
             ids = ids[1:]
-        return self.begin(self._said + ids, ids, tie)
+        return self.begin(self._ids + ids, ids, namespace)
 
     def commit(self, turn: Turn, outcome: Outcome) -> None:
         """Applies the end of a turn. Ignored if the session was opened again since it began."""
@@ -220,36 +235,36 @@ class Transcript:
             return
         self.turn = None
         if isinstance(outcome, Finished):
-            self._said = turn.prompt
-            self._said.extend(outcome.answer)
+            self._ids = turn.prompt
+            self._ids.extend(outcome.answer)
             self._committed = turn.prompt_tokens + len(outcome.answer)
         elif isinstance(outcome, Lost):
-            self.lose()
+            self.discard_context()
 
-    def lose(self) -> None:
+    def discard_context(self) -> None:
         """Makes the context unknown for good. The end of a running turn doesn't change that."""
         self.turn = None
-        self._lost = True
-        self._said = array("q")
+        self._is_lost = True
+        self._ids = array("q")
         self._committed = 0
 
-    def _refusal(self, tie: object) -> Nothing | None:
-        if self._lost:
-            return Nothing("the session's context isn't known", elsewhere=True)
+    def _refusal(self, namespace: object) -> Refused | None:
+        if self._is_lost:
+            return Refused("the session's context isn't known", can_run_elsewhere=True)
         if self.turn is not None:
-            return Nothing("a turn of the session runs")
-        if self._committed and tie != self._tie:
-            return Nothing("another adapter or salt than the session's", elsewhere=True)
+            return Refused("a turn of the session runs")
+        if self._committed and namespace != self._cache_namespace:
+            return Refused("another adapter or salt than the session's", can_run_elsewhere=True)
         return None
 
     def check_invariants(self) -> None:
-        assert bool(self._committed) == bool(self._said), "a length without ids, or ids without one"
-        assert not (self._lost and (self._said or self.turn)), "a lost context has ids or a turn"
+        assert bool(self._committed) == bool(self._ids), "a length without ids, or ids without one"
+        assert not (self._is_lost and (self._ids or self.turn)), "a lost context has ids or a turn"
         if self.turn is not None:
             assert self.turn.prompt_tokens >= self._committed, "a turn that takes tokens away"
 
 
-def guarded(rest: array, committed: int, bos: int | None) -> array:
+def guard_bos(rest: array, committed: int, bos: int | None) -> array:
     """Returns what to send so that the engine appends all of `rest`: with a context, the engine
     removes one leading BOS, so a second one is added."""
     if committed and len(rest) and rest[0] == bos:
@@ -257,7 +272,7 @@ def guarded(rest: array, committed: int, bos: int | None) -> array:
     return rest
 
 
-def common(a: array, b: array) -> int:
+def common_prefix_len(a: array, b: array) -> int:
     """Returns the number of leading items that are equal."""
     low, high = 0, min(len(a), len(b))
     # Slices are compared in C, which is much faster than comparing items in Python.
@@ -271,50 +286,52 @@ def common(a: array, b: array) -> int:
     return low
 
 
-def _drift(said: array, prompt: array, at: int, text: Text) -> int | None:
+def _find_cut(ids: array, prompt: array, shared: int, tokenizer: Tokenizer) -> int | None:
     """Returns the cut, where the rest of the prompt begins, if the prompt before it has the same
-    text as `said`; else None. The first `at` ids must be equal."""
-    first = len(said) - DRIFT_TOKENS_MAX
-    while at >= first and at > 0 and said[at - 1] not in text.specials:
-        at -= 1
-    if at < first:
+    text as `ids`; else None. The first `shared` ids must be equal."""
+    earliest = len(ids) - DRIFT_TOKENS_MAX
+    # The comparison starts after the last special token that both sides share.
+    start = shared
+    while start >= earliest and start > 0 and ids[start - 1] not in tokenizer.specials:
+        start -= 1
+    if start < earliest:
         return None
-    i = j = at
+    begin = cut = start
     while True:
-        end = _special(said, i, text)
-        part = _encoded(said[i:end], text)
-        if part is None or list(prompt[j : j + len(part)]) != part:
+        end = _next_special(ids, begin, tokenizer)
+        part = _reencode(ids[begin:end], tokenizer)
+        if part is None or list(prompt[cut : cut + len(part)]) != part:
             return None
-        j += len(part)
-        if end == len(said):
+        cut += len(part)
+        if end == len(ids):
             break
-        if j >= len(prompt) or prompt[j] != said[end]:
+        if cut >= len(prompt) or prompt[cut] != ids[end]:
             return None
-        i, j = end + 1, j + 1
-    if j >= len(prompt):
+        begin, cut = end + 1, cut + 1
+    if cut >= len(prompt):
         return None
     # A special token is just before the cut, or just after it.
-    if i == len(said) or prompt[j] in text.specials:
-        return j
-    rest = prompt[j : _special(prompt, j, text)]
-    if len(rest) > DRIFT_TOKENS_MAX or _encoded(rest, text) != list(rest):
+    if begin == len(ids) or prompt[cut] in tokenizer.specials:
+        return cut
+    rest = prompt[cut : _next_special(prompt, cut, tokenizer)]
+    if len(rest) > DRIFT_TOKENS_MAX or _reencode(rest, tokenizer) != list(rest):
         return None
-    return j
+    return cut
 
 
-def _special(ids: array, begin: int, text: Text) -> int:
+def _next_special(ids: array, begin: int, tokenizer: Tokenizer) -> int:
     """Returns the position of the first special token from `begin` on, or the end of the ids."""
     for place in range(begin, len(ids)):
-        if ids[place] in text.specials:
+        if ids[place] in tokenizer.specials:
             return place
     return len(ids)
 
 
-def _encoded(ids: array, text: Text) -> list[int] | None:
+def _reencode(ids: array, tokenizer: Tokenizer) -> list[int] | None:
     """Decodes the ids and encodes the text again. Returns None if the text is incomplete."""
     if not ids:
         return []
-    decoded = text.decode(ids)
+    decoded = tokenizer.decode(ids)
     if "\ufffd" in decoded:
         return None
-    return text.encode(decoded)
+    return tokenizer.encode(decoded)

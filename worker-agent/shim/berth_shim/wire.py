@@ -41,7 +41,7 @@ are sent only there, the others only on the first socket. Frame 4 comes first; i
 nothing is trimmed. Frame 5 reports the plan of a marked turn before the engine gets the turn,
 exactly once per turn with the number 0:
 
-- `plan` is 1 trimmed, 2 retokenized (`HEALED`), 3 diverged, 4 refused.
+- `plan` is 1 trimmed, 2 retokenized (`RETOKENIZED`), 3 diverged, 4 refused.
 - `session` is the session that the plan is for.
 - `at` is the number of leading tokens that the prompt and the session share.
 - `committed` is the session's length as the engine counts it, and `sent` the number of tokens to
@@ -75,7 +75,7 @@ HELLO, UPDATE, AUDITED, TRIMMER, PLANNED = 1, 2, 3, 4, 5
 DEMOTE, SAMPLE_NOW, AUDIT, REPUBLISH, RUN = 16, 17, 18, 19, 20
 OPENED, CLOSED, COMMITTED, ABORTED, DEMOTED = 1, 2, 3, 4, 5
 HOLDS_ROW, IN_FLIGHT, CLOSING = 1, 2, 4
-TRIMMED, HEALED, DIVERGED, REFUSED = 1, 2, 3, 4
+TRIMMED, RETOKENIZED, DIVERGED, REFUSED = 1, 2, 3, 4
 
 _PREFIX = struct.Struct("<IBB")
 _HELLO = struct.Struct("<IIIQI16s")
@@ -88,7 +88,7 @@ _PLANNED = struct.Struct("<QIIIIB")
 _RUN = struct.Struct("<QI")
 
 
-class Malformed(Exception):
+class ProtocolError(Exception):
     """A frame that violates this protocol."""
 
 
@@ -132,7 +132,7 @@ class Head(NamedTuple):
     full: bool
 
 
-class Facts(NamedTuple):
+class SessionFacts(NamedTuple):
     """The state of a session, in the order of the protocol."""
 
     flags: int
@@ -164,7 +164,7 @@ class Run(NamedTuple):
     session: str
 
 
-def nameable(id: Any) -> bool:
+def is_nameable(id: Any) -> bool:
     """Whether the session's id can be sent: a text of at most NAME_BYTES_MAX bytes."""
     try:
         return isinstance(id, str) and len(id.encode()) <= NAME_BYTES_MAX
@@ -172,7 +172,7 @@ def nameable(id: Any) -> bool:
         return False
 
 
-def _str(text: str) -> bytes:
+def _encode_str(text: str) -> bytes:
     raw = text.encode(errors="replace")
     if len(raw) > NAME_BYTES_MAX:
         # Cut between characters, so that the rest is valid UTF-8.
@@ -180,101 +180,102 @@ def _str(text: str) -> bytes:
     return _COUNT.pack(len(raw)) + raw
 
 
-def _frame(kind: int, body: bytes) -> bytes:
+def _encode_frame(kind: int, body: bytes) -> bytes:
     return _PREFIX.pack(len(body) + 2, VERSION, kind) + body
 
 
-def hello(hello: Hello) -> bytes:
-    texts = b"".join(map(_str, hello[6:13]))
-    return _frame(HELLO, _HELLO.pack(*hello[:6]) + texts + _NUMBER.pack(hello.page_bytes))
+def encode_hello(hello: Hello) -> bytes:
+    texts = b"".join(map(_encode_str, hello[6:13]))
+    return _encode_frame(HELLO, _HELLO.pack(*hello[:6]) + texts + _NUMBER.pack(hello.page_bytes))
 
 
-def update(
+def encode_update(
     head: Head,
     events: Sequence[bytes],
     gone: Sequence[str],
-    sessions: Sequence[tuple[str, Facts]],
+    sessions: Sequence[tuple[str, SessionFacts]],
 ) -> bytes:
     """Encodes an update. The lists have at most EVENTS_MAX, SESSIONS_MAX, SESSIONS_MAX items."""
     parts = [_HEAD.pack(*head), _COUNT.pack(len(events)), *events, _COUNT.pack(len(gone))]
-    parts += map(_str, gone)
+    parts += map(_encode_str, gone)
     parts.append(_COUNT.pack(len(sessions)))
     for id, facts in sessions:
-        parts += (_str(id), _SESSION.pack(*facts))
-    return _frame(UPDATE, b"".join(parts))
+        parts += (_encode_str(id), _SESSION.pack(*facts))
+    return _encode_frame(UPDATE, b"".join(parts))
 
 
-def audited(
+def encode_audit(
     number: int, spent_ns: int, refusal: str, names: Sequence[str], report: bytes
 ) -> bytes:
     """Encodes an audit: at most AUDIT_NAMES_MAX names, and a report of AUDIT_BYTES_MAX bytes."""
-    parts = [_NUMBER.pack(number), _NUMBER.pack(spent_ns), _str(refusal)]
-    parts += [_COUNT.pack(len(names)), *map(_str, names), report]
-    return _frame(AUDITED, b"".join(parts))
+    parts = [_NUMBER.pack(number), _NUMBER.pack(spent_ns), _encode_str(refusal)]
+    parts += [_COUNT.pack(len(names)), *map(_encode_str, names), report]
+    return _encode_frame(AUDITED, b"".join(parts))
 
 
-def trimmer(pid: int, instance: bytes, sglang: str, shim: str, inert: str) -> bytes:
-    texts = b"".join(map(_str, (sglang, shim, inert)))
-    return _frame(TRIMMER, _TRIMMER.pack(pid, instance) + texts)
+def encode_trimmer(pid: int, instance: bytes, sglang: str, shim: str, inert: str) -> bytes:
+    texts = b"".join(map(_encode_str, (sglang, shim, inert)))
+    return _encode_frame(TRIMMER, _TRIMMER.pack(pid, instance) + texts)
 
 
-def planned(planned: Planned) -> bytes:
-    return _frame(PLANNED, _PLANNED.pack(*planned[:6]) + b"".join(map(_str, planned[6:])))
+def encode_planned(planned: Planned) -> bytes:
+    texts = b"".join(map(_encode_str, planned[6:]))
+    return _encode_frame(PLANNED, _PLANNED.pack(*planned[:6]) + texts)
 
 
-def _event(number: int, id: str, rest: bytes = b"") -> bytes:
-    return bytes((number,)) + _str(id) + rest
+def _encode_event(number: int, id: str, rest: bytes = b"") -> bytes:
+    return bytes((number,)) + _encode_str(id) + rest
 
 
-def opened(id: str, ok: bool) -> bytes:
-    return _event(OPENED, id, bytes((ok,)))
+def encode_opened(id: str, ok: bool) -> bytes:
+    return _encode_event(OPENED, id, bytes((ok,)))
 
 
-def closed(id: str) -> bytes:
-    return _event(CLOSED, id)
+def encode_closed(id: str) -> bytes:
+    return _encode_event(CLOSED, id)
 
 
-def committed(id: str, rid: str, history: int, retracted: bool) -> bytes:
-    return _event(COMMITTED, id, _str(rid) + struct.pack("<I?", history, retracted))
+def encode_committed(id: str, rid: str, history: int, retracted: bool) -> bytes:
+    return _encode_event(COMMITTED, id, _encode_str(rid) + struct.pack("<I?", history, retracted))
 
 
-def aborted(id: str, released: bool) -> bytes:
-    return _event(ABORTED, id, bytes((released,)))
+def encode_aborted(id: str, released: bool) -> bytes:
+    return _encode_event(ABORTED, id, bytes((released,)))
 
 
-def demoted(id: str, refusal: str) -> bytes:
-    return _event(DEMOTED, id, _str(refusal))
+def encode_demoted(id: str, refusal: str) -> bytes:
+    return _encode_event(DEMOTED, id, _encode_str(refusal))
 
 
-def commands(buffer: bytearray) -> Iterable[tuple[int, Any]]:
-    """Takes all complete frames from the front of the buffer. Yields the kind of each with its
+def take_commands(buffer: bytearray) -> Iterable[tuple[int, Any]]:
+    """Removes all complete frames from the front of the buffer. Yields the kind of each with its
     content: a demotion's session, an audit's number, or a `Run`."""
     while len(buffer) >= 4:
         length = int.from_bytes(buffer[:4], "little")
         if not 2 <= length <= FRAME_BYTES_MAX:
-            raise Malformed(f"a frame of {length} bytes")
+            raise ProtocolError(f"a frame of {length} bytes")
         if len(buffer) < 4 + length:
             return
         frame = bytes(buffer[4 : 4 + length])
         del buffer[: 4 + length]
-        yield _command(frame)
+        yield _decode_command(frame)
 
 
-def _command(frame: bytes) -> tuple[int, Any]:
+def _decode_command(frame: bytes) -> tuple[int, Any]:
     version, kind, body = frame[0], frame[1], frame[2:]
     if version != VERSION:
-        raise Malformed(f"protocol version {version}")
+        raise ProtocolError(f"protocol version {version}")
     if kind in (SAMPLE_NOW, REPUBLISH) and not body:
         return kind, ""
-    if kind == DEMOTE and _is_str(body):
+    if kind == DEMOTE and _is_encoded_str(body):
         return kind, body[2:].decode(errors="replace")
-    if kind == RUN and _is_str(body[_RUN.size :]):
+    if kind == RUN and _is_encoded_str(body[_RUN.size :]):
         session = body[_RUN.size + 2 :].decode(errors="replace")
         return kind, Run(*_RUN.unpack(body[: _RUN.size]), session)
     if kind == AUDIT and len(body) == _NUMBER.size:
         return kind, _NUMBER.unpack(body)[0]
-    raise Malformed(f"kind {kind} with {len(body)} bytes")
+    raise ProtocolError(f"kind {kind} with {len(body)} bytes")
 
 
-def _is_str(body: bytes) -> bool:
+def _is_encoded_str(body: bytes) -> bool:
     return len(body) >= 2 and len(body) == 2 + int.from_bytes(body[:2], "little")

@@ -10,25 +10,26 @@ use crate::{config::WORKER_ID_BYTES_MAX, incarnation::prefix};
 /// Prints the frames of [`frames_of_the_shim`] in hex, encoded by the shim's own code.
 const ENCODE: &str = r#"
 from berth_shim import wire
-facts = wire.Facts(wire.HOLDS_ROW | wire.CLOSING, 59, 58, 32, 60)
+facts = wire.SessionFacts(wire.HOLDS_ROW | wire.CLOSING, 59, 58, 32, 60)
 head = wire.Head(*range(1, 16), True)
 events = [
-    wire.opened("a", False), wire.closed("b"), wire.committed("c", "rid-1", 60, True),
-    wire.aborted("d", True), wire.demoted("e", "busy"), wire.demoted("f", ""),
+    wire.encode_opened("a", False), wire.encode_closed("b"),
+    wire.encode_committed("c", "rid-1", 60, True), wire.encode_aborted("d", True),
+    wire.encode_demoted("e", "busy"), wire.encode_demoted("f", ""),
 ]
-print(wire.hello(wire.Hello(
+print(wire.encode_hello(wire.Hello(
     7, 3, 16, 1 << 40, 4096, bytes(range(16)), "0.5.23", "0.1.0", "", "no", "", "", "cpu", 1 << 33,
 )).hex())
-print(wire.update(head, events, ["gone-é"], [("é" * 300, facts)]).hex())
-print(wire.audited(1 << 40, 1000, "", ["a", "é"], bytes(range(5))).hex())
-print(wire.audited(2, 0, "no", [], b"").hex())
+print(wire.encode_update(head, events, ["gone-é"], [("é" * 300, facts)]).hex())
+print(wire.encode_audit(1 << 40, 1000, "", ["a", "é"], bytes(range(5))).hex())
+print(wire.encode_audit(2, 0, "no", [], b"").hex())
 "#;
 
 /// Decodes, with the shim's own code, what the agent's encoder wrote.
 const DECODE: &str = r#"
 import sys
 from berth_shim import wire
-print(*wire.commands(bytearray.fromhex(sys.argv[1])))
+print(*wire.take_commands(bytearray.fromhex(sys.argv[1])))
 "#;
 
 /// Runs Python code and returns its output, or `None` if there is no Python.

@@ -11,11 +11,11 @@ use super::{
 /// returns.
 const ENCODE: &str = r#"
 from berth_shim import wire
-print(wire.trimmer(7, bytes(range(16)), "0.5.23", "0.1.0", "").hex())
-print(wire.trimmer(7, bytes(16), "0.6.0", "0.1.0", "it is not known").hex())
-for plan in (wire.TRIMMED, wire.HEALED, wire.DIVERGED, wire.REFUSED):
-    number = (1 << 40) * (plan > wire.HEALED)
-    print(wire.planned(wire.Planned(number, 1, 2, 3, 4, plan, "s-é", "rid-1", "why")).hex())
+print(wire.encode_trimmer(7, bytes(range(16)), "0.5.23", "0.1.0", "").hex())
+print(wire.encode_trimmer(7, bytes(16), "0.6.0", "0.1.0", "it is not known").hex())
+for plan in (wire.TRIMMED, wire.RETOKENIZED, wire.DIVERGED, wire.REFUSED):
+    number = (1 << 40) * (plan > wire.RETOKENIZED)
+    print(wire.encode_planned(wire.Planned(number, 1, 2, 3, 4, plan, "s-é", "rid-1", "why")).hex())
 "#;
 
 fn frames_of_the_trimmer() -> Vec<Message> {
