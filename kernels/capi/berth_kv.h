@@ -80,7 +80,7 @@ struct berth_kv_list {
 };
 
 /* A snapshot of the engine's rows and page lists. */
-struct berth_kv_cut {
+struct berth_kv_snapshot {
     const struct berth_kv_row *rows;
     const uint64_t *keys;             /* per session: changes when its KV is computed anew */
     const struct berth_kv_list *free; /* free lists, as page ids */
@@ -106,7 +106,7 @@ const char *berth_kv_error(void);
 int32_t berth_kv_open(const struct berth_kv_pool *pool, const char *fatbin, berth_kv *out);
 
 /* Begins an audit. The lists must stay valid and unchanged until finish or abandon returns. */
-int32_t berth_kv_begin(berth_kv handle, const struct berth_kv_cut *cut);
+int32_t berth_kv_begin(berth_kv handle, const struct berth_kv_snapshot *snapshot);
 
 /* Returns 1 when the copy is made, 0 before that, or an error. */
 int32_t berth_kv_ready(berth_kv handle);

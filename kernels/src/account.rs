@@ -10,13 +10,13 @@
 //! the copy of the other rows was not overwritten while it was made.
 
 mod backend;
-mod cut;
+mod snapshot;
 #[cfg(feature = "cuda")]
 mod device;
 mod host;
 
-pub use cut::{
-    BUFFERS_MAX, Buffer, Cut, Error as CutError, FREE_LISTS_MAX, List, Pool, REFS_MAX, ROWS_MAX,
+pub use snapshot::{
+    BUFFERS_MAX, Buffer, Snapshot, Error as SnapshotError, FREE_LISTS_MAX, List, Pool, REFS_MAX, ROWS_MAX,
     Row, Stream, Table,
 };
 
@@ -33,7 +33,7 @@ use std::collections::{BTreeMap, btree_map};
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error(transparent)]
-    Cut(#[from] CutError),
+    Snapshot(#[from] SnapshotError),
     #[error("an audit is in progress: finish or abandon it first")]
     Busy,
     #[error("no audit is in progress: begin one first")]
@@ -126,17 +126,17 @@ impl Accountant {
     ///
     /// # Errors
     /// When the snapshot doesn't fit this pool, an audit is in progress, or the device fails.
-    pub fn begin(&mut self, cut: &Cut<'_>, stream: Stream) -> Result<(), Error> {
+    pub fn begin(&mut self, snapshot: &Snapshot<'_>, stream: Stream) -> Result<(), Error> {
         if self.open.is_some() {
             return Err(Error::Busy);
         }
-        cut.check(&self.pool)?;
-        let open = self.plan(cut);
+        snapshot.check(&self.pool)?;
+        let open = self.plan(snapshot);
         let layout = Layout {
             rows: open.rows.iter().map(|row| row.live).collect(),
             window: open.window.clone(),
         };
-        if let Err(error) = self.backend.copy(&self.pool, cut, &layout, stream) {
+        if let Err(error) = self.backend.copy(&self.pool, snapshot, &layout, stream) {
             // After this error the caller may free its lists, so wait until nothing reads them.
             let _ = self.backend.settle();
             return Err(error);
@@ -208,23 +208,23 @@ impl Accountant {
     }
 
     /// Lays out the copy and returns the audit's state.
-    fn plan(&mut self, cut: &Cut<'_>) -> Open {
+    fn plan(&mut self, snapshot: &Snapshot<'_>) -> Open {
         let shift = self.pool.shift();
         let pages = |tokens: u32| tokens.div_ceil(1 << shift);
-        let sealed: Vec<SealedRow> = (cut.rows.iter())
+        let sealed: Vec<SealedRow> = (snapshot.rows.iter())
             .map(|row| SealedRow {
-                key: cut.keys[row.session as usize],
+                key: snapshot.keys[row.session as usize],
                 row: row.row,
                 pages: pages(row.len),
                 sealed: row.sealed_tokens >> shift,
             })
             .collect();
         let can_digest = !self.pool.buffers().is_empty();
-        let digest_max = if can_digest { cut.digest_pages_max } else { 0 };
+        let digest_max = if can_digest { snapshot.digest_pages_max } else { 0 };
         let digest::Layout { order, window } = self.memory.plan(&sealed, digest_max);
         let mut out_off = 0;
         let planned = |at: usize| {
-            let (row, SealedRow { pages: refs, sealed, .. }) = (&cut.rows[at], sealed[at]);
+            let (row, SealedRow { pages: refs, sealed, .. }) = (&snapshot.rows[at], sealed[at]);
             let live = LiveRow { row: row.row, len: row.len, session: row.session, out_off };
             out_off += refs;
             let protected_pages = row.protected_tokens.map(pages);
@@ -232,9 +232,9 @@ impl Accountant {
         };
         Open {
             rows: order.into_iter().map(planned).collect(),
-            keys: cut.keys.to_vec(),
+            keys: snapshot.keys.to_vec(),
             window,
-            whole: cut.whole,
+            whole: snapshot.whole,
             digests: digest_max > 0,
             ready: false,
         }

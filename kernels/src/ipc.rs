@@ -39,8 +39,8 @@ pub enum Error {
     Device(#[from] cuda::Error),
 }
 
-impl From<account::CutError> for Error {
-    fn from(error: account::CutError) -> Self {
+impl From<account::SnapshotError> for Error {
+    fn from(error: account::SnapshotError) -> Self {
         Self::Account(error.into())
     }
 }

@@ -10,7 +10,7 @@ use cuda_fake::Fake;
 use engine::Engine;
 use fastrand::Rng;
 use kernels::{
-    account::{Accountant, Cut, Error, Stream},
+    account::{Accountant, Snapshot, Error, Stream},
     cuda::Device,
     report::{Classes, Finding, Kind, Report, Scope},
 };
@@ -363,11 +363,11 @@ fn the_order_of_calls_is_kept() {
         engine.begin(&mut accountant);
         assert!(matches!(accountant.finish(&[]), Err(Error::NotReady)), "{name}");
         let empty =
-            Cut { rows: &[], keys: &[], free: &[], tree: None, whole: true, digest_pages_max: 0 };
+            Snapshot { rows: &[], keys: &[], free: &[], tree: None, whole: true, digest_pages_max: 0 };
         assert!(matches!(accountant.begin(&empty, Stream::DEFAULT), Err(Error::Busy)), "{name}");
         accountant.abandon().expect("the device works");
         assert!(matches!(accountant.ready(), Err(Error::Idle)), "{name}");
-        accountant.begin(&empty, Stream::DEFAULT).expect("an empty cut is one");
+        accountant.begin(&empty, Stream::DEFAULT).expect("an empty snapshot is one");
         while !accountant.ready().expect("the device works") {}
         let report = accountant.finish(&[]).expect("the device works");
         assert_eq!((report.held_pages, report.free, report.classes), (0, None, None), "{name}");

@@ -9,7 +9,7 @@
 use cuda_fake::{ALL_STREAMS, Fake};
 use fastrand::Rng;
 use kernels::{
-    account::{Accountant, Cut, Pool, Row, Stream, Table},
+    account::{Accountant, Snapshot, Pool, Row, Stream, Table},
     cuda::{self, Buffer, Device, Exported, Imported},
     ipc::{Audited, Error, Publisher, Remote},
     table::{self, Reader, TableRow},
@@ -295,7 +295,7 @@ impl Lax {
         };
         let rows: Vec<Row> = self.rows.iter().map(row).collect();
         let keys: Vec<u64> = self.rows.iter().map(|row| row.key).collect();
-        let cut = Cut {
+        let snapshot = Snapshot {
             rows: &rows,
             keys: &keys,
             free: &[],
@@ -303,7 +303,7 @@ impl Lax {
             whole: false,
             digest_pages_max: 0,
         };
-        self.accountant.begin(&cut, Stream::DEFAULT).expect("the driver works");
+        self.accountant.begin(&snapshot, Stream::DEFAULT).expect("the driver works");
     }
 
     fn finish(&mut self) -> Audited {

@@ -451,9 +451,9 @@ mod tests {
         let good = told(&mut audits, now, &report(&[])).clone();
         audits.ask(now, 0).unwrap();
         audits.ask(now, 0).unwrap();
-        let mut cut = answer(2, &report(&[]));
-        cut.report.pop();
-        assert!(matches!(audits.answered(now, 0, &cut), Err(Error::Unreadable(_))));
+        let mut truncated = answer(2, &report(&[]));
+        truncated.report.pop();
+        assert!(matches!(audits.answered(now, 0, &truncated), Err(Error::Unreadable(_))));
         let refused = Audited { refusal: Some("busy".into()), ..answer(3, &report(&[])) };
         assert_eq!(audits.answered(now, 0, &refused), Err(Error::Refused("busy".into())));
         let foreign = answer(4, &report(&[(Kind::Leaked, 9, &[])]));

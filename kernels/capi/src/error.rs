@@ -44,7 +44,7 @@ pub(crate) enum Error {
     #[error(transparent)]
     Account(#[from] account::Error),
     #[error(transparent)]
-    Cut(#[from] account::CutError),
+    Snapshot(#[from] account::SnapshotError),
 }
 
 impl Error {
@@ -56,7 +56,7 @@ impl Error {
             Self::Small { .. } => SMALL,
             Self::Panic => PANIC,
             Self::Full => FULL,
-            Self::Cut(_) => INVALID,
+            Self::Snapshot(_) => INVALID,
             Self::Device(_) => DEVICE,
             Self::Account(error) => of_account(error),
             Self::Ipc(error) => of_ipc(error),
@@ -67,7 +67,7 @@ impl Error {
 fn of_account(error: &account::Error) -> i32 {
     use account::Error;
     match error {
-        Error::Cut(_) => INVALID,
+        Error::Snapshot(_) => INVALID,
         Error::Busy => BUSY,
         Error::Idle | Error::NotReady => STATE,
         Error::Device(_) | Error::Disagree => DEVICE,

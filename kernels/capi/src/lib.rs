@@ -11,7 +11,7 @@ mod types;
 pub use table::{
     berth_kv_table_begin, berth_kv_table_close, berth_kv_table_done, berth_kv_table_open,
 };
-pub use types::{RawBuffer, RawCut, RawList, RawPool, RawRow, RawTableRow};
+pub use types::{RawBuffer, RawSnapshot, RawList, RawPool, RawRow, RawTableRow};
 
 use error::{Error, guarded};
 use handles::Handles;
@@ -88,16 +88,16 @@ fn device(ordinal: i32, fatbin: Option<&CStr>) -> Result<Device, Error> {
 /// Begins an audit.
 ///
 /// # Safety
-/// `cut` and its arrays must be readable. The lists must be in the pool's kind of memory, and
+/// `snapshot` and its arrays must be readable. The lists must be in the pool's kind of memory, and
 /// unchanged until the audit has ended. The stream must be a stream of the device, or 0.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn berth_kv_begin(handle: u64, cut: *const RawCut) -> i32 {
+pub unsafe extern "C" fn berth_kv_begin(handle: u64, snapshot: *const RawSnapshot) -> i32 {
     status(handle, || {
         // SAFETY: guaranteed by the caller.
-        let raw = unsafe { read("cut", cut)? };
+        let raw = unsafe { read("snapshot", snapshot)? };
         // SAFETY: guaranteed by the caller.
         let (books, stream) = unsafe { (raw.books()?, Stream::new(raw.stream)) };
-        ACCOUNTANTS.with(handle, |accountant| Ok(accountant.begin(&books.cut(), stream)?))
+        ACCOUNTANTS.with(handle, |accountant| Ok(accountant.begin(&books.snapshot(), stream)?))
     })
 }
 

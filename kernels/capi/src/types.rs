@@ -2,7 +2,7 @@
 
 use crate::error::Error;
 use kernels::{
-    account::{Buffer, Cut, List, Pool, Row, Table},
+    account::{Buffer, Snapshot, List, Pool, Row, Table},
     table::TableRow,
 };
 use std::{
@@ -54,10 +54,10 @@ pub struct RawList {
     n: u64,
 }
 
-/// The C structure `berth_kv_cut`.
+/// The C structure `berth_kv_snapshot`.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
-pub struct RawCut {
+pub struct RawSnapshot {
     rows: *const RawRow,
     keys: *const u64,
     free: *const RawList,
@@ -163,7 +163,7 @@ pub(crate) struct Books {
     digest_pages_max: u32,
 }
 
-impl RawCut {
+impl RawSnapshot {
     /// # Safety
     /// The same as for `berth_kv_begin`.
     pub(crate) unsafe fn books(&self) -> Result<Books, Error> {
@@ -173,15 +173,15 @@ impl RawCut {
         };
         // SAFETY: guaranteed by the caller.
         let (rows, keys, free) = unsafe {
-            let rows = array("cut's rows", self.rows, self.nrows)?;
-            let keys = array("cut's keys", self.keys, self.nsessions)?;
-            (rows, keys, array("cut's free lists", self.free, self.nfree)?)
+            let rows = array("snapshot's rows", self.rows, self.nrows)?;
+            let keys = array("snapshot's keys", self.keys, self.nsessions)?;
+            (rows, keys, array("snapshot's free lists", self.free, self.nfree)?)
         };
         let tree = if self.tree.is_null() {
             None
         } else {
             // SAFETY: guaranteed by the caller.
-            Some(list(&unsafe { read("cut's tree", self.tree)? }))
+            Some(list(&unsafe { read("snapshot's tree", self.tree)? }))
         };
         Ok(Books {
             rows: rows.iter().map(RawRow::row).collect(),
@@ -215,8 +215,8 @@ impl RawTableRow {
 }
 
 impl Books {
-    pub(crate) fn cut(&self) -> Cut<'_> {
-        Cut {
+    pub(crate) fn snapshot(&self) -> Snapshot<'_> {
+        Snapshot {
             rows: &self.rows,
             keys: &self.keys,
             free: &self.free,

@@ -34,14 +34,14 @@ static void set_row(uint32_t row, const int32_t *pages, int n) {
     }
 }
 
-static void report(berth_kv handle, const struct berth_kv_cut *cut, uint64_t version_2) {
+static void report(berth_kv handle, const struct berth_kv_snapshot *snapshot, uint64_t version_2) {
     uint32_t rows[] = {1, 2};
     uint64_t versions[] = {11, version_2};
-    uint64_t capacity = berth_kv_report_bytes_max(cut->nsessions);
+    uint64_t capacity = berth_kv_report_bytes_max(snapshot->nsessions);
     uint8_t *buffer = malloc(capacity);
 
-    expect(berth_kv_begin(handle, cut) == 0, "begin");
-    expect(berth_kv_begin(handle, cut) == BERTH_KV_BUSY, "a second audit began");
+    expect(berth_kv_begin(handle, snapshot) == 0, "begin");
+    expect(berth_kv_begin(handle, snapshot) == BERTH_KV_BUSY, "a second audit began");
     expect(berth_kv_finish(handle, rows, versions, 2, buffer, capacity) == BERTH_KV_STATE,
            "finished unseen");
     while (berth_kv_ready(handle) == 0) {
@@ -57,13 +57,13 @@ static void report(berth_kv handle, const struct berth_kv_cut *cut, uint64_t ver
     free(buffer);
 }
 
-static void misuse(berth_kv handle, const struct berth_kv_cut *cut,
+static void misuse(berth_kv handle, const struct berth_kv_snapshot *snapshot,
                    const struct berth_kv_pool *pool) {
     uint8_t byte;
     berth_kv other = 0;
     struct berth_kv_pool odd = *pool;
-    struct berth_kv_cut wrong = *cut;
-    struct berth_kv_row row = cut->rows[0];
+    struct berth_kv_snapshot wrong = *snapshot;
+    struct berth_kv_row row = snapshot->rows[0];
 
     expect(berth_kv_open(NULL, NULL, &other) == BERTH_KV_INVALID, "opened nothing");
     expect(berth_kv_open(pool, NULL, NULL) == BERTH_KV_INVALID, "opened to nowhere");
@@ -92,16 +92,16 @@ static void misuse(berth_kv handle, const struct berth_kv_cut *cut,
     wrong.rows = &row;
     wrong.nrows = 1;
     expect(berth_kv_begin(handle, &wrong) == BERTH_KV_INVALID, "took a session without a key");
-    row = cut->rows[0];
+    row = snapshot->rows[0];
     row.row = ROWS;
     expect(berth_kv_begin(handle, &wrong) == BERTH_KV_INVALID, "took a row outside the table");
-    wrong = *cut;
+    wrong = *snapshot;
     wrong.keys = NULL;
     expect(berth_kv_begin(handle, &wrong) == BERTH_KV_INVALID, "took null keys");
     expect(berth_kv_ready(handle) == BERTH_KV_STATE, "ready without an audit");
     expect(berth_kv_finish(handle, NULL, NULL, 0, &byte, 1) == BERTH_KV_STATE, "finished nothing");
     expect(berth_kv_abandon(handle) == 0, "nothing to abandon is no error");
-    expect(berth_kv_begin(handle, cut) == 0, "begin");
+    expect(berth_kv_begin(handle, snapshot) == 0, "begin");
     while (berth_kv_ready(handle) == 0) {
     }
     expect(berth_kv_finish(handle, NULL, NULL, 0, NULL, 1 << 20) == BERTH_KV_INVALID,
@@ -185,7 +185,7 @@ int main(int argc, char **argv) {
     struct berth_kv_list free_lists[] = {{(uint64_t)(uintptr_t)free_pages, nfree},
                                          {(uint64_t)(uintptr_t)released, 0}};
     struct berth_kv_list tree_list = {(uint64_t)(uintptr_t)tree, ntree};
-    struct berth_kv_cut cut = {rows, keys, free_lists, &tree_list, 2, 2, 2, 1, 64, 0, 0};
+    struct berth_kv_snapshot snapshot = {rows, keys, free_lists, &tree_list, 2, 2, 2, 1, 64, 0, 0};
     berth_kv handle = 0;
 
     expect(berth_kv_abi() == BERTH_KV_ABI, "header and library are of different versions");
@@ -195,18 +195,18 @@ int main(int argc, char **argv) {
     }
     expect(berth_kv_open(&pool, fatbin, &handle) == 0, "open");
     if (!strcmp(plant, "misuse")) {
-        misuse(handle, &cut, &pool);
+        misuse(handle, &snapshot, &pool);
     } else if (!strcmp(plant, "table")) {
         table(&pool, fatbin, argv[2]);
     } else {
-        report(handle, &cut, !strcmp(plant, "moved") ? 13 : 12);
+        report(handle, &snapshot, !strcmp(plant, "moved") ? 13 : 12);
         if (!strcmp(plant, "changed")) {
             v[2 * 6 * PAGE_BYTES + 5] ^= 1;
         }
-        report(handle, &cut, 12);
+        report(handle, &snapshot, 12);
     }
     expect(berth_kv_close(handle) == 0, "close");
     expect(berth_kv_close(handle) == BERTH_KV_INVALID, "closed twice");
-    expect(berth_kv_begin(handle, &cut) == BERTH_KV_INVALID, "began on a closed handle");
+    expect(berth_kv_begin(handle, &snapshot) == BERTH_KV_INVALID, "began on a closed handle");
     return 0;
 }

@@ -102,7 +102,7 @@ fn a_sound_pool_is_told_exactly() {
     let [first, second] = reports("", Place::Host);
     assert_eq!([&first, &second], reports("", Place::Device).each_ref());
     assert_eq!((first.scope, first.alarms(), second.alarms()), (Scope::Whole, 0, 0));
-    let c = first.classes.expect("the cut was whole");
+    let c = first.classes.expect("the snapshot was complete");
     assert_eq!((c.free, c.private, c.cached, c.cached_in_use, c.leaked), (7, 5, 1, 2, 0));
     assert_eq!((first.held_pages, first.rows, first.rows_moved), (7, 2, 0));
     let lines: Vec<_> = first.sessions.iter().map(|s| (s.refs, s.exclusive, s.freed)).collect();

@@ -2,7 +2,7 @@
 //!
 //! A backend makes the private copy and counts in it.
 
-use super::{Error, Pool, Stream, cut::Cut};
+use super::{Error, Pool, Stream, snapshot::Snapshot};
 use crate::{
     audit::{Books, Kept, Listed},
     reference::{self, LiveRow, Marks, PageSet, SessionPages},
@@ -25,7 +25,7 @@ pub(super) trait Backend: Send {
     fn copy(
         &mut self,
         pool: &Pool,
-        cut: &Cut<'_>,
+        snapshot: &Snapshot<'_>,
         layout: &Layout,
         stream: Stream,
     ) -> Result<(), Error>;

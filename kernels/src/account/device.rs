@@ -7,7 +7,7 @@
 use super::{
     Error, Pool, Stream,
     backend::{Backend, Counts, Layout, ListCount},
-    cut::{Buffer as KvPart, Cut, List},
+    snapshot::{Buffer as KvPart, Snapshot, List},
 };
 use crate::{
     audit::{Books, Kept, Listed},
@@ -186,7 +186,7 @@ impl Backend for OnDevice {
     fn copy(
         &mut self,
         pool: &Pool,
-        cut: &Cut<'_>,
+        snapshot: &Snapshot<'_>,
         layout: &Layout,
         stream: Stream,
     ) -> Result<(), Error> {
@@ -196,8 +196,8 @@ impl Backend for OnDevice {
                 .last()
                 .map_or(0, |row| (row.out_off + row.pages(pool.shift())) as usize),
             window: layout.window.start as usize..layout.window.end as usize,
-            free: (!cut.free.is_empty()).then(|| cut.free.to_vec()),
-            tree: cut.tree,
+            free: (!snapshot.free.is_empty()).then(|| snapshot.free.to_vec()),
+            tree: snapshot.tree,
             copied: None,
         };
         // Work that doesn't read the engine's memory is enqueued before the wait for the engine.

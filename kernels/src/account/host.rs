@@ -3,7 +3,7 @@
 use super::{
     Error, Pool, Stream,
     backend::{Backend, Counts, Layout},
-    cut::{Buffer, Cut, List},
+    snapshot::{Buffer, Snapshot, List},
 };
 use crate::{
     audit::{Books, Kept, Listed},
@@ -22,7 +22,7 @@ impl Backend for Host {
     fn copy(
         &mut self,
         pool: &Pool,
-        cut: &Cut<'_>,
+        snapshot: &Snapshot<'_>,
         layout: &Layout,
         _stream: Stream,
     ) -> Result<(), Error> {
@@ -34,10 +34,10 @@ impl Backend for Host {
         // them, so they don't change during this call.
         let entries: &[i32] = unsafe { at(table.addr, size) };
         let (staged, _) = reference::gather_pages(entries, ld, &layout.rows, shift, npages);
-        let free = cut.free.iter().flat_map(|list| ids(list).iter().copied());
-        let free = (!cut.free.is_empty()).then(|| Listed::of(free, 0, npages));
+        let free = snapshot.free.iter().flat_map(|list| ids(list).iter().copied());
+        let free = (!snapshot.free.is_empty()).then(|| Listed::of(free, 0, npages));
         let tree =
-            cut.tree.as_ref().map(|list| Listed::of(ids(list).iter().copied(), shift, npages));
+            snapshot.tree.as_ref().map(|list| Listed::of(ids(list).iter().copied(), shift, npages));
         let pages = &staged[layout.window.start as usize..layout.window.end as usize];
         let digests = reference::page_digest(&buffers(pool), pages);
         self.window = pages.iter().copied().zip(digests).collect();

@@ -2,7 +2,7 @@
 
 use super::Error;
 use crate::{
-    account::{Accountant, Cut, Pool, Row, Stream, Table},
+    account::{Accountant, Snapshot, Pool, Row, Stream, Table},
     cuda::{Device, Exported, Imported},
     report::{Report, SESSIONS_MAX},
     table::{Facts, Reader, TableRow},
@@ -88,16 +88,16 @@ impl Remote {
                 *key = row.key;
             }
         }
-        let cut_rows: Vec<Row> = rows.iter().map(cut_row).collect();
-        let cut = Cut {
-            rows: &cut_rows,
+        let snapshot_rows: Vec<Row> = rows.iter().map(snapshot_row).collect();
+        let snapshot = Snapshot {
+            rows: &snapshot_rows,
             keys: &keys,
             free: &[],
             tree: None,
             whole: false,
             digest_pages_max: 0,
         };
-        self.accountant.begin(&cut, Stream::DEFAULT)?;
+        self.accountant.begin(&snapshot, Stream::DEFAULT)?;
         self.open = Some(Open { epoch, rows, keys, begun: None });
         Ok(())
     }
@@ -155,7 +155,7 @@ impl Remote {
     }
 }
 
-fn cut_row(row: &TableRow) -> Row {
+fn snapshot_row(row: &TableRow) -> Row {
     Row {
         row: row.row,
         len: row.len,

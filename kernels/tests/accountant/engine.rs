@@ -2,7 +2,7 @@
 
 use fastrand::Rng;
 use kernels::{
-    account::{Accountant, Buffer, Cut, List, Pool, Row, Stream, Table},
+    account::{Accountant, Buffer, Snapshot, List, Pool, Row, Stream, Table},
     report::Report,
 };
 
@@ -166,7 +166,7 @@ impl Engine {
             unsafe { List::new(address(ids), ids.len() as u64) }
         };
         let free = self.free.each_ref().map(list);
-        let cut = Cut {
+        let snapshot = Snapshot {
             rows: &self.rows,
             keys: &self.keys,
             free: &free,
@@ -174,7 +174,7 @@ impl Engine {
             whole: self.whole,
             digest_pages_max: self.digest_pages_max,
         };
-        accountant.begin(&cut, Stream::DEFAULT).expect("nothing is wrong with the cut");
+        accountant.begin(&snapshot, Stream::DEFAULT).expect("nothing is wrong with the snapshot");
     }
 
     /// Returns the current versions of the rows.

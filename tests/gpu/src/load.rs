@@ -12,7 +12,7 @@ use crate::{
     synthetic::{Held, Size, Synthetic},
 };
 use kernels::{
-    account::{Accountant, Cut, Stream},
+    account::{Accountant, Snapshot, Stream},
     cuda::{Buffer, Device, KvBuffers, Mark},
     ipc::Publisher,
 };
@@ -214,11 +214,11 @@ fn audit_inside(
     rate: f64,
     stop: &AtomicBool,
 ) -> anyhow::Result<u64> {
-    let rows = on.cut_rows();
+    let rows = on.snapshot_rows();
     let keys: Vec<u64> = rows.iter().map(|row| row.session.into()).collect();
     let now: Vec<(u32, u64)> = rows.iter().map(|row| (row.row, row.version)).collect();
     let [free, tree] = on.lists();
-    let cut = Cut {
+    let snapshot = Snapshot {
         rows: &rows,
         keys: &keys,
         free: &[free],
@@ -229,7 +229,7 @@ fn audit_inside(
     let mut audits = 0;
     let mut next = Instant::now();
     while !stop.load(Ordering::Relaxed) {
-        accountant.begin(&cut, stream)?;
+        accountant.begin(&snapshot, stream)?;
         while !accountant.ready()? {
             thread::sleep(Duration::from_millis(1));
         }

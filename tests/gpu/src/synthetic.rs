@@ -146,7 +146,7 @@ impl Synthetic {
     }
 
     /// Returns the live rows for a snapshot.
-    pub(crate) fn cut_rows(&self) -> Vec<Row> {
+    pub(crate) fn snapshot_rows(&self) -> Vec<Row> {
         let row = |live: &LiveRow| Row {
             row: live.row,
             len: live.len,

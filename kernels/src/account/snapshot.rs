@@ -196,7 +196,7 @@ impl Stream {
 
 /// A snapshot of the engine's rows and page lists between two steps of its scheduler.
 #[derive(Clone, Copy, Debug)]
-pub struct Cut<'a> {
+pub struct Snapshot<'a> {
     pub rows: &'a [Row],
     /// One key per session. A key changes whenever the session's KV is computed anew, or when the
     /// session may have given up a page of its sealed part.
@@ -213,7 +213,7 @@ pub struct Cut<'a> {
     pub digest_pages_max: u32,
 }
 
-impl Cut<'_> {
+impl Snapshot<'_> {
     /// Refuses a snapshot that doesn't fit this pool.
     pub(super) fn check(&self, pool: &Pool) -> Result<(), Error> {
         at_most("sessions", self.keys.len(), SESSIONS_MAX)?;
