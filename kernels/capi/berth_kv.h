@@ -90,7 +90,7 @@ struct berth_kv_snapshot {
     uint32_t nfree; /* 0 if not given */
     /* 1 if every row that holds pages is in `rows`, and rows, lists and tree are complete and of
      * one moment. Otherwise, no findings are made across rows and lists. */
-    uint32_t whole;
+    uint32_t complete;
     uint32_t digest_pages_max; /* sealed pages to digest in this audit, or 0 */
     uint32_t zero;
     uint64_t stream; /* CUstream whose work must finish before the snapshot is valid; 0: default */

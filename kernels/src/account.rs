@@ -5,28 +5,28 @@
 //!
 //! An audit has three steps. [`Accountant::begin`], called on the scheduler's thread between two
 //! steps of the engine, takes the snapshot and only enqueues device work. When
-//! [`Accountant::ready`] returns true, the caller reads the rows' *current* versions, on the same
-//! thread. [`Accountant::finish`], called on any thread, drops the rows whose version has changed;
-//! the copy of the other rows was not overwritten while it was made.
+//! [`Accountant::is_ready`] returns true, the caller reads the rows' *current* versions, on the
+//! same thread. [`Accountant::finish`], called on any thread, drops the rows whose version has
+//! changed; the copy of the other rows was not overwritten while it was made.
 
 mod backend;
-mod snapshot;
 #[cfg(feature = "cuda")]
 mod device;
 mod host;
+mod snapshot;
 
 pub use snapshot::{
-    BUFFERS_MAX, Buffer, Snapshot, Error as SnapshotError, FREE_LISTS_MAX, List, Pool, REFS_MAX, ROWS_MAX,
-    Row, Stream, Table,
+    BUFFERS_MAX, Error as SnapshotError, FREE_LISTS_MAX, List, Pool, PoolBuffer, REFS_MAX,
+    ROWS_MAX, RequestTable, Row, Snapshot, Stream,
 };
 
 use crate::{
-    audit::{self, Kept},
-    digest::{self, Digested, Memory, SealedRow},
+    audit::{self, ValidRows},
+    digest::{self, DigestMemory, Digested, SealedRow},
     reference::{LiveRow, PAGE_BAD},
     report::{Classes, Found, FreePages, Report, Scope, Session},
 };
-use backend::{Backend, Counts, Layout};
+use backend::{Backend, CopyLayout, Counts};
 use std::collections::{BTreeMap, btree_map};
 
 /// Why an audit has no report.
@@ -38,7 +38,7 @@ pub enum Error {
     Busy,
     #[error("no audit is in progress: begin one first")]
     Idle,
-    #[error("the copy is not ready: wait until `ready` is true, read the versions, then finish")]
+    #[error("the copy is not ready: wait until `is_ready` is true, read the versions, then finish")]
     NotReady,
     #[error(
         "the device's counts differ from a recount of its copy: don't trust them, report a bug"
@@ -53,8 +53,8 @@ pub enum Error {
 pub struct Accountant {
     pool: Pool,
     backend: Box<dyn Backend>,
-    memory: Memory,
-    open: Option<Open>,
+    memory: DigestMemory,
+    open: Option<OpenAudit>,
     finished: u64,
 }
 
@@ -71,18 +71,18 @@ impl std::fmt::Debug for Accountant {
 
 /// The audit in progress.
 #[derive(Debug)]
-struct Open {
+struct OpenAudit {
     /// The live rows, in the order of the copy.
-    rows: Vec<Planned>,
+    rows: Vec<PlannedRow>,
     keys: Vec<u64>,
     window: std::ops::Range<u32>,
-    whole: bool,
+    complete: bool,
     digests: bool,
     ready: bool,
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Planned {
+struct PlannedRow {
     live: LiveRow,
     version: u64,
     sealed_pages: u32,
@@ -94,7 +94,7 @@ impl Accountant {
     /// Makes an accountant for a pool in host memory; counts with the scalar reference.
     pub fn host(pool: Pool) -> Self {
         let backend = Box::new(host::Host::default());
-        Self::over(pool, backend)
+        Self::with_backend(pool, backend)
     }
 
     /// Makes an accountant for a pool in the memory of a CUDA device; counts with the kernels.
@@ -104,11 +104,11 @@ impl Accountant {
     #[cfg(feature = "cuda")]
     pub fn device(pool: Pool, device: crate::cuda::Device) -> Result<Self, Error> {
         let backend = Box::new(device::OnDevice::new(device, &pool)?);
-        Ok(Self::over(pool, backend))
+        Ok(Self::with_backend(pool, backend))
     }
 
-    fn over(pool: Pool, backend: Box<dyn Backend>) -> Self {
-        let memory = Memory::new(digest::REMEMBERED_MAX);
+    fn with_backend(pool: Pool, backend: Box<dyn Backend>) -> Self {
+        let memory = DigestMemory::new(digest::REMEMBERED_MAX);
         Self { pool, backend, memory, open: None, finished: 0 }
     }
 
@@ -132,13 +132,13 @@ impl Accountant {
         }
         snapshot.check(&self.pool)?;
         let open = self.plan(snapshot);
-        let layout = Layout {
+        let layout = CopyLayout {
             rows: open.rows.iter().map(|row| row.live).collect(),
             window: open.window.clone(),
         };
         if let Err(error) = self.backend.copy(&self.pool, snapshot, &layout, stream) {
             // After this error the caller may free its lists, so wait until nothing reads them.
-            let _ = self.backend.settle();
+            let _ = self.backend.wait();
             return Err(error);
         }
         self.open = Some(open);
@@ -150,15 +150,15 @@ impl Accountant {
     ///
     /// # Errors
     /// When there is no audit, or the device fails.
-    pub fn ready(&mut self) -> Result<bool, Error> {
+    pub fn is_ready(&mut self) -> Result<bool, Error> {
         let open = self.open.as_mut().ok_or(Error::Idle)?;
-        open.ready = open.ready || self.backend.copied()?;
+        open.ready = open.ready || self.backend.is_copied()?;
         Ok(open.ready)
     }
 
     /// Ends the audit and returns its report. `now` lists the versions that the live rows had after
     /// the copy was ready. A row that is not in `now`, or has another version there, is left out
-    /// and counted.
+    /// and count_pages.
     ///
     /// # Errors
     /// When there is no audit, the copy is not ready, or the device fails. Except for a copy that
@@ -168,13 +168,13 @@ impl Accountant {
             return Err(Error::NotReady);
         }
         let open = self.open.take().expect("checked above");
-        let moved = moved(&open.rows, now);
-        let kept = kept(&open.rows, &moved, self.pool.shift());
+        let moved = find_moved(&open.rows, now);
+        let kept = keep_unmoved(&open.rows, &moved, self.pool.page_shift());
         let rows_moved = moved.iter().filter(|&&moved| moved).count();
-        let scope = Scope::of(open.whole, rows_moved);
+        let scope = Scope::new(open.complete, rows_moved);
         let counts = self.backend.count(&self.pool, &kept)?;
         let mut findings = self.findings(&counts, &kept, scope)?;
-        let (digests, changed) = self.settle(&open, &moved)?;
+        let (digests, changed) = self.compare_digests(&open, &moved)?;
         if open.digests {
             findings.push(audit::changed(&changed));
         }
@@ -184,13 +184,13 @@ impl Accountant {
             scope,
             page_tokens: self.pool.page_tokens(),
             pages: self.pool.pages(),
-            rows: count(kept.rows.len()),
-            rows_moved: count(rows_moved),
-            held_pages: counts.held(),
+            rows: row_count(kept.rows.len()),
+            rows_moved: row_count(rows_moved),
+            held_pages: counts.held_pages(),
             free: (counts.free.is_some())
                 .then(|| FreePages { pages: counts.free_pages(), runs: counts.free_runs }),
             classes,
-            sessions: sessions(&open.rows, &moved, &counts, classes),
+            sessions: session_entries(&open.rows, &moved, &counts, classes),
             digests,
             findings,
         };
@@ -204,12 +204,12 @@ impl Accountant {
     /// When the device fails.
     pub fn abandon(&mut self) -> Result<(), Error> {
         self.open = None;
-        self.backend.settle()
+        self.backend.wait()
     }
 
     /// Lays out the copy and returns the audit's state.
-    fn plan(&mut self, snapshot: &Snapshot<'_>) -> Open {
-        let shift = self.pool.shift();
+    fn plan(&mut self, snapshot: &Snapshot<'_>) -> OpenAudit {
+        let shift = self.pool.page_shift();
         let pages = |tokens: u32| tokens.div_ceil(1 << shift);
         let sealed: Vec<SealedRow> = (snapshot.rows.iter())
             .map(|row| SealedRow {
@@ -221,20 +221,20 @@ impl Accountant {
             .collect();
         let can_digest = !self.pool.buffers().is_empty();
         let digest_max = if can_digest { snapshot.digest_pages_max } else { 0 };
-        let digest::Layout { order, window } = self.memory.plan(&sealed, digest_max);
+        let digest::DigestPlan { order, window } = self.memory.plan(&sealed, digest_max);
         let mut out_off = 0;
         let planned = |at: usize| {
             let (row, SealedRow { pages: refs, sealed, .. }) = (&snapshot.rows[at], sealed[at]);
             let live = LiveRow { row: row.row, len: row.len, session: row.session, out_off };
             out_off += refs;
             let protected_pages = row.protected_tokens.map(pages);
-            Planned { live, version: row.version, sealed_pages: sealed, protected_pages }
+            PlannedRow { live, version: row.version, sealed_pages: sealed, protected_pages }
         };
-        Open {
+        OpenAudit {
             rows: order.into_iter().map(planned).collect(),
             keys: snapshot.keys.to_vec(),
             window,
-            whole: snapshot.whole,
+            complete: snapshot.complete,
             digests: digest_max > 0,
             ready: false,
         }
@@ -244,32 +244,32 @@ impl Accountant {
     fn findings(
         &mut self,
         counts: &Counts,
-        kept: &Kept,
+        kept: &ValidRows,
         scope: Scope,
     ) -> Result<Vec<Found>, Error> {
-        let shift = self.pool.shift();
+        let shift = self.pool.page_shift();
         let refs = kept.rows.iter().map(|row| u64::from(row.pages(shift))).sum();
-        if !counts.alarming(refs, scope) {
+        if !counts.has_fault(refs, scope) {
             let (free, tree) = (counts.free.is_some(), counts.tree.is_some());
             let kinds = audit::kinds(scope, free, tree, !kept.own.is_empty());
             return Ok(kinds.into_iter().map(audit::none_of).collect());
         }
-        let books = self.backend.books(&self.pool)?;
-        if Counts::scalar(&books, kept, &self.pool) != *counts {
+        let copy = self.backend.read_copy(&self.pool)?;
+        if Counts::by_reference(&copy, kept, &self.pool) != *counts {
             return Err(Error::Disagree);
         }
         let pages = (self.pool.pages(), shift);
-        Ok(audit::findings(&books, kept, pages, scope))
+        Ok(audit::findings(&copy, kept, pages, scope))
     }
 
     /// Compares the digests of those pages in the window whose rows did not change.
-    fn settle(
+    fn compare_digests(
         &mut self,
-        open: &Open,
+        open: &OpenAudit,
         moved: &[bool],
     ) -> Result<(crate::report::Digests, Vec<(u32, u32)>), Error> {
-        let window = self.backend.window()?;
-        let shift = self.pool.shift();
+        let window = self.backend.digests()?;
+        let shift = self.pool.page_shift();
         let mut digested = Vec::with_capacity(window.len());
         for (row, _) in open.rows.iter().zip(moved).filter(|(_, moved)| !**moved) {
             let start = row.live.out_off;
@@ -285,12 +285,12 @@ impl Accountant {
                 }
             }
         }
-        Ok(self.memory.settle(&open.keys, digested))
+        Ok(self.memory.compare(&open.keys, digested))
     }
 }
 
 /// Returns, for each planned row, whether its version changed or the row is gone.
-fn moved(rows: &[Planned], now: &[(u32, u64)]) -> Vec<bool> {
+fn find_moved(rows: &[PlannedRow], now: &[(u32, u64)]) -> Vec<bool> {
     let mut versions: BTreeMap<u32, Option<u64>> = BTreeMap::new();
     for &(row, version) in now {
         match versions.entry(row) {
@@ -302,12 +302,12 @@ fn moved(rows: &[Planned], now: &[(u32, u64)]) -> Vec<bool> {
             btree_map::Entry::Occupied(_) => {}
         }
     }
-    let kept = |row: &Planned| versions.get(&row.live.row) == Some(&Some(row.version));
+    let kept = |row: &PlannedRow| versions.get(&row.live.row) == Some(&Some(row.version));
     rows.iter().map(|row| !kept(row)).collect()
 }
 
-fn kept(rows: &[Planned], moved: &[bool], shift: u32) -> Kept {
-    let mut kept = Kept::default();
+fn keep_unmoved(rows: &[PlannedRow], moved: &[bool], shift: u32) -> ValidRows {
+    let mut kept = ValidRows::default();
     for (row, _) in rows.iter().zip(moved).filter(|(_, moved)| !**moved) {
         kept.rows.push(row.live);
         let Some(protected) = row.protected_pages else { continue };
@@ -318,20 +318,20 @@ fn kept(rows: &[Planned], moved: &[bool], shift: u32) -> Kept {
 }
 
 /// Returns an entry for each session that has rows, if none of them changed.
-fn sessions(
-    rows: &[Planned],
+fn session_entries(
+    rows: &[PlannedRow],
     moved: &[bool],
     counts: &Counts,
     classes: Option<Classes>,
 ) -> Vec<Session> {
-    let mut whole: BTreeMap<u32, bool> = BTreeMap::new();
+    let mut unmoved: BTreeMap<u32, bool> = BTreeMap::new();
     for (row, moved) in rows.iter().zip(moved) {
-        *whole.entry(row.live.session).or_insert(true) &= !moved;
+        *unmoved.entry(row.live.session).or_insert(true) &= !moved;
     }
-    let lines = whole.into_iter().filter(|&(_, whole)| whole);
+    let lines = unmoved.into_iter().filter(|&(_, unmoved)| unmoved);
     lines.map(|(number, _)| counts.session(number, classes.is_some())).collect()
 }
 
-fn count(n: usize) -> u32 {
+fn row_count(n: usize) -> u32 {
     u32::try_from(n).expect("a snapshot has at most ROWS_MAX rows")
 }

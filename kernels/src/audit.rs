@@ -1,9 +1,9 @@
 //! Findings: names the faults in a copy of the engine's lists. Pure, on the host, scalar.
 //!
 //! The backend counts. Only if its counts show a fault does the copy itself come here; it is then
-//! counted again by the scalar reference, and the faults get names. Types keep unanswerable
+//! count_pages again by the scalar reference, and the faults get names. Types keep unanswerable
 //! questions from being asked: a finding across rows and lists needs a [`Moment`], a finding about
-//! pages without an owner needs a [`Whole`].
+//! pages without an owner needs a [`Complete`].
 
 use crate::{
     reference::{self, LiveRow, Marks, OWNER_SHARED, PAGE_BAD, PageSet},
@@ -17,15 +17,15 @@ pub struct Moment(());
 
 /// Proof that, in addition, no row changed: the copy is complete.
 #[derive(Clone, Copy, Debug)]
-pub struct Whole(());
+pub struct Complete(());
 
 impl Scope {
-    /// Returns the scope of a snapshot: `whole` is the caller's promise, `rows_moved` the number of
-    /// rows that changed since.
-    pub fn of(whole: bool, rows_moved: usize) -> Self {
-        match (whole, rows_moved) {
+    /// Returns the scope of a snapshot: `complete` is the caller's promise, `rows_moved` the number
+    /// of rows that changed since.
+    pub fn new(complete: bool, rows_moved: usize) -> Self {
+        match (complete, rows_moved) {
             (false, _) => Self::Partial,
-            (true, 0) => Self::Whole,
+            (true, 0) => Self::Complete,
             (true, _) => Self::Moved,
         }
     }
@@ -34,8 +34,8 @@ impl Scope {
         (self != Self::Partial).then_some(Moment(()))
     }
 
-    pub fn whole(self) -> Option<Whole> {
-        (self == Self::Whole).then_some(Whole(()))
+    pub fn complete(self) -> Option<Complete> {
+        (self == Self::Complete).then_some(Complete(()))
     }
 }
 
@@ -57,7 +57,7 @@ impl Tally {
 
 /// A list of ids as a set of pages ([`reference::slots_to_set`]), with the faults in the list.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Listed {
+pub struct ListedPages {
     pub set: PageSet,
     /// Pages that the list names more than once.
     pub repeated: Tally,
@@ -65,10 +65,10 @@ pub struct Listed {
     pub odd: Tally,
 }
 
-impl Listed {
+impl ListedPages {
     /// Reads a list of ids with `1 << shift` ids per page: page ids if `shift` is 0, else token
     /// slots.
-    pub fn of(ids: impl IntoIterator<Item = i64>, shift: u32, pages: u32) -> Self {
+    pub fn new(ids: impl IntoIterator<Item = i64>, shift: u32, pages: u32) -> Self {
         let mut has = vec![false; pages as usize];
         let (mut repeated, mut odd, mut bad) = (Tally::default(), Tally::default(), 0);
         for id in ids {
@@ -93,16 +93,16 @@ impl Listed {
 
 /// A copy of the engine's lists, as far as the snapshot had them.
 #[derive(Clone, Debug, Default)]
-pub struct Books {
+pub struct PoolCopy {
     /// Page references of all rows, one row after another.
     pub staged: Vec<u32>,
-    pub free: Option<Listed>,
-    pub tree: Option<Listed>,
+    pub free: Option<ListedPages>,
+    pub tree: Option<ListedPages>,
 }
 
 /// The rows whose part of the copy is valid.
 #[derive(Clone, Debug, Default)]
-pub struct Kept {
+pub struct ValidRows {
     pub rows: Vec<LiveRow>,
     /// The unprotected parts of those rows whose protected part is known. Empty if there are none.
     pub own: Vec<LiveRow>,
@@ -112,10 +112,10 @@ pub struct Kept {
 /// each.
 pub fn kinds(scope: Scope, has_free: bool, has_tree: bool, has_own: bool) -> Vec<Kind> {
     let moment = scope.moment().is_some();
-    let whole = scope.whole().is_some();
+    let complete = scope.complete().is_some();
     let answered = |kind: &Kind| match kind {
         Kind::Aliased => moment && has_tree,
-        Kind::Leaked => whole && has_free && has_tree,
+        Kind::Leaked => complete && has_free && has_tree,
         Kind::DoubleFree | Kind::FreeEntry => has_free,
         Kind::FreeHeld => moment && has_free,
         Kind::FreeCached => moment && has_free && has_tree,
@@ -129,15 +129,15 @@ pub fn kinds(scope: Scope, has_free: bool, has_tree: bool, has_own: bool) -> Vec
 
 /// Returns the findings of every kind that the snapshot can show.
 pub fn findings(
-    books: &Books,
-    kept: &Kept,
+    copy: &PoolCopy,
+    kept: &ValidRows,
     (npages, shift): (u32, u32),
     scope: Scope,
 ) -> Vec<Found> {
-    let marks = reference::mark(&kept.rows, &books.staged, shift, npages);
-    let look = Look { books, kept, shift, marks };
-    let asked = kinds(scope, books.free.is_some(), books.tree.is_some(), !kept.own.is_empty());
-    asked.into_iter().map(|kind| look.found(kind, scope)).collect()
+    let marks = reference::mark(&kept.rows, &copy.staged, shift, npages);
+    let finder = FaultFinder { copy, kept, shift, marks };
+    let asked = kinds(scope, copy.free.is_some(), copy.tree.is_some(), !kept.own.is_empty());
+    asked.into_iter().map(|kind| finder.found(kind, scope)).collect()
 }
 
 /// Returns a finding with count 0.
@@ -157,21 +157,21 @@ pub fn changed(pages: &[(u32, u32)]) -> Found {
     Found { kind: Kind::Changed, count: pages.len() as u64, named: named.collect() }
 }
 
-struct Look<'a> {
-    books: &'a Books,
-    kept: &'a Kept,
+struct FaultFinder<'a> {
+    copy: &'a PoolCopy,
+    kept: &'a ValidRows,
     shift: u32,
     marks: Marks,
 }
 
-impl Look<'_> {
+impl FaultFinder<'_> {
     fn found(&self, kind: Kind, scope: Scope) -> Found {
         let none = Tally::default;
         let listed = |tally: Option<&Tally>| tally.cloned().unwrap_or_default();
-        let (free, tree) = (self.books.free.as_ref(), self.books.tree.as_ref());
+        let (free, tree) = (self.copy.free.as_ref(), self.copy.tree.as_ref());
         let tally = match kind {
             Kind::Aliased => scope.moment().map_or_else(none, |m| self.aliased(m)),
-            Kind::Leaked => scope.whole().map_or_else(none, |w| self.leaked(w)),
+            Kind::Leaked => scope.complete().map_or_else(none, |w| self.leaked(w)),
             Kind::FreeHeld => scope.moment().map_or_else(none, |m| self.free_held(m)),
             Kind::FreeCached => scope.moment().map_or_else(none, |m| self.free_cached(m)),
             Kind::CachedPrivate => scope.moment().map_or_else(none, |m| self.cached_private(m)),
@@ -202,7 +202,7 @@ impl Look<'_> {
         }
         let rows = if kind == Kind::CachedPrivate { &self.kept.own } else { &self.kept.rows };
         for row in rows {
-            for &page in row_pages(row, &self.books.staged, self.shift) {
+            for &page in row_pages(row, &self.copy.staged, self.shift) {
                 for (_, holders) in
                     (named.iter().zip(&mut holders)).filter(|(named, _)| **named == i64::from(page))
                 {
@@ -214,28 +214,28 @@ impl Look<'_> {
     }
 
     fn aliased(&self, _: Moment) -> Tally {
-        self.pages(|page| self.marks.owner[page] == OWNER_SHARED && !has(&self.books.tree, page))
+        self.pages(|page| self.marks.owner[page] == OWNER_SHARED && !has(&self.copy.tree, page))
     }
 
     /// Page 0 is the padding page: it has no owner and is not a leak.
-    fn leaked(&self, _: Whole) -> Tally {
-        let (free, tree) = (&self.books.free, &self.books.tree);
+    fn leaked(&self, _: Complete) -> Tally {
+        let (free, tree) = (&self.copy.free, &self.copy.tree);
         let owned = |page| has(free, page) || has(tree, page) || self.marks.refcnt[page] > 0;
         self.pages(|page| page > 0 && !owned(page))
     }
 
     fn free_held(&self, _: Moment) -> Tally {
-        self.pages(|page| has(&self.books.free, page) && self.marks.refcnt[page] > 0)
+        self.pages(|page| has(&self.copy.free, page) && self.marks.refcnt[page] > 0)
     }
 
     fn free_cached(&self, _: Moment) -> Tally {
-        self.pages(|page| has(&self.books.free, page) && has(&self.books.tree, page))
+        self.pages(|page| has(&self.copy.free, page) && has(&self.copy.tree, page))
     }
 
     fn cached_private(&self, _: Moment) -> Tally {
         let npages = u32::try_from(self.marks.refcnt.len()).expect("a pool's page count is a u32");
-        let own = reference::mark(&self.kept.own, &self.books.staged, self.shift, npages);
-        self.pages(|page| has(&self.books.tree, page) && own.refcnt[page] > 0)
+        let own = reference::mark(&self.kept.own, &self.copy.staged, self.shift, npages);
+        self.pages(|page| has(&self.copy.tree, page) && own.refcnt[page] > 0)
     }
 
     fn pages(&self, is: impl Fn(usize) -> bool) -> Tally {
@@ -249,7 +249,7 @@ impl Look<'_> {
     fn row_entries(&self) -> Found {
         let mut found = none_of(Kind::RowEntry);
         for row in &self.kept.rows {
-            for (at, &page) in (0i64..).zip(row_pages(row, &self.books.staged, self.shift)) {
+            for (at, &page) in (0i64..).zip(row_pages(row, &self.copy.staged, self.shift)) {
                 if page != PAGE_BAD {
                     continue;
                 }
@@ -265,7 +265,7 @@ impl Look<'_> {
     }
 }
 
-fn has(listed: &Option<Listed>, page: usize) -> bool {
+fn has(listed: &Option<ListedPages>, page: usize) -> bool {
     listed.as_ref().is_some_and(|listed| listed.set.has[page])
 }
 

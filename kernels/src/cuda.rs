@@ -14,12 +14,12 @@ mod launch;
 mod memory;
 mod rows;
 
-pub use account::{Classified, KvBuffer, KvBuffers, Marks, PageSet, Table};
+pub use account::{Classified, DeviceMarks, DevicePageSet, DeviceTable, KvBuffer, KvBuffers};
 pub use driver::{Missing, missing};
 pub use ipc::{Exported, Imported};
-pub use launch::Shape;
-pub use memory::{Buffer, Pinned, Plain, Registered, Slice};
-pub use rows::{LiveRows, Pool};
+pub use launch::LaunchShape;
+pub use memory::{DeviceBuffer, Pinned, Plain, Registered, Slice};
+pub use rows::{LiveRows, PoolSize};
 
 use cudarc::driver::sys::{
     CUcontext, CUdevice, CUevent, CUevent_flags_enum, CUfunction, CUmodule, CUresult, CUstream,
@@ -39,7 +39,7 @@ const UNTIMED: u32 = CUevent_flags_enum::CU_EVENT_DISABLE_TIMING as u32;
 pub enum Error {
     #[error(transparent)]
     Missing(#[from] Missing),
-    #[error("{call} answered {name} ({code})")]
+    #[error("{call} failed with {name} ({code})")]
     Driver { call: &'static str, code: u32, name: &'static str },
     #[error("the kernel image is not a complete fatbin: build it with kernels/cuda/build")]
     Image,
@@ -59,7 +59,7 @@ pub enum Error {
 
 impl Error {
     /// Returns whether this is the driver's error `wanted`.
-    fn is(&self, wanted: CUresult) -> bool {
+    fn is_code(&self, wanted: CUresult) -> bool {
         matches!(self, Error::Driver { code, .. } if *code == wanted as u32)
     }
 }
@@ -73,7 +73,7 @@ fn at_most(what: &'static str, has: u64, limit: u64) -> Result<(), Error> {
 #[derive(Debug)]
 pub struct Device {
     shared: Arc<Shared>,
-    shape: Shape,
+    shape: LaunchShape,
 }
 
 /// The part of a [`Device`] that lives on while memory or a mark of the device exists.
@@ -164,7 +164,7 @@ impl Device {
             *kernel = function(shared.module, name)?;
         }
         drop(current);
-        Ok(Device { shared: Arc::new(shared), shape: Shape::default() })
+        Ok(Device { shared: Arc::new(shared), shape: LaunchShape::default() })
     }
 
     /// Returns the CUDA ordinal of the GPU; NVML numbers GPUs differently.
@@ -186,7 +186,7 @@ impl Device {
     }
 
     /// Sets the shape of later launches. Results don't depend on it.
-    pub fn set_shape(&mut self, shape: Shape) {
+    pub fn set_shape(&mut self, shape: LaunchShape) {
         self.shape = shape;
     }
 
@@ -199,21 +199,21 @@ impl Device {
         // SAFETY: the caller's stream exists. The event is used for this wait only, so no other
         // thread records it again; the driver keeps it until the wait is over.
         unsafe {
-            let mark = Mark::on(&self.shared, stream as CUstream, UNTIMED)?;
+            let mark = StreamMark::record(&self.shared, stream as CUstream, UNTIMED)?;
             driver::cuStreamWaitEvent(self.shared.stream, mark.event, 0)
         }
     }
 
     /// Marks the current end of the stream's work.
-    pub fn record(&self) -> Result<Mark, Error> {
+    pub fn record(&self) -> Result<StreamMark, Error> {
         // SAFETY: the stream belongs to `self` and exists.
-        unsafe { Mark::on(&self.shared, self.shared.stream, UNTIMED) }
+        unsafe { StreamMark::record(&self.shared, self.shared.stream, UNTIMED) }
     }
 
     /// Does the same as [`Device::record`], and the device notes the time, for measuring.
-    pub fn record_timed(&self) -> Result<Mark, Error> {
+    pub fn record_timed(&self) -> Result<StreamMark, Error> {
         // SAFETY: the stream belongs to `self` and exists.
-        unsafe { Mark::on(&self.shared, self.shared.stream, 0) }
+        unsafe { StreamMark::record(&self.shared, self.shared.stream, 0) }
     }
 
     /// Waits until everything enqueued is done, and returns its errors.
@@ -235,26 +235,30 @@ impl Device {
 
 /// A point in a stream's work, recorded as an event.
 #[derive(Debug)]
-pub struct Mark {
+pub struct StreamMark {
     shared: Arc<Shared>,
     event: CUevent,
 }
 
 // SAFETY: events may be used from any thread.
-unsafe impl Send for Mark {}
+unsafe impl Send for StreamMark {}
 // SAFETY: as above; querying an event doesn't change it.
-unsafe impl Sync for Mark {}
+unsafe impl Sync for StreamMark {}
 
-impl Mark {
+impl StreamMark {
     /// # Safety
     /// The stream must exist in the context of `shared`.
-    unsafe fn on(shared: &Arc<Shared>, stream: CUstream, flags: u32) -> Result<Mark, Error> {
+    unsafe fn record(
+        shared: &Arc<Shared>,
+        stream: CUstream,
+        flags: u32,
+    ) -> Result<StreamMark, Error> {
         let _current = shared.enter()?;
         let mut event = ptr::null_mut();
         // SAFETY: the pointer refers to a local; the caller's stream exists.
         unsafe {
             driver::cuEventCreate(&raw mut event, flags)?;
-            let mark = Mark { shared: Arc::clone(shared), event };
+            let mark = StreamMark { shared: Arc::clone(shared), event };
             driver::cuEventRecord(event, stream)?;
             Ok(mark)
         }
@@ -262,18 +266,18 @@ impl Mark {
 
     /// Returns whether everything enqueued before this mark is done; returns the errors of that
     /// work.
-    pub fn done(&self) -> Result<bool, Error> {
+    pub fn is_done(&self) -> Result<bool, Error> {
         let _current = self.shared.enter()?;
         // SAFETY: the event exists until `self` is dropped.
         match unsafe { driver::cuEventQuery(self.event) } {
             Ok(()) => Ok(true),
-            Err(error) if error.is(CUresult::CUDA_ERROR_NOT_READY) => Ok(false),
+            Err(error) if error.is_code(CUresult::CUDA_ERROR_NOT_READY) => Ok(false),
             Err(error) => Err(error),
         }
     }
 
     /// Returns the device's time between `earlier` and this mark. Both must be timed and done.
-    pub fn since(&self, earlier: &Mark) -> Result<Duration, Error> {
+    pub fn since(&self, earlier: &StreamMark) -> Result<Duration, Error> {
         let _current = self.shared.enter()?;
         let mut ms = 0.0;
         // SAFETY: the pointer refers to a local; both events exist.
@@ -282,7 +286,7 @@ impl Mark {
     }
 }
 
-impl Drop for Mark {
+impl Drop for StreamMark {
     fn drop(&mut self) {
         if let Ok(_current) = self.shared.enter() {
             // SAFETY: created once, destroyed once; the driver frees the event when its work is
@@ -301,8 +305,8 @@ fn check_fatbin(image: &[u8]) -> Result<(), Error> {
     };
     let read = || Some((field(0, 4)?, field(6, 2)?, field(8, 8)?));
     let (magic, header, body) = read().ok_or(Error::Image)?;
-    let whole = header.checked_add(body).is_some_and(|bytes| bytes <= image.len() as u64);
-    if magic == u64::from(MAGIC) && whole { Ok(()) } else { Err(Error::Image) }
+    let complete = header.checked_add(body).is_some_and(|bytes| bytes <= image.len() as u64);
+    if magic == u64::from(MAGIC) && complete { Ok(()) } else { Err(Error::Image) }
 }
 
 fn function(module: CUmodule, name: &'static CStr) -> Result<CUfunction, Error> {
@@ -310,7 +314,7 @@ fn function(module: CUmodule, name: &'static CStr) -> Result<CUfunction, Error> 
     // SAFETY: the module is loaded, and the name is NUL-terminated.
     match unsafe { driver::cuModuleGetFunction(&raw mut function, module, name.as_ptr()) } {
         Ok(()) => Ok(function),
-        Err(error) if error.is(CUresult::CUDA_ERROR_NOT_FOUND) => {
+        Err(error) if error.is_code(CUresult::CUDA_ERROR_NOT_FOUND) => {
             Err(Error::Kernel(name.to_str().expect("kernel names are ASCII")))
         }
         Err(error) => Err(error),

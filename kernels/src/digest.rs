@@ -28,7 +28,7 @@ pub struct SealedRow {
 /// The order of rows in the copy, chosen so that the window is one contiguous range of page
 /// references.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Layout {
+pub struct DigestPlan {
     /// Indexes of the given rows.
     pub order: Vec<usize>,
     /// The page references to digest, counted over the rows in `order`.
@@ -45,31 +45,36 @@ pub struct Digested {
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Known {
+struct Remembered {
     digest: u64,
     compared: bool,
 }
 
 /// The digests of earlier audits.
 #[derive(Clone, Debug)]
-pub struct Memory {
-    known: BTreeMap<(u64, u32), Known>,
-    known_max: usize,
-    /// Keys of `known` that were compared, oldest comparison first; the first gives up its entry
-    /// first.
+pub struct DigestMemory {
+    remembered: BTreeMap<(u64, u32), Remembered>,
+    remembered_max: usize,
+    /// Keys of `remembered` that were compared, oldest comparison first; the first gives up its
+    /// entry first.
     compared: VecDeque<(u64, u32)>,
     /// Where the next window begins: key, row, page within the row.
     next: (u64, u32, u32),
 }
 
-impl Memory {
-    /// Makes a memory for up to `known_max` pages.
-    pub fn new(known_max: usize) -> Self {
-        Self { known: BTreeMap::new(), known_max, compared: VecDeque::new(), next: (0, 0, 0) }
+impl DigestMemory {
+    /// Makes a memory for up to `remembered_max` pages.
+    pub fn new(remembered_max: usize) -> Self {
+        Self {
+            remembered: BTreeMap::new(),
+            remembered_max,
+            compared: VecDeque::new(),
+            next: (0, 0, 0),
+        }
     }
 
     /// Lays out the rows, those of the next window first, and moves the window on.
-    pub fn plan(&mut self, rows: &[SealedRow], pages_max: u32) -> Layout {
+    pub fn plan(&mut self, rows: &[SealedRow], pages_max: u32) -> DigestPlan {
         let sealed = |&at: &usize| rows[at].sealed > 0 && pages_max > 0;
         let (mut order, rest): (Vec<_>, Vec<_>) = (0..rows.len()).partition(sealed);
         order.sort_by_key(|&at| (rows[at].key, rows[at].row));
@@ -82,13 +87,13 @@ impl Memory {
         let turn = order.partition_point(begun);
         order.rotate_left(turn);
         let Some(&first) = order.first() else {
-            return Layout { order: rest, window: 0..0 };
+            return DigestPlan { order: rest, window: 0..0 };
         };
         let here = (rows[first].key, rows[first].row) == (key, row) && page < rows[first].sealed;
         let start = if here { page } else { 0 };
         let end = self.advance(order.iter().map(|&at| &rows[at]), start, pages_max);
         order.extend(rest);
-        let layout = Layout { order, window: start..end };
+        let layout = DigestPlan { order, window: start..end };
         self.check_invariants();
         layout
     }
@@ -115,15 +120,15 @@ impl Memory {
 
     /// Compares new digests with the remembered ones, and forgets sessions whose key is not in
     /// `keys`. Also returns each changed page with its session.
-    pub fn settle(
+    pub fn compare(
         &mut self,
         keys: &[u64],
         digested: impl IntoIterator<Item = Digested>,
     ) -> (Digests, Vec<(u32, u32)>) {
         let live: BTreeSet<u64> = keys.iter().copied().collect();
-        self.known.retain(|(key, _), _| live.contains(key));
-        let known = &self.known;
-        self.compared.retain(|id| known.contains_key(id));
+        self.remembered.retain(|(key, _), _| live.contains(key));
+        let remembered = &self.remembered;
+        self.compared.retain(|id| remembered.contains_key(id));
         let mut seen = BTreeSet::new();
         let mut sum = Digests::default();
         let mut changed = Vec::new();
@@ -132,7 +137,7 @@ impl Memory {
             if !seen.insert(id) {
                 continue;
             }
-            if let Some(known) = self.known.get_mut(&id) {
+            if let Some(known) = self.remembered.get_mut(&id) {
                 sum.compared += 1;
                 if known.digest != digest {
                     changed.push((page, session));
@@ -143,30 +148,30 @@ impl Memory {
                 if !again {
                     self.compared.push_back(id);
                 }
-            } else if self.make_place() {
+            } else if self.make_room() {
                 sum.fresh += 1;
-                self.known.insert(id, Known { digest, compared: false });
+                self.remembered.insert(id, Remembered { digest, compared: false });
             }
         }
-        sum.remembered = self.known.len() as u64;
+        sum.remembered = self.remembered.len() as u64;
         self.check_invariants();
         (sum, changed)
     }
 
-    fn make_place(&mut self) -> bool {
-        if self.known.len() >= self.known_max
+    fn make_room(&mut self) -> bool {
+        if self.remembered.len() >= self.remembered_max
             && let Some(id) = self.compared.pop_front()
         {
-            self.known.remove(&id);
+            self.remembered.remove(&id);
         }
-        self.known.len() < self.known_max
+        self.remembered.len() < self.remembered_max
     }
 
     /// Panics if the memory exceeds its bound, or the queue differs from the compared entries.
     pub fn check_invariants(&self) {
         if cfg!(debug_assertions) {
-            assert!(self.known.len() <= self.known_max);
-            let compared = self.known.values().filter(|known| known.compared).count();
+            assert!(self.remembered.len() <= self.remembered_max);
+            let compared = self.remembered.values().filter(|known| known.compared).count();
             assert_eq!(self.compared.len(), compared);
         }
     }
@@ -182,7 +187,7 @@ mod tests {
 
     /// Runs one audit of pages whose digests are given by `content`.
     fn audit(
-        memory: &mut Memory,
+        memory: &mut DigestMemory,
         rows: &[SealedRow],
         pages_max: u32,
         content: impl Fn(u64, u32) -> u64,
@@ -201,13 +206,13 @@ mod tests {
             })
             .collect();
         let keys: Vec<u64> = rows.iter().map(|row| row.key).collect();
-        memory.settle(&keys, digested)
+        memory.compare(&keys, digested)
     }
 
     #[test]
     fn every_page_is_looked_at_in_time() {
         let rows = [row(3, 7), row(1, 0), row(9, 5), row(4, 11)];
-        let mut memory = Memory::new(100);
+        let mut memory = DigestMemory::new(100);
         let fresh: u64 =
             (0..6).map(|_| audit(&mut memory, &rows, 5, |_, p| p.into()).0.fresh).sum();
         assert_eq!(fresh, 23);
@@ -227,7 +232,7 @@ mod tests {
     fn a_pool_larger_than_the_memory_is_covered_part_by_part() {
         let rows: Vec<_> = (1..=10).map(|key| row(key, 10)).collect();
         for changed_page in [1003, 5005, 10009] {
-            let mut memory = Memory::new(25);
+            let mut memory = DigestMemory::new(25);
             let mut found = vec![];
             // Each round through the pool compares the 25 pages that the round before remembered.
             for round in 0..40 {
@@ -243,7 +248,7 @@ mod tests {
 
     #[test]
     fn a_new_key_forgets() {
-        let mut memory = Memory::new(100);
+        let mut memory = DigestMemory::new(100);
         audit(&mut memory, &[row(1, 3), row(2, 3)], 100, |_, _| 7);
         // Key 5 replaces key 1 in the same row; its pages have the same numbers and other content.
         let mut again = row(1, 3);
@@ -257,7 +262,7 @@ mod tests {
     fn random_rows_keep_the_window_in_bounds() {
         for seed in 0..300 {
             let mut random = fastrand::Rng::with_seed(seed);
-            let mut memory = Memory::new(random.usize(0..40));
+            let mut memory = DigestMemory::new(random.usize(0..40));
             for _ in 0..20 {
                 let rows: Vec<_> = (0..random.usize(0..8))
                     .map(|at| {

@@ -12,7 +12,7 @@ mod publisher;
 mod remote;
 
 pub use publisher::Publisher;
-pub use remote::{Audited, Remote};
+pub use remote::{Remote, RemoteReport};
 
 use crate::{account, cuda, table};
 

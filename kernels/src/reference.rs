@@ -106,7 +106,7 @@ impl PageSet {
 
 /// Pages by class: free or not, referenced by a row or not, in the radix tree or not.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Classes {
+pub struct ClassCounts {
     /// Without an owner; 1 in a sound pool: the padding page.
     pub leaked: u64,
     pub free: u64,
@@ -119,10 +119,10 @@ pub struct Classes {
     pub corrupt: u64,
 }
 
-impl From<[u64; 8]> for Classes {
-    fn from(counts: [u64; 8]) -> Classes {
+impl From<[u64; 8]> for ClassCounts {
+    fn from(counts: [u64; 8]) -> ClassCounts {
         let [leaked, cached, private, cached_in_use, free, corrupt @ ..] = counts;
-        Classes { leaked, free, private, cached, cached_in_use, corrupt: corrupt.iter().sum() }
+        ClassCounts { leaked, free, private, cached, cached_in_use, corrupt: corrupt.iter().sum() }
     }
 }
 
@@ -238,7 +238,7 @@ pub fn class_counts(free: &PageSet, marks: &Marks, tree: &PageSet) -> [u64; 8] {
 }
 
 /// Does the same as [`class_counts`], with named classes.
-pub fn classify(free: &PageSet, marks: &Marks, tree: &PageSet) -> Classes {
+pub fn classify(free: &PageSet, marks: &Marks, tree: &PageSet) -> ClassCounts {
     class_counts(free, marks, tree).into()
 }
 
@@ -331,7 +331,7 @@ mod tests {
         assert_eq!((free.duplicates, free.bad), (1, 1));
         let classes = classify(&free, &marks, &list_to_set([1, 4], 8));
         let want =
-            Classes { leaked: 4, free: 1, private: 0, cached: 1, cached_in_use: 1, corrupt: 1 };
+            ClassCounts { leaked: 4, free: 1, private: 0, cached: 1, cached_in_use: 1, corrupt: 1 };
         assert_eq!(classes, want);
     }
 

@@ -30,7 +30,7 @@ pub struct Report {
     pub held_pages: u64,
     /// Absent if no free list was given.
     pub free: Option<FreePages>,
-    /// Absent unless the scope is [`Scope::Whole`] and both free lists and radix tree were given.
+    /// Absent unless the scope is [`Scope::Complete`], and free lists and radix tree were given.
     pub classes: Option<Classes>,
     /// Sessions of which no row changed, by number; sessions without rows have no entry.
     pub sessions: Vec<Session>,
@@ -56,7 +56,7 @@ impl Report {
 pub enum Scope {
     /// Every row, free page and tree page is from one moment, and no row changed: all figures are
     /// exact.
-    Whole,
+    Complete,
     /// From one moment, but some rows changed and were left out. Findings are true, pages without
     /// an owner are unknown, and `exclusive` is an upper bound.
     Moved,

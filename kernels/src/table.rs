@@ -16,9 +16,9 @@ mod layout;
 mod reader;
 mod writer;
 
-pub use layout::{Export, Facts, ROWS_MAX, TableRow};
+pub use layout::{Export, PoolFacts, ROWS_MAX, TableRow};
 pub use reader::Reader;
-pub use writer::{Stepped, Writer};
+pub use writer::{Step, Writer};
 
 /// Why a table can't be made, opened, written or read.
 #[derive(Debug, thiserror::Error)]

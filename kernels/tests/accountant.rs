@@ -10,7 +10,7 @@ use cuda_fake::Fake;
 use engine::Engine;
 use fastrand::Rng;
 use kernels::{
-    account::{Accountant, Snapshot, Error, Stream},
+    account::{Accountant, Error, Snapshot, Stream},
     cuda::Device,
     report::{Classes, Finding, Kind, Report, Scope},
 };
@@ -71,7 +71,7 @@ fn assert_only(name: &str, report: &Report, kind: Kind, want: &[Finding]) {
 fn a_sound_pool_is_told_exactly() {
     everywhere(|name, place, engine, _| {
         let report = engine.audit(&mut place.open(engine));
-        assert_eq!((report.scope, report.rows_moved), (Scope::Whole, 0), "{name}");
+        assert_eq!((report.scope, report.rows_moved), (Scope::Complete, 0), "{name}");
         assert_eq!(report.rows as usize, engine.rows.len(), "{name}");
         assert_eq!((report.alarms(), report.findings.len()), (0, Kind::ALL.len()), "{name}");
         let held: BTreeSet<u32> = engine.row_pages.iter().flatten().copied().collect();
@@ -298,7 +298,7 @@ fn moved_rows_are_left_out_and_what_they_hide_is_absent() {
             engine.flip(random, page);
         }
         engine.begin(&mut accountant);
-        while !accountant.ready().expect("the device works") {}
+        while !accountant.is_ready().expect("the device works") {}
         let mut now = engine.now();
         if random.bool() {
             now[moved].1 = now[moved].1.wrapping_add(1);
@@ -319,7 +319,7 @@ fn moved_rows_are_left_out_and_what_they_hide_is_absent() {
 #[test]
 fn without_one_moment_nothing_is_said_across_lists() {
     everywhere(|name, place, engine, random| {
-        engine.whole = false;
+        engine.complete = false;
         let [(row, at), _] = two_private(engine, random);
         engine.free[0].push(engine.row_pages[row][at].into());
         let report = engine.audit(&mut place.open(engine));
@@ -344,7 +344,7 @@ fn both_places_say_the_same_of_nonsense() {
             now.retain(|_| random.u8(..) > 30);
             let [on_host, on_device] = [&mut host, &mut device].map(|accountant| {
                 engine.begin(accountant);
-                while !accountant.ready().expect("the device works") {}
+                while !accountant.is_ready().expect("the device works") {}
                 accountant.finish(&now).expect("the device works")
             });
             assert_eq!(on_host, on_device, "seed {seed}, audit {audit}");
@@ -358,17 +358,23 @@ fn both_places_say_the_same_of_nonsense() {
 fn the_order_of_calls_is_kept() {
     everywhere(|name, place, engine, _| {
         let mut accountant = place.open(engine);
-        assert!(matches!(accountant.ready(), Err(Error::Idle)), "{name}");
+        assert!(matches!(accountant.is_ready(), Err(Error::Idle)), "{name}");
         assert!(matches!(accountant.finish(&[]), Err(Error::Idle)), "{name}");
         engine.begin(&mut accountant);
         assert!(matches!(accountant.finish(&[]), Err(Error::NotReady)), "{name}");
-        let empty =
-            Snapshot { rows: &[], keys: &[], free: &[], tree: None, whole: true, digest_pages_max: 0 };
+        let empty = Snapshot {
+            rows: &[],
+            keys: &[],
+            free: &[],
+            tree: None,
+            complete: true,
+            digest_pages_max: 0,
+        };
         assert!(matches!(accountant.begin(&empty, Stream::DEFAULT), Err(Error::Busy)), "{name}");
         accountant.abandon().expect("the device works");
-        assert!(matches!(accountant.ready(), Err(Error::Idle)), "{name}");
+        assert!(matches!(accountant.is_ready(), Err(Error::Idle)), "{name}");
         accountant.begin(&empty, Stream::DEFAULT).expect("an empty snapshot is one");
-        while !accountant.ready().expect("the device works") {}
+        while !accountant.is_ready().expect("the device works") {}
         let report = accountant.finish(&[]).expect("the device works");
         assert_eq!((report.held_pages, report.free, report.classes), (0, None, None), "{name}");
         assert_eq!(report.found(Kind::Aliased), None, "{name}: there was no tree");
@@ -385,19 +391,22 @@ fn a_row_that_moves_while_a_device_copies_is_never_believed() {
         let [(moved, at), _] = two_private(&engine, &mut random);
         fake.hold(cuda_fake::ALL_STREAMS);
         engine.begin(&mut accountant);
-        assert!(!accountant.ready().expect("the device works"), "seed {seed}: nothing was copied");
+        assert!(
+            !accountant.is_ready().expect("the device works"),
+            "seed {seed}: nothing was copied"
+        );
         // The scheduler runs on: it rewrites the row, which now points at a page that is free.
         let free = engine.free.concat()[0];
         *engine.entry(moved, at) = i32::try_from(free << engine.shift).expect("small");
         let mut now = engine.now();
         now[moved].1 = now[moved].1.wrapping_add(1);
         fake.release(cuda_fake::ALL_STREAMS);
-        assert!(accountant.ready().expect("the device works"), "seed {seed}");
+        assert!(accountant.is_ready().expect("the device works"), "seed {seed}");
         let report = accountant.finish(&now).expect("the device works");
         assert_eq!((report.rows_moved, report.alarms()), (1, 0), "seed {seed}");
         // Without the version check, the changed row causes a finding.
         engine.begin(&mut accountant);
-        while !accountant.ready().expect("the device works") {}
+        while !accountant.is_ready().expect("the device works") {}
         let naive = accountant.finish(&engine.now()).expect("the device works");
         assert!(naive.alarms() > 0, "seed {seed}");
     }
@@ -426,7 +435,7 @@ fn a_device_that_fails_ends_the_audit_with_its_reason() {
     let engine = Engine::random(3);
     let mut accountant = Place::Device.open(&engine);
     engine.begin(&mut accountant);
-    assert!(accountant.ready().expect("the device works"));
+    assert!(accountant.is_ready().expect("the device works"));
     fake.fail("cuLaunchKernelEx", 700);
     let error = accountant.finish(&engine.now()).expect_err("no kernel can be launched");
     assert!(error.to_string().contains("cuLaunchKernelEx"), "{error}");

@@ -7,7 +7,7 @@ mod pools;
 use cuda_fake::{ALL_STREAMS, Fake};
 use cudarc::driver::sys;
 use kernels::{
-    cuda::{Device, Error, KvBuffer, Pool, Shape, Slice, Table},
+    cuda::{Device, DeviceTable, Error, KvBuffer, LaunchShape, PoolSize, Slice},
     reference::{self, LiveRow},
 };
 use pools::{Case, digests, filled};
@@ -17,7 +17,7 @@ fn device() -> Device {
     Device::open(0, &cuda_fake::image()).expect("the driver without a GPU has a device")
 }
 
-const POOL: Pool = Pool { page_shift: 4, npages: 100 };
+const POOL: PoolSize = PoolSize { page_shift: 4, npages: 100 };
 const LD: usize = 64;
 
 fn one_row(device: &Device) -> (kernels::cuda::LiveRows, LiveRow) {
@@ -50,20 +50,20 @@ fn a_snapshot_waits_for_the_scheduler_and_the_caller_for_nobody() {
     engine.send(&mut next, LD, &mut r2t).unwrap();
     // SAFETY: the engine's stream lives as long as the engine.
     unsafe { device.wait_for(engine.stream()).unwrap() };
-    let entries = Table { entries: r2t.slice(), ld: LD as u64 };
+    let entries = DeviceTable { entries: r2t.slice(), ld: LD as u64 };
     device.gather_pages(entries, &live, &mut staged, &mut bad).unwrap();
     device.fetch(staged.slice(), 3, &mut answer).unwrap();
     let mark = device.record().unwrap();
-    assert!(!mark.done().unwrap(), "the engine hasn't come to it");
+    assert!(!mark.is_done().unwrap(), "the engine hasn't come to it");
     assert!(answer.get().unwrap().is_none(), "no answer is shown before it is whole");
     let busy = device.fetch(staged.slice(), 3, &mut answer);
     assert!(matches!(busy, Err(Error::InFlight)), "{busy:?}");
     assert!(fake.pending(device.stream()) > 0);
 
     fake.step(engine.stream(), 1);
-    assert!(!mark.done().unwrap(), "it has written, and not said so");
+    assert!(!mark.is_done().unwrap(), "it has written, and not said so");
     fake.release(engine.stream());
-    assert!(mark.done().unwrap());
+    assert!(mark.is_done().unwrap());
     assert_eq!(answer.get().unwrap(), Some([9, 3, 4].as_slice()), "what the engine wrote last");
 }
 
@@ -78,7 +78,7 @@ fn without_waiting_a_snapshot_is_of_before() {
     fake.hold(engine.stream());
     engine.send(&mut next, LD, &mut r2t).unwrap();
     let (mut staged, mut bad) = (device.alloc(3).unwrap(), device.alloc(1).unwrap());
-    let entries = Table { entries: r2t.slice(), ld: LD as u64 };
+    let entries = DeviceTable { entries: r2t.slice(), ld: LD as u64 };
     device.gather_pages(entries, &live, &mut staged, &mut bad).unwrap();
     assert_eq!(device.download(staged.slice()).unwrap(), [7, 3, 4]);
     fake.release(engine.stream());
@@ -132,7 +132,7 @@ fn everything_comes_back_whatever_call_fails() {
         });
         fake.fail(symbol, 0);
         let error = result.unwrap_err().to_string();
-        assert_eq!(error, format!("{symbol} answered CUDA_ERROR_INVALID_VALUE (1)"));
+        assert_eq!(error, format!("{symbol} failed with CUDA_ERROR_INVALID_VALUE (1)"));
         assert_eq!(fake.live(), before, "after {symbol} failed");
     }
     let launches = fake.launches("kv_session");
@@ -152,7 +152,7 @@ fn a_device_without_room_says_so() {
         fake.set_memory_max(bytes.into());
         if let Err(error) = case.answers(&device) {
             let error = error.to_string();
-            assert_eq!(error, "cuMemAlloc_v2 answered CUDA_ERROR_OUT_OF_MEMORY (2)");
+            assert_eq!(error, "cuMemAlloc_v2 failed with CUDA_ERROR_OUT_OF_MEMORY (2)");
             refused += 1;
         }
         assert_eq!(fake.live(), before, "with {bytes} bytes");
@@ -189,7 +189,7 @@ fn an_image_that_is_none_is_refused() {
     let error = Device::open(0, &cuda_fake::image()).unwrap_err().to_string();
     assert!(error.starts_with("the kernel image lacks kv_gather_pages"), "{error}");
     let error = Device::open(7, &cuda_fake::image()).unwrap_err().to_string();
-    assert_eq!(error, "cuDeviceGet answered CUDA_ERROR_INVALID_DEVICE (101)");
+    assert_eq!(error, "cuDeviceGet failed with CUDA_ERROR_INVALID_DEVICE (101)");
 }
 
 #[test]
@@ -207,7 +207,7 @@ fn what_a_kernel_would_trip_over_is_refused() {
 
     let (mut short, mut bad) = (device.alloc(2).unwrap(), device.alloc(1).unwrap());
     let r2t = filled(&device, &table(1)).unwrap();
-    let entries = Table { entries: r2t.slice(), ld: LD as u64 };
+    let entries = DeviceTable { entries: r2t.slice(), ld: LD as u64 };
     let error = device.gather_pages(entries, &live, &mut short, &mut bad).unwrap_err().to_string();
     assert_eq!(error, "gathered pages: 3 given, 2 is the limit");
     let mut marks = device.marks(POOL.npages - 1).unwrap();
@@ -220,7 +220,7 @@ fn what_a_kernel_would_trip_over_is_refused() {
         let odd = KvBuffer { address: r2t.address(), page_bytes: 24 };
         assert!(device.kv_buffers(&[odd], 1).is_err(), "not whole vectors");
     }
-    assert!(Shape::new(48, 1, 1).is_err() && Shape::new(2048, 1, 1).is_err());
+    assert!(LaunchShape::new(48, 1, 1).is_err() && LaunchShape::new(2048, 1, 1).is_err());
 }
 
 #[test]
@@ -236,7 +236,7 @@ fn the_threads_context_is_as_it_was() {
     assert!(now().is_null(), "this thread had none");
     let memory = filled(&device, &[1u32, 2, 3]).unwrap();
     assert_eq!(device.download(memory.slice()).unwrap(), [1, 2, 3]);
-    assert!(device.record().unwrap().done().unwrap());
+    assert!(device.record().unwrap().is_done().unwrap());
     drop((memory, device));
     assert!(now().is_null(), "and has none now");
 }
@@ -275,7 +275,7 @@ fn host_memory_is_device_memory_where_there_is_no_gpu() {
     let (mut staged, mut bad) = (device.alloc(3).unwrap(), device.alloc(1).unwrap());
     // SAFETY: the table is in host memory, where this device works, and outlives the wait below.
     let entries = unsafe { Slice::foreign(r2t.as_ptr() as u64, r2t.len()).unwrap() };
-    let table = Table { entries, ld: LD as u64 };
+    let table = DeviceTable { entries, ld: LD as u64 };
     device.gather_pages(table, &live, &mut staged, &mut bad).unwrap();
     assert_eq!(device.download(staged.slice()).unwrap(), [7, 3, 4]);
 }

@@ -4,7 +4,7 @@ mod pools;
 
 use cuda_fake::Fake;
 use kernels::{
-    cuda::{Device, Shape},
+    cuda::{Device, LaunchShape},
     reference::SessionPages,
 };
 use pools::Case;
@@ -19,8 +19,8 @@ fn random_pools_are_answered_as_by_the_reference() {
     let _fake = Fake::load().unwrap();
     let mut device = device();
     // The default shape, and shapes small enough to divide these pools into several blocks.
-    let small = |threads| Shape::new(threads, 1, 3).unwrap();
-    let shapes = [Shape::default(), small(32), small(64), small(96)];
+    let small = |threads| LaunchShape::new(threads, 1, 3).unwrap();
+    let shapes = [LaunchShape::default(), small(32), small(64), small(96)];
     for (seed, &shape) in (0..1000).zip(shapes.iter().cycle()) {
         device.set_shape(shape);
         let case = Case::random(seed);
@@ -75,7 +75,7 @@ fn no_answer_depends_on_the_shape_of_a_launch() {
     for seed in 1000..1020 {
         let case = Case::random(seed);
         for (threads, entries, blocks_max) in [(32, 1, 1), (256, 2, 3), (1024, 8, 1024)] {
-            device.set_shape(Shape::new(threads, entries, blocks_max).unwrap());
+            device.set_shape(LaunchShape::new(threads, entries, blocks_max).unwrap());
             let answers = case.answers(&device).unwrap();
             assert_eq!(answers, case.expected(), "seed {seed}, {threads} threads");
         }

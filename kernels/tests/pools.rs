@@ -2,7 +2,10 @@
 
 use fastrand::Rng;
 use kernels::{
-    cuda::{Buffer, Classified, Device, Error, KvBuffer, PageSet, Plain, Pool, Table},
+    cuda::{
+        Classified, Device, DeviceBuffer, DevicePageSet, DeviceTable, Error, KvBuffer, Plain,
+        PoolSize,
+    },
     reference::{self, KvBytes, LiveRow, OWNER_SHARED, SessionPages},
 };
 
@@ -12,7 +15,7 @@ const ROW_PAGES: u32 = 64;
 /// The tables of one engine at one moment.
 #[derive(Debug)]
 pub(crate) struct Case {
-    pub(crate) pool: Pool,
+    pub(crate) pool: PoolSize,
     pub(crate) ld: usize,
     pub(crate) r2t: Vec<i32>,
     pub(crate) rows: Vec<LiveRow>,
@@ -64,7 +67,7 @@ impl Case {
         let mut rng = Rng::with_seed(seed);
         let page_shift = rng.u32(0..=6);
         let npages = if rng.u32(0..4) == 0 { rng.u32(1..70) } else { rng.u32(70..4000) };
-        let pool = Pool { page_shift, npages };
+        let pool = PoolSize { page_shift, npages };
         let sessions = rng.u32(1..=8);
         let ld = (rng.u32(1..=ROW_PAGES) as usize) << page_shift;
         let mut lists: Vec<Vec<u32>> = Vec::new();
@@ -98,7 +101,7 @@ impl Case {
 
     /// Returns the results of the scalar reference.
     pub(crate) fn expected(&self) -> Answers {
-        let Pool { page_shift, npages } = self.pool;
+        let PoolSize { page_shift, npages } = self.pool;
         let (staged, bad) =
             reference::gather_pages(&self.r2t, self.ld, &self.rows, page_shift, npages);
         let marks = reference::mark(&self.kept, &staged, page_shift, npages);
@@ -122,8 +125,8 @@ impl Case {
                 free_runs: free.runs(),
                 aliased: marks.aliased_pages(&tree),
             },
-            free: Set::of(&free),
-            tree: Set::of(&tree),
+            free: Set::from_reference(&free),
+            tree: Set::from_reference(&tree),
             refcnt: marks.refcnt,
             owner: marks.owner,
             digests: reference::page_digest(&kv, &self.sealed),
@@ -135,7 +138,7 @@ impl Case {
     pub(crate) fn answers(&self, device: &Device) -> Result<Answers, Error> {
         let pool = self.pool;
         let r2t = filled(device, &self.r2t)?;
-        let table = Table { entries: r2t.slice(), ld: self.ld as u64 };
+        let table = DeviceTable { entries: r2t.slice(), ld: self.ld as u64 };
         let mut live = device.live_rows(self.rows.len())?;
         device.set_live_rows(&mut live, &self.rows, pool)?;
         let mut staged = device.alloc(live.list_len())?;
@@ -171,7 +174,7 @@ impl Case {
         })
     }
 
-    fn set(&self, device: &Device, ids: &[i64], shift: u32) -> Result<PageSet, Error> {
+    fn set(&self, device: &Device, ids: &[i64], shift: u32) -> Result<DevicePageSet, Error> {
         let mut set = device.page_set(self.pool)?;
         // Adds the list in two halves, because a set accumulates lists.
         let ids = filled(device, ids)?;
@@ -183,7 +186,7 @@ impl Case {
     }
 
     fn digests(&self, device: &Device) -> Result<Vec<u64>, Error> {
-        let contents: Vec<(Buffer<u8>, usize)> = self
+        let contents: Vec<(DeviceBuffer<u8>, usize)> = self
             .kv
             .iter()
             .map(|kv| Ok((filled(device, &kv.bytes)?, kv.page_bytes)))
@@ -206,12 +209,12 @@ impl Kv {
 }
 
 impl Set {
-    fn of(set: &reference::PageSet) -> Set {
+    fn from_reference(set: &reference::PageSet) -> Set {
         let words = words(set.has.iter().copied());
         Set { words, duplicates_bad: [set.duplicates, set.bad] }
     }
 
-    fn from_device(device: &Device, set: &PageSet) -> Result<Set, Error> {
+    fn from_device(device: &Device, set: &DevicePageSet) -> Result<Set, Error> {
         let counters = device.download(set.duplicates_bad.slice())?;
         let duplicates_bad = counters.try_into().expect("a set has two counters");
         Ok(Set { words: device.download(set.words.slice())?, duplicates_bad })
@@ -219,7 +222,7 @@ impl Set {
 }
 
 /// Allocates device memory with these values.
-pub(crate) fn filled<T: Plain>(device: &Device, values: &[T]) -> Result<Buffer<T>, Error> {
+pub(crate) fn filled<T: Plain>(device: &Device, values: &[T]) -> Result<DeviceBuffer<T>, Error> {
     let mut buffer = device.alloc(values.len())?;
     device.upload(&mut buffer, values)?;
     Ok(buffer)
@@ -228,7 +231,7 @@ pub(crate) fn filled<T: Plain>(device: &Device, values: &[T]) -> Result<Buffer<T
 /// Returns the digests of the pages `sealed` over buffers, each given with its bytes per page.
 pub(crate) fn digests(
     device: &Device,
-    contents: &[(Buffer<u8>, usize)],
+    contents: &[(DeviceBuffer<u8>, usize)],
     npages: u32,
     sealed: &[u32],
 ) -> Result<Vec<u64>, Error> {
@@ -275,7 +278,7 @@ fn page_list(rng: &mut Rng, npages: u32, others: &[Vec<u32>], pages_max: u32) ->
 }
 
 /// Sometimes plants an entry, a length or a row number that no sound engine has.
-fn corrupt(rng: &mut Rng, r2t: &mut [i32], rows: &mut [LiveRow], ld: usize, pool: Pool) {
+fn corrupt(rng: &mut Rng, r2t: &mut [i32], rows: &mut [LiveRow], ld: usize, pool: PoolSize) {
     if r2t.is_empty() || rng.bool() {
         return;
     }
@@ -296,7 +299,7 @@ fn corrupt(rng: &mut Rng, r2t: &mut [i32], rows: &mut [LiveRow], ld: usize, pool
     }
 }
 
-fn free_list(rng: &mut Rng, pool: Pool) -> Vec<i64> {
+fn free_list(rng: &mut Rng, pool: PoolSize) -> Vec<i64> {
     let mut list: Vec<i64> = Vec::new();
     let npages = i64::from(pool.npages);
     let parts = if rng.u32(0..16) == 0 { 0 } else { rng.u32(1..60) };
@@ -315,7 +318,7 @@ fn free_list(rng: &mut Rng, pool: Pool) -> Vec<i64> {
 }
 
 /// Returns the token slots of whole pages, of some rows and of none; rarely with a stray slot.
-fn tree_list(rng: &mut Rng, pool: Pool, lists: &[Vec<u32>]) -> Vec<i64> {
+fn tree_list(rng: &mut Rng, pool: PoolSize, lists: &[Vec<u32>]) -> Vec<i64> {
     if rng.u32(0..16) == 0 {
         return vec![];
     }

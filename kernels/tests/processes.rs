@@ -10,7 +10,7 @@ mod pools;
 
 use cuda_fake::Fake;
 use kernels::{
-    cuda::{Device, Exported, Pool, Shape, Table, missing},
+    cuda::{Device, DeviceTable, Exported, LaunchShape, PoolSize, missing},
     reference::{self, LiveRow},
 };
 use pools::Case;
@@ -173,7 +173,7 @@ fn refusing_driver() {
 // ---- CUDA IPC -----------------------------------------------------------------------------------
 
 /// Two rows with four-token pages that share their first page.
-const SHARED_POOL: Pool = Pool { page_shift: 2, npages: 40 };
+const SHARED_POOL: PoolSize = PoolSize { page_shift: 2, npages: 40 };
 const SHARED_LD: usize = 16;
 
 fn shared_table() -> (Vec<i32>, Vec<LiveRow>) {
@@ -234,9 +234,9 @@ fn ipc() {
         device.set_live_rows(&mut live, &rows, SHARED_POOL).expect("the rows are sound");
         let mut staged = device.alloc(live.list_len()).expect("there is room");
         let mut bad = device.alloc(1).expect("there is room");
-        let table = Table { entries, ld: SHARED_LD as u64 };
+        let table = DeviceTable { entries, ld: SHARED_LD as u64 };
         device.gather_pages(table, &live, &mut staged, &mut bad).expect("it is launched");
-        let Pool { page_shift, npages } = SHARED_POOL;
+        let PoolSize { page_shift, npages } = SHARED_POOL;
         let expected = reference::gather_pages(&r2t, SHARED_LD, &rows, page_shift, npages);
         let staged = device.download(staged.slice()).expect("it ran");
         assert_eq!((staged, device.download(bad.slice()).expect("it ran")[0]), expected);
@@ -248,7 +248,7 @@ fn ipc() {
     drop(role.stdin.take());
     assert!(role.wait().expect("it ends").success());
     let error = device.import(&exported).expect_err("its process is gone");
-    assert!(error.to_string().starts_with("cuIpcOpenMemHandle_v2 answered"), "{error}");
+    assert!(error.to_string().starts_with("cuIpcOpenMemHandle_v2 failed with"), "{error}");
     assert_eq!(fake.live(), before, "what was opened is closed");
 }
 
@@ -263,7 +263,7 @@ fn compare_pools() -> ExitCode {
     for seed in 0..POOLS {
         let (threads, entries) =
             [(32, 1), (64, 1), (128, 8)][usize::try_from(seed % 3).expect("small")];
-        device.set_shape(Shape::new(threads, entries, 3).expect("it is a shape"));
+        device.set_shape(LaunchShape::new(threads, entries, 3).expect("it is a shape"));
         let case = Case::random(seed);
         let answers = case.answers(&device).expect("it runs");
         if answers != case.expected() {

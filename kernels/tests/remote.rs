@@ -9,9 +9,9 @@
 use cuda_fake::{ALL_STREAMS, Fake};
 use fastrand::Rng;
 use kernels::{
-    account::{Accountant, Snapshot, Pool, Row, Stream, Table},
-    cuda::{self, Buffer, Device, Exported, Imported},
-    ipc::{Audited, Error, Publisher, Remote},
+    account::{Accountant, Pool, RequestTable, Row, Snapshot, Stream},
+    cuda::{self, Device, DeviceBuffer, Exported, Imported},
+    ipc::{Error, Publisher, Remote, RemoteReport},
     table::{self, Reader, TableRow},
 };
 use std::{
@@ -67,7 +67,7 @@ fn account(row: u32, version: u64) -> (u64, u64) {
 }
 
 /// Returns the number of rows in a report that don't match the version in their key.
-fn torn(audited: &Audited) -> usize {
+fn torn(audited: &RemoteReport) -> usize {
     let torn = audited.report.sessions.iter().filter(|line| {
         let version = audited.keys[line.number as usize];
         (line.refs, line.runs) != account(line.number, version)
@@ -79,7 +79,7 @@ fn torn(audited: &Audited) -> usize {
 
 /// An engine's table on the device, the rows' versions, and the publisher.
 struct Engine {
-    entries: Buffer<i32>,
+    entries: DeviceBuffer<i32>,
     versions: Vec<u64>,
     publisher: Publisher,
 }
@@ -108,13 +108,13 @@ impl Engine {
 
     fn begin(&mut self) {
         // SAFETY: the default stream always exists.
-        unsafe { self.publisher.begin(0).expect("the driver works") };
+        unsafe { self.publisher.begin_step(0).expect("the driver works") };
     }
 
     fn done(&mut self) {
         let rows = self.rows();
         // SAFETY: the default stream always exists.
-        unsafe { self.publisher.done(&rows, 0).expect("the driver works") };
+        unsafe { self.publisher.end_step(&rows, 0).expect("the driver works") };
     }
 
     /// Runs a step that rewrites these rows.
@@ -132,7 +132,8 @@ fn engine(path: &Path) {
     let _fake = Fake::load().expect("cargo has built the driver");
     let open = || Device::open(0, &cuda_fake::image()).expect("the driver has a device");
     let device = open();
-    let entries: Buffer<i32> = device.alloc((ROWS * ROW_PAGES) as usize).expect("there is room");
+    let entries: DeviceBuffer<i32> =
+        device.alloc((ROWS * ROW_PAGES) as usize).expect("there is room");
     device.synchronize().expect("the driver works");
     let pool = pool(entries.address());
     let publisher =
@@ -181,7 +182,7 @@ fn run(engine: &mut Engine) {
 }
 
 fn pool(addr: u64) -> Pool {
-    let table = Table { addr, rows: ROWS, stride: ROW_PAGES };
+    let table = RequestTable { addr, rows: ROWS, stride: ROW_PAGES };
     // SAFETY: the callers keep the entries longer than the pool.
     unsafe { Pool::new(1, PAGES, table, vec![]).expect("a sound pool") }
 }
@@ -243,7 +244,7 @@ fn device() -> Device {
     Device::open(0, &cuda_fake::image()).expect("the driver has a device")
 }
 
-fn finish(remote: &mut Remote) -> Audited {
+fn finish(remote: &mut Remote) -> RemoteReport {
     loop {
         if let Some(audited) = remote.poll().expect("the driver works") {
             return audited;
@@ -300,21 +301,21 @@ impl Lax {
             keys: &keys,
             free: &[],
             tree: None,
-            whole: false,
+            complete: false,
             digest_pages_max: 0,
         };
         self.accountant.begin(&snapshot, Stream::DEFAULT).expect("the driver works");
     }
 
-    fn finish(&mut self) -> Audited {
-        while !self.accountant.ready().expect("the driver works") {}
+    fn finish(&mut self) -> RemoteReport {
+        while !self.accountant.is_ready().expect("the driver works") {}
         let now = match self.look {
             Look::Never => self.rows.clone(),
             Look::AtDone => self.reader.table(self.reader.done()).expect("the engine waits for us"),
         };
         let now: Vec<(u32, u64)> = now.iter().map(|row| (row.row, row.version)).collect();
         let report = self.accountant.finish(&now).expect("the driver works");
-        Audited { report, keys: self.rows.iter().map(|row| row.key).collect(), epoch: 0 }
+        RemoteReport { report, keys: self.rows.iter().map(|row| row.key).collect(), epoch: 0 }
     }
 }
 
@@ -400,7 +401,8 @@ fn unshared() {
     let fake = Fake::load().expect("cargo has built the driver");
     let folder = TempDir::new_in("/dev/shm").expect("there is memory for files");
     let path = folder.path().join("rows");
-    let entries: Buffer<i32> = device().alloc((ROWS * ROW_PAGES) as usize).expect("there is room");
+    let entries: DeviceBuffer<i32> =
+        device().alloc((ROWS * ROW_PAGES) as usize).expect("there is room");
     let pool = pool(entries.address());
     fake.mark_vmm(entries.address());
     let refused = Publisher::device(&pool, device(), &path, TABLES, ROWS);

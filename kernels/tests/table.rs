@@ -1,11 +1,11 @@
 //! The row table in shared memory: a reader gets complete tables of the step it asks for.
 
-use kernels::table::{Error, Export, Facts, Reader, TableRow, Writer};
+use kernels::table::{Error, Export, PoolFacts, Reader, TableRow, Writer};
 use std::{fs, thread};
 use tempfile::TempDir;
 
-fn facts(export: Option<Export>) -> Facts {
-    Facts { page_tokens: 16, pages: 4097, r2t_rows: 33, r2t_stride: 1 << 17, export }
+fn facts(export: Option<Export>) -> PoolFacts {
+    PoolFacts { page_tokens: 16, pages: 4097, r2t_rows: 33, r2t_stride: 1 << 17, export }
 }
 
 fn row(epoch: u64, i: u32) -> TableRow {
@@ -33,7 +33,7 @@ fn what_the_engine_says_is_read() {
         assert_eq!(reader.facts(), &facts);
         assert_eq!((reader.begun(), reader.done(), reader.newest()), (0, 0, 0));
         for epoch in 1..20 {
-            let step = writer.begin();
+            let step = writer.begin_step();
             writer.set_begun(step);
             assert_eq!((reader.begun(), reader.newest()), (epoch, epoch - 1));
             writer.publish(step, &rows(epoch)).expect("there is room");
@@ -44,7 +44,7 @@ fn what_the_engine_says_is_read() {
             assert_eq!(there, want, "the ring keeps the last four");
             assert_eq!(reader.table(epoch), Some(rows(epoch)));
         }
-        let step = writer.begin();
+        let step = writer.begin_step();
         let error = writer.publish(step, &[TableRow::default(); 41]);
         assert!(matches!(error, Err(Error::Rows { rows: 41, rows_max: 40 })));
         drop(writer);
@@ -102,7 +102,7 @@ fn no_table_is_half_old_and_half_new() {
             seen
         });
         for epoch in 1..100_000 {
-            let step = writer.begin();
+            let step = writer.begin_step();
             writer.publish(step, &rows(epoch)).expect("there is room");
         }
         // The last table stays in the mapping, so the reader sees at least one.

@@ -299,7 +299,7 @@ mod tests {
         };
         Report {
             number: 0,
-            scope: Scope::Whole,
+            scope: Scope::Complete,
             page_tokens: 16,
             pages: 101,
             rows: 2,

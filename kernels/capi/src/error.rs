@@ -58,13 +58,13 @@ impl Error {
             Self::Full => FULL,
             Self::Snapshot(_) => INVALID,
             Self::Device(_) => DEVICE,
-            Self::Account(error) => of_account(error),
-            Self::Ipc(error) => of_ipc(error),
+            Self::Account(error) => account_code(error),
+            Self::Ipc(error) => ipc_code(error),
         }
     }
 }
 
-fn of_account(error: &account::Error) -> i32 {
+fn account_code(error: &account::Error) -> i32 {
     use account::Error;
     match error {
         Error::Snapshot(_) => INVALID,
@@ -74,13 +74,13 @@ fn of_account(error: &account::Error) -> i32 {
     }
 }
 
-fn of_ipc(error: &ipc::Error) -> i32 {
+fn ipc_code(error: &ipc::Error) -> i32 {
     use ipc::Error;
     match error {
         Error::Table(_) => INVALID,
         Error::NoBeginning | Error::NoStep | Error::Overrun => STATE,
         Error::Unshared(_) | Error::OtherGpu | Error::Export { .. } => UNSHARED,
-        Error::Account(error) => of_account(error),
+        Error::Account(error) => account_code(error),
         Error::Device(_) => DEVICE,
     }
 }
@@ -90,7 +90,7 @@ thread_local! {
 }
 
 /// Runs a call, catches its panic, and records its error as this thread's last error.
-pub(crate) fn guarded<H, T>(
+pub(crate) fn guard_call<H, T>(
     handles: &Handles<H>,
     handle: u64,
     call: impl FnOnce() -> Result<T, Error>,
@@ -101,21 +101,21 @@ pub(crate) fn guarded<H, T>(
         Err(Error::Panic)
     });
     result.map_err(|error| {
-        LAST.set(CString::new(described(&error)).ok());
+        LAST.set(CString::new(describe(&error)).ok());
         error.code()
     })
 }
 
 /// Returns this thread's last error; never null.
-pub(crate) fn last() -> *const c_char {
+pub(crate) fn last_error() -> *const c_char {
     let last = LAST.with_borrow(|last| last.as_ref().map(|text| text.as_ptr()));
     last.unwrap_or(c"".as_ptr())
 }
 
 /// Returns the error and its sources in one line.
-fn described(error: &dyn std::error::Error) -> String {
+fn describe(error: &dyn std::error::Error) -> String {
     match error.source() {
         None => error.to_string(),
-        Some(source) => format!("{error}: {}", described(source)),
+        Some(source) => format!("{error}: {}", describe(source)),
     }
 }

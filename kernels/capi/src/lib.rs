@@ -11,9 +11,9 @@ mod types;
 pub use table::{
     berth_kv_table_begin, berth_kv_table_close, berth_kv_table_done, berth_kv_table_open,
 };
-pub use types::{RawBuffer, RawSnapshot, RawList, RawPool, RawRow, RawTableRow};
+pub use types::{RawBuffer, RawList, RawPool, RawRow, RawSnapshot, RawTableRow};
 
-use error::{Error, guarded};
+use error::{Error, guard_call};
 use handles::Handles;
 
 use kernels::{
@@ -25,16 +25,16 @@ use std::{
     ffi::{CStr, OsStr, c_char},
     os::unix::ffi::OsStrExt,
 };
-use types::{array, place, read, text};
+use types::{array, c_str, out_pointer, read};
 
 const ABI: u32 = 1;
 const HOST: i32 = -1;
 
 static ACCOUNTANTS: Handles<Accountant> = Handles::new();
 
-/// Wraps [`guarded`] for calls on an accountant that return 0 on success.
+/// Wraps [`guard_call`] for calls on an accountant that return 0 on success.
 fn status(handle: u64, call: impl FnOnce() -> Result<(), Error>) -> i32 {
-    guarded(&ACCOUNTANTS, handle, call).map_or_else(|code| code, |()| 0)
+    guard_call(&ACCOUNTANTS, handle, call).map_or_else(|code| code, |()| 0)
 }
 
 /// Returns the version of the ABI.
@@ -46,7 +46,7 @@ pub extern "C" fn berth_kv_abi() -> u32 {
 /// Returns this thread's last error.
 #[unsafe(no_mangle)]
 pub extern "C" fn berth_kv_error() -> *const c_char {
-    error::last()
+    error::last_error()
 }
 
 /// Opens a pool.
@@ -63,7 +63,7 @@ pub unsafe extern "C" fn berth_kv_open(
     status(0, || {
         // SAFETY: guaranteed by the caller.
         let (raw, fatbin, out) =
-            unsafe { (read("pool", pool)?, text(fatbin), place("handle", out)?) };
+            unsafe { (read("pool", pool)?, c_str(fatbin), out_pointer("handle", out)?) };
         // SAFETY: guaranteed by the caller.
         let pool = unsafe { raw.pool()? };
         let accountant = match raw.device {
@@ -96,16 +96,16 @@ pub unsafe extern "C" fn berth_kv_begin(handle: u64, snapshot: *const RawSnapsho
         // SAFETY: guaranteed by the caller.
         let raw = unsafe { read("snapshot", snapshot)? };
         // SAFETY: guaranteed by the caller.
-        let (books, stream) = unsafe { (raw.books()?, Stream::new(raw.stream)) };
-        ACCOUNTANTS.with(handle, |accountant| Ok(accountant.begin(&books.snapshot(), stream)?))
+        let (owned, stream) = unsafe { (raw.to_owned_snapshot()?, Stream::new(raw.stream)) };
+        ACCOUNTANTS.with(handle, |accountant| Ok(accountant.begin(&owned.as_snapshot(), stream)?))
     })
 }
 
 /// Returns 1 if the audit's copy has been made, else 0.
 #[unsafe(no_mangle)]
 pub extern "C" fn berth_kv_ready(handle: u64) -> i32 {
-    let ready = guarded(&ACCOUNTANTS, handle, || {
-        ACCOUNTANTS.with(handle, |accountant| Ok(accountant.ready()?))
+    let ready = guard_call(&ACCOUNTANTS, handle, || {
+        ACCOUNTANTS.with(handle, |accountant| Ok(accountant.is_ready()?))
     });
     ready.map_or_else(|code| code, i32::from)
 }
@@ -123,7 +123,7 @@ pub unsafe extern "C" fn berth_kv_finish(
     buffer: *mut u8,
     capacity: u64,
 ) -> i64 {
-    let written = guarded(&ACCOUNTANTS, handle, || {
+    let written = guard_call(&ACCOUNTANTS, handle, || {
         // SAFETY: guaranteed by the caller.
         let now: Vec<(u32, u64)> = unsafe {
             let rows = array("rows", rows, n)?.iter().copied();

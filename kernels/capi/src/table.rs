@@ -2,9 +2,9 @@
 
 use crate::{
     HOST, device,
-    error::{Error, guarded},
+    error::{Error, guard_call},
     handles::Handles,
-    types::{RawPool, RawTableRow, array, place, read, text},
+    types::{RawPool, RawTableRow, array, c_str, out_pointer, read},
 };
 use kernels::ipc::Publisher;
 use std::{
@@ -16,7 +16,7 @@ use std::{
 static TABLES: Handles<Publisher> = Handles::new();
 
 fn status(table: u64, call: impl FnOnce() -> Result<(), Error>) -> i32 {
-    guarded(&TABLES, table, call).map_or_else(|code| code, |()| 0)
+    guard_call(&TABLES, table, call).map_or_else(|code| code, |()| 0)
 }
 
 /// Creates a row table.
@@ -34,8 +34,9 @@ pub unsafe extern "C" fn berth_kv_table_open(
 ) -> i32 {
     status(0, || {
         // SAFETY: guaranteed by the caller.
-        let (raw, fatbin, path, out) =
-            unsafe { (read("pool", pool)?, text(fatbin), text(path), place("handle", out)?) };
+        let (raw, fatbin, path, out) = unsafe {
+            (read("pool", pool)?, c_str(fatbin), c_str(path), out_pointer("handle", out)?)
+        };
         let path = path.ok_or(Error::Pointer("path of the table"))?;
         let path = Path::new(OsStr::from_bytes(path.to_bytes()));
         // SAFETY: guaranteed by the caller.
@@ -57,7 +58,7 @@ pub unsafe extern "C" fn berth_kv_table_open(
 pub unsafe extern "C" fn berth_kv_table_begin(table: u64, stream: u64) -> i32 {
     status(table, || {
         // SAFETY: guaranteed by the caller.
-        TABLES.with(table, |publisher| Ok(unsafe { publisher.begin(stream) }?))
+        TABLES.with(table, |publisher| Ok(unsafe { publisher.begin_step(stream) }?))
     })
 }
 
@@ -77,7 +78,7 @@ pub unsafe extern "C" fn berth_kv_table_done(
         let rows = unsafe { array("table's rows", rows, n)? };
         let rows: Vec<_> = rows.iter().map(RawTableRow::row).collect();
         // SAFETY: guaranteed by the caller.
-        TABLES.with(table, |publisher| Ok(unsafe { publisher.done(&rows, stream) }?))
+        TABLES.with(table, |publisher| Ok(unsafe { publisher.end_step(&rows, stream) }?))
     })
 }
 

@@ -2,7 +2,7 @@
 
 use crate::error::Error;
 use kernels::{
-    account::{Buffer, Snapshot, List, Pool, Row, Table},
+    account::{List, Pool, PoolBuffer, RequestTable, Row, Snapshot},
     table::TableRow,
 };
 use std::{
@@ -65,7 +65,7 @@ pub struct RawSnapshot {
     nrows: u32,
     nsessions: u32,
     nfree: u32,
-    whole: u32,
+    complete: u32,
     digest_pages_max: u32,
     zero: u32,
     pub(crate) stream: u64,
@@ -99,7 +99,7 @@ pub(crate) unsafe fn read<T: Copy>(what: &'static str, from: *const T) -> Result
 ///
 /// # Safety
 /// The pointer must be null, or its target exclusively writable for `'a`.
-pub(crate) unsafe fn place<'a>(
+pub(crate) unsafe fn out_pointer<'a>(
     what: &'static str,
     to: *mut u64,
 ) -> Result<&'a mut MaybeUninit<u64>, Error> {
@@ -114,7 +114,7 @@ pub(crate) unsafe fn place<'a>(
 ///
 /// # Safety
 /// The pointer must be null, or a string that stays valid for `'a`.
-pub(crate) unsafe fn text<'a>(from: *const c_char) -> Option<&'a CStr> {
+pub(crate) unsafe fn c_str<'a>(from: *const c_char) -> Option<&'a CStr> {
     // SAFETY: not null; the caller guarantees the rest.
     (!from.is_null()).then(|| unsafe { CStr::from_ptr(from) })
 }
@@ -145,8 +145,8 @@ impl RawPool {
         // SAFETY: guaranteed by the caller.
         let buffers = unsafe { array("pool's buffers", self.buffers, self.nbuffers)? };
         let buffers =
-            buffers.iter().map(|&RawBuffer { addr, page_bytes }| Buffer { addr, page_bytes });
-        let table = Table { addr: self.r2t, rows: self.r2t_rows, stride: self.r2t_stride };
+            buffers.iter().map(|&RawBuffer { addr, page_bytes }| PoolBuffer { addr, page_bytes });
+        let table = RequestTable { addr: self.r2t, rows: self.r2t_rows, stride: self.r2t_stride };
         // SAFETY: guaranteed by the caller.
         Ok(unsafe { Pool::new(self.page_tokens, self.pages, table, buffers.collect())? })
     }
@@ -154,19 +154,19 @@ impl RawPool {
 
 /// A snapshot that owns its arrays.
 #[derive(Debug)]
-pub(crate) struct Books {
+pub(crate) struct OwnedSnapshot {
     rows: Vec<Row>,
     keys: Vec<u64>,
     free: Vec<List>,
     tree: Option<List>,
-    whole: bool,
+    complete: bool,
     digest_pages_max: u32,
 }
 
 impl RawSnapshot {
     /// # Safety
     /// The same as for `berth_kv_begin`.
-    pub(crate) unsafe fn books(&self) -> Result<Books, Error> {
+    pub(crate) unsafe fn to_owned_snapshot(&self) -> Result<OwnedSnapshot, Error> {
         let list = |&RawList { addr, n }: &RawList| {
             // SAFETY: guaranteed by the caller.
             unsafe { List::new(addr, n) }
@@ -183,12 +183,12 @@ impl RawSnapshot {
             // SAFETY: guaranteed by the caller.
             Some(list(&unsafe { read("snapshot's tree", self.tree)? }))
         };
-        Ok(Books {
+        Ok(OwnedSnapshot {
             rows: rows.iter().map(RawRow::row).collect(),
             keys: keys.to_vec(),
             free: free.iter().map(list).collect(),
             tree,
-            whole: self.whole != 0,
+            complete: self.complete != 0,
             digest_pages_max: self.digest_pages_max,
         })
     }
@@ -214,14 +214,14 @@ impl RawTableRow {
     }
 }
 
-impl Books {
-    pub(crate) fn snapshot(&self) -> Snapshot<'_> {
+impl OwnedSnapshot {
+    pub(crate) fn as_snapshot(&self) -> Snapshot<'_> {
         Snapshot {
             rows: &self.rows,
             keys: &self.keys,
             free: &self.free,
             tree: self.tree,
-            whole: self.whole,
+            complete: self.complete,
             digest_pages_max: self.digest_pages_max,
         }
     }

@@ -101,7 +101,7 @@ fn finding(at: i64, sessions: &[u32]) -> Finding {
 fn a_sound_pool_is_told_exactly() {
     let [first, second] = reports("", Place::Host);
     assert_eq!([&first, &second], reports("", Place::Device).each_ref());
-    assert_eq!((first.scope, first.alarms(), second.alarms()), (Scope::Whole, 0, 0));
+    assert_eq!((first.scope, first.alarms(), second.alarms()), (Scope::Complete, 0, 0));
     let c = first.classes.expect("the snapshot was complete");
     assert_eq!((c.free, c.private, c.cached, c.cached_in_use, c.leaked), (7, 5, 1, 2, 0));
     assert_eq!((first.held_pages, first.rows, first.rows_moved), (7, 2, 0));
@@ -149,7 +149,7 @@ fn a_row_that_moved_is_left_out_and_counted() {
     assert_eq!((first.classes, first.found(Kind::Leaked)), (None, None));
     let numbers: Vec<u32> = first.sessions.iter().map(|s| s.number).collect();
     assert_eq!((numbers, first.sessions[0].freed), (vec![0], None));
-    assert_eq!((second.scope, second.rows, second.rows_moved), (Scope::Whole, 2, 0));
+    assert_eq!((second.scope, second.rows, second.rows_moved), (Scope::Complete, 2, 0));
 }
 
 #[test]

@@ -4,7 +4,7 @@
 
 use super::{Error, Pool, Stream, snapshot::Snapshot};
 use crate::{
-    audit::{Books, Kept, Listed},
+    audit::{ListedPages, PoolCopy, ValidRows},
     reference::{self, LiveRow, Marks, PageSet, SessionPages},
     report::{Classes, Scope, Session},
 };
@@ -12,7 +12,7 @@ use std::ops::Range;
 
 /// The layout of the private copy.
 #[derive(Clone, Debug)]
-pub(super) struct Layout {
+pub(super) struct CopyLayout {
     /// The live rows, placed one behind the other in the copy.
     pub rows: Vec<LiveRow>,
     /// Range of the page references whose pages are digested.
@@ -26,24 +26,24 @@ pub(super) trait Backend: Send {
         &mut self,
         pool: &Pool,
         snapshot: &Snapshot<'_>,
-        layout: &Layout,
+        layout: &CopyLayout,
         stream: Stream,
     ) -> Result<(), Error>;
 
     /// Returns whether the private copy has been made.
-    fn copied(&mut self) -> Result<bool, Error>;
+    fn is_copied(&mut self) -> Result<bool, Error>;
 
     /// Waits for everything that was enqueued.
-    fn settle(&mut self) -> Result<(), Error>;
+    fn wait(&mut self) -> Result<(), Error>;
 
     /// Counts in the private copy, over the kept rows only.
-    fn count(&mut self, pool: &Pool, kept: &Kept) -> Result<Counts, Error>;
+    fn count(&mut self, pool: &Pool, kept: &ValidRows) -> Result<Counts, Error>;
 
     /// Returns the private copy itself; called only if the counts show a fault.
-    fn books(&mut self, pool: &Pool) -> Result<Books, Error>;
+    fn read_copy(&mut self, pool: &Pool) -> Result<PoolCopy, Error>;
 
     /// Returns page and digest of each page reference in the window.
-    fn window(&mut self) -> Result<Vec<(u32, u64)>, Error>;
+    fn digests(&mut self) -> Result<Vec<(u32, u64)>, Error>;
 }
 
 /// The counts of one private copy. A list that the snapshot lacks counts as empty.
@@ -74,26 +74,26 @@ pub(super) struct ListCount {
 }
 
 impl ListCount {
-    fn of(listed: &Listed) -> Self {
+    fn new(listed: &ListedPages) -> Self {
         let PageSet { has, duplicates, bad } = &listed.set;
         Self { duplicates: *duplicates, bad: *bad, padding: has[0] }
     }
 
-    fn wrong(&self) -> bool {
+    fn has_fault(&self) -> bool {
         self.duplicates > 0 || self.bad > 0 || self.padding
     }
 }
 
 impl Counts {
     /// Counts with the scalar reference.
-    pub(super) fn scalar(books: &Books, kept: &Kept, pool: &Pool) -> Self {
-        let (npages, shift) = (pool.pages(), pool.shift());
-        let marked = |rows: &[LiveRow]| reference::mark(rows, &books.staged, shift, npages);
+    pub(super) fn by_reference(copy: &PoolCopy, kept: &ValidRows, pool: &Pool) -> Self {
+        let (npages, shift) = (pool.pages(), pool.page_shift());
+        let marked = |rows: &[LiveRow]| reference::mark(rows, &copy.staged, shift, npages);
         let (marks, own): (Marks, Marks) = (marked(&kept.rows), marked(&kept.own));
         let empty = PageSet { has: vec![false; npages as usize], duplicates: 0, bad: 0 };
-        let free = books.free.as_ref().map_or(&empty, |listed| &listed.set);
-        let tree = books.tree.as_ref().map_or(&empty, |listed| &listed.set);
-        let by = reference::session(&kept.rows, &books.staged, &marks, Some(tree), shift);
+        let free = copy.free.as_ref().map_or(&empty, |listed| &listed.set);
+        let tree = copy.tree.as_ref().map_or(&empty, |listed| &listed.set);
+        let by = reference::session(&kept.rows, &copy.staged, &marks, Some(tree), shift);
         let numbers = by.keys().next_back().map_or(0, |last| last + 1);
         Self {
             sessions: (0..numbers).map(|n| by.get(&n).copied().unwrap_or_default()).collect(),
@@ -101,13 +101,13 @@ impl Counts {
             own_classes: reference::class_counts(free, &own, tree),
             aliased: marks.aliased_pages(tree),
             free_runs: free.runs(),
-            free: books.free.as_ref().map(ListCount::of),
-            tree: books.tree.as_ref().map(ListCount::of),
+            free: copy.free.as_ref().map(ListCount::new),
+            tree: copy.tree.as_ref().map(ListCount::new),
         }
     }
 
     /// Returns the number of distinct pages that the kept rows hold.
-    pub(super) fn held(&self) -> u64 {
+    pub(super) fn held_pages(&self) -> u64 {
         self.sum(|free_referenced_treed| free_referenced_treed & 2 != 0)
     }
 
@@ -122,24 +122,24 @@ impl Counts {
 
     /// Returns whether the counts show a fault that this scope can prove. `refs` is the number of
     /// page references of the kept rows, valid or not.
-    pub(super) fn alarming(&self, refs: u64, scope: Scope) -> bool {
+    pub(super) fn has_fault(&self, refs: u64, scope: Scope) -> bool {
         let sound: u64 = self.sessions.iter().map(|session| session.refs).sum();
         let own_cached = self.own_classes[3];
         let across = self.aliased + own_cached + self.classes[5..].iter().sum::<u64>();
         refs != sound
             || (across > 0 && scope.moment().is_some())
             || self.classes(scope).is_some_and(|classes| classes.leaked > 0)
-            || self.free.iter().chain(&self.tree).any(ListCount::wrong)
+            || self.free.iter().chain(&self.tree).any(ListCount::has_fault)
     }
 
     /// Returns the pages by class, without the padding page, if the copy is complete and
     /// consistent.
     pub(super) fn classes(&self, scope: Scope) -> Option<Classes> {
-        scope.whole()?;
+        scope.complete()?;
         let (free, tree) = (self.free?, self.tree?);
         let mut classes = self.classes;
         classes[usize::from(free.padding) << 2 | usize::from(tree.padding)] -= 1;
-        let reference::Classes { leaked, free, private, cached, cached_in_use, corrupt } =
+        let reference::ClassCounts { leaked, free, private, cached, cached_in_use, corrupt } =
             classes.into();
         Some(Classes { free, private, cached, cached_in_use, leaked, corrupt })
     }

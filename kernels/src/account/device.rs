@@ -6,14 +6,14 @@
 
 use super::{
     Error, Pool, Stream,
-    backend::{Backend, Counts, Layout, ListCount},
-    snapshot::{Buffer as KvPart, Snapshot, List},
+    backend::{Backend, CopyLayout, Counts, ListCount},
+    snapshot::{List, PoolBuffer, Snapshot},
 };
 use crate::{
-    audit::{Books, Kept, Listed},
+    audit::{ListedPages, PoolCopy, ValidRows},
     cuda::{
-        self, Buffer, Classified, Device, KvBuffer, KvBuffers, LiveRows, Mark, Marks, PageSet,
-        Plain, Slice, Table,
+        self, Classified, Device, DeviceBuffer, DeviceMarks, DevicePageSet, DeviceTable, KvBuffer,
+        KvBuffers, LiveRows, Plain, Slice, StreamMark,
     },
     reference::SessionPages,
 };
@@ -26,41 +26,42 @@ const DIGESTS: usize = 1 << 12;
 #[derive(Debug)]
 pub(super) struct OnDevice {
     device: Device,
-    pool: cuda::Pool,
+    pool: cuda::PoolSize,
     kv: KvBuffers,
     rows: LiveRows,
     own: LiveRows,
     staged: Growing<u32>,
-    bad: Buffer<u64>,
-    free: PageSet,
-    tree: PageSet,
-    marks: Marks,
-    claimed: Buffer<u32>,
-    referenced: Buffer<u32>,
-    shared: Buffer<u32>,
+    bad: DeviceBuffer<u64>,
+    free: DevicePageSet,
+    tree: DevicePageSet,
+    marks: DeviceMarks,
+    claimed: DeviceBuffer<u32>,
+    referenced: DeviceBuffer<u32>,
+    shared: DeviceBuffer<u32>,
     sessions: Growing<SessionPages>,
-    classified: [Buffer<Classified>; 2],
+    classified: [DeviceBuffer<Classified>; 2],
     digests: Growing<u64>,
-    taken: Taken,
+    copy: CopyInProgress,
 }
 
 /// The audit in progress.
 #[derive(Debug, Default)]
-struct Taken {
+struct CopyInProgress {
     refs: usize,
     window: Range<usize>,
     /// The free lists; `None` if the snapshot has none.
     free: Option<Vec<List>>,
     tree: Option<List>,
-    copied: Option<Mark>,
+    end: Option<StreamMark>,
 }
 
 impl OnDevice {
     /// Allocates everything that an audit of this pool needs.
     pub(super) fn new(device: Device, pool: &Pool) -> Result<Self, cuda::Error> {
         let npages = pool.pages();
-        let on = cuda::Pool { page_shift: pool.shift(), npages };
-        let part = |&KvPart { addr, page_bytes }: &KvPart| KvBuffer { address: addr, page_bytes };
+        let on = cuda::PoolSize { page_shift: pool.page_shift(), npages };
+        let part =
+            |&PoolBuffer { addr, page_bytes }: &PoolBuffer| KvBuffer { address: addr, page_bytes };
         let parts: Vec<KvBuffer> = pool.buffers().iter().map(part).collect();
         let rows = pool.rows_max();
         Ok(Self {
@@ -81,37 +82,37 @@ impl OnDevice {
             sessions: Growing::new(&device, rows)?,
             classified: [device.alloc(1)?, device.alloc(1)?],
             digests: Growing::new(&device, DIGESTS)?,
-            taken: Taken::default(),
+            copy: CopyInProgress::default(),
             pool: on,
             device,
         })
     }
 
-    fn enqueue(&mut self, pool: &Pool, layout: &Layout) -> Result<(), cuda::Error> {
+    fn enqueue(&mut self, pool: &Pool, layout: &CopyLayout) -> Result<(), cuda::Error> {
         let table = pool.table();
         let size = table.rows as usize * table.stride as usize;
         // SAFETY: the caller of `Pool::new` guaranteed these entries while `self` lives.
         let entries = unsafe { Slice::foreign(table.addr, size)? };
-        let table = Table { entries, ld: table.stride.into() };
+        let table = DeviceTable { entries, ld: table.stride.into() };
         let device = &self.device;
-        let staged = self.staged.at_least(device, self.taken.refs)?;
+        let staged = self.staged.at_least(device, self.copy.refs)?;
         if !layout.rows.is_empty() {
             device.gather_pages(table, &self.rows, staged, &mut self.bad)?;
         }
-        for list in self.taken.free.iter().flatten() {
+        for list in self.copy.free.iter().flatten() {
             device.list_to_set(ids(list)?, 0, self.pool, &mut self.free)?;
         }
-        if let Some(list) = &self.taken.tree {
+        if let Some(list) = &self.copy.tree {
             let shift = self.pool.page_shift;
             device.list_to_set(ids(list)?, shift, self.pool, &mut self.tree)?;
         }
-        let Range { start, end } = self.taken.window;
+        let Range { start, end } = self.copy.window;
         if start < end {
             let pages = staged.slice().part(start, end - start)?;
             let digests = self.digests.at_least(device, end - start)?;
             device.page_digest(&self.kv, pages, digests)?;
         }
-        self.taken.copied = Some(device.record()?);
+        self.copy.end = Some(device.record()?);
         Ok(())
     }
 
@@ -131,7 +132,7 @@ impl OnDevice {
         )
     }
 
-    fn counted(&mut self, kept: &Kept) -> Result<Counts, cuda::Error> {
+    fn count_pages(&mut self, kept: &ValidRows) -> Result<Counts, cuda::Error> {
         self.device.set_live_rows(&mut self.rows, &kept.rows, self.pool)?;
         self.device.set_live_rows(&mut self.own, &kept.own, self.pool)?;
         self.classify(0)?;
@@ -146,7 +147,7 @@ impl OnDevice {
             Ok(self.device.download(self.classified[which].slice())?[0])
         };
         let (all, own) = (classified(0)?, classified(1)?);
-        let list = |set: &PageSet, given: bool| -> Result<Option<ListCount>, cuda::Error> {
+        let list = |set: &DevicePageSet, given: bool| -> Result<Option<ListCount>, cuda::Error> {
             let counters = self.device.download(set.duplicates_bad.slice())?;
             let first = self.device.download(set.words.slice().part(0, 1)?)?[0];
             let (duplicates, bad) = (counters[0], counters[1]);
@@ -158,27 +159,27 @@ impl OnDevice {
             own_classes: own.classes,
             aliased: all.aliased,
             free_runs: all.free_runs,
-            free: list(&self.free, self.taken.free.is_some())?,
-            tree: list(&self.tree, self.taken.tree.is_some())?,
+            free: list(&self.free, self.copy.free.is_some())?,
+            tree: list(&self.tree, self.copy.tree.is_some())?,
         })
     }
 
-    fn copy_of_books(&self) -> Result<Books, cuda::Error> {
+    fn download_copy(&self) -> Result<PoolCopy, cuda::Error> {
         let npages = self.pool.npages;
         let list = |list: &List| self.device.download(ids(list)?);
-        let free = match &self.taken.free {
+        let free = match &self.copy.free {
             None => None,
             Some(lists) => {
                 let lists = lists.iter().map(list).collect::<Result<Vec<_>, _>>()?;
-                Some(Listed::of(lists.into_iter().flatten(), 0, npages))
+                Some(ListedPages::new(lists.into_iter().flatten(), 0, npages))
             }
         };
-        let tree = match &self.taken.tree {
+        let tree = match &self.copy.tree {
             None => None,
-            Some(tree) => Some(Listed::of(list(tree)?, self.pool.page_shift, npages)),
+            Some(tree) => Some(ListedPages::new(list(tree)?, self.pool.page_shift, npages)),
         };
-        let staged = self.device.download(self.staged.buffer.slice().part(0, self.taken.refs)?)?;
-        Ok(Books { staged, free, tree })
+        let staged = self.device.download(self.staged.buffer.slice().part(0, self.copy.refs)?)?;
+        Ok(PoolCopy { staged, free, tree })
     }
 }
 
@@ -187,18 +188,18 @@ impl Backend for OnDevice {
         &mut self,
         pool: &Pool,
         snapshot: &Snapshot<'_>,
-        layout: &Layout,
+        layout: &CopyLayout,
         stream: Stream,
     ) -> Result<(), Error> {
-        self.taken = Taken {
+        self.copy = CopyInProgress {
             refs: layout
                 .rows
                 .last()
-                .map_or(0, |row| (row.out_off + row.pages(pool.shift())) as usize),
+                .map_or(0, |row| (row.out_off + row.pages(pool.page_shift())) as usize),
             window: layout.window.start as usize..layout.window.end as usize,
             free: (!snapshot.free.is_empty()).then(|| snapshot.free.to_vec()),
             tree: snapshot.tree,
-            copied: None,
+            end: None,
         };
         // Work that doesn't read the engine's memory is enqueued before the wait for the engine.
         self.device.set_live_rows(&mut self.rows, &layout.rows, self.pool)?;
@@ -209,25 +210,25 @@ impl Backend for OnDevice {
         Ok(self.enqueue(pool, layout)?)
     }
 
-    fn copied(&mut self) -> Result<bool, Error> {
-        let copied = self.taken.copied.as_ref().map(Mark::done).transpose()?;
+    fn is_copied(&mut self) -> Result<bool, Error> {
+        let copied = self.copy.end.as_ref().map(StreamMark::is_done).transpose()?;
         Ok(copied.unwrap_or(false))
     }
 
-    fn settle(&mut self) -> Result<(), Error> {
+    fn wait(&mut self) -> Result<(), Error> {
         Ok(self.device.synchronize()?)
     }
 
-    fn count(&mut self, _pool: &Pool, kept: &Kept) -> Result<Counts, Error> {
-        Ok(self.counted(kept)?)
+    fn count(&mut self, _pool: &Pool, kept: &ValidRows) -> Result<Counts, Error> {
+        Ok(self.count_pages(kept)?)
     }
 
-    fn books(&mut self, _pool: &Pool) -> Result<Books, Error> {
-        Ok(self.copy_of_books()?)
+    fn read_copy(&mut self, _pool: &Pool) -> Result<PoolCopy, Error> {
+        Ok(self.download_copy()?)
     }
 
-    fn window(&mut self) -> Result<Vec<(u32, u64)>, Error> {
-        let Range { start, end } = self.taken.window;
+    fn digests(&mut self) -> Result<Vec<(u32, u64)>, Error> {
+        let Range { start, end } = self.copy.window;
         let n = end - start;
         let pages = self.device.download(self.staged.buffer.slice().part(start, n)?)?;
         let digests = self.device.download(self.digests.buffer.slice().part(0, n)?)?;
@@ -244,9 +245,9 @@ fn ids<'a>(list: &List) -> Result<Slice<'a, i64>, cuda::Error> {
 /// Device memory that is replaced when more is needed.
 #[derive(Debug)]
 struct Growing<T: Plain> {
-    buffer: Buffer<T>,
+    buffer: DeviceBuffer<T>,
     /// The replaced buffers; together they are smaller than `buffer`.
-    before: Vec<Buffer<T>>,
+    before: Vec<DeviceBuffer<T>>,
 }
 
 impl<T: Plain> Growing<T> {
@@ -254,7 +255,11 @@ impl<T: Plain> Growing<T> {
         Ok(Self { buffer: device.alloc(len)?, before: vec![] })
     }
 
-    fn at_least(&mut self, device: &Device, len: usize) -> Result<&mut Buffer<T>, cuda::Error> {
+    fn at_least(
+        &mut self,
+        device: &Device,
+        len: usize,
+    ) -> Result<&mut DeviceBuffer<T>, cuda::Error> {
         if self.buffer.len() < len {
             let larger = device.alloc(len.max(2 * self.buffer.len()))?;
             self.before.push(std::mem::replace(&mut self.buffer, larger));

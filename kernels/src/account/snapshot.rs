@@ -43,7 +43,7 @@ pub enum Error {
 
 /// The table `req_to_token`: `rows` rows of `i32` token slots, `stride` entries apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Table {
+pub struct RequestTable {
     pub addr: u64,
     pub rows: u32,
     pub stride: u32,
@@ -51,7 +51,7 @@ pub struct Table {
 
 /// One KV buffer: page `p` lies at `addr + p * page_bytes`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Buffer {
+pub struct PoolBuffer {
     pub addr: u64,
     pub page_bytes: u64,
 }
@@ -59,10 +59,10 @@ pub struct Buffer {
 /// The engine's KV pool.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Pool {
-    shift: u32,
+    page_shift: u32,
     pages: u32,
-    table: Table,
-    buffers: Vec<Buffer>,
+    table: RequestTable,
+    buffers: Vec<PoolBuffer>,
 }
 
 impl Pool {
@@ -77,8 +77,8 @@ impl Pool {
     pub unsafe fn new(
         page_tokens: u32,
         pages: u32,
-        table: Table,
-        buffers: Vec<Buffer>,
+        table: RequestTable,
+        buffers: Vec<PoolBuffer>,
     ) -> Result<Self, Error> {
         if !page_tokens.is_power_of_two() || page_tokens > PAGE_TOKENS_MAX {
             return Err(Error::PageTokens(page_tokens));
@@ -87,35 +87,35 @@ impl Pool {
         if pages < 2 || slots > i32::MAX as u64 {
             return Err(Error::Pages { pages, page_tokens });
         }
-        let Table { addr, rows, stride } = table;
+        let RequestTable { addr, rows, stride } = table;
         if addr == 0 || !addr.is_multiple_of(4) || rows == 0 || stride == 0 {
             return Err(Error::Table { addr, rows, stride });
         }
         at_most("KV buffers", buffers.len(), BUFFERS_MAX)?;
-        for (at, &Buffer { addr, page_bytes }) in buffers.iter().enumerate() {
-            let whole = page_bytes.is_multiple_of(16) && addr.is_multiple_of(16);
+        for (at, &PoolBuffer { addr, page_bytes }) in buffers.iter().enumerate() {
+            let aligned = page_bytes.is_multiple_of(16) && addr.is_multiple_of(16);
             let last = page_bytes.checked_mul(pages.into()).and_then(|n| n.checked_add(addr));
-            if addr == 0 || page_bytes == 0 || !whole || last.is_none() {
+            if addr == 0 || page_bytes == 0 || !aligned || last.is_none() {
                 return Err(Error::Buffer { at, addr, page_bytes });
             }
         }
-        Ok(Self { shift: page_tokens.trailing_zeros(), pages, table, buffers })
+        Ok(Self { page_shift: page_tokens.trailing_zeros(), pages, table, buffers })
     }
 
     pub fn page_tokens(&self) -> u32 {
-        1 << self.shift
+        1 << self.page_shift
     }
 
     /// Returns the base-2 logarithm of the page's tokens.
-    pub fn shift(&self) -> u32 {
-        self.shift
+    pub fn page_shift(&self) -> u32 {
+        self.page_shift
     }
 
     pub fn pages(&self) -> u32 {
         self.pages
     }
 
-    pub fn table(&self) -> Table {
+    pub fn table(&self) -> RequestTable {
         self.table
     }
 
@@ -124,7 +124,7 @@ impl Pool {
         ROWS_MAX.min(self.table.rows as usize)
     }
 
-    pub fn buffers(&self) -> &[Buffer] {
+    pub fn buffers(&self) -> &[PoolBuffer] {
         &self.buffers
     }
 }
@@ -208,7 +208,7 @@ pub struct Snapshot<'a> {
     /// Whether the snapshot is complete and consistent: every row that holds pages is in `rows`,
     /// and rows, free lists and tree are from one moment. Only then can an audit tell which pages
     /// have no owner or several.
-    pub whole: bool,
+    pub complete: bool,
     /// Sealed pages to digest, at most; 0 for none.
     pub digest_pages_max: u32,
 }
@@ -234,7 +234,7 @@ impl Snapshot<'_> {
         if refs > REFS_MAX {
             return Err(Error::TooMany { what: "page references", n: refs, max: REFS_MAX });
         }
-        let entries_max = NAMED_TIMES_MAX * (u64::from(pool.pages()) << pool.shift());
+        let entries_max = NAMED_TIMES_MAX * (u64::from(pool.pages()) << pool.page_shift());
         let free = self.free.iter().map(|list| ("free list", list));
         for (what, &List { addr, n, .. }) in free.chain(self.tree.iter().map(|t| ("tree", t))) {
             let placed = n == 0 || (addr != 0 && addr.is_multiple_of(8));

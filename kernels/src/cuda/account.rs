@@ -5,12 +5,14 @@
 //! that of the function of the same name in [`mod@crate::reference`].
 
 use super::launch::Kernel;
-use super::{Buffer, Device, Error, LiveRows, PAGE_SHIFT_MAX, Plain, Pool, Slice, at_most};
+use super::{
+    Device, DeviceBuffer, Error, LiveRows, PAGE_SHIFT_MAX, Plain, PoolSize, Slice, at_most,
+};
 use crate::reference::SessionPages;
 
 /// The table `req_to_token` on the device.
 #[derive(Clone, Copy, Debug)]
-pub struct Table<'a> {
+pub struct DeviceTable<'a> {
     pub entries: Slice<'a, i32>,
     /// Entries per row.
     pub ld: u64,
@@ -18,17 +20,17 @@ pub struct Table<'a> {
 
 /// Reference count and owner of every page, on the device.
 #[derive(Debug)]
-pub struct Marks {
-    pub refcnt: Buffer<u32>,
-    pub owner: Buffer<u32>,
+pub struct DeviceMarks {
+    pub refcnt: DeviceBuffer<u32>,
+    pub owner: DeviceBuffer<u32>,
 }
 
 /// A set of pages on the device, as a bitmap, with the number of faults in its source lists.
 #[derive(Debug)]
-pub struct PageSet {
-    pub words: Buffer<u32>,
+pub struct DevicePageSet {
+    pub words: DeviceBuffer<u32>,
     /// Two counters: entries that named a page again, and entries outside the pool.
-    pub duplicates_bad: Buffer<u64>,
+    pub duplicates_bad: DeviceBuffer<u64>,
 }
 
 /// The result of `kv_classify`.
@@ -62,19 +64,22 @@ unsafe impl Plain for KvBuffer {}
 /// The addresses of the pool's KV buffers, on the device.
 #[derive(Debug)]
 pub struct KvBuffers {
-    buffers: Buffer<KvBuffer>,
+    buffers: DeviceBuffer<KvBuffer>,
     npages: u32,
 }
 
 impl Device {
     /// Allocates marks for `npages` pages.
-    pub fn marks(&self, npages: u32) -> Result<Marks, Error> {
-        Ok(Marks { refcnt: self.alloc(npages as usize)?, owner: self.alloc(npages as usize)? })
+    pub fn marks(&self, npages: u32) -> Result<DeviceMarks, Error> {
+        Ok(DeviceMarks {
+            refcnt: self.alloc(npages as usize)?,
+            owner: self.alloc(npages as usize)?,
+        })
     }
 
     /// Allocates an empty set of `pool`'s pages.
-    pub fn page_set(&self, pool: Pool) -> Result<PageSet, Error> {
-        Ok(PageSet { words: self.alloc(pool.words())?, duplicates_bad: self.alloc(2)? })
+    pub fn page_set(&self, pool: PoolSize) -> Result<DevicePageSet, Error> {
+        Ok(DevicePageSet { words: self.alloc(pool.words())?, duplicates_bad: self.alloc(2)? })
     }
 
     /// Uploads the addresses of the pool's KV buffers. Waits.
@@ -94,10 +99,10 @@ impl Device {
     /// `kv_gather_pages`: copies the page ids of live rows; adds bad slots to the counter in `bad`.
     pub fn gather_pages(
         &self,
-        table: Table<'_>,
+        table: DeviceTable<'_>,
         live: &LiveRows,
-        staged: &mut Buffer<u32>,
-        bad: &mut Buffer<u64>,
+        staged: &mut DeviceBuffer<u32>,
+        bad: &mut DeviceBuffer<u64>,
     ) -> Result<(), Error> {
         at_most("gathered pages", live.list_len.into(), staged.len() as u64)?;
         at_most("counters", 1, bad.len() as u64)?;
@@ -129,8 +134,8 @@ impl Device {
     pub fn mark(
         &self,
         live: &LiveRows,
-        staged: &Buffer<u32>,
-        marks: &mut Marks,
+        staged: &DeviceBuffer<u32>,
+        marks: &mut DeviceMarks,
     ) -> Result<(), Error> {
         check_marks(marks, live.pool.npages)?;
         at_most("gathered pages", live.list_len.into(), staged.len() as u64)?;
@@ -164,11 +169,11 @@ impl Device {
     pub fn session(
         &self,
         live: &LiveRows,
-        staged: &Buffer<u32>,
-        marks: &Marks,
-        tree: Option<&PageSet>,
-        claimed: &mut Buffer<u32>,
-        out: &mut Buffer<SessionPages>,
+        staged: &DeviceBuffer<u32>,
+        marks: &DeviceMarks,
+        tree: Option<&DevicePageSet>,
+        claimed: &mut DeviceBuffer<u32>,
+        out: &mut DeviceBuffer<SessionPages>,
     ) -> Result<(), Error> {
         check_marks(marks, live.pool.npages)?;
         at_most("gathered pages", live.list_len.into(), staged.len() as u64)?;
@@ -201,7 +206,7 @@ impl Device {
     }
 
     /// Empties a set and clears its counters.
-    pub fn clear_set(&self, set: &mut PageSet) -> Result<(), Error> {
+    pub fn clear_set(&self, set: &mut DevicePageSet) -> Result<(), Error> {
         self.fill(&mut set.words, 0)?;
         self.fill(&mut set.duplicates_bad, 0)
     }
@@ -212,8 +217,8 @@ impl Device {
         &self,
         ids: Slice<'_, i64>,
         shift: u32,
-        pool: Pool,
-        set: &mut PageSet,
+        pool: PoolSize,
+        set: &mut DevicePageSet,
     ) -> Result<(), Error> {
         at_most("shift", shift.into(), PAGE_SHIFT_MAX.into())?;
         check_bitmaps(pool, [Some(&set.words)])?;
@@ -240,10 +245,10 @@ impl Device {
     /// share.
     pub fn ref_bitmap(
         &self,
-        marks: &Marks,
-        pool: Pool,
-        referenced: &mut Buffer<u32>,
-        shared: &mut Buffer<u32>,
+        marks: &DeviceMarks,
+        pool: PoolSize,
+        referenced: &mut DeviceBuffer<u32>,
+        shared: &mut DeviceBuffer<u32>,
     ) -> Result<(), Error> {
         check_marks(marks, pool.npages)?;
         check_bitmaps(pool, [Some(&*referenced), Some(&*shared)])?;
@@ -266,12 +271,12 @@ impl Device {
     /// `kv_classify`: counts the pages by class. `out` has one value.
     pub fn classify(
         &self,
-        free: &PageSet,
-        tree: &PageSet,
-        referenced: &Buffer<u32>,
-        shared: &Buffer<u32>,
-        pool: Pool,
-        out: &mut Buffer<Classified>,
+        free: &DevicePageSet,
+        tree: &DevicePageSet,
+        referenced: &DeviceBuffer<u32>,
+        shared: &DeviceBuffer<u32>,
+        pool: PoolSize,
+        out: &mut DeviceBuffer<Classified>,
     ) -> Result<(), Error> {
         let bitmaps = [&free.words, &tree.words, referenced, shared];
         check_bitmaps(pool, bitmaps.map(Some))?;
@@ -299,7 +304,7 @@ impl Device {
         &self,
         kv: &KvBuffers,
         pages: Slice<'_, u32>,
-        out: &mut Buffer<u64>,
+        out: &mut DeviceBuffer<u64>,
     ) -> Result<(), Error> {
         let count = u32::try_from(pages.len()).unwrap_or(u32::MAX);
         at_most("pages to digest", pages.len() as u64, (u32::MAX - 1).into())?;
@@ -324,14 +329,14 @@ impl Device {
     }
 }
 
-fn check_marks(marks: &Marks, npages: u32) -> Result<(), Error> {
+fn check_marks(marks: &DeviceMarks, npages: u32) -> Result<(), Error> {
     let places = marks.refcnt.len().min(marks.owner.len());
     at_most("pages to mark", npages.into(), places as u64)
 }
 
 fn check_bitmaps<const N: usize>(
-    pool: Pool,
-    bitmaps: [Option<&Buffer<u32>>; N],
+    pool: PoolSize,
+    bitmaps: [Option<&DeviceBuffer<u32>>; N],
 ) -> Result<(), Error> {
     for bitmap in bitmaps.into_iter().flatten() {
         at_most("words of a bitmap", pool.words() as u64, bitmap.len() as u64)?;

@@ -31,30 +31,30 @@ pub(super) enum Kernel {
 
 /// The block size of launches and the number of blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Shape {
+pub struct LaunchShape {
     threads: u32,
     entries: u32,
     pub(super) blocks_max: u32,
 }
 
-impl Default for Shape {
+impl Default for LaunchShape {
     /// Four warps per block hide memory latency, and leave room for the engine's own kernels. With
     /// eight entries per thread, a row of 128k single-token pages gets 128 blocks. 1,024 blocks of
     /// this size fill the 132 multiprocessors of an H200 at half occupancy.
-    fn default() -> Shape {
-        Shape { threads: 128, entries: 8, blocks_max: 1024 }
+    fn default() -> LaunchShape {
+        LaunchShape { threads: 128, entries: 8, blocks_max: 1024 }
     }
 }
 
-impl Shape {
+impl LaunchShape {
     /// Makes a shape: `threads` per block, in whole warps; `entries` per thread before a row gets
     /// another block; at most `blocks_max` blocks for work that isn't divided by rows.
-    pub fn new(threads: u32, entries: u32, blocks_max: u32) -> Result<Shape, Error> {
+    pub fn new(threads: u32, entries: u32, blocks_max: u32) -> Result<LaunchShape, Error> {
         at_most("threads of a block", threads.into(), 1024)?;
         if threads == 0 || !threads.is_multiple_of(WARP) {
             return Err(Error::Misaligned("a block's thread count"));
         }
-        Ok(Shape { threads, entries: entries.max(1), blocks_max: blocks_max.max(1) })
+        Ok(LaunchShape { threads, entries: entries.max(1), blocks_max: blocks_max.max(1) })
     }
 
     /// Returns the number of blocks for `items`, of which a thread may take any number.

@@ -3,7 +3,7 @@
 //! Device work runs asynchronously. Memory that it may still touch is either not handed out (a
 //! [`Pinned`] is readable only after its copy is done) or waited for on drop.
 
-use super::{Device, Error, Mark, Shared, at_most, driver};
+use super::{Device, Error, Shared, StreamMark, at_most, driver};
 use crate::reference::{LiveRow, SessionPages};
 use cudarc::driver::sys::CUdeviceptr;
 use std::{
@@ -44,7 +44,7 @@ unsafe impl Plain for SessionPages {}
 
 /// A device allocation of `len` values; freed on drop, after the work that uses it.
 #[derive(Debug)]
-pub struct Buffer<T: Plain> {
+pub struct DeviceBuffer<T: Plain> {
     shared: Arc<Shared>,
     /// 0 if `len` is 0.
     address: CUdeviceptr,
@@ -52,7 +52,7 @@ pub struct Buffer<T: Plain> {
     holds: PhantomData<T>,
 }
 
-impl<T: Plain> Buffer<T> {
+impl<T: Plain> DeviceBuffer<T> {
     pub fn len(&self) -> usize {
         self.len
     }
@@ -76,7 +76,7 @@ impl<T: Plain> Buffer<T> {
     }
 }
 
-impl<T: Plain> Drop for Buffer<T> {
+impl<T: Plain> Drop for DeviceBuffer<T> {
     fn drop(&mut self) {
         if self.len == 0 {
             return;
@@ -90,7 +90,7 @@ impl<T: Plain> Drop for Buffer<T> {
     }
 }
 
-/// Device memory for reading: a part of a [`Buffer`], or memory of another owner.
+/// Device memory for reading: a part of a [`DeviceBuffer`], or memory of another owner.
 #[derive(Clone, Copy, Debug)]
 pub struct Slice<'a, T: Plain> {
     address: CUdeviceptr,
@@ -142,7 +142,7 @@ pub struct Pinned<T: Plain> {
     memory: NonNull<T>,
     len: usize,
     /// The last copy from or to this memory.
-    copy: Option<Mark>,
+    copy: Option<StreamMark>,
 }
 
 // SAFETY: `Pinned` owns its memory.
@@ -165,7 +165,7 @@ impl<T: Plain> Pinned<T> {
     }
 
     fn settled(&self) -> Result<bool, Error> {
-        self.copy.as_ref().map_or(Ok(true), Mark::done)
+        self.copy.as_ref().map_or(Ok(true), StreamMark::is_done)
     }
 
     /// Returns the values, or `None` while a copy from or to them is in progress.
@@ -230,10 +230,10 @@ impl Drop for Registered {
 
 impl Device {
     /// Allocates device memory for `len` values; later work on the stream sees them as zero.
-    pub fn alloc<T: Plain>(&self, len: usize) -> Result<Buffer<T>, Error> {
+    pub fn alloc<T: Plain>(&self, len: usize) -> Result<DeviceBuffer<T>, Error> {
         at_most("values to allocate", len as u64, isize::MAX as u64 / size_of::<T>() as u64)?;
         let shared = Arc::clone(&self.shared);
-        let mut buffer = Buffer { shared, address: 0, len: 0, holds: PhantomData };
+        let mut buffer = DeviceBuffer { shared, address: 0, len: 0, holds: PhantomData };
         if len > 0 {
             let _current = self.shared.enter()?;
             // SAFETY: the pointer refers to a local. `Drop` frees only a buffer with a length,
@@ -288,7 +288,7 @@ impl Device {
     }
 
     /// Sets every byte of `buffer` to `byte`. Only enqueues.
-    pub fn fill<T: Plain>(&self, buffer: &mut Buffer<T>, byte: u8) -> Result<(), Error> {
+    pub fn fill<T: Plain>(&self, buffer: &mut DeviceBuffer<T>, byte: u8) -> Result<(), Error> {
         if buffer.is_empty() {
             return Ok(());
         }
@@ -302,7 +302,7 @@ impl Device {
         &self,
         from: &mut Pinned<T>,
         count: usize,
-        to: &mut Buffer<T>,
+        to: &mut DeviceBuffer<T>,
     ) -> Result<(), Error> {
         at_most("values to send", count as u64, from.len.min(to.len) as u64)?;
         self.copied(from, count, |host, bytes, stream| {
@@ -328,7 +328,11 @@ impl Device {
     }
 
     /// Copies all of `from` to the beginning of `to`, on the device. Only enqueues.
-    pub fn copy<T: Plain>(&self, from: Slice<'_, T>, to: &mut Buffer<T>) -> Result<(), Error> {
+    pub fn copy<T: Plain>(
+        &self,
+        from: Slice<'_, T>,
+        to: &mut DeviceBuffer<T>,
+    ) -> Result<(), Error> {
         at_most("values to copy", from.len as u64, to.len as u64)?;
         if from.is_empty() {
             return Ok(());
@@ -358,7 +362,11 @@ impl Device {
     }
 
     /// Copies `values` to the beginning of `buffer`. Waits.
-    pub fn upload<T: Plain>(&self, buffer: &mut Buffer<T>, values: &[T]) -> Result<(), Error> {
+    pub fn upload<T: Plain>(
+        &self,
+        buffer: &mut DeviceBuffer<T>,
+        values: &[T],
+    ) -> Result<(), Error> {
         at_most("values to upload", values.len() as u64, buffer.len as u64)?;
         if values.is_empty() {
             return Ok(());

@@ -1,6 +1,6 @@
 //! A snapshot's live rows on the device, checked here so that kernels can trust them.
 
-use super::{Buffer, Device, Error, Pinned, WARP, at_most};
+use super::{Device, DeviceBuffer, Error, Pinned, WARP, at_most};
 use crate::reference::{LiveRow, OWNER_SHARED};
 
 /// log2 of the largest page: a slot is a positive `i32`.
@@ -8,14 +8,14 @@ pub(super) const PAGE_SHIFT_MAX: u32 = 30;
 
 /// The pool to which rows and lists belong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Pool {
+pub struct PoolSize {
     /// log2 of the page size in token slots.
     pub page_shift: u32,
     /// Number of pages, including the padding page 0.
     pub npages: u32,
 }
 
-impl Pool {
+impl PoolSize {
     /// Returns the number of `u32` words in a bitmap of the pool's pages.
     pub fn words(self) -> usize {
         self.npages.div_ceil(WARP) as usize
@@ -25,13 +25,13 @@ impl Pool {
 /// The live rows of a snapshot, on the device.
 #[derive(Debug)]
 pub struct LiveRows {
-    pub(super) rows: Buffer<LiveRow>,
+    pub(super) rows: DeviceBuffer<LiveRow>,
     staging: Pinned<LiveRow>,
     pub(super) count: u32,
     pub(super) list_len: u32,
     pub(super) refs_row_max: u32,
     pub(super) sessions: u32,
-    pub(super) pool: Pool,
+    pub(super) pool: PoolSize,
 }
 
 impl LiveRows {
@@ -45,7 +45,7 @@ impl LiveRows {
         self.sessions as usize
     }
 
-    pub fn pool(&self) -> Pool {
+    pub fn pool(&self) -> PoolSize {
         self.pool
     }
 }
@@ -61,7 +61,7 @@ impl Device {
             list_len: 0,
             refs_row_max: 0,
             sessions: 0,
-            pool: Pool { page_shift: 0, npages: 0 },
+            pool: PoolSize { page_shift: 0, npages: 0 },
         })
     }
 
@@ -75,7 +75,7 @@ impl Device {
         &self,
         live: &mut LiveRows,
         rows: &[LiveRow],
-        pool: Pool,
+        pool: PoolSize,
     ) -> Result<(), Error> {
         at_most("page shift", pool.page_shift.into(), PAGE_SHIFT_MAX.into())?;
         at_most("live rows", rows.len() as u64, live.rows.len() as u64)?;

@@ -4,7 +4,7 @@ use super::Error;
 use crate::{
     account::Pool,
     cuda::{Device, Registered},
-    table::{Export, Facts, Stepped, TableRow, Writer},
+    table::{Export, PoolFacts, Step, TableRow, Writer},
 };
 use std::path::Path;
 
@@ -15,14 +15,14 @@ const ENTRY_BYTES: u64 = 4;
 #[derive(Debug)]
 pub struct Publisher {
     // The field order matters: `words` must be dropped before the mapping in `writer`.
-    words: Words,
+    words: StepWords,
     writer: Writer,
-    open: Option<Stepped>,
+    step: Option<Step>,
 }
 
 /// Which side writes `begun` and `done`: the side that changes `req_to_token`.
 #[derive(Debug)]
-enum Words {
+enum StepWords {
     Host,
     Stream {
         /// The page with the words `begun` and `done`, registered with the device.
@@ -40,8 +40,8 @@ impl Publisher {
     /// # Errors
     /// When the file can't be created, or a size is out of bounds.
     pub fn host(pool: &Pool, path: &Path, tables: u32, rows_max: u32) -> Result<Self, Error> {
-        let writer = Writer::create(path, &facts(pool, None), tables, rows_max)?;
-        Ok(Self { words: Words::Host, writer, open: None })
+        let writer = Writer::create(path, &pool_facts(pool, None), tables, rows_max)?;
+        Ok(Self { words: StepWords::Host, writer, step: None })
     }
 
     /// Makes a publisher for an engine on a device, whose stream writes `begun` and `done`. `path`
@@ -65,12 +65,12 @@ impl Publisher {
             bytes: exported.bytes,
             uuid: device.uuid()?,
         };
-        let writer = Writer::create(path, &facts(pool, Some(export)), tables, rows_max)?;
+        let writer = Writer::create(path, &pool_facts(pool, Some(export)), tables, rows_max)?;
         // SAFETY: the page is the beginning of the writer's own mapping, and `Publisher` keeps the
         // writer longer than the registration.
         let registered = unsafe { device.register(writer.head_page(), Writer::HEAD_BYTES)? };
-        let words = Words::Stream { registered, device, last: None };
-        Ok(Self { words, writer, open: None })
+        let words = StepWords::Stream { registered, device, last: None };
+        Ok(Self { words, writer, step: None })
     }
 
     /// Begins a step. None of the step's changes to `req_to_token` may be enqueued on `stream` yet.
@@ -82,16 +82,16 @@ impl Publisher {
     /// # Safety
     /// `stream` must be 0 or a stream of the device's primary context that is destroyed only after
     /// `self`. It is ignored for an engine in host memory.
-    pub unsafe fn begin(&mut self, stream: u64) -> Result<(), Error> {
-        let step = self.writer.begin();
+    pub unsafe fn begin_step(&mut self, stream: u64) -> Result<(), Error> {
+        let step = self.writer.begin_step();
         match &mut self.words {
-            Words::Host => self.writer.set_begun(step),
+            StepWords::Host => self.writer.set_begun(step),
             // SAFETY: guaranteed by the caller.
-            words @ Words::Stream { .. } => unsafe {
+            words @ StepWords::Stream { .. } => unsafe {
                 words.write(stream, Writer::BEGUN_BYTE, step)?;
             },
         }
-        self.open = Some(step);
+        self.step = Some(step);
         Ok(())
     }
 
@@ -102,26 +102,26 @@ impl Publisher {
     /// When no step has begun, there are more rows than a table holds, or the device fails.
     ///
     /// # Safety
-    /// The same as for [`Self::begin`].
-    pub unsafe fn done(&mut self, rows: &[TableRow], stream: u64) -> Result<(), Error> {
-        let step = self.open.ok_or(Error::NoBeginning)?;
+    /// The same as for [`Self::begin_step`].
+    pub unsafe fn end_step(&mut self, rows: &[TableRow], stream: u64) -> Result<(), Error> {
+        let step = self.step.ok_or(Error::NoBeginning)?;
         self.writer.publish(step, rows)?;
         match &mut self.words {
-            Words::Host => self.writer.set_done(step),
+            StepWords::Host => self.writer.set_done(step),
             // SAFETY: guaranteed by the caller.
-            words @ Words::Stream { .. } => unsafe {
+            words @ StepWords::Stream { .. } => unsafe {
                 words.write(stream, Writer::DONE_BYTE, step)?;
             },
         }
-        self.open = None;
+        self.step = None;
         Ok(())
     }
 }
 
-impl Words {
+impl StepWords {
     /// # Safety
     /// `stream` must be a stream of the device, or 0.
-    unsafe fn write(&mut self, stream: u64, byte: usize, step: Stepped) -> Result<(), Error> {
+    unsafe fn write(&mut self, stream: u64, byte: usize, step: Step) -> Result<(), Error> {
         let Self::Stream { registered, device, last } = self else { return Ok(()) };
         let address = registered.device_address() + byte as u64;
         *last = Some(stream);
@@ -132,7 +132,7 @@ impl Words {
     }
 }
 
-impl Drop for Words {
+impl Drop for StepWords {
     fn drop(&mut self) {
         if let Self::Stream { device, last: Some(stream), .. } = self {
             // SAFETY: the stream exists until `self` is gone. Unregistering waits for the device's
@@ -142,9 +142,9 @@ impl Drop for Words {
     }
 }
 
-fn facts(pool: &Pool, export: Option<Export>) -> Facts {
+fn pool_facts(pool: &Pool, export: Option<Export>) -> PoolFacts {
     let table = pool.table();
-    Facts {
+    PoolFacts {
         page_tokens: pool.page_tokens(),
         pages: pool.pages(),
         r2t_rows: table.rows,

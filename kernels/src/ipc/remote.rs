@@ -2,15 +2,15 @@
 
 use super::Error;
 use crate::{
-    account::{Accountant, Snapshot, Pool, Row, Stream, Table},
+    account::{Accountant, Pool, RequestTable, Row, Snapshot, Stream},
     cuda::{Device, Exported, Imported},
     report::{Report, SESSIONS_MAX},
-    table::{Facts, Reader, TableRow},
+    table::{PoolFacts, Reader, TableRow},
 };
 use std::path::Path;
 
 /// Attempts to read the newest table before giving up; the ring overwrites a table once per round.
-const LOOKS_MAX: usize = 16;
+const READ_ATTEMPTS_MAX: usize = 16;
 
 /// Audits one engine from outside its process.
 #[derive(Debug)]
@@ -19,12 +19,12 @@ pub struct Remote {
     accountant: Accountant,
     _imported: Imported,
     reader: Reader,
-    open: Option<Open>,
+    open: Option<OpenAudit>,
 }
 
 /// The audit in progress.
 #[derive(Debug)]
-struct Open {
+struct OpenAudit {
     epoch: u64,
     rows: Vec<TableRow>,
     keys: Vec<u64>,
@@ -34,7 +34,7 @@ struct Open {
 
 /// One audit's result.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Audited {
+pub struct RemoteReport {
     pub report: Report,
     /// The engine's session keys, indexed by the report's session numbers.
     pub keys: Vec<u64>,
@@ -50,7 +50,7 @@ impl Remote {
     /// GPU.
     pub fn open(path: &Path, device: Device) -> Result<Self, Error> {
         let reader = Reader::open(path)?;
-        let &Facts { page_tokens, pages, r2t_rows, r2t_stride, ref export } = reader.facts();
+        let &PoolFacts { page_tokens, pages, r2t_rows, r2t_stride, ref export } = reader.facts();
         let export = export.as_ref().ok_or(Error::Unshared(None))?;
         if export.uuid != device.uuid()? {
             return Err(Error::OtherGpu);
@@ -64,7 +64,7 @@ impl Remote {
         // SAFETY: only the address is taken. The engine closes its table before it frees the
         // memory. The tables' versions reveal what the engine writes in the meantime.
         let addr = unsafe { imported.slice::<i32>()? }.address();
-        let table = Table { addr, rows: r2t_rows, stride: r2t_stride };
+        let table = RequestTable { addr, rows: r2t_rows, stride: r2t_stride };
         // SAFETY: the memory is mapped for the requested bytes, and outlives the accountant.
         let pool = unsafe { Pool::new(page_tokens, pages, table, vec![])? };
         let accountant = Accountant::device(pool, device)?;
@@ -78,7 +78,7 @@ impl Remote {
     /// device fails.
     pub fn begin(&mut self) -> Result<(), Error> {
         self.reader.check()?;
-        self.give_up()?;
+        self.abandon()?;
         let (epoch, rows) = self.newest_done()?;
         let sessions = rows.iter().map(|row| row.session as usize + 1).max().unwrap_or(0);
         // The accountant refuses more sessions than this.
@@ -94,11 +94,11 @@ impl Remote {
             keys: &keys,
             free: &[],
             tree: None,
-            whole: false,
+            complete: false,
             digest_pages_max: 0,
         };
         self.accountant.begin(&snapshot, Stream::DEFAULT)?;
-        self.open = Some(Open { epoch, rows, keys, begun: None });
+        self.open = Some(OpenAudit { epoch, rows, keys, begun: None });
         Ok(())
     }
 
@@ -107,9 +107,9 @@ impl Remote {
     ///
     /// # Errors
     /// When there is no audit, the table is closed, or the device fails.
-    pub fn poll(&mut self) -> Result<Option<Audited>, Error> {
+    pub fn poll(&mut self) -> Result<Option<RemoteReport>, Error> {
         self.reader.check()?;
-        if !self.accountant.ready()? {
+        if !self.accountant.is_ready()? {
             return Ok(None);
         }
         let open = self.open.as_mut().expect("set together with the accountant's audit");
@@ -126,15 +126,15 @@ impl Remote {
             }
         };
         let report = self.accountant.finish(&now)?;
-        let Open { epoch, keys, .. } = self.open.take().expect("checked above");
-        Ok(Some(Audited { report, keys, epoch }))
+        let OpenAudit { epoch, keys, .. } = self.open.take().expect("checked above");
+        Ok(Some(RemoteReport { report, keys, epoch }))
     }
 
     /// Abandons the audit in progress, if any.
     ///
     /// # Errors
     /// When the device fails.
-    pub fn give_up(&mut self) -> Result<(), Error> {
+    pub fn abandon(&mut self) -> Result<(), Error> {
         if self.open.take().is_some() {
             self.accountant.abandon()?;
         }
@@ -142,7 +142,7 @@ impl Remote {
     }
 
     fn newest_done(&self) -> Result<(u64, Vec<TableRow>), Error> {
-        for _ in 0..LOOKS_MAX {
+        for _ in 0..READ_ATTEMPTS_MAX {
             let epoch = self.reader.done();
             if epoch == 0 {
                 return Err(Error::NoStep);

@@ -3,7 +3,7 @@
 //! | part | bytes |
 //! |---|---|
 //! | magic, version | 4 (`BKVR`), u16 |
-//! | scope; flags | u8 (0 whole, 1 moved, 2 partial); u8 (1 free, 2 classes) |
+//! | scope; flags | u8 (0 complete, 1 moved, 2 partial); u8 (1 free, 2 classes) |
 //! | number | u64 |
 //! | `page_tokens`, pages, rows, `rows_moved` | u32 each |
 //! | `held_pages` | u64 |
@@ -60,7 +60,7 @@ impl Report {
         out.0.extend(MAGIC);
         out.0.extend(VERSION.to_le_bytes());
         out.u8(match self.scope {
-            Scope::Whole => 0,
+            Scope::Complete => 0,
             Scope::Moved => 1,
             Scope::Partial => 2,
         });
@@ -107,7 +107,7 @@ impl Report {
             return Err(Error::Version(version));
         }
         let scope = match from.u8()? {
-            0 => Scope::Whole,
+            0 => Scope::Complete,
             1 => Scope::Moved,
             2 => Scope::Partial,
             _ => return Err(Error::Field("scope")),
@@ -331,7 +331,7 @@ mod tests {
     }
 
     fn report() -> impl Strategy<Value = Report> {
-        let scope = prop_oneof![Just(Scope::Whole), Just(Scope::Moved), Just(Scope::Partial)];
+        let scope = prop_oneof![Just(Scope::Complete), Just(Scope::Moved), Just(Scope::Partial)];
         let lists = (option::of(any::<[u64; 2]>()), option::of(any::<[u64; 6]>()));
         let head = (scope, any::<[u32; 4]>(), any::<[u64; 5]>(), lists);
         (head, sessions(), findings()).prop_map(

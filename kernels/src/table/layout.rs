@@ -51,7 +51,7 @@ pub struct Export {
 
 /// Facts about the pool and the table `req_to_token`.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Facts {
+pub struct PoolFacts {
     pub page_tokens: u32,
     /// Pages of the pool, including the padding page.
     pub pages: u32,
@@ -76,12 +76,12 @@ pub struct TableRow {
 
 /// The size of a table file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Shape {
+pub(super) struct RingSize {
     pub(super) tables: u32,
     pub(super) rows_max: u32,
 }
 
-impl Shape {
+impl RingSize {
     pub(super) fn new(tables: u32, rows_max: u32) -> Result<Self, Error> {
         let sound = (2..=64).contains(&tables) && (1..=ROWS_MAX).contains(&rows_max);
         let error = Error::Size { rows: rows_max, tables };
@@ -101,17 +101,17 @@ impl Shape {
 #[derive(Debug)]
 pub(super) struct Words {
     map: MmapRaw,
-    shape: Shape,
+    size: RingSize,
 }
 
 impl Words {
-    /// Wraps a mapping; [`Error::Foreign`] if it is smaller than `shape` requires.
-    pub(super) fn new(map: MmapRaw, shape: Shape) -> Result<Self, Error> {
-        if map.len() < shape.bytes() { Err(Error::Foreign) } else { Ok(Self { map, shape }) }
+    /// Wraps a mapping; [`Error::Foreign`] if it is smaller than `size` requires.
+    pub(super) fn new(map: MmapRaw, size: RingSize) -> Result<Self, Error> {
+        if map.len() < size.bytes() { Err(Error::Foreign) } else { Ok(Self { map, size }) }
     }
 
-    pub(super) fn shape(&self) -> Shape {
-        self.shape
+    pub(super) fn size(&self) -> RingSize {
+        self.size
     }
 
     #[cfg(feature = "cuda")]
@@ -119,7 +119,7 @@ impl Words {
         self.map.as_mut_ptr()
     }
 
-    fn at(&self, word: usize) -> &AtomicU64 {
+    fn word_at(&self, word: usize) -> &AtomicU64 {
         assert!(word < self.map.len() / 8, "the word is outside the mapping");
         // SAFETY: the word is inside the mapping, which starts at a page boundary and lives as long
         // as `self`. All processes only access it as atomic words.
@@ -128,37 +128,37 @@ impl Words {
 
     /// Returns the words that [`head`] computes and [`read_head`] reads.
     pub(super) fn head(&self) -> [&AtomicU64; HEAD_WORDS] {
-        std::array::from_fn(|word| self.at(word))
+        std::array::from_fn(|word| self.word_at(word))
     }
 
     pub(super) fn begun(&self) -> &AtomicU64 {
-        self.at(BEGUN_BYTE / 8)
+        self.word_at(BEGUN_BYTE / 8)
     }
 
     pub(super) fn done(&self) -> &AtomicU64 {
-        self.at(DONE_BYTE / 8)
+        self.word_at(DONE_BYTE / 8)
     }
 
     pub(super) fn newest(&self) -> &AtomicU64 {
-        self.at(NEWEST_BYTE / 8)
+        self.word_at(NEWEST_BYTE / 8)
     }
 
     pub(super) fn closed(&self) -> &AtomicU64 {
-        self.at(CLOSED_BYTE / 8)
+        self.word_at(CLOSED_BYTE / 8)
     }
 
     /// Returns an epoch's place in the ring: its number, its row count, and the index of its first
     /// row.
     pub(super) fn table(&self, epoch: u64) -> (&AtomicU64, &AtomicU64, usize) {
-        let turn = usize::try_from(epoch % u64::from(self.shape.tables))
+        let turn = usize::try_from(epoch % u64::from(self.size.tables))
             .expect("a ring has at most 64 tables");
-        let first = HEAD_BYTES / 8 + turn * self.shape.table_words();
-        (self.at(first), self.at(first + 1), first + TABLE_HEAD_WORDS)
+        let first = HEAD_BYTES / 8 + turn * self.size.table_words();
+        (self.word_at(first), self.word_at(first + 1), first + TABLE_HEAD_WORDS)
     }
 
     /// Returns the words of row `i` of a table.
     pub(super) fn row(&self, rows: usize, i: usize) -> [&AtomicU64; ROW_WORDS] {
-        std::array::from_fn(|word| self.at(rows + i * ROW_WORDS + word))
+        std::array::from_fn(|word| self.word_at(rows + i * ROW_WORDS + word))
     }
 }
 
@@ -174,11 +174,11 @@ impl TableRow {
 }
 
 /// Returns the words of the head, from byte 0 on.
-pub(super) fn head(facts: &Facts, shape: Shape) -> [u64; HEAD_WORDS] {
+pub(super) fn head(facts: &PoolFacts, size: RingSize) -> [u64; HEAD_WORDS] {
     let mut words = [0; HEAD_WORDS];
     words[0] = MAGIC;
-    words[1] = pair(VERSION, shape.tables);
-    words[2] = pair(shape.rows_max, facts.page_tokens);
+    words[1] = pair(VERSION, size.tables);
+    words[2] = pair(size.rows_max, facts.page_tokens);
     words[3] = pair(facts.pages, facts.r2t_rows);
     words[4] = pair(facts.r2t_stride, u32::from(facts.export.is_some()));
     if let Some(Export { handle, offset, bytes, uuid }) = &facts.export {
@@ -192,7 +192,7 @@ pub(super) fn head(facts: &Facts, shape: Shape) -> [u64; HEAD_WORDS] {
 }
 
 /// Reads the words of a head; [`Error::Foreign`] if they are not a head of this version.
-pub(super) fn read_head(words: &[u64; HEAD_WORDS]) -> Result<(Facts, Shape), Error> {
+pub(super) fn read_head(words: &[u64; HEAD_WORDS]) -> Result<(PoolFacts, RingSize), Error> {
     let (version, tables) = halves(words[1]);
     if words[0] != MAGIC || version != VERSION {
         return Err(Error::Foreign);
@@ -208,8 +208,8 @@ pub(super) fn read_head(words: &[u64; HEAD_WORDS]) -> Result<(Facts, Shape), Err
         uuid: std::array::from_fn(|_| names.next().unwrap_or(0)),
     };
     let export = (exported != 0).then_some(export);
-    let facts = Facts { page_tokens, pages, r2t_rows, r2t_stride, export };
-    Ok((facts, Shape::new(tables, rows_max).map_err(|_| Error::Foreign)?))
+    let facts = PoolFacts { page_tokens, pages, r2t_rows, r2t_stride, export };
+    Ok((facts, RingSize::new(tables, rows_max).map_err(|_| Error::Foreign)?))
 }
 
 fn pair(low: u32, high: u32) -> u64 {

@@ -1,8 +1,8 @@
 //! The agent's side: reads tables from the ring, each of them consistent.
 
 use super::{
-    Error, Facts, TableRow,
-    layout::{self, Shape, Words},
+    Error, PoolFacts, TableRow,
+    layout::{self, RingSize, Words},
 };
 use memmap2::MmapOptions;
 use std::{
@@ -15,7 +15,7 @@ use std::{
 #[derive(Debug)]
 pub struct Reader {
     words: Words,
-    facts: Facts,
+    facts: PoolFacts,
 }
 
 impl Reader {
@@ -28,17 +28,17 @@ impl Reader {
         let failed = |error| Error::File(path.to_owned(), error);
         let map = || MmapOptions::new().map_raw_read_only(&File::open(path)?);
         // First map enough for any head, then as much as the head says.
-        let least = Shape::new(2, 1)?;
+        let least = RingSize::new(2, 1)?;
         let words = Words::new(map().map_err(failed)?, least)?;
         let head = words.head().map(|word| word.load(Ordering::Relaxed));
-        let (facts, shape) = layout::read_head(&head)?;
-        let words = Words::new(map().map_err(failed)?, shape)?;
+        let (facts, size) = layout::read_head(&head)?;
+        let words = Words::new(map().map_err(failed)?, size)?;
         let reader = Self { words, facts };
         reader.check()?;
         Ok(reader)
     }
 
-    pub fn facts(&self) -> &Facts {
+    pub fn facts(&self) -> &PoolFacts {
         &self.facts
     }
 
@@ -75,7 +75,7 @@ impl Reader {
             return None;
         }
         let rows = usize::try_from(count.load(Ordering::Relaxed)).ok()?;
-        if rows > self.words.shape().rows_max as usize {
+        if rows > self.words.size().rows_max as usize {
             return None;
         }
         let read = |i| {

@@ -1,8 +1,8 @@
 //! The engine's side: writes one table per step into the ring.
 
 use super::{
-    Error, Facts, TableRow,
-    layout::{self, Shape, Words},
+    Error, PoolFacts, TableRow,
+    layout::{self, RingSize, Words},
 };
 use memmap2::MmapRaw;
 use std::{
@@ -22,7 +22,7 @@ pub struct Writer {
 
 /// A step that has begun, between its first and its last change of `req_to_token`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Stepped {
+pub struct Step {
     pub epoch: u64,
 }
 
@@ -40,8 +40,13 @@ impl Writer {
     ///
     /// # Errors
     /// When a size is out of bounds, or the file can't be created.
-    pub fn create(path: &Path, facts: &Facts, tables: u32, rows_max: u32) -> Result<Self, Error> {
-        let shape = Shape::new(tables, rows_max)?;
+    pub fn create(
+        path: &Path,
+        facts: &PoolFacts,
+        tables: u32,
+        rows_max: u32,
+    ) -> Result<Self, Error> {
+        let size = RingSize::new(tables, rows_max)?;
         let failed = |error| Error::File(path.to_owned(), error);
         // The file gets its name last, so a reader sees a complete file or none.
         let mut new = path.as_os_str().to_owned();
@@ -51,11 +56,11 @@ impl Writer {
             let _ = fs::remove_file(&new);
             let mut options = OpenOptions::new();
             let file = options.read(true).write(true).create_new(true).mode(0o600).open(&new)?;
-            file.set_len(shape.bytes() as u64)?;
+            file.set_len(size.bytes() as u64)?;
             MmapRaw::map_raw(&file)
         };
-        let words = Words::new(map().map_err(failed)?, shape)?;
-        for (word, value) in words.head().into_iter().zip(layout::head(facts, shape)) {
+        let words = Words::new(map().map_err(failed)?, size)?;
+        for (word, value) in words.head().into_iter().zip(layout::head(facts, size)) {
             word.store(value, Ordering::Relaxed);
         }
         fence(Ordering::Release);
@@ -65,9 +70,9 @@ impl Writer {
 
     /// Numbers the next step. Before the step changes anything, the caller must set `begun` to the
     /// epoch: by [`Self::set_begun`], or by the stream that makes the changes.
-    pub fn begin(&mut self) -> Stepped {
+    pub fn begin_step(&mut self) -> Step {
         self.epoch += 1;
-        Stepped { epoch: self.epoch }
+        Step { epoch: self.epoch }
     }
 
     /// Writes the table of the rows as they are after the step. The caller must set `done` after
@@ -75,8 +80,8 @@ impl Writer {
     ///
     /// # Errors
     /// When there are more rows than a table holds.
-    pub fn publish(&mut self, step: Stepped, rows: &[TableRow]) -> Result<(), Error> {
-        let rows_max = self.words.shape().rows_max;
+    pub fn publish(&mut self, step: Step, rows: &[TableRow]) -> Result<(), Error> {
+        let rows_max = self.words.size().rows_max;
         if rows.len() > rows_max as usize {
             return Err(Error::Rows { rows: rows.len(), rows_max });
         }
@@ -96,14 +101,14 @@ impl Writer {
     }
 
     /// Marks a step as begun, if the host makes the changes.
-    pub fn set_begun(&self, step: Stepped) {
+    pub fn set_begun(&self, step: Step) {
         set(self.words.begun(), step);
         // No change of the step may become visible before `begun`.
         fence(Ordering::SeqCst);
     }
 
     /// Marks a step's changes as complete, if the host makes them.
-    pub fn set_done(&self, step: Stepped) {
+    pub fn set_done(&self, step: Step) {
         set(self.words.done(), step);
     }
 
@@ -114,7 +119,7 @@ impl Writer {
     }
 }
 
-fn set(word: &AtomicU64, step: Stepped) {
+fn set(word: &AtomicU64, step: Step) {
     word.store(step.epoch, Ordering::Release);
 }
 

@@ -2,7 +2,7 @@
 
 use fastrand::Rng;
 use kernels::{
-    account::{Accountant, Buffer, Snapshot, List, Pool, Row, Stream, Table},
+    account::{Accountant, List, Pool, PoolBuffer, RequestTable, Row, Snapshot, Stream},
     report::Report,
 };
 
@@ -26,7 +26,7 @@ pub(crate) struct Engine {
     /// The radix tree's token slots.
     pub(crate) tree: Vec<i64>,
     pub(crate) tree_pages: Vec<u32>,
-    pub(crate) whole: bool,
+    pub(crate) complete: bool,
     pub(crate) digest_pages_max: u32,
 }
 
@@ -72,7 +72,7 @@ impl Engine {
             free: [vec![], vec![]],
             tree: vec![],
             tree_pages,
-            whole: true,
+            complete: true,
             digest_pages_max: 64,
         };
         for page in unused {
@@ -88,7 +88,7 @@ impl Engine {
     pub(crate) fn chaotic(seed: u64) -> Self {
         let mut random = Rng::with_seed(!seed);
         let mut engine = Self::random(seed);
-        engine.whole = random.bool();
+        engine.complete = random.bool();
         for entry in &mut engine.r2t {
             if random.u8(..) < 8 {
                 *entry =
@@ -150,10 +150,10 @@ impl Engine {
     pub(crate) fn pool(&self) -> Pool {
         let buffers = self.kv.iter().zip(&self.words);
         let buffers = buffers
-            .map(|(kv, n)| Buffer { addr: address(kv), page_bytes: 16 * *n as u64 })
+            .map(|(kv, n)| PoolBuffer { addr: address(kv), page_bytes: 16 * *n as u64 })
             .collect();
         let rows = u32::try_from(self.r2t.len()).expect("small") / STRIDE;
-        let table = Table { addr: address(&self.r2t), rows, stride: STRIDE };
+        let table = RequestTable { addr: address(&self.r2t), rows, stride: STRIDE };
         // SAFETY: each test keeps its engine longer than its accountants. It changes entries and KV
         // only between audits, or when a fake device tells when it reads.
         unsafe { Pool::new(1 << self.shift, self.pages, table, buffers).expect("a sound pool") }
@@ -171,7 +171,7 @@ impl Engine {
             keys: &self.keys,
             free: &free,
             tree: Some(list(&self.tree)),
-            whole: self.whole,
+            complete: self.complete,
             digest_pages_max: self.digest_pages_max,
         };
         accountant.begin(&snapshot, Stream::DEFAULT).expect("nothing is wrong with the snapshot");
@@ -185,7 +185,7 @@ impl Engine {
     /// Runs a complete audit in which no row changes.
     pub(crate) fn audit(&self, accountant: &mut Accountant) -> Report {
         self.begin(accountant);
-        while !accountant.ready().expect("the device works") {
+        while !accountant.is_ready().expect("the device works") {
             std::thread::yield_now();
         }
         accountant.finish(&self.now()).expect("the device works")

@@ -14,38 +14,38 @@ struct Line {
     about: &'static str,
     what: String,
     /// Text for people.
-    said: String,
+    result: String,
     /// Value for programs; null if the question was skipped.
     value: Value,
     /// Whether the result is as required; `None` if nothing is required.
-    well: Option<bool>,
+    passed: Option<bool>,
 }
 
 impl Answers {
-    /// Adds a figure; `said` is its text with a unit.
-    pub(crate) fn figure(
+    /// Adds a figure; `result` is its text, with a unit.
+    pub(crate) fn add_figure(
         &mut self,
         about: &'static str,
         what: impl Into<String>,
-        said: impl Into<String>,
+        result: impl Into<String>,
         value: impl Into<Value>,
     ) {
-        self.add(about, what.into(), said.into(), value.into(), None);
+        self.add(about, what.into(), result.into(), value.into(), None);
     }
 
     /// Adds the result of a check.
-    pub(crate) fn held(
+    pub(crate) fn check(
         &mut self,
         about: &'static str,
         what: impl Into<String>,
-        said: impl Into<String>,
-        well: bool,
+        result: impl Into<String>,
+        passed: bool,
     ) {
-        self.add(about, what.into(), said.into(), well.into(), Some(well));
+        self.add(about, what.into(), result.into(), passed.into(), Some(passed));
     }
 
     /// Adds a question that can't be answered here, and the reason.
-    pub(crate) fn unasked(
+    pub(crate) fn skip(
         &mut self,
         about: &'static str,
         what: impl Into<String>,
@@ -58,15 +58,15 @@ impl Answers {
         &mut self,
         about: &'static str,
         what: String,
-        said: String,
+        result: String,
         value: Value,
-        well: Option<bool>,
+        passed: Option<bool>,
     ) {
-        self.lines.push(Line { about, what, said, value, well });
+        self.lines.push(Line { about, what, result, value, passed });
     }
 
-    pub(crate) fn all_well(&self) -> bool {
-        self.lines.iter().all(|line| line.well != Some(false))
+    pub(crate) fn all_passed(&self) -> bool {
+        self.lines.iter().all(|line| line.passed != Some(false))
     }
 
     pub(crate) fn table(&self, fake: bool) -> String {
@@ -79,12 +79,12 @@ impl Answers {
                 let times = if fake { " (a driver without a GPU: times mean nothing)" } else { "" };
                 let _ = writeln!(text, "{about}{times}");
             }
-            let mark = match line.well {
+            let mark = match line.passed {
                 Some(true) => "ok  ",
                 Some(false) => "BAD ",
                 None => "    ",
             };
-            let _ = writeln!(text, "  {mark}{:width$}  {}", line.what, line.said);
+            let _ = writeln!(text, "  {mark}{:width$}  {}", line.what, line.result);
         }
         text.truncate(text.trim_end().len());
         text
@@ -93,12 +93,12 @@ impl Answers {
     pub(crate) fn json(&self, fake: bool) -> Value {
         let line = |line: &Line| {
             json!({
-                "about": line.about, "what": line.what, "said": line.said,
-                "value": line.value, "well": line.well,
+                "about": line.about, "what": line.what, "said": line.result,
+                "value": line.value, "well": line.passed,
             })
         };
         let lines: Vec<Value> = self.lines.iter().map(line).collect();
-        json!({ "fake": fake, "well": self.all_well(), "lines": lines })
+        json!({ "fake": fake, "well": self.all_passed(), "lines": lines })
     }
 
     pub(crate) fn markdown(&self, fake: bool) -> String {
@@ -107,9 +107,9 @@ impl Answers {
             text.push_str("On a driver without a GPU: no time below means anything.\n\n");
         }
         text.push_str("| about | what | found |\n|---|---|---|\n");
-        for Line { about, what, said, well, .. } in &self.lines {
-            let bad = if *well == Some(false) { "**bad**: " } else { "" };
-            let _ = writeln!(text, "| {about} | {what} | {bad}{said} |");
+        for Line { about, what, result, passed, .. } in &self.lines {
+            let bad = if *passed == Some(false) { "**bad**: " } else { "" };
+            let _ = writeln!(text, "| {about} | {what} | {bad}{result} |");
         }
         text
     }

@@ -3,7 +3,7 @@
 use crate::{Options, device, say};
 use anyhow::Context;
 use kernels::{
-    cuda::{Buffer, Exported},
+    cuda::{DeviceBuffer, Exported},
     ipc::{Error, Remote},
 };
 use std::{
@@ -36,7 +36,7 @@ pub(crate) enum Role {
 #[derive(Debug)]
 pub(crate) struct Child {
     process: process::Child,
-    said: BufReader<ChildStdout>,
+    output: BufReader<ChildStdout>,
 }
 
 impl Child {
@@ -57,14 +57,14 @@ impl Child {
         if let Some(table) = table {
             command.arg("--table").arg(table);
         }
-        Self::of(&mut command)
+        Self::spawn(&mut command)
     }
 
     /// Starts any program that prints lines and ends when its standard input ends.
-    pub(crate) fn of(command: &mut Command) -> anyhow::Result<Self> {
+    pub(crate) fn spawn(command: &mut Command) -> anyhow::Result<Self> {
         let mut process = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
-        let said = BufReader::new(process.stdout.take().context("its output was piped")?);
-        Ok(Self { process, said })
+        let output = BufReader::new(process.stdout.take().context("its output was piped")?);
+        Ok(Self { process, output })
     }
 
     pub(crate) fn pid(&self) -> u32 {
@@ -74,7 +74,7 @@ impl Child {
     /// Returns the next line of its output.
     pub(crate) fn line(&mut self) -> anyhow::Result<String> {
         let mut line = String::new();
-        self.said.read_line(&mut line)?;
+        self.output.read_line(&mut line)?;
         anyhow::ensure!(!line.is_empty(), "the other process ended without any output");
         Ok(line.trim().to_owned())
     }
@@ -83,7 +83,7 @@ impl Child {
     pub(crate) fn end(mut self) -> anyhow::Result<String> {
         drop(self.process.stdin.take());
         let mut rest = String::new();
-        self.said.read_to_string(&mut rest)?;
+        self.output.read_to_string(&mut rest)?;
         anyhow::ensure!(self.process.wait()?.success(), "the other process failed");
         Ok(rest)
     }
@@ -113,7 +113,7 @@ pub(crate) fn play(role: Role, options: &Options) -> anyhow::Result<()> {
         }
         Role::Exporter => {
             let device = device::open(options)?;
-            let mut memory: Buffer<u8> = device.alloc(EXPORTED)?;
+            let mut memory: DeviceBuffer<u8> = device.alloc(EXPORTED)?;
             device.fill(&mut memory, CONTENT)?;
             device.synchronize()?;
             say(&written(&device.export(memory.address(), EXPORTED as u64)?))?;

@@ -19,11 +19,11 @@ pub(crate) fn hold(options: &Options, answers: &mut Answers) -> anyhow::Result<(
         }
     }
     let what = format!("{} random pools", options.pools);
-    let said = if differ.is_empty() {
+    let text = if differ.is_empty() {
         "equal in every bit".to_owned()
     } else {
         format!("these seeds differ: {differ:?}")
     };
-    answers.held(ABOUT, what, said, differ.is_empty());
+    answers.check(ABOUT, what, text, differ.is_empty());
     Ok(())
 }

@@ -13,7 +13,7 @@ use crate::{
 };
 use kernels::{
     account::{Accountant, Snapshot, Stream},
-    cuda::{Buffer, Device, KvBuffers, Mark},
+    cuda::{Device, DeviceBuffer, KvBuffers, StreamMark},
     ipc::Publisher,
 };
 use serde_json::json;
@@ -40,8 +40,8 @@ struct Load<'a> {
     device: &'a Device,
     on: &'a Synthetic,
     kv: KvBuffers,
-    pages: Buffer<u32>,
-    digests: Buffer<u64>,
+    pages: DeviceBuffer<u32>,
+    digests: DeviceBuffer<u64>,
     reads: usize,
 }
 
@@ -99,7 +99,7 @@ pub(crate) fn measure(options: &Options, answers: &mut Answers) -> anyhow::Resul
         let (again, _) = load.run(options, Beside::Nothing)?;
         let bare = alone.mean_us().midpoint(again.mean_us());
         let effect = steps.mean_us() / bare - 1.0;
-        let said = format!(
+        let text = format!(
             "step {:.0} us (p99 {:.0}), alone {:.0} (p99 {:.0}): {:+.2} %, {audits} audits",
             steps.mean_us(),
             steps.p99_us(),
@@ -114,13 +114,13 @@ pub(crate) fn measure(options: &Options, answers: &mut Answers) -> anyhow::Resul
         };
         let target = beside == Beside::Inside(1.0) && !options.fake;
         if target {
-            answers.held(ABOUT, format!("{what}: at most 1 %"), said, effect <= EFFECT_MAX);
+            answers.check(ABOUT, format!("{what}: at most 1 %"), text, effect <= EFFECT_MAX);
         } else {
             let value = json!({
                 "step_us": steps.mean_us(), "p99_us": steps.p99_us(), "alone_us": bare,
                 "effect": effect, "audits": audits,
             });
-            answers.figure(ABOUT, what, said, value);
+            answers.add_figure(ABOUT, what, text, value);
         }
     }
     Ok(())
@@ -155,10 +155,12 @@ impl Load<'_> {
                 let publisher = std::cell::RefCell::new(publisher);
                 let stream = self.device.stream();
                 // SAFETY: the stream is the loop's, which outlives the publisher.
-                let begin = || unsafe { publisher.borrow_mut().begin(stream) }.map_err(Into::into);
+                let begin =
+                    || unsafe { publisher.borrow_mut().begin_step(stream) }.map_err(Into::into);
                 // SAFETY: as above.
-                let done =
-                    || unsafe { publisher.borrow_mut().done(&rows, stream) }.map_err(Into::into);
+                let done = || {
+                    unsafe { publisher.borrow_mut().end_step(&rows, stream) }.map_err(Into::into)
+                };
                 begin()?;
                 done()?;
                 self.device.synchronize()?;
@@ -197,10 +199,10 @@ impl Load<'_> {
 }
 
 /// Returns the time between the two oldest marks, once the younger of them is done.
-fn step(marks: &mut VecDeque<Mark>) -> anyhow::Result<Duration> {
+fn step(marks: &mut VecDeque<StreamMark>) -> anyhow::Result<Duration> {
     let before = marks.pop_front().expect("the caller saw some");
     let after = marks.front().expect("the caller saw some");
-    while !after.done()? {
+    while !after.is_done()? {
         thread::yield_now();
     }
     Ok(after.since(&before)?)
@@ -223,14 +225,14 @@ fn audit_inside(
         keys: &keys,
         free: &[free],
         tree: Some(tree),
-        whole: true,
+        complete: true,
         digest_pages_max: DIGEST_PAGES,
     };
     let mut audits = 0;
     let mut next = Instant::now();
     while !stop.load(Ordering::Relaxed) {
         accountant.begin(&snapshot, stream)?;
-        while !accountant.ready()? {
+        while !accountant.is_ready()? {
             thread::sleep(Duration::from_millis(1));
         }
         let report = accountant.finish(&now)?;

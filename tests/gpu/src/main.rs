@@ -90,7 +90,7 @@ fn main() -> anyhow::Result<ExitCode> {
     if options.json {
         say(&answers.json(options.fake).to_string())?;
     }
-    Ok(ExitCode::from(u8::from(!answers.all_well())))
+    Ok(ExitCode::from(u8::from(!answers.all_passed())))
 }
 
 fn say(text: &str) -> std::io::Result<()> {

@@ -17,12 +17,12 @@ pub(crate) fn compare(answers: &mut Answers) {
     let query = "--query-gpu=uuid,memory.total,memory.used,temperature.gpu";
     let smi = Command::new("nvidia-smi").args([query, "--format=csv,noheader,nounits"]).output();
     let Ok(smi) = smi else {
-        answers.unasked(ABOUT, "against nvidia-smi", "there is no nvidia-smi");
+        answers.skip(ABOUT, "against nvidia-smi", "there is no nvidia-smi");
         return;
     };
     let snapshot = match gpu::watch(Settings::default()) {
         Ok(gpus) => gpus.now(),
-        Err(error) => return answers.unasked(ABOUT, "against nvidia-smi", error),
+        Err(error) => return answers.skip(ABOUT, "against nvidia-smi", error),
     };
     for line in String::from_utf8_lossy(&smi.stdout).lines() {
         let mut words = line.split(", ");
@@ -40,8 +40,8 @@ pub(crate) fn compare(answers: &mut Answers) {
                 && ours[1].abs_diff(theirs[1]) <= USED_MIB_APART_MAX
                 && ours[2].abs_diff(theirs[2]) <= DEGREES_APART_MAX
         };
-        let said = format!("{ours:?}, nvidia-smi {theirs:?} (MiB total, MiB used, degrees)");
-        answers.held(ABOUT, uuid, said, ours.as_ref().is_some_and(near));
+        let text = format!("{ours:?}, nvidia-smi {theirs:?} (MiB total, MiB used, degrees)");
+        answers.check(ABOUT, uuid, text, ours.as_ref().is_some_and(near));
     }
 }
 

@@ -8,7 +8,7 @@ use crate::{
     child::{self, Child, Role},
     device, nvml,
 };
-use kernels::cuda::{Buffer, Device};
+use kernels::cuda::{Device, DeviceBuffer};
 use nvml_wrapper::Nvml;
 use serde_json::json;
 use std::{process::Command, time::Duration};
@@ -25,16 +25,16 @@ pub(crate) fn ask(options: &Options, answers: &mut Answers) -> anyhow::Result<()
     torch_tensor(options, &device, answers)?;
     let what = "words written around and inside graph replay";
     if options.fake {
-        answers.unasked(ABOUT, what, "the driver without a GPU has no graphs");
+        answers.skip(ABOUT, what, "the driver without a GPU has no graphs");
     } else {
-        let (said, well) = graph::words_around(&device)?;
-        answers.held(ABOUT, what, said, well);
+        let (text, passed) = graph::words_around(&device)?;
+        answers.check(ABOUT, what, text, passed);
     }
     match Nvml::init() {
         Ok(nvml) => by_nvml(options, &nvml, answers)?,
         Err(error) => {
             let what = "an agent's context, this process, performance counters";
-            answers.unasked(ABOUT, what, error);
+            answers.skip(ABOUT, what, error);
         }
     }
     Ok(())
@@ -45,7 +45,7 @@ fn load_time(options: &Options, answers: &mut Answers) -> anyhow::Result<()> {
     let begin = Instant::now();
     let _second = device::open(options)?;
     let ms = begin.elapsed().as_secs_f64() * 1e3;
-    answers.figure(ABOUT, "loading the fatbin", format!("{ms:.1} ms"), json!({ "ms": ms }));
+    answers.add_figure(ABOUT, "loading the fatbin", format!("{ms:.1} ms"), json!({ "ms": ms }));
     Ok(())
 }
 
@@ -56,20 +56,20 @@ fn exporter_dies(options: &Options, device: &Device, answers: &mut Answers) -> a
     let imported = device.import(&child::read(&exporter.line()?)?)?;
     // SAFETY: only this process uses the memory; the exporter has finished writing.
     let mapped = unsafe { imported.slice::<u8>()? };
-    let whole = |bytes: &[u8]| bytes.iter().all(|&byte| byte == child::CONTENT);
-    let before = whole(&device.download(mapped)?);
-    answers.held(ABOUT, "memory of another process", "reads as written", before);
+    let is_unchanged = |bytes: &[u8]| bytes.iter().all(|&byte| byte == child::CONTENT);
+    let before = is_unchanged(&device.download(mapped)?);
+    answers.check(ABOUT, "memory of another process", "reads as written", before);
     exporter.kill()?;
     let after = match device.download(mapped) {
-        Ok(bytes) if whole(&bytes) => "still reads as written".to_owned(),
+        Ok(bytes) if is_unchanged(&bytes) => "still reads as written".to_owned(),
         Ok(_) => "reads as something else".to_owned(),
         Err(error) => format!("is an error: {error}"),
     };
     drop(imported);
-    let mut other: Buffer<u8> = device.alloc(1 << 20)?;
+    let mut other: DeviceBuffer<u8> = device.alloc(1 << 20)?;
     let goes_on = device.fill(&mut other, 1).and_then(|()| device.synchronize()).is_ok();
-    let said = format!("{after}; the device goes on: {goes_on}");
-    answers.held(ABOUT, "the same when its exporter was killed", said, goes_on);
+    let text = format!("{after}; the device goes on: {goes_on}");
+    answers.check(ABOUT, "the same when its exporter was killed", text, goes_on);
     Ok(())
 }
 
@@ -77,17 +77,17 @@ fn exporter_dies(options: &Options, device: &Device, answers: &mut Answers) -> a
 fn torch_tensor(options: &Options, device: &Device, answers: &mut Answers) -> anyhow::Result<()> {
     let what = "a tensor of torch, mapped";
     let Some(python) = &options.python else {
-        answers.unasked(ABOUT, what, "no --python with torch was named");
+        answers.skip(ABOUT, what, "no --python with torch was named");
         return Ok(());
     };
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/torch_tensor.py");
-    let mut tensor = Child::of(Command::new(python).arg(script))?;
+    let mut tensor = Child::spawn(Command::new(python).arg(script))?;
     let torch = tensor.line()?;
     let imported = device.import(&child::read(&tensor.line()?)?)?;
     // SAFETY: the script has finished writing.
     let entries = device.download(unsafe { imported.slice::<i32>()? })?;
-    let whole = entries.iter().zip(0..).all(|(&entry, i)| entry == i);
-    answers.held(ABOUT, what, torch, whole);
+    let is_unchanged = entries.iter().zip(0..).all(|(&entry, i)| entry == i);
+    answers.check(ABOUT, what, torch, is_unchanged);
     drop(imported);
     tensor.end()?;
     Ok(())
@@ -95,23 +95,23 @@ fn torch_tensor(options: &Options, device: &Device, answers: &mut Answers) -> an
 
 fn by_nvml(options: &Options, nvml: &Nvml, answers: &mut Answers) -> anyhow::Result<()> {
     let (before, this) = nvml::memory(nvml, std::process::id())?;
-    let said = this.map_or("is not among its processes".to_owned(), |used| format!("{used:?}"));
-    answers.figure(ABOUT, "this process, as NVML has it", said.clone(), said);
+    let text = this.map_or("is not among its processes".to_owned(), |used| format!("{used:?}"));
+    answers.add_figure(ABOUT, "this process, as NVML has it", text.clone(), text);
     let mut agent = Child::start(options, Role::Context, None, 1.0)?;
     agent.line()?;
     let (with, of) = nvml::memory(nvml, agent.pid())?;
     let mib = with.saturating_sub(before) / MIB;
-    let said = format!("{mib} MiB more are in use; NVML ascribes {of:?} to it");
-    answers.figure(ABOUT, "a context in the agent", said, json!({ "mib": mib }));
+    let text = format!("{mib} MiB more are in use; NVML ascribes {of:?} to it");
+    answers.add_figure(ABOUT, "a context in the agent", text, json!({ "mib": mib }));
     agent.end()?;
     match nvml::counters(nvml) {
         Ok(Some(took)) => {
             let us = took.as_secs_f64() * 1e6;
-            let said = format!("{us:.0} us a reading");
-            answers.figure(ABOUT, "performance counters", said, json!({ "us": us }));
+            let text = format!("{us:.0} us a reading");
+            answers.add_figure(ABOUT, "performance counters", text, json!({ "us": us }));
         }
-        Ok(None) => answers.unasked(ABOUT, "performance counters", "this GPU has none"),
-        Err(error) => answers.unasked(ABOUT, "performance counters", error),
+        Ok(None) => answers.skip(ABOUT, "performance counters", "this GPU has none"),
+        Err(error) => answers.skip(ABOUT, "performance counters", error),
     }
     Ok(())
 }

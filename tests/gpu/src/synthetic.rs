@@ -3,8 +3,8 @@
 use anyhow::Context;
 use fastrand::Rng;
 use kernels::{
-    account::{self, Buffer as KvPart, List, Row},
-    cuda::{Buffer, Device, KvBuffer, KvBuffers, Pool, Slice},
+    account::{self, List, PoolBuffer, Row},
+    cuda::{Device, DeviceBuffer, KvBuffer, KvBuffers, PoolSize, Slice},
     reference::{LiveRow, lay_out},
     table::TableRow,
 };
@@ -52,14 +52,14 @@ pub(crate) enum Held {
 /// The tables.
 #[derive(Debug)]
 pub(crate) struct Synthetic {
-    pub(crate) pool: Pool,
+    pub(crate) pool: PoolSize,
     pub(crate) size: Size,
-    pub(crate) entries: Buffer<i32>,
+    pub(crate) entries: DeviceBuffer<i32>,
     pub(crate) stride: u32,
     pub(crate) rows: Vec<LiveRow>,
-    pub(crate) free: Buffer<i64>,
-    pub(crate) tree: Buffer<i64>,
-    pub(crate) kv: Buffer<u8>,
+    pub(crate) free: DeviceBuffer<i64>,
+    pub(crate) tree: DeviceBuffer<i64>,
+    pub(crate) kv: DeviceBuffer<u8>,
 }
 
 impl Synthetic {
@@ -105,7 +105,7 @@ impl Synthetic {
         let mut table = device.alloc(entries.len())?;
         device.upload(&mut table, &entries)?;
         Ok(Self {
-            pool: Pool { page_shift: shift, npages },
+            pool: PoolSize { page_shift: shift, npages },
             size,
             entries: table,
             stride,
@@ -130,9 +130,9 @@ impl Synthetic {
 
     /// Returns the pool in the accountant's form.
     pub(crate) fn account_pool(&self) -> anyhow::Result<account::Pool> {
-        let part = KvPart { addr: self.kv.address(), page_bytes: self.size.page_bytes };
+        let part = PoolBuffer { addr: self.kv.address(), page_bytes: self.size.page_bytes };
         let table =
-            account::Table { addr: self.entries.address(), rows: ROWS, stride: self.stride };
+            account::RequestTable { addr: self.entries.address(), rows: ROWS, stride: self.stride };
         // SAFETY: the buffers have these sizes, and callers keep `self` longer.
         Ok(unsafe { account::Pool::new(1 << self.size.shift, self.size.pages, table, vec![part])? })
     }

@@ -6,7 +6,7 @@ use crate::{
     device::{self, median},
     synthetic::{Held, Size, Synthetic},
 };
-use kernels::cuda::{Buffer, Device, Slice, Table};
+use kernels::cuda::{Device, DeviceBuffer, DeviceTable, Slice};
 use serde_json::json;
 use std::time::Duration;
 
@@ -34,7 +34,7 @@ pub(crate) fn measure(options: &Options, answers: &mut Answers) -> anyhow::Resul
             let copy = copy(&device, one.bytes, times)?;
             let ratio = |took: Duration| took.as_secs_f64() / copy.as_secs_f64().max(1e-9);
             let us = |took: Duration| took.as_secs_f64() * 1e6;
-            let said = format!(
+            let text = format!(
                 "{:.1} us in order, {:.1} us scattered: {:.1} and {:.1} copies of {:.1} MiB",
                 us(one.took),
                 us(two.took),
@@ -47,7 +47,7 @@ pub(crate) fn measure(options: &Options, answers: &mut Answers) -> anyhow::Resul
                 "ordered_us": us(one.took), "scattered_us": us(two.took),
                 "ordered_copies": ratio(one.took), "scattered_copies": ratio(two.took),
             });
-            answers.figure(ABOUT, format!("{}, {}", one.kernel, size), said, value);
+            answers.add_figure(ABOUT, format!("{}, {}", one.kernel, size), text, value);
         }
     }
     Ok(())
@@ -56,14 +56,15 @@ pub(crate) fn measure(options: &Options, answers: &mut Answers) -> anyhow::Resul
 /// Times a copy that moves `bytes`: half are read, half are written.
 fn copy(device: &Device, bytes: u64, times: usize) -> anyhow::Result<Duration> {
     let half = usize::try_from(bytes / 2)?.max(16);
-    let (from, mut to): (Buffer<u8>, Buffer<u8>) = (device.alloc(half)?, device.alloc(half)?);
+    let (from, mut to): (DeviceBuffer<u8>, DeviceBuffer<u8>) =
+        (device.alloc(half)?, device.alloc(half)?);
     median(device, times, || device.copy(from.slice(), &mut to))
 }
 
 fn kernels(device: &Device, on: &Synthetic, times: usize) -> anyhow::Result<Vec<Timed>> {
     let pool = on.pool;
     let (refs, pages) = (on.refs() as u64, u64::from(pool.npages));
-    let table = Table { entries: on.entries.slice(), ld: on.stride.into() };
+    let table = DeviceTable { entries: on.entries.slice(), ld: on.stride.into() };
     let mut live = device.live_rows(on.rows.len())?;
     device.set_live_rows(&mut live, &on.rows, pool)?;
     let mut staged = device.alloc(on.refs())?;

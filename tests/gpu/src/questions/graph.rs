@@ -3,7 +3,7 @@
 use super::us;
 use anyhow::{Context, ensure};
 use cudarc::driver::sys::{self, CUresult, CUstream, CUstreamCaptureMode};
-use kernels::cuda::{Buffer, Device};
+use kernels::cuda::{Device, DeviceBuffer};
 use std::{
     alloc::{Layout, alloc_zeroed, dealloc},
     ptr,
@@ -23,7 +23,7 @@ pub(crate) fn words_around(device: &Device) -> anyhow::Result<(String, bool)> {
     let registered = unsafe { device.register(words.page, PAGE)? };
     let address = registered.device_address();
     let stream = device.stream() as CUstream;
-    let mut work: Buffer<u8> = device.alloc(16 << 20)?;
+    let mut work: DeviceBuffer<u8> = device.alloc(16 << 20)?;
     let write = |word: u64, value: u64| {
         // SAFETY: the stream is the device's; the words stay until the stream is synchronized,
         // below.
