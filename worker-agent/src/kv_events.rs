@@ -1,25 +1,25 @@
 //! Publishes what the engine's KV cache holds to routers, as routing blocks.
 //!
-//! The pure modules: [`frame`] decodes the engine's KV event messages, [`order`] puts them in
-//! sequence, [`verify`] checks page hashes against tokens, [`pages`] maps pages to blocks, and
-//! `rank` joins these. The I/O modules: `source` reads one rank's publisher over `zmtp`, `board`
-//! keeps the recent changes, and `watch` streams them to one router. All of this runs on a thread
+//! The pure modules: [`decode`] decodes the engine's KV event messages, [`sequencer`] puts them in
+//! sequence, [`hash_check`] checks page hashes against tokens, [`pages`] maps pages to blocks, and
+//! `rank_cache` joins these. The I/O modules: `subscriber` reads one rank's publisher over `zmtp`,
+//! `event_log` keeps the recent changes, and `watch` streams them to one router. All of this runs on a thread
 //! of its own, so that a large snapshot delays neither turns nor load reports.
 //!
 //! The engine is only listened to. The exception is a request to the shim to publish the radix tree
 //! again after lost events: see `republish.py` in the shim.
 
-mod board;
-pub mod feed;
-pub mod frame;
-mod log;
+mod bounded_log;
+pub mod decode;
+mod event_log;
+pub mod hash_check;
 pub mod metrics;
 mod msgpack;
-pub mod order;
 pub mod pages;
-mod rank;
-mod source;
-pub mod verify;
+pub mod publisher_info;
+mod rank_cache;
+pub mod sequencer;
+mod subscriber;
 mod watch;
 mod zmtp;
 
@@ -32,11 +32,11 @@ use tokio_util::sync::CancellationToken;
 use tonic::Status;
 
 use self::{
-    board::{Asks, Board},
-    feed::Feed,
+    event_log::{Asks, Board},
     metrics::Metrics,
-    rank::Rank,
-    source::{Follower, Source},
+    publisher_info::Feed,
+    rank_cache::Rank,
+    subscriber::{Follower, Source},
 };
 use crate::shim::ShimHandle;
 
@@ -193,7 +193,7 @@ fn follow(feed: &Feed, shared: &Arc<Shared>, tasks: &Tasks) -> Vec<Asks> {
         tasks.spawn(async move {
             match follower {
                 Ok((source, rank)) => Follower::new(source, rank, shared, snapshots).run().await,
-                Err(why) => source::answer_unknown(&why, &shared, &mut snapshots).await,
+                Err(why) => subscriber::answer_unknown(&why, &shared, &mut snapshots).await,
             }
         });
         asks

@@ -10,9 +10,9 @@
 //! socket of its own. This module decides nothing and keeps no sessions.
 
 pub mod codec;
+mod connection;
+mod connections;
 mod outbox;
-mod peer;
-mod peers;
 mod socket;
 pub mod trim;
 
@@ -24,7 +24,7 @@ use std::{
 use service::tasks::Tasks;
 use tokio::sync::mpsc;
 
-use self::{codec::Command, outbox::Outbox, peers::Peers};
+use self::{codec::Command, connections::Peers, outbox::Outbox};
 
 /// The first message of a shim: its process, the engine's pool, and whether the shim works.
 #[derive(Debug, Clone, PartialEq, Eq)]

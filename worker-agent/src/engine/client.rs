@@ -25,7 +25,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use super::model_files;
-use crate::kv_events::feed::{Feed, Publishers};
+use crate::kv_events::publisher_info::{Feed, Publishers};
 
 /// The maximum bytes of a control route's answer. `/server_info` has about 560 keys, 40 KiB.
 const ANSWER_BYTES_MAX: usize = 4 << 20;

@@ -7,7 +7,7 @@ use prometheus_client::{
 };
 use proto::block::Tier;
 
-use super::rank::{Counts, Rank};
+use super::rank_cache::{Counts, Rank};
 
 /// Handles of all KV metrics. Clones share them.
 #[derive(Debug, Clone)]

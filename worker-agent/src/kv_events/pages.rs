@@ -10,8 +10,8 @@
 
 mod check;
 mod grid;
-mod publish;
-mod shape;
+mod residency;
+mod runs;
 #[cfg(test)]
 mod tests;
 
@@ -21,7 +21,7 @@ use proto::{
 };
 
 use self::grid::Grid;
-use super::frame::{Event, Medium, PageHash, Stored};
+use super::decode::{Event, Medium, PageHash, Stored};
 
 /// The empty run at the root of the tree; all prompts begin here.
 const ROOT: RunId = 0;

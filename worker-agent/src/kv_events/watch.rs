@@ -14,7 +14,7 @@ use tonic::Status;
 
 use super::{
     Shared,
-    board::{News, Snapshot, What},
+    event_log::{News, Snapshot, What},
 };
 
 /// The maximum bytes of a message, envelope included.

@@ -13,7 +13,7 @@ use std::{
 use super::{
     Audited, News, RankFacts, SessionFacts, Sessions,
     codec::{self, Body, Event, Message, Update, What},
-    peer::{Caller, Ended, Talk},
+    connection::{Caller, Ended, Talk},
 };
 
 /// The maximum number of buffered events: those of several updates, which have at most 256 each.

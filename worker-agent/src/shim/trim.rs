@@ -9,15 +9,15 @@
 //! the receiver is slow, reading stops, and the trimmer drops its oldest plans. This module decides
 //! nothing.
 
-mod talk;
+mod protocol;
 
 use std::path::Path;
 
 use service::tasks::Tasks;
 use tokio::sync::mpsc;
 
-use self::talk::Plans;
-use super::{Error, codec::Command, peers::Peers};
+use self::protocol::Plans;
+use super::{Error, codec::Command, connections::Peers};
 
 /// The trimmer's first message: its identity, and whether it trims.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -108,7 +108,7 @@ impl TrimHandle {
     /// If no trimmer is connected, its queue is full, or the session's id is too long.
     pub fn run(&self, question: u64, session: Option<&str>, tokens_max: u32) -> Result<(), Error> {
         let session = session.unwrap_or_default().to_owned();
-        self.peers.command(talk::DP_RANK, &Command::Run { question, tokens_max, session })
+        self.peers.command(protocol::DP_RANK, &Command::Run { question, tokens_max, session })
     }
 }
 

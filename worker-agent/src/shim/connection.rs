@@ -104,7 +104,7 @@ pub(super) enum Ended {
 pub(super) async fn serve<T: Talk>(
     stream: UnixStream,
     pid: Option<u32>,
-    peers: &watch::Sender<super::peers::ByRank>,
+    peers: &watch::Sender<super::connections::ByRank>,
     news: &mpsc::Sender<T::News>,
 ) {
     let mut connection = Connection::new(stream);

@@ -9,7 +9,7 @@ use tracing::warn;
 use super::{
     Error,
     codec::Command,
-    peer::{self, Caller, Peer, Talk},
+    connection::{self, Caller, Peer, Talk},
     socket::{self, Socket},
 };
 
@@ -89,7 +89,7 @@ async fn accept<T: Talk>(
             tokio::select! {
                 biased;
                 () = token.cancelled() => {}
-                () = peer::serve::<T>(stream, pid, &peers, &news) => {}
+                () = connection::serve::<T>(stream, pid, &peers, &news) => {}
             }
             drop(permit);
         });

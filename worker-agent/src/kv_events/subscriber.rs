@@ -15,8 +15,8 @@ use tracing::{debug, info, warn};
 
 use super::{
     Shared,
-    board::{Snapshot, What},
-    rank::{Rank, Step},
+    event_log::{Snapshot, What},
+    rank_cache::{Rank, Step},
     zmtp::{Connection, Error, Kind},
 };
 

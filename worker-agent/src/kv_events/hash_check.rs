@@ -8,7 +8,7 @@ use std::collections::{HashMap, VecDeque};
 
 use sha2::{Digest as _, Sha256};
 
-use super::frame::{PageHash, Stored};
+use super::decode::{PageHash, Stored};
 
 /// The number of digests kept: about three megabytes. A page whose parent is older can't be
 /// checked.
@@ -117,7 +117,7 @@ fn digest(before: Option<Sha>, tokens: &[u64], next: Option<u64>) -> Sha {
 
 #[cfg(test)]
 mod tests {
-    use super::{super::frame::Medium, *};
+    use super::{super::decode::Medium, *};
 
     fn stored(tokens: &[u64], page_tokens: u32, pages: &[i64]) -> Stored {
         Stored {

@@ -12,10 +12,10 @@ use proto::{
 
 use super::{
     PAGES_PER_POOL_PAGE,
-    frame::{self, Event},
-    order::{self, Order},
+    decode::{self, Event},
+    hash_check::{Verdict, Verifier},
     pages::{Delta, Error, Pages},
-    verify::{Verdict, Verifier},
+    sequencer::{self, Order},
 };
 
 /// An action for the caller.
@@ -124,7 +124,7 @@ impl Rank {
         self.read(steps)
     }
 
-    fn read(&mut self, steps: Vec<order::Step<Vec<u8>>>) -> Vec<Step> {
+    fn read(&mut self, steps: Vec<sequencer::Step<Vec<u8>>>) -> Vec<Step> {
         let mut steps = self.take(steps);
         if !self.is_read && !self.order.is_asking() {
             self.is_read = true;
@@ -196,21 +196,21 @@ impl Rank {
         self.refusal.take()
     }
 
-    fn take(&mut self, steps: Vec<order::Step<Vec<u8>>>) -> Vec<Step> {
+    fn take(&mut self, steps: Vec<sequencer::Step<Vec<u8>>>) -> Vec<Step> {
         let mut taken = vec![];
         for step in steps {
             match step {
-                order::Step::Apply(message) => self.message(&message, &mut taken),
-                order::Step::Replay(from) => {
+                sequencer::Step::Apply(message) => self.message(&message, &mut taken),
+                sequencer::Step::Replay(from) => {
                     self.counts.replays += 1;
                     taken.push(Step::Replay(from));
                 }
-                order::Step::Lost { from, to } => {
+                sequencer::Step::Lost { from, to } => {
                     self.counts.gaps += 1;
                     self.counts.lost_messages += to - from;
                     self.lose(&mut taken);
                 }
-                order::Step::Restarted => {
+                sequencer::Step::Restarted => {
                     self.counts.restarts += 1;
                     self.forget();
                     self.wants_tree = false;
@@ -241,7 +241,7 @@ impl Rank {
     }
 
     fn message(&mut self, message: &[u8], steps: &mut Vec<Step>) {
-        let batch = match frame::decode(message) {
+        let batch = match decode::decode(message) {
             Ok(batch) => batch,
             Err(error) => {
                 self.counts.malformed += 1;

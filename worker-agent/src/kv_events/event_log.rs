@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 use proto::kv::Change;
 use tokio::sync::{mpsc, oneshot, watch};
 
-use super::log::{Behind, Log};
+use super::bounded_log::{Behind, Log};
 
 /// The maximum bytes of changes kept for watchers: those of some minutes, or a million blocks.
 const LOG_BYTES_MAX: usize = 8 << 20;

@@ -5,7 +5,7 @@ use std::time::Instant;
 use super::{
     super::{
         codec::{self, Body},
-        peer::{Caller, Ended, Talk},
+        connection::{Caller, Ended, Talk},
     },
     News, Plan, Planned, Trimmer,
 };
