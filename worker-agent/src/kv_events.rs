@@ -32,11 +32,11 @@ use tokio_util::sync::CancellationToken;
 use tonic::Status;
 
 use self::{
-    event_log::{Asks, Board},
+    event_log::{EventLog, SnapshotRequests},
     metrics::Metrics,
-    publisher_info::Feed,
-    rank_cache::Rank,
-    subscriber::{Follower, Source},
+    publisher_info::PublisherInfo,
+    rank_cache::RankCache,
+    subscriber::{RankAddresses, Subscriber},
 };
 use crate::shim::ShimHandle;
 
@@ -46,16 +46,16 @@ const WATCHERS_MAX: usize = 16;
 /// is sent.
 const SNAPSHOTS_MAX: usize = 2;
 /// The maximum number of queued messages for one watcher, each of at most 256 KiB.
-const EVENTS: usize = 2;
+const QUEUED_EVENTS_MAX: usize = 2;
 /// The maximum number of watchers that wait for a snapshot of one rank.
-const ASKS: usize = WATCHERS_MAX;
+const SNAPSHOT_REQUESTS_MAX: usize = WATCHERS_MAX;
 /// The number of pages tracked for each page of the pool; more than 1, because host memory holds
 /// further pages.
 const PAGES_PER_POOL_PAGE: usize = 4;
 
 /// State shared by the ranks' tasks and the watchers' tasks.
 struct Shared {
-    board: Board,
+    log: EventLog,
     shim: ShimHandle,
     republish_interval: Duration,
     metrics: Metrics,
@@ -64,7 +64,7 @@ struct Shared {
 
 /// The arguments of [`start`].
 #[derive(Debug)]
-pub struct Setup {
+pub struct KvSetup {
     /// Identifies this run of the agent. A router uses it to tell this run's sequence numbers from
     /// those of an earlier run.
     pub epoch: u64,
@@ -77,23 +77,23 @@ pub struct Setup {
 }
 
 /// The stream of messages for one watcher.
-pub type Events = mpsc::Receiver<Result<v1::KvEvent, Status>>;
+pub type KvEventStream = mpsc::Receiver<Result<v1::KvEvent, Status>>;
 
 /// Handle to the KV thread: adds watchers and sets the engine's publishers.
 #[derive(Debug, Clone)]
 pub struct KvHandle {
     watchers: mpsc::Sender<mpsc::Sender<Result<v1::KvEvent, Status>>>,
-    feeds: tokio::sync::watch::Sender<Option<Feed>>,
+    publishers: tokio::sync::watch::Sender<Option<PublisherInfo>>,
 }
 
 impl KvHandle {
     /// Sets the address of the engine's publishers. A value equal to the present one changes
     /// nothing.
-    pub fn feed(&self, feed: Feed) {
-        self.feeds.send_if_modified(|known| {
-            let is_news = known.as_ref() != Some(&feed);
-            *known = Some(feed);
-            is_news
+    pub fn set_publishers(&self, info: PublisherInfo) {
+        self.publishers.send_if_modified(|known| {
+            let is_new = known.as_ref() != Some(&info);
+            *known = Some(info);
+            is_new
         });
     }
 
@@ -102,8 +102,8 @@ impl KvHandle {
     ///
     /// # Errors
     /// When too many routers watch already, or when the agent is stopping.
-    pub fn watch(&self) -> Result<Events, Status> {
-        let (sender, events) = mpsc::channel(EVENTS);
+    pub fn watch(&self) -> Result<KvEventStream, Status> {
+        let (sender, events) = mpsc::channel(QUEUED_EVENTS_MAX);
         self.watchers.try_send(sender).map_err(|error| match error {
             mpsc::error::TrySendError::Full(_) => {
                 Status::resource_exhausted("too many watch requests at once; try again")
@@ -118,13 +118,13 @@ impl KvHandle {
 ///
 /// # Errors
 /// When the thread or its runtime can't be created.
-pub fn start(setup: Setup, token: CancellationToken) -> std::io::Result<KvHandle> {
-    let Setup { epoch, shim, republish_interval, metrics } = setup;
+pub fn start(setup: KvSetup, token: CancellationToken) -> std::io::Result<KvHandle> {
+    let KvSetup { epoch, shim, republish_interval, metrics } = setup;
     let (watchers, requests) = mpsc::channel(WATCHERS_MAX);
-    let (feeds, told) = tokio::sync::watch::channel(None);
-    let handle = KvHandle { watchers, feeds };
+    let (publishers, info) = tokio::sync::watch::channel(None);
+    let handle = KvHandle { watchers, publishers };
     let snapshots = Semaphore::new(SNAPSHOTS_MAX);
-    let shared = Shared { board: Board::new(), shim, republish_interval, metrics, snapshots };
+    let shared = Shared { log: EventLog::new(), shim, republish_interval, metrics, snapshots };
     let shared = Arc::new(shared);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     std::thread::Builder::new().name("kv".into()).spawn(move || {
@@ -132,7 +132,7 @@ pub fn start(setup: Setup, token: CancellationToken) -> std::io::Result<KvHandle
             tokio::select! {
                 biased;
                 () = token.cancelled() => {}
-                () = serve(epoch, &shared, told, requests) => {}
+                () = serve(epoch, &shared, info, requests) => {}
             }
         });
         // The runtime drops all other tasks of this thread.
@@ -144,7 +144,7 @@ pub fn start(setup: Setup, token: CancellationToken) -> std::io::Result<KvHandle
 async fn serve(
     epoch: u64,
     shared: &Arc<Shared>,
-    mut feeds: tokio::sync::watch::Receiver<Option<Feed>>,
+    mut publishers: tokio::sync::watch::Receiver<Option<PublisherInfo>>,
     mut requests: mpsc::Receiver<mpsc::Sender<Result<v1::KvEvent, Status>>>,
 ) {
     let tasks = Tasks::default();
@@ -152,11 +152,11 @@ async fn serve(
     loop {
         tokio::select! {
             biased;
-            Ok(()) = feeds.changed() => {
-                let feed = feeds.borrow_and_update().clone();
-                if let Some(feed) = feed {
+            Ok(()) = publishers.changed() => {
+                let info = publishers.borrow_and_update().clone();
+                if let Some(info) = info {
                     // This drops the old ranks' snapshot senders, which ends the old ranks' tasks.
-                    shared.board.replace(follow(&feed, shared, &tasks));
+                    shared.log.replace_ranks(start_ranks(&info, shared, &tasks));
                 }
             }
             Some(events) = requests.recv() => {
@@ -168,7 +168,7 @@ async fn serve(
                 };
                 let shared = Arc::clone(shared);
                 tasks.spawn(async move {
-                    watch::run(epoch, &shared, events).await;
+                    watch::serve_watcher(epoch, &shared, events).await;
                     drop(place);
                 });
             }
@@ -178,32 +178,35 @@ async fn serve(
 }
 
 /// Starts a task for each rank. Returns the channels for requesting snapshots, in rank order.
-fn follow(feed: &Feed, shared: &Arc<Shared>, tasks: &Tasks) -> Vec<Asks> {
-    if let Err(why) = &feed.publishers {
+fn start_ranks(info: &PublisherInfo, shared: &Arc<Shared>, tasks: &Tasks) -> Vec<SnapshotRequests> {
+    if let Err(why) = &info.publishers {
         tracing::info!(why, "no KV events; resident blocks are not published");
     }
-    let ranks = (0..feed.ranks).map(|dp_rank| {
-        let (asks, mut snapshots) = mpsc::channel(ASKS);
-        let follower = source_of(feed, dp_rank).and_then(|source| {
-            let pages_max = feed.pool_pages.saturating_mul(PAGES_PER_POOL_PAGE);
-            let rank = Rank::new(feed.page_tokens, pages_max).map_err(|error| error.to_string())?;
-            Ok((source, rank))
+    let ranks = (0..info.ranks).map(|dp_rank| {
+        let (requests, mut snapshots) = mpsc::channel(SNAPSHOT_REQUESTS_MAX);
+        let subscriber = rank_addresses(info, dp_rank).and_then(|addresses| {
+            let pages_max = info.pool_pages.saturating_mul(PAGES_PER_POOL_PAGE);
+            let rank =
+                RankCache::new(info.page_tokens, pages_max).map_err(|error| error.to_string())?;
+            Ok((addresses, rank))
         });
         let shared = Arc::clone(shared);
         tasks.spawn(async move {
-            match follower {
-                Ok((source, rank)) => Follower::new(source, rank, shared, snapshots).run().await,
+            match subscriber {
+                Ok((addresses, rank)) => {
+                    Subscriber::new(addresses, rank, shared, snapshots).run().await
+                }
                 Err(why) => subscriber::answer_unknown(&why, &shared, &mut snapshots).await,
             }
         });
-        asks
+        requests
     });
     ranks.collect()
 }
 
-fn source_of(feed: &Feed, dp_rank: u32) -> Result<Source, String> {
-    let publishers = feed.publishers.as_ref().map_err(Clone::clone)?;
+fn rank_addresses(info: &PublisherInfo, dp_rank: u32) -> Result<RankAddresses, String> {
+    let publishers = info.publishers.as_ref().map_err(Clone::clone)?;
     let addresses = publishers.addresses(dp_rank);
     let (address, replay) = addresses.ok_or("there is no port for this rank's KV events")?;
-    Ok(Source { dp_rank, address, replay, topic: publishers.topic.clone() })
+    Ok(RankAddresses { dp_rank, address, replay, topic: publishers.topic.clone() })
 }

@@ -145,7 +145,7 @@ pub async fn run(
         start_agent(&config, &gpus, &listeners, epoch, &engine, &metrics, &tasks)?;
     let republish_interval = ms(config.republish_interval_ms);
     let kv_metrics = kv_events::metrics::Metrics::new(&mut registry);
-    let kv = kv_events::Setup { epoch, shim, republish_interval, metrics: kv_metrics };
+    let kv = kv_events::KvSetup { epoch, shim, republish_interval, metrics: kv_metrics };
     let kv = kv_events::start(kv, tasks.token())?;
     let (files, found) = watch::channel(None);
     control_port::start(agent.clone(), kv.clone(), epoch, found, listeners.control, tasks.token())?;

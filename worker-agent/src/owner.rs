@@ -46,7 +46,7 @@ use crate::{
     metrics::Metrics,
     session::{self, Effect, OpenResult, PinnedInput, Rules, Table, Turn, journal::Journal},
     shim::{
-        News, ShimHandle,
+        ShimEvent, ShimHandle,
         trim::{self as shim_trim, TrimHandle},
     },
     staged_prefill_queue::Queues,
@@ -103,7 +103,7 @@ pub struct OwnerSetup {
 #[must_use]
 pub fn start(
     setup: OwnerSetup,
-    shim_news: mpsc::Receiver<News>,
+    shim_news: mpsc::Receiver<ShimEvent>,
     trim_news: mpsc::Receiver<shim_trim::News>,
     tasks: &Tasks,
 ) -> AgentHandle {
@@ -218,7 +218,7 @@ impl Owner {
     async fn run(
         mut self,
         mut messages: mpsc::Receiver<OwnerMessage>,
-        mut shim_news: mpsc::Receiver<News>,
+        mut shim_news: mpsc::Receiver<ShimEvent>,
         mut trim_news: mpsc::Receiver<shim_trim::News>,
     ) {
         let mut ended = self.end_receiver.take().expect("taken once, here");

@@ -4,8 +4,8 @@
 //! only the engine knows, and takes a few commands.
 //!
 //! [`listen`] creates the socket. Each DP rank's shim has one connection, and its reports arrive as
-//! [`News`] in a bounded channel. If the receiver is slow, newer states replace older ones. If
-//! events are lost, a full session table follows: see [`News::Sessions`]. [`codec`] documents the
+//! [`ShimEvent`] in a bounded channel. If the receiver is slow, newer states replace older ones. If
+//! events are lost, a full session table follows: see [`ShimEvent::Sessions`]. [`codec`] documents the
 //! protocol. [`trim`] handles the trimmer, which runs in the engine's first process and has a
 //! socket of its own. This module decides nothing and keeps no sessions.
 
@@ -157,7 +157,7 @@ pub struct Sessions {
 /// A report from a shim. Within one rank the order is kept, and events come before the tables and
 /// facts they led to. `Up` is the first and `Down` the last report of each connection.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum News {
+pub enum ShimEvent {
     /// A shim has connected. A full table and facts follow, unless it is inert.
     Up(Hello),
     /// The newest facts.
@@ -270,7 +270,7 @@ pub struct ShimHandle {
 
 impl ShimHandle {
     /// Requests that an idle session's KV is moved into the radix tree. Its row becomes free and
-    /// its KV evictable; its transcript stays. The answer is [`News::Demoted`] or [`News::Down`].
+    /// its KV evictable; its transcript stays. The answer is [`ShimEvent::Demoted`] or [`ShimEvent::Down`].
     ///
     /// # Errors
     /// When no working shim of this rank is connected, or its command queue is full.
@@ -286,8 +286,8 @@ impl ShimHandle {
         self.peers.command(dp_rank, &Command::SampleNow)
     }
 
-    /// Requests an audit of the rank's pages. The answer is [`News::Audited`] with the same number,
-    /// or [`News::Down`].
+    /// Requests an audit of the rank's pages. The answer is [`ShimEvent::Audited`] with the same number,
+    /// or [`ShimEvent::Down`].
     ///
     /// # Errors
     /// As for [`Self::demote`].
@@ -318,7 +318,7 @@ impl ShimHandle {
 ///
 /// # Errors
 /// See [`Error`].
-pub fn listen(path: &Path, news: mpsc::Sender<News>, tasks: &Tasks) -> Result<ShimHandle, Error> {
+pub fn listen(path: &Path, news: mpsc::Sender<ShimEvent>, tasks: &Tasks) -> Result<ShimHandle, Error> {
     Ok(ShimHandle { peers: Peers::listen::<Outbox>(path, news, tasks)? })
 }
 

@@ -25,7 +25,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use super::model_files;
-use crate::kv_events::publisher_info::{Feed, Publishers};
+use crate::kv_events::publisher_info::{PublisherAddresses, PublisherInfo};
 
 /// The maximum bytes of a control route's answer. `/server_info` has about 560 keys, 40 KiB.
 const ANSWER_BYTES_MAX: usize = 4 << 20;
@@ -231,16 +231,17 @@ impl Engine {
     ///
     /// # Errors
     /// When the engine can't be reached or its answer is invalid.
-    pub async fn info(&self) -> Result<(Info, Option<model_files::Source>, Feed), Error> {
+    pub async fn info(&self) -> Result<(Info, Option<model_files::Source>, PublisherInfo), Error> {
         let path = "/server_info";
         let body = self.call(Method::GET, path, None).await?;
         let value: Value = serde_json::from_slice(&body)
             .map_err(|error| Error::Answer { path, detail: error.to_string() })?;
         let info = info_from(&value).map_err(|detail| Error::Answer { path, detail })?;
-        let publishers = Publishers::of(&value, self.base.host().unwrap_or("127.0.0.1"));
+        let publishers =
+            PublisherAddresses::from_server_info(&value, self.base.host().unwrap_or("127.0.0.1"));
         let told = publishers.as_ref().ok().and_then(|publishers| publishers.page_tokens);
         let page_tokens = told.unwrap_or(info.facts.page_tokens);
-        let feed = Feed {
+        let feed = PublisherInfo {
             instance: info.facts.instance.clone(),
             ranks: u32::try_from(info.rows.len()).unwrap_or(u32::MAX),
             page_tokens,

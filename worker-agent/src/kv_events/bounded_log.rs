@@ -1,17 +1,17 @@
 //! A bounded log of recent entries for readers that each read at their own speed. Pure.
 //!
 //! Entries are numbered from 0. The oldest ones are dropped beyond a number of bytes. A reader that
-//! has not read a dropped entry gets [`Behind`].
+//! has not read a dropped entry gets [`Dropped`].
 
 use std::{collections::VecDeque, sync::Arc};
 
 /// The requested entry was already dropped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Behind;
+pub(super) struct Dropped;
 
 /// The newest entries, oldest first.
 #[derive(Debug)]
-pub(super) struct Log<T> {
+pub(super) struct BoundedLog<T> {
     entries: VecDeque<(usize, Arc<T>)>,
     /// The number of the oldest entry.
     first: u64,
@@ -19,13 +19,13 @@ pub(super) struct Log<T> {
     bytes_max: usize,
 }
 
-impl<T> Log<T> {
+impl<T> BoundedLog<T> {
     pub(super) fn new(bytes_max: usize) -> Self {
         Self { entries: VecDeque::new(), first: 0, bytes: 0, bytes_max }
     }
 
     /// Returns the number that the next entry will have.
-    pub(super) fn next(&self) -> u64 {
+    pub(super) fn next_number(&self) -> u64 {
         self.first + self.entries.len() as u64
     }
 
@@ -44,8 +44,8 @@ impl<T> Log<T> {
     }
 
     /// Returns the entry with a number, or `None` if it doesn't exist yet.
-    pub(super) fn get(&self, number: u64) -> Result<Option<Arc<T>>, Behind> {
-        let at = number.checked_sub(self.first).ok_or(Behind)?;
+    pub(super) fn get(&self, number: u64) -> Result<Option<Arc<T>>, Dropped> {
+        let at = number.checked_sub(self.first).ok_or(Dropped)?;
         let entry = usize::try_from(at).ok().and_then(|at| self.entries.get(at));
         Ok(entry.map(|(_, entry)| Arc::clone(entry)))
     }
@@ -63,18 +63,18 @@ mod tests {
 
     #[test]
     fn a_reader_gets_all_or_knows_that_it_missed_some() {
-        let mut log = Log::new(100);
-        assert_eq!((log.next(), log.get(0)), (0, Ok(None)));
+        let mut log = BoundedLog::new(100);
+        assert_eq!((log.next_number(), log.get(0)), (0, Ok(None)));
         for entry in 0..10 {
             log.push(entry, 10);
         }
         assert_eq!(log.get(0), Ok(Some(Arc::new(0))));
         log.push(10, 25);
-        assert_eq!(log.get(2), Err(Behind));
+        assert_eq!(log.get(2), Err(Dropped));
         let all: Vec<i32> = (3..11).map(|number| *log.get(number).unwrap().unwrap()).collect();
         assert_eq!(all, (3..11).collect::<Vec<_>>());
         // The entry is larger than the whole bound, so no reader gets it.
         log.push(11, 101);
-        assert_eq!((log.next(), log.get(11), log.get(12)), (12, Err(Behind), Ok(None)));
+        assert_eq!((log.next_number(), log.get(11), log.get(12)), (12, Err(Dropped), Ok(None)));
     }
 }

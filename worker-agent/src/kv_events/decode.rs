@@ -77,7 +77,7 @@ pub struct Stored {
 
 /// A change of the engine's KV cache.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Event {
+pub enum CacheEvent {
     /// Pages became resident.
     Stored(Stored),
     /// Pages are no longer resident in one memory.
@@ -95,7 +95,7 @@ pub enum Event {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Batch {
     /// The events, in the order in which they happened.
-    pub events: Vec<Event>,
+    pub events: Vec<CacheEvent>,
     /// The DP rank on which they happened.
     pub dp_rank: Option<u32>,
 }
@@ -107,21 +107,21 @@ pub struct Batch {
 /// batch would give a wrong state.
 pub fn decode(message: &[u8]) -> Result<Batch, Error> {
     let mut reader = Reader::new(message);
-    let fields = reader.array()?;
+    let fields = reader.read_array_len()?;
     if fields < 2 {
         return Err(Error::Missing("events"));
     }
-    reader.skip()?;
-    let count = reader.array()?;
-    let mut events = Vec::with_capacity(count.min(reader.left()));
+    reader.skip_value()?;
+    let count = reader.read_array_len()?;
+    let mut events = Vec::with_capacity(count.min(reader.bytes_left()));
     for _ in 0..count {
-        // Event types of other releases are skipped.
-        events.extend(event(&mut reader)?);
+        // CacheEvent types of other releases are skipped.
+        events.extend(read_event(&mut reader)?);
     }
     let dp_rank = match fields {
         2 => None,
-        _ if reader.nil()? => None,
-        _ => Some(u32::try_from(reader.int()?).map_err(|_| Error::Range("attn_dp_rank"))?),
+        _ if reader.take_nil()? => None,
+        _ => Some(u32::try_from(reader.read_int()?).map_err(|_| Error::Range("attn_dp_rank"))?),
     };
     Ok(Batch { events, dp_rank })
 }
@@ -140,7 +140,7 @@ struct Fields<'a> {
 }
 
 /// Returns the field names of an event in array form, in order.
-fn names_of(kind: &str) -> &'static [&'static str] {
+fn field_names(kind: &str) -> &'static [&'static str] {
     match kind {
         "BlockStored" => {
             &["block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium"]
@@ -150,58 +150,58 @@ fn names_of(kind: &str) -> &'static [&'static str] {
     }
 }
 
-fn event(reader: &mut Reader<'_>) -> Result<Option<Event>, Error> {
+fn read_event(reader: &mut Reader<'_>) -> Result<Option<CacheEvent>, Error> {
     let mut fields = Fields::default();
     if reader.is_array()? {
-        let count = reader.array()?;
+        let count = reader.read_array_len()?;
         if count == 0 {
             return Err(Error::Missing("type"));
         }
-        let kind = reader.text()?;
+        let kind = reader.read_text()?;
         fields.kind = Some(kind);
         for at in 0..count - 1 {
-            fields.read(names_of(kind).get(at).copied().unwrap_or(""), reader)?;
+            fields.read(field_names(kind).get(at).copied().unwrap_or(""), reader)?;
         }
     } else {
-        for _ in 0..reader.map()? {
-            let name = reader.text()?;
+        for _ in 0..reader.read_map_len()? {
+            let name = reader.read_text()?;
             fields.read(name, reader)?;
         }
     }
-    fields.event()
+    fields.into_event()
 }
 
 impl<'a> Fields<'a> {
     fn read(&mut self, name: &str, reader: &mut Reader<'a>) -> Result<(), Error> {
-        if reader.nil()? {
+        if reader.take_nil()? {
             return Ok(());
         }
         match name {
-            "type" => self.kind = Some(reader.text()?),
+            "type" => self.kind = Some(reader.read_text()?),
             "block_hashes" => {
-                let count = reader.array()?;
-                let mut pages = Vec::with_capacity(count.min(reader.left()));
+                let count = reader.read_array_len()?;
+                let mut pages = Vec::with_capacity(count.min(reader.bytes_left()));
                 for _ in 0..count {
-                    pages.push(page(reader)?);
+                    pages.push(read_page(reader)?);
                 }
                 self.pages = Some(pages);
             }
-            "parent_block_hash" => self.parent = Some(page(reader)?),
-            "token_ids" => self.tokens = Some(tokens(reader)?),
+            "parent_block_hash" => self.parent = Some(read_page(reader)?),
+            "token_ids" => self.tokens = Some(read_tokens(reader)?),
             "block_size" => {
-                let size = u32::try_from(reader.int()?).ok();
+                let size = u32::try_from(reader.read_int()?).ok();
                 let size = size.filter(|size| (1..=PAGE_TOKENS_MAX).contains(size));
                 self.page_tokens = Some(size.ok_or(Error::Range("block_size"))?);
             }
-            "medium" => self.medium = Some(reader.text()?),
-            "lora_name" => self.lora = Some(reader.text()?),
-            "cache_salt" => self.cache_salt = Some(reader.text()?),
-            _ => reader.skip()?,
+            "medium" => self.medium = Some(reader.read_text()?),
+            "lora_name" => self.lora = Some(reader.read_text()?),
+            "cache_salt" => self.cache_salt = Some(reader.read_text()?),
+            _ => reader.skip_value()?,
         }
         Ok(())
     }
 
-    fn event(self) -> Result<Option<Event>, Error> {
+    fn into_event(self) -> Result<Option<CacheEvent>, Error> {
         let medium = match self.medium {
             // Releases without this field report the GPU only.
             None | Some("GPU") => Medium::Gpu,
@@ -218,7 +218,7 @@ impl<'a> Fields<'a> {
                     let (tokens, pages) = (tokens.len(), pages.len());
                     return Err(Error::Tokens { tokens, pages, page_tokens });
                 }
-                Event::Stored(Stored {
+                CacheEvent::Stored(Stored {
                     pages,
                     parent: self.parent,
                     tokens,
@@ -229,32 +229,32 @@ impl<'a> Fields<'a> {
                     cache_salt: self.cache_salt.map(str::to_owned),
                 })
             }
-            "BlockRemoved" => Event::Removed { pages: pages?, medium },
-            "AllBlocksCleared" => Event::Cleared,
+            "BlockRemoved" => CacheEvent::Removed { pages: pages?, medium },
+            "AllBlocksCleared" => CacheEvent::Cleared,
             _ => return Ok(None),
         }))
     }
 }
 
 /// Reads a page hash, which is a signed or an unsigned 64-bit integer.
-fn page(reader: &mut Reader<'_>) -> Result<PageHash, Error> {
-    let int = reader.int()?;
+fn read_page(reader: &mut Reader<'_>) -> Result<PageHash, Error> {
+    let int = reader.read_int()?;
     let signed = i64::try_from(int).map(i64::cast_unsigned);
     signed.or_else(|_| u64::try_from(int)).map(PageHash).map_err(|_| Error::Range("block_hashes"))
 }
 
 /// Reads tokens, or pairs of each token with the next one. With pairs, also returns the token after
 /// the last.
-fn tokens(reader: &mut Reader<'_>) -> Result<(Vec<u64>, Option<u64>), Error> {
+fn read_tokens(reader: &mut Reader<'_>) -> Result<(Vec<u64>, Option<u64>), Error> {
     let token = |reader: &mut Reader<'_>| {
-        u64::try_from(reader.int()?).map_err(|_| Error::Range("token_ids"))
+        u64::try_from(reader.read_int()?).map_err(|_| Error::Range("token_ids"))
     };
-    let count = reader.array()?;
-    let mut tokens = Vec::with_capacity(count.min(reader.left()));
+    let count = reader.read_array_len()?;
+    let mut tokens = Vec::with_capacity(count.min(reader.bytes_left()));
     let mut next = None;
     for _ in 0..count {
         let is_pair = reader.is_array()?;
-        if is_pair && reader.array()? != 2 {
+        if is_pair && reader.read_array_len()? != 2 {
             return Err(Error::Pairs);
         }
         let first = token(reader)?;
@@ -299,7 +299,7 @@ mod tests {
         PageHash(hash.cast_unsigned())
     }
 
-    fn first_three() -> Vec<Event> {
+    fn first_three() -> Vec<CacheEvent> {
         let pages = vec![page(-3_488_128_144_981_237_669), page(5_674_439_469_042_975_057)];
         let stored = Stored {
             pages: pages.clone(),
@@ -311,14 +311,14 @@ mod tests {
             lora: None,
             cache_salt: None,
         };
-        let removed = Event::Removed { pages: pages[1..].to_vec(), medium: Medium::Cpu };
-        vec![Event::Stored(stored), removed, Event::Cleared]
+        let removed = CacheEvent::Removed { pages: pages[1..].to_vec(), medium: Medium::Cpu };
+        vec![CacheEvent::Stored(stored), removed, CacheEvent::Cleared]
     }
 
     #[test]
     fn events_as_maps() {
         let mut events = first_three();
-        events.push(Event::Stored(Stored {
+        events.push(CacheEvent::Stored(Stored {
             pages: vec![page(7_461_429_976_246_528_554)],
             parent: Some(page(-1_303_529_142_941_650_691)),
             tokens: vec![3, 4],

@@ -35,7 +35,7 @@ type Sha = [u8; 32];
 pub struct Verifier {
     digests: HashMap<PageHash, Sha>,
     /// The pages in `digests`, oldest first.
-    order: VecDeque<PageHash>,
+    oldest_first: VecDeque<PageHash>,
 }
 
 impl Verifier {
@@ -59,36 +59,36 @@ impl Verifier {
         let nexts = firsts.map(Some).chain([stored.next_token]);
         for ((page, tokens), next) in stored.pages.iter().zip(tokens).zip(nexts) {
             let next = stored.next_token.and(next);
-            let digest = digest(before, tokens, next);
-            if name(digest) != *page {
+            let digest = hash_page(before, tokens, next);
+            if page_hash(digest) != *page {
                 return Verdict::Wrong;
             }
-            self.keep(*page, digest);
+            self.remember(*page, digest);
             before = Some(digest);
         }
         Verdict::Right
     }
 
-    fn keep(&mut self, page: PageHash, digest: Sha) {
+    fn remember(&mut self, page: PageHash, digest: Sha) {
         if self.digests.insert(page, digest).is_some() {
             return;
         }
-        self.order.push_back(page);
-        if self.order.len() > DIGESTS_MAX {
-            let oldest = self.order.pop_front().expect("the queue is longer than its bound");
+        self.oldest_first.push_back(page);
+        if self.oldest_first.len() > DIGESTS_MAX {
+            let oldest = self.oldest_first.pop_front().expect("the queue is longer than its bound");
             self.digests.remove(&oldest);
         }
     }
 }
 
-fn name(digest: Sha) -> PageHash {
+fn page_hash(digest: Sha) -> PageHash {
     let (first, _) = digest.split_first_chunk().expect("a digest has 32 bytes");
     PageHash(u64::from_be_bytes(*first))
 }
 
 /// Returns the digest of a page after the digest `before`. `next` is the token after the page if
 /// the engine hashes token pairs: each token is then hashed together with the next one.
-fn digest(before: Option<Sha>, tokens: &[u64], next: Option<u64>) -> Sha {
+fn hash_page(before: Option<Sha>, tokens: &[u64], next: Option<u64>) -> Sha {
     let mut sha = Sha256::new();
     if let Some(before) = before {
         sha.update(before);
@@ -187,9 +187,12 @@ mod tests {
     fn what_is_kept_has_a_bound() {
         let mut verifier = Verifier::default();
         for page in 0..2 * DIGESTS_MAX as u64 {
-            verifier.keep(PageHash(page), [0; 32]);
+            verifier.remember(PageHash(page), [0; 32]);
         }
-        assert_eq!((verifier.digests.len(), verifier.order.len()), (DIGESTS_MAX, DIGESTS_MAX));
+        assert_eq!(
+            (verifier.digests.len(), verifier.oldest_first.len()),
+            (DIGESTS_MAX, DIGESTS_MAX)
+        );
         assert!(verifier.digests.contains_key(&PageHash(2 * DIGESTS_MAX as u64 - 1)));
     }
 }

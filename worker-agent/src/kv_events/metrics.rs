@@ -7,13 +7,13 @@ use prometheus_client::{
 };
 use proto::block::Tier;
 
-use super::rank_cache::{Counts, Rank};
+use super::rank_cache::{Counts, RankCache};
 
 /// Handles of all KV metrics. Clones share them.
 #[derive(Debug, Clone)]
 pub struct Metrics {
     events: Family<EventLabel, Counter>,
-    order: Family<EventLabel, Counter>,
+    sequence: Family<EventLabel, Counter>,
     trees: Family<OutcomeLabel, Counter>,
     blocks: Family<TierLabel, Gauge>,
     bytes: Family<RankLabel, Gauge>,
@@ -47,7 +47,7 @@ impl Metrics {
     pub fn new(registry: &mut Registry) -> Self {
         let metrics = Self {
             events: Family::default(),
-            order: Family::default(),
+            sequence: Family::default(),
             trees: Family::default(),
             blocks: Family::default(),
             bytes: Family::default(),
@@ -58,7 +58,7 @@ impl Metrics {
         registry.register("kv_events", help, metrics.events.clone());
         let help = "Irregularities in the sequence of the engine's messages: gaps, lost messages, \
                     requested replays, restarts";
-        registry.register("kv_order", help, metrics.order.clone());
+        registry.register("kv_order", help, metrics.sequence.clone());
         let help = "Requests to publish the engine's whole tree again, by outcome";
         registry.register("kv_resyncs", help, metrics.trees.clone());
         let help = "Routing blocks resident on the engine, by tier";
@@ -71,7 +71,7 @@ impl Metrics {
     }
 
     /// Adds a rank's event counts since the last call, and sets its resident blocks and memory.
-    pub(super) fn follow(&self, dp_rank: u32, rank: &mut Rank) {
+    pub(super) fn update(&self, dp_rank: u32, rank: &mut RankCache) {
         let Counts {
             stored,
             removed,
@@ -99,42 +99,42 @@ impl Metrics {
         for (kind, count) in
             [("gap", gaps), ("lost", lost_messages), ("replay", replays), ("restart", restarts)]
         {
-            self.order.get_or_create(&EventLabel { dp_rank, kind }).inc_by(count);
+            self.sequence.get_or_create(&EventLabel { dp_rank, kind }).inc_by(count);
         }
         for (tier, blocks) in rank.resident() {
-            let tier = name(tier);
-            self.blocks.get_or_create(&TierLabel { dp_rank, tier }).set(whole(blocks));
+            let tier = tier_name(tier);
+            self.blocks.get_or_create(&TierLabel { dp_rank, tier }).set(to_i64(blocks));
         }
-        let bytes = whole(rank.bytes() as u64);
+        let bytes = to_i64(rank.bytes() as u64);
         self.bytes.get_or_create(&RankLabel { dp_rank }).set(bytes);
     }
 
     /// Removes a rank's gauges while its state is unknown: an absent figure is not zero.
-    pub(super) fn gone(&self, dp_rank: u32) {
-        for tier in [Tier::Device, Tier::Host].map(name) {
+    pub(super) fn remove_rank(&self, dp_rank: u32) {
+        for tier in [Tier::Device, Tier::Host].map(tier_name) {
             self.blocks.remove(&TierLabel { dp_rank, tier });
         }
         self.bytes.remove(&RankLabel { dp_rank });
     }
 
     /// Counts one request to publish the engine's tree again.
-    pub(super) fn asked_tree(&self, outcome: &'static str) {
+    pub(super) fn count_tree_request(&self, outcome: &'static str) {
         self.trees.get_or_create(&OutcomeLabel { outcome }).inc();
     }
 
     /// Changes the number of watchers by `change`.
-    pub(super) fn watches(&self, change: i64) {
+    pub(super) fn add_watchers(&self, change: i64) {
         self.watchers.inc_by(change);
     }
 }
 
-fn name(tier: Tier) -> &'static str {
+fn tier_name(tier: Tier) -> &'static str {
     match tier {
         Tier::Device => "device",
         Tier::Host => "host",
     }
 }
 
-fn whole(value: u64) -> i64 {
+fn to_i64(value: u64) -> i64 {
     i64::try_from(value).unwrap_or(i64::MAX)
 }

@@ -1,7 +1,7 @@
 //! A MessagePack reader for the subset that KV events use.
 //!
 //! It reads a slice in order and allocates nothing. Announced lengths are not trusted: a caller
-//! that allocates must bound them by [`Reader::left`].
+//! that allocates must bound them by [`Reader::bytes_left`].
 
 /// Why a message could not be read.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -38,12 +38,12 @@ impl<'a> Reader<'a> {
     }
 
     /// Returns the number of unread bytes. An array can't have more elements than this.
-    pub(super) fn left(&self) -> usize {
+    pub(super) fn bytes_left(&self) -> usize {
         self.0.len()
     }
 
     /// Consumes a nil if one comes next. Returns whether it did.
-    pub(super) fn nil(&mut self) -> Result<bool, Error> {
+    pub(super) fn take_nil(&mut self) -> Result<bool, Error> {
         let is_nil = self.peek()? == 0xc0;
         if is_nil {
             self.take(1)?;
@@ -57,39 +57,39 @@ impl<'a> Reader<'a> {
     }
 
     /// Reads an array's header and returns its number of elements.
-    pub(super) fn array(&mut self) -> Result<usize, Error> {
-        match self.byte()? {
+    pub(super) fn read_array_len(&mut self) -> Result<usize, Error> {
+        match self.read_byte()? {
             short @ 0x90..=0x9f => Ok(usize::from(short & 0x0f)),
-            0xdc => self.length(2),
-            0xdd => self.length(4),
+            0xdc => self.read_length(2),
+            0xdd => self.read_length(4),
             found => Err(Error::Kind { wanted: "array", found }),
         }
     }
 
     /// Reads a map's header and returns its number of pairs.
-    pub(super) fn map(&mut self) -> Result<usize, Error> {
-        match self.byte()? {
+    pub(super) fn read_map_len(&mut self) -> Result<usize, Error> {
+        match self.read_byte()? {
             short @ 0x80..=0x8f => Ok(usize::from(short & 0x0f)),
-            0xde => self.length(2),
-            0xdf => self.length(4),
+            0xde => self.read_length(2),
+            0xdf => self.read_length(4),
             found => Err(Error::Kind { wanted: "map", found }),
         }
     }
 
-    pub(super) fn text(&mut self) -> Result<&'a str, Error> {
-        let length = match self.byte()? {
+    pub(super) fn read_text(&mut self) -> Result<&'a str, Error> {
+        let length = match self.read_byte()? {
             short @ 0xa0..=0xbf => usize::from(short & 0x1f),
-            0xd9 => self.length(1)?,
-            0xda => self.length(2)?,
-            0xdb => self.length(4)?,
+            0xd9 => self.read_length(1)?,
+            0xda => self.read_length(2)?,
+            0xdb => self.read_length(4)?,
             found => return Err(Error::Kind { wanted: "string", found }),
         };
         std::str::from_utf8(self.take(length)?).map_err(|_| Error::Text)
     }
 
     /// Reads an integer of any width.
-    pub(super) fn int(&mut self) -> Result<i128, Error> {
-        let (width, signed) = match self.byte()? {
+    pub(super) fn read_int(&mut self) -> Result<i128, Error> {
+        let (width, signed) = match self.read_byte()? {
             small @ 0x00..=0x7f => return Ok(i128::from(small)),
             small @ 0xe0..=0xff => return Ok(i128::from(small.cast_signed())),
             width @ 0xcc..=0xcf => (1 << (width - 0xcc), false),
@@ -104,23 +104,23 @@ impl<'a> Reader<'a> {
     }
 
     /// Skips one value of any kind.
-    pub(super) fn skip(&mut self) -> Result<(), Error> {
+    pub(super) fn skip_value(&mut self) -> Result<(), Error> {
         self.skip_below(DEPTH_MAX)
     }
 
     fn skip_below(&mut self, depth: usize) -> Result<(), Error> {
         let depth = depth.checked_sub(1).ok_or(Error::Depth)?;
         let values = match self.peek()? {
-            0x90..=0x9f | 0xdc | 0xdd => self.array()?,
-            0x80..=0x8f | 0xde | 0xdf => 2 * self.map()?,
-            0xa0..=0xbf | 0xd9..=0xdb => return self.text().map(drop),
-            0x00..=0x7f | 0xe0..=0xff | 0xcc..=0xd3 => return self.int().map(drop),
+            0x90..=0x9f | 0xdc | 0xdd => self.read_array_len()?,
+            0x80..=0x8f | 0xde | 0xdf => 2 * self.read_map_len()?,
+            0xa0..=0xbf | 0xd9..=0xdb => return self.read_text().map(drop),
+            0x00..=0x7f | 0xe0..=0xff | 0xcc..=0xd3 => return self.read_int().map(drop),
             0xc0 | 0xc2 | 0xc3 => return self.take(1).map(drop),
             0xca => return self.take(1 + 4).map(drop),
             0xcb => return self.take(1 + 8).map(drop),
             width @ 0xc4..=0xc6 => {
                 self.take(1)?;
-                let length = self.length(1 << (width - 0xc4))?;
+                let length = self.read_length(1 << (width - 0xc4))?;
                 return self.take(length).map(drop);
             }
             found => return Err(Error::Kind { wanted: "value of an event", found }),
@@ -128,7 +128,7 @@ impl<'a> Reader<'a> {
         (0..values).try_for_each(|_| self.skip_below(depth))
     }
 
-    fn length(&mut self, width: usize) -> Result<usize, Error> {
+    fn read_length(&mut self, width: usize) -> Result<usize, Error> {
         let bytes = self.take(width)?;
         Ok(bytes.iter().fold(0, |length, &byte| length << 8 | usize::from(byte)))
     }
@@ -137,7 +137,7 @@ impl<'a> Reader<'a> {
         self.0.first().copied().ok_or(Error::Short)
     }
 
-    fn byte(&mut self) -> Result<u8, Error> {
+    fn read_byte(&mut self) -> Result<u8, Error> {
         Ok(self.take(1)?[0])
     }
 
@@ -154,7 +154,7 @@ mod tests {
 
     #[test]
     fn integers_of_every_width() {
-        let int = |bytes: &[u8]| Reader::new(bytes).int();
+        let int = |bytes: &[u8]| Reader::new(bytes).read_int();
         assert_eq!([int(&[0x7f]), int(&[0xff])], [Ok(127), Ok(-1)]);
         assert_eq!(int(&[0xcc, 0xff]), Ok(255));
         assert_eq!(int(&[0xd1, 0xff, 0x7f]), Ok(-129));
@@ -171,10 +171,10 @@ mod tests {
         let map =
             [0x82, 0xa1, b'a', 0x92, 0xcb, 0, 0, 0, 0, 0, 0, 0, 0, 0xc3, 0xa1, b'b', 0xc4, 1, 9];
         let mut reader = Reader::new(&map);
-        reader.skip().unwrap();
-        assert_eq!(reader.left(), 0);
-        assert_eq!(Reader::new(&map[..5]).skip(), Err(Error::Short));
-        assert_eq!(Reader::new(&[0x91; 64]).skip(), Err(Error::Depth));
-        assert_eq!(Reader::new(&[0xdd, 0xff, 0xff, 0xff, 0xff]).skip(), Err(Error::Short));
+        reader.skip_value().unwrap();
+        assert_eq!(reader.bytes_left(), 0);
+        assert_eq!(Reader::new(&map[..5]).skip_value(), Err(Error::Short));
+        assert_eq!(Reader::new(&[0x91; 64]).skip_value(), Err(Error::Depth));
+        assert_eq!(Reader::new(&[0xdd, 0xff, 0xff, 0xff, 0xff]).skip_value(), Err(Error::Short));
     }
 }

@@ -21,7 +21,7 @@ use proto::{
 };
 
 use self::grid::Grid;
-use super::decode::{Event, Medium, PageHash, Stored};
+use super::decode::{CacheEvent, Medium, PageHash, Stored};
 
 /// The empty run at the root of the tree; all prompts begin here.
 const ROOT: RunId = 0;
@@ -143,16 +143,16 @@ struct Place {
 }
 
 /// Returns the key of a page in the table.
-fn key(page: u64) -> u64 {
+fn table_key(page: u64) -> u64 {
     page >> (64 - KEY_BITS)
 }
 
 /// Returns a page's hash without its last two bits, which are used for tiers.
-fn name(page: PageHash) -> u64 {
+fn masked(page: PageHash) -> u64 {
     page.0 & !TIERS
 }
 
-fn bit(tier: Tier) -> u64 {
+fn tier_bit(tier: Tier) -> u64 {
     match tier {
         Tier::Device => 0b01,
         Tier::Host => 0b10,
@@ -191,16 +191,16 @@ impl Pages {
     ///
     /// # Errors
     /// When pages that became resident are rejected.
-    pub fn apply(&mut self, event: &Event, deltas: &mut Vec<Delta>) -> Result<(), Error> {
+    pub fn apply(&mut self, event: &CacheEvent, deltas: &mut Vec<Delta>) -> Result<(), Error> {
         match event {
-            Event::Stored(stored) => self.stored(stored, deltas),
-            Event::Removed { pages, medium } => {
-                if let Some(tier) = tier(*medium) {
-                    self.removed(pages, tier, deltas);
+            CacheEvent::Stored(stored) => self.apply_stored(stored, deltas),
+            CacheEvent::Removed { pages, medium } => {
+                if let Some(tier) = medium_tier(*medium) {
+                    self.apply_removed(pages, tier, deltas);
                 }
                 Ok(())
             }
-            Event::Cleared => {
+            CacheEvent::Cleared => {
                 (self.runs, self.free) = (vec![Run::default()], vec![]);
                 (self.table, self.count, self.lists_bytes) = (Table::new(), 0, 0);
                 deltas.push(Delta::Cleared);
@@ -209,8 +209,8 @@ impl Pages {
         }
     }
 
-    fn stored(&mut self, stored: &Stored, deltas: &mut Vec<Delta>) -> Result<(), Error> {
-        let Some(tier) = tier(stored.medium) else { return Ok(()) };
+    fn apply_stored(&mut self, stored: &Stored, deltas: &mut Vec<Delta>) -> Result<(), Error> {
+        let Some(tier) = medium_tier(stored.medium) else { return Ok(()) };
         let (found, expected) = (stored.page_tokens, self.grid.page_tokens());
         if found != expected {
             return Err(Error::PageTokens { found, expected });
@@ -227,11 +227,11 @@ impl Pages {
             let inside = &self.run(place.run).pages[place.pages..];
             if !inside.is_empty() {
                 let pairs = inside.iter().zip(&stored.pages[done..]);
-                let same = pairs.take_while(|(own, page)| *own & !TIERS == name(**page)).count();
+                let same = pairs.take_while(|(own, page)| *own & !TIERS == masked(**page)).count();
                 if same == 0 {
                     place.run = self.split(place.run, place.pages).0;
                 } else {
-                    self.hold(place.run, place.pages..place.pages + same, tier, deltas);
+                    self.mark_resident(place.run, place.pages..place.pages + same, tier, deltas);
                     (place.pages, done) = (place.pages + same, done + same);
                 }
                 continue;
@@ -246,7 +246,7 @@ impl Pages {
                     let appended = self.append(place, stored, done);
                     let Place { run, pages } = appended.at;
                     let added = self.count - before;
-                    self.hold(run, pages - added..pages, tier, deltas);
+                    self.mark_resident(run, pages - added..pages, tier, deltas);
                     (place, done) = (appended.at, done + added);
                     appended.stopped.map_or(Ok(()), Err)?;
                 }
@@ -255,7 +255,7 @@ impl Pages {
         Ok(())
     }
 
-    fn removed(&mut self, pages: &[PageHash], tier: Tier, deltas: &mut Vec<Delta>) {
+    fn apply_removed(&mut self, pages: &[PageHash], tier: Tier, deltas: &mut Vec<Delta>) {
         let mut at = 0;
         while let Some(&first) = pages.get(at) {
             at += 1;
@@ -264,17 +264,17 @@ impl Pages {
             // order.
             let (mut from, mut to) = (place, place + 1);
             let own = &self.run(run).pages;
-            let is = |place: Option<usize>, at: usize| {
+            let matches = |place: Option<usize>, at: usize| {
                 let own = place.and_then(|place| own.get(place));
-                own.zip(pages.get(at)).is_some_and(|(own, page)| own & !TIERS == name(*page))
+                own.zip(pages.get(at)).is_some_and(|(own, page)| own & !TIERS == masked(*page))
             };
-            while is(Some(to), at) {
+            while matches(Some(to), at) {
                 (at, to) = (at + 1, to + 1);
             }
-            while is(from.checked_sub(1), at) {
+            while matches(from.checked_sub(1), at) {
                 (at, from) = (at + 1, from - 1);
             }
-            self.release(run, from..to, tier, deltas);
+            self.mark_gone(run, from..to, tier, deltas);
         }
     }
 
@@ -288,16 +288,16 @@ impl Pages {
 
     /// Returns the run that holds a page, and the page's index in it.
     fn find(&self, page: PageHash) -> Option<(RunId, usize)> {
-        self.table.find(key(page.0), |Entry { run, place }| {
-            let of = self.run(run);
-            let place = (place.wrapping_sub(of.start) % PLACES) as usize;
-            let own = of.pages.get(place)?;
-            (own & !TIERS == name(page)).then_some((run, place))
+        self.table.find(table_key(page.0), |Entry { run, place }| {
+            let content = self.run(run);
+            let place = (place.wrapping_sub(content.start) % PLACES) as usize;
+            let own = content.pages.get(place)?;
+            (own & !TIERS == masked(page)).then_some((run, place))
         })
     }
 
     /// Returns the hash chain as it stands after `place`, to hash the pages that follow.
-    fn chain(&self, place: Place, stored: &Stored) -> Chain {
+    fn resume_chain(&self, place: Place, stored: &Stored) -> Chain {
         if place.run == ROOT {
             let lora = stored.lora.as_deref();
             let cache_salt = stored.cache_salt.as_deref();
@@ -314,7 +314,7 @@ impl Pages {
     }
 }
 
-fn tier(medium: Medium) -> Option<Tier> {
+fn medium_tier(medium: Medium) -> Option<Tier> {
     match medium {
         Medium::Gpu => Some(Tier::Device),
         Medium::Cpu => Some(Tier::Host),

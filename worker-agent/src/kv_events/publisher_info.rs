@@ -4,7 +4,7 @@ use serde_json::Value;
 
 /// The engine facts that are needed to follow its KV events.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Feed {
+pub struct PublisherInfo {
     /// Identifies the engine process. A new process has a new, empty cache.
     pub instance: String,
     /// The number of DP ranks. Each has a publisher of its own.
@@ -14,12 +14,12 @@ pub struct Feed {
     /// Pages in the pool of one rank.
     pub pool_pages: usize,
     /// The addresses of the publishers, or the reason why there are none.
-    pub publishers: Result<Publishers, String>,
+    pub publishers: Result<PublisherAddresses, String>,
 }
 
 /// The addresses of rank 0's sockets. Each further rank uses the next port.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Publishers {
+pub struct PublisherAddresses {
     host: String,
     port: u16,
     replay_port: Option<u16>,
@@ -30,19 +30,21 @@ pub struct Publishers {
     pub page_tokens: Option<u32>,
 }
 
-impl Publishers {
+impl PublisherAddresses {
     /// Reads the publishers from `/server_info`. `engine_host` is the host that answered.
     ///
     /// # Errors
     /// When the engine publishes no events that can be followed; the text is for an operator.
-    pub fn of(info: &Value, engine_host: &str) -> Result<Self, String> {
-        let Some(said) = info.get("kv_events").filter(|said| said.is_object()) else {
+    pub fn from_server_info(info: &Value, engine_host: &str) -> Result<Self, String> {
+        let Some(kv_events) = info.get("kv_events").filter(|kv_events| kv_events.is_object())
+        else {
             return Err("the engine publishes no KV events; start it with \
                         --kv-events-config '{\"publisher\": \"zmq\", …}'"
                 .to_owned());
         };
-        let text = |key: &str| said.get(key).and_then(Value::as_str);
-        let port = |key: &str| said.get(key)?.as_u64().and_then(|port| u16::try_from(port).ok());
+        let text = |key: &str| kv_events.get(key).and_then(Value::as_str);
+        let port =
+            |key: &str| kv_events.get(key)?.as_u64().and_then(|port| u16::try_from(port).ok());
         if text("publisher") != Some("zmq") {
             let other = text("publisher").unwrap_or("none");
             return Err(format!("the engine's publisher of KV events is {other}, not zmq"));
@@ -58,7 +60,7 @@ impl Publishers {
                 .ok_or("the engine doesn't say on which port it publishes KV events")?,
             replay_port: port("replay_endpoint_port_base"),
             topic: text("topic").unwrap_or("").to_owned(),
-            page_tokens: said
+            page_tokens: kv_events
                 .get("block_size")
                 .and_then(Value::as_u64)
                 .and_then(|tokens| u32::try_from(tokens).ok())
@@ -84,14 +86,14 @@ mod tests {
 
     use super::*;
 
-    fn of(kv_events: &Value) -> Result<Publishers, String> {
-        Publishers::of(&json!({ "kv_events": kv_events }), "10.0.0.7")
+    fn parse(kv_events: &Value) -> Result<PublisherAddresses, String> {
+        PublisherAddresses::from_server_info(&json!({ "kv_events": kv_events }), "10.0.0.7")
     }
 
     #[test]
     fn each_rank_has_a_port() {
         // As SGLang 0.5.23 states it.
-        let publishers = of(&json!({
+        let publishers = parse(&json!({
             "publisher": "zmq", "endpoint_host": "*", "endpoint_port_base": 5557,
             "topic": "kv-events", "block_size": 16, "dp_size": 1,
             "load_endpoint_port_base": 5559, "load_topic": "load",
@@ -105,13 +107,13 @@ mod tests {
         let named = json!({
             "publisher": "zmq", "endpoint_host": "node-1", "endpoint_port_base": 1, "topic": "",
         });
-        assert_eq!(of(&named).unwrap().addresses(0), Some(("node-1:1".to_owned(), None)));
+        assert_eq!(parse(&named).unwrap().addresses(0), Some(("node-1:1".to_owned(), None)));
     }
 
     #[test]
     fn where_there_are_none_it_says_what_to_do() {
         for none in [json!(null), json!({"publisher": "null"}), json!({"publisher": "zmq"})] {
-            let why = of(&none).unwrap_err();
+            let why = parse(&none).unwrap_err();
             assert!(why.contains("KV events"), "{why}");
         }
     }

@@ -12,24 +12,24 @@ use proto::{
 
 use super::{
     PAGES_PER_POOL_PAGE,
-    decode::{self, Event},
+    decode::{self, CacheEvent},
     hash_check::{Verdict, Verifier},
     pages::{Delta, Error, Pages},
-    sequencer::{self, Order},
+    sequencer::{self, Sequencer},
 };
 
 /// An action for the caller.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Step {
+pub(super) enum RankStep {
     /// Ask the publisher to send all messages again from this number on.
     Replay(u64),
     /// Send these changes to all watchers.
-    Tell(Vec<Change>),
+    Send(Vec<Change>),
     /// Send a full snapshot to all watchers: everything sent to them before is void.
-    TellAll,
+    SendSnapshot,
 }
 
-/// The number of events of each kind since the last [`Rank::take_counts`].
+/// The number of events of each kind since the last [`RankCache::take_counts`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Counts {
     pub(super) stored: u64,
@@ -47,130 +47,130 @@ pub(super) struct Counts {
 
 /// The cache of one DP rank and the state of its event stream.
 #[derive(Debug)]
-pub(super) struct Rank {
+pub(super) struct RankCache {
     page_tokens: u32,
     pages_max: usize,
-    order: Order<Vec<u8>>,
+    sequencer: Sequencer<Vec<u8>>,
     verifier: Verifier,
     pages: Pages,
     /// The number of resident blocks on the device and on the host, in this order.
     resident: [u64; 2],
     /// Whether the first replay has ended or was given up, so that the messages sent before the
     /// agent connected are applied or known to be lost.
-    is_read: bool,
+    is_replayed: bool,
     /// Whether messages were lost, and the radix tree was not published again since.
-    wants_tree: bool,
+    needs_tree: bool,
     /// The number of pages stored since messages were lost.
-    relearned: usize,
+    pages_since_loss: usize,
     counts: Counts,
-    /// The latest reason why pages were rejected, until [`Rank::take_refusal`].
+    /// The latest reason why pages were rejected, until [`RankCache::take_refusal`].
     refusal: Option<String>,
 }
 
-impl Rank {
+impl RankCache {
     /// Creates an empty rank with pages of `page_tokens` tokens, at most `pages_max` of them.
     pub(super) fn new(page_tokens: u32, pages_max: usize) -> Result<Self, proto::block::Error> {
         Ok(Self {
             page_tokens,
             pages_max,
-            order: Order::default(),
+            sequencer: Sequencer::default(),
             verifier: Verifier::default(),
             pages: Pages::new(page_tokens, pages_max)?,
             resident: [0; 2],
-            is_read: false,
-            wants_tree: false,
-            relearned: 0,
+            is_replayed: false,
+            needs_tree: false,
+            pages_since_loss: 0,
             counts: Counts::default(),
             refusal: None,
         })
     }
 
     /// Resets everything for a new connection: it may lead to another engine process.
-    pub(super) fn connected(&mut self) -> Vec<Step> {
-        self.order = Order::default();
+    pub(super) fn reset_for_connection(&mut self) -> Vec<RankStep> {
+        self.sequencer = Sequencer::default();
         self.forget();
-        (self.is_read, self.wants_tree) = (false, false);
-        let steps = self.order.look();
-        self.take(steps)
+        (self.is_replayed, self.needs_tree) = (false, false);
+        let steps = self.sequencer.request_replay();
+        self.convert(steps)
     }
 
     /// Takes a message that came from the subscription.
-    pub(super) fn live(&mut self, number: u64, message: Vec<u8>) -> Vec<Step> {
-        let steps = self.order.live(number, message);
-        let mut steps = self.take(steps);
-        if !self.is_read && !self.order.is_asking() {
+    pub(super) fn take_live(&mut self, number: u64, message: Vec<u8>) -> Vec<RankStep> {
+        let steps = self.sequencer.take_live(number, message);
+        let mut steps = self.convert(steps);
+        if !self.is_replayed && !self.sequencer.is_replaying() {
             // The replay was given up, because too many new messages came in the meantime.
-            self.is_read = true;
-            steps.push(Step::TellAll);
+            self.is_replayed = true;
+            steps.push(RankStep::SendSnapshot);
         }
         steps
     }
 
     /// Takes a message that came as part of a replay.
-    pub(super) fn replayed(&mut self, number: u64, message: Vec<u8>) -> Vec<Step> {
-        let steps = self.order.replayed(number, message);
-        self.take(steps)
+    pub(super) fn take_replayed(&mut self, number: u64, message: Vec<u8>) -> Vec<RankStep> {
+        let steps = self.sequencer.take_replayed(number, message);
+        self.convert(steps)
     }
 
     /// Handles the end of a replay, also where no replay socket exists.
-    pub(super) fn replay_ended(&mut self) -> Vec<Step> {
-        let steps = self.order.replay_ended();
-        self.read(steps)
+    pub(super) fn end_replay(&mut self) -> Vec<RankStep> {
+        let steps = self.sequencer.end_replay();
+        self.finish_replay(steps)
     }
 
     /// Handles a replay that stopped without its end marker.
-    pub(super) fn replay_stopped(&mut self) -> Vec<Step> {
-        let steps = self.order.replay_stopped();
-        self.read(steps)
+    pub(super) fn stop_replay(&mut self) -> Vec<RankStep> {
+        let steps = self.sequencer.stop_replay();
+        self.finish_replay(steps)
     }
 
-    fn read(&mut self, steps: Vec<sequencer::Step<Vec<u8>>>) -> Vec<Step> {
-        let mut steps = self.take(steps);
-        if !self.is_read && !self.order.is_asking() {
-            self.is_read = true;
+    fn finish_replay(&mut self, steps: Vec<sequencer::SequencerStep<Vec<u8>>>) -> Vec<RankStep> {
+        let mut steps = self.convert(steps);
+        if !self.is_replayed && !self.sequencer.is_replaying() {
+            self.is_replayed = true;
             // An engine always publishes something at its start. If no message was seen, those
             // first messages are lost.
-            self.wants_tree |= self.order.is_new();
-            steps.push(Step::TellAll);
+            self.needs_tree |= self.sequencer.is_new();
+            steps.push(RankStep::SendSnapshot);
         }
         steps
     }
 
     /// Asks for a replay after a quiet period, because the last messages may have been missed.
-    pub(super) fn look(&mut self) -> Vec<Step> {
-        let steps = self.order.look();
-        self.take(steps)
+    pub(super) fn request_replay(&mut self) -> Vec<RankStep> {
+        let steps = self.sequencer.request_replay();
+        self.convert(steps)
     }
 
     /// Whether a replay was requested and has not ended.
-    pub(super) fn is_asking(&self) -> bool {
-        self.order.is_asking()
+    pub(super) fn is_replaying(&self) -> bool {
+        self.sequencer.is_replaying()
     }
 
     /// Whether at least one message of the requested replay has come.
-    pub(super) fn is_answered(&self) -> bool {
-        self.order.is_answered()
+    pub(super) fn has_replay_begun(&self) -> bool {
+        self.sequencer.has_replay_begun()
     }
 
     /// Whether pages may be resident that the rank doesn't know, so that the engine should publish
     /// its tree again.
-    pub(super) fn wants_tree(&self) -> bool {
-        self.is_read && self.wants_tree
+    pub(super) fn needs_tree(&self) -> bool {
+        self.is_replayed && self.needs_tree
     }
 
     /// Returns everything that is known to be resident, or `None` until the first replay has ended.
     /// After a loss the snapshot is incomplete, and has no [`Change::Complete`].
     pub(super) fn snapshot(&self) -> Option<Vec<Change>> {
-        if !self.is_read {
+        if !self.is_replayed {
             return None;
         }
         let mut all = vec![];
-        if self.wants_tree {
+        if self.needs_tree {
             all.push(Change::Unknown { why: "KV events were missed".to_owned() });
         }
-        all.push(self.reset());
-        all.extend(self.pages.snapshot().map(change));
-        if !self.wants_tree {
+        all.push(self.reset_change());
+        all.extend(self.pages.snapshot().map(to_change));
+        if !self.needs_tree {
             all.push(Change::Complete);
         }
         Some(all)
@@ -196,25 +196,27 @@ impl Rank {
         self.refusal.take()
     }
 
-    fn take(&mut self, steps: Vec<sequencer::Step<Vec<u8>>>) -> Vec<Step> {
+    fn convert(&mut self, steps: Vec<sequencer::SequencerStep<Vec<u8>>>) -> Vec<RankStep> {
         let mut taken = vec![];
         for step in steps {
             match step {
-                sequencer::Step::Apply(message) => self.message(&message, &mut taken),
-                sequencer::Step::Replay(from) => {
-                    self.counts.replays += 1;
-                    taken.push(Step::Replay(from));
+                sequencer::SequencerStep::Apply(message) => {
+                    self.apply_message(&message, &mut taken)
                 }
-                sequencer::Step::Lost { from, to } => {
+                sequencer::SequencerStep::Replay(from) => {
+                    self.counts.replays += 1;
+                    taken.push(RankStep::Replay(from));
+                }
+                sequencer::SequencerStep::Lost { from, to } => {
                     self.counts.gaps += 1;
                     self.counts.lost_messages += to - from;
-                    self.lose(&mut taken);
+                    self.handle_loss(&mut taken);
                 }
-                sequencer::Step::Restarted => {
+                sequencer::SequencerStep::Restarted => {
                     self.counts.restarts += 1;
                     self.forget();
-                    self.wants_tree = false;
-                    self.tell_all(&mut taken);
+                    self.needs_tree = false;
+                    self.send_snapshot(&mut taken);
                 }
             }
         }
@@ -222,10 +224,10 @@ impl Rank {
     }
 
     /// Handles lost messages: forgets all pages, because any of them may have been removed since.
-    fn lose(&mut self, steps: &mut Vec<Step>) {
+    fn handle_loss(&mut self, steps: &mut Vec<RankStep>) {
         self.forget();
-        (self.wants_tree, self.relearned) = (true, 0);
-        self.tell_all(steps);
+        (self.needs_tree, self.pages_since_loss) = (true, 0);
+        self.send_snapshot(steps);
     }
 
     fn forget(&mut self) {
@@ -234,60 +236,60 @@ impl Rank {
         self.resident = [0; 2];
     }
 
-    fn tell_all(&self, steps: &mut Vec<Step>) {
-        if self.is_read {
-            steps.push(Step::TellAll);
+    fn send_snapshot(&self, steps: &mut Vec<RankStep>) {
+        if self.is_replayed {
+            steps.push(RankStep::SendSnapshot);
         }
     }
 
-    fn message(&mut self, message: &[u8], steps: &mut Vec<Step>) {
+    fn apply_message(&mut self, message: &[u8], steps: &mut Vec<RankStep>) {
         let batch = match decode::decode(message) {
             Ok(batch) => batch,
             Err(error) => {
                 self.counts.malformed += 1;
                 self.refusal = Some(error.to_string());
-                return self.lose(steps);
+                return self.handle_loss(steps);
             }
         };
         let mut deltas = vec![];
         for event in &batch.events {
-            self.event(event, &mut deltas);
+            self.apply_event(event, &mut deltas);
         }
-        self.count(&deltas);
+        self.count_resident(&deltas);
         let pool_pages = self.pages_max / PAGES_PER_POOL_PAGE;
-        let is_relearned = self.wants_tree && self.relearned >= pool_pages;
-        if is_relearned {
+        let has_relearned = self.needs_tree && self.pages_since_loss >= pool_pages;
+        if has_relearned {
             // Since the loss, as many pages were stored as the pool holds: all older pages have
             // been evicted.
-            self.wants_tree = false;
+            self.needs_tree = false;
         }
-        if self.is_read && !deltas.is_empty() {
+        if self.is_replayed && !deltas.is_empty() {
             let changes = deltas.into_iter().flat_map(|delta| match delta {
-                Delta::Cleared => vec![self.reset(), Change::Complete],
-                delta => vec![change(delta)],
+                Delta::Cleared => vec![self.reset_change(), Change::Complete],
+                delta => vec![to_change(delta)],
             });
-            steps.push(Step::Tell(changes.collect()));
+            steps.push(RankStep::Send(changes.collect()));
         }
-        if is_relearned {
-            self.tell_all(steps);
+        if has_relearned {
+            self.send_snapshot(steps);
         }
     }
 
-    fn event(&mut self, event: &Event, deltas: &mut Vec<Delta>) {
+    fn apply_event(&mut self, event: &CacheEvent, deltas: &mut Vec<Delta>) {
         match event {
-            Event::Stored(stored) => {
+            CacheEvent::Stored(stored) => {
                 self.counts.stored += 1;
-                self.relearned += stored.pages.len();
+                self.pages_since_loss += stored.pages.len();
                 if self.verifier.check(stored) == Verdict::Wrong {
                     self.counts.mismatches += 1;
                     self.refusal = Some("a page's hash does not match its tokens".to_owned());
                     return;
                 }
             }
-            Event::Removed { .. } => self.counts.removed += 1,
-            Event::Cleared => {
+            CacheEvent::Removed { .. } => self.counts.removed += 1,
+            CacheEvent::Cleared => {
                 self.counts.cleared += 1;
-                self.wants_tree = false;
+                self.needs_tree = false;
             }
         }
         if let Err(error) = self.pages.apply(event, deltas) {
@@ -300,26 +302,28 @@ impl Rank {
         }
     }
 
-    fn count(&mut self, deltas: &[Delta]) {
-        let of = |tier: &Tier| usize::from(*tier == Tier::Host);
+    fn count_resident(&mut self, deltas: &[Delta]) {
+        let index = |tier: &Tier| usize::from(*tier == Tier::Host);
         for delta in deltas {
             match delta {
                 Delta::Stored { tier, blocks, .. } => {
-                    self.resident[of(tier)] += blocks.len() as u64;
+                    self.resident[index(tier)] += blocks.len() as u64;
                 }
-                Delta::Removed { tier, blocks } => self.resident[of(tier)] -= blocks.len() as u64,
+                Delta::Removed { tier, blocks } => {
+                    self.resident[index(tier)] -= blocks.len() as u64
+                }
                 Delta::Cleared => self.resident = [0; 2],
             }
         }
     }
 
-    fn reset(&self) -> Change {
+    fn reset_change(&self) -> Change {
         let block_tokens = BlockTokens::for_page(self.page_tokens).expect("checked in `new`");
         Change::Reset { block_tokens }
     }
 }
 
-fn change(delta: Delta) -> Change {
+fn to_change(delta: Delta) -> Change {
     match delta {
         Delta::Stored { tier, parent, blocks } => Change::Stored { tier, parent, blocks },
         Delta::Removed { tier, blocks } => Change::Removed { tier, blocks },

@@ -1,8 +1,8 @@
 //! The connection to the publisher of one rank's KV events.
 //!
 //! It connects, receives messages, requests a replay of missed ones, and connects again after an
-//! error. It passes messages to [`Rank`] and the resulting changes to watchers. All decisions about
-//! the messages are made in [`Rank`].
+//! error. It passes messages to [`RankCache`] and the resulting changes to watchers. All decisions about
+//! the messages are made in [`RankCache`].
 
 use std::{ops::ControlFlow, sync::Arc, time::Duration};
 
@@ -15,9 +15,9 @@ use tracing::{debug, info, warn};
 
 use super::{
     Shared,
-    event_log::{Snapshot, What},
-    rank_cache::{Rank, Step},
-    zmtp::{Connection, Error, Kind},
+    event_log::{EntryContent, RankSnapshot},
+    rank_cache::{RankCache, RankStep},
+    zmtp::{Connection, Error, SocketType},
 };
 
 /// The pause before connecting again. It doubles after each failure, up to the maximum.
@@ -25,20 +25,20 @@ const RETRY_MIN: Duration = Duration::from_millis(100);
 const RETRY_MAX: Duration = Duration::from_secs(5);
 /// The time limit for the first message of a replay. A publisher looks for replay requests between
 /// messages, at least every 100 ms.
-const ANSWER_MAX: Duration = Duration::from_secs(5);
+const REPLAY_START_MAX: Duration = Duration::from_secs(5);
 /// The time limit for each further message of a replay. A replay is sent without pauses; one that
 /// stops is incomplete.
-const ANSWER_REST_MAX: Duration = Duration::from_millis(500);
+const REPLAY_PAUSE_MAX: Duration = Duration::from_millis(500);
 /// A connection that lasted longer than this resets the pause to its minimum.
-const LASTING: Duration = Duration::from_secs(30);
+const LASTING_MIN: Duration = Duration::from_secs(30);
 /// After this long without a message, the publisher is asked whether a message was missed.
-const QUIET: Duration = Duration::from_secs(2);
+const QUIET_MAX: Duration = Duration::from_secs(2);
 /// The message number that marks the end of a replay.
-const END: [u8; 8] = [0xff; 8];
+const REPLAY_END: [u8; 8] = [0xff; 8];
 
 /// The addresses at which a rank publishes.
 #[derive(Debug)]
-pub(super) struct Source {
+pub(super) struct RankAddresses {
     pub(super) dp_rank: u32,
     pub(super) address: String,
     pub(super) replay: Option<String>,
@@ -46,14 +46,14 @@ pub(super) struct Source {
 }
 
 /// Follows the KV events of one rank, and answers snapshot requests of its watchers.
-pub(super) struct Follower {
-    pub(super) source: Source,
-    pub(super) rank: Rank,
+pub(super) struct Subscriber {
+    pub(super) addresses: RankAddresses,
+    pub(super) rank: RankCache,
     pub(super) shared: Arc<Shared>,
-    pub(super) snapshots: mpsc::Receiver<oneshot::Sender<Snapshot>>,
-    asked_tree: Option<Instant>,
+    pub(super) snapshot_requests: mpsc::Receiver<oneshot::Sender<RankSnapshot>>,
+    tree_requested_at: Option<Instant>,
     /// When a replay was last requested, or its last message received.
-    answered: Instant,
+    replay_active_at: Instant,
     has_warned: bool,
 }
 
@@ -62,35 +62,46 @@ pub(super) struct Follower {
 pub(super) async fn answer_unknown(
     why: &str,
     shared: &Shared,
-    snapshots: &mut mpsc::Receiver<oneshot::Sender<Snapshot>>,
+    snapshots: &mut mpsc::Receiver<oneshot::Sender<RankSnapshot>>,
 ) {
     while let Some(reply) = snapshots.recv().await {
-        let _ = reply.send(Snapshot { changes: Err(why.to_owned()), at: shared.board.next() });
+        let _ = reply.send(RankSnapshot {
+            changes: Err(why.to_owned()),
+            next_entry: shared.log.next_number(),
+        });
     }
 }
 
-impl Follower {
+impl Subscriber {
     pub(super) fn new(
-        source: Source,
-        rank: Rank,
+        addresses: RankAddresses,
+        rank: RankCache,
         shared: Arc<Shared>,
-        snapshots: mpsc::Receiver<oneshot::Sender<Snapshot>>,
+        snapshot_requests: mpsc::Receiver<oneshot::Sender<RankSnapshot>>,
     ) -> Self {
-        let answered = Instant::now();
-        Self { source, rank, shared, snapshots, asked_tree: None, answered, has_warned: false }
+        let replay_active_at = Instant::now();
+        Self {
+            addresses,
+            rank,
+            shared,
+            snapshot_requests,
+            tree_requested_at: None,
+            replay_active_at,
+            has_warned: false,
+        }
     }
 
     /// Follows the publisher until nobody can request snapshots any more.
     pub(super) async fn run(mut self) {
         let mut pause = RETRY_MIN;
         loop {
-            let dp_rank = self.source.dp_rank;
+            let dp_rank = self.addresses.dp_rank;
             let error = match self.connect().await {
                 Ok((events, replay)) => {
-                    info!(dp_rank, address = self.source.address, "following KV events");
+                    info!(dp_rank, address = self.addresses.address, "following KV events");
                     let begun = Instant::now();
                     let ended = self.follow(events, replay).await;
-                    if begun.elapsed() > LASTING {
+                    if begun.elapsed() > LASTING_MIN {
                         pause = RETRY_MIN;
                     }
                     ended
@@ -99,12 +110,12 @@ impl Follower {
             };
             let ControlFlow::Continue(error) = error else { return };
             if pause == RETRY_MIN {
-                warn!(dp_rank, %error, address = self.source.address, "no KV events");
+                warn!(dp_rank, %error, address = self.addresses.address, "no KV events");
             }
-            let why = format!("no KV events from {}: {error}", self.source.address);
-            self.shared.metrics.gone(dp_rank);
-            self.shared.board.tell(dp_rank, What::Anew);
-            let unknown = answer_unknown(&why, &self.shared, &mut self.snapshots);
+            let why = format!("no KV events from {}: {error}", self.addresses.address);
+            self.shared.metrics.remove_rank(dp_rank);
+            self.shared.log.append(dp_rank, EntryContent::Reset);
+            let unknown = answer_unknown(&why, &self.shared, &mut self.snapshot_requests);
             // If the timeout has not passed, no further request can come.
             if tokio::time::timeout(pause, unknown).await.is_ok() {
                 return;
@@ -114,13 +125,13 @@ impl Follower {
     }
 
     async fn connect(&self) -> Result<(Connection, Option<Connection>), Error> {
-        let mut events = Connection::open(&self.source.address, Kind::Sub).await?;
-        events.subscribe(self.source.topic.as_bytes()).await?;
-        let Some(address) = &self.source.replay else { return Ok((events, None)) };
+        let mut events = Connection::open(&self.addresses.address, SocketType::Sub).await?;
+        events.subscribe(self.addresses.topic.as_bytes()).await?;
+        let Some(address) = &self.addresses.replay else { return Ok((events, None)) };
         // Only the port of the replay address is known for certain, so connecting may fail. Without
         // a replay socket, only missed messages are lost.
-        let replay = Connection::open(address, Kind::Dealer).await.inspect_err(|error| {
-            warn!(dp_rank = self.source.dp_rank, %error, address, "missed KV events can't be had");
+        let replay = Connection::open(address, SocketType::Dealer).await.inspect_err(|error| {
+            warn!(dp_rank = self.addresses.dp_rank, %error, address, "missed KV events can't be had");
         });
         Ok((events, replay.ok()))
     }
@@ -133,61 +144,63 @@ impl Follower {
         mut replay: Option<Connection>,
     ) -> ControlFlow<(), Error> {
         let mut shim = self.shared.shim.clone();
-        let steps = self.rank.connected();
-        if let Err(error) = self.take(steps, &mut replay).await {
+        let steps = self.rank.reset_for_connection();
+        if let Err(error) = self.carry_out(steps, &mut replay).await {
             return ControlFlow::Continue(error);
         }
         // When the last message came; `None` after a replay has shown that nothing was missed.
-        let mut heard = Some(Instant::now());
+        let mut last_message = Some(Instant::now());
         loop {
-            let deadline = match self.rank.is_asking() {
-                true if self.rank.is_answered() => Some(self.answered + ANSWER_REST_MAX),
-                true => Some(self.answered + ANSWER_MAX),
-                false => heard.map(|heard| heard + QUIET),
+            let deadline = match self.rank.is_replaying() {
+                true if self.rank.has_replay_begun() => {
+                    Some(self.replay_active_at + REPLAY_PAUSE_MAX)
+                }
+                true => Some(self.replay_active_at + REPLAY_START_MAX),
+                false => last_message.map(|last_message| last_message + QUIET_MAX),
             };
-            let tree = self.rank.wants_tree().then(|| self.tree_due());
+            let tree = self.rank.needs_tree().then(|| self.tree_due());
             let steps = tokio::select! {
                 biased;
-                reply = self.snapshots.recv() => match reply {
+                reply = self.snapshot_requests.recv() => match reply {
                     Some(reply) => {
-                        self.answer(reply);
+                        self.answer_snapshot_request(reply);
                         continue;
                     }
                     None => return ControlFlow::Break(()),
                 },
-                message = replayed(&mut replay) => message.map(|message| {
-                    self.answered = Instant::now();
+                message = next_replayed(&mut replay) => message.map(|message| {
+                    self.replay_active_at = Instant::now();
                     match message {
                         Some((number, message)) => {
-                            heard = Some(self.answered);
-                            self.rank.replayed(number, message)
+                            last_message = Some(self.replay_active_at);
+                            self.rank.take_replayed(number, message)
                         }
-                        None => self.rank.replay_ended(),
+                        None => self.rank.end_replay(),
                     }
                 }),
-                message = events.receive() => message.and_then(numbered).map(|(number, message)| {
-                    heard = Some(Instant::now());
-                    self.rank.live(number, message)
+                message = events.receive() => message.and_then(split_message).map(|(number, message)| {
+                    last_message = Some(Instant::now());
+                    self.rank.take_live(number, message)
                 }),
-                () = until(deadline) => Ok(if self.rank.is_asking() {
-                    self.answered = Instant::now();
-                    self.rank.replay_stopped()
+                () = wait_until(deadline) => Ok(if self.rank.is_replaying() {
+                    self.replay_active_at = Instant::now();
+                    self.rank.stop_replay()
                 } else {
-                    heard = None;
-                    self.rank.look()
+                    last_message = None;
+                    self.rank.request_replay()
                 }),
-                () = until(tree) => {
-                    self.ask_tree();
+                () = wait_until(tree) => {
+                    self.request_tree();
                     continue;
                 }
                 // A shim has connected: request the tree at once.
                 true = shim.changed(), if tree.is_some() => {
-                    self.asked_tree = None;
+                    self.tree_requested_at = None;
                     continue;
                 }
             };
             let taken = match steps {
-                Ok(steps) => self.take(steps, &mut replay).await,
+                Ok(steps) => self.carry_out(steps, &mut replay).await,
                 Err(error) => Err(error),
             };
             if let Err(error) = taken {
@@ -196,32 +209,34 @@ impl Follower {
         }
     }
 
-    fn answer(&mut self, reply: oneshot::Sender<Snapshot>) {
+    fn answer_snapshot_request(&mut self, reply: oneshot::Sender<RankSnapshot>) {
         let unread = || "the engine's KV events are being read".to_owned();
         let changes = self.rank.snapshot().ok_or_else(unread);
         // Only this task writes changes of this rank, so none can come between the snapshot and its
         // number.
-        let _ = reply.send(Snapshot { changes, at: self.shared.board.next() });
+        let _ = reply.send(RankSnapshot { changes, next_entry: self.shared.log.next_number() });
     }
 
     /// Carries out the steps that a rank returns.
-    async fn take(
+    async fn carry_out(
         &mut self,
-        steps: Vec<Step>,
+        steps: Vec<RankStep>,
         replay: &mut Option<Connection>,
     ) -> Result<(), Error> {
-        let dp_rank = self.source.dp_rank;
+        let dp_rank = self.addresses.dp_rank;
         let mut steps = std::collections::VecDeque::from(steps);
         while let Some(step) = steps.pop_front() {
             match step {
-                Step::Tell(changes) => self.shared.board.tell(dp_rank, What::Changes(changes)),
-                Step::TellAll => self.shared.board.tell(dp_rank, What::Anew),
-                Step::Replay(from) => match replay {
+                RankStep::Send(changes) => {
+                    self.shared.log.append(dp_rank, EntryContent::Changes(changes))
+                }
+                RankStep::SendSnapshot => self.shared.log.append(dp_rank, EntryContent::Reset),
+                RankStep::Replay(from) => match replay {
                     Some(replay) => {
-                        self.answered = Instant::now();
+                        self.replay_active_at = Instant::now();
                         replay.send(&[b"", &from.to_be_bytes()]).await?;
                     }
-                    None => steps.extend(self.rank.replay_ended()),
+                    None => steps.extend(self.rank.end_replay()),
                 },
             }
         }
@@ -230,20 +245,20 @@ impl Follower {
         {
             warn!(dp_rank, reason, "KV events not taken; further ones are only counted");
         }
-        self.shared.metrics.follow(dp_rank, &mut self.rank);
+        self.shared.metrics.update(dp_rank, &mut self.rank);
         Ok(())
     }
 
     fn tree_due(&self) -> Instant {
         let interval = self.shared.republish_interval;
-        self.asked_tree.map_or_else(Instant::now, |asked| asked + interval)
+        self.tree_requested_at.map_or_else(Instant::now, |asked| asked + interval)
     }
 
-    /// Asks the shim to publish the engine's radix tree again. The tree arrives as normal KV
+    /// SnapshotRequests the shim to publish the engine's radix tree again. The tree arrives as normal KV
     /// events.
-    fn ask_tree(&mut self) {
-        let dp_rank = self.source.dp_rank;
-        self.asked_tree = Some(Instant::now());
+    fn request_tree(&mut self) {
+        let dp_rank = self.addresses.dp_rank;
+        self.tree_requested_at = Some(Instant::now());
         let outcome = match self.shared.shim.republish(dp_rank) {
             Ok(()) => {
                 info!(dp_rank, "KV events were missed; the engine's tree is published anew");
@@ -254,33 +269,33 @@ impl Follower {
                 "impossible"
             }
         };
-        self.shared.metrics.asked_tree(outcome);
+        self.shared.metrics.count_tree_request(outcome);
     }
 }
 
 /// Returns the next message of a replay, or `None` at its end.
-async fn replayed(replay: &mut Option<Connection>) -> Result<Option<(u64, Vec<u8>)>, Error> {
+async fn next_replayed(replay: &mut Option<Connection>) -> Result<Option<(u64, Vec<u8>)>, Error> {
     let Some(replay) = replay else { return std::future::pending().await };
     let mut frames = replay.receive().await?;
     if frames.len() != 4 {
         return Err(Error::Frame);
     }
-    if frames[2][..] == END {
+    if frames[2][..] == REPLAY_END {
         return Ok(None);
     }
     frames.remove(0);
-    numbered(frames).map(Some)
+    split_message(frames).map(Some)
 }
 
 /// Returns the number and the payload of a message with the frames topic, number, payload.
 #[expect(clippy::needless_pass_by_value, reason = "frames end here, and their buffer with them")]
-fn numbered(frames: Vec<Bytes>) -> Result<(u64, Vec<u8>), Error> {
+fn split_message(frames: Vec<Bytes>) -> Result<(u64, Vec<u8>), Error> {
     let [_, number, payload] = &frames[..] else { return Err(Error::Frame) };
     let number = number[..].try_into().map_err(|_| Error::Frame)?;
     Ok((u64::from_be_bytes(number), payload.to_vec()))
 }
 
-async fn until(deadline: Option<Instant>) {
+async fn wait_until(deadline: Option<Instant>) {
     match deadline {
         Some(deadline) => sleep_until(deadline).await,
         None => std::future::pending().await,

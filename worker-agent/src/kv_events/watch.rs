@@ -14,7 +14,7 @@ use tonic::Status;
 
 use super::{
     Shared,
-    event_log::{News, Snapshot, What},
+    event_log::{EntryContent, LogEntry, RankSnapshot},
 };
 
 /// The maximum bytes of a message, envelope included.
@@ -25,53 +25,58 @@ const CHANGES_BYTES_MAX: usize = MESSAGE_BYTES_MAX - 1024;
 const STALL_MAX: Duration = Duration::from_secs(20);
 
 /// The stream is over: the watcher has gone, or was disconnected with a reason.
-struct Ended;
+struct StreamEnded;
 
 /// The sending half of one stream.
-struct Events {
+struct EventSender {
     sender: mpsc::Sender<Result<v1::KvEvent, Status>>,
     epoch: u64,
     sequence: u64,
 }
 
 /// Serves one watcher until it goes or is too slow.
-pub(super) async fn run(
+pub(super) async fn serve_watcher(
     epoch: u64,
     shared: &Shared,
     sender: mpsc::Sender<Result<v1::KvEvent, Status>>,
 ) {
-    let mut events = Events { sender, epoch, sequence: 0 };
-    shared.metrics.watches(1);
+    let mut events = EventSender { sender, epoch, sequence: 0 };
+    shared.metrics.add_watchers(1);
     // If the watcher is still there, it already has the reason.
-    let Err(Ended) = follow(shared, &mut events).await;
-    shared.metrics.watches(-1);
+    let Err(StreamEnded) = stream_changes(shared, &mut events).await;
+    shared.metrics.add_watchers(-1);
 }
 
-async fn follow(shared: &Shared, events: &mut Events) -> Result<std::convert::Infallible, Ended> {
-    let mut next = shared.board.next();
-    let mut newest = shared.board.subscribe();
+async fn stream_changes(
+    shared: &Shared,
+    events: &mut EventSender,
+) -> Result<std::convert::Infallible, StreamEnded> {
+    let mut next = shared.log.next_number();
+    let mut newest = shared.log.subscribe();
     // By rank: the entries before this number are contained in the snapshot already sent.
     let mut known = HashMap::new();
-    for dp_rank in (0..).take(shared.board.ranks()) {
-        snapshot(shared, events, dp_rank, &mut known).await?;
+    for dp_rank in (0..).take(shared.log.rank_count()) {
+        send_snapshot(shared, events, dp_rank, &mut known).await?;
     }
     loop {
-        let Ok(news) = shared.board.get(next) else {
-            return Err(events.cut("the watcher is too many changes behind; watch again").await);
+        let Ok(entry) = shared.log.get(next) else {
+            return Err(events
+                .end_with("the watcher is too many changes behind; watch again")
+                .await);
         };
-        let Some(news) = news else {
+        let Some(entry) = entry else {
             tokio::select! {
                 biased;
-                () = events.sender.closed() => return Err(Ended),
-                changed = newest.changed() => changed.map_err(|_| Ended)?,
+                () = events.sender.closed() => return Err(StreamEnded),
+                changed = newest.changed() => changed.map_err(|_| StreamEnded)?,
             }
             continue;
         };
-        let News { dp_rank, what } = &*news;
-        if known.get(dp_rank).is_none_or(|at| *at <= next) {
-            match what {
-                What::Anew => snapshot(shared, events, *dp_rank, &mut known).await?,
-                What::Changes(changes) => {
+        let LogEntry { dp_rank, content } = &*entry;
+        if known.get(dp_rank).is_none_or(|from| *from <= next) {
+            match content {
+                EntryContent::Reset => send_snapshot(shared, events, *dp_rank, &mut known).await?,
+                EntryContent::Changes(changes) => {
                     events.send_all(*dp_rank, changes.iter().cloned()).await?;
                 }
             }
@@ -81,32 +86,35 @@ async fn follow(shared: &Shared, events: &mut Events) -> Result<std::convert::In
 }
 
 /// Sends a snapshot of one rank.
-async fn snapshot(
+async fn send_snapshot(
     shared: &Shared,
-    events: &mut Events,
+    events: &mut EventSender,
     dp_rank: u32,
     known: &mut HashMap<u32, u64>,
-) -> Result<(), Ended> {
+) -> Result<(), StreamEnded> {
     let _place = tokio::select! {
         biased;
-        () = events.sender.closed() => return Err(Ended),
-        place = shared.snapshots.acquire() => place.map_err(|_| Ended)?,
+        () = events.sender.closed() => return Err(StreamEnded),
+        place = shared.snapshots.acquire() => place.map_err(|_| StreamEnded)?,
     };
-    let Some(Snapshot { changes, at }) = shared.board.ask(dp_rank).await else { return Ok(()) };
-    known.insert(dp_rank, at);
+    let Some(RankSnapshot { changes, next_entry }) = shared.log.request_snapshot(dp_rank).await
+    else {
+        return Ok(());
+    };
+    known.insert(dp_rank, next_entry);
     let changes = changes.unwrap_or_else(|why| vec![Change::Unknown { why }]);
     events.send_all(dp_rank, changes.into_iter()).await
 }
 
-impl Events {
+impl EventSender {
     /// Sends changes, in as many messages as they need.
     async fn send_all(
         &mut self,
         dp_rank: u32,
         changes: impl Iterator<Item = Change>,
-    ) -> Result<(), Ended> {
+    ) -> Result<(), StreamEnded> {
         let (mut message, mut bytes) = (vec![], 0);
-        for part in changes.flat_map(parts) {
+        for part in changes.flat_map(split_change) {
             let size = part.wire_bytes();
             if bytes + size > CHANGES_BYTES_MAX {
                 self.send(std::mem::take(&mut message)).await?;
@@ -118,26 +126,28 @@ impl Events {
         if message.is_empty() { Ok(()) } else { self.send(message).await }
     }
 
-    async fn send(&mut self, changes: Vec<v1::KvChange>) -> Result<(), Ended> {
+    async fn send(&mut self, changes: Vec<v1::KvChange>) -> Result<(), StreamEnded> {
         let event = v1::KvEvent { epoch: self.epoch, sequence: self.sequence, changes };
         self.sequence += 1;
         match timeout(STALL_MAX, self.sender.send(Ok(event))).await {
-            Ok(sent) => sent.map_err(|_| Ended),
-            Err(_) => Err(self.cut("the watcher took no message for too long; watch again").await),
+            Ok(sent) => sent.map_err(|_| StreamEnded),
+            Err(_) => {
+                Err(self.end_with("the watcher took no message for too long; watch again").await)
+            }
         }
     }
 
     /// Ends the stream with `why` as its last message. A watcher that takes no message at all is
     /// dropped without it.
-    async fn cut(&self, why: &'static str) -> Ended {
+    async fn end_with(&self, why: &'static str) -> StreamEnded {
         let status = Status::resource_exhausted(why);
         let _ = timeout(STALL_MAX, self.sender.send(Err(status))).await;
-        Ended
+        StreamEnded
     }
 }
 
 /// Splits a change into parts that each fit into a message.
-fn parts(change: Change) -> Vec<Change> {
+fn split_change(change: Change) -> Vec<Change> {
     const BLOCKS: usize = CHANGES_BYTES_MAX / size_of::<u64>() - 16;
     match change {
         Change::Stored { tier, parent, blocks } if blocks.len() > BLOCKS => {

@@ -30,7 +30,7 @@ const COMMAND: u8 = 4;
 
 /// The socket type that this end announces.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum SocketType {
     Sub,
     Dealer,
 }
@@ -67,7 +67,7 @@ pub(super) struct Connection {
 
 impl Connection {
     /// Connects to `address`, which is `host:port`, and exchanges greetings.
-    pub(super) async fn open(address: &str, kind: Kind) -> Result<Self, Error> {
+    pub(super) async fn open(address: &str, kind: SocketType) -> Result<Self, Error> {
         let greeted = async {
             let mut stream = TcpStream::connect(address).await?;
             stream.set_nodelay(true)?;
@@ -120,10 +120,10 @@ fn is_greeting(bytes: &[u8; GREETING_BYTES]) -> bool {
     (bytes[0], bytes[9] & 1) == (0xff, 1) && bytes[10] >= 3 && mechanism == &greeting()[12..32]
 }
 
-fn ready(kind: Kind) -> Vec<u8> {
+fn ready(kind: SocketType) -> Vec<u8> {
     let kind: &[u8] = match kind {
-        Kind::Sub => b"SUB",
-        Kind::Dealer => b"DEALER",
+        SocketType::Sub => b"SUB",
+        SocketType::Dealer => b"DEALER",
     };
     let length = u32::try_from(kind.len()).expect("socket type names are short").to_be_bytes();
     let mut bytes = vec![];

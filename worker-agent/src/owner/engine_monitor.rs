@@ -72,11 +72,11 @@ async fn monitor_engine(monitor: &EngineMonitor) {
 /// Reads the engine's first load sample, then its description. The sample is required: an engine
 /// without one would go up and down again and again, and receive turns in between. It is read
 /// first, so that the description is not that of an older process than the sample.
-async fn read_engine(monitor: &EngineMonitor) -> Result<(Box<Info>, Sample), engine::Error> {
-    let first = monitor.engine.sample(now).await?;
-    let (info, source, feed) = monitor.engine.info().await?;
-    monitor.kv.feed(feed);
-    Ok((Box::new(add_model_facts(info, source, monitor).await), first))
+async fn look(follower: &EngineMonitor) -> Result<(Box<Info>, Sample), engine::Error> {
+    let first = follower.engine.sample(now).await?;
+    let (info, source, feed) = follower.engine.info().await?;
+    follower.kv.set_publishers(feed);
+    Ok((Box::new(with_model(info, source, follower).await), first))
 }
 
 fn down_news(error: &engine::Error) -> EngineNews {

@@ -12,7 +12,7 @@ use crate::{
     gpu::process::Scheduler,
     ledger::PoolFacts,
     session::{Load, SessionReport},
-    shim::{Hello, News, RankFacts, SessionFacts, Sessions, codec::SESSIONS_MAX},
+    shim::{Hello, ShimEvent, RankFacts, SessionFacts, Sessions, codec::SESSIONS_MAX},
 };
 
 /// The pause before a demotion is requested again, if the session's last turn has not left all of
@@ -24,30 +24,30 @@ const DEMOTE_AGAIN: Duration = Duration::from_millis(20);
 const TABLE_REQUEST_PAUSE: Duration = Duration::from_millis(20);
 
 impl Owner {
-    pub(super) fn handle_shim_news(&mut self, news: News) {
+    pub(super) fn shim_news(&mut self, news: ShimEvent) {
         self.dirty = true;
         match news {
-            News::Up(hello) => self.handle_shim_up(&hello),
-            News::Facts(facts) => self.record_facts(&facts),
-            News::Sessions(sessions) => self.record_sessions(sessions),
-            News::Closed { dp_rank, id } => self.table.handle_session_gone(now(), dp_rank, &id),
-            News::Demoted { dp_rank, id, refusal } => {
-                self.handle_demote_result(dp_rank, id, refusal.as_deref());
+            ShimEvent::Up(hello) => self.shim_up(&hello),
+            ShimEvent::Facts(facts) => self.facts(&facts),
+            ShimEvent::Sessions(sessions) => self.sessions(sessions),
+            ShimEvent::Closed { dp_rank, id } => self.table.handle_session_gone(now(), dp_rank, &id),
+            ShimEvent::Demoted { dp_rank, id, refusal } => {
+                self.demoted(dp_rank, id, refusal.as_deref());
             }
-            News::Audited { dp_rank, audited } => self.handle_audit_result(dp_rank, &audited),
-            News::Down { dp_rank, reason } => {
-                warn!(dp_rank, reason, "the engine's shim has disconnected");
-                self.stop_audits(dp_rank);
-                self.ledger.set_page_bytes(dp_rank, None);
-                self.connected_shims.remove(&dp_rank);
-                self.ledger.set_shim_facts(dp_rank, None);
+            ShimEvent::Audited { dp_rank, audited } => self.audited(dp_rank, &audited),
+            ShimEvent::Down { dp_rank, reason } => {
+                warn!(dp_rank, reason, "the engine's shim has gone");
+                self.audit_down(dp_rank);
+                self.ledger.page_is(dp_rank, None);
+                self.shims.remove(&dp_rank);
+                self.ledger.seen(dp_rank, None);
                 self.table.handle_shim_down(now(), dp_rank);
             }
-            News::Committed { id, history_tokens, retracted, .. } => {
+            ShimEvent::Committed { id, history_tokens, retracted, .. } => {
                 self.table.handle_commit(&id, history_tokens.into(), retracted);
             }
             // The session table that follows these events shows their result.
-            News::Opened { .. } | News::Aborted { .. } => {}
+            ShimEvent::Opened { .. } | ShimEvent::Aborted { .. } => {}
         }
     }
 
@@ -74,7 +74,7 @@ impl Owner {
     pub(super) fn register_shims_again(&mut self) {
         for (&dp_rank, &demotes) in &self.connected_shims {
             self.table.handle_shim_up(dp_rank, demotes);
-            // If this shim is gone, a `News::Down` follows.
+            // If this shim is gone, a `ShimEvent::Down` follows.
             let _ = self.setup.shim.sample_now(dp_rank);
         }
     }

@@ -11,7 +11,7 @@ use std::{
 };
 
 use super::{
-    Audited, News, RankFacts, SessionFacts, Sessions,
+    Audited, ShimEvent, RankFacts, SessionFacts, Sessions,
     codec::{self, Body, Event, Message, Update, What},
     connection::{Caller, Ended, Talk},
 };
@@ -24,7 +24,7 @@ pub(super) const EVENTS_MAX: usize = 1024;
 pub(super) struct Outbox {
     dp_rank: u32,
     next_seq: u64,
-    events: VecDeque<News>,
+    events: VecDeque<ShimEvent>,
     /// The changed sessions; `None` marks a session that is gone.
     sessions: BTreeMap<String, Option<SessionFacts>>,
     full: bool,
@@ -84,13 +84,13 @@ impl Outbox {
 impl Talk for Outbox {
     const NAME: &'static str = "shim";
     type Message = Message;
-    type News = News;
+    type ShimEvent = ShimEvent;
 
     fn decode(kind: u8, body: &mut Body<'_>) -> Result<Message, codec::Error> {
         codec::message(kind, body)
     }
 
-    fn begin(first: Message, pid: Option<u32>) -> Option<(Self, Caller, News)> {
+    fn begin(first: Message, pid: Option<u32>) -> Option<(Self, Caller, ShimEvent)> {
         let Message::Hello(mut hello) = first else { return None };
         hello.seen_pid = pid;
         let caller = Caller {
@@ -98,7 +98,7 @@ impl Talk for Outbox {
             works: hello.inert.is_none(),
             unpublishable: hello.unpublishable.clone(),
         };
-        Some((Self::new(hello.dp_rank), caller, News::Up(*hello)))
+        Some((Self::new(hello.dp_rank), caller, ShimEvent::Up(*hello)))
     }
 
     fn take(&mut self, message: Message, at: Instant) -> Result<(), Ended> {
@@ -127,7 +127,7 @@ impl Talk for Outbox {
     }
 
     /// Returns the events first, then the sessions, the facts, and the audit.
-    fn pop(&mut self) -> Option<News> {
+    fn pop(&mut self) -> Option<ShimEvent> {
         if let Some(event) = self.events.pop_front() {
             return Some(event);
         }
@@ -141,32 +141,32 @@ impl Talk for Outbox {
                 }
             }
             self.full = false;
-            return Some(News::Sessions(sessions));
+            return Some(ShimEvent::Sessions(sessions));
         }
         if let Some(facts) = self.facts.take() {
-            return Some(News::Facts(facts));
+            return Some(ShimEvent::Facts(facts));
         }
         let dp_rank = self.dp_rank;
-        self.audited.take().map(|audited| News::Audited { dp_rank, audited })
+        self.audited.take().map(|audited| ShimEvent::Audited { dp_rank, audited })
     }
 
-    fn end(&self, reason: String) -> News {
-        News::Down { dp_rank: self.dp_rank, reason }
+    fn end(&self, reason: String) -> ShimEvent {
+        ShimEvent::Down { dp_rank: self.dp_rank, reason }
     }
 }
 
-fn news(dp_rank: u32, event: Event) -> News {
+fn news(dp_rank: u32, event: Event) -> ShimEvent {
     let id = event.id;
     match event.what {
-        What::Opened { ok } => News::Opened { dp_rank, id, ok },
-        What::Closed => News::Closed { dp_rank, id },
+        What::Opened { ok } => ShimEvent::Opened { dp_rank, id, ok },
+        What::Closed => ShimEvent::Closed { dp_rank, id },
         What::Committed { rid, history, retracted } => {
-            News::Committed { dp_rank, id, rid, history_tokens: history, retracted }
+            ShimEvent::Committed { dp_rank, id, rid, history_tokens: history, retracted }
         }
-        What::Aborted { released } => News::Aborted { dp_rank, id, released },
+        What::Aborted { released } => ShimEvent::Aborted { dp_rank, id, released },
         What::Demoted { refusal } => {
             let refusal = Some(refusal).filter(|reason| !reason.is_empty());
-            News::Demoted { dp_rank, id, refusal }
+            ShimEvent::Demoted { dp_rank, id, refusal }
         }
     }
 }
@@ -207,7 +207,7 @@ mod tests {
         Event { id: id.into(), what: What::Closed }
     }
 
-    fn drain(outbox: &mut Outbox) -> Vec<News> {
+    fn drain(outbox: &mut Outbox) -> Vec<ShimEvent> {
         std::iter::from_fn(|| outbox.pop()).collect()
     }
 
@@ -220,14 +220,14 @@ mod tests {
             outbox.push(Update { available, sessions, events, ..Update::default() }, now());
         }
         let news = drain(&mut outbox);
-        let [News::Closed { dp_rank: 3, id }, News::Closed { .. }, sessions, facts] = &news[..]
+        let [ShimEvent::Closed { dp_rank: 3, id }, ShimEvent::Closed { .. }, sessions, facts] = &news[..]
         else {
             panic!("{news:?}")
         };
         assert_eq!(id, "b");
-        let News::Sessions(sessions) = sessions else { panic!("{sessions:?}") };
+        let ShimEvent::Sessions(sessions) = sessions else { panic!("{sessions:?}") };
         assert_eq!((&sessions.changed, sessions.full), (&vec![session("a", 20)], false));
-        assert!(matches!(facts, News::Facts(RankFacts { available_tokens: 4, .. })), "{facts:?}");
+        assert!(matches!(facts, ShimEvent::Facts(RankFacts { available_tokens: 4, .. })), "{facts:?}");
         assert!(outbox.is_empty());
     }
 
@@ -235,7 +235,7 @@ mod tests {
     fn an_empty_full_table_is_told() {
         let mut outbox = Outbox::new(0);
         outbox.push(Update { full: true, ..Update::default() }, now());
-        let Some(News::Sessions(sessions)) = outbox.pop() else { panic!("no table") };
+        let Some(ShimEvent::Sessions(sessions)) = outbox.pop() else { panic!("no table") };
         assert!(sessions.full && sessions.changed.is_empty());
     }
 
@@ -263,7 +263,7 @@ mod tests {
             let (mut said, mut heard) = (BTreeMap::new(), BTreeMap::new());
             let mut hear = |outbox: &mut Outbox| {
                 for news in drain(outbox) {
-                    let News::Sessions(sessions) = news else { continue };
+                    let ShimEvent::Sessions(sessions) = news else { continue };
                     if sessions.full {
                         heard.clear();
                     }

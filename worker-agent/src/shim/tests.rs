@@ -40,7 +40,7 @@ struct House {
     folder: Folder,
     tasks: Tasks,
     handle: ShimHandle,
-    news: mpsc::Receiver<News>,
+    news: mpsc::Receiver<ShimEvent>,
 }
 
 impl House {
@@ -62,7 +62,7 @@ impl House {
         shim
     }
 
-    async fn next(&mut self) -> News {
+    async fn next(&mut self) -> ShimEvent {
         tokio::time::timeout(SOON, self.news.recv()).await.expect("news in time").expect("news")
     }
 }
@@ -115,8 +115,8 @@ impl Shim {
     }
 }
 
-fn is_up(news: &News, rank: u32, instance: u8) -> bool {
-    matches!(news, News::Up(hello) if hello.dp_rank == rank
+fn is_up(news: &ShimEvent, rank: u32, instance: u8) -> bool {
+    matches!(news, ShimEvent::Up(hello) if hello.dp_rank == rank
         && hello.instance == u128::from_le_bytes([instance; 16])
         && (hello.pid, hello.seen_pid) == (1, Some(std::process::id())))
 }
@@ -128,8 +128,8 @@ async fn what_a_shim_says_arrives_and_commands_reach_it() {
     let up = house.next().await;
     assert!(is_up(&up, 2, 1), "{up:?}");
     shim.update(2000, &["s#1"]);
-    assert_eq!(house.next().await, News::Closed { dp_rank: 2, id: "s#1".into() });
-    let News::Facts(facts) = house.next().await else { panic!("no facts") };
+    assert_eq!(house.next().await, ShimEvent::Closed { dp_rank: 2, id: "s#1".into() });
+    let ShimEvent::Facts(facts) = house.next().await else { panic!("no facts") };
     assert_eq!((facts.available_tokens, facts.uncached_tokens, facts.dp_rank), (2000, 48, 2));
 
     house.handle.demote(2, "s#2").unwrap();
@@ -153,12 +153,12 @@ async fn what_a_shim_says_arrives_and_commands_reach_it() {
         3,
         &[&9_u64.to_le_bytes()[..], &[0; 8], &text(""), &names, b"what was found"].concat(),
     );
-    let News::Audited { dp_rank: 2, audited } = house.next().await else { panic!("no audit") };
+    let ShimEvent::Audited { dp_rank: 2, audited } = house.next().await else { panic!("no audit") };
     assert_eq!((audited.number, &audited.names[..]), (9, &["s#2".to_owned()][..]));
     assert_eq!((audited.refusal, &audited.report[..]), (None, &b"what was found"[..]));
     drop(shim);
     let down = house.next().await;
-    assert!(matches!(&down, News::Down { dp_rank: 2, .. }), "{down:?}");
+    assert!(matches!(&down, ShimEvent::Down { dp_rank: 2, .. }), "{down:?}");
     while !matches!(house.handle.demote(2, "s#2"), Err(Error::NoShim(2))) {
         assert!(tokio::time::timeout(SOON, house.handle.changed()).await.unwrap());
     }
@@ -172,7 +172,7 @@ async fn a_restarted_engine_replaces_the_one_before() {
     assert!(is_up(&up, 0, 1), "{up:?}");
     let mut second = house.shim(0, 2);
     let down = house.next().await;
-    assert!(matches!(&down, News::Down { reason, .. } if reason.contains("another")), "{down:?}");
+    assert!(matches!(&down, ShimEvent::Down { reason, .. } if reason.contains("another")), "{down:?}");
     let up = house.next().await;
     assert!(is_up(&up, 0, 2), "{up:?}");
     // Commands go to the new connection.
@@ -189,7 +189,7 @@ async fn a_restarted_engine_replaces_the_one_before() {
 async fn an_inert_shim_says_why_and_takes_no_commands() {
     let mut house = House::new("inert", 16);
     let _shim = house.shim_saying(&hello(1, 1, "unknown version"));
-    let News::Up(hello) = house.next().await else { panic!("not up") };
+    let ShimEvent::Up(hello) = house.next().await else { panic!("not up") };
     assert_eq!(hello.inert.as_deref(), Some("unknown version"));
     assert!(matches!(house.handle.demote(1, "s"), Err(Error::NoShim(1))));
 }
@@ -202,14 +202,14 @@ async fn nonsense_ends_the_connection_and_says_why() {
         let mut shim = house.shim(0, u8::try_from(number).unwrap());
         house.next().await;
         shim.update(1, &[]);
-        assert!(matches!(house.next().await, News::Facts(_)));
+        assert!(matches!(house.next().await, ShimEvent::Facts(_)));
         if spoil == 0 {
             shim.send(77, &[]);
         } else {
             shim.seq = 9;
             shim.update(1, &[]);
         }
-        let News::Down { reason, .. } = house.next().await else { panic!("not down") };
+        let ShimEvent::Down { reason, .. } = house.next().await else { panic!("not down") };
         assert!(reason.contains(said), "{reason}");
     }
 }
@@ -254,12 +254,12 @@ async fn a_slow_receiver_stops_the_shim_and_misses_no_event() {
     let mut closed = 0;
     loop {
         match house.next().await {
-            News::Closed { id, .. } => {
+            ShimEvent::Closed { id, .. } => {
                 assert_eq!(id, format!("session-{closed}"));
                 closed += 1;
             }
-            News::Down { .. } => break,
-            News::Up(_) | News::Facts(_) => {}
+            ShimEvent::Down { .. } => break,
+            ShimEvent::Up(_) | ShimEvent::Facts(_) => {}
             other => panic!("{other:?}"),
         }
     }

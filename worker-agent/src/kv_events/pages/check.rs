@@ -4,7 +4,7 @@ use std::collections::HashSet;
 
 use proto::table::{Entry, RunId};
 
-use super::{Pages, ROOT, RUN_PAGES_MAX, Run, TIERS, key};
+use super::{Pages, ROOT, RUN_PAGES_MAX, Run, TIERS, table_key};
 
 impl Pages {
     /// Checks the whole tree. For tests.
@@ -13,7 +13,7 @@ impl Pages {
     /// With the violated invariant.
     pub fn check_invariants(&self) {
         let runs: Vec<RunId> =
-            std::iter::successors(self.after(ROOT), |&run| self.after(run)).collect();
+            std::iter::successors(self.next_run(ROOT), |&run| self.next_run(run)).collect();
         let used: HashSet<RunId> = runs.iter().copied().collect();
         let free: HashSet<RunId> = self.free.iter().copied().collect();
         assert_eq!(used.len(), runs.len(), "a run is in the tree once");
@@ -29,27 +29,34 @@ impl Pages {
     }
 
     fn check_run(&self, run: RunId) {
-        let (of, grid) = (self.run(run), self.grid);
-        let len = of.pages.len();
+        let (content, grid) = (self.run(run), self.grid);
+        let len = content.pages.len();
         assert!((1..=RUN_PAGES_MAX).contains(&len), "run {run} has {len} pages");
-        let parent = self.run(of.parent);
-        assert!(self.children(of.parent).any(|child| child == run), "run {run} has a parent");
+        let parent = self.run(content.parent);
+        assert!(self.children(content.parent).any(|child| child == run), "run {run} has a parent");
         let start = parent.start as usize + parent.pages.len();
-        assert_eq!(of.start as usize, start, "run {run} begins where its parent ends");
-        if of.first_child == ROOT {
-            assert!(of.pages[len - 1] & TIERS != 0, "leaf run {run} ends with a resident page");
+        assert_eq!(content.start as usize, start, "run {run} begins where its parent ends");
+        if content.first_child == ROOT {
+            assert!(
+                content.pages[len - 1] & TIERS != 0,
+                "leaf run {run} ends with a resident page"
+            );
         }
-        let sums = if grid.is_whole() { 0 } else { len };
-        assert_eq!(of.sums.len(), sums, "a sum for each page, unless pages are blocks");
-        assert_eq!(of.blocks.len(), grid.blocks(start + len) - grid.blocks(start), "run {run}");
-        if of.parent != ROOT {
-            assert_eq!(of.last, parent.blocks.last().copied().unwrap_or(parent.last));
-            assert_eq!(of.sum, parent.sums.last().copied().unwrap_or(0));
+        let sums = if grid.page_is_block() { 0 } else { len };
+        assert_eq!(content.sums.len(), sums, "a sum for each page, unless pages are blocks");
+        assert_eq!(
+            content.blocks.len(),
+            grid.blocks(start + len) - grid.blocks(start),
+            "run {run}"
+        );
+        if content.parent != ROOT {
+            assert_eq!(content.last, parent.blocks.last().copied().unwrap_or(parent.last));
+            assert_eq!(content.sum, parent.sums.last().copied().unwrap_or(0));
         }
-        for (at, &page) in of.pages.iter().enumerate() {
+        for (at, &page) in content.pages.iter().enumerate() {
             let entry = Entry::new(run, start + at);
             let own = |found: Entry| (found == entry).then_some(());
-            assert!(self.table.find(key(page), own).is_some(), "page {at} of run {run}");
+            assert!(self.table.find(table_key(page), own).is_some(), "page {at} of run {run}");
         }
     }
 }

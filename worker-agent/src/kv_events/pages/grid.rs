@@ -24,7 +24,7 @@ impl Grid {
     }
 
     /// Whether every page is exactly one block.
-    pub(super) fn is_whole(&self) -> bool {
+    pub(super) fn page_is_block(&self) -> bool {
         self.page == self.block
     }
 

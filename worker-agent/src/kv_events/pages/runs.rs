@@ -10,7 +10,9 @@ use proto::{
     table::{Entry, RunId},
 };
 
-use super::{Error, Grid, Pages, Place, ROOT, RUN_PAGES_MAX, Run, Stored, TIERS, key, name};
+use super::{
+    Error, Grid, Pages, Place, ROOT, RUN_PAGES_MAX, Run, Stored, TIERS, masked, table_key,
+};
 
 /// The result of an append: the position after the last appended page, and why no more were
 /// appended.
@@ -23,7 +25,7 @@ impl Pages {
     /// Appends unknown pages of an event, starting with index `from`, after a place at the end of a
     /// run. Appends as many as fit in one run; they aren't marked resident yet.
     pub(super) fn append(&mut self, place: Place, stored: &Stored, from: usize) -> Appended {
-        let mut chain = self.chain(place, stored);
+        let mut chain = self.resume_chain(place, stored);
         let grows = place.run != ROOT
             && self.run(place.run).first_child == ROOT
             && place.pages < RUN_PAGES_MAX;
@@ -49,14 +51,14 @@ impl Pages {
             if stopped.is_some() {
                 break;
             }
-            let is_whole = self.grid.is_whole();
-            let of = &mut self.runs[run as usize];
-            chain.push(&tokens, &mut of.blocks);
-            of.pages.push(name(page));
-            if !is_whole {
-                of.sums.push(chain.sum());
+            let page_is_block = self.grid.page_is_block();
+            let content = &mut self.runs[run as usize];
+            chain.push(&tokens, &mut content.blocks);
+            content.pages.push(masked(page));
+            if !page_is_block {
+                content.sums.push(chain.sum());
             }
-            self.table.insert(key(page.0), Entry::new(run, depth + at), |_| false);
+            self.table.insert(table_key(page.0), Entry::new(run, depth + at), |_| false);
             self.count += 1;
         }
         self.lists_bytes = self.lists_bytes + self.run(run).bytes() - before;
@@ -74,21 +76,21 @@ impl Pages {
                 list.reserve_exact(more + list.len() / 16);
             }
         }
-        let (grid, of) = (self.grid, &mut self.runs[run as usize]);
-        let depth = of.start as usize + of.pages.len();
-        reserve(&mut of.pages, pages);
-        reserve(&mut of.blocks, grid.blocks(depth + pages) - grid.blocks(depth));
-        if !grid.is_whole() {
-            reserve(&mut of.sums, pages);
+        let (grid, content) = (self.grid, &mut self.runs[run as usize]);
+        let depth = content.start as usize + content.pages.len();
+        reserve(&mut content.pages, pages);
+        reserve(&mut content.blocks, grid.blocks(depth + pages) - grid.blocks(depth));
+        if !grid.page_is_block() {
+            reserve(&mut content.sums, pages);
         }
     }
 
     fn add_after(&mut self, parent: RunId, last: BlockHash, sum: u64) -> RunId {
-        let of = self.run(parent);
-        let start = of.start as usize + of.pages.len();
+        let content = self.run(parent);
+        let start = content.start as usize + content.pages.len();
         let start = u32::try_from(start).expect("no prompt has four billion pages");
         let run = self.add(Run { last, sum, start, ..Run::default() });
-        self.adopt(parent, run);
+        self.link(parent, run);
         run
     }
 
@@ -106,10 +108,10 @@ impl Pages {
     }
 
     /// Makes `run` a child of `parent`.
-    fn adopt(&mut self, parent: RunId, run: RunId) {
+    fn link(&mut self, parent: RunId, run: RunId) {
         let younger = self.run(parent).first_child;
-        let of = self.run_mut(run);
-        (of.parent, of.older, of.younger) = (parent, ROOT, younger);
+        let content = self.run_mut(run);
+        (content.parent, content.older, content.younger) = (parent, ROOT, younger);
         if younger != ROOT {
             self.run_mut(younger).older = run;
         }
@@ -117,7 +119,7 @@ impl Pages {
     }
 
     /// Unlinks a run from its parent and its siblings.
-    fn orphan(&mut self, run: RunId) {
+    fn unlink(&mut self, run: RunId) {
         let Run { parent, older, younger, .. } = *self.run(run);
         if older == ROOT {
             self.run_mut(parent).first_child = younger;
@@ -137,7 +139,7 @@ impl Pages {
     }
 
     /// Returns the run after `run`, parents before children.
-    pub(super) fn after(&self, run: RunId) -> Option<RunId> {
+    pub(super) fn next_run(&self, run: RunId) -> Option<RunId> {
         if self.run(run).first_child != ROOT {
             return Some(self.run(run).first_child);
         }
@@ -149,11 +151,15 @@ impl Pages {
     }
 
     /// Updates the table: its entries for some pages of `from` now lead to `to`.
-    fn rename(&mut self, from: RunId, pages: Range<usize>, to: RunId) {
+    fn move_entries(&mut self, from: RunId, pages: Range<usize>, to: RunId) {
         let Self { runs, table, .. } = self;
-        let of = &runs[from as usize];
+        let content = &runs[from as usize];
         for at in pages {
-            table.rename(key(of.pages[at]), Entry::new(from, of.start as usize + at), to);
+            table.rename(
+                table_key(content.pages[at]),
+                Entry::new(from, content.start as usize + at),
+                to,
+            );
         }
     }
 
@@ -165,18 +171,18 @@ impl Pages {
         let id = self.add(Run::default());
         let tail_stays = len - at >= at;
         let (head, tail) = if tail_stays { (id, run) } else { (run, id) };
-        self.rename(run, if tail_stays { 0..at } else { at..len }, id);
+        self.move_entries(run, if tail_stays { 0..at } else { at..len }, id);
         let (parent, first_child) = (self.run(run).parent, self.run(run).first_child);
-        self.orphan(run);
-        let mut first = self.take(run);
+        self.unlink(run);
+        let mut first = self.take_content(run);
         let second = first.split_off(at, self.grid);
-        self.put(head, first);
-        self.put(tail, second);
+        self.put_content(head, first);
+        self.put_content(tail, second);
         self.run_mut(head).first_child = ROOT;
-        self.adopt(parent, head);
-        self.adopt(head, tail);
+        self.link(parent, head);
+        self.link(head, tail);
         self.run_mut(tail).first_child = first_child;
-        self.tell_children(tail);
+        self.set_children_parent(tail);
         (head, tail)
     }
 
@@ -190,21 +196,21 @@ impl Pages {
         }
         let child_stays = more > len;
         let (stays, goes) = if child_stays { (child, run) } else { (run, child) };
-        self.rename(goes, 0..self.run(goes).pages.len(), stays);
+        self.move_entries(goes, 0..self.run(goes).pages.len(), stays);
         let (parent, first_child) = (self.run(run).parent, self.run(child).first_child);
-        self.orphan(run);
-        let second = self.take(child);
-        let mut whole = self.take(run);
+        self.unlink(run);
+        let second = self.take_content(child);
+        let mut whole = self.take_content(run);
         whole.absorb(second);
-        self.put(stays, whole);
+        self.put_content(stays, whole);
         self.free.push(goes);
-        self.adopt(parent, stays);
+        self.link(parent, stays);
         self.run_mut(stays).first_child = first_child;
-        self.tell_children(stays);
+        self.set_children_parent(stays);
     }
 
     /// Sets the parent link of all children of a run.
-    fn tell_children(&mut self, run: RunId) {
+    fn set_children_parent(&mut self, run: RunId) {
         let mut child = self.run(run).first_child;
         while child != ROOT {
             self.run_mut(child).parent = run;
@@ -214,12 +220,12 @@ impl Pages {
 
     /// Removes the pages that are resident in no tier and that no page follows, from the end of
     /// `run` upwards. Called after pages were released.
-    pub(super) fn settle(&mut self, run: RunId) {
+    pub(super) fn prune(&mut self, run: RunId) {
         let mut run = run;
         while run != ROOT && self.run(run).first_child == ROOT {
             let pages = &self.run(run).pages;
             let kept = pages.iter().rposition(|page| page & TIERS != 0).map_or(0, |at| at + 1);
-            self.cut_off(run, kept);
+            self.truncate_run(run, kept);
             let parent = self.run(run).parent;
             if kept > 0 {
                 run = parent;
@@ -231,41 +237,41 @@ impl Pages {
         self.join(run);
     }
 
-    fn cut_off(&mut self, run: RunId, len: usize) {
+    fn truncate_run(&mut self, run: RunId, len: usize) {
         let Self { runs, table, grid, .. } = self;
-        let of = &mut runs[run as usize];
-        let (depth, before) = (of.start as usize, of.bytes());
-        for (at, &page) in of.pages.iter().enumerate().skip(len) {
-            table.remove(key(page), Entry::new(run, depth + at));
+        let content = &mut runs[run as usize];
+        let (depth, before) = (content.start as usize, content.bytes());
+        for (at, &page) in content.pages.iter().enumerate().skip(len) {
+            table.remove(table_key(page), Entry::new(run, depth + at));
         }
-        self.count -= of.pages.len() - len;
-        of.pages.truncate(len);
-        of.sums.truncate(len);
-        of.blocks.truncate(grid.blocks(depth + len) - grid.blocks(depth));
-        if of.pages.capacity() > 2 * len {
-            of.pages.shrink_to_fit();
-            of.sums.shrink_to_fit();
-            of.blocks.shrink_to_fit();
+        self.count -= content.pages.len() - len;
+        content.pages.truncate(len);
+        content.sums.truncate(len);
+        content.blocks.truncate(grid.blocks(depth + len) - grid.blocks(depth));
+        if content.pages.capacity() > 2 * len {
+            content.pages.shrink_to_fit();
+            content.sums.shrink_to_fit();
+            content.blocks.shrink_to_fit();
         }
-        self.lists_bytes = self.lists_bytes + of.bytes() - before;
+        self.lists_bytes = self.lists_bytes + content.bytes() - before;
     }
 
     /// Removes an empty leaf run from the tree.
     fn remove_leaf(&mut self, run: RunId) {
-        self.orphan(run);
-        self.take(run);
+        self.unlink(run);
+        self.take_content(run);
         self.free.push(run);
     }
 
     /// Takes a run's content and leaves an empty run in its place.
-    fn take(&mut self, run: RunId) -> Run {
+    fn take_content(&mut self, run: RunId) -> Run {
         let taken = std::mem::take(self.run_mut(run));
         self.lists_bytes -= taken.bytes();
         taken
     }
 
     /// Stores a run's content where an empty run is.
-    fn put(&mut self, run: RunId, new: Run) {
+    fn put_content(&mut self, run: RunId, new: Run) {
         self.lists_bytes += new.bytes();
         *self.run_mut(run) = new;
     }

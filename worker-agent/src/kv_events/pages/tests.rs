@@ -106,7 +106,7 @@ impl Oracle {
             Step::Store { tier, letters, from } => {
                 let prompt = prompt(letters, page_tokens);
                 let from = from % prompt.pages.len();
-                let event = Event::Stored(stored(&prompt, from, page_tokens, medium(*tier)));
+                let event = CacheEvent::Stored(stored(&prompt, from, page_tokens, medium(*tier)));
                 let taken = pages.apply(&event, &mut deltas);
                 let is_orphan = from > 0 && !self.knows(prompt.pages[from - 1]);
                 assert_eq!(taken, if is_orphan { Err(Error::Orphan) } else { Ok(()) });
@@ -126,12 +126,12 @@ impl Oracle {
                 for page in &gone {
                     self.resident.remove(&(*tier, *page));
                 }
-                let event = Event::Removed { pages: gone, medium: medium(*tier) };
+                let event = CacheEvent::Removed { pages: gone, medium: medium(*tier) };
                 pages.apply(&event, &mut deltas).unwrap();
             }
             Step::Clear => {
                 self.resident.clear();
-                pages.apply(&Event::Cleared, &mut deltas).unwrap();
+                pages.apply(&CacheEvent::Cleared, &mut deltas).unwrap();
             }
         }
         for delta in deltas {
@@ -224,9 +224,9 @@ proptest! {
                 let tokens = vec![1; 16 * named.len()];
                 let prompt = Prompt { pages: named, tokens };
                 let stored = stored(&prompt, 0, 16, Medium::Gpu);
-                Event::Stored(Stored { parent: parent.map(page), ..stored })
+                CacheEvent::Stored(Stored { parent: parent.map(page), ..stored })
             } else {
-                Event::Removed { pages: named, medium: Medium::Gpu }
+                CacheEvent::Removed { pages: named, medium: Medium::Gpu }
             };
             let _ = pages.apply(&event, &mut vec![]);
             pages.check_invariants();
@@ -236,7 +236,7 @@ proptest! {
 
 fn apply(pages: &mut Pages, event: Stored) -> (Result<(), Error>, Vec<Delta>) {
     let mut deltas = vec![];
-    let taken = pages.apply(&Event::Stored(event), &mut deltas);
+    let taken = pages.apply(&CacheEvent::Stored(event), &mut deltas);
     pages.check_invariants();
     (taken, deltas)
 }
@@ -307,7 +307,7 @@ fn a_block_takes_at_most_32_bytes_and_a_smaller_page_at_most_33() {
                 let from = if turns == 0 { 0 } else { system + turns * turn };
                 let prompt = Prompt { pages: all, tokens };
                 let event = stored(&prompt, from, page_tokens, Medium::Gpu);
-                pages.apply(&Event::Stored(event), &mut vec![]).unwrap();
+                pages.apply(&CacheEvent::Stored(event), &mut vec![]).unwrap();
             }
         }
         let bytes = pages.bytes() as f64 / pages.count() as f64;

@@ -1,4 +1,4 @@
-//! Tests [`Rank`] with a publisher that keeps its last messages and may lose some on their way.
+//! Tests [`RankCache`] with a publisher that keeps its last messages and may lose some on their way.
 
 use std::collections::HashSet;
 
@@ -54,7 +54,7 @@ fn cleared() -> Vec<u8> {
     [vec![0x81], text("type"), text("AllBlocksCleared")].concat()
 }
 
-/// What a watcher knows. It requests a snapshot at each [`Step::TellAll`].
+/// What a watcher knows. It requests a snapshot at each [`RankStep::SendSnapshot`].
 #[derive(Debug, Default)]
 struct Watcher {
     blocks: HashSet<BlockHash>,
@@ -64,13 +64,14 @@ struct Watcher {
 }
 
 impl Watcher {
-    fn hear(&mut self, rank: &Rank, steps: Vec<Step>) {
+    fn hear(&mut self, rank: &RankCache, steps: Vec<RankStep>) {
         for step in steps {
             match step {
-                Step::Replay(from) => self.replay = Some(from),
-                Step::Tell(changes) => self.apply(changes),
-                Step::TellAll => {
-                    let all = rank.snapshot().expect("`TellAll` comes only when a snapshot exists");
+                RankStep::Replay(from) => self.replay = Some(from),
+                RankStep::Send(changes) => self.apply(changes),
+                RankStep::SendSnapshot => {
+                    let all =
+                        rank.snapshot().expect("`SendSnapshot` comes only when a snapshot exists");
                     self.blocks = HashSet::from([BlockHash(1)]);
                     self.apply(all);
                 }
@@ -126,24 +127,24 @@ impl Engine {
 }
 
 /// Answers replay requests until none is left.
-fn answer(rank: &mut Rank, watcher: &mut Watcher, engine: &Engine, buffer: usize) {
+fn answer(rank: &mut RankCache, watcher: &mut Watcher, engine: &Engine, buffer: usize) {
     while let Some(from) = watcher.replay.take() {
         let oldest = engine.sent.len().saturating_sub(buffer);
         for number in oldest.max(usize::try_from(from).unwrap())..engine.sent.len() {
-            let steps = rank.replayed(number as u64, engine.sent[number].clone());
+            let steps = rank.take_replayed(number as u64, engine.sent[number].clone());
             watcher.hear(rank, steps);
         }
-        let steps = rank.replay_ended();
+        let steps = rank.end_replay();
         watcher.hear(rank, steps);
     }
 }
 
 /// The engine's resident blocks, computed by another rank that has seen every event.
 fn truth(engine: &Engine) -> HashSet<BlockHash> {
-    let (mut rank, mut watcher) = (Rank::new(PAGE_TOKENS, 1000).unwrap(), Watcher::default());
+    let (mut rank, mut watcher) = (RankCache::new(PAGE_TOKENS, 1000).unwrap(), Watcher::default());
     let mut fresh = Engine { resident: engine.resident.clone(), sent: vec![] };
     fresh.publish_tree();
-    let steps = rank.connected();
+    let steps = rank.reset_for_connection();
     watcher.hear(&rank, steps);
     answer(&mut rank, &mut watcher, &fresh, usize::MAX);
     watcher.blocks
@@ -156,23 +157,23 @@ proptest! {
         before in 0..40_usize,
         buffer in 1..60_usize,
     ) {
-        let (mut rank, mut watcher) = (Rank::new(PAGE_TOKENS, 1000).unwrap(), Watcher::default());
+        let (mut rank, mut watcher) = (RankCache::new(PAGE_TOKENS, 1000).unwrap(), Watcher::default());
         let mut engine = Engine::default();
         // The agent starts beside an engine that already runs.
         (0..before as u64).for_each(|page| engine.change(1 + page * 5 % 12));
-        let connected = rank.connected();
+        let connected = rank.reset_for_connection();
         watcher.hear(&rank, connected);
         prop_assert_eq!(rank.snapshot(), None);
         answer(&mut rank, &mut watcher, &engine, buffer);
         for (page, comes, kind) in steps {
             let from = engine.sent.len();
             engine.change(page);
-            if kind == 0 && rank.wants_tree() {
+            if kind == 0 && rank.needs_tree() {
                 engine.publish_tree();
             }
             for number in from..engine.sent.len() {
                 if comes {
-                    let steps = rank.live(number as u64, engine.sent[number].clone());
+                    let steps = rank.take_live(number as u64, engine.sent[number].clone());
                     watcher.hear(&rank, steps);
                 }
             }
@@ -182,13 +183,13 @@ proptest! {
         }
         // The last message may have been lost: the rank looks for it after a quiet period.
         answer(&mut rank, &mut watcher, &engine, buffer);
-        let looked = rank.look();
+        let looked = rank.request_replay();
         watcher.hear(&rank, looked);
         answer(&mut rank, &mut watcher, &engine, buffer);
         let truth = truth(&engine);
         prop_assert!(watcher.blocks.is_subset(&truth), "{:?}", watcher.blocks);
         prop_assert!(!watcher.is_complete || watcher.blocks == truth);
-        prop_assert_eq!(watcher.is_complete, !rank.wants_tree());
+        prop_assert_eq!(watcher.is_complete, !rank.needs_tree());
         let resident: u64 = rank.resident().iter().map(|(_, blocks)| blocks).sum();
         prop_assert_eq!(resident, watcher.blocks.len() as u64);
     }
@@ -196,49 +197,49 @@ proptest! {
 
 #[test]
 fn a_wrong_hash_and_a_wrong_message_are_counted_and_not_told() {
-    let (mut rank, mut watcher) = (Rank::new(PAGE_TOKENS, 1000).unwrap(), Watcher::default());
-    let connected = rank.connected();
+    let (mut rank, mut watcher) = (RankCache::new(PAGE_TOKENS, 1000).unwrap(), Watcher::default());
+    let connected = rank.reset_for_connection();
     watcher.hear(&rank, connected);
-    let ended = rank.replay_ended();
+    let ended = rank.end_replay();
     watcher.hear(&rank, ended);
     let mut plain = stored(3);
     // Without an adapter name, the hash must match the tokens.
     let at = plain.windows(4).position(|bytes| bytes == b"lora").unwrap();
     plain[at] = b'x';
-    let steps = rank.live(0, message(&[plain, stored(4)]));
+    let steps = rank.take_live(0, message(&[plain, stored(4)]));
     watcher.hear(&rank, steps);
     assert_eq!(watcher.blocks.len(), 1);
     assert!(rank.take_refusal().unwrap().contains("hash"));
     let counts = rank.take_counts();
     assert_eq!((counts.stored, counts.mismatches, counts.malformed), (2, 1, 0));
     // A truncated message can't be applied, so everything known so far may be outdated.
-    let steps = rank.live(1, message(&[stored(5)])[..40].to_vec());
+    let steps = rank.take_live(1, message(&[stored(5)])[..40].to_vec());
     watcher.hear(&rank, steps);
-    assert_eq!((watcher.blocks.len(), rank.wants_tree()), (0, true));
+    assert_eq!((watcher.blocks.len(), rank.needs_tree()), (0, true));
     assert_eq!(rank.take_counts().malformed, 1);
-    let steps = rank.live(2, message(&[cleared()]));
+    let steps = rank.take_live(2, message(&[cleared()]));
     watcher.hear(&rank, steps);
-    assert!(!rank.wants_tree());
+    assert!(!rank.needs_tree());
 }
 
 #[test]
 fn what_was_lost_has_made_room_when_as_much_as_the_pool_holds_was_stored_since() {
     let pool_pages = 3;
-    let mut rank = Rank::new(PAGE_TOKENS, pool_pages * PAGES_PER_POOL_PAGE).unwrap();
+    let mut rank = RankCache::new(PAGE_TOKENS, pool_pages * PAGES_PER_POOL_PAGE).unwrap();
     let mut watcher = Watcher::default();
-    let connected = rank.connected();
+    let connected = rank.reset_for_connection();
     watcher.hear(&rank, connected);
     // The first message received is number 7: the seven before it are lost.
     for (number, page) in [(7, 1), (8, 2), (9, 3)] {
         assert!(!watcher.is_complete, "before {number}");
         let steps = if number == 7 {
-            rank.replayed(number, message(&[stored(page)]))
+            rank.take_replayed(number, message(&[stored(page)]))
         } else {
-            rank.live(number, message(&[stored(page)]))
+            rank.take_live(number, message(&[stored(page)]))
         };
         watcher.hear(&rank, steps);
         if number == 7 {
-            let ended = rank.replay_ended();
+            let ended = rank.end_replay();
             watcher.hear(&rank, ended);
         }
     }

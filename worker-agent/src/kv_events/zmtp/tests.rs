@@ -87,13 +87,13 @@ async fn what_it_says_is_what_was_agreed_and_a_stranger_is_not_listened_to() {
         stream.write_all(&[b'H'; GREETING_BYTES]).await.unwrap();
     };
     let own = async {
-        let mut connection = Connection::open(&address, Kind::Sub).await.unwrap();
+        let mut connection = Connection::open(&address, SocketType::Sub).await.unwrap();
         connection.subscribe(b"k").await.unwrap();
         for message in expected() {
             assert_eq!(connection.receive().await.unwrap(), message);
         }
         assert!(matches!(connection.receive().await, Err(Error::Closed)));
-        let stranger = Connection::open(&address, Kind::Dealer).await;
+        let stranger = Connection::open(&address, SocketType::Dealer).await;
         assert!(matches!(stranger, Err(Error::Greeting)));
     };
     tokio::join!(peer, own);
@@ -151,8 +151,8 @@ async fn libzmq_is_understood_and_understands() {
     let ports: Vec<&str> = ports.split_whitespace().collect();
 
     let address = |at: usize| format!("127.0.0.1:{}", ports[at]);
-    let mut sub = Connection::open(&address(0), Kind::Sub).await.unwrap();
-    let mut dealer = Connection::open(&address(1), Kind::Dealer).await.unwrap();
+    let mut sub = Connection::open(&address(0), SocketType::Sub).await.unwrap();
+    let mut dealer = Connection::open(&address(1), SocketType::Dealer).await.unwrap();
     sub.subscribe(b"kv").await.unwrap();
     for number in 0..3 {
         let message = sub.receive().await.unwrap();
