@@ -115,7 +115,7 @@ async fn reloaded(gpus: &Gpus, control: &mut NvmlControl) -> Arc<Snapshot> {
     let mut watch = gpus.watch();
     watch.mark_unchanged();
     tokio::time::timeout(PATIENCE, watch.changed()).await.unwrap().unwrap();
-    gpus.now()
+    gpus.snapshot()
 }
 
 fn uuids(snapshot: &Snapshot) -> Vec<&str> {
@@ -127,7 +127,7 @@ async fn snapshot(gpus: &Gpus, what: &str, fits: impl Fn(&Snapshot) -> bool) -> 
     let mut watch = gpus.watch();
     let found = watch.wait_for(|snapshot| fits(snapshot));
     let Ok(found) = tokio::time::timeout(PATIENCE, found).await else {
-        panic!("waited in vain for {what}; there is {:?}", gpus.now());
+        panic!("waited in vain for {what}; there is {:?}", gpus.snapshot());
     };
     Arc::clone(&found.unwrap())
 }
@@ -209,7 +209,7 @@ async fn a_driver_that_lacks_calls_takes_only_their_readings_away() {
     ];
     let machine = Machine::without(&lacks, &json!({ "gpus": { "0": busy() } })).unwrap();
     let gpus = gpu::watch(Settings { gpm: true, ..settings(&machine) }).unwrap();
-    let device = &gpus.now().devices[0];
+    let device = &gpus.snapshot().devices[0];
     let reading = &device.reading;
     assert_eq!(reading.power_milliwatts, None);
     assert_eq!((reading.rows, reading.recovery, reading.gpm), Default::default());
@@ -289,8 +289,8 @@ async fn slices_are_separate_devices_with_the_health_of_their_gpu() {
         json!({"uuid": "GPU-a", "mig": true, "slices": {"0": slice(0, 1), "2": slice(2, own)}});
     let machine = Machine::new(&json!({ "0": gpu })).unwrap();
     let gpus = gpu::watch(settings(&machine)).unwrap();
-    let mut control = machine.wait_until_loaded().await.unwrap();
-    let unknown = gpus.now();
+    let mut control = machine.loaded().await.unwrap();
+    let unknown = gpus.snapshot();
     let ours = |snapshot: &Snapshot| -> Vec<String> {
         let ours = snapshot.devices.iter().filter(|device| device.ours);
         ours.map(|device| device.identity.uuid.clone()).collect()
@@ -299,7 +299,7 @@ async fn slices_are_separate_devices_with_the_health_of_their_gpu() {
         (unknown.basis, ours(&unknown)),
         (Basis::Unknown, vec!["MIG-0".into(), "MIG-2".into()])
     );
-    gpus.runs(gpu::process::Scheduler { dp_rank: 0, pid: Some(own), own_pid: own });
+    gpus.set_scheduler(gpu::process::Scheduler { dp_rank: 0, pid: Some(own), own_pid: own });
     let found = |snapshot: &Snapshot| snapshot.basis == Basis::Processes;
     let found = snapshot(&gpus, "the engine's slice", found).await;
     assert_eq!(ours(&found), ["MIG-2"]);
@@ -316,7 +316,7 @@ async fn slices_are_separate_devices_with_the_health_of_their_gpu() {
 async fn a_gpu_lost_before_the_agent_started_is_reported() {
     let machine = Machine::new(&json!({ "0": {"lost": true} })).unwrap();
     let gpus = gpu::watch(settings(&machine)).unwrap();
-    let snapshot = gpus.now();
+    let snapshot = gpus.snapshot();
     assert_eq!(snapshot.devices[0].identity.uuid, "index-0", "it can't say its name");
     assert!(reason(&snapshot).contains("fell off the bus"), "{snapshot:?}");
 }
@@ -388,7 +388,7 @@ async fn a_gpu_keeps_its_identity_when_the_other_gpu_is_no_longer_listed() {
     eventually("its XID", || {
         // While NVML is being reloaded, events are lost.
         control.xid(1, 31).unwrap();
-        let counted = |at: usize| gpus.now().devices[at].xids.contains_key(&31);
+        let counted = |at: usize| gpus.snapshot().devices[at].xids.contains_key(&31);
         assert!(!counted(0), "it was the other's");
         let counted = counted(1);
         async move { counted.then_some(()) }
@@ -402,8 +402,8 @@ async fn a_gpu_keeps_its_identity_when_the_other_gpu_is_no_longer_listed() {
 async fn a_gpu_lost_before_the_agent_started_is_matched_by_its_uuid_when_it_returns() {
     let machine = Machine::new(&json!({ "0": {"uuid": "GPU-a", "lost": true} })).unwrap();
     let gpus = gpu::watch(reloading(&machine, &["GPU-a"])).unwrap();
-    let mut control = machine.wait_until_loaded().await.unwrap();
-    assert!(reason(&gpus.now()).contains("no GPU here is GPU-a"), "{:?}", gpus.now());
+    let mut control = machine.loaded().await.unwrap();
+    assert!(reason(&gpus.snapshot()).contains("no GPU here is GPU-a"), "{:?}", gpus.snapshot());
     control.gpu(0, &json!({"lost": false})).unwrap();
     let back = snapshot(&gpus, "the GPU's return", |snapshot| snapshot.unhealthy.is_none()).await;
     assert_eq!((uuids(&back), back.devices[0].ours), (vec!["GPU-a"], true));
@@ -413,11 +413,11 @@ async fn a_gpu_lost_before_the_agent_started_is_matched_by_its_uuid_when_it_retu
 async fn a_gpu_that_answers_no_call_makes_its_worker_unhealthy_until_it_does() {
     let machine = Machine::new(&json!({ "0": {} })).unwrap();
     let gpus = gpu::watch(settings(&machine)).unwrap();
-    assert_eq!(gpus.now().unhealthy, None);
-    let mut control = machine.wait_until_loaded().await.unwrap();
-    control.gpu(0, &failing_calls()).unwrap();
-    let unhealthy = snapshot(&gpus, "the failures", |snapshot| snapshot.unhealthy.is_some()).await;
-    assert!(reason(&unhealthy).contains("can't reach it"), "{unhealthy:?}");
+    assert_eq!(gpus.snapshot().unhealthy, None);
+    let mut control = machine.loaded().await.unwrap();
+    control.gpu(0, &mute()).unwrap();
+    let sick = snapshot(&gpus, "the failures", |snapshot| snapshot.unhealthy.is_some()).await;
+    assert!(reason(&sick).contains("can't reach it"), "{sick:?}");
     control.gpu(0, &json!({"fail": {"*": 0}})).unwrap();
     snapshot(&gpus, "the GPU's return", |snapshot| snapshot.unhealthy.is_none()).await;
 }
@@ -427,8 +427,8 @@ async fn a_driver_that_loads_after_the_agent_started_is_found() {
     let not_loaded = json!({ "gpus": { "0": {} }, "fail": { "nvmlInit_v2": 9 } });
     let machine = Machine::without(&[], &not_loaded).unwrap();
     let gpus = gpu::watch(settings(&machine)).unwrap();
-    assert!(gpus.now().devices.is_empty());
-    let mut control = machine.wait_until_loaded().await.unwrap();
+    assert!(gpus.snapshot().devices.is_empty());
+    let mut control = machine.loaded().await.unwrap();
     control.set(&json!({ "fail": { "nvmlInit_v2": 0 } })).unwrap();
     snapshot(&gpus, "the GPU", |snapshot| !snapshot.devices.is_empty()).await;
 }
@@ -499,7 +499,7 @@ async fn a_setting_that_names_no_gpu_here_makes_the_worker_unhealthy_and_says_wh
     let machine = Machine::new(&json!({ "0": {}, "1": {} })).unwrap();
     let devices = ["0", "GPU-elsewhere"].map(|device| device.parse().unwrap()).into();
     let gpus = gpu::watch(Settings { devices, ..settings(&machine) }).unwrap();
-    let seen = gpus.now();
+    let seen = gpus.snapshot();
     assert!(reason(&seen).contains("no GPU here is GPU-elsewhere"), "{seen:?}");
     let ours: Vec<bool> = seen.devices.iter().map(|device| device.ours).collect();
     assert_eq!(ours, [true, false], "those that are there");

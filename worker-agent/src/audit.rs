@@ -12,7 +12,7 @@ use std::{
 use kernels::report::Kind;
 use proto::load::PageAudit;
 
-use crate::shim::Audited;
+use crate::shim::AuditReply;
 
 mod read;
 pub mod remote;
@@ -37,7 +37,7 @@ const LASTING: [Kind; 9] = [
     Kind::TreeEntry,
 ];
 
-fn is_of(kinds: &[Kind], name: &str) -> bool {
+fn contains_name(kinds: &[Kind], name: &str) -> bool {
     kinds.iter().any(|kind| kind.name() == name)
 }
 
@@ -76,7 +76,8 @@ impl Audit {
     /// Returns the sessions whose KV can't be trusted: they share a page that must not be shared,
     /// or one of their pages was overwritten.
     pub fn corrupt_sessions(&self) -> impl Iterator<Item = &str> {
-        let harming = self.pages.faults().filter(|finding| is_of(&CORRUPTING, &finding.kind));
+        let harming =
+            self.pages.faults().filter(|finding| contains_name(&CORRUPTING, &finding.kind));
         let named = harming.flat_map(|finding| &finding.named);
         named.flat_map(|one| &one.sessions).map(String::as_str).filter(|id| !id.is_empty())
     }
@@ -97,7 +98,7 @@ pub enum Error {
     #[error("no shim of rank {0} is connected; put worker-agent/shim on the engine's PYTHONPATH")]
     NoShim(u32),
     /// The shim refused, for this reason.
-    #[error("the engine's pages can't be audited: {0}")]
+    #[error("the engine's pages can't be reply: {0}")]
     Refused(String),
     /// The shim's answer can't be decoded.
     #[error("the shim's audit can't be read ({0}); install the same version of agent and shim")]
@@ -122,11 +123,11 @@ pub struct Audits {
 
 #[derive(Debug)]
 struct Rank {
-    /// Why the rank can't be audited.
+    /// Why the rank can't be reply.
     refusal: Option<String>,
     next: Option<Instant>,
     /// The unanswered requests, oldest first: number and time limit.
-    asked: Vec<(u64, Instant)>,
+    requests: Vec<(u64, Instant)>,
     last: Option<Audit>,
     /// Why the last request had no result; `None` if it had one.
     failed: Option<Error>,
@@ -144,15 +145,15 @@ impl Audits {
 
     /// Adds a rank whose shim has connected. `refusal` is the reason why it can't audit. The rank's
     /// first audit is due at once.
-    pub fn up(&mut self, now: Instant, dp_rank: u32, refusal: Option<String>) {
+    pub fn add_rank(&mut self, now: Instant, dp_rank: u32, refusal: Option<String>) {
         let next = self.interval.filter(|_| refusal.is_none()).map(|_| now);
-        let (asked, streaks) = (vec![], BTreeMap::new());
-        let rank = Rank { refusal, next, asked, last: None, failed: None, streaks };
+        let (requests, streaks) = (vec![], BTreeMap::new());
+        let rank = Rank { refusal, next, requests, last: None, failed: None, streaks };
         self.ranks.insert(dp_rank, rank);
     }
 
     /// Removes a rank whose shim has disconnected. Its requests stay unanswered.
-    pub fn down(&mut self, dp_rank: u32) {
+    pub fn remove_rank(&mut self, dp_rank: u32) {
         self.ranks.remove(&dp_rank);
     }
 
@@ -163,14 +164,14 @@ impl Audits {
 
     /// Notes that a rank's request failed. Returns true if the reason is new, so that the same
     /// reason is not logged at every interval.
-    pub fn failed(&mut self, dp_rank: u32, error: &Error) -> bool {
+    pub fn note_failure(&mut self, dp_rank: u32, error: &Error) -> bool {
         let Some(rank) = self.ranks.get_mut(&dp_rank) else { return true };
         rank.failed.replace(error.clone()).as_ref() != Some(error)
     }
 
     /// Returns the newest audit of a rank.
     #[must_use]
-    pub fn last(&self, dp_rank: u32) -> Option<&Audit> {
+    pub fn last_audit(&self, dp_rank: u32) -> Option<&Audit> {
         self.ranks.get(&dp_rank)?.last.as_ref()
     }
 
@@ -178,58 +179,58 @@ impl Audits {
     /// later number answers it.
     ///
     /// # Errors
-    /// When the rank can't be audited.
-    pub fn ask(&mut self, now: Instant, dp_rank: u32) -> Result<u64, Error> {
+    /// When the rank can't be reply.
+    pub fn request(&mut self, now: Instant, dp_rank: u32) -> Result<u64, Error> {
         let rank = self.ranks.get_mut(&dp_rank).ok_or(Error::NoShim(dp_rank))?;
         if let Some(reason) = &rank.refusal {
             return Err(Error::Refused(reason.clone()));
         }
         self.number += 1;
-        rank.asked.push((self.number, now + ANSWER_MAX));
+        rank.requests.push((self.number, now + ANSWER_MAX));
         rank.next = self.interval.map(|interval| now + interval);
         Ok(self.number)
     }
 
     /// Registers a request for every rank whose interval has passed, and returns the ranks with the
     /// numbers. A rank with an unanswered request is left out.
-    pub fn due(&mut self, now: Instant) -> Vec<(u32, u64)> {
-        let due = |rank: &Rank| rank.asked.is_empty() && rank.next.is_some_and(|at| at <= now);
+    pub fn request_due(&mut self, now: Instant) -> Vec<(u32, u64)> {
+        let due = |rank: &Rank| rank.requests.is_empty() && rank.next.is_some_and(|at| at <= now);
         let ranks: Vec<u32> =
             self.ranks.iter().filter(|(_, rank)| due(rank)).map(|(&dp_rank, _)| dp_rank).collect();
         ranks
             .into_iter()
-            .filter_map(|dp_rank| self.ask(now, dp_rank).ok().map(|number| (dp_rank, number)))
+            .filter_map(|dp_rank| self.request(now, dp_rank).ok().map(|number| (dp_rank, number)))
             .collect()
     }
 
-    /// Returns when [`Self::due`] or [`Self::late`] must be called next.
+    /// Returns when [`Self::request_due`] or [`Self::take_late`] must be called next.
     #[must_use]
     pub fn next_due(&self) -> Option<Instant> {
-        let of = |rank: &Rank| rank.asked.first().map(|&(_, until)| until).or(rank.next);
-        self.ranks.values().filter_map(of).min()
+        let due_at = |rank: &Rank| rank.requests.first().map(|&(_, until)| until).or(rank.next);
+        self.ranks.values().filter_map(due_at).min()
     }
 
     /// Takes an answer, which also answers all earlier requests of the rank.
     ///
     /// # Errors
     /// When the shim refused or its report is invalid. The previous audit is kept then.
-    pub fn answered(
+    pub fn take_answer(
         &mut self,
         now: Instant,
         dp_rank: u32,
-        audited: &Audited,
+        reply: &AuditReply,
     ) -> Result<&Audit, Error> {
         let rank = self.ranks.get_mut(&dp_rank).ok_or(Error::NoShim(dp_rank))?;
-        if audited.number > self.number {
+        if reply.number > self.number {
             return Err(Error::Unreadable("its number was never requested".into()));
         }
-        rank.asked.retain(|&(number, _)| number > audited.number);
-        let rested = now + audited.spent.saturating_mul(REST_FACTOR);
+        rank.requests.retain(|&(number, _)| number > reply.number);
+        let rested = now + reply.spent.saturating_mul(REST_FACTOR);
         rank.next = rank.next.map(|next| next.max(rested));
-        if let Some(reason) = &audited.refusal {
+        if let Some(reason) = &reply.refusal {
             return Err(Error::Refused(reason.clone()));
         }
-        let audit = read::audit(audited, now).map_err(Error::Unreadable)?;
+        let audit = read::audit(reply, now).map_err(Error::Unreadable)?;
         for finding in &audit.pages.findings {
             if finding.count > 0 {
                 rank.streaks.entry(finding.kind.clone()).or_insert((0, now)).0 += 1;
@@ -249,16 +250,16 @@ impl Audits {
                 audits >= LASTING_AUDITS && now.saturating_duration_since(since) >= LASTING_FOR
             };
             let long = rank.streaks.iter().filter(|(_, streak)| lasts(**streak));
-            let kind = long.map(|(kind, _)| kind).find(|kind| is_of(&LASTING, kind))?;
+            let kind = long.map(|(kind, _)| kind).find(|kind| contains_name(&LASTING, kind))?;
             Some(format!("the page audit of rank {dp_rank} keeps finding pages {kind} in the pool"))
         })
     }
 
     /// Removes the requests that were not answered in time. Returns their ranks and numbers.
-    pub fn late(&mut self, now: Instant) -> Vec<(u32, u64)> {
+    pub fn take_late(&mut self, now: Instant) -> Vec<(u32, u64)> {
         let mut late = vec![];
         for (&dp_rank, rank) in &mut self.ranks {
-            rank.asked.retain(|&(number, until)| {
+            rank.requests.retain(|&(number, until)| {
                 if until <= now {
                     late.push((dp_rank, number));
                 }
@@ -313,21 +314,21 @@ mod tests {
         }
     }
 
-    fn answer(number: u64, report: &Report) -> Audited {
+    fn answer(number: u64, report: &Report) -> AuditReply {
         let names = vec!["berth-a-1".to_owned()];
         let (spent, report) = (Duration::ZERO, report.encode());
-        Audited { number, spent, refusal: None, names, report }
+        AuditReply { number, spent, refusal: None, names, report }
     }
 
     /// Requests an audit and answers it with this report.
     fn told<'a>(audits: &'a mut Audits, now: Instant, report: &Report) -> &'a Audit {
-        let number = audits.ask(now, 0).unwrap();
-        audits.answered(now, 0, &answer(number, report)).unwrap()
+        let number = audits.request(now, 0).unwrap();
+        audits.take_answer(now, 0, &answer(number, report)).unwrap()
     }
 
     fn audits(now: Instant) -> Audits {
         let mut audits = Audits::new(Some(INTERVAL));
-        audits.up(now, 0, None);
+        audits.add_rank(now, 0, None);
         audits
     }
 
@@ -335,46 +336,50 @@ mod tests {
     fn a_rank_is_asked_at_once_and_then_every_interval() {
         let mut now = start();
         let mut audits = audits(now);
-        assert_eq!(audits.due(now), [(0, 1)]);
-        assert_eq!(audits.due(now + INTERVAL), [], "one that owes an answer isn't asked again");
-        audits.answered(now, 0, &answer(1, &report(&[]))).unwrap();
+        assert_eq!(audits.request_due(now), [(0, 1)]);
+        assert_eq!(
+            audits.request_due(now + INTERVAL),
+            [],
+            "one that owes an answer isn't asked again"
+        );
+        audits.take_answer(now, 0, &answer(1, &report(&[]))).unwrap();
         now += INTERVAL;
         assert_eq!(audits.next_due(), Some(now));
-        assert_eq!(audits.due(now), [(0, 2)]);
-        audits.down(0);
-        assert_eq!((audits.next_due(), audits.last(0)), (None, None));
+        assert_eq!(audits.request_due(now), [(0, 2)]);
+        audits.remove_rank(0);
+        assert_eq!((audits.next_due(), audits.last_audit(0)), (None, None));
     }
 
     #[test]
     fn an_audit_that_takes_long_of_the_scheduler_is_made_seldom() {
         let now = start();
         let mut audits = audits(now);
-        audits.due(now);
+        audits.request_due(now);
         let spent = Duration::from_millis(100);
-        let slow = Audited { spent, ..answer(1, &report(&[])) };
-        audits.answered(now, 0, &slow).unwrap();
+        let slow = AuditReply { spent, ..answer(1, &report(&[])) };
+        audits.take_answer(now, 0, &slow).unwrap();
         assert_eq!(audits.next_due(), Some(now + Duration::from_secs(100)));
-        assert!(audits.ask(now, 0).is_ok(), "who wants to know now is told now");
+        assert!(audits.request(now, 0).is_ok(), "who wants to know now is told now");
     }
 
     #[test]
     fn a_late_answer_is_given_up_and_asked_for_again() {
         let now = start();
         let mut audits = audits(now);
-        audits.due(now);
-        assert_eq!(audits.late(now + ANSWER_MAX - INTERVAL), []);
-        assert_eq!(audits.late(now + ANSWER_MAX), [(0, 1)]);
-        assert_eq!(audits.due(now + ANSWER_MAX), [(0, 2)]);
+        audits.request_due(now);
+        assert_eq!(audits.take_late(now + ANSWER_MAX - INTERVAL), []);
+        assert_eq!(audits.take_late(now + ANSWER_MAX), [(0, 1)]);
+        assert_eq!(audits.request_due(now + ANSWER_MAX), [(0, 2)]);
     }
 
     #[test]
     fn a_rank_that_cant_be_asked_says_why() {
         let now = start();
         let mut audits = Audits::new(Some(INTERVAL));
-        audits.up(now, 0, Some("no library".into()));
-        assert_eq!(audits.due(now), []);
-        assert_eq!(audits.ask(now, 0), Err(Error::Refused("no library".into())));
-        assert_eq!(audits.ask(now, 1), Err(Error::NoShim(1)));
+        audits.add_rank(now, 0, Some("no library".into()));
+        assert_eq!(audits.request_due(now), []);
+        assert_eq!(audits.request(now, 0), Err(Error::Refused("no library".into())));
+        assert_eq!(audits.request(now, 1), Err(Error::NoShim(1)));
     }
 
     #[test]
@@ -449,16 +454,16 @@ mod tests {
         let now = start();
         let mut audits = audits(now);
         let good = told(&mut audits, now, &report(&[])).clone();
-        audits.ask(now, 0).unwrap();
-        audits.ask(now, 0).unwrap();
+        audits.request(now, 0).unwrap();
+        audits.request(now, 0).unwrap();
         let mut truncated = answer(2, &report(&[]));
         truncated.report.pop();
-        assert!(matches!(audits.answered(now, 0, &truncated), Err(Error::Unreadable(_))));
-        let refused = Audited { refusal: Some("busy".into()), ..answer(3, &report(&[])) };
-        assert_eq!(audits.answered(now, 0, &refused), Err(Error::Refused("busy".into())));
+        assert!(matches!(audits.take_answer(now, 0, &truncated), Err(Error::Unreadable(_))));
+        let refused = AuditReply { refusal: Some("busy".into()), ..answer(3, &report(&[])) };
+        assert_eq!(audits.take_answer(now, 0, &refused), Err(Error::Refused("busy".into())));
         let foreign = answer(4, &report(&[(Kind::Leaked, 9, &[])]));
-        assert!(matches!(audits.answered(now, 0, &foreign), Err(Error::Unreadable(_))));
-        assert_eq!(audits.last(0), Some(&good));
+        assert!(matches!(audits.take_answer(now, 0, &foreign), Err(Error::Unreadable(_))));
+        assert_eq!(audits.last_audit(0), Some(&good));
     }
 
     #[test]
@@ -466,9 +471,12 @@ mod tests {
         let now = start();
         let mut audits = audits(now);
         let busy = Error::Refused("busy".into());
-        assert_eq!([audits.failed(0, &busy), audits.failed(0, &busy)], [true, false]);
-        assert_eq!([audits.failed(0, &Error::Late), audits.failed(0, &busy)], [true, true]);
+        assert_eq!([audits.note_failure(0, &busy), audits.note_failure(0, &busy)], [true, false]);
+        assert_eq!(
+            [audits.note_failure(0, &Error::Late), audits.note_failure(0, &busy)],
+            [true, true]
+        );
         told(&mut audits, now, &report(&[]));
-        assert!(audits.failed(0, &busy));
+        assert!(audits.note_failure(0, &busy));
     }
 }

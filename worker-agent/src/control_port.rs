@@ -47,7 +47,7 @@ struct Service {
     agent: AgentHandle,
     kv: KvHandle,
     epoch: u64,
-    files: watch::Receiver<Option<Arc<model_files::Files>>>,
+    files: watch::Receiver<Option<Arc<model_files::FoundFiles>>>,
     fetches: Arc<Semaphore>,
     tasks: Tasks,
 }
@@ -61,7 +61,7 @@ pub fn start(
     agent: AgentHandle,
     kv: KvHandle,
     epoch: u64,
-    files: watch::Receiver<Option<Arc<model_files::Files>>>,
+    files: watch::Receiver<Option<Arc<model_files::FoundFiles>>>,
     listener: std::net::TcpListener,
     token: CancellationToken,
 ) -> std::io::Result<SocketAddr> {

@@ -7,4 +7,4 @@ mod client;
 pub mod model_files;
 pub mod stall_detector;
 
-pub use self::client::{Engine, Error, Info, RankSample, Sample, refused};
+pub use self::client::{Engine, Error, Info, RankSample, Sample, is_connection_refused};

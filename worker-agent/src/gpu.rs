@@ -31,8 +31,8 @@ use tokio::sync::watch;
 use tracing::{error, info, warn};
 
 use self::{
-    fleet::{Engine, Fleet, Snapshot},
-    nvml::{Board, Event},
+    fleet::{EngineProcesses, Fleet, Snapshot},
+    nvml::{Board, GpuEvent},
     process::{Processes, Scheduler},
     reading::Identity,
     select::Basis,
@@ -45,9 +45,9 @@ const INTERVAL: Duration = Duration::from_secs(1);
 /// second.
 const RELOAD_INTERVAL: Duration = Duration::from_secs(30);
 /// The minimum time between two readings, however many events occur.
-const GAP: Duration = Duration::from_millis(20);
+const READING_GAP_MIN: Duration = Duration::from_millis(20);
 /// The pause before NVML is loaded again if the driver isn't running yet.
-const LOAD_AGAIN: Duration = Duration::from_secs(5);
+const LOAD_RETRY: Duration = Duration::from_secs(5);
 /// The time limit for the first reading. A sleeping driver takes some seconds.
 const FIRST_MAX: Duration = Duration::from_secs(10);
 /// The maximum number of queued events. The threads that report events block while the queue is
@@ -84,13 +84,13 @@ impl Default for Settings {
 pub struct Gpus {
     snapshot: watch::Receiver<Arc<Snapshot>>,
     schedulers: Arc<watch::Sender<Vec<Scheduler>>>,
-    wake: mpsc::SyncSender<Event>,
+    wake: mpsc::SyncSender<GpuEvent>,
 }
 
 impl Gpus {
     /// Returns the newest snapshot.
     #[must_use]
-    pub fn now(&self) -> Arc<Snapshot> {
+    pub fn snapshot(&self) -> Arc<Snapshot> {
         Arc::clone(&self.snapshot.borrow())
     }
 
@@ -101,7 +101,7 @@ impl Gpus {
     }
 
     /// Sets the scheduler process of a rank, as its shim reports it.
-    pub fn runs(&self, scheduler: Scheduler) {
+    pub fn set_scheduler(&self, scheduler: Scheduler) {
         self.schedulers.send_if_modified(|all| {
             let same = all.contains(&scheduler);
             all.retain(|one| one.dp_rank != scheduler.dp_rank);
@@ -110,7 +110,7 @@ impl Gpus {
             !same
         });
         // If the queue is full, a reading is due anyway. Without NVML no thread takes events.
-        let _ = self.wake.try_send(Event::Look);
+        let _ = self.wake.try_send(GpuEvent::ReadNow);
     }
 }
 
@@ -121,42 +121,42 @@ impl Gpus {
 /// When the thread can't be created.
 pub fn watch(settings: Settings) -> std::io::Result<Gpus> {
     let (publish, snapshot) = watch::channel(Arc::new(Snapshot::none(now())));
-    let (schedulers, told) = watch::channel(vec![]);
+    let (schedulers, schedulers_seen) = watch::channel(vec![]);
     let (wake, events) = mpsc::sync_channel(EVENTS);
     let (began, first) = mpsc::sync_channel(1);
-    let shell = Shell {
+    let thread = GpuThread {
         fleet: Fleet::new(settings.devices.clone(), settings.reload_interval),
         settings,
         processes: Processes::new("/proc".into()),
-        told,
+        schedulers_seen,
         publish,
         events,
         wake: wake.clone(),
         began: Some(began),
-        said: None,
+        logged_devices: None,
     };
-    std::thread::Builder::new().name("gpu".into()).spawn(move || shell.run())?;
+    std::thread::Builder::new().name("gpu".into()).spawn(move || thread.run())?;
     // The channel also ends if the thread ends because there is no NVML.
     let _ = first.recv_timeout(FIRST_MAX);
     Ok(Gpus { snapshot, schedulers: Arc::new(schedulers), wake })
 }
 
 /// The state of the GPU thread.
-struct Shell {
+struct GpuThread {
     settings: Settings,
     fleet: Fleet,
     processes: Processes,
-    told: watch::Receiver<Vec<Scheduler>>,
+    schedulers_seen: watch::Receiver<Vec<Scheduler>>,
     publish: watch::Sender<Arc<Snapshot>>,
-    events: mpsc::Receiver<Event>,
-    wake: mpsc::SyncSender<Event>,
+    events: mpsc::Receiver<GpuEvent>,
+    wake: mpsc::SyncSender<GpuEvent>,
     /// Dropped after the first reading.
     began: Option<mpsc::SyncSender<()>>,
     /// The engine's devices as last logged.
-    said: Option<(Basis, Vec<String>)>,
+    logged_devices: Option<(Basis, Vec<String>)>,
 }
 
-impl Shell {
+impl GpuThread {
     /// Runs until all handles are dropped.
     fn run(mut self) {
         let mut known = vec![];
@@ -165,15 +165,15 @@ impl Shell {
             match nvml::load(&self.settings.library) {
                 Ok(nvml) => {
                     waiting = false;
-                    known = self.follow(&nvml, &known);
+                    known = self.read_until_reload(&nvml, &known);
                 }
-                Err(error) if nvml::may_come(&error) => {
+                Err(error) if nvml::may_load_later(&error) => {
                     if !waiting {
                         warn!(%error, "no GPU readings until the driver answers");
                     }
                     waiting = true;
                     self.began = None;
-                    self.rest(LOAD_AGAIN);
+                    self.wait_for_events(LOAD_RETRY);
                 }
                 Err(error) => {
                     info!(%error, "no NVML on this machine, reporting without device readings");
@@ -185,10 +185,10 @@ impl Shell {
 
     /// Reads devices until all handles are dropped or NVML must be reloaded. Returns the devices'
     /// identities.
-    fn follow(&mut self, nvml: &Nvml, known: &[Identity]) -> Vec<Identity> {
+    fn read_until_reload(&mut self, nvml: &Nvml, known: &[Identity]) -> Vec<Identity> {
         let mut boards = nvml::boards(nvml, known, self.settings.gpm);
-        let who: Vec<Identity> = boards.iter().map(|board| board.identity.clone()).collect();
-        let followed = who.iter().zip(&boards);
+        let identities: Vec<Identity> = boards.iter().map(|board| board.identity.clone()).collect();
+        let followed = identities.iter().zip(&boards);
         let followed: Vec<(&str, u32)> = followed
             .filter_map(|(identity, board)| Some((identity.uuid.as_str(), board.place()?)))
             .collect();
@@ -204,18 +204,18 @@ impl Shell {
             }
             while !self.publish.is_closed() {
                 let at = now();
-                self.read(at, &mut boards);
-                if self.fleet.wants_reload(at) {
+                self.read_boards(at, &mut boards);
+                if self.fleet.needs_reload(at) {
                     break;
                 }
-                self.rest(INTERVAL);
+                self.wait_for_events(INTERVAL);
             }
             stop.store(true, Ordering::Relaxed);
         });
-        who
+        identities
     }
 
-    fn read(&mut self, at: Instant, boards: &mut [Board<'_>]) {
+    fn read_boards(&mut self, at: Instant, boards: &mut [Board<'_>]) {
         let readings: Vec<_> =
             boards.iter_mut().map(|board| (board.identity.clone(), board.read())).collect();
         let pids: Vec<u32> = readings
@@ -223,33 +223,33 @@ impl Shell {
             .flat_map(|(_, reading)| reading.processes.iter().flatten())
             .map(|process| process.pid)
             .collect();
-        let pids_agree = self.processes.are_ours(pids.into_iter());
-        let schedulers = self.told.borrow_and_update().clone();
+        let pids_agree = self.processes.are_in_our_namespace(pids.into_iter());
+        let schedulers = self.schedulers_seen.borrow_and_update().clone();
         let (members, is_new) = self.processes.members(at, &schedulers);
-        let engine = Engine { members, is_new, pids_agree };
-        let snapshot = self.fleet.read(at, readings, engine);
-        self.say(&snapshot);
+        let engine = EngineProcesses { members, is_new, pids_agree };
+        let snapshot = self.fleet.take_readings(at, readings, engine);
+        self.log_changes(&snapshot);
         self.publish.send_replace(Arc::new(snapshot));
         self.began = None;
     }
 
     /// Waits for an event, at most `limit`, and handles all queued events.
-    fn rest(&mut self, limit: Duration) {
+    fn wait_for_events(&mut self, limit: Duration) {
         let Ok(first) = self.events.recv_timeout(limit) else { return };
         // Further events of the same incident arrive within this time.
-        std::thread::sleep(GAP);
-        let more: Vec<Event> = self.events.try_iter().take(EVENTS).collect();
+        std::thread::sleep(READING_GAP_MIN);
+        let more: Vec<GpuEvent> = self.events.try_iter().take(EVENTS).collect();
         for event in [first].into_iter().chain(more) {
-            if let Event::Xid { board, number } = event {
+            if let GpuEvent::Xid { board, number } = event {
                 let what = xid::fatal(number).map(|fatal| fatal.what);
                 warn!(board, number, what, "the driver reports an XID");
-                self.fleet.xid(&board, number);
+                self.fleet.add_xid(&board, number);
             }
         }
     }
 
     /// Logs the engine's devices and their health whenever one of these changes.
-    fn say(&mut self, snapshot: &Snapshot) {
+    fn log_changes(&mut self, snapshot: &Snapshot) {
         let before = self.publish.borrow().unhealthy.clone();
         match (&before, &snapshot.unhealthy) {
             (Some(_), None) => info!("the engine's devices work again"),
@@ -261,11 +261,11 @@ impl Shell {
         let ours = snapshot.devices.iter().filter(|device| device.ours);
         let ours: Vec<String> = ours.map(|device| device.identity.uuid.clone()).collect();
         let now = Some((snapshot.basis, ours));
-        if self.said == now {
+        if self.logged_devices == now {
             return;
         }
-        self.said = now;
-        let Some((basis, devices)) = &self.said else { return };
+        self.logged_devices = now;
+        let Some((basis, devices)) = &self.logged_devices else { return };
         match basis {
             Basis::Unknown if devices.len() > 1 => {
                 info!(

@@ -330,7 +330,7 @@ impl Ledger {
         let Some((bytes, source)) = known.filter(|_| here) else { return };
         let pool = Pool { bytes, tokens, source };
         let mut devices = std::mem::take(&mut load.devices);
-        devices.iter_mut().for_each(|device| pool.show(load, device));
+        devices.iter_mut().for_each(|device| pool.fill_device(load, device));
         load.devices = devices;
     }
 }

@@ -104,7 +104,7 @@ pub struct OwnerSetup {
 pub fn start(
     setup: OwnerSetup,
     shim_news: mpsc::Receiver<ShimEvent>,
-    trim_news: mpsc::Receiver<shim_trim::News>,
+    trim_news: mpsc::Receiver<shim_trim::TrimmerEvent>,
     tasks: &Tasks,
 ) -> AgentHandle {
     let (mailbox, messages) = mpsc::channel(MAILBOX);
@@ -184,7 +184,7 @@ impl Owner {
         let ledger = Ledger::new(setup.limits);
         let down = Some("the engine has not answered yet".to_owned());
         let health = AgentHealth { unhealthy: down.clone(), ..AgentHealth::default() };
-        let gpus = setup.gpus.now();
+        let gpus = setup.gpus.snapshot();
         let report = ledger.report(now(), &table, &gpus, setup.report_interval, health);
         Self {
             tasks,
@@ -219,7 +219,7 @@ impl Owner {
         mut self,
         mut messages: mpsc::Receiver<OwnerMessage>,
         mut shim_news: mpsc::Receiver<ShimEvent>,
-        mut trim_news: mpsc::Receiver<shim_trim::News>,
+        mut trim_news: mpsc::Receiver<shim_trim::TrimmerEvent>,
     ) {
         let mut ended = self.end_receiver.take().expect("taken once, here");
         let mut gpus = self.setup.gpus.watch();

@@ -24,7 +24,7 @@ use std::{
 use service::tasks::Tasks;
 use tokio::sync::mpsc;
 
-use self::{codec::Command, connections::Peers, outbox::Outbox};
+use self::{codec::ShimCommand, connections::Connections, outbox::Outbox};
 
 /// The first message of a shim: its process, the engine's pool, and whether the shim works.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -66,7 +66,7 @@ pub struct Hello {
 
 /// The result of auditing one rank's pages, or the reason why there is none.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Audited {
+pub struct AuditReply {
     /// The number that the requester gave.
     pub number: u64,
     /// Time that the audit took on the scheduler's thread.
@@ -219,7 +219,7 @@ pub enum ShimEvent {
         /// The DP rank.
         dp_rank: u32,
         /// The result.
-        audited: Audited,
+        audited: AuditReply,
     },
     /// The shim has disconnected, was replaced, or broke the protocol. Commands that are still
     /// unanswered get no answer.
@@ -265,7 +265,7 @@ pub enum Error {
 /// Handle for sending commands to the shims.
 #[derive(Debug, Clone)]
 pub struct ShimHandle {
-    peers: Peers,
+    connections: Connections,
 }
 
 impl ShimHandle {
@@ -275,7 +275,7 @@ impl ShimHandle {
     /// # Errors
     /// When no working shim of this rank is connected, or its command queue is full.
     pub fn demote(&self, dp_rank: u32, session: &str) -> Result<(), Error> {
-        self.peers.command(dp_rank, &Command::Demote(session.to_owned()))
+        self.connections.send_command(dp_rank, &ShimCommand::Demote(session.to_owned()))
     }
 
     /// Requests the current facts and the full session table.
@@ -283,7 +283,7 @@ impl ShimHandle {
     /// # Errors
     /// As for [`Self::demote`].
     pub fn sample_now(&self, dp_rank: u32) -> Result<(), Error> {
-        self.peers.command(dp_rank, &Command::SampleNow)
+        self.connections.send_command(dp_rank, &ShimCommand::SampleNow)
     }
 
     /// Requests an audit of the rank's pages. The answer is [`ShimEvent::Audited`] with the same number,
@@ -292,7 +292,7 @@ impl ShimHandle {
     /// # Errors
     /// As for [`Self::demote`].
     pub fn audit(&self, dp_rank: u32, number: u64) -> Result<(), Error> {
-        self.peers.command(dp_rank, &Command::Audit(number))
+        self.connections.send_command(dp_rank, &ShimCommand::Audit(number))
     }
 
     /// Requests that the engine publishes its radix tree again as KV events: an event that voids
@@ -301,15 +301,15 @@ impl ShimHandle {
     /// # Errors
     /// As for [`Self::demote`], and when the engine's tree can't be published again.
     pub fn republish(&self, dp_rank: u32) -> Result<(), Error> {
-        if let Some(reason) = self.peers.caller(dp_rank).and_then(|it| it.unpublishable) {
+        if let Some(reason) = self.connections.peer_info(dp_rank).and_then(|it| it.unpublishable) {
             return Err(Error::Unpublishable(reason));
         }
-        self.peers.command(dp_rank, &Command::Republish)
+        self.connections.send_command(dp_rank, &ShimCommand::Republish)
     }
 
     /// Waits until a shim connects or disconnects. Returns false if the listener has ended.
     pub async fn changed(&mut self) -> bool {
-        self.peers.changed().await
+        self.connections.changed().await
     }
 }
 
@@ -318,8 +318,12 @@ impl ShimHandle {
 ///
 /// # Errors
 /// See [`Error`].
-pub fn listen(path: &Path, news: mpsc::Sender<ShimEvent>, tasks: &Tasks) -> Result<ShimHandle, Error> {
-    Ok(ShimHandle { peers: Peers::listen::<Outbox>(path, news, tasks)? })
+pub fn listen(
+    path: &Path,
+    reports: mpsc::Sender<ShimEvent>,
+    tasks: &Tasks,
+) -> Result<ShimHandle, Error> {
+    Ok(ShimHandle { connections: Connections::listen::<Outbox>(path, reports, tasks)? })
 }
 
 #[cfg(test)]

@@ -21,7 +21,7 @@ pub(crate) fn compare(answers: &mut Answers) {
         return;
     };
     let snapshot = match gpu::watch(Settings::default()) {
-        Ok(gpus) => gpus.now(),
+        Ok(gpus) => gpus.snapshot(),
         Err(error) => return answers.skip(ABOUT, "against nvidia-smi", error),
     };
     for line in String::from_utf8_lossy(&smi.stdout).lines() {

@@ -6,7 +6,7 @@ use kernels::report::{self, Report};
 use proto::load::{NamedFinding, PageAudit, PageClasses, PageFinding};
 
 use super::Audit;
-use crate::shim::Audited;
+use crate::shim::AuditReply;
 
 /// The maximum number of sessions kept of one audit; the largest are kept.
 const SESSIONS_MAX: usize = 1000;
@@ -31,9 +31,9 @@ pub struct SessionPages {
 }
 
 /// Decodes the report that the shim passed on.
-pub(super) fn audit(audited: &Audited, at: Instant) -> Result<Audit, String> {
-    let report = Report::decode(&audited.report).map_err(|error| error.to_string())?;
-    let name = |number: u32| audited.names.get(number as usize).cloned().unwrap_or_default();
+pub(super) fn audit(reply: &AuditReply, at: Instant) -> Result<Audit, String> {
+    let report = Report::decode(&reply.report).map_err(|error| error.to_string())?;
+    let name = |number: u32| reply.names.get(number as usize).cloned().unwrap_or_default();
     let mut sessions: Vec<SessionPages> = report
         .sessions
         .iter()

@@ -1,6 +1,6 @@
 //! Audits from outside the engine's process (tier 2).
 //!
-//! They are for engines with a Python interpreter too busy to be asked. The agent maps the engine's
+//! They are for engines with a Python interpreter too busy to be numbers. The agent maps the engine's
 //! request table by CUDA IPC and runs the kernels itself, guided by the row table that the shim
 //! publishes. Such an audit sees only rows, and needs a CUDA context; it is made only if
 //! configured. If it fails, the audit is made inside the engine instead. Each rank has a thread,
@@ -13,26 +13,26 @@ use std::{
 
 /// The answer to a request.
 #[derive(Debug)]
-pub struct Answer {
+pub struct RemoteAnswer {
     /// The number that the requester gave.
     pub number: u64,
     /// The audit, or why there is none. After an error the thread has ended.
-    pub found: Result<Found, String>,
+    pub found: Result<RemoteReport, String>,
 }
 
 /// A report of rows with the keys of their sessions.
 #[derive(Debug)]
-pub struct Found {
+pub struct RemoteReport {
     /// The report as `kernels` encodes it.
     pub report: Vec<u8>,
-    /// By session number: [`key_of`] of the session's id inside the engine.
+    /// By session number: [`session_table_key`] of the session's id inside the engine.
     pub keys: Vec<u64>,
 }
 
 /// Handle to the thread of one rank.
 #[derive(Debug)]
 pub struct Remote {
-    asks: mpsc::SyncSender<u64>,
+    requests: mpsc::SyncSender<u64>,
 }
 
 impl Remote {
@@ -45,31 +45,31 @@ impl Remote {
     pub fn start(
         table: &Path,
         dp_rank: u32,
-        answer: impl Fn(Answer) + Send + 'static,
+        answer: impl Fn(RemoteAnswer) + Send + 'static,
     ) -> std::io::Result<Self> {
         // One request is being answered and one waits; further ones go to the shim.
-        let (asks, asked) = mpsc::sync_channel(1);
-        let path = table_of(table, dp_rank);
+        let (requests, numbers) = mpsc::sync_channel(1);
+        let path = rank_table_path(table, dp_rank);
         let thread = std::thread::Builder::new().name("audit".into());
         thread.spawn(move || {
             let answer = answer;
             // Must be dropped before `answer`: when `answer` is gone, no request can be sent any
             // more.
-            let asked = asked;
-            work(&path, &asked, &answer);
+            let numbers = numbers;
+            run_thread(&path, &numbers, &answer);
         })?;
-        Ok(Self { asks })
+        Ok(Self { requests })
     }
 
     /// Requests an audit. Returns false if the thread has ended or its queue is full.
     #[must_use]
-    pub fn ask(&self, number: u64) -> bool {
-        self.asks.try_send(number).is_ok()
+    pub fn request(&self, number: u64) -> bool {
+        self.requests.try_send(number).is_ok()
     }
 }
 
 /// Returns the file of a rank's rows. The shim appends the rank to the name in the same way.
-fn table_of(table: &Path, dp_rank: u32) -> PathBuf {
+fn rank_table_path(table: &Path, dp_rank: u32) -> PathBuf {
     let mut name = table.as_os_str().to_owned();
     name.push(format!("-{dp_rank}"));
     name.into()
@@ -78,35 +78,35 @@ fn table_of(table: &Path, dp_rank: u32) -> PathBuf {
 /// Returns a session's key in the row table: the first eight bytes of the SHA-256 of its id,
 /// little-endian.
 #[must_use]
-pub fn key_of(incarnation: &str) -> u64 {
+pub fn session_table_key(incarnation: &str) -> u64 {
     use sha2::{Digest as _, Sha256};
     let digest = Sha256::digest(incarnation.as_bytes());
     u64::from_le_bytes(*digest.first_chunk().expect("a digest has 32 bytes"))
 }
 
 #[cfg(not(feature = "cuda"))]
-fn work(_: &Path, asked: &mpsc::Receiver<u64>, answer: impl Fn(Answer)) {
-    if let Ok(number) = asked.recv() {
+fn run_thread(_: &Path, numbers: &mpsc::Receiver<u64>, answer: impl Fn(RemoteAnswer)) {
+    if let Ok(number) = numbers.recv() {
         let reason = "this agent was built without CUDA (cargo build --features cuda)";
-        answer(Answer { number, found: Err(reason.into()) });
+        answer(RemoteAnswer { number, found: Err(reason.into()) });
     }
 }
 
 #[cfg(feature = "cuda")]
-fn work(path: &Path, asked: &mpsc::Receiver<u64>, answer: impl Fn(Answer)) {
-    let Ok(mut number) = asked.recv() else { return };
+fn run_thread(path: &Path, numbers: &mpsc::Receiver<u64>, answer: impl Fn(RemoteAnswer)) {
+    let Ok(mut number) = numbers.recv() else { return };
     let mut remote = match mapped::open(path) {
         Ok(remote) => remote,
-        Err(reason) => return answer(Answer { number, found: Err(reason) }),
+        Err(reason) => return answer(RemoteAnswer { number, found: Err(reason) }),
     };
     loop {
         let found = mapped::audit(&mut remote);
         let over = found.is_err();
-        answer(Answer { number, found });
+        answer(RemoteAnswer { number, found });
         if over {
             return;
         }
-        let Ok(next) = asked.recv() else { return };
+        let Ok(next) = numbers.recv() else { return };
         number = next;
     }
 }
@@ -129,7 +129,7 @@ mod mapped {
     /// The pause between two polls. A copy takes some microseconds, a step some milliseconds.
     const PAUSE: Duration = Duration::from_millis(2);
     /// The maximum number of polls: two seconds in all, which is longer than any decoding step.
-    const LOOKS_MAX: u32 = 1000;
+    const POLLS_MAX: u32 = 1000;
 
     /// Opens the table on the GPU that it belongs to.
     pub(super) fn open(path: &Path) -> Result<Remote, String> {
@@ -149,12 +149,15 @@ mod mapped {
         Err(Error::OtherGpu.to_string())
     }
 
-    pub(super) fn audit(remote: &mut Remote) -> Result<Found, String> {
+    pub(super) fn audit(remote: &mut Remote) -> Result<RemoteReport, String> {
         remote.begin().map_err(|error| error.to_string())?;
-        for _ in 0..LOOKS_MAX {
+        for _ in 0..POLLS_MAX {
             match remote.poll() {
                 Ok(Some(audited)) => {
-                    return Ok(Found { report: audited.report.encode(), keys: audited.keys });
+                    return Ok(RemoteReport {
+                        report: audited.report.encode(),
+                        keys: audited.keys,
+                    });
                 }
                 Ok(None) => std::thread::sleep(PAUSE),
                 Err(error) => return Err(error.to_string()),
@@ -171,12 +174,12 @@ mod tests {
     #[test]
     fn a_session_s_key_is_the_shim_s() {
         // int.from_bytes(hashlib.sha256(b"berth-a-1").digest()[:8], "little")
-        assert_eq!(key_of("berth-a-1"), 8_365_165_709_124_144_987);
+        assert_eq!(session_table_key("berth-a-1"), 8_365_165_709_124_144_987);
     }
 
     #[test]
     fn each_rank_has_a_table_of_its_own() {
-        assert_eq!(table_of(Path::new("/dev/shm/berth"), 3), Path::new("/dev/shm/berth-3"));
+        assert_eq!(rank_table_path(Path::new("/dev/shm/berth"), 3), Path::new("/dev/shm/berth-3"));
     }
 
     #[test]
@@ -186,11 +189,11 @@ mod tests {
             answers.send(answer).unwrap();
         });
         let remote = remote.unwrap();
-        assert!(remote.ask(7));
+        assert!(remote.request(7));
         let answer = answered.recv().unwrap();
         assert_eq!(answer.number, 7);
         assert!(answer.found.is_err(), "{answer:?}");
         assert!(answered.recv().is_err(), "its thread has ended");
-        assert!(!remote.ask(8));
+        assert!(!remote.request(8));
     }
 }

@@ -83,7 +83,7 @@ impl TurnContext {
     /// waits until the owner has the news, so that no turn reaches a restarted engine before the
     /// owner knows that the old process is gone.
     pub(super) async fn engine_failed(&self, error: &hyper_util::client::legacy::Error) {
-        if engine::refused(error) {
+        if engine::is_connection_refused(error) {
             let reason = "the engine accepts no connections".to_owned();
             self.agent.report_engine(EngineNews::Down { reason, gone: true }).await;
         }

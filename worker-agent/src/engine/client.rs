@@ -88,17 +88,17 @@ impl Error {
         }
     }
 
-    /// Whether the engine's process is gone: see [`refused`].
+    /// Whether the engine's process is gone: see [`is_connection_refused`].
     #[must_use]
     pub fn is_gone(&self) -> bool {
-        matches!(self, Self::Connect(_, error) if refused(error))
+        matches!(self, Self::Connect(_, error) if is_connection_refused(error))
     }
 }
 
 /// Whether the engine's port refused the connection. Then the engine's process is gone, and with it
 /// all its KV.
 #[must_use]
-pub fn refused(error: &hyper_util::client::legacy::Error) -> bool {
+pub fn is_connection_refused(error: &hyper_util::client::legacy::Error) -> bool {
     let mut source: Option<&(dyn std::error::Error + 'static)> = Some(error);
     while let Some(error) = source {
         let io = error.downcast_ref::<std::io::Error>();
@@ -231,7 +231,9 @@ impl Engine {
     ///
     /// # Errors
     /// When the engine can't be reached or its answer is invalid.
-    pub async fn info(&self) -> Result<(Info, Option<model_files::Source>, PublisherInfo), Error> {
+    pub async fn read_info(
+        &self,
+    ) -> Result<(Info, Option<model_files::TokenizerSource>, PublisherInfo), Error> {
         let path = "/server_info";
         let body = self.call(Method::GET, path, None).await?;
         let value: Value = serde_json::from_slice(&body)
@@ -249,14 +251,14 @@ impl Engine {
                 / page_tokens as usize,
             publishers,
         };
-        Ok((info, model_files::Source::from_info(&value), feed))
+        Ok((info, model_files::TokenizerSource::from_info(&value), feed))
     }
 
     /// Reads `/v1/loads`.
     ///
     /// # Errors
     /// When the engine can't be reached or its answer is invalid.
-    pub async fn sample(&self, now: impl Fn() -> Instant) -> Result<Sample, Error> {
+    pub async fn read_load(&self, now: impl Fn() -> Instant) -> Result<Sample, Error> {
         let path = "/v1/loads";
         let request = self.request(Method::GET, "/v1/loads?include=core", None);
         let (body, connection) = self.exchange(&self.samples, path, request).await?;
@@ -292,7 +294,11 @@ impl Engine {
     ///
     /// # Errors
     /// When the engine can't be reached.
-    pub async fn close_surely(&self, incarnation: &str, rid: Option<&str>) -> Result<bool, Error> {
+    pub async fn close_and_verify(
+        &self,
+        incarnation: &str,
+        rid: Option<&str>,
+    ) -> Result<bool, Error> {
         self.close(incarnation, rid).await?;
         match self.open_session(incarnation, PROBE_BACKSTOP).await {
             Ok(()) => self.close_session(incarnation).await.map(|()| true),
@@ -364,7 +370,7 @@ impl Engine {
         request: Request<Full<Bytes>>,
     ) -> Result<(Bytes, Option<SocketAddr>), Error> {
         let exchange = async {
-            let response = client.request(request).await.map_err(|error| self.lost(error))?;
+            let response = client.request(request).await.map_err(|error| self.classify(error))?;
             let info = response.extensions().get::<HttpInfo>();
             let connection = info.map(HttpInfo::local_addr);
             Ok((self.read(path, response).await?, connection))
@@ -384,7 +390,7 @@ impl Engine {
         Ok(body)
     }
 
-    fn lost(&self, error: hyper_util::client::legacy::Error) -> Error {
+    fn classify(&self, error: hyper_util::client::legacy::Error) -> Error {
         if error.is_connect() {
             Error::Connect(self.base.clone(), error)
         } else {

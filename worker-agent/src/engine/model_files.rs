@@ -84,7 +84,7 @@ pub enum Error {
 
 /// The engine's settings that determine its tokens.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Source {
+pub struct TokenizerSource {
     /// The model's folder or its name in the hub.
     pub model: String,
     tokenizer: String,
@@ -96,7 +96,7 @@ pub struct Source {
     template_defaults: bool,
 }
 
-impl Source {
+impl TokenizerSource {
     /// Reads the settings from `/server_info`. Returns `None` if it has no model path.
     #[must_use]
     pub fn from_info(info: &Value) -> Option<Self> {
@@ -116,13 +116,13 @@ impl Source {
     /// Returns the model's folder on this host.
     #[must_use]
     pub fn folder(&self, hub: Option<&Path>) -> Option<PathBuf> {
-        folder(&self.model, self.revision.as_deref(), hub)
+        find_folder(&self.model, self.revision.as_deref(), hub)
     }
 }
 
 /// Returns the folder of the hub client's cache, from the environment.
 #[must_use]
-pub fn hub() -> Option<PathBuf> {
+pub fn hub_folder() -> Option<PathBuf> {
     let path = |key: &str| std::env::var_os(key).filter(|set| !set.is_empty()).map(PathBuf::from);
     path("HF_HUB_CACHE")
         .or_else(|| Some(path("HF_HOME")?.join("hub")))
@@ -131,7 +131,7 @@ pub fn hub() -> Option<PathBuf> {
 }
 
 /// Returns `name` if it is a folder, or else the model's snapshot in the hub's cache.
-fn folder(name: &str, revision: Option<&str>, hub: Option<&Path>) -> Option<PathBuf> {
+fn find_folder(name: &str, revision: Option<&str>, hub: Option<&Path>) -> Option<PathBuf> {
     let path = Path::new(name);
     if path.is_dir() {
         return Some(path.to_owned());
@@ -150,14 +150,14 @@ fn folder(name: &str, revision: Option<&str>, hub: Option<&Path>) -> Option<Path
 
 /// The model's files, found and named.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Files {
+pub struct FoundFiles {
     /// The files in the order in which they are sent and hashed.
-    files: Vec<(&'static str, Held)>,
+    files: Vec<(&'static str, FileContent)>,
     named: ModelFiles,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-enum Held {
+enum FileContent {
     File(PathBuf),
     /// A template that is not a file of its own.
     Text(String),
@@ -166,35 +166,35 @@ enum Held {
 /// How the engine makes a prompt of messages.
 #[derive(Debug, PartialEq, Eq)]
 enum Template {
-    Is(String),
+    Text(String),
     /// By more than a template; the reason is for an operator.
-    Isnt(&'static str),
+    Unsupported(&'static str),
 }
 
-impl Files {
+impl FoundFiles {
     /// Finds the files and reads them all to name them. May block for long.
     ///
     /// # Errors
     /// When there is no readable tokenizer.
-    pub fn find(source: &Source, hub: Option<&Path>) -> Result<Self, Error> {
+    pub fn find(source: &TokenizerSource, hub: Option<&Path>) -> Result<Self, Error> {
         if source.skips_tokenizer {
             return Err(Error::NoTokenizer);
         }
-        let folder = folder(&source.tokenizer, source.revision.as_deref(), hub)
+        let folder = find_folder(&source.tokenizer, source.revision.as_deref(), hub)
             .ok_or_else(|| Error::NoFolder(source.tokenizer.clone()))?;
         let mut files = vec![];
-        match template(source, &folder, hub) {
-            Template::Is(text) => files.push((TEMPLATE, Held::Text(text))),
-            Template::Isnt(why) => {
+        match find_template(source, &folder, hub) {
+            Template::Text(text) => files.push((TEMPLATE, FileContent::Text(text))),
+            Template::Unsupported(why) => {
                 tracing::info!(why, "routers can't tokenize messages for this engine");
             }
         }
-        files.push((TOKENIZER, Held::File(folder.join(TOKENIZER))));
+        files.push((TOKENIZER, FileContent::File(folder.join(TOKENIZER))));
         let config = folder.join(CONFIG);
         if config.is_file() {
-            files.push((CONFIG, Held::File(config)));
+            files.push((CONFIG, FileContent::File(config)));
         }
-        let named = read(&files, |_| true)?;
+        let named = read_files(&files, |_| true)?;
         Ok(Self { files, named })
     }
 
@@ -209,23 +209,23 @@ impl Files {
     /// # Errors
     /// When a file can't be read, or the files have changed since they were named.
     pub fn read(&self, take: impl FnMut(ModelFilePart) -> bool) -> Result<(), Error> {
-        let named = read(&self.files, take)?;
+        let named = read_files(&self.files, take)?;
         if named == self.named { Ok(()) } else { Err(Error::Changed) }
     }
 }
 
 /// Reads the files in parts and returns their name.
-fn read(
-    files: &[(&'static str, Held)],
+fn read_files(
+    files: &[(&'static str, FileContent)],
     mut take: impl FnMut(ModelFilePart) -> bool,
 ) -> Result<ModelFiles, Error> {
     let (mut hasher, mut left) = (FilesHasher::default(), BYTES_MAX);
     for (name, held) in files {
         let (mut reader, bytes): (Box<dyn std::io::Read>, u64) = match held {
-            Held::Text(text) => (Box::new(text.as_bytes()), text.len() as u64),
-            Held::File(path) => {
-                let file = File::open(path).map_err(unread(path))?;
-                let bytes = file.metadata().map_err(unread(path))?.len();
+            FileContent::Text(text) => (Box::new(text.as_bytes()), text.len() as u64),
+            FileContent::File(path) => {
+                let file = File::open(path).map_err(read_error(path))?;
+                let bytes = file.metadata().map_err(read_error(path))?.len();
                 (Box::new(file.take(bytes)), bytes)
             }
         };
@@ -234,7 +234,7 @@ fn read(
         loop {
             let mut data = vec![];
             let part = reader.by_ref().take(PART_BYTES_MAX as u64).read_to_end(&mut data);
-            part.map_err(unread(Path::new(name)))?;
+            part.map_err(read_error(Path::new(name)))?;
             if data.is_empty() {
                 break;
             }
@@ -247,34 +247,37 @@ fn read(
     Ok(hasher.finish())
 }
 
-fn unread(path: &Path) -> impl FnOnce(std::io::Error) -> Error {
+fn read_error(path: &Path) -> impl FnOnce(std::io::Error) -> Error {
     move |source| Error::Read { path: path.to_owned(), source }
 }
 
 /// Finds the template as SGLang does: the given one, or else the model's own.
-fn template(source: &Source, folder: &Path, hub: Option<&Path>) -> Template {
+fn find_template(source: &TokenizerSource, folder: &Path, hub: Option<&Path>) -> Template {
     if source.template_defaults {
-        return Template::Isnt("the engine has default_chat_template_kwargs");
+        return Template::Unsupported("the engine has default_chat_template_kwargs");
     }
     if let Some(given) = &source.template {
         let path = Path::new(given);
-        let text = small(path).filter(|_| path.extension().is_some_and(|end| end == "jinja"));
+        let text =
+            read_small_file(path).filter(|_| path.extension().is_some_and(|end| end == "jinja"));
         // The engine reads a line break written as `\n` in two characters as a line break.
         let text = text.map(|text| text.trim_matches('\n').replace("\\n", "\n"));
-        return text
-            .map_or(Template::Isnt("--chat-template is not a local .jinja file"), Template::Is);
+        return text.map_or(
+            Template::Unsupported("--chat-template is not a local .jinja file"),
+            Template::Text,
+        );
     }
-    let config = source.folder(hub).and_then(|folder| json(&folder.join("config.json")));
+    let config = source.folder(hub).and_then(|folder| read_json(&folder.join("config.json")));
     let kind = config.as_ref().and_then(|config| config.get("model_type")?.as_str());
     if has_own_rules(&source.model.to_lowercase())
         || kind.is_some_and(|kind| OWN_RULES_TYPES.contains(&kind))
     {
-        return Template::Isnt("SGLang builds this model's prompts by its own rules");
+        return Template::Unsupported("SGLang builds this model's prompts by its own rules");
     }
-    let own = small(&folder.join(TEMPLATE))
-        .or_else(|| named(&json(&folder.join("chat_template.json"))?))
-        .or_else(|| named(&json(&folder.join(CONFIG))?));
-    own.map_or(Template::Isnt("the model has no chat template"), Template::Is)
+    let own = read_small_file(&folder.join(TEMPLATE))
+        .or_else(|| template_of_config(&read_json(&folder.join("chat_template.json"))?))
+        .or_else(|| template_of_config(&read_json(&folder.join(CONFIG))?));
+    own.map_or(Template::Unsupported("the model has no chat template"), Template::Text)
 }
 
 fn has_own_rules(path: &str) -> bool {
@@ -286,7 +289,7 @@ fn has_own_rules(path: &str) -> bool {
 }
 
 /// Returns the `chat_template` of a config. If there are several, the one named `default`.
-fn named(config: &Value) -> Option<String> {
+fn template_of_config(config: &Value) -> Option<String> {
     let named = config.get("chat_template")?;
     let default = || {
         let several = named.as_array()?.iter();
@@ -297,12 +300,12 @@ fn named(config: &Value) -> Option<String> {
     named.as_str().or_else(default).map(str::to_owned)
 }
 
-fn json(path: &Path) -> Option<Value> {
-    serde_json::from_str(&small(path)?).ok()
+fn read_json(path: &Path) -> Option<Value> {
+    serde_json::from_str(&read_small_file(path)?).ok()
 }
 
 /// Reads a file of at most [`TEMPLATE_BYTES_MAX`] bytes.
-fn small(path: &Path) -> Option<String> {
+fn read_small_file(path: &Path) -> Option<String> {
     let file = File::open(path).ok()?;
     let mut text = String::new();
     file.take(TEMPLATE_BYTES_MAX).read_to_string(&mut text).ok()?;
@@ -331,15 +334,15 @@ mod tests {
             self
         }
 
-        fn source(&self, rest: &Value) -> Source {
+        fn source(&self, rest: &Value) -> TokenizerSource {
             let mut info = json!({"model_path": self.0.path()});
             info.as_object_mut().unwrap().extend(rest.as_object().unwrap().clone());
-            Source::from_info(&info).unwrap()
+            TokenizerSource::from_info(&info).unwrap()
         }
 
         /// The files' contents by name.
         fn files(&self, rest: &Value) -> Vec<(String, String)> {
-            all(&Files::find(&self.source(rest), None).unwrap())
+            all(&FoundFiles::find(&self.source(rest), None).unwrap())
         }
 
         fn template(&self, rest: &Value) -> Option<String> {
@@ -348,7 +351,7 @@ mod tests {
         }
     }
 
-    fn all(files: &Files) -> Vec<(String, String)> {
+    fn all(files: &FoundFiles) -> Vec<(String, String)> {
         let mut all: Vec<(String, Vec<u8>)> = vec![];
         let taken = files.read(|part| {
             assert!(part.data.len() <= PART_BYTES_MAX);
@@ -368,14 +371,17 @@ mod tests {
         let large = "x".repeat(2 * PART_BYTES_MAX + 7);
         let config = json!({"chat_template": "T"}).to_string();
         place.write(TOKENIZER, &large).write(CONFIG, &config);
-        let files = Files::find(&place.source(&json!({})), None).unwrap();
+        let files = FoundFiles::find(&place.source(&json!({})), None).unwrap();
         let pair = |name: &str, text: &str| (name.to_owned(), text.to_owned());
         assert_eq!(
             all(&files),
             [pair(TEMPLATE, "T"), pair(TOKENIZER, &large), pair(CONFIG, &config)]
         );
         assert_eq!(files.named().bytes, (1 + large.len() + config.len()) as u64);
-        assert_eq!(Files::find(&place.source(&json!({})), None).unwrap().named(), files.named());
+        assert_eq!(
+            FoundFiles::find(&place.source(&json!({})), None).unwrap().named(),
+            files.named()
+        );
         place.write(TOKENIZER, "y");
         assert!(matches!(files.read(|_| true), Err(Error::Changed)));
     }
@@ -414,19 +420,20 @@ mod tests {
         place
             .write("models--a--b/refs/main", "c0ffee")
             .write(&format!("models--a--b/snapshots/c0ffee/{TOKENIZER}"), "{}");
-        let source = |info| Source::from_info(&info).unwrap();
+        let source = |info| TokenizerSource::from_info(&info).unwrap();
         let found =
-            Files::find(&source(json!({"model_path": "a/b"})), Some(place.0.path())).unwrap();
+            FoundFiles::find(&source(json!({"model_path": "a/b"})), Some(place.0.path())).unwrap();
         assert_eq!(all(&found).len(), 1);
         for name in ["a/c", "../b", "a/b/c", "", "nowhere"] {
-            let found = Files::find(&source(json!({"model_path": name})), Some(place.0.path()));
+            let found =
+                FoundFiles::find(&source(json!({"model_path": name})), Some(place.0.path()));
             assert!(matches!(found, Err(Error::NoFolder(_))), "{name}");
         }
         let other = json!({"model_path": "a/b", "revision": "v2"});
-        assert!(Files::find(&source(other), Some(place.0.path())).is_err());
+        assert!(FoundFiles::find(&source(other), Some(place.0.path())).is_err());
         let skips = json!({"model_path": "a/b", "skip_tokenizer_init": true});
         assert!(matches!(
-            Files::find(&source(skips), Some(place.0.path())),
+            FoundFiles::find(&source(skips), Some(place.0.path())),
             Err(Error::NoTokenizer)
         ));
     }

@@ -27,7 +27,7 @@ pub struct Snapshot {
     /// When the devices were read.
     pub at: Instant,
     /// Every device that NVML lists: each GPU, followed by its MIG slices.
-    pub devices: Vec<Seen>,
+    pub devices: Vec<DeviceState>,
     /// How the worker's devices were determined.
     pub basis: Basis,
     /// Why the worker can't work: one of its devices is unhealthy or missing.
@@ -36,7 +36,7 @@ pub struct Snapshot {
 
 /// The state of one device.
 #[derive(Debug, Clone)]
-pub struct Seen {
+pub struct DeviceState {
     /// The device's identity.
     pub identity: Identity,
     /// The newest reading.
@@ -58,13 +58,13 @@ pub struct Seen {
 /// A board's state that is kept between readings and across reloads of NVML.
 #[derive(Debug, Default)]
 struct Board {
-    health: Health,
+    health: BoardHealth,
     xids: BTreeMap<u64, u64>,
 }
 
 /// The engine's processes at the time of a reading.
 #[derive(Debug, Clone, Copy)]
-pub struct Engine<'a> {
+pub struct EngineProcesses<'a> {
     /// The processes; empty if they are unknown.
     pub members: &'a [Member],
     /// Whether the engine has changed since the last reading.
@@ -86,7 +86,7 @@ pub struct Fleet {
     /// Entries of the setting `devices` that match no device.
     unmatched: Vec<Selector>,
     /// Since when a board is lost or an entry matches no device. Set again at each reload of NVML.
-    lacks_since: Option<Instant>,
+    incomplete_since: Option<Instant>,
 }
 
 impl Fleet {
@@ -102,32 +102,32 @@ impl Fleet {
             selection: Selection::default(),
             dp_ranks: BTreeMap::new(),
             unmatched: vec![],
-            lacks_since: None,
+            incomplete_since: None,
         }
     }
 
     /// Counts an XID of the board with this UUID.
-    pub fn xid(&mut self, board: &str, number: u64) {
+    pub fn add_xid(&mut self, board: &str, number: u64) {
         let Some(board) = self.boards.get_mut(board) else { return };
-        board.health.xid(number);
+        board.health.add_xid(number);
         if board.xids.len() < XIDS_MAX || board.xids.contains_key(&number) {
             *board.xids.entry(number).or_default() += 1;
         }
     }
 
     /// Takes one reading of all devices and returns the new snapshot.
-    pub fn read(
+    pub fn take_readings(
         &mut self,
         now: Instant,
         readings: Vec<(Identity, Reading)>,
-        engine: Engine<'_>,
+        engine: EngineProcesses<'_>,
     ) -> Snapshot {
         // A board that had no UUID may have one now; its old entry is dropped.
         self.boards.retain(|uuid, _| readings.iter().any(|(identity, _)| identity.uuid == *uuid));
         for (identity, reading) in &readings {
             // A slice has the health of its board.
             if identity.parent_uuid.is_none() {
-                self.boards.entry(identity.uuid.clone()).or_default().health.read(reading);
+                self.boards.entry(identity.uuid.clone()).or_default().health.take_reading(reading);
             }
             let failures = self.failures.entry(identity.uuid.clone()).or_default();
             for call in &reading.failed {
@@ -142,40 +142,41 @@ impl Fleet {
             readings.iter().map(|(identity, _)| identity.clone()).collect();
         let unmatched = select::unmatched(&self.configured, &identities);
         self.unmatched = unmatched.into_iter().cloned().collect();
-        let on: Vec<On> = readings.iter().map(|(_, reading)| on(reading, engine)).collect();
+        let uses: Vec<EngineUse> =
+            readings.iter().map(|(_, reading)| engine_use(reading, engine)).collect();
         let runs_on = |at: usize| {
             let (_, reading) = &readings[at];
-            reading.processes.as_ref().map(|_| !on[at].is_empty())
+            reading.processes.as_ref().map(|_| !uses[at].is_empty())
         };
         let (basis, picked) = self.selection.pick(&self.configured, &identities, runs_on);
-        for ((identity, _), on) in readings.iter().zip(&on).filter(|(_, on)| !on.is_empty()) {
+        for ((identity, _), on) in readings.iter().zip(&uses).filter(|(_, on)| !on.is_empty()) {
             self.dp_ranks.insert(identity.uuid.clone(), on.dp_ranks.clone());
         }
-        let devices = readings.into_iter().zip(on).enumerate();
-        let devices: Vec<Seen> = devices
+        let devices = readings.into_iter().zip(uses).enumerate();
+        let devices: Vec<DeviceState> = devices
             .map(|(at, ((identity, reading), on))| {
-                self.seen(identity, reading, on.bytes, picked.contains(&at))
+                self.device_state(identity, reading, on.bytes, picked.contains(&at))
             })
             .collect();
-        self.lacks_since = self.lacks().then(|| self.lacks_since.unwrap_or(now));
+        self.incomplete_since = self.is_incomplete().then(|| self.incomplete_since.unwrap_or(now));
         if cfg!(debug_assertions) {
             self.check_invariants();
         }
         Snapshot { at: now, unhealthy: unhealthy(basis, &devices, &self.unmatched), devices, basis }
     }
 
-    fn seen(
+    fn device_state(
         &self,
         identity: Identity,
         reading: Reading,
         engine_bytes: Option<u64>,
         ours: bool,
-    ) -> Seen {
+    ) -> DeviceState {
         let board = self.boards.get(identity.board());
         let total = reading.memory.map(|memory| memory.total);
         // A figure above the device's memory can't be right.
         let engine_bytes = engine_bytes.filter(|&bytes| total.is_none_or(|total| bytes <= total));
-        Seen {
+        DeviceState {
             ours,
             dp_ranks: self.dp_ranks.get(&identity.uuid).cloned().unwrap_or_default(),
             engine_bytes,
@@ -188,17 +189,17 @@ impl Fleet {
     }
 
     /// Whether NVML should be reloaded now. After a yes, the interval starts again.
-    pub fn wants_reload(&mut self, now: Instant) -> bool {
-        let due = self.lacks_since.is_some_and(|since| now >= since + self.reload_interval);
+    pub fn needs_reload(&mut self, now: Instant) -> bool {
+        let due = self.incomplete_since.is_some_and(|since| now >= since + self.reload_interval);
         if due {
-            self.lacks_since = Some(now);
+            self.incomplete_since = Some(now);
         }
         due
     }
 
     /// Whether a device is missing. NVML finds neither a lost device again nor one that appears
     /// later.
-    fn lacks(&self) -> bool {
+    fn is_incomplete(&self) -> bool {
         !self.unmatched.is_empty() || self.boards.values().any(|board| board.health.is_lost())
     }
 
@@ -207,7 +208,11 @@ impl Fleet {
     /// # Panics
     /// When a board counts too many XIDs, or a device is missing and no reload is scheduled.
     pub fn check_invariants(&self) {
-        assert_eq!(self.lacks(), self.lacks_since.is_some(), "a reload comes while one is lacking");
+        assert_eq!(
+            self.is_incomplete(),
+            self.incomplete_since.is_some(),
+            "a reload comes while one is lacking"
+        );
         for board in self.boards.values() {
             board.health.check_invariants();
             assert!(board.xids.len() <= XIDS_MAX, "{} XIDs", board.xids.len());
@@ -217,19 +222,19 @@ impl Fleet {
 
 /// The engine's processes on one device.
 #[derive(Debug, Default)]
-struct On {
+struct EngineUse {
     pids: usize,
     bytes: Option<u64>,
     dp_ranks: Vec<u32>,
 }
 
-impl On {
+impl EngineUse {
     fn is_empty(&self) -> bool {
         self.pids == 0
     }
 }
 
-fn on(reading: &Reading, engine: Engine<'_>) -> On {
+fn engine_use(reading: &Reading, engine: EngineProcesses<'_>) -> EngineUse {
     // A client of MPS may be in both of NVML's lists.
     let mut bytes = BTreeMap::<u32, Option<u64>>::new();
     for process in reading.processes.iter().flatten().filter(|_| engine.pids_agree) {
@@ -247,7 +252,7 @@ fn on(reading: &Reading, engine: Engine<'_>) -> On {
         ranks.dedup();
     }
     let sum = here.iter().try_fold(0_u64, |sum, (_, bytes)| Some(sum.saturating_add((*bytes)?)));
-    On {
+    EngineUse {
         pids: here.len(),
         bytes: sum.filter(|_| !here.is_empty()),
         dp_ranks: dp_ranks.unwrap_or_default(),
@@ -257,7 +262,7 @@ fn on(reading: &Reading, engine: Engine<'_>) -> On {
 /// Returns why the worker can't work. Devices that only may be the engine's are ignored. A
 /// configured device that isn't found counts, because it may have disappeared before the agent
 /// started.
-fn unhealthy(basis: Basis, devices: &[Seen], unmatched: &[Selector]) -> Option<String> {
+fn unhealthy(basis: Basis, devices: &[DeviceState], unmatched: &[Selector]) -> Option<String> {
     let ours = devices.iter().filter(|device| device.ours && basis != Basis::Unknown);
     let sick = ours.filter_map(|device| {
         let reason = device.unhealthy.as_deref()?;
@@ -287,27 +292,28 @@ impl Snapshot {
     pub fn devices(&self, now: Instant, dp_rank: u32) -> Vec<Device> {
         let age = now.saturating_duration_since(self.at).as_millis();
         let age_ms = u32::try_from(age).unwrap_or(u32::MAX);
-        self.of(dp_rank).map(|seen| seen.report(age_ms)).collect()
+        self.devices_of_rank(dp_rank).map(|seen| seen.report(age_ms)).collect()
     }
 
     /// Whether all devices of a rank hold its KV pool and no other rank's. Then the pool's figures
     /// apply to each of its devices.
     #[must_use]
     pub fn holds_pool(&self, dp_rank: u32, ranks: usize) -> bool {
-        let certain = |seen: &Seen| match seen.dp_ranks[..] {
+        let certain = |seen: &DeviceState| match seen.dp_ranks[..] {
             [] => ranks == 1,
             ref on => on == [dp_rank],
         };
-        self.basis != Basis::Unknown && self.of(dp_rank).all(certain)
+        self.basis != Basis::Unknown && self.devices_of_rank(dp_rank).all(certain)
     }
 
-    fn of(&self, dp_rank: u32) -> impl Iterator<Item = &Seen> {
-        let runs = move |seen: &&Seen| seen.dp_ranks.is_empty() || seen.dp_ranks.contains(&dp_rank);
+    fn devices_of_rank(&self, dp_rank: u32) -> impl Iterator<Item = &DeviceState> {
+        let runs =
+            move |seen: &&DeviceState| seen.dp_ranks.is_empty() || seen.dp_ranks.contains(&dp_rank);
         self.devices.iter().filter(|seen| seen.ours).filter(runs)
     }
 }
 
-impl Seen {
+impl DeviceState {
     fn report(&self, age_ms: u32) -> Device {
         let Self { identity, reading, .. } = self;
         let memory = reading.memory;
@@ -372,7 +378,11 @@ mod tests {
 
     fn look(fleet: &mut Fleet, members: &[Member], readings: Vec<Reading>) -> Snapshot {
         let readings = (0..).map(gpu).zip(readings).collect();
-        fleet.read(now(), readings, Engine { members, is_new: false, pids_agree: true })
+        fleet.take_readings(
+            now(),
+            readings,
+            EngineProcesses { members, is_new: false, pids_agree: true },
+        )
     }
 
     fn engine_bytes(processes: &[(u32, Option<u64>)]) -> Option<u64> {
@@ -431,12 +441,12 @@ mod tests {
         let mut fleet = naming(vec![]);
         look(&mut fleet, &[], vec![lost(), Reading::default()]);
         let start = now();
-        assert!(!fleet.wants_reload(start));
-        assert!(fleet.wants_reload(start + RELOAD_INTERVAL));
-        assert!(!fleet.wants_reload(start + RELOAD_INTERVAL + Duration::from_secs(1)));
-        assert!(fleet.wants_reload(start + RELOAD_INTERVAL * 2));
+        assert!(!fleet.needs_reload(start));
+        assert!(fleet.needs_reload(start + RELOAD_INTERVAL));
+        assert!(!fleet.needs_reload(start + RELOAD_INTERVAL + Duration::from_secs(1)));
+        assert!(fleet.needs_reload(start + RELOAD_INTERVAL * 2));
         look(&mut fleet, &[], vec![runs(&[]), Reading::default()]);
-        assert!(!fleet.wants_reload(start + RELOAD_INTERVAL * 9));
+        assert!(!fleet.needs_reload(start + RELOAD_INTERVAL * 9));
     }
 
     #[test]
@@ -444,19 +454,19 @@ mod tests {
         let mut fleet = naming(vec![Selector::Index(0), Selector::Uuid("GPU-1".into())]);
         let missing = look(&mut fleet, &[], vec![runs(&[])]).unhealthy.unwrap();
         assert!(missing.contains("no GPU here is GPU-1"), "{missing}");
-        assert!(fleet.wants_reload(now() + RELOAD_INTERVAL));
+        assert!(fleet.needs_reload(now() + RELOAD_INTERVAL));
         assert_eq!(look(&mut fleet, &[], vec![runs(&[]), runs(&[])]).unhealthy, None);
-        assert!(!fleet.wants_reload(now() + RELOAD_INTERVAL * 9));
+        assert!(!fleet.needs_reload(now() + RELOAD_INTERVAL * 9));
     }
 
     #[test]
     fn a_board_that_has_a_name_now_is_not_looked_for_under_its_index() {
         let mut fleet = naming(vec![]);
-        let engine = Engine { members: &[], is_new: false, pids_agree: true };
+        let engine = EngineProcesses { members: &[], is_new: false, pids_agree: true };
         let nameless = Identity { uuid: "index-0".into(), ..Identity::default() };
-        fleet.read(now(), vec![(nameless, lost())], engine);
+        fleet.take_readings(now(), vec![(nameless, lost())], engine);
         look(&mut fleet, &[], vec![runs(&[])]);
-        assert!(!fleet.wants_reload(now() + RELOAD_INTERVAL * 9));
+        assert!(!fleet.needs_reload(now() + RELOAD_INTERVAL * 9));
     }
 
     #[test]
@@ -464,8 +474,8 @@ mod tests {
         let mut fleet = naming(vec![]);
         let failing = || Reading { failed: vec!["power", "fields"], ..Reading::default() };
         look(&mut fleet, &[], vec![failing()]);
-        (0..1000).for_each(|number| fleet.xid("GPU-0", 1000 + number % 500));
-        fleet.xid("GPU-9", 79);
+        (0..1000).for_each(|number| fleet.add_xid("GPU-0", 1000 + number % 500));
+        fleet.add_xid("GPU-9", 79);
         let device = &look(&mut fleet, &[], vec![failing()]).devices[0];
         assert_eq!((device.xids.len(), device.xids[&1000]), (XIDS_MAX, 2));
         assert_eq!(device.failures, [("fields", 2), ("power", 2)].into());

@@ -18,7 +18,7 @@ use super::{
 
 /// The health of one board.
 #[derive(Debug, Default)]
-pub struct Health {
+pub struct BoardHealth {
     trouble: Option<Trouble>,
     recovery: Option<Recovery>,
     reset_needed: bool,
@@ -27,10 +27,10 @@ pub struct Health {
     xids: BTreeSet<u64>,
 }
 
-impl Health {
+impl BoardHealth {
     /// Takes a reading of the whole board. Missing values keep their last state.
-    pub fn read(&mut self, reading: &Reading) {
-        let back = self.take_trouble(reading);
+    pub fn take_reading(&mut self, reading: &Reading) {
+        let back = self.update_trouble(reading);
         self.rows_failed = reading.rows.failed.unwrap_or(self.rows_failed);
         self.reset_needed = reading.reset_needed.unwrap_or(self.reset_needed);
         let asked = self.recovery.is_some_and(|before| before != Recovery::None);
@@ -38,12 +38,12 @@ impl Health {
         if back || asked && self.recovery == Some(Recovery::None) {
             self.xids.clear();
         }
-        self.debug_check();
+        self.check_in_debug();
     }
 
     /// Updates the trouble. Returns whether the board came back from a state that only a reset
     /// ends.
-    fn take_trouble(&mut self, reading: &Reading) -> bool {
+    fn update_trouble(&mut self, reading: &Reading) -> bool {
         let before = self.trouble;
         let silent = !reading.is_answered();
         self.trouble = match reading.trouble {
@@ -59,11 +59,11 @@ impl Health {
     }
 
     /// Takes an XID of the board.
-    pub fn xid(&mut self, number: u64) {
+    pub fn add_xid(&mut self, number: u64) {
         if xid::fatal(number).is_some() {
             self.xids.insert(number);
         }
-        self.debug_check();
+        self.check_in_debug();
     }
 
     /// Whether calls to the board fail, so that NVML should be reloaded.
@@ -76,10 +76,10 @@ impl Health {
     /// can be used.
     #[must_use]
     pub fn reason(&self) -> Option<String> {
-        let said = |text: &str| Some(text.to_owned());
+        let text = |reason: &str| Some(reason.to_owned());
         match self.trouble {
-            Some(Trouble::Lost) => return said("it fell off the bus: restart the machine"),
-            Some(Trouble::ResetRequired) => return said("it must be reset before it can be used"),
+            Some(Trouble::Lost) => return text("it fell off the bus: restart the machine"),
+            Some(Trouble::ResetRequired) => return text("it must be reset before it can be used"),
             // Reported last, because any other cause also explains this one.
             Some(Trouble::Unreachable) | None => {}
         }
@@ -90,13 +90,13 @@ impl Health {
             return Some(format!("XID {number}, {}: {}", fatal.what, fatal.cure));
         }
         match self.recovery {
-            Some(Recovery::Reset) => return said("the driver asks for a reset of the GPU"),
-            Some(Recovery::Reboot) => return said("the driver asks for a restart of the machine"),
+            Some(Recovery::Reset) => return text("the driver asks for a reset of the GPU"),
+            Some(Recovery::Reboot) => return text("the driver asks for a restart of the machine"),
             Some(Recovery::DrainPeers) => {
-                return said("the driver asks that other GPUs stop using its memory");
+                return text("the driver asks that other GPUs stop using its memory");
             }
             Some(Recovery::DrainAndReset) => {
-                return said("the driver asks to end its work, then for a reset");
+                return text("the driver asks to end its work, then for a reset");
             }
             Some(Recovery::Other(number)) => {
                 return Some(format!("the driver asks for recovery action {number}"));
@@ -104,14 +104,14 @@ impl Health {
             Some(Recovery::None) | None => {}
         }
         if self.rows_failed {
-            return said("memory rows could not be replaced: replace the GPU");
+            return text("memory rows could not be replaced: replace the GPU");
         }
         // The recovery action replaces this older flag and is more specific.
         if self.reset_needed && !driver_tells {
-            return said("the driver asks for a reset of the GPU");
+            return text("the driver asks for a reset of the GPU");
         }
         self.trouble?;
-        said("NVML can't reach it: look for the cause in the kernel's log, and reset the GPU")
+        text("NVML can't reach it: look for the cause in the kernel's log, and reset the GPU")
     }
 
     /// Checks the invariants.
@@ -122,7 +122,7 @@ impl Health {
         assert!(self.xids.iter().all(|&number| xid::fatal(number).is_some()), "{:?}", self.xids);
     }
 
-    fn debug_check(&self) {
+    fn check_in_debug(&self) {
         if cfg!(debug_assertions) {
             self.check_invariants();
         }
@@ -145,9 +145,9 @@ mod tests {
         Reading { failed: vec!["memory", "power", "fields"], ..Reading::default() }
     }
 
-    fn after(events: impl FnOnce(&mut Health)) -> Option<String> {
-        let mut health = Health::default();
-        health.read(&Reading::default());
+    fn after(events: impl FnOnce(&mut BoardHealth)) -> Option<String> {
+        let mut health = BoardHealth::default();
+        health.take_reading(&Reading::default());
         events(&mut health);
         health.reason()
     }
@@ -160,21 +160,21 @@ mod tests {
     fn a_board_of_which_nothing_bad_is_known_is_well() {
         assert_eq!(after(|_| {}), None);
         let harmless = [13, 31, 43, 45, 63, 92, 94, 154, 999];
-        assert_eq!(after(|health| harmless.into_iter().for_each(|xid| health.xid(xid))), None);
+        assert_eq!(after(|health| harmless.into_iter().for_each(|xid| health.add_xid(xid))), None);
     }
 
     #[test]
     fn a_lost_board_is_back_when_it_answers_and_has_been_reset_then() {
         let lost = Reading { trouble: Some(Trouble::Lost), ..Reading::default() };
         let reason = after(|health| {
-            health.xid(79);
-            health.read(&lost);
+            health.add_xid(79);
+            health.take_reading(&lost);
         });
         assert!(reason.unwrap().contains("fell off the bus"));
         let back = after(|health| {
-            health.xid(79);
-            health.read(&lost);
-            health.read(&answered());
+            health.add_xid(79);
+            health.take_reading(&lost);
+            health.take_reading(&answered());
         });
         assert_eq!(back, None);
     }
@@ -183,13 +183,13 @@ mod tests {
     fn a_lost_board_of_which_calls_fail_otherwise_or_tell_nothing_is_not_back() {
         let lost = Reading { trouble: Some(Trouble::Lost), ..Reading::default() };
         for since in [unreachable(), all_failed(), Reading::default()] {
-            let mut health = Health::default();
-            health.xid(79);
-            health.read(&lost);
-            health.read(&since);
+            let mut health = BoardHealth::default();
+            health.add_xid(79);
+            health.take_reading(&lost);
+            health.take_reading(&since);
             assert!(health.is_lost(), "NVML is loaded anew: {since:?}");
             assert!(health.reason().unwrap().contains("fell off the bus"), "{since:?}");
-            health.read(&answered());
+            health.take_reading(&answered());
             assert_eq!((health.is_lost(), health.reason()), (false, None), "{since:?}");
         }
     }
@@ -197,43 +197,43 @@ mod tests {
     #[test]
     fn a_board_that_answers_no_call_is_unreachable_until_it_does_and_keeps_its_xids() {
         for silent in [unreachable(), all_failed()] {
-            let mut health = Health::default();
-            health.read(&silent);
+            let mut health = BoardHealth::default();
+            health.take_reading(&silent);
             assert!(health.reason().unwrap().contains("can't reach it"), "{silent:?}");
-            health.xid(62);
+            health.add_xid(62);
             assert!(health.reason().unwrap().contains("XID 62"), "it says more: {silent:?}");
-            health.read(&answered());
+            health.take_reading(&answered());
             assert!(!health.is_lost() && health.reason().is_some(), "no reset: {silent:?}");
         }
         let some_fail = Reading { failed: vec!["power", "fields"], ..answered() };
-        assert_eq!(after(|health| health.read(&some_fail)), None);
+        assert_eq!(after(|health| health.take_reading(&some_fail)), None);
     }
 
     #[test]
     fn an_xid_that_needs_a_reset_stays_until_there_was_one() {
-        let stays = |health: &mut Health| {
-            health.xid(62);
-            (0..100).for_each(|_| health.read(&Reading::default()));
-            (0..100).for_each(|_| health.read(&asking(Recovery::None)));
+        let stays = |health: &mut BoardHealth| {
+            health.add_xid(62);
+            (0..100).for_each(|_| health.take_reading(&Reading::default()));
+            (0..100).for_each(|_| health.take_reading(&asking(Recovery::None)));
         };
         let reason = after(stays).unwrap();
         assert!(reason.contains("XID 62") && reason.contains("reset"), "{reason}");
         let reset = after(|health| {
             stays(health);
-            health.read(&asking(Recovery::Reset));
-            health.read(&asking(Recovery::None));
+            health.take_reading(&asking(Recovery::Reset));
+            health.take_reading(&asking(Recovery::None));
         });
         assert_eq!(reset, None);
     }
 
     #[test]
     fn where_the_driver_tells_what_it_needs_a_doubtful_xid_is_left_to_it() {
-        let alone = after(|health| health.xid(48));
+        let alone = after(|health| health.add_xid(48));
         assert!(alone.unwrap().contains("XID 48"));
         let told = |recovery| {
             after(|health| {
-                health.read(&asking(recovery));
-                health.xid(48);
+                health.take_reading(&asking(recovery));
+                health.add_xid(48);
             })
         };
         assert_eq!(told(Recovery::None), None);
@@ -244,10 +244,13 @@ mod tests {
     fn a_recovery_that_the_driver_asks_for_ends_when_it_says_so() {
         for number in 1..=7 {
             let recovery = Recovery::from_nvml(number);
-            assert!(after(|health| health.read(&asking(recovery))).is_some(), "{recovery:?}");
+            assert!(
+                after(|health| health.take_reading(&asking(recovery))).is_some(),
+                "{recovery:?}"
+            );
             let over = after(|health| {
-                health.read(&asking(recovery));
-                health.read(&asking(Recovery::from_nvml(0)));
+                health.take_reading(&asking(recovery));
+                health.take_reading(&asking(Recovery::from_nvml(0)));
             });
             assert_eq!(over, None, "{recovery:?}");
         }
@@ -258,13 +261,17 @@ mod tests {
         let rows = Rows { failed: Some(true), ..Rows::default() };
         let failed = Reading { rows, ..Reading::default() };
         let reason = after(|health| {
-            health.read(&failed);
-            health.read(&Reading::default());
+            health.take_reading(&failed);
+            health.take_reading(&Reading::default());
         });
         assert!(reason.unwrap().contains("rows"));
         let older = Reading { reset_needed: Some(true), ..Reading::default() };
-        assert!(after(|health| health.read(&older)).is_some());
+        assert!(after(|health| health.take_reading(&older)).is_some());
         let newer = Reading { recovery: Some(Recovery::None), ..older };
-        assert_eq!(after(|health| health.read(&newer)), None, "the recovery action says more");
+        assert_eq!(
+            after(|health| health.take_reading(&newer)),
+            None,
+            "the recovery action says more"
+        );
     }
 }

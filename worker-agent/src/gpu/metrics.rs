@@ -17,7 +17,7 @@ use proto::load::{Device, LoadReport};
 use tokio::sync::watch;
 
 use self::table::{Spec, TABLE, float};
-use super::fleet::{Seen, Snapshot};
+use super::fleet::{DeviceState, Snapshot};
 
 /// The sources of the figures.
 #[derive(Debug)]
@@ -54,10 +54,10 @@ impl Collector for Devices {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), fmt::Error> {
         let snapshot = Arc::clone(&self.snapshot.borrow());
         let report = Arc::clone(&self.report.borrow());
-        for metric in of_devices(&snapshot).into_iter().chain(of_pools(&report)) {
+        for metric in device_metrics(&snapshot).into_iter().chain(pool_metrics(&report)) {
             metric.encode(&mut encoder)?;
         }
-        age(&snapshot, service::clock::now(), &mut encoder)
+        encode_age(&snapshot, service::clock::now(), &mut encoder)
     }
 }
 
@@ -80,7 +80,7 @@ impl Metric {
 }
 
 /// Encodes the age of the readings, because NVML's calls may hang.
-fn age(
+fn encode_age(
     snapshot: &Snapshot,
     now: Instant,
     encoder: &mut DescriptorEncoder<'_>,
@@ -100,13 +100,13 @@ fn age(
 type Figures = Vec<(Labels, Option<f64>)>;
 
 /// Returns the metrics of the worker's devices, and of the boards whose slices the worker uses.
-fn of_devices(snapshot: &Snapshot) -> Vec<Metric> {
-    let ours: Vec<&Seen> = snapshot.devices.iter().filter(|seen| seen.ours).collect();
-    let carries = |board: &Seen| {
+fn device_metrics(snapshot: &Snapshot) -> Vec<Metric> {
+    let ours: Vec<&DeviceState> = snapshot.devices.iter().filter(|seen| seen.ours).collect();
+    let carries = |board: &DeviceState| {
         let uuid = Some(board.identity.uuid.as_str());
         ours.iter().any(|seen| seen.identity.parent_uuid.as_deref() == uuid)
     };
-    let shown: Vec<&Seen> =
+    let shown: Vec<&DeviceState> =
         snapshot.devices.iter().filter(|seen| seen.ours || carries(seen)).collect();
     let metric = |Spec { name, help, unit, kind, figures }: Spec| {
         let lines = shown.iter().flat_map(|seen| lines(&seen.identity.uuid, figures(seen)));
@@ -125,7 +125,7 @@ fn lines(uuid: &str, figures: Figures) -> Vec<Line> {
 }
 
 /// Returns the metrics of the ranks' pools on their devices.
-fn of_pools(report: &LoadReport) -> [Metric; 2] {
+fn pool_metrics(report: &LoadReport) -> [Metric; 2] {
     let devices = || {
         let ranks = report.ranks.iter();
         ranks.flat_map(|rank| rank.devices.iter().map(move |device| (rank.dp_rank, device)))

@@ -51,13 +51,13 @@ pub(super) fn load(path: &Path) -> Result<Nvml, NvmlError> {
 }
 
 /// Whether loading may succeed later.
-pub(super) fn may_come(error: &NvmlError) -> bool {
+pub(super) fn may_load_later(error: &NvmlError) -> bool {
     !matches!(error, NvmlError::LibloadingError(_) | NvmlError::FailedToLoadSymbol(_))
 }
 
 /// Returns the trouble of a board for which NVML gives no handle. `None` without the right to use
 /// the board, as in a container that was given other GPUs.
-fn out_of_reach(error: &NvmlError) -> Option<Trouble> {
+fn handle_trouble(error: &NvmlError) -> Option<Trouble> {
     match error {
         NvmlError::NoPermission => None,
         error => trouble(error).or(Some(Trouble::Unreachable)),
@@ -75,7 +75,7 @@ fn trouble(error: &NvmlError) -> Option<Trouble> {
 
 /// An event for the GPU thread.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Event {
+pub(super) enum GpuEvent {
     /// An XID of a board.
     Xid {
         /// The board's UUID.
@@ -84,7 +84,7 @@ pub(super) enum Event {
         number: u64,
     },
     /// Another event; the next reading shows its effect.
-    Look,
+    ReadNow,
 }
 
 /// Reports a board's XIDs until `stop` is set. `place` is the board's index while NVML stays
@@ -95,7 +95,7 @@ pub(super) fn follow_events(
     board: &str,
     place: u32,
     stop: &AtomicBool,
-    tell: &SyncSender<Event>,
+    events: &SyncSender<GpuEvent>,
 ) {
     let set = match register(nvml, place) {
         Ok(set) => set,
@@ -108,13 +108,13 @@ pub(super) fn follow_events(
             Ok(Some(XidError::Unknown)) => XID_UNKNOWN,
             Ok(None) | Err(NvmlError::Timeout) => continue,
             Err(_) => {
-                send(tell, Event::Look, stop);
+                send(events, GpuEvent::ReadNow, stop);
                 // The next wait would fail at once again.
-                rest(stop);
+                pause(stop);
                 continue;
             }
         };
-        send(tell, Event::Xid { board: board.to_owned(), number }, stop);
+        send(events, GpuEvent::Xid { board: board.to_owned(), number }, stop);
     }
 }
 
@@ -125,8 +125,8 @@ fn register(nvml: &Nvml, place: u32) -> Result<nvml_wrapper::EventSet<'_>, NvmlE
 
 /// Sends an event, and waits while the queue is full so that no XID is dropped. The reader empties
 /// the queue at least once a second.
-fn send(tell: &SyncSender<Event>, mut event: Event, stop: &AtomicBool) {
-    while let Err(TrySendError::Full(back)) = tell.try_send(event) {
+fn send(events: &SyncSender<GpuEvent>, mut event: GpuEvent, stop: &AtomicBool) {
+    while let Err(TrySendError::Full(back)) = events.try_send(event) {
         if stop.load(Ordering::Relaxed) {
             return;
         }
@@ -136,7 +136,7 @@ fn send(tell: &SyncSender<Event>, mut event: Event, stop: &AtomicBool) {
 }
 
 /// Sleeps in short intervals, so that `stop` is noticed soon.
-fn rest(stop: &AtomicBool) {
+fn pause(stop: &AtomicBool) {
     for _ in 0..10 {
         if !stop.load(Ordering::Relaxed) {
             std::thread::sleep(EVENT_WAIT / 5);

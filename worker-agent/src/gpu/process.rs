@@ -81,7 +81,7 @@ impl Processes {
     /// Whether these pids from the driver are pids of the agent's namespace. In the initial
     /// namespace they always are. In another one only a newer driver translates them, and then it
     /// lists only processes of this namespace.
-    pub fn are_ours(&self, mut pids: impl Iterator<Item = u32>) -> bool {
+    pub fn are_in_our_namespace(&self, mut pids: impl Iterator<Item = u32>) -> bool {
         let own = fs::read_link(self.proc.join("self/ns/pid"));
         let first = own.is_ok_and(|own| own.as_os_str() == FIRST_NAMESPACE);
         first || pids.all(|pid| pid == 0 || self.proc.join(pid.to_string()).exists())
@@ -92,8 +92,8 @@ impl Processes {
     }
 
     fn search(&self) -> Vec<Member> {
-        let all: Vec<Seen> = self.pids().filter_map(|pid| self.seen(pid)).collect();
-        members(&all, &self.schedulers)
+        let all: Vec<Candidate> = self.pids().filter_map(|pid| self.read_candidate(pid)).collect();
+        find_members(&all, &self.schedulers)
     }
 
     fn pids(&self) -> impl Iterator<Item = u32> {
@@ -101,7 +101,7 @@ impl Processes {
         entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
     }
 
-    fn seen(&self, pid: u32) -> Option<Seen> {
+    fn read_candidate(&self, pid: u32) -> Option<Candidate> {
         let stat = self.stat(pid)?;
         let scheduler = self.read(pid, "cmdline").filter(|title| title.starts_with(TITLE));
         let named = self.schedulers.iter().any(|scheduler| scheduler.pid == Some(pid));
@@ -109,7 +109,7 @@ impl Processes {
             return None;
         }
         let status = self.read(pid, "status").unwrap_or_default();
-        Some(Seen { pid, stat, title: scheduler, own_pid: own_pid(&status) })
+        Some(Candidate { pid, stat, title: scheduler, own_pid: parse_own_pid(&status) })
     }
 
     fn stat(&self, pid: u32) -> Option<Stat> {
@@ -124,7 +124,7 @@ impl Processes {
 
 /// A process that may belong to the engine.
 #[derive(Debug, Clone)]
-struct Seen {
+struct Candidate {
     pid: u32,
     stat: Stat,
     /// The title of a scheduler. `None` if it has another title although a shim connected from it.
@@ -140,28 +140,29 @@ struct Stat {
 }
 
 /// Returns the schedulers that have a shim, and all schedulers with the same parent.
-fn members(all: &[Seen], schedulers: &[Scheduler]) -> Vec<Member> {
-    let spoken: Vec<(&Seen, u32)> = schedulers
+fn find_members(all: &[Candidate], schedulers: &[Scheduler]) -> Vec<Member> {
+    let reporting: Vec<(&Candidate, u32)> = schedulers
         .iter()
-        .filter_map(|scheduler| Some((find(all, scheduler)?, scheduler.dp_rank)))
+        .filter_map(|scheduler| Some((find_scheduler(all, scheduler)?, scheduler.dp_rank)))
         .collect();
     let only_rank = match schedulers {
         [one] => Some(one.dp_rank),
         _ => None,
     };
-    let is_sibling = |seen: &Seen| {
+    let is_sibling = |seen: &Candidate| {
         // The parent of an orphaned engine is init, which is also the parent of other engines.
         let parent = seen.stat.parent;
         seen.title.is_some()
             && parent > 1
-            && spoken.iter().any(|(one, _)| one.stat.parent == parent)
+            && reporting.iter().any(|(one, _)| one.stat.parent == parent)
     };
-    let member = |seen: &Seen, dp_rank| Member { pid: seen.pid, dp_rank, start: seen.stat.start };
+    let member =
+        |seen: &Candidate, dp_rank| Member { pid: seen.pid, dp_rank, start: seen.stat.start };
     let mut members: Vec<Member> =
-        spoken.iter().map(|(seen, rank)| member(seen, Some(*rank))).collect();
+        reporting.iter().map(|(seen, rank)| member(seen, Some(*rank))).collect();
     for seen in all.iter().filter(|seen| is_sibling(seen)) {
         if !members.iter().any(|known| known.pid == seen.pid) {
-            let named = seen.title.as_deref().and_then(rank_of);
+            let named = seen.title.as_deref().and_then(parse_rank);
             members.push(member(seen, named.or(only_rank)));
         }
     }
@@ -170,7 +171,7 @@ fn members(all: &[Seen], schedulers: &[Scheduler]) -> Vec<Member> {
 
 /// Finds a scheduler by the pid from the kernel, or else by the pid in its own namespace if it is
 /// unique.
-fn find<'a>(all: &'a [Seen], scheduler: &Scheduler) -> Option<&'a Seen> {
+fn find_scheduler<'a>(all: &'a [Candidate], scheduler: &Scheduler) -> Option<&'a Candidate> {
     if let Some(pid) = scheduler.pid {
         return all.iter().find(|seen| seen.pid == pid);
     }
@@ -183,7 +184,7 @@ fn find<'a>(all: &'a [Seen], scheduler: &Scheduler) -> Option<&'a Seen> {
 
 /// Parses the DP rank of a title such as `sglang::scheduler_DP1_TP0`. A rank called `MOE_DP` is one
 /// of experts.
-fn rank_of(title: &str) -> Option<u32> {
+fn parse_rank(title: &str) -> Option<u32> {
     let title = title.split('\0').next()?;
     let words: Vec<&str> = title.split('_').collect();
     let at = (1..words.len()).find(|&at| words[at].starts_with("DP") && words[at - 1] != "MOE")?;
@@ -201,7 +202,7 @@ fn parse_stat(text: &str) -> Option<Stat> {
 
 /// Returns the last pid of the line `NSpid`, which has one pid per namespace from the reader's
 /// inwards.
-fn own_pid(status: &str) -> Option<u32> {
+fn parse_own_pid(status: &str) -> Option<u32> {
     let line = status.lines().find_map(|line| line.strip_prefix("NSpid:"))?;
     line.split_whitespace().last()?.parse().ok()
 }
@@ -318,8 +319,11 @@ mod tests {
         let proc = Proc::new();
         proc.process(11, 10, 6, "sglang::scheduler_TP0", 11);
         let processes = proc.processes();
-        assert!(processes.are_ours([11, 0].into_iter()));
-        assert!(!processes.are_ours([11, 48_211].into_iter()), "a process that isn't here");
+        assert!(processes.are_in_our_namespace([11, 0].into_iter()));
+        assert!(
+            !processes.are_in_our_namespace([11, 48_211].into_iter()),
+            "a process that isn't here"
+        );
     }
 
     #[test]

@@ -14,9 +14,9 @@ use super::{Owner, RankPages, handle::OwnerMessage};
 use crate::{
     audit::{
         Audit, Error,
-        remote::{Answer, Found, Remote, key_of},
+        remote::{Remote, RemoteAnswer, RemoteReport, session_table_key},
     },
-    shim::Audited,
+    shim::AuditReply,
 };
 
 /// The maximum number of callers that wait for audits at the same time.
@@ -38,7 +38,7 @@ impl Owner {
         if self.audit_waiters.len() >= WAITERS_MAX {
             return drop(reply.send(Err(Error::Busy)));
         }
-        match self.audits.ask(now(), dp_rank) {
+        match self.audits.request(now(), dp_rank) {
             Ok(number) => {
                 self.audit_waiters.push(Waiter { dp_rank, number, reply });
                 self.send_audit_request(dp_rank, number);
@@ -48,14 +48,15 @@ impl Owner {
     }
 
     pub(super) fn run_audit_deadlines(&mut self, now: Instant) {
-        for (dp_rank, number) in self.audits.late(now) {
+        for (dp_rank, number) in self.audits.take_late(now) {
             self.record_failed_audit(dp_rank, "late", &Error::Late);
             self.answer_waiters(dp_rank, number, &Err(Error::Late));
         }
-        for (dp_rank, number) in self.audits.due(now) {
+        for (dp_rank, number) in self.audits.request_due(now) {
             // Periodic audits may run in this process, which sees only rows. Audits on demand are
             // always made inside the engine, which knows all pages.
-            let here = self.remote_audits.get(&dp_rank).is_some_and(|remote| remote.ask(number));
+            let here =
+                self.remote_audits.get(&dp_rank).is_some_and(|remote| remote.request(number));
             if !here {
                 self.send_audit_request(dp_rank, number);
             }
@@ -80,20 +81,20 @@ impl Owner {
         }
     }
 
-    pub(super) fn handle_remote_audit(&mut self, dp_rank: u32, answer: Answer) {
-        let Answer { number, found } = answer;
+    pub(super) fn handle_remote_audit(&mut self, dp_rank: u32, answer: RemoteAnswer) {
+        let RemoteAnswer { number, found } = answer;
         match found {
-            Ok(Found { report, keys }) => {
+            Ok(RemoteReport { report, keys }) => {
                 let mut names: HashMap<u64, &str> = HashMap::new();
                 for (_, session) in self.table.iter() {
-                    names.insert(key_of(&session.incarnation), &session.incarnation);
+                    names.insert(session_table_key(&session.incarnation), &session.incarnation);
                 }
                 let name = |key: &u64| names.get(key).copied().unwrap_or_default().to_owned();
                 let names = keys.iter().map(name).collect();
                 let spent = Duration::ZERO;
                 self.handle_audit_result(
                     dp_rank,
-                    &Audited { number, spent, refusal: None, names, report },
+                    &AuditReply { number, spent, refusal: None, names, report },
                 );
             }
             Err(reason) => {
@@ -114,15 +115,15 @@ impl Owner {
     }
 
     pub(super) fn stop_audits(&mut self, dp_rank: u32) {
-        self.audits.down(dp_rank);
+        self.audits.remove_rank(dp_rank);
         self.remote_audits.remove(&dp_rank);
         self.setup.metrics.set_pages(dp_rank, None);
         self.answer_waiters(dp_rank, u64::MAX, &Err(Error::NoShim(dp_rank)));
     }
 
-    pub(super) fn handle_audit_result(&mut self, dp_rank: u32, audited: &Audited) {
-        let before = self.audits.last(dp_rank).map(|audit| audit.pages.findings.clone());
-        let answer = self.audits.answered(now(), dp_rank, audited).cloned();
+    pub(super) fn handle_audit_result(&mut self, dp_rank: u32, audited: &AuditReply) {
+        let before = self.audits.last_audit(dp_rank).map(|audit| audit.pages.findings.clone());
+        let answer = self.audits.take_answer(now(), dp_rank, audited).cloned();
         match &answer {
             Ok(audit) => {
                 self.setup.metrics.count_audit("done");
@@ -143,7 +144,7 @@ impl Owner {
     /// Counts a failed audit. The report keeps showing the last audit with its age; the gauges have
     /// no age, so they are removed.
     fn record_failed_audit(&mut self, dp_rank: u32, outcome: &'static str, error: &Error) {
-        if self.audits.failed(dp_rank, error) {
+        if self.audits.note_failure(dp_rank, error) {
             warn!(dp_rank, %error, "can't audit the engine's pages");
         }
         self.setup.metrics.count_audit(outcome);

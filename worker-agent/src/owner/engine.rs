@@ -136,7 +136,7 @@ async fn close_once(engine: &Engine, close: &CloseRequest, shims_report: bool) -
             engine.close_session(&close.incarnation).await.map(|()| CloseResult::Confirmed)
         }
         (true, true) => engine.close(&close.incarnation, rid).await.map(|()| CloseResult::NotYet),
-        (true, false) => engine.close_surely(&close.incarnation, rid).await.map(confirmed),
+        (true, false) => engine.close_and_verify(&close.incarnation, rid).await.map(confirmed),
     };
     closed.unwrap_or_else(|error| {
         warn!(incarnation = close.incarnation, %error, "can't close a session at the engine");

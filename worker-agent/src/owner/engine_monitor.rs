@@ -38,7 +38,7 @@ pub struct EngineMonitor {
     /// The size of the vocabulary, if the settings state it.
     pub vocabulary: Option<u32>,
     /// Receives the model's tokenizer files.
-    pub files: watch::Sender<Option<Arc<model_files::Files>>>,
+    pub files: watch::Sender<Option<Arc<model_files::FoundFiles>>>,
 }
 
 /// Monitors the engine until the tasks are cancelled.
@@ -72,11 +72,11 @@ async fn monitor_engine(monitor: &EngineMonitor) {
 /// Reads the engine's first load sample, then its description. The sample is required: an engine
 /// without one would go up and down again and again, and receive turns in between. It is read
 /// first, so that the description is not that of an older process than the sample.
-async fn look(follower: &EngineMonitor) -> Result<(Box<Info>, Sample), engine::Error> {
-    let first = follower.engine.sample(now).await?;
-    let (info, source, feed) = follower.engine.info().await?;
-    follower.kv.set_publishers(feed);
-    Ok((Box::new(with_model(info, source, follower).await), first))
+async fn read_engine(monitor: &EngineMonitor) -> Result<(Box<Info>, Sample), engine::Error> {
+    let first = monitor.engine.read_load(now).await?;
+    let (info, source, publishers) = monitor.engine.read_info().await?;
+    monitor.kv.set_publishers(publishers);
+    Ok((Box::new(add_model_facts(info, source, monitor).await), first))
 }
 
 fn down_news(error: &engine::Error) -> EngineNews {
@@ -97,7 +97,7 @@ async fn sample_until_down(monitor: &EngineMonitor, first: Sample) -> Option<Eng
             () = monitor.wake.notified() => return None,
             _ = ticks.tick() => {}
         }
-        match monitor.engine.sample(now).await {
+        match monitor.engine.read_load(now).await {
             Ok(sample) => {
                 failures = 0;
                 if may_be_another_process(&last, &sample) {
@@ -134,13 +134,13 @@ fn may_be_another_process(last: &Sample, next: &Sample) -> bool {
 /// Completes the engine's description with facts from its model's files.
 async fn add_model_facts(
     mut info: Info,
-    source: Option<model_files::Source>,
+    source: Option<model_files::TokenizerSource>,
     monitor: &EngineMonitor,
 ) -> Info {
     // The files may be large or on a slow disk, so they are read on a blocking thread.
     let read = tokio::task::spawn_blocking(move || {
-        let (source, hub) = (source?, model_files::hub());
-        Some((read_vocabulary(&source), model_files::Files::find(&source, hub.as_deref())))
+        let (source, hub) = (source?, model_files::hub_folder());
+        Some((read_vocabulary(&source), model_files::FoundFiles::find(&source, hub.as_deref())))
     });
     let (vocabulary, files) = read.await.ok().flatten().unzip();
     info.facts.vocabulary = monitor.vocabulary.or(vocabulary.flatten());
@@ -162,8 +162,8 @@ async fn add_model_facts(
 }
 
 /// Reads the vocabulary's size from the model's config, because the engine doesn't report it.
-fn read_vocabulary(source: &model_files::Source) -> Option<u32> {
-    let folder = source.folder(model_files::hub().as_deref())?;
+fn read_vocabulary(source: &model_files::TokenizerSource) -> Option<u32> {
+    let folder = source.folder(model_files::hub_folder().as_deref())?;
     let text = std::fs::read_to_string(folder.join("config.json")).ok()?;
     let config: Value = serde_json::from_str(&text).ok()?;
     // Multimodal models have the text model's values one level down.

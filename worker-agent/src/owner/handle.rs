@@ -117,7 +117,7 @@ pub(super) enum OwnerMessage {
     },
     RemoteAudit {
         dp_rank: u32,
-        answer: audit::remote::Answer,
+        answer: audit::remote::RemoteAnswer,
     },
     Drain {
         limit: Duration,

@@ -22,7 +22,7 @@ impl Owner {
             epoch: self.setup.epoch,
             data_port: self.setup.data_port,
             engine: info.facts.clone(),
-            ranks: self.ledger.describe_ranks(now(), &self.setup.gpus.now()),
+            ranks: self.ledger.describe_ranks(now(), &self.setup.gpus.snapshot()),
             retentions: info.retentions(),
             turns_queued_per_session_max: self.setup.rules.turns_queued_per_session_max,
             model_files: info.model_files,
@@ -43,7 +43,7 @@ impl Owner {
     }
 
     pub(super) fn publish_report(&mut self, now: Instant) {
-        let gpus = self.setup.gpus.now();
+        let gpus = self.setup.gpus.snapshot();
         let interval = self.setup.report_interval;
         let health = AgentHealth {
             // A failed GPU stops the engine too, so the first reason in this order is the cause.
@@ -58,7 +58,7 @@ impl Owner {
         };
         let mut report = self.ledger.report(now, &self.table, &gpus, interval, health);
         for rank in &mut report.ranks {
-            rank.pages = self.audits.last(rank.dp_rank).map(|audit| audit.reported(now));
+            rank.pages = self.audits.last_audit(rank.dp_rank).map(|audit| audit.reported(now));
             rank.staged_prefill = self.setup.queues.as_ref().map(|queues| queues.load(rank));
         }
         let before = self.report.borrow().restart_required.is_some();

@@ -12,7 +12,7 @@ use crate::{
     gpu::process::Scheduler,
     ledger::PoolFacts,
     session::{Load, SessionReport},
-    shim::{Hello, ShimEvent, RankFacts, SessionFacts, Sessions, codec::SESSIONS_MAX},
+    shim::{Hello, RankFacts, SessionFacts, Sessions, ShimEvent, codec::SESSIONS_MAX},
 };
 
 /// The pause before a demotion is requested again, if the session's last turn has not left all of
@@ -27,10 +27,12 @@ impl Owner {
     pub(super) fn shim_news(&mut self, news: ShimEvent) {
         self.dirty = true;
         match news {
-            ShimEvent::Up(hello) => self.shim_up(&hello),
-            ShimEvent::Facts(facts) => self.facts(&facts),
-            ShimEvent::Sessions(sessions) => self.sessions(sessions),
-            ShimEvent::Closed { dp_rank, id } => self.table.handle_session_gone(now(), dp_rank, &id),
+            ShimEvent::Up(hello) => self.handle_shim_up(&hello),
+            ShimEvent::Facts(facts) => self.record_facts(&facts),
+            ShimEvent::Sessions(sessions) => self.record_sessions(sessions),
+            ShimEvent::Closed { dp_rank, id } => {
+                self.table.handle_session_gone(now(), dp_rank, &id)
+            }
             ShimEvent::Demoted { dp_rank, id, refusal } => {
                 self.demoted(dp_rank, id, refusal.as_deref());
             }
@@ -53,7 +55,11 @@ impl Owner {
 
     fn handle_shim_up(&mut self, hello: &Hello) {
         let Hello { pid, dp_rank, sglang, shim, inert, undemotable, unauditable, .. } = hello;
-        self.setup.gpus.runs(Scheduler { dp_rank: *dp_rank, pid: hello.seen_pid, own_pid: *pid });
+        self.setup.gpus.set_scheduler(Scheduler {
+            dp_rank: *dp_rank,
+            pid: hello.seen_pid,
+            own_pid: *pid,
+        });
         if let Some(reason) = inert {
             warn!(dp_rank, pid, sglang, reason, "the engine's shim is inert");
             return;
@@ -64,7 +70,7 @@ impl Owner {
         if let Some(reason) = unauditable {
             info!(dp_rank, reason, "the engine's pages can't be audited");
         }
-        self.audits.up(now(), *dp_rank, unauditable.clone());
+        self.audits.add_rank(now(), *dp_rank, unauditable.clone());
         self.start_remote_audits(*dp_rank);
         self.ledger.set_page_bytes(*dp_rank, hello.page_bytes);
     }

@@ -13,10 +13,10 @@ use crate::{
 };
 
 impl Owner {
-    pub(super) fn handle_trim_news(&mut self, news: trim::News) {
+    pub(super) fn handle_trim_news(&mut self, news: trim::TrimmerEvent) {
         self.dirty = true;
         match news {
-            trim::News::Up(trim::Trimmer { sglang, shim, inert, .. }) => {
+            trim::TrimmerEvent::Up(trim::Trimmer { sglang, shim, inert, .. }) => {
                 match &inert {
                     None => info!(sglang, shim, "the shim trims full histories"),
                     Some(reason) => info!(sglang, reason, "the shim trims no full histories"),
@@ -24,12 +24,12 @@ impl Owner {
                 self.trimmer_version = inert.is_none().then_some(sglang);
                 self.table.set_trimming(now(), self.trimmer_version.is_some());
             }
-            trim::News::Down { reason } => {
+            trim::TrimmerEvent::Down { reason } => {
                 warn!(reason, "the engine's trimmer has disconnected");
                 self.table.set_trimming(now(), false);
                 self.trimmer_version = None;
             }
-            trim::News::Planned(report) => return self.handle_plan(&report),
+            trim::TrimmerEvent::Planned(report) => return self.handle_plan(&report),
         }
         self.publish_description();
     }

@@ -11,7 +11,7 @@
 //! |---|---|---|---|
 //! | 1 | hello | to agent | the fields of [`Hello`] in order; `None` is an empty str |
 //! | 2 | update | to agent | the fields of `Update` in order |
-//! | 3 | audit | to agent | the fields of [`Audited`] in order; the report is the rest |
+//! | 3 | audit | to agent | the fields of [`AuditReply`] in order; the report is the rest |
 //! | 4 | trimmer | to agent | the fields of [`Trimmer`](super::trim::Trimmer) in order |
 //! | 5 | planned | to agent | number u64, u32 each: at, committed, sent, prompt; plan u8; |
 //! | | | | session, rid, why str |
@@ -37,7 +37,7 @@
 
 use std::{str, time::Duration};
 
-use super::{Audited, Hello, SessionFacts};
+use super::{AuditReply, Hello, SessionFacts};
 use crate::incarnation::INCARNATION_BYTES_MAX;
 
 /// The version of the protocol. A shim with another version is refused.
@@ -86,13 +86,13 @@ pub enum Error {
 
 /// A message from a shim.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Message {
+pub(super) enum ShimMessage {
     /// The first message; sent once.
     Hello(Box<Hello>),
     /// Sent after each step in which something changed.
     Update(Box<Update>),
     /// The answer to a request for an audit.
-    Audited(Audited),
+    Audited(AuditReply),
 }
 
 /// A report of one rank; [`super::RankFacts`] explains the figures.
@@ -114,20 +114,20 @@ pub(super) struct Update {
     pub running: u32,
     pub waiting: u32,
     pub full: bool,
-    pub events: Vec<Event>,
+    pub events: Vec<SessionEvent>,
     pub gone: Vec<String>,
     pub sessions: Vec<SessionFacts>,
 }
 
 /// An event of one session.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Event {
+pub(super) struct SessionEvent {
     pub id: String,
-    pub what: What,
+    pub kind: SessionEventKind,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum What {
+pub(super) enum SessionEventKind {
     Opened { ok: bool },
     Closed,
     Committed { rid: String, history: u32, retracted: bool },
@@ -137,7 +137,7 @@ pub(super) enum What {
 
 /// A command from the agent.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Command {
+pub(super) enum ShimCommand {
     Demote(String),
     SampleNow,
     Audit(u64),
@@ -145,18 +145,18 @@ pub(super) enum Command {
     Run { question: u64, tokens_max: u32, session: String },
 }
 
-impl Command {
+impl ShimCommand {
     /// Encodes the command as a frame. Returns `None` if the session's name is longer than
     /// [`NAME_BYTES_MAX`].
     pub(super) fn encode(&self) -> Option<Vec<u8>> {
         let (kind, body) = match self {
-            Self::Demote(id) => (DEMOTE, string(id)?),
+            Self::Demote(id) => (DEMOTE, encode_string(id)?),
             Self::SampleNow => (SAMPLE_NOW, vec![]),
             Self::Audit(number) => (AUDIT, number.to_le_bytes().to_vec()),
             Self::Republish => (REPUBLISH, vec![]),
             Self::Run { question, tokens_max, session } => {
                 let (number, tokens) = (question.to_le_bytes(), tokens_max.to_le_bytes());
-                (RUN, [&number[..], &tokens, &string(session)?].concat())
+                (RUN, [&number[..], &tokens, &encode_string(session)?].concat())
             }
         };
         let length = u32::try_from(body.len() + 2).ok()?;
@@ -164,7 +164,7 @@ impl Command {
     }
 }
 
-fn string(text: &str) -> Option<Vec<u8>> {
+fn encode_string(text: &str) -> Option<Vec<u8>> {
     let length = u16::try_from(text.len()).ok().filter(|_| text.len() <= NAME_BYTES_MAX)?;
     Some([&length.to_le_bytes(), text.as_bytes()].concat())
 }
@@ -191,11 +191,11 @@ impl Frames {
         }
         let Some(frame) = self.buffer.get(4..4 + size) else { return Ok(None) };
         let mut body = Body { rest: frame };
-        let version = body.u8()?;
+        let version = body.read_u8()?;
         if version != VERSION {
             return Err(Error::Version(version));
         }
-        let message = decode(body.u8()?, &mut body)?;
+        let message = decode(body.read_u8()?, &mut body)?;
         if !body.rest.is_empty() {
             return Err(Error::Body);
         }
@@ -208,85 +208,89 @@ impl Frames {
 pub(super) type Decode<M> = fn(u8, &mut Body<'_>) -> Result<M, Error>;
 
 /// Decodes a message from a shim.
-pub(super) fn message(kind: u8, body: &mut Body<'_>) -> Result<Message, Error> {
+pub(super) fn decode_message(kind: u8, body: &mut Body<'_>) -> Result<ShimMessage, Error> {
     Ok(match kind {
-        HELLO => Message::Hello(Box::new(hello(body)?)),
-        UPDATE => Message::Update(Box::new(update(body)?)),
-        AUDITED => Message::Audited(audited(body)?),
+        HELLO => ShimMessage::Hello(Box::new(decode_hello(body)?)),
+        UPDATE => ShimMessage::Update(Box::new(decode_update(body)?)),
+        AUDITED => ShimMessage::Audited(decode_audited(body)?),
         kind => return Err(Error::Kind(kind)),
     })
 }
 
-fn hello(body: &mut Body<'_>) -> Result<Hello, Error> {
+fn decode_hello(body: &mut Body<'_>) -> Result<Hello, Error> {
     let hello = Hello {
-        pid: body.u32()?,
-        // The caller knows it from the socket.
+        pid: body.read_u32()?,
+        // The info knows it from the socket.
         seen_pid: None,
-        dp_rank: body.u32()?,
-        page_size_tokens: body.u32()?,
-        total_tokens: body.u64()?,
-        rows_total: body.u32()?,
-        instance: u128::from_le_bytes(body.array()?),
-        sglang: body.string()?,
-        shim: body.string()?,
-        inert: body.reason()?,
-        undemotable: body.reason()?,
-        unauditable: body.reason()?,
-        unpublishable: body.reason()?,
-        device: body.string()?,
-        page_bytes: Some(body.u64()?).filter(|bytes| *bytes > 0),
+        dp_rank: body.read_u32()?,
+        page_size_tokens: body.read_u32()?,
+        total_tokens: body.read_u64()?,
+        rows_total: body.read_u32()?,
+        instance: u128::from_le_bytes(body.read_array()?),
+        sglang: body.read_string()?,
+        shim: body.read_string()?,
+        inert: body.read_reason()?,
+        undemotable: body.read_reason()?,
+        unauditable: body.read_reason()?,
+        unpublishable: body.read_reason()?,
+        device: body.read_string()?,
+        page_bytes: Some(body.read_u64()?).filter(|bytes| *bytes > 0),
     };
     if hello.dp_rank > DP_RANK_MAX { Err(Error::Value) } else { Ok(hello) }
 }
 
-fn update(body: &mut Body<'_>) -> Result<Update, Error> {
+fn decode_update(body: &mut Body<'_>) -> Result<Update, Error> {
     Ok(Update {
-        seq: body.u64()?,
-        events_lost: body.u64()?,
-        samples: body.u64()?,
-        samples_ns: body.u64()?,
-        recounts: body.u64()?,
-        total: body.u64()?,
-        available: body.u64()?,
-        evictable: body.u64()?,
-        protected: body.u64()?,
-        held: body.u64()?,
-        uncached: body.u64()?,
-        rows_total: body.u32()?,
-        rows_free: body.u32()?,
-        running: body.u32()?,
-        waiting: body.u32()?,
-        full: body.bool()?,
-        events: body.list(event)?,
-        gone: body.list(Body::string)?,
-        sessions: body.list(session)?,
+        seq: body.read_u64()?,
+        events_lost: body.read_u64()?,
+        samples: body.read_u64()?,
+        samples_ns: body.read_u64()?,
+        recounts: body.read_u64()?,
+        total: body.read_u64()?,
+        available: body.read_u64()?,
+        evictable: body.read_u64()?,
+        protected: body.read_u64()?,
+        held: body.read_u64()?,
+        uncached: body.read_u64()?,
+        rows_total: body.read_u32()?,
+        rows_free: body.read_u32()?,
+        running: body.read_u32()?,
+        waiting: body.read_u32()?,
+        full: body.read_bool()?,
+        events: body.read_list(decode_event)?,
+        gone: body.read_list(Body::read_string)?,
+        sessions: body.read_list(decode_session)?,
     })
 }
 
-fn audited(body: &mut Body<'_>) -> Result<Audited, Error> {
-    let (number, spent) = (body.u64()?, Duration::from_nanos(body.u64()?));
-    let (refusal, names) = (body.reason()?, body.list(Body::string)?);
+fn decode_audited(body: &mut Body<'_>) -> Result<AuditReply, Error> {
+    let (number, spent) = (body.read_u64()?, Duration::from_nanos(body.read_u64()?));
+    let (refusal, names) = (body.read_reason()?, body.read_list(Body::read_string)?);
     let report = std::mem::take(&mut body.rest).to_vec();
-    Ok(Audited { number, spent, refusal, names, report })
+    Ok(AuditReply { number, spent, refusal, names, report })
 }
 
-fn event(body: &mut Body<'_>) -> Result<Event, Error> {
-    let number = body.u8()?;
-    let id = body.string()?;
-    let what = match number {
-        1 => What::Opened { ok: body.bool()? },
-        2 => What::Closed,
-        3 => What::Committed { rid: body.string()?, history: body.u32()?, retracted: body.bool()? },
-        4 => What::Aborted { released: body.bool()? },
-        5 => What::Demoted { refusal: body.string()? },
+fn decode_event(body: &mut Body<'_>) -> Result<SessionEvent, Error> {
+    let number = body.read_u8()?;
+    let id = body.read_string()?;
+    let kind = match number {
+        1 => SessionEventKind::Opened { ok: body.read_bool()? },
+        2 => SessionEventKind::Closed,
+        3 => SessionEventKind::Committed {
+            rid: body.read_string()?,
+            history: body.read_u32()?,
+            retracted: body.read_bool()?,
+        },
+        4 => SessionEventKind::Aborted { released: body.read_bool()? },
+        5 => SessionEventKind::Demoted { refusal: body.read_string()? },
         number => return Err(Error::Kind(number)),
     };
-    Ok(Event { id, what })
+    Ok(SessionEvent { id, kind })
 }
 
-fn session(body: &mut Body<'_>) -> Result<SessionFacts, Error> {
-    let id = body.string()?;
-    let flags = body.u8()?;
+fn decode_session(body: &mut Body<'_>) -> Result<SessionFacts, Error> {
+    let id = body.read_string()?;
+    let flags = body.read_u8()?;
     if flags > 7 {
         return Err(Error::Value);
     }
@@ -295,10 +299,10 @@ fn session(body: &mut Body<'_>) -> Result<SessionFacts, Error> {
         holds_row: flags & 1 != 0,
         in_flight: flags & 2 != 0,
         closing: flags & 4 != 0,
-        allocated_tokens: body.u32()?,
-        committed_tokens: body.u32()?,
-        protected_tokens: body.u32()?,
-        history_tokens: body.u32()?,
+        allocated_tokens: body.read_u32()?,
+        committed_tokens: body.read_u32()?,
+        protected_tokens: body.read_u32()?,
+        history_tokens: body.read_u32()?,
     })
 }
 
@@ -314,48 +318,48 @@ impl<'a> Body<'a> {
         Ok(taken)
     }
 
-    pub(super) fn array<const N: usize>(&mut self) -> Result<[u8; N], Error> {
+    pub(super) fn read_array<const N: usize>(&mut self) -> Result<[u8; N], Error> {
         self.take(N)?.try_into().map_err(|_| Error::Body)
     }
 
-    pub(super) fn u8(&mut self) -> Result<u8, Error> {
-        self.array().map(u8::from_le_bytes)
+    pub(super) fn read_u8(&mut self) -> Result<u8, Error> {
+        self.read_array().map(u8::from_le_bytes)
     }
 
-    fn u16(&mut self) -> Result<u16, Error> {
-        self.array().map(u16::from_le_bytes)
+    fn read_u16(&mut self) -> Result<u16, Error> {
+        self.read_array().map(u16::from_le_bytes)
     }
 
-    pub(super) fn u32(&mut self) -> Result<u32, Error> {
-        self.array().map(u32::from_le_bytes)
+    pub(super) fn read_u32(&mut self) -> Result<u32, Error> {
+        self.read_array().map(u32::from_le_bytes)
     }
 
-    pub(super) fn u64(&mut self) -> Result<u64, Error> {
-        self.array().map(u64::from_le_bytes)
+    pub(super) fn read_u64(&mut self) -> Result<u64, Error> {
+        self.read_array().map(u64::from_le_bytes)
     }
 
-    fn bool(&mut self) -> Result<bool, Error> {
-        match self.u8()? {
+    fn read_bool(&mut self) -> Result<bool, Error> {
+        match self.read_u8()? {
             0 => Ok(false),
             1 => Ok(true),
             _ => Err(Error::Value),
         }
     }
 
-    pub(super) fn string(&mut self) -> Result<String, Error> {
-        let length = self.u16()?;
+    pub(super) fn read_string(&mut self) -> Result<String, Error> {
+        let length = self.read_u16()?;
         let bytes = self.take(length.into())?;
         str::from_utf8(bytes).map(str::to_owned).map_err(|_| Error::Value)
     }
 
     /// Reads a reason; an empty one becomes `None`.
-    pub(super) fn reason(&mut self) -> Result<Option<String>, Error> {
-        self.string().map(|reason| Some(reason).filter(|reason| !reason.is_empty()))
+    pub(super) fn read_reason(&mut self) -> Result<Option<String>, Error> {
+        self.read_string().map(|reason| Some(reason).filter(|reason| !reason.is_empty()))
     }
 
     /// Reads a list. Memory grows with the items present, not with the claimed count.
-    fn list<T>(&mut self, item: fn(&mut Self) -> Result<T, Error>) -> Result<Vec<T>, Error> {
-        let count = self.u16()?;
+    fn read_list<T>(&mut self, item: fn(&mut Self) -> Result<T, Error>) -> Result<Vec<T>, Error> {
+        let count = self.read_u16()?;
         let mut items = vec![];
         for _ in 0..count {
             items.push(item(self)?);

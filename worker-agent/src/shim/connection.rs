@@ -1,7 +1,7 @@
 //! One connection to a shim or to the trimmer.
 //!
 //! It reads while there is room for more messages, hands them to the receiver, and writes commands.
-//! The protocol of the connection is a [`Talk`].
+//! The protocol of the connection is a [`Protocol`].
 
 use std::{
     io,
@@ -29,40 +29,40 @@ const READ_BYTES: usize = 64 << 10;
 
 /// The protocol of a connection, with the buffer of messages that the receiver has not taken yet.
 /// Pure.
-pub(super) trait Talk: Sized + Send + 'static {
+pub(super) trait Protocol: Sized + Send + 'static {
     /// The name of the listening task.
     const NAME: &'static str;
     /// A message from the peer.
     type Message: Send;
     /// A report to the receiver.
-    type News: Send + 'static;
+    type Report: Send + 'static;
 
     /// Decodes a frame's body by its kind.
     fn decode(kind: u8, body: &mut Body<'_>) -> Result<Self::Message, codec::Error>;
 
     /// Starts a connection with its first message, or returns `None` if that is not a hello. `pid`
     /// is the peer's process as the kernel reports it.
-    fn begin(first: Self::Message, pid: Option<u32>) -> Option<(Self, Caller, Self::News)>;
+    fn begin(first: Self::Message, pid: Option<u32>) -> Option<(Self, PeerInfo, Self::Report)>;
 
     /// Takes in a later message that was read at `at`.
-    fn take(&mut self, message: Self::Message, at: Instant) -> Result<(), Ended>;
+    fn receive(&mut self, message: Self::Message, at: Instant) -> Result<(), EndReason>;
 
     /// Whether there is room for another message.
-    fn accepts(&self) -> bool;
+    fn has_room(&self) -> bool;
 
     /// Whether the receiver has taken every report.
     fn is_empty(&self) -> bool;
 
     /// Takes the next report.
-    fn pop(&mut self) -> Option<Self::News>;
+    fn next_report(&mut self) -> Option<Self::Report>;
 
     /// Returns the last report of the connection, with the reason of its end.
-    fn end(&self, reason: String) -> Self::News;
+    fn end_report(&self, reason: String) -> Self::Report;
 }
 
 /// A peer that has said hello.
 #[derive(Debug, Clone)]
-pub(super) struct Caller {
+pub(super) struct PeerInfo {
     pub(super) dp_rank: u32,
     /// Whether the peer takes commands; an inert shim takes none.
     pub(super) works: bool,
@@ -72,8 +72,8 @@ pub(super) struct Caller {
 
 /// Handle to a connected peer: sends commands, ends the connection, and waits for its end.
 #[derive(Debug)]
-pub(super) struct Peer {
-    pub(super) caller: Caller,
+pub(super) struct ConnectionHandle {
+    pub(super) info: PeerInfo,
     pub(super) commands: mpsc::Sender<Vec<u8>>,
     stays: DropGuard,
     ended: oneshot::Receiver<()>,
@@ -81,7 +81,7 @@ pub(super) struct Peer {
 
 /// Why a connection has ended.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum Ended {
+pub(super) enum EndReason {
     #[error("the shim has disconnected")]
     Gone,
     #[error("another shim of the same rank has connected")]
@@ -101,46 +101,46 @@ pub(super) enum Ended {
 }
 
 /// Serves one connection to its end. It replaces an existing connection of the same rank.
-pub(super) async fn serve<T: Talk>(
+pub(super) async fn serve<T: Protocol>(
     stream: UnixStream,
     pid: Option<u32>,
-    peers: &watch::Sender<super::connections::ByRank>,
-    news: &mpsc::Sender<T::News>,
+    connections: &watch::Sender<super::connections::ByRank>,
+    reports: &mpsc::Sender<T::Report>,
 ) {
     let mut connection = Connection::new(stream);
     let first = tokio::time::timeout(HELLO_MAX, connection.first::<T>()).await;
-    let begun = first.unwrap_or(Err(Ended::Silent));
-    let begun = begun.and_then(|first| T::begin(first, pid).ok_or(Ended::Order));
-    let (talk, caller, up) = match begun {
+    let begun = first.unwrap_or(Err(EndReason::Silent));
+    let begun = begun.and_then(|first| T::begin(first, pid).ok_or(EndReason::Order));
+    let (protocol, info, up) = match begun {
         Ok(begun) => begun,
         Err(error) => return warn!(%error, "closing a shim's connection: invalid first message"),
     };
 
-    let dp_rank = caller.dp_rank;
+    let dp_rank = info.dp_rank;
     let (sender, commands) = mpsc::channel(COMMANDS);
     let (ending, ended) = oneshot::channel();
     let replaced = CancellationToken::new();
     let stays = replaced.clone().drop_guard();
-    let peer = Peer { caller, commands: sender, stays, ended };
+    let peer = ConnectionHandle { info, commands: sender, stays, ended };
     let mut before = None;
-    peers.send_modify(|peers| before = peers.insert(dp_rank, peer));
-    if let Some(Peer { stays, ended, .. }) = before {
+    connections.send_modify(|connections| before = connections.insert(dp_rank, peer));
+    if let Some(ConnectionHandle { stays, ended, .. }) = before {
         // The old connection must send `Down` before the new one sends `Up`.
         drop(stays);
         let _ = ended.await;
     }
-    if news.send(up).await.is_err() {
+    if reports.send(up).await.is_err() {
         drop(commands);
     } else {
-        let (error, down) = connection.follow(talk, &replaced, commands, news).await;
+        let (error, down) = connection.follow(protocol, &replaced, commands, reports).await;
         info!(dp_rank, name = T::NAME, %error, "the connection to the engine's shim has ended");
         // If the receiver is gone too, nothing is left to report.
-        let _ = news.send(down).await;
+        let _ = reports.send(down).await;
     }
     // This connection's command receiver is dropped by now; a successor's still exists.
-    peers.send_if_modified(|peers| {
-        let own = peers.get(&dp_rank).is_some_and(|peer| peer.commands.is_closed());
-        own && peers.remove(&dp_rank).is_some()
+    connections.send_if_modified(|connections| {
+        let own = connections.get(&dp_rank).is_some_and(|peer| peer.commands.is_closed());
+        own && connections.remove(&dp_rank).is_some()
     });
     // A successor waits for this.
     let _ = ending.send(());
@@ -148,7 +148,7 @@ pub(super) async fn serve<T: Talk>(
 
 /// The two halves of a socket, with the bytes read but not decoded, and those not yet written.
 struct Connection {
-    reading: Reading,
+    reader: Reader,
     writing: OwnedWriteHalf,
     unsent: Vec<u8>,
 }
@@ -156,60 +156,61 @@ struct Connection {
 impl Connection {
     fn new(stream: UnixStream) -> Self {
         let (half, writing) = stream.into_split();
-        Self { reading: Reading { half, frames: Frames::default() }, writing, unsent: vec![] }
+        Self { reader: Reader { half, frames: Frames::default() }, writing, unsent: vec![] }
     }
 
-    async fn first<T: Talk>(&mut self) -> Result<T::Message, Ended> {
+    async fn first<T: Protocol>(&mut self) -> Result<T::Message, EndReason> {
         loop {
-            match self.reading.frames.next(T::decode)? {
+            match self.reader.frames.next(T::decode)? {
                 Some(message) => return Ok(message),
-                None => self.reading.read().await?,
+                None => self.reader.read().await?,
             }
         }
     }
 
     /// Returns why the connection ended, and the last report.
-    async fn follow<T: Talk>(
+    async fn follow<T: Protocol>(
         mut self,
-        mut talk: T,
+        mut protocol: T,
         replaced: &CancellationToken,
         mut commands: mpsc::Receiver<Vec<u8>>,
-        news: &mpsc::Sender<T::News>,
-    ) -> (Ended, T::News) {
+        reports: &mpsc::Sender<T::Report>,
+    ) -> (EndReason, T::Report) {
         let ended = loop {
-            if let Err(error) = self.exchange(&mut talk, replaced, &mut commands, news).await {
+            if let Err(error) = self.exchange(&mut protocol, replaced, &mut commands, reports).await
+            {
                 break error;
             }
         };
         // Messages that came before the end are valid: report them first.
-        while let Some(part) = talk.pop() {
-            if news.send(part).await.is_err() {
+        while let Some(part) = protocol.next_report() {
+            if reports.send(part).await.is_err() {
                 break;
             }
         }
-        let down = talk.end(ended.to_string());
+        let down = protocol.end_report(ended.to_string());
         (ended, down)
     }
 
     /// Does one step: whatever can be done first.
-    async fn exchange<T: Talk>(
+    async fn exchange<T: Protocol>(
         &mut self,
-        talk: &mut T,
+        protocol: &mut T,
         replaced: &CancellationToken,
         commands: &mut mpsc::Receiver<Vec<u8>>,
-        news: &mpsc::Sender<T::News>,
-    ) -> Result<(), Ended> {
-        let Self { reading, writing, unsent } = self;
-        while talk.accepts() {
-            let Some(message) = reading.frames.next(T::decode)? else { break };
-            talk.take(message, service::clock::now())?;
+        reports: &mpsc::Sender<T::Report>,
+    ) -> Result<(), EndReason> {
+        let Self { reader, writing, unsent } = self;
+        while protocol.has_room() {
+            let Some(message) = reader.frames.next(T::decode)? else { break };
+            protocol.receive(message, service::clock::now())?;
         }
         tokio::select! {
             biased;
-            () = replaced.cancelled() => Err(Ended::Replaced),
-            permit = news.reserve(), if !talk.is_empty() => match (permit, talk.pop()) {
+            () = replaced.cancelled() => Err(EndReason::Replaced),
+            permit = reports.reserve(), if !protocol.is_empty() => match (permit, protocol.next_report()) {
                 (Ok(permit), Some(part)) => { permit.send(part); Ok(()) }
-                _ => Err(Ended::Unwanted),
+                _ => Err(EndReason::Unwanted),
             },
             ready = writing.writable(), if !unsent.is_empty() => {
                 ready?;
@@ -219,24 +220,24 @@ impl Connection {
                 *unsent = command;
                 Ok(())
             }
-            read = reading.read(), if talk.accepts() => read,
+            read = reader.read(), if protocol.has_room() => read,
         }
     }
 }
 
-struct Reading {
+struct Reader {
     half: OwnedReadHalf,
     frames: Frames,
 }
 
-impl Reading {
+impl Reader {
     /// Reads some bytes. Cancel-safe: no bytes are lost.
-    async fn read(&mut self) -> Result<(), Ended> {
+    async fn read(&mut self) -> Result<(), EndReason> {
         let mut buffer = vec![0; READ_BYTES];
         loop {
             self.half.readable().await?;
             match self.half.try_read(&mut buffer) {
-                Ok(0) => return Err(Ended::Gone),
+                Ok(0) => return Err(EndReason::Gone),
                 Ok(read) => {
                     self.frames.push(&buffer[..read]);
                     return Ok(());
@@ -248,7 +249,7 @@ impl Reading {
     }
 }
 
-fn write(writing: &OwnedWriteHalf, unsent: &mut Vec<u8>) -> Result<(), Ended> {
+fn write(writing: &OwnedWriteHalf, unsent: &mut Vec<u8>) -> Result<(), EndReason> {
     match writing.try_write(unsent) {
         Ok(written) => unsent.drain(..written).for_each(drop),
         Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}

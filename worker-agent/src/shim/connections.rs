@@ -8,38 +8,39 @@ use tracing::warn;
 
 use super::{
     Error,
-    codec::Command,
-    connection::{self, Caller, Peer, Talk},
+    codec::ShimCommand,
+    connection::{self, ConnectionHandle, PeerInfo, Protocol},
     socket::{self, Socket},
 };
 
 /// The maximum number of connections at once, including those before their hello. An engine has one
 /// connection per DP rank; eight ranks on one machine are many.
-const PEERS_MAX: usize = 64;
+const CONNECTIONS_MAX: usize = 64;
 
-pub(super) type ByRank = HashMap<u32, Peer>;
+pub(super) type ByRank = HashMap<u32, ConnectionHandle>;
 
-/// The connected peers, by DP rank.
+/// The connections that have said hello, by DP rank.
 #[derive(Debug, Clone)]
-pub(super) struct Peers(watch::Receiver<ByRank>);
+pub(super) struct Connections(watch::Receiver<ByRank>);
 
-impl Peers {
+impl Connections {
     /// Listens until the tasks are cancelled, and serves each connection in a task of its own.
-    pub(super) fn listen<T: Talk>(
+    pub(super) fn listen<T: Protocol>(
         path: &Path,
-        news: mpsc::Sender<T::News>,
+        reports: mpsc::Sender<T::Report>,
         tasks: &Tasks,
     ) -> Result<Self, Error> {
         let socket = Socket::bind(path)?;
-        let (peers, handle) = watch::channel(ByRank::new());
-        tasks.spawn_essential(T::NAME, accept::<T>(socket, Arc::new(peers), news, tasks.clone()));
+        let (connections, handle) = watch::channel(ByRank::new());
+        tasks
+            .essential(T::NAME, accept::<T>(socket, Arc::new(connections), reports, tasks.clone()));
         Ok(Self(handle))
     }
 
-    pub(super) fn command(&self, dp_rank: u32, command: &Command) -> Result<(), Error> {
+    pub(super) fn send_command(&self, dp_rank: u32, command: &ShimCommand) -> Result<(), Error> {
         let command = command.encode().ok_or(Error::Name)?;
-        let peers = self.0.borrow();
-        let peer = peers.get(&dp_rank).filter(|peer| peer.caller.works);
+        let connections = self.0.borrow();
+        let peer = connections.get(&dp_rank).filter(|peer| peer.info.works);
         let peer = peer.ok_or(Error::NoShim(dp_rank))?;
         peer.commands.try_send(command).map_err(|error| match error {
             mpsc::error::TrySendError::Full(_) => Error::Busy,
@@ -48,8 +49,8 @@ impl Peers {
     }
 
     /// Returns the peer of a rank.
-    pub(super) fn caller(&self, dp_rank: u32) -> Option<Caller> {
-        self.0.borrow().get(&dp_rank).map(|peer| peer.caller.clone())
+    pub(super) fn peer_info(&self, dp_rank: u32) -> Option<PeerInfo> {
+        self.0.borrow().get(&dp_rank).map(|peer| peer.info.clone())
     }
 
     /// Waits until a peer connects or disconnects. Returns false if the listener has ended.
@@ -58,13 +59,13 @@ impl Peers {
     }
 }
 
-async fn accept<T: Talk>(
+async fn accept<T: Protocol>(
     socket: Socket,
-    peers: Arc<watch::Sender<ByRank>>,
-    news: mpsc::Sender<T::News>,
+    connections: Arc<watch::Sender<ByRank>>,
+    reports: mpsc::Sender<T::Report>,
     tasks: Tasks,
 ) {
-    let (token, room) = (tasks.token(), Arc::new(Semaphore::new(PEERS_MAX)));
+    let (token, room) = (tasks.token(), Arc::new(Semaphore::new(CONNECTIONS_MAX)));
     loop {
         let accepted = tokio::select! {
             biased;
@@ -84,12 +85,13 @@ async fn accept<T: Talk>(
             warn!("too many shim connections; one was refused");
             continue;
         };
-        let (peers, news, token) = (Arc::clone(&peers), news.clone(), token.clone());
+        let (connections, reports, token) =
+            (Arc::clone(&connections), reports.clone(), token.clone());
         tasks.spawn(async move {
             tokio::select! {
                 biased;
                 () = token.cancelled() => {}
-                () = connection::serve::<T>(stream, pid, &peers, &news) => {}
+                () = connection::serve::<T>(stream, pid, &connections, &reports) => {}
             }
             drop(permit);
         });

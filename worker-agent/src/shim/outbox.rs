@@ -11,9 +11,9 @@ use std::{
 };
 
 use super::{
-    Audited, ShimEvent, RankFacts, SessionFacts, Sessions,
-    codec::{self, Body, Event, Message, Update, What},
-    connection::{Caller, Ended, Talk},
+    AuditReply, RankFacts, SessionFacts, Sessions, ShimEvent,
+    codec::{self, Body, SessionEvent, SessionEventKind, ShimMessage, Update},
+    connection::{EndReason, PeerInfo, Protocol},
 };
 
 /// The maximum number of buffered events: those of several updates, which have at most 256 each.
@@ -29,7 +29,7 @@ pub(super) struct Outbox {
     sessions: BTreeMap<String, Option<SessionFacts>>,
     full: bool,
     facts: Option<RankFacts>,
-    audited: Option<Audited>,
+    audited: Option<AuditReply>,
 }
 
 impl Outbox {
@@ -51,9 +51,9 @@ impl Outbox {
 
     /// Takes in an update that was read at `at`.
     pub(super) fn push(&mut self, update: Update, at: Instant) {
-        self.facts = Some(facts(self.dp_rank, &update, at));
+        self.facts = Some(rank_facts(self.dp_rank, &update, at));
         let dp_rank = self.dp_rank;
-        self.events.extend(update.events.into_iter().map(|event| news(dp_rank, event)));
+        self.events.extend(update.events.into_iter().map(|event| to_report(dp_rank, event)));
         if update.full {
             self.full = true;
             self.sessions.clear();
@@ -81,43 +81,43 @@ impl Outbox {
     }
 }
 
-impl Talk for Outbox {
+impl Protocol for Outbox {
     const NAME: &'static str = "shim";
-    type Message = Message;
-    type ShimEvent = ShimEvent;
+    type Message = ShimMessage;
+    type Report = ShimEvent;
 
-    fn decode(kind: u8, body: &mut Body<'_>) -> Result<Message, codec::Error> {
-        codec::message(kind, body)
+    fn decode(kind: u8, body: &mut Body<'_>) -> Result<ShimMessage, codec::Error> {
+        codec::decode_message(kind, body)
     }
 
-    fn begin(first: Message, pid: Option<u32>) -> Option<(Self, Caller, ShimEvent)> {
-        let Message::Hello(mut hello) = first else { return None };
+    fn begin(first: ShimMessage, pid: Option<u32>) -> Option<(Self, PeerInfo, ShimEvent)> {
+        let ShimMessage::Hello(mut hello) = first else { return None };
         hello.seen_pid = pid;
-        let caller = Caller {
+        let info = PeerInfo {
             dp_rank: hello.dp_rank,
             works: hello.inert.is_none(),
             unpublishable: hello.unpublishable.clone(),
         };
-        Some((Self::new(hello.dp_rank), caller, ShimEvent::Up(*hello)))
+        Some((Self::new(hello.dp_rank), info, ShimEvent::Up(*hello)))
     }
 
-    fn take(&mut self, message: Message, at: Instant) -> Result<(), Ended> {
+    fn receive(&mut self, message: ShimMessage, at: Instant) -> Result<(), EndReason> {
         match message {
-            Message::Hello(_) => return Err(Ended::Order),
-            Message::Update(update) if update.seq != self.next_seq => {
-                return Err(Ended::Gap { found: update.seq, due: self.next_seq });
+            ShimMessage::Hello(_) => return Err(EndReason::Order),
+            ShimMessage::Update(update) if update.seq != self.next_seq => {
+                return Err(EndReason::Gap { found: update.seq, due: self.next_seq });
             }
-            Message::Update(update) => {
+            ShimMessage::Update(update) => {
                 self.next_seq += 1;
                 self.push(*update, at);
             }
             // If two audits were requested, only the newer result is kept.
-            Message::Audited(audited) => self.audited = Some(audited),
+            ShimMessage::Audited(audited) => self.audited = Some(audited),
         }
         Ok(())
     }
 
-    fn accepts(&self) -> bool {
+    fn has_room(&self) -> bool {
         self.events.len() < EVENTS_MAX
     }
 
@@ -127,7 +127,7 @@ impl Talk for Outbox {
     }
 
     /// Returns the events first, then the sessions, the facts, and the audit.
-    fn pop(&mut self) -> Option<ShimEvent> {
+    fn next_report(&mut self) -> Option<ShimEvent> {
         if let Some(event) = self.events.pop_front() {
             return Some(event);
         }
@@ -150,28 +150,28 @@ impl Talk for Outbox {
         self.audited.take().map(|audited| ShimEvent::Audited { dp_rank, audited })
     }
 
-    fn end(&self, reason: String) -> ShimEvent {
+    fn end_report(&self, reason: String) -> ShimEvent {
         ShimEvent::Down { dp_rank: self.dp_rank, reason }
     }
 }
 
-fn news(dp_rank: u32, event: Event) -> ShimEvent {
+fn to_report(dp_rank: u32, event: SessionEvent) -> ShimEvent {
     let id = event.id;
-    match event.what {
-        What::Opened { ok } => ShimEvent::Opened { dp_rank, id, ok },
-        What::Closed => ShimEvent::Closed { dp_rank, id },
-        What::Committed { rid, history, retracted } => {
+    match event.kind {
+        SessionEventKind::Opened { ok } => ShimEvent::Opened { dp_rank, id, ok },
+        SessionEventKind::Closed => ShimEvent::Closed { dp_rank, id },
+        SessionEventKind::Committed { rid, history, retracted } => {
             ShimEvent::Committed { dp_rank, id, rid, history_tokens: history, retracted }
         }
-        What::Aborted { released } => ShimEvent::Aborted { dp_rank, id, released },
-        What::Demoted { refusal } => {
+        SessionEventKind::Aborted { released } => ShimEvent::Aborted { dp_rank, id, released },
+        SessionEventKind::Demoted { refusal } => {
             let refusal = Some(refusal).filter(|reason| !reason.is_empty());
             ShimEvent::Demoted { dp_rank, id, refusal }
         }
     }
 }
 
-fn facts(dp_rank: u32, update: &Update, at: Instant) -> RankFacts {
+fn rank_facts(dp_rank: u32, update: &Update, at: Instant) -> RankFacts {
     RankFacts {
         dp_rank,
         at,
@@ -203,12 +203,12 @@ mod tests {
         SessionFacts { id: id.into(), history_tokens: history, ..SessionFacts::default() }
     }
 
-    fn closed(id: &str) -> Event {
-        Event { id: id.into(), what: What::Closed }
+    fn closed(id: &str) -> SessionEvent {
+        SessionEvent { id: id.into(), kind: SessionEventKind::Closed }
     }
 
     fn drain(outbox: &mut Outbox) -> Vec<ShimEvent> {
-        std::iter::from_fn(|| outbox.pop()).collect()
+        std::iter::from_fn(|| outbox.next_report()).collect()
     }
 
     #[test]
@@ -220,14 +220,18 @@ mod tests {
             outbox.push(Update { available, sessions, events, ..Update::default() }, now());
         }
         let news = drain(&mut outbox);
-        let [ShimEvent::Closed { dp_rank: 3, id }, ShimEvent::Closed { .. }, sessions, facts] = &news[..]
+        let [ShimEvent::Closed { dp_rank: 3, id }, ShimEvent::Closed { .. }, sessions, facts] =
+            &news[..]
         else {
             panic!("{news:?}")
         };
         assert_eq!(id, "b");
         let ShimEvent::Sessions(sessions) = sessions else { panic!("{sessions:?}") };
         assert_eq!((&sessions.changed, sessions.full), (&vec![session("a", 20)], false));
-        assert!(matches!(facts, ShimEvent::Facts(RankFacts { available_tokens: 4, .. })), "{facts:?}");
+        assert!(
+            matches!(facts, ShimEvent::Facts(RankFacts { available_tokens: 4, .. })),
+            "{facts:?}"
+        );
         assert!(outbox.is_empty());
     }
 
@@ -235,20 +239,20 @@ mod tests {
     fn an_empty_full_table_is_told() {
         let mut outbox = Outbox::new(0);
         outbox.push(Update { full: true, ..Update::default() }, now());
-        let Some(ShimEvent::Sessions(sessions)) = outbox.pop() else { panic!("no table") };
+        let Some(ShimEvent::Sessions(sessions)) = outbox.next_report() else { panic!("no table") };
         assert!(sessions.full && sessions.changed.is_empty());
     }
 
     #[test]
     fn it_stops_taking_before_it_loses() {
         let mut outbox = Outbox::new(0);
-        while outbox.accepts() {
+        while outbox.has_room() {
             let events = (0..256).map(|_| closed("a")).collect();
             outbox.push(Update { events, ..Update::default() }, now());
         }
         let events = drain(&mut outbox).len();
         assert!((EVENTS_MAX..EVENTS_MAX + 257).contains(&events), "{events}");
-        assert!(outbox.accepts());
+        assert!(outbox.has_room());
     }
 
     fn a_step() -> impl Strategy<Value = (bool, Vec<(u8, Option<u32>)>, bool)> {

@@ -40,7 +40,7 @@ struct House {
     folder: Folder,
     tasks: Tasks,
     handle: ShimHandle,
-    news: mpsc::Receiver<ShimEvent>,
+    reports: mpsc::Receiver<ShimEvent>,
 }
 
 impl House {
@@ -172,7 +172,10 @@ async fn a_restarted_engine_replaces_the_one_before() {
     assert!(is_up(&up, 0, 1), "{up:?}");
     let mut second = house.shim(0, 2);
     let down = house.next().await;
-    assert!(matches!(&down, ShimEvent::Down { reason, .. } if reason.contains("another")), "{down:?}");
+    assert!(
+        matches!(&down, ShimEvent::Down { reason, .. } if reason.contains("another")),
+        "{down:?}"
+    );
     let up = house.next().await;
     assert!(is_up(&up, 0, 2), "{up:?}");
     // Commands go to the new connection.
@@ -219,13 +222,13 @@ async fn a_slow_receiver_stops_the_shim_and_misses_no_event() {
     let mut house = House::new("slow", 1);
     let mut shim = house.shim(0, 1);
     shim.stream.set_write_timeout(Some(SOON)).unwrap();
-    // Ends when the socket is full: without a receiver of its news the agent stops reading.
+    // Ends when the socket is full: without a receiver of its news the agent stops reader.
     let sent = tokio::task::spawn_blocking(move || {
         let ids: Vec<String> = (0..100_000).map(|number| format!("session-{number}")).collect();
         let mut sent = 0;
         for id in &ids {
             if sent == outbox::EVENTS_MAX {
-                // Up to here a slow agent must still read; from here on it may stop reading.
+                // Up to here a slow agent must still read; from here on it may stop reader.
                 shim.stream.set_write_timeout(Some(Duration::from_millis(300))).unwrap();
             }
             let mut body = vec![];

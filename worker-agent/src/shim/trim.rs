@@ -17,7 +17,7 @@ use service::tasks::Tasks;
 use tokio::sync::mpsc;
 
 use self::protocol::Plans;
-use super::{Error, codec::Command, connections::Peers};
+use super::{Error, codec::ShimCommand, connections::Connections};
 
 /// The trimmer's first message: its identity, and whether it trims.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -81,7 +81,7 @@ pub struct Planned {
 
 /// A message about the trimmer. On each connection `Up` is the first and `Down` the last.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum News {
+pub enum TrimmerEvent {
     /// The trimmer has connected.
     Up(Trimmer),
     /// The trimmer has made a plan for a turn.
@@ -97,7 +97,7 @@ pub enum News {
 /// Sends answers to the trimmer's questions.
 #[derive(Debug, Clone)]
 pub struct TrimHandle {
-    peers: Peers,
+    connections: Connections,
 }
 
 impl TrimHandle {
@@ -108,7 +108,8 @@ impl TrimHandle {
     /// If no trimmer is connected, its queue is full, or the session's id is too long.
     pub fn run(&self, question: u64, session: Option<&str>, tokens_max: u32) -> Result<(), Error> {
         let session = session.unwrap_or_default().to_owned();
-        self.peers.command(protocol::DP_RANK, &Command::Run { question, tokens_max, session })
+        self.connections
+            .send_command(protocol::DP_RANK, &ShimCommand::Run { question, tokens_max, session })
     }
 }
 
@@ -117,10 +118,14 @@ impl TrimHandle {
 ///
 /// # Errors
 /// See [`Error`].
-pub fn listen(path: &Path, news: mpsc::Sender<News>, tasks: &Tasks) -> Result<TrimHandle, Error> {
+pub fn listen(
+    path: &Path,
+    reports: mpsc::Sender<TrimmerEvent>,
+    tasks: &Tasks,
+) -> Result<TrimHandle, Error> {
     let mut path = path.as_os_str().to_owned();
     path.push(".trim");
-    Ok(TrimHandle { peers: Peers::listen::<Plans>(Path::new(&path), news, tasks)? })
+    Ok(TrimHandle { connections: Connections::listen::<Plans>(Path::new(&path), reports, tasks)? })
 }
 
 #[cfg(test)]

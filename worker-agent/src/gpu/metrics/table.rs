@@ -3,7 +3,7 @@
 use prometheus_client::metrics::MetricType;
 
 use super::{
-    super::{fleet::Seen, reading::Identity},
+    super::{fleet::DeviceState, reading::Identity},
     Figures,
 };
 
@@ -13,14 +13,14 @@ pub(super) struct Spec {
     pub(super) help: &'static str,
     pub(super) unit: Option<&'static str>,
     pub(super) kind: MetricType,
-    pub(super) figures: fn(&Seen) -> Figures,
+    pub(super) figures: fn(&DeviceState) -> Figures,
 }
 
 const fn gauge(
     name: &'static str,
     help: &'static str,
     unit: Option<&'static str>,
-    figures: fn(&Seen) -> Figures,
+    figures: fn(&DeviceState) -> Figures,
 ) -> Spec {
     Spec { name, help, unit, kind: MetricType::Gauge, figures }
 }
@@ -29,7 +29,7 @@ const fn counter(
     name: &'static str,
     help: &'static str,
     unit: Option<&'static str>,
-    figures: fn(&Seen) -> Figures,
+    figures: fn(&DeviceState) -> Figures,
 ) -> Spec {
     Spec { name, help, unit, kind: MetricType::Counter, figures }
 }
@@ -200,7 +200,7 @@ fn share(percent: Option<u32>) -> Option<f64> {
 
 /// Returns the device's names as labels, for joins. A slice has those of its GPU, and the GPU's
 /// UUID.
-fn info(seen: &Seen) -> Figures {
+fn info(seen: &DeviceState) -> Figures {
     let Identity { name, index, pci_address, parent_uuid, .. } = &seen.identity;
     let labels = [
         Some(("name", name.clone())),

@@ -11,7 +11,7 @@ use tracing::warn;
 use super::{
     Identity, Trouble,
     board::{Board, Failure, failure},
-    out_of_reach, trouble,
+    handle_trouble, trouble,
 };
 use crate::config::selector::PciAddress;
 
@@ -26,7 +26,7 @@ pub(in crate::gpu) fn boards<'n>(nvml: &'n Nvml, known: &[Identity], gpm: bool) 
             Ok(reached) => boards.extend(reached),
             Err(error) => {
                 warn!(index, %error, "can't reach a GPU");
-                silent.insert(index, out_of_reach(&error));
+                silent.insert(index, handle_trouble(&error));
             }
         }
     }

@@ -1,6 +1,6 @@
 //! Tests of the protocol: the shim's own encoder and decoder, cut streams and random bytes.
 
-use std::{path::Path, process::Command as Process};
+use std::{path::Path, process::ShimCommand as Process};
 
 use proptest::prelude::*;
 
@@ -50,8 +50,8 @@ fn report_skip() {
     eprintln!("skipped: no python3 to run the shim's encoder");
 }
 
-fn all(bytes: &[u8]) -> Result<Vec<Message>, Error> {
-    all_of(message, bytes)
+fn all(bytes: &[u8]) -> Result<Vec<ShimMessage>, Error> {
+    all_of(decode_message, bytes)
 }
 
 pub(in crate::shim) fn all_of<M>(decode: Decode<M>, bytes: &[u8]) -> Result<Vec<M>, Error> {
@@ -69,7 +69,7 @@ pub(in crate::shim) fn unhex(text: &str) -> Vec<u8> {
     digits.chunks(2).map(|pair| u8::try_from(pair[0] * 16 + pair[1]).unwrap()).collect()
 }
 
-fn frames_of_the_shim() -> Vec<Message> {
+fn frames_of_the_shim() -> Vec<ShimMessage> {
     let hello = Hello {
         pid: 7,
         seen_pid: None,
@@ -87,7 +87,7 @@ fn frames_of_the_shim() -> Vec<Message> {
         device: "cpu".into(),
         page_bytes: Some(1 << 33),
     };
-    let event = |id: &str, what| Event { id: id.into(), what };
+    let event = |id: &str, what| SessionEvent { id: id.into(), kind };
     let update = Update {
         seq: 1,
         events_lost: 2,
@@ -106,12 +106,15 @@ fn frames_of_the_shim() -> Vec<Message> {
         waiting: 15,
         full: true,
         events: vec![
-            event("a", What::Opened { ok: false }),
-            event("b", What::Closed),
-            event("c", What::Committed { rid: "rid-1".into(), history: 60, retracted: true }),
-            event("d", What::Aborted { released: true }),
-            event("e", What::Demoted { refusal: "busy".into() }),
-            event("f", What::Demoted { refusal: String::new() }),
+            event("a", SessionEventKind::Opened { ok: false }),
+            event("b", SessionEventKind::Closed),
+            event(
+                "c",
+                SessionEventKind::Committed { rid: "rid-1".into(), history: 60, retracted: true },
+            ),
+            event("d", SessionEventKind::Aborted { released: true }),
+            event("e", SessionEventKind::Demoted { refusal: "busy".into() }),
+            event("f", SessionEventKind::Demoted { refusal: String::new() }),
         ],
         gone: vec!["gone-é".into()],
         sessions: vec![SessionFacts {
@@ -129,14 +132,14 @@ fn frames_of_the_shim() -> Vec<Message> {
     let names = vec!["a".into(), "é".into()];
     let spent = Duration::from_micros(1);
     let report = vec![0, 1, 2, 3, 4];
-    let audited = Audited { number: 1 << 40, spent, refusal: None, names, report };
+    let audited = AuditReply { number: 1 << 40, spent, refusal: None, names, report };
     let (spent, refusal) = (Duration::ZERO, Some("no".into()));
-    let refused = Audited { number: 2, spent, refusal, names: vec![], report: vec![] };
+    let refused = AuditReply { number: 2, spent, refusal, names: vec![], report: vec![] };
     vec![
-        Message::Hello(Box::new(hello)),
-        Message::Update(Box::new(update)),
-        Message::Audited(audited),
-        Message::Audited(refused),
+        ShimMessage::Hello(Box::new(hello)),
+        ShimMessage::Update(Box::new(update)),
+        ShimMessage::Audited(audited),
+        ShimMessage::Audited(refused),
     ]
 }
 
@@ -151,29 +154,29 @@ fn every_incarnation_can_be_named_and_what_is_longer_is_refused() {
     let worker_id = "w".repeat(WORKER_ID_BYTES_MAX);
     let longest = format!("{}-{}", prefix(&worker_id, u64::MAX), u64::MAX);
     assert_eq!(longest.len(), INCARNATION_BYTES_MAX);
-    let run = |session| Command::Run { question: 1, tokens_max: 2, session };
+    let run = |session| ShimCommand::Run { question: 1, tokens_max: 2, session };
     for name in [&longest, &"n".repeat(NAME_BYTES_MAX)] {
         assert!(run(name.clone()).encode().unwrap().ends_with(name.as_bytes()));
-        assert!(Command::Demote(name.clone()).encode().unwrap().ends_with(name.as_bytes()));
+        assert!(ShimCommand::Demote(name.clone()).encode().unwrap().ends_with(name.as_bytes()));
     }
     for bytes in [NAME_BYTES_MAX + 1, 1 << 16, 1 << 20] {
         assert_eq!(run("n".repeat(bytes)).encode(), None);
-        assert_eq!(Command::Demote("n".repeat(bytes)).encode(), None);
+        assert_eq!(ShimCommand::Demote("n".repeat(bytes)).encode(), None);
     }
 }
 
 #[test]
 fn what_the_agent_writes_the_shim_reads() {
-    let run = |question, tokens_max, session: &str| Command::Run {
+    let run = |question, tokens_max, session: &str| ShimCommand::Run {
         question,
         tokens_max,
         session: session.into(),
     };
     let commands = [
-        Command::Demote("sé-1".into()),
-        Command::SampleNow,
-        Command::Audit(1 << 40),
-        Command::Republish,
+        ShimCommand::Demote("sé-1".into()),
+        ShimCommand::SampleNow,
+        ShimCommand::Audit(1 << 40),
+        ShimCommand::Republish,
         run(7, 51_200, "s-2"),
         run(8, 0, ""),
     ];
@@ -233,14 +236,17 @@ pub(in crate::shim) fn framed(body: &[u8]) -> Vec<u8> {
 #[test]
 fn a_hello_is_read_however_it_is_cut() {
     let bytes = hello_bytes();
-    let [Message::Hello(hello)] = &all(&bytes).unwrap()[..] else { panic!("no hello") };
+    let [ShimMessage::Hello(hello)] = &all(&bytes).unwrap()[..] else { panic!("no hello") };
     assert_eq!((hello.dp_rank, hello.inert.as_deref()), (3, Some("why")));
     for cut in 0..bytes.len() {
         let mut frames = Frames::default();
         frames.push(&bytes[..cut]);
-        assert_eq!(frames.next(message), Ok(None), "cut at {cut}");
+        assert_eq!(frames.next(decode_message), Ok(None), "cut at {cut}");
         frames.push(&bytes[cut..]);
-        assert!(matches!(frames.next(message), Ok(Some(Message::Hello(_)))), "cut at {cut}");
+        assert!(
+            matches!(frames.next(decode_message), Ok(Some(ShimMessage::Hello(_)))),
+            "cut at {cut}"
+        );
         // The body alone, cut or extended, must be rejected.
         if (6..bytes.len()).contains(&cut) {
             assert_eq!(all(&framed(&bytes[4..cut])), Err(Error::Body), "ended at {cut}");

@@ -5,9 +5,9 @@ use std::time::Instant;
 use super::{
     super::{
         codec::{self, Body},
-        connection::{Caller, Ended, Talk},
+        connection::{EndReason, PeerInfo, Protocol},
     },
-    News, Plan, Planned, Trimmer,
+    Plan, Planned, Trimmer, TrimmerEvent,
 };
 
 const TRIMMER: u8 = 4;
@@ -23,7 +23,7 @@ pub(super) struct Plans {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Message {
+pub(super) enum TrimmerMessage {
     /// The first message of a connection; sent only once.
     Trimmer(Trimmer),
     /// A plan. A final one comes before the engine gets a marked turn, and one with a question
@@ -31,34 +31,34 @@ pub(super) enum Message {
     Planned(Planned),
 }
 
-impl Talk for Plans {
+impl Protocol for Plans {
     const NAME: &'static str = "trimmer";
-    type Message = Message;
-    type News = News;
+    type Message = TrimmerMessage;
+    type Report = TrimmerEvent;
 
-    fn decode(kind: u8, body: &mut Body<'_>) -> Result<Message, codec::Error> {
+    fn decode(kind: u8, body: &mut Body<'_>) -> Result<TrimmerMessage, codec::Error> {
         match kind {
-            TRIMMER => trimmer(body).map(Message::Trimmer),
-            PLANNED => planned(body).map(Message::Planned),
+            TRIMMER => decode_trimmer(body).map(TrimmerMessage::Trimmer),
+            PLANNED => decode_planned(body).map(TrimmerMessage::Planned),
             kind => Err(codec::Error::Kind(kind)),
         }
     }
 
-    fn begin(first: Message, pid: Option<u32>) -> Option<(Self, Caller, News)> {
-        let Message::Trimmer(mut trimmer) = first else { return None };
+    fn begin(first: TrimmerMessage, pid: Option<u32>) -> Option<(Self, PeerInfo, TrimmerEvent)> {
+        let TrimmerMessage::Trimmer(mut trimmer) = first else { return None };
         trimmer.seen_pid = pid;
         let works = trimmer.inert.is_none();
-        let caller = Caller { dp_rank: DP_RANK, works, unpublishable: None };
-        Some((Self::default(), caller, News::Up(trimmer)))
+        let info = PeerInfo { dp_rank: DP_RANK, works, unpublishable: None };
+        Some((Self::default(), info, TrimmerEvent::Up(trimmer)))
     }
 
-    fn take(&mut self, message: Message, _at: Instant) -> Result<(), Ended> {
-        let Message::Planned(planned) = message else { return Err(Ended::Order) };
+    fn receive(&mut self, message: TrimmerMessage, _at: Instant) -> Result<(), EndReason> {
+        let TrimmerMessage::Planned(planned) = message else { return Err(EndReason::Order) };
         self.waiting = Some(planned);
         Ok(())
     }
 
-    fn accepts(&self) -> bool {
+    fn has_room(&self) -> bool {
         self.waiting.is_none()
     }
 
@@ -66,38 +66,39 @@ impl Talk for Plans {
         self.waiting.is_none()
     }
 
-    fn pop(&mut self) -> Option<News> {
-        self.waiting.take().map(News::Planned)
+    fn next_report(&mut self) -> Option<TrimmerEvent> {
+        self.waiting.take().map(TrimmerEvent::Planned)
     }
 
-    fn end(&self, reason: String) -> News {
-        News::Down { reason }
+    fn end_report(&self, reason: String) -> TrimmerEvent {
+        TrimmerEvent::Down { reason }
     }
 }
 
-fn trimmer(body: &mut Body<'_>) -> Result<Trimmer, codec::Error> {
+fn decode_trimmer(body: &mut Body<'_>) -> Result<Trimmer, codec::Error> {
     Ok(Trimmer {
-        pid: body.u32()?,
+        pid: body.read_u32()?,
         // Set later from the socket's peer credentials.
         seen_pid: None,
-        instance: u128::from_le_bytes(body.array()?),
-        sglang: body.string()?,
-        shim: body.string()?,
-        inert: body.reason()?,
+        instance: u128::from_le_bytes(body.read_array()?),
+        sglang: body.read_string()?,
+        shim: body.read_string()?,
+        inert: body.read_reason()?,
     })
 }
 
-fn planned(body: &mut Body<'_>) -> Result<Planned, codec::Error> {
-    let question = Some(body.u64()?).filter(|number| *number != 0);
-    let (at, committed, sent, prompt) = (body.u32()?, body.u32()?, body.u32()?, body.u32()?);
-    let plan = match body.u8()? {
+fn decode_planned(body: &mut Body<'_>) -> Result<Planned, codec::Error> {
+    let question = Some(body.read_u64()?).filter(|number| *number != 0);
+    let (at, committed, sent, prompt) =
+        (body.read_u32()?, body.read_u32()?, body.read_u32()?, body.read_u32()?);
+    let plan = match body.read_u8()? {
         1 => Plan::Trimmed,
         2 => Plan::Retokenized,
         3 => Plan::Diverged,
         4 => Plan::Refused,
         _ => return Err(codec::Error::Value),
     };
-    let (session, rid, why) = (body.string()?, body.string()?, body.string()?);
+    let (session, rid, why) = (body.read_string()?, body.read_string()?, body.read_string()?);
     Ok(Planned { question, plan, at, committed, sent, prompt, session, rid, why })
 }
 

@@ -17,7 +17,7 @@ use super::{
 struct House {
     folder: Folder,
     handle: TrimHandle,
-    news: mpsc::Receiver<News>,
+    reports: mpsc::Receiver<TrimmerEvent>,
     _tasks: Tasks,
 }
 
@@ -37,13 +37,13 @@ impl House {
         trimmer
     }
 
-    async fn next(&mut self) -> News {
+    async fn next(&mut self) -> TrimmerEvent {
         tokio::time::timeout(SOON, self.news.recv()).await.expect("news in time").expect("news")
     }
 
     /// Waits for a working trimmer to connect. Returns the first byte of its instance.
     async fn up(&mut self) -> u8 {
-        let News::Up(trimmer) = self.next().await else { panic!("not up") };
+        let TrimmerEvent::Up(trimmer) = self.next().await else { panic!("not up") };
         assert_eq!((trimmer.seen_pid, trimmer.inert), (Some(std::process::id()), None));
         trimmer.instance.to_le_bytes()[0]
     }
@@ -51,7 +51,7 @@ impl House {
     /// Waits for the trimmer's connection to end. Returns the reason.
     async fn down(&mut self) -> String {
         match self.next().await {
-            News::Down { reason } => reason,
+            TrimmerEvent::Down { reason } => reason,
             other => panic!("{other:?}"),
         }
     }
@@ -88,8 +88,8 @@ fn planned(number: u64, prompt: u32) -> Vec<u8> {
     [&number.to_le_bytes()[..], &numbers.concat(), &[1], &texts].concat()
 }
 
-fn prompt_of(news: &News) -> u32 {
-    let News::Planned(planned) = news else { panic!("{news:?}") };
+fn prompt_of(news: &TrimmerEvent) -> u32 {
+    let TrimmerEvent::Planned(planned) = news else { panic!("{news:?}") };
     planned.prompt
 }
 
@@ -100,13 +100,13 @@ async fn plans_arrive_and_questions_are_answered() {
     let mut trimmer = house.trimmer(1, "");
     assert_eq!(house.up().await, 1);
     trimmer.send(5, &planned(0, 11));
-    let News::Planned(told) = house.next().await else { panic!("no plan") };
+    let TrimmerEvent::Planned(told) = house.next().await else { panic!("no plan") };
     assert_eq!((told.question, told.plan), (None, Plan::Trimmed));
     assert_eq!((told.at, told.committed, told.sent, told.prompt), (5, 5, 6, 11));
     assert_eq!((&*told.session, &*told.rid, &*told.why), ("s", "rid", ""));
 
     trimmer.send(5, &planned(7, 11));
-    let News::Planned(told) = house.next().await else { panic!("no question") };
+    let TrimmerEvent::Planned(told) = house.next().await else { panic!("no question") };
     assert_eq!(told.question, Some(7));
     house.handle.run(7, Some("s#2"), 512).unwrap();
     house.handle.run(8, None, 0).unwrap();
@@ -123,7 +123,7 @@ async fn plans_arrive_and_questions_are_answered() {
 async fn an_inert_trimmer_says_why_and_is_asked_nothing() {
     let mut house = House::new("trim-inert", 16);
     let _trimmer = house.trimmer(1, "several DP ranks");
-    let News::Up(trimmer) = house.next().await else { panic!("not up") };
+    let TrimmerEvent::Up(trimmer) = house.next().await else { panic!("not up") };
     assert_eq!(trimmer.inert.as_deref(), Some("several DP ranks"));
     assert!(matches!(house.handle.run(1, None, 0), Err(Error::NoShim(0))));
 }
@@ -181,7 +181,7 @@ async fn a_slow_receiver_stops_the_reading_and_misses_no_plan() {
     let mut house = House::new("trim-slow", 1);
     let mut trimmer = house.trimmer(1, "");
     trimmer.0.set_write_timeout(Some(Duration::from_millis(300))).unwrap();
-    // Ends when the socket is full: the receiver takes no news, so the agent stops reading.
+    // Ends when the socket is full: the receiver takes no news, so the agent stops reader.
     let sent = tokio::task::spawn_blocking(move || {
         let whole = |prompt: &u32| trimmer.0.write_all(&framed(5, &planned(0, *prompt))).is_ok();
         (0..100_000).take_while(whole).count()

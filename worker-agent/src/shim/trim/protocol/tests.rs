@@ -18,7 +18,7 @@ for plan in (wire.TRIMMED, wire.RETOKENIZED, wire.DIVERGED, wire.REFUSED):
     print(wire.encode_planned(wire.Planned(number, 1, 2, 3, 4, plan, "s-é", "rid-1", "why")).hex())
 "#;
 
-fn frames_of_the_trimmer() -> Vec<Message> {
+fn frames_of_the_trimmer() -> Vec<TrimmerMessage> {
     let works = Trimmer {
         pid: 7,
         seen_pid: None,
@@ -30,7 +30,7 @@ fn frames_of_the_trimmer() -> Vec<Message> {
     let inert = Some("it is not known".into());
     let inert = Trimmer { instance: 0, sglang: "0.6.0".into(), inert, ..works.clone() };
     let planned = |plan, question| {
-        Message::Planned(Planned {
+        TrimmerMessage::Planned(Planned {
             question,
             plan,
             at: 1,
@@ -43,8 +43,8 @@ fn frames_of_the_trimmer() -> Vec<Message> {
         })
     };
     vec![
-        Message::Trimmer(works),
-        Message::Trimmer(inert),
+        TrimmerMessage::Trimmer(works),
+        TrimmerMessage::Trimmer(inert),
         planned(Plan::Trimmed, None),
         planned(Plan::Retokenized, None),
         planned(Plan::Diverged, Some(1 << 40)),
@@ -63,7 +63,7 @@ fn no_socket_reads_what_belongs_to_the_other() {
     for kind in [1, 2, 3, 4, 5, 16, 17, 18, 19, 20] {
         let frame = framed(&[codec::VERSION, kind]);
         let unknown = Some(codec::Error::Kind(kind));
-        let shims = all_of(codec::message, &frame).err() != unknown;
+        let shims = all_of(codec::decode_message, &frame).err() != unknown;
         let trimmers = all_of(Plans::decode, &frame).err() != unknown;
         assert_eq!((shims, trimmers), ((1..=3).contains(&kind), (4..=5).contains(&kind)));
     }
