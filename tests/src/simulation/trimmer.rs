@@ -69,15 +69,15 @@ impl Trimmer {
         let same = context.map_or(0, |context| {
             context.iter().zip(ids).take_while(|(one, other)| one == other).count()
         });
-        let goes = |plan, committed: usize, rest: &[u32], asks| Goes {
+        let goes = |decision, committed: usize, rest: &[u32], asks| Goes {
             planned: TrimPlan {
                 rid: rid.to_owned(),
-                at: same as u64,
+                shared_tokens: same as u64,
                 incarnation: id.to_owned(),
-                plan,
-                committed: committed as u64,
-                sent: rest.len() as u64,
-                prompt: ids.len() as u64,
+                decision,
+                committed_tokens: committed as u64,
+                appended_tokens: rest.len() as u64,
+                prompt_tokens: ids.len() as u64,
             },
             rest: rest.to_vec(),
             asks,
@@ -174,7 +174,7 @@ impl World {
     /// Tells the agent the plan, and gives the turn to the scheduler.
     fn planned(&mut self, id: TurnId, goes: Goes) {
         let Goes { planned, rest, must_continue, .. } = goes;
-        let inside = matches!(planned.plan, Plan::Trimmed | Plan::Retokenized);
+        let inside = matches!(planned.decision, Plan::Trimmed | Plan::Retokenized);
         self.note(|| format!("turn {id}: {planned:?}"));
         if inside {
             self.counts.trimmed += 1;

@@ -61,7 +61,7 @@ pub(super) struct Exchange {
     rid: String,
     lease: Option<Lease>,
     upstream: Option<Upstream>,
-    /// Pieces of the answer that were read before it was known how the turn runs.
+    /// Frames of the answer that were read before it was known how the turn runs.
     early_frames: VecDeque<BodyFrame>,
     scanner: Scanner,
     status: StatusCode,
@@ -110,7 +110,7 @@ impl Exchange {
         }
     }
 
-    /// The turn's id inside the engine.
+    /// Returns the turn's id inside the engine.
     pub(super) fn rid(&self) -> &str {
         &self.rid
     }
@@ -144,35 +144,37 @@ impl Exchange {
     /// refuses a turn, the engine answers with an error of its own.
     pub(super) async fn wait_for_run_mode(
         &mut self,
-        told: Option<oneshot::Receiver<RunModeResult>>,
+        receiver: Option<oneshot::Receiver<RunModeResult>>,
         status: StatusCode,
         must_continue: bool,
     ) -> Option<RunModeResult> {
-        let mut told = told?;
-        let Some(Upstream::Body(body)) = &mut self.upstream else { return told.try_recv().ok() };
-        let mut reads = status.is_success();
-        if !reads && !must_continue {
-            return told.try_recv().ok();
+        let mut receiver = receiver?;
+        let Some(Upstream::Body(body)) = &mut self.upstream else {
+            return receiver.try_recv().ok();
+        };
+        let mut reads_on = status.is_success();
+        if !reads_on && !must_continue {
+            return receiver.try_recv().ok();
         }
-        let late = tokio::time::sleep(match (reads, must_continue) {
+        let plan_is_late = tokio::time::sleep(match (reads_on, must_continue) {
             (false, _) => PLAN_AFTER_ERROR_WITHIN,
             (true, true) => MUST_CONTINUE_PLAN_WITHIN,
             (true, false) => PLAN_WITHIN,
         });
-        tokio::pin!(late);
+        tokio::pin!(plan_is_late);
         loop {
             tokio::select! {
                 biased;
-                told = &mut told => return told.ok(),
-                frame = body.frame(), if reads => {
-                    reads = frame.is_some();
+                result = &mut receiver => return result.ok(),
+                frame = body.frame(), if reads_on => {
+                    reads_on = frame.is_some();
                     self.early_frames.push_back(frame);
-                    reads &= self.early_frames.len() < EARLY_FRAMES_MAX;
-                    if !reads && !must_continue {
-                        return told.try_recv().ok();
+                    reads_on &= self.early_frames.len() < EARLY_FRAMES_MAX;
+                    if !reads_on && !must_continue {
+                        return receiver.try_recv().ok();
                     }
                 }
-                () = &mut late, if !reads || !self.early_frames.is_empty() => return None,
+                () = &mut plan_is_late, if !reads_on || !self.early_frames.is_empty() => return None,
                 () = &mut self.deadline => return None,
             }
         }

@@ -23,7 +23,7 @@ async fn unknown_route() -> Refusal {
 }
 
 async fn respond(context: TurnContext, route: Route, request: Request) -> Response {
-    match turn::serve_turn(&context, route, request).await {
+    match turn::serve_request(&context, route, request).await {
         Ok(response) => response,
         Err(refusal) => {
             debug!(route = route.path, %refusal, "turn refused");

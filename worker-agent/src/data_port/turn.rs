@@ -108,10 +108,11 @@ pub async fn send_own_turn(
         .header(claim::RESIDENT, resident_tokens)
         .body(Body::from(body))
         .expect("a route's path and a number are legal");
-    serve_turn(context, GENERATE, request).await
+    serve_request(context, GENERATE, request).await
 }
 
-pub(super) async fn serve_turn(
+/// Serves one request: runs a turn, or passes on a request that is not a turn.
+pub(super) async fn serve_request(
     context: &TurnContext,
     route: Route,
     request: Request,

@@ -64,7 +64,7 @@ impl Owner {
             warn!(dp_rank, pid, sglang, reason, "the engine's shim is inert");
             return;
         }
-        info!(dp_rank, pid, sglang, shim, undemotable, "the engine's shim has connected");
+        info!(dp_rank, pid, sglang, shim, undemotable, "the engine's shim is there");
         self.connected_shims.insert(*dp_rank, undemotable.is_none());
         self.table.handle_shim_up(*dp_rank, undemotable.is_none());
         if let Some(reason) = unauditable {

@@ -3,13 +3,13 @@
 //! The simulation in the `tests` crate drives the table with random events, against an engine that
 //! misbehaves.
 
+mod auto_pin;
 mod engine;
-mod mixed;
+mod must_continue;
 mod order;
 mod prefix;
 mod rig;
 mod trim;
-mod unasked;
 
 use std::time::Duration;
 
@@ -75,8 +75,8 @@ fn delta(id: &str) -> Claim {
     Claim { delta: true, ..Claim::for_session(&key(id)) }
 }
 
-fn is_short(error: &Error, of: &str) -> bool {
-    matches!(error, Error::OutOfRoom { resource, .. } if *what == of)
+fn is_short(error: &Error, name: &str) -> bool {
+    matches!(error, Error::OutOfRoom { resource, .. } if *resource == name)
 }
 
 #[test]
@@ -450,12 +450,12 @@ fn the_shim_settles_what_only_the_engine_knows() {
         rig.table.handle_session_report(rig.now, 0, &seen(&incarnation, 25, false));
         rig.carry_out();
         assert!(!rig.admitted.contains_key(&next), "what was true before the doubt proves nothing");
-        assert_eq!(rig.looks, [Some(turn.rid.clone())], "the lost turn is aborted first");
+        assert_eq!(rig.table_requests, [Some(turn.rid.clone())], "the lost turn is aborted first");
         rig.table.mark_table_requested(0);
         rig.table.handle_session_report(rig.now, 0, &seen(&incarnation, 25, true));
         rig.carry_out();
         assert!(rig.refused.is_empty(), "the lost turn may still commit");
-        assert_eq!(rig.looks.pop(), Some(None), "the shim is asked again");
+        assert_eq!(rig.table_requests.pop(), Some(None), "the shim is asked again");
         rig.table.mark_table_requested(0);
         rig.table.handle_session_report(rig.now, 0, &seen(&incarnation, history_tokens, false));
         rig.carry_out();

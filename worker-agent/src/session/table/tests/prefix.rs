@@ -3,7 +3,7 @@
 use proto::load::{PromptPlace, PromptRole, VolatilePrefix};
 
 use super::{
-    trim::{auto, trimming, whole},
+    trim::{auto, full_history, trim_plan, trimming},
     *,
 };
 
@@ -25,11 +25,11 @@ impl Rig {
     fn diverges(&mut self, turn: &Inside, at: u64) {
         let (rid, incarnation) = (turn.rid.clone(), self.incarnation_of(turn));
         let (plan, committed, sent, prompt) = (Plan::Diverged, 148, 0, 160);
-        let planned = TrimPlan { rid, incarnation, plan, at, committed, sent, prompt };
-        self.table.handle_question(self.now, 7, &planned);
+        let reported = trim_plan(rid, incarnation, plan, [at, committed, sent, prompt]);
+        self.table.handle_question(self.now, 7, &reported);
         self.carry_out();
         self.demoted();
-        let answer = self.runs.pop().expect("an answer").1;
+        let answer = self.answers.pop().expect("an answer").1;
         self.engine_closes();
         if answer.is_some() {
             self.runs(turn, 0, 160);
@@ -47,14 +47,14 @@ fn a_chat_that_loses_its_pin_tells_which_text_and_which_token_cost_it() {
     rig.pinned_by_itself("s");
     for nonce in 1..4 {
         rig.start = chat(nonce);
-        let turn = whole(&mut rig, &auto("s"), 460).inside();
+        let turn = full_history(&mut rig, &auto("s"), 460).inside();
         rig.diverges(&turn, 34);
     }
     let place = Some(PromptPlace { role: PromptRole::System, message: 0, block: 0 });
     let found = VolatilePrefix { token_index: Some(34), place, turns: 3 };
     assert_eq!((rig.found("s"), &rig.volatile), (Some(found), &vec![found]));
     rig.start = chat(9);
-    let turn = whole(&mut rig, &auto("s"), 460).inside();
+    let turn = full_history(&mut rig, &auto("s"), 460).inside();
     assert_eq!(rig.retention("s"), Retention::Tagged, "it can't be pinned like that");
     rig.end(&turn, finished(160, 8));
     assert_eq!(rig.found("s"), Some(VolatilePrefix { turns: 4, ..found }));
@@ -66,7 +66,7 @@ fn a_prompt_of_one_text_tells_the_token_alone() {
     let mut rig = trimming();
     rig.pinned_by_itself("s");
     for _ in 0..3 {
-        let turn = whole(&mut rig, &auto("s"), 460).inside();
+        let turn = full_history(&mut rig, &auto("s"), 460).inside();
         rig.diverges(&turn, 34);
     }
     let found = VolatilePrefix { token_index: Some(34), place: None, turns: 3 };

@@ -59,7 +59,7 @@ pub(super) struct Rig {
     /// Closes that the table requested from the engine.
     pub(super) closes: Vec<CloseRequest>,
     pub(super) demotes: Vec<String>,
-    pub(super) looks: Vec<Option<String>>,
+    pub(super) table_requests: Vec<Option<String>>,
     pub(super) journal: Vec<Record>,
     /// Turns and opens that left the queue for the engine.
     pub(super) admitted: HashMap<String, Turn>,
@@ -67,11 +67,11 @@ pub(super) struct Rig {
     /// Opens that wait until the test answers them. `None`: each open succeeds at once.
     pub(super) opens: Option<Vec<String>>,
     /// Answers to the shim's questions: question number, incarnation, and the most prompt tokens.
-    pub(super) runs: Vec<(u64, Option<String>, u64)>,
+    pub(super) answers: Vec<(u64, Option<String>, u64)>,
     /// How turns ran, if that was reported after their admission.
-    pub(super) rans: HashMap<String, RunMode>,
+    pub(super) run_modes: HashMap<String, RunMode>,
     /// Turns that the shim refused, and why.
-    pub(super) unfit: HashMap<String, Error>,
+    pub(super) refused_by_shim: HashMap<String, Error>,
     /// The beginning of the prompts of later turns.
     pub(super) start: PromptStart,
     /// Volatile prefixes that the table reported.
@@ -90,14 +90,14 @@ impl Rig {
             rids: 0,
             closes: vec![],
             demotes: vec![],
-            looks: vec![],
+            table_requests: vec![],
             journal: vec![],
             admitted: HashMap::new(),
             refused: HashMap::new(),
             opens: None,
-            runs: vec![],
-            rans: HashMap::new(),
-            unfit: HashMap::new(),
+            answers: vec![],
+            run_modes: HashMap::new(),
+            refused_by_shim: HashMap::new(),
             start: PromptStart::default(),
             volatile: vec![],
         }
@@ -116,12 +116,14 @@ impl Rig {
                     Effect::Journal(record) => self.journal.push(record),
                     Effect::Close(close) => self.closes.push(close),
                     Effect::Demote { incarnation, .. } => self.demotes.push(incarnation),
-                    Effect::RequestShimTable { rid, .. } => self.looks.push(rid),
+                    Effect::RequestShimTable { rid, .. } => self.table_requests.push(rid),
                     Effect::AnswerQuestion { question, incarnation, tokens_max } => {
-                        self.runs.push((question, incarnation, tokens_max));
+                        self.answers.push((question, incarnation, tokens_max));
                     }
-                    Effect::RunModeKnown { rid, run_mode } => drop(self.rans.insert(rid, ran)),
-                    Effect::RefusedByShim { rid, error } => drop(self.unfit.insert(rid, error)),
+                    Effect::RunModeKnown { rid, run_mode } => drop(self.run_modes.insert(rid, ran)),
+                    Effect::RefusedByShim { rid, error } => {
+                        drop(self.refused_by_shim.insert(rid, error))
+                    }
                     Effect::VolatilePrefix(_, found) => self.volatile.push(found),
                     Effect::SessionChanged(_) | Effect::SessionEvent(..) | Effect::Freed(_) => {}
                     Effect::Open { incarnation, .. } => match &mut self.opens {

@@ -11,12 +11,30 @@ pub(super) fn trimming() -> Rig {
 }
 
 /// Asks to run a turn that holds a full history of `bytes` bytes and wants an answer of 8 tokens.
-pub(super) fn whole(rig: &mut Rig, claim: &Claim, bytes: u64) -> rig::Answer {
+pub(super) fn full_history(rig: &mut Rig, claim: &Claim, bytes: u64) -> rig::Answer {
     let need = Need { prompt_tokens: bytes, answer_tokens: Some(8), ..Need::default() };
     let key = claim.key().unwrap();
     rig.ask(Some((claim, &key)), None, PinnedInput::FullHistories, need)
 }
 
+pub(super) fn trim_plan(
+    rid: String,
+    incarnation: String,
+    decision: Plan,
+    [shared_tokens, committed_tokens, appended_tokens, prompt_tokens]: [u64; 4],
+) -> TrimPlan {
+    TrimPlan {
+        rid,
+        incarnation,
+        decision,
+        shared_tokens,
+        committed_tokens,
+        appended_tokens,
+        prompt_tokens,
+    }
+}
+
+/// Returns the claim of a turn whose client leaves the session's retention to the agent.
 pub(super) fn auto(id: &str) -> Claim {
     Claim::for_session(&key(id))
 }
@@ -32,11 +50,11 @@ impl Rig {
     ) -> (TrimOutcome, u64) {
         let (rid, incarnation) = (turn.rid.clone(), self.incarnation_of(turn));
         let prompt = committed + sent;
-        let planned = TrimPlan { rid, incarnation, plan, at: 0, committed, sent, prompt };
-        let told = self.table.handle_plan(self.now, &planned).expect("it is told once");
+        let reported = trim_plan(rid, incarnation, plan, [0, committed, sent, prompt]);
+        let told = self.table.handle_plan(self.now, &reported).expect("it is told once");
         self.carry_out();
         // The counted result must match what the client is told.
-        let ran = self.rans.get(&turn.rid);
+        let ran = self.run_modes.get(&turn.rid);
         match told.0 {
             TrimOutcome::Trimmed | TrimOutcome::Retokenized => {
                 assert_eq!(ran, Some(&RunMode::Pinned))
@@ -53,8 +71,8 @@ impl Rig {
     /// Asks the shim's question about a turn.
     pub(super) fn question(&mut self, turn: &Inside, plan: Plan, prompt: u64) {
         let (rid, incarnation) = (turn.rid.clone(), turn.incarnation().to_owned());
-        let planned = TrimPlan { rid, incarnation, plan, at: 0, committed: 0, sent: 0, prompt };
-        self.table.handle_question(self.now, 7, &planned);
+        let reported = trim_plan(rid, incarnation, plan, [0, 0, 0, prompt]);
+        self.table.handle_question(self.now, 7, &reported);
         self.carry_out();
     }
 
@@ -66,9 +84,9 @@ impl Rig {
     /// Runs and ends a turn of `prompt` tokens and an answer of 8, of which the session has
     /// `committed`.
     pub(super) fn runs(&mut self, turn: &Inside, committed: u64, prompt: u64) -> TrimOutcome {
-        let (became, _) = self.plan(turn, Plan::Trimmed, committed, prompt - committed);
+        let (outcome, _) = self.plan(turn, Plan::Trimmed, committed, prompt - committed);
         self.end(turn, finished(prompt, 8));
-        became
+        outcome
     }
 
     pub(super) fn retention(&self, id: &str) -> Retention {
@@ -77,9 +95,9 @@ impl Rig {
 
     /// Runs two turns of a session, of which the second pins it. Its history then has 148 tokens.
     pub(super) fn pinned_by_itself(&mut self, id: &str) -> String {
-        let first = whole(self, &auto(id), 400).inside();
+        let first = full_history(self, &auto(id), 400).inside();
         self.end(&first, finished(100, 8));
-        let second = whole(self, &auto(id), 430).inside();
+        let second = full_history(self, &auto(id), 430).inside();
         self.runs(&second, 0, 140);
         second.incarnation().to_owned()
     }
@@ -99,14 +117,14 @@ pub(super) fn tokens_max(turn: &Inside) -> Option<u64> {
 #[test]
 fn a_session_that_comes_back_is_pinned_and_computes_only_what_is_new() {
     let mut rig = trimming();
-    let first = whole(&mut rig, &auto("s"), 400).inside();
+    let first = full_history(&mut rig, &auto("s"), 400).inside();
     assert_eq!(
         (first.turn.run_mode, tokens_max(&first)),
         (Some(RunMode::Tagged), None),
         "who knows"
     );
     rig.end(&first, finished(100, 8));
-    let second = whole(&mut rig, &auto("s"), 430).inside();
+    let second = full_history(&mut rig, &auto("s"), 430).inside();
     assert_eq!(
         second.turn.session.as_ref().unwrap().retention,
         Retention::Tagged,
@@ -114,8 +132,8 @@ fn a_session_that_comes_back_is_pinned_and_computes_only_what_is_new() {
     );
     assert_eq!(tokens_max(&second), Some(150), "what it was, and what 30 bytes more may be");
     rig.runs(&second, 0, 120);
-    assert_eq!(rig.rans[&second.rid], RunMode::Pinned);
-    let third = whole(&mut rig, &auto("s"), 460).inside();
+    assert_eq!(rig.run_modes[&second.rid], RunMode::Pinned);
+    let third = full_history(&mut rig, &auto("s"), 460).inside();
     let spared = 128;
     assert_eq!(rig.plan(&third, Plan::Trimmed, 128, 20), (TrimOutcome::Trimmed, spared));
     rig.end(&third, finished(148, 8));
@@ -126,13 +144,13 @@ fn a_session_that_comes_back_is_pinned_and_computes_only_what_is_new() {
 }
 
 #[test]
-fn nothing_is_pinned_unasked_that_is_cold_or_has_no_room_or_no_shim() {
+fn no_session_is_auto_pinned_that_is_cold_or_lacks_room_or_a_shim() {
     let pinned_after = |change: fn(&mut Rig), bytes: u64| {
         let mut rig = trimming();
-        let first = whole(&mut rig, &auto("s"), 400).inside();
+        let first = full_history(&mut rig, &auto("s"), 400).inside();
         rig.end(&first, finished(100, 8));
         change(&mut rig);
-        let turn = whole(&mut rig, &auto("s"), bytes).inside();
+        let turn = full_history(&mut rig, &auto("s"), bytes).inside();
         tokens_max(&turn).is_some()
     };
     assert!(pinned_after(|_| {}, 430));
@@ -149,8 +167,8 @@ fn nothing_is_pinned_unasked_that_is_cold_or_has_no_room_or_no_shim() {
 fn a_turn_beside_another_runs_on_the_tree_and_is_not_history() {
     let mut rig = trimming();
     rig.pinned_by_itself("s");
-    let inside = whole(&mut rig, &auto("s"), 460).inside();
-    let beside = whole(&mut rig, &auto("s"), 470).inside();
+    let inside = full_history(&mut rig, &auto("s"), 460).inside();
+    let beside = full_history(&mut rig, &auto("s"), 470).inside();
     assert_eq!((beside.turn.run_mode, tokens_max(&beside)), (Some(RunMode::Tagged), None));
     rig.plan(&inside, Plan::Trimmed, 148, 10);
     rig.end(&beside, finished(170, 8));
@@ -159,42 +177,42 @@ fn a_turn_beside_another_runs_on_the_tree_and_is_not_history() {
 }
 
 #[test]
-fn a_history_that_diverged_takes_another_incarnation_when_the_old_ones_kv_is_in_the_tree() {
+fn a_diverged_history_gets_a_new_incarnation_once_the_old_kv_is_in_the_tree() {
     let mut rig = trimming();
     let old = rig.pinned_by_itself("s");
     rig.closes.clear();
-    let turn = whole(&mut rig, &auto("s"), 460).inside();
+    let turn = full_history(&mut rig, &auto("s"), 460).inside();
     rig.question(&turn, Plan::Diverged, 150);
-    assert_eq!((&rig.demotes, rig.runs.len()), (&vec![old.clone()], 0), "the tree first");
+    assert_eq!((&rig.demotes, rig.answers.len()), (&vec![old.clone()], 0), "the tree first");
     rig.demoted();
     let fresh = rig.incarnation_of(&turn);
     assert_ne!(fresh, old);
-    assert_eq!(rig.runs, [(7, Some(fresh), 190)], "with the bound that it was marked with");
+    assert_eq!(rig.answers, [(7, Some(fresh), 190)], "with the bound that it was marked with");
     assert!(rig.closes.iter().any(|close| close.incarnation == old), "{:?}", rig.closes);
     assert_eq!(rig.runs(&turn, 0, 150), TrimOutcome::Reopened, "trimmed, says the shim");
     rig.engine_closes();
-    let next = whole(&mut rig, &auto("s"), 480).inside();
+    let next = full_history(&mut rig, &auto("s"), 480).inside();
     assert_eq!(rig.runs(&next, 158, 170), TrimOutcome::Trimmed);
     assert_eq!(rig.table.totals(0).rows_held, 1, "the old one holds nothing");
 }
 
 #[test]
-fn a_plan_for_what_is_gone_or_told_again_is_of_no_turn() {
+fn a_plan_for_an_unknown_turn_or_a_repeated_plan_changes_nothing() {
     let mut rig = trimming();
     rig.pinned_by_itself("s");
-    let turn = whole(&mut rig, &auto("s"), 460).inside();
+    let turn = full_history(&mut rig, &auto("s"), 460).inside();
     let (rid, incarnation) = (turn.rid.clone(), rig.incarnation_of(&turn));
     let (committed, sent, prompt) = (148, 12, 160);
-    let told = TrimPlan { rid, incarnation, plan: Plan::Trimmed, at: 148, committed, sent, prompt };
+    let told = trim_plan(rid, incarnation, Plan::Trimmed, [148, committed, sent, prompt]);
     let other = TrimPlan { incarnation: "another's".to_owned(), ..told.clone() };
     let left = TrimPlan { rid: "who left".to_owned(), ..told.clone() };
     let gone = Some((TrimOutcome::Gone, 0));
     assert_eq!([&other, &left].map(|one| rig.table.handle_plan(rig.now, one)), [gone, gone]);
     assert_eq!(rig.table.handle_plan(rig.now, &told), Some((TrimOutcome::Trimmed, 148)));
-    let against = TrimPlan { plan: Plan::Diverged, ..told.clone() };
+    let against = TrimPlan { decision: Plan::Diverged, ..told.clone() };
     assert_eq!([&told, &against].map(|one| rig.table.handle_plan(rig.now, one)), [None, None]);
     rig.carry_out();
-    assert_eq!(rig.rans[&turn.rid], RunMode::Pinned);
+    assert_eq!(rig.run_modes[&turn.rid], RunMode::Pinned);
     rig.end(&turn, finished(160, 8));
     assert_eq!(rig.table.get(&key("s")).unwrap().history_tokens, 168);
 }
@@ -206,20 +224,20 @@ fn a_session_that_diverges_every_turn_is_left_to_the_tree() {
     let mut history = 0;
     for turn in 0.. {
         assert!(turn < 9, "it is tried for ever");
-        let asks = whole(&mut rig, &auto("s"), 460 + turn).inside();
+        let asks = full_history(&mut rig, &auto("s"), 460 + turn).inside();
         if tokens_max(&asks).is_none() {
             assert_eq!(turn, 3, "three in a row");
             break;
         }
         rig.question(&asks, Plan::Diverged, 150);
         rig.demoted();
-        let answer = rig.runs.pop().expect("an answer").1;
+        let answer = rig.answers.pop().expect("an answer").1;
         rig.engine_closes();
         if answer.is_some() {
             rig.runs(&asks, 0, 150);
         } else {
             assert_eq!(rig.plan(&asks, Plan::Diverged, 0, 0), (TrimOutcome::Diverged, 0));
-            assert_eq!(rig.rans[&asks.rid], RunMode::Tagged);
+            assert_eq!(rig.run_modes[&asks.rid], RunMode::Tagged);
             rig.end(&asks, finished(151, 8));
             history = 159;
         }
@@ -248,16 +266,16 @@ pub(super) fn seen(rig: &mut Rig, id: &str, history_tokens: u64) {
 }
 
 #[test]
-fn a_plan_that_nobody_told_leaves_doubt_and_the_engines_account_is_taken() {
+fn a_turn_without_a_reported_plan_makes_its_session_suspect_until_the_shim_reports() {
     for history_tokens in [148, 168] {
         let mut rig = trimming();
         let incarnation = rig.pinned_by_itself("s");
-        let turn = whole(&mut rig, &auto("s"), 460).inside();
+        let turn = full_history(&mut rig, &auto("s"), 460).inside();
         rig.end(&turn, finished(160, 8));
-        assert_eq!(rig.looks.len(), 1, "was it trimmed or not");
+        assert_eq!(rig.table_requests.len(), 1, "was it trimmed or not");
         seen(&mut rig, &incarnation, history_tokens);
         assert_eq!(rig.table.get(&key("s")).unwrap().history_tokens, history_tokens);
-        let next = whole(&mut rig, &auto("s"), 480).inside();
+        let next = full_history(&mut rig, &auto("s"), 480).inside();
         assert_eq!(next.incarnation(), incarnation);
         assert!(tokens_max(&next).is_some());
     }
@@ -267,65 +285,69 @@ fn a_plan_that_nobody_told_leaves_doubt_and_the_engines_account_is_taken() {
 fn an_answer_without_usage_is_measured_by_the_shim() {
     let mut rig = trimming();
     let incarnation = rig.pinned_by_itself("s");
-    let turn = whole(&mut rig, &auto("s"), 460).inside();
+    let turn = full_history(&mut rig, &auto("s"), 460).inside();
     assert_eq!(rig.plan(&turn, Plan::Retokenized, 148, 12), (TrimOutcome::Retokenized, 148));
     rig.table.handle_commit(&incarnation, 165, false);
     rig.end(&turn, Outcome::Finished(None));
     assert_eq!(rig.table.get(&key("s")).unwrap().history_tokens, 165);
-    assert!(rig.looks.is_empty());
-    let untold = whole(&mut rig, &auto("s"), 480).inside();
+    assert!(rig.table_requests.is_empty());
+    let untold = full_history(&mut rig, &auto("s"), 480).inside();
     rig.plan(&untold, Plan::Trimmed, 165, 12);
     rig.end(&untold, Outcome::Finished(None));
-    assert_eq!(rig.looks.len(), 1, "nobody told how long the answer was");
+    assert_eq!(rig.table_requests.len(), 1, "nobody told how long the answer was");
 }
 
 #[test]
-fn more_tokens_than_room_was_kept_for_are_let_in_only_where_there_is_room() {
+fn a_prompt_beyond_its_reservation_runs_only_if_there_is_room() {
     for (prompt, fits) in [(300, true), (1050, false)] {
         let mut rig = trimming();
         rig.table
             .open_session(rig.now, "o", &key("s"), Some(Retention::Pinned), None, None)
             .unwrap();
         rig.carry_out();
-        let turn = whole(&mut rig, &auto("s"), 300).inside();
+        let turn = full_history(&mut rig, &auto("s"), 300).inside();
         assert_eq!(tokens_max(&turn), Some(100), "a first history is estimated");
         let incarnation = turn.incarnation().to_owned();
         rig.question(&turn, Plan::Refused, prompt);
         let same = fits.then_some((7, Some(incarnation), prompt));
-        assert_eq!(rig.runs, [same.unwrap_or((7, None, 0))]);
+        assert_eq!(rig.answers, [same.unwrap_or((7, None, 0))]);
         let held = rig.table.totals(0).pinned_tokens;
-        assert_eq!(held >= prompt, fits, "room is kept for what runs: {held}");
+        assert_eq!(held >= prompt, fits, "room is kept for what answers: {held}");
     }
 }
 
 #[test]
-fn an_explicitly_pinned_session_takes_whole_histories_and_begins_anew_when_its_own_is_gone() {
+fn an_explicitly_pinned_session_takes_full_histories_and_starts_over_when_its_own_is_gone() {
     let mut rig = trimming();
     rig.pin("s");
-    let first = whole(&mut rig, &Claim { open: true, ..auto("s") }, 300).inside();
+    let first = full_history(&mut rig, &Claim { open: true, ..auto("s") }, 300).inside();
     rig.runs(&first, 0, 90);
     assert_eq!(rig.retention("s"), Retention::Pinned);
     assert_eq!(
-        whole(&mut rig, &delta("s"), 300).error(),
+        full_history(&mut rig, &delta("s"), 300).error(),
         Error::PinnedInputRefused,
         "not by this route"
     );
     rig.table.handle_engine_lost(rig.now, engine(1));
     rig.carry_out();
-    let again = whole(&mut rig, &auto("s"), 330).inside();
+    let again = full_history(&mut rig, &auto("s"), 330).inside();
     assert_eq!(rig.runs(&again, 0, 100), TrimOutcome::Reopened);
     rig.table.set_trimming(rig.now, false);
-    assert_eq!(whole(&mut rig, &auto("s"), 340).error(), Error::PinnedInputRefused, "nobody trims");
+    assert_eq!(
+        full_history(&mut rig, &auto("s"), 340).error(),
+        Error::PinnedInputRefused,
+        "nobody trims"
+    );
 }
 
 #[test]
 fn a_question_is_answered_however_the_session_ends_meanwhile() {
     let mut rig = trimming();
     rig.pinned_by_itself("s");
-    let turn = whole(&mut rig, &auto("s"), 460).inside();
+    let turn = full_history(&mut rig, &auto("s"), 460).inside();
     rig.question(&turn, Plan::Diverged, 150);
     rig.close("s").unwrap();
-    assert_eq!(rig.runs, [(7, None, 0)]);
+    assert_eq!(rig.answers, [(7, None, 0)]);
     rig.demoted();
     rig.plan(&turn, Plan::Diverged, 0, 0);
     rig.end(&turn, finished(150, 8));
@@ -335,11 +357,11 @@ fn a_question_is_answered_however_the_session_ends_meanwhile() {
 }
 
 #[test]
-fn a_session_nobody_asked_to_pin_gives_way_when_it_grows_beyond_the_room() {
+fn an_auto_pinned_session_loses_its_pin_when_it_outgrows_the_room() {
     let mut rig = trimming();
     rig.pinned_by_itself("s");
     rig.pin_holding("other", 744);
-    let turn = whole(&mut rig, &auto("s"), 640).waits();
+    let turn = full_history(&mut rig, &auto("s"), 640).waits();
     rig.demoted();
     let turn = rig.answer(turn).inside();
     assert_eq!(
@@ -368,14 +390,14 @@ fn an_answer_whose_end_was_ignored_costs_its_session_no_pin() {
             let (rid, incarnation) = (asks.rid.clone(), rig.incarnation_of(&asks));
             let (plan, committed) = (Plan::Diverged, 148);
             if turn > 0 {
-                let planned =
-                    TrimPlan { rid, incarnation, plan, at, committed, sent: 0, prompt: 150 };
-                rig.table.handle_question(rig.now, 7, &planned);
+                let reported = trim_plan(rid, incarnation, plan, [at, committed, 0, 150]);
+                rig.table.handle_question(rig.now, 7, &reported);
                 rig.carry_out();
                 rig.demoted();
                 rig.engine_closes();
             }
-            if tokens_max(&asks).is_some() && (turn == 0 || rig.runs.pop().unwrap().1.is_some()) {
+            if tokens_max(&asks).is_some() && (turn == 0 || rig.answers.pop().unwrap().1.is_some())
+            {
                 rig.runs(&asks, 0, 140);
             } else {
                 rig.plan(&asks, Plan::Diverged, 0, 0);

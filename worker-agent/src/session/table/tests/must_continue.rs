@@ -1,7 +1,7 @@
 //! Deltas and full histories on one session: neither replaces what the other's client relies on.
 
 use super::{
-    trim::{auto, trimming, whole},
+    trim::{auto, full_history, trim_plan, trimming},
     *,
 };
 
@@ -26,17 +26,17 @@ impl Rig {
     /// error.
     fn refused_by_shim(&mut self, turn: &Inside, plan: Plan, at: u64, prompt: u64) -> Error {
         let (rid, incarnation) = (turn.rid.clone(), self.incarnation_of(turn));
-        let planned = TrimPlan { rid, incarnation, plan, at, committed: 32, sent: 0, prompt };
-        let told = self.table.handle_plan(self.now, &planned);
+        let reported = trim_plan(rid, incarnation, plan, [at, 32, 0, prompt]);
+        let told = self.table.handle_plan(self.now, &reported);
         assert_eq!(told, Some((TrimOutcome::NotContinued, 0)));
         self.carry_out();
         self.end(turn, Outcome::Refused);
-        self.unfit.remove(&turn.rid).expect("its client is told")
+        self.refused_by_shim.remove(&turn.rid).expect("its client is told")
     }
 
     /// Runs a full history that diverges from the session, in a new incarnation.
     fn reopens(&mut self, claim: &Claim) {
-        let turn = whole(self, claim, 100).inside();
+        let turn = full_history(self, claim, 100).inside();
         self.question(&turn, Plan::Diverged, 30);
         self.demoted();
         self.engine_closes();
@@ -49,14 +49,14 @@ fn a_full_history_that_differs_is_refused_where_deltas_are_taken_and_changes_not
     for (plan, at) in [(Plan::Diverged, 20), (Plan::Diverged, 32), (Plan::Refused, 0)] {
         let mut rig = appended_to();
         let before = rig.table.get(&key("s")).unwrap().clone();
-        let other = whole(&mut rig, &auto("s"), 100).inside();
+        let other = full_history(&mut rig, &auto("s"), 100).inside();
         assert!(must_continue(&other));
         let error = rig.refused_by_shim(&other, plan, at, 30);
         assert!(matches!(error, Error::NotContinued { .. }), "{error}");
         let after = rig.table.get(&key("s")).unwrap();
         assert_eq!(after.incarnation, before.incarnation);
         assert_eq!(after.history_tokens, before.history_tokens);
-        assert_eq!((rig.demotes.len(), rig.looks.len(), rig.closes.len()), (0, 0, 0));
+        assert_eq!((rig.demotes.len(), rig.table_requests.len(), rig.closes.len()), (0, 0, 0));
         let next = rig.turn(&delta("s")).inside();
         rig.end(&next, finished(40, 8));
         assert_eq!(rig.table.get(&key("s")).unwrap().history_tokens, 48, "it goes on");
@@ -68,13 +68,13 @@ fn whatever_the_engine_says_of_a_turn_that_the_shim_refused_its_session_is_as_it
     let lost = [Outcome::Lost, Outcome::Aborted, Outcome::Partial, Outcome::Unheard(None)];
     for outcome in [Outcome::Refused, Outcome::Finished(None)].into_iter().chain(lost) {
         let mut rig = appended_to();
-        let other = whole(&mut rig, &auto("s"), 100).inside();
+        let other = full_history(&mut rig, &auto("s"), 100).inside();
         let (rid, incarnation) = (other.rid.clone(), rig.incarnation_of(&other));
         let (plan, committed) = (Plan::Diverged, 32);
-        let planned = TrimPlan { rid, incarnation, plan, at: 9, committed, sent: 0, prompt: 30 };
-        rig.table.handle_plan(rig.now, &planned);
+        let reported = trim_plan(rid, incarnation, plan, [9, committed, 0, 30]);
+        rig.table.handle_plan(rig.now, &reported);
         rig.end(&other, outcome);
-        assert_eq!((rig.looks.len(), rig.closes.len()), (0, 0), "{outcome:?}");
+        assert_eq!((rig.table_requests.len(), rig.closes.len()), (0, 0), "{outcome:?}");
         rig.turn(&delta("s")).inside();
     }
 }
@@ -82,11 +82,11 @@ fn whatever_the_engine_says_of_a_turn_that_the_shim_refused_its_session_is_as_it
 #[test]
 fn a_full_history_that_continues_a_session_of_deltas_runs_in_it() {
     let mut rig = appended_to();
-    let on = whole(&mut rig, &auto("s"), 100).inside();
+    let on = full_history(&mut rig, &auto("s"), 100).inside();
     assert_eq!(rig.runs(&on, 32, 40), TrimOutcome::Trimmed);
     let next = rig.turn(&delta("s")).inside();
     rig.end(&next, finished(56, 8));
-    let again = whole(&mut rig, &auto("s"), 200).inside();
+    let again = full_history(&mut rig, &auto("s"), 200).inside();
     assert!(must_continue(&again), "it has taken deltas still");
     assert!(!rig.table.get(&key("s")).unwrap().sends_full_histories(), "it can't go on elsewhere");
 }
@@ -94,12 +94,12 @@ fn a_full_history_that_continues_a_session_of_deltas_runs_in_it() {
 #[test]
 fn a_full_history_that_has_no_room_in_a_session_of_deltas_is_told_so() {
     let mut rig = appended_to();
-    let large = whole(&mut rig, &auto("s"), 1100).inside();
+    let large = full_history(&mut rig, &auto("s"), 1100).inside();
     rig.question(&large, Plan::Refused, 1050);
-    assert_eq!(rig.runs.pop(), Some((7, None, 0)));
+    assert_eq!(rig.answers.pop(), Some((7, None, 0)));
     let error = rig.refused_by_shim(&large, Plan::Refused, 0, 1050);
     assert!(is_short(&error, "pin_tokens"), "{error}");
-    let again = whole(&mut rig, &auto("s"), 1100).error();
+    let again = full_history(&mut rig, &auto("s"), 1100).error();
     assert!(matches!(again, Error::TooLarge { .. }), "it never fits: {again}");
     rig.turn(&delta("s")).inside();
 }
@@ -107,9 +107,9 @@ fn a_full_history_that_has_no_room_in_a_session_of_deltas_is_told_so() {
 #[test]
 fn the_last_turn_of_a_session_of_deltas_gets_room_too() {
     let mut rig = appended_to();
-    let last = whole(&mut rig, &Claim { close: true, ..auto("s") }, 100).inside();
+    let last = full_history(&mut rig, &Claim { close: true, ..auto("s") }, 100).inside();
     rig.question(&last, Plan::Refused, 60);
-    let (_, incarnation, tokens_max) = rig.runs.pop().unwrap();
+    let (_, incarnation, tokens_max) = rig.answers.pop().unwrap();
     assert_eq!((incarnation.as_deref(), tokens_max), (Some(last.incarnation()), 60));
     assert_eq!(rig.runs(&last, 32, 60), TrimOutcome::Trimmed);
     rig.engine_closes();
@@ -117,9 +117,9 @@ fn the_last_turn_of_a_session_of_deltas_gets_room_too() {
 }
 
 #[test]
-fn who_opens_a_session_anew_with_a_full_history_may_append_to_that() {
+fn a_client_that_reopens_a_session_with_a_full_history_may_append_to_it() {
     let mut rig = trimming();
-    let first = whole(&mut rig, &pinned("s"), 90).inside();
+    let first = full_history(&mut rig, &pinned("s"), 90).inside();
     rig.runs(&first, 0, 30);
     rig.reopens(&opening());
     let next = rig.turn(&delta("s")).inside();
@@ -129,7 +129,7 @@ fn who_opens_a_session_anew_with_a_full_history_may_append_to_that() {
 }
 
 #[test]
-fn who_appends_hears_of_it_when_another_client_opens_the_session_anew() {
+fn a_delta_client_is_told_when_another_client_reopened_the_session() {
     let mut rig = appended_to();
     rig.reopens(&opening());
     assert_eq!(rig.turn(&delta("s")).error(), Error::DeltaNeedsOpen);
@@ -161,7 +161,7 @@ fn whole_by_generate(rig: &mut Rig, claim: &Claim, tokens: u64) -> rig::Answer {
 fn nothing_is_appended_to_a_history_that_replaced_another_until_it_is_closed_and_opened() {
     let mut rig = trimming();
     rig.pin("s");
-    let first = whole(&mut rig, &auto("s"), 90).inside();
+    let first = full_history(&mut rig, &auto("s"), 90).inside();
     rig.runs(&first, 0, 30);
     rig.reopens(&auto("s"));
     assert_eq!(rig.turn(&delta("s")).error(), Error::DeltaNeedsOpen);
@@ -178,11 +178,11 @@ fn a_session_that_a_full_history_began_takes_no_delta() {
     // Another client may have used the same key before, in a session that expired or on a lost
     // agent.
     let mut rig = trimming();
-    let began = whole(&mut rig, &pinned("s"), 90).inside();
+    let began = full_history(&mut rig, &pinned("s"), 90).inside();
     assert_eq!(rig.table.get(&key("s")).unwrap().turns, 0);
     rig.runs(&began, 0, 30);
     assert_eq!(rig.turn(&delta("s")).error(), Error::DeltaNeedsOpen);
-    let on = whole(&mut rig, &opening(), 120).inside();
+    let on = full_history(&mut rig, &opening(), 120).inside();
     rig.runs(&on, 38, 48);
     rig.turn(&delta("s")).inside();
 }
@@ -198,11 +198,12 @@ fn a_session_of_deltas_that_is_gone_is_not_begun_anew_by_a_full_history() {
             rig.table.handle_corruption(rig.now, &incarnation);
             rig.carry_out();
         }
-        assert_eq!(whole(&mut rig, &auto("s"), 100).error(), why);
+        assert_eq!(full_history(&mut rig, &auto("s"), 100).error(), why);
         assert_eq!(rig.turn(&delta("s")).error(), why);
         rig.engine_closes();
         rig.table.handle_shim_up(0, true);
-        let anew = whole(&mut rig, &Claim { retention: Some(Retention::Pinned), ..opening() }, 100);
+        let anew =
+            full_history(&mut rig, &Claim { retention: Some(Retention::Pinned), ..opening() }, 100);
         let anew = anew.inside();
         rig.runs(&anew, 0, 30);
         rig.turn(&delta("s")).inside();

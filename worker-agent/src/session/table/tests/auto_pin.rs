@@ -1,7 +1,7 @@
 //! Pins that the agent sets on its own: what they must not cost other sessions, and how they fail.
 
 use super::{
-    trim::{auto, seen, tokens_max, trimming, whole},
+    trim::{auto, full_history, seen, tokens_max, trim_plan, trimming},
     *,
 };
 
@@ -9,16 +9,16 @@ use super::{
 fn a_session_that_cannot_be_opened_goes_on_unpinned() {
     let mut rig = trimming();
     rig.opens = Some(vec![]);
-    let first = whole(&mut rig, &auto("s"), 400).inside();
+    let first = full_history(&mut rig, &auto("s"), 400).inside();
     rig.end(&first, finished(100, 8));
-    let second = whole(&mut rig, &auto("s"), 430).waits();
+    let second = full_history(&mut rig, &auto("s"), 430).waits();
     let incarnation = rig.opens.as_mut().unwrap().pop().unwrap();
     rig.table.handle_open_result(rig.now, &incarnation, &OpenResult::No("disk full".into()));
     rig.carry_out();
     let second = rig.answer(second).inside();
     assert_eq!(second.turn.run_mode, Some(RunMode::Tagged));
     rig.end(&second, finished(110, 8));
-    let third = whole(&mut rig, &auto("s"), 460).inside();
+    let third = full_history(&mut rig, &auto("s"), 460).inside();
     assert_eq!(third.turn.run_mode, Some(RunMode::Tagged), "it isn't tried again at once");
 }
 
@@ -27,7 +27,7 @@ fn a_close_while_another_incarnation_opens_leaves_nothing() {
     let mut rig = trimming();
     rig.pinned_by_itself("s");
     rig.opens = Some(vec![]);
-    let turn = whole(&mut rig, &auto("s"), 460).inside();
+    let turn = full_history(&mut rig, &auto("s"), 460).inside();
     rig.question(&turn, Plan::Diverged, 150);
     rig.demoted();
     let incarnation = rig.opens.as_mut().unwrap().pop().unwrap();
@@ -44,20 +44,20 @@ fn a_close_while_another_incarnation_opens_leaves_nothing() {
 fn room_for_a_longer_prompt_is_not_taken_from_a_large_plain_turn() {
     let mut rig = trimming();
     rig.pin("s");
-    let turn = whole(&mut rig, &auto("s"), 300).inside();
+    let turn = full_history(&mut rig, &auto("s"), 300).inside();
     rig.plain(1000).inside();
     rig.question(&turn, Plan::Refused, 900);
-    assert_eq!(rig.runs, [(7, None, 0)]);
+    assert_eq!(rig.answers, [(7, None, 0)]);
 }
 
 #[test]
 fn a_large_turn_that_runs_beside_its_session_keeps_pinned_ones_from_growing() {
     let mut rig = trimming();
     rig.pin("s");
-    let first = whole(&mut rig, &auto("s"), 300).inside();
+    let first = full_history(&mut rig, &auto("s"), 300).inside();
     rig.runs(&first, 0, 100);
     rig.pin_holding("o", 300);
-    let turn = whole(&mut rig, &auto("s"), 460).inside();
+    let turn = full_history(&mut rig, &auto("s"), 460).inside();
     rig.question(&turn, Plan::Refused, 1100);
     rig.plan(&turn, Plan::Refused, 0, 1100);
     rig.demoted();
@@ -68,13 +68,13 @@ fn a_large_turn_that_runs_beside_its_session_keeps_pinned_ones_from_growing() {
 }
 
 #[test]
-fn an_answer_that_nobody_heard_costs_its_session_nothing() {
+fn an_answer_that_its_client_did_not_receive_costs_its_session_nothing() {
     let mut rig = trimming();
     let incarnation = rig.pinned_by_itself("s");
-    let turn = whole(&mut rig, &auto("s"), 460).inside();
+    let turn = full_history(&mut rig, &auto("s"), 460).inside();
     rig.plan(&turn, Plan::Trimmed, 148, 12);
     rig.end(&turn, Outcome::Unheard(Some(usage(160, 8))));
-    let meanwhile = whole(&mut rig, &auto("s"), 480).inside();
+    let meanwhile = full_history(&mut rig, &auto("s"), 480).inside();
     assert_eq!(
         meanwhile.turn.run_mode,
         Some(RunMode::Tagged),
@@ -82,7 +82,7 @@ fn an_answer_that_nobody_heard_costs_its_session_nothing() {
     );
     rig.end(&meanwhile, finished(165, 8));
     seen(&mut rig, &incarnation, 168);
-    let next = whole(&mut rig, &auto("s"), 480).inside();
+    let next = full_history(&mut rig, &auto("s"), 480).inside();
     assert_eq!((next.incarnation(), tokens_max(&next).is_some()), (&*incarnation, true));
 }
 
@@ -92,7 +92,7 @@ fn a_trimmed_turn_counts_as_the_tokens_that_are_computed() {
     rig.pinned_by_itself("s");
     let before = rig.now;
     rig.now += Duration::from_millis(1);
-    let turn = whole(&mut rig, &auto("s"), 640).inside();
+    let turn = full_history(&mut rig, &auto("s"), 640).inside();
     assert!(rig.table.unsampled_prompt_tokens(0, before) <= 160 - 147);
     rig.plan(&turn, Plan::Trimmed, 148, 12);
     assert_eq!(rig.table.unsampled_prompt_tokens(0, before), 160 - 147);
@@ -101,48 +101,47 @@ fn a_trimmed_turn_counts_as_the_tokens_that_are_computed() {
 #[test]
 fn a_small_request_beside_does_not_cost_the_session_its_pin() {
     let mut rig = trimming();
-    let first = whole(&mut rig, &auto("s"), 2300).inside();
+    let first = full_history(&mut rig, &auto("s"), 2300).inside();
     rig.end(&first, finished(600, 8));
-    let second = whole(&mut rig, &auto("s"), 2330).inside();
+    let second = full_history(&mut rig, &auto("s"), 2330).inside();
     rig.runs(&second, 0, 620);
-    let main = whole(&mut rig, &auto("s"), 2360).inside();
-    let side = whole(&mut rig, &auto("s"), 40).inside();
+    let main = full_history(&mut rig, &auto("s"), 2360).inside();
+    let side = full_history(&mut rig, &auto("s"), 40).inside();
     rig.runs(&main, 628, 636);
     rig.end(&side, finished(10, 8));
-    let next = whole(&mut rig, &auto("s"), 2390).inside();
+    let next = full_history(&mut rig, &auto("s"), 2390).inside();
     assert!(tokens_max(&next).is_some());
     rig.runs(&next, 644, 660);
     // An aside may also run between two turns: a request for a title, then the conversation
     // continues.
-    let title = whole(&mut rig, &auto("s"), 60).inside();
+    let title = full_history(&mut rig, &auto("s"), 60).inside();
     let (rid, incarnation) = (title.rid.clone(), title.incarnation().to_owned());
     let diverged = Plan::Diverged;
-    let planned =
-        TrimPlan { rid, incarnation, plan: diverged, at: 5, committed: 668, sent: 0, prompt: 20 };
-    rig.table.handle_question(rig.now, 7, &planned);
+    let reported = trim_plan(rid, incarnation, diverged, [5, 668, 0, 20]);
+    rig.table.handle_question(rig.now, 7, &reported);
     rig.carry_out();
-    assert_eq!(rig.runs.pop().unwrap().1, None);
+    assert_eq!(rig.answers.pop().unwrap().1, None);
     rig.plan(&title, diverged, 0, 0);
     rig.end(&title, finished(20, 8));
-    let next = whole(&mut rig, &auto("s"), 2420).inside();
+    let next = full_history(&mut rig, &auto("s"), 2420).inside();
     let all_it_had = 668;
     assert_eq!(rig.plan(&next, Plan::Trimmed, 668, 10), (TrimOutcome::Trimmed, all_it_had));
 }
 
 #[test]
-fn who_asked_for_a_pin_keeps_it_against_who_did_not() {
+fn a_requested_pin_is_kept_when_an_auto_pin_needs_room() {
     let mut rig = trimming();
     rig.pin_holding("asked", 700);
     rig.wait(DEMOTE);
     rig.pinned_by_itself("s");
-    drop(whole(&mut rig, &auto("s"), 900));
+    drop(full_history(&mut rig, &auto("s"), 900));
     assert!(
         !rig.demotes.iter().any(|one| *one == rig.table.get(&key("asked")).unwrap().incarnation)
     );
     let mut rig = trimming();
-    let first = whole(&mut rig, &auto("s"), 2300).inside();
+    let first = full_history(&mut rig, &auto("s"), 2300).inside();
     rig.end(&first, finished(600, 8));
-    let second = whole(&mut rig, &auto("s"), 2330).inside();
+    let second = full_history(&mut rig, &auto("s"), 2330).inside();
     rig.runs(&second, 0, 620);
     rig.pin("asks");
     let need = Need { prompt_tokens: 500, answer_tokens: Some(8), exact: true, ..Need::default() };
@@ -161,18 +160,18 @@ fn a_session_that_does_not_come_back_gives_its_kv_to_the_tree() {
     assert_eq!(rig.demotes, [incarnation.as_str()]);
     rig.demoted();
     assert_eq!((rig.table.totals(0).rows_held, rig.table.totals(0).pinned_tokens), (0, 0));
-    let back = whole(&mut rig, &auto("s"), 460).inside();
+    let back = full_history(&mut rig, &auto("s"), 460).inside();
     assert_eq!(back.incarnation(), incarnation, "its history is there");
 }
 
 #[test]
-fn what_can_never_run_in_its_session_is_left_to_the_tree() {
+fn a_prompt_that_can_never_run_in_its_session_runs_on_the_tree() {
     for asks in [false, true] {
         let mut rig = trimming();
         rig.pinned_by_itself("s");
         for turn in 0.. {
             assert!(turn < 9, "it is tried for ever");
-            let turn = whole(&mut rig, &auto("s"), 460 + turn);
+            let turn = full_history(&mut rig, &auto("s"), 460 + turn);
             rig.demoted();
             let turn = match turn {
                 rig::Answer::Waits(rid) => rig.answer(rid).inside(),
@@ -187,7 +186,7 @@ fn what_can_never_run_in_its_session_is_left_to_the_tree() {
                 rig.demoted();
                 rig.engine_closes();
             }
-            if rig.runs.pop().is_some_and(|run| run.1.is_some()) {
+            if rig.answers.pop().is_some_and(|run| run.1.is_some()) {
                 rig.runs(&turn, 0, 150);
             } else {
                 rig.plan(&turn, Plan::Refused, 0, 0);
@@ -201,11 +200,11 @@ fn what_can_never_run_in_its_session_is_left_to_the_tree() {
 }
 
 #[test]
-fn a_trimmer_that_goes_takes_no_kv_with_it() {
+fn a_session_keeps_its_kv_when_the_trimmer_disconnects() {
     let mut rig = trimming();
     let incarnation = rig.pinned_by_itself("s");
     rig.table.set_trimming(rig.now, false);
-    let turn = whole(&mut rig, &auto("s"), 460).waits();
+    let turn = full_history(&mut rig, &auto("s"), 460).waits();
     assert_eq!(rig.demotes, [incarnation.as_str()], "to the tree, not away");
     rig.demoted();
     assert_eq!(rig.answer(turn).inside().turn.run_mode, Some(RunMode::Tagged));
@@ -215,44 +214,44 @@ fn a_trimmer_that_goes_takes_no_kv_with_it() {
 fn nothing_is_appended_after_a_turn_that_the_engine_may_have_run() {
     let mut rig = trimming();
     rig.pin("s");
-    let first = whole(&mut rig, &Claim { open: true, ..auto("s") }, 300).inside();
+    let first = full_history(&mut rig, &Claim { open: true, ..auto("s") }, 300).inside();
     rig.runs(&first, 0, 100);
-    let turn = whole(&mut rig, &auto("s"), 340).inside();
+    let turn = full_history(&mut rig, &auto("s"), 340).inside();
     rig.plan(&turn, Plan::Trimmed, 108, 10);
     // After the shim trimmed the prompt, a route may report a client error although the engine ran
     // it.
     rig.end(&turn, Outcome::Refused);
-    assert_eq!(rig.looks, [Some(turn.rid.clone())], "aborted, then looked at");
+    assert_eq!(rig.table_requests, [Some(turn.rid.clone())], "aborted, then looked at");
     seen(&mut rig, turn.turn.session.as_ref().unwrap().incarnation.clone().as_str(), 108);
     assert_eq!(rig.turn(&delta("s")).error(), Error::HistoryUnknown);
 }
 
 #[test]
-fn a_late_plan_is_its_own_turns() {
+fn a_late_plan_affects_only_its_own_turn() {
     let mut rig = trimming();
     rig.pin("s");
-    let first = whole(&mut rig, &auto("s"), 300).inside();
+    let first = full_history(&mut rig, &auto("s"), 300).inside();
     rig.runs(&first, 0, 100);
-    let refused = whole(&mut rig, &auto("s"), 340).inside();
+    let refused = full_history(&mut rig, &auto("s"), 340).inside();
     rig.end(&refused, Outcome::Refused);
-    let next = whole(&mut rig, &auto("s"), 340).inside();
+    let next = full_history(&mut rig, &auto("s"), 340).inside();
     rig.plan(&refused, Plan::Refused, 0, 110);
     rig.runs(&next, 108, 118);
-    assert_eq!(rig.rans[&next.rid], RunMode::Pinned);
+    assert_eq!(rig.run_modes[&next.rid], RunMode::Pinned);
     assert_eq!(rig.table.get(&key("s")).unwrap().history_tokens, 126);
 }
 
 #[test]
-fn a_whole_history_that_waited_begins_anew_whatever_comes_behind_it() {
+fn a_waiting_full_history_starts_over_whatever_turn_follows() {
     let rules = Rules { auto_pin: true, turns_queued_per_session_max: 2, ..rules() };
     let mut rig = Rig::with(rules, engine(1));
     rig.table.handle_shim_up(0, true);
     rig.table.set_trimming(rig.now, true);
     rig.pin("s");
-    let first = whole(&mut rig, &Claim { open: true, ..auto("s") }, 300).inside();
+    let first = full_history(&mut rig, &Claim { open: true, ..auto("s") }, 300).inside();
     rig.runs(&first, 0, 100);
     let running = rig.turn(&delta("s")).inside();
-    let waits = whole(&mut rig, &Claim { open: true, ..auto("s") }, 340).waits();
+    let waits = full_history(&mut rig, &Claim { open: true, ..auto("s") }, 340).waits();
     rig.turn(&delta("s")).waits();
     rig.end(&running, Outcome::Unheard(None));
     let waits = rig.answer(waits).inside();
@@ -269,8 +268,12 @@ fn a_client_may_decide_what_the_agent_decided() {
     rig.pinned_by_itself("s");
     assert!(!rig.turn(&delta("s")).error().to_string().contains("is pinned"), "it didn't ask");
     rig.open("s", Some(Retention::Pinned)).unwrap();
-    let turn = whole(&mut rig, &auto("s"), 460).inside();
-    assert_eq!(whole(&mut rig, &auto("s"), 470).error(), Error::Busy, "one at a time, as it asked");
+    let turn = full_history(&mut rig, &auto("s"), 460).inside();
+    assert_eq!(
+        full_history(&mut rig, &auto("s"), 470).error(),
+        Error::Busy,
+        "one at a time, as it asked"
+    );
     rig.runs(&turn, 148, 160);
     assert_eq!(rig.turn(&delta("s")).error(), Error::DeltaNeedsOpen, "it had a history already");
     let mut rig = trimming();
@@ -283,22 +286,22 @@ fn a_client_may_decide_what_the_agent_decided() {
 fn a_turn_that_was_stopped_may_have_waited_and_its_session_keeps_row_and_kv_until_the_shim_says() {
     let mut rig = trimming();
     let incarnation = rig.pinned_by_itself("s");
-    let turn = whole(&mut rig, &auto("s"), 460).inside();
+    let turn = full_history(&mut rig, &auto("s"), 460).inside();
     rig.plan(&turn, Plan::Trimmed, 148, 12);
     rig.end(&turn, Outcome::Aborted);
     let totals = rig.table.totals(0);
     assert!(totals.rows_held == 1 && totals.pinned_tokens >= 148, "{totals:?}");
-    assert_eq!(rig.looks.len(), 1);
+    assert_eq!(rig.table_requests.len(), 1);
     seen(&mut rig, &incarnation, 148);
-    let next = whole(&mut rig, &auto("s"), 460).inside();
+    let next = full_history(&mut rig, &auto("s"), 460).inside();
     assert_eq!(rig.plan(&next, Plan::Trimmed, 148, 12), (TrimOutcome::Trimmed, 148));
 }
 
 #[test]
-fn what_the_engine_made_of_a_lost_first_turn_is_history_nobody_may_append_to() {
+fn no_delta_is_appended_to_what_a_lost_first_turn_left() {
     let mut rig = trimming();
     let incarnation = rig.pin("s");
-    let first = whole(&mut rig, &auto("s"), 300).inside();
+    let first = full_history(&mut rig, &auto("s"), 300).inside();
     rig.plan(&first, Plan::Trimmed, 0, 90);
     rig.end(&first, Outcome::Lost);
     seen(&mut rig, &incarnation, 98);
@@ -309,9 +312,9 @@ fn what_the_engine_made_of_a_lost_first_turn_is_history_nobody_may_append_to() {
 #[test]
 fn a_pin_that_nothing_ran_in_gives_its_row_back() {
     let mut rig = trimming();
-    let first = whole(&mut rig, &auto("s"), 400).inside();
+    let first = full_history(&mut rig, &auto("s"), 400).inside();
     rig.end(&first, finished(100, 8));
-    let image = whole(&mut rig, &auto("s"), 430).inside();
+    let image = full_history(&mut rig, &auto("s"), 430).inside();
     rig.plan(&image, Plan::Refused, 0, 0);
     rig.end(&image, finished(110, 8));
     assert_eq!(rig.table.totals(0).rows_held, 1);
@@ -324,17 +327,17 @@ fn a_pin_that_nothing_ran_in_gives_its_row_back() {
 fn a_route_that_counts_a_prompt_otherwise_costs_its_session_nothing() {
     let mut rig = trimming();
     let incarnation = rig.pinned_by_itself("s");
-    let turn = whole(&mut rig, &auto("s"), 460).inside();
+    let turn = full_history(&mut rig, &auto("s"), 460).inside();
     rig.plan(&turn, Plan::Trimmed, 148, 12);
     rig.end(&turn, finished(157, 8));
     seen(&mut rig, &incarnation, 168);
-    let next = whole(&mut rig, &auto("s"), 480).inside();
+    let next = full_history(&mut rig, &auto("s"), 480).inside();
     assert_eq!(next.incarnation(), incarnation);
     assert_eq!(rig.plan(&next, Plan::Trimmed, 168, 12), (TrimOutcome::Trimmed, 168));
 }
 
 #[test]
-fn who_answers_at_length_is_pinned_only_with_room_for_it() {
+fn a_session_with_long_answers_is_pinned_only_with_room_for_them() {
     let mut roomy = engine(1);
     roomy.context_tokens = 200_000;
     let rank = &mut roomy.ranks[0];
