@@ -45,7 +45,7 @@ impl Limits {
 pub struct Ledger {
     limits: Limits,
     /// The rows and the pool tokens of each rank, from the engine's description.
-    sizes: Vec<(u32, u64)>,
+    rank_sizes: Vec<(u32, u64)>,
     /// The device name that the engine reports.
     device: String,
     /// Bytes of each rank's pool on each of its devices, as the engine reports.
@@ -56,9 +56,9 @@ pub struct Ledger {
     page_bytes: HashMap<u32, u64>,
     sample: Option<Sample>,
     /// The prefill rate of each rank.
-    prefill: Vec<PrefillRate>,
+    prefill_rates: Vec<PrefillRate>,
     /// The shim's figures, for ranks that have a shim.
-    facts: HashMap<u32, PoolFacts>,
+    shim_facts: HashMap<u32, PoolFacts>,
 }
 
 /// A rank's pool as the shim reads it, exact at one scheduler step. In tokens, unless noted.
@@ -99,33 +99,33 @@ impl Ledger {
     pub fn new(limits: Limits) -> Self {
         Self {
             limits,
-            sizes: vec![],
+            rank_sizes: vec![],
             device: String::new(),
             pool_bytes: vec![],
             page_tokens: 1,
             page_bytes: HashMap::new(),
             sample: None,
-            prefill: vec![],
-            facts: HashMap::new(),
+            prefill_rates: vec![],
+            shim_facts: HashMap::new(),
         }
     }
 
     /// Sets the description of an engine process and forgets the previous process. Returns what the
     /// session table needs of it.
     pub fn set_engine(&mut self, info: &Info) -> session::EngineCapacity {
-        self.sizes = info.rows.iter().map(|&rows| (rows, info.pool_tokens)).collect();
-        self.sizes.truncate(RANKS_MAX as usize);
+        self.rank_sizes = info.rows.iter().map(|&rows| (rows, info.pool_tokens)).collect();
+        self.rank_sizes.truncate(RANKS_MAX as usize);
         self.device.clone_from(&info.device);
         self.pool_bytes.clone_from(&info.pool_bytes);
         self.page_tokens = info.facts.page_tokens.max(1);
         self.sample = None;
-        self.prefill = vec![PrefillRate::default(); self.sizes.len()];
-        self.facts.clear();
-        let ranks = self.sizes.iter().map(|&(rows, tokens)| RankCapacity {
+        self.prefill_rates = vec![PrefillRate::default(); self.rank_sizes.len()];
+        self.shim_facts.clear();
+        let ranks = self.rank_sizes.iter().map(|&(rows, tokens)| RankCapacity {
             rows,
             rows_reserve: self.limits.rows_reserve,
             pool_tokens: tokens,
-            pin_tokens_max: share(tokens, self.limits.pin_budget_ratio),
+            pin_tokens_max: share_of(tokens, self.limits.pin_budget_ratio),
             turns_max: self.limits.turns_max,
         });
         session::EngineCapacity {
@@ -139,7 +139,7 @@ impl Ledger {
     /// Takes a load sample of the engine.
     pub fn record_sample(&mut self, sample: Sample) {
         for rank in &sample.ranks {
-            let rate = self.prefill.get_mut(rank.dp_rank as usize);
+            let rate = self.prefill_rates.get_mut(rank.dp_rank as usize);
             if let (Some(rate), Some(busy_us)) = (rate, rank.total_prefill_busy_us) {
                 rate.record_sample(sample.at, rank.total_prefill_uncached_tokens, busy_us);
             }
@@ -150,8 +150,8 @@ impl Ledger {
     /// Sets a rank's figures from the shim; `None` when the shim has disconnected.
     pub fn set_shim_facts(&mut self, dp_rank: u32, facts: Option<PoolFacts>) {
         match facts {
-            Some(facts) => drop(self.facts.insert(dp_rank, facts)),
-            None => drop(self.facts.remove(&dp_rank)),
+            Some(facts) => drop(self.shim_facts.insert(dp_rank, facts)),
+            None => drop(self.shim_facts.remove(&dp_rank)),
         }
     }
 
@@ -166,7 +166,7 @@ impl Ledger {
     /// Returns the description of the ranks for routers, including device names.
     #[must_use]
     pub fn describe_ranks(&self, now: Instant, gpus: &Snapshot) -> Vec<Rank> {
-        let named = |device: Device| Device {
+        let identity = |device: Device| Device {
             uuid: device.uuid,
             name: device.name,
             index: device.index,
@@ -177,12 +177,12 @@ impl Ledger {
             ..Device::default()
         };
         (0..)
-            .zip(&self.sizes)
+            .zip(&self.rank_sizes)
             .map(|(dp_rank, &(rows, pool_tokens))| Rank {
                 dp_rank,
                 pool_tokens,
                 rows,
-                devices: self.devices(now, dp_rank, gpus).into_iter().map(named).collect(),
+                devices: self.devices(now, dp_rank, gpus).into_iter().map(identity).collect(),
             })
             .collect()
     }
@@ -197,12 +197,12 @@ impl Ledger {
         interval: Duration,
         health: AgentHealth,
     ) -> LoadReport {
-        let ranks = (0..).zip(&self.sizes).map(|(dp_rank, &size)| {
+        let ranks = (0..).zip(&self.rank_sizes).map(|(dp_rank, &size)| {
             let sample = self.sample.as_ref().and_then(|sample| {
                 let rank = sample.ranks.iter().find(|rank| rank.dp_rank == dp_rank)?;
                 Some((rank, age_ms(now, sample.at)))
             });
-            let facts = self.facts.get(&dp_rank).map(|facts| (facts, age_ms(now, facts.at)));
+            let facts = self.shim_facts.get(&dp_rank).map(|facts| (facts, age_ms(now, facts.at)));
             let totals = table.totals(dp_rank);
             let mut load = self.rank_load(dp_rank, size, sample, facts, &totals);
             self.add_prefill_figures(now, table, &mut load);
@@ -242,7 +242,7 @@ impl Ledger {
                 age_ms,
             })
         };
-        let ours = |value, source| Some(Figure { value, source, age_ms: 0 });
+        let fresh = |value, source| Some(Figure { value, source, age_ms: 0 });
         let pinned = match facts {
             // With nothing running, protected and held KV is pinned; shared prefixes count once.
             Some((facts, age_ms)) if totals.turns_running == 0 && facts.running == 0 => {
@@ -268,11 +268,11 @@ impl Ledger {
                 locked.saturating_add(facts.uncached)
             })
             .or_else(|| loads(|rank| rank.num_used_tokens.min(rank.max_total_num_tokens))),
-            pool_total_tokens: ours(pool, Source::ServerInfo),
+            pool_total_tokens: fresh(pool, Source::ServerInfo),
             pinned_tokens: Some(pinned),
-            resident_tokens_estimate: ours(estimate, Source::Estimate),
-            rows_held: ours(u64::from(totals.rows_held.min(rows)), Source::Ledger),
-            rows_total: ours(u64::from(rows), Source::ServerInfo),
+            resident_tokens_estimate: fresh(estimate, Source::Estimate),
+            rows_held: fresh(u64::from(totals.rows_held.min(rows)), Source::Ledger),
+            rows_total: fresh(u64::from(rows), Source::ServerInfo),
             sessions: totals.sessions,
             devices: vec![],
             turns_queued: totals.turns_queued,
@@ -293,7 +293,8 @@ impl Ledger {
 
     /// Adds the rank's prefill rate and its backlog of prompt tokens.
     fn add_prefill_figures(&self, now: Instant, table: &Table, load: &mut RankLoad) {
-        let rate = self.prefill.get(load.dp_rank as usize).and_then(PrefillRate::tokens_per_s);
+        let rate =
+            self.prefill_rates.get(load.dp_rank as usize).and_then(PrefillRate::tokens_per_s);
         load.prefill_tokens_per_s = rate.map(|(value, at)| Figure {
             value,
             source: Source::Loads,
@@ -311,9 +312,9 @@ impl Ledger {
 
     /// Returns the rank's devices. Without GPU readings it is the device that the engine names.
     fn devices(&self, now: Instant, dp_rank: u32, gpus: &Snapshot) -> Vec<Device> {
-        let read = gpus.devices(now, dp_rank);
-        if !read.is_empty() {
-            return read;
+        let read_devices = gpus.devices(now, dp_rank);
+        if !read_devices.is_empty() {
+            return read_devices;
         }
         vec![Device { uuid: self.device.clone(), ..Device::default() }]
     }
@@ -325,9 +326,9 @@ impl Ledger {
             (bytes.saturating_mul(pages), Source::Shim)
         });
         let from_description = self.pool_bytes.get(load.dp_rank as usize).copied().flatten();
-        let known = from_buffers.or(from_description.map(|bytes| (bytes, Source::ServerInfo)));
-        let here = gpus.holds_pool(load.dp_rank, self.sizes.len());
-        let Some((bytes, source)) = known.filter(|_| here) else { return };
+        let pool_bytes = from_buffers.or(from_description.map(|bytes| (bytes, Source::ServerInfo)));
+        let is_on_gpus = gpus.holds_pool(load.dp_rank, self.rank_sizes.len());
+        let Some((bytes, source)) = pool_bytes.filter(|_| is_on_gpus) else { return };
         let pool = Pool { bytes, tokens, source };
         let mut devices = std::mem::take(&mut load.devices);
         devices.iter_mut().for_each(|device| pool.fill_device(load, device));
@@ -355,6 +356,6 @@ fn age_ms(now: Instant, at: Instant) -> u32 {
     clippy::cast_precision_loss,
     reason = "a share of a pool: rounding by a token is nothing, the ratio is checked to be 0..=1"
 )]
-fn share(tokens: u64, ratio: f64) -> u64 {
+fn share_of(tokens: u64, ratio: f64) -> u64 {
     (tokens as f64 * ratio) as u64
 }

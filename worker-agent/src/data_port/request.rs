@@ -36,13 +36,13 @@ pub struct ParsedRequest {
     /// The request id that the client chose.
     pub client_rid: Option<String>,
     /// Whether there is one prompt and one answer, so that the turn's id names exactly one request.
-    pub single: bool,
+    pub is_single: bool,
 }
 
 /// The engine's default limit of generated tokens on `/generate`.
-const ANSWER_TOKENS: u64 = 128;
+const GENERATE_ANSWER_TOKENS: u64 = 128;
 /// The engine's default limit of generated tokens on `/v1/completions`.
-const COMPLETION_TOKENS: u64 = 16;
+const COMPLETIONS_ANSWER_TOKENS: u64 = 16;
 /// The tokens that a chat template may add around messages, beyond the bytes of their JSON.
 const TEMPLATE_TOKENS: u64 = 256;
 /// The placeholder for the agent's members until their values are known.
@@ -61,8 +61,8 @@ pub fn parse(
     let object = Object::parse(bytes).map_err(|error| malformed(&error))?;
     check_session_params(&object)?;
     check_ids(kind, &object, vocabulary)?;
-    let single = is_single(kind, &object);
-    if in_session && !single {
+    let is_single = is_single(kind, &object);
+    if in_session && !is_single {
         return Err(Refusal::bad_request(
             "batch_in_session",
             "a turn of a session has one prompt and one answer: send a single prompt with n = 1, \
@@ -87,7 +87,7 @@ pub fn parse(
         PromptStart::default()
     };
     let need = read_need(kind, &object, bytes.len());
-    Ok(ParsedRequest { kind, parts, need, prompt_start, client_rid, single })
+    Ok(ParsedRequest { kind, parts, need, prompt_start, client_rid, is_single })
 }
 
 impl ParsedRequest {
@@ -109,12 +109,12 @@ impl ParsedRequest {
 fn read_need(kind: Kind, object: &Object<'_>, body_bytes: usize) -> Need {
     if kind != Kind::Generate {
         let limits = ["max_completion_tokens", "max_tokens", "max_output_tokens"];
-        let default = (kind == Kind::Completions).then_some(COMPLETION_TOKENS);
-        let number = |key: &&str| object.get(key).and_then(|value| value.get().parse().ok());
+        let default = (kind == Kind::Completions).then_some(COMPLETIONS_ANSWER_TOKENS);
+        let parsed_number = |key: &&str| object.get(key).and_then(|value| value.get().parse().ok());
         return Need {
             prompt_tokens: body_bytes as u64 + TEMPLATE_TOKENS,
             // If a request to `/v1/completions` sets no limit, the engine uses its own default.
-            answer_tokens: limits.iter().find_map(number).or(default),
+            answer_tokens: limits.iter().find_map(parsed_number).or(default),
             exact: false,
             ignores_eos: object.get("ignore_eos").is_some_and(|value| value.get() == "true"),
             resident_tokens: 0,
@@ -123,16 +123,16 @@ fn read_need(kind: Kind, object: &Object<'_>, body_bytes: usize) -> Need {
     let sampling = object.get("sampling_params").filter(|params| params.get().starts_with('{'));
     let sampling = sampling.and_then(|params| Object::parse(params.get().as_bytes()).ok());
     let answer_tokens = match sampling.as_ref().and_then(|params| params.get("max_new_tokens")) {
-        None => Some(ANSWER_TOKENS),
+        None => Some(GENERATE_ANSWER_TOKENS),
         // `null` means as many tokens as fit.
         Some(limit) => limit.get().parse().ok(),
     };
     let ids = object.get("input_ids").filter(|ids| ids.get().starts_with('['));
-    let single = |ids: &&RawValue| first_inside(ids) != Some(b'[');
-    let set = |key: &str| object.get(key).filter(|value| value.get() != "null");
+    let is_one_list = |ids: &&RawValue| first_byte_inside(ids) != Some(b'[');
+    let present = |key: &str| object.get(key).filter(|value| value.get() != "null");
     let ignores_eos = sampling.as_ref().and_then(|params| params.get("ignore_eos"));
     let ignores_eos = ignores_eos.is_some_and(|value| value.get() == "true");
-    if ["image_data", "video_data", "audio_data"].iter().any(|key| set(key).is_some()) {
+    if ["image_data", "video_data", "audio_data"].iter().any(|key| present(key).is_some()) {
         // Only the engine knows how many tokens the media become; the context length is the bound.
         let prompt_tokens = u64::from(u32::MAX);
         return Need {
@@ -143,11 +143,11 @@ fn read_need(kind: Kind, object: &Object<'_>, body_bytes: usize) -> Need {
             resident_tokens: 0,
         };
     }
-    match (ids.filter(single), set("text")) {
+    match (ids.filter(is_one_list), present("text")) {
         (Some(ids), None) => {
             let commas = ids.get().bytes().filter(|byte| *byte == b',').count() as u64;
-            let some = first_inside(ids).is_some_and(|byte| byte != b']');
-            let prompt_tokens = commas + u64::from(some);
+            let is_nonempty = first_byte_inside(ids).is_some_and(|byte| byte != b']');
+            let prompt_tokens = commas + u64::from(is_nonempty);
             Need { prompt_tokens, answer_tokens, exact: true, ignores_eos, resident_tokens: 0 }
         }
         (_, text) => {
@@ -229,9 +229,9 @@ fn check_ids(kind: Kind, object: &Object<'_>, vocabulary: Option<u32>) -> Result
         return Ok(());
     }
     let limit = vocabulary.map_or(u64::from(u32::MAX), u64::from);
-    let texts = kind != Kind::Generate;
+    let texts_allowed = kind != Kind::Generate;
     match serde_json::Deserializer::from_str(value.get())
-        .deserialize_any(IdsVisitor { limit, texts })
+        .deserialize_any(IdsVisitor { limit, texts_allowed })
     {
         Ok(_) => Ok(()),
         Err(error) => {
@@ -249,7 +249,7 @@ const OUTSIDE: &str = "is outside the vocabulary";
 #[derive(Clone, Copy)]
 struct IdsVisitor {
     limit: u64,
-    texts: bool,
+    texts_allowed: bool,
 }
 
 /// The kind of one element of a prompt.
@@ -264,7 +264,7 @@ impl<'de> Visitor<'de> for IdsVisitor {
     type Value = Element;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(if self.texts {
+        f.write_str(if self.texts_allowed {
             "texts, or token ids as integers"
         } else {
             "integer token ids"
@@ -288,7 +288,7 @@ impl<'de> Visitor<'de> for IdsVisitor {
     }
 
     fn visit_str<E: de::Error>(self, text: &str) -> Result<Element, E> {
-        if self.texts {
+        if self.texts_allowed {
             return Ok(Element::Text);
         }
         Err(E::invalid_type(de::Unexpected::Str(&clip(text)), &self))
@@ -314,34 +314,35 @@ impl<'de> DeserializeSeed<'de> for IdsVisitor {
 }
 
 /// Returns the first byte inside an array, without white space.
-fn first_inside(value: &RawValue) -> Option<u8> {
+fn first_byte_inside(value: &RawValue) -> Option<u8> {
     let inner = value.get().strip_prefix('[')?;
     inner.bytes().find(|byte| !byte.is_ascii_whitespace())
 }
 
 /// Whether the body asks for one answer to one prompt.
 fn is_single(kind: Kind, object: &Object<'_>) -> bool {
-    let many = |value: Option<&RawValue>| value.is_some_and(|n| !matches!(n.get(), "1" | "null"));
-    let lists =
-        |key, batch: fn(u8) -> bool| object.get(key).and_then(first_inside).is_some_and(batch);
+    let is_several =
+        |value: Option<&RawValue>| value.is_some_and(|n| !matches!(n.get(), "1" | "null"));
+    let is_list =
+        |key, batch: fn(u8) -> bool| object.get(key).and_then(first_byte_inside).is_some_and(batch);
     match kind {
         Kind::Generate => {
             let sampling = object.get("sampling_params");
             let list = sampling.is_some_and(|params| params.get().starts_with('['));
             let n = sampling
                 .and_then(|params| Object::parse(params.get().as_bytes()).ok())
-                .is_some_and(|params| many(params.get("n")));
+                .is_some_and(|params| is_several(params.get("n")));
             let texts = object.get("text").is_some_and(|text| text.get().starts_with('['));
             // Embeddings replace the prompt, so a session has nothing to append.
             let embeds = object.get("input_embeds").is_some_and(|embeds| embeds.get() != "null");
-            !list && !n && !texts && !embeds && !lists("input_ids", |byte| byte == b'[')
+            !list && !n && !texts && !embeds && !is_list("input_ids", |byte| byte == b'[')
         }
         Kind::Completions => {
-            let batch = lists("prompt", |byte| matches!(byte, b'[' | b'"'));
-            !batch && !many(object.get("n")) && !many(object.get("best_of"))
+            let batch = is_list("prompt", |byte| matches!(byte, b'[' | b'"'));
+            !batch && !is_several(object.get("n")) && !is_several(object.get("best_of"))
         }
-        Kind::Embeddings => !lists("input", |byte| matches!(byte, b'[' | b'"')),
-        _ => !many(object.get("n")),
+        Kind::Embeddings => !is_list("input", |byte| matches!(byte, b'[' | b'"')),
+        _ => !is_several(object.get("n")),
     }
 }
 

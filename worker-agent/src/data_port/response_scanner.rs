@@ -18,7 +18,7 @@ const TEXT_MAX: usize = 24;
 pub struct Scanner {
     framing: Framing,
     json: Json,
-    found: Found,
+    found: Findings,
     terminal: bool,
 }
 
@@ -40,7 +40,7 @@ enum Line {
 
 /// The values found. Later ones replace earlier ones.
 #[derive(Debug, Default)]
-struct Found {
+struct Findings {
     prompt: Option<u64>,
     completion: Option<u64>,
     cached: Option<u64>,
@@ -64,7 +64,7 @@ impl Scanner {
         } else {
             Framing::SingleValue
         };
-        Self { framing, json: Json::default(), found: Found::default(), terminal: false }
+        Self { framing, json: Json::default(), found: Findings::default(), terminal: false }
     }
 
     /// Scans the next bytes. Returns whether the response is now complete: the end of the JSON
@@ -102,15 +102,15 @@ impl Scanner {
                 }
                 Line::Data => {
                     let end = rest.iter().position(|&byte| byte == b'\n');
-                    let stretch = &rest[..end.unwrap_or(rest.len())];
-                    for &byte in stretch.iter().take(DONE.len() + 2) {
+                    let content = &rest[..end.unwrap_or(rest.len())];
+                    for &byte in content.iter().take(DONE.len() + 2) {
                         if *done < DONE.len() && byte == DONE[*done] {
                             *done += 1;
                         }
                     }
-                    *payload += stretch.len();
+                    *payload += content.len();
                     self.terminal |= *done == DONE.len() && *payload <= DONE.len() + 2;
-                    self.json.push(stretch, &mut self.found);
+                    self.json.push(content, &mut self.found);
                     self.terminal |= self.found.ended && self.json.complete;
                     if end.is_some() {
                         *line = Line::Field(0);
@@ -154,10 +154,10 @@ impl Scanner {
         if found.error {
             return Outcome::Lost;
         }
-        let apart = found.cached_excluded.unwrap_or(0);
+        let excluded = found.cached_excluded.unwrap_or(0);
         // A prompt has at least one token. A stream that began before the count was known reports
         // 0.
-        let prompt = found.prompt.map(|prompt| prompt + apart).filter(|prompt| *prompt > 0);
+        let prompt = found.prompt.map(|prompt| prompt + excluded).filter(|prompt| *prompt > 0);
         let usage = prompt.zip(found.completion).map(|(prompt, completion)| Usage {
             prompt_tokens: prompt,
             completion_tokens: completion,
@@ -227,7 +227,7 @@ struct Json {
     /// The open containers, at most [`DEPTH_MAX`].
     stack: Vec<Level>,
     /// The number of open containers beyond [`DEPTH_MAX`].
-    deeper: usize,
+    skipped_depth: usize,
     token: Token,
     /// Whether the root value has ended.
     complete: bool,
@@ -277,7 +277,7 @@ impl Text {
 }
 
 impl Json {
-    fn push(&mut self, bytes: &[u8], found: &mut Found) {
+    fn push(&mut self, bytes: &[u8], found: &mut Findings) {
         let mut rest = bytes;
         while !rest.is_empty() {
             let used = match &mut self.token {
@@ -306,7 +306,7 @@ impl Json {
                     digits.map_or(rest.len(), |at| at + usize::from(inside))
                 }
                 Token::None => {
-                    self.structure(rest[0], found);
+                    self.push_structural(rest[0], found);
                     1
                 }
             };
@@ -314,7 +314,7 @@ impl Json {
         }
     }
 
-    fn structure(&mut self, byte: u8, found: &mut Found) {
+    fn push_structural(&mut self, byte: u8, found: &mut Findings) {
         match byte {
             b'{' | b'[' => {
                 if byte == b'{' && self.path_is(&[Key::Error]) {
@@ -324,12 +324,12 @@ impl Json {
                     let object = byte == b'{';
                     self.stack.push(Level { object, key: Key::Other, at_key: object });
                 } else {
-                    self.deeper += 1;
+                    self.skipped_depth += 1;
                 }
             }
             b'}' | b']' => {
-                if self.deeper > 0 {
-                    self.deeper -= 1;
+                if self.skipped_depth > 0 {
+                    self.skipped_depth -= 1;
                 } else {
                     self.stack.pop();
                     self.complete |= self.stack.is_empty();
@@ -340,7 +340,7 @@ impl Json {
                 self.token = Token::Number { value: Some(u64::from(byte - b'0')) };
             }
             b'-' => self.token = Token::Number { value: None },
-            b',' if self.deeper == 0 => {
+            b',' if self.skipped_depth == 0 => {
                 if let Some(level) = self.stack.last_mut() {
                     level.at_key = level.object;
                 }
@@ -349,9 +349,9 @@ impl Json {
         }
     }
 
-    fn end_string(&mut self, found: &mut Found) {
+    fn end_string(&mut self, found: &mut Findings) {
         let Token::String { text, .. } = std::mem::take(&mut self.token) else { return };
-        if self.deeper > 0 {
+        if self.skipped_depth > 0 {
             return;
         }
         let Some(level) = self.stack.last_mut() else { return };
@@ -378,9 +378,9 @@ impl Json {
         }
     }
 
-    fn end_number(&mut self, found: &mut Found) {
+    fn end_number(&mut self, found: &mut Findings) {
         let Token::Number { value } = std::mem::take(&mut self.token) else { return };
-        let Some(value) = value.filter(|_| self.deeper == 0) else { return };
+        let Some(value) = value.filter(|_| self.skipped_depth == 0) else { return };
         if self.path_is(&[Key::MetaInfo, Key::FinishReason, Key::StatusCode]) {
             found.abort_status = Some(value);
             return;
@@ -408,7 +408,7 @@ impl Json {
     }
 
     fn path_is(&self, wanted: &[Key]) -> bool {
-        self.deeper == 0
+        self.skipped_depth == 0
             && self
                 .stack
                 .iter()
@@ -428,8 +428,8 @@ fn skip_string(bytes: &[u8], escaped: &mut bool, text: &mut Text) -> (usize, boo
         return (1, false);
     }
     let plain = bytes.iter().position(|byte| matches!(byte, b'"' | b'\\'));
-    let stretch = &bytes[..plain.unwrap_or(bytes.len())];
-    text.push(stretch);
+    let content = &bytes[..plain.unwrap_or(bytes.len())];
+    text.push(content);
     match plain {
         None => (bytes.len(), false),
         Some(at) => {

@@ -150,7 +150,7 @@ pub(super) async fn serve_request(
     let mut outgoing = engine_request(&parts, Body::new(BodyParts::new(body, Some(held))));
     add_shim_headers(outgoing.headers_mut(), &turn, &lease.rid);
     lease.mark_sent();
-    let abort_confirms_end = parsed.single && route.kind.rid_key().is_some();
+    let abort_confirms_end = parsed.is_single && route.kind.rid_key().is_some();
     let rid = engine_rid(route.kind, &lease.rid);
     let answer = context.engine.send(outgoing);
     let mut exchange = Exchange::new(context.clone(), rid, lease, answer, abort_confirms_end);

@@ -20,7 +20,7 @@ use crate::{
 /// Returns the first blocks of a prompt.
 pub(super) fn read_prompt_start(kind: Kind, object: &Object<'_>) -> PromptStart {
     let mut start = PromptStart::default();
-    let beside = match kind {
+    let system_part = match kind {
         Kind::Messages => Some(("system", PromptRole::System)),
         Kind::Responses => Some(("instructions", PromptRole::Instructions)),
         Kind::Chat => None,
@@ -28,17 +28,17 @@ pub(super) fn read_prompt_start(kind: Kind, object: &Object<'_>) -> PromptStart 
             return start;
         }
     };
-    let set = |key| object.get(key).filter(|value| value.get() != "null");
-    if let Some(tools) = set("tools") {
+    let present = |key| object.get(key).filter(|value| value.get() != "null");
+    if let Some(tools) = present("tools") {
         start.push(PromptRole::Tools, 0, 0, &[tools.get().as_bytes()]);
     }
-    if let Some((key, role)) = beside
-        && let Some(content) = set(key)
+    if let Some((key, role)) = system_part
+        && let Some(content) = present(key)
     {
         push_content(&mut start, role, 0, content);
     }
     let list = if kind == Kind::Responses { "input" } else { "messages" };
-    match set(list) {
+    match present(list) {
         Some(list) if list.get().starts_with('[') => push_messages(&mut start, list),
         Some(input) => push_content(&mut start, PromptRole::User, 0, input),
         None => {}
@@ -47,10 +47,10 @@ pub(super) fn read_prompt_start(kind: Kind, object: &Object<'_>) -> PromptStart 
 }
 
 fn push_messages(start: &mut PromptStart, list: &RawValue) {
-    each(list, |number, message| {
+    visit_elements(list, |number, message| {
         let object = Object::parse(message.get().as_bytes()).ok();
         let get = |key| object.as_ref().and_then(|object| object.get(key));
-        let role = role(get("role").map(RawValue::get));
+        let role = parse_role(get("role").map(RawValue::get));
         match get("content").filter(|content| content.get() != "null") {
             Some(content) => push_content(start, role, number, content),
             // For example, an assistant's message that only calls a tool.
@@ -64,7 +64,7 @@ fn push_content(start: &mut PromptStart, role: PromptRole, message: usize, conte
     if !content.get().starts_with('[') {
         return push_block(start, role, (message, 0), content);
     }
-    each(content, |number, block| {
+    visit_elements(content, |number, block| {
         push_block(start, role, (message, number), block);
         !start.is_full()
     });
@@ -91,7 +91,7 @@ fn push_block(
     start.push(role, message, number, &parts);
 }
 
-fn role(name: Option<&str>) -> PromptRole {
+fn parse_role(name: Option<&str>) -> PromptRole {
     match name {
         Some(r#""system""#) => PromptRole::System,
         Some(r#""developer""#) => PromptRole::Developer,
@@ -104,14 +104,14 @@ fn role(name: Option<&str>) -> PromptRole {
 
 /// Visits the elements of a list in order while `visit` returns true, at most [`BLOCKS_MAX`]. The
 /// rest is not parsed, so the length of the history doesn't matter.
-fn each<'a>(list: &'a RawValue, visit: impl FnMut(usize, &'a RawValue) -> bool) {
+fn visit_elements<'a>(list: &'a RawValue, visit: impl FnMut(usize, &'a RawValue) -> bool) {
     // The only possible error is that parsing stopped early: the body was parsed to its end before.
-    let _ = serde_json::Deserializer::from_str(list.get()).deserialize_seq(Each(visit));
+    let _ = serde_json::Deserializer::from_str(list.get()).deserialize_seq(ElementVisitor(visit));
 }
 
-struct Each<F>(F);
+struct ElementVisitor<F>(F);
 
-impl<'de, F: FnMut(usize, &'de RawValue) -> bool> Visitor<'de> for Each<F> {
+impl<'de, F: FnMut(usize, &'de RawValue) -> bool> Visitor<'de> for ElementVisitor<F> {
     type Value = ();
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
