@@ -65,9 +65,9 @@ const TURNS_CONNECTED_MAX: usize = 8192;
 /// or fails.
 const CONNECT_MAX: Duration = Duration::from_secs(1);
 /// The maximum number of queued shim reports. Newer states replace older ones before this queue.
-const SHIM_NEWS: usize = 64;
+const SHIM_NEWS_QUEUE: usize = 64;
 /// The maximum number of queued trim plans. The owner task takes microseconds for each.
-const TRIM_NEWS: usize = 64;
+const TRIM_NEWS_QUEUE: usize = 64;
 /// How long tasks may take to end at shutdown.
 const STOP_MAX: Duration = Duration::from_secs(5);
 
@@ -147,8 +147,15 @@ pub async fn run(
     let kv_metrics = kv_events::metrics::Metrics::new(&mut registry);
     let kv = kv_events::KvSetup { epoch, shim, republish_interval, metrics: kv_metrics };
     let kv = kv_events::start(kv, tasks.token())?;
-    let (files, found) = watch::channel(None);
-    control_port::start(agent.clone(), kv.clone(), epoch, found, listeners.control, tasks.token())?;
+    let (files, found_files) = watch::channel(None);
+    control_port::start(
+        agent.clone(),
+        kv.clone(),
+        epoch,
+        found_files,
+        listeners.control,
+        tasks.token(),
+    )?;
     let ready = track_readiness(&agent, &metrics, &tasks).await;
     if let Ok(watch) = agent.watch().await {
         gpu::metrics::register(&mut registry, gpus.watch(), watch.report);
@@ -166,7 +173,7 @@ pub async fn run(
         vocabulary: (config.vocabulary > 0).then_some(config.vocabulary),
         files,
     };
-    tasks.essential("follow", owner::engine_monitor::run(monitor, tasks.clone()));
+    tasks.essential("engine monitor", owner::engine_monitor::run(monitor, tasks.clone()));
     listeners.data.set_nonblocking(true)?;
     let data = tokio::net::TcpListener::from_std(listeners.data)?;
     let context = TurnContext {
@@ -181,17 +188,15 @@ pub async fn run(
     let turns_max = limits(&config).turns_everywhere_max() + config.turns_queued_max;
     let turns_max = (turns_max + staged_prefill_queue::PROMPTS_MAX).min(TURNS_CONNECTED_MAX);
     let runner = staged_prefill_runner(queues, &context).await;
-    let staged_prefill = runner.map_or_else(Router::new, Runner::routes);
-    let data =
-        server::serve(data, data_port::app(context, staged_prefill), turns_max, tasks.clone());
-    tasks.essential("data port", data);
+    let app = data_port::app(context, runner.map_or_else(Router::new, Runner::routes));
+    tasks.essential("data port", server::serve(data, app, turns_max, tasks.clone()));
 
     tokio::select! {
         () = stop.cancelled() => {
             // The drain's limit, plus the time that aborts and closes may take after it.
             let limit = ms(config.drain_ms_max);
-            let whole = limit + config::ABORT_MAX;
-            if tokio::time::timeout(whole, agent.drain(limit)).await.is_err() {
+            let drained = tokio::time::timeout(limit + config::ABORT_MAX, agent.drain(limit)).await;
+            if drained.is_err() {
                 tracing::warn!("the drain timed out; some sessions may be left open at the engine");
             }
         }
@@ -254,9 +259,9 @@ fn start_agent(
     };
     // Must come first: the agent that holds the journal is in charge of the engine.
     let journal = Journal::open(&config.state_dir(), &format!("engine-{}", config.engine_port()))?;
-    let (news, shim_news) = mpsc::channel(SHIM_NEWS);
+    let (news, shim_news) = mpsc::channel(SHIM_NEWS_QUEUE);
     let shim = shim::listen(&config.shim_socket(), news, tasks)?;
-    let (plans, trim_news) = mpsc::channel(TRIM_NEWS);
+    let (plans, trim_news) = mpsc::channel(TRIM_NEWS_QUEUE);
     let trim = shim::trim::listen(&config.shim_socket(), plans, tasks)?;
     let queues =
         (config.prefill_stage_ms > 0).then(|| Arc::new(Queues::new(config.prefill_stage_ms)));

@@ -110,7 +110,7 @@ pub fn start(
     let (mailbox, messages) = mpsc::channel(MAILBOX);
     let handle = AgentHandle { mailbox };
     let owner = Owner::new(setup, tasks.clone(), handle.clone());
-    tasks.essential("agent", owner.run(messages, shim_news, trim_news));
+    tasks.essential("owner", owner.run(messages, shim_news, trim_news));
     handle
 }
 
