@@ -192,17 +192,19 @@ pub async fn run(
     tasks.essential("data port", server::serve(data, app, turns_max, tasks.clone()));
 
     tokio::select! {
-        () = stop.cancelled() => {
-            // The drain's limit, plus the time that aborts and closes may take after it.
-            let limit = ms(config.drain_ms_max);
-            let drained = tokio::time::timeout(limit + config::ABORT_MAX, agent.drain(limit)).await;
-            if drained.is_err() {
-                tracing::warn!("the drain timed out; some sessions may be left open at the engine");
-            }
-        }
+        () = stop.cancelled() => drain(&agent, ms(config.drain_ms_max)).await,
         () = tasks.cancelled() => {}
     }
     if tasks.stop(STOP_MAX).await { Ok(()) } else { Err(Error::TaskEnded) }
+}
+
+/// Drains the agent: running turns may continue for `limit`.
+async fn drain(agent: &AgentHandle, limit: Duration) {
+    // The time that aborts and closes may take after the limit is added.
+    let limit_in_all = limit + config::ABORT_MAX;
+    if tokio::time::timeout(limit_in_all, agent.drain(limit)).await.is_err() {
+        tracing::warn!("the drain timed out; some sessions may be left open at the engine");
+    }
 }
 
 fn engine_client(config: &Config) -> Engine {
