@@ -98,7 +98,7 @@ pub enum Error {
     #[error("no shim of rank {0} is connected; put worker-agent/shim on the engine's PYTHONPATH")]
     NoShim(u32),
     /// The shim refused, for this reason.
-    #[error("the engine's pages can't be reply: {0}")]
+    #[error("the engine's pages can't be audited: {0}")]
     Refused(String),
     /// The shim's answer can't be decoded.
     #[error("the shim's audit can't be read ({0}); install the same version of agent and shim")]

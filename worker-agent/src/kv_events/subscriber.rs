@@ -110,7 +110,7 @@ impl Subscriber {
             };
             let ControlFlow::Continue(error) = error else { return };
             if pause == RETRY_MIN {
-                warn!(dp_rank, %error, address = self.addresses.address, "no KV events");
+                warn!(dp_rank, %error, address = self.addresses.address, "can't follow KV events");
             }
             let why = format!("no KV events from {}: {error}", self.addresses.address);
             self.shared.metrics.remove_rank(dp_rank);
@@ -243,7 +243,7 @@ impl Subscriber {
         if let Some(reason) = self.rank.take_refusal()
             && !std::mem::replace(&mut self.has_warned, true)
         {
-            warn!(dp_rank, reason, "KV events not taken; further ones are only counted");
+            warn!(dp_rank, reason, "KV events were rejected; further ones are only counted");
         }
         self.shared.metrics.update(dp_rank, &mut self.rank);
         Ok(())
@@ -261,11 +261,11 @@ impl Subscriber {
         self.tree_requested_at = Some(Instant::now());
         let outcome = match self.shared.shim.republish(dp_rank) {
             Ok(()) => {
-                info!(dp_rank, "KV events were missed; the engine's tree is published anew");
+                info!(dp_rank, "KV events were missed; the engine publishes its tree again");
                 "asked"
             }
             Err(error) => {
-                debug!(dp_rank, %error, "KV events were missed; only what comes now is known");
+                debug!(dp_rank, %error, "KV events were missed; only new events are known");
                 "impossible"
             }
         };

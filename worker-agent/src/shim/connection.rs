@@ -86,9 +86,9 @@ pub(super) enum EndReason {
     Gone,
     #[error("another shim of the same rank has connected")]
     Replaced,
-    #[error("the first message is not a hello, or a later one is")]
+    #[error("the first message is no hello, or a later message is one")]
     Order,
-    #[error("update {found} came where {due} was due")]
+    #[error("update {found} came instead of update {due}; some are missing")]
     Gap { found: u64, due: u64 },
     #[error("the shim sent no hello within {} s", HELLO_MAX.as_secs())]
     Silent,
@@ -113,7 +113,7 @@ pub(super) async fn serve<T: Protocol>(
     let begun = begun.and_then(|first| T::begin(first, pid).ok_or(EndReason::Order));
     let (protocol, info, up) = match begun {
         Ok(begun) => begun,
-        Err(error) => return warn!(%error, "closing a shim's connection: invalid first message"),
+        Err(error) => return warn!(%error, "a shim's connection was closed: invalid first message"),
     };
 
     let dp_rank = info.dp_rank;
