@@ -321,7 +321,7 @@ mod tests {
     }
 
     /// Requests an audit and answers it with this report.
-    fn told<'a>(audits: &'a mut Audits, now: Instant, report: &Report) -> &'a Audit {
+    fn run_audit<'a>(audits: &'a mut Audits, now: Instant, report: &Report) -> &'a Audit {
         let number = audits.request(now, 0).unwrap();
         audits.take_answer(now, 0, &answer(number, report)).unwrap()
     }
@@ -386,7 +386,7 @@ mod tests {
     fn sessions_have_names_and_the_largest_comes_first() {
         let now = start();
         let mut audits = audits(now);
-        let audit = told(&mut audits, now, &report(&[]));
+        let audit = run_audit(&mut audits, now, &report(&[]));
         let shown: Vec<(&str, u64, Option<u64>)> = audit
             .sessions
             .iter()
@@ -403,14 +403,14 @@ mod tests {
         let now = start();
         let mut audits = audits(now);
         let found = report(&[(Kind::Leaked, 9, &[]), (Kind::Changed, 17, &[0, 1])]);
-        let audit = told(&mut audits, now, &found);
+        let audit = run_audit(&mut audits, now, &found);
         assert_eq!(audit.corrupt_sessions().collect::<Vec<_>>(), ["berth-a-1"]);
         let reported = audit.reported(now).findings;
         let kinds: Vec<&str> = reported.iter().map(|finding| finding.kind.as_str()).collect();
         assert_eq!(kinds, ["leaked", "changed"]);
         assert!(reported.iter().all(|finding| finding.named.is_empty()), "{reported:?}");
         let leaked = report(&[(Kind::Leaked, 9, &[0])]);
-        let audit = told(&mut audits, now, &leaked);
+        let audit = run_audit(&mut audits, now, &leaked);
         assert_eq!(audit.corrupt_sessions().count(), 0);
     }
 
@@ -435,16 +435,16 @@ mod tests {
             (&sound, false),
         ] {
             now += INTERVAL;
-            told(&mut audits, now, found);
+            run_audit(&mut audits, now, found);
             assert_eq!(audits.restart_required(now).is_some(), wanted);
         }
         let changed = report(&[(Kind::Changed, 9, &[0])]);
         for found in [&leaked, &leaked, &leaked, &changed, &changed, &changed] {
-            told(&mut audits, now, found);
+            run_audit(&mut audits, now, found);
             assert_eq!(audits.restart_required(now), None, "three in a moment prove nothing");
         }
         let later = now + LASTING_FOR;
-        told(&mut audits, later, &leaked);
+        run_audit(&mut audits, later, &leaked);
         let reason = audits.restart_required(later).expect("it leaks still");
         assert!(reason.contains("leaked"), "a changed page's sessions are closed: {reason}");
     }
@@ -453,7 +453,7 @@ mod tests {
     fn nonsense_and_refusals_leave_what_was_known() {
         let now = start();
         let mut audits = audits(now);
-        let good = told(&mut audits, now, &report(&[])).clone();
+        let good = run_audit(&mut audits, now, &report(&[])).clone();
         audits.request(now, 0).unwrap();
         audits.request(now, 0).unwrap();
         let mut truncated = answer(2, &report(&[]));
@@ -476,7 +476,7 @@ mod tests {
             [audits.note_failure(0, &Error::Late), audits.note_failure(0, &busy)],
             [true, true]
         );
-        told(&mut audits, now, &report(&[]));
+        run_audit(&mut audits, now, &report(&[]));
         assert!(audits.note_failure(0, &busy));
     }
 }

@@ -376,7 +376,7 @@ mod tests {
         Member { pid, dp_rank, start: 1 }
     }
 
-    fn look(fleet: &mut Fleet, members: &[Member], readings: Vec<Reading>) -> Snapshot {
+    fn take_reading(fleet: &mut Fleet, members: &[Member], readings: Vec<Reading>) -> Snapshot {
         let readings = (0..).map(gpu).zip(readings).collect();
         fleet.take_readings(
             now(),
@@ -387,7 +387,7 @@ mod tests {
 
     fn engine_bytes(processes: &[(u32, Option<u64>)]) -> Option<u64> {
         let members = [member(7, Some(0)), member(8, Some(0))];
-        look(&mut naming(vec![]), &members, vec![runs(processes)]).devices[0].engine_bytes
+        take_reading(&mut naming(vec![]), &members, vec![runs(processes)]).devices[0].engine_bytes
     }
 
     #[test]
@@ -405,7 +405,7 @@ mod tests {
         let members = [member(7, Some(0)), member(8, Some(1)), member(9, Some(1))];
         let readings = || vec![runs(&[(7, None)]), runs(&[(8, None)]), runs(&[(9, None)])];
         let mut fleet = naming(vec![]);
-        let snapshot = look(&mut fleet, &members, readings());
+        let snapshot = take_reading(&mut fleet, &members, readings());
         let indices = |snapshot: &Snapshot, rank| -> Vec<u32> {
             let devices = snapshot.devices(now(), rank);
             devices.iter().filter_map(|device| device.index).collect()
@@ -415,47 +415,47 @@ mod tests {
         // A lost board reports no processes; the last known ones count.
         let mut broken = readings();
         broken[2] = lost();
-        let snapshot = look(&mut fleet, &members, broken);
+        let snapshot = take_reading(&mut fleet, &members, broken);
         assert_eq!(indices(&snapshot, 1), [1, 2]);
         assert!(snapshot.unhealthy.unwrap().starts_with("GPU 2 (GPU-2): it fell off the bus"));
         let shared = [member(7, Some(0)), member(8, Some(1))];
         let both = vec![runs(&[(7, None), (8, None)])];
-        let snapshot = look(&mut naming(vec![]), &shared, both);
+        let snapshot = take_reading(&mut naming(vec![]), &shared, both);
         assert!(!snapshot.holds_pool(0, 2), "two ranks' pools on one device");
     }
 
     #[test]
     fn a_device_that_may_be_another_engine_s_says_nothing_of_this_worker() {
         let two = || vec![lost(), lost()];
-        let snapshot = look(&mut naming(vec![]), &[], two());
+        let snapshot = take_reading(&mut naming(vec![]), &[], two());
         assert_eq!((snapshot.basis, &snapshot.unhealthy), (Basis::Unknown, &None));
         assert!(snapshot.devices.iter().all(|device| device.unhealthy.is_some()));
         assert!(!snapshot.holds_pool(0, 1));
         let named = vec![Selector::Index(0), Selector::Index(1)];
-        let reason = look(&mut naming(named), &[], two()).unhealthy.unwrap();
+        let reason = take_reading(&mut naming(named), &[], two()).unhealthy.unwrap();
         assert!(reason.starts_with("GPU 0 (GPU-0)") && reason.ends_with("1 more of its devices"));
     }
 
     #[test]
     fn nvml_is_loaded_anew_while_a_board_is_lost_and_not_more_often_than_it_helps() {
         let mut fleet = naming(vec![]);
-        look(&mut fleet, &[], vec![lost(), Reading::default()]);
+        take_reading(&mut fleet, &[], vec![lost(), Reading::default()]);
         let start = now();
         assert!(!fleet.needs_reload(start));
         assert!(fleet.needs_reload(start + RELOAD_INTERVAL));
         assert!(!fleet.needs_reload(start + RELOAD_INTERVAL + Duration::from_secs(1)));
         assert!(fleet.needs_reload(start + RELOAD_INTERVAL * 2));
-        look(&mut fleet, &[], vec![runs(&[]), Reading::default()]);
+        take_reading(&mut fleet, &[], vec![runs(&[]), Reading::default()]);
         assert!(!fleet.needs_reload(start + RELOAD_INTERVAL * 9));
     }
 
     #[test]
     fn a_device_that_the_settings_name_and_nobody_finds_is_looked_for_until_it_is_there() {
         let mut fleet = naming(vec![Selector::Index(0), Selector::Uuid("GPU-1".into())]);
-        let missing = look(&mut fleet, &[], vec![runs(&[])]).unhealthy.unwrap();
+        let missing = take_reading(&mut fleet, &[], vec![runs(&[])]).unhealthy.unwrap();
         assert!(missing.contains("no GPU here is GPU-1"), "{missing}");
         assert!(fleet.needs_reload(now() + RELOAD_INTERVAL));
-        assert_eq!(look(&mut fleet, &[], vec![runs(&[]), runs(&[])]).unhealthy, None);
+        assert_eq!(take_reading(&mut fleet, &[], vec![runs(&[]), runs(&[])]).unhealthy, None);
         assert!(!fleet.needs_reload(now() + RELOAD_INTERVAL * 9));
     }
 
@@ -465,7 +465,7 @@ mod tests {
         let engine = EngineProcesses { members: &[], is_new: false, pids_agree: true };
         let nameless = Identity { uuid: "index-0".into(), ..Identity::default() };
         fleet.take_readings(now(), vec![(nameless, lost())], engine);
-        look(&mut fleet, &[], vec![runs(&[])]);
+        take_reading(&mut fleet, &[], vec![runs(&[])]);
         assert!(!fleet.needs_reload(now() + RELOAD_INTERVAL * 9));
     }
 
@@ -473,10 +473,10 @@ mod tests {
     fn xids_and_failed_calls_are_counted_and_bounded() {
         let mut fleet = naming(vec![]);
         let failing = || Reading { failed: vec!["power", "fields"], ..Reading::default() };
-        look(&mut fleet, &[], vec![failing()]);
+        take_reading(&mut fleet, &[], vec![failing()]);
         (0..1000).for_each(|number| fleet.add_xid("GPU-0", 1000 + number % 500));
         fleet.add_xid("GPU-9", 79);
-        let device = &look(&mut fleet, &[], vec![failing()]).devices[0];
+        let device = &take_reading(&mut fleet, &[], vec![failing()]).devices[0];
         assert_eq!((device.xids.len(), device.xids[&1000]), (XIDS_MAX, 2));
         assert_eq!(device.failures, [("fields", 2), ("power", 2)].into());
     }

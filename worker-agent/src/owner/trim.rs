@@ -75,7 +75,7 @@ impl Owner {
         tokens_max: u64,
     ) {
         let tokens_max = u32::try_from(tokens_max).unwrap_or(u32::MAX);
-        if let Err(error) = self.setup.trim.run(question, incarnation, tokens_max) {
+        if let Err(error) = self.setup.trim.answer(question, incarnation, tokens_max) {
             debug!(%error, "can't answer the trimmer's question");
         }
     }

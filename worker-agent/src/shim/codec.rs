@@ -114,20 +114,20 @@ pub(super) struct Update {
     pub running: u32,
     pub waiting: u32,
     pub full: bool,
-    pub events: Vec<SessionEvent>,
+    pub events: Vec<WireEvent>,
     pub gone: Vec<String>,
     pub sessions: Vec<SessionFacts>,
 }
 
 /// An event of one session.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct SessionEvent {
+pub(super) struct WireEvent {
     pub id: String,
-    pub kind: SessionEventKind,
+    pub kind: WireEventKind,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum SessionEventKind {
+pub(super) enum WireEventKind {
     Opened { ok: bool },
     Closed,
     Committed { rid: String, history: u32, retracted: bool },
@@ -270,22 +270,22 @@ fn decode_audited(body: &mut Body<'_>) -> Result<AuditReply, Error> {
     Ok(AuditReply { number, spent, refusal, names, report })
 }
 
-fn decode_event(body: &mut Body<'_>) -> Result<SessionEvent, Error> {
+fn decode_event(body: &mut Body<'_>) -> Result<WireEvent, Error> {
     let number = body.read_u8()?;
     let id = body.read_string()?;
     let kind = match number {
-        1 => SessionEventKind::Opened { ok: body.read_bool()? },
-        2 => SessionEventKind::Closed,
-        3 => SessionEventKind::Committed {
+        1 => WireEventKind::Opened { ok: body.read_bool()? },
+        2 => WireEventKind::Closed,
+        3 => WireEventKind::Committed {
             rid: body.read_string()?,
             history: body.read_u32()?,
             retracted: body.read_bool()?,
         },
-        4 => SessionEventKind::Aborted { released: body.read_bool()? },
-        5 => SessionEventKind::Demoted { refusal: body.read_string()? },
+        4 => WireEventKind::Aborted { released: body.read_bool()? },
+        5 => WireEventKind::Demoted { refusal: body.read_string()? },
         number => return Err(Error::Kind(number)),
     };
-    Ok(SessionEvent { id, kind })
+    Ok(WireEvent { id, kind })
 }
 
 fn decode_session(body: &mut Body<'_>) -> Result<SessionFacts, Error> {

@@ -12,7 +12,7 @@ use std::{
 
 use super::{
     AuditReply, RankFacts, SessionFacts, Sessions, ShimEvent,
-    codec::{self, Body, SessionEvent, SessionEventKind, ShimMessage, Update},
+    codec::{self, Body, ShimMessage, Update, WireEvent, WireEventKind},
     connection::{EndReason, PeerInfo, Protocol},
 };
 
@@ -155,16 +155,16 @@ impl Protocol for Outbox {
     }
 }
 
-fn to_report(dp_rank: u32, event: SessionEvent) -> ShimEvent {
+fn to_report(dp_rank: u32, event: WireEvent) -> ShimEvent {
     let id = event.id;
     match event.kind {
-        SessionEventKind::Opened { ok } => ShimEvent::Opened { dp_rank, id, ok },
-        SessionEventKind::Closed => ShimEvent::Closed { dp_rank, id },
-        SessionEventKind::Committed { rid, history, retracted } => {
+        WireEventKind::Opened { ok } => ShimEvent::Opened { dp_rank, id, ok },
+        WireEventKind::Closed => ShimEvent::Closed { dp_rank, id },
+        WireEventKind::Committed { rid, history, retracted } => {
             ShimEvent::Committed { dp_rank, id, rid, history_tokens: history, retracted }
         }
-        SessionEventKind::Aborted { released } => ShimEvent::Aborted { dp_rank, id, released },
-        SessionEventKind::Demoted { refusal } => {
+        WireEventKind::Aborted { released } => ShimEvent::Aborted { dp_rank, id, released },
+        WireEventKind::Demoted { refusal } => {
             let refusal = Some(refusal).filter(|reason| !reason.is_empty());
             ShimEvent::Demoted { dp_rank, id, refusal }
         }
@@ -203,8 +203,8 @@ mod tests {
         SessionFacts { id: id.into(), history_tokens: history, ..SessionFacts::default() }
     }
 
-    fn closed(id: &str) -> SessionEvent {
-        SessionEvent { id: id.into(), kind: SessionEventKind::Closed }
+    fn closed(id: &str) -> WireEvent {
+        WireEvent { id: id.into(), kind: WireEventKind::Closed }
     }
 
     fn drain(outbox: &mut Outbox) -> Vec<ShimEvent> {

@@ -36,19 +36,19 @@ impl Drop for Folder {
     }
 }
 
-struct House {
+struct TestAgent {
     folder: Folder,
     tasks: Tasks,
     handle: ShimHandle,
-    reports: mpsc::Receiver<ShimEvent>,
+    events: mpsc::Receiver<ShimEvent>,
 }
 
-impl House {
+impl TestAgent {
     fn new(name: &str, room: usize) -> Self {
         let (folder, tasks) = (Folder::new(name), Tasks::default());
-        let (sender, news) = mpsc::channel(room);
+        let (sender, events) = mpsc::channel(room);
         let handle = listen(&folder.socket(), sender, &tasks).unwrap();
-        Self { folder, tasks, handle, news }
+        Self { folder, tasks, handle, events }
     }
 
     fn shim(&self, dp_rank: u32, instance: u8) -> Shim {
@@ -63,7 +63,7 @@ impl House {
     }
 
     async fn next(&mut self) -> ShimEvent {
-        tokio::time::timeout(SOON, self.news.recv()).await.expect("news in time").expect("news")
+        tokio::time::timeout(SOON, self.events.recv()).await.expect("in time").expect("an event")
     }
 }
 
@@ -123,19 +123,19 @@ fn is_up(news: &ShimEvent, rank: u32, instance: u8) -> bool {
 
 #[tokio::test]
 async fn what_a_shim_says_arrives_and_commands_reach_it() {
-    let mut house = House::new("says", 16);
-    let mut shim = house.shim(2, 1);
-    let up = house.next().await;
+    let mut agent = TestAgent::new("says", 16);
+    let mut shim = agent.shim(2, 1);
+    let up = agent.next().await;
     assert!(is_up(&up, 2, 1), "{up:?}");
     shim.update(2000, &["s#1"]);
-    assert_eq!(house.next().await, ShimEvent::Closed { dp_rank: 2, id: "s#1".into() });
-    let ShimEvent::Facts(facts) = house.next().await else { panic!("no facts") };
+    assert_eq!(agent.next().await, ShimEvent::Closed { dp_rank: 2, id: "s#1".into() });
+    let ShimEvent::Facts(facts) = agent.next().await else { panic!("no facts") };
     assert_eq!((facts.available_tokens, facts.uncached_tokens, facts.dp_rank), (2000, 48, 2));
 
-    house.handle.demote(2, "s#2").unwrap();
-    house.handle.sample_now(2).unwrap();
-    house.handle.audit(2, 9).unwrap();
-    assert!(matches!(house.handle.demote(0, "s#2"), Err(Error::NoShim(0))));
+    agent.handle.demote(2, "s#2").unwrap();
+    agent.handle.sample_now(2).unwrap();
+    agent.handle.audit(2, 9).unwrap();
+    assert!(matches!(agent.handle.demote(0, "s#2"), Err(Error::NoShim(0))));
     let read = tokio::task::spawn_blocking(move || {
         shim.stream.set_read_timeout(Some(SOON)).unwrap();
         let mut bytes = [0; 31];
@@ -153,33 +153,33 @@ async fn what_a_shim_says_arrives_and_commands_reach_it() {
         3,
         &[&9_u64.to_le_bytes()[..], &[0; 8], &text(""), &names, b"what was found"].concat(),
     );
-    let ShimEvent::Audited { dp_rank: 2, audited } = house.next().await else { panic!("no audit") };
+    let ShimEvent::Audited { dp_rank: 2, audited } = agent.next().await else { panic!("no audit") };
     assert_eq!((audited.number, &audited.names[..]), (9, &["s#2".to_owned()][..]));
     assert_eq!((audited.refusal, &audited.report[..]), (None, &b"what was found"[..]));
     drop(shim);
-    let down = house.next().await;
+    let down = agent.next().await;
     assert!(matches!(&down, ShimEvent::Down { dp_rank: 2, .. }), "{down:?}");
-    while !matches!(house.handle.demote(2, "s#2"), Err(Error::NoShim(2))) {
-        assert!(tokio::time::timeout(SOON, house.handle.changed()).await.unwrap());
+    while !matches!(agent.handle.demote(2, "s#2"), Err(Error::NoShim(2))) {
+        assert!(tokio::time::timeout(SOON, agent.handle.changed()).await.unwrap());
     }
 }
 
 #[tokio::test]
 async fn a_restarted_engine_replaces_the_one_before() {
-    let mut house = House::new("again", 16);
-    let _first = house.shim(0, 1);
-    let up = house.next().await;
+    let mut agent = TestAgent::new("again", 16);
+    let _first = agent.shim(0, 1);
+    let up = agent.next().await;
     assert!(is_up(&up, 0, 1), "{up:?}");
-    let mut second = house.shim(0, 2);
-    let down = house.next().await;
+    let mut second = agent.shim(0, 2);
+    let down = agent.next().await;
     assert!(
         matches!(&down, ShimEvent::Down { reason, .. } if reason.contains("another")),
         "{down:?}"
     );
-    let up = house.next().await;
+    let up = agent.next().await;
     assert!(is_up(&up, 0, 2), "{up:?}");
     // Commands go to the new connection.
-    house.handle.sample_now(0).unwrap();
+    agent.handle.sample_now(0).unwrap();
     second.stream.set_read_timeout(Some(SOON)).unwrap();
     let read = tokio::task::spawn_blocking(move || {
         let mut bytes = [0; 6];
@@ -190,37 +190,37 @@ async fn a_restarted_engine_replaces_the_one_before() {
 
 #[tokio::test]
 async fn an_inert_shim_says_why_and_takes_no_commands() {
-    let mut house = House::new("inert", 16);
-    let _shim = house.shim_saying(&hello(1, 1, "unknown version"));
-    let ShimEvent::Up(hello) = house.next().await else { panic!("not up") };
+    let mut agent = TestAgent::new("inert", 16);
+    let _shim = agent.shim_saying(&hello(1, 1, "unknown version"));
+    let ShimEvent::Up(hello) = agent.next().await else { panic!("not up") };
     assert_eq!(hello.inert.as_deref(), Some("unknown version"));
-    assert!(matches!(house.handle.demote(1, "s"), Err(Error::NoShim(1))));
+    assert!(matches!(agent.handle.demote(1, "s"), Err(Error::NoShim(1))));
 }
 
 #[tokio::test]
 async fn nonsense_ends_the_connection_and_says_why() {
-    let mut house = House::new("nonsense", 16);
+    let mut agent = TestAgent::new("nonsense", 16);
     for (number, (spoil, said)) in [(0, "kind 77"), (1, "where 1 was due")].into_iter().enumerate()
     {
-        let mut shim = house.shim(0, u8::try_from(number).unwrap());
-        house.next().await;
+        let mut shim = agent.shim(0, u8::try_from(number).unwrap());
+        agent.next().await;
         shim.update(1, &[]);
-        assert!(matches!(house.next().await, ShimEvent::Facts(_)));
+        assert!(matches!(agent.next().await, ShimEvent::Facts(_)));
         if spoil == 0 {
             shim.send(77, &[]);
         } else {
             shim.seq = 9;
             shim.update(1, &[]);
         }
-        let ShimEvent::Down { reason, .. } = house.next().await else { panic!("not down") };
+        let ShimEvent::Down { reason, .. } = agent.next().await else { panic!("not down") };
         assert!(reason.contains(said), "{reason}");
     }
 }
 
 #[tokio::test]
 async fn a_slow_receiver_stops_the_shim_and_misses_no_event() {
-    let mut house = House::new("slow", 1);
-    let mut shim = house.shim(0, 1);
+    let mut agent = TestAgent::new("slow", 1);
+    let mut shim = agent.shim(0, 1);
     shim.stream.set_write_timeout(Some(SOON)).unwrap();
     // Ends when the socket is full: without a receiver of its news the agent stops reader.
     let sent = tokio::task::spawn_blocking(move || {
@@ -256,7 +256,7 @@ async fn a_slow_receiver_stops_the_shim_and_misses_no_event() {
     drop(shim);
     let mut closed = 0;
     loop {
-        match house.next().await {
+        match agent.next().await {
             ShimEvent::Closed { id, .. } => {
                 assert_eq!(id, format!("session-{closed}"));
                 closed += 1;
@@ -271,15 +271,15 @@ async fn a_slow_receiver_stops_the_shim_and_misses_no_event() {
 
 #[tokio::test]
 async fn the_socket_is_this_users_own_and_goes_with_the_agent() {
-    let house = House::new("own", 1);
-    let path = house.folder.socket();
+    let agent = TestAgent::new("own", 1);
+    let path = agent.folder.socket();
     let mode =
         |path: &std::path::Path| std::fs::metadata(path).unwrap().permissions().mode() & 0o777;
-    assert_eq!((mode(&path), mode(&house.folder.0)), (0o600, 0o700));
+    assert_eq!((mode(&path), mode(&agent.folder.0)), (0o600, 0o700));
     let (sender, _news) = mpsc::channel(1);
-    let taken = listen(&path, sender, &house.tasks);
+    let taken = listen(&path, sender, &agent.tasks);
     assert!(matches!(taken, Err(Error::Taken(_))), "{taken:?}");
-    assert!(house.tasks.stop(SOON).await, "an essential task ended early");
+    assert!(agent.tasks.stop(SOON).await, "an essential task ended early");
     assert!(!path.exists());
 }
 

@@ -54,7 +54,7 @@ pub enum Plan {
 /// The trimmer's plan for a marked turn.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Planned {
-    /// The number of the question that [`TrimHandle::run`] answers, while the turn waits. `None`:
+    /// The number of the question that [`TrimHandle::answer`] answers, while the turn waits. `None`:
     /// this plan is final, and the engine gets the turn now. There is exactly one final plan for
     /// each marked turn, if the engine tokenizes it and its client doesn't disconnect before that.
     pub question: Option<u64>,
@@ -106,7 +106,12 @@ impl TrimHandle {
     ///
     /// # Errors
     /// If no trimmer is connected, its queue is full, or the session's id is too long.
-    pub fn run(&self, question: u64, session: Option<&str>, tokens_max: u32) -> Result<(), Error> {
+    pub fn answer(
+        &self,
+        question: u64,
+        session: Option<&str>,
+        tokens_max: u32,
+    ) -> Result<(), Error> {
         let session = session.unwrap_or_default().to_owned();
         self.connections
             .send_command(protocol::DP_RANK, &ShimCommand::Run { question, tokens_max, session })

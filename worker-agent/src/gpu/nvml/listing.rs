@@ -117,11 +117,11 @@ fn slices<'n>(
     device: &Device<'n>,
     parent: &Identity,
 ) -> Result<Vec<(Identity, Device<'n>)>, NvmlError> {
-    if told(device.mig_mode())?.is_none_or(|mode| mode.current == 0) {
+    if value_if_supported(device.mig_mode())?.is_none_or(|mode| mode.current == 0) {
         return Ok(vec![]);
     }
-    let places = 0..told(device.mig_device_count())?.unwrap_or(0);
-    let slices = places.map(|place| told(device.mig_device_by_index(place)));
+    let places = 0..value_if_supported(device.mig_device_count())?.unwrap_or(0);
+    let slices = places.map(|place| value_if_supported(device.mig_device_by_index(place)));
     let named = |slice: Device<'n>| {
         let uuid = slice.uuid()?;
         let name = slice.name().unwrap_or_default();
@@ -132,7 +132,7 @@ fn slices<'n>(
 }
 
 /// Turns the errors for "not supported" and "no value" into `None`.
-fn told<T>(answer: Result<T, NvmlError>) -> Result<Option<T>, NvmlError> {
+fn value_if_supported<T>(answer: Result<T, NvmlError>) -> Result<Option<T>, NvmlError> {
     match answer {
         Err(error) if failure(&error) != Failure::Failed => Ok(None),
         answer => answer.map(Some),

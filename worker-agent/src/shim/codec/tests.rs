@@ -87,7 +87,7 @@ fn frames_of_the_shim() -> Vec<ShimMessage> {
         device: "cpu".into(),
         page_bytes: Some(1 << 33),
     };
-    let event = |id: &str, what| SessionEvent { id: id.into(), kind };
+    let event = |id: &str, what| WireEvent { id: id.into(), kind };
     let update = Update {
         seq: 1,
         events_lost: 2,
@@ -106,15 +106,15 @@ fn frames_of_the_shim() -> Vec<ShimMessage> {
         waiting: 15,
         full: true,
         events: vec![
-            event("a", SessionEventKind::Opened { ok: false }),
-            event("b", SessionEventKind::Closed),
+            event("a", WireEventKind::Opened { ok: false }),
+            event("b", WireEventKind::Closed),
             event(
                 "c",
-                SessionEventKind::Committed { rid: "rid-1".into(), history: 60, retracted: true },
+                WireEventKind::Committed { rid: "rid-1".into(), history: 60, retracted: true },
             ),
-            event("d", SessionEventKind::Aborted { released: true }),
-            event("e", SessionEventKind::Demoted { refusal: "busy".into() }),
-            event("f", SessionEventKind::Demoted { refusal: String::new() }),
+            event("d", WireEventKind::Aborted { released: true }),
+            event("e", WireEventKind::Demoted { refusal: "busy".into() }),
+            event("f", WireEventKind::Demoted { refusal: String::new() }),
         ],
         gone: vec!["gone-é".into()],
         sessions: vec![SessionFacts {

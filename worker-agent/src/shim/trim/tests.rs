@@ -14,19 +14,19 @@ use super::{
     *,
 };
 
-struct House {
+struct TestAgent {
     folder: Folder,
     handle: TrimHandle,
-    reports: mpsc::Receiver<TrimmerEvent>,
+    events: mpsc::Receiver<TrimmerEvent>,
     _tasks: Tasks,
 }
 
-impl House {
+impl TestAgent {
     fn new(name: &str, room: usize) -> Self {
         let (folder, tasks) = (Folder::new(name), Tasks::default());
-        let (sender, news) = mpsc::channel(room);
+        let (sender, events) = mpsc::channel(room);
         let handle = listen(&folder.socket(), sender, &tasks).unwrap();
-        Self { folder, handle, news, _tasks: tasks }
+        Self { folder, handle, events, _tasks: tasks }
     }
 
     fn trimmer(&self, instance: u8, inert: &str) -> TrimmerEnd {
@@ -38,7 +38,7 @@ impl House {
     }
 
     async fn next(&mut self) -> TrimmerEvent {
-        tokio::time::timeout(SOON, self.news.recv()).await.expect("news in time").expect("news")
+        tokio::time::timeout(SOON, self.events.recv()).await.expect("in time").expect("an event")
     }
 
     /// Waits for a working trimmer to connect. Returns the first byte of its instance.
@@ -95,65 +95,65 @@ fn prompt_of(news: &TrimmerEvent) -> u32 {
 
 #[tokio::test]
 async fn plans_arrive_and_questions_are_answered() {
-    let mut house = House::new("plans", 16);
-    assert!(matches!(house.handle.run(7, None, 0), Err(Error::NoShim(0))));
-    let mut trimmer = house.trimmer(1, "");
-    assert_eq!(house.up().await, 1);
+    let mut agent = TestAgent::new("plans", 16);
+    assert!(matches!(agent.handle.answer(7, None, 0), Err(Error::NoShim(0))));
+    let mut trimmer = agent.trimmer(1, "");
+    assert_eq!(agent.up().await, 1);
     trimmer.send(5, &planned(0, 11));
-    let TrimmerEvent::Planned(told) = house.next().await else { panic!("no plan") };
+    let TrimmerEvent::Planned(told) = agent.next().await else { panic!("no plan") };
     assert_eq!((told.question, told.plan), (None, Plan::Trimmed));
     assert_eq!((told.at, told.committed, told.sent, told.prompt), (5, 5, 6, 11));
     assert_eq!((&*told.session, &*told.rid, &*told.why), ("s", "rid", ""));
 
     trimmer.send(5, &planned(7, 11));
-    let TrimmerEvent::Planned(told) = house.next().await else { panic!("no question") };
+    let TrimmerEvent::Planned(told) = agent.next().await else { panic!("no question") };
     assert_eq!(told.question, Some(7));
-    house.handle.run(7, Some("s#2"), 512).unwrap();
-    house.handle.run(8, None, 0).unwrap();
+    agent.handle.answer(7, Some("s#2"), 512).unwrap();
+    agent.handle.answer(8, None, 0).unwrap();
     let wanted = [
         &b"\x13\0\0\0\x04\x14\x07\0\0\0\0\0\0\0\0\x02\0\0\x03\0s#2"[..],
         b"\x10\0\0\0\x04\x14\x08\0\0\0\0\0\0\0\0\0\0\0\0\0",
     ];
     assert_eq!(trimmer.reads::<43>().await[..], wanted.concat());
     drop(trimmer);
-    assert!(house.down().await.contains("disconnected"));
+    assert!(agent.down().await.contains("disconnected"));
 }
 
 #[tokio::test]
 async fn an_inert_trimmer_says_why_and_is_asked_nothing() {
-    let mut house = House::new("trim-inert", 16);
-    let _trimmer = house.trimmer(1, "several DP ranks");
-    let TrimmerEvent::Up(trimmer) = house.next().await else { panic!("not up") };
+    let mut agent = TestAgent::new("trim-inert", 16);
+    let _trimmer = agent.trimmer(1, "several DP ranks");
+    let TrimmerEvent::Up(trimmer) = agent.next().await else { panic!("not up") };
     assert_eq!(trimmer.inert.as_deref(), Some("several DP ranks"));
-    assert!(matches!(house.handle.run(1, None, 0), Err(Error::NoShim(0))));
+    assert!(matches!(agent.handle.answer(1, None, 0), Err(Error::NoShim(0))));
 }
 
 #[tokio::test]
 async fn a_newer_trimmer_replaces_even_one_that_is_deaf() {
-    let mut house = House::new("trim-again", 16);
-    let _deaf = house.trimmer(1, "");
-    assert_eq!(house.up().await, 1);
+    let mut agent = TestAgent::new("trim-again", 16);
+    let _deaf = agent.trimmer(1, "");
+    assert_eq!(agent.up().await, 1);
     // Send until the socket and the queue of commands are full.
     let long = "s".repeat(512);
     let busy = loop {
-        if let Err(error) = house.handle.run(1, Some(&long), 1) {
+        if let Err(error) = agent.handle.answer(1, Some(&long), 1) {
             break error;
         }
         tokio::task::yield_now().await;
     };
     assert!(matches!(busy, Error::Busy), "{busy}");
-    let unnamed = house.handle.run(1, Some(&"s".repeat(513)), 1);
+    let unnamed = agent.handle.answer(1, Some(&"s".repeat(513)), 1);
     assert!(matches!(unnamed, Err(Error::Name)), "who says it hears so");
-    let second = house.trimmer(2, "");
-    assert!(house.down().await.contains("another"));
-    assert_eq!(house.up().await, 2);
-    house.handle.run(9, Some("s"), 1).unwrap();
+    let second = agent.trimmer(2, "");
+    assert!(agent.down().await.contains("another"));
+    assert_eq!(agent.up().await, 2);
+    agent.handle.answer(9, Some("s"), 1).unwrap();
     assert_eq!(second.reads::<7>().await, *b"\x11\0\0\0\x04\x14\x09");
 }
 
 #[tokio::test]
 async fn nonsense_ends_the_connection_and_says_why() {
-    let mut house = House::new("trim-nonsense", 16);
+    let mut agent = TestAgent::new("trim-nonsense", 16);
     let unknown = [&planned(0, 4)[..24], &[9; 7]].concat();
     let hello = [&[0; 20][..], &["", "", ""].map(text).concat()].concat();
     for (kind, body, said) in [
@@ -162,24 +162,24 @@ async fn nonsense_ends_the_connection_and_says_why() {
         (5, planned(0, 4)[1..].to_vec(), "wrong length"),
         (4, hello, "hello"),
     ] {
-        let mut trimmer = house.trimmer(1, "");
-        assert_eq!(house.up().await, 1);
+        let mut trimmer = agent.trimmer(1, "");
+        assert_eq!(agent.up().await, 1);
         trimmer.send(5, &planned(0, 3));
-        assert_eq!(prompt_of(&house.next().await), 3);
+        assert_eq!(prompt_of(&agent.next().await), 3);
         trimmer.send(kind, &body);
-        let reason = house.down().await;
+        let reason = agent.down().await;
         assert!(reason.contains(said), "{reason}");
     }
-    let mut huge = house.trimmer(1, "");
-    assert_eq!(house.up().await, 1);
+    let mut huge = agent.trimmer(1, "");
+    assert_eq!(agent.up().await, 1);
     huge.0.write_all(&u32::MAX.to_le_bytes()).unwrap();
-    assert!(house.down().await.contains("a frame of"));
+    assert!(agent.down().await.contains("a frame of"));
 }
 
 #[tokio::test]
 async fn a_slow_receiver_stops_the_reading_and_misses_no_plan() {
-    let mut house = House::new("trim-slow", 1);
-    let mut trimmer = house.trimmer(1, "");
+    let mut agent = TestAgent::new("trim-slow", 1);
+    let mut trimmer = agent.trimmer(1, "");
     trimmer.0.set_write_timeout(Some(Duration::from_millis(300))).unwrap();
     // Ends when the socket is full: the receiver takes no news, so the agent stops reader.
     let sent = tokio::task::spawn_blocking(move || {
@@ -188,9 +188,9 @@ async fn a_slow_receiver_stops_the_reading_and_misses_no_plan() {
     });
     let sent = sent.await.unwrap();
     assert!((100..100_000).contains(&sent), "{sent} plans were taken");
-    assert_eq!(house.up().await, 1);
+    assert_eq!(agent.up().await, 1);
     for prompt in 0..sent {
-        assert_eq!(prompt_of(&house.next().await), u32::try_from(prompt).unwrap());
+        assert_eq!(prompt_of(&agent.next().await), u32::try_from(prompt).unwrap());
     }
-    assert!(house.down().await.contains("disconnected"));
+    assert!(agent.down().await.contains("disconnected"));
 }
