@@ -13,22 +13,22 @@ use prometheus_client::{
 
 /// A label `reason`, with a value from a small fixed set.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub(crate) struct Reasoned {
+pub(crate) struct ReasonLabel {
     reason: &'static str,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub(crate) struct Coded {
+pub(crate) struct CodeLabel {
     code: &'static str,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub(crate) struct Ended {
+pub(crate) struct OutcomeLabel {
     outcome: &'static str,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct WrittenBy {
+struct ClientLabel {
     client: &'static str,
 }
 
@@ -97,12 +97,12 @@ impl StagedPrefillEnd {
 /// All handles of the router's metrics.
 #[derive(Debug, Clone)]
 pub(crate) struct Metrics {
-    placements: Family<Reasoned, Counter>,
-    turns: Family<Ended, Counter>,
-    refusals: Family<Coded, Counter>,
-    retries: Family<Reasoned, Counter>,
-    staged_prefills: Family<Ended, Counter>,
-    preambles: Family<WrittenBy, Counter>,
+    placements: Family<ReasonLabel, Counter>,
+    turns: Family<OutcomeLabel, Counter>,
+    refusals: Family<CodeLabel, Counter>,
+    retries: Family<ReasonLabel, Counter>,
+    staged_prefills: Family<OutcomeLabel, Counter>,
+    preambles: Family<ClientLabel, Counter>,
     first_byte: Histogram,
     pub(crate) streams: Gauge,
     pub(crate) request_bytes: Counter,
@@ -155,28 +155,28 @@ impl Metrics {
     }
 
     pub(crate) fn placed(&self, reason: &'static str) {
-        self.placements.get_or_create(&Reasoned { reason }).inc();
+        self.placements.get_or_create(&ReasonLabel { reason }).inc();
     }
 
     pub(crate) fn ended(&self, outcome: Outcome) {
-        self.turns.get_or_create(&Ended { outcome: outcome.as_str() }).inc();
+        self.turns.get_or_create(&OutcomeLabel { outcome: outcome.as_str() }).inc();
     }
 
     pub(crate) fn refused(&self, code: &'static str) {
-        self.refusals.get_or_create(&Coded { code }).inc();
+        self.refusals.get_or_create(&CodeLabel { code }).inc();
     }
 
     pub(crate) fn retried(&self, reason: &'static str) {
-        self.retries.get_or_create(&Reasoned { reason }).inc();
+        self.retries.get_or_create(&ReasonLabel { reason }).inc();
     }
 
     pub(crate) fn staged_prefill_ended(&self, end: StagedPrefillEnd) {
-        self.staged_prefills.get_or_create(&Ended { outcome: end.as_str() }).inc();
+        self.staged_prefills.get_or_create(&OutcomeLabel { outcome: end.as_str() }).inc();
     }
 
     /// Counts a removed preamble. Returns how many of this client's were removed before.
     pub(crate) fn preamble_removed(&self, client: &'static str) -> u64 {
-        self.preambles.get_or_create(&WrittenBy { client }).inc()
+        self.preambles.get_or_create(&ClientLabel { client }).inc()
     }
 
     pub(crate) fn first_byte(&self, after: Duration) {

@@ -24,10 +24,10 @@ use tokio::sync::OwnedSemaphorePermit;
 use tracing::{debug, info, warn};
 
 use self::{
-    decide::Decided,
+    decide::PlacedTurn,
     error::{Error, NoAnswer},
-    proxy::{Outbound, Running},
-    request::{Ask, Turn},
+    proxy::{OutboundTurn, StreamCount},
+    request::{SessionIntent, Turn},
     shared::Shared,
 };
 use crate::{
@@ -51,7 +51,7 @@ pub(crate) async fn run(
     if kind.is_generation()
         && let Some(key) = request::header_session(&parts.headers, &principal)?
     {
-        claim_early(&shared, &key).await?;
+        refuse_early(&shared, &key).await?;
     }
     let mut held = match tokio::time::timeout_at(deadline.into(), shared.budget.read(body)).await {
         Ok(body) => body?,
@@ -60,26 +60,26 @@ pub(crate) async fn run(
     shared.metrics.request_bytes.inc_by(held.bytes.len() as u64);
     let turn = read(&shared, kind, &parts, &mut held, &principal)?;
     let body = proxy::held_bytes(held);
-    if let Some(ask) = &turn.session {
-        make_way(&shared, ask).await?;
+    if let Some(intent) = &turn.session {
+        close_lost_session(&shared, intent).await?;
     } else {
         shared.settled_view().await;
     }
     let turn_id = shared.turn_id();
-    let decided = shared.decide(&turn, turn_id, parts.uri.path(), &body).await?;
+    let placed = shared.decide(&turn, turn_id, parts.uri.path(), &body).await?;
     let path = parts.uri.path_and_query().cloned();
     strip_request(&mut parts.headers);
-    let outbound = Outbound {
+    let outbound = OutboundTurn {
         method: parts.method,
         path: path.unwrap_or_else(|| http::uri::PathAndQuery::from_static("/")),
         headers: parts.headers,
         body,
         turn_id,
-        timed: kind.is_generation(),
+        counts_first_byte: kind.is_generation(),
         arrived,
         deadline,
     };
-    Box::pin(send(&shared, &turn, &outbound, decided, permit)).await
+    Box::pin(send(&shared, &turn, &outbound, placed, permit)).await
 }
 
 /// Reads a turn, and removes a volatile preamble from its body. Every later step uses the body
@@ -96,10 +96,10 @@ fn read(
     }
     let object = Object::parse(&held.bytes).map_err(request::Error::from)?;
     let headers = &parts.headers;
-    let turn = match preamble(shared, kind, parts.uri.path(), &object) {
+    let turn = match find_preamble(shared, kind, parts.uri.path(), &object) {
         None => request::read_object(headers, &object, principal),
-        Some(cut) => {
-            held.bytes = cut.apply(std::mem::take(&mut held.bytes));
+        Some(range) => {
+            held.bytes = range.apply(std::mem::take(&mut held.bytes));
             request::read(headers, &held.bytes, principal)
         }
     };
@@ -112,21 +112,26 @@ fn read(
 }
 
 /// Returns the preamble to cut out of a turn's body, and counts it.
-fn preamble(shared: &Shared, kind: Kind, path: &str, body: &Object<'_>) -> Option<preamble::Cut> {
+fn find_preamble(
+    shared: &Shared,
+    kind: Kind,
+    path: &str,
+    body: &Object<'_>,
+) -> Option<preamble::PreambleRange> {
     if !kind.is_generation() || shared.config.preamble == Preamble::Keep {
         return None;
     }
-    let cut = preamble::find(path, body)?;
-    if shared.metrics.preamble_removed(cut.client) == 0 {
-        let client = cut.client;
+    let range = preamble::find(path, body)?;
+    if shared.metrics.preamble_removed(range.client) == 0 {
+        let client = range.client;
         info!(client, "removed a volatile preamble; set preamble = \"keep\" to leave it in");
     }
-    Some(cut)
+    Some(range)
 }
 
 /// Refuses a turn that can't run now, before its body is read: its session closes, or is busy with
 /// another turn. Doesn't change the state of the running turn. The agent's own check still decides.
-async fn claim_early(shared: &Shared, key: &SessionKey) -> Result<(), Error> {
+async fn refuse_early(shared: &Shared, key: &SessionKey) -> Result<(), Error> {
     let view = shared.settled_view().await;
     match shared.session_status(key, &view) {
         SessionStatus::Closing => Err(Error::TurnWhileClosing),
@@ -137,52 +142,53 @@ async fn claim_early(shared: &Shared, key: &SessionKey) -> Result<(), Error> {
 
 /// Closes the remains of a lost session when the client opens the session again with its full
 /// history. The client then gets a new session.
-async fn make_way(shared: &Arc<Shared>, ask: &Ask) -> Result<(), Error> {
-    let SessionStatus::Lost { worker, .. } = shared.session_status_after_reconnect(&ask.key).await
+async fn close_lost_session(shared: &Arc<Shared>, intent: &SessionIntent) -> Result<(), Error> {
+    let SessionStatus::Lost { worker, .. } =
+        shared.session_status_after_reconnect(&intent.key).await
     else {
         return Ok(());
     };
-    if ask.open && !ask.delta { shared.bury(&ask.key, worker).await } else { Ok(()) }
+    if intent.open && !intent.delta { shared.close_lost(&intent.key, worker).await } else { Ok(()) }
 }
 
 async fn send(
     shared: &Arc<Shared>,
     turn: &Turn,
-    outbound: &Outbound,
-    mut decided: Decided,
+    outbound: &OutboundTurn,
+    mut placed: PlacedTurn,
     permit: OwnedSemaphorePermit,
 ) -> Result<Response, Error> {
-    let mut pending = Pending::new(shared, turn, decided.worker);
-    staged_prefill::run(shared, turn, outbound, &mut decided).await;
-    let first = outbound.send(shared, &decided).await;
+    let mut pending = Pending::new(shared, turn, placed.worker);
+    staged_prefill::run(shared, turn, outbound, &mut placed).await;
+    let first = outbound.send(shared, &placed).await;
     let why = match &first {
         Ok(response) if proxy::is_refused_for_now(response) => Some("refused"),
         Err(error) if error.retry() => Some("connect"),
         Ok(_) | Err(_) => None,
     };
     let second = why.and_then(|why| {
-        let second = shared.decide_again(turn, outbound.turn_id, &mut decided)?;
+        let second = shared.decide_again(turn, outbound.turn_id, &mut placed)?;
         shared.metrics.retried(why);
         debug!(turn = format!("{:016x}", outbound.turn_id), why, worker = second.name, "retried");
         Some(second)
     });
-    let (decided, answered) = match second {
+    let (placed, answered) = match second {
         Some(second) => {
-            pending.at(second.worker);
+            pending.move_to(second.worker);
             // Dropping the first answer, if there is one, drops its connection.
             drop(first);
             let answered = outbound.send(shared, &second).await;
             (second, answered)
         }
-        None => (decided, first),
+        None => (placed, first),
     };
-    finish(shared, outbound, decided, permit, pending, answered)
+    finish(shared, outbound, placed, permit, pending, answered)
 }
 
 fn finish(
     shared: &Arc<Shared>,
-    outbound: &Outbound,
-    decided: Decided,
+    outbound: &OutboundTurn,
+    placed: PlacedTurn,
     permit: OwnedSemaphorePermit,
     mut pending: Pending,
     answered: Result<http::Response<Incoming>, NoAnswer>,
@@ -190,7 +196,7 @@ fn finish(
     match answered {
         Ok(response) => {
             let running = pending.answered();
-            Ok(proxy::answer(shared, outbound, decided, running, permit, response))
+            Ok(proxy::answer(shared, outbound, placed, running, permit, response))
         }
         Err(error) => {
             pending.outcome = Some(match error {
@@ -199,7 +205,7 @@ fn finish(
             });
             warn!(
                 turn = format!("{:016x}", outbound.turn_id),
-                worker = decided.name,
+                worker = placed.name,
                 error = connect::describe_error(&error),
                 "turn failed"
             );
@@ -218,27 +224,27 @@ struct Pending {
     shared: Arc<Shared>,
     close: Option<(SessionKey, WorkerRef)>,
     outcome: Option<Outcome>,
-    running: Option<Running>,
+    running: Option<StreamCount>,
 }
 
 impl Pending {
     fn new(shared: &Arc<Shared>, turn: &Turn, worker: WorkerRef) -> Self {
-        let ask = turn.session.as_ref().filter(|ask| ask.close && !ask.bind);
+        let intent = turn.session.as_ref().filter(|intent| intent.close && !intent.placement_only);
         Self {
             shared: Arc::clone(shared),
-            close: ask.map(|ask| (ask.key.clone(), worker)),
+            close: intent.map(|intent| (intent.key.clone(), worker)),
             outcome: Some(Outcome::ClientGone),
-            running: Some(Running::new(shared)),
+            running: Some(StreamCount::new(shared)),
         }
     }
 
-    fn at(&mut self, worker: WorkerRef) {
+    fn move_to(&mut self, worker: WorkerRef) {
         if let Some((_, at)) = &mut self.close {
             *at = worker;
         }
     }
 
-    fn answered(&mut self) -> Running {
+    fn answered(&mut self) -> StreamCount {
         self.close = None;
         self.outcome = None;
         self.running.take().expect("a turn is answered once")

@@ -43,11 +43,11 @@ fn all(view: &Snapshot) -> Vec<Value> {
             *context_tokens = engine.context_tokens.min(*context_tokens);
         }
     }
-    let shown = |(name, context_tokens): (&str, u32)| {
+    let to_json = |(name, context_tokens): (&str, u32)| {
         json!({
             "id": name, "object": "model", "created": 0, "owned_by": "sglang", "root": name,
             "max_model_len": context_tokens,
         })
     };
-    models.into_iter().map(shown).collect()
+    models.into_iter().map(to_json).collect()
 }

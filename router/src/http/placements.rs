@@ -22,12 +22,14 @@ pub(super) async fn show(State(shared): Desk, Path(turn): Path<String>) -> Respo
         return conclude(&shared, Err(errors::placement_unknown()));
     }
     let view = shared.view.load();
-    let placements: Vec<Value> = records.iter().map(|record| shown(record, &view)).collect();
+    let placements: Vec<Value> = records.iter().map(|record| to_json(record, &view)).collect();
     Json(json!({ "turn": turn, "placements": placements })).into_response()
 }
 
-fn shown(record: &PlacementRecord, view: &Snapshot) -> Value {
+fn to_json(record: &PlacementRecord, view: &Snapshot) -> Value {
     let PlacementRecord { at, session, placement } = record;
+    let compared: Vec<Value> =
+        placement.figures.iter().map(|figures| figures_to_json(figures, view)).collect();
     let age = now().saturating_duration_since(*at).as_millis();
     json!({
         "worker": view.name(placement.worker),
@@ -35,12 +37,12 @@ fn shown(record: &PlacementRecord, view: &Snapshot) -> Value {
         "session": session.map(|session| session.to_string()),
         "uncached_tokens": placement.uncached_tokens,
         "age_ms": u64::try_from(age).unwrap_or(u64::MAX),
-        "compared": placement.figures.iter().map(|one| figures(one, view)).collect::<Vec<_>>(),
+        "compared": compared,
     })
 }
 
-fn figures(figures: &Figures, view: &Snapshot) -> Value {
-    let mut shown = serde_json::to_value(figures).expect("plain fields always serialise");
-    shown["worker"] = json!(view.name(figures.worker));
-    shown
+fn figures_to_json(figures: &Figures, view: &Snapshot) -> Value {
+    let mut value = serde_json::to_value(figures).expect("plain fields always serialise");
+    value["worker"] = json!(view.name(figures.worker));
+    value
 }

@@ -17,7 +17,7 @@ use service::refusal::Refusal;
 use super::{Desk, conclude, errors};
 use crate::{
     fleet::control::OpenRequest,
-    turn::{error::Error, request, sessions::Seen, shared::Shared},
+    turn::{error::Error, request, sessions::SessionView, shared::Shared},
 };
 
 /// The body of `POST /v1/sessions`.
@@ -56,24 +56,24 @@ async fn try_open(shared: &Arc<Shared>, request: Request) -> Result<Response, Re
         asked.session_id,
         match &asked.retention {
             None => None,
-            Some(name) => request::retention_named(name, "retention").map_err(refuse)?,
+            Some(name) => request::parse_retention(name, "retention").map_err(refuse)?,
         },
         &asked.timeout,
     )?;
     let opened = shared.open(opening).await.map_err(errors::refusal)?;
     let status = if opened.new { StatusCode::CREATED } else { StatusCode::OK };
-    let seen = Seen {
+    let session_view = SessionView {
         key: opened.session.key.clone(),
         worker: opened.worker,
         session: Some(opened.session),
         lost: false,
     };
-    Ok((status, Json(shown(shared, &seen))).into_response())
+    Ok((status, Json(to_json(shared, &session_view))).into_response())
 }
 
 pub(super) async fn list(State(shared): Desk, headers: HeaderMap) -> Response {
-    let (seen, more) = shared.list(&request::principal(&headers)).await;
-    let sessions: Vec<Value> = seen.iter().map(|seen| shown(&shared, seen)).collect();
+    let (views, more) = shared.list(&request::principal(&headers)).await;
+    let sessions: Vec<Value> = views.iter().map(|view| to_json(&shared, view)).collect();
     Json(json!({ "sessions": sessions, "more": more })).into_response()
 }
 
@@ -83,8 +83,8 @@ pub(super) async fn show(
     headers: HeaderMap,
 ) -> Response {
     let answer = match key(&headers, id) {
-        Ok(key) => match shared.see(&key).await {
-            Some(seen) => Ok(Json(shown(&shared, &seen)).into_response()),
+        Ok(key) => match shared.find_session(&key).await {
+            Some(session_view) => Ok(Json(to_json(&shared, &session_view)).into_response()),
             None => Err(errors::refusal(Error::SessionUnknown)),
         },
         Err(refusal) => Err(refusal),
@@ -177,15 +177,15 @@ fn refuse(error: request::Error) -> Refusal {
 }
 
 /// Returns a session as JSON, as its owner sees it.
-fn shown(shared: &Shared, seen: &Seen) -> Value {
-    let worker = shared.view.load().name(seen.worker);
-    let id = seen.key.id();
-    let Some(session) = &seen.session else {
+fn to_json(shared: &Shared, session_view: &SessionView) -> Value {
+    let worker = shared.view.load().name(session_view.worker);
+    let id = session_view.key.id();
+    let Some(session) = &session_view.session else {
         return json!({ "session_id": id, "worker": worker, "state": "bound" });
     };
-    let state = if seen.lost { json!("lost") } else { json!(session.state) };
+    let state = if session_view.lost { json!("lost") } else { json!(session.state) };
     let idle_ms = u64::try_from(session.idle.as_millis()).unwrap_or(u64::MAX);
-    let mut shown = json!({
+    let mut value = json!({
         "session_id": id,
         "worker": worker,
         "retention": session.retention.as_str(),
@@ -199,7 +199,7 @@ fn shown(shared: &Shared, seen: &Seen) -> Value {
         "idle_ms_at_report": idle_ms,
     });
     if let Some(found) = &session.volatile_prefix {
-        shown["volatile_prefix"] = json!(found);
+        value["volatile_prefix"] = json!(found);
     }
-    shown
+    value
 }

@@ -29,7 +29,7 @@ pub(super) async fn list(State(shared): Desk) -> Response {
         .workers()
         .map(|(worker, agent, facts)| {
             let kv = shared.kv_index.worker_kv(worker);
-            shown(&view, worker, agent, facts, &kv, now)
+            to_json(&view, worker, agent, facts, &kv, now)
         })
         .collect();
     let unheard: Vec<Value> = view
@@ -44,7 +44,7 @@ pub(super) async fn list(State(shared): Desk) -> Response {
     Json(json!({ "workers": workers, "unheard": unheard })).into_response()
 }
 
-fn shown(
+fn to_json(
     view: &Snapshot,
     worker: WorkerRef,
     agent: &Agent,
@@ -68,20 +68,20 @@ fn shown(
         "restart_required": agent.report.as_ref().map(|(report, _)| &report.restart_required),
         "turns_in_flight_here": in_flight,
         "turns_estimate": view.worker_table().get(worker).map(WorkerStats::turns),
-        "load": agent.rank_load(worker.dp_rank).map(|load| load_shown(load, reported)),
+        "load": agent.rank_load(worker.dp_rank).map(|load| load_to_json(load, reported)),
         "kv": kv,
         "engine": facts.description.engine,
         "retentions": facts.description.retentions,
         "trims": facts.description.trims,
-        "rank": facts.description.ranks.get(worker.dp_rank as usize).map(rank_shown),
+        "rank": facts.description.ranks.get(worker.dp_rank as usize).map(rank_to_json),
     })
 }
 
-fn load_shown(load: &RankLoad, reported: Option<Duration>) -> Value {
+fn load_to_json(load: &RankLoad, reported: Option<Duration>) -> Value {
     let since = reported.map_or(0, millis);
-    let figure = |figure: Option<Figure>| figure.map(|figure| aged(figure, since));
+    let figure = |figure: Option<Figure>| figure.map(|figure| figure_to_json(figure, since));
     let devices: Vec<Value> =
-        load.devices.iter().map(|device| device_shown(device, since)).collect();
+        load.devices.iter().map(|device| device_to_json(device, since)).collect();
     json!({
         "turns_running": load.turns_running,
         "turns_running_max": load.turns_running_max,
@@ -109,8 +109,8 @@ fn load_shown(load: &RankLoad, reported: Option<Duration>) -> Value {
     })
 }
 
-fn rank_shown(rank: &Rank) -> Value {
-    let devices: Vec<Value> = rank.devices.iter().map(|device| device_shown(device, 0)).collect();
+fn rank_to_json(rank: &Rank) -> Value {
+    let devices: Vec<Value> = rank.devices.iter().map(|device| device_to_json(device, 0)).collect();
     json!({
         "dp_rank": rank.dp_rank,
         "pool_tokens": rank.pool_tokens,
@@ -120,9 +120,9 @@ fn rank_shown(rank: &Rank) -> Value {
 }
 
 /// Returns all that is known of a device.
-fn device_shown(device: &Device, since: u64) -> Value {
-    let mut shown = serde_json::to_value(device).expect("plain fields always serialise");
-    let fields = shown.as_object_mut().expect("a struct is an object");
+fn device_to_json(device: &Device, since: u64) -> Value {
+    let mut value = serde_json::to_value(device).expect("plain fields always serialise");
+    let fields = value.as_object_mut().expect("a struct is an object");
     for (name, figure) in [
         ("engine_bytes", device.engine_bytes),
         ("kv_pool_bytes", device.kv_pool_bytes),
@@ -131,18 +131,18 @@ fn device_shown(device: &Device, since: u64) -> Value {
         ("kv_reclaimable_bytes", device.kv_reclaimable_bytes),
     ] {
         if let Some(figure) = figure {
-            fields.insert(name.to_owned(), aged(figure, since));
+            fields.insert(name.to_owned(), figure_to_json(figure, since));
         }
     }
     if let Some(age_ms) = device.age_ms {
         fields.insert("age_ms".to_owned(), (u64::from(age_ms) + since).into());
     }
     fields.retain(|_, value| !value.is_null());
-    shown
+    value
 }
 
 /// Returns a figure whose age includes the time since the report arrived.
-fn aged(figure: Figure, since: u64) -> Value {
+fn figure_to_json(figure: Figure, since: u64) -> Value {
     let Figure { value, source, age_ms } = figure;
     json!({ "value": value, "source": source, "age_ms": u64::from(age_ms) + since })
 }

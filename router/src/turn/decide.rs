@@ -17,14 +17,14 @@ use tracing::debug;
 
 use super::{
     error::Error,
-    request::{Ask, Turn},
+    request::{SessionIntent, Turn},
     shared::Shared,
 };
 use crate::{
     fleet::{lease::Lease, snapshot::Snapshot, worker::WorkerRef},
     placement::{
         self, Figures, Placement, PlacementRequest, Reason, Sticky,
-        affinity::{Affinity, Closing},
+        affinity::{Affinity, Binding, Closing},
         recent::PlacementRecord,
         session_status::{self, SessionStatus},
     },
@@ -33,7 +33,7 @@ use crate::{
 
 /// A placed turn and everything it holds.
 #[derive(Debug)]
-pub(crate) struct Decided {
+pub(crate) struct PlacedTurn {
     pub(crate) worker: WorkerRef,
     pub(crate) name: String,
     pub(crate) authority: Arc<str>,
@@ -43,7 +43,7 @@ pub(crate) struct Decided {
     /// Whether the turn may go to another worker if this one refuses it.
     pub(crate) movable: bool,
     pub(crate) lease: Lease,
-    pub(crate) hold: Option<Hold>,
+    pub(crate) hold: Option<BindingHold>,
     /// The blocks of the turn's prompt, which the worker has once it has taken the turn.
     pub(crate) blocks: Option<TurnBlocks>,
     /// Leading prompt tokens resident on the worker, if known.
@@ -52,24 +52,24 @@ pub(crate) struct Decided {
 
 /// Holds a session's binding while a turn runs.
 #[derive(Debug)]
-pub(crate) struct Hold {
+pub(crate) struct BindingHold {
     shared: Arc<Shared>,
     key: SessionKey,
     /// Whether the agent closes the session when this turn ends.
-    closes: bool,
+    closes_session: bool,
     /// Whether the affinity table was told that the answer began.
     answered: bool,
     /// The worker that the session left for a better one.
-    left: Option<WorkerRef>,
+    left_worker: Option<WorkerRef>,
     /// Size of the turn's body, in bytes.
     body_bytes: u64,
 }
 
-impl Hold {
+impl BindingHold {
     /// Marks the turn as its session's last. From its end on, the session counts as unknown until
     /// the agent's table shows the close.
     pub(crate) fn close_at_end(&mut self) {
-        self.closes = true;
+        self.closes_session = true;
     }
 
     /// Whether the session was closed after its turn was placed, when the worker didn't know of the
@@ -85,17 +85,15 @@ impl Hold {
         if taken {
             self.shared.affinity.lock().note_body(&self.key, self.body_bytes);
         }
-        let Some(left) = self.left.take().filter(|_| taken) else { return };
+        let Some(left_worker) = self.left_worker.take().filter(|_| taken) else { return };
         // Another turn of the session may still run on the old worker, or have moved back to it.
-        let is_away = self
-            .shared
-            .affinity
-            .lock()
-            .get(&self.key, now())
-            .is_some_and(|binding| binding.turns == 1 && binding.worker.agent != left.agent);
+        let is_away =
+            self.shared.affinity.lock().get(&self.key, now()).is_some_and(|binding| {
+                binding.turns == 1 && binding.worker.agent != left_worker.agent
+            });
         if is_away {
             // The session's KV on the old worker has no use; once closed, it is evicted first.
-            self.shared.close_detached(self.key.clone(), left);
+            self.shared.close_detached(self.key.clone(), left_worker);
         }
     }
 
@@ -106,19 +104,19 @@ impl Hold {
     }
 }
 
-impl Drop for Hold {
+impl Drop for BindingHold {
     fn drop(&mut self) {
         self.count_answer();
         let mut affinity = self.shared.affinity.lock();
         affinity.end(&self.key, now());
-        if self.closes {
+        if self.closes_session {
             affinity.closed(&self.key, false, now());
         }
     }
 }
 
 /// What the session's status means for placing its turn.
-struct Place {
+struct PlacementConstraint {
     sticky: Option<Sticky>,
     /// Whether no other worker can take it: the session is pinned or takes one turn at a time.
     fixed: bool,
@@ -128,21 +126,21 @@ struct Place {
 
 /// What is known of a turn's prompt when it is placed.
 #[derive(Debug, Clone, Copy)]
-enum Prompt<'a> {
+enum PromptBlocks<'a> {
     /// The prompt wasn't read. That takes time and may be unnecessary.
-    NotAsked,
+    NotRead,
     /// The prompt's blocks. `None` if no blocks can be made of it.
-    Asked(Option<&'a TurnBlocks>),
+    Read(Option<&'a TurnBlocks>),
 }
 
 /// Rough number of bytes per token in a body: JSON with prose and code.
-const TOKEN_BYTES: u64 = 4;
+const BYTES_PER_TOKEN: u64 = 4;
 
 /// The result of one attempt to decide.
 enum Step {
-    Decided(Box<Decided>),
+    Placed(Box<PlacedTurn>),
     /// The decision depends on what the prompt costs on each worker.
-    WantsPrompt,
+    NeedsPrompt,
 }
 
 impl Shared {
@@ -153,22 +151,22 @@ impl Shared {
         turn_id: u64,
         path: &str,
         body: &Bytes,
-    ) -> Result<Decided, Error> {
-        if let Step::Decided(decided) = self.try_decide(turn, turn_id, Prompt::NotAsked)? {
-            return Ok(*decided);
+    ) -> Result<PlacedTurn, Error> {
+        if let Step::Placed(placed) = self.try_decide(turn, turn_id, PromptBlocks::NotRead)? {
+            return Ok(*placed);
         }
         // Runs without the lock: a long prompt takes milliseconds, and other sessions must go on.
         let blocks = self
             .block_locator
             .locate(&turn.prompt, turn.model.as_deref(), path, body, &self.view.load())
             .await;
-        match self.try_decide(turn, turn_id, Prompt::Asked(blocks.as_ref()))? {
-            Step::Decided(decided) => {
-                let reported = |blocks| self.block_locator.reported_tokens(blocks, decided.worker);
+        match self.try_decide(turn, turn_id, PromptBlocks::Read(blocks.as_ref()))? {
+            Step::Placed(placed) => {
+                let reported = |blocks| self.block_locator.reported_tokens(blocks, placed.worker);
                 let resident_tokens = blocks.as_ref().and_then(reported);
-                Ok(Decided { blocks, resident_tokens, ..*decided })
+                Ok(PlacedTurn { blocks, resident_tokens, ..*placed })
             }
-            Step::WantsPrompt => unreachable!("the prompt was given"),
+            Step::NeedsPrompt => unreachable!("the prompt was given"),
         }
     }
 
@@ -176,17 +174,17 @@ impl Shared {
         self: &Arc<Self>,
         turn: &Turn,
         turn_id: u64,
-        prompt: Prompt<'_>,
+        prompt: PromptBlocks<'_>,
     ) -> Result<Step, Error> {
         let view = self.view.load();
         let prefer = self.preferred(turn, &view);
         let blocks = match prompt {
-            Prompt::NotAsked => None,
-            Prompt::Asked(blocks) => blocks,
+            PromptBlocks::NotRead => None,
+            PromptBlocks::Read(blocks) => blocks,
         };
         let base = PlacementRequest {
             digest: Digest(turn_id),
-            returns: turn.session.as_ref().is_some_and(|ask| !ask.close),
+            returns: turn.session.as_ref().is_some_and(|intent| !intent.close),
             sticky: None,
             prefer,
             prompt: blocks.map(TurnBlocks::prompt),
@@ -196,17 +194,17 @@ impl Shared {
         };
         let step = match &turn.session {
             None => match prompt {
-                Prompt::NotAsked => Step::WantsPrompt,
-                Prompt::Asked(_) => {
+                PromptBlocks::NotRead => Step::NeedsPrompt,
+                PromptBlocks::Read(_) => {
                     let placement = placement::place(&base, &view, now())?;
-                    let decided = self.decided(turn, turn_id, &view, placement, None, true);
-                    Step::Decided(Box::new(decided))
+                    let placed = self.commit_placement(turn, turn_id, &view, placement, None, true);
+                    Step::Placed(Box::new(placed))
                 }
             },
-            Some(ask) => self.decide_session(turn, turn_id, ask, base, prompt, &view)?,
+            Some(intent) => self.decide_session(turn, turn_id, intent, base, prompt, &view)?,
         };
-        if let Step::Decided(decided) = &step {
-            self.remember_cache_key(turn, decided.worker);
+        if let Step::Placed(placed) = &step {
+            self.remember_cache_key(turn, placed.worker);
         }
         Ok(step)
     }
@@ -217,26 +215,28 @@ impl Shared {
         self: &Arc<Self>,
         turn: &Turn,
         turn_id: u64,
-        first: &mut Decided,
-    ) -> Option<Decided> {
+        first: &mut PlacedTurn,
+    ) -> Option<PlacedTurn> {
         if !first.movable {
             return None;
         }
         let view = self.view.load();
-        let ask = turn.session.as_ref();
+        let intent = turn.session.as_ref();
         let mut affinity = self.affinity.lock();
         // Another turn may have moved the session in the meantime. Then this turn follows it.
-        let bound = ask
-            .and_then(|ask| affinity.get(&ask.key, now()))
+        let bound = intent
+            .and_then(|intent| affinity.get(&intent.key, now()))
             .map(|binding| binding.worker)
             .filter(|worker| *worker != first.worker);
         let request = PlacementRequest {
-            digest: ask.map_or(Digest(turn_id), |ask| ask.key.digest()),
-            returns: ask.is_some_and(|ask| !ask.close),
-            sticky: Some(bound.unwrap_or(first.worker)).filter(|_| ask.is_some()).map(Sticky::new),
+            digest: intent.map_or(Digest(turn_id), |intent| intent.key.digest()),
+            returns: intent.is_some_and(|intent| !intent.close),
+            sticky: Some(bound.unwrap_or(first.worker))
+                .filter(|_| intent.is_some())
+                .map(Sticky::new),
             prefer: None,
             prompt: None,
-            retention: ask.and_then(|ask| ask.retention),
+            retention: intent.and_then(|intent| intent.retention),
             model: turn.model.as_deref(),
             exclude: Some(first.worker),
         };
@@ -244,149 +244,161 @@ impl Shared {
         if placement.worker == first.worker {
             return None;
         }
-        if let Some(ask) = ask {
-            affinity.rebind(&ask.key, placement.worker);
+        if let Some(intent) = intent {
+            affinity.rebind(&intent.key, placement.worker);
         }
         if let Some(hold) = &mut first.hold {
             // The move failed, so the session may still need its KV on the worker it left.
-            hold.left = None;
+            hold.left_worker = None;
         }
         drop(affinity);
         // The hold goes with the turn. The lease doesn't, as it counts on one worker.
-        let second = self.decided(turn, turn_id, &view, placement, first.hold.take(), true);
-        Some(Decided { blocks: first.blocks.take(), ..second })
+        let second =
+            self.commit_placement(turn, turn_id, &view, placement, first.hold.take(), true);
+        Some(PlacedTurn { blocks: first.blocks.take(), ..second })
     }
 
     fn decide_session(
         self: &Arc<Self>,
         turn: &Turn,
         turn_id: u64,
-        ask: &Ask,
+        intent: &SessionIntent,
         base: PlacementRequest<'_>,
-        prompt: Prompt<'_>,
+        prompt: PromptBlocks<'_>,
         view: &Snapshot,
     ) -> Result<Step, Error> {
         let mut affinity = self.affinity.lock();
-        let status =
-            session_status::determine_status(&ask.key, view, affinity.get(&ask.key, now()), now());
-        let Place { mut sticky, fixed, open_as } = admit(ask, &status, view)?;
-        if let (Some(sticky), Some(binding)) = (&mut sticky, affinity.get(&ask.key, now())) {
-            sticky.moved_at = binding.moved_at;
-            let ended = if binding.turns > 0 { Some(now()) } else { binding.last_turn_ended };
-            sticky.last_turn_ended =
-                ended.filter(|_| self.block_locator.reports_blocks(sticky.worker));
-            // A binding without a turn has no body size to compare with.
-            let before = Some(binding.body_bytes).filter(|&bytes| bytes > 0);
-            let new_bytes = before.and_then(|before| turn.body_bytes.checked_sub(before));
-            sticky.new_tokens = new_bytes.map(|bytes| bytes / TOKEN_BYTES);
-            // The KV of a running turn isn't resident yet, and the load there is the turn itself.
-            sticky.fixed |= binding.turns > 0 || binding.exclusive || ask.delta;
+        let status = session_status::determine_status(
+            &intent.key,
+            view,
+            affinity.get(&intent.key, now()),
+            now(),
+        );
+        let PlacementConstraint { mut sticky, fixed, open_as } = admit(intent, &status, view)?;
+        if let (Some(sticky), Some(binding)) = (&mut sticky, affinity.get(&intent.key, now())) {
+            self.add_binding(sticky, binding, turn);
+            sticky.fixed |= intent.delta;
         }
         // A worker whose blocks are unknown would seem to have none: place without the prompt.
         let is_counted = |blocks: &TurnBlocks| {
             sticky.is_none_or(|sticky| self.block_locator.is_known_on(blocks, sticky.worker))
         };
         let base = match prompt {
-            Prompt::Asked(Some(blocks)) if !is_counted(blocks) => {
+            PromptBlocks::Read(Some(blocks)) if !is_counted(blocks) => {
                 PlacementRequest { prompt: None, ..base }
             }
             _ => base,
         };
         let request = PlacementRequest {
-            digest: ask.key.digest(),
+            digest: intent.key.digest(),
             sticky,
-            retention: if sticky.is_none() { ask.retention } else { None },
+            retention: if sticky.is_none() { intent.retention } else { None },
             ..base
         };
         let placement = match prompt {
-            Prompt::NotAsked => match placement::place_without_prompt(&request, view, now()) {
+            PromptBlocks::NotRead => match placement::place_without_prompt(&request, view, now()) {
                 Some(placement) => placement,
-                None => return Ok(Step::WantsPrompt),
+                None => return Ok(Step::NeedsPrompt),
             },
-            Prompt::Asked(_) => placement::place(&request, view, now())?,
+            PromptBlocks::Read(_) => placement::place(&request, view, now())?,
         };
         if let Some(Sticky { worker, fixed: true, .. }) = sticky
             && worker != placement.worker
-            && ask.delta
+            && intent.delta
         {
             // On another worker there is no history that a delta could be appended to.
             return Err(Error::SessionLost { worker: view.name(worker), agent_up: false });
         }
-        let exclusive = ask.open || ask.retention == Some(Retention::Pinned);
-        let mut hold = self.hold(&mut affinity, ask, placement.worker, exclusive)?;
+        let exclusive = intent.open || intent.retention == Some(Retention::Pinned);
+        let mut hold = self.hold_binding(&mut affinity, intent, placement.worker, exclusive)?;
         hold.body_bytes = turn.body_bytes;
         if placement.reason == Reason::Moved {
-            hold.left = sticky.map(|sticky| sticky.worker);
+            hold.left_worker = sticky.map(|sticky| sticky.worker);
         }
         drop(affinity);
         let moved = sticky.is_some_and(|sticky| sticky.worker != placement.worker);
-        let mut decided = self.decided(turn, turn_id, view, placement, Some(hold), !fixed);
-        if let (true, Some(retention), Some(claim)) = (moved, open_as, &mut decided.claim) {
+        let mut placed = self.commit_placement(turn, turn_id, view, placement, Some(hold), !fixed);
+        if let (true, Some(retention), Some(claim)) = (moved, open_as, &mut placed.claim) {
             claim.open = true;
             claim.retention = claim.retention.or(Some(retention));
         }
-        Ok(Step::Decided(Box::new(decided)))
+        Ok(Step::Placed(Box::new(placed)))
     }
 
-    fn hold(
+    /// Adds what the session's binding shows to what is known of the session's worker.
+    fn add_binding(&self, sticky: &mut Sticky, binding: &Binding, turn: &Turn) {
+        sticky.moved_at = binding.moved_at;
+        let ended = if binding.turns > 0 { Some(now()) } else { binding.last_turn_ended };
+        sticky.last_turn_ended = ended.filter(|_| self.block_locator.reports_blocks(sticky.worker));
+        // A binding without a turn has no body size to compare with.
+        let before = Some(binding.body_bytes).filter(|&bytes| bytes > 0);
+        let new_bytes = before.and_then(|before| turn.body_bytes.checked_sub(before));
+        sticky.new_tokens = new_bytes.map(|bytes| bytes / BYTES_PER_TOKEN);
+        // The KV of a running turn isn't resident yet, and the load there is the turn itself.
+        sticky.fixed |= binding.turns > 0 || binding.exclusive;
+    }
+
+    /// Counts the turn on the session's binding until the returned hold is dropped.
+    fn hold_binding(
         self: &Arc<Self>,
         affinity: &mut MutexGuard<'_, Affinity>,
-        ask: &Ask,
+        intent: &SessionIntent,
         worker: WorkerRef,
         exclusive: bool,
-    ) -> Result<Hold, Error> {
-        affinity.begin(&ask.key, worker, exclusive, now())?;
-        affinity.set_placement_only(&ask.key, ask.bind);
-        Ok(Hold {
+    ) -> Result<BindingHold, Error> {
+        affinity.begin(&intent.key, worker, exclusive, now())?;
+        affinity.set_placement_only(&intent.key, intent.placement_only);
+        Ok(BindingHold {
             shared: Arc::clone(self),
-            key: ask.key.clone(),
-            closes: false,
+            key: intent.key.clone(),
+            closes_session: false,
             answered: false,
-            left: None,
+            left_worker: None,
             body_bytes: 0,
         })
     }
 
-    fn decided(
+    /// Acquires the lease of a placed turn, and counts, logs and records its placement.
+    fn commit_placement(
         &self,
         turn: &Turn,
         turn_id: u64,
         view: &Snapshot,
         placement: Placement,
-        hold: Option<Hold>,
+        hold: Option<BindingHold>,
         movable: bool,
-    ) -> Decided {
+    ) -> PlacedTurn {
         let tokens = placement.tokens_expected();
         let Placement { worker, reason, ref figures, .. } = placement;
         let agent = view.agent(worker);
         let facts = agent.facts.as_ref().expect("a placed worker was described");
-        let ask = turn.session.as_ref();
-        let claim = ask.filter(|ask| !ask.bind).map(|ask| Claim {
-            retention: ask.retention,
-            delta: ask.delta,
-            open: ask.open,
-            close: ask.close,
-            idle_ms_max: ask.idle_ms_max,
-            ..Claim::for_session(&ask.key)
+        let intent = turn.session.as_ref();
+        let claim = intent.filter(|intent| !intent.placement_only).map(|intent| Claim {
+            retention: intent.retention,
+            delta: intent.delta,
+            open: intent.open,
+            close: intent.close,
+            idle_ms_max: intent.idle_ms_max,
+            ..Claim::for_session(&intent.key)
         });
         self.metrics.placed(reason.as_str());
         let name = view.name(worker);
         debug!(
             worker = name,
             reason = reason.as_str(),
-            session = ask.map(|ask| tracing::field::display(ask.key.digest())),
-            figures = ?named(figures, view),
+            session = intent.map(|intent| tracing::field::display(intent.key.digest())),
+            figures = ?with_names(figures, view),
             "turn placed"
         );
-        let session = ask.map(|ask| ask.key.digest());
+        let session = intent.map(|intent| intent.key.digest());
         self.recent.lock().add(turn_id, PlacementRecord { at: now(), session, placement });
-        Decided {
+        PlacedTurn {
             worker,
             name,
             authority: Arc::clone(&facts.data_authority),
             reason,
             claim,
-            movable: movable && !ask.is_some_and(|ask| ask.delta),
+            movable: movable && !intent.is_some_and(|intent| intent.delta),
             lease: Lease::acquire(&agent.in_flight[worker.dp_rank as usize], tokens),
             hold,
             blocks: None,
@@ -418,23 +430,29 @@ impl Shared {
 }
 
 /// Returns the compared figures with their workers' names, for the log.
-fn named(figures: &[Figures], view: &Snapshot) -> Vec<(String, Figures)> {
+fn with_names(figures: &[Figures], view: &Snapshot) -> Vec<(String, Figures)> {
     figures.iter().map(|one| (view.name(one.worker), *one)).collect()
 }
 
 /// Checks whether the session's status allows the turn, and returns what it means for placement.
-fn admit(ask: &Ask, status: &SessionStatus, view: &Snapshot) -> Result<Place, Error> {
-    let delta_on_nothing = ask.delta && !ask.open;
+fn admit(
+    intent: &SessionIntent,
+    status: &SessionStatus,
+    view: &Snapshot,
+) -> Result<PlacementConstraint, Error> {
+    let delta_needs_history = intent.delta && !intent.open;
     match status {
         SessionStatus::Closing => Err(Error::TurnWhileClosing),
         SessionStatus::Lost { worker, agent_up } => {
             Err(Error::SessionLost { worker: view.name(*worker), agent_up: *agent_up })
         }
         busy if is_busy(busy, view) => Err(Error::SessionBusy),
-        SessionStatus::Unknown | SessionStatus::Bound { recent: false, .. } if delta_on_nothing => {
+        SessionStatus::Unknown | SessionStatus::Bound { recent: false, .. }
+            if delta_needs_history =>
+        {
             Err(Error::DeltaWithoutHistory)
         }
-        SessionStatus::Unknown => Ok(Place {
+        SessionStatus::Unknown => Ok(PlacementConstraint {
             sticky: None,
             // No worker has any state of the session yet.
             fixed: false,
@@ -443,7 +461,7 @@ fn admit(ask: &Ask, status: &SessionStatus, view: &Snapshot) -> Result<Place, Er
         SessionStatus::Bound { worker, busy, .. } => {
             // A turn of the session runs on the worker, so this turn must follow it there.
             let sticky = Some(Sticky { fixed: *busy, ..Sticky::new(*worker) });
-            Ok(Place { sticky, fixed: *busy, open_as: None })
+            Ok(PlacementConstraint { sticky, fixed: *busy, open_as: None })
         }
         SessionStatus::Open { worker, session, .. } => {
             let pinned = session.retention == Retention::Pinned;
@@ -452,7 +470,11 @@ fn admit(ask: &Ask, status: &SessionStatus, view: &Snapshot) -> Result<Place, Er
             let private_tokens = if pinned { reported_tokens } else { 0 };
             let sticky = Sticky { fixed, reported_tokens, private_tokens, ..Sticky::new(*worker) };
             let sticky = Some(sticky);
-            Ok(Place { sticky, fixed, open_as: session.exclusive.then_some(session.retention) })
+            Ok(PlacementConstraint {
+                sticky,
+                fixed,
+                open_as: session.exclusive.then_some(session.retention),
+            })
         }
     }
 }

@@ -1,8 +1,9 @@
-//! Volatile preambles: text that a client puts in front of its system prompt and changes with each
-//! request. An engine's prefix cache misses from the first changed token on, so such a preamble
-//! makes the engine compute the whole conversation with every turn. This module finds one and cuts
-//! it out of the body by byte range. This module is pure; `pattern` has the table of known
-//! preambles.
+//! Finds the volatile preamble in a request body and cuts it out by byte range. Pure.
+//!
+//! A volatile preamble is a text that a client puts in front of its system prompt and changes with
+//! each request. An engine's prefix cache misses from the first changed token on, so such a
+//! preamble makes the engine compute the whole conversation with every turn. `pattern` has the
+//! table of known preambles.
 //!
 //! The cut is one range of bytes, and the remaining body is valid JSON:
 //!
@@ -29,7 +30,7 @@ use proto::{
 };
 use serde_json::value::RawValue;
 
-use self::pattern::Match;
+use self::pattern::PreambleMatch;
 
 /// The place of a preamble in a body: the first text of the system prompt. Each route has at most
 /// one place.
@@ -58,14 +59,14 @@ impl Place {
 
 /// The part of a body that is a preamble.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Cut {
+pub struct PreambleRange {
     /// The client that is known to write this preamble.
     pub client: &'static str,
     /// The bytes to remove, as offsets into the body.
     range: Range<usize>,
 }
 
-impl Cut {
+impl PreambleRange {
     /// Removes the preamble from `body`, which must be the body that [`find`] searched. Copies the
     /// body only if its bytes are shared; otherwise moves the later bytes in place.
     #[must_use]
@@ -80,34 +81,34 @@ impl Cut {
 /// Finds the preamble in the body of a request for `path`. Returns None for most bodies. Reads only
 /// the first block or message of the system prompt.
 #[must_use]
-pub fn find(path: &str, body: &Object<'_>) -> Option<Cut> {
+pub fn find(path: &str, body: &Object<'_>) -> Option<PreambleRange> {
     let place = Place::for_path(path)?;
     let (client, part) = match place {
         Place::System => {
-            let found = Found::at(place, body.get("system")?)?;
+            let found = Found::find(place, body.get("system")?)?;
             (found.client, found.block.unwrap_or(found.text))
         }
-        Place::FirstMessage => in_first_message(body.get("messages")?)?,
+        Place::FirstMessage => find_in_first_message(body.get("messages")?)?,
         Place::Instructions => {
-            let found = Found::at(place, body.get("instructions")?)?;
+            let found = Found::find(place, body.get("instructions")?)?;
             (found.client, found.text)
         }
     };
-    Some(Cut { client, range: body.range_of(part) })
+    Some(PreambleRange { client, range: body.range_of(part) })
 }
 
 /// Returns the client and the part of the messages' text to remove.
-fn in_first_message(messages: &RawValue) -> Option<(&'static str, &str)> {
+fn find_in_first_message(messages: &RawValue) -> Option<(&'static str, &str)> {
     let first = first_element(messages)?;
     let message = Object::parse(first.value.get().as_bytes()).ok()?;
     let role: String = serde_json::from_str(message.get("role")?.get()).ok()?;
     if role != "system" && role != "developer" {
         return None;
     }
-    let found = Found::at(Place::FirstMessage, message.get("content")?)?;
+    let found = Found::find(Place::FirstMessage, message.get("content")?)?;
     let part = match found.block {
-        _ if found.is_all && !first.is_only => first.with_comma,
-        Some(block) if !found.is_all => block,
+        _ if found.is_whole_content && !first.is_only => first.with_comma,
+        Some(block) if !found.is_whole_content => block,
         _ => found.text,
     };
     Some((found.client, part))
@@ -121,15 +122,20 @@ struct Found<'a> {
     /// The block with its comma, if it holds only the preamble.
     block: Option<&'a str>,
     /// Whether the content holds only the preamble.
-    is_all: bool,
+    is_whole_content: bool,
 }
 
 impl<'a> Found<'a> {
     /// Looks for a preamble in a string, or in the first block of an array if it is a text block.
-    fn at(place: Place, content: &'a RawValue) -> Option<Self> {
+    fn find(place: Place, content: &'a RawValue) -> Option<Self> {
         if content.get().starts_with('"') {
-            let (known, text) = in_string(place, content)?;
-            return Some(Self { client: known.client, text, block: None, is_all: known.is_all });
+            let (known, text) = find_in_string(place, content)?;
+            return Some(Self {
+                client: known.client,
+                text,
+                block: None,
+                is_whole_content: known.is_whole_text,
+            });
         }
         let first = first_element(content)?;
         let block = Object::parse(first.value.get().as_bytes()).ok()?;
@@ -137,17 +143,17 @@ impl<'a> Found<'a> {
         if kind != "text" {
             return None;
         }
-        let (known, text) = in_string(place, block.get("text")?)?;
+        let (known, text) = find_in_string(place, block.get("text")?)?;
         Some(Self {
             client: known.client,
             text,
-            block: known.is_all.then_some(first.with_comma),
-            is_all: known.is_all && first.is_only,
+            block: known.is_whole_text.then_some(first.with_comma),
+            is_whole_content: known.is_whole_text && first.is_only,
         })
     }
 }
 
-fn in_string(place: Place, string: &RawValue) -> Option<(Match, &str)> {
+fn find_in_string(place: Place, string: &RawValue) -> Option<(PreambleMatch, &str)> {
     let inside = string.get().strip_prefix('"')?.strip_suffix('"')?;
     let known = pattern::find(place, inside)?;
     Some((known, &inside[..known.raw_bytes]))

@@ -23,7 +23,7 @@ use service::{budget::HeldBody, clock::now, headers::remove_hop_by_hop};
 use tokio::{sync::OwnedSemaphorePermit, time::Sleep};
 
 use super::{
-    decide::{Decided, Hold},
+    decide::{BindingHold, PlacedTurn},
     error::NoAnswer,
     shared::Shared,
 };
@@ -39,14 +39,14 @@ pub(crate) const PLACEMENT: HeaderName = HeaderName::from_static("x-berth-placem
 
 /// A client's request, which can be sent more than once.
 #[derive(Debug)]
-pub(crate) struct Outbound {
+pub(crate) struct OutboundTurn {
     pub(crate) method: Method,
     pub(crate) path: http::uri::PathAndQuery,
     pub(crate) headers: HeaderMap,
     pub(crate) body: Bytes,
     pub(crate) turn_id: u64,
     /// Whether the time to the answer's first byte is counted as a wait for a token.
-    pub(crate) timed: bool,
+    pub(crate) counts_first_byte: bool,
     pub(crate) arrived: Instant,
     pub(crate) deadline: Instant,
 }
@@ -64,11 +64,11 @@ pub(crate) fn held_bytes(body: HeldBody) -> Bytes {
     Bytes::from_owner(Owner(body))
 }
 
-impl Outbound {
-    fn request(&self, decided: &Decided) -> http::Request<Full<Bytes>> {
+impl OutboundTurn {
+    fn request(&self, placed: &PlacedTurn) -> http::Request<Full<Bytes>> {
         let uri = Uri::builder()
             .scheme("http")
-            .authority(&*decided.authority)
+            .authority(&*placed.authority)
             .path_and_query(self.path.clone())
             .build()
             .expect("authority and path were parsed before");
@@ -78,11 +78,11 @@ impl Outbound {
         let headers = request.headers_mut();
         headers.clone_from(&self.headers);
         headers.insert(claim::TURN, turn_header(self.turn_id));
-        headers.insert(claim::RANK, HeaderValue::from(decided.worker.dp_rank));
-        if let Some(tokens) = decided.resident_tokens {
+        headers.insert(claim::RANK, HeaderValue::from(placed.worker.dp_rank));
+        if let Some(tokens) = placed.resident_tokens {
             headers.insert(claim::RESIDENT, HeaderValue::from(tokens));
         }
-        if let Some(claim) = &decided.claim {
+        if let Some(claim) = &placed.claim {
             headers.insert(claim::CLAIM, claim.to_header());
         }
         request
@@ -92,14 +92,14 @@ impl Outbound {
     pub(crate) async fn send(
         &self,
         shared: &Shared,
-        decided: &Decided,
+        placed: &PlacedTurn,
     ) -> Result<Response<Incoming>, NoAnswer> {
-        let answer = shared.client.request(self.request(decided));
-        let name = || decided.name.clone();
+        let answer = shared.client.request(self.request(placed));
+        let name = || placed.name.clone();
         match tokio::time::timeout_at(self.deadline.into(), answer).await {
             Ok(Ok(response)) => Ok(response),
             Ok(Err(source)) if source.is_connect() => {
-                shared.note_unreachable(decided.worker, connect::describe_error(&source));
+                shared.note_unreachable(placed.worker, connect::describe_error(&source));
                 Err(NoAnswer::Connect { worker: name(), source })
             }
             Ok(Err(source)) => Err(NoAnswer::BrokenOff { worker: name(), source }),
@@ -124,63 +124,63 @@ pub(crate) fn is_refused_for_now(response: &Response<Incoming>) -> bool {
 /// Builds the client's answer: the agent's answer, with headers for the worker and the placement.
 pub(crate) fn answer(
     shared: &Arc<Shared>,
-    outbound: &Outbound,
-    mut decided: Decided,
-    running: Running,
+    outbound: &OutboundTurn,
+    mut placed: PlacedTurn,
+    running: StreamCount,
     permit: OwnedSemaphorePermit,
     response: Response<Incoming>,
 ) -> axum::response::Response {
-    if let Some(hold) = &mut decided.hold {
+    if let Some(hold) = &mut placed.hold {
         hold.answered(response.status().is_success());
-        let closes = matches!(decided.claim, Some(Claim { close: true, .. }));
+        let closes = matches!(placed.claim, Some(Claim { close: true, .. }));
         if closes && !response.headers().contains_key(claim::REFUSAL) {
             hold.close_at_end();
         }
     }
-    if let Some(blocks) = decided.blocks.take().filter(|_| response.status().is_success()) {
-        shared.block_locator.record_sent(&blocks, decided.worker, &shared.view.load());
+    if let Some(blocks) = placed.blocks.take().filter(|_| response.status().is_success()) {
+        shared.block_locator.record_sent(&blocks, placed.worker, &shared.view.load());
     }
     let (mut parts, inner) = response.into_parts();
     remove_hop_by_hop(&mut parts.headers);
     parts.headers.remove(header::CONTENT_LENGTH);
     parts.headers.insert(claim::TURN, turn_header(outbound.turn_id));
-    parts.headers.insert(PLACEMENT, HeaderValue::from_static(decided.reason.as_str()));
-    if let Ok(name) = HeaderValue::from_str(&decided.name) {
+    parts.headers.insert(PLACEMENT, HeaderValue::from_static(placed.reason.as_str()));
+    if let Ok(name) = HeaderValue::from_str(&placed.name) {
         parts.headers.insert(WORKER, name);
     }
     // Version and extensions belong to a single hop, so they are not passed on.
     parts.version = http::Version::HTTP_11;
     parts.extensions.clear();
-    let ok = parts.status.is_success();
-    let body = TurnBody {
+    let is_success = parts.status.is_success();
+    let body = AnswerBody {
         inner,
         deadline: Box::pin(tokio::time::sleep_until(outbound.deadline.into())),
         arrived: Some(outbound.arrived),
-        held: Some(Held {
+        in_flight: Some(InFlightTurn {
             running,
             outcome: Outcome::ClientGone,
-            lease: decided.lease,
-            _hold: decided.hold,
+            lease: placed.lease,
+            _hold: placed.hold,
             _permit: permit,
         }),
-        timed: outbound.timed && ok,
-        ok,
+        counts_first_byte: outbound.counts_first_byte && is_success,
+        is_success,
     };
     Response::from_parts(parts, axum::body::Body::new(body))
 }
 
 /// Counts a turn as in flight until it is dropped.
 #[derive(Debug)]
-pub(crate) struct Running(Arc<Shared>);
+pub(crate) struct StreamCount(Arc<Shared>);
 
-impl Running {
+impl StreamCount {
     pub(crate) fn new(shared: &Arc<Shared>) -> Self {
         shared.metrics.streams.inc();
         Self(Arc::clone(shared))
     }
 }
 
-impl Drop for Running {
+impl Drop for StreamCount {
     fn drop(&mut self) {
         self.0.metrics.streams.dec();
     }
@@ -188,15 +188,15 @@ impl Drop for Running {
 
 /// What a turn holds until its answer has ended.
 #[derive(Debug)]
-struct Held {
-    running: Running,
+struct InFlightTurn {
+    running: StreamCount,
     outcome: Outcome,
     lease: Lease,
-    _hold: Option<Hold>,
+    _hold: Option<BindingHold>,
     _permit: OwnedSemaphorePermit,
 }
 
-impl Drop for Held {
+impl Drop for InFlightTurn {
     fn drop(&mut self) {
         self.running.0.metrics.ended(self.outcome);
     }
@@ -204,36 +204,36 @@ impl Drop for Held {
 
 /// The body of an answer.
 #[derive(Debug)]
-struct TurnBody {
+struct AnswerBody {
     inner: Incoming,
     deadline: Pin<Box<Sleep>>,
     /// When the turn arrived; None after the answer's first byte.
     arrived: Option<Instant>,
     /// Released with the last frame at the latest: a client that has the whole answer may send its
     /// next turn at once, and must find the session free.
-    held: Option<Held>,
-    timed: bool,
-    ok: bool,
+    in_flight: Option<InFlightTurn>,
+    counts_first_byte: bool,
+    is_success: bool,
 }
 
-impl TurnBody {
+impl AnswerBody {
     fn end(&mut self, outcome: Outcome) {
-        if let Some(mut held) = self.held.take() {
-            held.outcome = outcome;
+        if let Some(mut in_flight) = self.in_flight.take() {
+            in_flight.outcome = outcome;
         }
     }
 }
 
 /// Why an answer was cut off.
 #[derive(Debug, thiserror::Error)]
-enum Cut {
+enum StreamError {
     #[error("the turn took longer than turn_ms_max")]
     TimedOut,
     #[error("the worker broke off its answer")]
     BrokenOff(#[source] hyper::Error),
 }
 
-impl Body for TurnBody {
+impl Body for AnswerBody {
     type Data = Bytes;
     type Error = Box<dyn std::error::Error + Send + Sync>;
 
@@ -245,9 +245,9 @@ impl Body for TurnBody {
         if polled.is_pending() {
             ready!(self.deadline.as_mut().poll(context));
             self.end(Outcome::TimedOut);
-            return Poll::Ready(Some(Err(Cut::TimedOut.into())));
+            return Poll::Ready(Some(Err(StreamError::TimedOut.into())));
         }
-        let done = if self.ok { Outcome::Ok } else { Outcome::ErrorAnswer };
+        let done = if self.is_success { Outcome::Ok } else { Outcome::ErrorAnswer };
         match ready!(polled) {
             None => {
                 self.end(done);
@@ -255,18 +255,18 @@ impl Body for TurnBody {
             }
             Some(Err(error)) => {
                 self.end(Outcome::WorkerFailed);
-                Poll::Ready(Some(Err(Cut::BrokenOff(error).into())))
+                Poll::Ready(Some(Err(StreamError::BrokenOff(error).into())))
             }
             Some(Ok(frame)) => {
-                let (arrived, timed) = (self.arrived, self.timed);
-                if let (Some(held), Some(data)) = (&mut self.held, frame.data_ref()) {
-                    let metrics = &held.running.0.metrics;
+                let (arrived, counts_first_byte) = (self.arrived, self.counts_first_byte);
+                if let (Some(in_flight), Some(data)) = (&mut self.in_flight, frame.data_ref()) {
+                    let metrics = &in_flight.running.0.metrics;
                     metrics.response_bytes.inc_by(data.len() as u64);
                     if let Some(arrived) = arrived {
-                        if timed {
+                        if counts_first_byte {
                             metrics.first_byte(now().saturating_duration_since(arrived));
                         }
-                        held.lease.answered();
+                        in_flight.lease.answered();
                     }
                     self.arrived = None;
                 }
@@ -288,10 +288,10 @@ impl Body for TurnBody {
     }
 }
 
-impl Drop for TurnBody {
+impl Drop for AnswerBody {
     fn drop(&mut self) {
         if self.inner.is_end_stream() {
-            let done = if self.ok { Outcome::Ok } else { Outcome::ErrorAnswer };
+            let done = if self.is_success { Outcome::Ok } else { Outcome::ErrorAnswer };
             self.end(done);
         }
     }

@@ -69,7 +69,7 @@ pub enum Error {
 
 /// What the client wants done with a session by this turn.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Ask {
+pub struct SessionIntent {
     /// The session's key.
     pub key: SessionKey,
     /// The retention for the session's first turn; None lets the agent choose.
@@ -81,7 +81,7 @@ pub struct Ask {
     /// Whether the session closes when this turn has ended.
     pub close: bool,
     /// Whether the session is a placement only: the agent gets no claim for it.
-    pub bind: bool,
+    pub placement_only: bool,
     /// The time without a turn after which the session is closed, in milliseconds.
     pub idle_ms_max: Option<u64>,
 }
@@ -90,7 +90,7 @@ pub struct Ask {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Turn {
     /// What the turn does to its session; None for a turn without a session.
-    pub session: Option<Ask>,
+    pub session: Option<SessionIntent>,
     /// The session that started this one.
     pub parent: Option<SessionKey>,
     /// The digest of the client's `prompt_cache_key`. Used for placement, never as a session's id.
@@ -115,18 +115,18 @@ pub fn principal(headers: &HeaderMap) -> String {
 /// # Errors
 /// When the id's length is out of bounds, or the id is not UTF-8.
 pub fn header_session(headers: &HeaderMap, principal: &str) -> Result<Option<SessionKey>, Error> {
-    if let Some(id) = text(headers, &SESSION_ID)? {
+    if let Some(id) = header_text(headers, &SESSION_ID)? {
         return Ok(Some(SessionKey::new(principal, id)?));
     }
-    if let Some(session) = text(headers, &CLAUDE_SESSION)? {
-        let id = match text(headers, &CLAUDE_AGENT)? {
+    if let Some(session) = header_text(headers, &CLAUDE_SESSION)? {
+        let id = match header_text(headers, &CLAUDE_AGENT)? {
             Some(agent) => format!("{session}:{agent}"),
             None => session.to_owned(),
         };
         return Ok(Some(SessionKey::new(principal, id)?));
     }
     for name in &NATIVE {
-        if let Some(id) = text(headers, name)? {
+        if let Some(id) = header_text(headers, name)? {
             return Ok(Some(SessionKey::new(principal, id)?));
         }
     }
@@ -151,9 +151,9 @@ pub fn read_object(
     object: &Object<'_>,
     principal: &str,
 ) -> Result<Turn, Error> {
-    let control = Control::read(object)?;
+    let control = SessionControl::read(object)?;
     let params_id = params_id(object)?;
-    let top_id = string(object, "session_id", "session_id")?;
+    let top_id = string_member(object, "session_id", "session_id")?;
     let from_headers = header_session(headers, principal)?;
     let key = match (&control, from_headers, top_id.or_else(|| params_id.clone())) {
         (Some(control), ..) => Some(SessionKey::new(principal, control.session_id.as_str())?),
@@ -161,25 +161,25 @@ pub fn read_object(
         (None, None, Some(id)) => Some(SessionKey::new(principal, id)?),
         (None, None, None) => None,
     };
-    let delta = flag(headers, &DELTA, "the header x-berth-delta")? || params_id.is_some();
-    let close = flag(headers, &FINAL, "the header x-berth-session-final")?;
+    let delta = header_flag(headers, &DELTA, "the header x-berth-delta")? || params_id.is_some();
+    let close = header_flag(headers, &FINAL, "the header x-berth-session-final")?;
     let retention = retention(headers)?;
-    let action = control.as_ref().map_or(Action::Turn, |control| control.action);
+    let action = control.as_ref().map_or(SessionAction::Turn, |control| control.action);
     let session = match key {
         None if delta => return Err(Error::DeltaWithoutSession),
         None => None,
         Some(key) => {
-            let open = action == Action::Open;
+            let open = action == SessionAction::Open;
             // A delta appends to the session's private KV, so a session that a delta opens must be
             // pinned.
             let retention = retention.or((open && delta).then_some(Retention::Pinned));
-            Some(Ask {
+            Some(SessionIntent {
                 key,
                 retention,
                 delta,
                 open,
-                close: close || action == Action::Close,
-                bind: action == Action::Bind,
+                close: close || action == SessionAction::Close,
+                placement_only: action == SessionAction::Bind,
                 idle_ms_max: control.and_then(|control| control.idle_ms_max),
             })
         }
@@ -219,7 +219,7 @@ pub fn idle_ms(value: &Value, field: &'static str) -> Result<Option<u64>, Error>
 ///
 /// # Errors
 /// When there is no such retention. The error names `field`.
-pub fn retention_named(name: &str, field: &'static str) -> Result<Option<Retention>, Error> {
+pub fn parse_retention(name: &str, field: &'static str) -> Result<Option<Retention>, Error> {
     match name {
         "auto" => Ok(None),
         "pinned" => Ok(Some(Retention::Pinned)),
@@ -230,7 +230,7 @@ pub fn retention_named(name: &str, field: &'static str) -> Result<Option<Retenti
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Action {
+enum SessionAction {
     Turn,
     Open,
     Close,
@@ -238,33 +238,33 @@ enum Action {
 }
 
 /// The body's member `nvext.session_control`.
-struct Control {
+struct SessionControl {
     session_id: String,
-    action: Action,
+    action: SessionAction,
     idle_ms_max: Option<u64>,
 }
 
-impl Control {
+impl SessionControl {
     fn read(body: &Object<'_>) -> Result<Option<Self>, Error> {
-        let Some(nvext) = body.get("nvext").and_then(object) else { return Ok(None) };
+        let Some(nvext) = body.get("nvext").and_then(parse_object) else { return Ok(None) };
         let control = match nvext.get("session_control") {
             None => return Ok(None),
             Some(raw) if raw.get() == "null" => return Ok(None),
-            Some(raw) => object(raw)
+            Some(raw) => parse_object(raw)
                 .ok_or(Error::Field { field: "nvext.session_control", want: "an object" })?,
         };
         let field = "nvext.session_control.session_id";
-        let session_id = string(&control, "session_id", field)?
+        let session_id = string_member(&control, "session_id", field)?
             .ok_or(Error::Field { field, want: "a string of 1 to 256 bytes" })?;
         let field = "nvext.session_control.action";
-        let action = match string(&control, "action", field)?.as_deref() {
-            None => Action::Turn,
-            Some("open") => Action::Open,
-            Some("close") => Action::Close,
-            Some("bind") => Action::Bind,
+        let action = match string_member(&control, "action", field)?.as_deref() {
+            None => SessionAction::Turn,
+            Some("open") => SessionAction::Open,
+            Some("close") => SessionAction::Close,
+            Some("bind") => SessionAction::Bind,
             Some(_) => return Err(Error::Field { field, want: "open, close or bind" }),
         };
-        let timeout = control.get("timeout").map_or(Value::Null, value);
+        let timeout = control.get("timeout").map_or(Value::Null, parse_value);
         let idle_ms_max = idle_ms(&timeout, "nvext.session_control.timeout")?;
         Ok(Some(Self { session_id, action, idle_ms_max }))
     }
@@ -275,24 +275,28 @@ fn params_id(body: &Object<'_>) -> Result<Option<String>, Error> {
         None => Ok(None),
         Some(raw) if raw.get() == "null" => Ok(None),
         Some(raw) => {
-            let params =
-                object(raw).ok_or(Error::Field { field: "session_params", want: "one object" })?;
-            string(&params, "id", "session_params.id")
+            let params = parse_object(raw)
+                .ok_or(Error::Field { field: "session_params", want: "one object" })?;
+            string_member(&params, "id", "session_params.id")
         }
     }
 }
 
-fn object(raw: &RawValue) -> Option<Object<'_>> {
+fn parse_object(raw: &RawValue) -> Option<Object<'_>> {
     Object::parse(raw.get().as_bytes()).ok()
 }
 
-fn value(raw: &RawValue) -> Value {
+fn parse_value(raw: &RawValue) -> Value {
     serde_json::from_str(raw.get()).unwrap_or(Value::Null)
 }
 
 /// Reads a string member; null counts as absent.
-fn string(body: &Object<'_>, key: &str, field: &'static str) -> Result<Option<String>, Error> {
-    match body.get(key).map(value) {
+fn string_member(
+    body: &Object<'_>,
+    key: &str,
+    field: &'static str,
+) -> Result<Option<String>, Error> {
+    match body.get(key).map(parse_value) {
         None | Some(Value::Null) => Ok(None),
         Some(Value::String(text)) => Ok(Some(text)),
         Some(_) => Err(Error::Field { field, want: "a string" }),
@@ -304,14 +308,14 @@ fn text_member(body: &Object<'_>, key: &str) -> Option<String> {
     serde_json::from_str(body.get(key)?.get()).ok()
 }
 
-fn text<'a>(headers: &'a HeaderMap, name: &HeaderName) -> Result<Option<&'a str>, Error> {
+fn header_text<'a>(headers: &'a HeaderMap, name: &HeaderName) -> Result<Option<&'a str>, Error> {
     let Some(value) = headers.get(name) else { return Ok(None) };
     std::str::from_utf8(value.as_bytes())
         .map(Some)
         .map_err(|_| Error::Field { field: "a session id in a header", want: "UTF-8" })
 }
 
-fn flag(headers: &HeaderMap, name: &HeaderName, field: &'static str) -> Result<bool, Error> {
+fn header_flag(headers: &HeaderMap, name: &HeaderName, field: &'static str) -> Result<bool, Error> {
     match headers.get(name).map(http::HeaderValue::as_bytes) {
         None | Some(b"0" | b"false") => Ok(false),
         Some(b"1" | b"true") => Ok(true),
@@ -323,18 +327,20 @@ fn retention(headers: &HeaderMap) -> Result<Option<Retention>, Error> {
     let field = "the header x-berth-retention";
     match headers.get(&RETENTION) {
         None => Ok(None),
-        Some(value) => retention_named(value.to_str().unwrap_or(""), field),
+        Some(value) => parse_retention(value.to_str().unwrap_or(""), field),
     }
 }
 
 /// Returns the session that started this one. An invalid value is ignored, because the parent is
 /// only a hint for placement.
 fn parent(headers: &HeaderMap, principal: &str) -> Option<SessionKey> {
-    let named = PARENTS.iter().find_map(|name| text(headers, name).ok().flatten());
+    let named = PARENTS.iter().find_map(|name| header_text(headers, name).ok().flatten());
     // A sub-agent's parent is the session named without the sub-agent's id.
     let id = match named {
         Some(id) => id,
-        None if headers.contains_key(&CLAUDE_AGENT) => text(headers, &CLAUDE_SESSION).ok()??,
+        None if headers.contains_key(&CLAUDE_AGENT) => {
+            header_text(headers, &CLAUDE_SESSION).ok()??
+        }
         None => return None,
     };
     SessionKey::new(principal, id).ok()
@@ -356,7 +362,7 @@ mod tests {
             .collect()
     }
 
-    fn ask(pairs: &[(&'static str, &str)], body: &str) -> Option<Ask> {
+    fn intent(pairs: &[(&'static str, &str)], body: &str) -> Option<SessionIntent> {
         read(&headers(pairs), body.as_bytes(), "p").unwrap().session
     }
 
@@ -385,7 +391,7 @@ mod tests {
                 .filter(|(header, ..)| !header.is_empty())
                 .map(|(header, value, _)| (*header, *value))
                 .collect();
-            let found = ask(&pairs, &format!("{{{}}}", members.join(",")));
+            let found = intent(&pairs, &format!("{{{}}}", members.join(",")));
             let id = found.map_or(String::new(), |ask| ask.key.id().to_owned());
             assert_eq!(id, sources[from].2);
         }
@@ -406,29 +412,29 @@ mod tests {
     fn lifecycle_is_read_from_body_and_headers() {
         let control = |inner: &str| {
             let inner = format!(r#"{{"session_id":"s"{inner}}}"#);
-            ask(&[], &format!(r#"{{"nvext":{{"session_control":{inner}}}}}"#)).unwrap()
+            intent(&[], &format!(r#"{{"nvext":{{"session_control":{inner}}}}}"#)).unwrap()
         };
         let plain = control("");
-        assert!(!plain.open && !plain.close && !plain.bind && !plain.delta);
+        assert!(!plain.open && !plain.close && !plain.placement_only && !plain.delta);
         assert_eq!(plain.idle_ms_max, None);
         let open = control(r#","action":"open","timeout":1.5"#);
         assert_eq!((open.open, open.idle_ms_max), (true, Some(1500)));
         assert!(control(r#","action":"close""#).close);
-        assert!(control(r#","action":"bind""#).bind);
+        assert!(control(r#","action":"bind""#).placement_only);
         assert!(!control(r#","action":null,"timeout":null"#).open);
         let id = ("x-berth-session-id", "s");
-        assert!(ask(&[id, ("x-berth-session-final", "true")], "{}").unwrap().close);
-        assert!(ask(&[id, ("x-berth-delta", "1")], "{}").unwrap().delta);
-        assert!(ask(&[id], r#"{"session_params":{"id":"x"}}"#).unwrap().delta);
-        let pinned = ask(&[id, ("x-berth-retention", "pinned")], "{}").unwrap();
+        assert!(intent(&[id, ("x-berth-session-final", "true")], "{}").unwrap().close);
+        assert!(intent(&[id, ("x-berth-delta", "1")], "{}").unwrap().delta);
+        assert!(intent(&[id], r#"{"session_params":{"id":"x"}}"#).unwrap().delta);
+        let pinned = intent(&[id, ("x-berth-retention", "pinned")], "{}").unwrap();
         assert_eq!(pinned.retention, Some(Retention::Pinned));
-        assert_eq!(ask(&[id, ("x-berth-retention", "auto")], "{}").unwrap().retention, None);
+        assert_eq!(intent(&[id, ("x-berth-retention", "auto")], "{}").unwrap().retention, None);
     }
 
     #[test]
     fn the_last_of_duplicate_members_counts_as_it_does_for_the_engine() {
         let body = r#"{"session_id":"first","\u0073ession_id":"last"}"#;
-        assert_eq!(ask(&[], body).unwrap().key.id(), "last");
+        assert_eq!(intent(&[], body).unwrap().key.id(), "last");
     }
 
     #[test]

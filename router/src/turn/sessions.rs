@@ -28,7 +28,7 @@ pub(crate) const LIST_MAX: usize = 1000;
 
 /// A session as shown to its owner.
 #[derive(Debug, Clone)]
-pub(crate) struct Seen {
+pub(crate) struct SessionView {
     pub(crate) key: SessionKey,
     pub(crate) worker: WorkerRef,
     /// `None` if the session is placed but no agent has reported it.
@@ -38,7 +38,7 @@ pub(crate) struct Seen {
 
 /// The result of an open.
 #[derive(Debug)]
-pub(crate) struct Opened {
+pub(crate) struct OpenedSession {
     pub(crate) worker: WorkerRef,
     pub(crate) session: Arc<Session>,
     /// Whether the session was not open before.
@@ -47,7 +47,10 @@ pub(crate) struct Opened {
 
 impl Shared {
     /// Opens a session, or returns the one that is already open.
-    pub(crate) async fn open(self: &Arc<Self>, opening: OpenRequest) -> Result<Opened, Error> {
+    pub(crate) async fn open(
+        self: &Arc<Self>,
+        opening: OpenRequest,
+    ) -> Result<OpenedSession, Error> {
         let shared = Arc::clone(self);
         self.detached(async move { Box::pin(shared.open_now(opening)).await }).await
     }
@@ -82,13 +85,13 @@ impl Shared {
     }
 
     /// Returns one session of its owner.
-    pub(crate) async fn see(&self, key: &SessionKey) -> Option<Seen> {
+    pub(crate) async fn find_session(&self, key: &SessionKey) -> Option<SessionView> {
         let view = self.settled_view().await;
-        self.seen(key, self.session_status(key, &view))
+        self.to_view(key, self.session_status(key, &view))
     }
 
     /// Returns the owner's sessions, ordered by id, and whether there are more than [`LIST_MAX`].
-    pub(crate) async fn list(&self, principal: &str) -> (Vec<Seen>, bool) {
+    pub(crate) async fn list(&self, principal: &str) -> (Vec<SessionView>, bool) {
         let view = self.settled_view().await;
         let mut keys: BTreeMap<String, SessionKey> = view
             .sessions
@@ -102,16 +105,20 @@ impl Shared {
             let bound = affinity.keys_of_principal(principal, now());
             keys.extend(bound.map(|key| (key.id().to_owned(), key.clone())));
         }
-        let mut seen = keys.into_values().filter_map(|key| {
+        let mut views = keys.into_values().filter_map(|key| {
             let status = self.session_status(&key, &view);
-            self.seen(&key, status)
+            self.to_view(&key, status)
         });
-        let listed = seen.by_ref().take(LIST_MAX).collect();
-        (listed, seen.next().is_some())
+        let listed = views.by_ref().take(LIST_MAX).collect();
+        (listed, views.next().is_some())
     }
 
     /// Closes what is left of a lost session, so that it can be opened again.
-    pub(crate) async fn bury(&self, key: &SessionKey, worker: WorkerRef) -> Result<(), Error> {
+    pub(crate) async fn close_lost(
+        &self,
+        key: &SessionKey,
+        worker: WorkerRef,
+    ) -> Result<(), Error> {
         let closed = self.controls[worker.agent].close(key).await;
         match closed {
             Err(status) if !matches!(status.code(), Code::NotFound | Code::Unavailable) => {
@@ -127,34 +134,34 @@ impl Shared {
         Ok(())
     }
 
-    fn seen(&self, key: &SessionKey, status: SessionStatus) -> Option<Seen> {
+    fn to_view(&self, key: &SessionKey, status: SessionStatus) -> Option<SessionView> {
         let key = key.clone();
         match status {
             SessionStatus::Unknown
             | SessionStatus::Closing
             | SessionStatus::Bound { recent: false, placement_only: false, .. } => None,
             SessionStatus::Bound { worker, .. } => {
-                Some(Seen { key, worker, session: None, lost: false })
+                Some(SessionView { key, worker, session: None, lost: false })
             }
             SessionStatus::Open { worker, session, .. } => {
-                Some(Seen { key, worker, session: Some(session), lost: false })
+                Some(SessionView { key, worker, session: Some(session), lost: false })
             }
             SessionStatus::Lost { worker, .. } => {
                 let view = self.view.load();
                 let located = view.sessions.locate(&key);
                 let session = located.iter().find(|one| one.worker == worker);
                 let session = session.map(|one| Arc::clone(&one.session));
-                Some(Seen { key, worker, session, lost: true })
+                Some(SessionView { key, worker, session, lost: true })
             }
         }
     }
 
-    async fn open_now(self: Arc<Self>, opening: OpenRequest) -> Result<Opened, Error> {
+    async fn open_now(self: Arc<Self>, opening: OpenRequest) -> Result<OpenedSession, Error> {
         let key = &opening.key;
         if let SessionStatus::Lost { worker, .. } = self.session_status_after_reconnect(key).await {
-            self.bury(key, worker).await?;
+            self.close_lost(key, worker).await?;
         }
-        let (first, was_open, moves) = self.place_open(&opening, None)?;
+        let (first, was_open, moves) = self.place_for_open(&opening, None)?;
         let answered = self.controls[first.agent].open(&opening, first.dp_rank).await;
         let (worker, answered) = match answered {
             // The agent is full or unreachable. Try one other worker, unless the session is tied to
@@ -163,7 +170,7 @@ impl Shared {
                 if moves
                     && matches!(status.code(), Code::ResourceExhausted | Code::Unavailable) =>
             {
-                match self.place_open(&opening, Some(first)) {
+                match self.place_for_open(&opening, Some(first)) {
                     Ok((second, ..)) => {
                         self.metrics.retried("open");
                         let control = &self.controls[second.agent];
@@ -185,7 +192,7 @@ impl Shared {
                 let opened =
                     affinity::OpenAnswer { session: Arc::clone(&session), epoch, at: now() };
                 affinity.opened(worker, opened, now())?;
-                Ok(Opened { worker, session, new })
+                Ok(OpenedSession { worker, session, new })
             }
             Err(status) => {
                 if !was_open {
@@ -199,7 +206,7 @@ impl Shared {
     /// Chooses where to open a session and holds the binding, so that turns sent meanwhile go there
     /// too. With `exclude`, moves a binding that is already held. Returns the worker, whether the
     /// session was open, and whether it may go to another worker.
-    fn place_open(
+    fn place_for_open(
         &self,
         opening: &OpenRequest,
         exclude: Option<WorkerRef>,

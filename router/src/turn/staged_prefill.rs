@@ -20,8 +20,8 @@ use service::clock::now;
 use tracing::debug;
 
 use super::{
-    decide::Decided,
-    proxy::{self, Outbound},
+    decide::PlacedTurn,
+    proxy::{self, OutboundTurn},
     request::Turn,
     shared::Shared,
 };
@@ -36,23 +36,23 @@ const STAGED_PREFILL_MAX: Duration = Duration::from_secs(60);
 pub(crate) async fn run(
     shared: &Arc<Shared>,
     turn: &Turn,
-    outbound: &Outbound,
-    decided: &mut Decided,
+    outbound: &OutboundTurn,
+    placed: &mut PlacedTurn,
 ) {
-    let Some(Long { resident_tokens, stage_tokens }) = long(shared, decided) else { return };
-    decided.lease.begin_staged_prefill();
-    let end = match ids(shared, turn, outbound, decided).await {
+    let Some(Long { resident_tokens, stage_tokens }) = long(shared, placed) else { return };
+    placed.lease.begin_staged_prefill();
+    let end = match ids(shared, turn, outbound, placed).await {
         None => Err(StagedPrefillEnd::NoIds),
         Some(ids) => {
-            compute(shared, outbound, decided, staged_prefill::encode(&ids), resident_tokens).await
+            compute(shared, outbound, placed, staged_prefill::encode(&ids), resident_tokens).await
         }
     };
-    decided.lease.end_staged_prefill(end.unwrap_or(u64::MAX));
-    if let (Ok(left_tokens), Some(blocks)) = (end, &decided.blocks) {
-        decided.resident_tokens = Some(blocks.prompt().tokens.saturating_sub(left_tokens));
+    placed.lease.end_staged_prefill(end.unwrap_or(u64::MAX));
+    if let (Ok(left_tokens), Some(blocks)) = (end, &placed.blocks) {
+        placed.resident_tokens = Some(blocks.prompt().tokens.saturating_sub(left_tokens));
     }
     // While staged, the turn was unknown to its worker, where the session may have been closed.
-    if let (Some(hold), Some(claim)) = (&decided.hold, &mut decided.claim) {
+    if let (Some(hold), Some(claim)) = (&placed.hold, &mut placed.claim) {
         claim.close |= hold.is_closing();
     }
     shared.metrics.staged_prefill_ended(match end {
@@ -69,21 +69,21 @@ struct Long {
     stage_tokens: u64,
 }
 
-fn long(shared: &Shared, decided: &Decided) -> Option<Long> {
+fn long(shared: &Shared, placed: &PlacedTurn) -> Option<Long> {
     let view = shared.view.load();
-    let stage_tokens = view.worker_table().get(decided.worker)?.stage_tokens()?;
+    let stage_tokens = view.worker_table().get(placed.worker)?.stage_tokens()?;
     // Turns behind a turn that opens its session wait at the agent. They must not reach the agent
     // before it.
-    let facts = view.agent(decided.worker).facts.as_ref()?;
-    let opens = decided.claim.as_ref().is_some_and(|claim| claim.open);
+    let facts = view.agent(placed.worker).facts.as_ref()?;
+    let opens = placed.claim.as_ref().is_some_and(|claim| claim.open);
     if opens && facts.description.turns_queued_per_session_max > 0 {
         return None;
     }
-    let blocks = decided.blocks.as_ref()?;
-    let resident_tokens = decided.resident_tokens?;
+    let blocks = placed.blocks.as_ref()?;
+    let resident_tokens = placed.resident_tokens?;
     let uncached_tokens = blocks.prompt().tokens - resident_tokens;
     // KV that is private to a session is in no reported block and needn't be computed.
-    let is_placed_so = decided.lease.tokens() == uncached_tokens;
+    let is_placed_so = placed.lease.tokens() == uncached_tokens;
     (is_placed_so && uncached_tokens > stage_tokens)
         .then_some(Long { resident_tokens, stage_tokens })
 }
@@ -91,27 +91,27 @@ fn long(shared: &Shared, decided: &Decided) -> Option<Long> {
 async fn ids(
     shared: &Shared,
     turn: &Turn,
-    outbound: &Outbound,
-    decided: &Decided,
+    outbound: &OutboundTurn,
+    placed: &PlacedTurn,
 ) -> Option<Vec<u32>> {
     let view = shared.view.load();
-    let facts = view.agent(decided.worker).facts.as_ref()?;
+    let facts = view.agent(placed.worker).facts.as_ref()?;
     let (path, body) = (outbound.path.path(), &outbound.body);
-    let blocks = decided.blocks.as_ref()?;
+    let blocks = placed.blocks.as_ref()?;
     shared.block_locator.token_ids(&turn.prompt, path, body, blocks, &facts.description).await
 }
 
 /// Sends the ids to the agent. Returns how many tokens the turn itself still has to compute.
 async fn compute(
     shared: &Shared,
-    outbound: &Outbound,
-    decided: &Decided,
+    outbound: &OutboundTurn,
+    placed: &PlacedTurn,
     ids: Bytes,
     resident_tokens: u64,
 ) -> Result<u64, StagedPrefillEnd> {
     let uri = Uri::builder()
         .scheme("http")
-        .authority(&*decided.authority)
+        .authority(&*placed.authority)
         .path_and_query(staged_prefill::PATH)
         .build()
         .expect("authority and path were parsed before");
@@ -120,7 +120,7 @@ async fn compute(
     *request.uri_mut() = uri;
     let headers = request.headers_mut();
     headers.insert(claim::TURN, proxy::turn_header(outbound.turn_id));
-    headers.insert(claim::RANK, HeaderValue::from(decided.worker.dp_rank));
+    headers.insert(claim::RANK, HeaderValue::from(placed.worker.dp_rank));
     headers.insert(claim::RESIDENT, HeaderValue::from(resident_tokens));
     let asked = now();
     let answer = shared.client.request(request);
@@ -131,7 +131,7 @@ async fn compute(
         }
         Ok(Err(error)) => {
             debug!(
-                worker = decided.name,
+                worker = placed.name,
                 error = connect::describe_error(&error),
                 "staged prefill failed"
             );
@@ -141,7 +141,7 @@ async fn compute(
     };
     debug!(
         turn = format!("{:016x}", outbound.turn_id),
-        worker = decided.name,
+        worker = placed.name,
         resident_tokens,
         left = ?end,
         took_ms = millis_since(asked),

@@ -16,7 +16,7 @@ const VALUE_BYTES_MAX: usize = 256;
 const LINE_BREAKS_MAX: usize = 2;
 
 /// A volatile preamble that a client is known to write.
-struct Known {
+struct KnownPreamble {
     /// The value of the metric's label.
     client: &'static str,
     places: &'static [Place],
@@ -31,11 +31,11 @@ enum Pattern {
 }
 
 /// All known volatile preambles.
-const KNOWN: [Known; 1] = [
+const KNOWN_PREAMBLES: [KnownPreamble; 1] = [
     // anthropics/claude-code#68900 (2026-06-16): the preamble is the first block of `system`; `cch`
     // and a part of `cc_version` change with each request. Gateways that turn it into a chat
     // message or `instructions`: sgl-project/sglang#35129, CaddyGlow/ccproxy-api#61 (2026-04-30).
-    Known {
+    KnownPreamble {
         client: "claude_code",
         places: &[Place::System, Place::FirstMessage, Place::Instructions],
         pattern: Pattern::Pairs { name: "x-anthropic-billing-header:", first_key: "cc_version" },
@@ -44,25 +44,25 @@ const KNOWN: [Known; 1] = [
 
 /// A preamble at the beginning of a text.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Match {
+pub(super) struct PreambleMatch {
     pub(super) client: &'static str,
     /// The length of the preamble in bytes of the body, with the line breaks after it.
     pub(super) raw_bytes: usize,
     /// Whether the text holds only the preamble.
-    pub(super) is_all: bool,
+    pub(super) is_whole_text: bool,
 }
 
 /// Returns the known preamble at the beginning of `inside`, the content of a valid JSON string
 /// without its quotes.
-pub(super) fn find(place: Place, inside: &str) -> Option<Match> {
-    KNOWN.iter().filter(|known| known.places.contains(&place)).find_map(|known| {
+pub(super) fn find(place: Place, inside: &str) -> Option<PreambleMatch> {
+    KNOWN_PREAMBLES.iter().filter(|known| known.places.contains(&place)).find_map(|known| {
         let mut text = Text { rest: inside, left: TEXT_BYTES_MAX };
         match known.pattern {
             Pattern::Pairs { name, first_key } => text.take_pairs(name, first_key)?,
         }
         text.take_line_breaks();
         let raw_bytes = inside.len() - text.rest.len();
-        Some(Match { client: known.client, raw_bytes, is_all: text.rest.is_empty() })
+        Some(PreambleMatch { client: known.client, raw_bytes, is_whole_text: text.rest.is_empty() })
     })
 }
 
